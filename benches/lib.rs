@@ -1,0 +1,1 @@
+//! Nothing here: this package exists for its benches.

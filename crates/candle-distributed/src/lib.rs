@@ -1,0 +1,1 @@
+//! Distributed training for candle: sampler, batches, sharding plan and device mesh.

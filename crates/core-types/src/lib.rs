@@ -1,0 +1,12 @@
+#![doc = include_str!("../README.md")]
+
+mod error;
+mod index;
+mod rank;
+pub mod split;
+
+pub use crate::{
+    error::{Error, Result},
+    index::{Epoch, Seed},
+    rank::{Placement, Rank, WorldSize},
+};

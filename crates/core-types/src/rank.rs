@@ -1,0 +1,231 @@
+//! Who is who: ranks, the world they form, and a rank checked against its world.
+
+use std::fmt;
+
+use crate::error::{Error, Result};
+
+/// The number of ranks that work together; `num_replicas` in PyTorch's samplers.
+///
+/// # Examples
+///
+/// ```
+/// # use core_types::WorldSize;
+/// assert_eq!(WorldSize::new(8)?.as_u64(), 8);
+/// assert!(WorldSize::new(0).is_err());
+/// # Ok::<(), core_types::Error>(())
+/// ```
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+#[cfg_attr(feature = "serde", derive(serde::Serialize, serde::Deserialize))]
+#[cfg_attr(feature = "serde", serde(try_from = "u64", into = "u64"))]
+pub struct WorldSize(u32);
+
+impl WorldSize {
+    /// The largest world: 2^20 ranks.
+    ///
+    /// More than any machine has today, and small enough that a product of a rank and a world size never overflows.
+    pub const MAX: Self = Self(1 << 20);
+
+    /// A world of one rank.
+    pub const ONE: Self = Self(1);
+
+    /// Returns a world of `size` ranks.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::WorldSizeOutOfRange`] if `size` is 0 or above [`WorldSize::MAX`].
+    pub fn new(size: u64) -> Result<Self> {
+        match u32::try_from(size) {
+            Ok(value) if (1..=Self::MAX.0).contains(&value) => Ok(Self(value)),
+            _ => Err(Error::WorldSizeOutOfRange { value: size }),
+        }
+    }
+
+    /// The number of ranks.
+    pub fn as_u64(self) -> u64 {
+        u64::from(self.0)
+    }
+
+    /// The number of ranks, for indexing.
+    pub fn as_usize(self) -> usize {
+        self.0 as usize
+    }
+
+    /// Every rank of this world in order, each with its world.
+    ///
+    /// # Examples
+    ///
+    /// ```
+    /// # use core_types::{Placement, WorldSize};
+    /// let all: Vec<_> = WorldSize::new(2)?.placements().collect();
+    /// assert_eq!(all, [Placement::new(0, 2)?, Placement::new(1, 2)?]);
+    /// # Ok::<(), core_types::Error>(())
+    /// ```
+    pub fn placements(self) -> impl ExactSizeIterator<Item = Placement> + DoubleEndedIterator {
+        (0..self.0).map(move |rank| Placement { rank: Rank(rank), world_size: self })
+    }
+}
+
+impl fmt::Display for WorldSize {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        self.0.fmt(f)
+    }
+}
+
+impl TryFrom<u64> for WorldSize {
+    type Error = Error;
+
+    fn try_from(size: u64) -> Result<Self> {
+        Self::new(size)
+    }
+}
+
+impl From<WorldSize> for u64 {
+    fn from(world_size: WorldSize) -> Self {
+        world_size.as_u64()
+    }
+}
+
+/// The number of one worker among its world, from 0.
+///
+/// A bare rank is a name; where it decides what a worker does, it travels with its world as a [`Placement`].
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash)]
+#[cfg_attr(feature = "serde", derive(serde::Serialize, serde::Deserialize))]
+#[cfg_attr(feature = "serde", serde(transparent))]
+pub struct Rank(u32);
+
+impl Rank {
+    /// The rank that logs and writes for the others.
+    pub const ZERO: Self = Self(0);
+
+    /// The rank's number.
+    pub fn as_u64(self) -> u64 {
+        u64::from(self.0)
+    }
+
+    /// The rank's number, for indexing.
+    pub fn as_usize(self) -> usize {
+        self.0 as usize
+    }
+}
+
+impl fmt::Display for Rank {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        self.0.fmt(f)
+    }
+}
+
+/// A rank that has been checked against its world: "rank 3 of 8".
+///
+/// # Examples
+///
+/// ```
+/// # use core_types::Placement;
+/// let place = Placement::new(3, 8)?;
+/// assert_eq!((place.rank().as_u64(), place.world_size().as_u64()), (3, 8));
+///
+/// let error = Placement::new(8, 8).unwrap_err();
+/// assert_eq!(error.to_string(), "rank 8 is out of range for a world of 8");
+/// # Ok::<(), core_types::Error>(())
+/// ```
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+#[cfg_attr(feature = "serde", derive(serde::Serialize, serde::Deserialize))]
+#[cfg_attr(feature = "serde", serde(try_from = "Unchecked", into = "Unchecked"))]
+pub struct Placement {
+    rank: Rank,
+    world_size: WorldSize,
+}
+
+impl Placement {
+    /// The only rank of a world of one.
+    pub const SINGLE: Self = Self { rank: Rank::ZERO, world_size: WorldSize::ONE };
+
+    /// Returns rank `rank` of a world of `world_size`.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::WorldSizeOutOfRange`], or [`Error::RankOutOfRange`] if `rank` is not below `world_size`.
+    pub fn new(rank: u64, world_size: u64) -> Result<Self> {
+        let world_size = WorldSize::new(world_size)?;
+        match u32::try_from(rank) {
+            Ok(value) if value < world_size.0 => Ok(Self { rank: Rank(value), world_size }),
+            _ => Err(Error::RankOutOfRange { rank, world_size }),
+        }
+    }
+
+    /// Which rank this is.
+    pub fn rank(self) -> Rank {
+        self.rank
+    }
+
+    /// The size of the world it belongs to.
+    pub fn world_size(self) -> WorldSize {
+        self.world_size
+    }
+
+    /// Whether no rank comes after this one.
+    pub fn is_last(self) -> bool {
+        self.rank.0 + 1 == self.world_size.0
+    }
+}
+
+impl fmt::Display for Placement {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "rank {} of {}", self.rank, self.world_size)
+    }
+}
+
+/// What a [`Placement`] looks like before it is checked.
+#[cfg(feature = "serde")]
+#[derive(serde::Serialize, serde::Deserialize)]
+struct Unchecked {
+    rank: u64,
+    world_size: u64,
+}
+
+#[cfg(feature = "serde")]
+impl TryFrom<Unchecked> for Placement {
+    type Error = Error;
+
+    fn try_from(place: Unchecked) -> Result<Self> {
+        Self::new(place.rank, place.world_size)
+    }
+}
+
+#[cfg(feature = "serde")]
+impl From<Placement> for Unchecked {
+    fn from(place: Placement) -> Self {
+        Self { rank: place.rank.as_u64(), world_size: place.world_size.as_u64() }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn world_sizes_outside_the_limits_are_refused() {
+        let max = WorldSize::MAX.as_u64();
+        assert_eq!(WorldSize::new(max).unwrap(), WorldSize::MAX);
+        for value in [0, max + 1, u64::MAX] {
+            assert_eq!(WorldSize::new(value), Err(Error::WorldSizeOutOfRange { value }));
+        }
+    }
+
+    #[test]
+    fn ranks_outside_their_world_are_refused() {
+        let world_size = WorldSize::new(4).unwrap();
+        for rank in [4, u64::MAX] {
+            assert_eq!(Placement::new(rank, 4), Err(Error::RankOutOfRange { rank, world_size }));
+        }
+        assert!(Placement::new(3, 4).unwrap().is_last());
+    }
+
+    #[cfg(feature = "serde")]
+    #[test]
+    fn deserializing_checks_what_the_constructor_checks() {
+        let place: Placement = serde_json::from_str(r#"{"rank":3,"world_size":4}"#).unwrap();
+        assert_eq!(serde_json::to_string(&place).unwrap(), r#"{"rank":3,"world_size":4}"#);
+        assert!(serde_json::from_str::<Placement>(r#"{"rank":4,"world_size":4}"#).is_err());
+        assert!(serde_json::from_str::<WorldSize>("0").is_err());
+    }
+}

@@ -1,0 +1,199 @@
+//! The four ways to cut `len` things over the ranks of a world.
+//!
+//! Sampler, batcher, planner and mesh all cut through these functions, so they can never disagree. In each of them
+//! every item has exactly one owner, and each rank computes its own part without a look at the others.
+//!
+//! | function | parts | who cuts like this |
+//! |---|---|---|
+//! | [`chunk`] | all of size ⌈len / world⌉ but the last ones, which may be short or empty | `torch.chunk`, FSDP2 |
+//! | [`balanced`] | sizes differ by at most one, first ranks get more | NumPy's `array_split` |
+//! | [`last_takes_rest`] | all of size ⌊len / world⌋, the last takes what remains | the `DistributedSampler` spec |
+//! | [`strided`] | round-robin: rank, rank + world, … | PyTorch's `DistributedSampler`, SPDL |
+
+use std::ops::Range;
+
+use crate::Placement;
+
+/// Returns the range of ⌈`len` / world⌉ items that `place` owns; trailing ranks may get fewer or none.
+///
+/// This is the rule of `torch.chunk`, by which FSDP2 cuts the rows of a parameter.
+///
+/// # Examples
+///
+/// ```
+/// # use core_types::{Placement, split};
+/// // Seven rows on four ranks: 2, 2, 2, 1. Five rows: 2, 2, 1, 0.
+/// assert_eq!(split::chunk(7, Placement::new(3, 4)?), 6..7);
+/// assert_eq!(split::chunk(5, Placement::new(3, 4)?), 5..5);
+/// # Ok::<(), core_types::Error>(())
+/// ```
+pub fn chunk(len: u64, place: Placement) -> Range<u64> {
+    let size = len.div_ceil(place.world_size().as_u64());
+    // A product that does not fit lies beyond `len`, where the saturated one is cut off as well.
+    let bound = |rank: u64| rank.saturating_mul(size).min(len);
+    let rank = place.rank().as_u64();
+    bound(rank)..bound(rank + 1)
+}
+
+/// Returns the range of items that `place` owns when all parts differ by at most one.
+///
+/// The first `len % world` ranks own one item more than the others.
+///
+/// # Examples
+///
+/// ```
+/// # use core_types::{Placement, split};
+/// assert_eq!(split::balanced(10, Placement::new(0, 4)?), 0..3);
+/// assert_eq!(split::balanced(10, Placement::new(3, 4)?), 8..10);
+/// # Ok::<(), core_types::Error>(())
+/// ```
+pub fn balanced(len: u64, place: Placement) -> Range<u64> {
+    let world = place.world_size().as_u64();
+    let (size, extra) = (len / world, len % world);
+    let bound = |rank: u64| rank * size + rank.min(extra);
+    let rank = place.rank().as_u64();
+    bound(rank)..bound(rank + 1)
+}
+
+/// Returns the range of ⌊`len` / world⌋ items that `place` owns; the last rank also owns the remainder.
+///
+/// # Examples
+///
+/// ```
+/// # use core_types::{Placement, split};
+/// assert_eq!(split::last_takes_rest(10, Placement::new(0, 4)?), 0..2);
+/// assert_eq!(split::last_takes_rest(10, Placement::new(3, 4)?), 6..10);
+/// # Ok::<(), core_types::Error>(())
+/// ```
+pub fn last_takes_rest(len: u64, place: Placement) -> Range<u64> {
+    let size = len / place.world_size().as_u64();
+    let start = place.rank().as_u64() * size;
+    start..if place.is_last() { len } else { start + size }
+}
+
+/// Returns the items that `place` owns when they are dealt out like cards: `rank`, `rank + world`, ….
+///
+/// # Examples
+///
+/// ```
+/// # use core_types::{Placement, split};
+/// let mine = split::strided(11, Placement::new(1, 4)?);
+/// assert_eq!(mine.iter().collect::<Vec<_>>(), [1, 5, 9]);
+/// # Ok::<(), core_types::Error>(())
+/// ```
+pub fn strided(len: u64, place: Placement) -> Strided {
+    let part = balanced(len, place);
+    Strided { first: place.rank().as_u64(), step: place.world_size().as_u64(), len: part.end - part.start }
+}
+
+/// Every `step`-th item from `first` on: what [`strided`] gives to one rank.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct Strided {
+    first: u64,
+    step: u64,
+    len: u64,
+}
+
+impl Strided {
+    /// The number of items.
+    pub fn len(self) -> u64 {
+        self.len
+    }
+
+    /// Whether the rank owns nothing.
+    pub fn is_empty(self) -> bool {
+        self.len == 0
+    }
+
+    /// The `n`-th item, or `None` beyond the end.
+    pub fn get(self, n: u64) -> Option<u64> {
+        (n < self.len).then(|| self.first + n * self.step)
+    }
+
+    /// The items in ascending order.
+    pub fn iter(self) -> impl DoubleEndedIterator<Item = u64> {
+        (0..self.len).map(move |n| self.first + n * self.step)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+    use crate::WorldSize;
+
+    type Cut = fn(u64, Placement) -> Range<u64>;
+    const CONTIGUOUS: [Cut; 3] = [chunk, balanced, last_takes_rest];
+
+    fn small_grid() -> impl Iterator<Item = (u64, WorldSize)> {
+        (0..=100).flat_map(|len| (1..=17).map(move |world| (len, WorldSize::new(world).unwrap())))
+    }
+
+    #[test]
+    fn contiguous_parts_join_to_the_whole_in_rank_order() {
+        for cut in CONTIGUOUS {
+            for (len, world) in small_grid() {
+                let mut end = 0;
+                for place in world.placements() {
+                    let part = cut(len, place);
+                    assert_eq!(part.start, end, "{len} over {world}");
+                    assert!(part.start <= part.end);
+                    end = part.end;
+                }
+                assert_eq!(end, len);
+            }
+        }
+    }
+
+    #[test]
+    fn strided_parts_cover_every_item_once() {
+        for (len, world) in small_grid() {
+            let mut items: Vec<u64> = world.placements().flat_map(|p| strided(len, p).iter()).collect();
+            items.sort_unstable();
+            assert_eq!(items, (0..len).collect::<Vec<_>>(), "{len} over {world}");
+        }
+    }
+
+    #[test]
+    fn sizes_follow_each_rule() {
+        for (len, world) in small_grid() {
+            let w = world.as_u64();
+            for (r, place) in (0..).zip(world.placements()) {
+                let size = |range: Range<u64>| range.end - range.start;
+                let ceil = len.div_ceil(w);
+                assert_eq!(size(chunk(len, place)), ceil.min(len.saturating_sub(r * ceil)));
+                assert_eq!(size(balanced(len, place)), len / w + u64::from(r < len % w));
+                let rest = if r + 1 == w { len % w } else { 0 };
+                assert_eq!(size(last_takes_rest(len, place)), len / w + rest);
+                let dealt = strided(len, place);
+                assert_eq!(dealt.len(), (r..len).step_by(world.as_usize()).count() as u64);
+                assert_eq!(dealt.is_empty(), dealt.iter().next().is_none());
+                assert_eq!(dealt.get(dealt.len()), None);
+                assert!(dealt.iter().eq((0..dealt.len()).map(|n| dealt.get(n).unwrap())));
+            }
+        }
+    }
+
+    proptest! {
+        #[test]
+        fn no_size_overflows(len in any::<u64>(), world in 1..=WorldSize::MAX.as_u64(), rank in any::<u64>()) {
+            let place = Placement::new(rank % world, world).unwrap();
+            for cut in CONTIGUOUS {
+                let part = cut(len, place);
+                prop_assert!(part.start <= part.end && part.end <= len);
+            }
+            let dealt = strided(len, place);
+            prop_assert!(dealt.iter().next_back().is_none_or(|last| last < len));
+        }
+
+        #[test]
+        fn parts_of_neighbors_touch_whatever_their_size(len in any::<u64>(), world in 2..=WorldSize::MAX.as_u64(), rank in any::<u64>()) {
+            let rank = rank % (world - 1);
+            let (here, next) = (Placement::new(rank, world).unwrap(), Placement::new(rank + 1, world).unwrap());
+            for cut in CONTIGUOUS {
+                prop_assert_eq!(cut(len, here).end, cut(len, next).start);
+            }
+        }
+    }
+}

@@ -1,0 +1,1 @@
+//! Which samples this rank reads this epoch: disjoint, reproducible, resumable.

@@ -1,0 +1,1 @@
+//! Variable-length sequences into batches with little padding.

@@ -1,0 +1,1 @@
+//! Run one function on every device of a mesh: shard, run in parallel, reduce, gather.

@@ -1,0 +1,1 @@
+//! Fixtures and check helpers shared by the tests and the benches.
