@@ -1,1 +1,16 @@
-//! Distributed training for candle: sampler, batches, sharding plan and device mesh.
+#![doc = include_str!("../README.md")]
+
+#[doc(inline)]
+pub use core_types as types;
+#[cfg(feature = "sampler")]
+#[doc(inline)]
+pub use dist_sampler as sampler;
+#[cfg(feature = "batch")]
+#[doc(inline)]
+pub use dyn_batch as batch;
+#[cfg(feature = "plan")]
+#[doc(inline)]
+pub use fsdp_plan as plan;
+#[cfg(feature = "mesh")]
+#[doc(inline)]
+pub use pmap_mesh as mesh;

@@ -86,7 +86,7 @@ pub fn strided(len: u64, place: Placement) -> Strided {
     Strided { first: place.rank().as_u64(), step: place.world_size().as_u64(), len: part.end - part.start }
 }
 
-/// Every `step`-th item from `first` on: what [`strided`] gives to one rank.
+/// Every `step`-th item from `first` on: what [`strided`] gives to one rank. A range is one of step 1.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Strided {
     first: u64,
@@ -113,6 +113,12 @@ impl Strided {
     /// The items in ascending order.
     pub fn iter(self) -> impl DoubleEndedIterator<Item = u64> {
         (0..self.len).map(move |n| self.first + n * self.step)
+    }
+}
+
+impl From<Range<u64>> for Strided {
+    fn from(range: Range<u64>) -> Self {
+        Self { first: range.start, step: 1, len: range.end.saturating_sub(range.start) }
     }
 }
 
@@ -173,6 +179,12 @@ mod tests {
                 assert!(dealt.iter().eq((0..dealt.len()).map(|n| dealt.get(n).unwrap())));
             }
         }
+    }
+
+    #[test]
+    fn a_range_is_strided_by_one() {
+        assert!(Strided::from(3..7).iter().eq(3..7));
+        assert!(Strided::from(7..7).is_empty());
     }
 
     proptest! {

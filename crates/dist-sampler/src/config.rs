@@ -1,0 +1,112 @@
+//! The choices of a sampler: order, partition, tail, seed.
+
+use core_types::Seed;
+
+/// In which order the samples of an epoch come, over all ranks.
+///
+/// The order depends on seed, epoch and data-set length alone, never on the world that reads it.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+#[cfg_attr(feature = "serde", derive(serde::Serialize, serde::Deserialize))]
+#[cfg_attr(feature = "serde", serde(rename_all = "snake_case"))]
+#[doc(alias = "shuffle")]
+#[non_exhaustive]
+pub enum Order {
+    /// 0, 1, 2, …, the same in every epoch.
+    Sequential,
+    /// A uniformly random permutation, another one in every epoch.
+    ///
+    /// Each of the N! orders is equally likely (Fisher–Yates). The sampler holds it in memory, 4 bytes a sample.
+    #[default]
+    Exact,
+}
+
+/// How the positions of the order are dealt out to the ranks.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+#[cfg_attr(feature = "serde", derive(serde::Serialize, serde::Deserialize))]
+#[cfg_attr(feature = "serde", serde(rename_all = "snake_case"))]
+#[non_exhaustive]
+pub enum Partition {
+    /// Rank 0 reads the first stretch of the order, rank 1 the next, and so on.
+    #[default]
+    Contiguous,
+    /// Round-robin: rank r reads positions r, r + world, r + 2·world, …, as in PyTorch and SPDL.
+    Strided,
+}
+
+/// What happens to the samples that are left when the world does not divide the data set.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+#[cfg_attr(feature = "serde", derive(serde::Serialize, serde::Deserialize))]
+#[cfg_attr(feature = "serde", serde(rename_all = "snake_case"))]
+#[doc(alias = "drop_last")]
+#[non_exhaustive]
+pub enum Tail {
+    /// Nobody reads them in this epoch (`drop_last = true`): all ranks read equally many.
+    Drop,
+    /// The last rank reads them on top of its own.
+    #[default]
+    LastRank,
+    /// The first ranks read one each: every sample is read once and shares differ by at most one.
+    Spread,
+    /// Every rank reads equally many and nothing is left out: positions beyond the end read the order again from its
+    /// start (PyTorch's `drop_last = false`).
+    Pad,
+}
+
+/// The choices of a [`DistributedSampler`](crate::DistributedSampler) beside data set and rank.
+///
+/// # Examples
+///
+/// ```
+/// use dist_sampler::{Order, SamplerConfig, Tail};
+///
+/// let evaluation = SamplerConfig::default().with_order(Order::Sequential).with_tail(Tail::Spread);
+/// assert_eq!(evaluation.tail, Tail::Spread);
+/// ```
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+#[cfg_attr(feature = "serde", derive(serde::Serialize, serde::Deserialize))]
+#[non_exhaustive]
+pub struct SamplerConfig {
+    /// The order of the samples; [`Order::Exact`] by default.
+    pub order: Order,
+    /// Which positions of the order a rank reads; [`Partition::Contiguous`] by default.
+    pub partition: Partition,
+    /// What happens to the remainder; [`Tail::LastRank`] by default.
+    pub tail: Tail,
+    /// The root of the shuffle's randomness; 0 by default.
+    pub seed: Seed,
+}
+
+impl SamplerConfig {
+    /// The choices of SPDL's `DistributedDeterministicSampler`: sequential, strided.
+    ///
+    /// `drop_last_distributed_round` (SPDL's default is true) drops the incomplete last round, so that all ranks read
+    /// equally many; without it every sample is read and some ranks read one more.
+    pub fn spdl_deterministic(drop_last_distributed_round: bool) -> Self {
+        let tail = if drop_last_distributed_round { Tail::Drop } else { Tail::Spread };
+        Self { order: Order::Sequential, partition: Partition::Strided, tail, seed: Seed::default() }
+    }
+
+    /// Sets the order of the samples.
+    #[must_use]
+    pub fn with_order(self, order: Order) -> Self {
+        Self { order, ..self }
+    }
+
+    /// Sets which positions of the order a rank reads.
+    #[must_use]
+    pub fn with_partition(self, partition: Partition) -> Self {
+        Self { partition, ..self }
+    }
+
+    /// Sets what happens to the remainder.
+    #[must_use]
+    pub fn with_tail(self, tail: Tail) -> Self {
+        Self { tail, ..self }
+    }
+
+    /// Sets the root of the shuffle's randomness.
+    #[must_use]
+    pub fn with_seed(self, seed: Seed) -> Self {
+        Self { seed, ..self }
+    }
+}
