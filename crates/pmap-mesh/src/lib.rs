@@ -1,1 +1,19 @@
-//! Run one function on every device of a mesh: shard, run in parallel, reduce, gather.
+#![doc = include_str!("../README.md")]
+
+mod axes;
+mod error;
+mod mesh;
+mod pmap;
+mod replica;
+mod shard;
+mod tree;
+mod worker;
+
+pub use crate::{
+    axes::{Axes, InAxis, OutAxis},
+    error::{Error, Result},
+    mesh::DeviceMesh,
+    pmap::PMap,
+    replica::Replica,
+    tree::TensorTree,
+};
