@@ -1,0 +1,176 @@
+//! The choices of a batcher: strategy, limits, and what to do with sequences that do not fit them.
+
+/// Which sequences share a batch.
+///
+/// Every batch is padded to its own longest sequence, never further, and every strategy keeps all limits.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+#[cfg_attr(feature = "serde", derive(serde::Serialize, serde::Deserialize))]
+#[cfg_attr(feature = "serde", serde(rename_all = "snake_case"))]
+#[non_exhaustive]
+pub enum DynamicBatchStrategy {
+    /// Neighbors in the order, usually `max_batch_size` of them.
+    #[default]
+    PadToMax,
+    /// Sequences of similar length: those of length 0 to `width` − 1, those of `width` to 2 `width` − 1, and so on.
+    ///
+    /// A batch comes out as soon as it is full, so buckets alternate; what is left in them at the end comes in
+    /// ascending order of length.
+    Bucket {
+        /// How many lengths share a bucket; a usual value is [`DEFAULT_BUCKET_WIDTH`](Self::DEFAULT_BUCKET_WIDTH).
+        width: u64,
+    },
+    /// Neighbors in the order, as many as fit the token budget: many short ones, few long ones.
+    ///
+    /// The budget is `max_tokens`. Without it, it is `max_batch_size` × `max_sequence_length`, and `max_batch_size`
+    /// then counts sequences of full length: batches of shorter ones hold more.
+    Dynamic,
+}
+
+impl DynamicBatchStrategy {
+    /// The width that a bucket has if nobody knows better.
+    pub const DEFAULT_BUCKET_WIDTH: u64 = 64;
+}
+
+/// What happens to a sequence that is longer than `max_sequence_length`.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+#[cfg_attr(feature = "serde", derive(serde::Serialize, serde::Deserialize))]
+#[cfg_attr(feature = "serde", serde(rename_all = "snake_case"))]
+#[non_exhaustive]
+pub enum Overlong {
+    /// The batches end with an error that names it.
+    #[default]
+    Error,
+    /// It counts as cut to `max_sequence_length`, and the report counts it; to cut the tokens is up to the reader.
+    Truncate,
+    /// It is left out, and the report counts it.
+    Skip,
+}
+
+/// What happens to the sequences that are left at the end and cannot fill up `batch_size_multiple`.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+#[cfg_attr(feature = "serde", derive(serde::Serialize, serde::Deserialize))]
+#[cfg_attr(feature = "serde", serde(rename_all = "snake_case"))]
+#[doc(alias = "drop_last")]
+#[non_exhaustive]
+pub enum Remainder {
+    /// They are left out, and the report counts them: every batch splits evenly.
+    #[default]
+    Drop,
+    /// They form a last batch, smaller than the multiple; of each bucket, with that strategy.
+    Keep,
+}
+
+/// The choices of a [`DynamicBatchSampler`](crate::DynamicBatchSampler) beside the lengths.
+///
+/// At least one of [`max_batch_size`](Self::max_batch_size) and [`max_tokens`](Self::max_tokens) must be set, since
+/// nothing else ends a batch. What contradicts itself is found when batches are made.
+///
+/// # Examples
+///
+/// ```
+/// use dyn_batch::{BatchConfig, DynamicBatchStrategy, Overlong};
+///
+/// let config = BatchConfig::default()
+///     .with_strategy(DynamicBatchStrategy::Bucket { width: 64 })
+///     .with_max_batch_size(32)
+///     .with_max_sequence_length(512)
+///     .with_overlong(Overlong::Truncate);
+/// assert_eq!(config.max_batch_size, Some(32));
+/// assert_eq!(config.max_tokens, None);
+/// ```
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[cfg_attr(feature = "serde", derive(serde::Serialize, serde::Deserialize))]
+#[cfg_attr(feature = "serde", serde(default, deny_unknown_fields))]
+#[non_exhaustive]
+pub struct BatchConfig {
+    /// Which sequences share a batch; [`DynamicBatchStrategy::PadToMax`] by default.
+    pub strategy: DynamicBatchStrategy,
+    /// The most sequences in a batch; no limit by default.
+    pub max_batch_size: Option<u64>,
+    /// The most **padded** tokens in a batch, which is its size times its longest length; no limit by default.
+    pub max_tokens: Option<u64>,
+    /// The longest sequence allowed; no limit by default.
+    pub max_sequence_length: Option<u64>,
+    /// What happens to longer sequences; [`Overlong::Error`] by default.
+    pub overlong: Overlong,
+    /// Every batch holds a multiple of this many sequences, so that it splits evenly over devices; 1 by default.
+    pub batch_size_multiple: u64,
+    /// What happens to sequences that cannot fill up the multiple; [`Remainder::Drop`] by default.
+    pub remainder: Remainder,
+}
+
+impl Default for BatchConfig {
+    fn default() -> Self {
+        Self {
+            strategy: DynamicBatchStrategy::default(),
+            max_batch_size: None,
+            max_tokens: None,
+            max_sequence_length: None,
+            overlong: Overlong::default(),
+            batch_size_multiple: 1,
+            remainder: Remainder::default(),
+        }
+    }
+}
+
+impl BatchConfig {
+    /// Sets which sequences share a batch; [`DynamicBatchStrategy::PadToMax`] by default.
+    #[must_use]
+    pub fn with_strategy(self, strategy: DynamicBatchStrategy) -> Self {
+        Self { strategy, ..self }
+    }
+
+    /// Sets the most sequences in a batch; no limit by default.
+    ///
+    /// If it is not a multiple of [`batch_size_multiple`](Self::batch_size_multiple), the next smaller multiple rules.
+    #[must_use]
+    pub fn with_max_batch_size(self, max_batch_size: u64) -> Self {
+        Self { max_batch_size: Some(max_batch_size), ..self }
+    }
+
+    /// Sets the most padded tokens in a batch; no limit by default (beyond `u64::MAX`).
+    #[must_use]
+    pub fn with_max_tokens(self, max_tokens: u64) -> Self {
+        Self { max_tokens: Some(max_tokens), ..self }
+    }
+
+    /// Sets the longest sequence allowed; no limit by default.
+    #[must_use]
+    pub fn with_max_sequence_length(self, max_sequence_length: u64) -> Self {
+        Self { max_sequence_length: Some(max_sequence_length), ..self }
+    }
+
+    /// Sets what happens to sequences longer than allowed; [`Overlong::Error`] by default.
+    #[must_use]
+    pub fn with_overlong(self, overlong: Overlong) -> Self {
+        Self { overlong, ..self }
+    }
+
+    /// Sets the number that divides the size of every batch; 1 by default.
+    ///
+    /// A batch that is full in between is closed at the last multiple, and the surplus opens the next one.
+    #[must_use]
+    pub fn with_batch_size_multiple(self, batch_size_multiple: u64) -> Self {
+        Self { batch_size_multiple, ..self }
+    }
+
+    /// Sets what happens to sequences that cannot fill up the multiple; [`Remainder::Drop`] by default.
+    #[must_use]
+    pub fn with_remainder(self, remainder: Remainder) -> Self {
+        Self { remainder, ..self }
+    }
+}
+
+#[cfg(all(test, feature = "serde"))]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_is_left_out_has_its_default_and_unknown_names_are_refused() {
+        let config: BatchConfig =
+            serde_json::from_str(r#"{"strategy": {"bucket": {"width": 16}}, "max_tokens": 4096}"#).unwrap();
+        let bucket = DynamicBatchStrategy::Bucket { width: 16 };
+        assert_eq!(config, BatchConfig::default().with_strategy(bucket).with_max_tokens(4096));
+        assert!(serde_json::from_str::<BatchConfig>(r#"{"max_token": 4096}"#).is_err());
+    }
+}

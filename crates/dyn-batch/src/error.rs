@@ -1,0 +1,72 @@
+//! Why a configuration makes no sense, or a sequence fits no batch.
+
+/// The result of making a sampler, or a batch.
+pub type Result<T, E = Error> = std::result::Result<T, E>;
+
+/// Limits that contradict each other, or a sequence that no batch within them can hold.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[non_exhaustive]
+pub enum Error {
+    /// A limit, a bucket width or a multiple is zero.
+    #[error("{setting} is 0, it must be at least 1")]
+    Zero {
+        /// The name of the setting.
+        setting: &'static str,
+    },
+    /// Nothing says when a batch is full.
+    #[error("batches have no limit, set max_batch_size or max_tokens")]
+    NoLimit,
+    /// The dynamic strategy has no budget, and not both of the numbers whose product it would be.
+    #[error("the dynamic strategy has no token budget, set max_tokens, or max_batch_size and max_sequence_length")]
+    NoTokenBudget,
+    /// The budget of the dynamic strategy does not fit 64 bits.
+    #[error("a token budget of {max_batch_size} × {max_sequence_length} is above the limit of {}", u64::MAX)]
+    TokenBudgetOverflow {
+        /// One factor of the budget.
+        max_batch_size: u64,
+        /// The other factor.
+        max_sequence_length: u64,
+    },
+    /// The smallest batch that the multiple allows is over a limit, whatever it holds.
+    #[error("batch_size_multiple {multiple} is above {setting} {limit}")]
+    MultipleOverLimit {
+        /// The multiple that was asked for.
+        multiple: u64,
+        /// The name of the limit.
+        setting: &'static str,
+        /// The limit's value.
+        limit: u64,
+    },
+    /// The order asks for a sequence that the data set does not have.
+    #[error("index {index} is out of range for {count} sequences")]
+    IndexOutOfRange {
+        /// The index that was asked for.
+        index: u64,
+        /// The number of sequences there are.
+        count: u64,
+    },
+    /// The sequence is longer than allowed, and the policy is [`Overlong::Error`](crate::Overlong::Error).
+    #[error("sequence {index} of length {length} is above max_sequence_length {max_sequence_length}")]
+    SequenceTooLong {
+        /// Which sequence.
+        index: u64,
+        /// Its length.
+        length: u64,
+        /// The longest one allowed.
+        max_sequence_length: u64,
+    },
+    /// The smallest batch that the multiple allows is over the token budget if it holds this sequence.
+    #[error(
+        "sequence {index} of length {length} in the smallest batch, of {multiple}, is above max_tokens {max_tokens}"
+    )]
+    SequenceOverBudget {
+        /// Which sequence.
+        index: u64,
+        /// Its length, after truncation if that was asked for.
+        length: u64,
+        /// The size of the smallest batch.
+        multiple: u64,
+        /// The budget, `u64::MAX` if none was set.
+        max_tokens: u64,
+    },
+}

@@ -1,0 +1,145 @@
+//! Input that makes no batch: each is an error that names value and limit.
+
+#![allow(clippy::unwrap_used, reason = "a failed unwrap is a failed test")]
+
+use dyn_batch::{BatchConfig, Batches, DynamicBatchSampler, DynamicBatchStrategy, Error, Overlong, Sequence};
+
+const MAX: u64 = u64::MAX;
+
+fn bucket(width: u64) -> BatchConfig {
+    BatchConfig::default().with_strategy(DynamicBatchStrategy::Bucket { width })
+}
+
+fn dynamic() -> BatchConfig {
+    BatchConfig::default().with_strategy(DynamicBatchStrategy::Dynamic)
+}
+
+/// Checks that no sampler can be made, and how the refusal reads.
+fn check_config(config: BatchConfig, expected: &Error, message: &str) {
+    assert_eq!(DynamicBatchSampler::new([1_u32], config).as_ref(), Err(expected));
+    let stream = [Ok::<_, Error>(Sequence { index: 0, length: 1 })];
+    assert_eq!(Batches::new(stream, config).err().as_ref(), Some(expected));
+    assert_eq!(expected.to_string(), message);
+}
+
+#[test]
+fn a_limit_of_zero_is_refused() {
+    let limited = BatchConfig::default().with_max_batch_size(4);
+    for (setting, config) in [
+        ("bucket width", bucket(0).with_max_batch_size(4)),
+        ("max_batch_size", BatchConfig::default().with_max_batch_size(0)),
+        ("max_tokens", BatchConfig::default().with_max_tokens(0)),
+        ("max_sequence_length", limited.with_max_sequence_length(0)),
+        ("batch_size_multiple", limited.with_batch_size_multiple(0)),
+    ] {
+        check_config(config, &Error::Zero { setting }, &format!("{setting} is 0, it must be at least 1"));
+    }
+}
+
+#[test]
+fn batches_without_a_limit_are_refused() {
+    let message = "batches have no limit, set max_batch_size or max_tokens";
+    check_config(BatchConfig::default(), &Error::NoLimit, message);
+    check_config(bucket(64).with_max_sequence_length(512), &Error::NoLimit, message);
+
+    let message = "the dynamic strategy has no token budget, set max_tokens, or max_batch_size and max_sequence_length";
+    for config in [dynamic(), dynamic().with_max_batch_size(8), dynamic().with_max_sequence_length(512)] {
+        check_config(config, &Error::NoTokenBudget, message);
+    }
+}
+
+#[test]
+fn a_budget_beyond_64_bits_is_refused() {
+    check_config(
+        dynamic().with_max_batch_size(MAX).with_max_sequence_length(2),
+        &Error::TokenBudgetOverflow { max_batch_size: MAX, max_sequence_length: 2 },
+        "a token budget of 18446744073709551615 × 2 is above the limit of 18446744073709551615",
+    );
+}
+
+#[test]
+fn a_multiple_over_a_limit_is_refused() {
+    let of_eight = BatchConfig::default().with_batch_size_multiple(8);
+    for config in [of_eight, dynamic().with_batch_size_multiple(8).with_max_sequence_length(512)] {
+        check_config(
+            config.with_max_batch_size(7),
+            &Error::MultipleOverLimit { multiple: 8, setting: "max_batch_size", limit: 7 },
+            "batch_size_multiple 8 is above max_batch_size 7",
+        );
+    }
+    check_config(
+        of_eight.with_max_tokens(7),
+        &Error::MultipleOverLimit { multiple: 8, setting: "max_tokens", limit: 7 },
+        "batch_size_multiple 8 is above max_tokens 7",
+    );
+}
+
+/// Checks that a sequence ends the batches for good, and how the error reads.
+fn check_sequence(lengths: &[u64], config: BatchConfig, expected: &Error, message: &str) {
+    let sampler = DynamicBatchSampler::new(lengths, config).unwrap();
+    let mut batches = sampler.iter();
+    assert_eq!(batches.find_map(Result::err).as_ref(), Some(expected));
+    assert_eq!(batches.next(), None);
+    assert_eq!(expected.to_string(), message);
+}
+
+#[test]
+fn a_sequence_over_the_longest_allowed_is_an_error() {
+    check_sequence(
+        &[8, 9, 1],
+        BatchConfig::default().with_max_batch_size(1).with_max_sequence_length(8),
+        &Error::SequenceTooLong { index: 1, length: 9, max_sequence_length: 8 },
+        "sequence 1 of length 9 is above max_sequence_length 8",
+    );
+}
+
+#[test]
+fn a_sequence_over_the_budget_by_itself_is_an_error() {
+    for config in [BatchConfig::default(), bucket(64), dynamic()] {
+        check_sequence(
+            &[100, 1, 101, 1],
+            config.with_max_tokens(100),
+            &Error::SequenceOverBudget { index: 2, length: 101, multiple: 1, max_tokens: 100 },
+            "sequence 2 of length 101 in the smallest batch, of 1, is above max_tokens 100",
+        );
+    }
+}
+
+#[test]
+fn a_sequence_over_the_budget_of_the_smallest_batch_is_an_error() {
+    let truncated = dynamic().with_overlong(Overlong::Truncate).with_max_sequence_length(26);
+    check_sequence(
+        &[25, 30],
+        truncated.with_max_tokens(100).with_batch_size_multiple(4),
+        &Error::SequenceOverBudget { index: 1, length: 26, multiple: 4, max_tokens: 100 },
+        "sequence 1 of length 26 in the smallest batch, of 4, is above max_tokens 100",
+    );
+    check_sequence(
+        &[MAX],
+        BatchConfig::default().with_max_batch_size(2).with_batch_size_multiple(2),
+        &Error::SequenceOverBudget { index: 0, length: MAX, multiple: 2, max_tokens: MAX },
+        "sequence 0 of length 18446744073709551615 in the smallest batch, of 2, is above max_tokens 18446744073709551615",
+    );
+}
+
+#[test]
+fn an_index_beyond_the_data_set_is_an_error() {
+    let sampler = DynamicBatchSampler::new([5_u32, 6, 7], BatchConfig::default().with_max_batch_size(1)).unwrap();
+    for index in [3, MAX] {
+        let mut batches = sampler.iter_in([2, index, 1]);
+        assert_eq!(batches.next().unwrap().unwrap().indices, [2]);
+        assert_eq!(batches.next(), Some(Err(Error::IndexOutOfRange { index, count: 3 })));
+        assert_eq!(batches.next(), None);
+    }
+    let message = Error::IndexOutOfRange { index: 3, count: 3 }.to_string();
+    assert_eq!(message, "index 3 is out of range for 3 sequences");
+}
+
+#[test]
+fn an_error_of_the_stream_is_passed_on_and_ends_it() {
+    let stream = [Ok(Sequence { index: 0, length: 1 }), Err("disk full".into()), Ok(Sequence { index: 1, length: 1 })];
+    let mut batches = Batches::new(stream, BatchConfig::default().with_max_batch_size(8)).unwrap();
+    let error: Box<dyn std::error::Error> = batches.next().unwrap().unwrap_err();
+    assert_eq!(error.to_string(), "disk full");
+    assert!(batches.next().is_none());
+}

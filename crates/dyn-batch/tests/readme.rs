@@ -1,0 +1,44 @@
+//! The picture on the crate page shows what the code does.
+
+#![allow(clippy::unwrap_used, reason = "a failed unwrap is a failed test")]
+
+use dyn_batch::{Batch, BatchConfig, DynamicBatchSampler, DynamicBatchStrategy, PaddingReport};
+
+const LENGTHS: [usize; 8] = [2, 1, 2, 6, 5, 1, 6, 2];
+
+/// A column of the picture: title, batches row by row, and how much of them is real.
+fn column(title: &str, config: BatchConfig) -> Vec<String> {
+    let sampler = DynamicBatchSampler::new(LENGTHS, config).unwrap();
+    let batches: Vec<Batch> = sampler.iter().collect::<Result<_, _>>().unwrap();
+    let report = PaddingReport::from_iter(&batches);
+    let mut lines = vec![title.to_owned(), String::new()];
+    for batch in &batches {
+        lines.extend(batch.indices.iter().map(|&index| row(index, batch)));
+        lines.push(String::new());
+    }
+    lines.resize(14, String::new());
+    lines.push(format!("{} of {} tokens are real", report.real_tokens, report.padded_tokens));
+    lines
+}
+
+fn row(index: u64, batch: &Batch) -> String {
+    let real = "#".repeat(LENGTHS[usize::try_from(index).unwrap()]);
+    format!("{index} {real:.<width$}", width = usize::try_from(batch.padded_length).unwrap())
+}
+
+#[test]
+fn the_picture_shows_what_the_code_does() {
+    let config = |strategy| BatchConfig::default().with_strategy(strategy);
+    let columns = [
+        column("pad to max, 4 a batch", config(DynamicBatchStrategy::PadToMax).with_max_batch_size(4)),
+        column(
+            "bucket of width 4, 4 a batch",
+            config(DynamicBatchStrategy::Bucket { width: 4 }).with_max_batch_size(4),
+        ),
+        column("dynamic, 12 tokens a batch", config(DynamicBatchStrategy::Dynamic).with_max_tokens(12)),
+    ];
+    let line = |i: usize| format!("{:28}{:32}{}", columns[0][i], columns[1][i], columns[2][i]).trim_end().to_owned();
+    let picture = (0..15).map(line).collect::<Vec<_>>().join("\n");
+    let page = include_str!("../README.md").replace('\r', "");
+    assert!(page.contains(&picture), "the crate page should show\n{picture}");
+}
