@@ -1,1 +1,10 @@
-//! To come.
+//! Sharding plans: equal to PyTorch's, pinned by snapshots, and safe against bad input.
+
+#![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
+
+mod bad_input;
+mod golden;
+mod inputs;
+mod json_lines;
+mod snapshots;
+mod sources;

@@ -1,1 +1,25 @@
-//! Which rank owns which part of every parameter, and what that costs, as plain data.
+#![doc = include_str!("../README.md")]
+
+mod check;
+mod cost;
+mod cut;
+mod elem;
+mod error;
+mod param;
+mod path;
+mod plan;
+mod render;
+mod report;
+pub mod source;
+mod strategy;
+
+pub use crate::{
+    cost::{Collectives, CostModel, Optimizer, PlanCost, RankCost, Traffic},
+    cut::{Cut, ShardAssignment},
+    elem::ElemType,
+    error::{Error, Result},
+    param::ParameterInfo,
+    plan::{FORMAT_VERSION, PlannedParameter, ShardingPlan},
+    report::PlanReport,
+    strategy::{Full, Hybrid, LayerWise, Layout, ShardingStrategy, StrategyKind},
+};

@@ -1,0 +1,106 @@
+//! The table of layers: how much is in each, and how it is divided.
+
+use std::collections::BTreeMap;
+
+use super::{
+    columns,
+    text::{Printable, grouped},
+};
+use crate::{Cut, PlannedParameter, ShardingPlan};
+
+/// A line for each layer, neighbors that differ in nothing but the name on one line.
+pub(super) fn table(plan: &ShardingPlan) -> String {
+    let layers = Layer::all(plan);
+    let mut rows: Vec<_> = layers.chunk_by(|left, right| left.content == right.content).map(line).collect();
+    rows.push(sums(&layers, plan));
+    columns(&["layer", "layers", "parameters", "elements", "bytes", "held as"], 1..5, rows)
+}
+
+fn sums(layers: &[Layer<'_>], plan: &ShardingPlan) -> Vec<String> {
+    let bytes = layers.iter().map(|layer| layer.content.bytes).sum();
+    let sums = [layers.len() as u128, plan.parameters().len() as u128, plan.numel(), bytes].map(grouped);
+    [vec![String::from("total")], sums.to_vec()].concat()
+}
+
+/// The line for neighbors that are alike: sums over all of them, so that the columns add up.
+fn line(alike: &[Layer<'_>]) -> Vec<String> {
+    let ([first, ..], [.., last]) = (alike, alike) else { return Vec::new() };
+    let name = Printable(first.name);
+    let name = if alike.len() == 1 { name.to_string() } else { format!("{name} … {}", Printable(last.name)) };
+    let Content { n_parameters, numel, bytes, cuts } = &first.content;
+    let sums = [1, *n_parameters, *numel, *bytes].map(|each| grouped(each * alike.len() as u128));
+    [vec![name], sums.to_vec(), vec![held_as(cuts)]].concat()
+}
+
+/// The parameters of a layer, summed up.
+struct Layer<'a> {
+    name: &'a str,
+    content: Content,
+}
+
+#[derive(Default, PartialEq)]
+struct Content {
+    n_parameters: u128,
+    numel: u128,
+    bytes: u128,
+    cuts: Vec<Held>,
+}
+
+impl<'a> Layer<'a> {
+    /// Every layer, in the order in which they first occur.
+    fn all(plan: &'a ShardingPlan) -> Vec<Self> {
+        let mut positions = BTreeMap::new();
+        let mut layers: Vec<Self> = Vec::new();
+        for parameter in plan.parameters() {
+            let name = parameter.info().layer();
+            let position = *positions.entry(name).or_insert(layers.len());
+            if position == layers.len() {
+                layers.push(Self { name, content: Content::default() });
+            }
+            layers[position].content.add(parameter);
+        }
+        layers
+    }
+}
+
+impl Content {
+    fn add(&mut self, parameter: &PlannedParameter) {
+        self.n_parameters += 1;
+        self.numel += u128::from(parameter.info().numel());
+        self.bytes += u128::from(parameter.info().bytes());
+        let held = Held::from(parameter.cut());
+        if !self.cuts.contains(&held) {
+            self.cuts.push(held);
+        }
+    }
+}
+
+/// A cut without the numbers that differ from parameter to parameter.
+#[derive(Clone, Copy, PartialEq)]
+enum Held {
+    Rows,
+    Elements,
+    Whole(u64),
+    Copies,
+}
+
+impl From<Cut> for Held {
+    fn from(cut: Cut) -> Self {
+        match cut {
+            Cut::Dim0 => Self::Rows,
+            Cut::Flat { .. } => Self::Elements,
+            Cut::Whole { owner } => Self::Whole(owner.as_u64()),
+            Cut::Replicated => Self::Copies,
+        }
+    }
+}
+
+fn held_as(cuts: &[Held]) -> String {
+    let words = |held: &Held| match held {
+        Held::Rows => String::from("rows"),
+        Held::Elements => String::from("elements"),
+        Held::Whole(rank) => format!("whole on {rank}"),
+        Held::Copies => String::from("copies"),
+    };
+    cuts.iter().map(words).collect::<Vec<_>>().join(", ")
+}

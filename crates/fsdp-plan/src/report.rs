@@ -1,0 +1,95 @@
+//! A plan with its cost beside it, ready to be printed.
+
+use std::fmt;
+
+use core_types::Rank;
+use serde::{Serialize, Serializer};
+
+use crate::{CostModel, ParameterInfo, PlanCost, ShardAssignment, ShardingPlan, error::Result, render};
+
+/// A plan and what it costs, as a text for people or as JSON for programs.
+///
+/// [`Display`](fmt::Display) gives the text, [`Serialize`] the JSON, both from the same numbers. The JSON object is
+/// that of the [`ShardingPlan`] with `ranks`, `max_over_mean` and `collectives` added, so it can be read back as a plan.
+/// With one rank asked for there are also `rank` and `shards`, the parts it holds.
+///
+/// # Examples
+///
+/// ```
+/// use core_types::{Placement, WorldSize};
+/// use fsdp_plan::{CostModel, ElemType, Full, ParameterInfo, PlanReport, ShardingPlan, ShardingStrategy};
+///
+/// let parameters = [ParameterInfo::new("fc.weight", [10, 4], ElemType::F32)?];
+/// let plan = Full::default().plan(&parameters, WorldSize::new(4)?)?;
+/// let last = Placement::new(3, 4)?.rank();
+/// let report = PlanReport::new(&plan, &CostModel::default(), Some(last))?;
+///
+/// let json = serde_json::to_value(&report).unwrap();
+/// assert_eq!(json["ranks"][3]["param_bytes"], 16);
+/// assert_eq!(json["shards"][0]["dim0_start"], 9);
+/// assert_eq!(serde_json::from_value::<ShardingPlan>(json).unwrap(), plan);
+///
+/// println!("{report}");
+/// # Ok::<(), fsdp_plan::Error>(())
+/// ```
+#[derive(Clone, Debug, PartialEq, Serialize)]
+pub struct PlanReport<'a> {
+    #[serde(flatten)]
+    pub(crate) plan: &'a ShardingPlan,
+    #[serde(flatten)]
+    pub(crate) cost: PlanCost,
+    #[serde(flatten)]
+    pub(crate) of_rank: Option<RankReport<'a>>,
+}
+
+/// What one rank holds.
+#[derive(Clone, Debug, PartialEq, Serialize)]
+pub(crate) struct RankReport<'a> {
+    pub(crate) rank: Rank,
+    pub(crate) shards: Vec<NamedShard<'a>>,
+}
+
+/// A shard and the parameter it is part of, of which JSON gives the name.
+#[derive(Clone, Debug, PartialEq, Serialize)]
+pub(crate) struct NamedShard<'a> {
+    #[serde(rename = "name", serialize_with = "serialize_name")]
+    pub(crate) info: &'a ParameterInfo,
+    #[serde(flatten)]
+    pub(crate) shard: ShardAssignment,
+}
+
+fn serialize_name<S: Serializer>(info: &ParameterInfo, serializer: S) -> Result<S::Ok, S::Error> {
+    serializer.serialize_str(info.name())
+}
+
+impl<'a> PlanReport<'a> {
+    /// Costs `plan` under `model`, and lists the shards of `rank` if one is given.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::World`](crate::Error::World) if the plan's world has no such rank, and what
+    /// [`ShardingPlan::cost`] returns.
+    pub fn new(plan: &'a ShardingPlan, model: &CostModel, rank: Option<Rank>) -> Result<Self> {
+        let of_rank = rank.map(|rank| RankReport::new(plan, rank)).transpose()?;
+        Ok(Self { plan, cost: plan.cost(model)?, of_rank })
+    }
+
+    /// The cost, rank by rank.
+    pub fn cost(&self) -> &PlanCost {
+        &self.cost
+    }
+}
+
+impl<'a> RankReport<'a> {
+    fn new(plan: &'a ShardingPlan, rank: Rank) -> Result<Self> {
+        let rank = plan.place(rank)?.rank();
+        let shards = plan.shards_of_rank(rank).map(|(parameter, shard)| NamedShard { info: parameter.info(), shard });
+        Ok(Self { rank, shards: shards.collect() })
+    }
+}
+
+impl fmt::Display for PlanReport<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        render::report(self, f)
+    }
+}

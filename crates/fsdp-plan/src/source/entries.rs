@@ -1,0 +1,58 @@
+//! A JSON object whose order counts.
+
+use std::{fmt, marker::PhantomData};
+
+use serde::{
+    Deserialize, Deserializer,
+    de::{IgnoredAny, MapAccess, Visitor},
+};
+
+use crate::{ElemType, Error, Result};
+
+/// The entries of a JSON object in the order of the text, but for `__metadata__`.
+///
+/// An ordered map of `serde_json` would lose repeated names, and keeps the order only if a feature of it is on.
+pub(super) struct Entries<T>(pub(super) Vec<(String, T)>);
+
+impl<'de, T: Deserialize<'de>> Deserialize<'de> for Entries<T> {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        deserializer.deserialize_map(EntriesVisitor(PhantomData))
+    }
+}
+
+struct EntriesVisitor<T>(PhantomData<T>);
+
+impl<'de, T: Deserialize<'de>> Visitor<'de> for EntriesVisitor<T> {
+    type Value = Entries<T>;
+
+    fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("an object with one entry per tensor")
+    }
+
+    fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<Entries<T>, A::Error> {
+        let mut entries = Vec::new();
+        while let Some(name) = map.next_key::<String>()? {
+            if name == "__metadata__" {
+                map.next_value::<IgnoredAny>()?;
+            } else {
+                entries.push((name, map.next_value()?));
+            }
+        }
+        Ok(Entries(entries))
+    }
+}
+
+/// The element type that a file calls `dtype`.
+pub(super) fn elem_type(name: &str, dtype: &str) -> Result<ElemType> {
+    ElemType::from_name(dtype).ok_or_else(|| Error::UnknownDtype { name: name.to_owned(), dtype: dtype.to_owned() })
+}
+
+/// Checks that no name occurs twice.
+pub(super) fn unique<'a>(names: impl Iterator<Item = &'a str>) -> Result<()> {
+    let mut names: Vec<&str> = names.collect();
+    names.sort_unstable();
+    match names.windows(2).find(|pair| pair[0] == pair[1]) {
+        Some(pair) => Err(Error::DuplicateName { name: pair[0].to_owned() }),
+        None => Ok(()),
+    }
+}

@@ -1,0 +1,64 @@
+//! Where lists of parameters come from: safetensors headers, indices of several files, manifests.
+//!
+//! Everything here takes bytes or text that the caller has read, and reads nothing itself. Tensors are never looked at.
+//! Input may be hostile: memory stays within a small multiple of the input, and whatever is wrong is an
+//! [`Error`].
+
+mod entries;
+mod index;
+mod manifest;
+mod safetensors;
+
+pub use self::{
+    index::index_files,
+    manifest::from_manifest,
+    safetensors::{MAX_HEADER_LEN, PREFIX_LEN, from_safetensors, header_len},
+};
+use crate::error::{Error, Result};
+
+/// Parses `json`, which should be a `what`.
+fn parse<'a, T: serde::Deserialize<'a>>(what: &'static str, json: &'a [u8]) -> Result<T> {
+    serde_json::from_slice(json).map_err(|error| Error::Malformed { what, reason: error.to_string() })
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    const HEADER: &str = r#"{"__metadata__":{"format":"pt"},
+        "b":{"dtype":"F16","shape":[2,3],"data_offsets":[0,12]},
+        "a":{"dtype":"F32","shape":[2],"data_offsets":[12,20]}}"#;
+
+    fn file(header: &[u8]) -> Vec<u8> {
+        [&(header.len() as u64).to_le_bytes(), header].concat()
+    }
+
+    fn read_everything(bytes: &[u8]) -> bool {
+        let text = String::from_utf8_lossy(bytes);
+        from_safetensors(bytes).is_ok() | from_manifest(&text).is_ok() | index_files(&text).is_ok()
+    }
+
+    proptest! {
+        #[test]
+        fn any_bytes_are_parameters_or_an_error(bytes in proptest::collection::vec(any::<u8>(), 0..200)) {
+            read_everything(&bytes);
+            read_everything(&file(&bytes));
+        }
+
+        #[test]
+        fn a_damaged_header_is_parameters_or_an_error(
+            damage in proptest::collection::vec((0..HEADER.len(), any::<u8>()), 1..4),
+            end in 0..=HEADER.len(),
+        ) {
+            let mut header = HEADER.as_bytes().to_vec();
+            for (position, byte) in damage {
+                header[position] = byte;
+            }
+            read_everything(&header);
+            read_everything(&file(&header)[..end]);
+            read_everything(&file(&header[..end]));
+        }
+    }
+}

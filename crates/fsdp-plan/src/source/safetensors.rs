@@ -1,0 +1,93 @@
+//! The header of a safetensors file: the length of a JSON text, and the text.
+
+use serde::Deserialize;
+
+use super::{
+    entries::{Entries, elem_type, unique},
+    parse,
+};
+use crate::{
+    ParameterInfo,
+    error::{Error, Result},
+};
+
+/// The bytes at the start of a safetensors file that hold the length of its header.
+pub const PREFIX_LEN: u64 = 8;
+
+/// The longest header accepted, the same as in the `safetensors` crate.
+pub const MAX_HEADER_LEN: u64 = 100_000_000;
+
+/// The length of the header that follows `prefix`, the first bytes of a safetensors file.
+///
+/// With it a caller reads as much of a file as [`from_safetensors`] wants, however large the tensors are.
+///
+/// # Errors
+///
+/// [`Error::HeaderTooLong`] above [`MAX_HEADER_LEN`].
+pub fn header_len(prefix: [u8; 8]) -> Result<u64> {
+    let len = u64::from_le_bytes(prefix);
+    if len > MAX_HEADER_LEN { Err(Error::HeaderTooLong { len, max: MAX_HEADER_LEN }) } else { Ok(len) }
+}
+
+/// Reads the parameters of a safetensors file from its beginning, in the order in which their tensors lie in the file.
+///
+/// `bytes` begins where the file does, and goes at least to the end of the header; what follows is not looked at.
+///
+/// # Errors
+///
+/// - [`Error::HeaderTooLong`] or [`Error::HeaderTruncated`];
+/// - [`Error::Malformed`], [`Error::UnknownDtype`], [`Error::DuplicateName`] or [`Error::ParameterTooLarge`];
+/// - [`Error::BadOffsets`] if tensors overlap, leave gaps, or have another size than shape and dtype say.
+///
+/// # Examples
+///
+/// ```
+/// let json = r#"{"bias": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}}"#;
+/// let mut file = (json.len() as u64).to_le_bytes().to_vec();
+/// file.extend(json.as_bytes());
+///
+/// let parameters = fsdp_plan::source::from_safetensors(&file)?;
+/// assert_eq!((parameters[0].name(), parameters[0].shape()), ("bias", &[2][..]));
+/// # Ok::<(), fsdp_plan::Error>(())
+/// ```
+pub fn from_safetensors(bytes: &[u8]) -> Result<Vec<ParameterInfo>> {
+    let Entries(mut entries) = parse::<Entries<Entry>>("safetensors header", header(bytes)?)?;
+    unique(entries.iter().map(|(name, _)| name.as_str()))?;
+    // Tensors without bytes begin where the next one does; the sort is stable, so they stay in the order of the text.
+    entries.sort_by_key(|(_, entry)| entry.data_offsets);
+    let mut end = 0;
+    entries.into_iter().map(|(name, entry)| entry.into_parameter(name, &mut end)).collect()
+}
+
+/// The text of the header.
+fn header(bytes: &[u8]) -> Result<&[u8]> {
+    let available = bytes.len() as u64;
+    let truncated = |needed| Error::HeaderTruncated { needed, available };
+    let (&prefix, rest) = bytes.split_first_chunk::<8>().ok_or_else(|| truncated(PREFIX_LEN))?;
+    let len = header_len(prefix)?;
+    usize::try_from(len).ok().and_then(|len| rest.get(..len)).ok_or_else(|| truncated(PREFIX_LEN + len))
+}
+
+#[derive(Deserialize)]
+struct Entry {
+    dtype: String,
+    shape: Vec<u64>,
+    data_offsets: (u64, u64),
+}
+
+impl Entry {
+    /// Makes the parameter, which must begin at `previous_end`, and moves that to its own end.
+    fn into_parameter(self, name: String, previous_end: &mut u64) -> Result<ParameterInfo> {
+        let dtype = elem_type(&name, &self.dtype)?;
+        let info = ParameterInfo::new(name, self.shape, dtype)?;
+        let (begin, end) = self.data_offsets;
+        let expected_begin = *previous_end;
+        let expected_end = expected_begin.saturating_add(info.bytes());
+        if (begin, end) != (expected_begin, expected_end) {
+            let name = info.name().to_owned();
+            return Err(Error::BadOffsets { name, begin, end, expected_begin, expected_end });
+        }
+        *previous_end = end;
+        Ok(info)
+    }
+}

@@ -1,0 +1,110 @@
+//! How to decide who owns what: one trait, three answers, and a factory for them.
+
+mod full;
+mod hybrid;
+mod layer_wise;
+
+use core_types::WorldSize;
+
+pub use self::{
+    full::{Full, Layout},
+    hybrid::Hybrid,
+    layer_wise::LayerWise,
+};
+use crate::{Cut, ParameterInfo, PlannedParameter, Result, ShardingPlan};
+
+/// A way to divide parameters over ranks.
+///
+/// Write your own by choosing a [`Cut`] for each parameter; [`ShardingPlan::new`] checks the whole.
+///
+/// # Determinism
+///
+/// Every rank plans for itself, so a plan may depend on nothing but the arguments.
+///
+/// # Examples
+///
+/// ```
+/// use core_types::WorldSize;
+/// use fsdp_plan::{Cut, ElemType, ParameterInfo, PlannedParameter, Result, ShardingPlan, ShardingStrategy};
+///
+/// /// Plain data parallelism: everything everywhere.
+/// struct Ddp;
+///
+/// impl ShardingStrategy for Ddp {
+///     fn name(&self) -> &str {
+///         "ddp"
+///     }
+///
+///     fn plan(&self, parameters: &[ParameterInfo], world_size: WorldSize) -> Result<ShardingPlan> {
+///         let copy = |info: &ParameterInfo| PlannedParameter::new(info.clone(), Cut::Replicated);
+///         ShardingPlan::new(self.name(), world_size, parameters.iter().map(copy).collect())
+///     }
+/// }
+///
+/// let plan = Ddp.plan(&[ParameterInfo::new("w", [3], ElemType::F32)?], WorldSize::new(2)?)?;
+/// assert_eq!(plan.parameters()[0].cut(), Cut::Replicated);
+/// # Ok::<(), fsdp_plan::Error>(())
+/// ```
+pub trait ShardingStrategy {
+    /// The name by which plans tell who made them.
+    fn name(&self) -> &str;
+
+    /// Decides which rank of a world of `world_size` owns which part of each of `parameters`.
+    ///
+    /// # Errors
+    ///
+    /// Those of [`ShardingPlan::new`], and whatever else the strategy cannot plan.
+    fn plan(&self, parameters: &[ParameterInfo], world_size: WorldSize) -> Result<ShardingPlan>;
+}
+
+/// The strategies of this crate, by name.
+///
+/// # Examples
+///
+/// ```
+/// # use fsdp_plan::StrategyKind;
+/// assert_eq!(StrategyKind::LayerWise.create().name(), "layer-wise");
+/// ```
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash)]
+#[non_exhaustive]
+pub enum StrategyKind {
+    /// [`Full`] in its default layout.
+    #[default]
+    Full,
+    /// [`LayerWise`].
+    LayerWise,
+    /// [`Hybrid`] with its default rules.
+    Hybrid,
+}
+
+impl StrategyKind {
+    /// Makes the strategy with its defaults.
+    pub fn create(self) -> Box<dyn ShardingStrategy> {
+        match self {
+            Self::Full => Box::new(Full::default()),
+            Self::LayerWise => Box::new(LayerWise),
+            Self::Hybrid => Box::new(Hybrid::default()),
+        }
+    }
+}
+
+/// Builds the plan in which `cut_of` decides how a parameter is cut, unless it is to be gathered always.
+///
+/// That exception is made here, so that no strategy can lose such a parameter.
+fn assemble<'a>(
+    name: &str,
+    world_size: WorldSize,
+    parameters: &'a [ParameterInfo],
+    mut cut_of: impl FnMut(&'a ParameterInfo) -> Cut,
+) -> Result<ShardingPlan> {
+    let planned = parameters.iter().map(|info| {
+        let cut = if info.always_gather() { Cut::Replicated } else { cut_of(info) };
+        PlannedParameter::new(info.clone(), cut)
+    });
+    ShardingPlan::new(name, world_size, planned.collect())
+}
+
+/// The parameters that [`assemble`] asks a strategy about.
+fn divisible(parameters: &[ParameterInfo]) -> impl Iterator<Item = &ParameterInfo> {
+    parameters.iter().filter(|info| !info.always_gather())
+}

@@ -1,0 +1,191 @@
+//! What cannot be planned is refused with an error that says why; what can be, however odd, is planned.
+
+use std::slice;
+
+use candle_distributed::{
+    plan::{
+        Collectives, CostModel, Cut, ElemType, Error, Full, Hybrid, Layout, ParameterInfo, PlanReport,
+        PlannedParameter, ShardingPlan, ShardingStrategy, StrategyKind,
+    },
+    types,
+};
+
+use crate::inputs::{f32_parameter, full, rank, world};
+
+fn strategies() -> Vec<Box<dyn ShardingStrategy>> {
+    let kinds = [StrategyKind::Full, StrategyKind::LayerWise, StrategyKind::Hybrid];
+    let flat: Box<dyn ShardingStrategy> = Box::new(Full::new(Layout::Flat));
+    kinds.map(StrategyKind::create).into_iter().chain([flat]).collect()
+}
+
+fn build(cuts: &[(ParameterInfo, Cut)]) -> Result<ShardingPlan, Error> {
+    let planned = cuts.iter().map(|(info, cut)| PlannedParameter::new(info.clone(), *cut)).collect();
+    ShardingPlan::new("test", world(2), planned)
+}
+
+#[test]
+fn the_factory_makes_each_strategy() {
+    let names: Vec<_> = strategies().iter().map(|strategy| strategy.name().to_owned()).collect();
+    assert_eq!(names, ["full", "layer-wise", "hybrid", "full-flat"]);
+}
+
+#[test]
+fn empty_lists_are_refused() {
+    for strategy in strategies() {
+        assert_eq!(strategy.plan(&[], world(2)), Err(Error::NoParameters));
+    }
+}
+
+#[test]
+fn duplicate_names_are_refused() {
+    let parameters = [f32_parameter("a", &[1]), f32_parameter("b", &[1]), f32_parameter("a", &[2])];
+    for strategy in strategies() {
+        assert_eq!(strategy.plan(&parameters, world(2)), Err(Error::DuplicateName { name: "a".into() }));
+    }
+}
+
+#[test]
+fn parameters_without_dims_have_no_dim_0() {
+    let scalar = f32_parameter("scale", &[]);
+    let error = Full::default().plan(slice::from_ref(&scalar), world(2)).unwrap_err();
+    assert_eq!(error, Error::ScalarParameter { name: "scale".into() });
+    assert!(error.to_string().contains("gather it always, use the flat layout"));
+
+    for alternative in [
+        full(&[scalar.clone().with_always_gather(true)], 2),
+        Full::new(Layout::Flat).plan(slice::from_ref(&scalar), world(2)).unwrap(),
+        StrategyKind::LayerWise.create().plan(&[scalar], world(2)).unwrap(),
+    ] {
+        let shard = alternative.shard(0, rank(0, 2)).unwrap();
+        assert_eq!((shard.shard_size, shard.dim0_rows), (1, None));
+    }
+}
+
+#[test]
+fn parameters_without_elements_are_planned_and_owned_by_nobody() {
+    let parameters = [[0, 4], [4, 0]].map(|shape| f32_parameter(&format!("empty{}", shape[0]), &shape));
+    for strategy in strategies() {
+        let plan = strategy.plan(&parameters, world(3)).unwrap();
+        assert_eq!(plan.parameters().len(), 2);
+        for place in world(3).placements() {
+            assert_eq!(plan.shards_of_rank(place.rank()).count(), 0, "{}", strategy.name());
+        }
+        let cost = plan.cost(&CostModel::default()).unwrap();
+        assert!(cost.ranks.iter().all(|rank| rank.total_bytes() == 0));
+        assert!((cost.max_over_mean - 1.0).abs() < f64::EPSILON);
+        assert_eq!(cost.collectives, Collectives::default());
+    }
+}
+
+#[test]
+fn sums_that_overflow_are_refused() {
+    let parameters = ["a", "b"].map(|name| ParameterInfo::new(name, [u64::MAX], ElemType::U8).unwrap());
+    let cost = full(&parameters, 1).cost(&CostModel::default());
+    assert!(matches!(cost, Err(Error::TotalTooLarge { .. })), "{cost:?}");
+    let flat = Full::new(Layout::Flat).plan(&parameters, world(2));
+    assert_eq!(flat, Err(Error::TotalTooLarge { what: "the elements of a flat unit" }));
+    // Each rank stores the one row that rank 0 owns, so the padded buffer is 2^20 times as large as the parameter.
+    let wide = ParameterInfo::new("wide", [1, 1 << 60], ElemType::U8).unwrap();
+    let cost = full(&[wide], 1 << 20).cost(&CostModel::default());
+    assert_eq!(cost, Err(Error::TotalTooLarge { what: "the bytes sent in a step" }));
+}
+
+#[test]
+fn flat_units_hold_parameters_of_one_kind() {
+    let first = f32_parameter("h.0.a", &[2]);
+    let half = ParameterInfo::new("h.0.b", [2], ElemType::Bf16).unwrap();
+    let frozen = f32_parameter("h.0.b", &[2]).with_requires_grad(false);
+    for (second, expected) in [(half, "dtype"), (frozen, "whether they are trained")] {
+        let error = Full::new(Layout::Flat).plan(&[first.clone(), second.clone()], world(2)).unwrap_err();
+        assert!(matches!(error, Error::MixedUnit { property, .. } if property == expected), "{error}");
+        let apart = [first.clone(), second.with_unit("other")];
+        assert!(Full::new(Layout::Flat).plan(&apart, world(2)).is_ok());
+    }
+}
+
+#[test]
+fn cuts_that_contradict_their_parameters_are_refused() {
+    let info = f32_parameter("a", &[3]);
+    let gathered = info.clone().with_always_gather(true);
+    assert_eq!(build(&[(gathered, Cut::Dim0)]), Err(Error::CutAlwaysGathered { name: "a".into() }));
+    let foreign = build(&[(info.clone(), Cut::Whole { owner: rank(2, 3) })]);
+    assert!(matches!(foreign, Err(Error::World(types::Error::RankOutOfRange { rank: 2, .. }))), "{foreign:?}");
+
+    let flat = |offset, unit_numel| Cut::Flat { offset, unit_numel };
+    let other = f32_parameter("b", &[2]);
+    for (cuts, at_fault) in [
+        ([flat(1, 5), flat(4, 5)], "a"),
+        ([flat(0, 5), flat(2, 5)], "b"),
+        ([flat(0, 5), flat(3, 6)], "b"),
+        ([flat(0, 6), flat(3, 6)], "b"),
+        ([flat(0, 2), flat(2, 2)], "a"),
+        ([flat(u64::MAX, 5), flat(3, 5)], "a"),
+    ] {
+        let built = build(&[(info.clone(), cuts[0]), (other.clone(), cuts[1])]);
+        assert!(matches!(&built, Err(Error::BrokenUnit { name, .. }) if name == at_fault), "{built:?}");
+    }
+    assert!(build(&[(info, flat(0, 5)), (other, flat(3, 5))]).is_ok());
+}
+
+#[test]
+fn ranks_beyond_the_world_hold_nothing() {
+    let plan = full(&[f32_parameter("a", &[8])], 2);
+    assert_eq!(plan.shard(0, rank(2, 3)), None);
+    assert_eq!(plan.shard(1, rank(0, 2)), None);
+    assert_eq!(plan.shards_of_rank(rank(2, 3)).count(), 0);
+    let report = PlanReport::new(&plan, &CostModel::default(), Some(rank(2, 3)));
+    assert!(matches!(report, Err(Error::World(types::Error::RankOutOfRange { rank: 2, .. }))));
+}
+
+#[test]
+fn reading_a_plan_checks_what_building_it_checks() {
+    let json = serde_json::to_string(&full(&[f32_parameter("a", &[3]), f32_parameter("b", &[3])], 2)).unwrap();
+    let read = |from: &str, to: &str| {
+        assert!(json.contains(from), "{json}");
+        serde_json::from_str::<ShardingPlan>(&json.replace(from, to)).map_err(|error| error.to_string())
+    };
+    assert!(read("", "").is_ok());
+    for (from, to, reason) in [
+        (r#""format_version":1"#, r#""format_version":2"#, "plan format version 2 is not supported"),
+        (r#""world_size":2"#, r#""world_size":0"#, "world size 0 is out of range"),
+        (r#""name":"b""#, r#""name":"a""#, "parameter a is listed twice"),
+        ("[3]", "[]", "parameter a has no dims"),
+        ("[3]", "[18446744073709551615]", "parameter a of shape [18446744073709551615]"),
+        ("F32", "F31", "unknown dtype \"F31\""),
+        (r#""cut":"dim0""#, r#""cut":{"whole":{"owner":2}}"#, "rank 2 is out of range for a world of 2"),
+        (r#""cut":"dim0""#, r#""cut":"dim1""#, "unknown variant `dim1`"),
+    ] {
+        let error = read(from, to).unwrap_err();
+        assert!(error.starts_with(reason), "{error}");
+    }
+}
+
+#[test]
+fn whatever_a_parameter_is_survives_the_way_through_json() {
+    let infos = [
+        f32_parameter("h.1.a", &[4]).with_layer("renamed").with_unit("together"),
+        f32_parameter("h.1.b", &[4]).with_requires_grad(false).with_always_gather(true),
+        ParameterInfo::new("h.1.c", [], ElemType::F8E4M3).unwrap(),
+        ParameterInfo::new("h.1.d", [2], ElemType::Bool).unwrap().with_requires_grad(true),
+    ];
+    let plan = Full::new(Layout::Flat).plan(&infos[..3], world(2));
+    assert!(plan.is_ok(), "{plan:?}");
+    for info in infos {
+        let json = serde_json::to_string(&info).unwrap();
+        assert_eq!(serde_json::from_str::<ParameterInfo>(&json).unwrap(), info, "{json}");
+    }
+}
+
+#[test]
+fn hybrid_works_when_either_list_finds_nothing() {
+    let parameters = [f32_parameter("transformer.h.0.w", &[4]), f32_parameter("classifier.w", &[4])];
+    let cuts = |strategy: &Hybrid| {
+        let plan = strategy.plan(&parameters, world(2)).unwrap();
+        [0, 1].map(|position: usize| matches!(plan.parameters()[position].cut(), Cut::Dim0))
+    };
+    assert_eq!(cuts(&Hybrid::default()), [true, false]);
+    assert_eq!(cuts(&Hybrid::new([""; 0], [""; 0])), [true, true]);
+    assert_eq!(cuts(&Hybrid::new([""; 0], ["transformer", "classifier"])), [false, false]);
+    assert_eq!(cuts(&Hybrid::new(["h.0"], ["transformer", "classifier"])), [true, false]);
+    assert_eq!(cuts(&Hybrid::new([""; 0], ["class", "h.1", "trans"])), [true, true]);
+}

@@ -1,0 +1,33 @@
+//! What the other tests plan for, and short ways to plan it.
+
+use candle_distributed::{
+    plan::{ElemType, Full, ParameterInfo, ShardingPlan, ShardingStrategy, source},
+    types::{Placement, Rank, WorldSize},
+};
+
+/// GPT-2 with 124 million parameters, in `F32`.
+pub(crate) fn gpt2() -> Vec<ParameterInfo> {
+    source::from_manifest(include_str!("models/gpt2.json")).unwrap()
+}
+
+/// Llama 3.1 with 8 billion parameters, in `BF16`.
+pub(crate) fn llama() -> Vec<ParameterInfo> {
+    source::from_manifest(include_str!("models/llama-3.1-8b.json")).unwrap()
+}
+
+pub(crate) fn f32_parameter(name: &str, shape: &[u64]) -> ParameterInfo {
+    ParameterInfo::new(name, shape, ElemType::F32).unwrap()
+}
+
+pub(crate) fn world(size: u64) -> WorldSize {
+    WorldSize::new(size).unwrap()
+}
+
+pub(crate) fn rank(rank: u64, world_size: u64) -> Rank {
+    Placement::new(rank, world_size).unwrap().rank()
+}
+
+/// The plan of `Full` in its default layout.
+pub(crate) fn full(parameters: &[ParameterInfo], world_size: u64) -> ShardingPlan {
+    Full::default().plan(parameters, world(world_size)).unwrap()
+}

@@ -1,0 +1,145 @@
+//! Reading lists of parameters, well-formed or hostile.
+
+use candle_distributed::plan::{
+    ElemType, Error, ParameterInfo, Result,
+    source::{MAX_HEADER_LEN, from_manifest, from_safetensors, header_len, index_files},
+};
+
+use crate::inputs::gpt2;
+
+/// The beginning of a safetensors file with this header.
+fn safetensors(header: &str) -> Vec<u8> {
+    [&(header.len() as u64).to_le_bytes(), header.as_bytes()].concat()
+}
+
+fn read(header: &str) -> Result<Vec<ParameterInfo>> {
+    from_safetensors(&safetensors(header))
+}
+
+fn names(parameters: &[ParameterInfo]) -> Vec<&str> {
+    parameters.iter().map(ParameterInfo::name).collect()
+}
+
+#[test]
+fn a_manifest_keeps_the_order_of_its_text() {
+    let parameters = gpt2();
+    assert_eq!(names(&parameters)[..3], ["wte.weight", "wpe.weight", "h.0.ln_1.weight"]);
+    assert_eq!(parameters.len(), 148);
+    assert_eq!(parameters.iter().map(ParameterInfo::numel).sum::<u64>(), 124_439_808);
+}
+
+#[test]
+fn a_header_gives_the_order_of_the_file() {
+    let header = r#"{"__metadata__": {"format": "pt", "deep": [[{}]]},
+        "second": {"dtype": "BF16", "shape": [2, 3], "data_offsets": [8, 20]},
+        "empty": {"dtype": "I64", "shape": [0], "data_offsets": [8, 8]},
+        "first": {"dtype": "F64", "shape": [], "data_offsets": [0, 8], "extra": null}}"#;
+    let parameters = read(header).unwrap();
+    assert_eq!(names(&parameters), ["first", "empty", "second"]);
+    assert_eq!(parameters[2].dtype(), ElemType::Bf16);
+    assert_eq!(parameters.iter().map(ParameterInfo::requires_grad).collect::<Vec<_>>(), [true, false, true]);
+}
+
+#[test]
+fn tensors_behind_the_header_are_not_looked_at() {
+    let header = r#"{"a": {"dtype": "U8", "shape": [3], "data_offsets": [0, 3]}}"#;
+    let file = [safetensors(header), vec![0xff; 3]].concat();
+    assert_eq!(from_safetensors(&file), read(header));
+    assert_eq!(header_len(*file.first_chunk().unwrap()), Ok(header.len() as u64));
+}
+
+#[test]
+fn files_that_end_too_early_are_refused() {
+    let file = safetensors("{}");
+    assert_eq!(from_safetensors(&file[..5]), Err(Error::HeaderTruncated { needed: 8, available: 5 }));
+    assert_eq!(from_safetensors(&file[..9]), Err(Error::HeaderTruncated { needed: 10, available: 9 }));
+    assert_eq!(from_safetensors(&file), Ok(Vec::new()));
+}
+
+#[test]
+fn hostile_lengths_are_refused_before_anything_is_allocated() {
+    for len in [MAX_HEADER_LEN + 1, u64::MAX] {
+        let error = Error::HeaderTooLong { len, max: MAX_HEADER_LEN };
+        assert_eq!(header_len(len.to_le_bytes()), Err(error.clone()));
+        assert_eq!(from_safetensors(&len.to_le_bytes()), Err(error));
+    }
+    let available = 8;
+    let truncated = Error::HeaderTruncated { needed: MAX_HEADER_LEN + 8, available };
+    assert_eq!(from_safetensors(&MAX_HEADER_LEN.to_le_bytes()), Err(truncated));
+}
+
+#[test]
+fn tensors_must_lie_side_by_side() {
+    for (begin, end) in [(0, 4), (0, 12), (4, 12), (8, 0), (0, u64::MAX)] {
+        let header = format!(r#"{{"a": {{"dtype": "F32", "shape": [2], "data_offsets": [{begin}, {end}]}}}}"#);
+        let error = Error::BadOffsets { name: "a".into(), begin, end, expected_begin: 0, expected_end: 8 };
+        assert_eq!(read(&header), Err(error));
+    }
+    let overlap = r#"{"a": {"dtype": "U8", "shape": [4], "data_offsets": [0, 4]},
+        "b": {"dtype": "U8", "shape": [4], "data_offsets": [2, 6]}}"#;
+    assert!(matches!(read(overlap), Err(Error::BadOffsets { name, expected_begin: 4, .. }) if name == "b"));
+}
+
+#[test]
+fn malformed_json_is_refused_with_its_place() {
+    let deep = "[".repeat(10_000);
+    let header_of = |shape: &str| format!(r#"{{"a": {{"dtype": "F32", "shape": {shape}, "data_offsets": [0, 4]}}}}"#);
+    for header in [
+        "",
+        "null",
+        "[]",
+        "{",
+        r#"{"a": 1}"#,
+        r#"{"a": {"dtype": "F32"}}"#,
+        r#"{"a": {"dtype": "F32", "dtype": "F32", "shape": [], "data_offsets": [0, 4]}}"#,
+        &header_of("[-1]"),
+        &header_of("[1.5]"),
+        &header_of("[18446744073709551616]"),
+        &header_of(&deep),
+        &format!(r#"{{"__metadata__": {deep}"#),
+        "{\"\u{0}\": 0}",
+    ] {
+        assert!(matches!(read(header), Err(Error::Malformed { what: "safetensors header", .. })), "{header:.60}");
+        assert!(matches!(from_manifest(header), Err(Error::Malformed { what: "manifest", .. })), "{header:.60}");
+        assert!(matches!(index_files(header), Err(Error::Malformed { what: "safetensors index", .. })), "{header:.60}");
+    }
+    let error = from_manifest("{\n  \"a\": 1}").unwrap_err().to_string();
+    assert!(error.ends_with("at line 2 column 8"), "{error}");
+}
+
+#[test]
+fn repeated_names_are_refused() {
+    let twice = Error::DuplicateName { name: "a".into() };
+    let entry = r#""a": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}"#;
+    assert_eq!(read(&format!("{{{entry}, {entry}}}")), Err(twice.clone()));
+    assert_eq!(from_manifest(&format!("{{{entry}, {entry}}}")), Err(twice.clone()));
+    assert_eq!(index_files(r#"{"weight_map": {"a": "x", "a": "y"}}"#), Err(twice));
+}
+
+#[test]
+fn unknown_dtypes_are_refused_by_name() {
+    let error = from_manifest(r#"{"a": {"dtype": "Q4_K", "shape": [1]}}"#).unwrap_err();
+    assert_eq!(error, Error::UnknownDtype { name: "a".into(), dtype: "Q4_K".into() });
+    assert_eq!(error.to_string(), r#"tensor a has unknown dtype "Q4_K""#);
+}
+
+#[test]
+fn shapes_that_overflow_are_refused() {
+    for shape in [vec![u64::MAX, 2], vec![1 << 62], vec![1 << 40, 0, 1 << 40]] {
+        let error = Error::ParameterTooLarge { name: "a".into(), shape: shape.clone(), dtype: ElemType::F32 };
+        assert_eq!(ParameterInfo::new("a", shape.clone(), ElemType::F32), Err(error.clone()));
+        assert_eq!(from_manifest(&format!(r#"{{"a": {{"dtype": "F32", "shape": {shape:?}}}}}"#)), Err(error));
+    }
+    let largest = ParameterInfo::new("a", [u64::MAX], ElemType::U8).unwrap();
+    assert_eq!((largest.numel(), largest.bytes()), (u64::MAX, u64::MAX));
+}
+
+#[test]
+fn an_index_lists_plain_files_once() {
+    let json = r#"{"metadata": {"total_size": 1}, "weight_map": {"b": "2.safetensors", "a": "1.safetensors", "c": "2.safetensors"}}"#;
+    assert_eq!(index_files(json).unwrap(), ["1.safetensors", "2.safetensors"]);
+    for file in ["", "..", "../x", "/etc/passwd", "a\\b", "C:x"] {
+        let json = serde_json::json!({ "weight_map": { "a": file } }).to_string();
+        assert_eq!(index_files(&json), Err(Error::BadFileName { file: file.into() }));
+    }
+}
