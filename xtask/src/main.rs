@@ -1,3 +1,62 @@
-//! To come.
+//! `cargo xtask`: the commands that developers and CI run, one module each.
 
-fn main() {}
+#![allow(clippy::print_stdout, reason = "these commands report to a person, on standard output")]
+
+mod bench;
+mod ci;
+mod cmd;
+mod docs;
+mod snapshots;
+mod test;
+mod tidy;
+mod workspace;
+
+use std::process::ExitCode;
+
+use clap::Parser;
+
+/// What developers and CI run in this workspace.
+#[derive(Parser)]
+#[command(bin_name = "cargo xtask")]
+enum Command {
+    Ci(ci::Args),
+    Test(test::Args),
+    Bench(bench::Args),
+    Snapshots(snapshots::Args),
+    Docs(docs::Args),
+    /// Checks the house rules: module docs, dependency direction, manifests, changelog, links.
+    Tidy,
+}
+
+fn main() -> ExitCode {
+    match run(&Command::parse()) {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(error) => {
+            eprintln!("error: {error}");
+            ExitCode::FAILURE
+        }
+    }
+}
+
+fn run(command: &Command) -> cmd::Result {
+    match command {
+        Command::Ci(args) => ci::run(args),
+        Command::Test(args) => test::run(args),
+        Command::Bench(args) => bench::run(args),
+        Command::Snapshots(args) => snapshots::run(args),
+        Command::Docs(args) => docs::run(args),
+        Command::Tidy => tidy::run(),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use clap::CommandFactory;
+
+    use super::*;
+
+    #[test]
+    fn the_command_line_is_consistent() {
+        Command::command().debug_assert();
+    }
+}

@@ -1,0 +1,101 @@
+//! Runs cargo, and shows each command before it runs so that it can be repeated by hand.
+
+use std::{
+    env,
+    error::Error,
+    ffi::OsString,
+    fmt,
+    process::{Command, Stdio},
+};
+
+use crate::workspace;
+
+/// What a command of this package returns: its error is printed once, by `main`.
+pub(crate) type Result<T = (), E = Box<dyn Error>> = std::result::Result<T, E>;
+
+/// A call of cargo in the root of the workspace.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct Cargo {
+    args: Vec<String>,
+    envs: Vec<(&'static str, OsString)>,
+}
+
+impl Cargo {
+    /// `cargo` with `args`, which are separated by spaces.
+    pub(crate) fn new(args: &str) -> Self {
+        Self { args: args.split_whitespace().map(str::to_owned).collect(), envs: Vec::new() }
+    }
+
+    /// Adds one argument, spaces and all.
+    pub(crate) fn arg(mut self, arg: impl Into<String>) -> Self {
+        self.args.push(arg.into());
+        self
+    }
+
+    /// Sets an environment variable of the call.
+    pub(crate) fn env(mut self, key: &'static str, value: impl Into<OsString>) -> Self {
+        self.envs.push((key, value.into()));
+        self
+    }
+
+    /// Shows the command and runs it; its output goes where ours goes.
+    pub(crate) fn run(&self) -> Result {
+        println!("$ {self}");
+        let status = self.command().status()?;
+        if status.success() { Ok(()) } else { Err(format!("`{self}` failed: {status}").into()) }
+    }
+
+    /// Runs the command unseen and returns what it printed.
+    pub(crate) fn read(&self) -> Result<String> {
+        let output = self.command().output()?;
+        if !output.status.success() {
+            return Err(format!("`{self}` failed: {}", String::from_utf8_lossy(&output.stderr)).into());
+        }
+        Ok(String::from_utf8(output.stdout)?)
+    }
+
+    /// Whether the command succeeds, for asking if a cargo subcommand is installed.
+    pub(crate) fn succeeds(&self) -> bool {
+        self.command().output().is_ok_and(|output| output.status.success())
+    }
+
+    fn command(&self) -> Command {
+        let mut command = Command::new(env::var_os("CARGO").unwrap_or_else(|| "cargo".into()));
+        command.current_dir(workspace::root()).stdin(Stdio::null());
+        command.args(&self.args).envs(self.envs.iter().map(|(key, value)| (key, value)));
+        command
+    }
+}
+
+impl fmt::Display for Cargo {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        for (key, value) in &self.envs {
+            write!(f, "{key}={} ", quoted(&value.to_string_lossy()))?;
+        }
+        write!(f, "cargo")?;
+        self.args.iter().try_for_each(|arg| write!(f, " {}", quoted(arg)))
+    }
+}
+
+/// The word as a shell would need it.
+fn quoted(word: &str) -> String {
+    let plain = |c: char| c.is_alphanumeric() || "-_=/.:,+".contains(c);
+    if !word.is_empty() && word.chars().all(plain) { word.to_owned() } else { format!("'{word}'") }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_shown_command_can_be_pasted() {
+        let cargo = Cargo::new("bench -p benches --").arg("a b").env("FLAGS", "-D warnings");
+        assert_eq!(cargo.to_string(), "FLAGS='-D warnings' cargo bench -p benches -- 'a b'");
+    }
+
+    #[test]
+    fn a_failing_command_is_named_in_its_error() {
+        let error = Cargo::new("no-such-subcommand").read().unwrap_err().to_string();
+        assert!(error.starts_with("`cargo no-such-subcommand` failed: error: no such command"), "{error}");
+    }
+}

@@ -1,0 +1,139 @@
+//! Rules about which crate may stand on which: the arrows of ARCHITECTURE.md.
+
+use std::collections::{BTreeMap, VecDeque};
+
+use super::Violation;
+use crate::workspace::{Graph, Package, Workspace};
+
+/// These must build on a machine, and for a platform, that could never run a model.
+const WITHOUT_CANDLE: [&str; 4] = ["core-types", "dist-sampler", "dyn-batch", "fsdp-plan"];
+
+/// These meet through slices and plain data in the caller's hands.
+const SIBLINGS: [&str; 4] = ["dist-sampler", "dyn-batch", "fsdp-plan", "pmap-mesh"];
+
+/// Every rule.
+pub(super) fn check(workspace: &Workspace) -> Vec<Violation> {
+    let mut violations = candle(workspace);
+    violations.extend(workspace.packages.iter().flat_map(siblings));
+    violations
+}
+
+/// Which candle-free crates reach candle, and over which way.
+fn candle(workspace: &Workspace) -> Vec<Violation> {
+    let graph = with_optional(workspace);
+    let free = workspace.packages.iter().filter(|package| WITHOUT_CANDLE.contains(&package.name.as_str()));
+    let reached = free.filter_map(|package| Some((package, way(&graph, &package.name, "candle-core")?)));
+    reached.map(|(package, way)| violation(package, format!("reaches candle: {}", way.join(" -> ")))).collect()
+}
+
+/// The resolved edges, and those that a feature of ours could add although nobody has switched it on.
+fn with_optional(workspace: &Workspace) -> Graph {
+    let mut graph = workspace.graph.clone();
+    for package in &workspace.packages {
+        let normal = package.dependencies.iter().filter(|dependency| dependency.normal);
+        graph.entry(package.name.clone()).or_default().extend(normal.map(|dependency| dependency.name.clone()));
+    }
+    graph
+}
+
+/// The shortest way from one package to another, both included.
+fn way(graph: &Graph, from: &str, to: &str) -> Option<Vec<String>> {
+    let mut came_from = BTreeMap::from([(from, from)]);
+    let mut queue = VecDeque::from([from]);
+    while let Some(name) = queue.pop_front().filter(|name| *name != to) {
+        for next in graph.get(name).into_iter().flatten() {
+            came_from.entry(next).or_insert_with(|| {
+                queue.push_back(next);
+                name
+            });
+        }
+    }
+    came_from.contains_key(to).then(|| walk_back(&came_from, to))
+}
+
+fn walk_back(came_from: &BTreeMap<&str, &str>, to: &str) -> Vec<String> {
+    let previous = |name: &&str| came_from.get(name).copied().filter(|previous| previous != name);
+    let mut way: Vec<_> = std::iter::successors(Some(to), previous).map(str::to_owned).collect();
+    way.reverse();
+    way
+}
+
+/// Which siblings a sibling depends on, for tests or not; only the mesh may read a plan, behind its feature.
+fn siblings(package: &Package) -> Vec<Violation> {
+    let is_sibling = |name: &str| SIBLINGS.contains(&name);
+    let edges = package.dependencies.iter().filter(|edge| is_sibling(&package.name) && is_sibling(&edge.name));
+    let forbidden = edges.filter(|edge| !(edge.optional && reads_a_plan(package, &edge.name)));
+    forbidden.map(|edge| violation(package, format!("depends on its sibling `{}`", edge.name))).collect()
+}
+
+fn reads_a_plan(package: &Package, dependency: &str) -> bool {
+    let enables_it = |enables: &Vec<String>| enables.iter().any(|enabled| enabled == "dep:fsdp-plan");
+    let with_feature = package.features.iter().filter(|(_, enables)| enables_it(enables)).map(|(name, _)| name);
+    (package.name.as_str(), dependency) == ("pmap-mesh", "fsdp-plan") && with_feature.eq(["plan"])
+}
+
+fn violation(package: &Package, rule: String) -> Violation {
+    Violation::new(&format!("{}/Cargo.toml", package.dir), 1, rule)
+}
+
+#[cfg(test)]
+mod tests {
+    use std::path::PathBuf;
+
+    use super::*;
+    use crate::workspace::Dependency;
+
+    fn package(name: &str, edges: &[(&str, bool, bool)], features: &[(&str, &str)]) -> Package {
+        let edge =
+            |&(name, optional, normal): &(&str, bool, bool)| Dependency { name: name.to_owned(), optional, normal };
+        let feature = |&(name, enables): &(&str, &str)| (name.to_owned(), vec![enables.to_owned()]);
+        Package {
+            name: name.to_owned(),
+            dependencies: edges.iter().map(edge).collect(),
+            features: features.iter().map(feature).collect(),
+            ..Package::default()
+        }
+    }
+
+    /// The rules that `package` breaks where `helper` stands on candle.
+    fn rules(package: Package) -> Vec<String> {
+        let graph = Graph::from([("helper".to_owned(), ["candle-core".to_owned()].into())]);
+        let workspace = Workspace { packages: vec![package], graph, target_dir: PathBuf::new() };
+        check(&workspace).into_iter().map(|violation| violation.rule).collect()
+    }
+
+    #[test]
+    fn a_way_to_candle_is_found_over_other_packages_and_behind_features() {
+        let expected = ["reaches candle: fsdp-plan -> helper -> candle-core"];
+        assert_eq!(rules(package("fsdp-plan", &[("helper", false, true)], &[])), expected);
+        assert_eq!(rules(package("fsdp-plan", &[("helper", true, true)], &[])), expected);
+        assert!(rules(package("fsdp-plan", &[("helper", false, false)], &[])).is_empty());
+        assert!(rules(package("pmap-mesh", &[("candle-core", false, true)], &[])).is_empty());
+    }
+
+    #[test]
+    fn an_edge_between_siblings_is_found_even_if_for_tests_only() {
+        let expected = ["depends on its sibling `dist-sampler`"];
+        for (optional, normal) in [(false, true), (true, true), (false, false)] {
+            assert_eq!(rules(package("dyn-batch", &[("dist-sampler", optional, normal)], &[])), expected);
+        }
+        assert!(rules(package("candle-distributed", &[("dist-sampler", false, true)], &[])).is_empty());
+    }
+
+    #[test]
+    fn only_the_mesh_reads_a_plan_and_only_behind_its_feature() {
+        let optional = [("fsdp-plan", true, true)];
+        assert!(rules(package("pmap-mesh", &optional, &[("plan", "dep:fsdp-plan")])).is_empty());
+        assert_eq!(rules(package("pmap-mesh", &optional, &[("other", "dep:fsdp-plan")])).len(), 1);
+        assert_eq!(rules(package("pmap-mesh", &[("fsdp-plan", false, true)], &[])).len(), 1);
+        assert_eq!(rules(package("dyn-batch", &optional, &[("plan", "dep:fsdp-plan")])).len(), 1);
+    }
+
+    #[test]
+    fn the_way_shown_is_the_shortest() {
+        let edge = |from: &str, to: &[&str]| (from.to_owned(), to.iter().map(ToString::to_string).collect());
+        let graph = Graph::from([edge("a", &["b", "c"]), edge("b", &["a", "c"]), edge("c", &["d"])]);
+        assert_eq!(way(&graph, "a", "d"), Some(["a", "c", "d"].map(str::to_owned).to_vec()));
+        assert_eq!(way(&graph, "d", "a"), None);
+    }
+}
