@@ -1,0 +1,145 @@
+//! `batch`: sequences of given lengths, put into batches.
+
+use std::{fs, io, path::PathBuf};
+
+use candle_distributed::{
+    batch::{Batch, BatchConfig, DynamicBatchSampler, DynamicBatchStrategy, Overlong, PaddingReport},
+    sampler::{DistributedSampler, Order, SamplerConfig},
+    types::{Epoch, Placement, Seed},
+};
+use clap::ValueEnum;
+use serde::Serialize;
+
+use crate::{
+    error::{Error, Result},
+    output::{self, Format},
+};
+
+/// Put sequences of given lengths into batches and report the padding.
+///
+/// Example: echo 12 80 15 70 9 | candle-distributed batch --lengths - --strategy dynamic --max-tokens 160
+#[derive(Debug, clap::Args)]
+pub(crate) struct Args {
+    /// File of sequence lengths, separated by white space; - for standard input
+    #[arg(long, value_name = "FILE")]
+    lengths: PathBuf,
+    /// Which sequences share a batch
+    #[arg(long, value_enum)]
+    strategy: StrategyArg,
+    /// Most sequences in a batch
+    #[arg(long, value_name = "B")]
+    max_batch_size: Option<u64>,
+    /// Most tokens in a batch, padding included
+    #[arg(long, value_name = "T")]
+    max_tokens: Option<u64>,
+    /// Longest sequence allowed
+    #[arg(long, value_name = "L")]
+    max_sequence_length: Option<u64>,
+    /// What happens to longer ones
+    #[arg(long, value_enum, default_value_t)]
+    overlong: OverlongArg,
+    /// How many lengths share a bucket
+    #[arg(long, value_name = "K", default_value_t = DynamicBatchStrategy::DEFAULT_BUCKET_WIDTH)]
+    bucket_width: u64,
+    /// Read the sequences in random order
+    #[arg(long)]
+    shuffle: bool,
+    /// Seed of the shuffle
+    #[arg(long, default_value_t = 0)]
+    seed: u64,
+    /// Epoch of the shuffle, counted from 0
+    #[arg(long, default_value_t = 0)]
+    epoch: u64,
+    /// Text with one batch a line, or JSON
+    #[arg(long, value_enum, default_value_t)]
+    format: Format,
+}
+
+#[derive(Clone, Copy, Debug, ValueEnum)]
+enum StrategyArg {
+    /// Neighbors, padded to the longest of each batch
+    PadToMax,
+    /// Sequences of similar length
+    Bucket,
+    /// Neighbors, as many as the token budget allows
+    Dynamic,
+}
+
+#[derive(Clone, Copy, Debug, Default, ValueEnum)]
+enum OverlongArg {
+    /// They are refused
+    #[default]
+    Error,
+    /// They count as cut to the limit
+    Truncate,
+    /// They are left out
+    Skip,
+}
+
+impl Args {
+    fn config(&self) -> BatchConfig {
+        let strategy = match self.strategy {
+            StrategyArg::PadToMax => DynamicBatchStrategy::PadToMax,
+            StrategyArg::Bucket => DynamicBatchStrategy::Bucket { width: self.bucket_width },
+            StrategyArg::Dynamic => DynamicBatchStrategy::Dynamic,
+        };
+        let overlong = match self.overlong {
+            OverlongArg::Error => Overlong::Error,
+            OverlongArg::Truncate => Overlong::Truncate,
+            OverlongArg::Skip => Overlong::Skip,
+        };
+        let mut config = BatchConfig::default().with_strategy(strategy).with_overlong(overlong);
+        config.max_batch_size = self.max_batch_size;
+        config.max_tokens = self.max_tokens;
+        config.max_sequence_length = self.max_sequence_length;
+        config
+    }
+
+    /// The order in which `len` sequences are read.
+    fn order(&self, len: u64) -> Result<DistributedSampler> {
+        let order = if self.shuffle { Order::Exact } else { Order::Sequential };
+        let config = SamplerConfig::default().with_order(order).with_seed(Seed::new(self.seed));
+        let mut sampler = DistributedSampler::new(len, Placement::SINGLE, config)?;
+        sampler.set_epoch(Epoch::new(self.epoch));
+        Ok(sampler)
+    }
+
+    fn read_lengths(&self) -> Result<Vec<u64>> {
+        let path = &self.lengths;
+        let text = if path.as_os_str() == "-" { io::read_to_string(io::stdin()) } else { fs::read_to_string(path) };
+        let text = text.map_err(|source| Error::Read { path: path.clone(), source })?;
+        let parse = |(number, word): (usize, &str)| {
+            let refused =
+                |_| Error::Usage(format!("length {} in {} is no number: {word:?}", number + 1, path.display()));
+            word.parse().map_err(refused)
+        };
+        text.split_whitespace().enumerate().map(parse).collect()
+    }
+}
+
+/// The JSON result.
+#[derive(Serialize)]
+struct Report<'a> {
+    format_version: u32,
+    batches: &'a [Batch],
+    report: &'a PaddingReport,
+}
+
+pub(crate) fn run(args: &Args) -> Result<()> {
+    let lengths = args.read_lengths()?;
+    let order = args.order(lengths.len() as u64)?;
+    let sampler = DynamicBatchSampler::new(&lengths, args.config())?;
+    let mut made = sampler.iter_in(&order);
+    let batches = made.by_ref().collect::<Result<Vec<Batch>, _>>()?;
+    let report = made.report();
+    match args.format {
+        Format::Json => output::json(&Report { format_version: 1, batches: &batches, report }),
+        Format::Text => output::text(|out| {
+            for batch in &batches {
+                let indices: Vec<String> = batch.indices.iter().map(u64::to_string).collect();
+                writeln!(out, "{} x {}: {}", batch.len(), batch.padded_length, indices.join(" "))?;
+            }
+            writeln!(out, "{report}")
+        }),
+    }
+}

@@ -1,0 +1,51 @@
+//! What a command can fail with, and whose fault it is.
+
+use std::{error::Error as _, io, path::PathBuf};
+
+use candle_distributed::{batch, mesh, plan, sampler, types};
+
+pub(crate) type Result<T, E = Error> = std::result::Result<T, E>;
+
+#[derive(Debug, thiserror::Error)]
+pub(crate) enum Error {
+    #[error(transparent)]
+    Types(#[from] types::Error),
+    #[error(transparent)]
+    Sampler(#[from] sampler::Error),
+    #[error(transparent)]
+    Batch(#[from] batch::Error),
+    #[error(transparent)]
+    Plan(#[from] plan::Error),
+    #[error(transparent)]
+    Mesh(#[from] mesh::Error),
+    /// A value that only this command refuses.
+    #[error("{0}")]
+    Usage(String),
+    #[error("cannot read {path}")]
+    Read { path: PathBuf, source: io::Error },
+    #[error("{path} does not describe a model")]
+    Model { path: PathBuf, source: plan::Error },
+    #[error("cannot write {path}")]
+    Write { path: PathBuf, source: io::Error },
+    #[error("cannot write the result")]
+    Output(#[from] io::Error),
+    #[error("training failed")]
+    Train(#[from] candle_core::Error),
+}
+
+impl Error {
+    /// 2 if other arguments or another input would help, 1 if the machine or the program is at fault.
+    pub(crate) fn exit_code(&self) -> u8 {
+        match self {
+            Self::Mesh(mesh::Error::MeshSize { .. } | mesh::Error::Device { .. }) => 2,
+            Self::Mesh(_) | Self::Write { .. } | Self::Output(_) | Self::Train(_) => 1,
+            _ => 2,
+        }
+    }
+
+    /// The message and those of its causes, in one line.
+    pub(crate) fn chain(&self) -> String {
+        let causes = std::iter::successors(self.source(), |&cause| cause.source());
+        causes.fold(self.to_string(), |chain, cause| format!("{chain}: {cause}"))
+    }
+}

@@ -1,0 +1,32 @@
+//! Where results go: stdout, as text for people or JSON for programs.
+
+use std::io::{self, BufWriter, Write};
+
+use serde::Serialize;
+
+use crate::error::Result;
+
+/// The form of a result.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, clap::ValueEnum)]
+pub(crate) enum Format {
+    /// Text for people.
+    #[default]
+    Text,
+    /// One JSON object with a `format_version`.
+    Json,
+}
+
+/// Writes a result as text.
+pub(crate) fn text(write: impl FnOnce(&mut dyn Write) -> io::Result<()>) -> Result<()> {
+    let mut out = BufWriter::new(io::stdout().lock());
+    write(&mut out)?;
+    Ok(out.flush()?)
+}
+
+/// Writes a result as one JSON object.
+pub(crate) fn json(value: &impl Serialize) -> Result<()> {
+    text(|out| {
+        serde_json::to_writer(&mut *out, value)?;
+        writeln!(out)
+    })
+}

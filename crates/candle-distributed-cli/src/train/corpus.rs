@@ -1,0 +1,148 @@
+//! The text to learn from, cut into sequences of bytes.
+
+use std::{
+    fs, io,
+    path::{Path, PathBuf},
+};
+
+use crate::error::{Error, Result};
+
+/// The longest sequence, in bytes.
+pub(crate) const MAX_SEQUENCE_LENGTH: usize = 129;
+
+/// Sequences of 2 to [`MAX_SEQUENCE_LENGTH`] bytes: from each, all but the first byte can be predicted.
+#[derive(Debug)]
+pub(crate) struct Corpus {
+    sequences: Vec<Vec<u8>>,
+}
+
+/// The sources of this program, as text to learn from when there is no other.
+macro_rules! own_sources {
+    ($($path:literal),+ $(,)?) => {
+        [$(($path, include_str!(concat!(env!("CARGO_MANIFEST_DIR"), "/", $path)))),+]
+    };
+}
+
+const EMBEDDED: [(&str, &str); 18] = own_sources![
+    "README.md",
+    "src/commands/batch.rs",
+    "src/commands/mod.rs",
+    "src/commands/plan.rs",
+    "src/commands/sample.rs",
+    "src/commands/train.rs",
+    "src/error.rs",
+    "src/main.rs",
+    "src/output.rs",
+    "src/threads.rs",
+    "src/train/corpus.rs",
+    "src/train/data.rs",
+    "src/train/journal.rs",
+    "src/train/mod.rs",
+    "src/train/model.rs",
+    "src/train/parameters.rs",
+    "src/train/run_dir.rs",
+    "src/train/trainer.rs",
+];
+
+impl Corpus {
+    /// This project's own text.
+    pub(crate) fn embedded() -> Self {
+        Self::new(EMBEDDED.iter().map(|(_, text)| *text))
+    }
+
+    /// The text files under `path`, in the order of their names; or `path` itself, if it is a file.
+    ///
+    /// Hidden files and files that are not UTF-8 are passed over.
+    pub(crate) fn read(path: &Path) -> Result<Self> {
+        let mut files = Vec::new();
+        list_files(path, &mut files).map_err(|source| Error::Read { path: path.into(), source })?;
+        let texts = files.iter().filter_map(|file| read_text(file).transpose()).collect::<Result<Vec<String>>>()?;
+        let corpus = Self::new(texts.iter().map(String::as_str));
+        if corpus.sequences.is_empty() {
+            return Err(Error::Usage(format!("no text to learn from in {}", path.display())));
+        }
+        Ok(corpus)
+    }
+
+    /// The paragraphs of `texts`, cut to size.
+    pub(crate) fn new<'a>(texts: impl IntoIterator<Item = &'a str>) -> Self {
+        let paragraphs = texts.into_iter().flat_map(|text| text.split("\n\n"));
+        let pieces = paragraphs.flat_map(|paragraph| paragraph.as_bytes().chunks(MAX_SEQUENCE_LENGTH));
+        Self { sequences: pieces.filter(|piece| piece.len() >= 2).map(<[u8]>::to_vec).collect() }
+    }
+
+    /// The length of every sequence, in bytes.
+    pub(crate) fn lengths(&self) -> Vec<u64> {
+        self.sequences.iter().map(|sequence| sequence.len() as u64).collect()
+    }
+
+    /// The bytes of sequence `index`, none if there is no such sequence.
+    pub(crate) fn sequence(&self, index: u64) -> &[u8] {
+        usize::try_from(index).ok().and_then(|index| self.sequences.get(index)).map_or(&[], Vec::as_slice)
+    }
+}
+
+/// Adds the files under `path` to `files`, sorted, so that every machine reads the same corpus.
+fn list_files(path: &Path, files: &mut Vec<PathBuf>) -> io::Result<()> {
+    if !fs::metadata(path)?.is_dir() {
+        files.push(path.into());
+        return Ok(());
+    }
+    let mut entries: Vec<PathBuf> =
+        fs::read_dir(path)?.map(|entry| entry.map(|entry| entry.path())).collect::<io::Result<_>>()?;
+    entries.retain(|entry| !is_hidden(entry));
+    entries.sort();
+    entries.iter().try_for_each(|entry| list_files(entry, files))
+}
+
+fn is_hidden(path: &Path) -> bool {
+    path.file_name().is_some_and(|name| name.as_encoded_bytes().starts_with(b"."))
+}
+
+/// The text of a file, or `None` if it holds something else.
+fn read_text(path: &Path) -> Result<Option<String>> {
+    let bytes = fs::read(path).map_err(|source| Error::Read { path: path.into(), source })?;
+    Ok(String::from_utf8(bytes).ok())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_source_file_is_embedded() {
+        let root = Path::new(env!("CARGO_MANIFEST_DIR"));
+        let mut files = vec![root.join("README.md")];
+        list_files(&root.join("src"), &mut files).unwrap();
+        assert!(EMBEDDED.iter().map(|(path, _)| root.join(path)).eq(files));
+    }
+
+    #[test]
+    fn paragraphs_are_cut_at_the_longest_sequence() {
+        let long = "x".repeat(MAX_SEQUENCE_LENGTH + 5);
+        let corpus = Corpus::new(["ab\n\nc\n\n", &long]);
+        assert_eq!(corpus.lengths(), [2, MAX_SEQUENCE_LENGTH as u64, 5]);
+        assert_eq!(corpus.sequence(0), b"ab");
+        assert!(corpus.sequence(3).is_empty());
+    }
+
+    #[test]
+    fn folders_are_read_in_order_without_hidden_and_binary_files() {
+        let dir = tempfile::tempdir().unwrap();
+        fs::create_dir(dir.path().join("b")).unwrap();
+        for (name, content) in
+            [("c.txt", &b"third"[..]), ("b/a", b"second"), ("a", b"first"), (".x", b"no"), ("z", b"\xff\xfe")]
+        {
+            fs::write(dir.path().join(name), content).unwrap();
+        }
+        let corpus = Corpus::read(dir.path()).unwrap();
+        assert_eq!(corpus.sequences, [&b"first"[..], b"second", b"third"]);
+    }
+
+    #[test]
+    fn missing_and_empty_folders_are_refused() {
+        let dir = tempfile::tempdir().unwrap();
+        assert!(matches!(Corpus::read(&dir.path().join("none")), Err(Error::Read { .. })));
+        assert!(matches!(Corpus::read(dir.path()), Err(Error::Usage(_))));
+    }
+}

@@ -1,0 +1,9 @@
+//! The training job of the `train` command: a byte-level transformer that learns to continue text.
+
+pub(crate) mod corpus;
+pub(crate) mod data;
+pub(crate) mod journal;
+pub(crate) mod model;
+pub(crate) mod parameters;
+pub(crate) mod run_dir;
+pub(crate) mod trainer;

@@ -1,0 +1,300 @@
+//! The contract of the command line: results, JSON shapes, exit codes, messages.
+
+#![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
+
+use std::{
+    fs,
+    io::{Read, Write},
+    path::Path,
+    process::{Command, Output, Stdio},
+};
+
+use serde_json::{Value, json};
+
+fn command(args: &[&str]) -> Command {
+    let mut command = Command::new(env!("CARGO_BIN_EXE_candle-distributed"));
+    command.args(args).stdin(Stdio::null());
+    command
+}
+
+fn run(args: &[&str]) -> Output {
+    command(args).output().unwrap()
+}
+
+/// The text a successful command prints.
+fn text(args: &[&str]) -> String {
+    let output = run(args);
+    assert!(output.status.success(), "{args:?}: {}", String::from_utf8_lossy(&output.stderr));
+    String::from_utf8(output.stdout).unwrap()
+}
+
+fn json(args: &[&str]) -> Value {
+    serde_json::from_str(&text(&[args, &["--format", "json"]].concat())).unwrap()
+}
+
+/// Checks that a command finds fault with its input, says so on stderr alone, and names all of `words`.
+fn refuses(args: &[&str], words: &[&str]) {
+    let output = run(args);
+    let message = String::from_utf8(output.stderr).unwrap();
+    assert_eq!(output.status.code(), Some(2), "{args:?}: {message}");
+    assert!(output.stdout.is_empty(), "{args:?}");
+    words.iter().for_each(|word| assert!(message.contains(word), "{args:?}: no {word:?} in {message}"));
+}
+
+/// A file of this content that lives as long as the folder returned with its path.
+fn file(name: &str, content: impl AsRef<[u8]>) -> (tempfile::TempDir, String) {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join(name);
+    fs::write(&path, content).unwrap();
+    (dir, path.to_str().unwrap().into())
+}
+
+#[test]
+fn sample_prints_one_index_a_line() {
+    assert_eq!(text(&["sample", "--len", "11", "--world-size", "4", "--rank", "3", "--preset", "spdl"]), "3\n7\n");
+    let spread = ["sample", "--len", "11", "--world-size", "4", "--preset", "spdl", "--tail", "spread"];
+    assert_eq!(text(&spread), "0\n4\n8\n");
+    let part = ["sample", "--len", "10", "--order", "sequential", "--start", "3", "--count", "2"];
+    assert_eq!(text(&part), "3\n4\n");
+}
+
+#[test]
+fn sample_in_json_has_the_agreed_fields() {
+    let report =
+        json(&["sample", "--len", "10", "--world-size", "4", "--rank", "3", "--order", "sequential", "--count", "2"]);
+    let expected =
+        json!({"format_version": 1, "len": 10, "world_size": 4, "rank": 3, "per_rank_len": 4, "indices": [6, 7]});
+    assert_eq!(report, expected);
+}
+
+#[test]
+fn sample_covers_the_data_set_over_all_ranks() {
+    let mut all: Vec<u64> = (0..3)
+        .flat_map(|rank| {
+            text(&["sample", "--len", "100", "--world-size", "3", "--rank", &rank.to_string(), "--epoch", "2"])
+                .lines()
+                .map(|line| line.parse().unwrap())
+                .collect::<Vec<_>>()
+        })
+        .collect();
+    all.sort_unstable();
+    assert!(all.into_iter().eq(0..100));
+}
+
+#[test]
+fn sample_refuses_bad_input() {
+    refuses(&["sample", "--len", "0"], &["length 0"]);
+    refuses(&["sample", "--len", "9223372036854775809"], &["9223372036854775809", "9223372036854775808"]);
+    refuses(&["sample", "--len", "5000000000", "--order", "exact"], &["5000000000", "4294967296"]);
+    refuses(&["sample", "--len", "10", "--world-size", "0"], &["world size 0", "1048576"]);
+    refuses(&["sample", "--len", "10", "--world-size", "1048577"], &["1048577", "1048576"]);
+    refuses(&["sample", "--len", "10", "--world-size", "4", "--rank", "4"], &["rank 4", "world of 4"]);
+    refuses(&["sample", "--len", "10", "--start", "11"], &["start 11", "10"]);
+    refuses(&["sample", "--len", "-1"], &[]);
+    refuses(&["sample", "--len", "18446744073709551616"], &[]);
+    refuses(&["sample"], &["--len"]);
+}
+
+#[test]
+fn sample_ends_quietly_when_its_reader_has_seen_enough() {
+    let args = ["sample", "--len", "9223372036854775808", "--order", "sequential"];
+    let mut child = command(&args).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
+    let mut first = [0; 2];
+    child.stdout.take().unwrap().read_exact(&mut first).unwrap();
+    let output = child.wait_with_output().unwrap();
+    assert_eq!((&first, output.status.code(), output.stderr.is_empty()), (b"0\n", Some(0), true));
+}
+
+#[test]
+fn batch_reads_files_and_standard_input() {
+    let (_dir, path) = file("lengths.txt", "12 80\n15\t70 9\n");
+    let args = |path| ["batch", "--lengths", path, "--strategy", "bucket", "--max-tokens", "160"];
+    let expected = "2 x 80: 1 3\n3 x 15: 0 2 4\n";
+    assert!(text(&args(&path)).starts_with(expected));
+
+    let mut child = command(&args("-")).stdin(Stdio::piped()).stdout(Stdio::piped()).spawn().unwrap();
+    child.stdin.take().unwrap().write_all(b"12 80 15 70 9").unwrap();
+    assert!(child.wait_with_output().unwrap().stdout.starts_with(expected.as_bytes()));
+}
+
+#[test]
+fn batch_in_json_has_the_agreed_fields() {
+    let (_dir, path) = file("lengths.txt", "3 6 4");
+    let report = json(&["batch", "--lengths", &path, "--strategy", "pad-to-max", "--max-batch-size", "2"]);
+    let batches = json!([
+        {"indices": [0, 1], "padded_length": 6, "padded_tokens": 12, "real_tokens": 9},
+        {"indices": [2], "padded_length": 4, "padded_tokens": 4, "real_tokens": 4},
+    ]);
+    assert_eq!((&report["format_version"], &report["batches"]), (&json!(1), &batches));
+    let figures = ["efficiency", "batches", "sequences", "max_padded_tokens"].map(|name| &report["report"][name]);
+    assert_eq!(figures, [&json!(0.8125), &json!(2), &json!(3), &json!(12)]);
+}
+
+#[test]
+fn batch_shuffles_reproducibly() {
+    let (_dir, path) = file("lengths.txt", (1..=50).map(|length| format!("{length} ")).collect::<String>());
+    let args = ["batch", "--lengths", &path, "--strategy", "pad-to-max", "--max-batch-size", "8"];
+    let shuffled = |epoch| text(&[&args[..], &["--shuffle", "--epoch", epoch]].concat());
+    assert_eq!(shuffled("1"), shuffled("1"));
+    assert_ne!(shuffled("1"), shuffled("2"));
+    assert_ne!(shuffled("1"), text(&args));
+}
+
+#[test]
+fn batch_refuses_bad_input() {
+    let (_dir, path) = file("lengths.txt", "3 600 4");
+    let dynamic = ["batch", "--lengths", &path, "--strategy", "dynamic"];
+    let with = |more: &[&'static str]| [&dynamic[..], more].concat();
+    refuses(&dynamic, &[]);
+    refuses(&with(&["--max-tokens", "0"]), &["max_tokens", "0"]);
+    refuses(&with(&["--max-tokens", "599"]), &["600", "599"]);
+    refuses(&with(&["--max-tokens", "1000", "--max-sequence-length", "512"]), &["600", "512"]);
+    refuses(&with(&["--max-batch-size", "5000000000", "--max-sequence-length", "5000000000"]), &["5000000000"]);
+    let bucket = ["batch", "--lengths", &path, "--strategy", "bucket", "--max-batch-size", "8", "--bucket-width", "0"];
+    refuses(&bucket, &["width", "0"]);
+
+    for (content, words) in
+        [("", &["0"][..]), ("3 x 4", &["length 2", "\"x\""]), ("3 -4", &["\"-4\""]), ("99999999999999999999", &[])]
+    {
+        let (_dir, path) = file("lengths.txt", content);
+        refuses(&["batch", "--lengths", &path, "--strategy", "pad-to-max", "--max-batch-size", "2"], words);
+    }
+    let (_dir, path) = file("lengths.bin", b"\xff\xfe");
+    refuses(
+        &["batch", "--lengths", &path, "--strategy", "dynamic", "--max-tokens", "9"],
+        &["cannot read", "lengths.bin"],
+    );
+    refuses(&["batch", "--lengths", "/no/such/file", "--strategy", "dynamic", "--max-tokens", "9"], &["/no/such/file"]);
+}
+
+const MANIFEST: &str = r#"{"h.0.w": {"dtype": "F32", "shape": [10, 4]}, "h.0.b": {"dtype": "F32", "shape": [4]}}"#;
+
+/// A safetensors file with this header and no tensor bytes behind it.
+fn safetensors(header: &str) -> Vec<u8> {
+    [&(header.len() as u64).to_le_bytes()[..], header.as_bytes()].concat()
+}
+
+#[test]
+fn plan_in_json_has_the_agreed_fields() {
+    let (_dir, path) = file("model.json", MANIFEST);
+    let report = json(&["plan", &path, "--world-size", "4", "--rank", "3"]);
+    assert_eq!((&report["format_version"], &report["world_size"]), (&json!(1), &json!(4)));
+    assert_eq!(report["parameters"][0]["name"], "h.0.w");
+    assert_eq!(report["parameters"][0]["shape"], json!([10, 4]));
+    let bytes: Vec<_> = (0..4).map(|rank| report["ranks"][rank]["param_bytes"].as_u64().unwrap()).collect();
+    assert_eq!(bytes, [52, 52, 52, 20]);
+    for field in ["storage_bytes", "grad_bytes", "optimizer_bytes"] {
+        assert!(report["ranks"][0][field].is_u64(), "{field}");
+    }
+    assert!(report["max_over_mean"].is_f64() && report["collectives"].is_object());
+    let shard = &report["shards"][0];
+    let place = ["start_offset", "shard_size", "dim0_start", "dim0_rows"].map(|name| shard[name].as_u64().unwrap());
+    assert_eq!((&shard["name"], place), (&json!("h.0.w"), [36, 4, 9, 1]));
+}
+
+#[test]
+fn plan_reads_every_kind_of_model() {
+    let header = r#"{"w": {"dtype": "F32", "shape": [2, 2], "data_offsets": [0, 16]}}"#;
+    let (dir, path) = file("model.safetensors", safetensors(header));
+    let of_file = json(&["plan", &path, "--world-size", "2"]);
+    assert_eq!(of_file["ranks"][1]["param_bytes"], 8);
+    let folder = dir.path().to_str().unwrap();
+    assert_eq!(json(&["plan", folder, "--world-size", "2"]), of_file);
+
+    let second = r#"{"v": {"dtype": "BF16", "shape": [2], "data_offsets": [0, 4]}}"#;
+    fs::write(dir.path().join("second.safetensors"), safetensors(second)).unwrap();
+    let index = r#"{"weight_map": {"w": "model.safetensors", "v": "second.safetensors"}}"#;
+    let index_path = dir.path().join("model.safetensors.index.json");
+    fs::write(&index_path, index).unwrap();
+    let of_index = json(&["plan", index_path.to_str().unwrap(), "--world-size", "2"]);
+    assert_eq!(of_index["ranks"][1]["param_bytes"], 10);
+    assert_eq!(json(&["plan", folder, "--world-size", "2"]), of_index);
+}
+
+#[test]
+fn plan_knows_strategies_layouts_and_optimizers() {
+    let (_dir, path) = file("model.json", MANIFEST);
+    let plan = |more: &[&'static str]| json(&[&["plan", &path, "--world-size", "2"][..], more].concat());
+    let owned = |report: &Value| [0, 1].map(|rank| report["ranks"][rank]["param_bytes"].as_u64().unwrap());
+    assert_eq!(owned(&plan(&[])), [88, 88]);
+    assert_eq!(owned(&plan(&["--strategy", "layer-wise"])), [176, 0]);
+    assert_eq!(owned(&plan(&["--strategy", "hybrid"])), [88, 88]);
+    assert_eq!(owned(&plan(&["--layout", "flat"])), [88, 88]);
+    assert_eq!(plan(&["--optimizer", "sgd"])["ranks"][0]["optimizer_bytes"], 88);
+    assert_eq!(plan(&["--optimizer", "none"])["ranks"][0]["optimizer_bytes"], 0);
+    assert!(text(&["plan", &path, "--world-size", "2"]).contains("h.0"));
+}
+
+#[test]
+fn plan_refuses_bad_input() {
+    let refuses_model = |name: &str, content: &[u8], words: &[&str]| {
+        let (_dir, path) = file(name, content);
+        refuses(&["plan", &path, "--world-size", "2"], words);
+    };
+    refuses_model("m.json", b"{}", &["empty"]);
+    refuses_model("m.json", b"{", &["m.json"]);
+    refuses_model("m.json", br#"{"w": {"dtype": "F33", "shape": [1]}}"#, &["F33"]);
+    refuses_model("m.json", br#"{"w": {"dtype": "F32", "shape": [-1]}}"#, &["m.json"]);
+    refuses_model("m.json", br#"{"w": {"dtype": "F32", "shape": [9223372036854775807, 3]}}"#, &["w"]);
+    let twice = br#"{"w": {"dtype": "F32", "shape": [1]}, "w": {"dtype": "F32", "shape": [1]}}"#;
+    refuses_model("m.json", twice, &["w"]);
+    refuses_model("m.json", br#"{"w": {"dtype": "F32", "shape": []}}"#, &["w"]);
+    refuses_model("m.safetensors", b"abc", &["m.safetensors"]);
+    refuses_model("m.safetensors", &u64::MAX.to_le_bytes(), &["18446744073709551615"]);
+    refuses_model("m.safetensors", &[&[99, 0, 0, 0, 0, 0, 0, 0][..], b"{}"].concat(), &["99"]);
+
+    let (_dir, path) = file("model.json", MANIFEST);
+    refuses(&["plan", &path, "--world-size", "0"], &["world size 0"]);
+    refuses(&["plan", &path, "--world-size", "2", "--rank", "2"], &["rank 2", "world of 2"]);
+    refuses(&["plan", "/no/such/model", "--world-size", "2"], &["/no/such/model"]);
+}
+
+/// Trains for a few steps into `out` and returns the loss of each.
+fn train(out: &Path, args: &[&str]) -> Vec<f64> {
+    text(&[&["train", "--steps", "3", "--out", out.to_str().unwrap()], args].concat());
+    let metrics = fs::read_to_string(out.join("metrics.jsonl")).unwrap();
+    metrics.lines().map(|line| serde_json::from_str::<Value>(line).unwrap()["loss"].as_f64().unwrap()).collect()
+}
+
+#[test]
+fn train_learns_reproducibly_and_equally_on_any_number_of_devices() {
+    let dir = tempfile::tempdir().unwrap();
+    // Paragraphs of one length, so that batches of four fit any of the worlds compared.
+    let (_data, data) = file("text.txt", "to be or not to be, that is the question.\n\n".repeat(64));
+    let losses = |name: &str, world_size| train(&dir.path().join(name), &["--data", &data, "--world-size", world_size]);
+    let two = losses("two", "2");
+    assert_eq!(two.len(), 3);
+    assert!(two[2] < two[0], "{two:?}");
+    assert_eq!(losses("again", "2"), two);
+    for (name, world_size) in [("one", "1"), ("four", "4")] {
+        let other = losses(name, world_size);
+        assert!(two.iter().zip(&other).all(|(a, b)| (a - b).abs() < 1e-4), "{two:?} and {other:?}");
+    }
+
+    let checkpoint = fs::read(dir.path().join("two/model.safetensors")).unwrap();
+    let tensors = safetensors::SafeTensors::deserialize(&checkpoint).unwrap();
+    assert_eq!(tensors.tensor("tokens.weight").unwrap().shape()[0], 256);
+}
+
+#[test]
+fn train_prints_the_plan_first_and_where_the_run_is_last() {
+    let dir = tempfile::tempdir().unwrap();
+    let out = dir.path().join("run");
+    let printed = text(&["train", "--steps", "1", "--out", out.to_str().unwrap()]);
+    assert!(printed.starts_with("full over 2 ranks"), "{printed}");
+    assert!(printed.trim_end().ends_with(out.to_str().unwrap()), "{printed}");
+}
+
+#[test]
+fn train_refuses_bad_input_and_never_overwrites_a_run() {
+    refuses(&["train", "--steps", "0"], &["0 steps"]);
+    refuses(&["train", "--world-size", "0"], &["world size 0"]);
+    refuses(&["train", "--world-size", "1025"], &["1025", "1024"]);
+    refuses(&["train", "--data", "/no/such/folder"], &["/no/such/folder"]);
+    refuses(&["train", "--device", "cuda", "--world-size", "1"], &["device 0"]);
+    let (dir, data) = file("text.txt", "one\n\ntwo");
+    refuses(&["train", "--data", &data, "--world-size", "3"], &["2 sequences", "3 devices"]);
+    fs::write(dir.path().join("metrics.jsonl"), "kept").unwrap();
+    refuses(&["train", "--steps", "1", "--out", dir.path().to_str().unwrap()], &["already holds a run"]);
+    assert_eq!(fs::read_to_string(dir.path().join("metrics.jsonl")).unwrap(), "kept");
+}
