@@ -1,1 +1,24 @@
-//! To come.
+//! What users rely on besides behavior: the paths of the umbrella crate, and types that travel between threads.
+
+use candle_distributed::{batch, mesh, plan, sampler, types};
+
+fn travels<T: Send + Sync>() {}
+
+#[test]
+fn values_can_be_sent_to_and_shared_between_threads() {
+    travels::<(types::Placement, types::WorldSize, types::Seed, types::Epoch, types::Error)>();
+    travels::<(sampler::DistributedSampler, sampler::Indices<'_>, sampler::SamplerConfig, sampler::Error)>();
+    travels::<(batch::DynamicBatchSampler<Vec<u64>>, batch::Batch, batch::PaddingReport, batch::Error)>();
+    travels::<(plan::ShardingPlan, plan::ParameterInfo, plan::PlanReport<'_>, plan::Error)>();
+    travels::<(mesh::DeviceMesh, mesh::Replica, mesh::Error)>();
+}
+
+#[test]
+fn every_error_is_an_error_of_its_crate() {
+    fn is_error<E: std::error::Error + 'static>() {}
+    is_error::<types::Error>();
+    is_error::<sampler::Error>();
+    is_error::<batch::Error>();
+    is_error::<plan::Error>();
+    is_error::<mesh::Error>();
+}

@@ -1,1 +1,9 @@
-//! Fixtures and check helpers shared by the tests and the benches.
+//! Fixtures shared by the tests and the benches.
+
+#[path = "../../crates/dyn-batch/tests/lengths/mod.rs"]
+pub mod lengths;
+
+/// The examples of the workspace's README, compiled and run.
+#[cfg(doctest)]
+#[doc = include_str!("../../README.md")]
+pub struct Readme;
