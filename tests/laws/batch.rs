@@ -1,6 +1,6 @@
 //! Batches: each sequence once, every limit kept, and exactly the batches that a naive rule gives.
 
-#![allow(clippy::expect_used, clippy::unwrap_used, reason = "a failed unwrap is a broken law")]
+#![allow(clippy::expect_used, reason = "a failed unwrap is a broken law")]
 
 use std::{cell::Cell, collections::BTreeMap, iter};
 

@@ -6,7 +6,7 @@ use std::thread;
 
 use candle_core::{Device, Tensor, Var};
 use candle_distributed::{
-    batch::{Batch, BatchConfig, DynamicBatchSampler, DynamicBatchStrategy},
+    batch::{Batch, BatchConfig, DynamicBatchSampler, DynamicBatchStrategy, SequenceLengths},
     mesh::{DeviceMesh, InAxis, OutAxis},
     plan::{ElemType, Full, ParameterInfo, ShardingStrategy},
     sampler::{DistributedSampler, Partition, SamplerConfig, Tail},
@@ -81,7 +81,8 @@ fn loss_curve(devices: usize) -> Vec<f64> {
     let mut curve = Vec::new();
     for batch in batches.iter_in(&order) {
         let rows = batch.unwrap().indices;
-        let x: Vec<f64> = rows.iter().flat_map(|&row| [1.0, f64::from(lengths[row as usize]).ln()]).collect();
+        let length = |row| lengths.length(row).unwrap() as f64;
+        let x: Vec<f64> = rows.iter().flat_map(|&row| [1.0, length(row).ln()]).collect();
         let y: Vec<f64> = rows.iter().map(|&row| (row as f64 / 100.0).sin()).collect();
         let x = Tensor::from_vec(x, (rows.len(), 2), &Device::Cpu).unwrap();
         let y = Tensor::from_vec(y, (rows.len(), 1), &Device::Cpu).unwrap();

@@ -119,7 +119,7 @@ impl Args {
 
 /// The JSON result.
 #[derive(Serialize)]
-struct Report<'a> {
+struct Answer<'a> {
     format_version: u32,
     batches: &'a [Batch],
     report: &'a PaddingReport,
@@ -133,7 +133,7 @@ pub(crate) fn run(args: &Args) -> Result<()> {
     let batches = made.by_ref().collect::<Result<Vec<Batch>, _>>()?;
     let report = made.report();
     match args.format {
-        Format::Json => output::json(&Report { format_version: 1, batches: &batches, report }),
+        Format::Json => output::json(&Answer { format_version: 1, batches: &batches, report }),
         Format::Text => output::text(|out| {
             for batch in &batches {
                 let indices: Vec<String> = batch.indices.iter().map(u64::to_string).collect();

@@ -110,7 +110,7 @@ impl Args {
 
 /// The JSON result. The indices are computed as they are written and never held.
 #[derive(Serialize)]
-struct Report<'a> {
+struct Answer<'a> {
     format_version: u32,
     len: u64,
     world_size: u64,
@@ -150,7 +150,7 @@ pub(crate) fn run(args: &Args) -> Result<()> {
     let indices = Indices { sampler: &sampler, start: args.start, count };
     match args.format {
         Format::Text => output::text(|out| indices.iter().try_for_each(|index| writeln!(out, "{index}"))),
-        Format::Json => output::json(&Report {
+        Format::Json => output::json(&Answer {
             format_version: 1,
             len: args.len,
             world_size: args.world_size,

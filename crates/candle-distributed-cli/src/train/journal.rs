@@ -33,7 +33,7 @@ impl StepMetrics {
 }
 
 /// How many lines a run prints on its way.
-const LINES: u64 = 10;
+const LINES: usize = 10;
 
 /// Keeps the record of a run.
 #[derive(Debug)]
@@ -65,7 +65,7 @@ impl Journal {
         self.bar.set_message(status.clone());
         self.bar.inc(1);
         let done = step.step + 1;
-        if done.is_multiple_of(self.steps.div_ceil(LINES)) {
+        if done.is_multiple_of(self.steps.div_ceil(LINES as u64)) {
             self.print(&format!("step {done} of {}, epoch {}, {status}", self.steps, step.epoch))?;
         }
         Ok(())
@@ -75,7 +75,7 @@ impl Journal {
     pub(crate) fn finish(&self, parameters: &Parameters) -> Result<()> {
         self.run_dir.save(parameters)?;
         self.bar.finish_and_clear();
-        let last = &self.losses[self.losses.len().saturating_sub(LINES as usize)..];
+        let last = &self.losses[self.losses.len().saturating_sub(LINES)..];
         let (first, last) =
             (self.losses.first().copied().unwrap_or(f32::NAN), last.iter().sum::<f32>() / last.len() as f32);
         self.print(&format!(

@@ -54,8 +54,8 @@ impl Transformer {
     /// `ids` [batch, length] to logits [batch, length, vocabulary].
     fn logits(&self, ids: &Tensor) -> Result<Tensor> {
         let length = ids.dim(1)?;
-        let positions = Tensor::arange(0, length as u32, ids.device())?;
-        let mut x = self.tokens.forward(ids)?.broadcast_add(&self.positions.forward(&positions)?)?;
+        let positions = self.positions.embeddings().narrow(0, 0, length)?;
+        let mut x = self.tokens.forward(ids)?.broadcast_add(&positions)?;
         let mask = causal_mask(length, ids.device())?;
         for block in &self.blocks {
             x = block.forward(&x, &mask)?;

@@ -22,7 +22,7 @@ impl Parameters {
         let vars: BTreeMap<String, Var> = vars.iter().map(|(name, var)| (name.clone(), var.clone())).collect();
         for (var, seed) in vars.values().zip((0..).map(|index| seed.derive(index))) {
             if let &[_, fan_in] = var.dims() {
-                var.set(&uniform(seed, var.shape(), (3.0 / fan_in as f64).sqrt(), device)?)?;
+                var.set(&uniform(seed, var.shape(), (3.0 / fan_in as f32).sqrt(), device)?)?;
             }
         }
         Ok(Self(vars))
@@ -83,9 +83,9 @@ impl SimpleBackend for Parameters {
 }
 
 /// Numbers from −`bound` to `bound` that depend on `seed` and their place alone.
-fn uniform(seed: Seed, shape: &Shape, bound: f64, device: &Device) -> Result<Tensor> {
-    let unit = |index| (seed.derive(index).as_u64() >> 11) as f64 / (1_u64 << 53) as f64;
-    let values: Vec<f32> =
-        (0..shape.elem_count() as u64).map(|index| (bound * (2.0 * unit(index) - 1.0)) as f32).collect();
+fn uniform(seed: Seed, shape: &Shape, bound: f32, device: &Device) -> Result<Tensor> {
+    // The upper 24 bits are exact in an f32.
+    let unit = |index| (seed.derive(index).as_u64() >> 40) as f32 / (1_u32 << 24) as f32;
+    let values: Vec<f32> = (0..shape.elem_count() as u64).map(|index| bound * (2.0 * unit(index) - 1.0)).collect();
     Tensor::from_vec(values, shape, device)
 }

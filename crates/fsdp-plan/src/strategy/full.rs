@@ -1,4 +1,4 @@
-//! Every rank owns a part of everything: stage 3 of the ZeRO (arXiv 1910.02054), and FSDP (arXiv
+//! Every rank owns a part of everything: ZeRO stage 3 (arXiv 1910.02054) and FSDP (arXiv
 //! 2304.11277).
 
 use std::collections::BTreeMap;
