@@ -1,6 +1,5 @@
 //! Laws of sharding plans: every element has its owner, costs are the sums of what ranks hold, layers are balanced.
 
-#![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
 
 use candle_distributed::{
     plan::{
