@@ -1,6 +1,5 @@
 //! Laws of sharding plans: every element has its owner, costs are the sums of what ranks hold, layers are balanced.
 
-
 use candle_distributed::{
     plan::{
         Collectives, CostModel, Cut, ElemType, Full, Hybrid, LayerWise, Layout, Optimizer, ParameterInfo,
