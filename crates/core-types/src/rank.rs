@@ -97,6 +97,13 @@ impl Rank {
     /// The rank that logs and writes for the others.
     pub const ZERO: Self = Self(0);
 
+    /// The rank of this number, which the caller has found to be below a world size.
+    #[allow(clippy::cast_possible_truncation, reason = "a world size fits 32 bits")]
+    pub(crate) fn in_world(rank: u64) -> Self {
+        debug_assert!(rank < WorldSize::MAX.as_u64());
+        Self(rank as u32)
+    }
+
     /// The rank's number.
     pub fn as_u64(self) -> u64 {
         u64::from(self.0)

@@ -1,4 +1,4 @@
-//! The four ways to cut `len` things over the ranks of a world.
+//! The ways to cut `len` things over the ranks of a world.
 //!
 //! Sampler, batcher, planner and mesh all cut through these functions, so they can never disagree. In each of them
 //! every item has exactly one owner, and each rank computes its own part without a look at the others.
@@ -9,10 +9,13 @@
 //! | [`balanced`] | sizes differ by at most one, first ranks get more | NumPy's `array_split` |
 //! | [`last_takes_rest`] | all of size ⌊len / world⌋, the last takes what remains | the `DistributedSampler` spec |
 //! | [`strided`] | round-robin: rank, rank + world, … | PyTorch's `DistributedSampler`, SPDL |
+//! | [`proportional`] | shares follow given weights | ranks of unequal speed |
+//!
+//! The functions that end in `_owner` answer the opposite question: whose is this item?
 
 use std::ops::Range;
 
-use crate::Placement;
+use crate::{Placement, Rank, WorldSize};
 
 /// Returns the range of ⌈`len` / world⌉ items that `place` owns; trailing ranks may get fewer or none.
 ///
@@ -86,6 +89,89 @@ pub fn strided(len: u64, place: Placement) -> Strided {
     Strided { first: place.rank().as_u64(), step: place.world_size().as_u64(), len: part.end - part.start }
 }
 
+/// Returns the rank that [`balanced`] gives `item` to, or `None` if `item` is not below `len`.
+///
+/// # Examples
+///
+/// ```
+/// # use core_types::{WorldSize, split};
+/// let owner = split::balanced_owner(10, WorldSize::new(4)?, 8);
+/// assert_eq!(owner.map(|rank| rank.as_u64()), Some(3));
+/// # Ok::<(), core_types::Error>(())
+/// ```
+pub fn balanced_owner(len: u64, world_size: WorldSize, item: u64) -> Option<Rank> {
+    let world = world_size.as_u64();
+    let (size, extra) = (len / world, len % world);
+    let in_larger = extra * (size + 1);
+    let rank = if item < in_larger { item / (size + 1) } else { extra + (item - in_larger).checked_div(size)? };
+    (item < len).then(|| Rank::in_world(rank))
+}
+
+/// Returns the rank that [`last_takes_rest`] gives `item` to, or `None` if `item` is not below `len`.
+///
+/// # Examples
+///
+/// ```
+/// # use core_types::{WorldSize, split};
+/// let owner = split::last_takes_rest_owner(10, WorldSize::new(4)?, 9);
+/// assert_eq!(owner.map(|rank| rank.as_u64()), Some(3));
+/// # Ok::<(), core_types::Error>(())
+/// ```
+pub fn last_takes_rest_owner(len: u64, world_size: WorldSize, item: u64) -> Option<Rank> {
+    let last = world_size.as_u64() - 1;
+    let rank = item.checked_div(len / world_size.as_u64()).map_or(last, |rank| rank.min(last));
+    (item < len).then(|| Rank::in_world(rank))
+}
+
+/// Returns the rank that [`strided`] gives `item` to.
+///
+/// # Examples
+///
+/// ```
+/// # use core_types::{WorldSize, split};
+/// assert_eq!(split::strided_owner(WorldSize::new(4)?, 9).as_u64(), 1);
+/// # Ok::<(), core_types::Error>(())
+/// ```
+pub fn strided_owner(world_size: WorldSize, item: u64) -> Rank {
+    Rank::in_world(item % world_size.as_u64())
+}
+
+/// Returns the range of items that rank `rank` owns when shares are proportional to `weights`, one for each rank.
+///
+/// Every share differs from the exact proportion by less than one item, and the shares add up to `len`. A rank beyond
+/// the weights owns nothing, and if all weights are 0 nobody owns anything.
+///
+/// # Complexity
+///
+/// O(world): a rank adds up the weights before its own.
+///
+/// # Examples
+///
+/// ```
+/// # use core_types::{Rank, split};
+/// // The first rank is twice as fast as the second.
+/// assert_eq!(split::proportional(10, &[2, 1], Rank::ZERO), 0..6);
+/// ```
+pub fn proportional(len: u64, weights: &[u64], rank: Rank) -> Range<u64> {
+    let sum = |weights: &[u64]| weights.iter().map(|&weight| u128::from(weight)).sum::<u128>();
+    let total = sum(weights);
+    let bound = |ranks: usize| {
+        let share = fraction(len, sum(&weights[..ranks.min(weights.len())]), total);
+        share.unwrap_or(0)
+    };
+    bound(rank.as_usize())..bound(rank.as_usize() + 1)
+}
+
+/// ⌊`len` × `part` / `total`⌋ for `part` ≤ `total`, or `None` if `total` is 0.
+fn fraction(len: u64, part: u128, total: u128) -> Option<u64> {
+    // A sum of at most 2^20 weights has at most 84 bits, so a product with 64 more would not fit: divide in two steps.
+    let len = u128::from(len);
+    let (high, low) = (len >> 32, len & 0xffff_ffff);
+    let high = high * part;
+    let rest = (high.checked_rem(total)? << 32) + low * part;
+    u64::try_from(((high / total) << 32) + rest / total).ok()
+}
+
 /// Every `step`-th item from `first` on: what [`strided`] gives to one rank. A range is one of step 1.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Strided {
@@ -103,6 +189,11 @@ impl Strided {
     /// Whether the rank owns nothing.
     pub fn is_empty(self) -> bool {
         self.len == 0
+    }
+
+    /// The distance from one item to the next.
+    pub fn step(self) -> u64 {
+        self.step
     }
 
     /// The `n`-th item, or `None` beyond the end.
@@ -127,7 +218,6 @@ mod tests {
     use proptest::prelude::*;
 
     use super::*;
-    use crate::WorldSize;
 
     type Cut = fn(u64, Placement) -> Range<u64>;
     const CONTIGUOUS: [Cut; 3] = [chunk, balanced, last_takes_rest];
@@ -182,6 +272,43 @@ mod tests {
     }
 
     #[test]
+    fn owners_are_those_whose_part_has_the_item() {
+        for (len, world) in small_grid() {
+            for place in world.placements() {
+                let rank = Some(place.rank());
+                assert!(
+                    balanced(len, place).all(|item| balanced_owner(len, world, item) == rank),
+                    "{len} over {world}"
+                );
+                assert!(last_takes_rest(len, place).all(|item| last_takes_rest_owner(len, world, item) == rank));
+                assert!(strided(len, place).iter().all(|item| Some(strided_owner(world, item)) == rank));
+            }
+            assert_eq!((balanced_owner(len, world, len), last_takes_rest_owner(len, world, len)), (None, None));
+        }
+    }
+
+    #[test]
+    fn proportional_parts_join_to_the_whole_and_are_exact_to_one_item() {
+        for weights in [&[1, 1, 1][..], &[2, 1], &[0, 3, 0, 1], &[7], &[1000, 1, 999, 500]] {
+            let total: u64 = weights.iter().sum();
+            for len in 0..=100 {
+                let mut end = 0;
+                for (place, weight) in WorldSize::new(weights.len() as u64).unwrap().placements().zip(weights) {
+                    let part = proportional(len, weights, place.rank());
+                    assert_eq!(part.start, end);
+                    assert!(
+                        (part.end - part.start) * total < len * weight + total
+                            && len * weight < (part.end - part.start + 1) * total
+                    );
+                    end = part.end;
+                }
+                assert_eq!(end, len);
+            }
+        }
+        assert_eq!(proportional(10, &[0, 0], Rank::ZERO), 0..0);
+    }
+
+    #[test]
     fn a_range_is_strided_by_one() {
         assert!(Strided::from(3..7).iter().eq(3..7));
         assert!(Strided::from(7..7).is_empty());
@@ -195,8 +322,18 @@ mod tests {
                 let part = cut(len, place);
                 prop_assert!(part.start <= part.end && part.end <= len);
             }
+            prop_assert!(balanced_owner(len, place.world_size(), len.saturating_sub(1)).is_some() == (len > 0));
             let dealt = strided(len, place);
             prop_assert!(dealt.iter().next_back().is_none_or(|last| last < len));
+        }
+
+        #[test]
+        fn no_weight_overflows(len in any::<u64>(), weights in prop::collection::vec(any::<u64>(), 1..40)) {
+            let world = WorldSize::new(weights.len() as u64).unwrap();
+            let parts: Vec<_> = world.placements().map(|place| proportional(len, &weights, place.rank())).collect();
+            prop_assert!(parts.windows(2).all(|pair| pair[0].end == pair[1].start));
+            let everything = if weights.iter().any(|&weight| weight > 0) { len } else { 0 };
+            prop_assert_eq!(parts.last().map(|part| part.end), Some(everything));
         }
 
         #[test]

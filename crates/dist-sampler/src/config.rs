@@ -13,11 +13,23 @@ use core_types::Seed;
 pub enum Order {
     /// 0, 1, 2, …, the same in every epoch.
     Sequential,
+    /// [`Order::Exact`] for fewer than 16,384 samples and [`Order::Streaming`] from there on.
+    #[default]
+    Shuffled,
     /// A uniformly random permutation, another one in every epoch.
     ///
-    /// Each of the N! orders is equally likely (Fisher–Yates). The sampler holds it in memory, 4 bytes a sample.
-    #[default]
+    /// Each of the N! orders is equally likely (Fisher–Yates). The sampler holds it in memory, 4 bytes a sample of the
+    /// whole data set, and computes it in `new` and `set_epoch`.
     Exact,
+    /// A keyed pseudorandom permutation, another one in every epoch, that takes no time to make and no memory.
+    ///
+    /// Any position can be read by itself, and the position of any sample be found. Statistical tests do not tell it
+    /// from [`Order::Exact`], but with fewer than some thousand samples only a part of the N! orders can occur.
+    Streaming,
+    /// The permutation of PyTorch's `DistributedSampler`, bit for bit: for runs that must repeat what PyTorch did.
+    ///
+    /// It costs what [`Order::Exact`] costs. As in PyTorch seed and epoch are added, so (0, 1) is (1, 0).
+    Torch,
 }
 
 /// How the positions of the order are dealt out to the ranks.
@@ -66,7 +78,7 @@ pub enum Tail {
 #[cfg_attr(feature = "serde", derive(serde::Serialize, serde::Deserialize))]
 #[non_exhaustive]
 pub struct SamplerConfig {
-    /// The order of the samples; [`Order::Exact`] by default.
+    /// The order of the samples; [`Order::Shuffled`] by default.
     pub order: Order,
     /// Which positions of the order a rank reads; [`Partition::Contiguous`] by default.
     pub partition: Partition,
@@ -84,6 +96,15 @@ impl SamplerConfig {
     pub fn spdl_deterministic(drop_last_distributed_round: bool) -> Self {
         let tail = if drop_last_distributed_round { Tail::Drop } else { Tail::Spread };
         Self { order: Order::Sequential, partition: Partition::Strided, tail, seed: Seed::default() }
+    }
+
+    /// The choices of PyTorch's `DistributedSampler`, with whose index lists the sampler then agrees to the bit.
+    ///
+    /// PyTorch's defaults are `shuffle` true and `drop_last` false. Its seeds are signed; here they are cast to `u64`.
+    pub fn torch_compatible(shuffle: bool, drop_last: bool) -> Self {
+        let order = if shuffle { Order::Torch } else { Order::Sequential };
+        let tail = if drop_last { Tail::Drop } else { Tail::Pad };
+        Self { order, partition: Partition::Strided, tail, seed: Seed::default() }
     }
 
     /// Sets the order of the samples.

@@ -1,4 +1,6 @@
-//! Why a sampler cannot be made.
+//! Why a sampler cannot be made, or not be resumed.
+
+use core_types::WorldSize;
 
 /// The result of making a sampler.
 pub type Result<T, E = Error> = std::result::Result<T, E>;
@@ -33,5 +35,45 @@ pub enum Error {
         len: u64,
         /// The memory it takes, 4 bytes a sample.
         bytes: u64,
+    },
+    /// A proportional partition has more or fewer weights than ranks.
+    #[error("{weights} rank weights were given for a world of {world_size}")]
+    RankWeights {
+        /// The number of weights.
+        weights: usize,
+        /// The number of ranks.
+        world_size: WorldSize,
+    },
+    /// A proportional partition gives no rank anything.
+    #[error("all {world_size} rank weights are 0")]
+    NoRankWeight {
+        /// The number of ranks.
+        world_size: WorldSize,
+    },
+    /// A saved state was written by a version of this crate with another meaning of it.
+    #[error("sampler state has version {version}, this crate reads version {supported}")]
+    StateVersion {
+        /// The state's version.
+        version: u32,
+        /// The version that is understood.
+        supported: u32,
+    },
+    /// A saved state belongs to another data set, order or seed.
+    #[error("sampler state has {what} {state}, the sampler has {sampler}")]
+    StateMismatch {
+        /// What differs.
+        what: &'static str,
+        /// Its value in the state.
+        state: String,
+        /// Its value in the sampler.
+        sampler: String,
+    },
+    /// A saved state contradicts itself.
+    #[error("sampler state says that each rank has read {consumed} of an order of {len}")]
+    StateConsumed {
+        /// How much every rank has read, as the state says.
+        consumed: u64,
+        /// How much there was to read.
+        len: u64,
     },
 }

@@ -2,12 +2,16 @@
 
 mod config;
 mod error;
+mod indices;
+mod order;
 mod partition;
-mod permutation;
 mod sampler;
+mod state;
 
 pub use crate::{
     config::{Order, Partition, SamplerConfig, Tail},
     error::{Error, Result},
-    sampler::{DistributedSampler, Indices},
+    indices::Indices,
+    sampler::DistributedSampler,
+    state::SamplerState,
 };

@@ -1,14 +1,14 @@
 //! One rank's view of the data set, epoch by epoch.
 
-use std::{iter::FusedIterator, ops::Range};
-
-use core_types::{Epoch, Placement};
+use core_types::{Epoch, Placement, Rank, split};
 
 use crate::{
     config::SamplerConfig,
     error::{Error, Result},
-    partition::Positions,
-    permutation::Permutation,
+    indices::Indices,
+    order::Samples,
+    partition::{Deal, Left, Positions, Rule},
+    state::{SamplerState, Stage},
 };
 
 /// Which samples one rank reads in one epoch.
@@ -19,13 +19,13 @@ use crate::{
 /// # Determinism
 ///
 /// The indices depend on data-set length, placement, configuration and epoch alone; they are the same on every
-/// machine, and pinned by tests.
+/// machine, and pinned by tests. The order of the samples does not depend on the placement.
 ///
 /// # Complexity
 ///
-/// [`Order::Sequential`](crate::Order::Sequential) takes no memory. [`Order::Exact`](crate::Order::Exact) takes 4 bytes
-/// for each sample of the data set and shuffles them in [`new`](Self::new) and [`set_epoch`](Self::set_epoch);
-/// reading is O(1) either way.
+/// [`Order`](crate::Order) says what an order costs. With [`Order::Streaming`](crate::Order::Streaming) and
+/// [`Order::Sequential`](crate::Order::Sequential) making a sampler, moving to an epoch and going to any place in it
+/// are O(1) in time and memory.
 ///
 /// # Examples
 ///
@@ -48,44 +48,166 @@ use crate::{
 /// Here seed and epoch are hashed, not added, so that (seed 0, epoch 1) is not (seed 1, epoch 0).
 #[derive(Clone, Debug)]
 pub struct DistributedSampler {
-    data_set_len: u64,
+    len: u64,
     placement: Placement,
     config: SamplerConfig,
     epoch: Epoch,
+    samples: Samples,
+    /// The other worlds that have read a part of the epoch; none unless this sampler was resumed from one.
+    earlier: Vec<Stage>,
+    /// What they have left.
+    left: Left,
+    /// How that is dealt out to this world.
+    deal: Deal,
+    /// This rank's part, of which it has read `consumed`.
     positions: Positions,
-    permutation: Permutation,
+    consumed: u64,
 }
 
 impl DistributedSampler {
     /// The longest data set: 2^63 samples.
     pub const MAX_LEN: u64 = 1 << 63;
 
-    /// Returns the sampler of `placement` over a data set of `data_set_len` samples, at epoch 0.
+    /// Returns the sampler of `placement` over a data set of `len` samples, at epoch 0.
     ///
     /// # Errors
     ///
     /// - [`Error::EmptyDataSet`] and [`Error::DataSetTooLong`], if the length is 0 or above [`MAX_LEN`](Self::MAX_LEN).
     /// - [`Error::TooLongToShuffle`] and [`Error::OutOfMemory`], if the order has to be held in memory and can't be.
-    pub fn new(data_set_len: u64, placement: Placement, config: SamplerConfig) -> Result<Self> {
-        match data_set_len {
+    /// - [`Error::RankWeights`] and [`Error::NoRankWeight`], if a proportional partition does not fit the world.
+    pub fn new(len: u64, placement: Placement, config: SamplerConfig) -> Result<Self> {
+        match len {
             0 => return Err(Error::EmptyDataSet),
             1..=Self::MAX_LEN => {}
             len => return Err(Error::DataSetTooLong { len, max: Self::MAX_LEN }),
         }
-        let epoch = Epoch::ZERO;
-        let positions = Positions::new(data_set_len, placement, config.partition, config.tail);
-        let permutation = Permutation::new(data_set_len, config.order, config.seed, epoch)?;
-        Ok(Self { data_set_len, placement, config, epoch, positions, permutation })
+        let deal = Deal::new(len, placement.world_size(), Rule::new(config.partition, config.tail))?;
+        let positions = deal.positions(placement);
+        let samples = Samples::new(len, config.order, config.seed)?;
+        let (epoch, earlier, left, consumed) = (Epoch::ZERO, Vec::new(), Left::new([0..len]), 0);
+        Ok(Self { len, placement, config, epoch, samples, earlier, left, deal, positions, consumed })
     }
 
-    /// Moves to another epoch, and so to another order if the sampler shuffles.
+    /// Gives the ranks contiguous shares of the order in proportion to `weights`, one for each rank: for ranks of unequal
+    /// speed.
     ///
-    /// Call it at the start of every epoch, on all ranks alike. Moving to the current epoch costs nothing.
+    /// Shares are exact to one sample and cover the whole order, so partition and tail of the configuration have no say.
+    /// Every rank must be given the same weights.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::RankWeights`] if there are more or fewer weights than ranks, [`Error::NoRankWeight`] if all are 0.
+    ///
+    /// # Examples
+    ///
+    /// ```
+    /// # use core_types::Placement;
+    /// # use dist_sampler::{DistributedSampler, SamplerConfig};
+    /// let slow = DistributedSampler::new(100, Placement::new(1, 2)?, SamplerConfig::default())?;
+    /// assert_eq!(slow.with_rank_weights(&[3, 1])?.len(), 25);
+    /// # Ok::<(), Box<dyn std::error::Error>>(())
+    /// ```
+    pub fn with_rank_weights(mut self, weights: &[u64]) -> Result<Self> {
+        self.deal = Deal::new(self.len, self.placement.world_size(), Rule::Proportional(weights.to_vec()))?;
+        self.stand_at(Vec::new(), Left::new([0..self.len]), 0);
+        Ok(self)
+    }
+
+    /// Moves to the start of an epoch, and so to another order if the sampler shuffles.
+    ///
+    /// Call it at the start of every epoch, on all ranks alike. At the current epoch it does nothing, so a loop that
+    /// sets its first epoch does not undo a [`resume`](Self::resume).
     pub fn set_epoch(&mut self, epoch: Epoch) {
         if epoch != self.epoch {
-            self.epoch = epoch;
-            self.permutation.reseed(self.config.seed, epoch);
+            self.reorder(epoch);
+            self.stand_at(Vec::new(), Left::new([0..self.len]), 0);
         }
+    }
+
+    fn reorder(&mut self, epoch: Epoch) {
+        if epoch != self.epoch {
+            self.epoch = epoch;
+            self.samples.reseed(self.config.seed, epoch);
+        }
+    }
+
+    /// Deals out what `earlier` worlds have `left`, and goes to the `consumed`-th index of this rank.
+    fn stand_at(&mut self, earlier: Vec<Stage>, left: Left, consumed: u64) {
+        self.deal = self.deal.of_len(left.len());
+        self.positions = self.deal.positions(self.placement);
+        (self.earlier, self.left, self.consumed) = (earlier, left, consumed);
+    }
+
+    /// Where the sampler stands when this rank, and every other, has read `read` more indices.
+    ///
+    /// # Examples
+    ///
+    /// ```
+    /// # use core_types::Placement;
+    /// # use dist_sampler::{DistributedSampler, SamplerConfig};
+    /// let new = || DistributedSampler::new(1_000_000, Placement::new(2, 4)?, SamplerConfig::default()).map_err(Box::<dyn std::error::Error>::from);
+    /// let sampler = new()?;
+    /// let state = sampler.state(1000); // write it beside the checkpoint
+    ///
+    /// let mut resumed = new()?;
+    /// resumed.resume(&state)?;
+    /// assert!(resumed.iter().take(9).eq(sampler.iter().skip(1000).take(9)));
+    /// # Ok::<(), Box<dyn std::error::Error>>(())
+    /// ```
+    pub fn state(&self, read: u64) -> SamplerState {
+        let (world_size, rule) = (self.deal.world_size(), self.deal.rule().clone());
+        let stage = Stage { world_size, rule, consumed: self.consumed.saturating_add(read) };
+        SamplerState {
+            version: SamplerState::VERSION,
+            order: self.config.order,
+            len: self.len,
+            fingerprint: self.samples.fingerprint(),
+            seed: self.config.seed,
+            epoch: self.epoch,
+            stages: self.earlier.iter().cloned().chain([stage]).collect(),
+        }
+    }
+
+    /// Goes to where another sampler stood, of any rank of any world, in the middle of an epoch.
+    ///
+    /// If that world had the same size, partition and tail, every rank goes on exactly where it was. Otherwise what that
+    /// world has not read, dropped samples included, is dealt out anew to this one: over its ranks, nothing that was left
+    /// is lost and nothing is read again (but for this sampler's own tail).
+    ///
+    /// # Complexity
+    ///
+    /// O(1) in the same world and from a strided partition (apart from the order, if that is held in memory); from
+    /// another partition O(ranks of that world).
+    ///
+    /// # Errors
+    ///
+    /// [`Error::StateVersion`], [`Error::StateMismatch`] if data set, order or seed are not those of the state, and
+    /// [`Error::StateConsumed`] if the state says that more was read than there is. The sampler is then unchanged.
+    pub fn resume(&mut self, state: &SamplerState) -> Result<()> {
+        self.check(state)?;
+        let Some((last, earlier)) = state.stages.split_last() else {
+            return Err(Error::StateConsumed { consumed: 0, len: 0 });
+        };
+        let left = earlier.iter().try_fold(Left::new([0..self.len]), left_by)?;
+        let left_by_last = left_by(left.clone(), last)?;
+        self.reorder(state.epoch);
+        if last.world_size == self.deal.world_size() && last.rule == *self.deal.rule() {
+            self.stand_at(earlier.to_vec(), left, last.consumed);
+        } else {
+            self.stand_at(state.stages.clone(), left_by_last, 0);
+        }
+        Ok(())
+    }
+
+    fn check(&self, state: &SamplerState) -> Result<()> {
+        let own = self.state(0);
+        if state.version != own.version {
+            return Err(Error::StateVersion { version: state.version, supported: own.version });
+        }
+        same("order", format!("{:?}", state.order), format!("{:?}", own.order))?;
+        same("data set length", state.len, own.len)?;
+        same("weights or classes with fingerprint", state.fingerprint, own.fingerprint)?;
+        same("seed", state.seed, own.seed)
     }
 
     /// The epoch whose samples are read now.
@@ -106,28 +228,170 @@ impl DistributedSampler {
 
     /// The number of samples in the whole data set.
     pub fn data_set_len(&self) -> u64 {
-        self.data_set_len
+        self.len
     }
 
-    /// The number of indices this rank reads in an epoch, repetitions included.
+    /// The number of indices this rank reads from here to the end of the epoch, repetitions included.
+    ///
+    /// That is its share of an epoch, unless the sampler was resumed in the middle of one.
     pub fn len(&self) -> u64 {
-        self.positions.len()
+        self.positions.len().saturating_sub(self.consumed)
     }
 
-    /// Whether this rank reads nothing, because the data set is smaller than the world.
+    /// Whether this rank reads nothing more: its share has ended, or the data set is smaller than the world.
     pub fn is_empty(&self) -> bool {
         self.len() == 0
     }
 
-    /// The `n`-th index this rank reads, or `None` beyond its last.
+    /// The `n`-th index this rank reads from here on, or `None` beyond its last.
     pub fn get(&self, n: u64) -> Option<u64> {
-        self.positions.get(n).map(|position| self.permutation.get(position % self.data_set_len))
+        self.entry(n).map(|(index, _)| index)
     }
 
-    /// The indices this rank reads, in order; `nth` skips in O(1).
-    pub fn iter(&self) -> Indices<'_> {
-        Indices { sampler: self, remaining: 0..self.len() }
+    /// The `n`-th index this rank reads from here on, and whether it is padding: a sample that another rank, or this one
+    /// at another time, reads as well.
+    ///
+    /// Leave padding out of metrics, so that evaluation counts every sample once.
+    ///
+    /// # Examples
+    ///
+    /// ```
+    /// # use core_types::Placement;
+    /// # use dist_sampler::{DistributedSampler, SamplerConfig};
+    /// let config = SamplerConfig::torch_compatible(false, false);
+    /// let sampler = DistributedSampler::new(5, Placement::new(2, 3)?, config)?;
+    /// assert_eq!((sampler.entry(0), sampler.entry(1)), (Some((2, false)), Some((0, true))));
+    /// # Ok::<(), Box<dyn std::error::Error>>(())
+    /// ```
+    pub fn entry(&self, n: u64) -> Option<(u64, bool)> {
+        let position = self.positions.get(self.consumed.checked_add(n)?)?;
+        let left = self.left.len();
+        Some((self.samples.get(self.left.get(position % left)), position >= left))
     }
+
+    /// The indices this rank reads from here on, in order; `nth` skips in O(1).
+    pub fn iter(&self) -> Indices<'_> {
+        Indices::new(self, (0..self.len()).into())
+    }
+
+    /// Writes the indices this rank reads from its `start`-th on, and returns how many there were for `out`.
+    ///
+    /// This is the fastest way to read many.
+    ///
+    /// # Examples
+    ///
+    /// ```
+    /// # use core_types::Placement;
+    /// # use dist_sampler::{DistributedSampler, Order, SamplerConfig};
+    /// let config = SamplerConfig::default().with_order(Order::Sequential);
+    /// let sampler = DistributedSampler::new(10, Placement::new(1, 2)?, config)?;
+    /// let mut block = [0; 3];
+    /// assert_eq!((sampler.fill(0, &mut block), block), (3, [5, 6, 7]));
+    /// assert_eq!((sampler.fill(3, &mut block), &block[..2]), (2, &[8, 9][..]));
+    /// # Ok::<(), Box<dyn std::error::Error>>(())
+    /// ```
+    pub fn fill(&self, start: u64, out: &mut [u64]) -> usize {
+        let left = usize::try_from(self.len().saturating_sub(start)).unwrap_or(usize::MAX);
+        let count = left.min(out.len());
+        let out = &mut out[..count];
+        self.fill_every(1, start, out);
+        count
+    }
+
+    /// Writes the indices `start`, `start` + `every`, … of this rank; all of them must exist.
+    pub(crate) fn fill_every(&self, every: u64, start: u64, out: &mut [u64]) {
+        let evenly = self.evenly_spaced(every, start).unwrap_or_default();
+        let (fast, slow) = out.split_at_mut(evenly.count.min(out.len() as u64) as usize);
+        self.samples.fill(evenly.first, evenly.step, fast);
+        for (n, slot) in (fast.len() as u64..).zip(slow) {
+            *slot = self.get(start + n * every).unwrap_or_default();
+        }
+    }
+
+    /// The places in the order of the indices `start`, `start` + `every`, …, as far as they are evenly spaced.
+    fn evenly_spaced(&self, every: u64, start: u64) -> Option<Evenly> {
+        let start = self.consumed + start;
+        let (offset, first) = (self.left.start_of_only_range()?, self.positions.get(start)?);
+        let (step, regular) = self.positions.stride();
+        let before_rest = regular.saturating_sub(start).div_ceil(every);
+        let step = step * every;
+        let before_padding = self.left.len().saturating_sub(first).div_ceil(step);
+        Some(Evenly { first: offset + first, step, count: before_rest.min(before_padding) })
+    }
+
+    /// The indices that one of several workers of this rank reads: round-robin, like ranks in a strided partition.
+    ///
+    /// # Examples
+    ///
+    /// ```
+    /// # use core_types::Placement;
+    /// # use dist_sampler::{DistributedSampler, Order, SamplerConfig};
+    /// let config = SamplerConfig::default().with_order(Order::Sequential);
+    /// let sampler = DistributedSampler::new(10, Placement::new(1, 2)?, config)?;
+    /// let second_of_three = Placement::new(1, 3)?;
+    /// assert_eq!(sampler.iter_worker(second_of_three).collect::<Vec<_>>(), [6, 9]);
+    /// # Ok::<(), Box<dyn std::error::Error>>(())
+    /// ```
+    pub fn iter_worker(&self, worker: Placement) -> Indices<'_> {
+        Indices::new(self, split::strided(self.len(), worker))
+    }
+
+    /// When in the epoch, over all ranks, sample `index` is due: its place in the order, or `None` if it has none.
+    ///
+    /// # Complexity
+    ///
+    /// O(1), but O(N) for an order held in memory.
+    pub fn position_of(&self, index: u64) -> Option<u64> {
+        self.samples.position(index)
+    }
+
+    /// The rank that reads sample `index` in what is left of this epoch, or `None` if none does.
+    ///
+    /// A sample that is also read as padding belongs to the rank that reads it as itself.
+    ///
+    /// # Complexity
+    ///
+    /// As [`position_of`](Self::position_of).
+    ///
+    /// # Examples
+    ///
+    /// ```
+    /// # use core_types::Placement;
+    /// # use dist_sampler::{DistributedSampler, Order, SamplerConfig};
+    /// let config = SamplerConfig::default().with_order(Order::Streaming);
+    /// let sampler = DistributedSampler::new(1_000_000_000_000, Placement::new(3, 8)?, config)?;
+    /// let index = sampler.iter().nth(5).unwrap_or_default();
+    /// assert_eq!(sampler.rank_of(index), Some(sampler.placement().rank()));
+    /// # Ok::<(), Box<dyn std::error::Error>>(())
+    /// ```
+    pub fn rank_of(&self, index: u64) -> Option<Rank> {
+        let position = self.position_of(index)?;
+        self.deal.owner(self.left.index_of(position)?)
+    }
+}
+
+/// An arithmetic progression of places in an order.
+#[derive(Clone, Copy, Debug, Default)]
+struct Evenly {
+    first: u64,
+    step: u64,
+    count: u64,
+}
+
+/// What of `left` is still there when the world of `stage` has read its part.
+fn left_by(left: Left, stage: &Stage) -> Result<Left> {
+    let Stage { world_size, rule, consumed } = stage.clone();
+    if consumed > left.len() {
+        return Err(Error::StateConsumed { consumed, len: left.len() });
+    }
+    Ok(left.then(&Deal::new(left.len(), world_size, rule)?.left(consumed)))
+}
+
+fn same<T: PartialEq + ToString>(what: &'static str, state: T, sampler: T) -> Result<()> {
+    if state == sampler {
+        return Ok(());
+    }
+    Err(Error::StateMismatch { what, state: state.to_string(), sampler: sampler.to_string() })
 }
 
 impl<'a> IntoIterator for &'a DistributedSampler {
@@ -138,42 +402,3 @@ impl<'a> IntoIterator for &'a DistributedSampler {
         self.iter()
     }
 }
-
-/// The indices that one rank reads in one epoch; made by [`DistributedSampler::iter`].
-#[derive(Clone, Debug)]
-#[must_use = "iterators are lazy and do nothing unless consumed"]
-pub struct Indices<'a> {
-    sampler: &'a DistributedSampler,
-    remaining: Range<u64>,
-}
-
-impl Iterator for Indices<'_> {
-    type Item = u64;
-
-    fn next(&mut self) -> Option<u64> {
-        self.nth(0)
-    }
-
-    fn nth(&mut self, n: usize) -> Option<u64> {
-        self.remaining.nth(n).and_then(|n| self.sampler.get(n))
-    }
-
-    fn size_hint(&self) -> (usize, Option<usize>) {
-        self.remaining.size_hint()
-    }
-}
-
-impl DoubleEndedIterator for Indices<'_> {
-    fn next_back(&mut self) -> Option<u64> {
-        self.nth_back(0)
-    }
-
-    fn nth_back(&mut self, n: usize) -> Option<u64> {
-        self.remaining.nth_back(n).and_then(|n| self.sampler.get(n))
-    }
-}
-
-/// Exact where `usize` has 64 bits; elsewhere only below 2^32 indices.
-impl ExactSizeIterator for Indices<'_> {}
-
-impl FusedIterator for Indices<'_> {}

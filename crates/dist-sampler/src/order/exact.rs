@@ -7,40 +7,34 @@ use core_types::Seed;
 use rand::Rng;
 use rand_pcg::Pcg64Dxsm;
 
-use crate::error::{Error, Result};
+use super::table;
 
-/// The longest table: its indices are held in 32 bits.
-const MAX_LEN: u64 = 1 << 32;
-
-/// Memory for a permutation of `len` samples.
-pub(super) fn table(len: u64) -> Result<Vec<u32>> {
-    if len > MAX_LEN {
-        return Err(Error::TooLongToShuffle { len, max: MAX_LEN });
-    }
-    let out_of_memory = Error::OutOfMemory { len, bytes: len * size_of::<u32>() as u64 };
-    let slots = usize::try_from(len).map_err(|_| out_of_memory.clone())?;
-    let mut table = Vec::new();
-    table.try_reserve_exact(slots).map_err(|_| out_of_memory)?;
-    table.resize(slots, 0);
-    Ok(table)
-}
+/// How many swaps are drawn ahead of being made; see [`table::swap`].
+const AHEAD: usize = 512;
 
 /// Fills `table` with a uniformly random permutation of its positions.
+#[allow(clippy::cast_possible_truncation, reason = "a table has at most 2^32 slots")]
 pub(super) fn shuffle(table: &mut [u32], seed: Seed) {
-    for (sample, slot) in (0..).zip(table.iter_mut()) {
-        *slot = sample;
+    table::reset(table);
+    let mut rng = generator(seed);
+    let mut slots = [0; AHEAD];
+    for start in (0..table.len()).step_by(AHEAD) {
+        let steps = AHEAD.min(table.len() - start);
+        for (i, slot) in (start..).zip(&mut slots[..steps]) {
+            *slot = (i as u64 + below(&mut rng, (table.len() - i) as u64)) as u32;
+        }
+        table::swap(table, start, &slots[..steps]);
     }
-    let mut rng = Pcg64Dxsm::new(u128::from(seed.derive(0).as_u64()), u128::from(seed.derive(1).as_u64()));
-    for i in 0..table.len().saturating_sub(1) {
-        let j = i + below(&mut rng, table.len() - i);
-        table.swap(i, j);
-    }
+}
+
+/// The generator of the shuffle under `seed`.
+pub(super) fn generator(seed: Seed) -> Pcg64Dxsm {
+    Pcg64Dxsm::new(u128::from(seed.derive(0).as_u64()), u128::from(seed.derive(1).as_u64()))
 }
 
 /// A uniformly random number below `n` (Lemire, "Fast Random Integer Generation in an Interval", 2019).
 #[allow(clippy::cast_possible_truncation, reason = "the halves of the product are what the method is about")]
-fn below(rng: &mut Pcg64Dxsm, n: usize) -> usize {
-    let n = n as u64;
+pub(super) fn below(rng: &mut Pcg64Dxsm, n: u64) -> u64 {
     let mut product = u128::from(rng.next_u64()) * u128::from(n);
     if (product as u64) < n {
         // Of the 2^64 draws, the 2^64 mod n that would favor some results are drawn again.
@@ -49,7 +43,7 @@ fn below(rng: &mut Pcg64Dxsm, n: usize) -> usize {
             product = u128::from(rng.next_u64()) * u128::from(n);
         }
     }
-    (product >> 64) as usize
+    (product >> 64) as u64
 }
 
 #[cfg(test)]
@@ -57,7 +51,7 @@ mod tests {
     use super::*;
 
     fn shuffled(len: u64, seed: u64) -> Vec<u32> {
-        let mut table = table(len).unwrap();
+        let mut table = table::allocate(len).unwrap();
         shuffle(&mut table, Seed::new(seed));
         table
     }
@@ -78,11 +72,5 @@ mod tests {
         // Chi-square with 23 degrees of freedom exceeds 58 once in 16,000 times.
         let chi_square: f64 = counts.values().map(|&n| (f64::from(n) - 1000.0).powi(2) / 1000.0).sum();
         assert!(chi_square < 58.0, "{chi_square}");
-    }
-
-    #[test]
-    fn lengths_beyond_32_bits_are_refused() {
-        let len = MAX_LEN + 1;
-        assert_eq!(table(len), Err(Error::TooLongToShuffle { len, max: MAX_LEN }));
     }
 }

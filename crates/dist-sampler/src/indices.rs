@@ -1,0 +1,74 @@
+//! The iterator over what a rank reads.
+
+use std::{iter::FusedIterator, ops::Range};
+
+use core_types::split::Strided;
+
+use crate::sampler::DistributedSampler;
+
+/// How many indices are computed together.
+const BLOCK: usize = 64;
+
+/// The indices that one rank, or one of its workers, reads; made by [`DistributedSampler::iter`].
+#[derive(Clone, Debug)]
+#[must_use = "iterators are lazy and do nothing unless consumed"]
+pub struct Indices<'a> {
+    sampler: &'a DistributedSampler,
+    /// Which of the rank's indices.
+    numbers: Strided,
+    /// Which of these are still to come.
+    remaining: Range<u64>,
+    /// Those of `in_block`, computed ahead.
+    block: [u64; BLOCK],
+    in_block: Range<u64>,
+}
+
+impl<'a> Indices<'a> {
+    pub(crate) fn new(sampler: &'a DistributedSampler, numbers: Strided) -> Self {
+        Self { sampler, numbers, remaining: 0..numbers.len(), block: [0; BLOCK], in_block: 0..0 }
+    }
+
+    /// The `n`-th index, from the block that begins with it unless it lies in the last one.
+    fn read(&mut self, n: u64) -> Option<u64> {
+        if !self.in_block.contains(&n) {
+            let count = (self.numbers.len() - n).min(BLOCK as u64);
+            self.sampler.fill_every(self.numbers.step(), self.numbers.get(n)?, &mut self.block[..count as usize]);
+            self.in_block = n..n + count;
+        }
+        self.block.get((n - self.in_block.start) as usize).copied()
+    }
+}
+
+impl Iterator for Indices<'_> {
+    type Item = u64;
+
+    fn next(&mut self) -> Option<u64> {
+        let n = self.remaining.next()?;
+        self.read(n)
+    }
+
+    fn nth(&mut self, n: usize) -> Option<u64> {
+        let n = self.remaining.nth(n)?;
+        self.read(n)
+    }
+
+    fn size_hint(&self) -> (usize, Option<usize>) {
+        self.remaining.size_hint()
+    }
+}
+
+impl DoubleEndedIterator for Indices<'_> {
+    fn next_back(&mut self) -> Option<u64> {
+        self.nth_back(0)
+    }
+
+    fn nth_back(&mut self, n: usize) -> Option<u64> {
+        let n = self.remaining.nth_back(n)?;
+        self.sampler.get(self.numbers.get(n)?)
+    }
+}
+
+/// Exact where `usize` has 64 bits; elsewhere only below 2^32 indices.
+impl ExactSizeIterator for Indices<'_> {}
+
+impl FusedIterator for Indices<'_> {}

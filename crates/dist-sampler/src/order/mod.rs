@@ -1,0 +1,92 @@
+//! The order of an epoch: which sample stands at each position.
+
+mod exact;
+mod mersenne;
+mod streaming;
+mod table;
+mod torch;
+
+use core_types::{Epoch, Seed};
+use streaming::Streaming;
+
+use crate::{config::Order, error::Result};
+
+/// From this length on [`Order::Shuffled`] streams: below it the exact shuffle takes less than 64 KiB.
+const STREAMING_FROM: u64 = 1 << 14;
+
+/// The order of one epoch.
+#[derive(Clone, Debug)]
+pub(crate) enum Samples {
+    Sequential,
+    Streaming { len: u64, permutation: Streaming },
+    Table { table: Vec<u32>, refill: Refill },
+}
+
+/// How a table gets the order of another epoch.
+#[derive(Clone, Debug)]
+pub(crate) enum Refill {
+    Exact,
+    Torch,
+}
+
+impl Samples {
+    /// The order of epoch 0.
+    pub(crate) fn new(len: u64, order: Order, seed: Seed) -> Result<Self> {
+        let mut samples = match order {
+            Order::Sequential => Self::Sequential,
+            Order::Exact => Self::Table { table: table::allocate(len)?, refill: Refill::Exact },
+            Order::Torch => Self::Table { table: table::allocate(len)?, refill: Refill::Torch },
+            Order::Shuffled if len < STREAMING_FROM => return Self::new(len, Order::Exact, seed),
+            Order::Shuffled | Order::Streaming => Self::Streaming { len, permutation: Streaming::new(len, seed) },
+        };
+        samples.reseed(seed, Epoch::ZERO);
+        Ok(samples)
+    }
+
+    /// Turns this into the order of another epoch, in the memory it has.
+    pub(crate) fn reseed(&mut self, seed: Seed, epoch: Epoch) {
+        let epoch_seed = seed.derive(epoch.as_u64());
+        match self {
+            Self::Sequential => {}
+            Self::Streaming { len, permutation } => *permutation = Streaming::new(*len, epoch_seed),
+            Self::Table { table, refill: Refill::Exact } => exact::shuffle(table, epoch_seed),
+            Self::Table { table, refill: Refill::Torch } => {
+                torch::shuffle(table, seed.as_u64().wrapping_add(epoch.as_u64()));
+            }
+        }
+    }
+
+    /// Tells the weights or classes of one data set from those of another; 0 for orders without.
+    pub(crate) fn fingerprint(&self) -> u64 {
+        0
+    }
+
+    /// The sample at `position`, which must be below the length.
+    pub(crate) fn get(&self, position: u64) -> u64 {
+        match self {
+            Self::Sequential => position,
+            Self::Streaming { permutation, .. } => permutation.get(position),
+            #[allow(clippy::cast_possible_truncation, reason = "a position is below the table's length, a `usize`")]
+            Self::Table { table, .. } => u64::from(table[position as usize]),
+        }
+    }
+
+    /// Writes the samples at `first`, `first` + `step`, … ; all of these positions must be below the length.
+    pub(crate) fn fill(&self, first: u64, step: u64, out: &mut [u64]) {
+        match self {
+            Self::Streaming { permutation, .. } => permutation.fill(first, step, out),
+            _ => (0..).zip(out).for_each(|(n, slot)| *slot = self.get(first + n * step)),
+        }
+    }
+
+    /// The first position of `sample`, or `None` if it stands nowhere.
+    pub(crate) fn position(&self, sample: u64) -> Option<u64> {
+        match self {
+            Self::Sequential => Some(sample),
+            Self::Streaming { len, permutation } => (sample < *len).then(|| permutation.position(sample)),
+            Self::Table { table, .. } => {
+                table.iter().position(|&entry| u64::from(entry) == sample).map(|position| position as u64)
+            }
+        }
+    }
+}

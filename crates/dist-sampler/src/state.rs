@@ -1,0 +1,47 @@
+//! Where in an epoch a sampler stands, as plain data.
+
+use core_types::{Epoch, Seed, WorldSize};
+
+use crate::{config::Order, partition::Rule};
+
+/// A position in the middle of an epoch: a few numbers, the same on all ranks that are in step.
+///
+/// Made by [`DistributedSampler::state`](crate::DistributedSampler::state), read by
+/// [`DistributedSampler::resume`](crate::DistributedSampler::resume). With feature `serde` it can be written to a file.
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
+#[cfg_attr(feature = "serde", derive(serde::Serialize, serde::Deserialize))]
+pub struct SamplerState {
+    pub(crate) version: u32,
+    pub(crate) order: Order,
+    pub(crate) len: u64,
+    /// Tells weights or classes of one data set from those of another; 0 for orders without.
+    pub(crate) fingerprint: u64,
+    pub(crate) seed: Seed,
+    pub(crate) epoch: Epoch,
+    /// The worlds that have read this epoch, one after the other; the last one is reading now.
+    pub(crate) stages: Vec<Stage>,
+}
+
+impl SamplerState {
+    /// The version that is written and read.
+    pub const VERSION: u32 = 1;
+
+    /// The epoch that was being read.
+    pub fn epoch(&self) -> Epoch {
+        self.epoch
+    }
+
+    /// How many indices every rank of the last world had read.
+    pub fn consumed(&self) -> u64 {
+        self.stages.last().map_or(0, |stage| stage.consumed)
+    }
+}
+
+/// How a world has read (a part of) an epoch: each of its ranks has read its first `consumed` indices.
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
+#[cfg_attr(feature = "serde", derive(serde::Serialize, serde::Deserialize))]
+pub(crate) struct Stage {
+    pub(crate) world_size: WorldSize,
+    pub(crate) rule: Rule,
+    pub(crate) consumed: u64,
+}
