@@ -1,47 +1,66 @@
 //! What every sampler promises, whatever the data set, world and choices.
 
 use candle_distributed::{
-    sampler::{DistributedSampler, Error, Order, Partition, SamplerConfig, Tail},
+    sampler::{DistributedSampler, Error, Order, Partition, SamplerConfig, SamplerState, Tail},
     types::{Epoch, Placement, Seed, WorldSize},
 };
 use proptest::prelude::*;
 
-const ORDERS: [Order; 2] = [Order::Sequential, Order::Exact];
+const ORDERS: [Order; 4] = [Order::Sequential, Order::Exact, Order::Streaming, Order::Torch];
 const PARTITIONS: [Partition; 2] = [Partition::Contiguous, Partition::Strided];
 const TAILS: [Tail; 4] = [Tail::Drop, Tail::LastRank, Tail::Spread, Tail::Pad];
+const EVERY_RULE: usize = PARTITIONS.len() * TAILS.len();
+const EVERY_CONFIG: usize = ORDERS.len() * EVERY_RULE;
 
-/// Every combination of order, partition, tail and two seeds.
-fn configs() -> impl Iterator<Item = SamplerConfig> {
-    let choices = ORDERS.into_iter().flat_map(|order| PARTITIONS.into_iter().map(move |partition| (order, partition)));
-    choices.flat_map(|(order, partition)| {
-        let config = SamplerConfig::default().with_order(order).with_partition(partition);
-        TAILS.into_iter().flat_map(move |tail| [0, 7].map(|seed| config.with_tail(tail).with_seed(Seed::new(seed))))
-    })
+/// The `n`-th combination of order, partition and tail.
+fn config(n: usize) -> SamplerConfig {
+    SamplerConfig::default()
+        .with_order(ORDERS[n / EVERY_RULE])
+        .with_partition(PARTITIONS[n / TAILS.len() % PARTITIONS.len()])
+        .with_tail(TAILS[n % TAILS.len()])
+        .with_seed(Seed::new(n as u64))
 }
 
-fn samplers(len: u64, world_size: u64, config: SamplerConfig, epoch: u64) -> Vec<DistributedSampler> {
-    let placements = WorldSize::new(world_size).unwrap().placements();
-    let make = |placement| {
-        let mut sampler = DistributedSampler::new(len, placement, config).unwrap();
-        sampler.set_epoch(Epoch::new(epoch));
-        sampler
-    };
-    placements.map(make).collect()
+fn sampler(len: u64, rank: u64, world: u64, config: SamplerConfig, epoch: u64) -> DistributedSampler {
+    let mut sampler = DistributedSampler::new(len, Placement::new(rank, world).unwrap(), config).unwrap();
+    sampler.set_epoch(Epoch::new(epoch));
+    sampler
 }
 
-fn check(len: u64, world: u64, config: SamplerConfig, epoch: u64) {
-    let context = format!("{len} over {world}, epoch {epoch}, {config:?}");
-    let samplers = samplers(len, world, config, epoch);
-    let ranks: Vec<Vec<u64>> = samplers.iter().map(|sampler| sampler.iter().collect()).collect();
-    check_counts(len, world, config.tail, &ranks, &context);
-    check_sizes(len, world, config.tail, &ranks, &context);
-    samplers.iter().zip(&ranks).for_each(|(sampler, indices)| check_iterator(sampler, indices, &context));
+fn world(len: u64, world: u64, config: SamplerConfig, epoch: u64) -> Vec<DistributedSampler> {
+    (0..world).map(|rank| sampler(len, rank, world, config, epoch)).collect()
+}
+
+fn read(samplers: &[DistributedSampler]) -> Vec<Vec<u64>> {
+    samplers.iter().map(|sampler| sampler.iter().collect()).collect()
+}
+
+fn sorted(indices: impl IntoIterator<Item = u64>) -> Vec<u64> {
+    let mut indices: Vec<u64> = indices.into_iter().collect();
+    indices.sort_unstable();
+    indices
+}
+
+fn check(len: u64, n_ranks: u64, config: SamplerConfig, epoch: u64) {
+    let context = format!("{len} over {n_ranks}, epoch {epoch}, {config:?}");
+    let samplers = world(len, n_ranks, config, epoch);
+    let ranks = read(&samplers);
+    check_counts(len, n_ranks, config.tail, &ranks, &context);
+    check_sizes(len, n_ranks, config.tail, &ranks, &context);
+    check_owners(len, &samplers, &context);
+    for (sampler, indices) in samplers.iter().zip(&ranks) {
+        check_iterator(sampler, indices, &context);
+        check_fill(sampler, indices, &context);
+        check_workers(sampler, indices, &context);
+    }
 }
 
 /// How often each sample is read, over all ranks.
 fn check_counts(len: u64, world: u64, tail: Tail, ranks: &[Vec<u64>], context: &str) {
     let mut reads = vec![0_u64; usize::try_from(len).unwrap()];
-    ranks.iter().flatten().for_each(|&index| reads[usize::try_from(index).unwrap()] += 1);
+    for &index in ranks.iter().flatten() {
+        reads[usize::try_from(index).unwrap()] += 1;
+    }
     let (least, most) = (reads.iter().min().unwrap(), reads.iter().max().unwrap());
     match tail {
         Tail::Drop => {
@@ -69,7 +88,26 @@ fn check_sizes(len: u64, world: u64, tail: Tail, ranks: &[Vec<u64>], context: &s
     }
 }
 
-/// Every way to read a sampler gives the same indices.
+/// Every sample's owner is the rank that reads it unpadded, and its position is where the order has it.
+fn check_owners(len: u64, samplers: &[DistributedSampler], context: &str) {
+    let whole = SamplerConfig::default().with_order(samplers[0].config().order).with_seed(samplers[0].config().seed);
+    let order = sampler(len, 0, 1, whole, samplers[0].epoch().as_u64());
+    let mut owners = vec![None; usize::try_from(len).unwrap()];
+    for sampler in samplers {
+        for (index, is_padding) in (0..sampler.len()).map(|n| sampler.entry(n).unwrap()) {
+            if !is_padding {
+                owners[usize::try_from(index).unwrap()] = Some(sampler.placement().rank());
+            }
+        }
+    }
+    for (index, owner) in (0..).zip(owners) {
+        assert_eq!(samplers[0].rank_of(index), owner, "{context}");
+        assert_eq!(order.get(samplers[0].position_of(index).unwrap()), Some(index), "{context}");
+    }
+    assert_eq!(samplers[0].position_of(len).and_then(|_| samplers[0].rank_of(len)), None, "{context}");
+}
+
+/// Every way to iterate gives the same indices.
 fn check_iterator(sampler: &DistributedSampler, indices: &[u64], context: &str) {
     assert_eq!(sampler.len(), indices.len() as u64, "{context}");
     assert_eq!(sampler.is_empty(), indices.is_empty(), "{context}");
@@ -83,11 +121,31 @@ fn check_iterator(sampler: &DistributedSampler, indices: &[u64], context: &str) 
     assert_eq!(sampler.get(u64::MAX), None, "{context}");
 }
 
+fn check_fill(sampler: &DistributedSampler, indices: &[u64], context: &str) {
+    for start in 0..=indices.len() {
+        let mut block = [u64::MAX; 7];
+        let count = sampler.fill(start as u64, &mut block);
+        assert_eq!(block[..count], indices[start..(start + 7).min(indices.len())], "{context}");
+    }
+}
+
+/// Workers share what their rank reads.
+fn check_workers(sampler: &DistributedSampler, indices: &[u64], context: &str) {
+    for n_workers in 1..=3 {
+        let placements = WorldSize::new(n_workers).unwrap().placements();
+        let workers: Vec<Vec<u64>> = placements.map(|worker| sampler.iter_worker(worker).collect()).collect();
+        let turns = (0..).flat_map(|n| workers.iter().map(move |worker| worker.get(n).copied()));
+        assert!(turns.take(indices.len()).map(Option::unwrap).eq(indices.iter().copied()), "{context}");
+    }
+}
+
 #[test]
 fn every_small_data_set_is_covered_as_the_tail_says() {
-    for config in configs() {
-        for len in 1..=40 {
-            (1..=9).for_each(|world| check(len, world, config, len % 3));
+    for config in (0..EVERY_CONFIG).map(config) {
+        for len in (1..=24).chain([31, 47, 63, 64]) {
+            for world in 1..=9 {
+                check(len, world, config, len % 3);
+            }
         }
     }
 }
@@ -96,12 +154,12 @@ fn every_small_data_set_is_covered_as_the_tail_says() {
 fn the_order_does_not_depend_on_the_world() {
     for order in ORDERS {
         let config = SamplerConfig::default().with_order(order).with_tail(Tail::Spread);
-        let single: Vec<u64> = samplers(37, 1, config, 2)[0].iter().collect();
-        for world in 2..=9 {
-            let joined: Vec<u64> = samplers(37, world, config, 2).iter().flatten().collect();
+        let single: Vec<u64> = sampler(37, 0, 1, config, 2).iter().collect();
+        for n_ranks in 2..=9 {
+            let joined = read(&world(37, n_ranks, config, 2)).concat();
             assert_eq!(joined, single);
-            let dealt = samplers(37, world, config.with_partition(Partition::Strided), 2);
-            let by_round = (0..37_u64.div_ceil(world)).flat_map(|n| dealt.iter().filter_map(move |rank| rank.get(n)));
+            let dealt = read(&world(37, n_ranks, config.with_partition(Partition::Strided), 2));
+            let by_round = (0..37).flat_map(|n| dealt.iter().filter_map(move |rank| rank.get(n).copied()));
             assert!(by_round.eq(single.iter().copied()));
         }
     }
@@ -109,40 +167,199 @@ fn the_order_does_not_depend_on_the_world() {
 
 #[test]
 fn epochs_can_be_visited_in_any_order() {
+    for order in ORDERS {
+        let mut sampler = sampler(100, 1, 3, SamplerConfig::default().with_order(order), 5);
+        let fifth: Vec<u64> = sampler.iter().collect();
+        sampler.set_epoch(Epoch::new(9));
+        assert_eq!(sampler.iter().eq(fifth.iter().copied()), order == Order::Sequential);
+        sampler.set_epoch(Epoch::new(5));
+        assert!(sampler.iter().eq(fifth));
+    }
+}
+
+/// A fresh sampler at the place of `state`.
+fn resumed(len: u64, rank: u64, world: u64, config: SamplerConfig, state: &SamplerState) -> DistributedSampler {
+    let mut sampler = sampler(len, rank, world, config, 0);
+    sampler.resume(state).unwrap();
+    sampler
+}
+
+#[test]
+fn resuming_at_every_position_goes_on_as_if_nothing_had_happened() {
+    for config in (0..EVERY_CONFIG).map(config) {
+        for (len, n_ranks) in [(1, 2), (12, 3), (23, 4), (100, 7)] {
+            for rank in 0..n_ranks {
+                let whole = sampler(len, rank, n_ranks, config, 1);
+                for read in 0..=whole.len() {
+                    let resumed = resumed(len, rank, n_ranks, config, &whole.state(read));
+                    assert!(resumed.iter().eq(whole.iter().skip(usize::try_from(read).unwrap())), "{len} {config:?}");
+                    assert_eq!(resumed.state(whole.len() - read), whole.state(whole.len()));
+                }
+            }
+        }
+    }
+}
+
+/// What the ranks of a world have not read when each has read its first `read` indices, dropped samples included.
+fn unread(len: u64, ranks: &[Vec<u64>], read: u64) -> Vec<u64> {
+    let read = usize::try_from(read).unwrap();
+    let taken = sorted(ranks.iter().flat_map(|rank| rank.iter().take(read).copied()));
+    (0..len).filter(|index| taken.binary_search(index).is_err()).collect()
+}
+
+#[test]
+fn another_world_reads_exactly_what_was_left() {
+    const LEN: u64 = 23;
+    for rule in 0..EVERY_RULE {
+        let config = config(2 * EVERY_RULE + rule);
+        for from in 1..=5 {
+            let before = world(LEN, from, config, 1);
+            let ranks = read(&before);
+            for (consumed, to) in (0..=LEN.div_ceil(from)).flat_map(|read| (1..=6).map(move |to| (read, to))) {
+                let state = before[0].state(consumed);
+                let expected = unread(LEN, &ranks, consumed);
+                // A next world with a tail that drops or repeats would not read exactly what was left.
+                for next in PARTITIONS.map(|partition| config.with_partition(partition).with_tail(Tail::Spread)) {
+                    if from == to && next == config {
+                        continue;
+                    }
+                    let after: Vec<_> = (0..to).map(|rank| resumed(LEN, rank, to, next, &state)).collect();
+                    let context = format!("{config:?} {from}, {consumed} read, then {next:?} {to}");
+                    assert_eq!(sorted(read(&after).concat()), expected, "{context}");
+                    for sampler in &after {
+                        let indices: Vec<u64> = sampler.iter().collect();
+                        assert!(
+                            indices.iter().all(|&index| sampler.rank_of(index) == Some(sampler.placement().rank()))
+                        );
+                        check_fill(sampler, &indices, &context);
+                    }
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn an_epoch_may_change_worlds_again_and_again() {
+    for config in (0..EVERY_CONFIG).map(config).map(|config| config.with_tail(Tail::Spread)) {
+        let worlds = [3, 5, 2, 4, 1];
+        let mut state = sampler(101, 0, worlds[0], config, 4).state(0);
+        let mut seen = Vec::new();
+        for n_ranks in worlds {
+            let ranks: Vec<_> = (0..n_ranks).map(|rank| resumed(101, rank, n_ranks, config, &state)).collect();
+            let steps = if n_ranks == 1 { u64::MAX } else { 6 };
+            seen.extend(ranks.iter().flat_map(|rank| rank.iter().take(usize::try_from(steps).unwrap_or(usize::MAX))));
+            state = ranks[0].state(steps);
+        }
+        assert_eq!(sorted(seen), (0..101).collect::<Vec<_>>(), "{config:?}");
+    }
+}
+
+#[test]
+fn a_resumed_epoch_ends_with_the_next_set_epoch() {
     let config = SamplerConfig::default();
-    let mut sampler = samplers(100, 3, config, 5).remove(1);
-    let fifth: Vec<u64> = sampler.iter().collect();
-    sampler.set_epoch(Epoch::new(9));
-    assert!(!sampler.iter().eq(fifth.iter().copied()));
-    sampler.set_epoch(Epoch::new(5));
-    assert!(sampler.iter().eq(fifth));
+    let state = sampler(50, 0, 4, config, 3).state(5);
+    let mut sampler = resumed(50, 1, 3, config, &state);
+    sampler.set_epoch(Epoch::new(3));
+    assert_eq!(sampler.len(), 10, "of 50 samples 20 are read; setting the current epoch changes nothing");
+    sampler.set_epoch(Epoch::new(4));
+    assert!(sampler.iter().eq(self::sampler(50, 1, 3, config, 4).iter()));
+}
+
+#[test]
+fn shares_follow_rank_weights() {
+    for weights in [&[1, 1, 1][..], &[3, 1], &[0, 5, 2], &[1]] {
+        let ranks: Vec<_> = (0..weights.len() as u64)
+            .map(|rank| {
+                sampler(103, rank, weights.len() as u64, SamplerConfig::default(), 2)
+                    .with_rank_weights(weights)
+                    .unwrap()
+            })
+            .collect();
+        assert_eq!(sorted(read(&ranks).concat()), (0..103).collect::<Vec<_>>());
+        let total: u64 = weights.iter().sum();
+        for (rank, weight) in ranks.iter().zip(weights) {
+            assert!((rank.len() * total).abs_diff(103 * weight) < total);
+            assert!(rank.iter().all(|index| rank.rank_of(index) == Some(rank.placement().rank())));
+        }
+        let mut single = sampler(103, 0, 1, SamplerConfig::default(), 0);
+        single.resume(&ranks[0].state(4)).unwrap();
+        let expected = unread(103, &read(&ranks), 4);
+        assert_eq!(sorted(single.iter()), expected);
+    }
+    let equal = sampler(10, 0, 2, SamplerConfig::default(), 0);
+    let world_size = WorldSize::new(2).unwrap();
+    assert_eq!(equal.clone().with_rank_weights(&[1]).unwrap_err(), Error::RankWeights { weights: 1, world_size });
+    assert_eq!(equal.with_rank_weights(&[0, 0]).unwrap_err(), Error::NoRankWeight { world_size });
+}
+
+#[test]
+fn states_of_something_else_are_refused() {
+    let config = SamplerConfig::default();
+    let state = sampler(50, 0, 4, config, 3).state(5);
+    let refused = |mut sampler: DistributedSampler, state: &SamplerState| {
+        let before: Vec<u64> = sampler.iter().collect();
+        let error = sampler.resume(state).unwrap_err();
+        assert!(sampler.iter().eq(before), "a refused state changes nothing");
+        error
+    };
+    let mismatch = |error, name| matches!(error, Error::StateMismatch { what, .. } if what == name);
+    assert!(mismatch(refused(sampler(51, 0, 4, config, 0), &state), "data set length"));
+    assert!(mismatch(refused(sampler(50, 0, 4, config.with_seed(Seed::new(1)), 0), &state), "seed"));
+    assert!(mismatch(refused(sampler(50, 0, 4, config.with_order(Order::Torch), 0), &state), "order"));
+
+    let edited = |from: &str, to: &str| -> SamplerState {
+        let text = serde_json::to_string(&state).unwrap();
+        assert!(text.contains(from), "{text}");
+        serde_json::from_str(&text.replace(from, to)).unwrap()
+    };
+    let version = refused(sampler(50, 0, 4, config, 0), &edited("\"version\":1", "\"version\":2"));
+    assert_eq!(version, Error::StateVersion { version: 2, supported: SamplerState::VERSION });
+    let consumed = refused(sampler(50, 0, 4, config, 0), &edited("\"consumed\":5", "\"consumed\":51"));
+    assert_eq!(consumed, Error::StateConsumed { consumed: 51, len: 50 });
 }
 
 #[test]
 fn impossible_data_sets_are_refused() {
-    let sampler = |len, config| DistributedSampler::new(len, Placement::SINGLE, config);
+    let sampler =
+        |len, order| DistributedSampler::new(len, Placement::SINGLE, SamplerConfig::default().with_order(order));
     let max = DistributedSampler::MAX_LEN;
-    let sequential = SamplerConfig::default().with_order(Order::Sequential);
-    assert_eq!(sampler(0, sequential).unwrap_err(), Error::EmptyDataSet);
-    assert_eq!(sampler(max + 1, sequential).unwrap_err(), Error::DataSetTooLong { len: max + 1, max });
-    let too_long = sampler(max, SamplerConfig::default()).unwrap_err();
-    assert_eq!(too_long, Error::TooLongToShuffle { len: max, max: 1 << 32 });
+    for order in ORDERS {
+        assert_eq!(sampler(0, order).unwrap_err(), Error::EmptyDataSet);
+        assert_eq!(sampler(max + 1, order).unwrap_err(), Error::DataSetTooLong { len: max + 1, max });
+    }
+    for order in [Order::Exact, Order::Torch] {
+        assert_eq!(sampler(max, order).unwrap_err(), Error::TooLongToShuffle { len: max, max: 1 << 32 });
+    }
 }
 
 proptest! {
     #[test]
-    fn any_data_set_is_covered_as_the_tail_says(len in 1_u64..5_000, world in 1_u64..70, epoch in any::<u64>(), config in 0_usize..32) {
-        check(len, world, configs().nth(config).unwrap(), epoch);
+    fn any_data_set_is_covered_as_the_tail_says(
+        len in 1_u64..2_000, world in 1_u64..70, epoch in any::<u64>(), n in 0..EVERY_CONFIG,
+    ) {
+        check(len, world, config(n), epoch);
     }
 
     #[test]
-    fn the_largest_sequential_data_sets_do_not_overflow(
-        short_of_max in 0_u64..1_000, world in 1..=WorldSize::MAX.as_u64(), rank in any::<u64>(), config in 0_usize..16,
+    fn the_largest_data_sets_are_read_without_overflow(
+        short_of_max in 0_u64..1_000, world in 1..=WorldSize::MAX.as_u64(), rank in any::<u64>(), n in 0..EVERY_RULE,
+        start in any::<u64>(), streams in any::<bool>(),
     ) {
-        let config = configs().nth(config).unwrap().with_order(Order::Sequential);
         let len = DistributedSampler::MAX_LEN - short_of_max;
-        let sampler = DistributedSampler::new(len, Placement::new(rank % world, world).unwrap(), config).unwrap();
-        prop_assert!(sampler.get(sampler.len() - 1).unwrap() < len);
+        let order = if streams { Order::Streaming } else { Order::Sequential };
+        let sampler = sampler(len, rank % world, world, config(n).with_order(order), 1);
+        let start = start % sampler.len();
+        let mut block = [0; 70];
+        let count = sampler.fill(start, &mut block);
+        for (n, &index) in (start..).zip(&block[..count]) {
+            prop_assert!(index < len);
+            prop_assert_eq!(sampler.get(n), Some(index));
+            let (_, is_padding) = sampler.entry(n).unwrap();
+            prop_assert!(is_padding || sampler.rank_of(index) == Some(sampler.placement().rank()));
+        }
         prop_assert_eq!(sampler.get(sampler.len()), None);
+        let resumed = resumed(len, rank % world, world, config(n).with_order(order), &sampler.state(start));
+        prop_assert_eq!(resumed.get(0), sampler.get(start));
     }
 }

@@ -1,6 +1,7 @@
 //! The whole flow with many simulated ranks: sampler, batches, plan, mesh.
 
 #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
+#![allow(clippy::cast_possible_truncation, reason = "the numbers are small")]
 
 use std::thread;
 
@@ -9,7 +10,7 @@ use candle_distributed::{
     batch::{Batch, BatchConfig, DynamicBatchSampler, DynamicBatchStrategy, SequenceLengths},
     mesh::{DeviceMesh, InAxis, OutAxis},
     plan::{ElemType, Full, ParameterInfo, ShardingStrategy},
-    sampler::{DistributedSampler, Partition, SamplerConfig, Tail},
+    sampler::{DistributedSampler, Order, Partition, SamplerConfig, SamplerState, Tail},
     types::{Epoch, Placement, Seed, WorldSize},
 };
 use integration_tests::lengths::WEB;
@@ -40,6 +41,40 @@ fn many_ranks_read_every_sequence_once_each_epoch_within_the_budget() {
         let mut read: Vec<u64> = batches.into_iter().flat_map(|batch| batch.indices).collect();
         read.sort_unstable();
         assert!(read.into_iter().eq(0..5_000), "epoch {epoch}");
+    }
+}
+
+#[test]
+fn killed_and_resumed_on_other_worlds_no_sample_is_lost_or_read_twice() {
+    const LEN: u64 = 100_003;
+    let draw = |epoch, life: u64, below| Seed::new(3).derive(epoch).derive(life).as_u64() % below;
+    for order in [Order::Shuffled, Order::Exact, Order::Torch] {
+        let config =
+            SamplerConfig::default().with_order(order).with_partition(Partition::Strided).with_tail(Tail::Spread);
+        let sampler = |placement| DistributedSampler::new(LEN, placement, config).unwrap();
+        for epoch in 0..3 {
+            let mut first = sampler(Placement::SINGLE);
+            first.set_epoch(Epoch::new(epoch));
+            // The checkpoint of each life is a text, as in a file.
+            let mut checkpoint = serde_json::to_string(&first.state(0)).unwrap();
+            let mut read = Vec::new();
+            for life in 0.. {
+                let state: SamplerState = serde_json::from_str(&checkpoint).unwrap();
+                let world = [64, 48, 64, 96][(life % 4) as usize];
+                let steps = 1 + draw(epoch, life, 700);
+                for placement in WorldSize::new(world).unwrap().placements() {
+                    let mut rank = sampler(placement);
+                    rank.resume(&state).unwrap();
+                    read.extend(rank.iter().take(steps as usize));
+                    checkpoint = serde_json::to_string(&rank.state(steps)).unwrap();
+                }
+                if read.len() as u64 >= LEN {
+                    break;
+                }
+            }
+            read.sort_unstable();
+            assert!(read.into_iter().eq(0..LEN), "{order:?}, epoch {epoch}");
+        }
     }
 }
 

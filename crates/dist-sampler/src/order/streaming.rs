@@ -195,24 +195,21 @@ impl<W: Word, const N: usize> Network<W, N> {
     /// Writes the samples at `first`, `first` + `step`, … , a block at a time.
     #[inline(always)]
     fn fill(&self, first: u64, step: u64, out: &mut [u64]) {
+        // Products of positions behind the last may wrap around: nobody reads what becomes of them.
+        let offsets: [u64; BLOCK] = std::array::from_fn(|i| step.wrapping_mul(i as u64));
         for (block, out) in (0..).zip(out.chunks_mut(BLOCK)) {
             let first = first + block * BLOCK as u64 * step;
-            self.fill_block(first, step, out);
-            // Rare, since the network permutes hardly more numbers than there are samples.
-            if out.iter().any(|&number| number >= self.len) {
-                let outside = out.iter_mut().filter(|number| **number >= self.len);
-                outside.for_each(|number| *number = self.get(*number));
-            }
+            self.fill_block(&offsets.map(|offset| first.wrapping_add(offset)), out);
+            self.bring_inside(out);
         }
     }
 
     /// One step of the network for up to [`BLOCK`] positions; loops without branches, so that they become vectors.
     #[inline(always)]
-    fn fill_block(&self, first: u64, step: u64, out: &mut [u64]) {
+    fn fill_block(&self, positions: &[u64; BLOCK], out: &mut [u64]) {
         let (mut uppers, mut lowers) = ([W::default(); BLOCK], [W::default(); BLOCK]);
-        // Positions behind the last may wrap around: nobody reads what becomes of them.
-        for (i, (upper, lower)) in (0..).zip(uppers.iter_mut().zip(&mut lowers)) {
-            (*upper, *lower) = self.split(first.wrapping_add(step.wrapping_mul(i)));
+        for ((upper, lower), position) in uppers.iter_mut().zip(&mut lowers).zip(positions) {
+            (*upper, *lower) = self.split(*position);
         }
         for keys in self.keys.chunks_exact(2) {
             for (upper, lower) in uppers.iter_mut().zip(&mut lowers) {
@@ -221,6 +218,17 @@ impl<W: Word, const N: usize> Network<W, N> {
         }
         for (number, halves) in out.iter_mut().zip(uppers.into_iter().zip(lowers)) {
             *number = self.join(halves);
+        }
+    }
+
+    /// Lets the numbers that left the order walk on, which few do: the network permutes hardly more numbers than there
+    /// are samples.
+    #[inline(always)]
+    fn bring_inside(&self, numbers: &mut [u64]) {
+        let largest = numbers.iter().fold(0, |largest, &number| largest.max(number));
+        if largest >= self.len {
+            let outside = numbers.iter_mut().filter(|number| **number >= self.len);
+            outside.for_each(|number| *number = self.get(*number));
         }
     }
 }
