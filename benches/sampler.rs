@@ -1,4 +1,9 @@
-//! Sampler: making an epoch and reading it, beside the naive way.
+//! Sampler: one rank's epoch in every order, single reads and seeks, beside the floor of writing numbers to memory.
+//!
+//! `CANDLE_DISTRIBUTED_BENCH_LEN` sets the length of the data set; figures beside those of the peers are for 100 million.
+
+#![allow(clippy::unwrap_used, reason = "a bench that cannot be set up must not run")]
+#![allow(clippy::cast_possible_truncation, reason = "a rank's share fits the memory")]
 
 use std::hint::black_box;
 
@@ -8,47 +13,88 @@ use candle_distributed::{
 };
 use criterion::{Criterion, Throughput, criterion_group, criterion_main};
 
-const LEN: u64 = 1_000_000;
 const WORLD: u64 = 8;
 
-fn sampler(order: Order) -> Option<DistributedSampler> {
-    let config = SamplerConfig::default().with_order(order).with_partition(Partition::Strided).with_tail(Tail::Drop);
-    DistributedSampler::new(LEN, Placement::new(3, WORLD).ok()?, config).ok()
+fn len() -> u64 {
+    std::env::var("CANDLE_DISTRIBUTED_BENCH_LEN").map_or(1_000_000, |len| len.parse().unwrap())
 }
 
-/// One rank's epoch: set it, then read every index.
+/// Rank 3 of 8, strided.
+fn sampler(len: u64, order: Order) -> DistributedSampler {
+    let config = SamplerConfig::default().with_order(order).with_partition(Partition::Strided).with_tail(Tail::Drop);
+    DistributedSampler::new(len, Placement::new(3, WORLD).unwrap(), config).unwrap()
+}
+
+/// Go to the next epoch and write all of the rank's indices to a warm buffer.
 fn epoch(c: &mut Criterion) {
+    let share = len() / WORLD;
+    let mut buffer = vec![0; share as usize];
     let mut group = c.benchmark_group("sampler/epoch");
-    group.throughput(Throughput::Elements(LEN / WORLD)).sample_size(20);
-    for (variant, order) in [("sequential_1M_w8", Order::Sequential), ("exact_1M_w8", Order::Exact)] {
-        let Some(mut sampler) = sampler(order) else { continue };
+    group.throughput(Throughput::Elements(share)).sample_size(10);
+    let orders = [("streaming", Order::Streaming), ("exact", Order::Exact), ("torch", Order::Torch)];
+    for (variant, order) in [("sequential", Order::Sequential)].into_iter().chain(orders) {
+        let mut sampler = sampler(len(), order);
         let mut epoch = 0;
         group.bench_function(variant, |b| {
             b.iter(|| {
                 epoch += 1;
                 sampler.set_epoch(Epoch::new(epoch));
-                let sum: u64 = sampler.iter().sum();
-                assert!(sum > 0);
-                black_box(sum)
+                assert_eq!(sampler.fill(0, &mut buffer), buffer.len());
+                black_box(&mut buffer);
+            });
+        });
+    }
+    // The floor: consecutive numbers, written to the same buffer.
+    group.bench_function("write_consecutive_u64", |b| {
+        b.iter(|| {
+            (0..).zip(buffer.iter_mut()).for_each(|(value, slot)| *slot = value);
+            black_box(&mut buffer);
+        });
+    });
+    group.finish();
+}
+
+/// The same through the iterator, as a loader reads it.
+fn iterate(c: &mut Criterion) {
+    let sampler = sampler(len(), Order::Streaming);
+    let mut group = c.benchmark_group("sampler/iterate");
+    group.throughput(Throughput::Elements(sampler.len())).sample_size(10);
+    group.bench_function("streaming", |b| b.iter(|| sampler.iter().fold(0, |all, index| all ^ index)));
+    group.finish();
+}
+
+/// What it costs to make a sampler of 10^12 samples, to go anywhere in it, and to find a sample.
+fn random_access(c: &mut Criterion) {
+    const TRILLION: u64 = 1_000_000_000_000;
+    let mut group = c.benchmark_group("sampler/random_access");
+    group.throughput(Throughput::Elements(1));
+    group.bench_function("new_and_first_1T", |b| {
+        b.iter(|| sampler(black_box(TRILLION), Order::Streaming).iter().next());
+    });
+    for (variant, len) in [("100M", 100_000_000), ("1T", TRILLION)] {
+        let sampler = sampler(len, Order::Streaming);
+        let mut n = 0;
+        group.bench_function(format!("seek_{variant}"), |b| {
+            b.iter(|| {
+                n = (n + 7_919) % sampler.len();
+                sampler.iter().nth(n as usize)
+            });
+        });
+        group.bench_function(format!("get_{variant}"), |b| {
+            b.iter(|| {
+                n = (n + 7_919) % sampler.len();
+                sampler.get(black_box(n))
+            });
+        });
+        group.bench_function(format!("position_of_{variant}"), |b| {
+            b.iter(|| {
+                n = (n + 7_919) % len;
+                sampler.position_of(black_box(n))
             });
         });
     }
     group.finish();
 }
 
-/// The floor: writing as many consecutive numbers to memory that is warm.
-fn reference(c: &mut Criterion) {
-    let mut group = c.benchmark_group("sampler/reference");
-    group.throughput(Throughput::Elements(LEN / WORLD));
-    let mut buffer = vec![0_u64; (LEN / WORLD) as usize];
-    group.bench_function("write_u64", |b| {
-        b.iter(|| {
-            (0..).zip(buffer.iter_mut()).for_each(|(value, slot)| *slot = black_box(value));
-            assert_eq!(buffer.last(), Some(&(LEN / WORLD - 1)));
-        });
-    });
-    group.finish();
-}
-
-criterion_group!(benches, epoch, reference);
+criterion_group!(benches, epoch, iterate, random_access);
 criterion_main!(benches);

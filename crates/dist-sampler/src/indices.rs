@@ -29,6 +29,7 @@ impl<'a> Indices<'a> {
     }
 
     /// The `n`-th index, from the block that begins with it unless it lies in the last one.
+    #[allow(clippy::cast_possible_truncation, reason = "a block holds no more than `BLOCK` indices")]
     fn read(&mut self, n: u64) -> Option<u64> {
         if !self.in_block.contains(&n) {
             let count = (self.numbers.len() - n).min(BLOCK as u64);

@@ -106,7 +106,7 @@ impl Deal {
     /// What nobody has read when every rank has read its first `consumed` positions, or all if it has fewer.
     pub(crate) fn left(&self, consumed: u64) -> Left {
         if let Rule::Strided(tail) = self.rule {
-            return Left::new([self.unread_rounds(tail, consumed)..self.len]);
+            return Left::from(self.unread_rounds(tail, consumed)..self.len);
         }
         let unread = self.world_size.placements().map(|place| self.positions(place).unread(consumed));
         let dropped = if self.rule == Rule::Contiguous(Tail::Drop) { self.full_rounds()..self.len } else { 0..0 };
@@ -175,6 +175,12 @@ pub(crate) struct Left {
     /// How many positions stand before each range.
     before: Vec<u64>,
     len: u64,
+}
+
+impl From<Range<u64>> for Left {
+    fn from(range: Range<u64>) -> Self {
+        Self::new(std::iter::once(range))
+    }
 }
 
 impl Left {

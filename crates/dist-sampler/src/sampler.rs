@@ -1,5 +1,7 @@
 //! One rank's view of the data set, epoch by epoch.
 
+use std::fmt::Debug;
+
 use core_types::{Epoch, Placement, Rank, split};
 
 use crate::{
@@ -84,7 +86,7 @@ impl DistributedSampler {
         let deal = Deal::new(len, placement.world_size(), Rule::new(config.partition, config.tail))?;
         let positions = deal.positions(placement);
         let samples = Samples::new(len, config.order, config.seed)?;
-        let (epoch, earlier, left, consumed) = (Epoch::ZERO, Vec::new(), Left::new([0..len]), 0);
+        let (epoch, earlier, left, consumed) = (Epoch::ZERO, Vec::new(), Left::from(0..len), 0);
         Ok(Self { len, placement, config, epoch, samples, earlier, left, deal, positions, consumed })
     }
 
@@ -109,7 +111,7 @@ impl DistributedSampler {
     /// ```
     pub fn with_rank_weights(mut self, weights: &[u64]) -> Result<Self> {
         self.deal = Deal::new(self.len, self.placement.world_size(), Rule::Proportional(weights.to_vec()))?;
-        self.stand_at(Vec::new(), Left::new([0..self.len]), 0);
+        self.stand_at(Vec::new(), Left::from(0..self.len), 0);
         Ok(self)
     }
 
@@ -120,7 +122,7 @@ impl DistributedSampler {
     pub fn set_epoch(&mut self, epoch: Epoch) {
         if epoch != self.epoch {
             self.reorder(epoch);
-            self.stand_at(Vec::new(), Left::new([0..self.len]), 0);
+            self.stand_at(Vec::new(), Left::from(0..self.len), 0);
         }
     }
 
@@ -188,8 +190,8 @@ impl DistributedSampler {
         let Some((last, earlier)) = state.stages.split_last() else {
             return Err(Error::StateConsumed { consumed: 0, len: 0 });
         };
-        let left = earlier.iter().try_fold(Left::new([0..self.len]), left_by)?;
-        let left_by_last = left_by(left.clone(), last)?;
+        let left = earlier.iter().try_fold(Left::from(0..self.len), |left, stage| left_by(stage, &left))?;
+        let left_by_last = left_by(last, &left)?;
         self.reorder(state.epoch);
         if last.world_size == self.deal.world_size() && last.rule == *self.deal.rule() {
             self.stand_at(earlier.to_vec(), left, last.consumed);
@@ -204,10 +206,10 @@ impl DistributedSampler {
         if state.version != own.version {
             return Err(Error::StateVersion { version: state.version, supported: own.version });
         }
-        same("order", format!("{:?}", state.order), format!("{:?}", own.order))?;
-        same("data set length", state.len, own.len)?;
-        same("weights or classes with fingerprint", state.fingerprint, own.fingerprint)?;
-        same("seed", state.seed, own.seed)
+        same("order", &state.order, &own.order)?;
+        same("data set length", &state.len, &own.len)?;
+        same("weights or classes with fingerprint", &state.fingerprint, &own.fingerprint)?;
+        same("seed", &state.seed.as_u64(), &own.seed.as_u64())
     }
 
     /// The epoch whose samples are read now.
@@ -301,7 +303,7 @@ impl DistributedSampler {
     /// Writes the indices `start`, `start` + `every`, … of this rank; all of them must exist.
     pub(crate) fn fill_every(&self, every: u64, start: u64, out: &mut [u64]) {
         let evenly = self.evenly_spaced(every, start).unwrap_or_default();
-        let (fast, slow) = out.split_at_mut(evenly.count.min(out.len() as u64) as usize);
+        let (fast, slow) = out.split_at_mut(usize::try_from(evenly.count).unwrap_or(usize::MAX).min(out.len()));
         self.samples.fill(evenly.first, evenly.step, fast);
         for (n, slot) in (fast.len() as u64..).zip(slow) {
             *slot = self.get(start + n * every).unwrap_or_default();
@@ -379,7 +381,7 @@ struct Evenly {
 }
 
 /// What of `left` is still there when the world of `stage` has read its part.
-fn left_by(left: Left, stage: &Stage) -> Result<Left> {
+fn left_by(stage: &Stage, left: &Left) -> Result<Left> {
     let Stage { world_size, rule, consumed } = stage.clone();
     if consumed > left.len() {
         return Err(Error::StateConsumed { consumed, len: left.len() });
@@ -387,11 +389,11 @@ fn left_by(left: Left, stage: &Stage) -> Result<Left> {
     Ok(left.then(&Deal::new(left.len(), world_size, rule)?.left(consumed)))
 }
 
-fn same<T: PartialEq + ToString>(what: &'static str, state: T, sampler: T) -> Result<()> {
+fn same<T: PartialEq + Debug>(what: &'static str, state: &T, sampler: &T) -> Result<()> {
     if state == sampler {
         return Ok(());
     }
-    Err(Error::StateMismatch { what, state: state.to_string(), sampler: sampler.to_string() })
+    Err(Error::StateMismatch { what, state: format!("{state:?}"), sampler: format!("{sampler:?}") })
 }
 
 impl<'a> IntoIterator for &'a DistributedSampler {

@@ -1,7 +1,9 @@
 //! `sample`: the indices that one rank reads in one epoch.
 
+use std::{fs, path::PathBuf};
+
 use candle_distributed::{
-    sampler::{DistributedSampler, Order, Partition, SamplerConfig, Tail},
+    sampler::{DistributedSampler, Indices, Order, Partition, SamplerConfig, SamplerState, Tail},
     types::{Epoch, Placement, Seed},
 };
 use clap::ValueEnum;
@@ -14,8 +16,13 @@ use crate::{
 
 /// Print the indices that one rank reads in one epoch.
 ///
-/// Example: candle-distributed sample --len 11 --world-size 4 --rank 0 --preset spdl
+/// They are computed as they are printed, so any part of a data set of any length comes at once.
+///
+/// Examples:
+///   candle-distributed sample --len 11 --world-size 4 --rank 0 --preset spdl
+///   candle-distributed sample --len 1000000000000 --world-size 8 --rank 3 --start 70000000000 --count 5
 #[derive(Debug, clap::Args)]
+#[command(verbatim_doc_comment)]
 pub(crate) struct Args {
     /// Number of samples in the data set
     #[arg(long)]
@@ -38,21 +45,43 @@ pub(crate) struct Args {
     /// What happens to the samples that are left when the world does not divide the data set
     #[arg(long, value_enum)]
     tail: Option<TailArg>,
-    /// Seed of the shuffle
-    #[arg(long, default_value_t = 0)]
+    /// Contiguous shares in proportion to these weights, one for each rank, in place of partition and tail
+    #[arg(long, value_delimiter = ',', value_name = "W,W,...", conflicts_with_all = ["partition", "tail"])]
+    rank_weights: Option<Vec<u64>>,
+    /// Seed of the shuffle; a negative one is cast to 64 bits, as PyTorch does
+    #[arg(long, default_value = "0", value_parser = parse_seed, allow_negative_numbers = true)]
     seed: u64,
     /// Epoch, counted from 0
     #[arg(long, default_value_t = 0)]
     epoch: u64,
-    /// First of the rank's indices to print, counted from 0
+    /// Go on where the sampler stood when this file was written by --save-state, in any world
+    #[arg(long, value_name = "FILE", conflicts_with = "epoch")]
+    resume: Option<PathBuf>,
+    /// Write where every rank stands after as many indices as are printed
+    #[arg(long, value_name = "FILE")]
+    save_state: Option<PathBuf>,
+    /// Number of workers that share what the rank reads
+    #[arg(long, default_value_t = 1)]
+    workers: u64,
+    /// The worker whose indices are printed
+    #[arg(long, default_value_t = 0)]
+    worker: u64,
+    /// First of the indices to print, counted from 0
     #[arg(long, default_value_t = 0)]
     start: u64,
     /// How many indices to print at most [default: all]
     #[arg(long)]
     count: Option<u64>,
+    /// Say of each index whether it is padding, a repetition that metrics should leave out
+    #[arg(long, conflicts_with = "workers")]
+    mark_padding: bool,
     /// Text with one index a line, or JSON
     #[arg(long, value_enum, default_value_t)]
     format: Format,
+}
+
+fn parse_seed(text: &str) -> Result<u64, std::num::ParseIntError> {
+    text.parse().or_else(|_| text.parse::<i64>().map(i64::cast_unsigned))
 }
 
 #[derive(Clone, Copy, Debug, Default, ValueEnum)]
@@ -60,14 +89,24 @@ enum Preset {
     /// Shuffled, contiguous, the last rank takes the rest
     #[default]
     Spec,
+    /// PyTorch's sampler, bit for bit: its shuffle, strided, padded
+    Torch,
     /// SPDL's deterministic sampler: sequential, strided, the last round dropped
     Spdl,
 }
 
 #[derive(Clone, Copy, Debug, ValueEnum)]
 enum OrderArg {
+    /// 0, 1, 2, ...
     Sequential,
+    /// Exact for short data sets, streaming for long ones
+    Shuffled,
+    /// A uniform shuffle, held in memory
     Exact,
+    /// A pseudorandom permutation that takes no memory
+    Streaming,
+    /// PyTorch's shuffle
+    Torch,
 }
 
 #[derive(Clone, Copy, Debug, ValueEnum)]
@@ -88,11 +127,15 @@ impl Args {
     fn config(&self) -> SamplerConfig {
         let preset = match self.preset {
             Preset::Spec => SamplerConfig::default(),
+            Preset::Torch => SamplerConfig::torch_compatible(true, false),
             Preset::Spdl => SamplerConfig::spdl_deterministic(true),
         };
         let order = self.order.map_or(preset.order, |order| match order {
             OrderArg::Sequential => Order::Sequential,
+            OrderArg::Shuffled => Order::Shuffled,
             OrderArg::Exact => Order::Exact,
+            OrderArg::Streaming => Order::Streaming,
+            OrderArg::Torch => Order::Torch,
         });
         let partition = self.partition.map_or(preset.partition, |partition| match partition {
             PartitionArg::Contiguous => Partition::Contiguous,
@@ -106,6 +149,38 @@ impl Args {
         });
         preset.with_order(order).with_partition(partition).with_tail(tail).with_seed(Seed::new(self.seed))
     }
+
+    /// The sampler, at the place in the epoch that was asked for.
+    fn sampler(&self) -> Result<DistributedSampler> {
+        let mut sampler =
+            DistributedSampler::new(self.len, Placement::new(self.rank, self.world_size)?, self.config())?;
+        if let Some(weights) = &self.rank_weights {
+            sampler = sampler.with_rank_weights(weights)?;
+        }
+        match &self.resume {
+            Some(path) => sampler.resume(&read_state(path)?)?,
+            None => sampler.set_epoch(Epoch::new(self.epoch)),
+        }
+        Ok(sampler)
+    }
+
+    /// How many of `len` indices are printed.
+    fn count(&self, len: u64) -> Result<u64> {
+        let start = self.start;
+        let left =
+            len.checked_sub(start).ok_or_else(|| Error::Usage(format!("start {start} is beyond {len} indices")))?;
+        Ok(self.count.map_or(left, |count| count.min(left)))
+    }
+}
+
+fn read_state(path: &PathBuf) -> Result<SamplerState> {
+    let text = fs::read_to_string(path).map_err(|source| Error::Read { path: path.clone(), source })?;
+    serde_json::from_str(&text).map_err(|source| Error::State { path: path.clone(), source })
+}
+
+fn write_state(path: &PathBuf, state: &SamplerState) -> Result<()> {
+    let text = serde_json::to_string(state).map_err(std::io::Error::from)?;
+    fs::write(path, text).map_err(|source| Error::Write { path: path.clone(), source })
 }
 
 /// The JSON result. The indices are computed as they are written and never held.
@@ -116,47 +191,55 @@ struct Answer<'a> {
     world_size: u64,
     rank: u64,
     per_rank_len: u64,
-    indices: Indices<'a>,
+    indices: Printed<'a>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    padding: Option<Vec<bool>>,
 }
 
-/// The part of a rank's indices that was asked for.
-struct Indices<'a> {
-    sampler: &'a DistributedSampler,
+/// The indices that were asked for.
+#[derive(Clone)]
+struct Printed<'a> {
+    indices: Indices<'a>,
     start: u64,
     count: u64,
 }
 
-impl Indices<'_> {
+impl Printed<'_> {
     fn iter(&self) -> impl Iterator<Item = u64> {
-        (self.start..self.start + self.count).filter_map(|n| self.sampler.get(n))
+        let in_memory = |n: u64| usize::try_from(n).unwrap_or(usize::MAX);
+        self.indices.clone().skip(in_memory(self.start)).take(in_memory(self.count))
     }
 }
 
-impl Serialize for Indices<'_> {
+impl Serialize for Printed<'_> {
     fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
         serializer.collect_seq(self.iter())
     }
 }
 
 pub(crate) fn run(args: &Args) -> Result<()> {
-    let placement = Placement::new(args.rank, args.world_size)?;
-    let mut sampler = DistributedSampler::new(args.len, placement, args.config())?;
-    sampler.set_epoch(Epoch::new(args.epoch));
-    let Some(left) = sampler.len().checked_sub(args.start) else {
-        let (start, len) = (args.start, sampler.len());
-        return Err(Error::Usage(format!("start {start} is beyond the {len} indices of {placement}")));
-    };
-    let count = args.count.map_or(left, |count| count.min(left));
-    let indices = Indices { sampler: &sampler, start: args.start, count };
+    let sampler = args.sampler()?;
+    let indices = sampler.iter_worker(Placement::new(args.worker, args.workers)?);
+    let count = args.count(indices.len() as u64)?;
+    let is_padding = |n| sampler.entry(n).is_some_and(|(_, is_padding)| is_padding);
+    let numbers = args.start..args.start + count;
+    let printed = Printed { indices, start: args.start, count };
     match args.format {
-        Format::Text => output::text(|out| indices.iter().try_for_each(|index| writeln!(out, "{index}"))),
+        Format::Text => output::text(|out| {
+            printed.iter().zip(numbers).try_for_each(|(index, n)| {
+                let mark = if args.mark_padding && is_padding(n) { " padding" } else { "" };
+                writeln!(out, "{index}{mark}")
+            })
+        }),
         Format::Json => output::json(&Answer {
             format_version: 1,
             len: args.len,
             world_size: args.world_size,
             rank: args.rank,
             per_rank_len: sampler.len(),
-            indices,
+            indices: printed,
+            padding: args.mark_padding.then(|| numbers.map(is_padding).collect()),
         }),
-    }
+    }?;
+    args.save_state.as_ref().map_or(Ok(()), |path| write_state(path, &sampler.state(args.start + count)))
 }

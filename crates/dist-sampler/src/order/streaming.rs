@@ -13,6 +13,8 @@
 //! Fewer rounds than [`ROUNDS`] fail the tests in `quality.rs`; below a few thousand samples so few of the N! orders
 //! are reachable that the exact shuffle is the better choice.
 
+#![allow(clippy::inline_always, reason = "a call in the middle of a block would keep it from becoming vectors")]
+
 use core_types::Seed;
 
 /// Rounds of the network.
