@@ -76,4 +76,23 @@ pub enum Error {
         /// How much there was to read.
         len: u64,
     },
+    /// A mixture has more or fewer weights than samplers.
+    #[error("{weights} weights were given for a mixture of {samplers} samplers")]
+    MixtureWeights {
+        /// The number of weights.
+        weights: usize,
+        /// The number of samplers.
+        samplers: usize,
+    },
+    /// No sampler of a mixture has a weight above 0.
+    #[error("no sampler of the mixture has a weight above 0")]
+    NoMixtureWeight,
+    /// The weights of a mixture repeat only after too many turns.
+    #[error("the weights of the mixture repeat after {turns} turns, the limit is {max}; round them")]
+    MixtureCycle {
+        /// The sum of the weights over their greatest common divisor.
+        turns: u64,
+        /// The longest cycle.
+        max: u64,
+    },
 }

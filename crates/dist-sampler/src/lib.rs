@@ -3,6 +3,7 @@
 mod config;
 mod error;
 mod indices;
+mod mixture;
 mod order;
 mod partition;
 mod sampler;
@@ -12,6 +13,7 @@ pub use crate::{
     config::{Order, Partition, SamplerConfig, Tail},
     error::{Error, Result},
     indices::Indices,
+    mixture::Mixture,
     sampler::DistributedSampler,
     state::SamplerState,
 };
