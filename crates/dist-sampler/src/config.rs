@@ -98,6 +98,14 @@ impl SamplerConfig {
         Self { order: Order::Sequential, partition: Partition::Strided, tail, seed: Seed::default() }
     }
 
+    /// The choices of SPDL's `DistributedRandomSampler`: shuffled, strided, the incomplete last round dropped.
+    ///
+    /// SPDL counts its iterations and reshuffles by itself; here [`set_epoch`](crate::DistributedSampler::set_epoch) with
+    /// the next number does that. The order is another one than SPDL's.
+    pub fn spdl_random() -> Self {
+        Self::spdl_deterministic(true).with_order(Order::Shuffled)
+    }
+
     /// The choices of PyTorch's `DistributedSampler`, with whose index lists the sampler then agrees to the bit.
     ///
     /// PyTorch's defaults are `shuffle` true and `drop_last` false. Its seeds are signed; here they are cast to `u64`.
