@@ -5,6 +5,7 @@
 
 mod commands;
 mod error;
+mod input;
 mod output;
 mod threads;
 mod train;
@@ -34,8 +35,6 @@ enum Command {
 fn main() -> ExitCode {
     match run(Cli::parse().command) {
         Ok(()) => ExitCode::SUCCESS,
-        // The reader has seen enough, as `head` has: that is no failure of ours.
-        Err(Error::Output(source)) if source.kind() == std::io::ErrorKind::BrokenPipe => ExitCode::SUCCESS,
         Err(error) => {
             eprintln!("error: {}", error.chain());
             ExitCode::from(error.exit_code())

@@ -17,10 +17,18 @@ pub(crate) enum Format {
 }
 
 /// Writes a result as text.
+///
+/// A reader who has seen enough and closed the pipe, as `head` does, is no failure.
 pub(crate) fn text(write: impl FnOnce(&mut dyn Write) -> io::Result<()>) -> Result<()> {
     let mut out = BufWriter::new(io::stdout().lock());
-    write(&mut out)?;
-    Ok(out.flush()?)
+    match write(&mut out).and_then(|()| out.flush()) {
+        Err(error) if error.kind() == io::ErrorKind::BrokenPipe => {
+            // What is still in the buffer has no reader: writing it again when the buffer is dropped would fail again.
+            drop(out.into_parts());
+            Ok(())
+        }
+        written => Ok(written?),
+    }
 }
 
 /// Writes a result as one JSON object.

@@ -84,6 +84,62 @@ fn sample_covers_the_data_set_over_all_ranks() {
 }
 
 #[test]
+fn sample_repeats_what_torch_reads_and_marks_its_padding() {
+    // torch.utils.data.DistributedSampler(range(10), num_replicas=1, rank=0, seed=45)
+    let torch = ["sample", "--preset", "torch", "--len", "10", "--seed", "45"];
+    assert_eq!(json(&torch)["indices"], json!([7, 6, 5, 3, 4, 9, 0, 8, 2, 1]));
+    assert_eq!(json(&["sample", "--preset", "torch", "--len", "10", "--seed", "-1", "--epoch", "46"]), json(&torch));
+    let padded =
+        ["sample", "--preset", "torch", "--order", "sequential", "--len", "5", "--world-size", "3", "--rank", "2"];
+    let marked = [&padded[..], &["--mark-padding"]].concat();
+    assert_eq!(text(&marked), "2\n0 padding\n");
+    assert_eq!(json(&marked)["padding"], json!([false, true]));
+}
+
+#[test]
+fn sample_goes_on_in_another_world_where_it_was_stopped() {
+    let dir = tempfile::tempdir().unwrap();
+    let state = dir.path().join("state.json");
+    let state = state.to_str().unwrap();
+    let world = ["sample", "--len", "1000000", "--order", "streaming", "--partition", "strided", "--tail", "spread"];
+    let read = |more: &[&str]| -> Vec<u64> {
+        text(&[&world[..], more].concat()).lines().map(|line| line.parse().unwrap()).collect()
+    };
+    let four =
+        |rank| read(&["--world-size", "4", "--rank", rank, "--epoch", "3", "--count", "100", "--save-state", state]);
+    let first: Vec<u64> = ["0", "1", "2", "3"].into_iter().flat_map(four).collect();
+    let whole = read(&["--epoch", "3", "--count", "410"]);
+    assert!((0..400).all(|n| first.contains(&whole[n])));
+    assert_eq!(read(&["--resume", state, "--count", "10"]), whole[400..]);
+    refuses(
+        &["sample", "--len", "999", "--order", "streaming", "--resume", state],
+        &["data set length 1000000", "999"],
+    );
+    let (_dir, broken) = file("state.json", "{}");
+    refuses(&["sample", "--len", "9", "--resume", &broken], &["state.json"]);
+}
+
+#[test]
+fn sample_shares_a_rank_among_workers_and_the_data_by_weight() {
+    let sequential = ["sample", "--len", "10", "--order", "sequential"];
+    let with = |more: &[&'static str]| text(&[&sequential[..], more].concat());
+    assert_eq!(with(&["--workers", "3", "--worker", "1"]), "1\n4\n7\n");
+    assert_eq!(with(&["--world-size", "2", "--rank", "1", "--rank-weights", "4,1"]), "8\n9\n");
+    refuses(
+        &["sample", "--len", "10", "--world-size", "2", "--rank-weights", "1,2,3"],
+        &["3 rank weights", "world of 2"],
+    );
+}
+
+#[test]
+fn sample_starts_anywhere_in_a_trillion_samples() {
+    let args = ["--len", "1000000000000", "--world-size", "8", "--rank", "3", "--start", "70000000000", "--count", "3"];
+    let indices = json(&[&["sample"], &args[..]].concat());
+    assert_eq!(indices["per_rank_len"], 125_000_000_000_u64);
+    assert_eq!(indices["indices"], json!([787_805_353_221_u64, 260_428_035_739_u64, 11_211_376_570_u64]));
+}
+
+#[test]
 fn sample_refuses_bad_input() {
     refuses(&["sample", "--len", "0"], &["length 0"]);
     refuses(&["sample", "--len", "9223372036854775809"], &["9223372036854775809", "9223372036854775808"]);
@@ -147,17 +203,22 @@ fn batch_refuses_bad_input() {
     let (_dir, path) = file("lengths.txt", "3 600 4");
     let dynamic = ["batch", "--lengths", &path, "--strategy", "dynamic"];
     let with = |more: &[&'static str]| [&dynamic[..], more].concat();
-    refuses(&dynamic, &[]);
+    refuses(&dynamic, &["max_tokens"]);
     refuses(&with(&["--max-tokens", "0"]), &["max_tokens", "0"]);
     refuses(&with(&["--max-tokens", "599"]), &["600", "599"]);
     refuses(&with(&["--max-tokens", "1000", "--max-sequence-length", "512"]), &["600", "512"]);
     refuses(&with(&["--max-batch-size", "5000000000", "--max-sequence-length", "5000000000"]), &["5000000000"]);
+    refuses(&with(&["--max-tokens", "1000", "--bucket-width", "8"]), &["--bucket-width", "--strategy bucket"]);
+    refuses(&with(&["--max-tokens", "1000", "--epoch", "1"]), &["--shuffle"]);
     let bucket = ["batch", "--lengths", &path, "--strategy", "bucket", "--max-batch-size", "8", "--bucket-width", "0"];
     refuses(&bucket, &["width", "0"]);
 
-    for (content, words) in
-        [("", &["0"][..]), ("3 x 4", &["length 2", "\"x\""]), ("3 -4", &["\"-4\""]), ("99999999999999999999", &[])]
-    {
+    for (content, words) in [
+        ("", &["no lengths in", "lengths.txt"][..]),
+        ("3 x 4", &["length 2", "\"x\""]),
+        ("3 -4", &["\"-4\""]),
+        ("99999999999999999999", &["length 1", "\"99999999999999999999\""]),
+    ] {
         let (_dir, path) = file("lengths.txt", content);
         refuses(&["batch", "--lengths", &path, "--strategy", "pad-to-max", "--max-batch-size", "2"], words);
     }
@@ -237,10 +298,14 @@ fn plan_refuses_bad_input() {
     refuses_model("m.json", b"{", &["m.json"]);
     refuses_model("m.json", br#"{"w": {"dtype": "F33", "shape": [1]}}"#, &["F33"]);
     refuses_model("m.json", br#"{"w": {"dtype": "F32", "shape": [-1]}}"#, &["m.json"]);
-    refuses_model("m.json", br#"{"w": {"dtype": "F32", "shape": [9223372036854775807, 3]}}"#, &["w"]);
+    refuses_model(
+        "m.json",
+        br#"{"w": {"dtype": "F32", "shape": [9223372036854775807, 3]}}"#,
+        &["parameter w of shape [9223372036854775807, 3]"],
+    );
     let twice = br#"{"w": {"dtype": "F32", "shape": [1]}, "w": {"dtype": "F32", "shape": [1]}}"#;
-    refuses_model("m.json", twice, &["w"]);
-    refuses_model("m.json", br#"{"w": {"dtype": "F32", "shape": []}}"#, &["w"]);
+    refuses_model("m.json", twice, &["parameter w is listed twice"]);
+    refuses_model("m.json", br#"{"w": {"dtype": "F32", "shape": []}}"#, &["parameter w has no dims"]);
     refuses_model("m.safetensors", b"abc", &["m.safetensors"]);
     refuses_model("m.safetensors", &u64::MAX.to_le_bytes(), &["18446744073709551615"]);
     refuses_model("m.safetensors", &[&[99, 0, 0, 0, 0, 0, 0, 0][..], b"{}"].concat(), &["107", "10"]);
@@ -288,6 +353,17 @@ fn train_prints_the_plan_first_and_where_the_run_is_last() {
 }
 
 #[test]
+fn train_saves_its_model_though_nobody_reads_what_it_prints() {
+    let dir = tempfile::tempdir().unwrap();
+    let out = dir.path().join("run");
+    let mut child = command(&["train", "--steps", "1", "--out", out.to_str().unwrap()]);
+    let mut child = child.stdout(Stdio::piped()).stderr(Stdio::null()).spawn().unwrap();
+    drop(child.stdout.take());
+    child.wait().unwrap();
+    assert!(out.join("model.safetensors").exists());
+}
+
+#[test]
 fn train_refuses_bad_input_and_never_overwrites_a_run() {
     refuses(&["train", "--steps", "0"], &["0 steps"]);
     refuses(&["train", "--world-size", "0"], &["world size 0"]);
@@ -296,7 +372,11 @@ fn train_refuses_bad_input_and_never_overwrites_a_run() {
     refuses(&["train", "--device", "cuda", "--world-size", "1"], &["device 0"]);
     let (dir, data) = file("text.txt", "one\n\ntwo");
     refuses(&["train", "--data", &data, "--world-size", "3"], &["2 sequences", "3 devices"]);
-    fs::write(dir.path().join("metrics.jsonl"), "kept").unwrap();
-    refuses(&["train", "--steps", "1", "--out", dir.path().to_str().unwrap()], &["already holds a run"]);
-    assert_eq!(fs::read_to_string(dir.path().join("metrics.jsonl")).unwrap(), "kept");
+    for kept in ["metrics.jsonl", "model.safetensors"] {
+        let path = dir.path().join(kept);
+        fs::write(&path, "kept").unwrap();
+        refuses(&["train", "--steps", "1", "--out", dir.path().to_str().unwrap()], &["already holds a run"]);
+        assert_eq!(fs::read_to_string(&path).unwrap(), "kept");
+        fs::remove_file(path).unwrap();
+    }
 }

@@ -1,7 +1,7 @@
 //! The ways to cut `len` things over the ranks of a world.
 //!
-//! Sampler, batcher, planner and mesh all cut through these functions, so they can never disagree. In each of them
-//! every item has exactly one owner, and each rank computes its own part without a look at the others.
+//! Whatever is cut over ranks is cut through these functions, so sampler and planner can never disagree. In each of
+//! them every item has exactly one owner, and each rank computes its own part without a look at the others.
 //!
 //! | function | parts | who cuts like this |
 //! |---|---|---|

@@ -1,6 +1,6 @@
 //! The choices of a sampler: order, partition, tail, seed.
 
-use core_types::Seed;
+use core_types::{Epoch, Seed};
 
 /// In which order the samples of an epoch come, over all ranks.
 ///
@@ -86,6 +86,8 @@ pub struct SamplerConfig {
     pub tail: Tail,
     /// The root of the shuffle's randomness; 0 by default.
     pub seed: Seed,
+    /// The epoch at which the sampler starts; 0 by default.
+    pub epoch: Epoch,
 }
 
 impl SamplerConfig {
@@ -95,7 +97,8 @@ impl SamplerConfig {
     /// equally many; without it every sample is read and some ranks read one more.
     pub fn spdl_deterministic(drop_last_distributed_round: bool) -> Self {
         let tail = if drop_last_distributed_round { Tail::Drop } else { Tail::Spread };
-        Self { order: Order::Sequential, partition: Partition::Strided, tail, seed: Seed::default() }
+        let (order, partition) = (Order::Sequential, Partition::Strided);
+        Self { order, partition, tail, ..Self::default() }
     }
 
     /// The choices of SPDL's `DistributedRandomSampler`: shuffled, strided, the incomplete last round dropped.
@@ -112,7 +115,7 @@ impl SamplerConfig {
     pub fn torch_compatible(shuffle: bool, drop_last: bool) -> Self {
         let order = if shuffle { Order::Torch } else { Order::Sequential };
         let tail = if drop_last { Tail::Drop } else { Tail::Pad };
-        Self { order, partition: Partition::Strided, tail, seed: Seed::default() }
+        Self { order, partition: Partition::Strided, tail, ..Self::default() }
     }
 
     /// Sets the order of the samples.
@@ -137,5 +140,11 @@ impl SamplerConfig {
     #[must_use]
     pub fn with_seed(self, seed: Seed) -> Self {
         Self { seed, ..self }
+    }
+
+    /// Sets the epoch at which the sampler starts: an order held in memory is then shuffled once, not twice.
+    #[must_use]
+    pub fn with_epoch(self, epoch: Epoch) -> Self {
+        Self { epoch, ..self }
     }
 }

@@ -70,7 +70,7 @@ impl DistributedSampler {
     /// The longest data set: 2^63 samples.
     pub const MAX_LEN: u64 = 1 << 63;
 
-    /// Returns the sampler of `placement` over a data set of `len` samples, at epoch 0.
+    /// Returns the sampler of `placement` over a data set of `len` samples, at the epoch of the configuration.
     ///
     /// # Errors
     ///
@@ -85,8 +85,8 @@ impl DistributedSampler {
         }
         let deal = Deal::new(len, placement.world_size(), Rule::new(config.partition, config.tail))?;
         let positions = deal.positions(placement);
-        let samples = Samples::new(len, config.order, config.seed)?;
-        let (epoch, earlier, left, consumed) = (Epoch::ZERO, Vec::new(), Left::from(0..len), 0);
+        let samples = Samples::new(len, config.order, config.seed, config.epoch)?;
+        let (epoch, earlier, left, consumed) = (config.epoch, Vec::new(), Left::from(0..len), 0);
         Ok(Self { len, placement, config, epoch, samples, earlier, left, deal, positions, consumed })
     }
 

@@ -20,7 +20,7 @@ pub enum OutAxis {
     Gather(isize),
     /// They are added up, in the order of the mesh whichever device finishes first (`psum`).
     Sum,
-    /// They are averaged, in the order of the mesh (`pmean`).
+    /// They are averaged, in the order of the mesh (`pmean`); floats only.
     Mean,
 }
 

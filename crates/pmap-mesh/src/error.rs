@@ -1,6 +1,6 @@
 //! What can go wrong on a mesh, before a replica starts and inside it.
 
-use candle_core::Device;
+use candle_core::{DType, Device};
 
 /// The result of making or calling a parallel function.
 pub type Result<T, E = Error> = std::result::Result<T, E>;
@@ -106,6 +106,14 @@ pub enum Error {
         tensors: usize,
         /// How many tensors replica 0 returned.
         expected: usize,
+    },
+    /// A mean of integers would have to be rounded.
+    #[error("output {index} of type {dtype:?} has no mean, only floats have; sum it")]
+    MeanOfIntegers {
+        /// Which output.
+        index: usize,
+        /// Its type.
+        dtype: DType,
     },
     /// The outputs of the replicas do not fit together.
     #[error("output {index} cannot be gathered")]

@@ -11,7 +11,7 @@ use crate::{
     replica::Replica,
     shard::{self, Cut},
     tree::{self, TensorTree},
-    worker::panic_message,
+    worker::{Workers, panic_message},
 };
 
 /// A function that runs on every device of a mesh; made by [`DeviceMesh::pmap`].
@@ -81,12 +81,14 @@ where
     ///
     /// Before a replica starts: [`Error::AxesCount`], [`Error::AxisOutOfRange`], [`Error::NotDivisible`],
     /// [`Error::Nested`]. From inside: [`Error::Replica`] and [`Error::Panicked`]; the mesh can be used again at once.
-    /// Afterwards: [`Error::OutputsDiffer`], [`Error::AxisOutOfRange`] and [`Error::Gather`].
+    /// Afterwards: [`Error::OutputsDiffer`], [`Error::AxisOutOfRange`],
+    /// [`Error::MeanOfIntegers`] and [`Error::Gather`].
     #[allow(clippy::needless_pass_by_value, reason = "arguments are given away, as to any function of tensors")]
     pub fn call(&self, arguments: I) -> Result<O> {
+        Workers::refuse_nesting()?;
         let shards = self.shard(&arguments)?;
         let jobs = shards.into_iter().enumerate().map(|(index, shard)| self.job(index, shard));
-        let outcomes = self.mesh.workers().run(jobs)?;
+        let outcomes = self.mesh.workers().run(jobs);
         let outputs = outcomes.into_iter().enumerate().map(|(index, outcome)| {
             outcome.unwrap_or_else(|payload| Err(self.panicked(index, panic_message(&*payload))))
         });

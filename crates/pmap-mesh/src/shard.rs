@@ -58,6 +58,9 @@ pub(crate) fn gather(index: usize, outputs: &[Tensor], axis: OutAxis, home: &Dev
             Tensor::cat(&outputs, dim).map_err(failed)
         }
         OutAxis::Sum => sum(&outputs).map_err(failed),
+        OutAxis::Mean if !outputs[0].dtype().is_float() => {
+            Err(Error::MeanOfIntegers { index, dtype: outputs[0].dtype() })
+        }
         OutAxis::Mean => sum(&outputs).and_then(|sum| sum / outputs.len() as f64).map_err(failed),
     }
 }

@@ -40,14 +40,16 @@ impl Workers {
         (0..count).map(start).collect::<Result<_>>().map(Self)
     }
 
+    /// Refuses to go on inside a replica, whose worker would wait for itself.
+    pub(crate) fn refuse_nesting() -> Result<()> {
+        if IN_REPLICA.get() { Err(Error::Nested) } else { Ok(()) }
+    }
+
     /// Runs the n-th job on the n-th worker, all at once, and returns their outcomes in that order.
     pub(crate) fn run<T: Send + 'static>(
         &self,
         jobs: impl IntoIterator<Item = impl FnOnce() -> T + Send + 'static>,
-    ) -> Result<Vec<Outcome<T>>> {
-        if IN_REPLICA.get() {
-            return Err(Error::Nested);
-        }
+    ) -> Vec<Outcome<T>> {
         let spawn = |(pool, job): (&rayon::ThreadPool, _)| {
             let (sender, outcome) = mpsc::sync_channel(1);
             // The caller waits for every outcome, so a send can only fail if the caller is gone.
@@ -55,16 +57,17 @@ impl Workers {
             outcome
         };
         let outcomes: Vec<_> = self.0.iter().zip(jobs).map(spawn).collect();
-        Ok(outcomes.into_iter().map(|outcome| outcome.recv().unwrap_or_else(|lost| Err(Box::new(lost)))).collect())
+        outcomes.into_iter().map(|outcome| outcome.recv().unwrap_or_else(|lost| Err(Box::new(lost)))).collect()
     }
 }
 
 /// Runs `job`, catching its panic.
 fn as_replica<T>(job: impl FnOnce() -> T) -> Outcome<T> {
-    IN_REPLICA.set(true);
+    // A replica that waits for rayon may be lent to another job, and must find the mark again when that is done.
+    let outer = IN_REPLICA.replace(true);
     // Whatever a panic leaves half done is owned by the job and dropped with it.
     let outcome = catch_unwind(AssertUnwindSafe(job));
-    IN_REPLICA.set(false);
+    IN_REPLICA.set(outer);
     outcome
 }
 

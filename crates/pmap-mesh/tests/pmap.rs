@@ -204,10 +204,32 @@ fn outputs_that_do_not_fit_together_are_named() {
 }
 
 #[test]
+fn sums_are_of_any_type_and_means_of_floats() {
+    let mesh = DeviceMesh::cpu(2).unwrap();
+    let reduced = |dtype, axis| {
+        let x = iota((2, 2)).to_dtype(dtype).unwrap();
+        mesh.pmap(|_, x: Tensor| Ok(x)).out_axes(axis).call(x)
+    };
+    for dtype in [DType::F32, DType::F64, DType::BF16, DType::F16, DType::U8, DType::U32, DType::I64] {
+        assert_eq!(rows(&reduced(dtype, OutAxis::Sum).unwrap().to_dtype(DType::F32).unwrap()), [[2.0, 4.0]]);
+        let mean = reduced(dtype, OutAxis::Mean);
+        if dtype.is_float() {
+            assert_eq!(rows(&mean.unwrap().to_dtype(DType::F32).unwrap()), [[1.0, 2.0]]);
+        } else {
+            assert!(matches!(mean, Err(Error::MeanOfIntegers { index: 0, dtype: of }) if of == dtype));
+        }
+    }
+}
+
+#[test]
 fn a_call_inside_a_replica_is_refused_instead_of_waiting_for_itself() {
     let mesh = DeviceMesh::cpu(2).unwrap();
     let inner = mesh.pmap(|_, x: Tensor| Ok(x));
-    let outer = mesh.pmap(move |_, x: Tensor| inner.call(x).map_err(candle_core::Error::wrap));
+    let outer = mesh.pmap(move |_, x: Tensor| {
+        // Whatever else the worker is lent to meanwhile, it stays a replica.
+        rayon::yield_now();
+        inner.call(x).map_err(candle_core::Error::wrap)
+    });
     let Error::Replica { source, .. } = outer.call(iota((4, 1))).unwrap_err() else {
         panic!("not an error of a replica")
     };

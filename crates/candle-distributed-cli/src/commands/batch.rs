@@ -1,6 +1,6 @@
 //! `batch`: sequences of given lengths, put into batches.
 
-use std::{fs, io, path::PathBuf};
+use std::{io, path::PathBuf};
 
 use candle_distributed::{
     batch::{Batch, BatchConfig, DynamicBatchSampler, DynamicBatchStrategy, Overlong, PaddingReport},
@@ -12,6 +12,7 @@ use serde::Serialize;
 
 use crate::{
     error::{Error, Result},
+    input,
     output::{self, Format},
 };
 
@@ -38,17 +39,17 @@ pub(crate) struct Args {
     /// What happens to longer ones
     #[arg(long, value_enum, default_value_t)]
     overlong: OverlongArg,
-    /// How many lengths share a bucket
-    #[arg(long, value_name = "K", default_value_t = DynamicBatchStrategy::DEFAULT_BUCKET_WIDTH)]
-    bucket_width: u64,
+    /// How many lengths share a bucket, with `bucket` [default: 64]
+    #[arg(long, value_name = "K")]
+    bucket_width: Option<u64>,
     /// Read the sequences in random order
     #[arg(long)]
     shuffle: bool,
     /// Seed of the shuffle
-    #[arg(long, default_value_t = 0)]
+    #[arg(long, default_value_t = 0, requires = "shuffle")]
     seed: u64,
     /// Epoch of the shuffle, counted from 0
-    #[arg(long, default_value_t = 0)]
+    #[arg(long, default_value_t = 0, requires = "shuffle")]
     epoch: u64,
     /// Text with one batch a line, or JSON
     #[arg(long, value_enum, default_value_t)]
@@ -77,11 +78,14 @@ enum OverlongArg {
 }
 
 impl Args {
-    fn config(&self) -> BatchConfig {
-        let strategy = match self.strategy {
-            StrategyArg::PadToMax => DynamicBatchStrategy::PadToMax,
-            StrategyArg::Bucket => DynamicBatchStrategy::Bucket { width: self.bucket_width },
-            StrategyArg::Dynamic => DynamicBatchStrategy::Dynamic,
+    fn config(&self) -> Result<BatchConfig> {
+        let strategy = match (self.strategy, self.bucket_width) {
+            (StrategyArg::PadToMax, None) => DynamicBatchStrategy::PadToMax,
+            (StrategyArg::Dynamic, None) => DynamicBatchStrategy::Dynamic,
+            (StrategyArg::Bucket, width) => {
+                DynamicBatchStrategy::Bucket { width: width.unwrap_or(DynamicBatchStrategy::DEFAULT_BUCKET_WIDTH) }
+            }
+            (_, Some(_)) => return Err(Error::Usage("--bucket-width needs --strategy bucket".into())),
         };
         let overlong = match self.overlong {
             OverlongArg::Error => Overlong::Error,
@@ -92,28 +96,30 @@ impl Args {
         config.max_batch_size = self.max_batch_size;
         config.max_tokens = self.max_tokens;
         config.max_sequence_length = self.max_sequence_length;
-        config
+        Ok(config)
     }
 
     /// The order in which `len` sequences are read.
     fn order(&self, len: u64) -> Result<DistributedSampler> {
-        let order = if self.shuffle { Order::Exact } else { Order::Sequential };
-        let config = SamplerConfig::default().with_order(order).with_seed(Seed::new(self.seed));
-        let mut sampler = DistributedSampler::new(len, Placement::SINGLE, config)?;
-        sampler.set_epoch(Epoch::new(self.epoch));
-        Ok(sampler)
+        let order = if self.shuffle { Order::Shuffled } else { Order::Sequential };
+        let config = SamplerConfig::default().with_order(order);
+        let config = config.with_seed(Seed::new(self.seed)).with_epoch(Epoch::new(self.epoch));
+        Ok(DistributedSampler::new(len, Placement::SINGLE, config)?)
     }
 
     fn read_lengths(&self) -> Result<Vec<u64>> {
-        let path = &self.lengths;
-        let text = if path.as_os_str() == "-" { io::read_to_string(io::stdin()) } else { fs::read_to_string(path) };
-        let text = text.map_err(|source| Error::Read { path: path.clone(), source })?;
+        let name = self.lengths.display();
+        let text = if self.lengths.as_os_str() == "-" {
+            input::read_text(io::stdin(), &self.lengths)
+        } else {
+            input::read_file(&self.lengths)
+        }?;
         let parse = |(number, word): (usize, &str)| {
-            let refused =
-                |_| Error::Usage(format!("length {} in {} is no number: {word:?}", number + 1, path.display()));
+            let refused = |_| Error::Usage(format!("length {} in {name} is no number: {word:.40?}", number + 1));
             word.parse().map_err(refused)
         };
-        text.split_whitespace().enumerate().map(parse).collect()
+        let lengths: Vec<u64> = text.split_whitespace().enumerate().map(parse).collect::<Result<_>>()?;
+        if lengths.is_empty() { Err(Error::Usage(format!("there are no lengths in {name}"))) } else { Ok(lengths) }
     }
 }
 
@@ -128,7 +134,7 @@ struct Answer<'a> {
 pub(crate) fn run(args: &Args) -> Result<()> {
     let lengths = args.read_lengths()?;
     let order = args.order(lengths.len() as u64)?;
-    let sampler = DynamicBatchSampler::new(&lengths, args.config())?;
+    let sampler = DynamicBatchSampler::new(&lengths, args.config()?)?;
     let mut made = sampler.iter_in(&order);
     let batches = made.by_ref().collect::<Result<Vec<Batch>, _>>()?;
     let report = made.report();

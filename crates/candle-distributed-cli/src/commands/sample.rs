@@ -11,6 +11,7 @@ use serde::{Serialize, Serializer};
 
 use crate::{
     error::{Error, Result},
+    input,
     output::{self, Format},
 };
 
@@ -147,7 +148,12 @@ impl Args {
             TailArg::Spread => Tail::Spread,
             TailArg::Pad => Tail::Pad,
         });
-        preset.with_order(order).with_partition(partition).with_tail(tail).with_seed(Seed::new(self.seed))
+        preset
+            .with_order(order)
+            .with_partition(partition)
+            .with_tail(tail)
+            .with_seed(Seed::new(self.seed))
+            .with_epoch(Epoch::new(self.epoch))
     }
 
     /// The sampler, at the place in the epoch that was asked for.
@@ -157,9 +163,8 @@ impl Args {
         if let Some(weights) = &self.rank_weights {
             sampler = sampler.with_rank_weights(weights)?;
         }
-        match &self.resume {
-            Some(path) => sampler.resume(&read_state(path)?)?,
-            None => sampler.set_epoch(Epoch::new(self.epoch)),
+        if let Some(path) = &self.resume {
+            sampler.resume(&read_state(path)?)?;
         }
         Ok(sampler)
     }
@@ -174,8 +179,7 @@ impl Args {
 }
 
 fn read_state(path: &PathBuf) -> Result<SamplerState> {
-    let text = fs::read_to_string(path).map_err(|source| Error::Read { path: path.clone(), source })?;
-    serde_json::from_str(&text).map_err(|source| Error::State { path: path.clone(), source })
+    serde_json::from_str(&input::read_file(path)?).map_err(|source| Error::State { path: path.clone(), source })
 }
 
 fn write_state(path: &PathBuf, state: &SamplerState) -> Result<()> {

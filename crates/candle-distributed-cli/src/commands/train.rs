@@ -80,6 +80,7 @@ pub(crate) fn run(args: &Args) -> Result<()> {
     let parameters = Parameters::new(seed.derive(INIT_STREAM), &mesh.devices()[0], build)?;
     let run_dir = RunDir::create(args.out.as_deref())?;
     print_plan(&parameters, world_size)?;
+    output::text(|out| writeln!(out, "each epoch: {}", schedule.first_epoch()))?;
     trainer::train(&mesh, &parameters, &corpus, schedule, args.steps, Journal::new(args.steps, run_dir))
 }
 

@@ -23,7 +23,7 @@ macro_rules! own_sources {
     };
 }
 
-const EMBEDDED: [(&str, &str); 18] = own_sources![
+const EMBEDDED: [(&str, &str); 19] = own_sources![
     "README.md",
     "src/commands/batch.rs",
     "src/commands/mod.rs",
@@ -31,6 +31,7 @@ const EMBEDDED: [(&str, &str); 18] = own_sources![
     "src/commands/sample.rs",
     "src/commands/train.rs",
     "src/error.rs",
+    "src/input.rs",
     "src/main.rs",
     "src/output.rs",
     "src/threads.rs",
@@ -84,8 +85,10 @@ impl Corpus {
 
 /// Adds the files under `path` to `files`, sorted, so that every machine reads the same corpus.
 fn list_files(path: &Path, files: &mut Vec<PathBuf>) -> io::Result<()> {
-    if !fs::metadata(path)?.is_dir() {
-        files.push(path.into());
+    let kind = fs::metadata(path)?.file_type();
+    if !kind.is_dir() {
+        // Pipes and devices may never end.
+        files.extend(kind.is_file().then(|| path.to_path_buf()));
         return Ok(());
     }
     let mut entries: Vec<PathBuf> =

@@ -2,27 +2,34 @@
 
 use candle_core::{Device, Tensor};
 use candle_distributed::{
-    batch::{Batch, BatchConfig, DynamicBatchSampler, DynamicBatchStrategy},
+    batch::{Batch, BatchConfig, DynamicBatchSampler, DynamicBatchStrategy, PaddingReport},
     sampler::{DistributedSampler, SamplerConfig},
     types::{Epoch, Placement, Seed, WorldSize},
 };
 
 use crate::{
     error::{Error, Result},
-    train::corpus::Corpus,
+    train::corpus::{Corpus, MAX_SEQUENCE_LENGTH},
 };
 
-/// The most padded tokens in a batch, over all devices.
+/// The most padded tokens in a batch, over all devices; with very many devices, one longest sequence for each.
 const MAX_TOKENS: u64 = 4096;
 
 /// How many lengths share a batch.
 const BUCKET_WIDTH: u64 = 16;
+
+/// What the randomness of a run's order is for; each purpose has a stream of its own.
+const SEQUENCE_STREAM: u64 = 0;
+const BATCH_STREAM: u64 = 1;
 
 /// The batches of a run, epoch by epoch.
 #[derive(Debug)]
 pub(crate) struct Schedule {
     order: DistributedSampler,
     batches: DynamicBatchSampler<Vec<u64>>,
+    seed: Seed,
+    /// What the first epoch is made of.
+    first_epoch: PaddingReport,
 }
 
 impl Schedule {
@@ -31,16 +38,21 @@ impl Schedule {
     /// One process drives all devices, so it reads the order of the whole data set and leaves the split to the mesh.
     pub(crate) fn new(corpus: &Corpus, world_size: WorldSize, seed: Seed) -> Result<Self> {
         let lengths = corpus.lengths();
-        let shuffled = SamplerConfig::default().with_seed(seed);
-        let order = DistributedSampler::new(lengths.len() as u64, Placement::SINGLE, shuffled)?;
+        let order = shuffled(lengths.len() as u64, seed.derive(SEQUENCE_STREAM))?;
         let config = BatchConfig::default()
             .with_strategy(DynamicBatchStrategy::Bucket { width: BUCKET_WIDTH })
-            .with_max_tokens(MAX_TOKENS)
+            .with_max_tokens(MAX_TOKENS.max(world_size.as_u64() * MAX_SEQUENCE_LENGTH as u64))
             .with_batch_size_multiple(world_size.as_u64());
-        let mut schedule = Self { order, batches: DynamicBatchSampler::new(lengths, config)? };
+        let batches = DynamicBatchSampler::new(lengths, config)?;
+        let mut schedule = Self { order, batches, seed, first_epoch: PaddingReport::default() };
         // Too little text is found out here, before anything is written.
-        schedule.epoch(0)?;
+        schedule.first_epoch = schedule.bucketed(0)?.1;
         Ok(schedule)
+    }
+
+    /// How the first epoch is batched, with the sequences it leaves out because no batch is full without them.
+    pub(crate) fn first_epoch(&self) -> &PaddingReport {
+        &self.first_epoch
     }
 
     /// Batch after batch, each with its epoch, without end but for an error.
@@ -51,16 +63,31 @@ impl Schedule {
         })
     }
 
-    /// The batches of one epoch; at least one.
+    /// The batches of one epoch in random order, so that short ones do not all come at its end.
     fn epoch(&mut self, epoch: u64) -> Result<Vec<Batch>> {
+        let (batches, _) = self.bucketed(epoch)?;
+        let order = shuffled(batches.len() as u64, self.seed.derive(BATCH_STREAM).derive(epoch))?;
+        let mut placed: Vec<(u64, Batch)> = order.iter().zip(batches).collect();
+        placed.sort_unstable_by_key(|(place, _)| *place);
+        Ok(placed.into_iter().map(|(_, batch)| batch).collect())
+    }
+
+    /// The batches of one epoch as the batcher makes them; at least one.
+    fn bucketed(&mut self, epoch: u64) -> Result<(Vec<Batch>, PaddingReport)> {
         self.order.set_epoch(Epoch::new(epoch));
-        let batches = self.batches.iter_in(&self.order).collect::<Result<Vec<_>, _>>()?;
+        let mut made = self.batches.iter_in(&self.order);
+        let batches = made.by_ref().collect::<Result<Vec<_>, _>>()?;
         if batches.is_empty() {
             let (len, world_size) = (self.order.data_set_len(), self.batches.config().batch_size_multiple);
             return Err(Error::Usage(format!("{len} sequences of text are too few for {world_size} devices")));
         }
-        Ok(batches)
+        Ok((batches, *made.report()))
     }
+}
+
+/// Another order of `len` things each epoch.
+fn shuffled(len: u64, seed: Seed) -> Result<DistributedSampler> {
+    Ok(DistributedSampler::new(len, Placement::SINGLE, SamplerConfig::default().with_seed(seed))?)
 }
 
 /// The token ids of a batch and the weights of their predictions.

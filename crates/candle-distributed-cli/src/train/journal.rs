@@ -33,7 +33,7 @@ impl StepMetrics {
 }
 
 /// How many lines a run prints on its way.
-const LINES: usize = 10;
+const LINES: u64 = 10;
 
 /// Keeps the record of a run.
 #[derive(Debug)]
@@ -42,8 +42,9 @@ pub(crate) struct Journal {
     bar: ProgressBar,
     steps: u64,
     padding: PaddingReport,
-    /// The loss of every step so far.
-    losses: Vec<f32>,
+    first_loss: Option<f32>,
+    /// The loss since the last line printed.
+    recent: MeanLoss,
     seconds: f64,
 }
 
@@ -52,46 +53,66 @@ impl Journal {
     pub(crate) fn new(steps: u64, run_dir: RunDir) -> Self {
         let style = ProgressStyle::with_template("{bar:30} step {pos}/{len}, {msg}, {eta} left");
         let bar = ProgressBar::new(steps).with_style(style.unwrap_or_else(|_| ProgressStyle::default_bar()));
-        Self { run_dir, bar, steps, padding: PaddingReport::default(), losses: Vec::new(), seconds: 0.0 }
+        let (padding, recent) = (PaddingReport::default(), MeanLoss::default());
+        Self { run_dir, bar, steps, padding, first_loss: None, recent, seconds: 0.0 }
     }
 
     /// Records one more step, made of `batch`.
     pub(crate) fn log(&mut self, step: &StepMetrics, batch: &Batch) -> Result<()> {
         self.run_dir.append(step)?;
         self.padding.add(batch);
-        self.losses.push(step.loss);
+        self.first_loss.get_or_insert(step.loss);
+        if self.is_line(step.step) {
+            self.recent = MeanLoss::default();
+        }
+        self.recent.add(step.loss, step.real_tokens - step.sequences);
         self.seconds = step.seconds;
-        let status = format!("loss {:.3}, {:.0} tokens/s", step.loss, self.tokens_per_second());
+        let status = format!("loss {:.3}, {:.0} tokens/s", self.recent.mean(), self.tokens_per_second());
         self.bar.set_message(status.clone());
         self.bar.inc(1);
-        let done = step.step + 1;
-        if done.is_multiple_of(self.steps.div_ceil(LINES as u64)) {
-            self.print(&format!("step {done} of {}, epoch {}, {status}", self.steps, step.epoch))?;
+        if self.is_line(step.step + 1) {
+            let line = format!("step {} of {}, epoch {}, {status}", step.step + 1, self.steps, step.epoch);
+            self.bar.suspend(|| eprintln!("{line}"));
         }
         Ok(())
+    }
+
+    /// Whether a line is printed after this many steps.
+    fn is_line(&self, done: u64) -> bool {
+        done == self.steps || done.is_multiple_of(self.steps.div_ceil(LINES))
     }
 
     /// Saves the parameters and prints what became of the run.
     pub(crate) fn finish(&self, parameters: &Parameters) -> Result<()> {
         self.run_dir.save(parameters)?;
         self.bar.finish_and_clear();
-        let last = &self.losses[self.losses.len().saturating_sub(LINES)..];
-        let (first, last) =
-            (self.losses.first().copied().unwrap_or(f32::NAN), last.iter().sum::<f32>() / last.len() as f32);
-        self.print(&format!(
-            "loss {first:.3} at the first step, {last:.3} over the last ones, in {:.1} s",
-            self.seconds
-        ))?;
-        self.print(&self.padding.to_string())?;
-        self.print(&format!("metrics and checkpoint are in {}", self.run_dir.path().display()))
-    }
-
-    /// Prints a line without tearing the progress bar.
-    fn print(&self, line: &str) -> Result<()> {
-        self.bar.suspend(|| output::text(|out| writeln!(out, "{line}")))
+        let (first, last) = (self.first_loss.unwrap_or(f32::NAN), self.recent.mean());
+        output::text(|out| {
+            writeln!(out, "loss {first:.3} at the first step, {last:.3} over the last ones, in {:.1} s", self.seconds)?;
+            writeln!(out, "{}", self.padding)?;
+            writeln!(out, "metrics and checkpoint are in {}", self.run_dir.path().display())
+        })
     }
 
     fn tokens_per_second(&self) -> f64 {
         self.padding.real_tokens as f64 / self.seconds
+    }
+}
+
+/// The mean loss of several steps, each weighted by the number of its predictions.
+#[derive(Clone, Copy, Debug, Default)]
+struct MeanLoss {
+    sum: f64,
+    predictions: u64,
+}
+
+impl MeanLoss {
+    fn add(&mut self, loss: f32, predictions: u64) {
+        self.sum += f64::from(loss) * predictions as f64;
+        self.predictions += predictions;
+    }
+
+    fn mean(self) -> f64 {
+        self.sum / self.predictions as f64
     }
 }

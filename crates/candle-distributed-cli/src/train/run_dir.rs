@@ -27,10 +27,8 @@ impl RunDir {
     /// Makes the folder `path`, which must not hold a run; or, without one, the first `runs/NUMBER` that is free.
     pub(crate) fn create(path: Option<&Path>) -> Result<Self> {
         match path {
-            Some(path) => Self::create_at(path).map_err(|source| match source.kind() {
-                io::ErrorKind::AlreadyExists => Error::Usage(format!("{} already holds a run", path.display())),
-                _ => Error::Write { path: path.into(), source },
-            }),
+            Some(path) => Self::create_at(path)?
+                .ok_or_else(|| Error::Usage(format!("{} already holds a run or a model", path.display()))),
             None => Self::create_numbered(Path::new("runs")),
         }
     }
@@ -38,18 +36,25 @@ impl RunDir {
     fn create_numbered(parent: &Path) -> Result<Self> {
         let mut number = 1_u32;
         loop {
-            let path = parent.join(format!("{number:04}"));
-            match Self::create_at(&path) {
-                Err(error) if error.kind() == io::ErrorKind::AlreadyExists => number += 1,
-                run => return run.map_err(|source| Error::Write { path, source }),
+            match Self::create_at(&parent.join(format!("{number:04}")))? {
+                Some(run) => return Ok(run),
+                None => number += 1,
             }
         }
     }
 
-    fn create_at(path: &Path) -> io::Result<Self> {
-        fs::create_dir_all(path)?;
-        let metrics = File::create_new(path.join(METRICS))?;
-        Ok(Self { path: path.into(), metrics })
+    /// `None` if there is a run or a model in `path` already.
+    fn create_at(path: &Path) -> Result<Option<Self>> {
+        let failed = |source| Error::Write { path: path.into(), source };
+        fs::create_dir_all(path).map_err(failed)?;
+        if path.join(CHECKPOINT).exists() {
+            return Ok(None);
+        }
+        match File::create_new(path.join(METRICS)) {
+            Ok(metrics) => Ok(Some(Self { path: path.into(), metrics })),
+            Err(error) if error.kind() == io::ErrorKind::AlreadyExists => Ok(None),
+            Err(error) => Err(failed(error)),
+        }
     }
 
     /// The folder.
@@ -73,11 +78,11 @@ impl RunDir {
     fn write_checkpoint(&self, parameters: &Parameters, path: &Path) -> io::Result<()> {
         let tensors = parameters.iter().map(|(name, var)| (name, var.as_tensor()));
         let bytes = safetensors::serialize(tensors, None).map_err(io::Error::other)?;
-        let mut file = tempfile::NamedTempFile::new_in(&self.path)?;
+        let partial = path.with_extension("partial");
+        let mut file = File::create(&partial)?;
         file.write_all(&bytes)?;
-        file.as_file().sync_all()?;
-        file.persist(path)?;
-        Ok(())
+        file.sync_all()?;
+        fs::rename(partial, path)
     }
 }
 
@@ -91,5 +96,14 @@ mod tests {
         let numbered = || RunDir::create_numbered(parent.path()).unwrap().path;
         assert_eq!([numbered(), numbered()], ["0001", "0002"].map(|name| parent.path().join(name)));
         assert!(matches!(RunDir::create(Some(&parent.path().join("0002"))), Err(Error::Usage(_))));
+
+        let model = parent.path().join("model");
+        fs::create_dir(&model).unwrap();
+        fs::write(model.join(CHECKPOINT), "weights").unwrap();
+        assert!(matches!(RunDir::create(Some(&model)), Err(Error::Usage(_))));
+        assert!(
+            matches!(RunDir::create(Some(&model.join(CHECKPOINT))), Err(Error::Write { .. })),
+            "a file is no folder"
+        );
     }
 }

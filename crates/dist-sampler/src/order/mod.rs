@@ -30,16 +30,15 @@ pub(crate) enum Refill {
 }
 
 impl Samples {
-    /// The order of epoch 0.
-    pub(crate) fn new(len: u64, order: Order, seed: Seed) -> Result<Self> {
+    pub(crate) fn new(len: u64, order: Order, seed: Seed, epoch: Epoch) -> Result<Self> {
         let mut samples = match order {
             Order::Sequential => Self::Sequential,
             Order::Exact => Self::Table { table: table::allocate(len)?, refill: Refill::Exact },
             Order::Torch => Self::Table { table: table::allocate(len)?, refill: Refill::Torch },
-            Order::Shuffled if len < STREAMING_FROM => return Self::new(len, Order::Exact, seed),
+            Order::Shuffled if len < STREAMING_FROM => return Self::new(len, Order::Exact, seed, epoch),
             Order::Shuffled | Order::Streaming => Self::Streaming { len, permutation: Streaming::new(len, seed) },
         };
-        samples.reseed(seed, Epoch::ZERO);
+        samples.reseed(seed, epoch);
         Ok(samples)
     }
 
