@@ -14,7 +14,7 @@ use std::process::ExitCode;
 
 use clap::{Parser, Subcommand};
 
-use crate::error::{Error, Result};
+use crate::error::Result;
 
 /// Distributed training for candle: who reads what, in which batches, on which device.
 #[derive(Debug, Parser)]

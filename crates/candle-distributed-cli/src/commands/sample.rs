@@ -1,6 +1,9 @@
 //! `sample`: the indices that one rank reads in one epoch.
 
-use std::{fs, path::PathBuf};
+use std::{
+    fs,
+    path::{Path, PathBuf},
+};
 
 use candle_distributed::{
     sampler::{DistributedSampler, Indices, Order, Partition, SamplerConfig, SamplerState, Tail},
@@ -178,13 +181,13 @@ impl Args {
     }
 }
 
-fn read_state(path: &PathBuf) -> Result<SamplerState> {
-    serde_json::from_str(&input::read_file(path)?).map_err(|source| Error::State { path: path.clone(), source })
+fn read_state(path: &Path) -> Result<SamplerState> {
+    serde_json::from_str(&input::read_file(path)?).map_err(|source| Error::State { path: path.into(), source })
 }
 
-fn write_state(path: &PathBuf, state: &SamplerState) -> Result<()> {
+fn write_state(path: &Path, state: &SamplerState) -> Result<()> {
     let text = serde_json::to_string(state).map_err(std::io::Error::from)?;
-    fs::write(path, text).map_err(|source| Error::Write { path: path.clone(), source })
+    fs::write(path, text).map_err(|source| Error::Write { path: path.into(), source })
 }
 
 /// The JSON result. The indices are computed as they are written and never held.

@@ -72,18 +72,18 @@ impl RunDir {
     /// Writes the checkpoint beside its place and renames it, so that no reader ever sees half of one.
     pub(crate) fn save(&self, parameters: &Parameters) -> Result<()> {
         let path = self.path.join(CHECKPOINT);
-        self.write_checkpoint(parameters, &path).map_err(|source| Error::Write { path, source })
+        write_checkpoint(parameters, &path).map_err(|source| Error::Write { path, source })
     }
+}
 
-    fn write_checkpoint(&self, parameters: &Parameters, path: &Path) -> io::Result<()> {
-        let tensors = parameters.iter().map(|(name, var)| (name, var.as_tensor()));
-        let bytes = safetensors::serialize(tensors, None).map_err(io::Error::other)?;
-        let partial = path.with_extension("partial");
-        let mut file = File::create(&partial)?;
-        file.write_all(&bytes)?;
-        file.sync_all()?;
-        fs::rename(partial, path)
-    }
+fn write_checkpoint(parameters: &Parameters, path: &Path) -> io::Result<()> {
+    let tensors = parameters.iter().map(|(name, var)| (name, var.as_tensor()));
+    let bytes = safetensors::serialize(tensors, None).map_err(io::Error::other)?;
+    let partial = path.with_extension("partial");
+    let mut file = File::create(&partial)?;
+    file.write_all(&bytes)?;
+    file.sync_all()?;
+    fs::rename(partial, path)
 }
 
 #[cfg(test)]
