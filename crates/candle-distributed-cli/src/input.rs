@@ -4,6 +4,7 @@ use std::{
     fs::File,
     io::{self, Read},
     path::Path,
+    str::FromStr,
 };
 
 use crate::error::{Error, Result};
@@ -25,4 +26,15 @@ pub(crate) fn read_text(source: impl Read, path: &Path) -> Result<String> {
         return Err(Error::Usage(format!("{} is longer than {MAX_BYTES} bytes", path.display())));
     }
     Ok(text)
+}
+
+/// The numbers in `text`, separated by white space: at least one. `what` and `path` name them if they are wrong.
+pub(crate) fn numbers<T: FromStr>(text: &str, what: &str, path: &Path) -> Result<Vec<T>> {
+    let name = path.display();
+    let parse = |(number, word): (usize, &str)| {
+        let refused = |_| Error::Usage(format!("{what} {} in {name} is no number: {word:.40?}", number + 1));
+        word.parse().map_err(refused)
+    };
+    let numbers: Vec<T> = text.split_whitespace().enumerate().map(parse).collect::<Result<_>>()?;
+    if numbers.is_empty() { Err(Error::Usage(format!("there is no {what} in {name}"))) } else { Ok(numbers) }
 }

@@ -132,6 +132,24 @@ fn sample_shares_a_rank_among_workers_and_the_data_by_weight() {
 }
 
 #[test]
+fn sample_draws_by_weight() {
+    let (_dir, path) = file("weights.txt", "1 0\n2.5e0");
+    let drawn = text(&["sample", "--len", "3500", "--weights", &path]);
+    let of = |index| drawn.lines().filter(|line| *line == index).count();
+    assert_eq!(of("0") + of("2"), 3500);
+    assert!((2400..2600).contains(&of("2")), "{}", of("2"));
+    for (weights, words) in [
+        ("1 -1", &["-1", "index 1"][..]),
+        ("0 0", &["all 2 weights"]),
+        ("1 x", &["weight 2", "\"x\""]),
+        ("", &["no weight"]),
+    ] {
+        let (_dir, path) = file("weights.txt", weights);
+        refuses(&["sample", "--len", "10", "--weights", &path], words);
+    }
+}
+
+#[test]
 fn sample_starts_anywhere_in_a_trillion_samples() {
     let args = ["--len", "1000000000000", "--world-size", "8", "--rank", "3", "--start", "70000000000", "--count", "3"];
     let indices = json(&[&["sample"], &args[..]].concat());
@@ -214,7 +232,7 @@ fn batch_refuses_bad_input() {
     refuses(&bucket, &["width", "0"]);
 
     for (content, words) in [
-        ("", &["no lengths in", "lengths.txt"][..]),
+        ("", &["no length in", "lengths.txt"][..]),
         ("3 x 4", &["length 2", "\"x\""]),
         ("3 -4", &["\"-4\""]),
         ("99999999999999999999", &["length 1", "\"99999999999999999999\""]),

@@ -36,6 +36,36 @@ pub enum Error {
         /// The memory it takes, 4 bytes a sample.
         bytes: u64,
     },
+    /// There are more weights than a table has slots for.
+    #[error("{weights} weights are too many, the limit is {max}")]
+    TooManyWeights {
+        /// The number of weights.
+        weights: u64,
+        /// The most that are taken.
+        max: u64,
+    },
+    /// A weight is negative, infinite or not a number.
+    #[error("weight {weight} at index {index} is not a finite number from 0 on")]
+    InvalidWeight {
+        /// The sample whose weight it is.
+        index: usize,
+        /// The weight, as text: as a number it might not equal itself.
+        weight: String,
+    },
+    /// No sample may be drawn.
+    #[error("all {weights} weights are 0")]
+    NoWeight {
+        /// The number of weights.
+        weights: usize,
+    },
+    /// The sum of the weights is beyond the largest `f64`.
+    #[error("the sum of the weights overflows at index {index}, weight {weight}")]
+    WeightSumOverflow {
+        /// The first sample whose weight is too much.
+        index: usize,
+        /// Its weight, as text.
+        weight: String,
+    },
     /// A proportional partition has more or fewer weights than ranks.
     #[error("{weights} rank weights were given for a world of {world_size}")]
     RankWeights {

@@ -78,14 +78,48 @@ impl DistributedSampler {
     /// - [`Error::TooLongToShuffle`] and [`Error::OutOfMemory`], if the order has to be held in memory and can't be.
     /// - [`Error::RankWeights`] and [`Error::NoRankWeight`], if a proportional partition does not fit the world.
     pub fn new(len: u64, placement: Placement, config: SamplerConfig) -> Result<Self> {
-        match len {
-            0 => return Err(Error::EmptyDataSet),
-            1..=Self::MAX_LEN => {}
-            len => return Err(Error::DataSetTooLong { len, max: Self::MAX_LEN }),
-        }
+        check_len(len)?;
+        let samples = Samples::new(len, config.order, config.seed, config.epoch)?;
+        Self::over(len, samples, placement, config)
+    }
+
+    /// Returns a sampler that draws `draws` samples an epoch, each as often as its weight asks; `draws` over all ranks.
+    ///
+    /// Draws are made with replacement, as by PyTorch's `WeightedRandomSampler` with its default: an epoch may bring a
+    /// sample twice and another not at all, and weights count in expectation. A sample of weight 0 is never drawn. The
+    /// order of `config` has no say; partition, tail, seed, epochs and states work as for any other sampler, with draws
+    /// in place of samples.
+    ///
+    /// # Complexity
+    ///
+    /// 8 bytes for each weight, and O(1) for each draw, wherever it is. There is no limit of 2^24 weights, as in PyTorch,
+    /// but one of 2^32.
+    ///
+    /// # Errors
+    ///
+    /// - [`Error::EmptyDataSet`], for no weights or no draws, and [`Error::DataSetTooLong`], for too many draws.
+    /// - [`Error::InvalidWeight`], [`Error::NoWeight`], [`Error::WeightSumOverflow`] and [`Error::TooManyWeights`].
+    /// - [`Error::OutOfMemory`].
+    ///
+    /// # Examples
+    ///
+    /// ```
+    /// # use core_types::Placement;
+    /// # use dist_sampler::{DistributedSampler, SamplerConfig};
+    /// let weights = [1.0, 0.0, 3.0];
+    /// let sampler = DistributedSampler::weighted(&weights, 4000, Placement::new(0, 2)?, SamplerConfig::default())?;
+    /// let often = sampler.iter().filter(|&index| index == 2).count();
+    /// assert!(sampler.iter().all(|index| index != 1) && (1400..1600).contains(&often));
+    /// # Ok::<(), Box<dyn std::error::Error>>(())
+    /// ```
+    pub fn weighted(weights: &[f64], draws: u64, placement: Placement, config: SamplerConfig) -> Result<Self> {
+        check_len(draws)?;
+        Self::over(draws, Samples::weighted(weights, draws, config.seed, config.epoch)?, placement, config)
+    }
+
+    fn over(len: u64, samples: Samples, placement: Placement, config: SamplerConfig) -> Result<Self> {
         let deal = Deal::new(len, placement.world_size(), Rule::new(config.partition, config.tail))?;
         let positions = deal.positions(placement);
-        let samples = Samples::new(len, config.order, config.seed, config.epoch)?;
         let (epoch, earlier, left, consumed) = (config.epoch, Vec::new(), Left::from(0..len), 0);
         Ok(Self { len, placement, config, epoch, samples, earlier, left, deal, positions, consumed })
     }
@@ -228,7 +262,7 @@ impl DistributedSampler {
         self.config
     }
 
-    /// The number of samples in the whole data set.
+    /// The number of samples in the whole data set, or of draws in an epoch of all ranks.
     pub fn data_set_len(&self) -> u64 {
         self.len
     }
@@ -380,6 +414,14 @@ impl DistributedSampler {
     pub fn rank_of(&self, index: u64) -> Option<Rank> {
         let position = self.position_of(index)?;
         self.deal.owner(self.left.index_of(position)?)
+    }
+}
+
+fn check_len(len: u64) -> Result<()> {
+    match len {
+        0 => Err(Error::EmptyDataSet),
+        1..=DistributedSampler::MAX_LEN => Ok(()),
+        len => Err(Error::DataSetTooLong { len, max: DistributedSampler::MAX_LEN }),
     }
 }
 

@@ -108,18 +108,10 @@ impl Args {
     }
 
     fn read_lengths(&self) -> Result<Vec<u64>> {
-        let name = self.lengths.display();
-        let text = if self.lengths.as_os_str() == "-" {
-            input::read_text(io::stdin(), &self.lengths)
-        } else {
-            input::read_file(&self.lengths)
-        }?;
-        let parse = |(number, word): (usize, &str)| {
-            let refused = |_| Error::Usage(format!("length {} in {name} is no number: {word:.40?}", number + 1));
-            word.parse().map_err(refused)
-        };
-        let lengths: Vec<u64> = text.split_whitespace().enumerate().map(parse).collect::<Result<_>>()?;
-        if lengths.is_empty() { Err(Error::Usage(format!("there are no lengths in {name}"))) } else { Ok(lengths) }
+        let path = &self.lengths;
+        let is_stdin = path.as_os_str() == "-";
+        let text = if is_stdin { input::read_text(io::stdin(), path) } else { input::read_file(path) }?;
+        input::numbers(&text, "length", path)
     }
 }
 

@@ -28,9 +28,12 @@ use crate::{
 #[derive(Debug, clap::Args)]
 #[command(verbatim_doc_comment)]
 pub(crate) struct Args {
-    /// Number of samples in the data set
+    /// Number of samples in the data set; with --weights, of draws in an epoch
     #[arg(long)]
     len: u64,
+    /// File of a weight for each sample: draw with replacement, each as often as its weight asks
+    #[arg(long, value_name = "FILE", conflicts_with = "order")]
+    weights: Option<PathBuf>,
     /// Number of ranks that share the data set
     #[arg(long, default_value_t = 1)]
     world_size: u64,
@@ -161,8 +164,14 @@ impl Args {
 
     /// The sampler, at the place in the epoch that was asked for.
     fn sampler(&self) -> Result<DistributedSampler> {
-        let mut sampler =
-            DistributedSampler::new(self.len, Placement::new(self.rank, self.world_size)?, self.config())?;
+        let placement = Placement::new(self.rank, self.world_size)?;
+        let mut sampler = match &self.weights {
+            Some(path) => {
+                let weights: Vec<f64> = input::numbers(&input::read_file(path)?, "weight", path)?;
+                DistributedSampler::weighted(&weights, self.len, placement, self.config())?
+            }
+            None => DistributedSampler::new(self.len, placement, self.config())?,
+        };
         if let Some(weights) = &self.rank_weights {
             sampler = sampler.with_rank_weights(weights)?;
         }

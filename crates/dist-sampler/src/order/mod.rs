@@ -5,9 +5,11 @@ mod mersenne;
 mod streaming;
 mod table;
 mod torch;
+mod weighted;
 
 use core_types::{Epoch, Seed};
 use streaming::Streaming;
+use weighted::AliasTable;
 
 use crate::{config::Order, error::Result};
 
@@ -18,8 +20,20 @@ const STREAMING_FROM: u64 = 1 << 14;
 #[derive(Clone, Debug)]
 pub(crate) enum Samples {
     Sequential,
-    Streaming { len: u64, permutation: Streaming },
-    Table { table: Vec<u32>, refill: Refill },
+    Streaming {
+        len: u64,
+        permutation: Streaming,
+    },
+    Table {
+        table: Vec<u32>,
+        refill: Refill,
+    },
+    /// Draws, `len` of them an epoch.
+    Weighted {
+        len: u64,
+        table: AliasTable,
+        seed: Seed,
+    },
 }
 
 /// How a table gets the order of another epoch.
@@ -42,11 +56,18 @@ impl Samples {
         Ok(samples)
     }
 
+    /// An epoch of `len` draws by weight.
+    pub(crate) fn weighted(weights: &[f64], len: u64, seed: Seed, epoch: Epoch) -> Result<Self> {
+        let table = AliasTable::new(weights)?;
+        Ok(Self::Weighted { len, table, seed: seed.derive(epoch.as_u64()) })
+    }
+
     /// Turns this into the order of another epoch, in the memory it has.
     pub(crate) fn reseed(&mut self, seed: Seed, epoch: Epoch) {
         let epoch_seed = seed.derive(epoch.as_u64());
         match self {
             Self::Sequential => {}
+            Self::Weighted { seed, .. } => *seed = epoch_seed,
             Self::Streaming { len, permutation } => *permutation = Streaming::new(*len, epoch_seed),
             Self::Table { table, refill: Refill::Exact } => exact::shuffle(table, epoch_seed),
             Self::Table { table, refill: Refill::Torch } => {
@@ -57,7 +78,10 @@ impl Samples {
 
     /// Tells the weights or classes of one data set from those of another; 0 for orders without.
     pub(crate) fn fingerprint(&self) -> u64 {
-        0
+        match self {
+            Self::Weighted { table, .. } => table.fingerprint(),
+            _ => 0,
+        }
     }
 
     /// The sample at `position`, which must be below the length.
@@ -65,6 +89,7 @@ impl Samples {
         match self {
             Self::Sequential => position,
             Self::Streaming { permutation, .. } => permutation.get(position),
+            Self::Weighted { table, seed, .. } => table.draw(*seed, position),
             #[allow(clippy::cast_possible_truncation, reason = "a position is below the table's length, a `usize`")]
             Self::Table { table, .. } => u64::from(table[position as usize]),
         }
@@ -74,6 +99,7 @@ impl Samples {
     pub(crate) fn fill(&self, first: u64, step: u64, out: &mut [u64]) {
         match self {
             Self::Streaming { permutation, .. } => permutation.fill(first, step, out),
+            Self::Weighted { table, seed, .. } => table.fill(*seed, first, step, out),
             _ => (0..).zip(out).for_each(|(n, slot)| *slot = self.get(first + n * step)),
         }
     }
@@ -83,6 +109,7 @@ impl Samples {
         match self {
             Self::Sequential => Some(sample),
             Self::Streaming { len, permutation } => (sample < *len).then(|| permutation.position(sample)),
+            Self::Weighted { len, table, seed } => (0..*len).find(|&position| table.draw(*seed, position) == sample),
             Self::Table { table, .. } => {
                 table.iter().position(|&entry| u64::from(entry) == sample).map(|position| position as u64)
             }

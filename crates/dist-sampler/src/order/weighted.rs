@@ -1,0 +1,245 @@
+//! Weighted draws: every position draws one sample, each sample as often as its weight asks.
+//!
+//! Draws are made **with replacement**, as by PyTorch's `WeightedRandomSampler` with its default and by NumPy's
+//! `choice(p=…)`: an epoch may bring a sample twice and another not at all, and a weight counts in expectation only.
+//!
+//! The alias method (Walker, "An Efficient Method for Generating Discrete Random Variables with General Distributions",
+//! 1977) makes one slot for each sample, all equally likely, and lets at most two samples share a slot, so that a draw
+//! is one look-up whatever their number. We build the slots in one sweep (as Vose, 1991, in linear time, but without
+//! his two lists: Hübschle-Schneider and Sanders, "Parallel Weighted Random Sampling", 2019) and differ from all of
+//! them in that we count in integers: weights become whole masses that add up to exactly the capacity of all slots.
+//! So nothing is left over by rounding that could go to a sample of weight 0, and the table is the same on every
+//! machine. PyTorch takes at most 2^24 weights and draws an epoch as a whole; here a position is hashed, so that a
+//! rank draws its own share alone and resumes anywhere.
+
+use std::slice;
+
+use core_types::Seed;
+
+use crate::error::{Error, Result};
+
+/// The most weights a table is made of: a slot names a sample in 32 bits.
+const MAX_LEN: u64 = 1 << 32;
+
+/// What weights are scaled to add up to about, before they become masses.
+const SCALE_BITS: u32 = 62;
+
+/// The distribution that some weights describe, 8 bytes a weight.
+///
+/// # Accuracy
+///
+/// Out of n samples, one of relative weight p is drawn with a probability within p·(2^-51 + n·2^-61) + 2^-60 of p, and
+/// one of weight 0 is never drawn.
+#[derive(Clone, Debug)]
+pub(crate) struct AliasTable {
+    slots: Vec<u64>,
+    layout: Layout,
+    fingerprint: u64,
+}
+
+impl AliasTable {
+    /// Returns the table that draws sample i in proportion to `weights[i]`.
+    ///
+    /// # Complexity
+    ///
+    /// O(n) time, and no memory beside the table.
+    ///
+    /// # Errors
+    ///
+    /// - [`Error::EmptyDataSet`], [`Error::TooManyWeights`] and [`Error::OutOfMemory`], for no weights, more than 2^32,
+    ///   or more than fit into memory.
+    /// - [`Error::InvalidWeight`], if one is negative, infinite or not a number.
+    /// - [`Error::NoWeight`] and [`Error::WeightSumOverflow`], if their sum is 0 or infinite.
+    pub(crate) fn new(weights: &[f64]) -> Result<Self> {
+        let layout = Layout::new(weights.len() as u64)?;
+        let masses = Masses::new(weights, total(weights)?, layout);
+        let mut slots = allocate(weights.len())?;
+        sweep(&mut slots, &masses, layout);
+        let fingerprint = fingerprint(slots.iter().copied());
+        Ok(Self { slots, layout, fingerprint })
+    }
+
+    /// The sample at `position`, which depends on the weights, `seed` and `position` alone.
+    #[allow(clippy::cast_possible_truncation, reason = "the halves of the product are what the method is about")]
+    #[inline]
+    pub(crate) fn draw(&self, seed: Seed, position: u64) -> u64 {
+        // The upper half chooses a slot; how far the product stands above that slot's first one, the lower half, chooses
+        // within it, and is precise to 2^-64 over all slots together.
+        let product = u128::from(seed.derive(position).as_u64()) * self.slots.len() as u128;
+        let slot = (product >> 64) as u64;
+        self.layout.sample(self.slots[slot as usize], slot, product as u64)
+    }
+
+    /// Writes the samples at `first`, `first` + `step`, … .
+    pub(crate) fn fill(&self, seed: Seed, first: u64, step: u64, out: &mut [u64]) {
+        for (n, drawn) in (0..).zip(out) {
+            *drawn = self.draw(seed, first + n * step);
+        }
+    }
+
+    /// A hash by which a saved position finds out that it belongs to other weights.
+    ///
+    /// Weights that make the same table have the same fingerprint, as those do that differ by a power of two.
+    pub(crate) fn fingerprint(&self) -> u64 {
+        self.fingerprint
+    }
+}
+
+/// Hashes a sequence of words; their order counts.
+pub(super) fn fingerprint(words: impl Iterator<Item = u64>) -> u64 {
+    (0..).zip(words).fold(0, |sum: u64, (place, word)| sum.wrapping_add(Seed::new(word).derive(place).as_u64()))
+}
+
+/// How a slot's two samples, and the border between them, share one word.
+///
+/// The slot's own sample has the part below the border. The more slots there are, the more bits name the other sample,
+/// but the smaller is a slot: the border is always known to 2^-63 of the whole.
+#[derive(Clone, Copy, Debug)]
+struct Layout {
+    n_slots: u64,
+    alias_bits: u32,
+}
+
+impl Layout {
+    fn new(n_slots: u64) -> Result<Self> {
+        match n_slots {
+            0 => Err(Error::EmptyDataSet),
+            1..=MAX_LEN => Ok(Self { n_slots, alias_bits: u64::BITS - (n_slots - 1).leading_zeros() }),
+            weights => Err(Error::TooManyWeights { weights, max: MAX_LEN }),
+        }
+    }
+
+    /// The mass that makes one slot full.
+    fn capacity(self) -> u64 {
+        1 << (63 - self.alias_bits)
+    }
+
+    /// The mass that makes all slots full, at most 2^63.
+    fn total(self) -> u64 {
+        self.n_slots * self.capacity()
+    }
+
+    fn pack(self, border: u64, alias: u64) -> u64 {
+        border << self.alias_bits | alias
+    }
+
+    fn unpack(self, word: u64) -> (u64, u64) {
+        (word >> self.alias_bits, word & ((1 << self.alias_bits) - 1))
+    }
+
+    /// The sample of slot number `slot` at `place`, a fraction of the slot in 64 bits.
+    #[inline]
+    fn sample(self, word: u64, slot: u64, place: u64) -> u64 {
+        let (border, alias) = self.unpack(word);
+        if place >> (self.alias_bits + 1) < border { slot } else { alias }
+    }
+}
+
+/// The sum of the weights, if they are weights.
+fn total(weights: &[f64]) -> Result<f64> {
+    let mut total = 0.0;
+    for (index, &weight) in weights.iter().enumerate() {
+        if !(0.0..f64::INFINITY).contains(&weight) {
+            return Err(Error::InvalidWeight { index, weight: format!("{weight:?}") });
+        }
+        total += weight;
+        if total == f64::INFINITY {
+            return Err(Error::WeightSumOverflow { index, weight: format!("{weight:?}") });
+        }
+    }
+    if 0.0 < total { Ok(total) } else { Err(Error::NoWeight { weights: weights.len() }) }
+}
+
+/// Memory for `len` slots.
+fn allocate(len: usize) -> Result<Vec<u64>> {
+    let mut slots = Vec::new();
+    let bytes = len as u64 * size_of::<u64>() as u64;
+    slots.try_reserve_exact(len).map_err(|_| Error::OutOfMemory { len: len as u64, bytes })?;
+    slots.resize(len, 0);
+    Ok(slots)
+}
+
+/// The weights as whole numbers in the same proportions, which add up to the capacity of all slots.
+///
+/// Each mass is the difference of two neighbors among rounded partial sums, not rounded itself. So nothing is lost on
+/// the way, and a weight of 0 has no mass.
+#[derive(Clone, Debug)]
+struct Masses<'a> {
+    weights: slice::Iter<'a, f64>,
+    weight_total: f64,
+    mass_total: u64,
+    /// The mass of one unit of a scaled weight, in units of 2^-62.
+    ratio: u64,
+    scaled_sum: u64,
+    mass_sum: u64,
+}
+
+impl<'a> Masses<'a> {
+    #[allow(clippy::cast_possible_truncation, reason = "the scaled sum is about 2^62 and the masses' at most 2^63")]
+    fn new(weights: &'a [f64], weight_total: f64, layout: Layout) -> Self {
+        let mass_total = layout.total();
+        let scaled_total: u64 = weights.iter().map(|&weight| scaled(weight, weight_total)).sum();
+        // Rounded up: the last sum reaches the total, to which it is cut, and so would any weight 0 behind it.
+        let ratio = (u128::from(mass_total) << SCALE_BITS).div_ceil(u128::from(scaled_total)) as u64;
+        Self { weights: weights.iter(), weight_total, mass_total, ratio, scaled_sum: 0, mass_sum: 0 }
+    }
+}
+
+impl Iterator for Masses<'_> {
+    type Item = u64;
+
+    #[allow(clippy::cast_possible_truncation, reason = "the masses add up to at most 2^63, about")]
+    fn next(&mut self) -> Option<u64> {
+        self.scaled_sum += scaled(*self.weights.next()?, self.weight_total);
+        let sum = (u128::from(self.scaled_sum) * u128::from(self.ratio)) >> SCALE_BITS;
+        let before = self.mass_sum;
+        self.mass_sum = self.mass_total.min(sum as u64);
+        Some(self.mass_sum - before)
+    }
+}
+
+/// A weight as a part of 2^62. Division and multiplication are rounded alike on all machines (IEEE 754).
+#[allow(clippy::cast_possible_truncation, clippy::cast_sign_loss, reason = "a weight is at most the sum of them")]
+fn scaled(weight: f64, total: f64) -> u64 {
+    (weight / total * (1_u64 << SCALE_BITS) as f64) as u64
+}
+
+/// Deals the masses out to the slots.
+///
+/// Two cursors go over the samples: one over the light ones, which leave room in their slots, one over the heavy ones,
+/// which have more than fits. A heavy sample fills up light slots until it fits its own, if need be with room to spare,
+/// which the next heavy one fills. The masses are computed anew for each cursor rather than stored.
+fn sweep(slots: &mut [u64], masses: &Masses<'_>, layout: Layout) {
+    let capacity = layout.capacity();
+    let mut light = (0..).zip(masses.clone()).filter(|&(_, mass)| mass <= capacity);
+    let mut heavy = (0..).zip(masses.clone()).filter(|&(_, mass)| capacity < mass);
+    let mut giver = heavy.next();
+    while let Some((sample, mass)) = giver {
+        let rest = fill_up(slots, &mut light, (sample, mass), layout);
+        giver = heavy.next().map(|(next, mass)| (next, mass - (capacity - rest)));
+        put(slots, sample, layout.pack(rest, giver.map_or(sample, |(next, _)| next)));
+    }
+    // As many masses are left as slots, and all fit: each is as large as its slot.
+    light.for_each(|(slot, mass)| put(slots, slot, layout.pack(mass, slot)));
+}
+
+/// Fills light slots up from a heavy sample, and returns what is left of its mass when that fits its own slot.
+fn fill_up(
+    slots: &mut [u64],
+    light: &mut impl Iterator<Item = (u64, u64)>,
+    (sample, mut mass): (u64, u64),
+    layout: Layout,
+) -> u64 {
+    while layout.capacity() < mass {
+        // Never `None`: where mass is in excess, there is room elsewhere.
+        let Some((slot, own)) = light.next() else { break };
+        put(slots, slot, layout.pack(own, sample));
+        mass -= layout.capacity() - own;
+    }
+    mass
+}
+
+#[allow(clippy::cast_possible_truncation, reason = "slots are numbered as the weights of a slice")]
+fn put(slots: &mut [u64], slot: u64, word: u64) {
+    slots[slot as usize] = word;
+}
