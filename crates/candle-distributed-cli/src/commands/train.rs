@@ -37,7 +37,7 @@ pub(crate) struct Args {
     #[arg(long, value_enum, default_value_t)]
     device: DeviceArg,
     /// Number of optimizer steps
-    #[arg(long, default_value_t = 200)]
+    #[arg(long, default_value_t = 400)]
     steps: u64,
     /// Seed of the parameters and the shuffles
     #[arg(long, default_value_t = 0)]
