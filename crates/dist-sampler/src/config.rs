@@ -24,7 +24,8 @@ pub enum Order {
     /// A keyed pseudorandom permutation, another one in every epoch, that takes no time to make and no memory.
     ///
     /// Any position can be read by itself, and the position of any sample be found. Statistical tests do not tell it
-    /// from [`Order::Exact`], but with fewer than some thousand samples only a part of the N! orders can occur.
+    /// from [`Order::Exact`], but with fewer than some thousand samples only a part of the N! orders can occur. With
+    /// fewer than 128 the exact shuffle takes its place.
     Streaming,
     /// The permutation of PyTorch's `DistributedSampler`, bit for bit: for runs that must repeat what PyTorch did.
     ///

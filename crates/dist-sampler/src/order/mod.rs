@@ -2,13 +2,15 @@
 
 mod exact;
 mod mersenne;
+#[cfg(test)]
+mod quality;
 mod streaming;
 mod table;
 mod torch;
 mod weighted;
 
 use core_types::{Epoch, Seed};
-use streaming::Streaming;
+use streaming::{SHORTEST, Streaming};
 use weighted::AliasTable;
 
 use crate::{config::Order, error::Result};
@@ -50,6 +52,7 @@ impl Samples {
             Order::Exact => Self::Table { table: table::allocate(len)?, refill: Refill::Exact },
             Order::Torch => Self::Table { table: table::allocate(len)?, refill: Refill::Torch },
             Order::Shuffled if len < STREAMING_FROM => return Self::new(len, Order::Exact, seed, epoch),
+            Order::Streaming if len < SHORTEST => return Self::new(len, Order::Exact, seed, epoch),
             Order::Shuffled | Order::Streaming => Self::Streaming { len, permutation: Streaming::new(len, seed) },
         };
         samples.reseed(seed, epoch);
