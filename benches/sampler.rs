@@ -96,5 +96,28 @@ fn random_access(c: &mut Criterion) {
     group.finish();
 }
 
-criterion_group!(benches, epoch, iterate, random_access);
+/// One rank's share of ten million weighted draws over a million weights.
+fn weighted(c: &mut Criterion) {
+    const DRAWS: u64 = 10_000_000;
+    let weights: Vec<f64> = (0..1_000_000).map(|i| f64::from(i % 1000) + 0.5).collect();
+    let make =
+        || DistributedSampler::weighted(&weights, DRAWS, Placement::new(3, WORLD).unwrap(), SamplerConfig::default());
+    let mut buffer = vec![0; (DRAWS / WORLD) as usize];
+    let mut group = c.benchmark_group("sampler/weighted_10M_of_1M");
+    group.throughput(Throughput::Elements(DRAWS / WORLD)).sample_size(10);
+    group.bench_function("new", |b| b.iter(|| make().unwrap()));
+    let mut sampler = make().unwrap();
+    let mut epoch = 0;
+    group.bench_function("epoch", |b| {
+        b.iter(|| {
+            epoch += 1;
+            sampler.set_epoch(Epoch::new(epoch));
+            assert_eq!(sampler.fill(0, &mut buffer), buffer.len());
+            black_box(&mut buffer);
+        });
+    });
+    group.finish();
+}
+
+criterion_group!(benches, epoch, iterate, random_access, weighted);
 criterion_main!(benches);

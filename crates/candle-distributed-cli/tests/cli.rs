@@ -150,6 +150,21 @@ fn sample_draws_by_weight() {
 }
 
 #[test]
+fn sample_gives_every_rank_its_share_of_each_class() {
+    let (_dir, path) = file("classes.txt", "0 0 0 1 ".repeat(10));
+    for rank in ["0", "1"] {
+        let read = text(&["sample", "--classes", &path, "--world-size", "2", "--rank", rank]);
+        let rare = read.lines().filter(|line| line.parse::<u64>().unwrap() % 4 == 3).count();
+        assert_eq!(read.lines().count(), 20);
+        assert!((4..=6).contains(&rare), "{rare}");
+    }
+    assert_eq!(json(&["sample", "--classes", &path, "--capped", "3"])["len"], 6);
+    assert_eq!(json(&["sample", "--classes", &path, "--fixed", "40"])["len"], 80);
+    refuses(&["sample", "--classes", &path, "--fixed", "0"], &["length 0"]);
+    refuses(&["sample", "--classes", &path, "--fixed", "3000000000"], &["6000000000", "4294967296"]);
+}
+
+#[test]
 fn sample_starts_anywhere_in_a_trillion_samples() {
     let args = ["--len", "1000000000000", "--world-size", "8", "--rank", "3", "--start", "70000000000", "--count", "3"];
     let indices = json(&[&["sample"], &args[..]].concat());

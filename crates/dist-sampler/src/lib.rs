@@ -14,6 +14,7 @@ pub use crate::{
     error::{Error, Result},
     indices::Indices,
     mixture::Mixture,
+    order::Quota,
     sampler::DistributedSampler,
     state::SamplerState,
 };

@@ -5,10 +5,10 @@ use std::fmt::Debug;
 use core_types::{Epoch, Placement, Rank, split};
 
 use crate::{
-    config::SamplerConfig,
+    config::{Partition, SamplerConfig},
     error::{Error, Result},
     indices::Indices,
-    order::Samples,
+    order::{Quota, Samples, Strata},
     partition::{Deal, Left, Positions, Rule},
     state::{SamplerState, Stage},
 };
@@ -115,6 +115,42 @@ impl DistributedSampler {
     pub fn weighted(weights: &[f64], draws: u64, placement: Placement, config: SamplerConfig) -> Result<Self> {
         check_len(draws)?;
         Self::over(draws, Samples::weighted(weights, draws, config.seed, config.epoch)?, placement, config)
+    }
+
+    /// Returns a sampler in whose order the classes are mixed in proportion: every window of it, and so every rank, sees
+    /// of each class what is its share, to about one sample.
+    ///
+    /// The n-th sample is of class `labels[n]`, any number; `quota` says how many of each class an epoch has. Of L
+    /// neighbors in an epoch of M samples of C classes, L·m/M are of a class of m, give or take 1 + C·m/M. Each rank
+    /// reads a contiguous window, so order and partition of `config` have no say; tail, seed, epochs and states work as
+    /// for any other sampler.
+    ///
+    /// # Complexity
+    ///
+    /// 4 bytes for each label and 4 for each sample of an epoch, and 16 for each of the latter while an epoch is made,
+    /// which sorts them.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::EmptyDataSet`] for no labels or a quota of 0, [`Error::TooLongToShuffle`] and [`Error::OutOfMemory`].
+    ///
+    /// # Examples
+    ///
+    /// ```
+    /// # use core_types::Placement;
+    /// # use dist_sampler::{DistributedSampler, Quota, SamplerConfig};
+    /// let labels: Vec<u32> = (0..1000).map(|n| u32::from(n % 10 == 0)).collect(); // one in ten is of class 1
+    /// let config = SamplerConfig::default();
+    /// let sampler = DistributedSampler::stratified(&labels, Quota::All, Placement::new(2, 5)?, config)?;
+    /// assert_eq!(sampler.iter().filter(|index| index % 10 == 0).count(), 20);
+    /// # Ok::<(), Box<dyn std::error::Error>>(())
+    /// ```
+    pub fn stratified(labels: &[u32], quota: Quota, placement: Placement, config: SamplerConfig) -> Result<Self> {
+        let strata = Strata::new(labels, quota)?;
+        check_len(strata.len())?;
+        let len = strata.len();
+        let samples = Samples::stratified(strata, config.seed, config.epoch)?;
+        Self::over(len, samples, placement, config.with_partition(Partition::Contiguous))
     }
 
     fn over(len: u64, samples: Samples, placement: Placement, config: SamplerConfig) -> Result<Self> {

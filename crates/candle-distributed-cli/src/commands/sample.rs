@@ -6,7 +6,7 @@ use std::{
 };
 
 use candle_distributed::{
-    sampler::{DistributedSampler, Indices, Order, Partition, SamplerConfig, SamplerState, Tail},
+    sampler::{DistributedSampler, Indices, Order, Partition, Quota, SamplerConfig, SamplerState, Tail},
     types::{Epoch, Placement, Seed},
 };
 use clap::ValueEnum;
@@ -29,11 +29,20 @@ use crate::{
 #[command(verbatim_doc_comment)]
 pub(crate) struct Args {
     /// Number of samples in the data set; with --weights, of draws in an epoch
-    #[arg(long)]
-    len: u64,
+    #[arg(long, required_unless_present = "classes")]
+    len: Option<u64>,
     /// File of a weight for each sample: draw with replacement, each as often as its weight asks
     #[arg(long, value_name = "FILE", conflicts_with = "order")]
     weights: Option<PathBuf>,
+    /// File of a class for each sample, a number: every rank and every stretch sees the classes in proportion
+    #[arg(long, value_name = "FILE", conflicts_with_all = ["len", "weights", "order", "partition", "rank_weights"])]
+    classes: Option<PathBuf>,
+    /// At most so many samples of each class in an epoch
+    #[arg(long, value_name = "N", requires = "classes")]
+    capped: Option<u64>,
+    /// Exactly so many samples of each class in an epoch, repeating those of small ones
+    #[arg(long, value_name = "N", requires = "classes", conflicts_with = "capped")]
+    fixed: Option<u64>,
     /// Number of ranks that share the data set
     #[arg(long, default_value_t = 1)]
     world_size: u64,
@@ -164,14 +173,7 @@ impl Args {
 
     /// The sampler, at the place in the epoch that was asked for.
     fn sampler(&self) -> Result<DistributedSampler> {
-        let placement = Placement::new(self.rank, self.world_size)?;
-        let mut sampler = match &self.weights {
-            Some(path) => {
-                let weights: Vec<f64> = input::numbers(&input::read_file(path)?, "weight", path)?;
-                DistributedSampler::weighted(&weights, self.len, placement, self.config())?
-            }
-            None => DistributedSampler::new(self.len, placement, self.config())?,
-        };
+        let mut sampler = self.fresh_sampler(Placement::new(self.rank, self.world_size)?)?;
         if let Some(weights) = &self.rank_weights {
             sampler = sampler.with_rank_weights(weights)?;
         }
@@ -179,6 +181,25 @@ impl Args {
             sampler.resume(&read_state(path)?)?;
         }
         Ok(sampler)
+    }
+
+    /// The sampler at the start of its epoch.
+    fn fresh_sampler(&self, placement: Placement) -> Result<DistributedSampler> {
+        let len = self.len.unwrap_or(0);
+        if let Some(path) = &self.classes {
+            let labels: Vec<u32> = input::numbers(&input::read_file(path)?, "class", path)?;
+            return Ok(DistributedSampler::stratified(&labels, self.quota(), placement, self.config())?);
+        }
+        if let Some(path) = &self.weights {
+            let weights: Vec<f64> = input::numbers(&input::read_file(path)?, "weight", path)?;
+            return Ok(DistributedSampler::weighted(&weights, len, placement, self.config())?);
+        }
+        Ok(DistributedSampler::new(len, placement, self.config())?)
+    }
+
+    fn quota(&self) -> Quota {
+        let capped = self.capped.map(Quota::Capped);
+        capped.or(self.fixed.map(Quota::Fixed)).unwrap_or(Quota::All)
     }
 
     /// How many of `len` indices are printed.
@@ -249,7 +270,7 @@ pub(crate) fn run(args: &Args) -> Result<()> {
         }),
         Format::Json => output::json(&Answer {
             format_version: 1,
-            len: args.len,
+            len: sampler.data_set_len(),
             world_size: args.world_size,
             rank: args.rank,
             per_rank_len: sampler.len(),

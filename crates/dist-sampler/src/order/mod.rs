@@ -4,12 +4,15 @@ mod exact;
 mod mersenne;
 #[cfg(test)]
 mod quality;
+mod stratified;
 mod streaming;
 mod table;
 mod torch;
 mod weighted;
 
 use core_types::{Epoch, Seed};
+pub use stratified::Quota;
+pub(crate) use stratified::Strata;
 use streaming::{SHORTEST, Streaming};
 use weighted::AliasTable;
 
@@ -43,6 +46,7 @@ pub(crate) enum Samples {
 pub(crate) enum Refill {
     Exact,
     Torch,
+    Stratified(Box<Strata>),
 }
 
 impl Samples {
@@ -65,6 +69,14 @@ impl Samples {
         Ok(Self::Weighted { len, table, seed: seed.derive(epoch.as_u64()) })
     }
 
+    /// An epoch of what the strata hold.
+    pub(crate) fn stratified(strata: Strata, seed: Seed, epoch: Epoch) -> Result<Self> {
+        let table = table::allocate(strata.len())?;
+        let mut samples = Self::Table { table, refill: Refill::Stratified(Box::new(strata)) };
+        samples.reseed(seed, epoch);
+        Ok(samples)
+    }
+
     /// Turns this into the order of another epoch, in the memory it has.
     pub(crate) fn reseed(&mut self, seed: Seed, epoch: Epoch) {
         let epoch_seed = seed.derive(epoch.as_u64());
@@ -73,6 +85,7 @@ impl Samples {
             Self::Weighted { seed, .. } => *seed = epoch_seed,
             Self::Streaming { len, permutation } => *permutation = Streaming::new(*len, epoch_seed),
             Self::Table { table, refill: Refill::Exact } => exact::shuffle(table, epoch_seed),
+            Self::Table { table, refill: Refill::Stratified(strata) } => strata.fill(table, epoch_seed),
             Self::Table { table, refill: Refill::Torch } => {
                 torch::shuffle(table, seed.as_u64().wrapping_add(epoch.as_u64()));
             }
@@ -83,6 +96,7 @@ impl Samples {
     pub(crate) fn fingerprint(&self) -> u64 {
         match self {
             Self::Weighted { table, .. } => table.fingerprint(),
+            Self::Table { refill: Refill::Stratified(strata), .. } => strata.fingerprint(),
             _ => 0,
         }
     }

@@ -25,7 +25,7 @@ const ROUNDS: usize = 8;
 pub(super) const SHORTEST: u64 = 128;
 
 /// Positions permuted together in the bulk path.
-const BLOCK: usize = 64;
+const BLOCK: usize = 128;
 
 /// From this length on the halves are hashed in 64 bits: with 32, the hash would favor some of their values by more than
 /// one in 4,096.
@@ -344,7 +344,7 @@ mod tests {
         for len in (1..=300).chain([1024, 1025, 4097, 65_537, 1 << 32, (1 << 40) - 1]) {
             for step in [1, 2, 3, 7, 64, len / 2 + 1] {
                 let available = (len - 1) / step + 1;
-                for count in [0, 1, 2, 63, 64, 65, 127, 128, 200].map(|count| available.min(count)) {
+                for count in [0, 1, 2, 127, 128, 129, 255, 256, 300].map(|count| available.min(count)) {
                     check_bulk(len, 0, step, count);
                     check_bulk(len, (len - 1) - (count.max(1) - 1) * step, step, count);
                 }

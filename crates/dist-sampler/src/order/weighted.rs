@@ -243,3 +243,86 @@ fn fill_up(
 fn put(slots: &mut [u64], slot: u64, word: u64) {
     slots[slot as usize] = word;
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// The share of all draws that each sample has in the table.
+    fn shares(table: &AliasTable) -> Vec<f64> {
+        let mut masses = vec![0_u128; table.slots.len()];
+        for (slot, &word) in table.slots.iter().enumerate() {
+            let (border, alias) = table.layout.unpack(word);
+            masses[slot] += u128::from(border);
+            masses[usize::try_from(alias).unwrap()] += u128::from(table.layout.capacity() - border);
+        }
+        masses.iter().map(|&mass| mass as f64 / table.layout.total() as f64).collect()
+    }
+
+    /// Some weights, from equal ones to ones that differ by 18 powers of ten.
+    fn distributions() -> Vec<Vec<f64>> {
+        let uneven = |n: i32| (0..n).map(|i| 10_f64.powi(i % 19 - 9)).collect();
+        let with_zeros = (0..100).map(|i| f64::from(i % 3)).collect();
+        vec![vec![1.0], vec![0.0, 1.0], vec![1.0; 7], uneven(19), uneven(1000), with_zeros, vec![f64::MIN_POSITIVE; 5]]
+    }
+
+    #[test]
+    fn the_table_has_the_shares_of_the_weights() {
+        for weights in distributions() {
+            let total: f64 = weights.iter().sum();
+            for (share, weight) in shares(&AliasTable::new(&weights).unwrap()).into_iter().zip(&weights) {
+                let expected = weight / total;
+                assert!(
+                    (share - expected).abs() <= expected * 1e-14 + 1e-17,
+                    "{share} and {expected} of {}",
+                    weights.len()
+                );
+                assert!(*weight > 0.0 || share == 0.0, "a weight of 0 has no share at all");
+            }
+        }
+    }
+
+    #[test]
+    fn draws_follow_the_weights() {
+        const DRAWS: u64 = 200_000;
+        for weights in distributions() {
+            let table = AliasTable::new(&weights).unwrap();
+            let mut counts = vec![0_u32; weights.len()];
+            (0..DRAWS).for_each(|position| counts[usize::try_from(table.draw(Seed::new(5), position)).unwrap()] += 1);
+            let total: f64 = weights.iter().sum();
+            for (&count, weight) in counts.iter().zip(&weights) {
+                // A binomial count is 6 standard deviations off less than once in 10^8 times; the 1 is for rare samples.
+                let expected = DRAWS as f64 * weight / total;
+                assert!((f64::from(count) - expected).abs() <= 6.0 * expected.sqrt() + 1.0, "{count} for {expected}");
+            }
+        }
+    }
+
+    #[test]
+    fn draws_are_pinned_and_the_same_in_bulk() {
+        let table = AliasTable::new(&[1.0, 2.0, 3.0, 4.0]).unwrap();
+        let mut bulk = [0; 10];
+        table.fill(Seed::new(42), 3, 2, &mut bulk);
+        assert_eq!(bulk, [0, 2, 3, 2, 3, 3, 0, 3, 2, 1]);
+        assert!(bulk.iter().eq((0..10).map(|n| table.draw(Seed::new(42), 3 + 2 * n)).collect::<Vec<_>>().iter()));
+    }
+
+    #[test]
+    fn other_weights_have_another_fingerprint() {
+        let fingerprint = |weights: &[f64]| AliasTable::new(weights).unwrap().fingerprint();
+        assert_ne!(fingerprint(&[1.0, 2.0]), fingerprint(&[2.0, 1.0]));
+        assert_ne!(fingerprint(&[1.0, 2.0]), fingerprint(&[1.0, 2.0, 0.0]));
+        assert_eq!(fingerprint(&[1.0, 2.0]), fingerprint(&[1.0, 2.0]));
+    }
+
+    #[test]
+    fn what_is_no_weight_is_refused() {
+        let error = |weights: &[f64]| AliasTable::new(weights).unwrap_err();
+        assert_eq!(error(&[]), Error::EmptyDataSet);
+        for (bad, text) in [(-1.0, "-1.0"), (f64::NAN, "NaN"), (f64::INFINITY, "inf")] {
+            assert_eq!(error(&[1.0, bad]), Error::InvalidWeight { index: 1, weight: text.into() });
+        }
+        assert_eq!(error(&[0.0, 0.0]), Error::NoWeight { weights: 2 });
+        assert!(matches!(error(&[f64::MAX, f64::MAX]), Error::WeightSumOverflow { index: 1, .. }));
+    }
+}
