@@ -2,7 +2,7 @@
 
 use candle_distributed::plan::{
     ElemType, Error, ParameterInfo, Result,
-    source::{MAX_HEADER_LEN, from_manifest, from_safetensors, header_len, index_files},
+    source::{MAX_HEADER_LEN, from_index, from_manifest, from_safetensors, header_len, index_files},
 };
 
 use crate::inputs::gpt2;
@@ -142,4 +142,21 @@ fn an_index_lists_plain_files_once() {
         let json = serde_json::json!({ "weight_map": { "a": file } }).to_string();
         assert_eq!(index_files(&json), Err(Error::BadFileName { file: file.into() }));
     }
+}
+
+#[test]
+fn an_index_and_its_files_must_agree() {
+    let json = r#"{"weight_map": {"a": "1.safetensors", "b": "2.safetensors"}}"#;
+    let read = |of_first: &'static [&'static str]| {
+        from_index(json, move |file| {
+            let names = if file == "1.safetensors" { of_first } else { &["b"] };
+            names.iter().map(|name| ParameterInfo::new(*name, [2], ElemType::F32)).collect::<Result<Vec<_>, Error>>()
+        })
+    };
+    let names: Vec<String> = read(&["a"]).unwrap().iter().map(|info| info.name().into()).collect();
+    assert_eq!(names, ["a", "b"]);
+    let file = || "1.safetensors".into();
+    assert_eq!(read(&[]), Err(Error::NotInFile { tensor: "a".into(), file: file() }));
+    assert_eq!(read(&["a", "c"]), Err(Error::NotInIndex { tensor: "c".into(), file: file() }));
+    assert_eq!(read(&["a", "b"]), Err(Error::NotInIndex { tensor: "b".into(), file: file() }));
 }

@@ -12,10 +12,14 @@ use crate::error::{Error, Result};
 /// The longest text read; what is longer is no list of anything a person has, or a device without an end.
 const MAX_BYTES: u64 = 1 << 30;
 
+/// The file at `path`, for reading.
+pub(crate) fn open(path: &Path) -> Result<File> {
+    File::open(path).map_err(|source| Error::Read { path: path.into(), source })
+}
+
 /// The text of the file at `path`.
 pub(crate) fn read_file(path: &Path) -> Result<String> {
-    let file = File::open(path).map_err(|source| Error::Read { path: path.into(), source })?;
-    read_text(file, path)
+    read_text(open(path)?, path)
 }
 
 /// The text that `source` holds; `path` names it if it cannot be read.

@@ -339,12 +339,15 @@ fn plan_refuses_bad_input() {
     let twice = br#"{"w": {"dtype": "F32", "shape": [1]}, "w": {"dtype": "F32", "shape": [1]}}"#;
     refuses_model("m.json", twice, &["parameter w is listed twice"]);
     refuses_model("m.json", br#"{"w": {"dtype": "F32", "shape": []}}"#, &["parameter w has no dims"]);
-    refuses_model("m.safetensors", b"abc", &["m.safetensors"]);
+    refuses_model("m.safetensors", b"abc", &["m.safetensors", "header"]);
+    refuses_model("m.safetensors.index.json", br#"{"weight_map": {"w": "../x"}}"#, &["index.json", "../x"]);
     refuses_model("m.safetensors", &u64::MAX.to_le_bytes(), &["18446744073709551615"]);
     refuses_model("m.safetensors", &[&[99, 0, 0, 0, 0, 0, 0, 0][..], b"{}"].concat(), &["107", "10"]);
 
     let (_dir, path) = file("model.json", MANIFEST);
     refuses(&["plan", &path, "--world-size", "0"], &["world size 0"]);
+    let layout = ["plan", &path, "--world-size", "2", "--strategy", "hybrid", "--layout", "flat"];
+    refuses(&layout, &["--layout", "--strategy full"]);
     refuses(&["plan", &path, "--world-size", "2", "--rank", "2"], &["rank 2", "world of 2"]);
     refuses(&["plan", "/no/such/model", "--world-size", "2"], &["/no/such/model"]);
 }

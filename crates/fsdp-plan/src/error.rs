@@ -144,4 +144,20 @@ pub enum Error {
         /// The name.
         file: String,
     },
+    /// A file has a tensor that the model's index does not place there.
+    #[error("{file} has tensor {tensor}, which the index does not place there")]
+    NotInIndex {
+        /// The tensor.
+        tensor: String,
+        /// The file that has it.
+        file: String,
+    },
+    /// A model's index places a tensor in a file that does not have it.
+    #[error("the index places tensor {tensor} in {file}, which does not have it")]
+    NotInFile {
+        /// The tensor.
+        tensor: String,
+        /// The file where it should be.
+        file: String,
+    },
 }

@@ -1,8 +1,7 @@
 //! `plan`: which rank owns which part of every parameter of a model, and what that costs.
 
 use std::{
-    fs::{self, File},
-    io::{self, Read},
+    io::Read,
     path::{Path, PathBuf},
 };
 
@@ -16,6 +15,7 @@ use clap::ValueEnum;
 
 use crate::{
     error::{Error, Result},
+    input,
     output::{self, Format},
 };
 
@@ -34,9 +34,9 @@ pub(crate) struct Args {
     /// How parameters are spread
     #[arg(long, value_enum, default_value_t)]
     strategy: StrategyArg,
-    /// How `full` cuts them
-    #[arg(long, value_enum, default_value_t)]
-    layout: LayoutArg,
+    /// How `full` cuts them [default: dim0]
+    #[arg(long, value_enum)]
+    layout: Option<LayoutArg>,
     /// Whose state is counted
     #[arg(long, value_enum, default_value_t)]
     optimizer: OptimizerArg,
@@ -59,10 +59,9 @@ enum StrategyArg {
     Hybrid,
 }
 
-#[derive(Clone, Copy, Debug, Default, ValueEnum)]
+#[derive(Clone, Copy, Debug, ValueEnum)]
 enum LayoutArg {
     /// Rows of each parameter, as FSDP2 does
-    #[default]
     Dim0,
     /// Elements of each layer end to end, as FSDP1 does
     Flat,
@@ -80,13 +79,14 @@ enum OptimizerArg {
 }
 
 impl Args {
-    fn strategy(&self) -> Box<dyn ShardingStrategy> {
-        match (self.strategy, self.layout) {
-            (StrategyArg::Full, LayoutArg::Dim0) => Box::new(Full::new(Layout::Dim0)),
-            (StrategyArg::Full, LayoutArg::Flat) => Box::new(Full::new(Layout::Flat)),
-            (StrategyArg::LayerWise, _) => Box::new(LayerWise::default()),
-            (StrategyArg::Hybrid, _) => Box::new(Hybrid::default()),
-        }
+    fn strategy(&self) -> Result<Box<dyn ShardingStrategy>> {
+        Ok(match (self.strategy, self.layout) {
+            (StrategyArg::Full, None | Some(LayoutArg::Dim0)) => Box::new(Full::new(Layout::Dim0)),
+            (StrategyArg::Full, Some(LayoutArg::Flat)) => Box::new(Full::new(Layout::Flat)),
+            (StrategyArg::LayerWise, None) => Box::new(LayerWise::default()),
+            (StrategyArg::Hybrid, None) => Box::new(Hybrid::default()),
+            (_, Some(_)) => return Err(Error::Usage("--layout needs --strategy full".into())),
+        })
     }
 
     fn cost_model(&self) -> CostModel {
@@ -101,7 +101,8 @@ impl Args {
 pub(crate) fn run(args: &Args) -> Result<()> {
     let world_size = WorldSize::new(args.world_size)?;
     let rank = args.rank.map(|rank| Placement::new(rank, args.world_size)).transpose()?.map(Placement::rank);
-    let plan = args.strategy().plan(&read_model(&args.model)?, world_size)?;
+    let strategy = args.strategy()?;
+    let plan = in_file(&args.model, strategy.plan(&read_model(&args.model)?, world_size))?;
     let report = PlanReport::new(&plan, &args.cost_model(), rank)?;
     match args.format {
         Format::Text => output::text(|out| writeln!(out, "{report}")),
@@ -121,30 +122,29 @@ fn read_model(path: &Path) -> Result<Vec<ParameterInfo>> {
     match path.to_string_lossy() {
         name if name.ends_with(".safetensors") => read_safetensors(path),
         name if name.ends_with(".safetensors.index.json") => read_index(path),
-        _ => in_file(path, source::from_manifest(&read(path, fs::read_to_string(path))?)),
+        _ => in_file(path, source::from_manifest(&input::read_file(path)?)),
     }
 }
 
 fn read_index(path: &Path) -> Result<Vec<ParameterInfo>> {
-    let files = in_file(path, source::index_files(&read(path, fs::read_to_string(path))?))?;
-    let parameters: Vec<_> =
-        files.iter().map(|file| read_safetensors(&path.with_file_name(file))).collect::<Result<_>>()?;
-    Ok(parameters.concat())
+    let text = input::read_file(path)?;
+    // The index itself is at fault for what no other file is.
+    source::from_index(&text, |file| read_safetensors(&path.with_file_name(file))).map_err(|error| match error {
+        Error::Plan(source) => Error::Model { path: path.into(), source },
+        error => error,
+    })
 }
 
 fn read_safetensors(path: &Path) -> Result<Vec<ParameterInfo>> {
-    let mut file = read(path, File::open(path))?;
-    let mut prefix = [0; 8];
-    read(path, file.read_exact(&mut prefix))?;
-    let mut bytes = prefix.to_vec();
-    let header_len = in_file(path, source::header_len(prefix))?;
-    read(path, file.take(header_len).read_to_end(&mut bytes))?;
+    let mut file = input::open(path)?;
+    let mut bytes = Vec::new();
+    let failed = |source| Error::Read { path: path.into(), source };
+    file.by_ref().take(source::PREFIX_LEN).read_to_end(&mut bytes).map_err(failed)?;
+    if let Ok(prefix) = <[u8; 8]>::try_from(&bytes[..]) {
+        let header_len = in_file(path, source::header_len(prefix))?;
+        file.take(header_len).read_to_end(&mut bytes).map_err(failed)?;
+    }
     in_file(path, source::from_safetensors(&bytes))
-}
-
-/// Names the file that could not be read.
-fn read<T>(path: &Path, result: io::Result<T>) -> Result<T> {
-    result.map_err(|source| Error::Read { path: path.into(), source })
 }
 
 /// Names the file in which a model's description was found wanting.

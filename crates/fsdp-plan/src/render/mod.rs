@@ -45,11 +45,11 @@ fn calls(collectives: &Collectives) -> String {
     ];
     let used = named.into_iter().filter(|(_, traffic)| traffic.count > 0);
     let calls: Vec<_> = used.map(|(name, traffic)| call(name, traffic)).collect();
-    if calls.is_empty() { String::from("nothing is sent") } else { calls.join(", ") }
+    if calls.is_empty() { String::from("nothing is sent") } else { calls.join("; ") }
 }
 
 fn call(name: &str, traffic: Traffic) -> String {
-    format!("{} {name} of {}", grouped(traffic.count.into()), counted(traffic.bytes.into(), "byte"))
+    format!("{} {name}, {} in all", grouped(traffic.count.into()), counted(traffic.bytes.into(), "byte"))
 }
 
 /// Lays out `rows` under `header`; the columns at `numbers` are aligned to the right.

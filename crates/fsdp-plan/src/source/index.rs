@@ -1,6 +1,6 @@
 //! The index of a model that is spread over several safetensors files.
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 
 use serde::Deserialize;
 
@@ -8,7 +8,7 @@ use super::{
     entries::{Entries, unique},
     parse,
 };
-use crate::{Error, Result};
+use crate::{Error, ParameterInfo, Result};
 
 /// Lists the files that a `model.safetensors.index.json` names, each once, sorted.
 ///
@@ -27,12 +27,57 @@ use crate::{Error, Result};
 /// # Ok::<(), fsdp_plan::Error>(())
 /// ```
 pub fn index_files(json: &str) -> Result<Vec<String>> {
+    let files: BTreeSet<String> = entries(json)?.into_iter().map(|(_, file)| file).collect();
+    Ok(files.into_iter().collect())
+}
+
+/// Reads the parameters of a model from its index, given a way to `read` those of one of its files.
+///
+/// # Errors
+///
+/// Those of [`index_files`] and of `read`; [`Error::NotInIndex`] if a file has a tensor that the index does not place
+/// there, and [`Error::NotInFile`] if it lacks one that the index does.
+///
+/// # Examples
+///
+/// ```
+/// use fsdp_plan::{ElemType, Error, ParameterInfo, source};
+///
+/// let json = r#"{"weight_map": {"a": "model-1.safetensors", "b": "model-2.safetensors"}}"#;
+/// let read = |file: &str| {
+///     let name = if file == "model-1.safetensors" { "a" } else { "b" };
+///     Ok::<_, Error>(vec![ParameterInfo::new(name, [2], ElemType::F32)?])
+/// };
+/// assert_eq!(source::from_index(json, read)?.len(), 2);
+/// # Ok::<(), Error>(())
+/// ```
+pub fn from_index<E: From<Error>>(
+    json: &str,
+    mut read: impl FnMut(&str) -> Result<Vec<ParameterInfo>, E>,
+) -> Result<Vec<ParameterInfo>, E> {
+    let mut places: BTreeMap<String, String> = entries(json)?.into_iter().collect();
+    let mut parameters = Vec::new();
+    for file in index_files(json)? {
+        for info in read(&file)? {
+            if places.remove(info.name()).as_ref() != Some(&file) {
+                return Err(Error::NotInIndex { tensor: info.name().into(), file }.into());
+            }
+            parameters.push(info);
+        }
+    }
+    match places.pop_first() {
+        Some((tensor, file)) => Err(Error::NotInFile { tensor, file }.into()),
+        None => Ok(parameters),
+    }
+}
+
+/// Every tensor with its file.
+fn entries(json: &str) -> Result<Vec<(String, String)>> {
     let Entries(entries) = parse::<Index>("safetensors index", json.as_bytes())?.weight_map;
     unique(entries.iter().map(|(name, _)| name.as_str()))?;
-    let files: BTreeSet<String> = entries.into_iter().map(|(_, file)| file).collect();
-    match files.iter().find(|file| !is_plain(file)) {
-        Some(file) => Err(Error::BadFileName { file: file.clone() }),
-        None => Ok(files.into_iter().collect()),
+    match entries.iter().find(|(_, file)| !is_plain(file)) {
+        Some((_, file)) => Err(Error::BadFileName { file: file.clone() }),
+        None => Ok(entries),
     }
 }
 

@@ -10,7 +10,7 @@ mod manifest;
 mod safetensors;
 
 pub use self::{
-    index::index_files,
+    index::{from_index, index_files},
     manifest::from_manifest,
     safetensors::{MAX_HEADER_LEN, PREFIX_LEN, from_safetensors, header_len},
 };

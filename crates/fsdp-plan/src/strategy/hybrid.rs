@@ -51,10 +51,12 @@ impl Hybrid {
     }
 }
 
-/// Cuts `transformer` and `attention`, keeps `classifier` and `head` whole.
+/// Cuts `transformer` and `attention`, keeps `classifier`, `head` and `lm_head` whole.
+///
+/// The last is how language models name their head, which a search for `head` within names would find as well.
 impl Default for Hybrid {
     fn default() -> Self {
-        Self::new(["transformer", "attention"], ["classifier", "head"])
+        Self::new(["transformer", "attention"], ["classifier", "head", "lm_head"])
     }
 }
 
