@@ -7,10 +7,13 @@ fn travels<T: Send + Sync>() {}
 #[test]
 fn values_can_be_sent_to_and_shared_between_threads() {
     travels::<(types::Placement, types::WorldSize, types::Seed, types::Epoch, types::Error)>();
-    travels::<(sampler::DistributedSampler, sampler::Indices<'_>, sampler::SamplerConfig, sampler::Error)>();
+    travels::<(sampler::DistributedSampler, sampler::Indices<'_>, sampler::SamplerConfig)>();
+    travels::<(sampler::SamplerState, sampler::Mixture, sampler::Error)>();
     travels::<(batch::DynamicBatchSampler<Vec<u64>>, batch::Batch, batch::PaddingReport, batch::Error)>();
+    travels::<batch::Batches<std::vec::IntoIter<Result<batch::Sequence, batch::Error>>>>();
     travels::<(plan::ShardingPlan, plan::ParameterInfo, plan::PlanReport<'_>, plan::Error)>();
-    travels::<(mesh::DeviceMesh, mesh::Replica, mesh::Error)>();
+    travels::<(plan::PlanCost, plan::CostModel, plan::Cut, plan::ShardAssignment)>();
+    travels::<(mesh::DeviceMesh, mesh::Replica, mesh::PMap<(), (), ()>, mesh::Error)>();
 }
 
 #[test]
