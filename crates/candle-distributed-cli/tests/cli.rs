@@ -165,6 +165,33 @@ fn sample_gives_every_rank_its_share_of_each_class() {
 }
 
 #[test]
+fn sample_mixes_data_sets_by_weight() {
+    let mix = ["sample", "--order", "sequential", "--mix", "100:2,3:1"];
+    assert_eq!(text(&[&mix[..], &["--count", "4"]].concat()), "0 0\n1 0\n0 1\n0 2\n");
+    let report = json(&mix);
+    assert_eq!((&report["per_rank_len"], &report["entries"][4]), (&json!(10), &json!([1, 1])));
+    refuses(&["sample", "--mix", "100"], &["colon"]);
+    refuses(&["sample", "--mix", "100:0"], &["weight above 0"]);
+    refuses(&["sample", "--mix", "0:1"], &["length 0"]);
+}
+
+#[test]
+fn sample_says_when_and_where_a_sample_is_read() {
+    let world = ["sample", "--len", "1000000000000", "--world-size", "8", "--partition", "strided"];
+    let with = |more: &[&'static str]| json(&[&world[..], more].concat());
+    let place = with(&["--locate", "7"]);
+    let (position, rank) = (place["position"].as_u64().unwrap(), place["rank"].as_u64().unwrap());
+    assert_eq!(position % 8, rank);
+    let (rank, start) = (rank.to_string(), (position / 8).to_string());
+    let found = json(&[&world[..], &["--rank", &rank, "--start", &start, "--count", "1"]].concat());
+    assert_eq!(found["indices"], json!([7]));
+    assert!(text(&["sample", "--len", "9", "--locate", "3"]).starts_with("sample 3 is at position"));
+    for order in ["sequential", "exact", "streaming"] {
+        refuses(&["sample", "--len", "9", "--order", order, "--locate", "9"], &["sample 9"]);
+    }
+}
+
+#[test]
 fn sample_starts_anywhere_in_a_trillion_samples() {
     let args = ["--len", "1000000000000", "--world-size", "8", "--rank", "3", "--start", "70000000000", "--count", "3"];
     let indices = json(&[&["sample"], &args[..]].concat());

@@ -425,7 +425,7 @@ impl DistributedSampler {
     ///
     /// O(1), but O(N) for an order held in memory.
     pub fn position_of(&self, index: u64) -> Option<u64> {
-        self.samples.position(index)
+        self.samples.position(index).filter(|&position| position < self.len)
     }
 
     /// The rank that reads sample `index` in what is left of this epoch, or `None` if none does.

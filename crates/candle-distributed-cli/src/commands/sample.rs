@@ -6,8 +6,8 @@ use std::{
 };
 
 use candle_distributed::{
-    sampler::{DistributedSampler, Indices, Order, Partition, Quota, SamplerConfig, SamplerState, Tail},
-    types::{Epoch, Placement, Seed},
+    sampler::{DistributedSampler, Indices, Mixture, Order, Partition, Quota, SamplerConfig, SamplerState, Tail},
+    types::{Epoch, Placement, Rank, Seed},
 };
 use clap::ValueEnum;
 use serde::{Serialize, Serializer};
@@ -29,7 +29,7 @@ use crate::{
 #[command(verbatim_doc_comment)]
 pub(crate) struct Args {
     /// Number of samples in the data set; with --weights, of draws in an epoch
-    #[arg(long, required_unless_present = "classes")]
+    #[arg(long, required_unless_present_any = ["classes", "mix"])]
     len: Option<u64>,
     /// File of a weight for each sample: draw with replacement, each as often as its weight asks
     #[arg(long, value_name = "FILE", conflicts_with = "order")]
@@ -64,6 +64,15 @@ pub(crate) struct Args {
     /// Contiguous shares in proportion to these weights, one for each rank, in place of partition and tail
     #[arg(long, value_delimiter = ',', value_name = "W,W,...", conflicts_with_all = ["partition", "tail"])]
     rank_weights: Option<Vec<u64>>,
+    /// Several data sets, each with its weight, read in proportion; prints which data set and which of its samples
+    #[arg(
+        long,
+        value_delimiter = ',',
+        value_parser = parse_part,
+        value_name = "LEN:WEIGHT,...",
+        conflicts_with_all = ["len", "weights", "classes", "resume", "save_state", "workers", "mark_padding", "locate"]
+    )]
+    mix: Option<Vec<Part>>,
     /// Seed of the shuffle; a negative one is cast to 64 bits, as PyTorch does
     #[arg(long, default_value = "0", value_parser = parse_seed, allow_negative_numbers = true)]
     seed: u64,
@@ -74,7 +83,7 @@ pub(crate) struct Args {
     #[arg(long, value_name = "FILE", conflicts_with = "epoch")]
     resume: Option<PathBuf>,
     /// Write where every rank stands after as many indices as are printed
-    #[arg(long, value_name = "FILE")]
+    #[arg(long, value_name = "FILE", conflicts_with = "workers")]
     save_state: Option<PathBuf>,
     /// Number of workers that share what the rank reads
     #[arg(long, default_value_t = 1)]
@@ -91,6 +100,9 @@ pub(crate) struct Args {
     /// Say of each index whether it is padding, a repetition that metrics should leave out
     #[arg(long, conflicts_with = "workers")]
     mark_padding: bool,
+    /// Print instead when, and on which rank, this sample is read
+    #[arg(long, value_name = "INDEX", conflicts_with_all = ["save_state", "workers", "mark_padding", "start", "count"])]
+    locate: Option<u64>,
     /// Text with one index a line, or JSON
     #[arg(long, value_enum, default_value_t)]
     format: Format,
@@ -98,6 +110,18 @@ pub(crate) struct Args {
 
 fn parse_seed(text: &str) -> Result<u64, std::num::ParseIntError> {
     text.parse().or_else(|_| text.parse::<i64>().map(i64::cast_unsigned))
+}
+
+/// A data set of a mixture.
+#[derive(Clone, Copy, Debug)]
+struct Part {
+    len: u64,
+    weight: u64,
+}
+
+fn parse_part(text: &str) -> Result<Part, String> {
+    let part = text.split_once(':').and_then(|(len, weight)| Some((len.parse().ok()?, weight.parse().ok()?)));
+    part.map(|(len, weight)| Part { len, weight }).ok_or_else(|| "expected a length, a colon and a weight".into())
 }
 
 #[derive(Clone, Copy, Debug, Default, ValueEnum)]
@@ -255,7 +279,17 @@ impl Serialize for Printed<'_> {
 }
 
 pub(crate) fn run(args: &Args) -> Result<()> {
+    if let Some(parts) = &args.mix {
+        return print_mixture(args, parts);
+    }
     let sampler = args.sampler()?;
+    match args.locate {
+        Some(index) => print_place(args, &sampler, index),
+        None => print_indices(args, &sampler),
+    }
+}
+
+fn print_indices(args: &Args, sampler: &DistributedSampler) -> Result<()> {
     let indices = sampler.iter_worker(Placement::new(args.worker, args.workers)?);
     let count = args.count(indices.len() as u64)?;
     let is_padding = |n| sampler.entry(n).is_some_and(|(_, is_padding)| is_padding);
@@ -279,4 +313,59 @@ pub(crate) fn run(args: &Args) -> Result<()> {
         }),
     }?;
     args.save_state.as_ref().map_or(Ok(()), |path| write_state(path, &sampler.state(args.start + count)))
+}
+
+/// The JSON result of `--locate`.
+#[derive(Serialize)]
+struct Place {
+    format_version: u32,
+    index: u64,
+    position: Option<u64>,
+    rank: Option<u64>,
+}
+
+fn print_place(args: &Args, sampler: &DistributedSampler, index: u64) -> Result<()> {
+    let (position, rank) = (sampler.position_of(index), sampler.rank_of(index).map(Rank::as_u64));
+    let text = match (position, rank) {
+        (Some(position), Some(rank)) => format!("sample {index} is at position {position}, on rank {rank}"),
+        (Some(position), None) => format!("sample {index} is at position {position}, which no rank reads"),
+        (None, _) => return Err(Error::Usage(format!("sample {index} is not in the order"))),
+    };
+    match args.format {
+        Format::Text => output::text(|out| writeln!(out, "{text}")),
+        Format::Json => output::json(&Place { format_version: 1, index, position, rank }),
+    }
+}
+
+/// The JSON result of `--mix`; an entry is a data set and one of its samples.
+#[derive(Serialize)]
+struct Mixed {
+    format_version: u32,
+    world_size: u64,
+    rank: u64,
+    per_rank_len: u64,
+    entries: Vec<(usize, u64)>,
+}
+
+fn print_mixture(args: &Args, parts: &[Part]) -> Result<()> {
+    let placement = Placement::new(args.rank, args.world_size)?;
+    // Each data set has a seed of its own, so that equal lengths do not give equal orders.
+    let config = |label| args.config().with_seed(Seed::new(args.seed).derive(label));
+    let samplers = (0..).zip(parts).map(|(label, part)| DistributedSampler::new(part.len, placement, config(label)));
+    let weights: Vec<u64> = parts.iter().map(|part| part.weight).collect();
+    let mixture = Mixture::new(samplers.collect::<Result<_, _>>()?, &weights)?;
+    let entries = (args.start..args.start + args.count(mixture.len())?).filter_map(|n| mixture.get(n));
+    match args.format {
+        Format::Text => output::text(|out| {
+            let mut entries = entries;
+            entries.try_for_each(|(source, index)| writeln!(out, "{source} {index}"))
+        }),
+        Format::Json => output::json(&Mixed {
+            format_version: 1,
+            world_size: args.world_size,
+            rank: args.rank,
+            per_rank_len: mixture.len(),
+            entries: entries.collect(),
+        }),
+    }
 }
