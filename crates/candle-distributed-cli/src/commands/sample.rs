@@ -1,12 +1,14 @@
 //! `sample`: the indices that one rank reads in one epoch.
 
+mod mixture;
+
 use std::{
     fs,
     path::{Path, PathBuf},
 };
 
 use candle_distributed::{
-    sampler::{DistributedSampler, Indices, Mixture, Order, Partition, Quota, SamplerConfig, SamplerState, Tail},
+    sampler::{DistributedSampler, Indices, Order, Partition, Quota, SamplerConfig, SamplerState, Tail},
     types::{Epoch, Placement, Rank, Seed},
 };
 use clap::ValueEnum;
@@ -68,11 +70,11 @@ pub(crate) struct Args {
     #[arg(
         long,
         value_delimiter = ',',
-        value_parser = parse_part,
+        value_parser = mixture::parse_part,
         value_name = "LEN:WEIGHT,...",
-        conflicts_with_all = ["len", "weights", "classes", "resume", "save_state", "workers", "mark_padding", "locate"]
+        conflicts_with_all = ["len", "weights", "classes", "rank_weights", "resume", "save_state", "workers", "mark_padding", "locate"]
     )]
-    mix: Option<Vec<Part>>,
+    mix: Option<Vec<mixture::Part>>,
     /// Seed of the shuffle; a negative one is cast to 64 bits, as PyTorch does
     #[arg(long, default_value = "0", value_parser = parse_seed, allow_negative_numbers = true)]
     seed: u64,
@@ -110,18 +112,6 @@ pub(crate) struct Args {
 
 fn parse_seed(text: &str) -> Result<u64, std::num::ParseIntError> {
     text.parse().or_else(|_| text.parse::<i64>().map(i64::cast_unsigned))
-}
-
-/// A data set of a mixture.
-#[derive(Clone, Copy, Debug)]
-struct Part {
-    len: u64,
-    weight: u64,
-}
-
-fn parse_part(text: &str) -> Result<Part, String> {
-    let part = text.split_once(':').and_then(|(len, weight)| Some((len.parse().ok()?, weight.parse().ok()?)));
-    part.map(|(len, weight)| Part { len, weight }).ok_or_else(|| "expected a length, a colon and a weight".into())
 }
 
 #[derive(Clone, Copy, Debug, Default, ValueEnum)]
@@ -280,7 +270,7 @@ impl Serialize for Printed<'_> {
 
 pub(crate) fn run(args: &Args) -> Result<()> {
     if let Some(parts) = &args.mix {
-        return print_mixture(args, parts);
+        return mixture::print(args, parts);
     }
     let sampler = args.sampler()?;
     match args.locate {
@@ -334,38 +324,5 @@ fn print_place(args: &Args, sampler: &DistributedSampler, index: u64) -> Result<
     match args.format {
         Format::Text => output::text(|out| writeln!(out, "{text}")),
         Format::Json => output::json(&Place { format_version: 1, index, position, rank }),
-    }
-}
-
-/// The JSON result of `--mix`; an entry is a data set and one of its samples.
-#[derive(Serialize)]
-struct Mixed {
-    format_version: u32,
-    world_size: u64,
-    rank: u64,
-    per_rank_len: u64,
-    entries: Vec<(usize, u64)>,
-}
-
-fn print_mixture(args: &Args, parts: &[Part]) -> Result<()> {
-    let placement = Placement::new(args.rank, args.world_size)?;
-    // Each data set has a seed of its own, so that equal lengths do not give equal orders.
-    let config = |label| args.config().with_seed(Seed::new(args.seed).derive(label));
-    let samplers = (0..).zip(parts).map(|(label, part)| DistributedSampler::new(part.len, placement, config(label)));
-    let weights: Vec<u64> = parts.iter().map(|part| part.weight).collect();
-    let mixture = Mixture::new(samplers.collect::<Result<_, _>>()?, &weights)?;
-    let entries = (args.start..args.start + args.count(mixture.len())?).filter_map(|n| mixture.get(n));
-    match args.format {
-        Format::Text => output::text(|out| {
-            let mut entries = entries;
-            entries.try_for_each(|(source, index)| writeln!(out, "{source} {index}"))
-        }),
-        Format::Json => output::json(&Mixed {
-            format_version: 1,
-            world_size: args.world_size,
-            rank: args.rank,
-            per_rank_len: mixture.len(),
-            entries: entries.collect(),
-        }),
     }
 }

@@ -23,11 +23,12 @@ macro_rules! own_sources {
     };
 }
 
-const EMBEDDED: [(&str, &str); 19] = own_sources![
+const EMBEDDED: [(&str, &str); 20] = own_sources![
     "README.md",
     "src/commands/batch.rs",
     "src/commands/mod.rs",
     "src/commands/plan.rs",
+    "src/commands/sample/mixture.rs",
     "src/commands/sample.rs",
     "src/commands/train.rs",
     "src/error.rs",
