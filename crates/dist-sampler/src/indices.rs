@@ -7,7 +7,7 @@ use core_types::split::Strided;
 use crate::sampler::DistributedSampler;
 
 /// How many indices are computed together.
-const BLOCK: usize = 128;
+const BLOCK: usize = 256;
 
 /// The indices that one rank, or one of its workers, reads; made by [`DistributedSampler::iter`].
 #[derive(Clone, Debug)]

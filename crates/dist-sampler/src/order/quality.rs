@@ -51,14 +51,19 @@ fn streaming(len: u64, seed: Seed) -> Order {
     Box::new(move |position| streaming.get(position))
 }
 
-/// The network for long orders, at any length.
-fn wide(len: u64, seed: Seed) -> Order {
-    let streaming = Streaming::Wide(Network::new(len, seed));
+/// The networks for long orders, at any length.
+fn of_32_bits(len: u64, seed: Seed) -> Order {
+    let streaming = Streaming::Bits32(Network::new(len, seed));
+    Box::new(move |position| streaming.get(position))
+}
+
+fn of_64_bits(len: u64, seed: Seed) -> Order {
+    let streaming = Streaming::Bits64(Network::new(len, seed));
     Box::new(move |position| streaming.get(position))
 }
 
 fn rounds<const N: usize>(len: u64, seed: Seed) -> Order {
-    let network = Network::<u32, N>::new(len, seed);
+    let network = Network::<u16, N>::new(len, seed);
     Box::new(move |position| network.get(position))
 }
 
@@ -555,8 +560,18 @@ const SAMPLES: u64 = 300_000;
 /// Small primes, powers of two and of four and their neighbors, and some without a pattern.
 const LENS: [u64; 17] = [61, 63, 64, 65, 100, 127, 128, 129, 257, 1000, 1009, 4095, 4096, 4097, 10_007, 16_385, 65_537];
 
-/// A few beside the changes between the two sizes of halves, and the longest.
-const LONG_LENS: [u64; 7] = [1_000_003, 100_000_000, (1 << 32) + 1, (1 << 40) - 1, 1 << 40, (1 << 40) + 1, 1 << 63];
+/// A few beside the changes between the sizes of words, and the longest.
+const LONG_LENS: [u64; 9] = [
+    1_000_003,
+    100_000_000,
+    (1 << 30) - 1,
+    (1 << 30) + 1,
+    (1 << 32) + 1,
+    (1 << 40) - 1,
+    1 << 40,
+    (1 << 40) + 1,
+    1 << 63,
+];
 
 fn battery(family: Family, lens: &[u64], seed: u64) -> Vec<Finding> {
     let run = |len| Run::new(family, len, SAMPLES / len, Seed::new(seed));
@@ -600,8 +615,9 @@ fn the_streaming_order_passes() {
 }
 
 #[test]
-fn the_streaming_order_of_wide_halves_passes() {
-    check_passes(&battery(wide, &LENS, 3));
+fn the_streaming_order_of_longer_words_passes() {
+    check_passes(&battery(of_32_bits, &LENS, 2));
+    check_passes(&battery(of_64_bits, &LENS, 3));
 }
 
 #[test]
