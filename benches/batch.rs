@@ -3,7 +3,7 @@
 
 use std::hint::black_box;
 
-use candle_distributed::batch::{BatchConfig, DynamicBatchSampler, DynamicBatchStrategy, PaddingReport};
+use candle_distributed::batch::{BatchConfig, Buckets, DynamicBatchSampler, DynamicBatchStrategy, PaddingReport};
 use criterion::{Criterion, Throughput, criterion_group, criterion_main};
 use integration_tests::lengths;
 
@@ -19,7 +19,7 @@ fn drain(sampler: &DynamicBatchSampler<&[u32]>) -> PaddingReport {
 }
 
 fn strategies(criterion: &mut Criterion) {
-    let bucket = DynamicBatchStrategy::Bucket { width: DynamicBatchStrategy::DEFAULT_BUCKET_WIDTH };
+    let bucket = DynamicBatchStrategy::Bucket(Buckets::Width(Buckets::DEFAULT_WIDTH));
     let config = |strategy| BatchConfig::default().with_strategy(strategy);
     let of_tokens = |strategy| config(strategy).with_max_tokens(16_384);
     let cases = [
@@ -29,8 +29,8 @@ fn strategies(criterion: &mut Criterion) {
         ("dynamic_multiple_2", of_tokens(DynamicBatchStrategy::Dynamic).with_batch_size_multiple(2)),
     ];
     for (data, lengths) in [("web_1M", lengths::WEB.draw(N)), ("squad_1M", lengths::SQUAD.draw(N))] {
-        for (operation, config) in cases {
-            let Ok(sampler) = DynamicBatchSampler::new(lengths.as_slice(), config) else {
+        for (operation, config) in &cases {
+            let Ok(sampler) = DynamicBatchSampler::new(lengths.as_slice(), config.clone()) else {
                 panic!("{config:?} contradicts itself");
             };
             let mut group = criterion.benchmark_group(format!("batch/{operation}"));

@@ -5,13 +5,13 @@
 use std::{cell::Cell, collections::BTreeMap, iter};
 
 use candle_distributed::batch::{
-    Batch, BatchConfig, Batches, DynamicBatchSampler, DynamicBatchStrategy, Error, Overlong, PaddingReport, Remainder,
-    Sequence,
+    Batch, BatchConfig, Batches, Buckets, DynamicBatchSampler, DynamicBatchStrategy, Error, Overlong, PaddingReport,
+    Remainder, Sequence,
 };
 use proptest::prelude::*;
 
 /// The length that counts: cut or not, or `None` if the sequence is skipped.
-fn counted(length: u64, config: BatchConfig) -> Option<u64> {
+fn counted(length: u64, config: &BatchConfig) -> Option<u64> {
     match (config.max_sequence_length, config.overlong) {
         (Some(max), Overlong::Truncate) => Some(length.min(max)),
         (Some(max), Overlong::Skip) => (length <= max).then_some(length),
@@ -19,15 +19,15 @@ fn counted(length: u64, config: BatchConfig) -> Option<u64> {
     }
 }
 
-fn bucket(length: u64, config: BatchConfig) -> u64 {
-    match config.strategy {
-        DynamicBatchStrategy::Bucket { width } => length / width,
+fn bucket(length: u64, config: &BatchConfig) -> u64 {
+    match &config.strategy {
+        DynamicBatchStrategy::Bucket(Buckets::Width(width)) => length / width,
         _ => 0,
     }
 }
 
-fn is_allowed(size: u64, padded_length: u64, config: BatchConfig) -> bool {
-    let (max_batch_size, max_tokens) = match (config.strategy, config.max_tokens) {
+fn is_allowed(size: u64, padded_length: u64, config: &BatchConfig) -> bool {
+    let (max_batch_size, max_tokens) = match (&config.strategy, config.max_tokens) {
         (DynamicBatchStrategy::Dynamic, None) => {
             (None, config.max_batch_size.zip(config.max_sequence_length).map(|(size, length)| size * length))
         }
@@ -38,7 +38,7 @@ fn is_allowed(size: u64, padded_length: u64, config: BatchConfig) -> bool {
 }
 
 /// The first sequence that must end the batches with an error.
-fn first_misfit(lengths: &[u64], config: BatchConfig) -> Option<u64> {
+fn first_misfit(lengths: &[u64], config: &BatchConfig) -> Option<u64> {
     let is_misfit = |&length: &u64| {
         let is_overlong = config.max_sequence_length.is_some_and(|max| length > max);
         (is_overlong && config.overlong == Overlong::Error)
@@ -48,7 +48,7 @@ fn first_misfit(lengths: &[u64], config: BatchConfig) -> Option<u64> {
 }
 
 /// The batches of each bucket by the naive rule: again and again the longest prefix that is a multiple and within limits.
-fn reference(lengths: &[u64], config: BatchConfig) -> BTreeMap<u64, Vec<Vec<u64>>> {
+fn reference(lengths: &[u64], config: &BatchConfig) -> BTreeMap<u64, Vec<Vec<u64>>> {
     let mut queues = BTreeMap::<u64, Vec<(u64, u64)>>::new();
     for (index, &length) in (0..).zip(lengths) {
         if let Some(length) = counted(length, config) {
@@ -58,7 +58,7 @@ fn reference(lengths: &[u64], config: BatchConfig) -> BTreeMap<u64, Vec<Vec<u64>
     queues.into_iter().map(|(bucket, queue)| (bucket, cut(&queue, config))).collect()
 }
 
-fn cut(queue: &[(u64, u64)], config: BatchConfig) -> Vec<Vec<u64>> {
+fn cut(queue: &[(u64, u64)], config: &BatchConfig) -> Vec<Vec<u64>> {
     let indices = |part: &[(u64, u64)]| part.iter().map(|&(index, _)| index).collect();
     let is_batch = |size: &usize| {
         let padded_length = queue[..*size].iter().map(|&(_, length)| length).max().unwrap_or(0);
@@ -72,8 +72,8 @@ fn cut(queue: &[(u64, u64)], config: BatchConfig) -> Vec<Vec<u64>> {
 }
 
 /// Checks all laws on one input.
-fn check(lengths: &[u64], config: BatchConfig) {
-    let sampler = DynamicBatchSampler::new(lengths, config).expect("the configuration is sound");
+fn check(lengths: &[u64], config: &BatchConfig) {
+    let sampler = DynamicBatchSampler::new(lengths, config.clone()).expect("the configuration is sound");
     let mut run = sampler.iter();
     let outcome: Result<Vec<Batch>, Error> = run.by_ref().collect();
     let report = *run.report();
@@ -91,7 +91,7 @@ fn check(lengths: &[u64], config: BatchConfig) {
     }
 }
 
-fn check_batches(batches: &[Batch], lengths: &[u64], config: BatchConfig) {
+fn check_batches(batches: &[Batch], lengths: &[u64], config: &BatchConfig) {
     let mut by_bucket = BTreeMap::<u64, Vec<Vec<u64>>>::new();
     for batch in batches {
         let counted = batch.indices.iter().map(|&index| counted(lengths[usize::try_from(index).unwrap()], config));
@@ -112,14 +112,14 @@ fn check_batches(batches: &[Batch], lengths: &[u64], config: BatchConfig) {
     assert_eq!(by_bucket, expected, "of {lengths:?} with {config:?}");
 }
 
-fn check_sizes(bucket: &[Vec<u64>], config: BatchConfig) {
+fn check_sizes(bucket: &[Vec<u64>], config: &BatchConfig) {
     assert!(bucket.concat().is_sorted_by(|a, b| a < b), "each sequence once, in order");
     let is_whole = |batch: &Vec<u64>| (batch.len() as u64).is_multiple_of(config.batch_size_multiple);
     let n_whole = bucket.iter().take_while(|batch| is_whole(batch)).count();
     assert!(n_whole == bucket.len() || (config.remainder == Remainder::Keep && n_whole + 1 == bucket.len()));
 }
 
-fn check_report(report: PaddingReport, batches: &[Batch], lengths: &[u64], config: BatchConfig) {
+fn check_report(report: PaddingReport, batches: &[Batch], lengths: &[u64], config: &BatchConfig) {
     let PaddingReport { sequences, skipped, dropped, truncated, .. } = report;
     assert_eq!(sequences + skipped + dropped, lengths.len() as u64);
     let n_overlong =
@@ -157,8 +157,8 @@ fn all_configs() -> Vec<BatchConfig> {
     let choices: [&[With]; 5] = [
         &[
             |c| c.with_strategy(DynamicBatchStrategy::PadToMax),
-            |c| c.with_strategy(DynamicBatchStrategy::Bucket { width: 2 }),
-            |c| c.with_strategy(DynamicBatchStrategy::Bucket { width: 4 }),
+            |c| c.with_strategy(DynamicBatchStrategy::Bucket(Buckets::Width(2))),
+            |c| c.with_strategy(DynamicBatchStrategy::Bucket(Buckets::Width(4))),
             |c| c.with_strategy(DynamicBatchStrategy::Dynamic),
         ],
         &[|c| c, |c| c.with_max_batch_size(2), |c| c.with_max_batch_size(5)],
@@ -177,15 +177,15 @@ fn all_configs() -> Vec<BatchConfig> {
         ],
     ];
     let vary = |configs: Vec<BatchConfig>, choice: &[With]| {
-        configs.iter().flat_map(|&config| choice.iter().map(move |with| with(config))).collect()
+        configs.iter().flat_map(|config| choice.iter().map(|with| with(config.clone()))).collect()
     };
     let mut configs = choices.into_iter().fold(vec![BatchConfig::default()], vary);
-    configs.retain(|&config| is_sound(config));
+    configs.retain(is_sound);
     configs
 }
 
-fn is_sound(config: BatchConfig) -> bool {
-    DynamicBatchSampler::new([0_u64; 0], config).is_ok()
+fn is_sound(config: &BatchConfig) -> bool {
+    DynamicBatchSampler::new([0_u64; 0], config.clone()).is_ok()
 }
 
 #[test]
@@ -193,7 +193,7 @@ fn all_laws_hold_on_every_small_input() {
     let configs = all_configs();
     assert_eq!(configs.len(), 457, "sound configurations");
     for lengths in all_lengths(&[0, 1, 2, 5], 6) {
-        for &config in &configs {
+        for config in &configs {
             check(&lengths, config);
         }
     }
@@ -203,18 +203,18 @@ fn all_laws_hold_on_every_small_input() {
 fn a_batch_comes_out_with_the_very_sequence_that_makes_it_certain() {
     let lengths = [1, 2, 1, 5, 5, 2, 2, 1, 1, 1];
     let mut configs = all_configs();
-    configs.retain(|config| !matches!(config.strategy, DynamicBatchStrategy::Bucket { .. }));
-    configs.retain(|&config| first_misfit(&lengths, config).is_none());
+    configs.retain(|config| !matches!(config.strategy, DynamicBatchStrategy::Bucket(_)));
+    configs.retain(|config| first_misfit(&lengths, config).is_none());
     for config in configs {
         let n_taken = Cell::new(0);
         let endless = (0..).zip(lengths.into_iter().cycle());
         let endless = endless.map(|(index, length)| Ok::<_, Error>(Sequence { index, length }));
-        let mut batches = Batches::new(endless.inspect(|_| n_taken.set(n_taken.get() + 1)), config).unwrap();
+        let mut batches = Batches::new(endless.inspect(|_| n_taken.set(n_taken.get() + 1)), config.clone()).unwrap();
         // If empty sequences that follow do not join a batch, then nothing does.
         let if_empty_follow = |n_taken: usize, nth: usize| {
             let known = lengths.into_iter().cycle().take(n_taken);
             let lengths: Vec<_> = known.chain(iter::repeat_n(0, 20)).collect();
-            reference(&lengths, config)[&0][nth].clone()
+            reference(&lengths, &config)[&0][nth].clone()
         };
         for nth in 0..20 {
             let indices = batches.next().unwrap().unwrap().indices;
@@ -228,11 +228,13 @@ fn a_batch_comes_out_with_the_very_sequence_that_makes_it_certain() {
 
 #[test]
 fn the_names_of_the_sequences_do_not_matter() {
-    let config = BatchConfig::default().with_strategy(DynamicBatchStrategy::Bucket { width: 3 }).with_max_tokens(14);
+    let config =
+        BatchConfig::default().with_strategy(DynamicBatchStrategy::Bucket(Buckets::Width(3))).with_max_tokens(14);
     let lengths = [4_u64, 1, 3, 6, 5, 2, 2, 1];
     let order = [6_u64, 0, 3, 3, 7, 1, 5];
     let reordered = order.map(|index| lengths[usize::try_from(index).unwrap()]);
-    let by_order = DynamicBatchSampler::new(lengths, config).unwrap().iter_in(order).collect::<Result<Vec<_>, _>>();
+    let by_order =
+        DynamicBatchSampler::new(lengths, config.clone()).unwrap().iter_in(order).collect::<Result<Vec<_>, _>>();
     let mut by_position = DynamicBatchSampler::new(reordered, config).unwrap().iter().collect::<Result<Vec<_>, _>>();
     for position in by_position.iter_mut().flatten().flat_map(|batch| &mut batch.indices) {
         *position = order[usize::try_from(*position).unwrap()];
@@ -245,7 +247,7 @@ prop_compose! {
         strategy in prop_oneof![
             Just(DynamicBatchStrategy::PadToMax),
             Just(DynamicBatchStrategy::Dynamic),
-            (1_u64..300).prop_map(|width| DynamicBatchStrategy::Bucket { width }),
+            (1_u64..300).prop_map(|width| DynamicBatchStrategy::Bucket(Buckets::Width(width))),
         ],
         max_batch_size in prop::option::of(1_u64..20),
         max_tokens in prop::option::of(300_u64..5000),
@@ -264,8 +266,8 @@ prop_compose! {
 proptest! {
     #[test]
     fn all_laws_hold_on_random_input(lengths in prop::collection::vec(0_u64..300, 0..80), config in any_config()) {
-        prop_assume!(is_sound(config));
-        check(&lengths, config);
+        prop_assume!(is_sound(&config));
+        check(&lengths, &config);
     }
 
     #[test]
@@ -280,7 +282,7 @@ proptest! {
         for strategy in [
             DynamicBatchStrategy::PadToMax,
             DynamicBatchStrategy::Dynamic,
-            DynamicBatchStrategy::Bucket { width },
+            DynamicBatchStrategy::Bucket(Buckets::Width(width)),
         ] {
             let mut config = BatchConfig::default().with_strategy(strategy).with_overlong(Overlong::Skip);
             (config.max_batch_size, config.max_tokens) = (max_batch_size, max_tokens);

@@ -7,7 +7,7 @@ use std::thread;
 
 use candle_core::{Device, Tensor, Var};
 use candle_distributed::{
-    batch::{Batch, BatchConfig, DynamicBatchSampler, DynamicBatchStrategy, SequenceLengths},
+    batch::{Batch, BatchConfig, Buckets, DynamicBatchSampler, DynamicBatchStrategy, SequenceLengths},
     mesh::{DeviceMesh, InAxis, OutAxis},
     plan::{ElemType, Full, ParameterInfo, ShardingStrategy},
     sampler::{DistributedSampler, Order, Partition, SamplerConfig, SamplerState, Tail},
@@ -22,8 +22,9 @@ fn batches_of_rank(lengths: &[u32], placement: Placement, epoch: u64) -> Vec<Bat
     let config = SamplerConfig::default().with_partition(Partition::Strided).with_tail(Tail::Spread);
     let mut sampler = DistributedSampler::new(lengths.len() as u64, placement, config).unwrap();
     sampler.set_epoch(Epoch::new(epoch));
-    let config =
-        BatchConfig::default().with_strategy(DynamicBatchStrategy::Bucket { width: 128 }).with_max_tokens(MAX_TOKENS);
+    let config = BatchConfig::default()
+        .with_strategy(DynamicBatchStrategy::Bucket(Buckets::Width(128)))
+        .with_max_tokens(MAX_TOKENS);
     DynamicBatchSampler::new(lengths, config).unwrap().iter_in(&sampler).collect::<Result<_, _>>().unwrap()
 }
 

@@ -1,5 +1,7 @@
 //! A sequence as the batcher sees it, and a batch of them.
 
+use crate::limits::Limits;
+
 /// All that the batcher knows of a sequence; its tokens it never sees.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[cfg_attr(feature = "serde", derive(serde::Serialize, serde::Deserialize))]
@@ -10,7 +12,9 @@ pub struct Sequence {
     pub length: u64,
 }
 
-/// The sequences of one step, and the shape of the tensor that holds them: `[len, padded_length]`.
+/// The sequences of one step, and the shape of the tensor that holds them: `[rows, padded_length]`.
+///
+/// Each sequence is a row, except in a packed batch, whose one row holds all of them.
 ///
 /// # Examples
 ///
@@ -29,24 +33,35 @@ pub struct Sequence {
 #[cfg_attr(feature = "serde", serde(try_from = "Unchecked"))]
 #[non_exhaustive]
 pub struct Batch {
-    /// The sequences, row by row, in the order in which they came.
+    /// The sequences, row by row.
     pub indices: Vec<u64>,
-    /// The length of the longest sequence, to which the others are padded.
+    /// The rows of the tensor: the number of sequences, or 1 if they are packed.
+    pub rows: u64,
+    /// The length of a row: that of the longest sequence, or more if the configuration asks for it.
     pub padded_length: u64,
     /// The sum of the lengths: how many tokens are no padding.
     pub real_tokens: u64,
 }
 
 impl Batch {
-    /// Gathers sequences whose padded tokens are known to fit a `u64`, so that no sum overflows.
-    pub(crate) fn gather(sequences: impl ExactSizeIterator<Item = Sequence>) -> Self {
-        let mut batch = Self { indices: Vec::with_capacity(sequences.len()), padded_length: 0, real_tokens: 0 };
+    /// Sequences that are a row each, within the limits, so that no sum overflows.
+    pub(crate) fn padded(sequences: impl ExactSizeIterator<Item = Sequence>, limits: &Limits) -> Self {
+        let mut batch =
+            Self { indices: Vec::with_capacity(sequences.len()), rows: 0, padded_length: 0, real_tokens: 0 };
         for Sequence { index, length } in sequences {
             batch.indices.push(index);
             batch.padded_length = batch.padded_length.max(length);
             batch.real_tokens += length;
         }
+        batch.rows = batch.indices.len() as u64;
+        batch.padded_length = limits.padded_length(batch.padded_length);
         batch
+    }
+
+    /// Sequences in one row, or in a row each, as the strategy has it.
+    pub(crate) fn gather(sequences: impl ExactSizeIterator<Item = Sequence>, limits: &Limits) -> Self {
+        let batch = Self::padded(sequences, limits);
+        if limits.is_packing() { Self { rows: 1, padded_length: limits.max_tokens(), ..batch } } else { batch }
     }
 
     /// The number of sequences; the spec's `BatchSize`.
@@ -60,11 +75,11 @@ impl Batch {
         self.indices.is_empty()
     }
 
-    /// The number of elements of the padded tensor: size × padded length.
+    /// The number of elements of the padded tensor: rows × padded length.
     ///
     /// No batch of a sampler overflows; one that was changed by hand saturates.
     pub fn padded_tokens(&self) -> u64 {
-        (self.len() as u64).saturating_mul(self.padded_length)
+        self.rows.saturating_mul(self.padded_length)
     }
 
     /// How many of the [`padded_tokens`](Self::padded_tokens) are padding.
@@ -104,11 +119,15 @@ impl TryFrom<Unchecked> for Batch {
     fn try_from(batch: Unchecked) -> Result<Self, String> {
         let Unchecked { indices, padded_length, padded_tokens, real_tokens } = batch;
         let size = indices.len() as u64;
-        if size.checked_mul(padded_length) != Some(padded_tokens) || real_tokens > padded_tokens {
-            let shape = format!("{size} sequences padded to {padded_length}");
-            return Err(format!("{shape} cannot make {padded_tokens} tokens, {real_tokens} of them real"));
+        let has_tokens = |rows: &u64| rows.checked_mul(padded_length) == Some(padded_tokens);
+        // A row each, or all in one.
+        match [size, 1].into_iter().find(has_tokens).filter(|_| real_tokens <= padded_tokens) {
+            Some(rows) => Ok(Self { indices, rows, padded_length, real_tokens }),
+            None => {
+                let shape = format!("{size} sequences padded to {padded_length}");
+                Err(format!("{shape} cannot make {padded_tokens} tokens, {real_tokens} of them real"))
+            }
         }
-        Ok(Self { indices, padded_length, real_tokens })
     }
 }
 
@@ -120,7 +139,7 @@ mod tests {
     fn the_json_form_is_pinned() {
         let json = r#"{"indices":[4,2],"padded_length":7,"padded_tokens":14,"real_tokens":9}"#;
         let batch: Batch = serde_json::from_str(json).unwrap();
-        assert_eq!(batch, Batch { indices: vec![4, 2], padded_length: 7, real_tokens: 9 });
+        assert_eq!(batch, Batch { indices: vec![4, 2], rows: 2, padded_length: 7, real_tokens: 9 });
         assert_eq!(serde_json::to_string(&batch).unwrap(), json);
     }
 

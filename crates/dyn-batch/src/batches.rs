@@ -1,18 +1,22 @@
 //! The batcher: sequences in, batches out, in one pass.
 
-use std::{
-    collections::{BTreeMap, VecDeque},
-    iter::FusedIterator,
-    mem,
-};
+use std::{collections::VecDeque, iter::FusedIterator};
 
-use crate::{Batch, BatchConfig, Error, PaddingReport, Result, Sequence, rules::Rules};
+use core_types::Seed;
+
+use crate::{
+    Batch, BatchConfig, Error, PaddingReport, Result, Sequence, assembly::Assembly, limits::Limits, shuffle::shuffle,
+};
 
 /// An iterator of batches over an iterator of sequences.
 ///
 /// It takes no more sequences than the next batch needs, so an endless stream is fine, and it holds the open batches
-/// only: one, or one for each bucket. The stream may fail with an error of its own. The first error, of the stream or
-/// of a batch, ends the iteration, and the sequences of open batches are lost with it.
+/// only: one, one for each bucket or open row, or a window of them. Two strategies need to see all sequences before the
+/// first batch: [`Sorted`](crate::DynamicBatchStrategy::Sorted) without a window, and
+/// [`Pack`](crate::DynamicBatchStrategy::Pack) other than in order.
+///
+/// The stream may fail with an error of its own. The first error, of the stream or of a batch, ends the iteration, and
+/// the sequences of open batches are lost with it.
 ///
 /// # Determinism
 ///
@@ -37,11 +41,12 @@ use crate::{Batch, BatchConfig, Error, PaddingReport, Result, Sequence, rules::R
 pub struct Batches<I> {
     /// `None` from the end or the first error on.
     sequences: Option<I>,
-    rules: Rules,
-    /// The open batches by bucket; strategies without buckets use one.
-    open: BTreeMap<u64, Open>,
-    /// Full batches: up to two after a sequence, all leftovers at the end.
+    limits: Limits,
+    assembly: Assembly,
+    /// Batches that are done.
     ready: VecDeque<Batch>,
+    /// For batches that are done together.
+    shuffle: Option<Seed>,
     report: PaddingReport,
 }
 
@@ -53,12 +58,33 @@ impl<I: Iterator> Batches<I> {
     /// [`Error::Zero`], [`Error::NoLimit`], [`Error::NoTokenBudget`], [`Error::TokenBudgetOverflow`] or
     /// [`Error::MultipleOverLimit`] if the configuration contradicts itself.
     pub fn new(sequences: impl IntoIterator<IntoIter = I>, config: BatchConfig) -> Result<Self> {
-        Rules::new(config).map(|rules| Self::with_rules(sequences.into_iter(), rules))
+        Limits::new(config).map(|limits| Self::with_limits(sequences.into_iter(), limits))
     }
 
-    pub(crate) fn with_rules(sequences: I, rules: Rules) -> Self {
-        let report = PaddingReport::default();
-        Self { sequences: Some(sequences), rules, open: BTreeMap::new(), ready: VecDeque::new(), report }
+    pub(crate) fn with_limits(sequences: I, limits: Limits) -> Self {
+        let assembly = Assembly::new(&limits);
+        let (ready, report) = (VecDeque::new(), PaddingReport::default());
+        Self { sequences: Some(sequences), limits, assembly, ready, shuffle: None, report }
+    }
+
+    /// Lets batches that are done together come in a random order, the same for the same seed: those of a window, of a
+    /// whole sorted or packed set, and what is left in buckets at the end.
+    ///
+    /// # Examples
+    ///
+    /// ```
+    /// use core_types::Seed;
+    /// use dyn_batch::{BatchConfig, Cut, DynamicBatchSampler, DynamicBatchStrategy};
+    ///
+    /// let sorted = DynamicBatchStrategy::Sorted { window: None, cut: Cut::Greedy };
+    /// let config = BatchConfig::default().with_strategy(sorted).with_max_batch_size(2);
+    /// let sampler = DynamicBatchSampler::new([5_u32, 9, 2, 6, 4, 8], config)?;
+    /// let batches = sampler.iter().shuffled(Seed::new(1)).map(|batch| Ok(batch?.indices));
+    /// assert_eq!(batches.collect::<Result<Vec<_>, dyn_batch::Error>>()?, [vec![2, 4], vec![5, 1], vec![0, 3]]);
+    /// # Ok::<(), dyn_batch::Error>(())
+    /// ```
+    pub fn shuffled(self, seed: Seed) -> Self {
+        Self { shuffle: Some(seed), ..self }
     }
 
     /// What the batches so far cost, and how many sequences made it into none.
@@ -67,29 +93,31 @@ impl<I: Iterator> Batches<I> {
     }
 
     fn place(&mut self, sequence: Sequence) -> Result<()> {
-        let Some(sequence) = self.rules.admit(sequence, &mut self.report)? else { return Ok(()) };
-        let open = self.open.entry(self.rules.bucket(sequence.length)).or_default();
-        open.push(sequence);
-        while let Some(size) = self.rules.full(open.sequences.len(), open.padded_length) {
-            self.ready.push_back(open.close(size));
+        if let Some(sequence) = self.limits.admit(sequence, &mut self.report)? {
+            self.assembly.push(sequence, &self.limits, &mut self.ready);
+            self.shuffle_ready();
         }
         Ok(())
     }
 
-    fn finish(&mut self) {
+    fn finish(&mut self) -> Result<()> {
         self.sequences = None;
-        for mut open in mem::take(&mut self.open).into_values() {
-            let (whole, surplus) = self.rules.last(open.sequences.len());
-            for size in [whole, surplus].into_iter().filter(|&size| size > 0) {
-                self.ready.push_back(open.close(size));
-            }
-            self.report.dropped += open.sequences.len() as u64;
+        self.report.dropped += self.assembly.finish(&self.limits, &mut self.ready)?;
+        self.shuffle_ready();
+        Ok(())
+    }
+
+    fn shuffle_ready(&mut self) {
+        if let Some(seed) = self.shuffle.as_mut().filter(|_| self.ready.len() > 1) {
+            shuffle(self.ready.make_contiguous(), *seed);
+            *seed = seed.derive(u64::MAX);
         }
     }
 
     fn abandon(&mut self) {
         self.sequences = None;
-        self.open.clear();
+        self.assembly = Assembly::new(&self.limits);
+        self.ready.clear();
     }
 }
 
@@ -109,7 +137,12 @@ where
                         return Some(Err(error));
                     }
                 }
-                None => self.finish(),
+                None => {
+                    if let Err(error) = self.finish() {
+                        self.abandon();
+                        return Some(Err(error.into()));
+                    }
+                }
             }
         }
         let batch = self.ready.pop_front()?;
@@ -123,25 +156,4 @@ where
     I: Iterator<Item = Result<Sequence, E>>,
     E: From<Error>,
 {
-}
-
-/// A batch that still grows.
-#[derive(Clone, Debug, Default)]
-struct Open {
-    sequences: Vec<Sequence>,
-    padded_length: u64,
-}
-
-impl Open {
-    fn push(&mut self, sequence: Sequence) {
-        self.padded_length = self.padded_length.max(sequence.length);
-        self.sequences.push(sequence);
-    }
-
-    /// Takes out the first `size` sequences; the others stay and open the next batch.
-    fn close(&mut self, size: usize) -> Batch {
-        let batch = Batch::gather(self.sequences.drain(..size));
-        self.padded_length = self.sequences.iter().map(|sequence| sequence.length).max().unwrap_or(0);
-        batch
-    }
 }

@@ -14,7 +14,7 @@ pub enum Error {
         setting: &'static str,
     },
     /// Nothing says when a batch is full.
-    #[error("batches have no limit, set max_batch_size or max_tokens")]
+    #[error("batches have no limit, set max_batch_size, max_tokens or max_cost")]
     NoLimit,
     /// The dynamic strategy has no budget, and not both of the numbers whose product it would be.
     #[error("the dynamic strategy has no token budget, set max_tokens, or max_batch_size and max_sequence_length")]
@@ -26,6 +26,67 @@ pub enum Error {
         max_batch_size: u64,
         /// The other factor.
         max_sequence_length: u64,
+    },
+    /// Packed rows have no length.
+    #[error("packed rows have no length, set max_tokens")]
+    NoRowLength,
+    /// The setting means nothing for packed rows.
+    #[error("{setting} does not go with packing")]
+    NotForPacking {
+        /// The name of the setting.
+        setting: &'static str,
+    },
+    /// Shapes are to be those of buckets, of which there are none.
+    #[error("fixed shapes need buckets, set a bucket strategy")]
+    NoBuckets,
+    /// The boundaries of buckets are in the wrong order.
+    #[error("bucket boundary {boundary} is followed by {next}, boundaries must ascend")]
+    BoundariesNotAscending {
+        /// A boundary.
+        boundary: u64,
+        /// The one that follows.
+        next: u64,
+    },
+    /// Buckets are to be made for no sequences.
+    #[error("there are no sequences to make buckets for")]
+    NoLengths,
+    /// So many sequences cannot be arranged as a whole; a window can take them.
+    #[error("{count} sequences are above the limit of {limit} for a whole set, use a window")]
+    TooManySequences {
+        /// The number of sequences.
+        count: u64,
+        /// The most there may be.
+        limit: u64,
+    },
+    /// So long a row needs too large a table.
+    #[error("rows of {max_tokens} tokens are above the limit of {limit} for best-fit packing")]
+    RowTooLong {
+        /// The length of a row that was asked for.
+        max_tokens: u64,
+        /// The longest there may be.
+        limit: u64,
+    },
+    /// The sequence is longer than the last bucket boundary.
+    #[error("sequence {index} of length {length} is above the last bucket boundary {largest}")]
+    NoBucket {
+        /// Which sequence.
+        index: u64,
+        /// Its length.
+        length: u64,
+        /// The last boundary.
+        largest: u64,
+    },
+    /// The smallest batch that the multiple allows costs too much if it holds this sequence.
+    #[error("sequence {index} of length {length} in the smallest batch, of {multiple}, is above max_cost {max_cost}")]
+    SequenceOverCost {
+        /// Which sequence.
+        index: u64,
+        /// Its length, after truncation if that was asked for.
+        length: u64,
+        /// The size of the smallest batch.
+        multiple: u64,
+        /// The most that a batch may cost.
+        max_cost: u64,
     },
     /// The smallest batch that the multiple allows is over a limit, whatever it holds.
     #[error("batch_size_multiple {multiple} is above {setting} {limit}")]

@@ -1,21 +1,36 @@
 #![doc = include_str!("../README.md")]
 #![forbid(unsafe_code)]
 
+mod arrange;
+mod assembly;
 mod batch;
 mod batches;
+mod buckets;
 mod config;
+mod cost;
+mod cut;
 mod error;
+mod histogram;
 mod lengths;
+mod limits;
+mod minima;
+mod pack;
+mod plan;
 mod report;
-mod rules;
 mod sampler;
+mod shuffle;
+mod window;
 
 pub use crate::{
     batch::{Batch, Sequence},
     batches::Batches,
-    config::{BatchConfig, DynamicBatchStrategy, Overlong, Remainder},
+    buckets::Buckets,
+    config::{BatchConfig, Cut, DynamicBatchStrategy, Overlong, Packing, Remainder},
+    cost::Cost,
     error::{Error, Result},
     lengths::SequenceLengths,
+    pack::Segments,
+    plan::BatchPlan,
     report::PaddingReport,
     sampler::{DynamicBatchSampler, Measured},
 };

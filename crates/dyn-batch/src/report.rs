@@ -59,6 +59,12 @@ impl PaddingReport {
         self.max_padded_tokens = self.max_padded_tokens.max(batch.padded_tokens());
     }
 
+    /// What became of the sequences that are in no batch, without the batches.
+    pub(crate) fn fate(&self) -> Self {
+        let &Self { skipped, truncated, dropped, .. } = self;
+        Self { skipped, truncated, dropped, ..Self::default() }
+    }
+
     /// The share of the tokens that is real: 1.0 without padding, and for no tokens at all.
     ///
     /// Compare it at similar numbers of batches only: batches of one sequence have no padding, and no speed.
@@ -125,7 +131,7 @@ mod tests {
 
     #[test]
     fn totals_of_the_largest_batches_do_not_overflow() {
-        let batch = Batch { indices: vec![0], padded_length: u64::MAX, real_tokens: u64::MAX };
+        let batch = Batch { indices: vec![0], rows: 1, padded_length: u64::MAX, real_tokens: u64::MAX };
         let report = PaddingReport::from_iter([&batch, &batch]);
         assert_eq!((report.padded_tokens, report.max_padded_tokens), (2 * u128::from(u64::MAX), u64::MAX));
     }
@@ -139,7 +145,7 @@ mod tests {
     #[cfg(feature = "serde")]
     #[test]
     fn the_json_form_is_pinned() {
-        let batch = Batch { indices: vec![4, 2], padded_length: 4, real_tokens: 6 };
+        let batch = Batch { indices: vec![4, 2], rows: 2, padded_length: 4, real_tokens: 6 };
         let report = PaddingReport::from_iter([&batch]);
         let json = concat!(
             r#"{"efficiency":0.75,"batches":1,"sequences":2,"max_padded_tokens":8,"real_tokens":6,"padded_tokens":8,"#,

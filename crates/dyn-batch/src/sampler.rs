@@ -2,7 +2,9 @@
 
 use std::ops::Range;
 
-use crate::{BatchConfig, Batches, Error, Result, Sequence, SequenceLengths, rules::Rules};
+use crate::{
+    BatchConfig, BatchPlan, Batches, Error, PaddingReport, Result, Sequence, SequenceLengths, limits::Limits, plan,
+};
 
 /// Batches of a data set, in its own order or in any other.
 ///
@@ -32,7 +34,7 @@ use crate::{BatchConfig, Batches, Error, Result, Sequence, SequenceLengths, rule
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub struct DynamicBatchSampler<L> {
     lengths: L,
-    rules: Rules,
+    limits: Limits,
 }
 
 impl<L: SequenceLengths> DynamicBatchSampler<L> {
@@ -53,7 +55,7 @@ impl<L: SequenceLengths> DynamicBatchSampler<L> {
     /// assert_eq!(error.to_string(), "batch_size_multiple 8 is above max_batch_size 4");
     /// ```
     pub fn new(lengths: L, config: BatchConfig) -> Result<Self> {
-        Rules::new(config).map(|rules| Self { lengths, rules })
+        Limits::new(config).map(|limits| Self { lengths, limits })
     }
 
     /// The lengths it was made over.
@@ -63,7 +65,7 @@ impl<L: SequenceLengths> DynamicBatchSampler<L> {
 
     /// The configuration it was made with.
     pub fn config(&self) -> &BatchConfig {
-        self.rules.config()
+        self.limits.config()
     }
 
     /// The batches in the order of the data set.
@@ -84,7 +86,62 @@ impl<L: SequenceLengths> DynamicBatchSampler<L> {
     where
         O: IntoIterator<Item = u64>,
     {
-        Batches::with_rules(Measured { lengths: &self.lengths, order: order.into_iter() }, self.rules.clone())
+        Batches::with_limits(Measured { lengths: &self.lengths, order: order.into_iter() }, self.limits.clone())
+    }
+
+    /// All batches of the data set at once, each at hand in constant time.
+    ///
+    /// # Errors
+    ///
+    /// As [`iter`](Self::iter), and [`Error::TooManySequences`] from 2^32 sequences on.
+    pub fn plan(&self) -> Result<BatchPlan<'_, L>> {
+        match self.lengths.count() {
+            count if count > plan::LIMIT => Err(Error::TooManySequences { count, limit: plan::LIMIT }),
+            _ => BatchPlan::new(self, None),
+        }
+    }
+
+    /// All batches of the sequences that `order` names, in that order, at once.
+    ///
+    /// # Errors
+    ///
+    /// As [`iter_in`](Self::iter_in), and [`Error::TooManySequences`] for an index, or for a number of them, from 2^32 on.
+    pub fn plan_in(&self, order: impl IntoIterator<Item = u64>) -> Result<BatchPlan<'_, L>> {
+        let count = self.lengths.count();
+        let check = |index: u64| match u32::try_from(index) {
+            _ if index >= count => Err(Error::IndexOutOfRange { index, count }),
+            Ok(index) => Ok(index),
+            Err(_) => Err(Error::TooManySequences { count, limit: plan::LIMIT }),
+        };
+        BatchPlan::new(self, Some(order.into_iter().map(check).collect::<Result<_>>()?))
+    }
+
+    pub(crate) fn limits(&self) -> &Limits {
+        &self.limits
+    }
+
+    /// The sequences of an order that are not skipped, `None` for all of them.
+    pub(crate) fn admit_all(&self, order: Option<Vec<u32>>, report: &mut PaddingReport) -> Result<Option<Vec<u32>>> {
+        // If the longest is admitted as it is, then all are.
+        let longest = match &order {
+            Some(order) => order.iter().filter_map(|&index| self.lengths.length(index.into())).max(),
+            None => (0..self.lengths.count()).filter_map(|index| self.lengths.length(index)).max(),
+        };
+        let is_short = |&length: &u64| self.config().max_sequence_length.is_none_or(|max| length <= max);
+        if let Some(length) = longest.filter(is_short) {
+            if self.limits.admit(Sequence { index: 0, length }, report).is_ok() {
+                return Ok(order);
+            }
+        }
+        let all = (0..self.lengths.count()).map(|index| index as u32);
+        let admit = |index: u32| {
+            let sequence = Sequence { index: index.into(), length: self.lengths.length(index.into()).unwrap_or(0) };
+            self.limits.admit(sequence, report).map(|admitted| admitted.map(|_| index)).transpose()
+        };
+        match order {
+            Some(order) => order.into_iter().filter_map(admit).collect::<Result<_>>().map(Some),
+            None => all.filter_map(admit).collect::<Result<_>>().map(Some),
+        }
     }
 }
 

@@ -6,11 +6,12 @@
 mod lengths;
 
 use dyn_batch::{
-    Batch, BatchConfig, DynamicBatchSampler, DynamicBatchStrategy, Error, Overlong, PaddingReport, SequenceLengths,
+    Batch, BatchConfig, Buckets, DynamicBatchSampler, DynamicBatchStrategy, Error, Overlong, PaddingReport,
+    SequenceLengths,
 };
 
 const LENGTHS: [u32; 12] = [40, 3, 17, 64, 5, 63, 130, 8, 2, 70, 65, 9];
-const BUCKET: DynamicBatchStrategy = DynamicBatchStrategy::Bucket { width: DynamicBatchStrategy::DEFAULT_BUCKET_WIDTH };
+const BUCKET: DynamicBatchStrategy = DynamicBatchStrategy::Bucket(Buckets::Width(Buckets::DEFAULT_WIDTH));
 const STRATEGIES: [DynamicBatchStrategy; 3] = [DynamicBatchStrategy::PadToMax, BUCKET, DynamicBatchStrategy::Dynamic];
 
 fn config(strategy: DynamicBatchStrategy) -> BatchConfig {
@@ -72,7 +73,7 @@ fn criterion_3_dynamic_takes_the_budget_of_the_spec_if_no_other_is_set() {
 #[test]
 fn criterion_4_all_strategies_produce_valid_batches() {
     for strategy in STRATEGIES {
-        let batches = batches(&LENGTHS, config(strategy).with_max_batch_size(4).with_max_tokens(260));
+        let batches = batches(&LENGTHS, config(strategy.clone()).with_max_batch_size(4).with_max_tokens(260));
         let mut indices: Vec<u64> = batches.iter().flat_map(|batch| batch.indices.iter().copied()).collect();
         indices.sort_unstable();
         assert!(indices.into_iter().eq(0..12), "{strategy:?}: each sequence once");
@@ -85,8 +86,8 @@ fn criterion_4_all_strategies_produce_valid_batches() {
 #[test]
 fn criterion_5_no_sequence_exceeds_the_maximum_length() {
     for strategy in STRATEGIES {
-        let limited = config(strategy).with_max_batch_size(4).with_max_sequence_length(64);
-        let sampler = |overlong| DynamicBatchSampler::new(LENGTHS, limited.with_overlong(overlong)).unwrap();
+        let limited = config(strategy.clone()).with_max_batch_size(4).with_max_sequence_length(64);
+        let sampler = |overlong| DynamicBatchSampler::new(LENGTHS, limited.clone().with_overlong(overlong)).unwrap();
         for (overlong, counts) in [(Overlong::Truncate, (12, 3, 0)), (Overlong::Skip, (9, 0, 3))] {
             let sampler = sampler(overlong);
             let mut batches = sampler.iter();
@@ -102,7 +103,7 @@ fn criterion_5_no_sequence_exceeds_the_maximum_length() {
 #[test]
 fn criterion_6_batch_size_is_the_actual_one() {
     for strategy in STRATEGIES {
-        for batch in batches(&LENGTHS, config(strategy).with_max_batch_size(5).with_max_tokens(300)) {
+        for batch in batches(&LENGTHS, config(strategy.clone()).with_max_batch_size(5).with_max_tokens(300)) {
             assert_eq!(batch.len(), batch.indices.len());
             assert_eq!(batch.is_empty(), batch.indices.is_empty());
             assert_eq!(batch.padded_tokens(), batch.indices.len() as u64 * batch.padded_length);
@@ -129,7 +130,7 @@ fn criterion_7_each_strategy_batches_as_told() {
 fn criterion_7_a_batch_closes_at_the_multiple_and_its_surplus_opens_the_next() {
     let lengths = [4, 4, 4, 4, 4, 6, 2, 2];
     let config = config(DynamicBatchStrategy::Dynamic).with_max_tokens(20);
-    assert_eq!(indices(&lengths, config), [vec![0, 1, 2, 3, 4], vec![5, 6, 7]]);
+    assert_eq!(indices(&lengths, config.clone()), [vec![0, 1, 2, 3, 4], vec![5, 6, 7]]);
     assert_eq!(indices(&lengths, config.with_batch_size_multiple(2)), [vec![0, 1, 2, 3], vec![4, 5], vec![6, 7]]);
 }
 
@@ -152,10 +153,10 @@ fn criterion_8_padding_efficiency_is_measured_on_real_looking_lengths() {
     let dynamic = config(DynamicBatchStrategy::Dynamic).with_max_tokens(16_384);
 
     let web = lengths::WEB.draw(20_000);
-    check_efficiency(&web, pad_to_max, 625, 0.1804);
-    check_efficiency(&web, bucket, 706, 0.9608);
-    check_efficiency(&web, bucket_tokens, 1_014, 0.9617);
-    check_efficiency(&web, dynamic, 2_695, 0.3982);
+    check_efficiency(&web, pad_to_max.clone(), 625, 0.1804);
+    check_efficiency(&web, bucket.clone(), 706, 0.9608);
+    check_efficiency(&web, bucket_tokens.clone(), 1_014, 0.9617);
+    check_efficiency(&web, dynamic.clone(), 2_695, 0.3982);
 
     let squad = lengths::SQUAD.draw(20_000);
     check_efficiency(&squad, pad_to_max, 625, 0.5063);

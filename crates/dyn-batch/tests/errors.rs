@@ -2,12 +2,12 @@
 
 #![allow(clippy::unwrap_used, reason = "a failed unwrap is a failed test")]
 
-use dyn_batch::{BatchConfig, Batches, DynamicBatchSampler, DynamicBatchStrategy, Error, Overlong, Sequence};
+use dyn_batch::{BatchConfig, Batches, Buckets, DynamicBatchSampler, DynamicBatchStrategy, Error, Overlong, Sequence};
 
 const MAX: u64 = u64::MAX;
 
 fn bucket(width: u64) -> BatchConfig {
-    BatchConfig::default().with_strategy(DynamicBatchStrategy::Bucket { width })
+    BatchConfig::default().with_strategy(DynamicBatchStrategy::Bucket(Buckets::Width(width)))
 }
 
 fn dynamic() -> BatchConfig {
@@ -16,7 +16,7 @@ fn dynamic() -> BatchConfig {
 
 /// Checks that no sampler can be made, and how the refusal reads.
 fn check_config(config: BatchConfig, expected: &Error, message: &str) {
-    assert_eq!(DynamicBatchSampler::new([1_u32], config).as_ref(), Err(expected));
+    assert_eq!(DynamicBatchSampler::new([1_u32], config.clone()).as_ref(), Err(expected));
     let stream = [Ok::<_, Error>(Sequence { index: 0, length: 1 })];
     assert_eq!(Batches::new(stream, config).err().as_ref(), Some(expected));
     assert_eq!(expected.to_string(), message);
@@ -29,8 +29,8 @@ fn a_limit_of_zero_is_refused() {
         ("bucket width", bucket(0).with_max_batch_size(4)),
         ("max_batch_size", BatchConfig::default().with_max_batch_size(0)),
         ("max_tokens", BatchConfig::default().with_max_tokens(0)),
-        ("max_sequence_length", limited.with_max_sequence_length(0)),
-        ("batch_size_multiple", limited.with_batch_size_multiple(0)),
+        ("max_sequence_length", limited.clone().with_max_sequence_length(0)),
+        ("batch_size_multiple", limited.clone().with_batch_size_multiple(0)),
     ] {
         check_config(config, &Error::Zero { setting }, &format!("{setting} is 0, it must be at least 1"));
     }
@@ -38,7 +38,7 @@ fn a_limit_of_zero_is_refused() {
 
 #[test]
 fn batches_without_a_limit_are_refused() {
-    let message = "batches have no limit, set max_batch_size or max_tokens";
+    let message = "batches have no limit, set max_batch_size, max_tokens or max_cost";
     check_config(BatchConfig::default(), &Error::NoLimit, message);
     check_config(bucket(64).with_max_sequence_length(512), &Error::NoLimit, message);
 
@@ -60,7 +60,7 @@ fn a_budget_beyond_64_bits_is_refused() {
 #[test]
 fn a_multiple_over_a_limit_is_refused() {
     let of_eight = BatchConfig::default().with_batch_size_multiple(8);
-    for config in [of_eight, dynamic().with_batch_size_multiple(8).with_max_sequence_length(512)] {
+    for config in [of_eight.clone(), dynamic().with_batch_size_multiple(8).with_max_sequence_length(512)] {
         check_config(
             config.with_max_batch_size(7),
             &Error::MultipleOverLimit { multiple: 8, setting: "max_batch_size", limit: 7 },

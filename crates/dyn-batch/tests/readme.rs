@@ -2,7 +2,7 @@
 
 #![allow(clippy::unwrap_used, reason = "a failed unwrap is a failed test")]
 
-use dyn_batch::{Batch, BatchConfig, DynamicBatchSampler, DynamicBatchStrategy, PaddingReport};
+use dyn_batch::{Batch, BatchConfig, Buckets, DynamicBatchSampler, DynamicBatchStrategy, PaddingReport};
 
 const LENGTHS: [usize; 8] = [2, 1, 2, 6, 5, 1, 6, 2];
 
@@ -33,7 +33,7 @@ fn the_picture_shows_what_the_code_does() {
         column("pad to max, 4 a batch", config(DynamicBatchStrategy::PadToMax).with_max_batch_size(4)),
         column(
             "bucket of width 4, 4 a batch",
-            config(DynamicBatchStrategy::Bucket { width: 4 }).with_max_batch_size(4),
+            config(DynamicBatchStrategy::Bucket(Buckets::Width(4))).with_max_batch_size(4),
         ),
         column("dynamic, 12 tokens a batch", config(DynamicBatchStrategy::Dynamic).with_max_tokens(12)),
     ];

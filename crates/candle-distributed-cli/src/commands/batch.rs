@@ -3,7 +3,7 @@
 use std::{io, path::PathBuf};
 
 use candle_distributed::{
-    batch::{Batch, BatchConfig, DynamicBatchSampler, DynamicBatchStrategy, Overlong, PaddingReport},
+    batch::{Batch, BatchConfig, Buckets, DynamicBatchSampler, DynamicBatchStrategy, Overlong, PaddingReport},
     sampler::{DistributedSampler, Order, SamplerConfig},
     types::{Epoch, Placement, Seed},
 };
@@ -83,7 +83,7 @@ impl Args {
             (StrategyArg::PadToMax, None) => DynamicBatchStrategy::PadToMax,
             (StrategyArg::Dynamic, None) => DynamicBatchStrategy::Dynamic,
             (StrategyArg::Bucket, width) => {
-                DynamicBatchStrategy::Bucket { width: width.unwrap_or(DynamicBatchStrategy::DEFAULT_BUCKET_WIDTH) }
+                DynamicBatchStrategy::Bucket(Buckets::Width(width.unwrap_or(Buckets::DEFAULT_WIDTH)))
             }
             (_, Some(_)) => return Err(Error::Usage("--bucket-width needs --strategy bucket".into())),
         };

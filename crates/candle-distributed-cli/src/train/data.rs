@@ -2,7 +2,7 @@
 
 use candle_core::{Device, Tensor};
 use candle_distributed::{
-    batch::{Batch, BatchConfig, DynamicBatchSampler, DynamicBatchStrategy, PaddingReport},
+    batch::{Batch, BatchConfig, Buckets, DynamicBatchSampler, DynamicBatchStrategy, PaddingReport},
     sampler::{DistributedSampler, SamplerConfig},
     types::{Epoch, Placement, Seed, WorldSize},
 };
@@ -40,7 +40,7 @@ impl Schedule {
         let lengths = corpus.lengths();
         let order = shuffled(lengths.len() as u64, seed.derive(SEQUENCE_STREAM))?;
         let config = BatchConfig::default()
-            .with_strategy(DynamicBatchStrategy::Bucket { width: BUCKET_WIDTH })
+            .with_strategy(DynamicBatchStrategy::Bucket(Buckets::Width(BUCKET_WIDTH)))
             .with_max_tokens(MAX_TOKENS.max(world_size.as_u64() * MAX_SEQUENCE_LENGTH as u64))
             .with_batch_size_multiple(world_size.as_u64());
         let batches = DynamicBatchSampler::new(lengths, config)?;

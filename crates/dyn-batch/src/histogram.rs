@@ -1,0 +1,107 @@
+//! Lengths counted, and sequences sorted by them.
+
+use std::{collections::BTreeMap, ops::Range};
+
+/// Sequences of one length.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Run {
+    pub(crate) length: u64,
+    pub(crate) count: u64,
+}
+
+/// Lengths up to here are counted in a table, longer ones in a map.
+const TABLE: u64 = 1 << 20;
+
+/// How many sequences there are of each length.
+#[derive(Clone, Debug, Default)]
+pub(crate) struct Histogram {
+    runs: Vec<Run>,
+}
+
+impl Histogram {
+    pub(crate) fn new(lengths: impl Iterator<Item = u64>) -> Self {
+        let mut counter = Counter::default();
+        lengths.for_each(|length| counter.add(length));
+        counter.finish()
+    }
+
+    /// One run for each length that occurs, ascending.
+    pub(crate) fn runs(&self) -> &[Run] {
+        &self.runs
+    }
+
+    pub(crate) fn count(&self) -> u64 {
+        self.runs.iter().map(|run| run.count).sum()
+    }
+
+    /// The sequences at these places, if all are sorted.
+    pub(crate) fn range(&self, places: Range<usize>) -> Self {
+        let (start, end) = (places.start as u64, places.end as u64);
+        let runs = self.runs.iter().scan(0, |below, &Run { length, count }| {
+            let (first, last) = (start.max(*below), end.min(*below + count));
+            *below += count;
+            Some(Run { length, count: last.saturating_sub(first) })
+        });
+        Self { runs: runs.filter(|run| run.count > 0).collect() }
+    }
+}
+
+/// A histogram in the making.
+#[derive(Debug, Default)]
+pub(crate) struct Counter {
+    short: Vec<u64>,
+    long: BTreeMap<u64, u64>,
+}
+
+impl Counter {
+    #[allow(clippy::cast_possible_truncation, reason = "the table has an entry for each of these lengths")]
+    pub(crate) fn add(&mut self, length: u64) {
+        if length < TABLE {
+            let at = length as usize;
+            if at >= self.short.len() {
+                self.short.resize((at + 1).next_power_of_two(), 0);
+            }
+            self.short[at] += 1;
+        } else {
+            *self.long.entry(length).or_default() += 1;
+        }
+    }
+
+    pub(crate) fn finish(self) -> Histogram {
+        let short = (0..).zip(self.short).filter(|(_, count)| *count > 0);
+        Histogram { runs: short.chain(self.long).map(|(length, count)| Run { length, count }).collect() }
+    }
+}
+
+/// Where the next sequence of each length goes if all are sorted by length, and by their order among equals.
+#[derive(Debug)]
+pub(crate) struct Slots {
+    short: Vec<usize>,
+    long: BTreeMap<u64, usize>,
+}
+
+impl Slots {
+    #[allow(clippy::cast_possible_truncation, reason = "the table has an entry for each of these lengths")]
+    pub(crate) fn new(histogram: &Histogram) -> Self {
+        let is_short = |run: &&Run| run.length < TABLE;
+        let table_len = histogram.runs().iter().rfind(is_short).map_or(0, |run| run.length as usize + 1);
+        let (mut slots, mut next) = (Self { short: vec![0; table_len], long: BTreeMap::new() }, 0);
+        for run in histogram.runs() {
+            if run.length < TABLE {
+                slots.short[run.length as usize] = next;
+            } else {
+                slots.long.insert(run.length, next);
+            }
+            next += run.count as usize;
+        }
+        slots
+    }
+
+    /// The slot of the next sequence of this length, which must be in the histogram.
+    #[allow(clippy::cast_possible_truncation, reason = "the table has an entry for each of these lengths")]
+    pub(crate) fn take(&mut self, length: u64) -> Option<usize> {
+        let next = if length < TABLE { self.short.get_mut(length as usize) } else { self.long.get_mut(&length) }?;
+        *next += 1;
+        Some(*next - 1)
+    }
+}

@@ -1,0 +1,108 @@
+//! Minimum bin slack: row after row, each filled with the longest sequence that is left and with those that leave the
+//! least room beside it.
+//!
+//! The rule is Fleszar and Hindi's MBS′ ("New heuristics for one-dimensional bin-packing", 2002). The search runs over
+//! lengths instead of sequences, and a row that was found is made as often as there are sequences for it. So one length
+//! at least is used up each time, and there are no more searches than lengths.
+
+use super::{Row, Rows};
+use crate::histogram::Histogram;
+
+/// How many choices a search may try for one row. It also limits how deep it recurses.
+const MAX_STEPS: u32 = 4096;
+
+/// Sequences of one length that are in no row yet.
+struct Stock {
+    length: u64,
+    count: u64,
+    /// The first of them in the descending order of all sequences.
+    start: usize,
+}
+
+/// So many sequences of that entry of the stock.
+#[derive(Clone, Copy)]
+struct Piece {
+    entry: usize,
+    count: u64,
+}
+
+pub(super) fn assign(histogram: &Histogram, row: Row) -> Rows {
+    let mut rows = Rows { row_of: vec![0; histogram.count() as usize], count: 0 };
+    let mut stock = descending(histogram);
+    while !stock.is_empty() {
+        let pieces = Search::new(&stock, row).run();
+        let times = pieces.iter().map(|piece| stock[piece.entry].count / piece.count).min().unwrap_or(0);
+        for Piece { entry, count } in pieces {
+            let Stock { count: left, start, .. } = &mut stock[entry];
+            for nth in 0..times as usize {
+                // From the back, so that what is left still begins at `start`.
+                *left -= count;
+                let begin = *start + *left as usize;
+                rows.row_of[begin..begin + count as usize].fill((rows.count + nth) as u32);
+            }
+        }
+        rows.count += times as usize;
+        stock.retain(|stock| stock.count > 0);
+    }
+    rows
+}
+
+fn descending(histogram: &Histogram) -> Vec<Stock> {
+    let mut start = 0;
+    let stock = histogram.runs().iter().rev().map(|run| {
+        start += run.count as usize;
+        Stock { length: run.length, count: run.count, start: start - run.count as usize }
+    });
+    stock.collect()
+}
+
+/// A depth-first search for the pieces that fill a row best.
+struct Search<'a> {
+    stock: &'a [Stock],
+    row: Row,
+    /// What is in the row, and what was when it was fullest.
+    taken: Vec<Piece>,
+    best: Vec<Piece>,
+    least_room: u64,
+    steps: u32,
+}
+
+impl<'a> Search<'a> {
+    fn new(stock: &'a [Stock], row: Row) -> Self {
+        Self { stock, row, taken: Vec::new(), best: Vec::new(), least_room: u64::MAX, steps: 0 }
+    }
+
+    fn run(mut self) -> Vec<Piece> {
+        self.take(0, self.row);
+        self.best
+    }
+
+    /// Takes sequences of this entry, as many as fit first, and then what goes best beside them; returns whether the
+    /// search is over.
+    fn take(&mut self, entry: usize, room: Row) -> bool {
+        let Stock { length, count, .. } = self.stock[entry];
+        let by_room = room.tokens.checked_div(length).unwrap_or(u64::MAX);
+        let most = count.min(by_room).min(room.sequences);
+        (1..=most).rev().any(|count| {
+            self.steps += 1;
+            self.taken.push(Piece { entry, count });
+            let room = Row { tokens: room.tokens - count * length, sequences: room.sequences - count };
+            let is_over = self.fill(entry + 1, room);
+            self.taken.pop();
+            is_over
+        })
+    }
+
+    fn fill(&mut self, from: usize, room: Row) -> bool {
+        if room.tokens < self.least_room {
+            self.least_room = room.tokens;
+            self.best.clone_from(&self.taken);
+        }
+        if room.tokens == 0 || self.steps >= MAX_STEPS {
+            return true;
+        }
+        let shorter = &self.stock[from..];
+        let fitting = from + shorter.partition_point(|stock| stock.length > room.tokens);
+        (fitting..self.stock.len()).any(|entry| self.take(entry, room))
+    }
+}

@@ -1,0 +1,37 @@
+//! Rows filled with sequences.
+
+mod best_fit;
+mod in_order;
+mod minimum_slack;
+mod segments;
+
+pub(crate) use in_order::OpenRows;
+pub use segments::Segments;
+
+use crate::{Packing, histogram::Histogram};
+
+/// The room in a row.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub(crate) struct Row {
+    pub(crate) tokens: u64,
+    pub(crate) sequences: u64,
+}
+
+/// The row of each sequence, from the longest to the shortest.
+#[derive(Debug)]
+pub(crate) struct Rows {
+    pub(crate) row_of: Vec<u32>,
+    pub(crate) count: usize,
+}
+
+/// Assigns all sequences to rows, each of which is empty before.
+pub(crate) fn assign(histogram: &Histogram, row: Row, packing: Packing) -> Rows {
+    let best_fit = best_fit::assign(histogram, row);
+    if packing == Packing::MinimumSlack {
+        let minimum_slack = minimum_slack::assign(histogram, row);
+        if minimum_slack.count < best_fit.count {
+            return minimum_slack;
+        }
+    }
+    best_fit
+}

@@ -1,0 +1,167 @@
+//! All batches of an epoch at once, in few bytes.
+
+use std::ops::Range;
+
+use core_types::Seed;
+
+use crate::{
+    Batch, DynamicBatchSampler, Error, PaddingReport, Result, Sequence, SequenceLengths,
+    arrange::{Arrangement, Whole, of_whole_set},
+    histogram::Histogram,
+    limits::Limits,
+    shuffle::shuffle,
+};
+
+/// The batches of an epoch, each of them at hand in constant time; made by [`DynamicBatchSampler::plan`].
+///
+/// A plan holds 4 bytes for each sequence and 8 for each batch, and while it is made not more than 12 for a sequence.
+///
+/// # Determinism
+///
+/// The same batches in the same order as those of [`DynamicBatchSampler::iter`], until it is
+/// [shuffled](Self::shuffled).
+///
+/// # Examples
+///
+/// ```
+/// use dyn_batch::{BatchConfig, Cut, DynamicBatchSampler, DynamicBatchStrategy};
+///
+/// let sorted = DynamicBatchStrategy::Sorted { window: None, cut: Cut::Optimal };
+/// let config = BatchConfig::default().with_strategy(sorted).with_max_tokens(16);
+/// let sampler = DynamicBatchSampler::new([5_u32, 9, 2, 6, 4, 8], config)?;
+///
+/// let plan = sampler.plan()?;
+/// assert_eq!((plan.len(), plan.report().efficiency()), (3, 34.0 / 38.0));
+/// assert_eq!(plan.get(1).map(|batch| batch.indices), Some(vec![0, 3]));
+/// # Ok::<(), dyn_batch::Error>(())
+/// ```
+#[derive(Clone, Debug)]
+pub struct BatchPlan<'a, L> {
+    sampler: &'a DynamicBatchSampler<L>,
+    /// The sequences of all batches.
+    indices: Vec<u32>,
+    /// Where in there each batch is.
+    batches: Vec<Range<u32>>,
+    fate: PaddingReport,
+}
+
+impl<'a, L: SequenceLengths> BatchPlan<'a, L> {
+    /// Plans the batches of the sequences in this order, or of all if there is none.
+    pub(crate) fn new(sampler: &'a DynamicBatchSampler<L>, order: Option<Vec<u32>>) -> Result<Self> {
+        match of_whole_set(&sampler.config().strategy) {
+            Some(whole) => Self::of_whole_set(sampler, order, whole),
+            None => Self::of_stream(sampler, order),
+        }
+    }
+
+    fn of_stream(sampler: &'a DynamicBatchSampler<L>, order: Option<Vec<u32>>) -> Result<Self> {
+        match order {
+            Some(order) => Self::collect(sampler, sampler.iter_in(order.into_iter().map(u64::from))),
+            None => Self::collect(sampler, sampler.iter()),
+        }
+    }
+
+    #[allow(clippy::cast_possible_truncation, reason = "`plan` checks that indices fit")]
+    fn collect<I>(sampler: &'a DynamicBatchSampler<L>, mut stream: crate::Batches<I>) -> Result<Self>
+    where
+        I: Iterator<Item = Result<Sequence>>,
+    {
+        let (mut indices, mut batches) = (Vec::new(), Vec::new());
+        for batch in stream.by_ref() {
+            let start = indices.len();
+            indices.extend(batch?.indices.iter().map(|&index| index as u32));
+            let end = u32::try_from(indices.len());
+            let end = end.map_err(|_| Error::TooManySequences { count: indices.len() as u64, limit: LIMIT })?;
+            batches.push(start as u32..end);
+        }
+        let fate = stream.report().fate();
+        Ok(Self { sampler, indices, batches, fate })
+    }
+
+    fn of_whole_set(sampler: &'a DynamicBatchSampler<L>, order: Option<Vec<u32>>, whole: Whole) -> Result<Self> {
+        let mut fate = PaddingReport::default();
+        let order = sampler.admit_all(order, &mut fate)?;
+        let lengths = sampler.lengths();
+        let limits = sampler.limits();
+        let max = limits.config().max_sequence_length.unwrap_or(u64::MAX);
+        let length = |index: u64| lengths.length(index).unwrap_or(0).min(max);
+        let Arrangement { mut places, ends, dropped } = match &order {
+            Some(order) => arrange(whole, limits, || order.iter().map(|&index| length(index.into())))?,
+            None => arrange(whole, limits, || (0..lengths.count()).map(length))?,
+        };
+        if let Some(order) = order {
+            places.iter_mut().for_each(|place| *place = order[*place as usize]);
+        }
+        let mut start = 0;
+        let batches = ends.into_iter().map(|end| std::mem::replace(&mut start, end)..end).collect();
+        fate.dropped = dropped;
+        Ok(Self { sampler, indices: places, batches, fate })
+    }
+
+    /// The number of batches.
+    pub fn len(&self) -> usize {
+        self.batches.len()
+    }
+
+    /// Whether there is no batch.
+    pub fn is_empty(&self) -> bool {
+        self.batches.is_empty()
+    }
+
+    /// Batch number `nth`, from 0; `None` if there are fewer.
+    pub fn get(&self, nth: usize) -> Option<Batch> {
+        self.batches.get(nth).map(|_| Batch::gather(self.sequences(nth), self.sampler.limits()))
+    }
+
+    /// All batches in order.
+    pub fn iter(&self) -> impl ExactSizeIterator<Item = Batch> + '_ {
+        (0..self.len()).map(|nth| Batch::gather(self.sequences(nth), self.sampler.limits()))
+    }
+
+    /// The batches in a random order, the same for the same seed.
+    #[must_use]
+    pub fn shuffled(mut self, seed: Seed) -> Self {
+        shuffle(&mut self.batches, seed);
+        self
+    }
+
+    /// What the batches cost, and how many sequences made it into none.
+    pub fn report(&self) -> PaddingReport {
+        let mut report = self.fate.clone();
+        self.iter().for_each(|batch| report.add(&batch));
+        report
+    }
+
+    pub(crate) fn limits(&self) -> &Limits {
+        self.sampler.limits()
+    }
+
+    /// The sequences of batch `nth`, which must be there.
+    pub(crate) fn sequences(&self, nth: usize) -> impl ExactSizeIterator<Item = Sequence> + DoubleEndedIterator + '_ {
+        let range = &self.batches[nth];
+        let indices = &self.indices[range.start as usize..range.end as usize];
+        indices.iter().map(|&index| {
+            let length = self.sampler.lengths().length(index.into()).unwrap_or(0);
+            self.limits().counted(Sequence { index: index.into(), length })
+        })
+    }
+
+    /// Makes two batches of one: its first `size` sequences, and the others at the end of the plan.
+    #[allow(clippy::cast_possible_truncation, reason = "a batch is no longer than the plan")]
+    pub(crate) fn split(&mut self, nth: usize, size: usize) {
+        let Range { start, end } = self.batches[nth];
+        let middle = start + size as u32;
+        self.batches[nth] = start..middle;
+        self.batches.push(middle..end);
+    }
+}
+
+/// The most sequences in a plan.
+pub(crate) const LIMIT: u64 = u32::MAX as u64;
+
+fn arrange<I>(whole: Whole, limits: &Limits, lengths: impl Fn() -> I) -> Result<Arrangement>
+where
+    I: Iterator<Item = u64>,
+{
+    whole.arrange(&Histogram::new(lengths()), lengths(), limits)
+}
