@@ -8,8 +8,10 @@
 use super::{Row, Rows};
 use crate::histogram::Histogram;
 
-/// How many choices a search may try for one row. It also limits how deep it recurses.
-const MAX_STEPS: u32 = 4096;
+/// How many choices a search may try for one row; each limit gets its turn. A long search fills the row better, a short
+/// one ends while the long sequences are still together and leaves the short ones to later rows. Which is better depends
+/// on the lengths. The limit is also one on how deep the search recurses.
+const MAX_STEPS: [u32; 5] = [100, 200, 400, 1000, 4000];
 
 /// Sequences of one length that are in no row yet.
 struct Stock {
@@ -26,11 +28,16 @@ struct Piece {
     count: u64,
 }
 
-pub(super) fn assign(histogram: &Histogram, row: Row) -> Rows {
+/// The fewest rows of all searches; `None` if there are none.
+pub(super) fn assign(histogram: &Histogram, row: Row) -> Option<Rows> {
+    MAX_STEPS.into_iter().map(|max_steps| search(histogram, row, max_steps)).min_by_key(|rows| rows.count)
+}
+
+fn search(histogram: &Histogram, row: Row, max_steps: u32) -> Rows {
     let mut rows = Rows { row_of: vec![0; histogram.count() as usize], count: 0 };
     let mut stock = descending(histogram);
     while !stock.is_empty() {
-        let pieces = Search::new(&stock, row).run();
+        let pieces = Search::new(&stock, row, max_steps).run();
         let times = pieces.iter().map(|piece| stock[piece.entry].count / piece.count).min().unwrap_or(0);
         for Piece { entry, count } in pieces {
             let Stock { count: left, start, .. } = &mut stock[entry];
@@ -64,12 +71,13 @@ struct Search<'a> {
     taken: Vec<Piece>,
     best: Vec<Piece>,
     least_room: u64,
+    /// How many more choices it may try.
     steps: u32,
 }
 
 impl<'a> Search<'a> {
-    fn new(stock: &'a [Stock], row: Row) -> Self {
-        Self { stock, row, taken: Vec::new(), best: Vec::new(), least_room: u64::MAX, steps: 0 }
+    fn new(stock: &'a [Stock], row: Row, max_steps: u32) -> Self {
+        Self { stock, row, taken: Vec::new(), best: Vec::new(), least_room: u64::MAX, steps: max_steps }
     }
 
     fn run(mut self) -> Vec<Piece> {
@@ -84,7 +92,7 @@ impl<'a> Search<'a> {
         let by_room = room.tokens.checked_div(length).unwrap_or(u64::MAX);
         let most = count.min(by_room).min(room.sequences);
         (1..=most).rev().any(|count| {
-            self.steps += 1;
+            self.steps = self.steps.saturating_sub(1);
             self.taken.push(Piece { entry, count });
             let room = Row { tokens: room.tokens - count * length, sequences: room.sequences - count };
             let is_over = self.fill(entry + 1, room);
@@ -98,7 +106,7 @@ impl<'a> Search<'a> {
             self.least_room = room.tokens;
             self.best.clone_from(&self.taken);
         }
-        if room.tokens == 0 || self.steps >= MAX_STEPS {
+        if room.tokens == 0 || self.steps == 0 {
             return true;
         }
         let shorter = &self.stock[from..];

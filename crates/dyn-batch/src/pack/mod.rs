@@ -27,11 +27,9 @@ pub(crate) struct Rows {
 /// Assigns all sequences to rows, each of which is empty before.
 pub(crate) fn assign(histogram: &Histogram, row: Row, packing: Packing) -> Rows {
     let best_fit = best_fit::assign(histogram, row);
-    if packing == Packing::MinimumSlack {
-        let minimum_slack = minimum_slack::assign(histogram, row);
-        if minimum_slack.count < best_fit.count {
-            return minimum_slack;
-        }
-    }
-    best_fit
+    let minimum_slack = match packing {
+        Packing::MinimumSlack => minimum_slack::assign(histogram, row),
+        _ => None,
+    };
+    minimum_slack.filter(|rows| rows.count < best_fit.count).unwrap_or(best_fit)
 }
