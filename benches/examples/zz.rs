@@ -5,6 +5,78 @@ use candle_distributed::types::Seed;
 use std::time::Instant;
 fn main() {
     let sorted = |window, cut| DynamicBatchStrategy::Sorted { window, cut };
+    {
+        use candle_distributed::types::*;
+        for (name, recipe, budget) in lengths::ALL {
+            for n in [20_000, 100_000] {
+                for (sname, strat) in [("whole", sorted(None, Cut::Optimal)), ("w128", sorted(Some(128), Cut::Greedy))]
+                {
+                    for cost in [Cost::ATTENTION, Cost::TOKENS] {
+                        let l = recipe.draw(n);
+                        let b = DynamicBatchSampler::new(
+                            &l,
+                            BatchConfig::default().with_strategy(strat.clone()).with_max_tokens(budget),
+                        )
+                        .unwrap();
+                        let d = DistributedBatchSampler::new(
+                            b,
+                            Placement::new(0, 8).unwrap(),
+                            DistributedConfig::default().with_cost(cost),
+                        );
+                        let t = Instant::now();
+                        let e = d.epoch(Epoch::new(1), 0..n).unwrap();
+                        let ms = t.elapsed().as_millis();
+                        let mut w = [0f64; 2];
+                        let mut tot = [0f64; 2];
+                        for s in 0..e.len() {
+                            let costs: Vec<[f64; 2]> = e
+                                .step(s)
+                                .unwrap()
+                                .map(|b| {
+                                    [
+                                        Cost::ATTENTION.of(b.padded_length) as f64 * b.rows as f64,
+                                        b.padded_tokens() as f64,
+                                    ]
+                                })
+                                .collect();
+                            for k in 0..2 {
+                                w[k] += 8.0 * costs.iter().map(|c| c[k]).fold(0.0, f64::max);
+                                tot[k] += costs.iter().map(|c| c[k]).sum::<f64>();
+                            }
+                        }
+                        println!(
+                            "waste {name} {n} {sname} {} attention {:.3} % tokens {:.3} % steps {} ({ms} ms)",
+                            if cost == Cost::TOKENS { "by tokens" } else { "by attention" },
+                            100.0 * (w[0] / tot[0] - 1.0),
+                            100.0 * (w[1] / tot[1] - 1.0),
+                            e.len()
+                        );
+                    }
+                }
+            }
+            let l = recipe.draw(20_000);
+            let mut worst = 0f64;
+            let mut worst2 = 0f64;
+            let t = Instant::now();
+            for g in l.chunks_exact(512) {
+                for (p, worst) in [(1, &mut worst), (2, &mut worst2)] {
+                    let c: Vec<u64> = g.iter().map(|&x| u64::from(x).pow(p)).collect();
+                    let parts = balance(&c, WorldSize::new(8).unwrap());
+                    let max = parts.iter().map(|p| p.iter().map(|&i| c[i]).sum::<u64>()).max().unwrap();
+                    *worst = worst.max(max as f64 / (c.iter().sum::<u64>() as f64 / 8.0) - 1.0);
+                }
+            }
+            println!(
+                "balance {name} worst {:.4} % squares {:.4} % {} us each",
+                worst * 100.0,
+                worst2 * 100.0,
+                t.elapsed().as_micros() / 78
+            );
+        }
+    }
+    if std::env::args().count() > 1 {
+        return;
+    }
     for (name, recipe, budget) in lengths::ALL {
         let l = recipe.draw(20_000);
         let run = |strategy| {

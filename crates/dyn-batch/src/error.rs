@@ -98,6 +98,22 @@ pub enum Error {
         /// The limit's value.
         limit: u64,
     },
+    /// There are too few sequences to give each rank a batch in every step.
+    #[error("{n_batches} batches cannot be split so that each of {world_size} ranks has as many")]
+    CannotFillStep {
+        /// How many batches there were.
+        n_batches: u64,
+        /// How many ranks there are.
+        world_size: core_types::WorldSize,
+    },
+    /// The state was saved with other lengths, another order or another configuration.
+    #[error("the state is of other batches: it is at {found}, these are at {expected}")]
+    OtherBatches {
+        /// Where these batches begin.
+        expected: String,
+        /// Where the state is.
+        found: String,
+    },
     /// The order asks for a sequence that the data set does not have.
     #[error("index {index} is out of range for {count} sequences")]
     IndexOutOfRange {

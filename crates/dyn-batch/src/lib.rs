@@ -3,12 +3,14 @@
 
 mod arrange;
 mod assembly;
+mod balance;
 mod batch;
 mod batches;
 mod buckets;
 mod config;
 mod cost;
 mod cut;
+mod distributed;
 mod error;
 mod histogram;
 mod lengths;
@@ -22,11 +24,13 @@ mod shuffle;
 mod window;
 
 pub use crate::{
+    balance::balance,
     batch::{Batch, Sequence},
     batches::Batches,
     buckets::Buckets,
     config::{BatchConfig, Cut, DynamicBatchStrategy, Overlong, Packing, Remainder},
     cost::Cost,
+    distributed::{BatchState, DistributedBatchSampler, DistributedConfig, Step, StepRemainder, Steps},
     error::{Error, Result},
     lengths::SequenceLengths,
     pack::Segments,

@@ -110,12 +110,12 @@ impl<'a, L: SequenceLengths> BatchPlan<'a, L> {
 
     /// Batch number `nth`, from 0; `None` if there are fewer.
     pub fn get(&self, nth: usize) -> Option<Batch> {
-        self.batches.get(nth).map(|_| Batch::gather(self.sequences(nth), self.sampler.limits()))
+        (nth < self.len()).then(|| self.batch(nth))
     }
 
     /// All batches in order.
     pub fn iter(&self) -> impl ExactSizeIterator<Item = Batch> + '_ {
-        (0..self.len()).map(|nth| Batch::gather(self.sequences(nth), self.sampler.limits()))
+        (0..self.len()).map(|nth| self.batch(nth))
     }
 
     /// The batches in a random order, the same for the same seed.
@@ -136,6 +136,11 @@ impl<'a, L: SequenceLengths> BatchPlan<'a, L> {
         self.sampler.limits()
     }
 
+    /// Batch `nth`, which must be there.
+    pub(crate) fn batch(&self, nth: usize) -> Batch {
+        Batch::gather(self.sequences(nth), self.limits())
+    }
+
     /// The sequences of batch `nth`, which must be there.
     pub(crate) fn sequences(&self, nth: usize) -> impl ExactSizeIterator<Item = Sequence> + DoubleEndedIterator + '_ {
         let range = &self.batches[nth];
@@ -144,6 +149,12 @@ impl<'a, L: SequenceLengths> BatchPlan<'a, L> {
             let length = self.sampler.lengths().length(index.into()).unwrap_or(0);
             self.limits().counted(Sequence { index: index.into(), length })
         })
+    }
+
+    /// Leaves out the last `n` batches.
+    pub(crate) fn drop_last(&mut self, n: usize) {
+        let kept = self.batches.len().saturating_sub(n);
+        self.fate.dropped += self.batches.drain(kept..).map(|range| u64::from(range.end - range.start)).sum::<u64>();
     }
 
     /// Makes two batches of one: its first `size` sequences, and the others at the end of the plan.
