@@ -5,7 +5,8 @@ use std::{cmp::Reverse, collections::BinaryHeap, iter::FusedIterator, ops::Range
 use core_types::{Epoch, Placement, Seed, WorldSize};
 
 use crate::{
-    Batch, BatchPlan, Cost, DynamicBatchSampler, Error, PaddingReport, Result, SequenceLengths, shuffle::shuffle,
+    Batch, BatchPlan, Cost, DynamicBatchSampler, Error, PaddingReport, Result, SequenceLengths, balance::balance,
+    shuffle::shuffle,
 };
 
 /// What happens when the number of batches is no multiple of the world size.
@@ -23,6 +24,22 @@ pub enum StepRemainder {
     Drop,
     /// The first batches come once more.
     Repeat,
+}
+
+/// What makes a step of all ranks.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+#[cfg_attr(feature = "serde", derive(serde::Serialize, serde::Deserialize))]
+#[cfg_attr(feature = "serde", serde(rename_all = "snake_case"))]
+#[non_exhaustive]
+pub enum StepLayout {
+    /// As many batches as there are ranks, of similar cost. The least padding.
+    #[default]
+    Grouped,
+    /// One batch that is as large as those of all ranks together, dealt out by [`balance`]: as many sequences on each
+    /// rank, and nearly the same cost. The least waiting, above all where attention skips the padding.
+    ///
+    /// Not for buckets and packed rows.
+    Dealt,
 }
 
 /// The choices of a [`DistributedBatchSampler`].
@@ -43,6 +60,8 @@ pub enum StepRemainder {
 pub struct DistributedConfig {
     /// Steps come in a random order, another one each epoch, if there is a seed; none by default.
     pub shuffle: Option<Seed>,
+    /// What makes a step; [`StepLayout::Grouped`] by default.
+    pub layout: StepLayout,
     /// What happens to batches that cannot fill up a step; [`StepRemainder::Split`] by default.
     pub remainder: StepRemainder,
     /// What is to be equal in a step; the padded tokens by default.
@@ -51,7 +70,7 @@ pub struct DistributedConfig {
 
 impl Default for DistributedConfig {
     fn default() -> Self {
-        Self { shuffle: None, remainder: StepRemainder::default(), cost: Cost::TOKENS }
+        Self { shuffle: None, layout: StepLayout::default(), remainder: StepRemainder::default(), cost: Cost::TOKENS }
     }
 }
 
@@ -60,6 +79,12 @@ impl DistributedConfig {
     #[must_use]
     pub fn with_shuffle(self, seed: Seed) -> Self {
         Self { shuffle: Some(seed), ..self }
+    }
+
+    /// Sets what makes a step; [`StepLayout::Grouped`] by default.
+    #[must_use]
+    pub fn with_layout(self, layout: StepLayout) -> Self {
+        Self { layout, ..self }
     }
 
     /// Sets what happens to batches that cannot fill up a step; [`StepRemainder::Split`] by default.
@@ -100,7 +125,7 @@ impl DistributedConfig {
 ///
 /// let mut n_sequences = 0;
 /// for rank in 0..4 {
-///     let sampler = DistributedBatchSampler::new(batches.clone(), Placement::new(rank, 4)?, config);
+///     let sampler = DistributedBatchSampler::new(batches.clone(), Placement::new(rank, 4)?, config)?;
 ///     let steps = sampler.epoch(Epoch::new(3), 0..100)?;
 ///     assert_eq!(steps.len(), 6, "on every rank");
 ///     n_sequences += steps.map(|step| step.batch.len()).sum::<usize>();
@@ -117,13 +142,17 @@ pub struct DistributedBatchSampler<L> {
 
 impl<L: SequenceLengths> DistributedBatchSampler<L> {
     /// Returns a sampler of the batches of one rank.
-    pub fn new(batches: DynamicBatchSampler<L>, placement: Placement, config: DistributedConfig) -> Self {
-        Self { batches, placement, config }
-    }
-
-    /// The sampler whose batches are handed out.
-    pub fn batches(&self) -> &DynamicBatchSampler<L> {
-        &self.batches
+    ///
+    /// # Errors
+    ///
+    /// [`Error::CannotDeal`] for dealt steps of buckets or packed rows, and [`Error::MultipleOverLimit`] for those of more
+    /// ranks than any number of sequences has.
+    pub fn new(batches: DynamicBatchSampler<L>, placement: Placement, config: DistributedConfig) -> Result<Self> {
+        let batches = match config.layout {
+            StepLayout::Grouped => batches,
+            StepLayout::Dealt => batches.of_all_ranks(placement.world_size())?,
+        };
+        Ok(Self { batches, placement, config })
     }
 
     /// The steps of an epoch, in which the sequences come in `order`: that of all ranks, the same on each.
@@ -133,12 +162,10 @@ impl<L: SequenceLengths> DistributedBatchSampler<L> {
     /// As [`DynamicBatchSampler::plan_in`], and [`Error::CannotFillStep`] if there are too few sequences to split.
     pub fn epoch(&self, epoch: Epoch, order: impl IntoIterator<Item = u64>) -> Result<Steps<'_, L>> {
         let mut plan = self.batches.plan_in(order)?;
-        let world_size = self.placement.world_size();
-        let mut batches = fill_last_step(&mut plan, world_size, self.config.remainder)?;
-        let cost = |nth: usize| Reverse(batch_cost(&plan, nth, self.config.cost));
-        batches.sort_by_cached_key(|&nth| cost(nth as usize));
-        let mut steps: Vec<Vec<u32>> = batches.chunks(world_size.as_usize()).map(<[u32]>::to_vec).collect();
-        steps.iter_mut().for_each(|step| step.sort_unstable());
+        let mut steps = match self.config.layout {
+            StepLayout::Grouped => self.group(&mut plan)?,
+            StepLayout::Dealt => self.whole_batches(&mut plan)?,
+        };
         match self.config.shuffle.map(|seed| seed.derive(epoch.as_u64())) {
             Some(seed) => {
                 shuffle(&mut steps, seed);
@@ -146,9 +173,45 @@ impl<L: SequenceLengths> DistributedBatchSampler<L> {
             }
             None => steps.sort_unstable(),
         }
-        let batches = steps.concat();
         let remaining = 0..steps.len();
-        Ok(Steps { plan, placement: self.placement, epoch, batches, remaining })
+        Ok(Steps { sampler: self, plan, epoch, steps: steps.concat(), remaining })
+    }
+
+    /// Steps of batches of similar cost.
+    fn group(&self, plan: &mut BatchPlan<'_, L>) -> Result<Vec<Vec<u32>>> {
+        let world_size = self.placement.world_size();
+        let mut batches = fill_last_step(plan, world_size, self.config.remainder)?;
+        batches.sort_by_cached_key(|&nth| Reverse(batch_cost(plan, nth as usize, self.config.cost)));
+        let mut steps: Vec<Vec<u32>> = batches.chunks(world_size.as_usize()).map(<[u32]>::to_vec).collect();
+        steps.iter_mut().for_each(|step| step.sort_unstable());
+        Ok(steps)
+    }
+
+    /// A step for each batch that has a sequence for each rank. The one that has not is joined to the smallest other.
+    #[allow(clippy::cast_possible_truncation, reason = "a plan has fewer than 2^32 batches")]
+    fn whole_batches(&self, plan: &mut BatchPlan<'_, L>) -> Result<Vec<Vec<u32>>> {
+        let world_size = self.placement.world_size();
+        let is_small = |plan: &BatchPlan<'_, L>, nth: usize| plan.sequences(nth).len() < world_size.as_usize();
+        if let Some(small) = (0..plan.len()).find(|&nth| is_small(plan, nth)) {
+            match self.config.remainder {
+                StepRemainder::Drop => plan.remove(small),
+                StepRemainder::Repeat => plan.repeat(small, world_size.as_usize()),
+                StepRemainder::Split => {
+                    let error = Error::CannotFillStep { n_batches: plan.len() as u64, world_size };
+                    let smallest = (0..plan.len()).filter(|&nth| nth != small).min_by_key(|&nth| plan.batch(nth).rows);
+                    let joined = plan.join(small, smallest.ok_or_else(|| error.clone())?);
+                    let Batch { rows, padded_length, .. } = plan.batch(joined);
+                    if rows > plan.limits().max_rows(padded_length) {
+                        let half = rows as usize / 2;
+                        plan.split(joined, half);
+                        if half < world_size.as_usize() {
+                            return Err(error);
+                        }
+                    }
+                }
+            }
+        }
+        Ok((0..plan.len() as u32).map(|nth| vec![nth]).collect())
     }
 
     /// The steps of an epoch that are left after those that a state has seen, in the same order as then.
@@ -185,7 +248,7 @@ fn fill_last_step<L: SequenceLengths>(
     Ok(match remainder {
         StepRemainder::Split => all.collect(),
         StepRemainder::Drop => {
-            plan.drop_last(surplus);
+            (0..surplus).for_each(|_| plan.remove(plan.len() - 1));
             (0..plan.len() as u32).collect()
         }
         StepRemainder::Repeat => {
@@ -274,7 +337,7 @@ impl Step {
     /// # use dyn_batch::*;
     /// let batches = DynamicBatchSampler::new([30_u32, 10], BatchConfig::default().with_max_batch_size(1))?;
     /// let weight = |rank| -> Result<f64, Box<dyn std::error::Error>> {
-    ///     let sampler = DistributedBatchSampler::new(batches.clone(), Placement::new(rank, 2)?, DistributedConfig::default());
+    ///     let sampler = DistributedBatchSampler::new(batches.clone(), Placement::new(rank, 2)?, DistributedConfig::default())?;
     ///     let step = sampler.epoch(Epoch::ZERO, 0..2)?.next().ok_or("no step")?;
     ///     Ok(step.loss_weight())
     /// };
@@ -321,11 +384,11 @@ impl std::fmt::Display for BatchState {
 #[derive(Clone, Debug)]
 #[must_use = "iterators are lazy and do nothing unless consumed"]
 pub struct Steps<'a, L> {
+    sampler: &'a DistributedBatchSampler<L>,
     plan: BatchPlan<'a, L>,
-    placement: Placement,
     epoch: Epoch,
-    /// The batches of the first step, rank by rank, then those of the second, and so on.
-    batches: Vec<u32>,
+    /// The batches of the first step, rank by rank, then those of the second, and so on; one for each if it is dealt.
+    steps: Vec<u32>,
     remaining: Range<usize>,
 }
 
@@ -336,25 +399,42 @@ impl<L: SequenceLengths> Steps<'_, L> {
             format_version: 1,
             epoch: self.epoch,
             step: self.remaining.start as u64,
-            n_steps: (self.batches.len() / self.n_ranks()) as u64,
-            world_size: self.placement.world_size().as_u64(),
+            n_steps: (self.steps.len() / self.batches_per_step()) as u64,
+            world_size: self.sampler.placement.world_size().as_u64(),
             fingerprint: self.fingerprint(),
         }
     }
 
     /// What the batches of all ranks and steps cost, and how many sequences made it into none.
     pub fn report(&self) -> PaddingReport {
-        self.plan.report()
+        let mut report = self.plan.fate();
+        let steps = (0..self.steps.len()).map_while(|nth| self.step(nth));
+        steps.flatten().for_each(|batch| report.add(&batch));
+        report
     }
 
     /// The batches of all ranks in step `nth`, rank by rank; `None` if there are fewer steps.
-    pub fn step(&self, nth: usize) -> Option<impl ExactSizeIterator<Item = Batch> + '_> {
-        let batches = self.batches.chunks_exact(self.n_ranks()).nth(nth)?;
-        Some(batches.iter().map(|&batch| self.plan.batch(batch as usize)))
+    pub fn step(&self, nth: usize) -> Option<Vec<Batch>> {
+        let batches = self.steps.chunks_exact(self.batches_per_step()).nth(nth)?;
+        Some(match self.sampler.config.layout {
+            StepLayout::Grouped => batches.iter().map(|&batch| self.plan.batch(batch as usize)).collect(),
+            StepLayout::Dealt => {
+                let sequences: Vec<_> = self.plan.sequences(*batches.first()? as usize).collect();
+                let costs: Vec<u64> = sequences.iter().map(|each| self.sampler.config.cost.of(each.length)).collect();
+                let parts = balance(&costs, self.sampler.placement.world_size()).into_iter();
+                let gather = |part: Vec<usize>| {
+                    Batch::gather(part.into_iter().map(|place| sequences[place]), self.plan.limits())
+                };
+                parts.map(gather).collect()
+            }
+        })
     }
 
-    fn n_ranks(&self) -> usize {
-        self.placement.world_size().as_usize()
+    fn batches_per_step(&self) -> usize {
+        match self.sampler.config.layout {
+            StepLayout::Grouped => self.sampler.placement.world_size().as_usize(),
+            StepLayout::Dealt => 1,
+        }
     }
 
     fn fingerprint(&self) -> u64 {
@@ -363,17 +443,15 @@ impl<L: SequenceLengths> Steps<'_, L> {
             let len = sequences.len() as u64;
             seed.derive(len).derive(sequences.next().map_or(0, |first| first.index))
         };
-        self.batches.iter().fold(Seed::new(0), fold).as_u64()
+        self.steps.iter().fold(Seed::new(0), fold).as_u64()
     }
 
     fn read(&self, nth: usize) -> Option<Step> {
-        let batches = self.batches.chunks_exact(self.n_ranks()).nth(nth)?;
-        let tokens = |&batch: &u32| self.plan.sequences(batch as usize).map(|sequence| sequence.length).sum::<u64>();
-        Some(Step {
-            batch: self.plan.batch(*batches.get(self.placement.rank().as_usize())? as usize),
-            real_tokens: batches.iter().map(tokens).fold(0, u64::saturating_add),
-            world_size: self.placement.world_size().as_u64(),
-        })
+        let mut batches = self.step(nth)?;
+        let world_size = batches.len() as u64;
+        let real_tokens = batches.iter().map(|batch| batch.real_tokens).fold(0, u64::saturating_add);
+        let rank = self.sampler.placement.rank().as_usize();
+        (rank < batches.len()).then(|| Step { batch: batches.swap_remove(rank), real_tokens, world_size })
     }
 }
 

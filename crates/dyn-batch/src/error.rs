@@ -106,6 +106,9 @@ pub enum Error {
         /// How many ranks there are.
         world_size: core_types::WorldSize,
     },
+    /// Steps cannot be dealt out of what has no open batch for all sequences.
+    #[error("steps cannot be dealt out of buckets or packed rows, group their batches instead")]
+    CannotDeal,
     /// The state was saved with other lengths, another order or another configuration.
     #[error("the state is of other batches: it is at {found}, these are at {expected}")]
     OtherBatches {

@@ -30,7 +30,7 @@ pub use crate::{
     buckets::Buckets,
     config::{BatchConfig, Cut, DynamicBatchStrategy, Overlong, Packing, Remainder},
     cost::Cost,
-    distributed::{BatchState, DistributedBatchSampler, DistributedConfig, Step, StepRemainder, Steps},
+    distributed::{BatchState, DistributedBatchSampler, DistributedConfig, Step, StepLayout, StepRemainder, Steps},
     error::{Error, Result},
     lengths::SequenceLengths,
     pack::Segments,

@@ -151,10 +151,15 @@ impl<'a, L: SequenceLengths> BatchPlan<'a, L> {
         })
     }
 
-    /// Leaves out the last `n` batches.
-    pub(crate) fn drop_last(&mut self, n: usize) {
-        let kept = self.batches.len().saturating_sub(n);
-        self.fate.dropped += self.batches.drain(kept..).map(|range| u64::from(range.end - range.start)).sum::<u64>();
+    /// What became of the sequences that are in no batch.
+    pub(crate) fn fate(&self) -> PaddingReport {
+        self.fate.clone()
+    }
+
+    /// Leaves out a batch.
+    pub(crate) fn remove(&mut self, nth: usize) {
+        let Range { start, end } = self.batches.remove(nth);
+        self.fate.dropped += u64::from(end - start);
     }
 
     /// Makes two batches of one: its first `size` sequences, and the others at the end of the plan.
@@ -164,6 +169,29 @@ impl<'a, L: SequenceLengths> BatchPlan<'a, L> {
         let middle = start + size as u32;
         self.batches[nth] = start..middle;
         self.batches.push(middle..end);
+    }
+
+    /// Makes one batch of two, at the end of the plan; returns its number.
+    pub(crate) fn join(&mut self, one: usize, other: usize) -> usize {
+        let [one_range, other_range] = [one, other].map(|nth| self.batches[nth].clone());
+        let both = one_range.chain(other_range).map(|place| self.indices[place as usize]).collect();
+        self.batches.remove(one.max(other));
+        self.batches.remove(one.min(other));
+        self.push(both);
+        self.len() - 1
+    }
+
+    /// Repeats the sequences of a batch until it has `len`; it moves to the end of the plan.
+    pub(crate) fn repeat(&mut self, nth: usize, len: usize) {
+        let range = self.batches.remove(nth);
+        let repeated = range.cycle().take(len).map(|place| self.indices[place as usize]).collect();
+        self.push(repeated);
+    }
+
+    fn push(&mut self, sequences: Vec<u32>) {
+        let start = self.indices.len() as u32;
+        self.indices.extend(sequences);
+        self.batches.push(start..self.indices.len() as u32);
     }
 }
 

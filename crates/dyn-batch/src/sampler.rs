@@ -2,8 +2,11 @@
 
 use std::ops::Range;
 
+use core_types::WorldSize;
+
 use crate::{
-    BatchConfig, BatchPlan, Batches, Error, PaddingReport, Result, Sequence, SequenceLengths, limits::Limits, plan,
+    BatchConfig, BatchPlan, Batches, DynamicBatchStrategy, Error, PaddingReport, Remainder, Result, Sequence,
+    SequenceLengths, limits::Limits, plan,
 };
 
 /// Batches of a data set, in its own order or in any other.
@@ -114,6 +117,25 @@ impl<L: SequenceLengths> DynamicBatchSampler<L> {
             Err(_) => Err(Error::TooManySequences { count, limit: plan::LIMIT }),
         };
         BatchPlan::new(self, Some(order.into_iter().map(check).collect::<Result<_>>()?))
+    }
+
+    /// Batches for all ranks together: limits and multiple are so many times as large.
+    pub(crate) fn of_all_ranks(self, world_size: WorldSize) -> Result<Self> {
+        let config = self.config().clone();
+        if matches!(config.strategy, DynamicBatchStrategy::Bucket(_) | DynamicBatchStrategy::Pack(_)) {
+            return Err(Error::CannotDeal);
+        }
+        let times = |limit: u64| limit.saturating_mul(world_size.as_u64());
+        let limits = Limits::new(BatchConfig {
+            max_batch_size: config.max_batch_size.map(times),
+            max_tokens: config.max_tokens.map(times),
+            max_cost: config.max_cost.map(times),
+            batch_size_multiple: times(config.batch_size_multiple),
+            // Alone the world size need not divide the last step.
+            remainder: if config.batch_size_multiple == 1 { Remainder::Keep } else { config.remainder },
+            ..config
+        })?;
+        Ok(Self { limits, ..self })
     }
 
     pub(crate) fn limits(&self) -> &Limits {
