@@ -2,6 +2,7 @@
 
 #[path = "../../crates/dyn-batch/tests/lengths/mod.rs"]
 pub mod lengths;
+pub mod padding;
 
 /// The examples of the workspace's README, compiled and run.
 #[cfg(doctest)]

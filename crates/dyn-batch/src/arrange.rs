@@ -95,7 +95,7 @@ fn rows(histogram: &Histogram, sorted: &[u32], packing: Packing, limits: &Limits
         end += *count;
         *count = end;
     }
-    // Each row is filled from its end, so the shortest go first.
+    // Rows are filled from their ends, by ascending length, so that the longest comes first.
     let (mut places, mut next) = (vec![0; sorted.len()], ends.clone());
     for (&row, &place) in rows.row_of.iter().rev().zip(sorted) {
         next[row as usize] -= 1;

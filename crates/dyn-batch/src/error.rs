@@ -149,4 +149,20 @@ pub enum Error {
         /// The budget, `u64::MAX` if none was set.
         max_tokens: u64,
     },
+    /// The batch is larger than any memory.
+    #[error("a tensor of {rows} x {padded_length} tokens is beyond the address space")]
+    TensorTooLarge {
+        /// The number of rows.
+        rows: u64,
+        /// The length of each.
+        padded_length: u64,
+    },
+    /// The sequences are longer than the lengths said.
+    #[error("sequences of {tokens} tokens do not fit a row of {row_length}")]
+    RowOverflow {
+        /// The tokens of all sequences of the row.
+        tokens: u64,
+        /// The length of the row.
+        row_length: u64,
+    },
 }

@@ -7,6 +7,8 @@ mod balance;
 mod batch;
 mod batches;
 mod buckets;
+#[cfg(feature = "candle")]
+mod collate;
 mod config;
 mod cost;
 mod cut;
@@ -20,9 +22,12 @@ mod pack;
 mod plan;
 mod report;
 mod sampler;
+mod shapes;
 mod shuffle;
 mod window;
 
+#[cfg(feature = "candle")]
+pub use crate::collate::{Collator, PackedTensors, PaddedTensors, PaddingSide};
 pub use crate::{
     balance::balance,
     batch::{Batch, Sequence},
@@ -37,4 +42,5 @@ pub use crate::{
     plan::BatchPlan,
     report::PaddingReport,
     sampler::{DynamicBatchSampler, Measured},
+    shapes::{LengthBin, ShapeCount, ShapeReport},
 };

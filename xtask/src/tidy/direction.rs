@@ -26,14 +26,30 @@ fn candle(workspace: &Workspace) -> Vec<Violation> {
     reached.map(|(package, way)| violation(package, format!("reaches candle: {}", way.join(" -> ")))).collect()
 }
 
-/// The resolved edges, and those that a feature of ours could add although nobody has switched it on.
+/// The resolved edges, and those that a feature of ours could add although nobody has switched it on; without the one
+/// that makes tensors of batches.
 fn with_optional(workspace: &Workspace) -> Graph {
     let mut graph = workspace.graph.clone();
     for package in &workspace.packages {
+        let edges = graph.entry(package.name.clone()).or_default();
         let normal = package.dependencies.iter().filter(|dependency| dependency.normal);
-        graph.entry(package.name.clone()).or_default().extend(normal.map(|dependency| dependency.name.clone()));
+        edges.extend(normal.map(|dependency| dependency.name.clone()));
+        if package.dependencies.iter().any(|edge| edge.optional && makes_tensors(package, &edge.name)) {
+            edges.remove("candle-core");
+        }
     }
     graph
+}
+
+fn makes_tensors(package: &Package, dependency: &str) -> bool {
+    (package.name.as_str(), dependency) == ("dyn-batch", "candle-core")
+        && enabled_by(package, dependency).eq(["candle"])
+}
+
+/// The features that switch on an optional dependency.
+fn enabled_by<'a>(package: &'a Package, dependency: &str) -> impl Iterator<Item = &'a String> {
+    let dependency = format!("dep:{dependency}");
+    package.features.iter().filter(move |(_, enables)| enables.contains(&dependency)).map(|(name, _)| name)
 }
 
 /// The shortest way from one package to another, both included.
@@ -67,9 +83,7 @@ fn siblings(package: &Package) -> Vec<Violation> {
 }
 
 fn reads_a_plan(package: &Package, dependency: &str) -> bool {
-    let enables_it = |enables: &Vec<String>| enables.iter().any(|enabled| enabled == "dep:fsdp-plan");
-    let with_feature = package.features.iter().filter(|(_, enables)| enables_it(enables)).map(|(name, _)| name);
-    (package.name.as_str(), dependency) == ("pmap-mesh", "fsdp-plan") && with_feature.eq(["plan"])
+    (package.name.as_str(), dependency) == ("pmap-mesh", "fsdp-plan") && enabled_by(package, dependency).eq(["plan"])
 }
 
 fn violation(package: &Package, rule: String) -> Violation {
@@ -109,6 +123,16 @@ mod tests {
         assert_eq!(rules(package("fsdp-plan", &[("helper", true, true)], &[])), expected);
         assert!(rules(package("fsdp-plan", &[("helper", false, false)], &[])).is_empty());
         assert!(rules(package("pmap-mesh", &[("candle-core", false, true)], &[])).is_empty());
+    }
+
+    #[test]
+    fn batches_may_become_tensors_behind_their_feature_only() {
+        let reaches = ["reaches candle: dyn-batch -> candle-core"];
+        let tensors = ("candle", "dep:candle-core");
+        assert!(rules(package("dyn-batch", &[("candle-core", true, true)], &[tensors])).is_empty());
+        assert_eq!(rules(package("dyn-batch", &[("candle-core", false, true)], &[])), reaches);
+        assert_eq!(rules(package("dyn-batch", &[("candle-core", true, true)], &[("default", tensors.1)])), reaches);
+        assert_eq!(rules(package("fsdp-plan", &[("candle-core", true, true)], &[tensors])).len(), 1);
     }
 
     #[test]
