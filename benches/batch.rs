@@ -1,9 +1,17 @@
 //! Sequences per second of each strategy. Compare a run with one before it, on the same machine: the numbers by
 //! themselves say little.
 
+#![allow(clippy::cast_possible_truncation, reason = "the data sets are small")]
+
 use std::hint::black_box;
 
-use candle_distributed::batch::{BatchConfig, Buckets, DynamicBatchSampler, DynamicBatchStrategy, PaddingReport};
+use candle_distributed::{
+    batch::{
+        BatchConfig, Buckets, Cost, Cut, DistributedBatchSampler, DistributedConfig, DynamicBatchSampler,
+        DynamicBatchStrategy, Packing, PaddingReport,
+    },
+    types::{Epoch, Placement, Seed},
+};
 use criterion::{Criterion, Throughput, criterion_group, criterion_main};
 use integration_tests::lengths;
 
@@ -27,6 +35,8 @@ fn strategies(criterion: &mut Criterion) {
         ("bucket", of_tokens(bucket)),
         ("dynamic", of_tokens(DynamicBatchStrategy::Dynamic)),
         ("dynamic_multiple_2", of_tokens(DynamicBatchStrategy::Dynamic).with_batch_size_multiple(2)),
+        ("window_128", of_tokens(DynamicBatchStrategy::Sorted { window: Some(128), cut: Cut::Greedy })),
+        ("window_128_optimal", of_tokens(DynamicBatchStrategy::Sorted { window: Some(128), cut: Cut::Optimal })),
     ];
     for (data, lengths) in [("web_1M", lengths::WEB.draw(N)), ("squad_1M", lengths::SQUAD.draw(N))] {
         for (operation, config) in &cases {
@@ -47,5 +57,73 @@ fn strategies(criterion: &mut Criterion) {
     }
 }
 
-criterion_group!(benches, strategies);
+/// Plans of a whole data set: sorted and cut, or packed; beside them the sorting of the standard library and the rule of
+/// fairseq in plain Rust, which take no notice of a multiple.
+fn plans(criterion: &mut Criterion) {
+    let sorted = |cut| DynamicBatchStrategy::Sorted { window: None, cut };
+    let cases = [
+        ("sorted_greedy", sorted(Cut::Greedy), 16_384),
+        ("sorted_optimal", sorted(Cut::Optimal), 16_384),
+        ("pack_best_fit", DynamicBatchStrategy::Pack(Packing::BestFit), 8192),
+        ("pack_minimum_slack", DynamicBatchStrategy::Pack(Packing::MinimumSlack), 8192),
+    ];
+    for (data, n) in [("web_1M", N), ("web_10M", 10 * N)] {
+        let lengths = lengths::WEB.draw(n);
+        let mut group = criterion.benchmark_group("batch/plan");
+        group.throughput(Throughput::Elements(n)).sample_size(10);
+        for (operation, strategy, max_tokens) in &cases {
+            let config = BatchConfig::default().with_strategy(strategy.clone()).with_max_tokens(*max_tokens);
+            let Ok(sampler) = DynamicBatchSampler::new(lengths.as_slice(), config) else { panic!("{operation}") };
+            group.bench_function(format!("{operation}/{data}"), |bencher| {
+                bencher.iter(|| sampler.plan().map_or(0, |plan| plan.len()));
+            });
+        }
+        group.bench_function(format!("plain_sort_and_cut/{data}"), |bencher| {
+            bencher.iter(|| {
+                let mut order: Vec<u32> = (0..n as u32).collect();
+                order.sort_by_key(|&index| lengths[index as usize]);
+                let mut batches: Vec<Vec<u32>> = vec![Vec::new()];
+                for index in order {
+                    let (last, length) = (batches.len() - 1, u64::from(lengths[index as usize]));
+                    if (batches[last].len() as u64 + 1) * length > 16_384 {
+                        batches.push(Vec::new());
+                    }
+                    let last = batches.len() - 1;
+                    batches[last].push(index);
+                }
+                batches.len()
+            });
+        });
+        group.finish();
+    }
+}
+
+/// The steps of one rank of 8, planned for the first time and from a saved state.
+fn steps(criterion: &mut Criterion) {
+    let lengths = lengths::WEB.draw(N);
+    let strategy = DynamicBatchStrategy::Sorted { window: None, cut: Cut::Optimal };
+    let config = BatchConfig::default().with_strategy(strategy).with_max_tokens(16_384);
+    let placement = Placement::new(3, 8);
+    let (Ok(batches), Ok(placement)) = (DynamicBatchSampler::new(lengths.as_slice(), config), placement) else {
+        panic!("the configuration contradicts itself")
+    };
+    let config = DistributedConfig::default().with_shuffle(Seed::new(1)).with_cost(Cost::ATTENTION);
+    let Ok(sampler) = DistributedBatchSampler::new(batches, placement, config) else { panic!("no sampler") };
+    let Ok(mut steps) = sampler.epoch(Epoch::ZERO, 0..N) else { panic!("no steps") };
+    let half = steps.len() / 2;
+    assert!(steps.nth(half - 1).is_some());
+    let state = steps.state();
+
+    let mut group = criterion.benchmark_group("batch/steps");
+    group.throughput(Throughput::Elements(N)).sample_size(10);
+    group.bench_function("first_plan/web_1M", |bencher| {
+        bencher.iter(|| sampler.epoch(Epoch::ZERO, 0..N).map_or(0, |steps| steps.len()));
+    });
+    group.bench_function("cold_resume/web_1M", |bencher| {
+        bencher.iter(|| assert_eq!(sampler.resume(&state, 0..N).map_or(0, |steps| steps.len()), steps.len()));
+    });
+    group.finish();
+}
+
+criterion_group!(benches, strategies, plans, steps);
 criterion_main!(benches);

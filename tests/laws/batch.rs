@@ -138,7 +138,7 @@ fn check_report(report: PaddingReport, batches: &[Batch], lengths: &[u64], confi
 }
 
 /// Every list of up to `max_len` lengths from `alphabet`.
-fn all_lengths(alphabet: &[u64], max_len: usize) -> Vec<Vec<u64>> {
+pub(super) fn all_lengths(alphabet: &[u64], max_len: usize) -> Vec<Vec<u64>> {
     let mut all = vec![Vec::new()];
     let mut n_shorter = 0;
     for _ in 0..max_len {

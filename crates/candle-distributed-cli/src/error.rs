@@ -3,6 +3,7 @@
 use std::{error::Error as _, io, path::PathBuf};
 
 use candle_distributed::{batch, mesh, plan, sampler, types};
+use plotters::drawing::DrawingAreaErrorKind;
 
 pub(crate) type Result<T, E = Error> = std::result::Result<T, E>;
 
@@ -31,6 +32,8 @@ pub(crate) enum Error {
     Write { path: PathBuf, source: io::Error },
     #[error("cannot write the result")]
     Output(#[from] io::Error),
+    #[error("cannot draw the chart")]
+    Chart(#[from] DrawingAreaErrorKind<io::Error>),
     #[error("training failed")]
     Train(#[from] candle_core::Error),
 }
@@ -40,7 +43,7 @@ impl Error {
     pub(crate) fn exit_code(&self) -> u8 {
         match self {
             Self::Mesh(mesh::Error::MeshSize { .. } | mesh::Error::Device { .. }) => 2,
-            Self::Mesh(_) | Self::Write { .. } | Self::Output(_) | Self::Train(_) => 1,
+            Self::Mesh(_) | Self::Write { .. } | Self::Output(_) | Self::Chart(_) | Self::Train(_) => 1,
             _ => 2,
         }
     }

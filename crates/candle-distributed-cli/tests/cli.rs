@@ -248,9 +248,266 @@ fn batch_in_json_has_the_agreed_fields() {
     assert_eq!(figures, [&json!(0.8125), &json!(2), &json!(3), &json!(12)]);
 }
 
+/// The answer of `batch` over these lengths.
+fn batches(lengths: &str, args: &[&str]) -> Value {
+    let (_dir, path) = file("lengths.txt", lengths);
+    json(&[&["batch", "--lengths", &path, "--strategy"], args].concat())
+}
+
+/// Checks which batches come, as (indices, padded length), and their efficiency.
+fn batches_are(lengths: &str, args: &[&str], expected: &[(&[u64], u64)], efficiency: f64) {
+    let answer = batches(lengths, args);
+    let pair = |batch: &Value| (batch["indices"].clone(), batch["padded_length"].clone());
+    let found: Vec<_> = answer["batches"].as_array().unwrap().iter().map(pair).collect();
+    let expected: Vec<_> = expected.iter().map(|(indices, length)| (json!(indices), json!(length))).collect();
+    assert_eq!((found, &answer["report"]["efficiency"]), (expected, &json!(efficiency)), "{args:?}");
+}
+
+/// A text of the lengths 1 to `longest`.
+fn lengths_up_to(longest: u64) -> String {
+    (1..=longest).map(|length| length.to_string()).collect::<Vec<_>>().join(" ")
+}
+
+#[test]
+fn batch_cuts_sorted_sequences() {
+    let both = ["sorted", "--max-batch-size", "3"];
+    // The longest three hold a short one, the shortest three do not.
+    let with = |cut| [&both[..], &["--cut", cut]].concat();
+    batches_are("1 9 1 9 1", &with("greedy"), &[(&[0, 2], 1), (&[4, 1, 3], 9)], 21.0 / 29.0);
+    for optimal in [&both[..], &with("optimal")] {
+        batches_are("1 9 1 9 1", optimal, &[(&[0, 2, 4], 1), (&[1, 3], 9)], 1.0);
+    }
+    batches_are("12 80 15 70 9", &["sorted", "--max-tokens", "160"], &[(&[4, 0, 2], 15), (&[3, 1], 80)], 186.0 / 205.0);
+}
+
+#[test]
+fn batch_sorts_a_window_at_a_time() {
+    let sorted = ["sorted", "--max-batch-size", "2"];
+    batches_are("1 9 1 9 5 1", &sorted, &[(&[0, 2], 1), (&[5, 4], 5), (&[1, 3], 9)], 26.0 / 30.0);
+    // One batch from each window of four: first from the long end, then from the short one.
+    let window = [&sorted[..], &["--window", "1"]].concat();
+    batches_are("1 9 1 9 5 1", &window, &[(&[1, 3], 9), (&[0, 2], 1), (&[5, 4], 5)], 26.0 / 30.0);
+}
+
+#[test]
+fn batch_finds_the_boundaries_of_buckets() {
+    let bucket = ["bucket", "--max-batch-size", "2", "--buckets", "2"];
+    batches_are("10 80 15 70 9", &bucket, &[(&[0, 2], 15), (&[1, 3], 80), (&[4], 9)], 184.0 / 199.0);
+    let fixed = [&bucket[..], &["--fixed-shapes"]].concat();
+    batches_are("10 80 15 70 9", &fixed, &[(&[0, 2], 15), (&[1, 3], 80), (&[4], 15)], 184.0 / 205.0);
+    // Whom no batch holds moves no boundary, and who is cut moves it to where it is cut.
+    let skip = [&fixed[..], &["--max-sequence-length", "15", "--overlong", "skip"]].concat();
+    batches_are("10 80 15 70 9", &skip, &[(&[0, 4], 10), (&[2], 15)], 34.0 / 35.0);
+    let truncate = [&fixed[..], &["--max-sequence-length", "60", "--overlong", "truncate"]].concat();
+    batches_are("10 80 15 70 9", &truncate, &[(&[0, 2], 15), (&[1, 3], 60), (&[4], 15)], 154.0 / 165.0);
+}
+
+#[test]
+fn batch_packs_rows_and_counts_them() {
+    let answer = batches("12 80 15 70 9", &["pack", "--capacity", "100"]);
+    let rows = json!([
+        {"indices": [1, 2], "padded_length": 100, "padded_tokens": 100, "real_tokens": 95},
+        {"indices": [3, 0, 4], "padded_length": 100, "padded_tokens": 100, "real_tokens": 91},
+    ]);
+    assert_eq!(answer["batches"], rows);
+    let figures = ["bins", "density", "efficiency", "sequences"].map(|name| &answer["report"][name]);
+    assert_eq!(figures, [&json!(2), &json!(0.93), &json!(0.93), &json!(5)]);
+    assert_eq!(batches("12 80 15 70 9", &["pack", "--max-tokens", "100"]), answer);
+    assert!(batches("1 2", &["dynamic", "--max-tokens", "9"])["report"].get("bins").is_none());
+}
+
+#[test]
+fn batch_knows_every_packing() {
+    let bins = |lengths, more: &[&'static str]| {
+        batches(lengths, &[&["pack", "--capacity", "10", "--packing"], more].concat())["report"]["bins"].clone()
+    };
+    // 5 + 4, 3 + 3 + 3 and 2; but 5 + 3 + 2 and 4 + 3 + 3.
+    assert_eq!(bins("5 4 3 3 3 2", &["best-fit"]), 3);
+    assert_eq!(bins("5 4 3 3 3 2", &["minimum-slack"]), 2);
+    assert_eq!(bins("6 7 4 3", &["in-order"]), 2);
+    assert_eq!(bins("6 7 4 3", &["in-order", "--open-rows", "1"]), 3);
+}
+
+#[test]
+fn batch_keeps_multiples() {
+    let with = |more: &[&'static str]| [&["pad-to-max", "--max-batch-size", "2"], more].concat();
+    batches_are("3 6 4", &with(&["--length-multiple", "4"]), &[(&[0, 1], 8), (&[2], 4)], 0.65);
+    let dropped = with(&["--batch-size-multiple", "2"]);
+    batches_are("3 6 4", &dropped, &[(&[0, 1], 6)], 0.75);
+    assert_eq!(batches("3 6 4", &dropped)["report"]["dropped"], 1);
+    let kept = [&dropped[..], &["--remainder", "keep"]].concat();
+    batches_are("3 6 4", &kept, &[(&[0, 1], 6), (&[2], 4)], 0.8125);
+}
+
+#[test]
+fn batch_of_a_rank_in_json_has_the_agreed_fields() {
+    // Three batches for two ranks: the one with padding, of 1 and 3, becomes two.
+    let args = ["pad-to-max", "--max-batch-size", "2", "--world-size", "2", "--rank"];
+    let ranks = ["0", "1"].map(|rank| batches("5 5 1 3 5 5", &[&args[..], &[rank]].concat()));
+    for (rank, answer) in (0..).zip(&ranks) {
+        let figures = ["format_version", "world_size", "rank", "n_steps"].map(|name| &answer[name]);
+        assert_eq!(figures, [&json!(1), &json!(2), &json!(rank), &json!(2)]);
+        assert_eq!(answer["report"]["batches"], 2, "of this rank");
+    }
+    let batch = json!({
+        "indices": [0, 1], "padded_length": 5, "padded_tokens": 10, "real_tokens": 10, "step_real_tokens": 20,
+    });
+    assert_eq!(ranks[0]["batches"][0], batch);
+    let small = [0, 1].map(|rank| ranks[rank]["batches"][1]["real_tokens"].as_u64().unwrap());
+    assert_eq!((small, &ranks[1]["batches"][1]["step_real_tokens"]), ([1, 3], &json!(4)));
+}
+
+/// Checks that the ranks of a world take as many steps each and hold each of 100 sequences once.
+fn ranks_share(args: &[&str]) {
+    let lengths = lengths_up_to(100);
+    let of_rank = |rank: &str| batches(&lengths, &[args, &["--world-size", "3", "--rank", rank]].concat());
+    let ranks = ["0", "1", "2"].map(of_rank);
+    let n_steps = ranks[0]["n_steps"].as_u64().unwrap();
+    let batches = ranks.each_ref().map(|answer| answer["batches"].as_array().unwrap());
+    assert!(batches.iter().all(|batches| batches.len() as u64 == n_steps), "{args:?}");
+
+    let indices = batches.iter().flat_map(|batches| batches.iter()).flat_map(|batch| batch["indices"].as_array());
+    let mut indices: Vec<u64> = indices.flatten().map(|index| index.as_u64().unwrap()).collect();
+    indices.sort_unstable();
+    assert!(indices.into_iter().eq(0..100), "{args:?}");
+
+    for step in 0..batches[0].len() {
+        let real: u64 = batches.iter().map(|batches| batches[step]["real_tokens"].as_u64().unwrap()).sum();
+        assert!(batches.iter().all(|batches| batches[step]["step_real_tokens"] == real), "{args:?}");
+    }
+}
+
+#[test]
+fn batch_gives_ranks_equal_numbers_of_batches_and_each_sequence_once() {
+    for strategy in ["pad-to-max", "dynamic", "sorted"] {
+        for steps in ["grouped", "dealt"] {
+            let args = [strategy, "--max-batch-size", "8", "--max-tokens", "400", "--steps", steps];
+            ranks_share(&args);
+            ranks_share(&[&args[..], &["--shuffle", "--epoch", "1", "--step-cost", "attention"]].concat());
+        }
+    }
+    ranks_share(&["bucket", "--buckets", "4", "--max-tokens", "400"]);
+    ranks_share(&["pack", "--capacity", "128", "--shuffle"]);
+}
+
+#[test]
+fn batch_shuffles_batches_that_are_ready_together() {
+    let lengths = lengths_up_to(50);
+    let padded = |more: &[&'static str]| -> Vec<u64> {
+        let answer = batches(&lengths, &[&["sorted", "--max-batch-size", "8"], more].concat());
+        answer["batches"].as_array().unwrap().iter().map(|batch| batch["padded_length"].as_u64().unwrap()).collect()
+    };
+    assert!(padded(&[]).is_sorted());
+    let [mut first, second] = [padded(&["--shuffle"]), padded(&["--shuffle", "--epoch", "1"])];
+    assert!(first != second && !first.is_sorted(), "{first:?}");
+    first.sort_unstable();
+    assert_eq!(first, padded(&[]));
+}
+
+/// The drawing of batches over these lengths.
+fn drawing(lengths: &str, args: &[&str]) -> String {
+    let (_dir, path) = file("lengths.txt", lengths);
+    text(&[&["batch", "--lengths", &path, "--format", "svg", "--strategy"], args].concat())
+}
+
+/// How many rectangles of a drawing have this color.
+fn n_bars(drawing: &str, color: &str) -> usize {
+    drawing.lines().filter(|line| line.starts_with("<rect ") && line.contains(&format!("fill=\"{color}\""))).count()
+}
+
+#[test]
+fn batch_draws_one_svg_document() {
+    let svg = drawing("12 80 15 70 9", &["bucket", "--max-tokens", "160"]);
+    assert!(svg.starts_with("<svg ") && svg.ends_with("</svg>\n"), "{svg}");
+    assert_eq!((svg.matches("<svg").count(), n_bars(&svg, "#FFFFFF") > 0), (1, true));
+    for words in [
+        "efficiency 0.9073, 2 batches",
+        "length of a sequence (tokens)",
+        "sequences",
+        "padded length of a batch (tokens)",
+        "real",
+        "padding",
+    ] {
+        assert!(svg.lines().any(|line| line == words), "{words}");
+    }
+    // All elements but the document and its texts are empty.
+    let n_elements = svg.matches('<').count() - svg.matches("</").count();
+    assert_eq!(n_elements, svg.matches("/>").count() + svg.matches("</").count());
+    assert_eq!(svg.matches("<text ").count(), svg.matches("</text>").count());
+}
+
+#[test]
+fn batch_draws_a_bar_for_each_bin() {
+    let n_all_bars = |svg: &str| ["#56B4E9", "#0072B2", "#E69F00"].map(|color| n_bars(svg, color));
+    // Five lengths; two padded lengths, each with padding; and the squares of the legend.
+    assert_eq!(n_all_bars(&drawing("12 80 15 70 9", &["bucket", "--max-tokens", "160"])), [5, 3, 3]);
+    let many = lengths_up_to(2000);
+    // Bins of 50 from 0, the last of which holds 2000 alone.
+    assert_eq!(n_all_bars(&drawing(&many, &["sorted", "--max-batch-size", "1"])), [41, 42, 1]);
+    assert_eq!(n_all_bars(&drawing(&many, &["pack", "--capacity", "2000"]))[0], 41);
+    // Nothing to draw, and more than there is room for in a number of 64 bits.
+    let skip = ["dynamic", "--max-tokens", "9", "--max-sequence-length", "5", "--overlong", "skip"];
+    assert_eq!(n_all_bars(&drawing("7", &skip)), [1, 1, 1]);
+    let longest = "18446744073709551615 18446744073709551615";
+    assert_eq!(n_all_bars(&drawing(longest, &["pad-to-max", "--max-batch-size", "1"])), [1, 2, 1]);
+    refuses(&["sample", "--len", "3", "--format", "svg"], &["svg"]);
+}
+
+#[test]
+fn batch_refuses_options_that_do_not_go_together() {
+    let (_dir, path) = file("lengths.txt", "3 6 4");
+    let refused = |args: &[&'static str], words: &[&str]| {
+        refuses(&[&["batch", "--lengths", &path, "--max-batch-size", "8", "--strategy"], args].concat(), words);
+    };
+    for (option, needed) in [
+        (&["--bucket-width", "8"][..], "--strategy bucket"),
+        (&["--buckets", "2"], "--strategy bucket"),
+        (&["--fixed-shapes"], "--strategy bucket"),
+        (&["--window", "2"], "--strategy sorted"),
+        (&["--cut", "greedy"], "--strategy sorted"),
+        (&["--capacity", "9"], "--strategy pack"),
+        (&["--packing", "best-fit"], "--strategy pack"),
+        (&["--open-rows", "2"], "--strategy pack"),
+    ] {
+        refused(&[&["pad-to-max"], option].concat(), &[option[0], needed, "pad-to-max"]);
+    }
+    refused(&["bucket", "--buckets", "2", "--bucket-width", "8"], &["--buckets", "--bucket-width"]);
+    refused(&["pack"], &["--strategy pack", "--capacity"]);
+    refused(&["pack", "--capacity", "9", "--max-tokens", "9"], &["--capacity", "--max-tokens"]);
+    refused(&["pack", "--capacity", "9", "--open-rows", "2"], &["--open-rows", "--packing in-order"]);
+    for option in ["--length-multiple", "--batch-size-multiple"] {
+        refused(&["pack", "--capacity", "9", option, "2"], &[option, "--strategy pack"]);
+    }
+    refused(&["sorted", "--remainder", "keep"], &["--remainder", "--batch-size-multiple"]);
+    refused(&["sorted", "--world-size", "2"], &["--world-size", "--rank"]);
+    refused(&["sorted", "--rank", "0"], &["--rank", "--world-size"]);
+    for option in [["--steps", "grouped"], ["--step-cost", "tokens"]] {
+        refused(&["sorted", option[0], option[1]], &[option[0], "--world-size"]);
+    }
+    let dealt = ["--steps", "dealt", "--world-size", "2", "--rank", "0"];
+    for strategy in [&["bucket"][..], &["pack", "--capacity", "9"]] {
+        refused(&[strategy, &dealt].concat(), &["--steps dealt", "--strategy", strategy[0]]);
+    }
+}
+
+#[test]
+fn batch_refuses_values_out_of_range() {
+    let (_dir, path) = file("lengths.txt", "3 6 4");
+    let refused = |args: &[&'static str], words: &[&str]| {
+        refuses(&[&["batch", "--lengths", &path, "--strategy"], args].concat(), words);
+    };
+    refused(&["bucket", "--max-tokens", "9", "--buckets", "0"], &["number of buckets", "0"]);
+    refused(&["sorted", "--max-tokens", "9", "--window", "0"], &["window", "0"]);
+    refused(&["pack", "--capacity", "9", "--packing", "in-order", "--open-rows", "0"], &["open_rows", "0"]);
+    refused(&["pack", "--capacity", "5"], &["sequence 1", "6", "5"]);
+    refused(&["pack", "--capacity", "16777217"], &["16777217", "16777216"]);
+    refused(&["sorted", "--max-tokens", "9", "--world-size", "2", "--rank", "2"], &["rank 2", "world of 2"]);
+    refused(&["sorted", "--max-tokens", "9", "--world-size", "4", "--rank", "0"], &["4 ranks"]);
+}
+
 #[test]
 fn batch_shuffles_reproducibly() {
-    let (_dir, path) = file("lengths.txt", (1..=50).map(|length| length.to_string()).collect::<Vec<_>>().join(" "));
+    let (_dir, path) = file("lengths.txt", lengths_up_to(50));
     let args = ["batch", "--lengths", &path, "--strategy", "pad-to-max", "--max-batch-size", "8"];
     let shuffled = |epoch| text(&[&args[..], &["--shuffle", "--epoch", epoch]].concat());
     assert_eq!(shuffled("1"), shuffled("1"));

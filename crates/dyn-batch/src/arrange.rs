@@ -8,10 +8,10 @@ use crate::{
     pack::{self, Row},
 };
 
-/// Sequences by their place in a list, and where batches of them end.
+/// Sequences by name, and where batches of them end.
 #[derive(Debug, Default)]
 pub(crate) struct Arrangement {
-    pub(crate) places: Vec<u32>,
+    pub(crate) names: Vec<u32>,
     pub(crate) ends: Vec<u32>,
     /// How many sequences are in no batch, because they cannot fill up the multiple.
     pub(crate) dropped: u64,
@@ -36,43 +36,55 @@ pub(crate) enum Whole {
 }
 
 impl Whole {
-    /// Arranges sequences of these lengths, which are admitted; equal ones stay in order.
-    pub(crate) fn arrange<I>(self, histogram: &Histogram, lengths: I, limits: &Limits) -> Result<Arrangement>
+    /// Arranges sequences, given by name and length, which are admitted; equal ones stay in order. If it is known where
+    /// sorted ones are to be cut, then there.
+    pub(crate) fn arrange<I>(
+        self,
+        histogram: &Histogram,
+        sequences: I,
+        limits: &Limits,
+        known: Option<Vec<usize>>,
+    ) -> Result<Arrangement>
     where
-        I: Iterator<Item = u64>,
+        I: Iterator<Item = (u32, u64)>,
     {
         let count = histogram.count();
         if u32::try_from(count).is_err() {
             return Err(Error::TooManySequences { count, limit: u32::MAX.into() });
         }
-        let sorted = sort(histogram, lengths);
+        let sorted = sort(histogram, sequences);
         Ok(match self {
-            Self::Sorted(cut) => sorted_batches(histogram, sorted, cut, limits),
+            Self::Sorted(cut) => sorted_batches(histogram, sorted, cut, limits, known),
             Self::Packed(packing) => rows(histogram, &sorted, packing, limits),
         })
     }
 }
 
-/// The places of the sequences, from the shortest to the longest.
-#[allow(clippy::cast_possible_truncation, reason = "there are fewer than 2^32 sequences")]
-pub(crate) fn sort(histogram: &Histogram, lengths: impl Iterator<Item = u64>) -> Vec<u32> {
+/// The names of the sequences, from the shortest to the longest.
+pub(crate) fn sort(histogram: &Histogram, sequences: impl Iterator<Item = (u32, u64)>) -> Vec<u32> {
     let (mut slots, mut sorted) = (Slots::new(histogram), vec![0; histogram.count() as usize]);
-    for (place, length) in (0..).zip(lengths) {
+    for (name, length) in sequences {
         if let Some(slot) = slots.take(length).and_then(|slot| sorted.get_mut(slot)) {
-            *slot = place;
+            *slot = name;
         }
     }
     sorted
 }
 
 #[allow(clippy::cast_possible_truncation, reason = "there are fewer than 2^32 sequences")]
-fn sorted_batches(histogram: &Histogram, mut sorted: Vec<u32>, cut: Cut, limits: &Limits) -> Arrangement {
+fn sorted_batches(
+    histogram: &Histogram,
+    mut sorted: Vec<u32>,
+    cut: Cut,
+    limits: &Limits,
+    known: Option<Vec<usize>>,
+) -> Arrangement {
     let group_len = limits.group_len();
     // The shortest are those whose loss, or whose small batch, costs least.
     let surplus = sorted.len() % group_len;
-    let longer = histogram.range(surplus..sorted.len());
-    let mut ends: Vec<u32> =
-        Groups::new(&longer, limits).cut(cut).into_iter().map(|end| (surplus + end * group_len) as u32).collect();
+    let longer = Groups::new(&histogram.range(surplus..sorted.len()), limits);
+    let ends = known.filter(|ends| longer.allows(ends)).unwrap_or_else(|| longer.cut(cut));
+    let mut ends: Vec<u32> = ends.into_iter().map(|end| (surplus + end * group_len) as u32).collect();
     let mut dropped = 0;
     if surplus > 0 && limits.config().remainder == Remainder::Keep {
         ends.insert(0, surplus as u32);
@@ -81,7 +93,7 @@ fn sorted_batches(histogram: &Histogram, mut sorted: Vec<u32>, cut: Cut, limits:
         ends.iter_mut().for_each(|end| *end -= surplus as u32);
         dropped = surplus as u64;
     }
-    Arrangement { places: sorted, ends, dropped }
+    Arrangement { names: sorted, ends, dropped }
 }
 
 #[allow(clippy::cast_possible_truncation, reason = "there are fewer than 2^32 sequences")]
@@ -96,10 +108,10 @@ fn rows(histogram: &Histogram, sorted: &[u32], packing: Packing, limits: &Limits
         *count = end;
     }
     // Rows are filled from their ends, by ascending length, so that the longest comes first.
-    let (mut places, mut next) = (vec![0; sorted.len()], ends.clone());
-    for (&row, &place) in rows.row_of.iter().rev().zip(sorted) {
+    let (mut names, mut next) = (vec![0; sorted.len()], ends.clone());
+    for (&row, &name) in rows.row_of.iter().rev().zip(sorted) {
         next[row as usize] -= 1;
-        places[next[row as usize] as usize] = place;
+        names[next[row as usize] as usize] = name;
     }
-    Arrangement { places, ends, dropped: 0 }
+    Arrangement { names, ends, dropped: 0 }
 }

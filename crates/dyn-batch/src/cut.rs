@@ -56,6 +56,21 @@ impl Groups {
         }
     }
 
+    /// Whether these are ends of batches of all groups, each within the limits.
+    pub(crate) fn allows(&self, ends: &[usize]) -> bool {
+        let (mut level, mut start) = (0, 0);
+        let is_batch = |&end: &usize| {
+            while self.levels.get(level).is_some_and(|groups| groups.end < end) {
+                level += 1;
+            }
+            let size = end.checked_sub(start);
+            start = end;
+            let fits = |groups: &Level| size.is_some_and(|size| size > 0 && size <= groups.max_groups);
+            self.levels.get(level).is_some_and(fits)
+        };
+        ends.iter().all(is_batch) && ends.last().copied().unwrap_or(0) == self.len()
+    }
+
     /// Batches that take as many of the longest groups as they can; the shortest one gets what is left.
     pub(crate) fn from_longest(&self) -> Vec<usize> {
         let (mut ends, mut end) = (Vec::new(), self.len());
@@ -195,7 +210,11 @@ mod tests {
             let lengths = (0..n_groups * multiple).map(|i| draw(i + 9) % (5 + seed % 30));
             let groups = Groups::new(&Histogram::new(lengths), &limits);
             let best = brute_force(&groups);
-            assert_eq!(price(&groups, &groups.cut(Cut::Optimal)), Some(best), "seed {seed}");
+            let mut ends = groups.cut(Cut::Optimal);
+            assert_eq!(price(&groups, &ends), Some(best), "seed {seed}");
+            assert!(groups.allows(&ends));
+            ends.remove(ends.len() / 2);
+            assert_eq!(groups.allows(&ends), price(&groups, &ends).is_some(), "{ends:?}");
             let greedy = price(&groups, &groups.cut(Cut::Greedy)).unwrap();
             assert_eq!(greedy.0, best.0, "seed {seed}");
             assert!(price(&groups, &groups.from_shortest()).is_some(), "seed {seed}");

@@ -14,6 +14,7 @@ mod cost;
 mod cut;
 mod distributed;
 mod error;
+mod even;
 mod histogram;
 mod lengths;
 mod limits;
@@ -24,6 +25,7 @@ mod report;
 mod sampler;
 mod shapes;
 mod shuffle;
+mod steps;
 mod window;
 
 #[cfg(feature = "candle")]
@@ -35,7 +37,7 @@ pub use crate::{
     buckets::Buckets,
     config::{BatchConfig, Cut, DynamicBatchStrategy, Overlong, Packing, Remainder},
     cost::Cost,
-    distributed::{BatchState, DistributedBatchSampler, DistributedConfig, Step, StepLayout, StepRemainder, Steps},
+    distributed::{DistributedBatchSampler, DistributedConfig, StepLayout, StepRemainder},
     error::{Error, Result},
     lengths::SequenceLengths,
     pack::Segments,
@@ -43,4 +45,5 @@ pub use crate::{
     report::PaddingReport,
     sampler::{DynamicBatchSampler, Measured},
     shapes::{LengthBin, ShapeCount, ShapeReport},
+    steps::{BatchState, Step, Steps},
 };

@@ -46,10 +46,15 @@ pub struct BatchPlan<'a, L> {
 }
 
 impl<'a, L: SequenceLengths> BatchPlan<'a, L> {
-    /// Plans the batches of the sequences in this order, or of all if there is none.
-    pub(crate) fn new(sampler: &'a DynamicBatchSampler<L>, order: Option<Vec<u32>>) -> Result<Self> {
+    /// Plans the batches of the sequences in this order, or of all if there is none; `cut` is what [`cut`](Self::cut)
+    /// said of the same ones, or nothing.
+    pub(crate) fn new(
+        sampler: &'a DynamicBatchSampler<L>,
+        order: Option<Vec<u32>>,
+        cut: &[(u32, u32)],
+    ) -> Result<Self> {
         match of_whole_set(&sampler.config().strategy) {
-            Some(whole) => Self::of_whole_set(sampler, order, whole),
+            Some(whole) => Self::of_whole_set(sampler, order, whole, cut),
             None => Self::of_stream(sampler, order),
         }
     }
@@ -78,24 +83,42 @@ impl<'a, L: SequenceLengths> BatchPlan<'a, L> {
         Ok(Self { sampler, indices, batches, fate })
     }
 
-    fn of_whole_set(sampler: &'a DynamicBatchSampler<L>, order: Option<Vec<u32>>, whole: Whole) -> Result<Self> {
+    fn of_whole_set(
+        sampler: &'a DynamicBatchSampler<L>,
+        order: Option<Vec<u32>>,
+        whole: Whole,
+        cut: &[(u32, u32)],
+    ) -> Result<Self> {
         let mut fate = PaddingReport::default();
         let order = sampler.admit_all(order, &mut fate)?;
-        let lengths = sampler.lengths();
-        let limits = sampler.limits();
+        let (lengths, limits) = (sampler.lengths(), sampler.limits());
         let max = limits.config().max_sequence_length.unwrap_or(u64::MAX);
-        let length = |index: u64| lengths.length(index).unwrap_or(0).min(max);
-        let Arrangement { mut places, ends, dropped } = match &order {
-            Some(order) => arrange(whole, limits, || order.iter().map(|&index| length(index.into())))?,
-            None => arrange(whole, limits, || (0..lengths.count()).map(length))?,
+        let with_length = |index: u32| (index, lengths.length(index.into()).unwrap_or(0).min(max));
+        let count = order.as_ref().map_or(lengths.count(), |order| order.len() as u64);
+        let known = known_ends(cut, limits, count);
+        let Arrangement { names, ends, dropped } = match &order {
+            Some(order) => arrange(whole, limits, known, || order.iter().map(|&index| with_length(index)))?,
+            None => arrange(whole, limits, known, || indices(lengths).map(with_length))?,
         };
-        if let Some(order) = order {
-            places.iter_mut().for_each(|place| *place = order[*place as usize]);
-        }
         let mut start = 0;
         let batches = ends.into_iter().map(|end| std::mem::replace(&mut start, end)..end).collect();
         fate.dropped = dropped;
-        Ok(Self { sampler, indices: places, batches, fate })
+        Ok(Self { sampler, indices: names, batches, fate })
+    }
+
+    /// Where sorted sequences are cut: so many batches of so many sequences, from the shortest on; nothing for other
+    /// strategies.
+    pub(crate) fn cut(&self) -> Vec<(u32, u32)> {
+        let mut cut: Vec<(u32, u32)> = Vec::new();
+        if let Some(Whole::Sorted(_)) = of_whole_set(&self.sampler.config().strategy) {
+            for size in self.batches.iter().map(|range| range.end - range.start) {
+                match cut.last_mut().filter(|last| last.0 == size) {
+                    Some(last) => last.1 += 1,
+                    None => cut.push((size, 1)),
+                }
+            }
+        }
+        cut
     }
 
     /// The number of batches.
@@ -198,9 +221,36 @@ impl<'a, L: SequenceLengths> BatchPlan<'a, L> {
 /// The most sequences in a plan.
 pub(crate) const LIMIT: u64 = u32::MAX as u64;
 
-fn arrange<I>(whole: Whole, limits: &Limits, lengths: impl Fn() -> I) -> Result<Arrangement>
+/// Every index of a data set that has fewer than 2^32.
+pub(crate) fn indices(lengths: &impl SequenceLengths) -> impl Iterator<Item = u32> {
+    0..u32::try_from(lengths.count()).unwrap_or(u32::MAX)
+}
+
+fn arrange<I>(
+    whole: Whole,
+    limits: &Limits,
+    known: Option<Vec<usize>>,
+    sequences: impl Fn() -> I,
+) -> Result<Arrangement>
 where
-    I: Iterator<Item = u64>,
+    I: Iterator<Item = (u32, u64)>,
 {
-    whole.arrange(&Histogram::new(lengths()), lengths(), limits)
+    whole.arrange(&Histogram::new(sequences().map(|(_, length)| length)), sequences(), limits, known)
+}
+
+/// Where batches of groups end, by what [`BatchPlan::cut`] said of them. What is less than a group comes first and is
+/// found again without it.
+fn known_ends(cut: &[(u32, u32)], limits: &Limits, n_sequences: u64) -> Option<Vec<usize>> {
+    // What says more batches than there are sequences is none of ours.
+    let n_batches = cut.iter().fold(0_u64, |sum, &(_, times)| sum.saturating_add(times.into()));
+    if n_batches == 0 || n_batches > n_sequences {
+        return None;
+    }
+    let sizes = cut.iter().flat_map(|&(size, times)| std::iter::repeat_n(size as usize, times as usize));
+    let whole = sizes.skip_while(|size| *size < limits.group_len());
+    let ends = whole.scan(0_usize, |end, size| {
+        *end = end.saturating_add(size / limits.group_len());
+        Some(*end)
+    });
+    Some(ends.collect())
 }

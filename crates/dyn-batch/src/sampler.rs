@@ -100,7 +100,7 @@ impl<L: SequenceLengths> DynamicBatchSampler<L> {
     pub fn plan(&self) -> Result<BatchPlan<'_, L>> {
         match self.lengths.count() {
             count if count > plan::LIMIT => Err(Error::TooManySequences { count, limit: plan::LIMIT }),
-            _ => BatchPlan::new(self, None),
+            _ => BatchPlan::new(self, None, &[]),
         }
     }
 
@@ -110,13 +110,22 @@ impl<L: SequenceLengths> DynamicBatchSampler<L> {
     ///
     /// As [`iter_in`](Self::iter_in), and [`Error::TooManySequences`] for an index, or for a number of them, from 2^32 on.
     pub fn plan_in(&self, order: impl IntoIterator<Item = u64>) -> Result<BatchPlan<'_, L>> {
+        self.plan_again(order, &[])
+    }
+
+    /// As [`plan_in`](Self::plan_in), where it is known how sorted sequences are cut.
+    pub(crate) fn plan_again(
+        &self,
+        order: impl IntoIterator<Item = u64>,
+        cut: &[(u32, u32)],
+    ) -> Result<BatchPlan<'_, L>> {
         let count = self.lengths.count();
         let check = |index: u64| match u32::try_from(index) {
             _ if index >= count => Err(Error::IndexOutOfRange { index, count }),
             Ok(index) => Ok(index),
             Err(_) => Err(Error::TooManySequences { count, limit: plan::LIMIT }),
         };
-        BatchPlan::new(self, Some(order.into_iter().map(check).collect::<Result<_>>()?))
+        BatchPlan::new(self, Some(order.into_iter().map(check).collect::<Result<_>>()?), cut)
     }
 
     /// Batches for all ranks together: limits and multiple are so many times as large.
@@ -155,14 +164,13 @@ impl<L: SequenceLengths> DynamicBatchSampler<L> {
                 return Ok(order);
             }
         }
-        let all = (0..self.lengths.count()).map(|index| index as u32);
         let admit = |index: u32| {
             let sequence = Sequence { index: index.into(), length: self.lengths.length(index.into()).unwrap_or(0) };
             self.limits.admit(sequence, report).map(|admitted| admitted.map(|_| index)).transpose()
         };
         match order {
             Some(order) => order.into_iter().filter_map(admit).collect::<Result<_>>().map(Some),
-            None => all.filter_map(admit).collect::<Result<_>>().map(Some),
+            None => plan::indices(&self.lengths).filter_map(admit).collect::<Result<_>>().map(Some),
         }
     }
 }

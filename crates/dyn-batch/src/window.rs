@@ -45,7 +45,7 @@ impl Window {
     /// turn, so that no length waits for ever.
     fn cut_full(&mut self, limits: &Limits) -> Vec<Batch> {
         let histogram = Histogram::new(self.sequences.iter().map(|sequence| sequence.length));
-        let sorted = arrange::sort(&histogram, self.sequences.iter().map(|sequence| sequence.length));
+        let sorted = arrange::sort(&histogram, (0..).zip(self.sequences.iter().map(|sequence| sequence.length)));
         let (len, group_len) = (sorted.len(), limits.group_len());
         let surplus = len % group_len;
         let groups = Groups::new(&histogram.range(surplus..len), limits);

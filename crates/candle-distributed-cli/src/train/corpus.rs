@@ -23,9 +23,11 @@ macro_rules! own_sources {
     };
 }
 
-const EMBEDDED: [(&str, &str); 20] = own_sources![
+const EMBEDDED: [(&str, &str); 22] = own_sources![
     "README.md",
-    "src/commands/batch.rs",
+    "src/commands/batch/args.rs",
+    "src/commands/batch/chart.rs",
+    "src/commands/batch/mod.rs",
     "src/commands/mod.rs",
     "src/commands/plan.rs",
     "src/commands/sample/mixture.rs",

@@ -1,0 +1,315 @@
+#!/usr/bin/env python3
+"""Times published Python packages that batch or pack sequences of many lengths, for docs/benchmarks.md.
+
+Batching puts sequences of similar length together, so that padding each to the longest of its batch stays within
+--max-tokens; packing lays several, end to end, into bins of --capacity. The lengths look like those of web documents,
+they come from the same recipe as those of our own tests and benches, and they are made before the clock starts. So
+are imports, and a warm-up on the first lengths, which compiles what is compiled late. After the clock stops, each
+result is checked: every sequence must be in it once, and nothing may be larger than allowed.
+
+Standard output is one Markdown table, progress goes to standard error. A package that cannot be imported is skipped
+with a line that says so; a measurement that breaks says so too, and the exit status is then 1.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import functools
+import gc
+import importlib
+import importlib.machinery
+import importlib.util
+import os
+import pathlib
+import statistics
+import sys
+import time
+from typing import Any, Callable, Iterator, NamedTuple
+
+# Before anything that reads them is imported: one core, no network.
+os.environ.update(OMP_NUM_THREADS="1", OPENBLAS_NUM_THREADS="1", MKL_NUM_THREADS="1", NUMBA_NUM_THREADS="1")
+os.environ.update(HF_HUB_OFFLINE="1", HF_DATASETS_OFFLINE="1", DO_NOT_TRACK="1", AXOLOTL_DO_NOT_TRACK="1")
+
+try:
+    import numpy as np
+except ModuleNotFoundError:
+    sys.exit("numpy is not installed, and every peer needs it")
+
+from sampler import load_average, machine, version
+
+# Web documents in tokens: lognormal, median 430, sigma 1.05, clipped to 8..8192. The quantile function at p / 2^32,
+# linear in between.
+WEB_SEED = 101
+WEB_KNOTS = """
+    0:8 2147484:14 8589935:21 21474836:29 42949673:37 85899346:50 150323855:64 214748365:77 322122547:95
+    429496730:112 536870912:129 644245094:145 751619277:161 858993459:178 966367642:195 1073741824:212
+    1181116006:230 1288490189:248 1395864371:267 1503238554:287 1610612736:308 1717986918:330 1825361101:353
+    1932735283:378 2040109466:403 2147483648:431 2254857830:460 2362232013:491 2469606195:525 2576980378:562
+    2684354560:602 2791728742:645 2899102925:693 3006477107:746 3113851290:806 3221225472:874 3328599654:952
+    3435973837:1042 3543348019:1148 3650722202:1277 3758096384:1439 3865470566:1651 3951369912:1880
+    4037269258:2198 4080218931:2417 4123168604:2703 4166118277:3094 4209067950:3718 4230542787:4205
+    4252017623:4956 4264902525:5681 4277787427:6984 4286377361:8192 4294967296:8192
+"""
+WEB_CHECK = 144239848069  # Of the first 20000 draws: each times its rank, counted from 1, and summed.
+
+SMALLER = (1_000, 10_000, 100_000)
+WARM_UP = 2_000
+RUNS = 3
+ENOUGH_SECONDS = 20.0  # A case that has taken longer than this is not run again.
+
+
+def draw(n: int) -> np.ndarray:
+    """The first `n` lengths. Sums and products of numpy's unsigned 64-bit arrays wrap, as SplitMix64 needs it."""
+    p, length = np.array([knot.split(":") for knot in WEB_KNOTS.split()], dtype=np.uint64).T
+    z = np.uint64(WEB_SEED) + np.arange(1, n + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
+    z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    u = (z ^ (z >> np.uint64(31))) >> np.uint64(32)
+    above = np.searchsorted(p, u, side="right")
+    start, rise = length[above - 1], length[above] - length[above - 1] + np.uint64(1)
+    return (start + rise * (u - p[above - 1]) // (p[above] - p[above - 1])).astype(np.int64)
+
+
+class Result(NamedTuple):
+    """`flat`: the lengths in the order of the batches; `starts`: where in it each batch begins."""
+
+    flat: np.ndarray
+    starts: np.ndarray
+
+
+class Case(NamedTuple):
+    """`load` imports the package and tells its version. `prepare` builds the input and returns the part to be timed;
+    `read` turns what that returns into a `Result`."""
+
+    peer: str
+    call: str
+    pads: bool
+    load: Callable[[], str]
+    prepare: Callable[[np.ndarray, int], Callable[[], Any]]
+    read: Callable[[Any, np.ndarray], Result]
+
+
+def fairseq_load() -> str:
+    """Loads the Cython module under its own name, but not all of fairseq, which needs old versions of much."""
+    fairseq = importlib.util.find_spec("fairseq")
+    for root in (fairseq.submodule_search_locations or ()) if fairseq else ():
+        for suffix in importlib.machinery.EXTENSION_SUFFIXES:
+            path = pathlib.Path(root, "data", "data_utils_fast" + suffix)
+            if path.exists():
+                name = "fairseq.data.data_utils_fast"
+                spec = importlib.util.spec_from_file_location(name, path)
+                module = importlib.util.module_from_spec(spec)
+                spec.loader.exec_module(module)
+                sys.modules[name] = module
+                text = pathlib.Path(root, "version.txt")
+                return text.read_text(encoding="utf-8").strip() if text.exists() else version(("fairseq",))
+    raise ModuleNotFoundError("No module named 'fairseq.data.data_utils_fast'")
+
+
+def fairseq_batch(lengths: np.ndarray, max_tokens: int, is_sorted: bool = False) -> Callable[[], Any]:
+    batch_by_size_vec = sys.modules["fairseq.data.data_utils_fast"].batch_by_size_vec
+
+    def sort() -> tuple[np.ndarray, np.ndarray]:
+        # fairseq's own data sets sort by this kind.
+        order = np.argsort(lengths, kind="mergesort")
+        return order, lengths[order]
+
+    # No limit on the number of sequences, and any batch size.
+    if is_sorted:
+        order, ordered = sort()
+        return lambda: batch_by_size_vec(order, ordered, max_tokens, -1, 1)
+    return lambda: batch_by_size_vec(*sort(), max_tokens, -1, 1)
+
+
+def axolotl_load() -> str:
+    importlib.import_module("axolotl.utils.samplers.multipack")
+    return version(("axolotl",))
+
+
+def axolotl_pack(lengths: np.ndarray, capacity: int, is_decreasing: bool = False) -> Callable[[], Any]:
+    from axolotl.utils.samplers.multipack import pack_parallel
+
+    # The type of the lengths, the groups of 100000 and the one process are what axolotl's MultipackBatchSampler does
+    # unless told otherwise, at most 200 sequences in a bin is what its configuration does. Decreasing lengths are
+    # better off in one group: of ten, the first would be all of the longest.
+    lengths = lengths.astype(np.int32)
+    group_size = len(lengths) if is_decreasing else 100_000
+    pack = functools.partial(
+        pack_parallel, bin_capacity=capacity, group_size=group_size, bin_size=200, num_processes=1
+    )
+    if not is_decreasing:
+        return lambda: pack(lengths)
+
+    def decreasing() -> Any:
+        order = np.argsort(-lengths, kind="stable")
+        places = order.tolist()
+        return [[places[place] for place in indices] for indices in pack(lengths[order])]
+
+    return decreasing
+
+
+def trl_load() -> str:
+    importlib.import_module("trl.data_utils")
+    importlib.import_module("datasets").disable_progress_bars()
+    return version(("trl",))
+
+
+def trl_pack(lengths: np.ndarray, capacity: int, batch_size: int | None = None) -> Callable[[], Any]:
+    import datasets
+    import pyarrow
+    from trl.data_utils import pack_dataset
+
+    # It packs tokens, not lengths: of one byte each here, the cheapest that there are.
+    ends = np.concatenate(([0], np.cumsum(lengths)))
+    tokens = pyarrow.LargeListArray.from_arrays(ends, np.zeros(ends[-1], dtype=np.int8))
+    dataset = datasets.Dataset(datasets.table.InMemoryTable(pyarrow.table({"input_ids": tokens})))
+    options = {"batch_size": batch_size or len(lengths), "keep_in_memory": True, "load_from_cache_file": False}
+    return lambda: pack_dataset(dataset, capacity, strategy="bfd", map_kwargs=options)
+
+
+def read_indices(batches: Any, lengths: np.ndarray) -> Result:
+    indices = np.concatenate(batches)
+    assert np.array_equal(np.sort(indices), np.arange(len(lengths))), "not every sequence is in one batch"
+    return Result(lengths[indices], starts([len(batch) for batch in batches]))
+
+
+def read_dataset(dataset: Any, lengths: np.ndarray) -> Result:
+    column = dataset.with_format("arrow")["seq_lengths"][:].combine_chunks()
+    flat = column.flatten().to_numpy()
+    assert np.array_equal(np.sort(flat), np.sort(lengths)), "not every sequence is in one bin"
+    return Result(flat, starts(column.value_lengths().to_numpy()))
+
+
+def starts(counts: Any) -> np.ndarray:
+    return np.concatenate(([0], np.cumsum(counts)[:-1]))
+
+
+FAIRSEQ = ("fairseq", True, fairseq_load)
+AXOLOTL = ("axolotl", False, axolotl_load)
+TRL = ("trl", False, trl_load)
+
+
+def case(
+    peer: tuple[str, bool, Callable[[], str]], call: str, prepare: Callable[..., Any], read: Callable[..., Any]
+) -> Case:
+    name, pads, load = peer
+    return Case(name, call, pads, load, prepare, read)
+
+
+CASES = (
+    case(FAIRSEQ, "argsort, `batch_by_size_vec`", fairseq_batch, read_indices),
+    case(
+        FAIRSEQ,
+        "`batch_by_size_vec` alone, of lengths sorted before",
+        functools.partial(fairseq_batch, is_sorted=True),
+        read_indices,
+    ),
+    case(AXOLOTL, "`pack_parallel`, groups of 100000", axolotl_pack, read_indices),
+    case(
+        AXOLOTL,
+        "argsort, `pack_parallel` of decreasing lengths, one group",
+        functools.partial(axolotl_pack, is_decreasing=True),
+        read_indices,
+    ),
+    case(
+        TRL, '`pack_dataset("bfd")`, 1000 rows at a time', functools.partial(trl_pack, batch_size=1000), read_dataset
+    ),
+    case(TRL, '`pack_dataset("bfd")`, all rows at once', trl_pack, read_dataset),
+)
+
+
+def main() -> int:
+    args = parse_args()
+    lengths = draw(max(args.n, 20_000))
+    check = int((np.arange(1, 20_001) * lengths[:20_000]).sum())
+    assert check == WEB_CHECK, f"the recipe has a typo: its check sum is {check}"
+    if min(args.max_tokens, args.capacity) < lengths.max():
+        sys.exit(f"the longest sequence has {lengths.max()} tokens: raise --max-tokens or --capacity")
+    print(f"{machine()}, load average {load_average()}", file=sys.stderr)
+    rows = []
+    skipped = failed = 0
+    for peer in dict.fromkeys(case.peer for case in CASES):
+        cases = [case for case in CASES if case.peer == peer]
+        try:
+            release = cases[0].load()
+        except Exception as error:  # Broken installations raise whatever they like.
+            missing = "not installed" if isinstance(error, ModuleNotFoundError) else "import fails"
+            print(f"{peer}: skipped, {missing}: {(str(error).splitlines() or [''])[0]}", file=sys.stderr)
+            skipped += 1
+            continue
+        for case in cases:
+            try:
+                rows += [[peer, release, case.call, *columns] for columns in measure(case, lengths, args)]
+            except Exception as error:
+                print(f"{peer}, {case.call}: failed: {type(error).__name__}: {error}", file=sys.stderr)
+                failed += 1
+    print(f"{len(rows)} measured, {skipped} skipped, {failed} failed", file=sys.stderr)
+    print_table(["peer", "version", "timed", "sequences", "seconds", "batches or bins", "efficiency"], rows)
+    return 1 if failed else 0
+
+
+def parse_args() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--n", type=int, default=1_000_000, help="sequences (default %(default)s)")
+    parser.add_argument("--max-tokens", type=int, default=16_384, help="padded tokens in a batch (default %(default)s)")
+    parser.add_argument("--capacity", type=int, default=8_192, help="tokens in a packed bin (default %(default)s)")
+    args = parser.parse_args()
+    if args.n < 1:
+        parser.error("--n starts at 1")
+    return args
+
+
+def measure(case: Case, lengths: np.ndarray, args: argparse.Namespace) -> Iterator[list[str]]:
+    allowed = args.max_tokens if case.pads else args.capacity
+    case.prepare(lengths[:WARM_UP].copy(), allowed)()
+    for n in [*(n for n in SMALLER if n < args.n), args.n]:
+        print(f"{case.peer}, {case.call}: {n}", file=sys.stderr, flush=True)
+        sequences = lengths[:n].copy()
+        run = case.prepare(sequences, allowed)
+        seconds: list[float] = []
+        while len(seconds) < RUNS and sum(seconds) < ENOUGH_SECONDS:
+            batches = None
+            with no_garbage_collection():
+                start = time.perf_counter()
+                batches = run()
+                seconds.append(time.perf_counter() - start)
+        result = case.read(batches, sequences)
+        count = len(result.starts)
+        if case.pads:
+            # A batch takes as much as its longest, times how many it has.
+            longest = np.maximum.reduceat(result.flat, result.starts)
+            tokens = longest * np.diff(result.starts, append=n)
+            total = tokens.sum()
+        else:
+            tokens = np.add.reduceat(result.flat, result.starts, dtype=np.int64)
+            total = count * allowed
+        assert tokens.max() <= allowed, f"{tokens.max()} tokens where {allowed} are allowed"
+        yield [f"{n}", f"{statistics.median(seconds):.4g}", f"{count}", f"{sequences.sum() / total:.5f}"]
+
+
+@contextlib.contextmanager
+def no_garbage_collection() -> Iterator[None]:
+    """Millions of small lists make Python look for cycles again and again, which is not the peer's fault."""
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+
+
+def print_table(head: list[str], rows: list[list[str]]) -> None:
+    columns = list(zip(head, *rows))
+    widths = [max(map(len, column)) for column in columns]
+    # Numbers to the right: the last four columns.
+    right = [place >= len(head) - 4 for place in range(len(head))]
+    rule = ["-" * (width - 1) + ":" if is_right else "-" * width for width, is_right in zip(widths, right)]
+    for row in (head, rule, *rows):
+        cells = zip(row, widths, right)
+        padded = (cell.rjust(width) if is_right else cell.ljust(width) for cell, width, is_right in cells)
+        print("| " + " | ".join(padded) + " |")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

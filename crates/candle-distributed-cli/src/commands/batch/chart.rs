@@ -1,0 +1,183 @@
+//! A drawing of what batches are made of: how long the sequences are, and where the padding is.
+
+use std::{collections::BTreeMap, io};
+
+use candle_distributed::batch::{Batch, PaddingReport};
+use plotters::{
+    coord::{Shift, types::RangedCoordf64},
+    drawing::DrawingAreaErrorKind,
+    prelude::*,
+};
+
+use crate::error::Result;
+
+const SIZE: (u32, u32) = (900, 680);
+const FONT: &str = "sans-serif";
+
+/// How many bars can be told apart, about.
+const N_BINS: u64 = 40;
+
+// Okabe and Ito's colors: readers who confuse red and green can tell them apart, and so can a gray print.
+const LENGTHS: RGBColor = RGBColor(86, 180, 233);
+const REAL: RGBColor = RGBColor(0, 114, 178);
+const PADDING: RGBColor = RGBColor(230, 159, 0);
+
+type Drawn<T = ()> = Result<T, DrawingAreaErrorKind<io::Error>>;
+type Area<'a> = DrawingArea<SVGBackend<'a>, Shift>;
+type Chart<'a, 'b> = ChartContext<'a, SVGBackend<'b>, Cartesian2d<RangedCoordf64, RangedCoordf64>>;
+
+/// An SVG document: above how many of the sequences are how long, below the tokens of the batches by padded length.
+pub(super) fn svg(lengths: &[u64], batches: &[&Batch], report: &PaddingReport) -> Result<String> {
+    let mut document = String::new();
+    draw(&SVGBackend::with_string(&mut document, SIZE).into_drawing_area(), lengths, batches, report)?;
+    Ok(document)
+}
+
+fn draw(area: &Area<'_>, lengths: &[u64], batches: &[&Batch], report: &PaddingReport) -> Drawn {
+    area.fill(&WHITE)?;
+    let title = format!("efficiency {:.4}, {} batches", report.efficiency(), report.batches);
+    let (above, below) = area.titled(&title, (FONT, 28))?.split_vertically(SIZE.1 / 2 - 20);
+    draw_lengths(&above, lengths)?;
+    draw_tokens(&below, batches)?;
+    area.present()
+}
+
+fn draw_lengths(area: &Area<'_>, lengths: &[u64]) -> Drawn {
+    let bins = Bins::up_to(lengths.iter().copied().max());
+    let mut counts = BTreeMap::<u64, u64>::new();
+    for &length in lengths {
+        *counts.entry(bins.of(length)).or_default() += 1;
+    }
+    let highest = counts.values().copied().max().unwrap_or(0).into();
+    let mut chart = axes(area, &counts, bins, highest, 1.05, ["length of a sequence (tokens)", "sequences"])?;
+    chart.draw_series(counts.iter().map(|(&bin, &count)| bins.bar(bin, 0.0, count as f64, LENGTHS)))?;
+    Ok(())
+}
+
+/// The tokens of some batches.
+#[derive(Clone, Copy, Debug, Default)]
+struct Tokens {
+    real: u128,
+    padded: u128,
+}
+
+fn draw_tokens(area: &Area<'_>, batches: &[&Batch]) -> Drawn {
+    let bins = Bins::up_to(batches.iter().map(|batch| batch.padded_length).max());
+    let mut tokens = BTreeMap::<u64, Tokens>::new();
+    for batch in batches {
+        let sum = tokens.entry(bins.of(batch.padded_length)).or_default();
+        sum.real += u128::from(batch.real_tokens);
+        sum.padded += u128::from(batch.padded_tokens());
+    }
+    let highest = tokens.values().map(|sum| sum.padded).max().unwrap_or(0);
+    // The legend has its place above the bars.
+    let mut chart = axes(area, &tokens, bins, highest, 1.3, ["padded length of a batch (tokens)", "tokens"])?;
+    let real = |(&bin, sum): (&u64, &Tokens)| bins.bar(bin, 0.0, sum.real as f64, REAL);
+    chart.draw_series(tokens.iter().map(real))?.label("real").legend(|at| key(at, REAL));
+    let is_padded = |(_, sum): &(&u64, &Tokens)| sum.real < sum.padded;
+    let padding = |(&bin, sum): (&u64, &Tokens)| bins.bar(bin, sum.real as f64, sum.padded as f64, PADDING);
+    chart.draw_series(tokens.iter().filter(is_padded).map(padding))?.label("padding").legend(|at| key(at, PADDING));
+    let legend = SeriesLabelPosition::UpperLeft;
+    chart.configure_series_labels().position(legend).background_style(WHITE).label_font((FONT, 17)).draw()
+}
+
+/// The square that names a color.
+fn key((x, y): (i32, i32), color: RGBColor) -> Rectangle<(i32, i32)> {
+    Rectangle::new([(x + 4, y - 5), (x + 14, y + 5)], color.filled())
+}
+
+/// Axes for bars over these bins, the highest one of this height, with room above it.
+fn axes<'a, 'b, T>(
+    area: &Area<'b>,
+    bars: &BTreeMap<u64, T>,
+    bins: Bins,
+    highest: u128,
+    room: f64,
+    [x_name, y_name]: [&str; 2],
+) -> Drawn<Chart<'a, 'b>> {
+    let (_, right) = bins.edges(bars.keys().copied().max().unwrap_or(0));
+    // No fractions of a sequence.
+    let n_ticks = usize::try_from(highest).unwrap_or(usize::MAX).clamp(1, 10) + 1;
+    let mut chart = ChartBuilder::on(area)
+        .margin(10)
+        .margin_right(30)
+        .x_label_area_size(45)
+        .y_label_area_size(70)
+        // An axis of no extent has no ticks.
+        .build_cartesian_2d(0.0..right, 0.0..(room * highest as f64).max(1.0))?;
+    chart
+        .configure_mesh()
+        .disable_x_mesh()
+        .light_line_style(TRANSPARENT)
+        .x_desc(x_name)
+        .y_desc(y_name)
+        .y_labels(n_ticks)
+        .x_label_formatter(&tick)
+        .y_label_formatter(&tick)
+        .label_style((FONT, 17))
+        .draw()?;
+    Ok(chart)
+}
+
+/// Lengths in bins of equal width, the first of which begins at 0.
+#[derive(Clone, Copy, Debug)]
+struct Bins {
+    width: u64,
+}
+
+impl Bins {
+    /// Up to the longest length, if there is one.
+    fn up_to(longest: Option<u64>) -> Self {
+        Self { width: longest.unwrap_or(0).div_ceil(N_BINS).max(1) }
+    }
+
+    fn of(self, length: u64) -> u64 {
+        length / self.width
+    }
+
+    fn edges(self, bin: u64) -> (f64, f64) {
+        let width = self.width as f64;
+        (bin as f64 * width, (bin + 1) as f64 * width)
+    }
+
+    /// A bar with a little space at both sides.
+    fn bar(self, bin: u64, from: f64, to: f64, color: RGBColor) -> Rectangle<(f64, f64)> {
+        let (left, right) = self.edges(bin);
+        let space = 0.05 * (right - left);
+        Rectangle::new([(left + space, from), (right - space, to)], color.filled())
+    }
+}
+
+/// A number on an axis, as short as it fits there.
+#[allow(clippy::trivially_copy_pass_by_ref, reason = "so plotters asks for it")]
+fn tick(value: &f64) -> String {
+    const UNITS: [&str; 7] = ["", "k", "M", "G", "T", "P", "E"];
+
+    let (mut value, mut unit) = (*value, 0);
+    while value >= 1000.0 && unit + 1 < UNITS.len() {
+        value /= 1000.0;
+        unit += 1;
+    }
+    format!("{}{}", (value * 1000.0).round() / 1000.0, UNITS[unit])
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn bins_hold_every_length_and_are_about_forty() {
+        for longest in (0..500).chain([u64::MAX - 1, u64::MAX]) {
+            let bins = Bins::up_to(Some(longest));
+            assert!(bins.of(longest) <= N_BINS, "{longest}");
+            assert!(longest < N_BINS || bins.of(longest) >= N_BINS / 2, "{longest}");
+        }
+        assert_eq!(Bins { width: 5 }.edges(3), (15.0, 20.0));
+    }
+
+    #[test]
+    fn ticks_are_short() {
+        let ticks = [0.0, 0.1 + 0.2, 999.0, 1000.0, 1_250_000.0, 4e18, 4e21].map(|value| tick(&value));
+        assert_eq!(ticks, ["0", "0.3", "999", "1k", "1.25M", "4E", "4000E"]);
+    }
+}
