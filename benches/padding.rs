@@ -1,5 +1,7 @@
 //! How little padding is left, and how much the ranks wait: figures, not times. They are the same on every machine.
 
+#![allow(clippy::print_stdout, reason = "its tables are its result")]
+
 use integration_tests::{
     lengths,
     padding::{pairs_met_again, tables},

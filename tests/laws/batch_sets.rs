@@ -67,7 +67,9 @@ fn check(lengths: &[u64], config: &BatchConfig) -> Option<usize> {
             return None;
         }
     };
-    batches.iter().for_each(|batch| check_batch(batch, lengths, config));
+    for batch in &batches {
+        check_batch(batch, lengths, config);
+    }
     let mut indices: Vec<u64> = batches.iter().flat_map(|batch| batch.indices.clone()).collect();
     indices.sort_unstable();
     assert!(indices.is_sorted_by(|a, b| a < b), "a sequence comes twice with {config:?}");
@@ -237,7 +239,7 @@ proptest! {
     ) {
         let mut strategy = strategies().swap_remove(nth);
         if let DynamicBatchStrategy::Bucket(buckets) = &mut strategy {
-            *buckets = Buckets::optimal(&[lengths.as_slice(), &[300]].concat(), 1 + seed % 9).unwrap();
+            *buckets = Buckets::optimal([lengths.as_slice(), &[300]].concat(), 1 + seed % 9).unwrap();
         }
         let mut config = BatchConfig::default().with_strategy(strategy.clone()).with_max_tokens(max_tokens);
         config.max_batch_size = max_batch_size;
@@ -265,7 +267,7 @@ proptest! {
             for config in [DistributedConfig::default(), distributed] {
                 let placement = Placement::new(0, 3).unwrap();
                 if let Ok(sampler) = DistributedBatchSampler::new(sampler.clone(), placement, config) {
-                    let _ = sampler.epoch(Epoch::ZERO, 0..lengths.len() as u64).map(|steps| steps.count());
+                    let _ = sampler.epoch(Epoch::ZERO, 0..lengths.len() as u64).map(Iterator::count);
                 }
             }
         }

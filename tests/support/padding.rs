@@ -7,7 +7,7 @@ use std::collections::BTreeMap;
 
 use candle_distributed::{
     batch::{
-        BatchConfig, Buckets, Cost, Cut, DistributedBatchSampler, DistributedConfig, DynamicBatchSampler,
+        Batch, BatchConfig, Buckets, Cost, Cut, DistributedBatchSampler, DistributedConfig, DynamicBatchSampler,
         DynamicBatchStrategy, Overlong, Packing, PaddingReport, StepLayout, balance,
     },
     sampler::{DistributedSampler, Order, SamplerConfig},
@@ -62,12 +62,16 @@ pub fn pairs_met_again(lengths: &[u32], window: u64, max_tokens: u64) -> f64 {
     };
     let mut batch_of = vec![0_usize; lengths.len()];
     for (nth, batch) in batches(0).iter().enumerate() {
-        batch.iter().for_each(|&index| batch_of[usize::try_from(index).unwrap()] = nth);
+        for &index in batch {
+            batch_of[usize::try_from(index).unwrap()] = nth;
+        }
     }
     let (mut met_again, mut n_pairs) = (0, 0);
     for batch in batches(1) {
         let mut from = BTreeMap::<usize, u64>::new();
-        batch.iter().for_each(|&index| *from.entry(batch_of[usize::try_from(index).unwrap()]).or_default() += 1);
+        for &index in &batch {
+            *from.entry(batch_of[usize::try_from(index).unwrap()]).or_default() += 1;
+        }
         met_again += from.values().map(|n| n * (n - 1)).sum::<u64>();
         n_pairs += batch.len() as u64 * (batch.len() as u64 - 1);
     }
@@ -83,6 +87,7 @@ pub fn efficiency_of(buckets: &Buckets, lengths: &[u32]) -> f64 {
     real as f64 / lengths.iter().map(padded).sum::<u64>() as f64
 }
 
+#[allow(clippy::cast_possible_truncation, clippy::cast_sign_loss, reason = "boundaries are small positive numbers")]
 /// Other people's rules for `n` boundaries: an equal number of tokens in each bucket (Lhotse's), and a constant ratio
 /// between boundaries (the powers of two of `TensorFlow` and others, drawn closer).
 #[must_use]
@@ -137,7 +142,9 @@ pub fn rows(lengths: &[u32], row_length: u64, packing: Packing) -> u64 {
 #[must_use]
 pub fn fewest_rows(lengths: &[u32], row_length: u64) -> u64 {
     let mut counts = BTreeMap::<u64, u64>::new();
-    lengths.iter().for_each(|&length| *counts.entry(u64::from(length).min(row_length)).or_default() += 1);
+    for &length in lengths {
+        *counts.entry(u64::from(length).min(row_length)).or_default() += 1;
+    }
     let sum = |from: u64, to: u64, weight: fn(u64) -> u64| -> u64 {
         if from > to { 0 } else { counts.range(from..=to).map(|(&length, count)| count * weight(length)).sum() }
     };
@@ -179,11 +186,11 @@ pub fn waiting(lengths: &[u32], layout: StepLayout, cost: Cost, max_tokens: u64)
     let ([mut tokens, mut attention], mut seen) = ([(0, 0); 2], 0);
     for nth in 0..steps.len() {
         let batches = steps.step(nth).unwrap();
-        seen += batches.iter().map(|batch| batch.len()).sum::<usize>();
+        seen += batches.iter().map(Batch::len).sum::<usize>();
         assert!(batches.iter().all(|batch| batch.padded_tokens() <= max_tokens && !batch.is_empty()));
         let pairs = batches.iter().map(|batch| batch.indices.iter().map(|index| length(index).pow(2)).sum::<u64>());
         add_step(&mut attention, &pairs.collect::<Vec<_>>());
-        add_step(&mut tokens, &batches.iter().map(|batch| batch.padded_tokens()).collect::<Vec<_>>());
+        add_step(&mut tokens, &batches.iter().map(Batch::padded_tokens).collect::<Vec<_>>());
     }
     assert_eq!(seen, lengths.len());
     let [tokens, attention] = [tokens, attention].map(|(slowest, all)| slowest as f64 / all as f64 - 1.0);

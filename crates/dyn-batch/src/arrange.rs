@@ -1,5 +1,10 @@
 //! All sequences of a data set, arranged in batches: what sorting and packing do alike.
 
+#![allow(
+    clippy::cast_possible_truncation,
+    reason = "at most 2^32 sequences are arranged together, and tables are as long"
+)]
+
 use crate::{
     Cut, DynamicBatchStrategy, Error, Packing, Remainder, Result,
     cut::Groups,
@@ -71,7 +76,6 @@ pub(crate) fn sort(histogram: &Histogram, sequences: impl Iterator<Item = (u32, 
     sorted
 }
 
-#[allow(clippy::cast_possible_truncation, reason = "there are fewer than 2^32 sequences")]
 fn sorted_batches(
     histogram: &Histogram,
     mut sorted: Vec<u32>,
@@ -90,13 +94,14 @@ fn sorted_batches(
         ends.insert(0, surplus as u32);
     } else if surplus > 0 {
         sorted.drain(..surplus);
-        ends.iter_mut().for_each(|end| *end -= surplus as u32);
+        for end in &mut ends {
+            *end -= surplus as u32;
+        }
         dropped = surplus as u64;
     }
     Arrangement { names: sorted, ends, dropped }
 }
 
-#[allow(clippy::cast_possible_truncation, reason = "there are fewer than 2^32 sequences")]
 fn rows(histogram: &Histogram, sorted: &[u32], packing: Packing, limits: &Limits) -> Arrangement {
     let row = Row { tokens: limits.max_tokens(), sequences: limits.max_batch_size() };
     let rows = pack::assign(histogram, row, packing);

@@ -21,7 +21,8 @@ use core_types::WorldSize;
 /// let costs = [90, 5, 40, 45, 10, 70, 60, 80];
 /// let parts = dyn_batch::balance(&costs, WorldSize::new(2)?);
 /// assert_eq!(parts, [[0, 1, 3, 6], [2, 4, 5, 7]]);
-/// assert_eq!(parts.map(|part| part.iter().map(|&i| costs[i]).sum::<u64>()), [200, 200]);
+/// let sums = parts.iter().map(|part| part.iter().map(|&i| costs[i]).sum::<u64>());
+/// assert_eq!(sums.collect::<Vec<_>>(), [200, 200]);
 /// # Ok::<(), core_types::Error>(())
 /// ```
 #[must_use]
@@ -56,7 +57,9 @@ impl Parts {
                 items[part].push(*item);
             }
         }
-        items.iter_mut().for_each(|items| items.sort_unstable());
+        for items in &mut items {
+            items.sort_unstable();
+        }
         let sums = items.iter().map(|items| items.iter().map(|&(cost, _)| u128::from(cost)).sum()).collect();
         Self { items, sums }
     }

@@ -121,13 +121,11 @@ impl TryFrom<Unchecked> for Batch {
         let size = indices.len() as u64;
         let has_tokens = |rows: &u64| rows.checked_mul(padded_length) == Some(padded_tokens);
         // A row each, or all in one.
-        match [size, 1].into_iter().find(has_tokens).filter(|_| real_tokens <= padded_tokens) {
-            Some(rows) => Ok(Self { indices, rows, padded_length, real_tokens }),
-            None => {
-                let shape = format!("{size} sequences padded to {padded_length}");
-                Err(format!("{shape} cannot make {padded_tokens} tokens, {real_tokens} of them real"))
-            }
+        if let Some(rows) = [size, 1].into_iter().find(has_tokens).filter(|_| real_tokens <= padded_tokens) {
+            return Ok(Self { indices, rows, padded_length, real_tokens });
         }
+        let shape = format!("{size} sequences padded to {padded_length}");
+        Err(format!("{shape} cannot make {padded_tokens} tokens, {real_tokens} of them real"))
     }
 }
 

@@ -68,9 +68,13 @@ impl Buckets {
     ///
     /// # Errors
     ///
-    /// As [`quantiles`](Self::quantiles).
+    /// As [`quantiles`](Self::quantiles), and [`Error::TooManyBuckets`] if K · D is above 2^27.
     pub fn optimal(lengths: impl SequenceLengths, n_buckets: u64) -> Result<Self> {
         let histogram = checked_histogram(lengths, n_buckets)?;
+        let n_lengths = histogram.runs().len() as u64;
+        if n_buckets.min(n_lengths).checked_mul(n_lengths).is_none_or(|entries| entries > MAX_ENTRIES) {
+            return Err(Error::TooManyBuckets { n_buckets, n_lengths, limit: MAX_ENTRIES });
+        }
         Ok(Self::Boundaries(optimal_boundaries(histogram.runs(), n_buckets)))
     }
 
@@ -111,9 +115,13 @@ fn checked_histogram(lengths: impl SequenceLengths, n_buckets: u64) -> Result<Hi
     if histogram.count() == 0 { Err(Error::NoLengths) } else { Ok(histogram) }
 }
 
+/// The most entries of the table of cuts, of 4 bytes each.
+const MAX_ENTRIES: u64 = 1 << 27;
+
 /// Tokens, padding included, of many sequences; a few of 64-bit lengths can be more than 64 bits.
 type Tokens = u128;
 
+#[allow(clippy::cast_possible_truncation, reason = "the table of cuts is shorter than that")]
 fn optimal_boundaries(runs: &[Run], n_buckets: u64) -> Vec<u64> {
     let n_buckets = usize::try_from(n_buckets).unwrap_or(usize::MAX).min(runs.len());
     let mut below: Vec<Tokens> = vec![0];
@@ -127,18 +135,18 @@ fn optimal_boundaries(runs: &[Run], n_buckets: u64) -> Vec<u64> {
     best.extend((1..below.len()).map(|end| below[end] * longest(end)));
     let mut cuts_of_levels = Vec::new();
     for _ in 1..n_buckets {
-        let (mut fewer, mut cuts) = (vec![0; best.len()], vec![0; best.len()]);
+        let (mut fewer, mut cuts) = (vec![0; best.len()], vec![0_u32; best.len()]);
         // A bucket more, from `cut` to `end`: totally monotone, since a longer sequence costs more for every other one.
         let tokens = |end: usize, cut: usize| best[cut] + (below[end] - below[cut]) * longest(end);
         row_minima(1..best.len(), 0..best.len(), &|end| 0..end, &tokens, &mut |end, cut, tokens| {
-            (fewer[end], cuts[end]) = (tokens, cut);
+            (fewer[end], cuts[end]) = (tokens, cut as u32);
         });
         best = fewer;
         cuts_of_levels.push(cuts);
     }
     let mut ends = vec![runs.len()];
     for cuts in cuts_of_levels.iter().rev() {
-        ends.push(cuts[ends[ends.len() - 1]]);
+        ends.push(cuts[ends[ends.len() - 1]] as usize);
     }
     // A bucket that is not needed ends where it begins, at 0.
     ends.into_iter().rev().filter(|&end| end > 0).map(|end| runs[end - 1].length).collect()
@@ -187,6 +195,13 @@ mod tests {
         assert_eq!(Buckets::quantiles(&lengths, 4).unwrap(), Buckets::Boundaries(vec![25, 50, 75, 100]));
         assert_eq!(Buckets::quantiles([7_u64, 7, 7, 9], 2).unwrap(), Buckets::Boundaries(vec![7, 9]));
         assert_eq!(Buckets::quantiles([3_u64, 1], u64::MAX).unwrap(), Buckets::Boundaries(vec![1, 3]));
+    }
+
+    #[test]
+    fn tables_too_large_are_refused() {
+        let lengths: Vec<u32> = (0..20_000).collect();
+        let error = Buckets::optimal(&lengths, 10_000).unwrap_err();
+        assert_eq!(error, Error::TooManyBuckets { n_buckets: 10_000, n_lengths: 20_000, limit: 1 << 27 });
     }
 
     #[test]

@@ -213,7 +213,7 @@ mod tests {
     }
 
     fn text(index: u64) -> &'static [u32] {
-        TEXTS[index as usize]
+        TEXTS[usize::try_from(index).unwrap()]
     }
 
     #[test]

@@ -5,6 +5,11 @@
 //! sequences. Of these, taking as many of the longest that are left as possible leaves the least to the others: the
 //! greedy cut makes the fewest batches there can be.
 
+#![allow(
+    clippy::cast_possible_truncation,
+    reason = "at most 2^32 sequences are arranged together, and tables are as long"
+)]
+
 use crate::{Cut, histogram::Histogram, limits::Limits, minima::row_minima};
 
 /// Groups of sequences with the same padded length, by the longest of each group.
@@ -51,7 +56,7 @@ impl Groups {
     /// Where batches end, ascending.
     pub(crate) fn cut(&self, cut: Cut) -> Vec<usize> {
         match cut {
-            Cut::Greedy => self.from_longest(),
+            Cut::Greedy => self.longest_first(),
             Cut::Optimal => self.optimal(),
         }
     }
@@ -72,7 +77,7 @@ impl Groups {
     }
 
     /// Batches that take as many of the longest groups as they can; the shortest one gets what is left.
-    pub(crate) fn from_longest(&self) -> Vec<usize> {
+    pub(crate) fn longest_first(&self) -> Vec<usize> {
         let (mut ends, mut end) = (Vec::new(), self.len());
         for (nth, level) in self.levels.iter().enumerate().rev() {
             let start = if nth == 0 { 0 } else { self.levels[nth - 1].end };
@@ -86,7 +91,7 @@ impl Groups {
     }
 
     /// Batches that take as many of the shortest groups as they can; the longest one gets what is left.
-    pub(crate) fn from_shortest(&self) -> Vec<usize> {
+    pub(crate) fn shortest_first(&self) -> Vec<usize> {
         let (mut ends, mut start, mut end) = (Vec::new(), 0_usize, 0);
         for level in &self.levels {
             // The open batch goes on into the next level if it has room for all of this one.
@@ -110,7 +115,6 @@ impl Groups {
     /// The prefixes of the groups that need n batches follow those that need n − 1. The last batch of one of them begins
     /// where one of those ends, at the best place of which the choice is totally monotone, as a group that is longer
     /// costs more for each other one in its batch.
-    #[allow(clippy::cast_possible_truncation, reason = "there are fewer than 2^32 groups")]
     fn optimal(&self) -> Vec<usize> {
         let n_groups = self.len();
         let mut starts = vec![0_u32; n_groups + 1];
@@ -217,7 +221,7 @@ mod tests {
             assert_eq!(groups.allows(&ends), price(&groups, &ends).is_some(), "{ends:?}");
             let greedy = price(&groups, &groups.cut(Cut::Greedy)).unwrap();
             assert_eq!(greedy.0, best.0, "seed {seed}");
-            assert!(price(&groups, &groups.from_shortest()).is_some(), "seed {seed}");
+            assert!(price(&groups, &groups.shortest_first()).is_some(), "seed {seed}");
         }
     }
 
@@ -225,7 +229,7 @@ mod tests {
     fn nothing_is_cut_into_nothing() {
         let limits = Limits::new(BatchConfig::default().with_max_tokens(5)).unwrap();
         let groups = Groups::new(&Histogram::default(), &limits);
-        for ends in [groups.cut(Cut::Greedy), groups.cut(Cut::Optimal), groups.from_shortest()] {
+        for ends in [groups.cut(Cut::Greedy), groups.cut(Cut::Optimal), groups.shortest_first()] {
             assert!(ends.is_empty());
         }
     }

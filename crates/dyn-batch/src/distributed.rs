@@ -126,7 +126,7 @@ impl DistributedConfig {
 /// for rank in 0..4 {
 ///     let sampler = DistributedBatchSampler::new(batches.clone(), Placement::new(rank, 4)?, config)?;
 ///     let steps = sampler.epoch(Epoch::new(3), 0..100)?;
-///     assert_eq!(steps.len(), 6, "on every rank");
+///     assert_eq!(steps.len(), 7, "on every rank");
 ///     n_sequences += steps.map(|step| step.batch.len()).sum::<usize>();
 /// }
 /// assert_eq!(n_sequences, 100);
@@ -176,7 +176,9 @@ impl<L: SequenceLengths> DistributedBatchSampler<L> {
             }
         };
         let mut steps: Vec<&mut [u32]> = batches.chunks_mut(per_step).collect();
-        steps.iter_mut().for_each(|step| step.sort_unstable());
+        for step in &mut steps {
+            step.sort_unstable();
+        }
         match self.config.shuffle.map(|seed| seed.derive(epoch.as_u64())) {
             Some(seed) => {
                 shuffle(&mut steps, seed);

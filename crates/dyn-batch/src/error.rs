@@ -50,6 +50,16 @@ pub enum Error {
     /// Buckets are to be made for no sequences.
     #[error("there are no sequences to make buckets for")]
     NoLengths,
+    /// The best boundaries of so many buckets need too large a table.
+    #[error("{n_buckets} buckets for {n_lengths} different lengths are above the limit of {limit} table entries")]
+    TooManyBuckets {
+        /// The number of buckets that was asked for.
+        n_buckets: u64,
+        /// How many different lengths there are.
+        n_lengths: u64,
+        /// The most that their product may be.
+        limit: u64,
+    },
     /// So many sequences cannot be arranged as a whole; a window can take them.
     #[error("{count} sequences are above the limit of {limit} for a whole set, use a window")]
     TooManySequences {

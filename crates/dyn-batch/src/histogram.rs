@@ -1,5 +1,7 @@
 //! Lengths counted, and sequences sorted by them.
 
+#![allow(clippy::cast_possible_truncation, reason = "counts, places and table entries fit the memory that holds them")]
+
 use std::{collections::BTreeMap, ops::Range};
 
 /// Sequences of one length.
@@ -54,7 +56,6 @@ pub(crate) struct Counter {
 }
 
 impl Counter {
-    #[allow(clippy::cast_possible_truncation, reason = "the table has an entry for each of these lengths")]
     pub(crate) fn add(&mut self, length: u64) {
         if length < TABLE {
             let at = length as usize;
@@ -81,7 +82,6 @@ pub(crate) struct Slots {
 }
 
 impl Slots {
-    #[allow(clippy::cast_possible_truncation, reason = "the table has an entry for each of these lengths")]
     pub(crate) fn new(histogram: &Histogram) -> Self {
         let is_short = |run: &&Run| run.length < TABLE;
         let table_len = histogram.runs().iter().rfind(is_short).map_or(0, |run| run.length as usize + 1);
@@ -98,7 +98,6 @@ impl Slots {
     }
 
     /// The slot of the next sequence of this length, which must be in the histogram.
-    #[allow(clippy::cast_possible_truncation, reason = "the table has an entry for each of these lengths")]
     pub(crate) fn take(&mut self, length: u64) -> Option<usize> {
         let next = if length < TABLE { self.short.get_mut(length as usize) } else { self.long.get_mut(&length) }?;
         *next += 1;

@@ -7,7 +7,7 @@ use core_types::Seed;
 pub(crate) fn shuffle<T>(items: &mut [T], seed: Seed) {
     for last in (1..items.len()).rev() {
         // The upper half of the product: even but for one in 2^64 / n.
-        let draw = u128::from(seed.derive(last as u64).as_u64()) * (last as u128 + 1) >> 64;
+        let draw = (u128::from(seed.derive(last as u64).as_u64()) * (last as u128 + 1)) >> 64;
         items.swap(last, draw as usize);
     }
 }

@@ -1,5 +1,10 @@
 //! Sorting with bounded memory: a window of some batches' worth of sequences at a time.
 
+#![allow(
+    clippy::cast_possible_truncation,
+    reason = "at most 2^32 sequences are arranged together, and tables are as long"
+)]
+
 use crate::{Batch, Cut, Sequence, arrange, cut::Groups, histogram::Histogram, limits::Limits};
 
 /// One batch, as a share of which sequences are counted.
@@ -52,13 +57,13 @@ impl Window {
         let at = |n_groups: usize| surplus + n_groups * group_len;
         let leaves_short = self.n_cut % 2 == 0;
         let full = if leaves_short {
-            at(groups.from_longest().first().copied().unwrap_or(0))..len
+            at(groups.longest_first().first().copied().unwrap_or(0))..len
         } else {
-            surplus..at(groups.from_shortest().iter().rev().nth(1).copied().unwrap_or(0))
+            surplus..at(groups.shortest_first().iter().rev().nth(1).copied().unwrap_or(0))
         };
         let groups = Groups::new(&histogram.range(full.clone()), limits);
         let ends = match self.cut {
-            Cut::Greedy if !leaves_short => groups.from_shortest(),
+            Cut::Greedy if !leaves_short => groups.shortest_first(),
             cut => groups.cut(cut),
         };
         let mut start = full.start;

@@ -168,6 +168,16 @@ fn criterion_8_padding_efficiency_is_measured_on_real_looking_lengths() {
 #[test]
 fn the_recipe_of_the_lengths_is_followed() {
     let check = |lengths: Vec<u32>| (1..).zip(lengths).map(|(weight, length)| weight * u64::from(length)).sum::<u64>();
-    assert_eq!(check(lengths::WEB.draw(20_000)), 144_239_848_069);
-    assert_eq!(check(lengths::SQUAD.draw(20_000)), 32_062_771_814);
+    let found = lengths::ALL.map(|(name, recipe, _)| (name, check(recipe.draw(20_000))));
+    let expected = [
+        ("web", 144_239_848_069),
+        ("squad", 32_062_771_814),
+        ("imdb", 56_377_953_385),
+        ("speech", 263_653_663_155),
+        ("sft32k", 337_764_842_642),
+        ("uniform2k", 206_702_530_380),
+        ("const512", 102_405_120_000),
+        ("spike512", 60_720_577_465),
+    ];
+    assert_eq!(found, expected);
 }

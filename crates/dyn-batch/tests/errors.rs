@@ -2,7 +2,11 @@
 
 #![allow(clippy::unwrap_used, reason = "a failed unwrap is a failed test")]
 
-use dyn_batch::{BatchConfig, Batches, Buckets, DynamicBatchSampler, DynamicBatchStrategy, Error, Overlong, Sequence};
+use core_types::{Epoch, Placement};
+use dyn_batch::{
+    BatchConfig, Batches, Buckets, Cost, Cut, DistributedBatchSampler, DistributedConfig, DynamicBatchSampler,
+    DynamicBatchStrategy, Error, Overlong, Packing, Sequence, StepLayout,
+};
 
 const MAX: u64 = u64::MAX;
 
@@ -142,4 +146,101 @@ fn an_error_of_the_stream_is_passed_on_and_ends_it() {
     let error: Box<dyn std::error::Error> = batches.next().unwrap().unwrap_err();
     assert_eq!(error.to_string(), "disk full");
     assert!(batches.next().is_none());
+}
+
+fn packing(packing: Packing) -> BatchConfig {
+    BatchConfig::default().with_strategy(DynamicBatchStrategy::Pack(packing))
+}
+
+fn boundaries(boundaries: &[u64]) -> BatchConfig {
+    let buckets = Buckets::Boundaries(boundaries.to_vec());
+    BatchConfig::default().with_strategy(DynamicBatchStrategy::Bucket(buckets)).with_max_tokens(100)
+}
+
+#[test]
+fn what_packing_cannot_do_is_refused() {
+    let pack = packing(Packing::BestFit);
+    check_config(
+        pack.clone().with_max_batch_size(4),
+        &Error::NoRowLength,
+        "packed rows have no length, set max_tokens",
+    );
+    let pack = pack.with_max_tokens(64);
+    for (setting, config) in [
+        ("max_cost", pack.clone().with_max_cost(9, Cost::TOKENS)),
+        ("batch_size_multiple", pack.clone().with_batch_size_multiple(2)),
+        ("length_multiple", pack.clone().with_length_multiple(8)),
+    ] {
+        check_config(config, &Error::NotForPacking { setting }, &format!("{setting} does not go with packing"));
+    }
+    check_config(
+        pack.with_max_tokens(MAX),
+        &Error::RowTooLong { max_tokens: MAX, limit: 1 << 24 },
+        "rows of 18446744073709551615 tokens are above the limit of 16777216 for best-fit packing",
+    );
+    let endless_rows = packing(Packing::InOrder { open_rows: 1 }).with_max_tokens(MAX);
+    assert!(DynamicBatchSampler::new([1_u32], endless_rows).is_ok());
+}
+
+#[test]
+fn settings_of_zero_of_every_strategy_are_refused() {
+    let sorted = DynamicBatchStrategy::Sorted { window: Some(0), cut: Cut::Greedy };
+    let config = BatchConfig::default().with_max_tokens(9);
+    for (setting, config) in [
+        ("window", config.clone().with_strategy(sorted)),
+        ("open_rows", packing(Packing::InOrder { open_rows: 0 }).with_max_tokens(9)),
+        ("max_cost", config.clone().with_max_cost(0, Cost::TOKENS)),
+        ("length_multiple", config.with_length_multiple(0)),
+        ("number of buckets", boundaries(&[])),
+    ] {
+        check_config(config, &Error::Zero { setting }, &format!("{setting} is 0, it must be at least 1"));
+    }
+}
+
+#[test]
+fn buckets_that_make_no_sense_are_refused() {
+    check_config(
+        boundaries(&[4, 9, 9]),
+        &Error::BoundariesNotAscending { boundary: 9, next: 9 },
+        "bucket boundary 9 is followed by 9, boundaries must ascend",
+    );
+    let fixed = BatchConfig::default().with_max_tokens(9).with_fixed_shapes(true);
+    check_config(fixed, &Error::NoBuckets, "fixed shapes need buckets, set a bucket strategy");
+    assert_eq!(Buckets::optimal([1_u32], 0), Err(Error::Zero { setting: "number of buckets" }));
+    assert_eq!(
+        Buckets::quantiles([0_u32; 0], 3).unwrap_err().to_string(),
+        "there are no sequences to make buckets for"
+    );
+    check_sequence(
+        &[9, 10],
+        boundaries(&[4, 9]),
+        &Error::NoBucket { index: 1, length: 10, largest: 9 },
+        "sequence 1 of length 10 is above the last bucket boundary 9",
+    );
+}
+
+#[test]
+fn a_sequence_that_costs_too_much_is_an_error() {
+    check_sequence(
+        &[9, 10, 11],
+        BatchConfig::default().with_max_cost(100, Cost::ATTENTION),
+        &Error::SequenceOverCost { index: 2, length: 11, multiple: 1, max_cost: 100 },
+        "sequence 2 of length 11 in the smallest batch, of 1, is above max_cost 100",
+    );
+}
+
+#[test]
+fn steps_that_cannot_be_are_refused() {
+    let sampler = |lengths: Vec<u32>, config, steps| {
+        let batches = DynamicBatchSampler::new(lengths, config).unwrap();
+        DistributedBatchSampler::new(batches, Placement::new(0, 4).unwrap(), steps)
+    };
+    let (grouped, dealt) = (DistributedConfig::default(), DistributedConfig::default().with_layout(StepLayout::Dealt));
+    let of_two = BatchConfig::default().with_max_batch_size(2);
+    let error = sampler(vec![1, 1, 1], of_two.clone(), grouped).unwrap().epoch(Epoch::ZERO, 0..3).unwrap_err();
+    assert_eq!(error.to_string(), "2 batches cannot be split so that each of 4 ranks has as many");
+    let error = sampler(vec![1, 1, 1], of_two, dealt).unwrap().epoch(Epoch::ZERO, 0..3).unwrap_err();
+    assert_eq!(error.to_string(), "1 batches cannot be split so that each of 4 ranks has as many");
+    let error = sampler(vec![1], boundaries(&[9]), dealt).unwrap_err();
+    assert_eq!(error.to_string(), "steps cannot be dealt out of buckets or packed rows, group their batches instead");
 }

@@ -4,6 +4,8 @@
 //! one-dimensional packing algorithms", 1974; Dósa, 2007). Sequences of equal length are placed together, and rows found
 //! by the room they have left, so that it takes O(n + capacity) steps instead of O(n · rows).
 
+#![allow(clippy::cast_possible_truncation, reason = "counts, places and table entries fit the memory that holds them")]
+
 use super::{Row, Rows};
 use crate::histogram::{Histogram, Run};
 

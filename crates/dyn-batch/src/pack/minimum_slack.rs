@@ -5,6 +5,8 @@
 //! lengths instead of sequences, and a row that was found is made as often as there are sequences for it. So one length
 //! at least is used up each time, and there are no more searches than lengths.
 
+#![allow(clippy::cast_possible_truncation, reason = "counts, places and table entries fit the memory that holds them")]
+
 use super::{Row, Rows};
 use crate::histogram::Histogram;
 

@@ -3,7 +3,7 @@
 /// The sequences of one packed row, one behind the other, padding at the end.
 ///
 /// Attention must not look from one into the next, and positions begin anew in each: kernels ask for the limits of the
-/// sequences (`cu_seqlens`, as `flash_attn_varlen_func` of FlashAttention calls them), models for position ids, masks for
+/// sequences (`cu_seqlens`, as `flash_attn_varlen_func` of `FlashAttention` calls them), models for position ids, masks for
 /// segment ids.
 ///
 /// # Examples
