@@ -62,7 +62,7 @@ fn optimal_boundaries_pad_least() {
         let optimal = efficiency_of(&Buckets::optimal(&lengths, 32).unwrap(), &lengths);
         for (rule, buckets) in other_rules(&lengths, 32) {
             let other = efficiency_of(&buckets, &lengths);
-            assert!(optimal > other || other == 1.0, "{name}: {optimal} by {other} with {rule}");
+            assert!(optimal > other || optimal >= 1.0, "{name}: {optimal} by {other} with {rule}");
         }
     }
 }
