@@ -5,6 +5,8 @@
 //! only if m sequences of its length are within the limits; so a batch can always be closed at a multiple, and fewer
 //! than m sequences are ever carried over.
 
+use std::cmp::Ordering;
+
 use crate::{
     BatchConfig, Buckets, DynamicBatchStrategy, Error, Overlong, Packing, PaddingReport, Remainder, Result, Sequence,
 };
@@ -18,6 +20,8 @@ pub(crate) struct Limits {
     config: BatchConfig,
     max_batch_size: u64,
     max_tokens: u64,
+    /// The longest sequence that fits a batch; `None` if not even an empty one does.
+    longest: Option<u64>,
     /// The multiple. One beyond the address space never fills, nor does the largest `usize`.
     group_len: usize,
 }
@@ -35,7 +39,43 @@ impl Limits {
             }
         }
         let group_len = usize::try_from(multiple).unwrap_or(usize::MAX);
-        Ok(Self { config, max_batch_size, max_tokens, group_len })
+        let mut limits = Self { config, max_batch_size, max_tokens, longest: None, group_len };
+        limits.longest = limits.find_longest();
+        Ok(limits)
+    }
+
+    /// By bisection: if a sequence fits a batch, then all shorter ones do.
+    fn find_longest(&self) -> Option<u64> {
+        let (mut fitting, mut too_long) = (self.fits(0).then_some(0)?, u64::MAX);
+        if self.fits(too_long) {
+            return Some(too_long);
+        }
+        while too_long - fitting > 1 {
+            let length = fitting.midpoint(too_long);
+            if self.fits(length) {
+                fitting = length;
+            } else {
+                too_long = length;
+            }
+        }
+        Some(fitting)
+    }
+
+    /// Whether the smallest batch may hold a sequence of this length.
+    fn fits(&self, length: u64) -> bool {
+        match self.checked_padded_length(length) {
+            Some(_) if self.is_packing() => length <= self.max_tokens,
+            Some(_) if self.last_boundary().is_some_and(|largest| largest < length) => false,
+            Some(padded_length) => self.max_rows(padded_length) > 0,
+            None => false,
+        }
+    }
+
+    fn last_boundary(&self) -> Option<u64> {
+        match &self.config.strategy {
+            DynamicBatchStrategy::Bucket(Buckets::Boundaries(boundaries)) => boundaries.last().copied(),
+            _ => None,
+        }
     }
 
     pub(crate) fn config(&self) -> &BatchConfig {
@@ -88,25 +128,15 @@ impl Limits {
     }
 
     fn check(&self, sequence: Sequence) -> Result<Sequence> {
-        let Sequence { index, length } = sequence;
-        if let DynamicBatchStrategy::Bucket(Buckets::Boundaries(boundaries)) = &self.config.strategy {
-            if let Some(&largest) = boundaries.last().filter(|&&largest| largest < length) {
-                return Err(Error::NoBucket { index, length, largest });
-            }
-        }
-        let fits = match self.checked_padded_length(length) {
-            Some(_) if self.is_packing() => length <= self.max_tokens,
-            Some(padded_length) => self.max_rows(padded_length) > 0,
-            None => false,
-        };
-        if fits {
+        if self.longest.is_some_and(|longest| sequence.length <= longest) {
             return Ok(sequence);
         }
+        let Sequence { index, length } = sequence;
         let (multiple, max_tokens) = (self.config.batch_size_multiple, self.max_tokens);
-        Err(match self.config.max_cost {
-            Some(max_cost) if length.checked_mul(multiple).is_some_and(|tokens| tokens <= max_tokens) => {
-                Error::SequenceOverCost { index, length, multiple, max_cost }
-            }
+        let is_in_budget = length.checked_mul(multiple).is_some_and(|tokens| tokens <= max_tokens);
+        Err(match (self.last_boundary().filter(|&largest| largest < length), self.config.max_cost) {
+            (Some(largest), _) => Error::NoBucket { index, length, largest },
+            (None, Some(max_cost)) if is_in_budget => Error::SequenceOverCost { index, length, multiple, max_cost },
             _ => Error::SequenceOverBudget { index, length, multiple, max_tokens },
         })
     }
@@ -149,16 +179,11 @@ impl Limits {
     /// It is full as soon as the next group, however short, would pass a limit. The answer does not depend on what
     /// comes later, so waiting for the next sequence would give the same batches, only later.
     pub(crate) fn full(&self, len: usize, max_rows: u64) -> Option<usize> {
-        let groups = len.div_ceil(self.group_len);
-        let fits = |groups: usize| {
-            (groups as u64).checked_mul(self.config.batch_size_multiple).is_some_and(|rows| rows <= max_rows)
-        };
-        if !fits(groups) {
-            Some((groups - 1) * self.group_len)
-        } else if len % self.group_len == 0 && !fits(groups + 1) {
-            Some(len)
-        } else {
-            None
+        // `max_rows` is a multiple of the group, so a batch below it has room for a whole one.
+        match (len as u64).cmp(&max_rows) {
+            Ordering::Less => None,
+            Ordering::Equal => Some(len),
+            Ordering::Greater => Some((len.div_ceil(self.group_len) - 1) * self.group_len),
         }
     }
 
