@@ -10,6 +10,8 @@
     reason = "at most 2^32 sequences are arranged together, and tables are as long"
 )]
 
+use std::ops::{Add, Mul};
+
 use crate::{Cut, histogram::Histogram, limits::Limits, minima::row_minima};
 
 /// Groups of sequences with the same padded length, by the longest of each group.
@@ -116,10 +118,22 @@ impl Groups {
     /// where one of those ends, at the best place of which the choice is totally monotone, as a group that is longer
     /// costs more for each other one in its batch.
     fn optimal(&self) -> Vec<usize> {
+        let longest = self.levels.last().map_or(0, |level| level.padded_length);
+        // Costs in 64 bits take half of the time.
+        match longest.checked_mul(self.len() as u64 + 1) {
+            Some(_) => self.optimal_in::<u64>(),
+            None => self.optimal_in::<u128>(),
+        }
+    }
+
+    fn optimal_in<C>(&self) -> Vec<usize>
+    where
+        C: Copy + Ord + From<u64> + Add<Output = C> + Mul<Output = C>,
+    {
         let n_groups = self.len();
         let mut starts = vec![0_u32; n_groups + 1];
         // The prefixes that need the batches so far, and the padded lengths of their groups as one number each.
-        let (mut shorter, mut shorter_cost) = (0..1, vec![0_u128]);
+        let (mut shorter, mut shorter_cost) = (0..1, vec![C::from(0)]);
         let mut lengths = Lengths { levels: &self.levels, nth: 0 };
         let mut rows: Vec<Level> = Vec::new();
         while shorter.end <= n_groups {
@@ -129,11 +143,11 @@ impl Groups {
                 let level = lengths.of(end);
                 (end.saturating_sub(level.max_groups) < first).then_some(level)
             }));
-            let mut costs = vec![0; rows.len()];
+            let mut costs = vec![C::from(0); rows.len()];
             let candidates = |row: usize| (first + row).saturating_sub(rows[row].max_groups).max(shorter.start)..first;
             let cost = |row: usize, start: usize| {
-                let n_groups = (first + row - start) as u128;
-                shorter_cost[start - shorter.start] + n_groups * u128::from(rows[row].padded_length)
+                let n_groups = C::from((first + row - start) as u64);
+                shorter_cost[start - shorter.start] + n_groups * C::from(rows[row].padded_length)
             };
             row_minima(0..rows.len(), shorter.clone(), &candidates, &cost, &mut |row, start, cost| {
                 costs[row] = cost;

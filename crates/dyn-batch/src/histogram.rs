@@ -56,13 +56,19 @@ pub(crate) struct Counter {
 }
 
 impl Counter {
+    #[inline]
     pub(crate) fn add(&mut self, length: u64) {
+        match self.short.get_mut(length as usize) {
+            Some(count) if length < TABLE => *count += 1,
+            _ => self.add_new(length),
+        }
+    }
+
+    #[cold]
+    fn add_new(&mut self, length: u64) {
         if length < TABLE {
-            let at = length as usize;
-            if at >= self.short.len() {
-                self.short.resize((at + 1).next_power_of_two(), 0);
-            }
-            self.short[at] += 1;
+            self.short.resize((length as usize + 1).next_power_of_two(), 0);
+            self.short[length as usize] += 1;
         } else {
             *self.long.entry(length).or_default() += 1;
         }
@@ -74,11 +80,12 @@ impl Counter {
     }
 }
 
-/// Where the next sequence of each length goes if all are sorted by length, and by their order among equals.
+/// Where the next sequence of each length goes if all are sorted by length, and by their order among equals; for fewer
+/// than 2^32 sequences.
 #[derive(Debug)]
 pub(crate) struct Slots {
-    short: Vec<usize>,
-    long: BTreeMap<u64, usize>,
+    short: Vec<u32>,
+    long: BTreeMap<u64, u32>,
 }
 
 impl Slots {
@@ -92,15 +99,16 @@ impl Slots {
             } else {
                 slots.long.insert(run.length, next);
             }
-            next += run.count as usize;
+            next += run.count as u32;
         }
         slots
     }
 
     /// The slot of the next sequence of this length, which must be in the histogram.
+    #[inline]
     pub(crate) fn take(&mut self, length: u64) -> Option<usize> {
         let next = if length < TABLE { self.short.get_mut(length as usize) } else { self.long.get_mut(&length) }?;
         *next += 1;
-        Some(*next - 1)
+        Some(*next as usize - 1)
     }
 }
