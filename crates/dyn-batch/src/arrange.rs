@@ -5,21 +5,37 @@
     reason = "at most 2^32 sequences are arranged together, and tables are as long"
 )]
 
+use std::ops::Range;
+
 use crate::{
     Cut, DynamicBatchStrategy, Error, Packing, Remainder, Result,
     cut::Groups,
-    histogram::{Histogram, Slots},
+    histogram::{Histogram, Run, Slots},
     limits::Limits,
     pack::{self, Row},
 };
 
-/// Sequences by name, and where batches of them end.
+/// Sequences by name, and batches of them.
 #[derive(Debug, Default)]
 pub(crate) struct Arrangement {
     pub(crate) names: Vec<u32>,
-    pub(crate) ends: Vec<u32>,
+    pub(crate) batches: Vec<Planned>,
     /// How many sequences are in no batch, because they cannot fill up the multiple.
     pub(crate) dropped: u64,
+}
+
+/// A batch whose sequences stand in a list.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct Planned {
+    pub(crate) places: Range<u32>,
+    pub(crate) padded_length: u64,
+    pub(crate) real_tokens: u64,
+}
+
+impl Planned {
+    pub(crate) fn len(&self) -> usize {
+        (self.places.end - self.places.start) as usize
+    }
 }
 
 /// Returns how a strategy that needs to see all sequences arranges them; `None` for the others.
@@ -86,37 +102,61 @@ fn sorted_batches(
     let group_len = limits.group_len();
     // The shortest are those whose loss, or whose small batch, costs least.
     let surplus = sorted.len() % group_len;
-    let longer = Groups::new(&histogram.range(surplus..sorted.len()), limits);
+    let longer_runs = histogram.range(surplus..sorted.len());
+    let longer = Groups::new(&longer_runs, limits);
     let ends = known.filter(|ends| longer.allows(ends)).unwrap_or_else(|| longer.cut(cut));
-    let mut ends: Vec<u32> = ends.into_iter().map(|end| (surplus + end * group_len) as u32).collect();
-    let mut dropped = 0;
     if surplus > 0 && limits.config().remainder == Remainder::Keep {
-        ends.insert(0, surplus as u32);
-    } else if surplus > 0 {
-        sorted.drain(..surplus);
-        for end in &mut ends {
-            *end -= surplus as u32;
-        }
-        dropped = surplus as u64;
+        let ends = std::iter::once(surplus).chain(ends.into_iter().map(|end| surplus + end * group_len));
+        let batches = batches_of(histogram.runs(), ends, limits);
+        return Arrangement { names: sorted, batches, dropped: 0 };
     }
-    Arrangement { names: sorted, ends, dropped }
+    sorted.drain(..surplus);
+    let ends = ends.into_iter().map(|end| end * group_len);
+    let batches = batches_of(longer_runs.runs(), ends, limits);
+    Arrangement { names: sorted, batches, dropped: surplus as u64 }
 }
 
 fn rows(histogram: &Histogram, sorted: &[u32], packing: Packing, limits: &Limits) -> Arrangement {
     let row = Row { tokens: limits.max_tokens(), sequences: limits.max_batch_size() };
     let rows = pack::assign(histogram, row, packing);
-    let mut ends = vec![0_u32; rows.count];
-    rows.row_of.iter().for_each(|&row| ends[row as usize] += 1);
-    let mut end = 0;
-    for count in &mut ends {
-        end += *count;
-        *count = end;
+    let (mut next, mut real_tokens) = (vec![0_u32; rows.count], vec![0_u64; rows.count]);
+    let lengths = histogram.runs().iter().rev().flat_map(|run| std::iter::repeat_n(run.length, run.count as usize));
+    for (&row, length) in rows.row_of.iter().zip(lengths) {
+        next[row as usize] += 1;
+        real_tokens[row as usize] += length;
     }
+    let mut start = 0;
+    let batches = next.iter_mut().zip(real_tokens).map(|(next, real_tokens)| {
+        let places = start..start + *next;
+        (start, *next) = (places.end, places.end);
+        Planned { places, padded_length: row.tokens, real_tokens }
+    });
+    let batches = batches.collect();
     // Rows are filled from their ends, by ascending length, so that the longest comes first.
-    let (mut names, mut next) = (vec![0; sorted.len()], ends.clone());
+    let mut names = vec![0; sorted.len()];
     for (&row, &name) in rows.row_of.iter().rev().zip(sorted) {
         next[row as usize] -= 1;
         names[next[row as usize] as usize] = name;
     }
-    Arrangement { names, ends, dropped: 0 }
+    Arrangement { names, batches, dropped: 0 }
+}
+
+/// The batches of sorted sequences that end at these places.
+fn batches_of(runs: &[Run], ends: impl Iterator<Item = usize>, limits: &Limits) -> Vec<Planned> {
+    let (mut runs, mut left, mut start) = (runs.iter(), Run { length: 0, count: 0 }, 0);
+    let batches = ends.map(|end| {
+        let (mut missing, mut real_tokens) = ((end - start) as u64, 0);
+        while missing > 0 {
+            if left.count == 0 {
+                left = runs.next().copied().unwrap_or(Run { length: left.length, count: missing });
+            }
+            let taken = missing.min(left.count);
+            real_tokens += taken * left.length;
+            (missing, left.count) = (missing - taken, left.count - taken);
+        }
+        let places = start as u32..end as u32;
+        start = end;
+        Planned { places, padded_length: limits.padded_length(left.length), real_tokens }
+    });
+    batches.collect()
 }

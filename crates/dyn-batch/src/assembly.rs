@@ -67,10 +67,8 @@ impl Assembly {
 fn finish_whole(sequences: &[Sequence], whole: Whole, limits: &Limits, ready: &mut VecDeque<Batch>) -> Result<u64> {
     let lengths = || sequences.iter().map(|sequence| sequence.length);
     let arrangement = whole.arrange(&Histogram::new(lengths()), (0..).zip(lengths()), limits, None)?;
-    let mut start = 0;
-    ready.extend(arrangement.ends.iter().map(|&end| {
-        let places = &arrangement.names[start..end as usize];
-        start = end as usize;
+    ready.extend(arrangement.batches.iter().map(|batch| {
+        let places = &arrangement.names[batch.places.start as usize..batch.places.end as usize];
         Batch::gather(places.iter().map(|&place| sequences[place as usize]), limits)
     }));
     Ok(arrangement.dropped)

@@ -11,7 +11,7 @@ use core_types::Seed;
 
 use crate::{
     Batch, DynamicBatchSampler, Error, PaddingReport, Result, Sequence, SequenceLengths,
-    arrange::{Arrangement, Whole, of_whole_set},
+    arrange::{Arrangement, Planned, Whole, of_whole_set},
     histogram::Histogram,
     limits::Limits,
     shuffle::shuffle,
@@ -19,7 +19,8 @@ use crate::{
 
 /// The batches of an epoch, each of them at hand in constant time; made by [`DynamicBatchSampler::plan`].
 ///
-/// A plan holds 4 bytes for each sequence and 8 for each batch, and while it is made not more than 12 for a sequence.
+/// A plan holds 4 bytes for each sequence and 24 for each batch. While it is made, it takes 8 more for each sequence, and
+/// 4 for those of an order that is not the data set's own.
 ///
 /// # Determinism
 ///
@@ -46,7 +47,7 @@ pub struct BatchPlan<'a, L> {
     /// The sequences of all batches.
     indices: Vec<u32>,
     /// Where in there each batch is.
-    batches: Vec<Range<u32>>,
+    batches: Vec<Planned>,
     fate: PaddingReport,
 }
 
@@ -77,11 +78,12 @@ impl<'a, L: SequenceLengths> BatchPlan<'a, L> {
     {
         let (mut indices, mut batches) = (Vec::new(), Vec::new());
         for batch in stream.by_ref() {
-            let start = indices.len();
-            indices.extend(batch?.indices.iter().map(|&index| index as u32));
+            let (batch, start) = (batch?, indices.len());
+            indices.extend(batch.indices.iter().map(|&index| index as u32));
             let end = u32::try_from(indices.len());
             let end = end.map_err(|_| Error::TooManySequences { count: indices.len() as u64, limit: LIMIT })?;
-            batches.push(start as u32..end);
+            let Batch { padded_length, real_tokens, .. } = batch;
+            batches.push(Planned { places: start as u32..end, padded_length, real_tokens });
         }
         let fate = stream.report().fate();
         Ok(Self { sampler, indices, batches, fate })
@@ -100,12 +102,10 @@ impl<'a, L: SequenceLengths> BatchPlan<'a, L> {
         let with_length = |index: u32| (index, lengths.length(index.into()).unwrap_or(0).min(max));
         let count = order.as_ref().map_or(lengths.count(), |order| order.len() as u64);
         let known = known_ends(cut, limits, count);
-        let Arrangement { names, ends, dropped } = match &order {
+        let Arrangement { names, batches, dropped } = match &order {
             Some(order) => arrange(whole, limits, known, || order.iter().map(|&index| with_length(index)))?,
             None => arrange(whole, limits, known, || indices(lengths).map(with_length))?,
         };
-        let mut start = 0;
-        let batches = ends.into_iter().map(|end| std::mem::replace(&mut start, end)..end).collect();
         fate.dropped = dropped;
         Ok(Self { sampler, indices: names, batches, fate })
     }
@@ -115,7 +115,7 @@ impl<'a, L: SequenceLengths> BatchPlan<'a, L> {
     pub(crate) fn cut(&self) -> Vec<(u32, u32)> {
         let mut cut: Vec<(u32, u32)> = Vec::new();
         if let Some(Whole::Sorted(_)) = of_whole_set(&self.sampler.config().strategy) {
-            for size in self.batches.iter().map(|range| range.end - range.start) {
+            for size in self.batches.iter().map(|batch| batch.places.end - batch.places.start) {
                 match cut.last_mut().filter(|last| last.0 == size) {
                     Some(last) => last.1 += 1,
                     None => cut.push((size, 1)),
@@ -155,7 +155,11 @@ impl<'a, L: SequenceLengths> BatchPlan<'a, L> {
     /// What the batches cost, and how many sequences made it into none.
     pub fn report(&self) -> PaddingReport {
         let mut report = self.fate;
-        self.iter().for_each(|batch| report.add(&batch));
+        for batch in &self.batches {
+            let len = batch.len() as u64;
+            let rows = if self.limits().is_packing() { 1 } else { len };
+            report.add_totals(len, rows * batch.padded_length, batch.real_tokens);
+        }
         report
     }
 
@@ -170,8 +174,13 @@ impl<'a, L: SequenceLengths> BatchPlan<'a, L> {
 
     /// The sequences of batch `nth`, which must be there.
     pub(crate) fn sequences(&self, nth: usize) -> impl ExactSizeIterator<Item = Sequence> + DoubleEndedIterator + '_ {
-        let range = &self.batches[nth];
-        let indices = &self.indices[range.start as usize..range.end as usize];
+        self.measured(self.indices(nth))
+    }
+
+    fn measured<'b>(
+        &'b self,
+        indices: &'b [u32],
+    ) -> impl ExactSizeIterator<Item = Sequence> + DoubleEndedIterator + 'b {
         indices.iter().map(|&index| {
             let length = self.sampler.lengths().length(index.into()).unwrap_or(0);
             self.limits().counted(Sequence { index: index.into(), length })
@@ -183,41 +192,57 @@ impl<'a, L: SequenceLengths> BatchPlan<'a, L> {
         self.fate
     }
 
+    /// The indices of batch `nth`, which must be there.
+    pub(crate) fn indices(&self, nth: usize) -> &[u32] {
+        let Range { start, end } = self.batches[nth].places;
+        &self.indices[start as usize..end as usize]
+    }
+
+    /// What is known of batch `nth`, which must be there.
+    pub(crate) fn planned(&self, nth: usize) -> &Planned {
+        &self.batches[nth]
+    }
+
     /// Leaves out a batch.
     pub(crate) fn remove(&mut self, nth: usize) {
-        let Range { start, end } = self.batches.remove(nth);
-        self.fate.dropped += u64::from(end - start);
+        self.fate.dropped += self.batches.remove(nth).len() as u64;
     }
 
     /// Makes two batches of one: its first `size` sequences, and the others at the end of the plan.
     pub(crate) fn split(&mut self, nth: usize, size: usize) {
-        let Range { start, end } = self.batches[nth];
+        let Range { start, end } = self.batches[nth].places;
         let middle = start + size as u32;
-        self.batches[nth] = start..middle;
-        self.batches.push(middle..end);
+        self.batches[nth] = self.plan(start..middle);
+        self.batches.push(self.plan(middle..end));
     }
 
     /// Makes one batch of two, at the end of the plan; returns its number.
     pub(crate) fn join(&mut self, one: usize, other: usize) -> usize {
-        let [one_range, other_range] = [one, other].map(|nth| self.batches[nth].clone());
-        let both = one_range.chain(other_range).map(|place| self.indices[place as usize]).collect();
+        let both = [self.indices(one), self.indices(other)].concat();
         self.batches.remove(one.max(other));
         self.batches.remove(one.min(other));
-        self.push(both);
+        self.push(&both);
         self.len() - 1
     }
 
     /// Repeats the sequences of a batch until it has `len`; it moves to the end of the plan.
     pub(crate) fn repeat(&mut self, nth: usize, len: usize) {
-        let range = self.batches.remove(nth);
-        let repeated = range.cycle().take(len).map(|place| self.indices[place as usize]).collect();
-        self.push(repeated);
+        let repeated: Vec<u32> = self.indices(nth).iter().copied().cycle().take(len).collect();
+        self.batches.remove(nth);
+        self.push(&repeated);
     }
 
-    fn push(&mut self, sequences: Vec<u32>) {
+    fn push(&mut self, indices: &[u32]) {
         let start = self.indices.len() as u32;
-        self.indices.extend(sequences);
-        self.batches.push(start..self.indices.len() as u32);
+        self.indices.extend(indices);
+        self.batches.push(self.plan(start..self.indices.len() as u32));
+    }
+
+    /// The batch of the sequences at these places.
+    fn plan(&self, places: Range<u32>) -> Planned {
+        let indices = &self.indices[places.start as usize..places.end as usize];
+        let Batch { padded_length, real_tokens, .. } = Batch::gather(self.measured(indices), self.limits());
+        Planned { places, padded_length, real_tokens }
     }
 }
 

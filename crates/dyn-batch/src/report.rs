@@ -52,11 +52,16 @@ pub struct PaddingReport {
 impl PaddingReport {
     /// Counts one more batch.
     pub fn add(&mut self, batch: &Batch) {
+        self.add_totals(batch.len() as u64, batch.padded_tokens(), batch.real_tokens);
+    }
+
+    /// Counts one more batch of so many sequences and tokens.
+    pub(crate) fn add_totals(&mut self, sequences: u64, padded_tokens: u64, real_tokens: u64) {
         self.batches += 1;
-        self.sequences += batch.len() as u64;
-        self.real_tokens += u128::from(batch.real_tokens);
-        self.padded_tokens += u128::from(batch.padded_tokens());
-        self.max_padded_tokens = self.max_padded_tokens.max(batch.padded_tokens());
+        self.sequences += sequences;
+        self.real_tokens += u128::from(real_tokens);
+        self.padded_tokens += u128::from(padded_tokens);
+        self.max_padded_tokens = self.max_padded_tokens.max(padded_tokens);
     }
 
     /// What became of the sequences that are in no batch, without the batches.

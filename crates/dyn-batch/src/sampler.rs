@@ -119,13 +119,16 @@ impl<L: SequenceLengths> DynamicBatchSampler<L> {
         order: impl IntoIterator<Item = u64>,
         cut: &[(u32, u32)],
     ) -> Result<BatchPlan<'_, L>> {
-        let count = self.lengths.count();
-        let check = |index: u64| match u32::try_from(index) {
-            _ if index >= count => Err(Error::IndexOutOfRange { index, count }),
-            Ok(index) => Ok(index),
-            Err(_) => Err(Error::TooManySequences { count, limit: plan::LIMIT }),
-        };
-        BatchPlan::new(self, Some(order.into_iter().map(check).collect::<Result<_>>()?), cut)
+        let (order, count) = (order.into_iter(), self.lengths.count());
+        let mut indices = Vec::with_capacity(order.size_hint().0.min(usize::try_from(count).unwrap_or(0)));
+        for index in order {
+            indices.push(match u32::try_from(index) {
+                _ if index >= count => return Err(Error::IndexOutOfRange { index, count }),
+                Ok(index) => index,
+                Err(_) => return Err(Error::TooManySequences { count, limit: plan::LIMIT }),
+            });
+        }
+        BatchPlan::new(self, Some(indices), cut)
     }
 
     /// Batches for all ranks together: limits and multiple are so many times as large.

@@ -102,7 +102,7 @@ impl<'a, L: SequenceLengths> Steps<'a, L> {
         batches: Vec<u32>,
     ) -> Self {
         let world_size = sampler.placement().world_size().as_u64();
-        let fingerprint = fingerprint(&plan, &batches);
+        let fingerprint = fingerprint(&plan, sampler.config().shuffle);
         let start = BatchState { format_version: 1, epoch, step: 0, n_steps: 0, world_size, fingerprint, cut };
         let mut steps = Self { sampler, plan, batches, remaining: 0..0, start };
         steps.remaining.end = steps.batches.len() / steps.batches_per_step();
@@ -160,14 +160,14 @@ impl<'a, L: SequenceLengths> Steps<'a, L> {
     }
 }
 
-/// The sizes of all batches and what each begins with, as one number.
-fn fingerprint<L: SequenceLengths>(plan: &BatchPlan<'_, L>, batches: &[u32]) -> u64 {
-    let fold = |seed: Seed, &batch: &u32| {
-        let mut sequences = plan.sequences(batch as usize);
-        let len = sequences.len() as u64;
-        seed.derive(len).derive(sequences.next().map_or(0, |first| first.index))
+/// The order of the steps, the sizes of all batches and what each begins with, as one number.
+fn fingerprint<L: SequenceLengths>(plan: &BatchPlan<'_, L>, shuffle: Option<Seed>) -> u64 {
+    let order = shuffle.map_or(Seed::new(0), |seed| seed.derive(1));
+    let fold = |seed: Seed, nth: usize| {
+        let indices = plan.indices(nth);
+        seed.derive((indices.len() as u64) << 32 | u64::from(indices.first().copied().unwrap_or(0)))
     };
-    batches.iter().fold(Seed::new(0), fold).as_u64()
+    (0..plan.len()).fold(order, fold).as_u64()
 }
 
 impl<L: SequenceLengths> Iterator for Steps<'_, L> {
