@@ -119,17 +119,12 @@ fn sorted_batches(
 fn rows(histogram: &Histogram, sorted: &[u32], packing: Packing, limits: &Limits) -> Arrangement {
     let row = Row { tokens: limits.max_tokens(), sequences: limits.max_batch_size() };
     let rows = pack::assign(histogram, row, packing);
-    let (mut next, mut real_tokens) = (vec![0_u32; rows.count], vec![0_u64; rows.count]);
-    let lengths = histogram.runs().iter().rev().flat_map(|run| std::iter::repeat_n(run.length, run.count as usize));
-    for (&row, length) in rows.row_of.iter().zip(lengths) {
-        next[row as usize] += 1;
-        real_tokens[row as usize] += length;
-    }
-    let mut start = 0;
-    let batches = next.iter_mut().zip(real_tokens).map(|(next, real_tokens)| {
-        let places = start..start + *next;
-        (start, *next) = (places.end, places.end);
-        Planned { places, padded_length: row.tokens, real_tokens }
+    let (mut next, mut start) = (Vec::with_capacity(rows.left.len()), 0);
+    let batches = rows.left.iter().map(|left| {
+        let places = start..start + (row.sequences - left.sequences) as u32;
+        start = places.end;
+        next.push(start);
+        Planned { places, padded_length: row.tokens, real_tokens: row.tokens - left.tokens }
     });
     let batches = batches.collect();
     // Rows are filled from their ends, by ascending length, so that the longest comes first.

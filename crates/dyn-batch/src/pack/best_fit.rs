@@ -23,7 +23,7 @@ pub(super) fn assign(histogram: &Histogram, row: Row) -> Rows {
             left -= taken;
         }
     }
-    Rows { row_of, count: open.sequences.len() }
+    Rows { row_of, left: open.left }
 }
 
 /// Rows by the room they have left.
@@ -32,9 +32,9 @@ struct Open {
     /// The last row that came to have so much room, or [`NONE`].
     heads: Vec<u32>,
     rooms: BitSet,
-    /// For each row: the one that had the same room before, and the sequences it may still take.
+    /// For each row: the one that had the same room before, and its room.
     next: Vec<u32>,
-    sequences: Vec<u64>,
+    left: Vec<Row>,
 }
 
 impl Open {
@@ -47,7 +47,7 @@ impl Open {
             heads: vec![NONE; most_room + 1],
             rooms: BitSet::new(most_room + 1),
             next: Vec::new(),
-            sequences: Vec::new(),
+            left: Vec::new(),
         }
     }
 
@@ -55,23 +55,24 @@ impl Open {
     ///
     /// One by one they would go there too: a row that has taken one is fuller than all others with room.
     fn place(&mut self, length: u64, count: u64) -> (u32, u64) {
-        let (row, room) = match self.rooms.first_from(length as usize) {
-            Some(room) => (self.pop(room), room as u64),
-            None => (self.push_new(), self.row.tokens),
+        let row = match self.rooms.first_from(length as usize) {
+            Some(room) => self.pop(room),
+            None => self.push_new(),
         };
-        let by_room = room.checked_div(length).unwrap_or(u64::MAX);
-        let sequences = &mut self.sequences[row as usize];
-        let taken = count.min(by_room).min(*sequences);
-        *sequences -= taken;
-        if *sequences > 0 {
-            self.push(row, (room - taken * length) as usize);
+        let left = &mut self.left[row as usize];
+        let by_room = left.tokens.checked_div(length).unwrap_or(u64::MAX);
+        let taken = count.min(by_room).min(left.sequences);
+        *left = Row { tokens: left.tokens - taken * length, sequences: left.sequences - taken };
+        let Row { tokens, sequences } = *left;
+        if sequences > 0 {
+            self.push(row, tokens as usize);
         }
         (row, taken)
     }
 
     fn push_new(&mut self) -> u32 {
         self.next.push(NONE);
-        self.sequences.push(self.row.sequences);
+        self.left.push(self.row);
         self.next.len() as u32 - 1
     }
 
@@ -193,7 +194,7 @@ mod tests {
         let rows = assign(&Histogram::new(lengths.iter().copied()), row);
         let mut sorted = lengths.clone();
         sorted.sort_unstable_by(|a, b| b.cmp(a));
-        let mut rooms = vec![row; rows.count];
+        let mut rooms = vec![row; rows.left.len()];
         let rooms = sorted.iter().zip(&rows.row_of).map(|(length, &of)| {
             let room = &mut rooms[of as usize];
             *room = Row { tokens: room.tokens - length, sequences: room.sequences - 1 };

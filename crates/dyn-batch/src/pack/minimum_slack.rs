@@ -32,25 +32,27 @@ struct Piece {
 
 /// The fewest rows of all searches; `None` if there are none.
 pub(super) fn assign(histogram: &Histogram, row: Row) -> Option<Rows> {
-    MAX_STEPS.into_iter().map(|max_steps| search(histogram, row, max_steps)).min_by_key(|rows| rows.count)
+    MAX_STEPS.into_iter().map(|max_steps| search(histogram, row, max_steps)).min_by_key(|rows| rows.left.len())
 }
 
 fn search(histogram: &Histogram, row: Row, max_steps: u32) -> Rows {
-    let mut rows = Rows { row_of: vec![0; histogram.count() as usize], count: 0 };
+    let mut rows = Rows { row_of: vec![0; histogram.count() as usize], left: Vec::new() };
     let mut stock = descending(histogram);
     while !stock.is_empty() {
         let pieces = Search::new(&stock, row, max_steps).run();
         let times = pieces.iter().map(|piece| stock[piece.entry].count / piece.count).min().unwrap_or(0);
+        let mut room = row;
         for Piece { entry, count } in pieces {
-            let Stock { count: left, start, .. } = &mut stock[entry];
+            let Stock { length, count: left, start } = &mut stock[entry];
+            room = Row { tokens: room.tokens - count * *length, sequences: room.sequences - count };
             for nth in 0..times as usize {
                 // From the back, so that what is left still begins at `start`.
                 *left -= count;
                 let begin = *start + *left as usize;
-                rows.row_of[begin..begin + count as usize].fill((rows.count + nth) as u32);
+                rows.row_of[begin..begin + count as usize].fill((rows.left.len() + nth) as u32);
             }
         }
-        rows.count += times as usize;
+        rows.left.extend(std::iter::repeat_n(room, times as usize));
         stock.retain(|stock| stock.count > 0);
     }
     rows

@@ -17,11 +17,13 @@ pub(crate) struct Row {
     pub(crate) sequences: u64,
 }
 
-/// The row of each sequence, from the longest to the shortest.
+/// Rows that hold all sequences.
 #[derive(Debug)]
 pub(crate) struct Rows {
+    /// The row of each sequence, from the longest to the shortest.
     pub(crate) row_of: Vec<u32>,
-    pub(crate) count: usize,
+    /// The room that is left in each row.
+    pub(crate) left: Vec<Row>,
 }
 
 /// Assigns all sequences to rows, each of which is empty before.
@@ -31,5 +33,5 @@ pub(crate) fn assign(histogram: &Histogram, row: Row, packing: Packing) -> Rows 
         Packing::MinimumSlack => minimum_slack::assign(histogram, row),
         _ => None,
     };
-    minimum_slack.filter(|rows| rows.count < best_fit.count).unwrap_or(best_fit)
+    minimum_slack.filter(|rows| rows.left.len() < best_fit.left.len()).unwrap_or(best_fit)
 }
