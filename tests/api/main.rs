@@ -11,6 +11,8 @@ fn values_can_be_sent_to_and_shared_between_threads() {
     travels::<(sampler::SamplerState, sampler::Mixture, sampler::Error)>();
     travels::<(batch::DynamicBatchSampler<Vec<u64>>, batch::Batch, batch::PaddingReport, batch::Error)>();
     travels::<batch::Batches<std::vec::IntoIter<Result<batch::Sequence, batch::Error>>>>();
+    travels::<(batch::BatchPlan<'_, Vec<u64>>, batch::DistributedBatchSampler<Vec<u64>>, batch::BatchState)>();
+    travels::<(batch::Steps<'_, Vec<u64>>, batch::Step, batch::ShapeReport, batch::Segments, batch::Collator)>();
     travels::<(plan::ShardingPlan, plan::ParameterInfo, plan::PlanReport<'_>, plan::Error)>();
     travels::<(plan::PlanCost, plan::CostModel, plan::Cut, plan::ShardAssignment)>();
     travels::<(mesh::DeviceMesh, mesh::Replica, mesh::PMap<(), (), ()>, mesh::Error)>();
