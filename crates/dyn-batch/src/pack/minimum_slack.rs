@@ -13,7 +13,7 @@ use crate::histogram::Histogram;
 /// How many choices a search may try for one row; each limit gets its turn. A long search fills the row better, a short
 /// one ends while the long sequences are still together and leaves the short ones to later rows. Which is better depends
 /// on the lengths. The limit is also one on how deep the search recurses.
-const MAX_STEPS: [u32; 5] = [100, 200, 400, 1000, 4000];
+const MAX_STEPS: [u32; 7] = [100, 200, 300, 400, 600, 1000, 4000];
 
 /// Sequences of one length that are in no row yet.
 struct Stock {
