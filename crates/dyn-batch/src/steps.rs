@@ -4,7 +4,9 @@ use std::{fmt, iter::FusedIterator, ops::Range};
 
 use core_types::{Epoch, Seed};
 
-use crate::{Batch, BatchPlan, DistributedBatchSampler, PaddingReport, SequenceLengths, StepLayout, balance::balance};
+use crate::{
+    Batch, BatchPlan, DistributedBatchSampler, PaddingReport, Sequence, SequenceLengths, StepLayout, balance::balance,
+};
 
 /// What a rank does in one step.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
@@ -129,19 +131,28 @@ impl<'a, L: SequenceLengths> Steps<'a, L> {
 
     /// The batches of all ranks in step `nth`, rank by rank; `None` if there are fewer steps.
     pub fn step(&self, nth: usize) -> Option<Vec<Batch>> {
-        let batches = self.batches.chunks_exact(self.batches_per_step()).nth(nth)?;
+        let batches = self.planned(nth)?;
         Some(match self.sampler.config().layout {
             StepLayout::Grouped => batches.iter().map(|&batch| self.plan.batch(batch as usize)).collect(),
-            StepLayout::Dealt => {
-                let sequences: Vec<_> = self.plan.sequences(*batches.first()? as usize).collect();
-                let costs: Vec<u64> = sequences.iter().map(|each| self.sampler.config().cost.of(each.length)).collect();
-                let parts = balance(&costs, self.sampler.placement().world_size()).into_iter();
-                let gather = |part: Vec<usize>| {
-                    Batch::gather(part.into_iter().map(|place| sequences[place]), self.plan.limits())
-                };
-                parts.map(gather).collect()
-            }
+            StepLayout::Dealt => self.deal(*batches.first()?).map(|part| self.gather(part)).collect(),
         })
+    }
+
+    /// The batches of step `nth` in the plan.
+    fn planned(&self, nth: usize) -> Option<&[u32]> {
+        self.batches.chunks_exact(self.batches_per_step()).nth(nth)
+    }
+
+    /// The sequences of a batch that each rank takes.
+    fn deal(&self, batch: u32) -> impl Iterator<Item = Vec<Sequence>> {
+        let sequences: Vec<Sequence> = self.plan.sequences(batch as usize).collect();
+        let costs: Vec<u64> = sequences.iter().map(|each| self.sampler.config().cost.of(each.length)).collect();
+        let parts = balance(&costs, self.sampler.placement().world_size()).into_iter();
+        parts.map(move |part| part.into_iter().map(|place| sequences[place]).collect())
+    }
+
+    fn gather(&self, part: Vec<Sequence>) -> Batch {
+        Batch::gather(part.into_iter(), self.plan.limits())
     }
 
     fn batches_per_step(&self) -> usize {
@@ -152,11 +163,16 @@ impl<'a, L: SequenceLengths> Steps<'a, L> {
     }
 
     fn read(&self, nth: usize) -> Option<Step> {
-        let mut batches = self.step(nth)?;
-        let world_size = batches.len() as u64;
-        let real_tokens = batches.iter().map(|batch| batch.real_tokens).fold(0, u64::saturating_add);
-        let rank = self.sampler.placement().rank().as_usize();
-        (rank < batches.len()).then(|| Step { batch: batches.swap_remove(rank), real_tokens, world_size })
+        let batches = self.planned(nth)?;
+        let placement = self.sampler.placement();
+        let rank = placement.rank().as_usize();
+        let batch = match self.sampler.config().layout {
+            StepLayout::Grouped => self.plan.batch(*batches.get(rank)? as usize),
+            StepLayout::Dealt => self.gather(self.deal(*batches.first()?).nth(rank)?),
+        };
+        let tokens = batches.iter().map(|&batch| self.plan.planned(batch as usize).real_tokens);
+        let real_tokens = tokens.fold(0, u64::saturating_add);
+        Some(Step { batch, real_tokens, world_size: placement.world_size().as_u64() })
     }
 }
 
