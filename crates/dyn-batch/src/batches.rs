@@ -95,7 +95,6 @@ impl<I: Iterator> Batches<I> {
     fn place(&mut self, sequence: Sequence) -> Result<()> {
         if let Some(sequence) = self.limits.admit(sequence, &mut self.report)? {
             self.assembly.push(sequence, &self.limits, &mut self.ready);
-            self.shuffle_ready();
         }
         Ok(())
     }
@@ -103,7 +102,6 @@ impl<I: Iterator> Batches<I> {
     fn finish(&mut self) -> Result<()> {
         self.sequences = None;
         self.report.dropped += self.assembly.finish(&self.limits, &mut self.ready)?;
-        self.shuffle_ready();
         Ok(())
     }
 
@@ -129,6 +127,7 @@ where
     type Item = Result<Batch, E>;
 
     fn next(&mut self) -> Option<Self::Item> {
+        let needs_more = self.ready.is_empty();
         while self.ready.is_empty() {
             match self.sequences.as_mut()?.next() {
                 Some(sequence) => {
@@ -144,6 +143,9 @@ where
                     }
                 }
             }
+        }
+        if needs_more {
+            self.shuffle_ready();
         }
         let batch = self.ready.pop_front()?;
         self.report.add(&batch);
