@@ -8,11 +8,11 @@
 use std::ops::Range;
 
 use crate::{
-    Cut, DynamicBatchStrategy, Error, Packing, Remainder, Result,
+    Cut, DynamicBatchStrategy, Error, Packing, Result,
     cut::Groups,
     histogram::{Histogram, Run, Slots},
     limits::Limits,
-    pack::{self, Row},
+    pack,
 };
 
 /// Sequences by name, and batches of them.
@@ -99,25 +99,21 @@ fn sorted_batches(
     limits: &Limits,
     known: Option<Vec<usize>>,
 ) -> Arrangement {
-    let group_len = limits.group_len();
-    // The shortest are those whose loss, or whose small batch, costs least.
-    let surplus = sorted.len() % group_len;
-    let longer_runs = histogram.range(surplus..sorted.len());
-    let longer = Groups::new(&longer_runs, limits);
-    let ends = known.filter(|ends| longer.allows(ends)).unwrap_or_else(|| longer.cut(cut));
-    if surplus > 0 && limits.config().remainder == Remainder::Keep {
-        let ends = std::iter::once(surplus).chain(ends.into_iter().map(|end| surplus + end * group_len));
-        let batches = batches_of(histogram.runs(), ends, limits);
-        return Arrangement { names: sorted, batches, dropped: 0 };
-    }
-    sorted.drain(..surplus);
-    let ends = ends.into_iter().map(|end| end * group_len);
-    let batches = batches_of(longer_runs.runs(), ends, limits);
-    Arrangement { names: sorted, batches, dropped: surplus as u64 }
+    // The surplus are the shortest, whose loss, or whose small batch, costs least.
+    let (len, group_len) = (sorted.len(), limits.group_len());
+    let (whole, kept) = limits.last(len);
+    let (surplus, dropped) = (len - whole, len - whole - kept);
+    let groups = Groups::new(&histogram.range(surplus..len), limits);
+    let ends = known.filter(|ends| groups.allows(ends)).unwrap_or_else(|| groups.cut(cut));
+    let ends = ends.into_iter().map(|end| kept + end * group_len);
+    let ends = (kept > 0).then_some(kept).into_iter().chain(ends);
+    let batches = batches_of(histogram.range(dropped..len).runs(), ends, limits);
+    sorted.drain(..dropped);
+    Arrangement { names: sorted, batches, dropped: dropped as u64 }
 }
 
 fn rows(histogram: &Histogram, sorted: &[u32], packing: Packing, limits: &Limits) -> Arrangement {
-    let row = Row { tokens: limits.max_tokens(), sequences: limits.max_batch_size() };
+    let row = limits.empty_row();
     let rows = pack::assign(histogram, row, packing);
     let (mut next, mut start) = (Vec::with_capacity(rows.left.len()), 0);
     let batches = rows.left.iter().map(|left| {

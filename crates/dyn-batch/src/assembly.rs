@@ -10,7 +10,7 @@ use crate::{
     arrange::{Whole, of_whole_set},
     histogram::Histogram,
     limits::Limits,
-    pack::{OpenRows, Row},
+    pack::OpenRows,
     window::Window,
 };
 
@@ -33,8 +33,7 @@ impl Assembly {
         match *strategy {
             DynamicBatchStrategy::Sorted { window: Some(window), cut } => Self::Window(Window::new(window, cut)),
             DynamicBatchStrategy::Pack(Packing::InOrder { open_rows }) => {
-                let row = Row { tokens: limits.max_tokens(), sequences: limits.max_batch_size() };
-                Self::Rows(OpenRows::new(row, open_rows))
+                Self::Rows(OpenRows::new(limits.empty_row(), open_rows))
             }
             _ => Self::Open(BTreeMap::new()),
         }

@@ -44,24 +44,16 @@ pub struct Batch {
 }
 
 impl Batch {
-    /// Sequences that are a row each, within the limits, so that no sum overflows.
-    pub(crate) fn padded(sequences: impl ExactSizeIterator<Item = Sequence>, limits: &Limits) -> Self {
-        let mut batch =
-            Self { indices: Vec::with_capacity(sequences.len()), rows: 0, padded_length: 0, real_tokens: 0 };
-        for Sequence { index, length } in sequences {
-            batch.indices.push(index);
-            batch.padded_length = batch.padded_length.max(length);
-            batch.real_tokens += length;
-        }
-        batch.rows = batch.indices.len() as u64;
-        batch.padded_length = limits.padded_length(batch.padded_length);
-        batch
-    }
-
-    /// Sequences in one row, or in a row each, as the strategy has it.
+    /// Sequences in a row each, or in one row if the strategy packs; within the limits, so that no sum overflows.
     pub(crate) fn gather(sequences: impl ExactSizeIterator<Item = Sequence>, limits: &Limits) -> Self {
-        let batch = Self::padded(sequences, limits);
-        if limits.is_packing() { Self { rows: 1, padded_length: limits.max_tokens(), ..batch } } else { batch }
+        let (mut indices, mut longest, mut real_tokens) = (Vec::with_capacity(sequences.len()), 0, 0);
+        for Sequence { index, length } in sequences {
+            indices.push(index);
+            longest = length.max(longest);
+            real_tokens += length;
+        }
+        let (rows, padded_length) = (limits.rows(indices.len()), limits.row_length(longest));
+        Self { indices, rows, padded_length, real_tokens }
     }
 
     /// The number of sequences; the spec's `BatchSize`.

@@ -52,8 +52,7 @@ fn split_most_padded<L: SequenceLengths>(plan: &mut BatchPlan<'_, L>, n: usize) 
     // At equal padding the one with the most tokens, then the first one.
     let entry = |plan: &BatchPlan<'_, L>, nth: usize| {
         let batch = plan.planned(nth);
-        let rows = if plan.limits().is_packing() { 1 } else { batch.len() as u64 };
-        (rows * batch.padded_length - batch.real_tokens, batch.real_tokens, Reverse(nth))
+        (plan.padded_tokens(batch) - batch.real_tokens, batch.real_tokens, Reverse(nth))
     };
     let mut padded: BinaryHeap<_> = (0..plan.len()).map(|nth| entry(plan, nth)).collect();
     for _ in 0..n {
@@ -105,10 +104,10 @@ pub(crate) fn fill_small_batch<L: SequenceLengths>(
             let others = (0..plan.len()).filter(|&nth| nth != small);
             let Some(smallest) = others.min_by_key(|&nth| plan.planned(nth).len()) else { return Err(too_few) };
             let joined = plan.join(small, smallest);
-            let batch = plan.batch(joined);
-            if batch.rows > plan.limits().max_rows(batch.padded_length) {
-                plan.split(joined, batch.len() / 2);
-                if batch.len() / 2 < n_ranks {
+            let (len, padded_length) = (plan.planned(joined).len(), plan.planned(joined).padded_length);
+            if len as u64 > plan.limits().max_rows(padded_length) {
+                plan.split(joined, len / 2);
+                if len / 2 < n_ranks {
                     return Err(too_few);
                 }
             }

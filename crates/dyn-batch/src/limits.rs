@@ -9,6 +9,7 @@ use std::cmp::Ordering;
 
 use crate::{
     BatchConfig, Buckets, DynamicBatchStrategy, Error, Overlong, Packing, PaddingReport, Remainder, Result, Sequence,
+    pack::Row,
 };
 
 /// The longest row of best-fit packing, which has a table entry of 4 bytes for each of its tokens.
@@ -82,14 +83,9 @@ impl Limits {
         &self.config
     }
 
-    /// The most padded tokens in a batch, and the length of a packed row; `u64::MAX` if there is no such limit.
-    pub(crate) fn max_tokens(&self) -> u64 {
-        self.max_tokens
-    }
-
-    /// The most sequences in a batch, and in a packed row; `u64::MAX` if there is no such limit.
-    pub(crate) fn max_batch_size(&self) -> u64 {
-        self.max_batch_size
+    /// What an empty packed row has room for.
+    pub(crate) fn empty_row(&self) -> Row {
+        Row { tokens: self.max_tokens, sequences: self.max_batch_size }
     }
 
     /// The size of a group.
@@ -152,6 +148,16 @@ impl Limits {
     /// The length to which a batch is padded if its longest sequence, which was admitted, has this one.
     pub(crate) fn padded_length(&self, longest: u64) -> u64 {
         self.checked_padded_length(longest).unwrap_or(u64::MAX)
+    }
+
+    /// The rows of a batch of `len` sequences: one if they are packed, else one each.
+    pub(crate) fn rows(&self, len: usize) -> u64 {
+        if self.is_packing() { 1 } else { len as u64 }
+    }
+
+    /// The length of each row, if the longest sequence of the batch has this one.
+    pub(crate) fn row_length(&self, longest: u64) -> u64 {
+        if self.is_packing() { self.max_tokens } else { self.padded_length(longest) }
     }
 
     fn checked_padded_length(&self, longest: u64) -> Option<u64> {

@@ -98,8 +98,7 @@ impl<'a, L: SequenceLengths> BatchPlan<'a, L> {
         let mut fate = PaddingReport::default();
         let order = sampler.admit_all(order, &mut fate)?;
         let (lengths, limits) = (sampler.lengths(), sampler.limits());
-        let max = limits.config().max_sequence_length.unwrap_or(u64::MAX);
-        let with_length = |index: u32| (index, lengths.length(index.into()).unwrap_or(0).min(max));
+        let with_length = |index: u32| (index, sampler.sequence(index).length);
         let count = order.as_ref().map_or(lengths.count(), |order| order.len() as u64);
         let known = known_ends(cut, limits, count);
         let Arrangement { names, batches, dropped } = match &order {
@@ -156,11 +155,14 @@ impl<'a, L: SequenceLengths> BatchPlan<'a, L> {
     pub fn report(&self) -> PaddingReport {
         let mut report = self.fate;
         for batch in &self.batches {
-            let len = batch.len() as u64;
-            let rows = if self.limits().is_packing() { 1 } else { len };
-            report.add_totals(len, rows * batch.padded_length, batch.real_tokens);
+            report.add_totals(batch.len() as u64, self.padded_tokens(batch), batch.real_tokens);
         }
         report
+    }
+
+    /// The tokens of one of the batches, padding included.
+    pub(crate) fn padded_tokens(&self, batch: &Planned) -> u64 {
+        self.limits().rows(batch.len()) * batch.padded_length
     }
 
     pub(crate) fn limits(&self) -> &Limits {
@@ -181,10 +183,7 @@ impl<'a, L: SequenceLengths> BatchPlan<'a, L> {
         &'b self,
         indices: &'b [u32],
     ) -> impl ExactSizeIterator<Item = Sequence> + DoubleEndedIterator + 'b {
-        indices.iter().map(|&index| {
-            let length = self.sampler.lengths().length(index.into()).unwrap_or(0);
-            self.limits().counted(Sequence { index: index.into(), length })
-        })
+        indices.iter().map(|&index| self.sampler.sequence(index))
     }
 
     /// What became of the sequences that are in no batch.

@@ -154,6 +154,15 @@ impl<L: SequenceLengths> DynamicBatchSampler<L> {
         &self.limits
     }
 
+    /// An admitted sequence as it counts.
+    pub(crate) fn sequence(&self, index: u32) -> Sequence {
+        self.limits.counted(self.measure(index))
+    }
+
+    fn measure(&self, index: u32) -> Sequence {
+        Sequence { index: index.into(), length: self.lengths.length(index.into()).unwrap_or(0) }
+    }
+
     /// The sequences of an order that are not skipped, `None` for all of them.
     pub(crate) fn admit_all(&self, order: Option<Vec<u32>>, report: &mut PaddingReport) -> Result<Option<Vec<u32>>> {
         // If the longest is admitted as it is, then all are.
@@ -168,8 +177,7 @@ impl<L: SequenceLengths> DynamicBatchSampler<L> {
             }
         }
         let admit = |index: u32| {
-            let sequence = Sequence { index: index.into(), length: self.lengths.length(index.into()).unwrap_or(0) };
-            self.limits.admit(sequence, report).map(|admitted| admitted.map(|_| index)).transpose()
+            self.limits.admit(self.measure(index), report).map(|admitted| admitted.map(|_| index)).transpose()
         };
         match order {
             Some(order) => order.into_iter().filter_map(admit).collect::<Result<_>>().map(Some),

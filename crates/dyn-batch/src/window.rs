@@ -70,7 +70,7 @@ impl Window {
         let batches = ends.into_iter().map(|end| {
             let places = &sorted[start..full.start + end * group_len];
             start += places.len();
-            Batch::padded(places.iter().map(|&place| self.sequences[place as usize]), limits)
+            Batch::gather(places.iter().map(|&place| self.sequences[place as usize]), limits)
         });
         let batches = batches.collect();
         // In the order in which they came, so that equal ones leave in that order.
