@@ -1,19 +1,30 @@
-//! Element types, named as in safetensors headers.
+//! Element types, named as in safetensors headers and in ggml.
 
 use std::fmt;
 
 use serde::{Deserialize, Deserializer, Serialize, Serializer, de};
 
-/// The type of one element of a parameter.
+use crate::error::{Error, Result};
+
+/// The type of the elements of a parameter.
+///
+/// The names are those of safetensors headers, and for the block types of quantized checkpoints those of ggml. A
+/// **block** is what cannot be cut: one element of most types, some elements that share whole bytes below 8 bits
+/// ([`ElemType::F4`]), elements that share a scale in the types of ggml ([`ElemType::Q4_0`] and the following).
 ///
 /// # Examples
 ///
 /// ```
 /// # use fsdp_plan::ElemType;
 /// assert_eq!(ElemType::from_name("BF16"), Some(ElemType::Bf16));
-/// assert_eq!(ElemType::Bf16.size_bits(), 16);
+/// assert_eq!((ElemType::Bf16.block_numel(), ElemType::Bf16.block_bytes()), (1, 2));
+/// assert_eq!((ElemType::Q4_0.block_numel(), ElemType::Q4_0.block_bytes()), (32, 18));
 /// assert_eq!(ElemType::from_name("bf16"), None);
 /// ```
+///
+/// # References
+///
+/// The safetensors format; `ggml-common.h` of ggml for the block types, which are those of candle's `GgmlDType`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 #[non_exhaustive]
 pub enum ElemType {
@@ -29,6 +40,16 @@ pub enum ElemType {
     F8E4M3,
     /// 8-bit float with 5 bits of exponent and 2 of mantissa.
     F8E5M2,
+    /// 8-bit power of two: the scale of microscaling formats.
+    F8E8M0,
+    /// 6-bit float with 2 bits of exponent and 3 of mantissa.
+    F6E2M3,
+    /// 6-bit float with 3 bits of exponent and 2 of mantissa.
+    F6E3M2,
+    /// 4-bit float with 2 bits of exponent and 1 of mantissa.
+    F4,
+    /// Complex number of two [`ElemType::F32`].
+    C64,
     /// Signed integer of 64 bits.
     I64,
     /// Signed integer of 32 bits.
@@ -47,51 +68,106 @@ pub enum ElemType {
     U8,
     /// A truth value, stored in one byte.
     Bool,
+    /// ggml: 32 elements of 4 bits and a scale.
+    Q4_0,
+    /// ggml: 32 elements of 4 bits, a scale and a minimum.
+    Q4_1,
+    /// ggml: 32 elements of 5 bits and a scale.
+    Q5_0,
+    /// ggml: 32 elements of 5 bits, a scale and a minimum.
+    Q5_1,
+    /// ggml: 32 elements of 8 bits and a scale.
+    Q8_0,
+    /// ggml: 32 elements of 8 bits, a scale and a sum.
+    Q8_1,
+    /// ggml: 256 elements of 2 bits with scales for each 16.
+    Q2K,
+    /// ggml: 256 elements of 3 bits with scales for each 16.
+    Q3K,
+    /// ggml: 256 elements of 4 bits with scales for each 32.
+    Q4K,
+    /// ggml: 256 elements of 5 bits with scales for each 32.
+    Q5K,
+    /// ggml: 256 elements of 6 bits with scales for each 16.
+    Q6K,
+    /// ggml: 256 elements of 8 bits, a scale and sums.
+    Q8K,
 }
 
-/// Every type with its name, its size in bits, and whether it is a float.
-const TABLE: [(ElemType, &str, u64, bool); 15] = [
-    (ElemType::F64, "F64", 64, true),
-    (ElemType::F32, "F32", 32, true),
-    (ElemType::F16, "F16", 16, true),
-    (ElemType::Bf16, "BF16", 16, true),
-    (ElemType::F8E4M3, "F8_E4M3", 8, true),
-    (ElemType::F8E5M2, "F8_E5M2", 8, true),
-    (ElemType::I64, "I64", 64, false),
-    (ElemType::I32, "I32", 32, false),
-    (ElemType::I16, "I16", 16, false),
-    (ElemType::I8, "I8", 8, false),
-    (ElemType::U64, "U64", 64, false),
-    (ElemType::U32, "U32", 32, false),
-    (ElemType::U16, "U16", 16, false),
-    (ElemType::U8, "U8", 8, false),
-    (ElemType::Bool, "BOOL", 8, false),
+/// Every type with its name, the elements and the bytes of a block, and whether it can be trained.
+const TABLE: [(ElemType, &str, u64, u64, bool); 32] = [
+    (ElemType::F64, "F64", 1, 8, true),
+    (ElemType::F32, "F32", 1, 4, true),
+    (ElemType::F16, "F16", 1, 2, true),
+    (ElemType::Bf16, "BF16", 1, 2, true),
+    (ElemType::F8E4M3, "F8_E4M3", 1, 1, true),
+    (ElemType::F8E5M2, "F8_E5M2", 1, 1, true),
+    (ElemType::F8E8M0, "F8_E8M0", 1, 1, false),
+    (ElemType::F6E2M3, "F6_E2M3", 4, 3, false),
+    (ElemType::F6E3M2, "F6_E3M2", 4, 3, false),
+    (ElemType::F4, "F4", 2, 1, false),
+    (ElemType::C64, "C64", 1, 8, true),
+    (ElemType::I64, "I64", 1, 8, false),
+    (ElemType::I32, "I32", 1, 4, false),
+    (ElemType::I16, "I16", 1, 2, false),
+    (ElemType::I8, "I8", 1, 1, false),
+    (ElemType::U64, "U64", 1, 8, false),
+    (ElemType::U32, "U32", 1, 4, false),
+    (ElemType::U16, "U16", 1, 2, false),
+    (ElemType::U8, "U8", 1, 1, false),
+    (ElemType::Bool, "BOOL", 1, 1, false),
+    (ElemType::Q4_0, "Q4_0", 32, 18, false),
+    (ElemType::Q4_1, "Q4_1", 32, 20, false),
+    (ElemType::Q5_0, "Q5_0", 32, 22, false),
+    (ElemType::Q5_1, "Q5_1", 32, 24, false),
+    (ElemType::Q8_0, "Q8_0", 32, 34, false),
+    (ElemType::Q8_1, "Q8_1", 32, 36, false),
+    (ElemType::Q2K, "Q2_K", 256, 84, false),
+    (ElemType::Q3K, "Q3_K", 256, 110, false),
+    (ElemType::Q4K, "Q4_K", 256, 144, false),
+    (ElemType::Q5K, "Q5_K", 256, 176, false),
+    (ElemType::Q6K, "Q6_K", 256, 210, false),
+    (ElemType::Q8K, "Q8_K", 256, 292, false),
 ];
 
 impl ElemType {
-    /// The type that safetensors calls `name`, if this crate knows it.
+    /// The type of this name, if this crate knows it.
     pub fn from_name(name: &str) -> Option<Self> {
         TABLE.iter().find(|row| row.1 == name).map(|row| row.0)
     }
 
-    /// What safetensors calls this type.
+    /// The type that a file calls `dtype`, for its tensor `name`.
+    pub(crate) fn of_tensor(name: &str, dtype: &str) -> Result<Self> {
+        Self::from_name(dtype).ok_or_else(|| Error::UnknownDtype { name: name.to_owned(), dtype: dtype.to_owned() })
+    }
+
+    /// What files call this type.
     pub const fn name(self) -> &'static str {
         TABLE[self as usize].1
     }
 
-    /// The size of one element, in bits: types below one byte exist.
-    pub const fn size_bits(self) -> u64 {
+    /// The elements of one block, the least that can be held: 1 for types of whole bytes.
+    pub const fn block_numel(self) -> u64 {
         TABLE[self as usize].2
     }
 
-    /// Whether parameters of this type can be trained.
-    pub const fn is_float(self) -> bool {
+    /// The bytes of one block.
+    pub const fn block_bytes(self) -> u64 {
         TABLE[self as usize].3
+    }
+
+    /// Whether parameters of this type can be trained: floats of at least 8 bits, but no scales.
+    pub const fn is_trainable(self) -> bool {
+        TABLE[self as usize].4
     }
 
     /// The bytes that `n_elems` elements take. Sums over a whole cluster go beyond 64 bits, so this is wider.
     pub(crate) fn bytes(self, n_elems: u128) -> u128 {
-        (n_elems * u128::from(self.size_bits())).div_ceil(8)
+        let n_blocks = match self.block_numel() {
+            1 => n_elems, // saves a wide division for nearly all types
+            block_numel => n_elems.div_ceil(block_numel.into()),
+        };
+        n_blocks * u128::from(self.block_bytes())
     }
 }
 
@@ -120,10 +196,17 @@ mod tests {
 
     #[test]
     fn the_table_is_in_the_order_of_the_enum() {
-        for (position, (elem, name, bits, _)) in TABLE.into_iter().enumerate() {
+        for (position, (elem, name, block_numel, block_bytes, _)) in TABLE.into_iter().enumerate() {
             assert_eq!(elem as usize, position);
             assert_eq!(ElemType::from_name(name), Some(elem));
-            assert_eq!((elem.name(), elem.size_bits()), (name, bits));
+            assert_eq!((elem.name(), elem.block_numel(), elem.block_bytes()), (name, block_numel, block_bytes));
+        }
+    }
+
+    #[test]
+    fn partial_blocks_take_whole_ones() {
+        for (elem, n_elems, bytes) in [(ElemType::F4, 3, 2), (ElemType::F6E2M3, 5, 6), (ElemType::Q4K, 257, 288)] {
+            assert_eq!(elem.bytes(n_elems), bytes);
         }
     }
 }
