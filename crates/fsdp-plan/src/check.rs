@@ -7,86 +7,139 @@ use core_types::{Placement, WorldSize};
 use crate::{
     Cut, ParameterInfo, PlannedParameter,
     error::{Error, Result},
+    groups::Groups,
 };
 
-/// Returns the positions of `parameters` in the order of their names, once it is sure that each has its own.
-pub(crate) fn sorted_by_name(parameters: &[PlannedParameter]) -> Result<Vec<usize>> {
-    if parameters.is_empty() {
-        return Err(Error::NoParameters);
-    }
-    let name = |position: usize| parameters[position].info().name();
-    let mut positions: Vec<usize> = (0..parameters.len()).collect();
-    positions.sort_unstable_by_key(|&position| name(position));
-    match positions.windows(2).find(|pair| name(pair[0]) == name(pair[1])) {
-        Some(pair) => Err(Error::DuplicateName { name: name(pair[0]).to_owned() }),
-        None => Ok(positions),
-    }
-}
-
 /// Checks each parameter by itself against its cut.
-pub(crate) fn cuts(parameters: &[PlannedParameter], world_size: WorldSize) -> Result<()> {
+pub(crate) fn cuts(parameters: &[PlannedParameter], group: WorldSize) -> Result<()> {
     for parameter in parameters {
         let (info, cut) = (parameter.info(), parameter.cut());
         let name = || info.name().to_owned();
-        if info.always_gather() && cut != Cut::Replicated {
+        if info.tied_to().is_some() != (cut == Cut::Tied) {
+            return Err(Error::CutTied { name: name(), is_tied: info.tied_to().is_some() });
+        }
+        if info.always_gather() && !matches!(cut, Cut::Replicated | Cut::Tied) {
             return Err(Error::CutAlwaysGathered { name: name() });
         }
-        if info.shape().is_empty() && cut == Cut::Dim0 {
-            return Err(Error::ScalarParameter { name: name() });
-        }
-        if let Cut::Whole { owner } = cut {
-            Placement::new(owner.as_u64(), world_size.as_u64())?;
+        match cut {
+            Cut::Dim0 if info.shape().is_empty() => return Err(Error::ScalarParameter { name: name() }),
+            Cut::Dim0 => whole_blocks(info, info.row_numel(), group)?,
+            Cut::Flat { .. } | Cut::FlatAligned { .. } => whole_blocks(info, 1, group)?,
+            Cut::Ragged { granule, round_up_from, .. } => granules(info, granule, round_up_from)?,
+            Cut::Whole { owner } => _ = Placement::new(owner.as_u64(), group.as_u64())?,
+            Cut::Wrapped { .. } | Cut::Replicated | Cut::Tied => {}
         }
     }
     Ok(())
 }
 
-/// Checks that the flat parameters of each unit can be flattened together, and lie side by side.
-pub(crate) fn flat_units(parameters: &[PlannedParameter]) -> Result<()> {
-    let mut units: BTreeMap<&str, FlatUnit<'_>> = BTreeMap::new();
-    for parameter in parameters {
-        if let Cut::Flat { offset, unit_numel } = parameter.cut() {
-            let info = parameter.info();
-            let new_unit = FlatUnit { first: info, last: info, end: 0, numel: unit_numel };
-            units.entry(info.unit()).or_insert(new_unit).append(info, offset, unit_numel)?;
-        }
+/// Checks that cuts after every `item_numel` elements leave blocks whole.
+fn whole_blocks(info: &ParameterInfo, item_numel: u64, group: WorldSize) -> Result<()> {
+    if group == WorldSize::ONE || item_numel % info.dtype().block_numel() == 0 {
+        return Ok(());
     }
-    units.values().try_for_each(FlatUnit::finish)
+    Err(Error::CutsBlock { name: info.name().to_owned(), shape: info.shape().to_vec(), dtype: info.dtype() })
 }
 
-/// A unit, as far as its parameters have been seen.
-struct FlatUnit<'a> {
+fn granules(info: &ParameterInfo, granule: u64, round_up_from: u64) -> Result<()> {
+    let dtype = info.dtype();
+    let whole_blocks = granule > 0 && granule % dtype.block_bytes() == 0;
+    if whole_blocks && (1..=granule).contains(&round_up_from) {
+        return Ok(());
+    }
+    Err(Error::BadGranule { name: info.name().to_owned(), dtype, granule, round_up_from })
+}
+
+/// Checks that every tied parameter is another name of one that is planned like it.
+pub(crate) fn ties<'a>(
+    parameters: &'a [PlannedParameter],
+    find: impl Fn(&str) -> Option<&'a PlannedParameter>,
+) -> Result<()> {
+    for info in parameters.iter().map(PlannedParameter::info) {
+        let Some(target) = info.tied_to() else { continue };
+        let reason = match find(target).map(PlannedParameter::info) {
+            None => "there is no such parameter",
+            Some(other) if other.tied_to().is_some() => "that is tied itself",
+            Some(other) if (other.shape(), other.dtype()) != (info.shape(), info.dtype()) => {
+                "they differ in shape or dtype"
+            }
+            Some(other) if other.unit() != info.unit() => {
+                "they are in two units, of which one would be gathered without the other; put both into one"
+            }
+            Some(_) => continue,
+        };
+        return Err(Error::BadTie { name: info.name().to_owned(), target: target.to_owned(), reason });
+    }
+    Ok(())
+}
+
+/// Checks that parameters which share a buffer can do so, and lie in it in order.
+pub(crate) fn buffers(parameters: &[PlannedParameter]) -> Result<()> {
+    let units = Groups::of(parameters.iter().map(|parameter| parameter.info().unit()));
+    let mut buffers: BTreeMap<_, Buffer<'_>> = BTreeMap::new();
+    for (parameter, unit) in parameters.iter().zip(units.of_item) {
+        let (info, cut) = (parameter.info(), parameter.cut());
+        let (kind, offset, size, len) = match cut {
+            Cut::Flat { offset, unit_numel } => (Kind::Flat, offset, info.numel(), unit_numel),
+            Cut::FlatAligned { offset, unit_numel } => (Kind::Aligned, offset, info.numel(), unit_numel),
+            Cut::Ragged { offset, unit_bytes, .. } => (Kind::Ragged, offset, info.bytes(), unit_bytes),
+            Cut::Wrapped { offset, total_bytes } => (Kind::Wrapped, offset, info.bytes(), total_bytes),
+            Cut::Dim0 | Cut::Whole { .. } | Cut::Replicated | Cut::Tied => continue,
+        };
+        let unit = if kind == Kind::Wrapped { 0 } else { unit };
+        let new_buffer = Buffer { kind, first: info, last: info, end: 0, len };
+        buffers.entry((kind, unit)).or_insert(new_buffer).append(info, offset, size, len)?;
+    }
+    buffers.values().try_for_each(Buffer::finish)
+}
+
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+enum Kind {
+    Flat,
+    Aligned,
+    Ragged,
+    Wrapped,
+}
+
+/// A buffer, as far as its parameters have been seen.
+struct Buffer<'a> {
+    kind: Kind,
     first: &'a ParameterInfo,
     last: &'a ParameterInfo,
     end: u64,
-    numel: u64,
+    len: u64,
 }
 
-impl<'a> FlatUnit<'a> {
-    fn append(&mut self, info: &'a ParameterInfo, offset: u64, unit_numel: u64) -> Result<()> {
-        same_buffer(self.first, info)?;
-        let in_place = (offset, unit_numel) == (self.end, self.numel);
-        let end = self.end.checked_add(info.numel()).filter(|&end| in_place && end <= self.numel);
-        self.end = end.ok_or_else(|| broken(info, (offset, unit_numel), (self.end, self.numel)))?;
+impl<'a> Buffer<'a> {
+    fn append(&mut self, info: &'a ParameterInfo, offset: u64, size: u64, len: u64) -> Result<()> {
+        if matches!(self.kind, Kind::Flat | Kind::Aligned) {
+            same_buffer(self.first, info)?;
+        }
+        // The first parameter stands for the padding of all, so nothing lies before it.
+        let may_leave_gap = self.kind == Kind::Aligned && self.end > 0;
+        let in_place = offset == self.end || may_leave_gap && offset > self.end;
+        let end = offset.checked_add(size).filter(|&end| in_place && len == self.len && end <= len);
+        self.end = end.ok_or_else(|| self.broken(info, (offset, len), (self.end, self.len)))?;
         self.last = info;
         Ok(())
     }
 
     fn finish(&self) -> Result<()> {
-        let offset = self.end - self.last.numel();
-        let is_full = self.end == self.numel;
-        if is_full { Ok(()) } else { Err(broken(self.last, (offset, self.numel), (offset, self.end))) }
+        if self.end == self.len || self.kind == Kind::Aligned {
+            return Ok(());
+        }
+        Err(self.broken(self.last, (self.end, self.len), (self.end, self.end)))
     }
-}
 
-fn broken(info: &ParameterInfo, found: (u64, u64), expected: (u64, u64)) -> Error {
-    Error::BrokenUnit {
-        unit: info.unit().to_owned(),
-        name: info.name().to_owned(),
-        offset: found.0,
-        unit_numel: found.1,
-        expected_offset: expected.0,
-        expected_unit_numel: expected.1,
+    fn broken(&self, info: &ParameterInfo, found: (u64, u64), expected: (u64, u64)) -> Error {
+        Error::BrokenUnit {
+            unit: if self.kind == Kind::Wrapped { String::new() } else { info.unit().to_owned() },
+            name: info.name().to_owned(),
+            offset: found.0,
+            len: found.1,
+            expected_offset: expected.0,
+            expected_len: expected.1,
+        }
     }
 }
 

@@ -32,6 +32,16 @@ pub enum Error {
         /// Its element type.
         dtype: ElemType,
     },
+    /// A parameter ends within a block of its type, of which only whole ones exist.
+    #[error("parameter {name} of shape {shape:?} is no whole number of blocks of {} elements, which {dtype} consists of", dtype.block_numel())]
+    PartialBlock {
+        /// The parameter.
+        name: String,
+        /// Its shape.
+        shape: Vec<u64>,
+        /// Its element type.
+        dtype: ElemType,
+    },
     /// The sizes of several parameters together do not fit into 64 bits.
     #[error("{what} add up to more than {}", u64::MAX)]
     TotalTooLarge {
@@ -47,6 +57,19 @@ pub enum Error {
         /// The parameter.
         name: String,
     },
+    /// A parameter would be cut within a block of its type.
+    #[error(
+        "parameter {name} of shape {shape:?} would be cut within a block of {} elements of {dtype}; use a ragged layout, which never does",
+        dtype.block_numel()
+    )]
+    CutsBlock {
+        /// The parameter.
+        name: String,
+        /// Its shape.
+        shape: Vec<u64>,
+        /// Its element type.
+        dtype: ElemType,
+    },
     /// Parameters that cannot share one flat buffer were to be flattened together.
     #[error(
         "parameters {first} and {second} of unit {unit:?} differ in {property}, so they cannot share a flat buffer; use the dim-0 layout, separate units, or gather one of them always"
@@ -61,23 +84,127 @@ pub enum Error {
         /// What they differ in.
         property: &'static str,
     },
-    /// The flat parameters of a unit do not lie side by side, or do not fill it.
+    /// The parameters of a buffer overlap, leave a gap where none may be, or do not fit into it.
     #[error(
-        "parameter {name} lies at element {offset} of {unit_numel} in flat unit {unit:?}, where {expected_offset} of {expected_unit_numel} was due"
+        "parameter {name} lies at {offset} of {len} in the buffer of unit {unit:?}, where {expected_offset} of {expected_len} was due"
     )]
     BrokenUnit {
         /// The unit.
         unit: String,
         /// The parameter that is out of place.
         name: String,
-        /// Where the plan puts it.
+        /// Where the plan puts it: elements of a flat unit, bytes of a ragged one.
         offset: u64,
-        /// How long the plan says that its unit is.
-        unit_numel: u64,
+        /// How long the plan says that the buffer is.
+        len: u64,
         /// Where the parameter before it ends.
         expected_offset: u64,
-        /// How long the unit is as far as the others tell.
-        expected_unit_numel: u64,
+        /// How long the buffer is as far as the others tell.
+        expected_len: u64,
+    },
+    /// A granule is empty, ends within a block of the dtype, or is rounded by a threshold outside it.
+    #[error(
+        "parameter {name} cannot be cut at granules of {granule} bytes rounded from byte {round_up_from}: granules are whole blocks of {dtype}, and round from 1 to their size"
+    )]
+    BadGranule {
+        /// The parameter.
+        name: String,
+        /// Its element type.
+        dtype: ElemType,
+        /// The size of the granule.
+        granule: u64,
+        /// From where on a bound moves forward.
+        round_up_from: u64,
+    },
+    /// A number that must be at least 1 is 0.
+    #[error("{what} is 0, it must be at least 1")]
+    Zero {
+        /// What the number counts.
+        what: &'static str,
+    },
+    /// The world is no whole number of replicas.
+    #[error("a world of {world_size} ranks does not divide into {replicas} replicas")]
+    Replicas {
+        /// The ranks.
+        world_size: u64,
+        /// The replicas that were asked for.
+        replicas: u64,
+    },
+    /// The table of a resized plan's shares is not a division of the whole among its shard group.
+    #[error("the shares do not divide {total} parts over a shard group of {group}")]
+    BrokenShares {
+        /// The parts of the whole.
+        total: u64,
+        /// The members of the group.
+        group: u64,
+    },
+    /// A plan was to be resized whose layout fixes what each rank holds.
+    #[error(
+        "parameter {name} is cut so that its layout fixes the part of each rank; only ragged and wrapped cuts can be resized"
+    )]
+    NotResizable {
+        /// The parameter.
+        name: String,
+    },
+    /// There is no such parameter in the plan.
+    #[error("parameter {index} is out of range for a plan of {len}")]
+    ParameterOutOfRange {
+        /// The position that was asked for.
+        index: usize,
+        /// The number of parameters.
+        len: usize,
+    },
+    /// No parameter of the plan has this name.
+    #[error("the plan has no parameter {name}")]
+    UnknownParameter {
+        /// The name that was asked for.
+        name: String,
+    },
+    /// No parameter of the plan is in this unit.
+    #[error("the plan has no unit {unit:?}")]
+    UnknownUnit {
+        /// The unit that was asked for.
+        unit: String,
+    },
+    /// A parameter cannot be another name of the one it is tied to.
+    #[error("parameter {name} cannot be tied to {target}: {reason}")]
+    BadTie {
+        /// The parameter.
+        name: String,
+        /// The parameter it is tied to.
+        target: String,
+        /// What is in the way.
+        reason: &'static str,
+    },
+    /// A plan cuts a parameter that is tied to another, or ties one that is not.
+    #[error("parameter {name} is {}tied to another, but the plan says otherwise", if *is_tied { "" } else { "not " })]
+    CutTied {
+        /// The parameter.
+        name: String,
+        /// Whether its description says that it is tied.
+        is_tied: bool,
+    },
+    /// A pattern cannot be read.
+    #[error("malformed pattern {pattern:?}: {reason}")]
+    BadPattern {
+        /// The pattern.
+        pattern: String,
+        /// What is wrong with it.
+        reason: String,
+    },
+    /// Costs were given for some layers, but not for this one.
+    #[error("no cost is given for layer {layer}")]
+    NoLayerCost {
+        /// The layer.
+        layer: String,
+    },
+    /// Two plans are not of the same parameters.
+    #[error("the plans differ in parameter {name}: {what}")]
+    DifferentParameters {
+        /// The first parameter that differs.
+        name: String,
+        /// In what it differs.
+        what: &'static str,
     },
     /// A plan cuts a parameter that is to be gathered always.
     #[error("parameter {name} is to be gathered always, but the plan cuts it")]

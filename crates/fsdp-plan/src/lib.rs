@@ -1,26 +1,37 @@
 #![doc = include_str!("../README.md")]
 #![forbid(unsafe_code)]
 
+mod arithmetic;
 mod check;
 mod cost;
 mod cut;
 mod elem;
 mod error;
+mod groups;
+mod names;
 mod param;
 mod path;
+mod pattern;
 mod plan;
 mod render;
 mod report;
+mod reshard;
+mod shares;
 pub mod source;
 mod strategy;
 
 pub use crate::{
-    cost::{Collectives, CostModel, Optimizer, PlanCost, RankCost, Traffic},
+    cost::{Collectives, CostModel, Link, Links, Optimizer, PlanCost, RankCost, Traffic},
     cut::{Cut, ShardAssignment},
     elem::ElemType,
     error::{Error, Result},
     param::ParameterInfo,
-    plan::{FORMAT_VERSION, PlannedParameter, ShardingPlan},
+    pattern::Pattern,
+    plan::{FORMAT_VERSION, PlannedParameter, ShardingPlan, ShardsOfRank},
     report::PlanReport,
-    strategy::{Full, Hybrid, LayerWise, Layout, ShardingStrategy, StrategyKind},
+    reshard::{Move, Reshard, Volume},
+    strategy::{
+        Choice, Full, Hsdp, Hybrid, LayerBalance, LayerOrder, LayerWeight, LayerWise, Layout, Matches, Rule,
+        ShardingStrategy, StrategyKind, WholeTensor,
+    },
 };

@@ -1,8 +1,8 @@
 //! What a planner must know of a parameter: everything but its values.
 
-use std::ops::Not;
+use std::{borrow::Cow, ops::Not};
 
-use serde::{Deserialize, Serialize};
+use serde::{Deserialize, Serialize, Serializer};
 
 use crate::{
     ElemType,
@@ -32,19 +32,34 @@ use crate::{
 /// assert_eq!((embedding.layer(), embedding.unit()), ("wte", ""));
 /// # Ok::<(), fsdp_plan::Error>(())
 /// ```
-#[derive(Clone, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
-#[serde(try_from = "Unchecked")]
+#[derive(Clone, Debug, PartialEq, Eq, Hash, Deserialize)]
+#[serde(try_from = "Unchecked<'_>")]
 pub struct ParameterInfo {
     name: String,
     shape: Vec<u64>,
     dtype: ElemType,
-    layer: String,
-    #[serde(skip_serializing_if = "Option::is_none")]
+    layer: Layer,
     unit: Option<String>,
-    #[serde(skip_serializing_if = "Clone::clone")]
     requires_grad: bool,
-    #[serde(skip_serializing_if = "Not::not")]
     always_gather: bool,
+    tied_to: Option<String>,
+}
+
+/// Where the name of a parameter's layer is.
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
+enum Layer {
+    /// So many bytes of the parameter's own name, from the first.
+    Prefix(usize),
+    /// Another name.
+    Named(String),
+}
+
+impl Layer {
+    /// The layer of the parameter `name`: the one given, or else the one that its name tells.
+    fn of(name: &str, given: Option<String>) -> Self {
+        let by_rule = path::layer_of(name);
+        given.filter(|given| given != by_rule).map_or(Self::Prefix(by_rule.len()), Self::Named)
+    }
 }
 
 impl ParameterInfo {
@@ -54,21 +69,28 @@ impl ParameterInfo {
     ///
     /// # Errors
     ///
-    /// [`Error::ParameterTooLarge`] if the number of elements or bytes does not fit into 64 bits. Dims of size zero do
-    /// not hide the others: `[0, 2^40, 2^40]` is refused, so that no product of some of the dims can overflow later.
+    /// - [`Error::ParameterTooLarge`] if the number of elements or bytes does not fit into 64 bits. Dims of size zero do
+    ///   not hide the others: `[0, 2^40, 2^40]` is refused, so that no product of some of the dims can overflow later.
+    /// - [`Error::PartialBlock`] if the elements are not whole blocks of the dtype.
     pub fn new(name: impl Into<String>, shape: impl Into<Vec<u64>>, dtype: ElemType) -> Result<Self> {
         let (name, shape) = (name.into(), shape.into());
         if !fits(&shape, dtype) {
             return Err(Error::ParameterTooLarge { name, shape, dtype });
         }
-        let layer = path::layer_of(&name).to_owned();
-        Ok(Self { name, shape, dtype, layer, unit: None, requires_grad: dtype.is_float(), always_gather: false })
+        let layer = Layer::of(&name, None);
+        let requires_grad = dtype.is_trainable();
+        let info = Self { name, shape, dtype, layer, unit: None, requires_grad, always_gather: false, tied_to: None };
+        if info.numel() % dtype.block_numel() == 0 {
+            Ok(info)
+        } else {
+            Err(Error::PartialBlock { name: info.name, shape: info.shape, dtype })
+        }
     }
 
     /// Sets the layer, and with it the unit unless that was set by itself. Default: from the name.
     #[must_use]
     pub fn with_layer(mut self, layer: impl Into<String>) -> Self {
-        self.layer = layer.into();
+        self.layer = Layer::of(&self.name, Some(layer.into()));
         self
     }
 
@@ -79,10 +101,10 @@ impl ParameterInfo {
         self
     }
 
-    /// Sets whether the parameter is trained. Default: yes for floats; other types never are.
+    /// Sets whether the parameter is trained. Default: yes for [trainable types](ElemType::is_trainable), others never are.
     #[must_use]
     pub fn with_requires_grad(mut self, requires_grad: bool) -> Self {
-        self.requires_grad = requires_grad && self.dtype.is_float();
+        self.requires_grad = requires_grad && self.dtype.is_trainable();
         self
     }
 
@@ -90,6 +112,15 @@ impl ParameterInfo {
     #[must_use]
     pub fn with_always_gather(mut self, always_gather: bool) -> Self {
         self.always_gather = always_gather;
+        self
+    }
+
+    /// Makes this another name of the parameter `name`: the same values, held once and under that name.
+    ///
+    /// Both must have the same shape and dtype and be in one unit. Default: a parameter of its own.
+    #[must_use]
+    pub fn with_tied_to(mut self, name: impl Into<String>) -> Self {
+        self.tied_to = Some(name.into());
         self
     }
 
@@ -110,12 +141,16 @@ impl ParameterInfo {
 
     /// The layer it belongs to: what [`LayerWise`](crate::LayerWise) never parts.
     pub fn layer(&self) -> &str {
-        &self.layer
+        match &self.layer {
+            Layer::Prefix(len) => &self.name[..*len],
+            Layer::Named(layer) => layer,
+        }
     }
 
     /// The unit it belongs to: what one collective gathers. Empty for the root unit.
     pub fn unit(&self) -> &str {
-        let of_layer = if path::is_block(&self.layer) { &self.layer } else { "" };
+        let layer = self.layer();
+        let of_layer = if path::is_block(layer) { layer } else { "" };
         self.unit.as_deref().unwrap_or(of_layer)
     }
 
@@ -127,6 +162,11 @@ impl ParameterInfo {
     /// Whether every rank keeps the whole of it.
     pub fn always_gather(&self) -> bool {
         self.always_gather
+    }
+
+    /// The parameter whose values these are, if it is another name of one.
+    pub fn tied_to(&self) -> Option<&str> {
+        self.tied_to.as_deref()
     }
 
     /// The number of elements; 1 for a parameter without dims.
@@ -152,26 +192,72 @@ fn fits(shape: &[u64], dtype: ElemType) -> bool {
     numel.is_some_and(|numel| dtype.bytes(numel.into()) <= u64::MAX.into())
 }
 
-/// What a [`ParameterInfo`] looks like before it is checked.
+/// What a [`ParameterInfo`] looks like in a file.
+#[derive(Serialize)]
+struct Written<'a> {
+    name: &'a str,
+    shape: &'a [u64],
+    dtype: ElemType,
+    layer: &'a str,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    unit: Option<&'a str>,
+    #[serde(skip_serializing_if = "Clone::clone")]
+    requires_grad: bool,
+    #[serde(skip_serializing_if = "Not::not")]
+    always_gather: bool,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    tied_to: Option<&'a str>,
+}
+
+impl Serialize for ParameterInfo {
+    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        let Self { name, shape, dtype, unit, requires_grad, always_gather, tied_to, .. } = self;
+        let written = Written {
+            name,
+            shape,
+            dtype: *dtype,
+            layer: self.layer(),
+            unit: unit.as_deref(),
+            requires_grad: *requires_grad,
+            always_gather: *always_gather,
+            tied_to: tied_to.as_deref(),
+        };
+        written.serialize(serializer)
+    }
+}
+
+/// What a [`ParameterInfo`] looks like before it is checked: in a plan, and but for its name in a manifest.
 #[derive(Deserialize)]
-struct Unchecked {
+pub(crate) struct Unchecked<'a> {
+    #[serde(default)]
     name: String,
     shape: Vec<u64>,
-    dtype: ElemType,
+    #[serde(borrow)]
+    dtype: Cow<'a, str>,
     layer: Option<String>,
     unit: Option<String>,
     requires_grad: Option<bool>,
     #[serde(default)]
     always_gather: bool,
+    tied_to: Option<String>,
 }
 
-impl TryFrom<Unchecked> for ParameterInfo {
+impl Unchecked<'_> {
+    /// Checks it under another name.
+    pub(crate) fn named(self, name: String) -> Result<ParameterInfo> {
+        Self { name, ..self }.try_into()
+    }
+}
+
+impl TryFrom<Unchecked<'_>> for ParameterInfo {
     type Error = Error;
 
-    fn try_from(raw: Unchecked) -> Result<Self> {
-        let info = Self::new(raw.name, raw.shape, raw.dtype)?;
-        let requires_grad = raw.requires_grad.unwrap_or(info.requires_grad) && info.requires_grad;
-        let layer = raw.layer.unwrap_or_else(|| info.layer.clone());
-        Ok(Self { layer, unit: raw.unit, requires_grad, always_gather: raw.always_gather, ..info })
+    fn try_from(raw: Unchecked<'_>) -> Result<Self> {
+        let Unchecked { name, shape, dtype, layer, unit, requires_grad, always_gather, tied_to } = raw;
+        let dtype = ElemType::of_tensor(&name, &dtype)?;
+        let info = Self::new(name, shape, dtype)?;
+        let requires_grad = requires_grad.unwrap_or(info.requires_grad) && info.requires_grad;
+        let layer = Layer::of(&info.name, layer);
+        Ok(Self { layer, unit, requires_grad, always_gather, tied_to, ..info })
     }
 }

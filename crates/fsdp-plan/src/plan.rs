@@ -1,13 +1,16 @@
 //! The plan itself: ordered, validated, plain data with a format version.
 
-use std::borrow::Cow;
+use std::{borrow::Cow, collections::BTreeSet, ops::Range};
 
 use core_types::{Placement, Rank, WorldSize};
 use serde::{Deserialize, Deserializer, Serialize, Serializer, de};
 
 use crate::{
     Cut, ParameterInfo, ShardAssignment, check,
+    cut::Division,
     error::{Error, Result},
+    names::Names,
+    shares::{Run, Shares, Table},
 };
 
 /// The version of the serialized form of a [`ShardingPlan`]; it changes whenever that form does.
@@ -16,8 +19,13 @@ pub const FORMAT_VERSION: u32 = 1;
 /// Who owns which part of every parameter.
 ///
 /// Parameters keep the order in which they were given. A plan holds one [`Cut`] per parameter and nothing per rank, so
-/// it is as small for 16,384 ranks as for two; [`shard`](Self::shard) computes a rank's part when it is asked for.
-/// A plan that exists is valid: building and deserializing make the same checks.
+/// it is as small for 16,384 ranks as for two; [`shards`](Self::shards) computes a rank's part when it is asked for.
+/// (Only a [resized](Self::resized) plan also holds who kept what.) A plan that exists is valid: building and
+/// deserializing make the same checks.
+///
+/// Ranks form **replicas** of one **shard group** each, ranks `0..group` the first, and so on: the mesh
+/// `(replicate, shard)` of PyTorch's HSDP. Cuts speak of a group; all replicas hold the same. There is one replica
+/// unless [`with_replicas`](Self::with_replicas) says otherwise.
 ///
 /// # Examples
 ///
@@ -29,7 +37,7 @@ pub const FORMAT_VERSION: u32 = 1;
 /// let plan = Full::default().plan(&parameters, WorldSize::new(4)?)?;
 ///
 /// let last = Placement::new(3, 4)?.rank();
-/// let shard = plan.shard(0, last).unwrap();
+/// let shard = plan.shards(0, last)?.next().unwrap();
 /// assert_eq!((shard.start_offset, shard.shard_size), (36, 4)); // rows are cut 3, 3, 3, 1
 /// assert_eq!((shard.dim0_start, shard.dim0_rows), (Some(9), Some(1)));
 ///
@@ -41,9 +49,11 @@ pub const FORMAT_VERSION: u32 = 1;
 pub struct ShardingPlan {
     strategy: String,
     world_size: WorldSize,
+    shares: Shares,
+    /// Units that stay gathered between forward and backward pass, besides the root unit; sorted.
+    kept_units: BTreeSet<String>,
     parameters: Vec<PlannedParameter>,
-    /// Positions in `parameters`, sorted by name.
-    by_name: Vec<usize>,
+    names: Names,
 }
 
 impl ShardingPlan {
@@ -53,15 +63,111 @@ impl ShardingPlan {
     ///
     /// - [`Error::NoParameters`] or [`Error::DuplicateName`];
     /// - [`Error::CutAlwaysGathered`] if a parameter that must be gathered always is not [`Cut::Replicated`];
+    /// - [`Error::CutTied`] if a tied parameter is not [`Cut::Tied`], or another one is; [`Error::BadTie`] if what it is
+    ///   tied to does not exist, is tied itself, or differs in shape, dtype or unit;
     /// - [`Error::ScalarParameter`] if a parameter without dims is cut along dim 0;
+    /// - [`Error::CutsBlock`] or [`Error::BadGranule`] if a block of a dtype would be cut;
     /// - [`Error::World`] if an owner is no rank of the world;
-    /// - [`Error::MixedUnit`] or [`Error::BrokenUnit`] if the flat parameters of a unit, in the order given, differ in
-    ///   dtype or in being trained, or do not lie side by side.
+    /// - [`Error::MixedUnit`] or [`Error::BrokenUnit`] if the parameters of a buffer, in the order given, differ in
+    ///   dtype or in being trained where that must not be, or do not lie side by side.
     pub fn new(strategy: impl Into<String>, world_size: WorldSize, parameters: Vec<PlannedParameter>) -> Result<Self> {
-        let by_name = check::sorted_by_name(&parameters)?;
-        check::cuts(&parameters, world_size)?;
-        check::flat_units(&parameters)?;
-        Ok(Self { strategy: strategy.into(), world_size, parameters, by_name })
+        Self::with_shares(strategy.into(), Shares::even(world_size), parameters)
+    }
+
+    fn with_shares(strategy: String, shares: Shares, parameters: Vec<PlannedParameter>) -> Result<Self> {
+        if parameters.is_empty() {
+            return Err(Error::NoParameters);
+        }
+        let name = |position: usize| parameters[position].info.name();
+        let duplicate = |position| Error::DuplicateName { name: name(position).to_owned() };
+        let names = Names::new(parameters.len(), name).map_err(duplicate)?;
+        check::cuts(&parameters, shares.group())?;
+        check::ties(&parameters, |wanted| names.find(wanted, name).map(|position| &parameters[position]))?;
+        check::buffers(&parameters)?;
+        let world_size = shares.group();
+        Ok(Self { strategy, world_size, shares, kept_units: BTreeSet::new(), parameters, names })
+    }
+
+    /// Repeats the plan's shard group: `replicas` groups of as many ranks, each holding the whole model.
+    ///
+    /// Gradients are then reduced within the group and averaged over the replicas: PyTorch's HSDP (hybrid sharding).
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Zero`] without replicas, [`Error::World`] if there are too many ranks.
+    ///
+    /// # Examples
+    ///
+    /// ```
+    /// use core_types::WorldSize;
+    /// use fsdp_plan::{CostModel, ElemType, Full, ParameterInfo, ShardingStrategy};
+    ///
+    /// let parameters = [ParameterInfo::new("fc.weight", [8, 4], ElemType::F32)?];
+    /// let plan = Full::default().plan(&parameters, WorldSize::new(4)?)?.with_replicas(2)?;
+    /// assert_eq!((plan.world_size().as_u64(), plan.shard_group().as_u64()), (8, 4));
+    /// assert_eq!(plan.cost(&CostModel::default())?.collectives.all_reduce.bytes, 32); // a quarter of the gradients
+    /// # Ok::<(), fsdp_plan::Error>(())
+    /// ```
+    pub fn with_replicas(mut self, replicas: u64) -> Result<Self> {
+        if replicas == 0 {
+            return Err(Error::Zero { what: "the number of replicas" });
+        }
+        self.world_size = WorldSize::new(self.shard_group().as_u64().saturating_mul(replicas))?;
+        Ok(self)
+    }
+
+    /// Keeps the given units gathered between forward and backward pass: PyTorch's `reshard_after_forward=False`.
+    ///
+    /// Each costs the memory of its parameters and saves one `all_gather`. The root unit stays gathered anyway.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::UnknownUnit`] if no parameter is in one of them.
+    pub fn with_kept_units<U: Into<String>>(mut self, units: impl IntoIterator<Item = U>) -> Result<Self> {
+        self.kept_units = units.into_iter().map(Into::into).collect();
+        let known: BTreeSet<&str> = self.parameters.iter().map(|parameter| parameter.info.unit()).collect();
+        match self.kept_units.iter().find(|unit| !known.contains(unit.as_str())) {
+            Some(unit) => Err(Error::UnknownUnit { unit: unit.clone() }),
+            None => Ok(self),
+        }
+    }
+
+    /// The plan for a shard group of another size that moves the fewest bytes.
+    ///
+    /// Every rank that stays keeps the first part of what it has, as much as fits its new share, so a rank may own
+    /// several parts of a unit afterwards. Shares are as equal as before.
+    /// [`Reshard`](crate::Reshard) tells what has to move.
+    ///
+    /// # Errors
+    ///
+    /// - [`Error::NotResizable`] if a parameter is cut or owned in a way that fixes the part of each rank: only
+    ///   [`Cut::Ragged`], [`Cut::Wrapped`], [`Cut::Replicated`] and [`Cut::Tied`] can be resized;
+    /// - [`Error::World`] or [`Error::TotalTooLarge`] if the new world, or the common multiple of all sizes the plan
+    ///   has had, is too large.
+    ///
+    /// # Examples
+    ///
+    /// ```
+    /// use core_types::{Placement, WorldSize};
+    /// use fsdp_plan::{ElemType, Full, Layout, ParameterInfo, ShardingStrategy};
+    ///
+    /// let parameters = [ParameterInfo::new("fc.weight", [12, 4], ElemType::F32)?];
+    /// let layout = Layout::RowRagged { rows: 1 };
+    /// let four = Full::new(layout).plan(&parameters, WorldSize::new(4)?)?;
+    /// let three = four.resized(WorldSize::new(3)?)?;
+    ///
+    /// // Rank 1 keeps its rows 3, 4 and 5, and gets one of the three that were rank 3's.
+    /// let rows = three.shards(0, Placement::new(1, 3)?.rank())?;
+    /// let rows: Vec<_> = rows.map(|shard| (shard.dim0_start, shard.dim0_rows)).collect();
+    /// assert_eq!(rows, [(Some(3), Some(3)), (Some(10), Some(1))]);
+    /// # Ok::<(), fsdp_plan::Error>(())
+    /// ```
+    pub fn resized(&self, group: WorldSize) -> Result<Self> {
+        let is_fixed = |cut| !matches!(cut, Cut::Ragged { .. } | Cut::Wrapped { .. } | Cut::Replicated | Cut::Tied);
+        if let Some(parameter) = self.parameters.iter().find(|parameter| is_fixed(parameter.cut)) {
+            return Err(Error::NotResizable { name: parameter.info.name().to_owned() });
+        }
+        Self { shares: self.shares.resized(group)?, ..self.clone() }.with_replicas(self.replicas())
     }
 
     /// The name of the strategy that made it.
@@ -72,6 +178,21 @@ impl ShardingPlan {
     /// The number of ranks it is made for.
     pub fn world_size(&self) -> WorldSize {
         self.world_size
+    }
+
+    /// The number of ranks over which one copy of the model is spread.
+    pub fn shard_group(&self) -> WorldSize {
+        self.shares.group()
+    }
+
+    /// The number of shard groups, all of which hold the same.
+    pub fn replicas(&self) -> u64 {
+        self.world_size.as_u64() / self.shard_group().as_u64()
+    }
+
+    /// Whether `unit` stays gathered between forward and backward pass.
+    pub fn keeps_gathered(&self, unit: &str) -> bool {
+        unit.is_empty() || self.kept_units.contains(unit)
     }
 
     /// Every parameter with its cut, in the order given.
@@ -85,39 +206,44 @@ impl ShardingPlan {
     ///
     /// Logarithmic in the number of parameters.
     pub fn index_of(&self, name: &str) -> Option<usize> {
-        let name_at = |&position: &usize| self.parameters[position].info.name();
-        let found = self.by_name.binary_search_by(|position| name_at(position).cmp(name));
-        found.ok().map(|found| self.by_name[found])
+        self.names.find(name, |position| self.parameters[position].info.name())
     }
 
-    /// The part of the parameter at `param_idx` that `rank` holds.
+    /// The parts of the parameter at `param_idx` that `rank` holds, in the order of its elements.
     ///
-    /// `None` if it holds nothing of it, or if there is no such parameter or rank.
-    pub fn shard(&self, param_idx: usize, rank: Rank) -> Option<ShardAssignment> {
-        let place = self.place(rank).ok()?;
-        self.parameters.get(param_idx)?.shard(place)
+    /// One part, or none, unless the plan was [resized](Self::resized).
+    ///
+    /// # Errors
+    ///
+    /// [`Error::ParameterOutOfRange`] or [`Error::World`] if there is no such parameter or rank.
+    pub fn shards(&self, param_idx: usize, rank: Rank) -> Result<impl Iterator<Item = ShardAssignment>> {
+        if param_idx >= self.parameters.len() {
+            return Err(Error::ParameterOutOfRange { index: param_idx, len: self.parameters.len() });
+        }
+        Ok(ShardsOfRank::new(self, rank, param_idx..param_idx + 1)?.map(|(_, shard)| shard))
     }
 
     /// Every parameter that `rank` holds a part of, with that part, in the order given.
     ///
-    /// Empty if the world has no such rank.
-    ///
     /// # Complexity
     ///
     /// Linear in the number of parameters, whatever the world size.
-    pub fn shards_of_rank(&self, rank: Rank) -> impl Iterator<Item = (&PlannedParameter, ShardAssignment)> {
-        let place = self.place(rank).ok();
-        self.parameters.iter().filter_map(move |parameter| Some((parameter, parameter.shard(place?)?)))
+    ///
+    /// # Errors
+    ///
+    /// [`Error::World`] if there is no such rank.
+    pub fn shards_of_rank(&self, rank: Rank) -> Result<ShardsOfRank<'_>> {
+        ShardsOfRank::new(self, rank, 0..self.parameters.len())
     }
 
-    /// The elements of all parameters together, each counted once.
+    /// The elements of all parameters together, each counted once and tied ones not again.
     pub fn numel(&self) -> u128 {
-        self.parameters.iter().map(|parameter| u128::from(parameter.info.numel())).sum()
+        let held = self.parameters.iter().filter(|parameter| parameter.cut != Cut::Tied);
+        held.map(|parameter| u128::from(parameter.info.numel())).sum()
     }
 
-    /// `rank` checked against the world of this plan.
-    pub(crate) fn place(&self, rank: Rank) -> Result<Placement> {
-        Ok(Placement::new(rank.as_u64(), self.world_size.as_u64())?)
+    pub(crate) fn shares(&self) -> &Shares {
+        &self.shares
     }
 }
 
@@ -145,8 +271,66 @@ impl PlannedParameter {
         self.cut
     }
 
-    fn shard(&self, place: Placement) -> Option<ShardAssignment> {
-        ShardAssignment::of(&self.info, self.cut, place)
+    /// The bytes that are held under this name by all ranks of a shard group together, copies counted once.
+    pub(crate) fn held_bytes(&self) -> u64 {
+        if self.cut == Cut::Tied { 0 } else { self.info.bytes() }
+    }
+
+    /// The cut, ready to compute parts.
+    pub(crate) fn division(&self) -> Division {
+        Division::of(&self.info, self.cut)
+    }
+}
+
+/// What one rank holds of some parameters of a plan: each with a part of it, in order.
+#[derive(Clone, Debug)]
+#[must_use = "an iterator does nothing unless it is asked for items"]
+pub struct ShardsOfRank<'a> {
+    plan: &'a ShardingPlan,
+    rank: Rank,
+    /// The runs of the rank's member of the shard group, each with its position.
+    runs: Vec<(u64, Run)>,
+    parameters: Range<usize>,
+    next_run: usize,
+}
+
+impl<'a> ShardsOfRank<'a> {
+    fn new(plan: &'a ShardingPlan, rank: Rank, parameters: Range<usize>) -> Result<Self> {
+        let place = Placement::new(rank.as_u64(), plan.world_size.as_u64())?;
+        let member = place.rank().as_u64() % plan.shard_group().as_u64();
+        let runs = plan.shares.of_member(member).map(|position| (position, plan.shares.run(position))).collect();
+        Ok(Self { plan, rank: place.rank(), runs, parameters, next_run: 0 })
+    }
+
+    /// The next part of `parameter`, if there is one.
+    fn next_part(&mut self, parameter: &PlannedParameter) -> Option<ShardAssignment> {
+        let division = parameter.division();
+        let n_parts = division.max_parts(self.runs.len());
+        while self.next_run < n_parts {
+            let (position, run) = self.runs[self.next_run];
+            self.next_run += 1;
+            let (index, part) = division.part(&self.plan.shares, position, run);
+            if !part.is_empty() {
+                return Some(ShardAssignment::new(self.rank, index, &parameter.info, part));
+            }
+        }
+        None
+    }
+}
+
+impl<'a> Iterator for ShardsOfRank<'a> {
+    type Item = (&'a PlannedParameter, ShardAssignment);
+
+    fn next(&mut self) -> Option<Self::Item> {
+        while !self.parameters.is_empty() {
+            let parameter = &self.plan.parameters[self.parameters.start];
+            if let Some(shard) = self.next_part(parameter) {
+                return Some((parameter, shard));
+            }
+            self.next_run = 0;
+            self.parameters.start += 1;
+        }
+        None
     }
 }
 
@@ -155,7 +339,13 @@ impl PlannedParameter {
 struct Document<'a> {
     format_version: FormatVersion,
     world_size: WorldSize,
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    replicas: Option<u64>,
     strategy: Cow<'a, str>,
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    kept_units: Vec<Cow<'a, str>>,
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    shares: Option<Cow<'a, Table>>,
     parameters: Cow<'a, [PlannedParameter]>,
 }
 
@@ -164,7 +354,10 @@ impl Serialize for ShardingPlan {
         let document = Document {
             format_version: FormatVersion,
             world_size: self.world_size,
+            replicas: Some(self.replicas()).filter(|&replicas| replicas > 1),
             strategy: Cow::Borrowed(&self.strategy),
+            kept_units: self.kept_units.iter().map(|unit| Cow::Borrowed(unit.as_str())).collect(),
+            shares: self.shares.table().map(Cow::Borrowed),
             parameters: Cow::Borrowed(&self.parameters),
         };
         document.serialize(serializer)
@@ -173,8 +366,23 @@ impl Serialize for ShardingPlan {
 
 impl<'de> Deserialize<'de> for ShardingPlan {
     fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
-        let document = Document::deserialize(deserializer)?;
-        Self::new(document.strategy, document.world_size, document.parameters.into_owned()).map_err(de::Error::custom)
+        Document::deserialize(deserializer)?.into_plan().map_err(de::Error::custom)
+    }
+}
+
+impl Document<'_> {
+    fn into_plan(self) -> Result<ShardingPlan> {
+        let (world_size, replicas) = (self.world_size.as_u64(), self.replicas.unwrap_or(1));
+        if replicas == 0 || world_size % replicas != 0 {
+            return Err(Error::Replicas { world_size, replicas });
+        }
+        let group = WorldSize::new(world_size / replicas)?;
+        let shares = match self.shares {
+            Some(table) => Shares::from_table(group, table.into_owned())?,
+            None => Shares::even(group),
+        };
+        let plan = ShardingPlan::with_shares(self.strategy.into_owned(), shares, self.parameters.into_owned())?;
+        plan.with_replicas(replicas)?.with_kept_units(self.kept_units)
     }
 }
 

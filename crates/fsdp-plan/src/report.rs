@@ -5,13 +5,14 @@ use std::fmt;
 use core_types::Rank;
 use serde::{Serialize, Serializer};
 
-use crate::{CostModel, ParameterInfo, PlanCost, ShardAssignment, ShardingPlan, error::Result, render};
+use crate::{CostModel, LayerBalance, ParameterInfo, PlanCost, ShardAssignment, ShardingPlan, error::Result, render};
 
 /// A plan and what it costs, as a text for people or as JSON for programs.
 ///
 /// [`Display`](fmt::Display) gives the text, [`Serialize`] the JSON, both from the same numbers. The JSON object is
-/// that of the [`ShardingPlan`] with `ranks`, `max_over_mean` and `collectives` added, so it can be read back as a plan.
-/// With one rank asked for there are also `rank` and `shards`, the parts it holds.
+/// that of the [`ShardingPlan`] with `ranks`, `max_over_mean` and `collectives` added, so it can be read back as a plan;
+/// `layer_balance` and `step_seconds` where they are known; with one rank asked for also `rank` and `shards`, the parts
+/// it holds.
 ///
 /// # Examples
 ///
@@ -38,6 +39,8 @@ pub struct PlanReport<'a> {
     pub(crate) plan: &'a ShardingPlan,
     #[serde(flatten)]
     pub(crate) cost: PlanCost,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(crate) layer_balance: Option<LayerBalance>,
     #[serde(flatten)]
     pub(crate) of_rank: Option<RankReport<'a>>,
 }
@@ -71,7 +74,7 @@ impl<'a> PlanReport<'a> {
     /// [`ShardingPlan::cost`] returns.
     pub fn new(plan: &'a ShardingPlan, model: &CostModel, rank: Option<Rank>) -> Result<Self> {
         let of_rank = rank.map(|rank| RankReport::new(plan, rank)).transpose()?;
-        Ok(Self { plan, cost: plan.cost(model)?, of_rank })
+        Ok(Self { plan, cost: plan.cost(model)?, layer_balance: plan.layer_balance(), of_rank })
     }
 
     /// The cost, rank by rank.
@@ -82,8 +85,7 @@ impl<'a> PlanReport<'a> {
 
 impl<'a> RankReport<'a> {
     fn new(plan: &'a ShardingPlan, rank: Rank) -> Result<Self> {
-        let rank = plan.place(rank)?.rank();
-        let shards = plan.shards_of_rank(rank).map(|(parameter, shard)| NamedShard { info: parameter.info(), shard });
+        let shards = plan.shards_of_rank(rank)?.map(|(parameter, shard)| NamedShard { info: parameter.info(), shard });
         Ok(Self { rank, shards: shards.collect() })
     }
 }

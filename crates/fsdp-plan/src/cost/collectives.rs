@@ -1,13 +1,10 @@
 //! What one training step sends, by kind of collective.
 
-use std::collections::BTreeMap;
-
-use core_types::WorldSize;
 use serde::Serialize;
 
-use super::CostModel;
+use super::tally::{Kind, Message};
 use crate::{
-    Cut, PlannedParameter, ShardingPlan,
+    ShardingPlan,
     error::{Error, Result},
 };
 
@@ -22,102 +19,104 @@ pub struct Traffic {
     pub bytes: u64,
 }
 
-/// The collectives of one step: one forward and one backward pass.
+/// The collectives of one step, one forward and one backward pass, as one rank takes part in them.
 ///
 /// Units are gathered before the forward pass, and again before the backward pass because they are freed in between;
-/// only the root unit stays, as in PyTorch's `fully_shard`. Gradients are reduced once per unit. Layers that are not
-/// cut are broadcast by their owner and reduced to it in the same rhythm. Gradients of replicated parameters are
-/// averaged by one `all_reduce` per unit. A world of one rank sends nothing.
+/// only the root unit and [kept units](ShardingPlan::with_kept_units) stay, as in PyTorch's `fully_shard`. Gradients are
+/// reduced once per unit. Layers that are not cut are broadcast by their owner and reduced to it in the same rhythm, and
+/// so are the parts of wrapped tensors. Gradients of replicated parameters are averaged by one `all_reduce` per unit;
+/// with several replicas, so is each rank's part of the reduced gradients, over the ranks that hold the same part.
+/// A world of one rank sends nothing.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, Serialize)]
 #[non_exhaustive]
 pub struct Collectives {
-    /// Parameters that are cut, to every rank.
+    /// Parameters that are cut, to every rank of the shard group.
     pub all_gather: Traffic,
     /// Gradients of parameters that are cut, to their owners.
     pub reduce_scatter: Traffic,
-    /// Gradients of replicated parameters, to every rank.
+    /// Gradients of replicated parameters, and of all others over the replicas.
     pub all_reduce: Traffic,
-    /// Parameters of whole layers, to every rank.
+    /// Parameters of whole layers, to every rank of the shard group.
     pub broadcast: Traffic,
     /// Gradients of whole layers, to their owner.
     pub reduce: Traffic,
 }
 
-impl Collectives {
-    pub(super) fn of(plan: &ShardingPlan, model: CostModel) -> Result<Self> {
-        let mut collectives = Self::default();
-        if plan.world_size() == WorldSize::ONE {
-            return Ok(collectives);
-        }
-        for ((kind, ..), group) in groups(plan, model) {
-            let (gather, reduce) = collectives.of_kind(kind);
-            if let Some(gather) = gather {
-                gather.add(group.gather_bytes, if group.is_root { 1 } else { 2 })?;
-            }
-            reduce.add(group.reduce_bytes, 1)?;
-        }
-        Ok(collectives)
-    }
+/// A kind of collective.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Operation {
+    AllGather,
+    ReduceScatter,
+    AllReduce,
+    Broadcast,
+    Reduce,
+}
 
-    /// The collectives that bring parameters of a kind, and that take their gradients away.
-    fn of_kind(&mut self, kind: Kind) -> (Option<&mut Traffic>, &mut Traffic) {
-        match kind {
-            Kind::Cut => (Some(&mut self.all_gather), &mut self.reduce_scatter),
-            Kind::Whole => (Some(&mut self.broadcast), &mut self.reduce),
-            Kind::Replicated => (None, &mut self.all_reduce),
+/// The ranks that take part in a call.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Scope {
+    /// A shard group: neighbors.
+    Group,
+    /// Ranks that hold the same part: one of each shard group.
+    Replicas,
+    /// All ranks.
+    World,
+}
+
+/// Some calls of one kind, with the bytes of each.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Calls {
+    pub(super) operation: Operation,
+    pub(super) scope: Scope,
+    pub(super) count: u64,
+    /// Bytes of all calls.
+    pub(super) bytes: u128,
+}
+
+/// The calls that bring the parameters of `message` and take their gradients away.
+pub(super) fn calls(plan: &ShardingPlan, message: &Message<'_>) -> Vec<Calls> {
+    let group = u128::from(plan.shard_group().as_u64());
+    let gathers = if plan.keeps_gathered(message.unit) { 1 } else { 2 };
+    let call = |operation, scope, times: u64, bytes| {
+        let count = message.calls * times;
+        Calls { operation, scope, count, bytes: bytes * u128::from(times) }
+    };
+    let gather = |operation| call(operation, Scope::Group, gathers, message.gather_bytes);
+    let reduce = |operation| call(operation, Scope::Group, 1, message.reduce_bytes);
+    let average = |bytes| call(Operation::AllReduce, Scope::Replicas, 1, bytes);
+    let calls = match message.kind {
+        Kind::Sharded => {
+            vec![gather(Operation::AllGather), reduce(Operation::ReduceScatter), average(message.reduce_bytes / group)]
+        }
+        Kind::Owned => vec![gather(Operation::Broadcast), reduce(Operation::Reduce), average(message.reduce_bytes)],
+        Kind::Replicated => vec![call(Operation::AllReduce, Scope::World, 1, message.reduce_bytes)],
+    };
+    calls.into_iter().filter(|calls| calls.bytes > 0 && calls.scope.size(plan) > 1).collect()
+}
+
+impl Scope {
+    /// The number of ranks that take part.
+    pub(super) fn size(self, plan: &ShardingPlan) -> u64 {
+        match self {
+            Self::Group => plan.shard_group().as_u64(),
+            Self::Replicas => plan.replicas(),
+            Self::World => plan.world_size().as_u64(),
         }
     }
 }
 
-impl Traffic {
-    /// Adds `count` calls that move `bytes` each, unless there is nothing to move.
-    fn add(&mut self, bytes: u128, count: u64) -> Result<()> {
-        let total = u128::from(self.bytes) + bytes * u128::from(count);
-        self.bytes = u64::try_from(total).map_err(|_| Error::TotalTooLarge { what: "the bytes sent in a step" })?;
-        self.count += if bytes > 0 { count } else { 0 };
+impl Collectives {
+    pub(super) fn add(&mut self, calls: Calls) -> Result<()> {
+        let traffic = match calls.operation {
+            Operation::AllGather => &mut self.all_gather,
+            Operation::ReduceScatter => &mut self.reduce_scatter,
+            Operation::AllReduce => &mut self.all_reduce,
+            Operation::Broadcast => &mut self.broadcast,
+            Operation::Reduce => &mut self.reduce,
+        };
+        let bytes = u64::try_from(u128::from(traffic.bytes) + calls.bytes);
+        traffic.bytes = bytes.map_err(|_| Error::TotalTooLarge { what: "the bytes sent in a step" })?;
+        traffic.count += calls.count;
         Ok(())
     }
-}
-
-#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
-enum Kind {
-    Cut,
-    Whole,
-    Replicated,
-}
-
-/// Parameters that travel in one message: those of a unit, or of a whole layer.
-#[derive(Default)]
-struct Group {
-    gather_bytes: u128,
-    reduce_bytes: u128,
-    is_root: bool,
-}
-
-fn groups(plan: &ShardingPlan, model: CostModel) -> BTreeMap<(Kind, &str), Group> {
-    let mut groups: BTreeMap<_, Group> = BTreeMap::new();
-    for parameter in plan.parameters() {
-        let info = parameter.info();
-        let key = match parameter.cut() {
-            Cut::Dim0 | Cut::Flat { .. } => (Kind::Cut, info.unit()),
-            Cut::Whole { .. } => (Kind::Whole, info.layer()),
-            Cut::Replicated => (Kind::Replicated, info.unit()),
-        };
-        let (gather_dtype, reduce_dtype) = model.wire_dtypes(info.dtype());
-        let numel = buffer_numel(parameter, plan.world_size());
-        let group = groups.entry(key).or_default();
-        group.is_root = info.unit().is_empty();
-        group.gather_bytes += gather_dtype.bytes(numel);
-        group.reduce_bytes += if info.requires_grad() { reduce_dtype.bytes(numel) } else { 0 };
-    }
-    groups
-}
-
-/// The elements by which a parameter lengthens the buffer it travels in, padding for all ranks included.
-fn buffer_numel(parameter: &PlannedParameter, world_size: WorldSize) -> u128 {
-    let (info, cut) = (parameter.info(), parameter.cut());
-    let Some(span) = cut.span(info) else { return info.numel().into() };
-    let padded = u128::from(span.chunk_numel(world_size)) * u128::from(world_size.as_u64());
-    // The first parameter of a flat unit stands for all of it.
-    if span.is_first() && info.numel() > 0 { padded } else { 0 }
 }

@@ -1,93 +1,34 @@
 //! What a plan costs: bytes on every rank, and what one training step sends.
 //!
-//! The formulas are those of PyTorch's `fully_shard` (FSDP2) and `FullyShardedDataParallel` (FSDP1). Tests compare them
-//! to the byte with what torch answers: all of them for FSDP2, storage for FSDP1. Nothing here grows with
-//! parameters × ranks: see [`loads`].
+//! The formulas are those of PyTorch's `fully_shard` (FSDP2) and `FullyShardedDataParallel` (FSDP1); tests compare them
+//! to the byte with what torch answers. Nothing here grows with parameters × ranks: see [`loads`].
 
 mod collectives;
+mod links;
 mod loads;
+mod model;
+mod optimizer;
+mod tally;
 
-use core_types::Rank;
+use core_types::{Placement, Rank, WorldSize};
 use serde::Serialize;
 
-pub use self::collectives::{Collectives, Traffic};
-use self::loads::{Load, Loads};
+pub use self::{
+    collectives::{Collectives, Traffic},
+    links::{Link, Links},
+    model::CostModel,
+    optimizer::Optimizer,
+};
+use self::{
+    loads::Load,
+    tally::{Kind, Message, Tally},
+};
 use crate::{
-    ElemType, ShardingPlan,
+    ShardingPlan,
     error::{Error, Result},
 };
 
-/// What the optimizer remembers from step to step.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash)]
-#[non_exhaustive]
-pub enum Optimizer {
-    /// Adam and `AdamW`: two moments per trained element, and a 4-byte step count per trained tensor.
-    #[default]
-    Adam,
-    /// Gradient descent with momentum: one buffer per trained element.
-    Sgd,
-    /// Nothing, as for gradient descent without momentum.
-    None,
-}
-
-impl Optimizer {
-    /// Buffers of the size of the gradients.
-    fn n_buffers(self) -> i128 {
-        match self {
-            Self::Adam => 2,
-            Self::Sgd => 1,
-            Self::None => 0,
-        }
-    }
-
-    /// Bytes for each tensor, whatever its size.
-    fn tensor_bytes(self) -> i128 {
-        if self == Self::Adam { 4 } else { 0 }
-    }
-}
-
-/// What the cost of a plan depends on besides the plan.
-///
-/// # Examples
-///
-/// ```
-/// # use fsdp_plan::{CostModel, ElemType, Optimizer};
-/// let model = CostModel::default()
-///     .with_optimizer(Optimizer::Sgd)
-///     .with_mixed_precision(ElemType::Bf16, ElemType::F32);
-/// # let _ = model;
-/// ```
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
-#[non_exhaustive]
-pub struct CostModel {
-    optimizer: Optimizer,
-    mixed_precision: Option<(ElemType, ElemType)>,
-}
-
-impl CostModel {
-    /// Sets the optimizer. Default: [`Optimizer::Adam`].
-    #[must_use]
-    pub fn with_optimizer(mut self, optimizer: Optimizer) -> Self {
-        self.optimizer = optimizer;
-        self
-    }
-
-    /// Sends float parameters as `param_dtype` and gradients as `reduce_dtype`: PyTorch's `MixedPrecisionPolicy`.
-    ///
-    /// What ranks hold stays in the dtype of each parameter. Default: everything does.
-    #[must_use]
-    pub fn with_mixed_precision(mut self, param_dtype: ElemType, reduce_dtype: ElemType) -> Self {
-        self.mixed_precision = Some((param_dtype, reduce_dtype));
-        self
-    }
-
-    /// The types in which a parameter of type `dtype` and its gradient travel.
-    fn wire_dtypes(self, dtype: ElemType) -> (ElemType, ElemType) {
-        self.mixed_precision.filter(|_| dtype.is_float()).unwrap_or((dtype, dtype))
-    }
-}
-
-/// The bytes that one rank holds between two steps.
+/// The bytes that one rank holds: between two steps, and for a while within a step.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize)]
 #[non_exhaustive]
 pub struct RankCost {
@@ -95,34 +36,34 @@ pub struct RankCost {
     pub rank: Rank,
     /// Parameters it owns or keeps a copy of, without padding.
     pub param_bytes: u64,
-    /// Memory in which it stores them. Under [`Cut::Dim0`](crate::Cut::Dim0) every rank has room for as many rows as
-    /// the largest share, under [`Cut::Flat`](crate::Cut::Flat) for as many elements.
+    /// Memory in which it stores them: room for the largest share of any rank, of each parameter under
+    /// [`Cut::Dim0`](crate::Cut::Dim0) and of each unit under flat and ragged cuts.
     pub storage_bytes: u64,
-    /// Gradients, in the dtype of the parameters. A flat buffer's padding has gradients too.
+    /// Gradients, in the dtype in which parameters are held. The padding of [`Cut::Flat`](crate::Cut::Flat) has
+    /// gradients too.
     pub grad_bytes: u64,
     /// What the optimizer remembers.
     ///
     /// It counts a tensor cut along dim 0 on every rank, also where a rank has no row of it, and a flat unit as one
     /// tensor, because that is what PyTorch's optimizers are given.
     pub optimizer_bytes: u64,
+    /// Parameters gathered at the same time, at most: the root unit and those that stay gathered, and the largest run of
+    /// a unit and those that are gathered ahead of it; all as they travel, with padding. 0 in a shard group of one.
+    pub gathered_bytes: u64,
+    /// Gradients of the largest unit before they are reduced, as they travel, with padding. 0 in a shard group of one.
+    pub unreduced_bytes: u64,
 }
 
 impl RankCost {
-    /// Stored parameters, gradients and optimizer state together.
+    /// What the rank holds between two steps: stored parameters, gradients and optimizer state.
     pub fn total_bytes(&self) -> u128 {
         [self.storage_bytes, self.grad_bytes, self.optimizer_bytes].map(u128::from).iter().sum()
     }
 
-    fn new(rank: Rank, load: Load, optimizer: Optimizer) -> Result<Self> {
-        let fit = |bytes, what| u64::try_from(bytes).map_err(|_| Error::TotalTooLarge { what });
-        let optimizer_bytes = optimizer.n_buffers() * load.grad + optimizer.tensor_bytes() * load.n_trained;
-        Ok(Self {
-            rank,
-            param_bytes: fit(load.owned, "the bytes of a rank's parameters")?,
-            storage_bytes: fit(load.stored, "the bytes that a rank stores")?,
-            grad_bytes: fit(load.grad, "the bytes of a rank's gradients")?,
-            optimizer_bytes: fit(optimizer_bytes, "the bytes of a rank's optimizer state")?,
-        })
+    /// What the rank holds at most, but for activations: [`total_bytes`](Self::total_bytes), gathered parameters and
+    /// unreduced gradients.
+    pub fn peak_bytes(&self) -> u128 {
+        self.total_bytes() + u128::from(self.gathered_bytes) + u128::from(self.unreduced_bytes)
     }
 }
 
@@ -134,8 +75,19 @@ pub struct PlanCost {
     pub ranks: Vec<RankCost>,
     /// The largest `param_bytes` of a rank over the mean of all ranks; 1 if nobody owns a byte.
     pub max_over_mean: f64,
-    /// What all ranks together send in one step.
+    /// What a rank takes part in within one step.
     pub collectives: Collectives,
+    /// How long the collectives of one step take if nothing hides them, in seconds; `None` without
+    /// [links](CostModel::with_links).
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub step_seconds: Option<f64>,
+}
+
+impl PlanCost {
+    /// The most that a rank holds at any time, but for activations.
+    pub fn peak_bytes(&self) -> u128 {
+        self.ranks.iter().map(RankCost::peak_bytes).max().unwrap_or(0)
+    }
 }
 
 impl ShardingPlan {
@@ -143,7 +95,7 @@ impl ShardingPlan {
     ///
     /// # Complexity
     ///
-    /// Linear in parameters + ranks, in time and memory.
+    /// Linear in parameters + ranks in memory, and in time as well but for ragged cuts, which take units × ranks steps.
     ///
     /// # Errors
     ///
@@ -166,13 +118,59 @@ impl ShardingPlan {
     /// # Ok::<(), fsdp_plan::Error>(())
     /// ```
     pub fn cost(&self, model: &CostModel) -> Result<PlanCost> {
-        let loads = Loads::of(self).into_ranks();
-        let ranks = self.world_size().placements().zip(loads);
-        let ranks: Vec<_> =
-            ranks.map(|(place, load)| RankCost::new(place.rank(), load, model.optimizer)).collect::<Result<_>>()?;
+        let Tally { loads, messages, .. } = Tally::of(self, model);
+        let gathered = fit(gathered_bytes(self, model, &messages), "the bytes gathered at the same time")?;
+        let unreduced = fit(unreduced_bytes(self, &messages), "the bytes of a unit's gradients")?;
+        let members = loads.into_members();
+        let ranks = self.world_size().placements().map(Placement::rank).zip(members.iter().cycle());
+        let ranks = ranks.map(|(rank, &load)| RankCost::new(rank, load, gathered, unreduced));
+        let ranks = ranks.collect::<Result<Vec<_>>>()?;
+        let mut collectives = Collectives::default();
+        let mut seconds = 0.0;
+        for calls in messages.iter().flat_map(|message| collectives::calls(self, message)) {
+            collectives.add(calls)?;
+            seconds += model.links.map_or(0.0, |links| links.seconds(self, calls));
+        }
         let max_over_mean = max_over_mean(&ranks);
-        Ok(PlanCost { ranks, max_over_mean, collectives: Collectives::of(self, *model)? })
+        Ok(PlanCost { ranks, max_over_mean, collectives, step_seconds: model.links.map(|_| seconds) })
     }
+}
+
+impl RankCost {
+    fn new(rank: Rank, load: Load, gathered_bytes: u64, unreduced_bytes: u64) -> Result<Self> {
+        Ok(Self {
+            rank,
+            param_bytes: fit(load.owned, "the bytes of a rank's parameters")?,
+            storage_bytes: fit(load.stored, "the bytes that a rank stores")?,
+            grad_bytes: fit(load.grad, "the bytes of a rank's gradients")?,
+            optimizer_bytes: fit(load.optimizer, "the bytes of a rank's optimizer state")?,
+            gathered_bytes,
+            unreduced_bytes,
+        })
+    }
+}
+
+fn fit<T: TryInto<u64>>(bytes: T, what: &'static str) -> Result<u64> {
+    bytes.try_into().map_err(|_| Error::TotalTooLarge { what })
+}
+
+/// The most parameters gathered at the same time: those that stay, and the largest run of others.
+fn gathered_bytes(plan: &ShardingPlan, model: &CostModel, messages: &[Message<'_>]) -> u128 {
+    if plan.shard_group() == WorldSize::ONE {
+        return 0;
+    }
+    let travelling = messages.iter().filter(|message| message.kind != Kind::Replicated);
+    let (kept, passing): (Vec<_>, Vec<_>) = travelling.partition(|message| plan.keeps_gathered(message.unit));
+    let run = usize::try_from(model.prefetch.saturating_add(1)).unwrap_or(usize::MAX).min(passing.len()).max(1);
+    let sum = |messages: &[&Message<'_>]| messages.iter().map(|message| message.gather_bytes).sum::<u128>();
+    sum(&kept) + passing.windows(run).map(sum).max().unwrap_or(0)
+}
+
+/// The largest buffer of gradients that are to be reduced to their owners.
+fn unreduced_bytes(plan: &ShardingPlan, messages: &[Message<'_>]) -> u128 {
+    let reduced = messages.iter().filter(|message| message.kind != Kind::Replicated);
+    let largest = reduced.map(|message| message.reduce_bytes).max().unwrap_or(0);
+    if plan.shard_group() == WorldSize::ONE { 0 } else { largest }
 }
 
 #[expect(clippy::cast_precision_loss, reason = "a ratio is for people; 53 bits are enough of it")]

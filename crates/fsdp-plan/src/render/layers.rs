@@ -66,8 +66,8 @@ impl<'a> Layer<'a> {
 impl Content {
     fn add(&mut self, parameter: &PlannedParameter) {
         self.n_parameters += 1;
-        self.numel += u128::from(parameter.info().numel());
-        self.bytes += u128::from(parameter.info().bytes());
+        self.numel += if parameter.cut() == Cut::Tied { 0 } else { parameter.info().numel().into() };
+        self.bytes += u128::from(parameter.held_bytes());
         let held = Held::from(parameter.cut());
         if !self.cuts.contains(&held) {
             self.cuts.push(held);
@@ -80,17 +80,23 @@ impl Content {
 enum Held {
     Rows,
     Elements,
+    Granules,
+    Wrapped,
     Whole(u64),
     Copies,
+    Tied,
 }
 
 impl From<Cut> for Held {
     fn from(cut: Cut) -> Self {
         match cut {
             Cut::Dim0 => Self::Rows,
-            Cut::Flat { .. } => Self::Elements,
+            Cut::Flat { .. } | Cut::FlatAligned { .. } => Self::Elements,
+            Cut::Ragged { .. } => Self::Granules,
+            Cut::Wrapped { .. } => Self::Wrapped,
             Cut::Whole { owner } => Self::Whole(owner.as_u64()),
             Cut::Replicated => Self::Copies,
+            Cut::Tied => Self::Tied,
         }
     }
 }
@@ -99,8 +105,11 @@ fn held_as(cuts: &[Held]) -> String {
     let words = |held: &Held| match held {
         Held::Rows => String::from("rows"),
         Held::Elements => String::from("elements"),
+        Held::Granules => String::from("granules"),
+        Held::Wrapped => String::from("whole tensors"),
         Held::Whole(rank) => format!("whole on {rank}"),
         Held::Copies => String::from("copies"),
+        Held::Tied => String::from("tied"),
     };
     cuts.iter().map(words).collect::<Vec<_>>().join(", ")
 }

@@ -10,26 +10,46 @@ use std::{fmt, ops::Range};
 use comfy_table::{CellAlignment, Table, TableComponent, presets};
 
 use self::text::{Printable, binary, counted, grouped};
-use crate::{Collectives, PlanReport, ShardingPlan, Traffic};
+use crate::{Collectives, LayerBalance, PlanReport, ShardingPlan, Traffic};
 
 /// Writes the whole report, without a line break at the end.
 pub(crate) fn report(report: &PlanReport<'_>, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-    let PlanReport { plan, cost, of_rank } = report;
+    let PlanReport { plan, cost, layer_balance, of_rank } = report;
     write!(f, "{}\n\n{}\n\n{}\n\n", title(plan), layers::table(plan), ranks::table(&cost.ranks))?;
     write!(f, "largest rank over mean: {:.3}\neach step: {}", cost.max_over_mean, calls(&cost.collectives))?;
+    if let Some(seconds) = cost.step_seconds {
+        write!(f, "\nsending takes {:.3} ms a step if nothing hides it", seconds * 1e3)?;
+    }
+    if let Some(balance) = layer_balance {
+        write!(f, "\n{}", layer_balance_line(balance))?;
+    }
     of_rank.as_ref().map_or(Ok(()), |of_rank| write!(f, "\n\n{}", shards::table(of_rank, plan)))
 }
 
 fn title(plan: &ShardingPlan) -> String {
-    let bytes = plan.parameters().iter().map(|parameter| u128::from(parameter.info().bytes())).sum();
+    let bytes = plan.parameters().iter().map(|parameter| u128::from(parameter.held_bytes())).sum();
+    let groups = match plan.replicas() {
+        1 => String::new(),
+        replicas => format!(" in {replicas} replicas of {}", grouped(plan.shard_group().as_u64().into())),
+    };
     format!(
-        "{} over {}: {}, {}, {} ({})",
+        "{} over {}{groups}: {}, {}, {} ({})",
         Printable(plan.strategy()),
         counted(plan.world_size().as_u64().into(), "rank"),
         counted(plan.parameters().len() as u128, "parameter"),
         counted(plan.numel(), "element"),
         counted(bytes, "byte"),
         binary(bytes),
+    )
+}
+
+fn layer_balance_line(balance: &LayerBalance) -> String {
+    let [largest, lower_bound, if_cut] = [balance.largest, balance.lower_bound, balance.if_cut].map(u128::from);
+    format!(
+        "whole layers: at most {} on a rank; {} is a lower bound, and {} the share if layers were cut",
+        counted(largest, "byte"),
+        grouped(lower_bound),
+        grouped(if_cut),
     )
 }
 

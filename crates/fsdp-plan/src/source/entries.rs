@@ -7,7 +7,7 @@ use serde::{
     de::{IgnoredAny, MapAccess, Visitor},
 };
 
-use crate::{ElemType, Error, Result};
+use crate::{Error, Result, names::Names};
 
 /// The entries of a JSON object in the order of the text, but for `__metadata__`.
 ///
@@ -42,17 +42,11 @@ impl<'de, T: Deserialize<'de>> Visitor<'de> for EntriesVisitor<T> {
     }
 }
 
-/// The element type that a file calls `dtype`.
-pub(super) fn elem_type(name: &str, dtype: &str) -> Result<ElemType> {
-    ElemType::from_name(dtype).ok_or_else(|| Error::UnknownDtype { name: name.to_owned(), dtype: dtype.to_owned() })
-}
-
 /// Checks that no name occurs twice.
-pub(super) fn unique<'a>(names: impl Iterator<Item = &'a str>) -> Result<()> {
-    let mut names: Vec<&str> = names.collect();
-    names.sort_unstable();
-    match names.windows(2).find(|pair| pair[0] == pair[1]) {
-        Some(pair) => Err(Error::DuplicateName { name: pair[0].to_owned() }),
-        None => Ok(()),
+pub(super) fn unique<T>(entries: &[(String, T)]) -> Result<()> {
+    let name = |position: usize| entries[position].0.as_str();
+    match Names::new(entries.len(), name) {
+        Ok(_) => Ok(()),
+        Err(position) => Err(Error::DuplicateName { name: name(position).to_owned() }),
     }
 }

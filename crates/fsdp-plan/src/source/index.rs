@@ -74,7 +74,7 @@ pub fn from_index<E: From<Error>>(
 /// Every tensor with its file.
 fn entries(json: &str) -> Result<Vec<(String, String)>> {
     let Entries(entries) = parse::<Index>("safetensors index", json.as_bytes())?.weight_map;
-    unique(entries.iter().map(|(name, _)| name.as_str()))?;
+    unique(&entries)?;
     match entries.iter().find(|(_, file)| !is_plain(file)) {
         Some((_, file)) => Err(Error::BadFileName { file: file.clone() }),
         None => Ok(entries),

@@ -1,16 +1,16 @@
 //! Manifests: a list of tensors with nothing but dtype and shape.
 
-use serde::Deserialize;
-
 use super::{
-    entries::{Entries, elem_type, unique},
+    entries::{Entries, unique},
     parse,
 };
-use crate::{ParameterInfo, Result};
+use crate::{ParameterInfo, Result, param::Unchecked};
 
 /// Reads a manifest `{name: {"dtype": …, "shape": […]}}`, in the order of its text.
 ///
-/// Dtypes are named as in safetensors headers. Other fields of an entry, and an entry `__metadata__`, are ignored.
+/// Dtypes are named as [`ElemType`](crate::ElemType) says. An entry may also have the fields `layer`, `unit`,
+/// `requires_grad`, `always_gather` and `tied_to`, which mean what the methods of [`ParameterInfo`] of these names do.
+/// Other fields, and an entry `__metadata__`, are ignored.
 ///
 /// # Errors
 ///
@@ -26,20 +26,7 @@ use crate::{ParameterInfo, Result};
 /// # Ok::<(), fsdp_plan::Error>(())
 /// ```
 pub fn from_manifest(json: &str) -> Result<Vec<ParameterInfo>> {
-    let Entries(entries) = parse::<Entries<Entry>>("manifest", json.as_bytes())?;
-    unique(entries.iter().map(|(name, _)| name.as_str()))?;
-    entries.into_iter().map(|(name, entry)| entry.into_parameter(name)).collect()
-}
-
-#[derive(Deserialize)]
-struct Entry {
-    dtype: String,
-    shape: Vec<u64>,
-}
-
-impl Entry {
-    fn into_parameter(self, name: String) -> Result<ParameterInfo> {
-        let dtype = elem_type(&name, &self.dtype)?;
-        ParameterInfo::new(name, self.shape, dtype)
-    }
+    let Entries(entries) = parse::<Entries<Unchecked<'_>>>("manifest", json.as_bytes())?;
+    unique(&entries)?;
+    entries.into_iter().map(|(name, entry)| entry.named(name)).collect()
 }

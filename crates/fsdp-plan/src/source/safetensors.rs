@@ -1,13 +1,15 @@
 //! The header of a safetensors file: the length of a JSON text, and the text.
 
+use std::borrow::Cow;
+
 use serde::Deserialize;
 
 use super::{
-    entries::{Entries, elem_type, unique},
+    entries::{Entries, unique},
     parse,
 };
 use crate::{
-    ParameterInfo,
+    ElemType, ParameterInfo,
     error::{Error, Result},
 };
 
@@ -51,8 +53,8 @@ pub fn header_len(prefix: [u8; 8]) -> Result<u64> {
 /// # Ok::<(), fsdp_plan::Error>(())
 /// ```
 pub fn from_safetensors(bytes: &[u8]) -> Result<Vec<ParameterInfo>> {
-    let Entries(mut entries) = parse::<Entries<Entry>>("safetensors header", header(bytes)?)?;
-    unique(entries.iter().map(|(name, _)| name.as_str()))?;
+    let Entries(mut entries) = parse::<Entries<Entry<'_>>>("safetensors header", header(bytes)?)?;
+    unique(&entries)?;
     // Tensors without bytes begin where the next one does; the sort is stable, so they stay in the order of the text.
     entries.sort_by_key(|(_, entry)| entry.data_offsets);
     let mut end = 0;
@@ -69,16 +71,17 @@ fn header(bytes: &[u8]) -> Result<&[u8]> {
 }
 
 #[derive(Deserialize)]
-struct Entry {
-    dtype: String,
+struct Entry<'a> {
+    #[serde(borrow)]
+    dtype: Cow<'a, str>,
     shape: Vec<u64>,
     data_offsets: (u64, u64),
 }
 
-impl Entry {
+impl Entry<'_> {
     /// Makes the parameter, which must begin at `previous_end`, and moves that to its own end.
     fn into_parameter(self, name: String, previous_end: &mut u64) -> Result<ParameterInfo> {
-        let dtype = elem_type(&name, &self.dtype)?;
+        let dtype = ElemType::of_tensor(&name, &self.dtype)?;
         let info = ParameterInfo::new(name, self.shape, dtype)?;
         let (begin, end) = self.data_offsets;
         let expected_begin = *previous_end;

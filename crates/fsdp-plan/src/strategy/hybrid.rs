@@ -1,62 +1,171 @@
-//! Some layers cut, others whole, as two lists of path components say.
+//! Each parameter by the rule that picks it.
 
 use core_types::WorldSize;
+use serde::{Deserialize, Serialize};
 
-use super::{ShardingStrategy, assemble, divisible, layer_wise::Owners};
-use crate::{Cut, ParameterInfo, ShardingPlan, error::Result, path};
+use super::{LayerWise, Layout, ShardingStrategy, assemble, divisible, layout};
+use crate::{Cut, ParameterInfo, Pattern, ShardingPlan, error::Result};
 
-/// Cuts the parameters that one list of patterns names like [`Full`](super::Full), and gives those that another list
-/// names to ranks whole, like [`LayerWise`](super::LayerWise).
+/// Plans each parameter as the first of several rules says whose pattern picks it, or else by default.
 ///
-/// A pattern is one component of a dotted path or several side by side (`head`, `h.1`), and it names a parameter if it
-/// occurs among the components of its name or of its layer. It matches whole components only: `layer1` does not name
-/// `layer10.weight`. A parameter that both lists name is cut, and so is one that neither names.
+/// [`new`](Self::new) takes the two lists of the spec: what is cut like [`Full`](super::Full), and what goes to ranks
+/// whole like [`LayerWise`]. [`with_rule`](Self::with_rule) adds rules one by one, and a rules file is this type as JSON:
+///
+/// ```json
+/// {
+///   "rules": [
+///     {"pattern": "lm_head", "choice": "layer_wise"},
+///     {"pattern": "**.norm.*", "choice": "replicate"},
+///     {"pattern": "model.layers.*.mlp.**", "choice": {"full": {"row_ragged": {"rows": 1}}}}
+///   ],
+///   "default": {"full": "dim0"}
+/// }
+/// ```
+///
+/// [`matches`](Self::matches) lists what each rule picks, what several pick, and what none does.
 ///
 /// # Examples
 ///
 /// ```
 /// use core_types::WorldSize;
-/// use fsdp_plan::{Cut, ElemType, Hybrid, ParameterInfo, ShardingStrategy};
+/// use fsdp_plan::{Choice, Cut, ElemType, Hybrid, ParameterInfo, ShardingStrategy};
 ///
 /// let parameters = [
 ///     ParameterInfo::new("transformer.h.0.weight", [8, 8], ElemType::F32)?,
+///     ParameterInfo::new("transformer.ln_f.weight", [8], ElemType::F32)?,
 ///     ParameterInfo::new("lm_head.weight", [100, 8], ElemType::F32)?,
 /// ];
-/// let plan = Hybrid::new(["transformer"], ["lm_head"]).plan(&parameters, WorldSize::new(2)?)?;
-/// assert_eq!(plan.parameters()[0].cut(), Cut::Dim0);
-/// assert!(matches!(plan.parameters()[1].cut(), Cut::Whole { .. }));
+/// let hybrid = Hybrid::new(["transformer"], ["lm_head"])?;
+/// let plan = hybrid.plan(&parameters, WorldSize::new(2)?)?;
+/// assert_eq!(plan.parameters()[1].cut(), Cut::Dim0);
+/// assert!(matches!(plan.parameters()[2].cut(), Cut::Whole { .. }));
+///
+/// let hybrid = Hybrid::default().with_rule("*.ln_f.*", Choice::Replicate)?;
+/// assert_eq!(hybrid.plan(&parameters, WorldSize::new(2)?)?.parameters()[1].cut(), Cut::Dim0); // `transformer` was first
+/// assert_eq!(hybrid.matches(&parameters).overlaps, [("transformer.ln_f.weight", vec![0, 5])]);
 /// # Ok::<(), fsdp_plan::Error>(())
 /// ```
-#[derive(Clone, Debug, PartialEq, Eq, Hash)]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
 pub struct Hybrid {
-    full: Vec<String>,
-    layer_wise: Vec<String>,
+    rules: Vec<Rule>,
+    #[serde(default)]
+    default: Choice,
+}
+
+/// A pattern, and what becomes of the parameters it picks.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+#[non_exhaustive]
+pub struct Rule {
+    /// Which parameters.
+    pub pattern: Pattern,
+    /// What becomes of them.
+    pub choice: Choice,
+}
+
+/// What becomes of a parameter.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+#[non_exhaustive]
+pub enum Choice {
+    /// It is cut over all ranks, in this layout.
+    Full(Layout),
+    /// It goes to a rank whole, with its layer, by [`LayerWise`] with its defaults.
+    LayerWise,
+    /// Every rank keeps a copy.
+    Replicate,
+}
+
+impl Default for Choice {
+    fn default() -> Self {
+        Self::Full(Layout::Dim0)
+    }
+}
+
+/// Which rules pick which parameters.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize)]
+#[non_exhaustive]
+pub struct Matches<'a> {
+    /// The number of parameters that each rule decides.
+    pub decided: Vec<usize>,
+    /// Parameters that several rules pick, with the positions of these rules: the first one decides.
+    pub overlaps: Vec<(&'a str, Vec<usize>)>,
+    /// Parameters that no rule picks.
+    pub unmatched: Vec<&'a str>,
 }
 
 impl Hybrid {
-    /// Cuts what a pattern of `full` names, and keeps whole what only a pattern of `layer_wise` names.
-    pub fn new<F, L>(full: F, layer_wise: L) -> Self
-    where
-        F: IntoIterator<Item: Into<String>>,
-        L: IntoIterator<Item: Into<String>>,
-    {
-        Self {
-            full: full.into_iter().map(Into::into).collect(),
-            layer_wise: layer_wise.into_iter().map(Into::into).collect(),
-        }
+    /// Cuts what a pattern of `full` picks, and gives to ranks whole what only a pattern of `layer_wise` picks. What
+    /// none picks is cut.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::BadPattern`](crate::Error::BadPattern).
+    pub fn new<'a>(
+        full: impl IntoIterator<Item = &'a str>,
+        layer_wise: impl IntoIterator<Item = &'a str>,
+    ) -> Result<Self> {
+        let full = full.into_iter().map(|pattern| (pattern, Choice::default()));
+        let layer_wise = layer_wise.into_iter().map(|pattern| (pattern, Choice::LayerWise));
+        let none = Self { rules: Vec::new(), default: Choice::default() };
+        full.chain(layer_wise).try_fold(none, |hybrid, (pattern, choice)| hybrid.with_rule(pattern, choice))
     }
 
-    fn is_layer_wise(&self, info: &ParameterInfo) -> bool {
-        !names(&self.full, info) && names(&self.layer_wise, info)
+    /// Adds a rule, which decides what no rule before it does.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::BadPattern`](crate::Error::BadPattern).
+    pub fn with_rule(mut self, pattern: &str, choice: Choice) -> Result<Self> {
+        self.rules.push(Rule { pattern: pattern.parse()?, choice });
+        Ok(self)
+    }
+
+    /// Sets what becomes of parameters that no rule picks. Default: they are cut along dim 0.
+    #[must_use]
+    pub fn with_default(mut self, choice: Choice) -> Self {
+        self.default = choice;
+        self
+    }
+
+    /// The rules, the first of which wins.
+    pub fn rules(&self) -> &[Rule] {
+        &self.rules
+    }
+
+    /// What the rules pick among `parameters`, those left out that are gathered always or tied to others.
+    pub fn matches<'a>(&self, parameters: &'a [ParameterInfo]) -> Matches<'a> {
+        let mut matches = Matches { decided: vec![0; self.rules.len()], ..Matches::default() };
+        for info in divisible(parameters) {
+            let picking = (0..self.rules.len()).filter(|&rule| self.rules[rule].pattern.picks(info));
+            let picking: Vec<_> = picking.collect();
+            match picking[..] {
+                [] => matches.unmatched.push(info.name()),
+                [first] => matches.decided[first] += 1,
+                [first, ..] => {
+                    matches.decided[first] += 1;
+                    matches.overlaps.push((info.name(), picking));
+                }
+            }
+        }
+        matches
+    }
+
+    fn choice(&self, info: &ParameterInfo) -> Choice {
+        self.rules.iter().find(|rule| rule.pattern.picks(info)).map_or(self.default, |rule| rule.choice)
     }
 }
 
-/// Cuts `transformer` and `attention`, keeps `classifier`, `head` and `lm_head` whole.
+/// Cuts `transformer` and `attention`, gives `classifier`, `head` and `lm_head` to ranks whole.
 ///
 /// The last is how language models name their head, which a search for `head` within names would find as well.
 impl Default for Hybrid {
     fn default() -> Self {
-        Self::new(["transformer", "attention"], ["classifier", "head", "lm_head"])
+        let rule = |(pattern, choice)| Rule { pattern: Pattern::components(pattern), choice };
+        let full = ["transformer", "attention"].map(|pattern| (pattern, Choice::default()));
+        let layer_wise = ["classifier", "head", "lm_head"].map(|pattern| (pattern, Choice::LayerWise));
+        Self { rules: full.into_iter().chain(layer_wise).map(rule).collect(), default: Choice::default() }
     }
 }
 
@@ -66,17 +175,48 @@ impl ShardingStrategy for Hybrid {
     }
 
     fn plan(&self, parameters: &[ParameterInfo], world_size: WorldSize) -> Result<ShardingPlan> {
-        let whole = divisible(parameters).filter(|info| self.is_layer_wise(info));
-        let owners = Owners::choose(whole, world_size);
-        assemble(self.name(), world_size, parameters, |info| {
-            if self.is_layer_wise(info) { owners.cut(info) } else { Cut::Dim0 }
-        })
+        let infos = divisible(parameters);
+        // Parameters of choices that go together are planned together: they balance, or share buffers, among themselves.
+        let mut groups: Vec<Vec<(usize, Choice)>> = Vec::new();
+        for (position, choice) in infos.iter().map(|info| self.choice(info)).enumerate() {
+            match groups.iter_mut().find(|group| group[0].1.goes_with(choice)) {
+                Some(group) => group.push((position, choice)),
+                None => groups.push(vec![(position, choice)]),
+            }
+        }
+        let mut cuts = vec![Cut::Replicated; infos.len()];
+        for group in groups {
+            let chosen: Vec<_> = group.iter().map(|&(position, choice)| (infos[position], choice)).collect();
+            for ((position, _), cut) in group.into_iter().zip(cuts_of(&chosen, world_size)?) {
+                cuts[position] = cut;
+            }
+        }
+        assemble(self.name(), world_size, parameters, cuts)
     }
 }
 
-/// Whether one of `patterns` names `info`.
-fn names(patterns: &[String], info: &ParameterInfo) -> bool {
-    let found =
-        |pattern: &String| path::has_components(info.name(), pattern) || path::has_components(info.layer(), pattern);
-    patterns.iter().any(found)
+impl Choice {
+    fn goes_with(self, other: Self) -> bool {
+        match (self, other) {
+            (Self::Full(one), Self::Full(other)) => one.goes_with(other),
+            _ => self == other,
+        }
+    }
+
+    fn layout(self) -> Option<Layout> {
+        if let Self::Full(layout) = self { Some(layout) } else { None }
+    }
+}
+
+/// The cuts of parameters whose choices go with each other.
+fn cuts_of(chosen: &[(&ParameterInfo, Choice)], group: WorldSize) -> Result<Vec<Cut>> {
+    let infos: Vec<_> = chosen.iter().map(|&(info, _)| info).collect();
+    match chosen.first() {
+        Some((_, Choice::Full(_))) => {
+            let layouts = chosen.iter().filter_map(|(_, choice)| choice.layout());
+            layout::cuts(&infos.into_iter().zip(layouts).collect::<Vec<_>>(), group)
+        }
+        Some((_, Choice::LayerWise)) => LayerWise::default().cuts(&infos, group),
+        Some((_, Choice::Replicate)) | None => Ok(vec![Cut::Replicated; infos.len()]),
+    }
 }

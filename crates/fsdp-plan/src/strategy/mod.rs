@@ -1,15 +1,22 @@
-//! How to decide who owns what: one trait, three answers, and a factory for them.
+//! How to decide who owns what: one trait, several answers, and a factory for those of the first spec.
 
+mod balance;
 mod full;
+mod hsdp;
 mod hybrid;
 mod layer_wise;
+mod layout;
+mod whole_tensor;
 
 use core_types::WorldSize;
 
 pub use self::{
-    full::{Full, Layout},
-    hybrid::Hybrid,
-    layer_wise::LayerWise,
+    full::Full,
+    hsdp::Hsdp,
+    hybrid::{Choice, Hybrid, Matches, Rule},
+    layer_wise::{LayerBalance, LayerOrder, LayerWeight, LayerWise},
+    layout::Layout,
+    whole_tensor::WholeTensor,
 };
 use crate::{Cut, ParameterInfo, PlannedParameter, Result, ShardingPlan};
 
@@ -71,8 +78,10 @@ pub enum StrategyKind {
     /// [`Full`] in its default layout.
     #[default]
     Full,
-    /// [`LayerWise`].
+    /// [`LayerWise`] with its defaults.
     LayerWise,
+    /// [`WholeTensor`].
+    WholeTensor,
     /// [`Hybrid`] with its default rules.
     Hybrid,
 }
@@ -82,29 +91,30 @@ impl StrategyKind {
     pub fn create(self) -> Box<dyn ShardingStrategy> {
         match self {
             Self::Full => Box::new(Full::default()),
-            Self::LayerWise => Box::new(LayerWise),
+            Self::LayerWise => Box::new(LayerWise::default()),
+            Self::WholeTensor => Box::new(WholeTensor),
             Self::Hybrid => Box::new(Hybrid::default()),
         }
     }
 }
 
-/// Builds the plan in which `cut_of` decides how a parameter is cut, unless it is to be gathered always.
+/// Builds the plan with `cuts` for the [`divisible`] parameters, in their order.
 ///
-/// That exception is made here, so that no strategy can lose such a parameter.
-fn assemble<'a>(
-    name: &str,
-    world_size: WorldSize,
-    parameters: &'a [ParameterInfo],
-    mut cut_of: impl FnMut(&'a ParameterInfo) -> Cut,
-) -> Result<ShardingPlan> {
-    let planned = parameters.iter().map(|info| {
-        let cut = if info.always_gather() { Cut::Replicated } else { cut_of(info) };
-        PlannedParameter::new(info.clone(), cut)
+/// What becomes of the others is decided here, so that no strategy can lose one.
+fn assemble(name: &str, world_size: WorldSize, parameters: &[ParameterInfo], cuts: Vec<Cut>) -> Result<ShardingPlan> {
+    let mut cuts = cuts.into_iter();
+    let planned = parameters.iter().filter_map(|info| {
+        let cut = match info {
+            info if info.tied_to().is_some() => Cut::Tied,
+            info if info.always_gather() => Cut::Replicated,
+            _ => cuts.next()?,
+        };
+        Some(PlannedParameter::new(info.clone(), cut))
     });
     ShardingPlan::new(name, world_size, planned.collect())
 }
 
-/// The parameters that [`assemble`] asks a strategy about.
-fn divisible(parameters: &[ParameterInfo]) -> impl Iterator<Item = &ParameterInfo> {
-    parameters.iter().filter(|info| !info.always_gather())
+/// The parameters that a strategy decides about: those that are neither gathered always nor tied to others.
+fn divisible(parameters: &[ParameterInfo]) -> Vec<&ParameterInfo> {
+    parameters.iter().filter(|info| !info.always_gather() && info.tied_to().is_none()).collect()
 }

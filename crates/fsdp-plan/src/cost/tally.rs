@@ -1,0 +1,221 @@
+//! One walk over a plan, which adds up what members hold and what travels between them.
+
+use std::collections::BTreeMap;
+
+use core_types::WorldSize;
+
+use super::{
+    CostModel,
+    loads::{Load, Loads},
+};
+use crate::{
+    Cut, ParameterInfo, PlannedParameter, ShardingPlan,
+    arithmetic::index,
+    cut::{Chunks, Division, Ragged},
+    groups::Groups,
+    shares::Shares,
+};
+
+/// How parameters travel.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub(super) enum Kind {
+    /// Everyone sends a part to everyone.
+    Sharded,
+    /// Owners send to everyone.
+    Owned,
+    /// Everyone has a copy, and only gradients travel.
+    Replicated,
+}
+
+/// Parameters that travel together: those of a unit, or of a layer that is kept whole.
+#[derive(Clone, Debug)]
+pub(super) struct Message<'a> {
+    pub(super) kind: Kind,
+    pub(super) unit: &'a str,
+    /// The number of calls: one, or one for each owner.
+    pub(super) calls: u64,
+    /// The whole buffer of parameters, padding included.
+    pub(super) gather_bytes: u128,
+    /// The whole buffer of gradients, padding included.
+    pub(super) reduce_bytes: u128,
+    /// The last member that was counted as an owner.
+    last_owner: Option<u64>,
+}
+
+/// What a walk over a plan finds.
+pub(super) struct Tally<'a> {
+    model: &'a CostModel,
+    shares: &'a Shares,
+    pub(super) loads: Loads,
+    /// In the order in which their parameters first occur.
+    pub(super) messages: Vec<Message<'a>>,
+    positions: BTreeMap<(Kind, &'a str), usize>,
+}
+
+impl<'a> Tally<'a> {
+    pub(super) fn of(plan: &'a ShardingPlan, model: &'a CostModel) -> Self {
+        let loads = Loads::new(plan.shard_group());
+        let mut tally = Self { model, shares: plan.shares(), loads, messages: Vec::new(), positions: BTreeMap::new() };
+        let units = Groups::of(plan.parameters().iter().map(|parameter| parameter.info().unit()));
+        let mut ragged: Vec<Vec<(&ParameterInfo, Ragged)>> = vec![Vec::new(); units.names.len()];
+        for (parameter, unit) in plan.parameters().iter().zip(units.of_item) {
+            match (parameter.cut(), parameter.division()) {
+                (Cut::Ragged { .. }, Division::Ragged(parts)) => ragged[unit].push((parameter.info(), parts)),
+                (_, division) => tally.add(parameter, division),
+            }
+        }
+        let mut scratch = vec![Share::default(); plan.shard_group().as_usize()];
+        for unit in ragged.into_iter().filter(|unit| !unit.is_empty()) {
+            tally.add_ragged_unit(&unit, &mut scratch);
+        }
+        tally
+    }
+
+    fn group(&self) -> WorldSize {
+        self.shares.group()
+    }
+
+    fn add(&mut self, parameter: &'a PlannedParameter, division: Division) {
+        let info = parameter.info();
+        match division {
+            Division::Chunks(chunks) => self.add_chunks(info, parameter.cut(), chunks),
+            Division::Ragged(parts) => self.add_wrapped(info, parts),
+            Division::Whole { owner, numel } => {
+                self.loads.add_one(owner, self.piece(info, numel));
+                self.add_owner(info, owner);
+                self.add_bytes(Kind::Owned, info, info.layer(), numel.into());
+            }
+            Division::Replicated { numel } => {
+                let load = self.piece(info, numel);
+                self.loads.add_all(load);
+                self.add_bytes(Kind::Replicated, info, info.unit(), numel.into());
+            }
+            Division::Nothing => {}
+        }
+    }
+
+    fn add_chunks(&mut self, info: &'a ParameterInfo, cut: Cut, chunks: Chunks) {
+        let group = self.group();
+        for (members, numel) in chunks.runs(group) {
+            let load = match cut {
+                // The unit is one tensor, which the first parameter stands for.
+                Cut::Flat { .. } => Load { owned: self.held_bytes(info, numel), ..Load::default() },
+                _ => Load { stored: 0, ..self.piece(info, numel) },
+            };
+            self.loads.add_run(members, load);
+        }
+        if !chunks.is_first() {
+            return;
+        }
+        let chunk_numel = chunks.chunk_numel(group);
+        let mut padded = Load { owned: 0, ..self.piece(info, chunk_numel) };
+        if !matches!(cut, Cut::Flat { .. }) {
+            padded = Load { grad: 0, optimizer: 0, ..padded };
+        }
+        self.loads.add_all(padded);
+        if cut == Cut::Dim0 {
+            self.add_states_of_empty_shards(info, chunks);
+        }
+        let buffer_numel = u128::from(chunk_numel) * u128::from(group.as_u64());
+        self.add_bytes(Kind::Sharded, info, info.unit(), buffer_numel);
+    }
+
+    /// `fully_shard` gives the optimizer a tensor on every rank, also where that has no rows.
+    fn add_states_of_empty_shards(&mut self, info: &ParameterInfo, chunks: Chunks) {
+        let n_owners = chunks.runs(self.group()).map(|(members, _)| members.end).max().unwrap_or(0);
+        let empty = self.piece(info, 0);
+        self.loads.add_run(n_owners..self.group().as_u64(), empty);
+    }
+
+    fn add_wrapped(&mut self, info: &'a ParameterInfo, parts: Ragged) {
+        for (owner, part) in parts.parts(self.shares, 0..info.numel()) {
+            self.loads.add_one(owner, self.piece(info, part.end - part.start));
+            self.add_owner(info, owner);
+        }
+        self.add_bytes(Kind::Owned, info, info.layer(), info.numel().into());
+    }
+
+    /// Counts a call for what `owner` sends of the layer of `info`, unless it sent of it just before.
+    fn add_owner(&mut self, info: &'a ParameterInfo, owner: u64) {
+        let message = self.message(Kind::Owned, info, info.layer());
+        if message.last_owner != Some(owner) {
+            message.calls += u64::from(message.last_owner.is_some());
+            message.last_owner = Some(owner);
+        }
+    }
+
+    /// Counts the parts of a unit, and the room for the largest of them.
+    fn add_ragged_unit(&mut self, unit: &[(&'a ParameterInfo, Ragged)], scratch: &mut [Share]) {
+        scratch.fill(Share::default());
+        for &(info, parts) in unit {
+            let (gather, reduce) = self.model.wire_dtypes(info);
+            let reduced = u64::from(info.requires_grad());
+            for (owner, part) in parts.parts(self.shares, 0..info.numel()) {
+                let numel = part.end - part.start;
+                let piece = self.piece(info, numel);
+                let share = &mut scratch[index(owner)];
+                share.stored += piece.stored;
+                share.gather += gather.bytes(numel.into());
+                share.reduce += reduce.bytes((numel * reduced).into());
+                self.loads.add_one(owner, Load { stored: 0, ..piece });
+            }
+        }
+        let largest = |of: fn(&Share) -> u128| scratch.iter().map(of).max().unwrap_or(0);
+        let members = u128::from(self.group().as_u64());
+        let stored = scratch.iter().map(|share| share.stored).max().unwrap_or(0);
+        let (gather, reduce) = (largest(|share| share.gather) * members, largest(|share| share.reduce) * members);
+        self.loads.add_all(Load { stored, ..Load::default() });
+        if let Some(&(info, _)) = unit.first() {
+            let message = self.message(Kind::Sharded, info, info.unit());
+            message.gather_bytes += gather;
+            message.reduce_bytes += reduce;
+        }
+    }
+
+    /// The load of a tensor of `numel` elements that is all a member has of `info`.
+    fn piece(&self, info: &ParameterInfo, numel: u64) -> Load {
+        let owned = self.held_bytes(info, numel);
+        let mut load = Load { owned, stored: owned, ..Load::default() };
+        if info.requires_grad() {
+            load.grad = owned;
+            let states = self.model.optimizer.state_bytes(self.model.held_dtype(info), numel.into());
+            load.optimizer = signed(states);
+        }
+        load
+    }
+
+    fn held_bytes(&self, info: &ParameterInfo, numel: u64) -> i128 {
+        signed(self.model.held_dtype(info).bytes(numel.into()))
+    }
+
+    /// Lengthens the message of `info` by `numel` elements.
+    fn add_bytes(&mut self, kind: Kind, info: &'a ParameterInfo, name: &'a str, numel: u128) {
+        let (gather, reduce) = self.model.wire_dtypes(info);
+        let message = self.message(kind, info, name);
+        message.gather_bytes += gather.bytes(numel);
+        message.reduce_bytes += if info.requires_grad() { reduce.bytes(numel) } else { 0 };
+    }
+
+    fn message(&mut self, kind: Kind, info: &'a ParameterInfo, name: &'a str) -> &mut Message<'a> {
+        let next = self.messages.len();
+        let position = *self.positions.entry((kind, name)).or_insert(next);
+        if position == next {
+            let unit = info.unit();
+            self.messages.push(Message { kind, unit, calls: 1, gather_bytes: 0, reduce_bytes: 0, last_owner: None });
+        }
+        &mut self.messages[position]
+    }
+}
+
+/// What one member has of a ragged unit, in bytes.
+#[derive(Clone, Copy, Default)]
+struct Share {
+    stored: i128,
+    gather: u128,
+    reduce: u128,
+}
+
+fn signed(bytes: u128) -> i128 {
+    // At most 2^72: 2^64 elements of the widest block, a few times.
+    i128::try_from(bytes).unwrap_or(i128::MAX)
+}

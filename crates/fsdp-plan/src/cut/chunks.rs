@@ -1,0 +1,129 @@
+//! Chunks of equal length: rows of a parameter, or elements of a flat unit.
+
+use std::ops::Range;
+
+use core_types::{Placement, WorldSize, split};
+
+use crate::{ParameterInfo, shares::Shares};
+
+/// A parameter as a run of items, part of `total` items that are cut over the shard group in chunks.
+///
+/// The items are the rows of the parameter, or the elements of its unit.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Chunks {
+    start: u64,
+    end: u64,
+    total: u64,
+    item_numel: u64,
+}
+
+impl Chunks {
+    pub(super) fn rows(info: &ParameterInfo) -> Self {
+        let rows = info.shape().first().copied().unwrap_or(1);
+        Self { start: 0, end: rows, total: rows, item_numel: info.row_numel() }
+    }
+
+    pub(super) fn elements(info: &ParameterInfo, offset: u64, total: u64) -> Self {
+        Self { start: offset, end: offset + info.numel(), total, item_numel: 1 }
+    }
+
+    /// Elements that the chunk of a member has room for, whether or not there are enough for all members.
+    pub(crate) fn chunk_numel(&self, group: WorldSize) -> u64 {
+        self.chunk_items(group) * self.item_numel
+    }
+
+    /// Whether the first of all items lies in this run.
+    pub(crate) fn is_first(&self) -> bool {
+        self.start == 0 && self.end > 0
+    }
+
+    /// Members next to each other that hold equally many elements, with that number.
+    ///
+    /// There are at most three of these runs: part of a chunk, whole chunks, part of a chunk. So a sum over all members
+    /// takes as long for a thousand of them as for two.
+    pub(crate) fn runs(&self, group: WorldSize) -> impl Iterator<Item = (Range<u64>, u64)> + use<> {
+        let Self { start, end, item_numel, .. } = *self;
+        let chunk = self.chunk_items(group);
+        let runs = if start == end {
+            [(0..0, 0), (0..0, 0), (0..0, 0)]
+        } else {
+            let (first, last) = (start / chunk, (end - 1) / chunk);
+            let head_end = end.min(first.saturating_add(1).saturating_mul(chunk));
+            [
+                (first..first + 1, head_end - start),
+                (first + 1..last, chunk),
+                (last.max(first + 1)..last + 1, end - last * chunk),
+            ]
+        };
+        runs.into_iter().filter(|(members, _)| !members.is_empty()).map(move |(members, n)| (members, n * item_numel))
+    }
+
+    /// The owners of the elements `within`, each with those it has, in order.
+    pub(crate) fn parts(&self, shares: &Shares, within: Range<u64>) -> impl Iterator<Item = (u64, Range<u64>)> {
+        let chunks = *self;
+        let first_item = self.start + within.start / self.item_numel.max(1);
+        let first = first_item / self.chunk_items(shares.group()).max(1);
+        (first..shares.group().as_u64()).map_while(move |member| {
+            let part = chunks.part(shares, member);
+            let part = part.start.max(within.start)..part.end.min(within.end);
+            (!part.is_empty()).then_some((member, part))
+        })
+    }
+
+    /// The first member that holds something.
+    pub(super) fn first_owner(&self, shares: &Shares) -> u64 {
+        self.start / self.chunk_items(shares.group()).max(1)
+    }
+
+    /// The elements that a member holds.
+    pub(super) fn part(&self, shares: &Shares, member: u64) -> Range<u64> {
+        let Ok(place) = Placement::new(member, shares.group().as_u64()) else { return 0..0 };
+        let chunk = split::chunk(self.total, place);
+        let within = |item: u64| (item.clamp(self.start, self.end) - self.start) * self.item_numel;
+        within(chunk.start)..within(chunk.end)
+    }
+
+    fn chunk_items(&self, group: WorldSize) -> u64 {
+        // Chunks are as long as the first of them.
+        group.placements().next().map_or(0, |first| split::chunk(self.total, first).end)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn runs_say_for_all_members_what_parts_say_for_each() {
+        for (total, members) in (0..=12).flat_map(|total| (1..=7).map(move |members| (total, members))) {
+            let group = WorldSize::new(members).unwrap();
+            let shares = Shares::even(group);
+            for (start, end) in (0..=total).flat_map(|end| (0..=end).map(move |start| (start, end))) {
+                let chunks = Chunks { start, end, total, item_numel: 3 };
+                let by_runs = |member| -> u64 {
+                    chunks.runs(group).filter(|(members, _)| members.contains(&member)).map(|(_, n)| n).sum()
+                };
+                for member in 0..members {
+                    let part = chunks.part(&shares, member);
+                    assert_eq!(by_runs(member), part.end - part.start, "{chunks:?} {member}");
+                }
+                let parts = (0..members).map(|member| (member, chunks.part(&shares, member)));
+                let parts: Vec<_> = parts.filter(|(_, part)| !part.is_empty()).collect();
+                let numel = (end - start) * 3;
+                assert!(chunks.parts(&shares, 0..numel).eq(parts.iter().cloned()), "{chunks:?}");
+                for (member, part) in parts {
+                    assert!(chunks.parts(&shares, part.clone()).eq([(member, part)]), "{chunks:?}");
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn chunks_at_the_end_of_the_number_range_do_not_overflow() {
+        let chunks = Chunks { start: u64::MAX - 1, end: u64::MAX, total: u64::MAX, item_numel: 1 };
+        for members in [1, 2, 3] {
+            let runs: Vec<_> = chunks.runs(WorldSize::new(members).unwrap()).collect();
+            assert_eq!(runs, [(members - 1..members, 1)]);
+        }
+    }
+}

@@ -1,0 +1,54 @@
+//! Several copies of a sharded model: hybrid sharding (HSDP).
+
+use core_types::WorldSize;
+
+use super::ShardingStrategy;
+use crate::{
+    ParameterInfo, ShardingPlan,
+    error::{Error, Result},
+};
+
+/// Shards the model over groups of neighboring ranks, and repeats that group: PyTorch's `HYBRID_SHARD`.
+///
+/// Parameters are then gathered within a group only, usually a node with fast links, and gradients are averaged over
+/// the groups. The price is memory: a rank holds as much as in a world of one group.
+///
+/// # Examples
+///
+/// ```
+/// use core_types::WorldSize;
+/// use fsdp_plan::{ElemType, Full, Hsdp, ParameterInfo, ShardingStrategy};
+///
+/// let parameters = [ParameterInfo::new("fc.weight", [8, 4], ElemType::F32)?];
+/// let plan = Hsdp::new(Full::default(), 2).plan(&parameters, WorldSize::new(8)?)?;
+/// assert_eq!((plan.shard_group().as_u64(), plan.replicas()), (4, 2));
+/// # Ok::<(), fsdp_plan::Error>(())
+/// ```
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct Hsdp<S> {
+    inner: S,
+    replicas: u64,
+}
+
+impl<S: ShardingStrategy> Hsdp<S> {
+    /// Plans each of `replicas` groups as `inner` does.
+    pub fn new(inner: S, replicas: u64) -> Self {
+        Self { inner, replicas }
+    }
+}
+
+impl<S: ShardingStrategy> ShardingStrategy for Hsdp<S> {
+    fn name(&self) -> &str {
+        self.inner.name()
+    }
+
+    fn plan(&self, parameters: &[ParameterInfo], world_size: WorldSize) -> Result<ShardingPlan> {
+        let (world_size, replicas) = (world_size.as_u64(), self.replicas);
+        match world_size.checked_div(replicas) {
+            Some(group) if group * replicas == world_size => {
+                self.inner.plan(parameters, WorldSize::new(group)?)?.with_replicas(replicas)
+            }
+            _ => Err(Error::Replicas { world_size, replicas }),
+        }
+    }
+}
