@@ -2,8 +2,8 @@
 
 use candle_distributed::{
     plan::{
-        Collectives, CostModel, Cut, ElemType, Full, Hybrid, LayerWise, Layout, Optimizer, ParameterInfo,
-        PlannedParameter, ShardingPlan, ShardingStrategy,
+        Collectives, CostModel, Cut, ElemType, Full, Hybrid, LayerOrder, LayerWise, Layout, Optimizer, ParameterInfo,
+        PlannedParameter, ShardingPlan, ShardingStrategy, WholeTensor,
     },
     types::{Placement, Rank, WorldSize},
 };
@@ -12,8 +12,20 @@ use proptest::prelude::*;
 const SHAPES: [&[u64]; 9] = [&[0], &[1], &[2], &[5], &[7, 2], &[4, 0], &[1, 6], &[6, 1, 2], &[3, 3]];
 
 fn strategies() -> Vec<Box<dyn ShardingStrategy>> {
-    let hybrid = Hybrid::new(["0"], ["h", "out"]);
-    vec![Box::new(Full::default()), Box::new(Full::new(Layout::Flat)), Box::new(LayerWise::default()), Box::new(hybrid)]
+    let hybrid = Hybrid::new(["0"], ["h", "out"]).unwrap();
+    let layouts = [
+        Layout::Dim0,
+        Layout::Flat,
+        Layout::FlatAligned,
+        Layout::ROWS,
+        Layout::RowRagged { rows: 2 },
+        Layout::BlockRagged { block: 3 },
+    ];
+    let full = layouts.map(|layout| Box::new(Full::new(layout)) as Box<dyn ShardingStrategy>);
+    let contiguous = LayerWise::default().with_order(LayerOrder::Contiguous);
+    let others: [Box<dyn ShardingStrategy>; 4] =
+        [Box::new(LayerWise::default()), Box::new(contiguous), Box::new(WholeTensor), Box::new(hybrid)];
+    full.into_iter().chain(others).collect()
 }
 
 fn parameter(name: &str, shape: &[u64]) -> ParameterInfo {
@@ -45,15 +57,18 @@ fn for_each_plan(check: impl Fn(&[ParameterInfo], &dyn ShardingStrategy, &Shardi
 fn every_element_is_owned_once_or_by_all() {
     for_each_plan(|parameters, _, plan| {
         for (param_idx, info) in parameters.iter().enumerate() {
-            let shards: Vec<_> = ranks(plan).filter_map(|rank| plan.shard(param_idx, rank)).collect();
+            let shards: Vec<_> = ranks(plan).flat_map(|rank| plan.shards(param_idx, rank).unwrap()).collect();
             if plan.parameters()[param_idx].cut() == Cut::Replicated {
                 assert_eq!(shards.len(), if info.numel() > 0 { plan.world_size().as_usize() } else { 0 });
                 assert!(shards.iter().all(|shard| (shard.start_offset, shard.shard_size) == (0, info.numel())));
                 continue;
             }
+            let is_ragged = matches!(plan.parameters()[param_idx].cut(), Cut::Ragged { .. } | Cut::Wrapped { .. });
             let mut end = 0;
             for (shard_index, shard) in (0..).zip(&shards) {
-                assert_eq!((shard.start_offset, shard.shard_index), (end, shard_index), "{plan:?}");
+                assert_eq!(shard.start_offset, end, "{plan:?}");
+                // Between the owners of a ragged parameter there may be ranks that hold nothing of it, which count.
+                assert!(shard.shard_index == shard_index || is_ragged && shard.shard_index > shard_index, "{plan:?}");
                 assert!(shard.shard_size > 0);
                 end += shard.shard_size;
             }
@@ -68,10 +83,10 @@ fn shards_of_a_rank_are_its_shards_of_each_parameter() {
     for_each_plan(|parameters, _, plan| {
         for rank in ranks(plan) {
             let of_rank: Vec<_> =
-                plan.shards_of_rank(rank).map(|(found, shard)| (found.info().name(), shard)).collect();
+                plan.shards_of_rank(rank).unwrap().map(|(found, shard)| (found.info().name(), shard)).collect();
             let one_by_one: Vec<_> = parameters
                 .iter()
-                .filter_map(|info| Some((info.name(), plan.shard(plan.index_of(info.name())?, rank)?)))
+                .filter_map(|info| Some((info.name(), plan.shards(plan.index_of(info.name())?, rank).unwrap().next()?)))
                 .collect();
             assert_eq!(of_rank, one_by_one);
             assert!(of_rank.iter().all(|(_, shard)| shard.owner_rank == rank));
@@ -81,11 +96,11 @@ fn shards_of_a_rank_are_its_shards_of_each_parameter() {
 
 #[test]
 fn rows_say_the_same_as_elements() {
-    for_each_plan(|_, strategy, plan| {
-        for (parameter, shard) in ranks(plan).flat_map(|rank| plan.shards_of_rank(rank)) {
+    for_each_plan(|_, _, plan| {
+        for (parameter, shard) in ranks(plan).flat_map(|rank| plan.shards_of_rank(rank).unwrap()) {
             let row: u64 = parameter.info().shape()[1..].iter().product();
-            let flat = strategy.name() == "full-flat" && !parameter.info().always_gather();
-            let expected = (!flat).then_some((shard.start_offset, shard.shard_size));
+            let whole_rows = shard.start_offset % row == 0 && shard.shard_size % row == 0;
+            let expected = whole_rows.then_some((shard.start_offset, shard.shard_size));
             let rows = shard.dim0_start.zip(shard.dim0_rows).map(|(start, rows)| (start * row, rows * row));
             assert_eq!(rows, expected, "{parameter:?}");
         }
@@ -99,7 +114,7 @@ fn costs_are_sums_over_shards() {
         let cost = plan.cost(&model).unwrap();
         assert!(cost.ranks.iter().map(|cost| cost.rank).eq(ranks(plan)));
         for rank in &cost.ranks {
-            let owned: u64 = plan.shards_of_rank(rank.rank).map(|(_, shard)| 2 * shard.shard_size).sum();
+            let owned: u64 = plan.shards_of_rank(rank.rank).unwrap().map(|(_, shard)| 2 * shard.shard_size).sum();
             assert_eq!(rank.param_bytes, owned, "{plan:?}");
             assert!(rank.storage_bytes >= owned);
             assert_eq!(rank.optimizer_bytes, rank.grad_bytes);
@@ -120,15 +135,64 @@ fn padding_stays_within_its_bound() {
     for_each_plan(|parameters, strategy, plan| {
         let cost = plan.cost(&CostModel::default()).unwrap();
         let world_size = plan.world_size().as_u64();
+        let cut = || parameters.iter().filter(|info| !info.always_gather());
+        let row = |info: &ParameterInfo| info.shape()[1..].iter().product::<u64>();
         let padding: u64 = cost.ranks.iter().map(|rank| rank.storage_bytes - rank.param_bytes).sum();
-        let cut = parameters.iter().filter(|info| !info.always_gather());
-        // Less than a row per rank and parameter, less than an element per rank and unit.
+        // Less than a granule per rank and parameter, or per rank and unit, of which there are three at most; and less
+        // than 16 bytes for each parameter that is aligned.
         let bound = match strategy.name() {
-            "full" | "hybrid" => cut.map(|info| info.shape()[1..].iter().product::<u64>()).sum::<u64>(),
-            "full-flat" => 3,
+            "full" | "hybrid" => 2 * cut().map(row).sum::<u64>(),
+            "full-flat" | "full-flat-aligned" => 2 * 3,
+            "full-row-ragged" => 2 * cut().map(|info| 2 * row(info)).sum::<u64>(),
+            "full-block-ragged" => 2 * 3 * 3,
             _ => 0,
         };
-        assert!(padding <= (world_size - 1) * bound * 2, "{plan:?}");
+        let alignment = if strategy.name() == "full-flat-aligned" { 3 * 16 } else { 0 };
+        assert!(padding <= world_size * bound + alignment, "{plan:?}");
+        if bound == 0 {
+            assert_eq!(padding, 0, "{plan:?}");
+        }
+    });
+}
+
+#[test]
+fn ragged_shares_are_within_a_granule_of_the_mean() {
+    for_each_plan(|_, strategy, plan| {
+        if !strategy.name().ends_with("ragged") {
+            return;
+        }
+        for unit in ["h.0", "h.1", ""] {
+            let cuts = || plan.parameters().iter().filter(|parameter| parameter.info().unit() == unit);
+            let granules = cuts().filter_map(|parameter| match parameter.cut() {
+                Cut::Ragged { granule, unit_bytes, .. } => Some((granule, unit_bytes)),
+                _ => None,
+            });
+            let Some((granule, unit_bytes)) = granules.max() else { continue };
+            for rank in ranks(plan) {
+                let shards =
+                    plan.shards_of_rank(rank).unwrap().filter(|(parameter, _)| parameter.info().unit() == unit);
+                let share: u64 = shards.map(|(_, shard)| 2 * shard.shard_size).sum();
+                // Less than a granule more or less than the exact share, so that all ranks can store that much.
+                let world_size = plan.world_size().as_u64();
+                assert!((share * world_size).abs_diff(unit_bytes) < (granule + 1) * world_size, "{plan:?}");
+            }
+        }
+    });
+}
+
+#[test]
+fn wrapping_cuts_fewer_tensors_than_there_are_ranks() {
+    for_each_plan(|_, strategy, plan| {
+        if strategy.name() == "whole-tensor" {
+            let n_owners =
+                |position| ranks(plan).filter(move |&rank| plan.shards(position, rank).unwrap().next().is_some());
+            let wrapped = (0..3).filter(|&position| matches!(plan.parameters()[position].cut(), Cut::Wrapped { .. }));
+            let n_cut = wrapped.filter(|&position| n_owners(position).count() > 1).count() as u64;
+            assert!(n_cut < plan.world_size().as_u64());
+            let shares = plan.cost(&CostModel::default()).unwrap().ranks;
+            let shares = || shares.iter().map(|rank| rank.param_bytes);
+            assert!(shares().max().unwrap() - shares().min().unwrap() <= 2, "one element of two bytes: {plan:?}");
+        }
     });
 }
 
@@ -192,7 +256,7 @@ proptest! {
             let mut pair = ranks(&plan).skip(rank);
             let (here, next) = (pair.next().unwrap(), pair.next().unwrap());
             for param_idx in [0, 1] {
-                if let (Some(here), Some(next)) = (plan.shard(param_idx, here), plan.shard(param_idx, next)) {
+                if let (Some(here), Some(next)) = (plan.shards(param_idx, here).unwrap().next(), plan.shards(param_idx, next).unwrap().next()) {
                     prop_assert_eq!(here.start_offset + here.shard_size, next.start_offset);
                     prop_assert_eq!(here.shard_index + 1, next.shard_index);
                 }

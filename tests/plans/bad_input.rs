@@ -13,7 +13,7 @@ use candle_distributed::{
 use crate::inputs::{f32_parameter, full, rank, world};
 
 fn strategies() -> Vec<Box<dyn ShardingStrategy>> {
-    let kinds = [StrategyKind::Full, StrategyKind::LayerWise, StrategyKind::Hybrid];
+    let kinds = [StrategyKind::Full, StrategyKind::LayerWise, StrategyKind::WholeTensor, StrategyKind::Hybrid];
     let flat: Box<dyn ShardingStrategy> = Box::new(Full::new(Layout::Flat));
     kinds.map(StrategyKind::create).into_iter().chain([flat]).collect()
 }
@@ -26,7 +26,7 @@ fn build(cuts: &[(ParameterInfo, Cut)]) -> Result<ShardingPlan, Error> {
 #[test]
 fn the_factory_makes_each_strategy() {
     let names: Vec<_> = strategies().iter().map(|strategy| strategy.name().to_owned()).collect();
-    assert_eq!(names, ["full", "layer-wise", "hybrid", "full-flat"]);
+    assert_eq!(names, ["full", "layer-wise", "whole-tensor", "hybrid", "full-flat"]);
 }
 
 #[test]
@@ -56,7 +56,7 @@ fn parameters_without_dims_have_no_dim_0() {
         Full::new(Layout::Flat).plan(slice::from_ref(&scalar), world(2)).unwrap(),
         StrategyKind::LayerWise.create().plan(&[scalar], world(2)).unwrap(),
     ] {
-        let shard = alternative.shard(0, rank(0, 2)).unwrap();
+        let shard = alternative.shards(0, rank(0, 2)).unwrap().next().unwrap();
         assert_eq!((shard.shard_size, shard.dim0_rows), (1, None));
     }
 }
@@ -68,7 +68,7 @@ fn parameters_without_elements_are_planned_and_owned_by_nobody() {
         let plan = strategy.plan(&parameters, world(3)).unwrap();
         assert_eq!(plan.parameters().len(), 2);
         for place in world(3).placements() {
-            assert_eq!(plan.shards_of_rank(place.rank()).count(), 0, "{}", strategy.name());
+            assert_eq!(plan.shards_of_rank(place.rank()).unwrap().count(), 0, "{}", strategy.name());
         }
         let cost = plan.cost(&CostModel::default()).unwrap();
         assert!(cost.ranks.iter().all(|rank| rank.total_bytes() == 0));
@@ -83,11 +83,11 @@ fn sums_that_overflow_are_refused() {
     let cost = full(&parameters, 1).cost(&CostModel::default());
     assert!(matches!(cost, Err(Error::TotalTooLarge { .. })), "{cost:?}");
     let flat = Full::new(Layout::Flat).plan(&parameters, world(2));
-    assert_eq!(flat, Err(Error::TotalTooLarge { what: "the elements of a flat unit" }));
+    assert_eq!(flat, Err(Error::TotalTooLarge { what: "the parameters of a unit" }));
     // Each rank stores the one row that rank 0 owns, so the padded buffer is 2^20 times as large as the parameter.
     let wide = ParameterInfo::new("wide", [1, 1 << 60], ElemType::U8).unwrap();
     let cost = full(&[wide], 1 << 20).cost(&CostModel::default());
-    assert_eq!(cost, Err(Error::TotalTooLarge { what: "the bytes sent in a step" }));
+    assert_eq!(cost, Err(Error::TotalTooLarge { what: "the bytes gathered at the same time" }));
 }
 
 #[test]
@@ -128,11 +128,12 @@ fn cuts_that_contradict_their_parameters_are_refused() {
 }
 
 #[test]
-fn ranks_beyond_the_world_hold_nothing() {
+fn what_a_plan_does_not_have_is_an_error() {
     let plan = full(&[f32_parameter("a", &[8])], 2);
-    assert_eq!(plan.shard(0, rank(2, 3)), None);
-    assert_eq!(plan.shard(1, rank(0, 2)), None);
-    assert_eq!(plan.shards_of_rank(rank(2, 3)).count(), 0);
+    let no_rank = Error::World(types::Error::RankOutOfRange { rank: 2, world_size: world(2) });
+    assert_eq!(plan.shards(0, rank(2, 3)).err(), Some(no_rank.clone()));
+    assert_eq!(plan.shards(1, rank(0, 2)).err(), Some(Error::ParameterOutOfRange { index: 1, len: 1 }));
+    assert_eq!(plan.shards_of_rank(rank(2, 3)).err(), Some(no_rank));
     let report = PlanReport::new(&plan, &CostModel::default(), Some(rank(2, 3)));
     assert!(matches!(report, Err(Error::World(types::Error::RankOutOfRange { rank: 2, .. }))));
 }
@@ -151,7 +152,7 @@ fn reading_a_plan_checks_what_building_it_checks() {
         (r#""name":"b""#, r#""name":"a""#, "parameter a is listed twice"),
         ("[3]", "[]", "parameter a has no dims"),
         ("[3]", "[18446744073709551615]", "parameter a of shape [18446744073709551615]"),
-        ("F32", "F31", "unknown dtype \"F31\""),
+        ("F32", "F31", "tensor a has unknown dtype \"F31\""),
         (r#""cut":"dim0""#, r#""cut":{"whole":{"owner":2}}"#, "rank 2 is out of range for a world of 2"),
         (r#""cut":"dim0""#, r#""cut":"dim1""#, "unknown variant `dim1`"),
     ] {
@@ -184,8 +185,8 @@ fn hybrid_works_when_either_list_finds_nothing() {
         [0, 1].map(|position: usize| matches!(plan.parameters()[position].cut(), Cut::Dim0))
     };
     assert_eq!(cuts(&Hybrid::default()), [true, false]);
-    assert_eq!(cuts(&Hybrid::new([""; 0], [""; 0])), [true, true]);
-    assert_eq!(cuts(&Hybrid::new([""; 0], ["transformer", "classifier"])), [false, false]);
-    assert_eq!(cuts(&Hybrid::new(["h.0"], ["transformer", "classifier"])), [true, false]);
-    assert_eq!(cuts(&Hybrid::new([""; 0], ["class", "h.1", "trans"])), [true, true]);
+    assert_eq!(cuts(&Hybrid::new([""; 0], [""; 0]).unwrap()), [true, true]);
+    assert_eq!(cuts(&Hybrid::new([""; 0], ["transformer", "classifier"]).unwrap()), [false, false]);
+    assert_eq!(cuts(&Hybrid::new(["h.0"], ["transformer", "classifier"]).unwrap()), [true, false]);
+    assert_eq!(cuts(&Hybrid::new([""; 0], ["class", "h.1", "trans"]).unwrap()), [true, true]);
 }

@@ -1,9 +1,13 @@
 //! Equal to PyTorch: `golden/` holds what torch 2.15 answered, and every number of it is checked.
 
-use std::{collections::BTreeMap, slice};
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    slice,
+};
 
 use candle_distributed::plan::{
-    CostModel, ElemType, Full, Layout, Optimizer, ParameterInfo, ShardAssignment, ShardingPlan, ShardingStrategy,
+    CostModel, Cut, ElemType, Full, Hsdp, Layout, Optimizer, ParameterInfo, RankCost, ShardAssignment, ShardingPlan,
+    ShardingStrategy,
 };
 use serde::Deserialize;
 
@@ -18,7 +22,7 @@ fn parameters(models: &Models, model: &str) -> Vec<ParameterInfo> {
 /// What each rank of `plan` holds of the parameter at `param_idx`.
 fn shards(plan: &ShardingPlan, param_idx: usize) -> Vec<Option<ShardAssignment>> {
     let world_size = plan.world_size().as_u64();
-    (0..world_size).map(|r| plan.shard(param_idx, rank(r, world_size))).collect()
+    (0..world_size).map(|r| plan.shards(param_idx, rank(r, world_size)).unwrap().next()).collect()
 }
 
 #[derive(Deserialize)]
@@ -120,51 +124,89 @@ struct FlatUnit {
 }
 
 impl FlatUnit {
-    fn plan(&self, world_size: u64) -> ShardingPlan {
+    fn plan(&self, layout: Layout, world_size: u64) -> ShardingPlan {
         let parameter = |(name, shape, _): &(String, Vec<u64>, _)| f32_parameter(name, shape).with_unit(&self.unit);
         let parameters: Vec<_> = self.params.iter().map(parameter).collect();
-        Full::new(Layout::Flat).plan(&parameters, world(world_size)).unwrap()
+        Full::new(layout).plan(&parameters, world(world_size)).unwrap()
     }
+}
+
+/// The cases of FSDP1 without and with `use_orig_params`, each with our name for it.
+fn flat() -> [(Layout, Vec<FlatCase>); 2] {
+    let cases = |json| serde_json::from_str::<Flat>(json).unwrap().cases;
+    [
+        (Layout::Flat, cases(include_str!("golden/fsdp1_flat.json"))),
+        (Layout::FlatAligned, cases(include_str!("golden/fsdp1_flat_aligned.json"))),
+    ]
 }
 
 #[test]
 fn fsdp1_gives_every_rank_the_same_elements() {
-    let Flat { cases } = serde_json::from_str(include_str!("golden/fsdp1_flat.json")).unwrap();
-    assert_eq!(cases.len(), 28);
-    for case in &cases {
-        for unit in &case.units {
-            let plan = unit.plan(case.world);
-            let mut filled = vec![0; case.world.try_into().unwrap()];
+    for (layout, cases) in flat() {
+        assert_eq!(cases.len(), 28);
+        for (case, unit) in cases.iter().flat_map(|case| case.units.iter().map(move |unit| (case, unit))) {
+            let plan = unit.plan(layout, case.world);
             for (param_idx, (name, _, expected)) in unit.params.iter().enumerate() {
-                for ((filled, shard), expected) in filled.iter_mut().zip(shards(&plan, param_idx)).zip(expected) {
-                    // Torch lists empty parts of parameters without elements.
-                    let expected = expected.filter(|&(_, numel, _)| numel > 0);
-                    let found = shard.map(|shard| (*filled, shard.shard_size, shard.start_offset));
-                    assert_eq!(found, expected, "{name} over {}", case.world);
-                    *filled += shard.map_or(0, |shard| shard.shard_size);
-                }
+                // Torch lists empty parts of parameters without elements.
+                let expected = expected.iter().map(|part| part.filter(|&(_, numel, _)| numel > 0));
+                let expected: Vec<_> = expected.map(|part| part.map(|(_, numel, first)| (numel, first))).collect();
+                let found = shards(&plan, param_idx).into_iter();
+                let found = found.map(|shard| shard.map(|shard| (shard.shard_size, shard.start_offset)));
+                assert_eq!(found.collect::<Vec<_>>(), expected, "{name} over {}", case.world);
             }
-            let padding: Vec<_> = filled.iter().map(|filled| unit.shard_numel - filled).collect();
-            assert_eq!(padding, unit.pad_per_rank, "{} over {}", unit.unit, case.world);
         }
     }
 }
 
 #[test]
-fn fsdp1_stores_the_same_bytes() {
-    let Flat { cases } = serde_json::from_str(include_str!("golden/fsdp1_flat.json")).unwrap();
-    for case in &cases {
-        let mut shard_numel_total = 0;
-        for unit in &case.units {
-            let plan = unit.plan(case.world);
-            assert_eq!(plan.numel(), u128::from(unit.unpadded_numel));
-            let cost = plan.cost(&CostModel::default()).unwrap();
-            assert!(cost.ranks.iter().all(|rank| rank.storage_bytes == 4 * unit.shard_numel), "{}", unit.unit);
-            let stored: u64 = cost.ranks.iter().map(|rank| rank.storage_bytes).sum();
-            assert_eq!(stored, 4 * unit.padded_numel, "{} over {}", unit.unit, case.world);
-            shard_numel_total += unit.shard_numel * unit.repeats;
+fn fsdp1_puts_the_padding_at_the_same_places() {
+    for (layout, cases) in flat() {
+        for (case, unit) in cases.iter().flat_map(|case| case.units.iter().map(move |unit| (case, unit))) {
+            let plan = unit.plan(layout, case.world);
+            let shard_bytes = |of: fn(&RankCost) -> u64| {
+                let cost = plan.cost(&CostModel::default()).unwrap();
+                cost.ranks.iter().map(of).collect::<Vec<_>>()
+            };
+            let at = format!("{} over {} {layout:?}", unit.unit, case.world);
+            assert_eq!(
+                shard_bytes(|rank| rank.storage_bytes),
+                vec![4 * unit.shard_numel; unit.pad_per_rank.len()],
+                "{at}"
+            );
+            let stored: u64 = shard_bytes(|rank| rank.storage_bytes).iter().sum();
+            assert_eq!(stored, 4 * unit.padded_numel, "{at}");
+            if layout == Layout::Flat {
+                let padding = shard_bytes(|rank| rank.storage_bytes - rank.param_bytes);
+                assert_eq!(padding, unit.pad_per_rank.iter().map(|numel| 4 * numel).collect::<Vec<_>>(), "{at}");
+            }
+            // What lies before a parameter in its first shard is what torch says.
+            for (param_idx, (name, _, expected)) in unit.params.iter().enumerate() {
+                let Cut::FlatAligned { offset, .. } = plan.parameters()[param_idx].cut() else { continue };
+                let Some((rank, Some((in_shard, ..)))) =
+                    (0..).zip(expected).find(|(_, part)| part.is_some_and(|(_, numel, _)| numel > 0))
+                else {
+                    continue;
+                };
+                assert_eq!(offset, rank * unit.shard_numel + in_shard, "{name}: {at}");
+            }
         }
-        assert_eq!(shard_numel_total, case.shard_numel_total, "{} ranks", case.world);
+    }
+}
+
+#[test]
+fn fsdp1_shards_are_as_large_as_those_of_the_whole_model() {
+    for (layout, cases) in flat() {
+        for case in cases {
+            let numel = |unit: &FlatUnit| {
+                let cost = unit.plan(layout, case.world).cost(&CostModel::default()).unwrap();
+                cost.ranks[0].storage_bytes / 4 * unit.repeats
+            };
+            assert_eq!(case.units.iter().map(numel).sum::<u64>(), case.shard_numel_total, "{} ranks", case.world);
+            let plain = |unit: &FlatUnit| {
+                layout == Layout::FlatAligned || unit.plan(layout, 1).numel() == unit.unpadded_numel.into()
+            };
+            assert!(case.units.iter().all(plain));
+        }
     }
 }
 
@@ -179,6 +221,7 @@ struct StepCase {
     model: String,
     precision: String,
     world: u64,
+    replicas: u64,
     param_bytes: Vec<u64>,
     param_storage: Vec<u64>,
     grad_bytes: Vec<u64>,
@@ -187,25 +230,29 @@ struct StepCase {
     calls: BTreeMap<String, (u64, u64)>,
 }
 
-impl StepCase {
-    fn cost_model(&self) -> CostModel {
-        match self.precision.as_str() {
-            "fp32" => CostModel::default(),
-            "bf16" => CostModel::default().with_mixed_precision(ElemType::Bf16, ElemType::F32),
-            other => panic!("unknown precision {other}"),
-        }
+/// What torch calls `fp32`, or `bf16` with gradients reduced as `fp32`.
+fn cost_model(precision: &str) -> CostModel {
+    match precision {
+        "fp32" => CostModel::default(),
+        "bf16" => CostModel::default().with_mixed_precision(ElemType::Bf16, ElemType::F32),
+        other => panic!("unknown precision {other}"),
     }
+}
+
+fn step() -> Step {
+    serde_json::from_str(include_str!("golden/fsdp2_step.json")).unwrap()
 }
 
 #[test]
 fn a_step_of_fsdp2_with_adamw_holds_and_sends_the_same_bytes() {
-    let Step { models, cases } = serde_json::from_str(include_str!("golden/fsdp2_step.json")).unwrap();
-    assert_eq!(cases.len(), 16);
+    let Step { models, cases } = step();
+    assert_eq!(cases.len(), 20);
     for case in cases {
         let parameters = parameters(&models, &case.model);
-        let cost = full(&parameters, case.world).cost(&case.cost_model()).unwrap();
-        let at = format!("{} in {} over {}", case.model, case.precision, case.world);
-        let column = |of: fn(&candle_distributed::plan::RankCost) -> u64| cost.ranks.iter().map(of).collect::<Vec<_>>();
+        let plan = Hsdp::new(Full::default(), case.replicas).plan(&parameters, world(case.world)).unwrap();
+        let cost = plan.cost(&cost_model(&case.precision)).unwrap();
+        let at = format!("{} in {} over {} / {}", case.model, case.precision, case.world, case.replicas);
+        let column = |of: fn(&RankCost) -> u64| cost.ranks.iter().map(of).collect::<Vec<_>>();
         assert_eq!(column(|rank| rank.param_bytes), case.param_bytes, "{at}");
         assert_eq!(column(|rank| rank.storage_bytes), case.param_storage, "{at}");
         assert_eq!(column(|rank| rank.grad_bytes), case.grad_bytes, "{at}");
@@ -213,10 +260,56 @@ fn a_step_of_fsdp2_with_adamw_holds_and_sends_the_same_bytes() {
 
         let expected = |name| case.calls.get(name).copied().unwrap_or_default();
         let sent = cost.collectives;
-        let found = [sent.all_gather, sent.reduce_scatter].map(|traffic| (traffic.count, traffic.bytes));
-        assert_eq!(found, [expected("all_gather"), expected("reduce_scatter")], "{at}");
-        let others = [sent.all_reduce, sent.broadcast, sent.reduce].map(|traffic| traffic.count);
-        assert_eq!(others, [0; 3], "{at}");
+        let found = [sent.all_gather, sent.reduce_scatter, sent.all_reduce].map(|sent| (sent.count, sent.bytes));
+        assert_eq!(found, ["all_gather", "reduce_scatter", "all_reduce"].map(expected), "{at}");
+        assert_eq!([sent.broadcast, sent.reduce].map(|traffic| traffic.count), [0; 2], "{at}");
+    }
+}
+
+#[derive(Deserialize)]
+struct Peak {
+    cases: Vec<PeakCase>,
+}
+
+/// Bytes by category when the second step of training holds the most, in the tracker's words.
+#[derive(Deserialize)]
+#[serde(rename_all = "SCREAMING_SNAKE_CASE")]
+struct PeakCase {
+    #[serde(rename = "model")]
+    model: String,
+    #[serde(rename = "precision")]
+    precision: String,
+    #[serde(rename = "reshard_after_forward")]
+    reshard_after_forward: String,
+    #[serde(rename = "world")]
+    world: u64,
+    sharded_param: Vec<u64>,
+    opt: Vec<u64>,
+    unsharded_param: Vec<u64>,
+    all_gather: Vec<u64>,
+}
+
+#[test]
+fn torch_tracks_the_same_peak_of_parameters_and_optimizer() {
+    let models = step().models;
+    let Peak { cases } = serde_json::from_str(include_str!("golden/fsdp2_peak.json")).unwrap();
+    assert_eq!(cases.len(), 24);
+    for case in cases {
+        let parameters = parameters(&models, &case.model);
+        let units: BTreeSet<&str> = parameters.iter().map(ParameterInfo::unit).collect();
+        let kept = units.into_iter().filter(|_| case.reshard_after_forward == "False");
+        let plan = full(&parameters, case.world).with_kept_units(kept).unwrap();
+        let cost = plan.cost(&cost_model(&case.precision)).unwrap();
+        let at = format!("{} in {} over {}", case.model, case.precision, case.world);
+        let column = |of: fn(&RankCost) -> u64| cost.ranks.iter().map(of).collect::<Vec<_>>();
+        assert_eq!(column(|rank| rank.storage_bytes), case.sharded_param, "{at}");
+        assert_eq!(column(|rank| rank.optimizer_bytes), case.opt, "{at}");
+        // In fp32 the peak is where the largest units are gathered: all if they stay, else one and the next one's buffer.
+        if case.precision == "fp32" {
+            let passing = if case.reshard_after_forward == "False" { vec![0; case.opt.len()] } else { case.all_gather };
+            let gathered = case.unsharded_param.iter().zip(passing).map(|(gathered, next)| gathered + next);
+            assert_eq!(column(|rank| rank.gathered_bytes), gathered.collect::<Vec<_>>(), "{at}");
+        }
     }
 }
 

@@ -14,7 +14,7 @@ const WORLDS: [u64; 4] = [1, 2, 3, 8];
 /// The strategies as they are pinned. The names that the default rules of `Hybrid` look for occur in neither model, so
 /// here it keeps whole what stands outside the blocks.
 fn strategies() -> [Box<dyn ShardingStrategy>; 3] {
-    let hybrid = Hybrid::new(["h", "layers"], ["wte", "wpe", "ln_f", "embed_tokens", "norm", "lm_head"]);
+    let hybrid = Hybrid::new(["h", "layers"], ["wte", "wpe", "ln_f", "embed_tokens", "norm", "lm_head"]).unwrap();
     [StrategyKind::Full.create(), StrategyKind::LayerWise.create(), Box::new(hybrid)]
 }
 

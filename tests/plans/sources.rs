@@ -118,9 +118,9 @@ fn repeated_names_are_refused() {
 
 #[test]
 fn unknown_dtypes_are_refused_by_name() {
-    let error = from_manifest(r#"{"a": {"dtype": "Q4_K", "shape": [1]}}"#).unwrap_err();
-    assert_eq!(error, Error::UnknownDtype { name: "a".into(), dtype: "Q4_K".into() });
-    assert_eq!(error.to_string(), r#"tensor a has unknown dtype "Q4_K""#);
+    let error = from_manifest(r#"{"a": {"dtype": "Q3_X", "shape": [1]}}"#).unwrap_err();
+    assert_eq!(error, Error::UnknownDtype { name: "a".into(), dtype: "Q3_X".into() });
+    assert_eq!(error.to_string(), r#"tensor a has unknown dtype "Q3_X""#);
 }
 
 #[test]
