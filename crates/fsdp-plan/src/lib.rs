@@ -5,6 +5,7 @@ mod arithmetic;
 mod check;
 mod cost;
 mod cut;
+mod diff;
 mod elem;
 mod error;
 mod groups;
@@ -16,6 +17,7 @@ mod plan;
 mod render;
 mod report;
 mod reshard;
+mod search;
 mod shares;
 pub mod source;
 mod strategy;
@@ -23,6 +25,7 @@ mod strategy;
 pub use crate::{
     cost::{Collectives, CostModel, Link, Links, Optimizer, PlanCost, RankCost, Traffic},
     cut::{Cut, ShardAssignment},
+    diff::PlanDiff,
     elem::ElemType,
     error::{Error, Result},
     param::ParameterInfo,
@@ -30,6 +33,7 @@ pub use crate::{
     plan::{FORMAT_VERSION, PlannedParameter, ShardingPlan, ShardsOfRank},
     report::PlanReport,
     reshard::{Move, Reshard, Volume},
+    search::{Candidate, Outcome, Search},
     strategy::{
         Choice, Full, Hsdp, Hybrid, LayerBalance, LayerOrder, LayerWeight, LayerWise, Layout, Matches, Rule,
         ShardingStrategy, StrategyKind, WholeTensor,

@@ -9,6 +9,7 @@ use crate::{
     Cut, ParameterInfo, ShardAssignment, check,
     cut::Division,
     error::{Error, Result},
+    groups::Groups,
     names::Names,
     shares::{Run, Shares, Table},
 };
@@ -193,6 +194,17 @@ impl ShardingPlan {
     /// Whether `unit` stays gathered between forward and backward pass.
     pub fn keeps_gathered(&self, unit: &str) -> bool {
         unit.is_empty() || self.kept_units.contains(unit)
+    }
+
+    /// Whether ranks hold what they kept from plans of other sizes, instead of equal parts in order.
+    pub fn is_resized(&self) -> bool {
+        self.shares.table().is_some()
+    }
+
+    /// The units, but for the root unit, in the order in which their parameters first occur.
+    pub fn units(&self) -> Vec<&str> {
+        let units = Groups::of(self.parameters.iter().map(|parameter| parameter.info.unit()));
+        units.names.into_iter().filter(|unit| !unit.is_empty()).collect()
     }
 
     /// Every parameter with its cut, in the order given.

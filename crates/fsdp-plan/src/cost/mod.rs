@@ -129,10 +129,10 @@ impl ShardingPlan {
         let mut seconds = 0.0;
         for calls in messages.iter().flat_map(|message| collectives::calls(self, message)) {
             collectives.add(calls)?;
-            seconds += model.links.map_or(0.0, |links| links.seconds(self, calls));
+            seconds += model.links().map_or(0.0, |links| links.seconds(self, calls));
         }
         let max_over_mean = max_over_mean(&ranks);
-        Ok(PlanCost { ranks, max_over_mean, collectives, step_seconds: model.links.map(|_| seconds) })
+        Ok(PlanCost { ranks, max_over_mean, collectives, step_seconds: model.links().map(|_| seconds) })
     }
 }
 

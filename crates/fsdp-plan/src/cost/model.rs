@@ -20,7 +20,7 @@ use crate::{ElemType, ParameterInfo};
 pub struct CostModel {
     pub(super) optimizer: Optimizer,
     pub(super) prefetch: u64,
-    pub(super) links: Option<Links>,
+    links: Option<Links>,
     param_dtype: Option<ElemType>,
     mixed_precision: Option<(ElemType, ElemType)>,
 }
@@ -68,6 +68,11 @@ impl CostModel {
     pub fn with_links(mut self, links: Links) -> Self {
         self.links = Some(links);
         self
+    }
+
+    /// The links, if it has any.
+    pub(crate) fn links(&self) -> Option<Links> {
+        self.links
     }
 
     /// The dtype in which a parameter is held.

@@ -1,5 +1,8 @@
 //! The text form of a report: what a person reads before a run.
 
+mod cut;
+mod diff;
+mod explain;
 mod layers;
 mod ranks;
 mod shards;
@@ -8,9 +11,13 @@ mod text;
 use std::{fmt, ops::Range};
 
 use comfy_table::{CellAlignment, Table, TableComponent, presets};
+use core_types::{Placement, Rank};
 
 use self::text::{Printable, binary, counted, grouped};
-use crate::{Collectives, LayerBalance, PlanReport, ShardingPlan, Traffic};
+use crate::{
+    Collectives, CostModel, LayerBalance, PlanDiff, PlanReport, ShardingPlan, Traffic,
+    error::{Error, Result},
+};
 
 /// Writes the whole report, without a line break at the end.
 pub(crate) fn report(report: &PlanReport<'_>, f: &mut fmt::Formatter<'_>) -> fmt::Result {
@@ -24,6 +31,49 @@ pub(crate) fn report(report: &PlanReport<'_>, f: &mut fmt::Formatter<'_>) -> fmt
         write!(f, "\n{}", layer_balance_line(balance))?;
     }
     of_rank.as_ref().map_or(Ok(()), |of_rank| write!(f, "\n\n{}", shards::table(of_rank, plan)))
+}
+
+/// Writes the differences, without a line break at the end.
+pub(crate) fn diff(diff: &PlanDiff<'_>, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+    f.write_str(&diff::lines(diff).join("\n"))
+}
+
+impl ShardingPlan {
+    /// Tells in words what becomes of the parameter `name`: how it is cut, when it travels, and who holds which part.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::UnknownParameter`].
+    ///
+    /// # Examples
+    ///
+    /// ```
+    /// use core_types::WorldSize;
+    /// use fsdp_plan::{ElemType, Full, ParameterInfo, ShardingStrategy};
+    ///
+    /// let parameters = [ParameterInfo::new("wte.weight", [10, 4], ElemType::F32)?];
+    /// let plan = Full::default().plan(&parameters, WorldSize::new(4)?)?;
+    /// let explanation = plan.explain_parameter("wte.weight")?;
+    /// assert!(explanation.ends_with(
+    ///     "along dim 0\nranks 0–2: 3 rows (12 elements) each, from element 0\nrank 3: 1 row (4 elements), from element 36"
+    /// ));
+    /// # Ok::<(), fsdp_plan::Error>(())
+    /// ```
+    pub fn explain_parameter(&self, name: &str) -> Result<String> {
+        let unknown = || Error::UnknownParameter { name: name.to_owned() };
+        self.index_of(name).map(|position| explain::parameter(self, position)).ok_or_else(unknown)
+    }
+
+    /// Tells in words what `rank` holds, unit by unit and category by category.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::World`] if there is no such rank, and what [`cost`](Self::cost) returns.
+    pub fn explain_rank(&self, rank: Rank, model: &CostModel) -> Result<String> {
+        let place = Placement::new(rank.as_u64(), self.world_size().as_u64())?;
+        let cost = self.cost(model)?;
+        explain::rank(self, &cost, &cost.ranks[place.rank().as_usize()])
+    }
 }
 
 fn title(plan: &ShardingPlan) -> String {

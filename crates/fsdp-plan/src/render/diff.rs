@@ -1,0 +1,38 @@
+//! The differences of two plans, line by line.
+
+use super::{cut, text::Printable};
+use crate::{PlanDiff, PlannedParameter};
+
+pub(super) fn lines(diff: &PlanDiff<'_>) -> Vec<String> {
+    let plan = diff.plan.iter().map(|(what, before, after)| {
+        let [before, after] = [before, after].map(|value| Printable(value).to_string());
+        format!("{what}: {before} → {after}")
+    });
+    let removed = diff.removed.iter().map(|parameter| format!("- {}", described(parameter)));
+    let added = diff.added.iter().map(|parameter| format!("+ {}", described(parameter)));
+    plan.chain(removed).chain(added).chain(diff.changed.iter().map(changed)).collect()
+}
+
+fn changed((before, after): &(&PlannedParameter, &PlannedParameter)) -> String {
+    let name = Printable(after.info().name());
+    if before.info() == after.info() {
+        return format!("~ {name}: {} → {}", cut::words(before.cut()), cut::words(after.cut()));
+    }
+    format!("~ {name}: {} → {}", properties(before), properties(after))
+}
+
+fn described(parameter: &PlannedParameter) -> String {
+    format!("{}: {}", Printable(parameter.info().name()), properties(parameter))
+}
+
+fn properties(parameter: &PlannedParameter) -> String {
+    let info = parameter.info();
+    let mut properties = format!("{:?} {}", info.shape(), info.dtype());
+    if !info.unit().is_empty() {
+        properties += &format!(" in {}", Printable(info.unit()));
+    }
+    if !info.requires_grad() {
+        properties += " frozen";
+    }
+    properties + ", " + &cut::words(parameter.cut())
+}

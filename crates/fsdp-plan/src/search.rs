@@ -1,0 +1,178 @@
+//! The cheapest plan that fits a budget of memory.
+
+use core_types::WorldSize;
+use serde::Serialize;
+
+use crate::{
+    CostModel, Full, Hsdp, Layout, Links, ParameterInfo, PlanCost, ShardingPlan, ShardingStrategy,
+    error::{Error, Result},
+};
+
+/// A search for the plan whose collectives take the least time, among those that fit into the memory of each device.
+///
+/// It tries every layout of a list with every size of the shard group that divides the world, from pure data parallelism
+/// (a group of one) to full sharding, and keeps as many of the last units gathered between forward and backward pass as
+/// there is room for: those are needed again first. Whether a plan fits is decided by [`PlanCost::peak_bytes`].
+///
+/// # Determinism
+///
+/// Of plans that take equally long the one with less memory wins, then the smaller group, then the layout that comes
+/// first.
+///
+/// # Examples
+///
+/// ```
+/// use core_types::WorldSize;
+/// use fsdp_plan::{ElemType, Outcome, ParameterInfo, Search};
+///
+/// let parameters: Vec<_> = (0..4)
+///     .map(|block| ParameterInfo::new(format!("h.{block}.w"), [1024, 1024], ElemType::F32))
+///     .collect::<Result<_, _>>()?;
+/// // Weights, gradients and Adam's moments take 64 MiB; on each device of two nodes of eight there are 48.
+/// let search = Search::new(WorldSize::new(16)?, 48 << 20);
+/// let Outcome::Fits(found) = search.run(&parameters)? else { panic!("it fits") };
+/// assert_eq!(found.plan.shard_group().as_u64(), 8); // parameters are gathered within a node
+/// assert!(found.plan.keeps_gathered("h.0")); // and only once a step
+///
+/// let Outcome::Missing { bytes, .. } = Search::new(WorldSize::new(4)?, 20 << 20).run(&parameters)? else { panic!() };
+/// assert_eq!(bytes, (8 << 20) + 4 * 4); // also in a group of four: 16 MiB of state, 8 gathered, 4 not yet reduced
+/// # Ok::<(), fsdp_plan::Error>(())
+/// ```
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
+pub struct Search {
+    world_size: WorldSize,
+    budget_bytes: u64,
+    model: CostModel,
+    layouts: Vec<Layout>,
+}
+
+/// What a [`Search`] finds.
+#[derive(Clone, Debug, PartialEq, Serialize)]
+#[serde(rename_all = "snake_case")]
+#[non_exhaustive]
+pub enum Outcome {
+    /// The cheapest plan that fits.
+    Fits(Candidate),
+    /// Nothing fits.
+    Missing {
+        /// The plan that needs the least memory.
+        smallest: Candidate,
+        /// What the device that holds the most lacks.
+        bytes: u64,
+    },
+}
+
+/// A plan and its cost.
+#[derive(Clone, Debug, PartialEq, Serialize)]
+#[non_exhaustive]
+pub struct Candidate {
+    /// The plan.
+    pub plan: ShardingPlan,
+    /// What it costs.
+    pub cost: PlanCost,
+}
+
+impl Search {
+    /// Searches for `world_size` devices on which `budget_bytes` each are left for parameters, gradients and optimizer:
+    /// what a device has, less activations and what its drivers take.
+    pub fn new(world_size: WorldSize, budget_bytes: u64) -> Self {
+        let model = CostModel::default().with_links(Links::H100);
+        Self { world_size, budget_bytes, model, layouts: vec![Layout::Dim0, Layout::ROWS] }
+    }
+
+    /// Sets what plans cost. Default: that of [`CostModel`] over [`Links::H100`], which are also taken for a model
+    /// without links.
+    #[must_use]
+    pub fn with_model(mut self, model: CostModel) -> Self {
+        self.model = if model.links().is_some() { model } else { model.with_links(Links::H100) };
+        self
+    }
+
+    /// Sets the layouts to try. Default: [`Layout::Dim0`] and [`Layout::ROWS`].
+    #[must_use]
+    pub fn with_layouts(mut self, layouts: impl IntoIterator<Item = Layout>) -> Self {
+        self.layouts = layouts.into_iter().collect();
+        self
+    }
+
+    /// Finds the cheapest plan that fits.
+    ///
+    /// # Complexity
+    ///
+    /// Plans and costs per layout and divisor of the world size, and about six more costs for each that fits.
+    ///
+    /// # Errors
+    ///
+    /// What stands in the way of every plan: the error of the last layout, if none of them can be planned;
+    /// [`Error::Zero`] without layouts.
+    pub fn run(&self, parameters: &[ParameterInfo]) -> Result<Outcome> {
+        let mut found: Option<Candidate> = None;
+        let mut smallest: Option<Candidate> = None;
+        let mut error = Error::Zero { what: "the number of layouts" };
+        let world = self.world_size.as_u64();
+        for group in (1..=world).filter(|group| world % group == 0) {
+            for &layout in &self.layouts {
+                match self.candidate(parameters, layout, world / group) {
+                    Ok(candidate) if self.fits(&candidate) => {
+                        keep(&mut found, self.keep_units(candidate)?, rank_by_time)
+                    }
+                    Ok(candidate) => keep(&mut smallest, candidate, rank_by_memory),
+                    Err(failure) => error = failure,
+                }
+            }
+        }
+        match (found, smallest) {
+            (Some(candidate), _) => Ok(Outcome::Fits(candidate)),
+            (None, Some(smallest)) => {
+                let missing = smallest.cost.peak_bytes() - u128::from(self.budget_bytes);
+                let bytes = u64::try_from(missing).unwrap_or(u64::MAX);
+                Ok(Outcome::Missing { smallest, bytes })
+            }
+            (None, None) => Err(error),
+        }
+    }
+
+    fn candidate(&self, parameters: &[ParameterInfo], layout: Layout, replicas: u64) -> Result<Candidate> {
+        let plan = Hsdp::new(Full::new(layout), replicas).plan(parameters, self.world_size)?;
+        let cost = plan.cost(&self.model)?;
+        Ok(Candidate { plan, cost })
+    }
+
+    fn fits(&self, candidate: &Candidate) -> bool {
+        candidate.cost.peak_bytes() <= self.budget_bytes.into()
+    }
+
+    /// Keeps as many of the last units gathered as fit.
+    fn keep_units(&self, candidate: Candidate) -> Result<Candidate> {
+        let units: Vec<String> = candidate.plan.units().into_iter().map(str::to_owned).collect();
+        let (mut fitting, mut n_fitting, mut n_too_many) = (candidate, 0, units.len() + 1);
+        while n_fitting + 1 < n_too_many && fitting.plan.shard_group() > WorldSize::ONE {
+            let n_kept = n_fitting.midpoint(n_too_many);
+            let plan = fitting.plan.clone().with_kept_units(units.iter().rev().take(n_kept).cloned())?;
+            let cost = plan.cost(&self.model)?;
+            let trial = Candidate { plan, cost };
+            if self.fits(&trial) {
+                (fitting, n_fitting) = (trial, n_kept);
+            } else {
+                n_too_many = n_kept;
+            }
+        }
+        Ok(fitting)
+    }
+}
+
+/// Replaces `best` by a candidate that ranks before it.
+fn keep(best: &mut Option<Candidate>, candidate: Candidate, is_before: fn(&Candidate, &Candidate) -> bool) {
+    if best.as_ref().is_none_or(|best| is_before(&candidate, best)) {
+        *best = Some(candidate);
+    }
+}
+
+fn rank_by_time(candidate: &Candidate, best: &Candidate) -> bool {
+    let key = |of: &Candidate| (of.cost.step_seconds.unwrap_or(0.0), of.cost.peak_bytes());
+    key(candidate) < key(best)
+}
+
+fn rank_by_memory(candidate: &Candidate, best: &Candidate) -> bool {
+    candidate.cost.peak_bytes() < best.cost.peak_bytes()
+}
