@@ -5,7 +5,7 @@ use std::{borrow::Cow, ops::Not};
 use serde::{Deserialize, Serialize, Serializer};
 
 use crate::{
-    ElemType,
+    ElemType, Pattern,
     error::{Error, Result},
     path,
 };
@@ -99,6 +99,17 @@ impl ParameterInfo {
     pub fn with_unit(mut self, unit: impl Into<String>) -> Self {
         self.unit = Some(unit.into());
         self
+    }
+
+    /// Sets layer and unit to the first components of the name that `pattern` matches; leaves them if it does not.
+    ///
+    /// With `model.layers.*.mlp.experts.*` each expert becomes a layer and a unit of its own.
+    #[must_use]
+    pub fn with_layer_pattern(self, pattern: &Pattern) -> Self {
+        match pattern.prefix_of(&self.name).map(str::to_owned) {
+            Some(layer) => self.with_layer(layer.as_str()).with_unit(layer),
+            None => self,
+        }
     }
 
     /// Sets whether the parameter is trained. Default: yes for [trainable types](ElemType::is_trainable), others never are.

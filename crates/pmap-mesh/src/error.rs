@@ -27,6 +27,10 @@ pub enum Error {
         /// What candle says of it.
         source: candle_core::Error,
     },
+    /// A sharding plan cannot be made of the tensors.
+    #[cfg(feature = "plan")]
+    #[error(transparent)]
+    Plan(#[from] fsdp_plan::Error),
     /// The worker threads of a device could not be started.
     #[error("the worker of device {index} cannot be started")]
     Worker {
