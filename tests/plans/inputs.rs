@@ -10,6 +10,25 @@ pub(crate) fn gpt2() -> Vec<ParameterInfo> {
     source::from_manifest(include_str!("models/gpt2.json")).unwrap()
 }
 
+/// Qwen2.5 with 494 million parameters, in `BF16`; its head is tied to its embedding.
+pub(crate) fn qwen() -> Vec<ParameterInfo> {
+    let mut parameters = source::from_manifest(include_str!("models/qwen2.5-0.5b.json")).unwrap();
+    let shape = parameters[0].shape().to_vec();
+    let head = ParameterInfo::new("lm_head.weight", shape, parameters[0].dtype()).unwrap();
+    parameters.push(head.with_tied_to(parameters[0].name()));
+    parameters
+}
+
+/// Mixtral 8x7B, in `BF16`.
+pub(crate) fn mixtral() -> Vec<ParameterInfo> {
+    source::from_manifest(include_str!("models/mixtral-8x7b.json")).unwrap()
+}
+
+/// ViT-Large with patches of 16, in `F32`.
+pub(crate) fn vit() -> Vec<ParameterInfo> {
+    source::from_manifest(include_str!("models/vit-large-patch16-224.json")).unwrap()
+}
+
 /// Llama 3.1 with 8 billion parameters, in `BF16`.
 pub(crate) fn llama() -> Vec<ParameterInfo> {
     source::from_manifest(include_str!("models/llama-3.1-8b.json")).unwrap()

@@ -6,5 +6,6 @@ mod bad_input;
 mod golden;
 mod inputs;
 mod json_lines;
+mod large;
 mod snapshots;
 mod sources;
