@@ -1,6 +1,6 @@
 //! What a planner must know of a parameter: everything but its values.
 
-use std::{borrow::Cow, ops::Not};
+use std::{borrow::Cow, ops::Not, sync::Arc};
 
 use serde::{Deserialize, Serialize, Serializer};
 
@@ -34,7 +34,13 @@ use crate::{
 /// ```
 #[derive(Clone, Debug, PartialEq, Eq, Hash, Deserialize)]
 #[serde(try_from = "Unchecked<'_>")]
-pub struct ParameterInfo {
+pub struct ParameterInfo(
+    /// Shared by clones, because every plan has one of each parameter.
+    Arc<Description>,
+);
+
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
+struct Description {
     name: String,
     shape: Vec<u64>,
     dtype: ElemType,
@@ -79,26 +85,29 @@ impl ParameterInfo {
         }
         let layer = Layer::of(&name, None);
         let requires_grad = dtype.is_trainable();
-        let info = Self { name, shape, dtype, layer, unit: None, requires_grad, always_gather: false, tied_to: None };
-        if info.numel() % dtype.block_numel() == 0 {
-            Ok(info)
-        } else {
-            Err(Error::PartialBlock { name: info.name, shape: info.shape, dtype })
+        if numel(&shape) % dtype.block_numel() > 0 {
+            return Err(Error::PartialBlock { name, shape, dtype });
         }
+        let described =
+            Description { name, shape, dtype, layer, unit: None, requires_grad, always_gather: false, tied_to: None };
+        Ok(Self(Arc::new(described)))
+    }
+
+    fn edited(mut self, edit: impl FnOnce(&mut Description)) -> Self {
+        edit(Arc::make_mut(&mut self.0));
+        self
     }
 
     /// Sets the layer, and with it the unit unless that was set by itself. Default: from the name.
     #[must_use]
-    pub fn with_layer(mut self, layer: impl Into<String>) -> Self {
-        self.layer = Layer::of(&self.name, Some(layer.into()));
-        self
+    pub fn with_layer(self, layer: impl Into<String>) -> Self {
+        self.edited(|described| described.layer = Layer::of(&described.name, Some(layer.into())))
     }
 
     /// Sets the unit; an empty name means the root unit. Default: from the layer.
     #[must_use]
-    pub fn with_unit(mut self, unit: impl Into<String>) -> Self {
-        self.unit = Some(unit.into());
-        self
+    pub fn with_unit(self, unit: impl Into<String>) -> Self {
+        self.edited(|described| described.unit = Some(unit.into()))
     }
 
     /// Sets layer and unit to the first components of the name that `pattern` matches; leaves them if it does not.
@@ -106,7 +115,7 @@ impl ParameterInfo {
     /// With `model.layers.*.mlp.experts.*` each expert becomes a layer and a unit of its own.
     #[must_use]
     pub fn with_layer_pattern(self, pattern: &Pattern) -> Self {
-        match pattern.prefix_of(&self.name).map(str::to_owned) {
+        match pattern.prefix_of(self.name()).map(str::to_owned) {
             Some(layer) => self.with_layer(layer.as_str()).with_unit(layer),
             None => self,
         }
@@ -114,46 +123,43 @@ impl ParameterInfo {
 
     /// Sets whether the parameter is trained. Default: yes for [trainable types](ElemType::is_trainable), others never are.
     #[must_use]
-    pub fn with_requires_grad(mut self, requires_grad: bool) -> Self {
-        self.requires_grad = requires_grad && self.dtype.is_trainable();
-        self
+    pub fn with_requires_grad(self, requires_grad: bool) -> Self {
+        self.edited(|described| described.requires_grad = requires_grad && described.dtype.is_trainable())
     }
 
     /// Sets whether every rank keeps the whole parameter, whatever the strategy. Default: no.
     #[must_use]
-    pub fn with_always_gather(mut self, always_gather: bool) -> Self {
-        self.always_gather = always_gather;
-        self
+    pub fn with_always_gather(self, always_gather: bool) -> Self {
+        self.edited(|described| described.always_gather = always_gather)
     }
 
     /// Makes this another name of the parameter `name`: the same values, held once and under that name.
     ///
     /// Both must have the same shape and dtype and be in one unit. Default: a parameter of its own.
     #[must_use]
-    pub fn with_tied_to(mut self, name: impl Into<String>) -> Self {
-        self.tied_to = Some(name.into());
-        self
+    pub fn with_tied_to(self, name: impl Into<String>) -> Self {
+        self.edited(|described| described.tied_to = Some(name.into()))
     }
 
     /// The full name, unique in its model.
     pub fn name(&self) -> &str {
-        &self.name
+        &self.0.name
     }
 
     /// The size of each dim.
     pub fn shape(&self) -> &[u64] {
-        &self.shape
+        &self.0.shape
     }
 
     /// The type of an element.
     pub fn dtype(&self) -> ElemType {
-        self.dtype
+        self.0.dtype
     }
 
     /// The layer it belongs to: what [`LayerWise`](crate::LayerWise) never parts.
     pub fn layer(&self) -> &str {
-        match &self.layer {
-            Layer::Prefix(len) => &self.name[..*len],
+        match &self.0.layer {
+            Layer::Prefix(len) => &self.0.name[..*len],
             Layer::Named(layer) => layer,
         }
     }
@@ -162,39 +168,43 @@ impl ParameterInfo {
     pub fn unit(&self) -> &str {
         let layer = self.layer();
         let of_layer = if path::is_block(layer) { layer } else { "" };
-        self.unit.as_deref().unwrap_or(of_layer)
+        self.0.unit.as_deref().unwrap_or(of_layer)
     }
 
     /// Whether it is trained.
     pub fn requires_grad(&self) -> bool {
-        self.requires_grad
+        self.0.requires_grad
     }
 
     /// Whether every rank keeps the whole of it.
     pub fn always_gather(&self) -> bool {
-        self.always_gather
+        self.0.always_gather
     }
 
     /// The parameter whose values these are, if it is another name of one.
     pub fn tied_to(&self) -> Option<&str> {
-        self.tied_to.as_deref()
+        self.0.tied_to.as_deref()
     }
 
     /// The number of elements; 1 for a parameter without dims.
     pub fn numel(&self) -> u64 {
-        self.shape.iter().product()
+        numel(&self.0.shape)
     }
 
     /// The number of bytes.
     pub fn bytes(&self) -> u64 {
-        let bytes = self.dtype.bytes(self.numel().into());
+        let bytes = self.0.dtype.bytes(self.numel().into());
         u64::try_from(bytes).unwrap_or(u64::MAX) // never saturates: the constructor checked it
     }
 
     /// The number of elements in one row, that is, in one step along dim 0.
     pub(crate) fn row_numel(&self) -> u64 {
-        self.shape.iter().skip(1).product()
+        self.0.shape.iter().skip(1).product()
     }
+}
+
+fn numel(shape: &[u64]) -> u64 {
+    shape.iter().product()
 }
 
 /// Whether the bytes of the nonzero dims fit into 64 bits.
@@ -222,7 +232,7 @@ struct Written<'a> {
 
 impl Serialize for ParameterInfo {
     fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
-        let Self { name, shape, dtype, unit, requires_grad, always_gather, tied_to, .. } = self;
+        let Description { name, shape, dtype, unit, requires_grad, always_gather, tied_to, .. } = self.0.as_ref();
         let written = Written {
             name,
             shape,
@@ -266,9 +276,13 @@ impl TryFrom<Unchecked<'_>> for ParameterInfo {
     fn try_from(raw: Unchecked<'_>) -> Result<Self> {
         let Unchecked { name, shape, dtype, layer, unit, requires_grad, always_gather, tied_to } = raw;
         let dtype = ElemType::of_tensor(&name, &dtype)?;
-        let info = Self::new(name, shape, dtype)?;
-        let requires_grad = requires_grad.unwrap_or(info.requires_grad) && info.requires_grad;
-        let layer = Layer::of(&info.name, layer);
-        Ok(Self { layer, unit, requires_grad, always_gather, tied_to, ..info })
+        let edited = Self::new(name, shape, dtype)?.edited(|described| {
+            described.layer = Layer::of(&described.name, layer);
+            described.unit = unit;
+            described.requires_grad &= requires_grad.unwrap_or(true);
+            described.always_gather = always_gather;
+            described.tied_to = tied_to;
+        });
+        Ok(edited)
     }
 }
