@@ -267,6 +267,46 @@ fn a_step_of_fsdp2_with_adamw_holds_and_sends_the_same_bytes() {
 }
 
 #[derive(Deserialize)]
+struct Fsdp1Step {
+    models: Models,
+    cases: Vec<Fsdp1Case>,
+}
+
+#[derive(Deserialize)]
+struct Fsdp1Case {
+    model: String,
+    use_orig_params: bool,
+    world: u64,
+    param_bytes: Vec<u64>,
+    param_storage: Vec<u64>,
+    grad_bytes: Vec<u64>,
+    opt_bytes: Vec<u64>,
+    calls: BTreeMap<String, (u64, u64)>,
+}
+
+#[test]
+fn a_step_of_fsdp1_with_adamw_holds_and_sends_the_same_bytes() {
+    let Fsdp1Step { models, cases } = serde_json::from_str(include_str!("golden/fsdp1_step.json")).unwrap();
+    assert_eq!(cases.len(), 12);
+    for case in cases {
+        let layout = if case.use_orig_params { Layout::FlatAligned } else { Layout::Flat };
+        let plan = Full::new(layout).plan(&parameters(&models, &case.model), world(case.world)).unwrap();
+        let cost = plan.cost(&CostModel::default()).unwrap();
+        let at = format!("{} {layout:?} over {}", case.model, case.world);
+        let column = |of: fn(&RankCost) -> u64| cost.ranks.iter().map(of).collect::<Vec<_>>();
+        assert_eq!(column(|rank| rank.storage_bytes), case.param_storage, "{at}");
+        assert_eq!(column(|rank| rank.grad_bytes), case.grad_bytes, "{at}");
+        assert_eq!(column(|rank| rank.optimizer_bytes), case.opt_bytes, "{at}");
+        // The flat parameter of `use_orig_params=False` includes its padding in the bytes that torch reports.
+        if case.use_orig_params {
+            assert_eq!(column(|rank| rank.param_bytes), case.param_bytes, "{at}");
+        }
+        let found = [cost.collectives.all_gather, cost.collectives.reduce_scatter].map(|sent| (sent.count, sent.bytes));
+        assert_eq!(found, ["all_gather", "reduce_scatter"].map(|name| case.calls[name]), "{at}");
+    }
+}
+
+#[derive(Deserialize)]
 struct Peak {
     cases: Vec<PeakCase>,
 }

@@ -26,6 +26,10 @@ pub(crate) enum Error {
     Read { path: PathBuf, source: io::Error },
     #[error("{path} does not describe a model")]
     Model { path: PathBuf, source: plan::Error },
+    #[error("{path} does not hold a plan")]
+    StoredPlan { path: PathBuf, source: serde_json::Error },
+    #[error("{path} does not hold rules")]
+    Rules { path: PathBuf, source: serde_json::Error },
     #[error("{path} does not hold the state of a sampler")]
     State { path: PathBuf, source: serde_json::Error },
     #[error("cannot write {path}")]

@@ -608,6 +608,74 @@ fn plan_knows_strategies_layouts_and_optimizers() {
 }
 
 #[test]
+fn plan_knows_replicas_ragged_layouts_and_whole_tensors() {
+    let (_dir, path) = file("model.json", MANIFEST);
+    let plan = |more: &[&'static str]| json(&[&["plan", &path, "--world-size", "4"][..], more].concat());
+    let owned = |report: &Value| [0, 1, 2, 3].map(|rank| report["ranks"][rank]["param_bytes"].as_u64().unwrap());
+    let replicas = plan(&["--replicas", "2"]);
+    assert_eq!((owned(&replicas), &replicas["replicas"]), ([88; 4], &json!(2)));
+    assert_eq!(replicas["collectives"]["all_reduce"], json!({"count": 1, "bytes": 88}));
+    assert_eq!(owned(&plan(&["--layout", "row-ragged"])).iter().sum::<u64>(), 176);
+    assert_eq!(owned(&plan(&["--layout", "block-ragged", "--block-size", "1"])), [44; 4]);
+    assert_eq!(owned(&plan(&["--strategy", "whole-tensor"])), [44; 4]);
+    assert_eq!(plan(&["--optimizer", "adam-mixed"])["ranks"][0]["optimizer_bytes"], 12 * 13 + 8);
+    let half = plan(&["--param-dtype", "bf16", "--mixed-precision", "F16,F32"]);
+    assert_eq!(owned(&half), [26, 26, 26, 10]);
+    assert_eq!(half["collectives"]["reduce_scatter"], json!({"count": 1, "bytes": 4 * 52}));
+    let times = |links| plan(&["--links", links])["step_seconds"].as_f64().unwrap();
+    assert!(times("h100") < times("2:450:1"));
+}
+
+#[test]
+fn plan_follows_rules_and_patterns() {
+    let rules =
+        r#"{"rules": [{"pattern": "*.*.b", "choice": "replicate"}, {"pattern": "h", "choice": {"full": "dim0"}}]}"#;
+    let (_dir, model) = file("model.json", MANIFEST);
+    let (_dir, rules) = file("rules.json", rules);
+    let plan = ["plan", &model, "--world-size", "2", "--rules", &rules];
+    let report = json(&plan);
+    assert_eq!(report["parameters"][1]["cut"], "replicated");
+    assert_eq!(report["rules"], json!({"decided": [1, 1], "overlaps": [["h.0.b", [0, 1]]], "unmatched": []}));
+    assert!(text(&plan).contains("several rules pick [\"h.0.b\"]"));
+
+    let layers = json(&["plan", &model, "--world-size", "2", "--layers", "h.*.?", "--keep", "h.0.w"]);
+    assert_eq!((&layers["parameters"][0]["layer"], &layers["kept_units"]), (&json!("h.0.w"), &json!(["h.0.w"])));
+    // Each of the two units would be gathered twice, but one of them stays.
+    assert_eq!(layers["collectives"]["all_gather"]["count"], 3);
+}
+
+#[test]
+fn plan_tells_whether_a_model_fits_and_finds_a_plan_that_does() {
+    let (_dir, path) = file("model.json", MANIFEST);
+    let plan = |more: &[&'static str]| json(&[&["plan", &path, "--world-size", "8"][..], more].concat());
+    let budget = plan(&["--budget", "1KiB"])["budget"].clone();
+    assert_eq!((&budget["bytes"], &budget["missing_bytes"]), (&json!(1024), &json!(0)));
+    let missing = plan(&["--budget", "100"])["budget"]["missing_bytes"].as_u64().unwrap();
+    assert_eq!(missing, plan(&["--budget", "100"])["budget"]["peak_bytes"].as_u64().unwrap() - 100);
+    let found = plan(&["--search", "--budget", "600"]);
+    assert_eq!(found["budget"]["missing_bytes"], 0);
+    let nothing = text(&["plan", &path, "--world-size", "8", "--search", "--budget", "9"]);
+    assert!(nothing.contains("are missing"), "{nothing}");
+}
+
+#[test]
+fn plan_explains_and_compares() {
+    let (dir, path) = file("model.json", MANIFEST);
+    let plan = |world_size, more: &[&str]| text(&[&["plan", &path, "--world-size", world_size][..], more].concat());
+    assert!(plan("4", &["--explain", "h.0.w"]).contains("ranks 0–2: 3 rows (12 elements) each"));
+    assert!(plan("4", &["--explain-rank", "3"]).contains("at most on any rank"));
+    refuses(&["plan", &path, "--world-size", "4", "--explain", "h.1.w"], &["no parameter h.1.w"]);
+
+    let stored = dir.path().join("plan.json");
+    fs::write(&stored, plan("4", &["--format", "json"])).unwrap();
+    let against = ["--against", stored.to_str().unwrap()];
+    assert!(plan("4", &against).starts_with("the plans are the same\nresharding: 0 bytes move"));
+    let fewer = plan("2", &against);
+    assert!(fewer.starts_with("world size: 4 → 2\nresharding: ") && fewer.contains("renumbered"), "{fewer}");
+    refuses(&["plan", &path, "--world-size", "4", "--against", &path], &["model.json does not hold a plan"]);
+}
+
+#[test]
 fn plan_refuses_bad_input() {
     let refuses_model = |name: &str, content: &[u8], words: &[&str]| {
         let (_dir, path) = file(name, content);
@@ -634,7 +702,24 @@ fn plan_refuses_bad_input() {
     refuses(&["plan", &path, "--world-size", "0"], &["world size 0"]);
     let layout = ["plan", &path, "--world-size", "2", "--strategy", "hybrid", "--layout", "flat"];
     refuses(&layout, &["--layout", "--strategy full"]);
-    refuses(&["plan", &path, "--world-size", "2", "--rank", "2"], &["rank 2", "world of 2"]);
+    let plan = |more: &[&'static str], words: &[&str]| {
+        refuses(&[&["plan", &path, "--world-size", "2"][..], more].concat(), words);
+    };
+    plan(&["--rank", "2"], &["rank 2", "world of 2"]);
+    plan(&["--explain-rank", "9"], &["rank 9", "world of 2"]);
+    plan(&["--replicas", "3"], &["world of 2", "3 replicas"]);
+    plan(&["--replicas", "0"], &["0 replicas"]);
+    plan(&["--layout", "dim0", "--block-size", "4"], &["--block-size", "ragged"]);
+    plan(&["--layout", "row-ragged", "--block-size", "0"], &["rows in a granule is 0"]);
+    plan(&["--strategy", "full", "--rules", "x.json"], &["--rules needs --strategy hybrid"]);
+    plan(&["--rules", "/no/such/rules"], &["/no/such/rules"]);
+    plan(&["--search"], &["--budget"]);
+    plan(&["--budget", "3 apples"], &["KiB"]);
+    plan(&["--budget", "99999999999TiB"], &["18446744073709551615"]);
+    plan(&["--layers", "a.["], &["malformed pattern", "a.["]);
+    plan(&["--links", "8:450"], &["three whole numbers"]);
+    plan(&["--links", "8:0:1"], &["bytes per second of a link is 0"]);
+    plan(&["--param-dtype", "F33"], &["no such dtype"]);
     refuses(&["plan", "/no/such/model", "--world-size", "2"], &["/no/such/model"]);
 }
 

@@ -63,7 +63,8 @@ impl Pattern {
         ends.map(|end| &name[..end]).find(|prefix| self.matches(prefix))
     }
 
-    fn matches(&self, path: &str) -> bool {
+    /// Whether the pattern matches the dotted `path`: a name, a layer or a unit.
+    pub fn matches(&self, path: &str) -> bool {
         match &self.glob {
             Some(glob) => glob.is_match(path.replace('.', "/")),
             None => path::has_components(path, &self.text),

@@ -11,7 +11,7 @@ use crate::{CostModel, LayerBalance, ParameterInfo, PlanCost, ShardAssignment, S
 ///
 /// [`Display`](fmt::Display) gives the text, [`Serialize`] the JSON, both from the same numbers. The JSON object is
 /// that of the [`ShardingPlan`] with `ranks`, `max_over_mean` and `collectives` added, so it can be read back as a plan;
-/// `layer_balance` and `step_seconds` where they are known; with one rank asked for also `rank` and `shards`, the parts
+/// `layer_balance`, `step_seconds` and `budget` where they are known; with one rank asked for also `rank` and `shards`, the parts
 /// it holds.
 ///
 /// # Examples
@@ -41,8 +41,18 @@ pub struct PlanReport<'a> {
     pub(crate) cost: PlanCost,
     #[serde(skip_serializing_if = "Option::is_none")]
     pub(crate) layer_balance: Option<LayerBalance>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(crate) budget: Option<Budget>,
     #[serde(flatten)]
     pub(crate) of_rank: Option<RankReport<'a>>,
+}
+
+/// Whether the plan fits the memory of a device.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+pub(crate) struct Budget {
+    pub(crate) bytes: u64,
+    pub(crate) peak_bytes: u128,
+    pub(crate) missing_bytes: u128,
 }
 
 /// What one rank holds.
@@ -74,7 +84,16 @@ impl<'a> PlanReport<'a> {
     /// [`ShardingPlan::cost`] returns.
     pub fn new(plan: &'a ShardingPlan, model: &CostModel, rank: Option<Rank>) -> Result<Self> {
         let of_rank = rank.map(|rank| RankReport::new(plan, rank)).transpose()?;
-        Ok(Self { plan, cost: plan.cost(model)?, layer_balance: plan.layer_balance(), of_rank })
+        Ok(Self { plan, cost: plan.cost(model)?, layer_balance: plan.layer_balance(), budget: None, of_rank })
+    }
+
+    /// Also tells whether each rank gets along with `bytes` of memory: field `budget` with `bytes`, `peak_bytes` and
+    /// `missing_bytes`.
+    #[must_use]
+    pub fn with_budget(mut self, bytes: u64) -> Self {
+        let peak_bytes = self.cost.peak_bytes();
+        self.budget = Some(Budget { bytes, peak_bytes, missing_bytes: peak_bytes.saturating_sub(bytes.into()) });
+        self
     }
 
     /// The cost, rank by rank.

@@ -62,6 +62,15 @@ pub enum Outcome {
     },
 }
 
+impl Outcome {
+    /// The plan that fits, or else the one that needs the least memory.
+    pub fn into_candidate(self) -> Candidate {
+        match self {
+            Self::Fits(candidate) | Self::Missing { smallest: candidate, .. } => candidate,
+        }
+    }
+}
+
 /// A plan and its cost.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 #[non_exhaustive]

@@ -23,13 +23,16 @@ macro_rules! own_sources {
     };
 }
 
-const EMBEDDED: [(&str, &str); 22] = own_sources![
+const EMBEDDED: [(&str, &str); 25] = own_sources![
     "README.md",
     "src/commands/batch/args.rs",
     "src/commands/batch/chart.rs",
     "src/commands/batch/mod.rs",
     "src/commands/mod.rs",
-    "src/commands/plan.rs",
+    "src/commands/plan/args.rs",
+    "src/commands/plan/mod.rs",
+    "src/commands/plan/model.rs",
+    "src/commands/plan/svg.rs",
     "src/commands/sample/mixture.rs",
     "src/commands/sample.rs",
     "src/commands/train.rs",

@@ -17,20 +17,41 @@ use self::text::{Printable, binary, counted, grouped};
 use crate::{
     Collectives, CostModel, LayerBalance, PlanDiff, PlanReport, ShardingPlan, Traffic,
     error::{Error, Result},
+    report::Budget,
 };
 
 /// Writes the whole report, without a line break at the end.
 pub(crate) fn report(report: &PlanReport<'_>, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-    let PlanReport { plan, cost, layer_balance, of_rank } = report;
+    let PlanReport { plan, cost, layer_balance, budget, of_rank } = report;
     write!(f, "{}\n\n{}\n\n{}\n\n", title(plan), layers::table(plan), ranks::table(&cost.ranks))?;
     write!(f, "largest rank over mean: {:.3}\neach step: {}", cost.max_over_mean, calls(&cost.collectives))?;
-    if let Some(seconds) = cost.step_seconds {
-        write!(f, "\nsending takes {:.3} ms a step if nothing hides it", seconds * 1e3)?;
-    }
-    if let Some(balance) = layer_balance {
-        write!(f, "\n{}", layer_balance_line(balance))?;
-    }
+    let seconds =
+        cost.step_seconds.map(|seconds| format!("sending takes {:.3} ms a step if nothing hides it", seconds * 1e3));
+    let more = [kept_units(plan), seconds, layer_balance.as_ref().map(balance), budget.as_ref().map(fitting)];
+    more.into_iter().flatten().try_for_each(|line| write!(f, "\n{line}"))?;
     of_rank.as_ref().map_or(Ok(()), |of_rank| write!(f, "\n\n{}", shards::table(of_rank, plan)))
+}
+
+/// The units that stay gathered besides the root unit.
+fn kept_units(plan: &ShardingPlan) -> Option<String> {
+    let units = plan.units();
+    let kept: Vec<_> = units.iter().filter(|unit| plan.keeps_gathered(unit)).collect();
+    let ([first, ..], [.., last]) = (&kept[..], &kept[..]) else { return None };
+    let names = if kept.len() == 1 {
+        Printable(first).to_string()
+    } else {
+        format!("{} … {}", Printable(first), Printable(last))
+    };
+    Some(format!("{} of {} stay gathered: {names}", kept.len(), counted(units.len() as u128, "unit")))
+}
+
+fn fitting(budget: &Budget) -> String {
+    let verdict = match budget.missing_bytes {
+        0 => String::from("it fits"),
+        missing => format!("{} ({}) are missing", counted(missing, "byte"), binary(missing)),
+    };
+    let [peak, bytes] = [budget.peak_bytes, budget.bytes.into()].map(grouped);
+    format!("a rank needs at most {peak} of {bytes} bytes, activations not counted: {verdict}")
 }
 
 /// Writes the differences, without a line break at the end.
@@ -93,7 +114,7 @@ fn title(plan: &ShardingPlan) -> String {
     )
 }
 
-fn layer_balance_line(balance: &LayerBalance) -> String {
+fn balance(balance: &LayerBalance) -> String {
     let [largest, lower_bound, if_cut] = [balance.largest, balance.lower_bound, balance.if_cut].map(u128::from);
     format!(
         "whole layers: at most {} on a rank; {} is a lower bound, and {} the share if layers were cut",

@@ -64,7 +64,17 @@ pub trait ShardingStrategy {
     fn plan(&self, parameters: &[ParameterInfo], world_size: WorldSize) -> Result<ShardingPlan>;
 }
 
-/// The strategies of this crate, by name.
+impl<S: ShardingStrategy + ?Sized> ShardingStrategy for Box<S> {
+    fn name(&self) -> &str {
+        self.as_ref().name()
+    }
+
+    fn plan(&self, parameters: &[ParameterInfo], world_size: WorldSize) -> Result<ShardingPlan> {
+        self.as_ref().plan(parameters, world_size)
+    }
+}
+
+/// Strategies of this crate, by name.
 ///
 /// # Examples
 ///

@@ -1,0 +1,145 @@
+//! `plan`: which rank owns which part of every parameter of a model, and what that costs.
+
+mod args;
+mod model;
+mod svg;
+
+use std::io::{self, Write};
+
+use candle_distributed::plan::{
+    Hybrid, Matches, ParameterInfo, PlanDiff, PlanReport, Reshard, Search, ShardingPlan, ShardingStrategy, Volume,
+};
+use serde::Serialize;
+
+pub(crate) use self::args::Args;
+use self::args::FormatArg;
+use crate::{
+    error::{Error, Result},
+    output,
+};
+
+/// The JSON result, of which text and drawing are parts.
+#[derive(Serialize)]
+struct Answer<'a> {
+    #[serde(flatten)]
+    report: PlanReport<'a>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    rules: Option<Matches<'a>>,
+}
+
+/// What a stored plan and this one differ in.
+#[derive(Serialize)]
+struct Comparison<'a> {
+    format_version: u32,
+    diff: PlanDiff<'a>,
+    /// If the ranks keep their numbers, and if they are renumbered to move less.
+    reshard: Volume,
+    reshard_renumbered: Volume,
+}
+
+pub(crate) fn run(args: &Args) -> Result<()> {
+    let rank = args.rank()?;
+    let explain_rank = args.explain_rank()?;
+    let hybrid = args.hybrid()?;
+    let parameters = read_model(args)?;
+    let plan = make_plan(args, &parameters, hybrid.clone())?;
+    if let Some(path) = &args.against {
+        return compare(&model::read_plan(path)?, &plan, args.format);
+    }
+    if let Some(name) = &args.explain {
+        let explanation = plan.explain_parameter(name)?;
+        return output::text(|out| writeln!(out, "{explanation}"));
+    }
+    if let Some(rank) = explain_rank {
+        let explanation = plan.explain_rank(rank, &args.cost_model())?;
+        return output::text(|out| writeln!(out, "{explanation}"));
+    }
+    let report = PlanReport::new(&plan, &args.cost_model(), rank)?;
+    let report = args.budget.into_iter().fold(report, PlanReport::with_budget);
+    let rules = hybrid.as_ref().map(|hybrid| hybrid.matches(&parameters));
+    let answer = Answer { report, rules };
+    match args.format {
+        FormatArg::Text => output::text(|out| write_text(&answer, out)),
+        FormatArg::Json => output::json(&answer),
+        FormatArg::Svg => {
+            let drawing = svg::draw(&plan, answer.report.cost(), args.budget)?;
+            output::text(|out| writeln!(out, "{}", drawing.trim_end()))
+        }
+    }
+}
+
+fn read_model(args: &Args) -> Result<Vec<ParameterInfo>> {
+    let parameters = model::read(&args.model)?;
+    Ok(match &args.layers {
+        Some(pattern) => parameters.into_iter().map(|info| info.with_layer_pattern(pattern)).collect(),
+        None => parameters,
+    })
+}
+
+fn make_plan(args: &Args, parameters: &[ParameterInfo], hybrid: Option<Hybrid>) -> Result<ShardingPlan> {
+    if let (true, Some(budget)) = (args.search, args.budget) {
+        let search = Search::new(args.world_size()?, budget).with_model(args.cost_model());
+        return Ok(model::in_file(&args.model, search.run(parameters))?.into_candidate().plan);
+    }
+    let planned = args.strategy(hybrid)?.plan(parameters, args.world_size()?);
+    let plan = model::in_file(&args.model, planned)?;
+    let kept = plan.units().into_iter().filter(|unit| args.keep.iter().any(|pattern| pattern.matches(unit)));
+    let kept: Vec<String> = kept.map(str::to_owned).collect();
+    Ok(plan.with_kept_units(kept)?)
+}
+
+fn write_text(answer: &Answer<'_>, out: &mut dyn Write) -> io::Result<()> {
+    writeln!(out, "{}", answer.report)?;
+    if let Some(rules) = &answer.rules {
+        write_rules(rules, out)?;
+    }
+    Ok(())
+}
+
+/// Up to so many names are listed.
+const MAX_NAMES: usize = 8;
+
+fn write_rules(rules: &Matches<'_>, out: &mut dyn Write) -> io::Result<()> {
+    let decided: Vec<_> = rules.decided.iter().enumerate().map(|(rule, n)| format!("{n} by rule {rule}")).collect();
+    writeln!(out, "parameters decided: {}; {} by default", decided.join(", "), rules.unmatched.len())?;
+    let names = |names: &[&str]| {
+        let more = if names.len() > MAX_NAMES { ", …" } else { "" };
+        format!("{:?}{more}", &names[..names.len().min(MAX_NAMES)])
+    };
+    if !rules.unmatched.is_empty() {
+        writeln!(out, "no rule picks {}", names(&rules.unmatched))?;
+    }
+    if !rules.overlaps.is_empty() {
+        let overlaps: Vec<_> = rules.overlaps.iter().map(|(name, _)| *name).collect();
+        writeln!(out, "several rules pick {}, of which the first decides", names(&overlaps))?;
+    }
+    Ok(())
+}
+
+fn compare(old: &ShardingPlan, new: &ShardingPlan, format: FormatArg) -> Result<()> {
+    let reshard = Reshard::new(old, new)?;
+    let comparison = Comparison {
+        format_version: 1,
+        diff: PlanDiff::new(old, new),
+        reshard: reshard.volume(),
+        reshard_renumbered: reshard.renumbered().volume(),
+    };
+    match format {
+        FormatArg::Json => output::json(&comparison),
+        FormatArg::Text => output::text(|out| write_comparison(&comparison, out)),
+        FormatArg::Svg => Err(Error::Usage("--against has no drawing".into())),
+    }
+}
+
+fn write_comparison(comparison: &Comparison<'_>, out: &mut dyn Write) -> io::Result<()> {
+    if comparison.diff.is_empty() {
+        writeln!(out, "the plans are the same")?;
+    } else {
+        writeln!(out, "{}", comparison.diff)?;
+    }
+    let volume = |Volume { stay_bytes, move_bytes, moves, .. }: Volume| {
+        format!("{move_bytes} bytes move in {moves} parts, {stay_bytes} stay")
+    };
+    writeln!(out, "resharding: {}", volume(comparison.reshard))?;
+    writeln!(out, "with ranks renumbered: {}", volume(comparison.reshard_renumbered))
+}
