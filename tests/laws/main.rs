@@ -5,4 +5,5 @@
 mod batch;
 mod batch_sets;
 mod plan;
+mod reshard;
 mod sampler;

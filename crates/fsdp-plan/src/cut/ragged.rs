@@ -42,9 +42,10 @@ impl Ragged {
         within: Range<u64>,
     ) -> impl Iterator<Item = (u64, Range<u64>)> + use<'a> {
         let ragged = *self;
-        let first_byte = self.start.saturating_add(self.bytes(within.start));
-        // A bound may have moved past the first element, which then belongs to the run before it.
-        let first = shares.position(mul_div(first_byte, shares.total(), self.buffer_bytes)).saturating_sub(1);
+        // The granule of the first element may belong to any run that reaches into it, and to none that ends before it.
+        let granule_start = self.bytes(within.start) / self.granule * self.granule;
+        let at = mul_div(self.start.saturating_add(granule_start), shares.total(), self.buffer_bytes);
+        let first = shares.position(at).saturating_sub(1);
         let mut end = ragged.bound(shares.run(first).start, shares.total());
         let parts = (first..shares.len()).map_while(move |position| {
             let (run, start) = (shares.run(position), end);
