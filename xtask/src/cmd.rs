@@ -60,10 +60,17 @@ impl Cargo {
     }
 
     fn command(&self) -> Command {
-        let mut command = Command::new(env::var_os("CARGO").unwrap_or_else(|| "cargo".into()));
+        let mut command = Command::new(self.program());
         command.current_dir(workspace::root()).stdin(Stdio::null());
         command.args(&self.args).envs(self.envs.iter().map(|(key, value)| (key, value)));
         command
+    }
+
+    /// The cargo that runs us, unless a toolchain is named first: `+nightly` is understood by rustup's cargo only, which
+    /// is the one that a shell finds.
+    fn program(&self) -> OsString {
+        let names_toolchain = self.args.first().is_some_and(|arg| arg.starts_with('+'));
+        env::var_os("CARGO").filter(|_| !names_toolchain).unwrap_or_else(|| "cargo".into())
     }
 }
 
@@ -91,6 +98,11 @@ mod tests {
     fn a_shown_command_can_be_pasted() {
         let cargo = Cargo::new("bench -p benches --").arg("a b").env("FLAGS", "-D warnings");
         assert_eq!(cargo.to_string(), "FLAGS='-D warnings' cargo bench -p benches -- 'a b'");
+    }
+
+    #[test]
+    fn a_toolchain_is_left_to_the_cargo_of_rustup() {
+        assert_eq!(Cargo::new("+nightly --version").program(), "cargo");
     }
 
     #[test]

@@ -6,6 +6,7 @@ mod bench;
 mod ci;
 mod cmd;
 mod docs;
+mod fuzz;
 mod snapshots;
 mod test;
 mod tidy;
@@ -22,6 +23,7 @@ enum Command {
     Ci(ci::Args),
     Test(test::Args),
     Bench(bench::Args),
+    Fuzz(fuzz::Args),
     Snapshots(snapshots::Args),
     Docs(docs::Args),
     /// Checks the house rules: module docs, dependency direction, manifests, changelog, links.
@@ -43,6 +45,7 @@ fn run(command: &Command) -> cmd::Result {
         Command::Ci(args) => ci::run(args),
         Command::Test(args) => test::run(args),
         Command::Bench(args) => bench::run(args),
+        Command::Fuzz(args) => fuzz::run(args),
         Command::Snapshots(args) => snapshots::run(args),
         Command::Docs(args) => docs::run(args),
         Command::Tidy => tidy::run(),

@@ -36,7 +36,7 @@ impl fmt::Display for Violation {
 }
 
 /// The folders that hold our own files.
-const FOLDERS: [&str; 5] = ["benches", "crates", "docs", "tests", "xtask"];
+const FOLDERS: [&str; 6] = ["benches", "crates", "docs", "fuzz", "tests", "xtask"];
 
 pub(crate) fn run() -> Result {
     let violations = violations()?;
