@@ -4,8 +4,8 @@ use std::slice;
 
 use candle_distributed::{
     plan::{
-        Collectives, CostModel, Cut, ElemType, Error, Full, Hybrid, Layout, ParameterInfo, PlanReport,
-        PlannedParameter, ShardingPlan, ShardingStrategy, StrategyKind,
+        Collectives, CostModel, Cut, ElemType, Error, Full, Hsdp, Hybrid, Layout, ParameterInfo, PlanReport,
+        PlannedParameter, Reshard, Search, ShardingPlan, ShardingStrategy, StrategyKind,
     },
     types,
 };
@@ -189,4 +189,106 @@ fn hybrid_works_when_either_list_finds_nothing() {
     assert_eq!(cuts(&Hybrid::new([""; 0], ["transformer", "classifier"]).unwrap()), [false, false]);
     assert_eq!(cuts(&Hybrid::new(["h.0"], ["transformer", "classifier"]).unwrap()), [true, false]);
     assert_eq!(cuts(&Hybrid::new([""; 0], ["class", "h.1", "trans"]).unwrap()), [true, true]);
+}
+
+#[test]
+fn ties_join_two_names_of_one_unit() {
+    let embedding = f32_parameter("wte.weight", &[5, 2]);
+    let tied = |name: &str, shape: &[u64], to: &str| f32_parameter(name, shape).with_tied_to(to);
+    for strategy in strategies() {
+        let plan =
+            strategy.plan(&[embedding.clone(), tied("lm_head.weight", &[5, 2], "wte.weight")], world(2)).unwrap();
+        assert_eq!(plan.parameters()[1].cut(), Cut::Tied, "{}", strategy.name());
+        assert_eq!(plan.numel(), 10);
+        let owned: u64 = plan.cost(&CostModel::default()).unwrap().ranks.iter().map(|rank| rank.param_bytes).sum();
+        assert_eq!(owned, 40);
+        for (second, reason) in [
+            (tied("b", &[5, 2], "c"), "there is no such parameter"),
+            (tied("b", &[5, 2], "b"), "that is tied itself"),
+            (tied("b", &[2, 5], "wte.weight"), "they differ in shape or dtype"),
+            (tied("h.0.b", &[5, 2], "wte.weight"), "they are in two units"),
+        ] {
+            let error = strategy.plan(&[embedding.clone(), second], world(2)).unwrap_err();
+            assert!(matches!(&error, Error::BadTie { reason: found, .. } if found.starts_with(reason)), "{error}");
+        }
+    }
+    let untied = build(&[(embedding.clone(), Cut::Tied)]);
+    assert_eq!(untied, Err(Error::CutTied { name: "wte.weight".into(), is_tied: false }));
+    let cut = build(&[(embedding, Cut::Dim0), (tied("b", &[5, 2], "wte.weight"), Cut::Dim0)]);
+    assert_eq!(cut, Err(Error::CutTied { name: "b".into(), is_tied: true }));
+}
+
+#[test]
+fn blocks_of_a_type_are_never_cut() {
+    let block = |name: &str, shape: &[u64], dtype| ParameterInfo::new(name, shape, dtype);
+    let partial = block("a", &[3], ElemType::F4);
+    assert!(matches!(partial, Err(Error::PartialBlock { .. })), "{partial:?}");
+    let rows = block("rows", &[6, 64], ElemType::Q4_0).unwrap();
+    let column = block("column", &[64, 3], ElemType::F4).unwrap();
+    let by_rows = full(slice::from_ref(&rows), 3).cost(&CostModel::default()).unwrap();
+    assert_eq!(by_rows.ranks.iter().map(|rank| rank.param_bytes).collect::<Vec<_>>(), [72; 3]);
+    for layout in [Layout::Dim0, Layout::Flat, Layout::FlatAligned] {
+        let error = Full::new(layout).plan(slice::from_ref(&column), world(2)).unwrap_err();
+        assert!(matches!(&error, Error::CutsBlock { name, .. } if name == "column"), "{error}");
+        assert!(error.to_string().contains("use a ragged layout"));
+    }
+    for layout in [Layout::ROWS, Layout::BlockRagged { block: 3 }] {
+        let plan = Full::new(layout).plan(&[rows.clone(), column.clone()], world(5)).unwrap();
+        for place in world(5).placements() {
+            for (parameter, shard) in plan.shards_of_rank(place.rank()).unwrap() {
+                let block_numel = parameter.info().dtype().block_numel();
+                assert_eq!((shard.start_offset % block_numel, shard.shard_size % block_numel), (0, 0), "{plan:?}");
+            }
+        }
+    }
+    let granule = |granule, round_up_from| Cut::Ragged { offset: 0, unit_bytes: 216, granule, round_up_from };
+    for (bytes, round_up_from) in [(0, 0), (18, 0), (18, 19), (20, 1)] {
+        let built = build(&[(rows.clone(), granule(bytes, round_up_from))]);
+        assert!(matches!(built, Err(Error::BadGranule { .. })), "{built:?}");
+    }
+    assert!(build(&[(rows, granule(36, 36))]).is_ok());
+}
+
+#[test]
+fn numbers_of_nothing_are_refused() {
+    let parameters = [f32_parameter("a", &[4, 4])];
+    for layout in [Layout::RowRagged { rows: 0 }, Layout::BlockRagged { block: 0 }] {
+        assert!(matches!(Full::new(layout).plan(&parameters, world(2)), Err(Error::Zero { .. })));
+    }
+    for (replicas, world_size) in [(0, 4), (3, 4), (8, 4)] {
+        let plan = Hsdp::new(Full::default(), replicas).plan(&parameters, world(world_size));
+        assert_eq!(plan, Err(Error::Replicas { world_size, replicas }));
+    }
+    assert!(matches!(full(&parameters, 2).with_replicas(0), Err(Error::Zero { .. })));
+    assert!(matches!(full(&parameters, 2).with_replicas(u64::MAX), Err(Error::World(_))));
+    assert_eq!(full(&parameters, 2).with_kept_units(["h.9"]), Err(Error::UnknownUnit { unit: "h.9".into() }));
+    assert_eq!(full(&parameters, 2).resized(world(3)), Err(Error::NotResizable { name: "a".into() }));
+    assert!(matches!(Search::new(world(2), 9).with_layouts([]).run(&parameters), Err(Error::Zero { .. })));
+}
+
+#[test]
+fn the_largest_granules_and_worlds_do_not_overflow() {
+    let wide = ParameterInfo::new("wide", [1 << 20, 1 << 43], ElemType::U8).unwrap();
+    for layout in [Layout::ROWS, Layout::RowRagged { rows: u64::MAX }, Layout::BlockRagged { block: u64::MAX }] {
+        let plan = Full::new(layout).plan(slice::from_ref(&wide), world(1 << 20)).unwrap();
+        let last = plan.shards_of_rank(rank((1 << 20) - 1, 1 << 20)).unwrap().count();
+        assert!(last <= 1);
+        assert!(matches!(plan.cost(&CostModel::default()), Ok(_) | Err(Error::TotalTooLarge { .. })));
+    }
+}
+
+#[test]
+fn plans_of_different_parameters_cannot_be_resharded() {
+    let plan = |parameters: &[ParameterInfo]| full(parameters, 2);
+    let (a, b) = (f32_parameter("a", &[4]), f32_parameter("b", &[4]));
+    let from = plan(&[a.clone(), b.clone()]);
+    for (to, name) in [
+        (plan(&[b.clone(), a.clone()]), "b"),
+        (plan(&[a.clone(), f32_parameter("b", &[5])]), "b"),
+        (plan(&[a.clone()]), "b"),
+        (plan(&[a, b, f32_parameter("c", &[4])]), "c"),
+    ] {
+        let error = Reshard::new(&from, &to).unwrap_err();
+        assert!(matches!(&error, Error::DifferentParameters { name: found, .. } if found == name), "{error}");
+    }
 }

@@ -108,6 +108,23 @@ fn malformed_json_is_refused_with_its_place() {
 }
 
 #[test]
+fn offsets_beyond_64_bits_are_refused() {
+    let header = r#"{"a": {"dtype": "U8", "shape": [18446744073709551615], "data_offsets": [0, 18446744073709551615]},
+        "b": {"dtype": "U8", "shape": [], "data_offsets": [18446744073709551615, 18446744073709551615]}}"#;
+    assert_eq!(read(header), Err(Error::TotalTooLarge { what: "the bytes of the tensors of a file" }));
+}
+
+#[test]
+fn hostile_nesting_is_refused() {
+    let nested = format!("{}{}", "[".repeat(10_000), "]".repeat(10_000));
+    for text in [format!(r#"{{"a": {nested}}}"#), format!(r#"{{"a": {{"shape": {nested}}}}}"#), nested] {
+        assert!(matches!(read(&text), Err(Error::Malformed { .. })));
+        assert!(matches!(from_manifest(&text), Err(Error::Malformed { .. })));
+        assert!(matches!(index_files(&text), Err(Error::Malformed { .. })));
+    }
+}
+
+#[test]
 fn repeated_names_are_refused() {
     let twice = Error::DuplicateName { name: "a".into() };
     let entry = r#""a": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}"#;

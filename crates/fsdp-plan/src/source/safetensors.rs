@@ -39,6 +39,7 @@ pub fn header_len(prefix: [u8; 8]) -> Result<u64> {
 ///
 /// - [`Error::HeaderTooLong`] or [`Error::HeaderTruncated`];
 /// - [`Error::Malformed`], [`Error::UnknownDtype`], [`Error::DuplicateName`] or [`Error::ParameterTooLarge`];
+/// - [`Error::TotalTooLarge`] if offsets would leave 64 bits;
 /// - [`Error::BadOffsets`] if tensors overlap, leave gaps, or have another size than shape and dtype say.
 ///
 /// # Examples
@@ -85,7 +86,8 @@ impl Entry<'_> {
         let info = ParameterInfo::new(name, self.shape, dtype)?;
         let (begin, end) = self.data_offsets;
         let expected_begin = *previous_end;
-        let expected_end = expected_begin.saturating_add(info.bytes());
+        let too_large = Error::TotalTooLarge { what: "the bytes of the tensors of a file" };
+        let expected_end = expected_begin.checked_add(info.bytes()).ok_or(too_large)?;
         if (begin, end) != (expected_begin, expected_end) {
             let name = info.name().to_owned();
             return Err(Error::BadOffsets { name, begin, end, expected_begin, expected_end });
