@@ -1,60 +1,82 @@
-//! Reading, planning and costing: regressions of our own, not comparisons.
+//! Planning DeepSeek-V3 (45,395 tensors) for 16,384 ranks: reading, planning, costing, resharding, searching.
 
 #![allow(clippy::unwrap_used, reason = "a bench that cannot be set up must not run")]
 
 use std::hint::black_box;
 
 use candle_distributed::{
-    plan::{CostModel, Full, Layout, ParameterInfo, PlanReport, ShardingStrategy, StrategyKind, source},
+    plan::{
+        CostModel, Full, LayerOrder, LayerWise, Layout, ParameterInfo, PlanReport, Reshard, Search, ShardingPlan,
+        ShardingStrategy, StrategyKind, WholeTensor, source,
+    },
     types::{Placement, WorldSize},
 };
 use criterion::{Criterion, Throughput, criterion_group, criterion_main};
+use integration_tests::recipe::{deepseek, safetensors};
 
-const LLAMA: &str = include_str!("../tests/plans/models/llama-3.1-8b.json");
-
-/// The blocks of Llama 3.1 so often that there are as many tensors as in the largest open models.
-fn large_model() -> Vec<ParameterInfo> {
-    let llama = source::from_manifest(LLAMA).unwrap();
-    let copy = |copy: usize, info: &ParameterInfo| {
-        ParameterInfo::new(format!("part{copy}.{}", info.name()), info.shape(), info.dtype()).unwrap()
-    };
-    (0..156).flat_map(|part| llama.iter().map(move |info| copy(part, info))).collect()
-}
+const N_RANKS: u64 = 16_384;
 
 fn world(size: u64) -> WorldSize {
     WorldSize::new(size).unwrap()
 }
 
-fn strategies() -> [(&'static str, Box<dyn ShardingStrategy>); 4] {
+fn strategies() -> [(&'static str, Box<dyn ShardingStrategy>); 7] {
     [
         ("full", StrategyKind::Full.create()),
-        ("full_flat", Box::new(Full::new(Layout::Flat))),
+        ("row_ragged", Box::new(Full::new(Layout::ROWS))),
+        ("block_ragged", Box::new(Full::new(Layout::BLOCKS))),
         ("layer_wise", StrategyKind::LayerWise.create()),
+        ("layer_wise_contiguous", Box::new(LayerWise::default().with_order(LayerOrder::Contiguous))),
+        ("whole_tensor", Box::new(WholeTensor)),
         ("hybrid", StrategyKind::Hybrid.create()),
     ]
 }
 
+fn ragged(parameters: &[ParameterInfo], n_ranks: u64) -> ShardingPlan {
+    Full::new(Layout::ROWS).plan(parameters, world(n_ranks)).unwrap()
+}
+
 fn read(criterion: &mut Criterion) {
+    let file = safetensors(&deepseek());
     let mut group = criterion.benchmark_group("plan/read");
-    group.throughput(Throughput::Elements(291));
-    group.bench_function("manifest_291", |bencher| {
+    group.throughput(Throughput::Bytes(file.len() as u64));
+    group.bench_function("header_45k", |bencher| {
         bencher.iter(|| {
-            let parameters = source::from_manifest(black_box(LLAMA)).unwrap();
-            assert_eq!(parameters.len(), 291);
+            let parameters = source::from_safetensors(black_box(&file)).unwrap();
+            assert_eq!(parameters.len(), 45_395);
             parameters
         });
     });
     group.finish();
 }
 
+/// All that it takes from the bytes of a header to the totals of all ranks.
+fn header_to_totals(criterion: &mut Criterion) {
+    let file = safetensors(&deepseek());
+    let mut group = criterion.benchmark_group("plan/header_to_totals");
+    group.throughput(Throughput::Elements(45_395));
+    for (name, layout) in [("full", Layout::Dim0), ("row_ragged", Layout::ROWS), ("block_ragged", Layout::BLOCKS)] {
+        group.bench_function(format!("{name}_45k_w16384"), |bencher| {
+            bencher.iter(|| {
+                let parameters = source::from_safetensors(black_box(&file)).unwrap();
+                let plan = Full::new(layout).plan(&parameters, world(N_RANKS)).unwrap();
+                let cost = plan.cost(&CostModel::default()).unwrap();
+                assert_eq!(cost.ranks.len() as u64, N_RANKS);
+                (plan, cost)
+            });
+        });
+    }
+    group.finish();
+}
+
 fn make(criterion: &mut Criterion) {
-    let parameters = large_model();
+    let parameters = deepseek();
     let mut group = criterion.benchmark_group("plan/make");
     group.throughput(Throughput::Elements(parameters.len() as u64));
     for (name, strategy) in strategies() {
         group.bench_function(format!("{name}_45k_w16384"), |bencher| {
             bencher.iter(|| {
-                let plan = strategy.plan(black_box(&parameters), world(16_384)).unwrap();
+                let plan = strategy.plan(black_box(&parameters), world(N_RANKS)).unwrap();
                 assert_eq!(plan.parameters().len(), parameters.len());
                 plan
             });
@@ -64,12 +86,12 @@ fn make(criterion: &mut Criterion) {
 }
 
 fn cost(criterion: &mut Criterion) {
-    let parameters = large_model();
+    let parameters = deepseek();
     let total: u64 = parameters.iter().map(ParameterInfo::bytes).sum();
     let mut group = criterion.benchmark_group("plan/cost");
     group.throughput(Throughput::Elements(parameters.len() as u64));
     for (name, strategy) in strategies() {
-        let plan = strategy.plan(&parameters, world(16_384)).unwrap();
+        let plan = strategy.plan(&parameters, world(N_RANKS)).unwrap();
         group.bench_function(format!("{name}_45k_w16384"), |bencher| {
             bencher.iter(|| {
                 let cost = black_box(&plan).cost(&CostModel::default()).unwrap();
@@ -82,35 +104,74 @@ fn cost(criterion: &mut Criterion) {
 }
 
 fn shards(criterion: &mut Criterion) {
-    let parameters = large_model();
-    let plan = StrategyKind::Full.create().plan(&parameters, world(16_384)).unwrap();
-    let first = Placement::new(0, 16_384).unwrap().rank();
+    let parameters = deepseek();
+    let middle = Placement::new(N_RANKS / 2, N_RANKS).unwrap().rank();
     let mut group = criterion.benchmark_group("plan/shards");
     group.throughput(Throughput::Elements(parameters.len() as u64));
-    group.bench_function("one_rank_45k_w16384", |bencher| {
+    for (name, strategy) in strategies() {
+        let plan = strategy.plan(&parameters, world(N_RANKS)).unwrap();
+        group.bench_function(format!("{name}_one_rank_45k_w16384"), |bencher| {
+            bencher.iter(|| {
+                let shards: Vec<_> = black_box(&plan).shards_of_rank(middle).unwrap().collect();
+                assert!(shards.iter().all(|(_, shard)| shard.owner_rank == middle));
+                shards
+            });
+        });
+    }
+    group.finish();
+}
+
+fn reshard(criterion: &mut Criterion) {
+    let from = ragged(&deepseek(), N_RANKS);
+    let (resized, anew) = (from.resized(world(12_288)).unwrap(), ragged(&deepseek(), 12_288));
+    let middle = Placement::new(6144, 12_288).unwrap().rank();
+    let mut group = criterion.benchmark_group("plan/reshard");
+    for (name, to) in [("resized", &resized), ("anew", &anew)] {
+        let reshard = Reshard::new(&from, to).unwrap();
+        let moves = reshard.volume().moves;
+        group.throughput(Throughput::Elements(moves));
+        group.bench_function(format!("{name}_all_moves_45k_w16384_w12288"), |bencher| {
+            bencher.iter(|| assert_eq!(black_box(&reshard).moves().count() as u64, moves));
+        });
+        group.bench_function(format!("{name}_one_rank_45k_w16384_w12288"), |bencher| {
+            bencher.iter(|| assert!(black_box(&reshard).moves_to(middle).unwrap().all(|part| part.to == middle)));
+        });
+    }
+    group.bench_function("renumber_45k_w16384_w12288", |bencher| {
+        bencher.iter(|| Reshard::new(black_box(&from), &anew).unwrap().renumbered());
+    });
+    group.finish();
+}
+
+fn search(criterion: &mut Criterion) {
+    let experts = "model.layers.*.mlp.experts.*".parse().unwrap();
+    let parameters: Vec<_> = deepseek().into_iter().map(|info| info.with_layer_pattern(&experts)).collect();
+    let mut group = criterion.benchmark_group("plan/search");
+    group.sample_size(10);
+    group.bench_function("experts_45k_w2048", |bencher| {
         bencher.iter(|| {
-            let shards: Vec<_> = black_box(&plan).shards_of_rank(first).unwrap().collect();
-            assert_eq!(shards.len(), parameters.len());
-            shards
+            let found = Search::new(world(2048), 40 << 30).run(black_box(&parameters)).unwrap().into_candidate();
+            assert!(found.cost.peak_bytes() <= 40 << 30);
+            found
         });
     });
     group.finish();
 }
 
 fn render(criterion: &mut Criterion) {
-    let plan = StrategyKind::Full.create().plan(&large_model(), world(16_384)).unwrap();
+    let plan = ragged(&deepseek(), N_RANKS);
     let mut group = criterion.benchmark_group("plan/render");
     group.throughput(Throughput::Elements(plan.parameters().len() as u64));
     group.bench_function("text_45k_w16384", |bencher| {
         bencher.iter(|| {
             let report = PlanReport::new(black_box(&plan), &CostModel::default(), None).unwrap();
             let text = report.to_string();
-            assert!(text.starts_with("full over 16,384 ranks"));
+            assert!(text.starts_with("full-row-ragged over 16,384 ranks"));
             text
         });
     });
     group.finish();
 }
 
-criterion_group!(benches, read, make, cost, shards, render);
+criterion_group!(benches, read, header_to_totals, make, cost, shards, reshard, search, render);
 criterion_main!(benches);

@@ -285,7 +285,7 @@ fn plans_of_different_parameters_cannot_be_resharded() {
     for (to, name) in [
         (plan(&[b.clone(), a.clone()]), "b"),
         (plan(&[a.clone(), f32_parameter("b", &[5])]), "b"),
-        (plan(&[a.clone()]), "b"),
+        (plan(slice::from_ref(&a)), "b"),
         (plan(&[a, b, f32_parameter("c", &[4])]), "c"),
     ] {
         let error = Reshard::new(&from, &to).unwrap_err();

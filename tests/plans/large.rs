@@ -1,65 +1,11 @@
 //! The largest open model over 16,384 ranks: what a plan of it may cost and must reach.
 
 use candle_distributed::plan::{
-    CostModel, ElemType, Full, Layout, Outcome, ParameterInfo, Reshard, Search, ShardingStrategy, Volume, WholeTensor,
-    source,
+    CostModel, Full, Layout, Outcome, Reshard, Search, ShardingStrategy, Volume, WholeTensor, source,
 };
-use serde::Deserialize;
-use serde_json::json;
+use integration_tests::recipe::{deepseek, safetensors};
 
 use crate::inputs::world;
-
-#[derive(Deserialize)]
-struct Recipe {
-    dtype_default: ElemType,
-    before: Vec<Entry>,
-    groups: Vec<Group>,
-    after: Vec<Entry>,
-    tensors: usize,
-    params: u128,
-}
-
-#[derive(Deserialize)]
-struct Group {
-    layers: (u64, u64),
-    experts: u64,
-    tensors: Vec<Entry>,
-}
-
-/// A name with `{l}` for the layer and `{e}` for the expert, a shape, and a dtype where it is not the usual one.
-#[derive(Deserialize)]
-struct Entry(String, Vec<u64>, #[serde(default)] Option<ElemType>);
-
-impl Recipe {
-    fn parameter(&self, Entry(name, shape, dtype): &Entry, layer: u64, expert: u64) -> ParameterInfo {
-        let name = name.replace("{l}", &layer.to_string()).replace("{e}", &expert.to_string());
-        ParameterInfo::new(name, shape.as_slice(), dtype.unwrap_or(self.dtype_default)).unwrap()
-    }
-
-    /// Runs of entries with `{e}` are listed expert by expert.
-    fn layer(&self, group: &Group, layer: u64) -> Vec<ParameterInfo> {
-        let of_expert = |entry: &Entry| entry.0.contains("{e}");
-        let runs = group.tensors.chunk_by(|left, right| of_expert(left) == of_expert(right));
-        let listed = runs.flat_map(|run| {
-            let experts = if of_expert(&run[0]) { group.experts } else { 1 };
-            (0..experts).flat_map(move |expert| run.iter().map(move |entry| self.parameter(entry, layer, expert)))
-        });
-        listed.collect()
-    }
-}
-
-/// DeepSeek-V3 with 671 billion parameters, most in `BF16`.
-pub(crate) fn deepseek() -> Vec<ParameterInfo> {
-    let recipe: Recipe = serde_json::from_str(include_str!("models/deepseek-v3.recipe.json")).unwrap();
-    let once = |entries: &[Entry]| entries.iter().map(|entry| recipe.parameter(entry, 0, 0)).collect::<Vec<_>>();
-    let layers =
-        recipe.groups.iter().flat_map(|group| (group.layers.0..group.layers.1).map(move |layer| (group, layer)));
-    let blocks = layers.flat_map(|(group, layer)| recipe.layer(group, layer));
-    let parameters: Vec<_> = once(&recipe.before).into_iter().chain(blocks).chain(once(&recipe.after)).collect();
-    assert_eq!(parameters.len(), recipe.tensors);
-    assert_eq!(parameters.iter().map(|info| u128::from(info.numel())).sum::<u128>(), recipe.params);
-    parameters
-}
 
 fn max_over_mean(strategy: &dyn ShardingStrategy) -> f64 {
     let plan = strategy.plan(&deepseek(), world(16_384)).unwrap();
@@ -78,21 +24,12 @@ fn ragged_plans_balance_the_largest_model_over_16384_ranks() {
 #[test]
 fn a_plan_is_not_much_larger_than_the_header_it_was_made_from() {
     let parameters = deepseek();
-    let mut end = 0;
-    let entries = parameters.iter().map(|info| {
-        let begin = end;
-        end += info.bytes();
-        let entry = json!({"dtype": info.dtype(), "shape": info.shape(), "data_offsets": [begin, end]});
-        (info.name().to_owned(), entry)
-    });
-    let header = serde_json::to_string(&entries.collect::<serde_json::Map<_, _>>()).unwrap();
-    let mut file = (header.len() as u64).to_le_bytes().to_vec();
-    file.extend(header.as_bytes());
-    assert_eq!(source::from_safetensors(&file).unwrap().len(), parameters.len());
+    let file = safetensors(&parameters);
+    assert_eq!(source::from_safetensors(&file).unwrap(), parameters);
     for layout in [Layout::Dim0, Layout::ROWS, Layout::BLOCKS] {
         let plan = Full::new(layout).plan(&parameters, world(16_384)).unwrap();
         let json = serde_json::to_string(&plan).unwrap();
-        assert!(json.len() <= 3 * header.len(), "{layout:?}: {} of {}", json.len(), header.len());
+        assert!(json.len() <= 3 * file.len(), "{layout:?}: {} of {}", json.len(), file.len());
     }
 }
 

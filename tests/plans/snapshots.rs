@@ -7,10 +7,11 @@ use candle_distributed::plan::{
     ShardingStrategy, WholeTensor,
 };
 
+use integration_tests::recipe::deepseek;
+
 use crate::{
     inputs::{gpt2, llama, mixtral, qwen, rank, vit, world},
     json_lines::json_lines,
-    large::deepseek,
 };
 
 type Strategies = Vec<(&'static str, Box<dyn ShardingStrategy>)>;

@@ -3,6 +3,7 @@
 #[path = "../../crates/dyn-batch/tests/lengths/mod.rs"]
 pub mod lengths;
 pub mod padding;
+pub mod recipe;
 
 /// The examples of the workspace's README, compiled and run.
 #[cfg(doctest)]

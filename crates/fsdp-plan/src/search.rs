@@ -123,7 +123,7 @@ impl Search {
             for &layout in &self.layouts {
                 match self.candidate(parameters, layout, world / group) {
                     Ok(candidate) if self.fits(&candidate) => {
-                        keep(&mut found, self.keep_units(candidate)?, rank_by_time)
+                        keep(&mut found, self.keep_units(candidate)?, rank_by_time);
                     }
                     Ok(candidate) => keep(&mut smallest, candidate, rank_by_memory),
                     Err(failure) => error = failure,

@@ -53,7 +53,8 @@ impl Shares {
     pub(crate) fn from_table(group: WorldSize, table: Table) -> Result<Self> {
         let ends = || table.runs.iter().map(|&(end, _)| end);
         let in_order = ends().zip(ends().skip(1)).all(|(end, next)| end < next);
-        let complete = ends().next().is_some_and(|end| end > 0) && ends().last() == Some(table.total);
+        let complete =
+            ends().next().is_some_and(|end| end > 0) && table.runs.last().is_some_and(|&(end, _)| end == table.total);
         let owners: BTreeSet<u64> = table.runs.iter().map(|&(_, owner)| owner).collect();
         let all_own = owners.into_iter().eq(0..group.as_u64());
         if in_order && complete && all_own {

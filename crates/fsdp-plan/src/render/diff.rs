@@ -27,12 +27,7 @@ fn described(parameter: &PlannedParameter) -> String {
 
 fn properties(parameter: &PlannedParameter) -> String {
     let info = parameter.info();
-    let mut properties = format!("{:?} {}", info.shape(), info.dtype());
-    if !info.unit().is_empty() {
-        properties += &format!(" in {}", Printable(info.unit()));
-    }
-    if !info.requires_grad() {
-        properties += " frozen";
-    }
-    properties + ", " + &cut::words(parameter.cut())
+    let unit = if info.unit().is_empty() { String::new() } else { format!(" in {}", Printable(info.unit())) };
+    let frozen = if info.requires_grad() { "" } else { " frozen" };
+    format!("{:?} {}{unit}{frozen}, {}", info.shape(), info.dtype(), cut::words(parameter.cut()))
 }
