@@ -5,11 +5,11 @@ use std::collections::BTreeMap;
 use core_types::WorldSize;
 
 use super::{
-    CostModel,
+    CostModel, Optimizer,
     loads::{Load, Loads},
 };
 use crate::{
-    Cut, ParameterInfo, PlannedParameter, ShardingPlan,
+    Cut, ElemType, ParameterInfo, PlannedParameter, ShardingPlan,
     arithmetic::index,
     cut::{Chunks, Division, Ragged},
     groups::Groups,
@@ -81,12 +81,12 @@ impl<'a> Tally<'a> {
             Division::Chunks(chunks) => self.add_chunks(info, parameter.cut(), chunks),
             Division::Ragged(parts) => self.add_wrapped(info, parts),
             Division::Whole { owner, numel } => {
-                self.loads.add_one(owner, self.piece(info, numel));
+                self.loads.add_one(owner, Pricing::of(self.model, info).piece(numel));
                 self.add_owner(info, owner);
                 self.add_bytes(Kind::Owned, info, info.layer(), numel.into());
             }
             Division::Replicated { numel } => {
-                let load = self.piece(info, numel);
+                let load = Pricing::of(self.model, info).piece(numel);
                 self.loads.add_all(load);
                 self.add_bytes(Kind::Replicated, info, info.unit(), numel.into());
             }
@@ -95,12 +95,12 @@ impl<'a> Tally<'a> {
     }
 
     fn add_chunks(&mut self, info: &'a ParameterInfo, cut: Cut, chunks: Chunks) {
-        let group = self.group();
+        let (group, pricing) = (self.group(), Pricing::of(self.model, info));
         for (members, numel) in chunks.runs(group) {
             let load = match cut {
                 // The unit is one tensor, which the first parameter stands for.
-                Cut::Flat { .. } => Load { owned: self.held_bytes(info, numel), ..Load::default() },
-                _ => Load { stored: 0, ..self.piece(info, numel) },
+                Cut::Flat { .. } => Load { owned: pricing.piece(numel).owned, ..Load::default() },
+                _ => Load { stored: 0, ..pricing.piece(numel) },
             };
             self.loads.add_run(members, load);
         }
@@ -108,7 +108,7 @@ impl<'a> Tally<'a> {
             return;
         }
         let chunk_numel = chunks.chunk_numel(group);
-        let mut padded = Load { owned: 0, ..self.piece(info, chunk_numel) };
+        let mut padded = Load { owned: 0, ..pricing.piece(chunk_numel) };
         if !matches!(cut, Cut::Flat { .. }) {
             padded = Load { grad: 0, optimizer: 0, ..padded };
         }
@@ -123,13 +123,13 @@ impl<'a> Tally<'a> {
     /// `fully_shard` gives the optimizer a tensor on every rank, also where that has no rows.
     fn add_states_of_empty_shards(&mut self, info: &ParameterInfo, chunks: Chunks) {
         let n_owners = chunks.runs(self.group()).map(|(members, _)| members.end).max().unwrap_or(0);
-        let empty = self.piece(info, 0);
+        let empty = Pricing::of(self.model, info).piece(0);
         self.loads.add_run(n_owners..self.group().as_u64(), empty);
     }
 
     fn add_wrapped(&mut self, info: &'a ParameterInfo, parts: Ragged) {
         for (owner, part) in parts.parts(self.shares, 0..info.numel()) {
-            self.loads.add_one(owner, self.piece(info, part.end - part.start));
+            self.loads.add_one(owner, Pricing::of(self.model, info).piece(part.end - part.start));
             self.add_owner(info, owner);
         }
         self.add_bytes(Kind::Owned, info, info.layer(), info.numel().into());
@@ -148,15 +148,15 @@ impl<'a> Tally<'a> {
     fn add_ragged_unit(&mut self, unit: &[(&'a ParameterInfo, Ragged)], scratch: &mut [Share]) {
         scratch.fill(Share::default());
         for &(info, parts) in unit {
-            let (gather, reduce) = self.model.wire_dtypes(info);
-            let reduced = u64::from(info.requires_grad());
+            let pricing = Pricing::of(self.model, info);
             for (owner, part) in parts.parts(self.shares, 0..info.numel()) {
                 let numel = part.end - part.start;
-                let piece = self.piece(info, numel);
-                let share = &mut scratch[index(owner)];
-                share.stored += piece.stored;
-                share.gather += gather.bytes(numel.into());
-                share.reduce += reduce.bytes((numel * reduced).into());
+                let piece = pricing.piece(numel);
+                scratch[index(owner)].add(Share {
+                    stored: piece.stored,
+                    gather: pricing.gather.bytes(numel.into()),
+                    reduce: pricing.reduced_bytes(numel.into()),
+                });
                 self.loads.add_one(owner, Load { stored: 0, ..piece });
             }
         }
@@ -172,28 +172,12 @@ impl<'a> Tally<'a> {
         }
     }
 
-    /// The load of a tensor of `numel` elements that is all a member has of `info`.
-    fn piece(&self, info: &ParameterInfo, numel: u64) -> Load {
-        let owned = self.held_bytes(info, numel);
-        let mut load = Load { owned, stored: owned, ..Load::default() };
-        if info.requires_grad() {
-            load.grad = owned;
-            let states = self.model.optimizer.state_bytes(self.model.held_dtype(info), numel.into());
-            load.optimizer = signed(states);
-        }
-        load
-    }
-
-    fn held_bytes(&self, info: &ParameterInfo, numel: u64) -> i128 {
-        signed(self.model.held_dtype(info).bytes(numel.into()))
-    }
-
     /// Lengthens the message of `info` by `numel` elements.
     fn add_bytes(&mut self, kind: Kind, info: &'a ParameterInfo, name: &'a str, numel: u128) {
-        let (gather, reduce) = self.model.wire_dtypes(info);
+        let pricing = Pricing::of(self.model, info);
         let message = self.message(kind, info, name);
-        message.gather_bytes += gather.bytes(numel);
-        message.reduce_bytes += if info.requires_grad() { reduce.bytes(numel) } else { 0 };
+        message.gather_bytes += pricing.gather.bytes(numel);
+        message.reduce_bytes += pricing.reduced_bytes(numel);
     }
 
     fn message(&mut self, kind: Kind, info: &'a ParameterInfo, name: &'a str) -> &mut Message<'a> {
@@ -207,12 +191,55 @@ impl<'a> Tally<'a> {
     }
 }
 
+/// What the elements of one parameter cost.
+#[derive(Clone, Copy)]
+struct Pricing {
+    held: ElemType,
+    gather: ElemType,
+    reduce: ElemType,
+    /// `None` if the parameter is not trained.
+    optimizer: Option<Optimizer>,
+}
+
+impl Pricing {
+    fn of(model: &CostModel, info: &ParameterInfo) -> Self {
+        let (gather, reduce) = model.wire_dtypes(info);
+        let optimizer = info.requires_grad().then_some(model.optimizer);
+        Self { held: model.held_dtype(info), gather, reduce, optimizer }
+    }
+
+    /// The load of a tensor of `numel` elements that is all a member has of the parameter.
+    fn piece(&self, numel: u64) -> Load {
+        let owned = signed(self.held.bytes(numel.into()));
+        match self.optimizer {
+            None => Load { owned, stored: owned, ..Load::default() },
+            Some(optimizer) => {
+                let optimizer = signed(optimizer.state_bytes(self.held, numel.into()));
+                Load { owned, stored: owned, grad: owned, optimizer }
+            }
+        }
+    }
+
+    /// The bytes of gradients of `numel` elements as they travel.
+    fn reduced_bytes(&self, numel: u128) -> u128 {
+        if self.optimizer.is_some() { self.reduce.bytes(numel) } else { 0 }
+    }
+}
+
 /// What one member has of a ragged unit, in bytes.
 #[derive(Clone, Copy, Default)]
 struct Share {
     stored: i128,
     gather: u128,
     reduce: u128,
+}
+
+impl Share {
+    fn add(&mut self, other: Self) {
+        self.stored += other.stored;
+        self.gather += other.gather;
+        self.reduce += other.reduce;
+    }
 }
 
 fn signed(bytes: u128) -> i128 {
