@@ -17,7 +17,9 @@ impl Names {
     /// A position whose name another position has as well.
     pub(crate) fn new<'a>(len: usize, name: impl Fn(usize) -> &'a str) -> Result<Self, usize> {
         let mut entries: Vec<_> = (0..len).map(|position| (hash(name(position)), position)).collect();
-        entries.sort_unstable_by(|left, right| left.0.cmp(&right.0).then_with(|| name(left.1).cmp(name(right.1))));
+        entries.sort_unstable_by_key(|&(hash, _)| hash);
+        let equal_hashes = entries.chunk_by_mut(|left, right| left.0 == right.0).filter(|run| run.len() > 1);
+        equal_hashes.for_each(|run| run.sort_unstable_by_key(|&(_, position)| name(position)));
         let same = |pair: &&[(u64, usize)]| pair[0].0 == pair[1].0 && name(pair[0].1) == name(pair[1].1);
         match entries.windows(2).find(same) {
             Some(pair) => Err(pair[1].1),
