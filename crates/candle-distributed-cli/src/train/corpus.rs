@@ -23,7 +23,7 @@ macro_rules! own_sources {
     };
 }
 
-const EMBEDDED: [(&str, &str); 25] = own_sources![
+const EMBEDDED: [(&str, &str); 30] = own_sources![
     "README.md",
     "src/commands/batch/args.rs",
     "src/commands/batch/chart.rs",
@@ -32,6 +32,11 @@ const EMBEDDED: [(&str, &str); 25] = own_sources![
     "src/commands/plan/args.rs",
     "src/commands/plan/mod.rs",
     "src/commands/plan/model.rs",
+    "src/commands/plan/svg/columns.rs",
+    "src/commands/plan/svg/legend.rs",
+    "src/commands/plan/svg/paint.rs",
+    "src/commands/plan/svg/panel.rs",
+    "src/commands/plan/svg/words.rs",
     "src/commands/plan/svg.rs",
     "src/commands/sample/mixture.rs",
     "src/commands/sample.rs",

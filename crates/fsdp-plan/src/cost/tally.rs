@@ -209,7 +209,7 @@ impl Pricing {
     }
 
     /// The load of a tensor of `numel` elements that is all a member has of the parameter.
-    fn piece(&self, numel: u64) -> Load {
+    fn piece(self, numel: u64) -> Load {
         let owned = signed(self.held.bytes(numel.into()));
         match self.optimizer {
             None => Load { owned, stored: owned, ..Load::default() },
@@ -221,7 +221,7 @@ impl Pricing {
     }
 
     /// The bytes of gradients of `numel` elements as they travel.
-    fn reduced_bytes(&self, numel: u128) -> u128 {
+    fn reduced_bytes(self, numel: u128) -> u128 {
         if self.optimizer.is_some() { self.reduce.bytes(numel) } else { 0 }
     }
 }

@@ -23,7 +23,7 @@ use crate::{
 /// Writes the whole report, without a line break at the end.
 pub(crate) fn report(report: &PlanReport<'_>, f: &mut fmt::Formatter<'_>) -> fmt::Result {
     let PlanReport { plan, cost, layer_balance, budget, of_rank } = report;
-    write!(f, "{}\n\n{}\n\n{}\n\n", title(plan), layers::table(plan), ranks::table(&cost.ranks))?;
+    write!(f, "{}\n\n{}\n\n{}\n\n", plan.summary(), layers::table(plan), ranks::table(&cost.ranks))?;
     write!(f, "largest rank over mean: {:.3}\neach step: {}", cost.max_over_mean, calls(&cost.collectives))?;
     let seconds =
         cost.step_seconds.map(|seconds| format!("sending takes {:.3} ms a step if nothing hides it", seconds * 1e3));
@@ -60,6 +60,36 @@ pub(crate) fn diff(diff: &PlanDiff<'_>, f: &mut fmt::Formatter<'_>) -> fmt::Resu
 }
 
 impl ShardingPlan {
+    /// The plan in one line: strategy, ranks, parameters, elements and bytes.
+    ///
+    /// # Examples
+    ///
+    /// ```
+    /// use core_types::WorldSize;
+    /// use fsdp_plan::{ElemType, Full, ParameterInfo, ShardingStrategy};
+    ///
+    /// let parameters = [ParameterInfo::new("wte.weight", [10, 4], ElemType::F32)?];
+    /// let plan = Full::default().plan(&parameters, WorldSize::new(4)?)?;
+    /// assert_eq!(plan.summary(), "full over 4 ranks: 1 parameter, 40 elements, 160 bytes (160.00 B)");
+    /// # Ok::<(), fsdp_plan::Error>(())
+    /// ```
+    pub fn summary(&self) -> String {
+        let bytes = self.parameters().iter().map(|parameter| u128::from(parameter.held_bytes())).sum();
+        let groups = match self.replicas() {
+            1 => String::new(),
+            replicas => format!(" in {replicas} replicas of {}", grouped(self.shard_group().as_u64().into())),
+        };
+        format!(
+            "{} over {}{groups}: {}, {}, {} ({})",
+            Printable(self.strategy()),
+            counted(self.world_size().as_u64().into(), "rank"),
+            counted(self.parameters().len() as u128, "parameter"),
+            counted(self.numel(), "element"),
+            counted(bytes, "byte"),
+            binary(bytes),
+        )
+    }
+
     /// Tells in words what becomes of the parameter `name`: how it is cut, when it travels, and who holds which part.
     ///
     /// # Errors
@@ -95,23 +125,6 @@ impl ShardingPlan {
         let cost = self.cost(model)?;
         explain::rank(self, &cost, &cost.ranks[place.rank().as_usize()])
     }
-}
-
-fn title(plan: &ShardingPlan) -> String {
-    let bytes = plan.parameters().iter().map(|parameter| u128::from(parameter.held_bytes())).sum();
-    let groups = match plan.replicas() {
-        1 => String::new(),
-        replicas => format!(" in {replicas} replicas of {}", grouped(plan.shard_group().as_u64().into())),
-    };
-    format!(
-        "{} over {}{groups}: {}, {}, {} ({})",
-        Printable(plan.strategy()),
-        counted(plan.world_size().as_u64().into(), "rank"),
-        counted(plan.parameters().len() as u128, "parameter"),
-        counted(plan.numel(), "element"),
-        counted(bytes, "byte"),
-        binary(bytes),
-    )
 }
 
 fn balance(balance: &LayerBalance) -> String {

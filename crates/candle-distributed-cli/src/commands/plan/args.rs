@@ -111,7 +111,7 @@ enum LayoutArg {
     Dim0,
     /// Elements of each unit end to end, as FSDP1 does
     Flat,
-    /// The same aligned, as FSDP1 does with use_orig_params
+    /// The same aligned, as FSDP1 does when it keeps original parameters
     FlatAligned,
     /// Each unit between rows
     RowRagged,

@@ -1,6 +1,137 @@
-//! Placeholder.
-use crate::error::Result;
+//! A drawing of a plan: ranks as columns, units as blocks of them, and the memory of a device as a line.
+
+mod columns;
+mod legend;
+mod paint;
+mod panel;
+mod words;
+
 use candle_distributed::plan::{PlanCost, ShardingPlan};
-pub(super) fn draw(_: &ShardingPlan, _: &PlanCost, _: Option<u64>) -> Result<String> {
-    Ok(String::new())
+use plotters::prelude::*;
+
+use self::{
+    columns::{Column, Columns},
+    paint::{AFTER, BELOW, Canvas, Drawn, FAINT, FITS, FONT, INK, LIMIT, fits},
+    panel::Panel,
+    words::{binary, grouped},
+};
+use crate::error::Result;
+
+const SIZE: (u32, u32) = (1200, 700);
+
+/// Where the panels begin and end, the numbers of their axes included. The names of colors are to their right.
+const LEFT: i32 = 14;
+const RIGHT: i32 = 890;
+
+/// Draws what each rank of `plan` holds: above all of it at its peak, with the memory limit `budget` if there is one,
+/// and below the parameters that it stores, unit by unit.
+pub(super) fn draw(plan: &ShardingPlan, cost: &PlanCost, budget: Option<u64>) -> Result<String> {
+    let columns = Columns::new(plan, cost)?;
+    let mut document = String::new();
+    let area = SVGBackend::with_string(&mut document, SIZE).into_drawing_area();
+    picture(&Canvas { area, units: &columns.units }, &columns, plan, cost, budget)?;
+    Ok(document)
+}
+
+fn picture(
+    canvas: &Canvas<'_, '_>,
+    columns: &Columns<'_>,
+    plan: &ShardingPlan,
+    cost: &PlanCost,
+    budget: Option<u64>,
+) -> Drawn {
+    canvas.area.fill(&WHITE)?;
+    heading(canvas, plan, cost, budget)?;
+    memory(canvas, columns, budget.map(u128::from))?;
+    let panel = parameters(canvas, columns)?;
+    let has_brackets = plan.replicas() > 1 && columns.are_all_ranks();
+    if has_brackets {
+        replicas(canvas, columns, &panel, plan.shard_group().as_usize())?;
+    }
+    ranks(canvas, columns, &panel, if has_brackets { 50 } else { 30 })?;
+    legend::draw(canvas, columns)?;
+    canvas.area.present()
+}
+
+/// Tells what is planned, and whether it fits.
+fn heading(canvas: &Canvas<'_, '_>, plan: &ShardingPlan, cost: &PlanCost, budget: Option<u64>) -> Drawn {
+    let title = plan.summary();
+    // All that a line can hold, if it is long.
+    let size = (2300.0 / title.chars().count() as f64).min(21.0);
+    let style = TextStyle::from((FONT, size, FontStyle::Bold)).color(&INK);
+    canvas.area.draw(&Text::new(title, (LEFT, 14), style))?;
+    let color = match budget {
+        None => FAINT,
+        Some(budget) if cost.peak_bytes() <= budget.into() => FITS,
+        Some(_) => LIMIT,
+    };
+    canvas.text(&words::verdict(cost, budget), (LEFT, 50), AFTER, color)
+}
+
+/// Draws all that the ranks hold at their peaks.
+fn memory(canvas: &Canvas<'_, '_>, columns: &Columns<'_>, limit: Option<u128>) -> Drawn {
+    let highest = columns.drawn.iter().map(|column| column.cost.peak_bytes()).chain(limit).max().unwrap_or(0);
+    let panel = Panel::new(canvas, 66..400, "held at the peak", highest, columns.drawn.len())?;
+    for (position, column) in columns.drawn.iter().enumerate() {
+        panel.column(canvas, position, column.blocks())?;
+        let peak = column.cost.peak_bytes();
+        if let Some(limit) = limit.filter(|&limit| limit < peak) {
+            let beyond = panel.corners(position, limit as f64, peak as f64);
+            canvas.area.draw(&Rectangle::new(beyond, LIMIT.mix(0.35).filled()))?;
+        }
+    }
+    if let Some(limit) = limit {
+        let (start, y) = panel.at(0.0, limit as f64);
+        canvas.dashes(start..RIGHT + 4, y)?;
+        canvas.text("limit", (RIGHT + 10, y - 8), AFTER, LIMIT)?;
+        canvas.text(&binary(limit), (RIGHT + 10, y + 8), AFTER, LIMIT)?;
+    }
+    let color = |peak| if limit.is_some_and(|limit| limit < peak) { LIMIT } else { INK };
+    let total = |column: &Column| (column.cost.peak_bytes(), color(column.cost.peak_bytes()));
+    panel.totals(canvas, &columns.drawn.iter().map(total).collect::<Vec<_>>())
+}
+
+/// Draws the parameters that the ranks store.
+fn parameters<'b>(canvas: &Canvas<'_, 'b>, columns: &Columns<'_>) -> Drawn<Panel<'b>> {
+    let highest = columns.drawn.iter().map(|column| column.cost.storage_bytes).max().unwrap_or(0);
+    let panel = Panel::new(canvas, 410..628, "stored parameters", highest.into(), columns.drawn.len())?;
+    for (position, column) in columns.drawn.iter().enumerate() {
+        panel.column(canvas, position, column.stored())?;
+    }
+    let total = |column: &Column| (column.cost.storage_bytes.into(), INK);
+    panel.totals(canvas, &columns.drawn.iter().map(total).collect::<Vec<_>>())?;
+    Ok(panel)
+}
+
+/// Writes the ranks below their columns, and what they are `below` those.
+fn ranks(canvas: &Canvas<'_, '_>, columns: &Columns<'_>, panel: &Panel<'_>, below: i32) -> Drawn {
+    let names: Vec<_> = columns.drawn.iter().map(|column| column.cost.rank.to_string()).collect();
+    let have_room = |step: usize| names.iter().all(|name| fits(name, panel.width(step)));
+    let step = [1, 2, 4, 8, 16].into_iter().find(|&step| have_room(step)).unwrap_or(32);
+    for (position, name) in names.iter().enumerate().step_by(step) {
+        let (x, bottom) = panel.at(position as f64 + 0.5, 0.0);
+        canvas.text(name, (x, bottom + 7), BELOW, INK)?;
+    }
+    let neighbors = match (columns.n_ranks / names.len(), columns.n_ranks % names.len()) {
+        (1, 0) => String::new(),
+        (n, 0) => format!(": of every {} neighbors, the one with the highest peak", grouped(n as u128)),
+        (n, _) => format!(": of every {n} or {} neighbors, the one with the highest peak", n + 1),
+    };
+    let (middle, bottom) = panel.at(names.len() as f64 / 2.0, 0.0);
+    canvas.text(&format!("rank{neighbors}"), (middle, bottom + below), BELOW, INK)
+}
+
+/// Draws a bracket below the ranks of each replica.
+fn replicas(canvas: &Canvas<'_, '_>, columns: &Columns<'_>, panel: &Panel<'_>, group: usize) -> Drawn {
+    for (replica, first) in (0..columns.drawn.len()).step_by(group).enumerate() {
+        let (left, bottom) = panel.at(first as f64 + 0.1, 0.0);
+        let (right, _) = panel.at((first + group) as f64 - 0.1, 0.0);
+        let y = bottom + 28;
+        canvas.area.draw(&PathElement::new([(left, y - 4), (left, y), (right, y), (right, y - 4)], FAINT))?;
+        let names = [format!("replica {replica}"), replica.to_string()];
+        if let Some(name) = names.iter().find(|name| fits(name, panel.width(group))) {
+            canvas.text(name, (left.midpoint(right), y + 4), BELOW, FAINT)?;
+        }
+    }
+    Ok(())
 }

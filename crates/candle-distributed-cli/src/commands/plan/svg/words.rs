@@ -1,0 +1,114 @@
+//! Numbers and names as a drawing shows them.
+
+use std::iter;
+
+use candle_distributed::plan::PlanCost;
+
+/// What the rank that holds the most needs, and whether all ranks get along with `budget`.
+pub(super) fn verdict(cost: &PlanCost, budget: Option<u64>) -> String {
+    let most = format!("at most {} on a rank at its peak, activations not counted", binary(cost.peak_bytes()));
+    let Some(budget) = budget else { return most };
+    match cost.ranks.iter().filter(|rank| rank.peak_bytes() > budget.into()).count() {
+        0 => format!("{most}: every rank fits into {}", binary(budget.into())),
+        n_over => {
+            let [n_over, n_ranks] = [n_over, cost.ranks.len()].map(|number| grouped(number as u128));
+            let [limit, missing] = [u128::from(budget), cost.peak_bytes() - u128::from(budget)].map(binary);
+            format!("{most}: {n_over} of {n_ranks} ranks above the limit of {limit}, by up to {missing}")
+        }
+    }
+}
+
+/// Digits in groups of three.
+pub(super) fn grouped(number: u128) -> String {
+    let digits = number.to_string();
+    let (first, rest) = digits.split_at((digits.len() - 1) % 3 + 1);
+    let groups = (0..rest.len()).step_by(3).map(|start| &rest[start..start + 3]);
+    iter::once(first).chain(groups).collect::<Vec<_>>().join(",")
+}
+
+/// Bytes in the largest binary unit that leaves something before the point.
+pub(super) fn binary(bytes: u128) -> String {
+    let scale = Scale::of(bytes);
+    format!("{} {}", scale.number(bytes, 2), scale.unit)
+}
+
+/// A binary unit.
+#[derive(Clone, Copy)]
+pub(super) struct Scale {
+    pub(super) unit: &'static str,
+    level: u32,
+}
+
+impl Scale {
+    /// The largest that leaves something of `bytes` before the point.
+    pub(super) fn of(bytes: u128) -> Self {
+        const UNITS: [&str; 7] = ["B", "KiB", "MiB", "GiB", "TiB", "PiB", "EiB"];
+
+        let level = (bytes.max(1).ilog2() / 10).min(6);
+        Self { unit: UNITS[level as usize], level }
+    }
+
+    /// How many of this unit, cut off after one or two digits behind the point.
+    pub(super) fn number(self, bytes: u128, n_digits: usize) -> String {
+        let hundredths = bytes.saturating_mul(100) >> (10 * self.level);
+        format!("{}.{:.n_digits$}", hundredths / 100, format!("{:02}", hundredths % 100))
+    }
+
+    /// The bytes of one.
+    pub(super) fn bytes(self) -> f64 {
+        (1_u64 << (10 * self.level)) as f64
+    }
+}
+
+/// The name of a unit, in at most `n_chars` characters: without its first components, or cut if that is not enough.
+///
+/// Only that of the root unit stays as it is.
+pub(super) fn unit_name(unit: &str, n_chars: usize) -> String {
+    let name = printable(unit);
+    let len = name.chars().count();
+    if name.is_empty() {
+        return String::from("(root)");
+    }
+    if len <= n_chars {
+        return name;
+    }
+    let room = n_chars.saturating_sub(1);
+    let components = name.chars().zip(1..len).filter(|&(char, _)| char == '.').map(|(_, start)| start);
+    let start = components.into_iter().find(|start| len - start <= room).unwrap_or(len - room);
+    format!("…{}", name.chars().skip(start).collect::<String>())
+}
+
+/// A text without characters that break a line or that XML does not know.
+fn printable(text: &str) -> String {
+    let shown = |char: char| match char {
+        char if char.is_control() || matches!(char, '\u{fffe}' | '\u{ffff}') => char.escape_default().to_string(),
+        char => char.to_string(),
+    };
+    text.chars().map(shown).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn numbers_read_as_in_the_report() {
+        for (number, text) in [(0, "0"), (999, "999"), (1000, "1,000"), (16_060_522_496, "16,060,522,496")] {
+            assert_eq!(grouped(number), text);
+        }
+        for (bytes, text) in [(0, "0.00 B"), (1023, "1023.00 B"), (497_759_232, "474.70 MiB"), (1 << 71, "2048.00 EiB")]
+        {
+            assert_eq!(binary(bytes), text);
+        }
+    }
+
+    #[test]
+    fn long_names_lose_their_first_components() {
+        for (n_chars, name) in [(14, "model.layers.3"), (13, "…layers.3"), (8, "…3"), (2, "…3"), (1, "…")] {
+            assert_eq!(unit_name("model.layers.3", n_chars), name);
+        }
+        assert_eq!(unit_name("abcdefgh", 4), "…fgh");
+        assert_eq!(unit_name("", 3), "(root)");
+        assert_eq!(unit_name("a\n\u{ffff}ö", 20), "a\\n\\u{ffff}ö");
+    }
+}
