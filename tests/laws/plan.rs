@@ -2,8 +2,9 @@
 
 use candle_distributed::{
     plan::{
-        Collectives, CostModel, Cut, ElemType, Full, Hybrid, LayerOrder, LayerWise, Layout, Optimizer, ParameterInfo,
-        PlannedParameter, ShardingPlan, ShardingStrategy, WholeTensor,
+        Collectives, CostModel, Cut, ElemType, Error, Full, Hsdp, Hybrid, LayerOrder, LayerWeight, LayerWise, Layout,
+        Links, Optimizer, Outcome, ParameterInfo, PlannedParameter, Search, ShardingPlan, ShardingStrategy,
+        WholeTensor,
     },
     types::{Placement, Rank, WorldSize},
 };
@@ -229,13 +230,69 @@ fn layers_are_never_parted_and_balanced() {
             let (min, max) = ranks(&plan)
                 .fold((usize::MAX, 0), |(min, max), rank| (min.min(n_layers(rank)), max.max(n_layers(rank))));
             assert!(min > 0 || max <= 1, "{plan:?}");
-            // Longest-first is at most 4/3 - 1/(3W) above the optimum, which is at least the mean and the largest layer.
+            // The strategy says of itself what its plan says, and neither more nor less than what ranks hold.
+            let balance = plan.layer_balance().unwrap();
+            assert_eq!(LayerWise::default().balance(&parameters, world_size).unwrap(), balance);
             let cost = plan.cost(&CostModel::default()).unwrap();
             let (total, largest) = (4 * sizes.iter().sum::<u64>(), 4 * sizes.iter().max().unwrap());
-            let most = cost.ranks.iter().map(|rank| rank.param_bytes).max().unwrap();
-            let world_size = world_size.as_u64();
-            assert!(most <= total.div_ceil(world_size) + largest, "{plan:?}");
-            assert!(most * world_size <= total + (world_size - 1) * largest, "{plan:?}");
+            assert_eq!(balance.largest, cost.ranks.iter().map(|rank| rank.param_bytes).max().unwrap());
+            assert_eq!(balance.if_cut, total.div_ceil(world_size.as_u64()));
+            assert!(balance.if_cut.max(largest) <= balance.lower_bound && balance.lower_bound <= balance.largest);
+            // Longest-first is at most 4/3 - 1/(3W) above the optimum; how far above the bound that is depends on the sizes.
+            assert!(balance.largest * world_size.as_u64() <= total + (world_size.as_u64() - 1) * largest, "{plan:?}");
+
+            let contiguous =
+                LayerWise::default().with_order(LayerOrder::Contiguous).plan(&parameters, world_size).unwrap();
+            let owners: Vec<_> =
+                sizes.iter().zip(0..).map(|(_, layer)| contiguous.owner_of(&format!("h.{layer}.a"))).collect();
+            assert!(owners.is_sorted(), "{contiguous:?}");
+            assert!(contiguous.layer_balance().unwrap().largest >= balance.lower_bound);
+        }
+    }
+}
+
+#[test]
+fn costs_of_layers_decide_where_they_go() {
+    let parameters: Vec<_> = (0..4).map(|layer| parameter(&format!("h.{layer}.w"), &[8 >> layer])).collect();
+    let costs = |costs: [u64; 4]| (0..4).zip(costs).map(|(layer, cost)| (format!("h.{layer}"), cost)).collect();
+    let strategy = LayerWise::default().with_weight(LayerWeight::Costs(costs([1, 1, 1, 3])));
+    let plan = strategy.plan(&parameters, WorldSize::new(2).unwrap()).unwrap();
+    let owners: Vec<_> = parameters.iter().map(|info| plan.owner_of(info.name()).unwrap().as_u64()).collect();
+    assert_eq!(owners, [1, 1, 1, 0]);
+    let missing = LayerWise::default().with_weight(LayerWeight::Costs([("h.0".into(), 1)].into()));
+    let error = missing.plan(&parameters, WorldSize::ONE).unwrap_err();
+    assert_eq!(error, Error::NoLayerCost { layer: "h.1".into() });
+}
+
+#[test]
+fn searches_find_the_fastest_plan_that_fits_or_what_the_smallest_lacks() {
+    let blocks = (0..3).flat_map(|block| [(format!("h.{block}.a"), vec![12, 5]), (format!("h.{block}.b"), vec![7])]);
+    let parameters: Vec<_> =
+        blocks.chain([("wte.w".into(), vec![11, 3])]).map(|(name, shape)| parameter(&name, &shape)).collect();
+    let model = CostModel::default().with_links(Links::H100);
+    for world_size in [1, 2, 6, 16].map(|size| WorldSize::new(size).unwrap()) {
+        let groups = (1..=world_size.as_u64()).filter(|group| world_size.as_u64() % group == 0);
+        let candidates = groups.flat_map(|group| [Layout::Dim0, Layout::ROWS].map(|layout| (group, layout)));
+        let costs = candidates.map(|(group, layout)| {
+            let strategy = Hsdp::new(Full::new(layout), world_size.as_u64() / group);
+            strategy.plan(&parameters, world_size).unwrap().cost(&model).unwrap()
+        });
+        let costs: Vec<_> = costs.collect();
+        for budget in (0..3000).step_by(50) {
+            let fitting = costs.iter().filter(|cost| cost.peak_bytes() <= budget.into());
+            let fastest = fitting.filter_map(|cost| cost.step_seconds).min_by(f64::total_cmp);
+            match (Search::new(world_size, budget).run(&parameters).unwrap(), fastest) {
+                (Outcome::Fits(found), Some(fastest)) => {
+                    assert!(found.cost.peak_bytes() <= budget.into());
+                    assert!(found.cost.step_seconds.unwrap() <= fastest);
+                    assert_eq!(found.plan.cost(&model).unwrap(), found.cost);
+                }
+                (Outcome::Missing { bytes, .. }, None) => {
+                    let smallest = costs.iter().map(|cost| cost.peak_bytes()).min().unwrap();
+                    assert_eq!(smallest, u128::from(budget + bytes));
+                }
+                (outcome, fastest) => panic!("{outcome:?} where {fastest:?}"),
+            }
         }
     }
 }

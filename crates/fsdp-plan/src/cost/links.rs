@@ -1,7 +1,5 @@
 //! How long collectives take, by the alpha–beta model.
 
-use serde::{Deserialize, Serialize};
-
 use super::collectives::{Calls, Operation, Scope};
 use crate::{
     ShardingPlan,
@@ -9,7 +7,7 @@ use crate::{
 };
 
 /// A link between two ranks: what a message costs whatever its size (alpha), and how much passes in a second (1 / beta).
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Link {
     /// Nanoseconds for a message of no bytes.
     pub latency_ns: u64,
@@ -31,7 +29,7 @@ pub struct Link {
 /// # let _ = links;
 /// # Ok::<(), fsdp_plan::Error>(())
 /// ```
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub struct Links {
     /// Ranks in a node.

@@ -145,30 +145,30 @@ impl<'a> Tally<'a> {
     }
 
     /// Counts the parts of a unit, and the room for the largest of them.
+    ///
+    /// `scratch` has an empty share for each member, and has it again afterwards.
     fn add_ragged_unit(&mut self, unit: &[(&'a ParameterInfo, Ragged)], scratch: &mut [Share]) {
-        scratch.fill(Share::default());
+        // Owners are mostly neighbors, so that only the shares from the first to the last need to be looked at.
+        let (mut first, mut last) = (scratch.len(), 0);
         for &(info, parts) in unit {
             let pricing = Pricing::of(self.model, info);
             for (owner, part) in parts.parts(self.shares, 0..info.numel()) {
-                let numel = part.end - part.start;
+                let (owner_idx, numel) = (index(owner), part.end - part.start);
+                (first, last) = (first.min(owner_idx), last.max(owner_idx));
                 let piece = pricing.piece(numel);
-                scratch[index(owner)].add(Share {
-                    stored: piece.stored,
-                    gather: pricing.gather.bytes(numel.into()),
-                    reduce: pricing.reduced_bytes(numel.into()),
-                });
+                scratch[owner_idx].add(pricing, piece.stored, numel);
                 self.loads.add_one(owner, Load { stored: 0, ..piece });
             }
         }
-        let largest = |of: fn(&Share) -> u128| scratch.iter().map(of).max().unwrap_or(0);
-        let members = u128::from(self.group().as_u64());
-        let stored = scratch.iter().map(|share| share.stored).max().unwrap_or(0);
-        let (gather, reduce) = (largest(|share| share.gather) * members, largest(|share| share.reduce) * members);
-        self.loads.add_all(Load { stored, ..Load::default() });
+        let shares = scratch.get_mut(first..=last).unwrap_or_default();
+        let largest = shares.iter().copied().reduce(Share::max).unwrap_or_default();
+        shares.fill(Share::default());
+        self.loads.add_all(Load { stored: largest.stored, ..Load::default() });
         if let Some(&(info, _)) = unit.first() {
+            let members = u128::from(self.group().as_u64());
             let message = self.message(Kind::Sharded, info, info.unit());
-            message.gather_bytes += gather;
-            message.reduce_bytes += reduce;
+            message.gather_bytes += largest.gather * members;
+            message.reduce_bytes += largest.reduce * members;
         }
     }
 
@@ -235,10 +235,19 @@ struct Share {
 }
 
 impl Share {
-    fn add(&mut self, other: Self) {
-        self.stored += other.stored;
-        self.gather += other.gather;
-        self.reduce += other.reduce;
+    fn add(&mut self, pricing: Pricing, stored: i128, numel: u64) {
+        self.stored += stored;
+        self.gather += pricing.gather.bytes(numel.into());
+        self.reduce += pricing.reduced_bytes(numel.into());
+    }
+
+    /// The larger of two shares in each respect.
+    fn max(self, other: Self) -> Self {
+        Self {
+            stored: self.stored.max(other.stored),
+            gather: self.gather.max(other.gather),
+            reduce: self.reduce.max(other.reduce),
+        }
     }
 }
 

@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 
 use core_types::{Placement, Rank, WorldSize};
-use serde::{Deserialize, Serialize};
+use serde::Serialize;
 
 use super::{ShardingStrategy, assemble, balance, divisible};
 use crate::{
@@ -39,16 +39,14 @@ use crate::{
 /// assert_eq!(plan.layer_balance().unwrap().lower_bound, 16); // two of three layers must share a rank
 /// # Ok::<(), fsdp_plan::Error>(())
 /// ```
-#[derive(Clone, Debug, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]
-#[serde(default)]
+#[derive(Clone, Debug, Default, PartialEq, Eq, Hash)]
 pub struct LayerWise {
     weight: LayerWeight,
     order: LayerOrder,
 }
 
 /// What [`LayerWise`] balances.
-#[derive(Clone, Debug, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]
-#[serde(rename_all = "snake_case")]
+#[derive(Clone, Debug, Default, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum LayerWeight {
     /// Bytes of parameters.
@@ -61,8 +59,7 @@ pub enum LayerWeight {
 }
 
 /// Which layers may share a rank.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
-#[serde(rename_all = "snake_case")]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash)]
 #[non_exhaustive]
 pub enum LayerOrder {
     /// Any.
