@@ -126,7 +126,7 @@ impl ShardingPlan {
     /// [`Error::UnknownUnit`] if no parameter is in one of them.
     pub fn with_kept_units<U: Into<String>>(mut self, units: impl IntoIterator<Item = U>) -> Result<Self> {
         self.kept_units = units.into_iter().map(Into::into).collect();
-        let known: BTreeSet<&str> = self.parameters.iter().map(|parameter| parameter.info.unit()).collect();
+        let known: BTreeSet<&str> = self.units().into_iter().chain([""]).collect();
         match self.kept_units.iter().find(|unit| !known.contains(unit.as_str())) {
             Some(unit) => Err(Error::UnknownUnit { unit: unit.clone() }),
             None => Ok(self),

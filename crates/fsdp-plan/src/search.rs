@@ -5,6 +5,7 @@ use serde::Serialize;
 
 use crate::{
     CostModel, Full, Hsdp, Layout, Links, ParameterInfo, PlanCost, ShardingPlan, ShardingStrategy,
+    cost::max_kept_units,
     error::{Error, Result},
 };
 
@@ -108,7 +109,7 @@ impl Search {
     ///
     /// # Complexity
     ///
-    /// Plans and costs per layout and divisor of the world size, and about six more costs for each that fits.
+    /// One plan and one cost for each layout and divisor of the world size, and two more costs for each that fits.
     ///
     /// # Errors
     ///
@@ -152,21 +153,12 @@ impl Search {
     }
 
     /// Keeps as many of the last units gathered as fit.
-    fn keep_units(&self, candidate: Candidate) -> Result<Candidate> {
-        let units: Vec<String> = candidate.plan.units().into_iter().map(str::to_owned).collect();
-        let (mut fitting, mut n_fitting, mut n_too_many) = (candidate, 0, units.len() + 1);
-        while n_fitting + 1 < n_too_many && fitting.plan.shard_group() > WorldSize::ONE {
-            let n_kept = n_fitting.midpoint(n_too_many);
-            let plan = fitting.plan.clone().with_kept_units(units.iter().rev().take(n_kept).cloned())?;
-            let cost = plan.cost(&self.model)?;
-            let trial = Candidate { plan, cost };
-            if self.fits(&trial) {
-                (fitting, n_fitting) = (trial, n_kept);
-            } else {
-                n_too_many = n_kept;
-            }
-        }
-        Ok(fitting)
+    fn keep_units(&self, Candidate { plan, .. }: Candidate) -> Result<Candidate> {
+        let units: Vec<String> = plan.units().into_iter().map(str::to_owned).collect();
+        let n_kept = max_kept_units(&plan, &self.model, self.budget_bytes);
+        let plan = plan.with_kept_units(units.into_iter().rev().take(n_kept))?;
+        let cost = plan.cost(&self.model)?;
+        Ok(Candidate { plan, cost })
     }
 }
 

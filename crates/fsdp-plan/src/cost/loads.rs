@@ -19,6 +19,13 @@ pub(super) struct Load {
     pub(super) optimizer: i128,
 }
 
+impl Load {
+    /// What the member holds between two steps.
+    pub(super) fn total(&self) -> i128 {
+        self.stored + self.grad + self.optimizer
+    }
+}
+
 impl AddAssign for Load {
     fn add_assign(&mut self, other: Self) {
         self.owned += other.owned;

@@ -10,6 +10,8 @@ mod model;
 mod optimizer;
 mod tally;
 
+use std::collections::BTreeMap;
+
 use core_types::{Placement, Rank, WorldSize};
 use serde::Serialize;
 
@@ -119,7 +121,8 @@ impl ShardingPlan {
     /// ```
     pub fn cost(&self, model: &CostModel) -> Result<PlanCost> {
         let Tally { loads, messages, .. } = Tally::of(self, model);
-        let gathered = fit(gathered_bytes(self, model, &messages), "the bytes gathered at the same time")?;
+        let gathered = gathered_bytes(self, model, &messages, |unit| self.keeps_gathered(unit));
+        let gathered = fit(gathered, "the bytes gathered at the same time")?;
         let unreduced = fit(unreduced_bytes(self, &messages), "the bytes of a unit's gradients")?;
         let members = loads.into_members();
         let ranks = self.world_size().placements().map(Placement::rank).zip(members.iter().cycle());
@@ -134,6 +137,31 @@ impl ShardingPlan {
         let max_over_mean = max_over_mean(&ranks);
         Ok(PlanCost { ranks, max_over_mean, collectives, step_seconds: model.links().map(|_| seconds) })
     }
+}
+
+/// How many of the last units of `plan` can stay gathered so that no rank ever holds more than `budget_bytes`; 0 if not
+/// even none can.
+pub(crate) fn max_kept_units(plan: &ShardingPlan, model: &CostModel, budget_bytes: u64) -> usize {
+    let Tally { loads, messages, .. } = Tally::of(plan, model);
+    let units = plan.units();
+    let positions: BTreeMap<&str, usize> = units.iter().zip(0..).map(|(&unit, position)| (unit, position)).collect();
+    let total = loads.into_members().iter().map(Load::total).max().unwrap_or(0);
+    let rest = i128::from(budget_bytes) - total;
+    let fits = |n_kept: usize| {
+        let stays = |unit: &str| unit.is_empty() || positions.get(unit).is_some_and(|at| at + n_kept >= units.len());
+        let peak = gathered_bytes(plan, model, &messages, stays) + unreduced_bytes(plan, &messages);
+        i128::try_from(peak).is_ok_and(|peak| peak <= rest)
+    };
+    let (mut fitting, mut too_many) = (0, units.len() + 1);
+    while fitting + 1 < too_many {
+        let n_kept = fitting.midpoint(too_many);
+        if fits(n_kept) {
+            fitting = n_kept;
+        } else {
+            too_many = n_kept;
+        }
+    }
+    fitting
 }
 
 impl RankCost {
@@ -155,12 +183,17 @@ fn fit<T: TryInto<u64>>(bytes: T, what: &'static str) -> Result<u64> {
 }
 
 /// The most parameters gathered at the same time: those that stay, and the largest run of others.
-fn gathered_bytes(plan: &ShardingPlan, model: &CostModel, messages: &[Message<'_>]) -> u128 {
+fn gathered_bytes(
+    plan: &ShardingPlan,
+    model: &CostModel,
+    messages: &[Message<'_>],
+    stays: impl Fn(&str) -> bool,
+) -> u128 {
     if plan.shard_group() == WorldSize::ONE {
         return 0;
     }
     let travelling = messages.iter().filter(|message| message.kind != Kind::Replicated);
-    let (kept, passing): (Vec<_>, Vec<_>) = travelling.partition(|message| plan.keeps_gathered(message.unit));
+    let (kept, passing): (Vec<_>, Vec<_>) = travelling.partition(|message| stays(message.unit));
     let run = usize::try_from(model.prefetch.saturating_add(1)).unwrap_or(usize::MAX).min(passing.len()).max(1);
     let sum = |messages: &[&Message<'_>]| messages.iter().map(|message| message.gather_bytes).sum::<u128>();
     sum(&kept) + passing.windows(run).map(sum).max().unwrap_or(0)
