@@ -3,7 +3,7 @@
 use candle_distributed::{
     plan::{
         Collectives, CostModel, Cut, ElemType, Error, Full, Hsdp, Hybrid, LayerOrder, LayerWeight, LayerWise, Layout,
-        Links, Optimizer, Outcome, ParameterInfo, PlannedParameter, Search, ShardingPlan, ShardingStrategy,
+        Links, Optimizer, Outcome, ParameterInfo, PlanCost, PlannedParameter, Search, ShardingPlan, ShardingStrategy,
         WholeTensor,
     },
     types::{Placement, Rank, WorldSize},
@@ -288,7 +288,7 @@ fn searches_find_the_fastest_plan_that_fits_or_what_the_smallest_lacks() {
                     assert_eq!(found.plan.cost(&model).unwrap(), found.cost);
                 }
                 (Outcome::Missing { bytes, .. }, None) => {
-                    let smallest = costs.iter().map(|cost| cost.peak_bytes()).min().unwrap();
+                    let smallest = costs.iter().map(PlanCost::peak_bytes).min().unwrap();
                     assert_eq!(smallest, u128::from(budget + bytes));
                 }
                 (outcome, fastest) => panic!("{outcome:?} where {fastest:?}"),

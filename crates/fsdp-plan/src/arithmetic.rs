@@ -13,6 +13,8 @@ pub(crate) fn lcm(a: u64, b: u64) -> Option<u64> {
 /// `a * b / c` where `a` or `b` is at most `c`, so that it fits.
 pub(crate) fn mul_div(a: u64, b: u64, c: u64) -> u64 {
     match a.checked_mul(b) {
+        // Most worlds are powers of two, for which a shift does.
+        Some(product) if c.is_power_of_two() => product >> c.trailing_zeros(),
         Some(product) => product / c,
         None => u64::try_from(u128::from(a) * u128::from(b) / u128::from(c)).unwrap_or(u64::MAX),
     }

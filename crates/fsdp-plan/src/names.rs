@@ -10,17 +10,17 @@ use std::hash::{DefaultHasher, Hash, Hasher};
 pub(crate) struct Names(Vec<(u64, usize)>);
 
 impl Names {
-    /// Indexes `len` names, of which `name` gives each.
+    /// Indexes `len` names, of which `name` gives each with its [`hash`].
     ///
     /// # Errors
     ///
     /// A position whose name another position has as well.
-    pub(crate) fn new<'a>(len: usize, name: impl Fn(usize) -> &'a str) -> Result<Self, usize> {
-        let mut entries: Vec<_> = (0..len).map(|position| (hash(name(position)), position)).collect();
+    pub(crate) fn new<'a>(len: usize, name: impl Fn(usize) -> (u64, &'a str)) -> Result<Self, usize> {
+        let mut entries: Vec<_> = (0..len).map(|position| (name(position).0, position)).collect();
         entries.sort_unstable_by_key(|&(hash, _)| hash);
         let equal_hashes = entries.chunk_by_mut(|left, right| left.0 == right.0).filter(|run| run.len() > 1);
-        equal_hashes.for_each(|run| run.sort_unstable_by_key(|&(_, position)| name(position)));
-        let same = |pair: &&[(u64, usize)]| pair[0].0 == pair[1].0 && name(pair[0].1) == name(pair[1].1);
+        equal_hashes.for_each(|run| run.sort_unstable_by_key(|&(_, position)| name(position).1));
+        let same = |pair: &&[(u64, usize)]| pair[0].0 == pair[1].0 && name(pair[0].1).1 == name(pair[1].1).1;
         match entries.windows(2).find(same) {
             Some(pair) => Err(pair[1].1),
             None => Ok(Self(entries)),
@@ -36,7 +36,8 @@ impl Names {
     }
 }
 
-fn hash(name: &str) -> u64 {
+/// The hash of a name, the same in every process.
+pub(crate) fn hash(name: &str) -> u64 {
     let mut hasher = DefaultHasher::new();
     name.hash(&mut hasher);
     hasher.finish()

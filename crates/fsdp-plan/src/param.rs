@@ -7,7 +7,7 @@ use serde::{Deserialize, Serialize, Serializer};
 use crate::{
     ElemType, Pattern,
     error::{Error, Result},
-    path,
+    names, path,
 };
 
 /// The description of one parameter of a model.
@@ -42,6 +42,7 @@ pub struct ParameterInfo(
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 struct Description {
     name: String,
+    name_hash: u64,
     shape: Vec<u64>,
     dtype: ElemType,
     layer: Layer,
@@ -51,20 +52,31 @@ struct Description {
     tied_to: Option<String>,
 }
 
-/// Where the name of a parameter's layer is.
+/// The layer of a parameter.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
-enum Layer {
+struct Layer {
+    name: LayerName,
+    /// Whether it is a unit of its own.
+    is_block: bool,
+}
+
+/// Where the name of a layer is.
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
+enum LayerName {
     /// So many bytes of the parameter's own name, from the first.
     Prefix(usize),
     /// Another name.
-    Named(String),
+    Given(String),
 }
 
 impl Layer {
     /// The layer of the parameter `name`: the one given, or else the one that its name tells.
     fn of(name: &str, given: Option<String>) -> Self {
         let by_rule = path::layer_of(name);
-        given.filter(|given| given != by_rule).map_or(Self::Prefix(by_rule.len()), Self::Named)
+        match given.filter(|given| given != by_rule) {
+            Some(given) => Self { is_block: path::is_block(&given), name: LayerName::Given(given) },
+            None => Self { is_block: path::is_block(by_rule), name: LayerName::Prefix(by_rule.len()) },
+        }
     }
 }
 
@@ -88,8 +100,10 @@ impl ParameterInfo {
         if numel(&shape) % dtype.block_numel() > 0 {
             return Err(Error::PartialBlock { name, shape, dtype });
         }
+        let name_hash = names::hash(&name);
+        let (unit, always_gather, tied_to) = (None, false, None);
         let described =
-            Description { name, shape, dtype, layer, unit: None, requires_grad, always_gather: false, tied_to: None };
+            Description { name, name_hash, shape, dtype, layer, unit, requires_grad, always_gather, tied_to };
         Ok(Self(Arc::new(described)))
     }
 
@@ -146,6 +160,11 @@ impl ParameterInfo {
         &self.0.name
     }
 
+    /// The hash by which names are looked up.
+    pub(crate) fn name_hash(&self) -> u64 {
+        self.0.name_hash
+    }
+
     /// The size of each dim.
     pub fn shape(&self) -> &[u64] {
         &self.0.shape
@@ -158,16 +177,15 @@ impl ParameterInfo {
 
     /// The layer it belongs to: what [`LayerWise`](crate::LayerWise) never parts.
     pub fn layer(&self) -> &str {
-        match &self.0.layer {
-            Layer::Prefix(len) => &self.0.name[..*len],
-            Layer::Named(layer) => layer,
+        match &self.0.layer.name {
+            LayerName::Prefix(len) => &self.0.name[..*len],
+            LayerName::Given(layer) => layer,
         }
     }
 
     /// The unit it belongs to: what one collective gathers. Empty for the root unit.
     pub fn unit(&self) -> &str {
-        let layer = self.layer();
-        let of_layer = if path::is_block(layer) { layer } else { "" };
+        let of_layer = if self.0.layer.is_block { self.layer() } else { "" };
         self.0.unit.as_deref().unwrap_or(of_layer)
     }
 

@@ -81,7 +81,8 @@ impl ShardingPlan {
         }
         let name = |position: usize| parameters[position].info.name();
         let duplicate = |position| Error::DuplicateName { name: name(position).to_owned() };
-        let names = Names::new(parameters.len(), name).map_err(duplicate)?;
+        let hashed = |position: usize| (parameters[position].info.name_hash(), name(position));
+        let names = Names::new(parameters.len(), hashed).map_err(duplicate)?;
         check::cuts(&parameters, shares.group())?;
         check::ties(&parameters, |wanted| names.find(wanted, name).map(|position| &parameters[position]))?;
         check::buffers(&parameters)?;

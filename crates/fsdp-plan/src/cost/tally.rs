@@ -60,7 +60,13 @@ impl<'a> Tally<'a> {
         let mut ragged: Vec<Vec<(&ParameterInfo, Ragged)>> = vec![Vec::new(); units.names.len()];
         for (parameter, unit) in plan.parameters().iter().zip(units.of_item) {
             match (parameter.cut(), parameter.division()) {
-                (Cut::Ragged { .. }, Division::Ragged(parts)) => ragged[unit].push((parameter.info(), parts)),
+                (Cut::Ragged { .. }, Division::Ragged(parts)) => {
+                    if ragged[unit].is_empty() {
+                        // Measured below, unit by unit, but sent in the order of the parameters.
+                        tally.message(Kind::Sharded, parameter.info(), parameter.info().unit());
+                    }
+                    ragged[unit].push((parameter.info(), parts));
+                }
                 (_, division) => tally.add(parameter, division),
             }
         }

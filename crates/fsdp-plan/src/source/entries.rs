@@ -7,7 +7,7 @@ use serde::{
     de::{IgnoredAny, MapAccess, Visitor},
 };
 
-use crate::{Error, Result, names::Names};
+use crate::{Error, ParameterInfo, Result, names::Names};
 
 /// The entries of a JSON object in the order of the text, but for `__metadata__`.
 ///
@@ -42,11 +42,15 @@ impl<'de, T: Deserialize<'de>> Visitor<'de> for EntriesVisitor<T> {
     }
 }
 
-/// Checks that no name occurs twice.
-pub(super) fn unique<T>(entries: &[(String, T)]) -> Result<()> {
-    let name = |position: usize| entries[position].0.as_str();
-    match Names::new(entries.len(), name) {
+/// Checks that no name occurs twice among `len`, of which `name` gives each with its hash.
+pub(super) fn unique<'a>(len: usize, name: impl Fn(usize) -> (u64, &'a str)) -> Result<()> {
+    match Names::new(len, &name) {
         Ok(_) => Ok(()),
-        Err(position) => Err(Error::DuplicateName { name: name(position).to_owned() }),
+        Err(position) => Err(Error::DuplicateName { name: name(position).1.to_owned() }),
     }
+}
+
+/// Checks that no parameter occurs twice.
+pub(super) fn unique_parameters<'a>(len: usize, info: impl Fn(usize) -> &'a ParameterInfo) -> Result<()> {
+    unique(len, |position| (info(position).name_hash(), info(position).name()))
 }

@@ -8,7 +8,7 @@ use super::{
     entries::{Entries, unique},
     parse,
 };
-use crate::{Error, ParameterInfo, Result};
+use crate::{Error, ParameterInfo, Result, names};
 
 /// Lists the files that a `model.safetensors.index.json` names, each once, sorted.
 ///
@@ -74,7 +74,7 @@ pub fn from_index<E: From<Error>>(
 /// Every tensor with its file.
 fn entries(json: &str) -> Result<Vec<(String, String)>> {
     let Entries(entries) = parse::<Index>("safetensors index", json.as_bytes())?.weight_map;
-    unique(&entries)?;
+    unique(entries.len(), |position| (names::hash(&entries[position].0), &entries[position].0))?;
     match entries.iter().find(|(_, file)| !is_plain(file)) {
         Some((_, file)) => Err(Error::BadFileName { file: file.clone() }),
         None => Ok(entries),

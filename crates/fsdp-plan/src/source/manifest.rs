@@ -1,7 +1,7 @@
 //! Manifests: a list of tensors with nothing but dtype and shape.
 
 use super::{
-    entries::{Entries, unique},
+    entries::{Entries, unique_parameters},
     parse,
 };
 use crate::{ParameterInfo, Result, param::Unchecked};
@@ -27,6 +27,7 @@ use crate::{ParameterInfo, Result, param::Unchecked};
 /// ```
 pub fn from_manifest(json: &str) -> Result<Vec<ParameterInfo>> {
     let Entries(entries) = parse::<Entries<Unchecked<'_>>>("manifest", json.as_bytes())?;
-    unique(&entries)?;
-    entries.into_iter().map(|(name, entry)| entry.named(name)).collect()
+    let infos = entries.into_iter().map(|(name, entry)| entry.named(name)).collect::<Result<Vec<_>>>()?;
+    unique_parameters(infos.len(), |position| &infos[position])?;
+    Ok(infos)
 }

@@ -5,7 +5,7 @@ use std::borrow::Cow;
 use serde::Deserialize;
 
 use super::{
-    entries::{Entries, unique},
+    entries::{Entries, unique_parameters},
     parse,
 };
 use crate::{
@@ -54,12 +54,14 @@ pub fn header_len(prefix: [u8; 8]) -> Result<u64> {
 /// # Ok::<(), fsdp_plan::Error>(())
 /// ```
 pub fn from_safetensors(bytes: &[u8]) -> Result<Vec<ParameterInfo>> {
-    let Entries(mut entries) = parse::<Entries<Entry<'_>>>("safetensors header", header(bytes)?)?;
-    unique(&entries)?;
+    let Entries(entries) = parse::<Entries<Entry<'_>>>("safetensors header", header(bytes)?)?;
+    let placed = entries.into_iter().map(|(name, entry)| entry.into_parameter(name));
+    let mut placed = placed.collect::<Result<Vec<_>>>()?;
+    unique_parameters(placed.len(), |position| &placed[position].0)?;
     // Tensors without bytes begin where the next one does; the sort is stable, so they stay in the order of the text.
-    entries.sort_by_key(|(_, entry)| entry.data_offsets);
-    let mut end = 0;
-    entries.into_iter().map(|(name, entry)| entry.into_parameter(name, &mut end)).collect()
+    placed.sort_by_key(|&(_, offsets)| offsets);
+    placed.iter().try_fold(0, |end, (info, offsets)| next_end(end, info, *offsets))?;
+    Ok(placed.into_iter().map(|(info, _)| info).collect())
 }
 
 /// The text of the header.
@@ -80,19 +82,20 @@ struct Entry<'a> {
 }
 
 impl Entry<'_> {
-    /// Makes the parameter, which must begin at `previous_end`, and moves that to its own end.
-    fn into_parameter(self, name: String, previous_end: &mut u64) -> Result<ParameterInfo> {
+    /// The parameter, and where it begins and ends.
+    fn into_parameter(self, name: String) -> Result<(ParameterInfo, (u64, u64))> {
         let dtype = ElemType::of_tensor(&name, &self.dtype)?;
-        let info = ParameterInfo::new(name, self.shape, dtype)?;
-        let (begin, end) = self.data_offsets;
-        let expected_begin = *previous_end;
-        let too_large = Error::TotalTooLarge { what: "the bytes of the tensors of a file" };
-        let expected_end = expected_begin.checked_add(info.bytes()).ok_or(too_large)?;
-        if (begin, end) != (expected_begin, expected_end) {
-            let name = info.name().to_owned();
-            return Err(Error::BadOffsets { name, begin, end, expected_begin, expected_end });
-        }
-        *previous_end = end;
-        Ok(info)
+        Ok((ParameterInfo::new(name, self.shape, dtype)?, self.data_offsets))
     }
+}
+
+/// The end of a parameter, which must begin where the one before it ends.
+fn next_end(expected_begin: u64, info: &ParameterInfo, (begin, end): (u64, u64)) -> Result<u64> {
+    let too_large = Error::TotalTooLarge { what: "the bytes of the tensors of a file" };
+    let expected_end = expected_begin.checked_add(info.bytes()).ok_or(too_large)?;
+    if (begin, end) == (expected_begin, expected_end) {
+        return Ok(end);
+    }
+    let name = info.name().to_owned();
+    Err(Error::BadOffsets { name, begin, end, expected_begin, expected_end })
 }
