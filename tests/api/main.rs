@@ -1,5 +1,7 @@
 //! What users rely on besides behavior: the paths of the umbrella crate, and types that travel between threads.
 
+#![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
+
 use candle_distributed::{batch, mesh, plan, sampler, types};
 
 fn travels<T: Send + Sync>() {}
@@ -14,8 +16,16 @@ fn values_can_be_sent_to_and_shared_between_threads() {
     travels::<(batch::BatchPlan<'_, Vec<u64>>, batch::DistributedBatchSampler<Vec<u64>>, batch::BatchState)>();
     travels::<(batch::Steps<'_, Vec<u64>>, batch::Step, batch::ShapeReport, batch::Segments, batch::Collator)>();
     travels::<(plan::ShardingPlan, plan::ParameterInfo, plan::PlanReport<'_>, plan::Error)>();
-    travels::<(plan::PlanCost, plan::CostModel, plan::Cut, plan::ShardAssignment)>();
+    travels::<(plan::PlanCost, plan::CostModel, plan::Cut, plan::ShardAssignment, plan::ShardsOfRank<'_>)>();
+    travels::<(plan::Hybrid, plan::Pattern, plan::Search, plan::Outcome, plan::PlanDiff<'_>, plan::Reshard<'_>)>();
     travels::<(mesh::DeviceMesh, mesh::Replica, mesh::PMap<(), (), ()>, mesh::Error)>();
+}
+
+#[test]
+fn the_planner_reads_the_tensors_of_the_mesh() {
+    let tensor = candle_core::Tensor::zeros((2, 3), candle_core::DType::BF16, &candle_core::Device::Cpu).unwrap();
+    let infos: Vec<plan::ParameterInfo> = mesh::parameter_infos([("h.0.w", &tensor)]).unwrap();
+    assert_eq!((infos[0].dtype(), infos[0].shape()), (plan::ElemType::Bf16, &[2, 3][..]));
 }
 
 #[test]

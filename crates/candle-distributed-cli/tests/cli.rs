@@ -673,6 +673,11 @@ fn plan_explains_and_compares() {
     let fewer = plan("2", &against);
     assert!(fewer.starts_with("world size: 4 → 2\nresharding: ") && fewer.contains("renumbered"), "{fewer}");
     refuses(&["plan", &path, "--world-size", "4", "--against", &path], &["model.json does not hold a plan"]);
+    refuses(&["plan", &path, "--world-size", "4", "--explain", "h.0.w", "--format", "json"], &["--format"]);
+
+    let (_dir, grown) = file("grown.json", MANIFEST.replace("[4]", "[5]"));
+    let other = text(&["plan", &grown, "--world-size", "4", "--against", stored.to_str().unwrap()]);
+    assert!(other.contains("~ h.0.b: [4] F32") && other.ends_with("nothing can be resharded\n"), "{other}");
 }
 
 #[test]

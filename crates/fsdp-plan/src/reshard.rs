@@ -18,6 +18,9 @@ use crate::{
 /// the same number ran before, and ranks above them are new; [`renumbered`](Self::renumbered) places them better.
 /// [`ShardingPlan::resized`] makes the new plan that moves the least.
 ///
+/// To load a checkpoint of the old plan, rank r of the new one reads what [`moves_to`](Self::moves_to) lists for it, and
+/// what stays: from the file of rank `from`, at `start` less where that rank's [shard](ShardingPlan::shards) begins.
+///
 /// A byte stays if it is needed where it already was. Of several replicas that hold what a rank lacks, a rank takes it
 /// from one that depends on its own replica, so that all of them send.
 ///

@@ -74,7 +74,7 @@ pub(crate) struct Args {
     pub(super) budget: Option<u64>,
 
     /// Find the plan of `full` that sends for the shortest time, among those that fit the budget
-    #[arg(long, requires = "budget", conflicts_with_all = ["strategy", "layout", "rules", "replicas", "keep"], help_heading = "What to print")]
+    #[arg(long, requires = "budget", conflicts_with_all = ["strategy", "layout", "block_size", "layer_order", "rules", "replicas", "keep"], help_heading = "What to print")]
     pub(super) search: bool,
     /// Also list the shards of this rank
     #[arg(long, help_heading = "What to print")]

@@ -32,37 +32,49 @@ struct Answer<'a> {
 struct Comparison<'a> {
     format_version: u32,
     diff: PlanDiff<'a>,
-    /// If the ranks keep their numbers, and if they are renumbered to move less.
-    reshard: Volume,
-    reshard_renumbered: Volume,
+    /// If the ranks keep their numbers, and if they are renumbered to move less; nothing if the models differ.
+    reshard: Option<Volume>,
+    reshard_renumbered: Option<Volume>,
 }
 
 pub(crate) fn run(args: &Args) -> Result<()> {
-    let rank = args.rank()?;
-    let explain_rank = args.explain_rank()?;
     let hybrid = args.hybrid()?;
     let parameters = read_model(args)?;
+    let rules = hybrid.as_ref().map(|hybrid| hybrid.matches(&parameters));
     let plan = make_plan(args, &parameters, hybrid.clone())?;
     if let Some(path) = &args.against {
         return compare(&model::read_plan(path)?, &plan, args.format);
     }
-    if let Some(name) = &args.explain {
-        let explanation = plan.explain_parameter(name)?;
-        return output::text(|out| writeln!(out, "{explanation}"));
+    match explain(args, &plan)? {
+        Some(explanation) => output::text(|out| writeln!(out, "{explanation}")),
+        None => report(args, &plan, rules),
     }
-    if let Some(rank) = explain_rank {
-        let explanation = plan.explain_rank(rank, &args.cost_model())?;
-        return output::text(|out| writeln!(out, "{explanation}"));
+}
+
+/// What is told instead of a report, if that is asked for.
+fn explain(args: &Args, plan: &ShardingPlan) -> Result<Option<String>> {
+    let explanation = match (&args.explain, args.explain_rank()?) {
+        (None, None) => return Ok(None),
+        (Some(name), _) => plan.explain_parameter(name)?,
+        (None, Some(rank)) => plan.explain_rank(rank, &args.cost_model())?,
+    };
+    match args.format {
+        FormatArg::Text => Ok(Some(explanation)),
+        FormatArg::Json | FormatArg::Svg => {
+            Err(Error::Usage("explanations are text, they have no other --format".into()))
+        }
     }
-    let report = PlanReport::new(&plan, &args.cost_model(), rank)?;
+}
+
+fn report(args: &Args, plan: &ShardingPlan, rules: Option<Matches<'_>>) -> Result<()> {
+    let report = PlanReport::new(plan, &args.cost_model(), args.rank()?)?;
     let report = args.budget.into_iter().fold(report, PlanReport::with_budget);
-    let rules = hybrid.as_ref().map(|hybrid| hybrid.matches(&parameters));
     let answer = Answer { report, rules };
     match args.format {
         FormatArg::Text => output::text(|out| write_text(&answer, out)),
         FormatArg::Json => output::json(&answer),
         FormatArg::Svg => {
-            let drawing = svg::draw(&plan, answer.report.cost(), args.budget)?;
+            let drawing = svg::draw(plan, answer.report.cost(), args.budget)?;
             output::text(|out| writeln!(out, "{}", drawing.trim_end()))
         }
     }
@@ -117,12 +129,12 @@ fn write_rules(rules: &Matches<'_>, out: &mut dyn Write) -> io::Result<()> {
 }
 
 fn compare(old: &ShardingPlan, new: &ShardingPlan, format: FormatArg) -> Result<()> {
-    let reshard = Reshard::new(old, new)?;
+    let reshard = Reshard::new(old, new).ok();
     let comparison = Comparison {
         format_version: 1,
         diff: PlanDiff::new(old, new),
-        reshard: reshard.volume(),
-        reshard_renumbered: reshard.renumbered().volume(),
+        reshard: reshard.as_ref().map(Reshard::volume),
+        reshard_renumbered: reshard.map(|reshard| reshard.renumbered().volume()),
     };
     match format {
         FormatArg::Json => output::json(&comparison),
@@ -140,6 +152,10 @@ fn write_comparison(comparison: &Comparison<'_>, out: &mut dyn Write) -> io::Res
     let volume = |Volume { stay_bytes, move_bytes, moves, .. }: Volume| {
         format!("{move_bytes} bytes move in {moves} parts, {stay_bytes} stay")
     };
-    writeln!(out, "resharding: {}", volume(comparison.reshard))?;
-    writeln!(out, "with ranks renumbered: {}", volume(comparison.reshard_renumbered))
+    match (comparison.reshard, comparison.reshard_renumbered) {
+        (Some(plain), Some(renumbered)) => {
+            writeln!(out, "resharding: {}\nwith ranks renumbered: {}", volume(plain), volume(renumbered))
+        }
+        _ => writeln!(out, "the models differ, so nothing can be resharded"),
+    }
 }
