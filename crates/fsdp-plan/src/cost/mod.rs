@@ -8,6 +8,8 @@ mod links;
 mod loads;
 mod model;
 mod optimizer;
+mod pricing;
+mod ragged;
 mod tally;
 
 use std::collections::BTreeMap;

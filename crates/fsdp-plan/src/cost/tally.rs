@@ -5,12 +5,13 @@ use std::collections::BTreeMap;
 use core_types::WorldSize;
 
 use super::{
-    CostModel, Optimizer,
+    CostModel,
     loads::{Load, Loads},
+    pricing::Pricing,
+    ragged::{self, Share},
 };
 use crate::{
-    Cut, ElemType, ParameterInfo, PlannedParameter, ShardingPlan,
-    arithmetic::index,
+    Cut, ParameterInfo, PlannedParameter, ShardingPlan,
     cut::{Chunks, Division, Ragged},
     groups::Groups,
     shares::Shares,
@@ -70,9 +71,10 @@ impl<'a> Tally<'a> {
                 (_, division) => tally.add(parameter, division),
             }
         }
-        let mut scratch = vec![Share::default(); plan.shard_group().as_usize()];
-        for unit in ragged.into_iter().filter(|unit| !unit.is_empty()) {
-            tally.add_ragged_unit(&unit, &mut scratch);
+        ragged.retain(|unit| !unit.is_empty());
+        let shares = ragged::measure(&ragged, plan.shares(), model, &mut tally.loads);
+        for (unit, largest) in ragged.iter().zip(shares) {
+            tally.add_ragged_unit(unit, largest);
         }
         tally
     }
@@ -150,25 +152,8 @@ impl<'a> Tally<'a> {
         }
     }
 
-    /// Counts the parts of a unit, and the room for the largest of them.
-    ///
-    /// `scratch` has an empty share for each member, and has it again afterwards.
-    fn add_ragged_unit(&mut self, unit: &[(&'a ParameterInfo, Ragged)], scratch: &mut [Share]) {
-        // Owners are mostly neighbors, so that only the shares from the first to the last need to be looked at.
-        let (mut first, mut last) = (scratch.len(), 0);
-        for &(info, parts) in unit {
-            let pricing = Pricing::of(self.model, info);
-            for (owner, part) in parts.parts(self.shares, 0..info.numel()) {
-                let (owner_idx, numel) = (index(owner), part.end - part.start);
-                (first, last) = (first.min(owner_idx), last.max(owner_idx));
-                let piece = pricing.piece(numel);
-                scratch[owner_idx].add(pricing, piece.stored, numel);
-                self.loads.add_one(owner, Load { stored: 0, ..piece });
-            }
-        }
-        let shares = scratch.get_mut(first..=last).unwrap_or_default();
-        let largest = shares.iter().copied().reduce(Share::max).unwrap_or_default();
-        shares.fill(Share::default());
+    /// Counts what was measured of a unit: the room for its largest share, and what travels.
+    fn add_ragged_unit(&mut self, unit: &[(&'a ParameterInfo, Ragged)], largest: Share) {
         self.loads.add_all(Load { stored: largest.stored, ..Load::default() });
         if let Some(&(info, _)) = unit.first() {
             let members = u128::from(self.group().as_u64());
@@ -195,69 +180,4 @@ impl<'a> Tally<'a> {
         }
         &mut self.messages[position]
     }
-}
-
-/// What the elements of one parameter cost.
-#[derive(Clone, Copy)]
-struct Pricing {
-    held: ElemType,
-    gather: ElemType,
-    reduce: ElemType,
-    /// `None` if the parameter is not trained.
-    optimizer: Option<Optimizer>,
-}
-
-impl Pricing {
-    fn of(model: &CostModel, info: &ParameterInfo) -> Self {
-        let (gather, reduce) = model.wire_dtypes(info);
-        let optimizer = info.requires_grad().then_some(model.optimizer);
-        Self { held: model.held_dtype(info), gather, reduce, optimizer }
-    }
-
-    /// The load of a tensor of `numel` elements that is all a member has of the parameter.
-    fn piece(self, numel: u64) -> Load {
-        let owned = signed(self.held.bytes(numel.into()));
-        match self.optimizer {
-            None => Load { owned, stored: owned, ..Load::default() },
-            Some(optimizer) => {
-                let optimizer = signed(optimizer.state_bytes(self.held, numel.into()));
-                Load { owned, stored: owned, grad: owned, optimizer }
-            }
-        }
-    }
-
-    /// The bytes of gradients of `numel` elements as they travel.
-    fn reduced_bytes(self, numel: u128) -> u128 {
-        if self.optimizer.is_some() { self.reduce.bytes(numel) } else { 0 }
-    }
-}
-
-/// What one member has of a ragged unit, in bytes.
-#[derive(Clone, Copy, Default)]
-struct Share {
-    stored: i128,
-    gather: u128,
-    reduce: u128,
-}
-
-impl Share {
-    fn add(&mut self, pricing: Pricing, stored: i128, numel: u64) {
-        self.stored += stored;
-        self.gather += pricing.gather.bytes(numel.into());
-        self.reduce += pricing.reduced_bytes(numel.into());
-    }
-
-    /// The larger of two shares in each respect.
-    fn max(self, other: Self) -> Self {
-        Self {
-            stored: self.stored.max(other.stored),
-            gather: self.gather.max(other.gather),
-            reduce: self.reduce.max(other.reduce),
-        }
-    }
-}
-
-fn signed(bytes: u128) -> i128 {
-    // At most 2^72: 2^64 elements of the widest block, a few times.
-    i128::try_from(bytes).unwrap_or(i128::MAX)
 }
