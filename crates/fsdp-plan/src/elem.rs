@@ -161,6 +161,11 @@ impl ElemType {
         TABLE[self as usize].4
     }
 
+    /// The bytes that `n_elems` elements of a parameter take, which are whole blocks.
+    pub(crate) fn bytes_of_blocks(self, n_elems: u64) -> u64 {
+        n_elems / self.block_numel() * self.block_bytes()
+    }
+
     /// The bytes that `n_elems` elements take. Sums over a whole cluster go beyond 64 bits, so this is wider.
     pub(crate) fn bytes(self, n_elems: u128) -> u128 {
         let n_blocks = match self.block_numel() {

@@ -315,6 +315,19 @@ impl<'a> ShardsOfRank<'a> {
         Ok(Self { plan, rank: place.rank(), runs, parameters, next_run: 0 })
     }
 
+    /// The next part, with the position of its parameter.
+    pub(crate) fn next_shard(&mut self) -> Option<(usize, ShardAssignment)> {
+        while !self.parameters.is_empty() {
+            let position = self.parameters.start;
+            if let Some(shard) = self.next_part(&self.plan.parameters[position]) {
+                return Some((position, shard));
+            }
+            self.next_run = 0;
+            self.parameters.start += 1;
+        }
+        None
+    }
+
     /// The next part of `parameter`, if there is one.
     fn next_part(&mut self, parameter: &PlannedParameter) -> Option<ShardAssignment> {
         let division = parameter.division();
@@ -335,15 +348,8 @@ impl<'a> Iterator for ShardsOfRank<'a> {
     type Item = (&'a PlannedParameter, ShardAssignment);
 
     fn next(&mut self) -> Option<Self::Item> {
-        while !self.parameters.is_empty() {
-            let parameter = &self.plan.parameters[self.parameters.start];
-            if let Some(shard) = self.next_part(parameter) {
-                return Some((parameter, shard));
-            }
-            self.next_run = 0;
-            self.parameters.start += 1;
-        }
-        None
+        let (position, shard) = self.next_shard()?;
+        Some((&self.plan.parameters[position], shard))
     }
 }
 

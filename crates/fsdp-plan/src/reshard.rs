@@ -1,6 +1,6 @@
 //! From one plan to another: which bytes stay, and which move from where to where.
 
-use std::{cmp::Reverse, collections::BTreeMap, ops::Range};
+use std::{cmp::Reverse, collections::BTreeMap, iter, ops::Range};
 
 use core_types::{Placement, Rank};
 use serde::Serialize;
@@ -179,9 +179,9 @@ impl<'a> Reshard<'a> {
     ///
     /// [`Error::World`] if the new plan has no such rank.
     pub fn moves_to(&self, rank: Rank) -> Result<impl Iterator<Item = Move>> {
-        let shards = self.to.shards_of_rank(rank)?;
-        Ok(shards.flat_map(move |(parameter, shard)| {
-            let param_idx = self.to.index_of(parameter.info().name()).unwrap_or_default();
+        let mut shards = self.to.shards_of_rank(rank)?;
+        let shards = iter::from_fn(move || shards.next_shard());
+        Ok(shards.flat_map(move |(param_idx, shard)| {
             let part = shard.start_offset..shard.start_offset + shard.shard_size;
             let overlaps = self.overlaps(param_idx, part, None);
             overlaps.filter_map(move |overlap| self.to_move(param_idx, &overlap, rank.as_u64()))
@@ -255,8 +255,7 @@ impl<'a> Reshard<'a> {
     }
 
     fn bytes(&self, param_idx: usize, part: &Range<u64>) -> u64 {
-        let dtype = self.from.parameters()[param_idx].info().dtype();
-        (part.end - part.start) / dtype.block_numel() * dtype.block_bytes()
+        self.from.parameters()[param_idx].info().dtype().bytes_of_blocks(part.end - part.start)
     }
 }
 

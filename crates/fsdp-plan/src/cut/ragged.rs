@@ -43,7 +43,7 @@ impl Ragged {
     ) -> impl Iterator<Item = (u64, Range<u64>)> + use<'a> {
         let ragged = *self;
         // The granule of the first element may belong to any run that reaches into it, and to none that ends before it.
-        let granule_start = self.bytes(within.start) / self.granule * self.granule;
+        let granule_start = self.dtype.bytes_of_blocks(within.start) / self.granule * self.granule;
         let at = mul_div(self.start.saturating_add(granule_start), shares.total(), self.buffer_bytes);
         let first = shares.position(at).saturating_sub(1);
         let mut end = ragged.bound(shares.run(first).start, shares.total());
@@ -80,10 +80,5 @@ impl Ragged {
             (2, 1) => bytes / 2, // the same as below, without a division: nearly all parameters
             (block_bytes, block_numel) => bytes / block_bytes * block_numel,
         }
-    }
-
-    /// The bytes of so many elements, which are whole blocks.
-    fn bytes(&self, numel: u64) -> u64 {
-        numel / self.dtype.block_numel() * self.dtype.block_bytes()
     }
 }

@@ -79,10 +79,11 @@ fn amount(parameter: &PlannedParameter, numel: u64) -> String {
 pub(super) fn rank(plan: &ShardingPlan, cost: &PlanCost, rank: &RankCost) -> Result<String> {
     let units = Groups::of(plan.parameters().iter().map(|parameter| parameter.info().unit()));
     let mut owned = vec![(0_u128, 0_u128); units.names.len()];
-    for (parameter, shard) in plan.shards_of_rank(rank.rank)? {
-        let unit = units.names.iter().position(|&unit| unit == parameter.info().unit()).unwrap_or(0);
-        owned[unit].0 += 1;
-        owned[unit].1 += parameter.info().dtype().bytes(shard.shard_size.into());
+    let mut shards = plan.shards_of_rank(rank.rank)?;
+    while let Some((position, shard)) = shards.next_shard() {
+        let (n_shards, bytes) = &mut owned[units.of_item[position]];
+        *n_shards += 1;
+        *bytes += plan.parameters()[position].info().dtype().bytes(shard.shard_size.into());
     }
     let rows = units.names.iter().zip(owned).map(|(&unit, (n_shards, bytes))| {
         let name = if unit.is_empty() { String::from("(root)") } else { Printable(unit).to_string() };

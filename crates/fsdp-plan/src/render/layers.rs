@@ -1,12 +1,10 @@
 //! The table of layers: how much is in each, and how it is divided.
 
-use std::collections::BTreeMap;
-
 use super::{
     columns,
     text::{Printable, grouped},
 };
-use crate::{Cut, PlannedParameter, ShardingPlan};
+use crate::{Cut, PlannedParameter, ShardingPlan, groups::Groups};
 
 /// A line for each layer, neighbors that differ in nothing but the name on one line.
 pub(super) fn table(plan: &ShardingPlan) -> String {
@@ -49,15 +47,11 @@ struct Content {
 impl<'a> Layer<'a> {
     /// Every layer, in the order in which they first occur.
     fn all(plan: &'a ShardingPlan) -> Vec<Self> {
-        let mut positions = BTreeMap::new();
-        let mut layers: Vec<Self> = Vec::new();
-        for parameter in plan.parameters() {
-            let name = parameter.info().layer();
-            let position = *positions.entry(name).or_insert(layers.len());
-            if position == layers.len() {
-                layers.push(Self { name, content: Content::default() });
-            }
-            layers[position].content.add(parameter);
+        let groups = Groups::of(plan.parameters().iter().map(|parameter| parameter.info().layer()));
+        let layers = groups.names.into_iter().map(|name| Self { name, content: Content::default() });
+        let mut layers: Vec<Self> = layers.collect();
+        for (parameter, layer) in plan.parameters().iter().zip(groups.of_item) {
+            layers[layer].content.add(parameter);
         }
         layers
     }

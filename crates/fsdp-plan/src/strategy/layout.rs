@@ -136,7 +136,7 @@ fn granule_bytes(info: &ParameterInfo, numel: Option<u64>) -> u64 {
     let (dtype, whole) = (info.dtype(), info.numel().max(info.dtype().block_numel()));
     let numel = numel.and_then(|numel| lcm(numel, dtype.block_numel()));
     let numel = numel.filter(|numel| (1..whole).contains(numel)).unwrap_or(whole);
-    numel / dtype.block_numel() * dtype.block_bytes()
+    dtype.bytes_of_blocks(numel)
 }
 
 /// From which byte of a granule on a bound moves forward, in the unit at position `unit`.
