@@ -222,7 +222,7 @@ impl Left {
 }
 
 /// The largest sum of a bin, in O(m + n).
-fn largest_sum(weights: &[u64], bins: &[usize], n_bins: usize) -> u128 {
+pub(super) fn largest_sum(weights: &[u64], bins: &[usize], n_bins: usize) -> u128 {
     sums(weights, bins, n_bins).into_iter().max().unwrap_or(0)
 }
 

@@ -176,12 +176,11 @@ fn sums(infos: &[&ParameterInfo], groups: &Groups<'_>, weight: impl Fn(&Paramete
 impl LayerBalance {
     /// The balance of layers of the given weights on the ranks of the given numbers. The weights together fit 64 bits.
     fn of(weights: &[u64], owners: &[usize], world_size: WorldSize) -> Self {
-        let mut shares = vec![0_u64; world_size.as_usize()];
-        weights.iter().zip(owners).for_each(|(weight, &owner)| shares[owner] += weight);
-        let lower_bound = balance::lower_bound(weights, world_size.as_usize());
+        let n_ranks = world_size.as_usize();
+        let narrow = |sum: u128| u64::try_from(sum).unwrap_or(u64::MAX);
         Self {
-            largest: shares.into_iter().max().unwrap_or(0),
-            lower_bound: u64::try_from(lower_bound).unwrap_or(u64::MAX),
+            largest: narrow(balance::largest_sum(weights, owners, n_ranks)),
+            lower_bound: narrow(balance::lower_bound(weights, n_ranks)),
             if_cut: weights.iter().sum::<u64>().div_ceil(world_size.as_u64()),
         }
     }
