@@ -144,7 +144,7 @@ impl<'a> Buffer<'a> {
 }
 
 /// Checks that `second` may lie in the flat buffer that begins with `first`.
-pub(crate) fn same_buffer(first: &ParameterInfo, second: &ParameterInfo) -> Result<()> {
+fn same_buffer(first: &ParameterInfo, second: &ParameterInfo) -> Result<()> {
     let property = if first.dtype() != second.dtype() {
         "dtype"
     } else if first.requires_grad() != second.requires_grad() {

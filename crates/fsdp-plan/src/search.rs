@@ -153,10 +153,14 @@ impl Search {
     }
 
     /// Keeps as many of the last units gathered as fit.
-    fn keep_units(&self, Candidate { plan, .. }: Candidate) -> Result<Candidate> {
-        let units: Vec<String> = plan.units().into_iter().map(str::to_owned).collect();
-        let n_kept = max_kept_units(&plan, &self.model, self.budget_bytes);
-        let plan = plan.with_kept_units(units.into_iter().rev().take(n_kept))?;
+    fn keep_units(&self, candidate: Candidate) -> Result<Candidate> {
+        let n_kept = max_kept_units(&candidate.plan, &self.model, self.budget_bytes);
+        if n_kept == 0 {
+            return Ok(candidate);
+        }
+        let plan = candidate.plan;
+        let units: Vec<String> = plan.units().into_iter().rev().take(n_kept).map(str::to_owned).collect();
+        let plan = plan.with_kept_units(units)?;
         let cost = plan.cost(&self.model)?;
         Ok(Candidate { plan, cost })
     }

@@ -58,7 +58,7 @@ impl<'a> Tally<'a> {
         let loads = Loads::new(plan.shard_group());
         let mut tally = Self { model, shares: plan.shares(), loads, messages: Vec::new(), positions: BTreeMap::new() };
         let units = Groups::of(plan.parameters().iter().map(|parameter| parameter.info().unit()));
-        let mut ragged: Vec<Vec<(&ParameterInfo, Ragged)>> = vec![Vec::new(); units.names.len()];
+        let mut ragged: Vec<ragged::Unit<'_>> = vec![Vec::new(); units.names.len()];
         for (parameter, unit) in plan.parameters().iter().zip(units.of_item) {
             match (parameter.cut(), parameter.division()) {
                 (Cut::Ragged { .. }, Division::Ragged(parts)) => {
@@ -122,22 +122,22 @@ impl<'a> Tally<'a> {
         }
         self.loads.add_all(padded);
         if cut == Cut::Dim0 {
-            self.add_states_of_empty_shards(info, chunks);
+            self.add_states_of_empty_shards(chunks, pricing);
         }
         let buffer_numel = u128::from(chunk_numel) * u128::from(group.as_u64());
         self.add_bytes(Kind::Sharded, info, info.unit(), buffer_numel);
     }
 
     /// `fully_shard` gives the optimizer a tensor on every rank, also where that has no rows.
-    fn add_states_of_empty_shards(&mut self, info: &ParameterInfo, chunks: Chunks) {
+    fn add_states_of_empty_shards(&mut self, chunks: Chunks, pricing: Pricing) {
         let n_owners = chunks.runs(self.group()).map(|(members, _)| members.end).max().unwrap_or(0);
-        let empty = Pricing::of(self.model, info).piece(0);
-        self.loads.add_run(n_owners..self.group().as_u64(), empty);
+        self.loads.add_run(n_owners..self.group().as_u64(), pricing.piece(0));
     }
 
     fn add_wrapped(&mut self, info: &'a ParameterInfo, parts: Ragged) {
+        let pricing = Pricing::of(self.model, info);
         for (owner, part) in parts.parts(self.shares, 0..info.numel()) {
-            self.loads.add_one(owner, Pricing::of(self.model, info).piece(part.end - part.start));
+            self.loads.add_one(owner, pricing.piece(part.end - part.start));
             self.add_owner(info, owner);
         }
         self.add_bytes(Kind::Owned, info, info.layer(), info.numel().into());
