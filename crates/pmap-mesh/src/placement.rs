@@ -53,8 +53,12 @@ pub fn parameter_infos<'a>(
 
 /// Compares names component by component, numbers by value.
 fn natural_order(left: &str, right: &str) -> Ordering {
-    let key = |component: &str| (component.parse::<u64>().map_or((1, 0), |number| (0, number)), component.to_owned());
-    left.split('.').map(key).cmp(right.split('.').map(key))
+    left.split('.').map(component_key).cmp(right.split('.').map(component_key))
+}
+
+/// Numbers before words, by their value.
+fn component_key(component: &str) -> ((u8, u64), &str) {
+    (component.parse().map_or((1, 0), |number| (0, number)), component)
 }
 
 fn elem_type(name: &str, dtype: DType) -> fsdp_plan::Result<ElemType> {
