@@ -40,14 +40,13 @@ struct Comparison<'a> {
 pub(crate) fn run(args: &Args) -> Result<()> {
     let hybrid = args.hybrid()?;
     let parameters = read_model(args)?;
-    let rules = hybrid.as_ref().map(|hybrid| hybrid.matches(&parameters));
     let plan = make_plan(args, &parameters, hybrid.clone())?;
     if let Some(path) = &args.against {
         return compare(&model::read_plan(path)?, &plan, args.format);
     }
     match explain(args, &plan)? {
         Some(explanation) => output::text(|out| writeln!(out, "{explanation}")),
-        None => report(args, &plan, rules),
+        None => report(args, &plan, hybrid.map(|hybrid| hybrid.matches(&parameters))),
     }
 }
 
