@@ -1,7 +1,7 @@
 //! Mesh: what a parallel call costs beside the same work in plain candle.
 
 use candle_core::{DType, Device, Tensor};
-use candle_distributed::mesh::{DeviceMesh, InAxis, OutAxis};
+use candle_distributed::mesh::{ALL, DeviceMesh, P};
 use criterion::{BenchmarkId, Criterion, Throughput, criterion_group, criterion_main};
 
 type Outcome = Result<(), Box<dyn std::error::Error>>;
@@ -32,8 +32,8 @@ fn matmul(c: &mut Criterion) -> Outcome {
     for devices in [1, 2] {
         let parallel = DeviceMesh::cpu(devices)?
             .pmap(move |_, (x, w): (Tensor, Tensor)| chain(&x, &w))
-            .in_axes([InAxis::Shard(0), InAxis::Replicate])
-            .out_axes(OutAxis::Gather(0));
+            .in_axes([P::shard(0, ALL), P::replicate()])
+            .out_axes(P::shard(0, ALL));
         assert_eq!(parallel.call((x.clone(), w.clone()))?.dims(), [2 * SIZE, SIZE]);
         let id = BenchmarkId::from_parameter(devices);
         group.bench_function(id, |b| b.iter(|| parallel.call((x.clone(), w.clone()))));
@@ -43,8 +43,47 @@ fn matmul(c: &mut Criterion) -> Outcome {
     Ok(())
 }
 
+/// Sums over two replicas inside the function: a hundred in one call, of which the call itself is a small part.
+fn psum(c: &mut Criterion) -> Outcome {
+    const ROUNDS: u64 = 100;
+    let mesh = DeviceMesh::cpu(2)?;
+    let mut group = c.benchmark_group("mesh/psum_2");
+    group.sample_size(10);
+    for (name, bytes) in [("4KB", 4 << 10), ("1MB", 1 << 20), ("16MB", 16 << 20)] {
+        let x = Tensor::ones((2, bytes / 4), DType::F32, &Device::Cpu)?;
+        let sums = mesh.pmap(|ctx, x: Tensor| {
+            for _ in 0..ROUNDS {
+                ctx.psum(&x, ALL)?;
+            }
+            ctx.psum(&x, ALL)
+        });
+        let sums = sums.out_axes(P::replicate());
+        let x = mesh.shard(x, P::shard(0, ALL))?;
+        assert_eq!(sums.run(x.clone())?.shards()[1].get(0)?.get(0)?.to_scalar::<f32>()?, 2.0);
+        group.throughput(Throughput::Elements(ROUNDS));
+        group.bench_function(name, |b| b.iter(|| sums.run(x.clone())));
+    }
+    group.finish();
+    Ok(())
+}
+
+/// 64 MB cut in two and put together: in a new tensor, and in one that is kept.
+fn scatter_and_gather(c: &mut Criterion) -> Outcome {
+    let mesh = DeviceMesh::cpu(2)?;
+    let x = Tensor::ones((2, 8 << 20), DType::F32, &Device::Cpu)?;
+    let kept = Tensor::zeros((2, 8 << 20), DType::F32, &Device::Cpu)?;
+    let identity = mesh.pmap(|_, x: Tensor| Ok(x));
+    let mut group = c.benchmark_group("mesh/64MB");
+    group.throughput(Throughput::Bytes(64 << 20)).sample_size(10);
+    group.bench_function("scatter", |b| b.iter(|| identity.call_sharded(x.clone())));
+    group.bench_function("gather", |b| b.iter(|| identity.call(x.clone())));
+    group.bench_function("gather_into_kept", |b| b.iter(|| identity.call_into(x.clone(), &kept)));
+    group.finish();
+    Ok(())
+}
+
 fn all(c: &mut Criterion) {
-    for bench in [call, matmul] {
+    for bench in [call, matmul, psum, scatter_and_gather] {
         if let Err(error) = bench(c) {
             panic!("a bench cannot run: {error}");
         }

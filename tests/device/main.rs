@@ -3,7 +3,7 @@
 #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
 
 use candle_core::{DType, Device, Tensor, Var};
-use candle_distributed::mesh::{DeviceMesh, InAxis, OutAxis};
+use candle_distributed::mesh::{ALL, DeviceMesh, P};
 
 /// A mesh of two slots for each kind of device: two devices if there are so many, else the first one twice.
 fn meshes() -> Vec<DeviceMesh> {
@@ -38,7 +38,7 @@ fn shards_lie_on_their_devices_and_come_back_in_order() {
                 assert!(x.device().same_device(replica.device()));
                 x.sqr()
             });
-            let square = square.in_axes(InAxis::Shard(axis)).out_axes(OutAxis::Gather(axis));
+            let square = square.in_axes(P::shard(axis, ALL)).out_axes(P::shard(axis, ALL));
             let x = iota((4, 6));
             let result = square.call(x.clone()).unwrap();
             assert!(result.device().same_device(&mesh.devices()[0]));
@@ -66,7 +66,7 @@ fn gradients_of_shards_add_up_on_the_first_device() {
                 let loss = x.matmul(&shared.to_device(replica.device())?)?.sum_all()?;
                 loss.backward()?.get(&shared).cloned().ok_or_else(|| candle_core::Error::msg("no gradient"))
             })
-            .out_axes(OutAxis::Sum);
+            .out_axes(P::sum(ALL));
         let of_columns = rows(&gradient.call(iota((4, 3))).unwrap());
         assert_eq!(of_columns, [[18.0, 18.0], [22.0, 22.0], [26.0, 26.0]]);
     }

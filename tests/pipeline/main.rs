@@ -8,7 +8,7 @@ use std::thread;
 use candle_core::{Device, Tensor, Var};
 use candle_distributed::{
     batch::{Batch, BatchConfig, Buckets, DynamicBatchSampler, DynamicBatchStrategy, SequenceLengths},
-    mesh::{DeviceMesh, InAxis, OutAxis},
+    mesh::{ALL, DeviceMesh, P},
     plan::{ElemType, Full, ParameterInfo, ShardingStrategy},
     sampler::{DistributedSampler, Order, Partition, SamplerConfig, SamplerState, Tail},
     types::{Epoch, Placement, Seed, WorldSize},
@@ -111,8 +111,8 @@ fn loss_curve(devices: usize) -> Vec<f64> {
             let gradient = loss.backward()?.get(&shared).cloned();
             Ok((gradient.ok_or_else(|| candle_core::Error::msg("no gradient"))?, loss))
         })
-        .in_axes(InAxis::Shard(0))
-        .out_axes(OutAxis::Sum);
+        .in_axes(P::shard(0, ALL))
+        .out_axes(P::sum(ALL));
 
     let mut curve = Vec::new();
     for batch in batches.iter_in(&order) {

@@ -1,6 +1,10 @@
 //! What can go wrong on a mesh, before a replica starts and inside it.
 
+use std::{fmt, sync::Arc, time::Duration};
+
 use candle_core::{DType, Device};
+
+use crate::{meeting::CollectiveCall, spec::Side};
 
 /// The result of making or calling a parallel function.
 pub type Result<T, E = Error> = std::result::Result<T, E>;
@@ -14,10 +18,50 @@ pub enum Error {
     /// A mesh needs at least one device and takes at most [`DeviceMesh::MAX_DEVICES`](crate::DeviceMesh::MAX_DEVICES).
     #[error("a mesh of {count} devices cannot be made, the number must be from 1 to {max}")]
     MeshSize {
-        /// The number of devices asked for.
+        /// The number of devices asked for: the product of the sizes of all axes.
         count: usize,
         /// The largest number of devices in a mesh.
         max: usize,
+    },
+    /// A mesh has too many axes.
+    #[error("a mesh of {count} axes cannot be made, there may be up to {max}")]
+    MeshAxes {
+        /// The number of axes asked for.
+        count: usize,
+        /// The largest number of axes.
+        max: usize,
+    },
+    /// Two axes of a mesh have one name.
+    #[error("the mesh has two axes named {name}")]
+    DuplicateAxis {
+        /// The name.
+        name: String,
+    },
+    /// The mesh has no axis of this name.
+    #[error("the mesh has no axis named {name}, its axes are {}", known.join(", "))]
+    UnknownAxis {
+        /// The name that was asked for.
+        name: String,
+        /// The names of the mesh's axes.
+        known: Vec<String>,
+    },
+    /// An axis is not that long.
+    #[error("axis {axis} has no coordinate {coordinate}, its size is {size}")]
+    Coordinate {
+        /// The name of the axis.
+        axis: String,
+        /// The coordinate that was asked for.
+        coordinate: usize,
+        /// The size of the axis.
+        size: usize,
+    },
+    /// The axes make a grid of another size than there are devices.
+    #[error("{devices} devices do not fill a mesh of {slots} slots")]
+    DeviceCount {
+        /// The number of devices given.
+        devices: usize,
+        /// The product of the sizes of all axes.
+        slots: usize,
     },
     /// Device number `index` of its kind is not there, or this build does not support its kind.
     #[error("device {index} cannot be opened")]
@@ -39,40 +83,21 @@ pub enum Error {
         /// What the operating system says of it.
         source: rayon::ThreadPoolBuildError,
     },
-    /// There are more or fewer axes than tensors to apply them to.
-    #[error("{side}_axes names {axes} axes for {tensors} tensors")]
-    AxesCount {
-        /// `in` or `out`.
-        side: &'static str,
-        /// The number of axes given.
-        axes: usize,
-        /// The number of tensors in the arguments or results.
+    /// The number of specs fits neither the arguments nor the tensors.
+    #[error("{side}_axes has {specs} specs for {arguments} arguments of {tensors} tensors; give one, or one for each")]
+    SpecCount {
+        /// `in_axes` or `out_axes`.
+        side: Side,
+        /// The number of specs given.
+        specs: usize,
+        /// The number of arguments or results: the elements of a tuple.
+        arguments: usize,
+        /// The number of tensors in them.
         tensors: usize,
     },
-    /// An input or output has no such axis.
-    #[error("axis {axis} is out of range for {side}put {index} of shape {shape:?}")]
-    AxisOutOfRange {
-        /// `in` or `out`.
-        side: &'static str,
-        /// Which input or output.
-        index: usize,
-        /// The axis that was asked for, negative ones count from the end.
-        axis: isize,
-        /// The shape it was asked of.
-        shape: Vec<usize>,
-    },
-    /// The devices cannot get equal shards.
-    #[error("axis {axis} of input {index} has size {size}, which does not split evenly over {devices} devices")]
-    NotDivisible {
-        /// Which input.
-        index: usize,
-        /// The axis to cut, as it was given.
-        axis: isize,
-        /// The input's size along that axis.
-        size: usize,
-        /// The number of devices in the mesh.
-        devices: usize,
-    },
+    /// Specs do not fit the tensors; all that is wrong with them.
+    #[error("{}", .0.iter().map(ToString::to_string).collect::<Vec<_>>().join("; "))]
+    Specs(Vec<SpecFault>),
     /// Cutting an input, or moving it to its device, failed in candle.
     #[error("input {index} cannot be sharded")]
     Shard {
@@ -81,6 +106,9 @@ pub enum Error {
         /// What candle says of it.
         source: candle_core::Error,
     },
+    /// A value lies on the devices of another mesh.
+    #[error("the value lies on another mesh; gather it there and shard it here")]
+    OtherMesh,
     /// The function returned an error on one device; of several, this is the one with the lowest index.
     #[error("replica {index} on {device:?} failed")]
     Replica {
@@ -101,23 +129,73 @@ pub enum Error {
         /// The panic's message.
         message: String,
     },
+    /// What a collective returns to a replica because another one has failed. A call never returns this, but the cause.
+    #[error("ended by replica {by}: {cause}")]
+    Aborted {
+        /// The replica that failed.
+        by: usize,
+        /// Its error.
+        cause: String,
+    },
+    /// Two replicas of a group called different collectives.
+    #[error("replica {left} calls {left_call}, replica {right} calls {right_call}")]
+    Mismatch {
+        /// The replica that came first.
+        left: usize,
+        /// What it called.
+        left_call: Arc<CollectiveCall>,
+        /// The other replica; the same one if two of its threads called at once.
+        right: usize,
+        /// What the other called.
+        right_call: Arc<CollectiveCall>,
+    },
+    /// A replica returned while another one waits for it in a collective.
+    #[error("replica {index} has returned while replica {waiting} waits for it in {call}")]
+    Deserted {
+        /// The replica that returned.
+        index: usize,
+        /// The replica that waits.
+        waiting: usize,
+        /// What it waits in.
+        call: Arc<CollectiveCall>,
+    },
+    /// Every replica that has not returned waits, in groups that cannot become complete.
+    #[error("all replicas wait for each other: {}", .waiting.iter().map(|(replica, call)| format!("replica {replica} in {call}")).collect::<Vec<_>>().join(", "))]
+    Deadlock {
+        /// Who waits, and in what.
+        waiting: Vec<(usize, Arc<CollectiveCall>)>,
+    },
+    /// A replica waited in a collective for longer than the mesh allows.
+    #[error("replica {index} waited for more than {after:?} in {call}")]
+    Deadline {
+        /// The replica that waited.
+        index: usize,
+        /// What it waited in.
+        call: Arc<CollectiveCall>,
+        /// The mesh's deadline.
+        after: Duration,
+    },
     /// The replicas returned different numbers of tensors.
-    #[error("replica {index} returned {tensors} tensors, replica 0 returned {expected}")]
+    #[error("replica {index} returned {tensors} tensors, {expected} were expected")]
     OutputsDiffer {
-        /// The replica that differs from replica 0.
+        /// The replica that differs from replica 0, or 0 if it is the kept tensors that differ.
         index: usize,
         /// How many tensors it returned.
         tensors: usize,
-        /// How many tensors replica 0 returned.
+        /// How many replica 0 returned, or are kept.
         expected: usize,
     },
-    /// A mean of integers would have to be rounded.
-    #[error("output {index} of type {dtype:?} has no mean, only floats have; sum it")]
-    MeanOfIntegers {
+    /// An output is not the same on two replicas though its spec says that it is replicated; found in debug builds.
+    #[error(
+        "output {index} of replica {replica} differs from replica {first}'s, but its spec says that it is replicated"
+    )]
+    NotReplicated {
         /// Which output.
         index: usize,
-        /// Its type.
-        dtype: DType,
+        /// The replica that differs.
+        replica: usize,
+        /// The first replica that should have the same.
+        first: usize,
     },
     /// The outputs of the replicas do not fit together.
     #[error("output {index} cannot be gathered")]
@@ -128,6 +206,121 @@ pub enum Error {
         source: candle_core::Error,
     },
     /// A replica called a parallel function; its worker would wait for itself.
-    #[error("a parallel function cannot be called inside a replica of another")]
+    #[error(
+        "a parallel function cannot be called inside a replica of another: its worker would wait for itself, or for a \
+         mesh whose workers wait for this one; call it between two calls instead"
+    )]
     Nested,
+    /// A worker ended without a result, though nothing failed.
+    #[error("a replica ended without a result")]
+    NoResult,
+}
+
+/// Why a spec does not fit a tensor.
+#[derive(Clone, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum SpecFault {
+    /// The mesh has no such axis.
+    Axes {
+        /// Argument or result.
+        side: Side,
+        /// Which of its tensors.
+        index: usize,
+        /// What is wrong with the axes.
+        reason: String,
+    },
+    /// An axis of the mesh is used for two things.
+    AxisTwice {
+        /// Argument or result.
+        side: Side,
+        /// Which of its tensors.
+        index: usize,
+        /// The axes as they were given the second time.
+        axes: String,
+    },
+    /// An argument is to be summed, averaged or stacked.
+    ReducedInput {
+        /// Which input.
+        index: usize,
+    },
+    /// A tensor has no such dimension.
+    DimOutOfRange {
+        /// Argument or result.
+        side: Side,
+        /// Which of its tensors.
+        index: usize,
+        /// The dimension that was asked for, negative ones count from the end.
+        dim: isize,
+        /// The shape it was asked of.
+        shape: Vec<usize>,
+    },
+    /// The devices cannot get equal shards, or with [`Uneven::Balanced`](crate::Uneven::Balanced) not all of them one.
+    NotDivisible {
+        /// Which input.
+        index: usize,
+        /// The dimension to cut.
+        dim: usize,
+        /// Its size; of a dimension that is cut twice, the size after the first cut.
+        size: usize,
+        /// The shape of the input.
+        shape: Vec<usize>,
+        /// The number of shards.
+        parts: usize,
+    },
+    /// A mean of integers would have to be rounded.
+    MeanOfIntegers {
+        /// Which output.
+        index: usize,
+        /// Its type.
+        dtype: DType,
+    },
+    /// A kept tensor has another size than the result.
+    KeptSize {
+        /// Which output.
+        index: usize,
+        /// The dimension in which they differ.
+        dim: usize,
+        /// The size of the result.
+        size: usize,
+        /// The shape of the kept tensor.
+        shape: Vec<usize>,
+    },
+}
+
+impl fmt::Display for SpecFault {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Axes { side, index, reason } => write!(f, "{side}put {index}: {reason}"),
+            Self::AxisTwice { side, index, axes } => {
+                write!(f, "{side}put {index}: a mesh axis of {axes} is named twice")
+            }
+            Self::ReducedInput { index } => {
+                write!(f, "input {index}: an argument can be sharded or replicated, nothing else")
+            }
+            Self::DimOutOfRange { side, index, dim, shape } => {
+                write!(f, "dimension {dim} is out of range for {side}put {index} of shape {shape:?}")
+            }
+            Self::NotDivisible { index, dim, size, shape, parts } => {
+                let (below, above) = (size - size % parts, size.saturating_add(parts - size % parts));
+                write!(
+                    f,
+                    "dimension {dim} of input {index} of shape {shape:?} has size {size}, which does not split evenly over \
+                     {parts} devices; {below} and {above} do, and `uneven` allows others"
+                )
+            }
+            Self::MeanOfIntegers { index, dtype } => {
+                write!(f, "output {index} of type {} has no mean, only floats have; sum it", dtype.as_str())
+            }
+            Self::KeptSize { index, dim, size, shape } => write!(
+                f,
+                "output {index} has size {size} in dimension {dim}, the tensor kept for it has shape {shape:?}"
+            ),
+        }
+    }
+}
+
+impl From<SpecFault> for Error {
+    fn from(fault: SpecFault) -> Self {
+        Self::Specs(vec![fault])
+    }
 }

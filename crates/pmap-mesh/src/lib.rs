@@ -1,24 +1,39 @@
 #![doc = include_str!("../README.md")]
-#![forbid(unsafe_code)]
 
-mod axes;
+mod engine;
 mod error;
+mod join;
+mod meeting;
 mod mesh;
 #[cfg(feature = "plan")]
 mod placement;
 mod pmap;
+mod reduce;
 mod replica;
+mod rng;
 mod shard;
+mod sharded;
+mod shared_buffer;
+mod spec;
+mod threads;
+mod topology;
+mod transpose;
 mod tree;
+mod wait;
 mod worker;
 
 #[cfg(feature = "plan")]
 pub use crate::placement::parameter_infos;
 pub use crate::{
-    axes::{Axes, InAxis, OutAxis},
-    error::{Error, Result},
-    mesh::DeviceMesh,
+    error::{Error, Result, SpecFault},
+    meeting::CollectiveCall,
+    mesh::{DeviceMesh, DeviceMeshBuilder},
     pmap::PMap,
     replica::Replica,
+    rng::ReplicaRng,
+    shard::Uneven,
+    sharded::Sharded,
+    spec::{P, Side, Specs},
+    topology::{ALL, MeshAxes},
     tree::TensorTree,
 };

@@ -1,18 +1,26 @@
 //! The devices that work together.
 
-use std::sync::Arc;
+use std::{
+    fmt,
+    sync::{Arc, Once},
+    time::Duration,
+};
 
 use candle_core::Device;
 
 use crate::{
     error::{Error, Result},
-    pmap::PMap,
+    pmap::{self, PMap},
     replica::Replica,
+    shard::Uneven,
+    sharded::Sharded,
+    spec::Specs,
+    topology::Topology,
     tree::TensorTree,
     worker::Workers,
 };
 
-/// A row of devices, each with a worker that waits for calls.
+/// Devices in a grid with named axes, each with a worker that waits for calls.
 ///
 /// Cloning is cheap and shares the workers; they end when the last clone is dropped.
 ///
@@ -21,8 +29,11 @@ use crate::{
 /// ```
 /// use pmap_mesh::DeviceMesh;
 ///
-/// let mesh = DeviceMesh::cpu(4)?; // four virtual devices on one processor
-/// assert_eq!(mesh.len(), 4);
+/// let row = DeviceMesh::cpu(4)?; // four virtual devices on one processor
+/// assert_eq!(row.len(), 4);
+///
+/// let grid = DeviceMesh::builder().axis("data", 2).axis("model", 2).cpu()?;
+/// assert_eq!(grid.to_string(), "data 2 x model 2\n[0: Cpu, 1: Cpu]\n[2: Cpu, 3: Cpu]");
 /// # Ok::<(), pmap_mesh::Error>(())
 /// ```
 #[derive(Clone, Debug)]
@@ -31,26 +42,53 @@ pub struct DeviceMesh(Arc<Inner>);
 #[derive(Debug)]
 struct Inner {
     devices: Vec<Device>,
+    topology: Arc<Topology>,
+    deadline: Option<Duration>,
+    pin: bool,
     workers: Workers,
+}
+
+/// The axes and options of a mesh to be made.
+///
+/// # Examples
+///
+/// ```
+/// use pmap_mesh::DeviceMesh;
+///
+/// let mesh = DeviceMesh::builder().axis("data", 2).deadline(std::time::Duration::from_secs(60)).cpu()?;
+/// # Ok::<(), pmap_mesh::Error>(())
+/// ```
+#[derive(Clone, Debug)]
+#[must_use = "a builder makes no mesh until it is given devices"]
+pub struct DeviceMeshBuilder {
+    axes: Vec<(String, usize)>,
+    pin: bool,
+    deadline: Option<Duration>,
 }
 
 impl DeviceMesh {
     /// The largest number of devices in one mesh; each has a thread of its own.
     pub const MAX_DEVICES: usize = 1024;
 
-    /// Returns a mesh of these devices, in this order; they may be of different kinds, or the same one several times.
+    /// The name of the axis of a mesh that was made without a builder.
+    pub const AXIS: &str = "devices";
+
+    /// Starts a mesh with axes of its own.
+    pub fn builder() -> DeviceMeshBuilder {
+        DeviceMeshBuilder { axes: Vec::new(), pin: true, deadline: None }
+    }
+
+    /// Returns a row of these devices, in this order; they may be of different kinds, or the same one several times.
     ///
     /// # Errors
     ///
     /// [`Error::MeshSize`] for no devices or more than [`MAX_DEVICES`](Self::MAX_DEVICES), [`Error::Worker`] if the
     /// system gives no more threads.
     pub fn new(devices: Vec<Device>) -> Result<Self> {
-        check_size(devices.len())?;
-        let workers = Workers::start(devices.len())?;
-        Ok(Self(Arc::new(Inner { devices, workers })))
+        Self::builder().axis(Self::AXIS, devices.len()).devices(devices)
     }
 
-    /// Returns a mesh of `count` virtual devices, all of them this machine's processor.
+    /// Returns a row of `count` virtual devices, all of them this machine's processor.
     ///
     /// Each gets an equal share of the cores, at least one. So a program for several devices runs on a laptop.
     ///
@@ -58,37 +96,60 @@ impl DeviceMesh {
     ///
     /// Those of [`new`](Self::new).
     pub fn cpu(count: usize) -> Result<Self> {
-        check_size(count)?;
-        Self::new(vec![Device::Cpu; count])
+        Self::builder().axis(Self::AXIS, count).cpu()
     }
 
-    /// Returns a mesh of the first `count` CUDA devices.
+    /// Returns a row of the first `count` CUDA devices.
     ///
     /// # Errors
     ///
     /// [`Error::Device`] if one of them is not there or the crate was built without feature `cuda`, and those of
     /// [`new`](Self::new).
     pub fn cuda(count: usize) -> Result<Self> {
-        Self::open(count, Device::new_cuda)
+        Self::builder().axis(Self::AXIS, count).cuda()
     }
 
-    /// Returns a mesh of the first `count` Metal devices.
+    /// Returns a row of the first `count` Metal devices.
     ///
     /// # Errors
     ///
     /// [`Error::Device`] if one of them is not there or the crate was built without feature `metal`, and those of
     /// [`new`](Self::new).
     pub fn metal(count: usize) -> Result<Self> {
-        Self::open(count, Device::new_metal)
+        Self::builder().axis(Self::AXIS, count).metal()
     }
 
-    fn open(count: usize, device: impl Fn(usize) -> candle_core::Result<Device>) -> Result<Self> {
-        check_size(count)?;
-        let open = |index| device(index).map_err(|source| Error::Device { index, source });
-        Self::new((0..count).map(open).collect::<Result<_>>()?)
+    /// Returns a mesh, with workers of its own, of those devices of this one whose coordinate along `axis` is
+    /// `coordinate`; it lacks that axis.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::UnknownAxis`], [`Error::Coordinate`], and those of [`new`](Self::new).
+    ///
+    /// # Examples
+    ///
+    /// ```
+    /// use pmap_mesh::DeviceMesh;
+    ///
+    /// let grid = DeviceMesh::builder().axis("stage", 2).axis("data", 3).cpu()?;
+    /// assert_eq!(grid.sub_mesh("stage", 1)?.axes().collect::<Vec<_>>(), [("data", 3)]);
+    /// # Ok::<(), pmap_mesh::Error>(())
+    /// ```
+    pub fn sub_mesh(&self, axis: &str, coordinate: usize) -> Result<Self> {
+        let set = self.topology().set(&axis.into())?;
+        let size = self.topology().size(set);
+        if coordinate >= size {
+            return Err(Error::Coordinate { axis: axis.to_owned(), coordinate, size });
+        }
+        let groups = self.topology().groups(set);
+        let is_in = |slot: &usize| groups.seat(*slot).1 == coordinate;
+        let devices = (0..self.len()).filter(is_in).map(|slot| self.devices()[slot].clone()).collect();
+        let rest = self.axes().filter(|(name, _)| *name != axis);
+        let builder = DeviceMeshBuilder { axes: Vec::new(), pin: self.0.pin, deadline: self.0.deadline };
+        rest.fold(builder, |builder, (name, size)| builder.axis(name, size)).devices(devices)
     }
 
-    /// The devices, in the order in which shards are dealt to them.
+    /// The devices, in the order in which shards are dealt to them: the last axis varies fastest.
     pub fn devices(&self) -> &[Device] {
         &self.0.devices
     }
@@ -99,16 +160,22 @@ impl DeviceMesh {
         self.0.devices.len()
     }
 
+    /// Names and sizes of the axes.
+    pub fn axes(&self) -> impl ExactSizeIterator<Item = (&str, usize)> {
+        self.topology().axes().iter().map(|(name, size)| (name.as_str(), *size))
+    }
+
     /// Returns a function that runs `f` on every device at once, each on its shard of the arguments.
     ///
-    /// By default the first tensor among the arguments is cut along axis 0 and all others are replicated, and results
-    /// are concatenated along axis 0; see [`PMap::in_axes`] and [`PMap::out_axes`].
+    /// By default the first tensor among the arguments is cut in dimension 0 and all others are replicated, and results
+    /// are concatenated in dimension 0; see [`PMap::in_axes`] and [`PMap::out_axes`]. What `f` is given besides, a
+    /// [`Replica`], tells it where it runs and lets it talk to the others.
     ///
     /// # Examples
     ///
     /// ```
     /// use candle_core::{Device, Tensor};
-    /// use pmap_mesh::{DeviceMesh, OutAxis};
+    /// use pmap_mesh::{ALL, DeviceMesh, P};
     ///
     /// let mesh = DeviceMesh::cpu(2)?;
     /// let x = Tensor::arange(0_f32, 8., &Device::Cpu)?;
@@ -116,7 +183,7 @@ impl DeviceMesh {
     /// let square = mesh.pmap(|_, x: Tensor| x.sqr());
     /// assert_eq!(square.call(x.clone())?.to_vec1::<f32>()?, [0., 1., 4., 9., 16., 25., 36., 49.]);
     ///
-    /// let total = mesh.pmap(|_, x: Tensor| x.sum_all()).out_axes(OutAxis::Sum);
+    /// let total = mesh.pmap(|_, x: Tensor| x.sum_all()).out_axes(P::sum(ALL));
     /// assert_eq!(total.call(x)?.to_scalar::<f32>()?, 28.);
     /// # Ok::<(), Box<dyn std::error::Error>>(())
     /// ```
@@ -129,18 +196,150 @@ impl DeviceMesh {
         PMap::new(self.clone(), f)
     }
 
+    /// Cuts a value and moves the shards to their devices, to be passed to [`PMap::run`].
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Specs`], [`Error::SpecCount`] and [`Error::Shard`], as in [`PMap::call`].
+    pub fn shard<T: TensorTree>(&self, value: T, specs: impl Into<Specs>) -> Result<Sharded<T>> {
+        let (shards, rows) = pmap::shard(self, &value, &specs.into(), Uneven::Refuse)?;
+        let placed = shards.iter().zip(self.devices()).map(|(shard, device)| {
+            let mut index = 0..;
+            shard.try_map(&mut |tensor| {
+                let index = index.next().unwrap_or_default();
+                crate::shard::place(tensor, device).map_err(|source| Error::Shard { index, source })
+            })
+        });
+        Ok(Sharded::new(self.clone(), placed.collect::<Result<_>>()?, rows))
+    }
+
     pub(crate) fn workers(&self) -> &Workers {
         &self.0.workers
     }
 
-    pub(crate) fn replica(&self, index: usize) -> Replica {
-        Replica { index, count: self.len(), device: self.devices()[index].clone() }
+    pub(crate) fn topology(&self) -> &Topology {
+        &self.0.topology
+    }
+
+    pub(crate) fn topology_arc(&self) -> Arc<Topology> {
+        Arc::clone(&self.0.topology)
+    }
+
+    pub(crate) fn deadline(&self) -> Option<Duration> {
+        self.0.deadline
+    }
+
+    /// Whether both are clones of one mesh.
+    pub(crate) fn is(&self, other: &Self) -> bool {
+        Arc::ptr_eq(&self.0, &other.0)
     }
 }
 
-fn check_size(count: usize) -> Result<()> {
-    match count {
-        1..=DeviceMesh::MAX_DEVICES => Ok(()),
-        _ => Err(Error::MeshSize { count, max: DeviceMesh::MAX_DEVICES }),
+impl DeviceMeshBuilder {
+    /// Adds an axis; the last one varies fastest.
+    pub fn axis(mut self, name: &str, size: usize) -> Self {
+        self.axes.push((name.to_owned(), size));
+        self
     }
+
+    /// Whether the workers of a mesh of processors are bound to cores; they are unless told otherwise, if there are at
+    /// least two.
+    ///
+    /// Bound workers keep their caches, but cannot step aside for another busy process.
+    pub fn pin(mut self, pin: bool) -> Self {
+        self.pin = pin;
+        self
+    }
+
+    /// How long a replica waits in a collective before the call ends with [`Error::Deadline`]; for ever by default,
+    /// since failures of others end it anyway.
+    pub fn deadline(mut self, deadline: Duration) -> Self {
+        self.deadline = Some(deadline);
+        self
+    }
+
+    /// Makes the mesh of virtual devices, all of them this machine's processor.
+    ///
+    /// # Errors
+    ///
+    /// Those of [`devices`](Self::devices).
+    pub fn cpu(self) -> Result<DeviceMesh> {
+        self.open(|_| Ok(Device::Cpu))
+    }
+
+    /// Makes the mesh of the first CUDA devices.
+    ///
+    /// # Errors
+    ///
+    /// Those of [`DeviceMesh::cuda`] and [`devices`](Self::devices).
+    pub fn cuda(self) -> Result<DeviceMesh> {
+        // A stream of its own for each: candle's default streams are not ordered among threads.
+        self.open(Device::new_cuda_with_stream)
+    }
+
+    /// Makes the mesh of the first Metal devices.
+    ///
+    /// # Errors
+    ///
+    /// Those of [`DeviceMesh::metal`] and [`devices`](Self::devices).
+    pub fn metal(self) -> Result<DeviceMesh> {
+        self.open(Device::new_metal)
+    }
+
+    /// Makes the mesh of these devices.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::MeshSize`] for no slots or more than [`DeviceMesh::MAX_DEVICES`], [`Error::MeshAxes`] for too many axes,
+    /// [`Error::DuplicateAxis`], [`Error::DeviceCount`] if there are more or fewer devices than slots, and
+    /// [`Error::Worker`] if the system gives no more threads.
+    pub fn devices(self, devices: Vec<Device>) -> Result<DeviceMesh> {
+        let (topology, slots) = Topology::new(self.axes, DeviceMesh::MAX_DEVICES)?;
+        if devices.len() != slots {
+            return Err(Error::DeviceCount { devices: devices.len(), slots });
+        }
+        let on_processor = devices.iter().all(Device::is_cpu);
+        if on_processor {
+            warn_of_threads();
+        }
+        let workers = Workers::start(slots, self.pin && on_processor && slots > 1)?;
+        let topology = Arc::new(topology);
+        Ok(DeviceMesh(Arc::new(Inner { devices, topology, deadline: self.deadline, pin: self.pin, workers })))
+    }
+
+    fn open(self, device: impl Fn(usize) -> candle_core::Result<Device>) -> Result<DeviceMesh> {
+        let slots = Topology::new(self.axes.clone(), DeviceMesh::MAX_DEVICES)?.1;
+        let open = |index| device(index).map_err(|source| Error::Device { index, source });
+        let devices = (0..slots).map(open).collect::<Result<_>>()?;
+        self.devices(devices)
+    }
+}
+
+impl fmt::Display for DeviceMesh {
+    /// Names and sizes of the axes, then the slots with their devices, a row for each step of all axes but the last.
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let axes: Vec<String> = self.axes().map(|(name, size)| format!("{name} {size}")).collect();
+        f.write_str(&axes.join(" x "))?;
+        let columns = self.axes().last().map_or(1, |(_, size)| size);
+        let slots: Vec<String> =
+            self.devices().iter().enumerate().map(|(slot, device)| format!("{slot}: {}", name_of(device))).collect();
+        slots.chunks(columns).try_for_each(|row| write!(f, "\n[{}]", row.join(", ")))
+    }
+}
+
+fn name_of(device: &Device) -> String {
+    format!("{:?}", device.location())
+}
+
+/// Says once that candle would spread every kernel over all cores.
+fn warn_of_threads() {
+    static ONCE: Once = Once::new();
+    ONCE.call_once(|| {
+        if std::env::var_os("RAYON_NUM_THREADS").is_none() || std::env::var_os("CANDLE_NUM_THREADS").is_none() {
+            tracing::warn!(
+                "RAYON_NUM_THREADS and CANDLE_NUM_THREADS are not both set: candle's kernels look up the machine's cores \
+                 at every matrix product and share one pool for elementwise work; replicas will wait for each other"
+            );
+        }
+    });
 }

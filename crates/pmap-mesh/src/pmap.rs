@@ -1,17 +1,28 @@
 //! One program, many devices: cut the arguments, run everywhere at once, put the results together.
 
-use std::{fmt, marker::PhantomData, sync::Arc};
+use std::{
+    fmt,
+    marker::PhantomData,
+    sync::{
+        Arc,
+        atomic::{AtomicU64, Ordering},
+    },
+};
 
-use candle_core::Tensor;
+use core_types::Seed;
 
 use crate::{
-    axes::{Axes, InAxis, OutAxis},
     error::{Error, Result},
+    meeting::Hub,
     mesh::DeviceMesh,
     replica::Replica,
-    shard::{self, Cut},
+    shard::{self, Cut, Rows, Uneven},
+    sharded::Sharded,
+    spec::{self, P, Side, Specs},
+    threads::Threads,
+    topology::ALL,
     tree::{self, TensorTree},
-    worker::{Workers, panic_message},
+    worker::{self, Workers, lock},
 };
 
 /// A function that runs on every device of a mesh; made by [`DeviceMesh::pmap`].
@@ -22,13 +33,16 @@ use crate::{
 ///
 /// # References
 ///
-/// JAX's `pmap`, but a mapped axis is cut into shards and keeps its place, as in `shard_map`, where `pmap` would
-/// remove it: a batch of 8 on 2 devices is two batches of 4.
+/// JAX's `pmap` and `shard_map`. As in `shard_map`, a mapped dimension is cut into shards and keeps its place, where
+/// `pmap` would remove it: a batch of 8 on 2 devices is two batches of 4.
 pub struct PMap<I, O, F> {
     mesh: DeviceMesh,
     f: Arc<F>,
-    in_axes: Axes<InAxis>,
-    out_axes: Axes<OutAxis>,
+    in_axes: Specs,
+    out_axes: Specs,
+    uneven: Uneven,
+    seed: Seed,
+    calls: AtomicU64,
     signature: PhantomData<fn(I) -> O>,
 }
 
@@ -39,133 +53,224 @@ where
     F: Fn(&Replica, I) -> candle_core::Result<O> + Send + Sync + 'static,
 {
     pub(crate) fn new(mesh: DeviceMesh, f: F) -> Self {
-        let in_axes = Axes::first_and_rest(InAxis::Shard(0), InAxis::Replicate);
-        Self { mesh, f: Arc::new(f), in_axes, out_axes: OutAxis::Gather(0).into(), signature: PhantomData }
+        Self {
+            mesh,
+            f: Arc::new(f),
+            in_axes: Specs::first_and_rest(P::shard(0, ALL), P::replicate()),
+            out_axes: P::shard(0, ALL).into(),
+            uneven: Uneven::default(),
+            seed: Seed::new(0),
+            calls: AtomicU64::new(0),
+            signature: PhantomData,
+        }
     }
 
-    /// Sets what each device gets of the arguments: one axis for each tensor, or one for all.
+    /// Sets what each device gets of the arguments: a [`P`] for each tensor, for each argument, or one for all.
+    ///
+    /// By default the first tensor is cut in dimension 0 over all devices and the others are replicated.
     ///
     /// # Examples
     ///
     /// ```
-    /// use candle_core::{Device, Tensor};
-    /// use pmap_mesh::{DeviceMesh, InAxis, OutAxis};
+    /// use candle_core::{DType, Device, Tensor};
+    /// use pmap_mesh::{ALL, DeviceMesh, P};
     ///
     /// let mesh = DeviceMesh::cpu(2)?;
-    /// let (x, w) = (Tensor::ones((3, 4), candle_core::DType::F32, &Device::Cpu)?, Tensor::eye(4, candle_core::DType::F32, &Device::Cpu)?);
+    /// let (x, w) = (Tensor::ones((3, 4), DType::F32, &Device::Cpu)?, Tensor::eye(4, DType::F32, &Device::Cpu)?);
     ///
     /// // Columns of `w` on different devices: the columns of the product come back side by side.
     /// let matmul = mesh
     ///     .pmap(|_, (x, w): (Tensor, Tensor)| x.matmul(&w))
-    ///     .in_axes([InAxis::Replicate, InAxis::Shard(-1)])
-    ///     .out_axes(OutAxis::Gather(-1));
+    ///     .in_axes([P::replicate(), P::shard(-1, ALL)])
+    ///     .out_axes(P::shard(-1, ALL));
     /// assert_eq!(matmul.call((x.clone(), w))?.to_vec2::<f32>()?, x.to_vec2::<f32>()?);
     /// # Ok::<(), Box<dyn std::error::Error>>(())
     /// ```
     #[must_use]
-    pub fn in_axes(self, axes: impl Into<Axes<InAxis>>) -> Self {
-        Self { in_axes: axes.into(), ..self }
+    pub fn in_axes(self, specs: impl Into<Specs>) -> Self {
+        Self { in_axes: specs.into(), ..self }
     }
 
-    /// Sets what becomes of the results: one axis for each tensor, or one for all.
+    /// Sets what becomes of the results; by default they are concatenated in dimension 0 over all devices.
     #[must_use]
-    pub fn out_axes(self, axes: impl Into<Axes<OutAxis>>) -> Self {
-        Self { out_axes: axes.into(), ..self }
+    pub fn out_axes(self, specs: impl Into<Specs>) -> Self {
+        Self { out_axes: specs.into(), ..self }
+    }
+
+    /// Sets what happens to a dimension that the devices do not divide; by default the call is refused.
+    ///
+    /// # Examples
+    ///
+    /// A batch of 5 on 2 devices: weighted by [`Replica::weight`], the mean is that of the whole batch.
+    ///
+    /// ```
+    /// use candle_core::{Device, Tensor};
+    /// use pmap_mesh::{ALL, DeviceMesh, P, Uneven};
+    ///
+    /// let mean = DeviceMesh::cpu(2)?
+    ///     .pmap(|ctx, x: Tensor| x.mean_all()? * ctx.weight())
+    ///     .out_axes(P::mean(ALL))
+    ///     .uneven(Uneven::Balanced);
+    /// let x = Tensor::new(&[1_f32, 2., 3., 4., 5.], &Device::Cpu)?;
+    /// assert_eq!(mean.call(x)?.to_scalar::<f32>()?, 3.);
+    /// # Ok::<(), Box<dyn std::error::Error>>(())
+    /// ```
+    #[must_use]
+    pub fn uneven(self, uneven: Uneven) -> Self {
+        Self { uneven, ..self }
+    }
+
+    /// Sets the seed of [`Replica::rng`]; 0 by default.
+    #[must_use]
+    pub fn seed(self, seed: Seed) -> Self {
+        Self { seed, ..self }
     }
 
     /// Runs the function on every device and returns the results on the first device of the mesh.
     ///
-    /// Shards are views of the argument where they lie on the same device and axis 0 is cut.
+    /// Shards are views of the argument where they lie on the same device and dimension 0 is cut.
     ///
     /// # Errors
     ///
-    /// Before a replica starts: [`Error::AxesCount`], [`Error::AxisOutOfRange`], [`Error::NotDivisible`],
-    /// [`Error::Nested`]. From inside: [`Error::Replica`] and [`Error::Panicked`]; the mesh can be used again at once.
-    /// Afterwards: [`Error::OutputsDiffer`], [`Error::AxisOutOfRange`],
-    /// [`Error::MeanOfIntegers`] and [`Error::Gather`].
-    #[allow(clippy::needless_pass_by_value, reason = "arguments are given away, as to any function of tensors")]
+    /// Before a replica starts: [`Error::Specs`] with everything that is wrong with the arguments,
+    /// [`Error::SpecCount`], [`Error::Nested`]. From inside: [`Error::Replica`], [`Error::Panicked`] and those of
+    /// collectives; the mesh can be used again at once. Afterwards: [`Error::OutputsDiffer`], [`Error::Specs`],
+    /// [`Error::NotReplicated`] and [`Error::Gather`].
     pub fn call(&self, arguments: I) -> Result<O> {
+        self.call_sharded(arguments)?.joined(&self.out_axes)
+    }
+
+    /// [`call`](Self::call) as the given step, of which [`Replica::rng`] depends; without it, calls are counted from 0.
+    ///
+    /// # Errors
+    ///
+    /// Those of [`call`](Self::call).
+    pub fn call_at(&self, step: u64, arguments: I) -> Result<O> {
+        self.calls.store(step, Ordering::Relaxed);
+        self.call(arguments)
+    }
+
+    /// [`call`](Self::call), with results written into the tensors of `kept` instead of new ones.
+    ///
+    /// They must be contiguous and of the results' shapes, on the first device of the mesh. New tensors of many
+    /// megabytes cost more in fresh memory than in copying.
+    ///
+    /// # Errors
+    ///
+    /// Those of [`call`](Self::call); what was written to `kept` by then is undefined.
+    pub fn call_into(&self, arguments: I, kept: &O) -> Result<()> {
+        self.call_sharded(arguments)?.joined_into(&self.out_axes, kept)
+    }
+
+    /// Runs the function on every device and leaves the results where they are.
+    ///
+    /// # Errors
+    ///
+    /// Those of [`call`](Self::call) that precede gathering.
+    pub fn call_sharded(&self, arguments: I) -> Result<Sharded<O>> {
         Workers::refuse_nesting()?;
-        let shards = self.shard(&arguments)?;
-        let jobs = shards.into_iter().enumerate().map(|(index, shard)| self.job(index, shard));
-        let outcomes = self.mesh.workers().run(jobs);
-        let outputs = outcomes.into_iter().enumerate().map(|(index, outcome)| {
-            outcome.unwrap_or_else(|payload| Err(self.panicked(index, panic_message(&*payload))))
-        });
-        self.gather(&outputs.collect::<Result<Vec<O>>>()?)
+        let (shards, rows) = shard(&self.mesh, &arguments, &self.in_axes, self.uneven)?;
+        self.run_on(shards, rows)
     }
 
-    /// The arguments of every replica, as views.
-    fn shard(&self, arguments: &I) -> Result<Vec<I>> {
-        let inputs = tree::leaves(arguments);
-        let axes = self.in_axes.resolve(inputs.len(), "in")?;
-        let cuts = inputs.iter().zip(axes).enumerate();
-        let cuts: Vec<Cut> =
-            cuts.map(|(index, (input, axis))| Cut::new(index, input, axis, self.mesh.len())).collect::<Result<_>>()?;
-        inputs.iter().enumerate().try_for_each(|(index, input)| wait(input).map_err(|e| failed(index, e)))?;
-        (0..self.mesh.len())
-            .map(|replica| {
-                let mut cuts = cuts.iter().enumerate();
-                arguments.try_map(&mut |input| match cuts.next() {
-                    Some((index, cut)) => cut.view(input, replica).map_err(|e| failed(index, e)),
-                    None => Ok(input.clone()),
-                })
-            })
-            .collect()
+    /// Runs the function on what already lies on the devices.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::OtherMesh`] if it lies on those of another mesh, and those of [`call_sharded`](Self::call_sharded).
+    pub fn run(&self, arguments: Sharded<I>) -> Result<Sharded<O>> {
+        Workers::refuse_nesting()?;
+        let (shards, rows) = arguments.into_shards(&self.mesh)?;
+        self.run_on(shards, rows)
     }
 
-    /// What the worker of one replica does.
-    fn job(&self, index: usize, shard: I) -> impl FnOnce() -> Result<O> + Send + use<I, O, F> {
-        let (replica, f) = (self.mesh.replica(index), Arc::clone(&self.f));
-        move || {
-            let run = || {
-                let shard = shard.try_map(&mut |input| shard::place(input, replica.device()))?;
-                let output = f(&replica, shard)?;
-                replica.device().synchronize()?;
-                Ok(output)
-            };
-            run().map_err(|source| Error::Replica { index, device: replica.device().clone(), source })
-        }
-    }
-
-    fn gather(&self, outputs: &[O]) -> Result<O> {
-        let leaves: Vec<Vec<Tensor>> = outputs.iter().map(tree::leaves).collect();
-        let expected = leaves[0].len();
-        if let Some(index) = leaves.iter().position(|leaves| leaves.len() != expected) {
-            return Err(Error::OutputsDiffer { index, tensors: leaves[index].len(), expected });
-        }
-        let mut out_axes = self.out_axes.resolve(expected, "out")?.into_iter().enumerate();
-        let home = &self.mesh.devices()[0];
-        outputs[0].try_map(&mut |output| match out_axes.next() {
-            Some((index, axis)) => {
-                let of_all: Vec<Tensor> = leaves.iter().map(|leaves| leaves[index].clone()).collect();
-                shard::gather(index, &of_all, axis, home)
+    fn run_on(&self, shards: Vec<I>, rows: Option<Rows>) -> Result<Sharded<O>> {
+        let hub = Arc::new(Hub::new(self.mesh.topology_arc(), self.mesh.deadline()));
+        let results: Arc<Vec<_>> = Arc::new(shards.iter().map(|_| std::sync::Mutex::new(None)).collect());
+        let seed = self.seed.derive(self.calls.fetch_add(1, Ordering::Relaxed));
+        let jobs = shards.into_iter().enumerate().map(|(slot, shard)| {
+            let replica = self.replica(slot, &hub, rows, seed);
+            let (f, hub, results) = (Arc::clone(&self.f), Arc::clone(&hub), Arc::clone(&results));
+            move || match run_replica(&*f, &replica, shard) {
+                Ok(result) => {
+                    *lock(&results[slot]) = Some(result);
+                    hub.returned(slot);
+                }
+                Err(error) => hub.failed(slot, error),
             }
-            None => Ok(output.clone()),
-        })
+        });
+        self.mesh.workers().run(jobs);
+        if let Some(failure) = hub.take_failure() {
+            return Err(failure);
+        }
+        let results = results.iter().map(|result| lock(result).take());
+        let results = results.collect::<Option<Vec<O>>>().ok_or(Error::NoResult)?;
+        Ok(Sharded::new(self.mesh.clone(), results, rows))
     }
 
-    fn panicked(&self, index: usize, message: String) -> Error {
-        Error::Panicked { index, device: self.mesh.devices()[index].clone(), message }
+    fn replica(&self, slot: usize, hub: &Arc<Hub>, rows: Option<Rows>, seed: Seed) -> Replica {
+        let topology = self.mesh.topology_arc();
+        let valid = rows.map(|rows| rows.valid(topology.groups(rows.set).seat(slot).1));
+        let engine = Box::new(Threads::new(Arc::clone(hub), slot));
+        Replica::new(slot, self.mesh.devices()[slot].clone(), topology, engine, valid, seed)
     }
+}
+
+/// What the worker of one replica does.
+fn run_replica<I: TensorTree, O: TensorTree>(
+    f: impl Fn(&Replica, I) -> candle_core::Result<O>,
+    replica: &Replica,
+    shard: I,
+) -> Result<O> {
+    let (index, device) = (replica.index(), replica.device());
+    let run = || {
+        let shard = shard.try_map(&mut |input| shard::place(input, device))?;
+        let output = f(replica, shard)?;
+        device.synchronize()?;
+        Ok(output)
+    };
+    match worker::catch(run) {
+        Ok(outcome) => outcome.map_err(|source| Error::Replica { index, device: device.clone(), source }),
+        Err(message) => Err(Error::Panicked { index, device: device.clone(), message }),
+    }
+}
+
+/// The arguments of every slot, as views, and how the rows of the first one that is cut are dealt.
+pub(crate) fn shard<I: TensorTree>(
+    mesh: &DeviceMesh,
+    arguments: &I,
+    specs: &Specs,
+    uneven: Uneven,
+) -> Result<(Vec<I>, Option<Rows>)> {
+    let topology = mesh.topology();
+    let inputs = tree::leaves(arguments);
+    let mut faults = Vec::new();
+    let specs = specs.resolve(Side::In, arguments, topology, &mut faults)?;
+    let cuts: Vec<Cut> = (inputs.iter().zip(&specs).enumerate())
+        .map(|(index, (input, spec))| Cut::new(index, input, spec, uneven, topology, &mut faults))
+        .collect();
+    spec::check(faults)?;
+    inputs.iter().enumerate().try_for_each(|(index, input)| shard::wait(index, input))?;
+    let of_slot = |slot| {
+        let mut cuts = cuts.iter().enumerate();
+        arguments.try_map(&mut |input| match cuts.next() {
+            Some((index, cut)) => cut.view(input, slot, topology).map_err(|source| Error::Shard { index, source }),
+            None => Ok(input.clone()),
+        })
+    };
+    let shards = (0..mesh.len()).map(of_slot).collect::<Result<_>>()?;
+    Ok((shards, cuts.iter().find_map(Cut::rows)))
 }
 
 impl<I, O, F> fmt::Debug for PMap<I, O, F> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Self { mesh, in_axes, out_axes, .. } = self;
+        let Self { mesh, in_axes, out_axes, uneven, seed, .. } = self;
         f.debug_struct("PMap")
             .field("mesh", mesh)
             .field("in_axes", in_axes)
             .field("out_axes", out_axes)
+            .field("uneven", uneven)
+            .field("seed", seed)
             .finish_non_exhaustive()
     }
-}
-
-/// Waits until an input is written: another thread's stream would not know of it.
-fn wait(input: &Tensor) -> candle_core::Result<()> {
-    input.device().synchronize()
-}
-
-fn failed(index: usize, source: candle_core::Error) -> Error {
-    Error::Shard { index, source }
 }

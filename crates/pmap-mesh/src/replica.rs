@@ -1,30 +1,421 @@
-//! What a replica knows of itself.
+//! What a replica knows of itself, and what it can ask of the others.
 
-use candle_core::Device;
+use std::{panic::Location, sync::Arc};
 
-/// The running copy of a parallel function on one device.
+use candle_core::{Device, Result, Tensor, bail};
+use core_types::Seed;
+
+use crate::{
+    engine::{Engine, Site},
+    error::Error,
+    meeting::CollectiveCall,
+    reduce::Reduction,
+    rng::ReplicaRng,
+    shard::Valid,
+    spec::normalize,
+    topology::{MeshAxes, Topology},
+    transpose::{self, Transpose},
+};
+
+/// The running copy of a parallel function on one device: its place in the mesh, and collectives with the others.
+///
+/// # Collectives
+///
+/// Every collective runs over some axes of the mesh: `"data"`, `["data", "model"]`, or [`ALL`](crate::ALL). All replicas
+/// that differ in these coordinates only form a group, and each member must call the same collectives in the same
+/// order, with tensors of equal type and shape. If one does not, the call ends with an error that names both sides; if
+/// one fails or returns early, the others are told so instead of waiting for ever.
+///
+/// Sums are formed in rank order, whichever replica comes first, in single precision for halves; integers wrap.
+///
+/// # Gradients
+///
+/// A gradient runs backward through a collective by its transpose:
+///
+/// | forward | backward |
+/// |---|---|
+/// | [`psum`](Self::psum), [`pmean`](Self::pmean) | identity (for the mean, over the group's size) |
+/// | [`pvary`](Self::pvary) | `psum` |
+/// | [`all_gather`](Self::all_gather) | `psum_scatter` |
+/// | [`psum_scatter`](Self::psum_scatter) | `all_gather` |
+/// | [`ppermute`](Self::ppermute) | the inverse permutation |
+/// | [`all_to_all`](Self::all_to_all) | `all_to_all` with the dimensions exchanged |
+/// | [`broadcast`](Self::broadcast) | a sum that only the root receives |
+/// | [`pmax`](Self::pmax), [`pmin`](Self::pmin) | none: `backward` returns an error |
+///
+/// The result of `psum` is one value that all replicas hold, so its gradient is that value's and not a sum of theirs.
+/// Where a value that all hold enters work that differs by replica, [`pvary`](Self::pvary) marks the place: its backward
+/// adds up what the replicas found. (Megatron-LM, arXiv 1909.08053, calls the two g and f; JAX's `shard_map` has the
+/// same pair.) Since a collective also runs in `backward`, all replicas must call `backward` alike.
 #[derive(Clone, Debug)]
-pub struct Replica {
-    pub(crate) index: usize,
-    pub(crate) count: usize,
-    pub(crate) device: Device,
+pub struct Replica(Arc<Inner>);
+
+#[derive(Debug)]
+struct Inner {
+    index: usize,
+    device: Device,
+    topology: Arc<Topology>,
+    engine: Box<dyn Engine>,
+    valid: Option<Valid>,
+    /// Of this replica in this step.
+    seed: Seed,
 }
 
 impl Replica {
-    /// The replica's place in the mesh, from 0; JAX's `axis_index`.
-    #[doc(alias = "axis_index")]
+    pub(crate) fn new(
+        index: usize,
+        device: Device,
+        topology: Arc<Topology>,
+        engine: Box<dyn Engine>,
+        valid: Option<Valid>,
+        seed: Seed,
+    ) -> Self {
+        Self(Arc::new(Inner { index, device, topology, engine, valid, seed }))
+    }
+
+    /// Its place in the mesh, from 0, counted along the last axis first.
     pub fn index(&self) -> usize {
-        self.index
+        self.0.index
     }
 
-    /// The number of replicas that run this call; JAX's `axis_size`.
-    #[doc(alias = "axis_size")]
+    /// The number of replicas.
     pub fn count(&self) -> usize {
-        self.count
+        self.0.topology.slots()
     }
 
-    /// The device that holds the replica's inputs; new tensors belong on it too.
+    /// The device it runs on, where its inputs lie.
     pub fn device(&self) -> &Device {
-        &self.device
+        &self.0.device
+    }
+
+    /// Its coordinate along each axis of the mesh.
+    pub fn coordinates(&self) -> Vec<usize> {
+        self.0.topology.coordinates(self.0.index)
+    }
+
+    /// Its position along `axes`, from 0.
+    ///
+    /// # Errors
+    ///
+    /// If the mesh has no such axis.
+    pub fn axis_index(&self, axes: impl Into<MeshAxes>) -> Result<usize> {
+        Ok(self.seat(&axes.into())?.1)
+    }
+
+    /// The number of replicas along `axes`.
+    ///
+    /// # Errors
+    ///
+    /// If the mesh has no such axis.
+    pub fn axis_size(&self, axes: impl Into<MeshAxes>) -> Result<usize> {
+        Ok(self.seat(&axes.into())?.0)
+    }
+
+    /// How many rows of its shard are real, if a batch was padded or cut into uneven parts.
+    ///
+    /// Counted along the dimension in which the first sharded argument is cut; `None` if no argument is.
+    pub fn valid_len(&self) -> Option<usize> {
+        self.0.valid.map(|valid| valid.len)
+    }
+
+    /// The part of the whole batch that is here, times the number of parts: 1 where all parts are equal.
+    ///
+    /// The mean over replicas of `weight × (mean over the shard's real rows)` is the mean over the whole batch, however
+    /// unevenly it was cut.
+    pub fn weight(&self) -> f64 {
+        self.0.valid.map_or(1.0, |valid| valid.len as f64 * valid.parts as f64 / valid.total as f64)
+    }
+
+    /// Random numbers of this replica alone: they depend on the function's seed, the number of the call and the
+    /// replica's place, and on nothing else. Every call of this method starts the same stream.
+    ///
+    /// candle's own generator has no seed on a processor, and all replicas share it.
+    pub fn rng(&self) -> ReplicaRng {
+        ReplicaRng::new(self.0.seed.derive(self.0.index as u64), self.0.device.clone())
+    }
+
+    /// The sum of `x` over the replicas along `axes`, the same on all of them.
+    ///
+    /// # Errors
+    ///
+    /// All collectives fail if the mesh has no such axis, if replicas of the group call different collectives or bring
+    /// different types or shapes, if one of them fails or returns, and if the mesh's deadline passes.
+    ///
+    /// # Examples
+    ///
+    /// ```
+    /// use candle_core::{Device, Tensor};
+    /// use pmap_mesh::{ALL, DeviceMesh, P};
+    ///
+    /// let mesh = DeviceMesh::cpu(2)?;
+    /// let normalize = mesh.pmap(|ctx, x: Tensor| x.broadcast_div(&ctx.psum(&x.sum_all()?, ALL)?));
+    /// let x = Tensor::new(&[1_f32, 2., 3., 4.], &Device::Cpu)?;
+    /// assert_eq!(normalize.call(x)?.to_vec1::<f32>()?, [0.1, 0.2, 0.3, 0.4]);
+    /// # Ok::<(), Box<dyn std::error::Error>>(())
+    /// ```
+    #[track_caller]
+    pub fn psum(&self, x: &Tensor, axes: impl Into<MeshAxes>) -> Result<Tensor> {
+        let site = self.site("psum", "", x, axes.into())?;
+        transpose::linked(x, self.all_reduce(&site, x, Reduction::Sum)?, || Transpose::Identity)
+    }
+
+    /// The mean of `x` over the replicas along `axes`, the same on all of them.
+    ///
+    /// # Errors
+    ///
+    /// As [`psum`](Self::psum), and for integers, whose mean would have to be rounded.
+    #[track_caller]
+    pub fn pmean(&self, x: &Tensor, axes: impl Into<MeshAxes>) -> Result<Tensor> {
+        let site = self.site("pmean", "", x, axes.into())?;
+        if !x.dtype().is_float() {
+            bail!("pmean of type {} is not possible, only floats have a mean; psum it", x.dtype().as_str());
+        }
+        let mean = self.all_reduce(&site, x, Reduction::Mean)?;
+        transpose::linked(x, mean, || Transpose::Scale(1.0 / site.size as f64))
+    }
+
+    /// The largest of each element of `x` over the replicas along `axes`; NaN if one is.
+    ///
+    /// # Errors
+    ///
+    /// As [`psum`](Self::psum).
+    #[track_caller]
+    pub fn pmax(&self, x: &Tensor, axes: impl Into<MeshAxes>) -> Result<Tensor> {
+        let site = self.site("pmax", "", x, axes.into())?;
+        transpose::linked(x, self.all_reduce(&site, x, Reduction::Max)?, || Transpose::None("pmax"))
+    }
+
+    /// The smallest of each element of `x` over the replicas along `axes`; NaN if one is.
+    ///
+    /// # Errors
+    ///
+    /// As [`psum`](Self::psum).
+    #[track_caller]
+    pub fn pmin(&self, x: &Tensor, axes: impl Into<MeshAxes>) -> Result<Tensor> {
+        let site = self.site("pmin", "", x, axes.into())?;
+        transpose::linked(x, self.all_reduce(&site, x, Reduction::Min)?, || Transpose::None("pmin"))
+    }
+
+    /// `x` itself, whose gradient will be summed over the replicas along `axes`.
+    ///
+    /// For a value that all of them hold and each uses in its own way; see [Gradients](Self#gradients).
+    ///
+    /// # Errors
+    ///
+    /// If the mesh has no such axis; its backward as [`psum`](Self::psum).
+    #[track_caller]
+    pub fn pvary(&self, x: &Tensor, axes: impl Into<MeshAxes>) -> Result<Tensor> {
+        let site = self.site("psum (backward of pvary)", "", x, axes.into())?;
+        transpose::linked(x, x.detach(), || Transpose::Psum(self.clone(), site))
+    }
+
+    /// The tensors of all replicas along `axes`, concatenated in dimension `dim` in the order of their positions.
+    ///
+    /// Sizes may differ in `dim` and must be equal elsewhere. Negative dimensions count from the last.
+    ///
+    /// # Errors
+    ///
+    /// As [`psum`](Self::psum), and if `x` has no such dimension.
+    #[track_caller]
+    pub fn all_gather(&self, x: &Tensor, dim: isize, axes: impl Into<MeshAxes>) -> Result<Tensor> {
+        let dim = dim_of(x, dim, "all_gather")?;
+        let site = self.site("all_gather", dim, x, axes.into())?.with_free_dim(dim);
+        let parts = self.0.engine.all_gather(&site, &x.detach())?;
+        let sizes: Vec<usize> = parts.iter().map(|part| part.dims()[dim]).collect();
+        transpose::linked(x, cat(parts, dim)?, || Transpose::PsumScatter(self.clone(), site, dim, sizes))
+    }
+
+    /// The sum of `x` over the replicas along `axes`, of which each gets its part in dimension `dim`.
+    ///
+    /// # Errors
+    ///
+    /// As [`psum`](Self::psum), and if `x` has no such dimension or its size does not divide by the replicas.
+    #[track_caller]
+    pub fn psum_scatter(&self, x: &Tensor, dim: isize, axes: impl Into<MeshAxes>) -> Result<Tensor> {
+        let dim = dim_of(x, dim, "psum_scatter")?;
+        let site = self.site("psum_scatter", dim, x, axes.into())?;
+        let sizes = even_parts(x, dim, &site)?;
+        let part = self.sum_and_scatter(&site, x, dim, &sizes)?;
+        transpose::linked(x, part, || Transpose::AllGather(self.clone(), site, dim))
+    }
+
+    /// Sends `x` along `axes` from position to position: for each pair (from, to), `to` gets what `from` has.
+    ///
+    /// Who is sent nothing gets zeros. A position may send and receive once each.
+    ///
+    /// # Errors
+    ///
+    /// As [`psum`](Self::psum), and if a pair names a position outside the group, or two name the same sender or
+    /// receiver.
+    #[track_caller]
+    pub fn ppermute(&self, x: &Tensor, pairs: &[(usize, usize)], axes: impl Into<MeshAxes>) -> Result<Tensor> {
+        let site = self.site("ppermute", "", x, axes.into())?.with_detail(format!("{pairs:?}"));
+        check_pairs(pairs, site.size)?;
+        let received = self.permute(&site, x, pairs)?;
+        let inverse = pairs.iter().map(|&(from, to)| (to, from)).collect();
+        transpose::linked(x, received, || Transpose::Permute(self.clone(), site, inverse))
+    }
+
+    /// Cuts `x` in dimension `split_dim`, sends part n to position n along `axes`, and concatenates what arrives in
+    /// dimension `concat_dim`.
+    ///
+    /// # Errors
+    ///
+    /// As [`psum`](Self::psum), and if `x` lacks one of the dimensions or its size does not divide by the replicas.
+    #[track_caller]
+    pub fn all_to_all(
+        &self,
+        x: &Tensor,
+        split_dim: isize,
+        concat_dim: isize,
+        axes: impl Into<MeshAxes>,
+    ) -> Result<Tensor> {
+        let (split, concat) = (dim_of(x, split_dim, "all_to_all")?, dim_of(x, concat_dim, "all_to_all")?);
+        let site = self.site("all_to_all", "", x, axes.into())?.with_detail(format!("({split} to {concat})"));
+        let exchanged = self.exchange(&site, x, split, concat)?;
+        transpose::linked(x, exchanged, || Transpose::AllToAll(self.clone(), site, concat, split))
+    }
+
+    /// The `x` of position `root` along `axes`; what the others bring counts by its type and shape only.
+    ///
+    /// # Errors
+    ///
+    /// As [`psum`](Self::psum), and if there is no such position.
+    #[track_caller]
+    pub fn broadcast(&self, x: &Tensor, root: usize, axes: impl Into<MeshAxes>) -> Result<Tensor> {
+        let site = self.site("broadcast", root, x, axes.into())?;
+        if root >= site.size {
+            bail!("broadcast from position {root}, there are {}", site.size);
+        }
+        let received = self.0.engine.receive(&site, &x.detach(), Some(root))?;
+        let received = received.ok_or_else(|| candle_core::Error::msg("nothing was broadcast"))?;
+        transpose::linked(x, received, || Transpose::Reduce(self.clone(), site, root))
+    }
+
+    /// Returns when all replicas along `axes` have called it.
+    ///
+    /// # Errors
+    ///
+    /// As [`psum`](Self::psum).
+    #[track_caller]
+    pub fn barrier(&self, axes: impl Into<MeshAxes>) -> Result<()> {
+        let site = self.site_of("barrier", String::new(), None, axes.into())?;
+        self.0.engine.barrier(&site)
+    }
+
+    /// The sums over all replicas of the `wanted` tensors of a list; all replicas bring lists of the same shapes.
+    #[track_caller]
+    pub(crate) fn reduce_lists(&self, list: Vec<Tensor>, wanted: &[usize]) -> Result<Vec<Tensor>> {
+        let site = self.site_of("sum of gradients", format!(" of {} tensors", list.len()), None, crate::ALL)?;
+        self.0.engine.reduce_lists(&site, list, wanted, Reduction::Sum)
+    }
+
+    /// Ends the call for all with an error of its own kind, and returns what this replica is to return.
+    pub(crate) fn refuse(&self, error: Error) -> candle_core::Error {
+        let message = error.to_string();
+        self.0.engine.failed(error);
+        candle_core::Error::msg(message)
+    }
+
+    pub(crate) fn all_reduce(&self, site: &Site, x: &Tensor, reduction: Reduction) -> Result<Tensor> {
+        if site.size == 1 { Ok(x.detach()) } else { self.0.engine.all_reduce(site, &x.detach(), reduction) }
+    }
+
+    pub(crate) fn gather(&self, site: &Site, x: &Tensor, dim: usize) -> Result<Tensor> {
+        cat(self.0.engine.all_gather(site, &x.detach())?, dim)
+    }
+
+    /// The part of the sum that belongs to this position, if position n gets `sizes[n]` rows.
+    pub(crate) fn sum_and_scatter(&self, site: &Site, x: &Tensor, dim: usize, sizes: &[usize]) -> Result<Tensor> {
+        let sum = self.all_reduce(site, x, Reduction::Sum)?;
+        let start = sizes[..site.position].iter().sum();
+        sum.narrow(dim, start, sizes[site.position])?.contiguous()
+    }
+
+    pub(crate) fn permute(&self, site: &Site, x: &Tensor, pairs: &[(usize, usize)]) -> Result<Tensor> {
+        let from = pairs.iter().find(|(_, to)| *to == site.position).map(|(from, _)| *from);
+        let received = self.0.engine.receive(site, &x.detach(), from)?;
+        received.map_or_else(|| x.zeros_like(), Ok)
+    }
+
+    pub(crate) fn exchange(&self, site: &Site, x: &Tensor, split: usize, concat: usize) -> Result<Tensor> {
+        let size = even_parts(x, split, site)?[0];
+        let parts = (0..site.size).map(|n| x.detach().narrow(split, n * size, size)).collect::<Result<_>>()?;
+        cat(self.0.engine.all_to_all(site, parts)?, concat)
+    }
+
+    #[track_caller]
+    fn site(&self, op: &'static str, detail: impl Detail, x: &Tensor, axes: MeshAxes) -> Result<Site> {
+        self.site_of(op, detail.text(), Some(x), axes)
+    }
+
+    #[track_caller]
+    fn site_of(&self, op: &'static str, detail: String, x: Option<&Tensor>, axes: MeshAxes) -> Result<Site> {
+        let set = self.0.topology.set(&axes).map_err(|error| self.refuse(error))?;
+        let groups = self.0.topology.groups(set);
+        let (group, position) = groups.seat(self.0.index);
+        let shape = x.map_or_else(Vec::new, |x| x.dims().to_vec());
+        let dtype = x.map(Tensor::dtype);
+        let call = CollectiveCall { op, detail, set, axes, dtype, shape, free_dim: None, place: Location::caller() };
+        Ok(Site { call: Arc::new(call), size: groups.members(group).len(), position })
+    }
+
+    /// The size of its group along `axes`, and its position there.
+    fn seat(&self, axes: &MeshAxes) -> Result<(usize, usize)> {
+        let set = self.0.topology.set(axes).map_err(|error| self.refuse(error))?;
+        Ok((self.0.topology.size(set), self.0.topology.groups(set).seat(self.0.index).1))
+    }
+}
+
+/// What of an operation's arguments must agree besides the tensors.
+trait Detail {
+    fn text(self) -> String;
+}
+
+impl Detail for &str {
+    fn text(self) -> String {
+        self.to_owned()
+    }
+}
+
+impl Detail for usize {
+    fn text(self) -> String {
+        format!("({self})")
+    }
+}
+
+fn dim_of(x: &Tensor, dim: isize, op: &str) -> Result<usize> {
+    match normalize(dim, x.rank()) {
+        Some(dim) => Ok(dim),
+        None => bail!("{op}: dimension {dim} is out of range for shape {:?}", x.dims()),
+    }
+}
+
+/// The size of each position's part, all equal.
+fn even_parts(x: &Tensor, dim: usize, site: &Site) -> Result<Vec<usize>> {
+    let size = x.dims()[dim];
+    if !size.is_multiple_of(site.size) {
+        let (op, shape) = (site.call.op, x.dims());
+        bail!("{op}: dimension {dim} of shape {shape:?} does not split evenly over {} replicas", site.size);
+    }
+    Ok(vec![size / site.size; site.size])
+}
+
+fn check_pairs(pairs: &[(usize, usize)], size: usize) -> Result<()> {
+    for (n, &(from, to)) in pairs.iter().enumerate() {
+        if from >= size || to >= size {
+            bail!("ppermute: pair ({from}, {to}) names a position outside of a group of {size}");
+        }
+        if pairs[..n].iter().any(|&(other_from, other_to)| other_from == from || other_to == to) {
+            bail!("ppermute: pair ({from}, {to}) sends or receives a second time");
+        }
+    }
+    Ok(())
+}
+
+fn cat(parts: Vec<Tensor>, dim: usize) -> Result<Tensor> {
+    match <[Tensor; 1]>::try_from(parts) {
+        Ok([only]) => Ok(only),
+        Err(parts) => Tensor::cat(&parts, dim),
     }
 }

@@ -1,10 +1,13 @@
-//! Arguments and results: one tensor or several, in any nesting of tuples and vectors.
+//! Arguments and results: one tensor or several, in any nesting of tuples, vectors and maps.
+
+use std::{collections::BTreeMap, convert::Infallible};
 
 use candle_core::Tensor;
 
 /// A value made of tensors, which can be cut and put together tensor by tensor.
 ///
-/// Implemented for [`Tensor`], `()`, pairs, triples and vectors; implement it for your own struct to pass that.
+/// Implemented for [`Tensor`], `()`, tuples of up to six, vectors, ordered maps and options; implement it for your own
+/// struct to pass that.
 ///
 /// # Examples
 ///
@@ -32,17 +35,27 @@ pub trait TensorTree: Sized + Send + 'static {
     ///
     /// The first error of `f`.
     fn try_map<E>(&self, f: &mut impl FnMut(&Tensor) -> Result<Tensor, E>) -> Result<Self, E>;
+
+    /// How many tensors each argument has: specs may be given one for each.
+    ///
+    /// A tuple's elements are arguments; of everything else each tensor is one.
+    fn parts(&self) -> Vec<usize> {
+        vec![1; count(self)]
+    }
 }
 
 /// The tensors of `tree`, in order.
 pub(crate) fn leaves(tree: &impl TensorTree) -> Vec<Tensor> {
     let mut leaves = Vec::new();
-    let visited: Result<_, std::convert::Infallible> = tree.try_map(&mut |leaf| {
+    let Ok(_) = tree.try_map(&mut |leaf| {
         leaves.push(leaf.clone());
-        Ok(leaf.clone())
+        Ok::<_, Infallible>(leaf.clone())
     });
-    drop(visited);
     leaves
+}
+
+fn count(tree: &impl TensorTree) -> usize {
+    leaves(tree).len()
 }
 
 impl TensorTree for Tensor {
@@ -57,20 +70,40 @@ impl TensorTree for () {
     }
 }
 
-impl<T: TensorTree, U: TensorTree> TensorTree for (T, U) {
-    fn try_map<E>(&self, f: &mut impl FnMut(&Tensor) -> Result<Tensor, E>) -> Result<Self, E> {
-        Ok((self.0.try_map(f)?, self.1.try_map(f)?))
-    }
-}
-
-impl<T: TensorTree, U: TensorTree, V: TensorTree> TensorTree for (T, U, V) {
-    fn try_map<E>(&self, f: &mut impl FnMut(&Tensor) -> Result<Tensor, E>) -> Result<Self, E> {
-        Ok((self.0.try_map(f)?, self.1.try_map(f)?, self.2.try_map(f)?))
-    }
-}
-
 impl<T: TensorTree> TensorTree for Vec<T> {
     fn try_map<E>(&self, f: &mut impl FnMut(&Tensor) -> Result<Tensor, E>) -> Result<Self, E> {
         self.iter().map(|tree| tree.try_map(f)).collect()
     }
 }
+
+impl<T: TensorTree> TensorTree for Option<T> {
+    fn try_map<E>(&self, f: &mut impl FnMut(&Tensor) -> Result<Tensor, E>) -> Result<Self, E> {
+        self.as_ref().map(|tree| tree.try_map(f)).transpose()
+    }
+}
+
+impl<K: Ord + Clone + Send + 'static, T: TensorTree> TensorTree for BTreeMap<K, T> {
+    fn try_map<E>(&self, f: &mut impl FnMut(&Tensor) -> Result<Tensor, E>) -> Result<Self, E> {
+        self.iter().map(|(key, tree)| Ok((key.clone(), tree.try_map(f)?))).collect()
+    }
+}
+
+macro_rules! tuple_of_trees {
+    ($($tree:ident $field:tt),+) => {
+        impl<$($tree: TensorTree),+> TensorTree for ($($tree,)+) {
+            fn try_map<E>(&self, f: &mut impl FnMut(&Tensor) -> Result<Tensor, E>) -> Result<Self, E> {
+                Ok(($(self.$field.try_map(f)?,)+))
+            }
+
+            fn parts(&self) -> Vec<usize> {
+                vec![$(count(&self.$field)),+]
+            }
+        }
+    };
+}
+
+tuple_of_trees!(A 0, B 1);
+tuple_of_trees!(A 0, B 1, C 2);
+tuple_of_trees!(A 0, B 1, C 2, D 3);
+tuple_of_trees!(A 0, B 1, C 2, D 3, G 4);
+tuple_of_trees!(A 0, B 1, C 2, D 3, G 4, H 5);

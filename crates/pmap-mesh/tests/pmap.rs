@@ -9,7 +9,8 @@ use std::{
 };
 
 use candle_core::{DType, Device, Tensor};
-use pmap_mesh::{DeviceMesh, Error, InAxis, OutAxis, TensorTree};
+use core_types::Seed;
+use pmap_mesh::{ALL, DeviceMesh, Error, P, Side, SpecFault, TensorTree, Uneven};
 
 /// 0, 1, 2, … in this shape.
 fn iota(shape: (usize, usize)) -> Tensor {
@@ -48,8 +49,8 @@ fn every_pair_of_in_axes_gives_the_same_sum_of_products() {
     for axis in [0, 1, -1, -2] {
         let dot = mesh
             .pmap(|_, (x, y): (Tensor, Tensor)| (x * y)?.sum_all())
-            .in_axes([InAxis::Shard(axis); 2])
-            .out_axes(OutAxis::Sum);
+            .in_axes([Some(axis), Some(axis)])
+            .out_axes(P::sum(ALL));
         assert_eq!(dot.call((x.clone(), y.clone())).unwrap().to_scalar::<f32>().unwrap(), whole);
     }
 }
@@ -59,7 +60,7 @@ fn shards_lie_in_mesh_order_and_gather_back_along_any_axis() {
     let x = iota((4, 6));
     for axis in [0, 1, -1, -2] {
         let tag = DeviceMesh::cpu(2).unwrap().pmap(|replica, x: Tensor| x + replica.index() as f64 * 100.0);
-        let tagged = tag.in_axes(InAxis::Shard(axis)).out_axes(OutAxis::Gather(axis)).call(x.clone()).unwrap();
+        let tagged = tag.in_axes(Some(axis)).out_axes(Some(axis)).call(x.clone()).unwrap();
         let second_half = |row: usize, column: usize| if axis.rem_euclid(2) == 0 { row >= 2 } else { column >= 3 };
         for (row, values) in rows(&tagged).iter().enumerate() {
             for (column, &value) in values.iter().enumerate() {
@@ -85,7 +86,7 @@ fn results_may_be_nothing_several_tensors_or_a_struct() {
     mesh.pmap(|_, _: Tensor| Ok(())).call(iota((2, 2))).unwrap();
 
     let moments = mesh.pmap(|_, x: Tensor| Ok(Moments { sum: x.sum_all()?, squares: vec![x.sqr()?, x.sqr()?.sqr()?] }));
-    let moments = moments.out_axes([OutAxis::Mean, OutAxis::Gather(0), OutAxis::Sum]).call(iota((2, 2))).unwrap();
+    let moments = moments.out_axes([P::mean(ALL), P::shard(0, ALL), P::sum(ALL)]).call(iota((2, 2))).unwrap();
     assert_eq!(moments.sum.to_scalar::<f32>().unwrap(), 3.0);
     assert_eq!(rows(&moments.squares[0]), [[0.0, 1.0], [4.0, 9.0]]);
     assert_eq!(rows(&moments.squares[1]), [[16.0, 82.0]]);
@@ -131,7 +132,7 @@ fn gradients_of_shards_add_up_to_the_whole_batch_s() {
     };
     let whole = gradient(&iota((6, 4)), &weight).unwrap();
     let shared = weight.clone();
-    let parallel = DeviceMesh::cpu(3).unwrap().pmap(move |_, x: Tensor| gradient(&x, &shared)).out_axes(OutAxis::Sum);
+    let parallel = DeviceMesh::cpu(3).unwrap().pmap(move |_, x: Tensor| gradient(&x, &shared)).out_axes(P::sum(ALL));
     assert_eq!(rows(&parallel.call(iota((6, 4))).unwrap()), rows(&whole));
 }
 
@@ -139,31 +140,69 @@ fn gradients_of_shards_add_up_to_the_whole_batch_s() {
 fn an_axis_that_does_not_divide_is_named_with_its_size_and_the_devices() {
     let mesh = DeviceMesh::cpu(4).unwrap();
     let error = mesh.pmap(|_, x: Tensor| Ok(x)).call(iota((10, 3))).unwrap_err();
-    assert!(matches!(error, Error::NotDivisible { index: 0, axis: 0, size: 10, devices: 4 }));
-    assert_eq!(error.to_string(), "axis 0 of input 0 has size 10, which does not split evenly over 4 devices");
+    assert!(matches!(&error, Error::Specs(faults) if faults.len() == 1));
+    assert_eq!(
+        error.to_string(),
+        "dimension 0 of input 0 of shape [10, 3] has size 10, which does not split evenly over 4 devices; 8 and 12 do, \
+         and `uneven` allows others"
+    );
+}
+
+#[test]
+fn all_faults_are_told_at_once() {
+    let grid = DeviceMesh::builder().axis("data", 2).axis("model", 3).cpu().unwrap();
+    let call = grid.pmap(|_, (x, _, _): (Tensor, Tensor, Tensor)| Ok(x)).in_axes([
+        P::shard(0, "data").and(P::shard(5, "model")),
+        P::shard(0, "rows"),
+        P::sum("data").and(P::shard(0, ALL)),
+    ]);
+    let x = iota((5, 3));
+    let Error::Specs(faults) = call.call((x.clone(), x.clone(), x)).unwrap_err() else { panic!("not about specs") };
+    assert!(matches!(faults[0], SpecFault::Axes { side: Side::In, index: 1, .. }));
+    assert_eq!(
+        faults[1..],
+        [
+            SpecFault::ReducedInput { index: 2 },
+            SpecFault::AxisTwice { side: Side::In, index: 2, axes: "all axes".into() },
+            SpecFault::NotDivisible { index: 0, dim: 0, size: 5, shape: vec![5, 3], parts: 2 },
+            SpecFault::DimOutOfRange { side: Side::In, index: 0, dim: 5, shape: vec![5, 3] },
+            SpecFault::NotDivisible { index: 2, dim: 0, size: 5, shape: vec![5, 3], parts: 6 },
+        ]
+    );
 }
 
 #[test]
 fn axes_out_of_range_are_named_with_the_shape() {
     let mesh = DeviceMesh::cpu(2).unwrap();
     for axis in [2, -3, isize::MAX, isize::MIN] {
-        let call = mesh.pmap(|_, x: Tensor| Ok(x)).in_axes(InAxis::Shard(axis)).call(iota((2, 2)));
-        assert!(matches!(call, Err(Error::AxisOutOfRange { side: "in", index: 0, axis: a, .. }) if a == axis));
-        let call = mesh.pmap(|_, x: Tensor| Ok(x)).out_axes(OutAxis::Gather(axis)).call(iota((2, 2)));
-        assert!(matches!(call, Err(Error::AxisOutOfRange { side: "out", index: 0, axis: a, .. }) if a == axis));
+        let call = mesh.pmap(|_, x: Tensor| Ok(x)).in_axes(Some(axis)).call(iota((2, 2)));
+        assert_eq!(faults(call), [out_of_range(Side::In, axis, &[2, 2])]);
+        let call = mesh.pmap(|_, x: Tensor| Ok(x)).out_axes(Some(axis)).call(iota((2, 2)));
+        assert_eq!(faults(call), [out_of_range(Side::Out, axis, &[1, 2])]);
     }
     let scalar = Tensor::new(1_f32, &Device::Cpu).unwrap();
     let call = mesh.pmap(|_, x: Tensor| Ok(x)).call(scalar);
-    assert!(matches!(call, Err(Error::AxisOutOfRange { axis: 0, shape, .. }) if shape.is_empty()));
+    assert_eq!(faults(call), [out_of_range(Side::In, 0, &[])]);
+}
+
+fn faults(call: pmap_mesh::Result<Tensor>) -> Vec<SpecFault> {
+    match call {
+        Err(Error::Specs(faults)) => faults,
+        other => panic!("expected faults of specs, got {other:?}"),
+    }
+}
+
+fn out_of_range(side: Side, dim: isize, shape: &[usize]) -> SpecFault {
+    SpecFault::DimOutOfRange { side, index: 0, dim, shape: shape.to_vec() }
 }
 
 #[test]
 fn a_wrong_number_of_axes_is_refused() {
     let mesh = DeviceMesh::cpu(2).unwrap();
-    let call = mesh.pmap(|_, x: Tensor| Ok(x)).in_axes([InAxis::Replicate; 2]).call(iota((2, 2)));
-    assert!(matches!(call, Err(Error::AxesCount { side: "in", axes: 2, tensors: 1 })));
-    let call = mesh.pmap(|_, x: Tensor| Ok(x)).out_axes(Vec::new()).call(iota((2, 2)));
-    assert!(matches!(call, Err(Error::AxesCount { side: "out", axes: 0, tensors: 1 })));
+    let call = mesh.pmap(|_, x: Tensor| Ok(x)).in_axes([None, None]).call(iota((2, 2)));
+    assert!(matches!(call, Err(Error::SpecCount { side: Side::In, specs: 2, tensors: 1, .. })));
+    let call = mesh.pmap(|_, x: Tensor| Ok(x)).out_axes(Vec::<P>::new()).call(iota((2, 2)));
+    assert!(matches!(call, Err(Error::SpecCount { side: Side::Out, specs: 0, tensors: 1, .. })));
 }
 
 #[test]
@@ -206,17 +245,17 @@ fn outputs_that_do_not_fit_together_are_named() {
 #[test]
 fn sums_are_of_any_type_and_means_of_floats() {
     let mesh = DeviceMesh::cpu(2).unwrap();
-    let reduced = |dtype, axis| {
+    let reduced = |dtype, axis: P| {
         let x = iota((2, 2)).to_dtype(dtype).unwrap();
         mesh.pmap(|_, x: Tensor| Ok(x)).out_axes(axis).call(x)
     };
     for dtype in [DType::F32, DType::F64, DType::BF16, DType::F16, DType::U8, DType::U32, DType::I64] {
-        assert_eq!(rows(&reduced(dtype, OutAxis::Sum).unwrap().to_dtype(DType::F32).unwrap()), [[2.0, 4.0]]);
-        let mean = reduced(dtype, OutAxis::Mean);
+        assert_eq!(rows(&reduced(dtype, P::sum(ALL)).unwrap().to_dtype(DType::F32).unwrap()), [[2.0, 4.0]]);
+        let mean = reduced(dtype, P::mean(ALL));
         if dtype.is_float() {
             assert_eq!(rows(&mean.unwrap().to_dtype(DType::F32).unwrap()), [[1.0, 2.0]]);
         } else {
-            assert!(matches!(mean, Err(Error::MeanOfIntegers { index: 0, dtype: of }) if of == dtype));
+            assert_eq!(faults(mean), [SpecFault::MeanOfIntegers { index: 0, dtype }]);
         }
     }
 }
@@ -234,4 +273,127 @@ fn a_call_inside_a_replica_is_refused_instead_of_waiting_for_itself() {
         panic!("not an error of a replica")
     };
     assert!(source.to_string().contains("cannot be called inside a replica"));
+}
+
+#[test]
+fn a_grid_cuts_rows_along_one_axis_and_columns_along_the_other() {
+    let grid = DeviceMesh::builder().axis("data", 2).axis("model", 3).cpu().unwrap();
+    let both = || P::shard(0, "data").and(P::shard(1, "model"));
+    let x = iota((4, 6));
+    let tag = grid.pmap(|ctx, x: Tensor| {
+        assert_eq!(x.dims(), [2, 2]);
+        assert_eq!(ctx.coordinates(), [ctx.axis_index("data")?, ctx.axis_index("model")?]);
+        x * 2.0
+    });
+    let tag = tag.in_axes(both()).out_axes(both());
+    assert_eq!(rows(&tag.call(x.clone()).unwrap()), rows(&(&x * 2.0).unwrap()));
+
+    // Cut over both axes at once, it is a row of six.
+    let whole = grid.pmap(|_, x: Tensor| x.sum_all()).in_axes(Some(1)).out_axes(P::stack(0, ALL));
+    assert_eq!(whole.call(x).unwrap().to_vec1::<f32>().unwrap(), [36.0, 40.0, 44.0, 48.0, 52.0, 56.0]);
+}
+
+#[test]
+fn results_that_should_be_replicated_and_are_not_are_found_in_debug_builds() {
+    let mesh = DeviceMesh::cpu(3).unwrap();
+    let same = mesh.pmap(|_, x: Tensor| x.ones_like()).out_axes(P::replicate());
+    assert_eq!(rows(&same.call(iota((3, 1))).unwrap()), [[1.0]]);
+    let differ = mesh.pmap(|_, x: Tensor| Ok(x)).out_axes(P::replicate()).call(iota((3, 1)));
+    if cfg!(debug_assertions) {
+        assert!(matches!(differ, Err(Error::NotReplicated { index: 0, replica: 1, first: 0 })));
+    }
+}
+
+#[test]
+fn specs_may_be_given_for_arguments_of_several_tensors() {
+    let mesh = DeviceMesh::cpu(2).unwrap();
+    let f = mesh.pmap(|_, (w, x): (Vec<Tensor>, Tensor)| x.matmul(&w[0])?.broadcast_add(&w[1]));
+    let f = f.in_axes([None, Some(0)]);
+    let (w, b, x) = (iota((3, 2)), iota((1, 2)), iota((4, 3)));
+    let serial = x.matmul(&w).unwrap().broadcast_add(&b).unwrap();
+    assert_eq!(rows(&f.call((vec![w, b], x)).unwrap()), rows(&serial));
+}
+
+#[test]
+fn sharded_values_are_passed_on_without_being_gathered() {
+    let mesh = DeviceMesh::cpu(2).unwrap();
+    let scale = mesh.pmap(|_, (w, x): (Tensor, Tensor)| x.broadcast_mul(&w)).in_axes([None, Some(0)]);
+    let w = mesh.shard(iota((1, 2)), P::replicate()).unwrap();
+    let mut x = mesh.shard(iota((4, 2)), Some(0)).unwrap();
+    for _ in 0..2 {
+        x = scale.run(w.clone().zip(x).unwrap()).unwrap();
+    }
+    assert_eq!(x.shards()[1].dims(), [2, 2]);
+    assert_eq!(rows(&x.gather(Some(0)).unwrap()), [[0.0, 1.0], [0.0, 3.0], [0.0, 5.0], [0.0, 7.0]]);
+    let elsewhere = DeviceMesh::cpu(2).unwrap().shard(iota((4, 2)), Some(0)).unwrap();
+    assert!(matches!(w.zip(elsewhere), Err(Error::OtherMesh)));
+}
+
+#[test]
+fn results_can_be_written_into_tensors_that_are_kept() {
+    let mesh = DeviceMesh::cpu(2).unwrap();
+    let f = mesh.pmap(|ctx, x: Tensor| Ok((x.sqr()?, ctx.psum(&x, ALL)?))).out_axes([P::shard(1, ALL), P::replicate()]);
+    let f = f.in_axes(Some(1));
+    let kept = (iota((2, 4)), iota((2, 2)));
+    f.call_into(iota((2, 4)), &kept).unwrap();
+    assert_eq!(rows(&kept.0), rows(&iota((2, 4)).sqr().unwrap()));
+    assert_eq!(rows(&kept.1), [[2.0, 4.0], [10.0, 12.0]]);
+    let too_large = (iota((2, 6)), iota((2, 2)));
+    let error = f.call_into(iota((2, 4)), &too_large).unwrap_err();
+    assert!(
+        matches!(error, Error::Specs(faults) if matches!(faults[..], [SpecFault::KeptSize { index: 0, size: 4, .. }]))
+    );
+}
+
+#[test]
+fn uneven_batches_give_what_the_whole_batch_gives() {
+    for (devices, size) in [(2, 5), (3, 4), (4, 9), (4, 5), (3, 3)] {
+        let x = iota((size, 2));
+        let mean: Vec<f32> = x.mean(0).unwrap().to_vec1().unwrap();
+        for uneven in [Uneven::Pad, Uneven::Balanced] {
+            let mesh = DeviceMesh::cpu(devices).unwrap();
+            let f = mesh.pmap(move |ctx, x: Tensor| {
+                let len = ctx.valid_len().unwrap();
+                // A mean of no rows counts nothing.
+                let mean = if len == 0 { x.sum(0)? } else { x.narrow(0, 0, len)?.mean(0)? };
+                Ok((x.sqr()?, ctx.pmean(&(mean * ctx.weight())?, ALL)?))
+            });
+            let f = f.out_axes([P::shard(0, ALL), P::replicate()]).uneven(uneven);
+            let (squares, whole) = f.call(x.clone()).unwrap();
+            assert_eq!(rows(&squares), rows(&x.sqr().unwrap()));
+            for (left, right) in whole.to_vec1::<f32>().unwrap().iter().zip(&mean) {
+                assert!((left - right).abs() < 1e-5, "{devices} {size} {uneven:?}: {left} for {right}");
+            }
+        }
+    }
+    let too_few = DeviceMesh::cpu(3).unwrap().pmap(|_, x: Tensor| Ok(x)).uneven(Uneven::Balanced).call(iota((2, 1)));
+    assert!(matches!(faults(too_few)[..], [SpecFault::NotDivisible { size: 2, parts: 3, .. }]));
+}
+
+#[test]
+fn random_numbers_depend_on_seed_step_and_replica_alone() {
+    let draw = |devices: usize, seed| {
+        let mesh = DeviceMesh::cpu(devices).unwrap();
+        mesh.pmap(|ctx, x: Tensor| ctx.rng().uniform(x.shape())).seed(Seed::new(seed))
+    };
+    let x = iota((4, 2));
+    let first = draw(2, 1);
+    let (a, b) = (rows(&first.call(x.clone()).unwrap()), rows(&first.call(x.clone()).unwrap()));
+    assert!(a != b && a[..2] != a[2..]);
+    assert_eq!(rows(&first.call_at(1, x.clone()).unwrap()), b);
+    assert_eq!(rows(&draw(4, 1).call(x.clone()).unwrap())[0], a[0]);
+    assert_ne!(rows(&draw(2, 2).call(x).unwrap()), a);
+    assert_eq!(a[0], [0.616_152_6, 0.514_784_9], "the stream is pinned");
+}
+
+#[test]
+fn threads_end_with_the_last_clone_of_their_mesh() {
+    let mesh = DeviceMesh::cpu(4).unwrap();
+    let f = mesh.pmap(|_, x: Tensor| Ok(x));
+    drop(mesh);
+    assert!(f.call(iota((4, 1))).is_ok());
+    let started = std::time::Instant::now();
+    // Joins all workers: it would not return if one of them stayed.
+    drop(f);
+    assert!(started.elapsed() < Duration::from_secs(60));
 }

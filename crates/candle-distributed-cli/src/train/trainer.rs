@@ -3,7 +3,7 @@
 use std::time::Instant;
 
 use candle_core::Tensor;
-use candle_distributed::mesh::{DeviceMesh, InAxis, OutAxis, Replica};
+use candle_distributed::mesh::{ALL, DeviceMesh, P, Replica};
 use candle_nn::{AdamW, Optimizer, ParamsAdamW};
 
 use crate::{
@@ -36,8 +36,8 @@ pub(crate) fn train(
     let shared = parameters.clone();
     let gradients = mesh
         .pmap(move |replica, (ids, weights): (Tensor, Tensor)| gradients(&shared, replica, &ids, &weights))
-        .in_axes(InAxis::Shard(0))
-        .out_axes(OutAxis::Sum);
+        .in_axes(P::shard(0, ALL))
+        .out_axes(P::sum(ALL));
     let mut optimizer = AdamW::new(parameters.vars(), ParamsAdamW::default())?;
     let start = Instant::now();
     for (step, batch) in (0..steps).zip(schedule.batches()) {

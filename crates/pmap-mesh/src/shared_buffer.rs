@@ -1,0 +1,140 @@
+//! One buffer that several threads fill at the same time, each its own part.
+//!
+//! The one module of this crate with `unsafe` in it: candle takes a result as one `Vec`, and safe Rust has no way to let
+//! several threads that were not started for the purpose fill one (ADR 9 says what the ways around it cost).
+
+#![allow(unsafe_code, reason = "parts of one vector are written by several threads; every block says why it may be")]
+
+use std::{
+    cell::UnsafeCell,
+    ops::Range,
+    sync::atomic::{AtomicUsize, Ordering},
+};
+
+/// A buffer of `len` items, cut into parts that are filled independently.
+#[derive(Debug)]
+pub(crate) struct SharedBuffer<T> {
+    /// Its length stays 0 until all parts are filled.
+    items: UnsafeCell<Vec<T>>,
+    parts: Vec<Range<usize>>,
+    /// For each part: free, lent to a thread, or filled.
+    states: Vec<AtomicUsize>,
+    unfilled: AtomicUsize,
+}
+
+const FREE: usize = 0;
+const TAKEN: usize = 1;
+
+// SAFETY: threads reach the items through `fill` only, which lends each part to one thread at a time and ever, and
+// through `fill`'s last call, after which no part is lent. Items move between threads, hence `Send`.
+unsafe impl<T: Send> Sync for SharedBuffer<T> {}
+
+impl<T: Copy> SharedBuffer<T> {
+    /// A buffer for `parts`, which follow each other from 0 on without gaps.
+    pub(crate) fn new(parts: Vec<Range<usize>>) -> Self {
+        let end = parts.iter().fold(0, |end, part| {
+            assert!(part.start == end && part.end >= end, "parts of a buffer follow each other");
+            part.end
+        });
+        let states = parts.iter().map(|_| AtomicUsize::new(FREE)).collect();
+        let unfilled = AtomicUsize::new(parts.len());
+        Self { items: UnsafeCell::new(Vec::with_capacity(end)), parts, states, unfilled }
+    }
+
+    /// The place of a part in the buffer.
+    pub(crate) fn part(&self, part: usize) -> Range<usize> {
+        self.parts[part].clone()
+    }
+
+    /// Fills a part with what `write` gives to its argument, and returns all items if it was the last part.
+    ///
+    /// # Errors
+    ///
+    /// Whatever `write` returns; the part is lost then, and nobody will be given the items.
+    ///
+    /// # Panics
+    ///
+    /// If the part was filled before, or is given more or fewer items than it holds.
+    pub(crate) fn fill<E>(
+        &self,
+        part: usize,
+        write: impl FnOnce(&mut dyn FnMut(&[T])) -> Result<(), E>,
+    ) -> Result<Option<Vec<T>>, E> {
+        assert!(self.states[part].swap(TAKEN, Ordering::AcqRel) == FREE, "a part of a buffer is filled once");
+        let Range { start, end } = self.part(part);
+        let mut next = start;
+        // SAFETY: a raw pointer to the vector's memory; the vector itself is neither moved nor resized while there are
+        // parts to fill, and `as_mut_ptr` makes no reference to its items.
+        let base = unsafe { (*self.items.get()).as_mut_ptr() };
+        write(&mut |items| {
+            assert!(items.len() <= end - next, "a part of a buffer takes no more than it holds");
+            // SAFETY: `next + items.len() <= end`, and `end` is within the capacity. Only this thread was given this
+            // part, parts do not overlap, and `items` is borrowed from elsewhere as nobody can borrow from the buffer.
+            unsafe { base.add(next).copy_from_nonoverlapping(items.as_ptr(), items.len()) };
+            next += items.len();
+        })?;
+        assert!(next == end, "a part of a buffer is filled to its end");
+        // Acquire what the other threads wrote, release what this one did.
+        if self.unfilled.fetch_sub(1, Ordering::AcqRel) > 1 {
+            return Ok(None);
+        }
+        // SAFETY: all parts are filled, so all items up to the end of the last part are initialized, and no other
+        // thread can still have, or get, a part: `fill` panics for a part that was taken.
+        let items = unsafe { &mut *self.items.get() };
+        let len = self.parts.last().map_or(0, |last| last.end);
+        // SAFETY: as above; `len` is the capacity that was asked for.
+        unsafe { items.set_len(len) };
+        Ok(Some(std::mem::take(items)))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::thread;
+
+    use super::*;
+
+    #[test]
+    fn parts_filled_by_several_threads_make_one_vector() {
+        for threads in 1..5_usize {
+            let parts = (0..threads).map(|n| n * 7..(n + 1) * 7).collect();
+            let buffer = SharedBuffer::new(parts);
+            let fill = |part: usize| {
+                let range = buffer.part(part);
+                let items: Vec<usize> = range.collect();
+                buffer.fill(part, |push| {
+                    items.chunks(3).for_each(push);
+                    Ok::<_, ()>(())
+                })
+            };
+            let whole: Vec<_> = thread::scope(|scope| {
+                let fills: Vec<_> = (0..threads).map(|part| scope.spawn(move || fill(part))).collect();
+                fills.into_iter().filter_map(|fill| fill.join().unwrap().unwrap()).collect()
+            });
+            assert_eq!(whole, [(0..threads * 7).collect::<Vec<_>>()]);
+        }
+    }
+
+    #[test]
+    fn a_part_that_fails_leaves_the_buffer_without_items() {
+        let buffer = SharedBuffer::new(vec![0..2, 2..4]);
+        assert_eq!(buffer.fill(0, |_| Err("no")), Err("no"));
+        let filled = buffer.fill(1, |push| {
+            push(&[1_u8, 2]);
+            Ok::<_, ()>(())
+        });
+        assert_eq!(filled, Ok(None));
+    }
+
+    #[test]
+    fn empty_parts_are_parts() {
+        let buffer = SharedBuffer::<f32>::new(vec![0..0, 0..1, 1..1]);
+        let full = |part, items: &[f32]| {
+            buffer.fill(part, |push| {
+                push(items);
+                Ok::<_, ()>(())
+            })
+        };
+        assert_eq!((full(2, &[]), full(0, &[]), full(1, &[2.0])), (Ok(None), Ok(None), Ok(Some(vec![2.0]))));
+    }
+}
