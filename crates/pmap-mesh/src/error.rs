@@ -211,6 +211,17 @@ pub enum Error {
          mesh whose workers wait for this one; call it between two calls instead"
     )]
     Nested,
+    /// The model, its variables or an optimizer could not be made or read.
+    #[error("the model of a data-parallel step failed")]
+    Model(#[source] candle_core::Error),
+    /// Variables that should be the same on all devices are not.
+    #[error("variable {name} of replica {replica} differs from replica 0's")]
+    Diverged {
+        /// The first variable that differs, in the order of names.
+        name: String,
+        /// The replica that has another value.
+        replica: usize,
+    },
     /// A worker ended without a result, though nothing failed.
     #[error("a replica ended without a result")]
     NoResult,

@@ -1,7 +1,9 @@
 #![doc = include_str!("../README.md")]
 
+mod data_parallel;
 mod engine;
 mod error;
+mod grad;
 mod join;
 mod meeting;
 mod mesh;
@@ -25,7 +27,9 @@ mod worker;
 #[cfg(feature = "plan")]
 pub use crate::placement::parameter_infos;
 pub use crate::{
+    data_parallel::DataParallel,
     error::{Error, Result, SpecFault},
+    grad::{ValueAndGrad, value_and_grad},
     meeting::CollectiveCall,
     mesh::{DeviceMesh, DeviceMeshBuilder},
     pmap::PMap,
