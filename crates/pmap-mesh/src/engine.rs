@@ -70,6 +70,7 @@ impl Site {
         let call = Arc::make_mut(&mut site.call);
         call.detail.push_str(" backward");
         call.shape = gradient.dims().to_vec();
+        call.free_dim = None;
         site
     }
 }

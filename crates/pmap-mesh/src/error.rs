@@ -75,6 +75,53 @@ pub enum Error {
     #[cfg(feature = "plan")]
     #[error(transparent)]
     Plan(#[from] fsdp_plan::Error),
+    /// A plan is for another number of ranks than the mesh has slots.
+    #[cfg(feature = "plan")]
+    #[error("a plan for {ranks} ranks cannot be carried out on a mesh of {slots} slots")]
+    PlanWorld {
+        /// The plan's world size.
+        ranks: u64,
+        /// The number of slots.
+        slots: usize,
+    },
+    /// A plan with replicas needs a mesh whose last axis is a shard group.
+    #[cfg(feature = "plan")]
+    #[error("a plan of {replicas} replicas of {group} ranks needs a mesh of several axes, the last of size {group}")]
+    PlanMesh {
+        /// The ranks of a shard group.
+        group: u64,
+        /// The number of groups.
+        replicas: u64,
+    },
+    /// The plan has no parameter or unit of this name.
+    #[cfg(feature = "plan")]
+    #[error("the plan has nothing named {name}")]
+    UnknownParameter {
+        /// The name that was asked for.
+        name: String,
+    },
+    /// Not all of a parameter was there to be cut or loaded.
+    #[cfg(feature = "plan")]
+    #[error("parameter {name} is incomplete: item {missing} is missing")]
+    Incomplete {
+        /// The parameter.
+        name: String,
+        /// Its first item that is missing, in row-major order.
+        missing: usize,
+    },
+    /// Cutting a parameter or putting it together failed in candle.
+    #[cfg(feature = "plan")]
+    #[error("a sharded parameter cannot be put together")]
+    Assemble(#[source] candle_core::Error),
+    /// A checkpoint cannot be read or written.
+    #[cfg(feature = "plan")]
+    #[error("{}: {reason}", path.display())]
+    File {
+        /// The file or folder.
+        path: std::path::PathBuf,
+        /// What the system or the format's reader says.
+        reason: String,
+    },
     /// The worker threads of a device could not be started.
     #[error("the worker of device {index} cannot be started")]
     Worker {

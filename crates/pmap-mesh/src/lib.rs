@@ -1,5 +1,9 @@
 #![doc = include_str!("../README.md")]
 
+#[cfg(feature = "plan")]
+mod assembly;
+#[cfg(feature = "plan")]
+mod checkpoint;
 mod data_parallel;
 mod engine;
 mod error;
@@ -15,6 +19,8 @@ mod replica;
 mod rng;
 mod shard;
 mod sharded;
+#[cfg(feature = "plan")]
+mod sharded_vars;
 mod shared_buffer;
 mod spec;
 mod threads;
@@ -24,8 +30,6 @@ mod tree;
 mod wait;
 mod worker;
 
-#[cfg(feature = "plan")]
-pub use crate::placement::parameter_infos;
 pub use crate::{
     data_parallel::DataParallel,
     error::{Error, Result, SpecFault},
@@ -41,3 +45,5 @@ pub use crate::{
     topology::{ALL, MeshAxes},
     tree::TensorTree,
 };
+#[cfg(feature = "plan")]
+pub use crate::{placement::parameter_infos, sharded_vars::ShardedVars};

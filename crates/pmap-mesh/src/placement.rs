@@ -63,6 +63,11 @@ fn component_key(component: &str) -> ((u8, u64), &str) {
 
 fn elem_type(name: &str, dtype: DType) -> fsdp_plan::Result<ElemType> {
     let unknown = || fsdp_plan::Error::UnknownDtype { name: name.to_owned(), dtype: dtype.as_str().to_owned() };
+    elem_of(dtype).ok_or_else(unknown)
+}
+
+/// The planner's word for a dtype of candle.
+fn elem_of(dtype: DType) -> Option<ElemType> {
     let as_in_files = match dtype {
         DType::F8E4M3 => String::from("F8_E4M3"),
         DType::F8E8M0 => String::from("F8_E8M0"),
@@ -70,7 +75,13 @@ fn elem_type(name: &str, dtype: DType) -> fsdp_plan::Result<ElemType> {
         DType::F6E3M2 => String::from("F6_E3M2"),
         other => other.as_str().to_uppercase(),
     };
-    ElemType::from_name(&as_in_files).ok_or_else(unknown)
+    ElemType::from_name(&as_in_files)
+}
+
+/// The dtype of candle in which a planned parameter's items are held, one by one.
+pub(crate) fn dtype_of(elem: ElemType) -> Option<DType> {
+    use DType::{BF16, F8E4M3, F16, F32, F64, I16, I32, I64, U8, U32};
+    [U8, U32, I16, I32, I64, BF16, F16, F32, F64, F8E4M3].into_iter().find(|&dtype| elem_of(dtype) == Some(elem))
 }
 
 #[cfg(test)]

@@ -30,6 +30,12 @@ impl<const N: usize> From<[&str; N]> for MeshAxes {
     }
 }
 
+impl FromIterator<String> for MeshAxes {
+    fn from_iter<I: IntoIterator<Item = String>>(names: I) -> Self {
+        Self(Some(names.into_iter().collect()))
+    }
+}
+
 impl From<&MeshAxes> for MeshAxes {
     fn from(axes: &MeshAxes) -> Self {
         axes.clone()
