@@ -1,7 +1,10 @@
 //! Mesh: what a parallel call costs beside the same work in plain candle.
 
+use std::time::Duration;
+
 use candle_core::{DType, Device, Tensor};
-use candle_distributed::mesh::{ALL, DeviceMesh, P};
+use candle_distributed::mesh::{ALL, DataParallel, DeviceMesh, P};
+use candle_nn::{AdamW, Linear, Module, Optimizer, ParamsAdamW, VarBuilder, VarMap, linear};
 use criterion::{BenchmarkId, Criterion, Throughput, criterion_group, criterion_main};
 
 type Outcome = Result<(), Box<dyn std::error::Error>>;
@@ -29,7 +32,7 @@ fn matmul(c: &mut Criterion) -> Outcome {
     let chain = |x: &Tensor, w: &Tensor| (0..8).try_fold(x.clone(), |x, _| x.matmul(w));
     let mut group = c.benchmark_group("mesh/matmul_chain");
     group.throughput(Throughput::Elements((8 * 2 * 2 * SIZE * SIZE * SIZE) as u64)).sample_size(20);
-    for devices in [1, 2] {
+    for devices in [1, 2, 8] {
         let parallel = DeviceMesh::cpu(devices)?
             .pmap(move |_, (x, w): (Tensor, Tensor)| chain(&x, &w))
             .in_axes([P::shard(0, ALL), P::replicate()])
@@ -38,6 +41,10 @@ fn matmul(c: &mut Criterion) -> Outcome {
         let id = BenchmarkId::from_parameter(devices);
         group.bench_function(id, |b| b.iter(|| parallel.call((x.clone(), w.clone()))));
     }
+    let resident = DeviceMesh::cpu(2)?;
+    let parallel = resident.pmap(move |_, (x, w): (Tensor, Tensor)| chain(&x, &w)).in_axes([Some(0), None]);
+    let sharded = resident.shard((x.clone(), w.clone()), [Some(0), None])?;
+    group.bench_function("2_resident", |b| b.iter(|| parallel.run(sharded.clone())));
     group.bench_function("plain_candle", |b| b.iter(|| chain(&x, &w)));
     group.finish();
     Ok(())
@@ -82,8 +89,61 @@ fn scatter_and_gather(c: &mut Criterion) -> Outcome {
     Ok(())
 }
 
+/// A model whose step is mostly matrix products, as most are.
+struct Mlp(Vec<Linear>);
+
+impl Mlp {
+    fn new(vb: VarBuilder<'_>) -> candle_core::Result<Self> {
+        let sizes = [512, 1024, 1024, 512];
+        let layer = |(n, size): (usize, &[usize])| linear(size[0], size[1], vb.pp(n));
+        Ok(Self(sizes.windows(2).enumerate().map(layer).collect::<candle_core::Result<_>>()?))
+    }
+
+    fn loss(&self, x: &Tensor) -> candle_core::Result<Tensor> {
+        self.0.iter().try_fold(x.clone(), |x, layer| layer.forward(&x)?.relu())?.sqr()?.mean_all()
+    }
+}
+
+/// One step of training with AdamW, 2,048 rows: in plain candle, and over slots.
+///
+/// Run it with `RAYON_NUM_THREADS` and `CANDLE_NUM_THREADS` 1 for what the mesh makes of two cores, and with 2 for what
+/// candle makes of them by itself.
+fn training_step(c: &mut Criterion) -> Outcome {
+    let x = Tensor::randn(0_f32, 1., (2048, 512), &Device::Cpu)?;
+    let adam = |vars| AdamW::new(vars, ParamsAdamW::default());
+    let mut group = c.benchmark_group("mesh/training_step");
+    group.sample_size(10).measurement_time(Duration::from_secs(5));
+    for slots in [1, 2, 8] {
+        let mut model = DataParallel::new(&DeviceMesh::cpu(slots)?, &VarMap::new(), Mlp::new, adam)?;
+        let mut step = || model.step(x.clone(), |_, model: &Mlp, x: Tensor| model.loss(&x));
+        step()?;
+        group.bench_function(BenchmarkId::from_parameter(slots), |b| b.iter(&mut step));
+    }
+    let vars = VarMap::new();
+    let model = Mlp::new(VarBuilder::from_varmap(&vars, DType::F32, &Device::Cpu))?;
+    let mut optimizer = adam(vars.all_vars())?;
+    group.bench_function("plain_candle", |b| {
+        b.iter(|| model.loss(&x).and_then(|loss| optimizer.backward_step(&loss)));
+    });
+    group.finish();
+    Ok(())
+}
+
+/// How long it takes until a call whose first replica fails, while the other waits for it, has returned to its caller.
+fn failure(c: &mut Criterion) -> Outcome {
+    let mesh = DeviceMesh::cpu(2)?;
+    let x = Tensor::zeros((2, 1), DType::F32, &Device::Cpu)?;
+    let fails = mesh.pmap(|ctx, x: Tensor| if ctx.index() == 0 { candle_core::bail!("no") } else { ctx.psum(&x, ALL) });
+    let differs = mesh.pmap(|ctx, x: Tensor| if ctx.index() == 0 { ctx.pmax(&x, ALL) } else { ctx.psum(&x, ALL) });
+    let mut group = c.benchmark_group("mesh/failure_known");
+    group.bench_function("error", |b| b.iter(|| assert!(fails.call(x.clone()).is_err())));
+    group.bench_function("mismatch", |b| b.iter(|| assert!(differs.call(x.clone()).is_err())));
+    group.finish();
+    Ok(())
+}
+
 fn all(c: &mut Criterion) {
-    for bench in [call, matmul, psum, scatter_and_gather] {
+    for bench in [call, matmul, psum, scatter_and_gather, training_step, failure] {
         if let Err(error) = bench(c) {
             panic!("a bench cannot run: {error}");
         }

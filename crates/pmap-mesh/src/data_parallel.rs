@@ -100,7 +100,7 @@ impl<M: Send + 'static, O: Optimizer + Send + 'static> DataParallel<M, O> {
         build: impl Fn(VarBuilder<'_>) -> candle_core::Result<M>,
         optimizer: impl Fn(Vec<Var>) -> candle_core::Result<O>,
     ) -> Result<Self> {
-        Self::build(mesh, vars, build, optimizer, |left, right| left.same_device(right)).map_err(Error::Model)
+        Self::build(mesh, vars, build, optimizer, Device::same_device).map_err(Error::Model)
     }
 
     /// [`new`](Self::new) with variables of its own for every slot, even if they are on one device: as many devices would
@@ -133,16 +133,13 @@ impl<M: Send + 'static, O: Optimizer + Send + 'static> DataParallel<M, O> {
         let mut sets: Vec<(VarMap, Vec<usize>)> = vec![(vars.clone(), vec![0])];
         for (slot, device) in mesh.devices().iter().enumerate().skip(1) {
             let shared = sets.iter_mut().find(|(_, slots)| share(&mesh.devices()[slots[0]], device));
-            let vars = match shared {
-                Some((vars, slots)) => {
-                    slots.push(slot);
-                    vars.clone()
-                }
-                None => {
-                    let copies = copied(vars, device)?;
-                    sets.push((copies.clone(), vec![slot]));
-                    copies
-                }
+            let vars = if let Some((vars, slots)) = shared {
+                slots.push(slot);
+                vars.clone()
+            } else {
+                let copies = copied(vars, device)?;
+                sets.push((copies.clone(), vec![slot]));
+                copies
             };
             models.push(build_on(&vars, device)?);
         }

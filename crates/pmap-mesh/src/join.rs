@@ -24,7 +24,9 @@ impl Join<'_> {
         for &(set, treatment) in spec {
             let groups = self.topology.groups(set);
             let mut of_groups: Vec<Vec<(usize, Tensor)>> = vec![Vec::new(); groups.len()];
-            joined.into_iter().for_each(|(slot, tensor)| of_groups[groups.seat(slot).0].push((slot, tensor)));
+            for (slot, tensor) in joined {
+                of_groups[groups.seat(slot).0].push((slot, tensor));
+            }
             let of_groups = of_groups.into_iter().filter(|group| !group.is_empty());
             let combined = of_groups.map(|group| {
                 let parts = group.iter().map(|(slot, tensor)| self.part(index, *slot, tensor, set, treatment));

@@ -133,10 +133,6 @@ impl Hub {
         Self { topology, deadline, desks, failed: AtomicBool::new(false), state: Mutex::new(state) }
     }
 
-    pub(crate) fn topology(&self) -> &Topology {
-        &self.topology
-    }
-
     /// Brings `tensors` to the meeting of `slot`'s group along `call.set`, and waits for the others.
     ///
     /// Nobody leaves before all have come, so what was brought to one meeting may be changed after the next.
@@ -331,7 +327,7 @@ impl Meeting {
 
     /// The board that the members work on, made by whoever needs it first.
     pub(crate) fn board(&self, make: impl FnOnce() -> candle_core::Result<Board>) -> candle_core::Result<&Board> {
-        let made = self.board.get_or_init(|| make().map_err(|error| error.to_string()));
-        made.as_ref().map_err(candle_core::Error::msg)
+        let board = self.board.get_or_init(|| make().map_err(|error| error.to_string()));
+        board.as_ref().map_err(candle_core::Error::msg)
     }
 }

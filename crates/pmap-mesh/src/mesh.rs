@@ -201,6 +201,7 @@ impl DeviceMesh {
     /// # Errors
     ///
     /// [`Error::Specs`], [`Error::SpecCount`] and [`Error::Shard`], as in [`PMap::call`].
+    #[allow(clippy::needless_pass_by_value, reason = "arguments are given away, as to any function of tensors")]
     pub fn shard<T: TensorTree>(&self, value: T, specs: impl Into<Specs>) -> Result<Sharded<T>> {
         let (shards, rows) = pmap::shard(self, &value, &specs.into(), Uneven::Refuse)?;
         let placed = shards.iter().zip(self.devices()).map(|(shard, device)| {

@@ -78,6 +78,11 @@ fn elem_of(dtype: DType) -> Option<ElemType> {
     ElemType::from_name(&as_in_files)
 }
 
+/// A size as candle counts it; a plan's that is larger than any tensor becomes one that no tensor has.
+pub(crate) fn index(size: u64) -> usize {
+    usize::try_from(size).unwrap_or(usize::MAX)
+}
+
 /// The dtype of candle in which a planned parameter's items are held, one by one.
 pub(crate) fn dtype_of(elem: ElemType) -> Option<DType> {
     use DType::{BF16, F8E4M3, F16, F32, F64, I16, I32, I64, U8, U32};

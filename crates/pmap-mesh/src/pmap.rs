@@ -167,6 +167,7 @@ where
     /// # Errors
     ///
     /// Those of [`call`](Self::call) that precede gathering.
+    #[allow(clippy::needless_pass_by_value, reason = "arguments are given away, as to any function of tensors")]
     pub fn call_sharded(&self, arguments: I) -> Result<Sharded<O>> {
         Workers::refuse_nesting()?;
         let (shards, rows) = shard(&self.mesh, &arguments, &self.in_axes, self.uneven)?;
@@ -191,7 +192,7 @@ where
         let jobs = shards.into_iter().enumerate().map(|(slot, shard)| {
             let replica = self.replica(slot, &hub, rows, seed);
             let (f, hub, results) = (Arc::clone(&self.f), Arc::clone(&hub), Arc::clone(&results));
-            move || match run_replica(&*f, &replica, shard) {
+            move || match run_replica(&*f, &replica, &shard) {
                 Ok(result) => {
                     *lock(&results[slot]) = Some(result);
                     hub.returned(slot);
@@ -220,7 +221,7 @@ where
 fn run_replica<I: TensorTree, O: TensorTree>(
     f: impl Fn(&Replica, I) -> candle_core::Result<O>,
     replica: &Replica,
-    shard: I,
+    shard: &I,
 ) -> Result<O> {
     let (index, device) = (replica.index(), replica.device());
     let run = || {

@@ -3,10 +3,9 @@
 use std::{any::Any, ops::Range};
 
 use candle_core::{CpuStorage, DType, Device, Result, Shape, Storage, Tensor, WithDType, bail};
-use core_types::{WorldSize, split};
 use half::{bf16, f16};
 
-use crate::shared_buffer::SharedBuffer;
+use crate::{shard::balanced, shared_buffer::SharedBuffer};
 
 /// How several tensors become one.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -132,10 +131,9 @@ pub(crate) fn board(like: &Tensor, members: usize) -> Result<Board> {
     dispatch!(like.dtype(), board_of(like, members))
 }
 
+#[allow(clippy::unnecessary_wraps, reason = "for other types there is an error")]
 fn board_of<T: Element>(like: &Tensor, members: usize) -> Result<Board> {
-    let world_size = WorldSize::new(members as u64).map_err(candle_core::Error::wrap)?;
-    let parts = world_size.placements().map(|place| split::balanced(like.elem_count() as u64, place));
-    let parts = parts.map(|part| part.start as usize..part.end as usize).collect();
+    let parts = (0..members).map(|member| balanced(like.elem_count(), member, members)).collect();
     Ok(Box::new(SharedBuffer::<T>::new(parts)))
 }
 
@@ -187,7 +185,9 @@ fn reduce<T: Element>(
             }
         }
         if reduction == Reduction::Mean {
-            sums.iter_mut().for_each(|sum| *sum = T::divide(*sum, summands.len()));
+            for sum in sums.iter_mut() {
+                *sum = T::divide(*sum, summands.len());
+            }
         }
         narrowed.clear();
         narrowed.extend(sums.iter().map(|sum| T::narrow(*sum)));

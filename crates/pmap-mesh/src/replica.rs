@@ -340,8 +340,8 @@ impl Replica {
     }
 
     pub(crate) fn exchange(&self, site: &Site, x: &Tensor, split: usize, concat: usize) -> Result<Tensor> {
-        let size = even_parts(x, split, site)?[0];
-        let parts = (0..site.size).map(|n| x.detach().narrow(split, n * size, size)).collect::<Result<_>>()?;
+        let rows = even_parts(x, split, site)?[0];
+        let parts = (0..site.size).map(|n| x.detach().narrow(split, n * rows, rows)).collect::<Result<_>>()?;
         cat(self.0.engine.all_to_all(site, parts)?, concat)
     }
 
@@ -394,12 +394,12 @@ fn dim_of(x: &Tensor, dim: isize, op: &str) -> Result<usize> {
 
 /// The size of each position's part, all equal.
 fn even_parts(x: &Tensor, dim: usize, site: &Site) -> Result<Vec<usize>> {
-    let size = x.dims()[dim];
-    if !size.is_multiple_of(site.size) {
+    let rows = x.dims()[dim];
+    if !rows.is_multiple_of(site.size) {
         let (op, shape) = (site.call.op, x.dims());
         bail!("{op}: dimension {dim} of shape {shape:?} does not split evenly over {} replicas", site.size);
     }
-    Ok(vec![size / site.size; site.size])
+    Ok(vec![rows / site.size; site.size])
 }
 
 fn check_pairs(pairs: &[(usize, usize)], size: usize) -> Result<()> {

@@ -1,7 +1,9 @@
 //! Cutting arguments into shards.
 
+use std::ops::Range;
+
 use candle_core::{Device, Tensor};
-use core_types::{Placement, WorldSize, split};
+use core_types::{Placement, split};
 
 use crate::{
     error::{Error, Result, SpecFault},
@@ -47,9 +49,8 @@ impl Rows {
             let start = (position * self.padded()).min(self.total);
             return (start, self.padded().min(self.total - start));
         }
-        let place = WorldSize::new(self.parts as u64).and_then(|_| Placement::new(position as u64, self.parts as u64));
-        let range = place.map_or(0..0, |place| split::balanced(self.total as u64, place));
-        (range.start as usize, (range.end - range.start) as usize)
+        let range = balanced(self.total, position, self.parts);
+        (range.start, range.len())
     }
 
     /// The size of every shard after padding.
@@ -128,6 +129,14 @@ impl Cut {
             }
         })
     }
+}
+
+/// The items of one part of `total`; none if there is no such part.
+#[allow(clippy::cast_possible_truncation, reason = "a part of a usize fits one")]
+pub(crate) fn balanced(total: usize, part: usize, parts: usize) -> Range<usize> {
+    let place = Placement::new(part as u64, parts as u64);
+    let range = place.map_or(0..0, |place| split::balanced(total as u64, place));
+    range.start as usize..range.end as usize
 }
 
 fn zeros(like: &Tensor, dim: usize, size: usize) -> candle_core::Result<Tensor> {

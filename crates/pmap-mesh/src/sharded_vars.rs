@@ -11,7 +11,7 @@ use crate::{
     assembly::Assembly,
     error::{Error, Result},
     mesh::DeviceMesh,
-    placement::dtype_of,
+    placement::{dtype_of, index},
     replica::Replica,
     topology::MeshAxes,
 };
@@ -290,7 +290,7 @@ impl ShardedVars {
 
     fn shaped(&self, param_idx: usize, runs: &[Tensor], device: &Device) -> candle_core::Result<Tensor> {
         let shape: Vec<usize> =
-            self.0.plan.parameters()[param_idx].info().shape().iter().map(|&dim| dim as usize).collect();
+            self.0.plan.parameters()[param_idx].info().shape().iter().map(|&dim| index(dim)).collect();
         match runs {
             [] => Tensor::zeros(shape, self.dtype(param_idx)?, device),
             [only] => only.reshape(shape),
@@ -301,7 +301,7 @@ impl ShardedVars {
 
 /// The runs of a parameter that one rank keeps: first item and number of items.
 pub(crate) fn runs_of(plan: &ShardingPlan, param_idx: usize, rank: Rank) -> Result<Vec<(usize, usize)>> {
-    Ok(plan.shards(param_idx, rank)?.map(|shard| (shard.start_offset as usize, shard.shard_size as usize)).collect())
+    Ok(plan.shards(param_idx, rank)?.map(|shard| (index(shard.start_offset), index(shard.shard_size))).collect())
 }
 
 pub(crate) fn ranks(world_size: WorldSize) -> impl Iterator<Item = Rank> {
