@@ -8,7 +8,10 @@ use std::ops::Range;
 use core_types::Rank;
 use serde::{Deserialize, Serialize};
 
-pub(crate) use self::{chunks::Chunks, ragged::Ragged};
+pub(crate) use self::{
+    chunks::Chunks,
+    ragged::{Middle, Ragged},
+};
 use crate::{
     ParameterInfo,
     shares::{Run, Shares},

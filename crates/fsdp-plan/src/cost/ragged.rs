@@ -1,47 +1,87 @@
-//! The parts of ragged units, each of which every member has another one of: units × members steps.
+//! The parts of ragged units, each of which every member has another one of.
+//!
+//! Most members lie in the middle of a parameter and have one of two amounts of it. They are loaded with the smaller one
+//! all at once, so that only the edges of parameters and the members with the larger one take a step each: at most
+//! parameters + units × members.
+
+use std::{mem, ops::AddAssign};
 
 use super::{
     CostModel,
     loads::{Load, Loads},
     pricing::Pricing,
 };
-use crate::{ParameterInfo, arithmetic::index, cut::Ragged, shares::Shares};
+use crate::{
+    ParameterInfo,
+    arithmetic::index,
+    cut::{Middle, Ragged},
+    shares::Shares,
+};
 
 /// The parameters of a unit, in order.
 pub(super) type Unit<'a> = Vec<(&'a ParameterInfo, Ragged)>;
 
 /// Loads each member with its parts of all units, and returns the largest share of each unit, in their order.
 pub(super) fn measure(units: &[Unit<'_>], shares: &Shares, model: &CostModel, loads: &mut Loads) -> Vec<Share> {
-    let mut scratch = vec![Share::default(); shares.group().as_usize()];
-    units.iter().map(|unit| measure_unit(unit, shares, model, loads, &mut scratch)).collect()
+    let mut sums = Sums { of_member: vec![Share::default(); shares.group().as_usize()], touched: Vec::new() };
+    units.iter().map(|unit| measure_unit(unit, shares, model, loads, &mut sums)).collect()
 }
 
 /// Adds the parts of a unit to `loads`, and returns the largest share in each respect.
-///
-/// `scratch` has an empty share for each member, and has it again afterwards.
-fn measure_unit(
-    unit: &Unit<'_>,
-    shares: &Shares,
-    model: &CostModel,
-    loads: &mut Loads,
-    scratch: &mut [Share],
-) -> Share {
-    // Owners are mostly neighbors, so that only the shares from the first to the last need to be looked at.
-    let (mut first, mut last) = (scratch.len(), 0);
+fn measure_unit(unit: &Unit<'_>, shares: &Shares, model: &CostModel, loads: &mut Loads, sums: &mut Sums) -> Share {
+    let mut largest = Share::default();
     for &(info, parts) in unit {
         let pricing = Pricing::of(model, info);
-        for (owner, part) in parts.parts(shares, 0..info.numel()) {
-            let (owner_idx, numel) = (index(owner), part.end - part.start);
-            (first, last) = (first.min(owner_idx), last.max(owner_idx));
-            let piece = pricing.piece(numel);
-            scratch[owner_idx].add(pricing, piece.stored, numel);
-            loads.add_one(owner, Load { stored: 0, ..piece });
+        let middle = parts.middle(shares);
+        if let Some(middle) = &middle {
+            largest = largest.max(add_middle(middle, pricing, loads));
+        }
+        for (owner, part) in parts.outer_parts(shares, middle.as_ref()) {
+            let numel = part.end - part.start;
+            loads.add_one(owner, load(pricing, numel));
+            sums.add(owner, Share::of(pricing, numel));
         }
     }
-    let shares = scratch.get_mut(first..=last).unwrap_or_default();
-    let largest = shares.iter().copied().reduce(Share::max).unwrap_or_default();
-    shares.fill(Share::default());
-    largest
+    largest.max(sums.take_largest())
+}
+
+/// Loads the members in the middle of a parameter, all at once with the least they have, and returns their largest share.
+fn add_middle(middle: &Middle, pricing: Pricing, loads: &mut Loads) -> Share {
+    let (mut largest, larger) = (middle.numel, middle.numel + middle.granule_numel);
+    let least = load(pricing, middle.numel);
+    loads.add_run(middle.members.clone(), least);
+    let mut more = load(pricing, larger);
+    more -= least;
+    for member in middle.larger() {
+        loads.add_one(member, more);
+        largest = larger;
+    }
+    Share::of(pricing, largest)
+}
+
+/// What a part costs its owner, but for the room to store it, which depends on the largest share.
+fn load(pricing: Pricing, numel: u64) -> Load {
+    if numel == 0 { Load::default() } else { Load { stored: 0, ..pricing.piece(numel) } }
+}
+
+/// What members have of a unit, but for those in the middle of a parameter.
+struct Sums {
+    of_member: Vec<Share>,
+    /// The members that have anything, some repeatedly.
+    touched: Vec<usize>,
+}
+
+impl Sums {
+    fn add(&mut self, member: u64, share: Share) {
+        self.touched.push(index(member));
+        self.of_member[index(member)] += share;
+    }
+
+    /// Returns the largest in each respect, and forgets them all.
+    fn take_largest(&mut self) -> Share {
+        let shares = self.touched.drain(..).map(|member| mem::take(&mut self.of_member[member]));
+        shares.reduce(Share::max).unwrap_or_default()
+    }
 }
 
 /// What one member has of a ragged unit, in bytes.
@@ -53,10 +93,12 @@ pub(super) struct Share {
 }
 
 impl Share {
-    fn add(&mut self, pricing: Pricing, stored: i128, numel: u64) {
-        self.stored += stored;
-        self.gather += pricing.gather.bytes(numel.into());
-        self.reduce += pricing.reduced_bytes(numel.into());
+    fn of(pricing: Pricing, numel: u64) -> Self {
+        Self {
+            stored: pricing.piece(numel).stored,
+            gather: pricing.gather.bytes(numel.into()),
+            reduce: pricing.reduced_bytes(numel.into()),
+        }
     }
 
     /// The larger of two shares in each respect.
@@ -66,5 +108,13 @@ impl Share {
             gather: self.gather.max(other.gather),
             reduce: self.reduce.max(other.reduce),
         }
+    }
+}
+
+impl AddAssign for Share {
+    fn add_assign(&mut self, other: Self) {
+        self.stored += other.stored;
+        self.gather += other.gather;
+        self.reduce += other.reduce;
     }
 }

@@ -19,6 +19,31 @@ pub(crate) struct Ragged {
     dtype: ElemType,
 }
 
+/// Neighbors in the middle of a parameter, who have nothing else of its buffer: all have equally many granules of it, or
+/// one more.
+#[derive(Clone, Debug)]
+pub(crate) struct Middle {
+    pub(crate) members: Range<u64>,
+    /// The elements that each has at least.
+    pub(crate) numel: u64,
+    /// The elements that some have besides.
+    pub(crate) granule_numel: u64,
+    /// What is left of a granule grows by `step` from bound to bound, and whenever it reaches `granule` it is given to a
+    /// member. It begins as `rest`; all are counted in fractions of a byte.
+    step: u64,
+    rest: u64,
+    granule: u64,
+}
+
+impl Middle {
+    /// The members that have one granule more.
+    pub(crate) fn larger(&self) -> impl Iterator<Item = u64> {
+        let Self { members, step, rest, granule, .. } = self.clone();
+        let n_larger = (rest + step * (members.end - members.start)) / granule;
+        (1..=n_larger).map(move |nth| members.start - 1 + (nth * granule - rest).div_ceil(step))
+    }
+}
+
 impl Ragged {
     pub(super) fn new(info: &ParameterInfo, start: u64, buffer_bytes: u64, granule: u64, round_up_from: u64) -> Self {
         let end = start + info.bytes();
@@ -41,20 +66,70 @@ impl Ragged {
         shares: &'a Shares,
         within: Range<u64>,
     ) -> impl Iterator<Item = (u64, Range<u64>)> + use<'a> {
-        let ragged = *self;
         // The granule of the first element may belong to any run that reaches into it, and to none that ends before it.
         let granule_start = self.dtype.bytes_of_blocks(within.start) / self.granule * self.granule;
         let at = mul_div(self.start.saturating_add(granule_start), shares.total(), self.buffer_bytes);
         let first = shares.position(at).saturating_sub(1);
-        let mut end = ragged.bound(shares.run(first).start, shares.total());
-        let parts = (first..shares.len()).map_while(move |position| {
-            let (run, start) = (shares.run(position), end);
-            if start >= within.end {
+        let parts = self.parts_of_runs(shares, first..shares.len(), within.end);
+        let clipped = parts.map(move |(owner, part)| (owner, part.start.max(within.start)..part.end.min(within.end)));
+        clipped.filter(|(_, part)| !part.is_empty())
+    }
+
+    /// The owners of the runs at `positions`, each with the elements that lie in it, in order and up to those at `end`.
+    fn parts_of_runs<'a>(
+        &self,
+        shares: &'a Shares,
+        positions: Range<u64>,
+        end: u64,
+    ) -> impl Iterator<Item = (u64, Range<u64>)> + use<'a> {
+        let ragged = *self;
+        let mut next = ragged.bound(shares.run(positions.start).start, shares.total());
+        positions.map_while(move |position| {
+            let (run, start) = (shares.run(position), next);
+            if start >= end {
                 return None;
             }
-            end = ragged.bound(run.end, run.total);
-            Some((run.owner, start.max(within.start)..end.min(within.end)))
-        });
+            next = ragged.bound(run.end, run.total);
+            Some((run.owner, start..next))
+        })
+    }
+
+    /// The members whose bounds both lie within the parameter, if shares are equal.
+    ///
+    /// `None` if there are none, or if numbers get too large for 64 bits.
+    pub(crate) fn middle(&self, shares: &Shares) -> Option<Middle> {
+        let total = shares.total();
+        let first = self.first_position(shares) + 1;
+        // No bound may lie in the last granule, which may be shorter than others.
+        let last = mul_div(self.end.checked_sub(self.granule)?, total, self.buffer_bytes);
+        if shares.table().is_some() || first >= last {
+            return None;
+        }
+        // In fractions of a byte, of which `total` make one, everything is whole: a bound lies after as many granules as
+        // there are in `at`.
+        let granule = self.granule.checked_mul(total)?;
+        self.buffer_bytes.checked_mul(total)?.checked_add(granule)?; // nothing below is larger
+        let at = self.buffer_bytes * first + (self.granule - self.round_up_from) * total - self.start * total;
+        Some(Middle {
+            members: first..last,
+            numel: self.elements(self.buffer_bytes / granule * self.granule),
+            granule_numel: self.elements(self.granule),
+            step: self.buffer_bytes % granule,
+            rest: at % granule,
+            granule,
+        })
+    }
+
+    /// The owners of what lies before and behind the `middle`, each with the elements it has, in order.
+    pub(crate) fn outer_parts<'a>(
+        &self,
+        shares: &'a Shares,
+        middle: Option<&Middle>,
+    ) -> impl Iterator<Item = (u64, Range<u64>)> + use<'a> {
+        let (first, end) = (self.first_position(shares), self.elements(self.end - self.start));
+        let middle = middle.map_or(first..first, |middle| middle.members.clone());
+        let before = self.parts_of_runs(shares, first..middle.start, end);
+        let parts = before.chain(self.parts_of_runs(shares, middle.end..shares.len(), end));
         parts.filter(|(_, part)| !part.is_empty())
     }
 
@@ -80,5 +155,45 @@ impl Ragged {
             (2, 1) => bytes / 2, // the same as below, without a division: nearly all parameters
             (block_bytes, block_numel) => bytes / block_bytes * block_numel,
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::collections::BTreeMap;
+
+    use core_types::WorldSize;
+
+    use super::*;
+
+    /// The elements of each owner, from the middle and what lies around it.
+    fn owned(ragged: Ragged, shares: &Shares) -> BTreeMap<u64, u64> {
+        let middle = ragged.middle(shares);
+        let outer = ragged.outer_parts(shares, middle.as_ref()).map(|(owner, part)| (owner, part.end - part.start));
+        let least = middle.iter().flat_map(|middle| middle.members.clone().map(|member| (member, middle.numel)));
+        let more = middle.iter().flat_map(|middle| middle.larger().map(|member| (member, middle.granule_numel)));
+        let mut owned = BTreeMap::new();
+        outer.chain(least).chain(more).for_each(|(member, numel)| *owned.entry(member).or_insert(0) += numel);
+        owned.retain(|_, numel| *numel > 0);
+        owned
+    }
+
+    #[test]
+    fn the_middle_and_what_lies_around_it_are_all_parts() {
+        let mut n_middles = 0;
+        let grid = [1, 2, 3, 7, 16].into_iter().flat_map(|members| (1..=40).map(move |numel| (members, numel)));
+        for (members, numel) in grid {
+            let shares = Shares::even(WorldSize::new(members).unwrap());
+            let info = ParameterInfo::new("w", [numel], ElemType::U8).unwrap();
+            for (start, behind, granule) in [(0, 0, 1), (0, 0, 3), (1, 0, 2), (10, 3, 1), (7, 20, 5), (0, 50, 4)] {
+                for round_up_from in 1..=granule {
+                    let ragged = Ragged::new(&info, start, start + numel + behind, granule, round_up_from);
+                    let parts = ragged.parts(&shares, 0..numel).map(|(owner, part)| (owner, part.end - part.start));
+                    assert_eq!(owned(ragged, &shares), parts.collect(), "{ragged:?} over {members}");
+                    n_middles += u64::from(ragged.middle(&shares).is_some());
+                }
+            }
+        }
+        assert!(n_middles > 1000);
     }
 }
