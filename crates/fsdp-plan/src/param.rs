@@ -41,42 +41,49 @@ pub struct ParameterInfo(
 
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 struct Description {
-    name: String,
+    name: Box<str>,
     name_hash: u64,
     shape: Vec<u64>,
+    numel: u64,
     dtype: ElemType,
-    layer: Layer,
-    unit: Option<String>,
     requires_grad: bool,
     always_gather: bool,
+    /// Whether the layer is a unit of its own.
+    is_block: bool,
+    /// The bytes of the name that are the layer by the rule, from the first.
+    layer_len: usize,
+    /// What hardly any parameter has, apart, which halves the memory of large models. `None` if there is nothing.
+    given: Option<Box<Given>>,
+}
+
+/// What is not as the name tells.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Hash)]
+struct Given {
+    layer: Option<String>,
+    unit: Option<String>,
     tied_to: Option<String>,
 }
 
-/// The layer of a parameter.
-#[derive(Clone, Debug, PartialEq, Eq, Hash)]
-struct Layer {
-    name: LayerName,
-    /// Whether it is a unit of its own.
-    is_block: bool,
-}
+impl Description {
+    fn layer_by_rule(&self) -> &str {
+        &self.name[..self.layer_len]
+    }
 
-/// Where the name of a layer is.
-#[derive(Clone, Debug, PartialEq, Eq, Hash)]
-enum LayerName {
-    /// So many bytes of the parameter's own name, from the first.
-    Prefix(usize),
-    /// Another name.
-    Given(String),
-}
+    fn set_layer(&mut self, layer: Option<String>) {
+        let layer = layer.filter(|layer| layer != self.layer_by_rule());
+        self.is_block = path::is_block(layer.as_deref().unwrap_or(self.layer_by_rule()));
+        self.give(|given| given.layer = layer);
+    }
 
-impl Layer {
-    /// The layer of the parameter `name`: the one given, or else the one that its name tells.
-    fn of(name: &str, given: Option<String>) -> Self {
-        let by_rule = path::layer_of(name);
-        match given.filter(|given| given != by_rule) {
-            Some(given) => Self { is_block: path::is_block(&given), name: LayerName::Given(given) },
-            None => Self { is_block: path::is_block(by_rule), name: LayerName::Prefix(by_rule.len()) },
-        }
+    fn give(&mut self, give: impl FnOnce(&mut Given)) {
+        let mut given = self.given.take().unwrap_or_default();
+        give(&mut given);
+        self.given = Some(given).filter(|given| **given != Given::default());
+    }
+
+    /// One of the texts that were given.
+    fn given(&self, text: impl Fn(&Given) -> &Option<String>) -> Option<&str> {
+        self.given.as_deref().and_then(|given| text(given).as_deref())
     }
 }
 
@@ -95,15 +102,23 @@ impl ParameterInfo {
         if !fits(&shape, dtype) {
             return Err(Error::ParameterTooLarge { name, shape, dtype });
         }
-        let layer = Layer::of(&name, None);
-        let requires_grad = dtype.is_trainable();
-        if numel(&shape) % dtype.block_numel() > 0 {
+        let numel = shape.iter().product();
+        if numel % dtype.block_numel() > 0 {
             return Err(Error::PartialBlock { name, shape, dtype });
         }
-        let name_hash = names::hash(&name);
-        let (unit, always_gather, tied_to) = (None, false, None);
-        let described =
-            Description { name, name_hash, shape, dtype, layer, unit, requires_grad, always_gather, tied_to };
+        let layer = path::layer_of(&name);
+        let described = Description {
+            name_hash: names::hash(&name),
+            layer_len: layer.len(),
+            is_block: path::is_block(layer),
+            name: name.into(),
+            shape,
+            numel,
+            dtype,
+            requires_grad: dtype.is_trainable(),
+            always_gather: false,
+            given: None,
+        };
         Ok(Self(Arc::new(described)))
     }
 
@@ -115,13 +130,13 @@ impl ParameterInfo {
     /// Sets the layer, and with it the unit unless that was set by itself. Default: from the name.
     #[must_use]
     pub fn with_layer(self, layer: impl Into<String>) -> Self {
-        self.edited(|described| described.layer = Layer::of(&described.name, Some(layer.into())))
+        self.edited(|described| described.set_layer(Some(layer.into())))
     }
 
     /// Sets the unit; an empty name means the root unit. Default: from the layer.
     #[must_use]
     pub fn with_unit(self, unit: impl Into<String>) -> Self {
-        self.edited(|described| described.unit = Some(unit.into()))
+        self.edited(|described| described.give(|given| given.unit = Some(unit.into())))
     }
 
     /// Sets layer and unit to the first components of the name that `pattern` matches; leaves them if it does not.
@@ -152,7 +167,7 @@ impl ParameterInfo {
     /// Both must have the same shape and dtype and be in one unit. Default: a parameter of its own.
     #[must_use]
     pub fn with_tied_to(self, name: impl Into<String>) -> Self {
-        self.edited(|described| described.tied_to = Some(name.into()))
+        self.edited(|described| described.give(|given| given.tied_to = Some(name.into())))
     }
 
     /// The full name, unique in its model.
@@ -177,16 +192,13 @@ impl ParameterInfo {
 
     /// The layer it belongs to: what [`LayerWise`](crate::LayerWise) never parts.
     pub fn layer(&self) -> &str {
-        match &self.0.layer.name {
-            LayerName::Prefix(len) => &self.0.name[..*len],
-            LayerName::Given(layer) => layer,
-        }
+        self.0.given(|given| &given.layer).unwrap_or(self.0.layer_by_rule())
     }
 
     /// The unit it belongs to: what one collective gathers. Empty for the root unit.
     pub fn unit(&self) -> &str {
-        let of_layer = if self.0.layer.is_block { self.layer() } else { "" };
-        self.0.unit.as_deref().unwrap_or(of_layer)
+        let of_layer = if self.0.is_block { self.layer() } else { "" };
+        self.0.given(|given| &given.unit).unwrap_or(of_layer)
     }
 
     /// Whether it is trained.
@@ -201,12 +213,12 @@ impl ParameterInfo {
 
     /// The parameter whose values these are, if it is another name of one.
     pub fn tied_to(&self) -> Option<&str> {
-        self.0.tied_to.as_deref()
+        self.0.given(|given| &given.tied_to)
     }
 
     /// The number of elements; 1 for a parameter without dims.
     pub fn numel(&self) -> u64 {
-        numel(&self.0.shape)
+        self.0.numel
     }
 
     /// The number of bytes.
@@ -219,10 +231,6 @@ impl ParameterInfo {
     pub(crate) fn row_numel(&self) -> u64 {
         self.0.shape.iter().skip(1).product()
     }
-}
-
-fn numel(shape: &[u64]) -> u64 {
-    shape.iter().product()
 }
 
 /// Whether the bytes of the nonzero dims fit into 64 bits.
@@ -250,16 +258,15 @@ struct Written<'a> {
 
 impl Serialize for ParameterInfo {
     fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
-        let Description { name, shape, dtype, unit, requires_grad, always_gather, tied_to, .. } = self.0.as_ref();
         let written = Written {
-            name,
-            shape,
-            dtype: *dtype,
+            name: self.name(),
+            shape: self.shape(),
+            dtype: self.dtype(),
             layer: self.layer(),
-            unit: unit.as_deref(),
-            requires_grad: *requires_grad,
-            always_gather: *always_gather,
-            tied_to: tied_to.as_deref(),
+            unit: self.0.given(|given| &given.unit),
+            requires_grad: self.requires_grad(),
+            always_gather: self.always_gather(),
+            tied_to: self.tied_to(),
         };
         written.serialize(serializer)
     }
@@ -282,9 +289,9 @@ pub(crate) struct Unchecked<'a> {
 }
 
 impl Unchecked<'_> {
-    /// Checks it under another name.
-    pub(crate) fn named(self, name: String) -> Result<ParameterInfo> {
-        Self { name, ..self }.try_into()
+    /// Gives it another name.
+    pub(crate) fn with_name(self, name: String) -> Self {
+        Self { name, ..self }
     }
 }
 
@@ -295,11 +302,10 @@ impl TryFrom<Unchecked<'_>> for ParameterInfo {
         let Unchecked { name, shape, dtype, layer, unit, requires_grad, always_gather, tied_to } = raw;
         let dtype = ElemType::of_tensor(&name, &dtype)?;
         let edited = Self::new(name, shape, dtype)?.edited(|described| {
-            described.layer = Layer::of(&described.name, layer);
-            described.unit = unit;
+            described.set_layer(layer);
+            described.give(|given| (given.unit, given.tied_to) = (unit, tied_to));
             described.requires_grad &= requires_grad.unwrap_or(true);
             described.always_gather = always_gather;
-            described.tied_to = tied_to;
         });
         Ok(edited)
     }

@@ -9,33 +9,48 @@ use serde::{
 
 use crate::{Error, ParameterInfo, Result, names::Names};
 
-/// The entries of a JSON object in the order of the text, but for `__metadata__`.
+/// What stands behind a name.
+pub(super) trait Entry {
+    /// What it becomes together with its name.
+    type Named;
+
+    fn named(self, name: String) -> Result<Self::Named>;
+}
+
+/// The entries of a JSON object in the order of the text, but for `__metadata__`; or what is wrong with one of them.
 ///
 /// An ordered map of `serde_json` would lose repeated names, and keeps the order only if a feature of it is on.
-pub(super) struct Entries<T>(pub(super) Vec<(String, T)>);
+pub(super) struct Entries<E: Entry>(pub(super) Result<Vec<E::Named>>);
 
-impl<'de, T: Deserialize<'de>> Deserialize<'de> for Entries<T> {
+impl<'de, E: Entry + Deserialize<'de>> Deserialize<'de> for Entries<E> {
     fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
         deserializer.deserialize_map(EntriesVisitor(PhantomData))
     }
 }
 
-struct EntriesVisitor<T>(PhantomData<T>);
+struct EntriesVisitor<E>(PhantomData<E>);
 
-impl<'de, T: Deserialize<'de>> Visitor<'de> for EntriesVisitor<T> {
-    type Value = Entries<T>;
+impl<'de, E: Entry + Deserialize<'de>> Visitor<'de> for EntriesVisitor<E> {
+    type Value = Entries<E>;
 
     fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str("an object with one entry per tensor")
     }
 
-    fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<Entries<T>, A::Error> {
-        let mut entries = Vec::new();
+    fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<Entries<E>, A::Error> {
+        let mut entries = Ok(Vec::new());
         while let Some(name) = map.next_key::<String>()? {
             if name == "__metadata__" {
                 map.next_value::<IgnoredAny>()?;
-            } else {
-                entries.push((name, map.next_value()?));
+                continue;
+            }
+            // Named while its text is still in the cache; an error waits until all the text is known to be JSON.
+            let entry: E = map.next_value()?;
+            if let Ok(so_far) = &mut entries {
+                match entry.named(name) {
+                    Ok(named) => so_far.push(named),
+                    Err(error) => entries = Err(error),
+                }
             }
         }
         Ok(Entries(entries))

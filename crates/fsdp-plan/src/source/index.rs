@@ -5,7 +5,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use serde::Deserialize;
 
 use super::{
-    entries::{Entries, unique},
+    entries::{Entries, Entry, unique},
     parse,
 };
 use crate::{Error, ParameterInfo, Result, names};
@@ -73,7 +73,7 @@ pub fn from_index<E: From<Error>>(
 
 /// Every tensor with its file.
 fn entries(json: &str) -> Result<Vec<(String, String)>> {
-    let Entries(entries) = parse::<Index>("safetensors index", json.as_bytes())?.weight_map;
+    let entries = parse::<Index>("safetensors index", json.as_bytes())?.weight_map.0?;
     unique(entries.len(), |position| (names::hash(&entries[position].0), &entries[position].0))?;
     match entries.iter().find(|(_, file)| !is_plain(file)) {
         Some((_, file)) => Err(Error::BadFileName { file: file.clone() }),
@@ -84,6 +84,15 @@ fn entries(json: &str) -> Result<Vec<(String, String)>> {
 #[derive(Deserialize)]
 struct Index {
     weight_map: Entries<String>,
+}
+
+/// The name of a file.
+impl Entry for String {
+    type Named = (Self, Self);
+
+    fn named(self, name: String) -> Result<Self::Named> {
+        Ok((name, self))
+    }
 }
 
 /// Whether `file` names an entry of the index's own folder on every system.

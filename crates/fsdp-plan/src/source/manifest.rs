@@ -1,7 +1,7 @@
 //! Manifests: a list of tensors with nothing but dtype and shape.
 
 use super::{
-    entries::{Entries, unique_parameters},
+    entries::{Entries, Entry, unique_parameters},
     parse,
 };
 use crate::{ParameterInfo, Result, param::Unchecked};
@@ -26,8 +26,15 @@ use crate::{ParameterInfo, Result, param::Unchecked};
 /// # Ok::<(), fsdp_plan::Error>(())
 /// ```
 pub fn from_manifest(json: &str) -> Result<Vec<ParameterInfo>> {
-    let Entries(entries) = parse::<Entries<Unchecked<'_>>>("manifest", json.as_bytes())?;
-    let infos = entries.into_iter().map(|(name, entry)| entry.named(name)).collect::<Result<Vec<_>>>()?;
+    let infos = parse::<Entries<Unchecked<'_>>>("manifest", json.as_bytes())?.0?;
     unique_parameters(infos.len(), |position| &infos[position])?;
     Ok(infos)
+}
+
+impl Entry for Unchecked<'_> {
+    type Named = ParameterInfo;
+
+    fn named(self, name: String) -> Result<ParameterInfo> {
+        self.with_name(name).try_into()
+    }
 }

@@ -5,7 +5,7 @@ use std::borrow::Cow;
 use serde::Deserialize;
 
 use super::{
-    entries::{Entries, unique_parameters},
+    entries::{Entries, Entry, unique_parameters},
     parse,
 };
 use crate::{
@@ -54,9 +54,7 @@ pub fn header_len(prefix: [u8; 8]) -> Result<u64> {
 /// # Ok::<(), fsdp_plan::Error>(())
 /// ```
 pub fn from_safetensors(bytes: &[u8]) -> Result<Vec<ParameterInfo>> {
-    let Entries(entries) = parse::<Entries<Entry<'_>>>("safetensors header", header(bytes)?)?;
-    let placed = entries.into_iter().map(|(name, entry)| entry.into_parameter(name));
-    let mut placed = placed.collect::<Result<Vec<_>>>()?;
+    let mut placed = parse::<Entries<Tensor<'_>>>("safetensors header", header(bytes)?)?.0?;
     unique_parameters(placed.len(), |position| &placed[position].0)?;
     // Tensors without bytes begin where the next one does; the sort is stable, so they stay in the order of the text.
     placed.sort_by_key(|&(_, offsets)| offsets);
@@ -74,16 +72,18 @@ fn header(bytes: &[u8]) -> Result<&[u8]> {
 }
 
 #[derive(Deserialize)]
-struct Entry<'a> {
+struct Tensor<'a> {
     #[serde(borrow)]
     dtype: Cow<'a, str>,
     shape: Vec<u64>,
     data_offsets: (u64, u64),
 }
 
-impl Entry<'_> {
+impl Entry for Tensor<'_> {
     /// The parameter, and where it begins and ends.
-    fn into_parameter(self, name: String) -> Result<(ParameterInfo, (u64, u64))> {
+    type Named = (ParameterInfo, (u64, u64));
+
+    fn named(self, name: String) -> Result<Self::Named> {
         let dtype = ElemType::of_tensor(&name, &self.dtype)?;
         Ok((ParameterInfo::new(name, self.shape, dtype)?, self.data_offsets))
     }
