@@ -1,6 +1,8 @@
 //! Training on several devices is training on one, faster: the same losses, the same gradients.
 
 #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
+#![allow(clippy::needless_pass_by_value, reason = "models are built of builders by value")]
+#![allow(clippy::cast_possible_truncation, reason = "sizes are small")]
 
 use candle_core::{DType, Device, Tensor, Var};
 use candle_nn::{AdamW, Linear, Module, Optimizer, ParamsAdamW, SGD, VarBuilder, VarMap, linear, loss::mse};

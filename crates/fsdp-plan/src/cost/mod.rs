@@ -99,7 +99,7 @@ impl ShardingPlan {
     ///
     /// # Complexity
     ///
-    /// Linear in parameters + ranks in memory, and in time as well but for ragged cuts, which take units × ranks steps.
+    /// Linear in parameters + ranks in memory, and in time as well but for ragged cuts, which take up to units × ranks steps.
     ///
     /// # Errors
     ///
