@@ -228,6 +228,10 @@ impl Hub {
     pub(crate) fn returned(&self, slot: usize) {
         let mut state = lock(&self.state);
         state.replicas[slot].returned = true;
+        if !state.failures.is_empty() {
+            // What others wait for has been told to them.
+            return;
+        }
         let deserted = state.open.iter().find_map(|(&(set, group), open)| {
             let groups = self.topology.groups(set);
             let members = groups.members(group);
@@ -236,8 +240,10 @@ impl Hub {
         });
         if let Some((waiting, call)) = deserted {
             self.fail(&mut state, slot, Error::Deserted { index: slot, waiting, call });
+        } else {
+            // Who has returned need not be told.
+            drop(self.check_progress(&mut state, slot));
         }
-        drop(self.check_progress(&mut state, slot));
     }
 
     /// Ends the call for all replicas because of an error of this one, unless it only echoes another's.

@@ -28,6 +28,9 @@ use crate::{
 ///
 /// Sums are formed in rank order, whichever replica comes first, in single precision for halves; integers wrap.
 ///
+/// On a processor the replicas of a group may be given one result between them: who writes into it in place, with
+/// `slice_set`, writes for all. Write into a copy.
+///
 /// # Gradients
 ///
 /// A gradient runs backward through a collective by its transpose:
@@ -207,7 +210,7 @@ impl Replica {
     #[track_caller]
     pub fn pvary(&self, x: &Tensor, axes: impl Into<MeshAxes>) -> Result<Tensor> {
         let site = self.site("psum (backward of pvary)", "", x, axes.into())?;
-        transpose::linked(x, x.detach(), || Transpose::Psum(self.clone(), site))
+        transpose::linked(x, None, || Transpose::Psum(self.clone(), site))
     }
 
     /// The tensors of all replicas along `axes`, concatenated in dimension `dim` in the order of their positions.
@@ -277,7 +280,8 @@ impl Replica {
         transpose::linked(x, exchanged, || Transpose::AllToAll(self.clone(), site, concat, split))
     }
 
-    /// The `x` of position `root` along `axes`; what the others bring counts by its type and shape only.
+    /// The `x` of position `root` along `axes`; what the others bring counts by its type and shape, and by whether it has a
+    /// gradient.
     ///
     /// # Errors
     ///
@@ -319,7 +323,12 @@ impl Replica {
     }
 
     pub(crate) fn all_reduce(&self, site: &Site, x: &Tensor, reduction: Reduction) -> Result<Tensor> {
-        if site.size == 1 { Ok(x.detach()) } else { self.0.engine.all_reduce(site, &x.detach(), reduction) }
+        // A group of one gets a copy, as others do: the result must not change when the argument is set.
+        if site.size == 1 {
+            x.detach().force_contiguous()
+        } else {
+            self.0.engine.all_reduce(site, &x.detach(), reduction)
+        }
     }
 
     pub(crate) fn gather(&self, site: &Site, x: &Tensor, dim: usize) -> Result<Tensor> {

@@ -50,17 +50,26 @@ impl Transpose {
     }
 }
 
-/// `result` as the result of an operation on `x` that has this transpose; as it is, if `x` has no gradient.
+/// `result` as the result of an operation on `x` that has this transpose; as it is, if `x` has no gradient. `None` stands
+/// for `x` itself: its storage must not be locked a second time.
 ///
 /// The collective itself has run before: inside candle's operation the storage of `x` is locked, and waiting for a peer
 /// there could wait for its `Var::set`. So the operation only hands the result on, at the price of a copy.
-pub(crate) fn linked(x: &Tensor, result: Tensor, transpose: impl FnOnce() -> Transpose) -> Result<Tensor> {
-    if x.track_op() { x.apply_op1(Link { result, transpose: transpose() }) } else { Ok(result) }
+pub(crate) fn linked(
+    x: &Tensor,
+    result: impl Into<Option<Tensor>>,
+    transpose: impl FnOnce() -> Transpose,
+) -> Result<Tensor> {
+    let result = result.into();
+    if x.track_op() {
+        return x.apply_op1(Link { result, transpose: transpose() });
+    }
+    Ok(result.unwrap_or_else(|| x.clone()))
 }
 
 #[derive(Debug)]
 struct Link {
-    result: Tensor,
+    result: Option<Tensor>,
     transpose: Transpose,
 }
 
@@ -69,20 +78,23 @@ impl CustomOp1 for Link {
         "collective"
     }
 
-    fn cpu_fwd(&self, _: &CpuStorage, _: &Layout) -> Result<(CpuStorage, Shape)> {
-        let (storage, layout) = self.result.storage_and_layout();
+    fn cpu_fwd(&self, x: &CpuStorage, layout: &Layout) -> Result<(CpuStorage, Shape)> {
+        let Some(result) = &self.result else { return copied(x, layout) };
+        let (storage, layout) = result.storage_and_layout();
         let Storage::Cpu(storage) = &*storage else { bail!("the result of a collective lies on another device") };
         copied(storage, layout)
     }
 
-    fn cuda_fwd(&self, _: &CudaStorage, _: &Layout) -> Result<(CudaStorage, Shape)> {
-        let (storage, layout) = self.result.storage_and_layout();
+    fn cuda_fwd(&self, x: &CudaStorage, layout: &Layout) -> Result<(CudaStorage, Shape)> {
+        let Some(result) = &self.result else { return copied(x, layout) };
+        let (storage, layout) = result.storage_and_layout();
         let Storage::Cuda(storage) = &*storage else { bail!("the result of a collective lies on another device") };
         copied(storage, layout)
     }
 
-    fn metal_fwd(&self, _: &MetalStorage, _: &Layout) -> Result<(MetalStorage, Shape)> {
-        let (storage, layout) = self.result.storage_and_layout();
+    fn metal_fwd(&self, x: &MetalStorage, layout: &Layout) -> Result<(MetalStorage, Shape)> {
+        let Some(result) = &self.result else { return copied(x, layout) };
+        let (storage, layout) = result.storage_and_layout();
         let Storage::Metal(storage) = &*storage else { bail!("the result of a collective lies on another device") };
         copied(storage, layout)
     }
