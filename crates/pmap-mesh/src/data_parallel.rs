@@ -87,7 +87,8 @@ impl<M: Send + 'static, O: Optimizer + Send + 'static> DataParallel<M, O> {
     ///
     /// `build` is called once for each slot and asks for the same parameters each time. The first time it fills `vars`
     /// with those that are not there, initialized as it says; slots on the device of `vars` use them directly, so they
-    /// are what is trained and can be saved at any time between steps. Other devices get copies.
+    /// are what is trained and can be saved at any time between steps. Other devices get copies. Variables that are there
+    /// must lie on the first device of the mesh: that very one, as [`DeviceMesh::devices`] returns it.
     ///
     /// `optimizer` is called with the variables that one slot is to update.
     ///
@@ -100,7 +101,7 @@ impl<M: Send + 'static, O: Optimizer + Send + 'static> DataParallel<M, O> {
         build: impl Fn(VarBuilder<'_>) -> candle_core::Result<M>,
         optimizer: impl Fn(Vec<Var>) -> candle_core::Result<O>,
     ) -> Result<Self> {
-        Self::build(mesh, vars, build, optimizer, Device::same_device).map_err(Error::Model)
+        Self::build(mesh, vars, build, optimizer, true).map_err(Error::Model)
     }
 
     /// [`new`](Self::new) with variables of its own for every slot, even if they are on one device: as many devices would
@@ -115,7 +116,7 @@ impl<M: Send + 'static, O: Optimizer + Send + 'static> DataParallel<M, O> {
         build: impl Fn(VarBuilder<'_>) -> candle_core::Result<M>,
         optimizer: impl Fn(Vec<Var>) -> candle_core::Result<O>,
     ) -> Result<Self> {
-        Self::build(mesh, vars, build, optimizer, |_, _| false).map_err(Error::Model)
+        Self::build(mesh, vars, build, optimizer, false).map_err(Error::Model)
     }
 
     fn build(
@@ -123,16 +124,19 @@ impl<M: Send + 'static, O: Optimizer + Send + 'static> DataParallel<M, O> {
         vars: &VarMap,
         build: impl Fn(VarBuilder<'_>) -> candle_core::Result<M>,
         optimizer: impl Fn(Vec<Var>) -> candle_core::Result<O>,
-        share: impl Fn(&Device, &Device) -> bool,
+        share: bool,
     ) -> candle_core::Result<Self> {
         let home = &mesh.devices()[0];
         let dtype = named(vars)?.first().map_or(candle_core::DType::F32, |(_, var)| var.dtype());
+        if let Some((name, var)) = named(vars)?.iter().find(|(_, var)| !var.device().same_device(home)) {
+            candle_core::bail!("variable {name} lies on {:?}, the first slot is on {home:?}", var.device());
+        }
         let build_on = |vars: &VarMap, device: &Device| build(VarBuilder::from_varmap(vars, dtype, device));
         let mut models = vec![build_on(vars, home)?];
         // The variables of each set, and the slots that share them.
         let mut sets: Vec<(VarMap, Vec<usize>)> = vec![(vars.clone(), vec![0])];
         for (slot, device) in mesh.devices().iter().enumerate().skip(1) {
-            let shared = sets.iter_mut().find(|(_, slots)| share(&mesh.devices()[slots[0]], device));
+            let shared = sets.iter_mut().find(|(_, slots)| share && mesh.devices()[slots[0]].same_device(device));
             let vars = if let Some((vars, slots)) = shared {
                 slots.push(slot);
                 vars.clone()
@@ -192,7 +196,8 @@ impl<M: Send + 'static, O: Optimizer + Send + 'static> DataParallel<M, O> {
 
     /// Differentiates the batch's loss and updates the variables; returns the mean loss, a scalar.
     ///
-    /// `loss` returns the mean over the rows of its shard. If batches were [accumulated](Self::accumulate) before, the
+    /// `loss` returns the mean over the rows of its shard: over the first [`Replica::valid_len`], if it may be padded. If
+    /// batches were [accumulated](Self::accumulate) before, the
     /// update uses the mean of their gradients and this batch's.
     ///
     /// # Errors

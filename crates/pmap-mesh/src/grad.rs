@@ -21,7 +21,7 @@ type BoxedStep<I> = Box<dyn Fn(&Replica, I) -> candle_core::Result<(Tensor, Vec<
 
 /// Returns a function that computes the loss of a batch and the gradient of `params`.
 ///
-/// `loss` returns the mean over the rows of its shard. By default the first tensor of a batch is cut in dimension 0, as
+/// `loss` returns the mean over the rows of its shard: over the first [`Replica::valid_len`], if it may be padded. By default the first tensor of a batch is cut in dimension 0, as
 /// [`PMap::in_axes`] says; if all are to be cut, say so with [`ValueAndGrad::in_axes`]. What is returned is the mean over
 /// the whole batch and its gradient, also if shards are uneven ([`ValueAndGrad::uneven`]): they are weighted by
 /// [`Replica::weight`].

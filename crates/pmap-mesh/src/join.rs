@@ -21,7 +21,8 @@ impl Join<'_> {
     /// One tensor on `home` of result number `index` of all slots.
     pub(crate) fn join(&self, index: usize, results: Vec<Tensor>, spec: &Resolved) -> Result<Tensor> {
         let mut joined = self.one_of_each_replicated(index, results.into_iter().enumerate().collect(), spec)?;
-        for &(set, treatment) in spec {
+        // Backward: what was cut last is put together first.
+        for &(set, treatment) in spec.iter().rev() {
             let groups = self.topology.groups(set);
             let mut of_groups: Vec<Vec<(usize, Tensor)>> = vec![Vec::new(); groups.len()];
             for (slot, tensor) in joined {

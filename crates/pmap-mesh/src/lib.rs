@@ -47,3 +47,11 @@ pub use crate::{
 };
 #[cfg(feature = "plan")]
 pub use crate::{placement::parameter_infos, sharded_vars::ShardedVars};
+
+#[cfg(doctest)]
+#[doc = include_str!("../docs/coming-from-jax.md")]
+struct ComingFromJax;
+
+#[cfg(all(doctest, feature = "plan"))]
+#[doc = include_str!("../docs/coming-from-ddp.md")]
+struct ComingFromDdp;

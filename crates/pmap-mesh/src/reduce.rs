@@ -122,7 +122,7 @@ pub(crate) fn whole(summands: &[Tensor], reduction: Reduction) -> Result<Tensor>
 fn whole_of<T: Element>(summands: &[Tensor], reduction: Reduction, shape: &Shape) -> Result<Tensor> {
     let len = shape.elem_count();
     let mut items = Vec::with_capacity(len);
-    reduce::<T>(summands, reduction, 0..len, &mut |block| items.extend_from_slice(block))?;
+    reduce::<T>(summands, reduction, 0..len, &mut |block| items.extend(block.iter().map(|&sum| T::narrow(sum))))?;
     Tensor::from_vec(items, shape, &Device::Cpu)
 }
 
@@ -151,11 +151,11 @@ fn part_of<T: Element>(
     shape: &Shape,
 ) -> Result<Option<Tensor>> {
     let Some(buffer) = board.downcast_ref::<SharedBuffer<T>>() else { bail!("a board of another type") };
-    let items = buffer.fill(member, |push| reduce::<T>(summands, reduction, buffer.part(member), push))?;
+    let items = buffer.fill(member, T::narrow, |push| reduce::<T>(summands, reduction, buffer.part(member), push))?;
     items.map(|items| Tensor::from_vec(items, shape, &Device::Cpu)).transpose()
 }
 
-/// Reduces the items in `range` block by block, always in the order of the summands.
+/// Reduces the items in `range` and hands the results to `push`, block by block, always in the order of the summands.
 ///
 /// One summand is locked at a time: who waits for a lock while holding another could wait for a `Var::set` that waits
 /// for this one.
@@ -163,7 +163,7 @@ fn reduce<T: Element>(
     summands: &[Tensor],
     reduction: Reduction,
     range: Range<usize>,
-    push: &mut dyn FnMut(&[T]),
+    push: &mut dyn FnMut(&[T::Sum]),
 ) -> Result<()> {
     let combine: fn(&mut [T::Sum], &[T]) = match reduction {
         Reduction::Sum | Reduction::Mean => |sums, items| accumulate(sums, items, T::plus),
@@ -171,7 +171,6 @@ fn reduce<T: Element>(
         Reduction::Min => |sums, items| accumulate(sums, items, T::smaller),
     };
     let mut sums = vec![T::Sum::default(); BLOCK.min(range.len())];
-    let mut narrowed: Vec<T> = Vec::with_capacity(sums.len());
     for start in range.clone().step_by(BLOCK) {
         let sums = &mut sums[..BLOCK.min(range.end - start)];
         for (index, summand) in summands.iter().enumerate() {
@@ -189,9 +188,7 @@ fn reduce<T: Element>(
                 *sum = T::divide(*sum, summands.len());
             }
         }
-        narrowed.clear();
-        narrowed.extend(sums.iter().map(|sum| T::narrow(*sum)));
-        push(&narrowed);
+        push(sums);
     }
     Ok(())
 }

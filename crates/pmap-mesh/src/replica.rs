@@ -50,7 +50,8 @@ use crate::{
 /// Where a value that all hold enters work that differs by replica, [`pvary`](Self::pvary) marks the place: its backward
 /// adds up what the replicas found. (Megatron-LM, arXiv 1909.08053, calls the two g and f; JAX's `shard_map` has the
 /// same pair.) Since a collective also runs in `backward`, all replicas must call `backward` alike, and what one of them
-/// brings to a collective must have a gradient on all of them or on none.
+/// brings to a collective must have a gradient on all of them or on none. (candle ends a gradient at a multiplication by
+/// 0: to switch a replica's part off, multiply by a tensor of zeros.)
 #[derive(Clone, Debug)]
 pub struct Replica(Arc<Inner>);
 

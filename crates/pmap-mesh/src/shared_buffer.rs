@@ -7,15 +7,19 @@
 
 use std::{
     cell::UnsafeCell,
+    mem::MaybeUninit,
     ops::Range,
+    slice,
     sync::atomic::{AtomicUsize, Ordering},
 };
 
 /// A buffer of `len` items, cut into parts that are filled independently.
 #[derive(Debug)]
 pub(crate) struct SharedBuffer<T> {
-    /// Its length stays 0 until all parts are filled.
+    /// Its length stays 0 until all parts are filled; until then nobody makes a reference to it.
     items: UnsafeCell<Vec<T>>,
+    /// Its memory.
+    base: *mut T,
     parts: Vec<Range<usize>>,
     /// For each part: free, lent to a thread, or filled.
     states: Vec<AtomicUsize>,
@@ -26,8 +30,10 @@ const FREE: usize = 0;
 const TAKEN: usize = 1;
 
 // SAFETY: threads reach the items through `fill` only, which lends each part to one thread at a time and ever, and
-// through `fill`'s last call, after which no part is lent. Items move between threads, hence `Send`.
+// through `fill`'s last call, after which no part is lent. Items move between threads, hence `T: Send`.
 unsafe impl<T: Send> Sync for SharedBuffer<T> {}
+// SAFETY: `base` points into `items`, which moves along.
+unsafe impl<T: Send> Send for SharedBuffer<T> {}
 
 impl<T: Copy> SharedBuffer<T> {
     /// A buffer for `parts`, which follow each other from 0 on without gaps.
@@ -38,7 +44,9 @@ impl<T: Copy> SharedBuffer<T> {
         });
         let states = parts.iter().map(|_| AtomicUsize::new(FREE)).collect();
         let unfilled = AtomicUsize::new(parts.len());
-        Self { items: UnsafeCell::new(Vec::with_capacity(end)), parts, states, unfilled }
+        let mut items = Vec::with_capacity(end);
+        let base = items.as_mut_ptr();
+        Self { items: UnsafeCell::new(items), base, parts, states, unfilled }
     }
 
     /// The place of a part in the buffer.
@@ -46,7 +54,7 @@ impl<T: Copy> SharedBuffer<T> {
         self.parts[part].clone()
     }
 
-    /// Fills a part with what `write` gives to its argument, and returns all items if it was the last part.
+    /// Fills a part with what `write` gives to its argument, converted, and returns all items if it was the last part.
     ///
     /// # Errors
     ///
@@ -55,22 +63,25 @@ impl<T: Copy> SharedBuffer<T> {
     /// # Panics
     ///
     /// If the part was filled before, or is given more or fewer items than it holds.
-    pub(crate) fn fill<E>(
+    pub(crate) fn fill<S: Copy, E>(
         &self,
         part: usize,
-        write: impl FnOnce(&mut dyn FnMut(&[T])) -> Result<(), E>,
+        convert: impl Fn(S) -> T,
+        write: impl FnOnce(&mut dyn FnMut(&[S])) -> Result<(), E>,
     ) -> Result<Option<Vec<T>>, E> {
         assert!(self.states[part].swap(TAKEN, Ordering::AcqRel) == FREE, "a part of a buffer is filled once");
         let Range { start, end } = self.part(part);
         let mut next = start;
-        // SAFETY: a raw pointer to the vector's memory; the vector itself is neither moved nor resized while there are
-        // parts to fill, and `as_mut_ptr` makes no reference to its items.
-        let base = unsafe { (*self.items.get()).as_mut_ptr() };
         write(&mut |items| {
             assert!(items.len() <= end - next, "a part of a buffer takes no more than it holds");
-            // SAFETY: `next + items.len() <= end`, and `end` is within the capacity. Only this thread was given this
-            // part, parts do not overlap, and `items` is borrowed from elsewhere as nobody can borrow from the buffer.
-            unsafe { base.add(next).copy_from_nonoverlapping(items.as_ptr(), items.len()) };
+            // SAFETY: the vector's memory stays where it is while there are parts to fill, and `next + items.len() <= end`
+            // is within it; only this thread was given this part,
+            // parts do not overlap, and items that may be uninitialized are what the memory holds.
+            let places =
+                unsafe { slice::from_raw_parts_mut(self.base.add(next).cast::<MaybeUninit<T>>(), items.len()) };
+            for (place, item) in places.iter_mut().zip(items) {
+                place.write(convert(*item));
+            }
             next += items.len();
         })?;
         assert!(next == end, "a part of a buffer is filled to its end");
@@ -102,10 +113,14 @@ mod tests {
             let fill = |part: usize| {
                 let range = buffer.part(part);
                 let items: Vec<usize> = range.collect();
-                buffer.fill(part, |push| {
-                    items.chunks(3).for_each(push);
-                    Ok::<_, ()>(())
-                })
+                buffer.fill(
+                    part,
+                    |item| item,
+                    |push| {
+                        items.chunks(3).for_each(push);
+                        Ok::<_, ()>(())
+                    },
+                )
             };
             let whole: Vec<_> = thread::scope(|scope| {
                 let fills: Vec<_> = (0..threads).map(|part| scope.spawn(move || fill(part))).collect();
@@ -118,11 +133,15 @@ mod tests {
     #[test]
     fn a_part_that_fails_leaves_the_buffer_without_items() {
         let buffer = SharedBuffer::new(vec![0..2, 2..4]);
-        assert_eq!(buffer.fill(0, |_| Err("no")), Err("no"));
-        let filled = buffer.fill(1, |push| {
-            push(&[1_u8, 2]);
-            Ok::<_, ()>(())
-        });
+        assert_eq!(buffer.fill(0, |item: u8| item, |_| Err("no")), Err("no"));
+        let filled = buffer.fill(
+            1,
+            |item| item,
+            |push| {
+                push(&[1_u8, 2]);
+                Ok::<_, ()>(())
+            },
+        );
         assert_eq!(filled, Ok(None));
     }
 
@@ -130,10 +149,14 @@ mod tests {
     fn empty_parts_are_parts() {
         let buffer = SharedBuffer::<f32>::new(vec![0..0, 0..1, 1..1]);
         let full = |part, items: &[f32]| {
-            buffer.fill(part, |push| {
-                push(items);
-                Ok::<_, ()>(())
-            })
+            buffer.fill(
+                part,
+                |item| item,
+                |push| {
+                    push(items);
+                    Ok::<_, ()>(())
+                },
+            )
         };
         assert_eq!((full(2, &[]), full(0, &[]), full(1, &[2.0])), (Ok(None), Ok(None), Ok(Some(vec![2.0]))));
     }

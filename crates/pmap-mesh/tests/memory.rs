@@ -1,6 +1,7 @@
 //! What a data-parallel step holds at most, counted by the allocator; alone in its process, so that nothing else counts.
 
 #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
+#![allow(clippy::needless_pass_by_value, reason = "models are built of builders by value")]
 
 use candle_core::{DType, Device, Tensor};
 use candle_nn::{AdamW, Linear, Module, Optimizer, ParamsAdamW, VarBuilder, VarMap, linear};

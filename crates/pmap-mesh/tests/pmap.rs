@@ -294,6 +294,18 @@ fn a_grid_cuts_rows_along_one_axis_and_columns_along_the_other() {
 }
 
 #[test]
+fn a_dimension_cut_over_two_axes_comes_back_in_order() {
+    let grid = DeviceMesh::builder().axis("a", 2).axis("b", 3).cpu().unwrap();
+    for spec in
+        [P::shard(0, "a").and(P::shard(0, "b")), P::shard(0, "b").and(P::shard(0, "a")), P::shard(0, ["a", "b"])]
+    {
+        let sharded = grid.shard(iota((12, 2)), spec.clone()).unwrap();
+        assert_eq!(sharded.shards()[5].dims(), [2, 2]);
+        assert_eq!(rows(&sharded.gather(spec).unwrap()), rows(&iota((12, 2))));
+    }
+}
+
+#[test]
 fn results_that_should_be_replicated_and_are_not_are_found_in_debug_builds() {
     let mesh = DeviceMesh::cpu(3).unwrap();
     let same = mesh.pmap(|_, x: Tensor| x.ones_like()).out_axes(P::replicate());

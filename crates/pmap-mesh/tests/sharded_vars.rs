@@ -29,7 +29,7 @@ fn strategies() -> Vec<Box<dyn ShardingStrategy>> {
     let full = |layout| Box::new(Full::new(layout)) as Box<dyn ShardingStrategy>;
     let mut all: Vec<_> = [Layout::Dim0, Layout::Flat, Layout::FlatAligned, Layout::ROWS].map(full).into();
     all.push(Box::new(LayerWise::default()));
-    all.push(Box::new(WholeTensor::default()));
+    all.push(Box::new(WholeTensor));
     all
 }
 
