@@ -3,7 +3,8 @@
 #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
 
 use candle_core::{DType, Device, Tensor, Var};
-use candle_distributed::mesh::{ALL, DeviceMesh, P};
+use candle_distributed::mesh::{ALL, DataParallel, DeviceMesh, P, Uneven, value_and_grad};
+use candle_nn::{Linear, Module, Optimizer, SGD, VarMap, linear};
 
 /// A mesh of two slots for each kind of device: two devices if there are so many, else the first one twice.
 fn meshes() -> Vec<DeviceMesh> {
@@ -70,4 +71,103 @@ fn gradients_of_shards_add_up_on_the_first_device() {
         let of_columns = rows(&gradient.call(iota((4, 3))).unwrap());
         assert_eq!(of_columns, [[18.0, 18.0], [22.0, 22.0], [26.0, 26.0]]);
     }
+}
+
+#[test]
+fn collectives_give_every_device_what_the_others_brought() {
+    for mesh in meshes() {
+        let run = mesh.pmap(|ctx, x: Tensor| {
+            let (sum, max) = (ctx.psum(&x, ALL)?, ctx.pmax(&x, ALL)?);
+            let (gathered, scattered) = (ctx.all_gather(&x, 0, ALL)?, ctx.psum_scatter(&x, 1, ALL)?);
+            let (swapped, first) = (ctx.ppermute(&x, &[(0, 1), (1, 0)], ALL)?, ctx.broadcast(&x, 0, ALL)?);
+            let exchanged = ctx.all_to_all(&x, 1, 0, ALL)?;
+            for result in [&sum, &max, &gathered, &scattered, &swapped, &first, &exchanged] {
+                assert!(result.device().same_device(ctx.device()));
+            }
+            Ok(((sum, max, gathered), (scattered, swapped, first, exchanged)))
+        });
+        let run = run.out_axes(
+            [P::stack(0, ALL), P::stack(0, ALL), P::stack(0, ALL), P::shard(1, ALL)]
+                .into_iter()
+                .chain([P::shard(0, ALL), P::stack(0, ALL), P::stack(0, ALL)])
+                .collect::<Vec<_>>(),
+        );
+        let ((sum, max, gathered), (scattered, swapped, first, exchanged)) = run.call(iota((2, 4))).unwrap();
+        let twice = |tensor: &Tensor| tensor.to_vec3::<f32>().unwrap();
+        assert_eq!(twice(&sum), vec![vec![vec![4.0, 6.0, 8.0, 10.0]]; 2]);
+        assert_eq!(twice(&max), vec![vec![vec![4.0, 5.0, 6.0, 7.0]]; 2]);
+        assert_eq!(twice(&gathered), vec![rows(&iota((2, 4))); 2]);
+        assert_eq!(rows(&scattered), [[4.0, 6.0, 8.0, 10.0]]);
+        assert_eq!(rows(&swapped), [[4.0, 5.0, 6.0, 7.0], [0.0, 1.0, 2.0, 3.0]]);
+        assert_eq!(twice(&first), vec![vec![vec![0.0, 1.0, 2.0, 3.0]]; 2]);
+        assert_eq!(twice(&exchanged), [[[0.0, 1.0], [4.0, 5.0]], [[2.0, 3.0], [6.0, 7.0]]]);
+    }
+}
+
+#[test]
+fn gradients_run_through_collectives_on_every_device() {
+    for mesh in meshes() {
+        let run = mesh.pmap(|ctx, x: Tensor| {
+            let var = Var::from_tensor(&x)?;
+            // Every replica's loss takes all rows, each with the replica's own weight.
+            let gathered = ctx.all_gather(var.as_tensor(), 0, ALL)?;
+            let grads = (gathered * (ctx.index() + 1) as f64)?.sum_all()?.backward()?;
+            grads.get(&var).cloned().ok_or_else(|| candle_core::Error::msg("no gradient"))
+        });
+        assert_eq!(rows(&run.call(iota((4, 2))).unwrap()), [[3.0, 3.0]; 4]);
+    }
+}
+
+#[test]
+fn uneven_batches_and_random_numbers_are_the_same_everywhere() {
+    for mesh in meshes() {
+        let padded = mesh.pmap(|_, x: Tensor| x.sqr()).uneven(Uneven::Pad).call(iota((3, 2))).unwrap();
+        assert_eq!(rows(&padded), rows(&iota((3, 2)).sqr().unwrap()));
+        let noise = mesh.pmap(|ctx, x: Tensor| ctx.rng().uniform(x.shape())).call(iota((2, 2))).unwrap();
+        let on_cpu = DeviceMesh::cpu(2).unwrap().pmap(|ctx, x: Tensor| ctx.rng().uniform(x.shape()));
+        assert_eq!(rows(&noise), rows(&on_cpu.call(iota((2, 2))).unwrap()));
+    }
+}
+
+#[test]
+fn a_data_parallel_step_is_a_step_of_the_whole_batch() {
+    for mesh in meshes() {
+        let home = &mesh.devices()[0];
+        let vars = VarMap::new();
+        let build = |vb: candle_nn::VarBuilder<'_>| linear(3, 1, vb);
+        let mut model = DataParallel::new(&mesh, &vars, build, |vars| SGD::new(vars, 0.1)).unwrap();
+        let weight = vars.data().lock().unwrap()["weight"].clone();
+        let before = Var::from_tensor(&weight.copy().unwrap().detach()).unwrap();
+        let bias = vars.data().lock().unwrap()["bias"].copy().unwrap().detach();
+
+        let x = (iota((4, 3)) / 12.0).unwrap();
+        let loss = |model: &Linear, x: &Tensor| model.forward(x)?.sqr()?.mean_all();
+        let (whole, shared) = (x.to_device(home).unwrap(), Linear::new(before.as_tensor().clone(), Some(bias)));
+        let serial = loss(&shared, &whole).unwrap();
+        let gradient = serial.backward().unwrap().get(&before).cloned().unwrap();
+
+        let parallel = model.step(x.clone(), move |_, model: &Linear, x: Tensor| loss(model, &x)).unwrap();
+        model.check_in_sync().unwrap();
+        assert!((scalar(&parallel) - scalar(&serial)).abs() < 1e-5);
+        let expected = (before.as_tensor() - (gradient * 0.1).unwrap()).unwrap();
+        let apart = (expected - weight.as_tensor()).unwrap().abs().unwrap().max_all().unwrap();
+        assert!(scalar(&apart) < 1e-5);
+    }
+}
+
+#[test]
+fn value_and_grad_sums_over_devices() {
+    for mesh in meshes() {
+        let weight = Var::from_tensor(&iota((3, 2)).to_device(&mesh.devices()[0]).unwrap()).unwrap();
+        let shared = weight.clone();
+        let step = value_and_grad(&mesh, vec![weight.clone()], move |ctx, x: Tensor| {
+            x.matmul(&shared.to_device(ctx.device())?)?.mean_all()
+        });
+        let (_, grads) = step.call(iota((4, 3))).unwrap();
+        assert_eq!(rows(grads.get(&weight).unwrap()), [[2.25, 2.25], [2.75, 2.75], [3.25, 3.25]]);
+    }
+}
+
+fn scalar(tensor: &Tensor) -> f32 {
+    tensor.to_scalar().unwrap()
 }
