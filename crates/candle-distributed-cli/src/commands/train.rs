@@ -3,19 +3,18 @@
 use std::path::PathBuf;
 
 use candle_distributed::{
-    mesh::DeviceMesh,
-    plan::{CostModel, ElemType, Full, ParameterInfo, PlanReport, ShardingStrategy},
+    mesh::{self, DeviceMesh},
+    plan::{CostModel, Full, PlanReport, ShardingStrategy},
     types::{Seed, WorldSize},
 };
-use candle_nn::VarBuilder;
+use candle_nn::{VarBuilder, VarMap};
 use clap::ValueEnum;
 
 use crate::{
     error::{Error, Result},
     output, threads,
     train::{
-        corpus::Corpus, data::Schedule, journal::Journal, model::Transformer, parameters::Parameters, run_dir::RunDir,
-        trainer,
+        corpus::Corpus, data::Schedule, journal::Journal, model::Transformer, parameters, run_dir::RunDir, trainer,
     },
 };
 
@@ -77,11 +76,11 @@ pub(crate) fn run(args: &Args) -> Result<()> {
     let seed = Seed::new(args.seed);
     let schedule = Schedule::new(&corpus, world_size, seed.derive(ORDER_STREAM))?;
     let build = |vb: VarBuilder<'_>| Transformer::new(trainer::MODEL, &vb);
-    let parameters = Parameters::new(seed.derive(INIT_STREAM), &mesh.devices()[0], build)?;
+    let vars = parameters::initialized(seed.derive(INIT_STREAM), &mesh.devices()[0], build)?;
     let run_dir = RunDir::create(args.out.as_deref())?;
-    print_plan(&parameters, world_size)?;
+    print_plan(&vars, world_size)?;
     output::text(|out| writeln!(out, "each epoch: {}", schedule.first_epoch()))?;
-    trainer::train(&mesh, &parameters, &corpus, schedule, args.steps, Journal::new(args.steps, run_dir))
+    trainer::train(&mesh, &vars, &corpus, schedule, args.steps, Journal::new(args.steps, run_dir))
 }
 
 impl Args {
@@ -97,12 +96,9 @@ impl Args {
 }
 
 /// Prints what each rank would hold of the model if its parameters were sharded.
-fn print_plan(parameters: &Parameters, world_size: WorldSize) -> Result<()> {
-    let info = |(name, var): (&str, &candle_core::Var)| {
-        let shape: Vec<u64> = var.dims().iter().map(|&size| size as u64).collect();
-        ParameterInfo::new(name, shape, ElemType::F32)
-    };
-    let infos = parameters.iter().map(info).collect::<Result<Vec<_>, _>>()?;
+fn print_plan(vars: &VarMap, world_size: WorldSize) -> Result<()> {
+    let vars = parameters::by_name(vars)?;
+    let infos = mesh::parameter_infos(vars.iter().map(|(name, var)| (name, var.as_tensor())))?;
     let plan = Full::default().plan(&infos, world_size)?;
     let report = PlanReport::new(&plan, &CostModel::default(), None)?;
     output::text(|out| writeln!(out, "{report}"))

@@ -1,14 +1,11 @@
 //! What people and programs see of a run: progress bar, metrics, summary.
 
 use candle_distributed::batch::{Batch, PaddingReport};
+use candle_nn::VarMap;
 use indicatif::{ProgressBar, ProgressStyle};
 use serde::Serialize;
 
-use crate::{
-    error::Result,
-    output,
-    train::{parameters::Parameters, run_dir::RunDir},
-};
+use crate::{error::Result, output, train::run_dir::RunDir};
 
 /// What is known of one step; one line of `metrics.jsonl`.
 #[derive(Clone, Copy, Debug, Serialize)]
@@ -83,8 +80,8 @@ impl Journal {
     }
 
     /// Saves the parameters and prints what became of the run.
-    pub(crate) fn finish(&self, parameters: &Parameters) -> Result<()> {
-        self.run_dir.save(parameters)?;
+    pub(crate) fn finish(&self, vars: &VarMap) -> Result<()> {
+        self.run_dir.save(vars)?;
         self.bar.finish_and_clear();
         let (first, last) = (self.first_loss.unwrap_or(f32::NAN), self.recent.mean());
         output::text(|out| {

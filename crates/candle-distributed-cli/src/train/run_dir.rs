@@ -6,11 +6,12 @@ use std::{
     path::{Path, PathBuf},
 };
 
+use candle_nn::VarMap;
 use serde::Serialize;
 
 use crate::{
     error::{Error, Result},
-    train::parameters::Parameters,
+    train::parameters,
 };
 
 const METRICS: &str = "metrics.jsonl";
@@ -70,14 +71,15 @@ impl RunDir {
     }
 
     /// Writes the checkpoint beside its place and renames it, so that no reader ever sees half of one.
-    pub(crate) fn save(&self, parameters: &Parameters) -> Result<()> {
+    pub(crate) fn save(&self, vars: &VarMap) -> Result<()> {
         let path = self.path.join(CHECKPOINT);
-        write_checkpoint(parameters, &path).map_err(|source| Error::Write { path, source })
+        write_checkpoint(vars, &path).map_err(|source| Error::Write { path, source })
     }
 }
 
-fn write_checkpoint(parameters: &Parameters, path: &Path) -> io::Result<()> {
-    let tensors = parameters.iter().map(|(name, var)| (name, var.as_tensor()));
+fn write_checkpoint(vars: &VarMap, path: &Path) -> io::Result<()> {
+    let vars = parameters::by_name(vars).map_err(io::Error::other)?;
+    let tensors = vars.iter().map(|(name, var)| (name, var.as_tensor()));
     let bytes = safetensors::serialize(tensors, None).map_err(io::Error::other)?;
     let partial = path.with_extension("partial");
     let mut file = File::create(&partial)?;

@@ -1,10 +1,10 @@
-//! The training loop: shard a batch, add up gradients, step, log.
+//! The training loop: a batch, a step of all devices, a line in the journal.
 
 use std::time::Instant;
 
 use candle_core::Tensor;
-use candle_distributed::mesh::{ALL, DeviceMesh, P, Replica};
-use candle_nn::{AdamW, Optimizer, ParamsAdamW};
+use candle_distributed::mesh::{DataParallel, DeviceMesh, Replica};
+use candle_nn::{AdamW, Optimizer, ParamsAdamW, VarBuilder, VarMap};
 
 use crate::{
     error::Result,
@@ -13,7 +13,6 @@ use crate::{
         data::{self, Schedule},
         journal::{Journal, StepMetrics},
         model::{Config, Transformer},
-        parameters::Parameters,
     },
 };
 
@@ -24,44 +23,33 @@ pub(crate) const MODEL: Config =
 const PEAK_LEARNING_RATE: f64 = 3e-3;
 const WARMUP_STEPS: u64 = 10;
 
-/// Changes `parameters` by `steps` optimizer steps, each over one batch that all devices of `mesh` share.
+/// Changes `vars` by `steps` optimizer steps, each over one batch that all devices of `mesh` share.
 pub(crate) fn train(
     mesh: &DeviceMesh,
-    parameters: &Parameters,
+    vars: &VarMap,
     corpus: &Corpus,
     schedule: Schedule,
     steps: u64,
     mut journal: Journal,
 ) -> Result<()> {
-    let shared = parameters.clone();
-    let gradients = mesh
-        .pmap(move |replica, (ids, weights): (Tensor, Tensor)| gradients(&shared, replica, &ids, &weights))
-        .in_axes(P::shard(0, ALL))
-        .out_axes(P::sum(ALL));
-    let mut optimizer = AdamW::new(parameters.vars(), ParamsAdamW::default())?;
+    let build = |vb: VarBuilder<'_>| Transformer::new(MODEL, &vb);
+    let adam = |vars| AdamW::new(vars, ParamsAdamW::default());
+    let mut model = DataParallel::new(mesh, vars, build, adam)?.in_axes(Some(0));
     let start = Instant::now();
     for (step, batch) in (0..steps).zip(schedule.batches()) {
         let (epoch, batch) = batch?;
-        let (gradients, loss) = gradients.call(data::collate(&batch, corpus, &mesh.devices()[0])?)?;
         let learning_rate = learning_rate(step, steps);
-        optimizer.set_learning_rate(learning_rate);
-        optimizer.step(&parameters.grad_store(gradients))?;
+        model.set_learning_rate(learning_rate);
+        let loss = model.step(data::collate(&batch, corpus, &mesh.devices()[0])?, loss)?;
         let (loss, seconds) = (loss.to_scalar()?, start.elapsed().as_secs_f64());
         journal.log(&StepMetrics::new(step, epoch, loss, learning_rate, &batch, seconds), &batch)?;
     }
-    journal.finish(parameters)
+    journal.finish(vars)
 }
 
-/// What one replica does: the gradients of its shard of the batch, and its part of the loss.
-fn gradients(
-    parameters: &Parameters,
-    replica: &Replica,
-    ids: &Tensor,
-    weights: &Tensor,
-) -> candle_core::Result<(Vec<Tensor>, Tensor)> {
-    let model = Transformer::new(MODEL, &parameters.builder(replica.device()))?;
-    let loss = model.loss(ids, weights)?;
-    Ok((parameters.gradients(&loss.backward()?)?, loss))
+/// The loss of a shard, as if all had its mean: weights are shares in the whole batch's, however its tokens are spread.
+fn loss(replica: &Replica, model: &Transformer, (ids, weights): (Tensor, Tensor)) -> candle_core::Result<Tensor> {
+    model.loss(&ids, &weights)? * (replica.count() as f64 / replica.weight())
 }
 
 /// Up in a line over the first steps, then down in a line to a tenth of the peak.
