@@ -16,6 +16,9 @@ use clap::{Parser, Subcommand};
 
 use crate::error::Result;
 
+#[global_allocator]
+static ALLOCATOR: mimalloc::MiMalloc = mimalloc::MiMalloc;
+
 /// Distributed training for candle: who reads what, in which batches, on which device.
 #[derive(Debug, Parser)]
 #[command(name = "candle-distributed", version, propagate_version = true)]
