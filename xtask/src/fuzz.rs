@@ -4,6 +4,7 @@ use std::{fs, num::NonZeroU32};
 
 use crate::{
     cmd::{Cargo, Result},
+    tools::{self, Tool},
     workspace,
 };
 
@@ -18,33 +19,18 @@ pub(crate) struct Args {
     strict: bool,
 }
 
-/// What a run needs besides this workspace: a call that succeeds where it is, its name, and how to get it.
-const TOOLS: [(&str, &str, &str); 2] = [
-    ("+nightly --version", "nightly Rust", "rustup toolchain install nightly --profile minimal"),
-    ("fuzz --version", "cargo-fuzz", "cargo install cargo-fuzz"),
-];
+const TOOLS: [Tool; 2] =
+    [tools::NIGHTLY, Tool { name: "cargo-fuzz", probe: "fuzz --version", install: "cargo install cargo-fuzz" }];
 
 /// Inputs that found new ways through the code, kept for the next run; git ignores them.
 const CORPUS: &str = "fuzz/corpus/readers";
 
 pub(crate) fn run(args: &Args) -> Result {
-    // Without the variable rustup would install a toolchain that is only asked for its version.
-    let is_there = |probe: &str| Cargo::new(probe).env("RUSTUP_AUTO_INSTALL", "0").succeeds();
-    let missing: Vec<_> = TOOLS.into_iter().filter(|(probe, ..)| !is_there(probe)).collect();
-    for (_, tool, install) in &missing {
-        println!("{tool} is not installed; get it with `{install}`");
+    if tools::all_there("fuzz", &TOOLS, args.strict)? {
+        fs::create_dir_all(workspace::root().join(CORPUS))?;
+        command(args.seconds).run()?;
     }
-    match missing.first() {
-        Some((_, tool, _)) if args.strict => Err(format!("{tool} is missing, and --strict asks for it").into()),
-        Some(_) => {
-            println!("== fuzz: SKIPPED, nothing was checked");
-            Ok(())
-        }
-        None => {
-            fs::create_dir_all(workspace::root().join(CORPUS))?;
-            command(args.seconds).run()
-        }
-    }
+    Ok(())
 }
 
 /// The call of cargo-fuzz, which writes what it keeps to the first corpus and only reads the second one.

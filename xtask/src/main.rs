@@ -7,9 +7,11 @@ mod ci;
 mod cmd;
 mod docs;
 mod fuzz;
+mod sanitize;
 mod snapshots;
 mod test;
 mod tidy;
+mod tools;
 mod workspace;
 
 use std::process::ExitCode;
@@ -24,6 +26,7 @@ enum Command {
     Test(test::Args),
     Bench(bench::Args),
     Fuzz(fuzz::Args),
+    Sanitize(sanitize::Args),
     Snapshots(snapshots::Args),
     Docs(docs::Args),
     /// Checks the house rules: module docs, dependency direction, manifests, changelog, links.
@@ -46,6 +49,7 @@ fn run(command: &Command) -> cmd::Result {
         Command::Test(args) => test::run(args),
         Command::Bench(args) => bench::run(args),
         Command::Fuzz(args) => fuzz::run(args),
+        Command::Sanitize(args) => sanitize::run(args),
         Command::Snapshots(args) => snapshots::run(args),
         Command::Docs(args) => docs::run(args),
         Command::Tidy => tidy::run(),
