@@ -113,14 +113,16 @@ mod tests {
             let fill = |part: usize| {
                 let range = buffer.part(part);
                 let items: Vec<usize> = range.collect();
-                buffer.fill(
+                let filled = buffer.fill(
                     part,
                     |item| item,
                     |push| {
                         items.chunks(3).for_each(push);
                         Ok::<_, ()>(())
                     },
-                )
+                );
+                // Read here: joining the threads would order their writes before any reader.
+                filled.inspect(|whole| assert!(whole.iter().flatten().copied().eq(0..whole.iter().flatten().count())))
             };
             let whole: Vec<_> = thread::scope(|scope| {
                 let fills: Vec<_> = (0..threads).map(|part| scope.spawn(move || fill(part))).collect();
