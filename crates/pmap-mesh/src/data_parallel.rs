@@ -62,7 +62,7 @@ pub struct DataParallel<M, O> {
     mesh: DeviceMesh,
     names: Vec<String>,
     slots: Arc<Vec<Mutex<Slot<M, O>>>>,
-    /// How many sets of variables there are.
+    /// How many sets of variables there are, in all processes.
     replicas: usize,
     in_axes: Specs,
     uneven: Uneven,
@@ -164,7 +164,7 @@ impl<M: Send + 'static, O: Optimizer + Send + 'static> DataParallel<M, O> {
             mesh: mesh.clone(),
             names,
             slots: Arc::new(slots.collect::<candle_core::Result<_>>()?),
-            replicas: sets.len(),
+            replicas: sets.len() * (mesh.len() / mesh.devices().len()),
             in_axes: Specs::first_and_rest(P::shard(0, ALL), P::replicate()),
             uneven: Uneven::default(),
             max_norm: None,
@@ -233,7 +233,7 @@ impl<M: Send + 'static, O: Optimizer + Send + 'static> DataParallel<M, O> {
     {
         let (slots, max_norm, replicas) = (Arc::clone(&self.slots), self.max_norm, self.replicas);
         let run = self.mesh.pmap(move |ctx, shard: I| {
-            let slot = &mut *lock(&slots[ctx.index()]);
+            let slot = &mut *lock(&slots[ctx.local_index()]);
             let loss = loss(ctx, &slot.model, shard)?;
             let (loss, grads) = differentiate(ctx, &slot.vars, loss)?;
             slot.add(grads)?;
@@ -257,9 +257,10 @@ impl<M: Send + 'static, O: Optimizer + Send + 'static> DataParallel<M, O> {
     ///
     /// [`Error::Diverged`] with the first variable that differs, [`Error::Model`] if it cannot be read.
     pub fn check_in_sync(&self) -> Result<()> {
-        let first = lock(&self.slots[0]).vars.clone();
-        for (replica, slot) in self.slots.iter().enumerate() {
-            for (name, (expected, var)) in self.names.iter().zip(first.iter().zip(&lock(slot).vars)) {
+        let of_slot = |slot: &Mutex<Slot<M, O>>| lock(slot).vars.iter().map(Var::as_detached_tensor).collect();
+        let vars: Vec<Vec<Tensor>> = self.mesh.of_all_slots(self.slots.iter().map(of_slot).collect())?;
+        for (replica, of_replica) in vars.iter().enumerate() {
+            for (name, (expected, var)) in self.names.iter().zip(vars[0].iter().zip(of_replica)) {
                 if !join::same(expected, var).map_err(Error::Model)? {
                     return Err(Error::Diverged { name: name.clone(), replica });
                 }

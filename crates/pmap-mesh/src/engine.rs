@@ -37,6 +37,9 @@ pub(crate) trait Engine: fmt::Debug + Send + Sync {
     /// Returns when all members have called it.
     fn barrier(&self, site: &Site) -> Result<()>;
 
+    /// Notes that this replica has returned, for those who would wait for it.
+    fn returned(&self);
+
     /// Ends the call for all replicas because this one failed.
     fn failed(&self, error: Error);
 }

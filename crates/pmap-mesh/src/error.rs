@@ -196,6 +196,19 @@ pub enum Error {
         /// What the other called.
         right_call: Arc<CollectiveCall>,
     },
+    /// Two processes of a group called different collectives.
+    #[cfg(feature = "mpi")]
+    #[error("replica {left} calls {left_call}, replica {right} calls {right_call}")]
+    MismatchAcross {
+        /// The first member of the group.
+        left: usize,
+        /// What it called.
+        left_call: String,
+        /// The first member that called something else.
+        right: usize,
+        /// What the other called.
+        right_call: String,
+    },
     /// A replica returned while another one waits for it in a collective.
     #[error("replica {index} has returned while replica {waiting} waits for it in {call}")]
     Deserted {
@@ -268,6 +281,19 @@ pub enum Error {
         name: String,
         /// The replica that has another value.
         replica: usize,
+    },
+    /// MPI could not be started, or its processes are not as many as the mesh has slots.
+    #[cfg(feature = "mpi")]
+    #[error("MPI: {reason}")]
+    Mpi {
+        /// What is wrong.
+        reason: String,
+    },
+    /// Something is not there yet for meshes of several processes.
+    #[error("{what} of a mesh that spans several processes is not supported")]
+    SeveralProcesses {
+        /// What was asked for.
+        what: &'static str,
     },
     /// A worker ended without a result, though nothing failed.
     #[error("a replica ended without a result")]

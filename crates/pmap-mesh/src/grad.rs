@@ -66,11 +66,11 @@ where
     F: Fn(&Replica, I) -> candle_core::Result<Tensor> + Send + Sync + 'static,
 {
     let sizes: Vec<usize> = params.iter().map(|var| var.elem_count()).collect();
-    let owned = Arc::new(deal(&sizes, mesh.len()));
+    let owned = Arc::new(deal(&sizes, mesh.devices().len()));
     let (of_replicas, vars) = (Arc::clone(&owned), params.clone());
     let step: BoxedStep<I> = Box::new(move |ctx, shard| {
         let (loss, grads) = differentiate(ctx, &vars, loss(ctx, shard)?)?;
-        Ok((loss, ctx.reduce_lists(grads, &of_replicas[ctx.index()])?))
+        Ok((loss, ctx.reduce_lists(grads, &of_replicas[ctx.local_index()])?))
     });
     ValueAndGrad { params, owned, step: mesh.pmap(step) }
 }

@@ -11,6 +11,8 @@ mod grad;
 mod join;
 mod meeting;
 mod mesh;
+#[cfg(feature = "mpi")]
+mod mpi;
 #[cfg(feature = "plan")]
 mod placement;
 mod pmap;

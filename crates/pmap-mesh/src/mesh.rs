@@ -2,19 +2,25 @@
 
 use std::{
     fmt,
+    ops::Range,
     sync::{Arc, Once},
     time::Duration,
 };
 
-use candle_core::Device;
+use candle_core::{Device, Tensor};
 
+#[cfg(feature = "mpi")]
+use crate::mpi::{Mpi, Session};
 use crate::{
+    engine::Engine,
     error::{Error, Result},
+    meeting::Hub,
     pmap::{self, PMap},
     replica::Replica,
     shard::Uneven,
     sharded::Sharded,
     spec::Specs,
+    threads::Threads,
     topology::Topology,
     tree::TensorTree,
     worker::Workers,
@@ -41,11 +47,22 @@ pub struct DeviceMesh(Arc<Inner>);
 
 #[derive(Debug)]
 struct Inner {
+    /// Of this process's slots.
     devices: Vec<Device>,
+    first_slot: usize,
     topology: Arc<Topology>,
     deadline: Option<Duration>,
     pin: bool,
+    engines: Engines,
     workers: Workers,
+}
+
+/// How the slots of a mesh talk to each other.
+#[derive(Debug)]
+enum Engines {
+    Threads,
+    #[cfg(feature = "mpi")]
+    Mpi(Mpi),
 }
 
 /// The axes and options of a mesh to be made.
@@ -124,7 +141,7 @@ impl DeviceMesh {
     ///
     /// # Errors
     ///
-    /// [`Error::UnknownAxis`], [`Error::Coordinate`], and those of [`new`](Self::new).
+    /// [`Error::UnknownAxis`], [`Error::Coordinate`], [`Error::SeveralProcesses`], and those of [`new`](Self::new).
     ///
     /// # Examples
     ///
@@ -136,6 +153,9 @@ impl DeviceMesh {
     /// # Ok::<(), pmap_mesh::Error>(())
     /// ```
     pub fn sub_mesh(&self, axis: &str, coordinate: usize) -> Result<Self> {
+        if self.local_slots().len() != self.len() {
+            return Err(Error::SeveralProcesses { what: "a sub-mesh" });
+        }
         let set = self.topology().set(&axis.into())?;
         let size = self.topology().size(set);
         if coordinate >= size {
@@ -143,21 +163,26 @@ impl DeviceMesh {
         }
         let groups = self.topology().groups(set);
         let is_in = |slot: &usize| groups.seat(*slot).1 == coordinate;
-        let devices = (0..self.len()).filter(is_in).map(|slot| self.devices()[slot].clone()).collect();
+        let devices = self.local_slots().filter(is_in).map(|slot| self.devices()[slot].clone()).collect();
         let rest = self.axes().filter(|(name, _)| *name != axis);
         let builder = DeviceMeshBuilder { axes: Vec::new(), pin: self.0.pin, deadline: self.0.deadline };
         rest.fold(builder, |builder, (name, size)| builder.axis(name, size)).devices(devices)
     }
 
-    /// The devices, in the order in which shards are dealt to them: the last axis varies fastest.
+    /// The devices of this process's slots, in the order in which shards are dealt to them: the last axis varies fastest.
     pub fn devices(&self) -> &[Device] {
         &self.0.devices
     }
 
-    /// The number of devices.
+    /// The number of devices, in all processes.
     #[allow(clippy::len_without_is_empty, reason = "a mesh is never empty")]
     pub fn len(&self) -> usize {
-        self.0.devices.len()
+        self.topology().slots()
+    }
+
+    /// The slots that run in this process: all, unless the mesh spans several.
+    pub fn local_slots(&self) -> Range<usize> {
+        self.0.first_slot..self.0.first_slot + self.0.devices.len()
     }
 
     /// Names and sizes of the axes.
@@ -212,6 +237,25 @@ impl DeviceMesh {
             })
         });
         Ok(Sharded::new(self.clone(), placed.collect::<Result<_>>()?, rows))
+    }
+
+    /// What the replica of `slot` uses in one call, of which `hub` is the meeting place.
+    pub(crate) fn engine(&self, hub: &Arc<Hub>, slot: usize) -> Box<dyn Engine> {
+        match &self.0.engines {
+            Engines::Threads => Box::new(Threads::new(Arc::clone(hub), slot)),
+            #[cfg(feature = "mpi")]
+            Engines::Mpi(mpi) => Box::new(mpi.clone()),
+        }
+    }
+
+    /// The lists of all slots, from those of this process's.
+    #[cfg_attr(not(feature = "mpi"), allow(clippy::unnecessary_wraps, reason = "other processes may fail"))]
+    pub(crate) fn of_all_slots(&self, lists: Vec<Vec<Tensor>>) -> Result<Vec<Vec<Tensor>>> {
+        match &self.0.engines {
+            Engines::Threads => Ok(lists),
+            #[cfg(feature = "mpi")]
+            Engines::Mpi(mpi) => lists.first().map_or_else(|| Ok(Vec::new()), |list| mpi.exchange(list)),
+        }
     }
 
     pub(crate) fn workers(&self) -> &Workers {
@@ -299,13 +343,38 @@ impl DeviceMeshBuilder {
         if devices.len() != slots {
             return Err(Error::DeviceCount { devices: devices.len(), slots });
         }
-        let on_processor = devices.iter().all(Device::is_cpu);
-        if on_processor {
-            warn_of_threads();
+        let (deadline, pin, topology) = (self.deadline, self.pin, Arc::new(topology));
+        let workers = start_workers(&devices, pin)?;
+        let inner = Inner { devices, first_slot: 0, topology, deadline, pin, engines: Engines::Threads, workers };
+        Ok(DeviceMesh(Arc::new(inner)))
+    }
+
+    /// Makes the mesh of all processes that MPI has started, one slot each, by rank; this one's runs on `device`.
+    ///
+    /// Every process makes the same mesh and calls the same functions with the same arguments, of which it takes its own
+    /// shard; results come back to all of them. What is said of one process elsewhere holds of all: they compute the
+    /// same, sums are formed in rank order. A replica that fails ends all processes, with its error on the standard
+    /// error of its own, since the others may wait for it: there is no call that returns an error for it.
+    ///
+    /// A mesh without axes is a row named [`DeviceMesh::AXIS`].
+    ///
+    /// # Errors
+    ///
+    /// Those of [`devices`](Self::devices), and [`Error::Mpi`] if MPI cannot be started, or a second time, has not as
+    /// many processes as the mesh has slots, or grants its calls to one thread only.
+    #[cfg(feature = "mpi")]
+    pub fn mpi(mut self, device: Device) -> Result<DeviceMesh> {
+        let session = Session::start()?;
+        if self.axes.is_empty() {
+            self = self.axis(DeviceMesh::AXIS, session.size());
         }
-        let workers = Workers::start(slots, self.pin && on_processor && slots > 1)?;
-        let topology = Arc::new(topology);
-        Ok(DeviceMesh(Arc::new(Inner { devices, topology, deadline: self.deadline, pin: self.pin, workers })))
+        let topology = Arc::new(Topology::new(self.axes, DeviceMesh::MAX_DEVICES)?.0);
+        let (deadline, pin, first_slot) = (self.deadline, self.pin, session.rank());
+        let engines = Engines::Mpi(Mpi::new(session, Arc::clone(&topology), deadline)?);
+        let devices = vec![device];
+        // The launcher binds processes, or not, as it was told.
+        let workers = start_workers(&devices, false)?;
+        Ok(DeviceMesh(Arc::new(Inner { devices, first_slot, topology, deadline, pin, engines, workers })))
     }
 
     fn open(self, device: impl Fn(usize) -> candle_core::Result<Device>) -> Result<DeviceMesh> {
@@ -330,6 +399,14 @@ impl fmt::Display for DeviceMesh {
 
 fn name_of(device: &Device) -> String {
     format!("{:?}", device.location())
+}
+
+fn start_workers(devices: &[Device], pin: bool) -> Result<Workers> {
+    let on_processor = devices.iter().all(Device::is_cpu);
+    if on_processor {
+        warn_of_threads();
+    }
+    Workers::start(devices.len(), pin && on_processor && devices.len() > 1)
 }
 
 /// Says once that candle would spread every kernel over all cores.

@@ -19,7 +19,6 @@ use crate::{
     shard::{self, Cut, Rows, Uneven},
     sharded::Sharded,
     spec::{self, P, Side, Specs},
-    threads::Threads,
     topology::ALL,
     tree::{self, TensorTree},
     worker::{self, Workers, lock},
@@ -189,15 +188,12 @@ where
         let hub = Arc::new(Hub::new(self.mesh.topology_arc(), self.mesh.deadline()));
         let results: Arc<Vec<_>> = Arc::new(shards.iter().map(|_| std::sync::Mutex::new(None)).collect());
         let seed = self.seed.derive(self.calls.fetch_add(1, Ordering::Relaxed));
-        let jobs = shards.into_iter().enumerate().map(|(slot, shard)| {
-            let replica = self.replica(slot, &hub, rows, seed);
-            let (f, hub, results) = (Arc::clone(&self.f), Arc::clone(&hub), Arc::clone(&results));
-            move || match run_replica(&*f, &replica, &shard) {
-                Ok(result) => {
-                    *lock(&results[slot]) = Some(result);
-                    hub.returned(slot);
-                }
-                Err(error) => hub.failed(slot, error),
+        let jobs = shards.into_iter().enumerate().map(|(local, shard)| {
+            let replica = self.replica(local, &hub, rows, seed);
+            let (f, results) = (Arc::clone(&self.f), Arc::clone(&results));
+            move || {
+                let outcome = run_replica(&*f, &replica, &shard);
+                replica.ended(outcome.map(|result| *lock(&results[local]) = Some(result)));
             }
         });
         self.mesh.workers().run(jobs);
@@ -209,11 +205,13 @@ where
         Ok(Sharded::new(self.mesh.clone(), results, rows))
     }
 
-    fn replica(&self, slot: usize, hub: &Arc<Hub>, rows: Option<Rows>, seed: Seed) -> Replica {
+    /// The replica of the n-th slot of this process.
+    fn replica(&self, local: usize, hub: &Arc<Hub>, rows: Option<Rows>, seed: Seed) -> Replica {
         let topology = self.mesh.topology_arc();
+        let slot = self.mesh.local_slots().start + local;
         let valid = rows.map(|rows| rows.valid(topology.groups(rows.set).seat(slot).1));
-        let engine = Box::new(Threads::new(Arc::clone(hub), slot));
-        Replica::new(slot, self.mesh.devices()[slot].clone(), topology, engine, valid, seed)
+        let engine = self.mesh.engine(hub, slot);
+        Replica::new(slot, local, self.mesh.devices()[local].clone(), topology, engine, valid, seed)
     }
 }
 
@@ -236,7 +234,7 @@ fn run_replica<I: TensorTree, O: TensorTree>(
     }
 }
 
-/// The arguments of every slot, as views, and how the rows of the first one that is cut are dealt.
+/// The arguments of this process's slots, as views, and how the rows of the first one that is cut are dealt.
 pub(crate) fn shard<I: TensorTree>(
     mesh: &DeviceMesh,
     arguments: &I,
@@ -259,7 +257,7 @@ pub(crate) fn shard<I: TensorTree>(
             None => Ok(input.clone()),
         })
     };
-    let shards = (0..mesh.len()).map(of_slot).collect::<Result<_>>()?;
+    let shards = mesh.local_slots().map(of_slot).collect::<Result<_>>()?;
     Ok((shards, cuts.iter().find_map(Cut::rows)))
 }
 

@@ -122,7 +122,9 @@ pub(crate) fn whole(summands: &[Tensor], reduction: Reduction) -> Result<Tensor>
 fn whole_of<T: Element>(summands: &[Tensor], reduction: Reduction, shape: &Shape) -> Result<Tensor> {
     let len = shape.elem_count();
     let mut items = Vec::with_capacity(len);
-    reduce::<T>(summands, reduction, 0..len, &mut |block| items.extend(block.iter().map(|&sum| T::narrow(sum))))?;
+    reduce::<T>(summands.len(), reduction, 0..len, &of_tensors(summands), &mut |block| {
+        items.extend(block.iter().map(|&sum| T::narrow(sum)));
+    })?;
     Tensor::from_vec(items, shape, &Device::Cpu)
 }
 
@@ -151,18 +153,61 @@ fn part_of<T: Element>(
     shape: &Shape,
 ) -> Result<Option<Tensor>> {
     let Some(buffer) = board.downcast_ref::<SharedBuffer<T>>() else { bail!("a board of another type") };
-    let items = buffer.fill(member, T::narrow, |push| reduce::<T>(summands, reduction, buffer.part(member), push))?;
+    let items = buffer.fill(member, T::narrow, |push| {
+        reduce::<T>(summands.len(), reduction, buffer.part(member), &of_tensors(summands), push)
+    })?;
     items.map(|items| Tensor::from_vec(items, shape, &Device::Cpu)).transpose()
 }
 
-/// Reduces the items in `range` and hands the results to `push`, block by block, always in the order of the summands.
+/// Reduces what several ranks sent, as bytes of items of type `dtype`, into `sums`.
+#[cfg(feature = "mpi")]
+pub(crate) fn bytes(dtype: DType, summands: &[&[u8]], reduction: Reduction, sums: &mut [u8]) -> Result<()> {
+    dispatch!(dtype, bytes_of(summands, reduction, sums))
+}
+
+#[cfg(feature = "mpi")]
+fn bytes_of<T: Element + bytemuck::Pod>(summands: &[&[u8]], reduction: Reduction, sums: &mut [u8]) -> Result<()> {
+    let cast = |bytes| bytemuck::try_cast_slice(bytes).map_err(candle_core::Error::msg);
+    let summands: Vec<&[T]> = summands.iter().map(|bytes| cast(bytes)).collect::<Result<_>>()?;
+    let mut rest = bytemuck::try_cast_slice_mut::<_, T>(sums).map_err(candle_core::Error::msg)?;
+    let block = |index: usize, range, see: &mut dyn FnMut(&[T])| match summands[index].get(range) {
+        Some(items) => {
+            see(items);
+            Ok(())
+        }
+        None => bail!("summands differ in size"),
+    };
+    reduce::<T>(summands.len(), reduction, 0..rest.len(), &block, &mut |sums| {
+        let (filled, left) = std::mem::take(&mut rest).split_at_mut(sums.len());
+        filled.iter_mut().zip(sums).for_each(|(place, sum)| *place = T::narrow(*sum));
+        rest = left;
+    })
+}
+
+/// Shows the items in a range of one summand to somebody.
+type Blocks<'a, T> = dyn Fn(usize, Range<usize>, &mut dyn FnMut(&[T])) -> Result<()> + 'a;
+
+/// The blocks of contiguous tensors on the processor.
 ///
 /// One summand is locked at a time: who waits for a lock while holding another could wait for a `Var::set` that waits
 /// for this one.
+#[allow(clippy::type_complexity, reason = "what `Blocks` names, which cannot be named here")]
+fn of_tensors<T: Element>(summands: &[Tensor]) -> impl Fn(usize, Range<usize>, &mut dyn FnMut(&[T])) -> Result<()> {
+    |index, range, see| {
+        let (storage, layout) = summands[index].storage_and_layout();
+        let Storage::Cpu(storage) = &*storage else { bail!("a summand is not on the processor") };
+        see(block_of::<T>(storage, layout.start_offset() + range.start, range.len())?);
+        Ok(())
+    }
+}
+
+/// Reduces the items in `range` of so many summands and hands the results to `push`, block by block, always in the order
+/// of the summands.
 fn reduce<T: Element>(
-    summands: &[Tensor],
+    summands: usize,
     reduction: Reduction,
     range: Range<usize>,
+    blocks: &Blocks<'_, T>,
     push: &mut dyn FnMut(&[T::Sum]),
 ) -> Result<()> {
     let combine: fn(&mut [T::Sum], &[T]) = match reduction {
@@ -173,19 +218,19 @@ fn reduce<T: Element>(
     let mut sums = vec![T::Sum::default(); BLOCK.min(range.len())];
     for start in range.clone().step_by(BLOCK) {
         let sums = &mut sums[..BLOCK.min(range.end - start)];
-        for (index, summand) in summands.iter().enumerate() {
-            let (storage, layout) = summand.storage_and_layout();
-            let Storage::Cpu(storage) = &*storage else { bail!("a summand is not on the processor") };
-            let items = block_of::<T>(storage, layout.start_offset() + start, sums.len())?;
-            if index == 0 {
-                sums.iter_mut().zip(items).for_each(|(sum, item)| *sum = item.widen());
-            } else {
-                combine(sums, items);
-            }
+        let here = start..start + sums.len();
+        for index in 0..summands {
+            blocks(index, here.clone(), &mut |items| {
+                if index == 0 {
+                    sums.iter_mut().zip(items).for_each(|(sum, item)| *sum = item.widen());
+                } else {
+                    combine(sums, items);
+                }
+            })?;
         }
         if reduction == Reduction::Mean {
             for sum in sums.iter_mut() {
-                *sum = T::divide(*sum, summands.len());
+                *sum = T::divide(*sum, summands);
             }
         }
         push(sums);

@@ -58,6 +58,8 @@ pub struct Replica(Arc<Inner>);
 #[derive(Debug)]
 struct Inner {
     index: usize,
+    /// Its place among the slots of its process.
+    local_index: usize,
     device: Device,
     topology: Arc<Topology>,
     engine: Box<dyn Engine>,
@@ -69,18 +71,24 @@ struct Inner {
 impl Replica {
     pub(crate) fn new(
         index: usize,
+        local_index: usize,
         device: Device,
         topology: Arc<Topology>,
         engine: Box<dyn Engine>,
         valid: Option<Valid>,
         seed: Seed,
     ) -> Self {
-        Self(Arc::new(Inner { index, device, topology, engine, valid, seed }))
+        Self(Arc::new(Inner { index, local_index, device, topology, engine, valid, seed }))
     }
 
     /// Its place in the mesh, from 0, counted along the last axis first.
     pub fn index(&self) -> usize {
         self.0.index
+    }
+
+    /// Its place among the replicas of its process, from 0.
+    pub fn local_index(&self) -> usize {
+        self.0.local_index
     }
 
     /// The number of replicas.
@@ -321,6 +329,14 @@ impl Replica {
         let message = error.to_string();
         self.0.engine.failed(error);
         candle_core::Error::msg(message)
+    }
+
+    /// Notes how the function ended here.
+    pub(crate) fn ended(&self, outcome: crate::Result<()>) {
+        match outcome {
+            Ok(()) => self.0.engine.returned(),
+            Err(error) => self.0.engine.failed(error),
+        }
     }
 
     pub(crate) fn all_reduce(&self, site: &Site, x: &Tensor, reduction: Reduction) -> Result<Tensor> {

@@ -41,7 +41,7 @@ impl<T: TensorTree> Sharded<T> {
         Self { mesh, shards, rows }
     }
 
-    /// What lies on each device, in the order of the mesh.
+    /// What lies on each device of this process, in the order of the mesh.
     pub fn shards(&self) -> &[T] {
         &self.shards
     }
@@ -111,6 +111,8 @@ impl<T: TensorTree> Sharded<T> {
         let mut faults = Vec::new();
         let resolved = specs.resolve(Side::Out, &self.shards[0], self.mesh.topology(), &mut faults)?;
         spec::check(faults)?;
+        // What is the same everywhere need not be fetched.
+        let leaves = if resolved.iter().all(Vec::is_empty) { leaves } else { self.mesh.of_all_slots(leaves)? };
         Ok((leaves, resolved))
     }
 

@@ -311,6 +311,9 @@ pub(crate) fn ranks(world_size: WorldSize) -> impl Iterator<Item = Rank> {
 /// The axes along which a plan cuts, and along which it repeats.
 fn axes(mesh: &DeviceMesh, plan: &ShardingPlan) -> Result<(MeshAxes, Option<MeshAxes>)> {
     let (ranks, slots) = (plan.world_size().as_u64(), mesh.len());
+    if mesh.local_slots().len() != slots {
+        return Err(Error::SeveralProcesses { what: "sharded variables" });
+    }
     if ranks != slots as u64 {
         return Err(Error::PlanWorld { ranks, slots });
     }

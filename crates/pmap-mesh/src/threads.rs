@@ -92,6 +92,10 @@ impl Engine for Threads {
         self.meet(site, Vec::new()).map(drop)
     }
 
+    fn returned(&self) {
+        self.hub.returned(self.slot);
+    }
+
     fn failed(&self, error: Error) {
         self.hub.failed(self.slot, error);
     }

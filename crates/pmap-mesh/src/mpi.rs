@@ -1,0 +1,940 @@
+//! The engine of many processes: each is one slot, and they talk through MPI.
+//!
+//! Everything goes from process to process with nonblocking messages, nothing through MPI's reductions: their order of
+//! summation depends on the number of ranks, the size and the library, and they know no halves.
+
+use std::{
+    collections::BTreeMap,
+    error::Error as _,
+    fmt,
+    io::Write,
+    mem,
+    ops::Range,
+    slice,
+    sync::{
+        Arc, Mutex, Weak,
+        atomic::{AtomicBool, Ordering},
+        mpsc,
+    },
+    thread::{self, JoinHandle},
+    time::{Duration, Instant},
+};
+
+use bytemuck::{Pod, cast_slice, cast_slice_mut, zeroed_vec};
+use candle_core::{CpuStorage, DType, Device, Result, Storage, Tensor, WithDType, bail};
+use ferrompi::{Communicator, Request, ThreadLevel};
+use half::{bf16, f16};
+use safetensors::SafeTensors;
+
+use crate::{
+    ALL,
+    engine::{Engine, Site},
+    error::Error,
+    meeting::CollectiveCall,
+    reduce::{self, Reduction},
+    shard::balanced,
+    topology::{AxisSet, Topology},
+    worker::lock,
+};
+
+/// Up to how many bytes are sent along with the envelope, and reduced by every member by itself.
+const SMALL_BYTES: usize = 16 << 10;
+/// What of them goes into the first message: with its head less than the 4 KB that Open MPI sends without asking.
+const INLINE_BYTES: usize = 3584;
+/// Words of an envelope before its contents.
+const HEAD_WORDS: usize = 4;
+const HEAD_BYTES: usize = HEAD_WORDS * size_of::<u64>();
+/// One member's place among the envelopes that arrive.
+const SLOT_BYTES: usize = HEAD_BYTES + SMALL_BYTES;
+/// How much of a sum each member makes at a time: what arrives is added up before it leaves the cache.
+const PART_BYTES: usize = 256 << 10;
+/// The longest single message: below version 4, MPI counts in 32 bits.
+const MESSAGE_BYTES: usize = 1 << 30;
+/// The longest description of a call.
+const TEXT_BYTES: usize = 4096;
+/// Each set of axes longer than 1 has a communicator of its own, and ferrompi holds 256.
+const MAX_AXES: usize = 6;
+/// How long `MPI_Abort` may take before the process ends by itself.
+const ABORT_TIME: Duration = Duration::from_secs(10);
+
+/// Nobody, as the sender in a head.
+const NOBODY: u64 = u64::MAX;
+
+/// What a message is; messages of one kind between two processes arrive in order.
+#[derive(Clone, Copy)]
+enum Kind {
+    Envelope = 1,
+    Rest,
+    Data,
+    Text,
+}
+
+/// This process's membership in the MPI program: initialized once, finalized when the last clone is dropped.
+///
+/// `ferrompi::Mpi` must stay on the thread that made it, so a thread of its own holds it; communicators may go anywhere.
+pub(crate) struct Session {
+    world: Arc<Communicator>,
+    release: Option<mpsc::Sender<()>>,
+    holder: Option<JoinHandle<()>>,
+}
+
+impl Session {
+    /// This process's session: the one that meshes already use, or a new one, which can be had once.
+    pub(crate) fn start() -> crate::Result<Arc<Self>> {
+        static CURRENT: Mutex<Weak<Session>> = Mutex::new(Weak::new());
+        let mut current = lock(&CURRENT);
+        if let Some(session) = current.upgrade() {
+            return Ok(session);
+        }
+        let session = Self::init()?;
+        *current = Arc::downgrade(&session);
+        Ok(session)
+    }
+
+    fn init() -> crate::Result<Arc<Self>> {
+        let (started, start) = mpsc::sync_channel(1);
+        let (release, released) = mpsc::channel::<()>();
+        let hold = move || match ferrompi::Mpi::init_thread(ThreadLevel::Serialized) {
+            Ok(mpi) if mpi.thread_level() >= ThreadLevel::Serialized => {
+                drop(started.send(Ok(mpi.world())));
+                // Until the session is dropped.
+                let _ = released.recv();
+            }
+            Ok(mpi) => drop(started.send(Err(format!(
+                "calls from worker threads need level Serialized, this library grants {:?}",
+                mpi.thread_level()
+            )))),
+            Err(error) => drop(started.send(Err(error.to_string()))),
+        };
+        let failed = |reason: String| Error::Mpi { reason };
+        let holder =
+            thread::Builder::new().name("mpi".into()).spawn(hold).map_err(|error| failed(error.to_string()))?;
+        let world = start.recv().map_err(|error| failed(error.to_string()))?.map_err(failed)?;
+        let session = Self { world: Arc::new(world), release: Some(release), holder: Some(holder) };
+        session.end_with_panics();
+        Ok(Arc::new(session))
+    }
+
+    /// This process's slot.
+    pub(crate) fn rank(&self) -> usize {
+        index(self.world.rank())
+    }
+
+    pub(crate) fn size(&self) -> usize {
+        index(self.world.size())
+    }
+
+    /// Makes a panic anywhere in this process the end of all: a rank that unwinds would wait for the others when it
+    /// finalizes MPI, and they for it.
+    fn end_with_panics(&self) {
+        let world = Arc::clone(&self.world);
+        let before = std::panic::take_hook();
+        std::panic::set_hook(Box::new(move |info| {
+            before(info);
+            if !ferrompi::Mpi::is_finalized() {
+                end(&world, &format!("panicked: {info}"));
+            }
+        }));
+    }
+}
+
+impl Drop for Session {
+    fn drop(&mut self) {
+        drop(self.release.take());
+        if let Some(holder) = self.holder.take() {
+            drop(holder.join());
+        }
+    }
+}
+
+impl fmt::Debug for Session {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Session").field("rank", &self.rank()).field("size", &self.size()).finish_non_exhaustive()
+    }
+}
+
+/// Says why, and ends all processes; in bounded time, whatever MPI does.
+fn end(world: &Communicator, why: &str) -> ! {
+    static ENDING: AtomicBool = AtomicBool::new(false);
+    if ENDING.swap(true, Ordering::AcqRel) {
+        // Another thread is at it; this one must not go on.
+        loop {
+            thread::park();
+        }
+    }
+    // One write, so that lines of several ranks do not mix; who cannot be told need not be.
+    drop(std::io::stderr().write_all(format!("rank {}: {why}\n", world.rank()).as_bytes()));
+    let late = thread::Builder::new().spawn(|| {
+        thread::sleep(ABORT_TIME);
+        std::process::abort();
+    });
+    drop(late);
+    world.abort(1)
+}
+
+fn index(rank: i32) -> usize {
+    usize::try_from(rank).unwrap_or_default()
+}
+
+/// One slot's access to the others.
+#[derive(Clone, Debug)]
+pub(crate) struct Mpi(Arc<Inner>);
+
+struct Inner {
+    topology: Arc<Topology>,
+    slot: usize,
+    deadline: Option<Duration>,
+    /// The group of this slot along each set of axes of which it has others.
+    groups: BTreeMap<AxisSet, Communicator>,
+    /// What is under way; MPI takes one call at a time.
+    pending: Mutex<Option<Arc<CollectiveCall>>>,
+    scratch: Mutex<Scratch>,
+    /// Dropped last.
+    session: Arc<Session>,
+}
+
+/// Memory that is kept from call to call; in words, so that any items may lie in it.
+#[derive(Default)]
+struct Scratch {
+    envelopes: Vec<u64>,
+    parts: Vec<u64>,
+}
+
+impl fmt::Debug for Inner {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Mpi").field("slot", &self.slot).field("session", &self.session).finish_non_exhaustive()
+    }
+}
+
+/// What a member says of itself before anything else is sent.
+#[derive(Clone, Copy)]
+struct Head {
+    /// Of all that must agree.
+    hash: u64,
+    /// What it brings.
+    bytes: usize,
+    /// Whether that follows at once.
+    inline: bool,
+    /// Its size in the free dimension, or whom it wants to receive from.
+    aux: u64,
+}
+
+impl Head {
+    fn words(&self) -> [u64; HEAD_WORDS] {
+        [self.hash, self.bytes as u64, u64::from(self.inline), self.aux]
+    }
+
+    fn read(bytes: &[u8]) -> Self {
+        let word = |n: usize| bytes[n * 8..].first_chunk().map_or(0, |word: &[u8; 8]| u64::from_ne_bytes(*word));
+        Self {
+            hash: word(0),
+            bytes: usize::try_from(word(1)).unwrap_or(usize::MAX),
+            inline: word(2) != 0,
+            aux: word(3),
+        }
+    }
+
+    /// How much follows in a second message.
+    fn rest(&self) -> usize {
+        if self.inline { self.bytes.saturating_sub(INLINE_BYTES).min(SMALL_BYTES - INLINE_BYTES) } else { 0 }
+    }
+}
+
+/// A collective while this slot takes part in it.
+struct Call<'a> {
+    engine: &'a Inner,
+    site: &'a Site,
+    comm: &'a Communicator,
+}
+
+impl Mpi {
+    /// The engine of this process's slot, and a communicator for each group it is in. All processes call this.
+    pub(crate) fn new(
+        session: Arc<Session>,
+        topology: Arc<Topology>,
+        deadline: Option<Duration>,
+    ) -> crate::Result<Self> {
+        let failed = |reason: String| Error::Mpi { reason };
+        let (slot, slots) = (session.rank(), topology.slots());
+        if session.size() != slots {
+            return Err(failed(format!("{} processes do not fill a mesh of {slots} slots", session.size())));
+        }
+        let long: AxisSet = (topology.axes().iter().enumerate())
+            .filter(|(_, (_, size))| *size > 1)
+            .fold(0, |set, (axis, _)| set | 1 << axis);
+        if long.count_ones() as usize > MAX_AXES {
+            return Err(failed(format!("a mesh has up to {MAX_AXES} axes longer than 1")));
+        }
+        let mut groups = BTreeMap::new();
+        // In the same order everywhere, the numbers of sets.
+        for set in (1..=long).filter(|set| set & !long == 0) {
+            let (group, position) = topology.groups(set).seat(slot);
+            let small = |n: usize| i32::try_from(n).unwrap_or(i32::MAX);
+            let comm =
+                session.world.split(Some(small(group)), small(position)).map_err(|error| failed(error.to_string()))?;
+            groups.extend(comm.map(|comm| (set, comm)));
+        }
+        let (pending, scratch) = (Mutex::default(), Mutex::default());
+        Ok(Self(Arc::new(Inner { topology, slot, deadline, groups, pending, scratch, session })))
+    }
+
+    /// The lists of all processes, of any tensors: every process brings as many, in any shapes.
+    pub(crate) fn exchange(&self, list: &[Tensor]) -> crate::Result<Vec<Vec<Tensor>>> {
+        let failed = |source| Error::Gather { index: 0, source };
+        let packed = packed(list).map_err(failed)?;
+        let site = self.site_of_all("results", packed.dims())?.with_free_dim(0);
+        let of_all = self.all_gather(&site, &packed).map_err(failed)?;
+        of_all.iter().map(unpacked).collect::<Result<_>>().map_err(failed)
+    }
+
+    /// Something that all processes do at the end of a call, each once.
+    #[track_caller]
+    fn site_of_all(&self, op: &'static str, shape: &[usize]) -> crate::Result<Site> {
+        let call = CollectiveCall {
+            op,
+            detail: String::new(),
+            set: self.0.topology.set(&ALL)?,
+            axes: ALL,
+            dtype: None,
+            shape: shape.to_vec(),
+            free_dim: None,
+            place: std::panic::Location::caller(),
+        };
+        Ok(Site { call: Arc::new(call), size: self.0.topology.slots(), position: self.0.slot })
+    }
+
+    /// Enters a collective; `None` for a group of one.
+    fn enter<'a>(&'a self, site: &'a Site) -> Result<Option<(Call<'a>, Entered<'a>)>> {
+        let engine = &*self.0;
+        let mut pending = lock(&engine.pending);
+        if let Some(pending) = &*pending {
+            return Err(candle_core::Error::wrap(Error::Mismatch {
+                left: engine.slot,
+                left_call: Arc::clone(pending),
+                right: engine.slot,
+                right_call: Arc::clone(&site.call),
+            }));
+        }
+        if site.size == 1 {
+            return Ok(None);
+        }
+        let long = engine.topology.axes().iter().enumerate().filter(|(_, (_, size))| *size > 1);
+        let set = long.fold(0, |set, (axis, _)| set | 1 << axis) & site.call.set;
+        let Some(comm) = engine.groups.get(&set) else { bail!("no communicator along {}", site.call.axes) };
+        *pending = Some(Arc::clone(&site.call));
+        Ok(Some((Call { engine, site, comm }, Entered(&engine.pending))))
+    }
+}
+
+/// Until it is dropped, other threads of this process are refused.
+struct Entered<'a>(&'a Mutex<Option<Arc<CollectiveCall>>>);
+
+impl Drop for Entered<'_> {
+    fn drop(&mut self) {
+        *lock(self.0) = None;
+    }
+}
+
+type Incoming<'a> = (usize, Kind, &'a mut [u8]);
+type Outgoing<'a> = (usize, Kind, &'a [u8]);
+
+impl Call<'_> {
+    /// The other members, each one beginning with its successor, so that not all send to the same one.
+    fn others(&self) -> impl Iterator<Item = usize> + use<> {
+        let Site { size, position, .. } = *self.site;
+        (1..size).map(move |step| (position + step) % size)
+    }
+
+    /// Receives and sends all of these; nothing is sent where there is nothing to send.
+    ///
+    /// Whatever goes wrong in MPI ends the program: messages that were started could not be taken back.
+    fn transfer<'t>(
+        &self,
+        incoming: impl IntoIterator<Item = Incoming<'t>>,
+        outgoing: impl IntoIterator<Item = Outgoing<'t>>,
+    ) {
+        let done = ferrompi::scope(|scope| {
+            let mut requests = Vec::new();
+            for (from, kind, bytes) in incoming {
+                for piece in bytes.chunks_mut(MESSAGE_BYTES) {
+                    requests.push(self.check(self.comm.irecv(scope, piece, rank(from), kind as i32)));
+                }
+            }
+            for (to, kind, bytes) in outgoing {
+                for piece in bytes.chunks(MESSAGE_BYTES) {
+                    requests.push(self.check(self.comm.isend(scope, piece, rank(to), kind as i32)));
+                }
+            }
+            self.wait(requests);
+            Ok(())
+        });
+        self.check(done);
+    }
+
+    fn wait(&self, requests: Vec<Request<'_>>) {
+        let Some(after) = self.engine.deadline else {
+            return requests.into_iter().for_each(|request| {
+                self.check(request.wait());
+            });
+        };
+        let start = Instant::now();
+        for mut request in requests {
+            while self.check(request.test()).is_none() {
+                if start.elapsed() > after {
+                    let (index, call) = (self.engine.slot, Arc::clone(&self.site.call));
+                    end(&self.engine.session.world, &Error::Deadline { index, call, after }.to_string());
+                }
+                thread::yield_now();
+            }
+        }
+    }
+
+    fn check<T>(&self, result: ferrompi::Result<T>) -> T {
+        result.unwrap_or_else(|error| end(&self.engine.session.world, &format!("{error} in {}", self.site.call)))
+    }
+
+    /// Tells all members of this one's call, and what it brings if that is small; returns what they told.
+    ///
+    /// What they brought inline lies in `envelopes`, at [`inline`].
+    ///
+    /// # Errors
+    ///
+    /// On all members alike, if they do not agree.
+    fn meet(
+        &self,
+        tensors: &[Tensor],
+        aux: u64,
+        bytes: &[u8],
+        may_inline: bool,
+        envelopes: &mut Vec<u64>,
+    ) -> Result<Vec<Head>> {
+        let Site { size, position, .. } = *self.site;
+        let inline = may_inline && bytes.len() <= SMALL_BYTES;
+        let own = Head { hash: agreement(&self.site.call, tensors), bytes: bytes.len(), inline, aux };
+        envelopes.resize(size * SLOT_BYTES / 8, 0);
+        let slots: &mut [u8] = cast_slice_mut(envelopes);
+        let (first, rest) = bytes.split_at(if inline { bytes.len().min(INLINE_BYTES) } else { 0 });
+        let rest = if inline { rest } else { &[] };
+        let mut letter = [0; HEAD_BYTES + INLINE_BYTES];
+        letter[..HEAD_BYTES].copy_from_slice(cast_slice(&own.words()));
+        letter[HEAD_BYTES..HEAD_BYTES + first.len()].copy_from_slice(first);
+        let letter = &letter[..HEAD_BYTES + first.len()];
+        let done = ferrompi::scope(|scope| {
+            // Until the others have read how much there is, in a scope of its own.
+            let mut late = Vec::new();
+            if !rest.is_empty() {
+                for to in self.others() {
+                    late.push(self.check(self.comm.isend(scope, rest, rank(to), Kind::Rest as i32)));
+                }
+            }
+            let places = slots.chunks_exact_mut(SLOT_BYTES).enumerate().filter(|(from, _)| *from != position);
+            self.transfer(
+                places.map(|(from, slot)| (from, Kind::Envelope, &mut slot[..HEAD_BYTES + INLINE_BYTES])),
+                self.others().map(|to| (to, Kind::Envelope, letter)),
+            );
+            let places = slots.chunks_exact_mut(SLOT_BYTES).enumerate().filter(|(from, _)| *from != position);
+            let rests = places.map(|(from, slot)| {
+                let rest = Head::read(slot).rest();
+                (from, Kind::Rest, &mut slot[HEAD_BYTES + INLINE_BYTES..][..rest])
+            });
+            self.transfer(rests, []);
+            self.wait(late);
+            Ok(())
+        });
+        self.check(done);
+        slots[position * SLOT_BYTES..][..HEAD_BYTES].copy_from_slice(cast_slice(&own.words()));
+        let heads: Vec<Head> = slots.chunks_exact(SLOT_BYTES).map(Head::read).collect();
+        match heads.iter().position(|head| head.hash != heads[0].hash) {
+            None => Ok(heads),
+            Some(other) => Err(self.mismatch(other, tensors)),
+        }
+    }
+
+    /// What all members return if the first one and `other` do not agree.
+    fn mismatch(&self, other: usize, tensors: &[Tensor]) -> candle_core::Error {
+        let mut text = self.site.call.to_string();
+        if self.site.call.dtype.is_none() && !tensors.is_empty() {
+            let shapes: Vec<_> = tensors.iter().map(|x| format!("{} {:?}", x.dtype().as_str(), x.dims())).collect();
+            text.push_str(" of ");
+            text.push_str(&shapes.join(", "));
+        }
+        let mut own = [0; TEXT_BYTES];
+        let len = text.len().min(TEXT_BYTES);
+        own[..len].copy_from_slice(&text.as_bytes()[..len]);
+        let mut texts = vec![0; self.site.size * TEXT_BYTES];
+        let places = texts.chunks_exact_mut(TEXT_BYTES).enumerate().filter(|(from, _)| *from != self.site.position);
+        self.transfer(
+            places.map(|(from, place)| (from, Kind::Text, place)),
+            self.others().map(|to| (to, Kind::Text, &own[..])),
+        );
+        texts[self.site.position * TEXT_BYTES..][..TEXT_BYTES].copy_from_slice(&own);
+        let text = |member: usize| {
+            let text = String::from_utf8_lossy(&texts[member * TEXT_BYTES..][..TEXT_BYTES]);
+            text.trim_end_matches('\0').to_owned()
+        };
+        let groups = self.engine.topology.groups(self.site.call.set);
+        let members = groups.members(groups.seat(self.engine.slot).0);
+        candle_core::Error::wrap(Error::MismatchAcross {
+            left: members[0],
+            left_call: text(0),
+            right: members[other],
+            right_call: text(other),
+        })
+    }
+
+    /// The reduction of all members' `x`, which are of one length: each member makes a part of it, a chunk at a time.
+    fn reduce(
+        &self,
+        dtype: DType,
+        x: &[u8],
+        sums: &mut [u8],
+        reduction: Reduction,
+        parts: &mut Vec<u64>,
+    ) -> Result<()> {
+        let Site { size, position, .. } = *self.site;
+        let item = dtype.size_in_bytes();
+        for (x, sums) in x.chunks(size * PART_BYTES).zip(sums.chunks_mut(size * PART_BYTES)) {
+            let place = |member| {
+                let Range { start, end } = balanced(x.len() / item, member, size);
+                start * item..end * item
+            };
+            let own = &x[place(position)];
+            let arrived = words(parts, own.len() * (size - 1));
+            let places = arrived.chunks_exact_mut(own.len().max(1)).enumerate();
+            self.transfer(
+                places.map(|(n, part)| (n + usize::from(n >= position), Kind::Data, part)),
+                self.others().map(|to| (to, Kind::Data, &x[place(to)])),
+            );
+            let mut summands: Vec<&[u8]> = arrived.chunks_exact(own.len().max(1)).collect();
+            if !own.is_empty() {
+                summands.insert(position, own);
+            }
+            let mut results = split(sums, (0..size).map(|member| place(member).len()));
+            reduce::bytes(dtype, &summands, reduction, results[position])?;
+            let own = mem::take(&mut results[position]);
+            let own = &*own;
+            let results = results.into_iter().enumerate().filter(|(from, _)| *from != position);
+            self.transfer(
+                results.map(|(from, part)| (from, Kind::Data, part)),
+                self.others().map(|to| (to, Kind::Data, own)),
+            );
+        }
+        Ok(())
+    }
+
+    /// Reduces, for each member, the tensor of that member's own choice: `x[n]` goes to member n.
+    fn reduce_to_each(
+        &self,
+        dtype: DType,
+        x: &[&[u8]],
+        sums: &mut [u8],
+        reduction: Reduction,
+        parts: &mut Vec<u64>,
+    ) -> Result<()> {
+        let Site { size, position, .. } = *self.site;
+        let longest = x.iter().map(|x| x.len()).max().unwrap_or_default();
+        for start in (0..longest).step_by(PART_BYTES) {
+            let part = |x: usize| start.min(x)..(start + PART_BYTES).min(x);
+            let own = &x[position][part(x[position].len())];
+            let arrived = words(parts, own.len() * (size - 1));
+            let places = arrived.chunks_exact_mut(own.len().max(1)).enumerate();
+            self.transfer(
+                places.map(|(n, part)| (n + usize::from(n >= position), Kind::Data, part)),
+                self.others().map(|to| (to, Kind::Data, &x[to][part(x[to].len())])),
+            );
+            if !own.is_empty() {
+                let mut summands: Vec<&[u8]> = arrived.chunks_exact(own.len()).collect();
+                summands.insert(position, own);
+                reduce::bytes(dtype, &summands, reduction, &mut sums[part(x[position].len())])?;
+            }
+        }
+        Ok(())
+    }
+}
+
+impl Engine for Mpi {
+    fn all_reduce(&self, site: &Site, x: &Tensor, reduction: Reduction) -> Result<Tensor> {
+        let Some((call, _entered)) = self.enter(site)? else { return x.force_contiguous() };
+        let host = on_host(x)?;
+        let mut sums = buffer(host.dtype(), host.elem_count())?;
+        let scratch = &mut *lock(&self.0.scratch);
+        with_bytes(&host, |bytes| {
+            let heads = call.meet(slice::from_ref(&host), 0, bytes, true, &mut scratch.envelopes)?;
+            if heads[site.position].inline {
+                let summands: Vec<&[u8]> = (0..site.size)
+                    .map(|n| if n == site.position { bytes } else { inline(&scratch.envelopes, n, &heads[n]) })
+                    .collect();
+                reduce::bytes(host.dtype(), &summands, reduction, sums.bytes_mut())
+            } else {
+                call.reduce(host.dtype(), bytes, sums.bytes_mut(), reduction, &mut scratch.parts)
+            }
+        })?;
+        sums.tensor(host.dims())?.to_device(x.device())
+    }
+
+    fn reduce_lists(
+        &self,
+        site: &Site,
+        list: Vec<Tensor>,
+        wanted: &[usize],
+        reduction: Reduction,
+    ) -> Result<Vec<Tensor>> {
+        let device = list.first().map_or(Device::Cpu, |first| first.device().clone());
+        let list: Vec<Tensor> = list.iter().map(on_host).collect::<Result<_>>()?;
+        let Some((call, _entered)) = self.enter(site)? else {
+            return wanted.iter().map(|&n| list[n].force_contiguous()?.to_device(&device)).collect();
+        };
+        let scratch = &mut *lock(&self.0.scratch);
+        let mut wishes = vec![0_u8; list.len()];
+        for &n in wanted {
+            wishes[n] = 1;
+        }
+        if wishes.len() > SMALL_BYTES {
+            bail!("lists of more than {SMALL_BYTES} tensors cannot be summed over processes");
+        }
+        let heads = call.meet(&list, 0, &wishes, true, &mut scratch.envelopes)?;
+        let wishes: Vec<&[u8]> = (0..site.size)
+            .map(|n| if n == site.position { &wishes[..] } else { inline(&scratch.envelopes, n, &heads[n]) })
+            .collect();
+        let mut sums: BTreeMap<usize, Tensor> = BTreeMap::new();
+        // What only one member wants goes straight to it: in each round, one tensor of a type to each member.
+        let mut alone: BTreeMap<&str, Vec<Vec<usize>>> = BTreeMap::new();
+        for (n, x) in list.iter().enumerate() {
+            let wanting: Vec<usize> = (0..site.size).filter(|&member| wishes[member][n] != 0).collect();
+            match wanting[..] {
+                [] => {}
+                [one] => alone.entry(x.dtype().as_str()).or_insert_with(|| vec![Vec::new(); site.size])[one].push(n),
+                _ => {
+                    let mut sum = buffer(x.dtype(), x.elem_count())?;
+                    with_bytes(x, |bytes| {
+                        call.reduce(x.dtype(), bytes, sum.bytes_mut(), reduction, &mut scratch.parts)
+                    })?;
+                    if wishes[site.position][n] != 0 {
+                        sums.insert(n, sum.tensor(x.dims())?);
+                    }
+                }
+            }
+        }
+        for queues in alone.values() {
+            for round in 0..queues.iter().map(Vec::len).max().unwrap_or_default() {
+                let turn: Vec<Option<&Tensor>> = queues.iter().map(|queue| Some(&list[*queue.get(round)?])).collect();
+                let Some(dtype) = turn.iter().flatten().next().map(|x| x.dtype()) else { continue };
+                let own = queues[site.position].get(round);
+                let mut sum = buffer(dtype, own.map_or(0, |&n| list[n].elem_count()))?;
+                with_all_bytes(&turn, |bytes| {
+                    call.reduce_to_each(dtype, bytes, sum.bytes_mut(), reduction, &mut scratch.parts)
+                })?;
+                if let Some(&n) = own {
+                    sums.insert(n, sum.tensor(list[n].dims())?);
+                }
+            }
+        }
+        let sum = |n: &usize| match sums.get(n) {
+            Some(sum) => sum.to_device(&device),
+            None => bail!("there is no tensor {n} to sum"),
+        };
+        wanted.iter().map(sum).collect()
+    }
+
+    fn all_gather(&self, site: &Site, x: &Tensor) -> Result<Vec<Tensor>> {
+        let Some((call, _entered)) = self.enter(site)? else { return Ok(vec![x.force_contiguous()?]) };
+        let host = on_host(x)?;
+        let scratch = &mut *lock(&self.0.scratch);
+        let free = site.call.free_dim;
+        let shape = |head: &Head| {
+            let mut dims = host.dims().to_vec();
+            if let Some(dim) = free {
+                dims[dim] = usize::try_from(head.aux).unwrap_or_default();
+            }
+            dims
+        };
+        let gathered = with_bytes(&host, |bytes| {
+            let aux = free.map_or(0, |dim| host.dims()[dim] as u64);
+            let heads = call.meet(slice::from_ref(&host), aux, bytes, true, &mut scratch.envelopes)?;
+            let mut parts: Vec<_> =
+                (heads.iter()).map(|head| buffer(host.dtype(), shape(head).iter().product())).collect::<Result<_>>()?;
+            parts[site.position].bytes_mut().copy_from_slice(bytes);
+            for (n, (part, head)) in parts.iter_mut().zip(&heads).enumerate() {
+                if n != site.position && head.inline {
+                    part.bytes_mut().copy_from_slice(inline(&scratch.envelopes, n, head));
+                }
+            }
+            let late = parts.iter_mut().enumerate().filter(|(n, _)| *n != site.position && !heads[*n].inline);
+            let own = if heads[site.position].inline { &[] } else { bytes };
+            call.transfer(
+                late.map(|(from, part)| (from, Kind::Data, part.bytes_mut())),
+                call.others().map(|to| (to, Kind::Data, own)),
+            );
+            Ok(parts.into_iter().zip(heads).collect::<Vec<_>>())
+        })?;
+        gathered.into_iter().map(|(part, head)| part.tensor(&shape(&head))?.to_device(x.device())).collect()
+    }
+
+    fn all_to_all(&self, site: &Site, parts: Vec<Tensor>) -> Result<Vec<Tensor>> {
+        let device = parts.first().map_or(Device::Cpu, |first| first.device().clone());
+        let Some((call, _entered)) = self.enter(site)? else {
+            return parts.iter().map(Tensor::force_contiguous).collect();
+        };
+        // Copies: two locks on one storage, with somebody who waits to write between them, would never be granted.
+        let parts: Vec<Tensor> = parts.iter().map(|part| on_host(part)?.force_contiguous()).collect::<Result<_>>()?;
+        let scratch = &mut *lock(&self.0.scratch);
+        call.meet(&parts, 0, &[], false, &mut scratch.envelopes)?;
+        let own = &parts[site.position];
+        let mut arrived: Vec<_> = parts.iter().map(|_| buffer(own.dtype(), own.elem_count())).collect::<Result<_>>()?;
+        let turn: Vec<Option<&Tensor>> = parts.iter().map(Some).collect();
+        with_all_bytes(&turn, |bytes| {
+            arrived[site.position].bytes_mut().copy_from_slice(bytes[site.position]);
+            let places = arrived.iter_mut().enumerate().filter(|(from, _)| *from != site.position);
+            call.transfer(
+                places.map(|(from, part)| (from, Kind::Data, part.bytes_mut())),
+                call.others().map(|to| (to, Kind::Data, bytes[to])),
+            );
+            Ok(())
+        })?;
+        arrived.into_iter().map(|part| part.tensor(own.dims())?.to_device(&device)).collect()
+    }
+
+    fn receive(&self, site: &Site, x: &Tensor, from: Option<usize>) -> Result<Option<Tensor>> {
+        let Some((call, _entered)) = self.enter(site)? else { return from.map(|_| x.force_contiguous()).transpose() };
+        let host = on_host(x)?;
+        let mut received = buffer(host.dtype(), host.elem_count())?;
+        let scratch = &mut *lock(&self.0.scratch);
+        with_bytes(&host, |bytes| {
+            let aux = from.map_or(NOBODY, |from| from as u64);
+            let heads = call.meet(slice::from_ref(&host), aux, bytes, true, &mut scratch.envelopes)?;
+            let into = received.bytes_mut();
+            let Some(from) = from else {
+                if !heads[site.position].inline {
+                    call.transfer(
+                        [],
+                        call.others()
+                            .filter(|&to| heads[to].aux == site.position as u64)
+                            .map(|to| (to, Kind::Data, bytes)),
+                    );
+                }
+                return Ok(());
+            };
+            if from == site.position {
+                into.copy_from_slice(bytes);
+            }
+            if heads[site.position].inline {
+                if from != site.position {
+                    into.copy_from_slice(inline(&scratch.envelopes, from, &heads[from]));
+                }
+            } else if site.size > 2 && heads.iter().all(|head| head.aux == aux) {
+                // A tree, instead of one that sends to all.
+                into.chunks_mut(MESSAGE_BYTES).for_each(|piece| call.check(call.comm.broadcast(piece, rank(from))));
+            } else {
+                let incoming = (from != site.position).then_some((from, Kind::Data, into));
+                let to = call.others().filter(|&to| heads[to].aux == site.position as u64);
+                call.transfer(incoming, to.map(|to| (to, Kind::Data, bytes)));
+            }
+            Ok(())
+        })?;
+        from.map(|_| received.tensor(host.dims())?.to_device(x.device())).transpose()
+    }
+
+    fn barrier(&self, site: &Site) -> Result<()> {
+        let Some((call, _entered)) = self.enter(site)? else { return Ok(()) };
+        call.meet(&[], 0, &[], true, &mut lock(&self.0.scratch).envelopes).map(drop)
+    }
+
+    /// Meets the others once more, so that one that still calls a collective along all axes learns that it is alone.
+    fn returned(&self) {
+        let met = self.site_of_all("the end of the function", &[]);
+        if let Err(error) = met.map_err(candle_core::Error::wrap).and_then(|site| self.barrier(&site)) {
+            end(&self.0.session.world, &error.to_string());
+        }
+    }
+
+    /// Does not return: the others wait in MPI, where nothing but an end of the program reaches them.
+    fn failed(&self, error: Error) {
+        let causes = std::iter::successors(error.source(), |&cause| cause.source());
+        let chain: Vec<String> = std::iter::once(error.to_string()).chain(causes.map(ToString::to_string)).collect();
+        end(&self.0.session.world, &chain.join(": "));
+    }
+}
+
+/// Tensors of any types and shapes as one tensor of bytes: a safetensors file, whose names are their numbers.
+fn packed(list: &[Tensor]) -> Result<Tensor> {
+    let host =
+        list.iter().map(|tensor| tensor.force_contiguous()?.to_device(&Device::Cpu)).collect::<Result<Vec<_>>>()?;
+    let named = host.iter().enumerate().map(|(n, tensor)| (n.to_string(), tensor));
+    let bytes = safetensors::serialize(named, None)?;
+    let len = bytes.len();
+    Tensor::from_vec(bytes, len, &Device::Cpu)
+}
+
+fn unpacked(bytes: &Tensor) -> Result<Vec<Tensor>> {
+    let bytes: Vec<u8> = bytes.to_vec1()?;
+    let file = SafeTensors::deserialize(&bytes)?;
+    let nth = |n: usize| {
+        let view = file.tensor(&n.to_string())?;
+        Tensor::from_raw_buffer(view.data(), view.dtype().try_into()?, view.shape(), &Device::Cpu)
+    };
+    (0..file.len()).map(nth).collect()
+}
+
+fn rank(member: usize) -> i32 {
+    // Members are counted in MPI's own 32 bits.
+    i32::try_from(member).unwrap_or(i32::MAX)
+}
+
+/// A number that differs if calls, or the types or shapes of what is brought, do not agree. FNV-1a.
+fn agreement(call: &CollectiveCall, tensors: &[Tensor]) -> u64 {
+    let mut hash = 0xcbf2_9ce4_8422_2325_u64;
+    let mut eat = |bytes: &[u8]| {
+        for byte in (bytes.len() as u64).to_le_bytes().iter().chain(bytes) {
+            hash = (hash ^ u64::from(*byte)).wrapping_mul(0x0000_0100_0000_01b3);
+        }
+    };
+    eat(call.op.as_bytes());
+    eat(call.detail.as_bytes());
+    eat(&call.set.to_le_bytes());
+    eat(format!("{:?}", call.free_dim).as_bytes());
+    let sizes = |dims: &[usize]| -> Vec<u8> {
+        let sizes = dims.iter().enumerate().filter(|(dim, _)| Some(*dim) != call.free_dim);
+        sizes.flat_map(|(_, size)| (*size as u64).to_le_bytes()).collect()
+    };
+    eat(call.dtype.map_or("", |dtype| dtype.as_str()).as_bytes());
+    eat(&sizes(&call.shape));
+    for tensor in tensors {
+        eat(tensor.dtype().as_str().as_bytes());
+        eat(&sizes(tensor.dims()));
+    }
+    hash
+}
+
+/// What a member brought with its envelope.
+fn inline<'a>(envelopes: &'a [u64], member: usize, head: &Head) -> &'a [u8] {
+    &cast_slice(envelopes)[member * SLOT_BYTES + HEAD_BYTES..][..head.bytes.min(SMALL_BYTES)]
+}
+
+/// So many bytes of a scratch, which grows if it must.
+fn words(scratch: &mut Vec<u64>, bytes: usize) -> &mut [u8] {
+    if scratch.len() < bytes.div_ceil(8) {
+        scratch.resize(bytes.div_ceil(8), 0);
+    }
+    &mut cast_slice_mut(scratch)[..bytes]
+}
+
+fn split(mut bytes: &mut [u8], lens: impl Iterator<Item = usize>) -> Vec<&mut [u8]> {
+    let part = |len| {
+        let (part, rest) = mem::take(&mut bytes).split_at_mut(len);
+        bytes = rest;
+        part
+    };
+    lens.map(part).collect()
+}
+
+/// The tensor in one piece on the processor; itself, if it is.
+fn on_host(x: &Tensor) -> Result<Tensor> {
+    x.contiguous()?.to_device(&Device::Cpu)
+}
+
+/// Items that arrive as bytes and become a tensor without another copy.
+trait Buffer {
+    fn bytes_mut(&mut self) -> &mut [u8];
+    fn tensor(self: Box<Self>, dims: &[usize]) -> Result<Tensor>;
+}
+
+impl<T: WithDType + Pod> Buffer for Vec<T> {
+    fn bytes_mut(&mut self) -> &mut [u8] {
+        cast_slice_mut(self)
+    }
+
+    fn tensor(self: Box<Self>, dims: &[usize]) -> Result<Tensor> {
+        Tensor::from_vec(*self, dims, &Device::Cpu)
+    }
+}
+
+/// Items of a type that cannot be cast.
+struct Raw(Vec<u8>, DType);
+
+impl Buffer for Raw {
+    fn bytes_mut(&mut self) -> &mut [u8] {
+        &mut self.0
+    }
+
+    fn tensor(self: Box<Self>, dims: &[usize]) -> Result<Tensor> {
+        Tensor::from_raw_buffer(&self.0, self.1, dims, &Device::Cpu)
+    }
+}
+
+/// Zeros that the system hands out when they are first written.
+fn buffer(dtype: DType, items: usize) -> Result<Box<dyn Buffer>> {
+    Ok(match dtype {
+        DType::U8 => Box::new(zeroed_vec::<u8>(items)),
+        DType::U32 => Box::new(zeroed_vec::<u32>(items)),
+        DType::I16 => Box::new(zeroed_vec::<i16>(items)),
+        DType::I32 => Box::new(zeroed_vec::<i32>(items)),
+        DType::I64 => Box::new(zeroed_vec::<i64>(items)),
+        DType::BF16 => Box::new(zeroed_vec::<bf16>(items)),
+        DType::F16 => Box::new(zeroed_vec::<f16>(items)),
+        DType::F32 => Box::new(zeroed_vec::<f32>(items)),
+        DType::F64 => Box::new(zeroed_vec::<f64>(items)),
+        DType::F8E4M3 => Box::new(Raw(vec![0; items], dtype)),
+        other => bail!("tensors of type {} cannot be moved between processes", other.as_str()),
+    })
+}
+
+/// Lends the bytes of a contiguous tensor on the processor.
+fn with_bytes<R>(x: &Tensor, work: impl FnOnce(&[u8]) -> Result<R>) -> Result<R> {
+    let (storage, layout) = x.storage_and_layout();
+    let Storage::Cpu(storage) = &*storage else { bail!("a tensor is not on the processor") };
+    let bits: Vec<u8>;
+    let bytes = match storage {
+        CpuStorage::U8(items) => cast_slice(items),
+        CpuStorage::U32(items) => cast_slice(items),
+        CpuStorage::I16(items) => cast_slice(items),
+        CpuStorage::I32(items) => cast_slice(items),
+        CpuStorage::I64(items) => cast_slice(items),
+        CpuStorage::BF16(items) => cast_slice(items),
+        CpuStorage::F16(items) => cast_slice(items),
+        CpuStorage::F32(items) => cast_slice(items),
+        CpuStorage::F64(items) => cast_slice(items),
+        CpuStorage::F8E4M3(items) => {
+            #[allow(clippy::redundant_closure_for_method_calls, reason = "the crate of the type is no dependency")]
+            let of_items = items.iter().map(|item| item.to_bits()).collect();
+            bits = of_items;
+            &bits
+        }
+        _ => bail!("tensors of type {} cannot be moved between processes", x.dtype().as_str()),
+    };
+    let item = x.dtype().size_in_bytes();
+    let start = layout.start_offset() * item;
+    match bytes.get(start..start + x.elem_count() * item) {
+        Some(bytes) => work(bytes),
+        // A view of nothing may begin behind the end of its storage.
+        None if x.elem_count() == 0 => work(&[]),
+        None => bail!("a tensor of shape {:?} is not contiguous", x.dims()),
+    }
+}
+
+/// Lends the bytes of several tensors at once, each of which has a storage of its own; none of those that are missing.
+fn with_all_bytes<R>(x: &[Option<&Tensor>], work: impl FnOnce(&[&[u8]]) -> Result<R>) -> Result<R> {
+    fn lend<'a, R>(
+        x: &[Option<&Tensor>],
+        lent: &mut Vec<&'a [u8]>,
+        work: &mut dyn FnMut(&[&[u8]]) -> Result<R>,
+    ) -> Result<R> {
+        let Some((first, rest)) = x.split_first() else { return work(lent) };
+        let mut lent = lent.clone();
+        match first {
+            None => {
+                lent.push(&[]);
+                lend(rest, &mut lent, work)
+            }
+            Some(first) => with_bytes(first, |bytes| {
+                let mut lent: Vec<&[u8]> = lent.clone();
+                lent.push(bytes);
+                lend(rest, &mut lent, work)
+            }),
+        }
+    }
+    let mut work = Some(work);
+    lend(x, &mut Vec::new(), &mut |bytes| match work.take() {
+        Some(work) => work(bytes),
+        None => bail!("bytes are lent once"),
+    })
+}

@@ -1,0 +1,299 @@
+//! One process per slot gives what one thread per slot gives, to the bit; and no process outlives another's failure.
+//!
+//! The program starts itself under `mpirun`, once for each case; what runs there is one of several ranks. The model is the
+//! engine of threads, which `collectives.rs` compares with a serial one.
+
+#![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
+#![allow(clippy::print_stdout, reason = "without the test harness, nobody else says what was run")]
+#![allow(clippy::cast_possible_truncation, reason = "sizes are small")]
+
+use std::{
+    env,
+    io::Read,
+    process::{Command, ExitCode, Stdio},
+    sync::mpsc,
+    thread,
+    time::Duration,
+};
+
+use candle_core::{DType, Device, Result, Tensor, Var};
+use candle_nn::{AdamW, Linear, Module, Optimizer, ParamsAdamW, VarBuilder, VarMap, linear};
+use core_types::Launched;
+use pmap_mesh::{ALL, DataParallel, DeviceMesh, MeshAxes, P, Replica, TensorTree, Uneven, value_and_grad};
+
+/// How long a case may take before it counts as a hang; MPI's processes spin, and more of them than cores are slow.
+const LIMIT: Duration = Duration::from_secs(240);
+
+/// Name, number of ranks, and what must be said on the standard error: of success, or of why all ended.
+const CASES: [(&str, usize, std::result::Result<(), &str>); 10] = [
+    ("collectives", 2, Ok(())),
+    ("collectives", 4, Ok(())),
+    ("training", 2, Ok(())),
+    ("training", 3, Ok(())),
+    ("failure", 2, Err("rank 1: replica 1 on Cpu failed: no more data")),
+    ("panic", 2, Err("this one breaks")),
+    ("deadline", 2, Err("rank 0: replica 0 waited for more than 500ms in barrier over all axes")),
+    ("mismatch", 2, Err("replica 1 calls pmax of f32 [70000]")),
+    ("deserted", 2, Err("replica 1 calls the end of the function")),
+    ("killed", 3, Err("")),
+];
+
+fn main() -> ExitCode {
+    match Launched::from_env().unwrap() {
+        Some(launched) => as_rank(&env::args().nth(1).unwrap(), launched.placement().world_size().as_usize()),
+        None if Command::new("mpirun").arg("--version").output().is_err() => {
+            eprintln!("SKIPPED: there is no mpirun; nothing was checked");
+        }
+        None => CASES.iter().for_each(|(name, ranks, expected)| launch(name, *ranks, *expected)),
+    }
+    ExitCode::SUCCESS
+}
+
+/// Runs a case on so many ranks, and checks how it ends.
+fn launch(name: &str, ranks: usize, expected: std::result::Result<(), &str>) {
+    let mut command = Command::new("mpirun");
+    command.args(["--allow-run-as-root", "--oversubscribe", "-n", &ranks.to_string()]);
+    command.arg(env::current_exe().unwrap()).arg(name).env("RAYON_NUM_THREADS", "1").env("CANDLE_NUM_THREADS", "1");
+    let mut child = command.stdout(Stdio::null()).stderr(Stdio::piped()).spawn().unwrap();
+    let mut stderr = child.stderr.take().unwrap();
+    let (sender, said) = mpsc::channel();
+    thread::spawn(move || {
+        let mut text = String::new();
+        stderr.read_to_string(&mut text).unwrap();
+        sender.send(text).unwrap();
+    });
+    // Nothing is said to the end before all processes have ended.
+    let Ok(said) = said.recv_timeout(LIMIT) else {
+        child.kill().unwrap();
+        panic!("{name} on {ranks} ranks has not ended after {LIMIT:?}");
+    };
+    let succeeded = child.wait().unwrap().success();
+    match expected {
+        Ok(()) => assert!(succeeded, "{name} on {ranks} ranks: {said}"),
+        Err(reason) => assert!(!succeeded && said.contains(reason), "{name} on {ranks} ranks: {said}"),
+    }
+    println!("{name} on {ranks} ranks ... ok");
+}
+
+fn as_rank(case: &str, ranks: usize) {
+    match case {
+        "collectives" => {
+            // MPI ends with the last mesh, and does not begin again.
+            let _row = mesh(&[], None);
+            for axes in grids(ranks) {
+                collectives(&axes);
+            }
+        }
+        "training" => training(ranks),
+        "failure" => drop(barrier_of_rank_0(None, || candle_core::bail!("no more data"))),
+        "panic" => drop(barrier_of_rank_0(None, || panic!("this one breaks"))),
+        "killed" => drop(barrier_of_rank_0(None, || {
+            drop(Command::new("kill").args(["-9", &std::process::id().to_string()]).status());
+            Ok(())
+        })),
+        "deadline" => drop(barrier_of_rank_0(Some(Duration::from_millis(500)), || {
+            loop {
+                thread::park();
+            }
+        })),
+        "deserted" => {
+            let run = mesh(&[], None).pmap(|ctx, x: Tensor| if ctx.index() == 1 { Ok(x) } else { ctx.psum(&x, ALL) });
+            drop(run.in_axes(None).call(nothing()));
+        }
+        "mismatch" => {
+            let mesh = mesh(&[("a", ranks)], None);
+            let run = mesh.pmap(|ctx, _: Tensor| match ctx.index() {
+                1 => ctx.pmax(&Tensor::ones(70_000, DType::F32, ctx.device())?, ALL),
+                _ => ctx.psum(&Tensor::ones(3, DType::F32, ctx.device())?, ALL),
+            });
+            drop(run.in_axes(None).call(nothing()));
+        }
+        other => panic!("no case is named {other}"),
+    }
+}
+
+/// All wait for rank 1, which does something else.
+fn barrier_of_rank_0(
+    deadline: Option<Duration>,
+    other: impl Fn() -> Result<()> + Send + Sync + 'static,
+) -> pmap_mesh::Result<()> {
+    let run = mesh(&[], deadline).pmap(move |ctx, _: Tensor| {
+        if ctx.index() == 1 {
+            other()?;
+        }
+        ctx.barrier(ALL)
+    });
+    run.in_axes(None).call(nothing())
+}
+
+fn grids(ranks: usize) -> Vec<Vec<(&'static str, usize)>> {
+    let mut grids = vec![vec![("a", ranks)], vec![("a", 1), ("b", ranks)]];
+    if ranks == 4 {
+        grids.push(vec![("a", 2), ("b", 2)]);
+    }
+    grids
+}
+
+fn mesh(axes: &[(&str, usize)], deadline: Option<Duration>) -> DeviceMesh {
+    let builder = axes.iter().fold(DeviceMesh::builder(), |builder, (name, size)| builder.axis(name, *size));
+    deadline.into_iter().fold(builder, pmap_mesh::DeviceMeshBuilder::deadline).mpi(Device::Cpu).unwrap()
+}
+
+fn threads(axes: &[(&str, usize)]) -> DeviceMesh {
+    axes.iter().fold(DeviceMesh::builder(), |builder, (name, size)| builder.axis(name, *size)).pin(false).cpu().unwrap()
+}
+
+fn nothing() -> Tensor {
+    Tensor::zeros(1, DType::F32, &Device::Cpu).unwrap()
+}
+
+/// Runs `f` over both engines, and compares what this rank's slot gets.
+fn compare<O: TensorTree>(
+    over_mpi: &DeviceMesh,
+    threads: &DeviceMesh,
+    f: impl Fn(&Replica) -> Result<O> + Clone + Send + Sync + 'static,
+) {
+    let run = |mesh: &DeviceMesh| {
+        let f = f.clone();
+        mesh.pmap(move |ctx, _: Tensor| f(ctx)).in_axes(None).call_sharded(nothing()).unwrap()
+    };
+    let (results, expected) = (run(over_mpi), run(threads));
+    let slot = over_mpi.local_slots().start;
+    assert_same(&leaves(&results.shards()[0]), &leaves(&expected.shards()[slot]));
+}
+
+fn leaves(tree: &impl TensorTree) -> Vec<Tensor> {
+    let mut leaves = Vec::new();
+    let visited: std::result::Result<_, ()> = tree.try_map(&mut |leaf| {
+        leaves.push(leaf.clone());
+        Ok(leaf.clone())
+    });
+    drop(visited.unwrap());
+    leaves
+}
+
+fn assert_same(results: &[Tensor], expected: &[Tensor]) {
+    assert_eq!(results.len(), expected.len());
+    for (result, expected) in results.iter().zip(expected) {
+        assert_eq!((result.dtype(), result.dims()), (expected.dtype(), expected.dims()));
+        assert_eq!(bytes(result), bytes(expected));
+    }
+}
+
+fn bytes(tensor: &Tensor) -> Vec<u8> {
+    let mut bytes = Vec::new();
+    // Views of nothing may begin behind the end, where candle panics.
+    tensor.force_contiguous().and_then(|tensor| tensor.write_bytes(&mut bytes)).unwrap();
+    bytes
+}
+
+/// Numbers that differ by replica, and whose sums depend on their order.
+fn input(ctx: &Replica, shape: &[usize], dtype: DType) -> Result<Tensor> {
+    let seed = ctx.index() as u32 * 7919 + 1;
+    let value = |n: u32| (n.wrapping_mul(2_654_435_761).wrapping_add(seed) % 2003) as f32 * 0.0625 - 60.0;
+    let values: Vec<f32> = (0..shape.iter().product::<usize>() as u32).map(value).collect();
+    let x = Tensor::from_vec(values, shape, ctx.device())?;
+    if dtype.is_int() { x.abs()?.to_dtype(dtype) } else { x.to_dtype(dtype) }
+}
+
+fn collectives(axes: &[(&'static str, usize)]) {
+    let (over_mpi, threads) = (mesh(axes, None), threads(axes));
+    let sets: [MeshAxes; 3] = [ALL, "a".into(), "b".into()];
+    for set in sets.into_iter().take(1 + axes.len()) {
+        for dtype in [DType::F32, DType::F64, DType::BF16, DType::F16, DType::U8, DType::U32, DType::I64] {
+            let along = set.clone();
+            compare(&over_mpi, &threads, move |ctx| sums(ctx, &along, dtype));
+            let along = set.clone();
+            compare(&over_mpi, &threads, move |ctx| moves(ctx, &along, dtype));
+        }
+    }
+    // Gradients run through the same engine.
+    compare(&over_mpi, &threads, |ctx| {
+        let w = Var::from_tensor(&input(ctx, &[6, 4], DType::F32)?)?;
+        let all = ctx.all_gather(w.as_tensor(), 0, ALL)?;
+        let loss = (ctx.psum(&all.sqr()?, ALL)? * (ctx.index() as f64 + 1.0))?.sum_all()?;
+        Ok(loss.backward()?.get(&w).unwrap().clone())
+    });
+}
+
+/// Sizes around the limits of messages that are sent at once, and of parts.
+fn sums(ctx: &Replica, set: &MeshAxes, dtype: DType) -> Result<Vec<Tensor>> {
+    let mut all = Vec::new();
+    for count in [0, 1, 3, 895, 897, 4096, 4099, 16_384, 70_001, 300_011] {
+        let x = input(ctx, &[count], dtype)?;
+        all.extend([ctx.psum(&x, set)?, ctx.pmax(&x, set)?, ctx.pmin(&x, set)?]);
+        if dtype.is_float() {
+            all.push(ctx.pmean(&x, set)?);
+        }
+    }
+    Ok(all)
+}
+
+fn moves(ctx: &Replica, set: &MeshAxes, dtype: DType) -> Result<Vec<Tensor>> {
+    let (size, position) = (ctx.axis_size(set)?, ctx.axis_index(set)?);
+    let turn: Vec<_> = (0..size).map(|n| (n, (n + 1) % size)).collect();
+    let mut all = Vec::new();
+    for rows in [0, 1, 5, 301] {
+        let x = input(ctx, &[rows, size * 3, 8], dtype)?;
+        // Another number of rows on each, once as it is and once as a view that is not contiguous.
+        let uneven = input(ctx, &[rows * 10 * position, 8], dtype)?;
+        let view = input(ctx, &[8, rows + position + 2], dtype)?.t()?.narrow(0, 1, rows + position)?;
+        all.extend([ctx.all_gather(&uneven, 0, set)?, ctx.all_gather(&view, 0, set)?, ctx.all_gather(&x, 1, set)?]);
+        all.extend([ctx.all_to_all(&x, 1, 0, set)?, ctx.all_to_all(&x, 1, 2, set)?, ctx.psum_scatter(&x, 1, set)?]);
+        all.extend([ctx.ppermute(&x, &turn, set)?, ctx.ppermute(&x, &turn[1..], set)?]);
+        for root in 0..size {
+            all.push(ctx.broadcast(&x, root, set)?);
+        }
+        ctx.barrier(set)?;
+    }
+    Ok(all)
+}
+
+/// Calls, gradients and steps: the whole way from arguments to results.
+fn training(ranks: usize) {
+    let (over_mpi, threads) = (mesh(&[], None), threads(&[(DeviceMesh::AXIS, ranks)]));
+    let x = Tensor::arange(0_f32, (ranks * 2 * 3) as f32, &Device::Cpu).unwrap().reshape((ranks * 2, 3)).unwrap();
+    let call = |mesh: &DeviceMesh, x: &Tensor| {
+        let f = mesh.pmap(|ctx, x: Tensor| Ok((x.sqr()?, ctx.psum(&x, ALL)?, x.sum_all()?)));
+        let f = f.out_axes([P::shard(0, ALL), P::replicate(), P::sum(ALL)]).uneven(Uneven::Pad);
+        leaves(&f.call(x.clone()).unwrap())
+    };
+    assert_same(&call(&over_mpi, &x), &call(&threads, &x));
+    let uneven = x.narrow(0, 0, ranks * 2 - 1).unwrap();
+    assert_same(&call(&over_mpi, &uneven), &call(&threads, &uneven));
+
+    let gradient = |mesh: &DeviceMesh| {
+        let w = Var::ones((3, 5), DType::F32, &Device::Cpu).unwrap();
+        let model = w.clone();
+        let step = value_and_grad(mesh, vec![w.clone()], move |_, x: Tensor| x.matmul(&model)?.sqr()?.mean_all());
+        let (loss, grads) = step.call(x.clone()).unwrap();
+        [loss, grads.get(&w).unwrap().clone()]
+    };
+    assert_same(&gradient(&over_mpi), &gradient(&threads));
+    assert_same(&losses(&over_mpi, &x), &losses(&threads, &x));
+}
+
+/// The losses of some steps, and the trained variables.
+fn losses(mesh: &DeviceMesh, x: &Tensor) -> Vec<Tensor> {
+    let vars = VarMap::new();
+    let layers = |vb: VarBuilder<'_>| -> Result<Vec<Linear>> {
+        Ok(vec![linear(3, 40, vb.pp("a"))?, linear(40, 1, vb.pp("b"))?])
+    };
+    layers(VarBuilder::from_varmap(&vars, DType::F32, &Device::Cpu)).unwrap();
+    let named = || -> std::collections::BTreeMap<String, Var> {
+        vars.data().lock().unwrap().iter().map(|(name, var)| (name.clone(), var.clone())).collect()
+    };
+    for var in named().values() {
+        let values = Tensor::arange(0_f32, var.elem_count() as f32, &Device::Cpu).unwrap();
+        var.set(&(values * 0.01).unwrap().reshape(var.shape()).unwrap()).unwrap();
+    }
+    let adam = |vars| AdamW::new(vars, ParamsAdamW::default());
+    let mut model = DataParallel::new(mesh, &vars, layers, adam).unwrap().clip_norm(1.0);
+    let loss = |_: &Replica, layers: &Vec<Linear>, x: Tensor| {
+        layers.iter().try_fold(x, |x, layer| layer.forward(&x)?.tanh())?.sqr()?.mean_all()
+    };
+    let mut all: Vec<Tensor> = (0..10).map(|_| model.step((x / 10.0).unwrap(), loss).unwrap()).collect();
+    model.check_in_sync().unwrap();
+    all.extend(named().values().map(|var| var.as_tensor().copy().unwrap()));
+    all
+}
