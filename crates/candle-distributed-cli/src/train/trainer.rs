@@ -23,14 +23,15 @@ pub(crate) const MODEL: Config =
 const PEAK_LEARNING_RATE: f64 = 3e-3;
 const WARMUP_STEPS: u64 = 10;
 
-/// Changes `vars` by `steps` optimizer steps, each over one batch that all devices of `mesh` share.
+/// Changes `vars` by `steps` optimizer steps, each over one batch that all devices of `mesh` share; the
+/// process that has the journal keeps it.
 pub(crate) fn train(
     mesh: &DeviceMesh,
     vars: &VarMap,
     corpus: &Corpus,
     schedule: Schedule,
     steps: u64,
-    mut journal: Journal,
+    mut journal: Option<Journal>,
 ) -> Result<()> {
     let build = |vb: VarBuilder<'_>| Transformer::new(MODEL, &vb);
     let adam = |vars| AdamW::new(vars, ParamsAdamW::default());
@@ -42,9 +43,11 @@ pub(crate) fn train(
         model.set_learning_rate(learning_rate);
         let loss = model.step(data::collate(&batch, corpus, &mesh.devices()[0])?, loss)?;
         let (loss, seconds) = (loss.to_scalar()?, start.elapsed().as_secs_f64());
-        journal.log(&StepMetrics::new(step, epoch, loss, learning_rate, &batch, seconds), &batch)?;
+        if let Some(journal) = &mut journal {
+            journal.log(&StepMetrics::new(step, epoch, loss, learning_rate, &batch, seconds), &batch)?;
+        }
     }
-    journal.finish(vars)
+    journal.map_or(Ok(()), |journal| journal.finish(vars))
 }
 
 /// The loss of a shard, as if all had its mean: weights are shares in the whole batch's, however its tokens are spread.
