@@ -79,10 +79,8 @@ pub(crate) fn run(args: &Args) -> Result<()> {
     let place = args.place()?;
     threads::share_cores(place.devices_here);
     let corpus = args.data.as_deref().map_or_else(|| Ok(Corpus::embedded()), Corpus::read)?;
-    let world_size = place.placement.world_size();
-    let schedule = Schedule::new(&corpus, world_size, Seed::new(args.seed).derive(ORDER_STREAM))?;
-    let mesh = args.mesh(world_size)?;
-    let outcome = args.train(&mesh, place.placement, &corpus, schedule);
+    let mesh = args.mesh(place.placement.world_size())?;
+    let outcome = args.train(&mesh, place.placement, &corpus);
     if outcome.is_err() {
         // The last mesh of a process takes leave of the others, who may wait for this one; a process that goes without
         // leave ends all of them.
@@ -100,10 +98,11 @@ struct Place {
 
 impl Args {
     /// Trains, and reports if this process is the first.
-    fn train(&self, mesh: &DeviceMesh, placement: Placement, corpus: &Corpus, schedule: Schedule) -> Result<()> {
+    fn train(&self, mesh: &DeviceMesh, placement: Placement, corpus: &Corpus) -> Result<()> {
+        let seed = Seed::new(self.seed);
+        let schedule = Schedule::new(corpus, placement.world_size(), seed.derive(ORDER_STREAM))?;
         let build = |vb: VarBuilder<'_>| Transformer::new(trainer::MODEL, &vb);
-        let seed = Seed::new(self.seed).derive(INIT_STREAM);
-        let vars = parameters::initialized(seed, &mesh.devices()[0], build)?;
+        let vars = parameters::initialized(seed.derive(INIT_STREAM), &mesh.devices()[0], build)?;
         let mut journal = None;
         if placement.rank() == Rank::ZERO {
             journal = Some(Journal::new(self.steps, RunDir::create(self.out.as_deref())?));
