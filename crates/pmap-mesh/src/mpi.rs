@@ -3,29 +3,29 @@
 //! Everything goes from process to process with nonblocking messages, nothing through MPI's reductions: their order of
 //! summation depends on the number of ranks, the size and the library, and they know no halves.
 
+mod bytes;
+mod session;
+
 use std::{
     collections::BTreeMap,
     error::Error as _,
-    fmt,
-    io::Write,
-    mem,
+    fmt, mem,
     ops::Range,
     slice,
-    sync::{
-        Arc, Mutex, Weak,
-        atomic::{AtomicBool, Ordering},
-        mpsc,
-    },
-    thread::{self, JoinHandle},
+    sync::{Arc, Mutex},
+    thread,
     time::{Duration, Instant},
 };
 
-use bytemuck::{Pod, cast_slice, cast_slice_mut, zeroed_vec};
-use candle_core::{CpuStorage, DType, Device, Result, Storage, Tensor, WithDType, bail};
-use ferrompi::{Communicator, Request, ThreadLevel};
-use half::{bf16, f16};
-use safetensors::SafeTensors;
+use bytemuck::{cast_slice, cast_slice_mut};
+use candle_core::{DType, Device, Result, Tensor, bail};
+use ferrompi::{Communicator, Request};
 
+pub(crate) use self::session::Session;
+use self::{
+    bytes::{buffer, on_host, packed, unpacked, with_all_bytes, with_bytes},
+    session::end,
+};
 use crate::{
     ALL,
     engine::{Engine, Site},
@@ -54,8 +54,6 @@ const MESSAGE_BYTES: usize = 1 << 30;
 const TEXT_BYTES: usize = 4096;
 /// Each set of axes longer than 1 has a communicator of its own, and ferrompi holds 256.
 const MAX_AXES: usize = 6;
-/// How long `MPI_Abort` may take before the process ends by itself.
-const ABORT_TIME: Duration = Duration::from_secs(10);
 
 /// Nobody, as the sender in a head.
 const NOBODY: u64 = u64::MAX;
@@ -67,113 +65,6 @@ enum Kind {
     Rest,
     Data,
     Text,
-}
-
-/// This process's membership in the MPI program: initialized once, finalized when the last clone is dropped.
-///
-/// `ferrompi::Mpi` must stay on the thread that made it, so a thread of its own holds it; communicators may go anywhere.
-pub(crate) struct Session {
-    world: Arc<Communicator>,
-    release: Option<mpsc::Sender<()>>,
-    holder: Option<JoinHandle<()>>,
-}
-
-impl Session {
-    /// This process's session: the one that meshes already use, or a new one, which can be had once.
-    pub(crate) fn start() -> crate::Result<Arc<Self>> {
-        static CURRENT: Mutex<Weak<Session>> = Mutex::new(Weak::new());
-        let mut current = lock(&CURRENT);
-        if let Some(session) = current.upgrade() {
-            return Ok(session);
-        }
-        let session = Self::init()?;
-        *current = Arc::downgrade(&session);
-        Ok(session)
-    }
-
-    fn init() -> crate::Result<Arc<Self>> {
-        let (started, start) = mpsc::sync_channel(1);
-        let (release, released) = mpsc::channel::<()>();
-        let hold = move || match ferrompi::Mpi::init_thread(ThreadLevel::Serialized) {
-            Ok(mpi) if mpi.thread_level() >= ThreadLevel::Serialized => {
-                drop(started.send(Ok(mpi.world())));
-                // Until the session is dropped.
-                let _ = released.recv();
-            }
-            Ok(mpi) => drop(started.send(Err(format!(
-                "calls from worker threads need level Serialized, this library grants {:?}",
-                mpi.thread_level()
-            )))),
-            Err(error) => drop(started.send(Err(error.to_string()))),
-        };
-        let failed = |reason: String| Error::Mpi { reason };
-        let holder =
-            thread::Builder::new().name("mpi".into()).spawn(hold).map_err(|error| failed(error.to_string()))?;
-        let world = start.recv().map_err(|error| failed(error.to_string()))?.map_err(failed)?;
-        let session = Self { world: Arc::new(world), release: Some(release), holder: Some(holder) };
-        session.end_with_panics();
-        Ok(Arc::new(session))
-    }
-
-    /// This process's slot.
-    pub(crate) fn rank(&self) -> usize {
-        index(self.world.rank())
-    }
-
-    pub(crate) fn size(&self) -> usize {
-        index(self.world.size())
-    }
-
-    /// Makes a panic anywhere in this process the end of all: a rank that unwinds would wait for the others when it
-    /// finalizes MPI, and they for it.
-    fn end_with_panics(&self) {
-        let world = Arc::clone(&self.world);
-        let before = std::panic::take_hook();
-        std::panic::set_hook(Box::new(move |info| {
-            before(info);
-            if !ferrompi::Mpi::is_finalized() {
-                end(&world, &format!("panicked: {info}"));
-            }
-        }));
-    }
-}
-
-impl Drop for Session {
-    fn drop(&mut self) {
-        drop(self.release.take());
-        if let Some(holder) = self.holder.take() {
-            drop(holder.join());
-        }
-    }
-}
-
-impl fmt::Debug for Session {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Session").field("rank", &self.rank()).field("size", &self.size()).finish_non_exhaustive()
-    }
-}
-
-/// Says why, and ends all processes; in bounded time, whatever MPI does.
-fn end(world: &Communicator, why: &str) -> ! {
-    static ENDING: AtomicBool = AtomicBool::new(false);
-    if ENDING.swap(true, Ordering::AcqRel) {
-        // Another thread is at it; this one must not go on.
-        loop {
-            thread::park();
-        }
-    }
-    // One write, so that lines of several ranks do not mix; who cannot be told need not be.
-    drop(std::io::stderr().write_all(format!("rank {}: {why}\n", world.rank()).as_bytes()));
-    let late = thread::Builder::new().spawn(|| {
-        thread::sleep(ABORT_TIME);
-        std::process::abort();
-    });
-    drop(late);
-    world.abort(1)
-}
-
-fn index(rank: i32) -> usize {
-    usize::try_from(rank).unwrap_or_default()
 }
 
 /// One slot's access to the others.
@@ -755,26 +646,6 @@ impl Engine for Mpi {
     }
 }
 
-/// Tensors of any types and shapes as one tensor of bytes: a safetensors file, whose names are their numbers.
-fn packed(list: &[Tensor]) -> Result<Tensor> {
-    let host =
-        list.iter().map(|tensor| tensor.force_contiguous()?.to_device(&Device::Cpu)).collect::<Result<Vec<_>>>()?;
-    let named = host.iter().enumerate().map(|(n, tensor)| (n.to_string(), tensor));
-    let bytes = safetensors::serialize(named, None)?;
-    let len = bytes.len();
-    Tensor::from_vec(bytes, len, &Device::Cpu)
-}
-
-fn unpacked(bytes: &Tensor) -> Result<Vec<Tensor>> {
-    let bytes: Vec<u8> = bytes.to_vec1()?;
-    let file = SafeTensors::deserialize(&bytes)?;
-    let nth = |n: usize| {
-        let view = file.tensor(&n.to_string())?;
-        Tensor::from_raw_buffer(view.data(), view.dtype().try_into()?, view.shape(), &Device::Cpu)
-    };
-    (0..file.len()).map(nth).collect()
-}
-
 fn rank(member: usize) -> i32 {
     // Members are counted in MPI's own 32 bits.
     i32::try_from(member).unwrap_or(i32::MAX)
@@ -825,116 +696,4 @@ fn split(mut bytes: &mut [u8], lens: impl Iterator<Item = usize>) -> Vec<&mut [u
         part
     };
     lens.map(part).collect()
-}
-
-/// The tensor in one piece on the processor; itself, if it is.
-fn on_host(x: &Tensor) -> Result<Tensor> {
-    x.contiguous()?.to_device(&Device::Cpu)
-}
-
-/// Items that arrive as bytes and become a tensor without another copy.
-trait Buffer {
-    fn bytes_mut(&mut self) -> &mut [u8];
-    fn tensor(self: Box<Self>, dims: &[usize]) -> Result<Tensor>;
-}
-
-impl<T: WithDType + Pod> Buffer for Vec<T> {
-    fn bytes_mut(&mut self) -> &mut [u8] {
-        cast_slice_mut(self)
-    }
-
-    fn tensor(self: Box<Self>, dims: &[usize]) -> Result<Tensor> {
-        Tensor::from_vec(*self, dims, &Device::Cpu)
-    }
-}
-
-/// Items of a type that cannot be cast.
-struct Raw(Vec<u8>, DType);
-
-impl Buffer for Raw {
-    fn bytes_mut(&mut self) -> &mut [u8] {
-        &mut self.0
-    }
-
-    fn tensor(self: Box<Self>, dims: &[usize]) -> Result<Tensor> {
-        Tensor::from_raw_buffer(&self.0, self.1, dims, &Device::Cpu)
-    }
-}
-
-/// Zeros that the system hands out when they are first written.
-fn buffer(dtype: DType, items: usize) -> Result<Box<dyn Buffer>> {
-    Ok(match dtype {
-        DType::U8 => Box::new(zeroed_vec::<u8>(items)),
-        DType::U32 => Box::new(zeroed_vec::<u32>(items)),
-        DType::I16 => Box::new(zeroed_vec::<i16>(items)),
-        DType::I32 => Box::new(zeroed_vec::<i32>(items)),
-        DType::I64 => Box::new(zeroed_vec::<i64>(items)),
-        DType::BF16 => Box::new(zeroed_vec::<bf16>(items)),
-        DType::F16 => Box::new(zeroed_vec::<f16>(items)),
-        DType::F32 => Box::new(zeroed_vec::<f32>(items)),
-        DType::F64 => Box::new(zeroed_vec::<f64>(items)),
-        DType::F8E4M3 => Box::new(Raw(vec![0; items], dtype)),
-        other => bail!("tensors of type {} cannot be moved between processes", other.as_str()),
-    })
-}
-
-/// Lends the bytes of a contiguous tensor on the processor.
-fn with_bytes<R>(x: &Tensor, work: impl FnOnce(&[u8]) -> Result<R>) -> Result<R> {
-    let (storage, layout) = x.storage_and_layout();
-    let Storage::Cpu(storage) = &*storage else { bail!("a tensor is not on the processor") };
-    let bits: Vec<u8>;
-    let bytes = match storage {
-        CpuStorage::U8(items) => cast_slice(items),
-        CpuStorage::U32(items) => cast_slice(items),
-        CpuStorage::I16(items) => cast_slice(items),
-        CpuStorage::I32(items) => cast_slice(items),
-        CpuStorage::I64(items) => cast_slice(items),
-        CpuStorage::BF16(items) => cast_slice(items),
-        CpuStorage::F16(items) => cast_slice(items),
-        CpuStorage::F32(items) => cast_slice(items),
-        CpuStorage::F64(items) => cast_slice(items),
-        CpuStorage::F8E4M3(items) => {
-            #[allow(clippy::redundant_closure_for_method_calls, reason = "the crate of the type is no dependency")]
-            let of_items = items.iter().map(|item| item.to_bits()).collect();
-            bits = of_items;
-            &bits
-        }
-        _ => bail!("tensors of type {} cannot be moved between processes", x.dtype().as_str()),
-    };
-    let item = x.dtype().size_in_bytes();
-    let start = layout.start_offset() * item;
-    match bytes.get(start..start + x.elem_count() * item) {
-        Some(bytes) => work(bytes),
-        // A view of nothing may begin behind the end of its storage.
-        None if x.elem_count() == 0 => work(&[]),
-        None => bail!("a tensor of shape {:?} is not contiguous", x.dims()),
-    }
-}
-
-/// Lends the bytes of several tensors at once, each of which has a storage of its own; none of those that are missing.
-fn with_all_bytes<R>(x: &[Option<&Tensor>], work: impl FnOnce(&[&[u8]]) -> Result<R>) -> Result<R> {
-    fn lend<'a, R>(
-        x: &[Option<&Tensor>],
-        lent: &mut Vec<&'a [u8]>,
-        work: &mut dyn FnMut(&[&[u8]]) -> Result<R>,
-    ) -> Result<R> {
-        let Some((first, rest)) = x.split_first() else { return work(lent) };
-        let mut lent = lent.clone();
-        match first {
-            None => {
-                lent.push(&[]);
-                lend(rest, &mut lent, work)
-            }
-            Some(first) => with_bytes(first, |bytes| {
-                let mut lent: Vec<&[u8]> = lent.clone();
-                lent.push(bytes);
-                lend(rest, &mut lent, work)
-            }),
-        }
-    }
-    let mut work = Some(work);
-    lend(x, &mut Vec::new(), &mut |bytes| match work.take() {
-        Some(work) => work(bytes),
-        None => bail!("bytes are lent once"),
-    })
 }

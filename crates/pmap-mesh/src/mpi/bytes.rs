@@ -1,0 +1,138 @@
+//! Tensors as the bytes that MPI moves, and back.
+
+use bytemuck::{Pod, cast_slice, cast_slice_mut, zeroed_vec};
+use candle_core::{CpuStorage, DType, Device, Result, Storage, Tensor, WithDType, bail};
+use half::{bf16, f16};
+use safetensors::SafeTensors;
+
+/// Tensors of any types and shapes as one tensor of bytes: a safetensors file, whose names are their numbers.
+pub(super) fn packed(list: &[Tensor]) -> Result<Tensor> {
+    let host =
+        list.iter().map(|tensor| tensor.force_contiguous()?.to_device(&Device::Cpu)).collect::<Result<Vec<_>>>()?;
+    let named = host.iter().enumerate().map(|(n, tensor)| (n.to_string(), tensor));
+    let bytes = safetensors::serialize(named, None)?;
+    let len = bytes.len();
+    Tensor::from_vec(bytes, len, &Device::Cpu)
+}
+
+pub(super) fn unpacked(bytes: &Tensor) -> Result<Vec<Tensor>> {
+    let bytes: Vec<u8> = bytes.to_vec1()?;
+    let file = SafeTensors::deserialize(&bytes)?;
+    let nth = |n: usize| {
+        let view = file.tensor(&n.to_string())?;
+        Tensor::from_raw_buffer(view.data(), view.dtype().try_into()?, view.shape(), &Device::Cpu)
+    };
+    (0..file.len()).map(nth).collect()
+}
+
+/// The tensor in one piece on the processor; itself, if it is.
+pub(super) fn on_host(x: &Tensor) -> Result<Tensor> {
+    x.contiguous()?.to_device(&Device::Cpu)
+}
+
+/// Items that arrive as bytes and become a tensor without another copy.
+pub(super) trait Buffer {
+    fn bytes_mut(&mut self) -> &mut [u8];
+    fn tensor(self: Box<Self>, dims: &[usize]) -> Result<Tensor>;
+}
+
+impl<T: WithDType + Pod> Buffer for Vec<T> {
+    fn bytes_mut(&mut self) -> &mut [u8] {
+        cast_slice_mut(self)
+    }
+
+    fn tensor(self: Box<Self>, dims: &[usize]) -> Result<Tensor> {
+        Tensor::from_vec(*self, dims, &Device::Cpu)
+    }
+}
+
+/// Items of a type that cannot be cast.
+struct Raw(Vec<u8>, DType);
+
+impl Buffer for Raw {
+    fn bytes_mut(&mut self) -> &mut [u8] {
+        &mut self.0
+    }
+
+    fn tensor(self: Box<Self>, dims: &[usize]) -> Result<Tensor> {
+        Tensor::from_raw_buffer(&self.0, self.1, dims, &Device::Cpu)
+    }
+}
+
+/// Zeros that the system hands out when they are first written.
+pub(super) fn buffer(dtype: DType, items: usize) -> Result<Box<dyn Buffer>> {
+    Ok(match dtype {
+        DType::U8 => Box::new(zeroed_vec::<u8>(items)),
+        DType::U32 => Box::new(zeroed_vec::<u32>(items)),
+        DType::I16 => Box::new(zeroed_vec::<i16>(items)),
+        DType::I32 => Box::new(zeroed_vec::<i32>(items)),
+        DType::I64 => Box::new(zeroed_vec::<i64>(items)),
+        DType::BF16 => Box::new(zeroed_vec::<bf16>(items)),
+        DType::F16 => Box::new(zeroed_vec::<f16>(items)),
+        DType::F32 => Box::new(zeroed_vec::<f32>(items)),
+        DType::F64 => Box::new(zeroed_vec::<f64>(items)),
+        DType::F8E4M3 => Box::new(Raw(vec![0; items], dtype)),
+        other => bail!("tensors of type {} cannot be moved between processes", other.as_str()),
+    })
+}
+
+/// Lends the bytes of a contiguous tensor on the processor.
+pub(super) fn with_bytes<R>(x: &Tensor, work: impl FnOnce(&[u8]) -> Result<R>) -> Result<R> {
+    let (storage, layout) = x.storage_and_layout();
+    let Storage::Cpu(storage) = &*storage else { bail!("a tensor is not on the processor") };
+    let bits: Vec<u8>;
+    let bytes = match storage {
+        CpuStorage::U8(items) => cast_slice(items),
+        CpuStorage::U32(items) => cast_slice(items),
+        CpuStorage::I16(items) => cast_slice(items),
+        CpuStorage::I32(items) => cast_slice(items),
+        CpuStorage::I64(items) => cast_slice(items),
+        CpuStorage::BF16(items) => cast_slice(items),
+        CpuStorage::F16(items) => cast_slice(items),
+        CpuStorage::F32(items) => cast_slice(items),
+        CpuStorage::F64(items) => cast_slice(items),
+        CpuStorage::F8E4M3(items) => {
+            #[allow(clippy::redundant_closure_for_method_calls, reason = "the crate of the type is no dependency")]
+            let of_items = items.iter().map(|item| item.to_bits()).collect();
+            bits = of_items;
+            &bits
+        }
+        _ => bail!("tensors of type {} cannot be moved between processes", x.dtype().as_str()),
+    };
+    let item = x.dtype().size_in_bytes();
+    let start = layout.start_offset() * item;
+    match bytes.get(start..start + x.elem_count() * item) {
+        Some(bytes) => work(bytes),
+        // A view of nothing may begin behind the end of its storage.
+        None if x.elem_count() == 0 => work(&[]),
+        None => bail!("a tensor of shape {:?} is not contiguous", x.dims()),
+    }
+}
+
+/// Lends the bytes of several tensors at once, each of which has a storage of its own; none of those that are missing.
+pub(super) fn with_all_bytes<R>(x: &[Option<&Tensor>], work: impl FnOnce(&[&[u8]]) -> Result<R>) -> Result<R> {
+    fn lend<'a, R>(
+        x: &[Option<&Tensor>],
+        lent: &mut Vec<&'a [u8]>,
+        work: &mut dyn FnMut(&[&[u8]]) -> Result<R>,
+    ) -> Result<R> {
+        let Some((first, rest)) = x.split_first() else { return work(lent) };
+        let mut lent = lent.clone();
+        match first {
+            None => {
+                lent.push(&[]);
+                lend(rest, &mut lent, work)
+            }
+            Some(first) => with_bytes(first, |bytes| {
+                let mut lent: Vec<&[u8]> = lent.clone();
+                lent.push(bytes);
+                lend(rest, &mut lent, work)
+            }),
+        }
+    }
+    let mut work = Some(work);
+    lend(x, &mut Vec::new(), &mut |bytes| match work.take() {
+        Some(work) => work(bytes),
+        None => bail!("bytes are lent once"),
+    })
+}
