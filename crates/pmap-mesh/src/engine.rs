@@ -1,10 +1,15 @@
 //! The seam between what replicas ask for and how it gets done: threads of one process, or something over a network.
 
-use std::{fmt, sync::Arc};
+use std::{fmt, panic::Location, sync::Arc};
 
 use candle_core::{Result, Tensor};
 
-use crate::{error::Error, meeting::CollectiveCall, reduce::Reduction};
+use crate::{
+    error::Error,
+    meeting::CollectiveCall,
+    reduce::Reduction,
+    topology::{MeshAxes, Topology},
+};
 
 /// Moves tensors between the replicas of a group, for one replica.
 ///
@@ -55,6 +60,29 @@ pub(crate) struct Site {
 }
 
 impl Site {
+    /// The collective `op` of `slot` with those that differ from it along `axes` only, as called by the caller's caller.
+    #[track_caller]
+    pub(crate) fn along(
+        axes: MeshAxes,
+        topology: &Topology,
+        slot: usize,
+        op: &'static str,
+        x: Option<&Tensor>,
+    ) -> crate::Result<Self> {
+        let set = topology.set(&axes)?;
+        let call = CollectiveCall {
+            op,
+            detail: String::new(),
+            set,
+            axes,
+            dtype: x.map(Tensor::dtype),
+            shape: x.map_or_else(Vec::new, |x| x.dims().to_vec()),
+            free_dim: None,
+            place: Location::caller(),
+        };
+        Ok(Self { call: Arc::new(call), size: topology.size(set), position: topology.groups(set).seat(slot).1 })
+    }
+
     /// The same collective, agreeing in `detail` too.
     pub(crate) fn with_detail(mut self, detail: String) -> Self {
         Arc::make_mut(&mut self.call).detail = detail;

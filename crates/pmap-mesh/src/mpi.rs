@@ -173,25 +173,15 @@ impl Mpi {
     pub(crate) fn exchange(&self, list: &[Tensor]) -> crate::Result<Vec<Vec<Tensor>>> {
         let failed = |source| Error::Gather { index: 0, source };
         let packed = packed(list).map_err(failed)?;
-        let site = self.site_of_all("results", packed.dims())?.with_free_dim(0);
+        let site = self.site_of_all("results", Some(&packed))?.with_free_dim(0);
         let of_all = self.all_gather(&site, &packed).map_err(failed)?;
         of_all.iter().map(unpacked).collect::<Result<_>>().map_err(failed)
     }
 
     /// Something that all processes do at the end of a call, each once.
     #[track_caller]
-    fn site_of_all(&self, op: &'static str, shape: &[usize]) -> crate::Result<Site> {
-        let call = CollectiveCall {
-            op,
-            detail: String::new(),
-            set: self.0.topology.set(&ALL)?,
-            axes: ALL,
-            dtype: None,
-            shape: shape.to_vec(),
-            free_dim: None,
-            place: std::panic::Location::caller(),
-        };
-        Ok(Site { call: Arc::new(call), size: self.0.topology.slots(), position: self.0.slot })
+    fn site_of_all(&self, op: &'static str, x: Option<&Tensor>) -> crate::Result<Site> {
+        Site::along(ALL, &self.0.topology, self.0.slot, op, x)
     }
 
     /// Enters a collective; `None` for a group of one.
@@ -632,7 +622,7 @@ impl Engine for Mpi {
 
     /// Meets the others once more, so that one that still calls a collective along all axes learns that it is alone.
     fn returned(&self) {
-        let met = self.site_of_all("the end of the function", &[]);
+        let met = self.site_of_all("the end of the function", None);
         if let Err(error) = met.map_err(candle_core::Error::wrap).and_then(|site| self.barrier(&site)) {
             end(&self.0.session.world, &error.to_string());
         }

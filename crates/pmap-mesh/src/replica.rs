@@ -1,6 +1,6 @@
 //! What a replica knows of itself, and what it can ask of the others.
 
-use std::{panic::Location, sync::Arc};
+use std::sync::Arc;
 
 use candle_core::{Device, Result, Tensor, bail};
 use core_types::Seed;
@@ -8,7 +8,6 @@ use core_types::Seed;
 use crate::{
     engine::{Engine, Site},
     error::Error,
-    meeting::CollectiveCall,
     reduce::Reduction,
     rng::ReplicaRng,
     shard::Valid,
@@ -168,7 +167,7 @@ impl Replica {
     /// ```
     #[track_caller]
     pub fn psum(&self, x: &Tensor, axes: impl Into<MeshAxes>) -> Result<Tensor> {
-        let site = self.site("psum", "", x, axes.into())?;
+        let site = self.site("psum", Some(x), axes.into())?;
         transpose::linked(x, self.all_reduce(&site, x, Reduction::Sum)?, || Transpose::Identity)
     }
 
@@ -179,7 +178,7 @@ impl Replica {
     /// As [`psum`](Self::psum), and for integers, whose mean would have to be rounded.
     #[track_caller]
     pub fn pmean(&self, x: &Tensor, axes: impl Into<MeshAxes>) -> Result<Tensor> {
-        let site = self.site("pmean", "", x, axes.into())?;
+        let site = self.site("pmean", Some(x), axes.into())?;
         if !x.dtype().is_float() {
             bail!("pmean of type {} is not possible, only floats have a mean; psum it", x.dtype().as_str());
         }
@@ -194,7 +193,7 @@ impl Replica {
     /// As [`psum`](Self::psum).
     #[track_caller]
     pub fn pmax(&self, x: &Tensor, axes: impl Into<MeshAxes>) -> Result<Tensor> {
-        let site = self.site("pmax", "", x, axes.into())?;
+        let site = self.site("pmax", Some(x), axes.into())?;
         transpose::linked(x, self.all_reduce(&site, x, Reduction::Max)?, || Transpose::None("pmax"))
     }
 
@@ -205,7 +204,7 @@ impl Replica {
     /// As [`psum`](Self::psum).
     #[track_caller]
     pub fn pmin(&self, x: &Tensor, axes: impl Into<MeshAxes>) -> Result<Tensor> {
-        let site = self.site("pmin", "", x, axes.into())?;
+        let site = self.site("pmin", Some(x), axes.into())?;
         transpose::linked(x, self.all_reduce(&site, x, Reduction::Min)?, || Transpose::None("pmin"))
     }
 
@@ -218,7 +217,7 @@ impl Replica {
     /// If the mesh has no such axis; its backward as [`psum`](Self::psum).
     #[track_caller]
     pub fn pvary(&self, x: &Tensor, axes: impl Into<MeshAxes>) -> Result<Tensor> {
-        let site = self.site("psum (backward of pvary)", "", x, axes.into())?;
+        let site = self.site("psum (backward of pvary)", Some(x), axes.into())?;
         transpose::linked(x, None, || Transpose::Psum(self.clone(), site))
     }
 
@@ -232,7 +231,7 @@ impl Replica {
     #[track_caller]
     pub fn all_gather(&self, x: &Tensor, dim: isize, axes: impl Into<MeshAxes>) -> Result<Tensor> {
         let dim = dim_of(x, dim, "all_gather")?;
-        let site = self.site("all_gather", dim, x, axes.into())?.with_free_dim(dim);
+        let site = self.site("all_gather", Some(x), axes.into())?.with_detail(format!("({dim})")).with_free_dim(dim);
         let parts = self.0.engine.all_gather(&site, &x.detach())?;
         let sizes: Vec<usize> = parts.iter().map(|part| part.dims()[dim]).collect();
         transpose::linked(x, cat(parts, dim)?, || Transpose::PsumScatter(self.clone(), site, dim, sizes))
@@ -246,7 +245,7 @@ impl Replica {
     #[track_caller]
     pub fn psum_scatter(&self, x: &Tensor, dim: isize, axes: impl Into<MeshAxes>) -> Result<Tensor> {
         let dim = dim_of(x, dim, "psum_scatter")?;
-        let site = self.site("psum_scatter", dim, x, axes.into())?;
+        let site = self.site("psum_scatter", Some(x), axes.into())?.with_detail(format!("({dim})"));
         let sizes = even_parts(x, dim, &site)?;
         let part = self.sum_and_scatter(&site, x, dim, &sizes)?;
         transpose::linked(x, part, || Transpose::AllGather(self.clone(), site, dim))
@@ -262,7 +261,7 @@ impl Replica {
     /// receiver.
     #[track_caller]
     pub fn ppermute(&self, x: &Tensor, pairs: &[(usize, usize)], axes: impl Into<MeshAxes>) -> Result<Tensor> {
-        let site = self.site("ppermute", "", x, axes.into())?.with_detail(format!("{pairs:?}"));
+        let site = self.site("ppermute", Some(x), axes.into())?.with_detail(format!("{pairs:?}"));
         check_pairs(pairs, site.size)?;
         let received = self.permute(&site, x, pairs)?;
         let inverse = pairs.iter().map(|&(from, to)| (to, from)).collect();
@@ -284,7 +283,7 @@ impl Replica {
         axes: impl Into<MeshAxes>,
     ) -> Result<Tensor> {
         let (split, concat) = (dim_of(x, split_dim, "all_to_all")?, dim_of(x, concat_dim, "all_to_all")?);
-        let site = self.site("all_to_all", "", x, axes.into())?.with_detail(format!("({split} to {concat})"));
+        let site = self.site("all_to_all", Some(x), axes.into())?.with_detail(format!("({split} to {concat})"));
         let exchanged = self.exchange(&site, x, split, concat)?;
         transpose::linked(x, exchanged, || Transpose::AllToAll(self.clone(), site, concat, split))
     }
@@ -297,7 +296,7 @@ impl Replica {
     /// As [`psum`](Self::psum), and if there is no such position.
     #[track_caller]
     pub fn broadcast(&self, x: &Tensor, root: usize, axes: impl Into<MeshAxes>) -> Result<Tensor> {
-        let site = self.site("broadcast", root, x, axes.into())?;
+        let site = self.site("broadcast", Some(x), axes.into())?.with_detail(format!("({root})"));
         if root >= site.size {
             bail!("broadcast from position {root}, there are {}", site.size);
         }
@@ -313,14 +312,14 @@ impl Replica {
     /// As [`psum`](Self::psum).
     #[track_caller]
     pub fn barrier(&self, axes: impl Into<MeshAxes>) -> Result<()> {
-        let site = self.site_of("barrier", String::new(), None, axes.into())?;
+        let site = self.site("barrier", None, axes.into())?;
         self.0.engine.barrier(&site)
     }
 
     /// The sums over all replicas of the `wanted` tensors of a list; all replicas bring lists of the same shapes.
     #[track_caller]
     pub(crate) fn reduce_lists(&self, list: Vec<Tensor>, wanted: &[usize]) -> Result<Vec<Tensor>> {
-        let site = self.site_of("sum of gradients", format!(" of {} tensors", list.len()), None, crate::ALL)?;
+        let site = self.site("sum of gradients", None, crate::ALL)?.with_detail(format!(" of {} tensors", list.len()));
         self.0.engine.reduce_lists(&site, list, wanted, Reduction::Sum)
     }
 
@@ -372,42 +371,14 @@ impl Replica {
     }
 
     #[track_caller]
-    fn site(&self, op: &'static str, detail: impl Detail, x: &Tensor, axes: MeshAxes) -> Result<Site> {
-        self.site_of(op, detail.text(), Some(x), axes)
-    }
-
-    #[track_caller]
-    fn site_of(&self, op: &'static str, detail: String, x: Option<&Tensor>, axes: MeshAxes) -> Result<Site> {
-        let set = self.0.topology.set(&axes).map_err(|error| self.refuse(error))?;
-        let groups = self.0.topology.groups(set);
-        let (group, position) = groups.seat(self.0.index);
-        let shape = x.map_or_else(Vec::new, |x| x.dims().to_vec());
-        let dtype = x.map(Tensor::dtype);
-        let call = CollectiveCall { op, detail, set, axes, dtype, shape, free_dim: None, place: Location::caller() };
-        Ok(Site { call: Arc::new(call), size: groups.members(group).len(), position })
+    fn site(&self, op: &'static str, x: Option<&Tensor>, axes: MeshAxes) -> Result<Site> {
+        Site::along(axes, &self.0.topology, self.0.index, op, x).map_err(|error| self.refuse(error))
     }
 
     /// The size of its group along `axes`, and its position there.
     fn seat(&self, axes: &MeshAxes) -> Result<(usize, usize)> {
         let set = self.0.topology.set(axes).map_err(|error| self.refuse(error))?;
         Ok((self.0.topology.size(set), self.0.topology.groups(set).seat(self.0.index).1))
-    }
-}
-
-/// What of an operation's arguments must agree besides the tensors.
-trait Detail {
-    fn text(self) -> String;
-}
-
-impl Detail for &str {
-    fn text(self) -> String {
-        self.to_owned()
-    }
-}
-
-impl Detail for usize {
-    fn text(self) -> String {
-        format!("({self})")
     }
 }
 
