@@ -150,9 +150,7 @@ impl Mpi {
         if session.size() != slots {
             return Err(failed(format!("{} processes do not fill a mesh of {slots} slots", session.size())));
         }
-        let long: AxisSet = (topology.axes().iter().enumerate())
-            .filter(|(_, (_, size))| *size > 1)
-            .fold(0, |set, (axis, _)| set | 1 << axis);
+        let long = topology.long_axes();
         if long.count_ones() as usize > MAX_AXES {
             return Err(failed(format!("a mesh has up to {MAX_AXES} axes longer than 1")));
         }
@@ -199,8 +197,7 @@ impl Mpi {
         if site.size == 1 {
             return Ok(None);
         }
-        let long = engine.topology.axes().iter().enumerate().filter(|(_, (_, size))| *size > 1);
-        let set = long.fold(0, |set, (axis, _)| set | 1 << axis) & site.call.set;
+        let set = engine.topology.long_axes() & site.call.set;
         let Some(comm) = engine.groups.get(&set) else { bail!("no communicator along {}", site.call.axes) };
         *pending = Some(Arc::clone(&site.call));
         Ok(Some((Call { engine, site, comm }, Entered(&engine.pending))))
@@ -363,6 +360,25 @@ impl Call<'_> {
         })
     }
 
+    /// Sends `x(n)` to each member n; returns what all, this one included, have for this one, in the order of the group.
+    ///
+    /// What they have is of one length, and nothing is returned if it is nothing.
+    fn collect<'x>(&self, x: impl Fn(usize) -> &'x [u8], parts: &'x mut Vec<u64>) -> Vec<&'x [u8]> {
+        let Site { size, position, .. } = *self.site;
+        let own = x(position);
+        let arrived = words(parts, own.len() * (size - 1));
+        let places = arrived.chunks_exact_mut(own.len().max(1)).enumerate();
+        self.transfer(
+            places.map(|(n, part)| (n + usize::from(n >= position), Kind::Data, part)),
+            self.others().map(|to| (to, Kind::Data, x(to))),
+        );
+        let mut all: Vec<&[u8]> = arrived.chunks_exact(own.len().max(1)).collect();
+        if !own.is_empty() {
+            all.insert(position, own);
+        }
+        all
+    }
+
     /// The reduction of all members' `x`, which are of one length: each member makes a part of it, a chunk at a time.
     fn reduce(
         &self,
@@ -379,17 +395,7 @@ impl Call<'_> {
                 let Range { start, end } = balanced(x.len() / item, member, size);
                 start * item..end * item
             };
-            let own = &x[place(position)];
-            let arrived = words(parts, own.len() * (size - 1));
-            let places = arrived.chunks_exact_mut(own.len().max(1)).enumerate();
-            self.transfer(
-                places.map(|(n, part)| (n + usize::from(n >= position), Kind::Data, part)),
-                self.others().map(|to| (to, Kind::Data, &x[place(to)])),
-            );
-            let mut summands: Vec<&[u8]> = arrived.chunks_exact(own.len().max(1)).collect();
-            if !own.is_empty() {
-                summands.insert(position, own);
-            }
+            let summands = self.collect(|member| &x[place(member)], parts);
             let mut results = split(sums, (0..size).map(|member| place(member).len()));
             reduce::bytes(dtype, &summands, reduction, results[position])?;
             let own = mem::take(&mut results[position]);
@@ -412,22 +418,12 @@ impl Call<'_> {
         reduction: Reduction,
         parts: &mut Vec<u64>,
     ) -> Result<()> {
-        let Site { size, position, .. } = *self.site;
+        let position = self.site.position;
         let longest = x.iter().map(|x| x.len()).max().unwrap_or_default();
         for start in (0..longest).step_by(PART_BYTES) {
             let part = |x: usize| start.min(x)..(start + PART_BYTES).min(x);
-            let own = &x[position][part(x[position].len())];
-            let arrived = words(parts, own.len() * (size - 1));
-            let places = arrived.chunks_exact_mut(own.len().max(1)).enumerate();
-            self.transfer(
-                places.map(|(n, part)| (n + usize::from(n >= position), Kind::Data, part)),
-                self.others().map(|to| (to, Kind::Data, &x[to][part(x[to].len())])),
-            );
-            if !own.is_empty() {
-                let mut summands: Vec<&[u8]> = arrived.chunks_exact(own.len()).collect();
-                summands.insert(position, own);
-                reduce::bytes(dtype, &summands, reduction, &mut sums[part(x[position].len())])?;
-            }
+            let summands = self.collect(|member| &x[member][part(x[member].len())], parts);
+            reduce::bytes(dtype, &summands, reduction, &mut sums[part(x[position].len())])?;
         }
         Ok(())
     }
@@ -442,9 +438,7 @@ impl Engine for Mpi {
         with_bytes(&host, |bytes| {
             let heads = call.meet(slice::from_ref(&host), 0, bytes, true, &mut scratch.envelopes)?;
             if heads[site.position].inline {
-                let summands: Vec<&[u8]> = (0..site.size)
-                    .map(|n| if n == site.position { bytes } else { inline(&scratch.envelopes, n, &heads[n]) })
-                    .collect();
+                let summands = all_inline(bytes, site.position, &heads, &scratch.envelopes);
                 reduce::bytes(host.dtype(), &summands, reduction, sums.bytes_mut())
             } else {
                 call.reduce(host.dtype(), bytes, sums.bytes_mut(), reduction, &mut scratch.parts)
@@ -474,9 +468,7 @@ impl Engine for Mpi {
             bail!("lists of more than {SMALL_BYTES} tensors cannot be summed over processes");
         }
         let heads = call.meet(&list, 0, &wishes, true, &mut scratch.envelopes)?;
-        let wishes: Vec<&[u8]> = (0..site.size)
-            .map(|n| if n == site.position { &wishes[..] } else { inline(&scratch.envelopes, n, &heads[n]) })
-            .collect();
+        let wishes = all_inline(&wishes, site.position, &heads, &scratch.envelopes);
         let mut sums: BTreeMap<usize, Tensor> = BTreeMap::new();
         // What only one member wants goes straight to it: in each round, one tensor of a type to each member.
         let mut alone: BTreeMap<&str, Vec<Vec<usize>>> = BTreeMap::new();
@@ -584,31 +576,23 @@ impl Engine for Mpi {
             let aux = from.map_or(NOBODY, |from| from as u64);
             let heads = call.meet(slice::from_ref(&host), aux, bytes, true, &mut scratch.envelopes)?;
             let into = received.bytes_mut();
-            let Some(from) = from else {
-                if !heads[site.position].inline {
-                    call.transfer(
-                        [],
-                        call.others()
-                            .filter(|&to| heads[to].aux == site.position as u64)
-                            .map(|to| (to, Kind::Data, bytes)),
-                    );
-                }
-                return Ok(());
-            };
-            if from == site.position {
-                into.copy_from_slice(bytes);
-            }
-            if heads[site.position].inline {
-                if from != site.position {
+            match from {
+                Some(from) if from == site.position => into.copy_from_slice(bytes),
+                Some(from) if heads[from].inline => {
                     into.copy_from_slice(inline(&scratch.envelopes, from, &heads[from]));
                 }
-            } else if site.size > 2 && heads.iter().all(|head| head.aux == aux) {
+                _ => {}
+            }
+            if heads[site.position].inline {
+                return Ok(());
+            }
+            if let Some(from) = from.filter(|_| site.size > 2 && heads.iter().all(|head| head.aux == aux)) {
                 // A tree, instead of one that sends to all.
                 into.chunks_mut(MESSAGE_BYTES).for_each(|piece| call.check(call.comm.broadcast(piece, rank(from))));
             } else {
-                let incoming = (from != site.position).then_some((from, Kind::Data, into));
+                let from = from.filter(|&from| from != site.position);
                 let to = call.others().filter(|&to| heads[to].aux == site.position as u64);
-                call.transfer(incoming, to.map(|to| (to, Kind::Data, bytes)));
+                call.transfer(from.map(|from| (from, Kind::Data, into)), to.map(|to| (to, Kind::Data, bytes)));
             }
             Ok(())
         })?;
@@ -669,6 +653,12 @@ fn agreement(call: &CollectiveCall, tensors: &[Tensor]) -> u64 {
 /// What a member brought with its envelope.
 fn inline<'a>(envelopes: &'a [u64], member: usize, head: &Head) -> &'a [u8] {
     &cast_slice(envelopes)[member * SLOT_BYTES + HEAD_BYTES..][..head.bytes.min(SMALL_BYTES)]
+}
+
+/// What all members brought with their envelopes, this one's own from where it is.
+fn all_inline<'a>(own: &'a [u8], position: usize, heads: &[Head], envelopes: &'a [u64]) -> Vec<&'a [u8]> {
+    let of = |(n, head)| if n == position { own } else { inline(envelopes, n, head) };
+    heads.iter().enumerate().map(of).collect()
 }
 
 /// So many bytes of a scratch, which grows if it must.

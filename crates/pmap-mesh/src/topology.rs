@@ -3,10 +3,13 @@
 use std::{
     collections::BTreeMap,
     fmt,
-    sync::{Arc, Mutex, PoisonError},
+    sync::{Arc, Mutex},
 };
 
-use crate::error::{Error, Result};
+use crate::{
+    error::{Error, Result},
+    worker::lock,
+};
 
 /// Some of the axes of a mesh, by name, or [`ALL`] of them.
 ///
@@ -120,6 +123,13 @@ impl Topology {
         })
     }
 
+    /// The axes along which there is more than one slot.
+    #[cfg(feature = "mpi")]
+    pub(crate) fn long_axes(&self) -> AxisSet {
+        let long = self.axes.iter().enumerate().filter(|(_, (_, size))| *size > 1);
+        long.fold(0, |set, (axis, _)| set | 1 << axis)
+    }
+
     fn names(&self) -> Vec<String> {
         self.axes.iter().map(|(name, _)| name.clone()).collect()
     }
@@ -131,8 +141,7 @@ impl Topology {
 
     /// The groups of slots that differ along `set` only.
     pub(crate) fn groups(&self, set: AxisSet) -> Arc<Groups> {
-        // A panic while it was locked can only have lost a cached value.
-        let mut groups = self.groups.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut groups = lock(&self.groups);
         Arc::clone(groups.entry(set).or_insert_with(|| Arc::new(self.grouped(set))))
     }
 
