@@ -4,6 +4,7 @@ use candle_core::{Device, Tensor, Var};
 use fsdp_plan::ShardingPlan;
 
 use crate::{
+    engine::on_host,
     error::{Error, Result},
     mesh::DeviceMesh,
     placement::dtype_of,
@@ -50,7 +51,7 @@ impl Assembly {
     /// Takes what it needs of a run of a parameter's items, given as a tensor of one dimension.
     pub(crate) fn add(&mut self, param_idx: usize, start: usize, items: &Tensor) -> Result<()> {
         let end = start + items.elem_count();
-        let items = items.to_device(&Device::Cpu).and_then(|items| items.contiguous()).map_err(Error::Assemble)?;
+        let items = on_host(items).map_err(Error::Assemble)?;
         for target in &mut self.targets[param_idx] {
             let overlap = start.max(target.start)..end.min(target.start + target.items.elem_count());
             if overlap.is_empty() {

@@ -5,7 +5,7 @@ use std::{
     path::{Path, PathBuf},
 };
 
-use candle_core::{Device, Tensor};
+use candle_core::{Device, safetensors::Load};
 use fsdp_plan::ShardingPlan;
 use safetensors::SafeTensors;
 
@@ -61,7 +61,7 @@ impl ShardedVars {
             for (key, view) in file.iter() {
                 let Some((name, start)) = parse_key(key) else { continue };
                 let Some(param_idx) = plan.index_of(name) else { continue };
-                let items = to_tensor(&view).map_err(Error::Assemble)?;
+                let items = view.load(&Device::Cpu).and_then(|items| items.flatten_all()).map_err(Error::Assemble)?;
                 assembly.add(param_idx, start, &items)?;
             }
         }
@@ -88,11 +88,6 @@ fn files(folder: &Path) -> Result<Vec<PathBuf>> {
 fn parse_key(key: &str) -> Option<(&str, usize)> {
     let (name, start) = key.rsplit_once('@')?;
     Some((name, start.parse().ok()?))
-}
-
-fn to_tensor(view: &safetensors::tensor::TensorView<'_>) -> candle_core::Result<Tensor> {
-    let dtype = view.dtype().try_into()?;
-    Tensor::from_raw_buffer(view.data(), dtype, view.shape(), &Device::Cpu)?.flatten_all()
 }
 
 fn file_error(path: &Path, reason: impl std::fmt::Display) -> Error {

@@ -2,7 +2,7 @@
 
 use std::{fmt, panic::Location, sync::Arc};
 
-use candle_core::{Result, Tensor};
+use candle_core::{Device, Result, Tensor};
 
 use crate::{
     error::Error,
@@ -47,6 +47,12 @@ pub(crate) trait Engine: fmt::Debug + Send + Sync {
 
     /// Ends the call for all replicas because this one failed.
     fn failed(&self, error: Error);
+}
+
+/// The tensor in one piece on the processor, where tensors of different devices can meet; itself, if it is.
+pub(crate) fn on_host(x: &Tensor) -> Result<Tensor> {
+    // In one piece first: candle moves all of the storage that a view looks at.
+    x.contiguous()?.to_device(&Device::Cpu)
 }
 
 /// Who takes part in a collective, and in what.

@@ -23,12 +23,12 @@ use ferrompi::{Communicator, Request};
 
 pub(crate) use self::session::Session;
 use self::{
-    bytes::{buffer, on_host, packed, unpacked, with_all_bytes, with_bytes},
+    bytes::{buffer, packed, unpacked, with_all_bytes, with_bytes},
     session::end,
 };
 use crate::{
     ALL,
-    engine::{Engine, Site},
+    engine::{Engine, Site, on_host},
     error::Error,
     meeting::CollectiveCall,
     reduce::{self, Reduction},

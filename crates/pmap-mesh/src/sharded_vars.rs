@@ -241,7 +241,7 @@ impl ShardedVars {
     pub fn reduce_scatter(&self, ctx: &Replica, name: &str, grad: &Tensor) -> candle_core::Result<Vec<(Var, Tensor)>> {
         let param_idx = self.index_of(name).map_err(|error| ctx.refuse(error))?;
         let sum = ctx.psum(&grad.detach(), ALL)?.flatten_all()?;
-        let mine = self.parts(ctx.index()).iter().filter(|part| part.param_idx == param_idx);
+        let mine = self.parts_here(ctx, param_idx);
         mine.map(|part| Ok((part.var.clone(), sum.narrow(0, part.start, part.var.elem_count())?))).collect()
     }
 
@@ -255,10 +255,14 @@ impl ShardedVars {
         }
     }
 
+    /// This slot's parts of a parameter.
+    fn parts_here(&self, ctx: &Replica, param_idx: usize) -> impl Iterator<Item = &Part> {
+        self.parts(ctx.index()).iter().filter(move |part| part.param_idx == param_idx)
+    }
+
     /// This slot's parts of a parameter in one tensor, which may be empty.
     fn mine(&self, ctx: &Replica, param_idx: usize) -> candle_core::Result<Tensor> {
-        let mine = self.parts(ctx.index()).iter().filter(|part| part.param_idx == param_idx);
-        let mine: Vec<&Tensor> = mine.map(|part| part.var.as_tensor()).collect();
+        let mine: Vec<&Tensor> = self.parts_here(ctx, param_idx).map(|part| part.var.as_tensor()).collect();
         match mine[..] {
             // A variable too: its slot must take part in the backward as the others do.
             [] => Ok(Var::zeros(0, self.dtype(param_idx)?, ctx.device())?.into_inner()),

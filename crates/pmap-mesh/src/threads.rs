@@ -5,7 +5,7 @@ use std::sync::Arc;
 use candle_core::{Device, Result, Tensor};
 
 use crate::{
-    engine::{Engine, Site},
+    engine::{Engine, Site, on_host},
     error::Error,
     meeting::{Hub, Meeting},
     reduce::{self, Reduction},
@@ -41,14 +41,12 @@ impl Threads {
 
 impl Engine for Threads {
     fn all_reduce(&self, site: &Site, x: &Tensor, reduction: Reduction) -> Result<Tensor> {
-        let local = on_host(x)?;
-        let reduced = if local.elem_count() * local.dtype().size_in_bytes() <= SMALL_BYTES {
-            // A copy, so that its owner may change the original while others still read.
-            let meeting = self.meet(site, vec![local.force_contiguous()?])?;
+        let reduced = if x.elem_count() * x.dtype().size_in_bytes() <= SMALL_BYTES {
+            let meeting = self.meet(site, vec![frozen(x)?])?;
             reduce::whole(&meeting.firsts(), reduction)?
         } else {
-            let meeting = self.meet(site, vec![local.contiguous()?])?;
-            let board = meeting.board(|| reduce::board(&local, site.size))?;
+            let meeting = self.meet(site, vec![on_host(x)?])?;
+            let board = meeting.board(|| reduce::board(x, site.size))?;
             let last = reduce::part(board, site.position, &meeting.firsts(), reduction)?;
             // Whoever filled the last part brings the result for all.
             let closing = self.meet(site, last.into_iter().collect())?;
@@ -66,7 +64,7 @@ impl Engine for Threads {
         reduction: Reduction,
     ) -> Result<Vec<Tensor>> {
         let device = list.first().map_or(Device::Cpu, |first| first.device().clone());
-        let list = list.iter().map(|tensor| on_host(tensor)?.contiguous()).collect::<Result<_>>()?;
+        let list = list.iter().map(on_host).collect::<Result<_>>()?;
         self.share(site, list, |meeting| {
             wanted.iter().map(|&index| reduce::whole(&meeting.nths(index)?, reduction)?.to_device(&device)).collect()
         })
@@ -74,18 +72,18 @@ impl Engine for Threads {
 
     fn all_gather(&self, site: &Site, x: &Tensor) -> Result<Vec<Tensor>> {
         let meeting = self.meet(site, vec![frozen(x)?])?;
-        meeting.firsts().iter().map(|tensor| arrived(tensor, x.device())).collect()
+        meeting.firsts().iter().map(|tensor| tensor.to_device(x.device())).collect()
     }
 
     fn all_to_all(&self, site: &Site, parts: Vec<Tensor>) -> Result<Vec<Tensor>> {
         let device = parts.first().map_or(Device::Cpu, |first| first.device().clone());
         let meeting = self.meet(site, parts.iter().map(frozen).collect::<Result<_>>()?)?;
-        meeting.nths(site.position)?.iter().map(|tensor| arrived(tensor, &device)).collect()
+        meeting.nths(site.position)?.iter().map(|tensor| tensor.to_device(&device)).collect()
     }
 
     fn receive(&self, site: &Site, x: &Tensor, from: Option<usize>) -> Result<Option<Tensor>> {
         let meeting = self.meet(site, vec![frozen(x)?])?;
-        from.map(|from| arrived(&meeting.brought[from][0], x.device())).transpose()
+        from.map(|from| meeting.brought[from][0].to_device(x.device())).transpose()
     }
 
     fn barrier(&self, site: &Site) -> Result<()> {
@@ -101,18 +99,7 @@ impl Engine for Threads {
     }
 }
 
-/// The tensor on the processor, where tensors of different devices can meet.
-fn on_host(x: &Tensor) -> Result<Tensor> {
-    // candle moves all of the storage that a view looks at.
-    if x.device().is_cpu() { Ok(x.clone()) } else { x.contiguous()?.to_device(&Device::Cpu) }
-}
-
-/// A copy that no owner of the original can change, ready for other devices.
+/// A copy on the processor, which the owner of the original cannot change while others still read.
 fn frozen(x: &Tensor) -> Result<Tensor> {
     if x.device().is_cpu() { x.force_contiguous() } else { on_host(x) }
-}
-
-/// What was brought by another replica, on this one's device.
-fn arrived(x: &Tensor, device: &Device) -> Result<Tensor> {
-    x.to_device(device)
 }

@@ -1,7 +1,7 @@
 //! Tensors as the bytes that MPI moves, and back.
 
 use bytemuck::{Pod, cast_slice, cast_slice_mut, zeroed_vec};
-use candle_core::{CpuStorage, DType, Device, Result, Storage, Tensor, WithDType, bail};
+use candle_core::{CpuStorage, DType, Device, Result, Storage, Tensor, WithDType, bail, safetensors::Load};
 use half::{bf16, f16};
 use safetensors::SafeTensors;
 
@@ -18,16 +18,7 @@ pub(super) fn packed(list: &[Tensor]) -> Result<Tensor> {
 pub(super) fn unpacked(bytes: &Tensor) -> Result<Vec<Tensor>> {
     let bytes: Vec<u8> = bytes.to_vec1()?;
     let file = SafeTensors::deserialize(&bytes)?;
-    let nth = |n: usize| {
-        let view = file.tensor(&n.to_string())?;
-        Tensor::from_raw_buffer(view.data(), view.dtype().try_into()?, view.shape(), &Device::Cpu)
-    };
-    (0..file.len()).map(nth).collect()
-}
-
-/// The tensor in one piece on the processor; itself, if it is.
-pub(super) fn on_host(x: &Tensor) -> Result<Tensor> {
-    x.contiguous()?.to_device(&Device::Cpu)
+    (0..file.len()).map(|n| file.tensor(&n.to_string())?.load(&Device::Cpu)).collect()
 }
 
 /// Items that arrive as bytes and become a tensor without another copy.
