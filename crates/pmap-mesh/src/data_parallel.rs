@@ -7,6 +7,8 @@ use candle_nn::{Optimizer, VarBuilder, VarMap};
 
 use crate::{
     ALL,
+    adamw::StatefulOptimizer,
+    checkpoint::{Checkpoint, MODEL, StateDict},
     error::{Error, Result},
     grad::{deal, differentiate},
     join,
@@ -77,6 +79,8 @@ struct Slot<M, O> {
     vars: Vec<Var>,
     /// Those that it updates.
     owned: Vec<usize>,
+    /// Those of them, by their position there, that it writes to checkpoints: every variable has one writer.
+    saved: Vec<usize>,
     optimizer: O,
     /// The sums of gradients since the last update, and of how many batches.
     accumulated: Option<(Vec<Tensor>, usize)>,
@@ -156,15 +160,24 @@ impl<M: Send + 'static, O: Optimizer + Send + 'static> DataParallel<M, O> {
                 parts[slot] = Some((vars.clone(), owned));
             }
         }
-        let slots = models.into_iter().zip(parts.into_iter().flatten()).map(|(model, (vars, owned))| {
+        // Every process has as many sets.
+        let replicas = sets.len() * (mesh.len() / mesh.devices().len());
+        let first_set = sets.len() * (mesh.local_slots().start / mesh.devices().len());
+        let saved_by_set = deal(&sizes, replicas);
+        let slots = models.into_iter().zip(parts.into_iter().flatten()).enumerate().map(|(slot, (model, part))| {
+            let (vars, owned) = part;
             let optimizer = optimizer(owned.iter().map(|&var| vars[var].clone()).collect())?;
-            Ok(Mutex::new(Slot { model, vars, owned, optimizer, accumulated: None }))
+            let set = sets.iter().position(|(_, slots)| slots.contains(&slot)).unwrap_or_default();
+            let is_saved = |position: &usize| saved_by_set[first_set + set].contains(&owned[*position]);
+            let saved = (0..owned.len()).filter(is_saved).collect();
+            Ok(Mutex::new(Slot { model, vars, owned, saved, optimizer, accumulated: None }))
         });
+        let slots = slots.collect::<candle_core::Result<_>>()?;
         Ok(Self {
             mesh: mesh.clone(),
             names,
-            slots: Arc::new(slots.collect::<candle_core::Result<_>>()?),
-            replicas: sets.len() * (mesh.len() / mesh.devices().len()),
+            slots: Arc::new(slots),
+            replicas,
             in_axes: Specs::first_and_rest(P::shard(0, ALL), P::replicate()),
             uneven: Uneven::default(),
             max_norm: None,
@@ -263,6 +276,55 @@ impl<M: Send + 'static, O: Optimizer + Send + 'static> DataParallel<M, O> {
             for (name, (expected, var)) in self.names.iter().zip(vars[0].iter().zip(of_replica)) {
                 if !join::same(expected, var).map_err(Error::Model)? {
                     return Err(Error::Diverged { name: name.clone(), replica });
+                }
+            }
+        }
+        Ok(())
+    }
+}
+
+impl<M, O: StatefulOptimizer> DataParallel<M, O> {
+    /// The variables and what the optimizers keep for them, for [`Checkpoints::save`](crate::Checkpoints::save): each slot
+    /// of the mesh, in whatever process, writes its part. Accumulated gradients are not among them.
+    pub fn state_dict(&self) -> StateDict {
+        let mut state = StateDict::of_slots(&self.mesh);
+        for (index, slot) in self.slots.iter().enumerate() {
+            let slot = lock(slot);
+            for &position in &slot.saved {
+                let (name, var) = (&self.names[slot.owned[position]], &slot.vars[slot.owned[position]]);
+                state.add(index, MODEL, name, 0, var.as_detached_tensor());
+                slot.optimizer
+                    .state(position)
+                    .into_iter()
+                    .for_each(|(kind, items)| state.add(index, kind, name, 0, items));
+            }
+        }
+        state
+    }
+
+    /// Gives all variables and optimizers the values of a checkpoint, whatever number of devices wrote it; accumulated
+    /// gradients are dropped.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::UnknownParameter`] if the checkpoint has one that the model lacks, [`Error::Incomplete`] if it lacks one,
+    /// [`Error::OtherShape`] if one does not fit, [`Error::File`] if a file cannot be read, [`Error::Model`] if candle
+    /// fails. Some variables may then be changed.
+    pub fn load(&mut self, checkpoint: &Checkpoint) -> Result<()> {
+        if let Some(unknown) = checkpoint.parameters().find(|name| self.names.iter().all(|known| known != name)) {
+            return Err(Error::UnknownParameter { name: unknown.to_owned() });
+        }
+        for slot in self.slots.iter() {
+            let slot = &mut *lock(slot);
+            slot.accumulated = None;
+            for (position, &index) in slot.owned.iter().enumerate() {
+                let (name, var) = (&self.names[index], &slot.vars[index]);
+                checkpoint.expect(name, var.dims())?;
+                let value = checkpoint.like(MODEL, name, 0, var)?;
+                value.to_device(var.device()).and_then(|value| var.set(&value)).map_err(Error::Model)?;
+                for (kind, like) in slot.optimizer.state(position) {
+                    let value = checkpoint.like(kind, name, 0, &like)?;
+                    slot.optimizer.load_state(position, kind, &value).map_err(Error::Model)?;
                 }
             }
         }

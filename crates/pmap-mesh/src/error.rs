@@ -93,15 +93,13 @@ pub enum Error {
         /// The number of groups.
         replicas: u64,
     },
-    /// The plan has no parameter or unit of this name.
-    #[cfg(feature = "plan")]
-    #[error("the plan has nothing named {name}")]
+    /// The plan, or the model, has no parameter or unit of this name.
+    #[error("there is no parameter or unit named {name}")]
     UnknownParameter {
         /// The name that was asked for.
         name: String,
     },
     /// Not all of a parameter was there to be cut or loaded.
-    #[cfg(feature = "plan")]
     #[error("parameter {name} is incomplete: item {missing} is missing")]
     Incomplete {
         /// The parameter.
@@ -109,12 +107,20 @@ pub enum Error {
         /// Its first item that is missing, in row-major order.
         missing: usize,
     },
-    /// Cutting a parameter or putting it together failed in candle.
-    #[cfg(feature = "plan")]
-    #[error("a sharded parameter cannot be put together")]
+    /// A checkpoint has a parameter of another shape.
+    #[error("parameter {name} has the shape {found:?} in the checkpoint, {expected:?} was expected")]
+    OtherShape {
+        /// The parameter.
+        name: String,
+        /// The shape in the checkpoint; the number of its items, if it was written in parts.
+        found: Vec<usize>,
+        /// The shape in the model or plan.
+        expected: Vec<usize>,
+    },
+    /// Cutting, moving or putting together a parameter failed in candle.
+    #[error("a parameter cannot be put together or taken apart")]
     Assemble(#[source] candle_core::Error),
     /// A checkpoint cannot be read or written.
-    #[cfg(feature = "plan")]
     #[error("{}: {reason}", path.display())]
     File {
         /// The file or folder.
@@ -226,10 +232,12 @@ pub enum Error {
         waiting: Vec<(usize, Arc<CollectiveCall>)>,
     },
     /// A replica waited in a collective for longer than the mesh allows.
-    #[error("replica {index} waited for more than {after:?} in {call}")]
+    #[error("replica {index} waited for more than {after:?} in {call}; {} did not come", list("replica", missing))]
     Deadline {
         /// The replica that waited.
         index: usize,
+        /// The members of its group that have not come, or not finished.
+        missing: Vec<usize>,
         /// What it waited in.
         call: Arc<CollectiveCall>,
         /// The mesh's deadline.
@@ -298,6 +306,13 @@ pub enum Error {
     /// A worker ended without a result, though nothing failed.
     #[error("a replica ended without a result")]
     NoResult,
+}
+
+/// `replica 3`, `replicas 1, 2`.
+fn list(what: &str, numbers: &[usize]) -> String {
+    let plural = if numbers.len() == 1 { "" } else { "s" };
+    let numbers: Vec<String> = numbers.iter().map(ToString::to_string).collect();
+    format!("{what}{plural} {}", numbers.join(", "))
 }
 
 /// Why a spec does not fit a tensor.

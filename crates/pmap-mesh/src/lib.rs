@@ -1,8 +1,6 @@
 #![doc = include_str!("../README.md")]
 
-#[cfg(feature = "plan")]
-mod assembly;
-#[cfg(feature = "plan")]
+mod adamw;
 mod checkpoint;
 mod data_parallel;
 mod engine;
@@ -33,6 +31,8 @@ mod wait;
 mod worker;
 
 pub use crate::{
+    adamw::{AdamW, StatefulOptimizer},
+    checkpoint::{Checkpoint, Checkpoints, StateDict},
     data_parallel::DataParallel,
     error::{Error, Result, SpecFault},
     grad::{ValueAndGrad, value_and_grad},

@@ -161,7 +161,8 @@ impl Hub {
         }
         if !in_time && state.failures.is_empty() {
             let after = self.deadline.unwrap_or_default();
-            self.fail(&mut state, slot, Error::Deadline { index: slot, call, after });
+            let missing = self.missing(&state, slot, &call);
+            self.fail(&mut state, slot, Error::Deadline { index: slot, missing, call, after });
         }
         Err(state.abort(slot))
     }
@@ -259,6 +260,15 @@ impl Hub {
         let mut failures = std::mem::take(&mut lock(&self.state).failures);
         failures.sort_by_key(|(slot, _)| *slot);
         failures.into_iter().next().map(|(_, error)| error)
+    }
+
+    /// Who has not come to the meeting that a replica waits in.
+    fn missing(&self, state: &State, slot: usize, call: &CollectiveCall) -> Vec<usize> {
+        let groups = self.topology.groups(call.set);
+        let (group, _) = groups.seat(slot);
+        let Some(open) = state.open.get(&(call.set, group)) else { return Vec::new() };
+        let members = groups.members(group).iter().zip(&open.seats);
+        members.filter(|(_, seat)| seat.is_none()).map(|(member, _)| *member).collect()
     }
 
     /// Fails if every replica that still runs waits in a meeting that is not complete.

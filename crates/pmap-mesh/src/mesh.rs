@@ -87,6 +87,9 @@ impl DeviceMesh {
     /// The largest number of devices in one mesh; each has a thread of its own.
     pub const MAX_DEVICES: usize = 1024;
 
+    /// How long a process waits for others, unless told otherwise: ten minutes, as PyTorch's NCCL groups do.
+    pub const PROCESS_DEADLINE: Duration = Duration::from_secs(600);
+
     /// The name of the axis of a mesh that was made without a builder.
     pub const AXIS: &str = "devices";
 
@@ -296,8 +299,10 @@ impl DeviceMeshBuilder {
         self
     }
 
-    /// How long a replica waits in a collective before the call ends with [`Error::Deadline`]; for ever by default,
-    /// since failures of others end it anyway.
+    /// How long a replica waits in a collective before the call ends with [`Error::Deadline`].
+    ///
+    /// In one process for ever by default, since failures of others end it anyway; over several processes, of which one may
+    /// never come, for [`PROCESS_DEADLINE`](DeviceMesh::PROCESS_DEADLINE).
     pub fn deadline(mut self, deadline: Duration) -> Self {
         self.deadline = Some(deadline);
         self
@@ -369,7 +374,8 @@ impl DeviceMeshBuilder {
             self = self.axis(DeviceMesh::AXIS, session.size());
         }
         let topology = Arc::new(Topology::new(self.axes, DeviceMesh::MAX_DEVICES)?.0);
-        let (deadline, pin, first_slot) = (self.deadline, self.pin, session.rank());
+        let deadline = Some(self.deadline.unwrap_or(DeviceMesh::PROCESS_DEADLINE));
+        let (pin, first_slot) = (self.pin, session.rank());
         let engines = Engines::Mpi(Mpi::new(session, Arc::clone(&topology), deadline)?);
         let devices = vec![device];
         // The launcher binds processes, or not, as it was told.

@@ -52,6 +52,8 @@ const PART_BYTES: usize = 256 << 10;
 const MESSAGE_BYTES: usize = 1 << 30;
 /// The longest description of a call.
 const TEXT_BYTES: usize = 4096;
+/// How often a wait looks for messages before it looks at the clock and gives way.
+const TRIES: u32 = 64;
 /// Each set of axes longer than 1 has a communicator of its own, and ferrompi holds 256.
 const MAX_AXES: usize = 6;
 
@@ -235,12 +237,12 @@ impl Call<'_> {
             let mut requests = Vec::new();
             for (from, kind, bytes) in incoming {
                 for piece in bytes.chunks_mut(MESSAGE_BYTES) {
-                    requests.push(self.check(self.comm.irecv(scope, piece, rank(from), kind as i32)));
+                    requests.push((from, self.check(self.comm.irecv(scope, piece, rank(from), kind as i32))));
                 }
             }
             for (to, kind, bytes) in outgoing {
                 for piece in bytes.chunks(MESSAGE_BYTES) {
-                    requests.push(self.check(self.comm.isend(scope, piece, rank(to), kind as i32)));
+                    requests.push((to, self.check(self.comm.isend(scope, piece, rank(to), kind as i32))));
                 }
             }
             self.wait(requests);
@@ -249,22 +251,49 @@ impl Call<'_> {
         self.check(done);
     }
 
-    fn wait(&self, requests: Vec<Request<'_>>) {
+    /// Sends what `root` has in `bytes` to all members, through a tree.
+    fn broadcast(&self, bytes: &mut [u8], root: usize) {
+        let done = ferrompi::scope(|scope| {
+            let start = |piece| (root, self.check(self.comm.ibroadcast(scope, piece, rank(root))));
+            self.wait(bytes.chunks_mut(MESSAGE_BYTES).map(start).collect());
+            Ok(())
+        });
+        self.check(done);
+    }
+
+    /// Waits for messages from and to these members, until the deadline.
+    fn wait(&self, requests: Vec<(usize, Request<'_>)>) {
         let Some(after) = self.engine.deadline else {
-            return requests.into_iter().for_each(|request| {
+            return requests.into_iter().for_each(|(_, request)| {
                 self.check(request.wait());
             });
         };
-        let start = Instant::now();
-        for mut request in requests {
-            while self.check(request.test()).is_none() {
-                if start.elapsed() > after {
-                    let (index, call) = (self.engine.slot, Arc::clone(&self.site.call));
-                    end(&self.engine.session.world, &Error::Deadline { index, call, after }.to_string());
+        let (mut requests, mut tries) = (requests, 0_u32);
+        let mut start = None;
+        loop {
+            requests.retain_mut(|(_, request)| self.check(request.test()).is_none());
+            if requests.is_empty() {
+                return;
+            }
+            tries = tries.wrapping_add(1);
+            if tries.is_multiple_of(TRIES) {
+                if start.get_or_insert_with(Instant::now).elapsed() > after {
+                    self.end_late(&requests, after);
                 }
                 thread::yield_now();
             }
         }
+    }
+
+    /// Ends all processes because some members have not come in time.
+    fn end_late(&self, requests: &[(usize, Request<'_>)], after: Duration) -> ! {
+        let groups = self.engine.topology.groups(self.site.call.set);
+        let members = groups.members(groups.seat(self.engine.slot).0);
+        let mut missing: Vec<usize> = requests.iter().map(|(member, _)| members[*member]).collect();
+        missing.sort_unstable();
+        missing.dedup();
+        let (index, call) = (self.engine.slot, Arc::clone(&self.site.call));
+        end(&self.engine.session.world, &Error::Deadline { index, call, after, missing }.to_string())
     }
 
     fn check<T>(&self, result: ferrompi::Result<T>) -> T {
@@ -302,7 +331,7 @@ impl Call<'_> {
             let mut late = Vec::new();
             if !rest.is_empty() {
                 for to in self.others() {
-                    late.push(self.check(self.comm.isend(scope, rest, rank(to), Kind::Rest as i32)));
+                    late.push((to, self.check(self.comm.isend(scope, rest, rank(to), Kind::Rest as i32))));
                 }
             }
             let places = slots.chunks_exact_mut(SLOT_BYTES).enumerate().filter(|(from, _)| *from != position);
@@ -588,7 +617,7 @@ impl Engine for Mpi {
             }
             if let Some(from) = from.filter(|_| site.size > 2 && heads.iter().all(|head| head.aux == aux)) {
                 // A tree, instead of one that sends to all.
-                into.chunks_mut(MESSAGE_BYTES).for_each(|piece| call.check(call.comm.broadcast(piece, rank(from))));
+                call.broadcast(into, from);
             } else {
                 let from = from.filter(|&from| from != site.position);
                 let to = call.others().filter(|&to| heads[to].aux == site.position as u64);

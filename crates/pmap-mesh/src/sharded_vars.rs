@@ -1,14 +1,15 @@
 //! A sharding plan carried out: variables of which each slot keeps its part.
 
-use std::{collections::BTreeMap, sync::Arc};
+use std::{collections::BTreeMap, ops::Range, sync::Arc};
 
 use candle_core::{DType, Device, Tensor, Var, bail};
 use core_types::{Rank, WorldSize};
-use fsdp_plan::{Cut, ShardingPlan};
+use fsdp_plan::{Cut, ParameterInfo, ShardingPlan};
 
 use crate::{
     ALL,
-    assembly::Assembly,
+    adamw::StatefulOptimizer,
+    checkpoint::{Checkpoint, MODEL, StateDict},
     error::{Error, Result},
     mesh::DeviceMesh,
     placement::{dtype_of, index},
@@ -63,20 +64,21 @@ pub struct ShardedVars(Arc<Inner>);
 #[derive(Debug)]
 struct Inner {
     plan: ShardingPlan,
-    devices: Vec<Device>,
+    mesh: DeviceMesh,
     /// The axes along which a parameter is cut, and along which its parts are repeated.
     shard_axes: MeshAxes,
     replica_axes: Option<MeshAxes>,
+    /// Of this process's slots.
     slots: Vec<Vec<Part>>,
 }
 
 /// What one slot keeps of one parameter, in one run.
 #[derive(Clone, Debug)]
-pub(crate) struct Part {
-    pub(crate) param_idx: usize,
+struct Part {
+    param_idx: usize,
     /// The first item, in the parameter.
-    pub(crate) start: usize,
-    pub(crate) var: Var,
+    start: usize,
+    var: Var,
 }
 
 impl ShardedVars {
@@ -93,37 +95,72 @@ impl ShardedVars {
         plan: &ShardingPlan,
         tensors: impl IntoIterator<Item = (impl AsRef<str>, &'a Tensor)>,
     ) -> Result<Self> {
-        let mut assembly = Assembly::new(mesh, plan)?;
+        let mut given = BTreeMap::new();
         for (name, tensor) in tensors {
-            if let Some(param_idx) = plan.index_of(name.as_ref()) {
-                assembly.add(param_idx, 0, &tensor.flatten_all().map_err(Error::Assemble)?)?;
-            }
+            given.insert(name.as_ref().to_owned(), tensor.flatten_all().map_err(Error::Assemble)?);
         }
-        Self::assembled(mesh, plan, assembly)
+        Self::cut(mesh, plan, |param_idx| {
+            let name = plan.parameters()[param_idx].info().name();
+            let whole = given.remove(name);
+            Ok(move |run| run_of(whole.as_ref(), name, run))
+        })
     }
 
     /// The same parameters, cut as another plan says, on a mesh of its size.
+    ///
+    /// If they span several processes, all of them call this, and each holds one whole parameter at a time.
     ///
     /// # Errors
     ///
     /// Those of [`shard`](Self::shard).
     pub fn resharded(&self, mesh: &DeviceMesh, plan: &ShardingPlan) -> Result<Self> {
-        let mut assembly = Assembly::new(mesh, plan)?;
-        // Further replicas hold the same parts again.
-        for part in self.0.slots.iter().take(self.0.plan.shard_group().as_usize()).flatten() {
-            let name = self.name(part.param_idx);
-            if let Some(param_idx) = plan.index_of(name) {
-                assembly.add(param_idx, part.start, &part.var.as_detached_tensor())?;
-            }
-        }
-        Self::assembled(mesh, plan, assembly)
+        Self::cut(mesh, plan, |param_idx| {
+            let name = plan.parameters()[param_idx].info().name();
+            let known = self.0.plan.index_of(name).is_some();
+            let whole = known.then(|| self.gather(name)?.flatten_all().map_err(Error::Assemble)).transpose()?;
+            Ok(move |run| run_of(whole.as_ref(), name, run))
+        })
     }
 
-    pub(crate) fn assembled(mesh: &DeviceMesh, plan: &ShardingPlan, assembly: Assembly) -> Result<Self> {
+    /// What a checkpoint holds, cut as `plan` says: for another number of slots than wrote it, or another strategy.
+    ///
+    /// Every process reads what its own slots keep, no more.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::File`] if a file cannot be read, [`Error::Incomplete`] if items are missing, [`Error::OtherShape`] if a
+    /// parameter does not fit, and those of [`shard`](Self::shard).
+    pub fn load(mesh: &DeviceMesh, plan: &ShardingPlan, checkpoint: &Checkpoint) -> Result<Self> {
+        Self::cut(mesh, plan, |param_idx| {
+            let parameter = plan.parameters()[param_idx].info();
+            if parameter.tied_to().is_none() {
+                checkpoint.expect(parameter.name(), &shape(parameter))?;
+            }
+            Ok(move |run| checkpoint.items(MODEL, parameter.name(), run))
+        })
+    }
+
+    /// Variables for this process's slots; `source` is asked for each parameter in turn and then for its runs, as tensors
+    /// of one dimension.
+    fn cut<R: Fn(Range<usize>) -> Result<Tensor>>(
+        mesh: &DeviceMesh,
+        plan: &ShardingPlan,
+        mut source: impl FnMut(usize) -> Result<R>,
+    ) -> Result<Self> {
         let (shard_axes, replica_axes) = axes(mesh, plan)?;
-        let slots = assembly.finish(plan, mesh.devices())?;
-        let (plan, devices) = (plan.clone(), mesh.devices().to_vec());
-        Ok(Self(Arc::new(Inner { plan, devices, shard_axes, replica_axes, slots })))
+        let mut slots: Vec<Vec<Part>> = mesh.devices().iter().map(|_| Vec::new()).collect();
+        for (param_idx, parameter) in plan.parameters().iter().enumerate() {
+            let dtype = dtype(parameter.info()).map_err(Error::Assemble)?;
+            let run = source(param_idx)?;
+            let here = ranks(plan.world_size()).skip(mesh.local_slots().start);
+            for ((rank, parts), device) in here.zip(&mut slots).zip(mesh.devices()) {
+                for (start, len) in runs_of(plan, param_idx, rank)? {
+                    let var = variable(&run(start..start + len)?, dtype, device).map_err(Error::Assemble)?;
+                    parts.push(Part { param_idx, start, var });
+                }
+            }
+        }
+        Ok(Self(Arc::new(Inner { plan: plan.clone(), mesh: mesh.clone(), shard_axes, replica_axes, slots })))
     }
 
     /// The plan that is carried out.
@@ -135,48 +172,113 @@ impl ShardedVars {
     ///
     /// # Panics
     ///
-    /// If there is no such slot.
+    /// If this process has no such slot.
     pub fn vars(&self, slot: usize) -> Vec<Var> {
-        self.0.slots[slot].iter().map(|part| part.var.clone()).collect()
+        self.parts(slot).iter().map(|part| part.var.clone()).collect()
     }
 
     /// The memory that one slot's parts take, in bytes: the plan's `param_bytes`.
     ///
     /// # Panics
     ///
-    /// If there is no such slot.
+    /// If this process has no such slot.
     pub fn bytes(&self, slot: usize) -> u64 {
         let bytes = |part: &Part| part.var.elem_count() as u64 * part.var.dtype().size_in_bytes() as u64;
-        self.0.slots[slot].iter().map(bytes).sum()
+        self.parts(slot).iter().map(bytes).sum()
+    }
+
+    /// What this process's slots keep, to be written to a checkpoint: each parameter once, though replicas repeat it.
+    pub fn state_dict(&self) -> StateDict {
+        let mut state = StateDict::of_slots(&self.0.mesh);
+        for slot in self.saving_slots() {
+            for part in self.parts(slot) {
+                let items = part.var.as_detached_tensor();
+                state.add(self.local(slot), MODEL, self.name(part.param_idx), part.start, items);
+            }
+        }
+        state
+    }
+
+    /// Adds to a [`state_dict`](Self::state_dict) what a slot's optimizer, made with its [`vars`](Self::vars), keeps for
+    /// them.
+    ///
+    /// # Panics
+    ///
+    /// If this process has no such slot.
+    pub fn add_optimizer(&self, state: &mut StateDict, slot: usize, optimizer: &impl StatefulOptimizer) {
+        for (var, part) in self.parts(slot).iter().enumerate().filter(|_| self.saving_slots().contains(&slot)) {
+            for (kind, items) in optimizer.state(var) {
+                state.add(self.local(slot), kind, self.name(part.param_idx), part.start, items);
+            }
+        }
+    }
+
+    /// Gives a slot's optimizer, made with its [`vars`](Self::vars), what a checkpoint has for them, whatever plan it was
+    /// written under.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::File`] if a file cannot be read, [`Error::Incomplete`] if something is missing.
+    ///
+    /// # Panics
+    ///
+    /// If this process has no such slot.
+    pub fn load_optimizer(
+        &self,
+        checkpoint: &Checkpoint,
+        slot: usize,
+        optimizer: &mut impl StatefulOptimizer,
+    ) -> Result<()> {
+        for (var, part) in self.parts(slot).iter().enumerate() {
+            for (kind, like) in optimizer.state(var) {
+                let value = checkpoint.like(kind, self.name(part.param_idx), part.start, &like)?;
+                optimizer.load_state(var, kind, &value).map_err(Error::Assemble)?;
+            }
+        }
+        Ok(())
+    }
+
+    /// This process's slots of the first shard group: the others repeat them.
+    fn saving_slots(&self) -> Range<usize> {
+        let here = self.0.mesh.local_slots();
+        here.start..here.end.min(self.0.plan.shard_group().as_usize()).max(here.start)
     }
 
     /// The parts of one slot.
-    pub(crate) fn parts(&self, slot: usize) -> &[Part] {
-        &self.0.slots[slot]
+    fn parts(&self, slot: usize) -> &[Part] {
+        &self.0.slots[self.local(slot)]
     }
 
-    pub(crate) fn name(&self, param_idx: usize) -> &str {
+    /// The position of a slot among this process's.
+    fn local(&self, slot: usize) -> usize {
+        slot - self.0.mesh.local_slots().start
+    }
+
+    fn name(&self, param_idx: usize) -> &str {
         self.0.plan.parameters()[param_idx].info().name()
     }
 
-    /// The whole of a parameter, on the first device.
+    /// The whole of a parameter, on this process's first device.
+    ///
+    /// On a mesh of several processes all of them call this.
     ///
     /// # Errors
     ///
     /// [`Error::UnknownParameter`], or [`Error::Assemble`] if candle fails.
     pub fn gather(&self, name: &str) -> Result<Tensor> {
         let param_idx = self.index_of(name)?;
-        let group = &self.0.slots[..self.0.plan.shard_group().as_usize()];
-        let parts = group.iter().flatten().filter(|part| part.param_idx == param_idx);
-        let mut parts: Vec<(usize, Tensor)> = parts.map(|part| (part.start, part.var.as_detached_tensor())).collect();
-        parts.sort_by_key(|(start, _)| *start);
-        parts.dedup_by_key(|(start, _)| *start);
-        let joined = || {
-            let here = parts.iter().map(|(_, part)| part.to_device(&self.0.devices[0]));
-            let here = here.collect::<candle_core::Result<Vec<_>>>()?;
-            self.shaped(param_idx, &here, &self.0.devices[0])
+        let of_slot = |parts: &Vec<Part>| {
+            let parts = parts.iter().filter(|part| part.param_idx == param_idx);
+            parts.map(|part| part.var.as_detached_tensor()).collect()
         };
-        joined().map_err(Error::Assemble)
+        let of_all = self.0.mesh.of_all_slots(self.0.slots.iter().map(of_slot).collect())?;
+        let mut parts = BTreeMap::new();
+        for (rank, items) in ranks(self.0.plan.shard_group()).zip(of_all) {
+            parts.extend(runs_of(&self.0.plan, param_idx, rank)?.into_iter().map(|(start, _)| start).zip(items));
+        }
+        let device = &self.0.mesh.devices()[0];
+        let here = parts.values().map(|part| part.to_device(device)).collect::<candle_core::Result<Vec<_>>>();
+        here.and_then(|here| self.shaped(param_idx, &here, device)).map_err(Error::Assemble)
     }
 
     /// The whole of a parameter, put together by all slots; to be called in replicas, by all of them.
@@ -272,11 +374,7 @@ impl ShardedVars {
     }
 
     fn dtype(&self, param_idx: usize) -> candle_core::Result<DType> {
-        let elem = self.0.plan.parameters()[param_idx].info().dtype();
-        match dtype_of(elem) {
-            Some(dtype) => Ok(dtype),
-            None => bail!("candle has no type {elem}"),
-        }
+        dtype(self.0.plan.parameters()[param_idx].info())
     }
 
     /// Where each run of a parameter begins, where it lies among what all slots of a group bring, and how long it is.
@@ -293,8 +391,7 @@ impl ShardedVars {
     }
 
     fn shaped(&self, param_idx: usize, runs: &[Tensor], device: &Device) -> candle_core::Result<Tensor> {
-        let shape: Vec<usize> =
-            self.0.plan.parameters()[param_idx].info().shape().iter().map(|&dim| index(dim)).collect();
+        let shape = shape(self.0.plan.parameters()[param_idx].info());
         match runs {
             [] => Tensor::zeros(shape, self.dtype(param_idx)?, device),
             [only] => only.reshape(shape),
@@ -303,21 +400,48 @@ impl ShardedVars {
     }
 }
 
+fn shape(parameter: &ParameterInfo) -> Vec<usize> {
+    parameter.shape().iter().map(|&dim| index(dim)).collect()
+}
+
+fn dtype(parameter: &ParameterInfo) -> candle_core::Result<DType> {
+    match dtype_of(parameter.dtype()) {
+        Some(dtype) => Ok(dtype),
+        None => bail!("candle has no type {}", parameter.dtype()),
+    }
+}
+
+/// A run of a parameter's items as a variable of its own.
+fn variable(items: &Tensor, dtype: DType, device: &Device) -> candle_core::Result<Var> {
+    if items.dtype() != dtype {
+        bail!("items are {}, the plan says {}", items.dtype().as_str(), dtype.as_str());
+    }
+    Var::from_tensor(&items.force_contiguous()?.to_device(device)?)
+}
+
+/// A run of a flat parameter's items.
+fn run_of(parameter: Option<&Tensor>, name: &str, run: Range<usize>) -> Result<Tensor> {
+    match parameter {
+        Some(items) if run.end <= items.elem_count() => items.narrow(0, run.start, run.len()).map_err(Error::Assemble),
+        other => {
+            let there = other.map_or(0, Tensor::elem_count);
+            Err(Error::Incomplete { name: name.to_owned(), missing: there.max(run.start) })
+        }
+    }
+}
+
 /// The runs of a parameter that one rank keeps: first item and number of items.
-pub(crate) fn runs_of(plan: &ShardingPlan, param_idx: usize, rank: Rank) -> Result<Vec<(usize, usize)>> {
+fn runs_of(plan: &ShardingPlan, param_idx: usize, rank: Rank) -> Result<Vec<(usize, usize)>> {
     Ok(plan.shards(param_idx, rank)?.map(|shard| (index(shard.start_offset), index(shard.shard_size))).collect())
 }
 
-pub(crate) fn ranks(world_size: WorldSize) -> impl Iterator<Item = Rank> {
+fn ranks(world_size: WorldSize) -> impl Iterator<Item = Rank> {
     world_size.placements().map(core_types::Placement::rank)
 }
 
 /// The axes along which a plan cuts, and along which it repeats.
 fn axes(mesh: &DeviceMesh, plan: &ShardingPlan) -> Result<(MeshAxes, Option<MeshAxes>)> {
     let (ranks, slots) = (plan.world_size().as_u64(), mesh.len());
-    if mesh.local_slots().len() != slots {
-        return Err(Error::SeveralProcesses { what: "sharded variables" });
-    }
     if ranks != slots as u64 {
         return Err(Error::PlanWorld { ranks, slots });
     }

@@ -251,7 +251,7 @@ fn a_deadline_ends_waiting_for_a_replica_that_is_busy_elsewhere() {
         error
     });
     assert!(
-        matches!(&error, Error::Deadline { index: 0, call, after } if *after == deadline && source_of(&call.to_string()).starts_with("psum")),
+        matches!(&error, Error::Deadline { index: 0, missing, call, after } if *after == deadline && missing[..] == [1] && source_of(&call.to_string()).starts_with("psum")),
         "{error}"
     );
 }

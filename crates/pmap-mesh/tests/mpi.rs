@@ -8,8 +8,10 @@
 #![allow(clippy::cast_possible_truncation, reason = "sizes are small")]
 
 use std::{
+    collections::BTreeMap,
     env,
     io::Read,
+    path::Path,
     process::{Command, ExitCode, Stdio},
     sync::mpsc,
     thread,
@@ -17,22 +19,31 @@ use std::{
 };
 
 use candle_core::{DType, Device, Result, Tensor, Var};
-use candle_nn::{AdamW, Linear, Module, Optimizer, ParamsAdamW, VarBuilder, VarMap, linear};
-use core_types::Launched;
-use pmap_mesh::{ALL, DataParallel, DeviceMesh, MeshAxes, P, Replica, TensorTree, Uneven, value_and_grad};
+use candle_nn::{Linear, Module, Optimizer, ParamsAdamW, VarBuilder, VarMap, linear};
+use core_types::{Launched, WorldSize};
+use fsdp_plan::{Full, LayerWise, Layout, ShardingStrategy};
+use pmap_mesh::{
+    ALL, AdamW, Checkpoint, Checkpoints, DataParallel, DeviceMesh, MeshAxes, P, Replica, ShardedVars, TensorTree,
+    Uneven, parameter_infos, value_and_grad,
+};
 
 /// How long a case may take before it counts as a hang; MPI's processes spin, and more of them than cores are slow.
 const LIMIT: Duration = Duration::from_secs(240);
 
 /// Name, number of ranks, and what must be said on the standard error: of success, or of why all ended.
-const CASES: [(&str, usize, std::result::Result<(), &str>); 10] = [
+const CASES: [(&str, usize, std::result::Result<(), &str>); 15] = [
     ("collectives", 2, Ok(())),
     ("collectives", 4, Ok(())),
     ("training", 2, Ok(())),
     ("training", 3, Ok(())),
     ("failure", 2, Err("rank 1: replica 1 on Cpu failed: no more data")),
     ("panic", 2, Err("this one breaks")),
-    ("deadline", 2, Err("rank 0: replica 0 waited for more than 500ms in barrier over all axes")),
+    ("deadline", 2, Err("replica 1 did not come")),
+    ("crosswise", 4, Err("did not come")),
+    ("checkpoints", 2, Ok(())),
+    ("checkpoints", 3, Ok(())),
+    ("sharded", 2, Ok(())),
+    ("sharded", 4, Ok(())),
     ("mismatch", 2, Err("replica 1 calls pmax of f32 [70000]")),
     ("deserted", 2, Err("replica 1 calls the end of the function")),
     ("killed", 3, Err("")),
@@ -53,7 +64,13 @@ fn main() -> ExitCode {
 fn launch(name: &str, ranks: usize, expected: std::result::Result<(), &str>) {
     let mut command = Command::new("mpirun");
     command.args(["--allow-run-as-root", "--oversubscribe", "-n", &ranks.to_string()]);
-    command.arg(env::current_exe().unwrap()).arg(name).env("RAYON_NUM_THREADS", "1").env("CANDLE_NUM_THREADS", "1");
+    let folder = tempfile::tempdir().unwrap();
+    command
+        .arg(env::current_exe().unwrap())
+        .arg(name)
+        .arg(folder.path())
+        .env("RAYON_NUM_THREADS", "1")
+        .env("CANDLE_NUM_THREADS", "1");
     let mut child = command.stdout(Stdio::null()).stderr(Stdio::piped()).spawn().unwrap();
     let mut stderr = child.stderr.take().unwrap();
     let (sender, said) = mpsc::channel();
@@ -96,6 +113,17 @@ fn as_rank(case: &str, ranks: usize) {
                 thread::park();
             }
         })),
+        "crosswise" => {
+            // Slots 0 and 3 wait along one axis, 1 and 2 along the other.
+            let mesh = mesh(&[("a", 2), ("b", 2)], Some(Duration::from_millis(500)));
+            let run = mesh.pmap(|ctx, _: Tensor| match ctx.index() {
+                0 | 3 => ctx.barrier("a"),
+                _ => ctx.barrier("b"),
+            });
+            drop(run.in_axes(None).call(nothing()));
+        }
+        "checkpoints" => checkpoints(ranks),
+        "sharded" => sharded(ranks),
         "deserted" => {
             let run = mesh(&[], None).pmap(|ctx, x: Tensor| if ctx.index() == 1 { Ok(x) } else { ctx.psum(&x, ALL) });
             drop(run.in_axes(None).call(nothing()));
@@ -273,27 +301,125 @@ fn training(ranks: usize) {
     assert_same(&losses(&over_mpi, &x), &losses(&threads, &x));
 }
 
+/// What processes write, threads read, and the other way round.
+fn checkpoints(ranks: usize) {
+    let (over_mpi, threads) = (mesh(&[], None), threads(&[(DeviceMesh::AXIS, ranks)]));
+    let x = Tensor::arange(0_f32, (ranks * 2 * 3) as f32, &Device::Cpu).unwrap().reshape((ranks * 2, 3)).unwrap();
+    let folder = Path::new(&env::args().nth(2).unwrap()).to_owned();
+    let trained = |mesh: &DeviceMesh, from: Option<&Checkpoint>| {
+        let (vars, mut model) = model(mesh);
+        if let Some(checkpoint) = from {
+            model.load(checkpoint).unwrap();
+        }
+        train(&mut model, &x, 5);
+        (values(&vars), model.state_dict())
+    };
+    let (expected, state) = trained(&over_mpi, None);
+    let checkpoints = Checkpoints::new(folder.join("mpi"));
+    checkpoints.save(&over_mpi, 5, &state, &"half way").unwrap();
+    let checkpoint = checkpoints.latest().unwrap().unwrap();
+    assert_eq!((checkpoint.step(), checkpoint.state::<String>().unwrap()), (5, "half way".to_owned()));
+    assert_eq!(std::fs::read_dir(checkpoint.path()).unwrap().count(), ranks + 1, "each rank its shard, and the index");
+    let own = folder.join(format!("threads-{}", over_mpi.local_slots().start));
+    let of_threads = Checkpoints::new(own);
+    let (found, state) = trained(&threads, None);
+    assert_same(&found, &expected);
+    of_threads.save(&threads, 5, &state, &()).unwrap();
+    let of_threads = of_threads.latest().unwrap().unwrap();
+    let (expected, _) = trained(&over_mpi, Some(&of_threads));
+    assert_same(&trained(&threads, Some(&checkpoint)).0, &expected);
+}
+
+/// A plan carried out by processes: gathered, trained, written, and cut another way.
+fn sharded(ranks: usize) {
+    let (over_mpi, threads) = (mesh(&[], None), threads(&[(DeviceMesh::AXIS, ranks)]));
+    let folder = Path::new(&env::args().nth(2).unwrap()).to_owned();
+    let tensor = |rows, start: f64| {
+        let items = Tensor::arange(0_f32, (rows * 3) as f32, &Device::Cpu).unwrap().affine(0.01, start).unwrap();
+        items.reshape((rows, 3)).unwrap()
+    };
+    let tensors = [("a", tensor(7, -0.1)), ("b", tensor(2, 0.2))];
+    let infos = parameter_infos(tensors.iter().map(|(name, tensor)| (*name, tensor))).unwrap();
+    let world_size = WorldSize::new(ranks as u64).unwrap();
+    for layout in [Layout::Dim0, Layout::Flat] {
+        let plan = Full::new(layout).plan(&infos, world_size).unwrap();
+        let other = LayerWise::default().plan(&infos, world_size).unwrap();
+        let run = |mesh: &DeviceMesh, folder: &Path| {
+            let vars = ShardedVars::shard(mesh, &plan, tensors.iter().map(|(name, tensor)| (*name, tensor))).unwrap();
+            let mut wholes = sharded_steps(mesh, &vars);
+            let gather = |vars: &ShardedVars| ["a", "b"].map(|name| vars.gather(name).unwrap());
+            wholes.extend(gather(&vars));
+            wholes.extend(gather(&vars.resharded(mesh, &other).unwrap()));
+            let checkpoints = Checkpoints::new(folder.join(format!("{layout:?}")));
+            checkpoints.save(mesh, 1, &vars.state_dict(), &()).unwrap();
+            let checkpoint = checkpoints.latest().unwrap().unwrap();
+            wholes.extend(gather(&ShardedVars::load(mesh, &other, &checkpoint).unwrap()));
+            wholes
+        };
+        let slot = over_mpi.local_slots().start;
+        let over_threads = run(&threads, &folder.join(format!("threads-{slot}")));
+        assert_same(&run(&over_mpi, &folder.join("mpi")), &over_threads);
+    }
+}
+
+/// Some steps against the gradient; the losses.
+fn sharded_steps(mesh: &DeviceMesh, vars: &ShardedVars) -> Vec<Tensor> {
+    let in_step = vars.clone();
+    let step = mesh.pmap(move |ctx, x: Tensor| {
+        let (a, b) = (in_step.all_gather(ctx, "a")?, in_step.all_gather(ctx, "b")?);
+        let loss = (x.matmul(&a)?.sqr()?.mean_all()? + b.sqr()?.sum_all()?)?;
+        let grads = loss.backward()?;
+        for var in in_step.vars(ctx.index()) {
+            if let Some(grad) = grads.get(&var) {
+                var.set(&(var.as_tensor() - (grad * 0.01)?)?)?;
+            }
+        }
+        ctx.psum(&loss.detach(), ALL)
+    });
+    let step = step.out_axes(P::replicate());
+    let x = Tensor::arange(0_f32, (mesh.len() * 2 * 7) as f32, &Device::Cpu).unwrap();
+    let x = x.affine(0.01, -0.3).unwrap().reshape((mesh.len() * 2, 7)).unwrap();
+    (0..3).map(|_| step.call(x.clone()).unwrap()).collect()
+}
+
 /// The losses of some steps, and the trained variables.
 fn losses(mesh: &DeviceMesh, x: &Tensor) -> Vec<Tensor> {
+    let (vars, mut model) = model(mesh);
+    let mut all = train(&mut model, x, 10);
+    model.check_in_sync().unwrap();
+    all.extend(values(&vars));
+    all
+}
+
+type Model = DataParallel<Vec<Linear>, AdamW>;
+
+fn train(model: &mut Model, x: &Tensor, steps: usize) -> Vec<Tensor> {
+    let loss = |_: &Replica, layers: &Vec<Linear>, x: Tensor| {
+        layers.iter().try_fold(x, |x, layer| layer.forward(&x)?.tanh())?.sqr()?.mean_all()
+    };
+    (0..steps).map(|_| model.step((x / 10.0).unwrap(), loss).unwrap()).collect()
+}
+
+fn named(vars: &VarMap) -> BTreeMap<String, Var> {
+    vars.data().lock().unwrap().iter().map(|(name, var)| (name.clone(), var.clone())).collect()
+}
+
+fn values(vars: &VarMap) -> Vec<Tensor> {
+    named(vars).values().map(|var| var.as_tensor().copy().unwrap()).collect()
+}
+
+/// Two layers that begin as they do everywhere.
+fn model(mesh: &DeviceMesh) -> (VarMap, Model) {
     let vars = VarMap::new();
     let layers = |vb: VarBuilder<'_>| -> Result<Vec<Linear>> {
         Ok(vec![linear(3, 40, vb.pp("a"))?, linear(40, 1, vb.pp("b"))?])
     };
     layers(VarBuilder::from_varmap(&vars, DType::F32, &Device::Cpu)).unwrap();
-    let named = || -> std::collections::BTreeMap<String, Var> {
-        vars.data().lock().unwrap().iter().map(|(name, var)| (name.clone(), var.clone())).collect()
-    };
-    for var in named().values() {
+    for var in named(&vars).values() {
         let values = Tensor::arange(0_f32, var.elem_count() as f32, &Device::Cpu).unwrap();
         var.set(&(values * 0.01).unwrap().reshape(var.shape()).unwrap()).unwrap();
     }
     let adam = |vars| AdamW::new(vars, ParamsAdamW::default());
-    let mut model = DataParallel::new(mesh, &vars, layers, adam).unwrap().clip_norm(1.0);
-    let loss = |_: &Replica, layers: &Vec<Linear>, x: Tensor| {
-        layers.iter().try_fold(x, |x, layer| layer.forward(&x)?.tanh())?.sqr()?.mean_all()
-    };
-    let mut all: Vec<Tensor> = (0..10).map(|_| model.step((x / 10.0).unwrap(), loss).unwrap()).collect();
-    model.check_in_sync().unwrap();
-    all.extend(named().values().map(|var| var.as_tensor().copy().unwrap()));
-    all
+    let model = DataParallel::new(mesh, &vars, layers, adam).unwrap().clip_norm(1.0);
+    (vars, model)
 }

@@ -3,9 +3,12 @@
 #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
 
 use candle_core::{DType, Device, Tensor, Var};
+use candle_nn::{Optimizer, ParamsAdamW};
 use core_types::WorldSize;
 use fsdp_plan::{CostModel, Full, Hsdp, LayerWise, Layout, ShardingPlan, ShardingStrategy, WholeTensor};
-use pmap_mesh::{DeviceMesh, Error, P, ShardedVars, parameter_infos};
+use pmap_mesh::{
+    AdamW, Checkpoint, Checkpoints, DeviceMesh, Error, P, ShardedVars, StatefulOptimizer, parameter_infos,
+};
 
 /// A small model: a name, a shape and values for each parameter.
 fn model() -> Vec<(&'static str, Tensor)> {
@@ -137,20 +140,58 @@ fn a_unit_is_gathered_by_name_and_a_gradient_of_a_whole_is_scattered() {
     assert!(matches!(vars.gather("lm_head"), Err(Error::UnknownParameter { .. })));
 }
 
+/// An optimizer for each slot, which has taken one step along the variables themselves.
+fn trained(vars: &ShardedVars, slots: usize) -> Vec<AdamW> {
+    let adam = |slot| {
+        let vars = vars.vars(slot);
+        let mut adam = AdamW::new(vars.clone(), ParamsAdamW::default()).unwrap();
+        let mut grads = Tensor::zeros((), DType::F32, &Device::Cpu).unwrap().backward().unwrap();
+        for var in &vars {
+            grads.insert(var, var.as_detached_tensor());
+        }
+        // A step of length 0: only the moments move.
+        adam.set_learning_rate(0.0);
+        adam.step(&grads).unwrap();
+        adam
+    };
+    (0..slots).map(adam).collect()
+}
+
 #[test]
 fn checkpoints_are_read_under_every_other_plan() {
     let folder = tempfile::tempdir().unwrap();
     for (n, strategy) in strategies().iter().enumerate() {
-        let saved = folder.path().join(n.to_string());
-        let vars = shard(&DeviceMesh::cpu(3).unwrap(), &plan(&**strategy, 3));
-        vars.save(&saved).unwrap();
-        vars.save(&saved).unwrap();
+        let checkpoints = Checkpoints::new(folder.path().join(n.to_string()));
+        let mesh = DeviceMesh::cpu(3).unwrap();
+        let vars = shard(&mesh, &plan(&**strategy, 3));
+        let mut state = vars.state_dict();
+        for (slot, adam) in trained(&vars, 3).iter().enumerate() {
+            vars.add_optimizer(&mut state, slot, adam);
+        }
+        checkpoints.save(&mesh, 7, &state, &()).unwrap();
+        let checkpoint = checkpoints.latest().unwrap().unwrap();
         for world in [1, 2, 5] {
             let mesh = DeviceMesh::cpu(world).unwrap();
             for other in strategies() {
                 let other = plan(&*other, world);
-                assert_whole(&ShardedVars::load(&mesh, &other, &saved).unwrap());
+                assert_whole(&ShardedVars::load(&mesh, &other, &checkpoint).unwrap());
                 assert_whole(&vars.resharded(&mesh, &other).unwrap());
+                check_moments(&shard(&mesh, &other), &checkpoint);
+            }
+        }
+    }
+}
+
+/// The moments of a checkpoint, read for other parts, are those of a step along the variables.
+fn check_moments(vars: &ShardedVars, checkpoint: &Checkpoint) {
+    let slots = usize::try_from(vars.plan().world_size().as_u64()).unwrap();
+    for (slot, expected) in trained(vars, slots).iter().enumerate() {
+        let mut adam = AdamW::new(vars.vars(slot), ParamsAdamW::default()).unwrap();
+        vars.load_optimizer(checkpoint, slot, &mut adam).unwrap();
+        for var in 0..vars.vars(slot).len() {
+            for ((name, found), (_, expected)) in adam.state(var).iter().zip(expected.state(var)) {
+                let f32s = |tensor: &Tensor| values(&tensor.to_dtype(DType::F32).unwrap());
+                assert_eq!(f32s(found), f32s(&expected), "{name} of variable {var} of slot {slot}");
             }
         }
     }
@@ -173,8 +214,9 @@ fn what_is_trained_is_what_is_saved() {
     let part: &Var = &vars.vars(1)[0];
     part.set(&part.zeros_like().unwrap()).unwrap();
     let folder = tempfile::tempdir().unwrap();
-    vars.save(folder.path()).unwrap();
-    let loaded = ShardedVars::load(&mesh, &plan, folder.path()).unwrap();
+    let checkpoints = Checkpoints::new(folder.path());
+    checkpoints.save(&mesh, 0, &vars.state_dict(), &()).unwrap();
+    let loaded = ShardedVars::load(&mesh, &plan, &checkpoints.latest().unwrap().unwrap()).unwrap();
     assert!(values(loaded.vars(1)[0].as_tensor()).iter().all(|&value| value == 0.0));
 }
 
@@ -189,14 +231,14 @@ fn plans_and_files_that_do_not_fit_are_refused() {
     assert!(matches!(sharded, Err(Error::Incomplete { name, missing: 0 }) if name == "wte"));
 
     let folder = tempfile::tempdir().unwrap();
-    let load = || ShardedVars::load(&mesh, &plan, folder.path());
-    assert!(matches!(load(), Err(Error::File { .. })));
-    shard(&mesh, &plan).save(folder.path()).unwrap();
-    let second = folder.path().join("shard-00002-of-00002.safetensors");
-    std::fs::write(&second, b"torn").unwrap();
-    assert!(matches!(load(), Err(Error::File { path, .. }) if path == second));
-    std::fs::remove_file(&second).unwrap();
-    assert!(matches!(load(), Err(Error::Incomplete { .. })));
+    let checkpoints = Checkpoints::new(folder.path());
+    checkpoints.save(&mesh, 1, &shard(&mesh, &plan).state_dict(), &()).unwrap();
+    let checkpoint = checkpoints.latest().unwrap().unwrap();
+    let other = [("other", Tensor::zeros(4, DType::F32, &Device::Cpu).unwrap())];
+    let infos = parameter_infos(other.iter().map(|(name, tensor)| (name, tensor))).unwrap();
+    let other = Full::default().plan(&infos, WorldSize::new(2).unwrap()).unwrap();
+    let loaded = ShardedVars::load(&mesh, &other, &checkpoint);
+    assert!(matches!(loaded, Err(Error::Incomplete { name, missing: 0 }) if name == "other"));
 }
 
 #[test]
