@@ -32,6 +32,11 @@ pub(crate) enum Error {
     Rules { path: PathBuf, source: serde_json::Error },
     #[error("{path} does not hold the state of a sampler")]
     State { path: PathBuf, source: serde_json::Error },
+    #[error("{path} does not hold the settings of a run")]
+    Settings { path: PathBuf, source: serde_json::Error },
+    /// Somebody asked the program to end.
+    #[error("stopped after {done} of {steps} steps; to go on: candle-distributed train --out {} --resume", path.display())]
+    Stopped { done: u64, steps: u64, path: PathBuf },
     #[error("cannot write {path}")]
     Write { path: PathBuf, source: io::Error },
     #[error("cannot write the result")]
@@ -43,10 +48,12 @@ pub(crate) enum Error {
 }
 
 impl Error {
-    /// 2 if other arguments or another input would help, 1 if the machine or the program is at fault.
+    /// 2 if other arguments or another input would help, 1 if the machine or the program is at fault, 130 as shells have it
+    /// for what was interrupted.
     pub(crate) fn exit_code(&self) -> u8 {
         match self {
             Self::Mesh(mesh::Error::MeshSize { .. } | mesh::Error::Device { .. }) => 2,
+            Self::Stopped { .. } => 130,
             Self::Mesh(_) | Self::Write { .. } | Self::Output(_) | Self::Chart(_) | Self::Train(_) => 1,
             _ => 2,
         }

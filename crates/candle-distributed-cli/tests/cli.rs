@@ -738,8 +738,8 @@ fn train(out: &Path, args: &[&str]) -> Vec<f64> {
 #[test]
 fn train_learns_reproducibly_and_equally_on_any_number_of_devices() {
     let dir = tempfile::tempdir().unwrap();
-    // Paragraphs of one length, so that batches of four fit any of the worlds compared.
-    let (_data, data) = file("text.txt", "to be or not to be, that is the question.\n\n".repeat(64));
+    // The last batch of an epoch has one row, whatever the number of devices.
+    let (_data, data) = file("text.txt", "to be or not to be, that is the question.\n\n".repeat(100));
     let losses = |name: &str, world_size| train(&dir.path().join(name), &["--data", &data, "--world-size", world_size]);
     let two = losses("two", "2");
     assert_eq!(two.len(), 3);
@@ -753,6 +753,75 @@ fn train_learns_reproducibly_and_equally_on_any_number_of_devices() {
     let checkpoint = fs::read(dir.path().join("two/model.safetensors")).unwrap();
     let tensors = safetensors::SafeTensors::deserialize(&checkpoint).unwrap();
     assert_eq!(tensors.tensor("tokens.weight").unwrap().shape()[0], 256);
+}
+
+#[test]
+fn train_goes_on_as_if_it_had_not_been_stopped() {
+    let dir = tempfile::tempdir().unwrap();
+    let (_data, data) = file("text.txt", "to be or not to be, that is the question.\n\n".repeat(100));
+    let path = |name: &str| dir.path().join(name);
+    let run = |name: &str, more: &[&str]| {
+        let out = path(name);
+        let args = ["train", "--checkpoint-every", "2", "--resume", "--out", out.to_str().unwrap()];
+        text(&[&args, more].concat())
+    };
+    let bytes = |name: &str, file: &str| fs::read(path(name).join(file)).unwrap();
+    let losses = |name: &str| -> Vec<Value> {
+        let metrics = String::from_utf8(bytes(name, "metrics.jsonl")).unwrap();
+        metrics.lines().map(|line| serde_json::from_str::<Value>(line).unwrap()["loss"].clone()).collect()
+    };
+    run("whole", &["--data", &data, "--steps", "7"]);
+    let model = bytes("whole", "model.safetensors");
+    assert_eq!(losses("whole").len(), 7);
+
+    // As if it had been killed in its last step: then only two checkpoints and the metrics are there.
+    fs::create_dir(path("half")).unwrap();
+    for file in ["run.json", "metrics.jsonl"] {
+        fs::copy(path("whole").join(file), path("half").join(file)).unwrap();
+    }
+    let checkpoints = |name: &str| path(name).join("checkpoints");
+    assert_eq!(fs::read_dir(checkpoints("whole")).unwrap().count(), 2);
+    fs::rename(checkpoints("whole"), checkpoints("half")).unwrap();
+    fs::rename(checkpoints("half").join("step-0000000006"), checkpoints("half").join("step-0000000006.partial"))
+        .unwrap();
+    refuses(&["train", "--resume", "--out", path("half").to_str().unwrap(), "--steps", "9"], &["--steps 7"]);
+    let said = run("half", &[]);
+    assert!(said.contains("at step 5"), "{said}");
+    assert_eq!((losses("half"), bytes("half", "model.safetensors")), (losses("whole"), model));
+    assert!(run("half", &[]).contains("is complete"));
+
+    // On more devices it goes on with the same batches.
+    run("wide", &["--data", &data, "--steps", "7", "--world-size", "3"]);
+    fs::remove_file(path("wide").join("model.safetensors")).unwrap();
+    run("wide", &["--world-size", "5"]);
+    let close = |(left, right): (&Value, &Value)| (left.as_f64().unwrap() - right.as_f64().unwrap()).abs() < 1e-4;
+    assert!(losses("wide").iter().zip(&losses("whole")).all(close), "{:?}", losses("wide"));
+
+    // Another text is another run.
+    let (_other, other) = file("text.txt", "something else\n\n".repeat(98));
+    fs::remove_file(path("wide").join("model.safetensors")).unwrap();
+    let out = path("wide");
+    refuses(&["train", "--resume", "--out", out.to_str().unwrap(), "--data", &other], &["the text"]);
+}
+
+#[test]
+#[cfg(unix)]
+fn train_that_is_interrupted_saves_itself_and_says_how_to_go_on() {
+    let dir = tempfile::tempdir().unwrap();
+    let out = dir.path().join("run");
+    let mut child = command(&["train", "--steps", "100000", "--out", out.to_str().unwrap()]);
+    let child = child.stdout(Stdio::null()).stderr(Stdio::piped()).spawn().unwrap();
+    // After the first step its handler is surely there.
+    while fs::metadata(out.join("metrics.jsonl")).map_or(0, |file| file.len()) == 0 {
+        std::thread::yield_now();
+    }
+    Command::new("kill").args(["-INT", &child.id().to_string()]).status().unwrap();
+    let ended = child.wait_with_output().unwrap();
+    assert_eq!(ended.status.code(), Some(130));
+    let said = String::from_utf8(ended.stderr).unwrap();
+    assert!(said.contains("--resume"), "{said}");
+    let checkpoints: Vec<_> = fs::read_dir(out.join("checkpoints")).unwrap().collect();
+    assert_eq!(checkpoints.len(), 1);
 }
 
 #[test]
@@ -782,8 +851,9 @@ fn train_refuses_bad_input_and_never_overwrites_a_run() {
     refuses(&["train", "--world-size", "1025"], &["1025", "1024"]);
     refuses(&["train", "--data", "/no/such/folder"], &["/no/such/folder"]);
     refuses(&["train", "--device", "cuda", "--world-size", "1"], &["device 0"]);
-    let (dir, data) = file("text.txt", "one\n\ntwo");
-    refuses(&["train", "--data", &data, "--world-size", "3"], &["2 sequences", "3 devices"]);
+    refuses(&["train", "--checkpoint-every", "0"], &["0 steps"]);
+    refuses(&["train", "--resume"], &["--out"]);
+    let dir = tempfile::tempdir().unwrap();
     for kept in ["metrics.jsonl", "model.safetensors"] {
         let path = dir.path().join(kept);
         fs::write(&path, "kept").unwrap();

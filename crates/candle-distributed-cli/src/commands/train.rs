@@ -1,13 +1,16 @@
 //! `train`: everything together, on real text.
 
-use std::path::PathBuf;
+use std::{
+    path::{Path, PathBuf},
+    sync::atomic::Ordering,
+};
 
 #[cfg(feature = "mpi")]
 use candle_core::Device;
 #[cfg(feature = "mpi")]
 use candle_distributed::types::Launched;
 use candle_distributed::{
-    mesh::{self, DeviceMesh},
+    mesh::{self, Checkpoint, Checkpoints, DeviceMesh},
     plan::{CostModel, Full, PlanReport, ShardingStrategy},
     types::{Placement, Rank, Seed, WorldSize},
 };
@@ -18,7 +21,13 @@ use crate::{
     error::{Error, Result},
     output, threads,
     train::{
-        corpus::Corpus, data::Schedule, journal::Journal, model::Transformer, parameters, run_dir::RunDir, trainer,
+        corpus::Corpus,
+        data::{self, Schedule},
+        journal::Journal,
+        model::Transformer,
+        parameters,
+        run_dir::{self, RunDir, Settings},
+        trainer::{self, Job, STOP},
     },
 };
 
@@ -39,15 +48,21 @@ pub(crate) struct Args {
     /// Kind of device
     #[arg(long, value_enum, default_value_t)]
     device: DeviceArg,
-    /// Number of optimizer steps
-    #[arg(long, default_value_t = 400)]
-    steps: u64,
-    /// Seed of the parameters and the shuffles
-    #[arg(long, default_value_t = 0)]
-    seed: u64,
-    /// Folder for metrics.jsonl and model.safetensors; must not hold a run yet [default: the next free runs/NUMBER]
+    /// Number of optimizer steps [default: 400, or those of the run that is resumed]
+    #[arg(long)]
+    steps: Option<u64>,
+    /// Seed of the parameters and the shuffles [default: 0, or that of the run that is resumed]
+    #[arg(long)]
+    seed: Option<u64>,
+    /// Folder for metrics, checkpoints and the model; must not hold a run yet [default: the next free runs/NUMBER]
     #[arg(long, value_name = "DIR")]
     out: Option<PathBuf>,
+    /// Go on with the run in --out after its last checkpoint, on any number of devices; begin it if there is none
+    #[arg(long, requires = "out")]
+    resume: bool,
+    /// After how many steps a checkpoint is written, again and again; the newest two are kept
+    #[arg(long, value_name = "STEPS", default_value_t = 50)]
+    checkpoint_every: u64,
 }
 
 #[derive(Clone, Copy, Debug, Default, ValueEnum)]
@@ -72,16 +87,37 @@ enum DeviceArg {
 const INIT_STREAM: u64 = 0;
 const ORDER_STREAM: u64 = 1;
 
+const DEFAULT_STEPS: u64 = 400;
+
 pub(crate) fn run(args: &Args) -> Result<()> {
-    if args.steps == 0 {
+    let place = args.place()?;
+    if args.checkpoint_every == 0 {
+        return Err(Error::Usage("checkpoints every 0 steps are none, at least 1 is needed".into()));
+    }
+    if let Some(path) = args.resumed().filter(|path| run_dir::is_complete(path)) {
+        return output::text(|out| writeln!(out, "the run in {} is complete", path.display()));
+    }
+    threads::share_cores(place.devices_here);
+    // Whoever cannot be told when to stop is ended at once, as any program.
+    drop(ctrlc::set_handler(|| STOP.store(true, Ordering::Relaxed)));
+    let known = args.resumed().map_or(Ok(None), Settings::read)?;
+    let data = args.data.clone().or_else(|| known.as_ref()?.data.clone());
+    let corpus = data.as_deref().map_or_else(|| Ok(Corpus::embedded()), Corpus::read)?;
+    let begun = Settings {
+        format_version: 1,
+        seed: args.seed.unwrap_or(0),
+        steps: args.steps.unwrap_or(DEFAULT_STEPS),
+        data,
+        text: corpus.fingerprint(),
+        max_tokens: data::max_tokens(place.placement.world_size()),
+    };
+    let settings = known.map_or(Ok(begun.clone()), |known| args.agreed(begun, known))?;
+    if settings.steps == 0 {
         return Err(Error::Usage("0 steps are no training, at least 1 is needed".into()));
     }
-    let place = args.place()?;
-    threads::share_cores(place.devices_here);
-    let corpus = args.data.as_deref().map_or_else(|| Ok(Corpus::embedded()), Corpus::read)?;
     let mesh = args.mesh(place.placement.world_size())?;
-    let outcome = args.train(&mesh, place.placement, &corpus);
-    if outcome.is_err() {
+    let outcome = args.train(&mesh, place.placement, &settings, &corpus);
+    if !matches!(outcome, Ok(()) | Err(Error::Stopped { .. })) {
         // The last mesh of a process takes leave of the others, who may wait for this one; a process that goes without
         // leave ends all of them.
         std::mem::forget(mesh);
@@ -98,18 +134,61 @@ struct Place {
 
 impl Args {
     /// Trains, and reports if this process is the first.
-    fn train(&self, mesh: &DeviceMesh, placement: Placement, corpus: &Corpus) -> Result<()> {
-        let seed = Seed::new(self.seed);
-        let schedule = Schedule::new(corpus, placement.world_size(), seed.derive(ORDER_STREAM))?;
+    fn train(&self, mesh: &DeviceMesh, placement: Placement, settings: &Settings, corpus: &Corpus) -> Result<()> {
+        let (seed, steps) = (Seed::new(settings.seed), settings.steps);
+        let schedule = Schedule::new(corpus, seed.derive(ORDER_STREAM), settings.max_tokens)?;
         let build = |vb: VarBuilder<'_>| Transformer::new(trainer::MODEL, &vb);
         let vars = parameters::initialized(seed.derive(INIT_STREAM), &mesh.devices()[0], build)?;
-        let mut journal = None;
-        if placement.rank() == Rank::ZERO {
-            journal = Some(Journal::new(self.steps, RunDir::create(self.out.as_deref())?));
+        let checkpoint = match self.resumed() {
+            Some(path) => Checkpoints::new(run_dir::checkpoints(path)).latest()?,
+            None => None,
+        };
+        let first = checkpoint.as_ref().map_or(0, Checkpoint::step);
+        let (number, run_dir) = if placement.rank() == Rank::ZERO {
+            let run_dir = self.run_dir(settings, first)?;
             print_plan(&vars, placement.world_size())?;
-            output::text(|out| writeln!(out, "each epoch: {}", schedule.first_epoch()))?;
+            let first_epoch = schedule.first_epoch()?;
+            output::text(|out| writeln!(out, "each epoch: {first_epoch}"))?;
+            run_dir
+        } else {
+            (0, None)
+        };
+        let path = match &self.out {
+            Some(out) => out.clone(),
+            None => run_dir::numbered(trainer::largest(mesh, number)?),
+        };
+        let journal = run_dir.map(|run_dir| Journal::new(first, steps, run_dir));
+        let (schedule, checkpoint_every) = (&schedule, self.checkpoint_every);
+        Job { mesh, corpus, schedule, steps, checkpoint_every, path: &path, checkpoint }.run(&vars, journal)
+    }
+
+    /// The folder of the run, and its number if it has one.
+    fn run_dir(&self, settings: &Settings, first: u64) -> Result<(u32, Option<RunDir>)> {
+        Ok(match &self.out {
+            None => RunDir::create_numbered(settings).map(|(number, run_dir)| (number, Some(run_dir)))?,
+            Some(out) if self.resume => (0, Some(RunDir::resume(out, settings, first)?)),
+            Some(out) => (0, Some(RunDir::create(out, settings)?)),
+        })
+    }
+
+    /// The folder of the run that is to be gone on with.
+    fn resumed(&self) -> Option<&Path> {
+        self.out.as_deref().filter(|_| self.resume)
+    }
+
+    /// What a run is that is gone on with: as it was begun, which the arguments must not contradict.
+    fn agreed(&self, asked: Settings, known: Settings) -> Result<Settings> {
+        let contradicts = [
+            ("steps", self.steps.is_some_and(|steps| steps != known.steps), known.steps),
+            ("seed", self.seed.is_some_and(|seed| seed != known.seed), known.seed),
+        ];
+        if let Some((name, _, known)) = contradicts.into_iter().find(|(_, contradicts, _)| *contradicts) {
+            return Err(Error::Usage(format!("the run was begun with --{name} {known}, and goes on with that alone")));
         }
-        trainer::train(mesh, &vars, corpus, schedule, self.steps, journal)
+        if asked.text != known.text {
+            return Err(Error::Usage("the text is not the one that the run was begun with".into()));
+        }
+        Ok(Settings { data: asked.data, ..known })
     }
 
     fn place(&self) -> Result<Place> {

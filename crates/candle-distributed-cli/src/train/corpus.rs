@@ -5,6 +5,8 @@ use std::{
     path::{Path, PathBuf},
 };
 
+use candle_distributed::types::Seed;
+
 use crate::error::{Error, Result};
 
 /// The longest sequence, in bytes.
@@ -88,6 +90,13 @@ impl Corpus {
         self.sequences.iter().map(|sequence| sequence.len() as u64).collect()
     }
 
+    /// A number that another text hardly has, in hexadecimal digits.
+    pub(crate) fn fingerprint(&self) -> String {
+        let word = |bytes: &[u8]| bytes.iter().fold(bytes.len() as u64, |word, &byte| word << 8 | u64::from(byte));
+        let words = self.sequences.iter().flat_map(|sequence| sequence.chunks(7).chain([&[][..]]).map(word));
+        format!("{:016x}", words.fold(Seed::new(0), Seed::derive).as_u64())
+    }
+
     /// The bytes of sequence `index`, none if there is no such sequence.
     pub(crate) fn sequence(&self, index: u64) -> &[u8] {
         usize::try_from(index).ok().and_then(|index| self.sequences.get(index)).map_or(&[], Vec::as_slice)
@@ -138,6 +147,9 @@ mod tests {
         assert_eq!(corpus.lengths(), [2, MAX_SEQUENCE_LENGTH as u64, 5]);
         assert_eq!(corpus.sequence(0), b"ab");
         assert!(corpus.sequence(3).is_empty());
+        let others = ["ab\n\nc", "ab\n\ncd", "abcd", "ab\n\n\ncd"];
+        let fingerprints: std::collections::BTreeSet<_> = others.map(|text| Corpus::new([text]).fingerprint()).into();
+        assert_eq!(fingerprints.len(), others.len());
     }
 
     #[test]

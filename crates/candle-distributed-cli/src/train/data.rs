@@ -2,17 +2,20 @@
 
 use candle_core::{Device, Tensor};
 use candle_distributed::{
-    batch::{Batch, BatchConfig, Buckets, DynamicBatchSampler, DynamicBatchStrategy, PaddingReport},
+    batch::{
+        Batch, BatchConfig, BatchState, Buckets, DistributedBatchSampler, DistributedConfig, DynamicBatchSampler,
+        DynamicBatchStrategy, PaddingReport, Steps,
+    },
     sampler::{DistributedSampler, SamplerConfig},
     types::{Epoch, Placement, Seed, WorldSize},
 };
 
 use crate::{
-    error::{Error, Result},
+    error::Result,
     train::corpus::{Corpus, MAX_SEQUENCE_LENGTH},
 };
 
-/// The most padded tokens in a batch, over all devices; with very many devices, one longest sequence for each.
+/// The most padded tokens in a batch, over all devices.
 const MAX_TOKENS: u64 = 4096;
 
 /// How many lengths share a batch.
@@ -22,72 +25,86 @@ const BUCKET_WIDTH: u64 = 16;
 const SEQUENCE_STREAM: u64 = 0;
 const BATCH_STREAM: u64 = 1;
 
+/// The most padded tokens in a batch of a run that begins on so many devices: with very many, a longest sequence for each.
+pub(crate) fn max_tokens(world_size: WorldSize) -> u64 {
+    MAX_TOKENS.max(world_size.as_u64() * MAX_SEQUENCE_LENGTH as u64)
+}
+
 /// The batches of a run, epoch by epoch.
+///
+/// Every process plans the batches of all devices, and leaves it to the mesh to split them: so they do not depend on the
+/// number of devices, which may change when a run is gone on with.
 #[derive(Debug)]
 pub(crate) struct Schedule {
     order: DistributedSampler,
-    batches: DynamicBatchSampler<Vec<u64>>,
-    seed: Seed,
-    /// What the first epoch is made of.
-    first_epoch: PaddingReport,
+    batches: DistributedBatchSampler<Vec<u64>>,
+}
+
+/// One batch of all devices.
+#[derive(Debug)]
+pub(crate) struct Scheduled {
+    pub(crate) epoch: u64,
+    pub(crate) batch: Batch,
+    /// Where to go on after it.
+    pub(crate) state: BatchState,
 }
 
 impl Schedule {
-    /// Batches of similar length that split evenly over `world_size` devices.
-    ///
-    /// One process drives all devices, so it reads the order of the whole data set and leaves the split to the mesh.
-    pub(crate) fn new(corpus: &Corpus, world_size: WorldSize, seed: Seed) -> Result<Self> {
+    /// Batches of similar length, in random order, so that short ones do not all come at the end of an epoch.
+    pub(crate) fn new(corpus: &Corpus, seed: Seed, max_tokens: u64) -> Result<Self> {
         let lengths = corpus.lengths();
-        let order = shuffled(lengths.len() as u64, seed.derive(SEQUENCE_STREAM))?;
+        let config = SamplerConfig::default().with_seed(seed.derive(SEQUENCE_STREAM));
+        let order = DistributedSampler::new(lengths.len() as u64, Placement::SINGLE, config)?;
         let config = BatchConfig::default()
             .with_strategy(DynamicBatchStrategy::Bucket(Buckets::Width(BUCKET_WIDTH)))
-            .with_max_tokens(MAX_TOKENS.max(world_size.as_u64() * MAX_SEQUENCE_LENGTH as u64))
-            .with_batch_size_multiple(world_size.as_u64());
+            .with_max_tokens(max_tokens);
+        let shuffled = DistributedConfig::default().with_shuffle(seed.derive(BATCH_STREAM));
         let batches = DynamicBatchSampler::new(lengths, config)?;
-        let mut schedule = Self { order, batches, seed, first_epoch: PaddingReport::default() };
-        // Too little text is found out here, before anything is written.
-        schedule.first_epoch = schedule.bucketed(0)?.1;
-        Ok(schedule)
+        Ok(Self { order, batches: DistributedBatchSampler::new(batches, Placement::SINGLE, shuffled)? })
     }
 
-    /// How the first epoch is batched, with the sequences it leaves out because no batch is full without them.
-    pub(crate) fn first_epoch(&self) -> &PaddingReport {
-        &self.first_epoch
+    /// How the first epoch is batched.
+    pub(crate) fn first_epoch(&self) -> Result<PaddingReport> {
+        Ok(self.epoch(Epoch::ZERO)?.report())
     }
 
-    /// Batch after batch, each with its epoch, without end but for an error.
-    pub(crate) fn batches(mut self) -> impl Iterator<Item = Result<(u64, Batch)>> {
-        (0..).flat_map(move |epoch| match self.epoch(epoch) {
-            Ok(batches) => batches.into_iter().map(|batch| Ok((epoch, batch))).collect(),
+    /// Batch after batch, from where `state` was or from the first, without end but for an error.
+    ///
+    /// # Errors
+    ///
+    /// If the state is not one of these batches: the text has changed.
+    pub(crate) fn batches(&self, state: Option<&BatchState>) -> Result<impl Iterator<Item = Result<Scheduled>>> {
+        let first = match state {
+            None => self.epoch(Epoch::ZERO)?,
+            Some(state) => self.batches.resume(state, &self.order_in(state.epoch))?,
+        };
+        let next = first.state().epoch.as_u64() + 1..;
+        let later = next.flat_map(|epoch| match self.epoch(Epoch::new(epoch)) {
+            Ok(steps) => scheduled(steps),
             Err(error) => vec![Err(error)],
-        })
+        });
+        Ok(scheduled(first).into_iter().chain(later))
     }
 
-    /// The batches of one epoch in random order, so that short ones do not all come at its end.
-    fn epoch(&mut self, epoch: u64) -> Result<Vec<Batch>> {
-        let (batches, _) = self.bucketed(epoch)?;
-        let order = shuffled(batches.len() as u64, self.seed.derive(BATCH_STREAM).derive(epoch))?;
-        let mut placed: Vec<(u64, Batch)> = order.iter().zip(batches).collect();
-        placed.sort_unstable_by_key(|(place, _)| *place);
-        Ok(placed.into_iter().map(|(_, batch)| batch).collect())
+    fn epoch(&self, epoch: Epoch) -> Result<Steps<'_, Vec<u64>>> {
+        Ok(self.batches.epoch(epoch, &self.order_in(epoch))?)
     }
 
-    /// The batches of one epoch as the batcher makes them; at least one.
-    fn bucketed(&mut self, epoch: u64) -> Result<(Vec<Batch>, PaddingReport)> {
-        self.order.set_epoch(Epoch::new(epoch));
-        let mut made = self.batches.iter_in(&self.order);
-        let batches = made.by_ref().collect::<Result<Vec<_>, _>>()?;
-        if batches.is_empty() {
-            let (len, world_size) = (self.order.data_set_len(), self.batches.config().batch_size_multiple);
-            return Err(Error::Usage(format!("{len} sequences of text are too few for {world_size} devices")));
-        }
-        Ok((batches, *made.report()))
+    fn order_in(&self, epoch: Epoch) -> DistributedSampler {
+        let mut order = self.order.clone();
+        order.set_epoch(epoch);
+        order
     }
 }
 
-/// Another order of `len` things each epoch.
-fn shuffled(len: u64, seed: Seed) -> Result<DistributedSampler> {
-    Ok(DistributedSampler::new(len, Placement::SINGLE, SamplerConfig::default().with_seed(seed))?)
+/// What is left of an epoch.
+fn scheduled(mut steps: Steps<'_, Vec<u64>>) -> Vec<Result<Scheduled>> {
+    let mut scheduled = Vec::with_capacity(steps.len());
+    while let Some(step) = steps.next() {
+        let state = steps.state();
+        scheduled.push(Ok(Scheduled { epoch: state.epoch.as_u64(), batch: step.batch, state }));
+    }
+    scheduled
 }
 
 /// The token ids of a batch and the weights of their predictions.
@@ -130,14 +147,18 @@ mod tests {
     }
 
     #[test]
-    fn every_batch_splits_over_the_devices_and_too_little_text_is_refused() {
+    fn a_schedule_goes_on_where_it_was() {
         let text = (10..60).map(|length| "x".repeat(length)).collect::<Vec<_>>().join("\n\n");
-        let corpus = Corpus::new([text.as_str()]);
-        let world_size = WorldSize::new(3).unwrap();
-        let mut schedule = Schedule::new(&corpus, world_size, Seed::new(0)).unwrap();
-        assert!(schedule.epoch(0).unwrap().iter().all(|batch| batch.len() % 3 == 0));
-
-        let too_little = Schedule::new(&Corpus::new(["one", "two"]), world_size, Seed::new(0));
-        assert!(matches!(too_little, Err(Error::Usage(_))));
+        let schedule = Schedule::new(&Corpus::new([text.as_str()]), Seed::new(0), 128).unwrap();
+        let all: Vec<Scheduled> = schedule.batches(None).unwrap().take(60).map(Result::unwrap).collect();
+        assert!(all[59].epoch > 0);
+        for at in [0, 7, 58] {
+            let rest = schedule.batches(Some(&all[at].state)).unwrap();
+            for (next, expected) in rest.map(Result::unwrap).zip(&all[at + 1..]) {
+                assert_eq!((next.epoch, next.batch), (expected.epoch, expected.batch.clone()));
+            }
+        }
+        let other = Schedule::new(&Corpus::new(["abc\n\nde"]), Seed::new(0), 128).unwrap();
+        assert!(other.batches(Some(&all[3].state)).is_err());
     }
 }

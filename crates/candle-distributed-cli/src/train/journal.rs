@@ -18,7 +18,7 @@ pub(crate) struct StepMetrics {
     sequences: u64,
     real_tokens: u64,
     padded_tokens: u64,
-    /// Seconds from the begin of the first step to the end of this one.
+    /// Seconds from the begin of the session's first step to the end of this one.
     seconds: f64,
 }
 
@@ -39,26 +39,29 @@ pub(crate) struct Journal {
     bar: ProgressBar,
     steps: u64,
     padding: PaddingReport,
-    first_loss: Option<f32>,
+    /// The first step of this session, and its loss.
+    first: Option<(u64, f32)>,
     /// The loss since the last line printed.
     recent: MeanLoss,
     seconds: f64,
 }
 
 impl Journal {
-    /// A journal of `steps` steps in `run_dir`; it draws a progress bar if stderr is a terminal.
-    pub(crate) fn new(steps: u64, run_dir: RunDir) -> Self {
+    /// A journal of the steps from `first` up to `steps` in `run_dir`; it draws a progress bar if stderr is a terminal.
+    pub(crate) fn new(first: u64, steps: u64, run_dir: RunDir) -> Self {
         let style = ProgressStyle::with_template("{bar:30} step {pos}/{len}, {msg}, {eta} left");
-        let bar = ProgressBar::new(steps).with_style(style.unwrap_or_else(|_| ProgressStyle::default_bar()));
+        let bar = ProgressBar::new(steps)
+            .with_position(first)
+            .with_style(style.unwrap_or_else(|_| ProgressStyle::default_bar()));
         let (padding, recent) = (PaddingReport::default(), MeanLoss::default());
-        Self { run_dir, bar, steps, padding, first_loss: None, recent, seconds: 0.0 }
+        Self { run_dir, bar, steps, padding, first: None, recent, seconds: 0.0 }
     }
 
     /// Records one more step, made of `batch`.
     pub(crate) fn log(&mut self, step: &StepMetrics, batch: &Batch) -> Result<()> {
         self.run_dir.append(step)?;
         self.padding.add(batch);
-        self.first_loss.get_or_insert(step.loss);
+        self.first.get_or_insert((step.step, step.loss));
         if self.is_line(step.step) {
             self.recent = MeanLoss::default();
         }
@@ -83,11 +86,18 @@ impl Journal {
     pub(crate) fn finish(&self, vars: &VarMap) -> Result<()> {
         self.run_dir.save(vars)?;
         self.bar.finish_and_clear();
-        let (first, last) = (self.first_loss.unwrap_or(f32::NAN), self.recent.mean());
+        let last = self.recent.mean();
         output::text(|out| {
-            writeln!(out, "loss {first:.3} at the first step, {last:.3} over the last ones, in {:.1} s", self.seconds)?;
+            if let Some((step, loss)) = self.first {
+                let number = step + 1;
+                writeln!(
+                    out,
+                    "loss {loss:.3} at step {number}, {last:.3} over the last ones, in {:.1} s",
+                    self.seconds
+                )?;
+            }
             writeln!(out, "{}", self.padding)?;
-            writeln!(out, "metrics and checkpoint are in {}", self.run_dir.path().display())
+            writeln!(out, "metrics and model are in {}", self.run_dir.path().display())
         })
     }
 
