@@ -9,6 +9,7 @@ mod docs;
 mod fuzz;
 mod sanitize;
 mod snapshots;
+mod soak;
 mod test;
 mod tidy;
 mod tools;
@@ -28,6 +29,7 @@ enum Command {
     Fuzz(fuzz::Args),
     Sanitize(sanitize::Args),
     Snapshots(snapshots::Args),
+    Soak(soak::Args),
     Docs(docs::Args),
     /// Checks the house rules: module docs, dependency direction, manifests, changelog, links.
     Tidy,
@@ -51,6 +53,7 @@ fn run(command: &Command) -> cmd::Result {
         Command::Fuzz(args) => fuzz::run(args),
         Command::Sanitize(args) => sanitize::run(args),
         Command::Snapshots(args) => snapshots::run(args),
+        Command::Soak(args) => soak::run(args),
         Command::Docs(args) => docs::run(args),
         Command::Tidy => tidy::run(),
     }

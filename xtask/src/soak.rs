@@ -1,0 +1,220 @@
+//! `cargo xtask soak`: a training run of several processes, of which one is killed again and again, ends as an undisturbed
+//! one does.
+
+use std::{
+    fs::{self, File},
+    hash::{DefaultHasher, Hash, Hasher},
+    path::PathBuf,
+    process::{Child, Command, Stdio},
+    thread,
+    time::{Duration, Instant},
+};
+
+use serde_json::Value;
+
+use crate::{
+    cmd::{Cargo, Result},
+    workspace::Workspace,
+};
+
+/// Kills ranks of a training run at random moments, resumes it each time, and compares its end with that of a run that
+/// nobody disturbed: the same losses and the same model, to the bit.
+#[derive(clap::Args)]
+pub(crate) struct Args {
+    /// How many processes train.
+    #[arg(long, default_value_t = 4)]
+    ranks: usize,
+    /// How often one of them is killed.
+    #[arg(long, default_value_t = 20)]
+    kills: usize,
+    /// How many steps the run has.
+    #[arg(long, default_value_t = 100)]
+    steps: usize,
+    /// Chooses the moments and the ranks.
+    #[arg(long, default_value_t = 0)]
+    seed: u64,
+    /// Builds with this profile.
+    #[arg(long, default_value = "release")]
+    profile: String,
+}
+
+/// How long all processes may live on when one of them has been killed.
+const LIMIT: Duration = Duration::from_secs(60);
+/// How long a run may take to make its next step.
+const PATIENCE: Duration = Duration::from_secs(240);
+/// Often, so that many kills fall into the writing of a checkpoint.
+const CHECKPOINT_EVERY: &str = "2";
+
+pub(crate) fn run(args: &Args) -> Result {
+    let soak = Soak::new(args)?;
+    println!("== {} steps on {} ranks, undisturbed", args.steps, args.ranks);
+    soak.finish("undisturbed")?;
+    let mut slowest = Duration::ZERO;
+    for kill in 0..args.kills {
+        let report = soak.disturb("disturbed", kill)?;
+        println!("== kill {} of {}: {report}", kill + 1, args.kills);
+        slowest = slowest.max(report.ended_after);
+    }
+    soak.finish("disturbed")?;
+    if soak.losses("disturbed")? != soak.losses("undisturbed")? {
+        return Err("the losses are not those of the undisturbed run".into());
+    }
+    if soak.model("disturbed")? != soak.model("undisturbed")? {
+        return Err("the model is not that of the undisturbed run".into());
+    }
+    println!(
+        "== {} kills on {} ranks: all processes ended within {:.1} s, losses and model are those of the undisturbed run",
+        args.kills,
+        args.ranks,
+        slowest.as_secs_f64()
+    );
+    Ok(())
+}
+
+/// What is run, and where.
+struct Soak<'a> {
+    args: &'a Args,
+    program: PathBuf,
+    home: PathBuf,
+}
+
+/// What became of one kill.
+struct Report {
+    rank: usize,
+    step: usize,
+    ended_after: Duration,
+}
+
+impl std::fmt::Display for Report {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        let Self { rank, step, ended_after } = self;
+        write!(f, "process {rank} after step {step}, all ended after {:.1} s", ended_after.as_secs_f64())
+    }
+}
+
+impl<'a> Soak<'a> {
+    fn new(args: &'a Args) -> Result<Self> {
+        let build = Cargo::new("build --package candle-distributed-cli --features mpi --profile").arg(&args.profile);
+        build.run()?;
+        let target = Workspace::read()?.target_dir;
+        let folder = if args.profile == "dev" { "debug" } else { &args.profile };
+        let (program, home) = (target.join(folder).join("candle-distributed"), target.join("soak"));
+        if home.exists() {
+            fs::remove_dir_all(&home)?;
+        }
+        fs::create_dir_all(&home)?;
+        Ok(Self { args, program, home })
+    }
+
+    /// Starts the run, or goes on with it.
+    fn start(&self, name: &str) -> Result<Child> {
+        let mut command = Command::new("mpirun");
+        command.args(["--allow-run-as-root", "--oversubscribe", "--bind-to", "none", "-n"]);
+        command.arg(self.args.ranks.to_string()).arg(&self.program);
+        command.args(["train", "--engine", "mpi", "--resume", "--checkpoint-every", CHECKPOINT_EVERY, "--steps"]);
+        command.arg(self.args.steps.to_string()).arg("--out").arg(self.home.join(name));
+        let log = File::options().create(true).append(true).open(self.home.join("log"))?;
+        Ok(command.stdin(Stdio::null()).stdout(log.try_clone()?).stderr(log).spawn()?)
+    }
+
+    /// Lets the run come to its end.
+    fn finish(&self, name: &str) -> Result {
+        let mut run = self.start(name)?;
+        let (mut steps, mut since) = (0, Instant::now());
+        while run.try_wait()?.is_none() {
+            let now = self.steps(name);
+            if now != steps {
+                (steps, since) = (now, Instant::now());
+            }
+            if since.elapsed() > PATIENCE {
+                self.end_all(name, &mut run)?;
+                return Err(format!("the run made no step in {PATIENCE:?} after {steps}").into());
+            }
+            thread::sleep(Duration::from_millis(20));
+        }
+        if run.wait()?.success() { Ok(()) } else { Err(self.failed("the run failed")) }
+    }
+
+    /// Goes on with the run until a random moment, and kills one of its processes.
+    fn disturb(&self, name: &str, kill: usize) -> Result<Report> {
+        let random = |what: &str, below: usize| random(self.args.seed, kill, what, below);
+        let (share, rank) = (self.args.steps / (self.args.kills + 1), random("rank", self.args.ranks));
+        let step = kill * share + random("step", share.max(1));
+        let mut run = self.start(name)?;
+        let start = Instant::now();
+        let mut processes = Vec::new();
+        // A moment in the middle of a step, of the writing of a checkpoint, or of the beginning.
+        let pause = Duration::from_micros(random("pause", 100_000) as u64);
+        while self.steps(name) < step || processes.len() < self.args.ranks {
+            processes = self.processes(name)?;
+            if run.try_wait()?.is_some() {
+                return Err(self.failed("the run ended before anybody disturbed it"));
+            }
+            if start.elapsed() > PATIENCE {
+                self.end_all(name, &mut run)?;
+                return Err(format!("step {step} was not reached in {PATIENCE:?}").into());
+            }
+        }
+        thread::sleep(pause);
+        signal("-KILL", processes[rank])?;
+        let killed = Instant::now();
+        while run.try_wait()?.is_none() || !self.processes(name)?.is_empty() {
+            if killed.elapsed() > LIMIT {
+                self.end_all(name, &mut run)?;
+                return Err(format!("not all processes had ended {LIMIT:?} after one was killed").into());
+            }
+            thread::sleep(Duration::from_millis(20));
+        }
+        if run.wait()?.success() {
+            return Err(self.failed("the run came to its end though a process was killed"));
+        }
+        Ok(Report { rank, step: self.steps(name), ended_after: killed.elapsed() })
+    }
+
+    /// How many steps the metrics speak of.
+    fn steps(&self, name: &str) -> usize {
+        let metrics = fs::read_to_string(self.home.join(name).join("metrics.jsonl"));
+        metrics.map_or(0, |metrics| metrics.lines().count())
+    }
+
+    /// The processes that train, without the launcher.
+    fn processes(&self, name: &str) -> Result<Vec<u32>> {
+        let pattern = format!("^{} train .*--out {}$", self.program.display(), self.home.join(name).display());
+        let found = Command::new("pgrep").args(["-f", &pattern]).output()?;
+        Ok(String::from_utf8(found.stdout)?.lines().filter_map(|line| line.parse().ok()).collect())
+    }
+
+    fn end_all(&self, name: &str, run: &mut Child) -> Result {
+        self.processes(name)?.into_iter().try_for_each(|process| signal("-KILL", process))?;
+        run.kill()?;
+        run.wait()?;
+        Ok(())
+    }
+
+    fn failed(&self, what: &str) -> Box<dyn std::error::Error> {
+        format!("{what}; what it said is in {}", self.home.join("log").display()).into()
+    }
+
+    fn losses(&self, name: &str) -> Result<Vec<Value>> {
+        let metrics = fs::read_to_string(self.home.join(name).join("metrics.jsonl"))?;
+        let losses = metrics.lines().map(|line| Ok(serde_json::from_str::<Value>(line)?["loss"].clone()));
+        losses.collect()
+    }
+
+    fn model(&self, name: &str) -> Result<Vec<u8>> {
+        Ok(fs::read(self.home.join(name).join("model.safetensors"))?)
+    }
+}
+
+/// A number below `below` that depends on all of these.
+fn random(seed: u64, kill: usize, what: &str, below: usize) -> usize {
+    let mut hasher = DefaultHasher::new();
+    (seed, kill, what).hash(&mut hasher);
+    usize::try_from(hasher.finish() % below as u64).unwrap_or_default()
+}
+
+fn signal(signal: &str, process: u32) -> Result {
+    // Whoever has ended meanwhile need not be told.
+    Command::new("kill").args([signal, &process.to_string()]).stderr(Stdio::null()).status()?;
+    Ok(())
+}
