@@ -1,6 +1,6 @@
 //! What a command can fail with, and whose fault it is.
 
-use std::{error::Error as _, io, path::PathBuf};
+use std::{borrow::Cow, error::Error as _, io, path::PathBuf};
 
 use candle_distributed::{batch, mesh, plan, sampler, types};
 use plotters::drawing::DrawingAreaErrorKind;
@@ -19,6 +19,9 @@ pub(crate) enum Error {
     Plan(#[from] plan::Error),
     #[error(transparent)]
     Mesh(#[from] mesh::Error),
+    /// An error, and what to do about it as the place knows that met it.
+    #[error("{error}")]
+    Hinted { error: Box<Error>, hint: Cow<'static, str> },
     /// A value that only this command refuses.
     #[error("{0}")]
     Usage(String),
@@ -26,42 +29,79 @@ pub(crate) enum Error {
     Read { path: PathBuf, source: io::Error },
     #[error("{path} does not describe a model")]
     Model { path: PathBuf, source: plan::Error },
-    #[error("{path} does not hold a plan")]
-    StoredPlan { path: PathBuf, source: serde_json::Error },
-    #[error("{path} does not hold rules")]
-    Rules { path: PathBuf, source: serde_json::Error },
-    #[error("{path} does not hold the state of a sampler")]
-    State { path: PathBuf, source: serde_json::Error },
-    #[error("{path} does not hold the settings of a run")]
-    Settings { path: PathBuf, source: serde_json::Error },
+    #[error("{path} does not hold {what}")]
+    Json { path: PathBuf, what: &'static str, source: serde_json::Error },
     /// Somebody asked the program to end.
-    #[error("stopped after {done} of {steps} steps; to go on: candle-distributed train --out {} --resume", path.display())]
-    Stopped { done: u64, steps: u64, path: PathBuf },
+    #[error("stopped after {done} of {steps} steps")]
+    Stopped { done: u64, steps: u64 },
     #[error("cannot write {path}")]
     Write { path: PathBuf, source: io::Error },
-    #[error("cannot write the result")]
+    #[error("cannot write to standard output")]
     Output(#[from] io::Error),
     #[error("cannot draw the chart")]
     Chart(#[from] DrawingAreaErrorKind<io::Error>),
-    #[error("training failed")]
+    #[error("the computation failed")]
     Train(#[from] candle_core::Error),
 }
 
+/// The exit code if other arguments or another input would help.
+pub(crate) const BAD_INPUT: u8 = 2;
+
+/// The exit code if the machine or the program is at fault.
+const FAILURE: u8 = 1;
+
+/// The exit code that shells give to what was interrupted.
+const INTERRUPTED: u8 = 130;
+
 impl Error {
-    /// 2 if other arguments or another input would help, 1 if the machine or the program is at fault, 130 as shells have it
-    /// for what was interrupted.
+    /// The same, with what to do about it.
+    pub(crate) fn hinted(self, hint: impl Into<Cow<'static, str>>) -> Self {
+        Self::Hinted { error: self.into(), hint: hint.into() }
+    }
+
+    /// Whether all processes of a run end with it, after the same step.
+    pub(crate) fn is_of_all(&self) -> bool {
+        match self {
+            Self::Hinted { error, .. } => error.is_of_all(),
+            error => matches!(error, Self::Stopped { .. }),
+        }
+    }
+
     pub(crate) fn exit_code(&self) -> u8 {
         match self {
-            Self::Mesh(mesh::Error::MeshSize { .. } | mesh::Error::Device { .. }) => 2,
-            Self::Stopped { .. } => 130,
-            Self::Mesh(_) | Self::Write { .. } | Self::Output(_) | Self::Chart(_) | Self::Train(_) => 1,
-            _ => 2,
+            Self::Hinted { error, .. } => error.exit_code(),
+            Self::Stopped { .. } => INTERRUPTED,
+            Self::Mesh(error) if is_bad_input(error) => BAD_INPUT,
+            Self::Mesh(_) | Self::Write { .. } | Self::Output(_) | Self::Chart(_) | Self::Train(_) => FAILURE,
+            _ => BAD_INPUT,
         }
     }
 
     /// The message and those of its causes, in one line.
     pub(crate) fn chain(&self) -> String {
+        if let Self::Hinted { error, .. } = self {
+            return error.chain();
+        }
         let causes = std::iter::successors(self.source(), |&cause| cause.source());
         causes.fold(self.to_string(), |chain, cause| format!("{chain}: {cause}"))
+    }
+}
+
+/// Whether a mesh was asked for that cannot be.
+fn is_bad_input(error: &mesh::Error) -> bool {
+    use mesh::Error::{Device, DuplicateAxis, MeshAxes, MeshSize};
+
+    matches!(error, Device { .. } | DuplicateAxis { .. } | MeshAxes { .. } | MeshSize { .. })
+}
+
+/// Adds what to do about an error.
+pub(crate) trait WithHint {
+    /// The same, with `hint` if it is an error.
+    fn with_hint(self, hint: &'static str) -> Self;
+}
+
+impl<T> WithHint for Result<T> {
+    fn with_hint(self, hint: &'static str) -> Self {
+        self.map_err(|error| error.hinted(hint))
     }
 }

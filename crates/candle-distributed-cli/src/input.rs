@@ -7,6 +7,8 @@ use std::{
     str::FromStr,
 };
 
+use serde::de::DeserializeOwned;
+
 use crate::error::{Error, Result};
 
 /// The longest text read; what is longer is no list of anything a person has, or a device without an end.
@@ -30,6 +32,16 @@ pub(crate) fn read_text(source: impl Read, path: &Path) -> Result<String> {
         return Err(Error::Usage(format!("{} is longer than {MAX_BYTES} bytes", path.display())));
     }
     Ok(text)
+}
+
+/// What the JSON file at `path` describes: `what`, if it is not refused.
+pub(crate) fn read_json<T: DeserializeOwned>(path: &Path, what: &'static str) -> Result<T> {
+    serde_json::from_str(&read_file(path)?).map_err(|source| Error::Json { path: path.into(), what, source })
+}
+
+/// The numbers in the file at `path`, separated by white space: at least one. `what` names them if they are wrong.
+pub(crate) fn read_numbers<T: FromStr>(path: &Path, what: &str) -> Result<Vec<T>> {
+    numbers(&read_file(path)?, what, path)
 }
 
 /// The numbers in `text`, separated by white space: at least one. `what` and `path` name them if they are wrong.

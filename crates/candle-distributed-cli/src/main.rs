@@ -3,8 +3,12 @@
 //! Each subcommand is one file under `commands`, which turns arguments into a call of the library and its answer into
 //! text or JSON. Results go to stdout, everything else to stderr. Exit code 2 means that the input was at fault.
 
+mod bytes;
 mod commands;
+mod devices;
 mod error;
+mod help;
+mod hint;
 mod input;
 mod output;
 mod threads;
@@ -14,7 +18,7 @@ use std::process::ExitCode;
 
 use clap::{Parser, Subcommand};
 
-use crate::error::Result;
+use crate::{error::Result, help::examples};
 
 #[global_allocator]
 static ALLOCATOR: mimalloc::MiMalloc = mimalloc::MiMalloc;
@@ -22,6 +26,14 @@ static ALLOCATOR: mimalloc::MiMalloc = mimalloc::MiMalloc;
 /// Distributed training for candle: who reads what, in which batches, on which device.
 #[derive(Debug, Parser)]
 #[command(name = "candle-distributed", version, propagate_version = true)]
+#[command(after_help = examples![
+    "# Which samples does rank 3 of 8 read?"
+    "candle-distributed sample --len 1000000 --world-size 8 --rank 3 --count 5"
+    "# How much of these batches is padding?"
+    "echo 12 80 15 70 9 | candle-distributed batch --lengths - --strategy bucket --max-tokens 160"
+    "# What does each option of a subcommand mean, and what are its examples?"
+    "candle-distributed plan --help"
+])]
 struct Cli {
     #[command(subcommand)]
     command: Command,
@@ -33,13 +45,25 @@ enum Command {
     Batch(commands::batch::Args),
     Plan(commands::plan::Args),
     Train(commands::train::Args),
+    Mesh(commands::mesh::Args),
+    Completions(commands::completions::Args),
+    Man(commands::man::Args),
 }
 
 fn main() -> ExitCode {
-    match run(Cli::parse().command) {
+    let outcome = match Cli::try_parse() {
+        Ok(cli) => run(cli.command),
+        Err(fault) if fault.use_stderr() => {
+            output::message(|_| fault.print());
+            return ExitCode::from(error::BAD_INPUT);
+        }
+        // The help that was asked for is a result.
+        Err(page) => output::printed(page.print()),
+    };
+    match outcome {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {
-            eprintln!("error: {}", error.chain());
+            output::error(&error);
             ExitCode::from(error.exit_code())
         }
     }
@@ -51,5 +75,8 @@ fn run(command: Command) -> Result<()> {
         Command::Batch(args) => commands::batch::run(&args),
         Command::Plan(args) => commands::plan::run(&args),
         Command::Train(args) => commands::train::run(&args),
+        Command::Mesh(args) => commands::mesh::run(&args),
+        Command::Completions(args) => commands::completions::run(&args),
+        Command::Man(args) => commands::man::run(&args),
     }
 }

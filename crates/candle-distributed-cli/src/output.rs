@@ -1,10 +1,15 @@
-//! Where results go: stdout, as text for people or JSON for programs.
+//! Where results and messages go: results to stdout, as text for people or JSON for programs, messages to stderr.
 
-use std::io::{self, BufWriter, Write};
+use std::{
+    fmt, fs,
+    io::{self, BufWriter, Write},
+    path::Path,
+};
 
+use clap::builder::Styles;
 use serde::Serialize;
 
-use crate::error::Result;
+use crate::error::{Error, Result};
 
 /// The form of a result.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, clap::ValueEnum)]
@@ -17,18 +22,14 @@ pub(crate) enum Format {
 }
 
 /// Writes a result as text.
-///
-/// A reader who has seen enough and closed the pipe, as `head` does, is no failure.
 pub(crate) fn text(write: impl FnOnce(&mut dyn Write) -> io::Result<()>) -> Result<()> {
     let mut out = BufWriter::new(io::stdout().lock());
-    match write(&mut out).and_then(|()| out.flush()) {
-        Err(error) if error.kind() == io::ErrorKind::BrokenPipe => {
-            // What is still in the buffer has no reader: writing it again when the buffer is dropped would fail again.
-            drop(out.into_parts());
-            Ok(())
-        }
-        written => Ok(written?),
+    let written = write(&mut out).and_then(|()| out.flush());
+    if written.is_err() {
+        // What is still in the buffer has no reader: writing it again when the buffer is dropped would fail again.
+        drop(out.into_parts());
     }
+    printed(written)
 }
 
 /// Writes a result as one JSON object.
@@ -37,4 +38,48 @@ pub(crate) fn json(value: &impl Serialize) -> Result<()> {
         serde_json::to_writer(&mut *out, value)?;
         writeln!(out)
     })
+}
+
+/// Writes a file beside its place and renames it, so that whoever is interrupted leaves no half of one.
+pub(crate) fn file(path: &Path, text: &str) -> Result<()> {
+    let failed = |source| Error::Write { path: path.into(), source };
+    if path.exists() && !path.is_file() {
+        // A pipe or a device has no place beside it.
+        return fs::write(path, text).map_err(failed);
+    }
+    let mut partial = path.as_os_str().to_owned();
+    partial.push(".partial");
+    fs::write(&partial, text).and_then(|()| fs::rename(&partial, path)).map_err(failed)
+}
+
+/// What it means that stdout was written like this.
+///
+/// A reader who has seen enough and closed the pipe, as `head` does, is no failure.
+pub(crate) fn printed(written: io::Result<()>) -> Result<()> {
+    match written {
+        Err(error) if error.kind() == io::ErrorKind::BrokenPipe => Ok(()),
+        written => Ok(written?),
+    }
+}
+
+/// Tells what went wrong, and what to do about it.
+pub(crate) fn error(error: &Error) {
+    let style = Styles::styled();
+    let label = style.get_error();
+    message(|out| writeln!(out, "{label}error:{label:#} {}", error.chain()));
+    if let Some(advice) = error.hint() {
+        hint(advice);
+    }
+}
+
+/// Tells what to do about something that need not be an error.
+pub(crate) fn hint(advice: impl fmt::Display) {
+    let style = Styles::styled();
+    let label = style.get_valid();
+    message(|out| writeln!(out, "{label}hint:{label:#} {advice}"));
+}
+
+/// Writes to stderr, in colors where they are seen. If it cannot be written, there is nobody left to tell.
+pub(crate) fn message(write: impl FnOnce(&mut dyn Write) -> io::Result<()>) {
+    let _ = write(&mut anstream::stderr());
 }

@@ -2,6 +2,14 @@
 
 use std::{env, thread};
 
+/// What candle is told by.
+pub(crate) const VARIABLES: [&str; 2] = ["RAYON_NUM_THREADS", "CANDLE_NUM_THREADS"];
+
+/// The number of cores that this process may use.
+pub(crate) fn cores() -> usize {
+    thread::available_parallelism().map_or(1, usize::from)
+}
+
 /// Gives each of `devices` virtual devices its share of the cores, where the user has not said otherwise.
 ///
 /// By default candle lets every kernel of every replica spread over all cores, and replicas then wait for each other:
@@ -10,9 +18,8 @@ use std::{env, thread};
 /// Call it from the main thread before any other thread exists and before candle is first used, which reads these
 /// variables.
 pub(crate) fn share_cores(devices: usize) {
-    let cores = thread::available_parallelism().map_or(1, usize::from);
-    let share = (cores / devices).max(1).to_string();
-    for name in ["RAYON_NUM_THREADS", "CANDLE_NUM_THREADS"] {
+    let share = (cores() / devices).max(1).to_string();
+    for name in VARIABLES {
         if env::var_os(name).is_none() {
             #[allow(unsafe_code, reason = "candle has no other way to be told")]
             // SAFETY: there is no other thread that could read the environment meanwhile.

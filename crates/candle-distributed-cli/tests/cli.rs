@@ -2,54 +2,18 @@
 
 #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
 
+mod support;
+
 use std::{
     fs,
     io::{Read, Write},
     path::Path,
-    process::{Command, Output, Stdio},
+    process::Stdio,
 };
 
 use serde_json::{Value, json};
 
-fn command(args: &[&str]) -> Command {
-    let mut command = Command::new(env!("CARGO_BIN_EXE_candle-distributed"));
-    command.args(args).stdin(Stdio::null());
-    command
-}
-
-fn run(args: &[&str]) -> Output {
-    command(args).output().unwrap()
-}
-
-/// The text a successful command prints.
-fn text(args: &[&str]) -> String {
-    let output = run(args);
-    assert!(output.status.success(), "{args:?}: {}", String::from_utf8_lossy(&output.stderr));
-    String::from_utf8(output.stdout).unwrap()
-}
-
-fn json(args: &[&str]) -> Value {
-    serde_json::from_str(&text(&[args, &["--format", "json"]].concat())).unwrap()
-}
-
-/// Checks that a command finds fault with its input, says so on stderr alone, and names all of `words`.
-fn refuses(args: &[&str], words: &[&str]) {
-    let output = run(args);
-    let message = String::from_utf8(output.stderr).unwrap();
-    assert_eq!(output.status.code(), Some(2), "{args:?}: {message}");
-    assert!(output.stdout.is_empty(), "{args:?}");
-    for word in words {
-        assert!(message.contains(word), "{args:?}: no {word:?} in {message}");
-    }
-}
-
-/// A file of this content that lives as long as the folder returned with its path.
-fn file(name: &str, content: impl AsRef<[u8]>) -> (tempfile::TempDir, String) {
-    let dir = tempfile::tempdir().unwrap();
-    let path = dir.path().join(name);
-    fs::write(&path, content).unwrap();
-    (dir, path.to_str().unwrap().into())
-}
+use crate::support::{command, file, json, refuses, text};
 
 #[test]
 fn sample_prints_one_index_a_line() {
@@ -815,7 +779,7 @@ fn train_that_is_interrupted_saves_itself_and_says_how_to_go_on() {
     while fs::metadata(out.join("metrics.jsonl")).map_or(0, |file| file.len()) == 0 {
         std::thread::yield_now();
     }
-    Command::new("kill").args(["-INT", &child.id().to_string()]).status().unwrap();
+    std::process::Command::new("kill").args(["-INT", &child.id().to_string()]).status().unwrap();
     let ended = child.wait_with_output().unwrap();
     assert_eq!(ended.status.code(), Some(130));
     let said = String::from_utf8(ended.stderr).unwrap();

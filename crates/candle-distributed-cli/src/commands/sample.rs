@@ -2,10 +2,7 @@
 
 mod mixture;
 
-use std::{
-    fs,
-    path::{Path, PathBuf},
-};
+use std::path::{Path, PathBuf};
 
 use candle_distributed::{
     sampler::{DistributedSampler, Indices, Order, Partition, Quota, SamplerConfig, SamplerState, Tail},
@@ -15,20 +12,24 @@ use clap::ValueEnum;
 use serde::{Serialize, Serializer};
 
 use crate::{
-    error::{Error, Result},
-    input,
+    error::{Error, Result, WithHint},
+    help::examples,
+    hint, input,
     output::{self, Format},
 };
 
 /// Print the indices that one rank reads in one epoch.
 ///
 /// They are computed as they are printed, so any part of a data set of any length comes at once.
-///
-/// Examples:
-///   candle-distributed sample --len 11 --world-size 4 --rank 0 --preset spdl
-///   candle-distributed sample --len 1000000000000 --world-size 8 --rank 3 --start 70000000000 --count 5
 #[derive(Debug, clap::Args)]
-#[command(verbatim_doc_comment)]
+#[command(after_help = examples![
+    "# What rank 0 of 4 reads of 11 samples, as SPDL and as PyTorch deal them"
+    "candle-distributed sample --len 11 --world-size 4 --rank 0 --preset spdl"
+    "candle-distributed sample --len 11 --world-size 4 --rank 0 --preset torch --mark-padding"
+    "# Five indices from the middle of a trillion, and who reads sample 7"
+    "candle-distributed sample --len 1000000000000 --world-size 8 --rank 3 --start 70000000000 --count 5"
+    "candle-distributed sample --len 1000000000000 --world-size 8 --locate 7"
+])]
 pub(crate) struct Args {
     /// Number of samples in the data set; with --weights, of draws in an epoch
     #[arg(long, required_unless_present_any = ["classes", "mix"])]
@@ -201,11 +202,11 @@ impl Args {
     fn fresh_sampler(&self, placement: Placement) -> Result<DistributedSampler> {
         let len = self.len.unwrap_or(0);
         if let Some(path) = &self.classes {
-            let labels: Vec<u32> = input::numbers(&input::read_file(path)?, "class", path)?;
+            let labels: Vec<u32> = input::read_numbers(path, "class").with_hint(hint::NUMBERS)?;
             return Ok(DistributedSampler::stratified(&labels, self.quota(), placement, self.config())?);
         }
         if let Some(path) = &self.weights {
-            let weights: Vec<f64> = input::numbers(&input::read_file(path)?, "weight", path)?;
+            let weights: Vec<f64> = input::read_numbers(path, "weight").with_hint(hint::NUMBERS)?;
             return Ok(DistributedSampler::weighted(&weights, len, placement, self.config())?);
         }
         Ok(DistributedSampler::new(len, placement, self.config())?)
@@ -226,12 +227,12 @@ impl Args {
 }
 
 fn read_state(path: &Path) -> Result<SamplerState> {
-    serde_json::from_str(&input::read_file(path)?).map_err(|source| Error::State { path: path.into(), source })
+    input::read_json(path, "the state of a sampler").with_hint(hint::STATE)
 }
 
 fn write_state(path: &Path, state: &SamplerState) -> Result<()> {
     let text = serde_json::to_string(state).map_err(std::io::Error::from)?;
-    fs::write(path, text).map_err(|source| Error::Write { path: path.into(), source })
+    output::file(path, &text)
 }
 
 /// The JSON result. The indices are computed as they are written and never held.

@@ -5,21 +5,18 @@ use std::{
     sync::atomic::Ordering,
 };
 
-#[cfg(feature = "mpi")]
-use candle_core::Device;
-#[cfg(feature = "mpi")]
-use candle_distributed::types::Launched;
 use candle_distributed::{
     mesh::{self, Checkpoint, Checkpoints, DeviceMesh},
     plan::{CostModel, Full, PlanReport, ShardingStrategy},
     types::{Placement, Rank, Seed, WorldSize},
 };
 use candle_nn::{VarBuilder, VarMap};
-use clap::ValueEnum;
 
 use crate::{
+    devices::{DEFAULT_WORLD_SIZE, DeviceArgs},
     error::{Error, Result},
-    output, threads,
+    help::examples,
+    output,
     train::{
         corpus::Corpus,
         data::{self, Schedule},
@@ -32,22 +29,23 @@ use crate::{
 };
 
 /// Train a small byte-level transformer on text, on several devices at once.
-///
-/// Example: candle-distributed train --data docs --world-size 2 --steps 100
 #[derive(Debug, clap::Args)]
+#[command(after_help = examples![
+    "# A minute on this program's own text; the run lies in the next free folder under runs"
+    "candle-distributed train"
+    "# On the text files of a folder"
+    "candle-distributed train --data docs --world-size 2 --steps 100 --out docs-run"
+    "# After a crash: from the last checkpoint on, here on more devices"
+    "candle-distributed train --out docs-run --resume --world-size 4"
+    "# What would its model cost on 8 ranks?"
+    "candle-distributed plan docs-run --world-size 8"
+])]
 pub(crate) struct Args {
     /// Text file, or folder of text files [default: this program's own sources]
     #[arg(long, value_name = "PATH")]
     data: Option<PathBuf>,
-    /// Number of devices; on one processor, so many virtual ones [default: 2, or the number of processes of MPI]
-    #[arg(long)]
-    world_size: Option<u64>,
-    /// How the devices work together
-    #[arg(long, value_enum, default_value_t)]
-    engine: Engine,
-    /// Kind of device
-    #[arg(long, value_enum, default_value_t)]
-    device: DeviceArg,
+    #[command(flatten)]
+    devices: DeviceArgs,
     /// Number of optimizer steps [default: 400, or those of the run that is resumed]
     #[arg(long)]
     steps: Option<u64>,
@@ -65,24 +63,6 @@ pub(crate) struct Args {
     checkpoint_every: u64,
 }
 
-#[derive(Clone, Copy, Debug, Default, ValueEnum)]
-enum Engine {
-    /// One process, one thread per device
-    #[default]
-    Threads,
-    /// One process per device, all started by `mpirun` or `srun`
-    #[cfg(feature = "mpi")]
-    Mpi,
-}
-
-#[derive(Clone, Copy, Debug, Default, ValueEnum)]
-enum DeviceArg {
-    #[default]
-    Cpu,
-    Cuda,
-    Metal,
-}
-
 /// What the run's randomness is for; each purpose has a stream of its own.
 const INIT_STREAM: u64 = 0;
 const ORDER_STREAM: u64 = 1;
@@ -90,16 +70,13 @@ const ORDER_STREAM: u64 = 1;
 const DEFAULT_STEPS: u64 = 400;
 
 pub(crate) fn run(args: &Args) -> Result<()> {
-    let place = args.place()?;
+    let place = args.devices.place(DEFAULT_WORLD_SIZE)?;
     if args.checkpoint_every == 0 {
         return Err(Error::Usage("checkpoints every 0 steps are none, at least 1 is needed".into()));
     }
     if let Some(path) = args.resumed().filter(|path| run_dir::is_complete(path)) {
         return output::text(|out| writeln!(out, "the run in {} is complete", path.display()));
     }
-    threads::share_cores(place.devices_here);
-    // Whoever cannot be told when to stop is ended at once, as any program.
-    drop(ctrlc::set_handler(|| STOP.store(true, Ordering::Relaxed)));
     let known = args.resumed().map_or(Ok(None), Settings::read)?;
     let data = args.data.clone().or_else(|| known.as_ref()?.data.clone());
     let corpus = data.as_deref().map_or_else(|| Ok(Corpus::embedded()), Corpus::read)?;
@@ -115,21 +92,12 @@ pub(crate) fn run(args: &Args) -> Result<()> {
     if settings.steps == 0 {
         return Err(Error::Usage("0 steps are no training, at least 1 is needed".into()));
     }
-    let mesh = args.mesh(place.placement.world_size())?;
-    let outcome = args.train(&mesh, place.placement, &settings, &corpus);
-    if !matches!(outcome, Ok(()) | Err(Error::Stopped { .. })) {
-        // The last mesh of a process takes leave of the others, who may wait for this one; a process that goes without
-        // leave ends all of them.
-        std::mem::forget(mesh);
-    }
-    outcome
-}
-
-/// This process among those of a run.
-struct Place {
-    placement: Placement,
-    /// How many devices share this machine's cores.
-    devices_here: usize,
+    let grid = DeviceMesh::builder().axis(DeviceMesh::AXIS, place.placement.world_size().as_usize());
+    args.devices.run_on(place, grid, |mesh| {
+        // Whoever cannot be told when to stop is ended at once, as any program.
+        drop(ctrlc::set_handler(|| STOP.store(true, Ordering::Relaxed)));
+        args.train(mesh, place.placement, &settings, &corpus)
+    })
 }
 
 impl Args {
@@ -189,50 +157,6 @@ impl Args {
             return Err(Error::Usage("the text is not the one that the run was begun with".into()));
         }
         Ok(Settings { data: asked.data, ..known })
-    }
-
-    fn place(&self) -> Result<Place> {
-        match self.engine {
-            Engine::Threads => {
-                let world_size = WorldSize::new(self.world_size.unwrap_or(2))?;
-                let placement = Placement::new(0, world_size.as_u64())?;
-                Ok(Place { placement, devices_here: world_size.as_usize() })
-            }
-            #[cfg(feature = "mpi")]
-            Engine::Mpi => self.place_among_processes(),
-        }
-    }
-
-    #[cfg(feature = "mpi")]
-    fn place_among_processes(&self) -> Result<Place> {
-        let nobody = || Error::Usage("--engine mpi runs under mpirun or srun: mpirun -n 2 candle-distributed …".into());
-        let launched = Launched::from_env()?.ok_or_else(nobody)?;
-        let placement = launched.placement();
-        let processes = placement.world_size();
-        if let Some(asked) = self.world_size.filter(|&asked| asked != processes.as_u64()) {
-            return Err(Error::Usage(format!("--world-size {asked} does not fit the {processes} processes of MPI")));
-        }
-        let devices_here = launched.local_world_size().unwrap_or(processes).as_usize();
-        Ok(Place { placement, devices_here })
-    }
-
-    fn mesh(&self, world_size: WorldSize) -> Result<DeviceMesh> {
-        #[cfg(feature = "mpi")]
-        if let Engine::Mpi = self.engine {
-            let device = match self.device {
-                DeviceArg::Cpu => Device::Cpu,
-                DeviceArg::Cuda | DeviceArg::Metal => {
-                    return Err(Error::Usage("--engine mpi trains on processors, --device cpu".into()));
-                }
-            };
-            return Ok(DeviceMesh::builder().mpi(device)?);
-        }
-        let count = world_size.as_usize();
-        Ok(match self.device {
-            DeviceArg::Cpu => DeviceMesh::cpu(count),
-            DeviceArg::Cuda => DeviceMesh::cuda(count),
-            DeviceArg::Metal => DeviceMesh::metal(count),
-        }?)
     }
 }
 

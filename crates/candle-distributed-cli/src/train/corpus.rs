@@ -25,11 +25,17 @@ macro_rules! own_sources {
     };
 }
 
-const EMBEDDED: [(&str, &str); 30] = own_sources![
+const EMBEDDED: [(&str, &str); 39] = own_sources![
     "README.md",
+    "src/bytes.rs",
     "src/commands/batch/args.rs",
     "src/commands/batch/chart.rs",
     "src/commands/batch/mod.rs",
+    "src/commands/completions.rs",
+    "src/commands/man.rs",
+    "src/commands/mesh/collective.rs",
+    "src/commands/mesh/mod.rs",
+    "src/commands/mesh/report.rs",
     "src/commands/mod.rs",
     "src/commands/plan/args.rs",
     "src/commands/plan/mod.rs",
@@ -43,7 +49,10 @@ const EMBEDDED: [(&str, &str); 30] = own_sources![
     "src/commands/sample/mixture.rs",
     "src/commands/sample.rs",
     "src/commands/train.rs",
+    "src/devices.rs",
     "src/error.rs",
+    "src/help.rs",
+    "src/hint.rs",
     "src/input.rs",
     "src/main.rs",
     "src/output.rs",

@@ -72,7 +72,7 @@ impl Journal {
         self.bar.inc(1);
         if self.is_line(step.step + 1) {
             let line = format!("step {} of {}, epoch {}, {status}", step.step + 1, self.steps, step.epoch);
-            self.bar.suspend(|| eprintln!("{line}"));
+            self.bar.suspend(|| output::message(|out| writeln!(out, "{line}")));
         }
         Ok(())
     }

@@ -38,7 +38,11 @@ impl Settings {
     pub(crate) fn read(path: &Path) -> Result<Option<Self>> {
         let path = path.join(SETTINGS);
         match fs::read(&path) {
-            Ok(text) => serde_json::from_slice(&text).map(Some).map_err(|source| Error::Settings { path, source }),
+            Ok(text) => serde_json::from_slice(&text).map(Some).map_err(|source| Error::Json {
+                path,
+                what: "the settings of a run",
+                source,
+            }),
             Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(None),
             Err(source) => Err(Error::Read { path, source }),
         }
@@ -70,8 +74,10 @@ pub(crate) struct RunDir {
 impl RunDir {
     /// Makes the folder `path`, which must not hold a run.
     pub(crate) fn create(path: &Path, settings: &Settings) -> Result<Self> {
-        let holds_one =
-            || Error::Usage(format!("{} already holds a run or a model; --resume goes on with a run", path.display()));
+        let holds_one = || {
+            let held = Error::Usage(format!("{} already holds a run or a model", path.display()));
+            held.hinted("--resume goes on with a run; another one needs another folder")
+        };
         Self::claim(path, settings)?.ok_or_else(holds_one)
     }
 
@@ -173,12 +179,12 @@ mod tests {
         let run = parent.path().join("run");
         RunDir::create(&run, &settings()).unwrap();
         assert_eq!(Settings::read(&run).unwrap(), Some(settings()));
-        assert!(matches!(RunDir::create(&run, &settings()), Err(Error::Usage(_))));
+        assert!(matches!(RunDir::create(&run, &settings()), Err(Error::Hinted { .. })));
 
         let model = parent.path().join("model");
         fs::create_dir(&model).unwrap();
         fs::write(model.join(MODEL), "weights").unwrap();
-        assert!(matches!(RunDir::create(&model, &settings()), Err(Error::Usage(_))));
+        assert!(matches!(RunDir::create(&model, &settings()), Err(Error::Hinted { .. })));
         let file = RunDir::create(&model.join(MODEL), &settings());
         assert!(matches!(file, Err(Error::Write { .. })), "a file is no folder");
     }

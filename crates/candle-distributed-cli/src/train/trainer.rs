@@ -79,7 +79,9 @@ impl Job<'_> {
                 checkpoints.save(self.mesh, done, &model.state_dict(), &state)?;
             }
             if is_stopped {
-                return Err(Error::Stopped { done, steps: self.steps, path: self.path.to_owned() });
+                let path = self.path.display();
+                let hint = format!("to go on: candle-distributed train --out {path} --resume");
+                return Err(Error::Stopped { done, steps: self.steps }.hinted(hint));
             }
         }
         journal.map_or(Ok(()), |journal| journal.finish(vars))

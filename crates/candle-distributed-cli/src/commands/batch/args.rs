@@ -13,18 +13,21 @@ use candle_distributed::{
 use clap::ValueEnum;
 
 use crate::{
-    error::{Error, Result},
-    input,
+    error::{Error, Result, WithHint},
+    help::examples,
+    hint, input,
 };
 
 /// Put sequences of given lengths into batches and report the padding.
-///
-/// Examples:
-///   echo 12 80 15 70 9 | candle-distributed batch --lengths - --strategy dynamic --max-tokens 160
-///   candle-distributed batch --lengths lengths.txt --strategy sorted --max-tokens 16384 --world-size 8 --rank 3
-///   candle-distributed batch --lengths lengths.txt --strategy pack --capacity 2048 --format svg > packed.svg
 #[derive(Debug, clap::Args)]
-#[command(verbatim_doc_comment)]
+#[command(after_help = examples![
+    "# As many neighbors as 160 tokens allow, padding included"
+    "echo 12 80 15 70 9 | candle-distributed batch --lengths - --strategy dynamic --max-tokens 160"
+    "# The batches of rank 3: all ranks have as many, and those of a step cost about the same"
+    "candle-distributed batch --lengths lengths.txt --strategy sorted --max-tokens 16384 --world-size 8 --rank 3"
+    "# Rows of 2048 tokens, as a picture of what is padding"
+    "candle-distributed batch --lengths lengths.txt --strategy pack --capacity 2048 --format svg > packed.svg"
+])]
 #[allow(clippy::struct_excessive_bools, reason = "a flag of the command line is a bool")]
 pub(crate) struct Args {
     /// File of sequence lengths, separated by white space; - for standard input
@@ -187,8 +190,8 @@ impl Args {
     pub(super) fn read_lengths(&self) -> Result<Vec<u64>> {
         let path = &self.lengths;
         let is_stdin = path.as_os_str() == "-";
-        let text = if is_stdin { input::read_text(io::stdin(), path) } else { input::read_file(path) }?;
-        input::numbers(&text, "length", path)
+        let text = if is_stdin { input::read_text(io::stdin(), path) } else { input::read_file(path) };
+        text.and_then(|text| input::numbers(&text, "length", path)).with_hint(hint::LENGTHS)
     }
 
     /// Refuses the options that the others would leave without effect.

@@ -12,16 +12,26 @@ use candle_distributed::{
 use clap::ValueEnum;
 
 use crate::{
-    error::{Error, Result},
-    input,
+    bytes,
+    error::{Error, Result, WithHint},
+    help::examples,
+    hint, input,
 };
 
 /// Plan which rank owns which part of a model, and print what each holds and sends.
 ///
 /// Only the names, shapes and types of the tensors are read, never their values.
-///
-/// Example: candle-distributed plan model.safetensors --world-size 8
 #[derive(Debug, clap::Args)]
+#[command(after_help = examples![
+    "# Who owns what on 8 ranks, and what does a step send?"
+    "candle-distributed plan model.safetensors --world-size 8"
+    "# Does it fit into 24 GiB a device, trained in F32 and sent as BF16? If not, what would?"
+    "candle-distributed plan model.safetensors --world-size 8 --mixed-precision BF16,F32 --budget 24GiB"
+    "candle-distributed plan model.safetensors --world-size 8 --mixed-precision BF16,F32 --budget 24GiB --search"
+    "# What moves if two ranks are lost?"
+    "candle-distributed plan model.safetensors --world-size 8 --format json > plan.json"
+    "candle-distributed plan model.safetensors --world-size 6 --against plan.json"
+])]
 pub(crate) struct Args {
     /// A safetensors file, a model.safetensors.index.json, a folder with either, or a manifest {name: {"dtype", "shape"}}
     pub(super) model: PathBuf,
@@ -70,7 +80,7 @@ pub(crate) struct Args {
     #[arg(long, value_parser = links, help_heading = "What it costs")]
     links: Option<Links>,
     /// Memory of a device for all this, such as 24GiB
-    #[arg(long, value_name = "BYTES", value_parser = byte_count, help_heading = "What it costs")]
+    #[arg(long, value_name = "BYTES", value_parser = bytes::parse, help_heading = "What it costs")]
     pub(super) budget: Option<u64>,
 
     /// Find the plan of `full` that sends for the shortest time, among those that fit the budget
@@ -178,8 +188,7 @@ impl Args {
     pub(super) fn hybrid(&self) -> Result<Option<Hybrid>> {
         match (self.strategy, &self.rules) {
             (None | Some(StrategyArg::Hybrid), Some(path)) => {
-                let refused = |source| Error::Rules { path: path.into(), source };
-                serde_json::from_str(&input::read_file(path)?).map(Some).map_err(refused)
+                input::read_json(path, "rules").map(Some).with_hint(hint::RULES)
             }
             (Some(StrategyArg::Hybrid), None) => Ok(Some(Hybrid::default())),
             (_, None) => Ok(None),
@@ -260,23 +269,4 @@ fn links(text: &str) -> Result<Links, String> {
     let link = |latency_ns, gb: u64| Link { latency_ns, bytes_per_s: gb.saturating_mul(1_000_000_000) };
     let [intra, inter] = [link(Links::H100.intra.latency_ns, intra), link(Links::H100.inter.latency_ns, inter)];
     Links::new(ranks_per_node, intra, inter).map_err(|error| error.to_string())
-}
-
-/// Bytes as a number with or without a unit.
-fn byte_count(text: &str) -> Result<u64, String> {
-    let digits = text.find(|character: char| !character.is_ascii_digit()).unwrap_or(text.len());
-    let number: u64 = text[..digits].parse().map_err(|_| "a whole number of bytes is needed, such as 24GiB")?;
-    let unit = match text[digits..].trim().to_ascii_lowercase().as_str() {
-        "" | "b" => 1,
-        "kb" => 1_000,
-        "mb" => 1_000_000,
-        "gb" => 1_000_000_000,
-        "tb" => 1_000_000_000_000,
-        "kib" => 1 << 10,
-        "mib" => 1 << 20,
-        "gib" => 1 << 30,
-        "tib" => 1 << 40,
-        _ => return Err(String::from("the unit must be one of KB, MB, GB, TB, KiB, MiB, GiB, TiB")),
-    };
-    number.checked_mul(unit).ok_or_else(|| format!("more than {} bytes", u64::MAX))
 }

@@ -37,6 +37,9 @@ struct Comparison<'a> {
     reshard_renumbered: Option<Volume>,
 }
 
+const MAY_FIT: &str = "--search looks for a plan of `full` that fits, and sends for the shortest time";
+const NOTHING_FITS: &str = "more ranks hold less each, and so do --param-dtype BF16 and --optimizer adam-8bit";
+
 pub(crate) fn run(args: &Args) -> Result<()> {
     let hybrid = args.hybrid()?;
     let parameters = read_model(args)?;
@@ -70,12 +73,19 @@ fn report(args: &Args, plan: &ShardingPlan, rules: Option<Matches<'_>>) -> Resul
     let report = args.budget.into_iter().fold(report, PlanReport::with_budget);
     let answer = Answer { report, rules };
     match args.format {
-        FormatArg::Text => output::text(|out| write_text(&answer, out)),
+        FormatArg::Text => output::text(|out| write_text(&answer, out)).map(|()| advise(args, &answer.report)),
         FormatArg::Json => output::json(&answer),
         FormatArg::Svg => {
             let drawing = svg::draw(plan, answer.report.cost(), args.budget)?;
             output::text(|out| writeln!(out, "{}", drawing.trim_end()))
         }
+    }
+}
+
+/// Says what to do about a plan that does not fit.
+fn advise(args: &Args, report: &PlanReport<'_>) {
+    if args.budget.is_some_and(|budget| report.cost().peak_bytes() > budget.into()) {
+        output::hint(if args.search { NOTHING_FITS } else { MAY_FIT });
     }
 }
 

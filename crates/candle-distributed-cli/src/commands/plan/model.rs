@@ -5,8 +5,8 @@ use std::{io::Read, path::Path};
 use candle_distributed::plan::{self, ParameterInfo, ShardingPlan, source};
 
 use crate::{
-    error::{Error, Result},
-    input,
+    error::{Error, Result, WithHint},
+    hint, input,
 };
 
 const SINGLE_FILE: &str = "model.safetensors";
@@ -14,6 +14,12 @@ const INDEX: &str = "model.safetensors.index.json";
 
 /// The parameters of whatever kind of model lies at `path`.
 pub(super) fn read(path: &Path) -> Result<Vec<ParameterInfo>> {
+    let parameters = read_by_name(path);
+    // Other faults lie within a file of the right kind.
+    if let Err(Error::Read { .. }) = parameters { parameters.with_hint(hint::MODEL) } else { parameters }
+}
+
+fn read_by_name(path: &Path) -> Result<Vec<ParameterInfo>> {
     if path.is_dir() {
         let index = path.join(INDEX);
         return if index.exists() { read_index(&index) } else { read_safetensors(&path.join(SINGLE_FILE)) };
@@ -27,8 +33,7 @@ pub(super) fn read(path: &Path) -> Result<Vec<ParameterInfo>> {
 
 /// The plan that `plan --format json` wrote to `path`.
 pub(super) fn read_plan(path: &Path) -> Result<ShardingPlan> {
-    let refused = |source| Error::StoredPlan { path: path.into(), source };
-    serde_json::from_str(&input::read_file(path)?).map_err(refused)
+    input::read_json(path, "a plan").with_hint(hint::PLAN)
 }
 
 fn read_index(path: &Path) -> Result<Vec<ParameterInfo>> {

@@ -13,9 +13,9 @@ use self::{
     columns::{Column, Columns},
     paint::{AFTER, BELOW, Canvas, Drawn, FAINT, FITS, FONT, INK, LIMIT, fits},
     panel::Panel,
-    words::{binary, grouped},
+    words::grouped,
 };
-use crate::error::Result;
+use crate::{bytes::binary, error::Result};
 
 const SIZE: (u32, u32) = (1200, 700);
 

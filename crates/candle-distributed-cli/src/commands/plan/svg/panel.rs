@@ -8,8 +8,8 @@ use super::{
     LEFT, RIGHT,
     columns::Part,
     paint::{Canvas, Drawn, FAINT, FONT, GRID, INK, Point, TEXT, fits},
-    words::{Scale, binary},
 };
+use crate::bytes::{Scale, binary};
 
 /// The room for the numbers of the axis.
 const NUMBERS: u32 = 76;

@@ -4,6 +4,8 @@ use std::iter;
 
 use candle_distributed::plan::PlanCost;
 
+use crate::bytes::binary;
+
 /// What the rank that holds the most needs, and whether all ranks get along with `budget`.
 pub(super) fn verdict(cost: &PlanCost, budget: Option<u64>) -> String {
     let most = format!("at most {} on a rank at its peak, activations not counted", binary(cost.peak_bytes()));
@@ -24,40 +26,6 @@ pub(super) fn grouped(number: u128) -> String {
     let (first, rest) = digits.split_at((digits.len() - 1) % 3 + 1);
     let groups = (0..rest.len()).step_by(3).map(|start| &rest[start..start + 3]);
     iter::once(first).chain(groups).collect::<Vec<_>>().join(",")
-}
-
-/// Bytes in the largest binary unit that leaves something before the point.
-pub(super) fn binary(bytes: u128) -> String {
-    let scale = Scale::of(bytes);
-    format!("{} {}", scale.number(bytes, 2), scale.unit)
-}
-
-/// A binary unit.
-#[derive(Clone, Copy)]
-pub(super) struct Scale {
-    pub(super) unit: &'static str,
-    level: u32,
-}
-
-impl Scale {
-    /// The largest that leaves something of `bytes` before the point.
-    pub(super) fn of(bytes: u128) -> Self {
-        const UNITS: [&str; 7] = ["B", "KiB", "MiB", "GiB", "TiB", "PiB", "EiB"];
-
-        let level = (bytes.max(1).ilog2() / 10).min(6);
-        Self { unit: UNITS[level as usize], level }
-    }
-
-    /// How many of this unit, cut off after one or two digits behind the point.
-    pub(super) fn number(self, bytes: u128, n_digits: usize) -> String {
-        let hundredths = bytes.saturating_mul(100) >> (10 * self.level);
-        format!("{}.{:.n_digits$}", hundredths / 100, format!("{:02}", hundredths % 100))
-    }
-
-    /// The bytes of one.
-    pub(super) fn bytes(self) -> f64 {
-        (1_u64 << (10 * self.level)) as f64
-    }
 }
 
 /// The name of a unit, in at most `n_chars` characters: without its first components, or cut if that is not enough.
@@ -95,10 +63,6 @@ mod tests {
     fn numbers_read_as_in_the_report() {
         for (number, text) in [(0, "0"), (999, "999"), (1000, "1,000"), (16_060_522_496, "16,060,522,496")] {
             assert_eq!(grouped(number), text);
-        }
-        for (bytes, text) in [(0, "0.00 B"), (1023, "1023.00 B"), (497_759_232, "474.70 MiB"), (1 << 71, "2048.00 EiB")]
-        {
-            assert_eq!(binary(bytes), text);
         }
     }
 

@@ -1,0 +1,130 @@
+//! `mesh`: devices, collectives on them, and what those cost.
+
+mod collective;
+mod report;
+
+use candle_distributed::mesh::{DeviceMesh, DeviceMeshBuilder};
+use clap::value_parser;
+use indicatif::{ProgressBar, ProgressStyle};
+
+use self::{
+    collective::{COLLECTIVES, Trial},
+    report::{Answer, Axis, Figures},
+};
+use crate::{
+    bytes,
+    devices::{DEFAULT_WORLD_SIZE, DeviceArgs},
+    error::{Error, Result},
+    help::examples,
+    output::{self, Format},
+};
+
+/// Show the devices, run collectives on them, check the results, and print what they cost.
+///
+/// The time of a collective is that of the slowest device, and the median of all repetitions. Bandwidths are those of
+/// nccl-tests: the algorithm's is bytes over time, the bus's what each device must send at least, over time.
+#[derive(Debug, clap::Args)]
+#[command(after_help = examples![
+    "# What do collectives of two virtual devices on this processor cost?"
+    "candle-distributed mesh"
+    "# And those of six in a grid: along each axis, and along both at once?"
+    "candle-distributed mesh --axis data=3 --axis model=2 --bytes 64KiB"
+    "# For a program"
+    "candle-distributed mesh --bytes 64KiB,256KiB --repetitions 25 --format json"
+])]
+pub(crate) struct Args {
+    #[command(flatten)]
+    devices: DeviceArgs,
+    /// An axis of the grid and its size; may be given more than once, the last one varies fastest [default: one axis]
+    #[arg(long = "axis", value_name = "NAME=SIZE", value_parser = parse_axis)]
+    axes: Vec<Axis>,
+    /// Sizes of the tensor that a device brings, or of the one that it gets if that is larger; it holds three at most
+    #[arg(long, value_name = "BYTES,...", value_delimiter = ',', value_parser = parse_bytes, default_value = "4KiB,1MiB,16MiB")]
+    bytes: Vec<usize>,
+    /// How often a collective of one size is timed
+    #[arg(long, value_name = "N", value_parser = value_parser!(u16).range(1..), default_value_t = 9)]
+    repetitions: u16,
+    /// Text for people, or JSON
+    #[arg(long, value_enum, default_value_t)]
+    format: Format,
+}
+
+fn parse_axis(text: &str) -> Result<Axis, String> {
+    let axis = text.split_once('=').and_then(|(name, size)| Some((name, size.parse().ok().filter(|&size| size > 0)?)));
+    match axis {
+        Some((name, size)) if !name.is_empty() => Ok(Axis { name: name.into(), size }),
+        _ => Err("expected a name, an equals sign and a size of at least 1, such as data=2".into()),
+    }
+}
+
+/// A mesh may have many devices, and each holds three tensors of this size.
+const MAX_BYTES: u64 = 1 << 30;
+
+fn parse_bytes(text: &str) -> Result<usize, String> {
+    let refused = || format!("expected 1 byte to {}", bytes::binary(MAX_BYTES.into()));
+    let bytes = Some(bytes::parse(text)?).filter(|bytes| (1..=MAX_BYTES).contains(bytes)).ok_or_else(refused)?;
+    usize::try_from(bytes).map_err(|_| refused())
+}
+
+pub(crate) fn run(args: &Args) -> Result<()> {
+    let place = args.devices.place(args.n_slots().unwrap_or(DEFAULT_WORLD_SIZE))?;
+    let n_devices = place.placement.world_size();
+    if let Some(n_slots) = args.n_slots().filter(|&n_slots| n_slots != n_devices.as_u64()) {
+        return Err(Error::Usage(format!("the axes make a grid of {n_slots}, which {n_devices} devices do not fill")));
+    }
+    let answer = args.devices.run_on(place, args.grid(n_devices.as_usize()), |mesh| args.measure(mesh))?;
+    match args.format {
+        _ if !place.is_first() => Ok(()),
+        Format::Text => output::text(|out| write!(out, "{answer}")),
+        Format::Json => output::json(&answer),
+    }
+}
+
+impl Args {
+    /// How many devices the axes ask for, if there are any.
+    fn n_slots(&self) -> Option<u64> {
+        let product = || self.axes.iter().fold(1, |slots: u64, axis| slots.saturating_mul(axis.size as u64));
+        (!self.axes.is_empty()).then(product)
+    }
+
+    fn grid(&self, n_devices: usize) -> DeviceMeshBuilder {
+        let grid = DeviceMesh::builder();
+        if self.axes.is_empty() {
+            return grid.axis(DeviceMesh::AXIS, n_devices);
+        }
+        self.axes.iter().fold(grid, |grid, axis| grid.axis(&axis.name, axis.size))
+    }
+
+    /// Runs every collective along every axis, and of several axes also along all of them at once.
+    fn measure(&self, mesh: &DeviceMesh) -> Result<Answer> {
+        let trials = self.trials(mesh);
+        let bar = progress(trials.len());
+        let figures = bar.wrap_iter(trials.iter()).map(|trial| {
+            bar.set_message(format!("{} of {}", trial.collective, bytes::binary(trial.n_bytes() as u128)));
+            Ok(Figures::new(trial, trial.run(mesh)?))
+        });
+        let figures = figures.collect::<Result<_>>()?;
+        bar.finish_and_clear();
+        Ok(Answer::new(mesh, self.repetitions, figures))
+    }
+
+    fn trials(&self, mesh: &DeviceMesh) -> Vec<Trial> {
+        let axes = Axis::all(mesh);
+        let mut groups: Vec<Vec<Axis>> = axes.iter().map(|axis| vec![axis.clone()]).collect();
+        groups.extend((axes.len() > 1).then_some(axes));
+        let mut trials = Vec::new();
+        for along in &groups {
+            for collective in COLLECTIVES {
+                let trial = |&bytes| Trial { collective, along: along.clone(), bytes, repetitions: self.repetitions };
+                trials.extend(self.bytes.iter().map(trial));
+            }
+        }
+        trials
+    }
+}
+
+/// A progress bar, drawn if stderr is a terminal.
+fn progress(n_trials: usize) -> ProgressBar {
+    let style = ProgressStyle::with_template("{bar:30} {pos}/{len}, {msg}");
+    ProgressBar::new(n_trials as u64).with_style(style.unwrap_or_else(|_| ProgressStyle::default_bar()))
+}
