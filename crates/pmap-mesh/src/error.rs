@@ -2,6 +2,8 @@
 
 use std::{fmt, sync::Arc, time::Duration};
 
+#[cfg(feature = "nccl")]
+use candle_core::DeviceLocation;
 use candle_core::{DType, Device};
 
 use crate::{meeting::CollectiveCall, spec::Side};
@@ -203,7 +205,7 @@ pub enum Error {
         right_call: Arc<CollectiveCall>,
     },
     /// Two processes of a group called different collectives.
-    #[cfg(feature = "mpi")]
+    #[cfg(any(feature = "mpi", feature = "nccl"))]
     #[error("replica {left} calls {left_call}, replica {right} calls {right_call}")]
     MismatchAcross {
         /// The first member of the group.
@@ -232,11 +234,11 @@ pub enum Error {
         waiting: Vec<(usize, Arc<CollectiveCall>)>,
     },
     /// A replica waited in a collective for longer than the mesh allows.
-    #[error("replica {index} waited for more than {after:?} in {call}; {} did not come", list("replica", missing))]
+    #[error("replica {index} waited for more than {after:?} in {call}{}", not_come(missing))]
     Deadline {
         /// The replica that waited.
         index: usize,
-        /// The members of its group that have not come, or not finished.
+        /// The members of its group that have not come, or not finished; none where that cannot be known, as over NCCL.
         missing: Vec<usize>,
         /// What it waited in.
         call: Arc<CollectiveCall>,
@@ -297,6 +299,37 @@ pub enum Error {
         /// What is wrong.
         reason: String,
     },
+    /// NCCL or its device could not be started, or its processes are not as many as the mesh has slots.
+    #[cfg(feature = "nccl")]
+    #[error("NCCL: {reason}")]
+    Nccl {
+        /// What is wrong.
+        reason: String,
+    },
+    /// The file by which the processes of a mesh find each other could not be used.
+    ///
+    /// The kind of its source is [`AlreadyExists`](std::io::ErrorKind::AlreadyExists) for the file of another mesh,
+    /// [`TimedOut`](std::io::ErrorKind::TimedOut) if rank 0 has not written it in time, and
+    /// [`InvalidData`](std::io::ErrorKind::InvalidData) for one that is not of this version, or is of another world.
+    #[cfg(feature = "nccl")]
+    #[error("the processes cannot meet at {}", path.display())]
+    Store {
+        /// The file.
+        path: std::path::PathBuf,
+        /// What is wrong with it.
+        source: std::io::Error,
+    },
+    /// A tensor in a collective over NCCL is not on the device of its process.
+    #[cfg(feature = "nccl")]
+    #[error("the tensor of {call} is on {found:?}, over NCCL it must be on the device of its replica, {expected:?}")]
+    OtherDevice {
+        /// The collective.
+        call: Arc<CollectiveCall>,
+        /// Where the tensor is.
+        found: DeviceLocation,
+        /// Where it should be; candle tells apart devices that were opened twice.
+        expected: DeviceLocation,
+    },
     /// Something is not there yet for meshes of several processes.
     #[error("{what} of a mesh that spans several processes is not supported")]
     SeveralProcesses {
@@ -308,11 +341,14 @@ pub enum Error {
     NoResult,
 }
 
-/// `replica 3`, `replicas 1, 2`.
-fn list(what: &str, numbers: &[usize]) -> String {
-    let plural = if numbers.len() == 1 { "" } else { "s" };
-    let numbers: Vec<String> = numbers.iter().map(ToString::to_string).collect();
-    format!("{what}{plural} {}", numbers.join(", "))
+/// Who is to blame for a deadline, as far as it is known.
+fn not_come(missing: &[usize]) -> String {
+    let numbers: Vec<String> = missing.iter().map(ToString::to_string).collect();
+    match missing.len() {
+        0 => String::new(),
+        1 => format!("; replica {} did not come", numbers[0]),
+        _ => format!("; replicas {} did not come", numbers.join(", ")),
+    }
 }
 
 /// Why a spec does not fit a tensor.

@@ -11,9 +11,13 @@ mod meeting;
 mod mesh;
 #[cfg(feature = "mpi")]
 mod mpi;
+#[cfg(feature = "nccl")]
+mod nccl;
 #[cfg(feature = "plan")]
 mod placement;
 mod pmap;
+#[cfg(any(feature = "mpi", feature = "nccl"))]
+mod processes;
 mod reduce;
 mod replica;
 mod rng;
@@ -30,6 +34,8 @@ mod tree;
 mod wait;
 mod worker;
 
+#[cfg(feature = "nccl")]
+pub use crate::nccl::NcclStore;
 pub use crate::{
     adamw::{AdamW, StatefulOptimizer},
     checkpoint::{Checkpoint, Checkpoints, StateDict},

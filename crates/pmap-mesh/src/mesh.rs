@@ -9,8 +9,13 @@ use std::{
 
 use candle_core::{Device, Tensor};
 
+#[cfg(feature = "nccl")]
+use core_types::Placement;
+
 #[cfg(feature = "mpi")]
 use crate::mpi::{Mpi, Session};
+#[cfg(feature = "nccl")]
+use crate::nccl::{Nccl, NcclStore};
 use crate::{
     engine::Engine,
     error::{Error, Result},
@@ -63,6 +68,8 @@ enum Engines {
     Threads,
     #[cfg(feature = "mpi")]
     Mpi(Mpi),
+    #[cfg(feature = "nccl")]
+    Nccl(Nccl),
 }
 
 /// The axes and options of a mesh to be made.
@@ -248,16 +255,23 @@ impl DeviceMesh {
             Engines::Threads => Box::new(Threads::new(Arc::clone(hub), slot)),
             #[cfg(feature = "mpi")]
             Engines::Mpi(mpi) => Box::new(mpi.clone()),
+            #[cfg(feature = "nccl")]
+            Engines::Nccl(nccl) => Box::new(nccl.clone()),
         }
     }
 
     /// The lists of all slots, from those of this process's.
-    #[cfg_attr(not(feature = "mpi"), allow(clippy::unnecessary_wraps, reason = "other processes may fail"))]
+    #[cfg_attr(
+        not(any(feature = "mpi", feature = "nccl")),
+        allow(clippy::unnecessary_wraps, reason = "other processes may fail")
+    )]
     pub(crate) fn of_all_slots(&self, lists: Vec<Vec<Tensor>>) -> Result<Vec<Vec<Tensor>>> {
         match &self.0.engines {
             Engines::Threads => Ok(lists),
             #[cfg(feature = "mpi")]
             Engines::Mpi(mpi) => lists.first().map_or_else(|| Ok(Vec::new()), |list| mpi.exchange(list)),
+            #[cfg(feature = "nccl")]
+            Engines::Nccl(nccl) => lists.first().map_or_else(|| Ok(Vec::new()), |list| nccl.exchange(list)),
         }
     }
 
@@ -368,19 +382,70 @@ impl DeviceMeshBuilder {
     /// Those of [`devices`](Self::devices), and [`Error::Mpi`] if MPI cannot be started, or a second time, has not as
     /// many processes as the mesh has slots, or grants its calls to one thread only.
     #[cfg(feature = "mpi")]
-    pub fn mpi(mut self, device: Device) -> Result<DeviceMesh> {
+    pub fn mpi(self, device: Device) -> Result<DeviceMesh> {
         let session = Session::start()?;
+        let (first_slot, processes) = (session.rank(), session.size());
+        self.of_processes(first_slot, processes, device, |topology, deadline, _| {
+            Ok(Engines::Mpi(Mpi::new(session, Arc::clone(topology), deadline)?))
+        })
+    }
+
+    /// Makes the mesh of as many processes as the world of `place` has, one slot each, by rank; this one's runs on CUDA
+    /// device `device` of its machine, and tensors go from device to device through NCCL.
+    ///
+    /// Who this process is and which device it takes is known to what started it: a program hands on the placement and
+    /// the local rank of `core_types::Launched`. The processes meet at `store`, and wait there for each other for up to ten
+    /// minutes.
+    ///
+    /// As over MPI, every process makes the same mesh and calls the same functions with the same arguments, sums are
+    /// formed in rank order, and a replica that fails ends its process with its error on the standard error; the
+    /// launcher then ends the others, which wait for it. Tensors of other devices are refused in collectives.
+    ///
+    /// A mesh without axes is a row named [`DeviceMesh::AXIS`].
+    ///
+    /// This has been built, and has not been run on several GPUs.
+    ///
+    /// # Errors
+    ///
+    /// Those of [`devices`](Self::devices), [`Error::Device`] if there is no such device, [`Error::Store`] if the
+    /// processes cannot meet, and [`Error::Nccl`] if NCCL cannot be started or the mesh has not as many slots as there are
+    /// processes.
+    #[cfg(feature = "nccl")]
+    pub fn nccl(self, place: Placement, device: usize, store: &NcclStore) -> Result<DeviceMesh> {
+        let opened = Device::new_cuda_with_stream(device).map_err(|source| Error::Device { index: device, source })?;
+        let (first_slot, processes) = (place.rank().as_usize(), place.world_size().as_usize());
+        self.of_processes(first_slot, processes, opened, |topology, deadline, device| {
+            Ok(Engines::Nccl(Nccl::new(place, device, store, Arc::clone(topology), deadline)?))
+        })
+    }
+
+    /// The mesh of several processes, whose engine is made when its axes have been checked.
+    #[cfg(any(feature = "mpi", feature = "nccl"))]
+    fn of_processes(
+        mut self,
+        first_slot: usize,
+        processes: usize,
+        device: Device,
+        engines: impl FnOnce(&Arc<Topology>, Duration, &Device) -> Result<Engines>,
+    ) -> Result<DeviceMesh> {
         if self.axes.is_empty() {
-            self = self.axis(DeviceMesh::AXIS, session.size());
+            self = self.axis(DeviceMesh::AXIS, processes);
         }
         let topology = Arc::new(Topology::new(self.axes, DeviceMesh::MAX_DEVICES)?.0);
-        let deadline = Some(self.deadline.unwrap_or(DeviceMesh::PROCESS_DEADLINE));
-        let (pin, first_slot) = (self.pin, session.rank());
-        let engines = Engines::Mpi(Mpi::new(session, Arc::clone(&topology), deadline)?);
+        let (deadline, pin) = (self.deadline.unwrap_or(DeviceMesh::PROCESS_DEADLINE), self.pin);
+        let engines = engines(&topology, deadline, &device)?;
         let devices = vec![device];
         // The launcher binds processes, or not, as it was told.
         let workers = start_workers(&devices, false)?;
-        Ok(DeviceMesh(Arc::new(Inner { devices, first_slot, topology, deadline, pin, engines, workers })))
+        Ok(DeviceMesh(Arc::new(Inner {
+            devices,
+            first_slot,
+            topology,
+            deadline: Some(deadline),
+            pin,
+            engines,
+            workers,
+        })))
     }
 
     fn open(self, device: impl Fn(usize) -> candle_core::Result<Device>) -> Result<DeviceMesh> {

@@ -8,7 +8,6 @@ mod session;
 
 use std::{
     collections::BTreeMap,
-    error::Error as _,
     fmt, mem,
     ops::Range,
     slice,
@@ -23,14 +22,13 @@ use ferrompi::{Communicator, Request};
 
 pub(crate) use self::session::Session;
 use self::{
-    bytes::{buffer, packed, unpacked, with_all_bytes, with_bytes},
+    bytes::{buffer, with_all_bytes, with_bytes},
     session::end,
 };
 use crate::{
-    ALL,
     engine::{Engine, Site, on_host},
     error::Error,
-    meeting::CollectiveCall,
+    processes::{self, Entered, Pending, TEXT_BYTES, agreement, description, disagreement},
     reduce::{self, Reduction},
     shard::balanced,
     topology::{AxisSet, Topology},
@@ -50,8 +48,6 @@ const SLOT_BYTES: usize = HEAD_BYTES + SMALL_BYTES;
 const PART_BYTES: usize = 256 << 10;
 /// The longest single message: below version 4, MPI counts in 32 bits.
 const MESSAGE_BYTES: usize = 1 << 30;
-/// The longest description of a call.
-const TEXT_BYTES: usize = 4096;
 /// How often a wait looks for messages before it looks at the clock and gives way.
 const TRIES: u32 = 64;
 /// Each set of axes longer than 1 has a communicator of its own, and ferrompi holds 256.
@@ -76,11 +72,11 @@ pub(crate) struct Mpi(Arc<Inner>);
 struct Inner {
     topology: Arc<Topology>,
     slot: usize,
-    deadline: Option<Duration>,
+    deadline: Duration,
     /// The group of this slot along each set of axes of which it has others.
     groups: BTreeMap<AxisSet, Communicator>,
-    /// What is under way; MPI takes one call at a time.
-    pending: Mutex<Option<Arc<CollectiveCall>>>,
+    /// MPI takes one call at a time.
+    pending: Pending,
     scratch: Mutex<Scratch>,
     /// Dropped last.
     session: Arc<Session>,
@@ -142,11 +138,7 @@ struct Call<'a> {
 
 impl Mpi {
     /// The engine of this process's slot, and a communicator for each group it is in. All processes call this.
-    pub(crate) fn new(
-        session: Arc<Session>,
-        topology: Arc<Topology>,
-        deadline: Option<Duration>,
-    ) -> crate::Result<Self> {
+    pub(crate) fn new(session: Arc<Session>, topology: Arc<Topology>, deadline: Duration) -> crate::Result<Self> {
         let failed = |reason: String| Error::Mpi { reason };
         let (slot, slots) = (session.rank(), topology.slots());
         if session.size() != slots {
@@ -165,53 +157,25 @@ impl Mpi {
                 session.world.split(Some(small(group)), small(position)).map_err(|error| failed(error.to_string()))?;
             groups.extend(comm.map(|comm| (set, comm)));
         }
-        let (pending, scratch) = (Mutex::default(), Mutex::default());
+        let (pending, scratch) = (Pending::default(), Mutex::default());
         Ok(Self(Arc::new(Inner { topology, slot, deadline, groups, pending, scratch, session })))
     }
 
     /// The lists of all processes, of any tensors: every process brings as many, in any shapes.
     pub(crate) fn exchange(&self, list: &[Tensor]) -> crate::Result<Vec<Vec<Tensor>>> {
-        let failed = |source| Error::Gather { index: 0, source };
-        let packed = packed(list).map_err(failed)?;
-        let site = self.site_of_all("results", Some(&packed))?.with_free_dim(0);
-        let of_all = self.all_gather(&site, &packed).map_err(failed)?;
-        of_all.iter().map(unpacked).collect::<Result<_>>().map_err(failed)
-    }
-
-    /// Something that all processes do at the end of a call, each once.
-    #[track_caller]
-    fn site_of_all(&self, op: &'static str, x: Option<&Tensor>) -> crate::Result<Site> {
-        Site::along(ALL, &self.0.topology, self.0.slot, op, x)
+        processes::exchange(self, &self.0.topology, self.0.slot, &Device::Cpu, list)
     }
 
     /// Enters a collective; `None` for a group of one.
     fn enter<'a>(&'a self, site: &'a Site) -> Result<Option<(Call<'a>, Entered<'a>)>> {
         let engine = &*self.0;
-        let mut pending = lock(&engine.pending);
-        if let Some(pending) = &*pending {
-            return Err(candle_core::Error::wrap(Error::Mismatch {
-                left: engine.slot,
-                left_call: Arc::clone(pending),
-                right: engine.slot,
-                right_call: Arc::clone(&site.call),
-            }));
-        }
+        let entered = engine.pending.enter(engine.slot, &site.call)?;
         if site.size == 1 {
             return Ok(None);
         }
         let set = engine.topology.long_axes() & site.call.set;
         let Some(comm) = engine.groups.get(&set) else { bail!("no communicator along {}", site.call.axes) };
-        *pending = Some(Arc::clone(&site.call));
-        Ok(Some((Call { engine, site, comm }, Entered(&engine.pending))))
-    }
-}
-
-/// Until it is dropped, other threads of this process are refused.
-struct Entered<'a>(&'a Mutex<Option<Arc<CollectiveCall>>>);
-
-impl Drop for Entered<'_> {
-    fn drop(&mut self) {
-        *lock(self.0) = None;
+        Ok(Some((Call { engine, site, comm }, entered)))
     }
 }
 
@@ -262,14 +226,8 @@ impl Call<'_> {
     }
 
     /// Waits for messages from and to these members, until the deadline.
-    fn wait(&self, requests: Vec<(usize, Request<'_>)>) {
-        let Some(after) = self.engine.deadline else {
-            return requests.into_iter().for_each(|(_, request)| {
-                self.check(request.wait());
-            });
-        };
-        let (mut requests, mut tries) = (requests, 0_u32);
-        let mut start = None;
+    fn wait(&self, mut requests: Vec<(usize, Request<'_>)>) {
+        let (after, mut tries, mut start) = (self.engine.deadline, 0_u32, None);
         loop {
             requests.retain_mut(|(_, request)| self.check(request.test()).is_none());
             if requests.is_empty() {
@@ -359,15 +317,7 @@ impl Call<'_> {
 
     /// What all members return if the first one and `other` do not agree.
     fn mismatch(&self, other: usize, tensors: &[Tensor]) -> candle_core::Error {
-        let mut text = self.site.call.to_string();
-        if self.site.call.dtype.is_none() && !tensors.is_empty() {
-            let shapes: Vec<_> = tensors.iter().map(|x| format!("{} {:?}", x.dtype().as_str(), x.dims())).collect();
-            text.push_str(" of ");
-            text.push_str(&shapes.join(", "));
-        }
-        let mut own = [0; TEXT_BYTES];
-        let len = text.len().min(TEXT_BYTES);
-        own[..len].copy_from_slice(&text.as_bytes()[..len]);
+        let own = description(&self.site.call, tensors);
         let mut texts = vec![0; self.site.size * TEXT_BYTES];
         let places = texts.chunks_exact_mut(TEXT_BYTES).enumerate().filter(|(from, _)| *from != self.site.position);
         self.transfer(
@@ -375,18 +325,8 @@ impl Call<'_> {
             self.others().map(|to| (to, Kind::Text, &own[..])),
         );
         texts[self.site.position * TEXT_BYTES..][..TEXT_BYTES].copy_from_slice(&own);
-        let text = |member: usize| {
-            let text = String::from_utf8_lossy(&texts[member * TEXT_BYTES..][..TEXT_BYTES]);
-            text.trim_end_matches('\0').to_owned()
-        };
-        let groups = self.engine.topology.groups(self.site.call.set);
-        let members = groups.members(groups.seat(self.engine.slot).0);
-        candle_core::Error::wrap(Error::MismatchAcross {
-            left: members[0],
-            left_call: text(0),
-            right: members[other],
-            right_call: text(other),
-        })
+        let text = |member: usize| texts[member * TEXT_BYTES..][..TEXT_BYTES].to_vec();
+        disagreement(&self.engine.topology, self.engine.slot, &self.site.call, other, text)
     }
 
     /// Sends `x(n)` to each member n; returns what all, this one included, have for this one, in the order of the group.
@@ -633,50 +573,21 @@ impl Engine for Mpi {
         call.meet(&[], 0, &[], true, &mut lock(&self.0.scratch).envelopes).map(drop)
     }
 
-    /// Meets the others once more, so that one that still calls a collective along all axes learns that it is alone.
     fn returned(&self) {
-        let met = self.site_of_all("the end of the function", None);
-        if let Err(error) = met.map_err(candle_core::Error::wrap).and_then(|site| self.barrier(&site)) {
+        if let Err(error) = processes::leave(self, &self.0.topology, self.0.slot) {
             end(&self.0.session.world, &error.to_string());
         }
     }
 
     /// Does not return: the others wait in MPI, where nothing but an end of the program reaches them.
     fn failed(&self, error: Error) {
-        let causes = std::iter::successors(error.source(), |&cause| cause.source());
-        let chain: Vec<String> = std::iter::once(error.to_string()).chain(causes.map(ToString::to_string)).collect();
-        end(&self.0.session.world, &chain.join(": "));
+        end(&self.0.session.world, &processes::with_causes(&error));
     }
 }
 
 fn rank(member: usize) -> i32 {
     // Members are counted in MPI's own 32 bits.
     i32::try_from(member).unwrap_or(i32::MAX)
-}
-
-/// A number that differs if calls, or the types or shapes of what is brought, do not agree. FNV-1a.
-fn agreement(call: &CollectiveCall, tensors: &[Tensor]) -> u64 {
-    let mut hash = 0xcbf2_9ce4_8422_2325_u64;
-    let mut eat = |bytes: &[u8]| {
-        for byte in (bytes.len() as u64).to_le_bytes().iter().chain(bytes) {
-            hash = (hash ^ u64::from(*byte)).wrapping_mul(0x0000_0100_0000_01b3);
-        }
-    };
-    eat(call.op.as_bytes());
-    eat(call.detail.as_bytes());
-    eat(&call.set.to_le_bytes());
-    eat(format!("{:?}", call.free_dim).as_bytes());
-    let sizes = |dims: &[usize]| -> Vec<u8> {
-        let sizes = dims.iter().enumerate().filter(|(dim, _)| Some(*dim) != call.free_dim);
-        sizes.flat_map(|(_, size)| (*size as u64).to_le_bytes()).collect()
-    };
-    eat(call.dtype.map_or("", |dtype| dtype.as_str()).as_bytes());
-    eat(&sizes(&call.shape));
-    for tensor in tensors {
-        eat(tensor.dtype().as_str().as_bytes());
-        eat(&sizes(tensor.dims()));
-    }
-    hash
 }
 
 /// What a member brought with its envelope.

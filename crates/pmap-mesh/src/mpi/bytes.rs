@@ -1,25 +1,8 @@
 //! Tensors as the bytes that MPI moves, and back.
 
 use bytemuck::{Pod, cast_slice, cast_slice_mut, zeroed_vec};
-use candle_core::{CpuStorage, DType, Device, Result, Storage, Tensor, WithDType, bail, safetensors::Load};
+use candle_core::{CpuStorage, DType, Device, Result, Storage, Tensor, WithDType, bail};
 use half::{bf16, f16};
-use safetensors::SafeTensors;
-
-/// Tensors of any types and shapes as one tensor of bytes: a safetensors file, whose names are their numbers.
-pub(super) fn packed(list: &[Tensor]) -> Result<Tensor> {
-    let host =
-        list.iter().map(|tensor| tensor.force_contiguous()?.to_device(&Device::Cpu)).collect::<Result<Vec<_>>>()?;
-    let named = host.iter().enumerate().map(|(n, tensor)| (n.to_string(), tensor));
-    let bytes = safetensors::serialize(named, None)?;
-    let len = bytes.len();
-    Tensor::from_vec(bytes, len, &Device::Cpu)
-}
-
-pub(super) fn unpacked(bytes: &Tensor) -> Result<Vec<Tensor>> {
-    let bytes: Vec<u8> = bytes.to_vec1()?;
-    let file = SafeTensors::deserialize(&bytes)?;
-    (0..file.len()).map(|n| file.tensor(&n.to_string())?.load(&Device::Cpu)).collect()
-}
 
 /// Items that arrive as bytes and become a tensor without another copy.
 pub(super) trait Buffer {

@@ -2,22 +2,13 @@
 
 use std::{
     fmt,
-    io::Write,
-    sync::{
-        Arc, Mutex, Weak,
-        atomic::{AtomicBool, Ordering},
-        mpsc,
-    },
+    sync::{Arc, Mutex, Weak, mpsc},
     thread::{self, JoinHandle},
-    time::Duration,
 };
 
 use ferrompi::{Communicator, ThreadLevel};
 
-use crate::{error::Error, worker::lock};
-
-/// How long `MPI_Abort` may take before the process ends by itself.
-const ABORT_TIME: Duration = Duration::from_secs(10);
+use crate::{error::Error, processes, worker::lock};
 
 /// This process's membership in the MPI program: initialized once, finalized when the last clone is dropped.
 ///
@@ -74,6 +65,18 @@ impl Session {
         index(self.world.size())
     }
 
+    /// Fills `bytes` on all processes with those of rank 0.
+    #[cfg(feature = "nccl")]
+    pub(crate) fn broadcast(&self, bytes: &mut [u8]) -> crate::Result<()> {
+        self.world.broadcast(bytes, 0).map_err(|error| Error::Mpi { reason: error.to_string() })
+    }
+
+    /// Says why, and ends all processes.
+    #[cfg(feature = "nccl")]
+    pub(crate) fn end(&self, why: &str) -> ! {
+        end(&self.world, why)
+    }
+
     /// Makes a panic anywhere in this process the end of all: a rank that unwinds would wait for the others when it
     /// finalizes MPI, and they for it.
     fn end_with_panics(&self) {
@@ -103,23 +106,9 @@ impl fmt::Debug for Session {
     }
 }
 
-/// Says why, and ends all processes; in bounded time, whatever MPI does.
+/// Says why, and ends all processes.
 pub(super) fn end(world: &Communicator, why: &str) -> ! {
-    static ENDING: AtomicBool = AtomicBool::new(false);
-    if ENDING.swap(true, Ordering::AcqRel) {
-        // Another thread is at it; this one must not go on.
-        loop {
-            thread::park();
-        }
-    }
-    // One write, so that lines of several ranks do not mix; who cannot be told need not be.
-    drop(std::io::stderr().write_all(format!("rank {}: {why}\n", world.rank()).as_bytes()));
-    let late = thread::Builder::new().spawn(|| {
-        thread::sleep(ABORT_TIME);
-        std::process::abort();
-    });
-    drop(late);
-    world.abort(1)
+    processes::end(index(world.rank()), why, || world.abort(1))
 }
 
 fn index(rank: i32) -> usize {
