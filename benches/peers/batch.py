@@ -230,7 +230,9 @@ def main() -> int:
     rows = []
     skipped = failed = 0
     for peer in dict.fromkeys(case.peer for case in CASES):
-        cases = [case for case in CASES if case.peer == peer]
+        cases = [case for case in CASES if case.peer == peer and args.only in f"{peer} {case.call}"]
+        if not cases:
+            continue
         try:
             release = cases[0].load()
         except Exception as error:  # Broken installations raise whatever they like.
@@ -254,6 +256,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--n", type=int, default=1_000_000, help="sequences (default %(default)s)")
     parser.add_argument("--max-tokens", type=int, default=16_384, help="padded tokens in a batch (default %(default)s)")
     parser.add_argument("--capacity", type=int, default=8_192, help="tokens in a packed bin (default %(default)s)")
+    parser.add_argument("--only", default="", metavar="TEXT", help="the cases whose peer and call contain TEXT")
     args = parser.parse_args()
     if args.n < 1:
         parser.error("--n starts at 1")

@@ -1,4 +1,4 @@
-//! Runs cargo, and shows each command before it runs so that it can be repeated by hand.
+//! Runs programs, and shows each command before it runs so that it can be repeated by hand.
 
 use std::{
     env,
@@ -13,17 +13,24 @@ use crate::workspace;
 /// What a command of this package returns: its error is printed once, by `main`.
 pub(crate) type Result<T = (), E = Box<dyn Error>> = std::result::Result<T, E>;
 
-/// A call of cargo in the root of the workspace.
+/// A call of a program in the root of the workspace.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(crate) struct Cargo {
+pub(crate) struct Call {
+    program: String,
     args: Vec<String>,
     envs: Vec<(&'static str, OsString)>,
 }
 
-impl Cargo {
+impl Call {
     /// `cargo` with `args`, which are separated by spaces.
-    pub(crate) fn new(args: &str) -> Self {
-        Self { args: args.split_whitespace().map(str::to_owned).collect(), envs: Vec::new() }
+    pub(crate) fn cargo(args: &str) -> Self {
+        Self::new("cargo", args)
+    }
+
+    /// `program` with `args`, which are separated by spaces.
+    pub(crate) fn new(program: impl Into<String>, args: &str) -> Self {
+        let args = args.split_whitespace().map(str::to_owned).collect();
+        Self { program: program.into(), args, envs: Vec::new() }
     }
 
     /// Adds one argument, spaces and all.
@@ -47,39 +54,52 @@ impl Cargo {
 
     /// Runs the command unseen and returns what it printed.
     pub(crate) fn read(&self) -> Result<String> {
-        let output = self.command().output()?;
+        self.output_of(self.command().stderr(Stdio::piped()))
+    }
+
+    /// Shows the command and returns what it printed; what it says on standard error meanwhile goes where ours goes.
+    pub(crate) fn run_and_read(&self) -> Result<String> {
+        println!("$ {self}");
+        self.output_of(self.command().stderr(Stdio::inherit()))
+    }
+
+    fn output_of(&self, command: &mut Command) -> Result<String> {
+        let output = command.stdout(Stdio::piped()).spawn()?.wait_with_output()?;
         if !output.status.success() {
-            return Err(format!("`{self}` failed: {}", String::from_utf8_lossy(&output.stderr)).into());
+            let said = String::from_utf8_lossy(&output.stderr);
+            let reason = if said.is_empty() { output.status.to_string() } else { said.into_owned() };
+            return Err(format!("`{self}` failed: {reason}").into());
         }
         Ok(String::from_utf8(output.stdout)?)
     }
 
-    /// Whether the command succeeds, for asking if a cargo subcommand is installed.
+    /// Whether the command succeeds, for asking if a tool is installed.
     pub(crate) fn succeeds(&self) -> bool {
         self.command().output().is_ok_and(|output| output.status.success())
     }
 
     fn command(&self) -> Command {
-        let mut command = Command::new(self.program());
+        let mut command = Command::new(self.executable());
         command.current_dir(workspace::root()).stdin(Stdio::null());
         command.args(&self.args).envs(self.envs.iter().map(|(key, value)| (key, value)));
         command
     }
 
-    /// The cargo that runs us, unless a toolchain is named first: `+nightly` is understood by rustup's cargo only, which
-    /// is the one that a shell finds.
-    fn program(&self) -> OsString {
+    /// For cargo the one that runs us, unless a toolchain is named first: `+nightly` is understood by rustup's cargo
+    /// only, which is the one that a shell finds.
+    fn executable(&self) -> OsString {
         let names_toolchain = self.args.first().is_some_and(|arg| arg.starts_with('+'));
-        env::var_os("CARGO").filter(|_| !names_toolchain).unwrap_or_else(|| "cargo".into())
+        let ours = env::var_os("CARGO").filter(|_| self.program == "cargo" && !names_toolchain);
+        ours.unwrap_or_else(|| self.program.clone().into())
     }
 }
 
-impl fmt::Display for Cargo {
+impl fmt::Display for Call {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         for (key, value) in &self.envs {
             write!(f, "{key}={} ", quoted(&value.to_string_lossy()))?;
         }
-        write!(f, "cargo")?;
+        write!(f, "{}", quoted(&self.program))?;
         self.args.iter().try_for_each(|arg| write!(f, " {}", quoted(arg)))
     }
 }
@@ -96,18 +116,18 @@ mod tests {
 
     #[test]
     fn a_shown_command_can_be_pasted() {
-        let cargo = Cargo::new("bench -p benches --").arg("a b").env("FLAGS", "-D warnings");
-        assert_eq!(cargo.to_string(), "FLAGS='-D warnings' cargo bench -p benches -- 'a b'");
+        let call = Call::cargo("bench -p benches --").arg("a b").env("FLAGS", "-D warnings");
+        assert_eq!(call.to_string(), "FLAGS='-D warnings' cargo bench -p benches -- 'a b'");
     }
 
     #[test]
     fn a_toolchain_is_left_to_the_cargo_of_rustup() {
-        assert_eq!(Cargo::new("+nightly --version").program(), "cargo");
+        assert_eq!(Call::cargo("+nightly --version").executable(), "cargo");
     }
 
     #[test]
     fn a_failing_command_is_named_in_its_error() {
-        let error = Cargo::new("no-such-subcommand").read().unwrap_err().to_string();
+        let error = Call::cargo("no-such-subcommand").read().unwrap_err().to_string();
         assert!(error.starts_with("`cargo no-such-subcommand` failed: error: no such command"), "{error}");
     }
 }

@@ -1,6 +1,6 @@
 //! `cargo xtask docs`: the API pages of the workspace.
 
-use crate::cmd::{Cargo, Result};
+use crate::cmd::{Call, Result};
 
 /// Builds the API documentation, with warnings denied.
 #[derive(clap::Args)]
@@ -16,6 +16,6 @@ pub(crate) fn run(args: &Args) -> Result {
 }
 
 /// The call that builds the pages; CI makes the same one.
-pub(crate) fn command() -> Cargo {
-    Cargo::new("doc --workspace --no-deps").env("RUSTDOCFLAGS", "-D warnings")
+pub(crate) fn command() -> Call {
+    Call::cargo("doc --workspace --no-deps").env("RUSTDOCFLAGS", "-D warnings")
 }

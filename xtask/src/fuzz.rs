@@ -3,7 +3,7 @@
 use std::{fs, num::NonZeroU32};
 
 use crate::{
-    cmd::{Cargo, Result},
+    cmd::{Call, Result},
     tools::{self, Tool},
     workspace,
 };
@@ -19,7 +19,7 @@ pub(crate) struct Args {
     strict: bool,
 }
 
-const TOOLS: [Tool; 2] =
+const TOOLS: [Tool<'static>; 2] =
     [tools::NIGHTLY, Tool { name: "cargo-fuzz", probe: "fuzz --version", install: "cargo install cargo-fuzz" }];
 
 /// Inputs that found new ways through the code, kept for the next run; git ignores them.
@@ -34,11 +34,11 @@ pub(crate) fn run(args: &Args) -> Result {
 }
 
 /// The call of cargo-fuzz, which writes what it keeps to the first corpus and only reads the second one.
-fn command(seconds: NonZeroU32) -> Cargo {
-    let cargo = Cargo::new("+nightly fuzz run readers").arg(CORPUS).arg("fuzz/seeds/readers").arg("--");
+fn command(seconds: NonZeroU32) -> Call {
+    let cargo = Call::cargo("+nightly fuzz run readers").arg(CORPUS).arg("fuzz/seeds/readers").arg("--");
     // Half of the memory is what the address sanitizer and the corpus take.
     let options = "-max_len=4096 -timeout=10 -rss_limit_mb=1024 -dict=fuzz/readers.dict -print_funcs=0";
-    let cargo = options.split(' ').fold(cargo, Cargo::arg);
+    let cargo = options.split(' ').fold(cargo, Call::arg);
     cargo.arg("-print_final_stats=1").arg(format!("-max_total_time={seconds}"))
 }
 

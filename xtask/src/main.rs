@@ -3,13 +3,17 @@
 #![allow(clippy::print_stdout, reason = "these commands report to a person, on standard output")]
 
 mod bench;
+mod changelog;
 mod ci;
 mod cmd;
 mod docs;
 mod fuzz;
+mod msrv;
+mod release;
 mod sanitize;
 mod snapshots;
 mod soak;
+mod steps;
 mod test;
 mod tidy;
 mod tools;
@@ -31,6 +35,8 @@ enum Command {
     Snapshots(snapshots::Args),
     Soak(soak::Args),
     Docs(docs::Args),
+    Msrv(msrv::Args),
+    Release(release::Args),
     /// Checks the house rules: module docs, dependency direction, manifests, changelog, links.
     Tidy,
 }
@@ -55,6 +61,8 @@ fn run(command: &Command) -> cmd::Result {
         Command::Snapshots(args) => snapshots::run(args),
         Command::Soak(args) => soak::run(args),
         Command::Docs(args) => docs::run(args),
+        Command::Msrv(args) => msrv::run(args),
+        Command::Release(args) => release::run(args),
         Command::Tidy => tidy::run(),
     }
 }

@@ -1,7 +1,7 @@
 //! `cargo xtask sanitize`: what threads that share memory do to it, as an interpreter and a sanitizer see it.
 
 use crate::{
-    cmd::{Cargo, Result},
+    cmd::{Call, Result},
     tools::{self, Tool},
 };
 
@@ -13,7 +13,7 @@ pub(crate) struct Args {
     strict: bool,
 }
 
-const TOOLS: [Tool; 3] = [
+const TOOLS: [Tool<'static>; 3] = [
     tools::NIGHTLY,
     Tool { name: "miri", probe: "+nightly miri --version", install: "rustup component add miri --toolchain nightly" },
     Tool {
@@ -36,17 +36,17 @@ pub(crate) fn run(args: &Args) -> Result {
 }
 
 /// The interpreter, over the only module of the crate with `unsafe` in it.
-fn miri() -> Cargo {
+fn miri() -> Call {
     // The clock counts as something outside. Each seed is another order of the threads.
     let flags = "-Zmiri-disable-isolation -Zmiri-many-seeds=0..16";
-    Cargo::new("+nightly miri test -p pmap-mesh --lib shared_buffer").env("MIRIFLAGS", flags)
+    Call::cargo("+nightly miri test -p pmap-mesh --lib shared_buffer").env("MIRIFLAGS", flags)
 }
 
 /// The sanitizer, over everything that replicas do with each other; a report of a race fails the target it is in.
-fn thread_sanitizer() -> Cargo {
+fn thread_sanitizer() -> Call {
     // Through a standard library that is not built for it, the sanitizer could not see one thread wait for another. A
     // target is named so that build scripts are left alone, a folder so that other builds are.
-    let cargo = Cargo::new("+nightly test -p pmap-mesh --no-fail-fast -Zbuild-std --target host-tuple");
+    let cargo = Call::cargo("+nightly test -p pmap-mesh --no-fail-fast -Zbuild-std --target host-tuple");
     let cargo = cargo.arg("--target-dir").arg("target/sanitize").env("RUSTFLAGS", "-Zsanitizer=thread");
     // Fast, with the checks of debug builds and the lines that a report names.
     let cargo = cargo.env("CARGO_PROFILE_DEV_OPT_LEVEL", "2");

@@ -8,7 +8,7 @@ use std::{
 };
 
 use crate::{
-    cmd::{Cargo, Result},
+    cmd::{Call, Result},
     workspace::{self, Workspace},
 };
 
@@ -28,7 +28,7 @@ pub(crate) fn run(args: &Args) -> Result {
     let references = Workspace::read()?.target_dir.join("snapshot-references.txt");
     forget(&references)?;
     let update = if args.accept { "always" } else { "no" };
-    let tests = Cargo::new("test --workspace --test plans").env("INSTA_UPDATE", update);
+    let tests = Call::cargo("test --workspace --test plans").env("INSTA_UPDATE", update);
     tests.env("INSTA_SNAPSHOT_REFERENCES_FILE", &references).run()?;
     report(&orphans(&stored()?, &referenced(&references)?))
 }

@@ -13,7 +13,7 @@ use std::{
 use serde_json::Value;
 
 use crate::{
-    cmd::{Cargo, Result},
+    cmd::{Call, Result},
     workspace::Workspace,
 };
 
@@ -39,9 +39,9 @@ pub(crate) struct Args {
 }
 
 /// How long all processes may live on when one of them has been killed.
-const LIMIT: Duration = Duration::from_secs(60);
+const LIMIT: Duration = Duration::from_mins(1);
 /// How long a run may take to make its next step.
-const PATIENCE: Duration = Duration::from_secs(240);
+const PATIENCE: Duration = Duration::from_mins(4);
 /// Often, so that many kills fall into the writing of a checkpoint.
 const CHECKPOINT_EVERY: &str = "2";
 
@@ -94,7 +94,7 @@ impl std::fmt::Display for Report {
 
 impl<'a> Soak<'a> {
     fn new(args: &'a Args) -> Result<Self> {
-        let build = Cargo::new("build --package candle-distributed-cli --features mpi --profile").arg(&args.profile);
+        let build = Call::cargo("build --package candle-distributed-cli --features mpi --profile").arg(&args.profile);
         build.run()?;
         let target = Workspace::read()?.target_dir;
         let folder = if args.profile == "dev" { "debug" } else { &args.profile };

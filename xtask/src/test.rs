@@ -2,7 +2,7 @@
 
 use clap::ValueEnum;
 
-use crate::cmd::{Cargo, Result};
+use crate::cmd::{Call, Result};
 
 /// Runs the device tests, on the CPU unless another device is asked for.
 #[derive(clap::Args)]
@@ -35,8 +35,8 @@ pub(crate) fn run(args: &Args) -> Result {
 
 /// With `--workspace`, because its features and builds are then those of a plain `cargo test --workspace`; and
 /// uncaptured, because a test that skips a missing device says so in its output.
-fn command(device: Device) -> Cargo {
-    let mut cargo = Cargo::new("test --workspace --test device");
+fn command(device: Device) -> Call {
+    let mut cargo = Call::cargo("test --workspace --test device");
     if let Some(feature) = device.feature() {
         cargo = cargo.arg("--features").arg(format!("integration-tests/{feature}"));
     }
@@ -49,8 +49,8 @@ mod tests {
 
     #[test]
     fn a_device_switches_its_feature_on() {
-        assert_eq!(command(Device::Cpu), Cargo::new("test --workspace --test device -- --nocapture"));
-        let cuda = Cargo::new("test --workspace --test device --features integration-tests/cuda -- --nocapture");
+        assert_eq!(command(Device::Cpu), Call::cargo("test --workspace --test device -- --nocapture"));
+        let cuda = Call::cargo("test --workspace --test device --features integration-tests/cuda -- --nocapture");
         assert_eq!(command(Device::Cuda), cuda);
     }
 }

@@ -1,27 +1,28 @@
 //! Tools that not every machine has: where one is missing, the command says how to get it, and skips.
 
-use crate::cmd::{Cargo, Result};
+use crate::cmd::{Call, Result};
 
 /// What a command needs besides this workspace.
-pub(crate) struct Tool {
-    pub(crate) name: &'static str,
+pub(crate) struct Tool<'a> {
+    pub(crate) name: &'a str,
     /// A call of cargo that succeeds where the tool is.
-    pub(crate) probe: &'static str,
+    pub(crate) probe: &'a str,
     /// What to type to get it.
-    pub(crate) install: &'static str,
+    pub(crate) install: &'a str,
 }
 
 /// Rust of tonight, for the options that the stable one refuses.
-pub(crate) const NIGHTLY: Tool = Tool {
+pub(crate) const NIGHTLY: Tool<'static> = Tool {
     name: "nightly Rust",
     probe: "+nightly --version",
     install: "rustup toolchain install nightly --profile minimal",
 };
 
-impl Tool {
-    fn is_there(&self) -> bool {
+impl Tool<'_> {
+    /// Whether this machine has it.
+    pub(crate) fn is_there(&self) -> bool {
         // Without the variable rustup would install a toolchain that is only asked for its version.
-        Cargo::new(self.probe).env("RUSTUP_AUTO_INSTALL", "0").succeeds()
+        Call::cargo(self.probe).env("RUSTUP_AUTO_INSTALL", "0").succeeds()
     }
 }
 
@@ -30,7 +31,7 @@ impl Tool {
 /// # Errors
 ///
 /// If one is missing and the caller is `strict`.
-pub(crate) fn all_there(command: &str, tools: &[Tool], strict: bool) -> Result<bool> {
+pub(crate) fn all_there(command: &str, tools: &[Tool<'_>], strict: bool) -> Result<bool> {
     let missing: Vec<_> = tools.iter().filter(|tool| !tool.is_there()).collect();
     for Tool { name, install, .. } in &missing {
         println!("{name} is not installed; get it with `{install}`");

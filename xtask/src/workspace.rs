@@ -8,7 +8,7 @@ use std::{
 
 use serde_json::Value;
 
-use crate::cmd::{Cargo, Result};
+use crate::cmd::{Call, Result};
 
 /// The root of the workspace.
 pub(crate) fn root() -> &'static Path {
@@ -60,6 +60,12 @@ pub(crate) struct Workspace {
 pub(crate) struct Package {
     pub(crate) name: String,
     pub(crate) version: String,
+    /// The oldest Rust that it promises to build with.
+    pub(crate) rust_version: String,
+    /// Whether a registry may have it.
+    pub(crate) is_published: bool,
+    /// Whether other crates can use it; a program alone cannot be used.
+    pub(crate) is_library: bool,
     /// Its folder, relative to the root, with `/` on every system.
     pub(crate) dir: String,
     /// What each feature switches on.
@@ -68,9 +74,11 @@ pub(crate) struct Package {
 }
 
 /// A dependency as the manifest states it.
-#[derive(Debug)]
+#[derive(Debug, Default)]
 pub(crate) struct Dependency {
     pub(crate) name: String,
+    /// The versions it accepts.
+    pub(crate) requirement: String,
     pub(crate) optional: bool,
     /// Whether it is one of `[dependencies]`, not for tests or build scripts only.
     pub(crate) normal: bool,
@@ -79,7 +87,7 @@ pub(crate) struct Dependency {
 impl Workspace {
     /// Asks cargo about this workspace on this machine.
     pub(crate) fn read() -> Result<Self> {
-        let json = Cargo::new("metadata --format-version 1 --filter-platform host-tuple").read()?;
+        let json = Call::cargo("metadata --format-version 1 --filter-platform host-tuple").read()?;
         Ok(Self::from_metadata(&serde_json::from_str(&json)?))
     }
 
@@ -106,6 +114,10 @@ impl Package {
         Self {
             name: text(&package["name"]),
             version: text(&package["version"]),
+            rust_version: text(&package["rust_version"]),
+            // A list names the registries; without one any will do.
+            is_published: package["publish"].as_array().is_none_or(|registries| !registries.is_empty()),
+            is_library: items(&package["targets"]).flat_map(|target| items(&target["kind"])).any(|kind| kind == "lib"),
             dir: dir.trim_start_matches('/').trim_end_matches("/Cargo.toml").to_owned(),
             features: features(&package["features"]),
             dependencies: items(&package["dependencies"]).map(Dependency::from_metadata).collect(),
@@ -115,8 +127,12 @@ impl Package {
 
 impl Dependency {
     fn from_metadata(dependency: &Value) -> Self {
-        let optional = dependency["optional"] == true;
-        Self { name: text(&dependency["name"]), optional, normal: dependency["kind"].is_null() }
+        Self {
+            name: text(&dependency["name"]),
+            requirement: text(&dependency["req"]),
+            optional: dependency["optional"] == true,
+            normal: dependency["kind"].is_null(),
+        }
     }
 }
 
@@ -159,7 +175,7 @@ mod tests {
             "target_directory": "/t",
             "packages": [
                 { "name": "a", "id": "path#a", "source": null, "manifest_path": "C:\\house\\crates\\a\\Cargo.toml",
-                  "features": { "x": ["dep:b"] },
+                  "features": { "x": ["dep:b"] }, "publish": [], "targets": [{ "kind": ["test"] }, { "kind": ["lib"] }],
                   "dependencies": [{ "name": "b", "kind": null, "optional": true }, { "name": "c", "kind": "dev" }] },
                 { "name": "b", "id": "registry#b", "source": "registry" },
             ],
@@ -172,6 +188,7 @@ mod tests {
         let package = workspace.crates().next().unwrap();
         assert_eq!((package.name.as_str(), package.dir.as_str()), ("a", "crates/a"));
         assert_eq!(package.features["x"], ["dep:b"]);
+        assert_eq!((package.is_published, package.is_library), (false, true));
         let kinds: Vec<_> = package.dependencies.iter().map(|d| (d.optional, d.normal)).collect();
         assert_eq!(kinds, [(true, true), (false, false)]);
         assert_eq!(workspace.packages.len(), 1);

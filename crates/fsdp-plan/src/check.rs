@@ -35,7 +35,7 @@ pub(crate) fn cuts(parameters: &[PlannedParameter], group: WorldSize) -> Result<
 
 /// Checks that cuts after every `item_numel` elements leave blocks whole.
 fn whole_blocks(info: &ParameterInfo, item_numel: u64, group: WorldSize) -> Result<()> {
-    if group == WorldSize::ONE || item_numel % info.dtype().block_numel() == 0 {
+    if group == WorldSize::ONE || item_numel.is_multiple_of(info.dtype().block_numel()) {
         return Ok(());
     }
     Err(Error::CutsBlock { name: info.name().to_owned(), shape: info.shape().to_vec(), dtype: info.dtype() })
@@ -43,7 +43,7 @@ fn whole_blocks(info: &ParameterInfo, item_numel: u64, group: WorldSize) -> Resu
 
 fn granules(info: &ParameterInfo, granule: u64, round_up_from: u64) -> Result<()> {
     let dtype = info.dtype();
-    let whole_blocks = granule > 0 && granule % dtype.block_bytes() == 0;
+    let whole_blocks = granule > 0 && granule.is_multiple_of(dtype.block_bytes());
     if whole_blocks && (1..=granule).contains(&round_up_from) {
         return Ok(());
     }

@@ -120,7 +120,7 @@ impl Search {
         let mut smallest: Option<Candidate> = None;
         let mut error = Error::Zero { what: "the number of layouts" };
         let world = self.world_size.as_u64();
-        for group in (1..=world).filter(|group| world % group == 0) {
+        for group in (1..=world).filter(|group| world.is_multiple_of(*group)) {
             for &layout in &self.layouts {
                 match self.candidate(parameters, layout, world / group) {
                     Ok(candidate) if self.fits(&candidate) => {

@@ -95,7 +95,7 @@ impl DeviceMesh {
     pub const MAX_DEVICES: usize = 1024;
 
     /// How long a process waits for others, unless told otherwise: ten minutes, as PyTorch's NCCL groups do.
-    pub const PROCESS_DEADLINE: Duration = Duration::from_secs(600);
+    pub const PROCESS_DEADLINE: Duration = Duration::from_mins(10);
 
     /// The name of the axis of a mesh that was made without a builder.
     pub const AXIS: &str = "devices";

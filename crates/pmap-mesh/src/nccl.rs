@@ -37,7 +37,7 @@ use crate::{
 /// Up to how many bytes every member reduces everything by itself: a second transfer would take longer.
 const SMALL_BYTES: usize = 64 << 10;
 /// How long the processes of a mesh wait for each other at its start, where connections are made too.
-const JOIN_TIME: Duration = Duration::from_secs(600);
+const JOIN_TIME: Duration = Duration::from_mins(10);
 
 /// Nobody, as the sender that a member wants to receive from.
 const NOBODY: i64 = -1;

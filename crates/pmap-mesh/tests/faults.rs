@@ -471,7 +471,7 @@ fn assert_works(mesh: &DeviceMesh) {
 fn watched<T: Send + 'static>(run: impl FnOnce() -> T + Send + 'static) -> T {
     let (done, result) = mpsc::channel();
     let thread = thread::spawn(move || drop(done.send(run())));
-    match result.recv_timeout(Duration::from_secs(60)) {
+    match result.recv_timeout(Duration::from_mins(1)) {
         Ok(result) => result,
         Err(RecvTimeoutError::Timeout) => panic!("it does not end"),
         Err(RecvTimeoutError::Disconnected) => match thread.join() {

@@ -22,7 +22,7 @@ use core_types::Launched;
 use pmap_mesh::{DeviceMesh, DeviceMeshBuilder};
 
 /// How long a case may take before it counts as a hang; MPI's processes spin, and more of them than cores are slow.
-const LIMIT: Duration = Duration::from_secs(240);
+const LIMIT: Duration = Duration::from_mins(4);
 
 /// Name, number of ranks, and what must be said on the standard error: of success, or of why all ended.
 const CASES: [(&str, usize, std::result::Result<(), &str>); 15] = [

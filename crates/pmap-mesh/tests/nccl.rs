@@ -23,7 +23,7 @@ use core_types::Launched;
 use pmap_mesh::{ALL, DeviceMesh, DeviceMeshBuilder, NcclStore};
 
 /// How long a case may take before it counts as a hang.
-const LIMIT: Duration = Duration::from_secs(240);
+const LIMIT: Duration = Duration::from_mins(4);
 /// How often to look whether a process has ended.
 const LOOK: Duration = Duration::from_millis(20);
 

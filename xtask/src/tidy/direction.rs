@@ -98,8 +98,12 @@ mod tests {
     use crate::workspace::Dependency;
 
     fn package(name: &str, edges: &[(&str, bool, bool)], features: &[(&str, &str)]) -> Package {
-        let edge =
-            |&(name, optional, normal): &(&str, bool, bool)| Dependency { name: name.to_owned(), optional, normal };
+        let edge = |&(name, optional, normal): &(&str, bool, bool)| Dependency {
+            name: name.to_owned(),
+            optional,
+            normal,
+            ..Dependency::default()
+        };
         let feature = |&(name, enables): &(&str, &str)| (name.to_owned(), vec![enables.to_owned()]);
         Package {
             name: name.to_owned(),

@@ -1,7 +1,10 @@
 //! Rules about what belongs to every package: its manifest, its page, its line in the changelog.
 
 use super::Violation;
-use crate::workspace::{Package, Workspace};
+use crate::{
+    changelog,
+    workspace::{Package, Workspace},
+};
 
 /// What registries and users look for in a manifest.
 const MANIFEST_KEYS: [&str; 3] = ["description", "license", "rust-version"];
@@ -36,11 +39,8 @@ fn page(package: &Package, text: &str) -> Option<Violation> {
     text.trim().is_empty().then(|| Violation::new(&page_path(package), 1, rule))
 }
 
-/// The coming version may be called `Unreleased` or by its number, in brackets or with a date.
 fn changelog(text: &str, version: &str) -> Option<Violation> {
-    let headings = text.lines().filter_map(|line| line.strip_prefix("## "));
-    let mut names = headings.filter_map(|heading| heading.trim_start_matches('[').split([']', ' ']).next());
-    let found = names.any(|name| name == "Unreleased" || name == version);
+    let found = ["Unreleased", version].into_iter().any(|name| changelog::section(text, name).is_some());
     (!found).then(|| Violation::new("CHANGELOG.md", 1, format!("no `## Unreleased` and no `## {version}`")))
 }
 

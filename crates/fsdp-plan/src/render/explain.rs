@@ -70,7 +70,7 @@ fn amount(parameter: &PlannedParameter, numel: u64) -> String {
     let row = parameter.info().row_numel();
     let elements = counted(numel.into(), "element");
     match parameter.info().shape() {
-        [_, _, ..] if numel % row == 0 => format!("{} ({elements})", counted((numel / row).into(), "row")),
+        [_, _, ..] if numel.is_multiple_of(row) => format!("{} ({elements})", counted((numel / row).into(), "row")),
         _ => elements,
     }
 }

@@ -62,7 +62,7 @@ fn run<T: Send>(axes: &Axes, f: impl Fn(&Replica) -> T + Sync) -> Vec<T> {
         let engine = Nccl(Arc::new(Inner {
             topology: Arc::clone(&topology),
             slot,
-            deadline: Duration::from_secs(600),
+            deadline: Duration::from_mins(10),
             device: Device::Cpu,
             pending: Pending::default(),
             link: Box::new(Desk { post: Arc::clone(&post), rank: slot }),
