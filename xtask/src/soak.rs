@@ -39,9 +39,9 @@ pub(crate) struct Args {
 }
 
 /// How long all processes may live on when one of them has been killed.
-const LIMIT: Duration = Duration::from_mins(1);
+const LIMIT: Duration = Duration::from_secs(60);
 /// How long a run may take to make its next step.
-const PATIENCE: Duration = Duration::from_mins(4);
+const PATIENCE: Duration = Duration::from_secs(240);
 /// Often, so that many kills fall into the writing of a checkpoint.
 const CHECKPOINT_EVERY: &str = "2";
 
