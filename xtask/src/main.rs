@@ -6,6 +6,7 @@ mod bench;
 mod changelog;
 mod ci;
 mod cmd;
+mod devices;
 mod docs;
 mod fuzz;
 mod msrv;
@@ -34,6 +35,7 @@ enum Command {
     Sanitize(sanitize::Args),
     Snapshots(snapshots::Args),
     Soak(soak::Args),
+    Devices(devices::Args),
     Docs(docs::Args),
     Msrv(msrv::Args),
     Release(release::Args),
@@ -60,6 +62,7 @@ fn run(command: &Command) -> cmd::Result {
         Command::Sanitize(args) => sanitize::run(args),
         Command::Snapshots(args) => snapshots::run(args),
         Command::Soak(args) => soak::run(args),
+        Command::Devices(args) => devices::run(args),
         Command::Docs(args) => docs::run(args),
         Command::Msrv(args) => msrv::run(args),
         Command::Release(args) => release::run(args),

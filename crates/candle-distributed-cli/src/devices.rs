@@ -1,8 +1,13 @@
 //! Which devices a command runs on, and whether other processes run with it.
 
+#[cfg(feature = "nccl")]
+use std::path::PathBuf;
+
 #[cfg(feature = "mpi")]
 use candle_core::Device;
-#[cfg(feature = "mpi")]
+#[cfg(feature = "nccl")]
+use candle_distributed::mesh::NcclStore;
+#[cfg(any(feature = "mpi", feature = "nccl"))]
 use candle_distributed::types::Launched;
 use candle_distributed::{
     mesh::{DeviceMesh, DeviceMeshBuilder},
@@ -10,14 +15,14 @@ use candle_distributed::{
 };
 use clap::ValueEnum;
 
-#[cfg(feature = "mpi")]
+#[cfg(any(feature = "mpi", feature = "nccl"))]
 use crate::error::Error;
 use crate::{error::Result, threads};
 
 /// The options of commands that run on devices.
 #[derive(Debug, clap::Args)]
 pub(crate) struct DeviceArgs {
-    /// Number of devices; on one processor, so many virtual ones [default: 2, or the number of processes of MPI]
+    /// Number of devices; on one processor, so many virtual ones [default: 2, or the number of processes]
     #[arg(long, value_name = "N")]
     world_size: Option<u64>,
     /// How the devices work together
@@ -26,6 +31,10 @@ pub(crate) struct DeviceArgs {
     /// Kind of device
     #[arg(long, value_enum, default_value_t)]
     device: DeviceArg,
+    /// File by which the processes of --engine nccl meet: a new one for every run, where all of them can reach it
+    #[cfg(feature = "nccl")]
+    #[arg(long, value_name = "FILE")]
+    store: Option<PathBuf>,
 }
 
 #[derive(Clone, Copy, Debug, Default, ValueEnum)]
@@ -36,6 +45,9 @@ enum Engine {
     /// One process per device, all started by `mpirun` or `srun`
     #[cfg(feature = "mpi")]
     Mpi,
+    /// One process per CUDA device, all started by `torchrun` or `srun`
+    #[cfg(feature = "nccl")]
+    Nccl,
 }
 
 #[derive(Clone, Copy, Debug, Default, ValueEnum)]
@@ -74,18 +86,20 @@ impl DeviceArgs {
                 Ok(Place { placement, devices_here: world_size.as_usize() })
             }
             #[cfg(feature = "mpi")]
-            Engine::Mpi => self.place_among_processes(),
+            Engine::Mpi => self.place_among_processes("mpirun -n 2 candle-distributed …"),
+            #[cfg(feature = "nccl")]
+            Engine::Nccl => self.place_among_processes("torchrun --nproc-per-node 2 --no-python candle-distributed …"),
         }
     }
 
-    #[cfg(feature = "mpi")]
-    fn place_among_processes(&self) -> Result<Place> {
-        let nobody = || Error::Usage("--engine mpi runs under mpirun or srun: mpirun -n 2 candle-distributed …".into());
+    #[cfg(any(feature = "mpi", feature = "nccl"))]
+    fn place_among_processes(&self, how: &str) -> Result<Place> {
+        let nobody = || Error::Usage(format!("this engine's processes are started by a launcher: {how}"));
         let launched = Launched::from_env()?.ok_or_else(nobody)?;
         let placement = launched.placement();
         let processes = placement.world_size();
         if let Some(asked) = self.world_size.filter(|&asked| asked != processes.as_u64()) {
-            return Err(Error::Usage(format!("--world-size {asked} does not fit the {processes} processes of MPI")));
+            return Err(Error::Usage(format!("--world-size {asked} does not fit the {processes} processes")));
         }
         let devices_here = launched.local_world_size().unwrap_or(processes).as_usize();
         Ok(Place { placement, devices_here })
@@ -120,10 +134,26 @@ impl DeviceArgs {
             };
             return Ok(grid.mpi(device)?);
         }
+        #[cfg(feature = "nccl")]
+        if let Engine::Nccl = self.engine {
+            return self.open_nccl(grid);
+        }
         Ok(match self.device {
             DeviceArg::Cpu => grid.cpu(),
             DeviceArg::Cuda => grid.cuda(),
             DeviceArg::Metal => grid.metal(),
         }?)
+    }
+
+    #[cfg(feature = "nccl")]
+    fn open_nccl(&self, grid: DeviceMeshBuilder) -> Result<DeviceMesh> {
+        let usage = |why: &str| Error::Usage(why.into());
+        if !matches!(self.device, DeviceArg::Cuda) {
+            return Err(usage("--engine nccl runs on CUDA devices, --device cuda"));
+        }
+        let launched = Launched::from_env()?.ok_or_else(|| usage("no launcher has started this process"))?;
+        let local = launched.local_rank().ok_or_else(|| usage("the launcher says no local rank"))?;
+        let store = self.store.clone().ok_or_else(|| usage("--engine nccl needs a --store"))?;
+        Ok(grid.nccl(launched.placement(), local.as_usize(), &NcclStore::File(store))?)
     }
 }

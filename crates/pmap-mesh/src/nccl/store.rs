@@ -191,7 +191,7 @@ mod tests {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("id");
         thread::scope(|scope| {
-            let other = scope.spawn(|| join(&path, 1, Duration::from_secs(60)).unwrap().id);
+            let other = scope.spawn(|| join(&path, 1, Duration::from_mins(1)).unwrap().id);
             thread::sleep(SOON);
             let posted = join(&path, 0, SOON).unwrap();
             assert_eq!((posted.id, other.join().unwrap()), (ID, ID));

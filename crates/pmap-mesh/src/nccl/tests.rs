@@ -13,7 +13,7 @@ use super::*;
 use crate::{DeviceMesh, MeshAxes, Replica, worker::lock};
 
 const SEED: Seed = Seed::new(1);
-const LIMIT: Duration = Duration::from_secs(60);
+const LIMIT: Duration = Duration::from_mins(1);
 
 /// What was sent and has not been received, by sender and receiver.
 #[derive(Debug, Default)]
