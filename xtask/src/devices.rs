@@ -41,8 +41,8 @@ pub(crate) fn run(args: &Args) -> Result {
 
 fn checks() -> [Step<'static, Check>; 3] {
     let metal = Call::cargo("check --package pmap-mesh --features metal,plan --target").arg(METAL_TARGET);
-    let processes = "clippy --package pmap-mesh --package candle-distributed-cli --all-targets \
-                     --features pmap-mesh/mpi,pmap-mesh/plan,candle-distributed-cli/mpi -- -D warnings";
+    // With `--workspace`, so that dependencies are those of a plain `cargo test --workspace`, and are not built again.
+    let processes = "clippy --workspace --all-targets --features candle-distributed-cli/mpi,benches/mpi -- -D warnings";
     let nccl = "clippy --release --package pmap-mesh --package candle-distributed-cli --all-targets \
                 --features pmap-mesh/nccl,pmap-mesh/plan,candle-distributed-cli/nccl -- -D warnings";
     [
@@ -63,7 +63,7 @@ fn checks() -> [Step<'static, Check>; 3] {
                 install: "apt-get install libopenmpi-dev openmpi-bin",
                 calls: vec![
                     Call::cargo(processes),
-                    Call::cargo("test --package pmap-mesh --features mpi,plan --test mpi"),
+                    Call::cargo("test --workspace --features pmap-mesh/mpi --test mpi"),
                     Call::cargo("xtask soak --ranks 2 --kills 2 --steps 12 --profile dev"),
                 ],
             },

@@ -94,8 +94,8 @@ impl std::fmt::Display for Report {
 
 impl<'a> Soak<'a> {
     fn new(args: &'a Args) -> Result<Self> {
-        let build = Call::cargo("build --package candle-distributed-cli --features mpi --profile").arg(&args.profile);
-        build.run()?;
+        let build = "build --workspace --bin candle-distributed --features candle-distributed-cli/mpi --profile";
+        Call::cargo(build).arg(&args.profile).run()?;
         let target = Workspace::read()?.target_dir;
         let folder = if args.profile == "dev" { "debug" } else { &args.profile };
         let (program, home) = (target.join(folder).join("candle-distributed"), target.join("soak"));
