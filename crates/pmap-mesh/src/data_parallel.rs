@@ -131,52 +131,36 @@ impl<M: Send + 'static, O: Optimizer + Send + 'static> DataParallel<M, O> {
         share: bool,
     ) -> candle_core::Result<Self> {
         let home = &mesh.devices()[0];
-        let dtype = named(vars)?.first().map_or(candle_core::DType::F32, |(_, var)| var.dtype());
-        if let Some((name, var)) = named(vars)?.iter().find(|(_, var)| !var.device().same_device(home)) {
+        let known = named(vars)?;
+        if let Some((name, var)) = known.iter().find(|(_, var)| !var.device().same_device(home)) {
             candle_core::bail!("variable {name} lies on {:?}, the first slot is on {home:?}", var.device());
         }
+        let dtype = known.first().map_or(candle_core::DType::F32, |(_, var)| var.dtype());
         let build_on = |vars: &VarMap, device: &Device| build(VarBuilder::from_varmap(vars, dtype, device));
-        let mut models = vec![build_on(vars, home)?];
-        // The variables of each set, and the slots that share them.
-        let mut sets: Vec<(VarMap, Vec<usize>)> = vec![(vars.clone(), vec![0])];
-        for (slot, device) in mesh.devices().iter().enumerate().skip(1) {
-            let shared = sets.iter_mut().find(|(_, slots)| share && mesh.devices()[slots[0]].same_device(device));
-            let vars = if let Some((vars, slots)) = shared {
-                slots.push(slot);
-                vars.clone()
-            } else {
-                let copies = copied(vars, device)?;
-                sets.push((copies.clone(), vec![slot]));
-                copies
-            };
-            models.push(build_on(&vars, device)?);
-        }
-        let (names, first): (Vec<String>, Vec<Var>) = named(vars)?.into_iter().unzip();
-        let sizes: Vec<usize> = first.iter().map(|var| var.elem_count()).collect();
-        let mut parts: Vec<Option<(Vec<Var>, Vec<usize>)>> = mesh.devices().iter().map(|_| None).collect();
-        for (vars, slots) in &sets {
-            let vars: Vec<Var> = named(vars)?.into_iter().map(|(_, var)| var).collect();
-            for (&slot, owned) in slots.iter().zip(deal(&sizes, slots.len())) {
-                parts[slot] = Some((vars.clone(), owned));
-            }
-        }
+        let mut first_model = Some(build_on(vars, home)?);
+
+        let sets = variable_sets(mesh, vars, share)?;
+        let (names, sizes): (Vec<String>, Vec<usize>) =
+            named(vars)?.into_iter().map(|(name, var)| (name, var.elem_count())).unzip();
         // Every process has as many sets.
         let replicas = sets.len() * (mesh.len() / mesh.devices().len());
         let first_set = sets.len() * (mesh.local_slots().start / mesh.devices().len());
-        let saved_by_set = deal(&sizes, replicas);
-        let slots = models.into_iter().zip(parts.into_iter().flatten()).enumerate().map(|(slot, (model, part))| {
-            let (vars, owned) = part;
-            let optimizer = optimizer(owned.iter().map(|&var| vars[var].clone()).collect())?;
-            let set = sets.iter().position(|(_, slots)| slots.contains(&slot)).unwrap_or_default();
-            let is_saved = |position: &usize| saved_by_set[first_set + set].contains(&owned[*position]);
-            let saved = (0..owned.len()).filter(is_saved).collect();
-            Ok(Mutex::new(Slot { model, vars, owned, saved, optimizer, accumulated: None }))
-        });
-        let slots = slots.collect::<candle_core::Result<_>>()?;
+        let mut slots = Vec::new();
+        for ((vars, sharers), of_set) in sets.iter().zip(deal(&sizes, replicas).split_off(first_set)) {
+            let values: Vec<Var> = named(vars)?.into_iter().map(|(_, var)| var).collect();
+            for (&slot, owned) in sharers.iter().zip(deal(&sizes, sharers.len())) {
+                let model = first_model.take().map_or_else(|| build_on(vars, &mesh.devices()[slot]), Ok)?;
+                let optimizer = optimizer(owned.iter().map(|&var| values[var].clone()).collect())?;
+                let saved = (0..owned.len()).filter(|&position| of_set.contains(&owned[position])).collect();
+                let vars = values.clone();
+                slots.push((slot, Mutex::new(Slot { model, vars, owned, saved, optimizer, accumulated: None })));
+            }
+        }
+        slots.sort_by_key(|(slot, _)| *slot);
         Ok(Self {
             mesh: mesh.clone(),
             names,
-            slots: Arc::new(slots),
+            slots: Arc::new(slots.into_iter().map(|(_, slot)| slot).collect()),
             replicas,
             in_axes: Specs::first_and_rest(P::shard(0, ALL), P::replicate()),
             uneven: Uneven::default(),
@@ -375,6 +359,20 @@ fn squares(tensors: &[Tensor], device: &Device) -> candle_core::Result<Tensor> {
 
 fn scalar(tensor: &Tensor) -> candle_core::Result<f64> {
     tensor.to_dtype(candle_core::DType::F64)?.to_scalar()
+}
+
+/// The variables of each device, or of each slot if they are not to `share`, and which of this process's slots use them;
+/// the first are `vars` themselves.
+fn variable_sets(mesh: &DeviceMesh, vars: &VarMap, share: bool) -> candle_core::Result<Vec<(VarMap, Vec<usize>)>> {
+    let mut sets: Vec<(VarMap, Vec<usize>)> = vec![(vars.clone(), vec![0])];
+    for (slot, device) in mesh.devices().iter().enumerate().skip(1) {
+        let shared = sets.iter_mut().find(|(_, slots)| share && mesh.devices()[slots[0]].same_device(device));
+        match shared {
+            Some((_, slots)) => slots.push(slot),
+            None => sets.push((copied(vars, device)?, vec![slot])),
+        }
+    }
+    Ok(sets)
 }
 
 /// The variables of a map, by name.
