@@ -52,6 +52,7 @@ pub(crate) fn run() -> Result {
 fn violations() -> Result<Vec<Violation>> {
     let workspace = Workspace::read()?;
     let mut violations = direction::check(&workspace);
+    violations.extend(direction::unnamed(&workspace, &read_if_exists(direction::ARCHITECTURE).unwrap_or_default()));
     violations.extend(package::check(&workspace, &read_if_exists));
     for path in own_files()? {
         violations.extend(text::check(&path, &read_if_exists(&path).unwrap_or_default(), &exists));

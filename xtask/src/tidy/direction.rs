@@ -1,6 +1,6 @@
 //! Rules about which crate may stand on which: the arrows of ARCHITECTURE.md.
 
-use std::collections::{BTreeMap, VecDeque};
+use std::collections::{BTreeMap, BTreeSet, VecDeque};
 
 use super::Violation;
 use crate::workspace::{Graph, Package, Workspace};
@@ -50,6 +50,30 @@ fn makes_tensors(package: &Package, dependency: &str) -> bool {
 fn enabled_by<'a>(package: &'a Package, dependency: &str) -> impl Iterator<Item = &'a String> {
     let dependency = format!("dep:{dependency}");
     package.features.iter().filter(move |(_, enables)| enables.contains(&dependency)).map(|(name, _)| name)
+}
+
+/// The page that says what a user of the umbrella gets beyond candle's own dependencies.
+pub(super) const ARCHITECTURE: &str = "ARCHITECTURE.md";
+
+/// Which packages the umbrella brings beyond candle's own that the page does not name.
+pub(super) fn unnamed(workspace: &Workspace, page: &str) -> Vec<Violation> {
+    let of_candle = reachable(&workspace.graph, "candle-nn");
+    let ours: BTreeSet<&str> = workspace.packages.iter().map(|package| package.name.as_str()).collect();
+    let brought = reachable(&workspace.graph, "candle-distributed").into_iter();
+    let extra = brought.filter(|name| !of_candle.contains(name) && !ours.contains(name));
+    let unnamed = extra.filter(|name| !page.contains(&format!("`{name}`")));
+    let rule =
+        |name| format!("`candle-distributed` brings `{name}`, which candle does not, and this page does not name it");
+    unnamed.map(|name| Violation::new(ARCHITECTURE, 1, rule(name))).collect()
+}
+
+/// A package and everything it stands on.
+fn reachable<'a>(graph: &'a Graph, from: &'a str) -> BTreeSet<&'a str> {
+    let (mut reached, mut queue) = (BTreeSet::from([from]), VecDeque::from([from]));
+    while let Some(name) = queue.pop_front() {
+        queue.extend(graph.get(name).into_iter().flatten().map(String::as_str).filter(|next| reached.insert(next)));
+    }
+    reached
 }
 
 /// The shortest way from one package to another, both included.
@@ -118,6 +142,24 @@ mod tests {
         let graph = Graph::from([("helper".to_owned(), ["candle-core".to_owned()].into())]);
         let workspace = Workspace { packages: vec![package], graph, target_dir: PathBuf::new() };
         check(&workspace).into_iter().map(|violation| violation.rule).collect()
+    }
+
+    #[test]
+    fn what_the_umbrella_brings_must_be_named() {
+        let edge = |from: &str, to: &[&str]| (from.to_owned(), to.iter().map(ToString::to_string).collect());
+        let graph = Graph::from([
+            edge("candle-nn", &["candle-core"]),
+            edge("candle-distributed", &["mesh", "candle-nn"]),
+            edge("mesh", &["candle-core", "pins", "tables"]),
+            edge("tables", &["widths"]),
+        ]);
+        let workspace = Workspace { packages: vec![package("mesh", &[], &[])], graph, target_dir: PathBuf::new() };
+        let rules = |page| unnamed(&workspace, page).into_iter().map(|violation| violation.rule).collect::<Vec<_>>();
+        // The umbrella is a package of ours in the real workspace.
+        let missing = rules("`candle-distributed` `pins` `tables`");
+        assert_eq!(missing.len(), 1);
+        assert!(missing[0].contains("`widths`"));
+        assert!(rules("`candle-distributed` `pins` `tables` `widths`").is_empty());
     }
 
     #[test]
