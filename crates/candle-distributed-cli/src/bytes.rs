@@ -1,4 +1,6 @@
-//! Numbers of bytes, as people write and read them.
+//! Numbers, above all of bytes, as people write and read them.
+
+use std::iter;
 
 /// Bytes as a number with or without a unit.
 pub(crate) fn parse(text: &str) -> Result<u64, String> {
@@ -23,6 +25,14 @@ pub(crate) fn parse(text: &str) -> Result<u64, String> {
 pub(crate) fn binary(bytes: u128) -> String {
     let scale = Scale::of(bytes);
     format!("{} {}", scale.number(bytes, 2), scale.unit)
+}
+
+/// Digits in groups of three.
+pub(crate) fn grouped(number: u128) -> String {
+    let digits = number.to_string();
+    let (first, rest) = digits.split_at((digits.len() - 1) % 3 + 1);
+    let groups = (0..rest.len()).step_by(3).map(|start| &rest[start..start + 3]);
+    iter::once(first).chain(groups).collect::<Vec<_>>().join(",")
 }
 
 /// A binary unit.
@@ -62,6 +72,13 @@ mod tests {
         for (bytes, text) in [(0, "0.00 B"), (1023, "1023.00 B"), (497_759_232, "474.70 MiB"), (1 << 71, "2048.00 EiB")]
         {
             assert_eq!(binary(bytes), text);
+        }
+    }
+
+    #[test]
+    fn digits_stand_in_groups() {
+        for (number, text) in [(0, "0"), (999, "999"), (1000, "1,000"), (16_060_522_496, "16,060,522,496")] {
+            assert_eq!(grouped(number), text);
         }
     }
 

@@ -10,6 +10,8 @@ use crate::error::Error;
 pub(crate) const NUMBERS: &str = "it is a text file of numbers, one for each sample, separated by white space";
 pub(crate) const LENGTHS: &str =
     "--lengths is a text file of whole numbers, one for each sequence, separated by white space; - is standard input";
+pub(crate) const JSON_LINES: &str = "each line of a .jsonl file is a JSON string, or an object whose `text` is one";
+pub(crate) const RUN: &str = "candle-distributed train --out DIR makes a run in DIR; without --out it lies under runs";
 pub(crate) const MODEL: &str = "a model is a .safetensors file, a model.safetensors.index.json, a folder with either, or a \
                                 manifest such as {\"w\": {\"dtype\": \"F32\", \"shape\": [10, 4]}}";
 pub(crate) const RULES: &str = "rules are such as {\"rules\": [{\"pattern\": \"*.bias\", \"choice\": \"replicate\"}], \"default\": {\"full\": \"dim0\"}}";

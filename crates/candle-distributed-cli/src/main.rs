@@ -11,6 +11,7 @@ mod help;
 mod hint;
 mod input;
 mod output;
+mod picture;
 mod threads;
 mod train;
 
@@ -45,6 +46,7 @@ enum Command {
     Batch(commands::batch::Args),
     Plan(commands::plan::Args),
     Train(commands::train::Args),
+    Report(commands::report::Args),
     Mesh(commands::mesh::Args),
     Completions(commands::completions::Args),
     Man(commands::man::Args),
@@ -75,6 +77,7 @@ fn run(command: Command) -> Result<()> {
         Command::Batch(args) => commands::batch::run(&args),
         Command::Plan(args) => commands::plan::run(&args),
         Command::Train(args) => commands::train::run(&args),
+        Command::Report(args) => commands::report::run(&args),
         Command::Mesh(args) => commands::mesh::run(&args),
         Command::Completions(args) => commands::completions::run(&args),
         Command::Man(args) => commands::man::run(&args),

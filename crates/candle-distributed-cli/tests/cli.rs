@@ -786,6 +786,7 @@ fn train_that_is_interrupted_saves_itself_and_says_how_to_go_on() {
     assert!(said.contains("--resume"), "{said}");
     let checkpoints: Vec<_> = fs::read_dir(out.join("checkpoints")).unwrap().collect();
     assert_eq!(checkpoints.len(), 1);
+    assert!(fs::read_to_string(out.join("loss.svg")).unwrap().contains("<circle "));
 }
 
 #[test]
@@ -817,6 +818,8 @@ fn train_refuses_bad_input_and_never_overwrites_a_run() {
     refuses(&["train", "--device", "cuda", "--world-size", "1"], &["device 0"]);
     refuses(&["train", "--checkpoint-every", "0"], &["0 steps"]);
     refuses(&["train", "--resume"], &["--out"]);
+    let (_dir, lines) = file("texts.jsonl", "\"right\"\n\n{\"text\": 3}\n");
+    refuses(&["train", "--data", &lines], &["line 3 of ", "texts.jsonl", "hint: "]);
     let dir = tempfile::tempdir().unwrap();
     for kept in ["metrics.jsonl", "model.safetensors"] {
         let path = dir.path().join(kept);

@@ -38,6 +38,9 @@ fn home() -> tempfile::TempDir {
     let header = r#"{"h.0.w": {"dtype": "F32", "shape": [64, 4], "data_offsets": [0, 1024]}}"#;
     let model = [&(header.len() as u64).to_le_bytes()[..], header.as_bytes(), &[0; 1024]].concat();
     fs::write(home.path().join("model.safetensors"), model).unwrap();
+    let run = r#"{"format_version": 1, "seed": 0, "steps": 7, "data": null, "text": "", "max_tokens": 4096}"#;
+    fs::create_dir_all(home.path().join("runs/0001")).unwrap();
+    fs::write(home.path().join("runs/0001/run.json"), run).unwrap();
     for folder in [".config/fish/completions", ".zfunc"] {
         fs::create_dir_all(home.path().join(folder)).unwrap();
     }
@@ -63,7 +66,9 @@ fn every_example_works_as_it_stands() {
             assert!(output.status.success(), "{example}: {}", String::from_utf8_lossy(&output.stderr));
         }
     }
-    for made in ["packed.svg", "plan.json", "candle-distributed.1", ".zfunc/_candle-distributed"] {
+    for made in
+        ["packed.svg", "plan.json", "runs/0001/report.html", "candle-distributed.1", ".zfunc/_candle-distributed"]
+    {
         assert!(fs::metadata(home.path().join(made)).unwrap().len() > 100, "{made}");
     }
 }

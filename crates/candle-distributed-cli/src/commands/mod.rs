@@ -5,5 +5,6 @@ pub(crate) mod completions;
 pub(crate) mod man;
 pub(crate) mod mesh;
 pub(crate) mod plan;
+pub(crate) mod report;
 pub(crate) mod sample;
 pub(crate) mod train;

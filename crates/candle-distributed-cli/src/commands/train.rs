@@ -5,12 +5,13 @@ use std::{
     sync::atomic::Ordering,
 };
 
+use candle_core::Device;
 use candle_distributed::{
-    mesh::{self, Checkpoint, Checkpoints, DeviceMesh},
-    plan::{CostModel, Full, PlanReport, ShardingStrategy},
+    mesh::{Checkpoint, Checkpoints, DeviceMesh},
+    plan::{CostModel, ParameterInfo, PlanReport},
     types::{Placement, Rank, Seed, WorldSize},
 };
-use candle_nn::{VarBuilder, VarMap};
+use candle_nn::VarBuilder;
 
 use crate::{
     devices::{DEFAULT_WORLD_SIZE, DeviceArgs},
@@ -19,11 +20,12 @@ use crate::{
     output,
     train::{
         corpus::Corpus,
-        data::{self, Schedule},
+        data::{self, INIT_STREAM, Schedule},
         journal::Journal,
         model::Transformer,
         parameters,
-        run_dir::{self, RunDir, Settings},
+        run_dir::{self, RunDir, Session, Settings},
+        sharding::{self, Needs},
         trainer::{self, Job, STOP},
     },
 };
@@ -35,13 +37,15 @@ use crate::{
     "candle-distributed train"
     "# On the text files of a folder"
     "candle-distributed train --data docs --world-size 2 --steps 100 --out docs-run"
+    "# On the texts of a .jsonl file: each line is a JSON string, or an object whose `text` is one"
+    "candle-distributed train --data texts.jsonl --steps 100"
     "# After a crash: from the last checkpoint on, here on more devices"
     "candle-distributed train --out docs-run --resume --world-size 4"
     "# What would its model cost on 8 ranks?"
     "candle-distributed plan docs-run --world-size 8"
 ])]
 pub(crate) struct Args {
-    /// Text file, or folder of text files [default: this program's own sources]
+    /// Text file, .jsonl file, or folder of such files [default: this program's own sources]
     #[arg(long, value_name = "PATH")]
     data: Option<PathBuf>,
     #[command(flatten)]
@@ -63,10 +67,6 @@ pub(crate) struct Args {
     checkpoint_every: u64,
 }
 
-/// What the run's randomness is for; each purpose has a stream of its own.
-const INIT_STREAM: u64 = 0;
-const ORDER_STREAM: u64 = 1;
-
 const DEFAULT_STEPS: u64 = 400;
 
 pub(crate) fn run(args: &Args) -> Result<()> {
@@ -87,6 +87,8 @@ pub(crate) fn run(args: &Args) -> Result<()> {
         data,
         text: corpus.fingerprint(),
         max_tokens: data::max_tokens(place.placement.world_size()),
+        model: Some(trainer::MODEL),
+        sessions: vec![],
     };
     let settings = known.map_or(Ok(begun.clone()), |known| args.agreed(begun, known))?;
     if settings.steps == 0 {
@@ -96,15 +98,15 @@ pub(crate) fn run(args: &Args) -> Result<()> {
     args.devices.run_on(place, grid, |mesh| {
         // Whoever cannot be told when to stop is ended at once, as any program.
         drop(ctrlc::set_handler(|| STOP.store(true, Ordering::Relaxed)));
-        args.train(mesh, place.placement, &settings, &corpus)
+        args.train(mesh, place.placement, settings, &corpus)
     })
 }
 
 impl Args {
     /// Trains, and reports if this process is the first.
-    fn train(&self, mesh: &DeviceMesh, placement: Placement, settings: &Settings, corpus: &Corpus) -> Result<()> {
+    fn train(&self, mesh: &DeviceMesh, placement: Placement, settings: Settings, corpus: &Corpus) -> Result<()> {
         let (seed, steps) = (Seed::new(settings.seed), settings.steps);
-        let schedule = Schedule::new(corpus, seed.derive(ORDER_STREAM), settings.max_tokens)?;
+        let schedule = Schedule::of(&settings, corpus)?;
         let build = |vb: VarBuilder<'_>| Transformer::new(trainer::MODEL, &vb);
         let vars = parameters::initialized(seed.derive(INIT_STREAM), &mesh.devices()[0], build)?;
         let checkpoint = match self.resumed() {
@@ -112,9 +114,11 @@ impl Args {
             None => None,
         };
         let first = checkpoint.as_ref().map_or(0, Checkpoint::step);
+        let parameters = sharding::parameters_in(&vars)?;
         let (number, run_dir) = if placement.rank() == Rank::ZERO {
-            let run_dir = self.run_dir(settings, first)?;
-            print_plan(&vars, placement.world_size())?;
+            let settings = settings.with_session(session(mesh, placement, first));
+            let run_dir = self.run_dir(&settings, first)?;
+            print_plan(&parameters, placement.world_size())?;
             let first_epoch = schedule.first_epoch()?;
             output::text(|out| writeln!(out, "each epoch: {first_epoch}"))?;
             run_dir
@@ -125,7 +129,8 @@ impl Args {
             Some(out) => out.clone(),
             None => run_dir::numbered(trainer::largest(mesh, number)?),
         };
-        let journal = run_dir.map(|run_dir| Journal::new(first, steps, run_dir));
+        let needs = Needs::of(&parameters, placement.world_size())?;
+        let journal = run_dir.map(|run_dir| Journal::new(first, steps, run_dir, needs));
         let (schedule, checkpoint_every) = (&schedule, self.checkpoint_every);
         Job { mesh, corpus, schedule, steps, checkpoint_every, path: &path, checkpoint }.run(&vars, journal)
     }
@@ -156,15 +161,25 @@ impl Args {
         if asked.text != known.text {
             return Err(Error::Usage("the text is not the one that the run was begun with".into()));
         }
-        Ok(Settings { data: asked.data, ..known })
+        // Checkpoints of another model would be refused.
+        Ok(Settings { data: asked.data, model: asked.model, ..known })
+    }
+}
+
+/// Where this process runs after `first_step` steps.
+fn session(mesh: &DeviceMesh, placement: Placement, first_step: u64) -> Session {
+    Session {
+        first_step,
+        world_size: placement.world_size().as_u64(),
+        devices_here: mesh.devices().len() as u64,
+        on_processors: mesh.devices().iter().all(Device::is_cpu),
+        peak_bytes: None,
     }
 }
 
 /// Prints what each rank would hold of the model if its parameters were sharded.
-fn print_plan(vars: &VarMap, world_size: WorldSize) -> Result<()> {
-    let vars = parameters::by_name(vars)?;
-    let infos = mesh::parameter_infos(vars.iter().map(|(name, var)| (name, var.as_tensor())))?;
-    let plan = Full::default().plan(&infos, world_size)?;
+fn print_plan(parameters: &[ParameterInfo], world_size: WorldSize) -> Result<()> {
+    let plan = sharding::plan(parameters, world_size)?;
     let report = PlanReport::new(&plan, &CostModel::default(), None)?;
     output::text(|out| writeln!(out, "{report}"))
 }

@@ -6,8 +6,12 @@ use std::{
 };
 
 use candle_distributed::types::Seed;
+use serde::Deserialize;
 
-use crate::error::{Error, Result};
+use crate::{
+    error::{Error, Result},
+    hint,
+};
 
 /// The longest sequence, in bytes.
 pub(crate) const MAX_SEQUENCE_LENGTH: usize = 129;
@@ -25,7 +29,7 @@ macro_rules! own_sources {
     };
 }
 
-const EMBEDDED: [(&str, &str); 39] = own_sources![
+const EMBEDDED: [(&str, &str); 49] = own_sources![
     "README.md",
     "src/bytes.rs",
     "src/commands/batch/args.rs",
@@ -46,6 +50,11 @@ const EMBEDDED: [(&str, &str); 39] = own_sources![
     "src/commands/plan/svg/panel.rs",
     "src/commands/plan/svg/words.rs",
     "src/commands/plan/svg.rs",
+    "src/commands/report/coverage.rs",
+    "src/commands/report/facts.rs",
+    "src/commands/report/mod.rs",
+    "src/commands/report/page.rs",
+    "src/commands/report/style.css",
     "src/commands/sample/mixture.rs",
     "src/commands/sample.rs",
     "src/commands/train.rs",
@@ -56,14 +65,19 @@ const EMBEDDED: [(&str, &str); 39] = own_sources![
     "src/input.rs",
     "src/main.rs",
     "src/output.rs",
+    "src/picture.rs",
     "src/threads.rs",
     "src/train/corpus.rs",
+    "src/train/curve.rs",
     "src/train/data.rs",
     "src/train/journal.rs",
+    "src/train/memory.rs",
+    "src/train/metrics.rs",
     "src/train/mod.rs",
     "src/train/model.rs",
     "src/train/parameters.rs",
     "src/train/run_dir.rs",
+    "src/train/sharding.rs",
     "src/train/trainer.rs",
 ];
 
@@ -73,14 +87,15 @@ impl Corpus {
         Self::new(EMBEDDED.iter().map(|(_, text)| *text))
     }
 
-    /// The text files under `path`, in the order of their names; or `path` itself, if it is a file.
+    /// The text files under `path`, in the order of their names; or `path` itself, if it is a file. A file whose name ends
+    /// in `.jsonl` holds a text in each line.
     ///
     /// Hidden files and files that are not UTF-8 are passed over.
     pub(crate) fn read(path: &Path) -> Result<Self> {
         let mut files = Vec::new();
         list_files(path, &mut files).map_err(|source| Error::Read { path: path.into(), source })?;
-        let texts = files.iter().filter_map(|file| read_text(file).transpose()).collect::<Result<Vec<String>>>()?;
-        let corpus = Self::new(texts.iter().map(String::as_str));
+        let texts: Vec<Vec<String>> = files.iter().map(|file| read_texts(file)).collect::<Result<_>>()?;
+        let corpus = Self::new(texts.iter().flatten().map(String::as_str));
         if corpus.sequences.is_empty() {
             return Err(Error::Usage(format!("no text to learn from in {}", path.display())));
         }
@@ -131,10 +146,33 @@ fn is_hidden(path: &Path) -> bool {
     path.file_name().is_some_and(|name| name.as_encoded_bytes().starts_with(b"."))
 }
 
-/// The text of a file, or `None` if it holds something else.
-fn read_text(path: &Path) -> Result<Option<String>> {
+/// The texts of a file, none if it holds something else.
+fn read_texts(path: &Path) -> Result<Vec<String>> {
     let bytes = fs::read(path).map_err(|source| Error::Read { path: path.into(), source })?;
-    Ok(String::from_utf8(bytes).ok())
+    match String::from_utf8(bytes) {
+        Ok(text) if path.extension().is_some_and(|extension| extension == "jsonl") => texts_in_lines(&text, path),
+        text => Ok(text.into_iter().collect()),
+    }
+}
+
+/// A line of a `.jsonl` file.
+#[derive(Deserialize)]
+#[serde(untagged)]
+enum Line {
+    Text(String),
+    Object { text: String },
+}
+
+/// The texts of the lines that are not blank; `path` names the file if a line is wrong.
+fn texts_in_lines(lines: &str, path: &Path) -> Result<Vec<String>> {
+    let text = |(number, line): (usize, &str)| match serde_json::from_str(line) {
+        Ok(Line::Text(text) | Line::Object { text }) => Ok(text),
+        Err(_) => {
+            let wrong = Error::Usage(format!("line {} of {} holds no text: {line:.40?}", number + 1, path.display()));
+            Err(wrong.hinted(hint::JSON_LINES))
+        }
+    };
+    lines.lines().enumerate().filter(|(_, line)| !line.trim().is_empty()).map(text).collect()
 }
 
 #[cfg(test)]
@@ -172,6 +210,22 @@ mod tests {
         }
         let corpus = Corpus::read(dir.path()).unwrap();
         assert_eq!(corpus.sequences, [&b"first"[..], b"second", b"third"]);
+    }
+
+    #[test]
+    fn lines_of_json_are_texts() {
+        let dir = tempfile::tempdir().unwrap();
+        let lines = "\"first\"\n\n  \n{\"id\": 3, \"text\": \"second\\n\\nthird\"}\r\n\"\"\n";
+        fs::write(dir.path().join("a.jsonl"), lines).unwrap();
+        fs::write(dir.path().join("b.json"), "[1]").unwrap();
+        let corpus = Corpus::read(dir.path()).unwrap();
+        assert_eq!(corpus.sequences, [&b"first"[..], b"second", b"third", b"[1]"]);
+        for wrong in ["3", "{\"text\": 3}", "{}", "[\"text\"]", "\"text", "first"] {
+            let path = dir.path().join("wrong.jsonl");
+            fs::write(&path, format!("\"right\"\n\n{wrong}\n")).unwrap();
+            let error = Corpus::read(&path).unwrap_err().to_string();
+            assert!(error.starts_with("line 3 of ") && error.contains("wrong.jsonl"), "{wrong}: {error}");
+        }
     }
 
     #[test]

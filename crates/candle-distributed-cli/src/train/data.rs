@@ -12,14 +12,21 @@ use candle_distributed::{
 
 use crate::{
     error::Result,
-    train::corpus::{Corpus, MAX_SEQUENCE_LENGTH},
+    train::{
+        corpus::{Corpus, MAX_SEQUENCE_LENGTH},
+        run_dir::Settings,
+    },
 };
 
 /// The most padded tokens in a batch, over all devices.
 const MAX_TOKENS: u64 = 4096;
 
 /// How many lengths share a batch.
-const BUCKET_WIDTH: u64 = 16;
+pub(crate) const BUCKET_WIDTH: u64 = 16;
+
+/// What the randomness of a run is for; each purpose has a stream of its own.
+pub(crate) const INIT_STREAM: u64 = 0;
+const ORDER_STREAM: u64 = 1;
 
 /// What the randomness of a run's order is for; each purpose has a stream of its own.
 const SEQUENCE_STREAM: u64 = 0;
@@ -63,9 +70,19 @@ impl Schedule {
         Ok(Self { order, batches: DistributedBatchSampler::new(batches, Placement::SINGLE, shuffled)? })
     }
 
+    /// That of a run.
+    pub(crate) fn of(settings: &Settings, corpus: &Corpus) -> Result<Self> {
+        Self::new(corpus, Seed::new(settings.seed).derive(ORDER_STREAM), settings.max_tokens)
+    }
+
     /// How the first epoch is batched.
     pub(crate) fn first_epoch(&self) -> Result<PaddingReport> {
         Ok(self.epoch(Epoch::ZERO)?.report())
+    }
+
+    /// The batches of the first epoch.
+    pub(crate) fn first_batches(&self) -> Result<Vec<Batch>> {
+        Ok(self.epoch(Epoch::ZERO)?.map(|step| step.batch).collect())
     }
 
     /// Batch after batch, from where `state` was or from the first, without end but for an error.

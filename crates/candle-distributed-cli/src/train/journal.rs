@@ -3,31 +3,17 @@
 use candle_distributed::batch::{Batch, PaddingReport};
 use candle_nn::VarMap;
 use indicatif::{ProgressBar, ProgressStyle};
-use serde::Serialize;
 
-use crate::{error::Result, output, train::run_dir::RunDir};
-
-/// What is known of one step; one line of `metrics.jsonl`.
-#[derive(Clone, Copy, Debug, Serialize)]
-pub(crate) struct StepMetrics {
-    step: u64,
-    epoch: u64,
-    /// Mean cross-entropy of the predictions of this step, in nats a byte.
-    loss: f32,
-    learning_rate: f64,
-    sequences: u64,
-    real_tokens: u64,
-    padded_tokens: u64,
-    /// Seconds from the begin of the session's first step to the end of this one.
-    seconds: f64,
-}
-
-impl StepMetrics {
-    pub(crate) fn new(step: u64, epoch: u64, loss: f32, learning_rate: f64, batch: &Batch, seconds: f64) -> Self {
-        let (sequences, real_tokens, padded_tokens) = (batch.len() as u64, batch.real_tokens, batch.padded_tokens());
-        Self { step, epoch, loss, learning_rate, sequences, real_tokens, padded_tokens, seconds }
-    }
-}
+use crate::{
+    error::Result,
+    output,
+    train::{
+        memory::Memory,
+        metrics::{MeanLoss, StepMetrics},
+        run_dir::RunDir,
+        sharding::Needs,
+    },
+};
 
 /// How many lines a run prints on its way.
 const LINES: u64 = 10;
@@ -36,6 +22,8 @@ const LINES: u64 = 10;
 #[derive(Debug)]
 pub(crate) struct Journal {
     run_dir: RunDir,
+    /// What the model needs.
+    needs: Needs,
     bar: ProgressBar,
     steps: u64,
     padding: PaddingReport,
@@ -48,13 +36,13 @@ pub(crate) struct Journal {
 
 impl Journal {
     /// A journal of the steps from `first` up to `steps` in `run_dir`; it draws a progress bar if stderr is a terminal.
-    pub(crate) fn new(first: u64, steps: u64, run_dir: RunDir) -> Self {
+    pub(crate) fn new(first: u64, steps: u64, run_dir: RunDir, needs: Needs) -> Self {
         let style = ProgressStyle::with_template("{bar:30} step {pos}/{len}, {msg}, {eta} left");
         let bar = ProgressBar::new(steps)
             .with_position(first)
             .with_style(style.unwrap_or_else(|_| ProgressStyle::default_bar()));
         let (padding, recent) = (PaddingReport::default(), MeanLoss::default());
-        Self { run_dir, bar, steps, padding, first: None, recent, seconds: 0.0 }
+        Self { run_dir, needs, bar, steps, padding, first: None, recent, seconds: 0.0 }
     }
 
     /// Records one more step, made of `batch`.
@@ -65,7 +53,7 @@ impl Journal {
         if self.is_line(step.step) {
             self.recent = MeanLoss::default();
         }
-        self.recent.add(step.loss, step.real_tokens - step.sequences);
+        self.recent.add(step);
         self.seconds = step.seconds;
         let status = format!("loss {:.3}, {:.0} tokens/s", self.recent.mean(), self.tokens_per_second());
         self.bar.set_message(status.clone());
@@ -83,10 +71,12 @@ impl Journal {
     }
 
     /// Saves the parameters and prints what became of the run.
-    pub(crate) fn finish(&self, vars: &VarMap) -> Result<()> {
+    pub(crate) fn finish(&mut self, vars: &VarMap) -> Result<()> {
         self.run_dir.save(vars)?;
+        self.pause()?;
         self.bar.finish_and_clear();
         let last = self.recent.mean();
+        let memory = self.run_dir.session().and_then(|session| Memory::of(session, self.needs));
         output::text(|out| {
             if let Some((step, loss)) = self.first {
                 let number = step + 1;
@@ -97,29 +87,19 @@ impl Journal {
                 )?;
             }
             writeln!(out, "{}", self.padding)?;
+            if let Some(memory) = memory {
+                writeln!(out, "{memory}")?;
+            }
             writeln!(out, "metrics and model are in {}", self.run_dir.path().display())
         })
     }
 
+    /// Leaves with the run what is known of this session.
+    pub(crate) fn pause(&mut self) -> Result<()> {
+        self.run_dir.end_session()
+    }
+
     fn tokens_per_second(&self) -> f64 {
         self.padding.real_tokens as f64 / self.seconds
-    }
-}
-
-/// The mean loss of several steps, each weighted by the number of its predictions.
-#[derive(Clone, Copy, Debug, Default)]
-struct MeanLoss {
-    sum: f64,
-    predictions: u64,
-}
-
-impl MeanLoss {
-    fn add(&mut self, loss: f32, predictions: u64) {
-        self.sum += f64::from(loss) * predictions as f64;
-        self.predictions += predictions;
-    }
-
-    fn mean(self) -> f64 {
-        self.sum / self.predictions as f64
     }
 }

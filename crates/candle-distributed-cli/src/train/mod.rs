@@ -1,9 +1,13 @@
 //! The training job of the `train` command: a byte-level transformer that learns to continue text.
 
 pub(crate) mod corpus;
+pub(crate) mod curve;
 pub(crate) mod data;
 pub(crate) mod journal;
+pub(crate) mod memory;
+pub(crate) mod metrics;
 pub(crate) mod model;
 pub(crate) mod parameters;
 pub(crate) mod run_dir;
+pub(crate) mod sharding;
 pub(crate) mod trainer;

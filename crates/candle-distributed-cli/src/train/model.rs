@@ -2,9 +2,10 @@
 
 use candle_core::{D, Device, IndexOp, Result, Tensor};
 use candle_nn::{Embedding, Linear, Module, RmsNorm, VarBuilder, embedding, linear_no_bias, ops, rms_norm};
+use serde::{Deserialize, Serialize};
 
 /// The sizes of a transformer.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct Config {
     /// Number of different tokens.
     pub(crate) vocabulary: usize,

@@ -12,12 +12,13 @@ use serde_json::Value;
 
 use crate::{
     error::{Error, Result},
-    train::parameters,
+    train::{curve, memory, metrics::Metrics, model::Config, parameters},
 };
 
 const SETTINGS: &str = "run.json";
 const METRICS: &str = "metrics.jsonl";
 const MODEL: &str = "model.safetensors";
+const CURVE: &str = "loss.svg";
 const CHECKPOINTS: &str = "checkpoints";
 
 /// What makes a run the same run when it is gone on with.
@@ -31,6 +32,27 @@ pub(crate) struct Settings {
     /// A number of that text, in hexadecimal digits.
     pub(crate) text: String,
     pub(crate) max_tokens: u64,
+    /// The sizes of the model; runs of earlier versions do not tell them.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub(crate) model: Option<Config>,
+    /// Where it ran, in order; runs of earlier versions do not tell it.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub(crate) sessions: Vec<Session>,
+}
+
+/// A part of a run, from its begin or from where it was gone on with.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub(crate) struct Session {
+    /// How many steps were done before it.
+    pub(crate) first_step: u64,
+    pub(crate) world_size: u64,
+    /// How many of these devices the process had that writes this.
+    pub(crate) devices_here: u64,
+    /// Whether they were processors, whose memory is that of the process.
+    pub(crate) on_processors: bool,
+    /// The most memory that the process had, if it came to an orderly end and the system tells.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub(crate) peak_bytes: Option<u64>,
 }
 
 impl Settings {
@@ -47,6 +69,19 @@ impl Settings {
             Err(source) => Err(Error::Read { path, source }),
         }
     }
+
+    fn write(&self, path: &Path) -> Result<()> {
+        let path = path.join(SETTINGS);
+        let text = serde_json::to_string_pretty(self).map_err(io::Error::from);
+        replace(&path, text.map_err(|source| Error::Write { path: path.clone(), source })?.as_bytes())
+    }
+
+    /// The same, with another session after those whose steps are kept.
+    pub(crate) fn with_session(mut self, session: Session) -> Self {
+        self.sessions.retain(|earlier| earlier.first_step < session.first_step);
+        self.sessions.push(session);
+        self
+    }
 }
 
 /// The folder of run `number`, of those that were given no folder.
@@ -59,6 +94,11 @@ pub(crate) fn checkpoints(path: &Path) -> PathBuf {
     path.join(CHECKPOINTS)
 }
 
+/// The steps of the run in `path`.
+pub(crate) fn metrics(path: &Path) -> Result<Metrics> {
+    Metrics::read(&path.join(METRICS))
+}
+
 /// Whether the run in `path` has come to its end.
 pub(crate) fn is_complete(path: &Path) -> bool {
     path.join(MODEL).exists()
@@ -68,6 +108,8 @@ pub(crate) fn is_complete(path: &Path) -> bool {
 #[derive(Debug)]
 pub(crate) struct RunDir {
     path: PathBuf,
+    /// The last of its sessions is this one.
+    settings: Settings,
     metrics: File,
 }
 
@@ -119,15 +161,27 @@ impl RunDir {
     }
 
     fn open(path: &Path, settings: &Settings, metrics: File) -> Result<Self> {
-        let text = serde_json::to_string_pretty(settings).map_err(io::Error::from);
-        let text = text.map_err(|source| Error::Write { path: path.join(SETTINGS), source })?;
-        replace(&path.join(SETTINGS), text.as_bytes())?;
-        Ok(Self { path: path.into(), metrics })
+        settings.write(path)?;
+        Ok(Self { path: path.into(), settings: settings.clone(), metrics })
     }
 
     /// The folder.
     pub(crate) fn path(&self) -> &Path {
         &self.path
+    }
+
+    /// This session, if it is known.
+    pub(crate) fn session(&self) -> Option<&Session> {
+        self.settings.sessions.last()
+    }
+
+    /// Adds to the settings how much memory this session took, and draws how the run went so far.
+    pub(crate) fn end_session(&mut self) -> Result<()> {
+        if let Some(session) = self.settings.sessions.last_mut().filter(|session| session.on_processors) {
+            session.peak_bytes = memory::peak_bytes();
+        }
+        self.settings.write(&self.path)?;
+        replace(&self.path.join(CURVE), curve::draw(&metrics(&self.path)?)?.as_bytes())
     }
 
     /// Appends one line to the metrics.
@@ -169,8 +223,21 @@ fn replace(path: &Path, bytes: &[u8]) -> Result<()> {
 mod tests {
     use super::*;
 
+    fn session(first_step: u64) -> Session {
+        Session { first_step, world_size: 2, devices_here: 2, on_processors: true, peak_bytes: None }
+    }
+
     fn settings() -> Settings {
-        Settings { format_version: 1, seed: 7, steps: 20, data: None, text: String::new(), max_tokens: 4096 }
+        Settings {
+            format_version: 1,
+            seed: 7,
+            steps: 20,
+            data: None,
+            text: String::new(),
+            max_tokens: 4096,
+            model: None,
+            sessions: vec![session(0)],
+        }
     }
 
     #[test]
@@ -187,6 +254,18 @@ mod tests {
         assert!(matches!(RunDir::create(&model, &settings()), Err(Error::Hinted { .. })));
         let file = RunDir::create(&model.join(MODEL), &settings());
         assert!(matches!(file, Err(Error::Write { .. })), "a file is no folder");
+    }
+
+    #[test]
+    fn settings_of_earlier_versions_are_read_and_forgotten_sessions_forgotten() {
+        let parent = tempfile::tempdir().unwrap();
+        let earlier = r#"{"format_version": 1, "seed": 7, "steps": 20, "data": null, "text": "", "max_tokens": 4096}"#;
+        fs::write(parent.path().join(SETTINGS), earlier).unwrap();
+        let known = Settings::read(parent.path()).unwrap().unwrap();
+        assert_eq!(known, Settings { sessions: vec![], ..settings() });
+
+        let resumed = [0, 8, 12, 8].into_iter().fold(known, |known, step| known.with_session(session(step)));
+        assert_eq!(resumed.sessions, [session(0), session(8)]);
     }
 
     #[test]

@@ -18,7 +18,8 @@ use crate::{
     train::{
         corpus::{Corpus, MAX_SEQUENCE_LENGTH},
         data::{self, Schedule},
-        journal::{Journal, StepMetrics},
+        journal::Journal,
+        metrics::StepMetrics,
         model::{Config, Transformer},
         run_dir,
     },
@@ -79,12 +80,13 @@ impl Job<'_> {
                 checkpoints.save(self.mesh, done, &model.state_dict(), &state)?;
             }
             if is_stopped {
+                journal.as_mut().map_or(Ok(()), Journal::pause)?;
                 let path = self.path.display();
                 let hint = format!("to go on: candle-distributed train --out {path} --resume");
                 return Err(Error::Stopped { done, steps: self.steps }.hinted(hint));
             }
         }
-        journal.map_or(Ok(()), |journal| journal.finish(vars))
+        journal.map_or(Ok(()), |mut journal| journal.finish(vars))
     }
 }
 

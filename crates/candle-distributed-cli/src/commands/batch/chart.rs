@@ -1,42 +1,31 @@
 //! A drawing of what batches are made of: how long the sequences are, and where the padding is.
 
-use std::{collections::BTreeMap, io};
+use std::collections::BTreeMap;
 
 use candle_distributed::batch::{Batch, PaddingReport};
-use plotters::{
-    coord::{Shift, types::RangedCoordf64},
-    drawing::DrawingAreaErrorKind,
-    prelude::*,
+use plotters::{coord::types::RangedCoordf64, prelude::*};
+
+use crate::{
+    error::Result,
+    picture::{self, Area, BLUE as REAL, Drawn, FAINT, FONT, GRID, INK, ORANGE as PADDING, SKY as LENGTHS, TEXT, tick},
 };
 
-use crate::error::Result;
-
 const SIZE: (u32, u32) = (900, 680);
-const FONT: &str = "sans-serif";
 
 /// How many bars can be told apart, about.
 const N_BINS: u64 = 40;
 
-// Okabe and Ito's colors: readers who confuse red and green can tell them apart, and so can a gray print.
-const LENGTHS: RGBColor = RGBColor(86, 180, 233);
-const REAL: RGBColor = RGBColor(0, 114, 178);
-const PADDING: RGBColor = RGBColor(230, 159, 0);
-
-type Drawn<T = ()> = Result<T, DrawingAreaErrorKind<io::Error>>;
-type Area<'a> = DrawingArea<SVGBackend<'a>, Shift>;
 type Chart<'a, 'b> = ChartContext<'a, SVGBackend<'b>, Cartesian2d<RangedCoordf64, RangedCoordf64>>;
 
 /// An SVG document: above how many of the sequences are how long, below the tokens of the batches by padded length.
-pub(super) fn svg(lengths: &[u64], batches: &[&Batch], report: &PaddingReport) -> Result<String> {
-    let mut document = String::new();
-    draw(&SVGBackend::with_string(&mut document, SIZE).into_drawing_area(), lengths, batches, report)?;
-    Ok(document)
+pub(crate) fn svg(lengths: &[u64], batches: &[&Batch], report: &PaddingReport) -> Result<String> {
+    picture::document(SIZE, |area| draw(&area, lengths, batches, report))
 }
 
 fn draw(area: &Area<'_>, lengths: &[u64], batches: &[&Batch], report: &PaddingReport) -> Drawn {
-    area.fill(&WHITE)?;
     let title = format!("efficiency {:.4}, {} batches", report.efficiency(), report.batches);
-    let (above, below) = area.titled(&title, (FONT, 28))?.split_vertically(SIZE.1 / 2 - 20);
+    let (above, below) =
+        area.titled(&title, TextStyle::from((FONT, 28)).color(&INK))?.split_vertically(SIZE.1 / 2 - 20);
     draw_lengths(&above, lengths)?;
     draw_tokens(&below, batches)?;
     area.present()
@@ -78,7 +67,7 @@ fn draw_tokens(area: &Area<'_>, batches: &[&Batch]) -> Drawn {
     let padding = |(&bin, sum): (&u64, &Tokens)| bins.bar(bin, sum.real as f64, sum.padded as f64, PADDING);
     chart.draw_series(tokens.iter().filter(is_padded).map(padding))?.label("padding").legend(|at| key(at, PADDING));
     let legend = SeriesLabelPosition::UpperLeft;
-    chart.configure_series_labels().position(legend).background_style(WHITE).label_font((FONT, 17)).draw()
+    chart.configure_series_labels().position(legend).background_style(WHITE).label_font((FONT, TEXT, &INK)).draw()
 }
 
 /// The square that names a color.
@@ -108,13 +97,15 @@ fn axes<'a, 'b, T>(
     chart
         .configure_mesh()
         .disable_x_mesh()
+        .bold_line_style(GRID)
         .light_line_style(TRANSPARENT)
+        .axis_style(FAINT)
         .x_desc(x_name)
         .y_desc(y_name)
         .y_labels(n_ticks)
         .x_label_formatter(&tick)
         .y_label_formatter(&tick)
-        .label_style((FONT, 17))
+        .label_style((FONT, TEXT, &INK))
         .draw()?;
     Ok(chart)
 }
@@ -148,19 +139,6 @@ impl Bins {
     }
 }
 
-/// A number on an axis, as short as it fits there.
-#[allow(clippy::trivially_copy_pass_by_ref, reason = "so plotters asks for it")]
-fn tick(value: &f64) -> String {
-    const UNITS: [&str; 7] = ["", "k", "M", "G", "T", "P", "E"];
-
-    let (mut value, mut unit) = (*value, 0);
-    while value >= 1000.0 && unit + 1 < UNITS.len() {
-        value /= 1000.0;
-        unit += 1;
-    }
-    format!("{}{}", (value * 1000.0).round() / 1000.0, UNITS[unit])
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -173,11 +151,5 @@ mod tests {
             assert!(longest < N_BINS || bins.of(longest) >= N_BINS / 2, "{longest}");
         }
         assert_eq!(Bins { width: 5 }.edges(3), (15.0, 20.0));
-    }
-
-    #[test]
-    fn ticks_are_short() {
-        let ticks = [0.0, 0.1 + 0.2, 999.0, 1000.0, 1_250_000.0, 4e18, 4e21].map(|value| tick(&value));
-        assert_eq!(ticks, ["0", "0.3", "999", "1k", "1.25M", "4E", "4000E"]);
     }
 }

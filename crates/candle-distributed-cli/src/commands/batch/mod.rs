@@ -1,7 +1,7 @@
 //! `batch`: sequences of given lengths, put into batches.
 
 mod args;
-mod chart;
+pub(crate) mod chart;
 
 use std::io::{self, Write};
 
@@ -73,7 +73,7 @@ pub(crate) fn run(args: &Args) -> Result<()> {
         FormatArg::Svg => {
             let batches: Vec<&Batch> = answer.batches.iter().map(|entry| &entry.batch).collect();
             let drawing = chart::svg(&lengths, &batches, &answer.report.padding)?;
-            output::text(|out| writeln!(out, "{}", drawing.trim_end()))
+            output::text(|out| out.write_all(drawing.as_bytes()))
         }
     }
 }

@@ -1,8 +1,8 @@
 //! `plan`: which rank owns which part of every parameter of a model, and what that costs.
 
 mod args;
-mod model;
-mod svg;
+pub(crate) mod model;
+pub(crate) mod svg;
 
 use std::io::{self, Write};
 
@@ -77,7 +77,7 @@ fn report(args: &Args, plan: &ShardingPlan, rules: Option<Matches<'_>>) -> Resul
         FormatArg::Json => output::json(&answer),
         FormatArg::Svg => {
             let drawing = svg::draw(plan, answer.report.cost(), args.budget)?;
-            output::text(|out| writeln!(out, "{}", drawing.trim_end()))
+            output::text(|out| out.write_all(drawing.as_bytes()))
         }
     }
 }

@@ -13,7 +13,7 @@ const SINGLE_FILE: &str = "model.safetensors";
 const INDEX: &str = "model.safetensors.index.json";
 
 /// The parameters of whatever kind of model lies at `path`.
-pub(super) fn read(path: &Path) -> Result<Vec<ParameterInfo>> {
+pub(crate) fn read(path: &Path) -> Result<Vec<ParameterInfo>> {
     let parameters = read_by_name(path);
     // Other faults lie within a file of the right kind.
     if let Err(Error::Read { .. }) = parameters { parameters.with_hint(hint::MODEL) } else { parameters }

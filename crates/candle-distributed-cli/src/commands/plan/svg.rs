@@ -11,36 +11,35 @@ use plotters::prelude::*;
 
 use self::{
     columns::{Column, Columns},
-    paint::{AFTER, BELOW, Canvas, Drawn, FAINT, FITS, FONT, INK, LIMIT, fits},
+    paint::{AFTER, BELOW, Canvas, fits},
     panel::Panel,
-    words::grouped,
 };
-use crate::{bytes::binary, error::Result};
+use crate::{
+    bytes::{binary, grouped},
+    error::Result,
+    picture::{self, Drawn, FAINT, FITS, FONT, INK, LIMIT},
+};
 
-const SIZE: (u32, u32) = (1200, 700);
+const SIZE: (u32, u32) = (1000, 700);
 
 /// Where the panels begin and end, the numbers of their axes included. The names of colors are to their right.
 const LEFT: i32 = 14;
-const RIGHT: i32 = 890;
+const RIGHT: i32 = 690;
 
 /// Draws what each rank of `plan` holds: above all of it at its peak, with the memory limit `budget` if there is one,
 /// and below the parameters that it stores, unit by unit.
-pub(super) fn draw(plan: &ShardingPlan, cost: &PlanCost, budget: Option<u64>) -> Result<String> {
+pub(crate) fn draw(plan: &ShardingPlan, cost: &PlanCost, budget: Option<u64>) -> Result<String> {
     let columns = Columns::new(plan, cost)?;
-    let mut document = String::new();
-    let area = SVGBackend::with_string(&mut document, SIZE).into_drawing_area();
-    picture(&Canvas { area, units: &columns.units }, &columns, plan, cost, budget)?;
-    Ok(document)
+    picture::document(SIZE, |area| draw_on(&Canvas { area, units: &columns.units }, &columns, plan, cost, budget))
 }
 
-fn picture(
+fn draw_on(
     canvas: &Canvas<'_, '_>,
     columns: &Columns<'_>,
     plan: &ShardingPlan,
     cost: &PlanCost,
     budget: Option<u64>,
 ) -> Drawn {
-    canvas.area.fill(&WHITE)?;
     heading(canvas, plan, cost, budget)?;
     memory(canvas, columns, budget.map(u128::from))?;
     let panel = parameters(canvas, columns)?;
@@ -57,7 +56,7 @@ fn picture(
 fn heading(canvas: &Canvas<'_, '_>, plan: &ShardingPlan, cost: &PlanCost, budget: Option<u64>) -> Drawn {
     let title = plan.summary();
     // All that a line can hold, if it is long.
-    let size = (2300.0 / title.chars().count() as f64).min(21.0);
+    let size = (1900.0 / title.chars().count() as f64).min(21.0);
     let style = TextStyle::from((FONT, size, FontStyle::Bold)).color(&INK);
     canvas.area.draw(&Text::new(title, (LEFT, 14), style))?;
     let color = match budget {

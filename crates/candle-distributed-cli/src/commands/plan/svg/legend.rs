@@ -2,12 +2,15 @@
 
 use super::{
     columns::{Columns, Part},
-    paint::{AFTER, Canvas, Drawn, FAINT, INK, Point},
-    words::grouped,
+    paint::{AFTER, Canvas, Point},
+};
+use crate::{
+    bytes::grouped,
+    picture::{Drawn, FAINT, INK},
 };
 
 /// Where the legend begins.
-const LEFT: i32 = 990;
+const LEFT: i32 = 790;
 const TOP: i32 = 80;
 /// The distance between two lines.
 const LINE: i32 = 26;

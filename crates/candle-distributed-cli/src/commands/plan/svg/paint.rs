@@ -1,23 +1,18 @@
 //! Colors, letters, and the shapes that are more than a rectangle.
 
-use std::{io, ops::Range};
+use std::ops::Range;
 
 use plotters::{
-    coord::Shift,
-    drawing::DrawingAreaErrorKind,
     prelude::*,
     style::text_anchor::{HPos, Pos, VPos},
 };
 
 use super::{columns::Part, words::unit_name};
+use crate::picture::{self, Area, Drawn, FONT, LIMIT, ON_LIGHT, TEXT};
 
-pub(super) type Drawn<T = ()> = Result<T, DrawingAreaErrorKind<io::Error>>;
 pub(super) type Point = (i32, i32);
 
-pub(super) const FONT: &str = "sans-serif";
-/// The size of the letters of names and numbers; plotters makes 13.7 pixels of it.
-pub(super) const TEXT: f64 = 17.0;
-/// The width of most such letters and the space behind them, in pixels.
+/// The width of most letters and the space behind them, in pixels.
 const LETTER: i32 = 8;
 
 /// Where a text lies beside its point.
@@ -26,16 +21,8 @@ pub(super) const BELOW: Pos = Pos { h_pos: HPos::Center, v_pos: VPos::Top };
 pub(super) const AFTER: Pos = Pos { h_pos: HPos::Left, v_pos: VPos::Center };
 pub(super) const AROUND: Pos = Pos { h_pos: HPos::Center, v_pos: VPos::Center };
 
-pub(super) const INK: RGBColor = RGBColor(45, 49, 58);
-pub(super) const FAINT: RGBColor = RGBColor(105, 111, 123);
-pub(super) const GRID: RGBColor = RGBColor(226, 229, 234);
-pub(super) const FITS: RGBColor = RGBColor(23, 120, 75);
-pub(super) const LIMIT: RGBColor = RGBColor(192, 38, 45);
-
 // Parameters are dark and cool; what comes on top of them is light, and mostly warm.
 const ROOT: RGBColor = RGBColor(74, 78, 105);
-const UNITS: [RGBColor; 4] =
-    [RGBColor(33, 72, 138), RGBColor(38, 126, 178), RGBColor(54, 168, 150), RGBColor(132, 196, 104)];
 const PADDING: RGBColor = RGBColor(240, 240, 240);
 const HATCH: RGBColor = RGBColor(165, 165, 165);
 const GRADIENTS: RGBColor = RGBColor(252, 221, 143);
@@ -45,7 +32,7 @@ const GATHERED_EDGE: RGBColor = RGBColor(160, 140, 196);
 
 /// What everything is drawn on, and the units that have colors.
 pub(super) struct Canvas<'a, 'b> {
-    pub(super) area: DrawingArea<SVGBackend<'b>, Shift>,
+    pub(super) area: Area<'b>,
     pub(super) units: &'a [&'a str],
 }
 
@@ -92,7 +79,7 @@ impl Canvas<'_, '_> {
         }
         let RGBColor(red, green, blue) = self.color(part);
         let brightness = 299 * u32::from(red) + 587 * u32::from(green) + 114 * u32::from(blue);
-        let color = if brightness < 120_000 { WHITE } else { INK };
+        let color = if brightness < 120_000 { WHITE } else { ON_LIGHT };
         self.text(&name, (left.midpoint(right), top.midpoint(bottom)), AROUND, color)
     }
 
@@ -117,15 +104,8 @@ impl Canvas<'_, '_> {
         }
     }
 
-    /// A step of a ramp, every other one lighter: however many units there are, neighbors can be told apart.
     fn color_of_unit(&self, unit: usize) -> RGBColor {
-        if self.units[unit].is_empty() {
-            return ROOT;
-        }
-        let (at, steps) = (unit * (UNITS.len() - 1), (self.units.len() - 1).max(1));
-        let next = UNITS[(at / steps + 1).min(UNITS.len() - 1)];
-        let color = blend(UNITS[at / steps], next, at % steps, steps);
-        if unit.is_multiple_of(2) { color } else { blend(color, WHITE, 1, 5) }
+        if self.units[unit].is_empty() { ROOT } else { picture::ramp(unit, self.units.len()) }
     }
 
     /// A dashed line.
@@ -148,15 +128,6 @@ impl Canvas<'_, '_> {
     pub(super) fn text(&self, text: &str, at: Point, place: Pos, color: RGBColor) -> Drawn {
         self.area.draw(&Text::new(text, at, TextStyle::from((FONT, TEXT)).color(&color).pos(place)))
     }
-}
-
-/// `part` of `whole` on the way from one color to another.
-fn blend(from: RGBColor, to: RGBColor, part: usize, whole: usize) -> RGBColor {
-    let mix = |from: u8, to: u8| {
-        let sum = usize::from(from) * (whole - part) + usize::from(to) * part;
-        u8::try_from(sum / whole).unwrap_or(u8::MAX)
-    };
-    RGBColor(mix(from.0, to.0), mix(from.1, to.1), mix(from.2, to.2))
 }
 
 /// Whether `text` has room in so many pixels, about.

@@ -7,9 +7,12 @@ use plotters::{coord::types::RangedCoordf64, prelude::*};
 use super::{
     LEFT, RIGHT,
     columns::Part,
-    paint::{Canvas, Drawn, FAINT, FONT, GRID, INK, Point, TEXT, fits},
+    paint::{Canvas, Point, fits},
 };
-use crate::bytes::{Scale, binary};
+use crate::{
+    bytes::{Scale, binary},
+    picture::{Drawn, FAINT, FONT, GRID, INK, TEXT},
+};
 
 /// The room for the numbers of the axis.
 const NUMBERS: u32 = 76;

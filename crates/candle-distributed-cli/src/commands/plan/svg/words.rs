@@ -1,10 +1,8 @@
 //! Numbers and names as a drawing shows them.
 
-use std::iter;
-
 use candle_distributed::plan::PlanCost;
 
-use crate::bytes::binary;
+use crate::bytes::{binary, grouped};
 
 /// What the rank that holds the most needs, and whether all ranks get along with `budget`.
 pub(super) fn verdict(cost: &PlanCost, budget: Option<u64>) -> String {
@@ -18,14 +16,6 @@ pub(super) fn verdict(cost: &PlanCost, budget: Option<u64>) -> String {
             format!("{most}: {n_over} of {n_ranks} ranks above the limit of {limit}, by up to {missing}")
         }
     }
-}
-
-/// Digits in groups of three.
-pub(super) fn grouped(number: u128) -> String {
-    let digits = number.to_string();
-    let (first, rest) = digits.split_at((digits.len() - 1) % 3 + 1);
-    let groups = (0..rest.len()).step_by(3).map(|start| &rest[start..start + 3]);
-    iter::once(first).chain(groups).collect::<Vec<_>>().join(",")
 }
 
 /// The name of a unit, in at most `n_chars` characters: without its first components, or cut if that is not enough.
@@ -58,13 +48,6 @@ fn printable(text: &str) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    #[test]
-    fn numbers_read_as_in_the_report() {
-        for (number, text) in [(0, "0"), (999, "999"), (1000, "1,000"), (16_060_522_496, "16,060,522,496")] {
-            assert_eq!(grouped(number), text);
-        }
-    }
 
     #[test]
     fn long_names_lose_their_first_components() {

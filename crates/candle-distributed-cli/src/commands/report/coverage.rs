@@ -1,0 +1,196 @@
+//! Who reads what: how often each sequence is read in an epoch, and by which rank.
+
+use candle_distributed::{
+    batch::Batch,
+    types::{WorldSize, split},
+};
+use plotters::prelude::*;
+
+use super::facts::Reading;
+use crate::{
+    error::Result,
+    picture::{self, Area, Drawn, FAINT, FONT, GRID, INK, TEXT},
+};
+
+const SIZE: (u32, u32) = (900, 330);
+
+/// How many steps can be told apart.
+const MAX_STEPS: usize = 60;
+/// So many blocks are drawn, about.
+const MAX_BLOCKS: usize = 4000;
+
+/// How many ranks are named beside the picture.
+const MAX_NAMES: usize = 9;
+
+/// How often the sequences are read in the first epoch.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(super) struct Coverage {
+    pub(super) never: u64,
+    pub(super) once: u64,
+    pub(super) more_often: u64,
+}
+
+impl Coverage {
+    pub(super) fn of(reading: &Reading) -> Self {
+        let mut counts = vec![0_u64; reading.lengths.len()];
+        for &index in reading.batches.iter().flat_map(|batch| &batch.indices) {
+            if let Some(count) = usize::try_from(index).ok().and_then(|index| counts.get_mut(index)) {
+                *count += 1;
+            }
+        }
+        let how_many = |is: fn(u64) -> bool| counts.iter().filter(|&&count| is(count)).count() as u64;
+        Self { never: how_many(|n| n == 0), once: how_many(|n| n == 1), more_often: how_many(|n| n > 1) }
+    }
+}
+
+/// What one rank reads in the first epoch.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(super) struct Share {
+    pub(super) sequences: u64,
+    pub(super) tokens: u64,
+}
+
+/// The shares of all ranks.
+pub(super) fn shares(reading: &Reading, world_size: WorldSize) -> Vec<Share> {
+    let share = |rank: usize| {
+        let parts = reading.batches.iter().filter_map(|batch| rows(batch, world_size).nth(rank));
+        parts.fold(Share::default(), |share, indices| Share {
+            sequences: share.sequences + indices.len() as u64,
+            tokens: share.tokens + indices.iter().map(|&index| length(reading, index)).sum::<u64>(),
+        })
+    };
+    (0..world_size.as_usize()).map(share).collect()
+}
+
+fn length(reading: &Reading, index: u64) -> u64 {
+    usize::try_from(index).ok().and_then(|index| reading.lengths.get(index)).copied().unwrap_or(0)
+}
+
+/// The sequences of a batch that each rank reads: as the mesh deals them, which fills up the last ranks with padding.
+fn rows(batch: &Batch, world_size: WorldSize) -> impl Iterator<Item = &[u64]> {
+    world_size.placements().map(|place| {
+        let range = split::chunk(batch.indices.len() as u64, place);
+        let bound = |end: u64| usize::try_from(end).unwrap_or(usize::MAX).min(batch.indices.len());
+        &batch.indices[bound(range.start)..bound(range.end)]
+    })
+}
+
+/// An SVG document: for each of the first steps, which rank reads which sequences of its batch.
+pub(super) fn draw(reading: &Reading, world_size: WorldSize) -> Result<String> {
+    let steps = &reading.batches[..n_drawn(reading, world_size)];
+    let highest = steps.iter().map(|batch| batch.indices.len()).max().unwrap_or(0).max(1);
+    picture::document(SIZE, |area| {
+        let (left, right) = area.split_horizontally(790);
+        let mut chart = ChartBuilder::on(&left)
+            .margin(10)
+            .x_label_area_size(45)
+            .y_label_area_size(70)
+            .build_cartesian_2d(0.0..steps.len().max(1) as f64, 0..highest)?;
+        chart
+            .configure_mesh()
+            .disable_x_mesh()
+            .bold_line_style(GRID)
+            .light_line_style(TRANSPARENT)
+            .axis_style(FAINT)
+            .x_desc("steps of the first epoch")
+            .y_desc("sequences of the batch")
+            .x_labels(steps.len().clamp(1, 10))
+            .x_label_formatter(&picture::tick)
+            .y_labels(6)
+            .label_style((FONT, TEXT, &INK))
+            .draw()?;
+        for (step, batch) in steps.iter().enumerate() {
+            chart.draw_series(column(step, batch, world_size))?;
+        }
+        name_ranks(&right, world_size.as_usize())?;
+        area.present()
+    })
+}
+
+/// How many steps are drawn.
+pub(super) fn n_drawn(reading: &Reading, world_size: WorldSize) -> usize {
+    (MAX_BLOCKS / world_size.as_usize()).clamp(1, MAX_STEPS).min(reading.batches.len())
+}
+
+/// The blocks of one step, from the first rank up.
+fn column(step: usize, batch: &Batch, world_size: WorldSize) -> impl Iterator<Item = Rectangle<(f64, usize)>> {
+    let mut from = 0;
+    rows(batch, world_size).enumerate().filter(|(_, rows)| !rows.is_empty()).map(move |(rank, rows)| {
+        let corners = [(step as f64 + 0.06, from), (step as f64 + 0.94, from + rows.len())];
+        from += rows.len();
+        Rectangle::new(corners, picture::ramp(rank, world_size.as_usize()).filled())
+    })
+}
+
+/// Names the colors, the last rank above; of many ranks, the first and the last ones.
+fn name_ranks(area: &Area<'_>, n_ranks: usize) -> Drawn {
+    let named: Vec<Option<usize>> = if n_ranks <= MAX_NAMES {
+        (0..n_ranks).rev().map(Some).collect()
+    } else {
+        [Some(n_ranks - 1), Some(n_ranks - 2), None, Some(1), Some(0)].into()
+    };
+    for (y, rank) in (20..).step_by(26).zip(named) {
+        let text = rank.map_or_else(|| String::from("…"), |rank| format!("rank {rank}"));
+        if let Some(rank) = rank {
+            let corners = [(4, y), (19, y + 15)];
+            area.draw(&Rectangle::new(corners, picture::ramp(rank, n_ranks).filled()))?;
+        }
+        area.draw(&Text::new(text, (27, y + 1), TextStyle::from((FONT, TEXT)).color(&INK)))?;
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use candle_distributed::{
+        batch::{BatchConfig, DynamicBatchSampler, PaddingReport},
+        types::Placement,
+    };
+
+    use super::*;
+
+    fn reading(n_sequences: u64) -> Reading {
+        let lengths: Vec<u64> = (1..=n_sequences).collect();
+        let sampler = DynamicBatchSampler::new(&lengths, BatchConfig::default().with_max_batch_size(5)).unwrap();
+        let batches: Vec<Batch> = sampler.iter().map(Result::unwrap).collect();
+        let report = PaddingReport::from_iter(&batches);
+        Reading { lengths, batches, report }
+    }
+
+    #[test]
+    fn ranks_share_all_that_is_read() {
+        for (n_sequences, world_size) in [(0, 1), (1, 2), (12, 1), (12, 2), (12, 4), (13, 9)] {
+            let reading = reading(n_sequences);
+            let shares = shares(&reading, WorldSize::new(world_size).unwrap());
+            assert_eq!(shares.iter().map(|share| share.sequences).sum::<u64>(), n_sequences);
+            assert_eq!(shares.iter().map(|share| share.tokens).sum::<u64>(), n_sequences * (n_sequences + 1) / 2);
+            assert_eq!(Coverage::of(&reading), Coverage { never: 0, once: n_sequences, more_often: 0 });
+        }
+    }
+
+    #[test]
+    fn coverage_counts_what_is_missing_and_what_comes_again() {
+        let mut reading = reading(10);
+        reading.batches.remove(1);
+        let again = reading.batches[0].clone();
+        reading.batches.push(again);
+        assert_eq!(Coverage::of(&reading), Coverage { never: 5, once: 0, more_often: 5 });
+    }
+
+    #[test]
+    fn a_batch_is_dealt_as_the_mesh_deals_it() {
+        let reading = reading(5);
+        let parts: Vec<usize> = rows(&reading.batches[0], WorldSize::new(4).unwrap()).map(<[u64]>::len).collect();
+        assert_eq!(parts, [2, 2, 1, 0]);
+        assert_eq!(split::chunk(5, Placement::new(2, 4).unwrap()), 4..5);
+    }
+
+    #[test]
+    fn every_world_can_be_drawn() {
+        for world_size in [1, 2, 12, 1024] {
+            let svg = draw(&reading(400), WorldSize::new(world_size).unwrap()).unwrap();
+            assert!(svg.contains("\nrank 0\n") && svg.len() < 2_000_000, "{world_size}");
+        }
+        draw(&reading(0), WorldSize::ONE).unwrap();
+    }
+}
