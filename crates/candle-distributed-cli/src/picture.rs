@@ -2,7 +2,12 @@
 
 use std::{fmt::Write, io, sync::LazyLock};
 
-use plotters::{coord::Shift, drawing::DrawingAreaErrorKind, prelude::*};
+use plotters::{
+    chart::MeshStyle,
+    coord::{Shift, ranged1d::Ranged},
+    drawing::DrawingAreaErrorKind,
+    prelude::*,
+};
 
 use crate::error::Result;
 
@@ -83,6 +88,12 @@ fn style_element() -> String {
 
 fn hex(RGBColor(red, green, blue): RGBColor) -> String {
     format!("#{red:02X}{green:02X}{blue:02X}")
+}
+
+/// How the axes of all pictures look: lines across for the numbers on the left, nothing else.
+pub(crate) fn plain<X: Ranged, Y: Ranged, B: DrawingBackend>(axes: &mut MeshStyle<'_, '_, X, Y, B>) {
+    axes.disable_x_mesh().bold_line_style(GRID).light_line_style(TRANSPARENT).axis_style(FAINT);
+    axes.label_style((FONT, TEXT, &INK));
 }
 
 /// A step of a ramp, every other one lighter: however many steps there are, neighbors can be told apart.

@@ -7,7 +7,7 @@ use plotters::{
 
 use crate::{
     error::Result,
-    picture::{self, Area, BLUE, Drawn, FAINT, FONT, GRID, INK, ORANGE, TEXT, tick},
+    picture::{self, Area, BLUE, Drawn, FAINT, ORANGE, tick},
     train::metrics::{Metrics, Timed},
 };
 
@@ -67,18 +67,13 @@ fn axes<'a, 'b>(area: &Area<'b>, last: u64, (low, high): (f64, f64), name: &str)
         .x_label_area_size(45)
         .y_label_area_size(70)
         .build_cartesian_2d(0..last, low..high)?;
-    chart
-        .configure_mesh()
-        .disable_x_mesh()
-        .bold_line_style(GRID)
-        .light_line_style(TRANSPARENT)
-        .axis_style(FAINT)
-        .x_desc("steps")
+    let mut axes = chart.configure_mesh();
+    picture::plain(&mut axes);
+    axes.x_desc("steps")
         .y_desc(name)
         .y_labels(6)
         .x_label_formatter(&|&step| tick(&(step as f64)))
         .y_label_formatter(&tick)
-        .label_style((FONT, TEXT, &INK))
         .draw()?;
     Ok(chart)
 }

@@ -7,7 +7,7 @@ use plotters::{coord::types::RangedCoordf64, prelude::*};
 
 use crate::{
     error::Result,
-    picture::{self, Area, BLUE as REAL, Drawn, FAINT, FONT, GRID, INK, ORANGE as PADDING, SKY as LENGTHS, TEXT, tick},
+    picture::{self, Area, BLUE as REAL, Drawn, FONT, INK, ORANGE as PADDING, SKY as LENGTHS, TEXT, tick},
 };
 
 const SIZE: (u32, u32) = (900, 680);
@@ -94,19 +94,9 @@ fn axes<'a, 'b, T>(
         .y_label_area_size(70)
         // An axis of no extent has no ticks.
         .build_cartesian_2d(0.0..right, 0.0..(room * highest as f64).max(1.0))?;
-    chart
-        .configure_mesh()
-        .disable_x_mesh()
-        .bold_line_style(GRID)
-        .light_line_style(TRANSPARENT)
-        .axis_style(FAINT)
-        .x_desc(x_name)
-        .y_desc(y_name)
-        .y_labels(n_ticks)
-        .x_label_formatter(&tick)
-        .y_label_formatter(&tick)
-        .label_style((FONT, TEXT, &INK))
-        .draw()?;
+    let mut axes = chart.configure_mesh();
+    picture::plain(&mut axes);
+    axes.x_desc(x_name).y_desc(y_name).y_labels(n_ticks).x_label_formatter(&tick).y_label_formatter(&tick).draw()?;
     Ok(chart)
 }
 

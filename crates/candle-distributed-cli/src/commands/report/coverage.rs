@@ -9,7 +9,7 @@ use plotters::prelude::*;
 use super::facts::Reading;
 use crate::{
     error::Result,
-    picture::{self, Area, Drawn, FAINT, FONT, GRID, INK, TEXT},
+    picture::{self, Area, Drawn, FONT, INK, TEXT},
 };
 
 const SIZE: (u32, u32) = (900, 330);
@@ -86,18 +86,13 @@ pub(super) fn draw(reading: &Reading, world_size: WorldSize) -> Result<String> {
             .x_label_area_size(45)
             .y_label_area_size(70)
             .build_cartesian_2d(0.0..steps.len().max(1) as f64, 0..highest)?;
-        chart
-            .configure_mesh()
-            .disable_x_mesh()
-            .bold_line_style(GRID)
-            .light_line_style(TRANSPARENT)
-            .axis_style(FAINT)
-            .x_desc("steps of the first epoch")
+        let mut axes = chart.configure_mesh();
+        picture::plain(&mut axes);
+        axes.x_desc("steps of the first epoch")
             .y_desc("sequences of the batch")
             .x_labels(steps.len().clamp(1, 10))
             .x_label_formatter(&picture::tick)
             .y_labels(6)
-            .label_style((FONT, TEXT, &INK))
             .draw()?;
         for (step, batch) in steps.iter().enumerate() {
             chart.draw_series(column(step, batch, world_size))?;

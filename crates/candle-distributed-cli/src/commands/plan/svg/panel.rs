@@ -11,7 +11,7 @@ use super::{
 };
 use crate::{
     bytes::{Scale, binary},
-    picture::{Drawn, FAINT, FONT, GRID, INK, TEXT},
+    picture::{self, Drawn},
 };
 
 /// The room for the numbers of the axis.
@@ -51,16 +51,11 @@ impl<'b> Panel<'b> {
             .margin_top(8)
             .y_label_area_size(NUMBERS)
             .build_cartesian_2d(0.0..n_columns as f64, 0.0..top)?;
-        chart
-            .configure_mesh()
-            .disable_x_mesh()
-            .bold_line_style(GRID)
-            .light_line_style(TRANSPARENT)
-            .axis_style(FAINT)
-            .y_labels(n_ticks)
+        let mut axes = chart.configure_mesh();
+        picture::plain(&mut axes);
+        axes.y_labels(n_ticks)
             .y_label_formatter(&|number| ((number * 1000.0).round() / 1000.0).to_string())
             .y_desc(format!("{name} ({})", scale.unit))
-            .label_style((FONT, TEXT, &INK))
             .draw()?;
         let (_, height) = chart.plotting_area().dim_in_pixel();
         Ok(Self { chart, scale, pixels_per_byte: f64::from(height) / (top * scale.bytes()) })
