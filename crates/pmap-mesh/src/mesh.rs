@@ -457,13 +457,17 @@ impl DeviceMeshBuilder {
 }
 
 impl fmt::Display for DeviceMesh {
-    /// Names and sizes of the axes, then the slots with their devices, a row for each step of all axes but the last.
+    /// Names and sizes of the axes, then this process's slots with their devices, a row for each step of all axes but the
+    /// last.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let axes: Vec<String> = self.axes().map(|(name, size)| format!("{name} {size}")).collect();
         f.write_str(&axes.join(" x "))?;
         let columns = self.axes().last().map_or(1, |(_, size)| size);
-        let slots: Vec<String> =
-            self.devices().iter().enumerate().map(|(slot, device)| format!("{slot}: {}", name_of(device))).collect();
+        let slots: Vec<String> = self
+            .local_slots()
+            .zip(self.devices())
+            .map(|(slot, device)| format!("{slot}: {}", name_of(device)))
+            .collect();
         slots.chunks(columns).try_for_each(|row| write!(f, "\n[{}]", row.join(", ")))
     }
 }
