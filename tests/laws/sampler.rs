@@ -326,7 +326,7 @@ fn states_of_something_else_are_refused() {
         assert!(text.contains(from), "{text}");
         serde_json::from_str(&text.replace(from, to)).unwrap()
     };
-    let version = refused(sampler(50, 0, 4, config, 0), &edited("\"version\":1", "\"version\":2"));
+    let version = refused(sampler(50, 0, 4, config, 0), &edited("\"format_version\":1", "\"format_version\":2"));
     assert_eq!(version, Error::StateVersion { version: 2, supported: SamplerState::VERSION });
     let consumed = refused(sampler(50, 0, 4, config, 0), &edited("\"consumed\":5", "\"consumed\":51"));
     assert_eq!(consumed, Error::StateConsumed { consumed: 51, len: 50 });

@@ -1,5 +1,7 @@
 //! Fixtures shared by the tests and the benches.
 
+#[cfg(doctest)]
+mod guide;
 #[path = "../../crates/dyn-batch/tests/lengths/mod.rs"]
 pub mod lengths;
 pub mod padding;

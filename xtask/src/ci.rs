@@ -27,6 +27,7 @@ type Step = steps::Step<'static, Work>;
 #[derive(Debug, PartialEq)]
 enum Work {
     Tidy,
+    Book,
     Calls(Vec<Call>),
 }
 
@@ -37,7 +38,11 @@ pub(crate) fn run(args: &Args) -> Result {
         return Err(format!("{missing}, and --strict asks for it").into());
     }
     let steps = steps(&Workspace::read()?, args.skip_tests, nextest);
-    let outcome = steps::run_all(&steps, Work::run);
+    let strict = args.strict;
+    let outcome = steps::run_all(&steps, |work| match work.run()? {
+        Done::Skipped(reason) if strict => Err(format!("{reason}, and --strict asks for it").into()),
+        done => Ok(done),
+    });
     if let Some(missing) = missing {
         println!("  {:<22} skipped: {missing}, so the tests run with cargo test", "nextest");
     }
@@ -55,6 +60,7 @@ fn steps(workspace: &Workspace, skip_tests: bool, nextest: bool) -> Vec<Step> {
         cargo("tests", runner),
         cargo("doctests", "test --workspace --doc"),
         Step { name: "docs", work: Work::Calls(vec![docs::command()]) },
+        Step { name: "book", work: Work::Book },
         // Criterion runs each bench once under `cargo test`; with `--workspace` the tests' builds are used again.
         cargo("benches run once", "test --workspace --benches"),
     ];
@@ -90,6 +96,7 @@ impl Work {
     fn run(&self) -> Result<Done> {
         match self {
             Work::Tidy => tidy::run(),
+            Work::Book => return docs::book(false),
             Work::Calls(calls) => calls.iter().try_for_each(Call::run),
         }?;
         Ok(Done::Passed)

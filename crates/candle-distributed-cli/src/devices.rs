@@ -1,5 +1,6 @@
 //! Which devices a command runs on, and whether other processes run with it.
 
+use std::io::{self, Write};
 #[cfg(feature = "nccl")]
 use std::path::PathBuf;
 
@@ -15,9 +16,10 @@ use candle_distributed::{
 };
 use clap::ValueEnum;
 
-#[cfg(any(feature = "mpi", feature = "nccl"))]
-use crate::error::Error;
-use crate::{error::Result, threads};
+use crate::{
+    error::{Error, Result},
+    output, threads,
+};
 
 /// The options of commands that run on devices.
 #[derive(Debug, clap::Args)]
@@ -70,6 +72,23 @@ pub(crate) struct Place {
 }
 
 impl Place {
+    /// Checks that the mesh, to which MPI itself may have told its ranks, puts this process where its launcher does.
+    fn agrees_with(self, mesh: &DeviceMesh) -> Result<()> {
+        let (rank, world_size) = (self.placement.rank().as_usize(), self.placement.world_size().as_usize());
+        let (found_rank, found_size) = (mesh.local_slots().start, mesh.len());
+        if (rank, world_size) == (found_rank, found_size) {
+            return Ok(());
+        }
+        Err(Error::Usage(format!(
+            "the launcher's variables say rank {rank} of {world_size}, but this process is rank {found_rank} of {found_size}"
+        )))
+    }
+
+    /// Prints a result, in the process that prints.
+    pub(crate) fn tell(self, write: impl FnOnce(&mut dyn Write) -> io::Result<()>) -> Result<()> {
+        if self.is_first() { output::text(write) } else { Ok(()) }
+    }
+
     /// Whether this is the process that prints.
     pub(crate) fn is_first(self) -> bool {
         self.placement.rank() == Rank::ZERO
@@ -114,7 +133,7 @@ impl DeviceArgs {
     ) -> Result<T> {
         threads::share_cores(place.devices_here);
         let mesh = self.open(grid)?;
-        let outcome = job(&mesh);
+        let outcome = place.agrees_with(&mesh).and_then(|()| job(&mesh));
         if outcome.as_ref().is_err_and(|error| !error.is_of_all()) {
             // The last mesh of a process takes leave of the others, who may wait for this one; a process that goes
             // without leave ends all of them.

@@ -34,6 +34,9 @@ pub(crate) enum Error {
     /// Somebody asked the program to end.
     #[error("stopped after {done} of {steps} steps")]
     Stopped { done: u64, steps: u64 },
+    /// The first process of several says it for all.
+    #[error("stopped with the first process")]
+    StoppedToo,
     #[error("cannot write {path}")]
     Write { path: PathBuf, source: io::Error },
     #[error("cannot write to standard output")]
@@ -63,14 +66,14 @@ impl Error {
     pub(crate) fn is_of_all(&self) -> bool {
         match self {
             Self::Hinted { error, .. } => error.is_of_all(),
-            error => matches!(error, Self::Stopped { .. }),
+            error => matches!(error, Self::Stopped { .. } | Self::StoppedToo),
         }
     }
 
     pub(crate) fn exit_code(&self) -> u8 {
         match self {
             Self::Hinted { error, .. } => error.exit_code(),
-            Self::Stopped { .. } => INTERRUPTED,
+            Self::Stopped { .. } | Self::StoppedToo => INTERRUPTED,
             Self::Mesh(error) if is_bad_input(error) => BAD_INPUT,
             Self::Mesh(_) | Self::Write { .. } | Self::Output(_) | Self::Chart(_) | Self::Train(_) => FAILURE,
             _ => BAD_INPUT,

@@ -19,7 +19,10 @@ use std::process::ExitCode;
 
 use clap::{Parser, Subcommand};
 
-use crate::{error::Result, help::examples};
+use crate::{
+    error::{Error, Result},
+    help::examples,
+};
 
 #[global_allocator]
 static ALLOCATOR: mimalloc::MiMalloc = mimalloc::MiMalloc;
@@ -65,7 +68,9 @@ fn main() -> ExitCode {
     match outcome {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {
-            output::error(&error);
+            if !matches!(error, Error::StoppedToo) {
+                output::error(&error);
+            }
             ExitCode::from(error.exit_code())
         }
     }

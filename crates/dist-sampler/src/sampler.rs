@@ -230,7 +230,7 @@ impl DistributedSampler {
         let (world_size, rule) = (self.deal.world_size(), self.deal.rule().clone());
         let stage = Stage { world_size, rule, consumed: self.consumed.saturating_add(read) };
         SamplerState {
-            version: SamplerState::VERSION,
+            format_version: SamplerState::VERSION,
             order: self.config.order,
             len: self.len,
             fingerprint: self.samples.fingerprint(),
@@ -273,8 +273,8 @@ impl DistributedSampler {
 
     fn check(&self, state: &SamplerState) -> Result<()> {
         let own = self.state(0);
-        if state.version != own.version {
-            return Err(Error::StateVersion { version: state.version, supported: own.version });
+        if state.format_version != own.format_version {
+            return Err(Error::StateVersion { version: state.format_version, supported: own.format_version });
         }
         same("order", &state.order, &own.order)?;
         same("data set length", &state.len, &own.len)?;

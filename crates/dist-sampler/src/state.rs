@@ -11,7 +11,7 @@ use crate::{config::Order, partition::Rule};
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 #[cfg_attr(feature = "serde", derive(serde::Serialize, serde::Deserialize))]
 pub struct SamplerState {
-    pub(crate) version: u32,
+    pub(crate) format_version: u32,
     pub(crate) order: Order,
     pub(crate) len: u64,
     /// Tells weights or classes of one data set from those of another; 0 for orders without.

@@ -74,26 +74,14 @@ pub(crate) fn run(args: &Args) -> Result<()> {
     if args.checkpoint_every == 0 {
         return Err(Error::Usage("checkpoints every 0 steps are none, at least 1 is needed".into()));
     }
-    if let Some(path) = args.resumed().filter(|path| run_dir::is_complete(path)) {
-        return output::text(|out| writeln!(out, "the run in {} is complete", path.display()));
-    }
     let known = args.resumed().map_or(Ok(None), Settings::read)?;
+    known.iter().try_for_each(|known| args.agrees_with(known))?;
+    if let Some(path) = args.resumed().filter(|path| run_dir::is_complete(path)) {
+        return place.tell(|out| writeln!(out, "the run in {} is complete", path.display()));
+    }
     let data = args.data.clone().or_else(|| known.as_ref()?.data.clone());
     let corpus = data.as_deref().map_or_else(|| Ok(Corpus::embedded()), Corpus::read)?;
-    let begun = Settings {
-        format_version: 1,
-        seed: args.seed.unwrap_or(0),
-        steps: args.steps.unwrap_or(DEFAULT_STEPS),
-        data,
-        text: corpus.fingerprint(),
-        max_tokens: data::max_tokens(place.placement.world_size()),
-        model: Some(trainer::MODEL),
-        sessions: vec![],
-    };
-    let settings = known.map_or(Ok(begun.clone()), |known| args.agreed(begun, known))?;
-    if settings.steps == 0 {
-        return Err(Error::Usage("0 steps are no training, at least 1 is needed".into()));
-    }
+    let settings = args.settings(known, data, &corpus, place.placement.world_size())?;
     let grid = DeviceMesh::builder().axis(DeviceMesh::AXIS, place.placement.world_size().as_usize());
     args.devices.run_on(place, grid, |mesh| {
         // Whoever cannot be told when to stop is ended at once, as any program.
@@ -118,6 +106,9 @@ impl Args {
         let (number, run_dir) = if placement.rank() == Rank::ZERO {
             let settings = settings.with_session(session(mesh, placement, first));
             let run_dir = self.run_dir(&settings, first)?;
+            if first > 0 {
+                output::text(|out| writeln!(out, "going on after step {first} of {steps}"))?;
+            }
             print_plan(&parameters, placement.world_size())?;
             let first_epoch = schedule.first_epoch()?;
             output::text(|out| writeln!(out, "each epoch: {first_epoch}"))?;
@@ -149,20 +140,40 @@ impl Args {
         self.out.as_deref().filter(|_| self.resume)
     }
 
-    /// What a run is that is gone on with: as it was begun, which the arguments must not contradict.
-    fn agreed(&self, asked: Settings, known: Settings) -> Result<Settings> {
-        let contradicts = [
-            ("steps", self.steps.is_some_and(|steps| steps != known.steps), known.steps),
-            ("seed", self.seed.is_some_and(|seed| seed != known.seed), known.seed),
-        ];
-        if let Some((name, _, known)) = contradicts.into_iter().find(|(_, contradicts, _)| *contradicts) {
-            return Err(Error::Usage(format!("the run was begun with --{name} {known}, and goes on with that alone")));
+    /// Checks that the arguments do not contradict what the run began with.
+    fn agrees_with(&self, known: &Settings) -> Result<()> {
+        for (name, asked, known) in [("steps", self.steps, known.steps), ("seed", self.seed, known.seed)] {
+            if asked.is_some_and(|asked| asked != known) {
+                let other =
+                    Error::Usage(format!("the run was begun with --{name} {known}, and goes on with that alone"));
+                return Err(other.hinted("another number is another run, in another folder"));
+            }
         }
-        if asked.text != known.text {
-            return Err(Error::Usage("the text is not the one that the run was begun with".into()));
+        Ok(())
+    }
+
+    /// What the run is: as it was begun, if it is gone on with.
+    fn settings(
+        &self,
+        known: Option<Settings>,
+        data: Option<PathBuf>,
+        corpus: &Corpus,
+        world_size: WorldSize,
+    ) -> Result<Settings> {
+        let (text, model) = (corpus.fingerprint(), Some(trainer::MODEL));
+        if let Some(known) = known {
+            if text != known.text {
+                return Err(Error::Usage("the text is not the one that the run was begun with".into()));
+            }
+            // Checkpoints of another model would be refused.
+            return Ok(Settings { data, model, ..known });
         }
-        // Checkpoints of another model would be refused.
-        Ok(Settings { data: asked.data, model: asked.model, ..known })
+        let (seed, steps) = (self.seed.unwrap_or(0), self.steps.unwrap_or(DEFAULT_STEPS));
+        if steps == 0 {
+            return Err(Error::Usage("0 steps are no training, at least 1 is needed".into()));
+        }
+        let max_tokens = data::max_tokens(world_size);
+        Ok(Settings { format_version: 1, seed, steps, data, text, max_tokens, model, sessions: vec![] })
     }
 }
 

@@ -76,17 +76,25 @@ impl Job<'_> {
                 journal.log(&StepMetrics::new(step, epoch, loss, learning_rate, &batch, seconds), &batch)?;
             }
             let (done, is_stopped) = (step + 1, largest(self.mesh, STOP.load(Ordering::Relaxed).into())? > 0);
-            if is_stopped || (done.is_multiple_of(self.checkpoint_every) && done < self.steps) {
+            if done == self.steps {
+                break;
+            }
+            if is_stopped || done.is_multiple_of(self.checkpoint_every) {
                 checkpoints.save(self.mesh, done, &model.state_dict(), &state)?;
             }
             if is_stopped {
-                journal.as_mut().map_or(Ok(()), Journal::pause)?;
-                let path = self.path.display();
-                let hint = format!("to go on: candle-distributed train --out {path} --resume");
-                return Err(Error::Stopped { done, steps: self.steps }.hinted(hint));
+                return Err(self.stopped(done, journal)?);
             }
         }
         journal.map_or(Ok(()), |mut journal| journal.finish(vars))
+    }
+
+    /// What is told when the run was stopped from outside.
+    fn stopped(&self, done: u64, journal: Option<Journal>) -> Result<Error> {
+        let Some(mut journal) = journal else { return Ok(Error::StoppedToo) };
+        journal.pause()?;
+        let hint = format!("to go on: candle-distributed train --out {} --resume", self.path.display());
+        Ok(Error::Stopped { done, steps: self.steps }.hinted(hint))
     }
 }
 

@@ -1,0 +1,93 @@
+//! A page of the guide, and the blocks on it.
+
+/// What is checked of a page.
+#[derive(Debug)]
+pub(crate) struct Page {
+    /// Its path under `docs`.
+    pub(crate) name: String,
+    pub(crate) blocks: Vec<Block>,
+}
+
+/// A block between two fences.
+///
+/// The info string says what it is: a kind, then `ignore,why-reason`, `needs-tool` or `figures-vary`, with hyphens
+/// for spaces. (rustdoc reads it too, and knows no other signs.)
+#[derive(Debug, PartialEq, Eq)]
+pub(crate) struct Block {
+    /// Where it begins, counted from 1.
+    pub(crate) line: usize,
+    pub(crate) kind: String,
+    /// Whether it is not run.
+    pub(crate) is_ignored: bool,
+    /// Why not.
+    pub(crate) reason: Option<String>,
+    /// The program without which it is skipped.
+    pub(crate) needs: Option<String>,
+    /// Whether numbers with a decimal point, such as times, are others in each run.
+    pub(crate) figures_vary: bool,
+    pub(crate) text: String,
+}
+
+impl Page {
+    pub(crate) fn parse(name: &str, text: &str) -> Self {
+        let mut blocks: Vec<Block> = Vec::new();
+        let mut is_open = false;
+        for (line, text) in (1..).zip(text.lines()) {
+            match (text.strip_prefix("```"), is_open) {
+                (Some(info), false) => blocks.push(Block::begin(line, info)),
+                (Some(_), true) => {}
+                (None, true) => blocks.last_mut().unwrap().text.extend([text, "\n"]),
+                (None, false) => continue,
+            }
+            is_open ^= text.starts_with("```");
+        }
+        assert!(!is_open, "{name}: the last block has no end");
+        Self { name: name.to_owned(), blocks }
+    }
+}
+
+impl Block {
+    fn begin(line: usize, info: &str) -> Self {
+        let mut words = info.split(',');
+        let kind = words.next().unwrap_or_default().to_owned();
+        let (mut is_ignored, mut reason, mut needs, mut figures_vary) = (false, None, None, false);
+        for word in words {
+            match word.split_once('-').unwrap_or((word, "")) {
+                ("ignore", "") => is_ignored = true,
+                ("why", why) => reason = Some(why.to_owned()),
+                ("needs", tool) => needs = Some(tool.to_owned()),
+                ("figures", "vary") => figures_vary = true,
+                _ => panic!("line {line}: what is {word:?}?"),
+            }
+        }
+        Self { line, kind, is_ignored, reason, needs, figures_vary, text: String::new() }
+    }
+
+    /// Whether its commands are to be run.
+    pub(crate) fn is_run(&self) -> bool {
+        self.kind == "console" && !self.is_ignored
+    }
+}
+
+/// Where the links of a page lead, outside its blocks.
+pub(crate) fn links(text: &str) -> impl Iterator<Item = &str> {
+    let mut in_block = false;
+    let prose = text.lines().filter(move |line| {
+        let is_fence = line.starts_with("```");
+        in_block ^= is_fence;
+        !in_block && !is_fence
+    });
+    let outside_code = prose.flat_map(|line| line.split('`').step_by(2));
+    outside_code.flat_map(|text| text.split("](").skip(1)).filter_map(|rest| Some(rest.split_once(')')?.0))
+}
+
+#[test]
+fn blocks_know_their_kind_and_why_they_are_not_run() {
+    let text = "a\n```console\n$ b\n```\n[c](d.md) `[e](f)`\n```console,ignore,why-takes-hours\n[g](h)\n```\n```json,needs-x\n```\n";
+    let blocks = Page::parse("page.md", text).blocks;
+    assert_eq!(blocks.iter().map(Block::is_run).collect::<Vec<_>>(), [true, false, false]);
+    assert_eq!((blocks[0].line, blocks[0].text.as_str()), (2, "$ b\n"));
+    assert_eq!(blocks[1].reason.as_deref(), Some("takes-hours"));
+    assert_eq!((blocks[2].kind.as_str(), blocks[2].needs.as_deref()), ("json", Some("x")));
+    assert_eq!(links(text).collect::<Vec<_>>(), ["d.md"]);
+}

@@ -1,0 +1,194 @@
+//! What a console shows: commands, and what they print.
+//!
+//! A command stands behind `$ ` and goes on in lines behind `> `. Below it is what it prints, on both streams, and nothing else.
+//! `…` stands for anything, a line of `…` for any lines. At `^C` the command is interrupted. It must fail if an `error:` is
+//! shown, else succeed. Where figures vary, a number with a decimal point stands for any other, and so do spaces and rules, since
+//! tables are as wide as their figures.
+
+use std::{
+    env, fs,
+    io::{self, BufRead, BufReader},
+    path::{Path, PathBuf},
+    process::{Child, Command, Stdio},
+};
+
+/// A command and what it must print.
+#[derive(Debug, PartialEq, Eq)]
+pub(crate) struct Entry {
+    pub(crate) command: String,
+    pub(crate) output: Vec<String>,
+    pub(crate) figures_vary: bool,
+}
+
+const INTERRUPT: &str = "^C";
+const ANYTHING: char = '…';
+
+/// The entries of a console.
+pub(crate) fn parse(text: &str, figures_vary: bool) -> Vec<Entry> {
+    let mut entries: Vec<Entry> = Vec::new();
+    for line in text.lines() {
+        if let Some(command) = line.strip_prefix("$ ") {
+            entries.push(Entry { command: command.to_owned(), output: Vec::new(), figures_vary });
+            continue;
+        }
+        let entry = entries.last_mut().unwrap_or_else(|| panic!("before {line:?} there is no command"));
+        match line.strip_prefix("> ").or((line == ">").then_some("")).filter(|_| entry.output.is_empty()) {
+            Some(more) => entry.command.extend(["\n", more]),
+            None => entry.output.push(line.to_owned()),
+        }
+    }
+    entries
+}
+
+/// Runs commands in a folder, with the program on the path.
+#[derive(Debug)]
+pub(crate) struct Shell<'a> {
+    folder: &'a Path,
+    path: String,
+}
+
+impl<'a> Shell<'a> {
+    pub(crate) fn new(folder: &'a Path) -> Self {
+        let program = PathBuf::from(env!("CARGO_BIN_EXE_candle-distributed"));
+        let path = format!("{}:{}", program.parent().unwrap().display(), env::var("PATH").unwrap_or_default());
+        Self { folder, path }
+    }
+
+    /// Whether there is a program of this name.
+    pub(crate) fn knows(&self, program: &str) -> bool {
+        self.path.split(':').any(|folder| fs::metadata(Path::new(folder).join(program)).is_ok())
+    }
+
+    /// Runs a command and compares what it prints.
+    pub(crate) fn check(&self, entry: &Entry, place: &str) {
+        let comparable =
+            |line: &str| if entry.figures_vary { without_figures(line) } else { line.trim_end().to_owned() };
+        let expected: Vec<String> = entry.output.iter().map(|line| comparable(line)).collect();
+        let interrupted_at = expected.iter().position(|line| line == INTERRUPT);
+        let (mut child, output) = self.start(entry);
+        let (mut shown, mut printed): (Vec<String>, Vec<String>) = (Vec::new(), Vec::new());
+        let mut is_interrupted = false;
+        for line in output.lines() {
+            shown.push(line.unwrap());
+            printed.extend(shown.last().map(|line| comparable(line)));
+            if !is_interrupted && interrupted_at.is_some_and(|at| matches(&expected[..at], &printed)) {
+                is_interrupted = true;
+                interrupt(&child);
+            }
+        }
+        let status = child.wait().unwrap();
+        // Some more lines may be printed before the signal arrives.
+        let is_like: Vec<String> = expected.iter().map(|line| line.replace(INTERRUPT, "…")).collect();
+        let (command, shown) = (&entry.command, shown.join("\n"));
+        assert!(
+            matches(&is_like, &printed),
+            "{place}: `{command}` is shown to print\n{}\nand prints\n{shown}",
+            entry.output.join("\n")
+        );
+        let fails = expected.iter().any(|line| line.starts_with("error:"));
+        assert_eq!(status.success(), !fails, "{place}: `{command}`: {status}, after\n{shown}");
+    }
+
+    /// The process, and what it prints.
+    fn start(&self, entry: &Entry) -> (Child, BufReader<io::PipeReader>) {
+        let (reader, writer) = io::pipe().unwrap();
+        // A signal is for the program itself, so it takes the place of the shell.
+        let exec = if entry.output.iter().any(|line| line == INTERRUPT) { "exec " } else { "" };
+        let child = Command::new("sh")
+            .args(["-c", &format!("{exec}{}", entry.command)])
+            .current_dir(self.folder)
+            .env("PATH", &self.path)
+            .env("NO_COLOR", "1")
+            .stdin(Stdio::null())
+            .stdout(writer.try_clone().unwrap())
+            .stderr(writer)
+            .spawn()
+            .unwrap();
+        (child, BufReader::new(reader))
+    }
+}
+
+fn interrupt(child: &Child) {
+    let status = Command::new("kill").args(["-INT", &child.id().to_string()]).status().unwrap();
+    assert!(status.success(), "kill: {status}");
+}
+
+/// Whether the lines are those that the patterns describe.
+fn matches(patterns: &[String], lines: &[String]) -> bool {
+    match patterns {
+        [] => lines.is_empty(),
+        [first, rest @ ..] if first == "…" => (0..=lines.len()).any(|skipped| matches(rest, &lines[skipped..])),
+        [first, rest @ ..] => {
+            lines.split_first().is_some_and(|(line, lines)| is_like(first, line) && matches(rest, lines))
+        }
+    }
+}
+
+/// Whether a line is like a pattern, in which `…` stands for anything.
+fn is_like(pattern: &str, line: &str) -> bool {
+    match pattern.split_once(ANYTHING) {
+        None => pattern == line,
+        Some((start, rest)) => line.strip_prefix(start).is_some_and(|line| {
+            line.char_indices().map(|(at, _)| at).chain([line.len()]).any(|at| is_like(rest, &line[at..]))
+        }),
+    }
+}
+
+/// The line with the same figure in place of each, and one space, or one stroke of a rule, in place of several.
+fn without_figures(line: &str) -> String {
+    let numbers = |word: &str| {
+        let bare = word.trim_end_matches([',', ':', ';']);
+        let is_figure = bare.contains('.') && bare.parse::<f64>().is_ok();
+        if is_figure { word.replace(bare, "0.0") } else { word.to_owned() }
+    };
+    let words: Vec<String> = line.split_whitespace().map(numbers).collect();
+    let is_rule = |word: &str| word.chars().all(|c| c == '─');
+    words.iter().map(|word| if is_rule(word) { "─" } else { word }).collect::<Vec<_>>().join(" ")
+}
+
+#[test]
+fn a_console_is_read_as_a_person_reads_it() {
+    let entry = |command: &str, output: &[&str]| Entry {
+        command: command.into(),
+        output: output.iter().map(ToString::to_string).collect(),
+        figures_vary: false,
+    };
+    let expected = [entry("a |\nb", &["1", "> 2"]), entry("c", &[])];
+    assert_eq!(parse("$ a |\n> b\n1\n> 2\n$ c\n", false), expected);
+}
+
+#[test]
+fn what_is_left_open_matches_anything_and_nothing_else_does() {
+    let lines = ["loss 5.499, 327 tokens/s", "", "done"].map(str::to_owned);
+    let accepts = |patterns: &[&str]| matches(&patterns.iter().map(ToString::to_string).collect::<Vec<_>>(), &lines);
+    assert!(accepts(&["loss 5.…, … tokens/s", "", "done"]));
+    assert!(accepts(&["loss 5.499, 327 tokens/s", "…", "done"]));
+    assert!(accepts(&["…"]) && accepts(&["…", "done"]) && accepts(&["…", "", "done", "…"]));
+    assert!(!accepts(&["loss 4.…", "", "done"]));
+    assert!(!accepts(&["loss 5.…, … tokens", "", "done"]));
+    assert!(!accepts(&[]) && !accepts(&["…", ""]) && !accepts(&["loss…", "done"]));
+}
+
+#[test]
+fn figures_may_vary_and_counts_may_not() {
+    let same = |a: &str, b: &str| without_figures(a) == without_figures(b);
+    assert!(
+        same(" psum   9.5  0.01", " psum  10.25  0.02")
+            && same("───", "─────")
+            && same("loss 5.1, at 3", "loss 15.01, at 3")
+    );
+    assert!(!same("step 1 of 5", "step 2 of 5") && !same("loss 5.1, at 3", "loss 5.1 at 3") && !same("a 1.5", "b 1.5"));
+}
+
+#[test]
+fn another_output_or_another_end_is_a_failure() {
+    let folder = tempfile::tempdir().unwrap();
+    let holds = |console: &str| {
+        let check = || parse(console, false).iter().for_each(|entry| Shell::new(folder.path()).check(entry, "here"));
+        std::panic::catch_unwind(check).is_ok()
+    };
+    assert!(holds("$ echo a\na\n") && holds("$ echo error: a; false\nerror: a\n"));
+    assert!(
+        !holds("$ echo b\na\n") && !holds("$ echo a\n") && !holds("$ false\n") && !holds("$ echo error: a\nerror: a\n")
+    );
+}

@@ -1,0 +1,19 @@
+//! The examples of the guide, compiled and run: an item for each page that has any. (Pages that are included from a crate are run
+//! there.)
+
+macro_rules! pages {
+    ($($name:ident: $path:literal;)*) => {
+        $(#[doc = include_str!($path)] pub struct $name;)*
+    };
+}
+
+pages! {
+    SplitData: "../../docs/guide/split-data.md";
+    CutPadding: "../../docs/guide/cut-padding.md";
+    WillItFit: "../../docs/guide/will-it-fit.md";
+    TwoDevices: "../../docs/guide/two-devices.md";
+    TwoNodes: "../../docs/multi-node.md";
+    Resume: "../../docs/guide/resume.md";
+    Formats: "../../docs/guide/formats.md";
+    Measured: "../../docs/guide/measured.md";
+}
