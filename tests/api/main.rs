@@ -19,6 +19,7 @@ fn values_can_be_sent_to_and_shared_between_threads() {
     travels::<(plan::PlanCost, plan::CostModel, plan::Cut, plan::ShardAssignment, plan::ShardsOfRank<'_>)>();
     travels::<(plan::Hybrid, plan::Pattern, plan::Search, plan::Outcome, plan::PlanDiff<'_>, plan::Reshard<'_>)>();
     travels::<(mesh::DeviceMesh, mesh::Replica, mesh::PMap<(), (), ()>, mesh::Sharded<()>, mesh::Error)>();
+    travels::<(mesh::AdamW, mesh::Checkpoints, mesh::Checkpoint, mesh::StateDict, mesh::ShardedVars)>();
 }
 
 #[test]

@@ -14,6 +14,7 @@ use serde::Serialize;
 pub(crate) use self::args::Args;
 use self::args::FormatArg;
 use crate::{
+    bytes::grouped,
     error::{Error, Result},
     output,
 };
@@ -159,7 +160,8 @@ fn write_comparison(comparison: &Comparison<'_>, out: &mut dyn Write) -> io::Res
         writeln!(out, "{}", comparison.diff)?;
     }
     let volume = |Volume { stay_bytes, move_bytes, moves, .. }: Volume| {
-        format!("{move_bytes} bytes move in {moves} parts, {stay_bytes} stay")
+        let (moving, staying) = (grouped(move_bytes), grouped(stay_bytes));
+        format!("{moving} bytes move in {moves} parts, {staying} stay")
     };
     match (comparison.reshard, comparison.reshard_renumbered) {
         (Some(plain), Some(renumbered)) => {
