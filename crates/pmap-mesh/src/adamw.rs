@@ -64,7 +64,7 @@ impl Moments {
 
     fn update(&mut self, params: &ParamsAdamW, grad: &Tensor) -> Result<()> {
         let ParamsAdamW { lr, beta1, beta2, eps, weight_decay } = *params;
-        self.step += 1;
+        self.step = self.step.saturating_add(1);
         let bias = |beta: f64| 1.0 - beta.powi(i32::try_from(self.step).unwrap_or(i32::MAX));
         let exp_avg = ((self.exp_avg.as_tensor() * beta1)? + (grad * (1.0 - beta1))?)?;
         let exp_avg_sq = ((self.exp_avg_sq.as_tensor() * beta2)? + (grad.sqr()? * (1.0 - beta2))?)?;
@@ -115,7 +115,10 @@ impl StatefulOptimizer for AdamW {
     fn load_state(&mut self, var: usize, name: &str, value: &Tensor) -> Result<()> {
         let Some(moments) = self.vars.get_mut(var) else { bail!("the optimizer has no variable {var}") };
         match name {
-            "step" => moments.step = value.to_dtype(DType::I64)?.to_scalar()?,
+            "step" => match value.to_dtype(DType::I64)?.to_scalar()? {
+                step if step >= 0 => moments.step = step,
+                step => bail!("{step} steps cannot have been taken"),
+            },
             "exp_avg" => moments.exp_avg.set(&value.to_device(moments.var.device())?)?,
             "exp_avg_sq" => moments.exp_avg_sq.set(&value.to_device(moments.var.device())?)?,
             _ => bail!("AdamW has no state {name}, it has step, exp_avg and exp_avg_sq"),

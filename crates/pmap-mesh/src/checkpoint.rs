@@ -1,10 +1,10 @@
 //! The state of a training run on disk: a folder for each checkpoint, a file of tensors for each slot, an index.
 
 use std::{
-    collections::BTreeMap,
+    collections::{BTreeMap, BTreeSet},
     fmt::Display,
     fs::{self, File},
-    io::{BufReader, Read, Seek, SeekFrom},
+    io::{self, BufReader, Read, Seek, SeekFrom},
     ops::Range,
     path::{Path, PathBuf},
 };
@@ -24,7 +24,7 @@ const FORMAT_VERSION: u32 = 1;
 const INDEX: &str = "index.json";
 /// What a checkpoint's folder is called while it is written.
 const PARTIAL: &str = "partial";
-/// No header is longer; the format's own limit.
+/// No header is longer; the format's own limit. Nor is an index.
 const MAX_HEADER_BYTES: u64 = 100_000_000;
 /// What a model's variables are called among the kinds of tensors; an optimizer names its own.
 pub(crate) const MODEL: &str = "model";
@@ -34,14 +34,19 @@ pub(crate) const MODEL: &str = "model";
 /// A tensor is a run of a parameter's items, or of something that an optimizer keeps for each of them, or a scalar that it
 /// keeps for the parameter. Made by [`DataParallel::state_dict`](crate::DataParallel::state_dict) and
 /// `ShardedVars::state_dict`.
-#[derive(Clone, Debug, Default)]
+///
+/// It shares the memory of the variables: save it before they change.
+#[derive(Clone, Debug)]
 pub struct StateDict {
+    /// All parameters of the model, in whatever process they are kept.
+    parameters: BTreeMap<String, Vec<usize>>,
     slots: Vec<Vec<(String, Tensor)>>,
 }
 
 impl StateDict {
-    pub(crate) fn of_slots(mesh: &DeviceMesh) -> Self {
-        Self { slots: vec![Vec::new(); mesh.devices().len()] }
+    /// Nothing yet, of a model with these parameters, each with its shape.
+    pub(crate) fn new(mesh: &DeviceMesh, parameters: impl IntoIterator<Item = (String, Vec<usize>)>) -> Self {
+        Self { parameters: parameters.into_iter().collect(), slots: vec![Vec::new(); mesh.devices().len()] }
     }
 
     /// Adds a run of `kind` that begins at a parameter's item `start`, kept by the n-th slot of this process.
@@ -107,6 +112,8 @@ struct Index {
     format_version: u32,
     /// How many steps had been taken.
     step: u64,
+    /// The model's parameters and their shapes.
+    parameters: BTreeMap<String, Vec<usize>>,
     files: Vec<Listed>,
     /// Whatever else the run had to remember.
     state: Value,
@@ -133,7 +140,7 @@ impl Checkpoints {
     /// The newest checkpoint that is whole; `None` if none was ever written.
     ///
     /// One of which a file is missing or has another size than the index says is passed over, with a warning in the log, if
-    /// an earlier one is there.
+    /// an earlier one is there. On a mesh of several processes all of them must find the same one.
     ///
     /// # Errors
     ///
@@ -160,14 +167,18 @@ impl Checkpoints {
     ///
     /// # Errors
     ///
-    /// [`Error::File`] with the path and what the system says; earlier checkpoints are untouched. A process that fails
-    /// leaves the others waiting in a mesh of several, and must end.
+    /// [`Error::File`] with the path and what the system says, or if there is a whole checkpoint of this step; earlier
+    /// ones are untouched. A process that fails leaves the others waiting in a mesh of several, and must end.
     pub fn save(&self, mesh: &DeviceMesh, step: u64, tensors: &StateDict, state: &impl Serialize) -> Result<()> {
         let whole = self.folder.join(folder_name(step));
         let partial = whole.with_extension(PARTIAL);
         let is_first = mesh.local_slots().start == 0;
+        if tensors.slots.len() != mesh.devices().len() {
+            let (found, expected) = (tensors.slots.len(), mesh.devices().len());
+            return Err(file_error(&whole, format!("a state of {found} slots is not one of this mesh's {expected}")));
+        }
         if is_first {
-            self.remove_partial()?;
+            self.make_room(&whole)?;
             fs::create_dir_all(&partial).map_err(|error| file_error(&partial, error))?;
         }
         all_are_here(mesh)?;
@@ -179,43 +190,64 @@ impl Checkpoints {
         let sizes = mesh.of_all_slots(sizes.collect::<Result<_>>()?)?;
         if is_first {
             let sizes = sizes.iter().flatten().map(|size| size.to_scalar::<i64>().map_err(Error::Assemble));
+            let files = listed(sizes, mesh.len())?;
             let state = serde_json::to_value(state).map_err(|error| file_error(&whole.join(INDEX), error))?;
-            let index = Index { format_version: FORMAT_VERSION, step, files: listed(sizes, mesh.len())?, state };
+            let parameters = tensors.parameters.clone();
+            let index = Index { format_version: FORMAT_VERSION, step, parameters, files, state };
             write_index(&partial.join(INDEX), &index)?;
             sync_folder(&partial)?;
             fs::rename(&partial, &whole).map_err(|error| file_error(&whole, error))?;
             sync_folder(&self.folder)?;
-            self.remove_old()?;
+            self.remove_old(step);
         }
         all_are_here(mesh)
     }
 
     /// The folders that bear a final name, by step.
     fn complete(&self) -> Result<BTreeMap<u64, PathBuf>> {
-        let step = |path: &Path| path.file_name()?.to_str()?.strip_prefix("step-")?.parse().ok();
-        Ok(self.entries()?.into_iter().filter_map(|path| Some((step(&path)?, path))).collect())
+        Ok(self.folders()?.into_iter().filter_map(|path| Some((step_of(path.file_name()?.to_str()?)?, path))).collect())
     }
 
-    fn entries(&self) -> Result<Vec<PathBuf>> {
+    fn folders(&self) -> Result<Vec<PathBuf>> {
         let failed = |error| file_error(&self.folder, error);
-        if !self.folder.exists() {
-            return Ok(Vec::new());
+        let entries = match fs::read_dir(&self.folder) {
+            Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(Vec::new()),
+            entries => entries.map_err(failed)?,
+        };
+        let paths = entries.map(|entry| entry.map(|entry| entry.path()).map_err(failed));
+        let mut paths = paths.collect::<Result<Vec<_>>>()?;
+        paths.retain(|path| path.is_dir());
+        Ok(paths)
+    }
+
+    /// Removes what an interrupted run has left, and a damaged checkpoint in the place of the new one.
+    fn make_room(&self, whole: &Path) -> Result<()> {
+        for path in self.folders()? {
+            let name = path.file_name().and_then(|name| name.to_str()).and_then(|name| name.strip_suffix(PARTIAL));
+            if name.and_then(|name| step_of(name.strip_suffix('.')?)).is_some() {
+                remove(&path)?;
+            }
         }
-        fs::read_dir(&self.folder)
-            .map_err(failed)?
-            .map(|entry| entry.map(|entry| entry.path()).map_err(failed))
-            .collect()
+        if !whole.is_dir() {
+            return Ok(());
+        }
+        match Checkpoint::open(whole) {
+            Ok(_) => Err(file_error(whole, "there is a whole checkpoint of this step already")),
+            Err(_) => remove(whole),
+        }
     }
 
-    /// Removes what an interrupted run has left.
-    fn remove_partial(&self) -> Result<()> {
-        let is_partial = |path: &&PathBuf| path.extension().is_some_and(|extension| extension == PARTIAL);
-        self.entries()?.iter().filter(is_partial).try_for_each(|path| remove(path))
-    }
-
-    fn remove_old(&self) -> Result<()> {
-        let complete = self.complete()?;
-        complete.values().rev().skip(self.keep).try_for_each(|path| remove(path))
+    /// Removes the checkpoints before `step` of which enough newer ones are whole. What cannot be removed stays, and is told
+    /// in the log: the new one is whole.
+    fn remove_old(&self, step: u64) {
+        let mut newer = 1;
+        for (_, path) in self.complete().unwrap_or_default().range(..step).rev() {
+            if newer < self.keep && Checkpoint::open(path).is_ok() {
+                newer += 1;
+            } else if let Err(error) = retire(path) {
+                tracing::warn!("an old checkpoint stays: {error}");
+            }
+        }
     }
 }
 
@@ -258,11 +290,15 @@ impl Checkpoint {
         let path = path.into();
         let index_path = path.join(INDEX);
         let failed = |error: &dyn Display| file_error(&index_path, error);
-        let text = fs::read(&index_path).map_err(|error| failed(&error))?;
+        let text = read_text(&index_path).map_err(|error| failed(&error))?;
         let index: Index = serde_json::from_slice(&text).map_err(|error| failed(&error))?;
         if index.format_version != FORMAT_VERSION {
             let found = index.format_version;
             return Err(failed(&format!("format_version is {found}, this program reads {FORMAT_VERSION}")));
+        }
+        let names: BTreeSet<&str> = index.files.iter().map(|file| file.name.as_str()).collect();
+        if names.len() < index.files.len() || !names.iter().all(|name| is_shard(name)) {
+            return Err(failed(&"names something else than its shards, each once"));
         }
         let mut pieces: BTreeMap<Key, Vec<Piece>> = BTreeMap::new();
         for file in &index.files {
@@ -297,24 +333,38 @@ impl Checkpoint {
 
     /// The names of the model's parameters.
     pub fn parameters(&self) -> impl Iterator<Item = &str> {
-        self.pieces.keys().filter(|(kind, _)| kind == MODEL).map(|(_, name)| name.as_str())
+        self.index.parameters.keys().map(String::as_str)
     }
 
-    /// Checks that a parameter of the model is there and has this shape.
+    /// Checks that the model has these parameters and no others, that is of this shape each, and that all processes of the
+    /// mesh read the same checkpoint.
     ///
     /// # Errors
     ///
-    /// [`Error::Incomplete`], [`Error::OtherShape`].
-    pub(crate) fn expect(&self, name: &str, shape: &[usize]) -> Result<()> {
-        let Some(pieces) = self.of(MODEL, name) else {
-            return Err(Error::Incomplete { name: name.to_owned(), missing: 0 });
-        };
-        let items = pieces.iter().map(Piece::end).max().unwrap_or_default();
-        let whole = pieces.iter().find(|piece| piece.shape.len() > 1).map(|piece| piece.shape.clone());
-        match whole.unwrap_or_else(|| vec![items]) {
-            found if found == shape || (found.len() == 1 && items == shape.iter().product::<usize>()) => Ok(()),
-            found => Err(Error::OtherShape { name: name.to_owned(), found, expected: shape.to_vec() }),
+    /// [`Error::UnknownParameter`], [`Error::Incomplete`], [`Error::OtherShape`]; [`Error::File`] if another process reads
+    /// another one.
+    pub(crate) fn expect(&self, mesh: &DeviceMesh, expected: &BTreeMap<String, Vec<usize>>) -> Result<()> {
+        if let Some(unknown) = self.parameters().find(|name| !expected.contains_key(*name)) {
+            return Err(Error::UnknownParameter { name: unknown.to_owned() });
         }
+        for (name, shape) in expected {
+            match self.index.parameters.get(name) {
+                Some(found) if found == shape => {}
+                Some(found) => {
+                    let (name, found, expected) = (name.clone(), found.clone(), shape.clone());
+                    return Err(Error::OtherShape { name, found, expected });
+                }
+                None => return Err(Error::Incomplete { name: name.clone(), missing: 0 }),
+            }
+        }
+        let own = mesh.local_slots().map(|_| Ok(vec![number(self.step())?])).collect::<Result<_>>()?;
+        for step in mesh.of_all_slots(own)?.iter().flatten() {
+            let step = step.to_scalar::<i64>().map_err(Error::Assemble)?.unsigned_abs();
+            if step != self.step() {
+                return Err(file_error(&self.path, format!("another process reads the checkpoint of step {step}")));
+            }
+        }
+        Ok(())
     }
 
     /// Items `range` of what `kind` keeps for the parameter `name`: one dimension, on the processor.
@@ -345,6 +395,9 @@ impl Checkpoint {
     /// What a kind keeps for a parameter, for a place that keeps something like `like`: the items from `start` on, or the
     /// parameter's scalar.
     pub(crate) fn like(&self, kind: &str, name: &str, start: usize, like: &Tensor) -> Result<Tensor> {
+        if like.elem_count() == 0 {
+            return Tensor::zeros(like.dims(), like.dtype(), &Device::Cpu).map_err(Error::Assemble);
+        }
         if like.rank() > 0 {
             let items = self.items(kind, name, start..start + like.elem_count())?;
             return items.reshape(like.dims()).map_err(Error::Assemble);
@@ -366,6 +419,16 @@ fn all_are_here(mesh: &DeviceMesh) -> Result<()> {
 
 fn folder_name(step: u64) -> String {
     format!("step-{step:010}")
+}
+
+/// The step in the name of a folder.
+fn step_of(name: &str) -> Option<u64> {
+    name.strip_prefix("step-")?.parse().ok()
+}
+
+/// Whether this is the name of a slot's file, in the folder of its checkpoint.
+fn is_shard(name: &str) -> bool {
+    name.starts_with("shard-") && name.ends_with(".safetensors") && !name.contains(['/', '\\'])
 }
 
 fn file_name(slot: usize, slots: usize) -> String {
@@ -391,12 +454,17 @@ fn number(count: u64) -> Result<Tensor> {
 fn write_tensors(path: &Path, entries: &[(String, Tensor)]) -> Result<u64> {
     let on_host = entries.iter().map(|(key, items)| Ok((key, items.contiguous()?.to_device(&Device::Cpu)?)));
     let on_host = on_host.collect::<candle_core::Result<Vec<_>>>().map_err(Error::Assemble)?;
-    safetensors::serialize_to_file(on_host, None, path).map_err(|error| file_error(path, error))?;
+    let failed = |error: &dyn Display| file_error(path, error);
+    // The writer makes a file for its owner alone; this one is for whom the system says.
+    let permissions =
+        File::create(path).and_then(|file| file.metadata()).map_err(|error| failed(&error))?.permissions();
+    safetensors::serialize_to_file(on_host, None, path).map_err(|error| failed(&error))?;
     let synced = File::options().write(true).open(path).and_then(|file| {
+        file.set_permissions(permissions)?;
         file.sync_all()?;
         file.metadata()
     });
-    Ok(synced.map_err(|error| file_error(path, error))?.len())
+    Ok(synced.map_err(|error| failed(&error))?.len())
 }
 
 fn write_index(path: &Path, index: &Index) -> Result<()> {
@@ -416,18 +484,32 @@ fn sync_folder(path: &Path) -> Result<()> {
     Ok(())
 }
 
+/// Removes a checkpoint, which loses its name first.
+fn retire(path: &Path) -> Result<()> {
+    let partial = path.with_extension(PARTIAL);
+    fs::rename(path, &partial).map_err(|error| file_error(path, error))?;
+    remove(&partial)
+}
+
 fn remove(path: &Path) -> Result<()> {
     fs::remove_dir_all(path).map_err(|error| file_error(path, error))
+}
+
+/// A file of reasonable length.
+fn read_text(path: &Path) -> io::Result<Vec<u8>> {
+    let mut text = Vec::new();
+    File::open(path)?.take(MAX_HEADER_BYTES).read_to_end(&mut text)?;
+    Ok(text)
 }
 
 /// What a file of a checkpoint holds, which must be as long as the index says.
 fn read_header(path: &Path, bytes: u64) -> Result<Vec<(Key, Piece)>> {
     let failed = |error: &dyn Display| file_error(path, error);
-    let mut file = File::open(path).map_err(|error| failed(&error))?;
-    let found = file.metadata().map_err(|error| failed(&error))?.len();
-    if found != bytes {
-        return Err(failed(&format!("has {found} bytes, the index says {bytes}")));
+    let found = fs::metadata(path).map_err(|error| failed(&error))?;
+    if !found.is_file() || found.len() != bytes {
+        return Err(failed(&format!("is no file of {bytes} bytes, as the index says, but has {}", found.len())));
     }
+    let mut file = File::open(path).map_err(|error| failed(&error))?;
     let mut length = [0; 8];
     file.read_exact(&mut length).map_err(|error| failed(&error))?;
     let header_bytes = u64::from_le_bytes(length);
@@ -442,6 +524,15 @@ fn read_header(path: &Path, bytes: u64) -> Result<Vec<(Key, Piece)>> {
     }
     let piece = |(key, info): (String, &TensorInfo)| {
         let Some((kind, name, start)) = parse_key(&key) else { return Err(failed(&format!("what is {key}?"))) };
+        if info
+            .shape
+            .iter()
+            .try_fold(1, |items: usize, &dim| items.checked_mul(dim))
+            .and_then(|items| items.checked_add(start))
+            .is_none()
+        {
+            return Err(failed(&format!("{key} has no end")));
+        }
         let dtype = info.dtype.try_into().map_err(|error: candle_core::Error| failed(&error))?;
         let offset = data_start + info.data_offsets.0 as u64;
         let piece = Piece { start, shape: info.shape.clone(), dtype, file: path.to_owned(), offset };

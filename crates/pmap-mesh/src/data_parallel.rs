@@ -1,6 +1,9 @@
 //! Data-parallel training: one model on every device, kept equal by summing gradients.
 
-use std::sync::{Arc, Mutex};
+use std::{
+    collections::BTreeMap,
+    sync::{Arc, Mutex},
+};
 
 use candle_core::{Device, Tensor, Var, backprop::GradStore};
 use candle_nn::{Optimizer, VarBuilder, VarMap};
@@ -271,7 +274,7 @@ impl<M, O: StatefulOptimizer> DataParallel<M, O> {
     /// The variables and what the optimizers keep for them, for [`Checkpoints::save`](crate::Checkpoints::save): each slot
     /// of the mesh, in whatever process, writes its part. Accumulated gradients are not among them.
     pub fn state_dict(&self) -> StateDict {
-        let mut state = StateDict::of_slots(&self.mesh);
+        let mut state = StateDict::new(&self.mesh, self.shapes());
         for (index, slot) in self.slots.iter().enumerate() {
             let slot = lock(slot);
             for &position in &slot.saved {
@@ -287,7 +290,7 @@ impl<M, O: StatefulOptimizer> DataParallel<M, O> {
     }
 
     /// Gives all variables and optimizers the values of a checkpoint, whatever number of devices wrote it; accumulated
-    /// gradients are dropped.
+    /// gradients are dropped. Every process of the mesh calls this, with the same checkpoint.
     ///
     /// # Errors
     ///
@@ -295,15 +298,12 @@ impl<M, O: StatefulOptimizer> DataParallel<M, O> {
     /// [`Error::OtherShape`] if one does not fit, [`Error::File`] if a file cannot be read, [`Error::Model`] if candle
     /// fails. Some variables may then be changed.
     pub fn load(&mut self, checkpoint: &Checkpoint) -> Result<()> {
-        if let Some(unknown) = checkpoint.parameters().find(|name| self.names.iter().all(|known| known != name)) {
-            return Err(Error::UnknownParameter { name: unknown.to_owned() });
-        }
+        checkpoint.expect(&self.mesh, &self.shapes())?;
         for slot in self.slots.iter() {
             let slot = &mut *lock(slot);
             slot.accumulated = None;
             for (position, &index) in slot.owned.iter().enumerate() {
                 let (name, var) = (&self.names[index], &slot.vars[index]);
-                checkpoint.expect(name, var.dims())?;
                 let value = checkpoint.like(MODEL, name, 0, var)?;
                 value.to_device(var.device()).and_then(|value| var.set(&value)).map_err(Error::Model)?;
                 for (kind, like) in slot.optimizer.state(position) {
@@ -313,6 +313,13 @@ impl<M, O: StatefulOptimizer> DataParallel<M, O> {
             }
         }
         Ok(())
+    }
+
+    /// The shapes of the variables, by name.
+    fn shapes(&self) -> BTreeMap<String, Vec<usize>> {
+        let Some(first) = self.slots.first() else { return BTreeMap::new() };
+        let first = lock(first);
+        self.names.iter().cloned().zip(first.vars.iter().map(|var| var.dims().to_vec())).collect()
     }
 }
 

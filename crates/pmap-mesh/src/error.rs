@@ -114,7 +114,7 @@ pub enum Error {
     OtherShape {
         /// The parameter.
         name: String,
-        /// The shape in the checkpoint; the number of its items, if it was written in parts.
+        /// The shape in the checkpoint.
         found: Vec<usize>,
         /// The shape in the model or plan.
         expected: Vec<usize>,

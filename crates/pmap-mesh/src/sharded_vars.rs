@@ -4,7 +4,7 @@ use std::{collections::BTreeMap, ops::Range, sync::Arc};
 
 use candle_core::{DType, Device, Tensor, Var, bail};
 use core_types::{Rank, WorldSize};
-use fsdp_plan::{Cut, ParameterInfo, ShardingPlan};
+use fsdp_plan::{Cut, ParameterInfo, PlannedParameter, ShardingPlan};
 
 use crate::{
     ALL,
@@ -128,15 +128,14 @@ impl ShardedVars {
     ///
     /// # Errors
     ///
-    /// [`Error::File`] if a file cannot be read, [`Error::Incomplete`] if items are missing, [`Error::OtherShape`] if a
-    /// parameter does not fit, and those of [`shard`](Self::shard).
+    /// [`Error::UnknownParameter`] if the checkpoint has one that the plan lacks, [`Error::Incomplete`] if it lacks one,
+    /// [`Error::OtherShape`] if one does not fit, [`Error::File`] if a file cannot be read, and those of
+    /// [`shard`](Self::shard).
     pub fn load(mesh: &DeviceMesh, plan: &ShardingPlan, checkpoint: &Checkpoint) -> Result<Self> {
+        checkpoint.expect(mesh, &shapes(plan))?;
         Self::cut(mesh, plan, |param_idx| {
-            let parameter = plan.parameters()[param_idx].info();
-            if parameter.tied_to().is_none() {
-                checkpoint.expect(parameter.name(), &shape(parameter))?;
-            }
-            Ok(move |run| checkpoint.items(MODEL, parameter.name(), run))
+            let name = plan.parameters()[param_idx].info().name();
+            Ok(move |run| checkpoint.items(MODEL, name, run))
         })
     }
 
@@ -189,9 +188,9 @@ impl ShardedVars {
 
     /// What this process's slots keep, to be written to a checkpoint: each parameter once, though replicas repeat it.
     pub fn state_dict(&self) -> StateDict {
-        let mut state = StateDict::of_slots(&self.0.mesh);
-        for slot in self.saving_slots() {
-            for part in self.parts(slot) {
+        let mut state = StateDict::new(&self.0.mesh, shapes(&self.0.plan));
+        for slot in self.0.mesh.local_slots() {
+            for part in self.parts(slot).iter().filter(|part| self.is_saved(slot, part)) {
                 let items = part.var.as_detached_tensor();
                 state.add(self.local(slot), MODEL, self.name(part.param_idx), part.start, items);
             }
@@ -206,7 +205,7 @@ impl ShardedVars {
     ///
     /// If this process has no such slot.
     pub fn add_optimizer(&self, state: &mut StateDict, slot: usize, optimizer: &impl StatefulOptimizer) {
-        for (var, part) in self.parts(slot).iter().enumerate().filter(|_| self.saving_slots().contains(&slot)) {
+        for (var, part) in self.parts(slot).iter().enumerate().filter(|(_, part)| self.is_saved(slot, part)) {
             for (kind, items) in optimizer.state(var) {
                 state.add(self.local(slot), kind, self.name(part.param_idx), part.start, items);
             }
@@ -238,10 +237,12 @@ impl ShardedVars {
         Ok(())
     }
 
-    /// This process's slots of the first shard group: the others repeat them.
-    fn saving_slots(&self) -> Range<usize> {
-        let here = self.0.mesh.local_slots();
-        here.start..here.end.min(self.0.plan.shard_group().as_usize()).max(here.start)
+    /// Whether a slot writes a part to checkpoints: others of its group, or of other groups, may have the same.
+    fn is_saved(&self, slot: usize, part: &Part) -> bool {
+        match self.0.plan.parameters()[part.param_idx].cut() {
+            Cut::Replicated => slot == 0,
+            _ => slot < self.0.plan.shard_group().as_usize(),
+        }
     }
 
     /// The parts of one slot.
@@ -398,6 +399,12 @@ impl ShardedVars {
             runs => Tensor::cat(runs, 0)?.reshape(shape),
         }
     }
+}
+
+/// The shapes of the parameters that are kept, by name; those that are tied to others are not.
+fn shapes(plan: &ShardingPlan) -> BTreeMap<String, Vec<usize>> {
+    let kept = plan.parameters().iter().map(PlannedParameter::info).filter(|info| info.tied_to().is_none());
+    kept.map(|info| (info.name().to_owned(), shape(info))).collect()
 }
 
 fn shape(parameter: &ParameterInfo) -> Vec<usize> {
