@@ -46,6 +46,9 @@ const PATIENCE: Duration = Duration::from_secs(240);
 const CHECKPOINT_EVERY: &str = "2";
 
 pub(crate) fn run(args: &Args) -> Result {
+    if args.ranks == 0 || args.steps <= args.kills {
+        return Err("at least 1 rank, and more steps than kills, are needed".into());
+    }
     let soak = Soak::new(args)?;
     println!("== {} steps on {} ranks, undisturbed", args.steps, args.ranks);
     soak.finish("undisturbed")?;

@@ -54,7 +54,7 @@ pub(crate) const BAD_INPUT: u8 = 2;
 const FAILURE: u8 = 1;
 
 /// The exit code that shells give to what was interrupted.
-const INTERRUPTED: u8 = 130;
+pub(crate) const INTERRUPTED: u8 = 130;
 
 impl Error {
     /// The same, with what to do about it.

@@ -2,7 +2,7 @@
 
 use std::{
     path::{Path, PathBuf},
-    sync::atomic::Ordering,
+    sync::{Arc, atomic::AtomicBool},
 };
 
 use candle_core::Device;
@@ -12,10 +12,14 @@ use candle_distributed::{
     types::{Placement, Rank, Seed, WorldSize},
 };
 use candle_nn::VarBuilder;
+use signal_hook::{
+    consts::{SIGINT, SIGTERM},
+    flag,
+};
 
 use crate::{
     devices::{DEFAULT_WORLD_SIZE, DeviceArgs},
-    error::{Error, Result},
+    error::{self, Error, Result},
     help::examples,
     output,
     train::{
@@ -24,9 +28,9 @@ use crate::{
         journal::Journal,
         model::Transformer,
         parameters,
-        run_dir::{self, RunDir, Session, Settings},
+        run_dir::{self, FORMAT_VERSION, RunDir, Session, Settings},
         sharding::{self, Needs},
-        trainer::{self, Job, STOP},
+        trainer::{self, Job},
     },
 };
 
@@ -76,18 +80,16 @@ pub(crate) fn run(args: &Args) -> Result<()> {
     }
     let known = args.resumed().map_or(Ok(None), Settings::read)?;
     known.iter().try_for_each(|known| args.agrees_with(known))?;
-    if let Some(path) = args.resumed().filter(|path| run_dir::is_complete(path)) {
+    if let Some(path) = args.resumed()
+        && run_dir::is_complete(path)?
+    {
         return place.tell(|out| writeln!(out, "the run in {} is complete", path.display()));
     }
     let data = args.data.clone().or_else(|| known.as_ref()?.data.clone());
     let corpus = data.as_deref().map_or_else(|| Ok(Corpus::embedded()), Corpus::read)?;
     let settings = args.settings(known, data, &corpus, place.placement.world_size())?;
     let grid = DeviceMesh::builder().axis(DeviceMesh::AXIS, place.placement.world_size().as_usize());
-    args.devices.run_on(place, grid, |mesh| {
-        // Whoever cannot be told when to stop is ended at once, as any program.
-        drop(ctrlc::set_handler(|| STOP.store(true, Ordering::Relaxed)));
-        args.train(mesh, place.placement, settings, &corpus)
-    })
+    args.devices.run_on(place, grid, |mesh| args.train(mesh, place.placement, settings, &corpus))
 }
 
 impl Args {
@@ -102,6 +104,10 @@ impl Args {
             None => None,
         };
         let first = checkpoint.as_ref().map_or(0, Checkpoint::step);
+        if !trainer::agree(mesh, settings.fingerprint(first))? {
+            let differ = "the processes do not begin the same run: folder, text and arguments must be the same for all";
+            return Err(Error::Usage(differ.into()));
+        }
         let parameters = sharding::parameters_in(&vars)?;
         let (number, run_dir) = if placement.rank() == Rank::ZERO {
             let settings = settings.with_session(session(mesh, placement, first));
@@ -123,7 +129,8 @@ impl Args {
         let needs = Needs::of(&parameters, placement.world_size())?;
         let journal = run_dir.map(|run_dir| Journal::new(first, steps, run_dir, needs));
         let (schedule, checkpoint_every) = (&schedule, self.checkpoint_every);
-        Job { mesh, corpus, schedule, steps, checkpoint_every, path: &path, checkpoint }.run(&vars, journal)
+        let stop = stop_flag();
+        Job { mesh, corpus, schedule, steps, checkpoint_every, path: &path, checkpoint, stop }.run(&vars, journal)
     }
 
     /// The folder of the run, and its number if it has one.
@@ -173,8 +180,19 @@ impl Args {
             return Err(Error::Usage("0 steps are no training, at least 1 is needed".into()));
         }
         let max_tokens = data::max_tokens(world_size);
-        Ok(Settings { format_version: 1, seed, steps, data, text, max_tokens, model, sessions: vec![] })
+        Ok(Settings { format_version: FORMAT_VERSION, seed, steps, data, text, max_tokens, model, sessions: vec![] })
     }
+}
+
+/// Set when the program is told to end, by Ctrl-C or a scheduler. Told again, it ends at once.
+fn stop_flag() -> Arc<AtomicBool> {
+    let stop = Arc::new(AtomicBool::new(false));
+    for signal in [SIGINT, SIGTERM] {
+        // Whoever cannot be told when to stop is ended at once, as any program.
+        drop(flag::register_conditional_shutdown(signal, error::INTERRUPTED.into(), Arc::clone(&stop)));
+        drop(flag::register(signal, Arc::clone(&stop)));
+    }
+    stop
 }
 
 /// Where this process runs after `first_step` steps.

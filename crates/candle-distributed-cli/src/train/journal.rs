@@ -94,6 +94,11 @@ impl Journal {
         })
     }
 
+    /// Brings what was logged to disk.
+    pub(crate) fn sync(&self) -> Result<()> {
+        self.run_dir.sync()
+    }
+
     /// Leaves with the run what is known of this session.
     pub(crate) fn pause(&mut self) -> Result<()> {
         self.run_dir.end_session()

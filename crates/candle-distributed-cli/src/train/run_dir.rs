@@ -6,6 +6,7 @@ use std::{
     path::{Path, PathBuf},
 };
 
+use candle_distributed::types::Seed;
 use candle_nn::VarMap;
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
@@ -20,6 +21,9 @@ const METRICS: &str = "metrics.jsonl";
 const MODEL: &str = "model.safetensors";
 const CURVE: &str = "loss.svg";
 const CHECKPOINTS: &str = "checkpoints";
+
+/// The form of the settings.
+pub(crate) const FORMAT_VERSION: u32 = 1;
 
 /// What makes a run the same run when it is gone on with.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -60,14 +64,24 @@ impl Settings {
     pub(crate) fn read(path: &Path) -> Result<Option<Self>> {
         let path = path.join(SETTINGS);
         match fs::read(&path) {
-            Ok(text) => serde_json::from_slice(&text).map(Some).map_err(|source| Error::Json {
-                path,
-                what: "the settings of a run",
-                source,
-            }),
+            Ok(text) => match serde_json::from_slice::<Self>(&text) {
+                Ok(settings) if settings.format_version == FORMAT_VERSION => Ok(Some(settings)),
+                Ok(Self { format_version, .. }) => Err(Error::Usage(format!(
+                    "{} has the format_version {format_version}, this program reads {FORMAT_VERSION}",
+                    path.display()
+                ))),
+                Err(source) => Err(Error::Json { path, what: "the settings of a run", source }),
+            },
             Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(None),
             Err(source) => Err(Error::Read { path, source }),
         }
+    }
+
+    /// A number that another run hardly has, or this one at another step.
+    pub(crate) fn fingerprint(&self, step: u64) -> u32 {
+        let text = u64::from_str_radix(&self.text, 16).unwrap_or_default();
+        let of_all = [self.seed, self.steps, text, self.max_tokens, step].into_iter().fold(Seed::new(0), Seed::derive);
+        u32::try_from(of_all.as_u64() >> 32).unwrap_or_default()
     }
 
     fn write(&self, path: &Path) -> Result<()> {
@@ -100,8 +114,12 @@ pub(crate) fn metrics(path: &Path) -> Result<Metrics> {
 }
 
 /// Whether the run in `path` has come to its end.
-pub(crate) fn is_complete(path: &Path) -> bool {
-    path.join(MODEL).exists()
+pub(crate) fn is_complete(path: &Path) -> Result<bool> {
+    is_there(path.join(MODEL))
+}
+
+fn is_there(path: PathBuf) -> Result<bool> {
+    path.try_exists().map_err(|source| Error::Read { path, source })
 }
 
 /// A folder that holds one run and never overwrites another.
@@ -139,7 +157,11 @@ impl RunDir {
         let metrics = path.join(METRICS);
         let failed = |source| Error::Write { path: metrics.clone(), source };
         fs::create_dir_all(path).map_err(failed)?;
-        let known = fs::read_to_string(&metrics).unwrap_or_default();
+        let known = match fs::read(&metrics) {
+            Err(error) if error.kind() == io::ErrorKind::NotFound => Vec::new(),
+            known => known.map_err(|source| Error::Read { path: metrics.clone(), source })?,
+        };
+        let known = String::from_utf8_lossy(&known);
         let is_kept = |line: &&str| step_of(line).is_some_and(|of_line| of_line < step);
         let kept: String = known.lines().take_while(is_kept).flat_map(|line| [line, "\n"]).collect();
         replace(&metrics, kept.as_bytes())?;
@@ -150,7 +172,7 @@ impl RunDir {
     fn claim(path: &Path, settings: &Settings) -> Result<Option<Self>> {
         let failed = |source| Error::Write { path: path.into(), source };
         fs::create_dir_all(path).map_err(failed)?;
-        if is_complete(path) {
+        if is_complete(path)? || is_there(checkpoints(path))? {
             return Ok(None);
         }
         match File::create_new(path.join(METRICS)) {
@@ -189,6 +211,11 @@ impl RunDir {
         let line = serde_json::to_string(line).map_err(io::Error::from);
         let written = line.and_then(|line| writeln!(self.metrics, "{line}"));
         written.map_err(|source| Error::Write { path: self.path.join(METRICS), source })
+    }
+
+    /// Brings the metrics to disk, so that a checkpoint never knows of more steps than they do.
+    pub(crate) fn sync(&self) -> Result<()> {
+        self.metrics.sync_data().map_err(|source| Error::Write { path: self.path.join(METRICS), source })
     }
 
     /// Writes the model, which ends the run.

@@ -2,7 +2,10 @@
 
 use std::{
     path::Path,
-    sync::atomic::{AtomicBool, Ordering},
+    sync::{
+        Arc,
+        atomic::{AtomicBool, Ordering},
+    },
     time::Instant,
 };
 
@@ -32,9 +35,6 @@ pub(crate) const MODEL: Config =
 const PEAK_LEARNING_RATE: f64 = 3e-3;
 const WARMUP_STEPS: u64 = 10;
 
-/// Set from outside when the run is to stop after the step it is in.
-pub(crate) static STOP: AtomicBool = AtomicBool::new(false);
-
 /// What is trained, on what, and for how long; the same in every process.
 #[derive(Debug)]
 pub(crate) struct Job<'a> {
@@ -48,6 +48,8 @@ pub(crate) struct Job<'a> {
     pub(crate) path: &'a Path,
     /// Where to go on.
     pub(crate) checkpoint: Option<Checkpoint>,
+    /// Set from outside when the run is to stop after the step it is in.
+    pub(crate) stop: Arc<AtomicBool>,
 }
 
 impl Job<'_> {
@@ -75,11 +77,12 @@ impl Job<'_> {
             if let Some(journal) = &mut journal {
                 journal.log(&StepMetrics::new(step, epoch, loss, learning_rate, &batch, seconds), &batch)?;
             }
-            let (done, is_stopped) = (step + 1, largest(self.mesh, STOP.load(Ordering::Relaxed).into())? > 0);
+            let (done, is_stopped) = (step + 1, largest(self.mesh, self.stop.load(Ordering::Relaxed).into())? > 0);
             if done == self.steps {
                 break;
             }
             if is_stopped || done.is_multiple_of(self.checkpoint_every) {
+                journal.as_ref().map_or(Ok(()), Journal::sync)?;
                 checkpoints.save(self.mesh, done, &model.state_dict(), &state)?;
             }
             if is_stopped {
@@ -96,6 +99,11 @@ impl Job<'_> {
         let hint = format!("to go on: candle-distributed train --out {} --resume", self.path.display());
         Ok(Error::Stopped { done, steps: self.steps }.hinted(hint))
     }
+}
+
+/// Whether all processes of a mesh have the same number.
+pub(crate) fn agree(mesh: &DeviceMesh, number: u32) -> Result<bool> {
+    Ok(largest(mesh, number)? == number && largest(mesh, !number)? == !number)
 }
 
 /// The largest of the numbers that the processes of a mesh have.

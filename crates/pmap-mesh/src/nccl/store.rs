@@ -97,10 +97,11 @@ fn by_file(
 #[cfg(feature = "mpi")]
 fn by_mpi(session: &Session, place: Placement, make: impl FnOnce() -> Result<Id>) -> Result<Id> {
     if (session.rank(), session.size()) != (place.rank().as_usize(), place.world_size().as_usize()) {
-        let reason = format!("this process is rank {} of {}, not {place}", session.rank(), session.size());
-        return Err(Error::Mpi { reason });
+        // The others wait for the id.
+        session.end(&format!("this process is rank {} of {}, not {place}", session.rank(), session.size()));
     }
-    let mut id = if place.rank() == Rank::ZERO { make()? } else { [0; size_of::<Id>()] };
+    let first = if place.rank() == Rank::ZERO { make() } else { Ok([0; size_of::<Id>()]) };
+    let mut id = first.unwrap_or_else(|error| session.end(&error.to_string()));
     session.broadcast(&mut id)?;
     Ok(id)
 }

@@ -22,6 +22,7 @@ use crate::{
         metrics::Metrics,
         run_dir::{self, Session, Settings},
         sharding::{self, Needs},
+        trainer,
     },
 };
 
@@ -61,7 +62,7 @@ impl Facts {
             let no_run = Error::Usage(format!("{} does not hold a run", path.display()));
             no_run.hinted(hint::RUN)
         })?;
-        let is_complete = run_dir::is_complete(path);
+        let is_complete = run_dir::is_complete(path)?;
         Ok(Self {
             metrics: run_dir::metrics(path)?,
             checkpoints: checkpoints(path),
@@ -88,8 +89,9 @@ impl Sharding {
     fn of(path: &Path, settings: &Settings, is_complete: bool) -> Result<Option<Self>> {
         let parameters = match settings.model {
             _ if is_complete => model::read(path)?,
-            Some(config) => sharding::parameters_of(config)?,
-            None => return Ok(None),
+            // Sizes from a file may be any; this is the one model that `train` has.
+            Some(config) if config == trainer::MODEL => sharding::parameters_of(config)?,
+            _ => return Ok(None),
         };
         let Some(session) = settings.sessions.last() else { return Ok(None) };
         let world_size = WorldSize::new(session.world_size)?;
