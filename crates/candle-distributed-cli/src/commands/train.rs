@@ -109,37 +109,29 @@ impl Args {
             return Err(Error::Usage(differ.into()));
         }
         let parameters = sharding::parameters_in(&vars)?;
-        let (number, run_dir) = if placement.rank() == Rank::ZERO {
-            let settings = settings.with_session(session(mesh, placement, first));
-            let run_dir = self.run_dir(&settings, first)?;
-            if first > 0 {
-                output::text(|out| writeln!(out, "going on after step {first} of {steps}"))?;
-            }
-            print_plan(&parameters, placement.world_size())?;
-            let first_epoch = schedule.first_epoch()?;
-            output::text(|out| writeln!(out, "each epoch: {first_epoch}"))?;
-            run_dir
-        } else {
-            (0, None)
-        };
+        let needs = Needs::of(&parameters, placement.world_size())?;
+        let (mut number, mut journal) = (0, None);
+        if placement.rank() == Rank::ZERO {
+            let run_dir;
+            (number, run_dir) = self.run_dir(&settings.with_session(session(mesh, placement, first)), first)?;
+            journal = Some(Journal::new(first, steps, run_dir, needs));
+            announce(&parameters, placement.world_size(), &schedule, first, steps)?;
+        }
         let path = match &self.out {
             Some(out) => out.clone(),
             None => run_dir::numbered(trainer::largest(mesh, number)?),
         };
-        let needs = Needs::of(&parameters, placement.world_size())?;
-        let journal = run_dir.map(|run_dir| Journal::new(first, steps, run_dir, needs));
-        let (schedule, checkpoint_every) = (&schedule, self.checkpoint_every);
-        let stop = stop_flag();
+        let (schedule, checkpoint_every, stop) = (&schedule, self.checkpoint_every, stop_flag());
         Job { mesh, corpus, schedule, steps, checkpoint_every, path: &path, checkpoint, stop }.run(&vars, journal)
     }
 
-    /// The folder of the run, and its number if it has one.
-    fn run_dir(&self, settings: &Settings, first: u64) -> Result<(u32, Option<RunDir>)> {
-        Ok(match &self.out {
-            None => RunDir::create_numbered(settings).map(|(number, run_dir)| (number, Some(run_dir)))?,
-            Some(out) if self.resume => (0, Some(RunDir::resume(out, settings, first)?)),
-            Some(out) => (0, Some(RunDir::create(out, settings)?)),
-        })
+    /// The folder of the run, and its number, 0 if it has none.
+    fn run_dir(&self, settings: &Settings, first: u64) -> Result<(u32, RunDir)> {
+        match &self.out {
+            None => RunDir::create_numbered(settings),
+            Some(out) if self.resume => Ok((0, RunDir::resume(out, settings, first)?)),
+            Some(out) => Ok((0, RunDir::create(out, settings)?)),
+        }
     }
 
     /// The folder of the run that is to be gone on with.
@@ -206,9 +198,21 @@ fn session(mesh: &DeviceMesh, placement: Placement, first_step: u64) -> Session 
     }
 }
 
-/// Prints what each rank would hold of the model if its parameters were sharded.
-fn print_plan(parameters: &[ParameterInfo], world_size: WorldSize) -> Result<()> {
+/// Prints what is about to happen, and what each rank would hold of the model if its parameters were sharded.
+fn announce(
+    parameters: &[ParameterInfo],
+    world_size: WorldSize,
+    schedule: &Schedule,
+    first: u64,
+    steps: u64,
+) -> Result<()> {
     let plan = sharding::plan(parameters, world_size)?;
     let report = PlanReport::new(&plan, &CostModel::default(), None)?;
-    output::text(|out| writeln!(out, "{report}"))
+    let first_epoch = schedule.first_epoch()?;
+    output::text(|out| {
+        if first > 0 {
+            writeln!(out, "going on after step {first} of {steps}")?;
+        }
+        writeln!(out, "{report}\neach epoch: {first_epoch}")
+    })
 }
