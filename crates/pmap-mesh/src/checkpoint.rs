@@ -15,6 +15,7 @@ use serde::{Deserialize, Serialize, de::DeserializeOwned};
 use serde_json::Value;
 
 use crate::{
+    engine,
     error::{Error, Result},
     mesh::DeviceMesh,
 };
@@ -159,6 +160,16 @@ impl Checkpoints {
         damaged
     }
 
+    /// After how many steps each checkpoint was written that is whole, oldest first.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::File`] if the folder cannot be read.
+    pub fn steps(&self) -> Result<Vec<u64>> {
+        let whole = self.complete()?.into_iter().filter(|(_, path)| Checkpoint::open(path).is_ok());
+        Ok(whole.map(|(step, _)| step).collect())
+    }
+
     /// Writes a checkpoint after `step` steps: the tensors of all slots, and a `state` that serde can write. Returns when
     /// it is whole.
     ///
@@ -184,13 +195,12 @@ impl Checkpoints {
         all_are_here(mesh)?;
         let sizes = mesh.local_slots().zip(&tensors.slots).map(|(slot, entries)| {
             let path = partial.join(file_name(slot, mesh.len()));
-            let bytes = if entries.is_empty() { 0 } else { write_tensors(&path, entries)? };
-            Ok(vec![number(bytes)?])
+            if entries.is_empty() { Ok(0) } else { write_tensors(&path, entries) }
         });
-        let sizes = mesh.of_all_slots(sizes.collect::<Result<_>>()?)?;
+        let sizes = told_by_all(mesh, sizes.collect::<Result<_>>()?)?;
         if is_first {
-            let sizes = sizes.iter().flatten().map(|size| size.to_scalar::<i64>().map_err(Error::Assemble));
-            let files = listed(sizes, mesh.len())?;
+            let files = sizes.iter().enumerate().filter(|(_, bytes)| **bytes > 0);
+            let files = files.map(|(slot, &bytes)| Listed { name: file_name(slot, mesh.len()), bytes }).collect();
             let state = serde_json::to_value(state).map_err(|error| file_error(&whole.join(INDEX), error))?;
             let parameters = tensors.parameters.clone();
             let index = Index { format_version: FORMAT_VERSION, step, parameters, files, state };
@@ -357,14 +367,11 @@ impl Checkpoint {
                 None => return Err(Error::Incomplete { name: name.clone(), missing: 0 }),
             }
         }
-        let own = mesh.local_slots().map(|_| Ok(vec![number(self.step())?])).collect::<Result<_>>()?;
-        for step in mesh.of_all_slots(own)?.iter().flatten() {
-            let step = step.to_scalar::<i64>().map_err(Error::Assemble)?.unsigned_abs();
-            if step != self.step() {
-                return Err(file_error(&self.path, format!("another process reads the checkpoint of step {step}")));
-            }
+        let steps = told_by_all(mesh, mesh.local_slots().map(|_| self.step()).collect())?;
+        match steps.into_iter().find(|&step| step != self.step()) {
+            None => Ok(()),
+            Some(step) => Err(file_error(&self.path, format!("another process reads the checkpoint of step {step}"))),
         }
-        Ok(())
     }
 
     /// Items `range` of what `kind` keeps for the parameter `name`: one dimension, on the processor.
@@ -417,6 +424,15 @@ fn all_are_here(mesh: &DeviceMesh) -> Result<()> {
     mesh.of_all_slots(mesh.local_slots().map(|_| Vec::new()).collect()).map(drop)
 }
 
+/// The numbers of all slots, from those of this process's.
+fn told_by_all(mesh: &DeviceMesh, numbers: Vec<u64>) -> Result<Vec<u64>> {
+    let told = |number: u64| Tensor::new(i64::try_from(number).unwrap_or(i64::MAX), &Device::Cpu);
+    let lists = numbers.into_iter().map(|number| Ok(vec![told(number)?])).collect::<candle_core::Result<_>>();
+    let of_all = mesh.of_all_slots(lists.map_err(Error::Assemble)?)?;
+    let numbers = of_all.iter().flatten().map(|told| Ok(told.to_scalar::<i64>()?.unsigned_abs()));
+    numbers.collect::<candle_core::Result<_>>().map_err(Error::Assemble)
+}
+
 fn folder_name(step: u64) -> String {
     format!("step-{step:010}")
 }
@@ -435,24 +451,9 @@ fn file_name(slot: usize, slots: usize) -> String {
     format!("shard-{:05}-of-{slots:05}.safetensors", slot + 1)
 }
 
-/// The files of all slots that have written one.
-fn listed(sizes: impl Iterator<Item = Result<i64>>, slots: usize) -> Result<Vec<Listed>> {
-    let listed = sizes
-        .enumerate()
-        .map(|(slot, bytes)| Ok(Listed { name: file_name(slot, slots), bytes: bytes?.unsigned_abs() }));
-    let mut listed = listed.collect::<Result<Vec<_>>>()?;
-    listed.retain(|file| file.bytes > 0);
-    Ok(listed)
-}
-
-/// A number as it is told to other processes.
-fn number(count: u64) -> Result<Tensor> {
-    Tensor::new(i64::try_from(count).unwrap_or(i64::MAX), &Device::Cpu).map_err(Error::Assemble)
-}
-
 /// Writes tensors, and waits until they are on disk; returns the length of the file.
 fn write_tensors(path: &Path, entries: &[(String, Tensor)]) -> Result<u64> {
-    let on_host = entries.iter().map(|(key, items)| Ok((key, items.contiguous()?.to_device(&Device::Cpu)?)));
+    let on_host = entries.iter().map(|(key, items)| Ok((key, engine::on_host(items)?)));
     let on_host = on_host.collect::<candle_core::Result<Vec<_>>>().map_err(Error::Assemble)?;
     let failed = |error: &dyn Display| file_error(path, error);
     // The writer makes a file for its owner alone; this one is for whom the system says.
@@ -468,7 +469,7 @@ fn write_tensors(path: &Path, entries: &[(String, Tensor)]) -> Result<u64> {
 }
 
 fn write_index(path: &Path, index: &Index) -> Result<()> {
-    let write = || -> std::io::Result<()> {
+    let write = || -> io::Result<()> {
         let mut file = File::create(path)?;
         serde_json::to_writer_pretty(&mut file, index)?;
         file.sync_all()
@@ -550,7 +551,7 @@ fn parse_key(key: &str) -> Option<(&str, &str, usize)> {
 /// Reads items of a parameter, all of which lie in this piece.
 fn read(piece: &Piece, items: Range<usize>) -> Result<Tensor> {
     let item = piece.dtype.size_in_bytes();
-    let read = || -> std::io::Result<Vec<u8>> {
+    let read = || -> io::Result<Vec<u8>> {
         let mut file = File::open(&piece.file)?;
         file.seek(SeekFrom::Start(piece.offset + ((items.start - piece.start) * item) as u64))?;
         let mut bytes = vec![0; items.len() * item];

@@ -77,7 +77,7 @@ impl Join<'_> {
         let replicated = self.topology.groups(self.topology.set(&crate::ALL)? & !named);
         if cfg!(debug_assertions) {
             for (slot, tensor) in &results {
-                let first = replicated.members(replicated.seat(*slot).0)[0];
+                let first = replicated.members_with(*slot)[0];
                 if first != *slot
                     && !same(&results[first].1, tensor).map_err(|source| Error::Gather { index, source })?
                 {

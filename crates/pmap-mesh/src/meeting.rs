@@ -265,9 +265,8 @@ impl Hub {
     /// Who has not come to the meeting that a replica waits in.
     fn missing(&self, state: &State, slot: usize, call: &CollectiveCall) -> Vec<usize> {
         let groups = self.topology.groups(call.set);
-        let (group, _) = groups.seat(slot);
-        let Some(open) = state.open.get(&(call.set, group)) else { return Vec::new() };
-        let members = groups.members(group).iter().zip(&open.seats);
+        let Some(open) = state.open.get(&(call.set, groups.seat(slot).0)) else { return Vec::new() };
+        let members = groups.members_with(slot).iter().zip(&open.seats);
         members.filter(|(_, seat)| seat.is_none()).map(|(member, _)| *member).collect()
     }
 

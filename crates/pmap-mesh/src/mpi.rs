@@ -246,7 +246,7 @@ impl Call<'_> {
     /// Ends all processes because some members have not come in time.
     fn end_late(&self, requests: &[(usize, Request<'_>)], after: Duration) -> ! {
         let groups = self.engine.topology.groups(self.site.call.set);
-        let members = groups.members(groups.seat(self.engine.slot).0);
+        let members = groups.members_with(self.engine.slot);
         let mut missing: Vec<usize> = requests.iter().map(|(member, _)| members[*member]).collect();
         missing.sort_unstable();
         missing.dedup();

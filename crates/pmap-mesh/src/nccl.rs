@@ -125,7 +125,7 @@ impl Nccl {
             return Ok(None);
         }
         let groups = engine.topology.groups(site.call.set);
-        let ranks = groups.members(groups.seat(engine.slot).0).to_vec();
+        let ranks = groups.members_with(engine.slot).to_vec();
         let call = Call { engine, site, ranks, _entered: entered };
         let told = call.meet(tensors, aux)?;
         Ok(Some((call, told)))

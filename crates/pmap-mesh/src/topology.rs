@@ -181,6 +181,11 @@ impl Groups {
         self.seats[slot]
     }
 
+    /// The slots of the group that a slot is in, itself included.
+    pub(crate) fn members_with(&self, slot: usize) -> &[usize] {
+        self.members(self.seat(slot).0)
+    }
+
     pub(crate) fn members(&self, group: usize) -> &[usize] {
         &self.members[group]
     }

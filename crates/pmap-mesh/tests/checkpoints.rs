@@ -196,6 +196,7 @@ fn a_damaged_checkpoint_is_written_again_and_counts_for_none() {
     let newest = saved(folder.path(), &run, 20);
     fs::remove_file(newest.path().join("shard-00002-of-00002.safetensors")).unwrap();
     assert_eq!(Checkpoints::new(folder.path()).latest().unwrap().unwrap().step(), 10);
+    assert_eq!(Checkpoints::new(folder.path()).steps().unwrap(), [10]);
     // The run goes on from there, and comes to the same step again.
     assert_eq!(saved(folder.path(), &run, 20).step(), 20);
     assert_eq!(steps().into_iter().collect::<Vec<_>>(), ["step-0000000010", "step-0000000020"]);

@@ -10,7 +10,7 @@ use candle_core::DType;
 use core_types::Seed;
 
 use super::*;
-use crate::{DeviceMesh, MeshAxes, Replica, worker::lock};
+use crate::{DeviceMesh, MeshAxes, Replica, join::same, worker::lock};
 
 const SEED: Seed = Seed::new(1);
 const LIMIT: Duration = Duration::from_mins(1);
@@ -90,16 +90,9 @@ fn check(axes: &Axes, f: impl Fn(&Replica) -> Result<Vec<Tensor>> + Clone + Send
     for (results, expected) in results.iter().zip(expected.shards()) {
         assert_eq!(results.len(), expected.len());
         for (result, expected) in results.iter().zip(expected) {
-            assert_eq!((result.dtype(), result.dims()), (expected.dtype(), expected.dims()));
-            assert_eq!(bytes(result), bytes(expected));
+            assert!(same(result, expected).unwrap(), "{result} for {expected}");
         }
     }
-}
-
-fn bytes(tensor: &Tensor) -> Vec<u8> {
-    let mut bytes = Vec::new();
-    tensor.force_contiguous().and_then(|tensor| tensor.write_bytes(&mut bytes)).unwrap();
-    bytes
 }
 
 /// Numbers that differ by replica, and whose sums depend on their order.

@@ -55,7 +55,7 @@ pub(crate) fn disagreement(
 ) -> candle_core::Error {
     let text = |member| String::from_utf8_lossy(&description_of(member)).trim_end_matches('\0').to_owned();
     let groups = topology.groups(call.set);
-    let members = groups.members(groups.seat(slot).0);
+    let members = groups.members_with(slot);
     candle_core::Error::wrap(Error::MismatchAcross {
         left: members[0],
         left_call: text(0),
