@@ -1,12 +1,14 @@
 //! Where results and messages go: results to stdout, as text for people or JSON for programs, messages to stderr.
 
 use std::{
-    fmt, fs,
+    fmt,
+    fs::{self, File},
     io::{self, BufWriter, Write},
     path::Path,
 };
 
 use clap::builder::Styles;
+use indicatif::{ProgressBar, ProgressStyle};
 use serde::Serialize;
 
 use crate::error::{Error, Result};
@@ -40,16 +42,27 @@ pub(crate) fn json(value: &impl Serialize) -> Result<()> {
     })
 }
 
-/// Writes a file beside its place and renames it, so that whoever is interrupted leaves no half of one.
-pub(crate) fn file(path: &Path, text: &str) -> Result<()> {
-    let failed = |source| Error::Write { path: path.into(), source };
-    if path.exists() && !path.is_file() {
-        // A pipe or a device has no place beside it.
-        return fs::write(path, text).map_err(failed);
-    }
-    let mut partial = path.as_os_str().to_owned();
-    partial.push(".partial");
-    fs::write(&partial, text).and_then(|()| fs::rename(&partial, path)).map_err(failed)
+/// Writes a file beside its place, brings it to disk and renames it, so that whoever is interrupted leaves no half of one.
+pub(crate) fn file(path: &Path, content: &[u8]) -> Result<()> {
+    let write = || {
+        if path.exists() && !path.is_file() {
+            // A pipe or a device has no place beside it.
+            return fs::write(path, content);
+        }
+        let mut partial = path.as_os_str().to_owned();
+        partial.push(".partial");
+        let mut file = File::create(&partial)?;
+        file.write_all(content)?;
+        file.sync_all()?;
+        fs::rename(&partial, path)
+    };
+    write().map_err(|source| Error::Write { path: path.into(), source })
+}
+
+/// A progress bar of `n_steps`, drawn if stderr is a terminal.
+pub(crate) fn progress(n_steps: u64, template: &str) -> ProgressBar {
+    let style = ProgressStyle::with_template(template);
+    ProgressBar::new(n_steps).with_style(style.unwrap_or_else(|_| ProgressStyle::default_bar()))
 }
 
 /// What it means that stdout was written like this.

@@ -232,7 +232,7 @@ fn read_state(path: &Path) -> Result<SamplerState> {
 
 fn write_state(path: &Path, state: &SamplerState) -> Result<()> {
     let text = serde_json::to_string(state).map_err(std::io::Error::from)?;
-    output::file(path, &text)
+    output::file(path, text.as_bytes())
 }
 
 /// The JSON result. The indices are computed as they are written and never held.

@@ -2,7 +2,7 @@
 
 use candle_distributed::batch::{Batch, PaddingReport};
 use candle_nn::VarMap;
-use indicatif::{ProgressBar, ProgressStyle};
+use indicatif::ProgressBar;
 
 use crate::{
     error::Result,
@@ -37,10 +37,7 @@ pub(crate) struct Journal {
 impl Journal {
     /// A journal of the steps from `first` up to `steps` in `run_dir`; it draws a progress bar if stderr is a terminal.
     pub(crate) fn new(first: u64, steps: u64, run_dir: RunDir, needs: Needs) -> Self {
-        let style = ProgressStyle::with_template("{bar:30} step {pos}/{len}, {msg}, {eta} left");
-        let bar = ProgressBar::new(steps)
-            .with_position(first)
-            .with_style(style.unwrap_or_else(|_| ProgressStyle::default_bar()));
+        let bar = output::progress(steps, "{bar:30} step {pos}/{len}, {msg}, {eta} left").with_position(first);
         let (padding, recent) = (PaddingReport::default(), MeanLoss::default());
         Self { run_dir, needs, bar, steps, padding, first: None, recent, seconds: 0.0 }
     }

@@ -13,6 +13,7 @@ use serde_json::Value;
 
 use crate::{
     error::{Error, Result},
+    output,
     train::{curve, memory, metrics::Metrics, model::Config, parameters},
 };
 
@@ -63,17 +64,14 @@ impl Settings {
     /// Those of the run in `path`, if there is one.
     pub(crate) fn read(path: &Path) -> Result<Option<Self>> {
         let path = path.join(SETTINGS);
-        match fs::read(&path) {
-            Ok(text) => match serde_json::from_slice::<Self>(&text) {
-                Ok(settings) if settings.format_version == FORMAT_VERSION => Ok(Some(settings)),
-                Ok(Self { format_version, .. }) => Err(Error::Usage(format!(
-                    "{} has the format_version {format_version}, this program reads {FORMAT_VERSION}",
-                    path.display()
-                ))),
-                Err(source) => Err(Error::Json { path, what: "the settings of a run", source }),
-            },
-            Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(None),
-            Err(source) => Err(Error::Read { path, source }),
+        let Some(text) = read(&path)? else { return Ok(None) };
+        match serde_json::from_slice::<Self>(&text) {
+            Ok(settings) if settings.format_version == FORMAT_VERSION => Ok(Some(settings)),
+            Ok(Self { format_version, .. }) => Err(Error::Usage(format!(
+                "{} has the format_version {format_version}, this program reads {FORMAT_VERSION}",
+                path.display()
+            ))),
+            Err(source) => Err(Error::Json { path, what: "the settings of a run", source }),
         }
     }
 
@@ -87,7 +85,7 @@ impl Settings {
     fn write(&self, path: &Path) -> Result<()> {
         let path = path.join(SETTINGS);
         let text = serde_json::to_string_pretty(self).map_err(io::Error::from);
-        replace(&path, text.map_err(|source| Error::Write { path: path.clone(), source })?.as_bytes())
+        output::file(&path, text.map_err(|source| Error::Write { path: path.clone(), source })?.as_bytes())
     }
 
     /// The same, with another session after those whose steps are kept.
@@ -157,14 +155,11 @@ impl RunDir {
         let metrics = path.join(METRICS);
         let failed = |source| Error::Write { path: metrics.clone(), source };
         fs::create_dir_all(path).map_err(failed)?;
-        let known = match fs::read(&metrics) {
-            Err(error) if error.kind() == io::ErrorKind::NotFound => Vec::new(),
-            known => known.map_err(|source| Error::Read { path: metrics.clone(), source })?,
-        };
+        let known = read(&metrics)?.unwrap_or_default();
         let known = String::from_utf8_lossy(&known);
         let is_kept = |line: &&str| step_of(line).is_some_and(|of_line| of_line < step);
         let kept: String = known.lines().take_while(is_kept).flat_map(|line| [line, "\n"]).collect();
-        replace(&metrics, kept.as_bytes())?;
+        output::file(&metrics, kept.as_bytes())?;
         Self::open(path, settings, File::options().append(true).open(&metrics).map_err(failed)?)
     }
 
@@ -203,7 +198,7 @@ impl RunDir {
             session.peak_bytes = memory::peak_bytes();
         }
         self.settings.write(&self.path)?;
-        replace(&self.path.join(CURVE), curve::draw(&metrics(&self.path)?)?.as_bytes())
+        output::file(&self.path.join(CURVE), curve::draw(&metrics(&self.path)?)?.as_bytes())
     }
 
     /// Appends one line to the metrics.
@@ -225,7 +220,7 @@ impl RunDir {
             let tensors = vars.iter().map(|(name, var)| (name, var.as_tensor()));
             safetensors::serialize(tensors, None).map_err(io::Error::other)
         });
-        replace(&path, &bytes.map_err(|source| Error::Write { path: path.clone(), source })?)
+        output::file(&path, &bytes.map_err(|source| Error::Write { path: path.clone(), source })?)
     }
 }
 
@@ -234,16 +229,13 @@ fn step_of(line: &str) -> Option<u64> {
     serde_json::from_str::<Value>(line).ok()?["step"].as_u64()
 }
 
-/// Writes a file beside its place and renames it, so that no reader ever sees half of one.
-fn replace(path: &Path, bytes: &[u8]) -> Result<()> {
-    let write = || -> io::Result<()> {
-        let partial = path.with_extension("partial");
-        let mut file = File::create(&partial)?;
-        file.write_all(bytes)?;
-        file.sync_all()?;
-        fs::rename(partial, path)
-    };
-    write().map_err(|source| Error::Write { path: path.into(), source })
+/// What a file holds, if it is there.
+fn read(path: &Path) -> Result<Option<Vec<u8>>> {
+    match fs::read(path) {
+        Ok(content) => Ok(Some(content)),
+        Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(None),
+        Err(source) => Err(Error::Read { path: path.into(), source }),
+    }
 }
 
 #[cfg(test)]

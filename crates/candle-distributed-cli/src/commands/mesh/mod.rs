@@ -5,7 +5,6 @@ mod report;
 
 use candle_distributed::mesh::{DeviceMesh, DeviceMeshBuilder};
 use clap::value_parser;
-use indicatif::{ProgressBar, ProgressStyle};
 
 use self::{
     collective::{COLLECTIVES, Trial},
@@ -98,7 +97,7 @@ impl Args {
     /// Runs every collective along every axis, and of several axes also along all of them at once.
     fn measure(&self, mesh: &DeviceMesh) -> Result<Answer> {
         let trials = self.trials(mesh);
-        let bar = progress(trials.len());
+        let bar = output::progress(trials.len() as u64, "{bar:30} {pos}/{len}, {msg}");
         let figures = bar.wrap_iter(trials.iter()).map(|trial| {
             bar.set_message(format!("{} of {}", trial.collective, bytes::binary(trial.n_bytes() as u128)));
             Ok(Figures::new(trial, trial.run(mesh)?))
@@ -121,10 +120,4 @@ impl Args {
         }
         trials
     }
-}
-
-/// A progress bar, drawn if stderr is a terminal.
-fn progress(n_trials: usize) -> ProgressBar {
-    let style = ProgressStyle::with_template("{bar:30} {pos}/{len}, {msg}");
-    ProgressBar::new(n_trials as u64).with_style(style.unwrap_or_else(|_| ProgressStyle::default_bar()))
 }

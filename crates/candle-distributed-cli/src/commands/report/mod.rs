@@ -32,6 +32,6 @@ pub(crate) struct Args {
 pub(crate) fn run(args: &Args) -> Result<()> {
     let facts = Facts::read(&args.run)?;
     let path = args.out.clone().unwrap_or_else(|| args.run.join("report.html"));
-    output::file(&path, &page::page(&facts)?)?;
+    output::file(&path, page::page(&facts)?.as_bytes())?;
     output::text(|out| writeln!(out, "the page is {}", path.display()))
 }
