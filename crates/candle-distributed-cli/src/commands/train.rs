@@ -8,7 +8,7 @@ use std::{
 use candle_core::Device;
 use candle_distributed::{
     mesh::{Checkpoint, Checkpoints, DeviceMesh},
-    plan::{CostModel, ParameterInfo, PlanReport},
+    plan::{CostModel, PlanReport, ShardingPlan},
     types::{Placement, Rank, Seed, WorldSize},
 };
 use candle_nn::VarBuilder;
@@ -108,14 +108,15 @@ impl Args {
             let differ = "the processes do not begin the same run: folder, text and arguments must be the same for all";
             return Err(Error::Usage(differ.into()));
         }
-        let parameters = sharding::parameters_in(&vars)?;
-        let needs = Needs::of(&parameters, placement.world_size())?;
         let (mut number, mut journal) = (0, None);
         if placement.rank() == Rank::ZERO {
+            let parameters = sharding::parameters_in(&vars)?;
+            let plan = sharding::plan(&parameters, placement.world_size())?;
+            let needs = Needs::of(&parameters, &plan.cost(&CostModel::default())?)?;
             let run_dir;
             (number, run_dir) = self.run_dir(&settings.with_session(session(mesh, placement, first)), first)?;
             journal = Some(Journal::new(first, steps, run_dir, needs));
-            announce(&parameters, placement.world_size(), &schedule, first, steps)?;
+            announce(&plan, &schedule, first, steps)?;
         }
         let path = match &self.out {
             Some(out) => out.clone(),
@@ -199,16 +200,9 @@ fn session(mesh: &DeviceMesh, placement: Placement, first_step: u64) -> Session 
 }
 
 /// Prints what is about to happen, and what each rank would hold of the model if its parameters were sharded.
-fn announce(
-    parameters: &[ParameterInfo],
-    world_size: WorldSize,
-    schedule: &Schedule,
-    first: u64,
-    steps: u64,
-) -> Result<()> {
-    let plan = sharding::plan(parameters, world_size)?;
-    let report = PlanReport::new(&plan, &CostModel::default(), None)?;
-    let first_epoch = schedule.first_epoch()?;
+fn announce(plan: &ShardingPlan, schedule: &Schedule, first: u64, steps: u64) -> Result<()> {
+    let report = PlanReport::new(plan, &CostModel::default(), None)?;
+    let (first_epoch, _) = schedule.first_epoch()?;
     output::text(|out| {
         if first > 0 {
             writeln!(out, "going on after step {first} of {steps}")?;

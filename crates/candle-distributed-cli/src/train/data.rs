@@ -76,13 +76,9 @@ impl Schedule {
     }
 
     /// How the first epoch is batched.
-    pub(crate) fn first_epoch(&self) -> Result<PaddingReport> {
-        Ok(self.epoch(Epoch::ZERO)?.report())
-    }
-
-    /// The batches of the first epoch.
-    pub(crate) fn first_batches(&self) -> Result<Vec<Batch>> {
-        Ok(self.epoch(Epoch::ZERO)?.map(|step| step.batch).collect())
+    pub(crate) fn first_epoch(&self) -> Result<(PaddingReport, Vec<Batch>)> {
+        let steps = self.epoch(Epoch::ZERO)?;
+        Ok((steps.report(), steps.map(|step| step.batch).collect()))
     }
 
     /// Batch after batch, from where `state` was or from the first, without end but for an error.

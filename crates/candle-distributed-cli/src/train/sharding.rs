@@ -3,7 +3,7 @@
 use candle_core::{DType, Device};
 use candle_distributed::{
     mesh,
-    plan::{CostModel, Full, ParameterInfo, RankCost, ShardingPlan, ShardingStrategy},
+    plan::{CostModel, Full, ParameterInfo, PlanCost, RankCost, ShardingPlan, ShardingStrategy},
     types::WorldSize,
 };
 use candle_nn::{VarBuilder, VarMap};
@@ -26,12 +26,11 @@ pub(crate) struct Needs {
 }
 
 impl Needs {
-    pub(crate) fn of(parameters: &[ParameterInfo], world_size: WorldSize) -> Result<Self> {
-        let largest = |world_size| -> Result<u128> {
-            let cost = plan(parameters, world_size)?.cost(&CostModel::default())?;
-            Ok(cost.ranks.iter().map(RankCost::total_bytes).max().unwrap_or(0))
-        };
-        Ok(Self { whole_bytes: largest(WorldSize::ONE)?, sharded_bytes: largest(world_size)? })
+    /// Those of a model whose [`plan`] costs so much.
+    pub(crate) fn of(parameters: &[ParameterInfo], sharded: &PlanCost) -> Result<Self> {
+        let largest = |cost: &PlanCost| cost.ranks.iter().map(RankCost::total_bytes).max().unwrap_or(0);
+        let whole = plan(parameters, WorldSize::ONE)?.cost(&CostModel::default())?;
+        Ok(Self { whole_bytes: largest(&whole), sharded_bytes: largest(sharded) })
     }
 }
 

@@ -52,14 +52,14 @@ pub(super) struct Share {
 
 /// The shares of all ranks.
 pub(super) fn shares(reading: &Reading, world_size: WorldSize) -> Vec<Share> {
-    let share = |rank: usize| {
-        let parts = reading.batches.iter().filter_map(|batch| rows(batch, world_size).nth(rank));
-        parts.fold(Share::default(), |share, indices| Share {
-            sequences: share.sequences + indices.len() as u64,
-            tokens: share.tokens + indices.iter().map(|&index| length(reading, index)).sum::<u64>(),
-        })
-    };
-    (0..world_size.as_usize()).map(share).collect()
+    let mut shares = vec![Share::default(); world_size.as_usize()];
+    for batch in &reading.batches {
+        for (share, indices) in shares.iter_mut().zip(rows(batch, world_size)) {
+            share.sequences += indices.len() as u64;
+            share.tokens += indices.iter().map(|&index| length(reading, index)).sum::<u64>();
+        }
+    }
+    shares
 }
 
 fn length(reading: &Reading, index: u64) -> u64 {

@@ -1,13 +1,10 @@
 //! What is known of a run: from its folder, its text, and our libraries.
 
-use std::{
-    fs,
-    path::{Path, PathBuf},
-};
+use std::path::{Path, PathBuf};
 
 use candle_distributed::{
     batch::{Batch, PaddingReport},
-    mesh::Checkpoint,
+    mesh::Checkpoints,
     plan::{CostModel, ParameterInfo, PlanCost, ShardingPlan},
     types::WorldSize,
 };
@@ -65,7 +62,7 @@ impl Facts {
         let is_complete = run_dir::is_complete(path)?;
         Ok(Self {
             metrics: run_dir::metrics(path)?,
-            checkpoints: checkpoints(path),
+            checkpoints: Checkpoints::new(run_dir::checkpoints(path)).steps().unwrap_or_default(),
             sharding: Sharding::of(path, &settings, is_complete)?,
             reading: Reading::of(&settings)?,
             path: path.into(),
@@ -96,7 +93,8 @@ impl Sharding {
         let Some(session) = settings.sessions.last() else { return Ok(None) };
         let world_size = WorldSize::new(session.world_size)?;
         let plan = sharding::plan(&parameters, world_size)?;
-        let (cost, needs) = (plan.cost(&CostModel::default())?, Needs::of(&parameters, world_size)?);
+        let cost = plan.cost(&CostModel::default())?;
+        let needs = Needs::of(&parameters, &cost)?;
         Ok(Some(Self { parameters, plan, cost, needs }))
     }
 }
@@ -114,17 +112,7 @@ impl Reading {
             Err(error) => return Ok(Err(format!("{name} is not there any more: {}", error.chain()))),
         };
         let schedule = Schedule::of(settings, &corpus)?;
-        let (batches, report) = (schedule.first_batches()?, schedule.first_epoch()?);
+        let (report, batches) = schedule.first_epoch()?;
         Ok(Ok(Self { lengths: corpus.lengths(), batches, report }))
     }
-}
-
-/// The checkpoints that are whole, oldest first.
-fn checkpoints(path: &Path) -> Vec<u64> {
-    let entries = fs::read_dir(run_dir::checkpoints(path)).into_iter().flatten().flatten().map(|entry| entry.path());
-    // What is being written has a name with an extension.
-    let whole = entries.filter(|path| path.extension().is_none()).filter_map(|path| Checkpoint::open(path).ok());
-    let mut steps: Vec<u64> = whole.map(|checkpoint| checkpoint.step()).collect();
-    steps.sort_unstable();
-    steps
 }
