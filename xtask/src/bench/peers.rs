@@ -141,8 +141,11 @@ const VERSION: &str = "import sys, importlib.util as u, importlib.metadata as m;
 /// Measures ours, then the peers that are installed.
 pub(super) fn compare(filter: Option<&str>, home: &Path) -> Result<Table> {
     let python = env::var("PEERS_PYTHON").unwrap_or_else(|_| "python3".to_owned());
-    let wanted = PAIRS.iter().filter(|pair| filter.is_none_or(|text| pair.ours.contains(text)));
-    let (pairs, missing): (Vec<_>, Vec<_>) = wanted.partition(|pair| version(&python, pair.peer).is_ok());
+    let wanted: Vec<_> = PAIRS.iter().filter(|pair| filter.is_none_or(|text| pair.ours.contains(text))).collect();
+    let peers: BTreeSet<_> = wanted.iter().map(|pair| pair.peer).collect();
+    let versions: BTreeMap<_, _> =
+        peers.into_iter().filter_map(|peer| Some((peer, version(&python, peer).ok()?))).collect();
+    let (pairs, missing): (Vec<_>, Vec<_>) = wanted.into_iter().partition(|pair| versions.contains_key(pair.peer));
     for peer in missing.iter().map(|pair| pair.peer).collect::<BTreeSet<_>>() {
         println!("{peer} is not installed for `{python}`, so it is left out; see benches/peers/README.md");
     }
@@ -160,7 +163,7 @@ pub(super) fn compare(filter: Option<&str>, home: &Path) -> Result<Table> {
             println!("{}, {}: no figure, so there is no ratio", pair.peer, pair.what);
             continue;
         };
-        let (ours, peer) = (ours / f64::from(pair.times), format!("{} {}", pair.peer, version(&python, pair.peer)?));
+        let (ours, peer) = (ours / f64::from(pair.times), format!("{} {}", pair.peer, versions[pair.peer]));
         let row =
             [pair.what.to_owned(), format!("`{}`", pair.ours), time(ours), peer, time(theirs), ratio(theirs / ours)];
         table.add(row);
