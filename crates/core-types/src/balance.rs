@@ -6,11 +6,12 @@ use crate::rank::WorldSize;
 
 /// The owner of each of `weights`: the heaviest first, each to the owner with the least so far.
 ///
-/// Among owners with equal sums the one with the fewest items comes first, then the lowest number; among
-/// equal weights the one that stands first in the slice. So items without weight spread as well.
+/// Among owners with equal sums the one with the fewest items comes first, then the lowest number;
+/// among equal weights the one that stands first in the slice. So items without weight spread as
+/// well.
 ///
-/// This is Graham's longest-processing-time rule ("Bounds on Multiprocessing Timing Anomalies", 1969). The
-/// largest sum is never more than 4/3 − 1/(3 m) of the smallest possible for m owners.
+/// This is Graham's longest-processing-time rule ("Bounds on Multiprocessing Timing Anomalies",
+/// 1969). The largest sum is never more than 4/3 − 1/(3 m) of the smallest possible for m owners.
 ///
 /// # Determinism
 ///
@@ -43,11 +44,11 @@ pub fn longest_first(weights: &[u64], owners: WorldSize) -> Vec<usize> {
     owner_of
 }
 
-/// The owner of each of `weights`, where every owner takes equally many: the heaviest first, in turn from
-/// the first owner to the last and back again.
+/// The owner of each of `weights`, where every owner takes equally many: the heaviest first, in
+/// turn from the first owner to the last and back again.
 ///
-/// The items of a last, shorter round go to the first owners. Among equal weights the one that stands first
-/// in the slice comes first.
+/// The items of a last, shorter round go to the first owners. Among equal weights the one that
+/// stands first in the slice comes first.
 ///
 /// # Determinism
 ///

@@ -4,8 +4,8 @@ use std::fmt;
 
 /// Bytes in the largest binary unit that leaves something before the point: `474.70 MiB`.
 ///
-/// What is behind the second digit is cut off, not rounded: nothing that is shown as 24.00 GiB is less. Sums
-/// over all ranks need more than 64 bits when sizes come from strangers.
+/// What is behind the second digit is cut off, not rounded: nothing that is shown as 24.00 GiB is
+/// less. Sums over all ranks need more than 64 bits when sizes come from strangers.
 ///
 /// # Examples
 ///

@@ -4,8 +4,8 @@ use std::fmt;
 
 /// The root of a reproducible stream of randomness.
 ///
-/// Two runs with the same seed see the same samples in the same order. Every use of randomness takes a seed of its
-/// own by [`Seed::derive`], so that no two of them share a stream.
+/// Two runs with the same seed see the same samples in the same order. Every use of randomness
+/// takes a seed of its own by [`Seed::derive`], so that no two of them share a stream.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash)]
 #[cfg_attr(feature = "serde", derive(serde::Serialize, serde::Deserialize))]
 #[cfg_attr(feature = "serde", serde(transparent))]
@@ -22,15 +22,16 @@ impl Seed {
         self.0
     }
 
-    /// Returns the seed of sub-stream `label`: an epoch, a step, a coordinate, or the name of a purpose.
+    /// Returns the seed of sub-stream `label`: an epoch, a step, a coordinate, or the name of a
+    /// purpose.
     ///
-    /// Hashing instead of adding keeps (seed 0, epoch 1) apart from (seed 1, epoch 0), which PyTorch's
-    /// `seed + epoch` makes equal.
+    /// Hashing instead of adding keeps (seed 0, epoch 1) apart from (seed 1, epoch 0), which
+    /// PyTorch's `seed + epoch` makes equal.
     ///
     /// # Determinism
     ///
-    /// The values are pinned by tests and the same on every machine. For a fixed seed, different labels always give
-    /// different seeds.
+    /// The values are pinned by tests and the same on every machine. For a fixed seed, different
+    /// labels always give different seeds.
     ///
     /// # Examples
     ///
@@ -53,8 +54,9 @@ impl fmt::Display for Seed {
 /// The increment of SplitMix64: keeps `mix` away from its fixed point at 0.
 const GOLDEN_GAMMA: u64 = 0x9e37_79b9_7f4a_7c15;
 
-/// The finalizer of SplitMix64 (Steele, Lea and Flood, "Fast Splittable Pseudorandom Number Generators", 2014):
-/// a bijection of 64-bit words in which every input bit reaches every output bit.
+/// The finalizer of SplitMix64 (Steele, Lea and Flood, "Fast Splittable Pseudorandom Number
+/// Generators", 2014): a bijection of 64-bit words in which every input bit reaches every output
+/// bit.
 const fn mix(mut z: u64) -> u64 {
     z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
     z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
@@ -96,7 +98,8 @@ mod tests {
 
     #[test]
     fn derived_seeds_are_pinned() {
-        let derived = [(0, 0), (0, 1), (1, 0), (u64::MAX, u64::MAX)].map(|(s, n)| Seed::new(s).derive(n).as_u64());
+        let derived = [(0, 0), (0, 1), (1, 0), (u64::MAX, u64::MAX)]
+            .map(|(s, n)| Seed::new(s).derive(n).as_u64());
         assert_eq!(
             derived,
             [
@@ -110,7 +113,8 @@ mod tests {
 
     #[test]
     fn seeds_and_labels_do_not_mix_up() {
-        let all: BTreeSet<_> = (0..200).flat_map(|s| (0..200).map(move |n| Seed::new(s).derive(n))).collect();
+        let all: BTreeSet<_> =
+            (0..200).flat_map(|s| (0..200).map(move |n| Seed::new(s).derive(n))).collect();
         assert_eq!(all.len(), 200 * 200);
     }
 }

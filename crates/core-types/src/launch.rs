@@ -7,7 +7,8 @@ use crate::{
     error::{Error, Result},
 };
 
-/// The largest id of a step that `srun` started; those above name batch scripts, shells of `salloc` and the like.
+/// The largest id of a step that `srun` started; those above name batch scripts, shells of `salloc`
+/// and the like.
 const SLURM_MAX_NORMAL_STEP_ID: u64 = 0xffff_fff0;
 
 const WHOLE_NUMBER: &str = "a whole number of at most 64 bits";
@@ -15,12 +16,18 @@ const TASKS_PER_NODE: &str = "tasks per node, such as 2(x3),1";
 
 /// What started a process and told it its rank.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
-#[cfg_attr(feature = "serde", derive(serde::Serialize, serde::Deserialize), serde(rename_all = "snake_case"))]
+#[cfg_attr(
+    feature = "serde",
+    derive(serde::Serialize, serde::Deserialize),
+    serde(rename_all = "snake_case")
+)]
 #[non_exhaustive]
 pub enum Launcher {
-    /// An agent of `torchrun` (torch elastic), which sets `TORCHELASTIC_RUN_ID` beside `RANK` and `WORLD_SIZE`.
+    /// An agent of `torchrun` (torch elastic), which sets `TORCHELASTIC_RUN_ID` beside `RANK` and
+    /// `WORLD_SIZE`.
     Torchrun,
-    /// Something else that sets `RANK` and `WORLD_SIZE`, as PyTorch's `env://` reads them: a script, Kubernetes.
+    /// Something else that sets `RANK` and `WORLD_SIZE`, as PyTorch's `env://` reads them: a
+    /// script, Kubernetes.
     TorchEnv,
     /// `mpirun` of Open MPI.
     OpenMpi,
@@ -43,8 +50,9 @@ impl Launcher {
 
     /// Whether `outer` commonly starts what then starts the ranks.
     ///
-    /// `srun` or `mpirun` starts an agent of torchrun on each node; `mpirun` starts its daemons by `srun`, and its
-    /// ranks inherit the daemon's variables (Open MPI #3999, #8424). What people set by hand is inside nothing.
+    /// `srun` or `mpirun` starts an agent of torchrun on each node; `mpirun` starts its daemons by
+    /// `srun`, and its ranks inherit the daemon's variables (Open MPI #3999, #8424). What people
+    /// set by hand is inside nothing.
     fn runs_inside(self, outer: Self) -> bool {
         match self {
             Self::Torchrun => matches!(outer, Self::OpenMpi | Self::Pmi | Self::Slurm),
@@ -66,7 +74,8 @@ impl fmt::Display for Launcher {
     }
 }
 
-/// A process that a launcher started as one of several: its placement, and what it knows of its own machine.
+/// A process that a launcher started as one of several: its placement, and what it knows of its own
+/// machine.
 ///
 /// # Examples
 ///
@@ -100,10 +109,11 @@ pub struct Launched {
 }
 
 impl Launched {
-    /// Returns which rank the environment says this process is, or `None` if no launcher has set anything.
+    /// Returns which rank the environment says this process is, or `None` if no launcher has set
+    /// anything.
     ///
-    /// For programs, at their start: a library takes a [`Placement`], so that equal arguments give equal results.
-    /// Where there is `None` a program is alone, `Placement::SINGLE`.
+    /// For programs, at their start: a library takes a [`Placement`], so that equal arguments give
+    /// equal results. Where there is `None` a program is alone, `Placement::SINGLE`.
     ///
     /// # Variables
     ///
@@ -116,36 +126,40 @@ impl Launched {
     /// | MPICH's [Hydra], Intel MPI | `PMI_RANK`, `PMI_SIZE` | `MPI_LOCALRANKID`, `MPI_LOCALNRANKS` |
     /// | [Slurm], in a step of `srun` | `SLURM_PROCID`, `SLURM_STEP_NUM_TASKS` or else `SLURM_NTASKS` | `SLURM_LOCALID`, the entry of `SLURM_STEP_TASKS_PER_NODE` at `SLURM_NODEID` |
     ///
-    /// Slurm's are believed inside a step alone: a batch script and a shell of `salloc` see the job's variables too,
-    /// with a `SLURM_PROCID` of 0 and the size of a world that nobody has started. `SLURM_STEP_ID` is absent there,
-    /// or one of the ids above `SLURM_MAX_NORMAL_STEP_ID` (`slurm.h`); 4294967290 is the shell of `salloc`, which is
-    /// a step by `use_interactive_step`. The step's own count comes first because `srun --preserve-env` leaves the
-    /// job's in `SLURM_NTASKS`. `SLURM_NTASKS_PER_NODE` is not read: it is what was asked for, an upper bound on what
-    /// a node got.
+    /// Slurm's are believed inside a step alone: a batch script and a shell of `salloc` see the
+    /// job's variables too, with a `SLURM_PROCID` of 0 and the size of a world that nobody has
+    /// started. `SLURM_STEP_ID` is absent there, or one of the ids above `SLURM_MAX_NORMAL_STEP_ID`
+    /// (`slurm.h`); 4294967290 is the shell of `salloc`, which is a step by `use_interactive_step`.
+    /// The step's own count comes first because `srun --preserve-env` leaves the job's in
+    /// `SLURM_NTASKS`. `SLURM_NTASKS_PER_NODE` is not read: it is what was asked for, an upper
+    /// bound on what a node got.
     ///
-    /// `MASTER_ADDR` and `MASTER_PORT` say where the others can be met, not who this one is, and are not read either.
+    /// `MASTER_ADDR` and `MASTER_PORT` say where the others can be met, not who this one is, and
+    /// are not read either.
     ///
     /// # Several launchers
     ///
-    /// If all that are complete name the same rank and size, the innermost is reported: torchrun or `env://`, Open MPI,
-    /// PMI, Slurm. What it does not say about its machine is taken from the next that agrees. If they contradict each
-    /// other the innermost is believed only where one commonly starts the other: torchrun (which `TORCHELASTIC_RUN_ID`
-    /// tells from variables set by hand) inside MPI or Slurm, and MPI inside Slurm. Then the inner world must be
-    /// at least as large as the outer, since each outer task starts a rank or more. A smaller one was inherited from
-    /// somewhere else, or each task has started a world of its own, and both are errors.
+    /// If all that are complete name the same rank and size, the innermost is reported: torchrun or
+    /// `env://`, Open MPI, PMI, Slurm. What it does not say about its machine is taken from the
+    /// next that agrees. If they contradict each other the innermost is believed only where one
+    /// commonly starts the other: torchrun (which `TORCHELASTIC_RUN_ID` tells from variables set by
+    /// hand) inside MPI or Slurm, and MPI inside Slurm. Then the inner world must be at least as
+    /// large as the outer, since each outer task starts a rank or more. A smaller one was inherited
+    /// from somewhere else, or each task has started a world of its own, and both are errors.
     ///
-    /// Half a pair is an error too, unless a complete launcher says the same: scripts that export `WORLD_SIZE` alone
-    /// and take the rank from Slurm are common.
+    /// Half a pair is an error too, unless a complete launcher says the same: scripts that export
+    /// `WORLD_SIZE` alone and take the rank from Slurm are common.
     ///
     /// # Errors
     ///
-    /// - [`Error::VariableNotUnicode`], [`Error::VariableUnreadable`] if a value is not what it should be. An empty
-    ///   one is not: `RANK=$UNSET` must not make every process the only one.
-    /// - [`Error::VariableMissing`] if there is a rank without a size, a size without a rank, or a local rank or size
-    ///   without both.
-    /// - [`Error::SizeVariableOutOfRange`], [`Error::RankVariableOutOfRange`] if there is no such world, or no such
-    ///   rank in it; the same for the part of it on this machine.
-    /// - [`Error::LaunchersDisagree`] if they contradict each other in any other way than those above.
+    /// - [`Error::VariableNotUnicode`], [`Error::VariableUnreadable`] if a value is not what it
+    ///   should be. An empty one is not: `RANK=$UNSET` must not make every process the only one.
+    /// - [`Error::VariableMissing`] if there is a rank without a size, a size without a rank, or a
+    ///   local rank or size without both.
+    /// - [`Error::SizeVariableOutOfRange`], [`Error::RankVariableOutOfRange`] if there is no such
+    ///   world, or no such rank in it; the same for the part of it on this machine.
+    /// - [`Error::LaunchersDisagree`] if they contradict each other in any other way than those
+    ///   above.
     ///
     /// # Examples
     ///
@@ -159,12 +173,14 @@ impl Launched {
     ///
     /// # References
     ///
-    /// The variables are those of the launchers' manuals: [torchrun], [Open MPI], [Hydra] and Intel MPI, [Slurm].
-    /// Unlike PyTorch's `env://` and JAX's cluster detection, nothing is guessed when a part of them is absent.
+    /// The variables are those of the launchers' manuals: [torchrun], [Open MPI], [Hydra] and Intel
+    /// MPI, [Slurm]. Unlike PyTorch's `env://` and JAX's cluster detection, nothing is guessed when
+    /// a part of them is absent.
     ///
     /// [torchrun]: https://docs.pytorch.org/docs/stable/elastic/run.html#environment-variables
     /// [Open MPI]: https://docs.open-mpi.org/en/main/tuning-apps/environment-var.html
-    /// [Hydra]: https://github.com/pmodels/mpich/blob/main/doc/wiki/how_to/Using_the_Hydra_Process_Manager.md
+    /// [Hydra]:
+    /// https://github.com/pmodels/mpich/blob/main/doc/wiki/how_to/Using_the_Hydra_Process_Manager.md
     /// [Slurm]: https://slurm.schedmd.com/srun.html#SECTION_OUTPUT-ENVIRONMENT-VARIABLES
     pub fn from_env() -> Result<Option<Self>> {
         from_lookup(&|name| env::var_os(name))
@@ -189,7 +205,8 @@ impl Launched {
         self.launcher
     }
 
-    /// The number of this process among those on its machine, if a launcher said: the device to take.
+    /// The number of this process among those on its machine, if a launcher said: the device to
+    /// take.
     pub fn local_rank(self) -> Option<Rank> {
         self.local_rank
     }
@@ -199,9 +216,11 @@ impl Launched {
         self.local_world_size
     }
 
-    /// Whether a contradiction with `outer` is explained by `outer` having started what started this one.
+    /// Whether a contradiction with `outer` is explained by `outer` having started what started
+    /// this one.
     fn runs_inside(&self, outer: &Self) -> bool {
-        self.launcher.runs_inside(outer.launcher) && self.placement.world_size() >= outer.placement.world_size()
+        self.launcher.runs_inside(outer.launcher)
+            && self.placement.world_size() >= outer.placement.world_size()
     }
 }
 
@@ -221,12 +240,14 @@ fn from_lookup(lookup: &dyn Fn(&str) -> Option<OsString>) -> Result<Option<Launc
     }
 }
 
-/// The first of `all`, which stand from the inside out, if the others agree with it or are around it.
+/// The first of `all`, which stand from the inside out, if the others agree with it or are around
+/// it.
 fn innermost(all: &[Launched]) -> Result<Option<Launched>> {
     let Some(&first) = all.first() else { return Ok(None) };
     let agree = || all.iter().filter(|one| one.placement == first.placement);
     for other in all {
-        // Any that agrees may be the one inside `other`: RANK set from Open MPI's rank, under Slurm's daemons.
+        // Any that agrees may be the one inside `other`: RANK set from Open MPI's rank, under
+        // Slurm's daemons.
         if other.placement != first.placement && !agree().any(|one| one.runs_inside(other)) {
             return Err(Error::LaunchersDisagree {
                 launcher: first.launcher,
@@ -238,8 +259,13 @@ fn innermost(all: &[Launched]) -> Result<Option<Launched>> {
     }
     // Rank and size on a machine belong together, so both are those of one launcher.
     let knows = agree().find(|one| one.local_rank.is_some());
-    let local = knows.or_else(|| agree().find(|one| one.local_world_size.is_some())).unwrap_or(&first);
-    Ok(Some(Launched { local_rank: local.local_rank, local_world_size: local.local_world_size, ..first }))
+    let local =
+        knows.or_else(|| agree().find(|one| one.local_world_size.is_some())).unwrap_or(&first);
+    Ok(Some(Launched {
+        local_rank: local.local_rank,
+        local_world_size: local.local_world_size,
+        ..first
+    }))
 }
 
 /// Variables, read by name.
@@ -295,7 +321,8 @@ struct Claim {
 }
 
 impl Claim {
-    /// The claim of `launcher`, whose variables are called rank, size, local rank and local size in this order.
+    /// The claim of `launcher`, whose variables are called rank, size, local rank and local size in
+    /// this order.
     fn read(vars: &Vars<'_>, launcher: Launcher, names: [&'static str; 4]) -> Result<Self> {
         let [rank_name, size_name, local_rank, local_size] = names;
         Ok(Self {
@@ -326,7 +353,11 @@ impl Claim {
     }
 
     fn pmi(vars: &Vars<'_>) -> Result<Self> {
-        Self::read(vars, Launcher::Pmi, ["PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"])
+        Self::read(
+            vars,
+            Launcher::Pmi,
+            ["PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"],
+        )
     }
 
     /// Nothing outside a step, whatever the variables say.
@@ -350,7 +381,10 @@ impl Claim {
         let world_size = size.size(WorldSize::MAX)?;
         let placement = Placement::new(rank.rank_below(size)?.as_u64(), world_size.as_u64())?;
         let local_world_size = self.local_size.map(|local| local.size(world_size)).transpose()?;
-        let local_rank = self.local_rank.map(|local| local.rank_below(self.local_size.unwrap_or(size))).transpose()?;
+        let local_rank = self
+            .local_rank
+            .map(|local| local.rank_below(self.local_size.unwrap_or(size)))
+            .transpose()?;
         Ok(Some(Launched { placement, launcher: self.launcher, local_rank, local_world_size }))
     }
 
@@ -366,7 +400,11 @@ impl Claim {
             self.rank.is_none_or(|rank| rank.value == placement.rank().as_u64())
                 && self.size.is_none_or(|size| size.value == placement.world_size().as_u64())
         });
-        (!same).then_some(Error::VariableMissing { name: missing, found: found.name, value: found.value })
+        (!same).then_some(Error::VariableMissing {
+            name: missing,
+            found: found.name,
+            value: found.value,
+        })
     }
 }
 
@@ -383,11 +421,14 @@ fn in_slurm_step(vars: &Vars<'_>) -> Result<bool> {
 /// How many tasks of this step are on this node.
 fn slurm_local_size(vars: &Vars<'_>) -> Result<Option<Number>> {
     let name = "SLURM_STEP_TASKS_PER_NODE";
-    // The nodes of a heterogeneous job are counted over all of its components, and the list is of one.
+    // The nodes of a heterogeneous job are counted over all of its components, and the list is of
+    // one.
     if vars.text("SLURM_HET_SIZE")?.is_some() {
         return Ok(None);
     }
-    let (Some(node), Some(text)) = (vars.number("SLURM_NODEID")?, vars.text(name)?) else { return Ok(None) };
+    let (Some(node), Some(text)) = (vars.number("SLURM_NODEID")?, vars.text(name)?) else {
+        return Ok(None);
+    };
     let Some(runs) = runs_of_nodes(&text) else {
         return Err(Error::VariableUnreadable { name, value: text, expected: TASKS_PER_NODE });
     };
@@ -395,7 +436,8 @@ fn slurm_local_size(vars: &Vars<'_>) -> Result<Option<Number>> {
     Ok(run.map(|(value, _)| Number { name, value }))
 }
 
-/// A list like `2(x3),1`, which stands for 2, 2, 2, 1, as numbers of tasks, each with the first node after it.
+/// A list like `2(x3),1`, which stands for 2, 2, 2, 1, as numbers of tasks, each with the first
+/// node after it.
 fn runs_of_nodes(list: &str) -> Option<Vec<(u64, u64)>> {
     let mut end = 0_u64;
     let run = |entry: &str| {
@@ -436,7 +478,10 @@ impl TryFrom<Unchecked> for Launched {
             Placement::new(size.as_u64() - 1, placement.world_size().as_u64())?;
         }
         if let Some(rank) = local_rank {
-            Placement::new(rank.as_u64(), local_world_size.unwrap_or(placement.world_size()).as_u64())?;
+            Placement::new(
+                rank.as_u64(),
+                local_world_size.unwrap_or(placement.world_size()).as_u64(),
+            )?;
         }
         Ok(Self { placement, launcher, local_rank, local_world_size })
     }
@@ -512,9 +557,15 @@ mod tests {
                 "OMPI_COMM_WORLD_RANK=5 OMPI_COMM_WORLD_SIZE=8 OMPI_COMM_WORLD_LOCAL_RANK=1 OMPI_COMM_WORLD_LOCAL_SIZE=4",
                 "Open MPI: 5 of 8, local 1 of 4",
             ),
-            ("PMI_RANK=4 PMI_SIZE=5 MPI_LOCALRANKID=1 MPI_LOCALNRANKS=2", "PMI: 4 of 5, local 1 of 2"),
+            (
+                "PMI_RANK=4 PMI_SIZE=5 MPI_LOCALRANKID=1 MPI_LOCALNRANKS=2",
+                "PMI: 4 of 5, local 1 of 2",
+            ),
             ("PMI_RANK=4 PMI_SIZE=5", "PMI: 4 of 5"),
-            ("SLURM_STEP_ID=0 SLURM_PROCID=5 SLURM_NTASKS=8 SLURM_LOCALID=1", "Slurm: 5 of 8, local 1"),
+            (
+                "SLURM_STEP_ID=0 SLURM_PROCID=5 SLURM_NTASKS=8 SLURM_LOCALID=1",
+                "Slurm: 5 of 8, local 1",
+            ),
         ]);
     }
 
@@ -523,9 +574,13 @@ mod tests {
         check(&[
             ("SLURM_PROCID=0 SLURM_NTASKS=8 SLURM_LOCALID=0", "alone"),
             ("SLURM_STEP_ID=batch SLURM_PROCID=0 SLURM_NTASKS=8", "alone"),
-            // The batch step, a shell of `salloc`, the first id that is not a step's, the last that is.
+            // The batch step, a shell of `salloc`, the first id that is not a step's, the last that
+            // is.
             ("SLURM_STEP_ID=4294967291 SLURM_PROCID=0 SLURM_NTASKS=8", "alone"),
-            ("SLURM_STEP_ID=4294967290 SLURM_PROCID=0 SLURM_NTASKS=8 SLURM_STEP_NUM_TASKS=1", "alone"),
+            (
+                "SLURM_STEP_ID=4294967290 SLURM_PROCID=0 SLURM_NTASKS=8 SLURM_STEP_NUM_TASKS=1",
+                "alone",
+            ),
             ("SLURM_STEP_ID=4294967281 SLURM_PROCID=0 SLURM_NTASKS=8", "alone"),
             ("SLURM_STEP_ID=4294967280 SLURM_PROCID=0 SLURM_NTASKS=8", "Slurm: 0 of 8"),
             ("SLURM_PROCID=x SLURM_NTASKS=0", "alone"),
@@ -540,21 +595,26 @@ mod tests {
     #[test]
     fn the_count_of_a_slurm_step_comes_before_that_of_its_job() {
         check(&[
-            ("SLURM_STEP_ID=1 SLURM_PROCID=3 SLURM_STEP_NUM_TASKS=4 SLURM_NTASKS=16", "Slurm: 3 of 4"),
+            (
+                "SLURM_STEP_ID=1 SLURM_PROCID=3 SLURM_STEP_NUM_TASKS=4 SLURM_NTASKS=16",
+                "Slurm: 3 of 4",
+            ),
             ("SLURM_STEP_ID=1 SLURM_PROCID=3 SLURM_STEP_NUM_TASKS=4", "Slurm: 3 of 4"),
         ]);
     }
 
     #[test]
     fn tasks_on_a_slurm_node_are_those_of_its_entry() {
-        let step = "SLURM_STEP_ID=0 SLURM_PROCID=6 SLURM_NTASKS=7 SLURM_LOCALID=0 SLURM_NTASKS_PER_NODE=2";
+        let step =
+            "SLURM_STEP_ID=0 SLURM_PROCID=6 SLURM_NTASKS=7 SLURM_LOCALID=0 SLURM_NTASKS_PER_NODE=2";
         let unreadable = |list: &str| {
             format!(
                 "environment variable SLURM_STEP_TASKS_PER_NODE is \"{list}\", it must be tasks per node, such as 2(x3),1"
             )
         };
-        let on_node =
-            |node: &str, list: &str| words(&format!("{step} SLURM_NODEID={node} SLURM_STEP_TASKS_PER_NODE={list}"));
+        let on_node = |node: &str, list: &str| {
+            words(&format!("{step} SLURM_NODEID={node} SLURM_STEP_TASKS_PER_NODE={list}"))
+        };
         assert_eq!(on_node("3", "2(x3),1"), "Slurm: 6 of 7, local 0 of 1");
         assert_eq!(on_node("2", "2(x3),1"), "Slurm: 6 of 7, local 0 of 2");
         assert_eq!(on_node("0", "7"), "Slurm: 6 of 7, local 0 of 7");
@@ -572,14 +632,23 @@ mod tests {
             ("RANK=3", "environment variable RANK is 3 but WORLD_SIZE is not set"),
             ("WORLD_SIZE=8", "environment variable WORLD_SIZE is 8 but RANK is not set"),
             ("LOCAL_RANK=1", "environment variable LOCAL_RANK is 1 but RANK is not set"),
-            ("LOCAL_WORLD_SIZE=2", "environment variable LOCAL_WORLD_SIZE is 2 but RANK is not set"),
+            (
+                "LOCAL_WORLD_SIZE=2",
+                "environment variable LOCAL_WORLD_SIZE is 2 but RANK is not set",
+            ),
             (
                 "OMPI_COMM_WORLD_SIZE=8",
                 "environment variable OMPI_COMM_WORLD_SIZE is 8 but OMPI_COMM_WORLD_RANK is not set",
             ),
             ("PMI_RANK=0", "environment variable PMI_RANK is 0 but PMI_SIZE is not set"),
-            ("MPI_LOCALRANKID=0", "environment variable MPI_LOCALRANKID is 0 but PMI_RANK is not set"),
-            ("SLURM_STEP_ID=0 SLURM_PROCID=1", "environment variable SLURM_PROCID is 1 but SLURM_NTASKS is not set"),
+            (
+                "MPI_LOCALRANKID=0",
+                "environment variable MPI_LOCALRANKID is 0 but PMI_RANK is not set",
+            ),
+            (
+                "SLURM_STEP_ID=0 SLURM_PROCID=1",
+                "environment variable SLURM_PROCID is 1 but SLURM_NTASKS is not set",
+            ),
             (
                 "SLURM_STEP_ID=0 SLURM_STEP_NUM_TASKS=2",
                 "environment variable SLURM_STEP_NUM_TASKS is 2 but SLURM_PROCID is not set",
@@ -596,7 +665,10 @@ mod tests {
         assert_eq!(beside("RANK=5"), "Slurm: 5 of 8, local 1");
         assert_eq!(beside("LOCAL_RANK=1"), "Slurm: 5 of 8, local 1");
         assert_eq!(beside("MPI_LOCALRANKID=1 MPI_LOCALNRANKS=4"), "Slurm: 5 of 8, local 1");
-        assert_eq!(beside("WORLD_SIZE=4"), "environment variable WORLD_SIZE is 4 but RANK is not set");
+        assert_eq!(
+            beside("WORLD_SIZE=4"),
+            "environment variable WORLD_SIZE is 4 but RANK is not set"
+        );
         assert_eq!(beside("RANK=4"), "environment variable RANK is 4 but WORLD_SIZE is not set");
     }
 
@@ -604,7 +676,11 @@ mod tests {
     fn what_is_not_a_number_is_refused() {
         for value in ["", "abc", "-1", "+1", "1.0", "0x1", "18446744073709551616"] {
             for vars in [format!("RANK={value} WORLD_SIZE=2"), format!("RANK={value}")] {
-                let expected = Error::VariableUnreadable { name: "RANK", value: value.into(), expected: WHOLE_NUMBER };
+                let expected = Error::VariableUnreadable {
+                    name: "RANK",
+                    value: value.into(),
+                    expected: WHOLE_NUMBER,
+                };
                 assert_eq!(outcome(&vars), Err(expected));
             }
         }
@@ -623,17 +699,32 @@ mod tests {
         for name in ["RANK", "TORCHELASTIC_RUN_ID", "PMI_SIZE", "SLURM_STEP_ID"] {
             let error = from_lookup(&|wanted| (wanted == name).then(|| value.clone())).unwrap_err();
             assert_eq!(error, Error::VariableNotUnicode { name, value: value.clone() });
-            assert_eq!(error.to_string(), format!("environment variable {name} is \"1\\xFF\", which is not Unicode"));
+            assert_eq!(
+                error.to_string(),
+                format!("environment variable {name} is \"1\\xFF\", which is not Unicode")
+            );
         }
     }
 
     #[test]
     fn ranks_and_sizes_outside_their_limits_are_refused() {
         check(&[
-            ("RANK=4 WORLD_SIZE=4", "environment variable RANK is 4, it must be below WORLD_SIZE, which is 4"),
-            ("RANK=0 WORLD_SIZE=0", "environment variable WORLD_SIZE is 0, it must be from 1 to 1048576"),
-            ("RANK=0 WORLD_SIZE=1048577", "environment variable WORLD_SIZE is 1048577, it must be from 1 to 1048576"),
-            ("PMI_RANK=9 PMI_SIZE=4", "environment variable PMI_RANK is 9, it must be below PMI_SIZE, which is 4"),
+            (
+                "RANK=4 WORLD_SIZE=4",
+                "environment variable RANK is 4, it must be below WORLD_SIZE, which is 4",
+            ),
+            (
+                "RANK=0 WORLD_SIZE=0",
+                "environment variable WORLD_SIZE is 0, it must be from 1 to 1048576",
+            ),
+            (
+                "RANK=0 WORLD_SIZE=1048577",
+                "environment variable WORLD_SIZE is 1048577, it must be from 1 to 1048576",
+            ),
+            (
+                "PMI_RANK=9 PMI_SIZE=4",
+                "environment variable PMI_RANK is 9, it must be below PMI_SIZE, which is 4",
+            ),
             (
                 "SLURM_STEP_ID=0 SLURM_PROCID=4 SLURM_NTASKS=4",
                 "environment variable SLURM_PROCID is 4, it must be below SLURM_NTASKS, which is 4",
@@ -678,7 +769,8 @@ mod tests {
     #[test]
     fn the_inner_of_two_launchers_is_believed_where_one_starts_the_other() {
         check(&[
-            // An agent on each of two nodes, started by `srun`; the same by `mpirun`, with variables of all three.
+            // An agent on each of two nodes, started by `srun`; the same by `mpirun`, with
+            // variables of all three.
             (
                 "RANK=6 WORLD_SIZE=8 LOCAL_RANK=2 LOCAL_WORLD_SIZE=4 TORCHELASTIC_RUN_ID=x \
                  SLURM_STEP_ID=0 SLURM_PROCID=1 SLURM_NTASKS=2 SLURM_LOCALID=0",
@@ -695,7 +787,8 @@ mod tests {
                 "RANK=1 WORLD_SIZE=2 TORCHELASTIC_RUN_ID=x SLURM_STEP_ID=0 SLURM_PROCID=0 SLURM_NTASKS=2",
                 "torchrun: 1 of 2",
             ),
-            // `mpirun` starts a daemon on each node by `srun`; `mpiexec` in a shell that `srun --pty` gave.
+            // `mpirun` starts a daemon on each node by `srun`; `mpiexec` in a shell that `srun
+            // --pty` gave.
             (
                 "OMPI_COMM_WORLD_RANK=5 OMPI_COMM_WORLD_SIZE=8 SLURM_STEP_ID=0 SLURM_PROCID=1 SLURM_NTASKS=2",
                 "Open MPI: 5 of 8",
@@ -745,11 +838,12 @@ mod tests {
     #[cfg(feature = "serde")]
     #[test]
     fn deserializing_checks_what_reading_checks() {
-        let json =
-            r#"{"placement":{"rank":3,"world_size":4},"launcher":"open_mpi","local_rank":1,"local_world_size":2}"#;
+        let json = r#"{"placement":{"rank":3,"world_size":4},"launcher":"open_mpi","local_rank":1,"local_world_size":2}"#;
         let launched: Launched = serde_json::from_str(json).unwrap();
         assert_eq!(serde_json::to_string(&launched).unwrap(), json);
-        for (from, to) in [("\"local_rank\":1", "\"local_rank\":2"), ("size\":2", "size\":5"), ("\":3", "\":4")] {
+        for (from, to) in
+            [("\"local_rank\":1", "\"local_rank\":2"), ("size\":2", "size\":5"), ("\":3", "\":4")]
+        {
             assert!(serde_json::from_str::<Launched>(&json.replace(from, to)).is_err(), "{to}");
         }
     }

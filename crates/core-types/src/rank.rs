@@ -22,7 +22,8 @@ pub struct WorldSize(u32);
 impl WorldSize {
     /// The largest world: 2^20 ranks.
     ///
-    /// More than any machine has today, and small enough that a product of a rank and a world size never overflows.
+    /// More than any machine has today, and small enough that a product of a rank and a world size
+    /// never overflows.
     pub const MAX: Self = Self(1 << 20);
 
     /// A world of one rank.
@@ -87,7 +88,8 @@ impl From<WorldSize> for u64 {
 
 /// The number of one worker among its world, from 0.
 ///
-/// A bare rank is a name; where it decides what a worker does, it travels with its world as a [`Placement`].
+/// A bare rank is a name; where it decides what a worker does, it travels with its world as a
+/// [`Placement`].
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash)]
 #[cfg_attr(feature = "serde", derive(serde::Serialize, serde::Deserialize))]
 #[cfg_attr(feature = "serde", serde(transparent))]
@@ -150,7 +152,8 @@ impl Placement {
     ///
     /// # Errors
     ///
-    /// [`Error::WorldSizeOutOfRange`], or [`Error::RankOutOfRange`] if `rank` is not below `world_size`.
+    /// [`Error::WorldSizeOutOfRange`], or [`Error::RankOutOfRange`] if `rank` is not below
+    /// `world_size`.
     pub fn new(rank: u64, world_size: u64) -> Result<Self> {
         let world_size = WorldSize::new(world_size)?;
         match u32::try_from(rank) {

@@ -2,9 +2,9 @@
 
 /// Shuffles `items`: each in turn, from the first on, changes places with one of those from it on.
 ///
-/// `below(n)` draws the distance to that one, a number below `n`; it is asked once for each item, with `n`
-/// falling from the number of items to 1. If the draws are uniform and independent, all orders are equally
-/// likely.
+/// `below(n)` draws the distance to that one, a number below `n`; it is asked once for each item,
+/// with `n` falling from the number of items to 1. If the draws are uniform and independent, all
+/// orders are equally likely.
 ///
 /// # Determinism
 ///

@@ -1,7 +1,8 @@
 //! The ways to cut `len` things over the ranks of a world.
 //!
-//! Whatever is cut over ranks is cut through these functions, so sampler and planner can never disagree. In each of
-//! them every item has exactly one owner, and each rank computes its own part without a look at the others.
+//! Whatever is cut over ranks is cut through these functions, so sampler and planner can never
+//! disagree. In each of them every item has exactly one owner, and each rank computes its own part
+//! without a look at the others.
 //!
 //! | function | parts | who cuts like this |
 //! |---|---|---|
@@ -17,7 +18,8 @@ use std::ops::Range;
 
 use crate::{Placement, Rank, WorldSize};
 
-/// Returns the range of ⌈`len` / world⌉ items that `place` owns; trailing ranks may get fewer or none.
+/// Returns the range of ⌈`len` / world⌉ items that `place` owns; trailing ranks may get fewer or
+/// none.
 ///
 /// This is the rule of `torch.chunk`, by which FSDP2 cuts the rows of a parameter.
 ///
@@ -58,7 +60,8 @@ pub fn balanced(len: u64, place: Placement) -> Range<u64> {
     bound(rank)..bound(rank + 1)
 }
 
-/// Returns the range of ⌊`len` / world⌋ items that `place` owns; the last rank also owns the remainder.
+/// Returns the range of ⌊`len` / world⌋ items that `place` owns; the last rank also owns the
+/// remainder.
 ///
 /// # Examples
 ///
@@ -74,7 +77,8 @@ pub fn last_takes_rest(len: u64, place: Placement) -> Range<u64> {
     start..if place.is_last() { len } else { start + size }
 }
 
-/// Returns the items that `place` owns when they are dealt out like cards: `rank`, `rank + world`, ….
+/// Returns the items that `place` owns when they are dealt out like cards: `rank`, `rank + world`,
+/// ….
 ///
 /// # Examples
 ///
@@ -86,7 +90,11 @@ pub fn last_takes_rest(len: u64, place: Placement) -> Range<u64> {
 /// ```
 pub fn strided(len: u64, place: Placement) -> Strided {
     let part = balanced(len, place);
-    Strided { first: place.rank().as_u64(), step: place.world_size().as_u64(), len: part.end - part.start }
+    Strided {
+        first: place.rank().as_u64(),
+        step: place.world_size().as_u64(),
+        len: part.end - part.start,
+    }
 }
 
 /// Returns the rank that [`balanced`] gives `item` to, or `None` if `item` is not below `len`.
@@ -103,11 +111,16 @@ pub fn balanced_owner(len: u64, world_size: WorldSize, item: u64) -> Option<Rank
     let world = world_size.as_u64();
     let (size, extra) = (len / world, len % world);
     let in_larger = extra * (size + 1);
-    let rank = if item < in_larger { item / (size + 1) } else { extra + (item - in_larger).checked_div(size)? };
+    let rank = if item < in_larger {
+        item / (size + 1)
+    } else {
+        extra + (item - in_larger).checked_div(size)?
+    };
     (item < len).then(|| Rank::in_world(rank))
 }
 
-/// Returns the rank that [`last_takes_rest`] gives `item` to, or `None` if `item` is not below `len`.
+/// Returns the rank that [`last_takes_rest`] gives `item` to, or `None` if `item` is not below
+/// `len`.
 ///
 /// # Examples
 ///
@@ -136,10 +149,11 @@ pub fn strided_owner(world_size: WorldSize, item: u64) -> Rank {
     Rank::in_world(item % world_size.as_u64())
 }
 
-/// Returns the range of items that rank `rank` owns when shares are proportional to `weights`, one for each rank.
+/// Returns the range of items that rank `rank` owns when shares are proportional to `weights`, one
+/// for each rank.
 ///
-/// Every share differs from the exact proportion by less than one item, and the shares add up to `len`. A rank beyond
-/// the weights owns nothing, and if all weights are 0 nobody owns anything.
+/// Every share differs from the exact proportion by less than one item, and the shares add up to
+/// `len`. A rank beyond the weights owns nothing, and if all weights are 0 nobody owns anything.
 ///
 /// # Complexity
 ///
@@ -164,7 +178,8 @@ pub fn proportional(len: u64, weights: &[u64], rank: Rank) -> Range<u64> {
 
 /// ⌊`len` × `part` / `total`⌋ for `part` ≤ `total`, or `None` if `total` is 0.
 fn fraction(len: u64, part: u128, total: u128) -> Option<u64> {
-    // A sum of at most 2^20 weights has at most 84 bits, so a product with 64 more would not fit: divide in two steps.
+    // A sum of at most 2^20 weights has at most 84 bits, so a product with 64 more would not fit:
+    // divide in two steps.
     let len = u128::from(len);
     let (high, low) = (len >> 32, len & 0xffff_ffff);
     let high = high * part;
@@ -172,7 +187,8 @@ fn fraction(len: u64, part: u128, total: u128) -> Option<u64> {
     u64::try_from(((high / total) << 32) + rest / total).ok()
 }
 
-/// Every `step`-th item from `first` on: what [`strided`] gives to one rank. A range is one of step 1.
+/// Every `step`-th item from `first` on: what [`strided`] gives to one rank. A range is one of step
+/// 1.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Strided {
     first: u64,
@@ -245,7 +261,8 @@ mod tests {
     #[test]
     fn strided_parts_cover_every_item_once() {
         for (len, world) in small_grid() {
-            let mut items: Vec<u64> = world.placements().flat_map(|p| strided(len, p).iter()).collect();
+            let mut items: Vec<u64> =
+                world.placements().flat_map(|p| strided(len, p).iter()).collect();
             items.sort_unstable();
             assert_eq!(items, (0..len).collect::<Vec<_>>(), "{len} over {world}");
         }
@@ -280,10 +297,18 @@ mod tests {
                     balanced(len, place).all(|item| balanced_owner(len, world, item) == rank),
                     "{len} over {world}"
                 );
-                assert!(last_takes_rest(len, place).all(|item| last_takes_rest_owner(len, world, item) == rank));
-                assert!(strided(len, place).iter().all(|item| Some(strided_owner(world, item)) == rank));
+                assert!(
+                    last_takes_rest(len, place)
+                        .all(|item| last_takes_rest_owner(len, world, item) == rank)
+                );
+                assert!(
+                    strided(len, place).iter().all(|item| Some(strided_owner(world, item)) == rank)
+                );
             }
-            assert_eq!((balanced_owner(len, world, len), last_takes_rest_owner(len, world, len)), (None, None));
+            assert_eq!(
+                (balanced_owner(len, world, len), last_takes_rest_owner(len, world, len)),
+                (None, None)
+            );
         }
     }
 
@@ -293,7 +318,9 @@ mod tests {
             let total: u64 = weights.iter().sum();
             for len in 0..=100 {
                 let mut end = 0;
-                for (place, weight) in WorldSize::new(weights.len() as u64).unwrap().placements().zip(weights) {
+                for (place, weight) in
+                    WorldSize::new(weights.len() as u64).unwrap().placements().zip(weights)
+                {
                     let part = proportional(len, weights, place.rank());
                     assert_eq!(part.start, end);
                     assert!(
