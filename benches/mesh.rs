@@ -3,7 +3,10 @@
 use std::time::Duration;
 
 use candle_core::{DType, Device, Tensor};
-use candle_distributed::mesh::{ALL, DataParallel, DeviceMesh, P};
+use candle_distributed::{
+    mesh::{ALL, DeviceMesh, P},
+    train::DataParallel,
+};
 use candle_nn::{AdamW, Linear, Module, Optimizer, ParamsAdamW, VarBuilder, VarMap, linear};
 use criterion::{BenchmarkId, Criterion, Throughput, criterion_group, criterion_main};
 

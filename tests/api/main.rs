@@ -2,7 +2,7 @@
 
 #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
 
-use candle_distributed::{batch, mesh, plan, sampler, types};
+use candle_distributed::{batch, mesh, plan, sampler, train, types};
 
 fn travels<T: Send + Sync>() {}
 
@@ -19,13 +19,14 @@ fn values_can_be_sent_to_and_shared_between_threads() {
     travels::<(plan::PlanCost, plan::CostModel, plan::Cut, plan::ShardAssignment, plan::ShardsOfRank<'_>)>();
     travels::<(plan::Hybrid, plan::Pattern, plan::Search, plan::Outcome, plan::PlanDiff<'_>, plan::Reshard<'_>)>();
     travels::<(mesh::DeviceMesh, mesh::Replica, mesh::PMap<(), (), ()>, mesh::Sharded<()>, mesh::Error)>();
-    travels::<(mesh::AdamW, mesh::Checkpoints, mesh::Checkpoint, mesh::StateDict, mesh::ShardedVars)>();
+    travels::<(train::AdamW, train::Checkpoints, train::Checkpoint, train::StateDict, train::ShardedVars)>();
+    travels::<train::Error>();
 }
 
 #[test]
-fn the_planner_reads_the_tensors_of_the_mesh() {
+fn the_planner_reads_candles_tensors() {
     let tensor = candle_core::Tensor::zeros((2, 3), candle_core::DType::BF16, &candle_core::Device::Cpu).unwrap();
-    let infos: Vec<plan::ParameterInfo> = mesh::parameter_infos([("h.0.w", &tensor)]).unwrap();
+    let infos: Vec<plan::ParameterInfo> = train::parameter_infos([("h.0.w", &tensor)]).unwrap();
     assert_eq!((infos[0].dtype(), infos[0].shape()), (plan::ElemType::Bf16, &[2, 3][..]));
 }
 

@@ -3,7 +3,10 @@
 #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
 
 use candle_core::{DType, Device, Tensor, Var};
-use candle_distributed::mesh::{ALL, DataParallel, DeviceMesh, P, Uneven, value_and_grad};
+use candle_distributed::{
+    mesh::{ALL, DeviceMesh, P, Uneven},
+    train::{DataParallel, value_and_grad},
+};
 use candle_nn::{Linear, Module, Optimizer, SGD, VarMap, linear};
 
 /// A mesh of two slots for each kind of device: two devices if there are so many, else the first one twice.

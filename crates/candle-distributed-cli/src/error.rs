@@ -2,7 +2,7 @@
 
 use std::{borrow::Cow, error::Error as _, io, path::PathBuf};
 
-use candle_distributed::{batch, mesh, plan, sampler, types};
+use candle_distributed::{batch, mesh, plan, sampler, train, types};
 use plotters::drawing::DrawingAreaErrorKind;
 
 pub(crate) type Result<T, E = Error> = std::result::Result<T, E>;
@@ -19,6 +19,9 @@ pub(crate) enum Error {
     Plan(#[from] plan::Error),
     #[error(transparent)]
     Mesh(#[from] mesh::Error),
+    /// What training refuses beyond what its mesh and its plan do.
+    #[error(transparent)]
+    Training(train::Error),
     /// An error, and what to do about it as the place knows that met it.
     #[error("{error}")]
     Hinted { error: Box<Error>, hint: Cow<'static, str> },
@@ -75,7 +78,12 @@ impl Error {
             Self::Hinted { error, .. } => error.exit_code(),
             Self::Stopped { .. } | Self::StoppedToo => INTERRUPTED,
             Self::Mesh(error) if is_bad_input(error) => BAD_INPUT,
-            Self::Mesh(_) | Self::Write { .. } | Self::Output(_) | Self::Chart(_) | Self::Train(_) => FAILURE,
+            Self::Mesh(_)
+            | Self::Training(_)
+            | Self::Write { .. }
+            | Self::Output(_)
+            | Self::Chart(_)
+            | Self::Train(_) => FAILURE,
             _ => BAD_INPUT,
         }
     }
@@ -87,6 +95,16 @@ impl Error {
         }
         let causes = std::iter::successors(self.source(), |&cause| cause.source());
         causes.fold(self.to_string(), |chain, cause| format!("{chain}: {cause}"))
+    }
+}
+
+impl From<train::Error> for Error {
+    fn from(error: train::Error) -> Self {
+        match error {
+            train::Error::Mesh(error) => Self::Mesh(error),
+            train::Error::Plan(error) => Self::Plan(error),
+            error => Self::Training(error),
+        }
     }
 }
 

@@ -6,6 +6,9 @@ pub use core_types as types;
 #[cfg(feature = "sampler")]
 #[doc(inline)]
 pub use dist_sampler as sampler;
+#[cfg(feature = "train")]
+#[doc(inline)]
+pub use dist_train as train;
 #[cfg(feature = "batch")]
 #[doc(inline)]
 pub use dyn_batch as batch;

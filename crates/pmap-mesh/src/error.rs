@@ -1,12 +1,15 @@
 //! What can go wrong on a mesh, before a replica starts and inside it.
 
-use std::{fmt, sync::Arc, time::Duration};
+use std::{sync::Arc, time::Duration};
 
+use candle_core::Device;
 #[cfg(feature = "nccl")]
 use candle_core::DeviceLocation;
-use candle_core::{DType, Device};
 
-use crate::{meeting::CollectiveCall, spec::Side};
+use crate::{
+    engine::call::CollectiveCall,
+    spec::fault::{Side, SpecFault},
+};
 
 /// The result of making or calling a parallel function.
 pub type Result<T, E = Error> = std::result::Result<T, E>;
@@ -72,63 +75,6 @@ pub enum Error {
         index: usize,
         /// What candle says of it.
         source: candle_core::Error,
-    },
-    /// A sharding plan cannot be made of the tensors.
-    #[cfg(feature = "plan")]
-    #[error(transparent)]
-    Plan(#[from] fsdp_plan::Error),
-    /// A plan is for another number of ranks than the mesh has slots.
-    #[cfg(feature = "plan")]
-    #[error("a plan for {ranks} ranks cannot be carried out on a mesh of {slots} slots")]
-    PlanWorld {
-        /// The plan's world size.
-        ranks: u64,
-        /// The number of slots.
-        slots: usize,
-    },
-    /// A plan with replicas needs a mesh whose last axis is a shard group.
-    #[cfg(feature = "plan")]
-    #[error("a plan of {replicas} replicas of {group} ranks needs a mesh of several axes, the last of size {group}")]
-    PlanMesh {
-        /// The ranks of a shard group.
-        group: u64,
-        /// The number of groups.
-        replicas: u64,
-    },
-    /// The plan, or the model, has no parameter or unit of this name.
-    #[error("there is no parameter or unit named {name}")]
-    UnknownParameter {
-        /// The name that was asked for.
-        name: String,
-    },
-    /// Not all of a parameter was there to be cut or loaded.
-    #[error("parameter {name} is incomplete: item {missing} is missing")]
-    Incomplete {
-        /// The parameter.
-        name: String,
-        /// Its first item that is missing, in row-major order.
-        missing: usize,
-    },
-    /// A checkpoint has a parameter of another shape.
-    #[error("parameter {name} has the shape {found:?} in the checkpoint, {expected:?} was expected")]
-    OtherShape {
-        /// The parameter.
-        name: String,
-        /// The shape in the checkpoint.
-        found: Vec<usize>,
-        /// The shape in the model or plan.
-        expected: Vec<usize>,
-    },
-    /// Cutting, moving or putting together a parameter failed in candle.
-    #[error("a parameter cannot be put together or taken apart")]
-    Assemble(#[source] candle_core::Error),
-    /// A checkpoint cannot be read or written.
-    #[error("{}: {reason}", path.display())]
-    File {
-        /// The file or folder.
-        path: std::path::PathBuf,
-        /// What the system or the format's reader says.
-        reason: String,
     },
     /// The worker threads of a device could not be started.
     #[error("the worker of device {index} cannot be started")]
@@ -281,17 +227,6 @@ pub enum Error {
          mesh whose workers wait for this one; call it between two calls instead"
     )]
     Nested,
-    /// The model, its variables or an optimizer could not be made or read.
-    #[error("the model of a data-parallel step failed")]
-    Model(#[source] candle_core::Error),
-    /// Variables that should be the same on all devices are not.
-    #[error("variable {name} of replica {replica} differs from replica 0's")]
-    Diverged {
-        /// The first variable that differs, in the order of names.
-        name: String,
-        /// The replica that has another value.
-        replica: usize,
-    },
     /// MPI could not be started, or its processes are not as many as the mesh has slots.
     #[cfg(feature = "mpi")]
     #[error("MPI: {reason}")]
@@ -348,109 +283,6 @@ fn not_come(missing: &[usize]) -> String {
         0 => String::new(),
         1 => format!("; replica {} did not come", numbers[0]),
         _ => format!("; replicas {} did not come", numbers.join(", ")),
-    }
-}
-
-/// Why a spec does not fit a tensor.
-#[derive(Clone, Debug, PartialEq, Eq)]
-#[non_exhaustive]
-pub enum SpecFault {
-    /// The mesh has no such axis.
-    Axes {
-        /// Argument or result.
-        side: Side,
-        /// Which of its tensors.
-        index: usize,
-        /// What is wrong with the axes.
-        reason: String,
-    },
-    /// An axis of the mesh is used for two things.
-    AxisTwice {
-        /// Argument or result.
-        side: Side,
-        /// Which of its tensors.
-        index: usize,
-        /// The axes as they were given the second time.
-        axes: String,
-    },
-    /// An argument is to be summed, averaged or stacked.
-    ReducedInput {
-        /// Which input.
-        index: usize,
-    },
-    /// A tensor has no such dimension.
-    DimOutOfRange {
-        /// Argument or result.
-        side: Side,
-        /// Which of its tensors.
-        index: usize,
-        /// The dimension that was asked for, negative ones count from the end.
-        dim: isize,
-        /// The shape it was asked of.
-        shape: Vec<usize>,
-    },
-    /// The devices cannot get equal shards, or with [`Uneven::Balanced`](crate::Uneven::Balanced) not all of them one.
-    NotDivisible {
-        /// Which input.
-        index: usize,
-        /// The dimension to cut.
-        dim: usize,
-        /// Its size; of a dimension that is cut twice, the size after the first cut.
-        size: usize,
-        /// The shape of the input.
-        shape: Vec<usize>,
-        /// The number of shards.
-        parts: usize,
-    },
-    /// A mean of integers would have to be rounded.
-    MeanOfIntegers {
-        /// Which output.
-        index: usize,
-        /// Its type.
-        dtype: DType,
-    },
-    /// A kept tensor has another size than the result.
-    KeptSize {
-        /// Which output.
-        index: usize,
-        /// The dimension in which they differ.
-        dim: usize,
-        /// The size of the result.
-        size: usize,
-        /// The shape of the kept tensor.
-        shape: Vec<usize>,
-    },
-}
-
-impl fmt::Display for SpecFault {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self {
-            Self::Axes { side, index, reason } => write!(f, "{side}put {index}: {reason}"),
-            Self::AxisTwice { side, index, axes } => {
-                write!(f, "{side}put {index}: a mesh axis of {axes} is named twice")
-            }
-            Self::ReducedInput { index } => {
-                write!(f, "input {index}: an argument can be sharded or replicated, nothing else")
-            }
-            Self::DimOutOfRange { side, index, dim, shape } => {
-                write!(f, "dimension {dim} is out of range for {side}put {index} of shape {shape:?}")
-            }
-            Self::NotDivisible { index, dim, size, shape, parts } => {
-                let (below, above) = (size - size % parts, size.saturating_add(parts - size % parts));
-                write!(
-                    f,
-                    "dimension {dim} of input {index} of shape {shape:?} has size {size}, which does not split evenly over \
-                     {parts} devices; {below} and {above} do, and `uneven` allows others"
-                )
-            }
-            Self::MeanOfIntegers { index, dtype } => {
-                write!(f, "output {index} of type {} has no mean, only floats have; sum it", dtype.as_str())
-            }
-            Self::KeptSize { index, dim, size, shape } => write!(
-                f,
-                "output {index} has size {size} in dimension {dim}, the tensor kept for it has shape {shape:?}"
-            ),
-        }
     }
 }
 

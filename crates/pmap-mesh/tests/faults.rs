@@ -40,7 +40,10 @@ fn calls_that_do_not_agree_are_named_with_their_places() {
     let mesh = DeviceMesh::cpu(2).unwrap();
     for (first, second, names) in cases {
         for _ in 0..ROUNDS {
-            let call = move |ctx: &Replica| if ctx.index() == 0 { first } else { second }(ctx, &ones(2)?).map(drop);
+            let call = move |ctx: &Replica| {
+                let collective = if ctx.index() == 0 { first } else { second };
+                collective(ctx, &ones(2)?).map(drop)
+            };
             let error = failure(&mesh, call);
             let text = error.to_string();
             let Error::Mismatch { left, left_call, right, right_call } = error else { panic!("{names:?}: {error:?}") };

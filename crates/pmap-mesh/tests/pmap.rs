@@ -61,7 +61,9 @@ fn shards_lie_in_mesh_order_and_gather_back_along_any_axis() {
     for axis in [0, 1, -1, -2] {
         let tag = DeviceMesh::cpu(2).unwrap().pmap(|replica, x: Tensor| x + replica.index() as f64 * 100.0);
         let tagged = tag.in_axes(Some(axis)).out_axes(Some(axis)).call(x.clone()).unwrap();
-        let second_half = |row: usize, column: usize| if axis.rem_euclid(2) == 0 { row >= 2 } else { column >= 3 };
+        let second_half = |row: usize, column: usize| {
+            if axis.rem_euclid(2) == 0 { row >= 2 } else { column >= 3 }
+        };
         for (row, values) in rows(&tagged).iter().enumerate() {
             for (column, &value) in values.iter().enumerate() {
                 let tag = if second_half(row, column) { 100.0 } else { 0.0 };

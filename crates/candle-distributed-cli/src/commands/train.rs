@@ -7,8 +7,9 @@ use std::{
 
 use candle_core::Device;
 use candle_distributed::{
-    mesh::{Checkpoint, Checkpoints, DeviceMesh},
+    mesh::DeviceMesh,
     plan::{CostModel, PlanReport, ShardingPlan},
+    train::{Checkpoint, Checkpoints},
     types::{Placement, Rank, Seed, WorldSize},
 };
 use candle_nn::VarBuilder;

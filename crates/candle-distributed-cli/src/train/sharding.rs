@@ -2,8 +2,8 @@
 
 use candle_core::{DType, Device};
 use candle_distributed::{
-    mesh,
     plan::{CostModel, Full, ParameterInfo, PlanCost, RankCost, ShardingPlan, ShardingStrategy},
+    train,
     types::WorldSize,
 };
 use candle_nn::{VarBuilder, VarMap};
@@ -42,7 +42,7 @@ pub(crate) fn plan(parameters: &[ParameterInfo], world_size: WorldSize) -> Resul
 /// The parameters of a model, as a planner sees them.
 pub(crate) fn parameters_in(vars: &VarMap) -> Result<Vec<ParameterInfo>> {
     let vars = parameters::by_name(vars)?;
-    Ok(mesh::parameter_infos(vars.iter().map(|(name, var)| (name, var.as_tensor())))?)
+    Ok(train::parameter_infos(vars.iter().map(|(name, var)| (name, var.as_tensor())))?)
 }
 
 /// Those of a model of these sizes.

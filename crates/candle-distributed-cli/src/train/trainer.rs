@@ -12,7 +12,8 @@ use std::{
 use candle_core::{DType, Device, Tensor};
 use candle_distributed::{
     batch::BatchState,
-    mesh::{ALL, AdamW, Checkpoint, Checkpoints, DataParallel, DeviceMesh, P, Replica, Uneven},
+    mesh::{ALL, DeviceMesh, P, Replica, Uneven},
+    train::{AdamW, Checkpoint, Checkpoints, DataParallel},
 };
 use candle_nn::{Optimizer, ParamsAdamW, VarBuilder, VarMap};
 

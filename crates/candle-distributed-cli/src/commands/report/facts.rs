@@ -4,8 +4,8 @@ use std::path::{Path, PathBuf};
 
 use candle_distributed::{
     batch::{Batch, PaddingReport},
-    mesh::Checkpoints,
     plan::{CostModel, ParameterInfo, PlanCost, ShardingPlan},
+    train::Checkpoints,
     types::WorldSize,
 };
 

@@ -1,0 +1,158 @@
+//! Training on two devices what one device would train: the losses are the same.
+//!
+//! `DataParallel` has the model on every device of a mesh. A step cuts the batch by rows, each device differentiates the
+//! loss of its rows, the gradients are summed, and the optimizers update the variables. The devices are two virtual ones
+//! of this machine's processor; for two cards, make the mesh with `DeviceMesh::cuda(2)` and the variables on the first.
+//!
+//! An epoch of 101 rows in batches of 32 ends with 5 rows, which two devices do not divide. `Uneven::Balanced` gives them
+//! 3 and 2, and weighs their gradients by that: the last batch needs no padding, and nothing is dropped.
+//!
+//! ```sh
+//! RAYON_NUM_THREADS=1 CANDLE_NUM_THREADS=1 cargo run --package pmap-mesh --example data_parallel
+//! ```
+
+#![allow(clippy::print_stdout, reason = "an example shows what it does")]
+
+use std::error::Error;
+
+use candle_core::{DType, Device, Tensor, Var};
+use candle_nn::{AdamW, Linear, Module, Optimizer, ParamsAdamW, VarBuilder, VarMap, linear, loss::mse};
+use core_types::Seed;
+use dist_train::DataParallel;
+use pmap_mesh::{DeviceMesh, Replica, Uneven};
+
+const ROWS: usize = 101;
+const BATCH_ROWS: usize = 32;
+const FEATURES: usize = 4;
+const HIDDEN: usize = 32;
+const EPOCHS: usize = 10;
+const MAX_NORM: f64 = 1.0;
+
+type Batch = (Tensor, Tensor);
+
+fn main() -> Result<(), Box<dyn Error>> {
+    let data = data_set()?;
+    let (one, two) = (train(1, &data)?, train(2, &data)?);
+    println!("mean loss of an epoch of {ROWS} rows in batches of {BATCH_ROWS}, the last one of {}", ROWS % BATCH_ROWS);
+    println!("epoch  1 device    2 devices   apart");
+    for (epoch, (one, two)) in one.iter().zip(&two).enumerate() {
+        println!("{epoch:>5}  {one:.7}  {two:.7}  {:.0e}", (one - two).abs());
+    }
+    Ok(())
+}
+
+#[derive(Debug)]
+struct Mlp {
+    up: Linear,
+    down: Linear,
+}
+
+impl Mlp {
+    #[allow(clippy::needless_pass_by_value, reason = "the signature that `DataParallel` asks for")]
+    fn new(vb: VarBuilder<'_>) -> candle_core::Result<Self> {
+        Ok(Self { up: linear(FEATURES, HIDDEN, vb.pp("up"))?, down: linear(HIDDEN, 1, vb.pp("down"))? })
+    }
+
+    fn loss(&self, (x, y): &Batch) -> candle_core::Result<Tensor> {
+        mse(&self.down.forward(&self.up.forward(x)?.tanh()?)?, y)
+    }
+}
+
+/// The mean loss of each epoch on a mesh of `slots` devices.
+fn train(slots: usize, data: &Batch) -> Result<Vec<f32>, Box<dyn Error>> {
+    let (mesh, vars) = (DeviceMesh::cpu(slots)?, initial()?);
+    let model = DataParallel::new(&mesh, &vars, Mlp::new, adam)?;
+    let mut model = model.in_axes(Some(0)).uneven(Uneven::Balanced).clip_norm(MAX_NORM);
+    let loss = |_: &Replica, model: &Mlp, batch: Batch| model.loss(&batch);
+    epochs(data, |batch| Ok(model.step(batch, loss)?.to_scalar()?))
+}
+
+/// Hands all batches to `step`, which returns their mean losses, and returns the mean loss of each epoch.
+fn epochs(
+    (x, y): &Batch,
+    mut step: impl FnMut(Batch) -> Result<f32, Box<dyn Error>>,
+) -> Result<Vec<f32>, Box<dyn Error>> {
+    let mut epoch = || {
+        let mut sum = 0.0;
+        for start in (0..ROWS).step_by(BATCH_ROWS) {
+            let rows = BATCH_ROWS.min(ROWS - start);
+            sum += step((x.narrow(0, start, rows)?, y.narrow(0, start, rows)?))? * rows as f32;
+        }
+        Ok(sum / ROWS as f32)
+    };
+    (0..EPOCHS).map(|_| epoch()).collect()
+}
+
+fn adam(vars: Vec<Var>) -> candle_core::Result<AdamW> {
+    AdamW::new(vars, ParamsAdamW { lr: 0.01, ..ParamsAdamW::default() })
+}
+
+/// Rows of normal numbers, and a smooth function of each.
+fn data_set() -> Result<Batch, Box<dyn Error>> {
+    let x = normal(0, (ROWS, FEATURES))?;
+    let y = x.sum_keepdim(1)?.sin()?;
+    Ok((x, y))
+}
+
+/// The same variables for every run.
+fn initial() -> Result<VarMap, Box<dyn Error>> {
+    let mut vars = VarMap::new();
+    Mlp::new(VarBuilder::from_varmap(&vars, DType::F32, &Device::Cpu))?;
+    vars.set_one("up.weight", (normal(1, (HIDDEN, FEATURES))? * 0.5)?)?;
+    vars.set_one("up.bias", normal(2, (1, HIDDEN))?.squeeze(0)?)?;
+    vars.set_one("down.weight", (normal(3, (1, HIDDEN))? * 0.2)?)?;
+    vars.set_one("down.bias", Tensor::zeros(1, DType::F32, &Device::Cpu)?)?;
+    Ok(vars)
+}
+
+/// Numbers that depend on the seed alone, from a replica's generator; candle's own has no seed on a processor.
+fn normal(seed: u64, shape: (usize, usize)) -> pmap_mesh::Result<Tensor> {
+    DeviceMesh::cpu(1)?.pmap(move |ctx, ()| ctx.rng().normal(shape)).seed(Seed::new(seed)).call(())
+}
+
+#[cfg(test)]
+mod tests {
+    use candle_core::backprop::GradStore;
+
+    use super::*;
+
+    /// The losses of candle alone.
+    fn train_serially(data: &Batch) -> Result<Vec<f32>, Box<dyn Error>> {
+        let vars = initial()?;
+        let model = Mlp::new(VarBuilder::from_varmap(&vars, DType::F32, &Device::Cpu))?;
+        let mut optimizer = adam(vars.all_vars())?;
+        epochs(data, |batch| {
+            let loss = model.loss(&batch)?;
+            let mut grads = loss.backward()?;
+            clip(&mut grads, &vars.all_vars())?;
+            optimizer.step(&grads)?;
+            Ok(loss.to_scalar()?)
+        })
+    }
+
+    /// Scales gradients down whose norm, taken together, is above the limit.
+    fn clip(grads: &mut GradStore, vars: &[Var]) -> candle_core::Result<()> {
+        let of = |var: &Var| grads.get(var).cloned().ok_or_else(|| candle_core::Error::msg("a variable is not used"));
+        let all = vars.iter().map(of).collect::<candle_core::Result<Vec<_>>>()?;
+        let squares = all.iter().map(|grad| grad.sqr()?.sum_all()?.to_scalar::<f32>());
+        let norm = squares.sum::<candle_core::Result<f32>>()?.sqrt();
+        let factor = (MAX_NORM / f64::from(norm)).min(1.0);
+        for (var, grad) in vars.iter().zip(all) {
+            grads.insert(var, (grad * factor)?);
+        }
+        Ok(())
+    }
+
+    #[test]
+    fn losses_are_those_of_candle_alone_on_any_number_of_devices() -> Result<(), Box<dyn Error>> {
+        let data = data_set()?;
+        let expected = train_serially(&data)?;
+        assert!(expected[EPOCHS - 1] < expected[0] / 2.0, "{expected:?}");
+        for slots in 1..=4 {
+            for (epoch, (loss, expected)) in train(slots, &data)?.iter().zip(&expected).enumerate() {
+                assert!((loss - expected).abs() < 1e-5, "{slots} devices, epoch {epoch}: {loss} for {expected}");
+            }
+        }
+        Ok(())
+    }
+}

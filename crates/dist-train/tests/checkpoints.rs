@@ -1,0 +1,279 @@
+//! Checkpoints: whole or not there, and training goes on from them as if it had never stopped.
+
+#![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
+
+use std::{fs, path::Path};
+
+use candle_core::{DType, Device, Tensor};
+use candle_nn::{Linear, Module, Optimizer, ParamsAdamW, VarMap, linear, loss::mse};
+use dist_train::{AdamW, Checkpoint, Checkpoints, DataParallel, Error};
+use pmap_mesh::{DeviceMesh, Uneven};
+
+/// A model in training, and its variables.
+struct Run {
+    mesh: DeviceMesh,
+    vars: VarMap,
+    model: DataParallel<Linear, AdamW>,
+}
+
+impl Run {
+    fn new(mesh: DeviceMesh, share: bool) -> Self {
+        let vars = VarMap::new();
+        let start = |shape: &[usize], offset: f64| {
+            let len: usize = shape.iter().product();
+            Tensor::arange(0_f32, len as f32, &Device::Cpu)
+                .unwrap()
+                .affine(0.1, offset)
+                .unwrap()
+                .reshape(shape)
+                .unwrap()
+        };
+        for (name, tensor) in [("weight", start(&[2, 3], -0.2)), ("bias", start(&[2], 0.3))] {
+            let var = candle_core::Var::from_tensor(&tensor).unwrap();
+            vars.data().lock().unwrap().insert(name.to_owned(), var);
+        }
+        let build = |vb: candle_nn::VarBuilder<'_>| linear(3, 2, vb);
+        let adam = |vars| AdamW::new(vars, ParamsAdamW { lr: 0.05, ..ParamsAdamW::default() });
+        let model = if share {
+            DataParallel::new(&mesh, &vars, build, adam)
+        } else {
+            DataParallel::replicated(&mesh, &vars, build, adam)
+        };
+        let model = model.unwrap().in_axes(Some(0)).uneven(Uneven::Balanced);
+        Self { mesh, vars, model }
+    }
+
+    fn cpu(slots: usize) -> Self {
+        Self::new(DeviceMesh::cpu(slots).unwrap(), true)
+    }
+
+    fn steps(&mut self, steps: std::ops::Range<u64>) -> f32 {
+        let mut loss = f32::NAN;
+        for step in steps {
+            let x = Tensor::arange(0_f32, 36., &Device::Cpu).unwrap().affine(0.05, -(step as f64) / 7.0).unwrap();
+            let x = x.reshape((12, 3)).unwrap();
+            let y = x.narrow(1, 0, 2).unwrap().sqr().unwrap();
+            let of = |_: &_, model: &Linear, (x, y): (Tensor, Tensor)| mse(&model.forward(&x)?, &y);
+            loss = self.model.step((x, y), of).unwrap().to_scalar().unwrap();
+        }
+        loss
+    }
+
+    fn values(&self) -> Vec<f32> {
+        let vars = self.vars.data().lock().unwrap();
+        let all = ["weight", "bias"].map(|name| vars[name].flatten_all().unwrap().to_vec1::<f32>().unwrap());
+        all.concat()
+    }
+}
+
+fn saved(folder: &Path, run: &Run, step: u64) -> Checkpoint {
+    let checkpoints = Checkpoints::new(folder);
+    checkpoints.save(&run.mesh, step, &run.model.state_dict(), &("seed", step)).unwrap();
+    checkpoints.latest().unwrap().unwrap()
+}
+
+#[test]
+fn training_goes_on_as_if_it_had_never_stopped() {
+    for share in [true, false] {
+        for slots in [1, 2, 3] {
+            let folder = tempfile::tempdir().unwrap();
+            let start = || Run::new(DeviceMesh::cpu(slots).unwrap(), share);
+            let mut whole = start();
+            whole.steps(0..8);
+
+            let mut first = start();
+            first.steps(0..5);
+            let checkpoint = saved(folder.path(), &first, 5);
+            assert_eq!((checkpoint.step(), checkpoint.state::<(String, u64)>().unwrap()), (5, ("seed".into(), 5)));
+            let mut second = start();
+            second.model.load(&checkpoint).unwrap();
+            second.steps(5..8);
+            assert_eq!(second.values(), whole.values(), "{slots} slots");
+            second.model.check_in_sync().unwrap();
+        }
+    }
+}
+
+#[test]
+fn another_number_of_slots_goes_on_to_the_same_result() {
+    let folder = tempfile::tempdir().unwrap();
+    let mut whole = Run::cpu(2);
+    whole.steps(0..8);
+    let mut first = Run::cpu(2);
+    first.steps(0..5);
+    let checkpoint = saved(folder.path(), &first, 5);
+    for slots in [1, 3, 5] {
+        let mut second = Run::cpu(slots);
+        second.model.load(&checkpoint).unwrap();
+        second.steps(5..8);
+        for (left, right) in second.values().iter().zip(whole.values()) {
+            assert!((left - right).abs() < 1e-5, "{left} for {right} on {slots} slots");
+        }
+    }
+}
+
+#[test]
+fn every_tensor_is_written_once() {
+    for (slots, share) in [(1, true), (2, true), (2, false), (3, false)] {
+        let folder = tempfile::tempdir().unwrap();
+        let run = Run::new(DeviceMesh::cpu(slots).unwrap(), share);
+        let checkpoint = saved(folder.path(), &run, 0);
+        let files = fs::read_dir(checkpoint.path()).unwrap().map(|entry| entry.unwrap().path());
+        let files = files.filter(|path| path.extension().is_some_and(|extension| extension == "safetensors"));
+        let mut names: Vec<String> =
+            files.flat_map(|path| candle_core::safetensors::load(path, &Device::Cpu).unwrap().into_keys()).collect();
+        names.sort();
+        let kinds = ["exp_avg", "exp_avg_sq", "model", "step"];
+        let expected = kinds.iter().flat_map(|kind| ["bias", "weight"].map(|name| format!("{kind}/{name}@0")));
+        assert_eq!(names, expected.collect::<Vec<_>>(), "{slots} slots");
+    }
+}
+
+#[test]
+fn what_is_not_whole_is_never_taken_for_a_checkpoint() {
+    let folder = tempfile::tempdir().unwrap();
+    let checkpoints = Checkpoints::new(folder.path());
+    assert!(checkpoints.latest().unwrap().is_none());
+    let run = Run::cpu(2);
+    let newest = || checkpoints.latest().unwrap().map(|checkpoint| checkpoint.step());
+    saved(folder.path(), &run, 1);
+    let second = saved(folder.path(), &run, 2);
+    assert_eq!(newest(), Some(2));
+
+    // Stopped while a checkpoint was written: the folder has its first name.
+    fs::rename(second.path(), folder.path().join("step-0000000003.partial")).unwrap();
+    assert_eq!(newest(), Some(1));
+    // The next one clears it away.
+    let fourth = saved(folder.path(), &run, 4);
+    assert!(!folder.path().join("step-0000000003.partial").exists());
+
+    let shard = fourth.path().join("shard-00001-of-00002.safetensors");
+    let bytes = fs::read(&shard).unwrap();
+    for torn in [&bytes[..bytes.len() - 1], &bytes[..4], &[], &[&bytes[..], b"x"].concat()[..]] {
+        fs::write(&shard, torn).unwrap();
+        assert!(matches!(Checkpoint::open(fourth.path()), Err(Error::File { path, .. }) if path == shard));
+        assert_eq!(newest(), Some(1));
+    }
+    let mut hostile = bytes.clone();
+    hostile[..8].copy_from_slice(&u64::MAX.to_le_bytes());
+    fs::write(&shard, &hostile).unwrap();
+    assert!(matches!(Checkpoint::open(fourth.path()), Err(Error::File { path, .. }) if path == shard));
+    fs::remove_file(&shard).unwrap();
+    assert_eq!(newest(), Some(1));
+    fs::write(&shard, &bytes).unwrap();
+    assert_eq!(newest(), Some(4));
+
+    let index = fourth.path().join("index.json");
+    let text = fs::read_to_string(&index).unwrap();
+    for other in [&text[..text.len() / 2], "{}", &text.replace("\"format_version\": 1", "\"format_version\": 2")] {
+        fs::write(&index, other).unwrap();
+        assert!(matches!(Checkpoint::open(fourth.path()), Err(Error::File { path, .. }) if path == index));
+    }
+}
+
+#[test]
+fn the_newest_are_kept() {
+    let folder = tempfile::tempdir().unwrap();
+    let run = Run::cpu(1);
+    let checkpoints = Checkpoints::new(folder.path()).keep(3);
+    for step in [10, 20, 30, 40, 50] {
+        checkpoints.save(&run.mesh, step, &run.model.state_dict(), &()).unwrap();
+    }
+    let mut names: Vec<_> =
+        fs::read_dir(folder.path()).unwrap().map(|entry| entry.unwrap().file_name().into_string().unwrap()).collect();
+    names.sort();
+    assert_eq!(names, ["step-0000000030", "step-0000000040", "step-0000000050"]);
+}
+
+#[test]
+fn a_damaged_checkpoint_is_written_again_and_counts_for_none() {
+    let folder = tempfile::tempdir().unwrap();
+    let run = Run::cpu(2);
+    let steps = || {
+        let names = fs::read_dir(folder.path()).unwrap().map(|entry| entry.unwrap().file_name().into_string().unwrap());
+        names.collect::<std::collections::BTreeSet<_>>()
+    };
+    saved(folder.path(), &run, 10);
+    let newest = saved(folder.path(), &run, 20);
+    fs::remove_file(newest.path().join("shard-00002-of-00002.safetensors")).unwrap();
+    assert_eq!(Checkpoints::new(folder.path()).latest().unwrap().unwrap().step(), 10);
+    assert_eq!(Checkpoints::new(folder.path()).steps().unwrap(), [10]);
+    // The run goes on from there, and comes to the same step again.
+    assert_eq!(saved(folder.path(), &run, 20).step(), 20);
+    assert_eq!(steps().into_iter().collect::<Vec<_>>(), ["step-0000000010", "step-0000000020"]);
+
+    // A damaged one takes no place of those that are kept; what is not ours, or later, stays.
+    fs::create_dir(folder.path().join("step-0000000025")).unwrap();
+    fs::create_dir(folder.path().join("notes.partial")).unwrap();
+    fs::create_dir(folder.path().join("step-0000000099")).unwrap();
+    Checkpoints::new(folder.path()).save(&run.mesh, 30, &run.model.state_dict(), &()).unwrap();
+    let expected = ["notes.partial", "step-0000000020", "step-0000000030", "step-0000000099"];
+    assert_eq!(steps().into_iter().collect::<Vec<_>>(), expected);
+}
+
+#[test]
+fn hostile_indices_and_headers_are_refused() {
+    let folder = tempfile::tempdir().unwrap();
+    let checkpoint = saved(folder.path(), &Run::cpu(1), 1);
+    let (index, shard) = (checkpoint.path().join("index.json"), "shard-00001-of-00001.safetensors");
+    let text = fs::read_to_string(&index).unwrap();
+    fs::write(folder.path().join("shard-.safetensors"), b"outside").unwrap();
+    for name in ["../shard-.safetensors", "/etc/hosts", "index.json"] {
+        fs::write(&index, text.replace(shard, name)).unwrap();
+        assert!(
+            matches!(Checkpoint::open(checkpoint.path()), Err(Error::File { path, .. }) if path == index),
+            "{name}"
+        );
+    }
+    fs::write(&index, &text).unwrap();
+    // Items that would end behind all numbers.
+    let path = checkpoint.path().join(shard);
+    let tensor = Tensor::zeros(6, DType::F32, &Device::Cpu).unwrap();
+    let bytes = safetensors::serialize([(format!("model/weight@{}", usize::MAX), &tensor)], None).unwrap();
+    fs::write(&path, &bytes).unwrap();
+    let mut edited: serde_json::Value = serde_json::from_str(&text).unwrap();
+    edited["files"][0]["bytes"] = bytes.len().into();
+    fs::write(&index, edited.to_string()).unwrap();
+    let refused = Checkpoint::open(checkpoint.path());
+    assert!(matches!(refused, Err(Error::File { path: found, reason }) if found == path && reason.contains("no end")));
+}
+
+#[test]
+fn other_models_are_refused() {
+    let folder = tempfile::tempdir().unwrap();
+    let checkpoint = saved(folder.path(), &Run::cpu(2), 1);
+    let mesh = DeviceMesh::cpu(2).unwrap();
+    let other = |outputs: usize, name: &'static str| {
+        let adam = |vars| AdamW::new(vars, ParamsAdamW::default());
+        DataParallel::new(
+            &mesh,
+            &VarMap::new(),
+            |vb| linear(3, outputs, if name.is_empty() { vb } else { vb.pp(name) }),
+            adam,
+        )
+    };
+    assert!(
+        matches!(other(2, "head").unwrap().load(&checkpoint), Err(Error::UnknownParameter { name }) if name == "bias")
+    );
+    for outputs in [1, 3] {
+        let load = other(outputs, "").unwrap().load(&checkpoint);
+        assert!(
+            matches!(load, Err(Error::OtherShape { found, expected, .. }) if found == [2] && expected == [outputs])
+        );
+    }
+    assert!(matches!(checkpoint.state::<u64>(), Err(Error::File { .. })));
+}
+
+#[test]
+fn a_folder_that_cannot_be_written_is_an_error() {
+    let folder = tempfile::tempdir().unwrap();
+    let file = folder.path().join("file");
+    fs::write(&file, "no folder").unwrap();
+    let run = Run::cpu(1);
+    let save = Checkpoints::new(&file).save(&run.mesh, 1, &run.model.state_dict(), &());
+    assert!(matches!(save, Err(Error::File { .. })));
+    saved(folder.path(), &run, 1);
+    let again = Checkpoints::new(folder.path()).save(&run.mesh, 1, &run.model.state_dict(), &());
+    assert!(matches!(again, Err(Error::File { .. })), "a checkpoint is never written over");
+    assert!(Checkpoints::new(folder.path()).latest().unwrap().is_some());
+}

@@ -1,0 +1,55 @@
+//! What a data-parallel step holds at most, counted by the allocator; alone in its process, so that nothing else counts.
+
+#![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
+#![allow(clippy::needless_pass_by_value, reason = "models are built of builders by value")]
+
+use candle_core::{DType, Device, Tensor};
+use candle_nn::{AdamW, Linear, Module, Optimizer, ParamsAdamW, VarBuilder, VarMap, linear};
+use dist_train::DataParallel;
+use peak_alloc::PeakAlloc;
+use pmap_mesh::DeviceMesh;
+
+#[global_allocator]
+static MEMORY: PeakAlloc = PeakAlloc;
+
+const SIZE: usize = 256;
+/// Many, as in models that need several devices: temporaries of one layer are small beside all parameters.
+const LAYERS: usize = 24;
+
+fn model(vb: VarBuilder<'_>) -> candle_core::Result<Vec<Linear>> {
+    (0..LAYERS).map(|layer| linear(SIZE, SIZE, vb.pp(layer))).collect()
+}
+
+fn loss(model: &[Linear], x: &Tensor) -> candle_core::Result<Tensor> {
+    model.iter().try_fold(x.clone(), |x, layer| layer.forward(&x)?.relu())?.sqr()?.mean_all()
+}
+
+/// The most that `steps` hold beyond what is there when they begin, in bytes.
+fn peak_of(mut step: impl FnMut()) -> usize {
+    // What is made once and kept, such as an optimizer's lazily allocated buffers, is not the step's.
+    step();
+    let before = MEMORY.current_usage();
+    MEMORY.reset_peak_usage();
+    (0..3).for_each(|_| step());
+    MEMORY.peak_usage() - before
+}
+
+#[test]
+fn a_step_holds_no_more_than_plain_candle_s_and_the_parameters_once_per_slot_and_once_more() {
+    let x = Tensor::ones((64, SIZE), DType::F32, &Device::Cpu).unwrap();
+    let adam = |vars| AdamW::new(vars, ParamsAdamW::default());
+    let vars = VarMap::new();
+    let plain_model = model(VarBuilder::from_varmap(&vars, DType::F32, &Device::Cpu)).unwrap();
+    let mut optimizer = adam(vars.all_vars()).unwrap();
+    let plain = peak_of(|| optimizer.backward_step(&loss(&plain_model, &x).unwrap()).unwrap());
+
+    let params = LAYERS * (SIZE * SIZE + SIZE) * size_of::<f32>();
+    for slots in [1, 2, 4] {
+        let mesh = DeviceMesh::cpu(slots).unwrap();
+        let mut trained = DataParallel::new(&mesh, &vars, model, adam).unwrap();
+        let peak =
+            peak_of(|| drop(trained.step(x.clone(), |_, model: &Vec<Linear>, x: Tensor| loss(model, &x)).unwrap()));
+        let more = peak.saturating_sub(plain);
+        assert!(more <= params * (slots + 1), "{slots} slots: {more} more than {plain} bytes, parameters {params}");
+    }
+}

@@ -1,0 +1,37 @@
+//! Training with one process per slot gives what one thread per slot gives, to the bit.
+//!
+//! The program starts itself under `mpirun`, once for each case; what runs there is one of several ranks.
+
+mod conformance;
+
+use std::process::ExitCode;
+
+use candle_core::Device;
+use pmap_mesh::{DeviceMesh, DeviceMeshBuilder};
+use process_tests::{Case, Engine, mpirun};
+
+const CASES: [Case; 6] = [
+    Case::succeeds("training", 2),
+    Case::succeeds("training", 3),
+    Case::succeeds("checkpoints", 2),
+    Case::succeeds("checkpoints", 3),
+    Case::succeeds("sharded", 2),
+    Case::succeeds("sharded", 4),
+];
+
+struct Mpi;
+
+impl Engine for Mpi {
+    #[allow(clippy::unwrap_used, reason = "a test fails by panicking")]
+    fn open(&self, builder: DeviceMeshBuilder) -> DeviceMesh {
+        builder.mpi(self.device()).unwrap()
+    }
+
+    fn device(&self) -> Device {
+        Device::Cpu
+    }
+}
+
+fn main() -> ExitCode {
+    mpirun::main(&CASES, |case, ranks| conformance::run(&Mpi, case, ranks))
+}

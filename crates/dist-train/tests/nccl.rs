@@ -1,0 +1,51 @@
+//! Training with one process per GPU gives what one thread per slot gives, to the bit.
+//!
+//! The program starts itself once for each GPU, as a launcher does: it tells each process its rank, and ends the others
+//! when one has failed. With one GPU that is a world of one, in which nothing is sent.
+
+#![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
+
+mod conformance;
+
+use std::{cell::Cell, process::ExitCode};
+
+use candle_core::{Device, cuda_backend::cudarc::driver::CudaContext};
+use core_types::Launched;
+use pmap_mesh::{DeviceMesh, DeviceMeshBuilder, NcclStore};
+use process_tests::{Case, Engine, ranks};
+
+const CASES: [Case; 3] =
+    [Case::succeeds("training", 1), Case::succeeds("checkpoints", 1), Case::succeeds("sharded", 1)];
+
+/// One of the processes of a case.
+struct Nccl {
+    launched: Launched,
+    n_meshes: Cell<usize>,
+}
+
+impl Nccl {
+    fn local_rank(&self) -> usize {
+        self.launched.local_rank().unwrap().as_usize()
+    }
+}
+
+impl Engine for Nccl {
+    fn open(&self, builder: DeviceMeshBuilder) -> DeviceMesh {
+        // All processes make their meshes in one order.
+        let nth = self.n_meshes.replace(self.n_meshes.get() + 1);
+        let store = NcclStore::File(process_tests::folder().join(format!("id-{nth}")));
+        builder.nccl(self.launched.placement(), self.local_rank(), &store).unwrap()
+    }
+
+    fn device(&self) -> Device {
+        Device::new_cuda_with_stream(self.local_rank()).unwrap()
+    }
+}
+
+fn main() -> ExitCode {
+    let devices = Device::new_cuda(0).map_or(0, |_| CudaContext::device_count().unwrap());
+    ranks::main(&CASES, usize::try_from(devices).unwrap(), |launched, case, ranks| {
+        let engine = Nccl { launched, n_meshes: Cell::new(0) };
+        conformance::run(&engine, case, ranks);
+    })
+}

@@ -1,0 +1,190 @@
+//! The engine without its devices: processes are threads, and what they send goes through memory.
+
+use std::{
+    collections::{BTreeMap, VecDeque},
+    sync::{Condvar, Mutex},
+    thread,
+};
+
+use candle_core::DType;
+use core_types::Seed;
+
+use super::*;
+use crate::{DeviceMesh, MeshAxes, Replica, spec::join::same, sync::lock};
+
+const SEED: Seed = Seed::new(1);
+const LIMIT: Duration = Duration::from_mins(1);
+
+/// What was sent and has not been received, by sender and receiver.
+#[derive(Debug, Default)]
+struct Post {
+    letters: Mutex<BTreeMap<(usize, usize), VecDeque<Tensor>>>,
+    sent: Condvar,
+}
+
+/// The post as seen from one rank.
+#[derive(Debug)]
+struct Desk {
+    post: Arc<Post>,
+    rank: usize,
+}
+
+impl Carrier for Desk {
+    fn transfer(&self, transfer: Transfer, _: Duration) -> std::result::Result<Vec<Tensor>, Broken> {
+        let mut letters = lock(&self.post.letters);
+        for (to, x) in transfer.outgoing {
+            assert!(x.is_contiguous() && x.elem_count() > 0 && x.dtype() == transfer.dtype);
+            letters.entry((self.rank, to)).or_default().push_back(x);
+        }
+        self.post.sent.notify_all();
+        let mut arrived = Vec::new();
+        for (from, items) in transfer.incoming {
+            let empty =
+                |letters: &mut BTreeMap<_, VecDeque<Tensor>>| letters.entry((from, self.rank)).or_default().is_empty();
+            // Who has failed sends nothing more.
+            letters = self.post.sent.wait_timeout_while(letters, LIMIT, empty).unwrap().0;
+            let x = letters.get_mut(&(from, self.rank)).and_then(VecDeque::pop_front).unwrap();
+            assert_eq!((x.dtype(), x.dims()), (transfer.dtype, &[items][..]));
+            arrived.push(x.copy().unwrap());
+        }
+        Ok(arrived)
+    }
+}
+
+type Axes = [(&'static str, usize)];
+
+/// Runs `f` as one process for each slot of a grid; returns the results in the order of the ranks.
+fn run<T: Send>(axes: &Axes, f: impl Fn(&Replica) -> T + Sync) -> Vec<T> {
+    let axes = axes.iter().map(|(name, size)| ((*name).to_owned(), *size)).collect();
+    let (topology, slots) = Topology::new(axes, 64).unwrap();
+    let (topology, post) = (Arc::new(topology), Arc::<Post>::default());
+    let replica = |slot| {
+        let engine = Nccl(Arc::new(Inner {
+            topology: Arc::clone(&topology),
+            slot,
+            deadline: Duration::from_mins(10),
+            device: Device::Cpu,
+            pending: Pending::default(),
+            link: Box::new(Desk { post: Arc::clone(&post), rank: slot }),
+            #[cfg(feature = "mpi")]
+            session: None,
+        }));
+        Replica::new(slot, 0, Device::Cpu, Arc::clone(&topology), Box::new(engine), None, SEED)
+    };
+    let (f, replica) = (&f, &replica);
+    let results = thread::scope(|scope| {
+        let ranks: Vec<_> = (0..slots).map(|slot| scope.spawn(move || f(&replica(slot)))).collect();
+        ranks.into_iter().map(|rank| rank.join().unwrap()).collect()
+    });
+    assert!(lock(&post.letters).values().all(VecDeque::is_empty), "all that is sent is received");
+    results
+}
+
+/// Compares with the engine of threads, to the bit.
+fn check(axes: &Axes, f: impl Fn(&Replica) -> Result<Vec<Tensor>> + Clone + Send + Sync + 'static) {
+    let results = run(axes, |replica| f(replica).unwrap());
+    let builder = axes.iter().fold(DeviceMesh::builder(), |builder, (name, size)| builder.axis(name, *size));
+    let g = f.clone();
+    let model = builder.pin(false).cpu().unwrap().pmap(move |ctx, _: Tensor| g(ctx)).in_axes(None);
+    let expected = model.call_sharded(Tensor::zeros(1, DType::F32, &Device::Cpu).unwrap()).unwrap();
+    for (results, expected) in results.iter().zip(expected.shards()) {
+        assert_eq!(results.len(), expected.len());
+        for (result, expected) in results.iter().zip(expected) {
+            assert!(same(result, expected).unwrap(), "{result} for {expected}");
+        }
+    }
+}
+
+/// Numbers that differ by replica, and whose sums depend on their order.
+fn input(ctx: &Replica, shape: &[usize], dtype: DType) -> Result<Tensor> {
+    let items: usize = shape.iter().product();
+    let value = |n: usize| ((n * 7919 + ctx.index() * 104_729) % 2003) as f32 * 0.0625;
+    Tensor::from_iter((0..items).map(value), &Device::Cpu)?.reshape(shape)?.to_dtype(dtype)
+}
+
+fn everywhere(f: impl Fn(&Replica, &MeshAxes, DType) -> Result<Vec<Tensor>> + Clone + Send + Sync + 'static) {
+    for axes in [&[("a", 3)][..], &[("a", 2), ("b", 2)], &[("a", 1), ("b", 2)]] {
+        let sets: Vec<MeshAxes> = axes.iter().map(|(name, _)| (*name).into()).chain([ALL]).collect();
+        for set in sets {
+            for dtype in [DType::F32, DType::F64, DType::BF16, DType::F16, DType::U32, DType::I64] {
+                let (f, set) = (f.clone(), set.clone());
+                check(axes, move |ctx| f(ctx, &set, dtype));
+            }
+        }
+    }
+}
+
+#[test]
+fn sums_are_those_of_threads() {
+    everywhere(|ctx, set, dtype| {
+        let mut all = Vec::new();
+        for count in [0, 1, 5, 70_001] {
+            let x = input(ctx, &[count], dtype)?;
+            all.extend([ctx.psum(&x, set)?, ctx.pmax(&x, set)?, ctx.pmin(&x, set)?]);
+            if dtype.is_float() {
+                all.push(ctx.pmean(&x, set)?);
+            }
+        }
+        Ok(all)
+    });
+}
+
+#[test]
+fn what_is_moved_arrives_as_over_threads() {
+    everywhere(|ctx, set, dtype| {
+        let (size, position) = (ctx.axis_size(set)?, ctx.axis_index(set)?);
+        let turn: Vec<_> = (0..size).map(|n| (n, (n + 1) % size)).collect();
+        let x = input(ctx, &[4, size * 3, 2], dtype)?;
+        let uneven = input(ctx, &[5 * position, 8], dtype)?;
+        let view = input(ctx, &[8, position + 3], dtype)?.t()?.narrow(0, 1, position + 1)?;
+        let mut all = vec![ctx.all_gather(&uneven, 0, set)?, ctx.all_gather(&view, 0, set)?];
+        all.extend([ctx.all_gather(&x, 1, set)?, ctx.all_to_all(&x, 1, 2, set)?, ctx.psum_scatter(&x, 1, set)?]);
+        all.extend([ctx.ppermute(&x, &turn, set)?, ctx.ppermute(&x, &turn[1..], set)?]);
+        for root in 0..size {
+            all.push(ctx.broadcast(&x, root, set)?);
+        }
+        ctx.barrier(set)?;
+        Ok(all)
+    });
+}
+
+#[test]
+fn lists_are_summed_as_over_threads() {
+    check(&[("a", 3)], |ctx| {
+        let of = |shape: &[usize], dtype| input(ctx, shape, dtype);
+        let list =
+            vec![of(&[3, 5], DType::F32)?, of(&[7], DType::BF16)?, of(&[300, 200], DType::F32)?, of(&[], DType::F32)?];
+        ctx.psum_list(list, &[2, 0, 1, 3])
+    });
+}
+
+#[test]
+fn gradients_run_through_it() {
+    check(&[("a", 2)], |ctx| {
+        let w = candle_core::Var::from_tensor(&input(ctx, &[6, 4], DType::F32)?)?;
+        let all = ctx.all_gather(w.as_tensor(), 0, ALL)?;
+        let loss = (ctx.psum(&all.sqr()?, ALL)? * (ctx.index() as f64 + 1.0))?.sum_all()?;
+        Ok(loss.backward()?.get(&w).cloned().into_iter().collect())
+    });
+}
+
+#[test]
+fn calls_that_do_not_agree_are_named_on_all() {
+    let errors = run(&[("a", 3)], |ctx| {
+        let x = Tensor::ones(ctx.index().min(1) + 3, DType::F32, &Device::Cpu).unwrap();
+        ctx.psum(&x, ALL).unwrap_err().to_string()
+    });
+    for error in errors {
+        assert!(error.contains("replica 0 calls psum of f32 [3]"), "{error}");
+        assert!(error.contains("replica 1 calls psum of f32 [4]"), "{error}");
+    }
+}
+
+#[test]
+fn types_that_nccl_does_not_carry_are_refused() {
+    let errors = run(&[("a", 1)], |ctx| {
+        let x = Tensor::zeros(2, DType::I16, &Device::Cpu).unwrap();
+        ctx.all_gather(&x, 0, ALL).unwrap_err().to_string()
+    });
+    assert!(errors[0].contains("tensors of type i16 cannot be sent over NCCL"), "{}", errors[0]);
+}

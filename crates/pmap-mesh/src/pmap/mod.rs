@@ -1,0 +1,288 @@
+//! One program, many devices: cut the arguments, run everywhere at once, put the results together.
+
+pub(crate) mod sharded;
+
+use std::{
+    fmt,
+    marker::PhantomData,
+    sync::{
+        Arc,
+        atomic::{AtomicU64, Ordering},
+    },
+};
+
+use core_types::Seed;
+
+use crate::{
+    engine::threads::rendezvous::Hub,
+    error::{Error, Result},
+    mesh::{
+        DeviceMesh,
+        axes::ALL,
+        workers::{self, Workers},
+    },
+    pmap::sharded::Sharded,
+    replica::{Replica, collectives::Collectives},
+    spec::{
+        P, Specs,
+        cut::{self, Rows, Uneven},
+        tree::TensorTree,
+    },
+    sync::lock,
+};
+
+/// A function that runs on every device of a mesh; made by [`DeviceMesh::pmap`].
+///
+/// # Determinism
+///
+/// Results are put together in the order of the mesh, whichever device finishes first.
+///
+/// # References
+///
+/// JAX's `pmap` and `shard_map`. As in `shard_map`, a mapped dimension is cut into shards and keeps its place, where
+/// `pmap` would remove it: a batch of 8 on 2 devices is two batches of 4.
+pub struct PMap<I, O, F> {
+    mesh: DeviceMesh,
+    f: Arc<F>,
+    in_axes: Specs,
+    out_axes: Specs,
+    uneven: Uneven,
+    seed: Seed,
+    calls: AtomicU64,
+    signature: PhantomData<fn(I) -> O>,
+}
+
+impl DeviceMesh {
+    /// Returns a function that runs `f` on every device at once, each on its shard of the arguments.
+    ///
+    /// By default the first tensor among the arguments is cut in dimension 0 and all others are replicated, and results
+    /// are concatenated in dimension 0; see [`PMap::in_axes`] and [`PMap::out_axes`]. What `f` is given besides, a
+    /// [`Replica`], tells it where it runs and lets it talk to the others.
+    ///
+    /// # Examples
+    ///
+    /// ```
+    /// use candle_core::{Device, Tensor};
+    /// use pmap_mesh::{ALL, DeviceMesh, P};
+    ///
+    /// let mesh = DeviceMesh::cpu(2)?;
+    /// let x = Tensor::arange(0_f32, 8., &Device::Cpu)?;
+    ///
+    /// let square = mesh.pmap(|_, x: Tensor| x.sqr());
+    /// assert_eq!(square.call(x.clone())?.to_vec1::<f32>()?, [0., 1., 4., 9., 16., 25., 36., 49.]);
+    ///
+    /// let total = mesh.pmap(|_, x: Tensor| x.sum_all()).out_axes(P::sum(ALL));
+    /// assert_eq!(total.call(x)?.to_scalar::<f32>()?, 28.);
+    /// # Ok::<(), Box<dyn std::error::Error>>(())
+    /// ```
+    pub fn pmap<I, O, F>(&self, f: F) -> PMap<I, O, F>
+    where
+        I: TensorTree,
+        O: TensorTree,
+        F: Fn(&Replica, I) -> candle_core::Result<O> + Send + Sync + 'static,
+    {
+        PMap::new(self.clone(), f)
+    }
+}
+
+impl<I, O, F> PMap<I, O, F>
+where
+    I: TensorTree,
+    O: TensorTree,
+    F: Fn(&Replica, I) -> candle_core::Result<O> + Send + Sync + 'static,
+{
+    pub(crate) fn new(mesh: DeviceMesh, f: F) -> Self {
+        Self {
+            mesh,
+            f: Arc::new(f),
+            in_axes: Specs::first_and_rest(P::shard(0, ALL), P::replicate()),
+            out_axes: P::shard(0, ALL).into(),
+            uneven: Uneven::default(),
+            seed: Seed::new(0),
+            calls: AtomicU64::new(0),
+            signature: PhantomData,
+        }
+    }
+
+    /// Sets what each device gets of the arguments: a [`P`] for each tensor, for each argument, or one for all.
+    ///
+    /// By default the first tensor is cut in dimension 0 over all devices and the others are replicated.
+    ///
+    /// # Examples
+    ///
+    /// ```
+    /// use candle_core::{DType, Device, Tensor};
+    /// use pmap_mesh::{ALL, DeviceMesh, P};
+    ///
+    /// let mesh = DeviceMesh::cpu(2)?;
+    /// let (x, w) = (Tensor::ones((3, 4), DType::F32, &Device::Cpu)?, Tensor::eye(4, DType::F32, &Device::Cpu)?);
+    ///
+    /// // Columns of `w` on different devices: the columns of the product come back side by side.
+    /// let matmul = mesh
+    ///     .pmap(|_, (x, w): (Tensor, Tensor)| x.matmul(&w))
+    ///     .in_axes([P::replicate(), P::shard(-1, ALL)])
+    ///     .out_axes(P::shard(-1, ALL));
+    /// assert_eq!(matmul.call((x.clone(), w))?.to_vec2::<f32>()?, x.to_vec2::<f32>()?);
+    /// # Ok::<(), Box<dyn std::error::Error>>(())
+    /// ```
+    #[must_use]
+    pub fn in_axes(self, specs: impl Into<Specs>) -> Self {
+        Self { in_axes: specs.into(), ..self }
+    }
+
+    /// Sets what becomes of the results; by default they are concatenated in dimension 0 over all devices.
+    #[must_use]
+    pub fn out_axes(self, specs: impl Into<Specs>) -> Self {
+        Self { out_axes: specs.into(), ..self }
+    }
+
+    /// Sets what happens to a dimension that the devices do not divide; by default the call is refused.
+    ///
+    /// # Examples
+    ///
+    /// A batch of 5 on 2 devices: weighted by [`Replica::weight`], the mean is that of the whole batch.
+    ///
+    /// ```
+    /// use candle_core::{Device, Tensor};
+    /// use pmap_mesh::{ALL, DeviceMesh, P, Uneven};
+    ///
+    /// let mean = DeviceMesh::cpu(2)?
+    ///     .pmap(|ctx, x: Tensor| x.mean_all()? * ctx.weight())
+    ///     .out_axes(P::mean(ALL))
+    ///     .uneven(Uneven::Balanced);
+    /// let x = Tensor::new(&[1_f32, 2., 3., 4., 5.], &Device::Cpu)?;
+    /// assert_eq!(mean.call(x)?.to_scalar::<f32>()?, 3.);
+    /// # Ok::<(), Box<dyn std::error::Error>>(())
+    /// ```
+    #[must_use]
+    pub fn uneven(self, uneven: Uneven) -> Self {
+        Self { uneven, ..self }
+    }
+
+    /// Sets the seed of [`Replica::rng`]; 0 by default.
+    #[must_use]
+    pub fn seed(self, seed: Seed) -> Self {
+        Self { seed, ..self }
+    }
+
+    /// Runs the function on every device and returns the results on the first device of the mesh.
+    ///
+    /// Shards are views of the argument where they lie on the same device and dimension 0 is cut.
+    ///
+    /// # Errors
+    ///
+    /// Before a replica starts: [`Error::Specs`] with everything that is wrong with the arguments,
+    /// [`Error::SpecCount`], [`Error::Nested`]. From inside: [`Error::Replica`], [`Error::Panicked`] and those of
+    /// collectives; the mesh can be used again at once. Afterwards: [`Error::OutputsDiffer`], [`Error::Specs`],
+    /// [`Error::NotReplicated`] and [`Error::Gather`].
+    pub fn call(&self, arguments: I) -> Result<O> {
+        self.call_sharded(arguments)?.joined(&self.out_axes)
+    }
+
+    /// [`call`](Self::call) as the given step, of which [`Replica::rng`] depends; without it, calls are counted from 0.
+    ///
+    /// # Errors
+    ///
+    /// Those of [`call`](Self::call).
+    pub fn call_at(&self, step: u64, arguments: I) -> Result<O> {
+        self.calls.store(step, Ordering::Relaxed);
+        self.call(arguments)
+    }
+
+    /// [`call`](Self::call), with results written into the tensors of `kept` instead of new ones.
+    ///
+    /// They must be contiguous and of the results' shapes, on the first device of the mesh. New tensors of many
+    /// megabytes cost more in fresh memory than in copying.
+    ///
+    /// # Errors
+    ///
+    /// Those of [`call`](Self::call); what was written to `kept` by then is undefined.
+    pub fn call_into(&self, arguments: I, kept: &O) -> Result<()> {
+        self.call_sharded(arguments)?.joined_into(&self.out_axes, kept)
+    }
+
+    /// Runs the function on every device and leaves the results where they are.
+    ///
+    /// # Errors
+    ///
+    /// Those of [`call`](Self::call) that precede gathering.
+    #[allow(clippy::needless_pass_by_value, reason = "arguments are given away, as to any function of tensors")]
+    pub fn call_sharded(&self, arguments: I) -> Result<Sharded<O>> {
+        Workers::refuse_nesting()?;
+        let (shards, rows) = sharded::shard(&self.mesh, &arguments, &self.in_axes, self.uneven)?;
+        self.run_on(shards, rows)
+    }
+
+    /// Runs the function on what already lies on the devices.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::OtherMesh`] if it lies on those of another mesh, and those of [`call_sharded`](Self::call_sharded).
+    pub fn run(&self, arguments: Sharded<I>) -> Result<Sharded<O>> {
+        Workers::refuse_nesting()?;
+        let (shards, rows) = arguments.into_shards(&self.mesh)?;
+        self.run_on(shards, rows)
+    }
+
+    fn run_on(&self, shards: Vec<I>, rows: Option<Rows>) -> Result<Sharded<O>> {
+        let hub = Arc::new(Hub::new(self.mesh.topology_arc(), self.mesh.deadline()));
+        let results: Arc<Vec<_>> = Arc::new(shards.iter().map(|_| std::sync::Mutex::new(None)).collect());
+        let seed = self.seed.derive(self.calls.fetch_add(1, Ordering::Relaxed));
+        let jobs = shards.into_iter().enumerate().map(|(local, shard)| {
+            let replica = self.replica(local, &hub, rows, seed);
+            let (f, results) = (Arc::clone(&self.f), Arc::clone(&results));
+            move || {
+                let outcome = run_replica(&*f, &replica, &shard);
+                replica.ended(outcome.map(|result| *lock(&results[local]) = Some(result)));
+            }
+        });
+        self.mesh.workers().run(jobs);
+        if let Some(failure) = hub.take_failure() {
+            return Err(failure);
+        }
+        let results = results.iter().map(|result| lock(result).take());
+        let results = results.collect::<Option<Vec<O>>>().ok_or(Error::NoResult)?;
+        Ok(Sharded::new(self.mesh.clone(), results, rows))
+    }
+
+    /// The replica of the n-th slot of this process.
+    fn replica(&self, local: usize, hub: &Arc<Hub>, rows: Option<Rows>, seed: Seed) -> Replica {
+        let topology = self.mesh.topology_arc();
+        let slot = self.mesh.local_slots().start + local;
+        let valid = rows.map(|rows| rows.valid(topology.groups(rows.set).seat(slot).1));
+        let engine = self.mesh.engine(hub, slot);
+        Replica::new(slot, local, self.mesh.devices()[local].clone(), topology, Collectives(engine.into()), valid, seed)
+    }
+}
+
+/// What the worker of one replica does.
+fn run_replica<I: TensorTree, O: TensorTree>(
+    f: impl Fn(&Replica, I) -> candle_core::Result<O>,
+    replica: &Replica,
+    shard: &I,
+) -> Result<O> {
+    let (index, device) = (replica.index(), replica.device());
+    let run = || {
+        let shard = shard.try_map(&mut |input| cut::place(input, device))?;
+        let output = f(replica, shard)?;
+        device.synchronize()?;
+        Ok(output)
+    };
+    match workers::catch(run) {
+        Ok(outcome) => outcome.map_err(|source| Error::Replica { index, device: device.clone(), source }),
+        Err(message) => Err(Error::Panicked { index, device: device.clone(), message }),
+    }
+}
+
+impl<I, O, F> fmt::Debug for PMap<I, O, F> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self { mesh, in_axes, out_axes, uneven, seed, .. } = self;
+        f.debug_struct("PMap")
+            .field("mesh", mesh)
+            .field("in_axes", in_axes)
+            .field("out_axes", out_axes)
+            .field("uneven", uneven)
+            .field("seed", seed)
+            .finish_non_exhaustive()
+    }
+}

@@ -1,0 +1,254 @@
+//! Adding up tensors of several replicas on a processor, in the order of the ranks.
+
+pub(crate) mod parts;
+mod shared_buffer;
+
+use std::{any::Any, ops::Range};
+
+use candle_core::{CpuStorage, DType, Device, Result, Shape, Storage, Tensor, WithDType, bail};
+use half::{bf16, f16};
+
+use crate::reduce::{parts::balanced, shared_buffer::SharedBuffer};
+
+/// How several tensors become one.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Reduction {
+    Sum,
+    Mean,
+    Max,
+    Min,
+}
+
+/// How many items are worked on at a time: the sums stay in the first cache while all summands pass by.
+const BLOCK: usize = 4096;
+
+/// A result that the members of a group fill together, each a part.
+pub(crate) type Board = Box<dyn Any + Send + Sync>;
+
+/// A number that can be reduced, in the type that its sums are kept in.
+///
+/// Halves are added up in single precision and rounded once; integers wrap, as candle's do.
+trait Element: WithDType {
+    type Sum: Copy + Default;
+    fn widen(self) -> Self::Sum;
+    fn narrow(sum: Self::Sum) -> Self;
+    fn plus(sum: Self::Sum, next: Self::Sum) -> Self::Sum;
+    fn larger(sum: Self::Sum, next: Self::Sum) -> Self::Sum;
+    fn smaller(sum: Self::Sum, next: Self::Sum) -> Self::Sum;
+    /// Means are for floats; an integer stays as it is, and is refused earlier.
+    fn divide(sum: Self::Sum, count: usize) -> Self::Sum;
+}
+
+macro_rules! float_element {
+    ($type:ty, $sum:ty, $widen:expr, $narrow:expr) => {
+        impl Element for $type {
+            type Sum = $sum;
+            fn widen(self) -> $sum {
+                $widen(self)
+            }
+            fn narrow(sum: $sum) -> Self {
+                $narrow(sum)
+            }
+            fn plus(sum: $sum, next: $sum) -> $sum {
+                sum + next
+            }
+            // A NaN stays, as in candle's and JAX's maximum.
+            fn larger(sum: $sum, next: $sum) -> $sum {
+                if next > sum || next.is_nan() { next } else { sum }
+            }
+            fn smaller(sum: $sum, next: $sum) -> $sum {
+                if next < sum || next.is_nan() { next } else { sum }
+            }
+            fn divide(sum: $sum, count: usize) -> $sum {
+                sum / count as $sum
+            }
+        }
+    };
+}
+
+macro_rules! integer_element {
+    ($($type:ty),+) => {$(
+        impl Element for $type {
+            type Sum = $type;
+            fn widen(self) -> $type {
+                self
+            }
+            fn narrow(sum: $type) -> Self {
+                sum
+            }
+            fn plus(sum: $type, next: $type) -> $type {
+                sum.wrapping_add(next)
+            }
+            fn larger(sum: $type, next: $type) -> $type {
+                sum.max(next)
+            }
+            fn smaller(sum: $type, next: $type) -> $type {
+                sum.min(next)
+            }
+            fn divide(sum: $type, _: usize) -> $type {
+                sum
+            }
+        }
+    )+};
+}
+
+float_element!(f32, f32, |x| x, |x| x);
+float_element!(f64, f64, |x| x, |x| x);
+float_element!(bf16, f32, bf16::to_f32, bf16::from_f32);
+float_element!(f16, f32, f16::to_f32, f16::from_f32);
+integer_element!(u8, u32, i16, i32, i64);
+
+/// Calls a generic function with the element type of a tensor.
+macro_rules! dispatch {
+    ($dtype:expr, $function:ident($($argument:expr),*)) => {
+        match $dtype {
+            DType::F32 => $function::<f32>($($argument),*),
+            DType::F64 => $function::<f64>($($argument),*),
+            DType::BF16 => $function::<bf16>($($argument),*),
+            DType::F16 => $function::<f16>($($argument),*),
+            DType::U8 => $function::<u8>($($argument),*),
+            DType::U32 => $function::<u32>($($argument),*),
+            DType::I16 => $function::<i16>($($argument),*),
+            DType::I32 => $function::<i32>($($argument),*),
+            DType::I64 => $function::<i64>($($argument),*),
+            other => bail!("tensors of type {} cannot be reduced", other.as_str()),
+        }
+    };
+}
+
+/// The reduction of contiguous tensors on the processor, all by this thread.
+pub(crate) fn whole(summands: &[Tensor], reduction: Reduction) -> Result<Tensor> {
+    let [first, ..] = summands else { bail!("nothing to reduce") };
+    dispatch!(first.dtype(), whole_of(summands, reduction, first.shape()))
+}
+
+fn whole_of<T: Element>(summands: &[Tensor], reduction: Reduction, shape: &Shape) -> Result<Tensor> {
+    let len = shape.elem_count();
+    let mut items = Vec::with_capacity(len);
+    reduce::<T>(summands.len(), reduction, 0..len, &of_tensors(summands), &mut |block| {
+        items.extend(block.iter().map(|&sum| T::narrow(sum)));
+    })?;
+    Tensor::from_vec(items, shape, &Device::Cpu)
+}
+
+/// A board for the reduction of `members` tensors like `like`, on which each member fills an equal part.
+pub(crate) fn board(like: &Tensor, members: usize) -> Result<Board> {
+    dispatch!(like.dtype(), board_of(like, members))
+}
+
+#[allow(clippy::unnecessary_wraps, reason = "for other types there is an error")]
+fn board_of<T: Element>(like: &Tensor, members: usize) -> Result<Board> {
+    let parts = (0..members).map(|member| balanced(like.elem_count(), member, members)).collect();
+    Ok(Box::new(SharedBuffer::<T>::new(parts)))
+}
+
+/// Fills one part of a board with the reduction of `summands`; returns the result if it was the last part.
+pub(crate) fn part(board: &Board, member: usize, summands: &[Tensor], reduction: Reduction) -> Result<Option<Tensor>> {
+    let [first, ..] = summands else { bail!("nothing to reduce") };
+    dispatch!(first.dtype(), part_of(board, member, summands, reduction, first.shape()))
+}
+
+fn part_of<T: Element>(
+    board: &Board,
+    member: usize,
+    summands: &[Tensor],
+    reduction: Reduction,
+    shape: &Shape,
+) -> Result<Option<Tensor>> {
+    let Some(buffer) = board.downcast_ref::<SharedBuffer<T>>() else { bail!("a board of another type") };
+    let items = buffer.fill(member, T::narrow, |push| {
+        reduce::<T>(summands.len(), reduction, buffer.part(member), &of_tensors(summands), push)
+    })?;
+    items.map(|items| Tensor::from_vec(items, shape, &Device::Cpu)).transpose()
+}
+
+/// Reduces what several ranks sent, as bytes of items of type `dtype`, into `sums`.
+#[cfg(feature = "mpi")]
+pub(crate) fn bytes(dtype: DType, summands: &[&[u8]], reduction: Reduction, sums: &mut [u8]) -> Result<()> {
+    dispatch!(dtype, bytes_of(summands, reduction, sums))
+}
+
+#[cfg(feature = "mpi")]
+fn bytes_of<T: Element + bytemuck::Pod>(summands: &[&[u8]], reduction: Reduction, sums: &mut [u8]) -> Result<()> {
+    let cast = |bytes| bytemuck::try_cast_slice(bytes).map_err(candle_core::Error::msg);
+    let summands: Vec<&[T]> = summands.iter().map(|bytes| cast(bytes)).collect::<Result<_>>()?;
+    let mut rest = bytemuck::try_cast_slice_mut::<_, T>(sums).map_err(candle_core::Error::msg)?;
+    let block = |index: usize, range, see: &mut dyn FnMut(&[T])| match summands[index].get(range) {
+        Some(items) => {
+            see(items);
+            Ok(())
+        }
+        None => bail!("summands differ in size"),
+    };
+    reduce::<T>(summands.len(), reduction, 0..rest.len(), &block, &mut |sums| {
+        let (filled, left) = std::mem::take(&mut rest).split_at_mut(sums.len());
+        filled.iter_mut().zip(sums).for_each(|(place, sum)| *place = T::narrow(*sum));
+        rest = left;
+    })
+}
+
+/// Shows the items in a range of one summand to somebody.
+type Blocks<'a, T> = dyn Fn(usize, Range<usize>, &mut dyn FnMut(&[T])) -> Result<()> + 'a;
+
+/// The blocks of contiguous tensors on the processor.
+///
+/// One summand is locked at a time: who waits for a lock while holding another could wait for a `Var::set` that waits
+/// for this one.
+#[allow(clippy::type_complexity, reason = "what `Blocks` names, which cannot be named here")]
+fn of_tensors<T: Element>(summands: &[Tensor]) -> impl Fn(usize, Range<usize>, &mut dyn FnMut(&[T])) -> Result<()> {
+    |index, range, see| {
+        let (storage, layout) = summands[index].storage_and_layout();
+        let Storage::Cpu(storage) = &*storage else { bail!("a summand is not on the processor") };
+        see(block_of::<T>(storage, layout.start_offset() + range.start, range.len())?);
+        Ok(())
+    }
+}
+
+/// Reduces the items in `range` of so many summands and hands the results to `push`, block by block, always in the order
+/// of the summands.
+fn reduce<T: Element>(
+    summands: usize,
+    reduction: Reduction,
+    range: Range<usize>,
+    blocks: &Blocks<'_, T>,
+    push: &mut dyn FnMut(&[T::Sum]),
+) -> Result<()> {
+    let combine: fn(&mut [T::Sum], &[T]) = match reduction {
+        Reduction::Sum | Reduction::Mean => |sums, items| accumulate(sums, items, T::plus),
+        Reduction::Max => |sums, items| accumulate(sums, items, T::larger),
+        Reduction::Min => |sums, items| accumulate(sums, items, T::smaller),
+    };
+    let mut sums = vec![T::Sum::default(); BLOCK.min(range.len())];
+    for start in range.clone().step_by(BLOCK) {
+        let sums = &mut sums[..BLOCK.min(range.end - start)];
+        let here = start..start + sums.len();
+        for index in 0..summands {
+            blocks(index, here.clone(), &mut |items| {
+                if index == 0 {
+                    sums.iter_mut().zip(items).for_each(|(sum, item)| *sum = item.widen());
+                } else {
+                    combine(sums, items);
+                }
+            })?;
+        }
+        if reduction == Reduction::Mean {
+            for sum in sums.iter_mut() {
+                *sum = T::divide(*sum, summands);
+            }
+        }
+        push(sums);
+    }
+    Ok(())
+}
+
+/// A loop over a block with one operation, so that each compiles to vector instructions.
+fn accumulate<T: Element>(sums: &mut [T::Sum], items: &[T], combine: impl Fn(T::Sum, T::Sum) -> T::Sum) {
+    sums.iter_mut().zip(items).for_each(|(sum, item)| *sum = combine(*sum, item.widen()));
+}
+
+fn block_of<T: Element>(storage: &CpuStorage, start: usize, len: usize) -> Result<&[T]> {
+    match storage.as_slice::<T>()?.get(start..start + len) {
+        Some(items) => Ok(items),
+        None => bail!("summands differ in size"),
+    }
+}

@@ -1,0 +1,220 @@
+//! How tensors lie on a mesh: what is cut, what is whole, and what is put together again.
+
+pub(crate) mod cut;
+pub(crate) mod fault;
+pub(crate) mod join;
+pub(crate) mod tree;
+
+use candle_core::Tensor;
+
+use crate::{
+    error::{Error, Result},
+    mesh::{
+        axes::{ALL, AxisSet, MeshAxes},
+        topology::Topology,
+    },
+    spec::{
+        fault::{Side, SpecFault},
+        tree::TensorTree,
+    },
+};
+
+/// How one tensor lies on the axes of a mesh; JAX's `PartitionSpec`, and what `out_axes` adds to it.
+///
+/// Each axis of the mesh may be named once. Along an axis that is not named a tensor is replicated: every device gets
+/// the whole of an input, and of an output, which must then be the same on all devices, the first is returned. (Debug
+/// builds check that it is the same.)
+///
+/// `Some(dim)` is short for `P::shard(dim, ALL)` and `None` for [`P::replicate`], so that JAX's `in_axes=(0, None)` is
+/// `.in_axes([Some(0), None])`.
+///
+/// # Examples
+///
+/// ```
+/// use pmap_mesh::{ALL, P};
+///
+/// let rows_here_columns_there = P::shard(0, "data").and(P::shard(-1, "model"));
+/// let loss = P::mean(ALL);
+/// assert_eq!(P::from(Some(0)), P::shard(0, ALL));
+/// # let _ = (rows_here_columns_there, loss);
+/// ```
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct P(Vec<(MeshAxes, Treatment)>);
+
+/// What happens to a tensor along some axes of the mesh.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Treatment {
+    /// Cut, or concatenated, in this dimension.
+    Shard(isize),
+    /// Added up; outputs only, like the following.
+    Sum,
+    Mean,
+    /// Laid side by side in a new dimension.
+    Stack(isize),
+}
+
+impl P {
+    /// Whole on every device.
+    pub fn replicate() -> Self {
+        Self(Vec::new())
+    }
+
+    /// Cut in dimension `dim` over the devices along `axes`, or concatenated in it; negative dimensions count from the
+    /// last.
+    pub fn shard(dim: isize, axes: impl Into<MeshAxes>) -> Self {
+        Self(vec![(axes.into(), Treatment::Shard(dim))])
+    }
+
+    /// Outputs only: added up over the devices along `axes`, in the order of the mesh.
+    pub fn sum(axes: impl Into<MeshAxes>) -> Self {
+        Self(vec![(axes.into(), Treatment::Sum)])
+    }
+
+    /// Outputs only: the mean over the devices along `axes`, floats only.
+    pub fn mean(axes: impl Into<MeshAxes>) -> Self {
+        Self(vec![(axes.into(), Treatment::Mean)])
+    }
+
+    /// Outputs only: laid side by side in a new dimension `dim`, one entry for each device along `axes`.
+    pub fn stack(dim: isize, axes: impl Into<MeshAxes>) -> Self {
+        Self(vec![(axes.into(), Treatment::Stack(dim))])
+    }
+
+    /// Both, for a tensor that is treated in different ways along different axes.
+    #[must_use]
+    pub fn and(mut self, other: Self) -> Self {
+        self.0.extend(other.0);
+        self
+    }
+
+    /// The treatments with the axes of this mesh; faults are added to `faults`.
+    fn resolve(&self, side: Side, index: usize, topology: &Topology, faults: &mut Vec<SpecFault>) -> Resolved {
+        let mut seen = 0;
+        let mut resolved = Vec::with_capacity(self.0.len());
+        for (axes, treatment) in &self.0 {
+            let set = match topology.set(axes) {
+                Ok(set) => set,
+                Err(error) => {
+                    faults.push(SpecFault::Axes { side, index, reason: error.to_string() });
+                    continue;
+                }
+            };
+            if seen & set != 0 {
+                faults.push(SpecFault::AxisTwice { side, index, axes: axes.to_string() });
+            }
+            if side == Side::In && !matches!(treatment, Treatment::Shard(_)) {
+                faults.push(SpecFault::ReducedInput { index });
+            }
+            seen |= set;
+            resolved.push((set, *treatment));
+        }
+        resolved
+    }
+}
+
+impl From<Option<isize>> for P {
+    fn from(dim: Option<isize>) -> Self {
+        dim.map_or_else(Self::replicate, |dim| Self::shard(dim, ALL))
+    }
+}
+
+/// The treatments of one tensor along disjoint sets of axes.
+pub(crate) type Resolved = Vec<(AxisSet, Treatment)>;
+
+/// A [`P`] for each tensor, for each argument of a tuple (all of its tensors), or one for everything.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Specs(Kind);
+
+#[derive(Clone, Debug, PartialEq, Eq)]
+enum Kind {
+    /// The first tensor gets one, the others another.
+    FirstAndRest(P, P),
+    Each(Vec<P>),
+}
+
+impl Specs {
+    /// One [`P`] for the first tensor of all, another for the others.
+    pub fn first_and_rest(first: P, rest: P) -> Self {
+        Self(Kind::FirstAndRest(first, rest))
+    }
+
+    /// The treatments of each tensor of `tree`.
+    pub(crate) fn resolve(
+        &self,
+        side: Side,
+        tree: &impl TensorTree,
+        topology: &Topology,
+        faults: &mut Vec<SpecFault>,
+    ) -> Result<Vec<Resolved>> {
+        let specs = self.of_each(side, tree)?;
+        Ok(specs.into_iter().enumerate().map(|(index, p)| p.resolve(side, index, topology, faults)).collect())
+    }
+
+    fn of_each(&self, side: Side, tree: &impl TensorTree) -> Result<Vec<&P>> {
+        let parts = tree.parts();
+        let tensors = parts.iter().sum();
+        match &self.0 {
+            Kind::FirstAndRest(first, rest) => {
+                Ok((0..tensors).map(|index| if index == 0 { first } else { rest }).collect())
+            }
+            Kind::Each(specs) if specs.len() == parts.len() => {
+                Ok(specs.iter().zip(&parts).flat_map(|(p, &tensors)| std::iter::repeat_n(p, tensors)).collect())
+            }
+            Kind::Each(specs) if specs.len() == tensors => Ok(specs.iter().collect()),
+            Kind::Each(specs) => Err(Error::SpecCount { side, specs: specs.len(), arguments: parts.len(), tensors }),
+        }
+    }
+}
+
+impl From<P> for Specs {
+    fn from(p: P) -> Self {
+        Self::first_and_rest(p.clone(), p)
+    }
+}
+
+impl From<Option<isize>> for Specs {
+    fn from(dim: Option<isize>) -> Self {
+        P::from(dim).into()
+    }
+}
+
+impl<T: Into<P>, const N: usize> From<[T; N]> for Specs {
+    fn from(specs: [T; N]) -> Self {
+        Self(Kind::Each(specs.into_iter().map(Into::into).collect()))
+    }
+}
+
+impl From<Vec<P>> for Specs {
+    fn from(specs: Vec<P>) -> Self {
+        Self(Kind::Each(specs))
+    }
+}
+
+/// The position of `dim` among `rank` dimensions, or `None` if there is no such dimension.
+pub(crate) fn normalize(dim: isize, rank: usize) -> Option<usize> {
+    let position = if dim < 0 { rank.checked_sub(dim.unsigned_abs())? } else { dim.unsigned_abs() };
+    (position < rank).then_some(position)
+}
+
+/// The position of `dim` in the shape of tensor `index`.
+pub(crate) fn find_dim(side: Side, index: usize, dim: isize, tensor: &Tensor) -> Result<usize, SpecFault> {
+    let out_of_range = || SpecFault::DimOutOfRange { side, index, dim, shape: tensor.dims().to_vec() };
+    normalize(dim, tensor.rank()).ok_or_else(out_of_range)
+}
+
+/// An error with all faults, if there are any.
+pub(crate) fn check(faults: Vec<SpecFault>) -> Result<()> {
+    if faults.is_empty() { Ok(()) } else { Err(Error::Specs(faults)) }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn negative_dimensions_count_from_the_end() {
+        assert_eq!([-2, -1, 0, 1].map(|dim| normalize(dim, 2)), [Some(0), Some(1), Some(0), Some(1)]);
+        assert_eq!([-3, 2, isize::MIN, isize::MAX].map(|dim| normalize(dim, 2)), [None; 4]);
+        assert_eq!([0, -1].map(|dim| normalize(dim, 0)), [None; 2]);
+    }
+}

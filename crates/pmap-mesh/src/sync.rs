@@ -1,0 +1,36 @@
+//! Waiting for another thread, first by giving way, then asleep; and locks.
+
+use std::{
+    sync::{Mutex, MutexGuard, PoisonError},
+    thread,
+    time::Instant,
+};
+
+/// How often a waiting thread gives way before it sleeps; some 30 µs, longer than a wake-up costs.
+const YIELDS: u32 = 100;
+
+/// Waits until `ready`, or until `deadline` has passed; returns whether it became ready.
+///
+/// Whoever makes it ready must [`unpark`](thread::Thread::unpark) this thread afterwards.
+pub(crate) fn until(deadline: Option<Instant>, ready: impl Fn() -> bool) -> bool {
+    for _ in 0..YIELDS {
+        if ready() {
+            return true;
+        }
+        // Not a spin: with more slots than cores the thread that is waited for may need this one's.
+        thread::yield_now();
+    }
+    while !ready() {
+        match deadline.map(|deadline| deadline.saturating_duration_since(Instant::now())) {
+            None => thread::park(),
+            Some(left) if left.is_zero() => return ready(),
+            Some(left) => thread::park_timeout(left),
+        }
+    }
+    true
+}
+
+/// Locks what no panic can leave half changed.
+pub(crate) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
