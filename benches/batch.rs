@@ -1,5 +1,5 @@
-//! Sequences per second of each strategy. Compare a run with one before it, on the same machine: the numbers by
-//! themselves say little.
+//! Sequences per second of each strategy. Compare a run with one before it, on the same machine:
+//! the numbers by themselves say little.
 
 #![allow(clippy::cast_possible_truncation, reason = "the data sets are small")]
 
@@ -7,8 +7,8 @@ use std::hint::black_box;
 
 use candle_distributed::{
     batch::{
-        BatchConfig, Buckets, Cost, Cut, DistributedBatchSampler, DistributedConfig, DynamicBatchSampler,
-        DynamicBatchStrategy, Packing, PaddingReport,
+        BatchConfig, Buckets, Cost, Cut, DistributedBatchSampler, DistributedConfig,
+        DynamicBatchSampler, DynamicBatchStrategy, Packing, PaddingReport,
     },
     types::{Epoch, Placement, Seed},
 };
@@ -34,11 +34,21 @@ fn strategies(criterion: &mut Criterion) {
         ("pad_to_max", config(DynamicBatchStrategy::PadToMax).with_max_batch_size(32)),
         ("bucket", of_tokens(bucket)),
         ("dynamic", of_tokens(DynamicBatchStrategy::Dynamic)),
-        ("dynamic_multiple_2", of_tokens(DynamicBatchStrategy::Dynamic).with_batch_size_multiple(2)),
-        ("window_128", of_tokens(DynamicBatchStrategy::Sorted { window: Some(128), cut: Cut::Greedy })),
-        ("window_128_optimal", of_tokens(DynamicBatchStrategy::Sorted { window: Some(128), cut: Cut::Optimal })),
+        (
+            "dynamic_multiple_2",
+            of_tokens(DynamicBatchStrategy::Dynamic).with_batch_size_multiple(2),
+        ),
+        (
+            "window_128",
+            of_tokens(DynamicBatchStrategy::Sorted { window: Some(128), cut: Cut::Greedy }),
+        ),
+        (
+            "window_128_optimal",
+            of_tokens(DynamicBatchStrategy::Sorted { window: Some(128), cut: Cut::Optimal }),
+        ),
     ];
-    for (data, lengths) in [("web_1M", lengths::WEB.draw(N)), ("squad_1M", lengths::SQUAD.draw(N))] {
+    for (data, lengths) in [("web_1M", lengths::WEB.draw(N)), ("squad_1M", lengths::SQUAD.draw(N))]
+    {
         for (operation, config) in &cases {
             let Ok(sampler) = DynamicBatchSampler::new(lengths.as_slice(), config.clone()) else {
                 panic!("{config:?} contradicts itself");
@@ -57,8 +67,8 @@ fn strategies(criterion: &mut Criterion) {
     }
 }
 
-/// Plans of a whole data set: sorted and cut, or packed; beside them the sorting of the standard library and the rule of
-/// fairseq in plain Rust, which take no notice of a multiple.
+/// Plans of a whole data set: sorted and cut, or packed; beside them the sorting of the standard
+/// library and the rule of fairseq in plain Rust, which take no notice of a multiple.
 fn plans(criterion: &mut Criterion) {
     let sorted = |cut| DynamicBatchStrategy::Sorted { window: None, cut };
     let cases = [
@@ -72,8 +82,11 @@ fn plans(criterion: &mut Criterion) {
         let mut group = criterion.benchmark_group("batch/plan");
         group.throughput(Throughput::Elements(n)).sample_size(10);
         for (operation, strategy, max_tokens) in &cases {
-            let config = BatchConfig::default().with_strategy(strategy.clone()).with_max_tokens(*max_tokens);
-            let Ok(sampler) = DynamicBatchSampler::new(lengths.as_slice(), config) else { panic!("{operation}") };
+            let config =
+                BatchConfig::default().with_strategy(strategy.clone()).with_max_tokens(*max_tokens);
+            let Ok(sampler) = DynamicBatchSampler::new(lengths.as_slice(), config) else {
+                panic!("{operation}")
+            };
             group.bench_function(format!("{operation}/{data}"), |bencher| {
                 bencher.iter(|| sampler.plan().map_or(0, |plan| plan.len()));
             });
@@ -104,11 +117,15 @@ fn steps(criterion: &mut Criterion) {
     let strategy = DynamicBatchStrategy::Sorted { window: None, cut: Cut::Optimal };
     let config = BatchConfig::default().with_strategy(strategy).with_max_tokens(16_384);
     let placement = Placement::new(3, 8);
-    let (Ok(batches), Ok(placement)) = (DynamicBatchSampler::new(lengths.as_slice(), config), placement) else {
+    let (Ok(batches), Ok(placement)) =
+        (DynamicBatchSampler::new(lengths.as_slice(), config), placement)
+    else {
         panic!("the configuration contradicts itself")
     };
     let config = DistributedConfig::default().with_shuffle(Seed::new(1)).with_cost(Cost::ATTENTION);
-    let Ok(sampler) = DistributedBatchSampler::new(batches, placement, config) else { panic!("no sampler") };
+    let Ok(sampler) = DistributedBatchSampler::new(batches, placement, config) else {
+        panic!("no sampler")
+    };
     let Ok(mut steps) = sampler.epoch(Epoch::ZERO, 0..N) else { panic!("no steps") };
     let half = steps.len() / 2;
     assert!(steps.nth(half - 1).is_some());
@@ -120,7 +137,9 @@ fn steps(criterion: &mut Criterion) {
         bencher.iter(|| sampler.epoch(Epoch::ZERO, 0..N).map_or(0, |steps| steps.len()));
     });
     group.bench_function("cold_resume/web_1M", |bencher| {
-        bencher.iter(|| assert_eq!(sampler.resume(&state, 0..N).map_or(0, |steps| steps.len()), steps.len()));
+        bencher.iter(|| {
+            assert_eq!(sampler.resume(&state, 0..N).map_or(0, |steps| steps.len()), steps.len())
+        });
     });
     group.finish();
 }

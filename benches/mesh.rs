@@ -20,7 +20,9 @@ fn call(c: &mut Criterion) -> Outcome {
     for devices in [1, 2, 4] {
         let neg = DeviceMesh::cpu(devices)?.pmap(|_, x: Tensor| x.neg());
         assert_eq!(neg.call(x.clone())?.dims(), [8, 4]);
-        group.bench_function(BenchmarkId::from_parameter(devices), |b| b.iter(|| neg.call(x.clone())));
+        group.bench_function(BenchmarkId::from_parameter(devices), |b| {
+            b.iter(|| neg.call(x.clone()))
+        });
     }
     group.bench_function("plain_candle", |b| b.iter(|| x.neg()));
     group.finish();
@@ -45,7 +47,8 @@ fn matmul(c: &mut Criterion) -> Outcome {
         group.bench_function(id, |b| b.iter(|| parallel.call((x.clone(), w.clone()))));
     }
     let resident = DeviceMesh::cpu(2)?;
-    let parallel = resident.pmap(move |_, (x, w): (Tensor, Tensor)| chain(&x, &w)).in_axes([Some(0), None]);
+    let parallel =
+        resident.pmap(move |_, (x, w): (Tensor, Tensor)| chain(&x, &w)).in_axes([Some(0), None]);
     let sharded = resident.shard((x.clone(), w.clone()), [Some(0), None])?;
     group.bench_function("2_resident", |b| b.iter(|| parallel.run(sharded.clone())));
     group.bench_function("plain_candle", |b| b.iter(|| chain(&x, &w)));
@@ -53,7 +56,8 @@ fn matmul(c: &mut Criterion) -> Outcome {
     Ok(())
 }
 
-/// Sums over two replicas inside the function: a hundred in one call, of which the call itself is a small part.
+/// Sums over two replicas inside the function: a hundred in one call, of which the call itself is a
+/// small part.
 fn psum(c: &mut Criterion) -> Outcome {
     const ROUNDS: u64 = 100;
     let mesh = DeviceMesh::cpu(2)?;
@@ -69,7 +73,10 @@ fn psum(c: &mut Criterion) -> Outcome {
         });
         let sums = sums.out_axes(P::replicate());
         let x = mesh.shard(x, P::shard(0, ALL))?;
-        assert!((sums.run(x.clone())?.shards()[1].max_all()?.to_scalar::<f32>()? - 2.0).abs() < f32::EPSILON);
+        assert!(
+            (sums.run(x.clone())?.shards()[1].max_all()?.to_scalar::<f32>()? - 2.0).abs()
+                < f32::EPSILON
+        );
         group.throughput(Throughput::Elements(ROUNDS));
         group.bench_function(name, |b| b.iter(|| sums.run(x.clone())));
     }
@@ -110,15 +117,16 @@ impl Mlp {
 
 /// One step of training with AdamW, 2,048 rows: in plain candle, and over slots.
 ///
-/// Run it with `RAYON_NUM_THREADS` and `CANDLE_NUM_THREADS` 1 for what the mesh makes of two cores, and with 2 for what
-/// candle makes of them by itself.
+/// Run it with `RAYON_NUM_THREADS` and `CANDLE_NUM_THREADS` 1 for what the mesh makes of two cores,
+/// and with 2 for what candle makes of them by itself.
 fn training_step(c: &mut Criterion) -> Outcome {
     let x = Tensor::randn(0_f32, 1., (2048, 512), &Device::Cpu)?;
     let adam = |vars| AdamW::new(vars, ParamsAdamW::default());
     let mut group = c.benchmark_group("mesh/training_step");
     group.sample_size(10).measurement_time(Duration::from_secs(5));
     for slots in [1, 2, 8] {
-        let mut model = DataParallel::new(&DeviceMesh::cpu(slots)?, &VarMap::new(), Mlp::new, adam)?;
+        let mut model =
+            DataParallel::new(&DeviceMesh::cpu(slots)?, &VarMap::new(), Mlp::new, adam)?;
         let mut step = || model.step(x.clone(), |_, model: &Mlp, x: Tensor| model.loss(&x));
         step()?;
         group.bench_function(BenchmarkId::from_parameter(slots), |b| b.iter(&mut step));
@@ -133,12 +141,20 @@ fn training_step(c: &mut Criterion) -> Outcome {
     Ok(())
 }
 
-/// How long it takes until a call whose first replica fails, while the other waits for it, has returned to its caller.
+/// How long it takes until a call whose first replica fails, while the other waits for it, has
+/// returned to its caller.
 fn failure(c: &mut Criterion) -> Outcome {
     let mesh = DeviceMesh::cpu(2)?;
     let x = Tensor::zeros((2, 1), DType::F32, &Device::Cpu)?;
-    let fails = mesh.pmap(|ctx, x: Tensor| if ctx.index() == 0 { candle_core::bail!("no") } else { ctx.psum(&x, ALL) });
-    let differs = mesh.pmap(|ctx, x: Tensor| if ctx.index() == 0 { ctx.pmax(&x, ALL) } else { ctx.psum(&x, ALL) });
+    let fails =
+        mesh.pmap(
+            |ctx, x: Tensor| {
+                if ctx.index() == 0 { candle_core::bail!("no") } else { ctx.psum(&x, ALL) }
+            },
+        );
+    let differs = mesh.pmap(
+        |ctx, x: Tensor| if ctx.index() == 0 { ctx.pmax(&x, ALL) } else { ctx.psum(&x, ALL) },
+    );
     let mut group = c.benchmark_group("mesh/failure_known");
     group.bench_function("error", |b| b.iter(|| assert!(fails.call(x.clone()).is_err())));
     group.bench_function("mismatch", |b| b.iter(|| assert!(differs.call(x.clone()).is_err())));

@@ -1,8 +1,10 @@
-//! Sums over processes: `psum` of a mesh beside MPI's own call, on 2 and on 4 ranks of this machine.
+//! Sums over processes: `psum` of a mesh beside MPI's own call, on 2 and on 4 ranks of this
+//! machine.
 //!
-//! Not with criterion, which decides by itself how often to measure: all ranks must do the same number of calls. The program
-//! starts itself under `mpirun`, in turn as one and as the other, since MPI begins once in a process. Run it with
-//! `cargo bench -p benches --features mpi --bench mpi`.
+//! Not with criterion, which decides by itself how often to measure: all ranks must do the same
+//! number of calls. The program starts itself under `mpirun`, in turn as one and as the other,
+//! since MPI begins once in a process. Run it with `cargo bench -p benches --features mpi --bench
+//! mpi`.
 
 #![allow(clippy::unwrap_used, reason = "a bench fails by panicking")]
 #![allow(clippy::print_stdout, reason = "this is a report")]
@@ -42,7 +44,11 @@ fn report(ranks: usize) {
             let mut command = Command::new("mpirun");
             command.args(["--allow-run-as-root", "--oversubscribe", "-n", &ranks.to_string()]);
             command.arg(env::current_exe().unwrap()).arg(mode);
-            let output = command.env("RAYON_NUM_THREADS", "1").env("CANDLE_NUM_THREADS", "1").output().unwrap();
+            let output = command
+                .env("RAYON_NUM_THREADS", "1")
+                .env("CANDLE_NUM_THREADS", "1")
+                .output()
+                .unwrap();
             assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
             for line in String::from_utf8(output.stdout).unwrap().lines() {
                 let (bytes, micros) = line.split_once(' ').unwrap();
@@ -55,7 +61,11 @@ fn report(ranks: usize) {
     println!("{ranks} ranks, µs: {}, psum over each of the others", MODES.join(", "));
     for (bytes, _) in SIZES {
         let [psum, new, kept] = MODES.map(|mode| best[&(bytes, mode)]);
-        println!("{bytes:>9} bytes: {psum:>9.1} {new:>9.1} {kept:>9.1}  {:.2} {:.2}", psum / new, psum / kept);
+        println!(
+            "{bytes:>9} bytes: {psum:>9.1} {new:>9.1} {kept:>9.1}  {:.2} {:.2}",
+            psum / new,
+            psum / kept
+        );
     }
 }
 
@@ -77,7 +87,10 @@ fn over_mesh() {
                 let start = Instant::now();
                 let sum = ctx.psum(&x, ALL)?;
                 seconds.extend((call >= calls / 10).then(|| start.elapsed().as_secs_f64()));
-                assert_eq!(sum.get(bytes / 8)?.to_scalar::<f32>()?.to_bits(), (1.5 * ctx.count() as f32).to_bits());
+                assert_eq!(
+                    sum.get(bytes / 8)?.to_scalar::<f32>()?.to_bits(),
+                    (1.5 * ctx.count() as f32).to_bits()
+                );
             }
             if ctx.index() == 0 {
                 print(bytes, seconds);

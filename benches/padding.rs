@@ -1,4 +1,5 @@
-//! How little padding is left, and how much the ranks wait: figures, not times. They are the same on every machine.
+//! How little padding is left, and how much the ranks wait: figures, not times. They are the same
+//! on every machine.
 
 #![allow(clippy::print_stdout, reason = "its tables are its result")]
 
@@ -17,5 +18,8 @@ fn main() {
         println!("{name}\n{table}\n");
     }
     let share = pairs_met_again(&lengths::WEB.draw(n), 128, 16_384);
-    println!("pairs of sequences that share a batch again in the next epoch, {n} web lengths: {:.3}%", 100.0 * share);
+    println!(
+        "pairs of sequences that share a batch again in the next epoch, {n} web lengths: {:.3}%",
+        100.0 * share
+    );
 }

@@ -1,4 +1,5 @@
-//! Planning DeepSeek-V3 (45,395 tensors) for 16,384 ranks: reading, planning, costing, resharding, searching.
+//! Planning DeepSeek-V3 (45,395 tensors) for 16,384 ranks: reading, planning, costing, resharding,
+//! searching.
 
 #![allow(clippy::unwrap_used, reason = "a bench that cannot be set up must not run")]
 
@@ -6,8 +7,8 @@ use std::hint::black_box;
 
 use candle_distributed::{
     plan::{
-        CostModel, Full, LayerOrder, LayerWise, Layout, ParameterInfo, PlanReport, Reshard, Search, ShardingPlan,
-        ShardingStrategy, StrategyKind, WholeTensor, source,
+        CostModel, Full, LayerOrder, LayerWise, Layout, ParameterInfo, PlanReport, Reshard, Search,
+        ShardingPlan, ShardingStrategy, StrategyKind, WholeTensor, source,
     },
     types::{Placement, WorldSize},
 };
@@ -26,7 +27,10 @@ fn strategies() -> [(&'static str, Box<dyn ShardingStrategy>); 7] {
         ("row_ragged", Box::new(Full::new(Layout::ROWS))),
         ("block_ragged", Box::new(Full::new(Layout::BLOCKS))),
         ("layer_wise", StrategyKind::LayerWise.create()),
-        ("layer_wise_contiguous", Box::new(LayerWise::default().with_order(LayerOrder::Contiguous))),
+        (
+            "layer_wise_contiguous",
+            Box::new(LayerWise::default().with_order(LayerOrder::Contiguous)),
+        ),
         ("whole_tensor", Box::new(WholeTensor)),
         ("hybrid", StrategyKind::Hybrid.create()),
     ]
@@ -55,7 +59,9 @@ fn header_to_totals(criterion: &mut Criterion) {
     let file = safetensors(&deepseek());
     let mut group = criterion.benchmark_group("plan/header_to_totals");
     group.throughput(Throughput::Elements(45_395));
-    for (name, layout) in [("full", Layout::Dim0), ("row_ragged", Layout::ROWS), ("block_ragged", Layout::BLOCKS)] {
+    for (name, layout) in
+        [("full", Layout::Dim0), ("row_ragged", Layout::ROWS), ("block_ragged", Layout::BLOCKS)]
+    {
         group.bench_function(format!("{name}_45k_w16384"), |bencher| {
             bencher.iter(|| {
                 let parameters = source::from_safetensors(black_box(&file)).unwrap();
@@ -134,7 +140,9 @@ fn reshard(criterion: &mut Criterion) {
             bencher.iter(|| assert_eq!(black_box(&reshard).moves().count() as u64, moves));
         });
         group.bench_function(format!("{name}_one_rank_45k_w16384_w12288"), |bencher| {
-            bencher.iter(|| assert!(black_box(&reshard).moves_to(middle).unwrap().all(|part| part.to == middle)));
+            bencher.iter(|| {
+                assert!(black_box(&reshard).moves_to(middle).unwrap().all(|part| part.to == middle))
+            });
         });
     }
     group.bench_function("renumber_45k_w16384_w12288", |bencher| {
@@ -145,12 +153,16 @@ fn reshard(criterion: &mut Criterion) {
 
 fn search(criterion: &mut Criterion) {
     let experts = "model.layers.*.mlp.experts.*".parse().unwrap();
-    let parameters: Vec<_> = deepseek().into_iter().map(|info| info.with_layer_pattern(&experts)).collect();
+    let parameters: Vec<_> =
+        deepseek().into_iter().map(|info| info.with_layer_pattern(&experts)).collect();
     let mut group = criterion.benchmark_group("plan/search");
     group.sample_size(10);
     group.bench_function("experts_45k_w2048", |bencher| {
         bencher.iter(|| {
-            let found = Search::new(world(2048), 40 << 30).run(black_box(&parameters)).unwrap().into_candidate();
+            let found = Search::new(world(2048), 40 << 30)
+                .run(black_box(&parameters))
+                .unwrap()
+                .into_candidate();
             assert!(found.cost.peak_bytes() <= 40 << 30);
             found
         });

@@ -1,6 +1,8 @@
-//! Sampler: one rank's epoch in every order, single reads and seeks, beside the floor of writing numbers to memory.
+//! Sampler: one rank's epoch in every order, single reads and seeks, beside the floor of writing
+//! numbers to memory.
 //!
-//! `CANDLE_DISTRIBUTED_BENCH_LEN` sets the length of the data set; figures beside those of the peers are for 100 million.
+//! `CANDLE_DISTRIBUTED_BENCH_LEN` sets the length of the data set; figures beside those of the
+//! peers are for 100 million.
 
 #![allow(clippy::unwrap_used, reason = "a bench that cannot be set up must not run")]
 #![allow(clippy::cast_possible_truncation, reason = "a rank's share fits the memory")]
@@ -21,7 +23,10 @@ fn len() -> u64 {
 
 /// Rank 3 of 8, strided.
 fn sampler(len: u64, order: Order) -> DistributedSampler {
-    let config = SamplerConfig::default().with_order(order).with_partition(Partition::Strided).with_tail(Tail::Drop);
+    let config = SamplerConfig::default()
+        .with_order(order)
+        .with_partition(Partition::Strided)
+        .with_tail(Tail::Drop);
     DistributedSampler::new(len, Placement::new(3, WORLD).unwrap(), config).unwrap()
 }
 
@@ -31,7 +36,8 @@ fn epoch(c: &mut Criterion) {
     let mut buffer = vec![0; share as usize];
     let mut group = c.benchmark_group("sampler/epoch");
     group.throughput(Throughput::Elements(share)).sample_size(10);
-    let orders = [("streaming", Order::Streaming), ("exact", Order::Exact), ("torch", Order::Torch)];
+    let orders =
+        [("streaming", Order::Streaming), ("exact", Order::Exact), ("torch", Order::Torch)];
     for (variant, order) in [("sequential", Order::Sequential)].into_iter().chain(orders) {
         let mut sampler = sampler(len(), order);
         let mut epoch = 0;
@@ -59,7 +65,9 @@ fn iterate(c: &mut Criterion) {
     let sampler = sampler(len(), Order::Streaming);
     let mut group = c.benchmark_group("sampler/iterate");
     group.throughput(Throughput::Elements(sampler.len())).sample_size(10);
-    group.bench_function("streaming", |b| b.iter(|| sampler.iter().fold(0, |all, index| all ^ index)));
+    group.bench_function("streaming", |b| {
+        b.iter(|| sampler.iter().fold(0, |all, index| all ^ index))
+    });
     group.finish();
 }
 
@@ -100,8 +108,14 @@ fn random_access(c: &mut Criterion) {
 fn weighted(c: &mut Criterion) {
     const DRAWS: u64 = 10_000_000;
     let weights: Vec<f64> = (0..1_000_000).map(|i| f64::from(i % 1000) + 0.5).collect();
-    let make =
-        || DistributedSampler::weighted(&weights, DRAWS, Placement::new(3, WORLD).unwrap(), SamplerConfig::default());
+    let make = || {
+        DistributedSampler::weighted(
+            &weights,
+            DRAWS,
+            Placement::new(3, WORLD).unwrap(),
+            SamplerConfig::default(),
+        )
+    };
     let mut buffer = vec![0; (DRAWS / WORLD) as usize];
     let mut group = c.benchmark_group("sampler/weighted_10M_of_1M");
     group.throughput(Throughput::Elements(DRAWS / WORLD)).sample_size(10);

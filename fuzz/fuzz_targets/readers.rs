@@ -1,9 +1,9 @@
-//! The readers of `fsdp_plan::source` on files that nobody checked: none panics, all stay within memory in proportion to
-//! the input, and what one accepts obeys laws.
+//! The readers of `fsdp_plan::source` on files that nobody checked: none panics, all stay within
+//! memory in proportion to the input, and what one accepts obeys laws.
 //!
-//! Every input goes to every reader: as a safetensors file, and what lies before its first NUL as the text of a header,
-//! as a manifest and as an index. The texts between the NULs after it, which no JSON contains, are the headers of the
-//! files that the index names.
+//! Every input goes to every reader: as a safetensors file, and what lies before its first NUL as
+//! the text of a header, as a manifest and as an index. The texts between the NULs after it, which
+//! no JSON contains, are the headers of the files that the index names.
 
 #![no_main]
 
@@ -11,14 +11,16 @@ use std::{alloc::System, collections::BTreeSet};
 
 use core_types::{Placement, WorldSize};
 use fsdp_plan::{
-    CostModel, Cut, Error, Full, ParameterInfo, PlannedParameter, Result, ShardingPlan, ShardingStrategy, source,
+    CostModel, Cut, Error, Full, ParameterInfo, PlannedParameter, Result, ShardingPlan,
+    ShardingStrategy, source,
 };
 use libfuzzer_sys::fuzz_target;
 use stats_alloc::{INSTRUMENTED_SYSTEM, Region, StatsAlloc};
 
 const RANKS: u64 = 3;
 
-/// What a reader may allocate whatever its input is, and for each byte of it. Indices of short names need most: 30.
+/// What a reader may allocate whatever its input is, and for each byte of it. Indices of short
+/// names need most: 30.
 const FIXED_BYTES: usize = 1024;
 const BYTES_PER_BYTE: usize = 128;
 
@@ -43,16 +45,21 @@ fn file(header: &[u8]) -> Vec<u8> {
     [&(header.len() as u64).to_le_bytes(), header].concat()
 }
 
-/// Runs `read` on an input of `len` bytes, and checks that all it allocates, freed again or not, is a multiple of them.
+/// Runs `read` on an input of `len` bytes, and checks that all it allocates, freed again or not, is
+/// a multiple of them.
 fn bounded<T>(len: usize, read: impl FnOnce() -> T) -> T {
     let region = Region::new(ALLOCATOR);
     let result = read();
     let allocated = region.change().bytes_allocated;
-    assert!(allocated <= FIXED_BYTES + BYTES_PER_BYTE * len, "{allocated} bytes were allocated to read {len}");
+    assert!(
+        allocated <= FIXED_BYTES + BYTES_PER_BYTE * len,
+        "{allocated} bytes were allocated to read {len}"
+    );
     result
 }
 
-/// Reads the beginning of a file: tensors lie side by side in it, and what follows the header does not count.
+/// Reads the beginning of a file: tensors lie side by side in it, and what follows the header does
+/// not count.
 fn safetensors(bytes: &[u8]) -> Result<Vec<ParameterInfo>> {
     let parameters = bounded(bytes.len(), || source::from_safetensors(bytes))?;
     let total: u128 = parameters.iter().map(|info| u128::from(info.bytes())).sum();
@@ -64,8 +71,12 @@ fn safetensors(bytes: &[u8]) -> Result<Vec<ParameterInfo>> {
     Ok(parameters)
 }
 
-/// Reads an index, the files of which have these headers: the files listed are those that are read, in the same order.
-fn index<'a>(text: &str, mut headers: impl Iterator<Item = &'a [u8]>) -> Result<Vec<ParameterInfo>> {
+/// Reads an index, the files of which have these headers: the files listed are those that are read,
+/// in the same order.
+fn index<'a>(
+    text: &str,
+    mut headers: impl Iterator<Item = &'a [u8]>,
+) -> Result<Vec<ParameterInfo>> {
     let mut were_read = Vec::new();
     let parameters = source::from_index(text, |name| {
         were_read.push(name.to_owned());
@@ -74,8 +85,15 @@ fn index<'a>(text: &str, mut headers: impl Iterator<Item = &'a [u8]>) -> Result<
     match source::index_files(text) {
         Ok(files) => {
             assert!(files.is_sorted_by(|left, right| left < right), "{files:?}");
-            assert!(!files.iter().any(|name| name.is_empty() || name.contains(['/', '\\', '\0'])), "{files:?}");
-            assert!(if parameters.is_ok() { files == were_read } else { files.starts_with(&were_read) });
+            assert!(
+                !files.iter().any(|name| name.is_empty() || name.contains(['/', '\\', '\0'])),
+                "{files:?}"
+            );
+            assert!(if parameters.is_ok() {
+                files == were_read
+            } else {
+                files.starts_with(&were_read)
+            });
         }
         Err(error) => assert_eq!((parameters.as_ref(), were_read.len()), (Err(&error), 0)),
     }
@@ -113,19 +131,28 @@ fn check_plan(plan: &ShardingPlan, parameters: &[ParameterInfo]) {
             Cut::Replicated => RANKS,
             _ => 1,
         };
-        let ranks = (0..RANKS).map(|rank| Placement::new(rank, RANKS).expect("a rank of the world").rank());
-        let shards = ranks.flat_map(|rank| plan.shards(position, rank).expect("a parameter and a rank of the plan"));
+        let ranks =
+            (0..RANKS).map(|rank| Placement::new(rank, RANKS).expect("a rank of the world").rank());
+        let shards = ranks.flat_map(|rank| {
+            plan.shards(position, rank).expect("a parameter and a rank of the plan")
+        });
         let held = shards.map(|shard| u128::from(shard.shard_size)).sum::<u128>();
         assert_eq!(held, u128::from(planned.info().numel()) * u128::from(copies), "{planned:?}");
         held_bytes += u128::from(copies) * bytes(planned.info());
     }
     match plan.cost(&CostModel::default()) {
         Ok(cost) => {
-            assert_eq!(cost.ranks.iter().map(|rank| u128::from(rank.param_bytes)).sum::<u128>(), held_bytes);
+            assert_eq!(
+                cost.ranks.iter().map(|rank| u128::from(rank.param_bytes)).sum::<u128>(),
+                held_bytes
+            );
             assert!(cost.max_over_mean.is_finite());
         }
         Err(error) => assert!(matches!(error, Error::TotalTooLarge { .. }), "{error}"),
     }
     let json = serde_json::to_string(plan).expect("a plan can be written");
-    assert_eq!(serde_json::from_str::<ShardingPlan>(&json).as_ref().map_err(ToString::to_string), Ok(plan));
+    assert_eq!(
+        serde_json::from_str::<ShardingPlan>(&json).as_ref().map_err(ToString::to_string),
+        Ok(plan)
+    );
 }

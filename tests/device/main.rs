@@ -9,10 +9,12 @@ use candle_distributed::{
 };
 use candle_nn::{Linear, Module, Optimizer, SGD, VarMap, linear};
 
-/// A mesh of two slots for each kind of device: two devices if there are so many, else the first one twice.
+/// A mesh of two slots for each kind of device: two devices if there are so many, else the first
+/// one twice.
 fn meshes() -> Vec<DeviceMesh> {
     let mut meshes = vec![DeviceMesh::cpu(2).unwrap()];
-    for (kind, open) in [("cuda", Device::new_cuda as fn(usize) -> _), ("metal", Device::new_metal)] {
+    for (kind, open) in [("cuda", Device::new_cuda as fn(usize) -> _), ("metal", Device::new_metal)]
+    {
         match open(0) {
             Ok(first) => {
                 let second = open(1).unwrap_or_else(|_| first.clone());
@@ -27,7 +29,12 @@ fn meshes() -> Vec<DeviceMesh> {
 /// 0, 1, 2, … in this shape, on the host.
 fn iota(shape: (usize, usize)) -> Tensor {
     let len = u32::try_from(shape.0 * shape.1).unwrap();
-    Tensor::arange(0, len, &Device::Cpu).unwrap().to_dtype(DType::F32).unwrap().reshape(shape).unwrap()
+    Tensor::arange(0, len, &Device::Cpu)
+        .unwrap()
+        .to_dtype(DType::F32)
+        .unwrap()
+        .reshape(shape)
+        .unwrap()
 }
 
 fn rows(tensor: &Tensor) -> Vec<Vec<f32>> {
@@ -56,19 +63,26 @@ fn replicated_inputs_are_whole_everywhere() {
     for mesh in meshes() {
         let matmul = mesh.pmap(|_, (x, w): (Tensor, Tensor)| x.matmul(&w));
         let (x, w) = (iota((4, 3)), iota((3, 2)));
-        assert_eq!(rows(&matmul.call((x.clone(), w.clone())).unwrap()), rows(&x.matmul(&w).unwrap()));
+        assert_eq!(
+            rows(&matmul.call((x.clone(), w.clone())).unwrap()),
+            rows(&x.matmul(&w).unwrap())
+        );
     }
 }
 
 #[test]
 fn gradients_of_shards_add_up_on_the_first_device() {
     for mesh in meshes() {
-        let weight = Var::from_tensor(&iota((3, 2)).to_device(&mesh.devices()[0]).unwrap()).unwrap();
+        let weight =
+            Var::from_tensor(&iota((3, 2)).to_device(&mesh.devices()[0]).unwrap()).unwrap();
         let shared = weight.clone();
         let gradient = mesh
             .pmap(move |replica, x: Tensor| {
                 let loss = x.matmul(&shared.to_device(replica.device())?)?.sum_all()?;
-                loss.backward()?.get(&shared).cloned().ok_or_else(|| candle_core::Error::msg("no gradient"))
+                loss.backward()?
+                    .get(&shared)
+                    .cloned()
+                    .ok_or_else(|| candle_core::Error::msg("no gradient"))
             })
             .out_axes(P::sum(ALL));
         let of_columns = rows(&gradient.call(iota((4, 3))).unwrap());
@@ -81,8 +95,10 @@ fn collectives_give_every_device_what_the_others_brought() {
     for mesh in meshes() {
         let run = mesh.pmap(|ctx, x: Tensor| {
             let (sum, max) = (ctx.psum(&x, ALL)?, ctx.pmax(&x, ALL)?);
-            let (gathered, scattered) = (ctx.all_gather(&x, 0, ALL)?, ctx.psum_scatter(&x, 1, ALL)?);
-            let (swapped, first) = (ctx.ppermute(&x, &[(0, 1), (1, 0)], ALL)?, ctx.broadcast(&x, 0, ALL)?);
+            let (gathered, scattered) =
+                (ctx.all_gather(&x, 0, ALL)?, ctx.psum_scatter(&x, 1, ALL)?);
+            let (swapped, first) =
+                (ctx.ppermute(&x, &[(0, 1), (1, 0)], ALL)?, ctx.broadcast(&x, 0, ALL)?);
             let exchanged = ctx.all_to_all(&x, 1, 0, ALL)?;
             for result in [&sum, &max, &gathered, &scattered, &swapped, &first, &exchanged] {
                 assert!(result.device().same_device(ctx.device()));
@@ -95,7 +111,8 @@ fn collectives_give_every_device_what_the_others_brought() {
                 .chain([P::shard(0, ALL), P::stack(0, ALL), P::stack(0, ALL)])
                 .collect::<Vec<_>>(),
         );
-        let ((sum, max, gathered), (scattered, swapped, first, exchanged)) = run.call(iota((2, 4))).unwrap();
+        let ((sum, max, gathered), (scattered, swapped, first, exchanged)) =
+            run.call(iota((2, 4))).unwrap();
         let twice = |tensor: &Tensor| tensor.to_vec3::<f32>().unwrap();
         assert_eq!(twice(&sum), vec![vec![vec![4.0, 6.0, 8.0, 10.0]]; 2]);
         assert_eq!(twice(&max), vec![vec![vec![4.0, 5.0, 6.0, 7.0]]; 2]);
@@ -124,10 +141,13 @@ fn gradients_run_through_collectives_on_every_device() {
 #[test]
 fn uneven_batches_and_random_numbers_are_the_same_everywhere() {
     for mesh in meshes() {
-        let padded = mesh.pmap(|_, x: Tensor| x.sqr()).uneven(Uneven::Pad).call(iota((3, 2))).unwrap();
+        let padded =
+            mesh.pmap(|_, x: Tensor| x.sqr()).uneven(Uneven::Pad).call(iota((3, 2))).unwrap();
         assert_eq!(rows(&padded), rows(&iota((3, 2)).sqr().unwrap()));
-        let noise = mesh.pmap(|ctx, x: Tensor| ctx.rng().uniform(x.shape())).call(iota((2, 2))).unwrap();
-        let on_cpu = DeviceMesh::cpu(2).unwrap().pmap(|ctx, x: Tensor| ctx.rng().uniform(x.shape()));
+        let noise =
+            mesh.pmap(|ctx, x: Tensor| ctx.rng().uniform(x.shape())).call(iota((2, 2))).unwrap();
+        let on_cpu =
+            DeviceMesh::cpu(2).unwrap().pmap(|ctx, x: Tensor| ctx.rng().uniform(x.shape()));
         assert_eq!(rows(&noise), rows(&on_cpu.call(iota((2, 2))).unwrap()));
     }
 }
@@ -145,11 +165,13 @@ fn a_data_parallel_step_is_a_step_of_the_whole_batch() {
 
         let x = (iota((4, 3)) / 12.0).unwrap();
         let loss = |model: &Linear, x: &Tensor| model.forward(x)?.sqr()?.mean_all();
-        let (whole, shared) = (x.to_device(home).unwrap(), Linear::new(before.as_tensor().clone(), Some(bias)));
+        let (whole, shared) =
+            (x.to_device(home).unwrap(), Linear::new(before.as_tensor().clone(), Some(bias)));
         let serial = loss(&shared, &whole).unwrap();
         let gradient = serial.backward().unwrap().get(&before).cloned().unwrap();
 
-        let parallel = model.step(x.clone(), move |_, model: &Linear, x: Tensor| loss(model, &x)).unwrap();
+        let parallel =
+            model.step(x.clone(), move |_, model: &Linear, x: Tensor| loss(model, &x)).unwrap();
         model.check_in_sync().unwrap();
         assert!((scalar(&parallel) - scalar(&serial)).abs() < 1e-5);
         let expected = (before.as_tensor() - (gradient * 0.1).unwrap()).unwrap();
@@ -161,7 +183,8 @@ fn a_data_parallel_step_is_a_step_of_the_whole_batch() {
 #[test]
 fn value_and_grad_sums_over_devices() {
     for mesh in meshes() {
-        let weight = Var::from_tensor(&iota((3, 2)).to_device(&mesh.devices()[0]).unwrap()).unwrap();
+        let weight =
+            Var::from_tensor(&iota((3, 2)).to_device(&mesh.devices()[0]).unwrap()).unwrap();
         let shared = weight.clone();
         let step = value_and_grad(&mesh, vec![weight.clone()], move |ctx, x: Tensor| {
             x.matmul(&shared.to_device(ctx.device())?)?.mean_all()

@@ -7,7 +7,9 @@ use std::thread;
 
 use candle_core::{Device, Tensor, Var};
 use candle_distributed::{
-    batch::{Batch, BatchConfig, Buckets, DynamicBatchSampler, DynamicBatchStrategy, SequenceLengths},
+    batch::{
+        Batch, BatchConfig, Buckets, DynamicBatchSampler, DynamicBatchStrategy, SequenceLengths,
+    },
     mesh::{ALL, DeviceMesh, P},
     plan::{ElemType, Full, ParameterInfo, ShardingStrategy},
     sampler::{DistributedSampler, Order, Partition, SamplerConfig, SamplerState, Tail},
@@ -19,13 +21,18 @@ const MAX_TOKENS: u64 = 20_000;
 
 /// What one rank does without a word to the others: sample, then batch.
 fn batches_of_rank(lengths: &[u32], placement: Placement, epoch: u64) -> Vec<Batch> {
-    let config = SamplerConfig::default().with_partition(Partition::Strided).with_tail(Tail::Spread);
+    let config =
+        SamplerConfig::default().with_partition(Partition::Strided).with_tail(Tail::Spread);
     let mut sampler = DistributedSampler::new(lengths.len() as u64, placement, config).unwrap();
     sampler.set_epoch(Epoch::new(epoch));
     let config = BatchConfig::default()
         .with_strategy(DynamicBatchStrategy::Bucket(Buckets::Width(128)))
         .with_max_tokens(MAX_TOKENS);
-    DynamicBatchSampler::new(lengths, config).unwrap().iter_in(&sampler).collect::<Result<_, _>>().unwrap()
+    DynamicBatchSampler::new(lengths, config)
+        .unwrap()
+        .iter_in(&sampler)
+        .collect::<Result<_, _>>()
+        .unwrap()
 }
 
 #[test]
@@ -35,7 +42,9 @@ fn many_ranks_read_every_sequence_once_each_epoch_within_the_budget() {
         let world = WorldSize::new(64).unwrap();
         let batches: Vec<Batch> = thread::scope(|scope| {
             let lengths = &lengths;
-            let ranks = world.placements().map(|place| scope.spawn(move || batches_of_rank(lengths, place, epoch)));
+            let ranks = world
+                .placements()
+                .map(|place| scope.spawn(move || batches_of_rank(lengths, place, epoch)));
             ranks.collect::<Vec<_>>().into_iter().flat_map(|rank| rank.join().unwrap()).collect()
         });
         assert!(batches.iter().all(|batch| batch.padded_tokens() <= MAX_TOKENS));
@@ -50,8 +59,10 @@ fn killed_and_resumed_on_other_worlds_no_sample_is_lost_or_read_twice() {
     const LEN: u64 = 100_003;
     let draw = |epoch, life: u64, below| Seed::new(3).derive(epoch).derive(life).as_u64() % below;
     for order in [Order::Shuffled, Order::Exact, Order::Torch] {
-        let config =
-            SamplerConfig::default().with_order(order).with_partition(Partition::Strided).with_tail(Tail::Spread);
+        let config = SamplerConfig::default()
+            .with_order(order)
+            .with_partition(Partition::Strided)
+            .with_tail(Tail::Spread);
         let sampler = |placement| DistributedSampler::new(LEN, placement, config).unwrap();
         for epoch in 0..3 {
             let mut first = sampler(Placement::SINGLE);
@@ -82,27 +93,39 @@ fn killed_and_resumed_on_other_worlds_no_sample_is_lost_or_read_twice() {
 #[test]
 fn ranks_that_never_talk_make_the_same_plan() {
     let make = || {
-        let layer = |n: u64| ParameterInfo::new(format!("layers.{n}.weight"), [3 * n + 1, 7], ElemType::F32).unwrap();
+        let layer = |n: u64| {
+            ParameterInfo::new(format!("layers.{n}.weight"), [3 * n + 1, 7], ElemType::F32).unwrap()
+        };
         let parameters: Vec<_> = (0..50).map(layer).collect();
         Full::default().plan(&parameters, WorldSize::new(16).unwrap()).unwrap()
     };
-    let plans: Vec<_> =
-        (0..4).map(|_| thread::spawn(make)).collect::<Vec<_>>().into_iter().map(|t| t.join().unwrap()).collect();
+    let plans: Vec<_> = (0..4)
+        .map(|_| thread::spawn(make))
+        .collect::<Vec<_>>()
+        .into_iter()
+        .map(|t| t.join().unwrap())
+        .collect();
     assert!(plans.windows(2).all(|pair| pair[0] == pair[1]));
     let texts: Vec<_> = plans.iter().map(|plan| serde_json::to_string(plan).unwrap()).collect();
     assert!(texts.windows(2).all(|pair| pair[0] == pair[1]));
 }
 
-/// Learns the mean of sequences by gradient descent on `devices` devices and returns the loss of every step.
+/// Learns the mean of sequences by gradient descent on `devices` devices and returns the loss of
+/// every step.
 fn loss_curve(devices: usize) -> Vec<f64> {
     let lengths = WEB.draw(480);
-    let order =
-        DistributedSampler::new(480, Placement::SINGLE, SamplerConfig::default().with_seed(Seed::new(5))).unwrap();
+    let order = DistributedSampler::new(
+        480,
+        Placement::SINGLE,
+        SamplerConfig::default().with_seed(Seed::new(5)),
+    )
+    .unwrap();
     // Batches that split over each of the meshes compared, so that all of them see the same ones.
     let config = BatchConfig::default().with_max_batch_size(24).with_batch_size_multiple(4);
     let batches = DynamicBatchSampler::new(&lengths, config).unwrap();
 
-    let weight = Var::from_tensor(&Tensor::new(&[[0.5_f64], [-0.25]], &Device::Cpu).unwrap()).unwrap();
+    let weight =
+        Var::from_tensor(&Tensor::new(&[[0.5_f64], [-0.25]], &Device::Cpu).unwrap()).unwrap();
     let shared = weight.clone();
     let step = DeviceMesh::cpu(devices)
         .unwrap()
@@ -136,7 +159,10 @@ fn the_loss_curve_does_not_depend_on_the_number_of_devices() {
     assert!(single.last() < single.first());
     for devices in [2, 4] {
         for (parallel, single) in loss_curve(devices).into_iter().zip(&single) {
-            assert!((parallel - single).abs() <= 1e-12 * single.abs(), "{devices} devices: {parallel} and {single}");
+            assert!(
+                (parallel - single).abs() <= 1e-12 * single.abs(),
+                "{devices} devices: {parallel} and {single}"
+            );
         }
     }
 }

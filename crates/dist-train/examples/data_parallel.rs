@@ -1,11 +1,13 @@
 //! Training on two devices what one device would train: the losses are the same.
 //!
-//! `DataParallel` has the model on every device of a mesh. A step cuts the batch by rows, each device differentiates the
-//! loss of its rows, the gradients are summed, and the optimizers update the variables. The devices are two virtual ones
-//! of this machine's processor; for two cards, make the mesh with `DeviceMesh::cuda(2)` and the variables on the first.
+//! `DataParallel` has the model on every device of a mesh. A step cuts the batch by rows, each
+//! device differentiates the loss of its rows, the gradients are summed, and the optimizers update
+//! the variables. The devices are two virtual ones of this machine's processor; for two cards, make
+//! the mesh with `DeviceMesh::cuda(2)` and the variables on the first.
 //!
-//! An epoch of 101 rows in batches of 32 ends with 5 rows, which two devices do not divide. `Uneven::Balanced` gives them
-//! 3 and 2, and weighs their gradients by that: the last batch needs no padding, and nothing is dropped.
+//! An epoch of 101 rows in batches of 32 ends with 5 rows, which two devices do not divide.
+//! `Uneven::Balanced` gives them 3 and 2, and weighs their gradients by that: the last batch needs
+//! no padding, and nothing is dropped.
 //!
 //! ```sh
 //! RAYON_NUM_THREADS=1 CANDLE_NUM_THREADS=1 cargo run --package pmap-mesh --example data_parallel
@@ -16,7 +18,9 @@
 use std::error::Error;
 
 use candle_core::{DType, Device, Tensor, Var};
-use candle_nn::{AdamW, Linear, Module, Optimizer, ParamsAdamW, VarBuilder, VarMap, linear, loss::mse};
+use candle_nn::{
+    AdamW, Linear, Module, Optimizer, ParamsAdamW, VarBuilder, VarMap, linear, loss::mse,
+};
 use core_types::Seed;
 use dist_train::DataParallel;
 use pmap_mesh::{DeviceMesh, Replica, Uneven};
@@ -33,7 +37,10 @@ type Batch = (Tensor, Tensor);
 fn main() -> Result<(), Box<dyn Error>> {
     let data = data_set()?;
     let (one, two) = (train(1, &data)?, train(2, &data)?);
-    println!("mean loss of an epoch of {ROWS} rows in batches of {BATCH_ROWS}, the last one of {}", ROWS % BATCH_ROWS);
+    println!(
+        "mean loss of an epoch of {ROWS} rows in batches of {BATCH_ROWS}, the last one of {}",
+        ROWS % BATCH_ROWS
+    );
     println!("epoch  1 device    2 devices   apart");
     for (epoch, (one, two)) in one.iter().zip(&two).enumerate() {
         println!("{epoch:>5}  {one:.7}  {two:.7}  {:.0e}", (one - two).abs());
@@ -50,7 +57,10 @@ struct Mlp {
 impl Mlp {
     #[allow(clippy::needless_pass_by_value, reason = "the signature that `DataParallel` asks for")]
     fn new(vb: VarBuilder<'_>) -> candle_core::Result<Self> {
-        Ok(Self { up: linear(FEATURES, HIDDEN, vb.pp("up"))?, down: linear(HIDDEN, 1, vb.pp("down"))? })
+        Ok(Self {
+            up: linear(FEATURES, HIDDEN, vb.pp("up"))?,
+            down: linear(HIDDEN, 1, vb.pp("down"))?,
+        })
     }
 
     fn loss(&self, (x, y): &Batch) -> candle_core::Result<Tensor> {
@@ -67,7 +77,8 @@ fn train(slots: usize, data: &Batch) -> Result<Vec<f32>, Box<dyn Error>> {
     epochs(data, |batch| Ok(model.step(batch, loss)?.to_scalar()?))
 }
 
-/// Hands all batches to `step`, which returns their mean losses, and returns the mean loss of each epoch.
+/// Hands all batches to `step`, which returns their mean losses, and returns the mean loss of each
+/// epoch.
 fn epochs(
     (x, y): &Batch,
     mut step: impl FnMut(Batch) -> Result<f32, Box<dyn Error>>,
@@ -105,7 +116,8 @@ fn initial() -> Result<VarMap, Box<dyn Error>> {
     Ok(vars)
 }
 
-/// Numbers that depend on the seed alone, from a replica's generator; candle's own has no seed on a processor.
+/// Numbers that depend on the seed alone, from a replica's generator; candle's own has no seed on a
+/// processor.
 fn normal(seed: u64, shape: (usize, usize)) -> pmap_mesh::Result<Tensor> {
     DeviceMesh::cpu(1)?.pmap(move |ctx, ()| ctx.rng().normal(shape)).seed(Seed::new(seed)).call(())
 }
@@ -132,7 +144,9 @@ mod tests {
 
     /// Scales gradients down whose norm, taken together, is above the limit.
     fn clip(grads: &mut GradStore, vars: &[Var]) -> candle_core::Result<()> {
-        let of = |var: &Var| grads.get(var).cloned().ok_or_else(|| candle_core::Error::msg("a variable is not used"));
+        let of = |var: &Var| {
+            grads.get(var).cloned().ok_or_else(|| candle_core::Error::msg("a variable is not used"))
+        };
         let all = vars.iter().map(of).collect::<candle_core::Result<Vec<_>>>()?;
         let squares = all.iter().map(|grad| grad.sqr()?.sum_all()?.to_scalar::<f32>());
         let norm = squares.sum::<candle_core::Result<f32>>()?.sqrt();
@@ -149,8 +163,12 @@ mod tests {
         let expected = train_serially(&data)?;
         assert!(expected[EPOCHS - 1] < expected[0] / 2.0, "{expected:?}");
         for slots in 1..=4 {
-            for (epoch, (loss, expected)) in train(slots, &data)?.iter().zip(&expected).enumerate() {
-                assert!((loss - expected).abs() < 1e-5, "{slots} devices, epoch {epoch}: {loss} for {expected}");
+            for (epoch, (loss, expected)) in train(slots, &data)?.iter().zip(&expected).enumerate()
+            {
+                assert!(
+                    (loss - expected).abs() < 1e-5,
+                    "{slots} devices, epoch {epoch}: {loss} for {expected}"
+                );
             }
         }
         Ok(())

@@ -22,7 +22,9 @@ pub enum Error {
         slots: usize,
     },
     /// A plan with replicas needs a mesh whose last axis is a shard group.
-    #[error("a plan of {replicas} replicas of {group} ranks needs a mesh of several axes, the last of size {group}")]
+    #[error(
+        "a plan of {replicas} replicas of {group} ranks needs a mesh of several axes, the last of size {group}"
+    )]
     PlanMesh {
         /// The ranks of a shard group.
         group: u64,
@@ -44,7 +46,9 @@ pub enum Error {
         missing: usize,
     },
     /// A checkpoint has a parameter of another shape.
-    #[error("parameter {name} has the shape {found:?} in the checkpoint, {expected:?} was expected")]
+    #[error(
+        "parameter {name} has the shape {found:?} in the checkpoint, {expected:?} was expected"
+    )]
     OtherShape {
         /// The parameter.
         name: String,

@@ -8,7 +8,8 @@ use pmap_mesh::{DeviceMesh, PMap, Replica, Specs, TensorTree, Uneven};
 
 use crate::error::Result;
 
-/// Value and gradient of a mean loss over a batch that the devices of a mesh share; made by [`value_and_grad`].
+/// Value and gradient of a mean loss over a batch that the devices of a mesh share; made by
+/// [`value_and_grad`].
 #[derive(Debug)]
 #[must_use = "nothing is computed until it is called"]
 pub struct ValueAndGrad<I> {
@@ -17,23 +18,25 @@ pub struct ValueAndGrad<I> {
     step: PMap<I, (Tensor, Vec<Tensor>), BoxedStep<I>>,
 }
 
-type BoxedStep<I> = Box<dyn Fn(&Replica, I) -> candle_core::Result<(Tensor, Vec<Tensor>)> + Send + Sync>;
+type BoxedStep<I> =
+    Box<dyn Fn(&Replica, I) -> candle_core::Result<(Tensor, Vec<Tensor>)> + Send + Sync>;
 
 /// Returns a function that computes the loss of a batch and the gradient of `params`.
 ///
-/// `loss` returns the mean over the rows of its shard: over the first [`Replica::valid_len`], if it may be padded. By default the first tensor of a batch is cut in dimension 0, as
-/// [`PMap::in_axes`] says; if all are to be cut, say so with [`ValueAndGrad::in_axes`]. What is returned is the mean over
-/// the whole batch and its gradient, also if shards are uneven ([`ValueAndGrad::uneven`]): they are weighted by
-/// [`Replica::weight`].
+/// `loss` returns the mean over the rows of its shard: over the first [`Replica::valid_len`], if it
+/// may be padded. By default the first tensor of a batch is cut in dimension 0, as
+/// [`PMap::in_axes`] says; if all are to be cut, say so with [`ValueAndGrad::in_axes`]. What is
+/// returned is the mean over the whole batch and its gradient, also if shards are uneven
+/// ([`ValueAndGrad::uneven`]): they are weighted by [`Replica::weight`].
 ///
-/// The replicas share the variables that `loss` captured. A variable of another device than the replica's must be moved
-/// with `to_device(ctx.device())`, through which gradients run. For devices of their own, replicas of the model and an
-/// optimizer, see [`DataParallel`](crate::DataParallel).
+/// The replicas share the variables that `loss` captured. A variable of another device than the
+/// replica's must be moved with `to_device(ctx.device())`, through which gradients run. For devices
+/// of their own, replicas of the model and an optimizer, see [`DataParallel`](crate::DataParallel).
 ///
 /// # Determinism
 ///
-/// Sums are formed in the order of the mesh. For one mesh results are the same to the bit every time; meshes of other
-/// sizes round differently.
+/// Sums are formed in the order of the mesh. For one mesh results are the same to the bit every
+/// time; meshes of other sizes round differently.
 ///
 /// # Examples
 ///
@@ -87,7 +90,8 @@ impl<I: TensorTree> ValueAndGrad<I> {
         Self { step: self.step.uneven(uneven), ..self }
     }
 
-    /// The mean loss of the batch, a scalar, and the gradient of every parameter, zero for one that was not used.
+    /// The mean loss of the batch, a scalar, and the gradient of every parameter, zero for one that
+    /// was not used.
     ///
     /// # Errors
     ///
@@ -104,17 +108,24 @@ impl<I: TensorTree> ValueAndGrad<I> {
     }
 }
 
-/// The loss of the whole batch, from this shard's mean, and this shard's share in the gradients of `vars`: their sums over
-/// the replicas are those of the whole batch's mean.
-pub(crate) fn differentiate(ctx: &Replica, vars: &[Var], loss: Tensor) -> candle_core::Result<(Tensor, Vec<Tensor>)> {
+/// The loss of the whole batch, from this shard's mean, and this shard's share in the gradients of
+/// `vars`: their sums over the replicas are those of the whole batch's mean.
+pub(crate) fn differentiate(
+    ctx: &Replica,
+    vars: &[Var],
+    loss: Tensor,
+) -> candle_core::Result<(Tensor, Vec<Tensor>)> {
     let share = (loss * (ctx.weight() / ctx.count() as f64))?;
     let store = share.backward()?;
-    let gradient = |var: &Var| store.get(var).map_or_else(|| var.zeros_like(), |gradient| Ok(gradient.clone()));
+    let gradient = |var: &Var| {
+        store.get(var).map_or_else(|| var.zeros_like(), |gradient| Ok(gradient.clone()))
+    };
     let grads = vars.iter().map(gradient).collect::<candle_core::Result<_>>()?;
     Ok((ctx.psum(&share.detach(), pmap_mesh::ALL)?, grads))
 }
 
-/// Deals things of these sizes to `owners`, largest first to whoever has least; returns the things of each.
+/// Deals things of these sizes to `owners`, largest first to whoever has least; returns the things
+/// of each.
 pub(crate) fn deal(sizes: &[usize], owners: usize) -> Vec<Vec<usize>> {
     let mut order: Vec<usize> = (0..sizes.len()).collect();
     order.sort_by_key(|&thing| std::cmp::Reverse(sizes[thing]));

@@ -16,5 +16,7 @@ pub(crate) fn same(left: &Tensor, right: &Tensor) -> candle_core::Result<bool> {
         tensor.force_contiguous()?.write_bytes(&mut bytes)?;
         Ok(bytes)
     };
-    Ok(left.shape() == right.shape() && left.dtype() == right.dtype() && bytes(left)? == bytes(right)?)
+    Ok(left.shape() == right.shape()
+        && left.dtype() == right.dtype()
+        && bytes(left)? == bytes(right)?)
 }

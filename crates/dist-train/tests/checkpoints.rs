@@ -50,7 +50,10 @@ impl Run {
     fn steps(&mut self, steps: std::ops::Range<u64>) -> f32 {
         let mut loss = f32::NAN;
         for step in steps {
-            let x = Tensor::arange(0_f32, 36., &Device::Cpu).unwrap().affine(0.05, -(step as f64) / 7.0).unwrap();
+            let x = Tensor::arange(0_f32, 36., &Device::Cpu)
+                .unwrap()
+                .affine(0.05, -(step as f64) / 7.0)
+                .unwrap();
             let x = x.reshape((12, 3)).unwrap();
             let y = x.narrow(1, 0, 2).unwrap().sqr().unwrap();
             let of = |_: &_, model: &Linear, (x, y): (Tensor, Tensor)| mse(&model.forward(&x)?, &y);
@@ -61,7 +64,8 @@ impl Run {
 
     fn values(&self) -> Vec<f32> {
         let vars = self.vars.data().lock().unwrap();
-        let all = ["weight", "bias"].map(|name| vars[name].flatten_all().unwrap().to_vec1::<f32>().unwrap());
+        let all = ["weight", "bias"]
+            .map(|name| vars[name].flatten_all().unwrap().to_vec1::<f32>().unwrap());
         all.concat()
     }
 }
@@ -84,7 +88,10 @@ fn training_goes_on_as_if_it_had_never_stopped() {
             let mut first = start();
             first.steps(0..5);
             let checkpoint = saved(folder.path(), &first, 5);
-            assert_eq!((checkpoint.step(), checkpoint.state::<(String, u64)>().unwrap()), (5, ("seed".into(), 5)));
+            assert_eq!(
+                (checkpoint.step(), checkpoint.state::<(String, u64)>().unwrap()),
+                (5, ("seed".into(), 5))
+            );
             let mut second = start();
             second.model.load(&checkpoint).unwrap();
             second.steps(5..8);
@@ -119,12 +126,17 @@ fn every_tensor_is_written_once() {
         let run = Run::new(DeviceMesh::cpu(slots).unwrap(), share);
         let checkpoint = saved(folder.path(), &run, 0);
         let files = fs::read_dir(checkpoint.path()).unwrap().map(|entry| entry.unwrap().path());
-        let files = files.filter(|path| path.extension().is_some_and(|extension| extension == "safetensors"));
-        let mut names: Vec<String> =
-            files.flat_map(|path| candle_core::safetensors::load(path, &Device::Cpu).unwrap().into_keys()).collect();
+        let files = files
+            .filter(|path| path.extension().is_some_and(|extension| extension == "safetensors"));
+        let mut names: Vec<String> = files
+            .flat_map(|path| {
+                candle_core::safetensors::load(path, &Device::Cpu).unwrap().into_keys()
+            })
+            .collect();
         names.sort();
         let kinds = ["exp_avg", "exp_avg_sq", "model", "step"];
-        let expected = kinds.iter().flat_map(|kind| ["bias", "weight"].map(|name| format!("{kind}/{name}@0")));
+        let expected =
+            kinds.iter().flat_map(|kind| ["bias", "weight"].map(|name| format!("{kind}/{name}@0")));
         assert_eq!(names, expected.collect::<Vec<_>>(), "{slots} slots");
     }
 }
@@ -151,13 +163,17 @@ fn what_is_not_whole_is_never_taken_for_a_checkpoint() {
     let bytes = fs::read(&shard).unwrap();
     for torn in [&bytes[..bytes.len() - 1], &bytes[..4], &[], &[&bytes[..], b"x"].concat()[..]] {
         fs::write(&shard, torn).unwrap();
-        assert!(matches!(Checkpoint::open(fourth.path()), Err(Error::File { path, .. }) if path == shard));
+        assert!(
+            matches!(Checkpoint::open(fourth.path()), Err(Error::File { path, .. }) if path == shard)
+        );
         assert_eq!(newest(), Some(1));
     }
     let mut hostile = bytes.clone();
     hostile[..8].copy_from_slice(&u64::MAX.to_le_bytes());
     fs::write(&shard, &hostile).unwrap();
-    assert!(matches!(Checkpoint::open(fourth.path()), Err(Error::File { path, .. }) if path == shard));
+    assert!(
+        matches!(Checkpoint::open(fourth.path()), Err(Error::File { path, .. }) if path == shard)
+    );
     fs::remove_file(&shard).unwrap();
     assert_eq!(newest(), Some(1));
     fs::write(&shard, &bytes).unwrap();
@@ -165,9 +181,15 @@ fn what_is_not_whole_is_never_taken_for_a_checkpoint() {
 
     let index = fourth.path().join("index.json");
     let text = fs::read_to_string(&index).unwrap();
-    for other in [&text[..text.len() / 2], "{}", &text.replace("\"format_version\": 1", "\"format_version\": 2")] {
+    for other in [
+        &text[..text.len() / 2],
+        "{}",
+        &text.replace("\"format_version\": 1", "\"format_version\": 2"),
+    ] {
         fs::write(&index, other).unwrap();
-        assert!(matches!(Checkpoint::open(fourth.path()), Err(Error::File { path, .. }) if path == index));
+        assert!(
+            matches!(Checkpoint::open(fourth.path()), Err(Error::File { path, .. }) if path == index)
+        );
     }
 }
 
@@ -179,8 +201,10 @@ fn the_newest_are_kept() {
     for step in [10, 20, 30, 40, 50] {
         checkpoints.save(&run.mesh, step, &run.model.state_dict(), &()).unwrap();
     }
-    let mut names: Vec<_> =
-        fs::read_dir(folder.path()).unwrap().map(|entry| entry.unwrap().file_name().into_string().unwrap()).collect();
+    let mut names: Vec<_> = fs::read_dir(folder.path())
+        .unwrap()
+        .map(|entry| entry.unwrap().file_name().into_string().unwrap())
+        .collect();
     names.sort();
     assert_eq!(names, ["step-0000000030", "step-0000000040", "step-0000000050"]);
 }
@@ -190,7 +214,9 @@ fn a_damaged_checkpoint_is_written_again_and_counts_for_none() {
     let folder = tempfile::tempdir().unwrap();
     let run = Run::cpu(2);
     let steps = || {
-        let names = fs::read_dir(folder.path()).unwrap().map(|entry| entry.unwrap().file_name().into_string().unwrap());
+        let names = fs::read_dir(folder.path())
+            .unwrap()
+            .map(|entry| entry.unwrap().file_name().into_string().unwrap());
         names.collect::<std::collections::BTreeSet<_>>()
     };
     saved(folder.path(), &run, 10);
@@ -229,13 +255,16 @@ fn hostile_indices_and_headers_are_refused() {
     // Items that would end behind all numbers.
     let path = checkpoint.path().join(shard);
     let tensor = Tensor::zeros(6, DType::F32, &Device::Cpu).unwrap();
-    let bytes = safetensors::serialize([(format!("model/weight@{}", usize::MAX), &tensor)], None).unwrap();
+    let bytes =
+        safetensors::serialize([(format!("model/weight@{}", usize::MAX), &tensor)], None).unwrap();
     fs::write(&path, &bytes).unwrap();
     let mut edited: serde_json::Value = serde_json::from_str(&text).unwrap();
     edited["files"][0]["bytes"] = bytes.len().into();
     fs::write(&index, edited.to_string()).unwrap();
     let refused = Checkpoint::open(checkpoint.path());
-    assert!(matches!(refused, Err(Error::File { path: found, reason }) if found == path && reason.contains("no end")));
+    assert!(
+        matches!(refused, Err(Error::File { path: found, reason }) if found == path && reason.contains("no end"))
+    );
 }
 
 #[test]

@@ -5,7 +5,9 @@
 #![allow(clippy::cast_possible_truncation, reason = "sizes are small")]
 
 use candle_core::{DType, Device, Tensor, Var};
-use candle_nn::{AdamW, Linear, Module, Optimizer, ParamsAdamW, SGD, VarBuilder, VarMap, linear, loss::mse};
+use candle_nn::{
+    AdamW, Linear, Module, Optimizer, ParamsAdamW, SGD, VarBuilder, VarMap, linear, loss::mse,
+};
 use core_types::Seed;
 use dist_train::{DataParallel, Error, value_and_grad};
 use pmap_mesh::{DeviceMesh, Replica, Uneven};
@@ -42,7 +44,8 @@ fn batch(step: u64, rows: usize) -> Batch {
 fn vars() -> VarMap {
     let vars = VarMap::new();
     Mlp::new(VarBuilder::from_varmap(&vars, DType::F32, &Device::Cpu)).unwrap();
-    let mut named: Vec<_> = vars.data().lock().unwrap().iter().map(|(name, var)| (name.clone(), var.clone())).collect();
+    let mut named: Vec<_> =
+        vars.data().lock().unwrap().iter().map(|(name, var)| (name.clone(), var.clone())).collect();
     named.sort_by(|left, right| left.0.cmp(&right.0));
     for (n, (_, var)) in (0..).zip(named) {
         let values = noise(n, (1, var.elem_count())).reshape(var.shape()).unwrap();
@@ -58,7 +61,9 @@ fn adam(vars: Vec<Var>) -> candle_core::Result<AdamW> {
 type Trained = DataParallel<Mlp, AdamW>;
 
 fn trained(slots: usize) -> Trained {
-    DataParallel::new(&DeviceMesh::cpu(slots).unwrap(), &vars(), Mlp::new, adam).unwrap().in_axes(Some(0))
+    DataParallel::new(&DeviceMesh::cpu(slots).unwrap(), &vars(), Mlp::new, adam)
+        .unwrap()
+        .in_axes(Some(0))
 }
 
 fn loss(_: &Replica, model: &Mlp, (x, y): Batch) -> candle_core::Result<Tensor> {
@@ -86,7 +91,10 @@ fn plain(steps: u64, rows: impl Fn(u64) -> usize) -> Vec<f32> {
 fn assert_close(left: &[f32], right: &[f32], tolerance: f32) {
     assert_eq!(left.len(), right.len());
     for (step, (left, right)) in left.iter().zip(right).enumerate() {
-        assert!((left - right).abs() <= tolerance * right.abs().max(0.01), "step {step}: {left} for {right}");
+        assert!(
+            (left - right).abs() <= tolerance * right.abs().max(0.01),
+            "step {step}: {left} for {right}"
+        );
     }
 }
 
@@ -96,7 +104,8 @@ fn the_loss_of_200_steps_is_that_of_one_device() {
     assert!(expected[199] < expected[0] / 4.0);
     for slots in [1, 2, 4] {
         let mut model = trained(slots);
-        let losses: Vec<f32> = (0..200).map(|step| scalar(&model.step(batch(step, 12), loss).unwrap())).collect();
+        let losses: Vec<f32> =
+            (0..200).map(|step| scalar(&model.step(batch(step, 12), loss).unwrap())).collect();
         assert_close(&losses, &expected, 2e-3);
     }
 }
@@ -114,7 +123,8 @@ fn a_run_is_the_same_to_the_bit_every_time() {
 fn uneven_batches_train_as_whole_ones() {
     let rows = |step| 5 + step as usize % 4;
     let mut model = trained(3).uneven(Uneven::Balanced);
-    let losses: Vec<f32> = (0..40).map(|step| scalar(&model.step(batch(step, rows(step)), loss).unwrap())).collect();
+    let losses: Vec<f32> =
+        (0..40).map(|step| scalar(&model.step(batch(step, rows(step)), loss).unwrap())).collect();
     assert_close(&losses, &plain(40, rows), 1e-3);
 }
 
@@ -123,7 +133,9 @@ fn accumulated_batches_count_as_one() {
     let step = |batches: usize| {
         let vars = vars();
         let sgd = |vars| SGD::new(vars, 0.1);
-        let mut model = DataParallel::new(&DeviceMesh::cpu(2).unwrap(), &vars, Mlp::new, sgd).unwrap().in_axes(Some(0));
+        let mut model = DataParallel::new(&DeviceMesh::cpu(2).unwrap(), &vars, Mlp::new, sgd)
+            .unwrap()
+            .in_axes(Some(0));
         let (x, y) = batch(0, 12);
         let part = |n: usize| {
             let rows = 12 / batches;
@@ -141,14 +153,22 @@ fn accumulated_batches_count_as_one() {
 fn gradients_are_clipped_by_their_norm_over_all_parameters() {
     for replicated in [false, true] {
         let vars = vars();
-        let before: Vec<Tensor> = vars.all_vars().iter().map(|var| var.copy().unwrap().detach()).collect();
+        let before: Vec<Tensor> =
+            vars.all_vars().iter().map(|var| var.copy().unwrap().detach()).collect();
         let mesh = DeviceMesh::cpu(2).unwrap();
         let sgd = |vars| SGD::new(vars, 1.0);
         let make = if replicated { DataParallel::replicated } else { DataParallel::new };
         let mut model = make(&mesh, &vars, Mlp::new, sgd).unwrap().in_axes(Some(0)).clip_norm(0.05);
         model.step(batch(0, 8), loss).unwrap();
         let moved = before.iter().zip(vars.all_vars()).map(|(before, after)| {
-            (before - after.as_tensor()).unwrap().sqr().unwrap().sum_all().unwrap().to_scalar::<f32>().unwrap()
+            (before - after.as_tensor())
+                .unwrap()
+                .sqr()
+                .unwrap()
+                .sum_all()
+                .unwrap()
+                .to_scalar::<f32>()
+                .unwrap()
         });
         let norm = moved.sum::<f32>().sqrt();
         assert!((norm - 0.05).abs() < 1e-4, "a step of length {norm}");
@@ -158,8 +178,10 @@ fn gradients_are_clipped_by_their_norm_over_all_parameters() {
 #[test]
 fn replicas_with_variables_of_their_own_stay_in_sync_until_one_is_changed() {
     let (mesh, vars) = (DeviceMesh::cpu(3).unwrap(), vars());
-    let mut model: Trained = DataParallel::replicated(&mesh, &vars, Mlp::new, adam).unwrap().in_axes(Some(0));
-    let losses: Vec<f32> = (0..30).map(|step| scalar(&model.step(batch(step, 12), loss).unwrap())).collect();
+    let mut model: Trained =
+        DataParallel::replicated(&mesh, &vars, Mlp::new, adam).unwrap().in_axes(Some(0));
+    let losses: Vec<f32> =
+        (0..30).map(|step| scalar(&model.step(batch(step, 12), loss).unwrap())).collect();
     assert_close(&losses, &plain(30, |_| 12), 1e-3);
     model.check_in_sync().unwrap();
     let var = vars.data().lock().unwrap()["down.bias"].clone();
@@ -171,7 +193,8 @@ fn replicas_with_variables_of_their_own_stay_in_sync_until_one_is_changed() {
 #[test]
 fn a_failed_step_changes_nothing_and_the_next_one_works() {
     let (mesh, vars) = (DeviceMesh::cpu(2).unwrap(), vars());
-    let mut model: Trained = DataParallel::new(&mesh, &vars, Mlp::new, adam).unwrap().in_axes(Some(0));
+    let mut model: Trained =
+        DataParallel::new(&mesh, &vars, Mlp::new, adam).unwrap().in_axes(Some(0));
     let expected = plain(1, |_| 12);
     let failed = model.step(batch(0, 12), |ctx, model, (x, y): Batch| match ctx.index() {
         1 => candle_core::bail!("no data"),
@@ -188,14 +211,22 @@ fn gradients_of_a_mesh_are_those_of_one_device() {
     let (x, y) = batch(0, 10);
     let serial = model().loss(&x, &y).unwrap();
     let expected = serial.backward().unwrap();
-    for (slots, uneven) in [(1, Uneven::Refuse), (2, Uneven::Refuse), (5, Uneven::Refuse), (4, Uneven::Balanced)] {
+    for (slots, uneven) in
+        [(1, Uneven::Refuse), (2, Uneven::Refuse), (5, Uneven::Refuse), (4, Uneven::Balanced)]
+    {
         let (mesh, model) = (DeviceMesh::cpu(slots).unwrap(), model());
-        let step = value_and_grad(&mesh, vars.all_vars(), move |_, (x, y): Batch| model.loss(&x, &y));
-        let (loss, grads) = step.in_axes(Some(0)).uneven(uneven).call((x.clone(), y.clone())).unwrap();
+        let step =
+            value_and_grad(&mesh, vars.all_vars(), move |_, (x, y): Batch| model.loss(&x, &y));
+        let (loss, grads) =
+            step.in_axes(Some(0)).uneven(uneven).call((x.clone(), y.clone())).unwrap();
         assert_close(&[scalar(&loss)], &[scalar(&serial)], 1e-5);
         for var in vars.all_vars() {
             let values = |tensor: &Tensor| tensor.flatten_all().unwrap().to_vec1::<f32>().unwrap();
-            assert_close(&values(grads.get(&var).unwrap()), &values(expected.get(&var).unwrap()), 1e-3);
+            assert_close(
+                &values(grads.get(&var).unwrap()),
+                &values(expected.get(&var).unwrap()),
+                1e-3,
+            );
         }
     }
 }

@@ -1,4 +1,5 @@
-//! What a data-parallel step holds at most, counted by the allocator; alone in its process, so that nothing else counts.
+//! What a data-parallel step holds at most, counted by the allocator; alone in its process, so that
+//! nothing else counts.
 
 #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
 #![allow(clippy::needless_pass_by_value, reason = "models are built of builders by value")]
@@ -13,7 +14,8 @@ use pmap_mesh::DeviceMesh;
 static MEMORY: PeakAlloc = PeakAlloc;
 
 const SIZE: usize = 256;
-/// Many, as in models that need several devices: temporaries of one layer are small beside all parameters.
+/// Many, as in models that need several devices: temporaries of one layer are small beside all
+/// parameters.
 const LAYERS: usize = 24;
 
 fn model(vb: VarBuilder<'_>) -> candle_core::Result<Vec<Linear>> {
@@ -26,7 +28,8 @@ fn loss(model: &[Linear], x: &Tensor) -> candle_core::Result<Tensor> {
 
 /// The most that `steps` hold beyond what is there when they begin, in bytes.
 fn peak_of(mut step: impl FnMut()) -> usize {
-    // What is made once and kept, such as an optimizer's lazily allocated buffers, is not the step's.
+    // What is made once and kept, such as an optimizer's lazily allocated buffers, is not the
+    // step's.
     step();
     let before = MEMORY.current_usage();
     MEMORY.reset_peak_usage();
@@ -47,9 +50,17 @@ fn a_step_holds_no_more_than_plain_candle_s_and_the_parameters_once_per_slot_and
     for slots in [1, 2, 4] {
         let mesh = DeviceMesh::cpu(slots).unwrap();
         let mut trained = DataParallel::new(&mesh, &vars, model, adam).unwrap();
-        let peak =
-            peak_of(|| drop(trained.step(x.clone(), |_, model: &Vec<Linear>, x: Tensor| loss(model, &x)).unwrap()));
+        let peak = peak_of(|| {
+            drop(
+                trained
+                    .step(x.clone(), |_, model: &Vec<Linear>, x: Tensor| loss(model, &x))
+                    .unwrap(),
+            )
+        });
         let more = peak.saturating_sub(plain);
-        assert!(more <= params * (slots + 1), "{slots} slots: {more} more than {plain} bytes, parameters {params}");
+        assert!(
+            more <= params * (slots + 1),
+            "{slots} slots: {more} more than {plain} bytes, parameters {params}"
+        );
     }
 }

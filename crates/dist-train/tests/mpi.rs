@@ -1,6 +1,7 @@
 //! Training with one process per slot gives what one thread per slot gives, to the bit.
 //!
-//! The program starts itself under `mpirun`, once for each case; what runs there is one of several ranks.
+//! The program starts itself under `mpirun`, once for each case; what runs there is one of several
+//! ranks.
 
 mod conformance;
 

@@ -1,7 +1,8 @@
 //! Training with one process per GPU gives what one thread per slot gives, to the bit.
 //!
-//! The program starts itself once for each GPU, as a launcher does: it tells each process its rank, and ends the others
-//! when one has failed. With one GPU that is a world of one, in which nothing is sent.
+//! The program starts itself once for each GPU, as a launcher does: it tells each process its rank,
+//! and ends the others when one has failed. With one GPU that is a world of one, in which nothing
+//! is sent.
 
 #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
 

@@ -5,14 +5,23 @@
 use candle_core::{DType, Device, Tensor, Var};
 use candle_nn::{Optimizer, ParamsAdamW};
 use core_types::WorldSize;
-use dist_train::{AdamW, Checkpoint, Checkpoints, Error, ShardedVars, StatefulOptimizer, parameter_infos};
-use fsdp_plan::{CostModel, Full, Hsdp, LayerWise, Layout, ShardingPlan, ShardingStrategy, WholeTensor};
+use dist_train::{
+    AdamW, Checkpoint, Checkpoints, Error, ShardedVars, StatefulOptimizer, parameter_infos,
+};
+use fsdp_plan::{
+    CostModel, Full, Hsdp, LayerWise, Layout, ShardingPlan, ShardingStrategy, WholeTensor,
+};
 use pmap_mesh::{DeviceMesh, P};
 
 /// A small model: a name, a shape and values for each parameter.
 fn model() -> Vec<(&'static str, Tensor)> {
-    let shapes: [(&str, &[usize]); 5] =
-        [("wte", &[7, 4]), ("h.0.up", &[4, 6]), ("h.0.down", &[6, 4]), ("h.1.up", &[4, 5]), ("norm", &[4])];
+    let shapes: [(&str, &[usize]); 5] = [
+        ("wte", &[7, 4]),
+        ("h.0.up", &[4, 6]),
+        ("h.0.down", &[6, 4]),
+        ("h.1.up", &[4, 5]),
+        ("norm", &[4]),
+    ];
     let tensor = |(n, &(name, shape)): (usize, &(&'static str, &[usize]))| {
         let len: usize = shape.iter().product();
         let values: Vec<f32> = (0..len).map(|item| (n * 100 + item) as f32).collect();
@@ -29,7 +38,8 @@ fn plan(strategy: &dyn ShardingStrategy, world: usize) -> ShardingPlan {
 
 fn strategies() -> Vec<Box<dyn ShardingStrategy>> {
     let full = |layout| Box::new(Full::new(layout)) as Box<dyn ShardingStrategy>;
-    let mut all: Vec<_> = [Layout::Dim0, Layout::Flat, Layout::FlatAligned, Layout::ROWS].map(full).into();
+    let mut all: Vec<_> =
+        [Layout::Dim0, Layout::Flat, Layout::FlatAligned, Layout::ROWS].map(full).into();
     all.push(Box::new(LayerWise::default()));
     all.push(Box::new(WholeTensor));
     all
@@ -46,7 +56,11 @@ fn values(tensor: &Tensor) -> Vec<f32> {
 fn assert_whole(vars: &ShardedVars) {
     for (name, tensor) in model() {
         let gathered = vars.gather(name).unwrap();
-        assert_eq!((gathered.dims(), values(&gathered)), (tensor.dims(), values(&tensor)), "{name}");
+        assert_eq!(
+            (gathered.dims(), values(&gathered)),
+            (tensor.dims(), values(&tensor)),
+            "{name}"
+        );
     }
 }
 
@@ -59,7 +73,12 @@ fn every_slot_holds_the_bytes_of_its_plan_and_all_together_the_model() {
             let vars = shard(&mesh, &plan);
             let cost = plan.cost(&CostModel::default()).unwrap();
             for (slot, rank) in cost.ranks.iter().enumerate() {
-                assert_eq!(vars.bytes(slot), rank.param_bytes, "{} on {world}, slot {slot}", plan.strategy());
+                assert_eq!(
+                    vars.bytes(slot),
+                    rank.param_bytes,
+                    "{} on {world}, slot {slot}",
+                    plan.strategy()
+                );
             }
             assert_whole(&vars);
         }
@@ -85,13 +104,16 @@ fn replicas_of_shard_groups_sum_their_gradients_too() {
     assert_eq!(vars.bytes(0), vars.bytes(2));
     assert_whole(&vars);
     check_gradients(&mesh, &vars);
-    let row =
-        ShardedVars::shard(&DeviceMesh::cpu(4).unwrap(), &plan, model().iter().map(|(name, tensor)| (*name, tensor)));
+    let row = ShardedVars::shard(
+        &DeviceMesh::cpu(4).unwrap(),
+        &plan,
+        model().iter().map(|(name, tensor)| (*name, tensor)),
+    );
     assert!(matches!(row, Err(Error::PlanMesh { group: 2, replicas: 2 })));
 }
 
-/// The loss of slot n is (n + 1) times a weighted sum of all parameters: gradients are the weights times the sum of
-/// those factors.
+/// The loss of slot n is (n + 1) times a weighted sum of all parameters: gradients are the weights
+/// times the sum of those factors.
 fn check_gradients(mesh: &DeviceMesh, vars: &ShardedVars) {
     let weights = |tensor: &Tensor| tensor.affine(0.5, 1.0);
     let in_replica = vars.clone();
@@ -104,7 +126,9 @@ fn check_gradients(mesh: &DeviceMesh, vars: &ShardedVars) {
         }
         let grads = (loss * (ctx.index() + 1) as f64)?.backward()?;
         let vars = in_replica.vars(ctx.index());
-        vars.iter().map(|var| Ok(grads.get(var).unwrap().clone())).collect::<candle_core::Result<Vec<Tensor>>>()
+        vars.iter()
+            .map(|var| Ok(grads.get(var).unwrap().clone()))
+            .collect::<candle_core::Result<Vec<Tensor>>>()
     });
     let x = Tensor::zeros((mesh.len(), 1), DType::F32, &Device::Cpu).unwrap();
     let grads = run.call_sharded(x).unwrap();
@@ -136,7 +160,10 @@ fn a_unit_is_gathered_by_name_and_a_gradient_of_a_whole_is_scattered() {
     let unknown = mesh.pmap(move |ctx, _: Tensor| in_replica.all_gather(ctx, "lm_head"));
     let error = unknown.call(Tensor::zeros((2, 1), DType::F32, &Device::Cpu).unwrap()).unwrap_err();
     let pmap_mesh::Error::Replica { source, .. } = error else { panic!("{error}") };
-    assert!(source.to_string().starts_with("there is no parameter or unit named lm_head"), "{source}");
+    assert!(
+        source.to_string().starts_with("there is no parameter or unit named lm_head"),
+        "{source}"
+    );
     assert!(matches!(vars.gather("lm_head"), Err(Error::UnknownParameter { .. })));
 }
 
@@ -224,10 +251,12 @@ fn what_is_trained_is_what_is_saved() {
 fn plans_and_files_that_do_not_fit_are_refused() {
     let (mesh, plan) = (DeviceMesh::cpu(2).unwrap(), plan(&Full::default(), 2));
     let three = DeviceMesh::cpu(3).unwrap();
-    let sharded = ShardedVars::shard(&three, &plan, model().iter().map(|(name, tensor)| (*name, tensor)));
+    let sharded =
+        ShardedVars::shard(&three, &plan, model().iter().map(|(name, tensor)| (*name, tensor)));
     assert!(matches!(sharded, Err(Error::PlanWorld { ranks: 2, slots: 3 })));
 
-    let sharded = ShardedVars::shard(&mesh, &plan, model()[1..].iter().map(|(name, tensor)| (*name, tensor)));
+    let sharded =
+        ShardedVars::shard(&mesh, &plan, model()[1..].iter().map(|(name, tensor)| (*name, tensor)));
     assert!(matches!(sharded, Err(Error::Incomplete { name, missing: 0 }) if name == "wte"));
 
     let folder = tempfile::tempdir().unwrap();

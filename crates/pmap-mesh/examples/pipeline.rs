@@ -1,8 +1,8 @@
 //! A model in stages on different devices, kept busy with micro-batches.
 //!
-//! Each device along "stage" has one layer. The batch is cut into micro-batches; in every tick a device puts one of them
-//! through its layer and `ppermute` hands the results on. The pipeline fills, runs, and drains, as in `GPipe`
-//! (arXiv 1811.06965):
+//! Each device along "stage" has one layer. The batch is cut into micro-batches; in every tick a
+//! device puts one of them through its layer and `ppermute` hands the results on. The pipeline
+//! fills, runs, and drains, as in `GPipe` (arXiv 1811.06965):
 //!
 //! ```text
 //! tick     0  1  2  3  4
@@ -10,12 +10,13 @@
 //! stage 1  .  0  1  2  3
 //! ```
 //!
-//! Backward the same ticks run in reverse: the transpose of `ppermute` is the inverse permutation, so gradients travel
-//! from stage to stage without a line of code.
+//! Backward the same ticks run in reverse: the transpose of `ppermute` is the inverse permutation,
+//! so gradients travel from stage to stage without a line of code.
 //!
-//! All devices must call the same collectives in the same order, in `backward` too, and that is why all of them run the
-//! same graph. Where there is nothing to do, a device computes on what lies there; what must not count is masked out, and
-//! not left out: a device that skipped the loss would have no gradients to send, and the others would wait for them.
+//! All devices must call the same collectives in the same order, in `backward` too, and that is why
+//! all of them run the same graph. Where there is nothing to do, a device computes on what lies
+//! there; what must not count is masked out, and not left out: a device that skipped the loss would
+//! have no gradients to send, and the others would wait for them.
 //!
 //! ```sh
 //! RAYON_NUM_THREADS=1 CANDLE_NUM_THREADS=1 cargo run --package pmap-mesh --example pipeline
@@ -61,14 +62,16 @@ fn n_ticks(stages: usize, micro_batches: usize) -> usize {
 
 fn print_schedule(stages: usize, micro_batches: usize) {
     for stage in 0..stages {
-        let ticks = (0..n_ticks(stages, micro_batches)).map(|tick| at_work(stage, tick, micro_batches));
-        let ticks: Vec<String> = ticks.map(|work| work.map_or(".".into(), |n| n.to_string())).collect();
+        let ticks =
+            (0..n_ticks(stages, micro_batches)).map(|tick| at_work(stage, tick, micro_batches));
+        let ticks: Vec<String> =
+            ticks.map(|work| work.map_or(".".into(), |n| n.to_string())).collect();
         println!("stage {stage}: {}", ticks.join(" "));
     }
 }
 
-/// Mean loss and gradients of all micro-batches: `weights` [stages, width, width], `x` and `y` [micro-batches, rows,
-/// width].
+/// Mean loss and gradients of all micro-batches: `weights` [stages, width, width], `x` and `y`
+/// [micro-batches, rows, width].
 fn loss_and_grads(
     mesh: &DeviceMesh,
     weights: &Tensor,
@@ -86,17 +89,27 @@ fn loss_and_grads(
 }
 
 /// What runs on each device: its share in the loss, and the gradient of its layer.
-fn replica(ctx: &Replica, (weight, x, y): (Tensor, Tensor, Tensor)) -> candle_core::Result<(Tensor, Tensor)> {
+fn replica(
+    ctx: &Replica,
+    (weight, x, y): (Tensor, Tensor, Tensor),
+) -> candle_core::Result<(Tensor, Tensor)> {
     let weight = Var::from_tensor(&weight.squeeze(0)?)?;
     let loss = pipelined(ctx, &weight, &x, &y)?;
     let grads = loss.backward()?;
-    let grad = grads.get(&weight).ok_or_else(|| candle_core::Error::msg("the layer is not used"))?;
+    let grad =
+        grads.get(&weight).ok_or_else(|| candle_core::Error::msg("the layer is not used"))?;
     Ok((loss.detach(), grad.unsqueeze(0)?))
 }
 
 /// The mean loss on the last stage, 0 on the others; the graph is the same on all.
-fn pipelined(ctx: &Replica, weight: &Tensor, x: &Tensor, y: &Tensor) -> candle_core::Result<Tensor> {
-    let (stage, stages, micro_batches) = (ctx.axis_index("stage")?, ctx.axis_size("stage")?, x.dim(0)?);
+fn pipelined(
+    ctx: &Replica,
+    weight: &Tensor,
+    x: &Tensor,
+    y: &Tensor,
+) -> candle_core::Result<Tensor> {
+    let (stage, stages, micro_batches) =
+        (ctx.axis_index("stage")?, ctx.axis_size("stage")?, x.dim(0)?);
     let to_next: Vec<(usize, usize)> = (1..stages).map(|to| (to - 1, to)).collect();
     let is_first = mask(stage == 0, &x.get(0)?)?;
     let mut arrived = x.get(0)?.zeros_like()?;
@@ -131,7 +144,8 @@ fn serial(weights: &Tensor, x: &Tensor, y: &Tensor) -> candle_core::Result<(f32,
     }
     let loss = mse(&hidden, &y.flatten_to(1)?)?;
     let grads = loss.backward()?;
-    let grad = grads.get(&weights).ok_or_else(|| candle_core::Error::msg("the layers are not used"))?;
+    let grad =
+        grads.get(&weights).ok_or_else(|| candle_core::Error::msg("the layers are not used"))?;
     Ok((loss.to_scalar()?, grad.clone()))
 }
 
@@ -141,14 +155,18 @@ fn apart(left: &Tensor, right: &Tensor) -> candle_core::Result<f32> {
 }
 
 /// Weights of all stages, inputs and targets of all micro-batches.
-fn example(stages: usize, micro_batches: usize) -> Result<(Tensor, Tensor, Tensor), Box<dyn Error>> {
+fn example(
+    stages: usize,
+    micro_batches: usize,
+) -> Result<(Tensor, Tensor, Tensor), Box<dyn Error>> {
     let weights = (normal(0, (stages, WIDTH, WIDTH))? / (WIDTH as f64).sqrt())?;
     let x = normal(1, (micro_batches, ROWS, WIDTH))?;
     let y = normal(2, (micro_batches, ROWS, WIDTH))?.tanh()?;
     Ok((weights, x, y))
 }
 
-/// Numbers that depend on the seed alone, from a replica's generator; candle's own has no seed on a processor.
+/// Numbers that depend on the seed alone, from a replica's generator; candle's own has no seed on a
+/// processor.
 fn normal(seed: u64, shape: (usize, usize, usize)) -> pmap_mesh::Result<Tensor> {
     DeviceMesh::cpu(1)?.pmap(move |ctx, ()| ctx.rng().normal(shape)).seed(Seed::new(seed)).call(())
 }
@@ -166,7 +184,10 @@ mod tests {
             let (expected, expected_grads) = serial(&weights, &x, &y)?;
             assert!((loss - expected).abs() < 1e-6, "{stages} stages: {loss} for {expected}");
             let apart = apart(&grads, &expected_grads)?;
-            assert!(apart < 1e-6, "{stages} stages, {micro_batches} micro-batches: gradients are {apart} apart");
+            assert!(
+                apart < 1e-6,
+                "{stages} stages, {micro_batches} micro-batches: gradients are {apart} apart"
+            );
         }
         Ok(())
     }
@@ -176,7 +197,8 @@ mod tests {
         for (stages, micro_batches) in [(1, 1), (2, 4), (3, 2)] {
             for stage in 0..stages {
                 let ticks = 0..n_ticks(stages, micro_batches);
-                let visits: Vec<usize> = ticks.filter_map(|tick| at_work(stage, tick, micro_batches)).collect();
+                let visits: Vec<usize> =
+                    ticks.filter_map(|tick| at_work(stage, tick, micro_batches)).collect();
                 assert_eq!(visits, (0..micro_batches).collect::<Vec<_>>());
             }
         }

@@ -1,15 +1,18 @@
 //! A model cut over one axis of a mesh, batches over the other: `data 2 x model 2`.
 //!
-//! The network is `mse(tanh(tanh(x · input) · up) · down, y)`. Rows of `x` and `y` are cut over "data", columns of `up`
-//! and rows of `down` over "model". So each device computes half of the hidden features of half of the rows, and needs
-//! nobody until the last product: there every device along "model" has a part of every number, and `psum` adds them.
+//! The network is `mse(tanh(tanh(x · input) · up) · down, y)`. Rows of `x` and `y` are cut over
+//! "data", columns of `up` and rows of `down` over "model". So each device computes half of the
+//! hidden features of half of the rows, and needs nobody until the last product: there every device
+//! along "model" has a part of every number, and `psum` adds them.
 //!
-//! Backward it is the other way around. The sum is one value that all devices along "model" hold, so its gradient passes
-//! through `psum` as it is. But `tanh(x · input)`, which all of them hold too, has gone through the columns of each, and
-//! what they find must be added: that place is marked with `pvary`. Without it the loss would be right and the gradient of
-//! `input` wrong, another one on every device. (Megatron-LM, arXiv 1909.08053, calls the two operators g and f.)
+//! Backward it is the other way around. The sum is one value that all devices along "model" hold,
+//! so its gradient passes through `psum` as it is. But `tanh(x · input)`, which all of them hold
+//! too, has gone through the columns of each, and what they find must be added: that place is
+//! marked with `pvary`. Without it the loss would be right and the gradient of `input` wrong,
+//! another one on every device. (Megatron-LM, arXiv 1909.08053, calls the two operators g and f.)
 //!
-//! Gradients are averaged over "data", as everywhere in data-parallel training; over "model" they need nothing.
+//! Gradients are averaged over "data", as everywhere in data-parallel training; over "model" they
+//! need nothing.
 //!
 //! ```sh
 //! RAYON_NUM_THREADS=1 CANDLE_NUM_THREADS=1 cargo run --package pmap-mesh --example tensor_parallel
@@ -48,7 +51,12 @@ fn main() -> Result<(), Box<dyn Error>> {
 }
 
 /// Loss and gradients of the whole batch, computed on `mesh`.
-fn loss_and_grads(mesh: &DeviceMesh, params: &Params, x: &Tensor, y: &Tensor) -> Result<(f32, Params), Box<dyn Error>> {
+fn loss_and_grads(
+    mesh: &DeviceMesh,
+    params: &Params,
+    x: &Tensor,
+    y: &Tensor,
+) -> Result<(f32, Params), Box<dyn Error>> {
     let (whole, columns, rows) = (P::replicate(), P::shard(1, "model"), P::shard(0, "model"));
     let batch = P::shard(0, "data");
     let step = mesh
@@ -59,7 +67,8 @@ fn loss_and_grads(mesh: &DeviceMesh, params: &Params, x: &Tensor, y: &Tensor) ->
     Ok((loss.to_scalar()?, grads))
 }
 
-/// What runs on each device: the loss of the whole batch, and the gradients of the parts of the matrices that are here.
+/// What runs on each device: the loss of the whole batch, and the gradients of the parts of the
+/// matrices that are here.
 fn replica(
     ctx: &Replica,
     ((input, up, down), x, y): (Params, Tensor, Tensor),
@@ -76,7 +85,8 @@ fn replica(
 
 /// The same on one device, in plain candle.
 fn serial(params: &Params, x: &Tensor, y: &Tensor) -> candle_core::Result<(f32, Params)> {
-    let vars = (Var::from_tensor(&params.0)?, Var::from_tensor(&params.1)?, Var::from_tensor(&params.2)?);
+    let vars =
+        (Var::from_tensor(&params.0)?, Var::from_tensor(&params.1)?, Var::from_tensor(&params.2)?);
     let hidden = x.matmul(&vars.0)?.tanh()?.matmul(&vars.1)?.tanh()?;
     let loss = mse(&hidden.matmul(&vars.2)?, y)?;
     let grads = loss.backward()?;
@@ -84,7 +94,10 @@ fn serial(params: &Params, x: &Tensor, y: &Tensor) -> candle_core::Result<(f32, 
     Ok((loss.to_scalar()?, (of(&vars.0)?, of(&vars.1)?, of(&vars.2)?)))
 }
 
-fn gradient<'a>(grads: &'a candle_core::backprop::GradStore, var: &Var) -> candle_core::Result<&'a Tensor> {
+fn gradient<'a>(
+    grads: &'a candle_core::backprop::GradStore,
+    var: &Var,
+) -> candle_core::Result<&'a Tensor> {
     grads.get(var).ok_or_else(|| candle_core::Error::msg("a variable is not used"))
 }
 
@@ -105,9 +118,12 @@ fn initial() -> Result<Params, Box<dyn Error>> {
     Ok((scaled(0, FEATURES, WIDTH)?, scaled(1, WIDTH, HIDDEN)?, scaled(2, HIDDEN, 1)?))
 }
 
-/// Numbers that depend on the seed alone, from a replica's generator; candle's own has no seed on a processor.
+/// Numbers that depend on the seed alone, from a replica's generator; candle's own has no seed on a
+/// processor.
 fn normal(seed: u64, shape: (usize, usize)) -> candle_core::Result<Tensor> {
-    let draw = |mesh: DeviceMesh| mesh.pmap(move |ctx, ()| ctx.rng().normal(shape)).seed(Seed::new(seed)).call(());
+    let draw = |mesh: DeviceMesh| {
+        mesh.pmap(move |ctx, ()| ctx.rng().normal(shape)).seed(Seed::new(seed)).call(())
+    };
     DeviceMesh::cpu(1).and_then(draw).map_err(candle_core::Error::wrap)
 }
 

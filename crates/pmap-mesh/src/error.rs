@@ -16,11 +16,13 @@ pub type Result<T, E = Error> = std::result::Result<T, E>;
 
 /// Why a mesh could not be made, or a call on it did not return a result.
 ///
-/// Inputs and outputs are counted in the order in which their tensors stand in the arguments, from 0.
+/// Inputs and outputs are counted in the order in which their tensors stand in the arguments, from
+/// 0.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {
-    /// A mesh needs at least one device and takes at most [`DeviceMesh::MAX_DEVICES`](crate::DeviceMesh::MAX_DEVICES).
+    /// A mesh needs at least one device and takes at most
+    /// [`DeviceMesh::MAX_DEVICES`](crate::DeviceMesh::MAX_DEVICES).
     #[error("a mesh of {count} devices cannot be made, the number must be from 1 to {max}")]
     MeshSize {
         /// The number of devices asked for: the product of the sizes of all axes.
@@ -85,7 +87,9 @@ pub enum Error {
         source: rayon::ThreadPoolBuildError,
     },
     /// The number of specs fits neither the arguments nor the tensors.
-    #[error("{side}_axes has {specs} specs for {arguments} arguments of {tensors} tensors; give one, or one for each")]
+    #[error(
+        "{side}_axes has {specs} specs for {arguments} arguments of {tensors} tensors; give one, or one for each"
+    )]
     SpecCount {
         /// `in_axes` or `out_axes`.
         side: Side,
@@ -110,7 +114,8 @@ pub enum Error {
     /// A value lies on the devices of another mesh.
     #[error("the value lies on another mesh; gather it there and shard it here")]
     OtherMesh,
-    /// The function returned an error on one device; of several, this is the one with the lowest index.
+    /// The function returned an error on one device; of several, this is the one with the lowest
+    /// index.
     #[error("replica {index} on {device:?} failed")]
     Replica {
         /// The replica's place in the mesh.
@@ -130,7 +135,8 @@ pub enum Error {
         /// The panic's message.
         message: String,
     },
-    /// What a collective returns to a replica because another one has failed. A call never returns this, but the cause.
+    /// What a collective returns to a replica because another one has failed. A call never returns
+    /// this, but the cause.
     #[error("ended by replica {by}: {cause}")]
     Aborted {
         /// The replica that failed.
@@ -184,7 +190,8 @@ pub enum Error {
     Deadline {
         /// The replica that waited.
         index: usize,
-        /// The members of its group that have not come, or not finished; none where that cannot be known, as over NCCL.
+        /// The members of its group that have not come, or not finished; none where that cannot be
+        /// known, as over NCCL.
         missing: Vec<usize>,
         /// What it waited in.
         call: Arc<CollectiveCall>,
@@ -201,7 +208,8 @@ pub enum Error {
         /// How many replica 0 returned, or are kept.
         expected: usize,
     },
-    /// An output is not the same on two replicas though its spec says that it is replicated; found in debug builds.
+    /// An output is not the same on two replicas though its spec says that it is replicated; found
+    /// in debug builds.
     #[error(
         "output {index} of replica {replica} differs from replica {first}'s, but its spec says that it is replicated"
     )]
@@ -234,7 +242,8 @@ pub enum Error {
         /// What is wrong.
         reason: String,
     },
-    /// NCCL or its device could not be started, or its processes are not as many as the mesh has slots.
+    /// NCCL or its device could not be started, or its processes are not as many as the mesh has
+    /// slots.
     #[cfg(feature = "nccl")]
     #[error("NCCL: {reason}")]
     Nccl {
@@ -243,9 +252,10 @@ pub enum Error {
     },
     /// The file by which the processes of a mesh find each other could not be used.
     ///
-    /// The kind of its source is [`AlreadyExists`](std::io::ErrorKind::AlreadyExists) for the file of another mesh,
-    /// [`TimedOut`](std::io::ErrorKind::TimedOut) if rank 0 has not written it in time, and
-    /// [`InvalidData`](std::io::ErrorKind::InvalidData) for one that is not of this version, or is of another world.
+    /// The kind of its source is [`AlreadyExists`](std::io::ErrorKind::AlreadyExists) for the file
+    /// of another mesh, [`TimedOut`](std::io::ErrorKind::TimedOut) if rank 0 has not written it in
+    /// time, and [`InvalidData`](std::io::ErrorKind::InvalidData) for one that is not of this
+    /// version, or is of another world.
     #[cfg(feature = "nccl")]
     #[error("the processes cannot meet at {}", path.display())]
     Store {
@@ -256,7 +266,9 @@ pub enum Error {
     },
     /// A tensor in a collective over NCCL is not on the device of its process.
     #[cfg(feature = "nccl")]
-    #[error("the tensor of {call} is on {found:?}, over NCCL it must be on the device of its replica, {expected:?}")]
+    #[error(
+        "the tensor of {call} is on {found:?}, over NCCL it must be on the device of its replica, {expected:?}"
+    )]
     OtherDevice {
         /// The collective.
         call: Arc<CollectiveCall>,

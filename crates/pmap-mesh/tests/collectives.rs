@@ -16,7 +16,8 @@ use half::{bf16, f16};
 use pmap_mesh::{ALL, DeviceMesh, Error, MeshAxes, Replica};
 
 const NAMES: [&str; 3] = ["a", "b", "c"];
-const DTYPES: [DType; 7] = [DType::F32, DType::F64, DType::BF16, DType::F16, DType::U8, DType::U32, DType::I64];
+const DTYPES: [DType; 7] =
+    [DType::F32, DType::F64, DType::BF16, DType::F16, DType::U8, DType::U32, DType::I64];
 
 #[test]
 fn every_collective_equals_its_model_over_every_set_of_axes_in_every_type() {
@@ -26,17 +27,27 @@ fn every_collective_equals_its_model_over_every_set_of_axes_in_every_type() {
             let ops = every_op(size_along(grid, set));
             ops.into_iter().flat_map(move |op| DTYPES.map(|dtype| (set.clone(), op.clone(), dtype)))
         });
-        let steps = steps.filter(|(_, op, dtype)| op.takes(*dtype)).zip(0..).map(|((set, op, dtype), seed)| {
-            let group = size_along(grid, &set);
-            Step { op, set, dtype, shape: vec![2 * group, 3, group], view: View::nth(seed), seed }
-        });
+        let steps = steps.filter(|(_, op, dtype)| op.takes(*dtype)).zip(0..).map(
+            |((set, op, dtype), seed)| {
+                let group = size_along(grid, &set);
+                Step {
+                    op,
+                    set,
+                    dtype,
+                    shape: vec![2 * group, 3, group],
+                    view: View::nth(seed),
+                    seed,
+                }
+            },
+        );
         check(grid, steps.collect());
     }
 }
 
 #[test]
 fn reductions_equal_their_model_at_every_size() {
-    // Around 16 KiB of f32, where the members begin to share the work, and far above; few divide by 3.
+    // Around 16 KiB of f32, where the members begin to share the work, and far above; few divide by
+    // 3.
     let sizes = [0, 1, 2, 7, 4095, 4096, 4097, 20_000, 20_001];
     for grid in [&[2][..], &[3], &[2, 2]] {
         let steps = sizes.into_iter().flat_map(|len| {
@@ -54,7 +65,9 @@ fn large_tensors_of_every_type_and_layout_equal_their_model() {
         let steps = DTYPES.into_iter().zip(0..).flat_map(|(dtype, n)| {
             let width = (64 << 10) / dtype.size_in_bytes() / (2 * group * 67) + 1;
             let shape = vec![2 * group, 67, width];
-            let ops = [Op::Psum, Op::Pmax, Op::AllGather(-1), Op::PsumScatter(0), Op::AllToAll(0, 1)].into_iter();
+            let ops =
+                [Op::Psum, Op::Pmax, Op::AllGather(-1), Op::PsumScatter(0), Op::AllToAll(0, 1)]
+                    .into_iter();
             ops.map(move |op| Step { view: View::nth(n), ..step(op, grid, dtype, shape.clone()) })
         });
         check(grid, steps.collect());
@@ -63,7 +76,8 @@ fn large_tensors_of_every_type_and_layout_equal_their_model() {
 
 #[test]
 fn scalars_are_reduced_sent_and_received() {
-    let ops = [Op::Psum, Op::Pmean, Op::Pmax, Op::Ppermute(vec![(0, 2)]), Op::Broadcast(1), Op::Barrier];
+    let ops =
+        [Op::Psum, Op::Pmean, Op::Pmax, Op::Ppermute(vec![(0, 2)]), Op::Broadcast(1), Op::Barrier];
     check(&[3], ops.into_iter().map(|op| step(op, &[3], DType::F32, Vec::new())).collect());
 }
 
@@ -83,7 +97,8 @@ fn a_member_may_add_nothing_to_a_gathered_dimension() {
 fn axes_count_positions_in_the_order_of_the_mesh_however_they_are_named() {
     let mesh = mesh(&[2, 3, 2]);
     let seats = on(&mesh, |ctx| {
-        let seat = |axes: &MeshAxes| Ok(vec![ctx.axis_index(axes)? as u32, ctx.axis_size(axes)? as u32]);
+        let seat =
+            |axes: &MeshAxes| Ok(vec![ctx.axis_index(axes)? as u32, ctx.axis_size(axes)? as u32]);
         let along = [[].into(), "a".into(), "c".into(), ["a", "c"].into(), ["c", "a"].into(), ALL];
         let seats: Vec<Vec<u32>> = along.iter().map(seat).collect::<Result<_>>()?;
         Ok(vec![Tensor::new(seats, ctx.device())?])
@@ -114,7 +129,8 @@ fn sums_are_in_rank_order_on_every_replica_every_time() {
 
 #[test]
 fn halves_are_summed_in_single_precision() {
-    // One by one, neither type would see the small terms: 256 + 1 is 256 in bf16, 2048 + 1 is 2048 in f16.
+    // One by one, neither type would see the small terms: 256 + 1 is 256 in bf16, 2048 + 1 is 2048
+    // in f16.
     for (dtype, large) in [(DType::BF16, 256.0), (DType::F16, 2048.0)] {
         for len in [1, 40_000] {
             let sums = on(&DeviceMesh::cpu(4).unwrap(), move |ctx| {
@@ -125,7 +141,9 @@ fn halves_are_summed_in_single_precision() {
             let expected = round(dtype, large + 3.0);
             assert!(expected > large);
             for sum in sums.iter().flatten() {
-                assert!(Array::of(sum).same(&Array { shape: vec![len], items: vec![expected; len] }));
+                assert!(
+                    Array::of(sum).same(&Array { shape: vec![len], items: vec![expected; len] })
+                );
             }
         }
     }
@@ -198,7 +216,10 @@ fn what_becomes_of_an_argument_afterwards_changes_no_result() {
         Ok(result)
     };
     for len in [2, 20_000] {
-        let steps = every_op(2).into_iter().filter(Op::communicates).map(|op| step(op, &[2], DType::F32, vec![2, len]));
+        let steps = every_op(2)
+            .into_iter()
+            .filter(Op::communicates)
+            .map(|op| step(op, &[2], DType::F32, vec![2, len]));
         check_with(&[2], steps.collect(), overwritten);
     }
 }
@@ -221,13 +242,24 @@ fn backward_is_the_derivative_of_the_sum_of_all_losses() {
             let group = size_along(grid, &set);
             for (op, seed) in every_op(group).into_iter().filter(Op::has_gradient).zip(0..) {
                 let shape = vec![2 * group, 2, group];
-                check_gradient(grid, &Step { op, set: set.clone(), dtype: DType::F64, shape, view: View::Plain, seed });
+                check_gradient(
+                    grid,
+                    &Step {
+                        op,
+                        set: set.clone(),
+                        dtype: DType::F64,
+                        shape,
+                        view: View::Plain,
+                        seed,
+                    },
+                );
             }
         }
     }
 }
 
-/// Losses are the sum of weight × sin(y); where the result is one value that all hold, it is counted once.
+/// Losses are the sum of weight × sin(y); where the result is one value that all hold, it is
+/// counted once.
 fn check_gradient(grid: &[usize], step: &Step) {
     let counted_once = matches!(step.op, Op::Psum | Op::Pmean);
     let seats = seats(grid, &step.set);
@@ -241,7 +273,8 @@ fn check_gradient(grid: &[usize], step: &Step) {
         }
     };
     let objective = |inputs: &[Array]| {
-        let outputs = step.model(grid, inputs).into_iter().enumerate().filter(|(slot, _)| counts(*slot));
+        let outputs =
+            step.model(grid, inputs).into_iter().enumerate().filter(|(slot, _)| counts(*slot));
         let losses = outputs.map(|(slot, y)| {
             let weights = weights_of(slot, &y.shape).items;
             y.items.iter().zip(weights).map(|(y, weight)| y.sin() * weight).sum::<f64>()
@@ -260,11 +293,20 @@ fn check_gradient(grid: &[usize], step: &Step) {
         Ok(vec![gradient(&(y.sin()? * weights)?.sum_all()?, &x)?])
     });
     for (slot, (of_replica, expected)) in gradients.iter().zip(expected).enumerate() {
-        close(&Array::of(&of_replica[0]).items, &expected, 1e-6, &format!("{step:?} on {slot} of {grid:?}"));
+        close(
+            &Array::of(&of_replica[0]).items,
+            &expected,
+            1e-6,
+            &format!("{step:?} on {slot} of {grid:?}"),
+        );
     }
 }
 
-fn central_differences(inputs: &mut [Array], slot: usize, objective: &impl Fn(&[Array]) -> f64) -> Vec<f64> {
+fn central_differences(
+    inputs: &mut [Array],
+    slot: usize,
+    objective: &impl Fn(&[Array]) -> f64,
+) -> Vec<f64> {
     let step = 1e-5;
     let len = inputs[slot].items.len();
     let derivative = |item: usize| {
@@ -287,8 +329,9 @@ fn pvary_gives_all_replicas_the_derivative_by_the_variable_they_share() {
             let seats = seats(grid, &set);
             let x = Array::from_fn(&[2, 2], |index| (index[0] * 2 + index[1]) as f64 * 0.3 - 0.4);
             // The loss of a slot is the sum of sin((slot + 1) × x).
-            let derivative =
-                |slot: usize| x.items.iter().map(move |x| (slot + 1) as f64 * ((slot + 1) as f64 * x).cos());
+            let derivative = |slot: usize| {
+                x.items.iter().map(move |x| (slot + 1) as f64 * ((slot + 1) as f64 * x).cos())
+            };
             let (var, along) = (Var::from_tensor(&x.tensor(DType::F64)).unwrap(), set.clone());
             let gradients = on(&mesh(grid), move |ctx| {
                 let y = (ctx.pvary(&var, axes(&along))? * (ctx.index() + 1) as f64)?;
@@ -297,9 +340,17 @@ fn pvary_gives_all_replicas_the_derivative_by_the_variable_they_share() {
             for (slot, of_replica) in gradients.iter().enumerate() {
                 let mut expected = vec![0.0; 4];
                 for &member in &seats[slot].0 {
-                    expected.iter_mut().zip(derivative(member)).for_each(|(sum, term)| *sum += term);
+                    expected
+                        .iter_mut()
+                        .zip(derivative(member))
+                        .for_each(|(sum, term)| *sum += term);
                 }
-                close(&Array::of(&of_replica[0]).items, &expected, 1e-12, &format!("{set:?} of {grid:?}"));
+                close(
+                    &Array::of(&of_replica[0]).items,
+                    &expected,
+                    1e-12,
+                    &format!("{set:?} of {grid:?}"),
+                );
             }
         }
     }
@@ -332,17 +383,22 @@ fn a_two_layer_perceptron_split_as_in_megatron_has_the_gradients_of_the_whole() 
         let gradients = loss(&y, &target).unwrap().backward().unwrap();
         [&x, &up, &down].map(|var| Array::of(gradients.get(var).unwrap()))
     };
-    for (grid, axis) in [(&[1][..], "a"), (&[2], "a"), (&[4], "a"), (&[2, 2], "b"), (&[2, 2, 2], "c")] {
+    for (grid, axis) in
+        [(&[1][..], "a"), (&[2], "a"), (&[4], "a"), (&[2, 2], "b"), (&[2, 2, 2], "c")]
+    {
         let (x, up, down, target) = (x.clone(), up.clone(), down.clone(), target.clone());
         let gradients = on(&mesh(grid), move |ctx| {
             let (size, position) = (ctx.axis_size(axis)?, ctx.axis_index(axis)?);
-            let part =
-                |var: &Var, dim| Var::from_tensor(&var.narrow(dim, position * 8 / size, 8 / size)?.contiguous()?);
+            let part = |var: &Var, dim| {
+                Var::from_tensor(&var.narrow(dim, position * 8 / size, 8 / size)?.contiguous()?)
+            };
             let (up, down) = (part(&up, 1)?, part(&down, 0)?);
             let hidden = ctx.pvary(&x, axis)?.matmul(&up)?.gelu()?;
             let y = ctx.psum(&hidden.matmul(&down)?, axis)?;
             let gradients = loss(&y, &target)?.backward()?;
-            let of = |var: &Var| gradients.get(var).cloned().ok_or_else(|| candle_core::Error::msg("no gradient"));
+            let of = |var: &Var| {
+                gradients.get(var).cloned().ok_or_else(|| candle_core::Error::msg("no gradient"))
+            };
             let (of_up, of_down) = (of(&up)?.detach(), of(&down)?.detach());
             Ok(vec![of(&x)?, ctx.all_gather(&of_up, 1, axis)?, ctx.all_gather(&of_down, 0, axis)?])
         });
@@ -357,24 +413,34 @@ fn a_two_layer_perceptron_split_as_in_megatron_has_the_gradients_of_the_whole() 
 
 #[test]
 fn a_gradient_runs_through_a_chain_of_collectives() {
-    // Fully sharded: the weights are gathered, used on each replica's own input, and the loss is their sum.
+    // Fully sharded: the weights are gathered, used on each replica's own input, and the loss is
+    // their sum.
     let weights = Array::from_fn(&[4, 2], |index| (index[0] * 2 + index[1]) as f64 * 0.1);
-    let input = |slot: usize| Array::from_fn(&[1, 4], |index| (slot * 4 + index[1]) as f64 * 0.2 - 1.0);
+    let input =
+        |slot: usize| Array::from_fn(&[1, 4], |index| (slot * 4 + index[1]) as f64 * 0.2 - 1.0);
     let serial = {
         let var = Var::from_tensor(&weights.tensor(DType::F64)).unwrap();
-        let loss =
-            (0..2).map(|slot| input(slot).tensor(DType::F64).matmul(&var).unwrap().sin().unwrap().sum_all().unwrap());
+        let loss = (0..2).map(|slot| {
+            input(slot).tensor(DType::F64).matmul(&var).unwrap().sin().unwrap().sum_all().unwrap()
+        });
         gradient(&loss.reduce(|sum, loss| (sum + loss).unwrap()).unwrap(), &var).unwrap()
     };
     let gradients = on(&DeviceMesh::cpu(2).unwrap(), move |ctx| {
-        let shard = Var::from_tensor(&weights.tensor(DType::F64).narrow(0, ctx.index() * 2, 2)?.contiguous()?)?;
+        let shard = Var::from_tensor(
+            &weights.tensor(DType::F64).narrow(0, ctx.index() * 2, 2)?.contiguous()?,
+        )?;
         let whole = ctx.all_gather(&shard, 0, ALL)?;
         let y = input(ctx.index()).tensor(DType::F64).matmul(&whole)?;
         let loss = ctx.psum(&y.sin()?.sum_all()?, ALL)?;
         Ok(vec![ctx.all_gather(&gradient(&loss, &shard)?.detach(), 0, ALL)?])
     });
     for of_replica in gradients {
-        close(&Array::of(&of_replica[0]).items, &Array::of(&serial).items, 1e-12, "gathered weights");
+        close(
+            &Array::of(&of_replica[0]).items,
+            &Array::of(&serial).items,
+            1e-12,
+            "gathered weights",
+        );
     }
 }
 
@@ -397,7 +463,9 @@ fn results_have_a_gradient_exactly_if_the_argument_has_one() {
     let tracked = on(&DeviceMesh::cpu(2).unwrap(), |ctx| {
         let var = Var::zeros((2, 2, 2), DType::F32, ctx.device())?;
         for op in every_op(2).into_iter().filter(|op| !matches!(op, Op::Barrier)) {
-            for (x, expected) in [(var.as_tensor().clone(), true), (var.as_tensor().detach(), false)] {
+            for (x, expected) in
+                [(var.as_tensor().clone(), true), (var.as_tensor().detach(), false)]
+            {
                 if op.run(ctx, &x, ALL)?.track_op() != expected {
                     bail!("{op:?} of an argument with gradient {expected}");
                 }
@@ -467,14 +535,19 @@ fn every_op(group: usize) -> Vec<Op> {
     let mut ops = vec![Op::Psum, Op::Pmean, Op::Pmax, Op::Pmin, Op::Pvary, Op::Barrier];
     ops.extend([0, 1, -1, -2].map(Op::AllGather));
     ops.extend([0, -1].map(Op::PsumScatter));
-    ops.extend([(0, 0), (0, 1), (0, -1), (-1, 0), (-1, 1)].map(|(split, concat)| Op::AllToAll(split, concat)));
+    ops.extend(
+        [(0, 0), (0, 1), (0, -1), (-1, 0), (-1, 1)]
+            .map(|(split, concat)| Op::AllToAll(split, concat)),
+    );
     ops.extend([shift, halfway, vec![(0, 0)], Vec::new()].map(Op::Ppermute));
     ops.extend([0, group - 1].map(Op::Broadcast));
     ops
 }
 
 fn check(grid: &[usize], steps: Vec<Step>) {
-    check_with(grid, steps, |ctx, step| step.op.run(ctx, &step.tensor(ctx.index()), axes(&step.set)));
+    check_with(grid, steps, |ctx, step| {
+        step.op.run(ctx, &step.tensor(ctx.index()), axes(&step.set))
+    });
 }
 
 /// Runs the steps in one call and compares every replica's results with the model's.
@@ -486,22 +559,35 @@ fn check_with(grid: &[usize], steps: Vec<Step>, run: fn(&Replica, &Step) -> Resu
         for (slot, expected) in step.model(grid, &step.inputs(grid)).iter().enumerate() {
             assert_eq!(found[slot][n].dtype(), step.dtype, "{step:?} on {slot} of {grid:?}");
             let found = Array::of(&found[slot][n]);
-            let head =
-                |array: &Array| format!("{:?} {:?}", array.shape, array.items.iter().take(12).collect::<Vec<_>>());
-            assert!(found.same(expected), "{step:?} on {slot} of {grid:?}: {} for {}", head(&found), head(expected));
+            let head = |array: &Array| {
+                format!("{:?} {:?}", array.shape, array.items.iter().take(12).collect::<Vec<_>>())
+            };
+            assert!(
+                found.same(expected),
+                "{step:?} on {slot} of {grid:?}: {} for {}",
+                head(&found),
+                head(expected)
+            );
         }
     }
 }
 
 /// What `f` returns on each replica.
-fn on(mesh: &DeviceMesh, f: impl Fn(&Replica) -> Result<Vec<Tensor>> + Send + Sync + 'static) -> Vec<Vec<Tensor>> {
+fn on(
+    mesh: &DeviceMesh,
+    f: impl Fn(&Replica) -> Result<Vec<Tensor>> + Send + Sync + 'static,
+) -> Vec<Vec<Tensor>> {
     let none = Tensor::zeros(mesh.len(), DType::U8, &Device::Cpu).unwrap();
     mesh.pmap(move |ctx, _: Tensor| f(ctx)).call_sharded(none).unwrap().shards().to_vec()
 }
 
 fn mesh(grid: &[usize]) -> DeviceMesh {
     let builder = DeviceMesh::builder().pin(false);
-    grid.iter().zip(NAMES).fold(builder, |builder, (&size, name)| builder.axis(name, size)).cpu().unwrap()
+    grid.iter()
+        .zip(NAMES)
+        .fold(builder, |builder, (&size, name)| builder.axis(name, size))
+        .cpu()
+        .unwrap()
 }
 
 fn axes(set: &[usize]) -> MeshAxes {
@@ -514,7 +600,9 @@ fn axes(set: &[usize]) -> MeshAxes {
 }
 
 fn subsets(axes: usize) -> Vec<Vec<usize>> {
-    (0..1_usize << axes).map(|set| (0..axes).filter(|axis| set >> axis & 1 == 1).collect()).collect()
+    (0..1_usize << axes)
+        .map(|set| (0..axes).filter(|axis| set >> axis & 1 == 1).collect())
+        .collect()
 }
 
 fn size_along(grid: &[usize], set: &[usize]) -> usize {
@@ -523,10 +611,12 @@ fn size_along(grid: &[usize], set: &[usize]) -> usize {
 
 /// For each slot the members of its group, and its position among them.
 fn seats(grid: &[usize], set: &[usize]) -> Vec<(Vec<usize>, usize)> {
-    let coordinate = |slot: usize, axis: usize| slot / grid[axis + 1..].iter().product::<usize>() % grid[axis];
+    let coordinate =
+        |slot: usize, axis: usize| slot / grid[axis + 1..].iter().product::<usize>() % grid[axis];
     let slots = 0..grid.iter().product::<usize>();
     let together = |left: usize, right: usize| {
-        (0..grid.len()).all(|axis| set.contains(&axis) || coordinate(left, axis) == coordinate(right, axis))
+        (0..grid.len())
+            .all(|axis| set.contains(&axis) || coordinate(left, axis) == coordinate(right, axis))
     };
     let found = |slot: usize| {
         let members: Vec<usize> = slots.clone().filter(|&other| together(slot, other)).collect();
@@ -543,10 +633,16 @@ impl View {
 
     fn of(self, x: &Tensor) -> Result<Tensor> {
         match self {
-            Self::Transposed if x.rank() > 1 => x.transpose(0, D::Minus1)?.contiguous()?.transpose(0, D::Minus1),
+            Self::Transposed if x.rank() > 1 => {
+                x.transpose(0, D::Minus1)?.contiguous()?.transpose(0, D::Minus1)
+            }
             Self::Narrowed if x.rank() > 0 => {
                 let len = x.dim(D::Minus1)?;
-                Tensor::cat(&[&x.zeros_like()?, x, &x.ones_like()?], D::Minus1)?.narrow(D::Minus1, len, len)
+                Tensor::cat(&[&x.zeros_like()?, x, &x.ones_like()?], D::Minus1)?.narrow(
+                    D::Minus1,
+                    len,
+                    len,
+                )
             }
             _ => Ok(x.clone()),
         }
@@ -588,7 +684,8 @@ impl Op {
         dtype.is_float() || !matches!(self, Self::Pmean)
     }
 
-    /// Whether the derivative of the sum of all losses is this operation's own; pvary's is that of a shared argument.
+    /// Whether the derivative of the sum of all losses is this operation's own; pvary's is that of
+    /// a shared argument.
     fn has_gradient(&self) -> bool {
         !matches!(self, Self::Pmax | Self::Pmin | Self::Pvary | Self::Barrier)
     }
@@ -618,7 +715,9 @@ impl Op {
     fn model(&self, brought: &[&Array], position: usize, dtype: DType) -> Array {
         let (mine, size) = (brought[position], brought.len());
         let fold = |combine: &dyn Fn(f64, f64) -> f64, finish: &dyn Fn(f64) -> f64| {
-            let item = |n: usize| finish(brought.iter().map(|array| array.items[n]).reduce(combine).unwrap());
+            let item = |n: usize| {
+                finish(brought.iter().map(|array| array.items[n]).reduce(combine).unwrap())
+            };
             Array { shape: mine.shape.clone(), items: (0..mine.items.len()).map(item).collect() }
         };
         let sum = || fold(&|sum, next| add(dtype, sum, next), &|sum| round(dtype, sum));
@@ -635,8 +734,10 @@ impl Op {
                 None => Array::from_fn(&mine.shape, |_| 0.0),
             },
             Self::AllToAll(split, concat) => {
-                let (split, concat) = (axis_of(*split, mine.shape.len()), axis_of(*concat, mine.shape.len()));
-                let parts: Vec<Array> = brought.iter().map(|array| array.part(split, position, size)).collect();
+                let (split, concat) =
+                    (axis_of(*split, mine.shape.len()), axis_of(*concat, mine.shape.len()));
+                let parts: Vec<Array> =
+                    brought.iter().map(|array| array.part(split, position, size)).collect();
                 gathered(&parts.iter().collect::<Vec<_>>(), concat)
             }
             Self::Broadcast(root) => brought[*root].clone(),
@@ -677,7 +778,8 @@ impl Array {
     }
 
     fn at(&self, index: &[usize]) -> f64 {
-        self.items[index.iter().zip(&self.shape).fold(0, |offset, (index, size)| offset * size + index)]
+        self.items
+            [index.iter().zip(&self.shape).fold(0, |offset, (index, size)| offset * size + index)]
     }
 
     /// Part number `part` of `parts` equal ones.
@@ -727,7 +829,8 @@ fn add(dtype: DType, sum: f64, next: f64) -> f64 {
 }
 
 fn mean(dtype: DType, sum: f64, count: usize) -> f64 {
-    let mean = if dtype == DType::F64 { sum / count as f64 } else { f64::from(sum as f32 / count as f32) };
+    let mean =
+        if dtype == DType::F64 { sum / count as f64 } else { f64::from(sum as f32 / count as f32) };
     round(dtype, mean)
 }
 
@@ -758,8 +861,8 @@ impl Random {
         (self.word() >> 11) as f64 / (1_u64 << 52) as f64 - 1.0
     }
 
-    /// A value of `dtype`: floats of many magnitudes, so that the order of a sum matters; integers that wrap, where the
-    /// model can.
+    /// A value of `dtype`: floats of many magnitudes, so that the order of a sum matters; integers
+    /// that wrap, where the model can.
     fn value(&mut self, dtype: DType) -> f64 {
         match dtype {
             DType::U8 => self.below(256) as f64,

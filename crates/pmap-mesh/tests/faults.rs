@@ -1,4 +1,5 @@
-//! What replicas that disagree, fail or disappear do to a call: it ends, says why, and the mesh lives on.
+//! What replicas that disagree, fail or disappear do to a call: it ends, says why, and the mesh
+//! lives on.
 
 #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
 
@@ -25,16 +26,32 @@ fn calls_that_do_not_agree_are_named_with_their_places() {
     let cases: [(Call, Call, [&str; 2]); 13] = [
         (|ctx, x| ctx.psum(x, ALL), |ctx, x| ctx.pmax(x, ALL), ["psum", "pmax"]),
         (|ctx, x| ctx.psum(x, ALL), |ctx, _| ctx.barrier(ALL).and(ones(2)), ["psum", "barrier"]),
-        (|ctx, x| ctx.all_gather(x, 0, ALL), |ctx, x| ctx.psum_scatter(x, 0, ALL), ["all_gather", "psum_scatter"]),
+        (
+            |ctx, x| ctx.all_gather(x, 0, ALL),
+            |ctx, x| ctx.psum_scatter(x, 0, ALL),
+            ["all_gather", "psum_scatter"],
+        ),
         (|ctx, x| ctx.psum(x, ALL), |ctx, x| ctx.psum(&x.narrow(1, 0, 1)?, ALL), ["psum"; 2]),
         (|ctx, x| ctx.psum(x, ALL), |ctx, _| ctx.psum(&ones(20_000)?, ALL), ["psum"; 2]),
         (|ctx, x| ctx.pmean(x, ALL), |ctx, x| ctx.pmean(&x.flatten_all()?, ALL), ["pmean"; 2]),
         (|ctx, x| ctx.psum(x, ALL), |ctx, x| ctx.psum(&x.to_dtype(DType::F64)?, ALL), ["psum"; 2]),
         (|ctx, x| ctx.broadcast(x, 0, ALL), |ctx, x| ctx.broadcast(x, 1, ALL), ["broadcast"; 2]),
-        (|ctx, x| ctx.ppermute(x, &[(0, 1)], ALL), |ctx, x| ctx.ppermute(x, &[(1, 0)], ALL), ["ppermute"; 2]),
+        (
+            |ctx, x| ctx.ppermute(x, &[(0, 1)], ALL),
+            |ctx, x| ctx.ppermute(x, &[(1, 0)], ALL),
+            ["ppermute"; 2],
+        ),
         (|ctx, x| ctx.all_gather(x, 0, ALL), |ctx, x| ctx.all_gather(x, 1, ALL), ["all_gather"; 2]),
-        (|ctx, x| ctx.all_gather(x, 0, ALL), |ctx, x| ctx.all_gather(&x.narrow(1, 0, 1)?, 0, ALL), ["all_gather"; 2]),
-        (|ctx, x| ctx.all_to_all(x, 0, 1, ALL), |ctx, x| ctx.all_to_all(x, 1, 0, ALL), ["all_to_all"; 2]),
+        (
+            |ctx, x| ctx.all_gather(x, 0, ALL),
+            |ctx, x| ctx.all_gather(&x.narrow(1, 0, 1)?, 0, ALL),
+            ["all_gather"; 2],
+        ),
+        (
+            |ctx, x| ctx.all_to_all(x, 0, 1, ALL),
+            |ctx, x| ctx.all_to_all(x, 1, 0, ALL),
+            ["all_to_all"; 2],
+        ),
         (|ctx, x| ctx.psum(x, ALL), backward_of_pvary, ["psum", "pvary"]),
     ];
     let mesh = DeviceMesh::cpu(2).unwrap();
@@ -46,12 +63,17 @@ fn calls_that_do_not_agree_are_named_with_their_places() {
             };
             let error = failure(&mesh, call);
             let text = error.to_string();
-            let Error::Mismatch { left, left_call, right, right_call } = error else { panic!("{names:?}: {error:?}") };
+            let Error::Mismatch { left, left_call, right, right_call } = error else {
+                panic!("{names:?}: {error:?}")
+            };
             let mut calls = [(left, left_call.to_string()), (right, right_call.to_string())];
             calls.sort();
             for (replica, (caller, call)) in calls.iter().enumerate() {
                 assert_eq!(*caller, replica, "{text}");
-                assert!(text.contains(call) && source_of(call).starts_with(names[replica]), "{names:?}: {text}");
+                assert!(
+                    text.contains(call) && source_of(call).starts_with(names[replica]),
+                    "{names:?}: {text}"
+                );
             }
         }
     }
@@ -59,7 +81,11 @@ fn calls_that_do_not_agree_are_named_with_their_places() {
 
 fn backward_of_pvary(ctx: &Replica, x: &Tensor) -> Result<Tensor> {
     let x = Var::from_tensor(x)?;
-    ctx.pvary(&x, ALL)?.sum_all()?.backward()?.remove(&x).ok_or_else(|| candle_core::Error::msg("no gradient"))
+    ctx.pvary(&x, ALL)?
+        .sum_all()?
+        .backward()?
+        .remove(&x)
+        .ok_or_else(|| candle_core::Error::msg("no gradient"))
 }
 
 /// This file from the place on that the text of a call names.
@@ -75,9 +101,13 @@ fn a_replica_that_returns_early_is_named_to_those_who_wait_for_it() {
     let row = DeviceMesh::cpu(3).unwrap();
     let grid = grid();
     for _ in 0..ROUNDS {
-        let error = failure(&row, |ctx| if ctx.index() == 1 { Ok(()) } else { ctx.psum(&ones(2)?, ALL).map(drop) });
+        let error = failure(&row, |ctx| {
+            if ctx.index() == 1 { Ok(()) } else { ctx.psum(&ones(2)?, ALL).map(drop) }
+        });
         assert!(matches!(error, Error::Deserted { index: 1, waiting: 0 | 2, .. }), "{error}");
-        let error = failure(&grid, |ctx| if ctx.index() == 3 { Ok(()) } else { ctx.psum(&ones(2)?, "a").map(drop) });
+        let error = failure(&grid, |ctx| {
+            if ctx.index() == 3 { Ok(()) } else { ctx.psum(&ones(2)?, "a").map(drop) }
+        });
         assert!(matches!(error, Error::Deserted { index: 3, waiting: 1, .. }), "{error}");
         let error = failure(&row, |ctx| {
             let calls = if ctx.index() == 2 { 2 } else { 3 };
@@ -96,8 +126,11 @@ fn groups_need_not_call_equally_often() {
                 let calls = if ctx.axis_index("a")? == 0 { 1 } else { 20 };
                 (0..calls).try_fold(x, |x, _| ctx.psum(&x, "b"))
             });
-            let sums: Vec<f32> =
-                sums.call(Tensor::ones(4, DType::F32, &Device::Cpu).unwrap()).unwrap().to_vec1().unwrap();
+            let sums: Vec<f32> = sums
+                .call(Tensor::ones(4, DType::F32, &Device::Cpu).unwrap())
+                .unwrap()
+                .to_vec1()
+                .unwrap();
             assert_eq!(sums.bits(), [2.0, 2.0, 1_048_576.0, 1_048_576.0].to_vec().bits());
         }
     });
@@ -114,14 +147,19 @@ fn an_error_is_its_replica_s_and_the_others_are_released() {
                 if ctx.index() == failing {
                     bail!("no data");
                 }
-                ctx.psum(&ones(len)?, ALL).map(drop).inspect_err(|error| seen.lock().unwrap().push(error.to_string()))
+                ctx.psum(&ones(len)?, ALL)
+                    .map(drop)
+                    .inspect_err(|error| seen.lock().unwrap().push(error.to_string()))
             });
             assert!(
                 matches!(&error, Error::Replica { index, source, .. } if *index == failing && source.to_string().contains("no data"))
             );
             let echoes = echoes.lock().unwrap();
             assert_eq!(echoes.len(), 2);
-            assert!(echoes.iter().all(|echo| echo.contains(&format!("ended by replica {failing}"))), "{echoes:?}");
+            assert!(
+                echoes.iter().all(|echo| echo.contains(&format!("ended by replica {failing}"))),
+                "{echoes:?}"
+            );
         }
     }
 }
@@ -165,7 +203,9 @@ fn errors_and_panics_inside_backward_release_the_others() {
         });
         match error {
             Error::Panicked { index: 1, message, .. } if panics => assert_eq!(message, "broken"),
-            Error::Replica { index: 1, source, .. } if !panics => assert!(source.to_string().contains("broken")),
+            Error::Replica { index: 1, source, .. } if !panics => {
+                assert!(source.to_string().contains("broken"))
+            }
             other => panic!("{other}"),
         }
     }
@@ -211,13 +251,17 @@ fn groups_that_wait_crosswise_are_told_so() {
     for _ in 0..ROUNDS {
         // 0 waits for 2, 2 for 3, 3 for 1, and 1 for 0.
         let error = failure(&mesh, |ctx| {
-            let (first, second) = if matches!(ctx.index(), 0 | 3) { ("a", "b") } else { ("b", "a") };
+            let (first, second) =
+                if matches!(ctx.index(), 0 | 3) { ("a", "b") } else { ("b", "a") };
             let sum = ctx.psum(&ones(2)?, first)?;
             ctx.psum(&sum, second).map(drop)
         });
         let Error::Deadlock { waiting } = &error else { panic!("{error:?}") };
         assert_eq!(waiting.iter().map(|(replica, _)| *replica).collect::<Vec<_>>(), [0, 1, 2, 3]);
-        assert!(waiting.iter().all(|(_, call)| source_of(&call.to_string()).starts_with("psum")), "{error}");
+        assert!(
+            waiting.iter().all(|(_, call)| source_of(&call.to_string()).starts_with("psum")),
+            "{error}"
+        );
     }
 }
 
@@ -249,7 +293,8 @@ fn a_deadline_ends_waiting_for_a_replica_that_is_busy_elsewhere() {
             _ => released.lock().unwrap().recv().map_err(candle_core::Error::wrap),
         });
         let error = call.call(inputs(2)).unwrap_err();
-        // Whoever is late because the machine is busy would fail here as well, so that only the kind of error counts.
+        // Whoever is late because the machine is busy would fail here as well, so that only the
+        // kind of error counts.
         assert!(mesh.pmap(|_, x: Tensor| Ok(x)).call(inputs(2)).is_ok());
         error
     });
@@ -279,7 +324,11 @@ fn an_axis_that_the_mesh_lacks_is_named_with_those_it_has() {
     let mesh = grid();
     for call in calls {
         for asking in [0, 3] {
-            let error = failure(&mesh, move |ctx| if ctx.index() == asking { call(ctx) } else { ctx.barrier(ALL) });
+            let error =
+                failure(
+                    &mesh,
+                    move |ctx| if ctx.index() == asking { call(ctx) } else { ctx.barrier(ALL) },
+                );
             assert!(
                 matches!(&error, Error::UnknownAxis { name, known } if name == "x" && *known == ["a", "b"]),
                 "{error:?}"
@@ -316,7 +365,9 @@ fn two_threads_of_a_replica_may_not_call_at_once() {
             return released.lock().unwrap().recv().map_err(candle_core::Error::wrap);
         }
         let sum = || ctx.psum(&ones(2)?, ALL).map(drop);
-        let sums = thread::scope(|scope| [scope.spawn(sum), scope.spawn(sum)].map(|thread| thread.join().unwrap()));
+        let sums = thread::scope(|scope| {
+            [scope.spawn(sum), scope.spawn(sum)].map(|thread| thread.join().unwrap())
+        });
         release.send(()).map_err(candle_core::Error::wrap)?;
         sums.into_iter().collect()
     });
@@ -327,13 +378,16 @@ fn two_threads_of_a_replica_may_not_call_at_once() {
 fn setting_a_variable_that_is_being_summed_ends() {
     for len in [2, 20_000] {
         with_a_variable_that_is_set_all_the_time(4, len, 200, |ctx, var| ctx.psum(var, ALL));
-        with_a_variable_that_is_set_all_the_time(4, len, 200, |ctx, var| ctx.all_gather(var, 0, ALL));
+        with_a_variable_that_is_set_all_the_time(4, len, 200, |ctx, var| {
+            ctx.all_gather(var, 0, ALL)
+        });
     }
 }
 
 #[test]
 fn setting_a_variable_that_each_replica_uses_alone_ends() {
-    // Nobody waits for anybody here but for the lock of the variable, so that it is asked for as often as can be.
+    // Nobody waits for anybody here but for the lock of the variable, so that it is asked for as
+    // often as can be.
     with_a_variable_that_is_set_all_the_time(4, 2, 20_000, |ctx, var| ctx.pvary(var, ALL));
     with_a_variable_that_is_set_all_the_time(4, 2, 20_000, |ctx, var| ctx.psum(var, []));
 }
@@ -401,8 +455,13 @@ fn collectives_of_calls_from_several_threads_do_not_mix() {
                     for round in 0..200_u16 {
                         let value = f32::from(caller) * 1000.0 + f32::from(round);
                         let x = Tensor::new(&[value], &Device::Cpu).unwrap();
-                        let sums: Vec<f32> =
-                            sum.call((inputs(3), x)).unwrap().narrow(0, 6, 3).unwrap().to_vec1().unwrap();
+                        let sums: Vec<f32> = sum
+                            .call((inputs(3), x))
+                            .unwrap()
+                            .narrow(0, 6, 3)
+                            .unwrap()
+                            .to_vec1()
+                            .unwrap();
                         assert_eq!(sums.bits(), vec![3.0 * value, 6.0 * value, 9.0 * value].bits());
                     }
                 });
@@ -428,7 +487,10 @@ fn failing_and_working_calls_from_several_threads_do_not_mix() {
                             0 => ctx.psum(&ones(2)?, ALL).map(drop),
                             _ => bail!("no data"),
                         });
-                        assert!(matches!(call.call(inputs(2)), Err(Error::Replica { index: 1, .. })));
+                        assert!(matches!(
+                            call.call(inputs(2)),
+                            Err(Error::Replica { index: 1, .. })
+                        ));
                     }
                 });
             }
@@ -466,7 +528,8 @@ fn failure(mesh: &DeviceMesh, f: impl Fn(&Replica) -> Result<()> + Send + Sync +
 
 fn assert_works(mesh: &DeviceMesh) {
     let len = mesh.len();
-    let sums = mesh.pmap(|ctx, x: Tensor| ctx.psum(&x.ones_like()?, ALL)).call(inputs(len)).unwrap();
+    let sums =
+        mesh.pmap(|ctx, x: Tensor| ctx.psum(&x.ones_like()?, ALL)).call(inputs(len)).unwrap();
     assert_eq!(sums.to_vec1::<f32>().unwrap().bits(), vec![len as f32; len].bits());
 }
 

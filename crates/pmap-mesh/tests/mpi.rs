@@ -1,6 +1,8 @@
-//! One process per slot gives what one thread per slot gives, to the bit; and no process outlives another's failure.
+//! One process per slot gives what one thread per slot gives, to the bit; and no process outlives
+//! another's failure.
 //!
-//! The program starts itself under `mpirun`, once for each case; what runs there is one of several ranks.
+//! The program starts itself under `mpirun`, once for each case; what runs there is one of several
+//! ranks.
 
 mod conformance;
 

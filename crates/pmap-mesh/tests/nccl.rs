@@ -1,7 +1,9 @@
-//! One process per GPU gives what one thread per slot gives, to the bit; and no process outlives another's failure.
+//! One process per GPU gives what one thread per slot gives, to the bit; and no process outlives
+//! another's failure.
 //!
-//! The program starts itself once for each GPU, as a launcher does: it tells each process its rank, and ends the others
-//! when one has failed. With one GPU that is a world of one, in which nothing is sent.
+//! The program starts itself once for each GPU, as a launcher does: it tells each process its rank,
+//! and ends the others when one has failed. With one GPU that is a world of one, in which nothing
+//! is sent.
 
 #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
 
@@ -20,7 +22,11 @@ const CASES: [Case; 9] = [
     Case::fails("host tensor", 1, "over NCCL it must be on the device of its replica"),
     Case::fails("failure", 2, "failed: no more data"),
     Case::fails("panic", 2, "this one breaks"),
-    Case::fails("deadline", 2, "rank 0: replica 0 waited for more than 500ms in barrier over all axes"),
+    Case::fails(
+        "deadline",
+        2,
+        "rank 0: replica 0 waited for more than 500ms in barrier over all axes",
+    ),
     Case::fails("mismatch", 2, "replica 1 calls pmax of f32 [70000]"),
     Case::fails("deserted", 2, "replica 1 calls the end of the function"),
     Case::fails("killed", 2, ""),

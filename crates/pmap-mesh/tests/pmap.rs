@@ -15,7 +15,12 @@ use pmap_mesh::{ALL, DeviceMesh, Error, P, Side, SpecFault, TensorTree, Uneven};
 /// 0, 1, 2, … in this shape.
 fn iota(shape: (usize, usize)) -> Tensor {
     let len = u32::try_from(shape.0 * shape.1).unwrap();
-    Tensor::arange(0, len, &Device::Cpu).unwrap().to_dtype(DType::F32).unwrap().reshape(shape).unwrap()
+    Tensor::arange(0, len, &Device::Cpu)
+        .unwrap()
+        .to_dtype(DType::F32)
+        .unwrap()
+        .reshape(shape)
+        .unwrap()
 }
 
 fn rows(tensor: &Tensor) -> Vec<Vec<f32>> {
@@ -27,7 +32,10 @@ fn a_function_of_one_input_gives_what_it_gives_on_one_device() {
     let x = iota((12, 5));
     for devices in [1, 2, 3, 4, 6, 12] {
         let parallel = DeviceMesh::cpu(devices).unwrap().pmap(|_, x: Tensor| x.sqr()? + 1.0);
-        assert_eq!(rows(&parallel.call(x.clone()).unwrap()), rows(&(x.sqr().unwrap() + 1.0).unwrap()));
+        assert_eq!(
+            rows(&parallel.call(x.clone()).unwrap()),
+            rows(&(x.sqr().unwrap() + 1.0).unwrap())
+        );
     }
 }
 
@@ -59,7 +67,9 @@ fn every_pair_of_in_axes_gives_the_same_sum_of_products() {
 fn shards_lie_in_mesh_order_and_gather_back_along_any_axis() {
     let x = iota((4, 6));
     for axis in [0, 1, -1, -2] {
-        let tag = DeviceMesh::cpu(2).unwrap().pmap(|replica, x: Tensor| x + replica.index() as f64 * 100.0);
+        let tag = DeviceMesh::cpu(2)
+            .unwrap()
+            .pmap(|replica, x: Tensor| x + replica.index() as f64 * 100.0);
         let tagged = tag.in_axes(Some(axis)).out_axes(Some(axis)).call(x.clone()).unwrap();
         let second_half = |row: usize, column: usize| {
             if axis.rem_euclid(2) == 0 { row >= 2 } else { column >= 3 }
@@ -87,14 +97,18 @@ fn results_may_be_nothing_several_tensors_or_a_struct() {
     let mesh = DeviceMesh::cpu(2).unwrap();
     mesh.pmap(|_, _: Tensor| Ok(())).call(iota((2, 2))).unwrap();
 
-    let moments = mesh.pmap(|_, x: Tensor| Ok(Moments { sum: x.sum_all()?, squares: vec![x.sqr()?, x.sqr()?.sqr()?] }));
-    let moments = moments.out_axes([P::mean(ALL), P::shard(0, ALL), P::sum(ALL)]).call(iota((2, 2))).unwrap();
+    let moments = mesh.pmap(|_, x: Tensor| {
+        Ok(Moments { sum: x.sum_all()?, squares: vec![x.sqr()?, x.sqr()?.sqr()?] })
+    });
+    let moments =
+        moments.out_axes([P::mean(ALL), P::shard(0, ALL), P::sum(ALL)]).call(iota((2, 2))).unwrap();
     assert_eq!(moments.sum.to_scalar::<f32>().unwrap(), 3.0);
     assert_eq!(rows(&moments.squares[0]), [[0.0, 1.0], [4.0, 9.0]]);
     assert_eq!(rows(&moments.squares[1]), [[16.0, 82.0]]);
 }
 
-/// Each replica waits for a sign of life from the other: run one after the other, they would time out.
+/// Each replica waits for a sign of life from the other: run one after the other, they would time
+/// out.
 #[test]
 fn replicas_run_at_the_same_time() {
     let ((to_first, first), (to_second, second)) = (mpsc::channel(), mpsc::channel());
@@ -134,7 +148,10 @@ fn gradients_of_shards_add_up_to_the_whole_batch_s() {
     };
     let whole = gradient(&iota((6, 4)), &weight).unwrap();
     let shared = weight.clone();
-    let parallel = DeviceMesh::cpu(3).unwrap().pmap(move |_, x: Tensor| gradient(&x, &shared)).out_axes(P::sum(ALL));
+    let parallel = DeviceMesh::cpu(3)
+        .unwrap()
+        .pmap(move |_, x: Tensor| gradient(&x, &shared))
+        .out_axes(P::sum(ALL));
     assert_eq!(rows(&parallel.call(iota((6, 4))).unwrap()), rows(&whole));
 }
 
@@ -159,7 +176,9 @@ fn all_faults_are_told_at_once() {
         P::sum("data").and(P::shard(0, ALL)),
     ]);
     let x = iota((5, 3));
-    let Error::Specs(faults) = call.call((x.clone(), x.clone(), x)).unwrap_err() else { panic!("not about specs") };
+    let Error::Specs(faults) = call.call((x.clone(), x.clone(), x)).unwrap_err() else {
+        panic!("not about specs")
+    };
     assert!(matches!(faults[0], SpecFault::Axes { side: Side::In, index: 1, .. }));
     assert_eq!(
         faults[1..],
@@ -212,7 +231,9 @@ fn meshes_of_no_devices_or_too_many_are_refused() {
     for count in [0, DeviceMesh::MAX_DEVICES + 1, usize::MAX] {
         let refused = |mesh| matches!(mesh, Err(Error::MeshSize { count: c, .. }) if c == count);
         assert!(
-            refused(DeviceMesh::cpu(count)) && refused(DeviceMesh::cuda(count)) && refused(DeviceMesh::metal(count))
+            refused(DeviceMesh::cpu(count))
+                && refused(DeviceMesh::cuda(count))
+                && refused(DeviceMesh::metal(count))
         );
     }
     assert!(matches!(DeviceMesh::new(Vec::new()), Err(Error::MeshSize { count: 0, .. })));
@@ -227,9 +248,13 @@ fn a_failing_replica_is_named_and_the_mesh_lives_on() {
     });
     for _ in 0..3 {
         let error = fail.call(iota((3, 1))).unwrap_err();
-        assert!(matches!(&error, Error::Replica { index: 1, source, .. } if source.to_string().contains("no data")));
+        assert!(
+            matches!(&error, Error::Replica { index: 1, source, .. } if source.to_string().contains("no data"))
+        );
         let error = fail.call(iota((3, 2))).unwrap_err();
-        assert!(matches!(&error, Error::Panicked { index: 2, message, .. } if message == "out of order"));
+        assert!(
+            matches!(&error, Error::Panicked { index: 2, message, .. } if message == "out of order")
+        );
         assert!(fail.call(iota((3, 3))).is_ok());
     }
 }
@@ -251,8 +276,13 @@ fn sums_are_of_any_type_and_means_of_floats() {
         let x = iota((2, 2)).to_dtype(dtype).unwrap();
         mesh.pmap(|_, x: Tensor| Ok(x)).out_axes(axis).call(x)
     };
-    for dtype in [DType::F32, DType::F64, DType::BF16, DType::F16, DType::U8, DType::U32, DType::I64] {
-        assert_eq!(rows(&reduced(dtype, P::sum(ALL)).unwrap().to_dtype(DType::F32).unwrap()), [[2.0, 4.0]]);
+    for dtype in
+        [DType::F32, DType::F64, DType::BF16, DType::F16, DType::U8, DType::U32, DType::I64]
+    {
+        assert_eq!(
+            rows(&reduced(dtype, P::sum(ALL)).unwrap().to_dtype(DType::F32).unwrap()),
+            [[2.0, 4.0]]
+        );
         let mean = reduced(dtype, P::mean(ALL));
         if dtype.is_float() {
             assert_eq!(rows(&mean.unwrap().to_dtype(DType::F32).unwrap()), [[1.0, 2.0]]);
@@ -292,15 +322,20 @@ fn a_grid_cuts_rows_along_one_axis_and_columns_along_the_other() {
 
     // Cut over both axes at once, it is a row of six.
     let whole = grid.pmap(|_, x: Tensor| x.sum_all()).in_axes(Some(1)).out_axes(P::stack(0, ALL));
-    assert_eq!(whole.call(x).unwrap().to_vec1::<f32>().unwrap(), [36.0, 40.0, 44.0, 48.0, 52.0, 56.0]);
+    assert_eq!(
+        whole.call(x).unwrap().to_vec1::<f32>().unwrap(),
+        [36.0, 40.0, 44.0, 48.0, 52.0, 56.0]
+    );
 }
 
 #[test]
 fn a_dimension_cut_over_two_axes_comes_back_in_order() {
     let grid = DeviceMesh::builder().axis("a", 2).axis("b", 3).cpu().unwrap();
-    for spec in
-        [P::shard(0, "a").and(P::shard(0, "b")), P::shard(0, "b").and(P::shard(0, "a")), P::shard(0, ["a", "b"])]
-    {
+    for spec in [
+        P::shard(0, "a").and(P::shard(0, "b")),
+        P::shard(0, "b").and(P::shard(0, "a")),
+        P::shard(0, ["a", "b"]),
+    ] {
         let sharded = grid.shard(iota((12, 2)), spec.clone()).unwrap();
         assert_eq!(sharded.shards()[5].dims(), [2, 2]);
         assert_eq!(rows(&sharded.gather(spec).unwrap()), rows(&iota((12, 2))));
@@ -331,7 +366,8 @@ fn specs_may_be_given_for_arguments_of_several_tensors() {
 #[test]
 fn sharded_values_are_passed_on_without_being_gathered() {
     let mesh = DeviceMesh::cpu(2).unwrap();
-    let scale = mesh.pmap(|_, (w, x): (Tensor, Tensor)| x.broadcast_mul(&w)).in_axes([None, Some(0)]);
+    let scale =
+        mesh.pmap(|_, (w, x): (Tensor, Tensor)| x.broadcast_mul(&w)).in_axes([None, Some(0)]);
     let w = mesh.shard(iota((1, 2)), P::replicate()).unwrap();
     let mut x = mesh.shard(iota((4, 2)), Some(0)).unwrap();
     for _ in 0..2 {
@@ -346,7 +382,9 @@ fn sharded_values_are_passed_on_without_being_gathered() {
 #[test]
 fn results_can_be_written_into_tensors_that_are_kept() {
     let mesh = DeviceMesh::cpu(2).unwrap();
-    let f = mesh.pmap(|ctx, x: Tensor| Ok((x.sqr()?, ctx.psum(&x, ALL)?))).out_axes([P::shard(1, ALL), P::replicate()]);
+    let f = mesh
+        .pmap(|ctx, x: Tensor| Ok((x.sqr()?, ctx.psum(&x, ALL)?)))
+        .out_axes([P::shard(1, ALL), P::replicate()]);
     let f = f.in_axes(Some(1));
     let kept = (iota((2, 4)), iota((2, 2)));
     f.call_into(iota((2, 4)), &kept).unwrap();
@@ -376,11 +414,18 @@ fn uneven_batches_give_what_the_whole_batch_gives() {
             let (squares, whole) = f.call(x.clone()).unwrap();
             assert_eq!(rows(&squares), rows(&x.sqr().unwrap()));
             for (left, right) in whole.to_vec1::<f32>().unwrap().iter().zip(&mean) {
-                assert!((left - right).abs() < 1e-5, "{devices} {size} {uneven:?}: {left} for {right}");
+                assert!(
+                    (left - right).abs() < 1e-5,
+                    "{devices} {size} {uneven:?}: {left} for {right}"
+                );
             }
         }
     }
-    let too_few = DeviceMesh::cpu(3).unwrap().pmap(|_, x: Tensor| Ok(x)).uneven(Uneven::Balanced).call(iota((2, 1)));
+    let too_few = DeviceMesh::cpu(3)
+        .unwrap()
+        .pmap(|_, x: Tensor| Ok(x))
+        .uneven(Uneven::Balanced)
+        .call(iota((2, 1)));
     assert!(matches!(faults(too_few)[..], [SpecFault::NotDivisible { size: 2, parts: 3, .. }]));
 }
 

@@ -1,7 +1,7 @@
 //! Tests of several processes: how they are started, how they must end, and what they compare.
 //!
-//! A test program starts itself once for each rank and case. What a rank computes over processes it computes over threads as
-//! well, and the two must be equal to the bit.
+//! A test program starts itself once for each rank and case. What a rank computes over processes it
+//! computes over threads as well, and the two must be equal to the bit.
 
 #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
 #![allow(clippy::print_stdout, reason = "without the test harness, nobody else says what was run")]
@@ -14,7 +14,8 @@ use std::{env, path::PathBuf, time::Duration};
 use candle_core::{DType, Device, Tensor};
 use pmap_mesh::{DeviceMesh, DeviceMeshBuilder, TensorTree};
 
-/// How long a case may take before it counts as a hang; processes of MPI spin, and more of them than cores are slow.
+/// How long a case may take before it counts as a hang; processes of MPI spin, and more of them
+/// than cores are slow.
 const LIMIT: Duration = Duration::from_mins(4);
 
 /// What the processes of one case do and how they end.
@@ -44,7 +45,10 @@ impl Case {
         match self.end {
             Ok(()) => assert!(succeeded, "{name} on {ranks} ranks: {stderr}"),
             Err(message) => {
-                assert!(!succeeded && stderr.contains(message), "{name} on {ranks} ranks: {stderr}");
+                assert!(
+                    !succeeded && stderr.contains(message),
+                    "{name} on {ranks} ranks: {stderr}"
+                );
             }
         }
         println!("{name} on {ranks} ranks ... ok");
@@ -66,7 +70,11 @@ pub fn folder() -> PathBuf {
 }
 
 /// A mesh over the processes; a row if no axes are given.
-pub fn mesh(engine: &impl Engine, axes: &[(&str, usize)], deadline: Option<Duration>) -> DeviceMesh {
+pub fn mesh(
+    engine: &impl Engine,
+    axes: &[(&str, usize)],
+    deadline: Option<Duration>,
+) -> DeviceMesh {
     engine.open(deadline.into_iter().fold(builder(axes), DeviceMeshBuilder::deadline))
 }
 

@@ -1,6 +1,9 @@
 //! Processes that `mpirun` starts.
 
-#![allow(clippy::print_stderr, reason = "without the test harness, nobody else says what was skipped")]
+#![allow(
+    clippy::print_stderr,
+    reason = "without the test harness, nobody else says what was skipped"
+)]
 
 use std::{
     env,
@@ -14,8 +17,8 @@ use core_types::Launched;
 
 use crate::{Case, LIMIT};
 
-/// The `main` of a test: starts every case under `mpirun`, and in a process that it has started calls `run` with the name
-/// of the case and the number of ranks.
+/// The `main` of a test: starts every case under `mpirun`, and in a process that it has started
+/// calls `run` with the name of the case and the number of ranks.
 pub fn main(cases: &[Case], run: impl FnOnce(&str, usize)) -> ExitCode {
     if let Some(launched) = Launched::from_env().unwrap() {
         run(&env::args().nth(1).unwrap(), launched.placement().world_size().as_usize());

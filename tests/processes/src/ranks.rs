@@ -1,6 +1,9 @@
 //! Processes that the test starts itself, as a launcher does: one for each GPU.
 
-#![allow(clippy::print_stderr, reason = "without the test harness, nobody else says what was skipped")]
+#![allow(
+    clippy::print_stderr,
+    reason = "without the test harness, nobody else says what was skipped"
+)]
 
 use std::{
     env,
@@ -18,8 +21,8 @@ use crate::{Case, LIMIT};
 /// How often to look whether a process has ended.
 const LOOK: Duration = Duration::from_millis(20);
 
-/// The `main` of a test: starts every case on all `devices`, and in a process that it has started calls `run` with what the
-/// launcher says, the name of the case and the number of ranks.
+/// The `main` of a test: starts every case on all `devices`, and in a process that it has started
+/// calls `run` with what the launcher says, the name of the case and the number of ranks.
 pub fn main(cases: &[Case], devices: usize, run: impl FnOnce(Launched, &str, usize)) -> ExitCode {
     if let Some(launched) = Launched::from_env().unwrap() {
         run(launched, &env::args().nth(1).unwrap(), launched.placement().world_size().as_usize());
@@ -60,7 +63,8 @@ fn launch(case: &Case, ranks: usize) {
 }
 
 fn start(name: &str, rank: usize, ranks: usize, folder: &Path, log: &Path) -> Child {
-    let variables = [("RANK", rank), ("LOCAL_RANK", rank), ("WORLD_SIZE", ranks), ("LOCAL_WORLD_SIZE", ranks)];
+    let variables =
+        [("RANK", rank), ("LOCAL_RANK", rank), ("WORLD_SIZE", ranks), ("LOCAL_WORLD_SIZE", ranks)];
     let mut command = Command::new(env::current_exe().unwrap());
     command.arg(name).arg(folder);
     for (variable, value) in variables {
@@ -69,12 +73,15 @@ fn start(name: &str, rank: usize, ranks: usize, folder: &Path, log: &Path) -> Ch
     command.stdout(Stdio::null()).stderr(File::create(log).unwrap()).spawn().unwrap()
 }
 
-/// Whether all have succeeded; when one has failed, the others are ended. `None` if they take too long.
+/// Whether all have succeeded; when one has failed, the others are ended. `None` if they take too
+/// long.
 fn wait(children: &mut [Child]) -> Option<bool> {
     let start = Instant::now();
     loop {
-        let ends: Vec<Option<bool>> =
-            children.iter_mut().map(|child| child.try_wait().unwrap().map(|status| status.success())).collect();
+        let ends: Vec<Option<bool>> = children
+            .iter_mut()
+            .map(|child| child.try_wait().unwrap().map(|status| status.success()))
+            .collect();
         if ends.iter().all(|end| *end == Some(true)) {
             return Some(true);
         }

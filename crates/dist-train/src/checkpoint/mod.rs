@@ -1,4 +1,5 @@
-//! The state of a training run on disk: a folder for each checkpoint, a file of tensors for each slot, an index.
+//! The state of a training run on disk: a folder for each checkpoint, a file of tensors for each
+//! slot, an index.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -30,9 +31,9 @@ pub(crate) const MODEL: &str = "model";
 
 /// The tensors that the slots of this process contribute to a checkpoint.
 ///
-/// A tensor is a run of a parameter's items, or of something that an optimizer keeps for each of them, or a scalar that it
-/// keeps for the parameter. Made by [`DataParallel::state_dict`](crate::DataParallel::state_dict) and
-/// `ShardedVars::state_dict`.
+/// A tensor is a run of a parameter's items, or of something that an optimizer keeps for each of
+/// them, or a scalar that it keeps for the parameter. Made by
+/// [`DataParallel::state_dict`](crate::DataParallel::state_dict) and `ShardedVars::state_dict`.
 ///
 /// It shares the memory of the variables: save it before they change.
 #[derive(Clone, Debug)]
@@ -44,12 +45,26 @@ pub struct StateDict {
 
 impl StateDict {
     /// Nothing yet, of a model with these parameters, each with its shape.
-    pub(crate) fn new(mesh: &DeviceMesh, parameters: impl IntoIterator<Item = (String, Vec<usize>)>) -> Self {
-        Self { parameters: parameters.into_iter().collect(), slots: vec![Vec::new(); mesh.devices().len()] }
+    pub(crate) fn new(
+        mesh: &DeviceMesh,
+        parameters: impl IntoIterator<Item = (String, Vec<usize>)>,
+    ) -> Self {
+        Self {
+            parameters: parameters.into_iter().collect(),
+            slots: vec![Vec::new(); mesh.devices().len()],
+        }
     }
 
-    /// Adds a run of `kind` that begins at a parameter's item `start`, kept by the n-th slot of this process.
-    pub(crate) fn add(&mut self, local_slot: usize, kind: &str, name: &str, start: usize, items: Tensor) {
+    /// Adds a run of `kind` that begins at a parameter's item `start`, kept by the n-th slot of
+    /// this process.
+    pub(crate) fn add(
+        &mut self,
+        local_slot: usize,
+        kind: &str,
+        name: &str,
+        start: usize,
+        items: Tensor,
+    ) {
         self.slots[local_slot].push((format!("{kind}/{name}@{start}"), items));
     }
 }
@@ -58,12 +73,13 @@ impl StateDict {
 ///
 /// # Files
 ///
-/// `step-0000000120/` holds `shard-00001-of-00004.safetensors` and so on, one for each slot that keeps something, and
-/// `index.json`. A tensor's name is `{kind}/{parameter}@{first item}`; the kinds are `model` and those of the optimizer,
-/// as in [`StatefulOptimizer::state`](crate::StatefulOptimizer::state).
+/// `step-0000000120/` holds `shard-00001-of-00004.safetensors` and so on, one for each slot that
+/// keeps something, and `index.json`. A tensor's name is `{kind}/{parameter}@{first item}`; the
+/// kinds are `model` and those of the optimizer, as in
+/// [`StatefulOptimizer::state`](crate::StatefulOptimizer::state).
 ///
-/// A checkpoint is written into `step-0000000120.partial/`, brought to disk, and renamed when all slots are done: what
-/// bears the final name is whole, wherever the writing was stopped.
+/// A checkpoint is written into `step-0000000120.partial/`, brought to disk, and renamed when all
+/// slots are done: what bears the final name is whole, wherever the writing was stopped.
 ///
 /// # Examples
 ///
@@ -139,12 +155,14 @@ impl Checkpoints {
 
     /// The newest checkpoint that is whole; `None` if none was ever written.
     ///
-    /// One of which a file is missing or has another size than the index says is passed over, with a warning in the log, if
-    /// an earlier one is there. On a mesh of several processes all of them must find the same one.
+    /// One of which a file is missing or has another size than the index says is passed over, with
+    /// a warning in the log, if an earlier one is there. On a mesh of several processes all of them
+    /// must find the same one.
     ///
     /// # Errors
     ///
-    /// [`Error::File`] if the folder cannot be read, or all checkpoints in it are damaged: what the newest lacks.
+    /// [`Error::File`] if the folder cannot be read, or all checkpoints in it are damaged: what the
+    /// newest lacks.
     pub fn latest(&self) -> Result<Option<Checkpoint>> {
         let mut damaged = Ok(None);
         for path in self.complete()?.values().rev() {
@@ -169,23 +187,34 @@ impl Checkpoints {
         Ok(whole.map(|(step, _)| step).collect())
     }
 
-    /// Writes a checkpoint after `step` steps: the tensors of all slots, and a `state` that serde can write. Returns when
-    /// it is whole.
+    /// Writes a checkpoint after `step` steps: the tensors of all slots, and a `state` that serde
+    /// can write. Returns when it is whole.
     ///
-    /// Every process of the mesh calls this, with the same folder, which all of them must reach. Each writes the files of its
-    /// own slots, the first one the index; then it removes what is not to be kept.
+    /// Every process of the mesh calls this, with the same folder, which all of them must reach.
+    /// Each writes the files of its own slots, the first one the index; then it removes what is not
+    /// to be kept.
     ///
     /// # Errors
     ///
-    /// [`Error::File`] with the path and what the system says, or if there is a whole checkpoint of this step; earlier
-    /// ones are untouched. A process that fails leaves the others waiting in a mesh of several, and must end.
-    pub fn save(&self, mesh: &DeviceMesh, step: u64, tensors: &StateDict, state: &impl Serialize) -> Result<()> {
+    /// [`Error::File`] with the path and what the system says, or if there is a whole checkpoint of
+    /// this step; earlier ones are untouched. A process that fails leaves the others waiting in a
+    /// mesh of several, and must end.
+    pub fn save(
+        &self,
+        mesh: &DeviceMesh,
+        step: u64,
+        tensors: &StateDict,
+        state: &impl Serialize,
+    ) -> Result<()> {
         let whole = self.folder.join(folder_name(step));
         let partial = whole.with_extension(PARTIAL);
         let is_first = mesh.local_slots().start == 0;
         if tensors.slots.len() != mesh.devices().len() {
             let (found, expected) = (tensors.slots.len(), mesh.devices().len());
-            return Err(file_error(&whole, format!("a state of {found} slots is not one of this mesh's {expected}")));
+            return Err(file_error(
+                &whole,
+                format!("a state of {found} slots is not one of this mesh's {expected}"),
+            ));
         }
         if is_first {
             self.make_room(&whole)?;
@@ -199,8 +228,11 @@ impl Checkpoints {
         let sizes = told_by_all(mesh, sizes.collect::<Result<_>>()?)?;
         if is_first {
             let files = sizes.iter().enumerate().filter(|(_, bytes)| **bytes > 0);
-            let files = files.map(|(slot, &bytes)| Listed { name: file_name(slot, mesh.len()), bytes }).collect();
-            let state = serde_json::to_value(state).map_err(|error| file_error(&whole.join(INDEX), error))?;
+            let files = files
+                .map(|(slot, &bytes)| Listed { name: file_name(slot, mesh.len()), bytes })
+                .collect();
+            let state = serde_json::to_value(state)
+                .map_err(|error| file_error(&whole.join(INDEX), error))?;
             let parameters = tensors.parameters.clone();
             let index = Index { format_version: FORMAT_VERSION, step, parameters, files, state };
             write_index(&partial.join(INDEX), &index)?;
@@ -214,7 +246,11 @@ impl Checkpoints {
 
     /// The folders that bear a final name, by step.
     fn complete(&self) -> Result<BTreeMap<u64, PathBuf>> {
-        Ok(self.folders()?.into_iter().filter_map(|path| Some((step_of(path.file_name()?.to_str()?)?, path))).collect())
+        Ok(self
+            .folders()?
+            .into_iter()
+            .filter_map(|path| Some((step_of(path.file_name()?.to_str()?)?, path)))
+            .collect())
     }
 
     fn folders(&self) -> Result<Vec<PathBuf>> {
@@ -229,10 +265,14 @@ impl Checkpoints {
         Ok(paths)
     }
 
-    /// Removes what an interrupted run has left, and a damaged checkpoint in the place of the new one.
+    /// Removes what an interrupted run has left, and a damaged checkpoint in the place of the new
+    /// one.
     fn make_room(&self, whole: &Path) -> Result<()> {
         for path in self.folders()? {
-            let name = path.file_name().and_then(|name| name.to_str()).and_then(|name| name.strip_suffix(PARTIAL));
+            let name = path
+                .file_name()
+                .and_then(|name| name.to_str())
+                .and_then(|name| name.strip_suffix(PARTIAL));
             if name.and_then(|name| step_of(name.strip_suffix('.')?)).is_some() {
                 remove(&path)?;
             }
@@ -246,8 +286,8 @@ impl Checkpoints {
         }
     }
 
-    /// Removes the checkpoints before `step` of which enough newer ones are whole. What cannot be removed stays, and is told
-    /// in the log: the new one is whole.
+    /// Removes the checkpoints before `step` of which enough newer ones are whole. What cannot be
+    /// removed stays, and is told in the log: the new one is whole.
     fn remove_old(&self, step: u64) {
         let mut newer = 1;
         for (_, path) in self.complete().unwrap_or_default().range(..step).rev() {
@@ -294,7 +334,8 @@ impl Checkpoint {
     ///
     /// # Errors
     ///
-    /// [`Error::File`] with what is missing, of another size than the index says, or not of this format.
+    /// [`Error::File`] with what is missing, of another size than the index says, or not of this
+    /// format.
     pub fn open(path: impl Into<PathBuf>) -> Result<Self> {
         let path = path.into();
         let index_path = path.join(INDEX);
@@ -303,7 +344,9 @@ impl Checkpoint {
         let index: Index = serde_json::from_slice(&text).map_err(|error| failed(&error))?;
         if index.format_version != FORMAT_VERSION {
             let found = index.format_version;
-            return Err(failed(&format!("format_version is {found}, this program reads {FORMAT_VERSION}")));
+            return Err(failed(&format!(
+                "format_version is {found}, this program reads {FORMAT_VERSION}"
+            )));
         }
         let names: BTreeSet<&str> = index.files.iter().map(|file| file.name.as_str()).collect();
         if names.len() < index.files.len() || !names.iter().all(|name| is_shard(name)) {
@@ -345,14 +388,18 @@ impl Checkpoint {
         self.index.parameters.keys().map(String::as_str)
     }
 
-    /// Checks that the model has these parameters and no others, that is of this shape each, and that all processes of the
-    /// mesh read the same checkpoint.
+    /// Checks that the model has these parameters and no others, that is of this shape each, and
+    /// that all processes of the mesh read the same checkpoint.
     ///
     /// # Errors
     ///
-    /// [`Error::UnknownParameter`], [`Error::Incomplete`], [`Error::OtherShape`]; [`Error::File`] if another process reads
-    /// another one.
-    pub(crate) fn expect(&self, mesh: &DeviceMesh, expected: &BTreeMap<String, Vec<usize>>) -> Result<()> {
+    /// [`Error::UnknownParameter`], [`Error::Incomplete`], [`Error::OtherShape`]; [`Error::File`]
+    /// if another process reads another one.
+    pub(crate) fn expect(
+        &self,
+        mesh: &DeviceMesh,
+        expected: &BTreeMap<String, Vec<usize>>,
+    ) -> Result<()> {
         if let Some(unknown) = self.parameters().find(|name| !expected.contains_key(*name)) {
             return Err(Error::UnknownParameter { name: unknown.to_owned() });
         }
@@ -369,11 +416,15 @@ impl Checkpoint {
         let steps = told_by_all(mesh, mesh.local_slots().map(|_| self.step()).collect())?;
         match steps.into_iter().find(|&step| step != self.step()) {
             None => Ok(()),
-            Some(step) => Err(file_error(&self.path, format!("another process reads the checkpoint of step {step}"))),
+            Some(step) => Err(file_error(
+                &self.path,
+                format!("another process reads the checkpoint of step {step}"),
+            )),
         }
     }
 
-    /// Items `range` of what `kind` keeps for the parameter `name`: one dimension, on the processor.
+    /// Items `range` of what `kind` keeps for the parameter `name`: one dimension, on the
+    /// processor.
     ///
     /// # Errors
     ///
@@ -398,9 +449,15 @@ impl Checkpoint {
         }
     }
 
-    /// What a kind keeps for a parameter, for a place that keeps something like `like`: the items from `start` on, or the
-    /// parameter's scalar.
-    pub(crate) fn like(&self, kind: &str, name: &str, start: usize, like: &Tensor) -> Result<Tensor> {
+    /// What a kind keeps for a parameter, for a place that keeps something like `like`: the items
+    /// from `start` on, or the parameter's scalar.
+    pub(crate) fn like(
+        &self,
+        kind: &str,
+        name: &str,
+        start: usize,
+        like: &Tensor,
+    ) -> Result<Tensor> {
         if like.elem_count() == 0 {
             return Tensor::zeros(like.dims(), like.dtype(), &Device::Cpu).map_err(Error::Assemble);
         }
@@ -410,7 +467,8 @@ impl Checkpoint {
         }
         let missing = || Error::Incomplete { name: name.to_owned(), missing: start };
         let first = self.of(kind, name).and_then(<[Piece]>::first).ok_or_else(missing)?;
-        read(first, first.start..first.end()).and_then(|item| item.reshape(()).map_err(Error::Assemble))
+        read(first, first.start..first.end())
+            .and_then(|item| item.reshape(()).map_err(Error::Assemble))
     }
 
     fn of(&self, kind: &str, name: &str) -> Option<&[Piece]> {
@@ -427,7 +485,10 @@ fn all_are_here(mesh: &DeviceMesh) -> Result<()> {
 /// The numbers of all slots, from those of this process's.
 fn told_by_all(mesh: &DeviceMesh, numbers: Vec<u64>) -> Result<Vec<u64>> {
     let told = |number: u64| Tensor::new(i64::try_from(number).unwrap_or(i64::MAX), &Device::Cpu);
-    let lists = numbers.into_iter().map(|number| Ok(vec![told(number)?])).collect::<candle_core::Result<_>>();
+    let lists = numbers
+        .into_iter()
+        .map(|number| Ok(vec![told(number)?]))
+        .collect::<candle_core::Result<_>>();
     let of_all = mesh.process_allgather(lists.map_err(Error::Assemble)?)?;
     let numbers = of_all.iter().flatten().map(|told| Ok(told.to_scalar::<i64>()?.unsigned_abs()));
     numbers.collect::<candle_core::Result<_>>().map_err(Error::Assemble)
@@ -457,8 +518,10 @@ fn write_tensors(path: &Path, entries: &[(String, Tensor)]) -> Result<u64> {
     let on_host = on_host.collect::<candle_core::Result<Vec<_>>>().map_err(Error::Assemble)?;
     let failed = |error: &dyn Display| file_error(path, error);
     // The writer makes a file for its owner alone; this one is for whom the system says.
-    let permissions =
-        File::create(path).and_then(|file| file.metadata()).map_err(|error| failed(&error))?.permissions();
+    let permissions = File::create(path)
+        .and_then(|file| file.metadata())
+        .map_err(|error| failed(&error))?
+        .permissions();
     safetensors::serialize_to_file(on_host, None, path).map_err(|error| failed(&error))?;
     let synced = File::options().write(true).open(path).and_then(|file| {
         file.set_permissions(permissions)?;
@@ -480,7 +543,9 @@ fn write_index(path: &Path, index: &Index) -> Result<()> {
 /// Brings the names in a folder to disk, where the system has a way to say so.
 fn sync_folder(path: &Path) -> Result<()> {
     if cfg!(unix) {
-        File::open(path).and_then(|folder| folder.sync_all()).map_err(|error| file_error(path, error))?;
+        File::open(path)
+            .and_then(|folder| folder.sync_all())
+            .map_err(|error| file_error(path, error))?;
     }
     Ok(())
 }
@@ -508,7 +573,10 @@ fn read_header(path: &Path, bytes: u64) -> Result<Vec<(Key, Piece)>> {
     let failed = |error: &dyn Display| file_error(path, error);
     let found = fs::metadata(path).map_err(|error| failed(&error))?;
     if !found.is_file() || found.len() != bytes {
-        return Err(failed(&format!("is no file of {bytes} bytes, as the index says, but has {}", found.len())));
+        return Err(failed(&format!(
+            "is no file of {bytes} bytes, as the index says, but has {}",
+            found.len()
+        )));
     }
     let mut file = File::open(path).map_err(|error| failed(&error))?;
     let mut length = [0; 8];
@@ -521,10 +589,15 @@ fn read_header(path: &Path, bytes: u64) -> Result<Vec<(Key, Piece)>> {
     let metadata: Metadata = serde_json::from_reader(header).map_err(|error| failed(&error))?;
     let data_start = length.len() as u64 + header_bytes;
     if data_start + metadata.data_len() as u64 != bytes {
-        return Err(failed(&format!("describes {} bytes of tensors in {bytes}", metadata.data_len())));
+        return Err(failed(&format!(
+            "describes {} bytes of tensors in {bytes}",
+            metadata.data_len()
+        )));
     }
     let piece = |(key, info): (String, &TensorInfo)| {
-        let Some((kind, name, start)) = parse_key(&key) else { return Err(failed(&format!("what is {key}?"))) };
+        let Some((kind, name, start)) = parse_key(&key) else {
+            return Err(failed(&format!("what is {key}?")));
+        };
         if info
             .shape
             .iter()
@@ -536,7 +609,8 @@ fn read_header(path: &Path, bytes: u64) -> Result<Vec<(Key, Piece)>> {
         }
         let dtype = info.dtype.try_into().map_err(|error: candle_core::Error| failed(&error))?;
         let offset = data_start + info.data_offsets.0 as u64;
-        let piece = Piece { start, shape: info.shape.clone(), dtype, file: path.to_owned(), offset };
+        let piece =
+            Piece { start, shape: info.shape.clone(), dtype, file: path.to_owned(), offset };
         Ok(((kind.to_owned(), name.to_owned()), piece))
     };
     metadata.tensors().into_iter().map(piece).collect()
@@ -559,7 +633,8 @@ fn read(piece: &Piece, items: Range<usize>) -> Result<Tensor> {
         Ok(bytes)
     };
     let bytes = read().map_err(|error| file_error(&piece.file, error))?;
-    Tensor::from_raw_buffer(&bytes, piece.dtype, &[items.len()], &Device::Cpu).map_err(Error::Assemble)
+    Tensor::from_raw_buffer(&bytes, piece.dtype, &[items.len()], &Device::Cpu)
+        .map_err(Error::Assemble)
 }
 
 fn file_error(path: &Path, reason: impl Display) -> Error {

@@ -18,20 +18,25 @@ use crate::{
     sync::{lock, same},
 };
 
-/// A model that the devices of a mesh train together; PyTorch's `DistributedDataParallel` for candle.
+/// A model that the devices of a mesh train together; PyTorch's `DistributedDataParallel` for
+/// candle.
 ///
-/// Every slot has the model; slots on one device share its variables. A step cuts the batch, differentiates the shards at
-/// the same time, sums their gradients and lets each slot of a device update its part of the variables: the optimizer's
-/// work and memory are divided among the slots of a device, and every device does them once.
+/// Every slot has the model; slots on one device share its variables. A step cuts the batch,
+/// differentiates the shards at the same time, sums their gradients and lets each slot of a device
+/// update its part of the variables: the optimizer's work and memory are divided among the slots of
+/// a device, and every device does them once.
 ///
 /// The loss of W slots is that of one slot on the same batches, up to the rounding of sums.
 ///
 /// # Where it differs from `DistributedDataParallel`
 ///
-/// - Gradients are summed after `backward`, not during it: candle's `backward` calls nobody on its way, except custom
-///   operations, and hanging one on each parameter would copy every parameter in every step.
-/// - Uneven shards are weighted by their rows, so the last batch of an epoch needs no padding to be exact.
-/// - The optimizer's state is not replicated within a device, as in ZeRO stage 1 (arXiv 1910.02054).
+/// - Gradients are summed after `backward`, not during it: candle's `backward` calls nobody on its
+///   way, except custom operations, and hanging one on each parameter would copy every parameter in
+///   every step.
+/// - Uneven shards are weighted by their rows, so the last batch of an epoch needs no padding to be
+///   exact.
+/// - The optimizer's state is not replicated within a device, as in ZeRO stage 1 (arXiv
+///   1910.02054).
 ///
 /// # Examples
 ///
@@ -78,7 +83,8 @@ struct Slot<M, O> {
     vars: Vec<Var>,
     /// Those that it updates.
     owned: Vec<usize>,
-    /// Those of them, by their position there, that it writes to checkpoints: every variable has one writer.
+    /// Those of them, by their position there, that it writes to checkpoints: every variable has
+    /// one writer.
     saved: Vec<usize>,
     optimizer: O,
     /// The sums of gradients since the last update, and of how many batches.
@@ -88,10 +94,11 @@ struct Slot<M, O> {
 impl<M: Send + 'static, O: Optimizer + Send + 'static> DataParallel<M, O> {
     /// Builds a model on every slot of `mesh`.
     ///
-    /// `build` is called once for each slot and asks for the same parameters each time. The first time it fills `vars`
-    /// with those that are not there, initialized as it says; slots on the device of `vars` use them directly, so they
-    /// are what is trained and can be saved at any time between steps. Other devices get copies. Variables that are there
-    /// must lie on the first device of the mesh: that very one, as [`DeviceMesh::devices`] returns it.
+    /// `build` is called once for each slot and asks for the same parameters each time. The first
+    /// time it fills `vars` with those that are not there, initialized as it says; slots on the
+    /// device of `vars` use them directly, so they are what is trained and can be saved at any time
+    /// between steps. Other devices get copies. Variables that are there must lie on the first
+    /// device of the mesh: that very one, as [`DeviceMesh::devices`] returns it.
     ///
     /// `optimizer` is called with the variables that one slot is to update.
     ///
@@ -107,8 +114,8 @@ impl<M: Send + 'static, O: Optimizer + Send + 'static> DataParallel<M, O> {
         Self::build(mesh, vars, build, optimizer, true).map_err(Error::Model)
     }
 
-    /// [`new`](Self::new) with variables of its own for every slot, even if they are on one device: as many devices would
-    /// do it.
+    /// [`new`](Self::new) with variables of its own for every slot, even if they are on one device:
+    /// as many devices would do it.
     ///
     /// # Errors
     ///
@@ -132,10 +139,14 @@ impl<M: Send + 'static, O: Optimizer + Send + 'static> DataParallel<M, O> {
         let home = &mesh.devices()[0];
         let known = named(vars)?;
         if let Some((name, var)) = known.iter().find(|(_, var)| !var.device().same_device(home)) {
-            candle_core::bail!("variable {name} lies on {:?}, the first slot is on {home:?}", var.device());
+            candle_core::bail!(
+                "variable {name} lies on {:?}, the first slot is on {home:?}",
+                var.device()
+            );
         }
         let dtype = known.first().map_or(candle_core::DType::F32, |(_, var)| var.dtype());
-        let build_on = |vars: &VarMap, device: &Device| build(VarBuilder::from_varmap(vars, dtype, device));
+        let build_on =
+            |vars: &VarMap, device: &Device| build(VarBuilder::from_varmap(vars, dtype, device));
         let mut first_model = Some(build_on(vars, home)?);
 
         let sets = variable_sets(mesh, vars, share)?;
@@ -145,14 +156,22 @@ impl<M: Send + 'static, O: Optimizer + Send + 'static> DataParallel<M, O> {
         let replicas = sets.len() * (mesh.len() / mesh.devices().len());
         let first_set = sets.len() * (mesh.local_slots().start / mesh.devices().len());
         let mut slots = Vec::new();
-        for ((vars, sharers), of_set) in sets.iter().zip(deal(&sizes, replicas).split_off(first_set)) {
+        for ((vars, sharers), of_set) in
+            sets.iter().zip(deal(&sizes, replicas).split_off(first_set))
+        {
             let values: Vec<Var> = named(vars)?.into_iter().map(|(_, var)| var).collect();
             for (&slot, owned) in sharers.iter().zip(deal(&sizes, sharers.len())) {
-                let model = first_model.take().map_or_else(|| build_on(vars, &mesh.devices()[slot]), Ok)?;
+                let model =
+                    first_model.take().map_or_else(|| build_on(vars, &mesh.devices()[slot]), Ok)?;
                 let optimizer = optimizer(owned.iter().map(|&var| values[var].clone()).collect())?;
-                let saved = (0..owned.len()).filter(|&position| of_set.contains(&owned[position])).collect();
+                let saved = (0..owned.len())
+                    .filter(|&position| of_set.contains(&owned[position]))
+                    .collect();
                 let vars = values.clone();
-                slots.push((slot, Mutex::new(Slot { model, vars, owned, saved, optimizer, accumulated: None })));
+                slots.push((
+                    slot,
+                    Mutex::new(Slot { model, vars, owned, saved, optimizer, accumulated: None }),
+                ));
             }
         }
         slots.sort_by_key(|(slot, _)| *slot);
@@ -173,7 +192,8 @@ impl<M: Send + 'static, O: Optimizer + Send + 'static> DataParallel<M, O> {
         Self { in_axes: specs.into(), ..self }
     }
 
-    /// Sets what happens to a batch that the slots do not divide, as [`PMap::uneven`](crate::PMap::uneven).
+    /// Sets what happens to a batch that the slots do not divide, as
+    /// [`PMap::uneven`](crate::PMap::uneven).
     #[must_use]
     pub fn uneven(self, uneven: Uneven) -> Self {
         Self { uneven, ..self }
@@ -192,14 +212,15 @@ impl<M: Send + 'static, O: Optimizer + Send + 'static> DataParallel<M, O> {
 
     /// Differentiates the batch's loss and updates the variables; returns the mean loss, a scalar.
     ///
-    /// `loss` returns the mean over the rows of its shard: over the first [`Replica::valid_len`], if it may be padded. If
-    /// batches were [accumulated](Self::accumulate) before, the
-    /// update uses the mean of their gradients and this batch's.
+    /// `loss` returns the mean over the rows of its shard: over the first [`Replica::valid_len`],
+    /// if it may be padded. If batches were [accumulated](Self::accumulate) before, the update uses
+    /// the mean of their gradients and this batch's.
     ///
     /// # Errors
     ///
-    /// Those of [`PMap::call`](crate::PMap::call). If it fails before gradients are summed, no variable has
-    /// changed, and accumulated gradients are dropped; if an optimizer fails, variables may be changed in part.
+    /// Those of [`PMap::call`](crate::PMap::call). If it fails before gradients are summed, no
+    /// variable has changed, and accumulated gradients are dropped; if an optimizer fails,
+    /// variables may be changed in part.
     pub fn step<I, F>(&mut self, batch: I, loss: F) -> Result<Tensor>
     where
         I: TensorTree,
@@ -208,8 +229,9 @@ impl<M: Send + 'static, O: Optimizer + Send + 'static> DataParallel<M, O> {
         self.run(batch, loss, true)
     }
 
-    /// Differentiates the batch's loss and keeps the gradients on each slot for the next [`step`](Self::step); returns
-    /// the mean loss. (PyTorch's `no_sync`, but gradients are averaged over batches, not summed.)
+    /// Differentiates the batch's loss and keeps the gradients on each slot for the next
+    /// [`step`](Self::step); returns the mean loss. (PyTorch's `no_sync`, but gradients are
+    /// averaged over batches, not summed.)
     ///
     /// # Errors
     ///
@@ -251,10 +273,14 @@ impl<M: Send + 'static, O: Optimizer + Send + 'static> DataParallel<M, O> {
     ///
     /// # Errors
     ///
-    /// [`Error::Diverged`] with the first variable that differs, [`Error::Model`] if it cannot be read.
+    /// [`Error::Diverged`] with the first variable that differs, [`Error::Model`] if it cannot be
+    /// read.
     pub fn check_in_sync(&self) -> Result<()> {
-        let of_slot = |slot: &Mutex<Slot<M, O>>| lock(slot).vars.iter().map(Var::as_detached_tensor).collect();
-        let vars: Vec<Vec<Tensor>> = self.mesh.process_allgather(self.slots.iter().map(of_slot).collect())?;
+        let of_slot = |slot: &Mutex<Slot<M, O>>| {
+            lock(slot).vars.iter().map(Var::as_detached_tensor).collect()
+        };
+        let vars: Vec<Vec<Tensor>> =
+            self.mesh.process_allgather(self.slots.iter().map(of_slot).collect())?;
         for (replica, of_replica) in vars.iter().enumerate() {
             for (name, (expected, var)) in self.names.iter().zip(vars[0].iter().zip(of_replica)) {
                 if !same(expected, var).map_err(Error::Model)? {
@@ -267,14 +293,16 @@ impl<M: Send + 'static, O: Optimizer + Send + 'static> DataParallel<M, O> {
 }
 
 impl<M, O: StatefulOptimizer> DataParallel<M, O> {
-    /// The variables and what the optimizers keep for them, for [`Checkpoints::save`](crate::Checkpoints::save): each slot
-    /// of the mesh, in whatever process, writes its part. Accumulated gradients are not among them.
+    /// The variables and what the optimizers keep for them, for
+    /// [`Checkpoints::save`](crate::Checkpoints::save): each slot of the mesh, in whatever process,
+    /// writes its part. Accumulated gradients are not among them.
     pub fn state_dict(&self) -> StateDict {
         let mut state = StateDict::new(&self.mesh, self.shapes());
         for (index, slot) in self.slots.iter().enumerate() {
             let slot = lock(slot);
             for &position in &slot.saved {
-                let (name, var) = (&self.names[slot.owned[position]], &slot.vars[slot.owned[position]]);
+                let (name, var) =
+                    (&self.names[slot.owned[position]], &slot.vars[slot.owned[position]]);
                 state.add(index, MODEL, name, 0, var.as_detached_tensor());
                 slot.optimizer
                     .state(position)
@@ -285,14 +313,16 @@ impl<M, O: StatefulOptimizer> DataParallel<M, O> {
         state
     }
 
-    /// Gives all variables and optimizers the values of a checkpoint, whatever number of devices wrote it; accumulated
-    /// gradients are dropped. Every process of the mesh calls this, with the same checkpoint.
+    /// Gives all variables and optimizers the values of a checkpoint, whatever number of devices
+    /// wrote it; accumulated gradients are dropped. Every process of the mesh calls this, with the
+    /// same checkpoint.
     ///
     /// # Errors
     ///
-    /// [`Error::UnknownParameter`] if the checkpoint has one that the model lacks, [`Error::Incomplete`] if it lacks one,
-    /// [`Error::OtherShape`] if one does not fit, [`Error::File`] if a file cannot be read, [`Error::Model`] if candle
-    /// fails. Some variables may then be changed.
+    /// [`Error::UnknownParameter`] if the checkpoint has one that the model lacks,
+    /// [`Error::Incomplete`] if it lacks one, [`Error::OtherShape`] if one does not fit,
+    /// [`Error::File`] if a file cannot be read, [`Error::Model`] if candle fails. Some variables
+    /// may then be changed.
     pub fn load(&mut self, checkpoint: &Checkpoint) -> Result<()> {
         checkpoint.expect(&self.mesh, &self.shapes())?;
         for slot in self.slots.iter() {
@@ -301,7 +331,10 @@ impl<M, O: StatefulOptimizer> DataParallel<M, O> {
             for (position, &index) in slot.owned.iter().enumerate() {
                 let (name, var) = (&self.names[index], &slot.vars[index]);
                 let value = checkpoint.like(MODEL, name, 0, var)?;
-                value.to_device(var.device()).and_then(|value| var.set(&value)).map_err(Error::Model)?;
+                value
+                    .to_device(var.device())
+                    .and_then(|value| var.set(&value))
+                    .map_err(Error::Model)?;
                 for (kind, like) in slot.optimizer.state(position) {
                     let value = checkpoint.like(kind, name, 0, &like)?;
                     slot.optimizer.load_state(position, kind, &value).map_err(Error::Model)?;
@@ -332,7 +365,12 @@ impl<M, O: Optimizer> Slot<M, O> {
     }
 
     /// Sums the gradients of its own variables over all slots, and updates these variables.
-    fn update(&mut self, ctx: &Replica, max_norm: Option<f64>, replicas: usize) -> candle_core::Result<()> {
+    fn update(
+        &mut self,
+        ctx: &Replica,
+        max_norm: Option<f64>,
+        replicas: usize,
+    ) -> candle_core::Result<()> {
         let Some((grads, batches)) = self.accumulated.take() else { return Ok(()) };
         let mut sums = ctx.psum_list(grads, &self.owned)?;
         let mut factor = 1.0 / batches as f64;
@@ -356,7 +394,9 @@ impl<M, O: Optimizer> Slot<M, O> {
 /// The sum of the squares of all items, in double precision.
 fn squares(tensors: &[Tensor], device: &Device) -> candle_core::Result<Tensor> {
     let square = |tensor: &Tensor| scalar(&tensor.sqr()?.sum_all()?);
-    let sum = tensors.iter().try_fold(0.0, |sum, tensor| Ok::<_, candle_core::Error>(sum + square(tensor)?))?;
+    let sum = tensors
+        .iter()
+        .try_fold(0.0, |sum, tensor| Ok::<_, candle_core::Error>(sum + square(tensor)?))?;
     Tensor::new(sum, device)
 }
 
@@ -364,12 +404,18 @@ fn scalar(tensor: &Tensor) -> candle_core::Result<f64> {
     tensor.to_dtype(candle_core::DType::F64)?.to_scalar()
 }
 
-/// The variables of each device, or of each slot if they are not to `share`, and which of this process's slots use them;
-/// the first are `vars` themselves.
-fn variable_sets(mesh: &DeviceMesh, vars: &VarMap, share: bool) -> candle_core::Result<Vec<(VarMap, Vec<usize>)>> {
+/// The variables of each device, or of each slot if they are not to `share`, and which of this
+/// process's slots use them; the first are `vars` themselves.
+fn variable_sets(
+    mesh: &DeviceMesh,
+    vars: &VarMap,
+    share: bool,
+) -> candle_core::Result<Vec<(VarMap, Vec<usize>)>> {
     let mut sets: Vec<(VarMap, Vec<usize>)> = vec![(vars.clone(), vec![0])];
     for (slot, device) in mesh.devices().iter().enumerate().skip(1) {
-        let shared = sets.iter_mut().find(|(_, slots)| share && mesh.devices()[slots[0]].same_device(device));
+        let shared = sets
+            .iter_mut()
+            .find(|(_, slots)| share && mesh.devices()[slots[0]].same_device(device));
         match shared {
             Some((_, slots)) => slots.push(slot),
             None => sets.push((copied(vars, device)?, vec![slot])),
@@ -380,7 +426,9 @@ fn variable_sets(mesh: &DeviceMesh, vars: &VarMap, share: bool) -> candle_core::
 
 /// The variables of a map, by name.
 fn named(vars: &VarMap) -> candle_core::Result<Vec<(String, Var)>> {
-    let Ok(vars) = vars.data().lock() else { candle_core::bail!("the variables are locked by a thread that panicked") };
+    let Ok(vars) = vars.data().lock() else {
+        candle_core::bail!("the variables are locked by a thread that panicked")
+    };
     let mut named: Vec<_> = vars.iter().map(|(name, var)| (name.clone(), var.clone())).collect();
     named.sort_by(|(left, _), (right, _)| left.cmp(right));
     Ok(named)
@@ -391,7 +439,9 @@ fn copied(vars: &VarMap, device: &Device) -> candle_core::Result<VarMap> {
     let copies = VarMap::new();
     for (name, var) in named(vars)? {
         let copy = Var::from_tensor(&var.as_detached_tensor().to_device(device)?)?;
-        let Ok(mut data) = copies.data().lock() else { candle_core::bail!("new variables cannot be locked") };
+        let Ok(mut data) = copies.data().lock() else {
+            candle_core::bail!("new variables cannot be locked")
+        };
         data.insert(name, copy);
     }
     Ok(copies)

@@ -7,9 +7,9 @@ use crate::optim::StatefulOptimizer;
 
 /// Adam with decoupled weight decay (Loshchilov and Hutter, arXiv 1711.05101).
 ///
-/// Its steps are those of [`candle_nn::AdamW`] to the bit, but its state can be saved, which candle's keeps to itself. As in
-/// PyTorch each variable counts its own steps, those for which it had a gradient, and the tensors of its state are named
-/// `step`, `exp_avg` and `exp_avg_sq`.
+/// Its steps are those of [`candle_nn::AdamW`] to the bit, but its state can be saved, which
+/// candle's keeps to itself. As in PyTorch each variable counts its own steps, those for which it
+/// had a gradient, and the tensors of its state are named `step`, `exp_avg` and `exp_avg_sq`.
 ///
 /// # Examples
 ///
@@ -72,7 +72,8 @@ impl Optimizer for AdamW {
         Ok(Self { vars: vars.into_iter().map(Moments::new).collect::<Result<_>>()?, params })
     }
 
-    /// Updates the variables that have a gradient; integers, which have none to follow, stay as they are.
+    /// Updates the variables that have a gradient; integers, which have none to follow, stay as
+    /// they are.
     fn step(&mut self, grads: &GradStore) -> Result<()> {
         for moments in self.vars.iter_mut().filter(|moments| moments.var.dtype().is_float()) {
             if let Some(grad) = grads.get(&moments.var) {
@@ -93,14 +94,20 @@ impl Optimizer for AdamW {
 
 impl StatefulOptimizer for AdamW {
     fn state(&self, var: usize) -> Vec<(&'static str, Tensor)> {
-        let Some(Moments { step, exp_avg, exp_avg_sq, .. }) = self.vars.get(var) else { return Vec::new() };
+        let Some(Moments { step, exp_avg, exp_avg_sq, .. }) = self.vars.get(var) else {
+            return Vec::new();
+        };
         let step = Tensor::from_slice(&[*step], (), &Device::Cpu).ok().map(|step| ("step", step));
         let moments = [("exp_avg", exp_avg), ("exp_avg_sq", exp_avg_sq)];
-        step.into_iter().chain(moments.map(|(name, var)| (name, var.as_detached_tensor()))).collect()
+        step.into_iter()
+            .chain(moments.map(|(name, var)| (name, var.as_detached_tensor())))
+            .collect()
     }
 
     fn load_state(&mut self, var: usize, name: &str, value: &Tensor) -> Result<()> {
-        let Some(moments) = self.vars.get_mut(var) else { bail!("the optimizer has no variable {var}") };
+        let Some(moments) = self.vars.get_mut(var) else {
+            bail!("the optimizer has no variable {var}")
+        };
         match name {
             "step" => match value.to_dtype(DType::I64)?.to_scalar()? {
                 step if step >= 0 => moments.step = step,
@@ -129,7 +136,9 @@ mod tests {
             candle.backward_step(&vars[0].powf(3.0).unwrap().sum_all().unwrap()).unwrap();
             if step == 10 {
                 let mut next = AdamW::new(vec![vars[1].clone()], params.clone()).unwrap();
-                ours.state(0).iter().for_each(|(name, value)| next.load_state(0, name, value).unwrap());
+                ours.state(0)
+                    .iter()
+                    .for_each(|(name, value)| next.load_state(0, name, value).unwrap());
                 ours = next;
             }
             ours.backward_step(&vars[1].powf(3.0).unwrap().sum_all().unwrap()).unwrap();

@@ -5,11 +5,11 @@ pub(crate) mod adamw;
 use candle_core::{Result, Tensor, bail};
 use candle_nn::{Optimizer, SGD};
 
-/// An optimizer whose state can be written to a checkpoint and read back; what `state_dict` and `load_state_dict` are to
-/// PyTorch's.
+/// An optimizer whose state can be written to a checkpoint and read back; what `state_dict` and
+/// `load_state_dict` are to PyTorch's.
 pub trait StatefulOptimizer: Optimizer {
-    /// What it keeps for the n-th of the variables that it was made with: tensors of the variable's shape, or scalars,
-    /// each with a name.
+    /// What it keeps for the n-th of the variables that it was made with: tensors of the variable's
+    /// shape, or scalars, each with a name.
     fn state(&self, var: usize) -> Vec<(&'static str, Tensor)>;
 
     /// Replaces one of those tensors, whose shape does not change.

@@ -9,9 +9,10 @@ use crate::error::Result;
 
 /// Describes named tensors to a planner: the variables of a `VarMap`, the tensors of a checkpoint.
 ///
-/// They are sorted by name, numbers in names by their value (`h.2.w` before `h.10.w`), so that every rank plans the same
-/// list, whatever map the tensors come from. A tensor that occurs under several names is described once, and tied to
-/// itself under the others. Layers and units are found from names, as [`ParameterInfo`] says.
+/// They are sorted by name, numbers in names by their value (`h.2.w` before `h.10.w`), so that
+/// every rank plans the same list, whatever map the tensors come from. A tensor that occurs under
+/// several names is described once, and tied to itself under the others. Layers and units are found
+/// from names, as [`ParameterInfo`] says.
 ///
 /// # Errors
 ///
@@ -38,9 +39,13 @@ use crate::error::Result;
 pub fn parameter_infos<'a>(
     tensors: impl IntoIterator<Item = (impl AsRef<str>, &'a Tensor)>,
 ) -> Result<Vec<ParameterInfo>> {
-    let mut tensors: Vec<_> = tensors.into_iter().map(|(name, tensor)| (name.as_ref().to_owned(), tensor)).collect();
+    let mut tensors: Vec<_> =
+        tensors.into_iter().map(|(name, tensor)| (name.as_ref().to_owned(), tensor)).collect();
     tensors.sort_by(|(left, _), (right, _)| natural_order(left, right));
-    #[allow(clippy::disallowed_types, reason = "ids have no order, and nothing walks over this map")]
+    #[allow(
+        clippy::disallowed_types,
+        reason = "ids have no order, and nothing walks over this map"
+    )]
     let mut first_names = std::collections::HashMap::new();
     let infos = tensors.into_iter().map(|(name, tensor)| {
         let shape: Vec<u64> = tensor.dims().iter().map(|&dim| dim as u64).collect();
@@ -62,7 +67,10 @@ fn component_key(component: &str) -> ((u8, u64), &str) {
 }
 
 fn elem_type(name: &str, dtype: DType) -> fsdp_plan::Result<ElemType> {
-    let unknown = || fsdp_plan::Error::UnknownDtype { name: name.to_owned(), dtype: dtype.as_str().to_owned() };
+    let unknown = || fsdp_plan::Error::UnknownDtype {
+        name: name.to_owned(),
+        dtype: dtype.as_str().to_owned(),
+    };
     elem_of(dtype).ok_or_else(unknown)
 }
 
@@ -78,7 +86,8 @@ fn elem_of(dtype: DType) -> Option<ElemType> {
     ElemType::from_name(&as_in_files)
 }
 
-/// A size as candle counts it; a plan's that is larger than any tensor becomes one that no tensor has.
+/// A size as candle counts it; a plan's that is larger than any tensor becomes one that no tensor
+/// has.
 pub(crate) fn index(size: u64) -> usize {
     usize::try_from(size).unwrap_or(usize::MAX)
 }
@@ -86,7 +95,9 @@ pub(crate) fn index(size: u64) -> usize {
 /// The dtype of candle in which a planned parameter's items are held, one by one.
 pub(crate) fn dtype_of(elem: ElemType) -> Option<DType> {
     use DType::{BF16, F8E4M3, F16, F32, F64, I16, I32, I64, U8, U32};
-    [U8, U32, I16, I32, I64, BF16, F16, F32, F64, F8E4M3].into_iter().find(|&dtype| elem_of(dtype) == Some(elem))
+    [U8, U32, I16, I32, I64, BF16, F16, F32, F64, F8E4M3]
+        .into_iter()
+        .find(|&dtype| elem_of(dtype) == Some(elem))
 }
 
 #[cfg(test)]
@@ -120,7 +131,8 @@ mod tests {
     #[test]
     fn a_tensor_of_two_names_is_tied() {
         let tensor = Tensor::zeros((2, 3), DType::F32, &Device::Cpu).unwrap();
-        let infos = parameter_infos([("wte.weight", &tensor), ("lm_head.weight", &tensor)]).unwrap();
+        let infos =
+            parameter_infos([("wte.weight", &tensor), ("lm_head.weight", &tensor)]).unwrap();
         let ties: Vec<_> = infos.iter().map(|info| (info.name(), info.tied_to())).collect();
         assert_eq!(ties, [("lm_head.weight", None), ("wte.weight", Some("lm_head.weight"))]);
     }

@@ -17,14 +17,16 @@ use crate::{
     sharded::describe::{dtype_of, index},
 };
 
-/// The parameters of a model, of which every slot of a mesh keeps the part that a [`ShardingPlan`] gives it; what
-/// PyTorch's `fully_shard` does, one call at a time.
+/// The parameters of a model, of which every slot of a mesh keeps the part that a [`ShardingPlan`]
+/// gives it; what PyTorch's `fully_shard` does, one call at a time.
 ///
-/// A part is a variable of one dimension: a run of the parameter's items in row-major order. Parts are trained in place:
-/// [`all_gather`](Self::all_gather) puts a parameter together where it is used, its backward sums the gradient and hands
-/// each slot its part, and an optimizer of the slot's own [`vars`](Self::vars) updates it.
+/// A part is a variable of one dimension: a run of the parameter's items in row-major order. Parts
+/// are trained in place: [`all_gather`](Self::all_gather) puts a parameter together where it is
+/// used, its backward sums the gradient and hands each slot its part, and an optimizer of the
+/// slot's own [`vars`](Self::vars) updates it.
 ///
-/// A plan with replicas (HSDP) needs a mesh of which the last axis is one shard group, and the others are the replicas.
+/// A plan with replicas (HSDP) needs a mesh of which the last axis is one shard group, and the
+/// others are the replicas.
 ///
 /// # Examples
 ///
@@ -83,14 +85,15 @@ struct Part {
 }
 
 impl ShardedVars {
-    /// Cuts named tensors as `plan` says and moves the parts to their devices: the variables of a `VarMap`, the tensors
-    /// of a checkpoint.
+    /// Cuts named tensors as `plan` says and moves the parts to their devices: the variables of a
+    /// `VarMap`, the tensors of a checkpoint.
     ///
     /// # Errors
     ///
     /// [`Error::PlanWorld`] if the plan is one for another number of ranks than the mesh has slots,
-    /// [`Error::PlanMesh`] if it has replicas and the mesh is not of that shape, [`Error::Incomplete`] if a tensor is
-    /// missing or smaller than planned, [`Error::Assemble`] if candle fails.
+    /// [`Error::PlanMesh`] if it has replicas and the mesh is not of that shape,
+    /// [`Error::Incomplete`] if a tensor is missing or smaller than planned, [`Error::Assemble`] if
+    /// candle fails.
     pub fn shard<'a>(
         mesh: &DeviceMesh,
         plan: &ShardingPlan,
@@ -109,7 +112,8 @@ impl ShardedVars {
 
     /// The same parameters, cut as another plan says, on a mesh of its size.
     ///
-    /// If they span several processes, all of them call this, and each holds one whole parameter at a time.
+    /// If they span several processes, all of them call this, and each holds one whole parameter at
+    /// a time.
     ///
     /// # Errors
     ///
@@ -118,20 +122,23 @@ impl ShardedVars {
         Self::cut(mesh, plan, |param_idx| {
             let name = plan.parameters()[param_idx].info().name();
             let known = self.0.plan.index_of(name).is_some();
-            let whole = known.then(|| self.gather(name)?.flatten_all().map_err(Error::Assemble)).transpose()?;
+            let whole = known
+                .then(|| self.gather(name)?.flatten_all().map_err(Error::Assemble))
+                .transpose()?;
             Ok(move |run| run_of(whole.as_ref(), name, run))
         })
     }
 
-    /// What a checkpoint holds, cut as `plan` says: for another number of slots than wrote it, or another strategy.
+    /// What a checkpoint holds, cut as `plan` says: for another number of slots than wrote it, or
+    /// another strategy.
     ///
     /// Every process reads what its own slots keep, no more.
     ///
     /// # Errors
     ///
-    /// [`Error::UnknownParameter`] if the checkpoint has one that the plan lacks, [`Error::Incomplete`] if it lacks one,
-    /// [`Error::OtherShape`] if one does not fit, [`Error::File`] if a file cannot be read, and those of
-    /// [`shard`](Self::shard).
+    /// [`Error::UnknownParameter`] if the checkpoint has one that the plan lacks,
+    /// [`Error::Incomplete`] if it lacks one, [`Error::OtherShape`] if one does not fit,
+    /// [`Error::File`] if a file cannot be read, and those of [`shard`](Self::shard).
     pub fn load(mesh: &DeviceMesh, plan: &ShardingPlan, checkpoint: &Checkpoint) -> Result<Self> {
         checkpoint.expect(mesh, &shapes(plan))?;
         Self::cut(mesh, plan, |param_idx| {
@@ -140,8 +147,8 @@ impl ShardedVars {
         })
     }
 
-    /// Variables for this process's slots; `source` is asked for each parameter in turn and then for its runs, as tensors
-    /// of one dimension.
+    /// Variables for this process's slots; `source` is asked for each parameter in turn and then
+    /// for its runs, as tensors of one dimension.
     fn cut<R: Fn(Range<usize>) -> Result<Tensor>>(
         mesh: &DeviceMesh,
         plan: &ShardingPlan,
@@ -155,12 +162,19 @@ impl ShardedVars {
             let here = ranks(plan.world_size()).skip(mesh.local_slots().start);
             for ((rank, parts), device) in here.zip(&mut slots).zip(mesh.devices()) {
                 for (start, len) in runs_of(plan, param_idx, rank)? {
-                    let var = variable(&run(start..start + len)?, dtype, device).map_err(Error::Assemble)?;
+                    let var = variable(&run(start..start + len)?, dtype, device)
+                        .map_err(Error::Assemble)?;
                     parts.push(Part { param_idx, start, var });
                 }
             }
         }
-        Ok(Self(Arc::new(Inner { plan: plan.clone(), mesh: mesh.clone(), shard_axes, replica_axes, slots })))
+        Ok(Self(Arc::new(Inner {
+            plan: plan.clone(),
+            mesh: mesh.clone(),
+            shard_axes,
+            replica_axes,
+            slots,
+        })))
     }
 
     /// The plan that is carried out.
@@ -183,11 +197,13 @@ impl ShardedVars {
     ///
     /// If this process has no such slot.
     pub fn bytes(&self, slot: usize) -> u64 {
-        let bytes = |part: &Part| part.var.elem_count() as u64 * part.var.dtype().size_in_bytes() as u64;
+        let bytes =
+            |part: &Part| part.var.elem_count() as u64 * part.var.dtype().size_in_bytes() as u64;
         self.parts(slot).iter().map(bytes).sum()
     }
 
-    /// What this process's slots keep, to be written to a checkpoint: each parameter once, though replicas repeat it.
+    /// What this process's slots keep, to be written to a checkpoint: each parameter once, though
+    /// replicas repeat it.
     pub fn state_dict(&self) -> StateDict {
         let mut state = StateDict::new(&self.0.mesh, shapes(&self.0.plan));
         for slot in self.0.mesh.local_slots() {
@@ -199,22 +215,29 @@ impl ShardedVars {
         state
     }
 
-    /// Adds to a [`state_dict`](Self::state_dict) what a slot's optimizer, made with its [`vars`](Self::vars), keeps for
-    /// them.
+    /// Adds to a [`state_dict`](Self::state_dict) what a slot's optimizer, made with its
+    /// [`vars`](Self::vars), keeps for them.
     ///
     /// # Panics
     ///
     /// If this process has no such slot.
-    pub fn add_optimizer(&self, state: &mut StateDict, slot: usize, optimizer: &impl StatefulOptimizer) {
-        for (var, part) in self.parts(slot).iter().enumerate().filter(|(_, part)| self.is_saved(slot, part)) {
+    pub fn add_optimizer(
+        &self,
+        state: &mut StateDict,
+        slot: usize,
+        optimizer: &impl StatefulOptimizer,
+    ) {
+        for (var, part) in
+            self.parts(slot).iter().enumerate().filter(|(_, part)| self.is_saved(slot, part))
+        {
             for (kind, items) in optimizer.state(var) {
                 state.add(self.local(slot), kind, self.name(part.param_idx), part.start, items);
             }
         }
     }
 
-    /// Gives a slot's optimizer, made with its [`vars`](Self::vars), what a checkpoint has for them, whatever plan it was
-    /// written under.
+    /// Gives a slot's optimizer, made with its [`vars`](Self::vars), what a checkpoint has for
+    /// them, whatever plan it was written under.
     ///
     /// # Errors
     ///
@@ -238,7 +261,8 @@ impl ShardedVars {
         Ok(())
     }
 
-    /// Whether a slot writes a part to checkpoints: others of its group, or of other groups, may have the same.
+    /// Whether a slot writes a part to checkpoints: others of its group, or of other groups, may
+    /// have the same.
     fn is_saved(&self, slot: usize, part: &Part) -> bool {
         match self.0.plan.parameters()[part.param_idx].cut() {
             Cut::Replicated => slot == 0,
@@ -276,16 +300,26 @@ impl ShardedVars {
         let of_all = self.0.mesh.process_allgather(self.0.slots.iter().map(of_slot).collect())?;
         let mut parts = BTreeMap::new();
         for (rank, items) in ranks(self.0.plan.shard_group()).zip(of_all) {
-            parts.extend(runs_of(&self.0.plan, param_idx, rank)?.into_iter().map(|(start, _)| start).zip(items));
+            parts.extend(
+                runs_of(&self.0.plan, param_idx, rank)?
+                    .into_iter()
+                    .map(|(start, _)| start)
+                    .zip(items),
+            );
         }
         let device = &self.0.mesh.devices()[0];
-        let here = parts.values().map(|part| part.to_device(device)).collect::<candle_core::Result<Vec<_>>>();
+        let here = parts
+            .values()
+            .map(|part| part.to_device(device))
+            .collect::<candle_core::Result<Vec<_>>>();
         here.and_then(|here| self.shaped(param_idx, &here, device)).map_err(Error::Assemble)
     }
 
-    /// The whole of a parameter, put together by all slots; to be called in replicas, by all of them.
+    /// The whole of a parameter, put together by all slots; to be called in replicas, by all of
+    /// them.
     ///
-    /// Gradients run back to the slots' [`vars`](Self::vars): summed over all, and each gets those of its parts.
+    /// Gradients run back to the slots' [`vars`](Self::vars): summed over all, and each gets those
+    /// of its parts.
     ///
     /// # Errors
     ///
@@ -321,11 +355,18 @@ impl ShardedVars {
     ///
     /// If the plan has no such unit, and those of [`Replica::all_gather`].
     #[track_caller]
-    pub fn all_gather_unit(&self, ctx: &Replica, unit: &str) -> candle_core::Result<BTreeMap<String, Tensor>> {
-        let parameters = self.0.plan.parameters().iter().filter(|parameter| parameter.info().unit() == unit);
+    pub fn all_gather_unit(
+        &self,
+        ctx: &Replica,
+        unit: &str,
+    ) -> candle_core::Result<BTreeMap<String, Tensor>> {
+        let parameters =
+            self.0.plan.parameters().iter().filter(|parameter| parameter.info().unit() == unit);
         let names: Vec<&str> = parameters.map(|parameter| parameter.info().name()).collect();
         if names.is_empty() {
-            return Err(candle_core::Error::wrap(Error::UnknownParameter { name: unit.to_owned() }));
+            return Err(candle_core::Error::wrap(Error::UnknownParameter {
+                name: unit.to_owned(),
+            }));
         }
         let mut gathered = BTreeMap::new();
         for name in names {
@@ -334,19 +375,27 @@ impl ShardedVars {
         Ok(gathered)
     }
 
-    /// Sums the gradient of a whole parameter over all slots; returns this slot's variables with their parts of it.
+    /// Sums the gradient of a whole parameter over all slots; returns this slot's variables with
+    /// their parts of it.
     ///
-    /// For gradients that were computed apart from [`all_gather`](Self::all_gather), whose backward does the same.
+    /// For gradients that were computed apart from [`all_gather`](Self::all_gather), whose backward
+    /// does the same.
     ///
     /// # Errors
     ///
     /// If the plan has no such parameter, and those of [`Replica::psum`].
     #[track_caller]
-    pub fn reduce_scatter(&self, ctx: &Replica, name: &str, grad: &Tensor) -> candle_core::Result<Vec<(Var, Tensor)>> {
+    pub fn reduce_scatter(
+        &self,
+        ctx: &Replica,
+        name: &str,
+        grad: &Tensor,
+    ) -> candle_core::Result<Vec<(Var, Tensor)>> {
         let param_idx = self.index_of(name).map_err(candle_core::Error::wrap)?;
         let sum = ctx.psum(&grad.detach(), ALL)?.flatten_all()?;
         let mine = self.parts_here(ctx, param_idx);
-        mine.map(|part| Ok((part.var.clone(), sum.narrow(0, part.start, part.var.elem_count())?))).collect()
+        mine.map(|part| Ok((part.var.clone(), sum.narrow(0, part.start, part.var.elem_count())?)))
+            .collect()
     }
 
     /// The position of a parameter, or of the one that it is tied to.
@@ -366,7 +415,8 @@ impl ShardedVars {
 
     /// This slot's parts of a parameter in one tensor, which may be empty.
     fn mine(&self, ctx: &Replica, param_idx: usize) -> candle_core::Result<Tensor> {
-        let mine: Vec<&Tensor> = self.parts_here(ctx, param_idx).map(|part| part.var.as_tensor()).collect();
+        let mine: Vec<&Tensor> =
+            self.parts_here(ctx, param_idx).map(|part| part.var.as_tensor()).collect();
         match mine[..] {
             // A variable too: its slot must take part in the backward as the others do.
             [] => Ok(Var::zeros(0, self.dtype(param_idx)?, ctx.device())?.into_inner()),
@@ -379,7 +429,8 @@ impl ShardedVars {
         dtype(self.0.plan.parameters()[param_idx].info())
     }
 
-    /// Where each run of a parameter begins, where it lies among what all slots of a group bring, and how long it is.
+    /// Where each run of a parameter begins, where it lies among what all slots of a group bring,
+    /// and how long it is.
     fn runs(&self, param_idx: usize) -> Result<Vec<(usize, usize, usize)>> {
         let mut offset = 0;
         let mut runs = Vec::new();
@@ -392,7 +443,12 @@ impl ShardedVars {
         Ok(runs)
     }
 
-    fn shaped(&self, param_idx: usize, runs: &[Tensor], device: &Device) -> candle_core::Result<Tensor> {
+    fn shaped(
+        &self,
+        param_idx: usize,
+        runs: &[Tensor],
+        device: &Device,
+    ) -> candle_core::Result<Tensor> {
         let shape = shape(self.0.plan.parameters()[param_idx].info());
         match runs {
             [] => Tensor::zeros(shape, self.dtype(param_idx)?, device),
@@ -404,7 +460,11 @@ impl ShardedVars {
 
 /// The shapes of the parameters that are kept, by name; those that are tied to others are not.
 fn shapes(plan: &ShardingPlan) -> BTreeMap<String, Vec<usize>> {
-    let kept = plan.parameters().iter().map(PlannedParameter::info).filter(|info| info.tied_to().is_none());
+    let kept = plan
+        .parameters()
+        .iter()
+        .map(PlannedParameter::info)
+        .filter(|info| info.tied_to().is_none());
     kept.map(|info| (info.name().to_owned(), shape(info))).collect()
 }
 
@@ -430,7 +490,9 @@ fn variable(items: &Tensor, dtype: DType, device: &Device) -> candle_core::Resul
 /// A run of a flat parameter's items.
 fn run_of(parameter: Option<&Tensor>, name: &str, run: Range<usize>) -> Result<Tensor> {
     match parameter {
-        Some(items) if run.end <= items.elem_count() => items.narrow(0, run.start, run.len()).map_err(Error::Assemble),
+        Some(items) if run.end <= items.elem_count() => {
+            items.narrow(0, run.start, run.len()).map_err(Error::Assemble)
+        }
         other => {
             let there = other.map_or(0, Tensor::elem_count);
             Err(Error::Incomplete { name: name.to_owned(), missing: there.max(run.start) })
@@ -440,7 +502,10 @@ fn run_of(parameter: Option<&Tensor>, name: &str, run: Range<usize>) -> Result<T
 
 /// The runs of a parameter that one rank keeps: first item and number of items.
 fn runs_of(plan: &ShardingPlan, param_idx: usize, rank: Rank) -> Result<Vec<(usize, usize)>> {
-    Ok(plan.shards(param_idx, rank)?.map(|shard| (index(shard.start_offset), index(shard.shard_size))).collect())
+    Ok(plan
+        .shards(param_idx, rank)?
+        .map(|shard| (index(shard.start_offset), index(shard.shard_size)))
+        .collect())
 }
 
 fn ranks(world_size: WorldSize) -> impl Iterator<Item = Rank> {
@@ -459,9 +524,10 @@ fn axes(mesh: &DeviceMesh, plan: &ShardingPlan) -> Result<(MeshAxes, Option<Mesh
     let axes: Vec<(&str, usize)> = mesh.axes().collect();
     let group = plan.shard_group().as_u64();
     match axes.split_last() {
-        Some(((shard, size), replicas)) if *size as u64 == group => {
-            Ok(((*shard).into(), Some(replicas.iter().map(|(name, _)| (*name).to_owned()).collect())))
-        }
+        Some(((shard, size), replicas)) if *size as u64 == group => Ok((
+            (*shard).into(),
+            Some(replicas.iter().map(|(name, _)| (*name).to_owned()).collect()),
+        )),
         _ => Err(Error::PlanMesh { group, replicas: plan.replicas() }),
     }
 }

@@ -1,4 +1,5 @@
-//! What training over any engine of several processes must do: what it does over threads, to the bit.
+//! What training over any engine of several processes must do: what it does over threads, to the
+//! bit.
 
 #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
 #![allow(clippy::cast_possible_truncation, reason = "sizes are small")]
@@ -8,7 +9,9 @@ use std::{collections::BTreeMap, path::Path};
 use candle_core::{DType, Device, Result, Tensor, Var};
 use candle_nn::{Linear, Module, Optimizer, ParamsAdamW, VarBuilder, VarMap, linear};
 use core_types::WorldSize;
-use dist_train::{AdamW, Checkpoint, Checkpoints, DataParallel, ShardedVars, parameter_infos, value_and_grad};
+use dist_train::{
+    AdamW, Checkpoint, Checkpoints, DataParallel, ShardedVars, parameter_infos, value_and_grad,
+};
 use fsdp_plan::{Full, LayerWise, Layout, ShardingStrategy};
 use pmap_mesh::{ALL, DeviceMesh, P, Replica};
 use process_tests::{Engine, assert_same, folder, mesh, threads};
@@ -26,12 +29,18 @@ pub(crate) fn run(engine: &impl Engine, case: &str, ranks: usize) {
 /// Gradients and steps.
 fn training(engine: &impl Engine, ranks: usize) {
     // Matrix products of a processor are not those of another device.
-    let (tested, threads) = (mesh(engine, &[], None), threads(&[(DeviceMesh::AXIS, ranks)], &engine.device()));
-    let x = Tensor::arange(0_f32, (ranks * 2 * 3) as f32, &Device::Cpu).unwrap().reshape((ranks * 2, 3)).unwrap();
+    let (tested, threads) =
+        (mesh(engine, &[], None), threads(&[(DeviceMesh::AXIS, ranks)], &engine.device()));
+    let x = Tensor::arange(0_f32, (ranks * 2 * 3) as f32, &Device::Cpu)
+        .unwrap()
+        .reshape((ranks * 2, 3))
+        .unwrap();
     let gradient = |mesh: &DeviceMesh| {
         let w = Var::ones((3, 5), DType::F32, &mesh.devices()[0]).unwrap();
         let model = w.clone();
-        let step = value_and_grad(mesh, vec![w.clone()], move |_, x: Tensor| x.matmul(&model)?.sqr()?.mean_all());
+        let step = value_and_grad(mesh, vec![w.clone()], move |_, x: Tensor| {
+            x.matmul(&model)?.sqr()?.mean_all()
+        });
         let (loss, grads) = step.call(x.clone()).unwrap();
         [loss, grads.get(&w).unwrap().clone()]
     };
@@ -41,8 +50,12 @@ fn training(engine: &impl Engine, ranks: usize) {
 
 /// What processes write, threads read, and the other way round.
 fn checkpoints(engine: &impl Engine, ranks: usize) {
-    let (tested, threads) = (mesh(engine, &[], None), threads(&[(DeviceMesh::AXIS, ranks)], &engine.device()));
-    let x = Tensor::arange(0_f32, (ranks * 2 * 3) as f32, &Device::Cpu).unwrap().reshape((ranks * 2, 3)).unwrap();
+    let (tested, threads) =
+        (mesh(engine, &[], None), threads(&[(DeviceMesh::AXIS, ranks)], &engine.device()));
+    let x = Tensor::arange(0_f32, (ranks * 2 * 3) as f32, &Device::Cpu)
+        .unwrap()
+        .reshape((ranks * 2, 3))
+        .unwrap();
     let folder = folder();
     let trained = |mesh: &DeviceMesh, from: Option<&Checkpoint>| {
         let (vars, mut model) = model(mesh);
@@ -56,8 +69,15 @@ fn checkpoints(engine: &impl Engine, ranks: usize) {
     let checkpoints = Checkpoints::new(folder.join("tested"));
     checkpoints.save(&tested, 5, &state, &"half way").unwrap();
     let checkpoint = checkpoints.latest().unwrap().unwrap();
-    assert_eq!((checkpoint.step(), checkpoint.state::<String>().unwrap()), (5, "half way".to_owned()));
-    assert_eq!(std::fs::read_dir(checkpoint.path()).unwrap().count(), ranks + 1, "each rank its shard, and the index");
+    assert_eq!(
+        (checkpoint.step(), checkpoint.state::<String>().unwrap()),
+        (5, "half way".to_owned())
+    );
+    assert_eq!(
+        std::fs::read_dir(checkpoint.path()).unwrap().count(),
+        ranks + 1,
+        "each rank its shard, and the index"
+    );
     let own = folder.join(format!("threads-{}", tested.local_slots().start));
     let of_threads = Checkpoints::new(own);
     let (found, state) = trained(&threads, None);
@@ -70,10 +90,14 @@ fn checkpoints(engine: &impl Engine, ranks: usize) {
 
 /// A plan carried out by processes: gathered, trained, written, and cut another way.
 fn sharded(engine: &impl Engine, ranks: usize) {
-    let (tested, threads) = (mesh(engine, &[], None), threads(&[(DeviceMesh::AXIS, ranks)], &engine.device()));
+    let (tested, threads) =
+        (mesh(engine, &[], None), threads(&[(DeviceMesh::AXIS, ranks)], &engine.device()));
     let folder = folder();
     let tensor = |rows, start: f64| {
-        let items = Tensor::arange(0_f32, (rows * 3) as f32, &Device::Cpu).unwrap().affine(0.01, start).unwrap();
+        let items = Tensor::arange(0_f32, (rows * 3) as f32, &Device::Cpu)
+            .unwrap()
+            .affine(0.01, start)
+            .unwrap();
         items.reshape((rows, 3)).unwrap()
     };
     let tensors = [("a", tensor(7, -0.1)), ("b", tensor(2, 0.2))];
@@ -83,7 +107,12 @@ fn sharded(engine: &impl Engine, ranks: usize) {
         let plan = Full::new(layout).plan(&infos, world_size).unwrap();
         let other = LayerWise::default().plan(&infos, world_size).unwrap();
         let run = |mesh: &DeviceMesh, folder: &Path| {
-            let vars = ShardedVars::shard(mesh, &plan, tensors.iter().map(|(name, tensor)| (*name, tensor))).unwrap();
+            let vars = ShardedVars::shard(
+                mesh,
+                &plan,
+                tensors.iter().map(|(name, tensor)| (*name, tensor)),
+            )
+            .unwrap();
             let mut wholes = sharded_steps(mesh, &vars);
             let gather = |vars: &ShardedVars| ["a", "b"].map(|name| vars.gather(name).unwrap());
             wholes.extend(gather(&vars));

@@ -6,10 +6,11 @@ use candle_core::DType;
 
 use crate::mesh::axes::{AxisSet, MeshAxes};
 
-/// A collective that a replica called: what must agree over a group, and where it stands in the source.
+/// A collective that a replica called: what must agree over a group, and where it stands in the
+/// source.
 ///
-/// Operation, axes, type and shape must be equal on all replicas of a group. The place need not: a branch by rank may
-/// call the same collective from two places.
+/// Operation, axes, type and shape must be equal on all replicas of a group. The place need not: a
+/// branch by rank may call the same collective from two places.
 #[derive(Clone, Debug)]
 pub struct CollectiveCall {
     pub(crate) op: &'static str,
@@ -38,7 +39,11 @@ impl CollectiveCall {
     /// The sizes that must agree.
     fn sizes(&self) -> impl Iterator<Item = usize> {
         let free_dim = self.free_dim;
-        self.shape.iter().enumerate().filter(move |(dim, _)| Some(*dim) != free_dim).map(|(_, size)| *size)
+        self.shape
+            .iter()
+            .enumerate()
+            .filter(move |(dim, _)| Some(*dim) != free_dim)
+            .map(|(_, size)| *size)
     }
 }
 

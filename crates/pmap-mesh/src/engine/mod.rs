@@ -1,4 +1,5 @@
-//! The seam between what replicas ask for and how it gets done: threads of one process, or something over a network.
+//! The seam between what replicas ask for and how it gets done: threads of one process, or
+//! something over a network.
 
 pub(crate) mod call;
 #[cfg(feature = "mpi")]
@@ -22,15 +23,17 @@ use crate::{
 
 /// Moves tensors between the replicas of a group, for one replica.
 ///
-/// Every method is called by all members of `site.members` with the same `site.call`, and returns to each its own
-/// result. Tensors come without a gradient graph and may lie on any device; results lie on the device of what was given.
-/// Whoever implements it checks that calls agree, adds up in rank order, and never leaves a member waiting for one that
-/// has failed or gone: it returns an error that `failed` has recorded.
+/// Every method is called by all members of `site.members` with the same `site.call`, and returns
+/// to each its own result. Tensors come without a gradient graph and may lie on any device; results
+/// lie on the device of what was given. Whoever implements it checks that calls agree, adds up in
+/// rank order, and never leaves a member waiting for one that has failed or gone: it returns an
+/// error that `failed` has recorded.
 pub(crate) trait Engine: fmt::Debug + Send + Sync {
     /// `x` reduced over all members.
     fn all_reduce(&self, site: &Site, x: &Tensor, reduction: Reduction) -> Result<Tensor>;
 
-    /// The sums of those lists' entries that are `wanted` here; all members bring lists of the same shapes.
+    /// The sums of those lists' entries that are `wanted` here; all members bring lists of the same
+    /// shapes.
     fn reduce_lists(
         &self,
         site: &Site,
@@ -58,7 +61,8 @@ pub(crate) trait Engine: fmt::Debug + Send + Sync {
     fn failed(&self, error: Error);
 }
 
-/// The tensor in one piece on the processor, where tensors of different devices can meet; itself, if it is.
+/// The tensor in one piece on the processor, where tensors of different devices can meet; itself,
+/// if it is.
 pub(crate) fn on_host(x: &Tensor) -> Result<Tensor> {
     // In one piece first: candle moves all of the storage that a view looks at.
     x.contiguous()?.to_device(&Device::Cpu)
@@ -75,7 +79,8 @@ pub(crate) struct Site {
 }
 
 impl Site {
-    /// The collective `op` of `slot` with those that differ from it along `axes` only, as called by the caller's caller.
+    /// The collective `op` of `slot` with those that differ from it along `axes` only, as called by
+    /// the caller's caller.
     #[track_caller]
     pub(crate) fn along(
         axes: MeshAxes,
@@ -95,7 +100,11 @@ impl Site {
             free_dim: None,
             place: Location::caller(),
         };
-        Ok(Self { call: Arc::new(call), size: topology.size(set), position: topology.groups(set).seat(slot).1 })
+        Ok(Self {
+            call: Arc::new(call),
+            size: topology.size(set),
+            position: topology.groups(set).seat(slot).1,
+        })
     }
 
     /// The same collective, agreeing in `detail` too.

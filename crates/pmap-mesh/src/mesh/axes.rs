@@ -4,8 +4,8 @@ use std::fmt;
 
 /// Some of the axes of a mesh, by name, or [`ALL`] of them.
 ///
-/// A set: whatever order they are named in, positions along several axes count in the order of the mesh, the last axis
-/// fastest.
+/// A set: whatever order they are named in, positions along several axes count in the order of the
+/// mesh, the last axis fastest.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct MeshAxes(Option<Vec<String>>);
 

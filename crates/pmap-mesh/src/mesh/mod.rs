@@ -92,7 +92,8 @@ impl DeviceMesh {
     /// The largest number of devices in one mesh; each has a thread of its own.
     pub const MAX_DEVICES: usize = 1024;
 
-    /// How long a process waits for others, unless told otherwise: ten minutes, as PyTorch's NCCL groups do.
+    /// How long a process waits for others, unless told otherwise: ten minutes, as PyTorch's NCCL
+    /// groups do.
     pub const PROCESS_DEADLINE: Duration = Duration::from_mins(10);
 
     /// The name of the axis of a mesh that was made without a builder.
@@ -103,19 +104,21 @@ impl DeviceMesh {
         DeviceMeshBuilder { axes: Vec::new(), pin: true, deadline: None }
     }
 
-    /// Returns a row of these devices, in this order; they may be of different kinds, or the same one several times.
+    /// Returns a row of these devices, in this order; they may be of different kinds, or the same
+    /// one several times.
     ///
     /// # Errors
     ///
-    /// [`Error::MeshSize`] for no devices or more than [`MAX_DEVICES`](Self::MAX_DEVICES), [`Error::Worker`] if the
-    /// system gives no more threads.
+    /// [`Error::MeshSize`] for no devices or more than [`MAX_DEVICES`](Self::MAX_DEVICES),
+    /// [`Error::Worker`] if the system gives no more threads.
     pub fn new(devices: Vec<Device>) -> Result<Self> {
         Self::builder().axis(Self::AXIS, devices.len()).devices(devices)
     }
 
     /// Returns a row of `count` virtual devices, all of them this machine's processor.
     ///
-    /// Each gets an equal share of the cores, at least one. So a program for several devices runs on a laptop.
+    /// Each gets an equal share of the cores, at least one. So a program for several devices runs
+    /// on a laptop.
     ///
     /// # Errors
     ///
@@ -128,8 +131,8 @@ impl DeviceMesh {
     ///
     /// # Errors
     ///
-    /// [`Error::Device`] if one of them is not there or the crate was built without feature `cuda`, and those of
-    /// [`new`](Self::new).
+    /// [`Error::Device`] if one of them is not there or the crate was built without feature `cuda`,
+    /// and those of [`new`](Self::new).
     pub fn cuda(count: usize) -> Result<Self> {
         Self::builder().axis(Self::AXIS, count).cuda()
     }
@@ -138,18 +141,19 @@ impl DeviceMesh {
     ///
     /// # Errors
     ///
-    /// [`Error::Device`] if one of them is not there or the crate was built without feature `metal`, and those of
-    /// [`new`](Self::new).
+    /// [`Error::Device`] if one of them is not there or the crate was built without feature
+    /// `metal`, and those of [`new`](Self::new).
     pub fn metal(count: usize) -> Result<Self> {
         Self::builder().axis(Self::AXIS, count).metal()
     }
 
-    /// Returns a mesh, with workers of its own, of those devices of this one whose coordinate along `axis` is
-    /// `coordinate`; it lacks that axis.
+    /// Returns a mesh, with workers of its own, of those devices of this one whose coordinate along
+    /// `axis` is `coordinate`; it lacks that axis.
     ///
     /// # Errors
     ///
-    /// [`Error::UnknownAxis`], [`Error::Coordinate`], [`Error::SeveralProcesses`], and those of [`new`](Self::new).
+    /// [`Error::UnknownAxis`], [`Error::Coordinate`], [`Error::SeveralProcesses`], and those of
+    /// [`new`](Self::new).
     ///
     /// # Examples
     ///
@@ -171,13 +175,16 @@ impl DeviceMesh {
         }
         let groups = self.topology().groups(set);
         let is_in = |slot: &usize| groups.seat(*slot).1 == coordinate;
-        let devices = self.local_slots().filter(is_in).map(|slot| self.devices()[slot].clone()).collect();
+        let devices =
+            self.local_slots().filter(is_in).map(|slot| self.devices()[slot].clone()).collect();
         let rest = self.axes().filter(|(name, _)| *name != axis);
-        let builder = DeviceMeshBuilder { axes: Vec::new(), pin: self.0.pin, deadline: self.0.deadline };
+        let builder =
+            DeviceMeshBuilder { axes: Vec::new(), pin: self.0.pin, deadline: self.0.deadline };
         rest.fold(builder, |builder, (name, size)| builder.axis(name, size)).devices(devices)
     }
 
-    /// The devices of this process's slots, in the order in which shards are dealt to them: the last axis varies fastest.
+    /// The devices of this process's slots, in the order in which shards are dealt to them: the
+    /// last axis varies fastest.
     pub fn devices(&self) -> &[Device] {
         &self.0.devices
     }
@@ -209,14 +216,16 @@ impl DeviceMesh {
         }
     }
 
-    /// Returns the tensors of all slots, given those of this process's slots; JAX's `process_allgather`.
+    /// Returns the tensors of all slots, given those of this process's slots; JAX's
+    /// `process_allgather`.
     ///
-    /// Every process of the mesh calls it, between calls of parallel functions. In one process the argument comes back.
+    /// Every process of the mesh calls it, between calls of parallel functions. In one process the
+    /// argument comes back.
     ///
     /// # Shapes
     ///
-    /// A list for each of the [`local_slots`](Self::local_slots) in, a list for each slot out. Lists may differ in
-    /// length, and tensors in type and shape.
+    /// A list for each of the [`local_slots`](Self::local_slots) in, a list for each slot out.
+    /// Lists may differ in length, and tensors in type and shape.
     ///
     /// # Errors
     ///
@@ -229,9 +238,13 @@ impl DeviceMesh {
         match &self.0.engines {
             Engines::Threads => Ok(lists),
             #[cfg(feature = "mpi")]
-            Engines::Mpi(mpi) => lists.first().map_or_else(|| Ok(Vec::new()), |list| mpi.exchange(list)),
+            Engines::Mpi(mpi) => {
+                lists.first().map_or_else(|| Ok(Vec::new()), |list| mpi.exchange(list))
+            }
             #[cfg(feature = "nccl")]
-            Engines::Nccl(nccl) => lists.first().map_or_else(|| Ok(Vec::new()), |list| nccl.exchange(list)),
+            Engines::Nccl(nccl) => {
+                lists.first().map_or_else(|| Ok(Vec::new()), |list| nccl.exchange(list))
+            }
         }
     }
 
@@ -264,8 +277,8 @@ impl DeviceMeshBuilder {
         self
     }
 
-    /// Whether the workers of a mesh of processors are bound to cores; they are unless told otherwise, if there are at
-    /// least two.
+    /// Whether the workers of a mesh of processors are bound to cores; they are unless told
+    /// otherwise, if there are at least two.
     ///
     /// Bound workers keep their caches, but cannot step aside for another busy process.
     pub fn pin(mut self, pin: bool) -> Self {
@@ -275,8 +288,9 @@ impl DeviceMeshBuilder {
 
     /// How long a replica waits in a collective before the call ends with [`Error::Deadline`].
     ///
-    /// In one process for ever by default, since failures of others end it anyway; over several processes, of which one may
-    /// never come, for [`PROCESS_DEADLINE`](DeviceMesh::PROCESS_DEADLINE).
+    /// In one process for ever by default, since failures of others end it anyway; over several
+    /// processes, of which one may never come, for
+    /// [`PROCESS_DEADLINE`](DeviceMesh::PROCESS_DEADLINE).
     pub fn deadline(mut self, deadline: Duration) -> Self {
         self.deadline = Some(deadline);
         self
@@ -314,9 +328,10 @@ impl DeviceMeshBuilder {
     ///
     /// # Errors
     ///
-    /// [`Error::MeshSize`] for no slots or more than [`DeviceMesh::MAX_DEVICES`], [`Error::MeshAxes`] for too many axes,
-    /// [`Error::DuplicateAxis`], [`Error::DeviceCount`] if there are more or fewer devices than slots, and
-    /// [`Error::Worker`] if the system gives no more threads.
+    /// [`Error::MeshSize`] for no slots or more than [`DeviceMesh::MAX_DEVICES`],
+    /// [`Error::MeshAxes`] for too many axes, [`Error::DuplicateAxis`], [`Error::DeviceCount`] if
+    /// there are more or fewer devices than slots, and [`Error::Worker`] if the system gives no
+    /// more threads.
     pub fn devices(self, devices: Vec<Device>) -> Result<DeviceMesh> {
         let (topology, slots) = Topology::new(self.axes, DeviceMesh::MAX_DEVICES)?;
         if devices.len() != slots {
@@ -324,23 +339,34 @@ impl DeviceMeshBuilder {
         }
         let (deadline, pin, topology) = (self.deadline, self.pin, Arc::new(topology));
         let workers = start_workers(&devices, pin)?;
-        let inner = Inner { devices, first_slot: 0, topology, deadline, pin, engines: Engines::Threads, workers };
+        let inner = Inner {
+            devices,
+            first_slot: 0,
+            topology,
+            deadline,
+            pin,
+            engines: Engines::Threads,
+            workers,
+        };
         Ok(DeviceMesh(Arc::new(inner)))
     }
 
-    /// Makes the mesh of all processes that MPI has started, one slot each, by rank; this one's runs on `device`.
+    /// Makes the mesh of all processes that MPI has started, one slot each, by rank; this one's
+    /// runs on `device`.
     ///
-    /// Every process makes the same mesh and calls the same functions with the same arguments, of which it takes its own
-    /// shard; results come back to all of them. What is said of one process elsewhere holds of all: they compute the
-    /// same, sums are formed in rank order. A replica that fails ends all processes, with its error on the standard
-    /// error of its own, since the others may wait for it: there is no call that returns an error for it.
+    /// Every process makes the same mesh and calls the same functions with the same arguments, of
+    /// which it takes its own shard; results come back to all of them. What is said of one process
+    /// elsewhere holds of all: they compute the same, sums are formed in rank order. A replica that
+    /// fails ends all processes, with its error on the standard error of its own, since the others
+    /// may wait for it: there is no call that returns an error for it.
     ///
     /// A mesh without axes is a row named [`DeviceMesh::AXIS`].
     ///
     /// # Errors
     ///
-    /// Those of [`devices`](Self::devices), and [`Error::Mpi`] if MPI cannot be started, or a second time, has not as
-    /// many processes as the mesh has slots, or grants its calls to one thread only.
+    /// Those of [`devices`](Self::devices), and [`Error::Mpi`] if MPI cannot be started, or a
+    /// second time, has not as many processes as the mesh has slots, or grants its calls to one
+    /// thread only.
     #[cfg(feature = "mpi")]
     pub fn mpi(self, device: Device) -> Result<DeviceMesh> {
         let session = Session::start()?;
@@ -350,16 +376,18 @@ impl DeviceMeshBuilder {
         })
     }
 
-    /// Makes the mesh of as many processes as the world of `place` has, one slot each, by rank; this one's runs on CUDA
-    /// device `device` of its machine, and tensors go from device to device through NCCL.
+    /// Makes the mesh of as many processes as the world of `place` has, one slot each, by rank;
+    /// this one's runs on CUDA device `device` of its machine, and tensors go from device to device
+    /// through NCCL.
     ///
-    /// Who this process is and which device it takes is known to what started it: a program hands on the placement and
-    /// the local rank of `core_types::Launched`. The processes meet at `store`, and wait there for each other for up to ten
-    /// minutes.
+    /// Who this process is and which device it takes is known to what started it: a program hands
+    /// on the placement and the local rank of `core_types::Launched`. The processes meet at
+    /// `store`, and wait there for each other for up to ten minutes.
     ///
-    /// As over MPI, every process makes the same mesh and calls the same functions with the same arguments, sums are
-    /// formed in rank order, and a replica that fails ends its process with its error on the standard error; the
-    /// launcher then ends the others, which wait for it. Tensors of other devices are refused in collectives.
+    /// As over MPI, every process makes the same mesh and calls the same functions with the same
+    /// arguments, sums are formed in rank order, and a replica that fails ends its process with its
+    /// error on the standard error; the launcher then ends the others, which wait for it. Tensors
+    /// of other devices are refused in collectives.
     ///
     /// A mesh without axes is a row named [`DeviceMesh::AXIS`].
     ///
@@ -367,12 +395,13 @@ impl DeviceMeshBuilder {
     ///
     /// # Errors
     ///
-    /// Those of [`devices`](Self::devices), [`Error::Device`] if there is no such device, [`Error::Store`] if the
-    /// processes cannot meet, and [`Error::Nccl`] if NCCL cannot be started or the mesh has not as many slots as there are
-    /// processes.
+    /// Those of [`devices`](Self::devices), [`Error::Device`] if there is no such device,
+    /// [`Error::Store`] if the processes cannot meet, and [`Error::Nccl`] if NCCL cannot be started
+    /// or the mesh has not as many slots as there are processes.
     #[cfg(feature = "nccl")]
     pub fn nccl(self, place: Placement, device: usize, store: &NcclStore) -> Result<DeviceMesh> {
-        let opened = Device::new_cuda_with_stream(device).map_err(|source| Error::Device { index: device, source })?;
+        let opened = Device::new_cuda_with_stream(device)
+            .map_err(|source| Error::Device { index: device, source })?;
         let (first_slot, processes) = (place.rank().as_usize(), place.world_size().as_usize());
         self.of_processes(first_slot, processes, opened, |topology, deadline, device| {
             Ok(Engines::Nccl(Nccl::new(place, device, store, Arc::clone(topology), deadline)?))
@@ -417,8 +446,8 @@ impl DeviceMeshBuilder {
 }
 
 impl fmt::Display for DeviceMesh {
-    /// Names and sizes of the axes, then this process's slots with their devices, a row for each step of all axes but the
-    /// last.
+    /// Names and sizes of the axes, then this process's slots with their devices, a row for each
+    /// step of all axes but the last.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let axes: Vec<String> = self.axes().map(|(name, size)| format!("{name} {size}")).collect();
         f.write_str(&axes.join(" x "))?;

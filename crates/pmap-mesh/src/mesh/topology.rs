@@ -28,11 +28,9 @@ impl Topology {
         if axes.len() > Self::MAX_AXES {
             return Err(Error::MeshAxes { count: axes.len(), max: Self::MAX_AXES });
         }
-        if let Some((name, _)) = axes
-            .iter()
-            .enumerate()
-            .find_map(|(n, axis)| axes[..n].iter().any(|earlier| earlier.0 == axis.0).then_some(axis))
-        {
+        if let Some((name, _)) = axes.iter().enumerate().find_map(|(n, axis)| {
+            axes[..n].iter().any(|earlier| earlier.0 == axis.0).then_some(axis)
+        }) {
             return Err(Error::DuplicateAxis { name: name.clone() });
         }
         let count = axes.iter().fold(1, |slots: usize, (_, size)| slots.saturating_mul(*size));
@@ -177,7 +175,10 @@ mod tests {
             let groups = grid.groups(set);
             for slot in 0..12 {
                 let (group, position) = groups.seat(slot);
-                assert_eq!((groups.members(group)[position], groups.members(group).len()), (slot, grid.size(set)));
+                assert_eq!(
+                    (groups.members(group)[position], groups.members(group).len()),
+                    (slot, grid.size(set))
+                );
             }
         }
         assert_eq!(grid.coordinates(11), [1, 2, 1]);
@@ -186,11 +187,14 @@ mod tests {
     #[test]
     fn names_must_be_known_and_differ() {
         let error = grid(&[2, 2]).set(&["a0", "b"].into()).unwrap_err();
-        assert!(matches!(error, Error::UnknownAxis { name, known } if name == "b" && known == ["a0", "a1"]));
+        assert!(
+            matches!(error, Error::UnknownAxis { name, known } if name == "b" && known == ["a0", "a1"])
+        );
         let twice = Topology::new(vec![("x".into(), 2), ("x".into(), 2)], 1024);
         assert!(matches!(twice, Err(Error::DuplicateAxis { name }) if name == "x"));
         for sizes in [vec![0, 2], vec![usize::MAX, 2], vec![1025]] {
-            let axes = sizes.into_iter().enumerate().map(|(n, size)| (n.to_string(), size)).collect();
+            let axes =
+                sizes.into_iter().enumerate().map(|(n, size)| (n.to_string(), size)).collect();
             assert!(matches!(Topology::new(axes, 1024), Err(Error::MeshSize { .. })));
         }
     }

@@ -21,14 +21,14 @@ use crate::{
 
 /// The workers of a mesh: for each slot a thread that waits for jobs, in a thread pool of its own.
 ///
-/// candle's kernels look for the pool they are called in and stay there: replicas that shared the global pool would
-/// queue behind each other's matrix products.
+/// candle's kernels look for the pool they are called in and stay there: replicas that shared the
+/// global pool would queue behind each other's matrix products.
 #[derive(Debug)]
 pub(crate) struct Workers {
     mailboxes: Vec<Arc<Mailbox>>,
     threads: Vec<JoinHandle<()>>,
-    /// Held while jobs are handed out: all slots must see calls in the same order, or collectives of two calls would
-    /// wait for each other.
+    /// Held while jobs are handed out: all slots must see calls in the same order, or collectives
+    /// of two calls would wait for each other.
     dispatch: Mutex<()>,
 }
 
@@ -45,13 +45,18 @@ impl Workers {
         let cores = thread::available_parallelism().map_or(1, usize::from);
         let threads_per_slot = (cores / count).max(1);
         let pins = if pin { core_affinity::get_core_ids().unwrap_or_default() } else { Vec::new() };
-        let mut workers =
-            Self { mailboxes: Vec::with_capacity(count), threads: Vec::new(), dispatch: Mutex::default() };
+        let mut workers = Self {
+            mailboxes: Vec::with_capacity(count),
+            threads: Vec::new(),
+            dispatch: Mutex::default(),
+        };
         for slot in 0..count {
             let pool = rayon::ThreadPoolBuilder::new()
                 .num_threads(threads_per_slot)
                 .spawn_handler(|thread| {
-                    let core = pins.get(core_of(slot, thread.index(), count, threads_per_slot, pins.len())).copied();
+                    let core = pins
+                        .get(core_of(slot, thread.index(), count, threads_per_slot, pins.len()))
+                        .copied();
                     let name = format!("mesh-{slot}.{}", thread.index());
                     let start = move || {
                         core.map(core_affinity::set_for_current);
@@ -63,8 +68,8 @@ impl Workers {
                 })
                 .build()
                 .map_err(|source| Error::Worker { index: slot, source })?;
-            // The pool's first job lasts as long as the mesh, and the pool as long as its job; kernels called in it
-            // find the pool's other threads.
+            // The pool's first job lasts as long as the mesh, and the pool as long as its job;
+            // kernels called in it find the pool's other threads.
             let (started, worker) = mpsc::sync_channel(1);
             pool.spawn(move || {
                 let mailbox = Arc::new(Mailbox::new(thread::current()));
@@ -85,8 +90,12 @@ impl Workers {
     ///
     /// Jobs must not panic.
     pub(crate) fn run(&self, jobs: impl IntoIterator<Item = impl FnOnce() + Send + 'static>) {
-        let pending = Arc::new(Pending { jobs: AtomicUsize::new(self.mailboxes.len()), caller: thread::current() });
-        let jobs: Vec<Job> = jobs.into_iter().map(|job| Pending::counted(Arc::clone(&pending), job)).collect();
+        let pending = Arc::new(Pending {
+            jobs: AtomicUsize::new(self.mailboxes.len()),
+            caller: thread::current(),
+        });
+        let jobs: Vec<Job> =
+            jobs.into_iter().map(|job| Pending::counted(Arc::clone(&pending), job)).collect();
         let order = lock(&self.dispatch);
         self.mailboxes.iter().zip(jobs).for_each(|(mailbox, job)| mailbox.post(job));
         drop(order);
@@ -107,8 +116,15 @@ impl Drop for Workers {
     }
 }
 
-/// The core of one thread: a slot's threads side by side, and slots spread evenly where there are more than cores.
-fn core_of(slot: usize, thread: usize, slots: usize, threads_per_slot: usize, cores: usize) -> usize {
+/// The core of one thread: a slot's threads side by side, and slots spread evenly where there are
+/// more than cores.
+fn core_of(
+    slot: usize,
+    thread: usize,
+    slots: usize,
+    threads_per_slot: usize,
+    cores: usize,
+) -> usize {
     if slots > cores { slot * cores / slots } else { slot * threads_per_slot + thread }
 }
 
@@ -151,7 +167,12 @@ impl fmt::Debug for Jobs {
 
 impl Mailbox {
     fn new(worker: Thread) -> Self {
-        Self { jobs: Mutex::default(), count: AtomicUsize::new(0), closed: AtomicBool::new(false), worker }
+        Self {
+            jobs: Mutex::default(),
+            count: AtomicUsize::new(0),
+            closed: AtomicBool::new(false),
+            worker,
+        }
     }
 
     /// Runs jobs as they come, until the mailbox is closed.
@@ -162,7 +183,9 @@ impl Mailbox {
     }
 
     fn next(&self) -> Option<Job> {
-        sync::until(None, || self.count.load(Ordering::Acquire) > 0 || self.closed.load(Ordering::Acquire));
+        sync::until(None, || {
+            self.count.load(Ordering::Acquire) > 0 || self.closed.load(Ordering::Acquire)
+        });
         let job = lock(&self.jobs).0.pop_front()?;
         self.count.fetch_sub(1, Ordering::AcqRel);
         Some(job)
@@ -188,5 +211,6 @@ pub(crate) fn catch<T>(run: impl FnOnce() -> T) -> Result<T, String> {
 
 fn panic_message(payload: &(dyn Any + Send)) -> String {
     let text = payload.downcast_ref::<&str>().map(ToString::to_string);
-    text.or_else(|| payload.downcast_ref::<String>().cloned()).unwrap_or_else(|| "no message".into())
+    text.or_else(|| payload.downcast_ref::<String>().cloned())
+        .unwrap_or_else(|| "no message".into())
 }

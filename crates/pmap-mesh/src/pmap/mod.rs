@@ -39,8 +39,8 @@ use crate::{
 ///
 /// # References
 ///
-/// JAX's `pmap` and `shard_map`. As in `shard_map`, a mapped dimension is cut into shards and keeps its place, where
-/// `pmap` would remove it: a batch of 8 on 2 devices is two batches of 4.
+/// JAX's `pmap` and `shard_map`. As in `shard_map`, a mapped dimension is cut into shards and keeps
+/// its place, where `pmap` would remove it: a batch of 8 on 2 devices is two batches of 4.
 pub struct PMap<I, O, F> {
     mesh: DeviceMesh,
     f: Arc<F>,
@@ -53,11 +53,13 @@ pub struct PMap<I, O, F> {
 }
 
 impl DeviceMesh {
-    /// Returns a function that runs `f` on every device at once, each on its shard of the arguments.
+    /// Returns a function that runs `f` on every device at once, each on its shard of the
+    /// arguments.
     ///
-    /// By default the first tensor among the arguments is cut in dimension 0 and all others are replicated, and results
-    /// are concatenated in dimension 0; see [`PMap::in_axes`] and [`PMap::out_axes`]. What `f` is given besides, a
-    /// [`Replica`], tells it where it runs and lets it talk to the others.
+    /// By default the first tensor among the arguments is cut in dimension 0 and all others are
+    /// replicated, and results are concatenated in dimension 0; see [`PMap::in_axes`] and
+    /// [`PMap::out_axes`]. What `f` is given besides, a [`Replica`], tells it where it runs and
+    /// lets it talk to the others.
     ///
     /// # Examples
     ///
@@ -104,9 +106,11 @@ where
         }
     }
 
-    /// Sets what each device gets of the arguments: a [`P`] for each tensor, for each argument, or one for all.
+    /// Sets what each device gets of the arguments: a [`P`] for each tensor, for each argument, or
+    /// one for all.
     ///
-    /// By default the first tensor is cut in dimension 0 over all devices and the others are replicated.
+    /// By default the first tensor is cut in dimension 0 over all devices and the others are
+    /// replicated.
     ///
     /// # Examples
     ///
@@ -130,17 +134,20 @@ where
         Self { in_axes: specs.into(), ..self }
     }
 
-    /// Sets what becomes of the results; by default they are concatenated in dimension 0 over all devices.
+    /// Sets what becomes of the results; by default they are concatenated in dimension 0 over all
+    /// devices.
     #[must_use]
     pub fn out_axes(self, specs: impl Into<Specs>) -> Self {
         Self { out_axes: specs.into(), ..self }
     }
 
-    /// Sets what happens to a dimension that the devices do not divide; by default the call is refused.
+    /// Sets what happens to a dimension that the devices do not divide; by default the call is
+    /// refused.
     ///
     /// # Examples
     ///
-    /// A batch of 5 on 2 devices: weighted by [`Replica::weight`], the mean is that of the whole batch.
+    /// A batch of 5 on 2 devices: weighted by [`Replica::weight`], the mean is that of the whole
+    /// batch.
     ///
     /// ```
     /// use candle_core::{Device, Tensor};
@@ -172,14 +179,16 @@ where
     /// # Errors
     ///
     /// Before a replica starts: [`Error::Specs`] with everything that is wrong with the arguments,
-    /// [`Error::SpecCount`], [`Error::Nested`]. From inside: [`Error::Replica`], [`Error::Panicked`] and those of
-    /// collectives; the mesh can be used again at once. Afterwards: [`Error::OutputsDiffer`], [`Error::Specs`],
-    /// [`Error::NotReplicated`] and [`Error::Gather`].
+    /// [`Error::SpecCount`], [`Error::Nested`]. From inside: [`Error::Replica`],
+    /// [`Error::Panicked`] and those of collectives; the mesh can be used again at once.
+    /// Afterwards: [`Error::OutputsDiffer`], [`Error::Specs`], [`Error::NotReplicated`] and
+    /// [`Error::Gather`].
     pub fn call(&self, arguments: I) -> Result<O> {
         self.call_sharded(arguments)?.joined(&self.out_axes)
     }
 
-    /// [`call`](Self::call) as the given step, of which [`Replica::rng`] depends; without it, calls are counted from 0.
+    /// [`call`](Self::call) as the given step, of which [`Replica::rng`] depends; without it, calls
+    /// are counted from 0.
     ///
     /// # Errors
     ///
@@ -191,8 +200,8 @@ where
 
     /// [`call`](Self::call), with results written into the tensors of `kept` instead of new ones.
     ///
-    /// They must be contiguous and of the results' shapes, on the first device of the mesh. New tensors of many
-    /// megabytes cost more in fresh memory than in copying.
+    /// They must be contiguous and of the results' shapes, on the first device of the mesh. New
+    /// tensors of many megabytes cost more in fresh memory than in copying.
     ///
     /// # Errors
     ///
@@ -206,7 +215,10 @@ where
     /// # Errors
     ///
     /// Those of [`call`](Self::call) that precede gathering.
-    #[allow(clippy::needless_pass_by_value, reason = "arguments are given away, as to any function of tensors")]
+    #[allow(
+        clippy::needless_pass_by_value,
+        reason = "arguments are given away, as to any function of tensors"
+    )]
     pub fn call_sharded(&self, arguments: I) -> Result<Sharded<O>> {
         Workers::refuse_nesting()?;
         let (shards, rows) = sharded::shard(&self.mesh, &arguments, &self.in_axes, self.uneven)?;
@@ -217,7 +229,8 @@ where
     ///
     /// # Errors
     ///
-    /// [`Error::OtherMesh`] if it lies on those of another mesh, and those of [`call_sharded`](Self::call_sharded).
+    /// [`Error::OtherMesh`] if it lies on those of another mesh, and those of
+    /// [`call_sharded`](Self::call_sharded).
     pub fn run(&self, arguments: Sharded<I>) -> Result<Sharded<O>> {
         Workers::refuse_nesting()?;
         let (shards, rows) = arguments.into_shards(&self.mesh)?;
@@ -226,7 +239,8 @@ where
 
     fn run_on(&self, shards: Vec<I>, rows: Option<Rows>) -> Result<Sharded<O>> {
         let hub = Arc::new(Hub::new(self.mesh.topology_arc(), self.mesh.deadline()));
-        let results: Arc<Vec<_>> = Arc::new(shards.iter().map(|_| std::sync::Mutex::new(None)).collect());
+        let results: Arc<Vec<_>> =
+            Arc::new(shards.iter().map(|_| std::sync::Mutex::new(None)).collect());
         let seed = self.seed.derive(self.calls.fetch_add(1, Ordering::Relaxed));
         let jobs = shards.into_iter().enumerate().map(|(local, shard)| {
             let replica = self.replica(local, &hub, rows, seed);
@@ -251,7 +265,15 @@ where
         let slot = self.mesh.local_slots().start + local;
         let valid = rows.map(|rows| rows.valid(topology.groups(rows.set).seat(slot).1));
         let engine = self.mesh.engine(hub, slot);
-        Replica::new(slot, local, self.mesh.devices()[local].clone(), topology, Collectives(engine.into()), valid, seed)
+        Replica::new(
+            slot,
+            local,
+            self.mesh.devices()[local].clone(),
+            topology,
+            Collectives(engine.into()),
+            valid,
+            seed,
+        )
     }
 }
 
@@ -269,7 +291,9 @@ fn run_replica<I: TensorTree, O: TensorTree>(
         Ok(output)
     };
     match workers::catch(run) {
-        Ok(outcome) => outcome.map_err(|source| Error::Replica { index, device: device.clone(), source }),
+        Ok(outcome) => {
+            outcome.map_err(|source| Error::Replica { index, device: device.clone(), source })
+        }
         Err(message) => Err(Error::Panicked { index, device: device.clone(), message }),
     }
 }

@@ -12,7 +12,8 @@ use crate::{
     },
 };
 
-/// A value that lies in shards on the devices of a mesh; one call's results are the next call's arguments.
+/// A value that lies in shards on the devices of a mesh; one call's results are the next call's
+/// arguments.
 ///
 /// Made by [`DeviceMesh::shard`], [`PMap::call_sharded`](crate::PMap::call_sharded) and
 /// [`PMap::run`](crate::PMap::run). Cloning copies no tensor.
@@ -45,7 +46,10 @@ impl DeviceMesh {
     /// # Errors
     ///
     /// [`Error::Specs`], [`Error::SpecCount`] and [`Error::Shard`], as in [`PMap::call`].
-    #[allow(clippy::needless_pass_by_value, reason = "arguments are given away, as to any function of tensors")]
+    #[allow(
+        clippy::needless_pass_by_value,
+        reason = "arguments are given away, as to any function of tensors"
+    )]
     pub fn shard<T: TensorTree>(&self, value: T, specs: impl Into<Specs>) -> Result<Sharded<T>> {
         let (shards, rows) = self::shard(self, &value, &specs.into(), Uneven::Refuse)?;
         let placed = shards.iter().zip(self.devices()).map(|(shard, device)| {
@@ -74,9 +78,11 @@ impl<T: TensorTree> Sharded<T> {
         if self.mesh.is(mesh) { Ok((self.shards, self.rows)) } else { Err(Error::OtherMesh) }
     }
 
-    /// Both values as one argument, so that what stays on the devices can be passed together with what is new.
+    /// Both values as one argument, so that what stays on the devices can be passed together with
+    /// what is new.
     ///
-    /// Rows are those of the other value, if it was cut and this was not: parameters first, then the batch.
+    /// Rows are those of the other value, if it was cut and this was not: parameters first, then
+    /// the batch.
     ///
     /// # Errors
     ///
@@ -113,7 +119,11 @@ impl<T: TensorTree> Sharded<T> {
         let (mut leaves, specs) = self.leaves(specs)?;
         let kept = tree::leaves(kept);
         if kept.len() != specs.len() {
-            return Err(Error::OutputsDiffer { index: 0, tensors: specs.len(), expected: kept.len() });
+            return Err(Error::OutputsDiffer {
+                index: 0,
+                tensors: specs.len(),
+                expected: kept.len(),
+            });
         }
         let join = self.join();
         for (index, (spec, kept)) in specs.iter().zip(&kept).enumerate().rev() {
@@ -125,17 +135,25 @@ impl<T: TensorTree> Sharded<T> {
 
     /// The tensors of every shard, and how each of them is treated.
     #[allow(clippy::type_complexity, reason = "named nowhere else")]
-    fn leaves(&self, specs: &Specs) -> Result<(Vec<Vec<candle_core::Tensor>>, Vec<spec::Resolved>)> {
+    fn leaves(
+        &self,
+        specs: &Specs,
+    ) -> Result<(Vec<Vec<candle_core::Tensor>>, Vec<spec::Resolved>)> {
         let leaves: Vec<_> = self.shards.iter().map(tree::leaves).collect();
         let expected = leaves[0].len();
         if let Some(index) = leaves.iter().position(|leaves| leaves.len() != expected) {
             return Err(Error::OutputsDiffer { index, tensors: leaves[index].len(), expected });
         }
         let mut faults = Vec::new();
-        let resolved = specs.resolve(Side::Out, &self.shards[0], self.mesh.topology(), &mut faults)?;
+        let resolved =
+            specs.resolve(Side::Out, &self.shards[0], self.mesh.topology(), &mut faults)?;
         spec::check(faults)?;
         // What is the same everywhere need not be fetched.
-        let leaves = if resolved.iter().all(Vec::is_empty) { leaves } else { self.mesh.process_allgather(leaves)? };
+        let leaves = if resolved.iter().all(Vec::is_empty) {
+            leaves
+        } else {
+            self.mesh.process_allgather(leaves)?
+        };
         Ok((leaves, resolved))
     }
 
@@ -144,7 +162,8 @@ impl<T: TensorTree> Sharded<T> {
     }
 }
 
-/// The arguments of this process's slots, as views, and how the rows of the first one that is cut are dealt.
+/// The arguments of this process's slots, as views, and how the rows of the first one that is cut
+/// are dealt.
 pub(crate) fn shard<I: TensorTree>(
     mesh: &DeviceMesh,
     arguments: &I,
@@ -163,7 +182,9 @@ pub(crate) fn shard<I: TensorTree>(
     let of_slot = |slot| {
         let mut cuts = cuts.iter().enumerate();
         arguments.try_map(&mut |input| match cuts.next() {
-            Some((index, cut)) => cut.view(input, slot, topology).map_err(|source| Error::Shard { index, source }),
+            Some((index, cut)) => {
+                cut.view(input, slot, topology).map_err(|source| Error::Shard { index, source })
+            }
             None => Ok(input.clone()),
         })
     };

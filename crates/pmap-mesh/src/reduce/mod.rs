@@ -19,7 +19,8 @@ pub(crate) enum Reduction {
     Min,
 }
 
-/// How many items are worked on at a time: the sums stay in the first cache while all summands pass by.
+/// How many items are worked on at a time: the sums stay in the first cache while all summands pass
+/// by.
 const BLOCK: usize = 4096;
 
 /// A result that the members of a group fill together, each a part.
@@ -122,7 +123,11 @@ pub(crate) fn whole(summands: &[Tensor], reduction: Reduction) -> Result<Tensor>
     dispatch!(first.dtype(), whole_of(summands, reduction, first.shape()))
 }
 
-fn whole_of<T: Element>(summands: &[Tensor], reduction: Reduction, shape: &Shape) -> Result<Tensor> {
+fn whole_of<T: Element>(
+    summands: &[Tensor],
+    reduction: Reduction,
+    shape: &Shape,
+) -> Result<Tensor> {
     let len = shape.elem_count();
     let mut items = Vec::with_capacity(len);
     reduce::<T>(summands.len(), reduction, 0..len, &of_tensors(summands), &mut |block| {
@@ -131,7 +136,8 @@ fn whole_of<T: Element>(summands: &[Tensor], reduction: Reduction, shape: &Shape
     Tensor::from_vec(items, shape, &Device::Cpu)
 }
 
-/// A board for the reduction of `members` tensors like `like`, on which each member fills an equal part.
+/// A board for the reduction of `members` tensors like `like`, on which each member fills an equal
+/// part.
 pub(crate) fn board(like: &Tensor, members: usize) -> Result<Board> {
     dispatch!(like.dtype(), board_of(like, members))
 }
@@ -142,8 +148,14 @@ fn board_of<T: Element>(like: &Tensor, members: usize) -> Result<Board> {
     Ok(Box::new(SharedBuffer::<T>::new(parts)))
 }
 
-/// Fills one part of a board with the reduction of `summands`; returns the result if it was the last part.
-pub(crate) fn part(board: &Board, member: usize, summands: &[Tensor], reduction: Reduction) -> Result<Option<Tensor>> {
+/// Fills one part of a board with the reduction of `summands`; returns the result if it was the
+/// last part.
+pub(crate) fn part(
+    board: &Board,
+    member: usize,
+    summands: &[Tensor],
+    reduction: Reduction,
+) -> Result<Option<Tensor>> {
     let [first, ..] = summands else { bail!("nothing to reduce") };
     dispatch!(first.dtype(), part_of(board, member, summands, reduction, first.shape()))
 }
@@ -155,7 +167,9 @@ fn part_of<T: Element>(
     reduction: Reduction,
     shape: &Shape,
 ) -> Result<Option<Tensor>> {
-    let Some(buffer) = board.downcast_ref::<SharedBuffer<T>>() else { bail!("a board of another type") };
+    let Some(buffer) = board.downcast_ref::<SharedBuffer<T>>() else {
+        bail!("a board of another type")
+    };
     let items = buffer.fill(member, T::narrow, |push| {
         reduce::<T>(summands.len(), reduction, buffer.part(member), &of_tensors(summands), push)
     })?;
@@ -164,12 +178,21 @@ fn part_of<T: Element>(
 
 /// Reduces what several ranks sent, as bytes of items of type `dtype`, into `sums`.
 #[cfg(feature = "mpi")]
-pub(crate) fn bytes(dtype: DType, summands: &[&[u8]], reduction: Reduction, sums: &mut [u8]) -> Result<()> {
+pub(crate) fn bytes(
+    dtype: DType,
+    summands: &[&[u8]],
+    reduction: Reduction,
+    sums: &mut [u8],
+) -> Result<()> {
     dispatch!(dtype, bytes_of(summands, reduction, sums))
 }
 
 #[cfg(feature = "mpi")]
-fn bytes_of<T: Element + bytemuck::Pod>(summands: &[&[u8]], reduction: Reduction, sums: &mut [u8]) -> Result<()> {
+fn bytes_of<T: Element + bytemuck::Pod>(
+    summands: &[&[u8]],
+    reduction: Reduction,
+    sums: &mut [u8],
+) -> Result<()> {
     let cast = |bytes| bytemuck::try_cast_slice(bytes).map_err(candle_core::Error::msg);
     let summands: Vec<&[T]> = summands.iter().map(|bytes| cast(bytes)).collect::<Result<_>>()?;
     let mut rest = bytemuck::try_cast_slice_mut::<_, T>(sums).map_err(candle_core::Error::msg)?;
@@ -192,10 +215,12 @@ type Blocks<'a, T> = dyn Fn(usize, Range<usize>, &mut dyn FnMut(&[T])) -> Result
 
 /// The blocks of contiguous tensors on the processor.
 ///
-/// One summand is locked at a time: who waits for a lock while holding another could wait for a `Var::set` that waits
-/// for this one.
+/// One summand is locked at a time: who waits for a lock while holding another could wait for a
+/// `Var::set` that waits for this one.
 #[allow(clippy::type_complexity, reason = "what `Blocks` names, which cannot be named here")]
-fn of_tensors<T: Element>(summands: &[Tensor]) -> impl Fn(usize, Range<usize>, &mut dyn FnMut(&[T])) -> Result<()> {
+fn of_tensors<T: Element>(
+    summands: &[Tensor],
+) -> impl Fn(usize, Range<usize>, &mut dyn FnMut(&[T])) -> Result<()> {
     |index, range, see| {
         let (storage, layout) = summands[index].storage_and_layout();
         let Storage::Cpu(storage) = &*storage else { bail!("a summand is not on the processor") };
@@ -204,8 +229,8 @@ fn of_tensors<T: Element>(summands: &[Tensor]) -> impl Fn(usize, Range<usize>, &
     }
 }
 
-/// Reduces the items in `range` of so many summands and hands the results to `push`, block by block, always in the order
-/// of the summands.
+/// Reduces the items in `range` of so many summands and hands the results to `push`, block by
+/// block, always in the order of the summands.
 fn reduce<T: Element>(
     summands: usize,
     reduction: Reduction,
@@ -242,7 +267,11 @@ fn reduce<T: Element>(
 }
 
 /// A loop over a block with one operation, so that each compiles to vector instructions.
-fn accumulate<T: Element>(sums: &mut [T::Sum], items: &[T], combine: impl Fn(T::Sum, T::Sum) -> T::Sum) {
+fn accumulate<T: Element>(
+    sums: &mut [T::Sum],
+    items: &[T],
+    combine: impl Fn(T::Sum, T::Sum) -> T::Sum,
+) {
     sums.iter_mut().zip(items).for_each(|(sum, item)| *sum = combine(*sum, item.widen()));
 }
 

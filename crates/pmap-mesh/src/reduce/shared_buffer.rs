@@ -1,9 +1,13 @@
 //! One buffer that several threads fill at the same time, each its own part.
 //!
-//! The one module of this crate with `unsafe` in it: candle takes a result as one `Vec`, and safe Rust has no way to let
-//! several threads that were not started for the purpose fill one (ADR 9 says what the ways around it cost).
+//! The one module of this crate with `unsafe` in it: candle takes a result as one `Vec`, and safe
+//! Rust has no way to let several threads that were not started for the purpose fill one (ADR 9
+//! says what the ways around it cost).
 
-#![allow(unsafe_code, reason = "parts of one vector are written by several threads; every block says why it may be")]
+#![allow(
+    unsafe_code,
+    reason = "parts of one vector are written by several threads; every block says why it may be"
+)]
 
 use std::{
     cell::UnsafeCell,
@@ -29,8 +33,9 @@ pub(crate) struct SharedBuffer<T> {
 const FREE: usize = 0;
 const TAKEN: usize = 1;
 
-// SAFETY: threads reach the items through `fill` only, which lends each part to one thread at a time and ever, and
-// through `fill`'s last call, after which no part is lent. Items move between threads, hence `T: Send`.
+// SAFETY: threads reach the items through `fill` only, which lends each part to one thread at a
+// time and ever, and through `fill`'s last call, after which no part is lent. Items move between
+// threads, hence `T: Send`.
 unsafe impl<T: Send> Sync for SharedBuffer<T> {}
 // SAFETY: `base` points into `items`, which moves along.
 unsafe impl<T: Send> Send for SharedBuffer<T> {}
@@ -54,7 +59,8 @@ impl<T: Copy> SharedBuffer<T> {
         self.parts[part].clone()
     }
 
-    /// Fills a part with what `write` gives to its argument, converted, and returns all items if it was the last part.
+    /// Fills a part with what `write` gives to its argument, converted, and returns all items if it
+    /// was the last part.
     ///
     /// # Errors
     ///
@@ -69,16 +75,20 @@ impl<T: Copy> SharedBuffer<T> {
         convert: impl Fn(S) -> T,
         write: impl FnOnce(&mut dyn FnMut(&[S])) -> Result<(), E>,
     ) -> Result<Option<Vec<T>>, E> {
-        assert!(self.states[part].swap(TAKEN, Ordering::AcqRel) == FREE, "a part of a buffer is filled once");
+        assert!(
+            self.states[part].swap(TAKEN, Ordering::AcqRel) == FREE,
+            "a part of a buffer is filled once"
+        );
         let Range { start, end } = self.part(part);
         let mut next = start;
         write(&mut |items| {
             assert!(items.len() <= end - next, "a part of a buffer takes no more than it holds");
-            // SAFETY: the vector's memory stays where it is while there are parts to fill, and `next + items.len() <= end`
-            // is within it; only this thread was given this part,
-            // parts do not overlap, and items that may be uninitialized are what the memory holds.
-            let places =
-                unsafe { slice::from_raw_parts_mut(self.base.add(next).cast::<MaybeUninit<T>>(), items.len()) };
+            // SAFETY: the vector's memory stays where it is while there are parts to fill, and
+            // `next + items.len() <= end` is within it; only this thread was given this part, parts
+            // do not overlap, and items that may be uninitialized are what the memory holds.
+            let places = unsafe {
+                slice::from_raw_parts_mut(self.base.add(next).cast::<MaybeUninit<T>>(), items.len())
+            };
             for (place, item) in places.iter_mut().zip(items) {
                 place.write(convert(*item));
             }
@@ -89,8 +99,9 @@ impl<T: Copy> SharedBuffer<T> {
         if self.unfilled.fetch_sub(1, Ordering::AcqRel) > 1 {
             return Ok(None);
         }
-        // SAFETY: all parts are filled, so all items up to the end of the last part are initialized, and no other
-        // thread can still have, or get, a part: `fill` panics for a part that was taken.
+        // SAFETY: all parts are filled, so all items up to the end of the last part are
+        // initialized, and no other thread can still have, or get, a part: `fill` panics for a part
+        // that was taken.
         let items = unsafe { &mut *self.items.get() };
         let len = self.parts.last().map_or(0, |last| last.end);
         // SAFETY: as above; `len` is the capacity that was asked for.
@@ -122,10 +133,13 @@ mod tests {
                     },
                 );
                 // Read here: joining the threads would order their writes before any reader.
-                filled.inspect(|whole| assert!(whole.iter().flatten().copied().eq(0..whole.iter().flatten().count())))
+                filled.inspect(|whole| {
+                    assert!(whole.iter().flatten().copied().eq(0..whole.iter().flatten().count()))
+                })
             };
             let whole: Vec<_> = thread::scope(|scope| {
-                let fills: Vec<_> = (0..threads).map(|part| scope.spawn(move || fill(part))).collect();
+                let fills: Vec<_> =
+                    (0..threads).map(|part| scope.spawn(move || fill(part))).collect();
                 fills.into_iter().filter_map(|fill| fill.join().unwrap().unwrap()).collect()
             });
             assert_eq!(whole, [(0..threads * 7).collect::<Vec<_>>()]);
@@ -160,6 +174,9 @@ mod tests {
                 },
             )
         };
-        assert_eq!((full(2, &[]), full(0, &[]), full(1, &[2.0])), (Ok(None), Ok(None), Ok(Some(vec![2.0]))));
+        assert_eq!(
+            (full(2, &[]), full(0, &[]), full(1, &[2.0])),
+            (Ok(None), Ok(None), Ok(Some(vec![2.0])))
+        );
     }
 }

@@ -1,4 +1,5 @@
-//! The collectives without their gradients: what an engine is asked for, and what is made of its answer.
+//! The collectives without their gradients: what an engine is asked for, and what is made of its
+//! answer.
 
 use std::sync::Arc;
 
@@ -14,9 +15,19 @@ use crate::{
 pub(crate) struct Collectives(pub(crate) Arc<dyn Engine>);
 
 impl Collectives {
-    pub(crate) fn all_reduce(&self, site: &Site, x: &Tensor, reduction: Reduction) -> Result<Tensor> {
-        // A group of one gets a copy, as others do: the result must not change when the argument is set.
-        if site.size == 1 { x.detach().force_contiguous() } else { self.0.all_reduce(site, &x.detach(), reduction) }
+    pub(crate) fn all_reduce(
+        &self,
+        site: &Site,
+        x: &Tensor,
+        reduction: Reduction,
+    ) -> Result<Tensor> {
+        // A group of one gets a copy, as others do: the result must not change when the argument is
+        // set.
+        if site.size == 1 {
+            x.detach().force_contiguous()
+        } else {
+            self.0.all_reduce(site, &x.detach(), reduction)
+        }
     }
 
     pub(crate) fn gather(&self, site: &Site, x: &Tensor, dim: usize) -> Result<Tensor> {
@@ -24,21 +35,40 @@ impl Collectives {
     }
 
     /// The part of the sum that belongs to this position, if position n gets `sizes[n]` rows.
-    pub(crate) fn sum_and_scatter(&self, site: &Site, x: &Tensor, dim: usize, sizes: &[usize]) -> Result<Tensor> {
+    pub(crate) fn sum_and_scatter(
+        &self,
+        site: &Site,
+        x: &Tensor,
+        dim: usize,
+        sizes: &[usize],
+    ) -> Result<Tensor> {
         let sum = self.all_reduce(site, x, Reduction::Sum)?;
         let start = sizes[..site.position].iter().sum();
         sum.narrow(dim, start, sizes[site.position])?.contiguous()
     }
 
-    pub(crate) fn permute(&self, site: &Site, x: &Tensor, pairs: &[(usize, usize)]) -> Result<Tensor> {
+    pub(crate) fn permute(
+        &self,
+        site: &Site,
+        x: &Tensor,
+        pairs: &[(usize, usize)],
+    ) -> Result<Tensor> {
         let from = pairs.iter().find(|(_, to)| *to == site.position).map(|(from, _)| *from);
         let received = self.0.receive(site, &x.detach(), from)?;
         received.map_or_else(|| x.zeros_like(), Ok)
     }
 
-    pub(crate) fn exchange(&self, site: &Site, x: &Tensor, split: usize, concat: usize) -> Result<Tensor> {
+    pub(crate) fn exchange(
+        &self,
+        site: &Site,
+        x: &Tensor,
+        split: usize,
+        concat: usize,
+    ) -> Result<Tensor> {
         let rows = even_parts(x, split, site)?[0];
-        let parts = (0..site.size).map(|n| x.detach().narrow(split, n * rows, rows)).collect::<Result<_>>()?;
+        let parts = (0..site.size)
+            .map(|n| x.detach().narrow(split, n * rows, rows))
+            .collect::<Result<_>>()?;
         cat(self.0.all_to_all(site, parts)?, concat)
     }
 }
@@ -48,7 +78,10 @@ pub(crate) fn even_parts(x: &Tensor, dim: usize, site: &Site) -> Result<Vec<usiz
     let rows = x.dims()[dim];
     if !rows.is_multiple_of(site.size) {
         let (op, shape) = (site.call.op, x.dims());
-        bail!("{op}: dimension {dim} of shape {shape:?} does not split evenly over {} replicas", site.size);
+        bail!(
+            "{op}: dimension {dim} of shape {shape:?} does not split evenly over {} replicas",
+            site.size
+        );
     }
     Ok(vec![rows / site.size; site.size])
 }

@@ -22,19 +22,22 @@ use crate::{
     spec::{cut::Valid, normalize},
 };
 
-/// The running copy of a parallel function on one device: its place in the mesh, and collectives with the others.
+/// The running copy of a parallel function on one device: its place in the mesh, and collectives
+/// with the others.
 ///
 /// # Collectives
 ///
-/// Every collective runs over some axes of the mesh: `"data"`, `["data", "model"]`, or [`ALL`](crate::ALL). All replicas
-/// that differ in these coordinates only form a group, and each member must call the same collectives in the same
-/// order, with tensors of equal type and shape. If one does not, the call ends with an error that names both sides; if
-/// one fails or returns early, the others are told so instead of waiting for ever.
+/// Every collective runs over some axes of the mesh: `"data"`, `["data", "model"]`, or
+/// [`ALL`](crate::ALL). All replicas that differ in these coordinates only form a group, and each
+/// member must call the same collectives in the same order, with tensors of equal type and shape.
+/// If one does not, the call ends with an error that names both sides; if one fails or returns
+/// early, the others are told so instead of waiting for ever.
 ///
-/// Sums are formed in rank order, whichever replica comes first, in single precision for halves; integers wrap.
+/// Sums are formed in rank order, whichever replica comes first, in single precision for halves;
+/// integers wrap.
 ///
-/// On a processor the replicas of a group may be given one result between them: who writes into it in place, with
-/// `slice_set`, writes for all. Write into a copy.
+/// On a processor the replicas of a group may be given one result between them: who writes into it
+/// in place, with `slice_set`, writes for all. Write into a copy.
 ///
 /// # Gradients
 ///
@@ -51,12 +54,14 @@ use crate::{
 /// | [`broadcast`](Self::broadcast) | a sum that only the root receives |
 /// | [`pmax`](Self::pmax), [`pmin`](Self::pmin) | none: `backward` returns an error |
 ///
-/// The result of `psum` is one value that all replicas hold, so its gradient is that value's and not a sum of theirs.
-/// Where a value that all hold enters work that differs by replica, [`pvary`](Self::pvary) marks the place: its backward
-/// adds up what the replicas found. (Megatron-LM, arXiv 1909.08053, calls the two g and f; JAX's `shard_map` has the
-/// same pair.) Since a collective also runs in `backward`, all replicas must call `backward` alike, and what one of them
-/// brings to a collective must have a gradient on all of them or on none. (candle ends a gradient at a multiplication by
-/// 0: to switch a replica's part off, multiply by a tensor of zeros.)
+/// The result of `psum` is one value that all replicas hold, so its gradient is that value's and
+/// not a sum of theirs. Where a value that all hold enters work that differs by replica,
+/// [`pvary`](Self::pvary) marks the place: its backward adds up what the replicas found.
+/// (Megatron-LM, arXiv 1909.08053, calls the two g and f; JAX's `shard_map` has the same pair.)
+/// Since a collective also runs in `backward`, all replicas must call `backward` alike, and what
+/// one of them brings to a collective must have a gradient on all of them or on none. (candle ends
+/// a gradient at a multiplication by 0: to switch a replica's part off, multiply by a tensor of
+/// zeros.)
 #[derive(Clone, Debug)]
 pub struct Replica(Arc<Inner>);
 
@@ -131,21 +136,24 @@ impl Replica {
 
     /// How many rows of its shard are real, if a batch was padded or cut into uneven parts.
     ///
-    /// Counted along the dimension in which the first sharded argument is cut; `None` if no argument is.
+    /// Counted along the dimension in which the first sharded argument is cut; `None` if no
+    /// argument is.
     pub fn valid_len(&self) -> Option<usize> {
         self.0.valid.map(|valid| valid.len)
     }
 
-    /// The part of the whole batch that is here, times the number of parts: 1 where all parts are equal.
+    /// The part of the whole batch that is here, times the number of parts: 1 where all parts are
+    /// equal.
     ///
-    /// The mean over replicas of `weight × (mean over the shard's real rows)` is the mean over the whole batch, however
-    /// unevenly it was cut.
+    /// The mean over replicas of `weight × (mean over the shard's real rows)` is the mean over the
+    /// whole batch, however unevenly it was cut.
     pub fn weight(&self) -> f64 {
         self.0.valid.map_or(1.0, |valid| valid.len as f64 * valid.parts as f64 / valid.total as f64)
     }
 
-    /// Random numbers of this replica alone: they depend on the function's seed, the number of the call and the
-    /// replica's place, and on nothing else. Every call of this method starts the same stream.
+    /// Random numbers of this replica alone: they depend on the function's seed, the number of the
+    /// call and the replica's place, and on nothing else. Every call of this method starts the same
+    /// stream.
     ///
     /// candle's own generator has no seed on a processor, and all replicas share it.
     pub fn rng(&self) -> ReplicaRng {
@@ -156,8 +164,9 @@ impl Replica {
     ///
     /// # Errors
     ///
-    /// All collectives fail if the mesh has no such axis, if replicas of the group call different collectives or bring
-    /// different types or shapes, if one of them fails or returns, and if the mesh's deadline passes.
+    /// All collectives fail if the mesh has no such axis, if replicas of the group call different
+    /// collectives or bring different types or shapes, if one of them fails or returns, and if the
+    /// mesh's deadline passes.
     ///
     /// # Examples
     ///
@@ -174,7 +183,9 @@ impl Replica {
     #[track_caller]
     pub fn psum(&self, x: &Tensor, axes: impl Into<MeshAxes>) -> Result<Tensor> {
         let site = self.site("psum", Some(x), axes.into())?;
-        transpose::linked(x, self.0.engine.all_reduce(&site, x, Reduction::Sum)?, || Transpose::Identity)
+        transpose::linked(x, self.0.engine.all_reduce(&site, x, Reduction::Sum)?, || {
+            Transpose::Identity
+        })
     }
 
     /// The mean of `x` over the replicas along `axes`, the same on all of them.
@@ -186,7 +197,10 @@ impl Replica {
     pub fn pmean(&self, x: &Tensor, axes: impl Into<MeshAxes>) -> Result<Tensor> {
         let site = self.site("pmean", Some(x), axes.into())?;
         if !x.dtype().is_float() {
-            bail!("pmean of type {} is not possible, only floats have a mean; psum it", x.dtype().as_str());
+            bail!(
+                "pmean of type {} is not possible, only floats have a mean; psum it",
+                x.dtype().as_str()
+            );
         }
         let mean = self.0.engine.all_reduce(&site, x, Reduction::Mean)?;
         transpose::linked(x, mean, || Transpose::Scale(1.0 / site.size as f64))
@@ -200,7 +214,9 @@ impl Replica {
     #[track_caller]
     pub fn pmax(&self, x: &Tensor, axes: impl Into<MeshAxes>) -> Result<Tensor> {
         let site = self.site("pmax", Some(x), axes.into())?;
-        transpose::linked(x, self.0.engine.all_reduce(&site, x, Reduction::Max)?, || Transpose::None("pmax"))
+        transpose::linked(x, self.0.engine.all_reduce(&site, x, Reduction::Max)?, || {
+            Transpose::None("pmax")
+        })
     }
 
     /// The smallest of each element of `x` over the replicas along `axes`; NaN if one is.
@@ -211,12 +227,15 @@ impl Replica {
     #[track_caller]
     pub fn pmin(&self, x: &Tensor, axes: impl Into<MeshAxes>) -> Result<Tensor> {
         let site = self.site("pmin", Some(x), axes.into())?;
-        transpose::linked(x, self.0.engine.all_reduce(&site, x, Reduction::Min)?, || Transpose::None("pmin"))
+        transpose::linked(x, self.0.engine.all_reduce(&site, x, Reduction::Min)?, || {
+            Transpose::None("pmin")
+        })
     }
 
     /// `x` itself, whose gradient will be summed over the replicas along `axes`.
     ///
-    /// For a value that all of them hold and each uses in its own way; see [Gradients](Self#gradients).
+    /// For a value that all of them hold and each uses in its own way; see
+    /// [Gradients](Self#gradients).
     ///
     /// # Errors
     ///
@@ -227,9 +246,11 @@ impl Replica {
         transpose::linked(x, None, || Transpose::Psum(self.0.engine.clone(), site))
     }
 
-    /// The tensors of all replicas along `axes`, concatenated in dimension `dim` in the order of their positions.
+    /// The tensors of all replicas along `axes`, concatenated in dimension `dim` in the order of
+    /// their positions.
     ///
-    /// Sizes may differ in `dim` and must be equal elsewhere. Negative dimensions count from the last.
+    /// Sizes may differ in `dim` and must be equal elsewhere. Negative dimensions count from the
+    /// last.
     ///
     /// # Errors
     ///
@@ -237,19 +258,31 @@ impl Replica {
     #[track_caller]
     pub fn all_gather(&self, x: &Tensor, dim: isize, axes: impl Into<MeshAxes>) -> Result<Tensor> {
         let dim = dim_of(x, dim, "all_gather")?;
-        let site = self.site("all_gather", Some(x), axes.into())?.with_detail(format!("({dim})")).with_free_dim(dim);
+        let site = self
+            .site("all_gather", Some(x), axes.into())?
+            .with_detail(format!("({dim})"))
+            .with_free_dim(dim);
         let parts = self.0.engine.0.all_gather(&site, &x.detach())?;
         let sizes: Vec<usize> = parts.iter().map(|part| part.dims()[dim]).collect();
-        transpose::linked(x, cat(parts, dim)?, || Transpose::PsumScatter(self.0.engine.clone(), site, dim, sizes))
+        transpose::linked(x, cat(parts, dim)?, || {
+            Transpose::PsumScatter(self.0.engine.clone(), site, dim, sizes)
+        })
     }
 
-    /// The sum of `x` over the replicas along `axes`, of which each gets its part in dimension `dim`.
+    /// The sum of `x` over the replicas along `axes`, of which each gets its part in dimension
+    /// `dim`.
     ///
     /// # Errors
     ///
-    /// As [`psum`](Self::psum), and if `x` has no such dimension or its size does not divide by the replicas.
+    /// As [`psum`](Self::psum), and if `x` has no such dimension or its size does not divide by the
+    /// replicas.
     #[track_caller]
-    pub fn psum_scatter(&self, x: &Tensor, dim: isize, axes: impl Into<MeshAxes>) -> Result<Tensor> {
+    pub fn psum_scatter(
+        &self,
+        x: &Tensor,
+        dim: isize,
+        axes: impl Into<MeshAxes>,
+    ) -> Result<Tensor> {
         let dim = dim_of(x, dim, "psum_scatter")?;
         let site = self.site("psum_scatter", Some(x), axes.into())?.with_detail(format!("({dim})"));
         let sizes = even_parts(x, dim, &site)?;
@@ -257,16 +290,22 @@ impl Replica {
         transpose::linked(x, part, || Transpose::AllGather(self.0.engine.clone(), site, dim))
     }
 
-    /// Sends `x` along `axes` from position to position: for each pair (from, to), `to` gets what `from` has.
+    /// Sends `x` along `axes` from position to position: for each pair (from, to), `to` gets what
+    /// `from` has.
     ///
     /// Who is sent nothing gets zeros. A position may send and receive once each.
     ///
     /// # Errors
     ///
-    /// As [`psum`](Self::psum), and if a pair names a position outside the group, or two name the same sender or
-    /// receiver.
+    /// As [`psum`](Self::psum), and if a pair names a position outside the group, or two name the
+    /// same sender or receiver.
     #[track_caller]
-    pub fn ppermute(&self, x: &Tensor, pairs: &[(usize, usize)], axes: impl Into<MeshAxes>) -> Result<Tensor> {
+    pub fn ppermute(
+        &self,
+        x: &Tensor,
+        pairs: &[(usize, usize)],
+        axes: impl Into<MeshAxes>,
+    ) -> Result<Tensor> {
         let site = self.site("ppermute", Some(x), axes.into())?.with_detail(format!("{pairs:?}"));
         check_pairs(pairs, site.size)?;
         let received = self.0.engine.permute(&site, x, pairs)?;
@@ -274,12 +313,13 @@ impl Replica {
         transpose::linked(x, received, || Transpose::Permute(self.0.engine.clone(), site, inverse))
     }
 
-    /// Cuts `x` in dimension `split_dim`, sends part n to position n along `axes`, and concatenates what arrives in
-    /// dimension `concat_dim`.
+    /// Cuts `x` in dimension `split_dim`, sends part n to position n along `axes`, and concatenates
+    /// what arrives in dimension `concat_dim`.
     ///
     /// # Errors
     ///
-    /// As [`psum`](Self::psum), and if `x` lacks one of the dimensions or its size does not divide by the replicas.
+    /// As [`psum`](Self::psum), and if `x` lacks one of the dimensions or its size does not divide
+    /// by the replicas.
     #[track_caller]
     pub fn all_to_all(
         &self,
@@ -288,14 +328,19 @@ impl Replica {
         concat_dim: isize,
         axes: impl Into<MeshAxes>,
     ) -> Result<Tensor> {
-        let (split, concat) = (dim_of(x, split_dim, "all_to_all")?, dim_of(x, concat_dim, "all_to_all")?);
-        let site = self.site("all_to_all", Some(x), axes.into())?.with_detail(format!("({split} to {concat})"));
+        let (split, concat) =
+            (dim_of(x, split_dim, "all_to_all")?, dim_of(x, concat_dim, "all_to_all")?);
+        let site = self
+            .site("all_to_all", Some(x), axes.into())?
+            .with_detail(format!("({split} to {concat})"));
         let exchanged = self.0.engine.exchange(&site, x, split, concat)?;
-        transpose::linked(x, exchanged, || Transpose::AllToAll(self.0.engine.clone(), site, concat, split))
+        transpose::linked(x, exchanged, || {
+            Transpose::AllToAll(self.0.engine.clone(), site, concat, split)
+        })
     }
 
-    /// The `x` of position `root` along `axes`; what the others bring counts by its type and shape, and by whether it has a
-    /// gradient.
+    /// The `x` of position `root` along `axes`; what the others bring counts by its type and shape,
+    /// and by whether it has a gradient.
     ///
     /// # Errors
     ///
@@ -322,21 +367,25 @@ impl Replica {
         self.0.engine.0.barrier(&site)
     }
 
-    /// Returns sums over all replicas of the mesh, in one collective for a whole list: of `list[n]` for each n of
-    /// `wanted`, in this order.
+    /// Returns sums over all replicas of the mesh, in one collective for a whole list: of `list[n]`
+    /// for each n of `wanted`, in this order.
     ///
-    /// All replicas pass lists of the same types and shapes; what each wants is its own choice. Gradients do not pass.
+    /// All replicas pass lists of the same types and shapes; what each wants is its own choice.
+    /// Gradients do not pass.
     ///
     /// # Errors
     ///
     /// As [`psum`](Self::psum).
     #[track_caller]
     pub fn psum_list(&self, list: Vec<Tensor>, wanted: &[usize]) -> Result<Vec<Tensor>> {
-        let site = self.site("sum of gradients", None, crate::ALL)?.with_detail(format!(" of {} tensors", list.len()));
+        let site = self
+            .site("sum of gradients", None, crate::ALL)?
+            .with_detail(format!(" of {} tensors", list.len()));
         self.0.engine.0.reduce_lists(&site, list, wanted, Reduction::Sum)
     }
 
-    /// Ends the call for all with an error of its own kind, and returns what this replica is to return.
+    /// Ends the call for all with an error of its own kind, and returns what this replica is to
+    /// return.
     pub(crate) fn refuse(&self, error: Error) -> candle_core::Error {
         let message = error.to_string();
         self.0.engine.0.failed(error);

@@ -7,8 +7,9 @@ use core_types::Seed;
 ///
 /// # Determinism
 ///
-/// The n-th number of a stream is a hash of the stream's seed and n, so it depends on nothing else: not on threads, nor
-/// on the device, on which tensors arrive after they were made on the processor. The first values are pinned by a test.
+/// The n-th number of a stream is a hash of the stream's seed and n, so it depends on nothing else:
+/// not on threads, nor on the device, on which tensors arrive after they were made on the
+/// processor. The first values are pinned by a test.
 ///
 /// # Examples
 ///
@@ -48,7 +49,8 @@ impl ReplicaRng {
         Tensor::from_vec(values, shape, &Device::Cpu)?.to_device(&self.device)
     }
 
-    /// Numbers from the standard normal distribution, by Box and Muller's transform, as an f32 tensor.
+    /// Numbers from the standard normal distribution, by Box and Muller's transform, as an f32
+    /// tensor.
     ///
     /// # Errors
     ///

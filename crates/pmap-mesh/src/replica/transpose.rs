@@ -8,9 +8,11 @@ use candle_core::{
 
 use crate::{engine::Site, reduce::Reduction, replica::collectives::Collectives};
 
-/// What happens to the gradient of a collective's result on its way to the gradient of its argument.
+/// What happens to the gradient of a collective's result on its way to the gradient of its
+/// argument.
 ///
-/// Group positions are those of the forward call; a site's call names the forward operation and its place.
+/// Group positions are those of the forward call; a site's call names the forward operation and its
+/// place.
 #[derive(Debug)]
 pub(crate) enum Transpose {
     /// Nothing runs backward through this operation.
@@ -33,28 +35,36 @@ impl Transpose {
             Self::None(op) => bail!("{op} has no gradient"),
             Self::Identity => Ok(gradient.clone()),
             Self::Scale(factor) => gradient * *factor,
-            Self::Psum(collectives, site) => collectives.all_reduce(&site.backward(gradient), gradient, Reduction::Sum),
-            Self::AllGather(collectives, site, dim) => collectives.gather(&site.backward(gradient), gradient, *dim),
+            Self::Psum(collectives, site) => {
+                collectives.all_reduce(&site.backward(gradient), gradient, Reduction::Sum)
+            }
+            Self::AllGather(collectives, site, dim) => {
+                collectives.gather(&site.backward(gradient), gradient, *dim)
+            }
             Self::PsumScatter(collectives, site, dim, sizes) => {
                 collectives.sum_and_scatter(&site.backward(gradient), gradient, *dim, sizes)
             }
-            Self::Permute(collectives, site, pairs) => collectives.permute(&site.backward(gradient), gradient, pairs),
+            Self::Permute(collectives, site, pairs) => {
+                collectives.permute(&site.backward(gradient), gradient, pairs)
+            }
             Self::AllToAll(collectives, site, split, concat) => {
                 collectives.exchange(&site.backward(gradient), gradient, *split, *concat)
             }
             Self::Reduce(collectives, site, root) => {
-                let sum = collectives.all_reduce(&site.backward(gradient), gradient, Reduction::Sum)?;
+                let sum =
+                    collectives.all_reduce(&site.backward(gradient), gradient, Reduction::Sum)?;
                 if site.position == *root { Ok(sum) } else { gradient.zeros_like() }
             }
         }
     }
 }
 
-/// `result` as the result of an operation on `x` that has this transpose; as it is, if `x` has no gradient. `None` stands
-/// for `x` itself: its storage must not be locked a second time.
+/// `result` as the result of an operation on `x` that has this transpose; as it is, if `x` has no
+/// gradient. `None` stands for `x` itself: its storage must not be locked a second time.
 ///
-/// The collective itself has run before: inside candle's operation the storage of `x` is locked, and waiting for a peer
-/// there could wait for its `Var::set`. So the operation only hands the result on, at the price of a copy.
+/// The collective itself has run before: inside candle's operation the storage of `x` is locked,
+/// and waiting for a peer there could wait for its `Var::set`. So the operation only hands the
+/// result on, at the price of a copy.
 pub(crate) fn linked(
     x: &Tensor,
     result: impl Into<Option<Tensor>>,
@@ -81,21 +91,27 @@ impl CustomOp1 for Link {
     fn cpu_fwd(&self, x: &CpuStorage, layout: &Layout) -> Result<(CpuStorage, Shape)> {
         let Some(result) = &self.result else { return copied(x, layout) };
         let (storage, layout) = result.storage_and_layout();
-        let Storage::Cpu(storage) = &*storage else { bail!("the result of a collective lies on another device") };
+        let Storage::Cpu(storage) = &*storage else {
+            bail!("the result of a collective lies on another device")
+        };
         copied(storage, layout)
     }
 
     fn cuda_fwd(&self, x: &CudaStorage, layout: &Layout) -> Result<(CudaStorage, Shape)> {
         let Some(result) = &self.result else { return copied(x, layout) };
         let (storage, layout) = result.storage_and_layout();
-        let Storage::Cuda(storage) = &*storage else { bail!("the result of a collective lies on another device") };
+        let Storage::Cuda(storage) = &*storage else {
+            bail!("the result of a collective lies on another device")
+        };
         copied(storage, layout)
     }
 
     fn metal_fwd(&self, x: &MetalStorage, layout: &Layout) -> Result<(MetalStorage, Shape)> {
         let Some(result) = &self.result else { return copied(x, layout) };
         let (storage, layout) = result.storage_and_layout();
-        let Storage::Metal(storage) = &*storage else { bail!("the result of a collective lies on another device") };
+        let Storage::Metal(storage) = &*storage else {
+            bail!("the result of a collective lies on another device")
+        };
         copied(storage, layout)
     }
 

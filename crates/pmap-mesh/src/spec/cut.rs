@@ -19,14 +19,16 @@ pub enum Uneven {
     /// The call is refused; the default, as in JAX.
     #[default]
     Refuse,
-    /// Shards are of equal size, the last ones filled up with zeros. Results that are put together from them in a
-    /// dimension of that size are cut back.
+    /// Shards are of equal size, the last ones filled up with zeros. Results that are put together
+    /// from them in a dimension of that size are cut back.
     Pad,
-    /// Sizes differ by at most one, the first shards are the larger ones. Every device needs at least one row.
+    /// Sizes differ by at most one, the first shards are the larger ones. Every device needs at
+    /// least one row.
     Balanced,
 }
 
-/// How the rows of the first sharded argument are dealt: what [`Replica::valid_len`](crate::Replica::valid_len) tells.
+/// How the rows of the first sharded argument are dealt: what
+/// [`Replica::valid_len`](crate::Replica::valid_len) tells.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Rows {
     pub(crate) set: AxisSet,
@@ -64,7 +66,12 @@ impl Rows {
     }
 
     /// A result of a padded shard without its padding, if it still has it.
-    pub(crate) fn trim(&self, result: &Tensor, dim: usize, position: usize) -> candle_core::Result<Tensor> {
+    pub(crate) fn trim(
+        &self,
+        result: &Tensor,
+        dim: usize,
+        position: usize,
+    ) -> candle_core::Result<Tensor> {
         let padded = self.uneven == Uneven::Pad && result.dims()[dim] == self.padded();
         if padded { result.narrow(dim, 0, self.at(position).1) } else { Ok(result.clone()) }
     }
@@ -106,7 +113,13 @@ impl Cut {
                 Uneven::Balanced => total < parts,
             };
             if impossible {
-                faults.push(SpecFault::NotDivisible { index, dim, size: total, shape: input.dims().to_vec(), parts });
+                faults.push(SpecFault::NotDivisible {
+                    index,
+                    dim,
+                    size: total,
+                    shape: input.dims().to_vec(),
+                    parts,
+                });
             }
             cuts.push((dim, Rows { set, total, parts, uneven }));
         }
@@ -119,13 +132,20 @@ impl Cut {
     }
 
     /// The shard of a slot: a view, without a copy, unless it is padded.
-    pub(crate) fn view(&self, input: &Tensor, slot: usize, topology: &Topology) -> candle_core::Result<Tensor> {
+    pub(crate) fn view(
+        &self,
+        input: &Tensor,
+        slot: usize,
+        topology: &Topology,
+    ) -> candle_core::Result<Tensor> {
         self.0.iter().try_fold(input.clone(), |shard, (dim, rows)| {
             let (_, position) = topology.groups(rows.set).seat(slot);
             let (start, len) = rows.at(position);
             match rows.uneven {
                 Uneven::Pad if len == 0 => zeros(&shard, *dim, rows.padded()),
-                Uneven::Pad => shard.narrow(*dim, start, len)?.pad_with_zeros(*dim, 0, rows.padded() - len),
+                Uneven::Pad => {
+                    shard.narrow(*dim, start, len)?.pad_with_zeros(*dim, 0, rows.padded() - len)
+                }
                 _ => shard.narrow(*dim, start, len),
             }
         })
@@ -140,10 +160,15 @@ fn zeros(like: &Tensor, dim: usize, size: usize) -> candle_core::Result<Tensor> 
 
 /// Moves a shard to the device of its replica.
 ///
-/// A shard along an inner dimension is copied, because some of candle's operations refuse tensors with gaps; one that
-/// leaves its device is copied first, because candle would move all of the storage that the view looks at.
+/// A shard along an inner dimension is copied, because some of candle's operations refuse tensors
+/// with gaps; one that leaves its device is copied first, because candle would move all of the
+/// storage that the view looks at.
 pub(crate) fn place(shard: &Tensor, device: &Device) -> candle_core::Result<Tensor> {
-    if shard.device().same_device(device) { shard.contiguous() } else { shard.force_contiguous()?.to_device(device) }
+    if shard.device().same_device(device) {
+        shard.contiguous()
+    } else {
+        shard.force_contiguous()?.to_device(device)
+    }
 }
 
 /// Waits until an argument is written: another thread's stream would not know of it.

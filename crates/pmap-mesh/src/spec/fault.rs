@@ -42,7 +42,8 @@ pub enum SpecFault {
         /// The shape it was asked of.
         shape: Vec<usize>,
     },
-    /// The devices cannot get equal shards, or with [`Uneven::Balanced`](crate::Uneven::Balanced) not all of them one.
+    /// The devices cannot get equal shards, or with [`Uneven::Balanced`](crate::Uneven::Balanced)
+    /// not all of them one.
     NotDivisible {
         /// Which input.
         index: usize,
@@ -86,10 +87,14 @@ impl fmt::Display for SpecFault {
                 write!(f, "input {index}: an argument can be sharded or replicated, nothing else")
             }
             Self::DimOutOfRange { side, index, dim, shape } => {
-                write!(f, "dimension {dim} is out of range for {side}put {index} of shape {shape:?}")
+                write!(
+                    f,
+                    "dimension {dim} is out of range for {side}put {index} of shape {shape:?}"
+                )
             }
             Self::NotDivisible { index, dim, size, shape, parts } => {
-                let (below, above) = (size - size % parts, size.saturating_add(parts - size % parts));
+                let (below, above) =
+                    (size - size % parts, size.saturating_add(parts - size % parts));
                 write!(
                     f,
                     "dimension {dim} of input {index} of shape {shape:?} has size {size}, which does not split evenly over \
@@ -97,7 +102,11 @@ impl fmt::Display for SpecFault {
                 )
             }
             Self::MeanOfIntegers { index, dtype } => {
-                write!(f, "output {index} of type {} has no mean, only floats have; sum it", dtype.as_str())
+                write!(
+                    f,
+                    "output {index} of type {} has no mean, only floats have; sum it",
+                    dtype.as_str()
+                )
             }
             Self::KeptSize { index, dim, size, shape } => write!(
                 f,

@@ -22,8 +22,14 @@ pub(crate) struct Join<'a> {
 
 impl Join<'_> {
     /// One tensor on `home` of result number `index` of all slots.
-    pub(crate) fn join(&self, index: usize, results: Vec<Tensor>, spec: &Resolved) -> Result<Tensor> {
-        let mut joined = self.one_of_each_replicated(index, results.into_iter().enumerate().collect(), spec)?;
+    pub(crate) fn join(
+        &self,
+        index: usize,
+        results: Vec<Tensor>,
+        spec: &Resolved,
+    ) -> Result<Tensor> {
+        let mut joined =
+            self.one_of_each_replicated(index, results.into_iter().enumerate().collect(), spec)?;
         // Backward: what was cut last is put together first.
         for &(set, treatment) in spec.iter().rev() {
             let groups = self.topology.groups(set);
@@ -33,7 +39,9 @@ impl Join<'_> {
             }
             let of_groups = of_groups.into_iter().filter(|group| !group.is_empty());
             let combined = of_groups.map(|group| {
-                let parts = group.iter().map(|(slot, tensor)| self.part(index, *slot, tensor, set, treatment));
+                let parts = group
+                    .iter()
+                    .map(|(slot, tensor)| self.part(index, *slot, tensor, set, treatment));
                 let parts = parts.collect::<Result<Vec<Tensor>>>()?;
                 Ok((group[0].0, combine(index, &parts, treatment)?))
             });
@@ -43,15 +51,28 @@ impl Join<'_> {
         result.to_device(self.home).map_err(|source| Error::Gather { index, source })
     }
 
-    /// Writes result number `index` of all slots into `kept`, a contiguous tensor of the joined shape.
-    pub(crate) fn join_into(&self, index: usize, results: Vec<Tensor>, spec: &Resolved, kept: &Tensor) -> Result<()> {
+    /// Writes result number `index` of all slots into `kept`, a contiguous tensor of the joined
+    /// shape.
+    pub(crate) fn join_into(
+        &self,
+        index: usize,
+        results: Vec<Tensor>,
+        spec: &Resolved,
+        kept: &Tensor,
+    ) -> Result<()> {
         let failed = |source| Error::Gather { index, source };
         let (dim, parts) = match spec[..] {
             [(set, treatment @ Treatment::Shard(dim))] => {
-                let dim = spec::find_dim(Side::Out, index, dim, &results[0]).map_err(Error::from)?;
-                let one_of_each =
-                    self.one_of_each_replicated(index, results.into_iter().enumerate().collect(), spec)?;
-                let parts = one_of_each.iter().map(|(slot, part)| self.part(index, *slot, part, set, treatment));
+                let dim =
+                    spec::find_dim(Side::Out, index, dim, &results[0]).map_err(Error::from)?;
+                let one_of_each = self.one_of_each_replicated(
+                    index,
+                    results.into_iter().enumerate().collect(),
+                    spec,
+                )?;
+                let parts = one_of_each
+                    .iter()
+                    .map(|(slot, part)| self.part(index, *slot, part, set, treatment));
                 (dim, parts.collect::<Result<Vec<_>>>()?)
             }
             _ => (0, vec![self.join(index, results, spec)?]),
@@ -82,7 +103,8 @@ impl Join<'_> {
             for (slot, tensor) in &results {
                 let first = replicated.members_with(*slot)[0];
                 if first != *slot
-                    && !same(&results[first].1, tensor).map_err(|source| Error::Gather { index, source })?
+                    && !same(&results[first].1, tensor)
+                        .map_err(|source| Error::Gather { index, source })?
                 {
                     return Err(Error::NotReplicated { index, replica: *slot, first });
                 }
@@ -92,7 +114,14 @@ impl Join<'_> {
     }
 
     /// What one slot adds to a joined result, on the home device.
-    fn part(&self, index: usize, slot: usize, tensor: &Tensor, set: u64, treatment: Treatment) -> Result<Tensor> {
+    fn part(
+        &self,
+        index: usize,
+        slot: usize,
+        tensor: &Tensor,
+        set: u64,
+        treatment: Treatment,
+    ) -> Result<Tensor> {
         let failed = |source| Error::Gather { index, source };
         let tensor = tensor.to_device(self.home).map_err(failed)?;
         match (treatment, self.rows) {
@@ -114,8 +143,12 @@ fn combine(index: usize, parts: &[Tensor], treatment: Treatment) -> Result<Tenso
             Tensor::cat(parts, dim).map_err(failed)
         }
         Treatment::Stack(dim) => {
-            let out_of_range =
-                || SpecFault::DimOutOfRange { side: Side::Out, index, dim, shape: first.dims().to_vec() };
+            let out_of_range = || SpecFault::DimOutOfRange {
+                side: Side::Out,
+                index,
+                dim,
+                shape: first.dims().to_vec(),
+            };
             let dim = spec::normalize(dim, first.rank() + 1).ok_or_else(out_of_range)?;
             Tensor::stack(parts, dim).map_err(failed)
         }
@@ -127,7 +160,8 @@ fn combine(index: usize, parts: &[Tensor], treatment: Treatment) -> Result<Tenso
     }
 }
 
-/// Adds up in the order of the mesh, so that rounding does not depend on which replica finished first.
+/// Adds up in the order of the mesh, so that rounding does not depend on which replica finished
+/// first.
 fn sum(parts: &[Tensor]) -> candle_core::Result<Tensor> {
     parts[1..].iter().try_fold(parts[0].clone(), |sum, part| sum + part)
 }

@@ -19,14 +19,15 @@ use crate::{
     },
 };
 
-/// How one tensor lies on the axes of a mesh; JAX's `PartitionSpec`, and what `out_axes` adds to it.
+/// How one tensor lies on the axes of a mesh; JAX's `PartitionSpec`, and what `out_axes` adds to
+/// it.
 ///
-/// Each axis of the mesh may be named once. Along an axis that is not named a tensor is replicated: every device gets
-/// the whole of an input, and of an output, which must then be the same on all devices, the first is returned. (Debug
-/// builds check that it is the same.)
+/// Each axis of the mesh may be named once. Along an axis that is not named a tensor is replicated:
+/// every device gets the whole of an input, and of an output, which must then be the same on all
+/// devices, the first is returned. (Debug builds check that it is the same.)
 ///
-/// `Some(dim)` is short for `P::shard(dim, ALL)` and `None` for [`P::replicate`], so that JAX's `in_axes=(0, None)` is
-/// `.in_axes([Some(0), None])`.
+/// `Some(dim)` is short for `P::shard(dim, ALL)` and `None` for [`P::replicate`], so that JAX's
+/// `in_axes=(0, None)` is `.in_axes([Some(0), None])`.
 ///
 /// # Examples
 ///
@@ -59,8 +60,8 @@ impl P {
         Self(Vec::new())
     }
 
-    /// Cut in dimension `dim` over the devices along `axes`, or concatenated in it; negative dimensions count from the
-    /// last.
+    /// Cut in dimension `dim` over the devices along `axes`, or concatenated in it; negative
+    /// dimensions count from the last.
     pub fn shard(dim: isize, axes: impl Into<MeshAxes>) -> Self {
         Self(vec![(axes.into(), Treatment::Shard(dim))])
     }
@@ -75,7 +76,8 @@ impl P {
         Self(vec![(axes.into(), Treatment::Mean)])
     }
 
-    /// Outputs only: laid side by side in a new dimension `dim`, one entry for each device along `axes`.
+    /// Outputs only: laid side by side in a new dimension `dim`, one entry for each device along
+    /// `axes`.
     pub fn stack(dim: isize, axes: impl Into<MeshAxes>) -> Self {
         Self(vec![(axes.into(), Treatment::Stack(dim))])
     }
@@ -88,7 +90,13 @@ impl P {
     }
 
     /// The treatments with the axes of this mesh; faults are added to `faults`.
-    fn resolve(&self, side: Side, index: usize, topology: &Topology, faults: &mut Vec<SpecFault>) -> Resolved {
+    fn resolve(
+        &self,
+        side: Side,
+        index: usize,
+        topology: &Topology,
+        faults: &mut Vec<SpecFault>,
+    ) -> Resolved {
         let mut seen = 0;
         let mut resolved = Vec::with_capacity(self.0.len());
         for (axes, treatment) in &self.0 {
@@ -121,7 +129,8 @@ impl From<Option<isize>> for P {
 /// The treatments of one tensor along disjoint sets of axes.
 pub(crate) type Resolved = Vec<(AxisSet, Treatment)>;
 
-/// A [`P`] for each tensor, for each argument of a tuple (all of its tensors), or one for everything.
+/// A [`P`] for each tensor, for each argument of a tuple (all of its tensors), or one for
+/// everything.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Specs(Kind);
 
@@ -147,7 +156,11 @@ impl Specs {
         faults: &mut Vec<SpecFault>,
     ) -> Result<Vec<Resolved>> {
         let specs = self.of_each(side, tree)?;
-        Ok(specs.into_iter().enumerate().map(|(index, p)| p.resolve(side, index, topology, faults)).collect())
+        Ok(specs
+            .into_iter()
+            .enumerate()
+            .map(|(index, p)| p.resolve(side, index, topology, faults))
+            .collect())
     }
 
     fn of_each(&self, side: Side, tree: &impl TensorTree) -> Result<Vec<&P>> {
@@ -157,11 +170,15 @@ impl Specs {
             Kind::FirstAndRest(first, rest) => {
                 Ok((0..tensors).map(|index| if index == 0 { first } else { rest }).collect())
             }
-            Kind::Each(specs) if specs.len() == parts.len() => {
-                Ok(specs.iter().zip(&parts).flat_map(|(p, &tensors)| std::iter::repeat_n(p, tensors)).collect())
-            }
+            Kind::Each(specs) if specs.len() == parts.len() => Ok(specs
+                .iter()
+                .zip(&parts)
+                .flat_map(|(p, &tensors)| std::iter::repeat_n(p, tensors))
+                .collect()),
             Kind::Each(specs) if specs.len() == tensors => Ok(specs.iter().collect()),
-            Kind::Each(specs) => Err(Error::SpecCount { side, specs: specs.len(), arguments: parts.len(), tensors }),
+            Kind::Each(specs) => {
+                Err(Error::SpecCount { side, specs: specs.len(), arguments: parts.len(), tensors })
+            }
         }
     }
 }
@@ -197,8 +214,14 @@ pub(crate) fn normalize(dim: isize, rank: usize) -> Option<usize> {
 }
 
 /// The position of `dim` in the shape of tensor `index`.
-pub(crate) fn find_dim(side: Side, index: usize, dim: isize, tensor: &Tensor) -> Result<usize, SpecFault> {
-    let out_of_range = || SpecFault::DimOutOfRange { side, index, dim, shape: tensor.dims().to_vec() };
+pub(crate) fn find_dim(
+    side: Side,
+    index: usize,
+    dim: isize,
+    tensor: &Tensor,
+) -> Result<usize, SpecFault> {
+    let out_of_range =
+        || SpecFault::DimOutOfRange { side, index, dim, shape: tensor.dims().to_vec() };
     normalize(dim, tensor.rank()).ok_or_else(out_of_range)
 }
 
@@ -213,7 +236,10 @@ mod tests {
 
     #[test]
     fn negative_dimensions_count_from_the_end() {
-        assert_eq!([-2, -1, 0, 1].map(|dim| normalize(dim, 2)), [Some(0), Some(1), Some(0), Some(1)]);
+        assert_eq!(
+            [-2, -1, 0, 1].map(|dim| normalize(dim, 2)),
+            [Some(0), Some(1), Some(0), Some(1)]
+        );
         assert_eq!([-3, 2, isize::MIN, isize::MAX].map(|dim| normalize(dim, 2)), [None; 4]);
         assert_eq!([0, -1].map(|dim| normalize(dim, 0)), [None; 2]);
     }

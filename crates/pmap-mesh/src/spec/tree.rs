@@ -6,8 +6,8 @@ use candle_core::Tensor;
 
 /// A value made of tensors, which can be cut and put together tensor by tensor.
 ///
-/// Implemented for [`Tensor`], `()`, tuples of up to six, vectors, ordered maps and options; implement it for your own
-/// struct to pass that.
+/// Implemented for [`Tensor`], `()`, tuples of up to six, vectors, ordered maps and options;
+/// implement it for your own struct to pass that.
 ///
 /// # Examples
 ///

@@ -1,4 +1,5 @@
-//! What every engine of several processes must do: what the engine of threads does, to the bit, or end.
+//! What every engine of several processes must do: what the engine of threads does, to the bit, or
+//! end.
 
 #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
 #![allow(clippy::cast_possible_truncation, reason = "sizes are small")]
@@ -45,7 +46,8 @@ pub(crate) fn run(engine: &impl Engine, case: &str, ranks: usize) {
         }
         "deserted" => {
             let run = mesh(engine, &[], None);
-            let run = run.pmap(|ctx, x: Tensor| if ctx.index() == 1 { Ok(x) } else { ctx.psum(&x, ALL) });
+            let run =
+                run.pmap(|ctx, x: Tensor| if ctx.index() == 1 { Ok(x) } else { ctx.psum(&x, ALL) });
             drop(run.in_axes(None).call(nothing()));
         }
         "mismatch" => {
@@ -101,7 +103,8 @@ fn compare<O: TensorTree>(
 /// Numbers that differ by replica, and whose sums depend on their order.
 fn input(ctx: &Replica, shape: &[usize], dtype: DType) -> Result<Tensor> {
     let seed = ctx.index() as u32 * 7919 + 1;
-    let value = |n: u32| (n.wrapping_mul(2_654_435_761).wrapping_add(seed) % 2003) as f32 * 0.0625 - 60.0;
+    let value =
+        |n: u32| (n.wrapping_mul(2_654_435_761).wrapping_add(seed) % 2003) as f32 * 0.0625 - 60.0;
     let values: Vec<f32> = (0..shape.iter().product::<usize>() as u32).map(value).collect();
     let x = Tensor::from_vec(values, shape, ctx.device())?;
     if dtype.is_int() { x.abs()?.to_dtype(dtype) } else { x.to_dtype(dtype) }
@@ -113,7 +116,9 @@ fn collectives(engine: &impl Engine, axes: &[(&'static str, usize)]) {
     let fewest = usize::from(!engine.device().is_cpu());
     let sets: [MeshAxes; 3] = [ALL, "a".into(), "b".into()];
     for set in sets.into_iter().take(1 + axes.len()) {
-        for dtype in [DType::F32, DType::F64, DType::BF16, DType::F16, DType::U8, DType::U32, DType::I64] {
+        for dtype in
+            [DType::F32, DType::F64, DType::BF16, DType::F16, DType::U8, DType::U32, DType::I64]
+        {
             let along = set.clone();
             compare(&tested, &threads, move |ctx| sums(ctx, &along, dtype, fewest));
             let along = set.clone();
@@ -150,9 +155,18 @@ fn moves(ctx: &Replica, set: &MeshAxes, dtype: DType, fewest: usize) -> Result<V
         let x = input(ctx, &[rows, size * 3, 8], dtype)?;
         // Another number of rows on each, once as it is and once as a view that is not contiguous.
         let uneven = input(ctx, &[fewest + rows * 10 * position, 8], dtype)?;
-        let view = input(ctx, &[8, rows + position + 2], dtype)?.t()?.narrow(0, 1, rows + position)?;
-        all.extend([ctx.all_gather(&uneven, 0, set)?, ctx.all_gather(&view, 0, set)?, ctx.all_gather(&x, 1, set)?]);
-        all.extend([ctx.all_to_all(&x, 1, 0, set)?, ctx.all_to_all(&x, 1, 2, set)?, ctx.psum_scatter(&x, 1, set)?]);
+        let view =
+            input(ctx, &[8, rows + position + 2], dtype)?.t()?.narrow(0, 1, rows + position)?;
+        all.extend([
+            ctx.all_gather(&uneven, 0, set)?,
+            ctx.all_gather(&view, 0, set)?,
+            ctx.all_gather(&x, 1, set)?,
+        ]);
+        all.extend([
+            ctx.all_to_all(&x, 1, 0, set)?,
+            ctx.all_to_all(&x, 1, 2, set)?,
+            ctx.psum_scatter(&x, 1, set)?,
+        ]);
         all.extend([ctx.ppermute(&x, &turn, set)?, ctx.ppermute(&x, &turn[1..], set)?]);
         for root in 0..size {
             all.push(ctx.broadcast(&x, root, set)?);
@@ -164,8 +178,12 @@ fn moves(ctx: &Replica, set: &MeshAxes, dtype: DType, fewest: usize) -> Result<V
 
 /// The whole way from arguments to results.
 fn calls(engine: &impl Engine, ranks: usize) {
-    let (tested, threads) = (mesh(engine, &[], None), threads(&[(DeviceMesh::AXIS, ranks)], &engine.device()));
-    let x = Tensor::arange(0_f32, (ranks * 2 * 3) as f32, &Device::Cpu).unwrap().reshape((ranks * 2, 3)).unwrap();
+    let (tested, threads) =
+        (mesh(engine, &[], None), threads(&[(DeviceMesh::AXIS, ranks)], &engine.device()));
+    let x = Tensor::arange(0_f32, (ranks * 2 * 3) as f32, &Device::Cpu)
+        .unwrap()
+        .reshape((ranks * 2, 3))
+        .unwrap();
     let call = |mesh: &DeviceMesh, x: &Tensor| {
         let f = mesh.pmap(|ctx, x: Tensor| Ok((x.sqr()?, ctx.psum(&x, ALL)?, x.sum_all()?)));
         let f = f.out_axes([P::shard(0, ALL), P::replicate(), P::sum(ALL)]).uneven(Uneven::Pad);

@@ -66,7 +66,10 @@ pub(super) fn with_bytes<R>(x: &Tensor, work: impl FnOnce(&[u8]) -> Result<R>) -
         CpuStorage::F32(items) => cast_slice(items),
         CpuStorage::F64(items) => cast_slice(items),
         CpuStorage::F8E4M3(items) => {
-            #[allow(clippy::redundant_closure_for_method_calls, reason = "the crate of the type is no dependency")]
+            #[allow(
+                clippy::redundant_closure_for_method_calls,
+                reason = "the crate of the type is no dependency"
+            )]
             let of_items = items.iter().map(|item| item.to_bits()).collect();
             bits = of_items;
             &bits
@@ -83,8 +86,12 @@ pub(super) fn with_bytes<R>(x: &Tensor, work: impl FnOnce(&[u8]) -> Result<R>) -
     }
 }
 
-/// Lends the bytes of several tensors at once, each of which has a storage of its own; none of those that are missing.
-pub(super) fn with_all_bytes<R>(x: &[Option<&Tensor>], work: impl FnOnce(&[&[u8]]) -> Result<R>) -> Result<R> {
+/// Lends the bytes of several tensors at once, each of which has a storage of its own; none of
+/// those that are missing.
+pub(super) fn with_all_bytes<R>(
+    x: &[Option<&Tensor>],
+    work: impl FnOnce(&[&[u8]]) -> Result<R>,
+) -> Result<R> {
     fn lend<'a, R>(
         x: &[Option<&Tensor>],
         lent: &mut Vec<&'a [u8]>,

@@ -1,7 +1,8 @@
 //! The engine of many processes: each is one slot, and they talk through MPI.
 //!
-//! Everything goes from process to process with nonblocking messages, nothing through MPI's reductions: their order of
-//! summation depends on the number of ranks, the size and the library, and they know no halves.
+//! Everything goes from process to process with nonblocking messages, nothing through MPI's
+//! reductions: their order of summation depends on the number of ranks, the size and the library,
+//! and they know no halves.
 
 mod bytes;
 mod session;
@@ -38,14 +39,16 @@ use crate::{
 
 /// Up to how many bytes are sent along with the envelope, and reduced by every member by itself.
 const SMALL_BYTES: usize = 16 << 10;
-/// What of them goes into the first message: with its head less than the 4 KB that Open MPI sends without asking.
+/// What of them goes into the first message: with its head less than the 4 KB that Open MPI sends
+/// without asking.
 const INLINE_BYTES: usize = 3584;
 /// Words of an envelope before its contents.
 const HEAD_WORDS: usize = 4;
 const HEAD_BYTES: usize = HEAD_WORDS * size_of::<u64>();
 /// One member's place among the envelopes that arrive.
 const SLOT_BYTES: usize = HEAD_BYTES + SMALL_BYTES;
-/// How much of a sum each member makes at a time: what arrives is added up before it leaves the cache.
+/// How much of a sum each member makes at a time: what arrives is added up before it leaves the
+/// cache.
 const PART_BYTES: usize = 256 << 10;
 /// The longest single message: below version 4, MPI counts in 32 bits.
 const MESSAGE_BYTES: usize = 1 << 30;
@@ -92,7 +95,10 @@ struct Scratch {
 
 impl fmt::Debug for Inner {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Mpi").field("slot", &self.slot).field("session", &self.session).finish_non_exhaustive()
+        f.debug_struct("Mpi")
+            .field("slot", &self.slot)
+            .field("session", &self.session)
+            .finish_non_exhaustive()
     }
 }
 
@@ -115,7 +121,9 @@ impl Head {
     }
 
     fn read(bytes: &[u8]) -> Self {
-        let word = |n: usize| bytes[n * 8..].first_chunk().map_or(0, |word: &[u8; 8]| u64::from_ne_bytes(*word));
+        let word = |n: usize| {
+            bytes[n * 8..].first_chunk().map_or(0, |word: &[u8; 8]| u64::from_ne_bytes(*word))
+        };
         Self {
             hash: word(0),
             bytes: usize::try_from(word(1)).unwrap_or(usize::MAX),
@@ -126,7 +134,11 @@ impl Head {
 
     /// How much follows in a second message.
     fn rest(&self) -> usize {
-        if self.inline { self.bytes.saturating_sub(INLINE_BYTES).min(SMALL_BYTES - INLINE_BYTES) } else { 0 }
+        if self.inline {
+            self.bytes.saturating_sub(INLINE_BYTES).min(SMALL_BYTES - INLINE_BYTES)
+        } else {
+            0
+        }
     }
 }
 
@@ -138,12 +150,20 @@ struct Call<'a> {
 }
 
 impl Mpi {
-    /// The engine of this process's slot, and a communicator for each group it is in. All processes call this.
-    pub(crate) fn new(session: Arc<Session>, topology: Arc<Topology>, deadline: Duration) -> crate::Result<Self> {
+    /// The engine of this process's slot, and a communicator for each group it is in. All processes
+    /// call this.
+    pub(crate) fn new(
+        session: Arc<Session>,
+        topology: Arc<Topology>,
+        deadline: Duration,
+    ) -> crate::Result<Self> {
         let failed = |reason: String| Error::Mpi { reason };
         let (slot, slots) = (session.rank(), topology.slots());
         if session.size() != slots {
-            return Err(failed(format!("{} processes do not fill a mesh of {slots} slots", session.size())));
+            return Err(failed(format!(
+                "{} processes do not fill a mesh of {slots} slots",
+                session.size()
+            )));
         }
         let long = topology.long_axes();
         if long.count_ones() as usize > MAX_AXES {
@@ -154,8 +174,10 @@ impl Mpi {
         for set in (1..=long).filter(|set| set & !long == 0) {
             let (group, position) = topology.groups(set).seat(slot);
             let small = |n: usize| i32::try_from(n).unwrap_or(i32::MAX);
-            let comm =
-                session.world.split(Some(small(group)), small(position)).map_err(|error| failed(error.to_string()))?;
+            let comm = session
+                .world
+                .split(Some(small(group)), small(position))
+                .map_err(|error| failed(error.to_string()))?;
             groups.extend(comm.map(|comm| (set, comm)));
         }
         let (pending, scratch) = (Pending::default(), Mutex::default());
@@ -175,7 +197,9 @@ impl Mpi {
             return Ok(None);
         }
         let set = engine.topology.long_axes() & site.call.set;
-        let Some(comm) = engine.groups.get(&set) else { bail!("no communicator along {}", site.call.axes) };
+        let Some(comm) = engine.groups.get(&set) else {
+            bail!("no communicator along {}", site.call.axes)
+        };
         Ok(Some((Call { engine, site, comm }, entered)))
     }
 }
@@ -184,7 +208,8 @@ type Incoming<'a> = (usize, Kind, &'a mut [u8]);
 type Outgoing<'a> = (usize, Kind, &'a [u8]);
 
 impl Call<'_> {
-    /// The other members, each one beginning with its successor, so that not all send to the same one.
+    /// The other members, each one beginning with its successor, so that not all send to the same
+    /// one.
     fn others(&self) -> impl Iterator<Item = usize> + use<> {
         let Site { size, position, .. } = *self.site;
         (1..size).map(move |step| (position + step) % size)
@@ -192,7 +217,8 @@ impl Call<'_> {
 
     /// Receives and sends all of these; nothing is sent where there is nothing to send.
     ///
-    /// Whatever goes wrong in MPI ends the program: messages that were started could not be taken back.
+    /// Whatever goes wrong in MPI ends the program: messages that were started could not be taken
+    /// back.
     fn transfer<'t>(
         &self,
         incoming: impl IntoIterator<Item = Incoming<'t>>,
@@ -202,12 +228,18 @@ impl Call<'_> {
             let mut requests = Vec::new();
             for (from, kind, bytes) in incoming {
                 for piece in bytes.chunks_mut(MESSAGE_BYTES) {
-                    requests.push((from, self.check(self.comm.irecv(scope, piece, rank(from), kind as i32))));
+                    requests.push((
+                        from,
+                        self.check(self.comm.irecv(scope, piece, rank(from), kind as i32)),
+                    ));
                 }
             }
             for (to, kind, bytes) in outgoing {
                 for piece in bytes.chunks(MESSAGE_BYTES) {
-                    requests.push((to, self.check(self.comm.isend(scope, piece, rank(to), kind as i32))));
+                    requests.push((
+                        to,
+                        self.check(self.comm.isend(scope, piece, rank(to), kind as i32)),
+                    ));
                 }
             }
             self.wait(requests);
@@ -252,14 +284,20 @@ impl Call<'_> {
         missing.sort_unstable();
         missing.dedup();
         let (index, call) = (self.engine.slot, Arc::clone(&self.site.call));
-        end(&self.engine.session.world, &Error::Deadline { index, call, after, missing }.to_string())
+        end(
+            &self.engine.session.world,
+            &Error::Deadline { index, call, after, missing }.to_string(),
+        )
     }
 
     fn check<T>(&self, result: ferrompi::Result<T>) -> T {
-        result.unwrap_or_else(|error| end(&self.engine.session.world, &format!("{error} in {}", self.site.call)))
+        result.unwrap_or_else(|error| {
+            end(&self.engine.session.world, &format!("{error} in {}", self.site.call))
+        })
     }
 
-    /// Tells all members of this one's call, and what it brings if that is small; returns what they told.
+    /// Tells all members of this one's call, and what it brings if that is small; returns what they
+    /// told.
     ///
     /// What they brought inline lies in `envelopes`, at [`inline`].
     ///
@@ -276,7 +314,8 @@ impl Call<'_> {
     ) -> Result<Vec<Head>> {
         let Site { size, position, .. } = *self.site;
         let inline = may_inline && bytes.len() <= SMALL_BYTES;
-        let own = Head { hash: agreement(&self.site.call, tensors), bytes: bytes.len(), inline, aux };
+        let own =
+            Head { hash: agreement(&self.site.call, tensors), bytes: bytes.len(), inline, aux };
         envelopes.resize(size * SLOT_BYTES / 8, 0);
         let slots: &mut [u8] = cast_slice_mut(envelopes);
         let (first, rest) = bytes.split_at(if inline { bytes.len().min(INLINE_BYTES) } else { 0 });
@@ -290,15 +329,26 @@ impl Call<'_> {
             let mut late = Vec::new();
             if !rest.is_empty() {
                 for to in self.others() {
-                    late.push((to, self.check(self.comm.isend(scope, rest, rank(to), Kind::Rest as i32))));
+                    late.push((
+                        to,
+                        self.check(self.comm.isend(scope, rest, rank(to), Kind::Rest as i32)),
+                    ));
                 }
             }
-            let places = slots.chunks_exact_mut(SLOT_BYTES).enumerate().filter(|(from, _)| *from != position);
+            let places = slots
+                .chunks_exact_mut(SLOT_BYTES)
+                .enumerate()
+                .filter(|(from, _)| *from != position);
             self.transfer(
-                places.map(|(from, slot)| (from, Kind::Envelope, &mut slot[..HEAD_BYTES + INLINE_BYTES])),
+                places.map(|(from, slot)| {
+                    (from, Kind::Envelope, &mut slot[..HEAD_BYTES + INLINE_BYTES])
+                }),
                 self.others().map(|to| (to, Kind::Envelope, letter)),
             );
-            let places = slots.chunks_exact_mut(SLOT_BYTES).enumerate().filter(|(from, _)| *from != position);
+            let places = slots
+                .chunks_exact_mut(SLOT_BYTES)
+                .enumerate()
+                .filter(|(from, _)| *from != position);
             let rests = places.map(|(from, slot)| {
                 let rest = Head::read(slot).rest();
                 (from, Kind::Rest, &mut slot[HEAD_BYTES + INLINE_BYTES..][..rest])
@@ -320,7 +370,10 @@ impl Call<'_> {
     fn mismatch(&self, other: usize, tensors: &[Tensor]) -> candle_core::Error {
         let own = description(&self.site.call, tensors);
         let mut texts = vec![0; self.site.size * TEXT_BYTES];
-        let places = texts.chunks_exact_mut(TEXT_BYTES).enumerate().filter(|(from, _)| *from != self.site.position);
+        let places = texts
+            .chunks_exact_mut(TEXT_BYTES)
+            .enumerate()
+            .filter(|(from, _)| *from != self.site.position);
         self.transfer(
             places.map(|(from, place)| (from, Kind::Text, place)),
             self.others().map(|to| (to, Kind::Text, &own[..])),
@@ -330,7 +383,8 @@ impl Call<'_> {
         disagreement(&self.engine.topology, self.engine.slot, &self.site.call, other, text)
     }
 
-    /// Sends `x(n)` to each member n; returns what all, this one included, have for this one, in the order of the group.
+    /// Sends `x(n)` to each member n; returns what all, this one included, have for this one, in
+    /// the order of the group.
     ///
     /// What they have is of one length, and nothing is returned if it is nothing.
     fn collect<'x>(&self, x: impl Fn(usize) -> &'x [u8], parts: &'x mut Vec<u64>) -> Vec<&'x [u8]> {
@@ -349,7 +403,8 @@ impl Call<'_> {
         all
     }
 
-    /// The reduction of all members' `x`, which are of one length: each member makes a part of it, a chunk at a time.
+    /// The reduction of all members' `x`, which are of one length: each member makes a part of it,
+    /// a chunk at a time.
     fn reduce(
         &self,
         dtype: DType,
@@ -406,7 +461,8 @@ impl Engine for Mpi {
         let mut sums = buffer(host.dtype(), host.elem_count())?;
         let scratch = &mut *lock(&self.0.scratch);
         with_bytes(&host, |bytes| {
-            let heads = call.meet(slice::from_ref(&host), 0, bytes, true, &mut scratch.envelopes)?;
+            let heads =
+                call.meet(slice::from_ref(&host), 0, bytes, true, &mut scratch.envelopes)?;
             if heads[site.position].inline {
                 let summands = all_inline(bytes, site.position, &heads, &scratch.envelopes);
                 reduce::bytes(host.dtype(), &summands, reduction, sums.bytes_mut())
@@ -427,7 +483,10 @@ impl Engine for Mpi {
         let device = list.first().map_or(Device::Cpu, |first| first.device().clone());
         let list: Vec<Tensor> = list.iter().map(on_host).collect::<Result<_>>()?;
         let Some((call, _entered)) = self.enter(site)? else {
-            return wanted.iter().map(|&n| list[n].force_contiguous()?.to_device(&device)).collect();
+            return wanted
+                .iter()
+                .map(|&n| list[n].force_contiguous()?.to_device(&device))
+                .collect();
         };
         let scratch = &mut *lock(&self.0.scratch);
         let mut wishes = vec![0_u8; list.len()];
@@ -440,17 +499,28 @@ impl Engine for Mpi {
         let heads = call.meet(&list, 0, &wishes, true, &mut scratch.envelopes)?;
         let wishes = all_inline(&wishes, site.position, &heads, &scratch.envelopes);
         let mut sums: BTreeMap<usize, Tensor> = BTreeMap::new();
-        // What only one member wants goes straight to it: in each round, one tensor of a type to each member.
+        // What only one member wants goes straight to it: in each round, one tensor of a type to
+        // each member.
         let mut alone: BTreeMap<&str, Vec<Vec<usize>>> = BTreeMap::new();
         for (n, x) in list.iter().enumerate() {
-            let wanting: Vec<usize> = (0..site.size).filter(|&member| wishes[member][n] != 0).collect();
+            let wanting: Vec<usize> =
+                (0..site.size).filter(|&member| wishes[member][n] != 0).collect();
             match wanting[..] {
                 [] => {}
-                [one] => alone.entry(x.dtype().as_str()).or_insert_with(|| vec![Vec::new(); site.size])[one].push(n),
+                [one] => alone
+                    .entry(x.dtype().as_str())
+                    .or_insert_with(|| vec![Vec::new(); site.size])[one]
+                    .push(n),
                 _ => {
                     let mut sum = buffer(x.dtype(), x.elem_count())?;
                     with_bytes(x, |bytes| {
-                        call.reduce(x.dtype(), bytes, sum.bytes_mut(), reduction, &mut scratch.parts)
+                        call.reduce(
+                            x.dtype(),
+                            bytes,
+                            sum.bytes_mut(),
+                            reduction,
+                            &mut scratch.parts,
+                        )
                     })?;
                     if wishes[site.position][n] != 0 {
                         sums.insert(n, sum.tensor(x.dims())?);
@@ -460,12 +530,19 @@ impl Engine for Mpi {
         }
         for queues in alone.values() {
             for round in 0..queues.iter().map(Vec::len).max().unwrap_or_default() {
-                let turn: Vec<Option<&Tensor>> = queues.iter().map(|queue| Some(&list[*queue.get(round)?])).collect();
+                let turn: Vec<Option<&Tensor>> =
+                    queues.iter().map(|queue| Some(&list[*queue.get(round)?])).collect();
                 let Some(dtype) = turn.iter().flatten().next().map(|x| x.dtype()) else { continue };
                 let own = queues[site.position].get(round);
                 let mut sum = buffer(dtype, own.map_or(0, |&n| list[n].elem_count()))?;
                 with_all_bytes(&turn, |bytes| {
-                    call.reduce_to_each(dtype, bytes, sum.bytes_mut(), reduction, &mut scratch.parts)
+                    call.reduce_to_each(
+                        dtype,
+                        bytes,
+                        sum.bytes_mut(),
+                        reduction,
+                        &mut scratch.parts,
+                    )
                 })?;
                 if let Some(&n) = own {
                     sums.insert(n, sum.tensor(list[n].dims())?);
@@ -495,16 +572,21 @@ impl Engine for Mpi {
         };
         let gathered = with_bytes(&host, |bytes| {
             let aux = free.map_or(0, |dim| host.dims()[dim] as u64);
-            let heads = call.meet(slice::from_ref(&host), aux, bytes, true, &mut scratch.envelopes)?;
-            let mut parts: Vec<_> =
-                (heads.iter()).map(|head| buffer(host.dtype(), shape(head).iter().product())).collect::<Result<_>>()?;
+            let heads =
+                call.meet(slice::from_ref(&host), aux, bytes, true, &mut scratch.envelopes)?;
+            let mut parts: Vec<_> = (heads.iter())
+                .map(|head| buffer(host.dtype(), shape(head).iter().product()))
+                .collect::<Result<_>>()?;
             parts[site.position].bytes_mut().copy_from_slice(bytes);
             for (n, (part, head)) in parts.iter_mut().zip(&heads).enumerate() {
                 if n != site.position && head.inline {
                     part.bytes_mut().copy_from_slice(inline(&scratch.envelopes, n, head));
                 }
             }
-            let late = parts.iter_mut().enumerate().filter(|(n, _)| *n != site.position && !heads[*n].inline);
+            let late = parts
+                .iter_mut()
+                .enumerate()
+                .filter(|(n, _)| *n != site.position && !heads[*n].inline);
             let own = if heads[site.position].inline { &[] } else { bytes };
             call.transfer(
                 late.map(|(from, part)| (from, Kind::Data, part.bytes_mut())),
@@ -512,7 +594,10 @@ impl Engine for Mpi {
             );
             Ok(parts.into_iter().zip(heads).collect::<Vec<_>>())
         })?;
-        gathered.into_iter().map(|(part, head)| part.tensor(&shape(&head))?.to_device(x.device())).collect()
+        gathered
+            .into_iter()
+            .map(|(part, head)| part.tensor(&shape(&head))?.to_device(x.device()))
+            .collect()
     }
 
     fn all_to_all(&self, site: &Site, parts: Vec<Tensor>) -> Result<Vec<Tensor>> {
@@ -520,12 +605,15 @@ impl Engine for Mpi {
         let Some((call, _entered)) = self.enter(site)? else {
             return parts.iter().map(Tensor::force_contiguous).collect();
         };
-        // Copies: two locks on one storage, with somebody who waits to write between them, would never be granted.
-        let parts: Vec<Tensor> = parts.iter().map(|part| on_host(part)?.force_contiguous()).collect::<Result<_>>()?;
+        // Copies: two locks on one storage, with somebody who waits to write between them, would
+        // never be granted.
+        let parts: Vec<Tensor> =
+            parts.iter().map(|part| on_host(part)?.force_contiguous()).collect::<Result<_>>()?;
         let scratch = &mut *lock(&self.0.scratch);
         call.meet(&parts, 0, &[], false, &mut scratch.envelopes)?;
         let own = &parts[site.position];
-        let mut arrived: Vec<_> = parts.iter().map(|_| buffer(own.dtype(), own.elem_count())).collect::<Result<_>>()?;
+        let mut arrived: Vec<_> =
+            parts.iter().map(|_| buffer(own.dtype(), own.elem_count())).collect::<Result<_>>()?;
         let turn: Vec<Option<&Tensor>> = parts.iter().map(Some).collect();
         with_all_bytes(&turn, |bytes| {
             arrived[site.position].bytes_mut().copy_from_slice(bytes[site.position]);
@@ -548,7 +636,8 @@ impl Engine for Mpi {
         let scratch = &mut *lock(&self.0.scratch);
         with_bytes(&host, |bytes| {
             let aux = from.map_or(NOBODY, |from| from as u64);
-            let heads = call.meet(slice::from_ref(&host), aux, bytes, true, &mut scratch.envelopes)?;
+            let heads =
+                call.meet(slice::from_ref(&host), aux, bytes, true, &mut scratch.envelopes)?;
             let into = received.bytes_mut();
             match from {
                 Some(from) if from == site.position => into.copy_from_slice(bytes),
@@ -560,13 +649,18 @@ impl Engine for Mpi {
             if heads[site.position].inline {
                 return Ok(());
             }
-            if let Some(from) = from.filter(|_| site.size > 2 && heads.iter().all(|head| head.aux == aux)) {
+            if let Some(from) =
+                from.filter(|_| site.size > 2 && heads.iter().all(|head| head.aux == aux))
+            {
                 // A tree, instead of one that sends to all.
                 call.broadcast(into, from);
             } else {
                 let from = from.filter(|&from| from != site.position);
                 let to = call.others().filter(|&to| heads[to].aux == site.position as u64);
-                call.transfer(from.map(|from| (from, Kind::Data, into)), to.map(|to| (to, Kind::Data, bytes)));
+                call.transfer(
+                    from.map(|from| (from, Kind::Data, into)),
+                    to.map(|to| (to, Kind::Data, bytes)),
+                );
             }
             Ok(())
         })?;
@@ -584,7 +678,8 @@ impl Engine for Mpi {
         }
     }
 
-    /// Does not return: the others wait in MPI, where nothing but an end of the program reaches them.
+    /// Does not return: the others wait in MPI, where nothing but an end of the program reaches
+    /// them.
     fn failed(&self, error: Error) {
         end(&self.0.session.world, &processes::with_causes(&error));
     }
@@ -601,7 +696,12 @@ fn inline<'a>(envelopes: &'a [u64], member: usize, head: &Head) -> &'a [u8] {
 }
 
 /// What all members brought with their envelopes, this one's own from where it is.
-fn all_inline<'a>(own: &'a [u8], position: usize, heads: &[Head], envelopes: &'a [u64]) -> Vec<&'a [u8]> {
+fn all_inline<'a>(
+    own: &'a [u8],
+    position: usize,
+    heads: &[Head],
+    envelopes: &'a [u64],
+) -> Vec<&'a [u8]> {
     let of = |(n, head)| if n == position { own } else { inline(envelopes, n, head) };
     heads.iter().enumerate().map(of).collect()
 }

@@ -10,9 +10,11 @@ use ferrompi::{Communicator, ThreadLevel};
 
 use crate::{engine::processes, error::Error, sync::lock};
 
-/// This process's membership in the MPI program: initialized once, finalized when the last clone is dropped.
+/// This process's membership in the MPI program: initialized once, finalized when the last clone is
+/// dropped.
 ///
-/// `ferrompi::Mpi` must stay on the thread that made it, so a thread of its own holds it; communicators may go anywhere.
+/// `ferrompi::Mpi` must stay on the thread that made it, so a thread of its own holds it;
+/// communicators may go anywhere.
 pub(crate) struct Session {
     pub(super) world: Arc<Communicator>,
     release: Option<mpsc::Sender<()>>,
@@ -20,7 +22,8 @@ pub(crate) struct Session {
 }
 
 impl Session {
-    /// This process's session: the one that meshes already use, or a new one, which can be had once.
+    /// This process's session: the one that meshes already use, or a new one, which can be had
+    /// once.
     pub(crate) fn start() -> crate::Result<Arc<Self>> {
         static CURRENT: Mutex<Weak<Session>> = Mutex::new(Weak::new());
         let mut current = lock(&CURRENT);
@@ -48,8 +51,10 @@ impl Session {
             Err(error) => drop(started.send(Err(error.to_string()))),
         };
         let failed = |reason: String| Error::Mpi { reason };
-        let holder =
-            thread::Builder::new().name("mpi".into()).spawn(hold).map_err(|error| failed(error.to_string()))?;
+        let holder = thread::Builder::new()
+            .name("mpi".into())
+            .spawn(hold)
+            .map_err(|error| failed(error.to_string()))?;
         let world = start.recv().map_err(|error| failed(error.to_string()))?.map_err(failed)?;
         let session = Self { world: Arc::new(world), release: Some(release), holder: Some(holder) };
         session.end_with_panics();
@@ -77,8 +82,8 @@ impl Session {
         end(&self.world, why)
     }
 
-    /// Makes a panic anywhere in this process the end of all: a rank that unwinds would wait for the others when it
-    /// finalizes MPI, and they for it.
+    /// Makes a panic anywhere in this process the end of all: a rank that unwinds would wait for
+    /// the others when it finalizes MPI, and they for it.
     fn end_with_panics(&self) {
         let world = Arc::clone(&self.world);
         let before = std::panic::take_hook();
@@ -102,7 +107,10 @@ impl Drop for Session {
 
 impl fmt::Debug for Session {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Session").field("rank", &self.rank()).field("size", &self.size()).finish_non_exhaustive()
+        f.debug_struct("Session")
+            .field("rank", &self.rank())
+            .field("size", &self.size())
+            .finish_non_exhaustive()
     }
 }
 

@@ -25,8 +25,8 @@ use half::{bf16, f16};
 use super::store::Id;
 use crate::mesh::workers;
 
-/// How long a communicator is kept when its mesh is gone: what this process has sent last may still be on its way, and
-/// cudarc ends communicators without waiting for it.
+/// How long a communicator is kept when its mesh is gone: what this process has sent last may still
+/// be on its way, and cudarc ends communicators without waiting for it.
 const LINGER: Duration = Duration::from_millis(200);
 
 /// What one process sends and receives at once, all of one type.
@@ -47,7 +47,11 @@ pub(super) enum Broken {
 /// What carries transfers between processes, for one of them.
 pub(super) trait Carrier: fmt::Debug + Send + Sync {
     /// What arrives, in the order in which it was asked for.
-    fn transfer(&self, transfer: Transfer, within: Duration) -> std::result::Result<Vec<Tensor>, Broken>;
+    fn transfer(
+        &self,
+        transfer: Transfer,
+        within: Duration,
+    ) -> std::result::Result<Vec<Tensor>, Broken>;
 }
 
 /// A transfer to be made, and where its results are waited for.
@@ -86,13 +90,18 @@ impl Link {
             };
             drop(started.send(Ok(())));
             for Job { transfer, reply } in queue {
-                let made = worker::catch(|| make(&comm, &device, &transfer).map_err(|error| error.to_string()));
+                let made = worker::catch(|| {
+                    make(&comm, &device, &transfer).map_err(|error| error.to_string())
+                });
                 drop(reply.send(made.and_then(|made| made)));
             }
             thread::sleep(if place.world_size().as_u64() > 1 { LINGER } else { Duration::ZERO });
             drop(worker::catch(|| drop(comm)));
         };
-        let holder = thread::Builder::new().name("nccl".into()).spawn(hold).map_err(|error| error.to_string())?;
+        let holder = thread::Builder::new()
+            .name("nccl".into())
+            .spawn(hold)
+            .map_err(|error| error.to_string())?;
         match start.recv_timeout(within) {
             Ok(joined) => joined.map(|()| Self { jobs: Some(jobs), holder: Some(holder) }),
             Err(RecvTimeoutError::Timeout) => Err(format!("not all have joined within {within:?}")),
@@ -102,7 +111,11 @@ impl Link {
 }
 
 impl Carrier for Link {
-    fn transfer(&self, transfer: Transfer, within: Duration) -> std::result::Result<Vec<Tensor>, Broken> {
+    fn transfer(
+        &self,
+        transfer: Transfer,
+        within: Duration,
+    ) -> std::result::Result<Vec<Tensor>, Broken> {
         let (reply, arrival) = mpsc::sync_channel(1);
         let ended = || Broken::Failed(ENDED.into());
         let sent = self.jobs.as_ref().map(|jobs| jobs.send(Job { transfer, reply }));
@@ -160,13 +173,22 @@ fn make_of<T>(comm: &Comm, device: &CudaDevice, transfer: &Transfer) -> Result<V
 where
     T: CudaDType + NcclType + DeviceRepr + ValidAsZeroBits,
 {
-    let lent: Vec<_> = transfer.outgoing.iter().map(|(to, x)| (*to, x.storage_and_layout())).collect();
-    let mut arrived =
-        transfer.incoming.iter().map(|(_, items)| device.alloc_zeros::<T>(*items)).collect::<Result<Vec<_>>>()?;
+    let lent: Vec<_> =
+        transfer.outgoing.iter().map(|(to, x)| (*to, x.storage_and_layout())).collect();
+    let mut arrived = transfer
+        .incoming
+        .iter()
+        .map(|(_, items)| device.alloc_zeros::<T>(*items))
+        .collect::<Result<Vec<_>>>()?;
     {
-        let letters = lent.iter().map(|(to, (storage, layout))| Ok((*to, items::<T>(storage, layout)?)));
+        let letters =
+            lent.iter().map(|(to, (storage, layout))| Ok((*to, items::<T>(storage, layout)?)));
         let letters = letters.collect::<Result<Vec<_>>>()?;
-        let boxes = transfer.incoming.iter().zip(&mut arrived).map(|((from, _), items)| (*from, items.as_view_mut()));
+        let boxes = transfer
+            .incoming
+            .iter()
+            .zip(&mut arrived)
+            .map(|((from, _), items)| (*from, items.as_view_mut()));
         let boxes: Vec<_> = boxes.collect();
         let failed = |error| candle_core::Error::msg(text(&error));
         let mut group = comm.group();
@@ -191,7 +213,9 @@ fn items<'a, T: CudaDType>(storage: &'a Storage, layout: &Layout) -> Result<Cuda
     let Storage::Cuda(storage) = storage else { bail!("a tensor is not on a CUDA device") };
     let start = layout.start_offset();
     let items = storage.as_cuda_slice::<T>()?.try_slice(start..start + layout.shape().elem_count());
-    items.filter(|_| layout.is_contiguous()).ok_or_else(|| candle_core::Error::msg("a tensor is not contiguous"))
+    items
+        .filter(|_| layout.is_contiguous())
+        .ok_or_else(|| candle_core::Error::msg("a tensor is not contiguous"))
 }
 
 fn rank(rank: usize) -> i32 {

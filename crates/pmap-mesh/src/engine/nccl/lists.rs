@@ -6,10 +6,12 @@ use candle_core::{Result, Tensor};
 
 use super::flat;
 
-/// How many bytes of small tensors are put together: more do not make a transfer faster, and take memory.
+/// How many bytes of small tensors are put together: more do not make a transfer faster, and take
+/// memory.
 const BUCKET_BYTES: usize = 64 << 20;
 
-/// The numbers of tensors of one type, in order, cut into buckets; the same for all lists of the same shapes.
+/// The numbers of tensors of one type, in order, cut into buckets; the same for all lists of the
+/// same shapes.
 pub(super) fn buckets(list: &[Tensor]) -> Vec<Vec<usize>> {
     let mut of_types: BTreeMap<&str, Vec<usize>> = BTreeMap::new();
     for (n, x) in list.iter().enumerate() {
@@ -44,7 +46,11 @@ pub(super) fn joined(list: &[Tensor], bucket: &[usize]) -> Result<Tensor> {
 }
 
 /// What [`joined`] made of a bucket, as tensors of their shapes, with their numbers.
-pub(super) fn cut(list: &[Tensor], bucket: &[usize], joined: &Tensor) -> Result<Vec<(usize, Tensor)>> {
+pub(super) fn cut(
+    list: &[Tensor],
+    bucket: &[usize],
+    joined: &Tensor,
+) -> Result<Vec<(usize, Tensor)>> {
     let mut start = 0;
     let part = |&n: &usize| {
         let x = &list[n];
@@ -63,7 +69,8 @@ mod tests {
 
     #[test]
     fn a_bucket_is_cut_into_what_it_was_joined_of() {
-        let list: Vec<Tensor> = (0..4).map(|n| Tensor::full(n as f32, (n, 2), &Device::Cpu).unwrap()).collect();
+        let list: Vec<Tensor> =
+            (0..4).map(|n| Tensor::full(n as f32, (n, 2), &Device::Cpu).unwrap()).collect();
         let joined = joined(&list, &[1, 0, 3]).unwrap();
         assert_eq!(joined.dims(), [8]);
         for (n, part) in cut(&list, &[1, 0, 3], &joined).unwrap() {
@@ -77,7 +84,8 @@ mod tests {
         let large = zeros(BUCKET_BYTES / 4 - 1, DType::F32);
         let small = zeros(1, DType::F32);
         let other = zeros(1, DType::F64);
-        let list = [small.clone(), large.clone(), other.clone(), small.clone(), large, small, other];
+        let list =
+            [small.clone(), large.clone(), other.clone(), small.clone(), large, small, other];
         assert_eq!(buckets(&list), [vec![0, 1], vec![3, 4], vec![5], vec![2, 6]]);
         assert!(buckets(&[]).is_empty());
     }

@@ -1,11 +1,14 @@
-//! The engine of many processes with a GPU each: their tensors go from device to device through NCCL.
+//! The engine of many processes with a GPU each: their tensors go from device to device through
+//! NCCL.
 //!
-//! Everything is sent from process to process, nothing through NCCL's reductions: their order of summation depends on the
-//! number of ranks, the size and the network. What arrives is added up on the device. There is one communicator: a group
-//! along some axes is some of its ranks, which NCCL lets send to each other without the rest.
+//! Everything is sent from process to process, nothing through NCCL's reductions: their order of
+//! summation depends on the number of ranks, the size and the network. What arrives is added up on
+//! the device. There is one communicator: a group along some axes is some of its ranks, which NCCL
+//! lets send to each other without the rest.
 //!
-//! Every collective begins with a head to the other members: a hash of what must agree, so that nobody waits for what the
-//! others do not send. It ends when its result is there, and another thread waits for that, so that a deadline can pass.
+//! Every collective begins with a head to the other members: a hash of what must agree, so that
+//! nobody waits for what the others do not send. It ends when its result is there, and another
+//! thread waits for that, so that a deadline can pass.
 
 mod link;
 mod lists;
@@ -36,9 +39,11 @@ use crate::{
     reduce::parts::balanced,
 };
 
-/// Up to how many bytes every member reduces everything by itself: a second transfer would take longer.
+/// Up to how many bytes every member reduces everything by itself: a second transfer would take
+/// longer.
 const SMALL_BYTES: usize = 64 << 10;
-/// How long the processes of a mesh wait for each other at its start, where connections are made too.
+/// How long the processes of a mesh wait for each other at its start, where connections are made
+/// too.
 const JOIN_TIME: Duration = Duration::from_mins(10);
 
 /// Nobody, as the sender that a member wants to receive from.
@@ -83,7 +88,9 @@ impl Nccl {
         let failed = |reason: String| Error::Nccl { reason };
         let (processes, slots) = (place.world_size().as_usize(), topology.slots());
         if processes != slots {
-            return Err(failed(format!("{processes} processes do not fill a mesh of {slots} slots")));
+            return Err(failed(format!(
+                "{processes} processes do not fill a mesh of {slots} slots"
+            )));
         }
         let cuda = device.as_cuda_device().map_err(|error| failed(error.to_string()))?;
         let invitation = store.invitation(place, JOIN_TIME, || new_id().map_err(failed))?;
@@ -100,7 +107,8 @@ impl Nccl {
             #[cfg(feature = "mpi")]
             session: invitation.session.clone(),
         }));
-        // All have joined: the id is taken back before any of them can look for that of another mesh.
+        // All have joined: the id is taken back before any of them can look for that of another
+        // mesh.
         drop::<Invitation>(invitation);
         engine.barrier(&start).map_err(|error| failed(error.to_string()))?;
         if let Some(inner) = Arc::get_mut(&mut engine.0) {
@@ -114,12 +122,18 @@ impl Nccl {
         processes::exchange(self, &self.0.topology, self.0.slot, &self.0.device, list)
     }
 
-    /// Enters a collective of these tensors; returns it with the `aux` of all members, or `None` for a group of one.
+    /// Enters a collective of these tensors; returns it with the `aux` of all members, or `None`
+    /// for a group of one.
     ///
     /// # Errors
     ///
     /// On all members alike, if they do not agree; on this one, if a tensor cannot be sent.
-    fn enter<'a>(&'a self, site: &'a Site, tensors: &[Tensor], aux: i64) -> Result<Option<(Call<'a>, Vec<i64>)>> {
+    fn enter<'a>(
+        &'a self,
+        site: &'a Site,
+        tensors: &[Tensor],
+        aux: i64,
+    ) -> Result<Option<(Call<'a>, Vec<i64>)>> {
         let engine = &*self.0;
         let entered = engine.pending.enter(engine.slot, &site.call)?;
         tensors.iter().try_for_each(|x| engine.check_sendable(site, x))?;
@@ -138,7 +152,11 @@ impl Inner {
     fn check_sendable(&self, site: &Site, x: &Tensor) -> Result<()> {
         if !x.device().same_device(&self.device) {
             let (found, expected) = (x.device().location(), self.device.location());
-            return Err(candle_core::Error::wrap(Error::OtherDevice { call: Arc::clone(&site.call), found, expected }));
+            return Err(candle_core::Error::wrap(Error::OtherDevice {
+                call: Arc::clone(&site.call),
+                found,
+                expected,
+            }));
         }
         if !carries(x.dtype()) {
             bail!("tensors of type {} cannot be sent over NCCL", x.dtype().as_str());
@@ -157,15 +175,20 @@ impl Inner {
 }
 
 impl Call<'_> {
-    /// Sends `x(n)`, which has one dimension, to each member n; returns what they have for this one, `items(n)` items of
-    /// member n, and what it has for itself, in the order of the group.
+    /// Sends `x(n)`, which has one dimension, to each member n; returns what they have for this
+    /// one, `items(n)` items of member n, and what it has for itself, in the order of the group.
     ///
     /// Whatever goes wrong ends the program: what was started could not be taken back.
-    fn swap(&self, x: impl Fn(usize) -> Result<Tensor>, items: impl Fn(usize) -> usize) -> Result<Vec<Tensor>> {
+    fn swap(
+        &self,
+        x: impl Fn(usize) -> Result<Tensor>,
+        items: impl Fn(usize) -> usize,
+    ) -> Result<Vec<Tensor>> {
         let Site { size, position, .. } = *self.site;
         let own = x(position)?;
         let mut all = vec![own.narrow(0, 0, 0)?; size];
-        let mut transfer = Transfer { dtype: own.dtype(), outgoing: Vec::new(), incoming: Vec::new() };
+        let mut transfer =
+            Transfer { dtype: own.dtype(), outgoing: Vec::new(), incoming: Vec::new() };
         let mut senders = Vec::new();
         for member in (0..size).filter(|&member| member != position) {
             let x = x(member)?;
@@ -201,7 +224,10 @@ impl Call<'_> {
 
     /// Tells all members of this one's call, and `aux`; returns what they told of theirs.
     fn meet(&self, tensors: &[Tensor], aux: i64) -> Result<Vec<i64>> {
-        let head = Tensor::new(&[agreement(&self.site.call, tensors).cast_signed(), aux], &self.engine.device)?;
+        let head = Tensor::new(
+            &[agreement(&self.site.call, tensors).cast_signed(), aux],
+            &self.engine.device,
+        )?;
         let heads = self.swap(|_| Ok(head.clone()), |_| 2)?;
         let heads: Vec<i64> = Tensor::cat(&heads, 0)?.to_vec1()?;
         match heads.chunks_exact(2).position(|head| head[0] != heads[0]) {
@@ -216,10 +242,13 @@ impl Call<'_> {
         let texts = self.swap(|_| Ok(own.clone()), |_| TEXT_BYTES)?;
         let texts: Vec<Vec<u8>> = texts.iter().map(Tensor::to_vec1).collect::<Result<_>>()?;
         let Self { engine, site, .. } = self;
-        Ok(disagreement(&engine.topology, engine.slot, &site.call, other, |member| texts[member].clone()))
+        Ok(disagreement(&engine.topology, engine.slot, &site.call, other, |member| {
+            texts[member].clone()
+        }))
     }
 
-    /// The reduction of all members' `x`, which has one dimension; of a large one each member makes a part.
+    /// The reduction of all members' `x`, which has one dimension; of a large one each member makes
+    /// a part.
     fn reduce(&self, x: &Tensor, reduction: Reduction) -> Result<Tensor> {
         let Site { size, position, .. } = *self.site;
         let items = x.elem_count();
@@ -227,7 +256,8 @@ impl Call<'_> {
             return sums::reduced(&self.swap(|_| Ok(x.clone()), |_| items)?, reduction);
         }
         let part = |member| balanced(items, member, size);
-        let summands = self.swap(|to| x.narrow(0, part(to).start, part(to).len()), |_| part(position).len())?;
+        let summands =
+            self.swap(|to| x.narrow(0, part(to).start, part(to).len()), |_| part(position).len())?;
         let sum = sums::reduced(&summands, reduction)?;
         drop(summands);
         Tensor::cat(&self.swap(|_| Ok(sum.clone()), |from| part(from).len())?, 0)
@@ -258,7 +288,9 @@ impl Engine for Nccl {
             let sum = call.reduce(&lists::joined(&list, &bucket)?, reduction)?;
             sums.extend(lists::cut(&list, &bucket, &sum)?);
         }
-        let sum = |n: &usize| sums.get(n).cloned().ok_or_else(|| candle_core::Error::msg("a tensor was not summed"));
+        let sum = |n: &usize| {
+            sums.get(n).cloned().ok_or_else(|| candle_core::Error::msg("a tensor was not summed"))
+        };
         wanted.iter().map(sum).collect()
     }
 
@@ -291,7 +323,9 @@ impl Engine for Nccl {
 
     fn receive(&self, site: &Site, x: &Tensor, from: Option<usize>) -> Result<Option<Tensor>> {
         let position = site.position;
-        let Some((call, senders)) = self.enter(site, slice::from_ref(x), from.map_or(NOBODY, told))? else {
+        let Some((call, senders)) =
+            self.enter(site, slice::from_ref(x), from.map_or(NOBODY, told))?
+        else {
             return from.map(|_| x.force_contiguous()).transpose();
         };
         let own = flat(x)?;
@@ -317,7 +351,8 @@ impl Engine for Nccl {
         }
     }
 
-    /// Does not return: the others wait on their devices, where nothing but an end of the program reaches them.
+    /// Does not return: the others wait on their devices, where nothing but an end of the program
+    /// reaches them.
     fn failed(&self, error: Error) {
         self.0.end(&processes::with_causes(&error));
     }

@@ -1,4 +1,5 @@
-//! How the processes of a mesh over NCCL find each other: rank 0 leaves an id where the others look for it.
+//! How the processes of a mesh over NCCL find each other: rank 0 leaves an id where the others look
+//! for it.
 
 use std::{
     ffi::OsString,
@@ -28,10 +29,12 @@ const LOOK: Duration = Duration::from_millis(20);
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum NcclStore {
-    /// A file that all processes see, on a file system that their machines share, and that does not exist yet.
+    /// A file that all processes see, on a file system that their machines share, and that does not
+    /// exist yet.
     ///
-    /// Rank 0 makes it, and removes it when all have joined. Put something into the name that no other run has, such as
-    /// the id of the job: rank 0 refuses a file that an earlier run has left, but the others cannot tell.
+    /// Rank 0 makes it, and removes it when all have joined. Put something into the name that no
+    /// other run has, such as the id of the job: rank 0 refuses a file that an earlier run has
+    /// left, but the others cannot tell.
     File(PathBuf),
     /// The MPI program that these processes are, if `mpirun` or `srun` has started them as one.
     ///
@@ -96,9 +99,14 @@ fn by_file(
 
 #[cfg(feature = "mpi")]
 fn by_mpi(session: &Session, place: Placement, make: impl FnOnce() -> Result<Id>) -> Result<Id> {
-    if (session.rank(), session.size()) != (place.rank().as_usize(), place.world_size().as_usize()) {
+    if (session.rank(), session.size()) != (place.rank().as_usize(), place.world_size().as_usize())
+    {
         // The others wait for the id.
-        session.end(&format!("this process is rank {} of {}, not {place}", session.rank(), session.size()));
+        session.end(&format!(
+            "this process is rank {} of {}, not {place}",
+            session.rank(),
+            session.size()
+        ));
     }
     let first = if place.rank() == Rank::ZERO { make() } else { Ok([0; size_of::<Id>()]) };
     let mut id = first.unwrap_or_else(|error| session.end(&error.to_string()));
@@ -150,7 +158,10 @@ fn read(path: &Path, world_size: u64, within: Duration) -> io::Result<Id> {
             Ok(bytes) if !bytes.is_empty() => return id_of(&bytes, world_size),
             Err(error) if error.kind() != ErrorKind::NotFound => return Err(error),
             _ if start.elapsed() >= within => {
-                return Err(io::Error::new(ErrorKind::TimedOut, format!("rank 0 left no id within {within:?}")));
+                return Err(io::Error::new(
+                    ErrorKind::TimedOut,
+                    format!("rank 0 left no id within {within:?}"),
+                ));
             }
             _ => thread::sleep(LOOK),
         }
@@ -159,7 +170,8 @@ fn read(path: &Path, world_size: u64, within: Duration) -> io::Result<Id> {
 
 fn id_of(bytes: &[u8], world_size: u64) -> io::Result<Id> {
     let wrong = |why: String| io::Error::new(ErrorKind::InvalidData, why);
-    let id = bytes.last_chunk().filter(|_| bytes.len() == RECORD_BYTES && bytes.starts_with(&MAGIC));
+    let id =
+        bytes.last_chunk().filter(|_| bytes.len() == RECORD_BYTES && bytes.starts_with(&MAGIC));
     let id = id.ok_or_else(|| wrong("the file holds no id".into()))?;
     if *bytes == *record(world_size, id) {
         Ok(*id)
@@ -223,7 +235,9 @@ mod tests {
     fn what_is_no_id_of_this_world_is_refused() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("id");
-        for bytes in [record(3, &ID), b"something else".to_vec(), [record(2, &ID), vec![0]].concat()] {
+        for bytes in
+            [record(3, &ID), b"something else".to_vec(), [record(2, &ID), vec![0]].concat()]
+        {
             fs::write(&path, bytes).unwrap();
             assert_eq!(kind_of(join(&path, 1, SOON)), ErrorKind::InvalidData);
         }

@@ -1,4 +1,5 @@
-//! Adding up tensors on their device, in the order of the ranks: what `reduce` does on a processor, to the bit.
+//! Adding up tensors on their device, in the order of the ranks: what `reduce` does on a processor,
+//! to the bit.
 
 use candle_core::{DType, Result, Tensor, bail};
 
@@ -12,13 +13,19 @@ pub(super) fn reduced(summands: &[Tensor], reduction: Reduction) -> Result<Tenso
     if first.elem_count() == 0 {
         return Ok(first.clone());
     }
-    let sum = rest.iter().try_fold(widened(first)?, |sum, next| combined(&sum, &widened(next)?, reduction))?;
+    let sum = rest
+        .iter()
+        .try_fold(widened(first)?, |sum, next| combined(&sum, &widened(next)?, reduction))?;
     let result = if reduction == Reduction::Mean { divided(&sum, summands.len())? } else { sum };
     result.to_dtype(first.dtype())
 }
 
 fn widened(x: &Tensor) -> Result<Tensor> {
-    if matches!(x.dtype(), DType::BF16 | DType::F16) { x.to_dtype(DType::F32) } else { Ok(x.clone()) }
+    if matches!(x.dtype(), DType::BF16 | DType::F16) {
+        x.to_dtype(DType::F32)
+    } else {
+        Ok(x.clone())
+    }
 }
 
 fn combined(sum: &Tensor, next: &Tensor, reduction: Reduction) -> Result<Tensor> {
@@ -58,20 +65,32 @@ mod tests {
         for reduction in ALL {
             let result = reduced(summands, reduction).unwrap();
             let expected = reduce::whole(summands, reduction).unwrap();
-            assert!(same(&result, &expected).unwrap(), "{reduction:?} of {:?}", summands[0].dtype());
+            assert!(
+                same(&result, &expected).unwrap(),
+                "{reduction:?} of {:?}",
+                summands[0].dtype()
+            );
         }
     }
 
     #[test]
     fn every_type_is_reduced_as_by_the_kernel_for_processors() {
-        let values = |n: usize| (0..97).map(move |i| ((i * 7919 + n * 104_729) % 2003) as f32 * 0.037 - 30.0);
+        let values = |n: usize| {
+            (0..97).map(move |i| ((i * 7919 + n * 104_729) % 2003) as f32 * 0.037 - 30.0)
+        };
         for dtype in [DType::F32, DType::F64, DType::BF16, DType::F16] {
-            let of = |n| Tensor::from_iter(values(n), &Device::Cpu).unwrap().to_dtype(dtype).unwrap();
+            let of =
+                |n| Tensor::from_iter(values(n), &Device::Cpu).unwrap().to_dtype(dtype).unwrap();
             check(&[of(0)]);
             check(&[of(0), of(1), of(2)]);
         }
         for dtype in [DType::U8, DType::U32, DType::I64] {
-            let of = |n| Tensor::from_iter(values(n).map(f32::abs), &Device::Cpu).unwrap().to_dtype(dtype).unwrap();
+            let of = |n| {
+                Tensor::from_iter(values(n).map(f32::abs), &Device::Cpu)
+                    .unwrap()
+                    .to_dtype(dtype)
+                    .unwrap()
+            };
             check(&[of(0), of(1), of(2)]);
         }
     }

@@ -30,7 +30,11 @@ struct Desk {
 }
 
 impl Carrier for Desk {
-    fn transfer(&self, transfer: Transfer, _: Duration) -> std::result::Result<Vec<Tensor>, Broken> {
+    fn transfer(
+        &self,
+        transfer: Transfer,
+        _: Duration,
+    ) -> std::result::Result<Vec<Tensor>, Broken> {
         let mut letters = lock(&self.post.letters);
         for (to, x) in transfer.outgoing {
             assert!(x.is_contiguous() && x.elem_count() > 0 && x.dtype() == transfer.dtype);
@@ -39,8 +43,9 @@ impl Carrier for Desk {
         self.post.sent.notify_all();
         let mut arrived = Vec::new();
         for (from, items) in transfer.incoming {
-            let empty =
-                |letters: &mut BTreeMap<_, VecDeque<Tensor>>| letters.entry((from, self.rank)).or_default().is_empty();
+            let empty = |letters: &mut BTreeMap<_, VecDeque<Tensor>>| {
+                letters.entry((from, self.rank)).or_default().is_empty()
+            };
             // Who has failed sends nothing more.
             letters = self.post.sent.wait_timeout_while(letters, LIMIT, empty).unwrap().0;
             let x = letters.get_mut(&(from, self.rank)).and_then(VecDeque::pop_front).unwrap();
@@ -83,7 +88,8 @@ fn run<T: Send>(axes: &Axes, f: impl Fn(&Replica) -> T + Sync) -> Vec<T> {
 /// Compares with the engine of threads, to the bit.
 fn check(axes: &Axes, f: impl Fn(&Replica) -> Result<Vec<Tensor>> + Clone + Send + Sync + 'static) {
     let results = run(axes, |replica| f(replica).unwrap());
-    let builder = axes.iter().fold(DeviceMesh::builder(), |builder, (name, size)| builder.axis(name, *size));
+    let builder =
+        axes.iter().fold(DeviceMesh::builder(), |builder, (name, size)| builder.axis(name, *size));
     let g = f.clone();
     let model = builder.pin(false).cpu().unwrap().pmap(move |ctx, _: Tensor| g(ctx)).in_axes(None);
     let expected = model.call_sharded(Tensor::zeros(1, DType::F32, &Device::Cpu).unwrap()).unwrap();
@@ -102,9 +108,12 @@ fn input(ctx: &Replica, shape: &[usize], dtype: DType) -> Result<Tensor> {
     Tensor::from_iter((0..items).map(value), &Device::Cpu)?.reshape(shape)?.to_dtype(dtype)
 }
 
-fn everywhere(f: impl Fn(&Replica, &MeshAxes, DType) -> Result<Vec<Tensor>> + Clone + Send + Sync + 'static) {
+fn everywhere(
+    f: impl Fn(&Replica, &MeshAxes, DType) -> Result<Vec<Tensor>> + Clone + Send + Sync + 'static,
+) {
     for axes in [&[("a", 3)][..], &[("a", 2), ("b", 2)], &[("a", 1), ("b", 2)]] {
-        let sets: Vec<MeshAxes> = axes.iter().map(|(name, _)| (*name).into()).chain([ALL]).collect();
+        let sets: Vec<MeshAxes> =
+            axes.iter().map(|(name, _)| (*name).into()).chain([ALL]).collect();
         for set in sets {
             for dtype in [DType::F32, DType::F64, DType::BF16, DType::F16, DType::U32, DType::I64] {
                 let (f, set) = (f.clone(), set.clone());
@@ -138,7 +147,11 @@ fn what_is_moved_arrives_as_over_threads() {
         let uneven = input(ctx, &[5 * position, 8], dtype)?;
         let view = input(ctx, &[8, position + 3], dtype)?.t()?.narrow(0, 1, position + 1)?;
         let mut all = vec![ctx.all_gather(&uneven, 0, set)?, ctx.all_gather(&view, 0, set)?];
-        all.extend([ctx.all_gather(&x, 1, set)?, ctx.all_to_all(&x, 1, 2, set)?, ctx.psum_scatter(&x, 1, set)?]);
+        all.extend([
+            ctx.all_gather(&x, 1, set)?,
+            ctx.all_to_all(&x, 1, 2, set)?,
+            ctx.psum_scatter(&x, 1, set)?,
+        ]);
         all.extend([ctx.ppermute(&x, &turn, set)?, ctx.ppermute(&x, &turn[1..], set)?]);
         for root in 0..size {
             all.push(ctx.broadcast(&x, root, set)?);
@@ -152,8 +165,12 @@ fn what_is_moved_arrives_as_over_threads() {
 fn lists_are_summed_as_over_threads() {
     check(&[("a", 3)], |ctx| {
         let of = |shape: &[usize], dtype| input(ctx, shape, dtype);
-        let list =
-            vec![of(&[3, 5], DType::F32)?, of(&[7], DType::BF16)?, of(&[300, 200], DType::F32)?, of(&[], DType::F32)?];
+        let list = vec![
+            of(&[3, 5], DType::F32)?,
+            of(&[7], DType::BF16)?,
+            of(&[300, 200], DType::F32)?,
+            of(&[], DType::F32)?,
+        ];
         ctx.psum_list(list, &[2, 0, 1, 3])
     });
 }

@@ -36,7 +36,8 @@ pub(crate) fn agreement(call: &CollectiveCall, tensors: &[Tensor]) -> u64 {
 pub(crate) fn description(call: &CollectiveCall, tensors: &[Tensor]) -> Vec<u8> {
     let mut text = call.to_string();
     if call.dtype.is_none() && !tensors.is_empty() {
-        let shapes: Vec<_> = tensors.iter().map(|x| format!("{} {:?}", x.dtype().as_str(), x.dims())).collect();
+        let shapes: Vec<_> =
+            tensors.iter().map(|x| format!("{} {:?}", x.dtype().as_str(), x.dims())).collect();
         text.push_str(" of ");
         text.push_str(&shapes.join(", "));
     }
@@ -45,7 +46,8 @@ pub(crate) fn description(call: &CollectiveCall, tensors: &[Tensor]) -> Vec<u8> 
     bytes
 }
 
-/// What all members of `slot`'s group return if the first one and `other` do not agree, from what they call.
+/// What all members of `slot`'s group return if the first one and `other` do not agree, from what
+/// they call.
 pub(crate) fn disagreement(
     topology: &Topology,
     slot: usize,
@@ -53,7 +55,8 @@ pub(crate) fn disagreement(
     other: usize,
     description_of: impl Fn(usize) -> Vec<u8>,
 ) -> candle_core::Error {
-    let text = |member| String::from_utf8_lossy(&description_of(member)).trim_end_matches('\0').to_owned();
+    let text =
+        |member| String::from_utf8_lossy(&description_of(member)).trim_end_matches('\0').to_owned();
     let groups = topology.groups(call.set);
     let members = groups.members_with(slot);
     candle_core::Error::wrap(Error::MismatchAcross {

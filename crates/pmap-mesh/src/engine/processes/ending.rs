@@ -1,4 +1,5 @@
-//! How a process ends itself, when others wait for it where nothing but the end of the program reaches them.
+//! How a process ends itself, when others wait for it where nothing but the end of the program
+//! reaches them.
 
 use std::{
     error::Error as _,
@@ -37,6 +38,7 @@ pub(crate) fn end(rank: usize, why: &str, stop: impl FnOnce()) -> ! {
 /// An error in words, with what caused it.
 pub(crate) fn with_causes(error: &Error) -> String {
     let causes = iter::successors(error.source(), |&cause| cause.source());
-    let chain: Vec<String> = iter::once(error.to_string()).chain(causes.map(ToString::to_string)).collect();
+    let chain: Vec<String> =
+        iter::once(error.to_string()).chain(causes.map(ToString::to_string)).collect();
     chain.join(": ")
 }

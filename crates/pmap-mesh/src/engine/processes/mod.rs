@@ -1,4 +1,5 @@
-//! What engines of many processes have in common: one collective at a time, agreement on it, results of all, and an end.
+//! What engines of many processes have in common: one collective at a time, agreement on it,
+//! results of all, and an end.
 
 mod agreement;
 mod ending;
@@ -55,7 +56,8 @@ impl Drop for Entered<'_> {
     }
 }
 
-/// The lists of all processes, of any tensors: every process brings as many, in any shapes. They travel on `device`.
+/// The lists of all processes, of any tensors: every process brings as many, in any shapes. They
+/// travel on `device`.
 pub(crate) fn exchange(
     engine: &impl Engine,
     topology: &Topology,
@@ -70,8 +72,10 @@ pub(crate) fn exchange(
     of_all.iter().map(unpacked).collect::<Result<_>>().map_err(failed)
 }
 
-/// Meets the others once more, so that one that still calls a collective along all axes learns that it is alone.
+/// Meets the others once more, so that one that still calls a collective along all axes learns that
+/// it is alone.
 pub(crate) fn leave(engine: &impl Engine, topology: &Topology, slot: usize) -> Result<()> {
-    let site = Site::along(ALL, topology, slot, "the end of the function", None).map_err(candle_core::Error::wrap)?;
+    let site = Site::along(ALL, topology, slot, "the end of the function", None)
+        .map_err(candle_core::Error::wrap)?;
     engine.barrier(&site)
 }

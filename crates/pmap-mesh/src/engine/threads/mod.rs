@@ -15,7 +15,8 @@ use crate::{
     reduce::{self, Reduction},
 };
 
-/// Up to how many bytes every member reduces everything by itself: a second meeting would cost more than the work.
+/// Up to how many bytes every member reduces everything by itself: a second meeting would cost more
+/// than the work.
 const SMALL_BYTES: usize = 16 << 10;
 
 /// One replica's access to the meetings of a call.
@@ -34,8 +35,14 @@ impl Threads {
         self.hub.meet(self.slot, Arc::clone(&site.call), tensors)
     }
 
-    /// Meets, lets every member work on what was brought, and meets again: before that nobody may change it.
-    fn share<T>(&self, site: &Site, tensors: Vec<Tensor>, work: impl FnOnce(&Meeting) -> Result<T>) -> Result<T> {
+    /// Meets, lets every member work on what was brought, and meets again: before that nobody may
+    /// change it.
+    fn share<T>(
+        &self,
+        site: &Site,
+        tensors: Vec<Tensor>,
+        work: impl FnOnce(&Meeting) -> Result<T>,
+    ) -> Result<T> {
         let meeting = self.meet(site, tensors)?;
         let result = work(&meeting)?;
         self.meet(site, Vec::new())?;
@@ -55,7 +62,9 @@ impl Engine for Threads {
             // Whoever filled the last part brings the result for all.
             let closing = self.meet(site, last.into_iter().collect())?;
             let result = closing.brought.iter().flatten().next();
-            result.cloned().ok_or_else(|| candle_core::Error::msg("a part of a reduction was not filled"))?
+            result
+                .cloned()
+                .ok_or_else(|| candle_core::Error::msg("a part of a reduction was not filled"))?
         };
         reduced.to_device(x.device())
     }
@@ -70,7 +79,10 @@ impl Engine for Threads {
         let device = list.first().map_or(Device::Cpu, |first| first.device().clone());
         let list = list.iter().map(on_host).collect::<Result<_>>()?;
         self.share(site, list, |meeting| {
-            wanted.iter().map(|&index| reduce::whole(&meeting.nths(index)?, reduction)?.to_device(&device)).collect()
+            wanted
+                .iter()
+                .map(|&index| reduce::whole(&meeting.nths(index)?, reduction)?.to_device(&device))
+                .collect()
         })
     }
 

@@ -1,4 +1,5 @@
-//! How the replicas of one call meet: each waits until all of its group have come, or learns why they will not.
+//! How the replicas of one call meet: each waits until all of its group have come, or learns why
+//! they will not.
 
 use std::{
     collections::BTreeMap,
@@ -85,9 +86,11 @@ impl Hub {
         Self { topology, deadline, desks, failed: AtomicBool::new(false), state: Mutex::new(state) }
     }
 
-    /// Brings `tensors` to the meeting of `slot`'s group along `call.set`, and waits for the others.
+    /// Brings `tensors` to the meeting of `slot`'s group along `call.set`, and waits for the
+    /// others.
     ///
-    /// Nobody leaves before all have come, so what was brought to one meeting may be changed after the next.
+    /// Nobody leaves before all have come, so what was brought to one meeting may be changed after
+    /// the next.
     ///
     /// # Errors
     ///
@@ -102,7 +105,9 @@ impl Hub {
             return Ok(meeting);
         }
         let deadline = self.deadline.and_then(|deadline| Instant::now().checked_add(deadline));
-        let called = || self.desks[slot].called.load(Ordering::Acquire) || self.failed.load(Ordering::Acquire);
+        let called = || {
+            self.desks[slot].called.load(Ordering::Acquire) || self.failed.load(Ordering::Acquire)
+        };
         let in_time = sync::until(deadline, called);
         let mut state = lock(&self.state);
         let replica = &mut state.replicas[slot];
@@ -199,7 +204,8 @@ impl Hub {
         }
     }
 
-    /// Ends the call for all replicas because of an error of this one, unless it only echoes another's.
+    /// Ends the call for all replicas because of an error of this one, unless it only echoes
+    /// another's.
     pub(crate) fn failed(&self, slot: usize, error: Error) {
         let mut state = lock(&self.state);
         if !state.replicas[slot].aborted {
@@ -227,11 +233,15 @@ impl Hub {
     /// Fails if every replica that still runs waits in a meeting that is not complete.
     fn check_progress(&self, state: &mut State, slot: usize) -> candle_core::Result<()> {
         let stuck = |replica: &ReplicaState| replica.returned || replica.waits_for.is_some();
-        if !state.replicas.iter().all(stuck) || state.replicas.iter().all(|replica| replica.returned) {
+        if !state.replicas.iter().all(stuck)
+            || state.replicas.iter().all(|replica| replica.returned)
+        {
             return Ok(());
         }
         let waiting = state.replicas.iter().enumerate();
-        let waiting = waiting.filter_map(|(slot, replica)| Some((slot, replica.waits_for.clone()?))).collect();
+        let waiting = waiting
+            .filter_map(|(slot, replica)| Some((slot, replica.waits_for.clone()?)))
+            .collect();
         Err(self.refuse(state, slot, Error::Deadlock { waiting }))
     }
 
@@ -252,7 +262,10 @@ impl State {
     /// What a replica is told when the call has failed.
     fn abort(&mut self, slot: usize) -> candle_core::Error {
         self.replicas[slot].aborted = true;
-        let by = self.failures.first().map(|(by, error)| Error::Aborted { by: *by, cause: error.to_string() });
+        let by = self
+            .failures
+            .first()
+            .map(|(by, error)| Error::Aborted { by: *by, cause: error.to_string() });
         by.map_or_else(|| candle_core::Error::msg("the call has ended"), candle_core::Error::wrap)
     }
 }
@@ -272,7 +285,10 @@ impl Open {
 
     /// The first member that has come, and what it called.
     fn first(&self) -> Option<(usize, &Arc<CollectiveCall>)> {
-        self.seats.iter().enumerate().find_map(|(position, seat)| Some((position, &seat.as_ref()?.0)))
+        self.seats
+            .iter()
+            .enumerate()
+            .find_map(|(position, seat)| Some((position, &seat.as_ref()?.0)))
     }
 
     fn close(self) -> Arc<Meeting> {
@@ -295,7 +311,10 @@ impl Meeting {
     }
 
     /// The board that the members work on, made by whoever needs it first.
-    pub(crate) fn board(&self, make: impl FnOnce() -> candle_core::Result<Board>) -> candle_core::Result<&Board> {
+    pub(crate) fn board(
+        &self,
+        make: impl FnOnce() -> candle_core::Result<Board>,
+    ) -> candle_core::Result<&Board> {
         let board = self.board.get_or_init(|| make().map_err(|error| error.to_string()));
         board.as_ref().map_err(candle_core::Error::msg)
     }
