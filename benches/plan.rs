@@ -6,8 +6,13 @@ use std::hint::black_box;
 
 use candle_distributed::{
     plan::{
-        CostModel, Full, LayerOrder, LayerWise, Layout, ParameterInfo, PlanReport, Reshard, Search, ShardingPlan,
-        ShardingStrategy, StrategyKind, WholeTensor, source,
+        ParameterInfo, ShardingPlan,
+        cost::CostModel,
+        report::PlanReport,
+        reshard::Reshard,
+        search::Search,
+        source,
+        strategy::{Full, LayerOrder, LayerWise, Layout, ShardingStrategy, StrategyKind, WholeTensor},
     },
     types::{Placement, WorldSize},
 };

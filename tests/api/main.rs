@@ -15,9 +15,17 @@ fn values_can_be_sent_to_and_shared_between_threads() {
     travels::<batch::Batches<std::vec::IntoIter<Result<batch::Sequence, batch::Error>>>>();
     travels::<(batch::BatchPlan<'_, Vec<u64>>, batch::DistributedBatchSampler<Vec<u64>>, batch::BatchState)>();
     travels::<(batch::Steps<'_, Vec<u64>>, batch::Step, batch::ShapeReport, batch::Segments, batch::Collator)>();
-    travels::<(plan::ShardingPlan, plan::ParameterInfo, plan::PlanReport<'_>, plan::Error)>();
-    travels::<(plan::PlanCost, plan::CostModel, plan::Cut, plan::ShardAssignment, plan::ShardsOfRank<'_>)>();
-    travels::<(plan::Hybrid, plan::Pattern, plan::Search, plan::Outcome, plan::PlanDiff<'_>, plan::Reshard<'_>)>();
+    travels::<(plan::ShardingPlan, plan::ParameterInfo, plan::report::PlanReport<'_>, plan::Error)>();
+    travels::<(plan::cost::PlanCost, plan::cost::CostModel, plan::Cut, plan::ShardAssignment, plan::ShardsOfRank<'_>)>(
+    );
+    travels::<(
+        plan::strategy::Hybrid,
+        plan::Pattern,
+        plan::search::Search,
+        plan::search::Outcome,
+        plan::report::PlanDiff<'_>,
+        plan::reshard::Reshard<'_>,
+    )>();
     travels::<(mesh::DeviceMesh, mesh::Replica, mesh::PMap<(), (), ()>, mesh::Sharded<()>, mesh::Error)>();
     travels::<(mesh::AdamW, mesh::Checkpoints, mesh::Checkpoint, mesh::StateDict, mesh::ShardedVars)>();
 }

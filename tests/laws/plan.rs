@@ -2,9 +2,10 @@
 
 use candle_distributed::{
     plan::{
-        Collectives, CostModel, Cut, ElemType, Error, Full, Hsdp, Hybrid, LayerOrder, LayerWeight, LayerWise, Layout,
-        Links, Optimizer, Outcome, ParameterInfo, PlanCost, PlannedParameter, Search, ShardingPlan, ShardingStrategy,
-        WholeTensor,
+        Cut, ElemType, Error, ParameterInfo, PlannedParameter, ShardingPlan,
+        cost::{Collectives, CostModel, Links, Optimizer, PlanCost},
+        search::{Outcome, Search},
+        strategy::{Full, Hsdp, Hybrid, LayerOrder, LayerWeight, LayerWise, Layout, ShardingStrategy, WholeTensor},
     },
     types::{Placement, Rank, WorldSize},
 };

@@ -4,8 +4,9 @@ use std::collections::BTreeMap;
 
 use candle_distributed::{
     plan::{
-        Cut, ElemType, Full, Hsdp, LayerWise, Layout, Move, ParameterInfo, PlannedParameter, Reshard, ShardingPlan,
-        ShardingStrategy, WholeTensor,
+        Cut, ElemType, ParameterInfo, PlannedParameter, ShardingPlan,
+        reshard::{Move, Reshard},
+        strategy::{Full, Hsdp, LayerWise, Layout, ShardingStrategy, WholeTensor},
     },
     types::{Placement, WorldSize},
 };

@@ -4,8 +4,12 @@ use std::slice;
 
 use candle_distributed::{
     plan::{
-        Collectives, CostModel, Cut, ElemType, Error, Full, Hsdp, Hybrid, Layout, ParameterInfo, PlanReport,
-        PlannedParameter, Reshard, Search, ShardingPlan, ShardingStrategy, StrategyKind,
+        Cut, ElemType, Error, ParameterInfo, PlannedParameter, ShardingPlan,
+        cost::{Collectives, CostModel},
+        report::PlanReport,
+        reshard::Reshard,
+        search::Search,
+        strategy::{Full, Hsdp, Hybrid, Layout, ShardingStrategy, StrategyKind},
     },
     types,
 };

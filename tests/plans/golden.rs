@@ -6,8 +6,9 @@ use std::{
 };
 
 use candle_distributed::plan::{
-    CostModel, Cut, ElemType, Full, Hsdp, Layout, Optimizer, ParameterInfo, RankCost, ShardAssignment, ShardingPlan,
-    ShardingStrategy,
+    Cut, ElemType, ParameterInfo, ShardAssignment, ShardingPlan,
+    cost::{CostModel, Optimizer, RankCost},
+    strategy::{Full, Hsdp, Layout, ShardingStrategy},
 };
 use serde::Deserialize;
 

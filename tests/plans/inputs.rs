@@ -1,7 +1,10 @@
 //! What the other tests plan for, and short ways to plan it.
 
 use candle_distributed::{
-    plan::{ElemType, Full, ParameterInfo, ShardingPlan, ShardingStrategy, source},
+    plan::{
+        ElemType, ParameterInfo, ShardingPlan, source,
+        strategy::{Full, ShardingStrategy},
+    },
     types::{Placement, Rank, WorldSize},
 };
 

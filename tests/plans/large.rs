@@ -1,7 +1,11 @@
 //! The largest open model over 16,384 ranks: what a plan of it may cost and must reach.
 
 use candle_distributed::plan::{
-    CostModel, Full, Layout, Outcome, Reshard, Search, ShardingStrategy, Volume, WholeTensor, source,
+    cost::CostModel,
+    reshard::{Reshard, Volume},
+    search::{Outcome, Search},
+    source,
+    strategy::{Full, Layout, ShardingStrategy, WholeTensor},
 };
 use integration_tests::recipe::{deepseek, safetensors};
 

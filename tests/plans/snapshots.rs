@@ -3,8 +3,10 @@
 use std::fmt::Write;
 
 use candle_distributed::plan::{
-    CostModel, Full, Hsdp, Hybrid, LayerOrder, LayerWise, Layout, Links, ParameterInfo, PlanReport, ShardingPlan,
-    ShardingStrategy, WholeTensor,
+    ParameterInfo, ShardingPlan,
+    cost::{CostModel, Links},
+    report::PlanReport,
+    strategy::{Full, Hsdp, Hybrid, LayerOrder, LayerWise, Layout, ShardingStrategy, WholeTensor},
 };
 
 use integration_tests::recipe::deepseek;

@@ -5,9 +5,11 @@ use std::collections::BTreeMap;
 use core_types::{Placement, WorldSize};
 
 use crate::{
-    Cut, ParameterInfo, PlannedParameter,
+    cut::Cut,
     error::{Error, Result},
     groups::Groups,
+    param::ParameterInfo,
+    plan::PlannedParameter,
 };
 
 /// Checks each parameter by itself against its cut.

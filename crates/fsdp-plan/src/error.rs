@@ -1,6 +1,6 @@
 //! What can be wrong with a list of parameters, a file that names them, or a plan.
 
-use crate::{ElemType, FORMAT_VERSION};
+use crate::{elem::ElemType, plan::FORMAT_VERSION};
 
 /// The result of reading, planning or costing.
 pub type Result<T, E = Error> = std::result::Result<T, E>;

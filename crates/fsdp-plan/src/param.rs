@@ -5,9 +5,10 @@ use std::{borrow::Cow, ops::Not, sync::Arc};
 use serde::{Deserialize, Serialize, Serializer};
 
 use crate::{
-    ElemType, Pattern,
+    elem::ElemType,
     error::{Error, Result},
     names, path,
+    pattern::Pattern,
 };
 
 /// The description of one parameter of a model.
@@ -190,7 +191,7 @@ impl ParameterInfo {
         self.0.dtype
     }
 
-    /// The layer it belongs to: what [`LayerWise`](crate::LayerWise) never parts.
+    /// The layer it belongs to: what [`LayerWise`](crate::strategy::LayerWise) never parts.
     pub fn layer(&self) -> &str {
         self.0.given(|given| &given.layer).unwrap_or(self.0.layer_by_rule())
     }

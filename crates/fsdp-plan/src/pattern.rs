@@ -6,8 +6,8 @@ use globset::{GlobBuilder, GlobMatcher};
 use serde::{Deserialize, Serialize};
 
 use crate::{
-    ParameterInfo,
     error::{Error, Result},
+    param::ParameterInfo,
     path,
 };
 

@@ -6,11 +6,12 @@ use core_types::{Placement, Rank, WorldSize};
 use serde::{Deserialize, Deserializer, Serialize, Serializer, de};
 
 use crate::{
-    Cut, ParameterInfo, ShardAssignment, check,
-    cut::Division,
+    check,
+    cut::{Cut, Division, ShardAssignment},
     error::{Error, Result},
     groups::Groups,
     names::Names,
+    param::ParameterInfo,
     shares::{Run, Shares, Table},
 };
 
@@ -32,7 +33,7 @@ pub const FORMAT_VERSION: u32 = 1;
 ///
 /// ```
 /// use core_types::{Placement, WorldSize};
-/// use fsdp_plan::{ElemType, Full, ParameterInfo, ShardingPlan, ShardingStrategy};
+/// use fsdp_plan::{ElemType, ParameterInfo, ShardingPlan, strategy::{Full, ShardingStrategy}};
 ///
 /// let parameters = [ParameterInfo::new("fc.weight", [10, 4], ElemType::F32)?];
 /// let plan = Full::default().plan(&parameters, WorldSize::new(4)?)?;
@@ -102,7 +103,11 @@ impl ShardingPlan {
     ///
     /// ```
     /// use core_types::WorldSize;
-    /// use fsdp_plan::{CostModel, ElemType, Full, ParameterInfo, ShardingStrategy};
+    /// use fsdp_plan::{
+    ///     ElemType, ParameterInfo,
+    ///     cost::CostModel,
+    ///     strategy::{Full, ShardingStrategy},
+    /// };
     ///
     /// let parameters = [ParameterInfo::new("fc.weight", [8, 4], ElemType::F32)?];
     /// let plan = Full::default().plan(&parameters, WorldSize::new(4)?)?.with_replicas(2)?;
@@ -138,7 +143,7 @@ impl ShardingPlan {
     ///
     /// Every rank that stays keeps the first part of what it has, as much as fits its new share, so a rank may own
     /// several parts of a unit afterwards. Shares are as equal as before.
-    /// [`Reshard`](crate::Reshard) tells what has to move.
+    /// [`Reshard`](crate::reshard::Reshard) tells what has to move.
     ///
     /// # Errors
     ///
@@ -151,7 +156,7 @@ impl ShardingPlan {
     ///
     /// ```
     /// use core_types::{Placement, WorldSize};
-    /// use fsdp_plan::{ElemType, Full, Layout, ParameterInfo, ShardingStrategy};
+    /// use fsdp_plan::{ElemType, ParameterInfo, strategy::{Full, Layout, ShardingStrategy}};
     ///
     /// let parameters = [ParameterInfo::new("fc.weight", [12, 4], ElemType::F32)?];
     /// let layout = Layout::RowRagged { rows: 1 };

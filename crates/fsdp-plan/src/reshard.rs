@@ -6,9 +6,9 @@ use core_types::{Placement, Rank};
 use serde::Serialize;
 
 use crate::{
-    PlannedParameter, ShardingPlan,
     arithmetic::index,
     error::{Error, Result},
+    plan::{PlannedParameter, ShardingPlan},
 };
 
 /// What has to move when a model that is sharded by one plan is to be sharded by another: to go on with another number of
@@ -28,7 +28,7 @@ use crate::{
 ///
 /// ```
 /// use core_types::WorldSize;
-/// use fsdp_plan::{ElemType, Full, ParameterInfo, Reshard, ShardingStrategy};
+/// use fsdp_plan::{ElemType, ParameterInfo, reshard::Reshard, strategy::{Full, ShardingStrategy}};
 ///
 /// let parameters = [ParameterInfo::new("fc.weight", [16, 4], ElemType::F32)?];
 /// let plan = |world_size| Full::default().plan(&parameters, WorldSize::new(world_size)?);

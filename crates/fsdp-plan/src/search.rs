@@ -4,9 +4,11 @@ use core_types::WorldSize;
 use serde::Serialize;
 
 use crate::{
-    CostModel, Full, Hsdp, Layout, Links, ParameterInfo, PlanCost, ShardingPlan, ShardingStrategy,
-    cost::max_kept_units,
+    cost::{CostModel, Links, PlanCost, max_kept_units},
     error::{Error, Result},
+    param::ParameterInfo,
+    plan::ShardingPlan,
+    strategy::{Full, Hsdp, Layout, ShardingStrategy},
 };
 
 /// A search for the plan whose collectives take the least time, among those that fit into the memory of each device.
@@ -24,7 +26,7 @@ use crate::{
 ///
 /// ```
 /// use core_types::WorldSize;
-/// use fsdp_plan::{ElemType, Outcome, ParameterInfo, Search};
+/// use fsdp_plan::{ElemType, ParameterInfo, search::{Outcome, Search}};
 ///
 /// let parameters: Vec<_> = (0..4)
 ///     .map(|block| ParameterInfo::new(format!("h.{block}.w"), [1024, 1024], ElemType::F32))

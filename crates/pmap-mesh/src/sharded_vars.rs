@@ -34,7 +34,7 @@ use crate::{
 /// use candle_core::{DType, Device, Tensor};
 /// use candle_nn::{Init, VarMap};
 /// use core_types::WorldSize;
-/// use fsdp_plan::{Full, ShardingStrategy};
+/// use fsdp_plan::strategy::{Full, ShardingStrategy};
 /// use pmap_mesh::{DeviceMesh, P, ShardedVars, parameter_infos};
 ///
 /// let mesh = DeviceMesh::cpu(2)?;

@@ -5,7 +5,11 @@
 use candle_core::{DType, Device, Tensor, Var};
 use candle_nn::{Optimizer, ParamsAdamW};
 use core_types::WorldSize;
-use fsdp_plan::{CostModel, Full, Hsdp, LayerWise, Layout, ShardingPlan, ShardingStrategy, WholeTensor};
+use fsdp_plan::{
+    ShardingPlan,
+    cost::CostModel,
+    strategy::{Full, Hsdp, LayerWise, Layout, ShardingStrategy, WholeTensor},
+};
 use pmap_mesh::{
     AdamW, Checkpoint, Checkpoints, DeviceMesh, Error, P, ShardedVars, StatefulOptimizer, parameter_infos,
 };

@@ -8,7 +8,7 @@ use std::{
 use candle_core::Device;
 use candle_distributed::{
     mesh::{Checkpoint, Checkpoints, DeviceMesh},
-    plan::{CostModel, PlanReport, ShardingPlan},
+    plan::{ShardingPlan, cost::CostModel, report::PlanReport},
     types::{Placement, Rank, Seed, WorldSize},
 };
 use candle_nn::VarBuilder;

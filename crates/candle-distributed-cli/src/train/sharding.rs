@@ -3,7 +3,11 @@
 use candle_core::{DType, Device};
 use candle_distributed::{
     mesh,
-    plan::{CostModel, Full, ParameterInfo, PlanCost, RankCost, ShardingPlan, ShardingStrategy},
+    plan::{
+        ParameterInfo, ShardingPlan,
+        cost::{CostModel, PlanCost, RankCost},
+        strategy::{Full, ShardingStrategy},
+    },
     types::WorldSize,
 };
 use candle_nn::{VarBuilder, VarMap};

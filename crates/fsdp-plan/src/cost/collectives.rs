@@ -4,8 +4,8 @@ use serde::Serialize;
 
 use super::tally::{Kind, Message};
 use crate::{
-    ShardingPlan,
     error::{Error, Result},
+    plan::ShardingPlan,
 };
 
 /// How often one kind of collective runs in a step, and how much it moves.

@@ -2,8 +2,8 @@
 
 use super::collectives::{Calls, Operation, Scope};
 use crate::{
-    ShardingPlan,
     error::{Error, Result},
+    plan::ShardingPlan,
 };
 
 /// A link between two ranks: what a message costs whatever its size (alpha), and how much passes in a second (1 / beta).
@@ -20,7 +20,7 @@ pub struct Link {
 /// # Examples
 ///
 /// ```
-/// use fsdp_plan::{Link, Links};
+/// use fsdp_plan::cost::{Link, Links};
 ///
 /// // Eight cards on PCIe 4.0 in each node, nodes on 25 Gb/s Ethernet that the cards share.
 /// let intra = Link { latency_ns: 10_000, bytes_per_s: 20_000_000_000 };

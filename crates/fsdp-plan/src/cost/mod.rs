@@ -28,8 +28,8 @@ use self::{
     tally::{Kind, Message, Tally},
 };
 use crate::{
-    ShardingPlan,
     error::{Error, Result},
+    plan::ShardingPlan,
 };
 
 /// The bytes that one rank holds: between two steps, and for a while within a step.
@@ -109,7 +109,11 @@ impl ShardingPlan {
     ///
     /// ```
     /// use core_types::WorldSize;
-    /// use fsdp_plan::{CostModel, ElemType, Full, ParameterInfo, ShardingStrategy};
+    /// use fsdp_plan::{
+    ///     ElemType, ParameterInfo,
+    ///     cost::CostModel,
+    ///     strategy::{Full, ShardingStrategy},
+    /// };
     ///
     /// let parameters = [ParameterInfo::new("fc.weight", [10, 4], ElemType::F32)?];
     /// let cost = Full::default().plan(&parameters, WorldSize::new(4)?)?.cost(&CostModel::default())?;

@@ -1,14 +1,14 @@
 //! What the cost of a plan depends on besides the plan.
 
 use super::{Links, Optimizer};
-use crate::{ElemType, ParameterInfo};
+use crate::{elem::ElemType, param::ParameterInfo};
 
 /// What the cost of a plan depends on besides the plan.
 ///
 /// # Examples
 ///
 /// ```
-/// # use fsdp_plan::{CostModel, ElemType, Optimizer};
+/// # use fsdp_plan::{ElemType, cost::{CostModel, Optimizer}};
 /// let model = CostModel::default()
 ///     .with_optimizer(Optimizer::Sgd)
 ///     .with_param_dtype(ElemType::F32)

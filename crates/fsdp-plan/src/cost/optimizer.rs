@@ -1,6 +1,6 @@
 //! What optimizers remember from step to step.
 
-use crate::ElemType;
+use crate::elem::ElemType;
 
 /// Elements that share a scale in 8-bit states.
 const BLOCK_8BIT: u128 = 256;

@@ -12,9 +12,9 @@ use super::{
     pricing::Pricing,
 };
 use crate::{
-    ParameterInfo,
     arithmetic::index,
     cut::{Middle, Ragged},
+    param::ParameterInfo,
     shares::Shares,
 };
 

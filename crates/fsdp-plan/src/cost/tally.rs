@@ -11,9 +11,10 @@ use super::{
     ragged::{self, Share},
 };
 use crate::{
-    Cut, ParameterInfo, PlannedParameter, ShardingPlan,
-    cut::{Chunks, Division, Ragged},
+    cut::{Chunks, Cut, Division, Ragged},
     groups::Groups,
+    param::ParameterInfo,
+    plan::{PlannedParameter, ShardingPlan},
     shares::Shares,
 };
 

@@ -13,7 +13,7 @@ pub(crate) use self::{
     ragged::{Middle, Ragged},
 };
 use crate::{
-    ParameterInfo,
+    param::ParameterInfo,
     shares::{Run, Shares},
 };
 

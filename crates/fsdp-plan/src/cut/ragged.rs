@@ -3,8 +3,9 @@
 use std::ops::Range;
 
 use crate::{
-    ElemType, ParameterInfo,
     arithmetic::mul_div,
+    elem::ElemType,
+    param::ParameterInfo,
     shares::{Run, Shares},
 };
 

@@ -1,7 +1,7 @@
 //! Cuts in words.
 
 use super::text::{counted, grouped};
-use crate::Cut;
+use crate::cut::Cut;
 
 /// What a cut does, in a few words.
 pub(super) fn words(cut: Cut) -> String {

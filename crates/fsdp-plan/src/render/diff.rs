@@ -1,7 +1,7 @@
 //! The differences of two plans, line by line.
 
 use super::{cut, text::Printable};
-use crate::{PlanDiff, PlannedParameter};
+use crate::{plan::PlannedParameter, report::PlanDiff};
 
 pub(super) fn lines(diff: &PlanDiff<'_>) -> Vec<String> {
     let plan = diff.plan.iter().map(|(what, before, after)| {

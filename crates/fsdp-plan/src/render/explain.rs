@@ -4,7 +4,12 @@ use super::{
     columns, cut,
     text::{Printable, binary, counted, grouped},
 };
-use crate::{PlanCost, PlannedParameter, RankCost, ShardingPlan, error::Result, groups::Groups};
+use crate::{
+    cost::{PlanCost, RankCost},
+    error::Result,
+    groups::Groups,
+    plan::{PlannedParameter, ShardingPlan},
+};
 
 /// What becomes of the parameter at `param_idx`: its cut, and the ranks of the first replica that hold parts of it.
 pub(super) fn parameter(plan: &ShardingPlan, param_idx: usize) -> String {

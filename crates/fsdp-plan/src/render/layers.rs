@@ -4,7 +4,11 @@ use super::{
     columns,
     text::{Printable, grouped},
 };
-use crate::{Cut, PlannedParameter, ShardingPlan, groups::Groups};
+use crate::{
+    cut::Cut,
+    groups::Groups,
+    plan::{PlannedParameter, ShardingPlan},
+};
 
 /// A line for each layer, neighbors that differ in nothing but the name on one line.
 pub(super) fn table(plan: &ShardingPlan) -> String {

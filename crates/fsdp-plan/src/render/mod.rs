@@ -15,9 +15,12 @@ use core_types::{Placement, Rank};
 
 use self::text::{Printable, binary, counted, grouped};
 use crate::{
-    Collectives, CostModel, LayerBalance, PlanDiff, PlanReport, ShardingPlan, Traffic,
+    cost::{Collectives, CostModel, Traffic},
     error::{Error, Result},
-    report::Budget,
+    plan::ShardingPlan,
+    report::PlanDiff,
+    report::{Budget, PlanReport},
+    strategy::LayerBalance,
 };
 
 /// Writes the whole report, without a line break at the end.
@@ -66,7 +69,7 @@ impl ShardingPlan {
     ///
     /// ```
     /// use core_types::WorldSize;
-    /// use fsdp_plan::{ElemType, Full, ParameterInfo, ShardingStrategy};
+    /// use fsdp_plan::{ElemType, ParameterInfo, strategy::{Full, ShardingStrategy}};
     ///
     /// let parameters = [ParameterInfo::new("wte.weight", [10, 4], ElemType::F32)?];
     /// let plan = Full::default().plan(&parameters, WorldSize::new(4)?)?;
@@ -100,7 +103,7 @@ impl ShardingPlan {
     ///
     /// ```
     /// use core_types::WorldSize;
-    /// use fsdp_plan::{ElemType, Full, ParameterInfo, ShardingStrategy};
+    /// use fsdp_plan::{ElemType, ParameterInfo, strategy::{Full, ShardingStrategy}};
     ///
     /// let parameters = [ParameterInfo::new("wte.weight", [10, 4], ElemType::F32)?];
     /// let plan = Full::default().plan(&parameters, WorldSize::new(4)?)?;

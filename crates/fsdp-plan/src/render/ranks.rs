@@ -4,7 +4,7 @@ use super::{
     columns,
     text::{bar, grouped},
 };
-use crate::RankCost;
+use crate::cost::RankCost;
 
 /// Up to so many ranks each have a line; of more, neighbors share one.
 const MAX_LINES: usize = 16;

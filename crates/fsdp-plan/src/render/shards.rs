@@ -5,7 +5,7 @@ use super::{
     text::{Printable, counted, grouped},
 };
 use crate::{
-    ShardingPlan,
+    plan::ShardingPlan,
     report::{NamedShard, RankReport},
 };
 

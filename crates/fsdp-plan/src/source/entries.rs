@@ -7,7 +7,11 @@ use serde::{
     de::{IgnoredAny, MapAccess, Visitor},
 };
 
-use crate::{Error, ParameterInfo, Result, names::Names};
+use crate::{
+    error::{Error, Result},
+    names::Names,
+    param::ParameterInfo,
+};
 
 /// What stands behind a name.
 pub(super) trait Entry {

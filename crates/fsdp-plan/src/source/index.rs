@@ -8,7 +8,11 @@ use super::{
     entries::{Entries, Entry, unique},
     parse,
 };
-use crate::{Error, ParameterInfo, Result, names};
+use crate::{
+    error::{Error, Result},
+    names,
+    param::ParameterInfo,
+};
 
 /// Lists the files that a `model.safetensors.index.json` names, each once, sorted.
 ///

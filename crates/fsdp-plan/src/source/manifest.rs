@@ -4,7 +4,10 @@ use super::{
     entries::{Entries, Entry, unique_parameters},
     parse,
 };
-use crate::{ParameterInfo, Result, param::Unchecked};
+use crate::{
+    error::Result,
+    param::{ParameterInfo, Unchecked},
+};
 
 /// Reads a manifest `{name: {"dtype": …, "shape": […]}}`, in the order of its text.
 ///

@@ -9,8 +9,9 @@ use super::{
     parse,
 };
 use crate::{
-    ElemType, ParameterInfo,
+    elem::ElemType,
     error::{Error, Result},
+    param::ParameterInfo,
 };
 
 /// The bytes at the start of a safetensors file that hold the length of its header.

@@ -4,7 +4,7 @@
 use core_types::WorldSize;
 
 use super::{Layout, ShardingStrategy, assemble, divisible, layout};
-use crate::{ParameterInfo, ShardingPlan, error::Result};
+use crate::{error::Result, param::ParameterInfo, plan::ShardingPlan};
 
 /// Cuts every parameter over all ranks: the least memory per rank, the most traffic.
 ///
@@ -12,7 +12,7 @@ use crate::{ParameterInfo, ShardingPlan, error::Result};
 ///
 /// ```
 /// use core_types::WorldSize;
-/// use fsdp_plan::{Cut, ElemType, Full, Layout, ParameterInfo, ShardingStrategy};
+/// use fsdp_plan::{Cut, ElemType, ParameterInfo, strategy::{Full, Layout, ShardingStrategy}};
 ///
 /// let parameters = [
 ///     ParameterInfo::new("h.0.weight", [3, 2], ElemType::F32)?,

@@ -4,8 +4,9 @@ use core_types::WorldSize;
 
 use super::ShardingStrategy;
 use crate::{
-    ParameterInfo, ShardingPlan,
     error::{Error, Result},
+    param::ParameterInfo,
+    plan::ShardingPlan,
 };
 
 /// Shards the model over groups of neighboring ranks, and repeats that group: PyTorch's `HYBRID_SHARD`.
@@ -17,7 +18,7 @@ use crate::{
 ///
 /// ```
 /// use core_types::WorldSize;
-/// use fsdp_plan::{ElemType, Full, Hsdp, ParameterInfo, ShardingStrategy};
+/// use fsdp_plan::{ElemType, ParameterInfo, strategy::{Full, Hsdp, ShardingStrategy}};
 ///
 /// let parameters = [ParameterInfo::new("fc.weight", [8, 4], ElemType::F32)?];
 /// let plan = Hsdp::new(Full::default(), 2).plan(&parameters, WorldSize::new(8)?)?;

@@ -4,7 +4,7 @@ use core_types::WorldSize;
 use serde::{Deserialize, Serialize};
 
 use super::{LayerWise, Layout, ShardingStrategy, assemble, divisible, layout};
-use crate::{Cut, ParameterInfo, Pattern, ShardingPlan, error::Result};
+use crate::{cut::Cut, error::Result, param::ParameterInfo, pattern::Pattern, plan::ShardingPlan};
 
 /// Plans each parameter as the first of several rules says whose pattern picks it, or else by default.
 ///
@@ -28,7 +28,7 @@ use crate::{Cut, ParameterInfo, Pattern, ShardingPlan, error::Result};
 ///
 /// ```
 /// use core_types::WorldSize;
-/// use fsdp_plan::{Choice, Cut, ElemType, Hybrid, ParameterInfo, ShardingStrategy};
+/// use fsdp_plan::{Cut, ElemType, ParameterInfo, strategy::{Choice, Hybrid, ShardingStrategy}};
 ///
 /// let parameters = [
 ///     ParameterInfo::new("transformer.h.0.weight", [8, 8], ElemType::F32)?,

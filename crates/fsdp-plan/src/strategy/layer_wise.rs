@@ -7,9 +7,11 @@ use serde::Serialize;
 
 use super::{ShardingStrategy, assemble, balance, divisible};
 use crate::{
-    Cut, ParameterInfo, ShardingPlan,
+    cut::Cut,
     error::{Error, Result},
     groups::Groups,
+    param::ParameterInfo,
+    plan::ShardingPlan,
 };
 
 /// Gives whole layers to ranks, so that the largest share is small.
@@ -26,7 +28,7 @@ use crate::{
 ///
 /// ```
 /// use core_types::WorldSize;
-/// use fsdp_plan::{ElemType, LayerWise, ParameterInfo, ShardingStrategy};
+/// use fsdp_plan::{ElemType, ParameterInfo, strategy::{LayerWise, ShardingStrategy}};
 ///
 /// let parameters: Vec<_> = [("h.0.w", 3), ("h.1.w", 2), ("h.2.w", 2)]
 ///     .map(|(name, rows)| ParameterInfo::new(name, [rows], ElemType::F32))

@@ -4,10 +4,11 @@ use core_types::WorldSize;
 use serde::{Deserialize, Serialize};
 
 use crate::{
-    Cut, ParameterInfo,
     arithmetic::lcm,
+    cut::Cut,
     error::{Error, Result},
     groups::Groups,
+    param::ParameterInfo,
 };
 
 /// The bytes to which FSDP1 aligns parameters.

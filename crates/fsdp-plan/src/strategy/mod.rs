@@ -18,7 +18,12 @@ pub use self::{
     layout::Layout,
     whole_tensor::WholeTensor,
 };
-use crate::{Cut, ParameterInfo, PlannedParameter, Result, ShardingPlan};
+use crate::{
+    cut::Cut,
+    error::Result,
+    param::ParameterInfo,
+    plan::{PlannedParameter, ShardingPlan},
+};
 
 /// A way to divide parameters over ranks.
 ///
@@ -32,7 +37,10 @@ use crate::{Cut, ParameterInfo, PlannedParameter, Result, ShardingPlan};
 ///
 /// ```
 /// use core_types::WorldSize;
-/// use fsdp_plan::{Cut, ElemType, ParameterInfo, PlannedParameter, Result, ShardingPlan, ShardingStrategy};
+/// use fsdp_plan::{
+///     Cut, ElemType, ParameterInfo, PlannedParameter, Result, ShardingPlan,
+///     strategy::ShardingStrategy,
+/// };
 ///
 /// /// Plain data parallelism: everything everywhere.
 /// struct Ddp;
@@ -79,7 +87,7 @@ impl<S: ShardingStrategy + ?Sized> ShardingStrategy for Box<S> {
 /// # Examples
 ///
 /// ```
-/// # use fsdp_plan::StrategyKind;
+/// # use fsdp_plan::strategy::StrategyKind;
 /// assert_eq!(StrategyKind::LayerWise.create().name(), "layer-wise");
 /// ```
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash)]

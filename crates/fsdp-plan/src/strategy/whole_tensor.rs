@@ -4,8 +4,10 @@ use core_types::WorldSize;
 
 use super::{ShardingStrategy, assemble, divisible};
 use crate::{
-    Cut, ParameterInfo, ShardingPlan,
+    cut::Cut,
     error::{Error, Result},
+    param::ParameterInfo,
+    plan::ShardingPlan,
 };
 
 /// Gives each rank the next tensors in order until its share is full, and cuts a tensor only there.
@@ -20,7 +22,7 @@ use crate::{
 ///
 /// ```
 /// use core_types::WorldSize;
-/// use fsdp_plan::{ElemType, ParameterInfo, ShardingStrategy, WholeTensor};
+/// use fsdp_plan::{ElemType, ParameterInfo, strategy::{ShardingStrategy, WholeTensor}};
 ///
 /// let parameters: Vec<_> = ["a", "b", "c"]
 ///     .map(|name| ParameterInfo::new(name, [4], ElemType::F32))

@@ -18,7 +18,7 @@ use std::{
 use candle_core::{DType, Device, Result, Tensor, Var};
 use candle_nn::{Linear, Module, Optimizer, ParamsAdamW, VarBuilder, VarMap, linear};
 use core_types::WorldSize;
-use fsdp_plan::{Full, LayerWise, Layout, ShardingStrategy};
+use fsdp_plan::strategy::{Full, LayerWise, Layout, ShardingStrategy};
 use pmap_mesh::{
     ALL, AdamW, Checkpoint, Checkpoints, DataParallel, DeviceMesh, DeviceMeshBuilder, MeshAxes, P, Replica,
     ShardedVars, TensorTree, Uneven, parameter_infos, value_and_grad,

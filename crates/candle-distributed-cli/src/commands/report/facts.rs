@@ -5,7 +5,10 @@ use std::path::{Path, PathBuf};
 use candle_distributed::{
     batch::{Batch, PaddingReport},
     mesh::Checkpoints,
-    plan::{CostModel, ParameterInfo, PlanCost, ShardingPlan},
+    plan::{
+        ParameterInfo, ShardingPlan,
+        cost::{CostModel, PlanCost},
+    },
     types::WorldSize,
 };
 

@@ -4,7 +4,10 @@ use std::fmt;
 
 use serde::Serialize;
 
-use crate::{PlannedParameter, ShardingPlan, render};
+use crate::{
+    plan::{PlannedParameter, ShardingPlan},
+    render,
+};
 
 /// What differs between two plans of the same or of another version of a model.
 ///
@@ -14,7 +17,11 @@ use crate::{PlannedParameter, ShardingPlan, render};
 ///
 /// ```
 /// use core_types::WorldSize;
-/// use fsdp_plan::{ElemType, Full, LayerWise, ParameterInfo, PlanDiff, ShardingStrategy};
+/// use fsdp_plan::{
+///     ElemType, ParameterInfo,
+///     report::PlanDiff,
+///     strategy::{Full, LayerWise, ShardingStrategy},
+/// };
 ///
 /// let parameters = [ParameterInfo::new("fc.weight", [10, 4], ElemType::F32)?];
 /// let old = Full::default().plan(&parameters, WorldSize::new(4)?)?;

@@ -1,11 +1,22 @@
 //! A plan with its cost beside it, ready to be printed.
 
+mod diff;
+
 use std::fmt;
 
 use core_types::Rank;
 use serde::{Serialize, Serializer};
 
-use crate::{CostModel, LayerBalance, ParameterInfo, PlanCost, ShardAssignment, ShardingPlan, error::Result, render};
+pub use self::diff::PlanDiff;
+use crate::{
+    cost::{CostModel, PlanCost},
+    cut::ShardAssignment,
+    error::Result,
+    param::ParameterInfo,
+    plan::ShardingPlan,
+    render,
+    strategy::LayerBalance,
+};
 
 /// A plan and what it costs, as a text for people or as JSON for programs.
 ///
@@ -18,7 +29,12 @@ use crate::{CostModel, LayerBalance, ParameterInfo, PlanCost, ShardAssignment, S
 ///
 /// ```
 /// use core_types::{Placement, WorldSize};
-/// use fsdp_plan::{CostModel, ElemType, Full, ParameterInfo, PlanReport, ShardingPlan, ShardingStrategy};
+/// use fsdp_plan::{
+///     ElemType, ParameterInfo, ShardingPlan,
+///     cost::CostModel,
+///     report::PlanReport,
+///     strategy::{Full, ShardingStrategy},
+/// };
 ///
 /// let parameters = [ParameterInfo::new("fc.weight", [10, 4], ElemType::F32)?];
 /// let plan = Full::default().plan(&parameters, WorldSize::new(4)?)?;
