@@ -1,8 +1,10 @@
 //! Reading lists of parameters, well-formed or hostile.
 
+use std::io::{self, Read};
+
 use candle_distributed::plan::{
     ElemType, Error, ParameterInfo, Result,
-    source::{MAX_HEADER_LEN, from_index, from_manifest, from_safetensors, header_len, index_files},
+    source::{MAX_HEADER_LEN, SafetensorsHeader, from_index, from_manifest, from_safetensors, header_len, index_files},
 };
 
 use crate::inputs::gpt2;
@@ -105,6 +107,57 @@ fn malformed_json_is_refused_with_its_place() {
     }
     let error = from_manifest("{\n  \"a\": 1}").unwrap_err().to_string();
     assert!(error.ends_with("at line 2 column 8"), "{error}");
+}
+
+#[test]
+fn a_header_says_where_tensors_lie_and_how_long_the_file_is() {
+    let header = r#"{"b": {"dtype": "F32", "shape": [2], "data_offsets": [3, 11]},
+        "a": {"dtype": "U8", "shape": [3], "data_offsets": [0, 3]}, "__metadata__": {"step": "7"}}"#;
+    let bytes = safetensors(header);
+    let data_start = bytes.len() as u64;
+    let parsed = SafetensorsHeader::parse(&bytes).unwrap();
+    let places: Vec<_> = parsed.tensors().iter().map(|tensor| (tensor.info.name(), tensor.range.clone())).collect();
+    assert_eq!(places, [("a", data_start..data_start + 3), ("b", data_start + 3..data_start + 11)]);
+    assert_eq!(parsed.file_len(), data_start + 11);
+    assert_eq!(parsed.metadata().unwrap().iter().collect::<Vec<_>>(), [(&"step".into(), &"7".into())]);
+    // The reader stops where the header does.
+    let mut file = bytes.as_slice().chain(&[0; 11][..]);
+    assert_eq!(SafetensorsHeader::read(&mut file), Ok(parsed));
+    assert_eq!(file.bytes().count(), 11);
+}
+
+#[test]
+fn metadata_must_be_texts_for_those_who_ask() {
+    let metadata = |header: &str| SafetensorsHeader::parse(&safetensors(header)).unwrap().metadata().cloned();
+    assert_eq!(metadata("{}").map(|texts| texts.len()), Ok(0));
+    for header in [
+        r#"{"__metadata__": {"step": 7}}"#,
+        r#"{"__metadata__": ["step"]}"#,
+        r#"{"__metadata__": null}"#,
+        r#"{"__metadata__": {"step": "7"}, "__metadata__": {"step": "8"}}"#,
+    ] {
+        assert!(matches!(metadata(header), Err(Error::Malformed { what: "safetensors header", .. })), "{header}");
+    }
+}
+
+#[test]
+fn a_reader_that_fails_or_ends_early_is_an_error() {
+    struct Failing;
+
+    impl Read for Failing {
+        fn read(&mut self, _: &mut [u8]) -> io::Result<usize> {
+            Err(io::ErrorKind::PermissionDenied.into())
+        }
+    }
+
+    let error = SafetensorsHeader::read(Failing).unwrap_err();
+    assert!(matches!(error, Error::Unreadable { kind: io::ErrorKind::PermissionDenied, .. }), "{error}");
+    let bytes = safetensors("{}");
+    for len in 0..bytes.len() {
+        let needed = if len < 8 { 8 } else { 10 };
+        let truncated = Error::HeaderTruncated { needed, available: len as u64 };
+        assert_eq!(SafetensorsHeader::read(&bytes[..len]), Err(truncated));
+    }
 }
 
 #[test]

@@ -1,5 +1,7 @@
 //! What can be wrong with a list of parameters, a file that names them, or a plan.
 
+use std::io;
+
 use crate::{elem::ElemType, plan::FORMAT_VERSION};
 
 /// The result of reading, planning or costing.
@@ -234,6 +236,14 @@ pub enum Error {
         name: String,
         /// The name of its element type.
         dtype: String,
+    },
+    /// The reader of a safetensors header fails.
+    #[error("cannot read the safetensors header: {reason}")]
+    Unreadable {
+        /// The kind of the failure.
+        kind: io::ErrorKind,
+        /// What the reader says.
+        reason: String,
     },
     /// A safetensors header says it is longer than any header may be.
     #[error("safetensors header of {len} bytes is longer than the {max} allowed")]

@@ -77,7 +77,7 @@ pub fn from_index<E: From<Error>>(
 
 /// Every tensor with its file.
 fn entries(json: &str) -> Result<Vec<(String, String)>> {
-    let entries = parse::<Index>("safetensors index", json.as_bytes())?.weight_map.0?;
+    let entries = parse::<Index>("safetensors index", json.as_bytes())?.weight_map.named?;
     unique(entries.len(), |position| (names::hash(&entries[position].0), &entries[position].0))?;
     match entries.iter().find(|(_, file)| !is_plain(file)) {
         Some((_, file)) => Err(Error::BadFileName { file: file.clone() }),

@@ -29,7 +29,7 @@ use crate::{
 /// # Ok::<(), fsdp_plan::Error>(())
 /// ```
 pub fn from_manifest(json: &str) -> Result<Vec<ParameterInfo>> {
-    let infos = parse::<Entries<Unchecked<'_>>>("manifest", json.as_bytes())?.0?;
+    let infos = parse::<Entries<Unchecked<'_>>>("manifest", json.as_bytes())?.named?;
     unique_parameters(infos.len(), |position| &infos[position])?;
     Ok(infos)
 }
