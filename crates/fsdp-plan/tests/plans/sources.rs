@@ -2,7 +2,7 @@
 
 use std::io::{self, Read};
 
-use candle_distributed::plan::{
+use fsdp_plan::{
     ElemType, Error, ParameterInfo, Result,
     source::{MAX_HEADER_LEN, SafetensorsHeader, from_index, from_manifest, from_safetensors, header_len, index_files},
 };

@@ -2,13 +2,11 @@
 
 use std::collections::BTreeMap;
 
-use candle_distributed::{
-    plan::{
-        Cut, ElemType, ParameterInfo, PlannedParameter, ShardingPlan,
-        reshard::{Move, Reshard},
-        strategy::{Full, Hsdp, LayerWise, Layout, ShardingStrategy, WholeTensor},
-    },
-    types::{Placement, WorldSize},
+use core_types::{Placement, WorldSize};
+use fsdp_plan::{
+    Cut, ElemType, ParameterInfo, PlannedParameter, ShardingPlan,
+    reshard::{Move, Reshard},
+    strategy::{Full, Hsdp, LayerWise, Layout, ShardingStrategy, WholeTensor},
 };
 
 fn world(size: u64) -> WorldSize {

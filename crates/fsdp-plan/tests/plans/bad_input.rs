@@ -2,16 +2,14 @@
 
 use std::slice;
 
-use candle_distributed::{
-    plan::{
-        Cut, ElemType, Error, ParameterInfo, PlannedParameter, ShardingPlan,
-        cost::{Collectives, CostModel},
-        report::PlanReport,
-        reshard::Reshard,
-        search::Search,
-        strategy::{Full, Hsdp, Hybrid, Layout, ShardingStrategy, StrategyKind},
-    },
-    types,
+use core_types as types;
+use fsdp_plan::{
+    Cut, ElemType, Error, ParameterInfo, PlannedParameter, ShardingPlan,
+    cost::{Collectives, CostModel},
+    report::PlanReport,
+    reshard::Reshard,
+    search::Search,
+    strategy::{Full, Hsdp, Hybrid, Layout, ShardingStrategy, StrategyKind},
 };
 
 use crate::inputs::{f32_parameter, full, rank, world};

@@ -2,17 +2,15 @@
 
 use std::fmt::Write;
 
-use candle_distributed::plan::{
+use fsdp_plan::{
     ParameterInfo, ShardingPlan,
     cost::{CostModel, Links},
     report::PlanReport,
     strategy::{Full, Hsdp, Hybrid, LayerOrder, LayerWise, Layout, ShardingStrategy, WholeTensor},
 };
 
-use integration_tests::recipe::deepseek;
-
 use crate::{
-    inputs::{gpt2, llama, mixtral, qwen, rank, vit, world},
+    inputs::{deepseek, gpt2, llama, mixtral, qwen, rank, vit, world},
     json_lines::json_lines,
 };
 

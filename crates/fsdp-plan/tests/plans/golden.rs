@@ -5,7 +5,7 @@ use std::{
     slice,
 };
 
-use candle_distributed::plan::{
+use fsdp_plan::{
     Cut, ElemType, ParameterInfo, ShardAssignment, ShardingPlan,
     cost::{CostModel, Optimizer, RankCost},
     strategy::{Full, Hsdp, Layout, ShardingStrategy},

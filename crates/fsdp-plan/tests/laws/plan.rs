@@ -1,13 +1,11 @@
 //! Laws of sharding plans: every element has its owner, costs are the sums of what ranks hold, layers are balanced.
 
-use candle_distributed::{
-    plan::{
-        Cut, ElemType, Error, ParameterInfo, PlannedParameter, ShardingPlan,
-        cost::{Collectives, CostModel, Links, Optimizer, PlanCost},
-        search::{Outcome, Search},
-        strategy::{Full, Hsdp, Hybrid, LayerOrder, LayerWeight, LayerWise, Layout, ShardingStrategy, WholeTensor},
-    },
-    types::{Placement, Rank, WorldSize},
+use core_types::{Placement, Rank, WorldSize};
+use fsdp_plan::{
+    Cut, ElemType, Error, ParameterInfo, PlannedParameter, ShardingPlan,
+    cost::{Collectives, CostModel, Links, Optimizer, PlanCost},
+    search::{Outcome, Search},
+    strategy::{Full, Hsdp, Hybrid, LayerOrder, LayerWeight, LayerWise, Layout, ShardingStrategy, WholeTensor},
 };
 use proptest::prelude::*;
 
