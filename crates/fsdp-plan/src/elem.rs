@@ -4,8 +4,6 @@ use std::fmt;
 
 use serde::{Deserialize, Deserializer, Serialize, Serializer, de};
 
-use crate::error::{Error, Result};
-
 /// The type of the elements of a parameter.
 ///
 /// The names are those of safetensors headers, and for the block types of quantized checkpoints those of ggml. A
@@ -134,11 +132,6 @@ impl ElemType {
     /// The type of this name, if this crate knows it.
     pub fn from_name(name: &str) -> Option<Self> {
         TABLE.iter().find(|row| row.1 == name).map(|row| row.0)
-    }
-
-    /// The type that a file calls `dtype`, for its tensor `name`.
-    pub(crate) fn of_tensor(name: &str, dtype: &str) -> Result<Self> {
-        Self::from_name(dtype).ok_or_else(|| Error::UnknownDtype { name: name.to_owned(), dtype: dtype.to_owned() })
     }
 
     /// What files call this type.

@@ -2,7 +2,7 @@
 
 use std::io;
 
-use crate::{elem::ElemType, plan::FORMAT_VERSION};
+use crate::{elem::ElemType, format::FORMAT_VERSION};
 
 /// The result of reading, planning or costing.
 pub type Result<T, E = Error> = std::result::Result<T, E>;

@@ -2,11 +2,11 @@
 #![forbid(unsafe_code)]
 
 mod arithmetic;
-mod check;
 pub mod cost;
 mod cut;
 mod elem;
 mod error;
+mod format;
 mod groups;
 mod names;
 mod param;
@@ -25,7 +25,8 @@ pub use self::{
     cut::{Cut, ShardAssignment},
     elem::ElemType,
     error::{Error, Result},
+    format::FORMAT_VERSION,
     param::ParameterInfo,
     pattern::Pattern,
-    plan::{FORMAT_VERSION, PlannedParameter, ShardingPlan, ShardsOfRank},
+    plan::{PlannedParameter, ShardingPlan, ShardsOfRank},
 };

@@ -8,7 +8,6 @@ use crate::{
     elem::ElemType,
     error::{Error, Result},
     names, path,
-    pattern::Pattern,
 };
 
 /// The description of one parameter of a model.
@@ -140,17 +139,6 @@ impl ParameterInfo {
         self.edited(|described| described.give(|given| given.unit = Some(unit.into())))
     }
 
-    /// Sets layer and unit to the first components of the name that `pattern` matches; leaves them if it does not.
-    ///
-    /// With `model.layers.*.mlp.experts.*` each expert becomes a layer and a unit of its own.
-    #[must_use]
-    pub fn with_layer_pattern(self, pattern: &Pattern) -> Self {
-        match pattern.prefix_of(self.name()).map(str::to_owned) {
-            Some(layer) => self.with_layer(layer.as_str()).with_unit(layer),
-            None => self,
-        }
-    }
-
     /// Sets whether the parameter is trained. Default: yes for [trainable types](ElemType::is_trainable), others never are.
     #[must_use]
     pub fn with_requires_grad(self, requires_grad: bool) -> Self {
@@ -240,6 +228,12 @@ fn fits(shape: &[u64], dtype: ElemType) -> bool {
     numel.is_some_and(|numel| dtype.bytes(numel.into()) <= u64::MAX.into())
 }
 
+/// The type that a file calls `dtype`, for its tensor `name`.
+pub(crate) fn dtype_of(name: &str, dtype: &str) -> Result<ElemType> {
+    let unknown = || Error::UnknownDtype { name: name.to_owned(), dtype: dtype.to_owned() };
+    ElemType::from_name(dtype).ok_or_else(unknown)
+}
+
 /// What a [`ParameterInfo`] looks like in a file.
 #[derive(Serialize)]
 struct Written<'a> {
@@ -301,7 +295,7 @@ impl TryFrom<Unchecked<'_>> for ParameterInfo {
 
     fn try_from(raw: Unchecked<'_>) -> Result<Self> {
         let Unchecked { name, shape, dtype, layer, unit, requires_grad, always_gather, tied_to } = raw;
-        let dtype = ElemType::of_tensor(&name, &dtype)?;
+        let dtype = dtype_of(&name, &dtype)?;
         let edited = Self::new(name, shape, dtype)?.edited(|described| {
             described.set_layer(layer);
             described.give(|given| (given.unit, given.tied_to) = (unit, tied_to));

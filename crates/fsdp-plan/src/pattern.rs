@@ -72,6 +72,19 @@ impl Pattern {
     }
 }
 
+impl ParameterInfo {
+    /// Sets layer and unit to the first components of the name that `pattern` matches; leaves them if it does not.
+    ///
+    /// With `model.layers.*.mlp.experts.*` each expert becomes a layer and a unit of its own.
+    #[must_use]
+    pub fn with_layer_pattern(self, pattern: &Pattern) -> Self {
+        match pattern.prefix_of(self.name()).map(str::to_owned) {
+            Some(layer) => self.with_layer(layer.as_str()).with_unit(layer),
+            None => self,
+        }
+    }
+}
+
 impl FromStr for Pattern {
     type Err = Error;
 

@@ -2,11 +2,8 @@
 
 use serde::Serialize;
 
-use super::tally::{Kind, Message};
-use crate::{
-    error::{Error, Result},
-    plan::ShardingPlan,
-};
+use super::schedule::{Calls, Operation};
+use crate::error::{Error, Result};
 
 /// How often one kind of collective runs in a step, and how much it moves.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, Serialize)]
@@ -40,69 +37,6 @@ pub struct Collectives {
     pub broadcast: Traffic,
     /// Gradients of whole layers, to their owner.
     pub reduce: Traffic,
-}
-
-/// A kind of collective.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Operation {
-    AllGather,
-    ReduceScatter,
-    AllReduce,
-    Broadcast,
-    Reduce,
-}
-
-/// The ranks that take part in a call.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Scope {
-    /// A shard group: neighbors.
-    Group,
-    /// Ranks that hold the same part: one of each shard group.
-    Replicas,
-    /// All ranks.
-    World,
-}
-
-/// Some calls of one kind, with the bytes of each.
-#[derive(Clone, Copy, Debug)]
-pub(super) struct Calls {
-    pub(super) operation: Operation,
-    pub(super) scope: Scope,
-    pub(super) count: u64,
-    /// Bytes of all calls.
-    pub(super) bytes: u128,
-}
-
-/// The calls that bring the parameters of `message` and take their gradients away.
-pub(super) fn calls(plan: &ShardingPlan, message: &Message<'_>) -> Vec<Calls> {
-    let group = u128::from(plan.shard_group().as_u64());
-    let gathers = if plan.keeps_gathered(message.unit) { 1 } else { 2 };
-    let call = |operation, scope, times: u64, bytes| {
-        let count = message.calls * times;
-        Calls { operation, scope, count, bytes: bytes * u128::from(times) }
-    };
-    let gather = |operation| call(operation, Scope::Group, gathers, message.gather_bytes);
-    let reduce = |operation| call(operation, Scope::Group, 1, message.reduce_bytes);
-    let average = |bytes| call(Operation::AllReduce, Scope::Replicas, 1, bytes);
-    let calls = match message.kind {
-        Kind::Sharded => {
-            vec![gather(Operation::AllGather), reduce(Operation::ReduceScatter), average(message.reduce_bytes / group)]
-        }
-        Kind::Owned => vec![gather(Operation::Broadcast), reduce(Operation::Reduce), average(message.reduce_bytes)],
-        Kind::Replicated => vec![call(Operation::AllReduce, Scope::World, 1, message.reduce_bytes)],
-    };
-    calls.into_iter().filter(|calls| calls.bytes > 0 && calls.scope.size(plan) > 1).collect()
-}
-
-impl Scope {
-    /// The number of ranks that take part.
-    pub(super) fn size(self, plan: &ShardingPlan) -> u64 {
-        match self {
-            Self::Group => plan.shard_group().as_u64(),
-            Self::Replicas => plan.replicas(),
-            Self::World => plan.world_size().as_u64(),
-        }
-    }
 }
 
 impl Collectives {

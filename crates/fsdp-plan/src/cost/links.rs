@@ -1,6 +1,6 @@
 //! How long collectives take, by the alpha–beta model.
 
-use super::collectives::{Calls, Operation, Scope};
+use super::schedule::{Calls, Operation, Scope};
 use crate::{
     error::{Error, Result},
     plan::ShardingPlan,

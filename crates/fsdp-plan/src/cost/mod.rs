@@ -10,6 +10,7 @@ mod model;
 mod optimizer;
 mod pricing;
 mod ragged;
+mod schedule;
 mod tally;
 
 use std::collections::BTreeMap;
@@ -25,7 +26,8 @@ pub use self::{
 };
 use self::{
     loads::Load,
-    tally::{Kind, Message, Tally},
+    schedule::{Kind, Message},
+    tally::Tally,
 };
 use crate::{
     error::{Error, Result},
@@ -136,7 +138,7 @@ impl ShardingPlan {
         let ranks = ranks.collect::<Result<Vec<_>>>()?;
         let mut collectives = Collectives::default();
         let mut seconds = 0.0;
-        for calls in messages.iter().flat_map(|message| collectives::calls(self, message)) {
+        for calls in messages.iter().flat_map(|message| schedule::calls(self, message)) {
             collectives.add(calls)?;
             seconds += model.links().map_or(0.0, |links| links.seconds(self, calls));
         }

@@ -9,6 +9,7 @@ use super::{
     loads::{Load, Loads},
     pricing::Pricing,
     ragged::{self, Share},
+    schedule::{Kind, Message},
 };
 use crate::{
     cut::{Chunks, Cut, Division, Ragged},
@@ -17,32 +18,6 @@ use crate::{
     plan::{PlannedParameter, ShardingPlan},
     shares::Shares,
 };
-
-/// How parameters travel.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-pub(super) enum Kind {
-    /// Everyone sends a part to everyone.
-    Sharded,
-    /// Owners send to everyone.
-    Owned,
-    /// Everyone has a copy, and only gradients travel.
-    Replicated,
-}
-
-/// Parameters that travel together: those of a unit, or of a layer that is kept whole.
-#[derive(Clone, Debug)]
-pub(super) struct Message<'a> {
-    pub(super) kind: Kind,
-    pub(super) unit: &'a str,
-    /// The number of calls: one, or one for each owner.
-    pub(super) calls: u64,
-    /// The whole buffer of parameters, padding included.
-    pub(super) gather_bytes: u128,
-    /// The whole buffer of gradients, padding included.
-    pub(super) reduce_bytes: u128,
-    /// The last member that was counted as an owner.
-    last_owner: Option<u64>,
-}
 
 /// What a walk over a plan finds.
 pub(super) struct Tally<'a> {

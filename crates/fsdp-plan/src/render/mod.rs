@@ -23,16 +23,19 @@ use crate::{
     strategy::LayerBalance,
 };
 
-/// Writes the whole report, without a line break at the end.
-pub(crate) fn report(report: &PlanReport<'_>, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-    let PlanReport { plan, cost, layer_balance, budget, of_rank } = report;
-    write!(f, "{}\n\n{}\n\n{}\n\n", plan.summary(), layers::table(plan), ranks::table(&cost.ranks))?;
-    write!(f, "largest rank over mean: {:.3}\neach step: {}", cost.max_over_mean, calls(&cost.collectives))?;
-    let seconds =
-        cost.step_seconds.map(|seconds| format!("sending takes {:.3} ms a step if nothing hides it", seconds * 1e3));
-    let more = [kept_units(plan), seconds, layer_balance.as_ref().map(balance), budget.as_ref().map(fitting)];
-    more.into_iter().flatten().try_for_each(|line| write!(f, "\n{line}"))?;
-    of_rank.as_ref().map_or(Ok(()), |of_rank| write!(f, "\n\n{}", shards::table(of_rank, plan)))
+/// The whole report, without a line break at the end.
+impl fmt::Display for PlanReport<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let PlanReport { plan, cost, layer_balance, budget, of_rank } = self;
+        write!(f, "{}\n\n{}\n\n{}\n\n", plan.summary(), layers::table(plan), ranks::table(&cost.ranks))?;
+        write!(f, "largest rank over mean: {:.3}\neach step: {}", cost.max_over_mean, calls(&cost.collectives))?;
+        let seconds = cost
+            .step_seconds
+            .map(|seconds| format!("sending takes {:.3} ms a step if nothing hides it", seconds * 1e3));
+        let more = [kept_units(plan), seconds, layer_balance.as_ref().map(balance), budget.as_ref().map(fitting)];
+        more.into_iter().flatten().try_for_each(|line| write!(f, "\n{line}"))?;
+        of_rank.as_ref().map_or(Ok(()), |of_rank| write!(f, "\n\n{}", shards::table(of_rank, plan)))
+    }
 }
 
 /// The units that stay gathered besides the root unit.
@@ -57,9 +60,11 @@ fn fitting(budget: &Budget) -> String {
     format!("a rank needs at most {peak} of {bytes} bytes, activations not counted: {verdict}")
 }
 
-/// Writes the differences, without a line break at the end.
-pub(crate) fn diff(diff: &PlanDiff<'_>, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-    f.write_str(&diff::lines(diff).join("\n"))
+/// A line for each difference, without a line break at the end.
+impl fmt::Display for PlanDiff<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(&diff::lines(self).join("\n"))
+    }
 }
 
 impl ShardingPlan {

@@ -1,17 +1,12 @@
 //! What differs between two plans.
 
-use std::fmt;
-
 use serde::Serialize;
 
-use crate::{
-    plan::{PlannedParameter, ShardingPlan},
-    render,
-};
+use crate::plan::{PlannedParameter, ShardingPlan};
 
 /// What differs between two plans of the same or of another version of a model.
 ///
-/// [`Display`](fmt::Display) gives one line for each difference, and no line if there is none.
+/// [`Display`](std::fmt::Display) gives one line for each difference, and no line if there is none.
 ///
 /// # Examples
 ///
@@ -82,10 +77,4 @@ type Property = (&'static str, String);
 
 fn differing((before, after): (Property, Property)) -> Option<(&'static str, String, String)> {
     (before != after).then_some((before.0, before.1, after.1))
-}
-
-impl fmt::Display for PlanDiff<'_> {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        render::diff(self, f)
-    }
 }

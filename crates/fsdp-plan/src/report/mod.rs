@@ -2,8 +2,6 @@
 
 mod diff;
 
-use std::fmt;
-
 use core_types::Rank;
 use serde::{Serialize, Serializer};
 
@@ -14,13 +12,12 @@ use crate::{
     error::Result,
     param::ParameterInfo,
     plan::ShardingPlan,
-    render,
     strategy::LayerBalance,
 };
 
 /// A plan and what it costs, as a text for people or as JSON for programs.
 ///
-/// [`Display`](fmt::Display) gives the text, [`Serialize`] the JSON, both from the same numbers. The JSON object is
+/// [`Display`](std::fmt::Display) gives the text, [`Serialize`] the JSON, both from the same numbers. The JSON object is
 /// that of the [`ShardingPlan`] with `ranks`, `max_over_mean` and `collectives` added, so it can be read back as a plan;
 /// `layer_balance`, `step_seconds` and `budget` where they are known; with one rank asked for also `rank` and `shards`, the parts
 /// it holds.
@@ -122,11 +119,5 @@ impl<'a> RankReport<'a> {
     fn new(plan: &'a ShardingPlan, rank: Rank) -> Result<Self> {
         let shards = plan.shards_of_rank(rank)?.map(|(parameter, shard)| NamedShard { info: parameter.info(), shard });
         Ok(Self { rank, shards: shards.collect() })
-    }
-}
-
-impl fmt::Display for PlanReport<'_> {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        render::report(self, f)
     }
 }

@@ -13,9 +13,7 @@ mod safetensors;
 pub use self::{
     index::{from_index, index_files},
     manifest::from_manifest,
-    safetensors::{
-        MAX_HEADER_LEN, PREFIX_LEN, SafetensorsHeader, StoredTensor, from_safetensors, header_len,
-    },
+    safetensors::{MAX_HEADER_LEN, PREFIX_LEN, SafetensorsHeader, StoredTensor, from_safetensors, header_len},
 };
 use crate::error::{Error, Result};
 

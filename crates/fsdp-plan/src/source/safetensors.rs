@@ -14,9 +14,8 @@ use super::{
     parse,
 };
 use crate::{
-    elem::ElemType,
     error::{Error, Result},
-    param::ParameterInfo,
+    param::{ParameterInfo, dtype_of},
 };
 
 /// The bytes at the start of a safetensors file that hold the length of its header.
@@ -202,7 +201,7 @@ impl Entry for Tensor<'_> {
     type Named = (ParameterInfo, (u64, u64));
 
     fn named(self, name: String) -> Result<Self::Named> {
-        let dtype = ElemType::of_tensor(&name, &self.dtype)?;
+        let dtype = dtype_of(&name, &self.dtype)?;
         Ok((ParameterInfo::new(name, self.shape, dtype)?, self.data_offsets))
     }
 }

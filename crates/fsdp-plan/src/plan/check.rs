@@ -4,12 +4,12 @@ use std::collections::BTreeMap;
 
 use core_types::{Placement, WorldSize};
 
+use super::parameter::PlannedParameter;
 use crate::{
     cut::Cut,
     error::{Error, Result},
     groups::Groups,
     param::ParameterInfo,
-    plan::PlannedParameter,
 };
 
 /// Checks each parameter by itself against its cut.

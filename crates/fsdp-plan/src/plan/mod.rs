@@ -1,22 +1,22 @@
 //! The plan itself: ordered, validated, plain data with a format version.
 
-use std::{borrow::Cow, collections::BTreeSet, ops::Range};
+mod check;
+mod document;
+mod parameter;
+mod shards;
 
-use core_types::{Placement, Rank, WorldSize};
-use serde::{Deserialize, Deserializer, Serialize, Serializer, de};
+use std::collections::BTreeSet;
 
+use core_types::{Rank, WorldSize};
+
+pub use self::{parameter::PlannedParameter, shards::ShardsOfRank};
 use crate::{
-    check,
-    cut::{Cut, Division, ShardAssignment},
+    cut::{Cut, ShardAssignment},
     error::{Error, Result},
     groups::Groups,
     names::Names,
-    param::ParameterInfo,
-    shares::{Run, Shares, Table},
+    shares::Shares,
 };
-
-/// The version of the serialized form of a [`ShardingPlan`]; it changes whenever that form does.
-pub const FORMAT_VERSION: u32 = 1;
 
 /// Who owns which part of every parameter.
 ///
@@ -80,9 +80,9 @@ impl ShardingPlan {
         if parameters.is_empty() {
             return Err(Error::NoParameters);
         }
-        let name = |position: usize| parameters[position].info.name();
+        let name = |position: usize| parameters[position].info().name();
         let duplicate = |position| Error::DuplicateName { name: name(position).to_owned() };
-        let hashed = |position: usize| (parameters[position].info.name_hash(), name(position));
+        let hashed = |position: usize| (parameters[position].info().name_hash(), name(position));
         let names = Names::new(parameters.len(), hashed).map_err(duplicate)?;
         check::cuts(&parameters, shares.group())?;
         check::ties(&parameters, |wanted| names.find(wanted, name).map(|position| &parameters[position]))?;
@@ -171,8 +171,8 @@ impl ShardingPlan {
     /// ```
     pub fn resized(&self, group: WorldSize) -> Result<Self> {
         let is_fixed = |cut| !matches!(cut, Cut::Ragged { .. } | Cut::Wrapped { .. } | Cut::Replicated | Cut::Tied);
-        if let Some(parameter) = self.parameters.iter().find(|parameter| is_fixed(parameter.cut)) {
-            return Err(Error::NotResizable { name: parameter.info.name().to_owned() });
+        if let Some(parameter) = self.parameters.iter().find(|parameter| is_fixed(parameter.cut())) {
+            return Err(Error::NotResizable { name: parameter.info().name().to_owned() });
         }
         Self { shares: self.shares.resized(group)?, ..self.clone() }.with_replicas(self.replicas())
     }
@@ -209,7 +209,7 @@ impl ShardingPlan {
 
     /// The units, but for the root unit, in the order in which their parameters first occur.
     pub fn units(&self) -> Vec<&str> {
-        let units = Groups::of(self.parameters.iter().map(|parameter| parameter.info.unit()));
+        let units = Groups::of(self.parameters.iter().map(|parameter| parameter.info().unit()));
         units.names.into_iter().filter(|unit| !unit.is_empty()).collect()
     }
 
@@ -224,7 +224,7 @@ impl ShardingPlan {
     ///
     /// Logarithmic in the number of parameters.
     pub fn index_of(&self, name: &str) -> Option<usize> {
-        self.names.find(name, |position| self.parameters[position].info.name())
+        self.names.find(name, |position| self.parameters[position].info().name())
     }
 
     /// The parts of the parameter at `param_idx` that `rank` holds, in the order of its elements.
@@ -256,176 +256,11 @@ impl ShardingPlan {
 
     /// The elements of all parameters together, each counted once and tied ones not again.
     pub fn numel(&self) -> u128 {
-        let held = self.parameters.iter().filter(|parameter| parameter.cut != Cut::Tied);
-        held.map(|parameter| u128::from(parameter.info.numel())).sum()
+        let held = self.parameters.iter().filter(|parameter| parameter.cut() != Cut::Tied);
+        held.map(|parameter| u128::from(parameter.info().numel())).sum()
     }
 
     pub(crate) fn shares(&self) -> &Shares {
         &self.shares
-    }
-}
-
-/// A parameter and how it is cut.
-#[derive(Clone, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
-pub struct PlannedParameter {
-    #[serde(flatten)]
-    info: ParameterInfo,
-    cut: Cut,
-}
-
-impl PlannedParameter {
-    /// Joins a parameter and its cut; [`ShardingPlan::new`] checks whether they go together.
-    pub fn new(info: ParameterInfo, cut: Cut) -> Self {
-        Self { info, cut }
-    }
-
-    /// The parameter.
-    pub fn info(&self) -> &ParameterInfo {
-        &self.info
-    }
-
-    /// How it is cut.
-    pub fn cut(&self) -> Cut {
-        self.cut
-    }
-
-    /// The bytes that are held under this name by all ranks of a shard group together, copies counted once.
-    pub(crate) fn held_bytes(&self) -> u64 {
-        if self.cut == Cut::Tied { 0 } else { self.info.bytes() }
-    }
-
-    /// The cut, ready to compute parts.
-    pub(crate) fn division(&self) -> Division {
-        Division::of(&self.info, self.cut)
-    }
-}
-
-/// What one rank holds of some parameters of a plan: each with a part of it, in order.
-#[derive(Clone, Debug)]
-#[must_use = "an iterator does nothing unless it is asked for items"]
-pub struct ShardsOfRank<'a> {
-    plan: &'a ShardingPlan,
-    rank: Rank,
-    /// The runs of the rank's member of the shard group, each with its position.
-    runs: Vec<(u64, Run)>,
-    parameters: Range<usize>,
-    next_run: usize,
-}
-
-impl<'a> ShardsOfRank<'a> {
-    fn new(plan: &'a ShardingPlan, rank: Rank, parameters: Range<usize>) -> Result<Self> {
-        let place = Placement::new(rank.as_u64(), plan.world_size.as_u64())?;
-        let member = place.rank().as_u64() % plan.shard_group().as_u64();
-        let runs = plan.shares.of_member(member).map(|position| (position, plan.shares.run(position))).collect();
-        Ok(Self { plan, rank: place.rank(), runs, parameters, next_run: 0 })
-    }
-
-    /// The next part, with the position of its parameter.
-    pub(crate) fn next_shard(&mut self) -> Option<(usize, ShardAssignment)> {
-        while !self.parameters.is_empty() {
-            let position = self.parameters.start;
-            if let Some(shard) = self.next_part(&self.plan.parameters[position]) {
-                return Some((position, shard));
-            }
-            self.next_run = 0;
-            self.parameters.start += 1;
-        }
-        None
-    }
-
-    /// The next part of `parameter`, if there is one.
-    fn next_part(&mut self, parameter: &PlannedParameter) -> Option<ShardAssignment> {
-        let division = parameter.division();
-        let n_parts = division.max_parts(self.runs.len());
-        while self.next_run < n_parts {
-            let (position, run) = self.runs[self.next_run];
-            self.next_run += 1;
-            let (index, part) = division.part(&self.plan.shares, position, run);
-            if !part.is_empty() {
-                return Some(ShardAssignment::new(self.rank, index, &parameter.info, part));
-            }
-        }
-        None
-    }
-}
-
-impl<'a> Iterator for ShardsOfRank<'a> {
-    type Item = (&'a PlannedParameter, ShardAssignment);
-
-    fn next(&mut self) -> Option<Self::Item> {
-        let (position, shard) = self.next_shard()?;
-        Some((&self.plan.parameters[position], shard))
-    }
-}
-
-/// The serialized form of a plan, borrowed for writing and owned after reading.
-#[derive(Serialize, Deserialize)]
-struct Document<'a> {
-    format_version: FormatVersion,
-    world_size: WorldSize,
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    replicas: Option<u64>,
-    strategy: Cow<'a, str>,
-    #[serde(default, skip_serializing_if = "Vec::is_empty")]
-    kept_units: Vec<Cow<'a, str>>,
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    shares: Option<Cow<'a, Table>>,
-    parameters: Cow<'a, [PlannedParameter]>,
-}
-
-impl Serialize for ShardingPlan {
-    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
-        let document = Document {
-            format_version: FormatVersion,
-            world_size: self.world_size,
-            replicas: Some(self.replicas()).filter(|&replicas| replicas > 1),
-            strategy: Cow::Borrowed(&self.strategy),
-            kept_units: self.kept_units.iter().map(|unit| Cow::Borrowed(unit.as_str())).collect(),
-            shares: self.shares.table().map(Cow::Borrowed),
-            parameters: Cow::Borrowed(&self.parameters),
-        };
-        document.serialize(serializer)
-    }
-}
-
-impl<'de> Deserialize<'de> for ShardingPlan {
-    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
-        Document::deserialize(deserializer)?.into_plan().map_err(de::Error::custom)
-    }
-}
-
-impl Document<'_> {
-    fn into_plan(self) -> Result<ShardingPlan> {
-        let (world_size, replicas) = (self.world_size.as_u64(), self.replicas.unwrap_or(1));
-        if replicas == 0 || world_size % replicas != 0 {
-            return Err(Error::Replicas { world_size, replicas });
-        }
-        let group = WorldSize::new(world_size / replicas)?;
-        let shares = match self.shares {
-            Some(table) => Shares::from_table(group, table.into_owned())?,
-            None => Shares::even(group),
-        };
-        let plan = ShardingPlan::with_shares(self.strategy.into_owned(), shares, self.parameters.into_owned())?;
-        plan.with_replicas(replicas)?.with_kept_units(self.kept_units)
-    }
-}
-
-/// Reads and writes [`FORMAT_VERSION`], and no other.
-#[derive(Serialize, Deserialize)]
-#[serde(try_from = "u32", into = "u32")]
-#[derive(Clone)]
-struct FormatVersion;
-
-impl TryFrom<u32> for FormatVersion {
-    type Error = Error;
-
-    fn try_from(found: u32) -> Result<Self> {
-        if found == FORMAT_VERSION { Ok(Self) } else { Err(Error::FormatVersion { found }) }
-    }
-}
-
-impl From<FormatVersion> for u32 {
-    fn from(FormatVersion: FormatVersion) -> Self {
-        FORMAT_VERSION
     }
 }
