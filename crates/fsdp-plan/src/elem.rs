@@ -6,9 +6,10 @@ use serde::{Deserialize, Deserializer, Serialize, Serializer, de};
 
 /// The type of the elements of a parameter.
 ///
-/// The names are those of safetensors headers, and for the block types of quantized checkpoints those of ggml. A
-/// **block** is what cannot be cut: one element of most types, some elements that share whole bytes below 8 bits
-/// ([`ElemType::F4`]), elements that share a scale in the types of ggml ([`ElemType::Q4_0`] and the following).
+/// The names are those of safetensors headers, and for the block types of quantized checkpoints
+/// those of ggml. A **block** is what cannot be cut: one element of most types, some elements that
+/// share whole bytes below 8 bits ([`ElemType::F4`]), elements that share a scale in the types of
+/// ggml ([`ElemType::Q4_0`] and the following).
 ///
 /// # Examples
 ///
@@ -22,7 +23,8 @@ use serde::{Deserialize, Deserializer, Serialize, Serializer, de};
 ///
 /// # References
 ///
-/// The safetensors format; `ggml-common.h` of ggml for the block types, which are those of candle's `GgmlDType`.
+/// The safetensors format; `ggml-common.h` of ggml for the block types, which are those of candle's
+/// `GgmlDType`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 #[non_exhaustive]
 pub enum ElemType {
@@ -159,7 +161,8 @@ impl ElemType {
         n_elems / self.block_numel() * self.block_bytes()
     }
 
-    /// The bytes that `n_elems` elements take. Sums over a whole cluster go beyond 64 bits, so this is wider.
+    /// The bytes that `n_elems` elements take. Sums over a whole cluster go beyond 64 bits, so this
+    /// is wider.
     pub(crate) fn bytes(self, n_elems: u128) -> u128 {
         let n_blocks = match self.block_numel() {
             1 => n_elems, // saves a wide division for nearly all types
@@ -197,13 +200,18 @@ mod tests {
         for (position, (elem, name, block_numel, block_bytes, _)) in TABLE.into_iter().enumerate() {
             assert_eq!(elem as usize, position);
             assert_eq!(ElemType::from_name(name), Some(elem));
-            assert_eq!((elem.name(), elem.block_numel(), elem.block_bytes()), (name, block_numel, block_bytes));
+            assert_eq!(
+                (elem.name(), elem.block_numel(), elem.block_bytes()),
+                (name, block_numel, block_bytes)
+            );
         }
     }
 
     #[test]
     fn partial_blocks_take_whole_ones() {
-        for (elem, n_elems, bytes) in [(ElemType::F4, 3, 2), (ElemType::F6E2M3, 5, 6), (ElemType::Q4K, 257, 288)] {
+        for (elem, n_elems, bytes) in
+            [(ElemType::F4, 3, 2), (ElemType::F6E2M3, 5, 6), (ElemType::Q4K, 257, 288)]
+        {
             assert_eq!(elem.bytes(n_elems), bytes);
         }
     }

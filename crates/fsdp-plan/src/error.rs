@@ -25,7 +25,10 @@ pub enum Error {
         name: String,
     },
     /// A parameter's size does not fit into 64 bits.
-    #[error("parameter {name} of shape {shape:?} and dtype {dtype} has more than {} bytes", u64::MAX)]
+    #[error(
+        "parameter {name} of shape {shape:?} and dtype {dtype} has more than {} bytes",
+        u64::MAX
+    )]
     ParameterTooLarge {
         /// The parameter.
         name: String,
@@ -104,7 +107,8 @@ pub enum Error {
         /// How long the buffer is as far as the others tell.
         expected_len: u64,
     },
-    /// A granule is empty, ends within a block of the dtype, or is rounded by a threshold outside it.
+    /// A granule is empty, ends within a block of the dtype, or is rounded by a threshold outside
+    /// it.
     #[error(
         "parameter {name} cannot be cut at granules of {granule} bytes rounded from byte {round_up_from}: granules are whole blocks of {dtype}, and round from 1 to their size"
     )]
@@ -262,7 +266,9 @@ pub enum Error {
         available: u64,
     },
     /// A tensor's bytes in a safetensors file are not where, or not as many as, they must be.
-    #[error("tensor {name} lies at bytes {begin}..{end}, where {expected_begin}..{expected_end} was due")]
+    #[error(
+        "tensor {name} lies at bytes {begin}..{end}, where {expected_begin}..{expected_end} was due"
+    )]
     BadOffsets {
         /// The tensor.
         name: String,

@@ -11,19 +11,20 @@ use crate::error::{Error, Result};
 pub struct Traffic {
     /// The number of calls.
     pub count: u64,
-    /// The bytes of the whole buffer, padding included, over all calls: what `all_gather` puts out, and what
-    /// `reduce_scatter` takes in.
+    /// The bytes of the whole buffer, padding included, over all calls: what `all_gather` puts out,
+    /// and what `reduce_scatter` takes in.
     pub bytes: u64,
 }
 
 /// The collectives of one step, one forward and one backward pass, as one rank takes part in them.
 ///
-/// Units are gathered before the forward pass, and again before the backward pass because they are freed in between;
-/// only the root unit and [kept units](ShardingPlan::with_kept_units) stay, as in PyTorch's `fully_shard`. Gradients are
-/// reduced once per unit. Layers that are not cut are broadcast by their owner and reduced to it in the same rhythm, and
-/// so are the parts of wrapped tensors. Gradients of replicated parameters are averaged by one `all_reduce` per unit;
-/// with several replicas, so is each rank's part of the reduced gradients, over the ranks that hold the same part.
-/// A world of one rank sends nothing.
+/// Units are gathered before the forward pass, and again before the backward pass because they are
+/// freed in between; only the root unit and [kept units](ShardingPlan::with_kept_units) stay, as in
+/// PyTorch's `fully_shard`. Gradients are reduced once per unit. Layers that are not cut are
+/// broadcast by their owner and reduced to it in the same rhythm, and so are the parts of wrapped
+/// tensors. Gradients of replicated parameters are averaged by one `all_reduce` per unit; with
+/// several replicas, so is each rank's part of the reduced gradients, over the ranks that hold the
+/// same part. A world of one rank sends nothing.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, Serialize)]
 #[non_exhaustive]
 pub struct Collectives {
@@ -49,7 +50,8 @@ impl Collectives {
             Operation::Reduce => &mut self.reduce,
         };
         let bytes = u64::try_from(u128::from(traffic.bytes) + calls.bytes);
-        traffic.bytes = bytes.map_err(|_| Error::TotalTooLarge { what: "the bytes sent in a step" })?;
+        traffic.bytes =
+            bytes.map_err(|_| Error::TotalTooLarge { what: "the bytes sent in a step" })?;
         traffic.count += calls.count;
         Ok(())
     }

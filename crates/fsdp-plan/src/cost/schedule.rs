@@ -1,7 +1,8 @@
 //! What travels in a step, and when: the schedule of PyTorch's `fully_shard` as data.
 //!
-//! Each [`Message`] is brought to all ranks of a shard group before it is needed, and its gradients are taken to their
-//! owners afterwards; [`calls`] says by which collectives. What a step costs is a fold over them.
+//! Each [`Message`] is brought to all ranks of a shard group before it is needed, and its gradients
+//! are taken to their owners afterwards; [`calls`] says by which collectives. What a step costs is
+//! a fold over them.
 
 use crate::plan::ShardingPlan;
 
@@ -75,9 +76,17 @@ pub(super) fn calls(plan: &ShardingPlan, message: &Message<'_>) -> Vec<Calls> {
     let average = |bytes| call(Operation::AllReduce, Scope::Replicas, 1, bytes);
     let calls = match message.kind {
         Kind::Sharded => {
-            vec![gather(Operation::AllGather), reduce(Operation::ReduceScatter), average(message.reduce_bytes / group)]
+            vec![
+                gather(Operation::AllGather),
+                reduce(Operation::ReduceScatter),
+                average(message.reduce_bytes / group),
+            ]
         }
-        Kind::Owned => vec![gather(Operation::Broadcast), reduce(Operation::Reduce), average(message.reduce_bytes)],
+        Kind::Owned => vec![
+            gather(Operation::Broadcast),
+            reduce(Operation::Reduce),
+            average(message.reduce_bytes),
+        ],
         Kind::Replicated => vec![call(Operation::AllReduce, Scope::World, 1, message.reduce_bytes)],
     };
     calls.into_iter().filter(|calls| calls.bytes > 0 && calls.scope.size(plan) > 1).collect()

@@ -32,7 +32,13 @@ pub(super) struct Tally<'a> {
 impl<'a> Tally<'a> {
     pub(super) fn of(plan: &'a ShardingPlan, model: &'a CostModel) -> Self {
         let loads = Loads::new(plan.shard_group());
-        let mut tally = Self { model, shares: plan.shares(), loads, messages: Vec::new(), positions: BTreeMap::new() };
+        let mut tally = Self {
+            model,
+            shares: plan.shares(),
+            loads,
+            messages: Vec::new(),
+            positions: BTreeMap::new(),
+        };
         let units = Groups::of(plan.parameters().iter().map(|parameter| parameter.info().unit()));
         let mut ragged: Vec<ragged::Unit<'_>> = vec![Vec::new(); units.names.len()];
         for (parameter, unit) in plan.parameters().iter().zip(units.of_item) {
@@ -119,7 +125,8 @@ impl<'a> Tally<'a> {
         self.add_bytes(Kind::Owned, info, info.layer(), info.numel().into());
     }
 
-    /// Counts a call for what `owner` sends of the layer of `info`, unless it sent of it just before.
+    /// Counts a call for what `owner` sends of the layer of `info`, unless it sent of it just
+    /// before.
     fn add_owner(&mut self, info: &'a ParameterInfo, owner: u64) {
         let message = self.message(Kind::Owned, info, info.layer());
         if message.last_owner != Some(owner) {
@@ -152,7 +159,14 @@ impl<'a> Tally<'a> {
         let position = *self.positions.entry((kind, name)).or_insert(next);
         if position == next {
             let unit = info.unit();
-            self.messages.push(Message { kind, unit, calls: 1, gather_bytes: 0, reduce_bytes: 0, last_owner: None });
+            self.messages.push(Message {
+                kind,
+                unit,
+                calls: 1,
+                gather_bytes: 0,
+                reduce_bytes: 0,
+                last_owner: None,
+            });
         }
         &mut self.messages[position]
     }

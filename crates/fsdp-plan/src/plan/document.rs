@@ -59,7 +59,11 @@ impl Document<'_> {
             Some(table) => Shares::from_table(group, table.into_owned())?,
             None => Shares::even(group),
         };
-        let plan = ShardingPlan::with_shares(self.strategy.into_owned(), shares, self.parameters.into_owned())?;
+        let plan = ShardingPlan::with_shares(
+            self.strategy.into_owned(),
+            shares,
+            self.parameters.into_owned(),
+        )?;
         plan.with_replicas(replicas)?.with_kept_units(self.kept_units)
     }
 }

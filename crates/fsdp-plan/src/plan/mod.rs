@@ -20,20 +20,23 @@ use crate::{
 
 /// Who owns which part of every parameter.
 ///
-/// Parameters keep the order in which they were given. A plan holds one [`Cut`] per parameter and nothing per rank, so
-/// it is as small for 16,384 ranks as for two; [`shards`](Self::shards) computes a rank's part when it is asked for.
-/// (Only a [resized](Self::resized) plan also holds who kept what.) A plan that exists is valid: building and
-/// deserializing make the same checks.
+/// Parameters keep the order in which they were given. A plan holds one [`Cut`] per parameter and
+/// nothing per rank, so it is as small for 16,384 ranks as for two; [`shards`](Self::shards)
+/// computes a rank's part when it is asked for. (Only a [resized](Self::resized) plan also holds
+/// who kept what.) A plan that exists is valid: building and deserializing make the same checks.
 ///
-/// Ranks form **replicas** of one **shard group** each, ranks `0..group` the first, and so on: the mesh
-/// `(replicate, shard)` of PyTorch's HSDP. Cuts speak of a group; all replicas hold the same. There is one replica
-/// unless [`with_replicas`](Self::with_replicas) says otherwise.
+/// Ranks form **replicas** of one **shard group** each, ranks `0..group` the first, and so on: the
+/// mesh `(replicate, shard)` of PyTorch's HSDP. Cuts speak of a group; all replicas hold the same.
+/// There is one replica unless [`with_replicas`](Self::with_replicas) says otherwise.
 ///
 /// # Examples
 ///
 /// ```
 /// use core_types::{Placement, WorldSize};
-/// use fsdp_plan::{ElemType, ParameterInfo, ShardingPlan, strategy::{Full, ShardingStrategy}};
+/// use fsdp_plan::{
+///     ElemType, ParameterInfo, ShardingPlan,
+///     strategy::{Full, ShardingStrategy},
+/// };
 ///
 /// let parameters = [ParameterInfo::new("fc.weight", [10, 4], ElemType::F32)?];
 /// let plan = Full::default().plan(&parameters, WorldSize::new(4)?)?;
@@ -64,19 +67,30 @@ impl ShardingPlan {
     /// # Errors
     ///
     /// - [`Error::NoParameters`] or [`Error::DuplicateName`];
-    /// - [`Error::CutAlwaysGathered`] if a parameter that must be gathered always is not [`Cut::Replicated`];
-    /// - [`Error::CutTied`] if a tied parameter is not [`Cut::Tied`], or another one is; [`Error::BadTie`] if what it is
-    ///   tied to does not exist, is tied itself, or differs in shape, dtype or unit;
+    /// - [`Error::CutAlwaysGathered`] if a parameter that must be gathered always is not
+    ///   [`Cut::Replicated`];
+    /// - [`Error::CutTied`] if a tied parameter is not [`Cut::Tied`], or another one is;
+    ///   [`Error::BadTie`] if what it is tied to does not exist, is tied itself, or differs in
+    ///   shape, dtype or unit;
     /// - [`Error::ScalarParameter`] if a parameter without dims is cut along dim 0;
     /// - [`Error::CutsBlock`] or [`Error::BadGranule`] if a block of a dtype would be cut;
     /// - [`Error::World`] if an owner is no rank of the world;
-    /// - [`Error::MixedUnit`] or [`Error::BrokenUnit`] if the parameters of a buffer, in the order given, differ in
-    ///   dtype or in being trained where that must not be, or do not lie side by side.
-    pub fn new(strategy: impl Into<String>, world_size: WorldSize, parameters: Vec<PlannedParameter>) -> Result<Self> {
+    /// - [`Error::MixedUnit`] or [`Error::BrokenUnit`] if the parameters of a buffer, in the order
+    ///   given, differ in dtype or in being trained where that must not be, or do not lie side by
+    ///   side.
+    pub fn new(
+        strategy: impl Into<String>,
+        world_size: WorldSize,
+        parameters: Vec<PlannedParameter>,
+    ) -> Result<Self> {
         Self::with_shares(strategy.into(), Shares::even(world_size), parameters)
     }
 
-    fn with_shares(strategy: String, shares: Shares, parameters: Vec<PlannedParameter>) -> Result<Self> {
+    fn with_shares(
+        strategy: String,
+        shares: Shares,
+        parameters: Vec<PlannedParameter>,
+    ) -> Result<Self> {
         if parameters.is_empty() {
             return Err(Error::NoParameters);
         }
@@ -85,15 +99,19 @@ impl ShardingPlan {
         let hashed = |position: usize| (parameters[position].info().name_hash(), name(position));
         let names = Names::new(parameters.len(), hashed).map_err(duplicate)?;
         check::cuts(&parameters, shares.group())?;
-        check::ties(&parameters, |wanted| names.find(wanted, name).map(|position| &parameters[position]))?;
+        check::ties(&parameters, |wanted| {
+            names.find(wanted, name).map(|position| &parameters[position])
+        })?;
         check::buffers(&parameters)?;
         let world_size = shares.group();
         Ok(Self { strategy, world_size, shares, kept_units: BTreeSet::new(), parameters, names })
     }
 
-    /// Repeats the plan's shard group: `replicas` groups of as many ranks, each holding the whole model.
+    /// Repeats the plan's shard group: `replicas` groups of as many ranks, each holding the whole
+    /// model.
     ///
-    /// Gradients are then reduced within the group and averaged over the replicas: PyTorch's HSDP (hybrid sharding).
+    /// Gradients are then reduced within the group and averaged over the replicas: PyTorch's HSDP
+    /// (hybrid sharding).
     ///
     /// # Errors
     ///
@@ -123,14 +141,19 @@ impl ShardingPlan {
         Ok(self)
     }
 
-    /// Keeps the given units gathered between forward and backward pass: PyTorch's `reshard_after_forward=False`.
+    /// Keeps the given units gathered between forward and backward pass: PyTorch's
+    /// `reshard_after_forward=False`.
     ///
-    /// Each costs the memory of its parameters and saves one `all_gather`. The root unit stays gathered anyway.
+    /// Each costs the memory of its parameters and saves one `all_gather`. The root unit stays
+    /// gathered anyway.
     ///
     /// # Errors
     ///
     /// [`Error::UnknownUnit`] if no parameter is in one of them.
-    pub fn with_kept_units<U: Into<String>>(mut self, units: impl IntoIterator<Item = U>) -> Result<Self> {
+    pub fn with_kept_units<U: Into<String>>(
+        mut self,
+        units: impl IntoIterator<Item = U>,
+    ) -> Result<Self> {
         self.kept_units = units.into_iter().map(Into::into).collect();
         let known: BTreeSet<&str> = self.units().into_iter().chain([""]).collect();
         match self.kept_units.iter().find(|unit| !known.contains(unit.as_str())) {
@@ -141,22 +164,26 @@ impl ShardingPlan {
 
     /// The plan for a shard group of another size that moves the fewest bytes.
     ///
-    /// Every rank that stays keeps the first part of what it has, as much as fits its new share, so a rank may own
-    /// several parts of a unit afterwards. Shares are as equal as before.
+    /// Every rank that stays keeps the first part of what it has, as much as fits its new share, so
+    /// a rank may own several parts of a unit afterwards. Shares are as equal as before.
     /// [`Reshard`](crate::reshard::Reshard) tells what has to move.
     ///
     /// # Errors
     ///
-    /// - [`Error::NotResizable`] if a parameter is cut or owned in a way that fixes the part of each rank: only
-    ///   [`Cut::Ragged`], [`Cut::Wrapped`], [`Cut::Replicated`] and [`Cut::Tied`] can be resized;
-    /// - [`Error::World`] or [`Error::TotalTooLarge`] if the new world, or the common multiple of all sizes the plan
-    ///   has had, is too large.
+    /// - [`Error::NotResizable`] if a parameter is cut or owned in a way that fixes the part of
+    ///   each rank: only [`Cut::Ragged`], [`Cut::Wrapped`], [`Cut::Replicated`] and [`Cut::Tied`]
+    ///   can be resized;
+    /// - [`Error::World`] or [`Error::TotalTooLarge`] if the new world, or the common multiple of
+    ///   all sizes the plan has had, is too large.
     ///
     /// # Examples
     ///
     /// ```
     /// use core_types::{Placement, WorldSize};
-    /// use fsdp_plan::{ElemType, ParameterInfo, strategy::{Full, Layout, ShardingStrategy}};
+    /// use fsdp_plan::{
+    ///     ElemType, ParameterInfo,
+    ///     strategy::{Full, Layout, ShardingStrategy},
+    /// };
     ///
     /// let parameters = [ParameterInfo::new("fc.weight", [12, 4], ElemType::F32)?];
     /// let layout = Layout::RowRagged { rows: 1 };
@@ -170,8 +197,11 @@ impl ShardingPlan {
     /// # Ok::<(), fsdp_plan::Error>(())
     /// ```
     pub fn resized(&self, group: WorldSize) -> Result<Self> {
-        let is_fixed = |cut| !matches!(cut, Cut::Ragged { .. } | Cut::Wrapped { .. } | Cut::Replicated | Cut::Tied);
-        if let Some(parameter) = self.parameters.iter().find(|parameter| is_fixed(parameter.cut())) {
+        let is_fixed = |cut| {
+            !matches!(cut, Cut::Ragged { .. } | Cut::Wrapped { .. } | Cut::Replicated | Cut::Tied)
+        };
+        if let Some(parameter) = self.parameters.iter().find(|parameter| is_fixed(parameter.cut()))
+        {
             return Err(Error::NotResizable { name: parameter.info().name().to_owned() });
         }
         Self { shares: self.shares.resized(group)?, ..self.clone() }.with_replicas(self.replicas())
@@ -202,7 +232,8 @@ impl ShardingPlan {
         unit.is_empty() || self.kept_units.contains(unit)
     }
 
-    /// Whether ranks hold what they kept from plans of other sizes, instead of equal parts in order.
+    /// Whether ranks hold what they kept from plans of other sizes, instead of equal parts in
+    /// order.
     pub fn is_resized(&self) -> bool {
         self.shares.table().is_some()
     }
@@ -234,9 +265,16 @@ impl ShardingPlan {
     /// # Errors
     ///
     /// [`Error::ParameterOutOfRange`] or [`Error::World`] if there is no such parameter or rank.
-    pub fn shards(&self, param_idx: usize, rank: Rank) -> Result<impl Iterator<Item = ShardAssignment>> {
+    pub fn shards(
+        &self,
+        param_idx: usize,
+        rank: Rank,
+    ) -> Result<impl Iterator<Item = ShardAssignment>> {
         if param_idx >= self.parameters.len() {
-            return Err(Error::ParameterOutOfRange { index: param_idx, len: self.parameters.len() });
+            return Err(Error::ParameterOutOfRange {
+                index: param_idx,
+                len: self.parameters.len(),
+            });
         }
         Ok(ShardsOfRank::new(self, rank, param_idx..param_idx + 1)?.map(|(_, shard)| shard))
     }

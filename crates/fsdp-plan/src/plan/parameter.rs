@@ -16,7 +16,8 @@ pub struct PlannedParameter {
 }
 
 impl PlannedParameter {
-    /// Joins a parameter and its cut; [`ShardingPlan::new`](crate::ShardingPlan::new) checks whether they go together.
+    /// Joins a parameter and its cut; [`ShardingPlan::new`](crate::ShardingPlan::new) checks
+    /// whether they go together.
     pub fn new(info: ParameterInfo, cut: Cut) -> Self {
         Self { info, cut }
     }
@@ -31,7 +32,8 @@ impl PlannedParameter {
         self.cut
     }
 
-    /// The bytes that are held under this name by all ranks of a shard group together, copies counted once.
+    /// The bytes that are held under this name by all ranks of a shard group together, copies
+    /// counted once.
     pub(crate) fn held_bytes(&self) -> u64 {
         if self.cut == Cut::Tied { 0 } else { self.info.bytes() }
     }

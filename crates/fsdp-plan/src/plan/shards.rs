@@ -20,10 +20,18 @@ pub struct ShardsOfRank<'a> {
 }
 
 impl<'a> ShardsOfRank<'a> {
-    pub(super) fn new(plan: &'a ShardingPlan, rank: Rank, parameters: Range<usize>) -> Result<Self> {
+    pub(super) fn new(
+        plan: &'a ShardingPlan,
+        rank: Rank,
+        parameters: Range<usize>,
+    ) -> Result<Self> {
         let place = Placement::new(rank.as_u64(), plan.world_size.as_u64())?;
         let member = place.rank().as_u64() % plan.shard_group().as_u64();
-        let runs = plan.shares.of_member(member).map(|position| (position, plan.shares.run(position))).collect();
+        let runs = plan
+            .shares
+            .of_member(member)
+            .map(|position| (position, plan.shares.run(position)))
+            .collect();
         Ok(Self { plan, rank: place.rank(), runs, parameters, next_run: 0 })
     }
 

@@ -58,12 +58,16 @@ impl<'a> PlanDiff<'a> {
 
     /// Whether nothing differs but, at most, the order of the parameters.
     pub fn is_empty(&self) -> bool {
-        self.plan.is_empty() && self.removed.is_empty() && self.added.is_empty() && self.changed.is_empty()
+        self.plan.is_empty()
+            && self.removed.is_empty()
+            && self.added.is_empty()
+            && self.changed.is_empty()
     }
 }
 
 fn properties(plan: &ShardingPlan) -> [(&'static str, String); 5] {
-    let kept_units: Vec<_> = plan.units().into_iter().filter(|unit| plan.keeps_gathered(unit)).collect();
+    let kept_units: Vec<_> =
+        plan.units().into_iter().filter(|unit| plan.keeps_gathered(unit)).collect();
     [
         ("strategy", plan.strategy().to_owned()),
         ("world size", plan.world_size().to_string()),

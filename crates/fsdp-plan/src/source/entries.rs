@@ -23,7 +23,8 @@ pub(super) trait Entry {
 
 /// The entries of a JSON object in the order of the text; or what is wrong with one of them.
 ///
-/// An ordered map of `serde_json` would lose repeated names, and keeps the order only if a feature of it is on.
+/// An ordered map of `serde_json` would lose repeated names, and keeps the order only if a feature
+/// of it is on.
 pub(super) struct Entries<E: Entry> {
     pub(super) named: Result<Vec<E::Named>>,
     /// The entry `__metadata__`, which is no tensor.
@@ -61,10 +62,12 @@ impl<'de, E: Entry + Deserialize<'de>> Visitor<'de> for EntriesVisitor<E> {
         while let Some(name) = map.next_key::<String>()? {
             if name == "__metadata__" {
                 let value = map.next_value()?;
-                metadata = Some(if metadata.is_none() { value } else { Metadata::Other(IgnoredAny) });
+                metadata =
+                    Some(if metadata.is_none() { value } else { Metadata::Other(IgnoredAny) });
                 continue;
             }
-            // Named while its text is still in the cache; an error waits until all the text is known to be JSON.
+            // Named while its text is still in the cache; an error waits until all the text is
+            // known to be JSON.
             let entry: E = map.next_value()?;
             if let Ok(so_far) = &mut entries {
                 match entry.named(name) {
@@ -86,6 +89,9 @@ pub(super) fn unique<'a>(len: usize, name: impl Fn(usize) -> (u64, &'a str)) -> 
 }
 
 /// Checks that no parameter occurs twice.
-pub(super) fn unique_parameters<'a>(len: usize, info: impl Fn(usize) -> &'a ParameterInfo) -> Result<()> {
+pub(super) fn unique_parameters<'a>(
+    len: usize,
+    info: impl Fn(usize) -> &'a ParameterInfo,
+) -> Result<()> {
     unique(len, |position| (info(position).name_hash(), info(position).name()))
 }

@@ -16,18 +16,23 @@ use crate::{
 
 /// Lists the files that a `model.safetensors.index.json` names, each once, sorted.
 ///
-/// They lie beside the index. The parameters of the model are those of all their headers, one file after the other.
+/// They lie beside the index. The parameters of the model are those of all their headers, one file
+/// after the other.
 ///
 /// # Errors
 ///
-/// [`Error::Malformed`], [`Error::DuplicateName`] if a tensor is listed twice, or [`Error::BadFileName`] if a file is
-/// not a plain name: a downloaded index has no say over other folders.
+/// [`Error::Malformed`], [`Error::DuplicateName`] if a tensor is listed twice, or
+/// [`Error::BadFileName`] if a file is not a plain name: a downloaded index has no say over other
+/// folders.
 ///
 /// # Examples
 ///
 /// ```
 /// let json = r#"{"weight_map": {"b": "model-2.safetensors", "a": "model-1.safetensors", "c": "model-2.safetensors"}}"#;
-/// assert_eq!(fsdp_plan::source::index_files(json)?, ["model-1.safetensors", "model-2.safetensors"]);
+/// assert_eq!(
+///     fsdp_plan::source::index_files(json)?,
+///     ["model-1.safetensors", "model-2.safetensors"]
+/// );
 /// # Ok::<(), fsdp_plan::Error>(())
 /// ```
 pub fn index_files(json: &str) -> Result<Vec<String>> {
@@ -39,8 +44,8 @@ pub fn index_files(json: &str) -> Result<Vec<String>> {
 ///
 /// # Errors
 ///
-/// Those of [`index_files`] and of `read`; [`Error::NotInIndex`] if a file has a tensor that the index does not place
-/// there, and [`Error::NotInFile`] if it lacks one that the index does.
+/// Those of [`index_files`] and of `read`; [`Error::NotInIndex`] if a file has a tensor that the
+/// index does not place there, and [`Error::NotInFile`] if it lacks one that the index does.
 ///
 /// # Examples
 ///

@@ -26,20 +26,26 @@ pub const MAX_HEADER_LEN: u64 = 100_000_000;
 
 /// The length of the header that follows `prefix`, the first bytes of a safetensors file.
 ///
-/// With it a caller reads as much of a file as [`from_safetensors`] wants, however large the tensors are.
+/// With it a caller reads as much of a file as [`from_safetensors`] wants, however large the
+/// tensors are.
 ///
 /// # Errors
 ///
 /// [`Error::HeaderTooLong`] above [`MAX_HEADER_LEN`].
 pub fn header_len(prefix: [u8; 8]) -> Result<u64> {
     let len = u64::from_le_bytes(prefix);
-    if len > MAX_HEADER_LEN { Err(Error::HeaderTooLong { len, max: MAX_HEADER_LEN }) } else { Ok(len) }
+    if len > MAX_HEADER_LEN {
+        Err(Error::HeaderTooLong { len, max: MAX_HEADER_LEN })
+    } else {
+        Ok(len)
+    }
 }
 
-/// Reads the parameters of a safetensors file from its beginning, in the order in which their tensors lie in the file.
+/// Reads the parameters of a safetensors file from its beginning, in the order in which their
+/// tensors lie in the file.
 ///
-/// `bytes` begins where the file does, and goes at least to the end of the header; what follows is not looked at.
-/// [`SafetensorsHeader`] also tells where the tensors lie.
+/// `bytes` begins where the file does, and goes at least to the end of the header; what follows is
+/// not looked at. [`SafetensorsHeader`] also tells where the tensors lie.
 ///
 /// # Errors
 ///
@@ -62,9 +68,9 @@ pub fn from_safetensors(bytes: &[u8]) -> Result<Vec<ParameterInfo>> {
 
 /// What the header of a safetensors file says: which tensors lie in it, and where.
 ///
-/// A header that exists is consistent: tensors lie side by side, each as long as its shape and dtype ask for, and no
-/// name occurs twice. Whether the file is as long as the header says is for the caller to see, by
-/// [`file_len`](Self::file_len).
+/// A header that exists is consistent: tensors lie side by side, each as long as its shape and
+/// dtype ask for, and no name occurs twice. Whether the file is as long as the header says is for
+/// the caller to see, by [`file_len`](Self::file_len).
 ///
 /// # Examples
 ///
@@ -120,25 +126,33 @@ impl SafetensorsHeader {
         Self::parse(&bytes)
     }
 
-    /// Reads a header from `bytes`, which begin where the file does and go at least to the end of the header.
+    /// Reads a header from `bytes`, which begin where the file does and go at least to the end of
+    /// the header.
     ///
     /// # Errors
     ///
     /// - [`Error::HeaderTooLong`] or [`Error::HeaderTruncated`];
-    /// - [`Error::Malformed`], [`Error::UnknownDtype`], [`Error::DuplicateName`] or [`Error::ParameterTooLarge`];
+    /// - [`Error::Malformed`], [`Error::UnknownDtype`], [`Error::DuplicateName`] or
+    ///   [`Error::ParameterTooLarge`];
     /// - [`Error::TotalTooLarge`] if the end of a tensor would leave 64 bits;
-    /// - [`Error::BadOffsets`] if tensors overlap, leave gaps, or have another size than shape and dtype say.
+    /// - [`Error::BadOffsets`] if tensors overlap, leave gaps, or have another size than shape and
+    ///   dtype say.
     pub fn parse(bytes: &[u8]) -> Result<Self> {
         let text = header(bytes)?;
         let Entries { named, metadata } = parse::<Entries<Tensor<'_>>>(HEADER, text)?;
         let mut placed = named?;
         unique_parameters(placed.len(), |position| &placed[position].0)?;
-        // Tensors without bytes begin where the next one does; the sort is stable, so they stay in the order of the text.
+        // Tensors without bytes begin where the next one does; the sort is stable, so they stay in
+        // the order of the text.
         placed.sort_by_key(|&(_, offsets)| offsets);
-        let data_len = placed.iter().try_fold(0, |end, (info, offsets)| next_end(end, info, *offsets))?;
+        let data_len =
+            placed.iter().try_fold(0, |end, (info, offsets)| next_end(end, info, *offsets))?;
         let data_start = PREFIX_LEN + text.len() as u64;
         let file_len = data_start.checked_add(data_len).ok_or(TOO_LARGE)?;
-        let stored = |(info, (begin, end))| StoredTensor { info, range: data_start + begin..data_start + end };
+        let stored = |(info, (begin, end))| StoredTensor {
+            info,
+            range: data_start + begin..data_start + end,
+        };
         Ok(Self { tensors: placed.into_iter().map(stored).collect(), metadata, file_len })
     }
 
@@ -185,7 +199,10 @@ fn header(bytes: &[u8]) -> Result<&[u8]> {
     let truncated = |needed| Error::HeaderTruncated { needed, available };
     let (&prefix, rest) = bytes.split_first_chunk::<8>().ok_or_else(|| truncated(PREFIX_LEN))?;
     let len = header_len(prefix)?;
-    usize::try_from(len).ok().and_then(|len| rest.get(..len)).ok_or_else(|| truncated(PREFIX_LEN + len))
+    usize::try_from(len)
+        .ok()
+        .and_then(|len| rest.get(..len))
+        .ok_or_else(|| truncated(PREFIX_LEN + len))
 }
 
 #[derive(Deserialize)]

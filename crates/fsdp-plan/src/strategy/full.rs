@@ -12,7 +12,10 @@ use crate::{error::Result, param::ParameterInfo, plan::ShardingPlan};
 ///
 /// ```
 /// use core_types::WorldSize;
-/// use fsdp_plan::{Cut, ElemType, ParameterInfo, strategy::{Full, Layout, ShardingStrategy}};
+/// use fsdp_plan::{
+///     Cut, ElemType, ParameterInfo,
+///     strategy::{Full, Layout, ShardingStrategy},
+/// };
 ///
 /// let parameters = [
 ///     ParameterInfo::new("h.0.weight", [3, 2], ElemType::F32)?,
@@ -46,7 +49,8 @@ impl ShardingStrategy for Full {
     }
 
     fn plan(&self, parameters: &[ParameterInfo], world_size: WorldSize) -> Result<ShardingPlan> {
-        let infos: Vec<_> = divisible(parameters).into_iter().map(|info| (info, self.layout)).collect();
+        let infos: Vec<_> =
+            divisible(parameters).into_iter().map(|info| (info, self.layout)).collect();
         let cuts = layout::cuts(&infos, world_size)?;
         assemble(self.name(), world_size, parameters, cuts)
     }

@@ -1,4 +1,5 @@
-//! How to decide who owns what: one trait, several answers, and a factory for those of the first spec.
+//! How to decide who owns what: one trait, several answers, and a factory for those of the first
+//! spec.
 
 mod balance;
 mod full;
@@ -50,7 +51,11 @@ use crate::{
 ///         "ddp"
 ///     }
 ///
-///     fn plan(&self, parameters: &[ParameterInfo], world_size: WorldSize) -> Result<ShardingPlan> {
+///     fn plan(
+///         &self,
+///         parameters: &[ParameterInfo],
+///         world_size: WorldSize,
+///     ) -> Result<ShardingPlan> {
 ///         let copy = |info: &ParameterInfo| PlannedParameter::new(info.clone(), Cut::Replicated);
 ///         ShardingPlan::new(self.name(), world_size, parameters.iter().map(copy).collect())
 ///     }
@@ -119,7 +124,12 @@ impl StrategyKind {
 /// Builds the plan with `cuts` for the [`divisible`] parameters, in their order.
 ///
 /// What becomes of the others is decided here, so that no strategy can lose one.
-fn assemble(name: &str, world_size: WorldSize, parameters: &[ParameterInfo], cuts: Vec<Cut>) -> Result<ShardingPlan> {
+fn assemble(
+    name: &str,
+    world_size: WorldSize,
+    parameters: &[ParameterInfo],
+    cuts: Vec<Cut>,
+) -> Result<ShardingPlan> {
     let mut cuts = cuts.into_iter();
     let planned = parameters.iter().filter_map(|info| {
         let cut = match info {
@@ -132,7 +142,8 @@ fn assemble(name: &str, world_size: WorldSize, parameters: &[ParameterInfo], cut
     ShardingPlan::new(name, world_size, planned.collect())
 }
 
-/// The parameters that a strategy decides about: those that are neither gathered always nor tied to others.
+/// The parameters that a strategy decides about: those that are neither gathered always nor tied to
+/// others.
 fn divisible(parameters: &[ParameterInfo]) -> Vec<&ParameterInfo> {
     parameters.iter().filter(|info| !info.always_gather() && info.tied_to().is_none()).collect()
 }

@@ -57,7 +57,8 @@ fn resizing_moves_as_little_as_can_be() {
 fn renumbering_finds_ranks_that_hold_what_is_needed() {
     let parameters = deepseek();
     for (from, to, at_least) in [(8, 16, 0.499), (64, 48, 0.66)] {
-        let [from, to] = [from, to].map(|size| Full::default().plan(&parameters, world(size)).unwrap());
+        let [from, to] =
+            [from, to].map(|size| Full::default().plan(&parameters, world(size)).unwrap());
         let reshard = Reshard::new(&from, &to).unwrap();
         assert!(staying(reshard.volume()) < 0.1);
         assert!(staying(reshard.renumbered().volume()) >= at_least);
@@ -68,11 +69,16 @@ fn renumbering_finds_ranks_that_hold_what_is_needed() {
 fn a_search_tells_what_is_missing() {
     let budget = 40 << 30;
     let search = Search::new(world(2048), budget);
-    let Outcome::Missing { smallest, bytes } = search.run(&deepseek()).unwrap() else { panic!("layers of 22 GB fit") };
+    let Outcome::Missing { smallest, bytes } = search.run(&deepseek()).unwrap() else {
+        panic!("layers of 22 GB fit")
+    };
     assert_eq!(smallest.cost.peak_bytes(), u128::from(budget + bytes));
     // Gathered expert by expert it does fit.
     let experts = "model.layers.*.mlp.experts.*".parse().unwrap();
-    let parameters: Vec<_> = deepseek().into_iter().map(|info| info.with_layer_pattern(&experts)).collect();
-    let Outcome::Fits(found) = search.run(&parameters).unwrap() else { panic!("experts of 88 MB do not fit") };
+    let parameters: Vec<_> =
+        deepseek().into_iter().map(|info| info.with_layer_pattern(&experts)).collect();
+    let Outcome::Fits(found) = search.run(&parameters).unwrap() else {
+        panic!("experts of 88 MB do not fit")
+    };
     assert!(found.cost.peak_bytes() <= u128::from(budget));
 }
