@@ -138,7 +138,7 @@ fn steps(criterion: &mut Criterion) {
     });
     group.bench_function("cold_resume/web_1M", |bencher| {
         bencher.iter(|| {
-            assert_eq!(sampler.resume(&state, 0..N).map_or(0, |steps| steps.len()), steps.len())
+            assert_eq!(sampler.resume(&state, 0..N).map_or(0, |steps| steps.len()), steps.len());
         });
     });
     group.finish();

@@ -66,7 +66,7 @@ fn iterate(c: &mut Criterion) {
     let mut group = c.benchmark_group("sampler/iterate");
     group.throughput(Throughput::Elements(sampler.len())).sample_size(10);
     group.bench_function("streaming", |b| {
-        b.iter(|| sampler.iter().fold(0, |all, index| all ^ index))
+        b.iter(|| sampler.iter().fold(0, |all, index| all ^ index));
     });
     group.finish();
 }

@@ -8,8 +8,8 @@ use candle_distributed::batch::{Buckets, Cost, Cut, Packing, StepLayout};
 use integration_tests::{
     lengths::{self, ALL},
     padding::{
-        N, ROW_LENGTHS, efficiency_of, fewest_batches, fewest_rows, imbalance, other_rules, pairs_met_again, report,
-        rows, sorted, tables, waiting,
+        N, ROW_LENGTHS, efficiency_of, fewest_batches, fewest_rows, imbalance, other_rules,
+        pairs_met_again, report, rows, sorted, tables, waiting,
     },
 };
 
@@ -24,13 +24,21 @@ fn figures_are_as_recorded() {
 #[test]
 fn the_optimal_cut_makes_the_fewest_batches_and_no_more_padding_than_fairseq() {
     // What `batch_by_size` of fairseq 0.12 reaches with the same budgets, at a multiple of 1.
-    let fairseq =
-        BTreeMap::from([("web", 0.9972), ("squad", 0.9941), ("imdb", 0.9944), ("sft32k", 0.9945), ("speech", 0.9993)]);
+    let fairseq = BTreeMap::from([
+        ("web", 0.9972),
+        ("squad", 0.9941),
+        ("imdb", 0.9944),
+        ("sft32k", 0.9945),
+        ("speech", 0.9993),
+    ]);
     for (name, recipe, budget) in ALL {
         let lengths = recipe.draw(N);
         let optimal = report(&lengths, sorted(None, Cut::Optimal), budget);
         assert_eq!(optimal.batches, fewest_batches(&lengths, budget), "{name}");
-        assert!(optimal.efficiency() >= fairseq.get(name).copied().unwrap_or(0.0), "{name}: {optimal}");
+        assert!(
+            optimal.efficiency() >= fairseq.get(name).copied().unwrap_or(0.0),
+            "{name}: {optimal}"
+        );
     }
 }
 
@@ -42,7 +50,10 @@ fn windows_come_close_to_the_whole() {
         for (window, efficiency, more) in [(128, 0.975, 1.03), (256, 0.985, 1.015)] {
             let report = report(&stream, sorted(Some(window), Cut::Greedy), budget);
             assert!(report.efficiency() >= efficiency, "{name} {window}: {report}");
-            assert!(report.batches as f64 <= more * fewest, "{name} {window}: {report}, {fewest} at best");
+            assert!(
+                report.batches as f64 <= more * fewest,
+                "{name} {window}: {report}, {fewest} at best"
+            );
         }
     }
 }
@@ -72,11 +83,15 @@ fn packing_comes_close_to_the_fewest_rows() {
     for ((name, recipe, _), row_lengths) in ALL.into_iter().zip(ROW_LENGTHS) {
         let lengths = recipe.draw(N);
         for &row_length in row_lengths {
-            let (fewest, best_fit) = (fewest_rows(&lengths, row_length), rows(&lengths, row_length, Packing::BestFit));
+            let (fewest, best_fit) =
+                (fewest_rows(&lengths, row_length), rows(&lengths, row_length, Packing::BestFit));
             let packed = rows(&lengths, row_length, Packing::MinimumSlack);
             let most = if (name, row_length) == ("speech", 4096) { 1.021 } else { 1.005 };
             assert!(packed <= best_fit, "{name} {row_length}: {packed}, {best_fit} by best fit");
-            assert!(packed as f64 <= most * fewest as f64, "{name} {row_length}: {packed}, {fewest} at best");
+            assert!(
+                packed as f64 <= most * fewest as f64,
+                "{name} {row_length}: {packed}, {fewest} at best"
+            );
         }
     }
 }

@@ -7,8 +7,9 @@ use std::collections::BTreeMap;
 
 use candle_distributed::{
     batch::{
-        Batch, BatchConfig, Buckets, Cost, Cut, DistributedBatchSampler, DistributedConfig, DynamicBatchSampler,
-        DynamicBatchStrategy, Overlong, Packing, PaddingReport, StepLayout, balance,
+        Batch, BatchConfig, Buckets, Cost, Cut, DistributedBatchSampler, DistributedConfig,
+        DynamicBatchSampler, DynamicBatchStrategy, Overlong, Packing, PaddingReport, StepLayout,
+        balance,
     },
     sampler::{DistributedSampler, Order, SamplerConfig},
     types::{Epoch, Placement, WorldSize},
@@ -53,11 +54,15 @@ pub fn fewest_batches(lengths: &[u32], max_tokens: u64) -> u64 {
 /// orders cut by windows.
 #[must_use]
 pub fn pairs_met_again(lengths: &[u32], window: u64, max_tokens: u64) -> f64 {
-    let config = BatchConfig::default().with_strategy(sorted(Some(window), Cut::Greedy)).with_max_tokens(max_tokens);
+    let config = BatchConfig::default()
+        .with_strategy(sorted(Some(window), Cut::Greedy))
+        .with_max_tokens(max_tokens);
     let sampler = DynamicBatchSampler::new(lengths, config).unwrap();
     let batches = |epoch| {
-        let order = SamplerConfig::default().with_order(Order::Streaming).with_epoch(Epoch::new(epoch));
-        let order = DistributedSampler::new(lengths.len() as u64, Placement::SINGLE, order).unwrap();
+        let order =
+            SamplerConfig::default().with_order(Order::Streaming).with_epoch(Epoch::new(epoch));
+        let order =
+            DistributedSampler::new(lengths.len() as u64, Placement::SINGLE, order).unwrap();
         sampler.iter_in(&order).map(|batch| batch.unwrap().indices).collect::<Vec<_>>()
     };
     let mut batch_of = vec![0_usize; lengths.len()];
@@ -82,12 +87,18 @@ pub fn pairs_met_again(lengths: &[u32], window: u64, max_tokens: u64) -> f64 {
 #[must_use]
 pub fn efficiency_of(buckets: &Buckets, lengths: &[u32]) -> f64 {
     let Buckets::Boundaries(boundaries) = buckets else { panic!("no boundaries: {buckets:?}") };
-    let padded = |&length: &u32| boundaries[boundaries.partition_point(|&boundary| boundary < u64::from(length))];
+    let padded = |&length: &u32| {
+        boundaries[boundaries.partition_point(|&boundary| boundary < u64::from(length))]
+    };
     let real: u64 = lengths.iter().map(|&length| u64::from(length)).sum();
     real as f64 / lengths.iter().map(padded).sum::<u64>() as f64
 }
 
-#[allow(clippy::cast_possible_truncation, clippy::cast_sign_loss, reason = "boundaries are small positive numbers")]
+#[allow(
+    clippy::cast_possible_truncation,
+    clippy::cast_sign_loss,
+    reason = "boundaries are small positive numbers"
+)]
 /// Other people's rules for `n` boundaries: an equal number of tokens in each bucket (Lhotse's), and a constant ratio
 /// between boundaries (the powers of two of `TensorFlow` and others, drawn closer).
 #[must_use]
@@ -106,7 +117,8 @@ pub fn other_rules(lengths: &[u32], n: u32) -> [(&'static str, Buckets); 3] {
     of_tokens.push(longest);
     let ratio = (longest as f64 / shortest as f64).powf(1.0 / f64::from(n));
     let steps = (1..=n).map(|nth| (shortest as f64 * ratio.powf(nth.into())).ceil() as u64);
-    let mut of_ratio: Vec<u64> = steps.map(|boundary| boundary.min(longest)).chain([longest]).collect();
+    let mut of_ratio: Vec<u64> =
+        steps.map(|boundary| boundary.min(longest)).chain([longest]).collect();
     for boundaries in [&mut of_tokens, &mut of_ratio] {
         boundaries.dedup();
     }
@@ -132,7 +144,9 @@ pub const ROW_LENGTHS: [&[u64]; 8] = [
 /// The rows that sequences, cut to the length of a row, are packed into.
 #[must_use]
 pub fn rows(lengths: &[u32], row_length: u64, packing: Packing) -> u64 {
-    let config = BatchConfig::default().with_strategy(DynamicBatchStrategy::Pack(packing)).with_max_tokens(row_length);
+    let config = BatchConfig::default()
+        .with_strategy(DynamicBatchStrategy::Pack(packing))
+        .with_max_tokens(row_length);
     let config = config.with_max_sequence_length(row_length).with_overlong(Overlong::Truncate);
     DynamicBatchSampler::new(lengths, config).unwrap().plan().unwrap().len() as u64
 }
@@ -146,7 +160,11 @@ pub fn fewest_rows(lengths: &[u32], row_length: u64) -> u64 {
         *counts.entry(u64::from(length).min(row_length)).or_default() += 1;
     }
     let sum = |from: u64, to: u64, weight: fn(u64) -> u64| -> u64 {
-        if from > to { 0 } else { counts.range(from..=to).map(|(&length, count)| count * weight(length)).sum() }
+        if from > to {
+            0
+        } else {
+            counts.range(from..=to).map(|(&length, count)| count * weight(length)).sum()
+        }
     };
     let half = row_length / 2;
     let bound = |shortest: u64| {
@@ -177,23 +195,31 @@ pub struct Waiting {
 /// The steps of 8 ranks.
 #[must_use]
 pub fn waiting(lengths: &[u32], layout: StepLayout, cost: Cost, max_tokens: u64) -> Waiting {
-    let config = BatchConfig::default().with_strategy(sorted(None, Cut::Optimal)).with_max_tokens(max_tokens);
+    let config = BatchConfig::default()
+        .with_strategy(sorted(None, Cut::Optimal))
+        .with_max_tokens(max_tokens);
     let batches = DynamicBatchSampler::new(lengths, config).unwrap();
     let config = DistributedConfig::default().with_layout(layout).with_cost(cost);
-    let sampler = DistributedBatchSampler::new(batches, Placement::new(0, 8).unwrap(), config).unwrap();
+    let sampler =
+        DistributedBatchSampler::new(batches, Placement::new(0, 8).unwrap(), config).unwrap();
     let steps = sampler.epoch(Epoch::ZERO, 0..lengths.len() as u64).unwrap();
     let length = |&index: &u64| u64::from(lengths[usize::try_from(index).unwrap()]);
     let ([mut tokens, mut attention], mut seen) = ([(0, 0); 2], 0);
     for nth in 0..steps.len() {
         let batches = steps.step(nth).unwrap();
         seen += batches.iter().map(Batch::len).sum::<usize>();
-        assert!(batches.iter().all(|batch| batch.padded_tokens() <= max_tokens && !batch.is_empty()));
-        let pairs = batches.iter().map(|batch| batch.indices.iter().map(|index| length(index).pow(2)).sum::<u64>());
+        assert!(
+            batches.iter().all(|batch| batch.padded_tokens() <= max_tokens && !batch.is_empty())
+        );
+        let pairs = batches
+            .iter()
+            .map(|batch| batch.indices.iter().map(|index| length(index).pow(2)).sum::<u64>());
         add_step(&mut attention, &pairs.collect::<Vec<_>>());
         add_step(&mut tokens, &batches.iter().map(Batch::padded_tokens).collect::<Vec<_>>());
     }
     assert_eq!(seen, lengths.len());
-    let [tokens, attention] = [tokens, attention].map(|(slowest, all)| slowest as f64 / all as f64 - 1.0);
+    let [tokens, attention] =
+        [tokens, attention].map(|(slowest, all)| slowest as f64 / all as f64 - 1.0);
     Waiting { n_steps: steps.len(), tokens, attention, efficiency: steps.report().efficiency() }
 }
 
@@ -208,7 +234,9 @@ pub fn imbalance(lengths: &[u32]) -> f64 {
     let world_size = WorldSize::new(8).unwrap();
     let over = |batch: &[u32]| {
         let costs: Vec<u64> = batch.iter().map(|&length| length.into()).collect();
-        let sums = balance(&costs, world_size).into_iter().map(|part| part.into_iter().map(|i| costs[i]).sum::<u64>());
+        let sums = balance(&costs, world_size)
+            .into_iter()
+            .map(|part| part.into_iter().map(|i| costs[i]).sum::<u64>());
         let largest = sums.max().unwrap();
         largest as f64 * 8.0 / costs.iter().sum::<u64>() as f64 - 1.0
     };
@@ -224,10 +252,14 @@ pub fn tables(n_stream: u64) -> [(&'static str, String); 5] {
     [
         ("sorted", {
             let row = |(name, recipe, budget): (&str, &Recipe, u64)| {
-                let [greedy, optimal] =
-                    [Cut::Greedy, Cut::Optimal].map(|cut| report(&draw(recipe), sorted(None, cut), budget));
+                let [greedy, optimal] = [Cut::Greedy, Cut::Optimal]
+                    .map(|cut| report(&draw(recipe), sorted(None, cut), budget));
                 let (greedy, fewest) = (greedy.efficiency(), fewest_batches(&draw(recipe), budget));
-                format!("{name:9} {fewest:7} {:8} {greedy:7.4} {:8.4}", optimal.batches, optimal.efficiency())
+                format!(
+                    "{name:9} {fewest:7} {:8} {greedy:7.4} {:8.4}",
+                    optimal.batches,
+                    optimal.efficiency()
+                )
             };
             table("lengths    fewest  batches  greedy  optimal", all().map(row).collect())
         }),
@@ -237,7 +269,11 @@ pub fn tables(n_stream: u64) -> [(&'static str, String); 5] {
                 let whole = fewest_batches(&stream, budget) as f64;
                 let [a, b] = [128, 256].map(|window| {
                     let report = report(&stream, sorted(Some(window), Cut::Greedy), budget);
-                    format!("{:7.4} {:6.2}%", report.efficiency(), 100.0 * (report.batches as f64 / whole - 1.0))
+                    format!(
+                        "{:7.4} {:6.2}%",
+                        report.efficiency(),
+                        100.0 * (report.batches as f64 / whole - 1.0)
+                    )
                 });
                 format!("{name:9} {a}  {b}")
             };
@@ -247,11 +283,17 @@ pub fn tables(n_stream: u64) -> [(&'static str, String); 5] {
             let row = |(name, recipe, _): (&str, &Recipe, u64)| {
                 let lengths = draw(recipe);
                 let optimal = efficiency_of(&Buckets::optimal(&lengths, 32).unwrap(), &lengths);
-                let others =
-                    other_rules(&lengths, 32).map(|(_, rule)| format!("{:.4}", efficiency_of(&rule, &lengths)));
-                format!("{name:9} {optimal:7.4} {:>10} {:>13} {:>12}", others[0], others[1], others[2])
+                let others = other_rules(&lengths, 32)
+                    .map(|(_, rule)| format!("{:.4}", efficiency_of(&rule, &lengths)));
+                format!(
+                    "{name:9} {optimal:7.4} {:>10} {:>13} {:>12}",
+                    others[0], others[1], others[2]
+                )
             };
-            table("lengths   optimal  quantiles  equal tokens  equal ratio", all().map(row).collect())
+            table(
+                "lengths   optimal  quantiles  equal tokens  equal ratio",
+                all().map(row).collect(),
+            )
         }),
         ("packing", {
             let row = |((name, recipe, _), row_length): ((&str, &Recipe, u64), u64)| {
@@ -261,8 +303,13 @@ pub fn tables(n_stream: u64) -> [(&'static str, String); 5] {
                         .map(|packing| rows(&lengths, row_length, packing) - fewest);
                 format!("{name:9} {row_length:6} {fewest:6} {best_fit:9} {slack:14} {in_order:9}")
             };
-            let cases = all().zip(ROW_LENGTHS).flat_map(|(set, rows)| rows.iter().map(move |&row| (set, row)));
-            table("lengths      row fewest  best fit  minimum slack  in order", cases.map(row).collect())
+            let cases = all()
+                .zip(ROW_LENGTHS)
+                .flat_map(|(set, rows)| rows.iter().map(move |&row| (set, row)));
+            table(
+                "lengths      row fewest  best fit  minimum slack  in order",
+                cases.map(row).collect(),
+            )
         }),
         ("ranks", {
             let row = |(name, recipe, budget): (&str, &Recipe, u64)| {
@@ -282,7 +329,10 @@ pub fn tables(n_stream: u64) -> [(&'static str, String); 5] {
                     percent(imbalance(&lengths)),
                 )
             };
-            table("lengths     tokens  attention   dealt  its steps, efficiency  512 in 8", all().map(row).collect())
+            table(
+                "lengths     tokens  attention   dealt  its steps, efficiency  512 in 8",
+                all().map(row).collect(),
+            )
         }),
     ]
 }

@@ -1,6 +1,8 @@
 //! What can be wrong with a list of parameters, a file that names them, or a plan.
 
-use crate::{ElemType, FORMAT_VERSION};
+use std::io;
+
+use crate::{elem::ElemType, format::FORMAT_VERSION};
 
 /// The result of reading, planning or costing.
 pub type Result<T, E = Error> = std::result::Result<T, E>;
@@ -23,7 +25,10 @@ pub enum Error {
         name: String,
     },
     /// A parameter's size does not fit into 64 bits.
-    #[error("parameter {name} of shape {shape:?} and dtype {dtype} has more than {} bytes", u64::MAX)]
+    #[error(
+        "parameter {name} of shape {shape:?} and dtype {dtype} has more than {} bytes",
+        u64::MAX
+    )]
     ParameterTooLarge {
         /// The parameter.
         name: String,
@@ -102,7 +107,8 @@ pub enum Error {
         /// How long the buffer is as far as the others tell.
         expected_len: u64,
     },
-    /// A granule is empty, ends within a block of the dtype, or is rounded by a threshold outside it.
+    /// A granule is empty, ends within a block of the dtype, or is rounded by a threshold outside
+    /// it.
     #[error(
         "parameter {name} cannot be cut at granules of {granule} bytes rounded from byte {round_up_from}: granules are whole blocks of {dtype}, and round from 1 to their size"
     )]
@@ -235,6 +241,14 @@ pub enum Error {
         /// The name of its element type.
         dtype: String,
     },
+    /// The reader of a safetensors header fails.
+    #[error("cannot read the safetensors header: {reason}")]
+    Unreadable {
+        /// The kind of the failure.
+        kind: io::ErrorKind,
+        /// What the reader says.
+        reason: String,
+    },
     /// A safetensors header says it is longer than any header may be.
     #[error("safetensors header of {len} bytes is longer than the {max} allowed")]
     HeaderTooLong {
@@ -252,7 +266,9 @@ pub enum Error {
         available: u64,
     },
     /// A tensor's bytes in a safetensors file are not where, or not as many as, they must be.
-    #[error("tensor {name} lies at bytes {begin}..{end}, where {expected_begin}..{expected_end} was due")]
+    #[error(
+        "tensor {name} lies at bytes {begin}..{end}, where {expected_begin}..{expected_end} was due"
+    )]
     BadOffsets {
         /// The tensor.
         name: String,

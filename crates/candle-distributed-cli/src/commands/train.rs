@@ -8,7 +8,7 @@ use std::{
 use candle_core::Device;
 use candle_distributed::{
     mesh::DeviceMesh,
-    plan::{CostModel, PlanReport, ShardingPlan},
+    plan::{ShardingPlan, cost::CostModel, report::PlanReport},
     train::{Checkpoint, Checkpoints},
     types::{Placement, Rank, Seed, WorldSize},
 };

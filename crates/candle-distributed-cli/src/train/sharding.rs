@@ -2,7 +2,11 @@
 
 use candle_core::{DType, Device};
 use candle_distributed::{
-    plan::{CostModel, Full, ParameterInfo, PlanCost, RankCost, ShardingPlan, ShardingStrategy},
+    plan::{
+        ParameterInfo, ShardingPlan,
+        cost::{CostModel, PlanCost, RankCost},
+        strategy::{Full, ShardingStrategy},
+    },
     train,
     types::WorldSize,
 };

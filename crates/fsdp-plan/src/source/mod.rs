@@ -1,8 +1,8 @@
 //! Where lists of parameters come from: safetensors headers, indices of several files, manifests.
 //!
-//! Everything here takes bytes or text that the caller has read, and reads nothing itself. Tensors are never looked at.
-//! Input may be hostile: memory stays within a small multiple of the input, and whatever is wrong is an
-//! [`Error`].
+//! Everything here takes bytes, text or a reader that the caller has, and opens nothing itself.
+//! Tensors are never looked at. Input may be hostile: memory stays within a small multiple of the
+//! input, and whatever is wrong is an [`Error`].
 
 mod entries;
 mod index;
@@ -12,7 +12,9 @@ mod safetensors;
 pub use self::{
     index::{from_index, index_files},
     manifest::from_manifest,
-    safetensors::{MAX_HEADER_LEN, PREFIX_LEN, from_safetensors, header_len},
+    safetensors::{
+        MAX_HEADER_LEN, PREFIX_LEN, SafetensorsHeader, StoredTensor, from_safetensors, header_len,
+    },
 };
 use crate::error::{Error, Result};
 

@@ -4,7 +4,10 @@ use std::path::{Path, PathBuf};
 
 use candle_distributed::{
     batch::{Batch, PaddingReport},
-    plan::{CostModel, ParameterInfo, PlanCost, ShardingPlan},
+    plan::{
+        ParameterInfo, ShardingPlan,
+        cost::{CostModel, PlanCost},
+    },
     train::Checkpoints,
     types::WorldSize,
 };

@@ -4,10 +4,12 @@ use std::collections::BTreeMap;
 
 use core_types::{Placement, WorldSize};
 
+use super::parameter::PlannedParameter;
 use crate::{
-    Cut, ParameterInfo, PlannedParameter,
+    cut::Cut,
     error::{Error, Result},
     groups::Groups,
+    param::ParameterInfo,
 };
 
 /// Checks each parameter by itself against its cut.
@@ -22,7 +24,9 @@ pub(crate) fn cuts(parameters: &[PlannedParameter], group: WorldSize) -> Result<
             return Err(Error::CutAlwaysGathered { name: name() });
         }
         match cut {
-            Cut::Dim0 if info.shape().is_empty() => return Err(Error::ScalarParameter { name: name() }),
+            Cut::Dim0 if info.shape().is_empty() => {
+                return Err(Error::ScalarParameter { name: name() });
+            }
             Cut::Dim0 => whole_blocks(info, info.row_numel(), group)?,
             Cut::Flat { .. } | Cut::FlatAligned { .. } => whole_blocks(info, 1, group)?,
             Cut::Ragged { granule, round_up_from, .. } => granules(info, granule, round_up_from)?,
@@ -38,7 +42,11 @@ fn whole_blocks(info: &ParameterInfo, item_numel: u64, group: WorldSize) -> Resu
     if group == WorldSize::ONE || item_numel.is_multiple_of(info.dtype().block_numel()) {
         return Ok(());
     }
-    Err(Error::CutsBlock { name: info.name().to_owned(), shape: info.shape().to_vec(), dtype: info.dtype() })
+    Err(Error::CutsBlock {
+        name: info.name().to_owned(),
+        shape: info.shape().to_vec(),
+        dtype: info.dtype(),
+    })
 }
 
 fn granules(info: &ParameterInfo, granule: u64, round_up_from: u64) -> Result<()> {
@@ -68,7 +76,11 @@ pub(crate) fn ties<'a>(
             }
             Some(_) => continue,
         };
-        return Err(Error::BadTie { name: info.name().to_owned(), target: target.to_owned(), reason });
+        return Err(Error::BadTie {
+            name: info.name().to_owned(),
+            target: target.to_owned(),
+            reason,
+        });
     }
     Ok(())
 }
@@ -81,9 +93,15 @@ pub(crate) fn buffers(parameters: &[PlannedParameter]) -> Result<()> {
         let (info, cut) = (parameter.info(), parameter.cut());
         let (kind, offset, size, len) = match cut {
             Cut::Flat { offset, unit_numel } => (Kind::Flat, offset, info.numel(), unit_numel),
-            Cut::FlatAligned { offset, unit_numel } => (Kind::Aligned, offset, info.numel(), unit_numel),
-            Cut::Ragged { offset, unit_bytes, .. } => (Kind::Ragged, offset, info.bytes(), unit_bytes),
-            Cut::Wrapped { offset, total_bytes } => (Kind::Wrapped, offset, info.bytes(), total_bytes),
+            Cut::FlatAligned { offset, unit_numel } => {
+                (Kind::Aligned, offset, info.numel(), unit_numel)
+            }
+            Cut::Ragged { offset, unit_bytes, .. } => {
+                (Kind::Ragged, offset, info.bytes(), unit_bytes)
+            }
+            Cut::Wrapped { offset, total_bytes } => {
+                (Kind::Wrapped, offset, info.bytes(), total_bytes)
+            }
             Cut::Dim0 | Cut::Whole { .. } | Cut::Replicated | Cut::Tied => continue,
         };
         let unit = if kind == Kind::Wrapped { 0 } else { unit };
