@@ -6,4 +6,3 @@ mod batch;
 mod batch_sets;
 mod plan;
 mod reshard;
-mod sampler;

@@ -1,9 +1,6 @@
 //! The order of an epoch: which sample stands at each position.
 
 mod exact;
-mod mersenne;
-#[cfg(test)]
-mod quality;
 mod stratified;
 mod streaming;
 mod table;

@@ -2,10 +2,7 @@
 
 use std::{env, ffi::OsString, fmt};
 
-use crate::{
-    Placement, Rank, WorldSize,
-    error::{Error, Result},
-};
+use crate::rank::{Error, Placement, Rank, Result, WorldSize};
 
 /// The largest id of a step that `srun` started; those above name batch scripts, shells of `salloc`
 /// and the like.

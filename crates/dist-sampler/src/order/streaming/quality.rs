@@ -31,11 +31,8 @@ use std::{collections::BTreeMap, fmt};
 
 use core_types::Seed;
 
-use super::{
-    exact,
-    streaming::{Network, Streaming},
-    table,
-};
+use super::{Network, Streaming};
+use crate::order::{exact, table};
 
 /// α: how often a battery raises a false alarm when constants or seeds change.
 const ALARM: f64 = 1e-3;

@@ -16,6 +16,9 @@
 
 #![allow(clippy::inline_always, reason = "a call in the middle of a block would keep it from becoming vectors")]
 
+#[cfg(test)]
+mod quality;
+
 use std::hint::black_box;
 
 use core_types::Seed;

@@ -1,8 +1,10 @@
 //! Who is who: ranks, the world they form, and a rank checked against its world.
 
+mod error;
+
 use std::fmt;
 
-use crate::error::{Error, Result};
+pub use error::{Error, Result};
 
 /// The number of ranks that work together; `num_replicas` in PyTorch's samplers.
 ///

@@ -1,9 +1,9 @@
 //! What every sampler promises, whatever the data set, world and choices.
 
-use candle_distributed::{
-    sampler::{DistributedSampler, Error, Order, Partition, SamplerConfig, SamplerState, Tail},
-    types::{Epoch, Placement, Seed, WorldSize},
-};
+#![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
+
+use core_types::{Epoch, Placement, Seed, WorldSize};
+use dist_sampler::{DistributedSampler, Error, Order, Partition, SamplerConfig, SamplerState, Tail};
 use proptest::prelude::*;
 
 const ORDERS: [Order; 4] = [Order::Sequential, Order::Exact, Order::Streaming, Order::Torch];
