@@ -12,7 +12,8 @@ pub enum Error {
     /// There is nothing to sample.
     #[error("data set of length 0 has no samples to distribute")]
     EmptyDataSet,
-    /// The data set is longer than [`DistributedSampler::MAX_LEN`](crate::DistributedSampler::MAX_LEN).
+    /// The data set is longer than
+    /// [`DistributedSampler::MAX_LEN`](crate::DistributedSampler::MAX_LEN).
     #[error("data set of length {len} is too long, the limit is {max}")]
     DataSetTooLong {
         /// The length that was asked for.
@@ -29,7 +30,9 @@ pub enum Error {
         max: u64,
     },
     /// The memory for the order of the epoch is not to be had.
-    #[error("an exact shuffle of {len} samples needs {bytes} bytes of memory, which are not available")]
+    #[error(
+        "an exact shuffle of {len} samples needs {bytes} bytes of memory, which are not available"
+    )]
     OutOfMemory {
         /// The length that was asked for.
         len: u64,
@@ -118,7 +121,9 @@ pub enum Error {
     #[error("no sampler of the mixture has a weight above 0")]
     NoMixtureWeight,
     /// The weights of a mixture repeat only after too many turns.
-    #[error("the weights of the mixture repeat after {turns} turns, the limit is {max}; round them")]
+    #[error(
+        "the weights of the mixture repeat after {turns} turns, the limit is {max}; round them"
+    )]
     MixtureCycle {
         /// The sum of the weights over their greatest common divisor.
         turns: u64,

@@ -29,11 +29,18 @@ impl<'a> Indices<'a> {
     }
 
     /// The `n`-th index, from the block that begins with it unless it lies in the last one.
-    #[allow(clippy::cast_possible_truncation, reason = "a block holds no more than `BLOCK` indices")]
+    #[allow(
+        clippy::cast_possible_truncation,
+        reason = "a block holds no more than `BLOCK` indices"
+    )]
     fn read(&mut self, n: u64) -> Option<u64> {
         if !self.in_block.contains(&n) {
             let count = (self.numbers.len() - n).min(BLOCK as u64);
-            self.sampler.fill_every(self.numbers.step(), self.numbers.get(n)?, &mut self.block[..count as usize]);
+            self.sampler.fill_every(
+                self.numbers.step(),
+                self.numbers.get(n)?,
+                &mut self.block[..count as usize],
+            );
             self.in_block = n..n + count;
         }
         self.block.get((n - self.in_block.start) as usize).copied()

@@ -10,24 +10,27 @@ use crate::{
 
 /// The samplers of several data sets, interleaved by weight.
 ///
-/// At any point each data set has been read in proportion to its weight, to less than one sample. The mixture ends where
-/// the first data set has no more samples, so that the proportions hold to the end.
+/// At any point each data set has been read in proportion to its weight, to less than one sample.
+/// The mixture ends where the first data set has no more samples, so that the proportions hold to
+/// the end.
 ///
 /// # Determinism
 ///
-/// The interleaving depends on the weights alone: all ranks read from the same data set at the same time.
+/// The interleaving depends on the weights alone: all ranks read from the same data set at the same
+/// time.
 ///
 /// # Complexity
 ///
-/// O(1) for each entry, wherever it is; memory for a cycle of the interleaving, the sum of the weights over their
-/// greatest common divisor.
+/// O(1) for each entry, wherever it is; memory for a cycle of the interleaving, the sum of the
+/// weights over their greatest common divisor.
 ///
 /// # Examples
 ///
 /// ```
 /// # use core_types::Placement;
 /// # use dist_sampler::{DistributedSampler, Mixture, Order, SamplerConfig};
-/// let sampler = |len| DistributedSampler::new(len, Placement::SINGLE, SamplerConfig::default().with_order(Order::Sequential));
+/// let config = SamplerConfig::default().with_order(Order::Sequential);
+/// let sampler = |len| DistributedSampler::new(len, Placement::SINGLE, config);
 /// let mixture = Mixture::new(vec![sampler(100)?, sampler(3)?], &[2, 1])?;
 /// let entries: Vec<_> = mixture.iter().take(6).collect();
 /// assert_eq!(entries, [(0, 0), (1, 0), (0, 1), (0, 2), (1, 1), (0, 3)]);
@@ -37,8 +40,9 @@ use crate::{
 ///
 /// # References
 ///
-/// The interleaving is the smooth weighted round-robin of load balancers. `Grain`'s `mix` and `Mosaic`'s streams mix by
-/// weight as well; the former orders by the same idea, the latter draws at random, so its proportions hold on average.
+/// The interleaving is the smooth weighted round-robin of load balancers. `Grain`'s `mix` and
+/// `Mosaic`'s streams mix by weight as well; the former orders by the same idea, the latter draws
+/// at random, so its proportions hold on average.
 #[derive(Clone, Debug)]
 pub struct Mixture {
     samplers: Vec<DistributedSampler>,
@@ -58,12 +62,14 @@ impl Mixture {
     /// The longest cycle of an interleaving.
     pub const MAX_CYCLE: u64 = 1 << 20;
 
-    /// Interleaves `samplers`, all of them of the same rank, with one weight each; a weight of 0 leaves its sampler out.
+    /// Interleaves `samplers`, all of them of the same rank, with one weight each; a weight of 0
+    /// leaves its sampler out.
     ///
     /// # Errors
     ///
-    /// [`Error::MixtureWeights`] if there are more or fewer weights than samplers, [`Error::NoMixtureWeight`] if none is
-    /// above 0, and [`Error::MixtureCycle`] if a cycle would be longer than [`MAX_CYCLE`](Self::MAX_CYCLE).
+    /// [`Error::MixtureWeights`] if there are more or fewer weights than samplers,
+    /// [`Error::NoMixtureWeight`] if none is above 0, and [`Error::MixtureCycle`] if a cycle would
+    /// be longer than [`MAX_CYCLE`](Self::MAX_CYCLE).
     pub fn new(samplers: Vec<DistributedSampler>, weights: &[u64]) -> Result<Self> {
         if weights.len() != samplers.len() {
             return Err(Error::MixtureWeights { weights: weights.len(), samplers: samplers.len() });
@@ -84,7 +90,8 @@ impl Mixture {
         let turns = (0..).zip(&self.cycle);
         let missing = turns.map(|(turn, &Turn { source, before })| {
             // A turn comes around as often as its data set has samples for it.
-            let rounds = self.samplers[source].len().saturating_sub(before).div_ceil(self.weights[source]);
+            let rounds =
+                self.samplers[source].len().saturating_sub(before).div_ceil(self.weights[source]);
             rounds.saturating_mul(self.cycle.len() as u64).saturating_add(turn)
         });
         missing.min().unwrap_or(0)
@@ -104,7 +111,8 @@ impl Mixture {
     pub fn get(&self, n: u64) -> Option<(usize, u64)> {
         let (round, turn) = self.place(n);
         let Turn { source, before } = *self.cycle.get(turn)?;
-        let index = self.samplers[source].get(round.checked_mul(self.weights[source])?.checked_add(before)?)?;
+        let index = self.samplers[source]
+            .get(round.checked_mul(self.weights[source])?.checked_add(before)?)?;
         (n < self.len).then_some((source, index))
     }
 
@@ -122,9 +130,12 @@ impl Mixture {
     /// Where each sampler stands after `n` entries, to go on in this or another world.
     pub fn states(&self, n: u64) -> Vec<SamplerState> {
         let (round, turn) = self.place(n.min(self.len));
-        let read = |source| self.cycle[..turn].iter().filter(|turn| turn.source == source).count() as u64;
+        let read =
+            |source| self.cycle[..turn].iter().filter(|turn| turn.source == source).count() as u64;
         let states = self.samplers.iter().zip(&self.weights).enumerate();
-        states.map(|(source, (sampler, weight))| sampler.state(round * weight + read(source))).collect()
+        states
+            .map(|(source, (sampler, weight))| sampler.state(round * weight + read(source)))
+            .collect()
     }
 }
 
@@ -136,7 +147,9 @@ fn cycle(weights: &[u64]) -> Result<Vec<Turn>> {
     }
     let mut read = vec![0; weights.len()];
     let next = |turn: u64| {
-        let due = |source: usize| i128::from(weights[source] * (turn + 1)) - i128::from(read[source] * turns);
+        let due = |source: usize| {
+            i128::from(weights[source] * (turn + 1)) - i128::from(read[source] * turns)
+        };
         let source = (0..weights.len()).rev().max_by_key(|&source| due(source)).unwrap_or(0);
         read[source] += 1;
         Turn { source, before: read[source] - 1 }
@@ -157,7 +170,8 @@ mod tests {
 
     fn mixture(lens: &[u64], weights: &[u64]) -> Result<Mixture> {
         let config = SamplerConfig::default().with_order(Order::Sequential);
-        let samplers = lens.iter().map(|&len| DistributedSampler::new(len, Placement::SINGLE, config));
+        let samplers =
+            lens.iter().map(|&len| DistributedSampler::new(len, Placement::SINGLE, config));
         Mixture::new(samplers.collect::<Result<_>>()?, weights)
     }
 
@@ -172,7 +186,10 @@ mod tests {
                 assert_eq!(index, read[source], "each data set is read in its own order");
                 read[source] += 1;
                 for (&read, &weight) in read.iter().zip(weights) {
-                    assert!((read * total).abs_diff(n * weight) < total, "{weights:?} after {n}: {read}");
+                    assert!(
+                        (read * total).abs_diff(n * weight) < total,
+                        "{weights:?} after {n}: {read}"
+                    );
                 }
             }
         }
@@ -196,14 +213,23 @@ mod tests {
         let mixture = mixture(&[50, 50], &[2, 1]).unwrap();
         for n in 0..=mixture.len() {
             let mut read = [0; 2];
-            mixture.iter().take(usize::try_from(n).unwrap()).for_each(|(source, _)| read[source] += 1);
-            assert_eq!(mixture.states(n).iter().map(SamplerState::consumed).collect::<Vec<_>>(), read);
+            mixture
+                .iter()
+                .take(usize::try_from(n).unwrap())
+                .for_each(|(source, _)| read[source] += 1);
+            assert_eq!(
+                mixture.states(n).iter().map(SamplerState::consumed).collect::<Vec<_>>(),
+                read
+            );
         }
     }
 
     #[test]
     fn weights_that_mix_nothing_are_refused() {
-        assert_eq!(mixture(&[5], &[1, 2]).unwrap_err(), Error::MixtureWeights { weights: 2, samplers: 1 });
+        assert_eq!(
+            mixture(&[5], &[1, 2]).unwrap_err(),
+            Error::MixtureWeights { weights: 2, samplers: 1 }
+        );
         assert_eq!(mixture(&[5, 5], &[0, 0]).unwrap_err(), Error::NoMixtureWeight);
         assert_eq!(mixture(&[], &[]).unwrap_err(), Error::NoMixtureWeight);
         let (turns, max) = (Mixture::MAX_CYCLE + 1, Mixture::MAX_CYCLE);

@@ -75,7 +75,9 @@ impl Deal {
             Rule::Contiguous(Tail::LastRank) => split::last_takes_rest(self.len, placement).into(),
             Rule::Contiguous(tail) => split::balanced(self.total(*tail), placement).into(),
             Rule::Strided(tail) => split::strided(self.total(*tail), placement),
-            Rule::Proportional(weights) => split::proportional(self.len, weights, placement.rank()).into(),
+            Rule::Proportional(weights) => {
+                split::proportional(self.len, weights, placement.rank()).into()
+            }
         };
         let takes_rest = self.rule == Rule::Strided(Tail::LastRank) && placement.is_last();
         Positions { dealt, rest: if takes_rest { self.full_rounds()..self.len } else { 0..0 } }
@@ -84,8 +86,12 @@ impl Deal {
     /// The rank that reads `position`, or `None` if nobody does.
     pub(crate) fn owner(&self, position: u64) -> Option<Rank> {
         match &self.rule {
-            Rule::Contiguous(Tail::LastRank) => split::last_takes_rest_owner(self.len, self.world_size, position),
-            Rule::Contiguous(tail) => split::balanced_owner(self.total(*tail), self.world_size, position),
+            Rule::Contiguous(Tail::LastRank) => {
+                split::last_takes_rest_owner(self.len, self.world_size, position)
+            }
+            Rule::Contiguous(tail) => {
+                split::balanced_owner(self.total(*tail), self.world_size, position)
+            }
             Rule::Strided(tail) if position < self.total(*tail) => {
                 Some(split::strided_owner(self.world_size, position))
             }
@@ -100,24 +106,37 @@ impl Deal {
     fn proportional_owner(&self, position: u64) -> Option<Rank> {
         let places: Vec<Placement> = self.world_size.placements().collect();
         let ends_before = |place: &Placement| self.positions(*place).unread(0).end <= position;
-        places.get(places.partition_point(ends_before)).filter(|_| position < self.len).map(|place| place.rank())
+        places
+            .get(places.partition_point(ends_before))
+            .filter(|_| position < self.len)
+            .map(|place| place.rank())
     }
 
-    /// What nobody has read when every rank has read its first `consumed` positions, or all if it has fewer.
+    /// What nobody has read when every rank has read its first `consumed` positions, or all if it
+    /// has fewer.
     pub(crate) fn left(&self, consumed: u64) -> Left {
         if let Rule::Strided(tail) = self.rule {
             return Left::from(self.unread_rounds(tail, consumed)..self.len);
         }
-        let unread = self.world_size.placements().map(|place| self.positions(place).unread(consumed));
-        let dropped = if self.rule == Rule::Contiguous(Tail::Drop) { self.full_rounds()..self.len } else { 0..0 };
-        Left::new(unread.chain([dropped]).map(|range| range.start.min(self.len)..range.end.min(self.len)))
+        let unread =
+            self.world_size.placements().map(|place| self.positions(place).unread(consumed));
+        let dropped = if self.rule == Rule::Contiguous(Tail::Drop) {
+            self.full_rounds()..self.len
+        } else {
+            0..0
+        };
+        Left::new(
+            unread.chain([dropped]).map(|range| range.start.min(self.len)..range.end.min(self.len)),
+        )
     }
 
-    /// The first position that nobody has read when every rank has read `consumed`, dealt round-robin.
+    /// The first position that nobody has read when every rank has read `consumed`, dealt
+    /// round-robin.
     fn unread_rounds(&self, tail: Tail, consumed: u64) -> u64 {
         let world = self.world_size.as_u64();
         let dealt = consumed.saturating_mul(world).min(self.total(tail));
-        let rest = if tail == Tail::LastRank { consumed.saturating_sub(self.len / world) } else { 0 };
+        let rest =
+            if tail == Tail::LastRank { consumed.saturating_sub(self.len / world) } else { 0 };
         dealt.saturating_add(rest).min(self.len)
     }
 
@@ -156,7 +175,8 @@ impl Positions {
         })
     }
 
-    /// The distance between neighbors, and how many positions are that far apart before the rest begins.
+    /// The distance between neighbors, and how many positions are that far apart before the rest
+    /// begins.
     pub(crate) fn stride(&self) -> (u64, u64) {
         (self.dealt.step(), self.dealt.len())
     }
@@ -187,7 +207,10 @@ impl Left {
     /// Ranges in ascending order; neighbors that touch become one.
     pub(crate) fn new(ranges: impl IntoIterator<Item = Range<u64>>) -> Self {
         let mut left = Self { ranges: Vec::new(), before: Vec::new(), len: 0 };
-        ranges.into_iter().filter(|range| range.start < range.end).for_each(|range| left.push(range));
+        ranges
+            .into_iter()
+            .filter(|range| range.start < range.end)
+            .for_each(|range| left.push(range));
         left
     }
 
@@ -218,7 +241,8 @@ impl Left {
         self.ranges[range].start + (n - self.before[range])
     }
 
-    /// How many of the positions that are left stand before `position`, or `None` if it is not among them.
+    /// How many of the positions that are left stand before `position`, or `None` if it is not
+    /// among them.
     pub(crate) fn index_of(&self, position: u64) -> Option<u64> {
         let range = self.ranges.partition_point(|range| range.end <= position);
         let start = self.ranges.get(range).map(|range| range.start)?;

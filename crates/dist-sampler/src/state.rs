@@ -7,7 +7,8 @@ use crate::{config::Order, partition::Rule};
 /// A position in the middle of an epoch: a few numbers, the same on all ranks that are in step.
 ///
 /// Made by [`DistributedSampler::state`](crate::DistributedSampler::state), read by
-/// [`DistributedSampler::resume`](crate::DistributedSampler::resume). With feature `serde` it can be written to a file.
+/// [`DistributedSampler::resume`](crate::DistributedSampler::resume). With feature `serde` it can
+/// be written to a file.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 #[cfg_attr(feature = "serde", derive(serde::Serialize, serde::Deserialize))]
 pub struct SamplerState {
@@ -37,7 +38,8 @@ impl SamplerState {
     }
 }
 
-/// How a world has read (a part of) an epoch: each of its ranks has read its first `consumed` indices.
+/// How a world has read (a part of) an epoch: each of its ranks has read its first `consumed`
+/// indices.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 #[cfg_attr(feature = "serde", derive(serde::Serialize, serde::Deserialize))]
 pub(crate) struct Stage {

@@ -3,7 +3,9 @@
 #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
 
 use core_types::{Epoch, Placement, Seed, WorldSize};
-use dist_sampler::{DistributedSampler, Error, Order, Partition, SamplerConfig, SamplerState, Tail};
+use dist_sampler::{
+    DistributedSampler, Error, Order, Partition, SamplerConfig, SamplerState, Tail,
+};
 use proptest::prelude::*;
 
 const ORDERS: [Order; 4] = [Order::Sequential, Order::Exact, Order::Streaming, Order::Torch];
@@ -21,8 +23,15 @@ fn config(n: usize) -> SamplerConfig {
         .with_seed(Seed::new(n as u64))
 }
 
-fn sampler(len: u64, rank: u64, world: u64, config: SamplerConfig, epoch: u64) -> DistributedSampler {
-    let mut sampler = DistributedSampler::new(len, Placement::new(rank, world).unwrap(), config).unwrap();
+fn sampler(
+    len: u64,
+    rank: u64,
+    world: u64,
+    config: SamplerConfig,
+    epoch: u64,
+) -> DistributedSampler {
+    let mut sampler =
+        DistributedSampler::new(len, Placement::new(rank, world).unwrap(), config).unwrap();
     sampler.set_epoch(Epoch::new(epoch));
     sampler
 }
@@ -88,9 +97,12 @@ fn check_sizes(len: u64, world: u64, tail: Tail, ranks: &[Vec<u64>], context: &s
     }
 }
 
-/// Every sample's owner is the rank that reads it unpadded, and its position is where the order has it.
+/// Every sample's owner is the rank that reads it unpadded, and its position is where the order has
+/// it.
 fn check_owners(len: u64, samplers: &[DistributedSampler], context: &str) {
-    let whole = SamplerConfig::default().with_order(samplers[0].config().order).with_seed(samplers[0].config().seed);
+    let whole = SamplerConfig::default()
+        .with_order(samplers[0].config().order)
+        .with_seed(samplers[0].config().seed);
     let order = sampler(len, 0, 1, whole, samplers[0].epoch().as_u64());
     let mut owners = vec![None; usize::try_from(len).unwrap()];
     for sampler in samplers {
@@ -146,9 +158,13 @@ fn filling_in_parallel_gives_the_same() {
 fn check_workers(sampler: &DistributedSampler, indices: &[u64], context: &str) {
     for n_workers in 1..=3 {
         let placements = WorldSize::new(n_workers).unwrap().placements();
-        let workers: Vec<Vec<u64>> = placements.map(|worker| sampler.iter_worker(worker).collect()).collect();
+        let workers: Vec<Vec<u64>> =
+            placements.map(|worker| sampler.iter_worker(worker).collect()).collect();
         let turns = (0..).flat_map(|n| workers.iter().map(move |worker| worker.get(n).copied()));
-        assert!(turns.take(indices.len()).map(Option::unwrap).eq(indices.iter().copied()), "{context}");
+        assert!(
+            turns.take(indices.len()).map(Option::unwrap).eq(indices.iter().copied()),
+            "{context}"
+        );
     }
 }
 
@@ -172,7 +188,8 @@ fn the_order_does_not_depend_on_the_world() {
             let joined = read(&world(37, n_ranks, config, 2)).concat();
             assert_eq!(joined, single);
             let dealt = read(&world(37, n_ranks, config.with_partition(Partition::Strided), 2));
-            let by_round = (0..37).flat_map(|n| dealt.iter().filter_map(move |rank| rank.get(n).copied()));
+            let by_round =
+                (0..37).flat_map(|n| dealt.iter().filter_map(move |rank| rank.get(n).copied()));
             assert!(by_round.eq(single.iter().copied()));
         }
     }
@@ -191,7 +208,13 @@ fn epochs_can_be_visited_in_any_order() {
 }
 
 /// A fresh sampler at the place of `state`.
-fn resumed(len: u64, rank: u64, world: u64, config: SamplerConfig, state: &SamplerState) -> DistributedSampler {
+fn resumed(
+    len: u64,
+    rank: u64,
+    world: u64,
+    config: SamplerConfig,
+    state: &SamplerState,
+) -> DistributedSampler {
     let mut sampler = sampler(len, rank, world, config, 0);
     sampler.resume(state).unwrap();
     sampler
@@ -205,7 +228,10 @@ fn resuming_at_every_position_goes_on_as_if_nothing_had_happened() {
                 let whole = sampler(len, rank, n_ranks, config, 1);
                 for read in 0..=whole.len() {
                     let resumed = resumed(len, rank, n_ranks, config, &whole.state(read));
-                    assert!(resumed.iter().eq(whole.iter().skip(usize::try_from(read).unwrap())), "{len} {config:?}");
+                    assert!(
+                        resumed.iter().eq(whole.iter().skip(usize::try_from(read).unwrap())),
+                        "{len} {config:?}"
+                    );
                     assert_eq!(resumed.state(whole.len() - read), whole.state(whole.len()));
                 }
             }
@@ -213,7 +239,8 @@ fn resuming_at_every_position_goes_on_as_if_nothing_had_happened() {
     }
 }
 
-/// What the ranks of a world have not read when each has read its first `read` indices, dropped samples included.
+/// What the ranks of a world have not read when each has read its first `read` indices, dropped
+/// samples included.
 fn unread(len: u64, ranks: &[Vec<u64>], read: u64) -> Vec<u64> {
     let read = usize::try_from(read).unwrap();
     let taken = sorted(ranks.iter().flat_map(|rank| rank.iter().take(read).copied()));
@@ -228,22 +255,28 @@ fn another_world_reads_exactly_what_was_left() {
         for from in 1..=5 {
             let before = world(LEN, from, config, 1);
             let ranks = read(&before);
-            for (consumed, to) in (0..=LEN.div_ceil(from)).flat_map(|read| (1..=6).map(move |to| (read, to))) {
+            for (consumed, to) in
+                (0..=LEN.div_ceil(from)).flat_map(|read| (1..=6).map(move |to| (read, to)))
+            {
                 let state = before[0].state(consumed);
                 let expected = unread(LEN, &ranks, consumed);
-                // A next world with a tail that drops or repeats would not read exactly what was left.
-                for next in PARTITIONS.map(|partition| config.with_partition(partition).with_tail(Tail::Spread)) {
+                // A next world with a tail that drops or repeats would not read exactly what was
+                // left.
+                for next in PARTITIONS
+                    .map(|partition| config.with_partition(partition).with_tail(Tail::Spread))
+                {
                     if from == to && next == config {
                         continue;
                     }
-                    let after: Vec<_> = (0..to).map(|rank| resumed(LEN, rank, to, next, &state)).collect();
+                    let after: Vec<_> =
+                        (0..to).map(|rank| resumed(LEN, rank, to, next, &state)).collect();
                     let context = format!("{config:?} {from}, {consumed} read, then {next:?} {to}");
                     assert_eq!(sorted(read(&after).concat()), expected, "{context}");
                     for sampler in &after {
                         let indices: Vec<u64> = sampler.iter().collect();
-                        assert!(
-                            indices.iter().all(|&index| sampler.rank_of(index) == Some(sampler.placement().rank()))
-                        );
+                        assert!(indices.iter().all(
+                            |&index| sampler.rank_of(index) == Some(sampler.placement().rank())
+                        ));
                         check_fill(sampler, &indices, &context);
                     }
                 }
@@ -259,9 +292,14 @@ fn an_epoch_may_change_worlds_again_and_again() {
         let mut state = sampler(101, 0, worlds[0], config, 4).state(0);
         let mut seen = Vec::new();
         for n_ranks in worlds {
-            let ranks: Vec<_> = (0..n_ranks).map(|rank| resumed(101, rank, n_ranks, config, &state)).collect();
+            let ranks: Vec<_> =
+                (0..n_ranks).map(|rank| resumed(101, rank, n_ranks, config, &state)).collect();
             let steps = if n_ranks == 1 { u64::MAX } else { 6 };
-            seen.extend(ranks.iter().flat_map(|rank| rank.iter().take(usize::try_from(steps).unwrap_or(usize::MAX))));
+            seen.extend(
+                ranks.iter().flat_map(|rank| {
+                    rank.iter().take(usize::try_from(steps).unwrap_or(usize::MAX))
+                }),
+            );
             state = ranks[0].state(steps);
         }
         assert_eq!(sorted(seen), (0..101).collect::<Vec<_>>(), "{config:?}");
@@ -274,7 +312,11 @@ fn a_resumed_epoch_ends_with_the_next_set_epoch() {
     let state = sampler(50, 0, 4, config, 3).state(5);
     let mut sampler = resumed(50, 1, 3, config, &state);
     sampler.set_epoch(Epoch::new(3));
-    assert_eq!(sampler.len(), 10, "of 50 samples 20 are read; setting the current epoch changes nothing");
+    assert_eq!(
+        sampler.len(),
+        10,
+        "of 50 samples 20 are read; setting the current epoch changes nothing"
+    );
     sampler.set_epoch(Epoch::new(4));
     assert!(sampler.iter().eq(self::sampler(50, 1, 3, config, 4).iter()));
 }
@@ -302,7 +344,10 @@ fn shares_follow_rank_weights() {
     }
     let equal = sampler(10, 0, 2, SamplerConfig::default(), 0);
     let world_size = WorldSize::new(2).unwrap();
-    assert_eq!(equal.clone().with_rank_weights(&[1]).unwrap_err(), Error::RankWeights { weights: 1, world_size });
+    assert_eq!(
+        equal.clone().with_rank_weights(&[1]).unwrap_err(),
+        Error::RankWeights { weights: 1, world_size }
+    );
     assert_eq!(equal.with_rank_weights(&[0, 0]).unwrap_err(), Error::NoRankWeight { world_size });
 }
 
@@ -318,31 +363,48 @@ fn states_of_something_else_are_refused() {
     };
     let mismatch = |error, name| matches!(error, Error::StateMismatch { what, .. } if what == name);
     assert!(mismatch(refused(sampler(51, 0, 4, config, 0), &state), "data set length"));
-    assert!(mismatch(refused(sampler(50, 0, 4, config.with_seed(Seed::new(1)), 0), &state), "seed"));
-    assert!(mismatch(refused(sampler(50, 0, 4, config.with_order(Order::Torch), 0), &state), "order"));
+    assert!(mismatch(
+        refused(sampler(50, 0, 4, config.with_seed(Seed::new(1)), 0), &state),
+        "seed"
+    ));
+    assert!(mismatch(
+        refused(sampler(50, 0, 4, config.with_order(Order::Torch), 0), &state),
+        "order"
+    ));
 
     let edited = |from: &str, to: &str| -> SamplerState {
         let text = serde_json::to_string(&state).unwrap();
         assert!(text.contains(from), "{text}");
         serde_json::from_str(&text.replace(from, to)).unwrap()
     };
-    let version = refused(sampler(50, 0, 4, config, 0), &edited("\"format_version\":1", "\"format_version\":2"));
+    let version = refused(
+        sampler(50, 0, 4, config, 0),
+        &edited("\"format_version\":1", "\"format_version\":2"),
+    );
     assert_eq!(version, Error::StateVersion { version: 2, supported: SamplerState::VERSION });
-    let consumed = refused(sampler(50, 0, 4, config, 0), &edited("\"consumed\":5", "\"consumed\":51"));
+    let consumed =
+        refused(sampler(50, 0, 4, config, 0), &edited("\"consumed\":5", "\"consumed\":51"));
     assert_eq!(consumed, Error::StateConsumed { consumed: 51, len: 50 });
 }
 
 #[test]
 fn impossible_data_sets_are_refused() {
-    let sampler =
-        |len, order| DistributedSampler::new(len, Placement::SINGLE, SamplerConfig::default().with_order(order));
+    let sampler = |len, order| {
+        DistributedSampler::new(len, Placement::SINGLE, SamplerConfig::default().with_order(order))
+    };
     let max = DistributedSampler::MAX_LEN;
     for order in ORDERS {
         assert_eq!(sampler(0, order).unwrap_err(), Error::EmptyDataSet);
-        assert_eq!(sampler(max + 1, order).unwrap_err(), Error::DataSetTooLong { len: max + 1, max });
+        assert_eq!(
+            sampler(max + 1, order).unwrap_err(),
+            Error::DataSetTooLong { len: max + 1, max }
+        );
     }
     for order in [Order::Exact, Order::Torch] {
-        assert_eq!(sampler(max, order).unwrap_err(), Error::TooLongToShuffle { len: max, max: 1 << 32 });
+        assert_eq!(
+            sampler(max, order).unwrap_err(),
+            Error::TooLongToShuffle { len: max, max: 1 << 32 }
+        );
     }
 }
 
@@ -356,12 +418,17 @@ proptest! {
 
     #[test]
     fn the_largest_data_sets_are_read_without_overflow(
-        short_of_max in 0_u64..1_000, world in 1..=WorldSize::MAX.as_u64(), rank in any::<u64>(), n in 0..EVERY_RULE,
-        start in any::<u64>(), streams in any::<bool>(),
+        short_of_max in 0_u64..1_000,
+        world in 1..=WorldSize::MAX.as_u64(),
+        rank in any::<u64>(),
+        n in 0..EVERY_RULE,
+        start in any::<u64>(),
+        streams in any::<bool>(),
     ) {
         let len = DistributedSampler::MAX_LEN - short_of_max;
         let order = if streams { Order::Streaming } else { Order::Sequential };
-        let sampler = sampler(len, rank % world, world, config(n).with_order(order), 1);
+        let config = config(n).with_order(order);
+        let sampler = sampler(len, rank % world, world, config, 1);
         let start = start % sampler.len();
         let mut block = [0; 70];
         let count = sampler.fill(start, &mut block);
@@ -372,7 +439,7 @@ proptest! {
             prop_assert!(is_padding || sampler.rank_of(index) == Some(sampler.placement().rank()));
         }
         prop_assert_eq!(sampler.get(sampler.len()), None);
-        let resumed = resumed(len, rank % world, world, config(n).with_order(order), &sampler.state(start));
+        let resumed = resumed(len, rank % world, world, config, &sampler.state(start));
         prop_assert_eq!(resumed.get(0), sampler.get(start));
     }
 }

@@ -1,7 +1,8 @@
 //! The exact shuffle: every one of the N! orders is equally likely.
 //!
-//! Fisher and Yates' algorithm (Knuth, TAOCP vol. 2, algorithm P) over PCG-DXSM (O'Neill, "PCG", 2014), written here
-//! because a library may change its own between versions, and an epoch that was begun must be resumable for years.
+//! Fisher and Yates' algorithm (Knuth, TAOCP vol. 2, algorithm P) over PCG-DXSM (O'Neill, "PCG",
+//! 2014), written here because a library may change its own between versions, and an epoch that was
+//! begun must be resumable for years.
 
 use core_types::Seed;
 use rand::Rng;
@@ -32,8 +33,12 @@ pub(super) fn generator(seed: Seed) -> Pcg64Dxsm {
     Pcg64Dxsm::new(u128::from(seed.derive(0).as_u64()), u128::from(seed.derive(1).as_u64()))
 }
 
-/// A uniformly random number below `n` (Lemire, "Fast Random Integer Generation in an Interval", 2019).
-#[allow(clippy::cast_possible_truncation, reason = "the halves of the product are what the method is about")]
+/// A uniformly random number below `n` (Lemire, "Fast Random Integer Generation in an Interval",
+/// 2019).
+#[allow(
+    clippy::cast_possible_truncation,
+    reason = "the halves of the product are what the method is about"
+)]
 pub(super) fn below(rng: &mut Pcg64Dxsm, n: u64) -> u64 {
     let mut product = u128::from(rng.next_u64()) * u128::from(n);
     if (product as u64) < n {
@@ -70,7 +75,8 @@ mod tests {
         }
         assert_eq!(counts.len(), 24);
         // Chi-square with 23 degrees of freedom exceeds 58 once in 16,000 times.
-        let chi_square: f64 = counts.values().map(|&n| (f64::from(n) - 1000.0).powi(2) / 1000.0).sum();
+        let chi_square: f64 =
+            counts.values().map(|&n| (f64::from(n) - 1000.0).powi(2) / 1000.0).sum();
         assert!(chi_square < 58.0, "{chi_square}");
     }
 }

@@ -1,12 +1,14 @@
 //! An order in which every window sees the classes in proportion.
 //!
-//! Each class is shuffled by itself, and its k-th sample of m gets the key (k + u) / m, with one random u in [0, 1) for
-//! the class and epoch; then all samples are sorted by key. So each class is spread evenly, with a random phase, as in
-//! systematic sampling. Scikit-learn's stratified splits have the same purpose for a whole split; here it holds for
-//! every window, and so for every rank of a contiguous partition and every batch of it.
+//! Each class is shuffled by itself, and its k-th sample of m gets the key (k + u) / m, with one
+//! random u in [0, 1) for the class and epoch; then all samples are sorted by key. So each class is
+//! spread evenly, with a random phase, as in systematic sampling. Scikit-learn's stratified splits
+//! have the same purpose for a whole split; here it holds for every window, and so for every rank
+//! of a contiguous partition and every batch of it.
 //!
-//! Between two keys there are as many samples of a class as the distance says, to less than one. So of L neighbors in an
-//! order of M samples of C classes, L·m/M are of a class of m, give or take 1 + C·m/M.
+//! Between two keys there are as many samples of a class as the distance says, to less than one. So
+//! of L neighbors in an order of M samples of C classes, L·m/M are of a class of m, give or take 1
+//! + C·m/M.
 
 use core_types::Seed;
 
@@ -23,7 +25,8 @@ pub enum Quota {
     All,
     /// At most so many, others each epoch.
     Capped(u64),
-    /// Exactly so many. A class that has fewer is read whole, again and again, shuffled anew each time.
+    /// Exactly so many. A class that has fewer is read whole, again and again, shuffled anew each
+    /// time.
     Fixed(u64),
 }
 
@@ -64,10 +67,11 @@ impl Strata {
         table::reset(&mut samples);
         samples.sort_by_key(|&sample| labels[sample as usize]);
         let mut end = 0;
-        let classes = samples.chunk_by(|&a, &b| labels[a as usize] == labels[b as usize]).map(|class| {
-            end += class.len();
-            Class { end, quota: quota.of(class.len() as u64) }
-        });
+        let classes =
+            samples.chunk_by(|&a, &b| labels[a as usize] == labels[b as usize]).map(|class| {
+                end += class.len();
+                Class { end, quota: quota.of(class.len() as u64) }
+            });
         let classes = classes.collect();
         let fingerprint = fingerprint(labels.iter().map(|&label| label.into()));
         Ok(Self { samples, classes, fingerprint })
@@ -106,7 +110,10 @@ fn spread(samples: &[u32], quota: u64, seed: Seed, keyed: &mut Vec<(u64, u32)>) 
 }
 
 /// (`k` + `phase` / 2^32) / `quota`, as a fraction of 2^64.
-#[allow(clippy::cast_possible_truncation, reason = "k is below the quota, so the fraction is below 1")]
+#[allow(
+    clippy::cast_possible_truncation,
+    reason = "k is below the quota, so the fraction is below 1"
+)]
 fn key(k: u64, phase: u64, quota: u64) -> u64 {
     ((u128::from(k << 32 | phase) << 32) / u128::from(quota)) as u64
 }
@@ -141,7 +148,9 @@ mod tests {
     fn labels(sizes: &[usize]) -> Vec<u32> {
         let rounds = 0..*sizes.iter().max().unwrap();
         rounds
-            .flat_map(|round| (0..).zip(sizes).filter(move |(_, size)| round < **size).map(|(class, _)| 7 * class))
+            .flat_map(|round| {
+                (0..).zip(sizes).filter(move |(_, size)| round < **size).map(|(class, _)| 7 * class)
+            })
             .collect()
     }
 
@@ -155,17 +164,26 @@ mod tests {
 
     #[test]
     fn every_window_holds_the_classes_in_proportion() {
-        for sizes in [&[20, 5, 1][..], &[10, 10], &[1, 1, 1, 1], &[50], &[30, 20, 10, 5, 3], &[64, 1]] {
+        for sizes in
+            [&[20, 5, 1][..], &[10, 10], &[1, 1, 1, 1], &[50], &[30, 20, 10, 5, 3], &[64, 1]]
+        {
             let labels = labels(sizes);
             let (len, n_classes) = (labels.len(), sizes.len());
             for seed in 0..20 {
                 let order = order(&labels, Quota::All, seed);
-                for (start, end) in (0..len).flat_map(|start| (start + 1..=len).map(move |end| (start, end))) {
+                for (start, end) in
+                    (0..len).flat_map(|start| (start + 1..=len).map(move |end| (start, end)))
+                {
                     for (class, &size) in (0..).zip(sizes) {
-                        let found =
-                            order[start..end].iter().filter(|&&sample| labels[sample as usize] == 7 * class).count();
+                        let found = order[start..end]
+                            .iter()
+                            .filter(|&&sample| labels[sample as usize] == 7 * class)
+                            .count();
                         let off = (found * len).abs_diff((end - start) * size);
-                        assert!(off <= len + n_classes * size, "{sizes:?} {start}..{end}: {found} of class {class}");
+                        assert!(
+                            off <= len + n_classes * size,
+                            "{sizes:?} {start}..{end}: {found} of class {class}"
+                        );
                     }
                 }
             }
@@ -176,7 +194,11 @@ mod tests {
     fn capped_classes_give_others_each_epoch_and_fixed_ones_repeat_evenly() {
         let labels = labels(&[20, 3]);
         let of = |order: &[u32], class| {
-            order.iter().copied().filter(|&sample| labels[sample as usize] == class).collect::<Vec<_>>()
+            order
+                .iter()
+                .copied()
+                .filter(|&sample| labels[sample as usize] == class)
+                .collect::<Vec<_>>()
         };
         let capped = order(&labels, Quota::Capped(5), 0);
         assert_eq!((of(&capped, 0).len(), of(&capped, 7).len()), (5, 3));
@@ -185,7 +207,11 @@ mod tests {
         let fixed = of(&order(&labels, Quota::Fixed(8), 0), 7);
         let small_class = sorted(of(&(0..23).collect::<Vec<_>>(), 7));
         assert_eq!(fixed.len(), 8);
-        assert_eq!(sorted(fixed[..3].to_vec()), small_class, "it is read whole before a sample comes again");
+        assert_eq!(
+            sorted(fixed[..3].to_vec()),
+            small_class,
+            "it is read whole before a sample comes again"
+        );
         assert_eq!(sorted(fixed[3..6].to_vec()), small_class);
     }
 }

@@ -30,10 +30,10 @@ pub(super) fn reset(table: &mut [u32]) {
 
 /// Swaps the entries from `start` on with those at `slots`, one after the other.
 ///
-/// The slots are read once before the first swap, which brings them into the cache: these loads do not depend on each
-/// other, so the processor has many of them under way at once; the stores between the loads of the swaps would hinder
-/// it. Any 300 to 1,200 slots at a time are as fast, 16 take half as long again, and 10,000 a third: they no longer
-/// stay where they were brought.
+/// The slots are read once before the first swap, which brings them into the cache: these loads do
+/// not depend on each other, so the processor has many of them under way at once; the stores
+/// between the loads of the swaps would hinder it. Any 300 to 1,200 slots at a time are as fast, 16
+/// take half as long again, and 10,000 a third: they no longer stay where they were brought.
 pub(super) fn swap(table: &mut [u32], start: usize, slots: &[u32]) {
     black_box(slots.iter().fold(0, |all, &slot| all ^ table[slot as usize]));
     for (i, &slot) in (start..).zip(slots) {
