@@ -32,7 +32,8 @@ impl fmt::Display for HumanBytes {
 /// use core_types::human::BinaryUnit;
 ///
 /// let unit = BinaryUnit::of(3 << 30);
-/// assert_eq!(format!("{} of {} {}", unit.count(1 << 30), unit.count(3 << 30), unit.name()), "1.00 of 3.00 GiB");
+/// assert_eq!((unit.count(1 << 30), unit.name()), ("1.00".to_owned(), "GiB"));
+/// assert_eq!((unit.count(3 << 30), unit.bytes()), ("3.00".to_owned(), 1 << 30));
 /// ```
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct BinaryUnit {

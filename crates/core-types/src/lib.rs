@@ -13,7 +13,7 @@ pub mod split;
 pub use crate::{
     fingerprint::Fingerprint,
     index::{Epoch, Seed},
-    launch::{Launched, Launcher},
+    launch::{Error as LaunchError, Launched, Launcher},
     rank::{Error, Placement, Rank, Result, WorldSize},
-    shuffle::shuffle,
+    shuffle::{shuffle, swap_ahead},
 };
