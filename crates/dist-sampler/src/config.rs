@@ -102,8 +102,7 @@ impl SamplerConfig {
     /// more.
     pub fn spdl_deterministic(drop_last_distributed_round: bool) -> Self {
         let tail = if drop_last_distributed_round { Tail::Drop } else { Tail::Spread };
-        let (order, partition) = (Order::Sequential, Partition::Strided);
-        Self { order, partition, tail, ..Self::default() }
+        Self { order: Order::Sequential, partition: Partition::Strided, tail, ..Self::default() }
     }
 
     /// The choices of SPDL's `DistributedRandomSampler`: shuffled, strided, the incomplete last

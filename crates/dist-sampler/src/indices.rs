@@ -29,7 +29,7 @@ impl<'a> Indices<'a> {
     }
 
     /// The `n`-th index, from the block that begins with it unless it lies in the last one.
-    #[allow(
+    #[expect(
         clippy::cast_possible_truncation,
         reason = "a block holds no more than `BLOCK` indices"
     )]

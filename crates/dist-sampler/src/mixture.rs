@@ -86,15 +86,15 @@ impl Mixture {
     }
 
     /// The first entry whose data set has no more samples.
+    #[expect(clippy::expect_used, reason = "`new` refuses weights that are all 0")]
     fn first_missing(&self) -> u64 {
-        let turns = (0..).zip(&self.cycle);
-        let missing = turns.map(|(turn, &Turn { source, before })| {
+        let missing = |(turn, &Turn { source, before }): (u64, &Turn)| {
             // A turn comes around as often as its data set has samples for it.
-            let rounds =
-                self.samplers[source].len().saturating_sub(before).div_ceil(self.weights[source]);
+            let samples = self.samplers[source].len().saturating_sub(before);
+            let rounds = samples.div_ceil(self.weights[source]);
             rounds.saturating_mul(self.cycle.len() as u64).saturating_add(turn)
-        });
-        missing.min().unwrap_or(0)
+        };
+        (0..).zip(&self.cycle).map(missing).min().expect("a weight above 0 has a turn")
     }
 
     /// The number of entries.
@@ -109,37 +109,45 @@ impl Mixture {
 
     /// The `n`-th entry: which data set, and which of its samples; `None` beyond the end.
     pub fn get(&self, n: u64) -> Option<(usize, u64)> {
+        (n < self.len).then(|| self.entry(n))
+    }
+
+    /// The `n`-th entry, which must exist.
+    #[expect(clippy::expect_used, reason = "the mixture ends where the first data set ends")]
+    fn entry(&self, n: u64) -> (usize, u64) {
         let (round, turn) = self.place(n);
-        let Turn { source, before } = *self.cycle.get(turn)?;
-        let index = self.samplers[source]
-            .get(round.checked_mul(self.weights[source])?.checked_add(before)?)?;
-        (n < self.len).then_some((source, index))
+        let Turn { source, before } = self.cycle[turn];
+        let index = self.samplers[source].get(round * self.weights[source] + before);
+        (source, index.expect("a data set has samples for all of its entries"))
     }
 
     /// The round of the cycle and the turn in it.
+    #[expect(clippy::cast_possible_truncation, reason = "a turn is an index into the cycle")]
     fn place(&self, n: u64) -> (u64, usize) {
         let turns = self.cycle.len() as u64;
-        (n / turns, usize::try_from(n % turns).unwrap_or(usize::MAX))
+        (n / turns, (n % turns) as usize)
     }
 
     /// The entries in order.
     pub fn iter(&self) -> impl DoubleEndedIterator<Item = (usize, u64)> + FusedIterator {
-        (0..self.len).filter_map(|n| self.get(n))
+        (0..self.len).map(|n| self.entry(n))
     }
 
-    /// Where each sampler stands after `n` entries, to go on in this or another world.
+    /// Where each sampler stands after `n` entries, to be resumed in this or another world.
     pub fn states(&self, n: u64) -> Vec<SamplerState> {
         let (round, turn) = self.place(n.min(self.len));
-        let read =
+        let in_round =
             |source| self.cycle[..turn].iter().filter(|turn| turn.source == source).count() as u64;
-        let states = self.samplers.iter().zip(&self.weights).enumerate();
-        states
-            .map(|(source, (sampler, weight))| sampler.state(round * weight + read(source)))
+        (0..self.samplers.len())
+            .map(|source| {
+                self.samplers[source].state(round * self.weights[source] + in_round(source))
+            })
             .collect()
     }
 }
 
-/// The order in which data sets of these weights take turns: whoever is furthest behind is next.
+/// The order in which data sets of these weights take turns: the one furthest behind is next.
+#[expect(clippy::expect_used, reason = "there is a weight above 0, so there is a data set")]
 fn cycle(weights: &[u64]) -> Result<Vec<Turn>> {
     let turns = weights.iter().fold(0_u64, |sum, &weight| sum.saturating_add(weight));
     if turns > Mixture::MAX_CYCLE {
@@ -150,7 +158,8 @@ fn cycle(weights: &[u64]) -> Result<Vec<Turn>> {
         let due = |source: usize| {
             i128::from(weights[source] * (turn + 1)) - i128::from(read[source] * turns)
         };
-        let source = (0..weights.len()).rev().max_by_key(|&source| due(source)).unwrap_or(0);
+        let source =
+            (0..weights.len()).rev().max_by_key(|&source| due(source)).expect("a data set");
         read[source] += 1;
         Turn { source, before: read[source] - 1 }
     };
@@ -166,7 +175,7 @@ mod tests {
     use core_types::Placement;
 
     use super::*;
-    use crate::{Order, SamplerConfig};
+    use crate::config::{Order, SamplerConfig};
 
     fn mixture(lens: &[u64], weights: &[u64]) -> Result<Mixture> {
         let config = SamplerConfig::default().with_order(Order::Sequential);

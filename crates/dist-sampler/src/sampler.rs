@@ -9,7 +9,7 @@ use crate::{
     error::{Error, Result},
     indices::Indices,
     order::{Quota, Samples, Strata},
-    partition::{Deal, Left, Positions, Rule},
+    partition::{Deal, Positions, Rule, Unread},
     state::{SamplerState, Stage},
 };
 
@@ -62,9 +62,9 @@ pub struct DistributedSampler {
     /// The other worlds that have read a part of the epoch; none unless this sampler was resumed
     /// from one.
     earlier: Vec<Stage>,
-    /// What they have left.
-    left: Left,
-    /// How that is dealt out to this world.
+    /// The positions that they have not read.
+    unread: Unread,
+    /// How these are dealt out to this world.
     deal: Deal,
     /// This rank's part, of which it has read `consumed`.
     positions: Positions,
@@ -192,18 +192,17 @@ impl DistributedSampler {
         let deal =
             Deal::new(len, placement.world_size(), Rule::new(config.partition, config.tail))?;
         let positions = deal.positions(placement);
-        let (epoch, earlier, left, consumed) = (config.epoch, Vec::new(), Left::from(0..len), 0);
         Ok(Self {
             len,
             placement,
             config,
-            epoch,
+            epoch: config.epoch,
             samples,
-            earlier,
-            left,
+            earlier: Vec::new(),
+            unread: Unread::from(0..len),
             deal,
             positions,
-            consumed,
+            consumed: 0,
         })
     }
 
@@ -230,7 +229,7 @@ impl DistributedSampler {
     pub fn with_rank_weights(mut self, weights: &[u64]) -> Result<Self> {
         self.deal =
             Deal::new(self.len, self.placement.world_size(), Rule::Proportional(weights.to_vec()))?;
-        self.stand_at(Vec::new(), Left::from(0..self.len), 0);
+        self.move_to(Vec::new(), Unread::from(0..self.len), 0);
         Ok(self)
     }
 
@@ -241,7 +240,7 @@ impl DistributedSampler {
     pub fn set_epoch(&mut self, epoch: Epoch) {
         if epoch != self.epoch {
             self.reorder(epoch);
-            self.stand_at(Vec::new(), Left::from(0..self.len), 0);
+            self.move_to(Vec::new(), Unread::from(0..self.len), 0);
         }
     }
 
@@ -252,12 +251,14 @@ impl DistributedSampler {
         }
     }
 
-    /// Deals out what `earlier` worlds have `left`, and goes to the `consumed`-th index of this
-    /// rank.
-    fn stand_at(&mut self, earlier: Vec<Stage>, left: Left, consumed: u64) {
-        self.deal = self.deal.of_len(left.len());
+    /// /// Deals out the positions that `earlier` worlds have left `unread`, and moves to the
+    /// `consumed`-th index of this rank.
+    fn move_to(&mut self, earlier: Vec<Stage>, unread: Unread, consumed: u64) {
+        self.deal = self.deal.of_len(unread.len());
         self.positions = self.deal.positions(self.placement);
-        (self.earlier, self.left, self.consumed) = (earlier, left, consumed);
+        self.earlier = earlier;
+        self.unread = unread;
+        self.consumed = consumed;
     }
 
     /// Where the sampler stands when this rank, and every other, has read `read` more indices.
@@ -277,8 +278,11 @@ impl DistributedSampler {
     /// # Ok::<(), Box<dyn std::error::Error>>(())
     /// ```
     pub fn state(&self, read: u64) -> SamplerState {
-        let (world_size, rule) = (self.deal.world_size(), self.deal.rule().clone());
-        let stage = Stage { world_size, rule, consumed: self.consumed.saturating_add(read) };
+        let stage = Stage {
+            world_size: self.deal.world_size(),
+            rule: self.deal.rule().clone(),
+            consumed: self.consumed.saturating_add(read),
+        };
         SamplerState {
             format_version: SamplerState::VERSION,
             order: self.config.order,
@@ -290,11 +294,11 @@ impl DistributedSampler {
         }
     }
 
-    /// Goes to where another sampler stood, of any rank of any world, in the middle of an epoch.
+    /// Moves to where another sampler stood in the middle of an epoch, of any rank of any world.
     ///
-    /// If that world had the same size, partition and tail, every rank goes on exactly where it
-    /// was. Otherwise what that world has not read, dropped samples included, is dealt out anew to
-    /// this one: over its ranks, nothing that was left is lost and nothing is read again (but for
+    /// If that world had the same size, partition and tail, every rank resumes exactly where it
+    /// was. Otherwise the samples that world has not read, dropped ones included, are dealt out
+    /// anew to this one: over all of its ranks, no sample is lost and none is read again (but for
     /// this sampler's own tail).
     ///
     /// # Complexity
@@ -309,18 +313,17 @@ impl DistributedSampler {
     /// is. The sampler is then unchanged.
     pub fn resume(&mut self, state: &SamplerState) -> Result<()> {
         self.check(state)?;
-        let Some((last, earlier)) = state.stages.split_last() else {
-            return Err(Error::StateConsumed { consumed: 0, len: 0 });
-        };
-        let left = earlier
-            .iter()
-            .try_fold(Left::from(0..self.len), |left, stage| left_by(stage, &left))?;
-        let left_by_last = left_by(last, &left)?;
+        let (last, earlier) = state.last_and_earlier();
+        let mut unread = Unread::from(0..self.len);
+        for stage in earlier {
+            unread = unread_after(stage, &unread)?;
+        }
+        let unread_after_last = unread_after(last, &unread)?;
         self.reorder(state.epoch);
         if last.world_size == self.deal.world_size() && last.rule == *self.deal.rule() {
-            self.stand_at(earlier.to_vec(), left, last.consumed);
+            self.move_to(earlier.to_vec(), unread, last.consumed);
         } else {
-            self.stand_at(state.stages.clone(), left_by_last, 0);
+            self.move_to(state.stages.clone(), unread_after_last, 0);
         }
         Ok(())
     }
@@ -365,6 +368,7 @@ impl DistributedSampler {
     ///
     /// That is its share of an epoch, unless the sampler was resumed in the middle of one.
     pub fn len(&self) -> u64 {
+        // A rank may have had fewer positions than every rank of its world has consumed by now.
         self.positions.len().saturating_sub(self.consumed)
     }
 
@@ -396,8 +400,9 @@ impl DistributedSampler {
     /// ```
     pub fn entry(&self, n: u64) -> Option<(u64, bool)> {
         let position = self.positions.get(self.consumed.checked_add(n)?)?;
-        let left = self.left.len();
-        Some((self.samples.get(self.left.get(position % left)), position >= left))
+        let n_unread = self.unread.len();
+        let sample = self.samples.get(self.unread.get(position % n_unread));
+        Some((sample, position >= n_unread))
     }
 
     /// The indices this rank reads from here on, in order; `nth` skips in O(1).
@@ -423,10 +428,12 @@ impl DistributedSampler {
     /// # Ok::<(), Box<dyn std::error::Error>>(())
     /// ```
     pub fn fill(&self, start: u64, out: &mut [u64]) -> usize {
-        let left = usize::try_from(self.len().saturating_sub(start)).unwrap_or(usize::MAX);
-        let count = left.min(out.len());
-        let out = &mut out[..count];
-        self.fill_every(1, start, out);
+        let n_unread = self.len().saturating_sub(start);
+        #[expect(clippy::cast_possible_truncation, reason = "at most the length of a slice")]
+        let count = n_unread.min(out.len() as u64) as usize;
+        if count > 0 {
+            self.fill_every(1, start, &mut out[..count]);
+        }
         count
     }
 
@@ -443,26 +450,34 @@ impl DistributedSampler {
     }
 
     /// Writes the indices `start`, `start` + `every`, … of this rank; all of them must exist.
+    #[expect(clippy::expect_used, reason = "the caller asks for indices that exist")]
     pub(crate) fn fill_every(&self, every: u64, start: u64, out: &mut [u64]) {
-        let evenly = self.evenly_spaced(every, start).unwrap_or_default();
-        let (fast, slow) =
-            out.split_at_mut(usize::try_from(evenly.count).unwrap_or(usize::MAX).min(out.len()));
-        self.samples.fill(evenly.first, evenly.step, fast);
-        for (n, slot) in (fast.len() as u64..).zip(slow) {
-            *slot = self.get(start + n * every).unwrap_or_default();
+        let n_even = self.fill_evenly_spaced(every, start, out);
+        for (n, slot) in (n_even as u64..).zip(&mut out[n_even..]) {
+            *slot = self.get(start + n * every).expect("this index exists");
         }
     }
 
-    /// The places in the order of the indices `start`, `start` + `every`, …, as far as they are
-    /// evenly spaced.
-    fn evenly_spaced(&self, every: u64, start: u64) -> Option<Evenly> {
+    /// Writes the indices `start`, `start` + `every`, … as far as their places in the order are
+    /// evenly spaced, and returns how many these are.
+    ///
+    /// That ends where the incomplete last round or padding begins, and there are none while the
+    /// unread positions have gaps, which earlier worlds have read.
+    fn fill_evenly_spaced(&self, every: u64, start: u64, out: &mut [u64]) -> usize {
         let start = self.consumed + start;
-        let (offset, first) = (self.left.start_of_only_range()?, self.positions.get(start)?);
-        let (step, regular) = self.positions.stride();
-        let before_rest = regular.saturating_sub(start).div_ceil(every);
+        let (Some(offset), Some(first)) =
+            (self.unread.start_of_only_range(), self.positions.get(start))
+        else {
+            return 0;
+        };
+        let (step, n_regular) = self.positions.stride();
+        let before_rest = n_regular.saturating_sub(start).div_ceil(every);
         let step = step * every;
-        let before_padding = self.left.len().saturating_sub(first).div_ceil(step);
-        Some(Evenly { first: offset + first, step, count: before_rest.min(before_padding) })
+        let before_padding = self.unread.len().saturating_sub(first).div_ceil(step);
+        #[expect(clippy::cast_possible_truncation, reason = "at most the length of a slice")]
+        let count = before_rest.min(before_padding).min(out.len() as u64) as usize;
+        self.samples.fill(offset + first, step, &mut out[..count]);
+        count
     }
 
     /// The indices that one of several workers of this rank reads: round-robin, like ranks in a
@@ -508,13 +523,13 @@ impl DistributedSampler {
     /// # use dist_sampler::{DistributedSampler, Order, SamplerConfig};
     /// let config = SamplerConfig::default().with_order(Order::Streaming);
     /// let sampler = DistributedSampler::new(1_000_000_000_000, Placement::new(3, 8)?, config)?;
-    /// let index = sampler.iter().nth(5).unwrap_or_default();
+    /// let index = sampler.get(5).expect("every rank reads more than 5");
     /// assert_eq!(sampler.rank_of(index), Some(sampler.placement().rank()));
     /// # Ok::<(), Box<dyn std::error::Error>>(())
     /// ```
     pub fn rank_of(&self, index: u64) -> Option<Rank> {
         let position = self.position_of(index)?;
-        self.deal.owner(self.left.index_of(position)?)
+        self.deal.owner(self.unread.index_of(position)?)
     }
 }
 
@@ -526,21 +541,14 @@ fn check_len(len: u64) -> Result<()> {
     }
 }
 
-/// An arithmetic progression of places in an order.
-#[derive(Clone, Copy, Debug, Default)]
-struct Evenly {
-    first: u64,
-    step: u64,
-    count: u64,
-}
-
-/// What of `left` is still there when the world of `stage` has read its part.
-fn left_by(stage: &Stage, left: &Left) -> Result<Left> {
-    let Stage { world_size, rule, consumed } = stage.clone();
-    if consumed > left.len() {
-        return Err(Error::StateConsumed { consumed, len: left.len() });
+/// The positions of `unread` that nobody has read when the world of `stage` has read its part.
+fn unread_after(stage: &Stage, unread: &Unread) -> Result<Unread> {
+    let len = unread.len();
+    if stage.consumed > len {
+        return Err(Error::StateConsumed { consumed: stage.consumed, len });
     }
-    Ok(left.then(&Deal::new(left.len(), world_size, rule)?.left(consumed)))
+    let deal = Deal::new(len, stage.world_size, stage.rule.clone())?;
+    Ok(unread.then(&deal.unread_after(stage.consumed)))
 }
 
 fn same<T: PartialEq + Debug>(what: &'static str, state: &T, sampler: &T) -> Result<()> {

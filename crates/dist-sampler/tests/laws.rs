@@ -4,9 +4,10 @@
 
 use core_types::{Epoch, Placement, Seed, WorldSize};
 use dist_sampler::{
-    DistributedSampler, Error, Order, Partition, SamplerConfig, SamplerState, Tail,
+    DistributedSampler, Error, Order, Partition, Quota, SamplerConfig, SamplerState, Tail,
 };
 use proptest::prelude::*;
+use serde_json::{Value, json};
 
 const ORDERS: [Order; 4] = [Order::Sequential, Order::Exact, Order::Streaming, Order::Torch];
 const PARTITIONS: [Partition; 2] = [Partition::Contiguous, Partition::Strided];
@@ -323,7 +324,7 @@ fn a_resumed_epoch_ends_with_the_next_set_epoch() {
 
 #[test]
 fn shares_follow_rank_weights() {
-    for weights in [&[1, 1, 1][..], &[3, 1], &[0, 5, 2], &[1]] {
+    for weights in [&[1, 1, 1][..], &[3, 1], &[0, 5, 2], &[5, 0, 2], &[0, 0, 1, 0, 3, 0], &[1]] {
         let ranks: Vec<_> = (0..weights.len() as u64)
             .map(|rank| {
                 sampler(103, rank, weights.len() as u64, SamplerConfig::default(), 2)
@@ -406,6 +407,58 @@ fn impossible_data_sets_are_refused() {
             Error::TooLongToShuffle { len: max, max: 1 << 32 }
         );
     }
+}
+
+#[test]
+fn nothing_is_filled_from_beyond_the_end() {
+    for config in (0..EVERY_CONFIG).map(config) {
+        let mut sampler = sampler(50, 1, 4, config, 3);
+        sampler.resume(&sampler.state(5)).unwrap();
+        for start in [sampler.len(), sampler.len() + 1, u64::MAX] {
+            let mut block = [7; 3];
+            assert_eq!((sampler.fill(start, &mut block), block), (0, [7; 3]), "{config:?}");
+        }
+    }
+}
+
+/// A state is read by later versions than the one that wrote it.
+#[test]
+fn the_format_of_states_is_pinned() {
+    let config = SamplerConfig::default().with_seed(Seed::new(7)).with_tail(Tail::Spread);
+    let me = Placement::new(1, 2).unwrap();
+    let mut weighted = DistributedSampler::weighted(&[1.0, 2.0, 3.0, 4.0], 10, me, config).unwrap();
+    weighted.set_epoch(Epoch::new(3));
+    check_format(
+        &weighted.state(2),
+        &json!({
+            "format_version": 1, "order": "shuffled", "len": 10,
+            "fingerprint": 6_901_188_282_358_919_322_u64, "seed": 7, "epoch": 3,
+            "stages": [{ "world_size": 2, "rule": { "contiguous": "spread" }, "consumed": 2 }],
+        }),
+    );
+    let stratified = DistributedSampler::stratified(&[0, 1, 0, 2], Quota::All, me, config).unwrap();
+    check_format(
+        &stratified.with_rank_weights(&[1, 3]).unwrap().state(1),
+        &json!({
+            "format_version": 1, "order": "shuffled", "len": 4,
+            "fingerprint": 14_058_578_823_181_980_254_u64, "seed": 7, "epoch": 0,
+            "stages": [{ "world_size": 2, "rule": { "proportional": [1, 3] }, "consumed": 1 }],
+        }),
+    );
+}
+
+fn check_format(state: &SamplerState, json: &Value) {
+    assert_eq!(serde_json::to_value(state).unwrap(), *json);
+    assert_eq!(serde_json::from_value::<SamplerState>(json.clone()).unwrap(), *state);
+}
+
+#[test]
+fn a_state_without_a_world_is_not_read() {
+    let text = serde_json::to_string(&sampler(5, 0, 1, config(0), 0).state(0)).unwrap();
+    let (before, _) = text.split_once("\"stages\":").unwrap();
+    let error = serde_json::from_str::<SamplerState>(&format!("{before}\"stages\":[]}}"));
+    let message = error.unwrap_err().to_string();
+    assert!(message.starts_with("a sampler state names at least one world"), "{message}");
 }
 
 proptest! {

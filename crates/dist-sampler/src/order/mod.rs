@@ -31,7 +31,7 @@ pub(crate) enum Samples {
         table: Vec<u32>,
         refill: Refill,
     },
-    /// Draws, `len` of them an epoch.
+    /// Draws by weight, `len` of them per epoch.
     Weighted {
         len: u64,
         table: AliasTable,
@@ -88,7 +88,7 @@ impl Samples {
             Self::Streaming { len, permutation } => *permutation = Streaming::new(*len, epoch_seed),
             Self::Table { table, refill: Refill::Exact } => exact::shuffle(table, epoch_seed),
             Self::Table { table, refill: Refill::Stratified(strata) } => {
-                strata.fill(table, epoch_seed)
+                strata.fill(table, epoch_seed);
             }
             Self::Table { table, refill: Refill::Torch } => {
                 torch::shuffle(table, seed.as_u64().wrapping_add(epoch.as_u64()));
@@ -96,12 +96,15 @@ impl Samples {
         }
     }
 
-    /// Tells the weights or classes of one data set from those of another; 0 for orders without.
+    /// Tells the weights or classes of one data set from those of another; 0 for orders that have
+    /// neither.
     pub(crate) fn fingerprint(&self) -> u64 {
         match self {
             Self::Weighted { table, .. } => table.fingerprint(),
             Self::Table { refill: Refill::Stratified(strata), .. } => strata.fingerprint(),
-            _ => 0,
+            Self::Sequential
+            | Self::Streaming { .. }
+            | Self::Table { refill: Refill::Exact | Refill::Torch, .. } => 0,
         }
     }
 
@@ -111,7 +114,7 @@ impl Samples {
             Self::Sequential => position,
             Self::Streaming { permutation, .. } => permutation.get(position),
             Self::Weighted { table, seed, .. } => table.draw(*seed, position),
-            #[allow(
+            #[expect(
                 clippy::cast_possible_truncation,
                 reason = "a position is below the table's length, a `usize`"
             )]
@@ -125,7 +128,9 @@ impl Samples {
         match self {
             Self::Streaming { permutation, .. } => permutation.fill(first, step, out),
             Self::Weighted { table, seed, .. } => table.fill(*seed, first, step, out),
-            _ => (0..).zip(out).for_each(|(n, slot)| *slot = self.get(first + n * step)),
+            Self::Sequential | Self::Table { .. } => {
+                (0..).zip(out).for_each(|(n, slot)| *slot = self.get(first + n * step));
+            }
         }
     }
 

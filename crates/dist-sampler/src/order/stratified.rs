@@ -10,9 +10,9 @@
 //! of L neighbors in an order of M samples of C classes, L·m/M are of a class of m, give or take 1
 //! + C·m/M.
 
-use core_types::Seed;
+use core_types::{Fingerprint, Seed};
 
-use super::{exact, table, weighted::fingerprint};
+use super::{exact, table};
 use crate::error::{Error, Result};
 
 /// How many samples of each class an epoch has.
@@ -67,14 +67,15 @@ impl Strata {
         table::reset(&mut samples);
         samples.sort_by_key(|&sample| labels[sample as usize]);
         let mut end = 0;
-        let classes =
-            samples.chunk_by(|&a, &b| labels[a as usize] == labels[b as usize]).map(|class| {
+        let classes = samples
+            .chunk_by(|&a, &b| labels[a as usize] == labels[b as usize])
+            .map(|class| {
                 end += class.len();
                 Class { end, quota: quota.of(class.len() as u64) }
-            });
-        let classes = classes.collect();
-        let fingerprint = fingerprint(labels.iter().map(|&label| label.into()));
-        Ok(Self { samples, classes, fingerprint })
+            })
+            .collect();
+        let fingerprint: Fingerprint = labels.iter().copied().map(u64::from).collect();
+        Ok(Self { samples, classes, fingerprint: fingerprint.finish() })
     }
 
     /// The samples of an epoch.
@@ -82,7 +83,7 @@ impl Strata {
         self.classes.iter().fold(0, |len, class| len.saturating_add(class.quota))
     }
 
-    /// A hash by which a saved position finds out that it belongs to other classes.
+    /// Tells a saved position whether it belongs to these classes.
     pub(crate) fn fingerprint(&self) -> u64 {
         self.fingerprint
     }
@@ -110,7 +111,7 @@ fn spread(samples: &[u32], quota: u64, seed: Seed, keyed: &mut Vec<(u64, u32)>) 
 }
 
 /// (`k` + `phase` / 2^32) / `quota`, as a fraction of 2^64.
-#[allow(
+#[expect(
     clippy::cast_possible_truncation,
     reason = "k is below the quota, so the fraction is below 1"
 )]
@@ -128,7 +129,7 @@ fn shuffled(samples: &[u32], seed: Seed) -> Vec<u32> {
 }
 
 #[cfg(test)]
-#[allow(clippy::cast_possible_truncation, reason = "the numbers are small")]
+#[expect(clippy::cast_possible_truncation, reason = "the numbers are small")]
 mod tests {
     use super::*;
 

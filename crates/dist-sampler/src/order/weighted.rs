@@ -16,8 +16,9 @@
 
 use std::slice;
 
-use core_types::Seed;
+use core_types::{Fingerprint, Seed};
 
+use super::table;
 use crate::error::{Error, Result};
 
 /// The most weights a table is made of: a slot names a sample in 32 bits.
@@ -26,7 +27,7 @@ const MAX_LEN: u64 = 1 << 32;
 /// What weights are scaled to add up to about, before they become masses.
 const SCALE_BITS: u32 = 62;
 
-/// The distribution that some weights describe, 8 bytes a weight.
+/// The distribution that weights describe, 8 bytes per weight.
 ///
 /// # Accuracy
 ///
@@ -55,14 +56,14 @@ impl AliasTable {
     pub(crate) fn new(weights: &[f64]) -> Result<Self> {
         let layout = Layout::new(weights.len() as u64)?;
         let masses = Masses::new(weights, total(weights)?, layout);
-        let mut slots = allocate(weights.len())?;
+        let mut slots = table::zeros(weights.len() as u64)?;
         sweep(&mut slots, &masses, layout);
-        let fingerprint = fingerprint(slots.iter().copied());
-        Ok(Self { slots, layout, fingerprint })
+        let fingerprint: Fingerprint = slots.iter().copied().collect();
+        Ok(Self { slots, layout, fingerprint: fingerprint.finish() })
     }
 
     /// The sample at `position`, which depends on the weights, `seed` and `position` alone.
-    #[allow(
+    #[expect(
         clippy::cast_possible_truncation,
         reason = "the halves of the product are what the method is about"
     )]
@@ -82,20 +83,13 @@ impl AliasTable {
         }
     }
 
-    /// A hash by which a saved position finds out that it belongs to other weights.
+    /// Tells a saved position whether it belongs to these weights.
     ///
-    /// Weights that make the same table have the same fingerprint, as those do that differ by a
-    /// power of two.
+    /// Weights that make the same table have the same fingerprint, for example those that differ
+    /// by a power of two.
     pub(crate) fn fingerprint(&self) -> u64 {
         self.fingerprint
     }
-}
-
-/// Hashes a sequence of words; their order counts.
-pub(super) fn fingerprint(words: impl Iterator<Item = u64>) -> u64 {
-    (0..)
-        .zip(words)
-        .fold(0, |sum: u64, (place, word)| sum.wrapping_add(Seed::new(word).derive(place).as_u64()))
 }
 
 /// How a slot's two samples, and the border between them, share one word.
@@ -161,15 +155,6 @@ fn total(weights: &[f64]) -> Result<f64> {
     if 0.0 < total { Ok(total) } else { Err(Error::NoWeight { weights: weights.len() }) }
 }
 
-/// Memory for `len` slots.
-fn allocate(len: usize) -> Result<Vec<u64>> {
-    let mut slots = Vec::new();
-    let bytes = len as u64 * size_of::<u64>() as u64;
-    slots.try_reserve_exact(len).map_err(|_| Error::OutOfMemory { len: len as u64, bytes })?;
-    slots.resize(len, 0);
-    Ok(slots)
-}
-
 /// The weights as whole numbers in the same proportions, which add up to the capacity of all slots.
 ///
 /// Each mass is the difference of two neighbors among rounded partial sums, not rounded itself. So
@@ -186,7 +171,7 @@ struct Masses<'a> {
 }
 
 impl<'a> Masses<'a> {
-    #[allow(
+    #[expect(
         clippy::cast_possible_truncation,
         reason = "the scaled sum is about 2^62 and the masses' at most 2^63"
     )]
@@ -211,7 +196,7 @@ impl<'a> Masses<'a> {
 impl Iterator for Masses<'_> {
     type Item = u64;
 
-    #[allow(clippy::cast_possible_truncation, reason = "the masses add up to at most 2^63, about")]
+    #[expect(clippy::cast_possible_truncation, reason = "the masses add up to at most 2^63, about")]
     fn next(&mut self) -> Option<u64> {
         self.scaled_sum += scaled(*self.weights.next()?, self.weight_total);
         let sum = (u128::from(self.scaled_sum) * u128::from(self.ratio)) >> SCALE_BITS;
@@ -223,7 +208,7 @@ impl Iterator for Masses<'_> {
 
 /// A weight as a part of 2^62. Division and multiplication are rounded alike on all machines (IEEE
 /// 754).
-#[allow(
+#[expect(
     clippy::cast_possible_truncation,
     clippy::cast_sign_loss,
     reason = "a weight is at most the sum of them"
@@ -246,7 +231,9 @@ fn sweep(slots: &mut [u64], masses: &Masses<'_>, layout: Layout) {
     while let Some((sample, mass)) = giver {
         let rest = fill_up(slots, &mut light, (sample, mass), layout);
         giver = heavy.next().map(|(next, mass)| (next, mass - (capacity - rest)));
-        put(slots, sample, layout.pack(rest, giver.map_or(sample, |(next, _)| next)));
+        // Room in the slot of the last heavy sample is its own.
+        let alias = giver.map_or(sample, |(next, _)| next);
+        put(slots, sample, layout.pack(rest, alias));
     }
     // As many masses are left as slots, and all fit: each is as large as its slot.
     light.for_each(|(slot, mass)| put(slots, slot, layout.pack(mass, slot)));
@@ -254,6 +241,7 @@ fn sweep(slots: &mut [u64], masses: &Masses<'_>, layout: Layout) {
 
 /// Fills light slots up from a heavy sample, and returns what is left of its mass when that fits
 /// its own slot.
+#[expect(clippy::expect_used, reason = "the masses add up to exactly the capacity of all slots")]
 fn fill_up(
     slots: &mut [u64],
     light: &mut impl Iterator<Item = (u64, u64)>,
@@ -261,15 +249,14 @@ fn fill_up(
     layout: Layout,
 ) -> u64 {
     while layout.capacity() < mass {
-        // Never `None`: where mass is in excess, there is room elsewhere.
-        let Some((slot, own)) = light.next() else { break };
+        let (slot, own) = light.next().expect("where mass is in excess, there is room elsewhere");
         put(slots, slot, layout.pack(own, sample));
         mass -= layout.capacity() - own;
     }
     mass
 }
 
-#[allow(clippy::cast_possible_truncation, reason = "slots are numbered as the weights of a slice")]
+#[expect(clippy::cast_possible_truncation, reason = "slots are numbered as the weights of a slice")]
 fn put(slots: &mut [u64], slot: u64, word: u64) {
     slots[slot as usize] = word;
 }
@@ -329,7 +316,7 @@ mod tests {
             let table = AliasTable::new(&weights).unwrap();
             let mut counts = vec![0_u32; weights.len()];
             (0..DRAWS).for_each(|position| {
-                counts[usize::try_from(table.draw(Seed::new(5), position)).unwrap()] += 1
+                counts[usize::try_from(table.draw(Seed::new(5), position)).unwrap()] += 1;
             });
             let total: f64 = weights.iter().sum();
             for (&count, weight) in counts.iter().zip(&weights) {
@@ -375,5 +362,10 @@ mod tests {
         }
         assert_eq!(error(&[0.0, 0.0]), Error::NoWeight { weights: 2 });
         assert!(matches!(error(&[f64::MAX, f64::MAX]), Error::WeightSumOverflow { index: 1, .. }));
+        // Nobody has the memory for so many.
+        let weights = MAX_LEN + 1;
+        let too_many = Error::TooManyWeights { weights, max: MAX_LEN };
+        assert_eq!(Layout::new(weights).unwrap_err(), too_many);
+        assert_eq!(Layout::new(MAX_LEN).unwrap().total(), 1 << 63);
     }
 }

@@ -17,7 +17,7 @@
 //! enough, and below a few thousand so few of the N! orders are reachable that the exact shuffle is
 //! the better choice.
 
-#![allow(
+#![expect(
     clippy::inline_always,
     reason = "a call in the middle of a block would keep it from becoming vectors"
 )]
@@ -324,7 +324,7 @@ mod vector {
     ) {
         #[cfg(target_arch = "x86_64")]
         if is_x86_feature_detected!("avx2") {
-            #[allow(
+            #[expect(
                 unsafe_code,
                 reason = "a function for other processors than the compiler's target must be unsafe"
             )]
@@ -338,7 +338,7 @@ mod vector {
     /// vector multiplication before these instructions.
     #[cfg(target_arch = "x86_64")]
     #[target_feature(enable = "avx2")]
-    #[allow(
+    #[expect(
         unsafe_code,
         reason = "it must only be called where the processor has these instructions"
     )]
@@ -353,7 +353,7 @@ mod vector {
 }
 
 #[cfg(test)]
-#[allow(clippy::cast_possible_truncation, reason = "tables of orders are short")]
+#[expect(clippy::cast_possible_truncation, reason = "tables of orders are short")]
 mod tests {
     use super::*;
 

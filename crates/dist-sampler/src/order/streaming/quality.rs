@@ -28,7 +28,7 @@
 //! Below some 60 samples no number of rounds is enough: a network is an even permutation if the
 //! upper half takes an odd number of values, and the lower one more than two. In a longer order
 //! that can be told only from all of its samples.
-#![allow(clippy::cast_possible_truncation, reason = "tables of orders are short")]
+#![expect(clippy::cast_possible_truncation, reason = "tables of orders are short")]
 
 use std::{collections::BTreeMap, fmt};
 

@@ -13,6 +13,7 @@
 
 mod mersenne;
 
+use core_types::swap_ahead;
 use mersenne::{BLOCK, Mt19937};
 
 use super::table;
@@ -24,7 +25,7 @@ const WIDE_FROM: usize = (u32::MAX / 20) as usize;
 ///
 /// `seed` is PyTorch's seed + epoch; its generator uses the low 32 bits.
 pub(super) fn shuffle(table: &mut [u32], seed: u64) {
-    #[allow(clippy::cast_possible_truncation, reason = "as PyTorch does")]
+    #[expect(clippy::cast_possible_truncation, reason = "as PyTorch does")]
     let generator = Mt19937::new(seed as u32);
     let slots_of = slots_for(table.len());
     swap_all(table, generator, slots_of);
@@ -44,13 +45,13 @@ fn swap_all(table: &mut [u32], mut generator: Mt19937, slots_of: Slots) {
     while start < table.len() {
         let mut words = generator.block();
         let slots = slots_of(&mut words, start, table.len());
-        table::swap(table, start, slots);
+        swap_ahead(table, start, slots);
         start += slots.len();
     }
 }
 
 /// A slot from i on for each word: Fisher and Yates' shuffle from the front.
-#[allow(clippy::cast_possible_truncation, reason = "the length is below `WIDE_FROM`")]
+#[expect(clippy::cast_possible_truncation, reason = "the length is below `WIDE_FROM`")]
 fn narrow(words: &mut [u32; BLOCK], start: usize, len: usize) -> &[u32] {
     let steps = BLOCK.min(len - start);
     for (word, i) in words[..steps].iter_mut().zip(start as u32..) {
@@ -60,7 +61,7 @@ fn narrow(words: &mut [u32; BLOCK], start: usize, len: usize) -> &[u32] {
 }
 
 /// A slot up to i for each pair of words, the high one first: the shuffle inside out.
-#[allow(clippy::cast_possible_truncation, reason = "a table has at most 2^32 slots")]
+#[expect(clippy::cast_possible_truncation, reason = "a table has at most 2^32 slots")]
 fn wide(words: &mut [u32; BLOCK], start: usize, len: usize) -> &[u32] {
     let steps = (BLOCK / 2).min(len - start);
     for step in 0..steps {
@@ -76,7 +77,7 @@ fn wide(words: &mut [u32; BLOCK], start: usize, len: usize) -> &[u32] {
 ///
 /// The quotient is off by at most 2^-21. So, rounded, it is the true one or the next, and the rest
 /// at least -divisor.
-#[allow(
+#[expect(
     clippy::cast_possible_truncation,
     clippy::cast_possible_wrap,
     clippy::cast_sign_loss,
