@@ -19,14 +19,15 @@ pub enum Order {
     /// A uniformly random permutation, another one in every epoch.
     ///
     /// Each of the N! orders is equally likely (Fisher–Yates). The sampler holds it in memory, 4
-    /// bytes a sample of the whole data set, and computes it in `new` and `set_epoch`.
+    /// bytes per sample of the whole data set, and computes it in `new` and `set_epoch`.
     Exact,
-    /// A keyed pseudorandom permutation, another one in every epoch, that takes no time to make and
+    /// A keyed pseudorandom permutation, another one in every epoch, that is made at once and takes
     /// no memory.
     ///
-    /// Any position can be read by itself, and the position of any sample be found. Statistical
-    /// tests do not tell it from [`Order::Exact`], but with fewer than some thousand samples only a
-    /// part of the N! orders can occur. With fewer than 128 the exact shuffle takes its place.
+    /// Any position can be read on its own, and the position of any sample can be found.
+    /// Statistical tests do not tell it from [`Order::Exact`], but with fewer than a few thousand
+    /// samples only some of the N! orders can occur. With fewer than 128 samples the exact shuffle
+    /// takes its place.
     Streaming,
     /// The permutation of PyTorch's `DistributedSampler`, bit for bit: for runs that must repeat
     /// what PyTorch did.
@@ -42,33 +43,34 @@ pub enum Order {
 #[cfg_attr(feature = "serde", serde(rename_all = "snake_case"))]
 #[non_exhaustive]
 pub enum Partition {
-    /// Rank 0 reads the first stretch of the order, rank 1 the next, and so on.
+    /// Rank 0 reads the first range of the order, rank 1 the next, and so on.
     #[default]
     Contiguous,
     /// Round-robin: rank r reads positions r, r + world, r + 2·world, …, as in PyTorch and SPDL.
     Strided,
 }
 
-/// What happens to the samples that are left when the world does not divide the data set.
+/// What happens to the remainder when the world size does not divide the data set.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 #[cfg_attr(feature = "serde", derive(serde::Serialize, serde::Deserialize))]
 #[cfg_attr(feature = "serde", serde(rename_all = "snake_case"))]
 #[doc(alias = "drop_last")]
 #[non_exhaustive]
 pub enum Tail {
-    /// Nobody reads them in this epoch (`drop_last = true`): all ranks read equally many.
+    /// No rank reads it in this epoch (`drop_last = true`): all ranks read equally many.
     Drop,
-    /// The last rank reads them on top of its own.
+    /// The last rank reads it on top of its own share.
     #[default]
     LastRank,
-    /// The first ranks read one each: every sample is read once and shares differ by at most one.
+    /// The first ranks read one sample of it each: every sample is read once and shares differ by
+    /// at most one.
     Spread,
-    /// Every rank reads equally many and nothing is left out: positions beyond the end read the
-    /// order again from its start (PyTorch's `drop_last = false`).
+    /// Every rank reads equally many samples and none is left out: positions beyond the end read
+    /// the order again from its start (PyTorch's `drop_last = false`).
     Pad,
 }
 
-/// The choices of a [`DistributedSampler`](crate::DistributedSampler) beside data set and rank.
+/// The choices of a [`DistributedSampler`](crate::DistributedSampler) besides data set and rank.
 ///
 /// # Examples
 ///
@@ -98,8 +100,8 @@ impl SamplerConfig {
     /// The choices of SPDL's `DistributedDeterministicSampler`: sequential, strided.
     ///
     /// `drop_last_distributed_round` (SPDL's default is true) drops the incomplete last round, so
-    /// that all ranks read equally many; without it every sample is read and some ranks read one
-    /// more.
+    /// that all ranks read equally many samples; without it every sample is read and some ranks
+    /// read one more.
     pub fn spdl_deterministic(drop_last_distributed_round: bool) -> Self {
         let tail = if drop_last_distributed_round { Tail::Drop } else { Tail::Spread };
         Self { order: Order::Sequential, partition: Partition::Strided, tail, ..Self::default() }

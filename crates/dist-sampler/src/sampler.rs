@@ -15,9 +15,9 @@ use crate::{
 
 /// Which samples one rank reads in one epoch.
 ///
-/// All ranks make the same sampler, each with its own [`Placement`], and never need to talk: what
-/// they read is disjoint, and together the whole data set (but for what [`Tail`](crate::Tail) drops
-/// or repeats).
+/// All ranks make the same sampler, each with its own [`Placement`], and never need to communicate:
+/// what they read is disjoint, and together the whole data set (but for what [`Tail`](crate::Tail)
+/// drops or repeats).
 ///
 /// # Determinism
 ///
@@ -92,18 +92,18 @@ impl DistributedSampler {
         Self::over(len, samples, placement, config)
     }
 
-    /// Returns a sampler that draws `draws` samples an epoch, each as often as its weight asks;
-    /// `draws` over all ranks.
+    /// Returns a sampler that draws `draws` samples per epoch, over all ranks, in proportion to
+    /// their weights.
     ///
     /// Draws are made with replacement, as by PyTorch's `WeightedRandomSampler` with its default:
     /// an epoch may bring a sample twice and another not at all, and weights count in expectation.
-    /// A sample of weight 0 is never drawn. The order of `config` has no say; partition, tail,
+    /// A sample of weight 0 is never drawn. The order of `config` is ignored; partition, tail,
     /// seed, epochs and states work as for any other sampler, with draws in place of samples.
     ///
     /// # Complexity
     ///
-    /// 8 bytes for each weight, and O(1) for each draw, wherever it is. There is no limit of 2^24
-    /// weights, as in PyTorch, but one of 2^32.
+    /// 8 bytes per weight, and O(1) per draw, wherever it is. At most 2^32 weights are taken;
+    /// PyTorch takes 2^24.
     ///
     /// # Errors
     ///
@@ -141,17 +141,18 @@ impl DistributedSampler {
     }
 
     /// Returns a sampler in whose order the classes are mixed in proportion: every window of it,
-    /// and so every rank, sees of each class what is its share, to about one sample.
+    /// and so every rank, sees each class in proportion, to about one sample.
     ///
-    /// The n-th sample is of class `labels[n]`, any number; `quota` says how many of each class an
-    /// epoch has. Of L neighbors in an epoch of M samples of C classes, L·m/M are of a class of m,
-    /// give or take 1 + C·m/M. Each rank reads a contiguous window, so order and partition of
-    /// `config` have no say; tail, seed, epochs and states work as for any other sampler.
+    /// The n-th sample is of class `labels[n]`, any number; `quota` says how many samples of each
+    /// class an epoch has. Of L neighbors in an epoch of M samples of C classes, L·m/M are of a
+    /// class of m, give or take 1 + C·m/M. Each rank reads a contiguous window, so order and
+    /// partition of `config` are ignored; tail, seed, epochs and states work as for any other
+    /// sampler.
     ///
     /// # Complexity
     ///
-    /// 4 bytes for each label and 4 for each sample of an epoch, and 16 for each of the latter
-    /// while an epoch is made, which sorts them.
+    /// 4 bytes per label and 4 per sample of an epoch, and another 16 per sample of an epoch while
+    /// its order is made, by sorting.
     ///
     /// # Errors
     ///
@@ -210,7 +211,7 @@ impl DistributedSampler {
     /// rank: for ranks of unequal speed.
     ///
     /// Shares are exact to one sample and cover the whole order, so partition and tail of the
-    /// configuration have no say. Every rank must be given the same weights.
+    /// configuration are ignored. All ranks must be given the same weights.
     ///
     /// # Errors
     ///
@@ -251,7 +252,7 @@ impl DistributedSampler {
         }
     }
 
-    /// /// Deals out the positions that `earlier` worlds have left `unread`, and moves to the
+    /// Deals out the positions that `earlier` worlds have left `unread`, and moves to the
     /// `consumed`-th index of this rank.
     fn move_to(&mut self, earlier: Vec<Stage>, unread: Unread, consumed: u64) {
         self.deal = self.deal.of_len(unread.len());
@@ -410,8 +411,8 @@ impl DistributedSampler {
         Indices::new(self, (0..self.len()).into())
     }
 
-    /// Writes the indices this rank reads from its `start`-th on, and returns how many there were
-    /// for `out`.
+    /// Writes the indices this rank reads from its `start`-th on to `out`, and returns how many it
+    /// has written.
     ///
     /// This is the fastest way to read many.
     ///
@@ -498,8 +499,8 @@ impl DistributedSampler {
         Indices::new(self, split::strided(self.len(), worker))
     }
 
-    /// When in the epoch, over all ranks, sample `index` is due: its place in the order, or `None`
-    /// if it has none.
+    /// The place of sample `index` in the order of the epoch, over all ranks, or `None` if it has
+    /// none.
     ///
     /// # Complexity
     ///
@@ -508,9 +509,9 @@ impl DistributedSampler {
         self.samples.position(index).filter(|&position| position < self.len)
     }
 
-    /// The rank that reads sample `index` in what is left of this epoch, or `None` if none does.
+    /// The rank that reads sample `index` in the rest of this epoch, or `None` if none does.
     ///
-    /// A sample that is also read as padding belongs to the rank that reads it as itself.
+    /// For a sample that is also read as padding it is the rank that reads it unpadded.
     ///
     /// # Complexity
     ///

@@ -23,10 +23,10 @@ use crate::error::{Error, Result};
 pub enum Quota {
     /// All of them, once.
     All,
-    /// At most so many, others each epoch.
+    /// At most this many, others in each epoch.
     Capped(u64),
-    /// Exactly so many. A class that has fewer is read whole, again and again, shuffled anew each
-    /// time.
+    /// Exactly this many. A class that has fewer is read whole, again and again, in a new order
+    /// each time.
     Fixed(u64),
 }
 
