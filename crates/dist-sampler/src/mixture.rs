@@ -205,6 +205,12 @@ mod tests {
     }
 
     #[test]
+    fn the_first_of_equal_data_sets_is_read_first() {
+        let mixture = mixture(&[2, 2], &[1, 1]).unwrap();
+        assert_eq!(mixture.iter().collect::<Vec<_>>(), [(0, 0), (1, 0), (0, 1), (1, 1)]);
+    }
+
+    #[test]
     fn it_ends_with_the_first_data_set_that_has_no_more() {
         for lens in [[5, 100], [100, 5], [1, 1], [33, 17]] {
             let mixture = mixture(&lens, &[2, 1]).unwrap();
@@ -243,6 +249,7 @@ mod tests {
         assert_eq!(mixture(&[], &[]).unwrap_err(), Error::NoMixtureWeight);
         let (turns, max) = (Mixture::MAX_CYCLE + 1, Mixture::MAX_CYCLE);
         assert_eq!(mixture(&[5, 5], &[max, 1]).unwrap_err(), Error::MixtureCycle { turns, max });
+        assert!(mixture(&[5, 5], &[max - 1, 1]).is_ok(), "the longest cycle");
         assert!(mixture(&[5, 5], &[u64::MAX, u64::MAX]).is_ok(), "equal weights are 1 and 1");
         assert!(mixture(&[5, 5], &[u64::MAX, 1]).is_err());
     }

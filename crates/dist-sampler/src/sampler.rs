@@ -310,8 +310,8 @@ impl DistributedSampler {
     /// # Errors
     ///
     /// [`Error::StateVersion`], [`Error::StateMismatch`] if data set, order or seed are not those
-    /// of the state, and [`Error::StateConsumed`] if the state says that more was read than there
-    /// is. The sampler is then unchanged.
+    /// of the state, and [`Error::StateConsumed`], [`Error::RankWeights`] or
+    /// [`Error::NoRankWeight`] if the state contradicts itself. The sampler is then unchanged.
     pub fn resume(&mut self, state: &SamplerState) -> Result<()> {
         self.check(state)?;
         let (last, earlier) = state.last_and_earlier();

@@ -208,6 +208,68 @@ fn epochs_can_be_visited_in_any_order() {
     }
 }
 
+#[test]
+fn the_length_decides_how_a_shuffle_is_made() {
+    let order = |len, order| {
+        let config = SamplerConfig::default().with_order(order);
+        sampler(len, 0, 1, config, 0).iter().collect::<Vec<_>>()
+    };
+    assert_eq!(order(16_383, Order::Shuffled), order(16_383, Order::Exact));
+    assert_eq!(order(16_384, Order::Shuffled), order(16_384, Order::Streaming));
+    assert_ne!(order(16_384, Order::Streaming), order(16_384, Order::Exact));
+    assert_eq!(order(127, Order::Streaming), order(127, Order::Exact));
+    assert_ne!(order(128, Order::Streaming), order(128, Order::Exact));
+}
+
+/// Draws by weight, and classes in proportion, for rank 1 of 2.
+fn samplers_of_other_orders(config: SamplerConfig) -> [DistributedSampler; 2] {
+    let me = Placement::new(1, 2).unwrap();
+    let labels: Vec<u32> = (0..60).map(|n| n % 3).collect();
+    [
+        DistributedSampler::weighted(&[1.0, 2.0, 0.0, 4.0], 60, me, config).unwrap(),
+        DistributedSampler::stratified(&labels, Quota::All, me, config).unwrap(),
+    ]
+}
+
+#[test]
+fn draws_and_strata_follow_seed_and_epoch() {
+    let config = SamplerConfig::default().with_seed(Seed::new(1));
+    let first = samplers_of_other_orders(config);
+    let later = samplers_of_other_orders(config.with_epoch(Epoch::new(4)));
+    let other_seed = samplers_of_other_orders(config.with_seed(Seed::new(2)));
+    for ((mut sampler, later), other_seed) in first.into_iter().zip(later).zip(other_seed) {
+        assert!(sampler.iter().ne(later.iter()));
+        assert!(sampler.iter().ne(other_seed.iter()));
+        sampler.set_epoch(Epoch::new(4));
+        assert!(sampler.iter().eq(later.iter()));
+    }
+}
+
+#[test]
+fn draws_and_strata_are_resumed_with_the_same_weights_and_labels_alone() {
+    let config = SamplerConfig::default();
+    let [weighted, stratified] = samplers_of_other_orders(config);
+    for sampler in [&weighted, &stratified] {
+        let mut resumed = sampler.clone();
+        resumed.resume(&sampler.state(7)).unwrap();
+        assert!(resumed.iter().eq(sampler.iter().skip(7)));
+    }
+    let is_mismatch = |error| matches!(error, Err(Error::StateMismatch { what, .. }) if what.contains("fingerprint"));
+    let me = weighted.placement();
+    let mut other = DistributedSampler::weighted(&[1.0, 2.0, 4.0, 0.0], 60, me, config).unwrap();
+    assert!(is_mismatch(other.resume(&weighted.state(7))));
+    let mut other = DistributedSampler::stratified(&[5; 60], Quota::All, me, config).unwrap();
+    assert!(is_mismatch(other.resume(&stratified.state(7))));
+}
+
+#[test]
+fn presets_are_the_choices_they_name() {
+    let config = SamplerConfig::spdl_random();
+    assert_eq!(config.order, Order::Shuffled);
+    assert_eq!(config.partition, Partition::Strided);
+    assert_eq!(config.tail, Tail::Drop);
+}
+
 /// A fresh sampler at the place of `state`.
 fn resumed(
     len: u64,
@@ -386,6 +448,10 @@ fn states_of_something_else_are_refused() {
     let consumed =
         refused(sampler(50, 0, 4, config, 0), &edited("\"consumed\":5", "\"consumed\":51"));
     assert_eq!(consumed, Error::StateConsumed { consumed: 51, len: 50 });
+    let uneven = edited("{\"contiguous\":\"last_rank\"}", "{\"proportional\":[1,2,3]}");
+    let weights = refused(sampler(50, 0, 4, config, 0), &uneven);
+    let world_size = WorldSize::new(4).unwrap();
+    assert_eq!(weights, Error::RankWeights { weights: 3, world_size });
 }
 
 #[test]

@@ -214,5 +214,6 @@ mod tests {
             "it is read whole before a sample comes again"
         );
         assert_eq!(sorted(fixed[3..6].to_vec()), small_class);
+        assert_ne!(fixed[..3], fixed[3..6], "each pass has an order of its own");
     }
 }

@@ -7,10 +7,15 @@ pub(super) const MAX_LEN: u64 = 1 << 32;
 
 /// Memory for an order of `len` samples.
 pub(super) fn allocate(len: u64) -> Result<Vec<u32>> {
+    check_len(len)?;
+    zeros(len)
+}
+
+fn check_len(len: u64) -> Result<()> {
     if len > MAX_LEN {
         return Err(Error::TooLongToShuffle { len, max: MAX_LEN });
     }
-    zeros(len)
+    Ok(())
 }
 
 /// Memory for `len` numbers, or an error where a `Vec` would abort the process.
@@ -38,6 +43,7 @@ mod tests {
 
     #[test]
     fn lengths_beyond_32_bits_are_refused() {
+        assert_eq!(check_len(MAX_LEN), Ok(()));
         let len = MAX_LEN + 1;
         assert_eq!(allocate(len), Err(Error::TooLongToShuffle { len, max: MAX_LEN }));
     }
