@@ -4,4 +4,3 @@
 
 mod batch;
 mod batch_sets;
-mod sampler;

@@ -12,6 +12,8 @@ pub(crate) enum Error {
     #[error(transparent)]
     Types(#[from] types::Error),
     #[error(transparent)]
+    Launch(#[from] types::LaunchError),
+    #[error(transparent)]
     Sampler(#[from] sampler::Error),
     #[error(transparent)]
     Batch(#[from] batch::Error),

@@ -1,4 +1,4 @@
-//! Weights dealt to owners so that no owner gets much more than another.
+//! Which owner takes which weight, so that no owner gets much more than another.
 
 use std::{cmp::Reverse, collections::BinaryHeap};
 
@@ -6,16 +6,16 @@ use crate::rank::WorldSize;
 
 /// The owner of each of `weights`: the heaviest first, each to the owner with the least so far.
 ///
-/// Among owners with equal sums the one with the fewest items comes first, then the lowest number;
-/// among equal weights the one that stands first in the slice. So items without weight spread as
-/// well.
+/// Among owners with equal sums the one with the fewest items comes first, then the one with the
+/// lowest number; among equal weights, the one that stands first in the slice. So items of weight 0
+/// are spread as well.
 ///
 /// This is Graham's longest-processing-time rule ("Bounds on Multiprocessing Timing Anomalies",
 /// 1969). The largest sum is never more than 4/3 − 1/(3 m) of the smallest possible for m owners.
 ///
 /// # Determinism
 ///
-/// Sums of integers and first choices among equals alone: the same owners everywhere.
+/// It compares sums of integers only, and ties have an order: the owners are the same everywhere.
 ///
 /// # Complexity
 ///
@@ -52,7 +52,7 @@ pub fn longest_first(weights: &[u64], owners: WorldSize) -> Vec<usize> {
 ///
 /// # Determinism
 ///
-/// The order of integers alone decides: the same owners everywhere.
+/// It compares integers only, and ties have an order: the owners are the same everywhere.
 ///
 /// # Complexity
 ///

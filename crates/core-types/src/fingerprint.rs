@@ -5,9 +5,10 @@ use crate::index::Seed;
 /// A hash of a sequence of words and byte strings, the same on every machine and in every version
 /// of Rust.
 ///
-/// It answers "is this the data, the order or the call that the other one was?": a saved position
-/// asks it of the weights it belongs to, processes ask it of the collectives they call. The order
-/// of what is added counts. It is no defence against somebody who looks for collisions.
+/// It answers the question "is this the same data, order or call as the other one?": a saved
+/// position is compared with the weights it belongs to, and processes compare the collectives they
+/// call. The order in which words are added counts. It does not withstand anybody who looks for
+/// collisions.
 ///
 /// Each word is hashed under its position, and the hashes are added up. So no word waits for the
 /// hash of the word before it, and the processor works on several at once.

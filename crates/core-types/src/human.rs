@@ -4,8 +4,8 @@ use std::fmt;
 
 /// Bytes in the largest binary unit that leaves something before the point: `474.70 MiB`.
 ///
-/// What is behind the second digit is cut off, not rounded: nothing that is shown as 24.00 GiB is
-/// less. Sums over all ranks need more than 64 bits when sizes come from strangers.
+/// Digits after the second are cut off, not rounded: what is shown as 24.00 GiB is never less. The
+/// number has 128 bits, since a sum over all ranks of sizes that come from a file may need them.
 ///
 /// # Examples
 ///
@@ -32,7 +32,8 @@ impl fmt::Display for HumanBytes {
 /// use core_types::human::BinaryUnit;
 ///
 /// let unit = BinaryUnit::of(3 << 30);
-/// assert_eq!(format!("{} of {} {}", unit.count(1 << 30), unit.count(3 << 30), unit.name()), "1.00 of 3.00 GiB");
+/// assert_eq!((unit.count(1 << 30), unit.name()), ("1.00".to_owned(), "GiB"));
+/// assert_eq!((unit.count(3 << 30), unit.bytes()), ("3.00".to_owned(), 1 << 30));
 /// ```
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct BinaryUnit {
@@ -53,12 +54,12 @@ impl BinaryUnit {
         Self::NAMES[self.level as usize]
     }
 
-    /// The bytes of one.
+    /// The number of bytes in one of this unit.
     pub fn bytes(self) -> u64 {
         1 << (10 * self.level)
     }
 
-    /// How many of this unit `bytes` are, with two digits behind the point.
+    /// How many of this unit `bytes` are, with two digits after the point.
     pub fn count(self, bytes: u128) -> String {
         let hundredths = bytes.saturating_mul(100) >> (10 * self.level);
         format!("{}.{:02}", hundredths / 100, hundredths % 100)

@@ -1,4 +1,4 @@
-//! Which randomness belongs to whom: seeds and epochs.
+//! Which randomness belongs to what: seeds and epochs.
 
 use std::fmt;
 

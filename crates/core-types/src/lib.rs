@@ -2,7 +2,6 @@
 #![forbid(unsafe_code)]
 
 pub mod balance;
-mod error;
 mod fingerprint;
 pub mod human;
 mod index;
@@ -12,10 +11,9 @@ mod shuffle;
 pub mod split;
 
 pub use crate::{
-    error::{Error, Result},
     fingerprint::Fingerprint,
     index::{Epoch, Seed},
-    launch::{Launched, Launcher},
-    rank::{Placement, Rank, WorldSize},
-    shuffle::shuffle,
+    launch::{Error as LaunchError, Launched, Launcher},
+    rank::{Error, Placement, Rank, Result, WorldSize},
+    shuffle::{shuffle, swap_ahead},
 };

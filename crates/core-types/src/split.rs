@@ -1,14 +1,14 @@
 //! The ways to cut `len` things over the ranks of a world.
 //!
-//! Whatever is cut over ranks is cut through these functions, so sampler and planner can never
-//! disagree. In each of them every item has exactly one owner, and each rank computes its own part
-//! without a look at the others.
+//! Everything that is cut over ranks is cut by these functions, so the sampler and the planner can
+//! never disagree. In each of them every item has exactly one owner, and each rank computes its own
+//! part without knowing the others.
 //!
 //! | function | parts | who cuts like this |
 //! |---|---|---|
-//! | [`chunk`] | all of size ⌈len / world⌉ but the last ones, which may be short or empty | `torch.chunk`, FSDP2 |
+//! | [`chunk`] | ⌈len / world⌉ each; the last ones may be short or empty | `torch.chunk`, FSDP2 |
 //! | [`balanced`] | sizes differ by at most one, first ranks get more | NumPy's `array_split` |
-//! | [`last_takes_rest`] | all of size ⌊len / world⌋, the last takes what remains | the `DistributedSampler` spec |
+//! | [`last_takes_rest`] | ⌊len / world⌋ each; the last takes the remainder too | the `DistributedSampler` spec |
 //! | [`strided`] | round-robin: rank, rank + world, … | PyTorch's `DistributedSampler`, SPDL |
 //! | [`proportional`] | shares follow given weights | ranks of unequal speed |
 //!
@@ -16,7 +16,7 @@
 
 use std::ops::Range;
 
-use crate::{Placement, Rank, WorldSize};
+use crate::rank::{Placement, Rank, WorldSize};
 
 /// Returns the range of ⌈`len` / world⌉ items that `place` owns; trailing ranks may get fewer or
 /// none.
@@ -77,8 +77,8 @@ pub fn last_takes_rest(len: u64, place: Placement) -> Range<u64> {
     start..if place.is_last() { len } else { start + size }
 }
 
-/// Returns the items that `place` owns when they are dealt out like cards: `rank`, `rank + world`,
-/// ….
+/// Returns the items that `place` owns when they are dealt out round-robin: `rank`,
+/// `rank + world`, ….
 ///
 /// # Examples
 ///
@@ -132,7 +132,11 @@ pub fn balanced_owner(len: u64, world_size: WorldSize, item: u64) -> Option<Rank
 /// ```
 pub fn last_takes_rest_owner(len: u64, world_size: WorldSize, item: u64) -> Option<Rank> {
     let last = world_size.as_u64() - 1;
-    let rank = item.checked_div(len / world_size.as_u64()).map_or(last, |rank| rank.min(last));
+    let rank = match len / world_size.as_u64() {
+        // Fewer items than ranks: all of them are the remainder.
+        0 => last,
+        size => last.min(item / size),
+    };
     (item < len).then(|| Rank::in_world(rank))
 }
 
@@ -167,24 +171,24 @@ pub fn strided_owner(world_size: WorldSize, item: u64) -> Rank {
 /// assert_eq!(split::proportional(10, &[2, 1], Rank::ZERO), 0..6);
 /// ```
 pub fn proportional(len: u64, weights: &[u64], rank: Rank) -> Range<u64> {
-    let sum = |weights: &[u64]| weights.iter().map(|&weight| u128::from(weight)).sum::<u128>();
+    let sum = |weights: &[u64]| weights.iter().copied().map(u128::from).sum::<u128>();
     let total = sum(weights);
-    let bound = |ranks: usize| {
-        let share = fraction(len, sum(&weights[..ranks.min(weights.len())]), total);
-        share.unwrap_or(0)
-    };
+    if total == 0 {
+        return 0..0;
+    }
+    let bound = |ranks: usize| fraction(len, sum(&weights[..ranks.min(weights.len())]), total);
     bound(rank.as_usize())..bound(rank.as_usize() + 1)
 }
 
-/// ⌊`len` × `part` / `total`⌋ for `part` ≤ `total`, or `None` if `total` is 0.
-fn fraction(len: u64, part: u128, total: u128) -> Option<u64> {
+/// ⌊`len` × `part` / `total`⌋ for `part` ≤ `total`, which is above 0.
+#[expect(clippy::expect_used, reason = "a part of the length is no more than the length")]
+fn fraction(len: u64, part: u128, total: u128) -> u64 {
     // A sum of at most 2^20 weights has at most 84 bits, so a product with 64 more would not fit:
     // divide in two steps.
-    let len = u128::from(len);
-    let (high, low) = (len >> 32, len & 0xffff_ffff);
-    let high = high * part;
-    let rest = (high.checked_rem(total)? << 32) + low * part;
-    u64::try_from(((high / total) << 32) + rest / total).ok()
+    let high = u128::from(len >> 32) * part;
+    let low = u128::from(len & 0xffff_ffff) * part;
+    let rest = ((high % total) << 32) + low;
+    u64::try_from(((high / total) << 32) + rest / total).expect("at most `len`")
 }
 
 /// Every `step`-th item from `first` on: what [`strided`] gives to one rank. A range is one of step
@@ -343,30 +347,46 @@ mod tests {
 
     proptest! {
         #[test]
-        fn no_size_overflows(len in any::<u64>(), world in 1..=WorldSize::MAX.as_u64(), rank in any::<u64>()) {
+        fn no_size_overflows(
+            len in any::<u64>(),
+            world in 1..=WorldSize::MAX.as_u64(),
+            rank in any::<u64>(),
+        ) {
             let place = Placement::new(rank % world, world).unwrap();
             for cut in CONTIGUOUS {
                 let part = cut(len, place);
                 prop_assert!(part.start <= part.end && part.end <= len);
             }
-            prop_assert!(balanced_owner(len, place.world_size(), len.saturating_sub(1)).is_some() == (len > 0));
+            let last = balanced_owner(len, place.world_size(), len.saturating_sub(1));
+            prop_assert_eq!(last.is_some(), len > 0);
             let dealt = strided(len, place);
             prop_assert!(dealt.iter().next_back().is_none_or(|last| last < len));
         }
 
         #[test]
-        fn no_weight_overflows(len in any::<u64>(), weights in prop::collection::vec(any::<u64>(), 1..40)) {
+        fn no_weight_overflows(
+            len in any::<u64>(),
+            weights in prop::collection::vec(any::<u64>(), 1..40),
+        ) {
             let world = WorldSize::new(weights.len() as u64).unwrap();
-            let parts: Vec<_> = world.placements().map(|place| proportional(len, &weights, place.rank())).collect();
+            let parts: Vec<_> = world
+                .placements()
+                .map(|place| proportional(len, &weights, place.rank()))
+                .collect();
             prop_assert!(parts.windows(2).all(|pair| pair[0].end == pair[1].start));
             let everything = if weights.iter().any(|&weight| weight > 0) { len } else { 0 };
             prop_assert_eq!(parts.last().map(|part| part.end), Some(everything));
         }
 
         #[test]
-        fn parts_of_neighbors_touch_whatever_their_size(len in any::<u64>(), world in 2..=WorldSize::MAX.as_u64(), rank in any::<u64>()) {
+        fn parts_of_neighbors_touch_whatever_their_size(
+            len in any::<u64>(),
+            world in 2..=WorldSize::MAX.as_u64(),
+            rank in any::<u64>(),
+        ) {
             let rank = rank % (world - 1);
-            let (here, next) = (Placement::new(rank, world).unwrap(), Placement::new(rank + 1, world).unwrap());
+            let here = Placement::new(rank, world).unwrap();
+            let next = Placement::new(rank + 1, world).unwrap();
             for cut in CONTIGUOUS {
                 prop_assert_eq!(cut(len, here).end, cut(len, next).start);
             }

@@ -18,18 +18,22 @@ pub enum Order {
     Shuffled,
     /// A uniformly random permutation, another one in every epoch.
     ///
-    /// Each of the N! orders is equally likely (Fisher–Yates). The sampler holds it in memory, 4 bytes a sample of the
-    /// whole data set, and computes it in `new` and `set_epoch`.
+    /// Each of the N! orders is equally likely (Fisher–Yates). The sampler holds it in memory, 4
+    /// bytes per sample of the whole data set, and computes it in `new` and `set_epoch`.
     Exact,
-    /// A keyed pseudorandom permutation, another one in every epoch, that takes no time to make and no memory.
+    /// A keyed pseudorandom permutation, another one in every epoch, that is made at once and takes
+    /// no memory.
     ///
-    /// Any position can be read by itself, and the position of any sample be found. Statistical tests do not tell it
-    /// from [`Order::Exact`], but with fewer than some thousand samples only a part of the N! orders can occur. With
-    /// fewer than 128 the exact shuffle takes its place.
+    /// Any position can be read on its own, and the position of any sample can be found.
+    /// Statistical tests do not tell it from [`Order::Exact`], but with fewer than a few thousand
+    /// samples only some of the N! orders can occur. With fewer than 128 samples the exact shuffle
+    /// takes its place.
     Streaming,
-    /// The permutation of PyTorch's `DistributedSampler`, bit for bit: for runs that must repeat what PyTorch did.
+    /// The permutation of PyTorch's `DistributedSampler`, bit for bit: for runs that must repeat
+    /// what PyTorch did.
     ///
-    /// It costs what [`Order::Exact`] costs. As in PyTorch seed and epoch are added, so (0, 1) is (1, 0).
+    /// It costs what [`Order::Exact`] costs. As in PyTorch seed and epoch are added, so (0, 1) is
+    /// (1, 0).
     Torch,
 }
 
@@ -39,33 +43,34 @@ pub enum Order {
 #[cfg_attr(feature = "serde", serde(rename_all = "snake_case"))]
 #[non_exhaustive]
 pub enum Partition {
-    /// Rank 0 reads the first stretch of the order, rank 1 the next, and so on.
+    /// Rank 0 reads the first range of the order, rank 1 the next, and so on.
     #[default]
     Contiguous,
     /// Round-robin: rank r reads positions r, r + world, r + 2·world, …, as in PyTorch and SPDL.
     Strided,
 }
 
-/// What happens to the samples that are left when the world does not divide the data set.
+/// What happens to the remainder when the world size does not divide the data set.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 #[cfg_attr(feature = "serde", derive(serde::Serialize, serde::Deserialize))]
 #[cfg_attr(feature = "serde", serde(rename_all = "snake_case"))]
 #[doc(alias = "drop_last")]
 #[non_exhaustive]
 pub enum Tail {
-    /// Nobody reads them in this epoch (`drop_last = true`): all ranks read equally many.
+    /// No rank reads it in this epoch (`drop_last = true`): all ranks read equally many.
     Drop,
-    /// The last rank reads them on top of its own.
+    /// The last rank reads it on top of its own share.
     #[default]
     LastRank,
-    /// The first ranks read one each: every sample is read once and shares differ by at most one.
+    /// The first ranks read one sample of it each: every sample is read once and shares differ by
+    /// at most one.
     Spread,
-    /// Every rank reads equally many and nothing is left out: positions beyond the end read the order again from its
-    /// start (PyTorch's `drop_last = false`).
+    /// Every rank reads equally many samples and none is left out: positions beyond the end read
+    /// the order again from its start (PyTorch's `drop_last = false`).
     Pad,
 }
 
-/// The choices of a [`DistributedSampler`](crate::DistributedSampler) beside data set and rank.
+/// The choices of a [`DistributedSampler`](crate::DistributedSampler) besides data set and rank.
 ///
 /// # Examples
 ///
@@ -94,25 +99,29 @@ pub struct SamplerConfig {
 impl SamplerConfig {
     /// The choices of SPDL's `DistributedDeterministicSampler`: sequential, strided.
     ///
-    /// `drop_last_distributed_round` (SPDL's default is true) drops the incomplete last round, so that all ranks read
-    /// equally many; without it every sample is read and some ranks read one more.
+    /// `drop_last_distributed_round` (SPDL's default is true) drops the incomplete last round, so
+    /// that all ranks read equally many samples; without it every sample is read and some ranks
+    /// read one more.
     pub fn spdl_deterministic(drop_last_distributed_round: bool) -> Self {
         let tail = if drop_last_distributed_round { Tail::Drop } else { Tail::Spread };
-        let (order, partition) = (Order::Sequential, Partition::Strided);
-        Self { order, partition, tail, ..Self::default() }
+        Self { order: Order::Sequential, partition: Partition::Strided, tail, ..Self::default() }
     }
 
-    /// The choices of SPDL's `DistributedRandomSampler`: shuffled, strided, the incomplete last round dropped.
+    /// The choices of SPDL's `DistributedRandomSampler`: shuffled, strided, the incomplete last
+    /// round dropped.
     ///
-    /// SPDL counts its iterations and reshuffles by itself; here [`set_epoch`](crate::DistributedSampler::set_epoch) with
-    /// the next number does that. The order is another one than SPDL's.
+    /// SPDL counts its iterations and reshuffles by itself; here
+    /// [`set_epoch`](crate::DistributedSampler::set_epoch) with the next number does that. The
+    /// order is another one than SPDL's.
     pub fn spdl_random() -> Self {
         Self::spdl_deterministic(true).with_order(Order::Shuffled)
     }
 
-    /// The choices of PyTorch's `DistributedSampler`, with whose index lists the sampler then agrees to the bit.
+    /// The choices of PyTorch's `DistributedSampler`, with whose index lists the sampler then
+    /// agrees to the bit.
     ///
-    /// PyTorch's defaults are `shuffle` true and `drop_last` false. Its seeds are signed; here they are cast to `u64`.
+    /// PyTorch's defaults are `shuffle` true and `drop_last` false. Its seeds are signed; here they
+    /// are cast to `u64`.
     pub fn torch_compatible(shuffle: bool, drop_last: bool) -> Self {
         let order = if shuffle { Order::Torch } else { Order::Sequential };
         let tail = if drop_last { Tail::Drop } else { Tail::Pad };
@@ -143,7 +152,8 @@ impl SamplerConfig {
         Self { seed, ..self }
     }
 
-    /// Sets the epoch at which the sampler starts: an order held in memory is then shuffled once, not twice.
+    /// Sets the epoch at which the sampler starts: an order held in memory is then shuffled once,
+    /// not twice.
     #[must_use]
     pub fn with_epoch(self, epoch: Epoch) -> Self {
         Self { epoch, ..self }

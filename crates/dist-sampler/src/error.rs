@@ -1,18 +1,19 @@
-//! Why a sampler cannot be made, or not be resumed.
+//! Why a sampler cannot be made, or cannot be resumed.
 
 use core_types::WorldSize;
 
 /// The result of making a sampler.
 pub type Result<T, E = Error> = std::result::Result<T, E>;
 
-/// A data set that no sampler, or not the one asked for, can read.
+/// A data set, a state or weights that the sampler asked for cannot take.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {
     /// There is nothing to sample.
     #[error("data set of length 0 has no samples to distribute")]
     EmptyDataSet,
-    /// The data set is longer than [`DistributedSampler::MAX_LEN`](crate::DistributedSampler::MAX_LEN).
+    /// The data set is longer than
+    /// [`DistributedSampler::MAX_LEN`](crate::DistributedSampler::MAX_LEN).
     #[error("data set of length {len} is too long, the limit is {max}")]
     DataSetTooLong {
         /// The length that was asked for.
@@ -21,19 +22,19 @@ pub enum Error {
         max: u64,
     },
     /// The order of the epoch would have to be held in memory, and its indices do not fit 32 bits.
-    #[error("data set of length {len} is too long for an exact shuffle, the limit is {max}")]
+    #[error("data set of length {len} is too long for an order held in memory, the limit is {max}")]
     TooLongToShuffle {
         /// The length that was asked for.
         len: u64,
         /// The longest data set that is shuffled exactly.
         max: u64,
     },
-    /// The memory for the order of the epoch is not to be had.
-    #[error("an exact shuffle of {len} samples needs {bytes} bytes of memory, which are not available")]
+    /// There is not enough memory for the order of an epoch, or for the table of weights.
+    #[error("a table of {len} samples needs {bytes} bytes of memory, which are not available")]
     OutOfMemory {
-        /// The length that was asked for.
+        /// The number of samples, or of weights.
         len: u64,
-        /// The memory it takes, 4 bytes a sample.
+        /// The memory it takes: 4 bytes per sample, or 8 per weight.
         bytes: u64,
     },
     /// There are more weights than a table has slots for.
@@ -45,23 +46,23 @@ pub enum Error {
         max: u64,
     },
     /// A weight is negative, infinite or not a number.
-    #[error("weight {weight} at index {index} is not a finite number from 0 on")]
+    #[error("weight {weight} at index {index} is negative or not finite")]
     InvalidWeight {
         /// The sample whose weight it is.
         index: usize,
         /// The weight, as text: as a number it might not equal itself.
         weight: String,
     },
-    /// No sample may be drawn.
+    /// No sample can be drawn, since all weights are 0.
     #[error("all {weights} weights are 0")]
     NoWeight {
         /// The number of weights.
         weights: usize,
     },
-    /// The sum of the weights is beyond the largest `f64`.
+    /// The sum of the weights exceeds the largest `f64`.
     #[error("the sum of the weights overflows at index {index}, weight {weight}")]
     WeightSumOverflow {
-        /// The first sample whose weight is too much.
+        /// The first sample at which the sum is too large.
         index: usize,
         /// Its weight, as text.
         weight: String,
@@ -74,13 +75,13 @@ pub enum Error {
         /// The number of ranks.
         world_size: WorldSize,
     },
-    /// A proportional partition gives no rank anything.
+    /// A proportional partition gives nothing to any rank.
     #[error("all {world_size} rank weights are 0")]
     NoRankWeight {
         /// The number of ranks.
         world_size: WorldSize,
     },
-    /// A saved state was written by a version of this crate with another meaning of it.
+    /// A saved state was written by a version of this crate that has another format.
     #[error("sampler state has version {version}, this crate reads version {supported}")]
     StateVersion {
         /// The state's version.
@@ -98,10 +99,10 @@ pub enum Error {
         /// Its value in the sampler.
         sampler: String,
     },
-    /// A saved state contradicts itself.
+    /// A saved state says that more was read than there was.
     #[error("sampler state says that each rank has read {consumed} of an order of {len}")]
     StateConsumed {
-        /// How much every rank has read, as the state says.
+        /// How much every rank has read, according to the state.
         consumed: u64,
         /// How much there was to read.
         len: u64,
@@ -117,8 +118,10 @@ pub enum Error {
     /// No sampler of a mixture has a weight above 0.
     #[error("no sampler of the mixture has a weight above 0")]
     NoMixtureWeight,
-    /// The weights of a mixture repeat only after too many turns.
-    #[error("the weights of the mixture repeat after {turns} turns, the limit is {max}; round them")]
+    /// The interleaving of a mixture repeats only after too many turns.
+    #[error(
+        "the weights of the mixture repeat after {turns} turns, the limit is {max}; round them"
+    )]
     MixtureCycle {
         /// The sum of the weights over their greatest common divisor.
         turns: u64,

@@ -1,4 +1,4 @@
-//! The iterator over what a rank reads.
+//! The iterator over the indices that a rank reads.
 
 use std::{iter::FusedIterator, ops::Range};
 
@@ -6,7 +6,7 @@ use core_types::split::Strided;
 
 use crate::sampler::DistributedSampler;
 
-/// How many indices are computed together.
+/// How many indices are computed together: as many as the streaming order permutes at a time.
 const BLOCK: usize = 256;
 
 /// The indices that one rank, or one of its workers, reads; made by [`DistributedSampler::iter`].
@@ -14,11 +14,11 @@ const BLOCK: usize = 256;
 #[must_use = "iterators are lazy and do nothing unless consumed"]
 pub struct Indices<'a> {
     sampler: &'a DistributedSampler,
-    /// Which of the rank's indices.
+    /// Which of the rank's indices are read, by their number.
     numbers: Strided,
-    /// Which of these are still to come.
+    /// Which of these numbers are still to come.
     remaining: Range<u64>,
-    /// Those of `in_block`, computed ahead.
+    /// The indices of the numbers `in_block`, computed ahead.
     block: [u64; BLOCK],
     in_block: Range<u64>,
 }
@@ -29,15 +29,26 @@ impl<'a> Indices<'a> {
     }
 
     /// The `n`-th index, from the block that begins with it unless it lies in the last one.
-    #[allow(clippy::cast_possible_truncation, reason = "a block holds no more than `BLOCK` indices")]
-    fn read(&mut self, n: u64) -> Option<u64> {
+    #[expect(
+        clippy::cast_possible_truncation,
+        reason = "a block holds no more than `BLOCK` indices"
+    )]
+    fn read(&mut self, n: u64) -> u64 {
         if !self.in_block.contains(&n) {
             let count = (self.numbers.len() - n).min(BLOCK as u64);
-            self.sampler.fill_every(self.numbers.step(), self.numbers.get(n)?, &mut self.block[..count as usize]);
+            let first = number(self.numbers, n);
+            let block = &mut self.block[..count as usize];
+            self.sampler.fill_every(self.numbers.step(), first, block);
             self.in_block = n..n + count;
         }
-        self.block.get((n - self.in_block.start) as usize).copied()
+        self.block[(n - self.in_block.start) as usize]
     }
+}
+
+/// The `n`-th of `numbers`.
+#[expect(clippy::expect_used, reason = "what remains begins with all numbers and only shrinks")]
+fn number(numbers: Strided, n: u64) -> u64 {
+    numbers.get(n).expect("one of the numbers that remain")
 }
 
 impl Iterator for Indices<'_> {
@@ -45,12 +56,12 @@ impl Iterator for Indices<'_> {
 
     fn next(&mut self) -> Option<u64> {
         let n = self.remaining.next()?;
-        self.read(n)
+        Some(self.read(n))
     }
 
     fn nth(&mut self, n: usize) -> Option<u64> {
         let n = self.remaining.nth(n)?;
-        self.read(n)
+        Some(self.read(n))
     }
 
     fn size_hint(&self) -> (usize, Option<usize>) {
@@ -65,7 +76,7 @@ impl DoubleEndedIterator for Indices<'_> {
 
     fn nth_back(&mut self, n: usize) -> Option<u64> {
         let n = self.remaining.nth_back(n)?;
-        self.sampler.get(self.numbers.get(n)?)
+        self.sampler.get(number(self.numbers, n))
     }
 }
 

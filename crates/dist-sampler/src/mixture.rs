@@ -10,24 +10,27 @@ use crate::{
 
 /// The samplers of several data sets, interleaved by weight.
 ///
-/// At any point each data set has been read in proportion to its weight, to less than one sample. The mixture ends where
-/// the first data set has no more samples, so that the proportions hold to the end.
+/// At any point each data set has been read in proportion to its weight, to less than one sample.
+/// The mixture ends where the first data set has no more samples, so that the proportions hold to
+/// the end.
 ///
 /// # Determinism
 ///
-/// The interleaving depends on the weights alone: all ranks read from the same data set at the same time.
+/// The interleaving depends on the weights alone: all ranks read from the same data set at the same
+/// time.
 ///
 /// # Complexity
 ///
-/// O(1) for each entry, wherever it is; memory for a cycle of the interleaving, the sum of the weights over their
-/// greatest common divisor.
+/// O(1) for each entry, wherever it is; memory for a cycle of the interleaving, the sum of the
+/// weights over their greatest common divisor.
 ///
 /// # Examples
 ///
 /// ```
 /// # use core_types::Placement;
 /// # use dist_sampler::{DistributedSampler, Mixture, Order, SamplerConfig};
-/// let sampler = |len| DistributedSampler::new(len, Placement::SINGLE, SamplerConfig::default().with_order(Order::Sequential));
+/// let config = SamplerConfig::default().with_order(Order::Sequential);
+/// let sampler = |len| DistributedSampler::new(len, Placement::SINGLE, config);
 /// let mixture = Mixture::new(vec![sampler(100)?, sampler(3)?], &[2, 1])?;
 /// let entries: Vec<_> = mixture.iter().take(6).collect();
 /// assert_eq!(entries, [(0, 0), (1, 0), (0, 1), (0, 2), (1, 1), (0, 3)]);
@@ -37,8 +40,9 @@ use crate::{
 ///
 /// # References
 ///
-/// The interleaving is the smooth weighted round-robin of load balancers. `Grain`'s `mix` and `Mosaic`'s streams mix by
-/// weight as well; the former orders by the same idea, the latter draws at random, so its proportions hold on average.
+/// The interleaving is the smooth weighted round-robin of load balancers. `Grain`'s `mix` and
+/// `Mosaic`'s streams mix by weight as well; the former orders by the same idea, the latter draws
+/// at random, so its proportions hold on average.
 #[derive(Clone, Debug)]
 pub struct Mixture {
     samplers: Vec<DistributedSampler>,
@@ -58,12 +62,14 @@ impl Mixture {
     /// The longest cycle of an interleaving.
     pub const MAX_CYCLE: u64 = 1 << 20;
 
-    /// Interleaves `samplers`, all of them of the same rank, with one weight each; a weight of 0 leaves its sampler out.
+    /// Interleaves `samplers`, all of them of the same rank, with one weight each; a weight of 0
+    /// leaves its sampler out.
     ///
     /// # Errors
     ///
-    /// [`Error::MixtureWeights`] if there are more or fewer weights than samplers, [`Error::NoMixtureWeight`] if none is
-    /// above 0, and [`Error::MixtureCycle`] if a cycle would be longer than [`MAX_CYCLE`](Self::MAX_CYCLE).
+    /// [`Error::MixtureWeights`] if there are more or fewer weights than samplers,
+    /// [`Error::NoMixtureWeight`] if none is above 0, and [`Error::MixtureCycle`] if a cycle would
+    /// be longer than [`MAX_CYCLE`](Self::MAX_CYCLE).
     pub fn new(samplers: Vec<DistributedSampler>, weights: &[u64]) -> Result<Self> {
         if weights.len() != samplers.len() {
             return Err(Error::MixtureWeights { weights: weights.len(), samplers: samplers.len() });
@@ -80,14 +86,15 @@ impl Mixture {
     }
 
     /// The first entry whose data set has no more samples.
+    #[expect(clippy::expect_used, reason = "`new` refuses weights that are all 0")]
     fn first_missing(&self) -> u64 {
-        let turns = (0..).zip(&self.cycle);
-        let missing = turns.map(|(turn, &Turn { source, before })| {
+        let missing = |(turn, &Turn { source, before }): (u64, &Turn)| {
             // A turn comes around as often as its data set has samples for it.
-            let rounds = self.samplers[source].len().saturating_sub(before).div_ceil(self.weights[source]);
+            let samples = self.samplers[source].len().saturating_sub(before);
+            let rounds = samples.div_ceil(self.weights[source]);
             rounds.saturating_mul(self.cycle.len() as u64).saturating_add(turn)
-        });
-        missing.min().unwrap_or(0)
+        };
+        (0..).zip(&self.cycle).map(missing).min().expect("a weight above 0 has a turn")
     }
 
     /// The number of entries.
@@ -102,33 +109,45 @@ impl Mixture {
 
     /// The `n`-th entry: which data set, and which of its samples; `None` beyond the end.
     pub fn get(&self, n: u64) -> Option<(usize, u64)> {
+        (n < self.len).then(|| self.entry(n))
+    }
+
+    /// The `n`-th entry, which must exist.
+    #[expect(clippy::expect_used, reason = "the mixture ends where the first data set ends")]
+    fn entry(&self, n: u64) -> (usize, u64) {
         let (round, turn) = self.place(n);
-        let Turn { source, before } = *self.cycle.get(turn)?;
-        let index = self.samplers[source].get(round.checked_mul(self.weights[source])?.checked_add(before)?)?;
-        (n < self.len).then_some((source, index))
+        let Turn { source, before } = self.cycle[turn];
+        let index = self.samplers[source].get(round * self.weights[source] + before);
+        (source, index.expect("a data set has samples for all of its entries"))
     }
 
     /// The round of the cycle and the turn in it.
+    #[expect(clippy::cast_possible_truncation, reason = "a turn is an index into the cycle")]
     fn place(&self, n: u64) -> (u64, usize) {
         let turns = self.cycle.len() as u64;
-        (n / turns, usize::try_from(n % turns).unwrap_or(usize::MAX))
+        (n / turns, (n % turns) as usize)
     }
 
     /// The entries in order.
     pub fn iter(&self) -> impl DoubleEndedIterator<Item = (usize, u64)> + FusedIterator {
-        (0..self.len).filter_map(|n| self.get(n))
+        (0..self.len).map(|n| self.entry(n))
     }
 
-    /// Where each sampler stands after `n` entries, to go on in this or another world.
+    /// Where each sampler stands after `n` entries, to be resumed in this or another world.
     pub fn states(&self, n: u64) -> Vec<SamplerState> {
         let (round, turn) = self.place(n.min(self.len));
-        let read = |source| self.cycle[..turn].iter().filter(|turn| turn.source == source).count() as u64;
-        let states = self.samplers.iter().zip(&self.weights).enumerate();
-        states.map(|(source, (sampler, weight))| sampler.state(round * weight + read(source))).collect()
+        let in_round =
+            |source| self.cycle[..turn].iter().filter(|turn| turn.source == source).count() as u64;
+        (0..self.samplers.len())
+            .map(|source| {
+                self.samplers[source].state(round * self.weights[source] + in_round(source))
+            })
+            .collect()
     }
 }
 
-/// The order in which data sets of these weights take turns: whoever is furthest behind is next.
+/// The order in which data sets of these weights take turns: the one furthest behind is next.
+#[expect(clippy::expect_used, reason = "there is a weight above 0, so there is a data set")]
 fn cycle(weights: &[u64]) -> Result<Vec<Turn>> {
     let turns = weights.iter().fold(0_u64, |sum, &weight| sum.saturating_add(weight));
     if turns > Mixture::MAX_CYCLE {
@@ -136,8 +155,11 @@ fn cycle(weights: &[u64]) -> Result<Vec<Turn>> {
     }
     let mut read = vec![0; weights.len()];
     let next = |turn: u64| {
-        let due = |source: usize| i128::from(weights[source] * (turn + 1)) - i128::from(read[source] * turns);
-        let source = (0..weights.len()).rev().max_by_key(|&source| due(source)).unwrap_or(0);
+        let due = |source: usize| {
+            i128::from(weights[source] * (turn + 1)) - i128::from(read[source] * turns)
+        };
+        let source =
+            (0..weights.len()).rev().max_by_key(|&source| due(source)).expect("a data set");
         read[source] += 1;
         Turn { source, before: read[source] - 1 }
     };
@@ -153,11 +175,12 @@ mod tests {
     use core_types::Placement;
 
     use super::*;
-    use crate::{Order, SamplerConfig};
+    use crate::config::{Order, SamplerConfig};
 
     fn mixture(lens: &[u64], weights: &[u64]) -> Result<Mixture> {
         let config = SamplerConfig::default().with_order(Order::Sequential);
-        let samplers = lens.iter().map(|&len| DistributedSampler::new(len, Placement::SINGLE, config));
+        let samplers =
+            lens.iter().map(|&len| DistributedSampler::new(len, Placement::SINGLE, config));
         Mixture::new(samplers.collect::<Result<_>>()?, weights)
     }
 
@@ -172,10 +195,19 @@ mod tests {
                 assert_eq!(index, read[source], "each data set is read in its own order");
                 read[source] += 1;
                 for (&read, &weight) in read.iter().zip(weights) {
-                    assert!((read * total).abs_diff(n * weight) < total, "{weights:?} after {n}: {read}");
+                    assert!(
+                        (read * total).abs_diff(n * weight) < total,
+                        "{weights:?} after {n}: {read}"
+                    );
                 }
             }
         }
+    }
+
+    #[test]
+    fn the_first_of_equal_data_sets_is_read_first() {
+        let mixture = mixture(&[2, 2], &[1, 1]).unwrap();
+        assert_eq!(mixture.iter().collect::<Vec<_>>(), [(0, 0), (1, 0), (0, 1), (1, 1)]);
     }
 
     #[test]
@@ -196,18 +228,28 @@ mod tests {
         let mixture = mixture(&[50, 50], &[2, 1]).unwrap();
         for n in 0..=mixture.len() {
             let mut read = [0; 2];
-            mixture.iter().take(usize::try_from(n).unwrap()).for_each(|(source, _)| read[source] += 1);
-            assert_eq!(mixture.states(n).iter().map(SamplerState::consumed).collect::<Vec<_>>(), read);
+            mixture
+                .iter()
+                .take(usize::try_from(n).unwrap())
+                .for_each(|(source, _)| read[source] += 1);
+            assert_eq!(
+                mixture.states(n).iter().map(SamplerState::consumed).collect::<Vec<_>>(),
+                read
+            );
         }
     }
 
     #[test]
     fn weights_that_mix_nothing_are_refused() {
-        assert_eq!(mixture(&[5], &[1, 2]).unwrap_err(), Error::MixtureWeights { weights: 2, samplers: 1 });
+        assert_eq!(
+            mixture(&[5], &[1, 2]).unwrap_err(),
+            Error::MixtureWeights { weights: 2, samplers: 1 }
+        );
         assert_eq!(mixture(&[5, 5], &[0, 0]).unwrap_err(), Error::NoMixtureWeight);
         assert_eq!(mixture(&[], &[]).unwrap_err(), Error::NoMixtureWeight);
         let (turns, max) = (Mixture::MAX_CYCLE + 1, Mixture::MAX_CYCLE);
         assert_eq!(mixture(&[5, 5], &[max, 1]).unwrap_err(), Error::MixtureCycle { turns, max });
+        assert!(mixture(&[5, 5], &[max - 1, 1]).is_ok(), "the longest cycle");
         assert!(mixture(&[5, 5], &[u64::MAX, u64::MAX]).is_ok(), "equal weights are 1 and 1");
         assert!(mixture(&[5, 5], &[u64::MAX, 1]).is_err());
     }

@@ -12,7 +12,7 @@ use crate::{
     error::{Error, Result},
 };
 
-/// By which rule positions are dealt out to ranks.
+/// The rule by which positions are dealt out to ranks.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 #[cfg_attr(feature = "serde", derive(serde::Serialize, serde::Deserialize))]
 #[cfg_attr(feature = "serde", serde(rename_all = "snake_case"))]
@@ -43,7 +43,7 @@ pub(crate) struct Deal {
 }
 
 impl Deal {
-    /// A deal of `len` positions, at most 2^63 so that padding cannot overflow.
+    /// A deal of `len` positions, which are at most 2^63, so that padding cannot overflow.
     pub(crate) fn new(len: u64, world_size: WorldSize, rule: Rule) -> Result<Self> {
         if let Rule::Proportional(weights) = &rule {
             if weights.len() != world_size.as_usize() {
@@ -75,7 +75,9 @@ impl Deal {
             Rule::Contiguous(Tail::LastRank) => split::last_takes_rest(self.len, placement).into(),
             Rule::Contiguous(tail) => split::balanced(self.total(*tail), placement).into(),
             Rule::Strided(tail) => split::strided(self.total(*tail), placement),
-            Rule::Proportional(weights) => split::proportional(self.len, weights, placement.rank()).into(),
+            Rule::Proportional(weights) => {
+                split::proportional(self.len, weights, placement.rank()).into()
+            }
         };
         let takes_rest = self.rule == Rule::Strided(Tail::LastRank) && placement.is_last();
         Positions { dealt, rest: if takes_rest { self.full_rounds()..self.len } else { 0..0 } }
@@ -84,8 +86,12 @@ impl Deal {
     /// The rank that reads `position`, or `None` if nobody does.
     pub(crate) fn owner(&self, position: u64) -> Option<Rank> {
         match &self.rule {
-            Rule::Contiguous(Tail::LastRank) => split::last_takes_rest_owner(self.len, self.world_size, position),
-            Rule::Contiguous(tail) => split::balanced_owner(self.total(*tail), self.world_size, position),
+            Rule::Contiguous(Tail::LastRank) => {
+                split::last_takes_rest_owner(self.len, self.world_size, position)
+            }
+            Rule::Contiguous(tail) => {
+                split::balanced_owner(self.total(*tail), self.world_size, position)
+            }
             Rule::Strided(tail) if position < self.total(*tail) => {
                 Some(split::strided_owner(self.world_size, position))
             }
@@ -93,31 +99,40 @@ impl Deal {
                 self.world_size.placements().next_back().map(Placement::rank)
             }
             Rule::Strided(_) => None,
-            Rule::Proportional(_) => self.proportional_owner(position),
+            Rule::Proportional(weights) => self.proportional_owner(weights, position),
         }
     }
 
-    fn proportional_owner(&self, position: u64) -> Option<Rank> {
+    fn proportional_owner(&self, weights: &[u64], position: u64) -> Option<Rank> {
         let places: Vec<Placement> = self.world_size.placements().collect();
-        let ends_before = |place: &Placement| self.positions(*place).unread(0).end <= position;
-        places.get(places.partition_point(ends_before)).filter(|_| position < self.len).map(|place| place.rank())
+        let ends_before = |place: &Placement| {
+            split::proportional(self.len, weights, place.rank()).end <= position
+        };
+        places.get(places.partition_point(ends_before)).map(|place| place.rank())
     }
 
-    /// What nobody has read when every rank has read its first `consumed` positions, or all if it has fewer.
-    pub(crate) fn left(&self, consumed: u64) -> Left {
+    /// The positions that nobody has read when every rank has read its first `consumed`, or all if
+    /// it has fewer.
+    pub(crate) fn unread_after(&self, consumed: u64) -> Unread {
         if let Rule::Strided(tail) = self.rule {
-            return Left::from(self.unread_rounds(tail, consumed)..self.len);
+            return Unread::from(self.unread_rounds(tail, consumed)..self.len);
         }
-        let unread = self.world_size.placements().map(|place| self.positions(place).unread(consumed));
-        let dropped = if self.rule == Rule::Contiguous(Tail::Drop) { self.full_rounds()..self.len } else { 0..0 };
-        Left::new(unread.chain([dropped]).map(|range| range.start.min(self.len)..range.end.min(self.len)))
+        let of_ranks =
+            self.world_size.placements().map(|place| self.positions(place).unread(consumed));
+        let is_dropped = self.rule == Rule::Contiguous(Tail::Drop);
+        let dropped = if is_dropped { self.full_rounds()..self.len } else { 0..0 };
+        let all = of_ranks.chain([dropped]);
+        // Padding, which lies beyond the end, is not read again.
+        Unread::new(all.map(|range| range.start.min(self.len)..range.end.min(self.len)))
     }
 
-    /// The first position that nobody has read when every rank has read `consumed`, dealt round-robin.
+    /// The first position that nobody has read when every rank has read `consumed`, dealt
+    /// round-robin.
     fn unread_rounds(&self, tail: Tail, consumed: u64) -> u64 {
         let world = self.world_size.as_u64();
         let dealt = consumed.saturating_mul(world).min(self.total(tail));
-        let rest = if tail == Tail::LastRank { consumed.saturating_sub(self.len / world) } else { 0 };
+        let rest =
+            if tail == Tail::LastRank { consumed.saturating_sub(self.len / world) } else { 0 };
         dealt.saturating_add(rest).min(self.len)
     }
 
@@ -156,39 +171,45 @@ impl Positions {
         })
     }
 
-    /// The distance between neighbors, and how many positions are that far apart before the rest begins.
+    /// The distance between neighbors, and how many positions are that far apart before the rest
+    /// begins.
     pub(crate) fn stride(&self) -> (u64, u64) {
         (self.dealt.step(), self.dealt.len())
     }
 
-    /// From the `consumed`-th position to the last, of positions without gaps.
+    /// The range from the `consumed`-th position to the last; there must be no gaps in it.
     fn unread(&self, consumed: u64) -> Range<u64> {
-        let first = self.get(consumed);
-        first.map_or(0..0, |first| first..first + (self.len() - consumed))
+        match self.get(consumed) {
+            Some(first) => first..first + (self.len() - consumed),
+            None => 0..0,
+        }
     }
 }
 
 /// The positions of an order that are still to be read: ranges in ascending order.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(crate) struct Left {
+pub(crate) struct Unread {
     ranges: Vec<Range<u64>>,
     /// How many positions stand before each range.
     before: Vec<u64>,
     len: u64,
 }
 
-impl From<Range<u64>> for Left {
+impl From<Range<u64>> for Unread {
     fn from(range: Range<u64>) -> Self {
         Self::new(std::iter::once(range))
     }
 }
 
-impl Left {
-    /// Ranges in ascending order; neighbors that touch become one.
+impl Unread {
+    /// The positions of `ranges`, which ascend; neighbors that touch become one range.
     pub(crate) fn new(ranges: impl IntoIterator<Item = Range<u64>>) -> Self {
-        let mut left = Self { ranges: Vec::new(), before: Vec::new(), len: 0 };
-        ranges.into_iter().filter(|range| range.start < range.end).for_each(|range| left.push(range));
-        left
+        let mut unread = Self { ranges: Vec::new(), before: Vec::new(), len: 0 };
+        ranges
+            .into_iter()
+            .filter(|range| range.start < range.end)
+            .for_each(|range| unread.push(range));
+        unread
     }
 
     fn push(&mut self, range: Range<u64>) {
@@ -212,20 +233,20 @@ impl Left {
         if let [range] = &self.ranges[..] { Some(range.start) } else { None }
     }
 
-    /// The `n`-th position that is left; `n` must be below the length.
+    /// The `n`-th unread position; `n` must be below the length.
     pub(crate) fn get(&self, n: u64) -> u64 {
         let range = self.before.partition_point(|&before| before <= n) - 1;
         self.ranges[range].start + (n - self.before[range])
     }
 
-    /// How many of the positions that are left stand before `position`, or `None` if it is not among them.
+    /// The number of unread positions before `position`, or `None` if that has been read.
     pub(crate) fn index_of(&self, position: u64) -> Option<u64> {
         let range = self.ranges.partition_point(|range| range.end <= position);
         let start = self.ranges.get(range).map(|range| range.start)?;
         Some(self.before[range] + position.checked_sub(start)?)
     }
 
-    /// What is left of this when of its positions, counted from 0, only those of `later` are.
+    /// The positions that are still unread when of these, counted from 0, only `later` are.
     pub(crate) fn then(&self, later: &Self) -> Self {
         Self::new(later.ranges.iter().flat_map(|range| self.slice(range.clone())))
     }

@@ -9,25 +9,28 @@ use crate::{
     error::{Error, Result},
     indices::Indices,
     order::{Quota, Samples, Strata},
-    partition::{Deal, Left, Positions, Rule},
+    partition::{Deal, Positions, Rule, Unread},
     state::{SamplerState, Stage},
 };
 
 /// Which samples one rank reads in one epoch.
 ///
-/// All ranks make the same sampler, each with its own [`Placement`], and never need to talk: what they read is
-/// disjoint, and together the whole data set (but for what [`Tail`](crate::Tail) drops or repeats).
+/// All ranks make the same sampler, each with its own [`Placement`], and never need to communicate:
+/// what they read is disjoint, and together the whole data set (but for what [`Tail`](crate::Tail)
+/// drops or repeats).
 ///
 /// # Determinism
 ///
-/// The indices depend on data-set length, placement, configuration and epoch alone; they are the same on every
-/// machine, and pinned by tests. The order of the samples does not depend on the placement.
+/// The indices depend on data-set length, placement, configuration and epoch alone; they are the
+/// same on every machine, and pinned by tests. The order of the samples does not depend on the
+/// placement.
 ///
 /// # Complexity
 ///
-/// [`Order`](crate::Order) says what an order costs. With [`Order::Streaming`](crate::Order::Streaming) and
-/// [`Order::Sequential`](crate::Order::Sequential) making a sampler, moving to an epoch and going to any place in it
-/// are O(1) in time and memory.
+/// [`Order`](crate::Order) says what an order costs. With
+/// [`Order::Streaming`](crate::Order::Streaming) and
+/// [`Order::Sequential`](crate::Order::Sequential) making a sampler, moving to an epoch and going
+/// to any place in it are O(1) in time and memory.
 ///
 /// # Examples
 ///
@@ -46,8 +49,9 @@ use crate::{
 ///
 /// # References
 ///
-/// PyTorch's `torch.utils.data.DistributedSampler` and SPDL's `DistributedDeterministicSampler` have the same purpose.
-/// Here seed and epoch are hashed, not added, so that (seed 0, epoch 1) is not (seed 1, epoch 0).
+/// PyTorch's `torch.utils.data.DistributedSampler` and SPDL's `DistributedDeterministicSampler`
+/// have the same purpose. Here seed and epoch are hashed, not added, so that (seed 0, epoch 1) is
+/// not (seed 1, epoch 0).
 #[derive(Clone, Debug)]
 pub struct DistributedSampler {
     len: u64,
@@ -55,11 +59,12 @@ pub struct DistributedSampler {
     config: SamplerConfig,
     epoch: Epoch,
     samples: Samples,
-    /// The other worlds that have read a part of the epoch; none unless this sampler was resumed from one.
+    /// The other worlds that have read a part of the epoch; none unless this sampler was resumed
+    /// from one.
     earlier: Vec<Stage>,
-    /// What they have left.
-    left: Left,
-    /// How that is dealt out to this world.
+    /// The positions that they have not read.
+    unread: Unread,
+    /// How these are dealt out to this world.
     deal: Deal,
     /// This rank's part, of which it has read `consumed`.
     positions: Positions,
@@ -70,35 +75,42 @@ impl DistributedSampler {
     /// The longest data set: 2^63 samples.
     pub const MAX_LEN: u64 = 1 << 63;
 
-    /// Returns the sampler of `placement` over a data set of `len` samples, at the epoch of the configuration.
+    /// Returns the sampler of `placement` over a data set of `len` samples, at the epoch of the
+    /// configuration.
     ///
     /// # Errors
     ///
-    /// - [`Error::EmptyDataSet`] and [`Error::DataSetTooLong`], if the length is 0 or above [`MAX_LEN`](Self::MAX_LEN).
-    /// - [`Error::TooLongToShuffle`] and [`Error::OutOfMemory`], if the order has to be held in memory and can't be.
-    /// - [`Error::RankWeights`] and [`Error::NoRankWeight`], if a proportional partition does not fit the world.
+    /// - [`Error::EmptyDataSet`] and [`Error::DataSetTooLong`], if the length is 0 or above
+    ///   [`MAX_LEN`](Self::MAX_LEN).
+    /// - [`Error::TooLongToShuffle`] and [`Error::OutOfMemory`], if the order has to be held in
+    ///   memory and can't be.
+    /// - [`Error::RankWeights`] and [`Error::NoRankWeight`], if a proportional partition does not
+    ///   fit the world.
     pub fn new(len: u64, placement: Placement, config: SamplerConfig) -> Result<Self> {
         check_len(len)?;
         let samples = Samples::new(len, config.order, config.seed, config.epoch)?;
         Self::over(len, samples, placement, config)
     }
 
-    /// Returns a sampler that draws `draws` samples an epoch, each as often as its weight asks; `draws` over all ranks.
+    /// Returns a sampler that draws `draws` samples per epoch, over all ranks, in proportion to
+    /// their weights.
     ///
-    /// Draws are made with replacement, as by PyTorch's `WeightedRandomSampler` with its default: an epoch may bring a
-    /// sample twice and another not at all, and weights count in expectation. A sample of weight 0 is never drawn. The
-    /// order of `config` has no say; partition, tail, seed, epochs and states work as for any other sampler, with draws
-    /// in place of samples.
+    /// Draws are made with replacement, as by PyTorch's `WeightedRandomSampler` with its default:
+    /// an epoch may bring a sample twice and another not at all, and weights count in expectation.
+    /// A sample of weight 0 is never drawn. The order of `config` is ignored; partition, tail,
+    /// seed, epochs and states work as for any other sampler, with draws in place of samples.
     ///
     /// # Complexity
     ///
-    /// 8 bytes for each weight, and O(1) for each draw, wherever it is. There is no limit of 2^24 weights, as in PyTorch,
-    /// but one of 2^32.
+    /// 8 bytes per weight, and O(1) per draw, wherever it is. At most 2^32 weights are taken;
+    /// PyTorch takes 2^24.
     ///
     /// # Errors
     ///
-    /// - [`Error::EmptyDataSet`], for no weights or no draws, and [`Error::DataSetTooLong`], for too many draws.
-    /// - [`Error::InvalidWeight`], [`Error::NoWeight`], [`Error::WeightSumOverflow`] and [`Error::TooManyWeights`].
+    /// - [`Error::EmptyDataSet`], for no weights or no draws, and [`Error::DataSetTooLong`], for
+    ///   too many draws.
+    /// - [`Error::InvalidWeight`], [`Error::NoWeight`], [`Error::WeightSumOverflow`] and
+    ///   [`Error::TooManyWeights`].
     /// - [`Error::OutOfMemory`].
     ///
     /// # Examples
@@ -107,45 +119,64 @@ impl DistributedSampler {
     /// # use core_types::Placement;
     /// # use dist_sampler::{DistributedSampler, SamplerConfig};
     /// let weights = [1.0, 0.0, 3.0];
-    /// let sampler = DistributedSampler::weighted(&weights, 4000, Placement::new(0, 2)?, SamplerConfig::default())?;
+    /// let (me, config) = (Placement::new(0, 2)?, SamplerConfig::default());
+    /// let sampler = DistributedSampler::weighted(&weights, 4000, me, config)?;
     /// let often = sampler.iter().filter(|&index| index == 2).count();
     /// assert!(sampler.iter().all(|index| index != 1) && (1400..1600).contains(&often));
     /// # Ok::<(), Box<dyn std::error::Error>>(())
     /// ```
-    pub fn weighted(weights: &[f64], draws: u64, placement: Placement, config: SamplerConfig) -> Result<Self> {
+    pub fn weighted(
+        weights: &[f64],
+        draws: u64,
+        placement: Placement,
+        config: SamplerConfig,
+    ) -> Result<Self> {
         check_len(draws)?;
-        Self::over(draws, Samples::weighted(weights, draws, config.seed, config.epoch)?, placement, config)
+        Self::over(
+            draws,
+            Samples::weighted(weights, draws, config.seed, config.epoch)?,
+            placement,
+            config,
+        )
     }
 
-    /// Returns a sampler in whose order the classes are mixed in proportion: every window of it, and so every rank, sees
-    /// of each class what is its share, to about one sample.
+    /// Returns a sampler in whose order the classes are mixed in proportion: every window of it,
+    /// and so every rank, sees each class in proportion, to about one sample.
     ///
-    /// The n-th sample is of class `labels[n]`, any number; `quota` says how many of each class an epoch has. Of L
-    /// neighbors in an epoch of M samples of C classes, L·m/M are of a class of m, give or take 1 + C·m/M. Each rank
-    /// reads a contiguous window, so order and partition of `config` have no say; tail, seed, epochs and states work as
-    /// for any other sampler.
+    /// The n-th sample is of class `labels[n]`, any number; `quota` says how many samples of each
+    /// class an epoch has. Of L neighbors in an epoch of M samples of C classes, L·m/M are of a
+    /// class of m, give or take 1 + C·m/M. Each rank reads a contiguous window, so order and
+    /// partition of `config` are ignored; tail, seed, epochs and states work as for any other
+    /// sampler.
     ///
     /// # Complexity
     ///
-    /// 4 bytes for each label and 4 for each sample of an epoch, and 16 for each of the latter while an epoch is made,
-    /// which sorts them.
+    /// 4 bytes per label and 4 per sample of an epoch, and another 16 per sample of an epoch while
+    /// its order is made, by sorting.
     ///
     /// # Errors
     ///
-    /// [`Error::EmptyDataSet`] for no labels or a quota of 0, [`Error::TooLongToShuffle`] and [`Error::OutOfMemory`].
+    /// [`Error::EmptyDataSet`] for no labels or a quota of 0, [`Error::TooLongToShuffle`] and
+    /// [`Error::OutOfMemory`].
     ///
     /// # Examples
     ///
     /// ```
     /// # use core_types::Placement;
     /// # use dist_sampler::{DistributedSampler, Quota, SamplerConfig};
-    /// let labels: Vec<u32> = (0..1000).map(|n| u32::from(n % 10 == 0)).collect(); // one in ten is of class 1
-    /// let config = SamplerConfig::default();
-    /// let sampler = DistributedSampler::stratified(&labels, Quota::All, Placement::new(2, 5)?, config)?;
+    /// // One sample in ten is of class 1.
+    /// let labels: Vec<u32> = (0..1000).map(|n| u32::from(n % 10 == 0)).collect();
+    /// let (me, config) = (Placement::new(2, 5)?, SamplerConfig::default());
+    /// let sampler = DistributedSampler::stratified(&labels, Quota::All, me, config)?;
     /// assert_eq!(sampler.iter().filter(|index| index % 10 == 0).count(), 20);
     /// # Ok::<(), Box<dyn std::error::Error>>(())
     /// ```
-    pub fn stratified(labels: &[u32], quota: Quota, placement: Placement, config: SamplerConfig) -> Result<Self> {
+    pub fn stratified(
+        labels: &[u32],
+        quota: Quota,
+        placement: Placement,
+        config: SamplerConfig,
+    ) -> Result<Self> {
         let strata = Strata::new(labels, quota)?;
         check_len(strata.len())?;
         let len = strata.len();
@@ -153,22 +184,39 @@ impl DistributedSampler {
         Self::over(len, samples, placement, config.with_partition(Partition::Contiguous))
     }
 
-    fn over(len: u64, samples: Samples, placement: Placement, config: SamplerConfig) -> Result<Self> {
-        let deal = Deal::new(len, placement.world_size(), Rule::new(config.partition, config.tail))?;
+    fn over(
+        len: u64,
+        samples: Samples,
+        placement: Placement,
+        config: SamplerConfig,
+    ) -> Result<Self> {
+        let deal =
+            Deal::new(len, placement.world_size(), Rule::new(config.partition, config.tail))?;
         let positions = deal.positions(placement);
-        let (epoch, earlier, left, consumed) = (config.epoch, Vec::new(), Left::from(0..len), 0);
-        Ok(Self { len, placement, config, epoch, samples, earlier, left, deal, positions, consumed })
+        Ok(Self {
+            len,
+            placement,
+            config,
+            epoch: config.epoch,
+            samples,
+            earlier: Vec::new(),
+            unread: Unread::from(0..len),
+            deal,
+            positions,
+            consumed: 0,
+        })
     }
 
-    /// Gives the ranks contiguous shares of the order in proportion to `weights`, one for each rank: for ranks of unequal
-    /// speed.
+    /// Gives the ranks contiguous shares of the order in proportion to `weights`, one for each
+    /// rank: for ranks of unequal speed.
     ///
-    /// Shares are exact to one sample and cover the whole order, so partition and tail of the configuration have no say.
-    /// Every rank must be given the same weights.
+    /// Shares are exact to one sample and cover the whole order, so partition and tail of the
+    /// configuration are ignored. All ranks must be given the same weights.
     ///
     /// # Errors
     ///
-    /// [`Error::RankWeights`] if there are more or fewer weights than ranks, [`Error::NoRankWeight`] if all are 0.
+    /// [`Error::RankWeights`] if there are more or fewer weights than ranks,
+    /// [`Error::NoRankWeight`] if all are 0.
     ///
     /// # Examples
     ///
@@ -180,19 +228,20 @@ impl DistributedSampler {
     /// # Ok::<(), Box<dyn std::error::Error>>(())
     /// ```
     pub fn with_rank_weights(mut self, weights: &[u64]) -> Result<Self> {
-        self.deal = Deal::new(self.len, self.placement.world_size(), Rule::Proportional(weights.to_vec()))?;
-        self.stand_at(Vec::new(), Left::from(0..self.len), 0);
+        self.deal =
+            Deal::new(self.len, self.placement.world_size(), Rule::Proportional(weights.to_vec()))?;
+        self.move_to(Vec::new(), Unread::from(0..self.len), 0);
         Ok(self)
     }
 
     /// Moves to the start of an epoch, and so to another order if the sampler shuffles.
     ///
-    /// Call it at the start of every epoch, on all ranks alike. At the current epoch it does nothing, so a loop that
-    /// sets its first epoch does not undo a [`resume`](Self::resume).
+    /// Call it at the start of every epoch, on all ranks alike. At the current epoch it does
+    /// nothing, so a loop that sets its first epoch does not undo a [`resume`](Self::resume).
     pub fn set_epoch(&mut self, epoch: Epoch) {
         if epoch != self.epoch {
             self.reorder(epoch);
-            self.stand_at(Vec::new(), Left::from(0..self.len), 0);
+            self.move_to(Vec::new(), Unread::from(0..self.len), 0);
         }
     }
 
@@ -203,11 +252,14 @@ impl DistributedSampler {
         }
     }
 
-    /// Deals out what `earlier` worlds have `left`, and goes to the `consumed`-th index of this rank.
-    fn stand_at(&mut self, earlier: Vec<Stage>, left: Left, consumed: u64) {
-        self.deal = self.deal.of_len(left.len());
+    /// Deals out the positions that `earlier` worlds have left `unread`, and moves to the
+    /// `consumed`-th index of this rank.
+    fn move_to(&mut self, earlier: Vec<Stage>, unread: Unread, consumed: u64) {
+        self.deal = self.deal.of_len(unread.len());
         self.positions = self.deal.positions(self.placement);
-        (self.earlier, self.left, self.consumed) = (earlier, left, consumed);
+        self.earlier = earlier;
+        self.unread = unread;
+        self.consumed = consumed;
     }
 
     /// Where the sampler stands when this rank, and every other, has read `read` more indices.
@@ -217,18 +269,21 @@ impl DistributedSampler {
     /// ```
     /// # use core_types::Placement;
     /// # use dist_sampler::{DistributedSampler, SamplerConfig};
-    /// let new = || DistributedSampler::new(1_000_000, Placement::new(2, 4)?, SamplerConfig::default()).map_err(Box::<dyn std::error::Error>::from);
-    /// let sampler = new()?;
+    /// let (me, config) = (Placement::new(2, 4)?, SamplerConfig::default());
+    /// let sampler = DistributedSampler::new(1_000_000, me, config)?;
     /// let state = sampler.state(1000); // write it beside the checkpoint
     ///
-    /// let mut resumed = new()?;
+    /// let mut resumed = DistributedSampler::new(1_000_000, me, config)?;
     /// resumed.resume(&state)?;
     /// assert!(resumed.iter().take(9).eq(sampler.iter().skip(1000).take(9)));
     /// # Ok::<(), Box<dyn std::error::Error>>(())
     /// ```
     pub fn state(&self, read: u64) -> SamplerState {
-        let (world_size, rule) = (self.deal.world_size(), self.deal.rule().clone());
-        let stage = Stage { world_size, rule, consumed: self.consumed.saturating_add(read) };
+        let stage = Stage {
+            world_size: self.deal.world_size(),
+            rule: self.deal.rule().clone(),
+            consumed: self.consumed.saturating_add(read),
+        };
         SamplerState {
             format_version: SamplerState::VERSION,
             order: self.config.order,
@@ -240,33 +295,36 @@ impl DistributedSampler {
         }
     }
 
-    /// Goes to where another sampler stood, of any rank of any world, in the middle of an epoch.
+    /// Moves to where another sampler stood in the middle of an epoch, of any rank of any world.
     ///
-    /// If that world had the same size, partition and tail, every rank goes on exactly where it was. Otherwise what that
-    /// world has not read, dropped samples included, is dealt out anew to this one: over its ranks, nothing that was left
-    /// is lost and nothing is read again (but for this sampler's own tail).
+    /// If that world had the same size, partition and tail, every rank resumes exactly where it
+    /// was. Otherwise the samples that world has not read, dropped ones included, are dealt out
+    /// anew to this one: over all of its ranks, no sample is lost and none is read again (but for
+    /// this sampler's own tail).
     ///
     /// # Complexity
     ///
-    /// O(1) in the same world and from a strided partition (apart from the order, if that is held in memory); from
-    /// another partition O(ranks of that world).
+    /// O(1) in the same world and from a strided partition (apart from the order, if that is held
+    /// in memory); from another partition O(ranks of that world).
     ///
     /// # Errors
     ///
-    /// [`Error::StateVersion`], [`Error::StateMismatch`] if data set, order or seed are not those of the state, and
-    /// [`Error::StateConsumed`] if the state says that more was read than there is. The sampler is then unchanged.
+    /// [`Error::StateVersion`], [`Error::StateMismatch`] if data set, order or seed are not those
+    /// of the state, and [`Error::StateConsumed`], [`Error::RankWeights`] or
+    /// [`Error::NoRankWeight`] if the state contradicts itself. The sampler is then unchanged.
     pub fn resume(&mut self, state: &SamplerState) -> Result<()> {
         self.check(state)?;
-        let Some((last, earlier)) = state.stages.split_last() else {
-            return Err(Error::StateConsumed { consumed: 0, len: 0 });
-        };
-        let left = earlier.iter().try_fold(Left::from(0..self.len), |left, stage| left_by(stage, &left))?;
-        let left_by_last = left_by(last, &left)?;
+        let (last, earlier) = state.last_and_earlier();
+        let mut unread = Unread::from(0..self.len);
+        for stage in earlier {
+            unread = unread_after(stage, &unread)?;
+        }
+        let unread_after_last = unread_after(last, &unread)?;
         self.reorder(state.epoch);
         if last.world_size == self.deal.world_size() && last.rule == *self.deal.rule() {
-            self.stand_at(earlier.to_vec(), left, last.consumed);
+            self.move_to(earlier.to_vec(), unread, last.consumed);
         } else {
-            self.stand_at(state.stages.clone(), left_by_last, 0);
+            self.move_to(state.stages.clone(), unread_after_last, 0);
         }
         Ok(())
     }
@@ -274,7 +332,10 @@ impl DistributedSampler {
     fn check(&self, state: &SamplerState) -> Result<()> {
         let own = self.state(0);
         if state.format_version != own.format_version {
-            return Err(Error::StateVersion { version: state.format_version, supported: own.format_version });
+            return Err(Error::StateVersion {
+                version: state.format_version,
+                supported: own.format_version,
+            });
         }
         same("order", &state.order, &own.order)?;
         same("data set length", &state.len, &own.len)?;
@@ -303,14 +364,17 @@ impl DistributedSampler {
         self.len
     }
 
-    /// The number of indices this rank reads from here to the end of the epoch, repetitions included.
+    /// The number of indices this rank reads from here to the end of the epoch, repetitions
+    /// included.
     ///
     /// That is its share of an epoch, unless the sampler was resumed in the middle of one.
     pub fn len(&self) -> u64 {
+        // A rank may have had fewer positions than every rank of its world has consumed by now.
         self.positions.len().saturating_sub(self.consumed)
     }
 
-    /// Whether this rank reads nothing more: its share has ended, or the data set is smaller than the world.
+    /// Whether this rank reads nothing more: its share has ended, or the data set is smaller than
+    /// the world.
     pub fn is_empty(&self) -> bool {
         self.len() == 0
     }
@@ -320,8 +384,8 @@ impl DistributedSampler {
         self.entry(n).map(|(index, _)| index)
     }
 
-    /// The `n`-th index this rank reads from here on, and whether it is padding: a sample that another rank, or this one
-    /// at another time, reads as well.
+    /// The `n`-th index this rank reads from here on, and whether it is padding: a sample that
+    /// another rank, or this one at another time, reads as well.
     ///
     /// Leave padding out of metrics, so that evaluation counts every sample once.
     ///
@@ -337,8 +401,9 @@ impl DistributedSampler {
     /// ```
     pub fn entry(&self, n: u64) -> Option<(u64, bool)> {
         let position = self.positions.get(self.consumed.checked_add(n)?)?;
-        let left = self.left.len();
-        Some((self.samples.get(self.left.get(position % left)), position >= left))
+        let n_unread = self.unread.len();
+        let sample = self.samples.get(self.unread.get(position % n_unread));
+        Some((sample, position >= n_unread))
     }
 
     /// The indices this rank reads from here on, in order; `nth` skips in O(1).
@@ -346,7 +411,8 @@ impl DistributedSampler {
         Indices::new(self, (0..self.len()).into())
     }
 
-    /// Writes the indices this rank reads from its `start`-th on, and returns how many there were for `out`.
+    /// Writes the indices this rank reads from its `start`-th on to `out`, and returns how many it
+    /// has written.
     ///
     /// This is the fastest way to read many.
     ///
@@ -363,14 +429,17 @@ impl DistributedSampler {
     /// # Ok::<(), Box<dyn std::error::Error>>(())
     /// ```
     pub fn fill(&self, start: u64, out: &mut [u64]) -> usize {
-        let left = usize::try_from(self.len().saturating_sub(start)).unwrap_or(usize::MAX);
-        let count = left.min(out.len());
-        let out = &mut out[..count];
-        self.fill_every(1, start, out);
+        let n_unread = self.len().saturating_sub(start);
+        #[expect(clippy::cast_possible_truncation, reason = "at most the length of a slice")]
+        let count = n_unread.min(out.len() as u64) as usize;
+        if count > 0 {
+            self.fill_every(1, start, &mut out[..count]);
+        }
         count
     }
 
-    /// [`fill`](Self::fill), spread over the threads of rayon's current pool; the result is the same.
+    /// [`fill`](Self::fill), spread over the threads of rayon's current pool; the result is the
+    /// same.
     #[cfg(feature = "rayon")]
     pub fn par_fill(&self, start: u64, out: &mut [u64]) -> usize {
         use rayon::prelude::*;
@@ -382,27 +451,38 @@ impl DistributedSampler {
     }
 
     /// Writes the indices `start`, `start` + `every`, … of this rank; all of them must exist.
+    #[expect(clippy::expect_used, reason = "the caller asks for indices that exist")]
     pub(crate) fn fill_every(&self, every: u64, start: u64, out: &mut [u64]) {
-        let evenly = self.evenly_spaced(every, start).unwrap_or_default();
-        let (fast, slow) = out.split_at_mut(usize::try_from(evenly.count).unwrap_or(usize::MAX).min(out.len()));
-        self.samples.fill(evenly.first, evenly.step, fast);
-        for (n, slot) in (fast.len() as u64..).zip(slow) {
-            *slot = self.get(start + n * every).unwrap_or_default();
+        let n_even = self.fill_evenly_spaced(every, start, out);
+        for (n, slot) in (n_even as u64..).zip(&mut out[n_even..]) {
+            *slot = self.get(start + n * every).expect("this index exists");
         }
     }
 
-    /// The places in the order of the indices `start`, `start` + `every`, …, as far as they are evenly spaced.
-    fn evenly_spaced(&self, every: u64, start: u64) -> Option<Evenly> {
+    /// Writes the indices `start`, `start` + `every`, … as far as their places in the order are
+    /// evenly spaced, and returns how many these are.
+    ///
+    /// That ends where the incomplete last round or padding begins, and there are none while the
+    /// unread positions have gaps, which earlier worlds have read.
+    fn fill_evenly_spaced(&self, every: u64, start: u64, out: &mut [u64]) -> usize {
         let start = self.consumed + start;
-        let (offset, first) = (self.left.start_of_only_range()?, self.positions.get(start)?);
-        let (step, regular) = self.positions.stride();
-        let before_rest = regular.saturating_sub(start).div_ceil(every);
+        let (Some(offset), Some(first)) =
+            (self.unread.start_of_only_range(), self.positions.get(start))
+        else {
+            return 0;
+        };
+        let (step, n_regular) = self.positions.stride();
+        let before_rest = n_regular.saturating_sub(start).div_ceil(every);
         let step = step * every;
-        let before_padding = self.left.len().saturating_sub(first).div_ceil(step);
-        Some(Evenly { first: offset + first, step, count: before_rest.min(before_padding) })
+        let before_padding = self.unread.len().saturating_sub(first).div_ceil(step);
+        #[expect(clippy::cast_possible_truncation, reason = "at most the length of a slice")]
+        let count = before_rest.min(before_padding).min(out.len() as u64) as usize;
+        self.samples.fill(offset + first, step, &mut out[..count]);
+        count
     }
 
-    /// The indices that one of several workers of this rank reads: round-robin, like ranks in a strided partition.
+    /// The indices that one of several workers of this rank reads: round-robin, like ranks in a
+    /// strided partition.
     ///
     /// # Examples
     ///
@@ -419,7 +499,8 @@ impl DistributedSampler {
         Indices::new(self, split::strided(self.len(), worker))
     }
 
-    /// When in the epoch, over all ranks, sample `index` is due: its place in the order, or `None` if it has none.
+    /// The place of sample `index` in the order of the epoch, over all ranks, or `None` if it has
+    /// none.
     ///
     /// # Complexity
     ///
@@ -428,9 +509,9 @@ impl DistributedSampler {
         self.samples.position(index).filter(|&position| position < self.len)
     }
 
-    /// The rank that reads sample `index` in what is left of this epoch, or `None` if none does.
+    /// The rank that reads sample `index` in the rest of this epoch, or `None` if none does.
     ///
-    /// A sample that is also read as padding belongs to the rank that reads it as itself.
+    /// For a sample that is also read as padding it is the rank that reads it unpadded.
     ///
     /// # Complexity
     ///
@@ -443,13 +524,13 @@ impl DistributedSampler {
     /// # use dist_sampler::{DistributedSampler, Order, SamplerConfig};
     /// let config = SamplerConfig::default().with_order(Order::Streaming);
     /// let sampler = DistributedSampler::new(1_000_000_000_000, Placement::new(3, 8)?, config)?;
-    /// let index = sampler.iter().nth(5).unwrap_or_default();
+    /// let index = sampler.get(5).expect("every rank reads more than 5");
     /// assert_eq!(sampler.rank_of(index), Some(sampler.placement().rank()));
     /// # Ok::<(), Box<dyn std::error::Error>>(())
     /// ```
     pub fn rank_of(&self, index: u64) -> Option<Rank> {
         let position = self.position_of(index)?;
-        self.deal.owner(self.left.index_of(position)?)
+        self.deal.owner(self.unread.index_of(position)?)
     }
 }
 
@@ -461,21 +542,14 @@ fn check_len(len: u64) -> Result<()> {
     }
 }
 
-/// An arithmetic progression of places in an order.
-#[derive(Clone, Copy, Debug, Default)]
-struct Evenly {
-    first: u64,
-    step: u64,
-    count: u64,
-}
-
-/// What of `left` is still there when the world of `stage` has read its part.
-fn left_by(stage: &Stage, left: &Left) -> Result<Left> {
-    let Stage { world_size, rule, consumed } = stage.clone();
-    if consumed > left.len() {
-        return Err(Error::StateConsumed { consumed, len: left.len() });
+/// The positions of `unread` that nobody has read when the world of `stage` has read its part.
+fn unread_after(stage: &Stage, unread: &Unread) -> Result<Unread> {
+    let len = unread.len();
+    if stage.consumed > len {
+        return Err(Error::StateConsumed { consumed: stage.consumed, len });
     }
-    Ok(left.then(&Deal::new(left.len(), world_size, rule)?.left(consumed)))
+    let deal = Deal::new(len, stage.world_size, stage.rule.clone())?;
+    Ok(unread.then(&deal.unread_after(stage.consumed)))
 }
 
 fn same<T: PartialEq + Debug>(what: &'static str, state: &T, sampler: &T) -> Result<()> {

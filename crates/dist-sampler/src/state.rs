@@ -7,7 +7,8 @@ use crate::{config::Order, partition::Rule};
 /// A position in the middle of an epoch: a few numbers, the same on all ranks that are in step.
 ///
 /// Made by [`DistributedSampler::state`](crate::DistributedSampler::state), read by
-/// [`DistributedSampler::resume`](crate::DistributedSampler::resume). With feature `serde` it can be written to a file.
+/// [`DistributedSampler::resume`](crate::DistributedSampler::resume). With feature `serde` it can
+/// be written to a file.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 #[cfg_attr(feature = "serde", derive(serde::Serialize, serde::Deserialize))]
 pub struct SamplerState {
@@ -18,7 +19,9 @@ pub struct SamplerState {
     pub(crate) fingerprint: u64,
     pub(crate) seed: Seed,
     pub(crate) epoch: Epoch,
-    /// The worlds that have read this epoch, one after the other; the last one is reading now.
+    /// The worlds that have read this epoch, one after the other; the last one, which is always
+    /// there, is reading now.
+    #[cfg_attr(feature = "serde", serde(deserialize_with = "at_least_one"))]
     pub(crate) stages: Vec<Stage>,
 }
 
@@ -33,15 +36,33 @@ impl SamplerState {
 
     /// How many indices every rank of the last world had read.
     pub fn consumed(&self) -> u64 {
-        self.stages.last().map_or(0, |stage| stage.consumed)
+        self.last_and_earlier().0.consumed
+    }
+
+    /// The world that is reading now, and those before it.
+    #[expect(clippy::expect_used, reason = "a sampler adds its stage, and reading checks for one")]
+    pub(crate) fn last_and_earlier(&self) -> (&Stage, &[Stage]) {
+        self.stages.split_last().expect("a state has at least one stage")
     }
 }
 
-/// How a world has read (a part of) an epoch: each of its ranks has read its first `consumed` indices.
+/// How a world has read (a part of) an epoch: each of its ranks has read its first `consumed`
+/// indices.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 #[cfg_attr(feature = "serde", derive(serde::Serialize, serde::Deserialize))]
 pub(crate) struct Stage {
     pub(crate) world_size: WorldSize,
     pub(crate) rule: Rule,
     pub(crate) consumed: u64,
+}
+
+#[cfg(feature = "serde")]
+fn at_least_one<'de, D: serde::Deserializer<'de>>(deserializer: D) -> Result<Vec<Stage>, D::Error> {
+    use serde::{Deserialize as _, de::Error as _};
+
+    let stages = Vec::deserialize(deserializer)?;
+    if stages.is_empty() {
+        return Err(D::Error::custom("a sampler state names at least one world"));
+    }
+    Ok(stages)
 }

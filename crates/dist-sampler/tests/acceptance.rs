@@ -1,4 +1,5 @@
-//! The ten acceptance criteria of the `DistributedSampler` spec and the two modes of SPDL's deterministic sampler.
+//! The ten acceptance criteria of the `DistributedSampler` spec and the two modes of SPDL's
+//! deterministic sampler.
 #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
 
 use std::{collections::BTreeSet, thread};
@@ -42,7 +43,10 @@ fn criterion_1_drop_last_divides_the_data_set_equally() {
 #[test]
 fn criterion_2_without_drop_last_the_last_replica_gets_the_extra_samples() {
     assert_eq!(sizes(&read_all(10, 4, shuffled(), 0)), [2, 2, 2, 4]);
-    assert_eq!(sizes(&read_all(10, 4, shuffled().with_partition(Partition::Strided), 0)), [2, 2, 2, 4]);
+    assert_eq!(
+        sizes(&read_all(10, 4, shuffled().with_partition(Partition::Strided), 0)),
+        [2, 2, 2, 4]
+    );
     assert_eq!(sizes(&read_all(3, 4, shuffled(), 0)), [0, 0, 0, 3]);
 }
 
@@ -57,7 +61,8 @@ fn criterion_3_replicas_read_distinct_samples() {
 
 #[test]
 fn criterion_4_set_epoch_changes_the_shuffling() {
-    let mut sampler = DistributedSampler::new(100, Placement::new(1, 4).unwrap(), shuffled()).unwrap();
+    let mut sampler =
+        DistributedSampler::new(100, Placement::new(1, 4).unwrap(), shuffled()).unwrap();
     let epochs: BTreeSet<Vec<u64>> = (0..20)
         .map(|epoch| {
             sampler.set_epoch(Epoch::new(epoch));
@@ -74,15 +79,20 @@ fn criterion_5_ranks_see_different_samples_and_each_rank_others_every_epoch() {
         let ranks = read_all(100, 4, shuffled(), epoch);
         assert_eq!(ranks.iter().collect::<BTreeSet<_>>().len(), 4);
     }
-    // Not only the order within a fixed part of the data changes: over the epochs a rank sees (nearly) everything.
-    let seen: BTreeSet<u64> =
-        (0..40).flat_map(|epoch| read(100, Placement::new(2, 4).unwrap(), shuffled(), epoch)).collect();
+    // Not only the order within a fixed part of the data changes: over the epochs a rank sees
+    // (nearly) everything.
+    let seen: BTreeSet<u64> = (0..40)
+        .flat_map(|epoch| read(100, Placement::new(2, 4).unwrap(), shuffled(), epoch))
+        .collect();
     assert_eq!(seen.len(), 100);
 }
 
 #[test]
 fn criterion_6_without_shuffle_a_replica_reads_sequential_indices() {
-    assert_eq!(read_all(10, 4, sequential(), 7), [vec![0, 1], vec![2, 3], vec![4, 5], vec![6, 7, 8, 9]]);
+    assert_eq!(
+        read_all(10, 4, sequential(), 7),
+        [vec![0, 1], vec![2, 3], vec![4, 5], vec![6, 7, 8, 9]]
+    );
 }
 
 #[test]
@@ -97,7 +107,8 @@ fn criterion_7_a_seed_makes_shuffling_reproducible() {
 fn criterion_8_len_is_the_number_of_indices_read() {
     for tail in [Tail::Drop, Tail::LastRank, Tail::Spread, Tail::Pad] {
         for placement in WorldSize::new(4).unwrap().placements() {
-            let sampler = DistributedSampler::new(11, placement, shuffled().with_tail(tail)).unwrap();
+            let sampler =
+                DistributedSampler::new(11, placement, shuffled().with_tail(tail)).unwrap();
             assert_eq!(sampler.len(), sampler.iter().count() as u64);
             assert_eq!(sampler.iter().len(), sampler.iter().count());
         }
@@ -113,7 +124,11 @@ fn criterion_9_partitions_are_correct() {
     assert_eq!(read_all(5, 3, padded(sequential()), 0), [[0, 1], [2, 3], [4, 0]]);
     assert_eq!(read_all(5, 3, padded(strided), 0), [[0, 3], [1, 4], [2, 0]]);
     assert_eq!(read_all(5, 3, strided, 0), [vec![0], vec![1], vec![2, 3, 4]]);
-    assert_eq!(read_all(2, 5, padded(strided), 0), [[0], [1], [0], [1], [0]], "padding repeats as often as it must");
+    assert_eq!(
+        read_all(2, 5, padded(strided), 0),
+        [[0], [1], [0], [1], [0]],
+        "padding repeats as often as it must"
+    );
 }
 
 #[test]
@@ -121,17 +136,24 @@ fn criterion_10_processes_that_never_talk_cover_every_epoch() {
     const WORLD: u64 = 8;
     let workers = WorldSize::new(WORLD).unwrap().placements().map(|placement| {
         thread::spawn(move || {
-            let mut sampler = DistributedSampler::new(10_007, placement, shuffled().with_tail(Tail::Drop)).unwrap();
+            let mut sampler =
+                DistributedSampler::new(10_007, placement, shuffled().with_tail(Tail::Drop))
+                    .unwrap();
             [0, 1, 2].map(|epoch| {
                 sampler.set_epoch(Epoch::new(epoch));
                 sampler.iter().collect::<Vec<_>>()
             })
         })
     });
-    let workers: Vec<_> = workers.collect::<Vec<_>>().into_iter().map(|worker| worker.join().unwrap()).collect();
+    let workers: Vec<_> =
+        workers.collect::<Vec<_>>().into_iter().map(|worker| worker.join().unwrap()).collect();
     for epoch in 0..3 {
         let read: BTreeSet<u64> = workers.iter().flat_map(|epochs| epochs[epoch].clone()).collect();
-        assert_eq!(read.len() as u64, 10_007 / WORLD * WORLD, "nothing twice, and only the remainder is dropped");
+        assert_eq!(
+            read.len() as u64,
+            10_007 / WORLD * WORLD,
+            "nothing twice, and only the remainder is dropped"
+        );
     }
 }
 

@@ -1,4 +1,5 @@
-//! Every rank reads what PyTorch's `DistributedSampler` gives it: `golden/` holds the answers of torch 2.15.
+//! Every rank reads what PyTorch's `DistributedSampler` gives it: `golden/` holds the answers of
+//! torch 2.15.
 #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
 
 use core_types::{Epoch, Placement, Seed, WorldSize};
@@ -8,7 +9,8 @@ use serde_json::Value;
 /// n, world, shuffle, `drop_last`, seed, epoch, what each rank reads.
 type Case = (u64, u64, bool, bool, u64, u64, Vec<Vec<u64>>);
 
-/// n, world, rank, shuffle, `drop_last`, seed, epoch, then the length of the list and its ends and digest.
+/// n, world, rank, shuffle, `drop_last`, seed, epoch, then the length of the list and its ends and
+/// digest.
 type Digest = (u64, u64, u64, bool, bool, u64, u64, u64, Vec<u64>, Vec<u64>, String);
 
 /// n, seed, then the ends of the permutation and its digest.
@@ -23,7 +25,12 @@ fn config(shuffle: bool, drop_last: bool, seed: u64) -> SamplerConfig {
 }
 
 /// The sampler at `epoch`, reached from epoch 0 as a training loop does.
-fn sampler(len: u64, placement: Placement, config: SamplerConfig, epoch: u64) -> DistributedSampler {
+fn sampler(
+    len: u64,
+    placement: Placement,
+    config: SamplerConfig,
+    epoch: u64,
+) -> DistributedSampler {
     let mut sampler = DistributedSampler::new(len, placement, config).unwrap();
     sampler.set_epoch(Epoch::new(epoch));
     sampler
@@ -32,8 +39,9 @@ fn sampler(len: u64, placement: Placement, config: SamplerConfig, epoch: u64) ->
 /// FNV-1a 64 over the indices, each as 8 bytes, little-endian.
 fn digest(indices: impl Iterator<Item = u64>) -> String {
     let bytes = indices.flat_map(u64::to_le_bytes);
-    let hash =
-        bytes.fold(0xcbf2_9ce4_8422_2325, |hash: u64, byte| (hash ^ u64::from(byte)).wrapping_mul(0x0100_0000_01b3));
+    let hash = bytes.fold(0xcbf2_9ce4_8422_2325, |hash: u64, byte| {
+        (hash ^ u64::from(byte)).wrapping_mul(0x0100_0000_01b3)
+    });
     format!("{hash:016x}")
 }
 
@@ -54,7 +62,10 @@ fn every_rank_reads_what_torch_gives_it() {
         for (placement, expected) in WorldSize::new(world).unwrap().placements().zip(ranks) {
             if len == 0 {
                 // The one difference: torch hands out an empty list, we say that there is no data.
-                assert_eq!(DistributedSampler::new(0, placement, config).unwrap_err(), Error::EmptyDataSet);
+                assert_eq!(
+                    DistributedSampler::new(0, placement, config).unwrap_err(),
+                    Error::EmptyDataSet
+                );
                 assert!(expected.is_empty());
                 continue;
             }
@@ -68,9 +79,12 @@ fn every_rank_reads_what_torch_gives_it() {
 
 #[test]
 fn long_data_sets_are_dealt_as_by_torch() {
-    let digests: Vec<Digest> = serde_json::from_value(distributed_sampler()["digests"].take()).unwrap();
+    let digests: Vec<Digest> =
+        serde_json::from_value(distributed_sampler()["digests"].take()).unwrap();
     assert_eq!(digests.len(), 5);
-    for (len, world, rank, shuffle, drop_last, seed, epoch, n_read, first, last, expected) in digests {
+    for (len, world, rank, shuffle, drop_last, seed, epoch, n_read, first, last, expected) in
+        digests
+    {
         let placement = Placement::new(rank, world).unwrap();
         let sampler = sampler(len, placement, config(shuffle, drop_last, seed), epoch);
         assert_eq!(sampler.len(), n_read);
@@ -96,7 +110,8 @@ fn both_of_torchs_algorithms_agree_at_their_border() {
         eprintln!("skipped: takes 0.9 GB, set DIST_SAMPLER_LARGE=1 (and use --release) to run it");
         return;
     }
-    let mut file: Value = serde_json::from_str(include_str!("golden/torch_randperm_large.json")).unwrap();
+    let mut file: Value =
+        serde_json::from_str(include_str!("golden/torch_randperm_large.json")).unwrap();
     let cases: Vec<Large> = serde_json::from_value(file["cases"].take()).unwrap();
     assert_eq!(cases.len(), 2);
     for (len, seed, first, last, expected) in cases {

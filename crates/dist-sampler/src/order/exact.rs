@@ -1,7 +1,8 @@
 //! The exact shuffle: every one of the N! orders is equally likely.
 //!
-//! Fisher and Yates' algorithm (Knuth, TAOCP vol. 2, algorithm P) over PCG-DXSM (O'Neill, "PCG", 2014), written here
-//! because a library may change its own between versions, and an epoch that was begun must be resumable for years.
+//! Fisher and Yates' algorithm ([`core_types::shuffle`]) over PCG-DXSM (O'Neill, "PCG", 2014). Both
+//! the algorithm and the draws below `n` are ours and not a library's, which may change them between
+//! versions: an epoch that was begun must be resumable for years.
 
 use core_types::Seed;
 use rand::Rng;
@@ -9,22 +10,11 @@ use rand_pcg::Pcg64Dxsm;
 
 use super::table;
 
-/// How many swaps are drawn ahead of being made; see [`table::swap`].
-const AHEAD: usize = 512;
-
 /// Fills `table` with a uniformly random permutation of its positions.
-#[allow(clippy::cast_possible_truncation, reason = "a table has at most 2^32 slots")]
 pub(super) fn shuffle(table: &mut [u32], seed: Seed) {
     table::reset(table);
     let mut rng = generator(seed);
-    let mut slots = [0; AHEAD];
-    for start in (0..table.len()).step_by(AHEAD) {
-        let steps = AHEAD.min(table.len() - start);
-        for (i, slot) in (start..).zip(&mut slots[..steps]) {
-            *slot = (i as u64 + below(&mut rng, (table.len() - i) as u64)) as u32;
-        }
-        table::swap(table, start, &slots[..steps]);
-    }
+    core_types::shuffle(table, |n| below(&mut rng, n));
 }
 
 /// The generator of the shuffle under `seed`.
@@ -32,8 +22,12 @@ pub(super) fn generator(seed: Seed) -> Pcg64Dxsm {
     Pcg64Dxsm::new(u128::from(seed.derive(0).as_u64()), u128::from(seed.derive(1).as_u64()))
 }
 
-/// A uniformly random number below `n` (Lemire, "Fast Random Integer Generation in an Interval", 2019).
-#[allow(clippy::cast_possible_truncation, reason = "the halves of the product are what the method is about")]
+/// A uniformly random number below `n` (Lemire, "Fast Random Integer Generation in an Interval",
+/// 2019).
+#[expect(
+    clippy::cast_possible_truncation,
+    reason = "the halves of the product are what the method is about"
+)]
 pub(super) fn below(rng: &mut Pcg64Dxsm, n: u64) -> u64 {
     let mut product = u128::from(rng.next_u64()) * u128::from(n);
     if (product as u64) < n {
@@ -70,7 +64,8 @@ mod tests {
         }
         assert_eq!(counts.len(), 24);
         // Chi-square with 23 degrees of freedom exceeds 58 once in 16,000 times.
-        let chi_square: f64 = counts.values().map(|&n| (f64::from(n) - 1000.0).powi(2) / 1000.0).sum();
+        let chi_square: f64 =
+            counts.values().map(|&n| (f64::from(n) - 1000.0).powi(2) / 1000.0).sum();
         assert!(chi_square < 58.0, "{chi_square}");
     }
 }

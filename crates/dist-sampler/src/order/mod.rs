@@ -1,9 +1,6 @@
 //! The order of an epoch: which sample stands at each position.
 
 mod exact;
-mod mersenne;
-#[cfg(test)]
-mod quality;
 mod stratified;
 mod streaming;
 mod table;
@@ -18,7 +15,8 @@ use weighted::AliasTable;
 
 use crate::{config::Order, error::Result};
 
-/// From this length on [`Order::Shuffled`] streams: below it the exact shuffle takes less than 64 KiB.
+/// From this length on [`Order::Shuffled`] streams: below it the exact shuffle takes less than 64
+/// KiB.
 const STREAMING_FROM: u64 = 1 << 14;
 
 /// The order of one epoch.
@@ -33,7 +31,7 @@ pub(crate) enum Samples {
         table: Vec<u32>,
         refill: Refill,
     },
-    /// Draws, `len` of them an epoch.
+    /// Draws by weight, `len` of them per epoch.
     Weighted {
         len: u64,
         table: AliasTable,
@@ -55,9 +53,13 @@ impl Samples {
             Order::Sequential => Self::Sequential,
             Order::Exact => Self::Table { table: table::allocate(len)?, refill: Refill::Exact },
             Order::Torch => Self::Table { table: table::allocate(len)?, refill: Refill::Torch },
-            Order::Shuffled if len < STREAMING_FROM => return Self::new(len, Order::Exact, seed, epoch),
+            Order::Shuffled if len < STREAMING_FROM => {
+                return Self::new(len, Order::Exact, seed, epoch);
+            }
             Order::Streaming if len < SHORTEST => return Self::new(len, Order::Exact, seed, epoch),
-            Order::Shuffled | Order::Streaming => Self::Streaming { len, permutation: Streaming::new(len, seed) },
+            Order::Shuffled | Order::Streaming => {
+                Self::Streaming { len, permutation: Streaming::new(len, seed) }
+            }
         };
         samples.reseed(seed, epoch);
         Ok(samples)
@@ -85,19 +87,24 @@ impl Samples {
             Self::Weighted { seed, .. } => *seed = epoch_seed,
             Self::Streaming { len, permutation } => *permutation = Streaming::new(*len, epoch_seed),
             Self::Table { table, refill: Refill::Exact } => exact::shuffle(table, epoch_seed),
-            Self::Table { table, refill: Refill::Stratified(strata) } => strata.fill(table, epoch_seed),
+            Self::Table { table, refill: Refill::Stratified(strata) } => {
+                strata.fill(table, epoch_seed);
+            }
             Self::Table { table, refill: Refill::Torch } => {
                 torch::shuffle(table, seed.as_u64().wrapping_add(epoch.as_u64()));
             }
         }
     }
 
-    /// Tells the weights or classes of one data set from those of another; 0 for orders without.
+    /// Tells the weights or classes of one data set from those of another; 0 for orders that have
+    /// neither.
     pub(crate) fn fingerprint(&self) -> u64 {
         match self {
             Self::Weighted { table, .. } => table.fingerprint(),
             Self::Table { refill: Refill::Stratified(strata), .. } => strata.fingerprint(),
-            _ => 0,
+            Self::Sequential
+            | Self::Streaming { .. }
+            | Self::Table { refill: Refill::Exact | Refill::Torch, .. } => 0,
         }
     }
 
@@ -107,17 +114,23 @@ impl Samples {
             Self::Sequential => position,
             Self::Streaming { permutation, .. } => permutation.get(position),
             Self::Weighted { table, seed, .. } => table.draw(*seed, position),
-            #[allow(clippy::cast_possible_truncation, reason = "a position is below the table's length, a `usize`")]
+            #[expect(
+                clippy::cast_possible_truncation,
+                reason = "a position is below the table's length, a `usize`"
+            )]
             Self::Table { table, .. } => u64::from(table[position as usize]),
         }
     }
 
-    /// Writes the samples at `first`, `first` + `step`, … ; all of these positions must be below the length.
+    /// Writes the samples at `first`, `first` + `step`, … ; all of these positions must be below
+    /// the length.
     pub(crate) fn fill(&self, first: u64, step: u64, out: &mut [u64]) {
         match self {
             Self::Streaming { permutation, .. } => permutation.fill(first, step, out),
             Self::Weighted { table, seed, .. } => table.fill(*seed, first, step, out),
-            _ => (0..).zip(out).for_each(|(n, slot)| *slot = self.get(first + n * step)),
+            Self::Sequential | Self::Table { .. } => {
+                (0..).zip(out).for_each(|(n, slot)| *slot = self.get(first + n * step));
+            }
         }
     }
 
@@ -125,11 +138,16 @@ impl Samples {
     pub(crate) fn position(&self, sample: u64) -> Option<u64> {
         match self {
             Self::Sequential => Some(sample),
-            Self::Streaming { len, permutation } => (sample < *len).then(|| permutation.position(sample)),
-            Self::Weighted { len, table, seed } => (0..*len).find(|&position| table.draw(*seed, position) == sample),
-            Self::Table { table, .. } => {
-                table.iter().position(|&entry| u64::from(entry) == sample).map(|position| position as u64)
+            Self::Streaming { len, permutation } => {
+                (sample < *len).then(|| permutation.position(sample))
             }
+            Self::Weighted { len, table, seed } => {
+                (0..*len).find(|&position| table.draw(*seed, position) == sample)
+            }
+            Self::Table { table, .. } => table
+                .iter()
+                .position(|&entry| u64::from(entry) == sample)
+                .map(|position| position as u64),
         }
     }
 }

@@ -1,16 +1,18 @@
 //! An order in which every window sees the classes in proportion.
 //!
-//! Each class is shuffled by itself, and its k-th sample of m gets the key (k + u) / m, with one random u in [0, 1) for
-//! the class and epoch; then all samples are sorted by key. So each class is spread evenly, with a random phase, as in
-//! systematic sampling. Scikit-learn's stratified splits have the same purpose for a whole split; here it holds for
-//! every window, and so for every rank of a contiguous partition and every batch of it.
+//! Each class is shuffled by itself, and its k-th sample of m gets the key (k + u) / m, with one
+//! random u in [0, 1) for the class and epoch; then all samples are sorted by key. So each class is
+//! spread evenly, with a random phase, as in systematic sampling. Scikit-learn's stratified splits
+//! have the same purpose for a whole split; here it holds for every window, and so for every rank
+//! of a contiguous partition and every batch of it.
 //!
-//! Between two keys there are as many samples of a class as the distance says, to less than one. So of L neighbors in an
-//! order of M samples of C classes, L·m/M are of a class of m, give or take 1 + C·m/M.
+//! Between two keys there are as many samples of a class as the distance says, to less than one. So
+//! of L neighbors in an order of M samples of C classes, L·m/M are of a class of m, give or take 1
+//! + C·m/M.
 
-use core_types::Seed;
+use core_types::{Fingerprint, Seed};
 
-use super::{exact, table, weighted::fingerprint};
+use super::{exact, table};
 use crate::error::{Error, Result};
 
 /// How many samples of each class an epoch has.
@@ -21,9 +23,10 @@ use crate::error::{Error, Result};
 pub enum Quota {
     /// All of them, once.
     All,
-    /// At most so many, others each epoch.
+    /// At most this many, others in each epoch.
     Capped(u64),
-    /// Exactly so many. A class that has fewer is read whole, again and again, shuffled anew each time.
+    /// Exactly this many. A class that has fewer is read whole, again and again, in a new order
+    /// each time.
     Fixed(u64),
 }
 
@@ -64,13 +67,15 @@ impl Strata {
         table::reset(&mut samples);
         samples.sort_by_key(|&sample| labels[sample as usize]);
         let mut end = 0;
-        let classes = samples.chunk_by(|&a, &b| labels[a as usize] == labels[b as usize]).map(|class| {
-            end += class.len();
-            Class { end, quota: quota.of(class.len() as u64) }
-        });
-        let classes = classes.collect();
-        let fingerprint = fingerprint(labels.iter().map(|&label| label.into()));
-        Ok(Self { samples, classes, fingerprint })
+        let classes = samples
+            .chunk_by(|&a, &b| labels[a as usize] == labels[b as usize])
+            .map(|class| {
+                end += class.len();
+                Class { end, quota: quota.of(class.len() as u64) }
+            })
+            .collect();
+        let fingerprint: Fingerprint = labels.iter().copied().map(u64::from).collect();
+        Ok(Self { samples, classes, fingerprint: fingerprint.finish() })
     }
 
     /// The samples of an epoch.
@@ -78,7 +83,7 @@ impl Strata {
         self.classes.iter().fold(0, |len, class| len.saturating_add(class.quota))
     }
 
-    /// A hash by which a saved position finds out that it belongs to other classes.
+    /// Tells a saved position whether it belongs to these classes.
     pub(crate) fn fingerprint(&self) -> u64 {
         self.fingerprint
     }
@@ -106,7 +111,10 @@ fn spread(samples: &[u32], quota: u64, seed: Seed, keyed: &mut Vec<(u64, u32)>) 
 }
 
 /// (`k` + `phase` / 2^32) / `quota`, as a fraction of 2^64.
-#[allow(clippy::cast_possible_truncation, reason = "k is below the quota, so the fraction is below 1")]
+#[expect(
+    clippy::cast_possible_truncation,
+    reason = "k is below the quota, so the fraction is below 1"
+)]
 fn key(k: u64, phase: u64, quota: u64) -> u64 {
     ((u128::from(k << 32 | phase) << 32) / u128::from(quota)) as u64
 }
@@ -121,7 +129,7 @@ fn shuffled(samples: &[u32], seed: Seed) -> Vec<u32> {
 }
 
 #[cfg(test)]
-#[allow(clippy::cast_possible_truncation, reason = "the numbers are small")]
+#[expect(clippy::cast_possible_truncation, reason = "the numbers are small")]
 mod tests {
     use super::*;
 
@@ -141,7 +149,9 @@ mod tests {
     fn labels(sizes: &[usize]) -> Vec<u32> {
         let rounds = 0..*sizes.iter().max().unwrap();
         rounds
-            .flat_map(|round| (0..).zip(sizes).filter(move |(_, size)| round < **size).map(|(class, _)| 7 * class))
+            .flat_map(|round| {
+                (0..).zip(sizes).filter(move |(_, size)| round < **size).map(|(class, _)| 7 * class)
+            })
             .collect()
     }
 
@@ -155,17 +165,26 @@ mod tests {
 
     #[test]
     fn every_window_holds_the_classes_in_proportion() {
-        for sizes in [&[20, 5, 1][..], &[10, 10], &[1, 1, 1, 1], &[50], &[30, 20, 10, 5, 3], &[64, 1]] {
+        for sizes in
+            [&[20, 5, 1][..], &[10, 10], &[1, 1, 1, 1], &[50], &[30, 20, 10, 5, 3], &[64, 1]]
+        {
             let labels = labels(sizes);
             let (len, n_classes) = (labels.len(), sizes.len());
             for seed in 0..20 {
                 let order = order(&labels, Quota::All, seed);
-                for (start, end) in (0..len).flat_map(|start| (start + 1..=len).map(move |end| (start, end))) {
+                for (start, end) in
+                    (0..len).flat_map(|start| (start + 1..=len).map(move |end| (start, end)))
+                {
                     for (class, &size) in (0..).zip(sizes) {
-                        let found =
-                            order[start..end].iter().filter(|&&sample| labels[sample as usize] == 7 * class).count();
+                        let found = order[start..end]
+                            .iter()
+                            .filter(|&&sample| labels[sample as usize] == 7 * class)
+                            .count();
                         let off = (found * len).abs_diff((end - start) * size);
-                        assert!(off <= len + n_classes * size, "{sizes:?} {start}..{end}: {found} of class {class}");
+                        assert!(
+                            off <= len + n_classes * size,
+                            "{sizes:?} {start}..{end}: {found} of class {class}"
+                        );
                     }
                 }
             }
@@ -176,7 +195,11 @@ mod tests {
     fn capped_classes_give_others_each_epoch_and_fixed_ones_repeat_evenly() {
         let labels = labels(&[20, 3]);
         let of = |order: &[u32], class| {
-            order.iter().copied().filter(|&sample| labels[sample as usize] == class).collect::<Vec<_>>()
+            order
+                .iter()
+                .copied()
+                .filter(|&sample| labels[sample as usize] == class)
+                .collect::<Vec<_>>()
         };
         let capped = order(&labels, Quota::Capped(5), 0);
         assert_eq!((of(&capped, 0).len(), of(&capped, 7).len()), (5, 3));
@@ -185,7 +208,12 @@ mod tests {
         let fixed = of(&order(&labels, Quota::Fixed(8), 0), 7);
         let small_class = sorted(of(&(0..23).collect::<Vec<_>>(), 7));
         assert_eq!(fixed.len(), 8);
-        assert_eq!(sorted(fixed[..3].to_vec()), small_class, "it is read whole before a sample comes again");
+        assert_eq!(
+            sorted(fixed[..3].to_vec()),
+            small_class,
+            "it is read whole before a sample comes again"
+        );
         assert_eq!(sorted(fixed[3..6].to_vec()), small_class);
+        assert_ne!(fixed[..3], fixed[3..6], "each pass has an order of its own");
     }
 }

@@ -1,21 +1,24 @@
 //! Weighted draws: every position draws one sample, each sample as often as its weight asks.
 //!
-//! Draws are made **with replacement**, as by PyTorch's `WeightedRandomSampler` with its default and by NumPy's
-//! `choice(p=…)`: an epoch may bring a sample twice and another not at all, and a weight counts in expectation only.
+//! Draws are made **with replacement**, as by PyTorch's `WeightedRandomSampler` with its default
+//! and by NumPy's `choice(p=…)`: an epoch may bring a sample twice and another not at all, and a
+//! weight counts in expectation only.
 //!
-//! The alias method (Walker, "An Efficient Method for Generating Discrete Random Variables with General Distributions",
-//! 1977) makes one slot for each sample, all equally likely, and lets at most two samples share a slot, so that a draw
-//! is one look-up whatever their number. We build the slots in one sweep (as Vose, 1991, in linear time, but without
-//! his two lists: Hübschle-Schneider and Sanders, "Parallel Weighted Random Sampling", 2019) and differ from all of
-//! them in that we count in integers: weights become whole masses that add up to exactly the capacity of all slots.
-//! So nothing is left over by rounding that could go to a sample of weight 0, and the table is the same on every
-//! machine. PyTorch takes at most 2^24 weights and draws an epoch as a whole; here a position is hashed, so that a
-//! rank draws its own share alone and resumes anywhere.
+//! The alias method (Walker, "An Efficient Method for Generating Discrete Random Variables with
+//! General Distributions", 1977) makes one slot for each sample, all equally likely, and lets at
+//! most two samples share a slot, so that a draw is one look-up whatever their number. We build the
+//! slots in one sweep (as Vose, 1991, in linear time, but without his two lists: Hübschle-Schneider
+//! and Sanders, "Parallel Weighted Random Sampling", 2019) and differ from all of them in that we
+//! count in integers: weights become whole masses that add up to exactly the capacity of all slots.
+//! So nothing is left over by rounding that could go to a sample of weight 0, and the table is the
+//! same on every machine. PyTorch takes at most 2^24 weights and draws an epoch as a whole; here a
+//! position is hashed, so that a rank draws its own share alone and resumes anywhere.
 
 use std::slice;
 
-use core_types::Seed;
+use core_types::{Fingerprint, Seed};
 
+use super::table;
 use crate::error::{Error, Result};
 
 /// The most weights a table is made of: a slot names a sample in 32 bits.
@@ -24,12 +27,12 @@ const MAX_LEN: u64 = 1 << 32;
 /// What weights are scaled to add up to about, before they become masses.
 const SCALE_BITS: u32 = 62;
 
-/// The distribution that some weights describe, 8 bytes a weight.
+/// The distribution that weights describe, 8 bytes per weight.
 ///
 /// # Accuracy
 ///
-/// Out of n samples, one of relative weight p is drawn with a probability within p·(2^-51 + n·2^-61) + 2^-60 of p, and
-/// one of weight 0 is never drawn.
+/// Out of n samples, one of relative weight p is drawn with a probability within p·(2^-51 +
+/// n·2^-61) + 2^-60 of p, and one of weight 0 is never drawn.
 #[derive(Clone, Debug)]
 pub(crate) struct AliasTable {
     slots: Vec<u64>,
@@ -46,25 +49,28 @@ impl AliasTable {
     ///
     /// # Errors
     ///
-    /// - [`Error::EmptyDataSet`], [`Error::TooManyWeights`] and [`Error::OutOfMemory`], for no weights, more than 2^32,
-    ///   or more than fit into memory.
+    /// - [`Error::EmptyDataSet`], [`Error::TooManyWeights`] and [`Error::OutOfMemory`], for no
+    ///   weights, more than 2^32, or more than fit into memory.
     /// - [`Error::InvalidWeight`], if one is negative, infinite or not a number.
     /// - [`Error::NoWeight`] and [`Error::WeightSumOverflow`], if their sum is 0 or infinite.
     pub(crate) fn new(weights: &[f64]) -> Result<Self> {
         let layout = Layout::new(weights.len() as u64)?;
         let masses = Masses::new(weights, total(weights)?, layout);
-        let mut slots = allocate(weights.len())?;
+        let mut slots = table::zeros(weights.len() as u64)?;
         sweep(&mut slots, &masses, layout);
-        let fingerprint = fingerprint(slots.iter().copied());
-        Ok(Self { slots, layout, fingerprint })
+        let fingerprint: Fingerprint = slots.iter().copied().collect();
+        Ok(Self { slots, layout, fingerprint: fingerprint.finish() })
     }
 
     /// The sample at `position`, which depends on the weights, `seed` and `position` alone.
-    #[allow(clippy::cast_possible_truncation, reason = "the halves of the product are what the method is about")]
+    #[expect(
+        clippy::cast_possible_truncation,
+        reason = "the halves of the product are what the method is about"
+    )]
     #[inline]
     pub(crate) fn draw(&self, seed: Seed, position: u64) -> u64 {
-        // The upper half chooses a slot; how far the product stands above that slot's first one, the lower half, chooses
-        // within it, and is precise to 2^-64 over all slots together.
+        // The upper half chooses a slot; how far the product stands above that slot's first one,
+        // the lower half, chooses within it, and is precise to 2^-64 over all slots together.
         let product = u128::from(seed.derive(position).as_u64()) * self.slots.len() as u128;
         let slot = (product >> 64) as u64;
         self.layout.sample(self.slots[slot as usize], slot, product as u64)
@@ -77,23 +83,20 @@ impl AliasTable {
         }
     }
 
-    /// A hash by which a saved position finds out that it belongs to other weights.
+    /// Tells a saved position whether it belongs to these weights.
     ///
-    /// Weights that make the same table have the same fingerprint, as those do that differ by a power of two.
+    /// Weights that make the same table have the same fingerprint, for example those that differ
+    /// by a power of two.
     pub(crate) fn fingerprint(&self) -> u64 {
         self.fingerprint
     }
 }
 
-/// Hashes a sequence of words; their order counts.
-pub(super) fn fingerprint(words: impl Iterator<Item = u64>) -> u64 {
-    (0..).zip(words).fold(0, |sum: u64, (place, word)| sum.wrapping_add(Seed::new(word).derive(place).as_u64()))
-}
-
 /// How a slot's two samples, and the border between them, share one word.
 ///
-/// The slot's own sample has the part below the border. The more slots there are, the more bits name the other sample,
-/// but the smaller is a slot: the border is always known to 2^-63 of the whole.
+/// The slot's own sample has the part below the border. The more slots there are, the more bits
+/// name the other sample, but the smaller is a slot: the border is always known to 2^-63 of the
+/// whole.
 #[derive(Clone, Copy, Debug)]
 struct Layout {
     n_slots: u64,
@@ -104,7 +107,9 @@ impl Layout {
     fn new(n_slots: u64) -> Result<Self> {
         match n_slots {
             0 => Err(Error::EmptyDataSet),
-            1..=MAX_LEN => Ok(Self { n_slots, alias_bits: u64::BITS - (n_slots - 1).leading_zeros() }),
+            1..=MAX_LEN => {
+                Ok(Self { n_slots, alias_bits: u64::BITS - (n_slots - 1).leading_zeros() })
+            }
             weights => Err(Error::TooManyWeights { weights, max: MAX_LEN }),
         }
     }
@@ -150,19 +155,10 @@ fn total(weights: &[f64]) -> Result<f64> {
     if 0.0 < total { Ok(total) } else { Err(Error::NoWeight { weights: weights.len() }) }
 }
 
-/// Memory for `len` slots.
-fn allocate(len: usize) -> Result<Vec<u64>> {
-    let mut slots = Vec::new();
-    let bytes = len as u64 * size_of::<u64>() as u64;
-    slots.try_reserve_exact(len).map_err(|_| Error::OutOfMemory { len: len as u64, bytes })?;
-    slots.resize(len, 0);
-    Ok(slots)
-}
-
 /// The weights as whole numbers in the same proportions, which add up to the capacity of all slots.
 ///
-/// Each mass is the difference of two neighbors among rounded partial sums, not rounded itself. So nothing is lost on
-/// the way, and a weight of 0 has no mass.
+/// Each mass is the difference of two neighbors among rounded partial sums, not rounded itself. So
+/// nothing is lost on the way, and a weight of 0 has no mass.
 #[derive(Clone, Debug)]
 struct Masses<'a> {
     weights: slice::Iter<'a, f64>,
@@ -175,20 +171,32 @@ struct Masses<'a> {
 }
 
 impl<'a> Masses<'a> {
-    #[allow(clippy::cast_possible_truncation, reason = "the scaled sum is about 2^62 and the masses' at most 2^63")]
+    #[expect(
+        clippy::cast_possible_truncation,
+        reason = "the scaled sum is about 2^62 and the masses' at most 2^63"
+    )]
     fn new(weights: &'a [f64], weight_total: f64, layout: Layout) -> Self {
         let mass_total = layout.total();
         let scaled_total: u64 = weights.iter().map(|&weight| scaled(weight, weight_total)).sum();
-        // Rounded up: the last sum reaches the total, to which it is cut, and so would any weight 0 behind it.
-        let ratio = (u128::from(mass_total) << SCALE_BITS).div_ceil(u128::from(scaled_total)) as u64;
-        Self { weights: weights.iter(), weight_total, mass_total, ratio, scaled_sum: 0, mass_sum: 0 }
+        // Rounded up: the last sum reaches the total, to which it is cut, and so would any weight 0
+        // behind it.
+        let ratio =
+            (u128::from(mass_total) << SCALE_BITS).div_ceil(u128::from(scaled_total)) as u64;
+        Self {
+            weights: weights.iter(),
+            weight_total,
+            mass_total,
+            ratio,
+            scaled_sum: 0,
+            mass_sum: 0,
+        }
     }
 }
 
 impl Iterator for Masses<'_> {
     type Item = u64;
 
-    #[allow(clippy::cast_possible_truncation, reason = "the masses add up to at most 2^63, about")]
+    #[expect(clippy::cast_possible_truncation, reason = "the masses add up to at most 2^63, about")]
     fn next(&mut self) -> Option<u64> {
         self.scaled_sum += scaled(*self.weights.next()?, self.weight_total);
         let sum = (u128::from(self.scaled_sum) * u128::from(self.ratio)) >> SCALE_BITS;
@@ -198,17 +206,23 @@ impl Iterator for Masses<'_> {
     }
 }
 
-/// A weight as a part of 2^62. Division and multiplication are rounded alike on all machines (IEEE 754).
-#[allow(clippy::cast_possible_truncation, clippy::cast_sign_loss, reason = "a weight is at most the sum of them")]
+/// A weight as a part of 2^62. Division and multiplication are rounded alike on all machines (IEEE
+/// 754).
+#[expect(
+    clippy::cast_possible_truncation,
+    clippy::cast_sign_loss,
+    reason = "a weight is at most the sum of them"
+)]
 fn scaled(weight: f64, total: f64) -> u64 {
     (weight / total * (1_u64 << SCALE_BITS) as f64) as u64
 }
 
 /// Deals the masses out to the slots.
 ///
-/// Two cursors go over the samples: one over the light ones, which leave room in their slots, one over the heavy ones,
-/// which have more than fits. A heavy sample fills up light slots until it fits its own, if need be with room to spare,
-/// which the next heavy one fills. The masses are computed anew for each cursor rather than stored.
+/// Two cursors go over the samples: one over the light ones, which leave room in their slots, one
+/// over the heavy ones, which have more than fits. A heavy sample fills up light slots until it
+/// fits its own, if need be with room to spare, which the next heavy one fills. The masses are
+/// computed anew for each cursor rather than stored.
 fn sweep(slots: &mut [u64], masses: &Masses<'_>, layout: Layout) {
     let capacity = layout.capacity();
     let mut light = (0..).zip(masses.clone()).filter(|&(_, mass)| mass <= capacity);
@@ -217,13 +231,17 @@ fn sweep(slots: &mut [u64], masses: &Masses<'_>, layout: Layout) {
     while let Some((sample, mass)) = giver {
         let rest = fill_up(slots, &mut light, (sample, mass), layout);
         giver = heavy.next().map(|(next, mass)| (next, mass - (capacity - rest)));
-        put(slots, sample, layout.pack(rest, giver.map_or(sample, |(next, _)| next)));
+        // Room in the slot of the last heavy sample is its own.
+        let alias = giver.map_or(sample, |(next, _)| next);
+        put(slots, sample, layout.pack(rest, alias));
     }
     // As many masses are left as slots, and all fit: each is as large as its slot.
     light.for_each(|(slot, mass)| put(slots, slot, layout.pack(mass, slot)));
 }
 
-/// Fills light slots up from a heavy sample, and returns what is left of its mass when that fits its own slot.
+/// Fills light slots up from a heavy sample, and returns what is left of its mass when that fits
+/// its own slot.
+#[expect(clippy::expect_used, reason = "the masses add up to exactly the capacity of all slots")]
 fn fill_up(
     slots: &mut [u64],
     light: &mut impl Iterator<Item = (u64, u64)>,
@@ -231,15 +249,14 @@ fn fill_up(
     layout: Layout,
 ) -> u64 {
     while layout.capacity() < mass {
-        // Never `None`: where mass is in excess, there is room elsewhere.
-        let Some((slot, own)) = light.next() else { break };
+        let (slot, own) = light.next().expect("where mass is in excess, there is room elsewhere");
         put(slots, slot, layout.pack(own, sample));
         mass -= layout.capacity() - own;
     }
     mass
 }
 
-#[allow(clippy::cast_possible_truncation, reason = "slots are numbered as the weights of a slice")]
+#[expect(clippy::cast_possible_truncation, reason = "slots are numbered as the weights of a slice")]
 fn put(slots: &mut [u64], slot: u64, word: u64) {
     slots[slot as usize] = word;
 }
@@ -263,14 +280,24 @@ mod tests {
     fn distributions() -> Vec<Vec<f64>> {
         let uneven = |n: i32| (0..n).map(|i| 10_f64.powi(i % 19 - 9)).collect();
         let with_zeros = (0..100).map(|i| f64::from(i % 3)).collect();
-        vec![vec![1.0], vec![0.0, 1.0], vec![1.0; 7], uneven(19), uneven(1000), with_zeros, vec![f64::MIN_POSITIVE; 5]]
+        vec![
+            vec![1.0],
+            vec![0.0, 1.0],
+            vec![1.0; 7],
+            uneven(19),
+            uneven(1000),
+            with_zeros,
+            vec![f64::MIN_POSITIVE; 5],
+        ]
     }
 
     #[test]
     fn the_table_has_the_shares_of_the_weights() {
         for weights in distributions() {
             let total: f64 = weights.iter().sum();
-            for (share, weight) in shares(&AliasTable::new(&weights).unwrap()).into_iter().zip(&weights) {
+            for (share, weight) in
+                shares(&AliasTable::new(&weights).unwrap()).into_iter().zip(&weights)
+            {
                 let expected = weight / total;
                 assert!(
                     (share - expected).abs() <= expected * 1e-14 + 1e-17,
@@ -288,12 +315,18 @@ mod tests {
         for weights in distributions() {
             let table = AliasTable::new(&weights).unwrap();
             let mut counts = vec![0_u32; weights.len()];
-            (0..DRAWS).for_each(|position| counts[usize::try_from(table.draw(Seed::new(5), position)).unwrap()] += 1);
+            (0..DRAWS).for_each(|position| {
+                counts[usize::try_from(table.draw(Seed::new(5), position)).unwrap()] += 1;
+            });
             let total: f64 = weights.iter().sum();
             for (&count, weight) in counts.iter().zip(&weights) {
-                // A binomial count is 6 standard deviations off less than once in 10^8 times; the 1 is for rare samples.
+                // A binomial count is 6 standard deviations off less than once in 10^8 times; the 1
+                // is for rare samples.
                 let expected = DRAWS as f64 * weight / total;
-                assert!((f64::from(count) - expected).abs() <= 6.0 * expected.sqrt() + 1.0, "{count} for {expected}");
+                assert!(
+                    (f64::from(count) - expected).abs() <= 6.0 * expected.sqrt() + 1.0,
+                    "{count} for {expected}"
+                );
             }
         }
     }
@@ -304,7 +337,12 @@ mod tests {
         let mut bulk = [0; 10];
         table.fill(Seed::new(42), 3, 2, &mut bulk);
         assert_eq!(bulk, [0, 2, 3, 2, 3, 3, 0, 3, 2, 1]);
-        assert!(bulk.iter().eq((0..10).map(|n| table.draw(Seed::new(42), 3 + 2 * n)).collect::<Vec<_>>().iter()));
+        assert!(
+            bulk.iter().eq((0..10)
+                .map(|n| table.draw(Seed::new(42), 3 + 2 * n))
+                .collect::<Vec<_>>()
+                .iter())
+        );
     }
 
     #[test]
@@ -324,5 +362,10 @@ mod tests {
         }
         assert_eq!(error(&[0.0, 0.0]), Error::NoWeight { weights: 2 });
         assert!(matches!(error(&[f64::MAX, f64::MAX]), Error::WeightSumOverflow { index: 1, .. }));
+        // Nobody has the memory for so many.
+        let weights = MAX_LEN + 1;
+        let too_many = Error::TooManyWeights { weights, max: MAX_LEN };
+        assert_eq!(Layout::new(weights).unwrap_err(), too_many);
+        assert_eq!(Layout::new(MAX_LEN).unwrap().total(), 1 << 63);
     }
 }

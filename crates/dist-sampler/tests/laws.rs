@@ -1,10 +1,13 @@
 //! What every sampler promises, whatever the data set, world and choices.
 
-use candle_distributed::{
-    sampler::{DistributedSampler, Error, Order, Partition, SamplerConfig, SamplerState, Tail},
-    types::{Epoch, Placement, Seed, WorldSize},
+#![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
+
+use core_types::{Epoch, Placement, Seed, WorldSize};
+use dist_sampler::{
+    DistributedSampler, Error, Order, Partition, Quota, SamplerConfig, SamplerState, Tail,
 };
 use proptest::prelude::*;
+use serde_json::{Value, json};
 
 const ORDERS: [Order; 4] = [Order::Sequential, Order::Exact, Order::Streaming, Order::Torch];
 const PARTITIONS: [Partition; 2] = [Partition::Contiguous, Partition::Strided];
@@ -95,7 +98,8 @@ fn check_sizes(len: u64, world: u64, tail: Tail, ranks: &[Vec<u64>], context: &s
     }
 }
 
-/// Every sample's owner is the rank that reads it unpadded, and its position is where the order has it.
+/// Every sample's owner is the rank that reads it unpadded, and its position is where the order has
+/// it.
 fn check_owners(len: u64, samplers: &[DistributedSampler], context: &str) {
     let whole = SamplerConfig::default()
         .with_order(samplers[0].config().order)
@@ -204,6 +208,68 @@ fn epochs_can_be_visited_in_any_order() {
     }
 }
 
+#[test]
+fn the_length_decides_how_a_shuffle_is_made() {
+    let order = |len, order| {
+        let config = SamplerConfig::default().with_order(order);
+        sampler(len, 0, 1, config, 0).iter().collect::<Vec<_>>()
+    };
+    assert_eq!(order(16_383, Order::Shuffled), order(16_383, Order::Exact));
+    assert_eq!(order(16_384, Order::Shuffled), order(16_384, Order::Streaming));
+    assert_ne!(order(16_384, Order::Streaming), order(16_384, Order::Exact));
+    assert_eq!(order(127, Order::Streaming), order(127, Order::Exact));
+    assert_ne!(order(128, Order::Streaming), order(128, Order::Exact));
+}
+
+/// Draws by weight, and classes in proportion, for rank 1 of 2.
+fn samplers_of_other_orders(config: SamplerConfig) -> [DistributedSampler; 2] {
+    let me = Placement::new(1, 2).unwrap();
+    let labels: Vec<u32> = (0..60).map(|n| n % 3).collect();
+    [
+        DistributedSampler::weighted(&[1.0, 2.0, 0.0, 4.0], 60, me, config).unwrap(),
+        DistributedSampler::stratified(&labels, Quota::All, me, config).unwrap(),
+    ]
+}
+
+#[test]
+fn draws_and_strata_follow_seed_and_epoch() {
+    let config = SamplerConfig::default().with_seed(Seed::new(1));
+    let first = samplers_of_other_orders(config);
+    let later = samplers_of_other_orders(config.with_epoch(Epoch::new(4)));
+    let other_seed = samplers_of_other_orders(config.with_seed(Seed::new(2)));
+    for ((mut sampler, later), other_seed) in first.into_iter().zip(later).zip(other_seed) {
+        assert!(sampler.iter().ne(later.iter()));
+        assert!(sampler.iter().ne(other_seed.iter()));
+        sampler.set_epoch(Epoch::new(4));
+        assert!(sampler.iter().eq(later.iter()));
+    }
+}
+
+#[test]
+fn draws_and_strata_are_resumed_with_the_same_weights_and_labels_alone() {
+    let config = SamplerConfig::default();
+    let [weighted, stratified] = samplers_of_other_orders(config);
+    for sampler in [&weighted, &stratified] {
+        let mut resumed = sampler.clone();
+        resumed.resume(&sampler.state(7)).unwrap();
+        assert!(resumed.iter().eq(sampler.iter().skip(7)));
+    }
+    let is_mismatch = |error| matches!(error, Err(Error::StateMismatch { what, .. }) if what.contains("fingerprint"));
+    let me = weighted.placement();
+    let mut other = DistributedSampler::weighted(&[1.0, 2.0, 4.0, 0.0], 60, me, config).unwrap();
+    assert!(is_mismatch(other.resume(&weighted.state(7))));
+    let mut other = DistributedSampler::stratified(&[5; 60], Quota::All, me, config).unwrap();
+    assert!(is_mismatch(other.resume(&stratified.state(7))));
+}
+
+#[test]
+fn presets_are_the_choices_they_name() {
+    let config = SamplerConfig::spdl_random();
+    assert_eq!(config.order, Order::Shuffled);
+    assert_eq!(config.partition, Partition::Strided);
+    assert_eq!(config.tail, Tail::Drop);
+}
+
 /// A fresh sampler at the place of `state`.
 fn resumed(
     len: u64,
@@ -236,7 +302,8 @@ fn resuming_at_every_position_goes_on_as_if_nothing_had_happened() {
     }
 }
 
-/// What the ranks of a world have not read when each has read its first `read` indices, dropped samples included.
+/// What the ranks of a world have not read when each has read its first `read` indices, dropped
+/// samples included.
 fn unread(len: u64, ranks: &[Vec<u64>], read: u64) -> Vec<u64> {
     let read = usize::try_from(read).unwrap();
     let taken = sorted(ranks.iter().flat_map(|rank| rank.iter().take(read).copied()));
@@ -256,7 +323,8 @@ fn another_world_reads_exactly_what_was_left() {
             {
                 let state = before[0].state(consumed);
                 let expected = unread(LEN, &ranks, consumed);
-                // A next world with a tail that drops or repeats would not read exactly what was left.
+                // A next world with a tail that drops or repeats would not read exactly what was
+                // left.
                 for next in PARTITIONS
                     .map(|partition| config.with_partition(partition).with_tail(Tail::Spread))
                 {
@@ -318,7 +386,7 @@ fn a_resumed_epoch_ends_with_the_next_set_epoch() {
 
 #[test]
 fn shares_follow_rank_weights() {
-    for weights in [&[1, 1, 1][..], &[3, 1], &[0, 5, 2], &[1]] {
+    for weights in [&[1, 1, 1][..], &[3, 1], &[0, 5, 2], &[5, 0, 2], &[0, 0, 1, 0, 3, 0], &[1]] {
         let ranks: Vec<_> = (0..weights.len() as u64)
             .map(|rank| {
                 sampler(103, rank, weights.len() as u64, SamplerConfig::default(), 2)
@@ -380,6 +448,10 @@ fn states_of_something_else_are_refused() {
     let consumed =
         refused(sampler(50, 0, 4, config, 0), &edited("\"consumed\":5", "\"consumed\":51"));
     assert_eq!(consumed, Error::StateConsumed { consumed: 51, len: 50 });
+    let uneven = edited("{\"contiguous\":\"last_rank\"}", "{\"proportional\":[1,2,3]}");
+    let weights = refused(sampler(50, 0, 4, config, 0), &uneven);
+    let world_size = WorldSize::new(4).unwrap();
+    assert_eq!(weights, Error::RankWeights { weights: 3, world_size });
 }
 
 #[test]
@@ -403,6 +475,58 @@ fn impossible_data_sets_are_refused() {
     }
 }
 
+#[test]
+fn nothing_is_filled_from_beyond_the_end() {
+    for config in (0..EVERY_CONFIG).map(config) {
+        let mut sampler = sampler(50, 1, 4, config, 3);
+        sampler.resume(&sampler.state(5)).unwrap();
+        for start in [sampler.len(), sampler.len() + 1, u64::MAX] {
+            let mut block = [7; 3];
+            assert_eq!((sampler.fill(start, &mut block), block), (0, [7; 3]), "{config:?}");
+        }
+    }
+}
+
+/// A state is read by later versions than the one that wrote it.
+#[test]
+fn the_format_of_states_is_pinned() {
+    let config = SamplerConfig::default().with_seed(Seed::new(7)).with_tail(Tail::Spread);
+    let me = Placement::new(1, 2).unwrap();
+    let mut weighted = DistributedSampler::weighted(&[1.0, 2.0, 3.0, 4.0], 10, me, config).unwrap();
+    weighted.set_epoch(Epoch::new(3));
+    check_format(
+        &weighted.state(2),
+        &json!({
+            "format_version": 1, "order": "shuffled", "len": 10,
+            "fingerprint": 6_901_188_282_358_919_322_u64, "seed": 7, "epoch": 3,
+            "stages": [{ "world_size": 2, "rule": { "contiguous": "spread" }, "consumed": 2 }],
+        }),
+    );
+    let stratified = DistributedSampler::stratified(&[0, 1, 0, 2], Quota::All, me, config).unwrap();
+    check_format(
+        &stratified.with_rank_weights(&[1, 3]).unwrap().state(1),
+        &json!({
+            "format_version": 1, "order": "shuffled", "len": 4,
+            "fingerprint": 14_058_578_823_181_980_254_u64, "seed": 7, "epoch": 0,
+            "stages": [{ "world_size": 2, "rule": { "proportional": [1, 3] }, "consumed": 1 }],
+        }),
+    );
+}
+
+fn check_format(state: &SamplerState, json: &Value) {
+    assert_eq!(serde_json::to_value(state).unwrap(), *json);
+    assert_eq!(serde_json::from_value::<SamplerState>(json.clone()).unwrap(), *state);
+}
+
+#[test]
+fn a_state_without_a_world_is_not_read() {
+    let text = serde_json::to_string(&sampler(5, 0, 1, config(0), 0).state(0)).unwrap();
+    let (before, _) = text.split_once("\"stages\":").unwrap();
+    let error = serde_json::from_str::<SamplerState>(&format!("{before}\"stages\":[]}}"));
+    let message = error.unwrap_err().to_string();
+    assert!(message.starts_with("a sampler state names at least one world"), "{message}");
+}
+
 proptest! {
     #[test]
     fn any_data_set_is_covered_as_the_tail_says(
@@ -413,12 +537,17 @@ proptest! {
 
     #[test]
     fn the_largest_data_sets_are_read_without_overflow(
-        short_of_max in 0_u64..1_000, world in 1..=WorldSize::MAX.as_u64(), rank in any::<u64>(), n in 0..EVERY_RULE,
-        start in any::<u64>(), streams in any::<bool>(),
+        short_of_max in 0_u64..1_000,
+        world in 1..=WorldSize::MAX.as_u64(),
+        rank in any::<u64>(),
+        n in 0..EVERY_RULE,
+        start in any::<u64>(),
+        streams in any::<bool>(),
     ) {
         let len = DistributedSampler::MAX_LEN - short_of_max;
         let order = if streams { Order::Streaming } else { Order::Sequential };
-        let sampler = sampler(len, rank % world, world, config(n).with_order(order), 1);
+        let config = config(n).with_order(order);
+        let sampler = sampler(len, rank % world, world, config, 1);
         let start = start % sampler.len();
         let mut block = [0; 70];
         let count = sampler.fill(start, &mut block);
@@ -429,7 +558,7 @@ proptest! {
             prop_assert!(is_padding || sampler.rank_of(index) == Some(sampler.placement().rank()));
         }
         prop_assert_eq!(sampler.get(sampler.len()), None);
-        let resumed = resumed(len, rank % world, world, config(n).with_order(order), &sampler.state(start));
+        let resumed = resumed(len, rank % world, world, config, &sampler.state(start));
         prop_assert_eq!(resumed.get(0), sampler.get(start));
     }
 }

@@ -1,9 +1,9 @@
-//! MT19937, the generator behind PyTorch's CPU random numbers (Matsumoto and Nishimura, "Mersenne Twister", 1998,
-//! seeded as in their revision of 2002).
+//! MT19937, the generator behind PyTorch's CPU random numbers (Matsumoto and Nishimura, "Mersenne
+//! Twister", 1998, seeded as in their revision of 2002).
 //!
-//! The usual form hands out one word at a time. Here the whole state is renewed and handed out at once, from a copy of
-//! the old one, so that no word waits for its neighbor and the compiler computes several together: 0.4 ns a word on
-//! baseline x86-64.
+//! The usual form hands out one word at a time. Here the whole state is renewed and handed out at
+//! once, from a copy of the old one, so that no word waits for its neighbor and the compiler
+//! computes several together: 0.4 ns a word on baseline x86-64.
 
 /// The words of the state, and of a block.
 pub(super) const BLOCK: usize = 624;
@@ -73,7 +73,10 @@ mod tests {
     fn the_stream_of_the_default_seed_is_the_published_one() {
         let mut generator = Mt19937::new(5489);
         let stream: Vec<u32> = (0..17).flat_map(|_| generator.block()).collect();
-        assert_eq!(stream[..5], [3_499_211_612, 581_869_302, 3_890_346_734, 3_586_334_585, 545_404_204]);
+        assert_eq!(
+            stream[..5],
+            [3_499_211_612, 581_869_302, 3_890_346_734, 3_586_334_585, 545_404_204]
+        );
         assert_eq!(stream[9999], 4_123_659_995, "the value that C++ requires of std::mt19937");
     }
 }

@@ -1,8 +1,10 @@
 //! Who is who: ranks, the world they form, and a rank checked against its world.
 
+mod error;
+
 use std::fmt;
 
-use crate::error::{Error, Result};
+pub use error::{Error, Result};
 
 /// The number of ranks that work together; `num_replicas` in PyTorch's samplers.
 ///
@@ -100,7 +102,7 @@ impl Rank {
     pub const ZERO: Self = Self(0);
 
     /// The rank of this number, which the caller has found to be below a world size.
-    #[allow(clippy::cast_possible_truncation, reason = "a world size fits 32 bits")]
+    #[expect(clippy::cast_possible_truncation, reason = "a world size fits 32 bits")]
     pub(crate) fn in_world(rank: u64) -> Self {
         debug_assert!(rank < WorldSize::MAX.as_u64());
         Self(rank as u32)
@@ -160,6 +162,12 @@ impl Placement {
             Ok(value) if value < world_size.0 => Ok(Self { rank: Rank(value), world_size }),
             _ => Err(Error::RankOutOfRange { rank, world_size }),
         }
+    }
+
+    /// The place of `rank`, which the caller has found to be below `world_size`.
+    pub(crate) fn of(rank: Rank, world_size: WorldSize) -> Self {
+        debug_assert!(rank.0 < world_size.0);
+        Self { rank, world_size }
     }
 
     /// Which rank this is.

@@ -1,17 +1,22 @@
-//! The order of PyTorch's `DistributedSampler`: bit for bit the permutation of `torch.randperm` on a CPU.
+//! The order of PyTorch's `DistributedSampler`: bit for bit the permutation of `torch.randperm` on
+//! a CPU.
 //!
-//! The rule, held by golden tests: slot i is swapped with another one for every i, drawn by plain remainder from the
-//! words of [`Mt19937`] under seed + epoch. Below 2^32 / 20 samples a word chooses among the slots from i on; from there
-//! on, where its remainder would favor some slots too much, two words choose among those up to i.
+//! The rule, held by golden tests: slot i is swapped with another one for every i, drawn by plain
+//! remainder from the words of [`Mt19937`] under seed + epoch. Below 2^32 / 20 samples a word
+//! chooses among the slots from i on; from there on, where its remainder would favor some slots too
+//! much, two words choose among those up to i.
 //!
-//! We differ in cost, not in result. An index takes 4 bytes, not 8, with no list of Python integers on top, and the
-//! slots of many steps are computed first and fetched together, so that the cache misses overlap: 1e8 samples take
-//! 0.75 s, of which fetching alone takes 0.65 s. One step after the other takes 1.15 s, PyTorch's sampler 8 s.
+//! We differ in cost, not in result. An index takes 4 bytes, not 8, with no list of Python integers
+//! on top, and the slots of many steps are computed first and fetched together, so that the cache
+//! misses overlap: 1e8 samples take 0.75 s, of which fetching alone takes 0.65 s. One step after
+//! the other takes 1.15 s, PyTorch's sampler 8 s.
 
-use super::{
-    mersenne::{BLOCK, Mt19937},
-    table,
-};
+mod mersenne;
+
+use core_types::swap_ahead;
+use mersenne::{BLOCK, Mt19937};
+
+use super::table;
 
 /// The length from which a step takes two words.
 const WIDE_FROM: usize = (u32::MAX / 20) as usize;
@@ -20,13 +25,14 @@ const WIDE_FROM: usize = (u32::MAX / 20) as usize;
 ///
 /// `seed` is PyTorch's seed + epoch; its generator uses the low 32 bits.
 pub(super) fn shuffle(table: &mut [u32], seed: u64) {
-    #[allow(clippy::cast_possible_truncation, reason = "as PyTorch does")]
+    #[expect(clippy::cast_possible_truncation, reason = "as PyTorch does")]
     let generator = Mt19937::new(seed as u32);
     let slots_of = slots_for(table.len());
     swap_all(table, generator, slots_of);
 }
 
-/// Turns the words of a block, in place, into the slots of as many steps as they suffice for, from step `start` on.
+/// Turns the words of a block, in place, into the slots of as many steps as they suffice for, from
+/// step `start` on.
 type Slots = fn(words: &mut [u32; BLOCK], start: usize, len: usize) -> &[u32];
 
 fn slots_for(len: usize) -> Slots {
@@ -39,13 +45,13 @@ fn swap_all(table: &mut [u32], mut generator: Mt19937, slots_of: Slots) {
     while start < table.len() {
         let mut words = generator.block();
         let slots = slots_of(&mut words, start, table.len());
-        table::swap(table, start, slots);
+        swap_ahead(table, start, slots);
         start += slots.len();
     }
 }
 
 /// A slot from i on for each word: Fisher and Yates' shuffle from the front.
-#[allow(clippy::cast_possible_truncation, reason = "the length is below `WIDE_FROM`")]
+#[expect(clippy::cast_possible_truncation, reason = "the length is below `WIDE_FROM`")]
 fn narrow(words: &mut [u32; BLOCK], start: usize, len: usize) -> &[u32] {
     let steps = BLOCK.min(len - start);
     for (word, i) in words[..steps].iter_mut().zip(start as u32..) {
@@ -55,7 +61,7 @@ fn narrow(words: &mut [u32; BLOCK], start: usize, len: usize) -> &[u32] {
 }
 
 /// A slot up to i for each pair of words, the high one first: the shuffle inside out.
-#[allow(clippy::cast_possible_truncation, reason = "a table has at most 2^32 slots")]
+#[expect(clippy::cast_possible_truncation, reason = "a table has at most 2^32 slots")]
 fn wide(words: &mut [u32; BLOCK], start: usize, len: usize) -> &[u32] {
     let steps = (BLOCK / 2).min(len - start);
     for step in 0..steps {
@@ -66,10 +72,17 @@ fn wide(words: &mut [u32; BLOCK], start: usize, len: usize) -> &[u32] {
     &words[..steps]
 }
 
-/// `word % divisor` for a divisor below 2^31, by floating point, of which processors divide several at once.
+/// `word % divisor` for a divisor below 2^31, by floating point, of which processors divide several
+/// at once.
 ///
-/// The quotient is off by at most 2^-21. So, rounded, it is the true one or the next, and the rest at least -divisor.
-#[allow(clippy::cast_possible_truncation, clippy::cast_possible_wrap, clippy::cast_sign_loss, reason = "modulo 2^32")]
+/// The quotient is off by at most 2^-21. So, rounded, it is the true one or the next, and the rest
+/// at least -divisor.
+#[expect(
+    clippy::cast_possible_truncation,
+    clippy::cast_possible_wrap,
+    clippy::cast_sign_loss,
+    reason = "modulo 2^32"
+)]
 fn remainder(word: u32, divisor: u32) -> u32 {
     /// Numbers from here on are 1 apart: adding it rounds to an integer, found in the low bits.
     const ROUND: f64 = (1_u64 << 52) as f64;
@@ -89,7 +102,11 @@ mod tests {
     }
 
     /// The rule itself: one step after the other, by the processor's own remainder.
-    fn step_by_step(len: u64, seed: u32, slot: fn(&mut dyn FnMut() -> u64, u64, u64) -> u64) -> Vec<u32> {
+    fn step_by_step(
+        len: u64,
+        seed: u32,
+        slot: fn(&mut dyn FnMut() -> u64, u64, u64) -> u64,
+    ) -> Vec<u32> {
         let mut generator = Mt19937::new(seed);
         let mut words = std::iter::repeat_with(|| generator.block()).flatten().map(u64::from);
         let mut table: Vec<u32> = (0..).take(usize::try_from(len).unwrap()).collect();
@@ -129,7 +146,8 @@ mod tests {
         for len in LENS {
             let mut table = vec![7; len];
             swap_all(&mut table, Mt19937::new(5), wide);
-            let expected = step_by_step(len as u64, 5, |draw, i, _| ((draw() << 32) + draw()) % (i + 1));
+            let expected =
+                step_by_step(len as u64, 5, |draw, i, _| ((draw() << 32) + draw()) % (i + 1));
             assert_eq!(table, expected, "{len}");
         }
     }

@@ -1,30 +1,20 @@
-//! What can be wrong with a rank or a world size.
+//! What can be wrong with the variables of a launcher.
 
 use std::ffi::OsString;
 
-use crate::{Launcher, Placement, WorldSize};
+use super::launcher::Launcher;
+use crate::rank::{Placement, WorldSize};
 
-/// The result of a checked constructor of this crate.
-pub type Result<T, E = Error> = std::result::Result<T, E>;
+pub(super) type Result<T, E = Error> = std::result::Result<T, E>;
 
-/// A rank or world size outside its limits, or an environment that does not tell them.
+/// An environment that does not say which rank this process is.
+///
+/// It is not a variant of [`core_types::Error`](crate::Error): only a program asks its environment,
+/// and only at its start, so whoever handles the errors of a sampler or of a plan need not think of
+/// variables.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {
-    /// The world has no ranks, or more than [`WorldSize::MAX`].
-    #[error("world size {value} is out of range, it must be from 1 to {}", WorldSize::MAX)]
-    WorldSizeOutOfRange {
-        /// The world size that was asked for.
-        value: u64,
-    },
-    /// The rank does not exist in its world.
-    #[error("rank {rank} is out of range for a world of {world_size}")]
-    RankOutOfRange {
-        /// The rank that was asked for.
-        rank: u64,
-        /// The world it was to be part of.
-        world_size: WorldSize,
-    },
     /// The value of an environment variable is not Unicode.
     #[error("environment variable {name} is {value:?}, which is not Unicode")]
     VariableNotUnicode {
@@ -50,7 +40,7 @@ pub enum Error {
         name: &'static str,
         /// The variable that is set.
         found: &'static str,
-        /// What that is set to.
+        /// The value of that one.
         value: u64,
     },
     /// An environment variable names a world without ranks, or one with too many.
@@ -72,7 +62,7 @@ pub enum Error {
         rank: u64,
         /// The variable that names the size.
         size_name: &'static str,
-        /// What that is set to.
+        /// The size it names.
         size: u64,
     },
     /// Two launchers say different things, and it is not clear which of them started the other.
@@ -88,7 +78,7 @@ pub enum Error {
         place: Placement,
         /// The other launcher.
         other_launcher: Launcher,
-        /// What that says.
+        /// What the other one says.
         other_place: Placement,
     },
 }

@@ -1,6 +1,6 @@
-//! How good the streaming order is. For every length it is a permutation, can be undone, and is the same one by one and
-//! in bulk. And a battery of statistics can't tell it from the exact shuffle, while it tells apart networks of fewer
-//! rounds and an affine order.
+//! How good the streaming order is. For every length it is a permutation, can be undone, and is the
+//! same one by one and in bulk. And a battery of statistics can't tell it from the exact shuffle,
+//! while it tells apart networks of fewer rounds and an affine order.
 //!
 //! # Thresholds
 //!
@@ -8,34 +8,34 @@
 //!
 //! P(|z| ≥ t) ≤ 2 exp(−t² / 2).
 //!
-//! For a count of rare events (Poisson) and for a sum of squares (chi-square) that is Chernoff's bound, if z is the
-//! signed root of the deviance: [`z_of_count`], [`z_of_squares`]. Correlations, standardized by their exact moments, are
-//! taken as normal. So all n statistics of a battery stay below √(2 ln(2n / α)) together, whatever their dependence,
-//! except with probability α (Bonferroni's inequality): [`threshold`]. Seeds are fixed, hence so is the outcome.
+//! For a count of rare events (Poisson) and for a sum of squares (chi-square) that is Chernoff's
+//! bound, if z is the signed root of the deviance: [`z_of_count`], [`z_of_squares`]. Correlations,
+//! standardized by their exact moments, are taken as normal. So all n statistics of a battery stay
+//! below √(2 ln(2n / α)) together, whatever their dependence, except with probability α
+//! (Bonferroni's inequality): [`threshold`]. Seeds are fixed, hence so is the outcome.
 //!
 //! # How many rounds
 //!
-//! Two positions with the same lower half, and δ between their upper ones, keep that difference for two rounds if the
-//! hashes of the upper halves agree, about once in √N times; so they keep it for r rounds with probability N^(−r/4). A
-//! random permutation gives them the difference δ with probability 1 / N. After r rounds it is therefore too frequent by
-//! a share of N^(1−r/4): all of it after 4 rounds, 1 / √N after 6, 1 / N after 8. An epoch shows some √N / 2 such pairs.
-//! So it takes 50·√N epochs to see the share at 5 standard deviations after 6 rounds, and 50·N^1.5 after 8.
-//! Counting just these pairs in 20,000 epochs of 2^14 samples gave z = 9.4 with 6 rounds and 0.0 with 8; the battery
-//! sees 6 rounds at N = 128 in 2,343: [`six_rounds_are_too_few`].
+//! Two positions with the same lower half, and δ between their upper ones, keep that difference for
+//! two rounds if the hashes of the upper halves agree, about once in √N times; so they keep it for
+//! r rounds with probability N^(−r/4). A random permutation gives them the difference δ with
+//! probability 1 / N. After r rounds it is therefore too frequent by a share of N^(1−r/4): all of
+//! it after 4 rounds, 1 / √N after 6, 1 / N after 8. An epoch shows some √N / 2 such pairs. So it
+//! takes 50·√N epochs to see the share at 5 standard deviations after 6 rounds, and 50·N^1.5 after
+//! 8. Counting just these pairs in 20,000 epochs of 2^14 samples gave z = 9.4 with 6 rounds and 0.0
+//! with 8; the battery sees 6 rounds at N = 128 in 2,343: [`six_rounds_are_too_few`].
 //!
-//! Below some 60 samples no number of rounds is enough: a network is an even permutation if the upper half takes an odd
-//! number of values, and the lower one more than two. In a longer order that can be told only from all of its samples.
-#![allow(clippy::cast_possible_truncation, reason = "tables of orders are short")]
+//! Below some 60 samples no number of rounds is enough: a network is an even permutation if the
+//! upper half takes an odd number of values, and the lower one more than two. In a longer order
+//! that can be told only from all of its samples.
+#![expect(clippy::cast_possible_truncation, reason = "tables of orders are short")]
 
 use std::{collections::BTreeMap, fmt};
 
 use core_types::Seed;
 
-use super::{
-    exact,
-    streaming::{Network, Streaming},
-    table,
-};
+use super::{Network, Streaming};
+use crate::order::{exact, table};
 
 /// α: how often a battery raises a false alarm when constants or seeds change.
 const ALARM: f64 = 1e-3;
@@ -76,7 +76,8 @@ fn fisher_yates(len: u64, seed: Seed) -> Order {
 /// x → a·x + b modulo the length, the usual shortcut.
 fn affine(len: u64, seed: Seed) -> Order {
     let draw = |label| seed.derive(label).as_u64() % len;
-    let factor = (draw(0)..2 * len).find(|&factor| greatest_common_divisor(factor, len) == 1).unwrap();
+    let factor =
+        (draw(0)..2 * len).find(|&factor| greatest_common_divisor(factor, len) == 1).unwrap();
     let offset = draw(u64::MAX);
     Box::new(move |position| {
         ((u128::from(factor) * u128::from(position) + u128::from(offset)) % u128::from(len)) as u64
@@ -143,7 +144,8 @@ struct Run {
 impl Run {
     fn new(family: Family, len: u64, n_epochs: u64, seed: Seed) -> Self {
         let orders = (0..n_epochs).map(|epoch| family(len, seed.derive(epoch)));
-        let epochs = orders.map(|order| (0..len).map(|position| order(position) as u32).collect()).collect();
+        let epochs =
+            orders.map(|order| (0..len).map(|position| order(position) as u32).collect()).collect();
         Self { len: len as usize, epochs }
     }
 
@@ -152,10 +154,16 @@ impl Run {
         if self.epochs.len() >= MANY_EPOCHS {
             findings.push(self.distribution_of_fixed_points());
         }
-        findings.extend([self.matches_of_epochs(), self.correlation_of_epochs(), self.correlation_with_positions()]);
+        findings.extend([
+            self.matches_of_epochs(),
+            self.correlation_of_epochs(),
+            self.correlation_with_positions(),
+        ]);
         findings.extend(self.differences_of_epochs());
         findings.extend(self.displacements());
-        findings.extend(strides(self.len as u64).into_iter().flat_map(|stride| self.neighbors(stride as usize)));
+        findings.extend(
+            strides(self.len as u64).into_iter().flat_map(|stride| self.neighbors(stride as usize)),
+        );
         for cut in CUTS {
             findings.extend([2, 8].map(|world| self.spread_of_ranks(world, cut)));
             findings.push(self.landings(cut));
@@ -187,25 +195,33 @@ impl Run {
         let few = [1.0, 1.0, 1.0 / 2.0, 1.0 / 6.0].map(|weight| weight / std::f64::consts::E);
         let chances = few.into_iter().chain([1.0 - few.iter().sum::<f64>()]);
         let expected = chances.map(|chance| chance * self.n_epochs());
-        let squares = counts.iter().zip(expected).map(|(count, expected)| (count - expected).powi(2) / expected).sum();
+        let squares = counts
+            .iter()
+            .zip(expected)
+            .map(|(count, expected)| (count - expected).powi(2) / expected)
+            .sum();
         finding("distribution of fixed points", z_of_squares(squares, 4.0))
     }
 
-    /// The i-th choice of a next element closes a cycle with probability 1 / (N + 1 − i), independently of the others,
-    /// and Chernoff's bound for Poisson variables holds for sums of independent events.
+    /// The i-th choice of a next element closes a cycle with probability 1 / (N + 1 − i),
+    /// independently of the others, and Chernoff's bound for Poisson variables holds for sums of
+    /// independent events.
     fn cycles(&self) -> Finding {
         let mean: f64 = (1..=self.len).map(|left| 1.0 / left as f64).sum();
         let n: usize = self.epochs.iter().map(|epoch| n_cycles(epoch)).sum();
         finding("cycles", z_of_count(n as f64, self.n_epochs() * mean))
     }
 
-    /// The cycle of 0 has every length from 1 to N with the same probability, and the tails of such a variable are below
-    /// those of a normal one of the same variance.
+    /// The cycle of 0 has every length from 1 to N with the same probability, and the tails of such
+    /// a variable are below those of a normal one of the same variance.
     fn first_cycle(&self) -> Finding {
         let n = self.len as f64;
         let deviation = ((n * n - 1.0) / 12.0).sqrt();
         let lens = self.epochs.iter().map(|epoch| cycle_len(epoch, 0) as f64);
-        finding("length of the cycle of 0", Self::z_of_sum(lens.map(|len| (len - 0.5 - n / 2.0) / deviation)))
+        finding(
+            "length of the cycle of 0",
+            Self::z_of_sum(lens.map(|len| (len - 0.5 - n / 2.0) / deviation)),
+        )
     }
 
     /// Two independent orders match in as many positions as their quotient has fixed points.
@@ -244,12 +260,18 @@ impl Run {
     /// The differences of samples `stride` positions apart, never 0, and their correlation.
     fn neighbors(&self, stride: usize) -> Vec<Finding> {
         let mut differences = Differences::new(self.len, self.len - 1);
-        self.epochs.iter().for_each(|epoch| differences.add(&epoch[..self.len - stride], &epoch[stride..]));
+        self.epochs
+            .iter()
+            .for_each(|epoch| differences.add(&epoch[..self.len - stride], &epoch[stride..]));
         let mut findings = Vec::from(differences.findings(&format!("stride {stride}")));
         // At half the length each pair would count twice.
         if 2 * stride != self.len {
-            let correlations = self.epochs.iter().map(|epoch| z_of_serial_correlation(epoch, stride));
-            findings.push(finding(format!("stride {stride}: serial correlation"), Self::z_of_sum(correlations)));
+            let correlations =
+                self.epochs.iter().map(|epoch| z_of_serial_correlation(epoch, stride));
+            findings.push(finding(
+                format!("stride {stride}: serial correlation"),
+                Self::z_of_sum(correlations),
+            ));
         }
         findings
     }
@@ -258,13 +280,19 @@ impl Run {
     fn spread_of_ranks(&self, world: usize, cut: Cut) -> Finding {
         let table = Table::new(self.len, world, cut);
         let squares: f64 = self.epochs.chunks(1).map(|epoch| table.squares(epoch)).sum();
-        finding(format!("{world} ranks, {}", cut.name), z_of_squares(squares, self.n_epochs() * table.mean()))
+        finding(
+            format!("{world} ranks, {}", cut.name),
+            z_of_squares(squares, self.n_epochs() * table.mean()),
+        )
     }
 
     /// Where the samples of up to 64 parts of the positions land, over all epochs.
     fn landings(&self, cut: Cut) -> Finding {
         let table = Table::new(self.len, self.len.min(64), cut);
-        finding(format!("landings, {}", cut.name), z_of_squares(table.squares(&self.epochs), table.mean()))
+        finding(
+            format!("landings, {}", cut.name),
+            z_of_squares(table.squares(&self.epochs), table.mean()),
+        )
     }
 }
 
@@ -309,12 +337,14 @@ fn cycle_len(order: &[u32], start: u32) -> usize {
 fn z_of_ranks(one: &[u32], other: &[u32]) -> f64 {
     let n = one.len() as f64;
     let center = (n - 1.0) / 2.0;
-    let products = one.iter().zip(other).map(|(&a, &b)| (f64::from(a) - center) * (f64::from(b) - center));
+    let products =
+        one.iter().zip(other).map(|(&a, &b)| (f64::from(a) - center) * (f64::from(b) - center));
     products.sum::<f64>() / (n * (n * n - 1.0) / 12.0) * (n - 1.0).sqrt()
 }
 
-/// The circular correlation of an order with itself, `stride` on, by its exact moments (Wald and Wolfowitz, "An Exact
-/// Test for Randomness in the Non-Parametric Case Based on Serial Correlation", 1943).
+/// The circular correlation of an order with itself, `stride` on, by its exact moments (Wald and
+/// Wolfowitz, "An Exact Test for Randomness in the Non-Parametric Case Based on Serial
+/// Correlation", 1943).
 fn z_of_serial_correlation(order: &[u32], stride: usize) -> f64 {
     let n = order.len() as f64;
     let center = (n - 1.0) / 2.0;
@@ -324,11 +354,13 @@ fn z_of_serial_correlation(order: &[u32], stride: usize) -> f64 {
     let overlapping = (squares * squares - fourths) / (n - 1.0);
     let disjoint = (squares * squares - 2.0 * fourths) / ((n - 1.0) * (n - 2.0));
     let ahead = order[stride..].iter().chain(&order[..stride]);
-    let products = order.iter().zip(ahead).map(|(&a, &b)| (f64::from(a) - center) * (f64::from(b) - center));
+    let products =
+        order.iter().zip(ahead).map(|(&a, &b)| (f64::from(a) - center) * (f64::from(b) - center));
     (products.sum::<f64>() - mean) / (overlapping + disjoint - mean * mean).sqrt()
 }
 
-/// How often each difference modulo the length occurs among pairs of samples, within each of many orders.
+/// How often each difference modulo the length occurs among pairs of samples, within each of many
+/// orders.
 struct Differences {
     len: usize,
     /// How many differences there can be: without 0 for samples of one order.
@@ -345,7 +377,15 @@ impl Differences {
     fn new(len: usize, n_values: usize) -> Self {
         let n_values = n_values as f64;
         let totals = vec![0; len];
-        Self { len, n_values, n_orders: 0.0, pairs_per_order: 0.0, totals, n_coincidences: 0, most_frequent: 0 }
+        Self {
+            len,
+            n_values,
+            n_orders: 0.0,
+            pairs_per_order: 0.0,
+            totals,
+            n_coincidences: 0,
+            most_frequent: 0,
+        }
     }
 
     fn add(&mut self, from: &[u32], to: &[u32]) {
@@ -370,20 +410,25 @@ impl Differences {
         ]
     }
 
-    /// One pair has a given difference of v with probability 1 / v, two pairs have the same with 1 / (v − 1): given the
-    /// first, the first sample of the second is free, and its other is one of those that are left.
+    /// One pair has a given difference of v with probability 1 / v, two pairs have the same with 1
+    /// / (v − 1): given the first, the first sample of the second is free, and its other is one of
+    /// those that are left.
     fn z_of_coincidences(&self) -> f64 {
         let pairs = self.pairs_per_order * (self.pairs_per_order - 1.0) / 2.0;
         z_of_count(self.n_coincidences as f64, self.n_orders * pairs / (self.n_values - 1.0))
     }
 
-    /// Differences of one order coincide as above, of two orders with probability 1 / v: that makes the mean.
+    /// Differences of one order coincide as above, of two orders with probability 1 / v: that makes
+    /// the mean.
     fn z_of_totals(&self) -> f64 {
         let expected = self.n_orders * self.pairs_per_order / self.n_values;
         let square = |&total: &u32| (f64::from(total) - expected).powi(2) / expected;
         let unused = self.len as f64 - self.n_values;
         let squares = self.totals.iter().map(square).sum::<f64>() - unused * expected;
-        z_of_squares(squares, self.n_values + (self.pairs_per_order - self.n_values) / (self.n_values - 1.0))
+        z_of_squares(
+            squares,
+            self.n_values + (self.pairs_per_order - self.n_values) / (self.n_values - 1.0),
+        )
     }
 
     fn z_of_most_frequent(&self) -> f64 {
@@ -418,7 +463,8 @@ const CUTS: [Cut; 4] = [
     Cut { name: "stripes of positions by stripes of samples", positions: stripe, samples: stripe },
 ];
 
-/// How many samples of each of `n` parts stand at each of `n` parts of the positions: a table with fixed margins.
+/// How many samples of each of `n` parts stand at each of `n` parts of the positions: a table with
+/// fixed margins.
 struct Table {
     n: usize,
     /// The part of each position, and the part of each sample.
@@ -429,7 +475,8 @@ struct Table {
 
 impl Table {
     fn new(len: usize, n: usize, cut: Cut) -> Self {
-        let parts = [cut.positions, cut.samples].map(|part| (0..len).map(|item| part(item, len, n)).collect());
+        let parts = [cut.positions, cut.samples]
+            .map(|part| (0..len).map(|item| part(item, len, n)).collect());
         let lens = parts.each_ref().map(|parts: &Vec<usize>| {
             let mut lens = vec![0.0; n];
             for &part in parts {
@@ -449,11 +496,18 @@ impl Table {
             }
         }
         let scale = epochs.len() as f64 / self.parts[0].len() as f64;
-        let expected = self.lens[0].iter().flat_map(|row| self.lens[1].iter().map(move |column| scale * row * column));
-        counts.iter().zip(expected).map(|(&count, expected)| (f64::from(count) - expected).powi(2) / expected).sum()
+        let expected = self.lens[0]
+            .iter()
+            .flat_map(|row| self.lens[1].iter().map(move |column| scale * row * column));
+        counts
+            .iter()
+            .zip(expected)
+            .map(|(&count, expected)| (f64::from(count) - expected).powi(2) / expected)
+            .sum()
     }
 
-    /// The mean of that sum under fixed margins, of one epoch as of many; otherwise it is chi-square.
+    /// The mean of that sum under fixed margins, of one epoch as of many; otherwise it is
+    /// chi-square.
     fn mean(&self) -> f64 {
         let n_samples = self.parts[0].len() as f64;
         (self.n as f64 - 1.0).powi(2) * n_samples / (n_samples - 1.0)
@@ -470,7 +524,8 @@ fn z_of_evenness(
     let expected = numbers.len() as f64 / n as f64;
     let mut counts = vec![0_u32; n];
     numbers.for_each(|number| counts[part(number, len, n as u64) as usize] += 1);
-    let squares = counts.iter().map(|&count| (f64::from(count) - expected).powi(2) / expected).sum();
+    let squares =
+        counts.iter().map(|&count| (f64::from(count) - expected).powi(2) / expected).sum();
     z_of_squares(squares, n as f64 - 1.0)
 }
 
@@ -488,7 +543,8 @@ impl Windows {
     fn new(family: Family, len: u64, n_epochs: u64, seed: Seed) -> Self {
         let orders = (0..n_epochs).map(|epoch| family(len, seed.derive(epoch))).collect();
         // Half of the order is left behind the window for the strides.
-        let starts = (0..n_epochs).map(|epoch| seed.derive(!epoch).as_u64() % (len / 2 - WINDOW)).collect();
+        let starts =
+            (0..n_epochs).map(|epoch| seed.derive(!epoch).as_u64() % (len / 2 - WINDOW)).collect();
         Self { len, orders, starts }
     }
 
@@ -518,26 +574,36 @@ impl Windows {
         self.evenness("samples", &samples)
     }
 
-    /// Differences are as good as independent and even here, so that pairs of them coincide once in N times.
+    /// Differences are as good as independent and even here, so that pairs of them coincide once in
+    /// N times.
     fn differences_of(&self, what: &str, pair: impl Fn(usize, u64) -> (u64, u64)) -> Vec<Finding> {
         let mut windows = self.pairs(|window, offset| {
             let (a, b) = pair(window, offset);
             if b < a { b + (self.len - a) } else { b - a }
         });
-        let n_coincidences: f64 = windows.iter_mut().map(|differences| n_equal_pairs(differences)).sum();
+        let n_coincidences: f64 =
+            windows.iter_mut().map(|differences| n_equal_pairs(differences)).sum();
         let mean = (windows.len() as u64 * WINDOW * (WINDOW - 1) / 2) as f64 / self.len as f64;
-        let mut findings = Vec::from(self.evenness(&format!("{what}: differences"), &windows.concat()));
-        findings.push(finding(format!("{what}: coincidences of differences"), z_of_count(n_coincidences, mean)));
+        let mut findings =
+            Vec::from(self.evenness(&format!("{what}: differences"), &windows.concat()));
+        findings.push(finding(
+            format!("{what}: coincidences of differences"),
+            z_of_count(n_coincidences, mean),
+        ));
         findings
     }
 
     fn pairs(&self, number: impl Fn(usize, u64) -> u64) -> Vec<Vec<u64>> {
-        (0..self.orders.len()).map(|window| (0..WINDOW).map(|offset| number(window, offset)).collect()).collect()
+        (0..self.orders.len())
+            .map(|window| (0..WINDOW).map(|offset| number(window, offset)).collect())
+            .collect()
     }
 
     /// By their leading and by their trailing digits.
     fn evenness(&self, what: &str, numbers: &[u64]) -> [Finding; 2] {
-        let z = |part: fn(u64, u64, u64) -> u64| z_of_evenness(numbers.iter().copied(), self.len, 256, part);
+        let z = |part: fn(u64, u64, u64) -> u64| {
+            z_of_evenness(numbers.iter().copied(), self.len, 256, part)
+        };
         [
             finding(
                 format!("{what} in chunks"),
@@ -558,7 +624,8 @@ fn n_equal_pairs(numbers: &mut [u64]) -> f64 {
 const SAMPLES: u64 = 300_000;
 
 /// Small primes, powers of two and of four and their neighbors, and some without a pattern.
-const LENS: [u64; 17] = [61, 63, 64, 65, 100, 127, 128, 129, 257, 1000, 1009, 4095, 4096, 4097, 10_007, 16_385, 65_537];
+const LENS: [u64; 17] =
+    [61, 63, 64, 65, 100, 127, 128, 129, 257, 1000, 1009, 4095, 4096, 4097, 10_007, 16_385, 65_537];
 
 /// A few beside the changes between the sizes of words, and the longest.
 const LONG_LENS: [u64; 9] = [
@@ -584,7 +651,9 @@ fn long_battery(family: Family, lens: &[u64]) -> Vec<Finding> {
 }
 
 fn of_len(len: u64, findings: Vec<Finding>) -> impl Iterator<Item = Finding> {
-    findings.into_iter().map(move |Finding { statistic, z }| finding(format!("length {len}, {statistic}"), z))
+    findings
+        .into_iter()
+        .map(move |Finding { statistic, z }| finding(format!("length {len}, {statistic}"), z))
 }
 
 fn check_passes(findings: &[Finding]) {
@@ -653,7 +722,11 @@ fn up_to_four_samples_come_in_every_order() {
         }
         assert_eq!(counts.len() as u64, n_orders);
         let expected = n_seeds as f64 / n_orders as f64;
-        let squares: f64 = counts.values().map(|count: &f64| (count - expected).powi(2) / expected).sum();
-        assert!(len == 1 || z_of_squares(squares, n_orders as f64 - 1.0) < threshold(3), "{counts:?}");
+        let squares: f64 =
+            counts.values().map(|count: &f64| (count - expected).powi(2) / expected).sum();
+        assert!(
+            len == 1 || z_of_squares(squares, n_orders as f64 - 1.0) < threshold(3),
+            "{counts:?}"
+        );
     }
 }
