@@ -2,8 +2,6 @@
 
 #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
 
-mod batch;
-mod batch_sets;
 mod plan;
 mod reshard;
 mod sampler;

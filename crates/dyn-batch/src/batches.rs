@@ -5,7 +5,13 @@ use std::{collections::VecDeque, iter::FusedIterator};
 use core_types::Seed;
 
 use crate::{
-    Batch, BatchConfig, Error, PaddingReport, Result, Sequence, assembly::Assembly, limits::Limits, shuffle::shuffle,
+    assembly::Assembly,
+    batch::{Batch, Sequence},
+    config::BatchConfig,
+    error::{Error, Result},
+    limits::Limits,
+    report::PaddingReport,
+    shuffle::shuffle,
 };
 
 /// An iterator of batches over an iterator of sequences.

@@ -2,7 +2,7 @@
 
 use candle_core::{Device, Error as CandleError, Result, Tensor};
 
-use crate::{Batch, Error, Segments};
+use crate::{batch::Batch, error::Error, pack::Segments};
 
 /// On which side of a sequence its padding is.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
@@ -203,13 +203,16 @@ fn wrapped(error: Error) -> CandleError {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::{BatchConfig, DynamicBatchSampler, DynamicBatchStrategy, Packing};
+    use crate::{
+        config::{BatchConfig, DynamicBatchStrategy, Overlong, Packing},
+        sampler::DynamicBatchSampler,
+    };
 
     const TEXTS: [&[u32]; 4] = [&[1, 2, 3], &[4, 5], &[6], &[7, 8, 9, 10]];
 
     fn batches(config: BatchConfig) -> Vec<Batch> {
         let sampler = DynamicBatchSampler::new(TEXTS.map(<[u32]>::len), config).unwrap();
-        sampler.iter().collect::<crate::Result<_>>().unwrap()
+        sampler.iter().collect::<crate::error::Result<_>>().unwrap()
     }
 
     fn text(index: u64) -> &'static [u32] {
@@ -229,7 +232,7 @@ mod tests {
     #[test]
     fn truncated_sequences_are_cut_at_their_end() {
         let config = BatchConfig::default().with_max_batch_size(4).with_max_sequence_length(2);
-        let batches = batches(config.with_overlong(crate::Overlong::Truncate));
+        let batches = batches(config.with_overlong(Overlong::Truncate));
         let tensors = Collator::default().pad(&batches[0], text, &Device::Cpu).unwrap();
         assert_eq!(tensors.ids.to_vec2::<u32>().unwrap(), [[1, 2], [4, 5], [6, 0], [7, 8]]);
     }

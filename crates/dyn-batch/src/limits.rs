@@ -8,8 +8,11 @@
 use std::cmp::Ordering;
 
 use crate::{
-    BatchConfig, Buckets, DynamicBatchStrategy, Error, Overlong, Packing, PaddingReport, Remainder, Result, Sequence,
+    batch::Sequence,
+    config::{BatchConfig, Buckets, DynamicBatchStrategy, Overlong, Packing, Remainder},
+    error::{Error, Result},
     pack::Row,
+    report::PaddingReport,
 };
 
 /// The longest row of best-fit packing, which has a table entry of 4 bytes for each of its tokens.

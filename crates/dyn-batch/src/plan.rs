@@ -10,11 +10,16 @@ use std::ops::Range;
 use core_types::Seed;
 
 use crate::{
-    Batch, DynamicBatchSampler, Error, PaddingReport, Result, Sequence, SequenceLengths,
-    arrange::{Arrangement, Planned, Whole, of_whole_set},
-    histogram::Histogram,
+    assembly::whole_set::{Arrangement, Planned, Whole, of_whole_set},
+    batch::{Batch, Sequence},
+    batches::Batches,
+    error::{Error, Result},
+    lengths::SequenceLengths,
     limits::Limits,
+    report::PaddingReport,
+    sampler::DynamicBatchSampler,
     shuffle::shuffle,
+    sort::histogram::Histogram,
 };
 
 /// The batches of an epoch, each of them at hand in constant time; made by [`DynamicBatchSampler::plan`].
@@ -72,7 +77,7 @@ impl<'a, L: SequenceLengths> BatchPlan<'a, L> {
         }
     }
 
-    fn collect<I>(sampler: &'a DynamicBatchSampler<L>, mut stream: crate::Batches<I>) -> Result<Self>
+    fn collect<I>(sampler: &'a DynamicBatchSampler<L>, mut stream: Batches<I>) -> Result<Self>
     where
         I: Iterator<Item = Result<Sequence>>,
     {

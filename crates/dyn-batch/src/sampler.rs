@@ -5,8 +5,14 @@ use std::ops::Range;
 use core_types::WorldSize;
 
 use crate::{
-    BatchConfig, BatchPlan, Batches, DynamicBatchStrategy, Error, PaddingReport, Remainder, Result, Sequence,
-    SequenceLengths, limits::Limits, plan,
+    batch::Sequence,
+    batches::Batches,
+    config::{BatchConfig, DynamicBatchStrategy, Remainder},
+    error::{Error, Result},
+    lengths::SequenceLengths,
+    limits::Limits,
+    plan::{self, BatchPlan},
+    report::PaddingReport,
 };
 
 /// Batches of a data set, in its own order or in any other.

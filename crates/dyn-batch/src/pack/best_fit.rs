@@ -6,8 +6,10 @@
 
 #![allow(clippy::cast_possible_truncation, reason = "counts, places and table entries fit the memory that holds them")]
 
-use super::{Row, Rows};
-use crate::histogram::{Histogram, Run};
+use crate::{
+    pack::{Row, Rows},
+    sort::histogram::{Histogram, Run},
+};
 
 /// No row.
 const NONE: u32 = u32::MAX;

@@ -1,7 +1,6 @@
 //! Rows that are filled as the sequences come.
 
-use super::Row;
-use crate::Sequence;
+use crate::{batch::Sequence, pack::Row};
 
 /// A few rows that still take sequences.
 #[derive(Clone, Debug)]

@@ -7,8 +7,10 @@
 
 #![allow(clippy::cast_possible_truncation, reason = "counts, places and table entries fit the memory that holds them")]
 
-use super::{Row, Rows};
-use crate::histogram::Histogram;
+use crate::{
+    pack::{Row, Rows},
+    sort::histogram::Histogram,
+};
 
 /// How many choices a search may try for one row; each limit gets its turn. A long search fills the row better, a short
 /// one ends while the long sequences are still together and leaves the short ones to later rows. Which is better depends

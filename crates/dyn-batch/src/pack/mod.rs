@@ -8,7 +8,7 @@ mod segments;
 pub(crate) use in_order::OpenRows;
 pub use segments::Segments;
 
-use crate::{Packing, histogram::Histogram};
+use crate::{config::Packing, sort::histogram::Histogram};
 
 /// The room in a row.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]

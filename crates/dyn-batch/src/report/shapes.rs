@@ -2,7 +2,7 @@
 
 use std::{collections::BTreeMap, fmt};
 
-use crate::Batch;
+use crate::batch::Batch;
 
 /// The shapes of batches, and their padding by padded length.
 ///

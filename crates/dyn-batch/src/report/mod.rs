@@ -1,8 +1,11 @@
 //! How much of the batches is padding.
 
+mod shapes;
+
 use std::fmt;
 
-use crate::Batch;
+pub use self::shapes::{LengthBin, ShapeCount, ShapeReport};
+use crate::batch::Batch;
 
 /// What batches cost: how many there are, and how many of their tokens are real.
 ///

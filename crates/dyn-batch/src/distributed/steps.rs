@@ -5,7 +5,11 @@ use std::{fmt, iter::FusedIterator, ops::Range};
 use core_types::{Epoch, Seed};
 
 use crate::{
-    Batch, BatchPlan, DistributedBatchSampler, PaddingReport, Sequence, SequenceLengths, StepLayout, balance::balance,
+    batch::{Batch, Sequence},
+    distributed::{DistributedBatchSampler, balance::balance, config::StepLayout},
+    lengths::SequenceLengths,
+    plan::BatchPlan,
+    report::PaddingReport,
 };
 
 /// What a rank does in one step.

@@ -1,6 +1,9 @@
 //! The choices of a batcher: strategy, limits, and what to do with sequences that do not fit them.
 
-use crate::{Buckets, Cost};
+mod buckets;
+mod cost;
+
+pub use self::{buckets::Buckets, cost::Cost};
 
 /// Which sequences share a batch.
 ///

@@ -5,7 +5,13 @@
     reason = "at most 2^32 sequences are arranged together, and tables are as long"
 )]
 
-use crate::{Batch, Cut, Sequence, arrange, cut::Groups, histogram::Histogram, limits::Limits};
+use crate::{
+    assembly::whole_set,
+    batch::{Batch, Sequence},
+    config::Cut,
+    limits::Limits,
+    sort::{cut::Groups, histogram::Histogram},
+};
 
 /// One batch, as a share of which sequences are counted.
 const ONE: u64 = 1 << 32;
@@ -50,7 +56,7 @@ impl Window {
     /// turn, so that no length waits for ever.
     fn cut_full(&mut self, limits: &Limits) -> Vec<Batch> {
         let histogram = Histogram::new(self.sequences.iter().map(|sequence| sequence.length));
-        let sorted = arrange::sort(&histogram, (0..).zip(self.sequences.iter().map(|sequence| sequence.length)));
+        let sorted = whole_set::sort(&histogram, (0..).zip(self.sequences.iter().map(|sequence| sequence.length)));
         let (len, group_len) = (sorted.len(), limits.group_len());
         let surplus = len % group_len;
         let groups = Groups::new(&histogram.range(surplus..len), limits);

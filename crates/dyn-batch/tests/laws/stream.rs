@@ -1,14 +1,14 @@
 //! Batches: each sequence once, every limit kept, and exactly the batches that a naive rule gives.
 
-#![allow(clippy::expect_used, reason = "a failed unwrap is a broken law")]
-
 use std::{cell::Cell, collections::BTreeMap, iter};
 
-use candle_distributed::batch::{
+use dyn_batch::{
     Batch, BatchConfig, Batches, Buckets, DynamicBatchSampler, DynamicBatchStrategy, Error, Overlong, PaddingReport,
     Remainder, Sequence,
 };
 use proptest::prelude::*;
+
+use crate::support::all_lengths;
 
 /// The length that counts: cut or not, or `None` if the sequence is skipped.
 fn counted(length: u64, config: &BatchConfig) -> Option<u64> {
@@ -62,7 +62,7 @@ fn cut(queue: &[(u64, u64)], config: &BatchConfig) -> Vec<Vec<u64>> {
     let indices = |part: &[(u64, u64)]| part.iter().map(|&(index, _)| index).collect();
     let is_batch = |size: &usize| {
         let padded_length = queue[..*size].iter().map(|&(_, length)| length).max().unwrap_or(0);
-        (*size as u64).is_multiple_of(config.batch_size_multiple) && is_allowed(*size as u64, padded_length, config)
+        *size as u64 % config.batch_size_multiple == 0 && is_allowed(*size as u64, padded_length, config)
     };
     match (1..=queue.len()).rev().find(is_batch) {
         Some(size) => iter::once(indices(&queue[..size])).chain(cut(&queue[size..], config)).collect(),
@@ -114,7 +114,7 @@ fn check_batches(batches: &[Batch], lengths: &[u64], config: &BatchConfig) {
 
 fn check_sizes(bucket: &[Vec<u64>], config: &BatchConfig) {
     assert!(bucket.concat().is_sorted_by(|a, b| a < b), "each sequence once, in order");
-    let is_whole = |batch: &Vec<u64>| (batch.len() as u64).is_multiple_of(config.batch_size_multiple);
+    let is_whole = |batch: &Vec<u64>| batch.len() as u64 % config.batch_size_multiple == 0;
     let n_whole = bucket.iter().take_while(|batch| is_whole(batch)).count();
     assert!(n_whole == bucket.len() || (config.remainder == Remainder::Keep && n_whole + 1 == bucket.len()));
 }
@@ -135,19 +135,6 @@ fn check_report(report: PaddingReport, batches: &[Batch], lengths: &[u64], confi
     let mut rest = report;
     (rest.skipped, rest.truncated, rest.dropped) = (0, 0, 0);
     assert_eq!(rest, collected, "what the iterator reports is what its batches add up to");
-}
-
-/// Every list of up to `max_len` lengths from `alphabet`.
-pub(super) fn all_lengths(alphabet: &[u64], max_len: usize) -> Vec<Vec<u64>> {
-    let mut all = vec![Vec::new()];
-    let mut n_shorter = 0;
-    for _ in 0..max_len {
-        let append = |lengths: &Vec<u64>| alphabet.iter().map(|&last| [lengths.as_slice(), &[last]].concat()).collect();
-        let longer: Vec<Vec<_>> = all[n_shorter..].iter().map(append).collect();
-        n_shorter = all.len();
-        all.extend(longer.concat());
-    }
-    all
 }
 
 type With = fn(BatchConfig) -> BatchConfig;

@@ -1,9 +1,12 @@
 //! Which lengths share a bucket.
 
 use crate::{
-    Error, Result, SequenceLengths,
-    histogram::{Histogram, Run},
-    minima::row_minima,
+    error::{Error, Result},
+    lengths::SequenceLengths,
+    sort::{
+        histogram::{Histogram, Run},
+        minima::row_minima,
+    },
 };
 
 /// The lengths that share a bucket, and so may share a batch.

@@ -4,7 +4,13 @@ use std::{cmp::Reverse, collections::BinaryHeap};
 
 use core_types::WorldSize;
 
-use crate::{BatchPlan, Cost, Error, Result, SequenceLengths, StepRemainder};
+use crate::{
+    config::Cost,
+    distributed::config::StepRemainder,
+    error::{Error, Result},
+    lengths::SequenceLengths,
+    plan::BatchPlan,
+};
 
 /// The batches of all ranks, the most expensive first: as many as there are, or a few more or fewer, so that the world
 /// size divides their number.

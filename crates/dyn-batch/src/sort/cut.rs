@@ -12,7 +12,11 @@
 
 use std::ops::{Add, Mul};
 
-use crate::{Cut, histogram::Histogram, limits::Limits, minima::row_minima};
+use crate::{
+    config::Cut,
+    limits::Limits,
+    sort::{histogram::Histogram, minima::row_minima},
+};
 
 /// Groups of sequences with the same padded length, by the longest of each group.
 #[derive(Clone, Copy, Debug)]
@@ -184,7 +188,7 @@ mod tests {
     use core_types::Seed;
 
     use super::*;
-    use crate::{BatchConfig, Cost, DynamicBatchStrategy};
+    use crate::config::{BatchConfig, Cost, DynamicBatchStrategy};
 
     /// Every way to cut the groups, as number of batches and padded tokens.
     fn brute_force(groups: &Groups) -> (usize, u64) {

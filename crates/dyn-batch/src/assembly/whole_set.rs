@@ -8,11 +8,14 @@
 use std::ops::Range;
 
 use crate::{
-    Cut, DynamicBatchStrategy, Error, Packing, Result,
-    cut::Groups,
-    histogram::{Histogram, Run, Slots},
+    config::{Cut, DynamicBatchStrategy, Packing},
+    error::{Error, Result},
     limits::Limits,
     pack,
+    sort::{
+        cut::Groups,
+        histogram::{Histogram, Run, Slots},
+    },
 };
 
 /// Sequences by name, and batches of them.

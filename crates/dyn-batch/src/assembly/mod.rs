@@ -1,17 +1,24 @@
 //! Sequences on their way into batches: what each strategy keeps open.
 
+pub(crate) mod whole_set;
+mod window;
+
 use std::{
     collections::{BTreeMap, VecDeque},
     mem,
 };
 
+use self::{
+    whole_set::{Whole, of_whole_set},
+    window::Window,
+};
 use crate::{
-    Batch, DynamicBatchStrategy, Packing, Result, Sequence,
-    arrange::{Whole, of_whole_set},
-    histogram::Histogram,
+    batch::{Batch, Sequence},
+    config::{DynamicBatchStrategy, Packing},
+    error::Result,
     limits::Limits,
     pack::OpenRows,
-    window::Window,
+    sort::histogram::Histogram,
 };
 
 /// What a strategy keeps until it is a batch.
