@@ -16,13 +16,14 @@ use crate::{
 
 /// An iterator of batches over an iterator of sequences.
 ///
-/// It takes no more sequences than the next batch needs, so an endless stream is fine, and it holds the open batches
-/// only: one, one for each bucket or open row, or a window of them. Two strategies need to see all sequences before the
-/// first batch: [`Sorted`](crate::DynamicBatchStrategy::Sorted) without a window, and
+/// It takes no more sequences than the next batch needs, so an endless stream is fine, and it holds
+/// the open batches only: one, one for each bucket or open row, or a window of them. Two strategies
+/// need to see all sequences before the first batch:
+/// [`Sorted`](crate::DynamicBatchStrategy::Sorted) without a window, and
 /// [`Pack`](crate::DynamicBatchStrategy::Pack) other than in order.
 ///
-/// The stream may fail with an error of its own. The first error, of the stream or of a batch, ends the iteration, and
-/// the sequences of open batches are lost with it.
+/// The stream may fail with an error of its own. The first error, of the stream or of a batch, ends
+/// the iteration, and the sequences of open batches are lost with it.
 ///
 /// # Determinism
 ///
@@ -34,10 +35,15 @@ use crate::{
 /// use dyn_batch::{BatchConfig, Batches, DynamicBatchStrategy, Error, Sequence};
 ///
 /// let endless = (0..).map(|index| Ok::<_, Error>(Sequence { index, length: index % 100 }));
-/// let config = BatchConfig::default().with_strategy(DynamicBatchStrategy::Dynamic).with_max_tokens(400);
+/// let config =
+///     BatchConfig::default().with_strategy(DynamicBatchStrategy::Dynamic).with_max_tokens(400);
 /// let mut batches = Batches::new(endless, config)?;
 ///
-/// let sizes = batches.by_ref().take(4).map(|batch| Ok(batch?.len())).collect::<Result<Vec<_>, Error>>()?;
+/// let sizes = batches
+///     .by_ref()
+///     .take(4)
+///     .map(|batch| Ok(batch?.len()))
+///     .collect::<Result<Vec<_>, Error>>()?;
 /// assert_eq!(sizes, [20, 12, 9, 8]);
 /// assert_eq!(batches.report().sequences, 49);
 /// # Ok::<(), Error>(())
@@ -61,8 +67,9 @@ impl<I: Iterator> Batches<I> {
     ///
     /// # Errors
     ///
-    /// [`Error::Zero`], [`Error::NoLimit`], [`Error::NoTokenBudget`], [`Error::TokenBudgetOverflow`] or
-    /// [`Error::MultipleOverLimit`] if the configuration contradicts itself.
+    /// [`Error::Zero`], [`Error::NoLimit`], [`Error::NoTokenBudget`],
+    /// [`Error::TokenBudgetOverflow`] or [`Error::MultipleOverLimit`] if the configuration
+    /// contradicts itself.
     pub fn new(sequences: impl IntoIterator<IntoIter = I>, config: BatchConfig) -> Result<Self> {
         Limits::new(config).map(|limits| Self::with_limits(sequences.into_iter(), limits))
     }
@@ -73,8 +80,8 @@ impl<I: Iterator> Batches<I> {
         Self { sequences: Some(sequences), limits, assembly, ready, shuffle: None, report }
     }
 
-    /// Lets batches that are done together come in a random order, the same for the same seed: those of a window, of a
-    /// whole sorted or packed set, and what is left in buckets at the end.
+    /// Lets batches that are done together come in a random order, the same for the same seed:
+    /// those of a window, of a whole sorted or packed set, and what is left in buckets at the end.
     ///
     /// # Examples
     ///
@@ -86,7 +93,10 @@ impl<I: Iterator> Batches<I> {
     /// let config = BatchConfig::default().with_strategy(sorted).with_max_batch_size(2);
     /// let sampler = DynamicBatchSampler::new([5_u32, 9, 2, 6, 4, 8], config)?;
     /// let batches = sampler.iter().shuffled(Seed::new(1)).map(|batch| Ok(batch?.indices));
-    /// assert_eq!(batches.collect::<Result<Vec<_>, dyn_batch::Error>>()?, [vec![2, 4], vec![5, 1], vec![0, 3]]);
+    /// assert_eq!(
+    ///     batches.collect::<Result<Vec<_>, dyn_batch::Error>>()?,
+    ///     [vec![2, 4], vec![5, 1], vec![0, 3]]
+    /// );
     /// # Ok::<(), dyn_batch::Error>(())
     /// ```
     pub fn shuffled(self, seed: Seed) -> Self {

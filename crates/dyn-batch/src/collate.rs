@@ -46,7 +46,8 @@ pub struct Collator {
     pub pad_id: u32,
     /// The label of padding, which a loss leaves out; −100 by default, as in PyTorch.
     pub ignore_index: i64,
-    /// Where padding goes; [`PaddingSide::Right`] by default. Packed rows have it at their end always.
+    /// Where padding goes; [`PaddingSide::Right`] by default. Packed rows have it at their end
+    /// always.
     pub side: PaddingSide,
 }
 
@@ -64,8 +65,8 @@ pub struct PaddedTensors {
     pub ids: Tensor,
     /// 1 where there is a token, 0 where there is padding, `U8`.
     pub mask: Tensor,
-    /// The token ids again, `I64`, with the ignore index for padding. They are not shifted: compare the logits of token i
-    /// with label i + 1.
+    /// The token ids again, `I64`, with the ignore index for padding. They are not shifted: compare
+    /// the logits of token i with label i + 1.
     pub labels: Tensor,
 }
 
@@ -75,12 +76,13 @@ pub struct PaddedTensors {
 pub struct PackedTensors {
     /// The token ids, `U32`.
     pub ids: Tensor,
-    /// The number of the sequence that a token belongs to, from 1, and 0 for padding, `U32`: attend where they are equal.
+    /// The number of the sequence that a token belongs to, from 1, and 0 for padding, `U32`: attend
+    /// where they are equal.
     pub segment_ids: Tensor,
     /// Where in its sequence a token is, `U32`.
     pub position_ids: Tensor,
-    /// The token ids again, `I64`, with the ignore index for padding and for the first token of each sequence, which the
-    /// one before it, of another sequence, is not to predict.
+    /// The token ids again, `I64`, with the ignore index for padding and for the first token of
+    /// each sequence, which the one before it, of another sequence, is not to predict.
     pub labels: Tensor,
     /// The tokens before each sequence, and those of all, `U32` of shape `[sequences + 1]`.
     pub cu_seqlens: Tensor,
@@ -107,13 +109,13 @@ impl Collator {
 
     /// Pads the sequences of a batch, a row each; `tokens` gives the token ids of an index.
     ///
-    /// Each token is copied once for each tensor, and to another device at once. Sequences that are longer than the rows,
-    /// because the batcher was told to truncate them, are cut at their end.
+    /// Each token is copied once for each tensor, and to another device at once. Sequences that are
+    /// longer than the rows, because the batcher was told to truncate them, are cut at their end.
     ///
     /// # Errors
     ///
-    /// Candle's, of the device, and [`Error::TensorTooLarge`], wrapped in one of candle's, if the batch is beyond the address
-    /// space.
+    /// Candle's, of the device, and [`Error::TensorTooLarge`], wrapped in one of candle's, if the
+    /// batch is beyond the address space.
     pub fn pad<'a>(
         &self,
         batch: &Batch,
@@ -121,7 +123,8 @@ impl Collator {
         device: &Device,
     ) -> Result<PaddedTensors> {
         let shape = shape(batch)?;
-        let (mut ids, mut mask) = (vec![self.pad_id; shape.0 * shape.1], vec![0_u8; shape.0 * shape.1]);
+        let (mut ids, mut mask) =
+            (vec![self.pad_id; shape.0 * shape.1], vec![0_u8; shape.0 * shape.1]);
         let mut labels = vec![self.ignore_index; shape.0 * shape.1];
         for (row, &index) in batch.indices.iter().enumerate() {
             let tokens = cut(tokens(index), shape.1);
@@ -142,12 +145,13 @@ impl Collator {
         })
     }
 
-    /// Puts the sequences of a packed batch into its row, one behind the other; `tokens` gives the token ids of an index.
+    /// Puts the sequences of a packed batch into its row, one behind the other; `tokens` gives the
+    /// token ids of an index.
     ///
     /// # Errors
     ///
-    /// As [`pad`](Self::pad), and [`Error::RowOverflow`], wrapped too, if the sequences are longer than the row, which no packing
-    /// makes of the lengths it was given.
+    /// As [`pad`](Self::pad), and [`Error::RowOverflow`], wrapped too, if the sequences are longer
+    /// than the row, which no packing makes of the lengths it was given.
     pub fn pack<'a>(
         &self,
         batch: &Batch,
@@ -161,13 +165,17 @@ impl Collator {
             let tokens = cut(tokens(index), row_len);
             ids.extend_from_slice(tokens);
             labels.extend(tokens.iter().map(|&token| i64::from(token)));
-            if let Some(first) = labels.len().checked_sub(tokens.len()).and_then(|first| labels.get_mut(first)) {
+            if let Some(first) =
+                labels.len().checked_sub(tokens.len()).and_then(|first| labels.get_mut(first))
+            {
                 *first = self.ignore_index;
             }
             lengths.push(tokens.len() as u64);
         }
-        let overflow = || wrapped(Error::RowOverflow { tokens: ids.len() as u64, row_length: row_len as u64 });
-        let segments = Segments::new(lengths).filter(|_| ids.len() <= row_len).ok_or_else(overflow)?;
+        let overflow =
+            || wrapped(Error::RowOverflow { tokens: ids.len() as u64, row_length: row_len as u64 });
+        let segments =
+            Segments::new(lengths).filter(|_| ids.len() <= row_len).ok_or_else(overflow)?;
         ids.resize(row_len, self.pad_id);
         labels.resize(row_len, self.ignore_index);
         let row = (1, row_len);
@@ -191,7 +199,9 @@ fn shape(batch: &Batch) -> Result<(usize, usize)> {
     let error = Error::TensorTooLarge { rows, padded_length };
     let bytes = rows.checked_mul(padded_length).and_then(|elements| elements.checked_mul(8));
     match (usize::try_from(rows), usize::try_from(padded_length)) {
-        (Ok(rows), Ok(row_len)) if bytes.is_some_and(|bytes| isize::try_from(bytes).is_ok()) => Ok((rows, row_len)),
+        (Ok(rows), Ok(row_len)) if bytes.is_some_and(|bytes| isize::try_from(bytes).is_ok()) => {
+            Ok((rows, row_len))
+        }
         _ => Err(wrapped(error)),
     }
 }
@@ -221,8 +231,10 @@ mod tests {
 
     #[test]
     fn padding_goes_to_the_left_if_asked() {
-        let batches = batches(BatchConfig::default().with_max_batch_size(2).with_length_multiple(4));
-        let collator = Collator::default().with_pad_id(99).with_side(PaddingSide::Left).with_ignore_index(-1);
+        let batches =
+            batches(BatchConfig::default().with_max_batch_size(2).with_length_multiple(4));
+        let collator =
+            Collator::default().with_pad_id(99).with_side(PaddingSide::Left).with_ignore_index(-1);
         let tensors = collator.pad(&batches[0], text, &Device::Cpu).unwrap();
         assert_eq!(tensors.ids.to_vec2::<u32>().unwrap(), [[99, 1, 2, 3], [99, 99, 4, 5]]);
         assert_eq!(tensors.mask.to_vec2::<u8>().unwrap(), [[0, 1, 1, 1], [0, 0, 1, 1]]);
@@ -241,7 +253,10 @@ mod tests {
     fn packed_rows_know_their_sequences() {
         let pack = DynamicBatchStrategy::Pack(Packing::BestFit);
         let batches = batches(BatchConfig::default().with_strategy(pack).with_max_tokens(6));
-        assert_eq!(batches.iter().map(|batch| batch.indices.clone()).collect::<Vec<_>>(), [vec![3, 1], vec![0, 2]]);
+        assert_eq!(
+            batches.iter().map(|batch| batch.indices.clone()).collect::<Vec<_>>(),
+            [vec![3, 1], vec![0, 2]]
+        );
         let tensors = Collator::default().pack(&batches[1], text, &Device::Cpu).unwrap();
         assert_eq!(tensors.ids.to_vec2::<u32>().unwrap(), [[1, 2, 3, 6, 0, 0]]);
         assert_eq!(tensors.segment_ids.to_vec2::<u32>().unwrap(), [[1, 1, 1, 2, 0, 0]]);
@@ -254,10 +269,20 @@ mod tests {
     fn rows_that_do_not_hold_their_sequences_are_refused() {
         let pack = DynamicBatchStrategy::Pack(Packing::BestFit);
         let batches = batches(BatchConfig::default().with_strategy(pack).with_max_tokens(6));
-        let error = Collator::default().pack(&batches[0], |_| &[1, 2, 3, 4, 5], &Device::Cpu).unwrap_err();
-        assert!(error.to_string().contains("sequences of 10 tokens do not fit a row of 6"), "{error}");
-        let huge = Batch { indices: vec![0], rows: 1 << 40, padded_length: 1 << 40, real_tokens: 0 };
+        let error =
+            Collator::default().pack(&batches[0], |_| &[1, 2, 3, 4, 5], &Device::Cpu).unwrap_err();
+        assert!(
+            error.to_string().contains("sequences of 10 tokens do not fit a row of 6"),
+            "{error}"
+        );
+        let huge =
+            Batch { indices: vec![0], rows: 1 << 40, padded_length: 1 << 40, real_tokens: 0 };
         let error = Collator::default().pad(&huge, text, &Device::Cpu).unwrap_err();
-        assert!(error.to_string().contains("a tensor of 1099511627776 x 1099511627776 tokens is beyond"), "{error}");
+        assert!(
+            error
+                .to_string()
+                .contains("a tensor of 1099511627776 x 1099511627776 tokens is beyond"),
+            "{error}"
+        );
     }
 }

@@ -17,10 +17,15 @@ pub enum Error {
     #[error("batches have no limit, set max_batch_size, max_tokens or max_cost")]
     NoLimit,
     /// The dynamic strategy has no budget, and not both of the numbers whose product it would be.
-    #[error("the dynamic strategy has no token budget, set max_tokens, or max_batch_size and max_sequence_length")]
+    #[error(
+        "the dynamic strategy has no token budget, set max_tokens, or max_batch_size and max_sequence_length"
+    )]
     NoTokenBudget,
     /// The budget of the dynamic strategy does not fit 64 bits.
-    #[error("a token budget of {max_batch_size} × {max_sequence_length} is above the limit of {}", u64::MAX)]
+    #[error(
+        "a token budget of {max_batch_size} × {max_sequence_length} is above the limit of {}",
+        u64::MAX
+    )]
     TokenBudgetOverflow {
         /// One factor of the budget.
         max_batch_size: u64,
@@ -51,7 +56,9 @@ pub enum Error {
     #[error("there are no sequences to make buckets for")]
     NoLengths,
     /// The best boundaries of so many buckets need too large a table.
-    #[error("{n_buckets} buckets for {n_lengths} different lengths are above the limit of {limit} table entries")]
+    #[error(
+        "{n_buckets} buckets for {n_lengths} different lengths are above the limit of {limit} table entries"
+    )]
     TooManyBuckets {
         /// The number of buckets that was asked for.
         n_buckets: u64,
@@ -87,7 +94,9 @@ pub enum Error {
         largest: u64,
     },
     /// The smallest batch that the multiple allows costs too much if it holds this sequence.
-    #[error("sequence {index} of length {length} in the smallest batch, of {multiple}, is above max_cost {max_cost}")]
+    #[error(
+        "sequence {index} of length {length} in the smallest batch, of {multiple}, is above max_cost {max_cost}"
+    )]
     SequenceOverCost {
         /// Which sequence.
         index: u64,
@@ -135,8 +144,11 @@ pub enum Error {
         /// The number of sequences there are.
         count: u64,
     },
-    /// The sequence is longer than allowed, and the policy is [`Overlong::Error`](crate::Overlong::Error).
-    #[error("sequence {index} of length {length} is above max_sequence_length {max_sequence_length}")]
+    /// The sequence is longer than allowed, and the policy is
+    /// [`Overlong::Error`](crate::Overlong::Error).
+    #[error(
+        "sequence {index} of length {length} is above max_sequence_length {max_sequence_length}"
+    )]
     SequenceTooLong {
         /// Which sequence.
         index: u64,
@@ -145,7 +157,8 @@ pub enum Error {
         /// The longest one allowed.
         max_sequence_length: u64,
     },
-    /// The smallest batch that the multiple allows is over the token budget if it holds this sequence.
+    /// The smallest batch that the multiple allows is over the token budget if it holds this
+    /// sequence.
     #[error(
         "sequence {index} of length {length} in the smallest batch, of {multiple}, is above max_tokens {max_tokens}"
     )]

@@ -2,12 +2,14 @@
 
 /// The lengths of all sequences of a data set, each known in constant time.
 ///
-/// Slices, arrays and vectors of `u32`, `u64` and `usize` are such a thing, and so is a reference to one. Implement it
-/// for a data set that knows its lengths, from an index file for example: no sequence is read for its length.
+/// Slices, arrays and vectors of `u32`, `u64` and `usize` are such a thing, and so is a reference
+/// to one. Implement it for a data set that knows its lengths, from an index file for example: no
+/// sequence is read for its length.
 ///
 /// # Determinism
 ///
-/// [`length`](Self::length) must give the same answer for the same index each time, and on each rank.
+/// [`length`](Self::length) must give the same answer for the same index each time, and on each
+/// rank.
 ///
 /// # Examples
 ///
@@ -46,7 +48,10 @@ macro_rules! slices {
                 self.len() as u64
             }
 
-            #[allow(clippy::cast_lossless, reason = "the same text serves `usize`, which has no lossless conversion")]
+            #[allow(
+                clippy::cast_lossless,
+                reason = "the same text serves `usize`, which has no lossless conversion"
+            )]
             fn length(&self, index: u64) -> Option<u64> {
                 self.get(usize::try_from(index).ok()?).map(|&length| length as u64)
             }

@@ -1,9 +1,9 @@
-//! A configuration that has been checked, and what it answers: is this sequence allowed, how long is its batch padded,
-//! and how many such sequences does a batch hold?
+//! A configuration that has been checked, and what it answers: is this sequence allowed, how long
+//! is its batch padded, and how many such sequences does a batch hold?
 //!
-//! With a multiple m, a batch grows by groups of m sequences. A group fits by itself, because each member was admitted
-//! only if m sequences of its length are within the limits; so a batch can always be closed at a multiple, and fewer
-//! than m sequences are ever carried over.
+//! With a multiple m, a batch grows by groups of m sequences. A group fits by itself, because each
+//! member was admitted only if m sequences of its length are within the limits; so a batch can
+//! always be closed at a multiple, and fewer than m sequences are ever carried over.
 
 use std::cmp::Ordering;
 
@@ -36,8 +36,11 @@ impl Limits {
         check_strategy(&config)?;
         let (max_batch_size, max_tokens) = limits(&config)?;
         let multiple = config.batch_size_multiple;
-        // `max_batch_size` as it was set: a budget made from it then holds a whole group of the longest sequences.
-        for (setting, limit) in [("max_batch_size", config.max_batch_size), ("max_tokens", Some(max_tokens))] {
+        // `max_batch_size` as it was set: a budget made from it then holds a whole group of the
+        // longest sequences.
+        for (setting, limit) in
+            [("max_batch_size", config.max_batch_size), ("max_tokens", Some(max_tokens))]
+        {
             if let Some(limit) = limit.filter(|&limit| limit < multiple) {
                 return Err(Error::MultipleOverLimit { multiple, setting, limit });
             }
@@ -77,7 +80,9 @@ impl Limits {
 
     fn last_boundary(&self) -> Option<u64> {
         match &self.config.strategy {
-            DynamicBatchStrategy::Bucket(Buckets::Boundaries(boundaries)) => boundaries.last().copied(),
+            DynamicBatchStrategy::Bucket(Buckets::Boundaries(boundaries)) => {
+                boundaries.last().copied()
+            }
             _ => None,
         }
     }
@@ -101,10 +106,16 @@ impl Limits {
         matches!(self.config.strategy, DynamicBatchStrategy::Pack(_))
     }
 
-    /// Returns the sequence as it counts in a batch, or `None` if it is skipped; keeps count of what the policy did.
-    pub(crate) fn admit(&self, sequence: Sequence, report: &mut PaddingReport) -> Result<Option<Sequence>> {
+    /// Returns the sequence as it counts in a batch, or `None` if it is skipped; keeps count of
+    /// what the policy did.
+    pub(crate) fn admit(
+        &self,
+        sequence: Sequence,
+        report: &mut PaddingReport,
+    ) -> Result<Option<Sequence>> {
         let Sequence { index, length } = sequence;
-        let Some(max_sequence_length) = self.config.max_sequence_length.filter(|&max| max < length) else {
+        let Some(max_sequence_length) = self.config.max_sequence_length.filter(|&max| max < length)
+        else {
             return self.check(sequence).map(Some);
         };
         match self.config.overlong {
@@ -133,11 +144,15 @@ impl Limits {
         let Sequence { index, length } = sequence;
         let (multiple, max_tokens) = (self.config.batch_size_multiple, self.max_tokens);
         let is_in_budget = length.checked_mul(multiple).is_some_and(|tokens| tokens <= max_tokens);
-        Err(match (self.last_boundary().filter(|&largest| largest < length), self.config.max_cost) {
-            (Some(largest), _) => Error::NoBucket { index, length, largest },
-            (None, Some(max_cost)) if is_in_budget => Error::SequenceOverCost { index, length, multiple, max_cost },
-            _ => Error::SequenceOverBudget { index, length, multiple, max_tokens },
-        })
+        Err(
+            match (self.last_boundary().filter(|&largest| largest < length), self.config.max_cost) {
+                (Some(largest), _) => Error::NoBucket { index, length, largest },
+                (None, Some(max_cost)) if is_in_budget => {
+                    Error::SequenceOverCost { index, length, multiple, max_cost }
+                }
+                _ => Error::SequenceOverBudget { index, length, multiple, max_tokens },
+            },
+        )
     }
 
     /// Returns which of the open batches a sequence of this length joins.
@@ -148,7 +163,8 @@ impl Limits {
         }
     }
 
-    /// The length to which a batch is padded if its longest sequence, which was admitted, has this one.
+    /// The length to which a batch is padded if its longest sequence, which was admitted, has this
+    /// one.
     pub(crate) fn padded_length(&self, longest: u64) -> u64 {
         self.checked_padded_length(longest).unwrap_or(u64::MAX)
     }
@@ -175,18 +191,21 @@ impl Limits {
 
     /// The most sequences of a batch that is padded to this length; a multiple of the group.
     pub(crate) fn max_rows(&self, padded_length: u64) -> u64 {
-        let cost = if self.config.max_cost.is_some() { self.config.cost.of(padded_length) } else { 0 };
+        let cost =
+            if self.config.max_cost.is_some() { self.config.cost.of(padded_length) } else { 0 };
         let by_tokens = self.max_tokens.checked_div(padded_length).unwrap_or(u64::MAX);
-        let by_cost = self.config.max_cost.unwrap_or(u64::MAX).checked_div(cost).unwrap_or(u64::MAX);
+        let by_cost =
+            self.config.max_cost.unwrap_or(u64::MAX).checked_div(cost).unwrap_or(u64::MAX);
         let rows = self.max_batch_size.min(by_tokens).min(by_cost);
         rows - rows % self.config.batch_size_multiple
     }
 
-    /// Returns how many of the first sequences of an open batch, which may hold `max_rows`, are a full one, or `None` if
-    /// it may still grow.
+    /// Returns how many of the first sequences of an open batch, which may hold `max_rows`, are a
+    /// full one, or `None` if it may still grow.
     ///
-    /// It is full as soon as the next group, however short, would pass a limit. The answer does not depend on what
-    /// comes later, so waiting for the next sequence would give the same batches, only later.
+    /// It is full as soon as the next group, however short, would pass a limit. The answer does not
+    /// depend on what comes later, so waiting for the next sequence would give the same batches,
+    /// only later.
     pub(crate) fn full(&self, len: usize, max_rows: u64) -> Option<usize> {
         // `max_rows` is a multiple of the group, so a batch below it has room for a whole one.
         match (len as u64).cmp(&max_rows) {
@@ -196,7 +215,8 @@ impl Limits {
         }
     }
 
-    /// Returns how many of the `len` sequences left at the end are batches of whole groups, and how many are one more.
+    /// Returns how many of the `len` sequences left at the end are batches of whole groups, and how
+    /// many are one more.
     pub(crate) fn last(&self, len: usize) -> (usize, usize) {
         let surplus = len % self.group_len;
         match self.config.remainder {
@@ -210,7 +230,9 @@ fn check_nonzero(config: &BatchConfig) -> Result<()> {
     let strategy = match &config.strategy {
         DynamicBatchStrategy::Bucket(Buckets::Width(width)) => ("bucket width", Some(*width)),
         DynamicBatchStrategy::Sorted { window, .. } => ("window", *window),
-        DynamicBatchStrategy::Pack(Packing::InOrder { open_rows }) => ("open_rows", Some(*open_rows as u64)),
+        DynamicBatchStrategy::Pack(Packing::InOrder { open_rows }) => {
+            ("open_rows", Some(*open_rows as u64))
+        }
         _ => ("", None),
     };
     let settings = [
@@ -248,10 +270,13 @@ fn check_strategy(config: &BatchConfig) -> Result<()> {
 
 fn check_row_length(config: &BatchConfig) -> Result<()> {
     let limit = MAX_ROW_LENGTH;
-    let is_streamed = matches!(config.strategy, DynamicBatchStrategy::Pack(Packing::InOrder { .. }));
+    let is_streamed =
+        matches!(config.strategy, DynamicBatchStrategy::Pack(Packing::InOrder { .. }));
     match config.max_tokens {
         None => Err(Error::NoRowLength),
-        Some(max_tokens) if max_tokens > limit && !is_streamed => Err(Error::RowTooLong { max_tokens, limit }),
+        Some(max_tokens) if max_tokens > limit && !is_streamed => {
+            Err(Error::RowTooLong { max_tokens, limit })
+        }
         Some(_) => Ok(()),
     }
 }
@@ -266,6 +291,8 @@ fn limits(config: &BatchConfig) -> Result<(u64, u64)> {
             .ok_or(Error::TokenBudgetOverflow { max_batch_size, max_sequence_length }),
         (_, None, _) if is_dynamic => Err(Error::NoTokenBudget),
         (None, None, _) if config.max_cost.is_none() => Err(Error::NoLimit),
-        (max_batch_size, max_tokens, _) => Ok((max_batch_size.unwrap_or(u64::MAX), max_tokens.unwrap_or(u64::MAX))),
+        (max_batch_size, max_tokens, _) => {
+            Ok((max_batch_size.unwrap_or(u64::MAX), max_tokens.unwrap_or(u64::MAX)))
+        }
     }
 }

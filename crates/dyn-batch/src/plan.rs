@@ -22,10 +22,11 @@ use crate::{
     sort::histogram::Histogram,
 };
 
-/// The batches of an epoch, each of them at hand in constant time; made by [`DynamicBatchSampler::plan`].
+/// The batches of an epoch, each of them at hand in constant time; made by
+/// [`DynamicBatchSampler::plan`].
 ///
-/// A plan holds 4 bytes for each sequence and 24 for each batch. While it is made, it takes 8 more for each sequence, and
-/// 4 for those of an order that is not the data set's own.
+/// A plan holds 4 bytes for each sequence and 24 for each batch. While it is made, it takes 8 more
+/// for each sequence, and 4 for those of an order that is not the data set's own.
 ///
 /// # Determinism
 ///
@@ -57,8 +58,8 @@ pub struct BatchPlan<'a, L> {
 }
 
 impl<'a, L: SequenceLengths> BatchPlan<'a, L> {
-    /// Plans the batches of the sequences in this order, or of all if there is none; `cut` is what [`cut`](Self::cut)
-    /// said of the same ones, or nothing.
+    /// Plans the batches of the sequences in this order, or of all if there is none; `cut` is what
+    /// [`cut`](Self::cut) said of the same ones, or nothing.
     pub(crate) fn new(
         sampler: &'a DynamicBatchSampler<L>,
         order: Option<Vec<u32>>,
@@ -72,7 +73,9 @@ impl<'a, L: SequenceLengths> BatchPlan<'a, L> {
 
     fn of_stream(sampler: &'a DynamicBatchSampler<L>, order: Option<Vec<u32>>) -> Result<Self> {
         match order {
-            Some(order) => Self::collect(sampler, sampler.iter_in(order.into_iter().map(u64::from))),
+            Some(order) => {
+                Self::collect(sampler, sampler.iter_in(order.into_iter().map(u64::from)))
+            }
             None => Self::collect(sampler, sampler.iter()),
         }
     }
@@ -86,7 +89,10 @@ impl<'a, L: SequenceLengths> BatchPlan<'a, L> {
             let (batch, start) = (batch?, indices.len());
             indices.extend(batch.indices.iter().map(|&index| index as u32));
             let end = u32::try_from(indices.len());
-            let end = end.map_err(|_| Error::TooManySequences { count: indices.len() as u64, limit: LIMIT })?;
+            let end = end.map_err(|_| Error::TooManySequences {
+                count: indices.len() as u64,
+                limit: LIMIT,
+            })?;
             let Batch { padded_length, real_tokens, .. } = batch;
             batches.push(Planned { places: start as u32..end, padded_length, real_tokens });
         }
@@ -107,15 +113,17 @@ impl<'a, L: SequenceLengths> BatchPlan<'a, L> {
         let count = order.as_ref().map_or(lengths.count(), |order| order.len() as u64);
         let known = known_ends(cut, limits, count);
         let Arrangement { names, batches, dropped } = match &order {
-            Some(order) => arrange(whole, limits, known, || order.iter().map(|&index| with_length(index)))?,
+            Some(order) => {
+                arrange(whole, limits, known, || order.iter().map(|&index| with_length(index)))?
+            }
             None => arrange(whole, limits, known, || indices(lengths).map(with_length))?,
         };
         fate.dropped = dropped;
         Ok(Self { sampler, indices: names, batches, fate })
     }
 
-    /// Where sorted sequences are cut: so many batches of so many sequences, from the shortest on; nothing for other
-    /// strategies.
+    /// Where sorted sequences are cut: so many batches of so many sequences, from the shortest on;
+    /// nothing for other strategies.
     pub(crate) fn cut(&self) -> Vec<(u32, u32)> {
         let mut cut: Vec<(u32, u32)> = Vec::new();
         if let Some(Whole::Sorted(_)) = of_whole_set(&self.sampler.config().strategy) {
@@ -180,7 +188,10 @@ impl<'a, L: SequenceLengths> BatchPlan<'a, L> {
     }
 
     /// The sequences of batch `nth`, which must be there.
-    pub(crate) fn sequences(&self, nth: usize) -> impl ExactSizeIterator<Item = Sequence> + DoubleEndedIterator + '_ {
+    pub(crate) fn sequences(
+        &self,
+        nth: usize,
+    ) -> impl ExactSizeIterator<Item = Sequence> + DoubleEndedIterator + '_ {
         self.measured(self.indices(nth))
     }
 
@@ -245,7 +256,8 @@ impl<'a, L: SequenceLengths> BatchPlan<'a, L> {
     /// The batch of the sequences at these places.
     fn plan(&self, places: Range<u32>) -> Planned {
         let indices = &self.indices[places.start as usize..places.end as usize];
-        let Batch { padded_length, real_tokens, .. } = Batch::gather(self.measured(indices), self.limits());
+        let Batch { padded_length, real_tokens, .. } =
+            Batch::gather(self.measured(indices), self.limits());
         Planned { places, padded_length, real_tokens }
     }
 }
@@ -267,18 +279,24 @@ fn arrange<I>(
 where
     I: Iterator<Item = (u32, u64)>,
 {
-    whole.arrange(&Histogram::new(sequences().map(|(_, length)| length)), sequences(), limits, known)
+    whole.arrange(
+        &Histogram::new(sequences().map(|(_, length)| length)),
+        sequences(),
+        limits,
+        known,
+    )
 }
 
-/// Where batches of groups end, by what [`BatchPlan::cut`] said of them. What is less than a group comes first and is
-/// found again without it.
+/// Where batches of groups end, by what [`BatchPlan::cut`] said of them. What is less than a group
+/// comes first and is found again without it.
 fn known_ends(cut: &[(u32, u32)], limits: &Limits, n_sequences: u64) -> Option<Vec<usize>> {
     // What says more batches than there are sequences is none of ours.
     let n_batches = cut.iter().fold(0_u64, |sum, &(_, times)| sum.saturating_add(times.into()));
     if n_batches == 0 || n_batches > n_sequences {
         return None;
     }
-    let sizes = cut.iter().flat_map(|&(size, times)| std::iter::repeat_n(size as usize, times as usize));
+    let sizes =
+        cut.iter().flat_map(|&(size, times)| std::iter::repeat_n(size as usize, times as usize));
     let whole = sizes.skip_while(|size| *size < limits.group_len());
     let ends = whole.scan(0_usize, |end, size| {
         *end = end.saturating_add(size / limits.group_len());

@@ -32,7 +32,8 @@ mod tests {
             *counts.entry(items).or_default() += 1;
         }
         // 1000 each; 23 degrees of freedom stay below 60 but for one time in 30,000.
-        let squares: f64 = counts.values().map(|&count| (f64::from(count) - 1000.0).powi(2) / 1000.0).sum();
+        let squares: f64 =
+            counts.values().map(|&count| (f64::from(count) - 1000.0).powi(2) / 1000.0).sum();
         assert!(counts.len() == 24 && squares < 60.0, "{squares}: {counts:?}");
     }
 }

@@ -38,7 +38,9 @@ impl Assembly {
             return Self::Whole(Vec::new(), whole);
         }
         match *strategy {
-            DynamicBatchStrategy::Sorted { window: Some(window), cut } => Self::Window(Window::new(window, cut)),
+            DynamicBatchStrategy::Sorted { window: Some(window), cut } => {
+                Self::Window(Window::new(window, cut))
+            }
             DynamicBatchStrategy::Pack(Packing::InOrder { open_rows }) => {
                 Self::Rows(OpenRows::new(limits.empty_row(), open_rows))
             }
@@ -47,11 +49,21 @@ impl Assembly {
     }
 
     /// Adds an admitted sequence; what is a batch with it goes to `ready`.
-    pub(crate) fn push(&mut self, sequence: Sequence, limits: &Limits, ready: &mut VecDeque<Batch>) {
+    pub(crate) fn push(
+        &mut self,
+        sequence: Sequence,
+        limits: &Limits,
+        ready: &mut VecDeque<Batch>,
+    ) {
         match self {
-            Self::Open(open) => open.entry(limits.bucket(sequence.length)).or_default().push(sequence, limits, ready),
+            Self::Open(open) => open
+                .entry(limits.bucket(sequence.length))
+                .or_default()
+                .push(sequence, limits, ready),
             Self::Window(window) => ready.extend(window.push(sequence, limits)),
-            Self::Rows(rows) => rows.push(sequence, |row| ready.push_back(Batch::gather(row.into_iter(), limits))),
+            Self::Rows(rows) => {
+                rows.push(sequence, |row| ready.push_back(Batch::gather(row.into_iter(), limits)))
+            }
             Self::Whole(sequences, _) => sequences.push(sequence),
         }
     }
@@ -59,20 +71,32 @@ impl Assembly {
     /// Makes batches of what is left; returns how many sequences are dropped.
     pub(crate) fn finish(&mut self, limits: &Limits, ready: &mut VecDeque<Batch>) -> Result<u64> {
         match self {
-            Self::Open(open) => Ok(mem::take(open).into_values().map(|open| open.finish(limits, ready)).sum()),
-            Self::Window(window) => finish_whole(&window.take(), Whole::Sorted(window.cut()), limits, ready),
+            Self::Open(open) => {
+                Ok(mem::take(open).into_values().map(|open| open.finish(limits, ready)).sum())
+            }
+            Self::Window(window) => {
+                finish_whole(&window.take(), Whole::Sorted(window.cut()), limits, ready)
+            }
             Self::Rows(rows) => {
                 rows.finish(|row| ready.push_back(Batch::gather(row.into_iter(), limits)));
                 Ok(0)
             }
-            Self::Whole(sequences, whole) => finish_whole(&mem::take(sequences), *whole, limits, ready),
+            Self::Whole(sequences, whole) => {
+                finish_whole(&mem::take(sequences), *whole, limits, ready)
+            }
         }
     }
 }
 
-fn finish_whole(sequences: &[Sequence], whole: Whole, limits: &Limits, ready: &mut VecDeque<Batch>) -> Result<u64> {
+fn finish_whole(
+    sequences: &[Sequence],
+    whole: Whole,
+    limits: &Limits,
+    ready: &mut VecDeque<Batch>,
+) -> Result<u64> {
     let lengths = || sequences.iter().map(|sequence| sequence.length);
-    let arrangement = whole.arrange(&Histogram::new(lengths()), (0..).zip(lengths()), limits, None)?;
+    let arrangement =
+        whole.arrange(&Histogram::new(lengths()), (0..).zip(lengths()), limits, None)?;
     ready.extend(arrangement.batches.iter().map(|batch| {
         let places = &arrangement.names[batch.places.start as usize..batch.places.end as usize];
         Batch::gather(places.iter().map(|&place| sequences[place as usize]), limits)
@@ -109,7 +133,10 @@ impl Open {
     /// Takes out the first `size` sequences; the others stay and open the next batch.
     fn close(&mut self, size: usize, limits: &Limits) -> Batch {
         let batch = Batch::gather(self.sequences.drain(..size), limits);
-        self.lengthen(self.sequences.iter().map(|sequence| sequence.length).max().unwrap_or(0), limits);
+        self.lengthen(
+            self.sequences.iter().map(|sequence| sequence.length).max().unwrap_or(0),
+            limits,
+        );
         batch
     }
 

@@ -60,8 +60,8 @@ pub(crate) enum Whole {
 }
 
 impl Whole {
-    /// Arranges sequences, given by name and length, which are admitted; equal ones stay in order. If it is known where
-    /// sorted ones are to be cut, then there.
+    /// Arranges sequences, given by name and length, which are admitted; equal ones stay in order.
+    /// If it is known where sorted ones are to be cut, then there.
     pub(crate) fn arrange<I>(
         self,
         histogram: &Histogram,

@@ -52,11 +52,14 @@ impl Window {
         std::mem::take(&mut self.sequences)
     }
 
-    /// Cuts full batches and leaves the others to the next window: those at the short end and those at the long end in
-    /// turn, so that no length waits for ever.
+    /// Cuts full batches and leaves the others to the next window: those at the short end and those
+    /// at the long end in turn, so that no length waits for ever.
     fn cut_full(&mut self, limits: &Limits) -> Vec<Batch> {
         let histogram = Histogram::new(self.sequences.iter().map(|sequence| sequence.length));
-        let sorted = whole_set::sort(&histogram, (0..).zip(self.sequences.iter().map(|sequence| sequence.length)));
+        let sorted = whole_set::sort(
+            &histogram,
+            (0..).zip(self.sequences.iter().map(|sequence| sequence.length)),
+        );
         let (len, group_len) = (sorted.len(), limits.group_len());
         let surplus = len % group_len;
         let groups = Groups::new(&histogram.range(surplus..len), limits);
@@ -80,7 +83,8 @@ impl Window {
         });
         let batches = batches.collect();
         // In the order in which they came, so that equal ones leave in that order.
-        let mut left: Vec<u32> = sorted[..full.start].iter().chain(&sorted[full.end..]).copied().collect();
+        let mut left: Vec<u32> =
+            sorted[..full.start].iter().chain(&sorted[full.end..]).copied().collect();
         left.sort_unstable();
         self.sequences = left.iter().map(|&place| self.sequences[place as usize]).collect();
         self.fill = self.sequences.iter().map(|&sequence| share(sequence, limits)).sum();
@@ -89,7 +93,8 @@ impl Window {
     }
 }
 
-/// How much of a batch a sequence takes, at least: batches of sequences like this one would hold as many as fit.
+/// How much of a batch a sequence takes, at least: batches of sequences like this one would hold as
+/// many as fit.
 fn share(sequence: Sequence, limits: &Limits) -> u128 {
     let rows = limits.max_rows(limits.padded_length(sequence.length)).max(1);
     u128::from(ONE.div_ceil(rows))

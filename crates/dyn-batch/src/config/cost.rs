@@ -2,9 +2,10 @@
 
 /// The cost of a sequence as a polynomial of its padded length.
 ///
-/// A transformer layer of width d does about 12 d² multiplications for a token, and 2 d more for each pair of tokens of
-/// one sequence (Kaplan et al., "Scaling Laws for Neural Language Models", 2020, table 1). So sequences of length l cost
-/// as 6 d · l + l²: `per_token: 6 * d, per_token_squared: 1`.
+/// A transformer layer of width d does about 12 d² multiplications for a token, and 2 d more for
+/// each pair of tokens of one sequence (Kaplan et al., "Scaling Laws for Neural Language Models",
+/// 2020, table 1). So sequences of length l cost as 6 d · l + l²: `per_token: 6 * d,
+/// per_token_squared: 1`.
 ///
 /// # Examples
 ///

@@ -2,12 +2,12 @@
 
 use core_types::WorldSize;
 
-/// Which sequences of a global batch each rank takes: as many on each, or one more on the first ones, and so that the
-/// largest sum of costs is about as small as can be.
+/// Which sequences of a global batch each rank takes: as many on each, or one more on the first
+/// ones, and so that the largest sum of costs is about as small as can be.
 ///
-/// Part r holds the positions in `costs` that rank r takes, ascending. The parts are filled from the most expensive
-/// sequence on, in turn and back again, and then the most expensive part swaps sequences with others as long as that
-/// makes it cheaper.
+/// Part r holds the positions in `costs` that rank r takes, ascending. The parts are filled from
+/// the most expensive sequence on, in turn and back again, and then the most expensive part swaps
+/// sequences with others as long as that makes it cheaper.
 ///
 /// # Determinism
 ///
@@ -60,16 +60,22 @@ impl Parts {
         for items in &mut items {
             items.sort_unstable();
         }
-        let sums = items.iter().map(|items| items.iter().map(|&(cost, _)| u128::from(cost)).sum()).collect();
+        let sums = items
+            .iter()
+            .map(|items| items.iter().map(|&(cost, _)| u128::from(cost)).sum())
+            .collect();
         Self { items, sums }
     }
 
-    /// Makes the most expensive part cheaper by the swap that leaves the least to the costlier of its two parts; returns
-    /// whether there was one.
+    /// Makes the most expensive part cheaper by the swap that leaves the least to the costlier of
+    /// its two parts; returns whether there was one.
     fn improve(&mut self) -> bool {
-        let Some(largest) = (0..self.sums.len()).rev().max_by_key(|&part| self.sums[part]) else { return false };
-        let swaps =
-            (0..self.sums.len()).filter(|&part| part != largest).filter_map(|part| self.best_swap(largest, part));
+        let Some(largest) = (0..self.sums.len()).rev().max_by_key(|&part| self.sums[part]) else {
+            return false;
+        };
+        let swaps = (0..self.sums.len())
+            .filter(|&part| part != largest)
+            .filter_map(|part| self.best_swap(largest, part));
         match swaps.min() {
             Some(swap) if swap.larger_sum < self.sums[largest] => {
                 self.swap(largest, &swap);
@@ -85,7 +91,8 @@ impl Parts {
         let (mine, theirs) = (&self.items[largest], &self.items[part]);
         let mut best = None;
         let mut other = 0;
-        // What should move is half of the gap; both lists ascend, so the partner of a costlier sequence is costlier.
+        // What should move is half of the gap; both lists ascend, so the partner of a costlier
+        // sequence is costlier.
         for (give, &(cost, _)) in mine.iter().enumerate() {
             let wanted = |take: usize| u128::from(theirs[take].0) + gap / 2 < u128::from(cost);
             while other < theirs.len() && wanted(other) {
@@ -117,7 +124,8 @@ impl Parts {
 
     fn into_positions(self) -> Vec<Vec<usize>> {
         let positions = self.items.into_iter().map(|items| {
-            let mut positions: Vec<usize> = items.into_iter().map(|(_, position)| position).collect();
+            let mut positions: Vec<usize> =
+                items.into_iter().map(|(_, position)| position).collect();
             positions.sort_unstable();
             positions
         });

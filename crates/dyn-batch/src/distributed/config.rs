@@ -6,7 +6,8 @@ use crate::config::Cost;
 
 /// What happens when the number of batches is no multiple of the world size.
 ///
-/// Every rank must take the same number of steps: one with a batch less leaves the others waiting in their collectives.
+/// Every rank must take the same number of steps: one with a batch less leaves the others waiting
+/// in their collectives.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 #[cfg_attr(feature = "serde", derive(serde::Serialize, serde::Deserialize))]
 #[cfg_attr(feature = "serde", serde(rename_all = "snake_case"))]
@@ -30,8 +31,9 @@ pub enum StepLayout {
     /// As many batches as there are ranks, of similar cost. The least padding.
     #[default]
     Grouped,
-    /// One batch that is as large as those of all ranks together, dealt out by [`balance`](crate::balance): as many sequences on each
-    /// rank, and nearly the same cost. The least waiting, above all where attention skips the padding.
+    /// One batch that is as large as those of all ranks together, dealt out by
+    /// [`balance`](crate::balance): as many sequences on each rank, and nearly the same cost. The
+    /// least waiting, above all where attention skips the padding.
     ///
     /// Not for buckets and packed rows.
     Dealt,
@@ -65,7 +67,12 @@ pub struct DistributedConfig {
 
 impl Default for DistributedConfig {
     fn default() -> Self {
-        Self { shuffle: None, layout: StepLayout::default(), remainder: StepRemainder::default(), cost: Cost::TOKENS }
+        Self {
+            shuffle: None,
+            layout: StepLayout::default(),
+            remainder: StepRemainder::default(),
+            cost: Cost::TOKENS,
+        }
     }
 }
 
@@ -82,7 +89,8 @@ impl DistributedConfig {
         Self { layout, ..self }
     }
 
-    /// Sets what happens to batches that cannot fill up a step; [`StepRemainder::Split`] by default.
+    /// Sets what happens to batches that cannot fill up a step; [`StepRemainder::Split`] by
+    /// default.
     #[must_use]
     pub fn with_remainder(self, remainder: StepRemainder) -> Self {
         Self { remainder, ..self }

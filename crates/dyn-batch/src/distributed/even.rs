@@ -12,8 +12,8 @@ use crate::{
     plan::BatchPlan,
 };
 
-/// The batches of all ranks, the most expensive first: as many as there are, or a few more or fewer, so that the world
-/// size divides their number.
+/// The batches of all ranks, the most expensive first: as many as there are, or a few more or
+/// fewer, so that the world size divides their number.
 pub(crate) fn batches_by_cost<L: SequenceLengths>(
     plan: &mut BatchPlan<'_, L>,
     world_size: WorldSize,
@@ -49,7 +49,8 @@ fn cost_of<L: SequenceLengths>(plan: &BatchPlan<'_, L>, nth: usize, cost: Cost) 
     cost.of(batch.padded_length).saturating_mul(batch.len() as u64)
 }
 
-/// Splits `n` batches, each time the one with the most padding; `None` if none can be split any more.
+/// Splits `n` batches, each time the one with the most padding; `None` if none can be split any
+/// more.
 fn split_most_padded<L: SequenceLengths>(plan: &mut BatchPlan<'_, L>, n: usize) -> Option<()> {
     if n == 0 {
         return Some(());
@@ -89,28 +90,38 @@ fn best_split<L: SequenceLengths>(plan: &BatchPlan<'_, L>, nth: usize, group_len
     let of_last = longest(&mut lengths.iter().rev());
     let tokens = |size: usize| {
         let other = lengths.len() - size;
-        u128::from(of_first[size - 1]) * size as u128 + u128::from(of_last[other - 1]) * other as u128
+        u128::from(of_first[size - 1]) * size as u128
+            + u128::from(of_last[other - 1]) * other as u128
     };
-    (group_len..lengths.len()).step_by(group_len).min_by_key(|&size| tokens(size)).unwrap_or(group_len)
+    (group_len..lengths.len())
+        .step_by(group_len)
+        .min_by_key(|&size| tokens(size))
+        .unwrap_or(group_len)
 }
 
-/// Makes sure that every batch has a sequence for each rank. One that has not is joined to the smallest other.
+/// Makes sure that every batch has a sequence for each rank. One that has not is joined to the
+/// smallest other.
 pub(crate) fn fill_small_batch<L: SequenceLengths>(
     plan: &mut BatchPlan<'_, L>,
     world_size: WorldSize,
     remainder: StepRemainder,
 ) -> Result<()> {
     let n_ranks = world_size.as_usize();
-    let Some(small) = (0..plan.len()).find(|&nth| plan.planned(nth).len() < n_ranks) else { return Ok(()) };
+    let Some(small) = (0..plan.len()).find(|&nth| plan.planned(nth).len() < n_ranks) else {
+        return Ok(());
+    };
     match remainder {
         StepRemainder::Drop => plan.remove(small),
         StepRemainder::Repeat => plan.repeat(small, n_ranks),
         StepRemainder::Split => {
             let too_few = Error::CannotFillStep { n_batches: plan.len() as u64, world_size };
             let others = (0..plan.len()).filter(|&nth| nth != small);
-            let Some(smallest) = others.min_by_key(|&nth| plan.planned(nth).len()) else { return Err(too_few) };
+            let Some(smallest) = others.min_by_key(|&nth| plan.planned(nth).len()) else {
+                return Err(too_few);
+            };
             let joined = plan.join(small, smallest);
-            let (len, padded_length) = (plan.planned(joined).len(), plan.planned(joined).padded_length);
+            let (len, padded_length) =
+                (plan.planned(joined).len(), plan.planned(joined).padded_length);
             if len as u64 > plan.limits().max_rows(padded_length) {
                 plan.split(joined, len / 2);
                 if len / 2 < n_ranks {

@@ -26,10 +26,11 @@ pub struct Step {
 }
 
 impl Step {
-    /// By what this rank's mean loss is to be multiplied before gradients are averaged over the ranks, so that every
-    /// token of the step counts as much as any other.
+    /// By what this rank's mean loss is to be multiplied before gradients are averaged over the
+    /// ranks, so that every token of the step counts as much as any other.
     ///
-    /// The mean over n tokens here, times n · W / N, summed over the W ranks and divided by W, is the mean over all N.
+    /// The mean over n tokens here, times n · W / N, summed over the W ranks and divided by W, is
+    /// the mean over all N.
     ///
     /// # Examples
     ///
@@ -38,9 +39,14 @@ impl Step {
     /// ```
     /// # use core_types::{Epoch, Placement};
     /// # use dyn_batch::*;
-    /// let batches = DynamicBatchSampler::new([30_u32, 10], BatchConfig::default().with_max_batch_size(1))?;
+    /// let batches =
+    ///     DynamicBatchSampler::new([30_u32, 10], BatchConfig::default().with_max_batch_size(1))?;
     /// let weight = |rank| -> Result<f64, Box<dyn std::error::Error>> {
-    ///     let sampler = DistributedBatchSampler::new(batches.clone(), Placement::new(rank, 2)?, DistributedConfig::default())?;
+    ///     let sampler = DistributedBatchSampler::new(
+    ///         batches.clone(),
+    ///         Placement::new(rank, 2)?,
+    ///         DistributedConfig::default(),
+    ///     )?;
     ///     let step = sampler.epoch(Epoch::ZERO, 0..2)?.next().ok_or("no step")?;
     ///     Ok(step.loss_weight())
     /// };
@@ -73,8 +79,8 @@ pub struct BatchState {
     pub world_size: u64,
     /// A number that other batches hardly have.
     pub fingerprint: u64,
-    /// Where sorted sequences are cut: batches of so many sequences, so many times, from the shortest on. Nothing for
-    /// other strategies.
+    /// Where sorted sequences are cut: batches of so many sequences, so many times, from the
+    /// shortest on. Nothing for other strategies.
     pub cut: Vec<(u32, u32)>,
 }
 
@@ -92,7 +98,8 @@ impl fmt::Display for BatchState {
 pub struct Steps<'a, L> {
     sampler: &'a DistributedBatchSampler<L>,
     plan: BatchPlan<'a, L>,
-    /// The batches of the first step, rank by rank, then those of the second, and so on; one for each if it is dealt.
+    /// The batches of the first step, rank by rank, then those of the second, and so on; one for
+    /// each if it is dealt.
     batches: Vec<u32>,
     remaining: Range<usize>,
     /// The state of the first step.
@@ -109,7 +116,15 @@ impl<'a, L: SequenceLengths> Steps<'a, L> {
     ) -> Self {
         let world_size = sampler.placement().world_size().as_u64();
         let fingerprint = fingerprint(&plan, sampler.config().shuffle);
-        let start = BatchState { format_version: 1, epoch, step: 0, n_steps: 0, world_size, fingerprint, cut };
+        let start = BatchState {
+            format_version: 1,
+            epoch,
+            step: 0,
+            n_steps: 0,
+            world_size,
+            fingerprint,
+            cut,
+        };
         let mut steps = Self { sampler, plan, batches, remaining: 0..0, start };
         steps.remaining.end = steps.batches.len() / steps.batches_per_step();
         steps.start.n_steps = steps.remaining.end as u64;
@@ -137,8 +152,12 @@ impl<'a, L: SequenceLengths> Steps<'a, L> {
     pub fn step(&self, nth: usize) -> Option<Vec<Batch>> {
         let batches = self.planned(nth)?;
         Some(match self.sampler.config().layout {
-            StepLayout::Grouped => batches.iter().map(|&batch| self.plan.batch(batch as usize)).collect(),
-            StepLayout::Dealt => self.deal(*batches.first()?).map(|part| self.gather(part)).collect(),
+            StepLayout::Grouped => {
+                batches.iter().map(|&batch| self.plan.batch(batch as usize)).collect()
+            }
+            StepLayout::Dealt => {
+                self.deal(*batches.first()?).map(|part| self.gather(part)).collect()
+            }
         })
     }
 
@@ -150,7 +169,8 @@ impl<'a, L: SequenceLengths> Steps<'a, L> {
     /// The sequences of a batch that each rank takes.
     fn deal(&self, batch: u32) -> impl Iterator<Item = Vec<Sequence>> {
         let sequences: Vec<Sequence> = self.plan.sequences(batch as usize).collect();
-        let costs: Vec<u64> = sequences.iter().map(|each| self.sampler.config().cost.of(each.length)).collect();
+        let costs: Vec<u64> =
+            sequences.iter().map(|each| self.sampler.config().cost.of(each.length)).collect();
         let parts = balance(&costs, self.sampler.placement().world_size()).into_iter();
         parts.map(move |part| part.into_iter().map(|place| sequences[place]).collect())
     }

@@ -16,8 +16,8 @@ impl OpenRows {
         Self { empty, max_open, rows: Vec::new() }
     }
 
-    /// Puts the sequence into the fullest row that has room for it, and hands out rows that are full. If none has room
-    /// and no more may be open, the fullest one goes.
+    /// Puts the sequence into the fullest row that has room for it, and hands out rows that are
+    /// full. If none has room and no more may be open, the fullest one goes.
     pub(crate) fn push(&mut self, sequence: Sequence, mut done: impl FnMut(Vec<Sequence>)) {
         let has_room = |row: &Row| row.tokens >= sequence.length && row.sequences > 0;
         let fullest = (0..self.rows.len()).min_by_key(|&nth| self.rows[nth].0.tokens);

@@ -1,20 +1,25 @@
-//! Minimum bin slack: row after row, each filled with the longest sequence that is left and with those that leave the
-//! least room beside it.
+//! Minimum bin slack: row after row, each filled with the longest sequence that is left and with
+//! those that leave the least room beside it.
 //!
-//! The rule is Fleszar and Hindi's MBS′ ("New heuristics for one-dimensional bin-packing", 2002). The search runs over
-//! lengths instead of sequences, and a row that was found is made as often as there are sequences for it. So one length
-//! at least is used up each time, and there are no more searches than lengths.
+//! The rule is Fleszar and Hindi's MBS′ ("New heuristics for one-dimensional bin-packing", 2002).
+//! The search runs over lengths instead of sequences, and a row that was found is made as often as
+//! there are sequences for it. So one length at least is used up each time, and there are no more
+//! searches than lengths.
 
-#![allow(clippy::cast_possible_truncation, reason = "counts, places and table entries fit the memory that holds them")]
+#![allow(
+    clippy::cast_possible_truncation,
+    reason = "counts, places and table entries fit the memory that holds them"
+)]
 
 use crate::{
     pack::{Row, Rows},
     sort::histogram::Histogram,
 };
 
-/// How many choices a search may try for one row; each limit gets its turn. A long search fills the row better, a short
-/// one ends while the long sequences are still together and leaves the short ones to later rows. Which is better depends
-/// on the lengths. The limit is also one on how deep the search recurses.
+/// How many choices a search may try for one row; each limit gets its turn. A long search fills the
+/// row better, a short one ends while the long sequences are still together and leaves the short
+/// ones to later rows. Which is better depends on the lengths. The limit is also one on how deep
+/// the search recurses.
 const MAX_STEPS: [u32; 7] = [100, 200, 300, 400, 600, 1000, 4000];
 
 /// Sequences of one length that are in no row yet.
@@ -34,7 +39,10 @@ struct Piece {
 
 /// The fewest rows of all searches; `None` if there are none.
 pub(super) fn assign(histogram: &Histogram, row: Row) -> Option<Rows> {
-    MAX_STEPS.into_iter().map(|max_steps| search(histogram, row, max_steps)).min_by_key(|rows| rows.left.len())
+    MAX_STEPS
+        .into_iter()
+        .map(|max_steps| search(histogram, row, max_steps))
+        .min_by_key(|rows| rows.left.len())
 }
 
 fn search(histogram: &Histogram, row: Row, max_steps: u32) -> Rows {
@@ -42,7 +50,8 @@ fn search(histogram: &Histogram, row: Row, max_steps: u32) -> Rows {
     let mut stock = descending(histogram);
     while !stock.is_empty() {
         let pieces = Search::new(&stock, row, max_steps).run();
-        let times = pieces.iter().map(|piece| stock[piece.entry].count / piece.count).min().unwrap_or(0);
+        let times =
+            pieces.iter().map(|piece| stock[piece.entry].count / piece.count).min().unwrap_or(0);
         let mut room = row;
         for Piece { entry, count } in pieces {
             let Stock { length, count: left, start } = &mut stock[entry];
@@ -83,7 +92,14 @@ struct Search<'a> {
 
 impl<'a> Search<'a> {
     fn new(stock: &'a [Stock], row: Row, max_steps: u32) -> Self {
-        Self { stock, row, taken: Vec::new(), best: Vec::new(), least_room: u64::MAX, steps: max_steps }
+        Self {
+            stock,
+            row,
+            taken: Vec::new(),
+            best: Vec::new(),
+            least_room: u64::MAX,
+            steps: max_steps,
+        }
     }
 
     fn run(mut self) -> Vec<Piece> {
@@ -91,8 +107,8 @@ impl<'a> Search<'a> {
         self.best
     }
 
-    /// Takes sequences of this entry, as many as fit first, and then what goes best beside them; returns whether the
-    /// search is over.
+    /// Takes sequences of this entry, as many as fit first, and then what goes best beside them;
+    /// returns whether the search is over.
     fn take(&mut self, entry: usize, room: Row) -> bool {
         let Stock { length, count, .. } = self.stock[entry];
         let by_room = room.tokens.checked_div(length).unwrap_or(u64::MAX);
@@ -100,7 +116,8 @@ impl<'a> Search<'a> {
         (1..=most).rev().any(|count| {
             self.steps = self.steps.saturating_sub(1);
             self.taken.push(Piece { entry, count });
-            let room = Row { tokens: room.tokens - count * length, sequences: room.sequences - count };
+            let room =
+                Row { tokens: room.tokens - count * length, sequences: room.sequences - count };
             let is_over = self.fill(entry + 1, room);
             self.taken.pop();
             is_over

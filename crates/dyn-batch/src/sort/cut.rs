@@ -1,9 +1,10 @@
 //! Sorted sequences, cut into batches.
 //!
-//! A batch of rows of which the longest has length p may hold r(p) rows, and longer ones never more. So a batch may swap a
-//! sequence for a shorter one, and every set of batches can be turned into as many that are intervals of the sorted
-//! sequences. Of these, taking as many of the longest that are left as possible leaves the least to the others: the
-//! greedy cut makes the fewest batches there can be.
+//! A batch of rows of which the longest has length p may hold r(p) rows, and longer ones never
+//! more. So a batch may swap a sequence for a shorter one, and every set of batches can be turned
+//! into as many that are intervals of the sorted sequences. Of these, taking as many of the longest
+//! that are left as possible leaves the least to the others: the greedy cut makes the fewest
+//! batches there can be.
 
 #![allow(
     clippy::cast_possible_truncation,
@@ -35,7 +36,8 @@ pub(crate) struct Groups {
 }
 
 impl Groups {
-    /// The sequences of a histogram in groups; its number of sequences must be a multiple of theirs.
+    /// The sequences of a histogram in groups; its number of sequences must be a multiple of
+    /// theirs.
     pub(crate) fn new(histogram: &Histogram, limits: &Limits) -> Self {
         let (mut levels, mut n_sequences, mut start) = (Vec::<Level>::new(), 0, 0);
         for run in histogram.runs() {
@@ -76,13 +78,15 @@ impl Groups {
             }
             let size = end.checked_sub(start);
             start = end;
-            let fits = |groups: &Level| size.is_some_and(|size| size > 0 && size <= groups.max_groups);
+            let fits =
+                |groups: &Level| size.is_some_and(|size| size > 0 && size <= groups.max_groups);
             self.levels.get(level).is_some_and(fits)
         };
         ends.iter().all(is_batch) && ends.last().copied().unwrap_or(0) == self.len()
     }
 
-    /// Batches that take as many of the longest groups as they can; the shortest one gets what is left.
+    /// Batches that take as many of the longest groups as they can; the shortest one gets what is
+    /// left.
     pub(crate) fn longest_first(&self) -> Vec<usize> {
         let (mut ends, mut end) = (Vec::new(), self.len());
         for (nth, level) in self.levels.iter().enumerate().rev() {
@@ -96,7 +100,8 @@ impl Groups {
         ends
     }
 
-    /// Batches that take as many of the shortest groups as they can; the longest one gets what is left.
+    /// Batches that take as many of the shortest groups as they can; the longest one gets what is
+    /// left.
     pub(crate) fn shortest_first(&self) -> Vec<usize> {
         let (mut ends, mut start, mut end) = (Vec::new(), 0_usize, 0);
         for level in &self.levels {
@@ -118,9 +123,9 @@ impl Groups {
 
     /// Of all cuts into the fewest batches the one with the fewest padded tokens.
     ///
-    /// The prefixes of the groups that need n batches follow those that need n − 1. The last batch of one of them begins
-    /// where one of those ends, at the best place of which the choice is totally monotone, as a group that is longer
-    /// costs more for each other one in its batch.
+    /// The prefixes of the groups that need n batches follow those that need n − 1. The last batch
+    /// of one of them begins where one of those ends, at the best place of which the choice is
+    /// totally monotone, as a group that is longer costs more for each other one in its batch.
     fn optimal(&self) -> Vec<usize> {
         let longest = self.levels.last().map_or(0, |level| level.padded_length);
         // Costs in 64 bits take half of the time.
@@ -136,7 +141,8 @@ impl Groups {
     {
         let n_groups = self.len();
         let mut starts = vec![0_u32; n_groups + 1];
-        // The prefixes that need the batches so far, and the padded lengths of their groups as one number each.
+        // The prefixes that need the batches so far, and the padded lengths of their groups as one
+        // number each.
         let (mut shorter, mut shorter_cost) = (0..1, vec![C::from(0)]);
         let mut lengths = Lengths { levels: &self.levels, nth: 0 };
         let mut rows: Vec<Level> = Vec::new();
@@ -148,15 +154,23 @@ impl Groups {
                 (end.saturating_sub(level.max_groups) < first).then_some(level)
             }));
             let mut costs = vec![C::from(0); rows.len()];
-            let candidates = |row: usize| (first + row).saturating_sub(rows[row].max_groups).max(shorter.start)..first;
+            let candidates = |row: usize| {
+                (first + row).saturating_sub(rows[row].max_groups).max(shorter.start)..first
+            };
             let cost = |row: usize, start: usize| {
                 let n_groups = C::from((first + row - start) as u64);
                 shorter_cost[start - shorter.start] + n_groups * C::from(rows[row].padded_length)
             };
-            row_minima(0..rows.len(), shorter.clone(), &candidates, &cost, &mut |row, start, cost| {
-                costs[row] = cost;
-                starts[first + row] = start as u32;
-            });
+            row_minima(
+                0..rows.len(),
+                shorter.clone(),
+                &candidates,
+                &cost,
+                &mut |row, start, cost| {
+                    costs[row] = cost;
+                    starts[first + row] = start as u32;
+                },
+            );
             shorter = first..first + rows.len();
             shorter_cost = costs;
         }

@@ -1,6 +1,9 @@
 //! Lengths counted, and sequences sorted by them.
 
-#![allow(clippy::cast_possible_truncation, reason = "counts, places and table entries fit the memory that holds them")]
+#![allow(
+    clippy::cast_possible_truncation,
+    reason = "counts, places and table entries fit the memory that holds them"
+)]
 
 use std::{collections::BTreeMap, ops::Range};
 
@@ -76,12 +79,14 @@ impl Counter {
 
     pub(crate) fn finish(self) -> Histogram {
         let short = (0..).zip(self.short).filter(|(_, count)| *count > 0);
-        Histogram { runs: short.chain(self.long).map(|(length, count)| Run { length, count }).collect() }
+        Histogram {
+            runs: short.chain(self.long).map(|(length, count)| Run { length, count }).collect(),
+        }
     }
 }
 
-/// Where the next sequence of each length goes if all are sorted by length, and by their order among equals; for fewer
-/// than 2^32 sequences.
+/// Where the next sequence of each length goes if all are sorted by length, and by their order
+/// among equals; for fewer than 2^32 sequences.
 #[derive(Debug)]
 pub(crate) struct Slots {
     short: Vec<u32>,
@@ -91,7 +96,8 @@ pub(crate) struct Slots {
 impl Slots {
     pub(crate) fn new(histogram: &Histogram) -> Self {
         let is_short = |run: &&Run| run.length < TABLE;
-        let table_len = histogram.runs().iter().rfind(is_short).map_or(0, |run| run.length as usize + 1);
+        let table_len =
+            histogram.runs().iter().rfind(is_short).map_or(0, |run| run.length as usize + 1);
         let (mut slots, mut next) = (Self { short: vec![0; table_len], long: BTreeMap::new() }, 0);
         for run in histogram.runs() {
             if run.length < TABLE {
@@ -107,7 +113,11 @@ impl Slots {
     /// The slot of the next sequence of this length, which must be in the histogram.
     #[inline]
     pub(crate) fn take(&mut self, length: u64) -> Option<usize> {
-        let next = if length < TABLE { self.short.get_mut(length as usize) } else { self.long.get_mut(&length) }?;
+        let next = if length < TABLE {
+            self.short.get_mut(length as usize)
+        } else {
+            self.long.get_mut(&length)
+        }?;
         *next += 1;
         Some(*next as usize - 1)
     }

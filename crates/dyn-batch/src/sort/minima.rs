@@ -2,11 +2,13 @@
 
 use std::ops::Range;
 
-/// Finds for each of `rows` the column with the least cost among its `candidates`, the first one of equals.
+/// Finds for each of `rows` the column with the least cost among its `candidates`, the first one of
+/// equals.
 ///
-/// The matrix must be totally monotone: no later row has its least entry in an earlier column. Then the row in the middle
-/// halves the columns for the rows on both sides of it, so that n rows and m columns take O((n + m) log n) looks (Aggarwal
-/// et al., "Geometric applications of a matrix-searching algorithm", 1987, whose own algorithm saves the logarithm).
+/// The matrix must be totally monotone: no later row has its least entry in an earlier column. Then
+/// the row in the middle halves the columns for the rows on both sides of it, so that n rows and m
+/// columns take O((n + m) log n) looks (Aggarwal et al., "Geometric applications of a
+/// matrix-searching algorithm", 1987, whose own algorithm saves the logarithm).
 pub(crate) fn row_minima<C: Ord>(
     rows: Range<usize>,
     columns: Range<usize>,
@@ -19,7 +21,8 @@ pub(crate) fn row_minima<C: Ord>(
     }
     let row = rows.start.midpoint(rows.end);
     let Range { start, end } = candidates(row);
-    let costs = (start.max(columns.start)..end.min(columns.end)).map(|column| (cost(row, column), column));
+    let costs =
+        (start.max(columns.start)..end.min(columns.end)).map(|column| (cost(row, column), column));
     let Some((least, column)) = costs.min() else { return };
     found(row, column, least);
     row_minima(rows.start..row, columns.start..column + 1, candidates, cost, found);

@@ -1,11 +1,13 @@
-//! Sorted, packed and distributed batches: each sequence once, every limit kept, the same number of steps on every rank.
+//! Sorted, packed and distributed batches: each sequence once, every limit kept, the same number of
+//! steps on every rank.
 
 use std::collections::BTreeSet;
 
 use core_types::{Epoch, Placement, Seed};
 use dyn_batch::{
-    Batch, BatchConfig, Buckets, Cost, Cut, DistributedBatchSampler, DistributedConfig, DynamicBatchSampler,
-    DynamicBatchStrategy, Error, Packing, PaddingReport, Remainder, StepLayout, StepRemainder,
+    Batch, BatchConfig, Buckets, Cost, Cut, DistributedBatchSampler, DistributedConfig,
+    DynamicBatchSampler, DynamicBatchStrategy, Error, Packing, PaddingReport, Remainder,
+    StepLayout, StepRemainder,
 };
 use proptest::prelude::*;
 
@@ -18,7 +20,9 @@ fn strategies() -> Vec<DynamicBatchStrategy> {
         .map(DynamicBatchStrategy::Pack)
         .collect();
     for cut in [Cut::Greedy, Cut::Optimal] {
-        strategies.extend([None, Some(1), Some(2)].map(|window| DynamicBatchStrategy::Sorted { window, cut }));
+        strategies.extend(
+            [None, Some(1), Some(2)].map(|window| DynamicBatchStrategy::Sorted { window, cut }),
+        );
     }
     strategies.push(DynamicBatchStrategy::Bucket(Buckets::Boundaries(vec![1, 4, 9])));
     strategies
@@ -33,27 +37,42 @@ fn check_batch(batch: &Batch, lengths: &[u64], config: &BatchConfig) {
     let own = batch.indices.iter().map(|&index| lengths[usize::try_from(index).unwrap()]);
     let (longest, sum) = (own.clone().max().unwrap(), own.sum::<u64>());
     assert_eq!(batch.real_tokens, sum);
-    assert!(batch.padded_tokens() <= config.max_tokens.unwrap_or(u64::MAX), "{batch:?} with {config:?}");
-    assert!(batch.len() as u64 <= config.max_batch_size.unwrap_or(u64::MAX), "{batch:?} with {config:?}");
+    assert!(
+        batch.padded_tokens() <= config.max_tokens.unwrap_or(u64::MAX),
+        "{batch:?} with {config:?}"
+    );
+    assert!(
+        batch.len() as u64 <= config.max_batch_size.unwrap_or(u64::MAX),
+        "{batch:?} with {config:?}"
+    );
     if is_packing(config) {
         assert_eq!((batch.rows, Some(batch.padded_length)), (1, config.max_tokens));
         return;
     }
     let padded_length = match (&config.strategy, config.fixed_shapes) {
-        (DynamicBatchStrategy::Bucket(Buckets::Boundaries(all)), true) => *all.iter().find(|&&b| longest <= b).unwrap(),
+        (DynamicBatchStrategy::Bucket(Buckets::Boundaries(all)), true) => {
+            *all.iter().find(|&&b| longest <= b).unwrap()
+        }
         _ => longest,
     };
     assert_eq!(batch.padded_length, padded_length.next_multiple_of(config.length_multiple));
     assert_eq!(batch.rows, batch.len() as u64);
     let cost = config.cost.of(batch.padded_length).checked_mul(batch.rows);
-    assert!(config.max_cost.is_none_or(|max| cost.is_some_and(|cost| cost <= max)), "{batch:?} with {config:?}");
+    assert!(
+        config.max_cost.is_none_or(|max| cost.is_some_and(|cost| cost <= max)),
+        "{batch:?} with {config:?}"
+    );
 }
 
 fn misfit(error: &Error) -> bool {
-    matches!(error, Error::SequenceOverBudget { .. } | Error::SequenceOverCost { .. } | Error::NoBucket { .. })
+    matches!(
+        error,
+        Error::SequenceOverBudget { .. } | Error::SequenceOverCost { .. } | Error::NoBucket { .. }
+    )
 }
 
-/// All laws of one configuration; returns how many batches there are, or `None` if a sequence fits none.
+/// All laws of one configuration; returns how many batches there are, or `None` if a sequence fits
+/// none.
 fn check(lengths: &[u64], config: &BatchConfig) -> Option<usize> {
     let sampler = DynamicBatchSampler::new(lengths, config.clone()).unwrap();
     let mut stream = sampler.iter();
@@ -80,7 +99,8 @@ fn check(lengths: &[u64], config: &BatchConfig) -> Option<usize> {
     assert_eq!(plan.report(), *stream.report());
     assert_eq!(plan.get(batches.len()), None);
     assert_eq!(sampler.plan_in(0..lengths.len() as u64).unwrap().report(), *stream.report());
-    let mut shuffled: Vec<Batch> = sampler.iter().shuffled(Seed::new(1)).map(Result::unwrap).collect();
+    let mut shuffled: Vec<Batch> =
+        sampler.iter().shuffled(Seed::new(1)).map(Result::unwrap).collect();
     assert_eq!(PaddingReport::from_iter(&shuffled), PaddingReport::from_iter(&batches));
     shuffled.sort_by_key(|batch| batches.iter().position(|other| other == batch));
     assert_eq!(shuffled, batches);
@@ -121,7 +141,9 @@ fn all_laws_hold_on_every_small_input() {
 fn no_packing_makes_more_rows_than_best_fit_with_minimum_slack() {
     for lengths in all_lengths(&[2, 3, 4, 5, 7], 5) {
         let rows = |packing| {
-            let config = BatchConfig::default().with_strategy(DynamicBatchStrategy::Pack(packing)).with_max_tokens(9);
+            let config = BatchConfig::default()
+                .with_strategy(DynamicBatchStrategy::Pack(packing))
+                .with_max_tokens(9);
             check(&lengths, &config).unwrap()
         };
         assert!(rows(Packing::MinimumSlack) <= rows(Packing::BestFit), "{lengths:?}");
@@ -131,18 +153,24 @@ fn no_packing_makes_more_rows_than_best_fit_with_minimum_slack() {
 /// All laws of the steps of one world.
 fn check_steps(lengths: &[u64], batch_config: &BatchConfig, world: u64, config: DistributedConfig) {
     let batches = DynamicBatchSampler::new(lengths, batch_config.clone()).unwrap();
-    let sampler =
-        |rank| DistributedBatchSampler::new(batches.clone(), Placement::new(rank, world).unwrap(), config).unwrap();
+    let sampler = |rank| {
+        DistributedBatchSampler::new(batches.clone(), Placement::new(rank, world).unwrap(), config)
+            .unwrap()
+    };
     let order = || 0..lengths.len() as u64;
     let samplers: Vec<_> = (0..world).map(sampler).collect();
-    let mut ranks = match samplers.iter().map(|sampler| sampler.epoch(Epoch::new(2), order())).collect() {
-        Ok::<Vec<_>, Error>(ranks) => ranks,
-        Err(error) => {
-            let is_too_few = matches!(error, Error::CannotFillStep { .. });
-            assert!(is_too_few && config.remainder == StepRemainder::Split || misfit(&error), "{error}");
-            return;
-        }
-    };
+    let mut ranks =
+        match samplers.iter().map(|sampler| sampler.epoch(Epoch::new(2), order())).collect() {
+            Ok::<Vec<_>, Error>(ranks) => ranks,
+            Err(error) => {
+                let is_too_few = matches!(error, Error::CannotFillStep { .. });
+                assert!(
+                    is_too_few && config.remainder == StepRemainder::Split || misfit(&error),
+                    "{error}"
+                );
+                return;
+            }
+        };
     let (n_steps, report) = (ranks[0].len(), ranks[0].report());
     let (mut seen, mut kept) = (Vec::new(), BTreeSet::new());
     for nth in 0..n_steps {
@@ -154,13 +182,19 @@ fn check_steps(lengths: &[u64], batch_config: &BatchConfig, world: u64, config: 
         for (rank, batch) in ranks.iter_mut().zip(&batches) {
             let step = rank.next().unwrap();
             assert_eq!(step.batch, *batch, "the same on every rank");
-            assert_eq!(step.real_tokens, batches.iter().map(|batch| batch.real_tokens).sum::<u64>());
+            assert_eq!(
+                step.real_tokens,
+                batches.iter().map(|batch| batch.real_tokens).sum::<u64>()
+            );
             weights += step.loss_weight();
             check_batch(&step.batch, lengths, batch_config);
             seen.extend(step.batch.indices.clone());
             kept.extend(step.batch.indices);
         }
-        assert!((weights - world as f64).abs() < 1e-9 || batches.iter().all(|batch| batch.real_tokens == 0));
+        assert!(
+            (weights - world as f64).abs() < 1e-9
+                || batches.iter().all(|batch| batch.real_tokens == 0)
+        );
     }
     assert!(ranks.iter_mut().all(|rank| rank.next().is_none()));
     if n_steps > 0 {
@@ -181,8 +215,9 @@ fn distributed_configs(can_deal: bool) -> Vec<DistributedConfig> {
     let layouts = [StepLayout::Grouped, StepLayout::Dealt];
     let layouts = layouts.into_iter().filter(|&layout| can_deal || layout == StepLayout::Grouped);
     let remainders = [StepRemainder::Split, StepRemainder::Drop, StepRemainder::Repeat];
-    let all =
-        layouts.flat_map(|layout| remainders.map(|remainder| config.with_layout(layout).with_remainder(remainder)));
+    let all = layouts.flat_map(|layout| {
+        remainders.map(|remainder| config.with_layout(layout).with_remainder(remainder))
+    });
     all.flat_map(|config| [config, config.with_shuffle(Seed::new(7))]).collect()
 }
 
@@ -199,7 +234,8 @@ fn steps_are_alike_on_every_rank() {
         for strategy in &strategies {
             for config in distributed_configs(can_deal(strategy)) {
                 for world in [1, 2, 3] {
-                    let batch_config = BatchConfig::default().with_strategy(strategy.clone()).with_max_tokens(30);
+                    let batch_config =
+                        BatchConfig::default().with_strategy(strategy.clone()).with_max_tokens(30);
                     check_steps(&lengths, &batch_config, world, config);
                 }
             }
@@ -210,8 +246,13 @@ fn steps_are_alike_on_every_rank() {
 #[test]
 fn steps_of_another_order_are_refused() {
     let lengths: Vec<u64> = (1..=50).collect();
-    let batches = DynamicBatchSampler::new(&lengths, BatchConfig::default().with_max_batch_size(4)).unwrap();
-    let sampler = DistributedBatchSampler::new(batches, Placement::new(0, 2).unwrap(), DistributedConfig::default());
+    let batches =
+        DynamicBatchSampler::new(&lengths, BatchConfig::default().with_max_batch_size(4)).unwrap();
+    let sampler = DistributedBatchSampler::new(
+        batches,
+        Placement::new(0, 2).unwrap(),
+        DistributedConfig::default(),
+    );
     let sampler = sampler.unwrap();
     let mut steps = sampler.epoch(Epoch::ZERO, 0..50).unwrap();
     steps.next();
@@ -239,9 +280,11 @@ proptest! {
     ) {
         let mut strategy = strategies().swap_remove(nth);
         if let DynamicBatchStrategy::Bucket(buckets) = &mut strategy {
-            *buckets = Buckets::optimal([lengths.as_slice(), &[300]].concat(), 1 + seed % 9).unwrap();
+            let with_longest = [lengths.as_slice(), &[300]].concat();
+            *buckets = Buckets::optimal(with_longest, 1 + seed % 9).unwrap();
         }
-        let mut config = BatchConfig::default().with_strategy(strategy.clone()).with_max_tokens(max_tokens);
+        let mut config =
+            BatchConfig::default().with_strategy(strategy.clone()).with_max_tokens(max_tokens);
         config.max_batch_size = max_batch_size;
         check(&lengths, &config);
         for steps in distributed_configs(can_deal(&strategy)) {
@@ -251,23 +294,36 @@ proptest! {
 
     #[test]
     fn no_number_is_too_large(
-        lengths in prop::collection::vec(prop_oneof![any::<u64>(), Just(u64::MAX), 0_u64..3], 0..12),
+        lengths in prop::collection::vec(
+            prop_oneof![any::<u64>(), Just(u64::MAX), 0_u64..3],
+            0..12,
+        ),
         max_tokens in prop_oneof![any::<u64>(), Just(u64::MAX), 1_u64..100],
         multiple in prop_oneof![any::<u64>(), Just(u64::MAX), 1_u64..4],
-        cost in prop_oneof![Just(Cost::ATTENTION), Just(Cost { per_sequence: u64::MAX, ..Cost::TOKENS })],
+        cost in prop_oneof![
+            Just(Cost::ATTENTION),
+            Just(Cost { per_sequence: u64::MAX, ..Cost::TOKENS }),
+        ],
     ) {
         for strategy in strategies() {
-            let mut config = BatchConfig::default().with_strategy(strategy).with_max_tokens(max_tokens);
+            let mut config =
+                BatchConfig::default().with_strategy(strategy).with_max_tokens(max_tokens);
             if !is_packing(&config) {
-                config = config.with_batch_size_multiple(multiple).with_length_multiple(multiple).with_max_cost(u64::MAX, cost);
+                config = config
+                    .with_batch_size_multiple(multiple)
+                    .with_length_multiple(multiple)
+                    .with_max_cost(u64::MAX, cost);
             }
             let Ok(sampler) = DynamicBatchSampler::new(&lengths, config) else { continue };
             let _ = sampler.iter().collect::<Vec<_>>();
-            let distributed = DistributedConfig::default().with_layout(StepLayout::Dealt).with_cost(cost);
-            for config in [DistributedConfig::default(), distributed] {
+            let grouped = DistributedConfig::default();
+            let dealt = grouped.with_layout(StepLayout::Dealt).with_cost(cost);
+            for config in [grouped, dealt] {
                 let placement = Placement::new(0, 3).unwrap();
-                if let Ok(sampler) = DistributedBatchSampler::new(sampler.clone(), placement, config) {
-                    let _ = sampler.epoch(Epoch::ZERO, 0..lengths.len() as u64).map(Iterator::count);
+                let sampler = DistributedBatchSampler::new(sampler.clone(), placement, config);
+                if let Ok(sampler) = sampler {
+                    let steps = sampler.epoch(Epoch::ZERO, 0..lengths.len() as u64);
+                    let _ = steps.map(Iterator::count);
                 }
             }
         }

@@ -3,8 +3,8 @@
 use std::{cell::Cell, collections::BTreeMap, iter};
 
 use dyn_batch::{
-    Batch, BatchConfig, Batches, Buckets, DynamicBatchSampler, DynamicBatchStrategy, Error, Overlong, PaddingReport,
-    Remainder, Sequence,
+    Batch, BatchConfig, Batches, Buckets, DynamicBatchSampler, DynamicBatchStrategy, Error,
+    Overlong, PaddingReport, Remainder, Sequence,
 };
 use proptest::prelude::*;
 
@@ -28,13 +28,19 @@ fn bucket(length: u64, config: &BatchConfig) -> u64 {
 
 fn is_allowed(size: u64, padded_length: u64, config: &BatchConfig) -> bool {
     let (max_batch_size, max_tokens) = match (&config.strategy, config.max_tokens) {
-        (DynamicBatchStrategy::Dynamic, None) => {
-            (None, config.max_batch_size.zip(config.max_sequence_length).map(|(size, length)| size * length))
-        }
+        (DynamicBatchStrategy::Dynamic, None) => (
+            None,
+            config
+                .max_batch_size
+                .zip(config.max_sequence_length)
+                .map(|(size, length)| size * length),
+        ),
         _ => (config.max_batch_size, config.max_tokens),
     };
     max_batch_size.is_none_or(|max| size <= max)
-        && size.checked_mul(padded_length).is_some_and(|tokens| max_tokens.is_none_or(|max| tokens <= max))
+        && size
+            .checked_mul(padded_length)
+            .is_some_and(|tokens| max_tokens.is_none_or(|max| tokens <= max))
 }
 
 /// The first sequence that must end the batches with an error.
@@ -42,12 +48,14 @@ fn first_misfit(lengths: &[u64], config: &BatchConfig) -> Option<u64> {
     let is_misfit = |&length: &u64| {
         let is_overlong = config.max_sequence_length.is_some_and(|max| length > max);
         (is_overlong && config.overlong == Overlong::Error)
-            || counted(length, config).is_some_and(|length| !is_allowed(config.batch_size_multiple, length, config))
+            || counted(length, config)
+                .is_some_and(|length| !is_allowed(config.batch_size_multiple, length, config))
     };
     lengths.iter().position(is_misfit).map(|index| index as u64)
 }
 
-/// The batches of each bucket by the naive rule: again and again the longest prefix that is a multiple and within limits.
+/// The batches of each bucket by the naive rule: again and again the longest prefix that is a
+/// multiple and within limits.
 fn reference(lengths: &[u64], config: &BatchConfig) -> BTreeMap<u64, Vec<Vec<u64>>> {
     let mut queues = BTreeMap::<u64, Vec<(u64, u64)>>::new();
     for (index, &length) in (0..).zip(lengths) {
@@ -62,10 +70,13 @@ fn cut(queue: &[(u64, u64)], config: &BatchConfig) -> Vec<Vec<u64>> {
     let indices = |part: &[(u64, u64)]| part.iter().map(|&(index, _)| index).collect();
     let is_batch = |size: &usize| {
         let padded_length = queue[..*size].iter().map(|&(_, length)| length).max().unwrap_or(0);
-        *size as u64 % config.batch_size_multiple == 0 && is_allowed(*size as u64, padded_length, config)
+        *size as u64 % config.batch_size_multiple == 0
+            && is_allowed(*size as u64, padded_length, config)
     };
     match (1..=queue.len()).rev().find(is_batch) {
-        Some(size) => iter::once(indices(&queue[..size])).chain(cut(&queue[size..], config)).collect(),
+        Some(size) => {
+            iter::once(indices(&queue[..size])).chain(cut(&queue[size..], config)).collect()
+        }
         None if config.remainder == Remainder::Keep && !queue.is_empty() => vec![indices(queue)],
         None => Vec::new(),
     }
@@ -73,7 +84,8 @@ fn cut(queue: &[(u64, u64)], config: &BatchConfig) -> Vec<Vec<u64>> {
 
 /// Checks all laws on one input.
 fn check(lengths: &[u64], config: &BatchConfig) {
-    let sampler = DynamicBatchSampler::new(lengths, config.clone()).expect("the configuration is sound");
+    let sampler =
+        DynamicBatchSampler::new(lengths, config.clone()).expect("the configuration is sound");
     let mut run = sampler.iter();
     let outcome: Result<Vec<Batch>, Error> = run.by_ref().collect();
     let report = *run.report();
@@ -84,23 +96,38 @@ fn check(lengths: &[u64], config: &BatchConfig) {
             check_batches(&batches, lengths, config);
             check_report(report, &batches, lengths, config);
         }
-        (Err(Error::SequenceTooLong { index, .. } | Error::SequenceOverBudget { index, .. }), Some(misfit)) => {
+        (
+            Err(Error::SequenceTooLong { index, .. } | Error::SequenceOverBudget { index, .. }),
+            Some(misfit),
+        ) => {
             assert_eq!(index, misfit);
         }
-        (outcome, misfit) => panic!("misfit {misfit:?}, but {outcome:?} of {lengths:?} with {config:?}"),
+        (outcome, misfit) => {
+            panic!("misfit {misfit:?}, but {outcome:?} of {lengths:?} with {config:?}")
+        }
     }
 }
 
 fn check_batches(batches: &[Batch], lengths: &[u64], config: &BatchConfig) {
     let mut by_bucket = BTreeMap::<u64, Vec<Vec<u64>>>::new();
     for batch in batches {
-        let counted = batch.indices.iter().map(|&index| counted(lengths[usize::try_from(index).unwrap()], config));
-        let counted: Vec<u64> = counted.map(|length| length.expect("a skipped sequence is in no batch")).collect();
+        let counted = batch
+            .indices
+            .iter()
+            .map(|&index| counted(lengths[usize::try_from(index).unwrap()], config));
+        let counted: Vec<u64> =
+            counted.map(|length| length.expect("a skipped sequence is in no batch")).collect();
         assert_eq!(batch.padded_length, counted.iter().copied().max().expect("no batch is empty"));
         assert_eq!(batch.real_tokens, counted.iter().sum::<u64>());
-        assert!(is_allowed(batch.len() as u64, batch.padded_length, config), "{batch:?} is over a limit");
+        assert!(
+            is_allowed(batch.len() as u64, batch.padded_length, config),
+            "{batch:?} is over a limit"
+        );
         let key = bucket(counted[0], config);
-        assert!(counted.iter().all(|&length| bucket(length, config) == key), "{batch:?} mixes buckets");
+        assert!(
+            counted.iter().all(|&length| bucket(length, config) == key),
+            "{batch:?} mixes buckets"
+        );
         by_bucket.entry(key).or_default().push(batch.indices.clone());
     }
     for bucket in by_bucket.values() {
@@ -116,21 +143,32 @@ fn check_sizes(bucket: &[Vec<u64>], config: &BatchConfig) {
     assert!(bucket.concat().is_sorted_by(|a, b| a < b), "each sequence once, in order");
     let is_whole = |batch: &Vec<u64>| batch.len() as u64 % config.batch_size_multiple == 0;
     let n_whole = bucket.iter().take_while(|batch| is_whole(batch)).count();
-    assert!(n_whole == bucket.len() || (config.remainder == Remainder::Keep && n_whole + 1 == bucket.len()));
+    assert!(
+        n_whole == bucket.len()
+            || (config.remainder == Remainder::Keep && n_whole + 1 == bucket.len())
+    );
 }
 
 fn check_report(report: PaddingReport, batches: &[Batch], lengths: &[u64], config: &BatchConfig) {
     let PaddingReport { sequences, skipped, dropped, truncated, .. } = report;
     assert_eq!(sequences + skipped + dropped, lengths.len() as u64);
-    let n_overlong =
-        lengths.iter().filter(|&&length| config.max_sequence_length.is_some_and(|max| length > max)).count();
+    let n_overlong = lengths
+        .iter()
+        .filter(|&&length| config.max_sequence_length.is_some_and(|max| length > max))
+        .count();
     let of_policy = |policy| if config.overlong == policy { n_overlong as u64 } else { 0 };
     assert_eq!((skipped, truncated), (of_policy(Overlong::Skip), of_policy(Overlong::Truncate)));
     assert!(config.remainder == Remainder::Drop || dropped == 0);
 
     let collected = PaddingReport::from_iter(batches);
-    assert_eq!(collected.padded_tokens, batches.iter().map(|batch| u128::from(batch.padded_tokens())).sum());
-    assert_eq!(collected.max_padded_tokens, batches.iter().map(Batch::padded_tokens).max().unwrap_or(0));
+    assert_eq!(
+        collected.padded_tokens,
+        batches.iter().map(|batch| u128::from(batch.padded_tokens())).sum()
+    );
+    assert_eq!(
+        collected.max_padded_tokens,
+        batches.iter().map(Batch::padded_tokens).max().unwrap_or(0)
+    );
     assert!((0.0..=1.0).contains(&collected.efficiency()));
     let mut rest = report;
     (rest.skipped, rest.truncated, rest.dropped) = (0, 0, 0);
@@ -196,7 +234,9 @@ fn a_batch_comes_out_with_the_very_sequence_that_makes_it_certain() {
         let n_taken = Cell::new(0);
         let endless = (0..).zip(lengths.into_iter().cycle());
         let endless = endless.map(|(index, length)| Ok::<_, Error>(Sequence { index, length }));
-        let mut batches = Batches::new(endless.inspect(|_| n_taken.set(n_taken.get() + 1)), config.clone()).unwrap();
+        let mut batches =
+            Batches::new(endless.inspect(|_| n_taken.set(n_taken.get() + 1)), config.clone())
+                .unwrap();
         // If empty sequences that follow do not join a batch, then nothing does.
         let if_empty_follow = |n_taken: usize, nth: usize| {
             let known = lengths.into_iter().cycle().take(n_taken);
@@ -207,7 +247,8 @@ fn a_batch_comes_out_with_the_very_sequence_that_makes_it_certain() {
             let indices = batches.next().unwrap().unwrap().indices;
             assert_eq!(if_empty_follow(n_taken.get(), nth), indices, "too early with {config:?}");
             let before = n_taken.get() - 1;
-            let needs_the_last = indices.contains(&(before as u64)) || if_empty_follow(before, nth) != indices;
+            let needs_the_last =
+                indices.contains(&(before as u64)) || if_empty_follow(before, nth) != indices;
             assert!(needs_the_last, "too late with {config:?}");
         }
     }
@@ -215,14 +256,18 @@ fn a_batch_comes_out_with_the_very_sequence_that_makes_it_certain() {
 
 #[test]
 fn the_names_of_the_sequences_do_not_matter() {
-    let config =
-        BatchConfig::default().with_strategy(DynamicBatchStrategy::Bucket(Buckets::Width(3))).with_max_tokens(14);
+    let config = BatchConfig::default()
+        .with_strategy(DynamicBatchStrategy::Bucket(Buckets::Width(3)))
+        .with_max_tokens(14);
     let lengths = [4_u64, 1, 3, 6, 5, 2, 2, 1];
     let order = [6_u64, 0, 3, 3, 7, 1, 5];
     let reordered = order.map(|index| lengths[usize::try_from(index).unwrap()]);
-    let by_order =
-        DynamicBatchSampler::new(lengths, config.clone()).unwrap().iter_in(order).collect::<Result<Vec<_>, _>>();
-    let mut by_position = DynamicBatchSampler::new(reordered, config).unwrap().iter().collect::<Result<Vec<_>, _>>();
+    let by_order = DynamicBatchSampler::new(lengths, config.clone())
+        .unwrap()
+        .iter_in(order)
+        .collect::<Result<Vec<_>, _>>();
+    let mut by_position =
+        DynamicBatchSampler::new(reordered, config).unwrap().iter().collect::<Result<Vec<_>, _>>();
     for position in by_position.iter_mut().flatten().flat_map(|batch| &mut batch.indices) {
         *position = order[usize::try_from(*position).unwrap()];
     }
@@ -252,14 +297,20 @@ prop_compose! {
 
 proptest! {
     #[test]
-    fn all_laws_hold_on_random_input(lengths in prop::collection::vec(0_u64..300, 0..80), config in any_config()) {
+    fn all_laws_hold_on_random_input(
+        lengths in prop::collection::vec(0_u64..300, 0..80),
+        config in any_config(),
+    ) {
         prop_assume!(is_sound(&config));
         check(&lengths, &config);
     }
 
     #[test]
     fn no_number_is_too_large(
-        lengths in prop::collection::vec(prop_oneof![any::<u64>(), Just(u64::MAX), 0_u64..3], 0..20),
+        lengths in prop::collection::vec(
+            prop_oneof![any::<u64>(), Just(u64::MAX), 0_u64..3],
+            0..20,
+        ),
         max_batch_size in prop::option::of(prop_oneof![any::<u64>(), Just(u64::MAX), 1_u64..4]),
         max_tokens in prop::option::of(prop_oneof![any::<u64>(), Just(u64::MAX)]),
         max_sequence_length in prop::option::of(any::<u64>()),
@@ -271,13 +322,17 @@ proptest! {
             DynamicBatchStrategy::Dynamic,
             DynamicBatchStrategy::Bucket(Buckets::Width(width)),
         ] {
-            let mut config = BatchConfig::default().with_strategy(strategy).with_overlong(Overlong::Skip);
-            (config.max_batch_size, config.max_tokens) = (max_batch_size, max_tokens);
-            (config.max_sequence_length, config.batch_size_multiple) = (max_sequence_length, multiple);
-            let batches = DynamicBatchSampler::new(&lengths, config).map(|sampler| sampler.iter().collect::<Vec<_>>());
-            for batch in batches.into_iter().flatten().flatten() {
-                let padded_tokens = (batch.len() as u64).checked_mul(batch.padded_length);
-                prop_assert!(padded_tokens.is_some_and(|tokens| tokens <= max_tokens.unwrap_or(u64::MAX)));
+            let mut config =
+                BatchConfig::default().with_strategy(strategy).with_overlong(Overlong::Skip);
+            config.max_batch_size = max_batch_size;
+            config.max_tokens = max_tokens;
+            config.max_sequence_length = max_sequence_length;
+            config.batch_size_multiple = multiple;
+            let Ok(sampler) = DynamicBatchSampler::new(&lengths, config) else { continue };
+            for batch in sampler.iter().flatten() {
+                let tokens = (batch.len() as u64).checked_mul(batch.padded_length);
+                let max = max_tokens.unwrap_or(u64::MAX);
+                prop_assert!(tokens.is_some_and(|tokens| tokens <= max));
             }
         }
     }

@@ -1,11 +1,14 @@
 //! Sequence lengths that look like those of real corpora, from a recipe of a few numbers.
 //!
-//! A distribution is a table of knots of its quantile function, linear in between; its draws come from SplitMix64. The
-//! shapes follow published statistics of web documents, of the questions and contexts of `SQuAD`, of reviews, speech and
-//! chats. No text of any is in here.
+//! A distribution is a table of knots of its quantile function, linear in between; its draws come
+//! from SplitMix64. The shapes follow published statistics of web documents, of the questions and
+//! contexts of `SQuAD`, of reviews, speech and chats. No text of any is in here.
 
 #![allow(clippy::expect_used, reason = "a recipe with a typo is a failed test")]
-#![allow(unreachable_pub, reason = "other packages' tests and benches include this file as a public module")]
+#![allow(
+    unreachable_pub,
+    reason = "other packages' tests and benches include this file as a public module"
+)]
 
 /// A distribution of lengths, and the seed of its draws.
 #[derive(Debug)]
@@ -24,7 +27,11 @@ impl Recipe {
     #[must_use]
     pub fn draw(&self, n: u64) -> Vec<u32> {
         let knots: Vec<_> = self.knots.split(' ').map(knot).collect();
-        (1..=n).map(|i| quantile(&knots, mix(self.seed.wrapping_add(i.wrapping_mul(GOLDEN_GAMMA))) >> 32)).collect()
+        (1..=n)
+            .map(|i| {
+                quantile(&knots, mix(self.seed.wrapping_add(i.wrapping_mul(GOLDEN_GAMMA))) >> 32)
+            })
+            .collect()
     }
 }
 
