@@ -21,7 +21,7 @@
 /// core_types::shuffle(&mut items, |n| n - 1); // always the last one
 /// assert_eq!(items, ['d', 'a', 'b', 'c']);
 /// ```
-pub fn shuffle<T: Copy>(items: &mut [T], mut below: impl FnMut(u64) -> u64) {
+pub fn shuffle<T>(items: &mut [T], mut below: impl FnMut(u64) -> u64) {
     for place in 0..items.len() {
         let distance = below((items.len() - place) as u64);
         #[expect(clippy::cast_possible_truncation, reason = "below the number of items")]
