@@ -1,7 +1,5 @@
 //! A sequence as the batcher sees it, and a batch of them.
 
-use crate::limits::Limits;
-
 /// All that the batcher knows of a sequence; its tokens it never sees.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[cfg_attr(feature = "serde", derive(serde::Serialize, serde::Deserialize))]
@@ -48,23 +46,6 @@ pub struct Batch {
 }
 
 impl Batch {
-    /// Sequences in a row each, or in one row if the strategy packs; within the limits, so that no
-    /// sum overflows.
-    pub(crate) fn gather(
-        sequences: impl ExactSizeIterator<Item = Sequence>,
-        limits: &Limits,
-    ) -> Self {
-        let (mut indices, mut longest, mut real_tokens) =
-            (Vec::with_capacity(sequences.len()), 0, 0);
-        for Sequence { index, length } in sequences {
-            indices.push(index);
-            longest = length.max(longest);
-            real_tokens += length;
-        }
-        let (rows, padded_length) = (limits.rows(indices.len()), limits.row_length(longest));
-        Self { indices, rows, padded_length, real_tokens }
-    }
-
     /// The number of sequences; the spec's `BatchSize`.
     #[doc(alias = "batch_size")]
     pub fn len(&self) -> usize {

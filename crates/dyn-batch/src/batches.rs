@@ -75,9 +75,14 @@ impl<I: Iterator> Batches<I> {
     }
 
     pub(crate) fn with_limits(sequences: I, limits: Limits) -> Self {
-        let assembly = Assembly::new(&limits);
-        let (ready, report) = (VecDeque::new(), PaddingReport::default());
-        Self { sequences: Some(sequences), limits, assembly, ready, shuffle: None, report }
+        Self {
+            sequences: Some(sequences),
+            assembly: Assembly::new(&limits),
+            limits,
+            ready: VecDeque::new(),
+            shuffle: None,
+            report: PaddingReport::default(),
+        }
     }
 
     /// Lets batches that are done together come in a random order, the same for the same seed:
@@ -109,7 +114,8 @@ impl<I: Iterator> Batches<I> {
     }
 
     fn place(&mut self, sequence: Sequence) -> Result<()> {
-        if let Some(sequence) = self.limits.admit(sequence, &mut self.report)? {
+        let admission = self.limits.admit(sequence)?;
+        if let Some(sequence) = self.report.count(admission) {
             self.assembly.push(sequence, &self.limits, &mut self.ready);
         }
         Ok(())
@@ -122,8 +128,12 @@ impl<I: Iterator> Batches<I> {
     }
 
     fn shuffle_ready(&mut self) {
-        if let Some(seed) = self.shuffle.as_mut().filter(|_| self.ready.len() > 1) {
+        if self.ready.len() < 2 {
+            return;
+        }
+        if let Some(seed) = &mut self.shuffle {
             shuffle(self.ready.make_contiguous(), *seed);
+            // No place of a shuffle takes this one, so that no two shuffles share a draw.
             *seed = seed.derive(u64::MAX);
         }
     }
@@ -135,6 +145,20 @@ impl<I: Iterator> Batches<I> {
     }
 }
 
+impl<I, E> Batches<I>
+where
+    I: Iterator<Item = Result<Sequence, E>>,
+    E: From<Error>,
+{
+    /// Takes the next sequence, or makes the last batches if there is none; `None` after that.
+    fn advance(&mut self) -> Option<Result<(), E>> {
+        Some(match self.sequences.as_mut()?.next() {
+            Some(sequence) => sequence.and_then(|sequence| Ok(self.place(sequence)?)),
+            None => self.finish().map_err(E::from),
+        })
+    }
+}
+
 impl<I, E> Iterator for Batches<I>
 where
     I: Iterator<Item = Result<Sequence, E>>,
@@ -143,29 +167,17 @@ where
     type Item = Result<Batch, E>;
 
     fn next(&mut self) -> Option<Self::Item> {
-        let needs_more = self.ready.is_empty();
-        while self.ready.is_empty() {
-            match self.sequences.as_mut()?.next() {
-                Some(sequence) => {
-                    if let Err(error) = sequence.and_then(|sequence| Ok(self.place(sequence)?)) {
-                        self.abandon();
-                        return Some(Err(error));
-                    }
-                }
-                None => {
-                    if let Err(error) = self.finish() {
-                        self.abandon();
-                        return Some(Err(error.into()));
-                    }
-                }
+        loop {
+            if let Some(batch) = self.ready.pop_front() {
+                self.report.add(&batch);
+                return Some(Ok(batch));
             }
-        }
-        if needs_more {
+            if let Err(error) = self.advance()? {
+                self.abandon();
+                return Some(Err(error));
+            }
             self.shuffle_ready();
         }
-        let batch = self.ready.pop_front()?;
-        self.report.add(&batch);
-        Some(Ok(batch))
     }
 }
 

@@ -11,8 +11,6 @@ use crate::{
     error::{Error, Result},
     lengths::SequenceLengths,
     limits::Limits,
-    plan::{self, BatchPlan},
-    report::PaddingReport,
 };
 
 /// Batches of a data set, in its own order or in any other.
@@ -107,57 +105,16 @@ impl<L: SequenceLengths> DynamicBatchSampler<L> {
         )
     }
 
-    /// All batches of the data set at once, each at hand in constant time.
-    ///
-    /// # Errors
-    ///
-    /// As [`iter`](Self::iter), and [`Error::TooManySequences`] from 2^32 sequences on.
-    pub fn plan(&self) -> Result<BatchPlan<'_, L>> {
-        match self.lengths.count() {
-            count if count > plan::LIMIT => {
-                Err(Error::TooManySequences { count, limit: plan::LIMIT })
-            }
-            _ => BatchPlan::new(self, None, &[]),
-        }
-    }
-
-    /// All batches of the sequences that `order` names, in that order, at once.
-    ///
-    /// # Errors
-    ///
-    /// As [`iter_in`](Self::iter_in), and [`Error::TooManySequences`] for an index, or for a number
-    /// of them, from 2^32 on.
-    pub fn plan_in(&self, order: impl IntoIterator<Item = u64>) -> Result<BatchPlan<'_, L>> {
-        self.plan_again(order, &[])
-    }
-
-    /// As [`plan_in`](Self::plan_in), where it is known how sorted sequences are cut.
-    pub(crate) fn plan_again(
-        &self,
-        order: impl IntoIterator<Item = u64>,
-        cut: &[(u32, u32)],
-    ) -> Result<BatchPlan<'_, L>> {
-        let (order, count) = (order.into_iter(), self.lengths.count());
-        let mut indices =
-            Vec::with_capacity(order.size_hint().0.min(usize::try_from(count).unwrap_or(0)));
-        for index in order {
-            indices.push(match u32::try_from(index) {
-                _ if index >= count => return Err(Error::IndexOutOfRange { index, count }),
-                Ok(index) => index,
-                Err(_) => return Err(Error::TooManySequences { count, limit: plan::LIMIT }),
-            });
-        }
-        BatchPlan::new(self, Some(indices), cut)
-    }
-
     /// Batches for all ranks together: limits and multiple are so many times as large.
     pub(crate) fn of_all_ranks(self, world_size: WorldSize) -> Result<Self> {
         let config = self.config().clone();
-        if matches!(
-            config.strategy,
-            DynamicBatchStrategy::Bucket(_) | DynamicBatchStrategy::Pack(_)
-        ) {
-            return Err(Error::CannotDeal);
+        match config.strategy {
+            DynamicBatchStrategy::Bucket(_) | DynamicBatchStrategy::Pack(_) => {
+                return Err(Error::CannotDeal);
+            }
+            DynamicBatchStrategy::PadToMax
+            | DynamicBatchStrategy::Dynamic
+            | DynamicBatchStrategy::Sorted { .. } => {}
         }
         let times = |limit: u64| limit.saturating_mul(world_size.as_u64());
         let limits = Limits::new(BatchConfig {
@@ -180,45 +137,17 @@ impl<L: SequenceLengths> DynamicBatchSampler<L> {
         &self.limits
     }
 
-    /// An admitted sequence as it counts.
-    pub(crate) fn sequence(&self, index: u32) -> Sequence {
-        self.limits.counted(self.measure(index))
+    /// A sequence with its whole length.
+    pub(crate) fn measure(&self, index: u64) -> Result<Sequence> {
+        measure(&self.lengths, index)
     }
+}
 
-    fn measure(&self, index: u32) -> Sequence {
-        Sequence { index: index.into(), length: self.lengths.length(index.into()).unwrap_or(0) }
-    }
-
-    /// The sequences of an order that are not skipped, `None` for all of them.
-    pub(crate) fn admit_all(
-        &self,
-        order: Option<Vec<u32>>,
-        report: &mut PaddingReport,
-    ) -> Result<Option<Vec<u32>>> {
-        // If the longest is admitted as it is, then all are.
-        let longest = match &order {
-            Some(order) => {
-                order.iter().filter_map(|&index| self.lengths.length(index.into())).max()
-            }
-            None => (0..self.lengths.count()).filter_map(|index| self.lengths.length(index)).max(),
-        };
-        let is_short =
-            |&length: &u64| self.config().max_sequence_length.is_none_or(|max| length <= max);
-        if let Some(length) = longest.filter(is_short) {
-            if self.limits.admit(Sequence { index: 0, length }, report).is_ok() {
-                return Ok(order);
-            }
-        }
-        let admit = |index: u32| {
-            self.limits
-                .admit(self.measure(index), report)
-                .map(|admitted| admitted.map(|_| index))
-                .transpose()
-        };
-        match order {
-            Some(order) => order.into_iter().filter_map(admit).collect::<Result<_>>().map(Some),
-            None => plan::indices(&self.lengths).filter_map(admit).collect::<Result<_>>().map(Some),
-        }
+/// A sequence of the data set with its length.
+fn measure(lengths: &impl SequenceLengths, index: u64) -> Result<Sequence> {
+    match lengths.length(index) {
+        Some(length) => Ok(Sequence { index, length }),
+        None => Err(Error::IndexOutOfRange { index, count: lengths.count() }),
     }
 }
 
@@ -245,13 +174,7 @@ impl<L: SequenceLengths, O: Iterator<Item = u64>> Iterator for Measured<'_, L, O
 
     fn next(&mut self) -> Option<Self::Item> {
         let index = self.order.next()?;
-        let length = self.lengths.length(index);
-        let count = self.lengths.count();
-        Some(
-            length
-                .map(|length| Sequence { index, length })
-                .ok_or(Error::IndexOutOfRange { index, count }),
-        )
+        Some(measure(self.lengths, index))
     }
 
     fn size_hint(&self) -> (usize, Option<usize>) {

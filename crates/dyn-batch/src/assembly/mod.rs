@@ -1,5 +1,6 @@
 //! Sequences on their way into batches: what each strategy keeps open.
 
+mod open;
 pub(crate) mod whole_set;
 mod window;
 
@@ -8,10 +9,7 @@ use std::{
     mem,
 };
 
-use self::{
-    whole_set::{Whole, of_whole_set},
-    window::Window,
-};
+use self::{open::Open, whole_set::Whole, window::Window};
 use crate::{
     batch::{Batch, Sequence},
     config::{DynamicBatchStrategy, Packing},
@@ -33,18 +31,31 @@ pub(crate) enum Assembly {
 
 impl Assembly {
     pub(crate) fn new(limits: &Limits) -> Self {
-        let strategy = &limits.config().strategy;
-        if let Some(whole) = of_whole_set(strategy) {
-            return Self::Whole(Vec::new(), whole);
-        }
-        match *strategy {
+        match limits.config().strategy {
+            DynamicBatchStrategy::PadToMax
+            | DynamicBatchStrategy::Bucket(_)
+            | DynamicBatchStrategy::Dynamic => Self::Open(BTreeMap::new()),
             DynamicBatchStrategy::Sorted { window: Some(window), cut } => {
                 Self::Window(Window::new(window, cut))
+            }
+            DynamicBatchStrategy::Sorted { window: None, cut } => {
+                Self::Whole(Vec::new(), Whole::Sorted(cut))
+            }
+            DynamicBatchStrategy::Pack(Packing::BestFit) => Self::Whole(Vec::new(), Whole::BestFit),
+            DynamicBatchStrategy::Pack(Packing::MinimumSlack) => {
+                Self::Whole(Vec::new(), Whole::MinimumSlack)
             }
             DynamicBatchStrategy::Pack(Packing::InOrder { open_rows }) => {
                 Self::Rows(OpenRows::new(limits.empty_row(), open_rows))
             }
-            _ => Self::Open(BTreeMap::new()),
+        }
+    }
+
+    /// How the strategy arranges all sequences at once; `None` if it takes them as they come.
+    pub(crate) fn whole(limits: &Limits) -> Option<Whole> {
+        match Self::new(limits) {
+            Self::Whole(_, whole) => Some(whole),
+            Self::Open(_) | Self::Window(_) | Self::Rows(_) => None,
         }
     }
 
@@ -56,13 +67,14 @@ impl Assembly {
         ready: &mut VecDeque<Batch>,
     ) {
         match self {
-            Self::Open(open) => open
-                .entry(limits.bucket(sequence.length))
-                .or_default()
-                .push(sequence, limits, ready),
+            Self::Open(open) => {
+                open.entry(limits.bucket(sequence.length))
+                    .or_default()
+                    .push(sequence, limits, ready);
+            }
             Self::Window(window) => ready.extend(window.push(sequence, limits)),
             Self::Rows(rows) => {
-                rows.push(sequence, |row| ready.push_back(Batch::gather(row.into_iter(), limits)))
+                rows.push(sequence, |row| ready.push_back(limits.batch(row.into_iter())));
             }
             Self::Whole(sequences, _) => sequences.push(sequence),
         }
@@ -78,7 +90,7 @@ impl Assembly {
                 finish_whole(&window.take(), Whole::Sorted(window.cut()), limits, ready)
             }
             Self::Rows(rows) => {
-                rows.finish(|row| ready.push_back(Batch::gather(row.into_iter(), limits)));
+                rows.finish(|row| ready.push_back(limits.batch(row.into_iter())));
                 Ok(0)
             }
             Self::Whole(sequences, whole) => {
@@ -95,57 +107,13 @@ fn finish_whole(
     ready: &mut VecDeque<Batch>,
 ) -> Result<u64> {
     let lengths = || sequences.iter().map(|sequence| sequence.length);
-    let arrangement =
-        whole.arrange(&Histogram::new(lengths()), (0..).zip(lengths()), limits, None)?;
-    ready.extend(arrangement.batches.iter().map(|batch| {
-        let places = &arrangement.names[batch.places.start as usize..batch.places.end as usize];
-        Batch::gather(places.iter().map(|&place| sequences[place as usize]), limits)
-    }));
+    let histogram = Histogram::new(lengths());
+    // Sequences go by their positions here.
+    let arrangement = whole.arrange(&histogram, (0..).zip(lengths()), limits, None)?;
+    for batch in &arrangement.batches {
+        let positions = &arrangement.ids[batch.places.start as usize..batch.places.end as usize];
+        let sequences = positions.iter().map(|&position| sequences[position as usize]);
+        ready.push_back(limits.batch(sequences));
+    }
     Ok(arrangement.dropped)
-}
-
-/// A batch that still grows.
-#[derive(Clone, Debug, Default)]
-pub(crate) struct Open {
-    sequences: Vec<Sequence>,
-    longest: u64,
-    /// The most sequences it may hold; counts only if there are some.
-    max_rows: u64,
-}
-
-impl Open {
-    /// Adds a sequence; a batch that is full with it goes to `ready`, at most two.
-    fn push(&mut self, sequence: Sequence, limits: &Limits, ready: &mut VecDeque<Batch>) {
-        if self.sequences.is_empty() || sequence.length > self.longest {
-            self.lengthen(sequence.length, limits);
-        }
-        self.sequences.push(sequence);
-        while let Some(size) = limits.full(self.sequences.len(), self.max_rows) {
-            ready.push_back(self.close(size, limits));
-        }
-    }
-
-    fn lengthen(&mut self, longest: u64, limits: &Limits) {
-        self.longest = longest;
-        self.max_rows = limits.max_rows(limits.padded_length(longest));
-    }
-
-    /// Takes out the first `size` sequences; the others stay and open the next batch.
-    fn close(&mut self, size: usize, limits: &Limits) -> Batch {
-        let batch = Batch::gather(self.sequences.drain(..size), limits);
-        self.lengthen(
-            self.sequences.iter().map(|sequence| sequence.length).max().unwrap_or(0),
-            limits,
-        );
-        batch
-    }
-
-    /// Makes the last batches; returns how many sequences are dropped.
-    fn finish(mut self, limits: &Limits, ready: &mut VecDeque<Batch>) -> u64 {
-        let (whole, surplus) = limits.last(self.sequences.len());
-        for size in [whole, surplus].into_iter().filter(|&size| size > 0) {
-            ready.push_back(self.close(size, limits));
-        }
-        self.sequences.len() as u64
-    }
 }

@@ -8,26 +8,28 @@
 use std::ops::Range;
 
 use crate::{
-    config::{Cut, DynamicBatchStrategy, Packing},
+    config::Cut,
     error::{Error, Result},
-    limits::Limits,
-    pack,
+    limits::{Limits, Row},
+    pack::{self, Rows},
     sort::{
         cut::Groups,
         histogram::{Histogram, Run, Slots},
     },
 };
 
-/// Sequences by name, and batches of them.
+/// Sequences, batch by batch.
 #[derive(Debug, Default)]
 pub(crate) struct Arrangement {
-    pub(crate) names: Vec<u32>,
+    /// The numbers by which the caller knows the sequences of all batches.
+    pub(crate) ids: Vec<u32>,
+    /// Where in [`ids`](Self::ids) each batch is.
     pub(crate) batches: Vec<Planned>,
     /// How many sequences are in no batch, because they cannot fill up the multiple.
     pub(crate) dropped: u64,
 }
 
-/// A batch whose sequences stand in a list.
+/// A batch whose sequences stand in a list, from a place to another.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Planned {
     pub(crate) places: Range<u32>,
@@ -41,37 +43,24 @@ impl Planned {
     }
 }
 
-/// Returns how a strategy that needs to see all sequences arranges them; `None` for the others.
-pub(crate) fn of_whole_set(strategy: &DynamicBatchStrategy) -> Option<Whole> {
-    match strategy {
-        DynamicBatchStrategy::Sorted { window: None, cut } => Some(Whole::Sorted(*cut)),
-        DynamicBatchStrategy::Pack(packing @ (Packing::BestFit | Packing::MinimumSlack)) => {
-            Some(Whole::Packed(*packing))
-        }
-        _ => None,
-    }
-}
-
-/// A strategy that needs to see all sequences.
+/// How a strategy that needs to see all sequences arranges them.
 #[derive(Clone, Copy, Debug)]
 pub(crate) enum Whole {
     Sorted(Cut),
-    Packed(Packing),
+    BestFit,
+    MinimumSlack,
 }
 
 impl Whole {
-    /// Arranges sequences, given by name and length, which are admitted; equal ones stay in order.
-    /// If it is known where sorted ones are to be cut, then there.
-    pub(crate) fn arrange<I>(
+    /// Arranges sequences, given by number and length, which are admitted; equal ones stay in
+    /// order. Sorted ones are cut at the `known` ends if these are within the limits.
+    pub(crate) fn arrange(
         self,
         histogram: &Histogram,
-        sequences: I,
+        sequences: impl Iterator<Item = (u32, u64)>,
         limits: &Limits,
         known: Option<Vec<usize>>,
-    ) -> Result<Arrangement>
-    where
-        I: Iterator<Item = (u32, u64)>,
-    {
+    ) -> Result<Arrangement> {
         let count = histogram.count();
         if u32::try_from(count).is_err() {
             return Err(Error::TooManySequences { count, limit: u32::MAX.into() });
@@ -79,18 +68,20 @@ impl Whole {
         let sorted = sort(histogram, sequences);
         Ok(match self {
             Self::Sorted(cut) => sorted_batches(histogram, sorted, cut, limits, known),
-            Self::Packed(packing) => rows(histogram, &sorted, packing, limits),
+            Self::BestFit => rows(&pack::best_fit(histogram, limits.empty_row()), &sorted, limits),
+            Self::MinimumSlack => {
+                rows(&pack::minimum_slack(histogram, limits.empty_row()), &sorted, limits)
+            }
         })
     }
 }
 
-/// The names of the sequences, from the shortest to the longest.
+/// The numbers of the sequences, from the shortest to the longest.
 pub(crate) fn sort(histogram: &Histogram, sequences: impl Iterator<Item = (u32, u64)>) -> Vec<u32> {
-    let (mut slots, mut sorted) = (Slots::new(histogram), vec![0; histogram.count() as usize]);
-    for (name, length) in sequences {
-        if let Some(slot) = slots.take(length).and_then(|slot| sorted.get_mut(slot)) {
-            *slot = name;
-        }
+    let mut slots = Slots::new(histogram);
+    let mut sorted = vec![0; histogram.count() as usize];
+    for (id, length) in sequences {
+        sorted[slots.take(length)] = id;
     }
     sorted
 }
@@ -107,50 +98,78 @@ fn sorted_batches(
     let (whole, kept) = limits.last(len);
     let (surplus, dropped) = (len - whole, len - whole - kept);
     let groups = Groups::new(&histogram.range(surplus..len), limits);
-    let ends = known.filter(|ends| groups.allows(ends)).unwrap_or_else(|| groups.cut(cut));
-    let ends = ends.into_iter().map(|end| kept + end * group_len);
-    let ends = (kept > 0).then_some(kept).into_iter().chain(ends);
+    let ends_of_groups = match known {
+        Some(ends) if groups.allows(&ends) => ends,
+        Some(_) | None => groups.cut(cut),
+    };
+    let first_end = (kept > 0).then_some(kept);
+    let other_ends = ends_of_groups.into_iter().map(|end| kept + end * group_len);
+    let ends = first_end.into_iter().chain(other_ends);
     let batches = batches_of(histogram.range(dropped..len).runs(), ends, limits);
     sorted.drain(..dropped);
-    Arrangement { names: sorted, batches, dropped: dropped as u64 }
+    Arrangement { ids: sorted, batches, dropped: dropped as u64 }
 }
 
-fn rows(histogram: &Histogram, sorted: &[u32], packing: Packing, limits: &Limits) -> Arrangement {
-    let row = limits.empty_row();
-    let rows = pack::assign(histogram, row, packing);
-    let (mut next, mut start) = (Vec::with_capacity(rows.left.len()), 0);
-    let batches = rows.left.iter().map(|left| {
-        let places = start..start + (row.sequences - left.sequences) as u32;
-        start = places.end;
-        next.push(start);
-        Planned { places, padded_length: row.tokens, real_tokens: row.tokens - left.tokens }
-    });
-    let batches = batches.collect();
-    // Rows are filled from their ends, by ascending length, so that the longest comes first.
-    let mut names = vec![0; sorted.len()];
-    for (&row, &name) in rows.row_of.iter().rev().zip(sorted) {
-        next[row as usize] -= 1;
-        names[next[row as usize] as usize] = name;
-    }
-    Arrangement { names, batches, dropped: 0 }
-}
-
-/// The batches of sorted sequences that end at these places.
-fn batches_of(runs: &[Run], ends: impl Iterator<Item = usize>, limits: &Limits) -> Vec<Planned> {
-    let (mut runs, mut left, mut start) = (runs.iter(), Run { length: 0, count: 0 }, 0);
-    let batches = ends.map(|end| {
-        let (mut missing, mut real_tokens) = ((end - start) as u64, 0);
-        while missing > 0 {
-            if left.count == 0 {
-                left = runs.next().copied().unwrap_or(Run { length: left.length, count: missing });
-            }
-            let taken = missing.min(left.count);
-            real_tokens += taken * left.length;
-            (missing, left.count) = (missing - taken, left.count - taken);
-        }
-        let places = start as u32..end as u32;
+/// The sequences of each row, by the rows of the sequences from the longest to the shortest.
+fn rows(rows: &Rows, sorted: &[u32], limits: &Limits) -> Arrangement {
+    let empty = limits.empty_row();
+    let mut batches = Vec::with_capacity(rows.left.len());
+    let mut start = 0;
+    for &left in &rows.left {
+        let end = start + (empty.sequences - left.sequences) as u32;
+        batches.push(row(start..end, empty, left));
         start = end;
-        Planned { places, padded_length: limits.padded_length(left.length), real_tokens }
-    });
-    batches.collect()
+    }
+    // Rows are filled from their ends, by ascending length, so that the longest comes first.
+    let mut next: Vec<u32> = batches.iter().map(|batch| batch.places.end).collect();
+    let mut ids = vec![0; sorted.len()];
+    for (&row, &id) in rows.row_of.iter().rev().zip(sorted) {
+        next[row as usize] -= 1;
+        ids[next[row as usize] as usize] = id;
+    }
+    Arrangement { ids, batches, dropped: 0 }
+}
+
+fn row(places: Range<u32>, empty: Row, left: Row) -> Planned {
+    Planned { places, padded_length: empty.tokens, real_tokens: empty.tokens - left.tokens }
+}
+
+/// The batches of sorted sequences that end at these places, the last of them where the runs do.
+fn batches_of(runs: &[Run], ends: impl Iterator<Item = usize>, limits: &Limits) -> Vec<Planned> {
+    let mut taker = Taker { runs: runs.iter(), open: Run { length: 0, count: 0 } };
+    let mut start = 0;
+    let batch = |end: usize| {
+        let places = start as u32..end as u32;
+        let real_tokens = taker.take((end - start) as u64);
+        start = end;
+        let padded_length = limits.padded_length(taker.open.length);
+        Planned { places, padded_length, real_tokens }
+    };
+    ends.map(batch).collect()
+}
+
+/// Takes sorted sequences off their runs.
+struct Taker<'a> {
+    runs: std::slice::Iter<'a, Run>,
+    /// The run of the last sequence, and what is left of it.
+    open: Run,
+}
+
+impl Taker<'_> {
+    /// Takes the next `count` sequences; returns the sum of their lengths.
+    #[expect(clippy::expect_used, reason = "the last batch ends with the last run")]
+    fn take(&mut self, count: u64) -> u64 {
+        let mut missing = count;
+        let mut tokens = 0;
+        while missing > 0 {
+            if self.open.count == 0 {
+                self.open = *self.runs.next().expect("no batch ends behind the last sequence");
+            }
+            let taken = missing.min(self.open.count);
+            tokens += taken * self.open.length;
+            missing -= taken;
+            self.open.count -= taken;
+        }
+        tokens
+    }
 }

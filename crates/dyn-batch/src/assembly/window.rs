@@ -5,6 +5,8 @@
     reason = "at most 2^32 sequences are arranged together, and tables are as long"
 )]
 
+use std::ops::Range;
+
 use crate::{
     assembly::whole_set,
     batch::{Batch, Sequence},
@@ -53,49 +55,73 @@ impl Window {
     }
 
     /// Cuts full batches and leaves the others to the next window: those at the short end and those
-    /// at the long end in turn, so that no length waits for ever.
+    /// at the long end in turn, so that no length waits forever.
     fn cut_full(&mut self, limits: &Limits) -> Vec<Batch> {
-        let histogram = Histogram::new(self.sequences.iter().map(|sequence| sequence.length));
-        let sorted = whole_set::sort(
-            &histogram,
-            (0..).zip(self.sequences.iter().map(|sequence| sequence.length)),
-        );
-        let (len, group_len) = (sorted.len(), limits.group_len());
+        let lengths = || self.sequences.iter().map(|sequence| sequence.length);
+        let histogram = Histogram::new(lengths());
+        let sorted = whole_set::sort(&histogram, (0..).zip(lengths()));
+        let full = self.full_batches(&histogram, sorted.len(), limits);
+        let groups = Groups::new(&histogram.range(full.clone()), limits);
+        let mut start = full.start;
+        let mut batches = Vec::new();
+        for end in self.ends(&groups) {
+            let end = full.start + end * limits.group_len();
+            let places = sorted[start..end].iter();
+            batches.push(limits.batch(places.map(|&place| self.sequences[place as usize])));
+            start = end;
+        }
+        self.keep([&sorted[..full.start], &sorted[full.end..]].concat(), limits);
+        self.n_cut += 1;
+        batches
+    }
+
+    /// Which of the sorted sequences are cut now. The batch that takes what is left by the others
+    /// may not be full, so it waits; if it is the only one, then all do.
+    fn full_batches(&self, histogram: &Histogram, len: usize, limits: &Limits) -> Range<usize> {
+        let group_len = limits.group_len();
         let surplus = len % group_len;
         let groups = Groups::new(&histogram.range(surplus..len), limits);
         let at = |n_groups: usize| surplus + n_groups * group_len;
-        let leaves_short = self.n_cut % 2 == 0;
-        let full = if leaves_short {
-            at(groups.longest_first().first().copied().unwrap_or(0))..len
+        if self.leaves_short() {
+            match groups.longest_first().as_slice() {
+                [end_of_shortest, ..] => at(*end_of_shortest)..len,
+                [] => len..len,
+            }
         } else {
-            surplus..at(groups.shortest_first().iter().rev().nth(1).copied().unwrap_or(0))
-        };
-        let groups = Groups::new(&histogram.range(full.clone()), limits);
-        let ends = match self.cut {
-            Cut::Greedy if !leaves_short => groups.shortest_first(),
-            cut => groups.cut(cut),
-        };
-        let mut start = full.start;
-        let batches = ends.into_iter().map(|end| {
-            let places = &sorted[start..full.start + end * group_len];
-            start += places.len();
-            Batch::gather(places.iter().map(|&place| self.sequences[place as usize]), limits)
-        });
-        let batches = batches.collect();
-        // In the order in which they came, so that equal ones leave in that order.
-        let mut left: Vec<u32> =
-            sorted[..full.start].iter().chain(&sorted[full.end..]).copied().collect();
-        left.sort_unstable();
-        self.sequences = left.iter().map(|&place| self.sequences[place as usize]).collect();
+            match groups.shortest_first().as_slice() {
+                [.., start_of_longest, _] => surplus..at(*start_of_longest),
+                [] | [_] => surplus..surplus,
+            }
+        }
+    }
+
+    fn leaves_short(&self) -> bool {
+        self.n_cut % 2 == 0
+    }
+
+    /// Where the batches of groups end.
+    fn ends(&self, groups: &Groups) -> Vec<usize> {
+        match self.cut {
+            Cut::Greedy if self.leaves_short() => groups.longest_first(),
+            // Cut from the side where the last batch was found to be full.
+            Cut::Greedy => groups.shortest_first(),
+            Cut::Optimal => groups.cut(Cut::Optimal),
+        }
+    }
+
+    /// Leaves the sequences at these places for the next window, in the order in which they came,
+    /// so that equal ones leave in that order too.
+    fn keep(&mut self, mut places: Vec<u32>, limits: &Limits) {
+        places.sort_unstable();
+        self.sequences = places.iter().map(|&place| self.sequences[place as usize]).collect();
         self.fill = self.sequences.iter().map(|&sequence| share(sequence, limits)).sum();
-        self.n_cut += 1;
-        batches
     }
 }
 
 /// How much of a batch a sequence takes, at least: batches of sequences like this one would hold as
 /// many as fit.
 fn share(sequence: Sequence, limits: &Limits) -> u128 {
-    let rows = limits.max_rows(limits.padded_length(sequence.length)).max(1);
+    // At least one, since the sequence was admitted.
+    let rows = limits.max_rows(limits.padded_length(sequence.length));
     u128::from(ONE.div_ceil(rows))
 }

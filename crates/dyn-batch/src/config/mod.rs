@@ -42,6 +42,24 @@ pub enum DynamicBatchStrategy {
     Pack(Packing),
 }
 
+impl DynamicBatchStrategy {
+    /// The buckets of the only strategy that has some.
+    pub(crate) fn buckets(&self) -> Option<&Buckets> {
+        match self {
+            Self::Bucket(buckets) => Some(buckets),
+            Self::PadToMax | Self::Dynamic | Self::Sorted { .. } | Self::Pack(_) => None,
+        }
+    }
+
+    /// Whether a batch is one row that several sequences share.
+    pub(crate) fn is_packing(&self) -> bool {
+        match self {
+            Self::Pack(_) => true,
+            Self::PadToMax | Self::Bucket(_) | Self::Dynamic | Self::Sorted { .. } => false,
+        }
+    }
+}
+
 /// Where sorted sequences are cut into batches.
 ///
 /// Both make as few batches as the limits allow of whole data sets; see the crate page for a proof.

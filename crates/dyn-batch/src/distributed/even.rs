@@ -20,20 +20,19 @@ pub(crate) fn batches_by_cost<L: SequenceLengths>(
     remainder: StepRemainder,
     cost: Cost,
 ) -> Result<Vec<u32>> {
-    let (n_batches, n_ranks) = (plan.len(), world_size.as_usize());
+    let n_batches = plan.len();
+    let n_ranks = world_size.as_usize();
     let surplus = n_batches % n_ranks;
     let missing = if surplus == 0 { 0 } else { n_ranks - surplus };
+    let mut n_repeats = 0;
     match remainder {
-        StepRemainder::Split => {
-            split_most_padded(plan, missing)
-                .ok_or(Error::CannotFillStep { n_batches: n_batches as u64, world_size })?;
-        }
+        StepRemainder::Split => split_most_padded(plan, missing)
+            .ok_or(Error::CannotFillStep { n_batches: n_batches as u64, world_size })?,
         StepRemainder::Drop => (0..surplus).for_each(|_| plan.remove(plan.len() - 1)),
-        StepRemainder::Repeat => {}
+        StepRemainder::Repeat => n_repeats = missing,
     }
-    let repeats = if remainder == StepRemainder::Repeat { missing } else { 0 };
-    let all = 0..u32::try_from(plan.len()).unwrap_or(u32::MAX);
-    let mut batches: Vec<u32> = all.clone().chain(all.cycle().take(repeats)).collect();
+    let repeats = plan.numbers().cycle().take(n_repeats);
+    let mut batches: Vec<u32> = plan.numbers().chain(repeats).collect();
     let costs: Vec<u64> = (0..plan.len()).map(|nth| cost_of(plan, nth, cost)).collect();
     batches.sort_unstable_by_key(|&nth| (Reverse(costs[nth as usize]), nth));
     Ok(batches)
@@ -75,32 +74,36 @@ fn split_most_padded<L: SequenceLengths>(plan: &mut BatchPlan<'_, L>, n: usize) 
     Some(())
 }
 
-/// How many of the first sequences make a batch of their own so that both have the least padding.
+/// How many of the first sequences make a batch of their own so that both have the least padding;
+/// the batch holds more than one group.
+#[expect(clippy::expect_used, reason = "only batches of several groups are split")]
 fn best_split<L: SequenceLengths>(plan: &BatchPlan<'_, L>, nth: usize, group_len: usize) -> usize {
-    let lengths: Vec<u64> = plan.sequences(nth).map(|sequence| sequence.length).collect();
-    let longest = |lengths: &mut dyn Iterator<Item = &u64>| -> Vec<u64> {
-        lengths
-            .scan(0, |longest, &length| {
-                *longest = length.max(*longest);
-                Some(*longest)
-            })
-            .collect()
-    };
-    let of_first = longest(&mut lengths.iter());
-    let of_last = longest(&mut lengths.iter().rev());
+    let lengths = || plan.sequences(nth).map(|sequence| sequence.length);
+    let len = lengths().len();
+    let longest_of_first = running_maxima(lengths());
+    let longest_of_last = running_maxima(lengths().rev());
     let tokens = |size: usize| {
-        let other = lengths.len() - size;
-        u128::from(of_first[size - 1]) * size as u128
-            + u128::from(of_last[other - 1]) * other as u128
+        let other = len - size;
+        u128::from(longest_of_first[size - 1]) * size as u128
+            + u128::from(longest_of_last[other - 1]) * other as u128
     };
-    (group_len..lengths.len())
-        .step_by(group_len)
-        .min_by_key(|&size| tokens(size))
-        .unwrap_or(group_len)
+    let sizes = (group_len..len).step_by(group_len);
+    sizes.min_by_key(|&size| tokens(size)).expect("there is a border between two groups")
 }
 
-/// Makes sure that every batch has a sequence for each rank. One that has not is joined to the
-/// smallest other.
+/// The largest of the first number, of the first two, and so on.
+fn running_maxima(numbers: impl Iterator<Item = u64>) -> Vec<u64> {
+    let mut largest = 0;
+    numbers
+        .map(|number| {
+            largest = number.max(largest);
+            largest
+        })
+        .collect()
+}
+
+/// Makes sure that every batch has a sequence for each rank. At most one has not, since batches
+/// hold multiples of the world size except for the last one.
 pub(crate) fn fill_small_batch<L: SequenceLengths>(
     plan: &mut BatchPlan<'_, L>,
     world_size: WorldSize,
@@ -114,21 +117,30 @@ pub(crate) fn fill_small_batch<L: SequenceLengths>(
         StepRemainder::Drop => plan.remove(small),
         StepRemainder::Repeat => plan.repeat(small, n_ranks),
         StepRemainder::Split => {
-            let too_few = Error::CannotFillStep { n_batches: plan.len() as u64, world_size };
-            let others = (0..plan.len()).filter(|&nth| nth != small);
-            let Some(smallest) = others.min_by_key(|&nth| plan.planned(nth).len()) else {
-                return Err(too_few);
-            };
-            let joined = plan.join(small, smallest);
-            let (len, padded_length) =
-                (plan.planned(joined).len(), plan.planned(joined).padded_length);
-            if len as u64 > plan.limits().max_rows(padded_length) {
-                plan.split(joined, len / 2);
-                if len / 2 < n_ranks {
-                    return Err(too_few);
-                }
-            }
+            let n_batches = plan.len() as u64;
+            join_smallest(plan, small, n_ranks)
+                .ok_or(Error::CannotFillStep { n_batches, world_size })?;
         }
     }
     Ok(())
+}
+
+/// Joins a batch to the smallest other one, and splits both in the middle if they are too many for
+/// one batch; `None` if there is no other, or a half is still too small.
+fn join_smallest<L: SequenceLengths>(
+    plan: &mut BatchPlan<'_, L>,
+    small: usize,
+    n_ranks: usize,
+) -> Option<()> {
+    let others = (0..plan.len()).filter(|&nth| nth != small);
+    let smallest = others.min_by_key(|&nth| plan.planned(nth).len())?;
+    let both = plan.take_both(small, smallest);
+    if plan.allows(&both) {
+        plan.push(&both);
+        return Some(());
+    }
+    let (first, second) = both.split_at(both.len() / 2);
+    plan.push(first);
+    plan.push(second);
+    (first.len() >= n_ranks).then_some(())
 }

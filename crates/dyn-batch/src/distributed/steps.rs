@@ -1,15 +1,23 @@
 //! What a rank does step by step.
 
-use std::{fmt, iter::FusedIterator, ops::Range};
+use std::{iter::FusedIterator, ops::Range};
 
 use core_types::{Epoch, Seed};
 
 use crate::{
     batch::{Batch, Sequence},
-    distributed::{DistributedBatchSampler, balance::balance, config::StepLayout},
+    distributed::{
+        DistributedBatchSampler,
+        balance::balance,
+        config::StepLayout,
+        even::{batches_by_cost, fill_small_batch},
+        state::{BatchState, fingerprint},
+    },
+    error::{Error, Result},
     lengths::SequenceLengths,
     plan::BatchPlan,
     report::PaddingReport,
+    shuffle::shuffle,
 };
 
 /// What a rank does in one step.
@@ -61,34 +69,48 @@ impl Step {
     }
 }
 
-/// How far a rank is in its batches; serializable with feature `serde`.
-#[derive(Clone, Debug, PartialEq, Eq, Hash)]
-#[cfg_attr(feature = "serde", derive(serde::Serialize, serde::Deserialize))]
-#[cfg_attr(feature = "serde", serde(deny_unknown_fields))]
-#[non_exhaustive]
-pub struct BatchState {
-    /// The version of this form.
-    pub format_version: u32,
-    /// The epoch.
-    pub epoch: Epoch,
-    /// How many of its steps have been taken.
-    pub step: u64,
-    /// How many steps it has.
-    pub n_steps: u64,
-    /// How many ranks take part.
-    pub world_size: u64,
-    /// A number that other batches hardly have.
-    pub fingerprint: u64,
-    /// Where sorted sequences are cut: batches of so many sequences, so many times, from the
-    /// shortest on. Nothing for other strategies.
-    pub cut: Vec<(u32, u32)>,
-}
+impl<L: SequenceLengths> DistributedBatchSampler<L> {
+    /// The steps of an epoch, in which the sequences come in `order`: that of all ranks, the same
+    /// on each.
+    ///
+    /// # Errors
+    ///
+    /// As [`DynamicBatchSampler::plan_in`](crate::DynamicBatchSampler::plan_in), and
+    /// [`Error::CannotFillStep`] if there are too few sequences to split.
+    pub fn epoch(
+        &self,
+        epoch: Epoch,
+        order: impl IntoIterator<Item = u64>,
+    ) -> Result<Steps<'_, L>> {
+        Steps::new(self, epoch, self.batches().plan_in(order)?)
+    }
 
-impl fmt::Display for BatchState {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Self { format_version, epoch, step, n_steps, world_size, fingerprint, .. } = self;
-        write!(f, "step {step} of {n_steps} in epoch {} over {world_size} ranks", epoch.as_u64())?;
-        write!(f, " (format {format_version}, batches {fingerprint:016x})")
+    /// The steps of an epoch that are left after those that a state has seen, in the same order as
+    /// then.
+    ///
+    /// # Errors
+    ///
+    /// As [`epoch`](Self::epoch), and [`Error::OtherBatches`] if the state is not one of these
+    /// batches.
+    pub fn resume(
+        &self,
+        state: &BatchState,
+        order: impl IntoIterator<Item = u64>,
+    ) -> Result<Steps<'_, L>> {
+        // Where the sorted sequences were cut is in the state, since it takes longer to find than
+        // to sort.
+        let plan = self.batches().plan_again(order, &state.cut)?;
+        let mut steps = Steps::new(self, state.epoch, plan)?;
+        match usize::try_from(state.step) {
+            Ok(step) if step <= steps.len() && *state == steps.state_at(step) => {
+                steps.remaining.start = step;
+                Ok(steps)
+            }
+            Ok(_) | Err(_) => Err(Error::OtherBatches {
+                expected: steps.state().to_string(),
+                found: state.to_string(),
+            }),
+        }
     }
 }
 
@@ -101,126 +123,160 @@ pub struct Steps<'a, L> {
     /// The batches of the first step, rank by rank, then those of the second, and so on; one for
     /// each if it is dealt.
     batches: Vec<u32>,
+    batches_per_step: usize,
     remaining: Range<usize>,
     /// The state of the first step.
     start: BatchState,
 }
 
 impl<'a, L: SequenceLengths> Steps<'a, L> {
-    pub(crate) fn new(
+    fn new(
         sampler: &'a DistributedBatchSampler<L>,
-        plan: BatchPlan<'a, L>,
         epoch: Epoch,
-        cut: Vec<(u32, u32)>,
-        batches: Vec<u32>,
-    ) -> Self {
-        let world_size = sampler.placement().world_size().as_u64();
-        let fingerprint = fingerprint(&plan, sampler.config().shuffle);
+        mut plan: BatchPlan<'a, L>,
+    ) -> Result<Self> {
+        let config = sampler.config();
+        let world_size = sampler.placement().world_size();
+        // Before batches are split or joined, so that it fits the plan that is made from it.
+        let cut = plan.cut();
+        let (batches, batches_per_step) = match config.layout {
+            StepLayout::Grouped => {
+                let batches =
+                    batches_by_cost(&mut plan, world_size, config.remainder, config.cost)?;
+                (batches, world_size.as_usize())
+            }
+            StepLayout::Dealt => {
+                fill_small_batch(&mut plan, world_size, config.remainder)?;
+                (plan.numbers().collect(), 1)
+            }
+        };
+        let seed = config.shuffle.map(|seed| seed.derive(epoch.as_u64()));
+        let batches = in_order_of_steps(batches, batches_per_step, seed);
+        let n_steps = batches.len() / batches_per_step;
         let start = BatchState {
             format_version: 1,
             epoch,
             step: 0,
-            n_steps: 0,
-            world_size,
-            fingerprint,
+            n_steps: n_steps as u64,
+            world_size: world_size.as_u64(),
+            fingerprint: fingerprint(&plan, &batches, config),
             cut,
         };
-        let mut steps = Self { sampler, plan, batches, remaining: 0..0, start };
-        steps.remaining.end = steps.batches.len() / steps.batches_per_step();
-        steps.start.n_steps = steps.remaining.end as u64;
-        steps
-    }
-
-    pub(crate) fn skip_to(&mut self, step: usize) {
-        self.remaining.start = step;
+        Ok(Self { sampler, plan, batches, batches_per_step, remaining: 0..n_steps, start })
     }
 
     /// How far this rank is.
     pub fn state(&self) -> BatchState {
-        BatchState { step: self.remaining.start as u64, ..self.start.clone() }
+        self.state_at(self.remaining.start)
+    }
+
+    fn state_at(&self, step: usize) -> BatchState {
+        BatchState { step: step as u64, ..self.start.clone() }
     }
 
     /// What the batches of all ranks and steps cost, and how many sequences made it into none.
     pub fn report(&self) -> PaddingReport {
-        let mut report = self.plan.fate();
-        let steps = (0..self.batches.len()).map_while(|nth| self.step(nth));
-        steps.flatten().for_each(|batch| report.add(&batch));
+        let mut report = self.plan.without_batches();
+        for nth in 0..self.n_steps() {
+            report.extend(&self.batches_of_all(nth));
+        }
         report
     }
 
     /// The batches of all ranks in step `nth`, rank by rank; `None` if there are fewer steps.
     pub fn step(&self, nth: usize) -> Option<Vec<Batch>> {
-        let batches = self.planned(nth)?;
-        Some(match self.sampler.config().layout {
-            StepLayout::Grouped => {
-                batches.iter().map(|&batch| self.plan.batch(batch as usize)).collect()
-            }
-            StepLayout::Dealt => {
-                self.deal(*batches.first()?).map(|part| self.gather(part)).collect()
-            }
-        })
+        (nth < self.n_steps()).then(|| self.batches_of_all(nth))
     }
 
-    /// The batches of step `nth` in the plan.
-    fn planned(&self, nth: usize) -> Option<&[u32]> {
-        self.batches.chunks_exact(self.batches_per_step()).nth(nth)
+    fn n_steps(&self) -> usize {
+        self.batches.len() / self.batches_per_step
     }
 
-    /// The sequences of a batch that each rank takes.
-    fn deal(&self, batch: u32) -> impl Iterator<Item = Vec<Sequence>> {
-        let sequences: Vec<Sequence> = self.plan.sequences(batch as usize).collect();
-        let costs: Vec<u64> =
-            sequences.iter().map(|each| self.sampler.config().cost.of(each.length)).collect();
-        let parts = balance(&costs, self.sampler.placement().world_size()).into_iter();
-        parts.map(move |part| part.into_iter().map(|place| sequences[place]).collect())
+    /// The batches of step `nth` in the plan: one for each rank, or one that is dealt.
+    fn planned(&self, nth: usize) -> &[u32] {
+        &self.batches[nth * self.batches_per_step..][..self.batches_per_step]
     }
 
-    fn gather(&self, part: Vec<Sequence>) -> Batch {
-        Batch::gather(part.into_iter(), self.plan.limits())
-    }
-
-    fn batches_per_step(&self) -> usize {
+    fn batches_of_all(&self, nth: usize) -> Vec<Batch> {
         match self.sampler.config().layout {
-            StepLayout::Grouped => self.sampler.placement().world_size().as_usize(),
-            StepLayout::Dealt => 1,
+            StepLayout::Grouped => {
+                self.planned(nth).iter().map(|&batch| self.plan.batch(batch as usize)).collect()
+            }
+            StepLayout::Dealt => self.deal(nth).map(|part| self.batch(part)).collect(),
         }
     }
 
-    fn read(&self, nth: usize) -> Option<Step> {
-        let batches = self.planned(nth)?;
+    fn batch_of(&self, rank: usize, nth: usize) -> Option<Batch> {
+        match self.sampler.config().layout {
+            StepLayout::Grouped => {
+                let batch = self.planned(nth).get(rank)?;
+                Some(self.plan.batch(*batch as usize))
+            }
+            StepLayout::Dealt => self.deal(nth).nth(rank).map(|part| self.batch(part)),
+        }
+    }
+
+    /// The sequences of the only batch of step `nth`, rank by rank.
+    fn deal(&self, nth: usize) -> impl Iterator<Item = Vec<Sequence>> {
+        let cost = self.sampler.config().cost;
+        let batch = self.planned(nth)[0];
+        let sequences: Vec<Sequence> = self.plan.sequences(batch as usize).collect();
+        let costs: Vec<u64> = sequences.iter().map(|sequence| cost.of(sequence.length)).collect();
+        let parts = balance(&costs, self.sampler.placement().world_size());
+        let of_part =
+            move |part: Vec<usize>| part.into_iter().map(|place| sequences[place]).collect();
+        parts.into_iter().map(of_part)
+    }
+
+    fn batch(&self, sequences: Vec<Sequence>) -> Batch {
+        self.plan.limits().batch(sequences.into_iter())
+    }
+
+    fn read(&self, nth: usize) -> Step {
         let placement = self.sampler.placement();
-        let rank = placement.rank().as_usize();
-        let batch = match self.sampler.config().layout {
-            StepLayout::Grouped => self.plan.batch(*batches.get(rank)? as usize),
-            StepLayout::Dealt => self.gather(self.deal(*batches.first()?).nth(rank)?),
-        };
-        let tokens = batches.iter().map(|&batch| self.plan.planned(batch as usize).real_tokens);
-        let real_tokens = tokens.fold(0, u64::saturating_add);
-        Some(Step { batch, real_tokens, world_size: placement.world_size().as_u64() })
+        let tokens =
+            self.planned(nth).iter().map(|&batch| self.plan.planned(batch as usize).real_tokens);
+        #[expect(clippy::expect_used, reason = "steps are made for the world of the placement")]
+        let batch =
+            self.batch_of(placement.rank().as_usize(), nth).expect("every rank has a batch");
+        Step {
+            batch,
+            real_tokens: tokens.fold(0, u64::saturating_add),
+            world_size: placement.world_size().as_u64(),
+        }
     }
 }
 
-/// The order of the steps, the sizes of all batches and what each begins with, as one number.
-fn fingerprint<L: SequenceLengths>(plan: &BatchPlan<'_, L>, shuffle: Option<Seed>) -> u64 {
-    let order = shuffle.map_or(Seed::new(0), |seed| seed.derive(1));
-    let fold = |seed: Seed, nth: usize| {
-        let indices = plan.indices(nth);
-        seed.derive((indices.len() as u64) << 32 | u64::from(indices.first().copied().unwrap_or(0)))
-    };
-    (0..plan.len()).fold(order, fold).as_u64()
+/// The batches of the first step, then those of the second, and so on: as they come in the plan, or
+/// shuffled, both the steps and the batches of each, so that no rank always gets the larger one.
+fn in_order_of_steps(mut batches: Vec<u32>, per_step: usize, seed: Option<Seed>) -> Vec<u32> {
+    let mut steps: Vec<&mut [u32]> = batches.chunks_mut(per_step).collect();
+    for step in &mut steps {
+        step.sort_unstable();
+    }
+    match seed {
+        Some(seed) => {
+            shuffle(&mut steps, seed);
+            // A seed for each step, which is not a draw of the shuffle of the steps.
+            let of_steps = seed.derive(u64::MAX);
+            for (nth, step) in (0..).zip(&mut steps) {
+                shuffle(step, of_steps.derive(nth));
+            }
+        }
+        None => steps.sort_unstable(),
+    }
+    steps.concat()
 }
 
 impl<L: SequenceLengths> Iterator for Steps<'_, L> {
     type Item = Step;
 
     fn next(&mut self) -> Option<Step> {
-        let nth = self.remaining.next()?;
-        self.read(nth)
+        self.remaining.next().map(|nth| self.read(nth))
     }
 
     fn nth(&mut self, n: usize) -> Option<Step> {
-        let nth = self.remaining.nth(n)?;
-        self.read(nth)
+        self.remaining.nth(n).map(|nth| self.read(nth))
     }
 
     fn size_hint(&self) -> (usize, Option<usize>) {

@@ -12,7 +12,8 @@
 )]
 
 use crate::{
-    pack::{Row, Rows},
+    limits::Row,
+    pack::Rows,
     sort::histogram::{Histogram, Run},
 };
 
@@ -70,9 +71,8 @@ impl Open {
             None => self.push_new(),
         };
         let left = &mut self.left[row as usize];
-        let by_room = left.tokens.checked_div(length).unwrap_or(u64::MAX);
-        let taken = count.min(by_room).min(left.sequences);
-        *left = Row { tokens: left.tokens - taken * length, sequences: left.sequences - taken };
+        let taken = count.min(left.capacity(length));
+        *left = left.without(length, taken);
         let Row { tokens, sequences } = *left;
         if sequences > 0 {
             self.push(row, tokens as usize);

@@ -25,10 +25,10 @@ impl Segments {
     /// Sequences of these lengths, in a row; `None` if they are longer than `u32::MAX` tokens
     /// together.
     pub fn new(lengths: impl IntoIterator<Item = u64>) -> Option<Self> {
-        let mut cu_seqlens = vec![0_u32];
+        let mut end = 0_u32;
+        let mut cu_seqlens = vec![end];
         for length in lengths {
-            let end =
-                cu_seqlens.last().copied().unwrap_or(0).checked_add(u32::try_from(length).ok()?)?;
+            end = end.checked_add(u32::try_from(length).ok()?)?;
             cu_seqlens.push(end);
         }
         Some(Self { cu_seqlens })

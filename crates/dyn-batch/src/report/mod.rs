@@ -5,7 +5,10 @@ mod shapes;
 use std::fmt;
 
 pub use self::shapes::{LengthBin, ShapeCount, ShapeReport};
-use crate::batch::Batch;
+use crate::{
+    batch::{Batch, Sequence},
+    limits::Admission,
+};
 
 /// What batches cost: how many there are, and how many of their tokens are real.
 ///
@@ -69,8 +72,23 @@ impl PaddingReport {
         self.max_padded_tokens = self.max_padded_tokens.max(padded_tokens);
     }
 
-    /// What became of the sequences that are in no batch, without the batches.
-    pub(crate) fn fate(&self) -> Self {
+    /// Counts what the limits made of a sequence, and returns it as it counts in a batch.
+    pub(crate) fn count(&mut self, admission: Admission) -> Option<Sequence> {
+        match admission {
+            Admission::Whole(sequence) => Some(sequence),
+            Admission::Truncated(sequence) => {
+                self.truncated += 1;
+                Some(sequence)
+            }
+            Admission::Skipped => {
+                self.skipped += 1;
+                None
+            }
+        }
+    }
+
+    /// The same report before any batch: what was skipped, truncated and dropped.
+    pub(crate) fn without_batches(&self) -> Self {
         let &Self { skipped, truncated, dropped, .. } = self;
         Self { skipped, truncated, dropped, ..Self::default() }
     }

@@ -33,32 +33,30 @@ struct Level {
 #[derive(Debug)]
 pub(crate) struct Groups {
     levels: Vec<Level>,
+    /// The number of groups.
+    len: usize,
 }
 
 impl Groups {
-    /// The sequences of a histogram in groups; its number of sequences must be a multiple of
-    /// theirs.
+    /// The sequences of a histogram in groups; its number of sequences must be a multiple of theirs.
     pub(crate) fn new(histogram: &Histogram, limits: &Limits) -> Self {
-        let (mut levels, mut n_sequences, mut start) = (Vec::<Level>::new(), 0, 0);
+        let group_len = limits.group_len() as u64;
+        let mut levels = Vec::new();
+        let mut n_sequences = 0;
+        let mut len = 0;
         for run in histogram.runs() {
             n_sequences += run.count;
-            let end = (n_sequences / limits.group_len() as u64) as usize;
-            if end > start {
+            let end = (n_sequences / group_len) as usize;
+            if end > len {
                 let padded_length = limits.padded_length(run.length);
-                let max_groups = limits.max_rows(padded_length) / limits.group_len() as u64;
-                levels.push(Level {
-                    end,
-                    padded_length,
-                    max_groups: usize::try_from(max_groups).unwrap_or(usize::MAX),
-                });
-                start = end;
+                // No batch holds more than all groups, of which there are fewer than 2^32.
+                let max_groups = limits.max_rows(padded_length) / group_len;
+                let max_groups = max_groups.min(histogram.count()) as usize;
+                levels.push(Level { end, padded_length, max_groups });
+                len = end;
             }
         }
-        Self { levels }
-    }
-
-    fn len(&self) -> usize {
-        self.levels.last().map_or(0, |level| level.end)
+        Self { levels, len }
     }
 
     /// Where batches end, ascending.
@@ -71,24 +69,25 @@ impl Groups {
 
     /// Whether these are ends of batches of all groups, each within the limits.
     pub(crate) fn allows(&self, ends: &[usize]) -> bool {
-        let (mut level, mut start) = (0, 0);
-        let is_batch = |&end: &usize| {
-            while self.levels.get(level).is_some_and(|groups| groups.end < end) {
-                level += 1;
+        let mut start = 0;
+        let mut nth = 0;
+        for &end in ends {
+            while self.levels.get(nth).is_some_and(|level| level.end < end) {
+                nth += 1;
             }
-            let size = end.checked_sub(start);
+            let Some(level) = self.levels.get(nth) else { return false };
+            if end <= start || end - start > level.max_groups {
+                return false;
+            }
             start = end;
-            let fits =
-                |groups: &Level| size.is_some_and(|size| size > 0 && size <= groups.max_groups);
-            self.levels.get(level).is_some_and(fits)
-        };
-        ends.iter().all(is_batch) && ends.last().copied().unwrap_or(0) == self.len()
+        }
+        start == self.len
     }
 
     /// Batches that take as many of the longest groups as they can; the shortest one gets what is
     /// left.
     pub(crate) fn longest_first(&self) -> Vec<usize> {
-        let (mut ends, mut end) = (Vec::new(), self.len());
+        let (mut ends, mut end) = (Vec::new(), self.len);
         for (nth, level) in self.levels.iter().enumerate().rev() {
             let start = if nth == 0 { 0 } else { self.levels[nth - 1].end };
             while end > start {
@@ -127,9 +126,9 @@ impl Groups {
     /// of one of them begins where one of those ends, at the best place of which the choice is
     /// totally monotone, as a group that is longer costs more for each other one in its batch.
     fn optimal(&self) -> Vec<usize> {
-        let longest = self.levels.last().map_or(0, |level| level.padded_length);
+        let Some(longest) = self.levels.last() else { return Vec::new() };
         // Costs in 64 bits take half of the time.
-        match longest.checked_mul(self.len() as u64 + 1) {
+        match longest.padded_length.checked_mul(self.len as u64 + 1) {
             Some(_) => self.optimal_in::<u64>(),
             None => self.optimal_in::<u128>(),
         }
@@ -139,7 +138,7 @@ impl Groups {
     where
         C: Copy + Ord + From<u64> + Add<Output = C> + Mul<Output = C>,
     {
-        let n_groups = self.len();
+        let n_groups = self.len;
         let mut starts = vec![0_u32; n_groups + 1];
         // The prefixes that need the batches so far, and the padded lengths of their groups as one
         // number each.
@@ -206,7 +205,7 @@ mod tests {
 
     /// Every way to cut the groups, as number of batches and padded tokens.
     fn brute_force(groups: &Groups) -> (usize, u64) {
-        let n = groups.len();
+        let n = groups.len;
         let cuts = (0..1_u32 << (n - 1)).map(|cuts| {
             let inner = (1..n).filter(|end| cuts >> (end - 1) & 1 == 1);
             inner.chain([n]).collect::<Vec<_>>()
@@ -225,7 +224,7 @@ mod tests {
             tokens += (end - start) as u64 * level.padded_length;
             start = end;
         }
-        (start == groups.len()).then_some((ends.len(), tokens))
+        (start == groups.len).then_some((ends.len(), tokens))
     }
 
     #[test]
