@@ -114,8 +114,9 @@ impl Collator {
     ///
     /// # Errors
     ///
-    /// Candle's, of the device, and [`Error::TensorTooLarge`], wrapped in one of candle's, if the
-    /// batch is beyond the address space.
+    /// Candle's own for the device. Wrapped in one of candle's: [`Error::TensorTooLarge`] if the
+    /// batch is larger than the address space, and [`Error::PackedBatch`] if it has more sequences
+    /// than rows.
     pub fn pad<'a>(
         &self,
         batch: &Batch,
@@ -123,20 +124,27 @@ impl Collator {
         device: &Device,
     ) -> Result<PaddedTensors> {
         let shape = shape(batch)?;
-        let (mut ids, mut mask) =
-            (vec![self.pad_id; shape.0 * shape.1], vec![0_u8; shape.0 * shape.1]);
-        let mut labels = vec![self.ignore_index; shape.0 * shape.1];
+        let (rows, row_len) = shape;
+        let sequences = batch.len() as u64;
+        if sequences > batch.rows {
+            return Err(wrapped(Error::PackedBatch { sequences, rows: batch.rows }));
+        }
+        let mut ids = vec![self.pad_id; rows * row_len];
+        let mut mask = vec![0_u8; rows * row_len];
+        let mut labels = vec![self.ignore_index; rows * row_len];
         for (row, &index) in batch.indices.iter().enumerate() {
-            let tokens = cut(tokens(index), shape.1);
-            let start = row * shape.1
-                + match self.side {
-                    PaddingSide::Left => shape.1 - tokens.len(),
-                    PaddingSide::Right => 0,
-                };
+            let tokens = cut(tokens(index), row_len);
+            let padding_before = match self.side {
+                PaddingSide::Left => row_len - tokens.len(),
+                PaddingSide::Right => 0,
+            };
+            let start = row * row_len + padding_before;
             let here = start..start + tokens.len();
             ids[here.clone()].copy_from_slice(tokens);
             mask[here.clone()].fill(1);
-            labels[here].iter_mut().zip(tokens).for_each(|(label, &token)| *label = token.into());
+            for (label, &token) in labels[here].iter_mut().zip(tokens) {
+                *label = token.into();
+            }
         }
         Ok(PaddedTensors {
             ids: Tensor::from_vec(ids, shape, device)?,
@@ -150,8 +158,9 @@ impl Collator {
     ///
     /// # Errors
     ///
-    /// As [`pad`](Self::pad), and [`Error::RowOverflow`], wrapped too, if the sequences are longer
-    /// than the row, which no packing makes of the lengths it was given.
+    /// Candle's own for the device. Wrapped in one of candle's: [`Error::TensorTooLarge`] if the
+    /// row is larger than the address space, and [`Error::RowOverflow`] if the sequences are longer
+    /// than the row, so longer than the batcher was told.
     pub fn pack<'a>(
         &self,
         batch: &Batch,
@@ -159,23 +168,24 @@ impl Collator {
         device: &Device,
     ) -> Result<PackedTensors> {
         let (_, row_len) = shape(batch)?;
-        let (mut ids, mut labels) = (Vec::with_capacity(row_len), Vec::with_capacity(row_len));
+        let mut ids = Vec::with_capacity(row_len);
+        let mut labels = Vec::with_capacity(row_len);
         let mut lengths = Vec::with_capacity(batch.len());
         for &index in &batch.indices {
             let tokens = cut(tokens(index), row_len);
             ids.extend_from_slice(tokens);
-            labels.extend(tokens.iter().map(|&token| i64::from(token)));
-            if let Some(first) =
-                labels.len().checked_sub(tokens.len()).and_then(|first| labels.get_mut(first))
-            {
-                *first = self.ignore_index;
+            if let [_, rest @ ..] = tokens {
+                // What comes before the first token is another sequence, which must not predict it.
+                labels.push(self.ignore_index);
+                labels.extend(rest.iter().map(|&token| i64::from(token)));
             }
             lengths.push(tokens.len() as u64);
         }
-        let overflow =
-            || wrapped(Error::RowOverflow { tokens: ids.len() as u64, row_length: row_len as u64 });
-        let segments =
-            Segments::new(lengths).filter(|_| ids.len() <= row_len).ok_or_else(overflow)?;
+        let overflow = Error::RowOverflow { tokens: ids.len() as u64, row_length: row_len as u64 };
+        if ids.len() > row_len {
+            return Err(wrapped(overflow));
+        }
+        let segments = Segments::new(lengths).ok_or_else(|| wrapped(overflow))?;
         ids.resize(row_len, self.pad_id);
         labels.resize(row_len, self.ignore_index);
         let row = (1, row_len);
@@ -196,13 +206,13 @@ fn cut(tokens: &[u32], row_len: usize) -> &[u32] {
 /// Rows and their length, if a tensor can have so many elements of 8 bytes.
 fn shape(batch: &Batch) -> Result<(usize, usize)> {
     let Batch { rows, padded_length, .. } = *batch;
-    let error = Error::TensorTooLarge { rows, padded_length };
     let bytes = rows.checked_mul(padded_length).and_then(|elements| elements.checked_mul(8));
+    let is_addressable = bytes.is_some_and(|bytes| isize::try_from(bytes).is_ok());
     match (usize::try_from(rows), usize::try_from(padded_length)) {
-        (Ok(rows), Ok(row_len)) if bytes.is_some_and(|bytes| isize::try_from(bytes).is_ok()) => {
-            Ok((rows, row_len))
+        (Ok(rows), Ok(row_len)) if is_addressable => Ok((rows, row_len)),
+        (Ok(_) | Err(_), Ok(_) | Err(_)) => {
+            Err(wrapped(Error::TensorTooLarge { rows, padded_length }))
         }
-        _ => Err(wrapped(error)),
     }
 }
 
@@ -266,6 +276,14 @@ mod tests {
     }
 
     #[test]
+    fn packed_batches_are_not_padded() {
+        let pack = DynamicBatchStrategy::Pack(Packing::BestFit);
+        let batches = batches(BatchConfig::default().with_strategy(pack).with_max_tokens(6));
+        let error = Collator::default().pad(&batches[0], text, &Device::Cpu).unwrap_err();
+        assert!(error.to_string().contains("1 rows cannot hold 2 sequences"), "{error}");
+    }
+
+    #[test]
     fn rows_that_do_not_hold_their_sequences_are_refused() {
         let pack = DynamicBatchStrategy::Pack(Packing::BestFit);
         let batches = batches(BatchConfig::default().with_strategy(pack).with_max_tokens(6));
@@ -281,7 +299,7 @@ mod tests {
         assert!(
             error
                 .to_string()
-                .contains("a tensor of 1099511627776 x 1099511627776 tokens is beyond"),
+                .contains("a tensor of 1099511627776 x 1099511627776 tokens is larger than"),
             "{error}"
         );
     }

@@ -1,5 +1,10 @@
 //! How long the sequences of a data set are, without a look at the sequences.
 
+use crate::{
+    batch::Sequence,
+    error::{Error, Result},
+};
+
 /// The lengths of all sequences of a data set, each known in constant time.
 ///
 /// Slices, arrays and vectors of `u32`, `u64` and `usize` are such a thing, and so is a reference
@@ -9,7 +14,7 @@
 /// # Determinism
 ///
 /// [`length`](Self::length) must give the same answer for the same index each time, and on each
-/// rank.
+/// rank. A plan that finds another one than before panics.
 ///
 /// # Examples
 ///
@@ -39,6 +44,14 @@ pub trait SequenceLengths {
 
     /// The length of sequence `index`, or `None` if there is none.
     fn length(&self, index: u64) -> Option<u64>;
+}
+
+/// A sequence of a data set with its length.
+pub(crate) fn measure(lengths: &impl SequenceLengths, index: u64) -> Result<Sequence> {
+    match lengths.length(index) {
+        Some(length) => Ok(Sequence { index, length }),
+        None => Err(Error::IndexOutOfRange { index, count: lengths.count() }),
+    }
 }
 
 macro_rules! slices {

@@ -9,7 +9,7 @@ use crate::{
     batches::Batches,
     config::{BatchConfig, DynamicBatchStrategy, Remainder},
     error::{Error, Result},
-    lengths::SequenceLengths,
+    lengths::{SequenceLengths, measure},
     limits::Limits,
 };
 
@@ -140,14 +140,6 @@ impl<L: SequenceLengths> DynamicBatchSampler<L> {
     /// A sequence with its whole length.
     pub(crate) fn measure(&self, index: u64) -> Result<Sequence> {
         measure(&self.lengths, index)
-    }
-}
-
-/// A sequence of the data set with its length.
-fn measure(lengths: &impl SequenceLengths, index: u64) -> Result<Sequence> {
-    match lengths.length(index) {
-        Some(length) => Ok(Sequence { index, length }),
-        None => Err(Error::IndexOutOfRange { index, count: lengths.count() }),
     }
 }
 

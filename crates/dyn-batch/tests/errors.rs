@@ -5,7 +5,8 @@
 use core_types::{Epoch, Placement};
 use dyn_batch::{
     BatchConfig, Batches, Buckets, Cost, Cut, DistributedBatchSampler, DistributedConfig,
-    DynamicBatchSampler, DynamicBatchStrategy, Error, Overlong, Packing, Sequence, StepLayout,
+    DynamicBatchSampler, DynamicBatchStrategy, Error, Overlong, Packing, Sequence, SequenceLengths,
+    StepLayout,
 };
 
 const MAX: u64 = u64::MAX;
@@ -188,7 +189,7 @@ fn what_packing_cannot_do_is_refused() {
         check_config(
             config,
             &Error::NotForPacking { setting },
-            &format!("{setting} does not go with packing"),
+            &format!("{setting} cannot be set for packed rows"),
         );
     }
     check_config(
@@ -264,13 +265,87 @@ fn steps_that_cannot_be_are_refused() {
         .unwrap()
         .epoch(Epoch::ZERO, 0..3)
         .unwrap_err();
-    assert_eq!(error.to_string(), "2 batches cannot be split so that each of 4 ranks has as many");
+    assert_eq!(
+        error.to_string(),
+        "2 batches cannot be split into equally many for each of 4 ranks"
+    );
     let error =
         sampler(vec![1, 1, 1], of_two, dealt).unwrap().epoch(Epoch::ZERO, 0..3).unwrap_err();
-    assert_eq!(error.to_string(), "1 batches cannot be split so that each of 4 ranks has as many");
+    assert_eq!(
+        error.to_string(),
+        "1 batches cannot be split into equally many for each of 4 ranks"
+    );
     let error = sampler(vec![1], boundaries(&[9]), dealt).unwrap_err();
     assert_eq!(
         error.to_string(),
-        "steps cannot be dealt out of buckets or packed rows, group their batches instead"
+        "buckets and packed rows cannot be dealt out, group their batches instead"
     );
+}
+
+#[test]
+fn joined_batches_beyond_64_bits_are_split_in_time() {
+    // Four sequences fill a global batch of two ranks, the fifth is left. Both batches together have
+    // more tokens than 64 bits count.
+    let lengths = [MAX / 4; 5];
+    let batches = BatchConfig::default().with_max_tokens(MAX).with_max_batch_size(2);
+    let batches = DynamicBatchSampler::new(lengths, batches).unwrap();
+    let dealt = DistributedConfig::default().with_layout(StepLayout::Dealt);
+    let placement = Placement::new(0, 2).unwrap();
+    let sampler = DistributedBatchSampler::new(batches, placement, dealt).unwrap();
+    let sizes = sampler.epoch(Epoch::ZERO, 0..5).unwrap().map(|step| step.batch.len());
+    assert_eq!(sizes.collect::<Vec<_>>(), [1, 2]);
+}
+
+/// As many sequences as are asked for, of length 1, the last of which may have none.
+#[derive(Debug)]
+struct Ones {
+    count: u64,
+    known: u64,
+}
+
+impl SequenceLengths for Ones {
+    fn count(&self) -> u64 {
+        self.count
+    }
+
+    fn length(&self, index: u64) -> Option<u64> {
+        (index < self.known).then_some(1)
+    }
+}
+
+#[test]
+fn plans_of_too_many_sequences_are_refused() {
+    let count = 1 << 32;
+    let config = BatchConfig::default().with_max_batch_size(1);
+    let sampler = DynamicBatchSampler::new(Ones { count, known: count }, config).unwrap();
+    let error = Error::TooManySequences { count, limit: count - 1 };
+    assert_eq!(sampler.plan().unwrap_err(), error);
+    assert_eq!(sampler.plan_in([count - 1, count - 2]).unwrap().len(), 2);
+    let message =
+        "4294967296 sequences are above the limit of 4294967295 for a whole set, use a window";
+    assert_eq!(error.to_string(), message);
+    assert_eq!(
+        sampler.plan_in([count]).unwrap_err(),
+        Error::IndexOutOfRange { index: count, count }
+    );
+    let larger = Ones { count: count + 1, known: count + 1 };
+    let sampler = DynamicBatchSampler::new(larger, sampler.config().clone()).unwrap();
+    let error = Error::TooManySequences { count: count + 1, limit: count - 1 };
+    assert_eq!(sampler.plan_in([count]).unwrap_err(), error);
+}
+
+#[test]
+fn a_data_set_that_counts_sequences_without_a_length_is_refused() {
+    let lengths = Ones { count: 3, known: 2 };
+    let error = Error::IndexOutOfRange { index: 2, count: 3 };
+    assert_eq!(Buckets::quantiles(&lengths, 2), Err(error.clone()));
+    for strategy in [
+        DynamicBatchStrategy::PadToMax,
+        DynamicBatchStrategy::Sorted { window: None, cut: Cut::Greedy },
+    ] {
+        let config = BatchConfig::default().with_strategy(strategy).with_max_batch_size(2);
+        let sampler = DynamicBatchSampler::new(&lengths, config).unwrap();
+        assert_eq!(sampler.plan().unwrap_err(), error);
+        assert_eq!(sampler.iter().find_map(Result::err), Some(error.clone()));
+    }
 }

@@ -2,9 +2,9 @@
 
 use crate::{
     error::{Error, Result},
-    lengths::SequenceLengths,
+    lengths::{SequenceLengths, measure},
     sort::{
-        histogram::{Histogram, Run},
+        histogram::{Counter, Histogram, Run},
         minima::row_minima,
     },
 };
@@ -43,7 +43,8 @@ impl Buckets {
     ///
     /// # Errors
     ///
-    /// [`Error::Zero`] for no buckets, [`Error::NoLengths`] for no sequences.
+    /// [`Error::Zero`] for no buckets, [`Error::NoLengths`] for no sequences, and
+    /// [`Error::IndexOutOfRange`] if a sequence that is counted has no length.
     pub fn quantiles(lengths: impl SequenceLengths, n_buckets: u64) -> Result<Self> {
         let histogram = checked_histogram(lengths, n_buckets)?;
         let count = u128::from(histogram.count());
@@ -122,7 +123,11 @@ fn checked_histogram(lengths: impl SequenceLengths, n_buckets: u64) -> Result<Hi
     if n_buckets == 0 {
         return Err(Error::Zero { setting: "number of buckets" });
     }
-    let histogram = Histogram::new((0..lengths.count()).filter_map(|index| lengths.length(index)));
+    let mut counter = Counter::default();
+    for index in 0..lengths.count() {
+        counter.add(measure(&lengths, index)?.length);
+    }
+    let histogram = counter.finish();
     if histogram.count() == 0 { Err(Error::NoLengths) } else { Ok(histogram) }
 }
 
@@ -134,7 +139,7 @@ type Tokens = u128;
 
 #[allow(clippy::cast_possible_truncation, reason = "the table of cuts is shorter than that")]
 fn optimal_boundaries(runs: &[Run], n_buckets: u64) -> Vec<u64> {
-    let n_buckets = usize::try_from(n_buckets).unwrap_or(usize::MAX).min(runs.len());
+    let n_buckets = n_buckets.min(runs.len() as u64) as usize;
     let mut below: Vec<Tokens> = vec![0];
     below.extend(runs.iter().scan(0, |sum, run| {
         *sum += Tokens::from(run.count);

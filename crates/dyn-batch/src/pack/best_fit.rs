@@ -21,7 +21,10 @@ use crate::{
 const NONE: u32 = u32::MAX;
 
 pub(super) fn assign(histogram: &Histogram, row: Row) -> Rows {
-    let mut open = Open::new(row, histogram);
+    let Some(shortest) = histogram.runs().first() else {
+        return Rows { row_of: Vec::new(), left: Vec::new() };
+    };
+    let mut open = Open::new(row, shortest.length);
     let mut row_of = Vec::with_capacity(histogram.count() as usize);
     for &Run { length, count } in histogram.runs().iter().rev() {
         let mut left = count;
@@ -46,11 +49,10 @@ struct Open {
 }
 
 impl Open {
-    fn new(row: Row, histogram: &Histogram) -> Self {
+    fn new(row: Row, shortest: u64) -> Self {
         // No row has more room for what is yet to come than a new one with one of the shortest
         // sequences in it.
-        let shortest = histogram.runs().first().map_or(0, |run| run.length);
-        let most_room = (row.tokens - shortest.min(row.tokens)) as usize;
+        let most_room = (row.tokens - shortest) as usize;
         Self {
             row,
             heads: vec![NONE; most_room + 1],

@@ -114,8 +114,8 @@ impl fmt::Display for ShapeReport {
                 "{}..={max_padded_length}",
                 if *max_padded_length > 1 { max_padded_length / 2 + 1 } else { 0 }
             );
-            let padding =
-                100.0 * (padded_tokens - real_tokens) as f64 / (*padded_tokens).max(1) as f64;
+            let padding = 100.0 * padded_tokens.saturating_sub(*real_tokens) as f64
+                / (*padded_tokens).max(1) as f64;
             writeln!(
                 f,
                 "{lengths:>13}  {batches:>7}  {sequences:>9}  {real_tokens:>11}  {padding:>6.1}%"

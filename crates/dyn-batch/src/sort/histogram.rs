@@ -63,7 +63,7 @@ impl Counter {
     pub(crate) fn add(&mut self, length: u64) {
         match self.short.get_mut(length as usize) {
             Some(count) if length < TABLE => *count += 1,
-            _ => self.add_new(length),
+            Some(_) | None => self.add_new(length),
         }
     }
 

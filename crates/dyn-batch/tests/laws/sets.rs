@@ -243,31 +243,6 @@ fn steps_are_alike_on_every_rank() {
     }
 }
 
-#[test]
-fn steps_of_another_order_are_refused() {
-    let lengths: Vec<u64> = (1..=50).collect();
-    let batches =
-        DynamicBatchSampler::new(&lengths, BatchConfig::default().with_max_batch_size(4)).unwrap();
-    let sampler = DistributedBatchSampler::new(
-        batches,
-        Placement::new(0, 2).unwrap(),
-        DistributedConfig::default(),
-    );
-    let sampler = sampler.unwrap();
-    let mut steps = sampler.epoch(Epoch::ZERO, 0..50).unwrap();
-    steps.next();
-    let state = steps.state();
-    assert!(sampler.resume(&state, 0..50).unwrap().eq(steps));
-    assert!(matches!(sampler.resume(&state, (0..50).rev()), Err(Error::OtherBatches { .. })));
-    let mut ahead = state.clone();
-    ahead.step = 99;
-    let error = sampler.resume(&ahead, 0..50).unwrap_err();
-    assert!(error.to_string().contains("step 99 of 7"), "{error}");
-    let mut newer = state;
-    newer.format_version = 2;
-    assert!(matches!(sampler.resume(&newer, 0..50), Err(Error::OtherBatches { .. })));
-}
-
 proptest! {
     #[test]
     fn all_laws_hold_on_random_input(
