@@ -1,10 +1,10 @@
 //! A sequence as the batcher sees it, and a batch of them.
 
-/// All that the batcher knows of a sequence; its tokens it never sees.
+/// All that the batcher knows about a sequence; it never sees the tokens.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[cfg_attr(feature = "serde", derive(serde::Serialize, serde::Deserialize))]
 pub struct Sequence {
-    /// Which one of the data set.
+    /// Its position in the data set.
     pub index: u64,
     /// The number of its tokens, frames or time steps.
     pub length: u64,

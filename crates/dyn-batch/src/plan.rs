@@ -1,6 +1,6 @@
 //! All batches of an epoch at once, in few bytes.
 
-#![allow(
+#![expect(
     clippy::cast_possible_truncation,
     reason = "at most 2^32 sequences are arranged together, and tables are as long"
 )]

@@ -7,7 +7,7 @@ mod lengths;
 
 use dyn_batch::{
     Batch, BatchConfig, Buckets, DynamicBatchSampler, DynamicBatchStrategy, Error, Overlong,
-    PaddingReport, SequenceLengths,
+    Packing, PaddingReport, SequenceLengths,
 };
 
 const LENGTHS: [u32; 12] = [40, 3, 17, 64, 5, 63, 130, 8, 2, 70, 65, 9];
@@ -191,6 +191,19 @@ fn criterion_8_padding_efficiency_is_measured_on_real_looking_lengths() {
     check_efficiency(&squad, bucket, 631, 0.8447);
     check_efficiency(&squad, bucket_tokens, 239, 0.8396);
     check_efficiency(&squad, dynamic, 410, 0.4878);
+}
+
+#[test]
+fn a_search_needs_fewer_rows_than_best_fit() {
+    let squad = lengths::SQUAD.draw(20_000);
+    let rows = |packing| {
+        let config = config(DynamicBatchStrategy::Pack(packing))
+            .with_max_tokens(512)
+            .with_max_sequence_length(512)
+            .with_overlong(Overlong::Truncate);
+        batches(&squad, config).len()
+    };
+    assert_eq!((rows(Packing::BestFit), rows(Packing::MinimumSlack)), (6357, 6271));
 }
 
 #[test]

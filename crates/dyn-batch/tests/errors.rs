@@ -284,8 +284,8 @@ fn steps_that_cannot_be_are_refused() {
 
 #[test]
 fn joined_batches_beyond_64_bits_are_split_in_time() {
-    // Four sequences fill a global batch of two ranks, the fifth is left. Both batches together have
-    // more tokens than 64 bits count.
+    // Four sequences fill a global batch of two ranks, the fifth is left. Both batches together
+    // have more tokens than 64 bits count.
     let lengths = [MAX / 4; 5];
     let batches = BatchConfig::default().with_max_tokens(MAX).with_max_batch_size(2);
     let batches = DynamicBatchSampler::new(lengths, batches).unwrap();

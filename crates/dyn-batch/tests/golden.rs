@@ -90,6 +90,17 @@ fn dealt_steps_are_pinned() {
     assert_eq!(indices(&steps(&batches, config, 0)), expected);
 }
 
+#[test]
+fn a_small_last_step_repeats_its_first_sequences() {
+    let config = BatchConfig::default().with_max_batch_size(2);
+    let batches = DynamicBatchSampler::new(lengths(8), config).unwrap();
+    let dealt = DistributedConfig::default().with_layout(StepLayout::Dealt);
+    let steps = steps(&batches, dealt.with_remainder(StepRemainder::Repeat), 0);
+    let mut last = indices(&steps)[1].concat();
+    last.sort_unstable();
+    assert_eq!((steps.len(), last), (2, vec![6, 6, 7]));
+}
+
 fn add(digest: &mut Fingerprint, batch: &Batch) {
     digest.extend([batch.len() as u64, batch.rows, batch.padded_length, batch.real_tokens]);
     digest.extend(batch.indices.iter().copied());

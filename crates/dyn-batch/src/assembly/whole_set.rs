@@ -1,6 +1,6 @@
 //! All sequences of a data set, arranged in batches: what sorting and packing do alike.
 
-#![allow(
+#![expect(
     clippy::cast_possible_truncation,
     reason = "at most 2^32 sequences are arranged together, and tables are as long"
 )]

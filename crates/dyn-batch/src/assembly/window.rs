@@ -1,10 +1,5 @@
 //! Sorting with bounded memory: a window of some batches' worth of sequences at a time.
 
-#![allow(
-    clippy::cast_possible_truncation,
-    reason = "at most 2^32 sequences are arranged together, and tables are as long"
-)]
-
 use std::ops::Range;
 
 use crate::{
@@ -70,7 +65,7 @@ impl Window {
             batches.push(limits.batch(places.map(|&place| self.sequences[place as usize])));
             start = end;
         }
-        self.keep([&sorted[..full.start], &sorted[full.end..]].concat(), limits);
+        self.keep(&[&sorted[..full.start], &sorted[full.end..]].concat(), limits);
         self.n_cut += 1;
         batches
     }
@@ -109,10 +104,9 @@ impl Window {
         }
     }
 
-    /// Leaves the sequences at these places for the next window, in the order in which they came,
-    /// so that equal ones leave in that order too.
-    fn keep(&mut self, mut places: Vec<u32>, limits: &Limits) {
-        places.sort_unstable();
+    /// Leaves the sequences at these places for the next window. Equal ones are in the order in which
+    /// they came, and before those that are yet to come.
+    fn keep(&mut self, places: &[u32], limits: &Limits) {
         self.sequences = places.iter().map(|&place| self.sequences[place as usize]).collect();
         self.fill = self.sequences.iter().map(|&sequence| share(sequence, limits)).sum();
     }

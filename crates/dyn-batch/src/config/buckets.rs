@@ -36,7 +36,7 @@ pub enum Buckets {
 }
 
 impl Buckets {
-    /// The width that a bucket has if nobody knows better.
+    /// A reasonable width where nothing is known about the lengths.
     pub const DEFAULT_WIDTH: u64 = 64;
 
     /// At most `n_buckets` buckets with about as many sequences each.
@@ -137,7 +137,7 @@ const MAX_ENTRIES: u64 = 1 << 27;
 /// Tokens, padding included, of many sequences; a few of 64-bit lengths can be more than 64 bits.
 type Tokens = u128;
 
-#[allow(clippy::cast_possible_truncation, reason = "the table of cuts is shorter than that")]
+#[expect(clippy::cast_possible_truncation, reason = "the table of cuts is shorter than that")]
 fn optimal_boundaries(runs: &[Run], n_buckets: u64) -> Vec<u64> {
     let n_buckets = n_buckets.min(runs.len() as u64) as usize;
     let mut below: Vec<Tokens> = vec![0];

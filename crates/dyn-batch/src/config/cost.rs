@@ -21,7 +21,7 @@
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 #[cfg_attr(feature = "serde", derive(serde::Serialize, serde::Deserialize))]
 #[cfg_attr(feature = "serde", serde(default, deny_unknown_fields))]
-#[allow(clippy::exhaustive_structs, reason = "a polynomial of degree two has three coefficients")]
+#[expect(clippy::exhaustive_structs, reason = "a polynomial of degree two has three coefficients")]
 pub struct Cost {
     /// What each sequence costs, whatever its length.
     pub per_sequence: u64,

@@ -6,8 +6,8 @@ use crate::config::Cost;
 
 /// What happens when the number of batches is no multiple of the world size.
 ///
-/// Every rank must take the same number of steps: one with a batch less leaves the others waiting
-/// in their collectives.
+/// Every rank must take the same number of steps: a rank with one batch less leaves the others
+/// waiting in their collectives.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 #[cfg_attr(feature = "serde", derive(serde::Serialize, serde::Deserialize))]
 #[cfg_attr(feature = "serde", serde(rename_all = "snake_case"))]
@@ -61,7 +61,7 @@ pub struct DistributedConfig {
     pub layout: StepLayout,
     /// What happens to batches that cannot fill up a step; [`StepRemainder::Split`] by default.
     pub remainder: StepRemainder,
-    /// What is to be equal in a step; the padded tokens by default.
+    /// What to balance across the ranks within a step; the padded tokens by default.
     pub cost: Cost,
 }
 
@@ -96,7 +96,7 @@ impl DistributedConfig {
         Self { remainder, ..self }
     }
 
-    /// Sets what is to be equal in a step; the padded tokens by default.
+    /// Sets what to balance across the ranks within a step; the padded tokens by default.
     #[must_use]
     pub fn with_cost(self, cost: Cost) -> Self {
         Self { cost, ..self }

@@ -16,11 +16,11 @@ pub use self::{
 };
 use crate::{error::Result, lengths::SequenceLengths, sampler::DynamicBatchSampler};
 
-/// Batches for the ranks of a world, each rank the same number of them.
+/// Batches for the ranks of a world, equally many for each rank.
 ///
 /// Every rank plans all batches of the epoch by itself, from the same lengths and the same order,
-/// so nobody has to talk. The order comes from outside and must be the one of the whole world, not
-/// a rank's share. Batches of similar cost then make a step, one for each rank, so that nobody
+/// so no communication is needed. The order comes from outside; it must be that of the whole world,
+/// not a rank's share. Batches of similar cost make a step, one for each rank, so that no rank
 /// waits long for the slowest.
 ///
 /// # Determinism
@@ -67,8 +67,9 @@ impl<L: SequenceLengths> DistributedBatchSampler<L> {
     ///
     /// # Errors
     ///
-    /// [`Error::CannotDeal`](crate::Error::CannotDeal) for dealt steps of buckets or packed rows, and
-    /// [`Error::MultipleOverLimit`](crate::Error::MultipleOverLimit) for those of more ranks than any number of sequences has.
+    /// [`Error::CannotDeal`](crate::Error::CannotDeal) for dealt steps of buckets or packed rows,
+    /// and [`Error::MultipleOverLimit`](crate::Error::MultipleOverLimit) if the multiple for all
+    /// ranks together is beyond 64 bits.
     pub fn new(
         batches: DynamicBatchSampler<L>,
         placement: Placement,

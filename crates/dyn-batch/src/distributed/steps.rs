@@ -1,4 +1,4 @@
-//! What a rank does step by step.
+//! The steps of a rank in an epoch, one after the other.
 
 use std::{iter::FusedIterator, ops::Range};
 
@@ -20,7 +20,7 @@ use crate::{
     shuffle::shuffle,
 };
 
-/// What a rank does in one step.
+/// One step of a rank: its batch, and its share of the work of all ranks.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 #[cfg_attr(feature = "serde", derive(serde::Serialize, serde::Deserialize))]
 #[non_exhaustive]
@@ -34,8 +34,9 @@ pub struct Step {
 }
 
 impl Step {
-    /// By what this rank's mean loss is to be multiplied before gradients are averaged over the
-    /// ranks, so that every token of the step counts as much as any other.
+    /// The factor to multiply this rank's mean loss by before gradients are averaged over the
+    /// ranks, so that every token of the step counts as much as any other; 0 for a step without
+    /// tokens.
     ///
     /// The mean over n tokens here, times n · W / N, summed over the W ranks and divided by W, is
     /// the mean over all N.
@@ -174,7 +175,7 @@ impl<'a, L: SequenceLengths> Steps<'a, L> {
         BatchState { step: step as u64, ..self.start.clone() }
     }
 
-    /// What the batches of all ranks and steps cost, and how many sequences made it into none.
+    /// What the batches of all ranks and steps cost, and how many sequences are in none.
     pub fn report(&self) -> PaddingReport {
         let mut report = self.plan.without_batches();
         for nth in 0..self.n_steps() {

@@ -6,7 +6,7 @@
 //! of equal length are placed together, and rows found by the room they have left, so that it takes
 //! O(n + capacity) steps instead of O(n · rows).
 
-#![allow(
+#![expect(
     clippy::cast_possible_truncation,
     reason = "counts, places and table entries fit the memory that holds them"
 )]

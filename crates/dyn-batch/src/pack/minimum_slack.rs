@@ -6,7 +6,7 @@
 //! there are sequences for it. So one length at least is used up each time, and there are no more
 //! searches than lengths.
 
-#![allow(
+#![expect(
     clippy::cast_possible_truncation,
     reason = "counts, places and table entries fit the memory that holds them"
 )]

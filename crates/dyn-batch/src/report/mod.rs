@@ -30,7 +30,7 @@ use crate::{
 /// let report = PaddingReport::from_iter(&batches);
 /// assert_eq!(
 ///     report.to_string(),
-///     "3 sequences in 2 batches, efficiency 0.8125: 13 of 16 tokens are real, at most 12 a batch",
+///     "3 sequences in 2 batches, efficiency 0.8125: 13 of 16 tokens are real, at most 12 per batch",
 /// );
 /// # Ok::<(), dyn_batch::Error>(())
 /// ```
@@ -130,7 +130,7 @@ impl fmt::Display for PaddingReport {
         )?;
         write!(
             f,
-            "{real_tokens} of {padded_tokens} tokens are real, at most {max_padded_tokens} a batch"
+            "{real_tokens} of {padded_tokens} tokens are real, at most {max_padded_tokens} per batch"
         )?;
         for (count, fate) in
             [(self.skipped, "skipped"), (self.truncated, "truncated"), (self.dropped, "dropped")]
@@ -186,7 +186,7 @@ mod tests {
     fn sequences_in_no_batch_are_named() {
         let report = PaddingReport { skipped: 2, dropped: 1, ..PaddingReport::default() };
         assert!(
-            report.to_string().ends_with("at most 0 a batch, 2 skipped, 1 dropped"),
+            report.to_string().ends_with("at most 0 per batch, 2 skipped, 1 dropped"),
             "{report}"
         );
     }

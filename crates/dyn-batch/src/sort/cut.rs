@@ -1,12 +1,12 @@
 //! Sorted sequences, cut into batches.
 //!
-//! A batch of rows of which the longest has length p may hold r(p) rows, and longer ones never
+//! A batch whose longest row has length p may hold r(p) rows, and a batch of longer ones never
 //! more. So a batch may swap a sequence for a shorter one, and every set of batches can be turned
 //! into as many that are intervals of the sorted sequences. Of these, taking as many of the longest
 //! that are left as possible leaves the least to the others: the greedy cut makes the fewest
 //! batches there can be.
 
-#![allow(
+#![expect(
     clippy::cast_possible_truncation,
     reason = "at most 2^32 sequences are arranged together, and tables are as long"
 )]
@@ -38,7 +38,8 @@ pub(crate) struct Groups {
 }
 
 impl Groups {
-    /// The sequences of a histogram in groups; its number of sequences must be a multiple of theirs.
+    /// The sequences of a histogram in groups; its number of sequences must be a multiple of
+    /// theirs.
     pub(crate) fn new(histogram: &Histogram, limits: &Limits) -> Self {
         let group_len = limits.group_len() as u64;
         let mut levels = Vec::new();
@@ -123,8 +124,8 @@ impl Groups {
     /// Of all cuts into the fewest batches the one with the fewest padded tokens.
     ///
     /// The prefixes of the groups that need n batches follow those that need n − 1. The last batch
-    /// of one of them begins where one of those ends, at the best place of which the choice is
-    /// totally monotone, as a group that is longer costs more for each other one in its batch.
+    /// of each of the former begins where one of the latter ends. The best such place is a totally
+    /// monotone choice: a longer group costs more for every other group in its batch.
     fn optimal(&self) -> Vec<usize> {
         let Some(longest) = self.levels.last() else { return Vec::new() };
         // Costs in 64 bits take half of the time.

@@ -1,6 +1,6 @@
 //! Lengths counted, and sequences sorted by them.
 
-#![allow(
+#![expect(
     clippy::cast_possible_truncation,
     reason = "counts, places and table entries fit the memory that holds them"
 )]
