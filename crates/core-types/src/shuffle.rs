@@ -26,19 +26,43 @@ const AHEAD: usize = 512;
 /// core_types::shuffle(&mut items, |n| n - 1); // always the last one
 /// assert_eq!(items, ['d', 'a', 'b', 'c']);
 /// ```
-pub fn shuffle<T: Copy>(items: &mut [T], mut below: impl FnMut(u64) -> u64) {
+pub fn shuffle<T>(items: &mut [T], mut below: impl FnMut(u64) -> u64) {
+    let len = items.len();
+    for place in 0..len {
+        items.swap(place, index(partner(place, len, &mut below)));
+    }
+}
+
+/// [`shuffle`] for tables that are larger than the cache: the same order, in less time.
+///
+/// Draws are made ahead of the swaps, in the same order, and [`swap_ahead`] says what that is
+/// worth.
+///
+/// # Determinism
+///
+/// As [`shuffle`].
+///
+/// # Panics
+///
+/// As [`shuffle`].
+pub fn shuffle_ahead<T: Copy>(items: &mut [T], mut below: impl FnMut(u64) -> u64) {
     let len = items.len();
     let mut partners = [0_u64; AHEAD];
     for start in (0..len).step_by(AHEAD) {
         let partners = &mut partners[..AHEAD.min(len - start)];
-        for (place, partner) in (start..).zip(&mut *partners) {
-            let n = (len - place) as u64;
-            let distance = below(n);
-            assert!(distance < n, "{distance} was drawn below {n}");
-            *partner = place as u64 + distance;
+        for (place, drawn) in (start..).zip(&mut *partners) {
+            *drawn = partner(place, len, &mut below);
         }
         swap_ahead(items, start, partners);
     }
+}
+
+/// Where the item at `place` of `len` goes.
+fn partner(place: usize, len: usize, below: &mut impl FnMut(u64) -> u64) -> u64 {
+    let n = (len - place) as u64;
+    let distance = below(n);
+    assert!(distance < n, "{distance} was drawn below {n}");
+    place as u64 + distance
 }
 
 /// Swaps the items from `start` on with those at `partners`, one after the other.
@@ -82,6 +106,8 @@ mod tests {
     use super::*;
     use crate::index::Seed;
 
+    type Shuffle = fn(&mut [usize], &mut dyn FnMut(u64) -> u64);
+
     #[test]
     fn each_item_is_drawn_for_once_and_swaps_follow_one_another() {
         for len in [0, 1, 2, AHEAD - 1, AHEAD, AHEAD + 1, 3 * AHEAD + 7] {
@@ -90,14 +116,18 @@ mod tests {
             for place in 0..len {
                 expected.swap(place, place + usize::try_from(draw((len - place) as u64)).unwrap());
             }
-            let mut items: Vec<usize> = (0..len).collect();
-            let mut asked = Vec::new();
-            shuffle(&mut items, |n| {
-                asked.push(n);
-                draw(n)
-            });
-            assert_eq!(items, expected, "{len}");
-            assert!(asked.into_iter().eq((1..=len as u64).rev()));
+            for run in [(|items, below| shuffle(items, below)) as Shuffle, |items, below| {
+                shuffle_ahead(items, below)
+            }] {
+                let mut items: Vec<usize> = (0..len).collect();
+                let mut asked = Vec::new();
+                run(&mut items, &mut |n| {
+                    asked.push(n);
+                    draw(n)
+                });
+                assert_eq!(items, expected, "{len}");
+                assert!(asked.into_iter().eq((1..=len as u64).rev()));
+            }
         }
     }
 

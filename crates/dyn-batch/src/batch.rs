@@ -1,12 +1,10 @@
 //! A sequence as the batcher sees it, and a batch of them.
 
-use crate::limits::Limits;
-
-/// All that the batcher knows of a sequence; its tokens it never sees.
+/// All that the batcher knows about a sequence; it never sees the tokens.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[cfg_attr(feature = "serde", derive(serde::Serialize, serde::Deserialize))]
 pub struct Sequence {
-    /// Which one of the data set.
+    /// Its position in the data set.
     pub index: u64,
     /// The number of its tokens, frames or time steps.
     pub length: u64,
@@ -21,11 +19,15 @@ pub struct Sequence {
 /// ```
 /// use dyn_batch::{BatchConfig, DynamicBatchSampler};
 ///
-/// let sampler = DynamicBatchSampler::new([3_u32, 5, 4], BatchConfig::default().with_max_batch_size(8))?;
+/// let sampler =
+///     DynamicBatchSampler::new([3_u32, 5, 4], BatchConfig::default().with_max_batch_size(8))?;
 /// let batches = sampler.iter().collect::<Result<Vec<_>, _>>()?;
 /// assert_eq!(batches[0].indices, [0, 1, 2]);
 /// assert_eq!((batches[0].len(), batches[0].padded_length), (3, 5));
-/// assert_eq!((batches[0].padded_tokens(), batches[0].real_tokens, batches[0].padding_tokens()), (15, 12, 3));
+/// assert_eq!(
+///     (batches[0].padded_tokens(), batches[0].real_tokens, batches[0].padding_tokens()),
+///     (15, 12, 3)
+/// );
 /// # Ok::<(), dyn_batch::Error>(())
 /// ```
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
@@ -44,18 +46,6 @@ pub struct Batch {
 }
 
 impl Batch {
-    /// Sequences in a row each, or in one row if the strategy packs; within the limits, so that no sum overflows.
-    pub(crate) fn gather(sequences: impl ExactSizeIterator<Item = Sequence>, limits: &Limits) -> Self {
-        let (mut indices, mut longest, mut real_tokens) = (Vec::with_capacity(sequences.len()), 0, 0);
-        for Sequence { index, length } in sequences {
-            indices.push(index);
-            longest = length.max(longest);
-            real_tokens += length;
-        }
-        let (rows, padded_length) = (limits.rows(indices.len()), limits.row_length(longest));
-        Self { indices, rows, padded_length, real_tokens }
-    }
-
     /// The number of sequences; the spec's `BatchSize`.
     #[doc(alias = "batch_size")]
     pub fn len(&self) -> usize {
@@ -113,7 +103,9 @@ impl TryFrom<Unchecked> for Batch {
         let size = indices.len() as u64;
         let has_tokens = |rows: &u64| rows.checked_mul(padded_length) == Some(padded_tokens);
         // A row each, or all in one.
-        if let Some(rows) = [size, 1].into_iter().find(has_tokens).filter(|_| real_tokens <= padded_tokens) {
+        if let Some(rows) =
+            [size, 1].into_iter().find(has_tokens).filter(|_| real_tokens <= padded_tokens)
+        {
             return Ok(Self { indices, rows, padded_length, real_tokens });
         }
         let shape = format!("{size} sequences padded to {padded_length}");

@@ -5,18 +5,25 @@ use std::{collections::VecDeque, iter::FusedIterator};
 use core_types::Seed;
 
 use crate::{
-    Batch, BatchConfig, Error, PaddingReport, Result, Sequence, assembly::Assembly, limits::Limits, shuffle::shuffle,
+    assembly::Assembly,
+    batch::{Batch, Sequence},
+    config::BatchConfig,
+    error::{Error, Result},
+    limits::Limits,
+    report::PaddingReport,
+    shuffle::shuffle,
 };
 
 /// An iterator of batches over an iterator of sequences.
 ///
-/// It takes no more sequences than the next batch needs, so an endless stream is fine, and it holds the open batches
-/// only: one, one for each bucket or open row, or a window of them. Two strategies need to see all sequences before the
-/// first batch: [`Sorted`](crate::DynamicBatchStrategy::Sorted) without a window, and
+/// It takes no more sequences than the next batch needs, so an endless stream is fine, and it holds
+/// the open batches only: one, one for each bucket or open row, or a window of them. Two strategies
+/// need to see all sequences before the first batch:
+/// [`Sorted`](crate::DynamicBatchStrategy::Sorted) without a window, and
 /// [`Pack`](crate::DynamicBatchStrategy::Pack) other than in order.
 ///
-/// The stream may fail with an error of its own. The first error, of the stream or of a batch, ends the iteration, and
-/// the sequences of open batches are lost with it.
+/// The stream may fail with an error of its own. The first error, of the stream or of a batch, ends
+/// the iteration, and the sequences of open batches are lost with it.
 ///
 /// # Determinism
 ///
@@ -28,10 +35,15 @@ use crate::{
 /// use dyn_batch::{BatchConfig, Batches, DynamicBatchStrategy, Error, Sequence};
 ///
 /// let endless = (0..).map(|index| Ok::<_, Error>(Sequence { index, length: index % 100 }));
-/// let config = BatchConfig::default().with_strategy(DynamicBatchStrategy::Dynamic).with_max_tokens(400);
+/// let config =
+///     BatchConfig::default().with_strategy(DynamicBatchStrategy::Dynamic).with_max_tokens(400);
 /// let mut batches = Batches::new(endless, config)?;
 ///
-/// let sizes = batches.by_ref().take(4).map(|batch| Ok(batch?.len())).collect::<Result<Vec<_>, Error>>()?;
+/// let sizes = batches
+///     .by_ref()
+///     .take(4)
+///     .map(|batch| Ok(batch?.len()))
+///     .collect::<Result<Vec<_>, Error>>()?;
 /// assert_eq!(sizes, [20, 12, 9, 8]);
 /// assert_eq!(batches.report().sequences, 49);
 /// # Ok::<(), Error>(())
@@ -55,20 +67,26 @@ impl<I: Iterator> Batches<I> {
     ///
     /// # Errors
     ///
-    /// [`Error::Zero`], [`Error::NoLimit`], [`Error::NoTokenBudget`], [`Error::TokenBudgetOverflow`] or
-    /// [`Error::MultipleOverLimit`] if the configuration contradicts itself.
+    /// [`Error::Zero`], [`Error::NoLimit`], [`Error::NoTokenBudget`],
+    /// [`Error::TokenBudgetOverflow`] or [`Error::MultipleOverLimit`] if the configuration
+    /// contradicts itself.
     pub fn new(sequences: impl IntoIterator<IntoIter = I>, config: BatchConfig) -> Result<Self> {
         Limits::new(config).map(|limits| Self::with_limits(sequences.into_iter(), limits))
     }
 
     pub(crate) fn with_limits(sequences: I, limits: Limits) -> Self {
-        let assembly = Assembly::new(&limits);
-        let (ready, report) = (VecDeque::new(), PaddingReport::default());
-        Self { sequences: Some(sequences), limits, assembly, ready, shuffle: None, report }
+        Self {
+            sequences: Some(sequences),
+            assembly: Assembly::new(&limits),
+            limits,
+            ready: VecDeque::new(),
+            shuffle: None,
+            report: PaddingReport::default(),
+        }
     }
 
-    /// Lets batches that are done together come in a random order, the same for the same seed: those of a window, of a
-    /// whole sorted or packed set, and what is left in buckets at the end.
+    /// Lets batches that are done together come in a random order, the same for the same seed:
+    /// those of a window, of a whole sorted or packed set, and what is left in buckets at the end.
     ///
     /// # Examples
     ///
@@ -80,7 +98,10 @@ impl<I: Iterator> Batches<I> {
     /// let config = BatchConfig::default().with_strategy(sorted).with_max_batch_size(2);
     /// let sampler = DynamicBatchSampler::new([5_u32, 9, 2, 6, 4, 8], config)?;
     /// let batches = sampler.iter().shuffled(Seed::new(1)).map(|batch| Ok(batch?.indices));
-    /// assert_eq!(batches.collect::<Result<Vec<_>, dyn_batch::Error>>()?, [vec![2, 4], vec![5, 1], vec![0, 3]]);
+    /// assert_eq!(
+    ///     batches.collect::<Result<Vec<_>, dyn_batch::Error>>()?,
+    ///     [vec![2, 4], vec![5, 1], vec![0, 3]]
+    /// );
     /// # Ok::<(), dyn_batch::Error>(())
     /// ```
     pub fn shuffled(self, seed: Seed) -> Self {
@@ -93,7 +114,8 @@ impl<I: Iterator> Batches<I> {
     }
 
     fn place(&mut self, sequence: Sequence) -> Result<()> {
-        if let Some(sequence) = self.limits.admit(sequence, &mut self.report)? {
+        let admission = self.limits.admit(sequence)?;
+        if let Some(sequence) = self.report.count(admission) {
             self.assembly.push(sequence, &self.limits, &mut self.ready);
         }
         Ok(())
@@ -106,8 +128,12 @@ impl<I: Iterator> Batches<I> {
     }
 
     fn shuffle_ready(&mut self) {
-        if let Some(seed) = self.shuffle.as_mut().filter(|_| self.ready.len() > 1) {
+        if self.ready.len() < 2 {
+            return;
+        }
+        if let Some(seed) = &mut self.shuffle {
             shuffle(self.ready.make_contiguous(), *seed);
+            // No place of a shuffle takes this one, so that no two shuffles share a draw.
             *seed = seed.derive(u64::MAX);
         }
     }
@@ -119,6 +145,20 @@ impl<I: Iterator> Batches<I> {
     }
 }
 
+impl<I, E> Batches<I>
+where
+    I: Iterator<Item = Result<Sequence, E>>,
+    E: From<Error>,
+{
+    /// Takes the next sequence, or makes the last batches if there is none; `None` after that.
+    fn advance(&mut self) -> Option<Result<(), E>> {
+        Some(match self.sequences.as_mut()?.next() {
+            Some(sequence) => sequence.and_then(|sequence| Ok(self.place(sequence)?)),
+            None => self.finish().map_err(E::from),
+        })
+    }
+}
+
 impl<I, E> Iterator for Batches<I>
 where
     I: Iterator<Item = Result<Sequence, E>>,
@@ -127,29 +167,17 @@ where
     type Item = Result<Batch, E>;
 
     fn next(&mut self) -> Option<Self::Item> {
-        let needs_more = self.ready.is_empty();
-        while self.ready.is_empty() {
-            match self.sequences.as_mut()?.next() {
-                Some(sequence) => {
-                    if let Err(error) = sequence.and_then(|sequence| Ok(self.place(sequence)?)) {
-                        self.abandon();
-                        return Some(Err(error));
-                    }
-                }
-                None => {
-                    if let Err(error) = self.finish() {
-                        self.abandon();
-                        return Some(Err(error.into()));
-                    }
-                }
+        loop {
+            if let Some(batch) = self.ready.pop_front() {
+                self.report.add(&batch);
+                return Some(Ok(batch));
             }
-        }
-        if needs_more {
+            if let Err(error) = self.advance()? {
+                self.abandon();
+                return Some(Err(error));
+            }
             self.shuffle_ready();
         }
-        let batch = self.ready.pop_front()?;
-        self.report.add(&batch);
-        Some(Ok(batch))
     }
 }
 

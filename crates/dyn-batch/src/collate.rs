@@ -2,7 +2,7 @@
 
 use candle_core::{Device, Error as CandleError, Result, Tensor};
 
-use crate::{Batch, Error, Segments};
+use crate::{batch::Batch, error::Error, pack::Segments};
 
 /// On which side of a sequence its padding is.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
@@ -46,7 +46,8 @@ pub struct Collator {
     pub pad_id: u32,
     /// The label of padding, which a loss leaves out; −100 by default, as in PyTorch.
     pub ignore_index: i64,
-    /// Where padding goes; [`PaddingSide::Right`] by default. Packed rows have it at their end always.
+    /// Where padding goes; [`PaddingSide::Right`] by default. Packed rows have it at their end
+    /// always.
     pub side: PaddingSide,
 }
 
@@ -64,8 +65,8 @@ pub struct PaddedTensors {
     pub ids: Tensor,
     /// 1 where there is a token, 0 where there is padding, `U8`.
     pub mask: Tensor,
-    /// The token ids again, `I64`, with the ignore index for padding. They are not shifted: compare the logits of token i
-    /// with label i + 1.
+    /// The token ids again, `I64`, with the ignore index for padding. They are not shifted: compare
+    /// the logits of token i with label i + 1.
     pub labels: Tensor,
 }
 
@@ -75,12 +76,13 @@ pub struct PaddedTensors {
 pub struct PackedTensors {
     /// The token ids, `U32`.
     pub ids: Tensor,
-    /// The number of the sequence that a token belongs to, from 1, and 0 for padding, `U32`: attend where they are equal.
+    /// The number of the sequence that a token belongs to, from 1, and 0 for padding, `U32`: attend
+    /// where they are equal.
     pub segment_ids: Tensor,
     /// Where in its sequence a token is, `U32`.
     pub position_ids: Tensor,
-    /// The token ids again, `I64`, with the ignore index for padding and for the first token of each sequence, which the
-    /// one before it, of another sequence, is not to predict.
+    /// The token ids again, `I64`, with the ignore index for padding and for the first token of
+    /// each sequence, which the one before it, of another sequence, is not to predict.
     pub labels: Tensor,
     /// The tokens before each sequence, and those of all, `U32` of shape `[sequences + 1]`.
     pub cu_seqlens: Tensor,
@@ -107,13 +109,14 @@ impl Collator {
 
     /// Pads the sequences of a batch, a row each; `tokens` gives the token ids of an index.
     ///
-    /// Each token is copied once for each tensor, and to another device at once. Sequences that are longer than the rows,
-    /// because the batcher was told to truncate them, are cut at their end.
+    /// Each token is copied once for each tensor, and to another device at once. Sequences that are
+    /// longer than the rows, because the batcher was told to truncate them, are cut at their end.
     ///
     /// # Errors
     ///
-    /// Candle's, of the device, and [`Error::TensorTooLarge`], wrapped in one of candle's, if the batch is beyond the address
-    /// space.
+    /// Candle's own for the device. Wrapped in one of candle's: [`Error::TensorTooLarge`] if the
+    /// batch is larger than the address space, and [`Error::PackedBatch`] if it has more sequences
+    /// than rows.
     pub fn pad<'a>(
         &self,
         batch: &Batch,
@@ -121,19 +124,27 @@ impl Collator {
         device: &Device,
     ) -> Result<PaddedTensors> {
         let shape = shape(batch)?;
-        let (mut ids, mut mask) = (vec![self.pad_id; shape.0 * shape.1], vec![0_u8; shape.0 * shape.1]);
-        let mut labels = vec![self.ignore_index; shape.0 * shape.1];
+        let (rows, row_len) = shape;
+        let sequences = batch.len() as u64;
+        if sequences > batch.rows {
+            return Err(wrapped(Error::PackedBatch { sequences, rows: batch.rows }));
+        }
+        let mut ids = vec![self.pad_id; rows * row_len];
+        let mut mask = vec![0_u8; rows * row_len];
+        let mut labels = vec![self.ignore_index; rows * row_len];
         for (row, &index) in batch.indices.iter().enumerate() {
-            let tokens = cut(tokens(index), shape.1);
-            let start = row * shape.1
-                + match self.side {
-                    PaddingSide::Left => shape.1 - tokens.len(),
-                    PaddingSide::Right => 0,
-                };
+            let tokens = cut(tokens(index), row_len);
+            let padding_before = match self.side {
+                PaddingSide::Left => row_len - tokens.len(),
+                PaddingSide::Right => 0,
+            };
+            let start = row * row_len + padding_before;
             let here = start..start + tokens.len();
             ids[here.clone()].copy_from_slice(tokens);
             mask[here.clone()].fill(1);
-            labels[here].iter_mut().zip(tokens).for_each(|(label, &token)| *label = token.into());
+            for (label, &token) in labels[here].iter_mut().zip(tokens) {
+                *label = token.into();
+            }
         }
         Ok(PaddedTensors {
             ids: Tensor::from_vec(ids, shape, device)?,
@@ -142,12 +153,14 @@ impl Collator {
         })
     }
 
-    /// Puts the sequences of a packed batch into its row, one behind the other; `tokens` gives the token ids of an index.
+    /// Puts the sequences of a packed batch into its row, one behind the other; `tokens` gives the
+    /// token ids of an index.
     ///
     /// # Errors
     ///
-    /// As [`pad`](Self::pad), and [`Error::RowOverflow`], wrapped too, if the sequences are longer than the row, which no packing
-    /// makes of the lengths it was given.
+    /// Candle's own for the device. Wrapped in one of candle's: [`Error::TensorTooLarge`] if the
+    /// row is larger than the address space, and [`Error::RowOverflow`] if the sequences are longer
+    /// than the row, so longer than the batcher was told.
     pub fn pack<'a>(
         &self,
         batch: &Batch,
@@ -155,19 +168,24 @@ impl Collator {
         device: &Device,
     ) -> Result<PackedTensors> {
         let (_, row_len) = shape(batch)?;
-        let (mut ids, mut labels) = (Vec::with_capacity(row_len), Vec::with_capacity(row_len));
+        let mut ids = Vec::with_capacity(row_len);
+        let mut labels = Vec::with_capacity(row_len);
         let mut lengths = Vec::with_capacity(batch.len());
         for &index in &batch.indices {
             let tokens = cut(tokens(index), row_len);
             ids.extend_from_slice(tokens);
-            labels.extend(tokens.iter().map(|&token| i64::from(token)));
-            if let Some(first) = labels.len().checked_sub(tokens.len()).and_then(|first| labels.get_mut(first)) {
-                *first = self.ignore_index;
+            if let [_, rest @ ..] = tokens {
+                // What comes before the first token is another sequence, which must not predict it.
+                labels.push(self.ignore_index);
+                labels.extend(rest.iter().map(|&token| i64::from(token)));
             }
             lengths.push(tokens.len() as u64);
         }
-        let overflow = || wrapped(Error::RowOverflow { tokens: ids.len() as u64, row_length: row_len as u64 });
-        let segments = Segments::new(lengths).filter(|_| ids.len() <= row_len).ok_or_else(overflow)?;
+        let overflow = Error::RowOverflow { tokens: ids.len() as u64, row_length: row_len as u64 };
+        if ids.len() > row_len {
+            return Err(wrapped(overflow));
+        }
+        let segments = Segments::new(lengths).ok_or_else(|| wrapped(overflow))?;
         ids.resize(row_len, self.pad_id);
         labels.resize(row_len, self.ignore_index);
         let row = (1, row_len);
@@ -188,11 +206,13 @@ fn cut(tokens: &[u32], row_len: usize) -> &[u32] {
 /// Rows and their length, if a tensor can have so many elements of 8 bytes.
 fn shape(batch: &Batch) -> Result<(usize, usize)> {
     let Batch { rows, padded_length, .. } = *batch;
-    let error = Error::TensorTooLarge { rows, padded_length };
     let bytes = rows.checked_mul(padded_length).and_then(|elements| elements.checked_mul(8));
+    let is_addressable = bytes.is_some_and(|bytes| isize::try_from(bytes).is_ok());
     match (usize::try_from(rows), usize::try_from(padded_length)) {
-        (Ok(rows), Ok(row_len)) if bytes.is_some_and(|bytes| isize::try_from(bytes).is_ok()) => Ok((rows, row_len)),
-        _ => Err(wrapped(error)),
+        (Ok(rows), Ok(row_len)) if is_addressable => Ok((rows, row_len)),
+        (Ok(_) | Err(_), Ok(_) | Err(_)) => {
+            Err(wrapped(Error::TensorTooLarge { rows, padded_length }))
+        }
     }
 }
 
@@ -203,13 +223,16 @@ fn wrapped(error: Error) -> CandleError {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::{BatchConfig, DynamicBatchSampler, DynamicBatchStrategy, Packing};
+    use crate::{
+        config::{BatchConfig, DynamicBatchStrategy, Overlong, Packing},
+        sampler::DynamicBatchSampler,
+    };
 
     const TEXTS: [&[u32]; 4] = [&[1, 2, 3], &[4, 5], &[6], &[7, 8, 9, 10]];
 
     fn batches(config: BatchConfig) -> Vec<Batch> {
         let sampler = DynamicBatchSampler::new(TEXTS.map(<[u32]>::len), config).unwrap();
-        sampler.iter().collect::<crate::Result<_>>().unwrap()
+        sampler.iter().collect::<crate::error::Result<_>>().unwrap()
     }
 
     fn text(index: u64) -> &'static [u32] {
@@ -218,8 +241,10 @@ mod tests {
 
     #[test]
     fn padding_goes_to_the_left_if_asked() {
-        let batches = batches(BatchConfig::default().with_max_batch_size(2).with_length_multiple(4));
-        let collator = Collator::default().with_pad_id(99).with_side(PaddingSide::Left).with_ignore_index(-1);
+        let batches =
+            batches(BatchConfig::default().with_max_batch_size(2).with_length_multiple(4));
+        let collator =
+            Collator::default().with_pad_id(99).with_side(PaddingSide::Left).with_ignore_index(-1);
         let tensors = collator.pad(&batches[0], text, &Device::Cpu).unwrap();
         assert_eq!(tensors.ids.to_vec2::<u32>().unwrap(), [[99, 1, 2, 3], [99, 99, 4, 5]]);
         assert_eq!(tensors.mask.to_vec2::<u8>().unwrap(), [[0, 1, 1, 1], [0, 0, 1, 1]]);
@@ -229,7 +254,7 @@ mod tests {
     #[test]
     fn truncated_sequences_are_cut_at_their_end() {
         let config = BatchConfig::default().with_max_batch_size(4).with_max_sequence_length(2);
-        let batches = batches(config.with_overlong(crate::Overlong::Truncate));
+        let batches = batches(config.with_overlong(Overlong::Truncate));
         let tensors = Collator::default().pad(&batches[0], text, &Device::Cpu).unwrap();
         assert_eq!(tensors.ids.to_vec2::<u32>().unwrap(), [[1, 2], [4, 5], [6, 0], [7, 8]]);
     }
@@ -238,7 +263,10 @@ mod tests {
     fn packed_rows_know_their_sequences() {
         let pack = DynamicBatchStrategy::Pack(Packing::BestFit);
         let batches = batches(BatchConfig::default().with_strategy(pack).with_max_tokens(6));
-        assert_eq!(batches.iter().map(|batch| batch.indices.clone()).collect::<Vec<_>>(), [vec![3, 1], vec![0, 2]]);
+        assert_eq!(
+            batches.iter().map(|batch| batch.indices.clone()).collect::<Vec<_>>(),
+            [vec![3, 1], vec![0, 2]]
+        );
         let tensors = Collator::default().pack(&batches[1], text, &Device::Cpu).unwrap();
         assert_eq!(tensors.ids.to_vec2::<u32>().unwrap(), [[1, 2, 3, 6, 0, 0]]);
         assert_eq!(tensors.segment_ids.to_vec2::<u32>().unwrap(), [[1, 1, 1, 2, 0, 0]]);
@@ -248,13 +276,31 @@ mod tests {
     }
 
     #[test]
+    fn packed_batches_are_not_padded() {
+        let pack = DynamicBatchStrategy::Pack(Packing::BestFit);
+        let batches = batches(BatchConfig::default().with_strategy(pack).with_max_tokens(6));
+        let error = Collator::default().pad(&batches[0], text, &Device::Cpu).unwrap_err();
+        assert!(error.to_string().contains("1 rows cannot hold 2 sequences"), "{error}");
+    }
+
+    #[test]
     fn rows_that_do_not_hold_their_sequences_are_refused() {
         let pack = DynamicBatchStrategy::Pack(Packing::BestFit);
         let batches = batches(BatchConfig::default().with_strategy(pack).with_max_tokens(6));
-        let error = Collator::default().pack(&batches[0], |_| &[1, 2, 3, 4, 5], &Device::Cpu).unwrap_err();
-        assert!(error.to_string().contains("sequences of 10 tokens do not fit a row of 6"), "{error}");
-        let huge = Batch { indices: vec![0], rows: 1 << 40, padded_length: 1 << 40, real_tokens: 0 };
+        let error =
+            Collator::default().pack(&batches[0], |_| &[1, 2, 3, 4, 5], &Device::Cpu).unwrap_err();
+        assert!(
+            error.to_string().contains("sequences of 10 tokens do not fit a row of 6"),
+            "{error}"
+        );
+        let huge =
+            Batch { indices: vec![0], rows: 1 << 40, padded_length: 1 << 40, real_tokens: 0 };
         let error = Collator::default().pad(&huge, text, &Device::Cpu).unwrap_err();
-        assert!(error.to_string().contains("a tensor of 1099511627776 x 1099511627776 tokens is beyond"), "{error}");
+        assert!(
+            error
+                .to_string()
+                .contains("a tensor of 1099511627776 x 1099511627776 tokens is larger than"),
+            "{error}"
+        );
     }
 }

@@ -1,13 +1,20 @@
 //! How long the sequences of a data set are, without a look at the sequences.
 
+use crate::{
+    batch::Sequence,
+    error::{Error, Result},
+};
+
 /// The lengths of all sequences of a data set, each known in constant time.
 ///
-/// Slices, arrays and vectors of `u32`, `u64` and `usize` are such a thing, and so is a reference to one. Implement it
-/// for a data set that knows its lengths, from an index file for example: no sequence is read for its length.
+/// Slices, arrays and vectors of `u32`, `u64` and `usize` are such a thing, and so is a reference
+/// to one. Implement it for a data set that knows its lengths, from an index file for example: no
+/// sequence is read for its length.
 ///
 /// # Determinism
 ///
-/// [`length`](Self::length) must give the same answer for the same index each time, and on each rank.
+/// [`length`](Self::length) must give the same answer for the same index each time, and on each
+/// rank. A plan that finds another one than before panics.
 ///
 /// # Examples
 ///
@@ -39,6 +46,14 @@ pub trait SequenceLengths {
     fn length(&self, index: u64) -> Option<u64>;
 }
 
+/// A sequence of a data set with its length.
+pub(crate) fn measure(lengths: &impl SequenceLengths, index: u64) -> Result<Sequence> {
+    match lengths.length(index) {
+        Some(length) => Ok(Sequence { index, length }),
+        None => Err(Error::IndexOutOfRange { index, count: lengths.count() }),
+    }
+}
+
 macro_rules! slices {
     ($($int:ty)*) => {$(
         impl SequenceLengths for [$int] {
@@ -46,7 +61,10 @@ macro_rules! slices {
                 self.len() as u64
             }
 
-            #[allow(clippy::cast_lossless, reason = "the same text serves `usize`, which has no lossless conversion")]
+            #[allow(
+                clippy::cast_lossless,
+                reason = "the same text serves `usize`, which has no lossless conversion"
+            )]
             fn length(&self, index: u64) -> Option<u64> {
                 self.get(usize::try_from(index).ok()?).map(|&length| length as u64)
             }

@@ -2,14 +2,22 @@
 
 use core_types::Seed;
 
-/// Fisher and Yates' shuffle; the draw for each place is derived from the seed by itself.
-#[allow(clippy::cast_possible_truncation, reason = "a draw is below the number of items")]
+/// Brings `items` into a random order, the same one for the same seed.
+///
+/// The draw for each place is derived from the seed by itself, and places are filled from the last
+/// one down: the mirror image of [`core_types::shuffle`], so items are turned round before and
+/// after it.
 pub(crate) fn shuffle<T>(items: &mut [T], seed: Seed) {
-    for last in (1..items.len()).rev() {
-        // The upper half of the product: even but for one in 2^64 / n.
-        let draw = (u128::from(seed.derive(last as u64).as_u64()) * (last as u128 + 1)) >> 64;
-        items.swap(last, draw as usize);
-    }
+    items.reverse();
+    core_types::shuffle(items, |n| n - 1 - draw(seed, n));
+    items.reverse();
+}
+
+/// A number below `n`.
+fn draw(seed: Seed, n: u64) -> u64 {
+    // The upper half of the product: even but for one in 2^64 / n.
+    let product = u128::from(seed.derive(n - 1).as_u64()) * u128::from(n);
+    (product >> 64) as u64
 }
 
 #[cfg(test)]
@@ -32,7 +40,8 @@ mod tests {
             *counts.entry(items).or_default() += 1;
         }
         // 1000 each; 23 degrees of freedom stay below 60 but for one time in 30,000.
-        let squares: f64 = counts.values().map(|&count| (f64::from(count) - 1000.0).powi(2) / 1000.0).sum();
+        let squares: f64 =
+            counts.values().map(|&count| (f64::from(count) - 1000.0).powi(2) / 1000.0).sum();
         assert!(counts.len() == 24 && squares < 60.0, "{squares}: {counts:?}");
     }
 }

@@ -4,8 +4,9 @@
 
 use core_types::{Epoch, Placement};
 use dyn_batch::{
-    BatchConfig, Batches, Buckets, Cost, Cut, DistributedBatchSampler, DistributedConfig, DynamicBatchSampler,
-    DynamicBatchStrategy, Error, Overlong, Packing, Sequence, StepLayout,
+    BatchConfig, Batches, Buckets, Cost, Cut, DistributedBatchSampler, DistributedConfig,
+    DynamicBatchSampler, DynamicBatchStrategy, Error, Overlong, Packing, Sequence, SequenceLengths,
+    StepLayout,
 };
 
 const MAX: u64 = u64::MAX;
@@ -36,7 +37,11 @@ fn a_limit_of_zero_is_refused() {
         ("max_sequence_length", limited.clone().with_max_sequence_length(0)),
         ("batch_size_multiple", limited.clone().with_batch_size_multiple(0)),
     ] {
-        check_config(config, &Error::Zero { setting }, &format!("{setting} is 0, it must be at least 1"));
+        check_config(
+            config,
+            &Error::Zero { setting },
+            &format!("{setting} is 0, it must be at least 1"),
+        );
     }
 }
 
@@ -47,7 +52,9 @@ fn batches_without_a_limit_are_refused() {
     check_config(bucket(64).with_max_sequence_length(512), &Error::NoLimit, message);
 
     let message = "the dynamic strategy has no token budget, set max_tokens, or max_batch_size and max_sequence_length";
-    for config in [dynamic(), dynamic().with_max_batch_size(8), dynamic().with_max_sequence_length(512)] {
+    for config in
+        [dynamic(), dynamic().with_max_batch_size(8), dynamic().with_max_sequence_length(512)]
+    {
         check_config(config, &Error::NoTokenBudget, message);
     }
 }
@@ -64,7 +71,9 @@ fn a_budget_beyond_64_bits_is_refused() {
 #[test]
 fn a_multiple_over_a_limit_is_refused() {
     let of_eight = BatchConfig::default().with_batch_size_multiple(8);
-    for config in [of_eight.clone(), dynamic().with_batch_size_multiple(8).with_max_sequence_length(512)] {
+    for config in
+        [of_eight.clone(), dynamic().with_batch_size_multiple(8).with_max_sequence_length(512)]
+    {
         check_config(
             config.with_max_batch_size(7),
             &Error::MultipleOverLimit { multiple: 8, setting: "max_batch_size", limit: 7 },
@@ -128,7 +137,9 @@ fn a_sequence_over_the_budget_of_the_smallest_batch_is_an_error() {
 
 #[test]
 fn an_index_beyond_the_data_set_is_an_error() {
-    let sampler = DynamicBatchSampler::new([5_u32, 6, 7], BatchConfig::default().with_max_batch_size(1)).unwrap();
+    let sampler =
+        DynamicBatchSampler::new([5_u32, 6, 7], BatchConfig::default().with_max_batch_size(1))
+            .unwrap();
     for index in [3, MAX] {
         let mut batches = sampler.iter_in([2, index, 1]);
         assert_eq!(batches.next().unwrap().unwrap().indices, [2]);
@@ -141,7 +152,11 @@ fn an_index_beyond_the_data_set_is_an_error() {
 
 #[test]
 fn an_error_of_the_stream_is_passed_on_and_ends_it() {
-    let stream = [Ok(Sequence { index: 0, length: 1 }), Err("disk full".into()), Ok(Sequence { index: 1, length: 1 })];
+    let stream = [
+        Ok(Sequence { index: 0, length: 1 }),
+        Err("disk full".into()),
+        Ok(Sequence { index: 1, length: 1 }),
+    ];
     let mut batches = Batches::new(stream, BatchConfig::default().with_max_batch_size(8)).unwrap();
     let error: Box<dyn std::error::Error> = batches.next().unwrap().unwrap_err();
     assert_eq!(error.to_string(), "disk full");
@@ -171,7 +186,11 @@ fn what_packing_cannot_do_is_refused() {
         ("batch_size_multiple", pack.clone().with_batch_size_multiple(2)),
         ("length_multiple", pack.clone().with_length_multiple(8)),
     ] {
-        check_config(config, &Error::NotForPacking { setting }, &format!("{setting} does not go with packing"));
+        check_config(
+            config,
+            &Error::NotForPacking { setting },
+            &format!("{setting} cannot be set for packed rows"),
+        );
     }
     check_config(
         pack.with_max_tokens(MAX),
@@ -193,7 +212,11 @@ fn settings_of_zero_of_every_strategy_are_refused() {
         ("length_multiple", config.with_length_multiple(0)),
         ("number of buckets", boundaries(&[])),
     ] {
-        check_config(config, &Error::Zero { setting }, &format!("{setting} is 0, it must be at least 1"));
+        check_config(
+            config,
+            &Error::Zero { setting },
+            &format!("{setting} is 0, it must be at least 1"),
+        );
     }
 }
 
@@ -235,12 +258,94 @@ fn steps_that_cannot_be_are_refused() {
         let batches = DynamicBatchSampler::new(lengths, config).unwrap();
         DistributedBatchSampler::new(batches, Placement::new(0, 4).unwrap(), steps)
     };
-    let (grouped, dealt) = (DistributedConfig::default(), DistributedConfig::default().with_layout(StepLayout::Dealt));
+    let (grouped, dealt) =
+        (DistributedConfig::default(), DistributedConfig::default().with_layout(StepLayout::Dealt));
     let of_two = BatchConfig::default().with_max_batch_size(2);
-    let error = sampler(vec![1, 1, 1], of_two.clone(), grouped).unwrap().epoch(Epoch::ZERO, 0..3).unwrap_err();
-    assert_eq!(error.to_string(), "2 batches cannot be split so that each of 4 ranks has as many");
-    let error = sampler(vec![1, 1, 1], of_two, dealt).unwrap().epoch(Epoch::ZERO, 0..3).unwrap_err();
-    assert_eq!(error.to_string(), "1 batches cannot be split so that each of 4 ranks has as many");
+    let error = sampler(vec![1, 1, 1], of_two.clone(), grouped)
+        .unwrap()
+        .epoch(Epoch::ZERO, 0..3)
+        .unwrap_err();
+    assert_eq!(
+        error.to_string(),
+        "2 batches cannot be split into equally many for each of 4 ranks"
+    );
+    let error =
+        sampler(vec![1, 1, 1], of_two, dealt).unwrap().epoch(Epoch::ZERO, 0..3).unwrap_err();
+    assert_eq!(
+        error.to_string(),
+        "1 batches cannot be split into equally many for each of 4 ranks"
+    );
     let error = sampler(vec![1], boundaries(&[9]), dealt).unwrap_err();
-    assert_eq!(error.to_string(), "steps cannot be dealt out of buckets or packed rows, group their batches instead");
+    assert_eq!(
+        error.to_string(),
+        "buckets and packed rows cannot be dealt out, group their batches instead"
+    );
+}
+
+#[test]
+fn joined_batches_beyond_64_bits_are_split_in_time() {
+    // Four sequences fill a global batch of two ranks, the fifth is left. Both batches together
+    // have more tokens than 64 bits count.
+    let lengths = [MAX / 4; 5];
+    let batches = BatchConfig::default().with_max_tokens(MAX).with_max_batch_size(2);
+    let batches = DynamicBatchSampler::new(lengths, batches).unwrap();
+    let dealt = DistributedConfig::default().with_layout(StepLayout::Dealt);
+    let placement = Placement::new(0, 2).unwrap();
+    let sampler = DistributedBatchSampler::new(batches, placement, dealt).unwrap();
+    let sizes = sampler.epoch(Epoch::ZERO, 0..5).unwrap().map(|step| step.batch.len());
+    assert_eq!(sizes.collect::<Vec<_>>(), [1, 2]);
+}
+
+/// As many sequences as are asked for, of length 1, the last of which may have none.
+#[derive(Debug)]
+struct Ones {
+    count: u64,
+    known: u64,
+}
+
+impl SequenceLengths for Ones {
+    fn count(&self) -> u64 {
+        self.count
+    }
+
+    fn length(&self, index: u64) -> Option<u64> {
+        (index < self.known).then_some(1)
+    }
+}
+
+#[test]
+fn plans_of_too_many_sequences_are_refused() {
+    let count = 1 << 32;
+    let config = BatchConfig::default().with_max_batch_size(1);
+    let sampler = DynamicBatchSampler::new(Ones { count, known: count }, config).unwrap();
+    let error = Error::TooManySequences { count, limit: count - 1 };
+    assert_eq!(sampler.plan().unwrap_err(), error);
+    assert_eq!(sampler.plan_in([count - 1, count - 2]).unwrap().len(), 2);
+    let message =
+        "4294967296 sequences are above the limit of 4294967295 for a whole set, use a window";
+    assert_eq!(error.to_string(), message);
+    assert_eq!(
+        sampler.plan_in([count]).unwrap_err(),
+        Error::IndexOutOfRange { index: count, count }
+    );
+    let larger = Ones { count: count + 1, known: count + 1 };
+    let sampler = DynamicBatchSampler::new(larger, sampler.config().clone()).unwrap();
+    let error = Error::TooManySequences { count: count + 1, limit: count - 1 };
+    assert_eq!(sampler.plan_in([count]).unwrap_err(), error);
+}
+
+#[test]
+fn a_data_set_that_counts_sequences_without_a_length_is_refused() {
+    let lengths = Ones { count: 3, known: 2 };
+    let error = Error::IndexOutOfRange { index: 2, count: 3 };
+    assert_eq!(Buckets::quantiles(&lengths, 2), Err(error.clone()));
+    for strategy in [
+        DynamicBatchStrategy::PadToMax,
+        DynamicBatchStrategy::Sorted { window: None, cut: Cut::Greedy },
+    ] {
+        let config = BatchConfig::default().with_strategy(strategy).with_max_batch_size(2);
+        let sampler = DynamicBatchSampler::new(&lengths, config).unwrap();
+        assert_eq!(sampler.plan().unwrap_err(), error);
+        assert_eq!(sampler.iter().find_map(Result::err), Some(error.clone()));
+    }
 }

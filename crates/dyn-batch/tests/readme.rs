@@ -2,7 +2,10 @@
 
 #![allow(clippy::unwrap_used, reason = "a failed unwrap is a failed test")]
 
-use dyn_batch::{Batch, BatchConfig, Buckets, Cut, DynamicBatchSampler, DynamicBatchStrategy, Packing, PaddingReport};
+use dyn_batch::{
+    Batch, BatchConfig, Buckets, Cut, DynamicBatchSampler, DynamicBatchStrategy, Packing,
+    PaddingReport,
+};
 
 const LENGTHS: [usize; 8] = [2, 1, 2, 6, 5, 1, 6, 2];
 
@@ -26,7 +29,8 @@ fn rows(batch: &Batch) -> Vec<String> {
     let width = usize::try_from(batch.padded_length).unwrap();
     let length = |index: u64| LENGTHS[usize::try_from(index).unwrap()];
     if batch.rows < batch.len() as u64 {
-        let row: String = batch.indices.iter().map(|&index| index.to_string().repeat(length(index))).collect();
+        let row: String =
+            batch.indices.iter().map(|&index| index.to_string().repeat(length(index))).collect();
         return vec![format!("{row:.<width$}")];
     }
     let row = |&index: &u64| format!("{index} {real:.<width$}", real = "#".repeat(length(index)));
@@ -35,7 +39,9 @@ fn rows(batch: &Batch) -> Vec<String> {
 
 /// Checks that the page shows these columns side by side.
 fn check_picture(columns: &[Vec<String>; 3]) {
-    let line = |i: usize| format!("{:28}{:32}{}", columns[0][i], columns[1][i], columns[2][i]).trim_end().to_owned();
+    let line = |i: usize| {
+        format!("{:28}{:32}{}", columns[0][i], columns[1][i], columns[2][i]).trim_end().to_owned()
+    };
     let picture = (0..15).map(line).collect::<Vec<_>>().join("\n");
     let page = include_str!("../README.md").replace('\r', "");
     assert!(page.contains(&picture), "the crate page should show\n{picture}");
@@ -45,20 +51,32 @@ fn check_picture(columns: &[Vec<String>; 3]) {
 fn the_pictures_show_what_the_code_does() {
     let config = |strategy| BatchConfig::default().with_strategy(strategy);
     let columns = [
-        column("pad to max, 4 a batch", config(DynamicBatchStrategy::PadToMax).with_max_batch_size(4)),
+        column(
+            "pad to max, 4 a batch",
+            config(DynamicBatchStrategy::PadToMax).with_max_batch_size(4),
+        ),
         column(
             "bucket of width 4, 4 a batch",
             config(DynamicBatchStrategy::Bucket(Buckets::Width(4))).with_max_batch_size(4),
         ),
-        column("dynamic, 12 tokens a batch", config(DynamicBatchStrategy::Dynamic).with_max_tokens(12)),
+        column(
+            "dynamic, 12 tokens a batch",
+            config(DynamicBatchStrategy::Dynamic).with_max_tokens(12),
+        ),
     ];
     check_picture(&columns);
     let sorted = DynamicBatchStrategy::Sorted { window: None, cut: Cut::Optimal };
     let buckets = DynamicBatchStrategy::Bucket(Buckets::optimal(LENGTHS, 2).unwrap());
     let columns = [
         column("sorted, 12 tokens a batch", config(sorted).with_max_tokens(12)),
-        column("2 shapes, 12 tokens a batch", config(buckets).with_max_tokens(12).with_fixed_shapes(true)),
-        column("packed, rows of 9", config(DynamicBatchStrategy::Pack(Packing::BestFit)).with_max_tokens(9)),
+        column(
+            "2 shapes, 12 tokens a batch",
+            config(buckets).with_max_tokens(12).with_fixed_shapes(true),
+        ),
+        column(
+            "packed, rows of 9",
+            config(DynamicBatchStrategy::Pack(Packing::BestFit)).with_max_tokens(9),
+        ),
     ];
     check_picture(&columns);
 }

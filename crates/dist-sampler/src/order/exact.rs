@@ -1,8 +1,8 @@
 //! The exact shuffle: every one of the N! orders is equally likely.
 //!
-//! Fisher and Yates' algorithm ([`core_types::shuffle`]) over PCG-DXSM (O'Neill, "PCG", 2014). Both
-//! the algorithm and the draws below `n` are ours and not a library's, which may change them between
-//! versions: an epoch that was begun must be resumable for years.
+//! Fisher and Yates' algorithm ([`core_types::shuffle_ahead`]) over PCG-DXSM (O'Neill, "PCG",
+//! 2014). Both the algorithm and the draws below `n` are ours and not a library's, which may change
+//! them between versions: an epoch that was begun must be resumable for years.
 
 use core_types::Seed;
 use rand::Rng;
@@ -14,7 +14,7 @@ use super::table;
 pub(super) fn shuffle(table: &mut [u32], seed: Seed) {
     table::reset(table);
     let mut rng = generator(seed);
-    core_types::shuffle(table, |n| below(&mut rng, n));
+    core_types::shuffle_ahead(table, |n| below(&mut rng, n));
 }
 
 /// The generator of the shuffle under `seed`.

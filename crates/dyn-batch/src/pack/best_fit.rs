@@ -1,19 +1,30 @@
-//! Best-fit decreasing: the longest sequence that is left, into the fullest row that has room for it.
+//! Best-fit decreasing: the longest sequence that is left, into the fullest row that has room for
+//! it.
 //!
-//! It needs at most 11/9 of the fewest rows, and 6/9 of a row (Johnson et al., "Worst-case performance bounds for simple
-//! one-dimensional packing algorithms", 1974; Dósa, 2007). Sequences of equal length are placed together, and rows found
-//! by the room they have left, so that it takes O(n + capacity) steps instead of O(n · rows).
+//! It needs at most 11/9 of the fewest rows, and 6/9 of a row (Johnson et al., "Worst-case
+//! performance bounds for simple one-dimensional packing algorithms", 1974; Dósa, 2007). Sequences
+//! of equal length are placed together, and rows found by the room they have left, so that it takes
+//! O(n + capacity) steps instead of O(n · rows).
 
-#![allow(clippy::cast_possible_truncation, reason = "counts, places and table entries fit the memory that holds them")]
+#![expect(
+    clippy::cast_possible_truncation,
+    reason = "counts, places and table entries fit the memory that holds them"
+)]
 
-use super::{Row, Rows};
-use crate::histogram::{Histogram, Run};
+use crate::{
+    limits::Row,
+    pack::Rows,
+    sort::histogram::{Histogram, Run},
+};
 
 /// No row.
 const NONE: u32 = u32::MAX;
 
 pub(super) fn assign(histogram: &Histogram, row: Row) -> Rows {
-    let mut open = Open::new(row, histogram);
+    let Some(shortest) = histogram.runs().first() else {
+        return Rows { row_of: Vec::new(), left: Vec::new() };
+    };
+    let mut open = Open::new(row, shortest.length);
     let mut row_of = Vec::with_capacity(histogram.count() as usize);
     for &Run { length, count } in histogram.runs().iter().rev() {
         let mut left = count;
@@ -38,10 +49,10 @@ struct Open {
 }
 
 impl Open {
-    fn new(row: Row, histogram: &Histogram) -> Self {
-        // No row has more room for what is yet to come than a new one with one of the shortest sequences in it.
-        let shortest = histogram.runs().first().map_or(0, |run| run.length);
-        let most_room = (row.tokens - shortest.min(row.tokens)) as usize;
+    fn new(row: Row, shortest: u64) -> Self {
+        // No row has more room for what is yet to come than a new one with one of the shortest
+        // sequences in it.
+        let most_room = (row.tokens - shortest) as usize;
         Self {
             row,
             heads: vec![NONE; most_room + 1],
@@ -51,18 +62,19 @@ impl Open {
         }
     }
 
-    /// Puts as many sequences of `length`, up to `count`, as fit into the fullest row with room for one.
+    /// Puts as many sequences of `length`, up to `count`, as fit into the fullest row with room for
+    /// one.
     ///
-    /// One by one they would go there too: a row that has taken one is fuller than all others with room.
+    /// One by one they would go there too: a row that has taken one is fuller than all others with
+    /// room.
     fn place(&mut self, length: u64, count: u64) -> (u32, u64) {
         let row = match self.rooms.first_from(length as usize) {
             Some(room) => self.pop(room),
             None => self.push_new(),
         };
         let left = &mut self.left[row as usize];
-        let by_room = left.tokens.checked_div(length).unwrap_or(u64::MAX);
-        let taken = count.min(by_room).min(left.sequences);
-        *left = Row { tokens: left.tokens - taken * length, sequences: left.sequences - taken };
+        let taken = count.min(left.capacity(length));
+        *left = left.without(length, taken);
         let Row { tokens, sequences } = *left;
         if sequences > 0 {
             self.push(row, tokens as usize);
@@ -91,8 +103,8 @@ impl Open {
     }
 }
 
-/// A set of numbers below a limit that finds the next one: a bit for each, and above them a bit for each word that has
-/// one, and so on.
+/// A set of numbers below a limit that finds the next one: a bit for each, and above them a bit for
+/// each word that has one, and so on.
 struct BitSet {
     levels: Vec<Vec<u64>>,
 }
@@ -132,7 +144,9 @@ impl BitSet {
                 number += word.trailing_zeros() as usize;
                 // Down again: the first bit of each word below.
                 let below = self.levels[..height].iter().rev();
-                return Some(below.fold(number, |word, level| word * 64 + level[word].trailing_zeros() as usize));
+                return Some(below.fold(number, |word, level| {
+                    word * 64 + level[word].trailing_zeros() as usize
+                }));
             }
             number = number / 64 + 1;
         }
@@ -162,7 +176,11 @@ mod tests {
                     bits.insert(number);
                     set.insert(number);
                 }
-                assert_eq!(bits.first_from(number), set.range(number..).next().copied(), "{number} of {len}");
+                assert_eq!(
+                    bits.first_from(number),
+                    set.range(number..).next().copied(),
+                    "{number} of {len}"
+                );
             }
         }
     }
@@ -173,7 +191,8 @@ mod tests {
         sorted.sort_unstable_by(|a, b| b.cmp(a));
         let mut rows: Vec<Row> = Vec::new();
         let mut place = |length: u64| {
-            let fitting = (0..rows.len()).filter(|&nth| rows[nth].tokens >= length && rows[nth].sequences > 0);
+            let fitting = (0..rows.len())
+                .filter(|&nth| rows[nth].tokens >= length && rows[nth].sequences > 0);
             let tightest = fitting.min_by_key(|&nth| rows[nth].tokens).unwrap_or_else(|| {
                 rows.push(row);
                 rows.len() - 1
@@ -186,7 +205,8 @@ mod tests {
         sorted.into_iter().map(|length| place(length) as u32).collect()
     }
 
-    /// Packs random lengths; returns the room that each sequence leaves in its row, and the same by the definition.
+    /// Packs random lengths; returns the room that each sequence leaves in its row, and the same by
+    /// the definition.
     fn pack(seed: u64, sequences: u64) -> (Vec<u32>, Vec<u32>) {
         let draw = |i| Seed::new(seed).derive(i).as_u64();
         let row = Row { tokens: 20 + draw(0) % 100, sequences };
@@ -213,7 +233,8 @@ mod tests {
 
     #[test]
     fn no_row_takes_more_sequences_than_it_may() {
-        // Which of two rows with the same room may take more sequences is left open, so only sums can be compared.
+        // Which of two rows with the same room may take more sequences is left open, so only sums
+        // can be compared.
         for seed in 0..300 {
             let (rooms, _) = pack(seed, 1 + seed % 7);
             assert_eq!(rooms.len() as u64, seed);

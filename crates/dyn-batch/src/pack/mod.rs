@@ -8,14 +8,7 @@ mod segments;
 pub(crate) use in_order::OpenRows;
 pub use segments::Segments;
 
-use crate::{Packing, histogram::Histogram};
-
-/// The room in a row.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub(crate) struct Row {
-    pub(crate) tokens: u64,
-    pub(crate) sequences: u64,
-}
+use crate::{limits::Row, sort::histogram::Histogram};
 
 /// Rows that hold all sequences.
 #[derive(Debug)]
@@ -26,12 +19,20 @@ pub(crate) struct Rows {
     pub(crate) left: Vec<Row>,
 }
 
-/// Assigns all sequences to rows, each of which is empty before.
-pub(crate) fn assign(histogram: &Histogram, row: Row, packing: Packing) -> Rows {
-    let best_fit = best_fit::assign(histogram, row);
-    let minimum_slack = match packing {
-        Packing::MinimumSlack => minimum_slack::assign(histogram, row),
-        _ => None,
-    };
-    minimum_slack.filter(|rows| rows.left.len() < best_fit.left.len()).unwrap_or(best_fit)
+/// Assigns all sequences to rows, best-fit decreasing.
+pub(crate) fn best_fit(histogram: &Histogram, empty: Row) -> Rows {
+    best_fit::assign(histogram, empty)
+}
+
+/// Assigns all sequences to rows, by the search that needs the fewest; those of best fit if no
+/// search needs fewer.
+pub(crate) fn minimum_slack(histogram: &Histogram, empty: Row) -> Rows {
+    let mut fewest = best_fit(histogram, empty);
+    for max_steps in minimum_slack::MAX_STEPS {
+        let rows = minimum_slack::search(histogram, empty, max_steps);
+        if rows.left.len() < fewest.left.len() {
+            fewest = rows;
+        }
+    }
+    fewest
 }

@@ -2,9 +2,9 @@
 
 /// The sequences of one packed row, one behind the other, padding at the end.
 ///
-/// Attention must not look from one into the next, and positions begin anew in each: kernels ask for the limits of the
-/// sequences (`cu_seqlens`, as `flash_attn_varlen_func` of `FlashAttention` calls them), models for position ids, masks for
-/// segment ids.
+/// Attention must not look from one into the next, and positions begin anew in each: kernels ask
+/// for the limits of the sequences (`cu_seqlens`, as `flash_attn_varlen_func` of `FlashAttention`
+/// calls them), models for position ids, masks for segment ids.
 ///
 /// # Examples
 ///
@@ -22,11 +22,13 @@ pub struct Segments {
 }
 
 impl Segments {
-    /// Sequences of these lengths, in a row; `None` if they are longer than `u32::MAX` tokens together.
+    /// Sequences of these lengths, in a row; `None` if they are longer than `u32::MAX` tokens
+    /// together.
     pub fn new(lengths: impl IntoIterator<Item = u64>) -> Option<Self> {
-        let mut cu_seqlens = vec![0_u32];
+        let mut end = 0_u32;
+        let mut cu_seqlens = vec![end];
         for length in lengths {
-            let end = cu_seqlens.last().copied().unwrap_or(0).checked_add(u32::try_from(length).ok()?)?;
+            end = end.checked_add(u32::try_from(length).ok()?)?;
             cu_seqlens.push(end);
         }
         Some(Self { cu_seqlens })
@@ -39,7 +41,8 @@ impl Segments {
 
     /// For each of `row_len` tokens its place in its sequence, 0 for padding.
     pub fn position_ids(&self, row_len: usize) -> Vec<u32> {
-        let mut ids: Vec<u32> = self.cu_seqlens.windows(2).flat_map(|ends| 0..ends[1] - ends[0]).collect();
+        let mut ids: Vec<u32> =
+            self.cu_seqlens.windows(2).flat_map(|ends| 0..ends[1] - ends[0]).collect();
         ids.resize(row_len, 0);
         ids
     }

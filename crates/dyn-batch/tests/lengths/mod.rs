@@ -1,8 +1,8 @@
 //! Sequence lengths that look like those of real corpora, from a recipe of a few numbers.
 //!
-//! A distribution is a table of knots of its quantile function, linear in between; its draws come from SplitMix64. The
-//! shapes follow published statistics of web documents, of the questions and contexts of `SQuAD`, of reviews, speech and
-//! chats. No text of any is in here.
+//! A distribution is a table of knots of its quantile function, linear in between; its draws come
+//! from SplitMix64. The shapes follow published statistics of web documents, of the questions and
+//! contexts of `SQuAD`, of reviews, speech and chats. No text of any is in here.
 
 #![allow(clippy::expect_used, reason = "a recipe with a typo is a failed test")]
 #![allow(

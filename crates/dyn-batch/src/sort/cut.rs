@@ -1,18 +1,23 @@
 //! Sorted sequences, cut into batches.
 //!
-//! A batch of rows of which the longest has length p may hold r(p) rows, and longer ones never more. So a batch may swap a
-//! sequence for a shorter one, and every set of batches can be turned into as many that are intervals of the sorted
-//! sequences. Of these, taking as many of the longest that are left as possible leaves the least to the others: the
-//! greedy cut makes the fewest batches there can be.
+//! A batch whose longest row has length p may hold r(p) rows, and a batch of longer ones never
+//! more. So a batch may swap a sequence for a shorter one, and every set of batches can be turned
+//! into as many that are intervals of the sorted sequences. Of these, taking as many of the longest
+//! that are left as possible leaves the least to the others: the greedy cut makes the fewest
+//! batches there can be.
 
-#![allow(
+#![expect(
     clippy::cast_possible_truncation,
     reason = "at most 2^32 sequences are arranged together, and tables are as long"
 )]
 
 use std::ops::{Add, Mul};
 
-use crate::{Cut, histogram::Histogram, limits::Limits, minima::row_minima};
+use crate::{
+    config::Cut,
+    limits::Limits,
+    sort::{histogram::Histogram, minima::row_minima},
+};
 
 /// Groups of sequences with the same padded length, by the longest of each group.
 #[derive(Clone, Copy, Debug)]
@@ -28,31 +33,31 @@ struct Level {
 #[derive(Debug)]
 pub(crate) struct Groups {
     levels: Vec<Level>,
+    /// The number of groups.
+    len: usize,
 }
 
 impl Groups {
-    /// The sequences of a histogram in groups; its number of sequences must be a multiple of theirs.
+    /// The sequences of a histogram in groups; its number of sequences must be a multiple of
+    /// theirs.
     pub(crate) fn new(histogram: &Histogram, limits: &Limits) -> Self {
-        let (mut levels, mut n_sequences, mut start) = (Vec::<Level>::new(), 0, 0);
+        let group_len = limits.group_len() as u64;
+        let mut levels = Vec::new();
+        let mut n_sequences = 0;
+        let mut len = 0;
         for run in histogram.runs() {
             n_sequences += run.count;
-            let end = (n_sequences / limits.group_len() as u64) as usize;
-            if end > start {
+            let end = (n_sequences / group_len) as usize;
+            if end > len {
                 let padded_length = limits.padded_length(run.length);
-                let max_groups = limits.max_rows(padded_length) / limits.group_len() as u64;
-                levels.push(Level {
-                    end,
-                    padded_length,
-                    max_groups: usize::try_from(max_groups).unwrap_or(usize::MAX),
-                });
-                start = end;
+                // No batch holds more than all groups, of which there are fewer than 2^32.
+                let max_groups = limits.max_rows(padded_length) / group_len;
+                let max_groups = max_groups.min(histogram.count()) as usize;
+                levels.push(Level { end, padded_length, max_groups });
+                len = end;
             }
         }
-        Self { levels }
-    }
-
-    fn len(&self) -> usize {
-        self.levels.last().map_or(0, |level| level.end)
+        Self { levels, len }
     }
 
     /// Where batches end, ascending.
@@ -65,22 +70,25 @@ impl Groups {
 
     /// Whether these are ends of batches of all groups, each within the limits.
     pub(crate) fn allows(&self, ends: &[usize]) -> bool {
-        let (mut level, mut start) = (0, 0);
-        let is_batch = |&end: &usize| {
-            while self.levels.get(level).is_some_and(|groups| groups.end < end) {
-                level += 1;
+        let mut start = 0;
+        let mut nth = 0;
+        for &end in ends {
+            while self.levels.get(nth).is_some_and(|level| level.end < end) {
+                nth += 1;
             }
-            let size = end.checked_sub(start);
+            let Some(level) = self.levels.get(nth) else { return false };
+            if end <= start || end - start > level.max_groups {
+                return false;
+            }
             start = end;
-            let fits = |groups: &Level| size.is_some_and(|size| size > 0 && size <= groups.max_groups);
-            self.levels.get(level).is_some_and(fits)
-        };
-        ends.iter().all(is_batch) && ends.last().copied().unwrap_or(0) == self.len()
+        }
+        start == self.len
     }
 
-    /// Batches that take as many of the longest groups as they can; the shortest one gets what is left.
+    /// Batches that take as many of the longest groups as they can; the shortest one gets what is
+    /// left.
     pub(crate) fn longest_first(&self) -> Vec<usize> {
-        let (mut ends, mut end) = (Vec::new(), self.len());
+        let (mut ends, mut end) = (Vec::new(), self.len);
         for (nth, level) in self.levels.iter().enumerate().rev() {
             let start = if nth == 0 { 0 } else { self.levels[nth - 1].end };
             while end > start {
@@ -92,7 +100,8 @@ impl Groups {
         ends
     }
 
-    /// Batches that take as many of the shortest groups as they can; the longest one gets what is left.
+    /// Batches that take as many of the shortest groups as they can; the longest one gets what is
+    /// left.
     pub(crate) fn shortest_first(&self) -> Vec<usize> {
         let (mut ends, mut start, mut end) = (Vec::new(), 0_usize, 0);
         for level in &self.levels {
@@ -114,13 +123,13 @@ impl Groups {
 
     /// Of all cuts into the fewest batches the one with the fewest padded tokens.
     ///
-    /// The prefixes of the groups that need n batches follow those that need n − 1. The last batch of one of them begins
-    /// where one of those ends, at the best place of which the choice is totally monotone, as a group that is longer
-    /// costs more for each other one in its batch.
+    /// The prefixes of the groups that need n batches follow those that need n − 1. The last batch
+    /// of each of the former begins where one of the latter ends. The best such place is a totally
+    /// monotone choice: a longer group costs more for every other group in its batch.
     fn optimal(&self) -> Vec<usize> {
-        let longest = self.levels.last().map_or(0, |level| level.padded_length);
+        let Some(longest) = self.levels.last() else { return Vec::new() };
         // Costs in 64 bits take half of the time.
-        match longest.checked_mul(self.len() as u64 + 1) {
+        match longest.padded_length.checked_mul(self.len as u64 + 1) {
             Some(_) => self.optimal_in::<u64>(),
             None => self.optimal_in::<u128>(),
         }
@@ -130,9 +139,10 @@ impl Groups {
     where
         C: Copy + Ord + From<u64> + Add<Output = C> + Mul<Output = C>,
     {
-        let n_groups = self.len();
+        let n_groups = self.len;
         let mut starts = vec![0_u32; n_groups + 1];
-        // The prefixes that need the batches so far, and the padded lengths of their groups as one number each.
+        // The prefixes that need the batches so far, and the padded lengths of their groups as one
+        // number each.
         let (mut shorter, mut shorter_cost) = (0..1, vec![C::from(0)]);
         let mut lengths = Lengths { levels: &self.levels, nth: 0 };
         let mut rows: Vec<Level> = Vec::new();
@@ -144,15 +154,23 @@ impl Groups {
                 (end.saturating_sub(level.max_groups) < first).then_some(level)
             }));
             let mut costs = vec![C::from(0); rows.len()];
-            let candidates = |row: usize| (first + row).saturating_sub(rows[row].max_groups).max(shorter.start)..first;
+            let candidates = |row: usize| {
+                (first + row).saturating_sub(rows[row].max_groups).max(shorter.start)..first
+            };
             let cost = |row: usize, start: usize| {
                 let n_groups = C::from((first + row - start) as u64);
                 shorter_cost[start - shorter.start] + n_groups * C::from(rows[row].padded_length)
             };
-            row_minima(0..rows.len(), shorter.clone(), &candidates, &cost, &mut |row, start, cost| {
-                costs[row] = cost;
-                starts[first + row] = start as u32;
-            });
+            row_minima(
+                0..rows.len(),
+                shorter.clone(),
+                &candidates,
+                &cost,
+                &mut |row, start, cost| {
+                    costs[row] = cost;
+                    starts[first + row] = start as u32;
+                },
+            );
             shorter = first..first + rows.len();
             shorter_cost = costs;
         }
@@ -184,11 +202,11 @@ mod tests {
     use core_types::Seed;
 
     use super::*;
-    use crate::{BatchConfig, Cost, DynamicBatchStrategy};
+    use crate::config::{BatchConfig, Cost, DynamicBatchStrategy};
 
     /// Every way to cut the groups, as number of batches and padded tokens.
     fn brute_force(groups: &Groups) -> (usize, u64) {
-        let n = groups.len();
+        let n = groups.len;
         let cuts = (0..1_u32 << (n - 1)).map(|cuts| {
             let inner = (1..n).filter(|end| cuts >> (end - 1) & 1 == 1);
             inner.chain([n]).collect::<Vec<_>>()
@@ -207,7 +225,7 @@ mod tests {
             tokens += (end - start) as u64 * level.padded_length;
             start = end;
         }
-        (start == groups.len()).then_some((ends.len(), tokens))
+        (start == groups.len).then_some((ends.len(), tokens))
     }
 
     #[test]

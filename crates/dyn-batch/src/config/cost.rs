@@ -2,9 +2,10 @@
 
 /// The cost of a sequence as a polynomial of its padded length.
 ///
-/// A transformer layer of width d does about 12 d² multiplications for a token, and 2 d more for each pair of tokens of
-/// one sequence (Kaplan et al., "Scaling Laws for Neural Language Models", 2020, table 1). So sequences of length l cost
-/// as 6 d · l + l²: `per_token: 6 * d, per_token_squared: 1`.
+/// A transformer layer of width d does about 12 d² multiplications for a token, and 2 d more for
+/// each pair of tokens of one sequence (Kaplan et al., "Scaling Laws for Neural Language Models",
+/// 2020, table 1). So sequences of length l cost as 6 d · l + l²: `per_token: 6 * d,
+/// per_token_squared: 1`.
 ///
 /// # Examples
 ///
@@ -20,7 +21,7 @@
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 #[cfg_attr(feature = "serde", derive(serde::Serialize, serde::Deserialize))]
 #[cfg_attr(feature = "serde", serde(default, deny_unknown_fields))]
-#[allow(clippy::exhaustive_structs, reason = "a polynomial of degree two has three coefficients")]
+#[expect(clippy::exhaustive_structs, reason = "a polynomial of degree two has three coefficients")]
 pub struct Cost {
     /// What each sequence costs, whatever its length.
     pub per_sequence: u64,

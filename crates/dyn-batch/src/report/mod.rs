@@ -1,13 +1,19 @@
 //! How much of the batches is padding.
 
+mod shapes;
+
 use std::fmt;
 
-use crate::Batch;
+pub use self::shapes::{LengthBin, ShapeCount, ShapeReport};
+use crate::{
+    batch::{Batch, Sequence},
+    limits::Admission,
+};
 
 /// What batches cost: how many there are, and how many of their tokens are real.
 ///
-/// [`Batches::report`](crate::Batches::report) keeps one while it goes, with the sequences that made it into no batch;
-/// a report collected from batches alone cannot know these.
+/// [`Batches::report`](crate::Batches::report) keeps one while it goes, with the sequences that
+/// made it into no batch; a report collected from batches alone cannot know these.
 ///
 /// # Determinism
 ///
@@ -18,12 +24,13 @@ use crate::Batch;
 /// ```
 /// use dyn_batch::{BatchConfig, DynamicBatchSampler, PaddingReport};
 ///
-/// let sampler = DynamicBatchSampler::new([3_u32, 6, 4], BatchConfig::default().with_max_batch_size(2))?;
+/// let sampler =
+///     DynamicBatchSampler::new([3_u32, 6, 4], BatchConfig::default().with_max_batch_size(2))?;
 /// let batches = sampler.iter().collect::<Result<Vec<_>, _>>()?;
 /// let report = PaddingReport::from_iter(&batches);
 /// assert_eq!(
 ///     report.to_string(),
-///     "3 sequences in 2 batches, efficiency 0.8125: 13 of 16 tokens are real, at most 12 a batch",
+///     "3 sequences in 2 batches, efficiency 0.8125: 13 of 16 tokens are real, at most 12 per batch",
 /// );
 /// # Ok::<(), dyn_batch::Error>(())
 /// ```
@@ -35,7 +42,8 @@ pub struct PaddingReport {
     pub batches: u64,
     /// The number of sequences in them.
     pub sequences: u64,
-    /// The tokens that are no padding, of all batches; 128 bits, because only each batch by itself fits 64.
+    /// The tokens that are no padding, of all batches; 128 bits, because only each batch by itself
+    /// fits 64.
     pub real_tokens: u128,
     /// The tokens with the padding, of all batches.
     pub padded_tokens: u128,
@@ -64,17 +72,37 @@ impl PaddingReport {
         self.max_padded_tokens = self.max_padded_tokens.max(padded_tokens);
     }
 
-    /// What became of the sequences that are in no batch, without the batches.
-    pub(crate) fn fate(&self) -> Self {
+    /// Counts what the limits made of a sequence, and returns it as it counts in a batch.
+    pub(crate) fn count(&mut self, admission: Admission) -> Option<Sequence> {
+        match admission {
+            Admission::Whole(sequence) => Some(sequence),
+            Admission::Truncated(sequence) => {
+                self.truncated += 1;
+                Some(sequence)
+            }
+            Admission::Skipped => {
+                self.skipped += 1;
+                None
+            }
+        }
+    }
+
+    /// The same report before any batch: what was skipped, truncated and dropped.
+    pub(crate) fn without_batches(&self) -> Self {
         let &Self { skipped, truncated, dropped, .. } = self;
         Self { skipped, truncated, dropped, ..Self::default() }
     }
 
     /// The share of the tokens that is real: 1.0 without padding, and for no tokens at all.
     ///
-    /// Compare it at similar numbers of batches only: batches of one sequence have no padding, and no speed.
+    /// Compare it at similar numbers of batches only: batches of one sequence have no padding, and
+    /// no speed.
     pub fn efficiency(&self) -> f64 {
-        if self.padded_tokens == 0 { 1.0 } else { self.real_tokens as f64 / self.padded_tokens as f64 }
+        if self.padded_tokens == 0 {
+            1.0
+        } else {
+            self.real_tokens as f64 / self.padded_tokens as f64
+        }
     }
 }
 
@@ -95,9 +123,18 @@ impl<'a> FromIterator<&'a Batch> for PaddingReport {
 impl fmt::Display for PaddingReport {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let Self { batches, sequences, real_tokens, padded_tokens, max_padded_tokens, .. } = self;
-        write!(f, "{sequences} sequences in {batches} batches, efficiency {:.4}: ", self.efficiency())?;
-        write!(f, "{real_tokens} of {padded_tokens} tokens are real, at most {max_padded_tokens} a batch")?;
-        for (count, fate) in [(self.skipped, "skipped"), (self.truncated, "truncated"), (self.dropped, "dropped")] {
+        write!(
+            f,
+            "{sequences} sequences in {batches} batches, efficiency {:.4}: ",
+            self.efficiency()
+        )?;
+        write!(
+            f,
+            "{real_tokens} of {padded_tokens} tokens are real, at most {max_padded_tokens} per batch"
+        )?;
+        for (count, fate) in
+            [(self.skipped, "skipped"), (self.truncated, "truncated"), (self.dropped, "dropped")]
+        {
             if count > 0 {
                 write!(f, ", {count} {fate}")?;
             }
@@ -136,15 +173,22 @@ mod tests {
 
     #[test]
     fn totals_of_the_largest_batches_do_not_overflow() {
-        let batch = Batch { indices: vec![0], rows: 1, padded_length: u64::MAX, real_tokens: u64::MAX };
+        let batch =
+            Batch { indices: vec![0], rows: 1, padded_length: u64::MAX, real_tokens: u64::MAX };
         let report = PaddingReport::from_iter([&batch, &batch]);
-        assert_eq!((report.padded_tokens, report.max_padded_tokens), (2 * u128::from(u64::MAX), u64::MAX));
+        assert_eq!(
+            (report.padded_tokens, report.max_padded_tokens),
+            (2 * u128::from(u64::MAX), u64::MAX)
+        );
     }
 
     #[test]
     fn sequences_in_no_batch_are_named() {
         let report = PaddingReport { skipped: 2, dropped: 1, ..PaddingReport::default() };
-        assert!(report.to_string().ends_with("at most 0 a batch, 2 skipped, 1 dropped"), "{report}");
+        assert!(
+            report.to_string().ends_with("at most 0 per batch, 2 skipped, 1 dropped"),
+            "{report}"
+        );
     }
 
     #[cfg(feature = "serde")]

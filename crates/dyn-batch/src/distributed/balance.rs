@@ -1,13 +1,13 @@
 //! One batch of sequences, cut into parts of equal size and almost equal cost.
 
-use core_types::WorldSize;
+use core_types::{WorldSize, balance::back_and_forth};
 
-/// Which sequences of a global batch each rank takes: as many on each, or one more on the first ones, and so that the
-/// largest sum of costs is about as small as can be.
+/// Which sequences of a global batch each rank takes: as many on each, or one more on the first
+/// ones, and so that the largest sum of costs is about as small as can be.
 ///
-/// Part r holds the positions in `costs` that rank r takes, ascending. The parts are filled from the most expensive
-/// sequence on, in turn and back again, and then the most expensive part swaps sequences with others as long as that
-/// makes it cheaper.
+/// Part r holds the positions in `costs` that rank r takes, ascending. The parts are filled from
+/// the most expensive sequence on, in turn and back again, and then the most expensive part swaps
+/// sequences with others as long as that makes it cheaper.
 ///
 /// # Determinism
 ///
@@ -45,38 +45,38 @@ struct Parts {
 impl Parts {
     /// From the most expensive one on: to the first part up to the last, then back, and so on.
     fn deal(costs: &[u64], world_size: WorldSize) -> Self {
-        let mut sorted: Vec<Item> = costs.iter().copied().zip(0..).collect();
-        sorted.sort_unstable_by_key(|&(cost, position)| (std::cmp::Reverse(cost), position));
-        let n_parts = world_size.as_usize();
-        let mut items: Vec<Vec<Item>> = vec![Vec::new(); n_parts];
-        for (round, chunk) in sorted.chunks(n_parts).enumerate() {
-            let is_full = chunk.len() == n_parts;
-            for (nth, item) in chunk.iter().enumerate() {
-                // The last, shorter round goes to the first parts.
-                let part = if round % 2 == 1 && is_full { n_parts - 1 - nth } else { nth };
-                items[part].push(*item);
-            }
+        let mut items: Vec<Vec<Item>> = vec![Vec::new(); world_size.as_usize()];
+        let parts = back_and_forth(costs, world_size);
+        for ((position, &cost), part) in costs.iter().enumerate().zip(parts) {
+            items[part].push((cost, position));
         }
+        let mut sums = Vec::with_capacity(items.len());
         for items in &mut items {
             items.sort_unstable();
+            sums.push(items.iter().map(|&(cost, _)| u128::from(cost)).sum());
         }
-        let sums = items.iter().map(|items| items.iter().map(|&(cost, _)| u128::from(cost)).sum()).collect();
         Self { items, sums }
     }
 
-    /// Makes the most expensive part cheaper by the swap that leaves the least to the costlier of its two parts; returns
-    /// whether there was one.
+    /// Makes the most expensive part cheaper by the swap that leaves the least to the costlier of
+    /// its two parts; returns whether there was one.
     fn improve(&mut self) -> bool {
-        let Some(largest) = (0..self.sums.len()).rev().max_by_key(|&part| self.sums[part]) else { return false };
-        let swaps =
-            (0..self.sums.len()).filter(|&part| part != largest).filter_map(|part| self.best_swap(largest, part));
-        match swaps.min() {
+        let largest = self.most_expensive();
+        let others = (0..self.sums.len()).filter(|&part| part != largest);
+        match others.filter_map(|part| self.best_swap(largest, part)).min() {
             Some(swap) if swap.larger_sum < self.sums[largest] => {
                 self.swap(largest, &swap);
                 true
             }
-            _ => false,
+            Some(_) | None => false,
         }
+    }
+
+    /// The part with the largest sum, the first one of equals.
+    #[expect(clippy::expect_used, reason = "a world has at least one rank")]
+    fn most_expensive(&self) -> usize {
+        let from_last = (0..self.sums.len()).rev();
+        from_last.max_by_key(|&part| self.sums[part]).expect("there is a part for each rank")
     }
 
     /// The swap of one sequence each after which the larger of the two sums is the smallest.
@@ -85,7 +85,8 @@ impl Parts {
         let (mine, theirs) = (&self.items[largest], &self.items[part]);
         let mut best = None;
         let mut other = 0;
-        // What should move is half of the gap; both lists ascend, so the partner of a costlier sequence is costlier.
+        // What should move is half of the gap; both lists ascend, so the partner of a costlier
+        // sequence is costlier.
         for (give, &(cost, _)) in mine.iter().enumerate() {
             let wanted = |take: usize| u128::from(theirs[take].0) + gap / 2 < u128::from(cost);
             while other < theirs.len() && wanted(other) {
@@ -117,7 +118,8 @@ impl Parts {
 
     fn into_positions(self) -> Vec<Vec<usize>> {
         let positions = self.items.into_iter().map(|items| {
-            let mut positions: Vec<usize> = items.into_iter().map(|(_, position)| position).collect();
+            let mut positions: Vec<usize> =
+                items.into_iter().map(|(_, position)| position).collect();
             positions.sort_unstable();
             positions
         });

@@ -2,12 +2,12 @@
 
 use std::{collections::BTreeMap, fmt};
 
-use crate::Batch;
+use crate::batch::Batch;
 
 /// The shapes of batches, and their padding by padded length.
 ///
-/// Compilers and captured graphs do their work once for each shape, so few are good; where the padding is tells which
-/// boundaries to move.
+/// Compilers and captured graphs do their work once for each shape, so few are good; where the
+/// padding is tells which boundaries to move.
 ///
 /// # Determinism
 ///
@@ -61,8 +61,8 @@ pub struct ShapeCount {
 #[cfg_attr(feature = "serde", derive(serde::Serialize, serde::Deserialize))]
 #[non_exhaustive]
 pub struct LengthBin {
-    /// The longest padded length that counts here, a power of two (the last one is `u64::MAX`); more than half of it is
-    /// the shortest.
+    /// The longest padded length that counts here, a power of two (the last one is `u64::MAX`);
+    /// more than half of it is the shortest.
     pub max_padded_length: u64,
     /// The number of batches.
     pub batches: u64,
@@ -83,10 +83,12 @@ impl ShapeReport {
 
 impl<'a> FromIterator<&'a Batch> for ShapeReport {
     fn from_iter<T: IntoIterator<Item = &'a Batch>>(batches: T) -> Self {
-        let (mut shapes, mut lengths) = (BTreeMap::<_, u64>::new(), BTreeMap::<u64, LengthBin>::new());
+        let (mut shapes, mut lengths) =
+            (BTreeMap::<_, u64>::new(), BTreeMap::<u64, LengthBin>::new());
         for batch in batches {
             *shapes.entry((batch.padded_length, batch.rows)).or_default() += 1;
-            let max_padded_length = batch.padded_length.checked_next_power_of_two().unwrap_or(u64::MAX);
+            let max_padded_length =
+                batch.padded_length.checked_next_power_of_two().unwrap_or(u64::MAX);
             let bin = lengths.entry(max_padded_length).or_default();
             bin.batches += 1;
             bin.sequences += batch.len() as u64;
@@ -95,7 +97,10 @@ impl<'a> FromIterator<&'a Batch> for ShapeReport {
         }
         let count = |((padded_length, rows), batches)| ShapeCount { padded_length, rows, batches };
         let bin = |(max_padded_length, bin)| LengthBin { max_padded_length, ..bin };
-        Self { shapes: shapes.into_iter().map(count).collect(), lengths: lengths.into_iter().map(bin).collect() }
+        Self {
+            shapes: shapes.into_iter().map(count).collect(),
+            lengths: lengths.into_iter().map(bin).collect(),
+        }
     }
 }
 
@@ -103,17 +108,27 @@ impl fmt::Display for ShapeReport {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         writeln!(f, "padded length  batches  sequences  real tokens  padding")?;
         for bin in &self.lengths {
-            let LengthBin { max_padded_length, batches, sequences, real_tokens, padded_tokens } = bin;
-            let lengths =
-                format!("{}..={max_padded_length}", if *max_padded_length > 1 { max_padded_length / 2 + 1 } else { 0 });
-            let padding = 100.0 * (padded_tokens - real_tokens) as f64 / (*padded_tokens).max(1) as f64;
-            writeln!(f, "{lengths:>13}  {batches:>7}  {sequences:>9}  {real_tokens:>11}  {padding:>6.1}%")?;
+            let LengthBin { max_padded_length, batches, sequences, real_tokens, padded_tokens } =
+                bin;
+            let lengths = format!(
+                "{}..={max_padded_length}",
+                if *max_padded_length > 1 { max_padded_length / 2 + 1 } else { 0 }
+            );
+            let padding = 100.0 * padded_tokens.saturating_sub(*real_tokens) as f64
+                / (*padded_tokens).max(1) as f64;
+            writeln!(
+                f,
+                "{lengths:>13}  {batches:>7}  {sequences:>9}  {real_tokens:>11}  {padding:>6.1}%"
+            )?;
         }
         let total: u64 = self.shapes.iter().map(|shape| shape.batches).sum();
         write!(f, "{} shapes", self.n_shapes())?;
         match self.shapes.iter().max_by_key(|shape| shape.batches) {
             Some(ShapeCount { padded_length, rows, batches }) => {
-                write!(f, ", the most frequent is {rows} x {padded_length}: {batches} of {total} batches")
+                write!(
+                    f,
+                    ", the most frequent is {rows} x {padded_length}: {batches} of {total} batches"
+                )
             }
             None => Ok(()),
         }

@@ -1,9 +1,12 @@
 //! Which lengths share a bucket.
 
 use crate::{
-    Error, Result, SequenceLengths,
-    histogram::{Histogram, Run},
-    minima::row_minima,
+    error::{Error, Result},
+    lengths::{SequenceLengths, measure},
+    sort::{
+        histogram::{Counter, Histogram, Run},
+        minima::row_minima,
+    },
 };
 
 /// The lengths that share a bucket, and so may share a batch.
@@ -27,19 +30,21 @@ use crate::{
 pub enum Buckets {
     /// Lengths of 0 to width − 1, of width to 2 width − 1, and so on.
     Width(u64),
-    /// Lengths up to the first boundary, then up to the second, and so on; ascending, the longest sequence at the end.
+    /// Lengths up to the first boundary, then up to the second, and so on; ascending, the longest
+    /// sequence at the end.
     Boundaries(Vec<u64>),
 }
 
 impl Buckets {
-    /// The width that a bucket has if nobody knows better.
+    /// A reasonable width where nothing is known about the lengths.
     pub const DEFAULT_WIDTH: u64 = 64;
 
     /// At most `n_buckets` buckets with about as many sequences each.
     ///
     /// # Errors
     ///
-    /// [`Error::Zero`] for no buckets, [`Error::NoLengths`] for no sequences.
+    /// [`Error::Zero`] for no buckets, [`Error::NoLengths`] for no sequences, and
+    /// [`Error::IndexOutOfRange`] if a sequence that is counted has no length.
     pub fn quantiles(lengths: impl SequenceLengths, n_buckets: u64) -> Result<Self> {
         let histogram = checked_histogram(lengths, n_buckets)?;
         let count = u128::from(histogram.count());
@@ -54,17 +59,18 @@ impl Buckets {
         Ok(Self::Boundaries(boundaries))
     }
 
-    /// The at most `n_buckets` buckets for which the fewest tokens are padding if each sequence is padded to the
-    /// boundary above it.
+    /// The at most `n_buckets` buckets for which the fewest tokens are padding if each sequence is
+    /// padded to the boundary above it.
     ///
-    /// They make the best of a fixed number of shapes, which compiled functions and captured graphs ask for; see
-    /// [`fixed_shapes`](crate::BatchConfig::fixed_shapes).
+    /// They make the best of a fixed number of shapes, which compiled functions and captured graphs
+    /// ask for; see [`fixed_shapes`](crate::BatchConfig::fixed_shapes).
     ///
     /// # Complexity
     ///
-    /// O(n + K · D log D) time for n sequences of D different lengths and K buckets, O(K · D) memory: dynamic
-    /// programming, in which the best last boundary moves only up as lengths are added, so that a search can bisect
-    /// (Galil and Park, "Dynamic programming with convexity, concavity and sparsity", 1992).
+    /// O(n + K · D log D) time for n sequences of D different lengths and K buckets, O(K · D)
+    /// memory: dynamic programming, in which the best last boundary moves only up as lengths are
+    /// added, so that a search can bisect (Galil and Park, "Dynamic programming with convexity,
+    /// concavity and sparsity", 1992).
     ///
     /// # Errors
     ///
@@ -72,7 +78,11 @@ impl Buckets {
     pub fn optimal(lengths: impl SequenceLengths, n_buckets: u64) -> Result<Self> {
         let histogram = checked_histogram(lengths, n_buckets)?;
         let n_lengths = histogram.runs().len() as u64;
-        if n_buckets.min(n_lengths).checked_mul(n_lengths).is_none_or(|entries| entries > MAX_ENTRIES) {
+        if n_buckets
+            .min(n_lengths)
+            .checked_mul(n_lengths)
+            .is_none_or(|entries| entries > MAX_ENTRIES)
+        {
             return Err(Error::TooManyBuckets { n_buckets, n_lengths, limit: MAX_ENTRIES });
         }
         Ok(Self::Boundaries(optimal_boundaries(histogram.runs(), n_buckets)))
@@ -93,12 +103,14 @@ impl Buckets {
     pub(crate) fn of(&self, length: u64) -> u64 {
         match self {
             Self::Width(width) => length / width,
-            Self::Boundaries(boundaries) => boundaries.partition_point(|&boundary| boundary < length) as u64,
+            Self::Boundaries(boundaries) => {
+                boundaries.partition_point(|&boundary| boundary < length) as u64
+            }
         }
     }
 
-    /// The longest sequence that the bucket of this number may hold; `None` if there is no such bucket, or no such
-    /// length.
+    /// The longest sequence that the bucket of this number may hold; `None` if there is no such
+    /// bucket, or no such length.
     pub(crate) fn longest(&self, bucket: u64) -> Option<u64> {
         match self {
             Self::Width(width) => bucket.checked_mul(*width)?.checked_add(width - 1),
@@ -111,7 +123,11 @@ fn checked_histogram(lengths: impl SequenceLengths, n_buckets: u64) -> Result<Hi
     if n_buckets == 0 {
         return Err(Error::Zero { setting: "number of buckets" });
     }
-    let histogram = Histogram::new((0..lengths.count()).filter_map(|index| lengths.length(index)));
+    let mut counter = Counter::default();
+    for index in 0..lengths.count() {
+        counter.add(measure(&lengths, index)?.length);
+    }
+    let histogram = counter.finish();
     if histogram.count() == 0 { Err(Error::NoLengths) } else { Ok(histogram) }
 }
 
@@ -121,26 +137,34 @@ const MAX_ENTRIES: u64 = 1 << 27;
 /// Tokens, padding included, of many sequences; a few of 64-bit lengths can be more than 64 bits.
 type Tokens = u128;
 
-#[allow(clippy::cast_possible_truncation, reason = "the table of cuts is shorter than that")]
+#[expect(clippy::cast_possible_truncation, reason = "the table of cuts is shorter than that")]
 fn optimal_boundaries(runs: &[Run], n_buckets: u64) -> Vec<u64> {
-    let n_buckets = usize::try_from(n_buckets).unwrap_or(usize::MAX).min(runs.len());
+    let n_buckets = n_buckets.min(runs.len() as u64) as usize;
     let mut below: Vec<Tokens> = vec![0];
     below.extend(runs.iter().scan(0, |sum, run| {
         *sum += Tokens::from(run.count);
         Some(*sum)
     }));
     let longest = |end: usize| Tokens::from(runs[end - 1].length);
-    // best[end]: the fewest tokens of the shortest lengths up to `end`, with the buckets so far; one to begin with.
+    // best[end]: the fewest tokens of the shortest lengths up to `end`, with the buckets so far;
+    // one to begin with.
     let mut best: Vec<Tokens> = vec![0];
     best.extend((1..below.len()).map(|end| below[end] * longest(end)));
     let mut cuts_of_levels = Vec::new();
     for _ in 1..n_buckets {
         let (mut fewer, mut cuts) = (vec![0; best.len()], vec![0_u32; best.len()]);
-        // A bucket more, from `cut` to `end`: totally monotone, since a longer sequence costs more for every other one.
+        // A bucket more, from `cut` to `end`: totally monotone, since a longer sequence costs more
+        // for every other one.
         let tokens = |end: usize, cut: usize| best[cut] + (below[end] - below[cut]) * longest(end);
-        row_minima(1..best.len(), 0..best.len(), &|end| 0..end, &tokens, &mut |end, cut, tokens| {
-            (fewer[end], cuts[end]) = (tokens, cut as u32);
-        });
+        row_minima(
+            1..best.len(),
+            0..best.len(),
+            &|end| 0..end,
+            &tokens,
+            &mut |end, cut, tokens| {
+                (fewer[end], cuts[end]) = (tokens, cut as u32);
+            },
+        );
         best = fewer;
         cuts_of_levels.push(cuts);
     }
@@ -157,7 +181,10 @@ mod tests {
     use super::*;
 
     fn padded(lengths: &[u64], boundaries: &[u64]) -> u64 {
-        lengths.iter().filter_map(|&length| boundaries.iter().find(|&&boundary| length <= boundary)).sum()
+        lengths
+            .iter()
+            .filter_map(|&length| boundaries.iter().find(|&&boundary| length <= boundary))
+            .sum()
     }
 
     /// The fewest padded tokens by trying every set of boundaries.
@@ -168,7 +195,11 @@ mod tests {
         let longest = distinct.pop();
         let subsets = (0..1_u32 << distinct.len()).filter(|subset| subset.count_ones() < n_buckets);
         let boundaries = |subset: u32| {
-            let chosen = distinct.iter().enumerate().filter(move |(i, _)| subset >> i & 1 == 1).map(|(_, &d)| d);
+            let chosen = distinct
+                .iter()
+                .enumerate()
+                .filter(move |(i, _)| subset >> i & 1 == 1)
+                .map(|(_, &d)| d);
             chosen.chain(longest).collect::<Vec<_>>()
         };
         subsets.map(|subset| padded(lengths, &boundaries(subset))).min().unwrap()
@@ -180,11 +211,20 @@ mod tests {
             let draw = |i| core_types::Seed::new(seed).derive(i).as_u64() % (10 + seed);
             let lengths: Vec<u64> = (0..=seed % 12).map(draw).collect();
             for n_buckets in 1..=6 {
-                let Buckets::Boundaries(found) = Buckets::optimal(&lengths, n_buckets.into()).unwrap() else {
+                let Buckets::Boundaries(found) =
+                    Buckets::optimal(&lengths, n_buckets.into()).unwrap()
+                else {
                     panic!("no boundaries")
                 };
-                assert!(found.len() <= n_buckets as usize && found.is_sorted_by(|a, b| a < b), "{found:?}");
-                assert_eq!(padded(&lengths, &found), brute_force(&lengths, n_buckets), "{lengths:?}, {n_buckets}");
+                assert!(
+                    found.len() <= n_buckets as usize && found.is_sorted_by(|a, b| a < b),
+                    "{found:?}"
+                );
+                assert_eq!(
+                    padded(&lengths, &found),
+                    brute_force(&lengths, n_buckets),
+                    "{lengths:?}, {n_buckets}"
+                );
             }
         }
     }
@@ -192,16 +232,28 @@ mod tests {
     #[test]
     fn quantiles_hold_about_as_many_sequences_each() {
         let lengths: Vec<u64> = (1..=100).collect();
-        assert_eq!(Buckets::quantiles(&lengths, 4).unwrap(), Buckets::Boundaries(vec![25, 50, 75, 100]));
-        assert_eq!(Buckets::quantiles([7_u64, 7, 7, 9], 2).unwrap(), Buckets::Boundaries(vec![7, 9]));
-        assert_eq!(Buckets::quantiles([3_u64, 1], u64::MAX).unwrap(), Buckets::Boundaries(vec![1, 3]));
+        assert_eq!(
+            Buckets::quantiles(&lengths, 4).unwrap(),
+            Buckets::Boundaries(vec![25, 50, 75, 100])
+        );
+        assert_eq!(
+            Buckets::quantiles([7_u64, 7, 7, 9], 2).unwrap(),
+            Buckets::Boundaries(vec![7, 9])
+        );
+        assert_eq!(
+            Buckets::quantiles([3_u64, 1], u64::MAX).unwrap(),
+            Buckets::Boundaries(vec![1, 3])
+        );
     }
 
     #[test]
     fn tables_too_large_are_refused() {
         let lengths: Vec<u32> = (0..20_000).collect();
         let error = Buckets::optimal(&lengths, 10_000).unwrap_err();
-        assert_eq!(error, Error::TooManyBuckets { n_buckets: 10_000, n_lengths: 20_000, limit: 1 << 27 });
+        assert_eq!(
+            error,
+            Error::TooManyBuckets { n_buckets: 10_000, n_lengths: 20_000, limit: 1 << 27 }
+        );
     }
 
     #[test]

@@ -1,6 +1,9 @@
 //! The choices of a batcher: strategy, limits, and what to do with sequences that do not fit them.
 
-use crate::{Buckets, Cost};
+mod buckets;
+mod cost;
+
+pub use self::{buckets::Buckets, cost::Cost};
 
 /// Which sequences share a batch.
 ///
@@ -15,19 +18,20 @@ pub enum DynamicBatchStrategy {
     PadToMax,
     /// Sequences of similar length.
     ///
-    /// A batch comes out as soon as it is full, so buckets alternate; what is left in them at the end comes in
-    /// ascending order of length.
+    /// A batch comes out as soon as it is full, so buckets alternate; what is left in them at the
+    /// end comes in ascending order of length.
     Bucket(Buckets),
     /// Neighbors in the order, as many as fit the token budget: many short ones, few long ones.
     ///
-    /// The budget is `max_tokens`. Without it, it is `max_batch_size` × `max_sequence_length`, and `max_batch_size`
-    /// then counts sequences of full length: batches of shorter ones hold more.
+    /// The budget is `max_tokens`. Without it, it is `max_batch_size` × `max_sequence_length`, and
+    /// `max_batch_size` then counts sequences of full length: batches of shorter ones hold more.
     Dynamic,
     /// Neighbors by length: the least padding there is.
     Sorted {
         /// How many batches' worth of sequences are sorted together; all of them by default.
         ///
-        /// What does not fill a batch moves on into the next window, in turn from its short end and from its long one.
+        /// What does not fill a batch moves on into the next window, in turn from its short end and
+        /// from its long one.
         window: Option<u64>,
         /// Where the sorted sequences are cut into batches.
         cut: Cut,
@@ -36,6 +40,24 @@ pub enum DynamicBatchStrategy {
     ///
     /// `max_batch_size` limits the sequences in a row.
     Pack(Packing),
+}
+
+impl DynamicBatchStrategy {
+    /// The buckets of the only strategy that has some.
+    pub(crate) fn buckets(&self) -> Option<&Buckets> {
+        match self {
+            Self::Bucket(buckets) => Some(buckets),
+            Self::PadToMax | Self::Dynamic | Self::Sorted { .. } | Self::Pack(_) => None,
+        }
+    }
+
+    /// Whether a batch is one row that several sequences share.
+    pub(crate) fn is_packing(&self) -> bool {
+        match self {
+            Self::Pack(_) => true,
+            Self::PadToMax | Self::Bucket(_) | Self::Dynamic | Self::Sorted { .. } => false,
+        }
+    }
 }
 
 /// Where sorted sequences are cut into batches.
@@ -49,7 +71,8 @@ pub enum Cut {
     /// Each batch takes as many of the longest sequences that are left as it can.
     #[default]
     Greedy,
-    /// Of all cuts into the fewest batches the one with the fewest padded tokens, by dynamic programming.
+    /// Of all cuts into the fewest batches the one with the fewest padded tokens, by dynamic
+    /// programming.
     Optimal,
 }
 
@@ -62,8 +85,8 @@ pub enum Packing {
     /// The longest first, each into the fullest row that has room: best-fit decreasing.
     #[default]
     BestFit,
-    /// Row by row, each as full as a bounded search can make it (Fleszar and Hindi, "New heuristics for one-dimensional
-    /// bin-packing", 2002), and never more rows than by best fit. Slower.
+    /// Row by row, each as full as a bounded search can make it (Fleszar and Hindi, "New heuristics
+    /// for one-dimensional bin-packing", 2002), and never more rows than by best fit. Slower.
     MinimumSlack,
     /// In the order in which they come, each into the fullest of a few open rows: for streams.
     InOrder {
@@ -81,7 +104,8 @@ pub enum Overlong {
     /// The batches end with an error that names it.
     #[default]
     Error,
-    /// It counts as cut to `max_sequence_length`, and the report counts it; to cut the tokens is up to the reader.
+    /// It counts as cut to `max_sequence_length`, and the report counts it; to cut the tokens is up
+    /// to the reader.
     Truncate,
     /// It is left out, and the report counts it.
     Skip,
@@ -104,7 +128,8 @@ pub enum Remainder {
 /// The choices of a [`DynamicBatchSampler`](crate::DynamicBatchSampler) beside the lengths.
 ///
 /// At least one of [`max_batch_size`](Self::max_batch_size), [`max_tokens`](Self::max_tokens) and
-/// [`max_cost`](Self::max_cost) must be set, since nothing else ends a batch. What contradicts itself is found when batches are made.
+/// [`max_cost`](Self::max_cost) must be set, since nothing else ends a batch. What contradicts
+/// itself is found when batches are made.
 ///
 /// # Examples
 ///
@@ -128,10 +153,11 @@ pub struct BatchConfig {
     pub strategy: DynamicBatchStrategy,
     /// The most sequences in a batch; no limit by default.
     pub max_batch_size: Option<u64>,
-    /// The most **padded** tokens in a batch, which is its size times its longest length; no limit by default.
-    pub max_tokens: Option<u64>,
-    /// The most that a batch may cost, which is its size times the [`cost`](Self::cost) of its padded length; no limit
+    /// The most **padded** tokens in a batch, which is its size times its longest length; no limit
     /// by default.
+    pub max_tokens: Option<u64>,
+    /// The most that a batch may cost, which is its size times the [`cost`](Self::cost) of its
+    /// padded length; no limit by default.
     pub max_cost: Option<u64>,
     /// What a sequence costs; its number of tokens by default.
     pub cost: Cost,
@@ -139,15 +165,19 @@ pub struct BatchConfig {
     pub max_sequence_length: Option<u64>,
     /// What happens to longer sequences; [`Overlong::Error`] by default.
     pub overlong: Overlong,
-    /// Every batch holds a multiple of this many sequences, so that it splits evenly over devices; 1 by default.
+    /// Every batch holds a multiple of this many sequences, so that it splits evenly over devices;
+    /// 1 by default.
     pub batch_size_multiple: u64,
     /// What happens to sequences that cannot fill up the multiple; [`Remainder::Drop`] by default.
     pub remainder: Remainder,
-    /// Batches are padded to the next multiple of this length, for kernels that like one; 1 by default.
+    /// Batches are padded to the next multiple of this length, for kernels that like one; 1 by
+    /// default.
     pub length_multiple: u64,
-    /// Whether batches of a bucket are padded to the longest sequence that may be in it; `false` by default.
+    /// Whether batches of a bucket are padded to the longest sequence that may be in it; `false` by
+    /// default.
     ///
-    /// There are as many padded lengths then as buckets: what compiled functions and captured graphs ask for.
+    /// There are as many padded lengths then as buckets: what compiled functions and captured
+    /// graphs ask for.
     pub fixed_shapes: bool,
 }
 
@@ -178,7 +208,8 @@ impl BatchConfig {
 
     /// Sets the most sequences in a batch; no limit by default.
     ///
-    /// If it is not a multiple of [`batch_size_multiple`](Self::batch_size_multiple), the next smaller multiple rules.
+    /// If it is not a multiple of [`batch_size_multiple`](Self::batch_size_multiple), the next
+    /// smaller multiple rules.
     #[must_use]
     pub fn with_max_batch_size(self, max_batch_size: u64) -> Self {
         Self { max_batch_size: Some(max_batch_size), ..self }
@@ -210,13 +241,15 @@ impl BatchConfig {
 
     /// Sets the number that divides the size of every batch; 1 by default.
     ///
-    /// A batch that is full in between is closed at the last multiple, and the surplus opens the next one.
+    /// A batch that is full in between is closed at the last multiple, and the surplus opens the
+    /// next one.
     #[must_use]
     pub fn with_batch_size_multiple(self, batch_size_multiple: u64) -> Self {
         Self { batch_size_multiple, ..self }
     }
 
-    /// Sets what happens to sequences that cannot fill up the multiple; [`Remainder::Drop`] by default.
+    /// Sets what happens to sequences that cannot fill up the multiple; [`Remainder::Drop`] by
+    /// default.
     #[must_use]
     pub fn with_remainder(self, remainder: Remainder) -> Self {
         Self { remainder, ..self }
@@ -228,7 +261,8 @@ impl BatchConfig {
         Self { length_multiple, ..self }
     }
 
-    /// Sets whether batches of a bucket are padded to the longest sequence that may be in it; `false` by default.
+    /// Sets whether batches of a bucket are padded to the longest sequence that may be in it;
+    /// `false` by default.
     #[must_use]
     pub fn with_fixed_shapes(self, fixed_shapes: bool) -> Self {
         Self { fixed_shapes, ..self }
@@ -242,7 +276,8 @@ mod tests {
     #[test]
     fn what_is_left_out_has_its_default_and_unknown_names_are_refused() {
         let config: BatchConfig =
-            serde_json::from_str(r#"{"strategy": {"bucket": {"width": 16}}, "max_tokens": 4096}"#).unwrap();
+            serde_json::from_str(r#"{"strategy": {"bucket": {"width": 16}}, "max_tokens": 4096}"#)
+                .unwrap();
         let bucket = DynamicBatchStrategy::Bucket(Buckets::Width(16));
         assert_eq!(config, BatchConfig::default().with_strategy(bucket).with_max_tokens(4096));
         assert!(serde_json::from_str::<BatchConfig>(r#"{"max_token": 4096}"#).is_err());

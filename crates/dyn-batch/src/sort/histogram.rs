@@ -1,6 +1,9 @@
 //! Lengths counted, and sequences sorted by them.
 
-#![allow(clippy::cast_possible_truncation, reason = "counts, places and table entries fit the memory that holds them")]
+#![expect(
+    clippy::cast_possible_truncation,
+    reason = "counts, places and table entries fit the memory that holds them"
+)]
 
 use std::{collections::BTreeMap, ops::Range};
 
@@ -60,7 +63,7 @@ impl Counter {
     pub(crate) fn add(&mut self, length: u64) {
         match self.short.get_mut(length as usize) {
             Some(count) if length < TABLE => *count += 1,
-            _ => self.add_new(length),
+            Some(_) | None => self.add_new(length),
         }
     }
 
@@ -76,12 +79,17 @@ impl Counter {
 
     pub(crate) fn finish(self) -> Histogram {
         let short = (0..).zip(self.short).filter(|(_, count)| *count > 0);
-        Histogram { runs: short.chain(self.long).map(|(length, count)| Run { length, count }).collect() }
+        Histogram {
+            runs: short.chain(self.long).map(|(length, count)| Run { length, count }).collect(),
+        }
     }
 }
 
-/// Where the next sequence of each length goes if all are sorted by length, and by their order among equals; for fewer
-/// than 2^32 sequences.
+/// What stands in the table for a length that does not occur.
+const NO_SLOT: u32 = u32::MAX;
+
+/// Where the next sequence of each length goes if all are sorted by length, and by their order
+/// among equals; for fewer than 2^32 sequences.
 #[derive(Debug)]
 pub(crate) struct Slots {
     short: Vec<u32>,
@@ -90,12 +98,12 @@ pub(crate) struct Slots {
 
 impl Slots {
     pub(crate) fn new(histogram: &Histogram) -> Self {
-        let is_short = |run: &&Run| run.length < TABLE;
-        let table_len = histogram.runs().iter().rfind(is_short).map_or(0, |run| run.length as usize + 1);
-        let (mut slots, mut next) = (Self { short: vec![0; table_len], long: BTreeMap::new() }, 0);
+        let mut slots = Self { short: Vec::new(), long: BTreeMap::new() };
+        let mut next = 0;
         for run in histogram.runs() {
             if run.length < TABLE {
-                slots.short[run.length as usize] = next;
+                slots.short.resize(run.length as usize, NO_SLOT);
+                slots.short.push(next);
             } else {
                 slots.long.insert(run.length, next);
             }
@@ -104,11 +112,18 @@ impl Slots {
         slots
     }
 
-    /// The slot of the next sequence of this length, which must be in the histogram.
+    /// The slot of the next sequence of this length, one of those that were counted.
     #[inline]
-    pub(crate) fn take(&mut self, length: u64) -> Option<usize> {
-        let next = if length < TABLE { self.short.get_mut(length as usize) } else { self.long.get_mut(&length) }?;
+    #[expect(clippy::expect_used, reason = "lengths are the same each time, or nothing is sorted")]
+    pub(crate) fn take(&mut self, length: u64) -> usize {
+        let next = if length < TABLE {
+            self.short.get_mut(length as usize)
+        } else {
+            self.long.get_mut(&length)
+        };
+        let next = next.expect("the sequences that are sorted are those that were counted");
+        let slot = *next;
         *next += 1;
-        Some(*next as usize - 1)
+        slot as usize
     }
 }

@@ -1,18 +1,17 @@
-//! Sorted, packed and distributed batches: each sequence once, every limit kept, the same number of steps on every rank.
+//! Sorted, packed and distributed batches: each sequence once, every limit kept, the same number of
+//! steps on every rank.
 
 use std::collections::BTreeSet;
 
-use candle_distributed::{
-    batch::{
-        Batch, BatchConfig, Buckets, Cost, Cut, DistributedBatchSampler, DistributedConfig,
-        DynamicBatchSampler, DynamicBatchStrategy, Error, Packing, PaddingReport, Remainder,
-        StepLayout, StepRemainder,
-    },
-    types::{Epoch, Placement, Seed},
+use core_types::{Epoch, Placement, Seed};
+use dyn_batch::{
+    Batch, BatchConfig, Buckets, Cost, Cut, DistributedBatchSampler, DistributedConfig,
+    DynamicBatchSampler, DynamicBatchStrategy, Error, Packing, PaddingReport, Remainder,
+    StepLayout, StepRemainder,
 };
 use proptest::prelude::*;
 
-use super::batch::all_lengths;
+use crate::support::all_lengths;
 
 fn strategies() -> Vec<DynamicBatchStrategy> {
     let mut strategies: Vec<_> = [Packing::BestFit, Packing::MinimumSlack]
@@ -72,7 +71,8 @@ fn misfit(error: &Error) -> bool {
     )
 }
 
-/// All laws of one configuration; returns how many batches there are, or `None` if a sequence fits none.
+/// All laws of one configuration; returns how many batches there are, or `None` if a sequence fits
+/// none.
 fn check(lengths: &[u64], config: &BatchConfig) -> Option<usize> {
     let sampler = DynamicBatchSampler::new(lengths, config.clone()).unwrap();
     let mut stream = sampler.iter();
@@ -243,31 +243,6 @@ fn steps_are_alike_on_every_rank() {
     }
 }
 
-#[test]
-fn steps_of_another_order_are_refused() {
-    let lengths: Vec<u64> = (1..=50).collect();
-    let batches =
-        DynamicBatchSampler::new(&lengths, BatchConfig::default().with_max_batch_size(4)).unwrap();
-    let sampler = DistributedBatchSampler::new(
-        batches,
-        Placement::new(0, 2).unwrap(),
-        DistributedConfig::default(),
-    );
-    let sampler = sampler.unwrap();
-    let mut steps = sampler.epoch(Epoch::ZERO, 0..50).unwrap();
-    steps.next();
-    let state = steps.state();
-    assert!(sampler.resume(&state, 0..50).unwrap().eq(steps));
-    assert!(matches!(sampler.resume(&state, (0..50).rev()), Err(Error::OtherBatches { .. })));
-    let ahead = serde_json::to_string(&state).unwrap().replace(r#""step":1"#, r#""step":99"#);
-    let error = sampler.resume(&serde_json::from_str(&ahead).unwrap(), 0..50).unwrap_err();
-    assert!(error.to_string().contains("step 99 of 7"), "{error}");
-    let newer = serde_json::to_string(&state)
-        .unwrap()
-        .replace(r#""format_version":1"#, r#""format_version":2"#);
-    assert!(sampler.resume(&serde_json::from_str(&newer).unwrap(), 0..50).is_err());
-}
-
 proptest! {
     #[test]
     fn all_laws_hold_on_random_input(
@@ -280,9 +255,11 @@ proptest! {
     ) {
         let mut strategy = strategies().swap_remove(nth);
         if let DynamicBatchStrategy::Bucket(buckets) = &mut strategy {
-            *buckets = Buckets::optimal([lengths.as_slice(), &[300]].concat(), 1 + seed % 9).unwrap();
+            let with_longest = [lengths.as_slice(), &[300]].concat();
+            *buckets = Buckets::optimal(with_longest, 1 + seed % 9).unwrap();
         }
-        let mut config = BatchConfig::default().with_strategy(strategy.clone()).with_max_tokens(max_tokens);
+        let mut config =
+            BatchConfig::default().with_strategy(strategy.clone()).with_max_tokens(max_tokens);
         config.max_batch_size = max_batch_size;
         check(&lengths, &config);
         for steps in distributed_configs(can_deal(&strategy)) {
@@ -292,23 +269,36 @@ proptest! {
 
     #[test]
     fn no_number_is_too_large(
-        lengths in prop::collection::vec(prop_oneof![any::<u64>(), Just(u64::MAX), 0_u64..3], 0..12),
+        lengths in prop::collection::vec(
+            prop_oneof![any::<u64>(), Just(u64::MAX), 0_u64..3],
+            0..12,
+        ),
         max_tokens in prop_oneof![any::<u64>(), Just(u64::MAX), 1_u64..100],
         multiple in prop_oneof![any::<u64>(), Just(u64::MAX), 1_u64..4],
-        cost in prop_oneof![Just(Cost::ATTENTION), Just(Cost { per_sequence: u64::MAX, ..Cost::TOKENS })],
+        cost in prop_oneof![
+            Just(Cost::ATTENTION),
+            Just(Cost { per_sequence: u64::MAX, ..Cost::TOKENS }),
+        ],
     ) {
         for strategy in strategies() {
-            let mut config = BatchConfig::default().with_strategy(strategy).with_max_tokens(max_tokens);
+            let mut config =
+                BatchConfig::default().with_strategy(strategy).with_max_tokens(max_tokens);
             if !is_packing(&config) {
-                config = config.with_batch_size_multiple(multiple).with_length_multiple(multiple).with_max_cost(u64::MAX, cost);
+                config = config
+                    .with_batch_size_multiple(multiple)
+                    .with_length_multiple(multiple)
+                    .with_max_cost(u64::MAX, cost);
             }
             let Ok(sampler) = DynamicBatchSampler::new(&lengths, config) else { continue };
             let _ = sampler.iter().collect::<Vec<_>>();
-            let distributed = DistributedConfig::default().with_layout(StepLayout::Dealt).with_cost(cost);
-            for config in [DistributedConfig::default(), distributed] {
+            let grouped = DistributedConfig::default();
+            let dealt = grouped.with_layout(StepLayout::Dealt).with_cost(cost);
+            for config in [grouped, dealt] {
                 let placement = Placement::new(0, 3).unwrap();
-                if let Ok(sampler) = DistributedBatchSampler::new(sampler.clone(), placement, config) {
-                    let _ = sampler.epoch(Epoch::ZERO, 0..lengths.len() as u64).map(Iterator::count);
+                let sampler = DistributedBatchSampler::new(sampler.clone(), placement, config);
+                if let Ok(sampler) = sampler {
+                    let steps = sampler.epoch(Epoch::ZERO, 0..lengths.len() as u64);
+                    let _ = steps.map(Iterator::count);
                 }
             }
         }

@@ -1,0 +1,96 @@
+//! The batches of one rank: as many on every rank, with almost equal cost in each step.
+
+mod balance;
+mod config;
+mod even;
+mod state;
+mod steps;
+
+use core_types::Placement;
+
+pub use self::{
+    balance::balance,
+    config::{DistributedConfig, StepLayout, StepRemainder},
+    state::BatchState,
+    steps::{Step, Steps},
+};
+use crate::{error::Result, lengths::SequenceLengths, sampler::DynamicBatchSampler};
+
+/// Batches for the ranks of a world, equally many for each rank.
+///
+/// Every rank plans all batches of the epoch by itself, from the same lengths and the same order,
+/// so no communication is needed. The order comes from outside; it must be that of the whole world,
+/// not a rank's share. Batches of similar cost make a step, one for each rank, so that no rank
+/// waits long for the slowest.
+///
+/// # Determinism
+///
+/// Steps depend on the lengths, the order, both configurations, the world size and the epoch alone.
+///
+/// # Examples
+///
+/// ```
+/// use core_types::{Epoch, Placement, Seed};
+/// use dyn_batch::{
+///     BatchConfig, Cut, DistributedBatchSampler, DistributedConfig, DynamicBatchSampler,
+///     DynamicBatchStrategy,
+/// };
+///
+/// let lengths: Vec<u32> = (1..=100).collect();
+/// let sorted = DynamicBatchStrategy::Sorted { window: None, cut: Cut::Optimal };
+/// let batches = DynamicBatchSampler::new(
+///     lengths,
+///     BatchConfig::default().with_strategy(sorted).with_max_tokens(256),
+/// )?;
+/// let config = DistributedConfig::default().with_shuffle(Seed::new(1));
+///
+/// let mut n_sequences = 0;
+/// for rank in 0..4 {
+///     let sampler =
+///         DistributedBatchSampler::new(batches.clone(), Placement::new(rank, 4)?, config)?;
+///     let steps = sampler.epoch(Epoch::new(3), 0..100)?;
+///     assert_eq!(steps.len(), 7, "on every rank");
+///     n_sequences += steps.map(|step| step.batch.len()).sum::<usize>();
+/// }
+/// assert_eq!(n_sequences, 100);
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
+pub struct DistributedBatchSampler<L> {
+    batches: DynamicBatchSampler<L>,
+    placement: Placement,
+    config: DistributedConfig,
+}
+
+impl<L: SequenceLengths> DistributedBatchSampler<L> {
+    /// Returns a sampler of the batches of one rank.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::CannotDeal`](crate::Error::CannotDeal) for dealt steps of buckets or packed rows,
+    /// and [`Error::MultipleOverLimit`](crate::Error::MultipleOverLimit) if the multiple for all
+    /// ranks together is beyond 64 bits.
+    pub fn new(
+        batches: DynamicBatchSampler<L>,
+        placement: Placement,
+        config: DistributedConfig,
+    ) -> Result<Self> {
+        let batches = match config.layout {
+            StepLayout::Grouped => batches,
+            StepLayout::Dealt => batches.of_all_ranks(placement.world_size())?,
+        };
+        Ok(Self { batches, placement, config })
+    }
+
+    pub(crate) fn batches(&self) -> &DynamicBatchSampler<L> {
+        &self.batches
+    }
+
+    pub(crate) fn placement(&self) -> Placement {
+        self.placement
+    }
+
+    pub(crate) fn config(&self) -> &DistributedConfig {
+        &self.config
+    }
+}

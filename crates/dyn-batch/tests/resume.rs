@@ -1,0 +1,137 @@
+//! A state of the steps resumes those steps, and is refused for any others.
+
+#![allow(clippy::unwrap_used, reason = "a failed unwrap is a failed test")]
+
+use core_types::{Epoch, Placement, Seed};
+use dyn_batch::{
+    BatchConfig, BatchState, Cost, Cut, DistributedBatchSampler, DistributedConfig,
+    DynamicBatchSampler, DynamicBatchStrategy, Error, StepLayout,
+};
+
+/// A sampler of neighbors, at most 4 in a batch, for the first of 2 ranks.
+fn sampler(lengths: Vec<u64>, config: DistributedConfig) -> DistributedBatchSampler<Vec<u64>> {
+    let batches = BatchConfig::default().with_max_batch_size(4);
+    let batches = DynamicBatchSampler::new(lengths, batches).unwrap();
+    DistributedBatchSampler::new(batches, Placement::new(0, 2).unwrap(), config).unwrap()
+}
+
+fn lengths() -> Vec<u64> {
+    (1..=50).collect()
+}
+
+fn shuffled() -> DistributedConfig {
+    DistributedConfig::default().with_shuffle(Seed::new(7))
+}
+
+/// The state after two steps of epoch 3.
+fn state() -> BatchState {
+    let sampler = sampler(lengths(), shuffled());
+    let mut steps = sampler.epoch(Epoch::new(3), 0..50).unwrap();
+    steps.nth(1);
+    steps.state()
+}
+
+fn check_refused(config: DistributedConfig, lengths: Vec<u64>, order: impl Iterator<Item = u64>) {
+    let sampler = sampler(lengths, config);
+    let refused = sampler.resume(&state(), order);
+    assert!(matches!(refused, Err(Error::OtherBatches { .. })), "{refused:?}");
+}
+
+#[test]
+fn the_same_steps_are_left() {
+    let sampler = sampler(lengths(), shuffled());
+    let resumed = sampler.resume(&state(), 0..50).unwrap();
+    assert_eq!((resumed.len(), resumed.state()), (5, state()));
+    assert!(resumed.eq(sampler.epoch(Epoch::new(3), 0..50).unwrap().skip(2)));
+}
+
+#[test]
+fn another_shuffle_is_refused() {
+    check_refused(shuffled().with_shuffle(Seed::new(8)), lengths(), 0..50);
+    check_refused(DistributedConfig::default(), lengths(), 0..50);
+}
+
+#[test]
+fn another_shuffle_is_refused_even_where_there_is_nothing_to_shuffle() {
+    // One step of one rank: every seed gives the same order.
+    let sampler = |seed| {
+        let config = BatchConfig::default().with_max_batch_size(4);
+        let batches = DynamicBatchSampler::new([5_u32, 6], config).unwrap();
+        let config = DistributedConfig::default().with_shuffle(Seed::new(seed));
+        DistributedBatchSampler::new(batches, Placement::SINGLE, config).unwrap()
+    };
+    let state = sampler(1).epoch(Epoch::ZERO, 0..2).unwrap().state();
+    assert!(sampler(1).resume(&state, 0..2).is_ok());
+    assert!(matches!(sampler(2).resume(&state, 0..2), Err(Error::OtherBatches { .. })));
+}
+
+#[test]
+fn another_cost_or_layout_is_refused() {
+    check_refused(shuffled().with_cost(Cost::ATTENTION), lengths(), 0..50);
+    check_refused(shuffled().with_layout(StepLayout::Dealt), lengths(), 0..50);
+}
+
+#[test]
+fn a_layout_that_makes_the_same_batches_is_refused() {
+    let sampler = |layout| {
+        let config = BatchConfig::default().with_max_batch_size(1);
+        let batches = DynamicBatchSampler::new([5_u32], config).unwrap();
+        let config = DistributedConfig::default().with_layout(layout);
+        DistributedBatchSampler::new(batches, Placement::SINGLE, config).unwrap()
+    };
+    let state = sampler(StepLayout::Grouped).epoch(Epoch::ZERO, 0..1).unwrap().state();
+    let refused = sampler(StepLayout::Dealt);
+    assert!(matches!(refused.resume(&state, 0..1), Err(Error::OtherBatches { .. })));
+}
+
+#[test]
+fn another_order_is_refused_even_if_every_batch_begins_alike() {
+    check_refused(shuffled(), lengths(), (0..50).rev());
+    // The second and the third sequence of the first batch change places.
+    check_refused(shuffled(), lengths(), [0, 2, 1].into_iter().chain(3..50));
+}
+
+#[test]
+fn other_lengths_are_refused_even_if_the_batches_hold_the_same_sequences() {
+    let mut lengths = lengths();
+    lengths[49] += 1;
+    check_refused(shuffled(), lengths.clone(), 0..50);
+    lengths[49] -= 1;
+    // Shorter, but no batch is padded less.
+    lengths[0] -= 1;
+    check_refused(shuffled(), lengths, 0..50);
+}
+
+#[test]
+fn steps_beyond_the_last_and_forms_of_the_future_are_refused() {
+    let sampler = sampler(lengths(), shuffled());
+    let mut done = state();
+    done.step = done.n_steps;
+    assert_eq!(sampler.resume(&done, 0..50).unwrap().count(), 0);
+    let mut ahead = state();
+    ahead.step = 99;
+    let error = sampler.resume(&ahead, 0..50).unwrap_err();
+    assert!(error.to_string().contains("step 99 of 7"), "{error}");
+    let mut newer = state();
+    newer.format_version = 2;
+    assert!(matches!(sampler.resume(&newer, 0..50), Err(Error::OtherBatches { .. })));
+}
+
+#[test]
+fn a_state_cannot_bring_its_own_cut() {
+    let strategy = DynamicBatchStrategy::Sorted { window: None, cut: Cut::Optimal };
+    let config = BatchConfig::default().with_strategy(strategy).with_max_tokens(120);
+    let batches = DynamicBatchSampler::new(lengths(), config).unwrap();
+    let placement = Placement::new(0, 2).unwrap();
+    let sampler = DistributedBatchSampler::new(batches, placement, shuffled()).unwrap();
+    let state = sampler.epoch(Epoch::ZERO, 0..50).unwrap().state();
+    assert!(sampler.resume(&state, 0..50).is_ok());
+    for cut in
+        [vec![], vec![(50, 1)], vec![(1, 50)], vec![(0, 50)], vec![(7, 1)], vec![(1, u32::MAX)]]
+    {
+        let mut other = state.clone();
+        other.cut = cut;
+        let refused = sampler.resume(&other, 0..50);
+        assert!(matches!(refused, Err(Error::OtherBatches { .. })), "{:?}", other.cut);
+    }
+}

@@ -1,6 +1,0 @@
-//! Laws that hold for every input: exhaustively on small grids, by random cases beyond.
-
-#![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
-
-mod batch;
-mod batch_sets;
