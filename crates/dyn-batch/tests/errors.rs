@@ -275,6 +275,14 @@ fn steps_that_cannot_be_are_refused() {
         error.to_string(),
         "1 batches cannot be split into equally many for each of 4 ranks"
     );
+    // A batch of 4 and one of 3: too many for one batch, too few for two.
+    let of_one = BatchConfig::default().with_max_batch_size(1);
+    let sampler_of_seven = sampler(vec![1; 7], of_one, dealt).unwrap();
+    let error = sampler_of_seven.epoch(Epoch::ZERO, 0..7).unwrap_err();
+    assert_eq!(
+        error.to_string(),
+        "2 batches cannot be split into equally many for each of 4 ranks"
+    );
     let error = sampler(vec![1], boundaries(&[9]), dealt).unwrap_err();
     assert_eq!(
         error.to_string(),

@@ -52,7 +52,7 @@ impl Buckets {
         for run in histogram.runs() {
             below += u128::from(run.count);
             // One boundary for all quantiles that are reached with this length.
-            if below * u128::from(n_buckets) / count > boundaries.len() as u128 || below == count {
+            if below * u128::from(n_buckets) / count > boundaries.len() as u128 {
                 boundaries.push(run.length);
             }
         }
