@@ -6,7 +6,7 @@ use serde::{Deserialize, Serialize, Serializer};
 
 use crate::{
     elem::ElemType,
-    error::{Error, Result},
+    error::{Error, ParameterError, Result},
     names, path,
 };
 
@@ -98,10 +98,10 @@ impl ParameterInfo {
     ///
     /// # Errors
     ///
-    /// - [`Error::ParameterTooLarge`] if the number of elements or bytes does not fit into 64 bits.
+    /// - [`ParameterError::TooLarge`] if the number of elements or bytes does not fit into 64 bits.
     ///   Dims of size zero do not hide the others: `[0, 2^40, 2^40]` is refused, so that no product
     ///   of some of the dims can overflow later.
-    /// - [`Error::PartialBlock`] if the elements are not whole blocks of the dtype.
+    /// - [`ParameterError::PartialBlock`] if the elements are not whole blocks of the dtype.
     pub fn new(
         name: impl Into<String>,
         shape: impl Into<Vec<u64>>,
@@ -109,11 +109,11 @@ impl ParameterInfo {
     ) -> Result<Self> {
         let (name, shape) = (name.into(), shape.into());
         if !fits(&shape, dtype) {
-            return Err(Error::ParameterTooLarge { name, shape, dtype });
+            return Err(Error::Parameters(ParameterError::TooLarge { name, shape, dtype }));
         }
         let numel = shape.iter().product();
         if numel % dtype.block_numel() > 0 {
-            return Err(Error::PartialBlock { name, shape, dtype });
+            return Err(Error::Parameters(ParameterError::PartialBlock { name, shape, dtype }));
         }
         let layer = path::layer_of(&name);
         let described = Description {
@@ -244,7 +244,12 @@ fn fits(shape: &[u64], dtype: ElemType) -> bool {
 
 /// The type that a file calls `dtype`, for its tensor `name`.
 pub(crate) fn dtype_of(name: &str, dtype: &str) -> Result<ElemType> {
-    let unknown = || Error::UnknownDtype { name: name.to_owned(), dtype: dtype.to_owned() };
+    let unknown = || {
+        Error::Parameters(ParameterError::UnknownDtype {
+            name: name.to_owned(),
+            dtype: dtype.to_owned(),
+        })
+    };
     ElemType::from_name(dtype).ok_or_else(unknown)
 }
 

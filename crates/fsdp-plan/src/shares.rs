@@ -7,7 +7,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::{
     arithmetic::{gcd, index},
-    error::{Error, Result},
+    error::{CutError, Error, Result},
 };
 
 /// How a buffer is divided over the members of a shard group: runs of it, in order, each with its
@@ -50,7 +50,7 @@ impl Shares {
     ///
     /// # Errors
     ///
-    /// [`Error::BrokenShares`] if the runs do not follow each other up to the total, or the owners
+    /// [`CutError::BrokenShares`] if the runs do not follow each other up to the total, or the owners
     /// are not all members of the group.
     pub(crate) fn from_table(group: WorldSize, table: Table) -> Result<Self> {
         let ends = || table.runs.iter().map(|&(end, _)| end);
@@ -62,7 +62,7 @@ impl Shares {
         if in_order && complete && all_own {
             Ok(Self { group, table: Some(table) })
         } else {
-            Err(Error::BrokenShares { total: table.total, group: group.as_u64() })
+            Err(Error::Cut(CutError::BrokenShares { total: table.total, group: group.as_u64() }))
         }
     }
 

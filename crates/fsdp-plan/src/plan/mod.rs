@@ -12,7 +12,7 @@ use core_types::{Rank, WorldSize};
 pub use self::{parameter::PlannedParameter, shards::ShardsOfRank};
 use crate::{
     cut::{Cut, ShardAssignment},
-    error::{Error, Result},
+    error::{CutError, Error, ParameterError, Result},
     groups::Groups,
     names::Names,
     shares::Shares,
@@ -66,16 +66,16 @@ impl ShardingPlan {
     ///
     /// # Errors
     ///
-    /// - [`Error::NoParameters`] or [`Error::DuplicateName`];
-    /// - [`Error::CutAlwaysGathered`] if a parameter that must be gathered always is not
+    /// - [`ParameterError::Empty`] or [`ParameterError::DuplicateName`];
+    /// - [`CutError::AlwaysGathered`] if a parameter that must be gathered always is not
     ///   [`Cut::Replicated`];
-    /// - [`Error::CutTied`] if a tied parameter is not [`Cut::Tied`], or another one is;
-    ///   [`Error::BadTie`] if what it is tied to does not exist, is tied itself, or differs in
+    /// - [`CutError::Tied`] if a tied parameter is not [`Cut::Tied`], or another one is;
+    ///   [`ParameterError::BadTie`] if what it is tied to does not exist, is tied itself, or differs in
     ///   shape, dtype or unit;
-    /// - [`Error::ScalarParameter`] if a parameter without dims is cut along dim 0;
-    /// - [`Error::CutsBlock`] or [`Error::BadGranule`] if a block of a dtype would be cut;
+    /// - [`CutError::Scalar`] if a parameter without dims is cut along dim 0;
+    /// - [`CutError::SplitsBlock`] or [`CutError::BadGranule`] if a block of a dtype would be cut;
     /// - [`Error::World`] if an owner is no rank of the world;
-    /// - [`Error::MixedUnit`] or [`Error::BrokenUnit`] if the parameters of a buffer, in the order
+    /// - [`CutError::MixedUnit`] or [`CutError::BrokenUnit`] if the parameters of a buffer, in the order
     ///   given, differ in dtype or in being trained where that must not be, or do not lie side by
     ///   side.
     pub fn new(
@@ -92,10 +92,12 @@ impl ShardingPlan {
         parameters: Vec<PlannedParameter>,
     ) -> Result<Self> {
         if parameters.is_empty() {
-            return Err(Error::NoParameters);
+            return Err(Error::Parameters(ParameterError::Empty));
         }
         let name = |position: usize| parameters[position].info().name();
-        let duplicate = |position| Error::DuplicateName { name: name(position).to_owned() };
+        let duplicate = |position| {
+            Error::Parameters(ParameterError::DuplicateName { name: name(position).to_owned() })
+        };
         let hashed = |position: usize| (parameters[position].info().name_hash(), name(position));
         let names = Names::new(parameters.len(), hashed).map_err(duplicate)?;
         check::cuts(&parameters, shares.group())?;
@@ -170,7 +172,7 @@ impl ShardingPlan {
     ///
     /// # Errors
     ///
-    /// - [`Error::NotResizable`] if a parameter is cut or owned in a way that fixes the part of
+    /// - [`CutError::NotResizable`] if a parameter is cut or owned in a way that fixes the part of
     ///   each rank: only [`Cut::Ragged`], [`Cut::Wrapped`], [`Cut::Replicated`] and [`Cut::Tied`]
     ///   can be resized;
     /// - [`Error::World`] or [`Error::TotalTooLarge`] if the new world, or the common multiple of
@@ -202,7 +204,9 @@ impl ShardingPlan {
         };
         if let Some(parameter) = self.parameters.iter().find(|parameter| is_fixed(parameter.cut()))
         {
-            return Err(Error::NotResizable { name: parameter.info().name().to_owned() });
+            return Err(Error::Cut(CutError::NotResizable {
+                name: parameter.info().name().to_owned(),
+            }));
         }
         Self { shares: self.shares.resized(group)?, ..self.clone() }.with_replicas(self.replicas())
     }

@@ -8,7 +8,7 @@ use serde::{
 };
 
 use crate::{
-    error::{Error, Result},
+    error::{Error, ParameterError, Result},
     names::Names,
     param::ParameterInfo,
 };
@@ -84,7 +84,9 @@ impl<'de, E: Entry + Deserialize<'de>> Visitor<'de> for EntriesVisitor<E> {
 pub(super) fn unique<'a>(len: usize, name: impl Fn(usize) -> (u64, &'a str)) -> Result<()> {
     match Names::new(len, &name) {
         Ok(_) => Ok(()),
-        Err(position) => Err(Error::DuplicateName { name: name(position).1.to_owned() }),
+        Err(position) => Err(Error::Parameters(ParameterError::DuplicateName {
+            name: name(position).1.to_owned(),
+        })),
     }
 }
 
