@@ -1,8 +1,10 @@
 //! Why one rank holds what it does, and what becomes of one parameter.
 
+use core_types::human::HumanBytes;
+
 use super::{
     columns, cut,
-    text::{Printable, binary, counted, grouped},
+    text::{Printable, counted, grouped},
 };
 use crate::{
     cost::{PlanCost, RankCost},
@@ -139,7 +141,7 @@ fn categories(cost: &PlanCost, rank: &RankCost) -> Vec<String> {
     ];
     let line = |(what, bytes, why): (&str, u128, &str)| {
         let why = if why.is_empty() { String::new() } else { format!(": {why}") };
-        format!("{what}: {} ({}){why}", counted(bytes, "byte"), binary(bytes))
+        format!("{what}: {} ({}){why}", counted(bytes, "byte"), HumanBytes(bytes))
     };
     lines.into_iter().map(line).collect()
 }

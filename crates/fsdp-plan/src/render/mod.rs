@@ -11,9 +11,9 @@ mod text;
 use std::{fmt, ops::Range};
 
 use comfy_table::{CellAlignment, Table, TableComponent, presets};
-use core_types::{Placement, Rank};
+use core_types::{Placement, Rank, human::HumanBytes};
 
-use self::text::{Printable, binary, counted, grouped};
+use self::text::{Printable, counted, grouped};
 use crate::{
     cost::{Collectives, CostModel, Traffic},
     error::{Error, Result},
@@ -74,7 +74,7 @@ fn kept_units(plan: &ShardingPlan) -> Option<String> {
 fn fitting(budget: &Budget) -> String {
     let verdict = match budget.missing_bytes {
         0 => String::from("it fits"),
-        missing => format!("{} ({}) are missing", counted(missing, "byte"), binary(missing)),
+        missing => format!("{} ({}) are missing", counted(missing, "byte"), HumanBytes(missing)),
     };
     let [peak, bytes] = [budget.peak_bytes, budget.bytes.into()].map(grouped);
     format!("a rank needs at most {peak} of {bytes} bytes, activations not counted: {verdict}")
@@ -124,7 +124,7 @@ impl ShardingPlan {
             counted(self.parameters().len() as u128, "parameter"),
             counted(self.numel(), "element"),
             counted(bytes, "byte"),
-            binary(bytes),
+            HumanBytes(bytes),
         )
     }
 
