@@ -153,7 +153,7 @@ impl ParameterInfo {
     #[must_use]
     pub fn with_requires_grad(self, requires_grad: bool) -> Self {
         self.edited(|described| {
-            described.requires_grad = requires_grad && described.dtype.is_trainable()
+            described.requires_grad = requires_grad && described.dtype.is_trainable();
         })
     }
 

@@ -78,6 +78,22 @@ pub enum Cut {
     Tied,
 }
 
+impl Cut {
+    /// The rank that owns the whole parameter, if one does.
+    pub(crate) fn owner(self) -> Option<Rank> {
+        match self {
+            Self::Whole { owner } => Some(owner),
+            Self::Dim0
+            | Self::Flat { .. }
+            | Self::FlatAligned { .. }
+            | Self::Ragged { .. }
+            | Self::Wrapped { .. }
+            | Self::Replicated
+            | Self::Tied => None,
+        }
+    }
+}
+
 /// The part of a parameter that one rank holds, counted in elements of the parameter in row-major
 /// order.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize)]

@@ -57,7 +57,7 @@ impl<'a> ShardsOfRank<'a> {
             self.next_run += 1;
             let (index, part) = division.part(&self.plan.shares, position, run);
             if !part.is_empty() {
-                return Some(ShardAssignment::new(self.rank, index, &parameter.info(), part));
+                return Some(ShardAssignment::new(self.rank, index, parameter.info(), part));
             }
         }
         None
