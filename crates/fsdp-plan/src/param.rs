@@ -80,9 +80,8 @@ impl Description {
     }
 
     fn give(&mut self, give: impl FnOnce(&mut Given)) {
-        let mut given = self.given.take().unwrap_or_default();
-        give(&mut given);
-        self.given = Some(given).filter(|given| **given != Given::default());
+        give(self.given.get_or_insert_default());
+        self.given.take_if(|given| **given == Given::default());
     }
 
     /// One of the texts that were given.
@@ -226,7 +225,9 @@ impl ParameterInfo {
     /// The number of bytes.
     pub fn bytes(&self) -> u64 {
         let bytes = self.0.dtype.bytes(self.numel().into());
-        u64::try_from(bytes).unwrap_or(u64::MAX) // never saturates: the constructor checked it
+        #[expect(clippy::expect_used, reason = "the constructor refuses larger parameters")]
+        let bytes = u64::try_from(bytes).expect("the bytes of a parameter fit into 64 bits");
+        bytes
     }
 
     /// The number of elements in one row, that is, in one step along dim 0.

@@ -126,7 +126,8 @@ impl Search {
     /// # Errors
     ///
     /// What stands in the way of every plan: the error of the last layout, if none of them can be
-    /// planned; [`Error::Zero`] without layouts.
+    /// planned; [`Error::Zero`] without layouts; [`Error::TotalTooLarge`] if the bytes that a device lacks do
+    /// not fit into 64 bits.
     pub fn run(&self, parameters: &[ParameterInfo]) -> Result<Outcome> {
         let mut found: Option<Candidate> = None;
         let mut smallest: Option<Candidate> = None;
@@ -147,7 +148,8 @@ impl Search {
             (Some(candidate), _) => Ok(Outcome::Fits(candidate)),
             (None, Some(smallest)) => {
                 let missing = smallest.cost.peak_bytes() - u128::from(self.budget_bytes);
-                let bytes = u64::try_from(missing).unwrap_or(u64::MAX);
+                let too_large = |_| Error::TotalTooLarge { what: "the bytes that a device lacks" };
+                let bytes = u64::try_from(missing).map_err(too_large)?;
                 Ok(Outcome::Missing { smallest, bytes })
             }
             (None, None) => Err(error),
@@ -196,7 +198,9 @@ fn keep(
 }
 
 fn rank_by_time(candidate: &Candidate, best: &Candidate) -> bool {
-    let key = |of: &Candidate| (of.cost.step_seconds.unwrap_or(0.0), of.cost.peak_bytes());
+    #[expect(clippy::expect_used, reason = "`with_model` adds links to a model without")]
+    let seconds = |of: &Candidate| of.cost.step_seconds.expect("a search has links");
+    let key = |of: &Candidate| (seconds(of), of.cost.peak_bytes());
     key(candidate) < key(best)
 }
 

@@ -78,12 +78,18 @@ impl Shares {
 
     /// The length of the whole, in the unit of [`Run`].
     pub(crate) fn total(&self) -> u64 {
-        self.table.as_ref().map_or(self.group.as_u64(), |table| table.total)
+        match &self.table {
+            None => self.group.as_u64(),
+            Some(table) => table.total,
+        }
     }
 
     /// The number of runs.
     pub(crate) fn len(&self) -> u64 {
-        self.table.as_ref().map_or(self.group.as_u64(), |table| table.runs.len() as u64)
+        match &self.table {
+            None => self.group.as_u64(),
+            Some(table) => table.runs.len() as u64,
+        }
     }
 
     /// The run at `position`, which is below [`len`](Self::len).
@@ -148,11 +154,14 @@ impl Shares {
         let mut kept = Vec::new();
         for run in (0..self.len()).map(|position| self.run(position)) {
             let len = (run.end - run.start) * factor;
-            let of_owner = wanted.get_mut(index(run.owner)).map_or(0, |wanted| {
-                let of_owner = len.min(*wanted);
-                *wanted -= of_owner;
-                of_owner
-            });
+            let of_owner = match wanted.get_mut(index(run.owner)) {
+                None => 0, // who leaves keeps nothing
+                Some(wanted) => {
+                    let of_owner = len.min(*wanted);
+                    *wanted -= of_owner;
+                    of_owner
+                }
+            };
             kept.push((of_owner, Some(run.owner)));
             kept.push((len - of_owner, None));
         }
@@ -172,7 +181,8 @@ fn give_out(kept: Vec<(u64, Option<u64>)>, wanted: Vec<u64>) -> Vec<(u64, u64)> 
             continue;
         }
         while len > 0 {
-            let Some((member, wanted)) = in_want.peek_mut() else { break };
+            #[expect(clippy::expect_used, reason = "all that is wanted is exactly the total")]
+            let (member, wanted) = in_want.peek_mut().expect("what is left is wanted by someone");
             let given = len.min(*wanted);
             (len, *wanted, end) = (len - given, *wanted - given, end + given);
             if given > 0 {

@@ -94,7 +94,7 @@ impl Sums {
     /// Returns the largest in each respect, and forgets them all.
     fn take_largest(&mut self) -> Share {
         let shares = self.touched.drain(..).map(|member| mem::take(&mut self.of_member[member]));
-        shares.reduce(Share::max).unwrap_or_default()
+        shares.fold(Share::default(), Share::max)
     }
 }
 

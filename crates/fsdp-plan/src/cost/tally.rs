@@ -90,7 +90,13 @@ impl<'a> Tally<'a> {
             let load = match cut {
                 // The unit is one tensor, which the first parameter stands for.
                 Cut::Flat { .. } => Load { owned: pricing.piece(numel).owned, ..Load::default() },
-                _ => Load { stored: 0, ..pricing.piece(numel) },
+                Cut::Dim0
+                | Cut::FlatAligned { .. }
+                | Cut::Ragged { .. }
+                | Cut::Wrapped { .. }
+                | Cut::Whole { .. }
+                | Cut::Replicated
+                | Cut::Tied => Load { stored: 0, ..pricing.piece(numel) },
             };
             self.loads.add_run(members, load);
         }
@@ -112,7 +118,9 @@ impl<'a> Tally<'a> {
 
     /// `fully_shard` gives the optimizer a tensor on every rank, also where that has no rows.
     fn add_states_of_empty_shards(&mut self, chunks: Chunks, pricing: Pricing) {
-        let n_owners = chunks.runs(self.group()).map(|(members, _)| members.end).max().unwrap_or(0);
+        #[expect(clippy::expect_used, reason = "a division without elements is `Nothing`")]
+        let n_owners =
+            chunks.runs(self.group()).map(|(members, _)| members.end).max().expect("rows");
         self.loads.add_run(n_owners..self.group().as_u64(), pricing.piece(0));
     }
 

@@ -143,7 +143,10 @@ impl Ragged {
         middle: Option<&Middle>,
     ) -> impl Iterator<Item = (u64, Range<u64>)> + use<'a> {
         let (first, end) = (self.first_position(shares), self.elements(self.end - self.start));
-        let middle = middle.map_or(first..first, |middle| middle.members.clone());
+        let middle = match middle {
+            None => first..first,
+            Some(middle) => middle.members.clone(),
+        };
         let before = self.parts_of_runs(shares, first..middle.start, end);
         let parts = before.chain(self.parts_of_runs(shares, middle.end..shares.len(), end));
         parts.filter(|(_, part)| !part.is_empty())

@@ -64,19 +64,20 @@ fn holders(plan: &ShardingPlan, parameter: &PlannedParameter) -> Vec<String> {
         left.0.zip(right.0).is_some_and(|(left, right)| left + 1 == right)
     };
     let runs = parts.chunk_by(|left, right| numel(left) == numel(right) && follows(left, right));
-    let lines = runs.filter_map(|run| {
-        let ((first, part), (last, _)) = (run.first()?, run.last()?);
+    let lines = runs.map(|run| {
+        let (first, part) = &run[0];
+        let (last, _) = &run[run.len() - 1];
         let who = match (first, last) {
             (None, _) | (_, None) => String::from("every rank"),
             (Some(first), Some(last)) if first == last => format!("rank {first}"),
             (Some(first), Some(last)) => format!("ranks {first}–{last}"),
         };
         let each = if run.len() > 1 { " each" } else { "" };
-        Some(format!(
+        format!(
             "{who}: {}{each}, from element {}",
             amount(parameter, part.end - part.start),
             grouped(part.start.into())
-        ))
+        )
     });
     lines.collect()
 }

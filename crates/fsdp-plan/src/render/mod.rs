@@ -50,7 +50,10 @@ impl fmt::Display for PlanReport<'_> {
             budget.as_ref().map(fitting),
         ];
         more.into_iter().flatten().try_for_each(|line| write!(f, "\n{line}"))?;
-        of_rank.as_ref().map_or(Ok(()), |of_rank| write!(f, "\n\n{}", shards::table(of_rank, plan)))
+        match of_rank {
+            None => Ok(()),
+            Some(of_rank) => write!(f, "\n\n{}", shards::table(of_rank, plan)),
+        }
     }
 }
 

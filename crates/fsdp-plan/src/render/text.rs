@@ -33,7 +33,10 @@ pub(super) fn counted(number: u128, noun: &str) -> String {
 
 /// A bar as long as `part` is large beside `largest`, rounded.
 pub(super) fn bar(part: u128, largest: u128) -> String {
-    let width = (part * BAR_WIDTH + largest / 2).checked_div(largest).unwrap_or(0);
+    if largest == 0 {
+        return String::new();
+    }
+    let width = (part * BAR_WIDTH + largest / 2) / largest;
     (0..width).map(|_| '█').collect()
 }
 

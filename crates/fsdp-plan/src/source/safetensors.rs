@@ -199,10 +199,9 @@ fn header(bytes: &[u8]) -> Result<&[u8]> {
     let truncated = |needed| Error::Source(SourceError::HeaderTruncated { needed, available });
     let (&prefix, rest) = bytes.split_first_chunk::<8>().ok_or_else(|| truncated(PREFIX_LEN))?;
     let len = header_len(prefix)?;
-    usize::try_from(len)
-        .ok()
-        .and_then(|len| rest.get(..len))
-        .ok_or_else(|| truncated(PREFIX_LEN + len))
+    #[expect(clippy::expect_used, reason = "`header_len` refuses what is longer than 100 MB")]
+    let end = usize::try_from(len).expect("the length of a header fits into 32 bits");
+    rest.get(..end).ok_or_else(|| truncated(PREFIX_LEN + len))
 }
 
 #[derive(Deserialize)]

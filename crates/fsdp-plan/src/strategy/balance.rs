@@ -223,7 +223,9 @@ impl Remaining {
 
 /// The largest sum of a bin, in O(m + n).
 pub(super) fn largest_sum(weights: &[u64], bins: &[usize], n_bins: usize) -> u128 {
-    sums(weights, bins, n_bins).into_iter().max().unwrap_or(0)
+    #[expect(clippy::expect_used, reason = "a world has at least one rank")]
+    let largest = sums(weights, bins, n_bins).into_iter().max().expect("at least one bin");
+    largest
 }
 
 /// The sum of each bin, in O(m + n).
@@ -246,7 +248,8 @@ fn sums(weights: &[u64], bins: &[usize], n_bins: usize) -> Vec<u128> {
 ///
 /// O(m + n log m) for n items.
 fn fill_empty_bins(sorted: &[u64], bins: &mut [usize], n_bins: usize) {
-    let n_used = bins.iter().max().map_or(0, |last| last + 1);
+    #[expect(clippy::expect_used, reason = "without items no capacity is tried")]
+    let n_used = bins.iter().max().expect("at least one item") + 1;
     let mut items = vec![Vec::new(); n_used];
     for (item, &bin) in bins.iter().enumerate() {
         items[bin].push(item);
@@ -272,7 +275,7 @@ fn fill_empty_bins(sorted: &[u64], bins: &mut [usize], n_bins: usize) {
 
 /// The smallest largest sum of `n_bins` runs, in O(n log w) for n items of a weight of at most w.
 fn least_capacity(weights: &[u64], prefix: &[u128], n_bins: usize) -> u128 {
-    let largest = weights.iter().copied().max().map_or(0, u128::from);
+    let Some(largest) = weights.iter().copied().max().map(u128::from) else { return 0 };
     let mut low = prefix[weights.len()].div_ceil(n_bins as u128).max(largest);
     // Enough for sure: a run that has no room for the next item then carries more than an even
     // share.

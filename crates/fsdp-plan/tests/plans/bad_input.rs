@@ -10,7 +10,7 @@ use fsdp_plan::{
     report::PlanReport,
     reshard::Reshard,
     search::Search,
-    strategy::{Full, Hsdp, Hybrid, Layout, ShardingStrategy, StrategyKind},
+    strategy::{Choice, Full, Hsdp, Hybrid, Layout, ShardingStrategy, StrategyKind},
 };
 
 use crate::inputs::{f32_parameter, full, rank, world};
@@ -382,4 +382,56 @@ fn plans_of_different_parameters_cannot_be_resharded() {
             "{error}"
         );
     }
+}
+
+/// A plan of one row for each of eight elements, resized from 2 to 3 ranks.
+fn resized_json() -> serde_json::Value {
+    let parameters = [f32_parameter("w", &[12])];
+    let plan = Full::new(Layout::ROWS).plan(&parameters, world(2)).unwrap();
+    serde_json::to_value(plan.resized(world(3)).unwrap()).unwrap()
+}
+
+fn read_shares(total: u64, runs: &[(u64, u64)]) -> Result<ShardingPlan, String> {
+    let mut json = resized_json();
+    json["shares"] = serde_json::json!({ "total": total, "runs": runs });
+    serde_json::from_value(json).map_err(|error| error.to_string())
+}
+
+#[test]
+fn shares_that_do_not_divide_the_whole_are_refused() {
+    let right = [(2, 0), (4, 1), (6, 2)];
+    assert!(read_shares(6, &right).is_ok());
+    assert!(read_shares(6, &[(1, 2), (2, 0), (4, 1), (6, 2)]).is_ok());
+    let broken = |total| CutError::BrokenShares { total, group: 3 }.to_string();
+    for (total, runs) in [
+        (6, &[][..]),
+        (7, &right),
+        (5, &right),
+        (6, &[(4, 0), (2, 1), (6, 2)]),
+        (6, &[(2, 0), (2, 1), (6, 2)]),
+        (6, &[(0, 0), (4, 1), (6, 2)]),
+        (6, &[(2, 0), (4, 1), (6, 1)]),
+        (6, &[(2, 0), (4, 1), (6, 3)]),
+        (6, &[(2, 0), (3, 1), (4, 2), (6, 3)]),
+    ] {
+        assert_eq!(read_shares(total, runs), Err(broken(total)), "{runs:?} of {total}");
+    }
+}
+
+#[test]
+fn documents_of_other_versions_are_refused() {
+    let mut json = resized_json();
+    json["format_version"] = 2.into();
+    let error = serde_json::from_value::<ShardingPlan>(json).unwrap_err();
+    assert_eq!(error.to_string(), Error::FormatVersion { found: 2 }.to_string());
+}
+
+#[test]
+fn what_is_not_in_a_plan_is_named() {
+    let plan = full(&[f32_parameter("w", &[4])], 2);
+    let unknown = Error::UnknownParameter { name: "v".into() };
+    assert_eq!(plan.explain_parameter("v"), Err(unknown));
+    assert!(plan.explain_parameter("w").is_ok());
+    let bad = Hybrid::default().with_rule("a.[", Choice::Replicate);
+    assert!(matches!(bad, Err(Error::BadPattern { pattern, .. }) if pattern == "a.["));
 }
