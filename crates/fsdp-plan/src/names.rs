@@ -10,7 +10,7 @@ use core_types::Fingerprint;
 pub(crate) struct Names(Vec<(u64, usize)>);
 
 impl Names {
-    /// Indexes `len` names, of which `name` gives each with its [`hash`].
+    /// Indexes `len` names; `name` returns the one at a position, with its [`hash`].
     ///
     /// # Errors
     ///

@@ -11,7 +11,7 @@ use crate::{
     plan::{PlannedParameter, ShardingPlan},
 };
 
-/// What has to move when a model that is sharded by one plan is to be sharded by another: to go on
+/// What has to move when a model that is sharded by one plan is to be sharded by another: to resume
 /// with another number of ranks, or to load a sharded checkpoint into another layout.
 ///
 /// Both plans are of the same parameters, in the same order. By default the ranks of the new plan

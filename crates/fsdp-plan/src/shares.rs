@@ -33,7 +33,7 @@ pub(crate) struct Table {
 
 /// A run of a buffer, as a fraction: from `start` to `end` of `total`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct Run {
+pub(crate) struct OwnedRun {
     pub(crate) start: u64,
     pub(crate) end: u64,
     pub(crate) total: u64,
@@ -50,8 +50,8 @@ impl Shares {
     ///
     /// # Errors
     ///
-    /// [`CutError::BrokenShares`] if the runs do not follow each other up to the total, or the owners
-    /// are not all members of the group.
+    /// [`CutError::BrokenShares`] if the runs do not follow each other up to the total, or the
+    /// owners are not all members of the group.
     pub(crate) fn from_table(group: WorldSize, table: Table) -> Result<Self> {
         let ends = || table.runs.iter().map(|&(end, _)| end);
         let in_order = ends().zip(ends().skip(1)).all(|(end, next)| end < next);
@@ -76,7 +76,7 @@ impl Shares {
         self.table.as_ref()
     }
 
-    /// The length of the whole, in the unit of [`Run`].
+    /// The length of the whole, in the unit of [`OwnedRun`].
     pub(crate) fn total(&self) -> u64 {
         match &self.table {
             None => self.group.as_u64(),
@@ -93,14 +93,14 @@ impl Shares {
     }
 
     /// The run at `position`, which is below [`len`](Self::len).
-    pub(crate) fn run(&self, position: u64) -> Run {
+    pub(crate) fn run(&self, position: u64) -> OwnedRun {
         let total = self.total();
         match &self.table {
-            None => Run { start: position, end: position + 1, total, owner: position },
+            None => OwnedRun { start: position, end: position + 1, total, owner: position },
             Some(Table { runs, .. }) => {
                 let at = index(position);
                 let start = if at == 0 { 0 } else { runs[at - 1].0 };
-                Run { start, end: runs[at].0, total, owner: runs[at].1 }
+                OwnedRun { start, end: runs[at].0, total, owner: runs[at].1 }
             }
         }
     }
@@ -155,7 +155,7 @@ impl Shares {
         for run in (0..self.len()).map(|position| self.run(position)) {
             let len = (run.end - run.start) * factor;
             let of_owner = match wanted.get_mut(index(run.owner)) {
-                None => 0, // who leaves keeps nothing
+                None => 0, // a member that leaves keeps nothing
                 Some(wanted) => {
                     let of_owner = len.min(*wanted);
                     *wanted -= of_owner;

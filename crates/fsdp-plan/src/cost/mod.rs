@@ -147,7 +147,7 @@ impl ShardingPlan {
         let ranks = ranks.collect::<Result<Vec<_>>>()?;
         let mut collectives = Collectives::default();
         let mut step_seconds = model.links().map(|_| 0.0);
-        for calls in messages.iter().flat_map(|message| schedule::calls(self, message)) {
+        for calls in messages.iter().flat_map(|message| message.collectives(self)) {
             collectives.add(calls)?;
             if let (Some(seconds), Some(links)) = (&mut step_seconds, model.links()) {
                 *seconds += links.seconds(self, calls);

@@ -13,7 +13,7 @@ use super::{
 };
 use crate::{
     cut::{Chunks, Cut, Division, Ragged},
-    groups::Groups,
+    groups::NamedGroups,
     param::ParameterInfo,
     plan::{PlannedParameter, ShardingPlan},
     shares::Shares,
@@ -39,7 +39,8 @@ impl<'a> Tally<'a> {
             messages: Vec::new(),
             positions: BTreeMap::new(),
         };
-        let units = Groups::of(plan.parameters().iter().map(|parameter| parameter.info().unit()));
+        let units =
+            NamedGroups::of(plan.parameters().iter().map(|parameter| parameter.info().unit()));
         let mut ragged: Vec<ragged::Unit<'_>> = vec![Vec::new(); units.names.len()];
         for (parameter, unit) in plan.parameters().iter().zip(units.of_item) {
             match (parameter.cut(), parameter.division()) {

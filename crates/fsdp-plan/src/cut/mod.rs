@@ -14,7 +14,7 @@ pub(crate) use self::{
 };
 use crate::{
     param::ParameterInfo,
-    shares::{Run, Shares},
+    shares::{OwnedRun, Shares},
 };
 
 /// How one parameter is divided over the ranks of a shard group.
@@ -186,7 +186,7 @@ impl Division {
     ///
     /// `run` is the one at `position` among the shares. Where bounds do not depend on the shares, a
     /// member owns one run, at the position of its number.
-    pub(crate) fn part(&self, shares: &Shares, position: u64, run: Run) -> (u64, Range<u64>) {
+    pub(crate) fn part(&self, shares: &Shares, position: u64, run: OwnedRun) -> (u64, Range<u64>) {
         match *self {
             Self::Chunks(chunks) => (
                 position.saturating_sub(chunks.first_owner(shares)),

@@ -7,7 +7,7 @@ use crate::{
     arithmetic::mul_div,
     elem::ElemType,
     param::ParameterInfo,
-    shares::{Run, Shares},
+    shares::{OwnedRun, Shares},
 };
 
 /// A parameter as the bytes `start..end` of a buffer that is divided by [`Shares`].
@@ -21,7 +21,7 @@ pub(crate) struct Ragged {
     dtype: ElemType,
 }
 
-/// Neighbors in the middle of a parameter, who have nothing else of its buffer: all have equally
+/// Neighbors in the middle of a parameter that hold nothing else of its buffer: all have equally
 /// many granules of it, or one more.
 #[derive(Clone, Debug)]
 pub(crate) struct Middle {
@@ -60,7 +60,7 @@ impl Ragged {
     }
 
     /// The elements that lie in `run`.
-    pub(super) fn part(&self, run: Run) -> Range<u64> {
+    pub(super) fn part(&self, run: OwnedRun) -> Range<u64> {
         self.bound(run.start, run.total)..self.bound(run.end, run.total)
     }
 

@@ -72,7 +72,7 @@ pub enum CutError {
     },
     /// The parameters of a buffer overlap, leave a gap where none may be, or do not fit into it.
     #[error(
-        "parameter {name} lies at {offset} of {len} in the buffer of unit {unit:?}, where {expected_offset} of {expected_len} was due"
+        "parameter {name} lies at {offset} of {len} in the buffer of unit {unit:?}, but {expected_offset} of {expected_len} is its place"
     )]
     BrokenUnit {
         /// The unit.

@@ -10,22 +10,22 @@ use crate::format::FORMAT_VERSION;
 /// The result of reading, planning or costing.
 pub type Result<T, E = Error> = std::result::Result<T, E>;
 
-/// Why there is no plan.
+/// Why a model cannot be read, planned or costed.
 ///
-/// Large subjects have errors of their own, which this one says in their words.
+/// Errors of the large subjects are nested; the message is that of the nested error.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {
     /// A rank or world size outside its limits.
     #[error(transparent)]
     World(#[from] core_types::Error),
-    /// A list of parameters that describes no model.
+    /// The list of parameters is not that of a model.
     #[error(transparent)]
     Parameters(#[from] ParameterError),
-    /// A plan that cuts parameters as they cannot be cut.
+    /// The plan cuts parameters in a way that is not possible.
     #[error(transparent)]
     Cut(#[from] CutError),
-    /// A file from which no list of parameters can be read.
+    /// The file does not hold a list of parameters.
     #[error(transparent)]
     Source(#[from] SourceError),
 
@@ -41,7 +41,7 @@ pub enum Error {
         /// What the number counts.
         what: &'static str,
     },
-    /// The world is no whole number of replicas.
+    /// The world size is not a multiple of the number of replicas.
     #[error("a world of {world_size} ranks does not divide into {replicas} replicas")]
     Replicas {
         /// The ranks.

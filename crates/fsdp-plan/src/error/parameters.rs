@@ -28,8 +28,11 @@ pub enum ParameterError {
         /// Its element type.
         dtype: ElemType,
     },
-    /// A parameter ends within a block of its type, of which only whole ones exist.
-    #[error("parameter {name} of shape {shape:?} is no whole number of blocks of {} elements, which {dtype} consists of", dtype.block_numel())]
+    /// A parameter ends within a block of its type; blocks cannot be split.
+    #[error(
+        "parameter {name} of shape {shape:?} does not consist of whole blocks of {dtype}, which have {} elements",
+        dtype.block_numel()
+    )]
     PartialBlock {
         /// The parameter.
         name: String,

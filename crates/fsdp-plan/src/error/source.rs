@@ -40,7 +40,7 @@ pub enum SourceError {
     },
     /// A tensor's bytes in a safetensors file are not where, or not as many as, they must be.
     #[error(
-        "tensor {name} lies at bytes {begin}..{end}, where {expected_begin}..{expected_end} was due"
+        "tensor {name} lies at bytes {begin}..{end}, but must lie at {expected_begin}..{expected_end}"
     )]
     BadOffsets {
         /// The tensor.

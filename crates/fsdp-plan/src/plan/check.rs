@@ -8,7 +8,7 @@ use super::parameter::PlannedParameter;
 use crate::{
     cut::Cut,
     error::{CutError, Error, ParameterError, Result},
-    groups::Groups,
+    groups::NamedGroups,
     param::ParameterInfo,
 };
 
@@ -95,7 +95,7 @@ pub(crate) fn ties<'a>(
 
 /// Checks that parameters which share a buffer can do so, and lie in it in order.
 pub(crate) fn buffers(parameters: &[PlannedParameter]) -> Result<()> {
-    let units = Groups::of(parameters.iter().map(|parameter| parameter.info().unit()));
+    let units = NamedGroups::of(parameters.iter().map(|parameter| parameter.info().unit()));
     let mut buffers: BTreeMap<_, Buffer<'_>> = BTreeMap::new();
     for (parameter, unit) in parameters.iter().zip(units.of_item) {
         let (info, cut) = (parameter.info(), parameter.cut());

@@ -13,7 +13,7 @@ pub use self::{parameter::PlannedParameter, shards::ShardsOfRank};
 use crate::{
     cut::{Cut, ShardAssignment},
     error::{CutError, Error, ParameterError, Result},
-    groups::Groups,
+    groups::NamedGroups,
     names::Names,
     shares::Shares,
 };
@@ -70,14 +70,14 @@ impl ShardingPlan {
     /// - [`CutError::AlwaysGathered`] if a parameter that must be gathered always is not
     ///   [`Cut::Replicated`];
     /// - [`CutError::Tied`] if a tied parameter is not [`Cut::Tied`], or another one is;
-    ///   [`ParameterError::BadTie`] if what it is tied to does not exist, is tied itself, or differs in
-    ///   shape, dtype or unit;
+    ///   [`ParameterError::BadTie`] if what it is tied to does not exist, is tied itself, or
+    ///   differs in shape, dtype or unit;
     /// - [`CutError::Scalar`] if a parameter without dims is cut along dim 0;
     /// - [`CutError::SplitsBlock`] or [`CutError::BadGranule`] if a block of a dtype would be cut;
     /// - [`Error::World`] if an owner is no rank of the world;
-    /// - [`CutError::MixedUnit`] or [`CutError::BrokenUnit`] if the parameters of a buffer, in the order
-    ///   given, differ in dtype or in being trained where that must not be, or do not lie side by
-    ///   side.
+    /// - [`CutError::MixedUnit`] or [`CutError::BrokenUnit`] if the parameters of a buffer, in the
+    ///   order given, differ in dtype or in being trained where that must not be, or do not lie
+    ///   side by side.
     pub fn new(
         strategy: impl Into<String>,
         world_size: WorldSize,
@@ -132,7 +132,8 @@ impl ShardingPlan {
     /// let parameters = [ParameterInfo::new("fc.weight", [8, 4], ElemType::F32)?];
     /// let plan = Full::default().plan(&parameters, WorldSize::new(4)?)?.with_replicas(2)?;
     /// assert_eq!((plan.world_size().as_u64(), plan.shard_group().as_u64()), (8, 4));
-    /// assert_eq!(plan.cost(&CostModel::default())?.collectives.all_reduce.bytes, 32); // a quarter of the gradients
+    /// // A quarter of the gradients.
+    /// assert_eq!(plan.cost(&CostModel::default())?.collectives.all_reduce.bytes, 32);
     /// # Ok::<(), fsdp_plan::Error>(())
     /// ```
     pub fn with_replicas(mut self, replicas: u64) -> Result<Self> {
@@ -244,7 +245,8 @@ impl ShardingPlan {
 
     /// The units, but for the root unit, in the order in which their parameters first occur.
     pub fn units(&self) -> Vec<&str> {
-        let units = Groups::of(self.parameters.iter().map(|parameter| parameter.info().unit()));
+        let units =
+            NamedGroups::of(self.parameters.iter().map(|parameter| parameter.info().unit()));
         units.names.into_iter().filter(|unit| !unit.is_empty()).collect()
     }
 

@@ -9,7 +9,7 @@ use super::{
 use crate::{
     cost::{PlanCost, RankCost},
     error::Result,
-    groups::Groups,
+    groups::NamedGroups,
     plan::{PlannedParameter, ShardingPlan},
 };
 
@@ -96,7 +96,7 @@ fn amount(parameter: &PlannedParameter, numel: u64) -> String {
 
 /// What one rank holds, category by category and unit by unit.
 pub(super) fn rank(plan: &ShardingPlan, cost: &PlanCost, rank: &RankCost) -> Result<String> {
-    let units = Groups::of(plan.parameters().iter().map(|parameter| parameter.info().unit()));
+    let units = NamedGroups::of(plan.parameters().iter().map(|parameter| parameter.info().unit()));
     let mut owned = vec![(0_u128, 0_u128); units.names.len()];
     let mut shards = plan.shards_of_rank(rank.rank)?;
     while let Some((position, shard)) = shards.next_shard() {

@@ -10,11 +10,11 @@ use super::{
 };
 use crate::{
     cut::Cut,
-    groups::Groups,
+    groups::NamedGroups,
     plan::{PlannedParameter, ShardingPlan},
 };
 
-/// So many owners of the parameters of a layer are named.
+/// The most owners of a layer that are named.
 const MAX_OWNERS: usize = 2;
 
 /// A line for each layer, neighbors that differ in nothing but the name on one line.
@@ -65,7 +65,8 @@ struct Content {
 impl<'a> Layer<'a> {
     /// Every layer, in the order in which they first occur.
     fn all(plan: &'a ShardingPlan) -> Vec<Self> {
-        let groups = Groups::of(plan.parameters().iter().map(|parameter| parameter.info().layer()));
+        let groups =
+            NamedGroups::of(plan.parameters().iter().map(|parameter| parameter.info().layer()));
         let layers =
             groups.names.into_iter().map(|name| Self { name, content: Content::default() });
         let mut layers: Vec<Self> = layers.collect();
@@ -106,7 +107,8 @@ impl Content {
         }
     }
 
-    /// Who holds parameters whole. Many owners are counted: a line that names hundreds is no table.
+    /// The owners of whole parameters. Many are counted instead of named, because one cell with
+    /// hundreds of ranks makes every line of the table as long as itself.
     fn whole(&self) -> String {
         if self.owners.len() > MAX_OWNERS {
             return format!("whole, on {} ranks", grouped(self.owners.len() as u128));

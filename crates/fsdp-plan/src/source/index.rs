@@ -21,18 +21,16 @@ use crate::{
 ///
 /// # Errors
 ///
-/// [`SourceError::Malformed`], [`ParameterError::DuplicateName`](crate::ParameterError::DuplicateName) if a tensor is listed twice, or
-/// [`SourceError::BadFileName`] if a file is not a plain name: a downloaded index has no say over other
-/// folders.
+/// [`SourceError::Malformed`],
+/// [`ParameterError::DuplicateName`](crate::ParameterError::DuplicateName) if a tensor is listed
+/// twice, or [`SourceError::BadFileName`] if a file is not a plain name: a downloaded index has no
+/// say over other folders.
 ///
 /// # Examples
 ///
 /// ```
-/// let json = r#"{"weight_map": {"b": "model-2.safetensors", "a": "model-1.safetensors", "c": "model-2.safetensors"}}"#;
-/// assert_eq!(
-///     fsdp_plan::source::index_files(json)?,
-///     ["model-1.safetensors", "model-2.safetensors"]
-/// );
+/// let json = r#"{"weight_map": {"b": "2.safetensors", "a": "1.safetensors"}}"#;
+/// assert_eq!(fsdp_plan::source::index_files(json)?, ["1.safetensors", "2.safetensors"]);
 /// # Ok::<(), fsdp_plan::Error>(())
 /// ```
 pub fn index_files(json: &str) -> Result<Vec<String>> {
@@ -44,8 +42,9 @@ pub fn index_files(json: &str) -> Result<Vec<String>> {
 ///
 /// # Errors
 ///
-/// Those of [`index_files`] and of `read`; [`SourceError::NotInIndex`] if a file has a tensor that the
-/// index does not place there, and [`SourceError::NotInFile`] if it lacks one that the index does.
+/// Those of [`index_files`] and of `read`; [`SourceError::NotInIndex`] if a file has a tensor that
+/// the index does not place there, and [`SourceError::NotInFile`] if it lacks one that the index
+/// does.
 ///
 /// # Examples
 ///

@@ -77,7 +77,10 @@ pub fn from_safetensors(bytes: &[u8]) -> Result<Vec<ParameterInfo>> {
 /// ```
 /// use fsdp_plan::source::SafetensorsHeader;
 ///
-/// let json = r#"{"__metadata__": {"step": "7"}, "bias": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}}"#;
+/// let json = r#"{
+///     "__metadata__": {"step": "7"},
+///     "bias": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
+/// }"#;
 /// let mut file = (json.len() as u64).to_le_bytes().to_vec();
 /// file.extend(json.as_bytes());
 /// file.extend([1.5_f32, 2.5].map(f32::to_le_bytes).as_flattened());
@@ -132,11 +135,13 @@ impl SafetensorsHeader {
     /// # Errors
     ///
     /// - [`SourceError::HeaderTooLong`] or [`SourceError::HeaderTruncated`];
-    /// - [`SourceError::Malformed`], [`ParameterError::UnknownDtype`](crate::ParameterError::UnknownDtype), [`ParameterError::DuplicateName`](crate::ParameterError::DuplicateName) or
+    /// - [`SourceError::Malformed`],
+    ///   [`ParameterError::UnknownDtype`](crate::ParameterError::UnknownDtype),
+    ///   [`ParameterError::DuplicateName`](crate::ParameterError::DuplicateName) or
     ///   [`ParameterError::TooLarge`](crate::ParameterError::TooLarge);
     /// - [`Error::TotalTooLarge`] if the end of a tensor would leave 64 bits;
-    /// - [`SourceError::BadOffsets`] if tensors overlap, leave gaps, or have another size than shape and
-    ///   dtype say.
+    /// - [`SourceError::BadOffsets`] if tensors overlap, leave gaps, or have another size than
+    ///   shape and dtype say.
     pub fn parse(bytes: &[u8]) -> Result<Self> {
         let text = header(bytes)?;
         let Entries { named, metadata } = parse::<Entries<Tensor<'_>>>(HEADER, text)?;
@@ -178,7 +183,7 @@ impl SafetensorsHeader {
         }
     }
 
-    /// The length of the whole file: its last tensor ends there.
+    /// The length of the whole file, which ends where its last tensor does.
     pub fn file_len(&self) -> u64 {
         self.file_len
     }

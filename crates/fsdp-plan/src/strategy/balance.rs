@@ -1,9 +1,9 @@
 //! Weights into bins, so that no bin is much heavier than the others: any items together, or only
 //! neighbors.
 //!
-//! A bin is whoever carries the items (a rank, a pipeline stage), a weight whatever is to be
-//! balanced. Everything is computed in integers, and ties are broken by position, so every rank
-//! finds the same answer.
+//! A bin stands for what carries the items (a rank, a pipeline stage), a weight for what is to be
+//! balanced (bytes, milliseconds). Everything is computed in integers, and ties are broken by
+//! position, so every rank finds the same answer.
 //!
 //! # References
 //!
@@ -69,7 +69,7 @@ pub(super) fn contiguous(weights: &[u64], bins: WorldSize) -> Vec<usize> {
     owners
 }
 
-/// Returns a sum that the largest bin has at least, whoever fills the bins.
+/// Returns a lower bound of the largest sum, however the bins are filled.
 ///
 /// It is the largest of three: an even share; the largest weight; and, because one of `n_bins` bins
 /// has at least k + 1 of any k × `n_bins` + 1 items, the k + 1 smallest of that many largest
@@ -119,7 +119,7 @@ fn lower_bound_sorted(sorted: &[u64], n_bins: usize) -> u128 {
     (0..n_crowds).map(crowded).fold(prefix[sorted.len()].div_ceil(n_bins as u128), u128::max)
 }
 
-/// [`balanced`] for weights that fall and bins of which none is too many.
+/// [`balanced`] for weights that fall, and no more bins than items.
 ///
 /// Where [`longest_first`] meets the lower bound, as it does for equal weights, no capacity is left
 /// to try.

@@ -46,7 +46,8 @@ use crate::{cut::Cut, error::Result, param::ParameterInfo, pattern::Pattern, pla
 /// assert!(matches!(plan.parameters()[2].cut(), Cut::Whole { .. }));
 ///
 /// let hybrid = Hybrid::default().with_rule("*.ln_f.*", Choice::Replicate)?;
-/// assert_eq!(hybrid.plan(&parameters, WorldSize::new(2)?)?.parameters()[1].cut(), Cut::Dim0); // `transformer` was first
+/// let plan = hybrid.plan(&parameters, WorldSize::new(2)?)?;
+/// assert_eq!(plan.parameters()[1].cut(), Cut::Dim0); // the rule for `transformer` comes first
 /// assert_eq!(hybrid.matches(&parameters).overlaps, [("transformer.ln_f.weight", vec![0, 5])]);
 /// # Ok::<(), fsdp_plan::Error>(())
 /// ```
@@ -136,7 +137,7 @@ impl Hybrid {
         self
     }
 
-    /// The rules, the first of which wins.
+    /// The rules. The first one that picks a parameter decides.
     pub fn rules(&self) -> &[Rule] {
         &self.rules
     }

@@ -9,7 +9,7 @@ use super::{ShardingStrategy, assemble, balance, divisible};
 use crate::{
     cut::Cut,
     error::{Error, Result},
-    groups::Groups,
+    groups::NamedGroups,
     param::ParameterInfo,
     plan::ShardingPlan,
 };
@@ -46,7 +46,8 @@ use crate::{
 ///     .map(|info| plan.owner_of(info.name()).map(|rank| rank.as_u64()))
 ///     .collect();
 /// assert_eq!(owners, [Some(0), Some(1), Some(1)]);
-/// assert_eq!(plan.layer_balance().unwrap().lower_bound, 16); // two of three layers must share a rank
+/// // Two of three layers must share a rank.
+/// assert_eq!(plan.layer_balance().unwrap().lower_bound, 16);
 /// # Ok::<(), fsdp_plan::Error>(())
 /// ```
 #[derive(Clone, Debug, Default, PartialEq, Eq, Hash)]
@@ -152,13 +153,13 @@ impl ShardingStrategy for LayerWise {
 
 /// The layers of some parameters.
 struct Layers<'a> {
-    names: Groups<'a>,
+    names: NamedGroups<'a>,
     weights: Vec<u64>,
 }
 
 impl<'a> Layers<'a> {
     fn of(infos: &[&'a ParameterInfo], weight: &LayerWeight) -> Result<Self> {
-        let names = Groups::of(infos.iter().map(|info| info.layer()));
+        let names = NamedGroups::of(infos.iter().map(|info| info.layer()));
         let weights = match weight {
             LayerWeight::Bytes => sums(infos, &names, ParameterInfo::bytes)?,
             LayerWeight::Numel => sums(infos, &names, ParameterInfo::numel)?,
@@ -201,7 +202,7 @@ fn no_cost(layer: &str) -> Error {
 /// The weight of each group, as the sum over its items.
 fn sums(
     infos: &[&ParameterInfo],
-    groups: &Groups<'_>,
+    groups: &NamedGroups<'_>,
     weight: impl Fn(&ParameterInfo) -> u64,
 ) -> Result<Vec<u64>> {
     let mut sums = vec![0_u64; groups.names.len()];
@@ -245,8 +246,8 @@ impl ShardingPlan {
         Some(LayerBalance::of(&layers.weights, &owners, self.shard_group()))
     }
 
-    /// The rank of the first shard group that owns the whole of the parameter `name`; `None` if none
-    /// does.
+    /// The rank of the first shard group that owns the whole of the parameter `name`; `None` if
+    /// none does.
     pub fn owner_of(&self, name: &str) -> Option<Rank> {
         self.parameters()[self.index_of(name)?].cut().owner()
     }

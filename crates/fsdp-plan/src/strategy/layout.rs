@@ -7,7 +7,7 @@ use crate::{
     arithmetic::lcm,
     cut::Cut,
     error::{Error, Result},
-    groups::Groups,
+    groups::NamedGroups,
     param::ParameterInfo,
 };
 
@@ -170,7 +170,7 @@ const TOO_LARGE: Error = Error::TotalTooLarge { what: "the parameters of a unit"
 
 /// The parameters of each unit end to end.
 struct Buffers<'a> {
-    units: Groups<'a>,
+    units: NamedGroups<'a>,
     /// Where each parameter begins.
     offsets: Vec<u64>,
     /// Where each unit ends.
@@ -184,7 +184,7 @@ impl<'a> Buffers<'a> {
         infos: &[(&'a ParameterInfo, Layout)],
         place: impl Fn(u64, &ParameterInfo) -> Option<(u64, u64)>,
     ) -> Result<Self> {
-        let units = Groups::of(infos.iter().map(|(info, _)| info.unit()));
+        let units = NamedGroups::of(infos.iter().map(|(info, _)| info.unit()));
         let mut lens = vec![0; units.names.len()];
         let mut offsets = Vec::with_capacity(infos.len());
         for (&(info, _), &unit) in infos.iter().zip(&units.of_item) {

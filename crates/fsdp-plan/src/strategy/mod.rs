@@ -1,5 +1,5 @@
-//! How to decide who owns what: one trait, several answers, and a factory for those of the first
-//! spec.
+//! How to decide who owns what: one trait, several answers, and a factory by their
+//! names.
 
 mod balance;
 mod full;
