@@ -2,7 +2,7 @@
 //!
 //! The formulas are those of PyTorch's `fully_shard` (FSDP2) and `FullyShardedDataParallel`
 //! (FSDP1); tests compare them to the byte with what torch answers. Nothing here grows with
-//! parameters × ranks: see [`loads`].
+//! parameters × ranks: see `loads.rs`.
 
 mod collectives;
 mod links;

@@ -453,3 +453,13 @@ fn many_owners_of_a_layer_are_counted_and_lines_stay_short() {
         assert!(report.lines().all(|line| line.chars().count() <= 120), "{report}");
     }
 }
+
+#[test]
+fn of_equally_fast_plans_a_search_takes_the_one_with_less_memory() {
+    // A single rank sends nothing. Adam counts steps once per tensor, and a flat unit is one tensor.
+    let parameters = [parameter("a", &[4]), parameter("b", &[4])];
+    for layouts in [[Layout::Dim0, Layout::Flat], [Layout::Flat, Layout::Dim0]] {
+        let search = Search::new(WorldSize::ONE, 1 << 20).with_layouts(layouts);
+        assert_eq!(search.run(&parameters).unwrap().into_candidate().plan.strategy(), "full-flat");
+    }
+}

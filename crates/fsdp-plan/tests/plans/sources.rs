@@ -321,3 +321,17 @@ fn an_index_and_its_files_must_agree() {
         Err(Error::Source(SourceError::NotInIndex { tensor: "b".into(), file: file() }))
     );
 }
+
+#[test]
+fn a_tensor_that_only_ends_in_the_right_place_is_refused() {
+    let header = r#"{"a": {"dtype": "U8", "shape": [4], "data_offsets": [0, 4]},
+        "b": {"dtype": "U8", "shape": [2], "data_offsets": [3, 6]}}"#;
+    let misplaced = SourceError::BadOffsets {
+        name: "b".into(),
+        begin: 3,
+        end: 6,
+        expected_begin: 4,
+        expected_end: 6,
+    };
+    assert_eq!(read(header), Err(Error::Source(misplaced)));
+}
