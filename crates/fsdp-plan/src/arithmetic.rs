@@ -16,7 +16,11 @@ pub(crate) fn mul_div(a: u64, b: u64, c: u64) -> u64 {
         // Most worlds are powers of two, for which a shift does.
         Some(product) if c.is_power_of_two() => product >> c.trailing_zeros(),
         Some(product) => product / c,
-        None => u64::try_from(u128::from(a) * u128::from(b) / u128::from(c)).unwrap_or(u64::MAX),
+        None => {
+            let quotient = u128::from(a) * u128::from(b) / u128::from(c);
+            #[expect(clippy::expect_used, reason = "the caller's part of the bargain")]
+            u64::try_from(quotient).expect("no more than the factor that may exceed `c`")
+        }
     }
 }
 

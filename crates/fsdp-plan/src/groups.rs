@@ -4,12 +4,12 @@ use std::collections::BTreeMap;
 
 /// Names in the order in which they first occur, and for every item which of them it has.
 #[derive(Debug, Default)]
-pub(crate) struct Groups<'a> {
+pub(crate) struct NamedGroups<'a> {
     pub(crate) names: Vec<&'a str>,
     pub(crate) of_item: Vec<usize>,
 }
 
-impl<'a> Groups<'a> {
+impl<'a> NamedGroups<'a> {
     pub(crate) fn of(items: impl Iterator<Item = &'a str>) -> Self {
         let mut positions = BTreeMap::new();
         let mut groups = Self::default();

@@ -24,7 +24,7 @@ pub mod strategy;
 pub use self::{
     cut::{Cut, ShardAssignment},
     elem::ElemType,
-    error::{Error, Result},
+    error::{CutError, Error, ParameterError, Result, SourceError},
     format::FORMAT_VERSION,
     param::ParameterInfo,
     pattern::Pattern,

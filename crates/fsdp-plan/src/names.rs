@@ -1,6 +1,6 @@
 //! Which parameter has which name: an index that is quick to make.
 
-use std::hash::{DefaultHasher, Hash, Hasher};
+use core_types::Fingerprint;
 
 /// Positions by name, sorted by a hash of the name and then by the name.
 ///
@@ -10,7 +10,7 @@ use std::hash::{DefaultHasher, Hash, Hasher};
 pub(crate) struct Names(Vec<(u64, usize)>);
 
 impl Names {
-    /// Indexes `len` names, of which `name` gives each with its [`hash`].
+    /// Indexes `len` names; `name` returns the one at a position, with its [`hash`].
     ///
     /// # Errors
     ///
@@ -45,7 +45,5 @@ impl Names {
 
 /// The hash of a name, the same in every process.
 pub(crate) fn hash(name: &str) -> u64 {
-    let mut hasher = DefaultHasher::new();
-    name.hash(&mut hasher);
-    hasher.finish()
+    Fingerprint::new().bytes(name.as_bytes()).finish()
 }

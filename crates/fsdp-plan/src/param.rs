@@ -6,7 +6,7 @@ use serde::{Deserialize, Serialize, Serializer};
 
 use crate::{
     elem::ElemType,
-    error::{Error, Result},
+    error::{Error, ParameterError, Result},
     names, path,
 };
 
@@ -80,9 +80,8 @@ impl Description {
     }
 
     fn give(&mut self, give: impl FnOnce(&mut Given)) {
-        let mut given = self.given.take().unwrap_or_default();
-        give(&mut given);
-        self.given = Some(given).filter(|given| **given != Given::default());
+        give(self.given.get_or_insert_default());
+        self.given.take_if(|given| **given == Given::default());
     }
 
     /// One of the texts that were given.
@@ -98,10 +97,10 @@ impl ParameterInfo {
     ///
     /// # Errors
     ///
-    /// - [`Error::ParameterTooLarge`] if the number of elements or bytes does not fit into 64 bits.
+    /// - [`ParameterError::TooLarge`] if the number of elements or bytes does not fit into 64 bits.
     ///   Dims of size zero do not hide the others: `[0, 2^40, 2^40]` is refused, so that no product
     ///   of some of the dims can overflow later.
-    /// - [`Error::PartialBlock`] if the elements are not whole blocks of the dtype.
+    /// - [`ParameterError::PartialBlock`] if the elements are not whole blocks of the dtype.
     pub fn new(
         name: impl Into<String>,
         shape: impl Into<Vec<u64>>,
@@ -109,11 +108,11 @@ impl ParameterInfo {
     ) -> Result<Self> {
         let (name, shape) = (name.into(), shape.into());
         if !fits(&shape, dtype) {
-            return Err(Error::ParameterTooLarge { name, shape, dtype });
+            return Err(Error::Parameters(ParameterError::TooLarge { name, shape, dtype }));
         }
         let numel = shape.iter().product();
         if numel % dtype.block_numel() > 0 {
-            return Err(Error::PartialBlock { name, shape, dtype });
+            return Err(Error::Parameters(ParameterError::PartialBlock { name, shape, dtype }));
         }
         let layer = path::layer_of(&name);
         let described = Description {
@@ -153,7 +152,7 @@ impl ParameterInfo {
     #[must_use]
     pub fn with_requires_grad(self, requires_grad: bool) -> Self {
         self.edited(|described| {
-            described.requires_grad = requires_grad && described.dtype.is_trainable()
+            described.requires_grad = requires_grad && described.dtype.is_trainable();
         })
     }
 
@@ -226,7 +225,9 @@ impl ParameterInfo {
     /// The number of bytes.
     pub fn bytes(&self) -> u64 {
         let bytes = self.0.dtype.bytes(self.numel().into());
-        u64::try_from(bytes).unwrap_or(u64::MAX) // never saturates: the constructor checked it
+        #[expect(clippy::expect_used, reason = "the constructor refuses larger parameters")]
+        let bytes = u64::try_from(bytes).expect("the bytes of a parameter fit into 64 bits");
+        bytes
     }
 
     /// The number of elements in one row, that is, in one step along dim 0.
@@ -244,7 +245,12 @@ fn fits(shape: &[u64], dtype: ElemType) -> bool {
 
 /// The type that a file calls `dtype`, for its tensor `name`.
 pub(crate) fn dtype_of(name: &str, dtype: &str) -> Result<ElemType> {
-    let unknown = || Error::UnknownDtype { name: name.to_owned(), dtype: dtype.to_owned() };
+    let unknown = || {
+        Error::Parameters(ParameterError::UnknownDtype {
+            name: name.to_owned(),
+            dtype: dtype.to_owned(),
+        })
+    };
     ElemType::from_name(dtype).ok_or_else(unknown)
 }
 

@@ -11,7 +11,7 @@ use crate::{
     plan::{PlannedParameter, ShardingPlan},
 };
 
-/// What has to move when a model that is sharded by one plan is to be sharded by another: to go on
+/// What has to move when a model that is sharded by one plan is to be sharded by another: to resume
 /// with another number of ranks, or to load a sharded checkpoint into another layout.
 ///
 /// Both plans are of the same parameters, in the same order. By default the ranks of the new plan
@@ -261,23 +261,29 @@ impl<'a> Reshard<'a> {
         }
     }
 
+    /// The move that brings an overlap to the new rank `rank`; `None` if it is there already.
     fn to_move(&self, param_idx: usize, overlap: &Overlap, rank: u64) -> Option<Move> {
         let source = self.source(overlap, rank);
-        let moved = || {
-            Some(Move {
-                param_idx,
-                start: self.bytes(param_idx, &(0..overlap.part.start)),
-                bytes: self.bytes(param_idx, &overlap.part),
-                from: Placement::new(source, self.from.world_size().as_u64()).ok()?.rank(),
-                to: Placement::new(rank, self.to.world_size().as_u64()).ok()?.rank(),
-            })
-        };
-        if source == self.places[index(rank)] { None } else { moved() }
+        if source == self.places[index(rank)] {
+            return None;
+        }
+        Some(Move {
+            param_idx,
+            start: self.bytes(param_idx, &(0..overlap.part.start)),
+            bytes: self.bytes(param_idx, &overlap.part),
+            from: rank_of(self.from, source),
+            to: rank_of(self.to, rank),
+        })
     }
 
     fn bytes(&self, param_idx: usize, part: &Range<u64>) -> u64 {
         self.from.parameters()[param_idx].info().dtype().bytes_of_blocks(part.end - part.start)
     }
+}
+
+#[expect(clippy::expect_used, reason = "sources and ranks are computed modulo the world")]
+fn rank_of(plan: &ShardingPlan, rank: u64) -> Rank {
+    Placement::new(rank, plan.world_size().as_u64()).expect("a rank of the plan's world").rank()
 }
 
 /// The place of each new rank: that of the old member that `old_of` pairs its own member with, in
@@ -294,5 +300,7 @@ fn places(from: &ShardingPlan, to: &ShardingPlan, old_of: &[Option<u64>]) -> Vec
     let mut is_free = vec![true; index(old_world.max(new_world))];
     paired.iter().flatten().for_each(|&place| is_free[index(place)] = false);
     let mut free = (0..).zip(is_free).filter(|&(_, is_free)| is_free).map(|(place, _)| place);
-    paired.into_iter().filter_map(|place| place.or_else(|| free.next())).collect()
+    #[expect(clippy::expect_used, reason = "there are at least as many places as new ranks")]
+    let mut next_free = || free.next().expect("every pair takes one place");
+    paired.into_iter().map(|place| place.unwrap_or_else(&mut next_free)).collect()
 }

@@ -36,7 +36,7 @@ use crate::{
 /// let parameters: Vec<_> = (0..4)
 ///     .map(|block| ParameterInfo::new(format!("h.{block}.w"), [1024, 1024], ElemType::F32))
 ///     .collect::<Result<_, _>>()?;
-/// // Weights, gradients and Adam's moments take 64 MiB; on each device of two nodes of eight there are 48.
+/// // Weights, gradients and Adam's moments take 64 MiB. Each device of two nodes of eight has 48.
 /// let search = Search::new(WorldSize::new(16)?, 48 << 20);
 /// let Outcome::Fits(found) = search.run(&parameters)? else { panic!("it fits") };
 /// assert_eq!(found.plan.shard_group().as_u64(), 8); // parameters are gathered within a node
@@ -47,7 +47,8 @@ use crate::{
 /// else {
 ///     panic!()
 /// };
-/// assert_eq!(bytes, (8 << 20) + 4 * 4); // also in a group of four: 16 MiB of state, 8 gathered, 4 not yet reduced
+/// // Also in a group of four: 16 MiB of state, 8 gathered, 4 not yet reduced.
+/// assert_eq!(bytes, (8 << 20) + 4 * 4);
 /// # Ok::<(), fsdp_plan::Error>(())
 /// ```
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
@@ -126,7 +127,8 @@ impl Search {
     /// # Errors
     ///
     /// What stands in the way of every plan: the error of the last layout, if none of them can be
-    /// planned; [`Error::Zero`] without layouts.
+    /// planned; [`Error::Zero`] without layouts; [`Error::TotalTooLarge`] if the bytes that a
+    /// device lacks do not fit into 64 bits.
     pub fn run(&self, parameters: &[ParameterInfo]) -> Result<Outcome> {
         let mut found: Option<Candidate> = None;
         let mut smallest: Option<Candidate> = None;
@@ -147,7 +149,8 @@ impl Search {
             (Some(candidate), _) => Ok(Outcome::Fits(candidate)),
             (None, Some(smallest)) => {
                 let missing = smallest.cost.peak_bytes() - u128::from(self.budget_bytes);
-                let bytes = u64::try_from(missing).unwrap_or(u64::MAX);
+                let too_large = |_| Error::TotalTooLarge { what: "the bytes that a device lacks" };
+                let bytes = u64::try_from(missing).map_err(too_large)?;
                 Ok(Outcome::Missing { smallest, bytes })
             }
             (None, None) => Err(error),
@@ -196,7 +199,9 @@ fn keep(
 }
 
 fn rank_by_time(candidate: &Candidate, best: &Candidate) -> bool {
-    let key = |of: &Candidate| (of.cost.step_seconds.unwrap_or(0.0), of.cost.peak_bytes());
+    #[expect(clippy::expect_used, reason = "`with_model` adds links to a model without")]
+    let seconds = |of: &Candidate| of.cost.step_seconds.expect("a search has links");
+    let key = |of: &Candidate| (seconds(of), of.cost.peak_bytes());
     key(candidate) < key(best)
 }
 

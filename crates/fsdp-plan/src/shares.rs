@@ -7,7 +7,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::{
     arithmetic::{gcd, index},
-    error::{Error, Result},
+    error::{CutError, Error, Result},
 };
 
 /// How a buffer is divided over the members of a shard group: runs of it, in order, each with its
@@ -33,7 +33,7 @@ pub(crate) struct Table {
 
 /// A run of a buffer, as a fraction: from `start` to `end` of `total`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct Run {
+pub(crate) struct OwnedRun {
     pub(crate) start: u64,
     pub(crate) end: u64,
     pub(crate) total: u64,
@@ -50,8 +50,8 @@ impl Shares {
     ///
     /// # Errors
     ///
-    /// [`Error::BrokenShares`] if the runs do not follow each other up to the total, or the owners
-    /// are not all members of the group.
+    /// [`CutError::BrokenShares`] if the runs do not follow each other up to the total, or the
+    /// owners are not all members of the group.
     pub(crate) fn from_table(group: WorldSize, table: Table) -> Result<Self> {
         let ends = || table.runs.iter().map(|&(end, _)| end);
         let in_order = ends().zip(ends().skip(1)).all(|(end, next)| end < next);
@@ -62,7 +62,7 @@ impl Shares {
         if in_order && complete && all_own {
             Ok(Self { group, table: Some(table) })
         } else {
-            Err(Error::BrokenShares { total: table.total, group: group.as_u64() })
+            Err(Error::Cut(CutError::BrokenShares { total: table.total, group: group.as_u64() }))
         }
     }
 
@@ -76,25 +76,31 @@ impl Shares {
         self.table.as_ref()
     }
 
-    /// The length of the whole, in the unit of [`Run`].
+    /// The length of the whole, in the unit of [`OwnedRun`].
     pub(crate) fn total(&self) -> u64 {
-        self.table.as_ref().map_or(self.group.as_u64(), |table| table.total)
+        match &self.table {
+            None => self.group.as_u64(),
+            Some(table) => table.total,
+        }
     }
 
     /// The number of runs.
     pub(crate) fn len(&self) -> u64 {
-        self.table.as_ref().map_or(self.group.as_u64(), |table| table.runs.len() as u64)
+        match &self.table {
+            None => self.group.as_u64(),
+            Some(table) => table.runs.len() as u64,
+        }
     }
 
     /// The run at `position`, which is below [`len`](Self::len).
-    pub(crate) fn run(&self, position: u64) -> Run {
+    pub(crate) fn run(&self, position: u64) -> OwnedRun {
         let total = self.total();
         match &self.table {
-            None => Run { start: position, end: position + 1, total, owner: position },
+            None => OwnedRun { start: position, end: position + 1, total, owner: position },
             Some(Table { runs, .. }) => {
                 let at = index(position);
                 let start = if at == 0 { 0 } else { runs[at - 1].0 };
-                Run { start, end: runs[at].0, total, owner: runs[at].1 }
+                OwnedRun { start, end: runs[at].0, total, owner: runs[at].1 }
             }
         }
     }
@@ -148,11 +154,14 @@ impl Shares {
         let mut kept = Vec::new();
         for run in (0..self.len()).map(|position| self.run(position)) {
             let len = (run.end - run.start) * factor;
-            let of_owner = wanted.get_mut(index(run.owner)).map_or(0, |wanted| {
-                let of_owner = len.min(*wanted);
-                *wanted -= of_owner;
-                of_owner
-            });
+            let of_owner = match wanted.get_mut(index(run.owner)) {
+                None => 0, // a member that leaves keeps nothing
+                Some(wanted) => {
+                    let of_owner = len.min(*wanted);
+                    *wanted -= of_owner;
+                    of_owner
+                }
+            };
             kept.push((of_owner, Some(run.owner)));
             kept.push((len - of_owner, None));
         }
@@ -172,7 +181,8 @@ fn give_out(kept: Vec<(u64, Option<u64>)>, wanted: Vec<u64>) -> Vec<(u64, u64)> 
             continue;
         }
         while len > 0 {
-            let Some((member, wanted)) = in_want.peek_mut() else { break };
+            #[expect(clippy::expect_used, reason = "all that is wanted is exactly the total")]
+            let (member, wanted) = in_want.peek_mut().expect("what is left is wanted by someone");
             let given = len.min(*wanted);
             (len, *wanted, end) = (len - given, *wanted - given, end + given);
             if given > 0 {

@@ -19,7 +19,7 @@ pub struct Traffic {
 /// The collectives of one step, one forward and one backward pass, as one rank takes part in them.
 ///
 /// Units are gathered before the forward pass, and again before the backward pass because they are
-/// freed in between; only the root unit and [kept units](ShardingPlan::with_kept_units) stay, as in
+/// freed in between; only the root unit and [kept units](crate::ShardingPlan::with_kept_units) stay, as in
 /// PyTorch's `fully_shard`. Gradients are reduced once per unit. Layers that are not cut are
 /// broadcast by their owner and reduced to it in the same rhythm, and so are the parts of wrapped
 /// tensors. Gradients of replicated parameters are averaged by one `all_reduce` per unit; with

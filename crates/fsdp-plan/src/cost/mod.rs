@@ -2,7 +2,7 @@
 //!
 //! The formulas are those of PyTorch's `fully_shard` (FSDP2) and `FullyShardedDataParallel`
 //! (FSDP1); tests compare them to the byte with what torch answers. Nothing here grows with
-//! parameters × ranks: see [`loads`].
+//! parameters × ranks: see `loads.rs`.
 
 mod collectives;
 mod links;
@@ -31,6 +31,7 @@ use self::{
     tally::Tally,
 };
 use crate::{
+    arithmetic::index,
     error::{Error, Result},
     plan::ShardingPlan,
 };
@@ -95,7 +96,7 @@ pub struct PlanCost {
 impl PlanCost {
     /// The most that a rank holds at any time, but for activations.
     pub fn peak_bytes(&self) -> u128 {
-        self.ranks.iter().map(RankCost::peak_bytes).max().unwrap_or(0)
+        self.ranks.iter().map(RankCost::peak_bytes).fold(0, u128::max)
     }
 }
 
@@ -145,18 +146,15 @@ impl ShardingPlan {
         let ranks = ranks.map(|(rank, &load)| RankCost::new(rank, load, gathered, unreduced));
         let ranks = ranks.collect::<Result<Vec<_>>>()?;
         let mut collectives = Collectives::default();
-        let mut seconds = 0.0;
-        for calls in messages.iter().flat_map(|message| schedule::calls(self, message)) {
+        let mut step_seconds = model.links().map(|_| 0.0);
+        for calls in messages.iter().flat_map(|message| message.collectives(self)) {
             collectives.add(calls)?;
-            seconds += model.links().map_or(0.0, |links| links.seconds(self, calls));
+            if let (Some(seconds), Some(links)) = (&mut step_seconds, model.links()) {
+                *seconds += links.seconds(self, calls);
+            }
         }
         let max_over_mean = max_over_mean(&ranks);
-        Ok(PlanCost {
-            ranks,
-            max_over_mean,
-            collectives,
-            step_seconds: model.links().map(|_| seconds),
-        })
+        Ok(PlanCost { ranks, max_over_mean, collectives, step_seconds })
     }
 }
 
@@ -167,7 +165,8 @@ pub(crate) fn max_kept_units(plan: &ShardingPlan, model: &CostModel, budget_byte
     let units = plan.units();
     let positions: BTreeMap<&str, usize> =
         units.iter().zip(0..).map(|(&unit, position)| (unit, position)).collect();
-    let total = loads.into_members().iter().map(Load::total).max().unwrap_or(0);
+    #[expect(clippy::expect_used, reason = "a shard group has at least one member")]
+    let total = loads.into_members().iter().map(Load::total).max().expect("a member");
     let rest = i128::from(budget_bytes) - total;
     let fits = |n_kept: usize| {
         let stays = |unit: &str| {
@@ -218,26 +217,27 @@ fn gathered_bytes(
     }
     let travelling = messages.iter().filter(|message| message.kind != Kind::Replicated);
     let (kept, passing): (Vec<_>, Vec<_>) = travelling.partition(|message| stays(message.unit));
-    let run = usize::try_from(model.prefetch.saturating_add(1))
-        .unwrap_or(usize::MAX)
-        .min(passing.len())
-        .max(1);
+    let run = index(model.prefetch.saturating_add(1).min(passing.len() as u64)).max(1);
     let sum = |messages: &[&Message<'_>]| {
         messages.iter().map(|message| message.gather_bytes).sum::<u128>()
     };
-    sum(&kept) + passing.windows(run).map(sum).max().unwrap_or(0)
+    sum(&kept) + passing.windows(run).map(sum).fold(0, u128::max)
 }
 
 /// The largest buffer of gradients that are to be reduced to their owners.
 fn unreduced_bytes(plan: &ShardingPlan, messages: &[Message<'_>]) -> u128 {
+    if plan.shard_group() == WorldSize::ONE {
+        return 0;
+    }
     let reduced = messages.iter().filter(|message| message.kind != Kind::Replicated);
-    let largest = reduced.map(|message| message.reduce_bytes).max().unwrap_or(0);
-    if plan.shard_group() == WorldSize::ONE { 0 } else { largest }
+    reduced.map(|message| message.reduce_bytes).fold(0, u128::max)
 }
 
 #[expect(clippy::cast_precision_loss, reason = "a ratio is for people; 53 bits are enough of it")]
 fn max_over_mean(ranks: &[RankCost]) -> f64 {
     let bytes = || ranks.iter().map(|rank| u128::from(rank.param_bytes));
-    let (max, total) = (bytes().max().unwrap_or(0), bytes().sum::<u128>());
-    if total == 0 { 1.0 } else { (max * ranks.len() as u128) as f64 / total as f64 }
+    match (bytes().max(), bytes().sum::<u128>()) {
+        (None, _) | (_, 0) => 1.0,
+        (Some(max), total) => (max * ranks.len() as u128) as f64 / total as f64,
+    }
 }

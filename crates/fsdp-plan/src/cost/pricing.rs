@@ -39,6 +39,7 @@ impl Pricing {
 }
 
 fn signed(bytes: u128) -> i128 {
-    // At most 2^72: 2^64 elements of the widest block, a few times.
-    i128::try_from(bytes).unwrap_or(i128::MAX)
+    #[expect(clippy::expect_used, reason = "2^64 elements of the widest block, a few times")]
+    let bytes = i128::try_from(bytes).expect("at most 2^72");
+    bytes
 }

@@ -1,4 +1,4 @@
-//! The parts of ragged units, each of which every member has another one of.
+//! The loads of ragged units, where every member has another part.
 //!
 //! Most members lie in the middle of a parameter and have one of two amounts of it. They are loaded
 //! with the smaller one all at once, so that only the edges of parameters and the members with the
@@ -94,7 +94,7 @@ impl Sums {
     /// Returns the largest in each respect, and forgets them all.
     fn take_largest(&mut self) -> Share {
         let shares = self.touched.drain(..).map(|member| mem::take(&mut self.of_member[member]));
-        shares.reduce(Share::max).unwrap_or_default()
+        shares.fold(Share::default(), Share::max)
     }
 }
 

@@ -1,19 +1,19 @@
 //! What travels in a step, and when: the schedule of PyTorch's `fully_shard` as data.
 //!
-//! Each [`Message`] is brought to all ranks of a shard group before it is needed, and its gradients
-//! are taken to their owners afterwards; [`calls`] says by which collectives. What a step costs is
-//! a fold over them.
+//! The parameters of a [`Message`] are gathered on all ranks of a shard group before they are
+//! needed, and their gradients are reduced to the owners afterwards; [`Message::collectives`] says
+//! by which calls. What a step costs is a fold over these.
 
 use crate::plan::ShardingPlan;
 
 /// How parameters travel.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(super) enum Kind {
-    /// Everyone sends a part to everyone.
+    /// Each rank holds a part: all-gather and reduce-scatter.
     Sharded,
-    /// Owners send to everyone.
+    /// Some ranks hold whole parts: broadcast and reduce.
     Owned,
-    /// Everyone has a copy, and only gradients travel.
+    /// Each rank holds a copy: only gradients travel, by all-reduce.
     Replicated,
 }
 
@@ -53,43 +53,59 @@ pub(super) enum Scope {
     World,
 }
 
-/// Some calls of one kind, with the bytes of each.
+/// Some calls of one kind.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Calls {
     pub(super) operation: Operation,
     pub(super) scope: Scope,
+    /// The number of calls.
     pub(super) count: u64,
-    /// Bytes of all calls.
+    /// The bytes of all calls together.
     pub(super) bytes: u128,
 }
 
-/// The calls that bring the parameters of `message` and take their gradients away.
-pub(super) fn calls(plan: &ShardingPlan, message: &Message<'_>) -> Vec<Calls> {
-    let group = u128::from(plan.shard_group().as_u64());
-    let gathers = if plan.keeps_gathered(message.unit) { 1 } else { 2 };
-    let call = |operation, scope, times: u64, bytes| {
-        let count = message.calls * times;
-        Calls { operation, scope, count, bytes: bytes * u128::from(times) }
-    };
-    let gather = |operation| call(operation, Scope::Group, gathers, message.gather_bytes);
-    let reduce = |operation| call(operation, Scope::Group, 1, message.reduce_bytes);
-    let average = |bytes| call(Operation::AllReduce, Scope::Replicas, 1, bytes);
-    let calls = match message.kind {
-        Kind::Sharded => {
-            vec![
-                gather(Operation::AllGather),
-                reduce(Operation::ReduceScatter),
-                average(message.reduce_bytes / group),
-            ]
-        }
-        Kind::Owned => vec![
-            gather(Operation::Broadcast),
-            reduce(Operation::Reduce),
-            average(message.reduce_bytes),
-        ],
-        Kind::Replicated => vec![call(Operation::AllReduce, Scope::World, 1, message.reduce_bytes)],
-    };
-    calls.into_iter().filter(|calls| calls.bytes > 0 && calls.scope.size(plan) > 1).collect()
+impl Message<'_> {
+    /// The calls that gather the parameters, reduce their gradients, and average these over the
+    /// replicas; without those that send nothing or have one rank.
+    pub(super) fn collectives(&self, plan: &ShardingPlan) -> impl Iterator<Item = Calls> {
+        let group = u128::from(plan.shard_group().as_u64());
+        let calls = match self.kind {
+            Kind::Sharded => vec![
+                self.gather(Operation::AllGather, plan),
+                self.reduce(Operation::ReduceScatter),
+                self.average(self.reduce_bytes / group),
+            ],
+            Kind::Owned => vec![
+                self.gather(Operation::Broadcast, plan),
+                self.reduce(Operation::Reduce),
+                self.average(self.reduce_bytes),
+            ],
+            Kind::Replicated => {
+                vec![self.once(Operation::AllReduce, Scope::World, self.reduce_bytes)]
+            }
+        };
+        calls.into_iter().filter(|calls| calls.bytes > 0 && calls.scope.size(plan) > 1)
+    }
+
+    /// Parameters are gathered for the forward pass, and again for the backward pass unless they
+    /// stay.
+    fn gather(&self, operation: Operation, plan: &ShardingPlan) -> Calls {
+        let once = self.once(operation, Scope::Group, self.gather_bytes);
+        let times = if plan.keeps_gathered(self.unit) { 1 } else { 2 };
+        Calls { count: once.count * times, bytes: once.bytes * u128::from(times), ..once }
+    }
+
+    fn reduce(&self, operation: Operation) -> Calls {
+        self.once(operation, Scope::Group, self.reduce_bytes)
+    }
+
+    fn average(&self, bytes: u128) -> Calls {
+        self.once(Operation::AllReduce, Scope::Replicas, bytes)
+    }
+
+    fn once(&self, operation: Operation, scope: Scope, bytes: u128) -> Calls {
+        Calls { operation, scope, count: self.calls, bytes }
+    }
 }
 
 impl Scope {

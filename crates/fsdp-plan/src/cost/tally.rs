@@ -13,7 +13,7 @@ use super::{
 };
 use crate::{
     cut::{Chunks, Cut, Division, Ragged},
-    groups::Groups,
+    groups::NamedGroups,
     param::ParameterInfo,
     plan::{PlannedParameter, ShardingPlan},
     shares::Shares,
@@ -39,7 +39,8 @@ impl<'a> Tally<'a> {
             messages: Vec::new(),
             positions: BTreeMap::new(),
         };
-        let units = Groups::of(plan.parameters().iter().map(|parameter| parameter.info().unit()));
+        let units =
+            NamedGroups::of(plan.parameters().iter().map(|parameter| parameter.info().unit()));
         let mut ragged: Vec<ragged::Unit<'_>> = vec![Vec::new(); units.names.len()];
         for (parameter, unit) in plan.parameters().iter().zip(units.of_item) {
             match (parameter.cut(), parameter.division()) {
@@ -90,7 +91,13 @@ impl<'a> Tally<'a> {
             let load = match cut {
                 // The unit is one tensor, which the first parameter stands for.
                 Cut::Flat { .. } => Load { owned: pricing.piece(numel).owned, ..Load::default() },
-                _ => Load { stored: 0, ..pricing.piece(numel) },
+                Cut::Dim0
+                | Cut::FlatAligned { .. }
+                | Cut::Ragged { .. }
+                | Cut::Wrapped { .. }
+                | Cut::Whole { .. }
+                | Cut::Replicated
+                | Cut::Tied => Load { stored: 0, ..pricing.piece(numel) },
             };
             self.loads.add_run(members, load);
         }
@@ -112,7 +119,9 @@ impl<'a> Tally<'a> {
 
     /// `fully_shard` gives the optimizer a tensor on every rank, also where that has no rows.
     fn add_states_of_empty_shards(&mut self, chunks: Chunks, pricing: Pricing) {
-        let n_owners = chunks.runs(self.group()).map(|(members, _)| members.end).max().unwrap_or(0);
+        #[expect(clippy::expect_used, reason = "a division without elements is `Nothing`")]
+        let n_owners =
+            chunks.runs(self.group()).map(|(members, _)| members.end).max().expect("rows");
         self.loads.add_run(n_owners..self.group().as_u64(), pricing.piece(0));
     }
 

@@ -20,7 +20,7 @@ pub(crate) struct Chunks {
 
 impl Chunks {
     pub(super) fn rows(info: &ParameterInfo) -> Self {
-        let rows = info.shape().first().copied().unwrap_or(1);
+        let rows = info.shape()[0]; // a plan does not cut parameters without dims along dim 0
         Self { start: 0, end: rows, total: rows, item_numel: info.row_numel() }
     }
 
@@ -85,15 +85,18 @@ impl Chunks {
 
     /// The elements that a member holds.
     pub(super) fn part(&self, shares: &Shares, member: u64) -> Range<u64> {
-        let Ok(place) = Placement::new(member, shares.group().as_u64()) else { return 0..0 };
+        #[expect(clippy::expect_used, reason = "shares are checked against the group")]
+        let place = Placement::new(member, shares.group().as_u64()).expect("a member of the group");
         let chunk = split::chunk(self.total, place);
         let within = |item: u64| (item.clamp(self.start, self.end) - self.start) * self.item_numel;
         within(chunk.start)..within(chunk.end)
     }
 
     fn chunk_items(&self, group: WorldSize) -> u64 {
-        // Chunks are as long as the first of them.
-        group.placements().next().map_or(0, |first| split::chunk(self.total, first).end)
+        #[expect(clippy::expect_used, reason = "a group has at least one member")]
+        let first = group.placements().next().expect("the first member");
+        // No chunk is longer than the first.
+        split::chunk(self.total, first).end
     }
 }
 

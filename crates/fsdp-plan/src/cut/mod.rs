@@ -14,7 +14,7 @@ pub(crate) use self::{
 };
 use crate::{
     param::ParameterInfo,
-    shares::{Run, Shares},
+    shares::{OwnedRun, Shares},
 };
 
 /// How one parameter is divided over the ranks of a shard group.
@@ -76,6 +76,22 @@ pub enum Cut {
     /// Not at all: it is another name of the parameter it is tied to, and nothing is held under
     /// this one.
     Tied,
+}
+
+impl Cut {
+    /// The rank that owns the whole parameter, if one does.
+    pub(crate) fn owner(self) -> Option<Rank> {
+        match self {
+            Self::Whole { owner } => Some(owner),
+            Self::Dim0
+            | Self::Flat { .. }
+            | Self::FlatAligned { .. }
+            | Self::Ragged { .. }
+            | Self::Wrapped { .. }
+            | Self::Replicated
+            | Self::Tied => None,
+        }
+    }
 }
 
 /// The part of a parameter that one rank holds, counted in elements of the parameter in row-major
@@ -170,7 +186,7 @@ impl Division {
     ///
     /// `run` is the one at `position` among the shares. Where bounds do not depend on the shares, a
     /// member owns one run, at the position of its number.
-    pub(crate) fn part(&self, shares: &Shares, position: u64, run: Run) -> (u64, Range<u64>) {
+    pub(crate) fn part(&self, shares: &Shares, position: u64, run: OwnedRun) -> (u64, Range<u64>) {
         match *self {
             Self::Chunks(chunks) => (
                 position.saturating_sub(chunks.first_owner(shares)),

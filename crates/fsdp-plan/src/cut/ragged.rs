@@ -7,7 +7,7 @@ use crate::{
     arithmetic::mul_div,
     elem::ElemType,
     param::ParameterInfo,
-    shares::{Run, Shares},
+    shares::{OwnedRun, Shares},
 };
 
 /// A parameter as the bytes `start..end` of a buffer that is divided by [`Shares`].
@@ -21,7 +21,7 @@ pub(crate) struct Ragged {
     dtype: ElemType,
 }
 
-/// Neighbors in the middle of a parameter, who have nothing else of its buffer: all have equally
+/// Neighbors in the middle of a parameter that hold nothing else of its buffer: all have equally
 /// many granules of it, or one more.
 #[derive(Clone, Debug)]
 pub(crate) struct Middle {
@@ -60,7 +60,7 @@ impl Ragged {
     }
 
     /// The elements that lie in `run`.
-    pub(super) fn part(&self, run: Run) -> Range<u64> {
+    pub(super) fn part(&self, run: OwnedRun) -> Range<u64> {
         self.bound(run.start, run.total)..self.bound(run.end, run.total)
     }
 
@@ -143,7 +143,10 @@ impl Ragged {
         middle: Option<&Middle>,
     ) -> impl Iterator<Item = (u64, Range<u64>)> + use<'a> {
         let (first, end) = (self.first_position(shares), self.elements(self.end - self.start));
-        let middle = middle.map_or(first..first, |middle| middle.members.clone());
+        let middle = match middle {
+            None => first..first,
+            Some(middle) => middle.members.clone(),
+        };
         let before = self.parts_of_runs(shares, first..middle.start, end);
         let parts = before.chain(self.parts_of_runs(shares, middle.end..shares.len(), end));
         parts.filter(|(_, part)| !part.is_empty())

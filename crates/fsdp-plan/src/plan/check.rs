@@ -7,8 +7,8 @@ use core_types::{Placement, WorldSize};
 use super::parameter::PlannedParameter;
 use crate::{
     cut::Cut,
-    error::{Error, Result},
-    groups::Groups,
+    error::{CutError, Error, ParameterError, Result},
+    groups::NamedGroups,
     param::ParameterInfo,
 };
 
@@ -18,14 +18,17 @@ pub(crate) fn cuts(parameters: &[PlannedParameter], group: WorldSize) -> Result<
         let (info, cut) = (parameter.info(), parameter.cut());
         let name = || info.name().to_owned();
         if info.tied_to().is_some() != (cut == Cut::Tied) {
-            return Err(Error::CutTied { name: name(), is_tied: info.tied_to().is_some() });
+            return Err(Error::Cut(CutError::Tied {
+                name: name(),
+                is_tied: info.tied_to().is_some(),
+            }));
         }
         if info.always_gather() && !matches!(cut, Cut::Replicated | Cut::Tied) {
-            return Err(Error::CutAlwaysGathered { name: name() });
+            return Err(Error::Cut(CutError::AlwaysGathered { name: name() }));
         }
         match cut {
             Cut::Dim0 if info.shape().is_empty() => {
-                return Err(Error::ScalarParameter { name: name() });
+                return Err(Error::Cut(CutError::Scalar { name: name() }));
             }
             Cut::Dim0 => whole_blocks(info, info.row_numel(), group)?,
             Cut::Flat { .. } | Cut::FlatAligned { .. } => whole_blocks(info, 1, group)?,
@@ -42,11 +45,11 @@ fn whole_blocks(info: &ParameterInfo, item_numel: u64, group: WorldSize) -> Resu
     if group == WorldSize::ONE || item_numel.is_multiple_of(info.dtype().block_numel()) {
         return Ok(());
     }
-    Err(Error::CutsBlock {
+    Err(Error::Cut(CutError::SplitsBlock {
         name: info.name().to_owned(),
         shape: info.shape().to_vec(),
         dtype: info.dtype(),
-    })
+    }))
 }
 
 fn granules(info: &ParameterInfo, granule: u64, round_up_from: u64) -> Result<()> {
@@ -55,7 +58,12 @@ fn granules(info: &ParameterInfo, granule: u64, round_up_from: u64) -> Result<()
     if whole_blocks && (1..=granule).contains(&round_up_from) {
         return Ok(());
     }
-    Err(Error::BadGranule { name: info.name().to_owned(), dtype, granule, round_up_from })
+    Err(Error::Cut(CutError::BadGranule {
+        name: info.name().to_owned(),
+        dtype,
+        granule,
+        round_up_from,
+    }))
 }
 
 /// Checks that every tied parameter is another name of one that is planned like it.
@@ -76,18 +84,18 @@ pub(crate) fn ties<'a>(
             }
             Some(_) => continue,
         };
-        return Err(Error::BadTie {
+        return Err(Error::Parameters(ParameterError::BadTie {
             name: info.name().to_owned(),
             target: target.to_owned(),
             reason,
-        });
+        }));
     }
     Ok(())
 }
 
 /// Checks that parameters which share a buffer can do so, and lie in it in order.
 pub(crate) fn buffers(parameters: &[PlannedParameter]) -> Result<()> {
-    let units = Groups::of(parameters.iter().map(|parameter| parameter.info().unit()));
+    let units = NamedGroups::of(parameters.iter().map(|parameter| parameter.info().unit()));
     let mut buffers: BTreeMap<_, Buffer<'_>> = BTreeMap::new();
     for (parameter, unit) in parameters.iter().zip(units.of_item) {
         let (info, cut) = (parameter.info(), parameter.cut());
@@ -150,14 +158,14 @@ impl<'a> Buffer<'a> {
     }
 
     fn broken(&self, info: &ParameterInfo, found: (u64, u64), expected: (u64, u64)) -> Error {
-        Error::BrokenUnit {
+        Error::Cut(CutError::BrokenUnit {
             unit: if self.kind == Kind::Wrapped { String::new() } else { info.unit().to_owned() },
             name: info.name().to_owned(),
             offset: found.0,
             len: found.1,
             expected_offset: expected.0,
             expected_len: expected.1,
-        }
+        })
     }
 }
 
@@ -170,10 +178,10 @@ fn same_buffer(first: &ParameterInfo, second: &ParameterInfo) -> Result<()> {
     } else {
         return Ok(());
     };
-    Err(Error::MixedUnit {
+    Err(Error::Cut(CutError::MixedUnit {
         unit: first.unit().to_owned(),
         first: first.name().to_owned(),
         second: second.name().to_owned(),
         property,
-    })
+    }))
 }

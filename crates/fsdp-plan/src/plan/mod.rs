@@ -12,8 +12,8 @@ use core_types::{Rank, WorldSize};
 pub use self::{parameter::PlannedParameter, shards::ShardsOfRank};
 use crate::{
     cut::{Cut, ShardAssignment},
-    error::{Error, Result},
-    groups::Groups,
+    error::{CutError, Error, ParameterError, Result},
+    groups::NamedGroups,
     names::Names,
     shares::Shares,
 };
@@ -66,18 +66,18 @@ impl ShardingPlan {
     ///
     /// # Errors
     ///
-    /// - [`Error::NoParameters`] or [`Error::DuplicateName`];
-    /// - [`Error::CutAlwaysGathered`] if a parameter that must be gathered always is not
+    /// - [`ParameterError::Empty`] or [`ParameterError::DuplicateName`];
+    /// - [`CutError::AlwaysGathered`] if a parameter that must be gathered always is not
     ///   [`Cut::Replicated`];
-    /// - [`Error::CutTied`] if a tied parameter is not [`Cut::Tied`], or another one is;
-    ///   [`Error::BadTie`] if what it is tied to does not exist, is tied itself, or differs in
-    ///   shape, dtype or unit;
-    /// - [`Error::ScalarParameter`] if a parameter without dims is cut along dim 0;
-    /// - [`Error::CutsBlock`] or [`Error::BadGranule`] if a block of a dtype would be cut;
+    /// - [`CutError::Tied`] if a tied parameter is not [`Cut::Tied`], or another one is;
+    ///   [`ParameterError::BadTie`] if what it is tied to does not exist, is tied itself, or
+    ///   differs in shape, dtype or unit;
+    /// - [`CutError::Scalar`] if a parameter without dims is cut along dim 0;
+    /// - [`CutError::SplitsBlock`] or [`CutError::BadGranule`] if a block of a dtype would be cut;
     /// - [`Error::World`] if an owner is no rank of the world;
-    /// - [`Error::MixedUnit`] or [`Error::BrokenUnit`] if the parameters of a buffer, in the order
-    ///   given, differ in dtype or in being trained where that must not be, or do not lie side by
-    ///   side.
+    /// - [`CutError::MixedUnit`] or [`CutError::BrokenUnit`] if the parameters of a buffer, in the
+    ///   order given, differ in dtype or in being trained where that must not be, or do not lie
+    ///   side by side.
     pub fn new(
         strategy: impl Into<String>,
         world_size: WorldSize,
@@ -92,10 +92,12 @@ impl ShardingPlan {
         parameters: Vec<PlannedParameter>,
     ) -> Result<Self> {
         if parameters.is_empty() {
-            return Err(Error::NoParameters);
+            return Err(Error::Parameters(ParameterError::Empty));
         }
         let name = |position: usize| parameters[position].info().name();
-        let duplicate = |position| Error::DuplicateName { name: name(position).to_owned() };
+        let duplicate = |position| {
+            Error::Parameters(ParameterError::DuplicateName { name: name(position).to_owned() })
+        };
         let hashed = |position: usize| (parameters[position].info().name_hash(), name(position));
         let names = Names::new(parameters.len(), hashed).map_err(duplicate)?;
         check::cuts(&parameters, shares.group())?;
@@ -130,7 +132,8 @@ impl ShardingPlan {
     /// let parameters = [ParameterInfo::new("fc.weight", [8, 4], ElemType::F32)?];
     /// let plan = Full::default().plan(&parameters, WorldSize::new(4)?)?.with_replicas(2)?;
     /// assert_eq!((plan.world_size().as_u64(), plan.shard_group().as_u64()), (8, 4));
-    /// assert_eq!(plan.cost(&CostModel::default())?.collectives.all_reduce.bytes, 32); // a quarter of the gradients
+    /// // A quarter of the gradients.
+    /// assert_eq!(plan.cost(&CostModel::default())?.collectives.all_reduce.bytes, 32);
     /// # Ok::<(), fsdp_plan::Error>(())
     /// ```
     pub fn with_replicas(mut self, replicas: u64) -> Result<Self> {
@@ -170,7 +173,7 @@ impl ShardingPlan {
     ///
     /// # Errors
     ///
-    /// - [`Error::NotResizable`] if a parameter is cut or owned in a way that fixes the part of
+    /// - [`CutError::NotResizable`] if a parameter is cut or owned in a way that fixes the part of
     ///   each rank: only [`Cut::Ragged`], [`Cut::Wrapped`], [`Cut::Replicated`] and [`Cut::Tied`]
     ///   can be resized;
     /// - [`Error::World`] or [`Error::TotalTooLarge`] if the new world, or the common multiple of
@@ -202,7 +205,9 @@ impl ShardingPlan {
         };
         if let Some(parameter) = self.parameters.iter().find(|parameter| is_fixed(parameter.cut()))
         {
-            return Err(Error::NotResizable { name: parameter.info().name().to_owned() });
+            return Err(Error::Cut(CutError::NotResizable {
+                name: parameter.info().name().to_owned(),
+            }));
         }
         Self { shares: self.shares.resized(group)?, ..self.clone() }.with_replicas(self.replicas())
     }
@@ -240,7 +245,8 @@ impl ShardingPlan {
 
     /// The units, but for the root unit, in the order in which their parameters first occur.
     pub fn units(&self) -> Vec<&str> {
-        let units = Groups::of(self.parameters.iter().map(|parameter| parameter.info().unit()));
+        let units =
+            NamedGroups::of(self.parameters.iter().map(|parameter| parameter.info().unit()));
         units.names.into_iter().filter(|unit| !unit.is_empty()).collect()
     }
 

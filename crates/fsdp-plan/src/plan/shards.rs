@@ -5,7 +5,7 @@ use std::ops::Range;
 use core_types::{Placement, Rank};
 
 use super::{PlannedParameter, ShardingPlan};
-use crate::{cut::ShardAssignment, error::Result, shares::Run};
+use crate::{cut::ShardAssignment, error::Result, shares::OwnedRun};
 
 /// What one rank holds of some parameters of a plan: each with a part of it, in order.
 #[derive(Clone, Debug)]
@@ -14,7 +14,7 @@ pub struct ShardsOfRank<'a> {
     plan: &'a ShardingPlan,
     rank: Rank,
     /// The runs of the rank's member of the shard group, each with its position.
-    runs: Vec<(u64, Run)>,
+    runs: Vec<(u64, OwnedRun)>,
     parameters: Range<usize>,
     next_run: usize,
 }
@@ -57,7 +57,7 @@ impl<'a> ShardsOfRank<'a> {
             self.next_run += 1;
             let (index, part) = division.part(&self.plan.shares, position, run);
             if !part.is_empty() {
-                return Some(ShardAssignment::new(self.rank, index, &parameter.info(), part));
+                return Some(ShardAssignment::new(self.rank, index, parameter.info(), part));
             }
         }
         None

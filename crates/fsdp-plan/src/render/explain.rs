@@ -1,13 +1,15 @@
 //! Why one rank holds what it does, and what becomes of one parameter.
 
+use core_types::human::HumanBytes;
+
 use super::{
     columns, cut,
-    text::{Printable, binary, counted, grouped},
+    text::{Printable, counted, grouped},
 };
 use crate::{
     cost::{PlanCost, RankCost},
     error::Result,
-    groups::Groups,
+    groups::NamedGroups,
     plan::{PlannedParameter, ShardingPlan},
 };
 
@@ -62,19 +64,20 @@ fn holders(plan: &ShardingPlan, parameter: &PlannedParameter) -> Vec<String> {
         left.0.zip(right.0).is_some_and(|(left, right)| left + 1 == right)
     };
     let runs = parts.chunk_by(|left, right| numel(left) == numel(right) && follows(left, right));
-    let lines = runs.filter_map(|run| {
-        let ((first, part), (last, _)) = (run.first()?, run.last()?);
+    let lines = runs.map(|run| {
+        let (first, part) = &run[0];
+        let (last, _) = &run[run.len() - 1];
         let who = match (first, last) {
             (None, _) | (_, None) => String::from("every rank"),
             (Some(first), Some(last)) if first == last => format!("rank {first}"),
             (Some(first), Some(last)) => format!("ranks {first}–{last}"),
         };
         let each = if run.len() > 1 { " each" } else { "" };
-        Some(format!(
+        format!(
             "{who}: {}{each}, from element {}",
             amount(parameter, part.end - part.start),
             grouped(part.start.into())
-        ))
+        )
     });
     lines.collect()
 }
@@ -93,7 +96,7 @@ fn amount(parameter: &PlannedParameter, numel: u64) -> String {
 
 /// What one rank holds, category by category and unit by unit.
 pub(super) fn rank(plan: &ShardingPlan, cost: &PlanCost, rank: &RankCost) -> Result<String> {
-    let units = Groups::of(plan.parameters().iter().map(|parameter| parameter.info().unit()));
+    let units = NamedGroups::of(plan.parameters().iter().map(|parameter| parameter.info().unit()));
     let mut owned = vec![(0_u128, 0_u128); units.names.len()];
     let mut shards = plan.shards_of_rank(rank.rank)?;
     while let Some((position, shard)) = shards.next_shard() {
@@ -139,7 +142,7 @@ fn categories(cost: &PlanCost, rank: &RankCost) -> Vec<String> {
     ];
     let line = |(what, bytes, why): (&str, u128, &str)| {
         let why = if why.is_empty() { String::new() } else { format!(": {why}") };
-        format!("{what}: {} ({}){why}", counted(bytes, "byte"), binary(bytes))
+        format!("{what}: {} ({}){why}", counted(bytes, "byte"), HumanBytes(bytes))
     };
     lines.into_iter().map(line).collect()
 }

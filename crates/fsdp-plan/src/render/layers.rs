@@ -1,14 +1,21 @@
 //! The table of layers: how much is in each, and how it is divided.
 
+use std::collections::BTreeSet;
+
+use core_types::Rank;
+
 use super::{
     columns,
     text::{Printable, grouped},
 };
 use crate::{
     cut::Cut,
-    groups::Groups,
+    groups::NamedGroups,
     plan::{PlannedParameter, ShardingPlan},
 };
+
+/// The most owners of a layer that are named.
+const MAX_OWNERS: usize = 2;
 
 /// A line for each layer, neighbors that differ in nothing but the name on one line.
 pub(super) fn table(plan: &ShardingPlan) -> String {
@@ -28,16 +35,14 @@ fn sums(layers: &[Layer<'_>], plan: &ShardingPlan) -> Vec<String> {
 
 /// The line for neighbors that are alike: sums over all of them, so that the columns add up.
 fn line(alike: &[Layer<'_>]) -> Vec<String> {
-    let ([first, ..], [.., last]) = (alike, alike) else { return Vec::new() };
-    let name = Printable(first.name);
-    let name = if alike.len() == 1 {
-        name.to_string()
-    } else {
-        format!("{name} … {}", Printable(last.name))
-    };
-    let Content { n_parameters, numel, bytes, cuts } = &first.content;
-    let sums = [1, *n_parameters, *numel, *bytes].map(|each| grouped(each * alike.len() as u128));
-    [vec![name], sums.to_vec(), vec![held_as(cuts)]].concat()
+    let (first, last) = (&alike[0], &alike[alike.len() - 1]);
+    let mut name = Printable(first.name).to_string();
+    if alike.len() > 1 {
+        name = format!("{name} … {}", Printable(last.name));
+    }
+    let Content { n_parameters, numel, bytes, .. } = first.content;
+    let sums = [1, n_parameters, numel, bytes].map(|each| grouped(each * alike.len() as u128));
+    [vec![name], sums.to_vec(), vec![first.content.held_as()]].concat()
 }
 
 /// The parameters of a layer, summed up.
@@ -51,13 +56,17 @@ struct Content {
     n_parameters: u128,
     numel: u128,
     bytes: u128,
+    /// In the order in which they first occur.
     cuts: Vec<Held>,
+    /// The ranks that hold parameters whole.
+    owners: BTreeSet<Rank>,
 }
 
 impl<'a> Layer<'a> {
     /// Every layer, in the order in which they first occur.
     fn all(plan: &'a ShardingPlan) -> Vec<Self> {
-        let groups = Groups::of(plan.parameters().iter().map(|parameter| parameter.info().layer()));
+        let groups =
+            NamedGroups::of(plan.parameters().iter().map(|parameter| parameter.info().layer()));
         let layers =
             groups.names.into_iter().map(|name| Self { name, content: Content::default() });
         let mut layers: Vec<Self> = layers.collect();
@@ -74,10 +83,38 @@ impl Content {
         self.numel +=
             if parameter.cut() == Cut::Tied { 0 } else { parameter.info().numel().into() };
         self.bytes += u128::from(parameter.held_bytes());
+        self.owners.extend(parameter.cut().owner());
         let held = Held::from(parameter.cut());
         if !self.cuts.contains(&held) {
             self.cuts.push(held);
         }
+    }
+
+    fn held_as(&self) -> String {
+        let words: Vec<_> = self.cuts.iter().map(|held| self.words(*held)).collect();
+        words.join(", ")
+    }
+
+    fn words(&self, held: Held) -> String {
+        match held {
+            Held::Rows => String::from("rows"),
+            Held::Elements => String::from("elements"),
+            Held::Granules => String::from("granules"),
+            Held::Wrapped => String::from("whole tensors"),
+            Held::Whole => self.whole(),
+            Held::Copies => String::from("copies"),
+            Held::Tied => String::from("tied"),
+        }
+    }
+
+    /// The owners of whole parameters. Many are counted instead of named, because one cell with
+    /// hundreds of ranks makes every line of the table as long as itself.
+    fn whole(&self) -> String {
+        if self.owners.len() > MAX_OWNERS {
+            return format!("whole, on {} ranks", grouped(self.owners.len() as u128));
+        }
+        let owners: Vec<_> = self.owners.iter().map(|owner| format!("whole on {owner}")).collect();
+        owners.join(", ")
     }
 }
 
@@ -88,7 +125,7 @@ enum Held {
     Elements,
     Granules,
     Wrapped,
-    Whole(u64),
+    Whole,
     Copies,
     Tied,
 }
@@ -100,22 +137,9 @@ impl From<Cut> for Held {
             Cut::Flat { .. } | Cut::FlatAligned { .. } => Self::Elements,
             Cut::Ragged { .. } => Self::Granules,
             Cut::Wrapped { .. } => Self::Wrapped,
-            Cut::Whole { owner } => Self::Whole(owner.as_u64()),
+            Cut::Whole { .. } => Self::Whole,
             Cut::Replicated => Self::Copies,
             Cut::Tied => Self::Tied,
         }
     }
-}
-
-fn held_as(cuts: &[Held]) -> String {
-    let words = |held: &Held| match held {
-        Held::Rows => String::from("rows"),
-        Held::Elements => String::from("elements"),
-        Held::Granules => String::from("granules"),
-        Held::Wrapped => String::from("whole tensors"),
-        Held::Whole(rank) => format!("whole on {rank}"),
-        Held::Copies => String::from("copies"),
-        Held::Tied => String::from("tied"),
-    };
-    cuts.iter().map(words).collect::<Vec<_>>().join(", ")
 }

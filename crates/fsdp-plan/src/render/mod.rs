@@ -11,9 +11,9 @@ mod text;
 use std::{fmt, ops::Range};
 
 use comfy_table::{CellAlignment, Table, TableComponent, presets};
-use core_types::{Placement, Rank};
+use core_types::{Placement, Rank, human::HumanBytes};
 
-use self::text::{Printable, binary, counted, grouped};
+use self::text::{Printable, counted, grouped};
 use crate::{
     cost::{Collectives, CostModel, Traffic},
     error::{Error, Result},
@@ -50,7 +50,10 @@ impl fmt::Display for PlanReport<'_> {
             budget.as_ref().map(fitting),
         ];
         more.into_iter().flatten().try_for_each(|line| write!(f, "\n{line}"))?;
-        of_rank.as_ref().map_or(Ok(()), |of_rank| write!(f, "\n\n{}", shards::table(of_rank, plan)))
+        match of_rank {
+            None => Ok(()),
+            Some(of_rank) => write!(f, "\n\n{}", shards::table(of_rank, plan)),
+        }
     }
 }
 
@@ -74,7 +77,7 @@ fn kept_units(plan: &ShardingPlan) -> Option<String> {
 fn fitting(budget: &Budget) -> String {
     let verdict = match budget.missing_bytes {
         0 => String::from("it fits"),
-        missing => format!("{} ({}) are missing", counted(missing, "byte"), binary(missing)),
+        missing => format!("{} ({}) are missing", counted(missing, "byte"), HumanBytes(missing)),
     };
     let [peak, bytes] = [budget.peak_bytes, budget.bytes.into()].map(grouped);
     format!("a rank needs at most {peak} of {bytes} bytes, activations not counted: {verdict}")
@@ -124,7 +127,7 @@ impl ShardingPlan {
             counted(self.parameters().len() as u128, "parameter"),
             counted(self.numel(), "element"),
             counted(bytes, "byte"),
-            binary(bytes),
+            HumanBytes(bytes),
         )
     }
 

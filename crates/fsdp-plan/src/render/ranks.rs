@@ -10,7 +10,7 @@ use crate::cost::RankCost;
 const MAX_LINES: usize = 16;
 
 pub(super) fn table(ranks: &[RankCost]) -> String {
-    let largest = ranks.iter().map(RankCost::total_bytes).max().unwrap_or(0);
+    let largest = most_bytes(ranks);
     let mut rows: Vec<_> =
         lines(ranks).into_iter().map(|neighbors| line(neighbors, largest)).collect();
     rows.push(sums(ranks));
@@ -36,7 +36,8 @@ fn lines(ranks: &[RankCost]) -> Vec<&[RankCost]> {
 
 /// The line for neighbors: the most that one of them holds.
 fn line(neighbors: &[RankCost], largest: u128) -> Vec<String> {
-    let ([first, ..], [.., last]) = (neighbors, neighbors) else { return Vec::new() };
+    let first = &neighbors[0];
+    let last = &neighbors[neighbors.len() - 1];
     let name = if neighbors.len() == 1 {
         first.rank.to_string()
     } else {
@@ -45,8 +46,12 @@ fn line(neighbors: &[RankCost], largest: u128) -> Vec<String> {
     let most = neighbors.iter().map(bytes).fold([0; 6], |most, bytes| zip(most, bytes, u128::max));
     let all_alike = neighbors.iter().all(|rank| bytes(rank) == most);
     let number = |bytes| if all_alike { grouped(bytes) } else { format!("≤ {}", grouped(bytes)) };
-    let total = neighbors.iter().map(RankCost::total_bytes).max().unwrap_or(0);
-    [vec![name], most.map(number).to_vec(), vec![bar(total, largest)]].concat()
+    [vec![name], most.map(number).to_vec(), vec![bar(most_bytes(neighbors), largest)]].concat()
+}
+
+#[expect(clippy::expect_used, reason = "a world has a rank, and so has each line")]
+fn most_bytes(ranks: &[RankCost]) -> u128 {
+    ranks.iter().map(RankCost::total_bytes).max().expect("at least one rank")
 }
 
 fn sums(ranks: &[RankCost]) -> Vec<String> {

@@ -76,7 +76,7 @@ pub(crate) struct RankReport<'a> {
     pub(crate) shards: Vec<NamedShard<'a>>,
 }
 
-/// A shard and the parameter it is part of, of which JSON gives the name.
+/// A shard and its parameter, which is written to JSON by its name.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub(crate) struct NamedShard<'a> {
     #[serde(rename = "name", serialize_with = "serialize_name")]

@@ -8,7 +8,7 @@ use serde::{
 };
 
 use crate::{
-    error::{Error, Result},
+    error::{Error, ParameterError, Result},
     names::Names,
     param::ParameterInfo,
 };
@@ -27,13 +27,14 @@ pub(super) trait Entry {
 /// of it is on.
 pub(super) struct Entries<E: Entry> {
     pub(super) named: Result<Vec<E::Named>>,
-    /// The entry `__metadata__`, which is no tensor.
+    /// The entry `__metadata__`, which does not describe a tensor.
     pub(super) metadata: Option<Metadata>,
 }
 
 /// The entry `__metadata__` of a safetensors header.
 ///
-/// Whoever only wants tensors is not kept from them by metadata that the format does not allow.
+/// Metadata that the format does not allow is kept apart instead of refused: a planner, which reads
+/// tensors alone, has always accepted such files.
 #[derive(Clone, Debug, PartialEq, Deserialize)]
 #[serde(untagged)]
 pub(super) enum Metadata {
@@ -80,11 +81,14 @@ impl<'de, E: Entry + Deserialize<'de>> Visitor<'de> for EntriesVisitor<E> {
     }
 }
 
-/// Checks that no name occurs twice among `len`, of which `name` gives each with its hash.
+/// Checks that no name occurs twice among `len` names; `name` returns the one at a position, with
+/// its hash.
 pub(super) fn unique<'a>(len: usize, name: impl Fn(usize) -> (u64, &'a str)) -> Result<()> {
     match Names::new(len, &name) {
         Ok(_) => Ok(()),
-        Err(position) => Err(Error::DuplicateName { name: name(position).1.to_owned() }),
+        Err(position) => Err(Error::Parameters(ParameterError::DuplicateName {
+            name: name(position).1.to_owned(),
+        })),
     }
 }
 

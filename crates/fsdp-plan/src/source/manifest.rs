@@ -17,10 +17,10 @@ use crate::{
 ///
 /// # Errors
 ///
-/// [`Error::Malformed`](crate::Error::Malformed),
-/// [`Error::UnknownDtype`](crate::Error::UnknownDtype),
-/// [`Error::DuplicateName`](crate::Error::DuplicateName) or
-/// [`Error::ParameterTooLarge`](crate::Error::ParameterTooLarge).
+/// [`SourceError::Malformed`](crate::SourceError::Malformed),
+/// [`ParameterError::UnknownDtype`](crate::ParameterError::UnknownDtype),
+/// [`ParameterError::DuplicateName`](crate::ParameterError::DuplicateName) or
+/// [`ParameterError::TooLarge`](crate::ParameterError::TooLarge).
 ///
 /// # Examples
 ///

@@ -16,12 +16,12 @@ pub use self::{
         MAX_HEADER_LEN, PREFIX_LEN, SafetensorsHeader, StoredTensor, from_safetensors, header_len,
     },
 };
-use crate::error::{Error, Result};
+use crate::error::{Error, Result, SourceError};
 
 /// Parses `json`, which should be a `what`.
 fn parse<'a, T: serde::Deserialize<'a>>(what: &'static str, json: &'a [u8]) -> Result<T> {
     // Looking at the encoding of all the text at once is much faster than string by string.
-    let malformed = |reason: String| Error::Malformed { what, reason };
+    let malformed = |reason: String| Error::Source(SourceError::Malformed { what, reason });
     let text = std::str::from_utf8(json).map_err(|error| malformed(error.to_string()))?;
     serde_json::from_str(text).map_err(|error| malformed(error.to_string()))
 }

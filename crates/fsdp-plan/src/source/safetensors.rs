@@ -14,7 +14,7 @@ use super::{
     parse,
 };
 use crate::{
-    error::{Error, Result},
+    error::{Error, Result, SourceError},
     param::{ParameterInfo, dtype_of},
 };
 
@@ -31,11 +31,11 @@ pub const MAX_HEADER_LEN: u64 = 100_000_000;
 ///
 /// # Errors
 ///
-/// [`Error::HeaderTooLong`] above [`MAX_HEADER_LEN`].
+/// [`SourceError::HeaderTooLong`] above [`MAX_HEADER_LEN`].
 pub fn header_len(prefix: [u8; 8]) -> Result<u64> {
     let len = u64::from_le_bytes(prefix);
     if len > MAX_HEADER_LEN {
-        Err(Error::HeaderTooLong { len, max: MAX_HEADER_LEN })
+        Err(Error::Source(SourceError::HeaderTooLong { len, max: MAX_HEADER_LEN }))
     } else {
         Ok(len)
     }
@@ -77,7 +77,10 @@ pub fn from_safetensors(bytes: &[u8]) -> Result<Vec<ParameterInfo>> {
 /// ```
 /// use fsdp_plan::source::SafetensorsHeader;
 ///
-/// let json = r#"{"__metadata__": {"step": "7"}, "bias": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}}"#;
+/// let json = r#"{
+///     "__metadata__": {"step": "7"},
+///     "bias": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
+/// }"#;
 /// let mut file = (json.len() as u64).to_le_bytes().to_vec();
 /// file.extend(json.as_bytes());
 /// file.extend([1.5_f32, 2.5].map(f32::to_le_bytes).as_flattened());
@@ -116,7 +119,7 @@ impl SafetensorsHeader {
     ///
     /// # Errors
     ///
-    /// [`Error::Unreadable`] if `reader` fails, and those of [`parse`](Self::parse).
+    /// [`SourceError::Unreadable`] if `reader` fails, and those of [`parse`](Self::parse).
     pub fn read(mut reader: impl Read) -> Result<Self> {
         let mut bytes = Vec::new();
         reader.by_ref().take(PREFIX_LEN).read_to_end(&mut bytes).map_err(unreadable)?;
@@ -131,12 +134,14 @@ impl SafetensorsHeader {
     ///
     /// # Errors
     ///
-    /// - [`Error::HeaderTooLong`] or [`Error::HeaderTruncated`];
-    /// - [`Error::Malformed`], [`Error::UnknownDtype`], [`Error::DuplicateName`] or
-    ///   [`Error::ParameterTooLarge`];
+    /// - [`SourceError::HeaderTooLong`] or [`SourceError::HeaderTruncated`];
+    /// - [`SourceError::Malformed`],
+    ///   [`ParameterError::UnknownDtype`](crate::ParameterError::UnknownDtype),
+    ///   [`ParameterError::DuplicateName`](crate::ParameterError::DuplicateName) or
+    ///   [`ParameterError::TooLarge`](crate::ParameterError::TooLarge);
     /// - [`Error::TotalTooLarge`] if the end of a tensor would leave 64 bits;
-    /// - [`Error::BadOffsets`] if tensors overlap, leave gaps, or have another size than shape and
-    ///   dtype say.
+    /// - [`SourceError::BadOffsets`] if tensors overlap, leave gaps, or have another size than
+    ///   shape and dtype say.
     pub fn parse(bytes: &[u8]) -> Result<Self> {
         let text = header(bytes)?;
         let Entries { named, metadata } = parse::<Entries<Tensor<'_>>>(HEADER, text)?;
@@ -165,7 +170,7 @@ impl SafetensorsHeader {
     ///
     /// # Errors
     ///
-    /// [`Error::Malformed`] if the entry is anything but an object of texts, or occurs twice.
+    /// [`SourceError::Malformed`] if the entry is anything but an object of texts, or occurs twice.
     pub fn metadata(&self) -> Result<&BTreeMap<String, String>> {
         static NONE: BTreeMap<String, String> = BTreeMap::new();
         match &self.metadata {
@@ -173,12 +178,12 @@ impl SafetensorsHeader {
             Some(Metadata::Texts(texts)) => Ok(texts),
             Some(Metadata::Other(_)) => {
                 let reason = String::from("__metadata__ must be one object of texts");
-                Err(Error::Malformed { what: HEADER, reason })
+                Err(Error::Source(SourceError::Malformed { what: HEADER, reason }))
             }
         }
     }
 
-    /// The length of the whole file: its last tensor ends there.
+    /// The length of the whole file, which ends where its last tensor does.
     pub fn file_len(&self) -> u64 {
         self.file_len
     }
@@ -190,19 +195,18 @@ const TOO_LARGE: Error = Error::TotalTooLarge { what: "the bytes of the tensors 
 
 #[expect(clippy::needless_pass_by_value, reason = "as `map_err` wants it")]
 fn unreadable(error: io::Error) -> Error {
-    Error::Unreadable { kind: error.kind(), reason: error.to_string() }
+    Error::Source(SourceError::Unreadable { kind: error.kind(), reason: error.to_string() })
 }
 
 /// The text of the header.
 fn header(bytes: &[u8]) -> Result<&[u8]> {
     let available = bytes.len() as u64;
-    let truncated = |needed| Error::HeaderTruncated { needed, available };
+    let truncated = |needed| Error::Source(SourceError::HeaderTruncated { needed, available });
     let (&prefix, rest) = bytes.split_first_chunk::<8>().ok_or_else(|| truncated(PREFIX_LEN))?;
     let len = header_len(prefix)?;
-    usize::try_from(len)
-        .ok()
-        .and_then(|len| rest.get(..len))
-        .ok_or_else(|| truncated(PREFIX_LEN + len))
+    #[expect(clippy::expect_used, reason = "`header_len` refuses what is longer than 100 MB")]
+    let end = usize::try_from(len).expect("the length of a header fits into 32 bits");
+    rest.get(..end).ok_or_else(|| truncated(PREFIX_LEN + len))
 }
 
 #[derive(Deserialize)]
@@ -230,5 +234,5 @@ fn next_end(expected_begin: u64, info: &ParameterInfo, (begin, end): (u64, u64))
         return Ok(end);
     }
     let name = info.name().to_owned();
-    Err(Error::BadOffsets { name, begin, end, expected_begin, expected_end })
+    Err(Error::Source(SourceError::BadOffsets { name, begin, end, expected_begin, expected_end }))
 }

@@ -1,9 +1,9 @@
 //! Weights into bins, so that no bin is much heavier than the others: any items together, or only
 //! neighbors.
 //!
-//! A bin is whoever carries the items (a rank, a pipeline stage), a weight whatever is to be
-//! balanced. Everything is computed in integers, and ties are broken by position, so every rank
-//! finds the same answer.
+//! A bin stands for what carries the items (a rank, a pipeline stage), a weight for what is to be
+//! balanced (bytes, milliseconds). Everything is computed in integers, and ties are broken by
+//! position, so every rank finds the same answer.
 //!
 //! # References
 //!
@@ -15,6 +15,8 @@
 //!   Operations Research 24, 1990: MULTIFIT stays within 13/11 of the optimum.
 
 use std::{cmp::Reverse, collections::BinaryHeap, ops::Range};
+
+use core_types::{WorldSize, balance::longest_first};
 
 /// How many capacities [`multifit`] tries at most.
 ///
@@ -32,11 +34,11 @@ const MAX_TRIES: usize = 24;
 ///
 /// O(n log n) for n items, for each of at most [`MAX_TRIES`] tries. Bins beyond n are never looked
 /// at.
-pub(super) fn balanced(weights: &[u64], n_bins: usize) -> Vec<usize> {
+pub(super) fn balanced(weights: &[u64], bins: WorldSize) -> Vec<usize> {
     let order = largest_first(weights);
     let sorted: Vec<_> = order.iter().map(|&item| weights[item]).collect();
     let mut owners = vec![0; weights.len()];
-    for (item, bin) in order.into_iter().zip(pack(&sorted, useful_bins(weights, n_bins))) {
+    for (item, bin) in order.into_iter().zip(pack(&sorted, useful_bins(weights, bins))) {
         owners[item] = bin;
     }
     owners
@@ -53,8 +55,8 @@ pub(super) fn balanced(weights: &[u64], n_bins: usize) -> Vec<usize> {
 /// # Complexity
 ///
 /// O(n log n + n log w) for n items of a weight of at most w.
-pub(super) fn contiguous(weights: &[u64], n_bins: usize) -> Vec<usize> {
-    let n_bins = useful_bins(weights, n_bins);
+pub(super) fn contiguous(weights: &[u64], bins: WorldSize) -> Vec<usize> {
+    let n_bins = useful_bins(weights, bins).as_usize();
     let prefix = prefix_sums(weights);
     let capacity = least_capacity(weights, &prefix, n_bins);
     let starts = earliest_starts(&prefix, capacity, n_bins);
@@ -67,7 +69,7 @@ pub(super) fn contiguous(weights: &[u64], n_bins: usize) -> Vec<usize> {
     owners
 }
 
-/// Returns a sum that the largest bin has at least, whoever fills the bins.
+/// Returns a lower bound of the largest sum, however the bins are filled.
 ///
 /// It is the largest of three: an even share; the largest weight; and, because one of `n_bins` bins
 /// has at least k + 1 of any k × `n_bins` + 1 items, the k + 1 smallest of that many largest
@@ -76,15 +78,17 @@ pub(super) fn contiguous(weights: &[u64], n_bins: usize) -> Vec<usize> {
 /// # Complexity
 ///
 /// O(n log n) for n items.
-pub(super) fn lower_bound(weights: &[u64], n_bins: usize) -> u128 {
+pub(super) fn lower_bound(weights: &[u64], bins: WorldSize) -> u128 {
     let mut sorted = weights.to_vec();
     sorted.sort_unstable_by_key(|&weight| Reverse(weight));
-    lower_bound_sorted(&sorted, useful_bins(weights, n_bins))
+    lower_bound_sorted(&sorted, useful_bins(weights, bins).as_usize())
 }
 
 /// The number of bins that can be of use: no more than there are items, and at least one.
-fn useful_bins(weights: &[u64], n_bins: usize) -> usize {
-    n_bins.min(weights.len()).max(1)
+fn useful_bins(weights: &[u64], bins: WorldSize) -> WorldSize {
+    let n_bins = bins.as_u64().min(weights.len() as u64).max(1);
+    #[expect(clippy::expect_used, reason = "a world size is at least 1, and so is the result")]
+    WorldSize::new(n_bins).expect("no more bins than there are ranks")
 }
 
 /// The items from the heaviest to the lightest, equal ones in their order.
@@ -115,37 +119,17 @@ fn lower_bound_sorted(sorted: &[u64], n_bins: usize) -> u128 {
     (0..n_crowds).map(crowded).fold(prefix[sorted.len()].div_ceil(n_bins as u128), u128::max)
 }
 
-/// [`balanced`] for weights that fall and bins of which none is too many.
+/// [`balanced`] for weights that fall, and no more bins than items.
 ///
 /// Where [`longest_first`] meets the lower bound, as it does for equal weights, no capacity is left
 /// to try.
-fn pack(sorted: &[u64], n_bins: usize) -> Vec<usize> {
-    let bins = longest_first(sorted, n_bins);
-    let capacities = lower_bound_sorted(sorted, n_bins)..largest_sum(sorted, &bins, n_bins);
-    let Some(mut fitted) = multifit(sorted, n_bins, capacities) else { return bins };
+fn pack(sorted: &[u64], bins: WorldSize) -> Vec<usize> {
+    let n_bins = bins.as_usize();
+    let dealt = longest_first(sorted, bins);
+    let capacities = lower_bound_sorted(sorted, n_bins)..largest_sum(sorted, &dealt, n_bins);
+    let Some(mut fitted) = multifit(sorted, n_bins, capacities) else { return dealt };
     fill_empty_bins(sorted, &mut fitted, n_bins);
     fitted
-}
-
-/// Gives each item to the bin with the least sum so far, then the fewest items, then the lowest
-/// index.
-///
-/// For weights that fall this is Graham's longest-processing-time rule (1969), never more than 4/3
-/// − 1/(3 m) of the optimum for m bins. The number of items decides before the index, so that items
-/// without weight spread as well.
-///
-/// # Complexity
-///
-/// O(m + n log m) for n items.
-fn longest_first(sorted: &[u64], n_bins: usize) -> Vec<usize> {
-    let mut bins: BinaryHeap<_> = (0..n_bins).map(|bin| Reverse((0, 0_usize, bin))).collect();
-    let mut put = |&weight| {
-        let mut least = bins.peek_mut()?;
-        let Reverse((sum, n_items, bin)) = *least;
-        *least = Reverse((sum + u128::from(weight), n_items + 1, bin));
-        Some(bin)
-    };
-    sorted.iter().map_while(&mut put).collect()
 }
 
 /// What [`first_fit`] does at a small capacity out of `capacities`; `None` if it succeeds at none
@@ -194,12 +178,12 @@ fn first_fit(sorted: &[u64], n_bins: usize, capacity: u128) -> Option<Vec<usize>
     let mut spare = (capacity * n_bins as u128).checked_sub(total)?;
     let fitting =
         |from, free| from + sorted[from..].partition_point(|&weight| free < u128::from(weight));
-    let mut left = Left::all(sorted.len());
+    let mut remaining = Remaining::all(sorted.len());
     let mut bins = vec![0; sorted.len()];
     for bin in 0..n_bins {
         let (mut from, mut free) = (0, capacity);
-        while let Some(item) = left.first_from(fitting(from, free)) {
-            left.remove(item);
+        while let Some(item) = remaining.first_from(fitting(from, free)) {
+            remaining.remove(item);
             bins[item] = bin;
             free -= u128::from(sorted[item]);
             from = item + 1;
@@ -214,9 +198,9 @@ fn first_fit(sorted: &[u64], n_bins: usize, capacity: u128) -> Option<Vec<usize>
 /// An item that is left points to itself, any other to one further on, and none of those between
 /// the two is left. Paths are halved as they are followed, as in a disjoint-set forest, so that a
 /// search takes O(log n) on average.
-struct Left(Vec<usize>);
+struct Remaining(Vec<usize>);
 
-impl Left {
+impl Remaining {
     /// All of `n_items`, and one more that is never removed.
     fn all(n_items: usize) -> Self {
         Self((0..=n_items).collect())
@@ -239,7 +223,9 @@ impl Left {
 
 /// The largest sum of a bin, in O(m + n).
 pub(super) fn largest_sum(weights: &[u64], bins: &[usize], n_bins: usize) -> u128 {
-    sums(weights, bins, n_bins).into_iter().max().unwrap_or(0)
+    #[expect(clippy::expect_used, reason = "a world has at least one rank")]
+    let largest = sums(weights, bins, n_bins).into_iter().max().expect("at least one bin");
+    largest
 }
 
 /// The sum of each bin, in O(m + n).
@@ -262,7 +248,8 @@ fn sums(weights: &[u64], bins: &[usize], n_bins: usize) -> Vec<u128> {
 ///
 /// O(m + n log m) for n items.
 fn fill_empty_bins(sorted: &[u64], bins: &mut [usize], n_bins: usize) {
-    let n_used = bins.iter().max().map_or(0, |last| last + 1);
+    #[expect(clippy::expect_used, reason = "without items no capacity is tried")]
+    let n_used = bins.iter().max().expect("at least one item") + 1;
     let mut items = vec![Vec::new(); n_used];
     for (item, &bin) in bins.iter().enumerate() {
         items[bin].push(item);
@@ -271,9 +258,14 @@ fn fill_empty_bins(sorted: &[u64], bins: &mut [usize], n_bins: usize) {
     let givers = (0..n_used).filter(|&bin| items[bin].len() > 1);
     let mut givers: BinaryHeap<_> = givers.map(|bin| (sums[bin], Reverse(bin))).collect();
     for empty in n_used..n_bins {
-        // Neither can fail, as there are at least as many items as bins.
-        let Some((sum, Reverse(giver))) = givers.pop() else { return };
-        let Some(item) = items[giver].pop() else { return };
+        #[expect(clippy::expect_used, reason = "there are at least as many items as bins")]
+        let (sum, Reverse(giver)) =
+            givers.pop().expect("while a bin is empty, another has two items");
+        #[expect(
+            clippy::expect_used,
+            reason = "a bin leaves the givers with its last item but one"
+        )]
+        let item = items[giver].pop().expect("a giver has two items or more");
         bins[item] = empty;
         if items[giver].len() > 1 {
             givers.push((sum - u128::from(sorted[item]), Reverse(giver)));
@@ -283,7 +275,7 @@ fn fill_empty_bins(sorted: &[u64], bins: &mut [usize], n_bins: usize) {
 
 /// The smallest largest sum of `n_bins` runs, in O(n log w) for n items of a weight of at most w.
 fn least_capacity(weights: &[u64], prefix: &[u128], n_bins: usize) -> u128 {
-    let largest = weights.iter().copied().max().map_or(0, u128::from);
+    let Some(largest) = weights.iter().copied().max().map(u128::from) else { return 0 };
     let mut low = prefix[weights.len()].div_ceil(n_bins as u128).max(largest);
     // Enough for sure: a run that has no room for the next item then carries more than an even
     // share.
@@ -339,6 +331,10 @@ mod tests {
 
     use super::*;
 
+    fn world(n_bins: usize) -> WorldSize {
+        WorldSize::new(n_bins as u64).unwrap()
+    }
+
     /// The optimum, by trying everything.
     fn optimum(weights: &[u64], sums: &mut [u128]) -> u128 {
         let Some((&weight, rest)) = weights.split_first() else {
@@ -366,15 +362,16 @@ mod tests {
     }
 
     fn check_balanced(weights: &[u64], n_bins: usize) {
-        let owners = balanced(weights, n_bins);
+        let owners = balanced(weights, world(n_bins));
         check_occupied(&owners, n_bins, weights);
-        assert_eq!(owners, balanced(weights, n_bins));
+        assert_eq!(owners, balanced(weights, world(n_bins)));
 
         let (items, bins) = (weights.len() as u128, n_bins as u128);
         let optimum = optimum(weights, &mut vec![0; n_bins]);
-        let lpt = largest_sum(&sorted(weights), &longest_first(&sorted(weights), n_bins), n_bins);
+        let lpt =
+            largest_sum(&sorted(weights), &longest_first(&sorted(weights), world(n_bins)), n_bins);
         let best = largest_sum(weights, &owners, n_bins);
-        let lower = lower_bound(weights, n_bins);
+        let lower = lower_bound(weights, world(n_bins));
         assert!(lower <= optimum && optimum <= best && best <= lpt, "{weights:?} on {n_bins}");
         assert!(
             3 * bins * lpt <= (4 * bins - 1) * optimum,
@@ -385,7 +382,7 @@ mod tests {
     }
 
     fn check_contiguous(weights: &[u64], n_bins: usize) {
-        let owners = contiguous(weights, n_bins);
+        let owners = contiguous(weights, world(n_bins));
         check_occupied(&owners, n_bins, weights);
         assert!(
             owners.is_sorted() && owners.first().is_none_or(|&bin| bin == 0),
@@ -408,17 +405,6 @@ mod tests {
 
     fn sorted(weights: &[u64]) -> Vec<u64> {
         largest_first(weights).into_iter().map(|item| weights[item]).collect()
-    }
-
-    /// [`longest_first`] without a heap.
-    fn slow_longest_first(sorted: &[u64], n_bins: usize) -> Vec<usize> {
-        let mut loads = vec![(0, 0); n_bins];
-        let mut put = |&weight: &u64| {
-            let bin = (0..n_bins).min_by_key(|&bin| loads[bin]).unwrap();
-            loads[bin] = (loads[bin].0 + u128::from(weight), loads[bin].1 + 1);
-            bin
-        };
-        sorted.iter().map(&mut put).collect()
     }
 
     /// [`first_fit`], item after item.
@@ -461,11 +447,10 @@ mod tests {
         }
 
         #[test]
-        fn both_rules_are_what_they_are_called(
+        fn first_fit_is_what_it_is_called(
             weights in proptest::collection::vec(0_u64..30, 0..60), n_bins in 1_usize..20, capacity in 30_u128..200,
         ) {
             let weights = sorted(&weights);
-            prop_assert_eq!(longest_first(&weights, n_bins), slow_longest_first(&weights, n_bins));
             prop_assert_eq!(first_fit(&weights, n_bins, capacity), slow_first_fit(&weights, n_bins, capacity));
         }
 
@@ -473,22 +458,22 @@ mod tests {
         fn many_items_leave_no_bin_empty(
             weights in proptest::collection::vec(0_u64..6, 0..80), n_bins in 1_usize..40,
         ) {
-            check_occupied(&balanced(&weights, n_bins), n_bins, &weights);
-            check_occupied(&contiguous(&weights, n_bins), n_bins, &weights);
+            check_occupied(&balanced(&weights, world(n_bins)), n_bins, &weights);
+            check_occupied(&contiguous(&weights, world(n_bins)), n_bins, &weights);
         }
     }
 
     #[test]
     fn multifit_is_taken_where_it_is_better() {
         let weights = [3, 3, 2, 2, 2];
-        assert_eq!(longest_first(&weights, 2), [0, 1, 0, 1, 0]);
-        assert_eq!(balanced(&weights, 2), [0, 0, 1, 1, 1]);
+        assert_eq!(longest_first(&weights, world(2)), [0, 1, 0, 1, 0]);
+        assert_eq!(balanced(&weights, world(2)), [0, 0, 1, 1, 1]);
     }
 
     #[test]
     fn longest_first_is_kept_where_it_is_as_good() {
         let weights = [3, 3, 2, 2, 2, 2];
-        assert_eq!(balanced(&weights, 2), longest_first(&weights, 2));
+        assert_eq!(balanced(&weights, world(2)), longest_first(&weights, world(2)));
         // First fit would need a third bin at the same capacity.
         assert_eq!(first_fit(&weights, 2, 7), None);
     }
@@ -498,9 +483,12 @@ mod tests {
         // At 6, first fit needs four bins for the threes and three for the twos. The other rule
         // ends at 7.
         let weights: Vec<_> = [[3; 8].as_slice(), &[2; 9]].concat();
-        assert_eq!(largest_sum(&weights, &longest_first(&weights, 8), 8), 7);
+        assert_eq!(largest_sum(&weights, &longest_first(&weights, world(8)), 8), 7);
         assert_eq!(first_fit(&weights, 8, 6).unwrap().iter().max(), Some(&6));
-        assert_eq!(balanced(&weights, 8), [0, 7, 1, 1, 2, 2, 3, 3, 4, 4, 4, 5, 5, 5, 6, 6, 6]);
+        assert_eq!(
+            balanced(&weights, world(8)),
+            [0, 7, 1, 1, 2, 2, 3, 3, 4, 4, 4, 5, 5, 5, 6, 6, 6]
+        );
     }
 
     #[test]
@@ -513,10 +501,11 @@ mod tests {
 
     #[test]
     fn equal_weights_go_round_and_runs_of_them_are_even() {
-        assert_eq!(balanced(&[7; 5], 3), [0, 1, 2, 0, 1]);
-        assert_eq!(balanced(&[0; 5], 3), [0, 1, 2, 0, 1]);
+        assert_eq!(balanced(&[7; 5], world(3)), [0, 1, 2, 0, 1]);
+        assert_eq!(balanced(&[0; 5], world(3)), [0, 1, 2, 0, 1]);
         for (n_items, n_bins) in [(126, 8), (12, 5), (7, 5), (61, 16), (9, 9)] {
-            let counts = sums(&vec![1; n_items], &contiguous(&vec![1; n_items], n_bins), n_bins);
+            let counts =
+                sums(&vec![1; n_items], &contiguous(&vec![1; n_items], world(n_bins)), n_bins);
             assert!(
                 counts.iter().all(|&count| count.abs_diff(n_items as u128 / n_bins as u128) <= 1),
                 "{counts:?}"
@@ -528,29 +517,29 @@ mod tests {
     fn runs_share_what_the_heaviest_leaves() {
         // The largest sum is 9 in any case; runs as long as that allows would have 1, 4 and 1
         // items.
-        assert_eq!(contiguous(&[9, 2, 2, 2, 2, 2], 3), [0, 1, 1, 1, 2, 2]);
+        assert_eq!(contiguous(&[9, 2, 2, 2, 2, 2], world(3)), [0, 1, 1, 1, 2, 2]);
     }
 
     #[test]
     fn crowds_raise_the_lower_bound() {
         // Even shares are 8 and 10. But one of two bins gets two of the three fives, and one gets
         // three of the fours.
-        assert_eq!(lower_bound(&[5, 5, 5, 0, 0], 2), 10);
-        assert_eq!(lower_bound(&[4, 4, 4, 4, 4], 2), 12);
-        assert_eq!(lower_bound(&[9, 1], 2), 9);
-        assert_eq!(lower_bound(&[1, 1, 1, 2], 3), 2);
-        assert_eq!(lower_bound(&[], 3), 0);
+        assert_eq!(lower_bound(&[5, 5, 5, 0, 0], world(2)), 10);
+        assert_eq!(lower_bound(&[4, 4, 4, 4, 4], world(2)), 12);
+        assert_eq!(lower_bound(&[9, 1], world(2)), 9);
+        assert_eq!(lower_bound(&[1, 1, 1, 2], world(3)), 2);
+        assert_eq!(lower_bound(&[], world(3)), 0);
     }
 
     #[test]
     fn extremes_do_not_overflow() {
         let weights = [u64::MAX; 3];
-        assert_eq!(balanced(&weights, 2), [0, 1, 0]);
-        assert_eq!(contiguous(&weights, 1), [0, 0, 0]);
-        assert_eq!(lower_bound(&weights, 2), 2 * u128::from(u64::MAX));
-        assert_eq!(balanced(&weights, usize::MAX), [0, 1, 2]);
-        assert_eq!(contiguous(&weights, usize::MAX), [0, 1, 2]);
-        assert_eq!(lower_bound(&weights, usize::MAX), u128::from(u64::MAX));
-        assert!(balanced(&[], 4).is_empty() && contiguous(&[], 4).is_empty());
+        assert_eq!(balanced(&weights, world(2)), [0, 1, 0]);
+        assert_eq!(contiguous(&weights, world(1)), [0, 0, 0]);
+        assert_eq!(lower_bound(&weights, world(2)), 2 * u128::from(u64::MAX));
+        assert_eq!(balanced(&weights, WorldSize::MAX), [0, 1, 2]);
+        assert_eq!(contiguous(&weights, WorldSize::MAX), [0, 1, 2]);
+        assert_eq!(lower_bound(&weights, WorldSize::MAX), u128::from(u64::MAX));
+        assert!(balanced(&[], world(4)).is_empty() && contiguous(&[], world(4)).is_empty());
     }
 }

@@ -46,7 +46,8 @@ use crate::{cut::Cut, error::Result, param::ParameterInfo, pattern::Pattern, pla
 /// assert!(matches!(plan.parameters()[2].cut(), Cut::Whole { .. }));
 ///
 /// let hybrid = Hybrid::default().with_rule("*.ln_f.*", Choice::Replicate)?;
-/// assert_eq!(hybrid.plan(&parameters, WorldSize::new(2)?)?.parameters()[1].cut(), Cut::Dim0); // `transformer` was first
+/// let plan = hybrid.plan(&parameters, WorldSize::new(2)?)?;
+/// assert_eq!(plan.parameters()[1].cut(), Cut::Dim0); // the rule for `transformer` comes first
 /// assert_eq!(hybrid.matches(&parameters).overlaps, [("transformer.ln_f.weight", vec![0, 5])]);
 /// # Ok::<(), fsdp_plan::Error>(())
 /// ```
@@ -136,7 +137,7 @@ impl Hybrid {
         self
     }
 
-    /// The rules, the first of which wins.
+    /// The rules. The first one that picks a parameter decides.
     pub fn rules(&self) -> &[Rule] {
         &self.rules
     }
@@ -218,12 +219,16 @@ impl Choice {
     fn goes_with(self, other: Self) -> bool {
         match (self, other) {
             (Self::Full(one), Self::Full(other)) => one.goes_with(other),
-            _ => self == other,
+            (Self::LayerWise, Self::LayerWise) | (Self::Replicate, Self::Replicate) => true,
+            (Self::Full(_) | Self::LayerWise | Self::Replicate, _) => false,
         }
     }
 
     fn layout(self) -> Option<Layout> {
-        if let Self::Full(layout) = self { Some(layout) } else { None }
+        match self {
+            Self::Full(layout) => Some(layout),
+            Self::LayerWise | Self::Replicate => None,
+        }
     }
 }
 
@@ -232,8 +237,11 @@ fn cuts_of(chosen: &[(&ParameterInfo, Choice)], group: WorldSize) -> Result<Vec<
     let infos: Vec<_> = chosen.iter().map(|&(info, _)| info).collect();
     match chosen.first() {
         Some((_, Choice::Full(_))) => {
-            let layouts = chosen.iter().filter_map(|(_, choice)| choice.layout());
-            layout::cuts(&infos.into_iter().zip(layouts).collect::<Vec<_>>(), group)
+            #[expect(clippy::expect_used, reason = "no other choice goes with a layout")]
+            let layout = |choice: Choice| choice.layout().expect("a layout");
+            let laid_out: Vec<_> =
+                chosen.iter().map(|&(info, choice)| (info, layout(choice))).collect();
+            layout::cuts(&laid_out, group)
         }
         Some((_, Choice::LayerWise)) => LayerWise::default().cuts(&infos, group),
         Some((_, Choice::Replicate)) | None => Ok(vec![Cut::Replicated; infos.len()]),

@@ -9,7 +9,7 @@ use super::{ShardingStrategy, assemble, balance, divisible};
 use crate::{
     cut::Cut,
     error::{Error, Result},
-    groups::Groups,
+    groups::NamedGroups,
     param::ParameterInfo,
     plan::ShardingPlan,
 };
@@ -46,7 +46,8 @@ use crate::{
 ///     .map(|info| plan.owner_of(info.name()).map(|rank| rank.as_u64()))
 ///     .collect();
 /// assert_eq!(owners, [Some(0), Some(1), Some(1)]);
-/// assert_eq!(plan.layer_balance().unwrap().lower_bound, 16); // two of three layers must share a rank
+/// // Two of three layers must share a rank.
+/// assert_eq!(plan.layer_balance().unwrap().lower_bound, 16);
 /// # Ok::<(), fsdp_plan::Error>(())
 /// ```
 #[derive(Clone, Debug, Default, PartialEq, Eq, Hash)]
@@ -152,13 +153,13 @@ impl ShardingStrategy for LayerWise {
 
 /// The layers of some parameters.
 struct Layers<'a> {
-    names: Groups<'a>,
+    names: NamedGroups<'a>,
     weights: Vec<u64>,
 }
 
 impl<'a> Layers<'a> {
     fn of(infos: &[&'a ParameterInfo], weight: &LayerWeight) -> Result<Self> {
-        let names = Groups::of(infos.iter().map(|info| info.layer()));
+        let names = NamedGroups::of(infos.iter().map(|info| info.layer()));
         let weights = match weight {
             LayerWeight::Bytes => sums(infos, &names, ParameterInfo::bytes)?,
             LayerWeight::Numel => sums(infos, &names, ParameterInfo::numel)?,
@@ -171,11 +172,23 @@ impl<'a> Layers<'a> {
         total.map(|_| Self { names, weights }).ok_or(TOO_LARGE)
     }
 
+    /// The number of the rank that owns each layer, given the owner of each parameter; `None` if
+    /// the parameters of a layer have different owners.
+    fn single_owners(&self, ranks: &[Rank]) -> Option<Vec<usize>> {
+        let mut owners = vec![None; self.weights.len()];
+        for (&layer, rank) in self.names.of_item.iter().zip(ranks) {
+            if owners[layer].replace(rank).is_some_and(|other| other != rank) {
+                return None;
+            }
+        }
+        owners.into_iter().map(|owner| owner.map(|rank| rank.as_usize())).collect()
+    }
+
     /// The number of the rank that each layer goes to.
     fn owners(&self, order: LayerOrder, world_size: WorldSize) -> Vec<usize> {
         match order {
-            LayerOrder::Any => balance::balanced(&self.weights, world_size.as_usize()),
-            LayerOrder::Contiguous => balance::contiguous(&self.weights, world_size.as_usize()),
+            LayerOrder::Any => balance::balanced(&self.weights, world_size),
+            LayerOrder::Contiguous => balance::contiguous(&self.weights, world_size),
         }
     }
 }
@@ -189,7 +202,7 @@ fn no_cost(layer: &str) -> Error {
 /// The weight of each group, as the sum over its items.
 fn sums(
     infos: &[&ParameterInfo],
-    groups: &Groups<'_>,
+    groups: &NamedGroups<'_>,
     weight: impl Fn(&ParameterInfo) -> u64,
 ) -> Result<Vec<u64>> {
     let mut sums = vec![0_u64; groups.names.len()];
@@ -200,14 +213,15 @@ fn sums(
 }
 
 impl LayerBalance {
-    /// The balance of layers of the given weights on the ranks of the given numbers. The weights
-    /// together fit 64 bits.
+    /// The balance of layers of the given weights on the ranks of the given numbers.
+    ///
+    /// The weights together fit into 64 bits, so each of the three numbers does.
     fn of(weights: &[u64], owners: &[usize], world_size: WorldSize) -> Self {
-        let n_ranks = world_size.as_usize();
-        let narrow = |sum: u128| u64::try_from(sum).unwrap_or(u64::MAX);
+        #[expect(clippy::expect_used, reason = "`Layers::of` has added up all weights")]
+        let narrow = |sum: u128| u64::try_from(sum).expect("no rank has more than all weights");
         Self {
-            largest: narrow(balance::largest_sum(weights, owners, n_ranks)),
-            lower_bound: narrow(balance::lower_bound(weights, n_ranks)),
+            largest: narrow(balance::largest_sum(weights, owners, world_size.as_usize())),
+            lower_bound: narrow(balance::lower_bound(weights, world_size)),
             if_cut: weights.iter().sum::<u64>().div_ceil(world_size.as_u64()),
         }
     }
@@ -216,30 +230,25 @@ impl LayerBalance {
 impl ShardingPlan {
     /// How well the layers that this plan keeps whole are balanced over the shard group, in bytes.
     ///
-    /// `None` if it keeps none whole, or if their bytes do not fit into 64 bits.
+    /// `None` if it keeps none whole, if a layer has several owners, or if their bytes do not fit
+    /// into 64 bits.
     pub fn layer_balance(&self) -> Option<LayerBalance> {
-        let whole = self.parameters().iter().filter_map(|parameter| match parameter.cut() {
-            Cut::Whole { owner } => Some((parameter.info(), owner)),
-            _ => None,
-        });
-        let (infos, ranks): (Vec<_>, Vec<_>) = whole.unzip();
-        let layers = Layers::of(&infos, &LayerWeight::Bytes).ok()?;
-        let mut owners = vec![0; layers.weights.len()];
-        layers
-            .names
-            .of_item
+        let owned = self
+            .parameters()
             .iter()
-            .zip(ranks)
-            .for_each(|(&layer, rank)| owners[layer] = rank.as_usize());
-        (!infos.is_empty()).then(|| LayerBalance::of(&layers.weights, &owners, self.shard_group()))
+            .filter_map(|parameter| Some((parameter.info(), parameter.cut().owner()?)));
+        let (infos, ranks): (Vec<_>, Vec<_>) = owned.unzip();
+        if infos.is_empty() {
+            return None;
+        }
+        let layers = Layers::of(&infos, &LayerWeight::Bytes).ok()?;
+        let owners = layers.single_owners(&ranks)?;
+        Some(LayerBalance::of(&layers.weights, &owners, self.shard_group()))
     }
 
     /// The rank of the first shard group that owns the whole of the parameter `name`; `None` if
     /// none does.
     pub fn owner_of(&self, name: &str) -> Option<Rank> {
-        match self.parameters()[self.index_of(name)?].cut() {
-            Cut::Whole { owner } => Some(owner),
-            _ => None,
-        }
+        self.parameters()[self.index_of(name)?].cut().owner()
     }
 }

@@ -7,7 +7,7 @@ use crate::{
     arithmetic::lcm,
     cut::Cut,
     error::{Error, Result},
-    groups::Groups,
+    groups::NamedGroups,
     param::ParameterInfo,
 };
 
@@ -106,7 +106,8 @@ impl Layout {
 /// [`Error::Zero`] for granules of nothing, [`Error::TotalTooLarge`] if a unit does not fit into 64
 /// bits.
 pub(super) fn cuts(infos: &[(&ParameterInfo, Layout)], group: WorldSize) -> Result<Vec<Cut>> {
-    match infos.first().map_or(Layout::Dim0, |&(_, layout)| layout) {
+    let Some(&(_, layout)) = infos.first() else { return Ok(Vec::new()) };
+    match layout {
         Layout::Dim0 => Ok(vec![Cut::Dim0; infos.len()]),
         Layout::Flat => flat(infos),
         Layout::FlatAligned => flat_aligned(infos, group),
@@ -160,14 +161,16 @@ fn granule_bytes(info: &ParameterInfo, numel: Option<u64>) -> u64 {
 fn round_up_from(granule: u64, unit: usize) -> u64 {
     let phase = (1_u64 << 63).wrapping_add(GOLDEN.wrapping_mul(unit as u64));
     let ahead = (u128::from(granule) * u128::from(phase)) >> 64;
-    granule - u64::try_from(ahead).unwrap_or(0)
+    #[expect(clippy::expect_used, reason = "a phase is less than the whole, 2^64")]
+    let ahead = u64::try_from(ahead).expect("less than the granule");
+    granule - ahead
 }
 
 const TOO_LARGE: Error = Error::TotalTooLarge { what: "the parameters of a unit" };
 
 /// The parameters of each unit end to end.
 struct Buffers<'a> {
-    units: Groups<'a>,
+    units: NamedGroups<'a>,
     /// Where each parameter begins.
     offsets: Vec<u64>,
     /// Where each unit ends.
@@ -181,7 +184,7 @@ impl<'a> Buffers<'a> {
         infos: &[(&'a ParameterInfo, Layout)],
         place: impl Fn(u64, &ParameterInfo) -> Option<(u64, u64)>,
     ) -> Result<Self> {
-        let units = Groups::of(infos.iter().map(|(info, _)| info.unit()));
+        let units = NamedGroups::of(infos.iter().map(|(info, _)| info.unit()));
         let mut lens = vec![0; units.names.len()];
         let mut offsets = Vec::with_capacity(infos.len());
         for (&(info, _), &unit) in infos.iter().zip(&units.of_item) {

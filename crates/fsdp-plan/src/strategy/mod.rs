@@ -1,5 +1,5 @@
-//! How to decide who owns what: one trait, several answers, and a factory for those of the first
-//! spec.
+//! How to decide who owns what: one trait, several answers, and a factory by their
+//! names.
 
 mod balance;
 mod full;
@@ -131,13 +131,17 @@ fn assemble(
     cuts: Vec<Cut>,
 ) -> Result<ShardingPlan> {
     let mut cuts = cuts.into_iter();
-    let planned = parameters.iter().filter_map(|info| {
-        let cut = match info {
-            info if info.tied_to().is_some() => Cut::Tied,
-            info if info.always_gather() => Cut::Replicated,
-            _ => cuts.next()?,
+    #[expect(clippy::expect_used, reason = "strategies cut what `divisible` gives them")]
+    let mut next_cut = || cuts.next().expect("a cut for each divisible parameter");
+    let planned = parameters.iter().map(|info| {
+        let cut = if info.tied_to().is_some() {
+            Cut::Tied
+        } else if info.always_gather() {
+            Cut::Replicated
+        } else {
+            next_cut()
         };
-        Some(PlannedParameter::new(info.clone(), cut))
+        PlannedParameter::new(info.clone(), cut)
     });
     ShardingPlan::new(name, world_size, planned.collect())
 }

@@ -5,6 +5,7 @@ use core_types::{Placement, Rank, WorldSize};
 use fsdp_plan::{
     Cut, ElemType, Error, ParameterInfo, PlannedParameter, ShardingPlan,
     cost::{Collectives, CostModel, Links, Optimizer, PlanCost},
+    report::PlanReport,
     search::{Outcome, Search},
     strategy::{
         Full, Hsdp, Hybrid, LayerOrder, LayerWeight, LayerWise, Layout, ShardingStrategy,
@@ -414,5 +415,51 @@ proptest! {
                 }
             }
         }
+    }
+}
+
+/// Two parameters of one layer on ranks of their own, and one of another layer.
+fn whole(owners: &[u64], world_size: u64) -> ShardingPlan {
+    let planned = owners.iter().enumerate().map(|(position, &owner)| {
+        let owner = Placement::new(owner, world_size).unwrap().rank();
+        PlannedParameter::new(parameter(&format!("h.0.w{position}"), &[4, 2]), Cut::Whole { owner })
+    });
+    let other = PlannedParameter::new(parameter("h.1.w", &[2]), Cut::Replicated);
+    let planned = planned.chain([other]).collect();
+    ShardingPlan::new("test", WorldSize::new(world_size).unwrap(), planned).unwrap()
+}
+
+#[test]
+fn a_layer_of_several_owners_has_no_balance() {
+    assert_eq!(whole(&[1, 0], 2).layer_balance(), None);
+    assert_eq!(whole(&[1, 1, 0], 2).layer_balance(), None);
+    let balance = whole(&[1, 1], 2).layer_balance().unwrap();
+    assert_eq!((balance.largest, balance.lower_bound, balance.if_cut), (32, 32, 16));
+    assert_eq!(whole(&[], 2).layer_balance(), None);
+}
+
+#[test]
+fn many_owners_of_a_layer_are_counted_and_lines_stay_short() {
+    for (owners, held_as) in [
+        (vec![1], "whole on 1"),
+        (vec![3, 1, 3], "whole on 1, whole on 3"),
+        (vec![0, 1, 2], "whole, on 3 ranks"),
+        ((0..782).collect(), "whole, on 782 ranks"),
+    ] {
+        let plan = whole(&owners, 1000);
+        let report = PlanReport::new(&plan, &CostModel::default(), None).unwrap().to_string();
+        let line = report.lines().find(|line| line.trim_start().starts_with("h.0")).unwrap();
+        assert!(line.trim_end().ends_with(&format!("  {held_as}")), "{line}");
+        assert!(report.lines().all(|line| line.chars().count() <= 120), "{report}");
+    }
+}
+
+#[test]
+fn of_equally_fast_plans_a_search_takes_the_one_with_less_memory() {
+    // A single rank sends nothing. Adam counts steps once per tensor, and a flat unit is one tensor.
+    let parameters = [parameter("a", &[4]), parameter("b", &[4])];
+    for layouts in [[Layout::Dim0, Layout::Flat], [Layout::Flat, Layout::Dim0]] {
+        let search = Search::new(WorldSize::ONE, 1 << 20).with_layouts(layouts);
+        assert_eq!(search.run(&parameters).unwrap().into_candidate().plan.strategy(), "full-flat");
     }
 }

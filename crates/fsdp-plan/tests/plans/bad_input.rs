@@ -5,12 +5,12 @@ use std::slice;
 
 use core_types as types;
 use fsdp_plan::{
-    Cut, ElemType, Error, ParameterInfo, PlannedParameter, ShardingPlan,
+    Cut, CutError, ElemType, Error, ParameterError, ParameterInfo, PlannedParameter, ShardingPlan,
     cost::{Collectives, CostModel},
     report::PlanReport,
     reshard::Reshard,
     search::Search,
-    strategy::{Full, Hsdp, Hybrid, Layout, ShardingStrategy, StrategyKind},
+    strategy::{Choice, Full, Hsdp, Hybrid, Layout, ShardingStrategy, StrategyKind},
 };
 
 use crate::inputs::{f32_parameter, full, rank, world};
@@ -41,7 +41,7 @@ fn the_factory_makes_each_strategy() {
 #[test]
 fn empty_lists_are_refused() {
     for strategy in strategies() {
-        assert_eq!(strategy.plan(&[], world(2)), Err(Error::NoParameters));
+        assert_eq!(strategy.plan(&[], world(2)), Err(Error::Parameters(ParameterError::Empty)));
     }
 }
 
@@ -51,7 +51,7 @@ fn duplicate_names_are_refused() {
     for strategy in strategies() {
         assert_eq!(
             strategy.plan(&parameters, world(2)),
-            Err(Error::DuplicateName { name: "a".into() })
+            Err(Error::Parameters(ParameterError::DuplicateName { name: "a".into() }))
         );
     }
 }
@@ -60,7 +60,7 @@ fn duplicate_names_are_refused() {
 fn parameters_without_dims_have_no_dim_0() {
     let scalar = f32_parameter("scale", &[]);
     let error = Full::default().plan(slice::from_ref(&scalar), world(2)).unwrap_err();
-    assert_eq!(error, Error::ScalarParameter { name: "scale".into() });
+    assert_eq!(error, Error::Cut(CutError::Scalar { name: "scale".into() }));
     assert!(error.to_string().contains("gather it always, use the flat layout"));
 
     for alternative in [
@@ -119,7 +119,7 @@ fn flat_units_hold_parameters_of_one_kind() {
         let error =
             Full::new(Layout::Flat).plan(&[first.clone(), second.clone()], world(2)).unwrap_err();
         assert!(
-            matches!(error, Error::MixedUnit { property, .. } if property == expected),
+            matches!(error, Error::Cut(CutError::MixedUnit { property, .. }) if property == expected),
             "{error}"
         );
         let apart = [first.clone(), second.with_unit("other")];
@@ -131,7 +131,10 @@ fn flat_units_hold_parameters_of_one_kind() {
 fn cuts_that_contradict_their_parameters_are_refused() {
     let info = f32_parameter("a", &[3]);
     let gathered = info.clone().with_always_gather(true);
-    assert_eq!(build(&[(gathered, Cut::Dim0)]), Err(Error::CutAlwaysGathered { name: "a".into() }));
+    assert_eq!(
+        build(&[(gathered, Cut::Dim0)]),
+        Err(Error::Cut(CutError::AlwaysGathered { name: "a".into() }))
+    );
     let foreign = build(&[(info.clone(), Cut::Whole { owner: rank(2, 3) })]);
     assert!(
         matches!(foreign, Err(Error::World(types::Error::RankOutOfRange { rank: 2, .. }))),
@@ -150,7 +153,7 @@ fn cuts_that_contradict_their_parameters_are_refused() {
     ] {
         let built = build(&[(info.clone(), cuts[0]), (other.clone(), cuts[1])]);
         assert!(
-            matches!(&built, Err(Error::BrokenUnit { name, .. }) if name == at_fault),
+            matches!(&built, Err(Error::Cut(CutError::BrokenUnit { name, .. })) if name == at_fault),
             "{built:?}"
         );
     }
@@ -262,29 +265,38 @@ fn ties_join_two_names_of_one_unit() {
         ] {
             let error = strategy.plan(&[embedding.clone(), second], world(2)).unwrap_err();
             assert!(
-                matches!(&error, Error::BadTie { reason: found, .. } if found.starts_with(reason)),
+                matches!(&error, Error::Parameters(ParameterError::BadTie { reason: found, .. }) if found.starts_with(reason)),
                 "{error}"
             );
         }
     }
     let untied = build(&[(embedding.clone(), Cut::Tied)]);
-    assert_eq!(untied, Err(Error::CutTied { name: "wte.weight".into(), is_tied: false }));
+    assert_eq!(
+        untied,
+        Err(Error::Cut(CutError::Tied { name: "wte.weight".into(), is_tied: false }))
+    );
     let cut = build(&[(embedding, Cut::Dim0), (tied("b", &[5, 2], "wte.weight"), Cut::Dim0)]);
-    assert_eq!(cut, Err(Error::CutTied { name: "b".into(), is_tied: true }));
+    assert_eq!(cut, Err(Error::Cut(CutError::Tied { name: "b".into(), is_tied: true })));
 }
 
 #[test]
 fn blocks_of_a_type_are_never_cut() {
     let block = |name: &str, shape: &[u64], dtype| ParameterInfo::new(name, shape, dtype);
     let partial = block("a", &[3], ElemType::F4);
-    assert!(matches!(partial, Err(Error::PartialBlock { .. })), "{partial:?}");
+    assert!(
+        matches!(partial, Err(Error::Parameters(ParameterError::PartialBlock { .. }))),
+        "{partial:?}"
+    );
     let rows = block("rows", &[6, 64], ElemType::Q4_0).unwrap();
     let column = block("column", &[64, 3], ElemType::F4).unwrap();
     let by_rows = full(slice::from_ref(&rows), 3).cost(&CostModel::default()).unwrap();
     assert_eq!(by_rows.ranks.iter().map(|rank| rank.param_bytes).collect::<Vec<_>>(), [72; 3]);
     for layout in [Layout::Dim0, Layout::Flat, Layout::FlatAligned] {
         let error = Full::new(layout).plan(slice::from_ref(&column), world(2)).unwrap_err();
-        assert!(matches!(&error, Error::CutsBlock { name, .. } if name == "column"), "{error}");
+        assert!(
+            matches!(&error, Error::Cut(CutError::SplitsBlock { name, .. }) if name == "column"),
+            "{error}"
+        );
         assert!(error.to_string().contains("use a ragged layout"));
     }
     for layout in [Layout::ROWS, Layout::BlockRagged { block: 3 }] {
@@ -304,7 +316,7 @@ fn blocks_of_a_type_are_never_cut() {
         |granule, round_up_from| Cut::Ragged { offset: 0, unit_bytes: 216, granule, round_up_from };
     for (bytes, round_up_from) in [(0, 0), (18, 0), (18, 19), (20, 1)] {
         let built = build(&[(rows.clone(), granule(bytes, round_up_from))]);
-        assert!(matches!(built, Err(Error::BadGranule { .. })), "{built:?}");
+        assert!(matches!(built, Err(Error::Cut(CutError::BadGranule { .. }))), "{built:?}");
     }
     assert!(build(&[(rows, granule(36, 36))]).is_ok());
 }
@@ -327,7 +339,7 @@ fn numbers_of_nothing_are_refused() {
     );
     assert_eq!(
         full(&parameters, 2).resized(world(3)),
-        Err(Error::NotResizable { name: "a".into() })
+        Err(Error::Cut(CutError::NotResizable { name: "a".into() }))
     );
     assert!(matches!(
         Search::new(world(2), 9).with_layouts([]).run(&parameters),
@@ -370,4 +382,56 @@ fn plans_of_different_parameters_cannot_be_resharded() {
             "{error}"
         );
     }
+}
+
+/// A plan of one row for each of eight elements, resized from 2 to 3 ranks.
+fn resized_json() -> serde_json::Value {
+    let parameters = [f32_parameter("w", &[12])];
+    let plan = Full::new(Layout::ROWS).plan(&parameters, world(2)).unwrap();
+    serde_json::to_value(plan.resized(world(3)).unwrap()).unwrap()
+}
+
+fn read_shares(total: u64, runs: &[(u64, u64)]) -> Result<ShardingPlan, String> {
+    let mut json = resized_json();
+    json["shares"] = serde_json::json!({ "total": total, "runs": runs });
+    serde_json::from_value(json).map_err(|error| error.to_string())
+}
+
+#[test]
+fn shares_that_do_not_divide_the_whole_are_refused() {
+    let right = [(2, 0), (4, 1), (6, 2)];
+    assert!(read_shares(6, &right).is_ok());
+    assert!(read_shares(6, &[(1, 2), (2, 0), (4, 1), (6, 2)]).is_ok());
+    let broken = |total| CutError::BrokenShares { total, group: 3 }.to_string();
+    for (total, runs) in [
+        (6, &[][..]),
+        (7, &right),
+        (5, &right),
+        (6, &[(4, 0), (2, 1), (6, 2)]),
+        (6, &[(2, 0), (2, 1), (6, 2)]),
+        (6, &[(0, 0), (4, 1), (6, 2)]),
+        (6, &[(2, 0), (4, 1), (6, 1)]),
+        (6, &[(2, 0), (4, 1), (6, 3)]),
+        (6, &[(2, 0), (3, 1), (4, 2), (6, 3)]),
+    ] {
+        assert_eq!(read_shares(total, runs), Err(broken(total)), "{runs:?} of {total}");
+    }
+}
+
+#[test]
+fn documents_of_other_versions_are_refused() {
+    let mut json = resized_json();
+    json["format_version"] = 2.into();
+    let error = serde_json::from_value::<ShardingPlan>(json).unwrap_err();
+    assert_eq!(error.to_string(), Error::FormatVersion { found: 2 }.to_string());
+}
+
+#[test]
+fn what_is_not_in_a_plan_is_named() {
+    let plan = full(&[f32_parameter("w", &[4])], 2);
+    let unknown = Error::UnknownParameter { name: "v".into() };
+    assert_eq!(plan.explain_parameter("v"), Err(unknown));
+    assert!(plan.explain_parameter("w").is_ok());
+    let bad = Hybrid::default().with_rule("a.[", Choice::Replicate);
+    assert!(matches!(bad, Err(Error::BadPattern { pattern, .. }) if pattern == "a.["));
 }

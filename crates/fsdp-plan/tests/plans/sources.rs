@@ -3,7 +3,7 @@
 use std::io::{self, Read};
 
 use fsdp_plan::{
-    ElemType, Error, ParameterInfo, Result,
+    ElemType, Error, ParameterError, ParameterInfo, Result, SourceError,
     source::{
         MAX_HEADER_LEN, SafetensorsHeader, from_index, from_manifest, from_safetensors, header_len,
         index_files,
@@ -61,11 +61,11 @@ fn files_that_end_too_early_are_refused() {
     let file = safetensors("{}");
     assert_eq!(
         from_safetensors(&file[..5]),
-        Err(Error::HeaderTruncated { needed: 8, available: 5 })
+        Err(Error::Source(SourceError::HeaderTruncated { needed: 8, available: 5 }))
     );
     assert_eq!(
         from_safetensors(&file[..9]),
-        Err(Error::HeaderTruncated { needed: 10, available: 9 })
+        Err(Error::Source(SourceError::HeaderTruncated { needed: 10, available: 9 }))
     );
     assert_eq!(from_safetensors(&file), Ok(Vec::new()));
 }
@@ -73,12 +73,13 @@ fn files_that_end_too_early_are_refused() {
 #[test]
 fn hostile_lengths_are_refused_before_anything_is_allocated() {
     for len in [MAX_HEADER_LEN + 1, u64::MAX] {
-        let error = Error::HeaderTooLong { len, max: MAX_HEADER_LEN };
+        let error = Error::Source(SourceError::HeaderTooLong { len, max: MAX_HEADER_LEN });
         assert_eq!(header_len(len.to_le_bytes()), Err(error.clone()));
         assert_eq!(from_safetensors(&len.to_le_bytes()), Err(error));
     }
     let available = 8;
-    let truncated = Error::HeaderTruncated { needed: MAX_HEADER_LEN + 8, available };
+    let truncated =
+        Error::Source(SourceError::HeaderTruncated { needed: MAX_HEADER_LEN + 8, available });
     assert_eq!(from_safetensors(&MAX_HEADER_LEN.to_le_bytes()), Err(truncated));
 }
 
@@ -88,14 +89,19 @@ fn tensors_must_lie_side_by_side() {
         let header = format!(
             r#"{{"a": {{"dtype": "F32", "shape": [2], "data_offsets": [{begin}, {end}]}}}}"#
         );
-        let error =
-            Error::BadOffsets { name: "a".into(), begin, end, expected_begin: 0, expected_end: 8 };
+        let error = Error::Source(SourceError::BadOffsets {
+            name: "a".into(),
+            begin,
+            end,
+            expected_begin: 0,
+            expected_end: 8,
+        });
         assert_eq!(read(&header), Err(error));
     }
     let overlap = r#"{"a": {"dtype": "U8", "shape": [4], "data_offsets": [0, 4]},
         "b": {"dtype": "U8", "shape": [4], "data_offsets": [2, 6]}}"#;
     assert!(
-        matches!(read(overlap), Err(Error::BadOffsets { name, expected_begin: 4, .. }) if name == "b")
+        matches!(read(overlap), Err(Error::Source(SourceError::BadOffsets { name, expected_begin: 4, .. })) if name == "b")
     );
 }
 
@@ -121,15 +127,24 @@ fn malformed_json_is_refused_with_its_place() {
         "{\"\u{0}\": 0}",
     ] {
         assert!(
-            matches!(read(header), Err(Error::Malformed { what: "safetensors header", .. })),
+            matches!(
+                read(header),
+                Err(Error::Source(SourceError::Malformed { what: "safetensors header", .. }))
+            ),
             "{header:.60}"
         );
         assert!(
-            matches!(from_manifest(header), Err(Error::Malformed { what: "manifest", .. })),
+            matches!(
+                from_manifest(header),
+                Err(Error::Source(SourceError::Malformed { what: "manifest", .. }))
+            ),
             "{header:.60}"
         );
         assert!(
-            matches!(index_files(header), Err(Error::Malformed { what: "safetensors index", .. })),
+            matches!(
+                index_files(header),
+                Err(Error::Source(SourceError::Malformed { what: "safetensors index", .. }))
+            ),
             "{header:.60}"
         );
     }
@@ -170,7 +185,10 @@ fn metadata_must_be_texts_for_those_who_ask() {
         r#"{"__metadata__": {"step": "7"}, "__metadata__": {"step": "8"}}"#,
     ] {
         assert!(
-            matches!(metadata(header), Err(Error::Malformed { what: "safetensors header", .. })),
+            matches!(
+                metadata(header),
+                Err(Error::Source(SourceError::Malformed { what: "safetensors header", .. }))
+            ),
             "{header}"
         );
     }
@@ -188,13 +206,17 @@ fn a_reader_that_fails_or_ends_early_is_an_error() {
 
     let error = SafetensorsHeader::read(Failing).unwrap_err();
     assert!(
-        matches!(error, Error::Unreadable { kind: io::ErrorKind::PermissionDenied, .. }),
+        matches!(
+            error,
+            Error::Source(SourceError::Unreadable { kind: io::ErrorKind::PermissionDenied, .. })
+        ),
         "{error}"
     );
     let bytes = safetensors("{}");
     for len in 0..bytes.len() {
         let needed = if len < 8 { 8 } else { 10 };
-        let truncated = Error::HeaderTruncated { needed, available: len as u64 };
+        let truncated =
+            Error::Source(SourceError::HeaderTruncated { needed, available: len as u64 });
         assert_eq!(SafetensorsHeader::read(&bytes[..len]), Err(truncated));
     }
 }
@@ -215,15 +237,15 @@ fn hostile_nesting_is_refused() {
     for text in
         [format!(r#"{{"a": {nested}}}"#), format!(r#"{{"a": {{"shape": {nested}}}}}"#), nested]
     {
-        assert!(matches!(read(&text), Err(Error::Malformed { .. })));
-        assert!(matches!(from_manifest(&text), Err(Error::Malformed { .. })));
-        assert!(matches!(index_files(&text), Err(Error::Malformed { .. })));
+        assert!(matches!(read(&text), Err(Error::Source(SourceError::Malformed { .. }))));
+        assert!(matches!(from_manifest(&text), Err(Error::Source(SourceError::Malformed { .. }))));
+        assert!(matches!(index_files(&text), Err(Error::Source(SourceError::Malformed { .. }))));
     }
 }
 
 #[test]
 fn repeated_names_are_refused() {
-    let twice = Error::DuplicateName { name: "a".into() };
+    let twice = Error::Parameters(ParameterError::DuplicateName { name: "a".into() });
     let entry = r#""a": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}"#;
     assert_eq!(read(&format!("{{{entry}, {entry}}}")), Err(twice.clone()));
     assert_eq!(from_manifest(&format!("{{{entry}, {entry}}}")), Err(twice.clone()));
@@ -233,18 +255,21 @@ fn repeated_names_are_refused() {
 #[test]
 fn unknown_dtypes_are_refused_by_name() {
     let error = from_manifest(r#"{"a": {"dtype": "Q3_X", "shape": [1]}}"#).unwrap_err();
-    assert_eq!(error, Error::UnknownDtype { name: "a".into(), dtype: "Q3_X".into() });
+    assert_eq!(
+        error,
+        Error::Parameters(ParameterError::UnknownDtype { name: "a".into(), dtype: "Q3_X".into() })
+    );
     assert_eq!(error.to_string(), r#"tensor a has unknown dtype "Q3_X""#);
 }
 
 #[test]
 fn shapes_that_overflow_are_refused() {
     for shape in [vec![u64::MAX, 2], vec![1 << 62], vec![1 << 40, 0, 1 << 40]] {
-        let error = Error::ParameterTooLarge {
+        let error = Error::Parameters(ParameterError::TooLarge {
             name: "a".into(),
             shape: shape.clone(),
             dtype: ElemType::F32,
-        };
+        });
         assert_eq!(ParameterInfo::new("a", shape.clone(), ElemType::F32), Err(error.clone()));
         assert_eq!(
             from_manifest(&format!(r#"{{"a": {{"dtype": "F32", "shape": {shape:?}}}}}"#)),
@@ -261,7 +286,10 @@ fn an_index_lists_plain_files_once() {
     assert_eq!(index_files(json).unwrap(), ["1.safetensors", "2.safetensors"]);
     for file in ["", "..", "../x", "/etc/passwd", "a\\b", "C:x"] {
         let json = serde_json::json!({ "weight_map": { "a": file } }).to_string();
-        assert_eq!(index_files(&json), Err(Error::BadFileName { file: file.into() }));
+        assert_eq!(
+            index_files(&json),
+            Err(Error::Source(SourceError::BadFileName { file: file.into() }))
+        );
     }
 }
 
@@ -280,7 +308,30 @@ fn an_index_and_its_files_must_agree() {
     let names: Vec<String> = read(&["a"]).unwrap().iter().map(|info| info.name().into()).collect();
     assert_eq!(names, ["a", "b"]);
     let file = || "1.safetensors".into();
-    assert_eq!(read(&[]), Err(Error::NotInFile { tensor: "a".into(), file: file() }));
-    assert_eq!(read(&["a", "c"]), Err(Error::NotInIndex { tensor: "c".into(), file: file() }));
-    assert_eq!(read(&["a", "b"]), Err(Error::NotInIndex { tensor: "b".into(), file: file() }));
+    assert_eq!(
+        read(&[]),
+        Err(Error::Source(SourceError::NotInFile { tensor: "a".into(), file: file() }))
+    );
+    assert_eq!(
+        read(&["a", "c"]),
+        Err(Error::Source(SourceError::NotInIndex { tensor: "c".into(), file: file() }))
+    );
+    assert_eq!(
+        read(&["a", "b"]),
+        Err(Error::Source(SourceError::NotInIndex { tensor: "b".into(), file: file() }))
+    );
+}
+
+#[test]
+fn a_tensor_that_only_ends_in_the_right_place_is_refused() {
+    let header = r#"{"a": {"dtype": "U8", "shape": [4], "data_offsets": [0, 4]},
+        "b": {"dtype": "U8", "shape": [2], "data_offsets": [3, 6]}}"#;
+    let misplaced = SourceError::BadOffsets {
+        name: "b".into(),
+        begin: 3,
+        end: 6,
+        expected_begin: 4,
+        expected_end: 6,
+    };
+    assert_eq!(read(header), Err(Error::Source(misplaced)));
 }
