@@ -40,7 +40,9 @@ pub(crate) fn run(args: &Args) -> Result {
     let steps = steps(&Workspace::read()?, args.skip_tests, nextest);
     let strict = args.strict;
     let outcome = steps::run_all(&steps, |work| match work.run()? {
-        Done::Skipped(reason) if strict => Err(format!("{reason}, and --strict asks for it").into()),
+        Done::Skipped(reason) if strict => {
+            Err(format!("{reason}, and --strict asks for it").into())
+        }
         done => Ok(done),
     });
     if let Some(missing) = missing {
@@ -51,17 +53,22 @@ pub(crate) fn run(args: &Args) -> Result {
 
 fn steps(workspace: &Workspace, skip_tests: bool, nextest: bool) -> Vec<Step> {
     let cargo = |name, args| Step { name, work: Work::Calls(vec![Call::cargo(args)]) };
-    let runner = if nextest { "nextest run --workspace" } else { "test --workspace --lib --bins --tests" };
+    let runner =
+        if nextest { "nextest run --workspace" } else { "test --workspace --lib --bins --tests" };
     let mut steps = vec![
         cargo("fmt", "fmt --all --check"),
         Step { name: "tidy", work: Work::Tidy },
         cargo("clippy", "clippy --workspace --all-targets -- -D warnings"),
-        Step { name: "each crate alone", work: Work::Calls(workspace.crates().flat_map(alone).collect()) },
+        Step {
+            name: "each crate alone",
+            work: Work::Calls(workspace.crates().flat_map(alone).collect()),
+        },
         cargo("tests", runner),
         cargo("doctests", "test --workspace --doc"),
         Step { name: "docs", work: Work::Calls(vec![docs::command()]) },
         Step { name: "book", work: Work::Book },
-        // Criterion runs each bench once under `cargo test`; with `--workspace` the tests' builds are used again.
+        // Criterion runs each bench once under `cargo test`; with `--workspace` the tests' builds
+        // are used again.
         cargo("benches run once", "test --workspace --benches"),
     ];
     steps.retain(|step| !(skip_tests && ["tests", "doctests"].contains(&step.name)));
@@ -70,25 +77,30 @@ fn steps(workspace: &Workspace, skip_tests: bool, nextest: bool) -> Vec<Step> {
 
 /// Checks a crate with no features, then with each one by itself.
 ///
-/// In the workspace cargo unifies features, so a crate could lean on what only another one has switched on.
+/// In the workspace cargo unifies features, so a crate could lean on what only another one has
+/// switched on.
 fn alone(package: &Package) -> impl Iterator<Item = Call> {
     let sets = [None].into_iter().chain(cpu_features(package).map(|(name, _)| Some(name)));
     sets.map(|feature| {
         let cargo = Call::cargo("clippy --no-default-features --package").arg(&package.name);
-        let cargo = feature.into_iter().fold(cargo, |cargo, feature| cargo.arg("--features").arg(feature));
+        let cargo =
+            feature.into_iter().fold(cargo, |cargo, feature| cargo.arg("--features").arg(feature));
         ["--", "-D", "warnings"].into_iter().fold(cargo, Call::arg)
     })
 }
 
 /// The features that every machine can build, and what each switches on.
 pub(crate) fn cpu_features(package: &Package) -> impl Iterator<Item = (&str, &[String])> {
-    let features = package.features.iter().map(|(name, enables)| (name.as_str(), enables.as_slice()));
+    let features =
+        package.features.iter().map(|(name, enables)| (name.as_str(), enables.as_slice()));
     features.filter(|(name, enables)| !needs_device(name, enables))
 }
 
 /// Whether a feature is, or directly switches on, one that needs a device.
 fn needs_device(name: &str, enables: &[String]) -> bool {
-    let last_part = |enabled: &String| enabled.rsplit('/').next().is_some_and(|part| DEVICE_FEATURES.contains(&part));
+    let last_part = |enabled: &String| {
+        enabled.rsplit('/').next().is_some_and(|part| DEVICE_FEATURES.contains(&part))
+    };
     DEVICE_FEATURES.contains(&name) || enables.iter().any(last_part)
 }
 
@@ -111,9 +123,14 @@ mod tests {
 
     /// A workspace of one crate with `features`, each given with what it switches on.
     fn workspace(features: &[(&str, &str)]) -> Workspace {
-        let features = features.iter().map(|&(name, enables)| (name.to_owned(), vec![enables.to_owned()]));
-        let package =
-            Package { name: "a".into(), dir: "crates/a".into(), features: features.collect(), ..Package::default() };
+        let features =
+            features.iter().map(|&(name, enables)| (name.to_owned(), vec![enables.to_owned()]));
+        let package = Package {
+            name: "a".into(),
+            dir: "crates/a".into(),
+            features: features.collect(),
+            ..Package::default()
+        };
         Workspace { packages: vec![package], graph: BTreeMap::new(), target_dir: PathBuf::new() }
     }
 
@@ -131,7 +148,8 @@ mod tests {
         ]);
         let calls: Vec<_> = alone(&workspace.packages[0]).collect();
         let bare = Call::cargo("clippy --no-default-features --package a -- -D warnings");
-        let serde = Call::cargo("clippy --no-default-features --package a --features serde -- -D warnings");
+        let serde =
+            Call::cargo("clippy --no-default-features --package a --features serde -- -D warnings");
         assert_eq!(calls, [bare, serde]);
     }
 
@@ -148,6 +166,9 @@ mod tests {
     fn nextest_runs_the_tests_where_it_is_installed() {
         let runner = |nextest| steps(&workspace(&[]), false, nextest).remove(4).work;
         assert_eq!(runner(true), Work::Calls(vec![Call::cargo("nextest run --workspace")]));
-        assert_eq!(runner(false), Work::Calls(vec![Call::cargo("test --workspace --lib --bins --tests")]));
+        assert_eq!(
+            runner(false),
+            Work::Calls(vec![Call::cargo("test --workspace --lib --bins --tests")])
+        );
     }
 }

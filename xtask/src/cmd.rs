@@ -57,7 +57,8 @@ impl Call {
         self.output_of(self.command().stderr(Stdio::piped()))
     }
 
-    /// Shows the command and returns what it printed; what it says on standard error meanwhile goes where ours goes.
+    /// Shows the command and returns what it printed; what it says on standard error meanwhile goes
+    /// where ours goes.
     pub(crate) fn run_and_read(&self) -> Result<String> {
         println!("$ {self}");
         self.output_of(self.command().stderr(Stdio::inherit()))
@@ -67,7 +68,8 @@ impl Call {
         let output = command.stdout(Stdio::piped()).spawn()?.wait_with_output()?;
         if !output.status.success() {
             let said = String::from_utf8_lossy(&output.stderr);
-            let reason = if said.is_empty() { output.status.to_string() } else { said.into_owned() };
+            let reason =
+                if said.is_empty() { output.status.to_string() } else { said.into_owned() };
             return Err(format!("`{self}` failed: {reason}").into());
         }
         Ok(String::from_utf8(output.stdout)?)
@@ -85,8 +87,8 @@ impl Call {
         command
     }
 
-    /// For cargo the one that runs us, unless a toolchain is named first: `+nightly` is understood by rustup's cargo
-    /// only, which is the one that a shell finds.
+    /// For cargo the one that runs us, unless a toolchain is named first: `+nightly` is understood
+    /// by rustup's cargo only, which is the one that a shell finds.
     fn executable(&self) -> OsString {
         let names_toolchain = self.args.first().is_some_and(|arg| arg.starts_with('+'));
         let ours = env::var_os("CARGO").filter(|_| self.program == "cargo" && !names_toolchain);
@@ -128,6 +130,9 @@ mod tests {
     #[test]
     fn a_failing_command_is_named_in_its_error() {
         let error = Call::cargo("no-such-subcommand").read().unwrap_err().to_string();
-        assert!(error.starts_with("`cargo no-such-subcommand` failed: error: no such command"), "{error}");
+        assert!(
+            error.starts_with("`cargo no-such-subcommand` failed: error: no such command"),
+            "{error}"
+        );
     }
 }

@@ -12,7 +12,8 @@ use crate::{
     workspace::{self, Workspace},
 };
 
-/// Builds the API documentation, with warnings denied, and the book of the guide if mdbook is installed.
+/// Builds the API documentation, with warnings denied, and the book of the guide if mdbook is
+/// installed.
 #[derive(clap::Args)]
 pub(crate) struct Args {
     /// Opens what was built in a browser.
@@ -34,7 +35,9 @@ pub(crate) fn run(args: &Args) -> Result {
         if args.open { cargo.arg("--open").run() } else { cargo.run() }?;
     }
     match book(args.open && args.book)? {
-        Done::Skipped(reason) if args.strict => Err(format!("{reason}, and --strict asks for it").into()),
+        Done::Skipped(reason) if args.strict => {
+            Err(format!("{reason}, and --strict asks for it").into())
+        }
         Done::Skipped(reason) => {
             println!("== book: SKIPPED, {reason}");
             Ok(())
@@ -68,11 +71,13 @@ pub(crate) fn book(open: bool) -> Result<Done> {
 
 /// Chapters that were not built, texts that were not included, and links that lead nowhere.
 ///
-/// `tidy` looks at the links of the sources, but a text that is included from a crate stands elsewhere in the book.
+/// `tidy` looks at the links of the sources, but a text that is included from a crate stands
+/// elsewhere in the book.
 fn faults(built: &Path) -> Result<Vec<String>> {
     let contents = fs::read_to_string(workspace::root().join("docs/SUMMARY.md"))?;
     let pages = contents.split("](").skip(1).filter_map(|rest| rest.split_once(".md)"));
-    let pages: BTreeSet<PathBuf> = pages.map(|(page, _)| built.join(page).with_extension("html")).collect();
+    let pages: BTreeSet<PathBuf> =
+        pages.map(|(page, _)| built.join(page).with_extension("html")).collect();
     let mut faults = Vec::new();
     for page in pages {
         let name = page.display();
@@ -85,7 +90,8 @@ fn faults(built: &Path) -> Result<Vec<String>> {
         }
         let folder = page.parent().unwrap_or(built);
         let dead = links(&html).filter(|link| !folder.join(link).exists());
-        faults.extend(dead.map(|link| format!("{name}: link to `{link}`, which is not in the book")));
+        faults
+            .extend(dead.map(|link| format!("{name}: link to `{link}`, which is not in the book")));
     }
     Ok(faults)
 }
@@ -97,7 +103,9 @@ fn links(html: &str) -> impl Iterator<Item = &str> {
         tag.split_once("href=\"")?.1.split('"').next()
     });
     let leads_elsewhere = |target: &str| target.contains("://") || target.starts_with("mailto:");
-    let files = targets.filter(move |target| !leads_elsewhere(target)).filter_map(|target| target.split('#').next());
+    let files = targets
+        .filter(move |target| !leads_elsewhere(target))
+        .filter_map(|target| target.split('#').next());
     files.filter(|file| !file.is_empty())
 }
 

@@ -21,7 +21,8 @@ pub(crate) struct Args {
 
 pub(crate) fn run(args: &Args) -> Result {
     let workspace = Workspace::read()?;
-    let steps: Vec<_> = workspace.crates().map(|package| Step { name: &package.name, work: package }).collect();
+    let steps: Vec<_> =
+        workspace.crates().map(|package| Step { name: &package.name, work: package }).collect();
     steps::run_all(&steps, |package| check(package, args))
 }
 
@@ -46,18 +47,20 @@ fn oldest_patch(version: &str) -> String {
     if version.matches('.').count() < 2 { format!("{version}.0") } else { version.to_owned() }
 }
 
-/// The call that checks a crate, with the versions of dependencies that everything else is checked with.
+/// The call that checks a crate, with the versions of dependencies that everything else is checked
+/// with.
 fn command(package: &Package, version: &str) -> Call {
     let features: Vec<_> = promised_features(package).collect();
     let call = Call::cargo(&format!("+{version} check --locked --package {}", package.name));
     if features.is_empty() { call } else { call.arg("--features").arg(features.join(",")) }
 }
 
-/// The features under the promise: not those that bring candle into a crate which does without it otherwise, because
-/// candle asks for a newer Rust. They are checked as features of the umbrella crate.
+/// The features under the promise: not those that bring candle into a crate which does without it
+/// otherwise, because candle asks for a newer Rust. They are checked as features of the umbrella
+/// crate.
 fn promised_features(package: &Package) -> impl Iterator<Item = &str> {
-    let without_candle =
-        ci::cpu_features(package).filter(|(_, enables)| !enables.contains(&"dep:candle-core".to_owned()));
+    let without_candle = ci::cpu_features(package)
+        .filter(|(_, enables)| !enables.contains(&"dep:candle-core".to_owned()));
     without_candle.map(|(name, _)| name)
 }
 
@@ -73,9 +76,14 @@ mod tests {
 
     #[test]
     fn a_crate_is_checked_with_all_features_but_devices_and_candle() {
+        let features = [
+            ("candle", "dep:candle-core"),
+            ("cuda", "x/cuda"),
+            ("rayon", "dep:rayon"),
+            ("serde", "dep:serde"),
+        ];
         let features =
-            [("candle", "dep:candle-core"), ("cuda", "x/cuda"), ("rayon", "dep:rayon"), ("serde", "dep:serde")];
-        let features = features.map(|(name, enables)| (name.to_owned(), vec![enables.to_owned()])).into();
+            features.map(|(name, enables)| (name.to_owned(), vec![enables.to_owned()])).into();
         let package = Package { name: "a".into(), features, ..Package::default() };
         let expected = Call::cargo("+1.85.0 check --locked --package a --features rayon,serde");
         assert_eq!(command(&package, "1.85.0"), expected);

@@ -15,7 +15,8 @@ use crate::{
 /// Checks that this tree can be released, tags it, and prints the commands that publish it.
 #[derive(clap::Args)]
 pub(crate) struct Args {
-    /// Makes no tag, and takes an uncommitted change or an unreleased changelog for what is still to come.
+    /// Makes no tag, and takes an uncommitted change or an unreleased changelog for what is still
+    /// to come.
     #[arg(long)]
     dry_run: bool,
     /// Fails if an optional tool is missing, instead of doing without it.
@@ -50,7 +51,9 @@ const SEMVER_CHECKS: Tool<'static> = Tool {
 
 pub(crate) fn run(args: &Args) -> Result {
     let workspace = Workspace::read()?;
-    let packages = in_publish_order(workspace.packages.iter().filter(|package| package.is_published).collect())?;
+    let packages = in_publish_order(
+        workspace.packages.iter().filter(|package| package.is_published).collect(),
+    )?;
     let version = packages.first().map_or("", |package| &package.version);
     let release = Release { version, packages, args };
     steps::run_all(&STEPS, |step| step(&release))?;
@@ -61,7 +64,8 @@ pub(crate) fn run(args: &Args) -> Result {
     Ok(())
 }
 
-/// Each package after those that it depends on, in tests too, because a registry wants to see them all.
+/// Each package after those that it depends on, in tests too, because a registry wants to see them
+/// all.
 ///
 /// # Errors
 ///
@@ -70,7 +74,9 @@ fn in_publish_order(mut waiting: Vec<&Package>) -> Result<Vec<&Package>> {
     let mut ordered = Vec::new();
     while !waiting.is_empty() {
         let names: Vec<_> = waiting.iter().map(|package| package.name.clone()).collect();
-        let is_ready = |package: &&Package| !package.dependencies.iter().any(|needed| names.contains(&needed.name));
+        let is_ready = |package: &&Package| {
+            !package.dependencies.iter().any(|needed| names.contains(&needed.name))
+        };
         let (ready, rest): (Vec<_>, Vec<_>) = waiting.into_iter().partition(is_ready);
         if ready.is_empty() {
             return Err(format!("{} need each other", names.join(", ")).into());
@@ -102,7 +108,9 @@ fn other_versions(version: &str, packages: &[&Package]) -> Vec<String> {
         let is_ours = |name: &str| packages.iter().any(|package| package.name == name);
         let ours = package.dependencies.iter().filter(|dependency| is_ours(&dependency.name));
         let differ = ours.filter(|dependency| dependency.requirement != format!("^{version}"));
-        others.extend(differ.map(|other| format!("{} asks for {} {}", package.name, other.name, other.requirement)));
+        others.extend(differ.map(|other| {
+            format!("{} asks for {} {}", package.name, other.name, other.requirement)
+        }));
     }
     others
 }
@@ -117,7 +125,8 @@ fn changelog(release: &Release<'_>) -> Result<Done> {
 /// The heading under which the changelog says something about the coming version.
 fn changelog_heading<'a>(text: &str, version: &'a str, dry_run: bool) -> Option<&'a str> {
     let headings = [Some(version), dry_run.then_some("Unreleased")];
-    let says_something = |name: &&str| changelog::section(text, name).is_some_and(changelog::says_something);
+    let says_something =
+        |name: &&str| changelog::section(text, name).is_some_and(changelog::says_something);
     headings.into_iter().flatten().find(says_something)
 }
 
@@ -151,7 +160,11 @@ fn packages_build(release: &Release<'_>) -> Result<Done> {
     if release.args.dry_run {
         call = call.arg("--allow-dirty");
     }
-    release.packages.iter().fold(call, |call, package| call.arg("--package").arg(&package.name)).run()?;
+    release
+        .packages
+        .iter()
+        .fold(call, |call, package| call.arg("--package").arg(&package.name))
+        .run()?;
     Ok(Done::Noted(format!("{} packages", release.packages.len())))
 }
 
@@ -160,10 +173,16 @@ fn tag(release: &Release<'_>) -> Result<Done> {
     let tags = Call::new("git", "tag --points-at HEAD --list v*").read()?;
     match tags.lines().next() {
         Some(here) if here == tag => Ok(Done::Noted(format!("{tag} is here"))),
-        Some(other) => Err(format!("this commit has the tag {other}, but the version is {}", release.version).into()),
+        Some(other) => {
+            Err(format!("this commit has the tag {other}, but the version is {}", release.version)
+                .into())
+        }
         None if release.args.dry_run => Ok(Done::Skipped(format!("would be {tag}"))),
         None => {
-            Call::new("git", "tag --annotate --message").arg(format!("Release {}", release.version)).arg(&tag).run()?;
+            Call::new("git", "tag --annotate --message")
+                .arg(format!("Release {}", release.version))
+                .arg(&tag)
+                .run()?;
             Ok(Done::Noted(tag))
         }
     }
@@ -186,11 +205,16 @@ mod tests {
 
     #[test]
     fn a_package_is_published_after_those_it_needs() {
-        let (a, b) =
-            (package("a", &[("b", "^0.2.0"), ("c", "^0.2.0")]), package("b", &[("c", "^0.2.0"), ("serde", "^1.0")]));
+        let (a, b) = (
+            package("a", &[("b", "^0.2.0"), ("c", "^0.2.0")]),
+            package("b", &[("c", "^0.2.0"), ("serde", "^1.0")]),
+        );
         let c = package("c", &[]);
         let ordered = in_publish_order(vec![&a, &b, &c]).unwrap();
-        assert_eq!(ordered.iter().map(|package| &package.name).collect::<Vec<_>>(), ["c", "b", "a"]);
+        assert_eq!(
+            ordered.iter().map(|package| &package.name).collect::<Vec<_>>(),
+            ["c", "b", "a"]
+        );
         let d = package("d", &[("d", "^0.2.0")]);
         assert!(in_publish_order(vec![&a, &b, &c, &d]).is_err());
     }

@@ -1,4 +1,5 @@
-//! `cargo xtask snapshots`: whether the stored plans are those the planner makes, and whether all are still in use.
+//! `cargo xtask snapshots`: whether the stored plans are those the planner makes, and whether all
+//! are still in use.
 
 use std::{
     collections::BTreeSet,
@@ -44,7 +45,11 @@ fn forget(references: &Path) -> io::Result<()> {
 /// The snapshots in the tree.
 fn stored() -> io::Result<BTreeSet<PathBuf>> {
     let files = workspace::files_below(&workspace::root().join("tests/plans"))?;
-    files.iter().filter(|path| path.extension() == Some(OsStr::new("snap"))).map(fs::canonicalize).collect()
+    files
+        .iter()
+        .filter(|path| path.extension() == Some(OsStr::new("snap")))
+        .map(fs::canonicalize)
+        .collect()
 }
 
 /// The snapshots that a test has read; insta leaves no list if there were none.
@@ -65,7 +70,10 @@ fn report(orphans: &[PathBuf]) -> Result {
     }
     match orphans.len() {
         0 => Ok(()),
-        n => Err(format!("{n} orphaned snapshots, delete them if their tests are gone for good").into()),
+        n => {
+            Err(format!("{n} orphaned snapshots, delete them if their tests are gone for good")
+                .into())
+        }
     }
 }
 

@@ -33,8 +33,8 @@ pub(crate) fn run(args: &Args) -> Result {
     command(args.device).run()
 }
 
-/// With `--workspace`, because its features and builds are then those of a plain `cargo test --workspace`; and
-/// uncaptured, because a test that skips a missing device says so in its output.
+/// With `--workspace`, because its features and builds are then those of a plain `cargo test
+/// --workspace`; and uncaptured, because a test that skips a missing device says so in its output.
 fn command(device: Device) -> Call {
     let mut cargo = Call::cargo("test --workspace --test device");
     if let Some(feature) = device.feature() {
@@ -49,8 +49,13 @@ mod tests {
 
     #[test]
     fn a_device_switches_its_feature_on() {
-        assert_eq!(command(Device::Cpu), Call::cargo("test --workspace --test device -- --nocapture"));
-        let cuda = Call::cargo("test --workspace --test device --features integration-tests/cuda -- --nocapture");
+        assert_eq!(
+            command(Device::Cpu),
+            Call::cargo("test --workspace --test device -- --nocapture")
+        );
+        let cuda = Call::cargo(
+            "test --workspace --test device --features integration-tests/cuda -- --nocapture",
+        );
         assert_eq!(command(Device::Cuda), cuda);
     }
 }

@@ -1,4 +1,5 @@
-//! Tools that not every machine has: where one is missing, the command says how to get it, and skips.
+//! Tools that not every machine has: where one is missing, the command says how to get it, and
+//! skips.
 
 use crate::cmd::{Call, Result};
 
@@ -37,7 +38,9 @@ pub(crate) fn all_there(command: &str, tools: &[Tool<'_>], strict: bool) -> Resu
         println!("{name} is not installed; get it with `{install}`");
     }
     match missing.first() {
-        Some(Tool { name, .. }) if strict => Err(format!("{name} is missing, and --strict asks for it").into()),
+        Some(Tool { name, .. }) if strict => {
+            Err(format!("{name} is missing, and --strict asks for it").into())
+        }
         Some(_) => {
             println!("== {command}: SKIPPED, nothing was checked");
             Ok(false)

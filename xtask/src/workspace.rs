@@ -87,7 +87,8 @@ pub(crate) struct Dependency {
 impl Workspace {
     /// Asks cargo about this workspace on this machine.
     pub(crate) fn read() -> Result<Self> {
-        let json = Call::cargo("metadata --format-version 1 --filter-platform host-tuple").read()?;
+        let json =
+            Call::cargo("metadata --format-version 1 --filter-platform host-tuple").read()?;
         Ok(Self::from_metadata(&serde_json::from_str(&json)?))
     }
 
@@ -110,14 +111,19 @@ impl Workspace {
 impl Package {
     fn from_metadata(package: &Value, metadata: &Value) -> Self {
         let manifest = text(&package["manifest_path"]);
-        let dir = manifest.trim_start_matches(&text(&metadata["workspace_root"])).replace('\\', "/");
+        let dir =
+            manifest.trim_start_matches(&text(&metadata["workspace_root"])).replace('\\', "/");
         Self {
             name: text(&package["name"]),
             version: text(&package["version"]),
             rust_version: text(&package["rust_version"]),
             // A list names the registries; without one any will do.
-            is_published: package["publish"].as_array().is_none_or(|registries| !registries.is_empty()),
-            is_library: items(&package["targets"]).flat_map(|target| items(&target["kind"])).any(|kind| kind == "lib"),
+            is_published: package["publish"]
+                .as_array()
+                .is_none_or(|registries| !registries.is_empty()),
+            is_library: items(&package["targets"])
+                .flat_map(|target| items(&target["kind"]))
+                .any(|kind| kind == "lib"),
             dir: dir.trim_start_matches('/').trim_end_matches("/Cargo.toml").to_owned(),
             features: features(&package["features"]),
             dependencies: items(&package["dependencies"]).map(Dependency::from_metadata).collect(),
@@ -143,14 +149,16 @@ fn resolved(metadata: &Value) -> Graph {
     let name = |id: &Value| names.get(&text(id)).cloned().unwrap_or_default();
     let mut graph = Graph::new();
     for node in items(&metadata["resolve"]["nodes"]) {
-        let normal = items(&node["deps"]).filter(|edge| items(&edge["dep_kinds"]).any(|kind| kind["kind"].is_null()));
+        let normal = items(&node["deps"])
+            .filter(|edge| items(&edge["dep_kinds"]).any(|kind| kind["kind"].is_null()));
         graph.entry(name(&node["id"])).or_default().extend(normal.map(|edge| name(&edge["pkg"])));
     }
     graph
 }
 
 fn features(features: &Value) -> BTreeMap<String, Vec<String>> {
-    let entry = |(name, enables): (&String, &Value)| (name.clone(), items(enables).map(text).collect());
+    let entry =
+        |(name, enables): (&String, &Value)| (name.clone(), items(enables).map(text).collect());
     features.as_object().into_iter().flatten().map(entry).collect()
 }
 

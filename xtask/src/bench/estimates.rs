@@ -16,12 +16,14 @@ pub(super) struct Bench {
     dir: PathBuf,
 }
 
-/// The benches that have results under `name` no older than `since`, which leaves out the benches that were filtered or
-/// have been deleted.
+/// The benches that have results under `name` no older than `since`, which leaves out the benches
+/// that were filtered or have been deleted.
 pub(super) fn measured(home: &Path, name: &str, since: SystemTime) -> Result<Vec<Bench>> {
     let mut benches = Vec::new();
     for path in workspace::files_below(home)? {
-        if path.ends_with(Path::new(name).join("estimates.json")) && since <= fs::metadata(&path)?.modified()? {
+        if path.ends_with(Path::new(name).join("estimates.json"))
+            && since <= fs::metadata(&path)?.modified()?
+        {
             benches.extend(path.ancestors().nth(2).map(|dir| Bench { dir: dir.to_owned() }));
         }
     }
@@ -31,7 +33,10 @@ pub(super) fn measured(home: &Path, name: &str, since: SystemTime) -> Result<Vec
 impl Bench {
     /// As the source calls it, `topic/operation/variant`.
     pub(super) fn id(&self) -> Result<String> {
-        Ok(json(&self.dir.join("new/benchmark.json"))?["full_id"].as_str().unwrap_or_default().to_owned())
+        Ok(json(&self.dir.join("new/benchmark.json"))?["full_id"]
+            .as_str()
+            .unwrap_or_default()
+            .to_owned())
     }
 
     /// Whether there are results under `name`.
@@ -63,7 +68,8 @@ mod tests {
         let home = std::env::temp_dir().join(format!("xtask-bench-{}", std::process::id()));
         let dir = home.join("group/bench");
         fs::create_dir_all(dir.join("main")).unwrap();
-        fs::write(dir.join("main/estimates.json"), r#"{"median":{"point_estimate":1.5e9}}"#).unwrap();
+        fs::write(dir.join("main/estimates.json"), r#"{"median":{"point_estimate":1.5e9}}"#)
+            .unwrap();
         let before = SystemTime::now() - Duration::from_secs(3600);
         let found = measured(&home, "main", before).unwrap();
         assert_eq!(found, [Bench { dir }]);

@@ -1,7 +1,8 @@
-//! `cargo xtask bench`: measure, keep the result under a name, compare with a result kept before or with peers.
+//! `cargo xtask bench`: measure, keep the result under a name, compare with a result kept before or
+//! with peers.
 //!
-//! Criterion's own comparison says whether a change is significant; the ratios here say for all benches, on one
-//! page, how large it is.
+//! Criterion's own comparison says whether a change is significant; the ratios here say for all
+//! benches, on one page, how large it is.
 
 mod estimates;
 mod page;
@@ -29,7 +30,8 @@ pub(crate) struct Args {
     /// Prints each result's ratio to baseline NAME.
     #[arg(long, value_name = "NAME", group = "ratios")]
     compare: Option<String>,
-    /// Prints the ratios of the peers' times to ours, for what `PEERS_PYTHON` (`python3` if unset) can import.
+    /// Prints the ratios of the peers' times to ours, for what `PEERS_PYTHON` (`python3` if unset)
+    /// can import.
     #[arg(long, group = "ratios")]
     peers: bool,
     /// Also writes the ratios to `docs/benchmarks.md`, with date and machine.
@@ -62,14 +64,22 @@ fn command(args: &Args, home: &Path) -> Call {
 
 fn compare(args: &Args, home: &Path, baseline: &str) -> Result<Table> {
     if measured(home, baseline, SystemTime::UNIX_EPOCH)?.is_empty() {
-        return Err(format!("no baseline `{baseline}`: make it with `cargo xtask bench --save {baseline}`").into());
+        return Err(format!(
+            "no baseline `{baseline}`: make it with `cargo xtask bench --save {baseline}`"
+        )
+        .into());
     }
     let start = SystemTime::now();
     command(args, home).run()?;
-    let mut table = Table::new(format!("Time now over time in `{baseline}`."), &["bench", "now", "ratio"]);
+    let mut table =
+        Table::new(format!("Time now over time in `{baseline}`."), &["bench", "now", "ratio"]);
     for bench in measured(home, "new", start)? {
         let now = bench.median("new")?;
-        let ratio = if bench.has(baseline) { ratio(now / bench.median(baseline)?) } else { "new".to_owned() };
+        let ratio = if bench.has(baseline) {
+            ratio(now / bench.median(baseline)?)
+        } else {
+            "new".to_owned()
+        };
         table.add([format!("`{}`", bench.id()?), time(now), ratio]);
     }
     Ok(table)
@@ -104,7 +114,8 @@ mod tests {
     #[test]
     fn baselines_and_filter_reach_criterion() {
         let args = parse("--filter plan --compare main").unwrap();
-        let expected = Call::cargo("bench -p benches -- --baseline-lenient main plan").env("CRITERION_HOME", "home");
+        let expected = Call::cargo("bench -p benches -- --baseline-lenient main plan")
+            .env("CRITERION_HOME", "home");
         assert_eq!(command(&args, Path::new("home")), expected);
     }
 
@@ -113,7 +124,9 @@ mod tests {
         for good in ["--write --peers", "--compare main --write", "--save main", ""] {
             assert!(parse(good).is_ok(), "{good}");
         }
-        for bad in ["--write", "--write --save main", "--peers --compare main", "--peers --save main"] {
+        for bad in
+            ["--write", "--write --save main", "--peers --compare main", "--peers --save main"]
+        {
             assert!(parse(bad).is_err(), "{bad}");
         }
     }

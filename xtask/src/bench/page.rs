@@ -32,12 +32,14 @@ impl fmt::Display for Table {
     }
 }
 
-/// Puts the table where the page has its marks, with date and machine; the rest of the page stays as it is.
+/// Puts the table where the page has its marks, with date and machine; the rest of the page stays
+/// as it is.
 pub(super) fn write(section: &str, table: &Table) -> Result {
     let path = workspace::root().join(PAGE);
     let body = format!("{}, {}. {table}", today(), machine());
-    let page = with_section(&fs::read_to_string(&path)?, section, &body)
-        .ok_or_else(|| format!("{PAGE} has no marks `{}` and `{}`", mark(section), mark(&format!("/{section}"))))?;
+    let page = with_section(&fs::read_to_string(&path)?, section, &body).ok_or_else(|| {
+        format!("{PAGE} has no marks `{}` and `{}`", mark(section), mark(&format!("/{section}")))
+    })?;
     fs::write(path, page)?;
     println!("\nwritten to {PAGE}");
     Ok(())
@@ -67,7 +69,11 @@ fn today() -> String {
 fn machine() -> String {
     let processor = fs::read_to_string("/proc/cpuinfo").ok().and_then(|text| model_name(&text));
     let cores = thread::available_parallelism().map_or(1, usize::from);
-    format!("{}, {cores} cores, {}", processor.unwrap_or_else(|| consts::ARCH.to_owned()), consts::OS)
+    format!(
+        "{}, {cores} cores, {}",
+        processor.unwrap_or_else(|| consts::ARCH.to_owned()),
+        consts::OS
+    )
 }
 
 /// The first processor's name, as Linux lists them.
@@ -83,7 +89,8 @@ mod tests {
     #[test]
     fn a_section_is_replaced_and_the_rest_of_the_page_kept() {
         let page = "# Page\n\n<!-- bench:peers -->\n\nold\n\n<!-- /bench:peers -->\n\nby hand\n";
-        let expected = "# Page\n\n<!-- bench:peers -->\n\nnew\n\n<!-- /bench:peers -->\n\nby hand\n";
+        let expected =
+            "# Page\n\n<!-- bench:peers -->\n\nnew\n\n<!-- /bench:peers -->\n\nby hand\n";
         assert_eq!(with_section(page, "peers", "new").unwrap(), expected);
         assert_eq!(with_section(expected, "peers", "new").unwrap(), expected);
         assert_eq!(with_section(page, "baseline", "new"), None);

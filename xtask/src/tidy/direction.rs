@@ -21,20 +21,28 @@ pub(super) fn check(workspace: &Workspace) -> Vec<Violation> {
 /// Which candle-free crates reach candle, and over which way.
 fn candle(workspace: &Workspace) -> Vec<Violation> {
     let graph = with_optional(workspace);
-    let free = workspace.packages.iter().filter(|package| WITHOUT_CANDLE.contains(&package.name.as_str()));
-    let reached = free.filter_map(|package| Some((package, way(&graph, &package.name, "candle-core")?)));
-    reached.map(|(package, way)| violation(package, format!("reaches candle: {}", way.join(" -> ")))).collect()
+    let free =
+        workspace.packages.iter().filter(|package| WITHOUT_CANDLE.contains(&package.name.as_str()));
+    let reached =
+        free.filter_map(|package| Some((package, way(&graph, &package.name, "candle-core")?)));
+    reached
+        .map(|(package, way)| violation(package, format!("reaches candle: {}", way.join(" -> "))))
+        .collect()
 }
 
-/// The resolved edges, and those that a feature of ours could add although nobody has switched it on; without the one
-/// that makes tensors of batches.
+/// The resolved edges, and those that a feature of ours could add although nobody has switched it
+/// on; without the one that makes tensors of batches.
 fn with_optional(workspace: &Workspace) -> Graph {
     let mut graph = workspace.graph.clone();
     for package in &workspace.packages {
         let edges = graph.entry(package.name.clone()).or_default();
         let normal = package.dependencies.iter().filter(|dependency| dependency.normal);
         edges.extend(normal.map(|dependency| dependency.name.clone()));
-        if package.dependencies.iter().any(|edge| edge.optional && makes_tensors(package, &edge.name)) {
+        if package
+            .dependencies
+            .iter()
+            .any(|edge| edge.optional && makes_tensors(package, &edge.name))
+        {
             edges.remove("candle-core");
         }
     }
@@ -49,7 +57,11 @@ fn makes_tensors(package: &Package, dependency: &str) -> bool {
 /// The features that switch on an optional dependency.
 fn enabled_by<'a>(package: &'a Package, dependency: &str) -> impl Iterator<Item = &'a String> {
     let dependency = format!("dep:{dependency}");
-    package.features.iter().filter(move |(_, enables)| enables.contains(&dependency)).map(|(name, _)| name)
+    package
+        .features
+        .iter()
+        .filter(move |(_, enables)| enables.contains(&dependency))
+        .map(|(name, _)| name)
 }
 
 /// The page that says what a user of the umbrella gets beyond candle's own dependencies.
@@ -58,12 +70,16 @@ pub(super) const ARCHITECTURE: &str = "ARCHITECTURE.md";
 /// Which packages the umbrella brings beyond candle's own that the page does not name.
 pub(super) fn unnamed(workspace: &Workspace, page: &str) -> Vec<Violation> {
     let of_candle = reachable(&workspace.graph, "candle-nn");
-    let ours: BTreeSet<&str> = workspace.packages.iter().map(|package| package.name.as_str()).collect();
+    let ours: BTreeSet<&str> =
+        workspace.packages.iter().map(|package| package.name.as_str()).collect();
     let brought = reachable(&workspace.graph, "candle-distributed").into_iter();
     let extra = brought.filter(|name| !of_candle.contains(name) && !ours.contains(name));
     let unnamed = extra.filter(|name| !page.contains(&format!("`{name}`")));
-    let rule =
-        |name| format!("`candle-distributed` brings `{name}`, which candle does not, and this page does not name it");
+    let rule = |name| {
+        format!(
+            "`candle-distributed` brings `{name}`, which candle does not, and this page does not name it"
+        )
+    };
     unnamed.map(|name| Violation::new(ARCHITECTURE, 1, rule(name))).collect()
 }
 
@@ -71,7 +87,14 @@ pub(super) fn unnamed(workspace: &Workspace, page: &str) -> Vec<Violation> {
 fn reachable<'a>(graph: &'a Graph, from: &'a str) -> BTreeSet<&'a str> {
     let (mut reached, mut queue) = (BTreeSet::from([from]), VecDeque::from([from]));
     while let Some(name) = queue.pop_front() {
-        queue.extend(graph.get(name).into_iter().flatten().map(String::as_str).filter(|next| reached.insert(next)));
+        queue.extend(
+            graph
+                .get(name)
+                .into_iter()
+                .flatten()
+                .map(String::as_str)
+                .filter(|next| reached.insert(next)),
+        );
     }
     reached
 }
@@ -98,16 +121,23 @@ fn walk_back(came_from: &BTreeMap<&str, &str>, to: &str) -> Vec<String> {
     way
 }
 
-/// Which siblings a sibling depends on, for tests or not; only the mesh may read a plan, behind its feature.
+/// Which siblings a sibling depends on, for tests or not; only the mesh may read a plan, behind its
+/// feature.
 fn siblings(package: &Package) -> Vec<Violation> {
     let is_sibling = |name: &str| SIBLINGS.contains(&name);
-    let edges = package.dependencies.iter().filter(|edge| is_sibling(&package.name) && is_sibling(&edge.name));
+    let edges = package
+        .dependencies
+        .iter()
+        .filter(|edge| is_sibling(&package.name) && is_sibling(&edge.name));
     let forbidden = edges.filter(|edge| !(edge.optional && reads_a_plan(package, &edge.name)));
-    forbidden.map(|edge| violation(package, format!("depends on its sibling `{}`", edge.name))).collect()
+    forbidden
+        .map(|edge| violation(package, format!("depends on its sibling `{}`", edge.name)))
+        .collect()
 }
 
 fn reads_a_plan(package: &Package, dependency: &str) -> bool {
-    (package.name.as_str(), dependency) == ("pmap-mesh", "fsdp-plan") && enabled_by(package, dependency).eq(["plan"])
+    (package.name.as_str(), dependency) == ("pmap-mesh", "fsdp-plan")
+        && enabled_by(package, dependency).eq(["plan"])
 }
 
 fn violation(package: &Package, rule: String) -> Violation {
@@ -146,15 +176,26 @@ mod tests {
 
     #[test]
     fn what_the_umbrella_brings_must_be_named() {
-        let edge = |from: &str, to: &[&str]| (from.to_owned(), to.iter().map(ToString::to_string).collect());
+        let edge = |from: &str, to: &[&str]| {
+            (from.to_owned(), to.iter().map(ToString::to_string).collect())
+        };
         let graph = Graph::from([
             edge("candle-nn", &["candle-core"]),
             edge("candle-distributed", &["mesh", "candle-nn"]),
             edge("mesh", &["candle-core", "pins", "tables"]),
             edge("tables", &["widths"]),
         ]);
-        let workspace = Workspace { packages: vec![package("mesh", &[], &[])], graph, target_dir: PathBuf::new() };
-        let rules = |page| unnamed(&workspace, page).into_iter().map(|violation| violation.rule).collect::<Vec<_>>();
+        let workspace = Workspace {
+            packages: vec![package("mesh", &[], &[])],
+            graph,
+            target_dir: PathBuf::new(),
+        };
+        let rules = |page| {
+            unnamed(&workspace, page)
+                .into_iter()
+                .map(|violation| violation.rule)
+                .collect::<Vec<_>>()
+        };
         // The umbrella is a package of ours in the real workspace.
         let missing = rules("`candle-distributed` `pins` `tables`");
         assert_eq!(missing.len(), 1);
@@ -177,17 +218,28 @@ mod tests {
         let tensors = ("candle", "dep:candle-core");
         assert!(rules(package("dyn-batch", &[("candle-core", true, true)], &[tensors])).is_empty());
         assert_eq!(rules(package("dyn-batch", &[("candle-core", false, true)], &[])), reaches);
-        assert_eq!(rules(package("dyn-batch", &[("candle-core", true, true)], &[("default", tensors.1)])), reaches);
-        assert_eq!(rules(package("fsdp-plan", &[("candle-core", true, true)], &[tensors])).len(), 1);
+        assert_eq!(
+            rules(package("dyn-batch", &[("candle-core", true, true)], &[("default", tensors.1)])),
+            reaches
+        );
+        assert_eq!(
+            rules(package("fsdp-plan", &[("candle-core", true, true)], &[tensors])).len(),
+            1
+        );
     }
 
     #[test]
     fn an_edge_between_siblings_is_found_even_if_for_tests_only() {
         let expected = ["depends on its sibling `dist-sampler`"];
         for (optional, normal) in [(false, true), (true, true), (false, false)] {
-            assert_eq!(rules(package("dyn-batch", &[("dist-sampler", optional, normal)], &[])), expected);
+            assert_eq!(
+                rules(package("dyn-batch", &[("dist-sampler", optional, normal)], &[])),
+                expected
+            );
         }
-        assert!(rules(package("candle-distributed", &[("dist-sampler", false, true)], &[])).is_empty());
+        assert!(
+            rules(package("candle-distributed", &[("dist-sampler", false, true)], &[])).is_empty()
+        );
     }
 
     #[test]
@@ -201,8 +253,11 @@ mod tests {
 
     #[test]
     fn the_way_shown_is_the_shortest() {
-        let edge = |from: &str, to: &[&str]| (from.to_owned(), to.iter().map(ToString::to_string).collect());
-        let graph = Graph::from([edge("a", &["b", "c"]), edge("b", &["a", "c"]), edge("c", &["d"])]);
+        let edge = |from: &str, to: &[&str]| {
+            (from.to_owned(), to.iter().map(ToString::to_string).collect())
+        };
+        let graph =
+            Graph::from([edge("a", &["b", "c"]), edge("b", &["a", "c"]), edge("c", &["d"])]);
         assert_eq!(way(&graph, "a", "d"), Some(["a", "c", "d"].map(str::to_owned).to_vec()));
         assert_eq!(way(&graph, "d", "a"), None);
     }

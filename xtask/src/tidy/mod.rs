@@ -1,7 +1,7 @@
 //! `cargo xtask tidy`: the house rules that no compiler checks.
 //!
-//! Each rule is a function from what it looks at to the list of violations. All of them run before the report, so
-//! that one run shows everything there is to mend.
+//! Each rule is a function from what it looks at to the list of violations. All of them run before
+//! the report, so that one run shows everything there is to mend.
 
 mod direction;
 mod package;
@@ -52,7 +52,10 @@ pub(crate) fn run() -> Result {
 fn violations() -> Result<Vec<Violation>> {
     let workspace = Workspace::read()?;
     let mut violations = direction::check(&workspace);
-    violations.extend(direction::unnamed(&workspace, &read_if_exists(direction::ARCHITECTURE).unwrap_or_default()));
+    violations.extend(direction::unnamed(
+        &workspace,
+        &read_if_exists(direction::ARCHITECTURE).unwrap_or_default(),
+    ));
     violations.extend(package::check(&workspace, &read_if_exists));
     for path in own_files()? {
         violations.extend(text::check(&path, &read_if_exists(&path).unwrap_or_default(), &exists));
@@ -70,8 +73,9 @@ fn own_files() -> Result<Vec<String>> {
     for folder in FOLDERS {
         files.extend(workspace::files_below(&workspace::root().join(folder))?);
     }
-    let ours =
-        files.iter().filter(|path| path.extension().is_some_and(|end| end == "rs" || end == "md" || end == "toml"));
+    let ours = files.iter().filter(|path| {
+        path.extension().is_some_and(|end| end == "rs" || end == "md" || end == "toml")
+    });
     Ok(ours.map(|path| relative(path)).collect())
 }
 
