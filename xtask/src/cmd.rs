@@ -4,14 +4,24 @@ use std::{
     env,
     error::Error,
     ffi::OsString,
-    fmt,
+    fmt, iter,
+    path::{Path, PathBuf},
     process::{Command, Stdio},
 };
 
-use crate::workspace;
-
 /// What a command of this package returns: its error is printed once, by `main`.
 pub(crate) type Result<T = (), E = Box<dyn Error>> = std::result::Result<T, E>;
+
+/// The root of the workspace.
+#[expect(clippy::expect_used, reason = "the path is this package's own, as cargo gave it")]
+pub(crate) fn root() -> &'static Path {
+    Path::new(env!("CARGO_MANIFEST_DIR")).parent().expect("this package is a folder in the root")
+}
+
+/// Where `cargo xtask tools` has pip put programs.
+fn tools() -> PathBuf {
+    root().join("target/tools/bin")
+}
 
 /// A call of a program in the root of the workspace.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -82,8 +92,8 @@ impl Call {
 
     fn command(&self) -> Command {
         let mut command = Command::new(self.executable());
-        command.current_dir(workspace::root()).stdin(Stdio::null());
-        command.args(&self.args).envs(self.envs.iter().map(|(key, value)| (key, value)));
+        command.current_dir(root()).stdin(Stdio::null()).args(&self.args);
+        command.env("PATH", search_path()).envs(self.envs.iter().cloned());
         command
     }
 
@@ -94,6 +104,15 @@ impl Call {
         let ours = env::var_os("CARGO").filter(|_| self.program == "cargo" && !names_toolchain);
         ours.unwrap_or_else(|| self.program.clone().into())
     }
+}
+
+/// The folders in which programs are looked for, those of `tools` last: what a person has installed
+/// goes first.
+fn search_path() -> OsString {
+    let path = env::var_os("PATH").unwrap_or_default();
+    let folders = env::split_paths(&path).chain(iter::once(tools()));
+    // A folder with a separator in its name cannot be listed; then there are no tools of ours.
+    env::join_paths(folders).unwrap_or(path)
 }
 
 impl fmt::Display for Call {

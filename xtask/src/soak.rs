@@ -14,7 +14,7 @@ use serde_json::Value;
 
 use crate::{
     cmd::{Call, Result},
-    workspace::Workspace,
+    workspace,
 };
 
 /// Kills ranks of a training run at random moments, resumes it each time, and compares its end with
@@ -103,9 +103,10 @@ impl<'a> Soak<'a> {
     fn new(args: &'a Args) -> Result<Self> {
         let build = "build --workspace --bin candle-distributed --features candle-distributed-cli/mpi --profile";
         Call::cargo(build).arg(&args.profile).run()?;
-        let target = Workspace::read()?.target_dir;
+        let target = workspace::read()?.target_directory.into_std_path_buf();
         let folder = if args.profile == "dev" { "debug" } else { &args.profile };
-        let (program, home) = (target.join(folder).join("candle-distributed"), target.join("soak"));
+        let program = target.join(folder).join("candle-distributed");
+        let home = target.join("soak");
         if home.exists() {
             fs::remove_dir_all(&home)?;
         }
@@ -230,10 +231,11 @@ impl<'a> Soak<'a> {
 }
 
 /// A number below `below` that depends on all of these.
+#[expect(clippy::expect_used, reason = "what is below a `usize` is one")]
 fn random(seed: u64, kill: usize, what: &str, below: usize) -> usize {
     let mut hasher = DefaultHasher::new();
     (seed, kill, what).hash(&mut hasher);
-    usize::try_from(hasher.finish() % below as u64).unwrap_or_default()
+    usize::try_from(hasher.finish() % below as u64).expect("it is below a `usize`")
 }
 
 fn signal(signal: &str, process: u32) -> Result {

@@ -4,13 +4,15 @@ use std::{
     collections::{BTreeMap, BTreeSet},
     env,
     path::Path,
-    time::SystemTime,
+    time::{Duration, SystemTime},
 };
 
 use serde_json::Value;
 
-use super::{estimates::measured, page::Table, ratio, time};
-use crate::cmd::{Call, Result};
+use crate::{
+    bench::{estimates, page::Table},
+    cmd::{Call, Result},
+};
 
 /// An operation of a peer, and the bench of ours that does the same.
 struct Pair {
@@ -198,10 +200,7 @@ fn version(python: &str, module: &str) -> Result<String> {
 fn our_medians(pairs: &[&Pair], home: &Path) -> Result<BTreeMap<String, f64>> {
     let start = SystemTime::now();
     command(pairs, home).run()?;
-    measured(home, "new", start)?
-        .iter()
-        .map(|bench| Ok((bench.id()?, bench.median("new")?)))
-        .collect()
+    estimates::medians(home, start)
 }
 
 /// The call that runs our halves of the pairs, and no other bench.
@@ -275,10 +274,20 @@ fn figure_of_line(line: &str) -> Option<(String, f64)> {
     Some((name.to_owned(), microseconds / 1e6))
 }
 
+/// A time in the unit that suits it.
+fn time(seconds: f64) -> String {
+    format!("{:.2?}", Duration::from_secs_f64(seconds))
+}
+
+/// A ratio with as many digits as can be trusted.
+fn ratio(ratio: f64) -> String {
+    if ratio < 10.0 { format!("{ratio:.2}") } else { format!("{ratio:.0}") }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::workspace;
+    use crate::cmd;
 
     fn check(text: &str, name: &str, seconds: f64) {
         let figures = figures(text);
@@ -314,13 +323,17 @@ mod tests {
     fn pairs_name_scripts_and_benches_that_exist() {
         for Pair { script, ours, .. } in PAIRS {
             let script = script.split(' ').next().unwrap();
-            assert!(workspace::root().join("benches/peers").join(script).is_file(), "{script}");
+            assert!(cmd::root().join("benches/peers").join(script).is_file(), "{script}");
             let file = ours.split('/').next().unwrap();
             let source =
-                std::fs::read_to_string(workspace::root().join(format!("benches/{file}.rs")))
-                    .unwrap();
+                std::fs::read_to_string(cmd::root().join(format!("benches/{file}.rs"))).unwrap();
             let topic = ours.split('/').take(2).collect::<Vec<_>>().join("/");
             assert!(source.contains(&format!("\"{topic}\"")), "{ours}");
         }
+    }
+    #[test]
+    fn times_and_ratios_are_short() {
+        assert_eq!(time(1.234_567e-5), "12.35µs");
+        assert_eq!((ratio(0.987_6), ratio(123.4)), ("0.99".to_owned(), "123".to_owned()));
     }
 }

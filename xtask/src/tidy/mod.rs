@@ -3,15 +3,19 @@
 //! Each rule is a function from what it looks at to the list of violations. All of them run before
 //! the report, so that one run shows everything there is to mend.
 
+mod checklist;
 mod direction;
+mod imports;
 mod package;
 mod text;
 
-use std::{fmt, fs, path::Path};
+use std::{fmt, fs};
+
+use cargo_metadata::{Metadata, TargetKind};
 
 use crate::{
-    cmd::Result,
-    workspace::{self, Workspace},
+    cmd::{self, Result},
+    workspace,
 };
 
 /// A broken rule, and where.
@@ -44,52 +48,57 @@ pub(crate) fn run() -> Result {
         println!("{violation}");
     }
     match violations.len() {
-        0 => Ok(()),
+        0 => {
+            println!("all house rules hold");
+            Ok(())
+        }
         n => Err(format!("{n} house rules broken").into()),
     }
 }
 
 fn violations() -> Result<Vec<Violation>> {
-    let workspace = Workspace::read()?;
-    let mut violations = direction::check(&workspace);
-    violations.extend(direction::unnamed(
-        &workspace,
-        &read_if_exists(direction::ARCHITECTURE).unwrap_or_default(),
-    ));
-    violations.extend(package::check(&workspace, &read_if_exists));
-    for path in own_files()? {
-        violations.extend(text::check(&path, &read_if_exists(&path).unwrap_or_default(), &exists));
+    let metadata = workspace::read()?;
+    let files = own_files()?;
+    let mut violations = direction::check(&metadata, &read);
+    violations.extend(package::check(&metadata, &read));
+    violations.extend(checklist::check(&files, &read));
+    violations.extend(roots(&metadata).iter().flat_map(|root| imports::check(root, &read)));
+    for path in &files {
+        let text = fs::read_to_string(cmd::root().join(path))?;
+        violations.extend(text::check(path, &text));
     }
     violations.sort();
     Ok(violations)
 }
 
+/// The root files of the crates and of this program.
+fn roots(metadata: &Metadata) -> Vec<String> {
+    let own = metadata.workspace_packages().into_iter().filter(|package| package.name == "xtask");
+    let targets = workspace::crates(metadata).chain(own).flat_map(|package| &package.targets);
+    let ours = targets.filter(|target| {
+        target.kind.iter().any(|kind| matches!(kind, TargetKind::Lib | TargetKind::Bin))
+    });
+    ours.map(|target| workspace::relative(target.src_path.as_std_path())).collect()
+}
+
 /// The paths of our sources, manifests and pages, relative to the root.
 fn own_files() -> Result<Vec<String>> {
     let mut files = Vec::new();
-    for entry in fs::read_dir(workspace::root())? {
+    for entry in fs::read_dir(cmd::root())? {
         files.push(entry?.path());
     }
     for folder in FOLDERS {
-        files.extend(workspace::files_below(&workspace::root().join(folder))?);
+        files.extend(workspace::files_below(&cmd::root().join(folder))?);
     }
-    let ours = files.iter().filter(|path| {
-        path.extension().is_some_and(|end| end == "rs" || end == "md" || end == "toml")
+    files.retain(|path| {
+        path.extension().is_some_and(|end| ["rs", "md", "toml"].iter().any(|ours| end == *ours))
     });
-    Ok(ours.map(|path| relative(path)).collect())
+    Ok(files.iter().map(|path| workspace::relative(path)).collect())
 }
 
-fn relative(path: &Path) -> String {
-    path.strip_prefix(workspace::root()).unwrap_or(path).to_string_lossy().replace('\\', "/")
-}
-
-/// The text of a file, given relative to the root.
-fn read_if_exists(path: &str) -> Option<String> {
-    fs::read_to_string(workspace::root().join(path)).ok()
-}
-
-fn exists(path: &str) -> bool {
-    workspace::root().join(path).exists()
+/// The text of a file, given relative to the root, if there is one.
+fn read(path: &str) -> Option<String> {
+    fs::read_to_string(cmd::root().join(path)).ok()
 }
 
 #[cfg(test)]
@@ -107,5 +116,13 @@ mod tests {
     fn a_violation_reads_like_a_compiler_error() {
         let violation = Violation::new("crates/a/src/lib.rs", 7, "why");
         assert_eq!(violation.to_string(), "crates/a/src/lib.rs:7: why");
+    }
+
+    #[test]
+    fn the_roots_of_libraries_and_programs_are_found() {
+        let roots = roots(&workspace::read().unwrap());
+        for root in ["crates/core-types/src/lib.rs", "xtask/src/main.rs"] {
+            assert!(roots.contains(&root.to_owned()), "{roots:?}");
+        }
     }
 }

@@ -1,30 +1,26 @@
 //! Rules about what belongs to every package: its manifest, its page, its line in the changelog.
 
-use super::Violation;
-use crate::{
-    changelog,
-    workspace::{Package, Workspace},
-};
+use cargo_metadata::Metadata;
+
+use crate::{changelog, tidy::Violation, workspace};
 
 /// What registries and users look for in a manifest.
 const MANIFEST_KEYS: [&str; 3] = ["description", "license", "rust-version"];
 
 /// Every rule; `read` returns the text of the file at a path, if there is one.
-pub(super) fn check(
-    workspace: &Workspace,
-    read: &dyn Fn(&str) -> Option<String>,
-) -> Vec<Violation> {
-    let text = |path: &str| read(path).unwrap_or_default();
-    let paths = workspace.packages.iter().map(|package| format!("{}/Cargo.toml", package.dir));
-    let mut violations: Vec<_> = paths.flat_map(|path| manifest(&path, &text(&path))).collect();
-    violations
-        .extend(workspace.crates().filter_map(|package| page(package, &text(&page_path(package)))));
-    violations.extend(
-        workspace
-            .crates()
-            .next()
-            .and_then(|first| changelog(&text("CHANGELOG.md"), &first.version)),
-    );
+pub(super) fn check(metadata: &Metadata, read: &dyn Fn(&str) -> Option<String>) -> Vec<Violation> {
+    let mut violations = Vec::new();
+    for package in metadata.workspace_packages() {
+        let path = format!("{}/Cargo.toml", workspace::folder(package));
+        violations.extend(manifest(&path, &read(&path).unwrap_or_default()));
+    }
+    for package in workspace::crates(metadata) {
+        let path = format!("{}/README.md", workspace::folder(package));
+        violations.extend(page(&path, read(&path).as_deref()));
+    }
+    let version = workspace::crates(metadata).next().map(|first| first.version.to_string());
+    let text = read("CHANGELOG.md").unwrap_or_default();
+    violations.extend(version.and_then(|version| changelog(&text, &version)));
     violations
 }
 
@@ -41,13 +37,9 @@ fn manifest(path: &str, text: &str) -> Vec<Violation> {
     violations
 }
 
-fn page_path(package: &Package) -> String {
-    format!("{}/README.md", package.dir)
-}
-
-fn page(package: &Package, text: &str) -> Option<Violation> {
-    let rule = "a crate has a README, which is its page";
-    text.trim().is_empty().then(|| Violation::new(&page_path(package), 1, rule))
+fn page(path: &str, text: Option<&str>) -> Option<Violation> {
+    let is_empty = text.is_none_or(|text| text.trim().is_empty());
+    is_empty.then(|| Violation::new(path, 1, "a crate has a README, which is its page"))
 }
 
 fn changelog(text: &str, version: &str) -> Option<Violation> {
@@ -80,9 +72,10 @@ mod tests {
 
     #[test]
     fn a_crate_without_a_page_is_found() {
-        let package = Package { dir: "crates/a".into(), ..Package::default() };
-        assert_eq!(page(&package, " \n").unwrap().path, "crates/a/README.md");
-        assert_eq!(page(&package, "# A\n"), None);
+        let path = "crates/a/README.md";
+        assert_eq!(page(path, None).unwrap().path, path);
+        assert!(page(path, Some(" \n")).is_some());
+        assert_eq!(page(path, Some("# A\n")), None);
     }
 
     #[test]
