@@ -1,11 +1,13 @@
 //! `cargo xtask ci`: every check that a change must pass, the cheapest first.
 
+use std::{env, path::PathBuf};
+
 use crate::{
     cmd::{Call, Result},
     docs,
-    steps::{self, Done},
+    steps::{self, Done, Step},
     tidy,
-    workspace::{Package, Workspace},
+    tools::{self, Tool},
 };
 
 /// Runs every check that a change must pass, and stops at the first that fails.
@@ -20,134 +22,95 @@ pub(crate) struct Args {
 }
 
 /// Features that need a device or a toolkit, which CI machines do not have.
-const DEVICE_FEATURES: [&str; 7] = ["accelerate", "cuda", "cudnn", "metal", "mkl", "mpi", "nccl"];
+pub(crate) const DEVICE_FEATURES: &str = "cuda,metal,mpi,nccl";
 
-type Step = steps::Step<'static, Work>;
-
-#[derive(Debug, PartialEq)]
 enum Work {
     Tidy,
     Book,
+    Advisories,
     Calls(Vec<Call>),
+    /// Calls that need a tool.
+    With(Tool, Vec<Call>),
 }
 
 pub(crate) fn run(args: &Args) -> Result {
-    let nextest = Call::cargo("nextest --version").succeeds();
-    let missing = (!nextest && !args.skip_tests).then_some("cargo-nextest is not installed");
-    if let (Some(missing), true) = (missing, args.strict) {
-        return Err(format!("{missing}, and --strict asks for it").into());
+    let mut steps = steps();
+    if args.skip_tests {
+        steps.retain(|step| !["tests", "doctests"].contains(&step.name));
     }
-    let steps = steps(&Workspace::read()?, args.skip_tests, nextest);
-    let strict = args.strict;
-    let outcome = steps::run_all(&steps, |work| match work.run()? {
-        Done::Skipped(reason) if strict => Err(format!("{reason}, and --strict asks for it").into()),
-        done => Ok(done),
-    });
-    if let Some(missing) = missing {
-        println!("  {:<22} skipped: {missing}, so the tests run with cargo test", "nextest");
-    }
-    outcome
+    steps::run_all(&steps, |work| work.run(args.strict))
 }
 
-fn steps(workspace: &Workspace, skip_tests: bool, nextest: bool) -> Vec<Step> {
+fn steps() -> Vec<Step<'static, Work>> {
     let cargo = |name, args| Step { name, work: Work::Calls(vec![Call::cargo(args)]) };
-    let runner = if nextest { "nextest run --workspace" } else { "test --workspace --lib --bins --tests" };
-    let mut steps = vec![
+    let with = |name, tool, calls| Step { name, work: Work::With(tool, calls) };
+    let nextest = tools::NEXTEST.is_there();
+    let tests =
+        if nextest { "nextest run --workspace" } else { "test --workspace --lib --bins --tests" };
+    vec![
         cargo("fmt", "fmt --all --check"),
+        with("spelling", tools::TYPOS, vec![Call::new("typos", "")]),
         Step { name: "tidy", work: Work::Tidy },
+        with("links", tools::LYCHEE, vec![docs::links()]),
+        with("dependencies", tools::DENY, dependencies()),
+        Step { name: "advisories", work: Work::Advisories },
         cargo("clippy", "clippy --workspace --all-targets -- -D warnings"),
-        Step { name: "each crate alone", work: Work::Calls(workspace.crates().flat_map(alone).collect()) },
-        cargo("tests", runner),
+        with("each feature alone", tools::HACK, vec![each_feature()]),
+        cargo("tests", tests),
         cargo("doctests", "test --workspace --doc"),
+        with("snapshots in use", tools::INSTA, vec![snapshots()]),
         Step { name: "docs", work: Work::Calls(vec![docs::command()]) },
         Step { name: "book", work: Work::Book },
-        // Criterion runs each bench once under `cargo test`; with `--workspace` the tests' builds are used again.
+        // Criterion runs each bench once under `cargo test`; with `--workspace` the tests' builds
+        // are used again.
         cargo("benches run once", "test --workspace --benches"),
-    ];
-    steps.retain(|step| !(skip_tests && ["tests", "doctests"].contains(&step.name)));
-    steps
+    ]
 }
 
-/// Checks a crate with no features, then with each one by itself.
+/// Who stands on whom, under which licenses, and where it comes from.
+fn dependencies() -> Vec<Call> {
+    // Not only for this machine, since the check is about all of them; offline, because it would
+    // otherwise look for news of crates that nobody asked for.
+    let fetch = Call::cargo("fetch --locked");
+    vec![fetch, Call::cargo("deny --offline check bans licenses sources")]
+}
+
+/// Checks each crate with no features, then with each one by itself.
 ///
-/// In the workspace cargo unifies features, so a crate could lean on what only another one has switched on.
-fn alone(package: &Package) -> impl Iterator<Item = Call> {
-    let sets = [None].into_iter().chain(cpu_features(package).map(|(name, _)| Some(name)));
-    sets.map(|feature| {
-        let cargo = Call::cargo("clippy --no-default-features --package").arg(&package.name);
-        let cargo = feature.into_iter().fold(cargo, |cargo, feature| cargo.arg("--features").arg(feature));
-        ["--", "-D", "warnings"].into_iter().fold(cargo, Call::arg)
-    })
+/// In the workspace cargo unifies features, so a crate could lean on what only another one has
+/// switched on.
+fn each_feature() -> Call {
+    let call = Call::cargo("hack clippy --workspace --ignore-private --each-feature");
+    let call = call.arg("--exclude-features").arg(DEVICE_FEATURES);
+    ["--", "-D", "warnings"].into_iter().fold(call, Call::arg)
 }
 
-/// The features that every machine can build, and what each switches on.
-pub(crate) fn cpu_features(package: &Package) -> impl Iterator<Item = (&str, &[String])> {
-    let features = package.features.iter().map(|(name, enables)| (name.as_str(), enables.as_slice()));
-    features.filter(|(name, enables)| !needs_device(name, enables))
+/// Fails if a snapshot differs, or if no test reads it.
+fn snapshots() -> Call {
+    Call::cargo("insta test --check --unreferenced=reject --workspace --test plans --test padding")
 }
 
-/// Whether a feature is, or directly switches on, one that needs a device.
-fn needs_device(name: &str, enables: &[String]) -> bool {
-    let last_part = |enabled: &String| enabled.rsplit('/').next().is_some_and(|part| DEVICE_FEATURES.contains(&part));
-    DEVICE_FEATURES.contains(&name) || enables.iter().any(last_part)
+/// Known faults of dependencies, where their list is here: to get it is another site's work, which
+/// may fail.
+fn advisories(strict: bool) -> Result<Done> {
+    let home = env::var_os("CARGO_HOME").map(PathBuf::from);
+    let home = home.or_else(|| Some(env::home_dir()?.join(".cargo")));
+    if !home.is_some_and(|home| home.join("advisory-dbs").is_dir()) {
+        let reason = "there is no list of advisories; get it with `cargo deny fetch db`";
+        return tools::skipped(reason.to_owned(), strict);
+    }
+    let call = Call::cargo("deny --offline check --disable-fetch advisories");
+    tools::run_with(&[tools::DENY], strict, &[call])
 }
 
 impl Work {
-    fn run(&self) -> Result<Done> {
+    fn run(&self, strict: bool) -> Result<Done> {
         match self {
-            Work::Tidy => tidy::run(),
-            Work::Book => return docs::book(false),
-            Work::Calls(calls) => calls.iter().try_for_each(Call::run),
-        }?;
-        Ok(Done::Passed)
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use std::{collections::BTreeMap, path::PathBuf};
-
-    use super::*;
-
-    /// A workspace of one crate with `features`, each given with what it switches on.
-    fn workspace(features: &[(&str, &str)]) -> Workspace {
-        let features = features.iter().map(|&(name, enables)| (name.to_owned(), vec![enables.to_owned()]));
-        let package =
-            Package { name: "a".into(), dir: "crates/a".into(), features: features.collect(), ..Package::default() };
-        Workspace { packages: vec![package], graph: BTreeMap::new(), target_dir: PathBuf::new() }
-    }
-
-    fn names(steps: &[Step]) -> Vec<&str> {
-        steps.iter().map(|step| step.name).collect()
-    }
-
-    #[test]
-    fn a_crate_is_checked_bare_and_with_each_feature_but_those_of_devices() {
-        let workspace = workspace(&[
-            ("cuda", "candle-core/cuda"),
-            ("gpu", "mesh?/metal"),
-            ("nccl", "cuda"),
-            ("serde", "dep:serde"),
-        ]);
-        let calls: Vec<_> = alone(&workspace.packages[0]).collect();
-        let bare = Call::cargo("clippy --no-default-features --package a -- -D warnings");
-        let serde = Call::cargo("clippy --no-default-features --package a --features serde -- -D warnings");
-        assert_eq!(calls, [bare, serde]);
-    }
-
-    #[test]
-    fn skipping_the_tests_leaves_out_nothing_else() {
-        let all = steps(&workspace(&[]), false, false);
-        let mut expected = names(&all);
-        expected.retain(|name| !name.ends_with("tests"));
-        assert_eq!(names(&steps(&workspace(&[]), true, true)), expected);
-        assert_eq!(expected.len() + 2, all.len());
-    }
-
-    #[test]
-    fn nextest_runs_the_tests_where_it_is_installed() {
-        let runner = |nextest| steps(&workspace(&[]), false, nextest).remove(4).work;
-        assert_eq!(runner(true), Work::Calls(vec![Call::cargo("nextest run --workspace")]));
-        assert_eq!(runner(false), Work::Calls(vec![Call::cargo("test --workspace --lib --bins --tests")]));
+            Work::Tidy => tidy::run().map(|()| Done::Passed),
+            Work::Book => docs::book(false, strict),
+            Work::Advisories => advisories(strict),
+            Work::Calls(calls) => tools::run_with(&[], strict, calls),
+            Work::With(tool, calls) => tools::run_with(&[*tool], strict, calls),
+        }
     }
 }

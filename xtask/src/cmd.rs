@@ -4,14 +4,24 @@ use std::{
     env,
     error::Error,
     ffi::OsString,
-    fmt,
+    fmt, iter,
+    path::{Path, PathBuf},
     process::{Command, Stdio},
 };
 
-use crate::workspace;
-
 /// What a command of this package returns: its error is printed once, by `main`.
 pub(crate) type Result<T = (), E = Box<dyn Error>> = std::result::Result<T, E>;
+
+/// The root of the workspace.
+#[expect(clippy::expect_used, reason = "the path is this package's own, as cargo gave it")]
+pub(crate) fn root() -> &'static Path {
+    Path::new(env!("CARGO_MANIFEST_DIR")).parent().expect("this package is a folder in the root")
+}
+
+/// Where `cargo xtask tools` has pip put programs.
+fn tools() -> PathBuf {
+    root().join("target/tools/bin")
+}
 
 /// A call of a program in the root of the workspace.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -57,7 +67,8 @@ impl Call {
         self.output_of(self.command().stderr(Stdio::piped()))
     }
 
-    /// Shows the command and returns what it printed; what it says on standard error meanwhile goes where ours goes.
+    /// Shows the command and returns what it printed; what it says on standard error meanwhile goes
+    /// where ours goes.
     pub(crate) fn run_and_read(&self) -> Result<String> {
         println!("$ {self}");
         self.output_of(self.command().stderr(Stdio::inherit()))
@@ -67,7 +78,8 @@ impl Call {
         let output = command.stdout(Stdio::piped()).spawn()?.wait_with_output()?;
         if !output.status.success() {
             let said = String::from_utf8_lossy(&output.stderr);
-            let reason = if said.is_empty() { output.status.to_string() } else { said.into_owned() };
+            let reason =
+                if said.is_empty() { output.status.to_string() } else { said.into_owned() };
             return Err(format!("`{self}` failed: {reason}").into());
         }
         Ok(String::from_utf8(output.stdout)?)
@@ -80,18 +92,27 @@ impl Call {
 
     fn command(&self) -> Command {
         let mut command = Command::new(self.executable());
-        command.current_dir(workspace::root()).stdin(Stdio::null());
-        command.args(&self.args).envs(self.envs.iter().map(|(key, value)| (key, value)));
+        command.current_dir(root()).stdin(Stdio::null()).args(&self.args);
+        command.env("PATH", search_path()).envs(self.envs.iter().cloned());
         command
     }
 
-    /// For cargo the one that runs us, unless a toolchain is named first: `+nightly` is understood by rustup's cargo
-    /// only, which is the one that a shell finds.
+    /// For cargo the one that runs us, unless a toolchain is named first: `+nightly` is understood
+    /// by rustup's cargo only, which is the one that a shell finds.
     fn executable(&self) -> OsString {
         let names_toolchain = self.args.first().is_some_and(|arg| arg.starts_with('+'));
         let ours = env::var_os("CARGO").filter(|_| self.program == "cargo" && !names_toolchain);
         ours.unwrap_or_else(|| self.program.clone().into())
     }
+}
+
+/// The folders in which programs are looked for, those of `tools` last: what a person has installed
+/// goes first.
+fn search_path() -> OsString {
+    let path = env::var_os("PATH").unwrap_or_default();
+    let folders = env::split_paths(&path).chain(iter::once(tools()));
+    // A folder with a separator in its name cannot be listed; then there are no tools of ours.
+    env::join_paths(folders).unwrap_or(path)
 }
 
 impl fmt::Display for Call {
@@ -128,6 +149,9 @@ mod tests {
     #[test]
     fn a_failing_command_is_named_in_its_error() {
         let error = Call::cargo("no-such-subcommand").read().unwrap_err().to_string();
-        assert!(error.starts_with("`cargo no-such-subcommand` failed: error: no such command"), "{error}");
+        assert!(
+            error.starts_with("`cargo no-such-subcommand` failed: error: no such command"),
+            "{error}"
+        );
     }
 }

@@ -1,12 +1,14 @@
-//! `cargo xtask devices`: what can be checked of the code for devices on a machine that has none of them.
+//! `cargo xtask devices`: what can be checked of the code for devices on a machine that has none of
+//! them.
 
 use crate::{
     cmd::{Call, Result},
     steps::{self, Done, Step},
+    tools,
 };
 
-/// Builds what is behind the features of devices and of several processes, where its toolkit is installed; runs what needs
-/// no device.
+/// Builds what is behind the features of devices and of several processes, where its toolkit is
+/// installed; runs what needs no device.
 #[derive(clap::Args)]
 pub(crate) struct Args {
     /// Fails if a toolkit is missing, instead of skipping what needs it.
@@ -25,70 +27,85 @@ struct Check {
     calls: Vec<Call>,
 }
 
-/// Rust's name of the systems that have Metal.
-const METAL_TARGET: &str = "aarch64-apple-darwin";
-
-pub(crate) fn run(args: &Args) -> Result {
-    steps::run_all(&checks(), |check| {
-        let is_there = check.probe.read().is_ok_and(|answer| answer.contains(check.answer));
-        match (is_there, args.strict) {
-            (true, _) => check.calls.iter().try_for_each(Call::run).map(|()| Done::Passed),
-            (false, true) => Err(format!("its toolkit is missing, and --strict asks for it: {}", check.install).into()),
-            (false, false) => Ok(Done::Skipped(format!("to get its toolkit: {}", check.install))),
+impl Check {
+    fn run(&self, strict: bool) -> Result<Done> {
+        if self.probe.read().is_ok_and(|answer| answer.contains(self.answer)) {
+            return tools::run_with(&[], strict, &self.calls);
         }
-    })
+        tools::skipped(format!("its toolkit is missing; get it with `{}`", self.install), strict)
+    }
 }
 
-fn checks() -> [Step<'static, Check>; 3] {
-    let metal = Call::cargo("check --package pmap-mesh --features metal,plan --target").arg(METAL_TARGET);
-    // With `--workspace`, so that dependencies are those of a plain `cargo test --workspace`, and are not built again.
-    let processes = "clippy --workspace --all-targets --features candle-distributed-cli/mpi,benches/mpi -- -D warnings";
-    let nccl = "clippy --release --package pmap-mesh --package candle-distributed-cli --all-targets \
-                --features pmap-mesh/nccl,pmap-mesh/plan,candle-distributed-cli/nccl -- -D warnings";
-    [
-        Step {
-            name: "metal",
-            work: Check {
-                probe: Call::new("rustup", "target list --installed"),
-                answer: METAL_TARGET,
-                install: "rustup target add aarch64-apple-darwin",
-                calls: vec![metal],
-            },
-        },
-        Step {
-            name: "mpi",
-            work: Check {
-                probe: Call::new("mpicc", "-show"),
-                answer: "mpi",
-                install: "apt-get install libopenmpi-dev openmpi-bin",
-                calls: vec![
-                    Call::cargo(processes),
-                    Call::cargo("test --workspace --features pmap-mesh/mpi --test mpi"),
-                    Call::cargo("xtask soak --ranks 2 --kills 2 --steps 12 --profile dev"),
-                ],
-            },
-        },
-        Step {
-            name: "cuda and nccl",
-            work: Check {
-                probe: Call::new("nvcc", "--version"),
-                answer: "release",
-                install: "docs/devices.md says how",
-                calls: vec![Call::cargo(nccl)],
-            },
-        },
-    ]
+pub(crate) fn run(args: &Args) -> Result {
+    let steps = [
+        Step { name: "metal", work: metal() },
+        Step { name: "mpi", work: mpi() },
+        Step { name: "cuda and nccl", work: nccl() },
+    ];
+    steps::run_all(&steps, |check| check.run(args.strict))
+}
+
+fn metal() -> Check {
+    // Rust's name of the systems that have Metal.
+    let target = "aarch64-apple-darwin";
+    Check {
+        probe: Call::new("rustup", "target list --installed"),
+        answer: target,
+        install: "rustup target add aarch64-apple-darwin",
+        // It stands on the mesh, and forwards the feature.
+        calls: vec![
+            Call::cargo("check --package dist-train --features metal --target").arg(target),
+        ],
+    }
+}
+
+/// With `--workspace`, so that dependencies are those of a plain `cargo test --workspace`, and are
+/// not built again.
+fn mpi() -> Check {
+    let clippy = "clippy --workspace --all-targets \
+        --features candle-distributed-cli/mpi,benches/mpi -- -D warnings";
+    Check {
+        probe: Call::new("mpicc", "-show"),
+        answer: "mpi",
+        install: "apt-get install libopenmpi-dev openmpi-bin",
+        calls: vec![
+            Call::cargo(clippy),
+            Call::cargo("test --workspace --features pmap-mesh/mpi,dist-train/mpi --test mpi"),
+            Call::cargo("xtask soak --ranks 2 --kills 2 --steps 12 --profile dev"),
+        ],
+    }
+}
+
+fn nccl() -> Check {
+    let packages = ["pmap-mesh", "dist-train", "candle-distributed-cli"];
+    let clippy = Call::cargo("clippy --release --all-targets");
+    let clippy = packages.iter().fold(clippy, |call, package| {
+        call.arg("--package").arg(*package).arg("--features").arg(format!("{package}/nccl"))
+    });
+    Check {
+        probe: Call::new("nvcc", "--version"),
+        answer: "release",
+        install: "what docs/devices.md says",
+        calls: vec![["--", "-D", "warnings"].into_iter().fold(clippy, Call::arg)],
+    }
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
 
+    fn check(probe: Call, answer: &'static str) -> Check {
+        Check { probe, answer, install: "it", calls: Vec::new() }
+    }
+
     #[test]
     fn a_missing_toolkit_is_told_by_its_probe() {
-        let there = |probe: Call, answer: &str| probe.read().is_ok_and(|said| said.contains(answer));
-        assert!(there(Call::cargo("--version"), "cargo"));
-        assert!(!there(Call::cargo("--version"), "no such toolkit"));
-        assert!(!there(Call::new("no-such-program", "--version"), ""));
+        assert_eq!(check(Call::cargo("--version"), "cargo").run(true).unwrap(), Done::Passed);
+        for missing in
+            [check(Call::cargo("--version"), "no such toolkit"), check(Call::new("gone", ""), "")]
+        {
+            assert!(matches!(missing.run(false), Ok(Done::Skipped(_))));
+            assert!(missing.run(true).is_err());
+        }
     }
 }

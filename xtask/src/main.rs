@@ -12,7 +12,6 @@ mod fuzz;
 mod msrv;
 mod release;
 mod sanitize;
-mod snapshots;
 mod soak;
 mod steps;
 mod test;
@@ -33,13 +32,13 @@ enum Command {
     Bench(bench::Args),
     Fuzz(fuzz::Args),
     Sanitize(sanitize::Args),
-    Snapshots(snapshots::Args),
     Soak(soak::Args),
     Devices(devices::Args),
     Docs(docs::Args),
     Msrv(msrv::Args),
     Release(release::Args),
-    /// Checks the house rules: module docs, dependency direction, manifests, changelog, links.
+    Tools(tools::Args),
+    /// Checks the house rules: module docs, imports, manifests, what something new needs.
     Tidy,
 }
 
@@ -60,12 +59,12 @@ fn run(command: &Command) -> cmd::Result {
         Command::Bench(args) => bench::run(args),
         Command::Fuzz(args) => fuzz::run(args),
         Command::Sanitize(args) => sanitize::run(args),
-        Command::Snapshots(args) => snapshots::run(args),
         Command::Soak(args) => soak::run(args),
         Command::Devices(args) => devices::run(args),
         Command::Docs(args) => docs::run(args),
         Command::Msrv(args) => msrv::run(args),
         Command::Release(args) => release::run(args),
+        Command::Tools(args) => tools::run(args),
         Command::Tidy => tidy::run(),
     }
 }

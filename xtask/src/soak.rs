@@ -1,5 +1,5 @@
-//! `cargo xtask soak`: a training run of several processes, of which one is killed again and again, ends as an undisturbed
-//! one does.
+//! `cargo xtask soak`: a training run of several processes, of which one is killed again and again,
+//! ends as an undisturbed one does.
 
 use std::{
     fs::{self, File},
@@ -14,11 +14,11 @@ use serde_json::Value;
 
 use crate::{
     cmd::{Call, Result},
-    workspace::Workspace,
+    workspace,
 };
 
-/// Kills ranks of a training run at random moments, resumes it each time, and compares its end with that of a run that
-/// nobody disturbed: the same losses and the same model, to the bit.
+/// Kills ranks of a training run at random moments, resumes it each time, and compares its end with
+/// that of a run that nobody disturbed: the same losses and the same model, to the bit.
 #[derive(clap::Args)]
 pub(crate) struct Args {
     /// How many processes train.
@@ -91,7 +91,11 @@ struct Report {
 impl std::fmt::Display for Report {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         let Self { rank, step, ended_after } = self;
-        write!(f, "process {rank} after step {step}, all ended after {:.1} s", ended_after.as_secs_f64())
+        write!(
+            f,
+            "process {rank} after step {step}, all ended after {:.1} s",
+            ended_after.as_secs_f64()
+        )
     }
 }
 
@@ -99,9 +103,10 @@ impl<'a> Soak<'a> {
     fn new(args: &'a Args) -> Result<Self> {
         let build = "build --workspace --bin candle-distributed --features candle-distributed-cli/mpi --profile";
         Call::cargo(build).arg(&args.profile).run()?;
-        let target = Workspace::read()?.target_dir;
+        let target = workspace::read()?.target_directory.into_std_path_buf();
         let folder = if args.profile == "dev" { "debug" } else { &args.profile };
-        let (program, home) = (target.join(folder).join("candle-distributed"), target.join("soak"));
+        let program = target.join(folder).join("candle-distributed");
+        let home = target.join("soak");
         if home.exists() {
             fs::remove_dir_all(&home)?;
         }
@@ -114,7 +119,15 @@ impl<'a> Soak<'a> {
         let mut command = Command::new("mpirun");
         command.args(["--allow-run-as-root", "--oversubscribe", "--bind-to", "none", "-n"]);
         command.arg(self.args.ranks.to_string()).arg(&self.program);
-        command.args(["train", "--engine", "mpi", "--resume", "--checkpoint-every", CHECKPOINT_EVERY, "--steps"]);
+        command.args([
+            "train",
+            "--engine",
+            "mpi",
+            "--resume",
+            "--checkpoint-every",
+            CHECKPOINT_EVERY,
+            "--steps",
+        ]);
         command.arg(self.args.steps.to_string()).arg("--out").arg(self.home.join(name));
         let log = File::options().create(true).append(true).open(self.home.join("log"))?;
         Ok(command.stdin(Stdio::null()).stdout(log.try_clone()?).stderr(log).spawn()?)
@@ -141,7 +154,8 @@ impl<'a> Soak<'a> {
     /// Goes on with the run until a random moment, and kills one of its processes.
     fn disturb(&self, name: &str, kill: usize) -> Result<Report> {
         let random = |what: &str, below: usize| random(self.args.seed, kill, what, below);
-        let (share, rank) = (self.args.steps / (self.args.kills + 1), random("rank", self.args.ranks));
+        let (share, rank) =
+            (self.args.steps / (self.args.kills + 1), random("rank", self.args.ranks));
         let step = kill * share + random("step", share.max(1));
         let mut run = self.start(name)?;
         let start = Instant::now();
@@ -164,7 +178,9 @@ impl<'a> Soak<'a> {
         while run.try_wait()?.is_none() || !self.processes(name)?.is_empty() {
             if killed.elapsed() > LIMIT {
                 self.end_all(name, &mut run)?;
-                return Err(format!("not all processes had ended {LIMIT:?} after one was killed").into());
+                return Err(
+                    format!("not all processes had ended {LIMIT:?} after one was killed").into()
+                );
             }
             thread::sleep(Duration::from_millis(20));
         }
@@ -182,7 +198,11 @@ impl<'a> Soak<'a> {
 
     /// The processes that train, without the launcher.
     fn processes(&self, name: &str) -> Result<Vec<u32>> {
-        let pattern = format!("^{} train .*--out {}$", self.program.display(), self.home.join(name).display());
+        let pattern = format!(
+            "^{} train .*--out {}$",
+            self.program.display(),
+            self.home.join(name).display()
+        );
         let found = Command::new("pgrep").args(["-f", &pattern]).output()?;
         Ok(String::from_utf8(found.stdout)?.lines().filter_map(|line| line.parse().ok()).collect())
     }
@@ -200,7 +220,8 @@ impl<'a> Soak<'a> {
 
     fn losses(&self, name: &str) -> Result<Vec<Value>> {
         let metrics = fs::read_to_string(self.home.join(name).join("metrics.jsonl"))?;
-        let losses = metrics.lines().map(|line| Ok(serde_json::from_str::<Value>(line)?["loss"].clone()));
+        let losses =
+            metrics.lines().map(|line| Ok(serde_json::from_str::<Value>(line)?["loss"].clone()));
         losses.collect()
     }
 
@@ -210,10 +231,11 @@ impl<'a> Soak<'a> {
 }
 
 /// A number below `below` that depends on all of these.
+#[expect(clippy::expect_used, reason = "what is below a `usize` is one")]
 fn random(seed: u64, kill: usize, what: &str, below: usize) -> usize {
     let mut hasher = DefaultHasher::new();
     (seed, kill, what).hash(&mut hasher);
-    usize::try_from(hasher.finish() % below as u64).unwrap_or_default()
+    usize::try_from(hasher.finish() % below as u64).expect("it is below a `usize`")
 }
 
 fn signal(signal: &str, process: u32) -> Result {

@@ -43,7 +43,10 @@ pub(crate) fn run_all<W>(steps: &[Step<'_, W>], run: impl Fn(&W) -> Result<Done>
     }
     outcomes.resize_with(steps.len(), || Outcome::NotRun);
     println!("\n== summary");
-    steps.iter().zip(&outcomes).for_each(|(step, outcome)| println!("  {:<22} {outcome}", step.name));
+    steps
+        .iter()
+        .zip(&outcomes)
+        .for_each(|(step, outcome)| println!("  {:<22} {outcome}", step.name));
     result
 }
 
@@ -57,7 +60,9 @@ impl fmt::Display for Outcome {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Outcome::Done(Done::Passed, time) => write!(f, "passed  {:>6.1} s", time.as_secs_f64()),
-            Outcome::Done(Done::Noted(note), time) => write!(f, "passed  {:>6.1} s, {note}", time.as_secs_f64()),
+            Outcome::Done(Done::Noted(note), time) => {
+                write!(f, "passed  {:>6.1} s, {note}", time.as_secs_f64())
+            }
             Outcome::Done(Done::Skipped(reason), _) => write!(f, "skipped, {reason}"),
             Outcome::Failed(time) => write!(f, "FAILED  {:>6.1} s", time.as_secs_f64()),
             Outcome::NotRun => write!(f, "not run"),
@@ -77,8 +82,13 @@ mod tests {
         let ran = Cell::new(0);
         let fails_at = |last| {
             ran.set(0);
-            let step =
-                |_: &i32| if ran.replace(ran.get() + 1) == last { Err("reason".into()) } else { Ok(Done::Passed) };
+            let step = |_: &i32| {
+                if ran.replace(ran.get() + 1) == last {
+                    Err("reason".into())
+                } else {
+                    Ok(Done::Passed)
+                }
+            };
             run_all(&steps, step).is_err()
         };
         assert!(fails_at(2));
@@ -91,7 +101,10 @@ mod tests {
     fn the_summary_says_why_a_step_was_skipped() {
         let outcome = |done| Outcome::Done(done, Duration::from_secs(2)).to_string();
         assert_eq!(outcome(Done::Passed), "passed     2.0 s");
-        assert_eq!(outcome(Done::Noted("2 files differ".into())), "passed     2.0 s, 2 files differ");
+        assert_eq!(
+            outcome(Done::Noted("2 files differ".into())),
+            "passed     2.0 s, 2 files differ"
+        );
         assert_eq!(outcome(Done::Skipped("no tool".into())), "skipped, no tool");
     }
 }

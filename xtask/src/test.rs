@@ -19,38 +19,14 @@ enum Device {
     Metal,
 }
 
-impl Device {
-    fn feature(self) -> Option<&'static str> {
-        match self {
-            Device::Cpu => None,
-            Device::Cuda => Some("cuda"),
-            Device::Metal => Some("metal"),
-        }
-    }
-}
-
+/// With `--workspace`, because its features and builds are then those of a plain `cargo test
+/// --workspace`; and uncaptured, because a test that skips a missing device says so in its output.
 pub(crate) fn run(args: &Args) -> Result {
-    command(args.device).run()
-}
-
-/// With `--workspace`, because its features and builds are then those of a plain `cargo test --workspace`; and
-/// uncaptured, because a test that skips a missing device says so in its output.
-fn command(device: Device) -> Call {
-    let mut cargo = Call::cargo("test --workspace --test device");
-    if let Some(feature) = device.feature() {
-        cargo = cargo.arg("--features").arg(format!("integration-tests/{feature}"));
-    }
-    cargo.arg("--").arg("--nocapture")
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn a_device_switches_its_feature_on() {
-        assert_eq!(command(Device::Cpu), Call::cargo("test --workspace --test device -- --nocapture"));
-        let cuda = Call::cargo("test --workspace --test device --features integration-tests/cuda -- --nocapture");
-        assert_eq!(command(Device::Cuda), cuda);
-    }
+    let call = Call::cargo("test --workspace --test device");
+    let call = match args.device {
+        Device::Cpu => call,
+        Device::Cuda => call.arg("--features").arg("integration-tests/cuda"),
+        Device::Metal => call.arg("--features").arg("integration-tests/metal"),
+    };
+    call.arg("--").arg("--nocapture").run()
 }

@@ -4,9 +4,11 @@ use std::{env::consts, fmt, fs, thread, time::SystemTime};
 
 use comfy_table::presets::ASCII_MARKDOWN;
 
-use crate::{cmd::Result, workspace};
+use crate::cmd::{self, Result};
 
 const PAGE: &str = "docs/benchmarks.md";
+const START: &str = "<!-- bench:peers -->";
+const END: &str = "<!-- /bench:peers -->";
 
 /// A table in Markdown, with a sentence that says what it shows.
 pub(super) struct Table {
@@ -32,42 +34,39 @@ impl fmt::Display for Table {
     }
 }
 
-/// Puts the table where the page has its marks, with date and machine; the rest of the page stays as it is.
-pub(super) fn write(section: &str, table: &Table) -> Result {
-    let path = workspace::root().join(PAGE);
+/// Puts the table where the page has its marks, with date and machine; the rest of the page stays
+/// as it is.
+pub(super) fn write(table: &Table) -> Result {
+    let path = cmd::root().join(PAGE);
     let body = format!("{}, {}. {table}", today(), machine());
-    let page = with_section(&fs::read_to_string(&path)?, section, &body)
-        .ok_or_else(|| format!("{PAGE} has no marks `{}` and `{}`", mark(section), mark(&format!("/{section}"))))?;
+    let page = with_section(&fs::read_to_string(&path)?, &body)
+        .ok_or_else(|| format!("{PAGE} has no marks `{START}` and `{END}`"))?;
     fs::write(path, page)?;
     println!("\nwritten to {PAGE}");
     Ok(())
 }
 
-/// The page with `body` between the marks of a section, if it has such marks.
-fn with_section(page: &str, section: &str, body: &str) -> Option<String> {
-    let (start, end) = (mark(section), mark(&format!("/{section}")));
-    let (before, rest) = page.split_once(&start)?;
-    let (_, after) = rest.split_once(&end)?;
-    Some(format!("{before}{start}\n\n{body}\n\n{end}{after}"))
-}
-
-fn mark(name: &str) -> String {
-    match name.strip_prefix('/') {
-        Some(name) => format!("<!-- /bench:{name} -->"),
-        None => format!("<!-- bench:{name} -->"),
-    }
+/// The page with `body` between the marks, if it has them.
+fn with_section(page: &str, body: &str) -> Option<String> {
+    let (before, rest) = page.split_once(START)?;
+    let (_, after) = rest.split_once(END)?;
+    Some(format!("{before}{START}\n\n{body}\n\n{END}{after}"))
 }
 
 /// The day, in UTC.
 fn today() -> String {
     let now = humantime::format_rfc3339_seconds(SystemTime::now()).to_string();
-    now.split('T').next().unwrap_or_default().to_owned()
+    now.chars().take_while(|&c| c != 'T').collect()
 }
 
 fn machine() -> String {
     let processor = fs::read_to_string("/proc/cpuinfo").ok().and_then(|text| model_name(&text));
     let cores = thread::available_parallelism().map_or(1, usize::from);
-    format!("{}, {cores} cores, {}", processor.unwrap_or_else(|| consts::ARCH.to_owned()), consts::OS)
+    format!(
+        "{}, {cores} cores, {}",
+        processor.unwrap_or_else(|| consts::ARCH.to_owned()),
+        consts::OS
+    )
 }
 
 /// The first processor's name, as Linux lists them.
@@ -83,19 +82,18 @@ mod tests {
     #[test]
     fn a_section_is_replaced_and_the_rest_of_the_page_kept() {
         let page = "# Page\n\n<!-- bench:peers -->\n\nold\n\n<!-- /bench:peers -->\n\nby hand\n";
-        let expected = "# Page\n\n<!-- bench:peers -->\n\nnew\n\n<!-- /bench:peers -->\n\nby hand\n";
-        assert_eq!(with_section(page, "peers", "new").unwrap(), expected);
-        assert_eq!(with_section(expected, "peers", "new").unwrap(), expected);
-        assert_eq!(with_section(page, "baseline", "new"), None);
-        assert_eq!(with_section("<!-- bench:peers -->", "peers", "new"), None);
+        let expected =
+            "# Page\n\n<!-- bench:peers -->\n\nnew\n\n<!-- /bench:peers -->\n\nby hand\n";
+        assert_eq!(with_section(page, "new").unwrap(), expected);
+        assert_eq!(with_section(expected, "new").unwrap(), expected);
+        assert_eq!(with_section("# Page", "new"), None);
+        assert_eq!(with_section(START, "new"), None);
     }
 
     #[test]
-    fn the_page_has_the_marks_of_both_sections() {
-        let page = fs::read_to_string(workspace::root().join(PAGE)).unwrap();
-        for section in ["peers", "baseline"] {
-            assert!(with_section(&page, section, "").is_some(), "{section}");
-        }
+    fn the_page_has_the_marks() {
+        let page = fs::read_to_string(cmd::root().join(PAGE)).unwrap();
+        assert!(with_section(&page, "").is_some());
     }
 
     #[test]

@@ -4,13 +4,15 @@ use std::{
     collections::{BTreeMap, BTreeSet},
     env,
     path::Path,
-    time::SystemTime,
+    time::{Duration, SystemTime},
 };
 
 use serde_json::Value;
 
-use super::{estimates::measured, page::Table, ratio, time};
-use crate::cmd::{Call, Result};
+use crate::{
+    bench::{estimates, page::Table},
+    cmd::{Call, Result},
+};
 
 /// An operation of a peer, and the bench of ours that does the same.
 struct Pair {
@@ -129,11 +131,16 @@ const PAIRS: [Pair; 12] = [
 /// How many sums one pass of the bench makes.
 const PSUMS: u32 = 101;
 
-/// The settings that `docs/benchmarks.md` asks for: the length that the peers are given, and one thread for each device.
-const SETTINGS: [(&str, &str); 3] =
-    [("CANDLE_DISTRIBUTED_BENCH_LEN", "10000000"), ("CANDLE_NUM_THREADS", "1"), ("RAYON_NUM_THREADS", "1")];
+/// The settings that `docs/benchmarks.md` asks for: the length that the peers are given, and one
+/// thread for each device.
+const SETTINGS: [(&str, &str); 3] = [
+    ("CANDLE_DISTRIBUTED_BENCH_LEN", "10000000"),
+    ("CANDLE_NUM_THREADS", "1"),
+    ("RAYON_NUM_THREADS", "1"),
+];
 
-/// Prints the version of the package that a module comes from, which may have none; fails if there is no such module.
+/// Prints the version of the package that a module comes from, which may have none; fails if there
+/// is no such module.
 const VERSION: &str = "import sys, importlib.util as u, importlib.metadata as m; name = sys.argv[1]; \
     u.find_spec(name) or sys.exit(1); found = m.packages_distributions().get(name); \
     print(m.version(found[0]) if found else '')";
@@ -141,16 +148,23 @@ const VERSION: &str = "import sys, importlib.util as u, importlib.metadata as m;
 /// Measures ours, then the peers that are installed.
 pub(super) fn compare(filter: Option<&str>, home: &Path) -> Result<Table> {
     let python = env::var("PEERS_PYTHON").unwrap_or_else(|_| "python3".to_owned());
-    let wanted: Vec<_> = PAIRS.iter().filter(|pair| filter.is_none_or(|text| pair.ours.contains(text))).collect();
+    let wanted: Vec<_> =
+        PAIRS.iter().filter(|pair| filter.is_none_or(|text| pair.ours.contains(text))).collect();
     let peers: BTreeSet<_> = wanted.iter().map(|pair| pair.peer).collect();
     let versions: BTreeMap<_, _> =
         peers.into_iter().filter_map(|peer| Some((peer, version(&python, peer).ok()?))).collect();
-    let (pairs, missing): (Vec<_>, Vec<_>) = wanted.into_iter().partition(|pair| versions.contains_key(pair.peer));
+    let (pairs, missing): (Vec<_>, Vec<_>) =
+        wanted.into_iter().partition(|pair| versions.contains_key(pair.peer));
     for peer in missing.iter().map(|pair| pair.peer).collect::<BTreeSet<_>>() {
-        println!("{peer} is not installed for `{python}`, so it is left out; see benches/peers/README.md");
+        println!(
+            "{peer} is not installed for `{python}`, so it is left out; see benches/peers/README.md"
+        );
     }
     if pairs.is_empty() {
-        return Err(format!("no peer is installed for `{python}`; PEERS_PYTHON names another interpreter").into());
+        return Err(format!(
+            "no peer is installed for `{python}`; PEERS_PYTHON names another interpreter"
+        )
+        .into());
     }
     let ours = our_medians(&pairs, home)?;
     let theirs = their_figures(&pairs, &python);
@@ -163,9 +177,16 @@ pub(super) fn compare(filter: Option<&str>, home: &Path) -> Result<Table> {
             println!("{}, {}: no figure, so there is no ratio", pair.peer, pair.what);
             continue;
         };
-        let (ours, peer) = (ours / f64::from(pair.times), format!("{} {}", pair.peer, versions[pair.peer]));
-        let row =
-            [pair.what.to_owned(), format!("`{}`", pair.ours), time(ours), peer, time(theirs), ratio(theirs / ours)];
+        let (ours, peer) =
+            (ours / f64::from(pair.times), format!("{} {}", pair.peer, versions[pair.peer]));
+        let row = [
+            pair.what.to_owned(),
+            format!("`{}`", pair.ours),
+            time(ours),
+            peer,
+            time(theirs),
+            ratio(theirs / ours),
+        ];
         table.add(row);
     }
     Ok(table)
@@ -179,7 +200,7 @@ fn version(python: &str, module: &str) -> Result<String> {
 fn our_medians(pairs: &[&Pair], home: &Path) -> Result<BTreeMap<String, f64>> {
     let start = SystemTime::now();
     command(pairs, home).run()?;
-    measured(home, "new", start)?.iter().map(|bench| Ok((bench.id()?, bench.median("new")?))).collect()
+    estimates::medians(home, start)
 }
 
 /// The call that runs our halves of the pairs, and no other bench.
@@ -187,7 +208,9 @@ fn command(pairs: &[&Pair], home: &Path) -> Call {
     let ids: BTreeSet<_> = pairs.iter().map(|pair| pair.ours).collect();
     // An id begins with the name of its file.
     let files: BTreeSet<_> = ids.iter().filter_map(|id| id.split('/').next()).collect();
-    let call = files.iter().fold(Call::cargo("bench -p benches"), |call, file| call.arg("--bench").arg(*file));
+    let call = files
+        .iter()
+        .fold(Call::cargo("bench -p benches"), |call, file| call.arg("--bench").arg(*file));
     let ids: Vec<_> = ids.into_iter().collect();
     let call = call.arg("--").arg(format!("^({})$", ids.join("|"))).env("CRITERION_HOME", home);
     SETTINGS.into_iter().fold(call, |call, (key, value)| call.env(key, value))
@@ -211,7 +234,8 @@ fn figure(theirs: &BTreeMap<&str, Vec<(String, f64)>>, pair: &Pair) -> Option<f6
     found.map(|(_, seconds)| *seconds)
 }
 
-/// The figures that a script prints, by name and in seconds: as an object, as a table, or a line each.
+/// The figures that a script prints, by name and in seconds: as an object, as a table, or a line
+/// each.
 fn figures(text: &str) -> Vec<(String, f64)> {
     match text.trim_start().chars().next() {
         Some('{') => figures_of_object(text),
@@ -224,17 +248,22 @@ fn figures_of_object(text: &str) -> Vec<(String, f64)> {
     let report: Value = serde_json::from_str(text).unwrap_or_default();
     let word = |result: &Value, key: &str| result[key].as_str().unwrap_or_default().to_owned();
     let figure = |result: &Value| {
-        Some((format!("{}/{}", word(result, "peer"), word(result, "operation")), result["seconds"].as_f64()?))
+        Some((
+            format!("{}/{}", word(result, "peer"), word(result, "operation")),
+            result["seconds"].as_f64()?,
+        ))
     };
     report["results"].as_array().into_iter().flatten().filter_map(figure).collect()
 }
 
 /// The name of a figure is what stands before it in its row.
 fn figures_of_table(text: &str) -> Vec<(String, f64)> {
-    let mut rows = text.lines().map(|line| line.split('|').map(str::trim).skip(1).collect::<Vec<_>>());
+    let mut rows =
+        text.lines().map(|line| line.split('|').map(str::trim).skip(1).collect::<Vec<_>>());
     let head = rows.next().unwrap_or_default();
     let Some(column) = head.iter().position(|name| *name == "seconds") else { return Vec::new() };
-    let figure = |row: Vec<&str>| Some((row.get(..column)?.join(" "), row.get(column)?.parse().ok()?));
+    let figure =
+        |row: Vec<&str>| Some((row.get(..column)?.join(" "), row.get(column)?.parse().ok()?));
     rows.filter_map(figure).collect()
 }
 
@@ -245,10 +274,20 @@ fn figure_of_line(line: &str) -> Option<(String, f64)> {
     Some((name.to_owned(), microseconds / 1e6))
 }
 
+/// A time in the unit that suits it.
+fn time(seconds: f64) -> String {
+    format!("{:.2?}", Duration::from_secs_f64(seconds))
+}
+
+/// A ratio with as many digits as can be trusted.
+fn ratio(ratio: f64) -> String {
+    if ratio < 10.0 { format!("{ratio:.2}") } else { format!("{ratio:.0}") }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::workspace;
+    use crate::cmd;
 
     fn check(text: &str, name: &str, seconds: f64) {
         let figures = figures(text);
@@ -261,10 +300,13 @@ mod tests {
     fn figures_are_read_from_each_kind_of_output() {
         let object = r#"{ "results": [{ "peer": "torch", "operation": "epoch", "seconds": 1.5 }], "failed": [] }"#;
         check(object, "torch/epoch", 1.5);
-        let table =
-            "| peer | timed | seconds | peak GiB |\n| --- | --- | ---: | ---: |\n| a | f, 8 devices | 0.62 | 1 |\n";
+        let table = "| peer | timed | seconds | peak GiB |\n| --- | --- | ---: | ---: |\n| a | f, 8 devices | 0.62 | 1 |\n";
         check(table, "a f, 8 devices", 0.62);
-        check("jax/psum/input kept/1 MB/2: 140.0 µs (120.1), 7.49 GB/s\n", "jax/psum/input kept/1 MB/2", 140e-6);
+        check(
+            "jax/psum/input kept/1 MB/2: 140.0 µs (120.1), 7.49 GB/s\n",
+            "jax/psum/input kept/1 MB/2",
+            140e-6,
+        );
         assert!(figures("nothing: to see\n").is_empty());
     }
 
@@ -281,11 +323,17 @@ mod tests {
     fn pairs_name_scripts_and_benches_that_exist() {
         for Pair { script, ours, .. } in PAIRS {
             let script = script.split(' ').next().unwrap();
-            assert!(workspace::root().join("benches/peers").join(script).is_file(), "{script}");
+            assert!(cmd::root().join("benches/peers").join(script).is_file(), "{script}");
             let file = ours.split('/').next().unwrap();
-            let source = std::fs::read_to_string(workspace::root().join(format!("benches/{file}.rs"))).unwrap();
+            let source =
+                std::fs::read_to_string(cmd::root().join(format!("benches/{file}.rs"))).unwrap();
             let topic = ours.split('/').take(2).collect::<Vec<_>>().join("/");
             assert!(source.contains(&format!("\"{topic}\"")), "{ours}");
         }
+    }
+    #[test]
+    fn times_and_ratios_are_short() {
+        assert_eq!(time(1.234_567e-5), "12.35µs");
+        assert_eq!((ratio(0.987_6), ratio(123.4)), ("0.99".to_owned(), "123".to_owned()));
     }
 }
