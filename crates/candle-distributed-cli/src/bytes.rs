@@ -5,7 +5,8 @@ use std::iter;
 /// Bytes as a number with or without a unit.
 pub(crate) fn parse(text: &str) -> Result<u64, String> {
     let digits = text.find(|character: char| !character.is_ascii_digit()).unwrap_or(text.len());
-    let number: u64 = text[..digits].parse().map_err(|_| "a whole number of bytes is needed, such as 24GiB")?;
+    let number: u64 =
+        text[..digits].parse().map_err(|_| "a whole number of bytes is needed, such as 24GiB")?;
     let unit = match text[digits..].trim().to_ascii_lowercase().as_str() {
         "" | "b" => 1,
         "kb" => 1_000,
@@ -16,7 +17,9 @@ pub(crate) fn parse(text: &str) -> Result<u64, String> {
         "mib" => 1 << 20,
         "gib" => 1 << 30,
         "tib" => 1 << 40,
-        _ => return Err(String::from("the unit must be one of KB, MB, GB, TB, KiB, MiB, GiB, TiB")),
+        _ => {
+            return Err(String::from("the unit must be one of KB, MB, GB, TB, KiB, MiB, GiB, TiB"));
+        }
     };
     number.checked_mul(unit).ok_or_else(|| format!("more than {} bytes", u64::MAX))
 }
@@ -69,15 +72,21 @@ mod tests {
 
     #[test]
     fn numbers_read_as_in_the_report_of_a_plan() {
-        for (bytes, text) in [(0, "0.00 B"), (1023, "1023.00 B"), (497_759_232, "474.70 MiB"), (1 << 71, "2048.00 EiB")]
-        {
+        for (bytes, text) in [
+            (0, "0.00 B"),
+            (1023, "1023.00 B"),
+            (497_759_232, "474.70 MiB"),
+            (1 << 71, "2048.00 EiB"),
+        ] {
             assert_eq!(binary(bytes), text);
         }
     }
 
     #[test]
     fn digits_stand_in_groups() {
-        for (number, text) in [(0, "0"), (999, "999"), (1000, "1,000"), (16_060_522_496, "16,060,522,496")] {
+        for (number, text) in
+            [(0, "0"), (999, "999"), (1000, "1,000"), (16_060_522_496, "16,060,522,496")]
+        {
             assert_eq!(grouped(number), text);
         }
     }

@@ -24,7 +24,8 @@ use crate::{
 /// The options of commands that run on devices.
 #[derive(Debug, clap::Args)]
 pub(crate) struct DeviceArgs {
-    /// Number of devices; on one processor, so many virtual ones [default: 2, or the number of processes]
+    /// Number of devices; on one processor, so many virtual ones [default: 2, or the number of
+    /// processes]
     #[arg(long, value_name = "N")]
     world_size: Option<u64>,
     /// How the devices work together
@@ -33,7 +34,8 @@ pub(crate) struct DeviceArgs {
     /// Kind of device
     #[arg(long, value_enum, default_value_t)]
     device: DeviceArg,
-    /// File by which the processes of --engine nccl meet: a new one for every run, where all of them can reach it
+    /// File by which the processes of --engine nccl meet: a new one for every run, where all of
+    /// them can reach it
     #[cfg(feature = "nccl")]
     #[arg(long, value_name = "FILE")]
     store: Option<PathBuf>,
@@ -72,9 +74,11 @@ pub(crate) struct Place {
 }
 
 impl Place {
-    /// Checks that the mesh, to which MPI itself may have told its ranks, puts this process where its launcher does.
+    /// Checks that the mesh, to which MPI itself may have told its ranks, puts this process where
+    /// its launcher does.
     fn agrees_with(self, mesh: &DeviceMesh) -> Result<()> {
-        let (rank, world_size) = (self.placement.rank().as_usize(), self.placement.world_size().as_usize());
+        let (rank, world_size) =
+            (self.placement.rank().as_usize(), self.placement.world_size().as_usize());
         let (found_rank, found_size) = (mesh.local_slots().start, mesh.len());
         if (rank, world_size) == (found_rank, found_size) {
             return Ok(());
@@ -107,18 +111,23 @@ impl DeviceArgs {
             #[cfg(feature = "mpi")]
             Engine::Mpi => self.place_among_processes("mpirun -n 2 candle-distributed …"),
             #[cfg(feature = "nccl")]
-            Engine::Nccl => self.place_among_processes("torchrun --nproc-per-node 2 --no-python candle-distributed …"),
+            Engine::Nccl => self.place_among_processes(
+                "torchrun --nproc-per-node 2 --no-python candle-distributed …",
+            ),
         }
     }
 
     #[cfg(any(feature = "mpi", feature = "nccl"))]
     fn place_among_processes(&self, how: &str) -> Result<Place> {
-        let nobody = || Error::Usage(format!("this engine's processes are started by a launcher: {how}"));
+        let nobody =
+            || Error::Usage(format!("this engine's processes are started by a launcher: {how}"));
         let launched = Launched::from_env()?.ok_or_else(nobody)?;
         let placement = launched.placement();
         let processes = placement.world_size();
         if let Some(asked) = self.world_size.filter(|&asked| asked != processes.as_u64()) {
-            return Err(Error::Usage(format!("--world-size {asked} does not fit the {processes} processes")));
+            return Err(Error::Usage(format!(
+                "--world-size {asked} does not fit the {processes} processes"
+            )));
         }
         let devices_here = launched.local_world_size().unwrap_or(processes).as_usize();
         Ok(Place { placement, devices_here })
@@ -135,8 +144,8 @@ impl DeviceArgs {
         let mesh = self.open(grid)?;
         let outcome = place.agrees_with(&mesh).and_then(|()| job(&mesh));
         if outcome.as_ref().is_err_and(|error| !error.is_of_all()) {
-            // The last mesh of a process takes leave of the others, who may wait for this one; a process that goes
-            // without leave ends all of them.
+            // The last mesh of a process takes leave of the others, who may wait for this one; a
+            // process that goes without leave ends all of them.
             std::mem::forget(mesh);
         }
         outcome
@@ -148,7 +157,9 @@ impl DeviceArgs {
             let device = match self.device {
                 DeviceArg::Cpu => Device::Cpu,
                 DeviceArg::Cuda | DeviceArg::Metal => {
-                    return Err(Error::Usage("--engine mpi runs on processors, --device cpu".into()));
+                    return Err(Error::Usage(
+                        "--engine mpi runs on processors, --device cpu".into(),
+                    ));
                 }
             };
             return Ok(grid.mpi(device)?);
@@ -170,8 +181,10 @@ impl DeviceArgs {
         if !matches!(self.device, DeviceArg::Cuda) {
             return Err(usage("--engine nccl runs on CUDA devices, --device cuda"));
         }
-        let launched = Launched::from_env()?.ok_or_else(|| usage("no launcher has started this process"))?;
-        let local = launched.local_rank().ok_or_else(|| usage("the launcher says no local rank"))?;
+        let launched =
+            Launched::from_env()?.ok_or_else(|| usage("no launcher has started this process"))?;
+        let local =
+            launched.local_rank().ok_or_else(|| usage("the launcher says no local rank"))?;
         let store = self.store.clone().ok_or_else(|| usage("--engine nccl needs a --store"))?;
         Ok(grid.nccl(launched.placement(), local.as_usize(), &NcclStore::File(store))?)
     }

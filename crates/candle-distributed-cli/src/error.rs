@@ -75,7 +75,11 @@ impl Error {
             Self::Hinted { error, .. } => error.exit_code(),
             Self::Stopped { .. } | Self::StoppedToo => INTERRUPTED,
             Self::Mesh(error) if is_bad_input(error) => BAD_INPUT,
-            Self::Mesh(_) | Self::Write { .. } | Self::Output(_) | Self::Chart(_) | Self::Train(_) => FAILURE,
+            Self::Mesh(_)
+            | Self::Write { .. }
+            | Self::Output(_)
+            | Self::Chart(_)
+            | Self::Train(_) => FAILURE,
             _ => BAD_INPUT,
         }
     }

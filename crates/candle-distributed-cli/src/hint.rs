@@ -7,15 +7,18 @@ use candle_distributed::{batch, mesh, plan, sampler, types};
 use crate::error::Error;
 
 /// What is meant by a file of numbers.
-pub(crate) const NUMBERS: &str = "it is a text file of numbers, one for each sample, separated by white space";
-pub(crate) const LENGTHS: &str =
-    "--lengths is a text file of whole numbers, one for each sequence, separated by white space; - is standard input";
-pub(crate) const JSON_LINES: &str = "each line of a .jsonl file is a JSON string, or an object whose `text` is one";
-pub(crate) const RUN: &str = "candle-distributed train --out DIR makes a run in DIR; without --out it lies under runs";
+pub(crate) const NUMBERS: &str =
+    "it is a text file of numbers, one for each sample, separated by white space";
+pub(crate) const LENGTHS: &str = "--lengths is a text file of whole numbers, one for each sequence, separated by white space; - is standard input";
+pub(crate) const JSON_LINES: &str =
+    "each line of a .jsonl file is a JSON string, or an object whose `text` is one";
+pub(crate) const RUN: &str =
+    "candle-distributed train --out DIR makes a run in DIR; without --out it lies under runs";
 pub(crate) const MODEL: &str = "a model is a .safetensors file, a model.safetensors.index.json, a folder with either, or a \
                                 manifest such as {\"w\": {\"dtype\": \"F32\", \"shape\": [10, 4]}}";
 pub(crate) const RULES: &str = "rules are such as {\"rules\": [{\"pattern\": \"*.bias\", \"choice\": \"replicate\"}], \"default\": {\"full\": \"dim0\"}}";
-pub(crate) const PLAN: &str = "candle-distributed plan MODEL --world-size W --format json > FILE writes a plan";
+pub(crate) const PLAN: &str =
+    "candle-distributed plan MODEL --world-size W --format json > FILE writes a plan";
 pub(crate) const STATE: &str = "candle-distributed sample … --save-state FILE writes a state";
 
 impl Error {
@@ -35,10 +38,12 @@ impl Error {
 
 fn world(error: &types::Error) -> Option<Cow<'static, str>> {
     match error {
-        types::Error::WorldSizeOutOfRange { .. } => Some("--world-size is the number of ranks, 1 for one alone".into()),
-        types::Error::RankOutOfRange { world_size, .. } => {
-            Some(format!("ranks are counted from 0, the last one is {}", world_size.as_u64() - 1).into())
+        types::Error::WorldSizeOutOfRange { .. } => {
+            Some("--world-size is the number of ranks, 1 for one alone".into())
         }
+        types::Error::RankOutOfRange { world_size, .. } => Some(
+            format!("ranks are counted from 0, the last one is {}", world_size.as_u64() - 1).into(),
+        ),
         _ => None,
     }
 }
@@ -49,10 +54,12 @@ fn sampler(error: &sampler::Error) -> Option<&'static str> {
         sampler::Error::TooLongToShuffle { .. } | sampler::Error::OutOfMemory { .. } => {
             Some("--order streaming shuffles a data set of any length and takes no memory")
         }
-        sampler::Error::RankWeights { .. } => Some("--rank-weights takes a number for each rank, such as 2,1,1"),
-        sampler::Error::StateMismatch { .. } => {
-            Some("go on with the options that the state was written with; only --world-size and --rank may differ")
+        sampler::Error::RankWeights { .. } => {
+            Some("--rank-weights takes a number for each rank, such as 2,1,1")
         }
+        sampler::Error::StateMismatch { .. } => Some(
+            "go on with the options that the state was written with; only --world-size and --rank may differ",
+        ),
         _ => None,
     }
 }
@@ -79,9 +86,13 @@ fn batch(error: &batch::Error) -> Option<Cow<'static, str>> {
 fn plan(error: &plan::Error) -> Option<&'static str> {
     match error {
         plan::Error::Malformed { .. } | plan::Error::NoParameters => Some(MODEL),
-        plan::Error::UnknownDtype { .. } => Some("types are those of safetensors, such as F32 and BF16"),
+        plan::Error::UnknownDtype { .. } => {
+            Some("types are those of safetensors, such as F32 and BF16")
+        }
         plan::Error::ScalarParameter { .. } => Some("--layout flat cuts parameters of any shape"),
-        plan::Error::UnknownParameter { .. } => Some("with --format json the plan lists the names of all parameters"),
+        plan::Error::UnknownParameter { .. } => {
+            Some("with --format json the plan lists the names of all parameters")
+        }
         _ => None,
     }
 }

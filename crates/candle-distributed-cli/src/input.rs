@@ -11,7 +11,8 @@ use serde::de::DeserializeOwned;
 
 use crate::error::{Error, Result};
 
-/// The longest text read; what is longer is no list of anything a person has, or a device without an end.
+/// The longest text read; what is longer is no list of anything a person has, or a device without
+/// an end.
 const MAX_BYTES: u64 = 1 << 30;
 
 /// The file at `path`, for reading.
@@ -26,8 +27,8 @@ pub(crate) fn read_file(path: &Path) -> Result<String> {
 
 /// The text that `source` holds; `path` names it if it cannot be read.
 pub(crate) fn read_text(source: impl Read, path: &Path) -> Result<String> {
-    let text =
-        io::read_to_string(source.take(MAX_BYTES + 1)).map_err(|source| Error::Read { path: path.into(), source })?;
+    let text = io::read_to_string(source.take(MAX_BYTES + 1))
+        .map_err(|source| Error::Read { path: path.into(), source })?;
     if text.len() as u64 > MAX_BYTES {
         return Err(Error::Usage(format!("{} is longer than {MAX_BYTES} bytes", path.display())));
     }
@@ -36,21 +37,32 @@ pub(crate) fn read_text(source: impl Read, path: &Path) -> Result<String> {
 
 /// What the JSON file at `path` describes: `what`, if it is not refused.
 pub(crate) fn read_json<T: DeserializeOwned>(path: &Path, what: &'static str) -> Result<T> {
-    serde_json::from_str(&read_file(path)?).map_err(|source| Error::Json { path: path.into(), what, source })
+    serde_json::from_str(&read_file(path)?).map_err(|source| Error::Json {
+        path: path.into(),
+        what,
+        source,
+    })
 }
 
-/// The numbers in the file at `path`, separated by white space: at least one. `what` names them if they are wrong.
+/// The numbers in the file at `path`, separated by white space: at least one. `what` names them if
+/// they are wrong.
 pub(crate) fn read_numbers<T: FromStr>(path: &Path, what: &str) -> Result<Vec<T>> {
     numbers(&read_file(path)?, what, path)
 }
 
-/// The numbers in `text`, separated by white space: at least one. `what` and `path` name them if they are wrong.
+/// The numbers in `text`, separated by white space: at least one. `what` and `path` name them if
+/// they are wrong.
 pub(crate) fn numbers<T: FromStr>(text: &str, what: &str, path: &Path) -> Result<Vec<T>> {
     let name = path.display();
     let parse = |(number, word): (usize, &str)| {
-        let refused = |_| Error::Usage(format!("{what} {} in {name} is no number: {word:.40?}", number + 1));
+        let refused =
+            |_| Error::Usage(format!("{what} {} in {name} is no number: {word:.40?}", number + 1));
         word.parse().map_err(refused)
     };
     let numbers: Vec<T> = text.split_whitespace().enumerate().map(parse).collect::<Result<_>>()?;
-    if numbers.is_empty() { Err(Error::Usage(format!("there is no {what} in {name}"))) } else { Ok(numbers) }
+    if numbers.is_empty() {
+        Err(Error::Usage(format!("there is no {what} in {name}")))
+    } else {
+        Ok(numbers)
+    }
 }

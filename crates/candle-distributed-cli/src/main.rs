@@ -1,7 +1,8 @@
 //! The command line of candle-distributed.
 //!
-//! Each subcommand is one file under `commands`, which turns arguments into a call of the library and its answer into
-//! text or JSON. Results go to stdout, everything else to stderr. Exit code 2 means that the input was at fault.
+//! Each subcommand is one file under `commands`, which turns arguments into a call of the library
+//! and its answer into text or JSON. Results go to stdout, everything else to stderr. Exit code 2
+//! means that the input was at fault.
 
 mod bytes;
 mod commands;

@@ -1,4 +1,5 @@
-//! Where results and messages go: results to stdout, as text for people or JSON for programs, messages to stderr.
+//! Where results and messages go: results to stdout, as text for people or JSON for programs,
+//! messages to stderr.
 
 use std::{
     fmt,
@@ -28,7 +29,8 @@ pub(crate) fn text(write: impl FnOnce(&mut dyn Write) -> io::Result<()>) -> Resu
     let mut out = BufWriter::new(io::stdout().lock());
     let written = write(&mut out).and_then(|()| out.flush());
     if written.is_err() {
-        // What is still in the buffer has no reader: writing it again when the buffer is dropped would fail again.
+        // What is still in the buffer has no reader: writing it again when the buffer is dropped
+        // would fail again.
         drop(out.into_parts());
     }
     printed(written)
@@ -42,7 +44,8 @@ pub(crate) fn json(value: &impl Serialize) -> Result<()> {
     })
 }
 
-/// Writes a file beside its place, brings it to disk and renames it, so that whoever is interrupted leaves no half of one.
+/// Writes a file beside its place, brings it to disk and renames it, so that whoever is interrupted
+/// leaves no half of one.
 pub(crate) fn file(path: &Path, content: &[u8]) -> Result<()> {
     let write = || {
         if path.exists() && !path.is_file() {
@@ -92,7 +95,8 @@ pub(crate) fn hint(advice: impl fmt::Display) {
     message(|out| writeln!(out, "{label}hint:{label:#} {advice}"));
 }
 
-/// Writes to stderr, in colors where they are seen. If it cannot be written, there is nobody left to tell.
+/// Writes to stderr, in colors where they are seen. If it cannot be written, there is nobody left
+/// to tell.
 pub(crate) fn message(write: impl FnOnce(&mut dyn Write) -> io::Result<()>) {
     let _ = write(&mut anstream::stderr());
 }

@@ -26,7 +26,8 @@ pub(crate) const LIMIT: RGBColor = RGBColor(192, 38, 45);
 /// Letters on something light, in the dark as well.
 pub(crate) const ON_LIGHT: RGBColor = RGBColor(44, 48, 57);
 
-// Okabe and Ito's colors: readers who confuse red and green can tell them apart, and so can a gray print.
+// Okabe and Ito's colors: readers who confuse red and green can tell them apart, and so can a gray
+// print.
 pub(crate) const SKY: RGBColor = RGBColor(86, 180, 233);
 pub(crate) const BLUE: RGBColor = RGBColor(0, 114, 178);
 pub(crate) const ORANGE: RGBColor = RGBColor(230, 159, 0);
@@ -45,13 +46,17 @@ const IN_THE_DARK: [(RGBColor, RGBColor); 6] = [
 const DARK_PAPER: RGBColor = RGBColor(24, 27, 33);
 
 /// A ramp from dark to light, for things in a row.
-const RAMP: [RGBColor; 4] =
-    [RGBColor(33, 72, 138), RGBColor(38, 126, 178), RGBColor(54, 168, 150), RGBColor(132, 196, 104)];
+const RAMP: [RGBColor; 4] = [
+    RGBColor(33, 72, 138),
+    RGBColor(38, 126, 178),
+    RGBColor(54, 168, 150),
+    RGBColor(132, 196, 104),
+];
 
 /// The rules that make a picture dark where its reader's system is.
 ///
-/// They pick elements by their colors and are the same for all pictures, so several of them on one page do not disturb
-/// each other.
+/// They pick elements by their colors and are the same for all pictures, so several of them on one
+/// page do not disturb each other.
 pub(crate) static STYLE: LazyLock<String> = LazyLock::new(|| {
     let mut style = format!(
         "@media screen and (prefers-color-scheme: dark) {{\nsvg rect[fill=\"{}\"] {{ fill: {} }}\n",
@@ -79,7 +84,11 @@ pub(crate) fn document(size: (u32, u32), draw: impl FnOnce(Area<'_>) -> Drawn) -
 
 /// The document as a part of a page that has the [`STYLE`] itself.
 pub(crate) fn inline(document: &str) -> String {
-    document.replacen(&style_element(), "", 1).replacen(" xmlns=\"http://www.w3.org/2000/svg\"", "", 1)
+    document.replacen(&style_element(), "", 1).replacen(
+        " xmlns=\"http://www.w3.org/2000/svg\"",
+        "",
+        1,
+    )
 }
 
 fn style_element() -> String {
@@ -91,12 +100,15 @@ fn hex(RGBColor(red, green, blue): RGBColor) -> String {
 }
 
 /// How the axes of all pictures look: lines across for the numbers on the left, nothing else.
-pub(crate) fn plain<X: Ranged, Y: Ranged, B: DrawingBackend>(axes: &mut MeshStyle<'_, '_, X, Y, B>) {
+pub(crate) fn plain<X: Ranged, Y: Ranged, B: DrawingBackend>(
+    axes: &mut MeshStyle<'_, '_, X, Y, B>,
+) {
     axes.disable_x_mesh().bold_line_style(GRID).light_line_style(TRANSPARENT).axis_style(FAINT);
     axes.label_style((FONT, TEXT, &INK));
 }
 
-/// A step of a ramp, every other one lighter: however many steps there are, neighbors can be told apart.
+/// A step of a ramp, every other one lighter: however many steps there are, neighbors can be told
+/// apart.
 pub(crate) fn ramp(step: usize, n_steps: usize) -> RGBColor {
     let (at, steps) = (step * (RAMP.len() - 1), n_steps.saturating_sub(1).max(1));
     let next = RAMP[(at / steps + 1).min(RAMP.len() - 1)];
@@ -132,7 +144,8 @@ mod tests {
 
     #[test]
     fn ticks_are_short() {
-        let ticks = [0.0, 0.1 + 0.2, 999.0, 1000.0, 1_250_000.0, 4e18, 4e21].map(|value| tick(&value));
+        let ticks =
+            [0.0, 0.1 + 0.2, 999.0, 1000.0, 1_250_000.0, 4e18, 4e21].map(|value| tick(&value));
         assert_eq!(ticks, ["0", "0.3", "999", "1k", "1.25M", "4E", "4000E"]);
     }
 
@@ -141,7 +154,10 @@ mod tests {
         let picture = document((100, 100), |area| area.present()).unwrap();
         assert!(picture.contains("<style>") && picture.ends_with("</svg>\n"), "{picture}");
         let part = inline(&picture);
-        assert!(part.starts_with("<svg ") && !part.contains("style") && !part.contains("http"), "{part}");
+        assert!(
+            part.starts_with("<svg ") && !part.contains("style") && !part.contains("http"),
+            "{part}"
+        );
     }
 
     #[test]

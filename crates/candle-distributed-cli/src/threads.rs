@@ -10,13 +10,15 @@ pub(crate) fn cores() -> usize {
     thread::available_parallelism().map_or(1, usize::from)
 }
 
-/// Gives each of `devices` virtual devices its share of the cores, where the user has not said otherwise.
+/// Gives each of `devices` virtual devices its share of the cores, where the user has not said
+/// otherwise.
 ///
-/// By default candle lets every kernel of every replica spread over all cores, and replicas then wait for each other:
-/// with two of them on two cores a training step takes up to four times as long.
+/// By default candle lets every kernel of every replica spread over all cores, and replicas then
+/// wait for each other: with two of them on two cores a training step takes up to four times as
+/// long.
 ///
-/// Call it from the main thread before any other thread exists and before candle is first used, which reads these
-/// variables.
+/// Call it from the main thread before any other thread exists and before candle is first used,
+/// which reads these variables.
 pub(crate) fn share_cores(devices: usize) {
     let share = (cores() / devices).max(1).to_string();
     for name in VARIABLES {

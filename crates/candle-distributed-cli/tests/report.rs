@@ -15,7 +15,8 @@ use crate::support::{file, refuses, text};
 
 const SECTIONS: [&str; 6] = ["summary", "settings", "training", "plan", "batches", "coverage"];
 
-/// A run of a few steps on this text, in a folder `run` beside it; the folder of both lives as long as it.
+/// A run of a few steps on this text, in a folder `run` beside it; the folder of both lives as long
+/// as it.
 fn run_on(text_to_learn: &str) -> (tempfile::TempDir, PathBuf) {
     let (dir, data) = file("text <&>.txt", text_to_learn);
     let run = dir.path().join("run");
@@ -35,10 +36,14 @@ fn page(run: &Path) -> String {
 
 /// The body of a page: all tags are closed, and it needs nothing from elsewhere.
 fn checked(page: &str) -> &str {
-    assert!(page.starts_with("<!DOCTYPE html>") && !page.contains("http") && !page.contains("<script"), "{page}");
+    assert!(
+        page.starts_with("<!DOCTYPE html>") && !page.contains("http") && !page.contains("<script"),
+        "{page}"
+    );
     let body = &page[page.find("<body>").unwrap()..page.rfind("</html>").unwrap()];
     let document = roxmltree::Document::parse(body).unwrap();
-    let ids: Vec<&str> = document.descendants().filter_map(|element| element.attribute("id")).collect();
+    let ids: Vec<&str> =
+        document.descendants().filter_map(|element| element.attribute("id")).collect();
     assert_eq!(ids, SECTIONS);
     assert!(!page.contains("NaN") && !page.contains("inf<"), "{page}");
     body
@@ -69,7 +74,10 @@ fn a_page_tells_all_of_a_run() {
     // The same arguments write the same page.
     assert_eq!(self::page(&run), page);
     let curve = fs::read_to_string(run.join("loss.svg")).unwrap();
-    assert!(roxmltree::Document::parse(&curve).is_ok() && curve.contains("tokens a second"), "{curve}");
+    assert!(
+        roxmltree::Document::parse(&curve).is_ok() && curve.contains("tokens a second"),
+        "{curve}"
+    );
 }
 
 #[test]
@@ -124,20 +132,28 @@ fn a_curve_shows_all_steps_of_a_run_that_was_gone_on_with() {
 fn chromium() -> Option<String> {
     let named = env::var("CHROMIUM").ok();
     let known = ["chromium", "chromium-browser", "google-chrome"].map(String::from);
-    named
-        .into_iter()
-        .chain(known)
-        .find(|name| Command::new(name).arg("--version").output().is_ok_and(|output| output.status.success()))
+    named.into_iter().chain(known).find(|name| {
+        Command::new(name).arg("--version").output().is_ok_and(|output| output.status.success())
+    })
 }
 
-/// What a browser shows of a page, of which its console must have no complaints: the width in pixels, and the pixels.
+/// What a browser shows of a page, of which its console must have no complaints: the width in
+/// pixels, and the pixels.
 fn screenshot(chromium: &str, page: &Path, (width, scheme): (u32, &str)) -> Vec<u8> {
     let folder = page.parent().unwrap();
     let png = folder.join(format!("{width}-{scheme}.png"));
     let mut browser = Command::new(chromium);
-    browser.args(["--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", "--enable-logging=stderr"]);
+    browser.args([
+        "--headless",
+        "--no-sandbox",
+        "--disable-gpu",
+        "--hide-scrollbars",
+        "--enable-logging=stderr",
+    ]);
     browser.arg(format!("--user-data-dir={}", folder.join("profile").display()));
-    browser.arg(format!("--window-size={width},3600")).arg(format!("--screenshot={}", png.display()));
+    browser
+        .arg(format!("--window-size={width},3600"))
+        .arg(format!("--screenshot={}", png.display()));
     // Blink counts dark as 0 and light as 1.
     browser.arg(format!("--blink-settings=preferredColorScheme={}", u8::from(scheme == "light")));
     let output = browser.arg(format!("file://{}", page.display())).output().unwrap();
@@ -147,7 +163,8 @@ fn screenshot(chromium: &str, page: &Path, (width, scheme): (u32, &str)) -> Vec<
     if let Some(kept) = env::var_os("KEEP_SCREENSHOTS") {
         fs::copy(&png, Path::new(&kept).join(png.file_name().unwrap())).unwrap();
     }
-    let mut reader = png::Decoder::new(BufReader::new(fs::File::open(&png).unwrap())).read_info().unwrap();
+    let mut reader =
+        png::Decoder::new(BufReader::new(fs::File::open(&png).unwrap())).read_info().unwrap();
     let mut pixels = vec![0; reader.output_buffer_size().unwrap()];
     let frame = reader.next_frame(&mut pixels).unwrap();
     assert_eq!(frame.width, width);

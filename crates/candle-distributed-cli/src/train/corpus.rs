@@ -16,7 +16,8 @@ use crate::{
 /// The longest sequence, in bytes.
 pub(crate) const MAX_SEQUENCE_LENGTH: usize = 129;
 
-/// Sequences of 2 to [`MAX_SEQUENCE_LENGTH`] bytes: from each, all but the first byte can be predicted.
+/// Sequences of 2 to [`MAX_SEQUENCE_LENGTH`] bytes: from each, all but the first byte can be
+/// predicted.
 #[derive(Debug)]
 pub(crate) struct Corpus {
     sequences: Vec<Vec<u8>>,
@@ -87,14 +88,15 @@ impl Corpus {
         Self::new(EMBEDDED.iter().map(|(_, text)| *text))
     }
 
-    /// The text files under `path`, in the order of their names; or `path` itself, if it is a file. A file whose name ends
-    /// in `.jsonl` holds a text in each line.
+    /// The text files under `path`, in the order of their names; or `path` itself, if it is a file.
+    /// A file whose name ends in `.jsonl` holds a text in each line.
     ///
     /// Hidden files and files that are not UTF-8 are passed over.
     pub(crate) fn read(path: &Path) -> Result<Self> {
         let mut files = Vec::new();
         list_files(path, &mut files).map_err(|source| Error::Read { path: path.into(), source })?;
-        let texts: Vec<Vec<String>> = files.iter().map(|file| read_texts(file)).collect::<Result<_>>()?;
+        let texts: Vec<Vec<String>> =
+            files.iter().map(|file| read_texts(file)).collect::<Result<_>>()?;
         let corpus = Self::new(texts.iter().flatten().map(String::as_str));
         if corpus.sequences.is_empty() {
             return Err(Error::Usage(format!("no text to learn from in {}", path.display())));
@@ -105,7 +107,8 @@ impl Corpus {
     /// The paragraphs of `texts`, cut to size.
     pub(crate) fn new<'a>(texts: impl IntoIterator<Item = &'a str>) -> Self {
         let paragraphs = texts.into_iter().flat_map(|text| text.split("\n\n"));
-        let pieces = paragraphs.flat_map(|paragraph| paragraph.as_bytes().chunks(MAX_SEQUENCE_LENGTH));
+        let pieces =
+            paragraphs.flat_map(|paragraph| paragraph.as_bytes().chunks(MAX_SEQUENCE_LENGTH));
         Self { sequences: pieces.filter(|piece| piece.len() >= 2).map(<[u8]>::to_vec).collect() }
     }
 
@@ -116,14 +119,22 @@ impl Corpus {
 
     /// A number that another text hardly has, in hexadecimal digits.
     pub(crate) fn fingerprint(&self) -> String {
-        let word = |bytes: &[u8]| bytes.iter().fold(bytes.len() as u64, |word, &byte| word << 8 | u64::from(byte));
-        let words = self.sequences.iter().flat_map(|sequence| sequence.chunks(7).chain([&[][..]]).map(word));
+        let word = |bytes: &[u8]| {
+            bytes.iter().fold(bytes.len() as u64, |word, &byte| word << 8 | u64::from(byte))
+        };
+        let words = self
+            .sequences
+            .iter()
+            .flat_map(|sequence| sequence.chunks(7).chain([&[][..]]).map(word));
         format!("{:016x}", words.fold(Seed::new(0), Seed::derive).as_u64())
     }
 
     /// The bytes of sequence `index`, none if there is no such sequence.
     pub(crate) fn sequence(&self, index: u64) -> &[u8] {
-        usize::try_from(index).ok().and_then(|index| self.sequences.get(index)).map_or(&[], Vec::as_slice)
+        usize::try_from(index)
+            .ok()
+            .and_then(|index| self.sequences.get(index))
+            .map_or(&[], Vec::as_slice)
     }
 }
 
@@ -135,8 +146,9 @@ fn list_files(path: &Path, files: &mut Vec<PathBuf>) -> io::Result<()> {
         files.extend(kind.is_file().then(|| path.to_path_buf()));
         return Ok(());
     }
-    let mut entries: Vec<PathBuf> =
-        fs::read_dir(path)?.map(|entry| entry.map(|entry| entry.path())).collect::<io::Result<_>>()?;
+    let mut entries: Vec<PathBuf> = fs::read_dir(path)?
+        .map(|entry| entry.map(|entry| entry.path()))
+        .collect::<io::Result<_>>()?;
     entries.retain(|entry| !is_hidden(entry));
     entries.sort();
     entries.iter().try_for_each(|entry| list_files(entry, files))
@@ -150,7 +162,9 @@ fn is_hidden(path: &Path) -> bool {
 fn read_texts(path: &Path) -> Result<Vec<String>> {
     let bytes = fs::read(path).map_err(|source| Error::Read { path: path.into(), source })?;
     match String::from_utf8(bytes) {
-        Ok(text) if path.extension().is_some_and(|extension| extension == "jsonl") => texts_in_lines(&text, path),
+        Ok(text) if path.extension().is_some_and(|extension| extension == "jsonl") => {
+            texts_in_lines(&text, path)
+        }
         text => Ok(text.into_iter().collect()),
     }
 }
@@ -168,7 +182,11 @@ fn texts_in_lines(lines: &str, path: &Path) -> Result<Vec<String>> {
     let text = |(number, line): (usize, &str)| match serde_json::from_str(line) {
         Ok(Line::Text(text) | Line::Object { text }) => Ok(text),
         Err(_) => {
-            let wrong = Error::Usage(format!("line {} of {} holds no text: {line:.40?}", number + 1, path.display()));
+            let wrong = Error::Usage(format!(
+                "line {} of {} holds no text: {line:.40?}",
+                number + 1,
+                path.display()
+            ));
             Err(wrong.hinted(hint::JSON_LINES))
         }
     };
@@ -195,7 +213,8 @@ mod tests {
         assert_eq!(corpus.sequence(0), b"ab");
         assert!(corpus.sequence(3).is_empty());
         let others = ["ab\n\nc", "ab\n\ncd", "abcd", "ab\n\n\ncd"];
-        let fingerprints: std::collections::BTreeSet<_> = others.map(|text| Corpus::new([text]).fingerprint()).into();
+        let fingerprints: std::collections::BTreeSet<_> =
+            others.map(|text| Corpus::new([text]).fingerprint()).into();
         assert_eq!(fingerprints.len(), others.len());
     }
 
@@ -203,9 +222,13 @@ mod tests {
     fn folders_are_read_in_order_without_hidden_and_binary_files() {
         let dir = tempfile::tempdir().unwrap();
         fs::create_dir(dir.path().join("b")).unwrap();
-        for (name, content) in
-            [("c.txt", &b"third"[..]), ("b/a", b"second"), ("a", b"first"), (".x", b"no"), ("z", b"\xff\xfe")]
-        {
+        for (name, content) in [
+            ("c.txt", &b"third"[..]),
+            ("b/a", b"second"),
+            ("a", b"first"),
+            (".x", b"no"),
+            ("z", b"\xff\xfe"),
+        ] {
             fs::write(dir.path().join(name), content).unwrap();
         }
         let corpus = Corpus::read(dir.path()).unwrap();
@@ -224,7 +247,10 @@ mod tests {
             let path = dir.path().join("wrong.jsonl");
             fs::write(&path, format!("\"right\"\n\n{wrong}\n")).unwrap();
             let error = Corpus::read(&path).unwrap_err().to_string();
-            assert!(error.starts_with("line 3 of ") && error.contains("wrong.jsonl"), "{wrong}: {error}");
+            assert!(
+                error.starts_with("line 3 of ") && error.contains("wrong.jsonl"),
+                "{wrong}: {error}"
+            );
         }
     }
 

@@ -23,7 +23,8 @@ const SMOOTH_OVER: usize = 40;
 
 type Chart<'a, 'b> = ChartContext<'a, SVGBackend<'b>, Cartesian2d<RangedCoordu64, RangedCoordf64>>;
 
-/// An SVG document: above the loss over the steps, below the tokens a second, both as points and as a smooth line.
+/// An SVG document: above the loss over the steps, below the tokens a second, both as points and as
+/// a smooth line.
 pub(crate) fn draw(metrics: &Metrics) -> Result<String> {
     let steps: Vec<Timed> = metrics.timed().collect();
     picture::document(SIZE, |area| {
@@ -32,9 +33,22 @@ pub(crate) fn draw(metrics: &Metrics) -> Result<String> {
             of: f64::from(metrics.loss) * metrics.predictions() as f64,
             over: metrics.predictions() as f64,
         });
-        draw_panel(&above, &steps, &series, &Panel { name: "loss (nats a byte)", color: BLUE, from_zero: false })?;
-        let series = Series::new(&steps, |step| Sum { of: step.metrics.real_tokens as f64, over: step.seconds });
-        draw_panel(&below, &steps, &series, &Panel { name: "tokens a second", color: ORANGE, from_zero: true })?;
+        draw_panel(
+            &above,
+            &steps,
+            &series,
+            &Panel { name: "loss (nats a byte)", color: BLUE, from_zero: false },
+        )?;
+        let series = Series::new(&steps, |step| Sum {
+            of: step.metrics.real_tokens as f64,
+            over: step.seconds,
+        });
+        draw_panel(
+            &below,
+            &steps,
+            &series,
+            &Panel { name: "tokens a second", color: ORANGE, from_zero: true },
+        )?;
         area.present()
     })
 }
@@ -60,7 +74,12 @@ fn draw_panel(area: &Area<'_>, steps: &[Timed], series: &Series, panel: &Panel) 
 }
 
 /// Axes for steps up to `last` and values of this range.
-fn axes<'a, 'b>(area: &Area<'b>, last: u64, (low, high): (f64, f64), name: &str) -> Drawn<Chart<'a, 'b>> {
+fn axes<'a, 'b>(
+    area: &Area<'b>,
+    last: u64,
+    (low, high): (f64, f64),
+    name: &str,
+) -> Drawn<Chart<'a, 'b>> {
     let mut chart = ChartBuilder::on(area)
         .margin(10)
         .margin_right(30)
@@ -95,8 +114,10 @@ struct Series {
 impl Series {
     /// Means of `sum`, as far as they are numbers: of every step, and of all steps around it.
     fn new(steps: &[Timed], sum: impl Fn(&Timed) -> Sum) -> Self {
-        let sums: Vec<(u64, Sum)> = steps.iter().map(|step| (step.metrics.step + 1, sum(step))).collect();
-        let known: Vec<_> = sums.into_iter().filter(|(_, sum)| (sum.of / sum.over).is_finite()).collect();
+        let sums: Vec<(u64, Sum)> =
+            steps.iter().map(|step| (step.metrics.step + 1, sum(step))).collect();
+        let known: Vec<_> =
+            sums.into_iter().filter(|(_, sum)| (sum.of / sum.over).is_finite()).collect();
         let every = known.len().div_ceil(MAX_POINTS).max(1);
         let at = |position: usize| {
             // As many at both sides, or the line would lag behind where the values fall fast.
@@ -104,7 +125,11 @@ impl Series {
             (known[position].0, mean(&known[position - n_sides..=position + n_sides]))
         };
         Self {
-            points: known.iter().step_by(every).map(|&(step, sum)| (step, sum.of / sum.over)).collect(),
+            points: known
+                .iter()
+                .step_by(every)
+                .map(|&(step, sum)| (step, sum.of / sum.over))
+                .collect(),
             smooth: (0..known.len()).step_by(every).map(at).collect(),
         }
     }
@@ -112,7 +137,8 @@ impl Series {
     /// The values of the axis, with a little room above and below.
     fn range(&self, from_zero: bool) -> (f64, f64) {
         let values = || self.points.iter().map(|&(_, value)| value);
-        let (low, high) = (values().fold(f64::INFINITY, f64::min), values().fold(f64::NEG_INFINITY, f64::max));
+        let (low, high) =
+            (values().fold(f64::INFINITY, f64::min), values().fold(f64::NEG_INFINITY, f64::max));
         match high - low {
             // No point, or all at one height.
             extent if !extent.is_finite() => (0.0, 1.0),
@@ -153,7 +179,9 @@ mod tests {
         let losses: Vec<f32> = (0..200_u8).map(f32::from).collect();
         let series = series(&losses);
         assert_eq!(series.points.len(), 200);
-        assert!(series.smooth.iter().all(|&(step, value)| (value - (step - 1) as f64).abs() < 1e-9));
+        assert!(
+            series.smooth.iter().all(|&(step, value)| (value - (step - 1) as f64).abs() < 1e-9)
+        );
     }
 
     #[test]

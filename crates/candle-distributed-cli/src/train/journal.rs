@@ -35,9 +35,11 @@ pub(crate) struct Journal {
 }
 
 impl Journal {
-    /// A journal of the steps from `first` up to `steps` in `run_dir`; it draws a progress bar if stderr is a terminal.
+    /// A journal of the steps from `first` up to `steps` in `run_dir`; it draws a progress bar if
+    /// stderr is a terminal.
     pub(crate) fn new(first: u64, steps: u64, run_dir: RunDir, needs: Needs) -> Self {
-        let bar = output::progress(steps, "{bar:30} step {pos}/{len}, {msg}, {eta} left").with_position(first);
+        let bar = output::progress(steps, "{bar:30} step {pos}/{len}, {msg}, {eta} left")
+            .with_position(first);
         let (padding, recent) = (PaddingReport::default(), MeanLoss::default());
         Self { run_dir, needs, bar, steps, padding, first: None, recent, seconds: 0.0 }
     }
@@ -52,11 +54,13 @@ impl Journal {
         }
         self.recent.add(step);
         self.seconds = step.seconds;
-        let status = format!("loss {:.3}, {:.0} tokens/s", self.recent.mean(), self.tokens_per_second());
+        let status =
+            format!("loss {:.3}, {:.0} tokens/s", self.recent.mean(), self.tokens_per_second());
         self.bar.set_message(status.clone());
         self.bar.inc(1);
         if self.is_line(step.step + 1) {
-            let line = format!("step {} of {}, epoch {}, {status}", step.step + 1, self.steps, step.epoch);
+            let line =
+                format!("step {} of {}, epoch {}, {status}", step.step + 1, self.steps, step.epoch);
             self.bar.suspend(|| output::message(|out| writeln!(out, "{line}")));
         }
         Ok(())

@@ -39,10 +39,27 @@ impl fmt::Display for Memory {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let Self { peak_bytes, n_devices, needs: Needs { whole_bytes, sharded_bytes } } = *self;
         let each = u128::from(peak_bytes) / u128::from(n_devices.max(1));
-        let devices = if n_devices == 1 { "its device".into() } else { format!("each of its {n_devices} devices") };
-        write!(f, "peak memory of the process: {}, {} for {devices}; ", binary(peak_bytes.into()), binary(each))?;
-        write!(f, "parameters, gradients and optimizer state: {} a device whole, as here, ", binary(whole_bytes))?;
-        write!(f, "{} a rank sharded by the plan; activations are in neither", binary(sharded_bytes))
+        let devices = if n_devices == 1 {
+            "its device".into()
+        } else {
+            format!("each of its {n_devices} devices")
+        };
+        write!(
+            f,
+            "peak memory of the process: {}, {} for {devices}; ",
+            binary(peak_bytes.into()),
+            binary(each)
+        )?;
+        write!(
+            f,
+            "parameters, gradients and optimizer state: {} a device whole, as here, ",
+            binary(whole_bytes)
+        )?;
+        write!(
+            f,
+            "{} a rank sharded by the plan; activations are in neither",
+            binary(sharded_bytes)
+        )
     }
 }
 
@@ -52,7 +69,10 @@ mod tests {
 
     #[test]
     fn the_high_water_mark_is_found() {
-        assert_eq!(peak_in("Name:\tx\nVmPeak:\t  99 kB\nVmHWM:\t    12 kB\nVmRSS:\t 8 kB\n"), Some(12 * 1024));
+        assert_eq!(
+            peak_in("Name:\tx\nVmPeak:\t  99 kB\nVmHWM:\t    12 kB\nVmRSS:\t 8 kB\n"),
+            Some(12 * 1024)
+        );
         for status in ["", "VmHWM: 12", "VmHWM: x kB"] {
             assert_eq!(peak_in(status), None);
         }

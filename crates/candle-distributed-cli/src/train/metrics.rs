@@ -29,8 +29,16 @@ fn number<'de, D: Deserializer<'de>>(deserializer: D) -> Result<f32, D::Error> {
 }
 
 impl StepMetrics {
-    pub(crate) fn new(step: u64, epoch: u64, loss: f32, learning_rate: f64, batch: &Batch, seconds: f64) -> Self {
-        let (sequences, real_tokens, padded_tokens) = (batch.len() as u64, batch.real_tokens, batch.padded_tokens());
+    pub(crate) fn new(
+        step: u64,
+        epoch: u64,
+        loss: f32,
+        learning_rate: f64,
+        batch: &Batch,
+        seconds: f64,
+    ) -> Self {
+        let (sequences, real_tokens, padded_tokens) =
+            (batch.len() as u64, batch.real_tokens, batch.padded_tokens());
         Self { step, epoch, loss, learning_rate, sequences, real_tokens, padded_tokens, seconds }
     }
 
@@ -57,7 +65,9 @@ impl Metrics {
     /// Those in a file; none if there is no file. Whatever was cut off at its end is passed over.
     pub(crate) fn read(path: &Path) -> Result<Self> {
         match fs::read_to_string(path) {
-            Ok(text) => Ok(Self(text.lines().map_while(|line| serde_json::from_str(line).ok()).collect())),
+            Ok(text) => {
+                Ok(Self(text.lines().map_while(|line| serde_json::from_str(line).ok()).collect()))
+            }
             Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(Self::default()),
             Err(source) => Err(Error::Read { path: path.into(), source }),
         }
@@ -129,12 +139,17 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("metrics.jsonl");
         assert!(Metrics::read(&path).unwrap().steps().is_empty());
-        let lines = [line(0, "3", 1.0), line(1, "2", 1.5), line(2, "null", 0.25), line(3, "1", 0.75)].concat();
+        let lines =
+            [line(0, "3", 1.0), line(1, "2", 1.5), line(2, "null", 0.25), line(3, "1", 0.75)]
+                .concat();
         fs::write(&path, lines + "{\"step\": 4, ").unwrap();
         let metrics = Metrics::read(&path).unwrap();
         let timed: Vec<_> = metrics.timed().map(|step| (step.seconds, step.is_resumed)).collect();
         assert_eq!(timed, [(1.0, false), (0.5, false), (0.25, true), (0.5, false)]);
         assert!(metrics.steps()[2].loss.is_nan());
-        assert_eq!((metrics.seconds(), metrics.sum(|step| step.real_tokens), metrics.last_loss(1)), (2.25, 20, 1.0));
+        assert_eq!(
+            (metrics.seconds(), metrics.sum(|step| step.real_tokens), metrics.last_loss(1)),
+            (2.25, 20, 1.0)
+        );
     }
 }

@@ -78,14 +78,19 @@ impl Settings {
     /// A number that another run hardly has, or this one at another step.
     pub(crate) fn fingerprint(&self, step: u64) -> u32 {
         let text = u64::from_str_radix(&self.text, 16).unwrap_or_default();
-        let of_all = [self.seed, self.steps, text, self.max_tokens, step].into_iter().fold(Seed::new(0), Seed::derive);
+        let of_all = [self.seed, self.steps, text, self.max_tokens, step]
+            .into_iter()
+            .fold(Seed::new(0), Seed::derive);
         u32::try_from(of_all.as_u64() >> 32).unwrap_or_default()
     }
 
     fn write(&self, path: &Path) -> Result<()> {
         let path = path.join(SETTINGS);
         let text = serde_json::to_string_pretty(self).map_err(io::Error::from);
-        output::file(&path, text.map_err(|source| Error::Write { path: path.clone(), source })?.as_bytes())
+        output::file(
+            &path,
+            text.map_err(|source| Error::Write { path: path.clone(), source })?.as_bytes(),
+        )
     }
 
     /// The same, with another session after those whose steps are kept.
@@ -139,7 +144,8 @@ impl RunDir {
         Self::claim(path, settings)?.ok_or_else(holds_one)
     }
 
-    /// Makes the first folder of those that [`numbered`] names that is free, and returns its number.
+    /// Makes the first folder of those that [`numbered`] names that is free, and returns its
+    /// number.
     pub(crate) fn create_numbered(settings: &Settings) -> Result<(u32, Self)> {
         let mut number = 1_u32;
         loop {
@@ -150,7 +156,8 @@ impl RunDir {
         }
     }
 
-    /// Opens the folder `path` to go on at `step`: metrics of later steps are forgotten, for they will come again.
+    /// Opens the folder `path` to go on at `step`: metrics of later steps are forgotten, for they
+    /// will come again.
     pub(crate) fn resume(path: &Path, settings: &Settings, step: u64) -> Result<Self> {
         let metrics = path.join(METRICS);
         let failed = |source| Error::Write { path: metrics.clone(), source };
@@ -158,7 +165,8 @@ impl RunDir {
         let known = read(&metrics)?.unwrap_or_default();
         let known = String::from_utf8_lossy(&known);
         let is_kept = |line: &&str| step_of(line).is_some_and(|of_line| of_line < step);
-        let kept: String = known.lines().take_while(is_kept).flat_map(|line| [line, "\n"]).collect();
+        let kept: String =
+            known.lines().take_while(is_kept).flat_map(|line| [line, "\n"]).collect();
         output::file(&metrics, kept.as_bytes())?;
         Self::open(path, settings, File::options().append(true).open(&metrics).map_err(failed)?)
     }
@@ -194,7 +202,9 @@ impl RunDir {
 
     /// Adds to the settings how much memory this session took, and draws how the run went so far.
     pub(crate) fn end_session(&mut self) -> Result<()> {
-        if let Some(session) = self.settings.sessions.last_mut().filter(|session| session.on_processors) {
+        if let Some(session) =
+            self.settings.sessions.last_mut().filter(|session| session.on_processors)
+        {
             session.peak_bytes = memory::peak_bytes();
         }
         self.settings.write(&self.path)?;
@@ -210,7 +220,9 @@ impl RunDir {
 
     /// Brings the metrics to disk, so that a checkpoint never knows of more steps than they do.
     pub(crate) fn sync(&self) -> Result<()> {
-        self.metrics.sync_data().map_err(|source| Error::Write { path: self.path.join(METRICS), source })
+        self.metrics
+            .sync_data()
+            .map_err(|source| Error::Write { path: self.path.join(METRICS), source })
     }
 
     /// Writes the model, which ends the run.
@@ -243,7 +255,13 @@ mod tests {
     use super::*;
 
     fn session(first_step: u64) -> Session {
-        Session { first_step, world_size: 2, devices_here: 2, on_processors: true, peak_bytes: None }
+        Session {
+            first_step,
+            world_size: 2,
+            devices_here: 2,
+            on_processors: true,
+            peak_bytes: None,
+        }
     }
 
     fn settings() -> Settings {
@@ -283,7 +301,8 @@ mod tests {
         let known = Settings::read(parent.path()).unwrap().unwrap();
         assert_eq!(known, Settings { sessions: vec![], ..settings() });
 
-        let resumed = [0, 8, 12, 8].into_iter().fold(known, |known, step| known.with_session(session(step)));
+        let resumed =
+            [0, 8, 12, 8].into_iter().fold(known, |known, step| known.with_session(session(step)));
         assert_eq!(resumed.sessions, [session(0), session(8)]);
     }
 

@@ -1,4 +1,5 @@
-//! The training loop: a batch, a step of all devices, a line in the journal, now and then a checkpoint.
+//! The training loop: a batch, a step of all devices, a line in the journal, now and then a
+//! checkpoint.
 
 use std::{
     path::Path,
@@ -53,8 +54,8 @@ pub(crate) struct Job<'a> {
 }
 
 impl Job<'_> {
-    /// Changes `vars` by the steps that are left, each over one batch that all devices share; the process that has the
-    /// journal keeps it.
+    /// Changes `vars` by the steps that are left, each over one batch that all devices share; the
+    /// process that has the journal keeps it.
     pub(crate) fn run(&self, vars: &VarMap, mut journal: Option<Journal>) -> Result<()> {
         let build = |vb: VarBuilder<'_>| Transformer::new(MODEL, &vb);
         let adam = |vars| AdamW::new(vars, ParamsAdamW::default());
@@ -72,12 +73,17 @@ impl Job<'_> {
             let data::Scheduled { epoch, batch, state } = scheduled?;
             let learning_rate = learning_rate(step, self.steps);
             model.set_learning_rate(learning_rate);
-            let loss = model.step(data::collate(&batch, self.corpus, &self.mesh.devices()[0])?, loss)?;
+            let loss =
+                model.step(data::collate(&batch, self.corpus, &self.mesh.devices()[0])?, loss)?;
             let (loss, seconds) = (loss.to_scalar()?, start.elapsed().as_secs_f64());
             if let Some(journal) = &mut journal {
-                journal.log(&StepMetrics::new(step, epoch, loss, learning_rate, &batch, seconds), &batch)?;
+                journal.log(
+                    &StepMetrics::new(step, epoch, loss, learning_rate, &batch, seconds),
+                    &batch,
+                )?;
             }
-            let (done, is_stopped) = (step + 1, largest(self.mesh, self.stop.load(Ordering::Relaxed).into())? > 0);
+            let (done, is_stopped) =
+                (step + 1, largest(self.mesh, self.stop.load(Ordering::Relaxed).into())? > 0);
             if done == self.steps {
                 break;
             }
@@ -96,7 +102,8 @@ impl Job<'_> {
     fn stopped(&self, done: u64, journal: Option<Journal>) -> Result<Error> {
         let Some(mut journal) = journal else { return Ok(Error::StoppedToo) };
         journal.pause()?;
-        let hint = format!("to go on: candle-distributed train --out {} --resume", self.path.display());
+        let hint =
+            format!("to go on: candle-distributed train --out {} --resume", self.path.display());
         Ok(Error::Stopped { done, steps: self.steps }.hinted(hint))
     }
 }
@@ -108,16 +115,24 @@ pub(crate) fn agree(mesh: &DeviceMesh, number: u32) -> Result<bool> {
 
 /// The largest of the numbers that the processes of a mesh have.
 pub(crate) fn largest(mesh: &DeviceMesh, number: u32) -> Result<u32> {
-    let agree =
-        mesh.pmap(|ctx, number: Tensor| ctx.pmax(&number, ALL)).in_axes(P::replicate()).out_axes(P::replicate());
+    let agree = mesh
+        .pmap(|ctx, number: Tensor| ctx.pmax(&number, ALL))
+        .in_axes(P::replicate())
+        .out_axes(P::replicate());
     let number = Tensor::full(number, (), &Device::Cpu)?.to_dtype(DType::U32)?;
     Ok(agree.call(number)?.to_scalar()?)
 }
 
-/// The loss of a shard, as if all had its mean: weights are shares in the whole batch's, however its tokens are spread.
-fn loss(replica: &Replica, model: &Transformer, (ids, weights): (Tensor, Tensor)) -> candle_core::Result<Tensor> {
+/// The loss of a shard, as if all had its mean: weights are shares in the whole batch's, however
+/// its tokens are spread.
+fn loss(
+    replica: &Replica,
+    model: &Transformer,
+    (ids, weights): (Tensor, Tensor),
+) -> candle_core::Result<Tensor> {
     // A shard that is padding alone has no weight, and no loss either.
-    let share = if replica.weight() > 0.0 { replica.count() as f64 / replica.weight() } else { 1.0 };
+    let share =
+        if replica.weight() > 0.0 { replica.count() as f64 / replica.weight() } else { 1.0 };
     model.loss(&ids, &weights)? * share
 }
 

@@ -10,8 +10,8 @@ pub(crate) struct Page {
 
 /// A block between two fences.
 ///
-/// The info string says what it is: a kind, then `ignore,why-reason`, `needs-tool` or `figures-vary`, with hyphens
-/// for spaces. (rustdoc reads it too, and knows no other signs.)
+/// The info string says what it is: a kind, then `ignore,why-reason`, `needs-tool` or
+/// `figures-vary`, with hyphens for spaces. (rustdoc reads it too, and knows no other signs.)
 #[derive(Debug, PartialEq, Eq)]
 pub(crate) struct Block {
     /// Where it begins, counted from 1.
@@ -78,7 +78,9 @@ pub(crate) fn links(text: &str) -> impl Iterator<Item = &str> {
         !in_block && !is_fence
     });
     let outside_code = prose.flat_map(|line| line.split('`').step_by(2));
-    outside_code.flat_map(|text| text.split("](").skip(1)).filter_map(|rest| Some(rest.split_once(')')?.0))
+    outside_code
+        .flat_map(|text| text.split("](").skip(1))
+        .filter_map(|rest| Some(rest.split_once(')')?.0))
 }
 
 #[test]

@@ -4,8 +4,8 @@ use std::{io, path::PathBuf};
 
 use candle_distributed::{
     batch::{
-        BatchConfig, Buckets, Cost, Cut, DistributedConfig, DynamicBatchStrategy, Overlong, Packing, Remainder,
-        StepLayout,
+        BatchConfig, Buckets, Cost, Cut, DistributedConfig, DynamicBatchStrategy, Overlong,
+        Packing, Remainder, StepLayout,
     },
     sampler::{DistributedSampler, Order, SamplerConfig},
     types::{Epoch, Placement, Seed},
@@ -51,7 +51,8 @@ pub(crate) struct Args {
     /// How many lengths share a bucket, with `bucket` [default: 64]
     #[arg(long, value_name = "K", conflicts_with = "buckets")]
     bucket_width: Option<u64>,
-    /// How many buckets there are at most, with the boundaries that pad these lengths least, with `bucket`
+    /// How many buckets there are at most, with the boundaries that pad these lengths least, with
+    /// `bucket`
     #[arg(long, value_name = "K")]
     buckets: Option<u64>,
     /// Pad every batch to the longest sequence that its bucket may hold, with `bucket`
@@ -93,7 +94,8 @@ pub(crate) struct Args {
     /// What is to be equal in a step [default: tokens]
     #[arg(long, value_enum, requires = "world_size")]
     step_cost: Option<StepCostArg>,
-    /// Read the sequences in random order, and let batches that are ready together come in random order
+    /// Read the sequences in random order, and let batches that are ready together come in random
+    /// order
     #[arg(long)]
     shuffle: bool,
     /// Seed of the shuffle
@@ -190,7 +192,8 @@ impl Args {
     pub(super) fn read_lengths(&self) -> Result<Vec<u64>> {
         let path = &self.lengths;
         let is_stdin = path.as_os_str() == "-";
-        let text = if is_stdin { input::read_text(io::stdin(), path) } else { input::read_file(path) };
+        let text =
+            if is_stdin { input::read_text(io::stdin(), path) } else { input::read_file(path) };
         text.and_then(|text| input::numbers(&text, "length", path)).with_hint(hint::LENGTHS)
     }
 
@@ -208,10 +211,14 @@ impl Args {
             ("--packing", self.packing.is_some(), Pack),
             ("--open-rows", self.open_rows.is_some(), Pack),
         ];
-        for (option, _, strategy) in of_one_strategy.into_iter().filter(|&(_, is_given, _)| is_given) {
+        for (option, _, strategy) in
+            of_one_strategy.into_iter().filter(|&(_, is_given, _)| is_given)
+        {
             if self.strategy != strategy {
                 let (needed, chosen) = (name(strategy), name(self.strategy));
-                return Err(Error::Usage(format!("{option} needs --strategy {needed}, not {chosen}")));
+                return Err(Error::Usage(format!(
+                    "{option} needs --strategy {needed}, not {chosen}"
+                )));
             }
         }
         if self.open_rows.is_some() && self.packing != Some(PackingArg::InOrder) {
@@ -230,7 +237,10 @@ impl Args {
             ("--steps dealt", is_dealt && (is_pack || self.strategy == StrategyArg::Bucket)),
         ];
         if let Some((option, _)) = refused.into_iter().find(|(_, is_refused)| *is_refused) {
-            return Err(Error::Usage(format!("{option} does not go with --strategy {}", name(self.strategy))));
+            return Err(Error::Usage(format!(
+                "{option} does not go with --strategy {}",
+                name(self.strategy)
+            )));
         }
         if is_pack && self.capacity.or(self.max_tokens).is_none() {
             return Err(Error::Usage("--strategy pack needs --capacity".into()));
@@ -270,7 +280,9 @@ impl Args {
             StrategyArg::PadToMax => DynamicBatchStrategy::PadToMax,
             StrategyArg::Bucket => DynamicBatchStrategy::Bucket(self.buckets(lengths)?),
             StrategyArg::Dynamic => DynamicBatchStrategy::Dynamic,
-            StrategyArg::Sorted => DynamicBatchStrategy::Sorted { window: self.window, cut: self.cut() },
+            StrategyArg::Sorted => {
+                DynamicBatchStrategy::Sorted { window: self.window, cut: self.cut() }
+            }
             StrategyArg::Pack => DynamicBatchStrategy::Pack(self.packing()),
         })
     }
@@ -279,7 +291,8 @@ impl Args {
         let Some(n_buckets) = self.buckets else {
             return Ok(Buckets::Width(self.bucket_width.unwrap_or(Buckets::DEFAULT_WIDTH)));
         };
-        // As they count in batches: boundaries for sequences that are in none would only pad the others more.
+        // As they count in batches: boundaries for sequences that are in none would only pad the
+        // others more.
         let max = self.max_sequence_length.unwrap_or(u64::MAX);
         let skips = matches!(self.overlong, OverlongArg::Skip);
         let kept = lengths.iter().filter(|&&length| !skips || length <= max);
@@ -298,13 +311,19 @@ impl Args {
         match self.packing {
             None | Some(PackingArg::BestFit) => Packing::BestFit,
             Some(PackingArg::MinimumSlack) => Packing::MinimumSlack,
-            Some(PackingArg::InOrder) => Packing::InOrder { open_rows: self.open_rows.unwrap_or(64) },
+            Some(PackingArg::InOrder) => {
+                Packing::InOrder { open_rows: self.open_rows.unwrap_or(64) }
+            }
         }
     }
 
     /// Which rank is asked for, `None` without ranks.
     pub(super) fn placement(&self) -> Result<Option<Placement>> {
-        Ok(self.world_size.zip(self.rank).map(|(world_size, rank)| Placement::new(rank, world_size)).transpose()?)
+        Ok(self
+            .world_size
+            .zip(self.rank)
+            .map(|(world_size, rank)| Placement::new(rank, world_size))
+            .transpose()?)
     }
 
     /// How the ranks share the batches.

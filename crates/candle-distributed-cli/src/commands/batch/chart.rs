@@ -7,7 +7,9 @@ use plotters::{coord::types::RangedCoordf64, prelude::*};
 
 use crate::{
     error::Result,
-    picture::{self, Area, BLUE as REAL, Drawn, FONT, INK, ORANGE as PADDING, SKY as LENGTHS, TEXT, tick},
+    picture::{
+        self, Area, BLUE as REAL, Drawn, FONT, INK, ORANGE as PADDING, SKY as LENGTHS, TEXT, tick,
+    },
 };
 
 const SIZE: (u32, u32) = (900, 680);
@@ -17,15 +19,17 @@ const N_BINS: u64 = 40;
 
 type Chart<'a, 'b> = ChartContext<'a, SVGBackend<'b>, Cartesian2d<RangedCoordf64, RangedCoordf64>>;
 
-/// An SVG document: above how many of the sequences are how long, below the tokens of the batches by padded length.
+/// An SVG document: above how many of the sequences are how long, below the tokens of the batches
+/// by padded length.
 pub(crate) fn svg(lengths: &[u64], batches: &[&Batch], report: &PaddingReport) -> Result<String> {
     picture::document(SIZE, |area| draw(&area, lengths, batches, report))
 }
 
 fn draw(area: &Area<'_>, lengths: &[u64], batches: &[&Batch], report: &PaddingReport) -> Drawn {
     let title = format!("efficiency {:.4}, {} batches", report.efficiency(), report.batches);
-    let (above, below) =
-        area.titled(&title, TextStyle::from((FONT, 28)).color(&INK))?.split_vertically(SIZE.1 / 2 - 20);
+    let (above, below) = area
+        .titled(&title, TextStyle::from((FONT, 28)).color(&INK))?
+        .split_vertically(SIZE.1 / 2 - 20);
     draw_lengths(&above, lengths)?;
     draw_tokens(&below, batches)?;
     area.present()
@@ -38,8 +42,11 @@ fn draw_lengths(area: &Area<'_>, lengths: &[u64]) -> Drawn {
         *counts.entry(bins.of(length)).or_default() += 1;
     }
     let highest = counts.values().copied().max().unwrap_or(0).into();
-    let mut chart = axes(area, &counts, bins, highest, 1.05, ["length of a sequence (tokens)", "sequences"])?;
-    chart.draw_series(counts.iter().map(|(&bin, &count)| bins.bar(bin, 0.0, count as f64, LENGTHS)))?;
+    let mut chart =
+        axes(area, &counts, bins, highest, 1.05, ["length of a sequence (tokens)", "sequences"])?;
+    chart.draw_series(
+        counts.iter().map(|(&bin, &count)| bins.bar(bin, 0.0, count as f64, LENGTHS)),
+    )?;
     Ok(())
 }
 
@@ -60,14 +67,24 @@ fn draw_tokens(area: &Area<'_>, batches: &[&Batch]) -> Drawn {
     }
     let highest = tokens.values().map(|sum| sum.padded).max().unwrap_or(0);
     // The legend has its place above the bars.
-    let mut chart = axes(area, &tokens, bins, highest, 1.3, ["padded length of a batch (tokens)", "tokens"])?;
+    let mut chart =
+        axes(area, &tokens, bins, highest, 1.3, ["padded length of a batch (tokens)", "tokens"])?;
     let real = |(&bin, sum): (&u64, &Tokens)| bins.bar(bin, 0.0, sum.real as f64, REAL);
     chart.draw_series(tokens.iter().map(real))?.label("real").legend(|at| key(at, REAL));
     let is_padded = |(_, sum): &(&u64, &Tokens)| sum.real < sum.padded;
-    let padding = |(&bin, sum): (&u64, &Tokens)| bins.bar(bin, sum.real as f64, sum.padded as f64, PADDING);
-    chart.draw_series(tokens.iter().filter(is_padded).map(padding))?.label("padding").legend(|at| key(at, PADDING));
+    let padding =
+        |(&bin, sum): (&u64, &Tokens)| bins.bar(bin, sum.real as f64, sum.padded as f64, PADDING);
+    chart
+        .draw_series(tokens.iter().filter(is_padded).map(padding))?
+        .label("padding")
+        .legend(|at| key(at, PADDING));
     let legend = SeriesLabelPosition::UpperLeft;
-    chart.configure_series_labels().position(legend).background_style(WHITE).label_font((FONT, TEXT, &INK)).draw()
+    chart
+        .configure_series_labels()
+        .position(legend)
+        .background_style(WHITE)
+        .label_font((FONT, TEXT, &INK))
+        .draw()
 }
 
 /// The square that names a color.
@@ -96,7 +113,12 @@ fn axes<'a, 'b, T>(
         .build_cartesian_2d(0.0..right, 0.0..(room * highest as f64).max(1.0))?;
     let mut axes = chart.configure_mesh();
     picture::plain(&mut axes);
-    axes.x_desc(x_name).y_desc(y_name).y_labels(n_ticks).x_label_formatter(&tick).y_label_formatter(&tick).draw()?;
+    axes.x_desc(x_name)
+        .y_desc(y_name)
+        .y_labels(n_ticks)
+        .x_label_formatter(&tick)
+        .y_label_formatter(&tick)
+        .draw()?;
     Ok(chart)
 }
 

@@ -55,7 +55,8 @@ struct Report {
 #[derive(Serialize)]
 struct Rows {
     bins: u64,
-    /// Real tokens in those of full rows: the efficiency, because each batch is a row of the full length.
+    /// Real tokens in those of full rows: the efficiency, because each batch is a row of the full
+    /// length.
     density: f64,
 }
 
@@ -85,29 +86,42 @@ fn of_all(args: &Args, sampler: &DynamicBatchSampler<&Vec<u64>>) -> Result<Answe
     if let Some(seed) = args.shuffle_seed() {
         made = made.shuffled(seed.derive(args.epoch().as_u64()));
     }
-    let entry = |batch: Result<Batch, _>| batch.map(|batch| Entry { batch, step_real_tokens: None });
+    let entry =
+        |batch: Result<Batch, _>| batch.map(|batch| Entry { batch, step_real_tokens: None });
     let batches = made.by_ref().map(entry).collect::<Result<_, _>>()?;
     Ok(answer(args, batches, *made.report(), None))
 }
 
 /// The batches of one rank.
-fn of_rank(args: &Args, sampler: DynamicBatchSampler<&Vec<u64>>, placement: Placement) -> Result<Answer> {
+fn of_rank(
+    args: &Args,
+    sampler: DynamicBatchSampler<&Vec<u64>>,
+    placement: Placement,
+) -> Result<Answer> {
     let order = args.order(sampler.lengths().len() as u64)?;
     let sampler = DistributedBatchSampler::new(sampler, placement, args.distributed())?;
     let steps = sampler.epoch(args.epoch(), &order)?;
     let of_world = steps.report();
-    let batches: Vec<Entry> =
-        steps.map(|step| Entry { batch: step.batch, step_real_tokens: Some(step.real_tokens) }).collect();
+    let batches: Vec<Entry> = steps
+        .map(|step| Entry { batch: step.batch, step_real_tokens: Some(step.real_tokens) })
+        .collect();
     let mut report: PaddingReport = batches.iter().map(|entry| &entry.batch).collect();
     // Sequences were left out or cut before the ranks shared them.
-    (report.skipped, report.truncated, report.dropped) = (of_world.skipped, of_world.truncated, of_world.dropped);
+    (report.skipped, report.truncated, report.dropped) =
+        (of_world.skipped, of_world.truncated, of_world.dropped);
     let (rank, world_size) = (placement.rank().as_u64(), placement.world_size().as_u64());
     let share = Share { world_size, rank, n_steps: batches.len() as u64 };
     Ok(answer(args, batches, report, Some(share)))
 }
 
-fn answer(args: &Args, batches: Vec<Entry>, padding: PaddingReport, share: Option<Share>) -> Answer {
-    let rows = args.is_pack().then(|| Rows { bins: padding.batches, density: padding.efficiency() });
+fn answer(
+    args: &Args,
+    batches: Vec<Entry>,
+    padding: PaddingReport,
+    share: Option<Share>,
+) -> Answer {
+    let rows =
+        args.is_pack().then(|| Rows { bins: padding.batches, density: padding.efficiency() });
     Answer { format_version: 1, share, batches, report: Report { padding, rows } }
 }
 

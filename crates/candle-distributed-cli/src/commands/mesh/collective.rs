@@ -9,8 +9,13 @@ use super::report::Axis;
 use crate::error;
 
 /// What is measured, in this order.
-pub(super) const COLLECTIVES: [Collective; 5] =
-    [Collective::Psum, Collective::AllGather, Collective::PsumScatter, Collective::AllToAll, Collective::Ppermute];
+pub(super) const COLLECTIVES: [Collective; 5] = [
+    Collective::Psum,
+    Collective::AllGather,
+    Collective::PsumScatter,
+    Collective::AllToAll,
+    Collective::Ppermute,
+];
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Collective {
@@ -54,7 +59,8 @@ impl Collective {
         if self == Self::AllGather { n / size } else { n }
     }
 
-    /// The values of a result, in equal parts from the first to the last, where each device brings its position.
+    /// The values of a result, in equal parts from the first to the last, where each device brings
+    /// its position.
     fn expected(self, position: usize, size: usize) -> Vec<f32> {
         let of = |position: usize| position as f32;
         match self {
@@ -85,7 +91,8 @@ impl Collective {
 pub(super) struct Trial {
     pub(super) collective: Collective,
     pub(super) along: Vec<Axis>,
-    /// The size of the larger of the two tensors, the one brought and the one got, as it was asked for.
+    /// The size of the larger of the two tensors, the one brought and the one got, as it was asked
+    /// for.
     pub(super) bytes: usize,
     pub(super) repetitions: u16,
 }
@@ -141,7 +148,8 @@ impl Trial {
     /// Fails if a device at this position should have got something else.
     fn check(&self, result: &Tensor, position: usize) -> Result<()> {
         let size = self.group_size();
-        let (found, expected) = (result.to_vec1::<f32>()?, self.collective.expected(position, size));
+        let (found, expected) =
+            (result.to_vec1::<f32>()?, self.collective.expected(position, size));
         let n_elems = self.collective.n_got(self.n_elems(), size);
         if found.len() != n_elems {
             bail!("{} returns {} numbers instead of {n_elems}", self.collective, found.len());
@@ -173,7 +181,10 @@ mod tests {
             let mesh = DeviceMesh::cpu(size).unwrap();
             for collective in COLLECTIVES {
                 for bytes in [1, 100] {
-                    assert!(trial(collective, size, bytes).run(&mesh).unwrap() > 0.0, "{collective} of {size}");
+                    assert!(
+                        trial(collective, size, bytes).run(&mesh).unwrap() > 0.0,
+                        "{collective} of {size}"
+                    );
                 }
             }
         }
@@ -202,8 +213,11 @@ mod tests {
 
     #[test]
     fn what_must_be_sent_at_least_is_that_of_nccl_tests() {
-        let parts =
-            |size: usize| COLLECTIVES.map(|collective| collective.bus_factor(size) * size as f64).map(f64::to_bits);
+        let parts = |size: usize| {
+            COLLECTIVES
+                .map(|collective| collective.bus_factor(size) * size as f64)
+                .map(f64::to_bits)
+        };
         assert_eq!(parts(4), [6.0_f64, 3., 3., 3., 4.].map(f64::to_bits));
         assert_eq!(parts(1), [0.0_f64, 0., 0., 0., 1.].map(f64::to_bits));
     }

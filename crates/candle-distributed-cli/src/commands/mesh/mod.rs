@@ -20,8 +20,9 @@ use crate::{
 
 /// Show the devices, run collectives on them, check the results, and print what they cost.
 ///
-/// The time of a collective is that of the slowest device, and the median of all repetitions. Bandwidths are those of
-/// nccl-tests: the algorithm's is bytes over time, the bus's what each device must send at least, over time.
+/// The time of a collective is that of the slowest device, and the median of all repetitions.
+/// Bandwidths are those of nccl-tests: the algorithm's is bytes over time, the bus's what each
+/// device must send at least, over time.
 #[derive(Debug, clap::Args)]
 #[command(after_help = examples![
     "# What do collectives of two virtual devices on this processor cost?"
@@ -34,10 +35,12 @@ use crate::{
 pub(crate) struct Args {
     #[command(flatten)]
     devices: DeviceArgs,
-    /// An axis of the grid and its size; may be given more than once, the last one varies fastest [default: one axis]
+    /// An axis of the grid and its size; may be given more than once, the last one varies fastest
+    /// [default: one axis]
     #[arg(long = "axis", value_name = "NAME=SIZE", value_parser = parse_axis)]
     axes: Vec<Axis>,
-    /// Sizes of the tensor that a device brings, or of the one that it gets if that is larger; it holds three at most
+    /// Sizes of the tensor that a device brings, or of the one that it gets if that is larger; it
+    /// holds three at most
     #[arg(long, value_name = "BYTES,...", value_delimiter = ',', value_parser = parse_bytes, default_value = "4KiB,1MiB,16MiB")]
     bytes: Vec<usize>,
     /// How often a collective of one size is timed
@@ -49,7 +52,9 @@ pub(crate) struct Args {
 }
 
 fn parse_axis(text: &str) -> Result<Axis, String> {
-    let axis = text.split_once('=').and_then(|(name, size)| Some((name, size.parse().ok().filter(|&size| size > 0)?)));
+    let axis = text
+        .split_once('=')
+        .and_then(|(name, size)| Some((name, size.parse().ok().filter(|&size| size > 0)?)));
     match axis {
         Some((name, size)) if !name.is_empty() => Ok(Axis { name: name.into(), size }),
         _ => Err("expected a name, an equals sign and a size of at least 1, such as data=2".into()),
@@ -61,7 +66,9 @@ const MAX_BYTES: u64 = 1 << 30;
 
 fn parse_bytes(text: &str) -> Result<usize, String> {
     let refused = || format!("expected 1 byte to {}", bytes::binary(MAX_BYTES.into()));
-    let bytes = Some(bytes::parse(text)?).filter(|bytes| (1..=MAX_BYTES).contains(bytes)).ok_or_else(refused)?;
+    let bytes = Some(bytes::parse(text)?)
+        .filter(|bytes| (1..=MAX_BYTES).contains(bytes))
+        .ok_or_else(refused)?;
     usize::try_from(bytes).map_err(|_| refused())
 }
 
@@ -69,9 +76,12 @@ pub(crate) fn run(args: &Args) -> Result<()> {
     let place = args.devices.place(args.n_slots().unwrap_or(DEFAULT_WORLD_SIZE))?;
     let n_devices = place.placement.world_size();
     if let Some(n_slots) = args.n_slots().filter(|&n_slots| n_slots != n_devices.as_u64()) {
-        return Err(Error::Usage(format!("the axes make a grid of {n_slots}, which {n_devices} devices do not fill")));
+        return Err(Error::Usage(format!(
+            "the axes make a grid of {n_slots}, which {n_devices} devices do not fill"
+        )));
     }
-    let answer = args.devices.run_on(place, args.grid(n_devices.as_usize()), |mesh| args.measure(mesh))?;
+    let answer =
+        args.devices.run_on(place, args.grid(n_devices.as_usize()), |mesh| args.measure(mesh))?;
     match args.format {
         _ if !place.is_first() => Ok(()),
         Format::Text => output::text(|out| write!(out, "{answer}")),
@@ -82,7 +92,8 @@ pub(crate) fn run(args: &Args) -> Result<()> {
 impl Args {
     /// How many devices the axes ask for, if there are any.
     fn n_slots(&self) -> Option<u64> {
-        let product = || self.axes.iter().fold(1, |slots: u64, axis| slots.saturating_mul(axis.size as u64));
+        let product =
+            || self.axes.iter().fold(1, |slots: u64, axis| slots.saturating_mul(axis.size as u64));
         (!self.axes.is_empty()).then(product)
     }
 
@@ -99,7 +110,11 @@ impl Args {
         let trials = self.trials(mesh);
         let bar = output::progress(trials.len() as u64, "{bar:30} {pos}/{len}, {msg}");
         let figures = bar.wrap_iter(trials.iter()).map(|trial| {
-            bar.set_message(format!("{} of {}", trial.collective, bytes::binary(trial.n_bytes() as u128)));
+            bar.set_message(format!(
+                "{} of {}",
+                trial.collective,
+                bytes::binary(trial.n_bytes() as u128)
+            ));
             Ok(Figures::new(trial, trial.run(mesh)?))
         });
         let figures = figures.collect::<Result<_>>()?;
@@ -114,7 +129,12 @@ impl Args {
         let mut trials = Vec::new();
         for along in &groups {
             for collective in COLLECTIVES {
-                let trial = |&bytes| Trial { collective, along: along.clone(), bytes, repetitions: self.repetitions };
+                let trial = |&bytes| Trial {
+                    collective,
+                    along: along.clone(),
+                    bytes,
+                    repetitions: self.repetitions,
+                };
                 trials.extend(self.bytes.iter().map(trial));
             }
         }

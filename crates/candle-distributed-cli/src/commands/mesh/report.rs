@@ -86,7 +86,11 @@ impl Answer {
             format_version: 1,
             world_size: mesh.len(),
             axes: Axis::all(mesh),
-            devices: mesh.devices().iter().map(|device| format!("{:?}", device.location())).collect(),
+            devices: mesh
+                .devices()
+                .iter()
+                .map(|device| format!("{:?}", device.location()))
+                .collect(),
             cores: threads::cores(),
             threads: threads::VARIABLES.map(|name| (name, env::var(name).ok())).into(),
             repetitions,
@@ -98,18 +102,28 @@ impl Answer {
 
 impl fmt::Display for Answer {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let variables = self.threads.iter().map(|(name, value)| format!("{name}={}", value.as_deref().unwrap_or("")));
+        let variables = self
+            .threads
+            .iter()
+            .map(|(name, value)| format!("{name}={}", value.as_deref().unwrap_or("")));
         let variables: Vec<_> = variables.collect();
         writeln!(f, "{}\ncores: {}, {}\n", self.mesh, self.cores, variables.join(" "))?;
         writeln!(f, "{}\n", table(&self.collectives))?;
-        writeln!(f, "all results are right; of {} repetitions the median, of the devices the slowest", self.repetitions)
+        writeln!(
+            f,
+            "all results are right; of {} repetitions the median, of the devices the slowest",
+            self.repetitions
+        )
     }
 }
 
 fn table(collectives: &[Figures]) -> String {
     let mut table = Table::new();
     let header = ["collective", "along", "size", "time (µs)", "GB/s", "bus GB/s"];
-    table.load_preset(presets::NOTHING).set_style(TableComponent::HeaderLines, '─').set_header(header);
+    table
+        .load_preset(presets::NOTHING)
+        .set_style(TableComponent::HeaderLines, '─')
+        .set_header(header);
     table.add_rows(collectives.iter().map(Figures::row));
     for column in table.column_iter_mut().skip(2) {
         column.set_cell_alignment(CellAlignment::Right);

@@ -4,8 +4,8 @@ use std::path::PathBuf;
 
 use candle_distributed::{
     plan::{
-        CostModel, ElemType, Full, Hsdp, Hybrid, LayerOrder, LayerWise, Layout, Link, Links, Optimizer, Pattern,
-        ShardingStrategy, WholeTensor,
+        CostModel, ElemType, Full, Hsdp, Hybrid, LayerOrder, LayerWise, Layout, Link, Links,
+        Optimizer, Pattern, ShardingStrategy, WholeTensor,
     },
     types::{Placement, Rank, WorldSize},
 };
@@ -33,7 +33,8 @@ use crate::{
     "candle-distributed plan model.safetensors --world-size 6 --against plan.json"
 ])]
 pub(crate) struct Args {
-    /// A safetensors file, a model.safetensors.index.json, a folder with either, or a manifest {name: {"dtype", "shape"}}
+    /// A safetensors file, a model.safetensors.index.json, a folder with either, or a manifest
+    /// {name: {"dtype", "shape"}}
     pub(super) model: PathBuf,
     /// Number of ranks that share the model
     #[arg(long)]
@@ -45,7 +46,8 @@ pub(crate) struct Args {
     /// How `full` cuts them [default: dim0]
     #[arg(long, value_enum, help_heading = "What goes where")]
     layout: Option<LayoutArg>,
-    /// Rows that `row-ragged` never parts [default: 1], or elements that `block-ragged` never parts [default: 128]
+    /// Rows that `row-ragged` never parts [default: 1], or elements that `block-ragged` never parts
+    /// [default: 128]
     #[arg(long, value_name = "N", help_heading = "What goes where")]
     block_size: Option<u64>,
     /// Which layers may share a rank under `layer-wise` [default: any]
@@ -57,7 +59,8 @@ pub(crate) struct Args {
     /// Copies of the model, each sharded over its part of the ranks (HSDP)
     #[arg(long, value_name = "G", default_value_t = 1, help_heading = "What goes where")]
     replicas: u64,
-    /// Where layers end: a pattern like model.layers.*.mlp.experts.* [default: at the first number in a name]
+    /// Where layers end: a pattern like model.layers.*.mlp.experts.* [default: at the first number
+    /// in a name]
     #[arg(long, value_name = "PATTERN", help_heading = "What goes where")]
     pub(super) layers: Option<Pattern>,
     /// Units that stay gathered between forward and backward pass; may be given more than once
@@ -70,13 +73,15 @@ pub(crate) struct Args {
     /// Type in which trained parameters are held [default: that of the file]
     #[arg(long, value_name = "DTYPE", value_parser = dtype, help_heading = "What it costs")]
     param_dtype: Option<ElemType>,
-    /// Types in which parameters and gradients travel, such as BF16,F32 [default: that in which they are held]
+    /// Types in which parameters and gradients travel, such as BF16,F32 [default: that in which
+    /// they are held]
     #[arg(long, value_name = "DTYPE,DTYPE", value_parser = dtypes, help_heading = "What it costs")]
     mixed_precision: Option<(ElemType, ElemType)>,
     /// Units gathered ahead of the one in use
     #[arg(long, value_name = "UNITS", default_value_t = 1, help_heading = "What it costs")]
     prefetch: u64,
-    /// Links for an estimate of time: h100, or ranks in a node with GB/s within and between nodes, such as 8:450:50
+    /// Links for an estimate of time: h100, or ranks in a node with GB/s within and between nodes,
+    /// such as 8:450:50
     #[arg(long, value_parser = links, help_heading = "What it costs")]
     links: Option<Links>,
     /// Memory of a device for all this, such as 24GiB
@@ -197,8 +202,15 @@ impl Args {
     }
 
     /// The strategy, given the rules if it goes by them.
-    pub(super) fn strategy(&self, hybrid: Option<Hybrid>) -> Result<Hsdp<Box<dyn ShardingStrategy>>> {
-        let strategy = self.strategy.unwrap_or(if hybrid.is_some() { StrategyArg::Hybrid } else { StrategyArg::Full });
+    pub(super) fn strategy(
+        &self,
+        hybrid: Option<Hybrid>,
+    ) -> Result<Hsdp<Box<dyn ShardingStrategy>>> {
+        let strategy = self.strategy.unwrap_or(if hybrid.is_some() {
+            StrategyArg::Hybrid
+        } else {
+            StrategyArg::Full
+        });
         let only_for = |given: bool, option: &str, needed: StrategyArg, name: &str| {
             if given && strategy != needed {
                 Err(Error::Usage(format!("{option} needs --strategy {name}")))
@@ -207,14 +219,21 @@ impl Args {
             }
         };
         only_for(self.layout.is_some(), "--layout", StrategyArg::Full, "full")?;
-        only_for(self.layer_order.is_some(), "--layer-order", StrategyArg::LayerWise, "layer-wise")?;
+        only_for(
+            self.layer_order.is_some(),
+            "--layer-order",
+            StrategyArg::LayerWise,
+            "layer-wise",
+        )?;
         let layout = self.layout()?;
         let inner: Box<dyn ShardingStrategy> = match strategy {
             StrategyArg::Full => Box::new(Full::new(layout)),
-            StrategyArg::LayerWise => Box::new(LayerWise::default().with_order(match self.layer_order {
-                None | Some(OrderArg::Any) => LayerOrder::Any,
-                Some(OrderArg::Contiguous) => LayerOrder::Contiguous,
-            })),
+            StrategyArg::LayerWise => {
+                Box::new(LayerWise::default().with_order(match self.layer_order {
+                    None | Some(OrderArg::Any) => LayerOrder::Any,
+                    Some(OrderArg::Contiguous) => LayerOrder::Contiguous,
+                }))
+            }
             StrategyArg::WholeTensor => Box::new(WholeTensor),
             StrategyArg::Hybrid => Box::new(hybrid.unwrap_or_default()),
         };
@@ -226,7 +245,9 @@ impl Args {
             (Some(LayoutArg::RowRagged), rows) => Layout::RowRagged { rows: rows.unwrap_or(1) },
             (Some(LayoutArg::BlockRagged), None) => Layout::BLOCKS,
             (Some(LayoutArg::BlockRagged), Some(block)) => Layout::BlockRagged { block },
-            (_, Some(_)) => return Err(Error::Usage("--block-size needs a ragged --layout".into())),
+            (_, Some(_)) => {
+                return Err(Error::Usage("--block-size needs a ragged --layout".into()));
+            }
             (None | Some(LayoutArg::Dim0), None) => Layout::Dim0,
             (Some(LayoutArg::Flat), None) => Layout::Flat,
             (Some(LayoutArg::FlatAligned), None) => Layout::FlatAligned,
@@ -245,16 +266,20 @@ impl Args {
         let model = CostModel::default().with_optimizer(optimizer).with_prefetch(self.prefetch);
         let model = self.param_dtype.into_iter().fold(model, CostModel::with_param_dtype);
         let model = self.links.into_iter().fold(model, CostModel::with_links);
-        self.mixed_precision.into_iter().fold(model, |model, (param, reduce)| model.with_mixed_precision(param, reduce))
+        self.mixed_precision
+            .into_iter()
+            .fold(model, |model, (param, reduce)| model.with_mixed_precision(param, reduce))
     }
 }
 
 fn dtype(text: &str) -> Result<ElemType, String> {
-    ElemType::from_name(&text.to_uppercase()).ok_or_else(|| String::from("no such dtype; examples are F32 and BF16"))
+    ElemType::from_name(&text.to_uppercase())
+        .ok_or_else(|| String::from("no such dtype; examples are F32 and BF16"))
 }
 
 fn dtypes(text: &str) -> Result<(ElemType, ElemType), String> {
-    let (param, reduce) = text.split_once(',').ok_or("two dtypes with a comma between them are needed")?;
+    let (param, reduce) =
+        text.split_once(',').ok_or("two dtypes with a comma between them are needed")?;
     Ok((dtype(param)?, dtype(reduce)?))
 }
 
@@ -264,9 +289,13 @@ fn links(text: &str) -> Result<Links, String> {
     }
     let numbers: Vec<u64> = text.split(':').map_while(|number| number.parse().ok()).collect();
     let [ranks_per_node, intra, inter] = numbers[..] else {
-        return Err(String::from("three whole numbers are needed: ranks in a node, GB/s within and between nodes"));
+        return Err(String::from(
+            "three whole numbers are needed: ranks in a node, GB/s within and between nodes",
+        ));
     };
-    let link = |latency_ns, gb: u64| Link { latency_ns, bytes_per_s: gb.saturating_mul(1_000_000_000) };
-    let [intra, inter] = [link(Links::H100.intra.latency_ns, intra), link(Links::H100.inter.latency_ns, inter)];
+    let link =
+        |latency_ns, gb: u64| Link { latency_ns, bytes_per_s: gb.saturating_mul(1_000_000_000) };
+    let [intra, inter] =
+        [link(Links::H100.intra.latency_ns, intra), link(Links::H100.inter.latency_ns, inter)];
     Links::new(ranks_per_node, intra, inter).map_err(|error| error.to_string())
 }

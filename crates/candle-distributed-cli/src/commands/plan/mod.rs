@@ -7,7 +7,8 @@ pub(crate) mod svg;
 use std::io::{self, Write};
 
 use candle_distributed::plan::{
-    Hybrid, Matches, ParameterInfo, PlanDiff, PlanReport, Reshard, Search, ShardingPlan, ShardingStrategy, Volume,
+    Hybrid, Matches, ParameterInfo, PlanDiff, PlanReport, Reshard, Search, ShardingPlan,
+    ShardingStrategy, Volume,
 };
 use serde::Serialize;
 
@@ -33,13 +34,16 @@ struct Answer<'a> {
 struct Comparison<'a> {
     format_version: u32,
     diff: PlanDiff<'a>,
-    /// If the ranks keep their numbers, and if they are renumbered to move less; nothing if the models differ.
+    /// If the ranks keep their numbers, and if they are renumbered to move less; nothing if the
+    /// models differ.
     reshard: Option<Volume>,
     reshard_renumbered: Option<Volume>,
 }
 
-const MAY_FIT: &str = "--search looks for a plan of `full` that fits, and sends for the shortest time";
-const NOTHING_FITS: &str = "more ranks hold less each, and so do --param-dtype BF16 and --optimizer adam-8bit";
+const MAY_FIT: &str =
+    "--search looks for a plan of `full` that fits, and sends for the shortest time";
+const NOTHING_FITS: &str =
+    "more ranks hold less each, and so do --param-dtype BF16 and --optimizer adam-8bit";
 
 pub(crate) fn run(args: &Args) -> Result<()> {
     let hybrid = args.hybrid()?;
@@ -74,7 +78,9 @@ fn report(args: &Args, plan: &ShardingPlan, rules: Option<Matches<'_>>) -> Resul
     let report = args.budget.into_iter().fold(report, PlanReport::with_budget);
     let answer = Answer { report, rules };
     match args.format {
-        FormatArg::Text => output::text(|out| write_text(&answer, out)).map(|()| advise(args, &answer.report)),
+        FormatArg::Text => {
+            output::text(|out| write_text(&answer, out)).map(|()| advise(args, &answer.report))
+        }
         FormatArg::Json => output::json(&answer),
         FormatArg::Svg => {
             let drawing = svg::draw(plan, answer.report.cost(), args.budget)?;
@@ -93,19 +99,28 @@ fn advise(args: &Args, report: &PlanReport<'_>) {
 fn read_model(args: &Args) -> Result<Vec<ParameterInfo>> {
     let parameters = model::read(&args.model)?;
     Ok(match &args.layers {
-        Some(pattern) => parameters.into_iter().map(|info| info.with_layer_pattern(pattern)).collect(),
+        Some(pattern) => {
+            parameters.into_iter().map(|info| info.with_layer_pattern(pattern)).collect()
+        }
         None => parameters,
     })
 }
 
-fn make_plan(args: &Args, parameters: &[ParameterInfo], hybrid: Option<Hybrid>) -> Result<ShardingPlan> {
+fn make_plan(
+    args: &Args,
+    parameters: &[ParameterInfo],
+    hybrid: Option<Hybrid>,
+) -> Result<ShardingPlan> {
     if let (true, Some(budget)) = (args.search, args.budget) {
         let search = Search::new(args.world_size()?, budget).with_model(args.cost_model());
         return Ok(model::in_file(&args.model, search.run(parameters))?.into_candidate().plan);
     }
     let planned = args.strategy(hybrid)?.plan(parameters, args.world_size()?);
     let plan = model::in_file(&args.model, planned)?;
-    let kept = plan.units().into_iter().filter(|unit| args.keep.iter().any(|pattern| pattern.matches(unit)));
+    let kept = plan
+        .units()
+        .into_iter()
+        .filter(|unit| args.keep.iter().any(|pattern| pattern.matches(unit)));
     let kept: Vec<String> = kept.map(str::to_owned).collect();
     Ok(plan.with_kept_units(kept)?)
 }
@@ -122,8 +137,14 @@ fn write_text(answer: &Answer<'_>, out: &mut dyn Write) -> io::Result<()> {
 const MAX_NAMES: usize = 8;
 
 fn write_rules(rules: &Matches<'_>, out: &mut dyn Write) -> io::Result<()> {
-    let decided: Vec<_> = rules.decided.iter().enumerate().map(|(rule, n)| format!("{n} by rule {rule}")).collect();
-    writeln!(out, "parameters decided: {}; {} by default", decided.join(", "), rules.unmatched.len())?;
+    let decided: Vec<_> =
+        rules.decided.iter().enumerate().map(|(rule, n)| format!("{n} by rule {rule}")).collect();
+    writeln!(
+        out,
+        "parameters decided: {}; {} by default",
+        decided.join(", "),
+        rules.unmatched.len()
+    )?;
     let names = |names: &[&str]| {
         let more = if names.len() > MAX_NAMES { ", …" } else { "" };
         format!("{:?}{more}", &names[..names.len().min(MAX_NAMES)])
@@ -165,7 +186,12 @@ fn write_comparison(comparison: &Comparison<'_>, out: &mut dyn Write) -> io::Res
     };
     match (comparison.reshard, comparison.reshard_renumbered) {
         (Some(plain), Some(renumbered)) => {
-            writeln!(out, "resharding: {}\nwith ranks renumbered: {}", volume(plain), volume(renumbered))
+            writeln!(
+                out,
+                "resharding: {}\nwith ranks renumbered: {}",
+                volume(plain),
+                volume(renumbered)
+            )
         }
         _ => writeln!(out, "the models differ, so nothing can be resharded"),
     }

@@ -16,13 +16,21 @@ const INDEX: &str = "model.safetensors.index.json";
 pub(crate) fn read(path: &Path) -> Result<Vec<ParameterInfo>> {
     let parameters = read_by_name(path);
     // Other faults lie within a file of the right kind.
-    if let Err(Error::Read { .. }) = parameters { parameters.with_hint(hint::MODEL) } else { parameters }
+    if let Err(Error::Read { .. }) = parameters {
+        parameters.with_hint(hint::MODEL)
+    } else {
+        parameters
+    }
 }
 
 fn read_by_name(path: &Path) -> Result<Vec<ParameterInfo>> {
     if path.is_dir() {
         let index = path.join(INDEX);
-        return if index.exists() { read_index(&index) } else { read_safetensors(&path.join(SINGLE_FILE)) };
+        return if index.exists() {
+            read_index(&index)
+        } else {
+            read_safetensors(&path.join(SINGLE_FILE))
+        };
     }
     match path.to_string_lossy() {
         name if name.ends_with(".safetensors") => read_safetensors(path),
@@ -39,10 +47,12 @@ pub(super) fn read_plan(path: &Path) -> Result<ShardingPlan> {
 fn read_index(path: &Path) -> Result<Vec<ParameterInfo>> {
     let text = input::read_file(path)?;
     // The index itself is at fault for what no other file is.
-    source::from_index(&text, |file| read_safetensors(&path.with_file_name(file))).map_err(|error| match error {
-        Error::Plan(source) => Error::Model { path: path.into(), source },
-        error => error,
-    })
+    source::from_index(&text, |file| read_safetensors(&path.with_file_name(file))).map_err(
+        |error| match error {
+            Error::Plan(source) => Error::Model { path: path.into(), source },
+            error => error,
+        },
+    )
 }
 
 fn read_safetensors(path: &Path) -> Result<Vec<ParameterInfo>> {

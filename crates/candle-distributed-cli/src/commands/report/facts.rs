@@ -108,8 +108,14 @@ impl Reading {
         };
         let corpus = match corpus {
             Ok(corpus) if corpus.fingerprint() == settings.text => corpus,
-            Ok(_) => return Ok(Err(format!("{name} is not the one that the run learns from: it has changed since"))),
-            Err(error) => return Ok(Err(format!("{name} is not there any more: {}", error.chain()))),
+            Ok(_) => {
+                return Ok(Err(format!(
+                    "{name} is not the one that the run learns from: it has changed since"
+                )));
+            }
+            Err(error) => {
+                return Ok(Err(format!("{name} is not there any more: {}", error.chain())));
+            }
         };
         let schedule = Schedule::of(settings, &corpus)?;
         let (report, batches) = schedule.first_epoch()?;

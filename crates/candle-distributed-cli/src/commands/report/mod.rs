@@ -9,10 +9,11 @@ use std::path::PathBuf;
 use self::facts::Facts;
 use crate::{error::Result, help::examples, output};
 
-/// Put all that is known of a run of `train` on one HTML page: settings, plan, batches, coverage, curve, memory.
+/// Put all that is known of a run of `train` on one HTML page: settings, plan, batches, coverage,
+/// curve, memory.
 ///
-/// The page is one file that needs no other. It is computed from the folder of the run, and from the text that it learns
-/// from if that is still there.
+/// The page is one file that needs no other. It is computed from the folder of the run, and from
+/// the text that it learns from if that is still there.
 #[derive(Debug, clap::Args)]
 #[command(after_help = examples![
     "# How did the first run go? The page is runs/0001/report.html"

@@ -55,7 +55,8 @@ pub(super) fn page(facts: &Facts) -> Result<String> {
 /// How far the run is, in a sentence.
 fn state(facts: &Facts) -> String {
     let (done, steps) = (grouped(facts.done().into()), grouped(facts.settings.steps.into()));
-    let devices = facts.session().map_or_else(String::new, |session| format!(" on {}", devices(session)));
+    let devices =
+        facts.session().map_or_else(String::new, |session| format!(" on {}", devices(session)));
     if facts.is_complete {
         format!("Complete: {steps} steps{devices}.")
     } else {
@@ -127,12 +128,21 @@ fn summary(facts: &Facts) -> Markup {
         return section("summary", "Summary", &missing("No step is done yet."));
     };
     let (seconds, n_last) = (facts.metrics.seconds(), (steps.len() / 10).max(1));
-    let (real, padded) = (facts.metrics.sum(|step| step.real_tokens), facts.metrics.sum(|step| step.padded_tokens));
+    let (real, padded) =
+        (facts.metrics.sum(|step| step.real_tokens), facts.metrics.sum(|step| step.padded_tokens));
     let last = counted(n_last as u128, "step");
     let figures = [
         ("first loss", format!("{:.3}", first.loss), String::from("nats a byte")),
-        ("last loss", format!("{:.3}", facts.metrics.last_loss(n_last)), format!("mean of the last {last}")),
-        ("speed", picture::tick(&(real as f64 / seconds).round()), String::from("real tokens a second")),
+        (
+            "last loss",
+            format!("{:.3}", facts.metrics.last_loss(n_last)),
+            format!("mean of the last {last}"),
+        ),
+        (
+            "speed",
+            picture::tick(&(real as f64 / seconds).round()),
+            String::from("real tokens a second"),
+        ),
         (
             "padding efficiency",
             format!("{:.4}", real as f64 / padded as f64),
@@ -166,10 +176,10 @@ fn duration(seconds: f64) -> String {
 
 fn settings(facts: &Facts) -> Markup {
     let settings = &facts.settings;
-    let data = settings
-        .data
-        .as_ref()
-        .map_or_else(|| String::from("this program's own sources"), |data| data.display().to_string());
+    let data = settings.data.as_ref().map_or_else(
+        || String::from("this program's own sources"),
+        |data| data.display().to_string(),
+    );
     let mut rows = vec![
         ("folder", facts.path.display().to_string()),
         ("steps", grouped(settings.steps.into())),
@@ -190,19 +200,30 @@ fn settings(facts: &Facts) -> Markup {
         rows.push(("model", format!("transformer of {layers} layers, width {hidden}, {heads} heads, {vocabulary} tokens, context of {context}")));
     }
     rows.extend(settings.sessions.iter().map(|session| ("ran on", of_session(session))));
-    let checkpoints: Vec<String> = facts.checkpoints.iter().map(|&step| grouped(step.into())).collect();
-    let checkpoints =
-        if checkpoints.is_empty() { String::from("none") } else { format!("after steps {}", checkpoints.join(", ")) };
+    let checkpoints: Vec<String> =
+        facts.checkpoints.iter().map(|&step| grouped(step.into())).collect();
+    let checkpoints = if checkpoints.is_empty() {
+        String::from("none")
+    } else {
+        format!("after steps {}", checkpoints.join(", "))
+    };
     rows.push(("checkpoints there", checkpoints));
-    rows.push(("model.safetensors", String::from(if facts.is_complete { "is there" } else { "not yet" })));
+    rows.push((
+        "model.safetensors",
+        String::from(if facts.is_complete { "is there" } else { "not yet" }),
+    ));
     section("settings", "Settings", &listed(&rows))
 }
 
 fn of_session(session: &Session) -> String {
-    let peak = session
-        .peak_bytes
-        .map_or_else(String::new, |bytes| format!(", peak memory of the process {}", binary(bytes.into())));
-    format!("{} from step {} on{peak}", devices(session), grouped(u128::from(session.first_step) + 1))
+    let peak = session.peak_bytes.map_or_else(String::new, |bytes| {
+        format!(", peak memory of the process {}", binary(bytes.into()))
+    });
+    format!(
+        "{} from step {} on{peak}",
+        devices(session),
+        grouped(u128::from(session.first_step) + 1)
+    )
 }
 
 fn training(facts: &Facts) -> Result<Markup> {
@@ -213,7 +234,8 @@ fn training(facts: &Facts) -> Result<Markup> {
         let strange = steps.iter().find(|step| !step.loss.is_finite()).map(|step| step.step + 1);
         let means = "Loss and speed of every step, and their means over the steps around it.";
         let is_resumed = facts.metrics.timed().any(|step| step.is_resumed);
-        let line = if is_resumed { " A vertical line is where the run was gone on with." } else { "" };
+        let line =
+            if is_resumed { " A vertical line is where the run was gone on with." } else { "" };
         html! {
             (figure(&curve::draw(&facts.metrics)?, &format!("{means}{line}")))
             @if let Some(step) = strange {
@@ -227,9 +249,9 @@ fn training(facts: &Facts) -> Result<Markup> {
 fn plan(facts: &Facts) -> Result<Markup> {
     let content = match &facts.sharding {
         Some(sharding) => sharded(facts, sharding)?,
-        None => {
-            missing("This run is of an earlier version, which did not tell its model and on how many devices it ran.")
-        }
+        None => missing(
+            "This run is of an earlier version, which did not tell its model and on how many devices it ran.",
+        ),
     };
     Ok(section("plan", "Sharding plan", &content))
 }
@@ -262,12 +284,23 @@ fn sharded(facts: &Facts, Sharding { parameters, plan, cost, needs }: &Sharding)
 
 /// A row for all neighbors that hold the same.
 fn rank_rows(ranks: &[RankCost]) -> Vec<Vec<String>> {
-    let held = |rank: &RankCost| [rank.param_bytes, rank.storage_bytes, rank.grad_bytes, rank.optimizer_bytes];
-    let alike = ranks.chunk_by(|left, right| held(left) == held(right) && left.peak_bytes() == right.peak_bytes());
+    let held = |rank: &RankCost| {
+        [rank.param_bytes, rank.storage_bytes, rank.grad_bytes, rank.optimizer_bytes]
+    };
+    let alike = ranks.chunk_by(|left, right| {
+        held(left) == held(right) && left.peak_bytes() == right.peak_bytes()
+    });
     let row = |ranks: &[RankCost]| {
         let (first, last) = (&ranks[0], &ranks[ranks.len() - 1]);
-        let name = if ranks.len() == 1 { first.rank.to_string() } else { format!("{} – {}", first.rank, last.rank) };
-        let bytes = held(first).map(u128::from).into_iter().chain([first.total_bytes(), first.peak_bytes()]);
+        let name = if ranks.len() == 1 {
+            first.rank.to_string()
+        } else {
+            format!("{} – {}", first.rank, last.rank)
+        };
+        let bytes = held(first)
+            .map(u128::from)
+            .into_iter()
+            .chain([first.total_bytes(), first.peak_bytes()]);
         [name].into_iter().chain(bytes.map(binary)).collect()
     };
     alike.take(MAX_ROWS).map(row).collect()
@@ -276,7 +309,9 @@ fn rank_rows(ranks: &[RankCost]) -> Vec<Vec<String>> {
 /// The same, begun with a capital and ended with a full stop.
 fn sentence(words: &str) -> String {
     let mut letters = words.chars();
-    letters.next().map_or_else(String::new, |first| format!("{}{}.", first.to_uppercase(), letters.as_str()))
+    letters
+        .next()
+        .map_or_else(String::new, |first| format!("{}{}.", first.to_uppercase(), letters.as_str()))
 }
 
 fn batches(facts: &Facts) -> Result<Markup> {
@@ -305,8 +340,11 @@ fn read_by(facts: &Facts) -> Result<Markup> {
 fn covered(reading: &Reading) -> Markup {
     let Coverage { never, once, more_often } = Coverage::of(reading);
     let all = never + once + more_often;
-    let verdict =
-        if once == all { "Every sequence is read exactly once." } else { "Not every sequence is read exactly once." };
+    let verdict = if once == all {
+        "Every sequence is read exactly once."
+    } else {
+        "Not every sequence is read exactly once."
+    };
     let rows = [
         ("sequences in the text", all),
         ("read once an epoch", once),

@@ -20,8 +20,11 @@ pub(super) struct Part {
 }
 
 pub(super) fn parse_part(text: &str) -> Result<Part, String> {
-    let part = text.split_once(':').and_then(|(len, weight)| Some((len.parse().ok()?, weight.parse().ok()?)));
-    part.map(|(len, weight)| Part { len, weight }).ok_or_else(|| "expected a length, a colon and a weight".into())
+    let part = text
+        .split_once(':')
+        .and_then(|(len, weight)| Some((len.parse().ok()?, weight.parse().ok()?)));
+    part.map(|(len, weight)| Part { len, weight })
+        .ok_or_else(|| "expected a length, a colon and a weight".into())
 }
 
 /// The JSON result of `--mix`; an entry is a data set and one of its samples.
@@ -38,10 +41,13 @@ pub(super) fn print(args: &Args, parts: &[Part]) -> Result<()> {
     let placement = Placement::new(args.rank, args.world_size)?;
     // Each data set has a seed of its own, so that equal lengths do not give equal orders.
     let config = |label| args.config().with_seed(Seed::new(args.seed).derive(label));
-    let samplers = (0..).zip(parts).map(|(label, part)| DistributedSampler::new(part.len, placement, config(label)));
+    let samplers = (0..)
+        .zip(parts)
+        .map(|(label, part)| DistributedSampler::new(part.len, placement, config(label)));
     let weights: Vec<u64> = parts.iter().map(|part| part.weight).collect();
     let mixture = Mixture::new(samplers.collect::<Result<_, _>>()?, &weights)?;
-    let entries = (args.start..args.start + args.count(mixture.len())?).filter_map(|n| mixture.get(n));
+    let entries =
+        (args.start..args.start + args.count(mixture.len())?).filter_map(|n| mixture.get(n));
     match args.format {
         Format::Text => output::text(|out| {
             let mut entries = entries;

@@ -5,7 +5,9 @@ mod mixture;
 use std::path::{Path, PathBuf};
 
 use candle_distributed::{
-    sampler::{DistributedSampler, Indices, Order, Partition, Quota, SamplerConfig, SamplerState, Tail},
+    sampler::{
+        DistributedSampler, Indices, Order, Partition, Quota, SamplerConfig, SamplerState, Tail,
+    },
     types::{Epoch, Placement, Rank, Seed},
 };
 use clap::ValueEnum;
@@ -37,7 +39,8 @@ pub(crate) struct Args {
     /// File of a weight for each sample: draw with replacement, each as often as its weight asks
     #[arg(long, value_name = "FILE", conflicts_with = "order")]
     weights: Option<PathBuf>,
-    /// File of a class for each sample, a number: every rank and every stretch sees the classes in proportion
+    /// File of a class for each sample, a number: every rank and every stretch sees the classes in
+    /// proportion
     #[arg(long, value_name = "FILE", conflicts_with_all = ["len", "weights", "order", "partition", "rank_weights"])]
     classes: Option<PathBuf>,
     /// At most so many samples of each class in an epoch
@@ -64,10 +67,12 @@ pub(crate) struct Args {
     /// What happens to the samples that are left when the world does not divide the data set
     #[arg(long, value_enum)]
     tail: Option<TailArg>,
-    /// Contiguous shares in proportion to these weights, one for each rank, in place of partition and tail
+    /// Contiguous shares in proportion to these weights, one for each rank, in place of partition
+    /// and tail
     #[arg(long, value_delimiter = ',', value_name = "W,W,...", conflicts_with_all = ["partition", "tail"])]
     rank_weights: Option<Vec<u64>>,
-    /// Several data sets, each with its weight, read in proportion; prints which data set and which of its samples
+    /// Several data sets, each with its weight, read in proportion; prints which data set and which
+    /// of its samples
     #[arg(
         long,
         value_delimiter = ',',
@@ -203,7 +208,12 @@ impl Args {
         let len = self.len.unwrap_or(0);
         if let Some(path) = &self.classes {
             let labels: Vec<u32> = input::read_numbers(path, "class").with_hint(hint::NUMBERS)?;
-            return Ok(DistributedSampler::stratified(&labels, self.quota(), placement, self.config())?);
+            return Ok(DistributedSampler::stratified(
+                &labels,
+                self.quota(),
+                placement,
+                self.config(),
+            )?);
         }
         if let Some(path) = &self.weights {
             let weights: Vec<f64> = input::read_numbers(path, "weight").with_hint(hint::NUMBERS)?;
@@ -220,8 +230,9 @@ impl Args {
     /// How many of `len` indices are printed.
     fn count(&self, len: u64) -> Result<u64> {
         let start = self.start;
-        let left =
-            len.checked_sub(start).ok_or_else(|| Error::Usage(format!("start {start} is beyond {len} indices")))?;
+        let left = len
+            .checked_sub(start)
+            .ok_or_else(|| Error::Usage(format!("start {start} is beyond {len} indices")))?;
         Ok(self.count.map_or(left, |count| count.min(left)))
     }
 }
@@ -303,7 +314,9 @@ fn print_indices(args: &Args, sampler: &DistributedSampler) -> Result<()> {
             padding: args.mark_padding.then(|| numbers.map(is_padding).collect()),
         }),
     }?;
-    args.save_state.as_ref().map_or(Ok(()), |path| write_state(path, &sampler.state(args.start + count)))
+    args.save_state
+        .as_ref()
+        .map_or(Ok(()), |path| write_state(path, &sampler.state(args.start + count)))
 }
 
 /// The JSON result of `--locate`.
@@ -318,8 +331,12 @@ struct Place {
 fn print_place(args: &Args, sampler: &DistributedSampler, index: u64) -> Result<()> {
     let (position, rank) = (sampler.position_of(index), sampler.rank_of(index).map(Rank::as_u64));
     let text = match (position, rank) {
-        (Some(position), Some(rank)) => format!("sample {index} is at position {position}, on rank {rank}"),
-        (Some(position), None) => format!("sample {index} is at position {position}, which no rank reads"),
+        (Some(position), Some(rank)) => {
+            format!("sample {index} is at position {position}, on rank {rank}")
+        }
+        (Some(position), None) => {
+            format!("sample {index} is at position {position}, which no rank reads")
+        }
         (None, _) => return Err(Error::Usage(format!("sample {index} is not in the order"))),
     };
     match args.format {

@@ -33,7 +33,11 @@ pub(super) fn draw(canvas: &Canvas<'_, '_>, columns: &Columns<'_>) -> Drawn {
         }
     }
     let n_units = columns.units.len();
-    let heading = format!("parameters of {} unit{}", grouped(n_units as u128), if n_units == 1 { "" } else { "s" });
+    let heading = format!(
+        "parameters of {} unit{}",
+        grouped(n_units as u128),
+        if n_units == 1 { "" } else { "s" }
+    );
     canvas.text(&heading, (LEFT, y + 10), AFTER, FAINT)?;
     y += 10 + LINE;
     if n_units > MAX_NAMES {
@@ -60,9 +64,14 @@ fn name(canvas: &Canvas<'_, '_>, part: Part, at: Point) -> Drawn {
 fn ramp(canvas: &Canvas<'_, '_>, top: i32) -> Drawn {
     let n_units = canvas.units.len();
     let bottom = top + RAMP;
-    let height = |unit: usize| bottom - i32::try_from(RAMP as usize * unit / n_units).unwrap_or(RAMP);
+    let height =
+        |unit: usize| bottom - i32::try_from(RAMP as usize * unit / n_units).unwrap_or(RAMP);
     for unit in 0..n_units {
-        canvas.block(Part::Unit(unit), [(LEFT, height(unit + 1)), (LEFT + SAMPLE, height(unit))], false)?;
+        canvas.block(
+            Part::Unit(unit),
+            [(LEFT, height(unit + 1)), (LEFT + SAMPLE, height(unit))],
+            false,
+        )?;
     }
     let x = LEFT + SAMPLE + 8;
     name(canvas, Part::Unit(n_units - 1), (x, top + 6))?;

@@ -1,4 +1,5 @@
-//! A drawing of a plan: ranks as columns, units as blocks of them, and the memory of a device as a line.
+//! A drawing of a plan: ranks as columns, units as blocks of them, and the memory of a device as a
+//! line.
 
 mod columns;
 mod legend;
@@ -22,15 +23,18 @@ use crate::{
 
 const SIZE: (u32, u32) = (1000, 700);
 
-/// Where the panels begin and end, the numbers of their axes included. The names of colors are to their right.
+/// Where the panels begin and end, the numbers of their axes included. The names of colors are to
+/// their right.
 const LEFT: i32 = 14;
 const RIGHT: i32 = 690;
 
-/// Draws what each rank of `plan` holds: above all of it at its peak, with the memory limit `budget` if there is one,
-/// and below the parameters that it stores, unit by unit.
+/// Draws what each rank of `plan` holds: above all of it at its peak, with the memory limit
+/// `budget` if there is one, and below the parameters that it stores, unit by unit.
 pub(crate) fn draw(plan: &ShardingPlan, cost: &PlanCost, budget: Option<u64>) -> Result<String> {
     let columns = Columns::new(plan, cost)?;
-    picture::document(SIZE, |area| draw_on(&Canvas { area, units: &columns.units }, &columns, plan, cost, budget))
+    picture::document(SIZE, |area| {
+        draw_on(&Canvas { area, units: &columns.units }, &columns, plan, cost, budget)
+    })
 }
 
 fn draw_on(
@@ -53,7 +57,12 @@ fn draw_on(
 }
 
 /// Tells what is planned, and whether it fits.
-fn heading(canvas: &Canvas<'_, '_>, plan: &ShardingPlan, cost: &PlanCost, budget: Option<u64>) -> Drawn {
+fn heading(
+    canvas: &Canvas<'_, '_>,
+    plan: &ShardingPlan,
+    cost: &PlanCost,
+    budget: Option<u64>,
+) -> Drawn {
     let title = plan.summary();
     // All that a line can hold, if it is long.
     let size = (1900.0 / title.chars().count() as f64).min(21.0);
@@ -69,7 +78,8 @@ fn heading(canvas: &Canvas<'_, '_>, plan: &ShardingPlan, cost: &PlanCost, budget
 
 /// Draws all that the ranks hold at their peaks.
 fn memory(canvas: &Canvas<'_, '_>, columns: &Columns<'_>, limit: Option<u128>) -> Drawn {
-    let highest = columns.drawn.iter().map(|column| column.cost.peak_bytes()).chain(limit).max().unwrap_or(0);
+    let highest =
+        columns.drawn.iter().map(|column| column.cost.peak_bytes()).chain(limit).max().unwrap_or(0);
     let panel = Panel::new(canvas, 66..400, "held at the peak", highest, columns.drawn.len())?;
     for (position, column) in columns.drawn.iter().enumerate() {
         panel.column(canvas, position, column.blocks())?;
@@ -93,7 +103,8 @@ fn memory(canvas: &Canvas<'_, '_>, columns: &Columns<'_>, limit: Option<u128>) -
 /// Draws the parameters that the ranks store.
 fn parameters<'b>(canvas: &Canvas<'_, 'b>, columns: &Columns<'_>) -> Drawn<Panel<'b>> {
     let highest = columns.drawn.iter().map(|column| column.cost.storage_bytes).max().unwrap_or(0);
-    let panel = Panel::new(canvas, 410..628, "stored parameters", highest.into(), columns.drawn.len())?;
+    let panel =
+        Panel::new(canvas, 410..628, "stored parameters", highest.into(), columns.drawn.len())?;
     for (position, column) in columns.drawn.iter().enumerate() {
         panel.column(canvas, position, column.stored())?;
     }
@@ -113,7 +124,9 @@ fn ranks(canvas: &Canvas<'_, '_>, columns: &Columns<'_>, panel: &Panel<'_>, belo
     }
     let neighbors = match (columns.n_ranks / names.len(), columns.n_ranks % names.len()) {
         (1, 0) => String::new(),
-        (n, 0) => format!(": of every {} neighbors, the one with the highest peak", grouped(n as u128)),
+        (n, 0) => {
+            format!(": of every {} neighbors, the one with the highest peak", grouped(n as u128))
+        }
         (n, _) => format!(": of every {n} or {} neighbors, the one with the highest peak", n + 1),
     };
     let (middle, bottom) = panel.at(names.len() as f64 / 2.0, 0.0);
@@ -121,12 +134,20 @@ fn ranks(canvas: &Canvas<'_, '_>, columns: &Columns<'_>, panel: &Panel<'_>, belo
 }
 
 /// Draws a bracket below the ranks of each replica.
-fn replicas(canvas: &Canvas<'_, '_>, columns: &Columns<'_>, panel: &Panel<'_>, group: usize) -> Drawn {
+fn replicas(
+    canvas: &Canvas<'_, '_>,
+    columns: &Columns<'_>,
+    panel: &Panel<'_>,
+    group: usize,
+) -> Drawn {
     for (replica, first) in (0..columns.drawn.len()).step_by(group).enumerate() {
         let (left, bottom) = panel.at(first as f64 + 0.1, 0.0);
         let (right, _) = panel.at((first + group) as f64 - 0.1, 0.0);
         let y = bottom + 28;
-        canvas.area.draw(&PathElement::new([(left, y - 4), (left, y), (right, y), (right, y - 4)], FAINT))?;
+        canvas.area.draw(&PathElement::new(
+            [(left, y - 4), (left, y), (right, y), (right, y - 4)],
+            FAINT,
+        ))?;
         let names = [format!("replica {replica}"), replica.to_string()];
         if let Some(name) = names.iter().find(|name| fits(name, panel.width(group))) {
             canvas.text(name, (left.midpoint(right), y + 4), BELOW, FAINT)?;

@@ -37,14 +37,20 @@ pub(super) struct Canvas<'a, 'b> {
 }
 
 impl Canvas<'_, '_> {
-    /// Draws what stands for `part` between an upper left and a lower right corner, below a line of paper if it is
-    /// `set_off`; nothing if that is less than a pixel high.
-    pub(super) fn block(&self, part: Part, [(left, top), (right, bottom)]: [Point; 2], set_off: bool) -> Drawn {
+    /// Draws what stands for `part` between an upper left and a lower right corner, below a line of
+    /// paper if it is `set_off`; nothing if that is less than a pixel high.
+    pub(super) fn block(
+        &self,
+        part: Part,
+        [(left, top), (right, bottom)]: [Point; 2],
+        set_off: bool,
+    ) -> Drawn {
         let top = top + i32::from(set_off);
         if bottom <= top {
             return Ok(());
         }
-        self.area.draw(&Rectangle::new([(left, top), (right, bottom)], self.color(part).filled()))?;
+        self.area
+            .draw(&Rectangle::new([(left, top), (right, bottom)], self.color(part).filled()))?;
         match part {
             Part::Padding => self.hatch([(left, top), (right, bottom)]),
             // An outline would lie half outside of its area.

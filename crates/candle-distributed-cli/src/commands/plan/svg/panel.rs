@@ -34,7 +34,8 @@ pub(super) struct Panel<'b> {
 }
 
 impl<'b> Panel<'b> {
-    /// Draws the axis of a panel between two heights of the picture, for columns of up to `highest` bytes.
+    /// Draws the axis of a panel between two heights of the picture, for columns of up to `highest`
+    /// bytes.
     pub(super) fn new(
         canvas: &Canvas<'_, 'b>,
         rows: Range<i32>,
@@ -43,10 +44,12 @@ impl<'b> Panel<'b> {
         n_columns: usize,
     ) -> Drawn<Self> {
         let scale = Scale::of(highest);
-        // There is room for a number above the highest column, and none on an axis of no extent or for half a byte.
+        // There is room for a number above the highest column, and none on an axis of no extent or
+        // for half a byte.
         let top = if highest == 0 { 1.0 } else { 1.1 * highest as f64 / scale.bytes() };
         let n_ticks = usize::try_from(highest).unwrap_or(usize::MAX).clamp(1, 6) + 1;
-        let area = canvas.area.clone().shrink((LEFT, rows.start), (RIGHT - LEFT, rows.end - rows.start));
+        let area =
+            canvas.area.clone().shrink((LEFT, rows.start), (RIGHT - LEFT, rows.end - rows.start));
         let mut chart = ChartBuilder::on(&area)
             .margin_top(8)
             .y_label_area_size(NUMBERS)
@@ -79,12 +82,16 @@ impl<'b> Panel<'b> {
         Ok(())
     }
 
-    /// Writes above the columns what they amount to: with units, or as the axis has it, or not if there is no room.
+    /// Writes above the columns what they amount to: with units, or as the axis has it, or not if
+    /// there is no room.
     pub(super) fn totals(&self, canvas: &Canvas<'_, '_>, totals: &[(u128, RGBColor)]) -> Drawn {
         let number = |bytes, n_digits| self.scale.number(bytes, n_digits);
-        let forms: [&dyn Fn(u128) -> String; 3] = [&binary, &|bytes| number(bytes, 2), &|bytes| number(bytes, 1)];
+        let forms: [&dyn Fn(u128) -> String; 3] =
+            [&binary, &|bytes| number(bytes, 2), &|bytes| number(bytes, 1)];
         let room = self.width(1) - SPACE;
-        let has_room = |form: &&dyn Fn(u128) -> String| totals.iter().all(|&(bytes, _)| fits(&form(bytes), room));
+        let has_room = |form: &&dyn Fn(u128) -> String| {
+            totals.iter().all(|&(bytes, _)| fits(&form(bytes), room))
+        };
         let Some(form) = forms.into_iter().find(has_room) else { return Ok(()) };
         for (position, &(bytes, color)) in totals.iter().enumerate() {
             canvas.number(&form(bytes), self.at(position as f64 + 0.5, bytes as f64), color)?;
