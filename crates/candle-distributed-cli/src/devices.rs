@@ -83,7 +83,7 @@ impl Place {
         if (rank, world_size) == (found_rank, found_size) {
             return Ok(());
         }
-        Err(Error::Usage(format!(
+        Err(Error::usage(format!(
             "the launcher's variables say rank {rank} of {world_size}, but this process is rank {found_rank} of {found_size}"
         )))
     }
@@ -120,12 +120,12 @@ impl DeviceArgs {
     #[cfg(any(feature = "mpi", feature = "nccl"))]
     fn place_among_processes(&self, how: &str) -> Result<Place> {
         let nobody =
-            || Error::Usage(format!("this engine's processes are started by a launcher: {how}"));
+            || Error::usage(format!("this engine's processes are started by a launcher: {how}"));
         let launched = Launched::from_env()?.ok_or_else(nobody)?;
         let placement = launched.placement();
         let processes = placement.world_size();
         if let Some(asked) = self.world_size.filter(|&asked| asked != processes.as_u64()) {
-            return Err(Error::Usage(format!(
+            return Err(Error::usage(format!(
                 "--world-size {asked} does not fit the {processes} processes"
             )));
         }
@@ -157,9 +157,7 @@ impl DeviceArgs {
             let device = match self.device {
                 DeviceArg::Cpu => Device::Cpu,
                 DeviceArg::Cuda | DeviceArg::Metal => {
-                    return Err(Error::Usage(
-                        "--engine mpi runs on processors, --device cpu".into(),
-                    ));
+                    return Err(Error::usage("--engine mpi runs on processors, --device cpu"));
                 }
             };
             return Ok(grid.mpi(device)?);
@@ -177,15 +175,15 @@ impl DeviceArgs {
 
     #[cfg(feature = "nccl")]
     fn open_nccl(&self, grid: DeviceMeshBuilder) -> Result<DeviceMesh> {
-        let usage = |why: &str| Error::Usage(why.into());
         if !matches!(self.device, DeviceArg::Cuda) {
             return Err(usage("--engine nccl runs on CUDA devices, --device cuda"));
         }
-        let launched =
-            Launched::from_env()?.ok_or_else(|| usage("no launcher has started this process"))?;
+        let launched = Launched::from_env()?
+            .ok_or_else(|| Error::usage("no launcher has started this process"))?;
         let local =
-            launched.local_rank().ok_or_else(|| usage("the launcher says no local rank"))?;
-        let store = self.store.clone().ok_or_else(|| usage("--engine nccl needs a --store"))?;
+            launched.local_rank().ok_or_else(|| Error::usage("the launcher says no local rank"))?;
+        let store =
+            self.store.clone().ok_or_else(|| Error::usage("--engine nccl needs a --store"))?;
         Ok(grid.nccl(launched.placement(), local.as_usize(), &NcclStore::File(store))?)
     }
 }

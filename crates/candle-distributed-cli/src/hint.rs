@@ -4,7 +4,7 @@ use std::borrow::Cow;
 
 use candle_distributed::{batch, mesh, plan, sampler, types};
 
-use crate::error::Error;
+use crate::error::{Error, ErrorKind};
 
 /// What is meant by a file of numbers.
 pub(crate) const NUMBERS: &str =
@@ -23,16 +23,30 @@ pub(crate) const STATE: &str = "candle-distributed sample … --save-state FILE 
 
 impl Error {
     /// What to do about it.
-    pub(crate) fn hint(&self) -> Option<Cow<'_, str>> {
-        match self {
-            Self::Hinted { hint, .. } => Some(Cow::Borrowed(hint)),
-            Self::Types(error) | Self::Plan(plan::Error::World(error)) => world(error),
-            Self::Sampler(error) => sampler(error).map(Cow::from),
-            Self::Batch(error) => batch(error),
-            Self::Plan(error) | Self::Model { source: error, .. } => plan(error).map(Cow::from),
-            Self::Mesh(error) => mesh(error).map(Cow::from),
-            _ => None,
+    pub(crate) fn hint(&self) -> Option<Cow<'static, str>> {
+        self.advice.clone().or_else(|| of(&self.kind))
+    }
+}
+
+/// What to do about an error of this kind.
+fn of(kind: &ErrorKind) -> Option<Cow<'static, str>> {
+    match kind {
+        ErrorKind::Types(error) | ErrorKind::Plan(plan::Error::World(error)) => world(error),
+        ErrorKind::Sampler(error) => sampler(error).map(Cow::from),
+        ErrorKind::Batch(error) => batch(error),
+        ErrorKind::Plan(error) | ErrorKind::Model { source: error, .. } => {
+            plan(error).map(Cow::from)
         }
+        ErrorKind::Mesh(error) => mesh(error).map(Cow::from),
+        ErrorKind::Usage(_)
+        | ErrorKind::Read { .. }
+        | ErrorKind::Json { .. }
+        | ErrorKind::Stopped { .. }
+        | ErrorKind::StoppedToo
+        | ErrorKind::Write { .. }
+        | ErrorKind::Output(_)
+        | ErrorKind::Chart(_)
+        | ErrorKind::Train(_) => None,
     }
 }
 

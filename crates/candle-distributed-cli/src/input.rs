@@ -1,7 +1,7 @@
 //! Where input comes from: text files of a size that fits the memory.
 
 use std::{
-    fs::File,
+    fs::{self, File},
     io::{self, Read},
     path::Path,
     str::FromStr,
@@ -17,7 +17,16 @@ const MAX_BYTES: u64 = 1 << 30;
 
 /// The file at `path`, for reading.
 pub(crate) fn open(path: &Path) -> Result<File> {
-    File::open(path).map_err(|source| Error::Read { path: path.into(), source })
+    File::open(path).map_err(|source| Error::read(path, source))
+}
+
+/// The content of the file at `path`, if there is one.
+pub(crate) fn read_if_there(path: &Path) -> Result<Option<Vec<u8>>> {
+    match fs::read(path) {
+        Ok(content) => Ok(Some(content)),
+        Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(None),
+        Err(source) => Err(Error::read(path, source)),
+    }
 }
 
 /// The text of the file at `path`.
@@ -28,20 +37,16 @@ pub(crate) fn read_file(path: &Path) -> Result<String> {
 /// The text that `source` holds; `path` names it if it cannot be read.
 pub(crate) fn read_text(source: impl Read, path: &Path) -> Result<String> {
     let text = io::read_to_string(source.take(MAX_BYTES + 1))
-        .map_err(|source| Error::Read { path: path.into(), source })?;
+        .map_err(|source| Error::read(path, source))?;
     if text.len() as u64 > MAX_BYTES {
-        return Err(Error::Usage(format!("{} is longer than {MAX_BYTES} bytes", path.display())));
+        return Err(Error::usage(format!("{} is longer than {MAX_BYTES} bytes", path.display())));
     }
     Ok(text)
 }
 
 /// What the JSON file at `path` describes: `what`, if it is not refused.
 pub(crate) fn read_json<T: DeserializeOwned>(path: &Path, what: &'static str) -> Result<T> {
-    serde_json::from_str(&read_file(path)?).map_err(|source| Error::Json {
-        path: path.into(),
-        what,
-        source,
-    })
+    serde_json::from_str(&read_file(path)?).map_err(|source| Error::json(path, what, source))
 }
 
 /// The numbers in the file at `path`, separated by white space: at least one. `what` names them if
@@ -56,12 +61,12 @@ pub(crate) fn numbers<T: FromStr>(text: &str, what: &str, path: &Path) -> Result
     let name = path.display();
     let parse = |(number, word): (usize, &str)| {
         let refused =
-            |_| Error::Usage(format!("{what} {} in {name} is no number: {word:.40?}", number + 1));
+            |_| Error::usage(format!("{what} {} in {name} is no number: {word:.40?}", number + 1));
         word.parse().map_err(refused)
     };
     let numbers: Vec<T> = text.split_whitespace().enumerate().map(parse).collect::<Result<_>>()?;
     if numbers.is_empty() {
-        Err(Error::Usage(format!("there is no {what} in {name}")))
+        Err(Error::usage(format!("there is no {what} in {name}")))
     } else {
         Ok(numbers)
     }

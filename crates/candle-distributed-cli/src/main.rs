@@ -21,7 +21,7 @@ use std::process::ExitCode;
 use clap::{Parser, Subcommand};
 
 use crate::{
-    error::{Error, Result},
+    error::{ErrorKind, Result},
     help::examples,
 };
 
@@ -69,7 +69,7 @@ fn main() -> ExitCode {
     match outcome {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {
-            if !matches!(error, Error::StoppedToo) {
+            if !matches!(*error.kind, ErrorKind::StoppedToo) {
                 output::error(&error);
             }
             ExitCode::from(error.exit_code())

@@ -59,13 +59,14 @@ pub(crate) fn file(path: &Path, content: &[u8]) -> Result<()> {
         file.sync_all()?;
         fs::rename(&partial, path)
     };
-    write().map_err(|source| Error::Write { path: path.into(), source })
+    write().map_err(|source| Error::write(path, source))
 }
 
 /// A progress bar of `n_steps`, drawn if stderr is a terminal.
-pub(crate) fn progress(n_steps: u64, template: &str) -> ProgressBar {
-    let style = ProgressStyle::with_template(template);
-    ProgressBar::new(n_steps).with_style(style.unwrap_or_else(|_| ProgressStyle::default_bar()))
+#[expect(clippy::expect_used, reason = "says why it cannot fail")]
+pub(crate) fn progress(n_steps: u64, template: &'static str) -> ProgressBar {
+    let style = ProgressStyle::with_template(template).expect("the templates of this program");
+    ProgressBar::new(n_steps).with_style(style)
 }
 
 /// What it means that stdout was written like this.

@@ -118,11 +118,17 @@ pub(crate) fn ramp(step: usize, n_steps: usize) -> RGBColor {
 
 /// `part` of `whole` on the way from one color to another.
 fn blend(from: RGBColor, to: RGBColor, part: usize, whole: usize) -> RGBColor {
-    let mix = |from: u8, to: u8| {
-        let sum = usize::from(from) * (whole - part) + usize::from(to) * part;
-        u8::try_from(sum / whole).unwrap_or(u8::MAX)
-    };
-    RGBColor(mix(from.0, to.0), mix(from.1, to.1), mix(from.2, to.2))
+    RGBColor(
+        mix(from.0, to.0, part, whole),
+        mix(from.1, to.1, part, whole),
+        mix(from.2, to.2, part, whole),
+    )
+}
+
+#[expect(clippy::expect_used, reason = "says why it cannot fail")]
+fn mix(from: u8, to: u8, part: usize, whole: usize) -> u8 {
+    let sum = usize::from(from) * (whole - part) + usize::from(to) * part;
+    u8::try_from(sum / whole).expect("a mean of two bytes is a byte")
 }
 
 /// A number on an axis, as short as it fits there.

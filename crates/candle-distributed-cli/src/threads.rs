@@ -5,7 +5,7 @@ use std::{env, thread};
 /// What candle is told by.
 pub(crate) const VARIABLES: [&str; 2] = ["RAYON_NUM_THREADS", "CANDLE_NUM_THREADS"];
 
-/// The number of cores that this process may use.
+/// The number of cores that this process may use, one if the system does not say.
 pub(crate) fn cores() -> usize {
     thread::available_parallelism().map_or(1, usize::from)
 }

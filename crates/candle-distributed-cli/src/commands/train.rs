@@ -28,7 +28,9 @@ use crate::{
         journal::Journal,
         model::Transformer,
         parameters,
-        run_dir::{self, FORMAT_VERSION, RunDir, Session, Settings},
+        run_dir::{self, RunDir},
+        session::Session,
+        settings::{FORMAT_VERSION, Settings},
         sharding::{self, Needs},
         trainer::{self, Job},
     },
@@ -78,9 +80,7 @@ const DEFAULT_STEPS: u64 = 400;
 pub(crate) fn run(args: &Args) -> Result<()> {
     let place = args.devices.place(DEFAULT_WORLD_SIZE)?;
     if args.checkpoint_every == 0 {
-        return Err(Error::Usage(
-            "checkpoints every 0 steps are none, at least 1 is needed".into(),
-        ));
+        return Err(Error::usage("checkpoints every 0 steps are none, at least 1 is needed"));
     }
     let known = args.resumed().map_or(Ok(None), Settings::read)?;
     known.iter().try_for_each(|known| args.agrees_with(known))?;
@@ -117,7 +117,7 @@ impl Args {
         let first = checkpoint.as_ref().map_or(0, Checkpoint::step);
         if !trainer::agree(mesh, settings.fingerprint(first))? {
             let differ = "the processes do not begin the same run: folder, text and arguments must be the same for all";
-            return Err(Error::Usage(differ.into()));
+            return Err(Error::usage(differ));
         }
         let (mut number, mut journal) = (0, None);
         if placement.rank() == Rank::ZERO {
@@ -159,7 +159,7 @@ impl Args {
             [("steps", self.steps, known.steps), ("seed", self.seed, known.seed)]
         {
             if asked.is_some_and(|asked| asked != known) {
-                let other = Error::Usage(format!(
+                let other = Error::usage(format!(
                     "the run was begun with --{name} {known}, and goes on with that alone"
                 ));
                 return Err(other.hinted("another number is another run, in another folder"));
@@ -179,16 +179,14 @@ impl Args {
         let (text, model) = (corpus.fingerprint(), Some(trainer::MODEL));
         if let Some(known) = known {
             if text != known.text {
-                return Err(Error::Usage(
-                    "the text is not the one that the run was begun with".into(),
-                ));
+                return Err(Error::usage("the text is not the one that the run was begun with"));
             }
             // Checkpoints of another model would be refused.
             return Ok(Settings { data, model, ..known });
         }
         let (seed, steps) = (self.seed.unwrap_or(0), self.steps.unwrap_or(DEFAULT_STEPS));
         if steps == 0 {
-            return Err(Error::Usage("0 steps are no training, at least 1 is needed".into()));
+            return Err(Error::usage("0 steps are no training, at least 1 is needed"));
         }
         let max_tokens = data::max_tokens(world_size);
         Ok(Settings {

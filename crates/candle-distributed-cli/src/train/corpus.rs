@@ -5,7 +5,7 @@ use std::{
     path::{Path, PathBuf},
 };
 
-use candle_distributed::types::Seed;
+use candle_distributed::types::Fingerprint;
 use serde::Deserialize;
 
 use crate::{
@@ -30,7 +30,7 @@ macro_rules! own_sources {
     };
 }
 
-const EMBEDDED: [(&str, &str); 49] = own_sources![
+const EMBEDDED: [(&str, &str); 51] = own_sources![
     "README.md",
     "src/bytes.rs",
     "src/commands/batch/args.rs",
@@ -47,17 +47,17 @@ const EMBEDDED: [(&str, &str); 49] = own_sources![
     "src/commands/plan/model.rs",
     "src/commands/plan/svg/columns.rs",
     "src/commands/plan/svg/legend.rs",
+    "src/commands/plan/svg/mod.rs",
     "src/commands/plan/svg/paint.rs",
     "src/commands/plan/svg/panel.rs",
     "src/commands/plan/svg/words.rs",
-    "src/commands/plan/svg.rs",
     "src/commands/report/coverage.rs",
     "src/commands/report/facts.rs",
     "src/commands/report/mod.rs",
     "src/commands/report/page.rs",
     "src/commands/report/style.css",
     "src/commands/sample/mixture.rs",
-    "src/commands/sample.rs",
+    "src/commands/sample/mod.rs",
     "src/commands/train.rs",
     "src/devices.rs",
     "src/error.rs",
@@ -78,6 +78,8 @@ const EMBEDDED: [(&str, &str); 49] = own_sources![
     "src/train/model.rs",
     "src/train/parameters.rs",
     "src/train/run_dir.rs",
+    "src/train/session.rs",
+    "src/train/settings.rs",
     "src/train/sharding.rs",
     "src/train/trainer.rs",
 ];
@@ -94,12 +96,12 @@ impl Corpus {
     /// Hidden files and files that are not UTF-8 are passed over.
     pub(crate) fn read(path: &Path) -> Result<Self> {
         let mut files = Vec::new();
-        list_files(path, &mut files).map_err(|source| Error::Read { path: path.into(), source })?;
+        list_files(path, &mut files).map_err(|source| Error::read(path, source))?;
         let texts: Vec<Vec<String>> =
             files.iter().map(|file| read_texts(file)).collect::<Result<_>>()?;
         let corpus = Self::new(texts.iter().flatten().map(String::as_str));
         if corpus.sequences.is_empty() {
-            return Err(Error::Usage(format!("no text to learn from in {}", path.display())));
+            return Err(Error::usage(format!("no text to learn from in {}", path.display())));
         }
         Ok(corpus)
     }
@@ -117,24 +119,20 @@ impl Corpus {
         self.sequences.iter().map(|sequence| sequence.len() as u64).collect()
     }
 
-    /// A number that another text hardly has, in hexadecimal digits.
+    /// A hash of the sequences, in hexadecimal digits.
     pub(crate) fn fingerprint(&self) -> String {
-        let word = |bytes: &[u8]| {
-            bytes.iter().fold(bytes.len() as u64, |word, &byte| word << 8 | u64::from(byte))
-        };
-        let words = self
-            .sequences
-            .iter()
-            .flat_map(|sequence| sequence.chunks(7).chain([&[][..]]).map(word));
-        format!("{:016x}", words.fold(Seed::new(0), Seed::derive).as_u64())
+        let mut fingerprint = Fingerprint::new();
+        for sequence in &self.sequences {
+            fingerprint.bytes(sequence);
+        }
+        format!("{:016x}", fingerprint.finish())
     }
 
-    /// The bytes of sequence `index`, none if there is no such sequence.
+    /// The bytes of sequence `index`, which must be one of them.
+    #[expect(clippy::expect_used, reason = "says why it cannot fail")]
     pub(crate) fn sequence(&self, index: u64) -> &[u8] {
-        usize::try_from(index)
-            .ok()
-            .and_then(|index| self.sequences.get(index))
-            .map_or(&[], Vec::as_slice)
+        let index = usize::try_from(index).expect("sequences in memory are counted by a usize");
+        &self.sequences[index]
     }
 }
 
@@ -160,7 +158,7 @@ fn is_hidden(path: &Path) -> bool {
 
 /// The texts of a file, none if it holds something else.
 fn read_texts(path: &Path) -> Result<Vec<String>> {
-    let bytes = fs::read(path).map_err(|source| Error::Read { path: path.into(), source })?;
+    let bytes = fs::read(path).map_err(|source| Error::read(path, source))?;
     match String::from_utf8(bytes) {
         Ok(text) if path.extension().is_some_and(|extension| extension == "jsonl") => {
             texts_in_lines(&text, path)
@@ -182,7 +180,7 @@ fn texts_in_lines(lines: &str, path: &Path) -> Result<Vec<String>> {
     let text = |(number, line): (usize, &str)| match serde_json::from_str(line) {
         Ok(Line::Text(text) | Line::Object { text }) => Ok(text),
         Err(_) => {
-            let wrong = Error::Usage(format!(
+            let wrong = Error::usage(format!(
                 "line {} of {} holds no text: {line:.40?}",
                 number + 1,
                 path.display()
@@ -196,6 +194,7 @@ fn texts_in_lines(lines: &str, path: &Path) -> Result<Vec<String>> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::error::ErrorKind;
 
     #[test]
     fn every_source_file_is_embedded() {
@@ -211,7 +210,6 @@ mod tests {
         let corpus = Corpus::new(["ab\n\nc\n\n", &long]);
         assert_eq!(corpus.lengths(), [2, MAX_SEQUENCE_LENGTH as u64, 5]);
         assert_eq!(corpus.sequence(0), b"ab");
-        assert!(corpus.sequence(3).is_empty());
         let others = ["ab\n\nc", "ab\n\ncd", "abcd", "ab\n\n\ncd"];
         let fingerprints: std::collections::BTreeSet<_> =
             others.map(|text| Corpus::new([text]).fingerprint()).into();
@@ -257,7 +255,9 @@ mod tests {
     #[test]
     fn missing_and_empty_folders_are_refused() {
         let dir = tempfile::tempdir().unwrap();
-        assert!(matches!(Corpus::read(&dir.path().join("none")), Err(Error::Read { .. })));
-        assert!(matches!(Corpus::read(dir.path()), Err(Error::Usage(_))));
+        let missing = Corpus::read(&dir.path().join("none")).unwrap_err();
+        assert!(matches!(*missing.kind, ErrorKind::Read { .. }));
+        let empty = Corpus::read(dir.path()).unwrap_err();
+        assert!(matches!(*empty.kind, ErrorKind::Usage(_)));
     }
 }

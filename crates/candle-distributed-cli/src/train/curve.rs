@@ -61,6 +61,7 @@ struct Panel {
 }
 
 fn draw_panel(area: &Area<'_>, steps: &[Timed], series: &Series, panel: &Panel) -> Drawn {
+    // An axis of no extent has no ticks.
     let last = steps.last().map_or(1, |step| step.metrics.step + 1);
     let (low, high) = series.range(panel.from_zero);
     let mut chart = axes(area, last, (low, high), panel.name)?;

@@ -14,7 +14,7 @@ use crate::{
     error::Result,
     train::{
         corpus::{Corpus, MAX_SEQUENCE_LENGTH},
-        run_dir::Settings,
+        settings::Settings,
     },
 };
 
@@ -143,7 +143,7 @@ pub(crate) fn collate(
 ) -> candle_core::Result<(Tensor, Tensor)> {
     let sequences: Vec<&[u8]> = batch.indices.iter().map(|&index| corpus.sequence(index)).collect();
     let rows = sequences.len();
-    let length = sequences.iter().map(|sequence| sequence.len()).max().unwrap_or(0);
+    let length = sequences.iter().map(|sequence| sequence.len()).fold(0, usize::max);
     let predictions: usize = sequences.iter().map(|sequence| sequence.len() - 1).sum();
     let weight = 1.0 / predictions as f32;
     let ids: Vec<u32> =

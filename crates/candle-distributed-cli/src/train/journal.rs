@@ -77,7 +77,7 @@ impl Journal {
         self.pause()?;
         self.bar.finish_and_clear();
         let last = self.recent.mean();
-        let memory = self.run_dir.session().and_then(|session| Memory::of(session, self.needs));
+        let memory = Memory::of(self.run_dir.session(), self.needs);
         output::text(|out| {
             if let Some((step, loss)) = self.first {
                 let number = step + 1;

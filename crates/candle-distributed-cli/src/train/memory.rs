@@ -2,10 +2,9 @@
 
 use std::{fmt, fs};
 
-use crate::{
-    bytes::binary,
-    train::{run_dir::Session, sharding::Needs},
-};
+use candle_distributed::types::human::HumanBytes;
+
+use crate::train::{session::Session, sharding::Needs};
 
 /// The most memory that this process has had so far, in bytes, where the system tells it: on Linux.
 pub(crate) fn peak_bytes() -> Option<u64> {
@@ -46,20 +45,14 @@ impl fmt::Display for Memory {
         };
         write!(
             f,
-            "peak memory of the process: {}, {} for {devices}; ",
-            binary(peak_bytes.into()),
-            binary(each)
+            "peak memory of the process: {}, {} ",
+            HumanBytes(peak_bytes.into()),
+            HumanBytes(each)
         )?;
-        write!(
-            f,
-            "parameters, gradients and optimizer state: {} a device whole, as here, ",
-            binary(whole_bytes)
-        )?;
-        write!(
-            f,
-            "{} a rank sharded by the plan; activations are in neither",
-            binary(sharded_bytes)
-        )
+        write!(f, "for {devices}; parameters, gradients and optimizer state: ")?;
+        write!(f, "{} a device whole, as here, ", HumanBytes(whole_bytes))?;
+        write!(f, "{} a rank sharded by the plan; ", HumanBytes(sharded_bytes))?;
+        write!(f, "activations are in neither")
     }
 }
 

@@ -1,11 +1,11 @@
 //! What is known of the steps of a run: one line of `metrics.jsonl` each, and what they amount to.
 
-use std::{fs, io, path::Path};
+use std::path::Path;
 
 use candle_distributed::batch::Batch;
 use serde::{Deserialize, Deserializer, Serialize};
 
-use crate::error::{Error, Result};
+use crate::{error::Result, input};
 
 /// What is known of one step.
 #[derive(Clone, Copy, Debug, Serialize, Deserialize)]
@@ -62,15 +62,11 @@ pub(crate) struct Timed {
 }
 
 impl Metrics {
-    /// Those in a file; none if there is no file. Whatever was cut off at its end is passed over.
+    /// The steps in a file; none if there is no file. A last line that was cut off is left out.
     pub(crate) fn read(path: &Path) -> Result<Self> {
-        match fs::read_to_string(path) {
-            Ok(text) => {
-                Ok(Self(text.lines().map_while(|line| serde_json::from_str(line).ok()).collect()))
-            }
-            Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(Self::default()),
-            Err(source) => Err(Error::Read { path: path.into(), source }),
-        }
+        let Some(text) = input::read_if_there(path)? else { return Ok(Self::default()) };
+        let text = String::from_utf8_lossy(&text);
+        Ok(Self(text.lines().map_while(|line| serde_json::from_str(line).ok()).collect()))
     }
 
     pub(crate) fn steps(&self) -> &[StepMetrics] {
@@ -125,6 +121,8 @@ impl MeanLoss {
 
 #[cfg(test)]
 mod tests {
+    use std::fs;
+
     use super::*;
 
     fn line(step: u64, loss: &str, seconds: f64) -> String {

@@ -29,7 +29,7 @@ impl Needs {
     /// Those of a model whose [`plan`] costs so much.
     pub(crate) fn of(parameters: &[ParameterInfo], sharded: &PlanCost) -> Result<Self> {
         let largest =
-            |cost: &PlanCost| cost.ranks.iter().map(RankCost::total_bytes).max().unwrap_or(0);
+            |cost: &PlanCost| cost.ranks.iter().map(RankCost::total_bytes).fold(0, u128::max);
         let whole = plan(parameters, WorldSize::ONE)?.cost(&CostModel::default())?;
         Ok(Self { whole_bytes: largest(&whole), sharded_bytes: largest(sharded) })
     }

@@ -18,7 +18,7 @@ use candle_distributed::{
 use candle_nn::{Optimizer, ParamsAdamW, VarBuilder, VarMap};
 
 use crate::{
-    error::{Error, Result},
+    error::{Error, ErrorKind, Result},
     train::{
         corpus::{Corpus, MAX_SEQUENCE_LENGTH},
         data::{self, Schedule},
@@ -88,23 +88,28 @@ impl Job<'_> {
                 break;
             }
             if is_stopped || done.is_multiple_of(self.checkpoint_every) {
-                journal.as_ref().map_or(Ok(()), Journal::sync)?;
+                if let Some(journal) = &journal {
+                    journal.sync()?;
+                }
                 checkpoints.save(self.mesh, done, &model.state_dict(), &state)?;
             }
             if is_stopped {
                 return Err(self.stopped(done, journal)?);
             }
         }
-        journal.map_or(Ok(()), |mut journal| journal.finish(vars))
+        match journal {
+            Some(mut journal) => journal.finish(vars),
+            None => Ok(()),
+        }
     }
 
     /// What is told when the run was stopped from outside.
     fn stopped(&self, done: u64, journal: Option<Journal>) -> Result<Error> {
-        let Some(mut journal) = journal else { return Ok(Error::StoppedToo) };
+        let Some(mut journal) = journal else { return Ok(ErrorKind::StoppedToo.into()) };
         journal.pause()?;
         let hint =
             format!("to go on: candle-distributed train --out {} --resume", self.path.display());
-        Ok(Error::Stopped { done, steps: self.steps }.hinted(hint))
+        Ok(Error::from(ErrorKind::Stopped { done, steps: self.steps }).hinted(hint))
     }
 }
 

@@ -216,13 +216,13 @@ impl Args {
         {
             if self.strategy != strategy {
                 let (needed, chosen) = (name(strategy), name(self.strategy));
-                return Err(Error::Usage(format!(
+                return Err(Error::usage(format!(
                     "{option} needs --strategy {needed}, not {chosen}"
                 )));
             }
         }
         if self.open_rows.is_some() && self.packing != Some(PackingArg::InOrder) {
-            return Err(Error::Usage("--open-rows needs --packing in-order".into()));
+            return Err(Error::usage("--open-rows needs --packing in-order"));
         }
         self.check_rows_and_steps()
     }
@@ -237,13 +237,13 @@ impl Args {
             ("--steps dealt", is_dealt && (is_pack || self.strategy == StrategyArg::Bucket)),
         ];
         if let Some((option, _)) = refused.into_iter().find(|(_, is_refused)| *is_refused) {
-            return Err(Error::Usage(format!(
+            return Err(Error::usage(format!(
                 "{option} does not go with --strategy {}",
                 name(self.strategy)
             )));
         }
         if is_pack && self.capacity.or(self.max_tokens).is_none() {
-            return Err(Error::Usage("--strategy pack needs --capacity".into()));
+            return Err(Error::usage("--strategy pack needs --capacity"));
         }
         Ok(())
     }

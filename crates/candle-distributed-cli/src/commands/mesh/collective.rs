@@ -1,11 +1,14 @@
 //! Collectives on one mesh: how long they take, and whether each device gets what it should.
 
-use std::{fmt, time::Instant};
+use std::{
+    fmt,
+    time::{Duration, Instant},
+};
 
 use candle_core::{Result, Tensor, bail};
 use candle_distributed::mesh::{DeviceMesh, MeshAxes, Replica};
+use serde::Serialize;
 
-use super::report::Axis;
 use crate::error;
 
 /// What is measured, in this order.
@@ -86,6 +89,20 @@ impl Collective {
     }
 }
 
+/// An axis of a mesh.
+#[derive(Clone, Debug, Serialize)]
+pub(super) struct Axis {
+    pub(super) name: String,
+    pub(super) size: usize,
+}
+
+impl Axis {
+    /// The axes of `mesh`.
+    pub(super) fn all(mesh: &DeviceMesh) -> Vec<Self> {
+        mesh.axes().map(|(name, size)| Self { name: name.into(), size }).collect()
+    }
+}
+
 /// One collective with tensors of one size, several times.
 #[derive(Clone, Debug)]
 pub(super) struct Trial {
@@ -138,7 +155,7 @@ impl Trial {
             let start = Instant::now();
             let next = self.collective.call(ctx, &x, &axes)?;
             ctx.device().synchronize()?;
-            times.push(i64::try_from(start.elapsed().as_nanos()).unwrap_or(i64::MAX));
+            times.push(nanoseconds(start.elapsed()));
             result = next;
         }
         self.check(&result, position)?;
@@ -162,6 +179,11 @@ impl Trial {
         }
         Ok(())
     }
+}
+
+#[expect(clippy::expect_used, reason = "says why it cannot fail")]
+fn nanoseconds(time: Duration) -> i64 {
+    i64::try_from(time.as_nanos()).expect("no collective takes 292 years")
 }
 
 #[cfg(test)]

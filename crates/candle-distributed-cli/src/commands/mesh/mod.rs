@@ -3,12 +3,15 @@
 mod collective;
 mod report;
 
-use candle_distributed::mesh::{DeviceMesh, DeviceMeshBuilder};
+use candle_distributed::{
+    mesh::{DeviceMesh, DeviceMeshBuilder},
+    types::human::HumanBytes,
+};
 use clap::value_parser;
 
 use self::{
-    collective::{COLLECTIVES, Trial},
-    report::{Answer, Axis, Figures},
+    collective::{Axis, COLLECTIVES, Trial},
+    report::{Answer, Figures},
 };
 use crate::{
     bytes,
@@ -65,7 +68,7 @@ fn parse_axis(text: &str) -> Result<Axis, String> {
 const MAX_BYTES: u64 = 1 << 30;
 
 fn parse_bytes(text: &str) -> Result<usize, String> {
-    let refused = || format!("expected 1 byte to {}", bytes::binary(MAX_BYTES.into()));
+    let refused = || format!("expected 1 byte to {}", HumanBytes(MAX_BYTES.into()));
     let bytes = Some(bytes::parse(text)?)
         .filter(|bytes| (1..=MAX_BYTES).contains(bytes))
         .ok_or_else(refused)?;
@@ -76,7 +79,7 @@ pub(crate) fn run(args: &Args) -> Result<()> {
     let place = args.devices.place(args.n_slots().unwrap_or(DEFAULT_WORLD_SIZE))?;
     let n_devices = place.placement.world_size();
     if let Some(n_slots) = args.n_slots().filter(|&n_slots| n_slots != n_devices.as_u64()) {
-        return Err(Error::Usage(format!(
+        return Err(Error::usage(format!(
             "the axes make a grid of {n_slots}, which {n_devices} devices do not fill"
         )));
     }
@@ -113,7 +116,7 @@ impl Args {
             bar.set_message(format!(
                 "{} of {}",
                 trial.collective,
-                bytes::binary(trial.n_bytes() as u128)
+                HumanBytes(trial.n_bytes() as u128)
             ));
             Ok(Figures::new(trial, trial.run(mesh)?))
         });

@@ -2,12 +2,12 @@
 
 use std::{collections::BTreeMap, env, fmt};
 
-use candle_distributed::mesh::DeviceMesh;
+use candle_distributed::{mesh::DeviceMesh, types::human::HumanBytes};
 use comfy_table::{CellAlignment, Table, TableComponent, presets};
 use serde::Serialize;
 
-use super::collective::Trial;
-use crate::{bytes, threads};
+use super::collective::{Axis, Trial};
+use crate::threads;
 
 /// The JSON result, of which the text is a part.
 #[derive(Debug, Serialize)]
@@ -24,20 +24,6 @@ pub(super) struct Answer {
     collectives: Vec<Figures>,
     #[serde(skip)]
     mesh: DeviceMesh,
-}
-
-/// An axis of a mesh.
-#[derive(Clone, Debug, Serialize)]
-pub(super) struct Axis {
-    pub(super) name: String,
-    pub(super) size: usize,
-}
-
-impl Axis {
-    /// Those of `mesh`.
-    pub(super) fn all(mesh: &DeviceMesh) -> Vec<Self> {
-        mesh.axes().map(|(name, size)| Self { name: name.into(), size }).collect()
-    }
 }
 
 /// What one collective costs.
@@ -72,7 +58,7 @@ impl Figures {
         [
             self.collective.clone(),
             self.axes.join(" x "),
-            bytes::binary(self.bytes as u128),
+            HumanBytes(self.bytes as u128).to_string(),
             format!("{:.1}", self.seconds * 1e6),
             format!("{:.2}", self.algorithm_bytes_per_second / 1e9),
             format!("{:.2}", self.bus_bytes_per_second / 1e9),

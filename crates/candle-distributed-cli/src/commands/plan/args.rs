@@ -190,54 +190,54 @@ impl Args {
     }
 
     /// The rules of the file, or the default ones, if the strategy goes by rules.
-    pub(super) fn hybrid(&self) -> Result<Option<Hybrid>> {
+    pub(super) fn rules(&self) -> Result<Option<Hybrid>> {
         match (self.strategy, &self.rules) {
-            (None | Some(StrategyArg::Hybrid), Some(path)) => {
-                input::read_json(path, "rules").map(Some).with_hint(hint::RULES)
-            }
+            (_, Some(path)) => input::read_json(path, "rules").map(Some).with_hint(hint::RULES),
             (Some(StrategyArg::Hybrid), None) => Ok(Some(Hybrid::default())),
             (_, None) => Ok(None),
-            (_, Some(_)) => Err(Error::Usage("--rules needs --strategy hybrid".into())),
         }
     }
 
-    /// The strategy, given the rules if it goes by them.
+    /// The strategy: that of the `rules` where there are any.
     pub(super) fn strategy(
         &self,
-        hybrid: Option<Hybrid>,
+        rules: Option<Hybrid>,
     ) -> Result<Hsdp<Box<dyn ShardingStrategy>>> {
-        let strategy = self.strategy.unwrap_or(if hybrid.is_some() {
-            StrategyArg::Hybrid
-        } else {
-            StrategyArg::Full
-        });
-        let only_for = |given: bool, option: &str, needed: StrategyArg, name: &str| {
-            if given && strategy != needed {
-                Err(Error::Usage(format!("{option} needs --strategy {name}")))
-            } else {
-                Ok(())
+        let inner: Box<dyn ShardingStrategy> = match (self.strategy, rules) {
+            (_, Some(rules)) => Box::new(rules),
+            (None | Some(StrategyArg::Full), None) => Box::new(Full::new(self.layout()?)),
+            (Some(StrategyArg::LayerWise), None) => {
+                Box::new(LayerWise::default().with_order(self.layer_order()))
             }
-        };
-        only_for(self.layout.is_some(), "--layout", StrategyArg::Full, "full")?;
-        only_for(
-            self.layer_order.is_some(),
-            "--layer-order",
-            StrategyArg::LayerWise,
-            "layer-wise",
-        )?;
-        let layout = self.layout()?;
-        let inner: Box<dyn ShardingStrategy> = match strategy {
-            StrategyArg::Full => Box::new(Full::new(layout)),
-            StrategyArg::LayerWise => {
-                Box::new(LayerWise::default().with_order(match self.layer_order {
-                    None | Some(OrderArg::Any) => LayerOrder::Any,
-                    Some(OrderArg::Contiguous) => LayerOrder::Contiguous,
-                }))
-            }
-            StrategyArg::WholeTensor => Box::new(WholeTensor),
-            StrategyArg::Hybrid => Box::new(hybrid.unwrap_or_default()),
+            (Some(StrategyArg::WholeTensor), None) => Box::new(WholeTensor),
+            (Some(StrategyArg::Hybrid), None) => Box::new(Hybrid::default()),
         };
         Ok(Hsdp::new(inner, self.replicas))
+    }
+
+    /// Refuses the options that the strategy would leave without effect.
+    pub(super) fn check(&self) -> Result<()> {
+        let default = if self.rules.is_some() { StrategyArg::Hybrid } else { StrategyArg::Full };
+        let strategy = self.strategy.unwrap_or(default);
+        let of_one_strategy = [
+            ("--layout", self.layout.is_some(), StrategyArg::Full),
+            ("--block-size", self.block_size.is_some(), StrategyArg::Full),
+            ("--layer-order", self.layer_order.is_some(), StrategyArg::LayerWise),
+            ("--rules", self.rules.is_some(), StrategyArg::Hybrid),
+        ];
+        match of_one_strategy.iter().find(|&&(_, given, needed)| given && strategy != needed) {
+            Some(&(option, _, needed)) => {
+                Err(Error::usage(format!("{option} needs --strategy {}", name(needed))))
+            }
+            None => Ok(()),
+        }
+    }
+
+    fn layer_order(&self) -> LayerOrder {
+        match self.layer_order {
+            None | Some(OrderArg::Any) => LayerOrder::Any,
+            Some(OrderArg::Contiguous) => LayerOrder::Contiguous,
+        }
     }
 
     fn layout(&self) -> Result<Layout> {
@@ -246,7 +246,7 @@ impl Args {
             (Some(LayoutArg::BlockRagged), None) => Layout::BLOCKS,
             (Some(LayoutArg::BlockRagged), Some(block)) => Layout::BlockRagged { block },
             (_, Some(_)) => {
-                return Err(Error::Usage("--block-size needs a ragged --layout".into()));
+                return Err(Error::usage("--block-size needs a ragged --layout"));
             }
             (None | Some(LayoutArg::Dim0), None) => Layout::Dim0,
             (Some(LayoutArg::Flat), None) => Layout::Flat,
@@ -272,6 +272,13 @@ impl Args {
     }
 }
 
+/// The name of the strategy on the command line.
+#[expect(clippy::expect_used, reason = "says why it cannot fail")]
+fn name(strategy: StrategyArg) -> String {
+    let value = strategy.to_possible_value().expect("no strategy is hidden from the command line");
+    value.get_name().to_owned()
+}
+
 fn dtype(text: &str) -> Result<ElemType, String> {
     ElemType::from_name(&text.to_uppercase())
         .ok_or_else(|| String::from("no such dtype; examples are F32 and BF16"))
@@ -287,8 +294,8 @@ fn links(text: &str) -> Result<Links, String> {
     if text.eq_ignore_ascii_case("h100") {
         return Ok(Links::H100);
     }
-    let numbers: Vec<u64> = text.split(':').map_while(|number| number.parse().ok()).collect();
-    let [ranks_per_node, intra, inter] = numbers[..] else {
+    let numbers: Result<Vec<u64>, _> = text.split(':').map(str::parse).collect();
+    let Ok(&[ranks_per_node, intra, inter]) = numbers.as_deref() else {
         return Err(String::from(
             "three whole numbers are needed: ranks in a node, GB/s within and between nodes",
         ));

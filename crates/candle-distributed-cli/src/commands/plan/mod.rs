@@ -6,16 +6,18 @@ pub(crate) mod svg;
 
 use std::io::{self, Write};
 
-use candle_distributed::plan::{
-    Hybrid, Matches, ParameterInfo, PlanDiff, PlanReport, Reshard, Search, ShardingPlan,
-    ShardingStrategy, Volume,
+use candle_distributed::{
+    plan::{
+        self, Hybrid, Matches, ParameterInfo, PlanDiff, PlanReport, Reshard, Search, ShardingPlan,
+        ShardingStrategy, Volume,
+    },
+    types::human::HumanCount,
 };
 use serde::Serialize;
 
 pub(crate) use self::args::Args;
 use self::args::FormatArg;
 use crate::{
-    bytes::grouped,
     error::{Error, Result},
     output,
 };
@@ -46,15 +48,16 @@ const NOTHING_FITS: &str =
     "more ranks hold less each, and so do --param-dtype BF16 and --optimizer adam-8bit";
 
 pub(crate) fn run(args: &Args) -> Result<()> {
-    let hybrid = args.hybrid()?;
+    args.check()?;
+    let rules = args.rules()?;
     let parameters = read_model(args)?;
-    let plan = make_plan(args, &parameters, hybrid.clone())?;
+    let plan = make_plan(args, &parameters, rules.clone())?;
     if let Some(path) = &args.against {
         return compare(&model::read_plan(path)?, &plan, args.format);
     }
     match explain(args, &plan)? {
         Some(explanation) => output::text(|out| writeln!(out, "{explanation}")),
-        None => report(args, &plan, hybrid.map(|hybrid| hybrid.matches(&parameters))),
+        None => report(args, &plan, rules.map(|rules| rules.matches(&parameters))),
     }
 }
 
@@ -68,7 +71,7 @@ fn explain(args: &Args, plan: &ShardingPlan) -> Result<Option<String>> {
     match args.format {
         FormatArg::Text => Ok(Some(explanation)),
         FormatArg::Json | FormatArg::Svg => {
-            Err(Error::Usage("explanations are text, they have no other --format".into()))
+            Err(Error::usage("explanations are text, they have no other --format"))
         }
     }
 }
@@ -109,13 +112,13 @@ fn read_model(args: &Args) -> Result<Vec<ParameterInfo>> {
 fn make_plan(
     args: &Args,
     parameters: &[ParameterInfo],
-    hybrid: Option<Hybrid>,
+    rules: Option<Hybrid>,
 ) -> Result<ShardingPlan> {
     if let (true, Some(budget)) = (args.search, args.budget) {
         let search = Search::new(args.world_size()?, budget).with_model(args.cost_model());
         return Ok(model::in_file(&args.model, search.run(parameters))?.into_candidate().plan);
     }
-    let planned = args.strategy(hybrid)?.plan(parameters, args.world_size()?);
+    let planned = args.strategy(rules)?.plan(parameters, args.world_size()?);
     let plan = model::in_file(&args.model, planned)?;
     let kept = plan
         .units()
@@ -160,7 +163,11 @@ fn write_rules(rules: &Matches<'_>, out: &mut dyn Write) -> io::Result<()> {
 }
 
 fn compare(old: &ShardingPlan, new: &ShardingPlan, format: FormatArg) -> Result<()> {
-    let reshard = Reshard::new(old, new).ok();
+    let reshard = match Reshard::new(old, new) {
+        Ok(reshard) => Some(reshard),
+        Err(plan::Error::DifferentParameters { .. }) => None,
+        Err(error) => return Err(error.into()),
+    };
     let comparison = Comparison {
         format_version: 1,
         diff: PlanDiff::new(old, new),
@@ -170,7 +177,7 @@ fn compare(old: &ShardingPlan, new: &ShardingPlan, format: FormatArg) -> Result<
     match format {
         FormatArg::Json => output::json(&comparison),
         FormatArg::Text => output::text(|out| write_comparison(&comparison, out)),
-        FormatArg::Svg => Err(Error::Usage("--against has no drawing".into())),
+        FormatArg::Svg => Err(Error::usage("--against has no drawing")),
     }
 }
 
@@ -181,7 +188,7 @@ fn write_comparison(comparison: &Comparison<'_>, out: &mut dyn Write) -> io::Res
         writeln!(out, "{}", comparison.diff)?;
     }
     let volume = |Volume { stay_bytes, move_bytes, moves, .. }: Volume| {
-        let (moving, staying) = (grouped(move_bytes), grouped(stay_bytes));
+        let (moving, staying) = (HumanCount(move_bytes), HumanCount(stay_bytes));
         format!("{moving} bytes move in {moves} parts, {staying} stay")
     };
     match (comparison.reshard, comparison.reshard_renumbered) {

@@ -34,10 +34,7 @@ impl Coverage {
     pub(super) fn of(reading: &Reading) -> Self {
         let mut counts = vec![0_u64; reading.lengths.len()];
         for &index in reading.batches.iter().flat_map(|batch| &batch.indices) {
-            if let Some(count) = usize::try_from(index).ok().and_then(|index| counts.get_mut(index))
-            {
-                *count += 1;
-            }
+            counts[in_memory(index)] += 1;
         }
         let how_many =
             |is: fn(u64) -> bool| counts.iter().filter(|&&count| is(count)).count() as u64;
@@ -62,30 +59,33 @@ pub(super) fn shares(reading: &Reading, world_size: WorldSize) -> Vec<Share> {
     for batch in &reading.batches {
         for (share, indices) in shares.iter_mut().zip(rows(batch, world_size)) {
             share.sequences += indices.len() as u64;
-            share.tokens += indices.iter().map(|&index| length(reading, index)).sum::<u64>();
+            share.tokens +=
+                indices.iter().map(|&index| reading.lengths[in_memory(index)]).sum::<u64>();
         }
     }
     shares
 }
 
-fn length(reading: &Reading, index: u64) -> u64 {
-    usize::try_from(index).ok().and_then(|index| reading.lengths.get(index)).copied().unwrap_or(0)
+/// The index of something that is in memory.
+#[expect(clippy::expect_used, reason = "says why it cannot fail")]
+fn in_memory(index: u64) -> usize {
+    usize::try_from(index).expect("what is in memory is counted by a usize")
 }
 
 /// The sequences of a batch that each rank reads: as the mesh deals them, which fills up the last
 /// ranks with padding.
 fn rows(batch: &Batch, world_size: WorldSize) -> impl Iterator<Item = &[u64]> {
     world_size.placements().map(|place| {
-        let range = split::chunk(batch.indices.len() as u64, place);
-        let bound = |end: u64| usize::try_from(end).unwrap_or(usize::MAX).min(batch.indices.len());
-        &batch.indices[bound(range.start)..bound(range.end)]
+        let rows = split::chunk(batch.indices.len() as u64, place);
+        &batch.indices[in_memory(rows.start)..in_memory(rows.end)]
     })
 }
 
 /// An SVG document: for each of the first steps, which rank reads which sequences of its batch.
 pub(super) fn draw(reading: &Reading, world_size: WorldSize) -> Result<String> {
     let steps = &reading.batches[..n_drawn(reading, world_size)];
-    let highest = steps.iter().map(|batch| batch.indices.len()).max().unwrap_or(0).max(1);
+    // An axis of no extent has no ticks.
+    let highest = steps.iter().map(|batch| batch.indices.len()).fold(1, usize::max);
     picture::document(SIZE, |area| {
         let (left, right) = area.split_horizontally(790);
         let mut chart = ChartBuilder::on(&left)

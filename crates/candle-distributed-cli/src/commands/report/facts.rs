@@ -17,7 +17,9 @@ use crate::{
         corpus::Corpus,
         data::Schedule,
         metrics::Metrics,
-        run_dir::{self, Session, Settings},
+        run_dir,
+        session::Session,
+        settings::Settings,
         sharding::{self, Needs},
         trainer,
     },
@@ -56,13 +58,13 @@ impl Facts {
     /// Those of the run in the folder `path`.
     pub(super) fn read(path: &Path) -> Result<Self> {
         let settings = Settings::read(path)?.ok_or_else(|| {
-            let no_run = Error::Usage(format!("{} does not hold a run", path.display()));
+            let no_run = Error::usage(format!("{} does not hold a run", path.display()));
             no_run.hinted(hint::RUN)
         })?;
         let is_complete = run_dir::is_complete(path)?;
         Ok(Self {
             metrics: run_dir::metrics(path)?,
-            checkpoints: Checkpoints::new(run_dir::checkpoints(path)).steps().unwrap_or_default(),
+            checkpoints: Checkpoints::new(run_dir::checkpoints(path)).steps()?,
             sharding: Sharding::of(path, &settings, is_complete)?,
             reading: Reading::of(&settings)?,
             path: path.into(),

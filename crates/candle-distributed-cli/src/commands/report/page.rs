@@ -1,6 +1,12 @@
 //! The page: a section for everything that a reader may ask of a run.
 
-use candle_distributed::{plan::RankCost, types::WorldSize};
+use candle_distributed::{
+    plan::RankCost,
+    types::{
+        WorldSize,
+        human::{HumanBytes, HumanCount},
+    },
+};
 use maud::{DOCTYPE, Markup, PreEscaped, html};
 
 use super::{
@@ -8,11 +14,10 @@ use super::{
     facts::{Facts, Reading, Sharding},
 };
 use crate::{
-    bytes::{binary, grouped},
     commands::{batch::chart, plan::svg},
     error::Result,
     picture,
-    train::{curve, data::BUCKET_WIDTH, memory::Memory, run_dir::Session},
+    train::{curve, data::BUCKET_WIDTH, memory::Memory, metrics::StepMetrics, session::Session},
 };
 
 const STYLE: &str = include_str!("style.css");
@@ -54,7 +59,7 @@ pub(super) fn page(facts: &Facts) -> Result<String> {
 
 /// How far the run is, in a sentence.
 fn state(facts: &Facts) -> String {
-    let (done, steps) = (grouped(facts.done().into()), grouped(facts.settings.steps.into()));
+    let (done, steps) = (count(facts.done()), count(facts.settings.steps));
     let devices =
         facts.session().map_or_else(String::new, |session| format!(" on {}", devices(session)));
     if facts.is_complete {
@@ -65,11 +70,12 @@ fn state(facts: &Facts) -> String {
 }
 
 fn devices(session: &Session) -> String {
-    counted(session.world_size.into(), "device")
+    HumanCount(session.world_size.into()).of("device")
 }
 
-fn counted(number: u128, noun: &str) -> String {
-    format!("{} {noun}{}", grouped(number), if number == 1 { "" } else { "s" })
+/// A number in digits that are grouped.
+fn count(number: impl Into<u128>) -> String {
+    HumanCount(number.into()).to_string()
 }
 
 /// A section with its heading.
@@ -124,13 +130,13 @@ fn numbers(heads: &[&str], rows: &[Vec<String>]) -> Markup {
 /// The figures that are looked for first.
 fn summary(facts: &Facts) -> Markup {
     let steps = facts.metrics.steps();
-    let [first, ..] = steps else {
+    let (Some(first), Some(last_step)) = (steps.first(), steps.last()) else {
         return section("summary", "Summary", &missing("No step is done yet."));
     };
     let (seconds, n_last) = (facts.metrics.seconds(), (steps.len() / 10).max(1));
     let (real, padded) =
         (facts.metrics.sum(|step| step.real_tokens), facts.metrics.sum(|step| step.padded_tokens));
-    let last = counted(n_last as u128, "step");
+    let last = HumanCount(n_last as u128).of("step");
     let figures = [
         ("first loss", format!("{:.3}", first.loss), String::from("nats a byte")),
         (
@@ -146,10 +152,10 @@ fn summary(facts: &Facts) -> Markup {
         (
             "padding efficiency",
             format!("{:.4}", real as f64 / padded as f64),
-            format!("{} of {} tokens are real", grouped(real), grouped(padded)),
+            format!("{} of {} tokens are real", count(real), count(padded)),
         ),
         ("time", duration(seconds), String::from("in training steps")),
-        ("sequences", grouped(facts.metrics.sum(|step| step.sequences)), epochs(facts)),
+        ("sequences", count(facts.metrics.sum(|step| step.sequences)), epochs(last_step)),
     ];
     html! {
         dl.figures id="summary" {
@@ -160,9 +166,8 @@ fn summary(facts: &Facts) -> Markup {
     }
 }
 
-fn epochs(facts: &Facts) -> String {
-    let epoch = facts.metrics.steps().last().map_or(0, |step| step.epoch);
-    format!("read, {} begun", counted(u128::from(epoch) + 1, "epoch"))
+fn epochs(last: &StepMetrics) -> String {
+    format!("read, {} begun", HumanCount(u128::from(last.epoch) + 1).of("epoch"))
 }
 
 /// Seconds in the unit that people would take.
@@ -182,26 +187,25 @@ fn settings(facts: &Facts) -> Markup {
     );
     let mut rows = vec![
         ("folder", facts.path.display().to_string()),
-        ("steps", grouped(settings.steps.into())),
+        ("steps", count(settings.steps)),
         ("seed", settings.seed.to_string()),
         ("text", format!("{data}, fingerprint {}", settings.text)),
         (
             "batches",
             format!(
                 "sequences of similar length ({BUCKET_WIDTH} lengths share a bucket), at most {} tokens of all devices, padding included",
-                grouped(settings.max_tokens.into())
+                count(settings.max_tokens)
             ),
         ),
     ];
     if let Some(model) = settings.model {
         let [layers, heads, hidden, vocabulary, context] =
             [model.layers, model.heads, model.hidden, model.vocabulary, model.context]
-                .map(|size| grouped(size as u128));
+                .map(|size| count(size as u128));
         rows.push(("model", format!("transformer of {layers} layers, width {hidden}, {heads} heads, {vocabulary} tokens, context of {context}")));
     }
     rows.extend(settings.sessions.iter().map(|session| ("ran on", of_session(session))));
-    let checkpoints: Vec<String> =
-        facts.checkpoints.iter().map(|&step| grouped(step.into())).collect();
+    let checkpoints: Vec<String> = facts.checkpoints.iter().map(|&step| count(step)).collect();
     let checkpoints = if checkpoints.is_empty() {
         String::from("none")
     } else {
@@ -217,13 +221,9 @@ fn settings(facts: &Facts) -> Markup {
 
 fn of_session(session: &Session) -> String {
     let peak = session.peak_bytes.map_or_else(String::new, |bytes| {
-        format!(", peak memory of the process {}", binary(bytes.into()))
+        format!(", peak memory of the process {}", HumanBytes(bytes.into()))
     });
-    format!(
-        "{} from step {} on{peak}",
-        devices(session),
-        grouped(u128::from(session.first_step) + 1)
-    )
+    format!("{} from step {} on{peak}", devices(session), count(u128::from(session.first_step) + 1))
 }
 
 fn training(facts: &Facts) -> Result<Markup> {
@@ -239,7 +239,7 @@ fn training(facts: &Facts) -> Result<Markup> {
         html! {
             (figure(&curve::draw(&facts.metrics)?, &format!("{means}{line}")))
             @if let Some(step) = strange {
-                (missing(&format!("The loss is no number at step {}.", grouped(step.into()))))
+                (missing(&format!("The loss is no number at step {}.", count(step))))
             }
         }
     };
@@ -267,7 +267,7 @@ fn sharded(facts: &Facts, Sharding { parameters, plan, cost, needs }: &Sharding)
                 info.name().to_owned(),
                 format!("{:?}", info.shape()),
                 info.dtype().to_string(),
-                grouped(info.numel().into()),
+                count(info.numel()),
             ]
         })
         .collect();
@@ -301,7 +301,7 @@ fn rank_rows(ranks: &[RankCost]) -> Vec<Vec<String>> {
             .map(u128::from)
             .into_iter()
             .chain([first.total_bytes(), first.peak_bytes()]);
-        [name].into_iter().chain(bytes.map(binary)).collect()
+        [name].into_iter().chain(bytes.map(|bytes| HumanBytes(bytes).to_string())).collect()
     };
     alike.take(MAX_ROWS).map(row).collect()
 }
@@ -353,7 +353,7 @@ fn covered(reading: &Reading) -> Markup {
     ];
     html! {
         p { "Counted over the batches of the first epoch. " (verdict) }
-        (listed(&rows.map(|(name, number)| (name, grouped(number.into())))))
+        (listed(&rows.map(|(name, number)| (name, count(number)))))
     }
 }
 
@@ -361,13 +361,13 @@ fn covered(reading: &Reading) -> Markup {
 fn shared(reading: &Reading, world_size: WorldSize) -> Result<Markup> {
     let shares = coverage::shares(reading, world_size);
     let row = |(rank, share): (usize, &coverage::Share)| {
-        vec![rank.to_string(), grouped(share.sequences.into()), grouped(share.tokens.into())]
+        vec![rank.to_string(), count(share.sequences), count(share.tokens)]
     };
     let rows: Vec<_> = shares.iter().enumerate().take(MAX_ROWS).map(row).collect();
     let n_drawn = coverage::n_drawn(reading, world_size);
     let caption = format!(
         "Which rank reads which sequences of a batch, in the first {n_drawn} of {}.",
-        counted(reading.batches.len() as u128, "step")
+        HumanCount(reading.batches.len() as u128).of("step")
     );
     Ok(html! {
         (numbers(&["rank", "sequences an epoch", "tokens an epoch"], &rows))

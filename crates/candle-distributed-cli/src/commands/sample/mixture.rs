@@ -46,8 +46,8 @@ pub(super) fn print(args: &Args, parts: &[Part]) -> Result<()> {
         .map(|(label, part)| DistributedSampler::new(part.len, placement, config(label)));
     let weights: Vec<u64> = parts.iter().map(|part| part.weight).collect();
     let mixture = Mixture::new(samplers.collect::<Result<_, _>>()?, &weights)?;
-    let entries =
-        (args.start..args.start + args.count(mixture.len())?).filter_map(|n| mixture.get(n));
+    let numbers = args.start..args.start + args.count(mixture.len())?;
+    let entries = numbers.map(|n| entry(&mixture, n));
     match args.format {
         Format::Text => output::text(|out| {
             let mut entries = entries;
@@ -61,4 +61,9 @@ pub(super) fn print(args: &Args, parts: &[Part]) -> Result<()> {
             entries: entries.collect(),
         }),
     }
+}
+
+#[expect(clippy::expect_used, reason = "says why it cannot fail")]
+fn entry(mixture: &Mixture, n: u64) -> (usize, u64) {
+    mixture.get(n).expect("`count` ends the numbers at the length of the mixture")
 }

@@ -204,8 +204,8 @@ impl Args {
     }
 
     /// The sampler at the start of its epoch.
+    #[expect(clippy::expect_used, reason = "says why it cannot fail")]
     fn fresh_sampler(&self, placement: Placement) -> Result<DistributedSampler> {
-        let len = self.len.unwrap_or(0);
         if let Some(path) = &self.classes {
             let labels: Vec<u32> = input::read_numbers(path, "class").with_hint(hint::NUMBERS)?;
             return Ok(DistributedSampler::stratified(
@@ -215,6 +215,7 @@ impl Args {
                 self.config(),
             )?);
         }
+        let len = self.len.expect("clap insists on --len unless there is --classes or --mix");
         if let Some(path) = &self.weights {
             let weights: Vec<f64> = input::read_numbers(path, "weight").with_hint(hint::NUMBERS)?;
             return Ok(DistributedSampler::weighted(&weights, len, placement, self.config())?);
@@ -223,8 +224,11 @@ impl Args {
     }
 
     fn quota(&self) -> Quota {
-        let capped = self.capped.map(Quota::Capped);
-        capped.or(self.fixed.map(Quota::Fixed)).unwrap_or(Quota::All)
+        match (self.capped, self.fixed) {
+            (Some(n), _) => Quota::Capped(n),
+            (None, Some(n)) => Quota::Fixed(n),
+            (None, None) => Quota::All,
+        }
     }
 
     /// How many of `len` indices are printed.
@@ -232,7 +236,7 @@ impl Args {
         let start = self.start;
         let left = len
             .checked_sub(start)
-            .ok_or_else(|| Error::Usage(format!("start {start} is beyond {len} indices")))?;
+            .ok_or_else(|| Error::usage(format!("start {start} is beyond {len} indices")))?;
         Ok(self.count.map_or(left, |count| count.min(left)))
     }
 }
@@ -263,14 +267,13 @@ struct Answer<'a> {
 #[derive(Clone)]
 struct Printed<'a> {
     indices: Indices<'a>,
-    start: u64,
-    count: u64,
+    start: usize,
+    count: usize,
 }
 
 impl Printed<'_> {
     fn iter(&self) -> impl Iterator<Item = u64> {
-        let in_memory = |n: u64| usize::try_from(n).unwrap_or(usize::MAX);
-        self.indices.clone().skip(in_memory(self.start)).take(in_memory(self.count))
+        self.indices.clone().skip(self.start).take(self.count)
     }
 }
 
@@ -294,13 +297,13 @@ pub(crate) fn run(args: &Args) -> Result<()> {
 fn print_indices(args: &Args, sampler: &DistributedSampler) -> Result<()> {
     let indices = sampler.iter_worker(Placement::new(args.worker, args.workers)?);
     let count = args.count(indices.len() as u64)?;
-    let is_padding = |n| sampler.entry(n).is_some_and(|(_, is_padding)| is_padding);
     let numbers = args.start..args.start + count;
-    let printed = Printed { indices, start: args.start, count };
+    let printed = Printed { indices, start: of_indices(args.start), count: of_indices(count) };
     match args.format {
         Format::Text => output::text(|out| {
             printed.iter().zip(numbers).try_for_each(|(index, n)| {
-                let mark = if args.mark_padding && is_padding(n) { " padding" } else { "" };
+                let mark =
+                    if args.mark_padding && is_padding(sampler, n) { " padding" } else { "" };
                 writeln!(out, "{index}{mark}")
             })
         }),
@@ -311,12 +314,26 @@ fn print_indices(args: &Args, sampler: &DistributedSampler) -> Result<()> {
             rank: args.rank,
             per_rank_len: sampler.len(),
             indices: printed,
-            padding: args.mark_padding.then(|| numbers.map(is_padding).collect()),
+            padding: args.mark_padding.then(|| numbers.map(|n| is_padding(sampler, n)).collect()),
         }),
     }?;
-    args.save_state
-        .as_ref()
-        .map_or(Ok(()), |path| write_state(path, &sampler.state(args.start + count)))
+    match &args.save_state {
+        Some(path) => write_state(path, &sampler.state(args.start + count)),
+        None => Ok(()),
+    }
+}
+
+/// Whether the index that the rank reads as its `n`th is padding.
+#[expect(clippy::expect_used, reason = "says why it cannot fail")]
+fn is_padding(sampler: &DistributedSampler, n: u64) -> bool {
+    let (_, is_padding) = sampler.entry(n).expect("`Args::count` ends the numbers at the length");
+    is_padding
+}
+
+/// A number of indices that an iterator has.
+#[expect(clippy::expect_used, reason = "says why it cannot fail")]
+fn of_indices(n: u64) -> usize {
+    usize::try_from(n).expect("no more than the indices, whose number is a usize")
 }
 
 /// The JSON result of `--locate`.
@@ -337,7 +354,7 @@ fn print_place(args: &Args, sampler: &DistributedSampler, index: u64) -> Result<
         (Some(position), None) => {
             format!("sample {index} is at position {position}, which no rank reads")
         }
-        (None, _) => return Err(Error::Usage(format!("sample {index} is not in the order"))),
+        (None, _) => return Err(Error::usage(format!("sample {index} is not in the order"))),
     };
     match args.format {
         Format::Text => output::text(|out| writeln!(out, "{text}")),

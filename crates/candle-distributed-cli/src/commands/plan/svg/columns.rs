@@ -37,8 +37,8 @@ pub(super) enum Part {
 }
 
 impl<'a> Columns<'a> {
-    /// Every rank of a small world; of more neighbors, as many as there is room for, the one with
-    /// the highest peak.
+    /// Every rank of a small world; in a larger one a column stands for several neighbors, and is
+    /// the one of them with the highest peak.
     pub(super) fn new(plan: &'a ShardingPlan, cost: &PlanCost) -> Result<Self> {
         let mut units = Vec::new();
         let mut positions = BTreeMap::new();
@@ -53,10 +53,7 @@ impl<'a> Columns<'a> {
         let n_columns = n_ranks.min(MAX_COLUMNS);
         let neighbors =
             |column| &cost.ranks[column * n_ranks / n_columns..(column + 1) * n_ranks / n_columns];
-        let highest = |ranks: &[RankCost]| {
-            ranks.iter().min_by_key(|rank| Reverse(rank.peak_bytes())).copied()
-        };
-        let chosen = (0..n_columns).filter_map(|column| highest(neighbors(column)));
+        let chosen = (0..n_columns).map(|column| highest(neighbors(column)));
         let drawn =
             chosen.map(|cost| Column::new(plan, cost, &positions)).collect::<Result<_>>()?;
         Ok(Self { units, drawn, n_ranks })
@@ -74,6 +71,13 @@ impl<'a> Columns<'a> {
             .flat_map(Column::blocks)
             .any(|(other, bytes)| other == part && bytes > 0.0)
     }
+}
+
+/// The rank with the highest peak, the first of several.
+#[expect(clippy::expect_used, reason = "says why it cannot fail")]
+fn highest(ranks: &[RankCost]) -> RankCost {
+    let highest = ranks.iter().min_by_key(|rank| Reverse(rank.peak_bytes()));
+    *highest.expect("there are no more columns than ranks")
 }
 
 impl Column {

@@ -7,26 +7,23 @@ mod paint;
 mod panel;
 mod words;
 
-use candle_distributed::plan::{PlanCost, ShardingPlan};
+use candle_distributed::{
+    plan::{PlanCost, ShardingPlan},
+    types::human::{HumanBytes, HumanCount},
+};
 use plotters::prelude::*;
 
 use self::{
     columns::{Column, Columns},
     paint::{AFTER, BELOW, Canvas, fits},
-    panel::Panel,
+    panel::{LEFT, Panel, RIGHT},
 };
 use crate::{
-    bytes::{binary, grouped},
     error::Result,
     picture::{self, Drawn, FAINT, FITS, FONT, INK, LIMIT},
 };
 
 const SIZE: (u32, u32) = (1000, 700);
-
-/// Where the panels begin and end, the numbers of their axes included. The names of colors are to
-/// their right.
-const LEFT: i32 = 14;
-const RIGHT: i32 = 690;
 
 /// Draws what each rank of `plan` holds: above all of it at its peak, with the memory limit
 /// `budget` if there is one, and below the parameters that it stores, unit by unit.
@@ -78,8 +75,8 @@ fn heading(
 
 /// Draws all that the ranks hold at their peaks.
 fn memory(canvas: &Canvas<'_, '_>, columns: &Columns<'_>, limit: Option<u128>) -> Drawn {
-    let highest =
-        columns.drawn.iter().map(|column| column.cost.peak_bytes()).chain(limit).max().unwrap_or(0);
+    let peaks = columns.drawn.iter().map(|column| column.cost.peak_bytes());
+    let highest = peaks.chain(limit).fold(0, u128::max);
     let panel = Panel::new(canvas, 66..400, "held at the peak", highest, columns.drawn.len())?;
     for (position, column) in columns.drawn.iter().enumerate() {
         panel.column(canvas, position, column.blocks())?;
@@ -93,7 +90,7 @@ fn memory(canvas: &Canvas<'_, '_>, columns: &Columns<'_>, limit: Option<u128>) -
         let (start, y) = panel.at(0.0, limit as f64);
         canvas.dashes(start..RIGHT + 4, y)?;
         canvas.text("limit", (RIGHT + 10, y - 8), AFTER, LIMIT)?;
-        canvas.text(&binary(limit), (RIGHT + 10, y + 8), AFTER, LIMIT)?;
+        canvas.text(&HumanBytes(limit).to_string(), (RIGHT + 10, y + 8), AFTER, LIMIT)?;
     }
     let color = |peak| if limit.is_some_and(|limit| limit < peak) { LIMIT } else { INK };
     let total = |column: &Column| (column.cost.peak_bytes(), color(column.cost.peak_bytes()));
@@ -102,9 +99,9 @@ fn memory(canvas: &Canvas<'_, '_>, columns: &Columns<'_>, limit: Option<u128>) -
 
 /// Draws the parameters that the ranks store.
 fn parameters<'b>(canvas: &Canvas<'_, 'b>, columns: &Columns<'_>) -> Drawn<Panel<'b>> {
-    let highest = columns.drawn.iter().map(|column| column.cost.storage_bytes).max().unwrap_or(0);
-    let panel =
-        Panel::new(canvas, 410..628, "stored parameters", highest.into(), columns.drawn.len())?;
+    let stored = columns.drawn.iter().map(|column| u128::from(column.cost.storage_bytes));
+    let highest = stored.fold(0, u128::max);
+    let panel = Panel::new(canvas, 410..628, "stored parameters", highest, columns.drawn.len())?;
     for (position, column) in columns.drawn.iter().enumerate() {
         panel.column(canvas, position, column.stored())?;
     }
@@ -125,7 +122,7 @@ fn ranks(canvas: &Canvas<'_, '_>, columns: &Columns<'_>, panel: &Panel<'_>, belo
     let neighbors = match (columns.n_ranks / names.len(), columns.n_ranks % names.len()) {
         (1, 0) => String::new(),
         (n, 0) => {
-            format!(": of every {} neighbors, the one with the highest peak", grouped(n as u128))
+            format!(": of every {} neighbors, the one with the highest peak", HumanCount(n as u128))
         }
         (n, _) => format!(": of every {n} or {} neighbors, the one with the highest peak", n + 1),
     };

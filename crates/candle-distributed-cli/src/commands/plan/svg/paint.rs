@@ -125,7 +125,7 @@ impl Canvas<'_, '_> {
 
     /// Writes a number above a point, on paper, so that no line runs through it.
     pub(super) fn number(&self, text: &str, (x, y): Point, color: RGBColor) -> Drawn {
-        let width = i32::try_from(text.len()).unwrap_or(0) * LETTER;
+        let width = width_of(text);
         let paper = [(x - width / 2, y - 2 * LETTER), (x + width / 2, y)];
         self.area.draw(&Rectangle::new(paper, WHITE.filled()))?;
         self.text(text, (x, y - 2), ABOVE, color)
@@ -141,6 +141,11 @@ pub(super) fn fits(text: &str, width: i32) -> bool {
     text.chars().count() <= n_letters(width)
 }
 
+#[expect(clippy::expect_used, reason = "says why it cannot fail")]
+fn width_of(number: &str) -> i32 {
+    i32::try_from(number.len()).expect("a number has some digits") * LETTER
+}
+
 fn n_letters(width: i32) -> usize {
-    usize::try_from(width / LETTER).unwrap_or(0)
+    (width.max(0) / LETTER).unsigned_abs() as usize
 }

@@ -1,23 +1,24 @@
 //! Numbers and names as a drawing shows them.
 
-use candle_distributed::plan::PlanCost;
-
-use crate::bytes::{binary, grouped};
+use candle_distributed::{
+    plan::PlanCost,
+    types::human::{HumanBytes, HumanCount},
+};
 
 /// What the rank that holds the most needs, and whether all ranks get along with `budget`.
 pub(super) fn verdict(cost: &PlanCost, budget: Option<u64>) -> String {
     let most = format!(
         "at most {} on a rank at its peak, activations not counted",
-        binary(cost.peak_bytes())
+        HumanBytes(cost.peak_bytes())
     );
     let Some(budget) = budget else { return most };
     match cost.ranks.iter().filter(|rank| rank.peak_bytes() > budget.into()).count() {
-        0 => format!("{most}: every rank fits into {}", binary(budget.into())),
+        0 => format!("{most}: every rank fits into {}", HumanBytes(budget.into())),
         n_over => {
             let [n_over, n_ranks] =
-                [n_over, cost.ranks.len()].map(|number| grouped(number as u128));
+                [n_over, cost.ranks.len()].map(|number| HumanCount(number as u128));
             let [limit, missing] =
-                [u128::from(budget), cost.peak_bytes() - u128::from(budget)].map(binary);
+                [u128::from(budget), cost.peak_bytes() - u128::from(budget)].map(HumanBytes);
             format!(
                 "{most}: {n_over} of {n_ranks} ranks above the limit of {limit}, by up to {missing}"
             )
