@@ -4,7 +4,7 @@
 pub(crate) fn parse(text: &str) -> Result<u64, String> {
     let digits = text.find(|character: char| !character.is_ascii_digit()).unwrap_or(text.len());
     let number: u64 =
-        text[..digits].parse().map_err(|_| "a whole number of bytes is needed, such as 24GiB")?;
+        text[..digits].parse().map_err(|_| "expected a whole number of bytes, such as 24GiB")?;
     let unit = match text[digits..].trim().to_ascii_lowercase().as_str() {
         "" | "b" => 1,
         "kb" => 1_000,

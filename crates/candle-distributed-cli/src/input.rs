@@ -1,4 +1,4 @@
-//! Where input comes from: text files of a size that fits the memory.
+//! Reading input: text files that fit in memory.
 
 use std::{
     fs::{self, File},
@@ -11,8 +11,8 @@ use serde::de::DeserializeOwned;
 
 use crate::error::{Error, Result};
 
-/// The longest text read; what is longer is no list of anything a person has, or a device without
-/// an end.
+/// The longest text that is read. Longer input is not a list that anybody has, or comes from a
+/// device that never ends.
 const MAX_BYTES: u64 = 1 << 30;
 
 /// The file at `path`, for reading.
@@ -34,7 +34,7 @@ pub(crate) fn read_file(path: &Path) -> Result<String> {
     read_text(open(path)?, path)
 }
 
-/// The text that `source` holds; `path` names it if it cannot be read.
+/// The text that `source` holds; errors name it by `path`.
 pub(crate) fn read_text(source: impl Read, path: &Path) -> Result<String> {
     let text = io::read_to_string(source.take(MAX_BYTES + 1))
         .map_err(|source| Error::read(path, source))?;
@@ -44,24 +44,25 @@ pub(crate) fn read_text(source: impl Read, path: &Path) -> Result<String> {
     Ok(text)
 }
 
-/// What the JSON file at `path` describes: `what`, if it is not refused.
+/// The value in the JSON file at `path`; errors say that the file does not hold `what`.
 pub(crate) fn read_json<T: DeserializeOwned>(path: &Path, what: &'static str) -> Result<T> {
     serde_json::from_str(&read_file(path)?).map_err(|source| Error::json(path, what, source))
 }
 
-/// The numbers in the file at `path`, separated by white space: at least one. `what` names them if
-/// they are wrong.
+/// The numbers in the file at `path`, separated by white space: at least one. Errors call them
+/// `what`.
 pub(crate) fn read_numbers<T: FromStr>(path: &Path, what: &str) -> Result<Vec<T>> {
     numbers(&read_file(path)?, what, path)
 }
 
-/// The numbers in `text`, separated by white space: at least one. `what` and `path` name them if
-/// they are wrong.
+/// The numbers in `text`, separated by white space: at least one. Errors call them `what` in
+/// `path`.
 pub(crate) fn numbers<T: FromStr>(text: &str, what: &str, path: &Path) -> Result<Vec<T>> {
     let name = path.display();
     let parse = |(number, word): (usize, &str)| {
-        let refused =
-            |_| Error::usage(format!("{what} {} in {name} is no number: {word:.40?}", number + 1));
+        let refused = |_| {
+            Error::usage(format!("{what} {} in {name} is not a number: {word:.40?}", number + 1))
+        };
         word.parse().map_err(refused)
     };
     let numbers: Vec<T> = text.split_whitespace().enumerate().map(parse).collect::<Result<_>>()?;

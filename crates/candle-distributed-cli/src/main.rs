@@ -36,7 +36,7 @@ static ALLOCATOR: mimalloc::MiMalloc = mimalloc::MiMalloc;
     "candle-distributed sample --len 1000000 --world-size 8 --rank 3 --count 5"
     "# How much of these batches is padding?"
     "echo 12 80 15 70 9 | candle-distributed batch --lengths - --strategy bucket --max-tokens 160"
-    "# What does each option of a subcommand mean, and what are its examples?"
+    "# What do the options of a subcommand mean? With examples to paste"
     "candle-distributed plan --help"
 ])]
 struct Cli {

@@ -29,8 +29,7 @@ pub(crate) fn text(write: impl FnOnce(&mut dyn Write) -> io::Result<()>) -> Resu
     let mut out = BufWriter::new(io::stdout().lock());
     let written = write(&mut out).and_then(|()| out.flush());
     if written.is_err() {
-        // What is still in the buffer has no reader: writing it again when the buffer is dropped
-        // would fail again.
+        // Dropping the buffer would write the rest again, and fail again.
         drop(out.into_parts());
     }
     printed(written)
@@ -44,12 +43,12 @@ pub(crate) fn json(value: &impl Serialize) -> Result<()> {
     })
 }
 
-/// Writes a file beside its place, brings it to disk and renames it, so that whoever is interrupted
-/// leaves no half of one.
+/// Writes a file under another name, syncs it to disk and renames it, so that an interrupted
+/// program never leaves half a file.
 pub(crate) fn file(path: &Path, content: &[u8]) -> Result<()> {
     let write = || {
         if path.exists() && !path.is_file() {
-            // A pipe or a device has no place beside it.
+            // A pipe or a device cannot be replaced by a file.
             return fs::write(path, content);
         }
         let mut partial = path.as_os_str().to_owned();
@@ -69,9 +68,8 @@ pub(crate) fn progress(n_steps: u64, template: &'static str) -> ProgressBar {
     ProgressBar::new(n_steps).with_style(style)
 }
 
-/// What it means that stdout was written like this.
-///
-/// A reader who has seen enough and closed the pipe, as `head` does, is no failure.
+/// The result of a command that wrote to stdout like this.
+/// A reader that closes the pipe early, as `head` does, is not a failure.
 pub(crate) fn printed(written: io::Result<()>) -> Result<()> {
     match written {
         Err(error) if error.kind() == io::ErrorKind::BrokenPipe => Ok(()),
@@ -79,7 +77,7 @@ pub(crate) fn printed(written: io::Result<()>) -> Result<()> {
     }
 }
 
-/// Tells what went wrong, and what to do about it.
+/// Prints what went wrong, and what to do about it.
 pub(crate) fn error(error: &Error) {
     let style = Styles::styled();
     let label = style.get_error();
@@ -89,15 +87,15 @@ pub(crate) fn error(error: &Error) {
     }
 }
 
-/// Tells what to do about something that need not be an error.
+/// Prints advice, which need not be about an error.
 pub(crate) fn hint(advice: impl fmt::Display) {
     let style = Styles::styled();
     let label = style.get_valid();
     message(|out| writeln!(out, "{label}hint:{label:#} {advice}"));
 }
 
-/// Writes to stderr, in colors where they are seen. If it cannot be written, there is nobody left
-/// to tell.
+/// Writes to stderr, in colors where they are shown. A failure is ignored: there is no other place
+/// to report it.
 pub(crate) fn message(write: impl FnOnce(&mut dyn Write) -> io::Result<()>) {
     let _ = write(&mut anstream::stderr());
 }

@@ -99,7 +99,7 @@ fn sample_repeats_what_torch_reads_and_marks_its_padding() {
 }
 
 #[test]
-fn sample_goes_on_in_another_world_where_it_was_stopped() {
+fn sample_resumes_in_another_world_where_it_was_stopped() {
     let dir = tempfile::tempdir().unwrap();
     let state = dir.path().join("state.json");
     let state = state.to_str().unwrap();
@@ -767,7 +767,7 @@ fn plan_follows_rules_and_patterns() {
         report["rules"],
         json!({"decided": [1, 1], "overlaps": [["h.0.b", [0, 1]]], "unmatched": []})
     );
-    assert!(text(&plan).contains("several rules pick [\"h.0.b\"]"));
+    assert!(text(&plan).contains("several rules match [\"h.0.b\"]"));
 
     let layers =
         json(&["plan", &model, "--world-size", "2", "--layers", "h.*.?", "--keep", "h.0.w"]);
@@ -885,6 +885,7 @@ fn plan_refuses_bad_input() {
     plan(&["--budget", "99999999999TiB"], &["18446744073709551615"]);
     plan(&["--layers", "a.["], &["malformed pattern", "a.["]);
     plan(&["--links", "8:450"], &["three whole numbers"]);
+    plan(&["--links", "8:450:50:x"], &["three whole numbers"]);
     plan(&["--links", "8:0:1"], &["bytes per second of a link is 0"]);
     plan(&["--param-dtype", "F33"], &["no such dtype"]);
     refuses(&["plan", "/no/such/model", "--world-size", "2"], &["/no/such/model"]);
@@ -924,7 +925,7 @@ fn train_learns_reproducibly_and_equally_on_any_number_of_devices() {
 }
 
 #[test]
-fn train_goes_on_as_if_it_had_not_been_stopped() {
+fn train_resumes_as_if_it_had_not_been_stopped() {
     let dir = tempfile::tempdir().unwrap();
     let (_data, data) =
         file("text.txt", "to be or not to be, that is the question.\n\n".repeat(100));
@@ -969,7 +970,7 @@ fn train_goes_on_as_if_it_had_not_been_stopped() {
     assert_eq!((losses("half"), bytes("half", "model.safetensors")), (losses("whole"), model));
     assert!(run("half", &[]).contains("is complete"));
 
-    // On more devices it goes on with the same batches.
+    // On more devices it continues with the same batches.
     run("wide", &["--data", &data, "--steps", "7", "--world-size", "3"]);
     fs::remove_file(path("wide").join("model.safetensors")).unwrap();
     run("wide", &["--world-size", "5"]);
@@ -984,13 +985,13 @@ fn train_goes_on_as_if_it_had_not_been_stopped() {
     let out = path("wide");
     refuses(
         &["train", "--resume", "--out", out.to_str().unwrap(), "--data", &other],
-        &["the text"],
+        &["the text", "hint: ", "another folder"],
     );
 }
 
 #[test]
 #[cfg(unix)]
-fn train_that_is_interrupted_saves_itself_and_says_how_to_go_on() {
+fn train_that_is_interrupted_saves_itself_and_says_how_to_resume() {
     let dir = tempfile::tempdir().unwrap();
     let out = dir.path().join("run");
     let mut child = command(&["train", "--steps", "100000", "--out", out.to_str().unwrap()]);
@@ -1031,12 +1032,12 @@ fn train_saves_its_model_though_nobody_reads_what_it_prints() {
 
 #[test]
 fn train_refuses_bad_input_and_never_overwrites_a_run() {
-    refuses(&["train", "--steps", "0"], &["0 steps"]);
+    refuses(&["train", "--steps", "0"], &["--steps 0", "at least 1"]);
     refuses(&["train", "--world-size", "0"], &["world size 0"]);
     refuses(&["train", "--world-size", "1025"], &["1025", "1024"]);
     refuses(&["train", "--data", "/no/such/folder"], &["/no/such/folder"]);
     refuses(&["train", "--device", "cuda", "--world-size", "1"], &["device 0"]);
-    refuses(&["train", "--checkpoint-every", "0"], &["0 steps"]);
+    refuses(&["train", "--checkpoint-every", "0"], &["--checkpoint-every 0", "at least 1"]);
     refuses(&["train", "--resume"], &["--out"]);
     let (_dir, lines) = file("texts.jsonl", "\"right\"\n\n{\"text\": 3}\n");
     refuses(&["train", "--data", &lines], &["line 3 of ", "texts.jsonl", "hint: "]);

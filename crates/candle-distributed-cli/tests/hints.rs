@@ -27,7 +27,7 @@ fn files_are_described_that_cannot_be_read() {
     );
     advises(
         &["batch", "--lengths", "/no/such", "--strategy", "pack", "--capacity", "9"],
-        &["--lengths is a text file"],
+        &["--lengths takes a text file"],
     );
     advises(&["sample", "--len", "9", "--weights", "/no/such"], &["text file of numbers"]);
     advises(&["sample", "--classes", &model], &["class 1", "text file of numbers"]);
@@ -60,7 +60,7 @@ fn ranks_and_devices_are_explained() {
     advises(&["sample", "--len", "9", "--world-size", "4", "--rank", "4"], &["the last one is 3"]);
     advises(
         &["sample", "--len", "9", "--world-size", "2", "--rank-weights", "1"],
-        &["--rank-weights", "each rank"],
+        &["--rank-weights", "per rank"],
     );
     advises(&["sample", "--len", "0"], &["--len"]);
     advises(&["sample", "--len", "5000000000", "--order", "exact"], &["--order streaming"]);

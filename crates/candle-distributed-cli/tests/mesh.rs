@@ -49,7 +49,7 @@ fn mesh_shows_the_grid_and_measures_along_each_axis_and_all() {
         printed.starts_with("data 2 x model 2\n[0: Cpu, 1: Cpu]\n[2: Cpu, 3: Cpu]\n"),
         "{printed}"
     );
-    assert!(printed.contains("all results are right"), "{printed}");
+    assert!(printed.contains("all results correct"), "{printed}");
     let report = json(&[&grid[..], &["--world-size", "4"]].concat());
     let groups: Vec<_> = report["collectives"].as_array().unwrap().iter().step_by(10).collect();
     let groups: Vec<_> =

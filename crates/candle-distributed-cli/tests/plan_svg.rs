@@ -106,7 +106,7 @@ fn a_drawing_says_what_is_planned_and_whether_it_fits() {
     ] {
         assert!(has_text(&svg, text), "no {text:?} in {svg}");
     }
-    assert!(svg.contains(": every rank fits into 2.00 GiB\n"), "{svg}");
+    assert!(svg.contains(": every rank fits in 2.00 GiB\n"), "{svg}");
     assert_eq!(rectangles(&svg, LIMIT).len(), 0);
     // A column each, and one in the legend.
     assert_eq!(rectangles(&drawing(&model, "--world-size 3"), OPTIMIZER).len(), 4);
@@ -179,7 +179,7 @@ fn nothing_and_next_to_nothing_can_be_drawn() {
         let svg =
             drawing(nothing, &format!("--world-size {world_size} --optimizer none --budget 0"));
         assert!(
-            svg.contains("at most 0.00 B on a rank") && svg.contains("every rank fits"),
+            svg.contains("at most 0.00 B per rank") && svg.contains("every rank fits"),
             "{svg}"
         );
     }

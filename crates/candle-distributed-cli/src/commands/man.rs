@@ -20,7 +20,7 @@ use crate::{
     "candle-distributed man --out ~/.local/share/man/man1"
 ])]
 pub(crate) struct Args {
-    /// Folder for a page of each subcommand, besides the main one; it is made if need be
+    /// Folder for the main page and one page per subcommand; created if it does not exist
     #[arg(long, value_name = "DIR")]
     out: Option<PathBuf>,
 }

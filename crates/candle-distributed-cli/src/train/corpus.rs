@@ -16,8 +16,7 @@ use crate::{
 /// The longest sequence, in bytes.
 pub(crate) const MAX_SEQUENCE_LENGTH: usize = 129;
 
-/// Sequences of 2 to [`MAX_SEQUENCE_LENGTH`] bytes: from each, all but the first byte can be
-/// predicted.
+/// Sequences of 2 to [`MAX_SEQUENCE_LENGTH`] bytes: all but the first byte of each are predicted.
 #[derive(Debug)]
 pub(crate) struct Corpus {
     sequences: Vec<Vec<u8>>,
@@ -92,8 +91,7 @@ impl Corpus {
 
     /// The text files under `path`, in the order of their names; or `path` itself, if it is a file.
     /// A file whose name ends in `.jsonl` holds a text in each line.
-    ///
-    /// Hidden files and files that are not UTF-8 are passed over.
+    /// Hidden files and files that are not UTF-8 are skipped.
     pub(crate) fn read(path: &Path) -> Result<Self> {
         let mut files = Vec::new();
         list_files(path, &mut files).map_err(|source| Error::read(path, source))?;
@@ -156,7 +154,7 @@ fn is_hidden(path: &Path) -> bool {
     path.file_name().is_some_and(|name| name.as_encoded_bytes().starts_with(b"."))
 }
 
-/// The texts of a file, none if it holds something else.
+/// The texts of a file; none if it is not UTF-8.
 fn read_texts(path: &Path) -> Result<Vec<String>> {
     let bytes = fs::read(path).map_err(|source| Error::read(path, source))?;
     match String::from_utf8(bytes) {
@@ -175,7 +173,7 @@ enum Line {
     Object { text: String },
 }
 
-/// The texts of the lines that are not blank; `path` names the file if a line is wrong.
+/// The texts of the lines that are not blank; errors name the file by `path`.
 fn texts_in_lines(lines: &str, path: &Path) -> Result<Vec<String>> {
     let text = |(number, line): (usize, &str)| match serde_json::from_str(line) {
         Ok(Line::Text(text) | Line::Object { text }) => Ok(text),

@@ -15,7 +15,7 @@ const SIZE: (u32, u32) = (900, 540);
 /// Where the upper panel ends.
 const MIDDLE: u32 = 350;
 
-/// Up to so many points are drawn of each series.
+/// The number of points drawn of each series at most.
 const MAX_POINTS: usize = 1000;
 
 /// The smooth line is the mean over this share of the steps at each side.
@@ -23,8 +23,8 @@ const SMOOTH_OVER: usize = 40;
 
 type Chart<'a, 'b> = ChartContext<'a, SVGBackend<'b>, Cartesian2d<RangedCoordu64, RangedCoordf64>>;
 
-/// An SVG document: above the loss over the steps, below the tokens a second, both as points and as
-/// a smooth line.
+/// An SVG document: above, the loss over the steps; below, the tokens per second; both as points
+/// and as a smooth line.
 pub(crate) fn draw(metrics: &Metrics) -> Result<String> {
     let steps: Vec<Timed> = metrics.timed().collect();
     picture::document(SIZE, |area| {
@@ -37,7 +37,7 @@ pub(crate) fn draw(metrics: &Metrics) -> Result<String> {
             &above,
             &steps,
             &series,
-            &Panel { name: "loss (nats a byte)", color: BLUE, from_zero: false },
+            &Panel { name: "loss (nats per byte)", color: BLUE, from_zero: false },
         )?;
         let series = Series::new(&steps, |step| Sum {
             of: step.metrics.real_tokens as f64,
@@ -47,7 +47,7 @@ pub(crate) fn draw(metrics: &Metrics) -> Result<String> {
             &below,
             &steps,
             &series,
-            &Panel { name: "tokens a second", color: ORANGE, from_zero: true },
+            &Panel { name: "tokens/s", color: ORANGE, from_zero: true },
         )?;
         area.present()
     })
@@ -98,7 +98,7 @@ fn axes<'a, 'b>(
     Ok(chart)
 }
 
-/// A mean, as what it is made of.
+/// The numerator and the denominator of a mean.
 #[derive(Clone, Copy, Debug)]
 struct Sum {
     of: f64,
@@ -113,7 +113,7 @@ struct Series {
 }
 
 impl Series {
-    /// Means of `sum`, as far as they are numbers: of every step, and of all steps around it.
+    /// Means of `sum` where they are finite: of every step, and over the steps around it.
     fn new(steps: &[Timed], sum: impl Fn(&Timed) -> Sum) -> Self {
         let sums: Vec<(u64, Sum)> =
             steps.iter().map(|step| (step.metrics.step + 1, sum(step))).collect();
@@ -121,7 +121,7 @@ impl Series {
             sums.into_iter().filter(|(_, sum)| (sum.of / sum.over).is_finite()).collect();
         let every = known.len().div_ceil(MAX_POINTS).max(1);
         let at = |position: usize| {
-            // As many at both sides, or the line would lag behind where the values fall fast.
+            // The same number on both sides, or the line would lag where the values fall fast.
             let n_sides = (known.len() / SMOOTH_OVER).min(position).min(known.len() - 1 - position);
             (known[position].0, mean(&known[position - n_sides..=position + n_sides]))
         };
@@ -141,7 +141,7 @@ impl Series {
         let (low, high) =
             (values().fold(f64::INFINITY, f64::min), values().fold(f64::NEG_INFINITY, f64::max));
         match high - low {
-            // No point, or all at one height.
+            // There is no point.
             extent if !extent.is_finite() => (0.0, 1.0),
             _ if from_zero => (0.0, (1.05 * high).max(1.0)),
             extent => (low - 0.05 * extent.max(0.1), high + 0.05 * extent.max(0.1)),
@@ -186,7 +186,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_no_number_is_not_drawn_and_long_runs_are_thinned() {
+    fn only_finite_values_are_drawn_and_long_runs_are_thinned() {
         let unfinished = series(&[2.0, f32::NAN, f32::INFINITY, 1.0]);
         assert_eq!(unfinished.points, [(1, 2.0), (4, 1.0)]);
         assert!(series(&vec![1.0; 5500]).points.len() <= MAX_POINTS);

@@ -21,27 +21,26 @@ use crate::{
 /// The most padded tokens in a batch, over all devices.
 const MAX_TOKENS: u64 = 4096;
 
-/// How many lengths share a batch.
+/// The number of lengths that share a batch.
 pub(crate) const BUCKET_WIDTH: u64 = 16;
 
-/// What the randomness of a run is for; each purpose has a stream of its own.
+/// The streams of random numbers of a run, one for each purpose.
 pub(crate) const INIT_STREAM: u64 = 0;
 const ORDER_STREAM: u64 = 1;
 
-/// What the randomness of a run's order is for; each purpose has a stream of its own.
+/// The streams of random numbers of a run's order.
 const SEQUENCE_STREAM: u64 = 0;
 const BATCH_STREAM: u64 = 1;
 
-/// The most padded tokens in a batch of a run that begins on so many devices: with very many, a
-/// longest sequence for each.
+/// The most padded tokens in a batch of a run that starts on this many devices: enough for one
+/// longest sequence each.
 pub(crate) fn max_tokens(world_size: WorldSize) -> u64 {
     MAX_TOKENS.max(world_size.as_u64() * MAX_SEQUENCE_LENGTH as u64)
 }
 
-/// The batches of a run, epoch by epoch.
-///
-/// Every process plans the batches of all devices, and leaves it to the mesh to split them: so they
-/// do not depend on the number of devices, which may change when a run is gone on with.
+/// The batches of a run, epoch by epoch. Every process plans the batches of all devices and leaves
+/// it to the mesh to split them. So they do not depend on the number of devices, which may change
+/// when a run is resumed.
 #[derive(Debug)]
 pub(crate) struct Schedule {
     order: DistributedSampler,
@@ -53,7 +52,7 @@ pub(crate) struct Schedule {
 pub(crate) struct Scheduled {
     pub(crate) epoch: u64,
     pub(crate) batch: Batch,
-    /// Where to go on after it.
+    /// Where to resume after it.
     pub(crate) state: BatchState,
 }
 
@@ -75,18 +74,18 @@ impl Schedule {
         })
     }
 
-    /// That of a run.
+    /// The schedule of a run.
     pub(crate) fn of(settings: &Settings, corpus: &Corpus) -> Result<Self> {
         Self::new(corpus, Seed::new(settings.seed).derive(ORDER_STREAM), settings.max_tokens)
     }
 
-    /// How the first epoch is batched.
+    /// The batches of the first epoch, and how much of them is padding.
     pub(crate) fn first_epoch(&self) -> Result<(PaddingReport, Vec<Batch>)> {
         let steps = self.epoch(Epoch::ZERO)?;
         Ok((steps.report(), steps.map(|step| step.batch).collect()))
     }
 
-    /// Batch after batch, from where `state` was or from the first, without end but for an error.
+    /// Endless batches, from `state` or from the first epoch on. An error is the last item.
     ///
     /// # Errors
     ///
@@ -118,7 +117,7 @@ impl Schedule {
     }
 }
 
-/// What is left of an epoch.
+/// The rest of an epoch.
 fn scheduled(mut steps: Steps<'_, Vec<u64>>) -> Vec<Result<Scheduled>> {
     let mut scheduled = Vec::with_capacity(steps.len());
     while let Some(step) = steps.next() {
@@ -132,8 +131,8 @@ fn scheduled(mut steps: Steps<'_, Vec<u64>>) -> Vec<Result<Scheduled>> {
 ///
 /// # Shapes
 ///
-/// Ids [batch, `padded_length`] u32, padded with 0 on the right; weights [batch, `padded_length` −
-/// 1] f32: one over the number of predictions in the batch where there is one, 0 where there is
+/// Ids [batch, `padded_length`] u32, padded with 0 on the right; weights [batch,
+/// `padded_length` − 1] f32: one over the number of predictions in the batch where there is one, 0 where there is
 /// padding. So a sum over all replicas is the mean over the whole batch, however its tokens are
 /// spread.
 pub(crate) fn collate(
@@ -184,7 +183,7 @@ mod tests {
     }
 
     #[test]
-    fn a_schedule_goes_on_where_it_was() {
+    fn a_schedule_resumes_where_it_was() {
         let text = (10..60).map(|length| "x".repeat(length)).collect::<Vec<_>>().join("\n\n");
         let schedule = Schedule::new(&Corpus::new([text.as_str()]), Seed::new(0), 128).unwrap();
         let all: Vec<Scheduled> =

@@ -1,4 +1,4 @@
-//! What people and programs see of a run: progress bar, metrics, summary.
+//! What a run shows to people and programs: progress bar, metrics, summary.
 
 use candle_distributed::batch::{Batch, PaddingReport};
 use candle_nn::VarMap;
@@ -15,7 +15,7 @@ use crate::{
     },
 };
 
-/// How many lines a run prints on its way.
+/// The number of progress lines that a run prints.
 const LINES: u64 = 10;
 
 /// Keeps the record of a run.
@@ -71,7 +71,7 @@ impl Journal {
         done == self.steps || done.is_multiple_of(self.steps.div_ceil(LINES))
     }
 
-    /// Saves the parameters and prints what became of the run.
+    /// Saves the parameters and prints a summary of the run.
     pub(crate) fn finish(&mut self, vars: &VarMap) -> Result<()> {
         self.run_dir.save(vars)?;
         self.pause()?;
@@ -83,7 +83,7 @@ impl Journal {
                 let number = step + 1;
                 writeln!(
                     out,
-                    "loss {loss:.3} at step {number}, {last:.3} over the last ones, in {:.1} s",
+                    "loss {loss:.3} at step {number}, {last:.3} over the last steps, in {:.1} s",
                     self.seconds
                 )?;
             }
@@ -95,12 +95,12 @@ impl Journal {
         })
     }
 
-    /// Brings what was logged to disk.
+    /// Syncs what was logged to disk.
     pub(crate) fn sync(&self) -> Result<()> {
         self.run_dir.sync()
     }
 
-    /// Leaves with the run what is known of this session.
+    /// Saves with the run what is known about this session.
     pub(crate) fn pause(&mut self) -> Result<()> {
         self.run_dir.end_session()
     }

@@ -1,4 +1,4 @@
-//! How much memory a run took, beside what its plan says.
+//! How much memory a run took, beside what its plan predicts.
 
 use std::{fmt, fs};
 
@@ -6,7 +6,7 @@ use candle_distributed::types::human::HumanBytes;
 
 use crate::train::{session::Session, sharding::Needs};
 
-/// The most memory that this process has had so far, in bytes, where the system tells it: on Linux.
+/// The peak memory of this process so far in bytes, where the system reports it: on Linux.
 pub(crate) fn peak_bytes() -> Option<u64> {
     peak_in(&fs::read_to_string("/proc/self/status").ok()?)
 }
@@ -17,17 +17,17 @@ fn peak_in(status: &str) -> Option<u64> {
     mark.trim().strip_suffix(" kB")?.parse::<u64>().ok()?.checked_mul(1024)
 }
 
-/// The memory that a process took for its devices, and what the model needs of it.
+/// The memory that a process took for its devices, and how much of it the model needs.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Memory {
     pub(crate) peak_bytes: u64,
-    /// How many devices the process had.
+    /// The number of devices of the process.
     pub(crate) n_devices: u64,
     pub(crate) needs: Needs,
 }
 
 impl Memory {
-    /// That of a session, if it is known.
+    /// The memory of a session, if it is known.
     pub(crate) fn of(session: &Session, needs: Needs) -> Option<Self> {
         let &Session { devices_here: n_devices, peak_bytes, .. } = session;
         peak_bytes.map(|peak_bytes| Self { peak_bytes, n_devices, needs })
@@ -50,8 +50,8 @@ impl fmt::Display for Memory {
             HumanBytes(each)
         )?;
         write!(f, "for {devices}; parameters, gradients and optimizer state: ")?;
-        write!(f, "{} a device whole, as here, ", HumanBytes(whole_bytes))?;
-        write!(f, "{} a rank sharded by the plan; ", HumanBytes(sharded_bytes))?;
+        write!(f, "{} per device whole, as here, ", HumanBytes(whole_bytes))?;
+        write!(f, "{} per rank sharded by the plan; ", HumanBytes(sharded_bytes))?;
         write!(f, "activations are in neither")
     }
 }
@@ -75,9 +75,9 @@ mod tests {
     fn a_line_says_what_is_whole_and_what_is_sharded() {
         let needs = Needs { whole_bytes: 2048, sharded_bytes: 1024 };
         let memory = Memory { peak_bytes: 4096, n_devices: 2, needs };
-        let words = "peak memory of the process: 4.00 KiB, 2.00 KiB for each of its 2 devices; parameters, gradients and \
-                     optimizer state: 2.00 KiB a device whole, as here, 1.00 KiB a rank sharded by the plan; activations \
-                     are in neither";
+        let words = "peak memory of the process: 4.00 KiB, 2.00 KiB for each of its 2 devices; \
+                     parameters, gradients and optimizer state: 2.00 KiB per device whole, as \
+                     here, 1.00 KiB per rank sharded by the plan; activations are in neither";
         assert_eq!(memory.to_string(), words);
     }
 }

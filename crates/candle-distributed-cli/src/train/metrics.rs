@@ -1,4 +1,5 @@
-//! What is known of the steps of a run: one line of `metrics.jsonl` each, and what they amount to.
+//! The metrics of the steps of a run, one line of `metrics.jsonl` each, and sums and means over
+//! them.
 
 use std::path::Path;
 
@@ -7,23 +8,23 @@ use serde::{Deserialize, Deserializer, Serialize};
 
 use crate::{error::Result, input};
 
-/// What is known of one step.
+/// The metrics of one step.
 #[derive(Clone, Copy, Debug, Serialize, Deserialize)]
 pub(crate) struct StepMetrics {
     pub(crate) step: u64,
     pub(crate) epoch: u64,
-    /// Mean cross-entropy of the predictions of this step, in nats a byte.
+    /// Mean cross-entropy of the predictions of this step, in nats per byte.
     #[serde(deserialize_with = "number")]
     pub(crate) loss: f32,
     pub(crate) learning_rate: f64,
     pub(crate) sequences: u64,
     pub(crate) real_tokens: u64,
     pub(crate) padded_tokens: u64,
-    /// Seconds from the begin of the session's first step to the end of this one.
+    /// Seconds from the start of the session's first step to the end of this one.
     pub(crate) seconds: f64,
 }
 
-/// A number; JSON has `null` for one that is none.
+/// A number; JSON writes `null` for NaN and the infinities.
 fn number<'de, D: Deserializer<'de>>(deserializer: D) -> Result<f32, D::Error> {
     Ok(Option::deserialize(deserializer)?.unwrap_or(f32::NAN))
 }
@@ -42,7 +43,7 @@ impl StepMetrics {
         Self { step, epoch, loss, learning_rate, sequences, real_tokens, padded_tokens, seconds }
     }
 
-    /// How many bytes were predicted: from each sequence, all but the first.
+    /// The number of bytes predicted: all but the first of each sequence.
     pub(crate) fn predictions(&self) -> u64 {
         self.real_tokens.saturating_sub(self.sequences)
     }
@@ -57,7 +58,7 @@ pub(crate) struct Metrics(Vec<StepMetrics>);
 pub(crate) struct Timed {
     pub(crate) metrics: StepMetrics,
     pub(crate) seconds: f64,
-    /// Whether a session begins with it that is not the first.
+    /// Whether a session other than the first starts with it.
     pub(crate) is_resumed: bool,
 }
 
@@ -73,7 +74,7 @@ impl Metrics {
         &self.0
     }
 
-    /// The steps with their times. A clock that went back is that of a new session.
+    /// The steps with their times. Where the clock goes back, a new session starts.
     pub(crate) fn timed(&self) -> impl Iterator<Item = Timed> {
         let before = [0.0].into_iter().chain(self.0.iter().map(|step| step.seconds));
         self.0.iter().zip(before).map(|(&metrics, before)| {
@@ -83,7 +84,7 @@ impl Metrics {
         })
     }
 
-    /// How long all of it took, the time between sessions not counted.
+    /// The duration of all steps, without the time between sessions.
     pub(crate) fn seconds(&self) -> f64 {
         self.timed().map(|step| step.seconds).sum()
     }
@@ -127,7 +128,8 @@ mod tests {
 
     fn line(step: u64, loss: &str, seconds: f64) -> String {
         format!(
-            "{{\"step\": {step}, \"epoch\": 0, \"loss\": {loss}, \"learning_rate\": 0.1, \"sequences\": 1, \
+            "{{\"step\": {step}, \"epoch\": 0, \"loss\": {loss}, \"learning_rate\": 0.1, \
+             \"sequences\": 1, \
              \"real_tokens\": 5, \"padded_tokens\": 8, \"seconds\": {seconds}}}\n"
         )
     }

@@ -70,7 +70,7 @@ impl Transformer {
 
 const NORM_EPSILON: f64 = 1e-5;
 
-/// Attention and a feed-forward network, each added to what it read.
+/// Attention and a feed-forward network, each added to its input.
 #[derive(Debug)]
 struct Block {
     attention_norm: RmsNorm,
@@ -129,9 +129,8 @@ impl Attention {
     }
 }
 
-/// 0 where a position may look and −∞ where it would see the future. [length, length]
-///
-/// Padding needs no mask of its own: it stands on the right, where no real token looks.
+/// 0 where a position may attend and −∞ where it would see the future. [length, length]
+/// Padding needs no mask of its own: it is on the right, where no real token attends.
 fn causal_mask(length: usize, device: &Device) -> Result<Tensor> {
     let at = |row, column| if column > row { f32::NEG_INFINITY } else { 0.0 };
     let mask: Vec<f32> =

@@ -34,7 +34,7 @@ pub(crate) fn by_name(vars: &VarMap) -> Result<BTreeMap<String, Var>> {
     Ok(vars.iter().map(|(name, var)| (name.clone(), var.clone())).collect())
 }
 
-/// Numbers from −`bound` to `bound` that depend on `seed` and their place alone.
+/// Numbers from −`bound` to `bound` that depend only on `seed` and their position.
 fn uniform(seed: Seed, shape: &Shape, bound: f32, device: &Device) -> Result<Tensor> {
     // The upper 24 bits are exact in an f32.
     let unit = |index| (seed.derive(index).as_u64() >> 40) as f32 / (1_u32 << 24) as f32;

@@ -21,7 +21,7 @@ const MODEL: &str = "model.safetensors";
 const CURVE: &str = "loss.svg";
 const CHECKPOINTS: &str = "checkpoints";
 
-/// The folder of run `number`, of those that were given no folder.
+/// The folder of run `number`, where `--out` names none.
 pub(crate) fn numbered(number: u32) -> PathBuf {
     Path::new("runs").join(format!("{number:04}"))
 }
@@ -36,7 +36,7 @@ pub(crate) fn metrics(path: &Path) -> Result<Metrics> {
     Metrics::read(&path.join(METRICS))
 }
 
-/// Whether the run in `path` has come to its end.
+/// Whether the run in `path` is complete.
 pub(crate) fn is_complete(path: &Path) -> Result<bool> {
     is_there(path.join(MODEL))
 }
@@ -59,13 +59,12 @@ impl RunDir {
     pub(crate) fn create(path: &Path, settings: &Settings) -> Result<Self> {
         let holds_one = || {
             let held = Error::usage(format!("{} already holds a run or a model", path.display()));
-            held.hinted("--resume goes on with a run; another one needs another folder")
+            held.hinted("resume that run with --resume, or choose another folder")
         };
         Self::claim(path, settings)?.ok_or_else(holds_one)
     }
 
-    /// Makes the first folder of those that [`numbered`] names that is free, and returns its
-    /// number.
+    /// Makes the first free folder of those that [`numbered`] names, and returns its number.
     pub(crate) fn create_numbered(settings: &Settings) -> Result<(u32, Self)> {
         let mut number = 1_u32;
         loop {
@@ -143,12 +142,12 @@ impl RunDir {
         written.map_err(|source| Error::write(self.path.join(METRICS), source))
     }
 
-    /// Brings the metrics to disk, so that a checkpoint never knows of more steps than they do.
+    /// Syncs the metrics to disk, so that they never have fewer steps than a checkpoint.
     pub(crate) fn sync(&self) -> Result<()> {
         self.metrics.sync_data().map_err(|source| Error::write(self.path.join(METRICS), source))
     }
 
-    /// Writes the model, which ends the run.
+    /// Writes the model, which completes the run.
     pub(crate) fn save(&self, vars: &VarMap) -> Result<()> {
         let path = self.path.join(MODEL);
         let bytes = serialized(vars).map_err(|source| Error::write(&path, source))?;
@@ -163,7 +162,7 @@ fn serialized(vars: &VarMap) -> io::Result<Vec<u8>> {
     safetensors::serialize(tensors, None).map_err(io::Error::other)
 }
 
-/// The step that a line of the metrics is about; none for half a line.
+/// The step of a line of the metrics; `None` for half a line.
 fn step_of(line: &str) -> Option<u64> {
     serde_json::from_str::<Value>(line).ok()?["step"].as_u64()
 }
@@ -195,7 +194,7 @@ mod tests {
     }
 
     #[test]
-    fn metrics_after_the_checkpoint_are_forgotten() {
+    fn metrics_after_the_checkpoint_are_dropped() {
         let parent = tempfile::tempdir().unwrap();
         let run = parent.path().join("run");
         let lines = |steps: std::ops::Range<u64>| {

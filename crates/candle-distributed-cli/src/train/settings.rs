@@ -112,7 +112,8 @@ pub(crate) mod tests {
     fn settings_of_early_versions_are_read_and_sessions_whose_steps_are_lost_are_dropped() {
         let parent = tempfile::tempdir().unwrap();
         let early = r#"{
-            "format_version": 1, "seed": 7, "steps": 20, "data": null, "text": "", "max_tokens": 4096
+            "format_version": 1, "seed": 7, "steps": 20, "data": null, "text": "",
+            "max_tokens": 4096
         }"#;
         fs::write(parent.path().join(FILE), early).unwrap();
         let known = Settings::read(parent.path()).unwrap().unwrap();

@@ -14,13 +14,13 @@ use crate::{
 
 const SIZE: (u32, u32) = (900, 680);
 
-/// How many bars can be told apart, about.
+/// About as many bars as can be told apart.
 const N_BINS: u64 = 40;
 
 type Chart<'a, 'b> = ChartContext<'a, SVGBackend<'b>, Cartesian2d<RangedCoordf64, RangedCoordf64>>;
 
-/// An SVG document: above how many of the sequences are how long, below the tokens of the batches
-/// by padded length.
+/// An SVG document: above, a histogram of the lengths; below, the tokens of the batches by padded
+/// length.
 pub(crate) fn svg(lengths: &[u64], batches: &[&Batch], report: &PaddingReport) -> Result<String> {
     picture::document(SIZE, |area| draw(&area, lengths, batches, report))
 }

@@ -25,7 +25,7 @@ struct Answer {
     report: Report,
 }
 
-/// Whose batches these are, if ranks share them.
+/// The rank that these batches belong to, if ranks share them.
 #[derive(Serialize)]
 struct Share {
     world_size: u64,
@@ -55,8 +55,8 @@ struct Report {
 #[derive(Serialize)]
 struct Rows {
     bins: u64,
-    /// Real tokens in those of full rows: the efficiency, because each batch is a row of the full
-    /// length.
+    /// The fraction of the tokens of full rows that are real: the efficiency, because each batch is
+    /// a row of the full length.
     density: f64,
 }
 
@@ -106,7 +106,8 @@ fn of_rank(
         .map(|step| Entry { batch: step.batch, step_real_tokens: Some(step.real_tokens) })
         .collect();
     let mut report: PaddingReport = batches.iter().map(|entry| &entry.batch).collect();
-    // Sequences were left out or cut before the ranks shared them.
+    // Sequences are left out or cut before the batches are shared, so these counts belong to no
+    // rank.
     (report.skipped, report.truncated, report.dropped) =
         (of_world.skipped, of_world.truncated, of_world.dropped);
     let (rank, world_size) = (placement.rank().as_u64(), placement.world_size().as_u64());

@@ -1,4 +1,4 @@
-//! `mesh`: devices, collectives on them, and what those cost.
+//! `mesh`: devices, collectives on them, and how long those take.
 
 mod collective;
 mod report;
@@ -21,14 +21,13 @@ use crate::{
     output::{self, Format},
 };
 
-/// Show the devices, run collectives on them, check the results, and print what they cost.
-///
-/// The time of a collective is that of the slowest device, and the median of all repetitions.
-/// Bandwidths are those of nccl-tests: the algorithm's is bytes over time, the bus's what each
-/// device must send at least, over time.
+/// Show the devices, run collectives on them, check the results, and print how long they take. The
+/// time of a collective is that of the slowest device, and the median over all repetitions.
+/// Bandwidths are defined as in nccl-tests: GB/s is the size over the time, bus GB/s is what each
+/// device must at least send over the time.
 #[derive(Debug, clap::Args)]
 #[command(after_help = examples![
-    "# What do collectives of two virtual devices on this processor cost?"
+    "# How long do collectives take on two virtual devices of this processor?"
     "candle-distributed mesh"
     "# And those of six in a grid: along each axis, and along both at once?"
     "candle-distributed mesh --axis data=3 --axis model=2 --bytes 64KiB"
@@ -38,15 +37,21 @@ use crate::{
 pub(crate) struct Args {
     #[command(flatten)]
     devices: DeviceArgs,
-    /// An axis of the grid and its size; may be given more than once, the last one varies fastest
+    /// An axis of the grid and its size; may be repeated, and the last axis varies fastest
     /// [default: one axis]
     #[arg(long = "axis", value_name = "NAME=SIZE", value_parser = parse_axis)]
     axes: Vec<Axis>,
-    /// Sizes of the tensor that a device brings, or of the one that it gets if that is larger; it
-    /// holds three at most
-    #[arg(long, value_name = "BYTES,...", value_delimiter = ',', value_parser = parse_bytes, default_value = "4KiB,1MiB,16MiB")]
+    /// Sizes of the input or the output of a device, whichever is larger; a device holds at most
+    /// three tensors of this size
+    #[arg(
+        long,
+        value_name = "BYTES,...",
+        value_delimiter = ',',
+        value_parser = parse_bytes,
+        default_value = "4KiB,1MiB,16MiB"
+    )]
     bytes: Vec<usize>,
-    /// How often a collective of one size is timed
+    /// Number of times that each collective is timed at each size
     #[arg(long, value_name = "N", value_parser = value_parser!(u16).range(1..), default_value_t = 9)]
     repetitions: u16,
     /// Text for people, or JSON
@@ -80,7 +85,7 @@ pub(crate) fn run(args: &Args) -> Result<()> {
     let n_devices = place.placement.world_size();
     if let Some(n_slots) = args.n_slots().filter(|&n_slots| n_slots != n_devices.as_u64()) {
         return Err(Error::usage(format!(
-            "the axes make a grid of {n_slots}, which {n_devices} devices do not fill"
+            "the axes make a grid of {n_slots}, but there are {n_devices} devices"
         )));
     }
     let answer =
@@ -93,7 +98,7 @@ pub(crate) fn run(args: &Args) -> Result<()> {
 }
 
 impl Args {
-    /// How many devices the axes ask for, if there are any.
+    /// The number of devices in the grid of the axes, if any are given.
     fn n_slots(&self) -> Option<u64> {
         let product =
             || self.axes.iter().fold(1, |slots: u64, axis| slots.saturating_mul(axis.size as u64));
@@ -108,7 +113,7 @@ impl Args {
         self.axes.iter().fold(grid, |grid, axis| grid.axis(&axis.name, axis.size))
     }
 
-    /// Runs every collective along every axis, and of several axes also along all of them at once.
+    /// Runs every collective along every axis and, if there are several, along all of them at once.
     fn measure(&self, mesh: &DeviceMesh) -> Result<Answer> {
         let trials = self.trials(mesh);
         let bar = output::progress(trials.len() as u64, "{bar:30} {pos}/{len}, {msg}");

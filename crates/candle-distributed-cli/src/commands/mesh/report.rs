@@ -1,4 +1,4 @@
-//! What is printed of a mesh and of the collectives on it.
+//! What is printed about a mesh and the collectives on it.
 
 use std::{collections::BTreeMap, env, fmt};
 
@@ -15,10 +15,10 @@ pub(super) struct Answer {
     format_version: u32,
     world_size: usize,
     axes: Vec<Axis>,
-    /// Those of this process.
+    /// The devices of this process.
     devices: Vec<String>,
     cores: usize,
-    /// The variables by which candle is told how many threads to take.
+    /// The environment variables that set the number of threads of candle.
     threads: BTreeMap<&'static str, Option<String>>,
     repetitions: u16,
     collectives: Vec<Figures>,
@@ -26,7 +26,7 @@ pub(super) struct Answer {
     mesh: DeviceMesh,
 }
 
-/// What one collective costs.
+/// How long one collective takes.
 #[derive(Debug, Serialize)]
 pub(super) struct Figures {
     collective: String,
@@ -39,7 +39,7 @@ pub(super) struct Figures {
 }
 
 impl Figures {
-    /// Those of a trial that took this many seconds.
+    /// The figures of a trial that took this many seconds.
     pub(super) fn new(trial: &Trial, seconds: f64) -> Self {
         let (group_size, bytes) = (trial.group_size(), trial.n_bytes());
         let speed = bytes as f64 / seconds;
@@ -97,7 +97,7 @@ impl fmt::Display for Answer {
         writeln!(f, "{}\n", table(&self.collectives))?;
         writeln!(
             f,
-            "all results are right; of {} repetitions the median, of the devices the slowest",
+            "all results correct; median of {} repetitions, slowest device",
             self.repetitions
         )
     }

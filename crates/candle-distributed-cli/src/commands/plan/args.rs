@@ -18,14 +18,14 @@ use crate::{
     hint, input,
 };
 
-/// Plan which rank owns which part of a model, and print what each holds and sends.
+/// Plan which rank owns which part of a model, and print what each rank holds and sends.
 ///
 /// Only the names, shapes and types of the tensors are read, never their values.
 #[derive(Debug, clap::Args)]
 #[command(after_help = examples![
     "# Who owns what on 8 ranks, and what does a step send?"
     "candle-distributed plan model.safetensors --world-size 8"
-    "# Does it fit into 24 GiB a device, trained in F32 and sent as BF16? If not, what would?"
+    "# Does it fit in 24 GiB per device, trained in F32 and communicated in BF16? If not, what does?"
     "candle-distributed plan model.safetensors --world-size 8 --mixed-precision BF16,F32 --budget 24GiB"
     "candle-distributed plan model.safetensors --world-size 8 --mixed-precision BF16,F32 --budget 24GiB --search"
     "# What moves if two ranks are lost?"
@@ -40,68 +40,81 @@ pub(crate) struct Args {
     #[arg(long)]
     pub(super) world_size: u64,
 
-    /// How parameters are spread [default: full, or hybrid with --rules]
+    /// How parameters are distributed over ranks [default: full, or hybrid with --rules]
     #[arg(long, value_enum, help_heading = "What goes where")]
     strategy: Option<StrategyArg>,
-    /// How `full` cuts them [default: dim0]
+    /// How `full` cuts parameters [default: dim0]
     #[arg(long, value_enum, help_heading = "What goes where")]
     layout: Option<LayoutArg>,
-    /// Rows that `row-ragged` never parts [default: 1], or elements that `block-ragged` never parts
-    /// [default: 128]
+    /// Number of rows that `row-ragged` keeps together [default: 1], or of elements that
+    /// `block-ragged` does [default: 128]
     #[arg(long, value_name = "N", help_heading = "What goes where")]
     block_size: Option<u64>,
     /// Which layers may share a rank under `layer-wise` [default: any]
     #[arg(long, value_enum, help_heading = "What goes where")]
     layer_order: Option<OrderArg>,
-    /// Rules for `hybrid` in a JSON file: {"rules": [{"pattern", "choice"}], "default"}
+    /// JSON file with the rules of `hybrid`: {"rules": [{"pattern", "choice"}], "default"}
     #[arg(long, value_name = "FILE", help_heading = "What goes where")]
     rules: Option<PathBuf>,
-    /// Copies of the model, each sharded over its part of the ranks (HSDP)
+    /// Number of copies of the model, each sharded over its own part of the ranks (HSDP)
     #[arg(long, value_name = "G", default_value_t = 1, help_heading = "What goes where")]
     replicas: u64,
-    /// Where layers end: a pattern like model.layers.*.mlp.experts.* [default: at the first number
-    /// in a name]
+    /// Pattern that layers match, such as model.layers.*.mlp.experts.* [default: names up to their
+    /// first number]
     #[arg(long, value_name = "PATTERN", help_heading = "What goes where")]
     pub(super) layers: Option<Pattern>,
-    /// Units that stay gathered between forward and backward pass; may be given more than once
+    /// Units that stay gathered between forward and backward pass; may be repeated
     #[arg(long, value_name = "PATTERN", help_heading = "What goes where")]
     pub(super) keep: Vec<Pattern>,
 
-    /// Whose state is counted
+    /// Optimizer whose state is counted
     #[arg(long, value_enum, default_value_t, help_heading = "What it costs")]
     optimizer: OptimizerArg,
-    /// Type in which trained parameters are held [default: that of the file]
+    /// Dtype of trained parameters [default: that of the file]
     #[arg(long, value_name = "DTYPE", value_parser = dtype, help_heading = "What it costs")]
     param_dtype: Option<ElemType>,
-    /// Types in which parameters and gradients travel, such as BF16,F32 [default: that in which
-    /// they are held]
+    /// Dtypes in which parameters are gathered and gradients reduced, such as BF16,F32 [default:
+    /// those in which they are held]
     #[arg(long, value_name = "DTYPE,DTYPE", value_parser = dtypes, help_heading = "What it costs")]
     mixed_precision: Option<(ElemType, ElemType)>,
-    /// Units gathered ahead of the one in use
+    /// Number of units gathered ahead of the one in use
     #[arg(long, value_name = "UNITS", default_value_t = 1, help_heading = "What it costs")]
     prefetch: u64,
-    /// Links for an estimate of time: h100, or ranks in a node with GB/s within and between nodes,
-    /// such as 8:450:50
+    /// Links, to estimate communication time: h100, or ranks per node and GB/s within and between
+    /// nodes, such as 8:450:50
     #[arg(long, value_parser = links, help_heading = "What it costs")]
     links: Option<Links>,
-    /// Memory of a device for all this, such as 24GiB
+    /// Memory per device, such as 24GiB
     #[arg(long, value_name = "BYTES", value_parser = bytes::parse, help_heading = "What it costs")]
     pub(super) budget: Option<u64>,
 
-    /// Find the plan of `full` that sends for the shortest time, among those that fit the budget
-    #[arg(long, requires = "budget", conflicts_with_all = ["strategy", "layout", "block_size", "layer_order", "rules", "replicas", "keep"], help_heading = "What to print")]
+    /// Search the `full` layouts for the plan with the least communication time that fits the
+    /// budget
+    #[arg(
+        long,
+        requires = "budget",
+        conflicts_with_all = [
+            "strategy", "layout", "block_size", "layer_order", "rules", "replicas", "keep"
+        ],
+        help_heading = "What to print"
+    )]
     pub(super) search: bool,
     /// Also list the shards of this rank
     #[arg(long, help_heading = "What to print")]
     rank: Option<u64>,
-    /// Explain instead what becomes of this parameter
+    /// Explain how this parameter is sharded, instead of the report
     #[arg(long, value_name = "NAME", help_heading = "What to print")]
     pub(super) explain: Option<String>,
-    /// Explain instead what this rank holds
+    /// Explain what this rank holds, instead of the report
     #[arg(long, value_name = "RANK", conflicts_with = "explain", help_heading = "What to print")]
     explain_rank: Option<u64>,
-    /// Tell instead what differs from a plan in JSON, and what has to move
-    #[arg(long, value_name = "PLAN", conflicts_with_all = ["explain", "explain_rank"], help_heading = "What to print")]
+    /// Compare with a stored JSON plan: what differs and what must move
+    #[arg(
+        long,
+        value_name = "PLAN",
+        conflicts_with_all = ["explain", "explain_rank"],
+        help_heading = "What to print"
+    )]
     pub(super) against: Option<PathBuf>,
     /// A table, JSON, or a drawing
     #[arg(long, value_enum, default_value_t, help_heading = "What to print")]
@@ -114,9 +127,9 @@ enum StrategyArg {
     Full,
     /// Whole layers
     LayerWise,
-    /// Whole tensors, of which as few are cut as exact balance allows
+    /// Whole tensors, as few of them cut as exact balance allows
     WholeTensor,
-    /// By rules; without a file of them: classifier and head whole, the rest over all ranks
+    /// By rules; without --rules, classifier and head whole, the rest over all ranks
     Hybrid,
 }
 
@@ -126,11 +139,11 @@ enum LayoutArg {
     Dim0,
     /// Elements of each unit end to end, as FSDP1 does
     Flat,
-    /// The same aligned, as FSDP1 does when it keeps original parameters
+    /// The same with aligned parameters, as FSDP1 does with `use_orig_params`
     FlatAligned,
-    /// Each unit between rows
+    /// Each unit in equal parts, cut between rows
     RowRagged,
-    /// Each unit between blocks of elements
+    /// Each unit in equal parts, cut between blocks of elements
     BlockRagged,
 }
 
@@ -138,7 +151,7 @@ enum LayoutArg {
 enum OrderArg {
     /// Any
     Any,
-    /// Neighbors only, as stages of a pipeline
+    /// Neighbors only, like the stages of a pipeline
     Contiguous,
 }
 
@@ -281,12 +294,12 @@ fn name(strategy: StrategyArg) -> String {
 
 fn dtype(text: &str) -> Result<ElemType, String> {
     ElemType::from_name(&text.to_uppercase())
-        .ok_or_else(|| String::from("no such dtype; examples are F32 and BF16"))
+        .ok_or_else(|| String::from("unknown dtype; examples are F32 and BF16"))
 }
 
 fn dtypes(text: &str) -> Result<(ElemType, ElemType), String> {
     let (param, reduce) =
-        text.split_once(',').ok_or("two dtypes with a comma between them are needed")?;
+        text.split_once(',').ok_or("expected two dtypes with a comma between them")?;
     Ok((dtype(param)?, dtype(reduce)?))
 }
 
@@ -297,7 +310,7 @@ fn links(text: &str) -> Result<Links, String> {
     let numbers: Result<Vec<u64>, _> = text.split(':').map(str::parse).collect();
     let Ok(&[ranks_per_node, intra, inter]) = numbers.as_deref() else {
         return Err(String::from(
-            "three whole numbers are needed: ranks in a node, GB/s within and between nodes",
+            "expected three whole numbers: ranks per node, GB/s within and between nodes",
         ));
     };
     let link =

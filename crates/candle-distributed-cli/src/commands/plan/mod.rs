@@ -31,21 +31,21 @@ struct Answer<'a> {
     rules: Option<Matches<'a>>,
 }
 
-/// What a stored plan and this one differ in.
+/// How a stored plan and this one differ.
 #[derive(Serialize)]
 struct Comparison<'a> {
     format_version: u32,
     diff: PlanDiff<'a>,
-    /// If the ranks keep their numbers, and if they are renumbered to move less; nothing if the
-    /// models differ.
+    /// What moves if the ranks keep their numbers, and if they are renumbered to move less; `None`
+    /// if the models differ.
     reshard: Option<Volume>,
     reshard_renumbered: Option<Volume>,
 }
 
 const MAY_FIT: &str =
-    "--search looks for a plan of `full` that fits, and sends for the shortest time";
+    "--search looks for the `full` plan with the least communication time that fits";
 const NOTHING_FITS: &str =
-    "more ranks hold less each, and so do --param-dtype BF16 and --optimizer adam-8bit";
+    "more ranks, --param-dtype BF16 or --optimizer adam-8bit make each rank hold less";
 
 pub(crate) fn run(args: &Args) -> Result<()> {
     args.check()?;
@@ -61,7 +61,7 @@ pub(crate) fn run(args: &Args) -> Result<()> {
     }
 }
 
-/// What is told instead of a report, if that is asked for.
+/// The explanation to print instead of a report, if the user asks for one.
 fn explain(args: &Args, plan: &ShardingPlan) -> Result<Option<String>> {
     let explanation = match (&args.explain, args.explain_rank()?) {
         (None, None) => return Ok(None),
@@ -71,7 +71,7 @@ fn explain(args: &Args, plan: &ShardingPlan) -> Result<Option<String>> {
     match args.format {
         FormatArg::Text => Ok(Some(explanation)),
         FormatArg::Json | FormatArg::Svg => {
-            Err(Error::usage("explanations are text, they have no other --format"))
+            Err(Error::usage("explanations are text and have no other --format"))
         }
     }
 }
@@ -136,7 +136,7 @@ fn write_text(answer: &Answer<'_>, out: &mut dyn Write) -> io::Result<()> {
     Ok(())
 }
 
-/// Up to so many names are listed.
+/// The number of names that are listed at most.
 const MAX_NAMES: usize = 8;
 
 fn write_rules(rules: &Matches<'_>, out: &mut dyn Write) -> io::Result<()> {
@@ -153,11 +153,11 @@ fn write_rules(rules: &Matches<'_>, out: &mut dyn Write) -> io::Result<()> {
         format!("{:?}{more}", &names[..names.len().min(MAX_NAMES)])
     };
     if !rules.unmatched.is_empty() {
-        writeln!(out, "no rule picks {}", names(&rules.unmatched))?;
+        writeln!(out, "no rule matches {}", names(&rules.unmatched))?;
     }
     if !rules.overlaps.is_empty() {
         let overlaps: Vec<_> = rules.overlaps.iter().map(|(name, _)| *name).collect();
-        writeln!(out, "several rules pick {}, of which the first decides", names(&overlaps))?;
+        writeln!(out, "several rules match {}; the first one decides", names(&overlaps))?;
     }
     Ok(())
 }

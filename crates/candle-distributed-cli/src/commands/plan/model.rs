@@ -1,4 +1,4 @@
-//! Descriptions of models, in whatever kind of file they lie.
+//! Reading the parameters of a model from the kinds of file that describe one.
 
 use std::{fs::File, io::Read, path::Path};
 
@@ -12,7 +12,7 @@ use crate::{
 const SINGLE_FILE: &str = "model.safetensors";
 const INDEX: &str = "model.safetensors.index.json";
 
-/// The parameters of whatever kind of model lies at `path`.
+/// The parameters of the model at `path`, a file or a folder.
 pub(crate) fn read(path: &Path) -> Result<Vec<ParameterInfo>> {
     read_by_name(path).map_err(|error| match *error.kind {
         ErrorKind::Read { .. } => error.hinted(hint::MODEL),

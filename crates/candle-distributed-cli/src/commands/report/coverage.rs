@@ -1,4 +1,4 @@
-//! Who reads what: how often each sequence is read in an epoch, and by which rank.
+//! How often each sequence is read in an epoch, and by which rank.
 
 use candle_distributed::{
     batch::Batch,
@@ -14,9 +14,9 @@ use crate::{
 
 const SIZE: (u32, u32) = (900, 330);
 
-/// How many steps can be told apart.
+/// The number of steps that can be told apart.
 const MAX_STEPS: usize = 60;
-/// So many blocks are drawn, about.
+/// About the number of blocks that are drawn at most.
 const MAX_BLOCKS: usize = 4000;
 
 /// How many ranks are named beside the picture.
@@ -72,8 +72,8 @@ fn in_memory(index: u64) -> usize {
     usize::try_from(index).expect("what is in memory is counted by a usize")
 }
 
-/// The sequences of a batch that each rank reads: as the mesh deals them, which fills up the last
-/// ranks with padding.
+/// The sequences of a batch that each rank reads, split as the mesh splits them: the last ranks may
+/// get padding instead.
 fn rows(batch: &Batch, world_size: WorldSize) -> impl Iterator<Item = &[u64]> {
     world_size.placements().map(|place| {
         let rows = split::chunk(batch.indices.len() as u64, place);
@@ -109,7 +109,7 @@ pub(super) fn draw(reading: &Reading, world_size: WorldSize) -> Result<String> {
     })
 }
 
-/// How many steps are drawn.
+/// The number of steps that are drawn.
 pub(super) fn n_drawn(reading: &Reading, world_size: WorldSize) -> usize {
     (MAX_BLOCKS / world_size.as_usize()).clamp(1, MAX_STEPS).min(reading.batches.len())
 }

@@ -1,4 +1,4 @@
-//! The page: a section for everything that a reader may ask of a run.
+//! The page: a section for each question that a reader may have about a run.
 
 use candle_distributed::{
     plan::RankCost,
@@ -22,7 +22,7 @@ use crate::{
 
 const STYLE: &str = include_str!("style.css");
 
-/// A table has about so many rows at most.
+/// About the number of rows that a table has at most.
 const MAX_ROWS: usize = 16;
 
 /// The whole page.
@@ -57,7 +57,7 @@ pub(super) fn page(facts: &Facts) -> Result<String> {
     Ok(page.into_string())
 }
 
-/// How far the run is, in a sentence.
+/// The progress of the run, in a sentence.
 fn state(facts: &Facts) -> String {
     let (done, steps) = (count(facts.done()), count(facts.settings.steps));
     let devices =
@@ -97,7 +97,7 @@ fn figure(picture: &str, caption: &str) -> Markup {
     }
 }
 
-/// What cannot be told, and why.
+/// What is not known, and why.
 fn missing(why: &str) -> Markup {
     html! { p.missing { (why) } }
 }
@@ -115,7 +115,7 @@ fn listed(rows: &[(&str, String)]) -> Markup {
     }
 }
 
-/// A table of numbers, the first column of which are names.
+/// A table of numbers whose first column holds names.
 fn numbers(heads: &[&str], rows: &[Vec<String>]) -> Markup {
     html! {
         div.scroll {
@@ -127,7 +127,7 @@ fn numbers(heads: &[&str], rows: &[Vec<String>]) -> Markup {
     }
 }
 
-/// The figures that are looked for first.
+/// The figures that readers look for first.
 fn summary(facts: &Facts) -> Markup {
     let steps = facts.metrics.steps();
     let (Some(first), Some(last_step)) = (steps.first(), steps.last()) else {
@@ -138,7 +138,7 @@ fn summary(facts: &Facts) -> Markup {
         (facts.metrics.sum(|step| step.real_tokens), facts.metrics.sum(|step| step.padded_tokens));
     let last = HumanCount(n_last as u128).of("step");
     let figures = [
-        ("first loss", format!("{:.3}", first.loss), String::from("nats a byte")),
+        ("first loss", format!("{:.3}", first.loss), String::from("nats per byte")),
         (
             "last loss",
             format!("{:.3}", facts.metrics.last_loss(n_last)),
@@ -147,7 +147,7 @@ fn summary(facts: &Facts) -> Markup {
         (
             "speed",
             picture::tick(&(real as f64 / seconds).round()),
-            String::from("real tokens a second"),
+            String::from("real tokens per second"),
         ),
         (
             "padding efficiency",
@@ -167,10 +167,10 @@ fn summary(facts: &Facts) -> Markup {
 }
 
 fn epochs(last: &StepMetrics) -> String {
-    format!("read, {} begun", HumanCount(u128::from(last.epoch) + 1).of("epoch"))
+    format!("read, {} started", HumanCount(u128::from(last.epoch) + 1).of("epoch"))
 }
 
-/// Seconds in the unit that people would take.
+/// Seconds in the unit that reads best.
 fn duration(seconds: f64) -> String {
     match seconds {
         ..120.0 => format!("{seconds:.1} s"),
@@ -193,7 +193,8 @@ fn settings(facts: &Facts) -> Markup {
         (
             "batches",
             format!(
-                "sequences of similar length ({BUCKET_WIDTH} lengths share a bucket), at most {} tokens of all devices, padding included",
+                "sequences of similar length ({BUCKET_WIDTH} lengths share a bucket), at most {} \
+                 tokens per batch of all devices, padding included",
                 count(settings.max_tokens)
             ),
         ),
@@ -202,19 +203,23 @@ fn settings(facts: &Facts) -> Markup {
         let [layers, heads, hidden, vocabulary, context] =
             [model.layers, model.heads, model.hidden, model.vocabulary, model.context]
                 .map(|size| count(size as u128));
-        rows.push(("model", format!("transformer of {layers} layers, width {hidden}, {heads} heads, {vocabulary} tokens, context of {context}")));
+        let model = format!(
+            "transformer of {layers} layers, width {hidden}, {heads} heads, {vocabulary} tokens, \
+             context of {context}"
+        );
+        rows.push(("model", model));
     }
     rows.extend(settings.sessions.iter().map(|session| ("ran on", of_session(session))));
     let checkpoints: Vec<String> = facts.checkpoints.iter().map(|&step| count(step)).collect();
     let checkpoints = if checkpoints.is_empty() {
         String::from("none")
     } else {
-        format!("after steps {}", checkpoints.join(", "))
+        format!("steps {}", checkpoints.join(", "))
     };
-    rows.push(("checkpoints there", checkpoints));
+    rows.push(("checkpoints", checkpoints));
     rows.push((
         "model.safetensors",
-        String::from(if facts.is_complete { "is there" } else { "not yet" }),
+        String::from(if facts.is_complete { "saved" } else { "not yet" }),
     ));
     section("settings", "Settings", &listed(&rows))
 }
@@ -235,11 +240,11 @@ fn training(facts: &Facts) -> Result<Markup> {
         let means = "Loss and speed of every step, and their means over the steps around it.";
         let is_resumed = facts.metrics.timed().any(|step| step.is_resumed);
         let line =
-            if is_resumed { " A vertical line is where the run was gone on with." } else { "" };
+            if is_resumed { " A vertical line marks where the run was resumed." } else { "" };
         html! {
             (figure(&curve::draw(&facts.metrics)?, &format!("{means}{line}")))
             @if let Some(step) = strange {
-                (missing(&format!("The loss is no number at step {}.", count(step))))
+                (missing(&format!("The loss is not a number at step {}.", count(step))))
             }
         }
     };
@@ -249,9 +254,9 @@ fn training(facts: &Facts) -> Result<Markup> {
 fn plan(facts: &Facts) -> Result<Markup> {
     let content = match &facts.sharding {
         Some(sharding) => sharded(facts, sharding)?,
-        None => missing(
-            "This run is of an earlier version, which did not tell its model and on how many devices it ran.",
-        ),
+        None => {
+            missing("An early version wrote this run and did not record its model and its devices.")
+        }
     };
     Ok(section("plan", "Sharding plan", &content))
 }
@@ -273,16 +278,20 @@ fn sharded(facts: &Facts, Sharding { parameters, plan, cost, needs }: &Sharding)
         .collect();
     Ok(html! {
         p.note {
-            "The run keeps the whole model on every device. The plan tells what each rank would hold if the model were sharded over as many ranks; activations are not in it."
+            "The run keeps the whole model on every device. The plan shows what each rank would \
+             hold if the model were sharded over that many ranks; activations are not counted."
         }
         (numbers(&heads, &rank_rows(&cost.ranks)))
         @if let Some(memory) = memory { p { (sentence(&memory.to_string())) } }
-        (figure(&svg::draw(plan, cost, None)?, "What each rank would hold: at its peak, and between two steps."))
+        (figure(
+            &svg::draw(plan, cost, None)?,
+            "What each rank would hold: at its peak, and between two steps."
+        ))
         (numbers(&["parameter", "shape", "type", "elements"], &of_parameters))
     })
 }
 
-/// A row for all neighbors that hold the same.
+/// A row for each run of ranks that hold the same.
 fn rank_rows(ranks: &[RankCost]) -> Vec<Vec<String>> {
     let held = |rank: &RankCost| {
         [rank.param_bytes, rank.storage_bytes, rank.grad_bytes, rank.optimizer_bytes]
@@ -306,7 +315,7 @@ fn rank_rows(ranks: &[RankCost]) -> Vec<Vec<String>> {
     alike.take(MAX_ROWS).map(row).collect()
 }
 
-/// The same, begun with a capital and ended with a full stop.
+/// The words with a capital at the start and a full stop at the end.
 fn sentence(words: &str) -> String {
     let mut letters = words.chars();
     letters
@@ -319,7 +328,11 @@ fn batches(facts: &Facts) -> Result<Markup> {
         Err(why) => missing(&sentence(why)),
         Ok(Reading { lengths, batches, report }) => html! {
             p { "In the first epoch: " (report) "." }
-            (figure(&chart::svg(lengths, &batches.iter().collect::<Vec<_>>(), report)?, "How long the sequences are, and where the batches of the first epoch have their padding."))
+            (figure(
+                &chart::svg(lengths, &batches.iter().collect::<Vec<_>>(), report)?,
+                "How long the sequences are, and where the batches of the first epoch have \
+                 their padding."
+            ))
         },
     };
     Ok(section("batches", "Batches", &content))
@@ -330,7 +343,9 @@ fn read_by(facts: &Facts) -> Result<Markup> {
         Err(why) => missing(&sentence(why)),
         Ok(reading) => html! {
             (covered(reading))
-            @if let Some(session) = facts.session() { (shared(reading, WorldSize::new(session.world_size)?)?) }
+            @if let Some(session) = facts.session() {
+                (shared(reading, WorldSize::new(session.world_size)?)?)
+            }
         },
     };
     Ok(section("coverage", "Coverage", &content))
@@ -347,7 +362,7 @@ fn covered(reading: &Reading) -> Markup {
     };
     let rows = [
         ("sequences in the text", all),
-        ("read once an epoch", once),
+        ("read once per epoch", once),
         ("read more often", more_often),
         ("left out", never),
     ];
@@ -370,8 +385,10 @@ fn shared(reading: &Reading, world_size: WorldSize) -> Result<Markup> {
         HumanCount(reading.batches.len() as u128).of("step")
     );
     Ok(html! {
-        (numbers(&["rank", "sequences an epoch", "tokens an epoch"], &rows))
-        @if shares.len() > MAX_ROWS { p.note { "The first " (MAX_ROWS) " of " (shares.len()) " ranks." } }
+        (numbers(&["rank", "sequences per epoch", "tokens per epoch"], &rows))
+        @if shares.len() > MAX_ROWS {
+            p.note { "The first " (MAX_ROWS) " of " (shares.len()) " ranks." }
+        }
         (figure(&coverage::draw(reading, world_size)?, &caption))
     })
 }

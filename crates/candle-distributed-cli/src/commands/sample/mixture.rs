@@ -12,7 +12,7 @@ use crate::{
     output::{self, Format},
 };
 
-/// A data set of a mixture.
+/// One data set of a mixture.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Part {
     len: u64,

@@ -20,33 +20,36 @@ use crate::{
     output::{self, Format},
 };
 
-/// Print the indices that one rank reads in one epoch.
-///
-/// They are computed as they are printed, so any part of a data set of any length comes at once.
+/// Print the indices that one rank reads in one epoch. Indices are computed as they are printed, so
+/// any part of a data set of any length is printed at once.
 #[derive(Debug, clap::Args)]
 #[command(after_help = examples![
-    "# What rank 0 of 4 reads of 11 samples, as SPDL and as PyTorch deal them"
+    "# What rank 0 of 4 reads of 11 samples, by the conventions of SPDL and of PyTorch"
     "candle-distributed sample --len 11 --world-size 4 --rank 0 --preset spdl"
     "candle-distributed sample --len 11 --world-size 4 --rank 0 --preset torch --mark-padding"
-    "# Five indices from the middle of a trillion, and who reads sample 7"
+    "# Five indices from the middle of a trillion, and which rank reads sample 7"
     "candle-distributed sample --len 1000000000000 --world-size 8 --rank 3 --start 70000000000 --count 5"
     "candle-distributed sample --len 1000000000000 --world-size 8 --locate 7"
 ])]
 pub(crate) struct Args {
-    /// Number of samples in the data set; with --weights, of draws in an epoch
+    /// Number of samples in the data set; with --weights, number of draws per epoch
     #[arg(long, required_unless_present_any = ["classes", "mix"])]
     len: Option<u64>,
-    /// File of a weight for each sample: draw with replacement, each as often as its weight asks
+    /// File with a weight per sample: draw with replacement, in proportion to the weights
     #[arg(long, value_name = "FILE", conflicts_with = "order")]
     weights: Option<PathBuf>,
-    /// File of a class for each sample, a number: every rank and every stretch sees the classes in
-    /// proportion
-    #[arg(long, value_name = "FILE", conflicts_with_all = ["len", "weights", "order", "partition", "rank_weights"])]
+    /// File with a class number per sample: every rank and every stretch of an epoch sees the
+    /// classes in proportion
+    #[arg(
+        long,
+        value_name = "FILE",
+        conflicts_with_all = ["len", "weights", "order", "partition", "rank_weights"]
+    )]
     classes: Option<PathBuf>,
-    /// At most so many samples of each class in an epoch
+    /// At most this many samples of each class per epoch
     #[arg(long, value_name = "N", requires = "classes")]
     capped: Option<u64>,
-    /// Exactly so many samples of each class in an epoch, repeating those of small ones
+    /// Exactly this many samples of each class per epoch, repeating those of small classes
     #[arg(long, value_name = "N", requires = "classes", conflicts_with = "capped")]
     fixed: Option<u64>,
     /// Number of ranks that share the data set
@@ -55,7 +58,7 @@ pub(crate) struct Args {
     /// The rank whose indices are printed
     #[arg(long, default_value_t = 0)]
     rank: u64,
-    /// Whose conventions hold where no other option says otherwise
+    /// Conventions to follow where no other option says otherwise
     #[arg(long, value_enum, default_value_t)]
     preset: Preset,
     /// Order of the samples
@@ -64,21 +67,28 @@ pub(crate) struct Args {
     /// Which positions of the order a rank reads
     #[arg(long, value_enum)]
     partition: Option<PartitionArg>,
-    /// What happens to the samples that are left when the world does not divide the data set
+    /// What to do with the samples left over when the world size does not divide the data set
     #[arg(long, value_enum)]
     tail: Option<TailArg>,
-    /// Contiguous shares in proportion to these weights, one for each rank, in place of partition
-    /// and tail
-    #[arg(long, value_delimiter = ',', value_name = "W,W,...", conflicts_with_all = ["partition", "tail"])]
+    /// Contiguous shares in proportion to these weights, one per rank, instead of --partition and
+    /// --tail
+    #[arg(
+        long,
+        value_delimiter = ',',
+        value_name = "W,W,...",
+        conflicts_with_all = ["partition", "tail"]
+    )]
     rank_weights: Option<Vec<u64>>,
-    /// Several data sets, each with its weight, read in proportion; prints which data set and which
-    /// of its samples
+    /// Several data sets, read in proportion to their weights; prints pairs of data set and sample
     #[arg(
         long,
         value_delimiter = ',',
         value_parser = mixture::parse_part,
         value_name = "LEN:WEIGHT,...",
-        conflicts_with_all = ["len", "weights", "classes", "rank_weights", "resume", "save_state", "workers", "mark_padding", "locate"]
+        conflicts_with_all = [
+            "len", "weights", "classes", "rank_weights", "resume", "save_state", "workers",
+            "mark_padding", "locate"
+        ]
     )]
     mix: Option<Vec<mixture::Part>>,
     /// Seed of the shuffle; a negative one is cast to 64 bits, as PyTorch does
@@ -87,13 +97,13 @@ pub(crate) struct Args {
     /// Epoch, counted from 0
     #[arg(long, default_value_t = 0)]
     epoch: u64,
-    /// Go on where the sampler stood when this file was written by --save-state, in any world
+    /// Resume from a file written by --save-state, with any world size
     #[arg(long, value_name = "FILE", conflicts_with = "epoch")]
     resume: Option<PathBuf>,
-    /// Write where every rank stands after as many indices as are printed
+    /// Write the state of the sampler after the printed indices to this file
     #[arg(long, value_name = "FILE", conflicts_with = "workers")]
     save_state: Option<PathBuf>,
-    /// Number of workers that share what the rank reads
+    /// Number of loader workers that share the indices of the rank
     #[arg(long, default_value_t = 1)]
     workers: u64,
     /// The worker whose indices are printed
@@ -102,16 +112,20 @@ pub(crate) struct Args {
     /// First of the indices to print, counted from 0
     #[arg(long, default_value_t = 0)]
     start: u64,
-    /// How many indices to print at most [default: all]
+    /// Maximum number of indices to print [default: all]
     #[arg(long)]
     count: Option<u64>,
-    /// Say of each index whether it is padding, a repetition that metrics should leave out
+    /// Mark the indices that are padding, repetitions that metrics should leave out
     #[arg(long, conflicts_with = "workers")]
     mark_padding: bool,
-    /// Print instead when, and on which rank, this sample is read
-    #[arg(long, value_name = "INDEX", conflicts_with_all = ["save_state", "workers", "mark_padding", "start", "count"])]
+    /// Print at which position and on which rank this sample is read, instead of indices
+    #[arg(
+        long,
+        value_name = "INDEX",
+        conflicts_with_all = ["save_state", "workers", "mark_padding", "start", "count"]
+    )]
     locate: Option<u64>,
-    /// Text with one index a line, or JSON
+    /// Text with one index per line, or JSON
     #[arg(long, value_enum, default_value_t)]
     format: Format,
 }
@@ -191,7 +205,7 @@ impl Args {
             .with_epoch(Epoch::new(self.epoch))
     }
 
-    /// The sampler, at the place in the epoch that was asked for.
+    /// The sampler, at its place in the epoch.
     fn sampler(&self) -> Result<DistributedSampler> {
         let mut sampler = self.fresh_sampler(Placement::new(self.rank, self.world_size)?)?;
         if let Some(weights) = &self.rank_weights {
@@ -231,7 +245,7 @@ impl Args {
         }
     }
 
-    /// How many of `len` indices are printed.
+    /// The number of indices to print, out of `len`.
     fn count(&self, len: u64) -> Result<u64> {
         let start = self.start;
         let left = len
@@ -250,7 +264,7 @@ fn write_state(path: &Path, state: &SamplerState) -> Result<()> {
     output::file(path, text.as_bytes())
 }
 
-/// The JSON result. The indices are computed as they are written and never held.
+/// The JSON result. The indices are computed as they are written and never stored.
 #[derive(Serialize)]
 struct Answer<'a> {
     format_version: u32,
@@ -263,7 +277,7 @@ struct Answer<'a> {
     padding: Option<Vec<bool>>,
 }
 
-/// The indices that were asked for.
+/// The indices to print.
 #[derive(Clone)]
 struct Printed<'a> {
     indices: Indices<'a>,

@@ -1,4 +1,4 @@
-//! What is drawn: some ranks, and the blocks of which their columns consist.
+//! What is drawn: some ranks, and the blocks that their columns consist of.
 
 use std::{cmp::Reverse, collections::BTreeMap};
 
@@ -106,7 +106,7 @@ impl Column {
         units.chain([(Part::Padding, padding as f64)])
     }
 
-    /// All that it holds at its peak, from the bottom up.
+    /// Everything that it holds at its peak, from the bottom up.
     pub(super) fn blocks(&self) -> impl Iterator<Item = (Part, f64)> {
         let RankCost { grad_bytes, optimizer_bytes, gathered_bytes, unreduced_bytes, .. } =
             self.cost;

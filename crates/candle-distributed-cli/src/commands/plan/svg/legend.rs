@@ -15,10 +15,10 @@ const TOP: i32 = 80;
 const LINE: i32 = 26;
 /// The extent of a sample of color.
 const SAMPLE: i32 = 15;
-/// The letters of a line.
+/// The number of letters in a line.
 const N_LETTERS: usize = 22;
 
-/// Up to so many units are named one by one.
+/// The number of units that are named one by one at most.
 const MAX_NAMES: usize = 8;
 /// The height of a sample of more units.
 const RAMP: i32 = 190;
@@ -55,7 +55,7 @@ fn name(canvas: &Canvas<'_, '_>, part: Part, at: Point) -> Drawn {
     canvas.text(&canvas.name_of(part, N_LETTERS), at, AFTER, INK)
 }
 
-/// All units upon each other, of which the first two and the last have names.
+/// All units stacked, with names for the first two and the last.
 fn ramp(canvas: &Canvas<'_, '_>, top: i32) -> Drawn {
     let n_units = canvas.units.len();
     let bottom = top + RAMP;

@@ -53,7 +53,7 @@ fn draw_on(
     canvas.area.present()
 }
 
-/// Tells what is planned, and whether it fits.
+/// Writes what is planned, and whether it fits.
 fn heading(
     canvas: &Canvas<'_, '_>,
     plan: &ShardingPlan,
@@ -61,7 +61,7 @@ fn heading(
     budget: Option<u64>,
 ) -> Drawn {
     let title = plan.summary();
-    // All that a line can hold, if it is long.
+    // Smaller letters if the title is long, so that it stays on the line.
     let size = (1900.0 / title.chars().count() as f64).min(21.0);
     let style = TextStyle::from((FONT, size, FontStyle::Bold)).color(&INK);
     canvas.area.draw(&Text::new(title, (LEFT, 14), style))?;
@@ -110,7 +110,7 @@ fn parameters<'b>(canvas: &Canvas<'_, 'b>, columns: &Columns<'_>) -> Drawn<Panel
     Ok(panel)
 }
 
-/// Writes the ranks below their columns, and what they are `below` those.
+/// Writes the ranks under their columns, and the name of the axis `below` pixels further down.
 fn ranks(canvas: &Canvas<'_, '_>, columns: &Columns<'_>, panel: &Panel<'_>, below: i32) -> Drawn {
     let names: Vec<_> = columns.drawn.iter().map(|column| column.cost.rank.to_string()).collect();
     let have_room = |step: usize| names.iter().all(|name| fits(name, panel.width(step)));

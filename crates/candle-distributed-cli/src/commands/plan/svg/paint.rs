@@ -37,7 +37,7 @@ pub(super) struct Canvas<'a, 'b> {
 }
 
 impl Canvas<'_, '_> {
-    /// Draws what stands for `part` between an upper left and a lower right corner, below a line of
+    /// Draws the block of `part` between an upper left and a lower right corner, below a line of
     /// paper if it is `set_off`; nothing if that is less than a pixel high.
     pub(super) fn block(
         &self,
@@ -136,7 +136,7 @@ impl Canvas<'_, '_> {
     }
 }
 
-/// Whether `text` has room in so many pixels, about.
+/// Whether `text` has room in about `width` pixels.
 pub(super) fn fits(text: &str, width: i32) -> bool {
     text.chars().count() <= n_letters(width)
 }

@@ -11,7 +11,8 @@ use super::{
 };
 use crate::picture::{self, Drawn};
 
-/// Where the panels begin and end, the numbers of their axes included. The legend is to their right.
+/// Where the panels begin and end, the numbers of their axes included. The legend is to their
+/// right.
 pub(super) const LEFT: i32 = 14;
 pub(super) const RIGHT: i32 = 690;
 
@@ -24,7 +25,7 @@ const MAX_WIDTH: i32 = 180;
 /// The space between two numbers.
 const SPACE: i32 = 8;
 
-/// A block must be so high to be set off from the next one, in pixels.
+/// The height from which a block is set off from the next one, in pixels.
 const MIN_HEIGHT: f64 = 4.0;
 
 /// Columns over a common axis.
@@ -66,7 +67,7 @@ impl<'b> Panel<'b> {
         Ok(Self { chart, unit, pixels_per_byte })
     }
 
-    /// Draws blocks upon each other, named where there is room.
+    /// Draws blocks stacked on each other, named where there is room.
     pub(super) fn column(
         &self,
         canvas: &Canvas<'_, '_>,
@@ -126,12 +127,12 @@ impl<'b> Panel<'b> {
         [(left + space, top), (right - space, bottom)]
     }
 
-    /// Where so many columns and so many bytes end.
+    /// The point at the end of this many columns and this many bytes.
     pub(super) fn at(&self, columns: f64, bytes: f64) -> Point {
         self.chart.backend_coord(&(columns, bytes / self.unit.bytes() as f64))
     }
 
-    /// The width of so many columns with the space between them.
+    /// The width of this many columns with the space between them.
     pub(super) fn width(&self, n_columns: usize) -> i32 {
         self.at(n_columns as f64, 0.0).0 - self.at(0.0, 0.0).0
     }

@@ -5,15 +5,15 @@ use candle_distributed::{
     types::human::{HumanBytes, HumanCount},
 };
 
-/// What the rank that holds the most needs, and whether all ranks get along with `budget`.
+/// What the rank that holds the most needs, and whether every rank fits in `budget`.
 pub(super) fn verdict(cost: &PlanCost, budget: Option<u64>) -> String {
     let most = format!(
-        "at most {} on a rank at its peak, activations not counted",
+        "at most {} per rank at the peak, activations not counted",
         HumanBytes(cost.peak_bytes())
     );
     let Some(budget) = budget else { return most };
     match cost.ranks.iter().filter(|rank| rank.peak_bytes() > budget.into()).count() {
-        0 => format!("{most}: every rank fits into {}", HumanBytes(budget.into())),
+        0 => format!("{most}: every rank fits in {}", HumanBytes(budget.into())),
         n_over => {
             let [n_over, n_ranks] =
                 [n_over, cost.ranks.len()].map(|number| HumanCount(number as u128));
@@ -28,8 +28,7 @@ pub(super) fn verdict(cost: &PlanCost, budget: Option<u64>) -> String {
 
 /// The name of a unit, in at most `n_chars` characters: without its first components, or cut if
 /// that is not enough.
-///
-/// Only that of the root unit stays as it is.
+/// The root unit has no name and is shown as `(root)`.
 pub(super) fn unit_name(unit: &str, n_chars: usize) -> String {
     let name = printable(unit);
     let len = name.chars().count();
@@ -46,7 +45,7 @@ pub(super) fn unit_name(unit: &str, n_chars: usize) -> String {
     format!("…{}", name.chars().skip(start).collect::<String>())
 }
 
-/// A text without characters that break a line or that XML does not know.
+/// The text with characters escaped that break a line or that XML forbids.
 fn printable(text: &str) -> String {
     let shown = |char: char| match char {
         char if char.is_control() || matches!(char, '\u{fffe}' | '\u{ffff}') => {
