@@ -76,10 +76,11 @@ impl Place {
     /// Checks that the mesh, which may have its ranks from MPI itself, gives this process the rank
     /// that its launcher gives it.
     fn agrees_with(self, mesh: &DeviceMesh) -> Result<()> {
-        let (rank, world_size) =
-            (self.placement.rank().as_usize(), self.placement.world_size().as_usize());
-        let (found_rank, found_size) = (mesh.local_slots().start, mesh.len());
-        if (rank, world_size) == (found_rank, found_size) {
+        let rank = self.placement.rank().as_usize();
+        let world_size = self.placement.world_size().as_usize();
+        let found_rank = mesh.local_slots().start;
+        let found_size = mesh.len();
+        if rank == found_rank && world_size == found_size {
             return Ok(());
         }
         Err(Error::usage(format!(
@@ -119,9 +120,11 @@ impl DeviceArgs {
 
     #[cfg(any(feature = "mpi", feature = "nccl"))]
     fn place_among_processes(&self, how: &str) -> Result<Place> {
-        let nobody =
-            || Error::usage(format!("this engine needs a launcher to start its processes: {how}"));
-        let launched = Launched::from_env()?.ok_or_else(nobody)?;
+        let Some(launched) = Launched::from_env()? else {
+            return Err(Error::usage(format!(
+                "this engine needs a launcher to start its processes: {how}"
+            )));
+        };
         let placement = launched.placement();
         let processes = placement.world_size();
         if let Some(asked) = self.world_size.filter(|&asked| asked != processes.as_u64()) {
@@ -129,6 +132,8 @@ impl DeviceArgs {
                 "--world-size is {asked}, but the launcher started {processes} processes"
             )));
         }
+        // If the launcher does not say how many processes share this machine, all of them may: that
+        // gives each too few threads at worst, never too many.
         let devices_here = launched.local_world_size().unwrap_or(processes).as_usize();
         Ok(Place { placement, devices_here })
     }

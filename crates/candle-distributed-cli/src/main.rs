@@ -28,7 +28,7 @@ use crate::{
 #[global_allocator]
 static ALLOCATOR: mimalloc::MiMalloc = mimalloc::MiMalloc;
 
-/// Distributed training for candle: who reads what, in which batches, on which device.
+/// Distributed training for candle: which samples, in which batches, on which device.
 #[derive(Debug, Parser)]
 #[command(name = "candle-distributed", version, propagate_version = true)]
 #[command(after_help = examples![

@@ -110,7 +110,8 @@ pub(crate) fn plain<X: Ranged, Y: Ranged, B: DrawingBackend>(
 /// The color of a step of a ramp. Every other step is lighter, so that neighbors differ however
 /// many steps there are.
 pub(crate) fn ramp(step: usize, n_steps: usize) -> RGBColor {
-    let (at, steps) = (step * (RAMP.len() - 1), n_steps.saturating_sub(1).max(1));
+    let at = step * (RAMP.len() - 1);
+    let steps = n_steps.saturating_sub(1).max(1);
     let next = RAMP[(at / steps + 1).min(RAMP.len() - 1)];
     let color = blend(RAMP[(at / steps).min(RAMP.len() - 1)], next, at % steps, steps);
     if step.is_multiple_of(2) { color } else { blend(color, WHITE, 1, 5) }

@@ -356,7 +356,7 @@ fn batch_finds_the_boundaries_of_buckets() {
     batches_are("10 80 15 70 9", &bucket, &[(&[0, 2], 15), (&[1, 3], 80), (&[4], 9)], (184, 199));
     let fixed = [&bucket[..], &["--fixed-shapes"]].concat();
     batches_are("10 80 15 70 9", &fixed, &[(&[0, 2], 15), (&[1, 3], 80), (&[4], 15)], (184, 205));
-    // Whom no batch holds moves no boundary, and who is cut moves it to where it is cut.
+    // A sequence that is left out moves no boundary; one that is cut counts with its cut length.
     let skip = [&fixed[..], &["--max-sequence-length", "15", "--overlong", "skip"]].concat();
     batches_are("10 80 15 70 9", &skip, &[(&[0, 4], 10), (&[2], 15)], (34, 35));
     let truncate =
@@ -425,7 +425,7 @@ fn batch_of_a_rank_in_json_has_the_agreed_fields() {
     assert_eq!((small, &ranks[1]["batches"][1]["step_real_tokens"]), ([1, 3], &json!(4)));
 }
 
-/// Checks that the ranks of a world take as many steps each and hold each of 100 sequences once.
+/// Checks that the ranks of a world take equally many steps and hold each of 100 sequences once.
 fn ranks_share(args: &[&str]) {
     let lengths = lengths_up_to(100);
     let of_rank =
@@ -531,7 +531,7 @@ fn batch_draws_a_bar_for_each_bin() {
         [5, 3, 3]
     );
     let many = lengths_up_to(2000);
-    // Bins of 50 from 0, the last of which holds 2000 alone.
+    // Bins of 50 from 0; the last one holds 2000 alone.
     assert_eq!(n_all_bars(&drawing(&many, &["sorted", "--max-batch-size", "1"])), [41, 42, 1]);
     assert_eq!(n_all_bars(&drawing(&many, &["pack", "--capacity", "2000"]))[0], 41);
     // Nothing to draw, and more than there is room for in a number of 64 bits.
@@ -887,7 +887,7 @@ fn plan_refuses_bad_input() {
     plan(&["--links", "8:450"], &["three whole numbers"]);
     plan(&["--links", "8:450:50:x"], &["three whole numbers"]);
     plan(&["--links", "8:0:1"], &["bytes per second of a link is 0"]);
-    plan(&["--param-dtype", "F33"], &["no such dtype"]);
+    plan(&["--param-dtype", "F33"], &["unknown dtype"]);
     refuses(&["plan", "/no/such/model", "--world-size", "2"], &["/no/such/model"]);
 }
 

@@ -217,7 +217,7 @@ fn plans(dir: &Path) -> [Form; 4] {
     ]
 }
 
-/// A plan that remembers who kept what, which only a program of one's own makes.
+/// A resized plan, which remembers what each rank kept; only a Rust program makes one.
 fn resized() -> Value {
     let parameters = [ParameterInfo::new("fc.weight", [12, 4], ElemType::F32).unwrap()];
     let four = Full::new(Layout::RowRagged { rows: 1 })
@@ -226,7 +226,7 @@ fn resized() -> Value {
     serde_json::to_value(four.resized(WorldSize::new(3).unwrap()).unwrap()).unwrap()
 }
 
-/// What is written to files: states of samplers, and the folder of a run.
+/// The files that are written: states of samplers, and the folder of a run.
 fn run_of(dir: &Path) -> [Form; 4] {
     let at = |name: &str| dir.join(name).to_str().unwrap().to_owned();
     let (state, data, out) = (at("state.json"), at("text.txt"), at("run"));
@@ -337,7 +337,7 @@ fn what_is_damaged_is_not() {
                     longer.pointer_mut(place).unwrap()["surprise"] = json!(0);
                     assert!(
                         !closed.is_valid(&longer),
-                        "{name}{place}: a field that nobody knows is accepted"
+                        "{name}{place}: an unknown field is accepted"
                     );
                 }
             }

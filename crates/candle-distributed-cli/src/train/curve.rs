@@ -29,26 +29,18 @@ pub(crate) fn draw(metrics: &Metrics) -> Result<String> {
     let steps: Vec<Timed> = metrics.timed().collect();
     picture::document(SIZE, |area| {
         let (above, below) = area.split_vertically(MIDDLE);
-        let series = Series::new(&steps, |Timed { metrics, .. }| Sum {
+        let losses = Series::new(&steps, |Timed { metrics, .. }| Sum {
             of: f64::from(metrics.loss) * metrics.predictions() as f64,
             over: metrics.predictions() as f64,
         });
-        draw_panel(
-            &above,
-            &steps,
-            &series,
-            &Panel { name: "loss (nats per byte)", color: BLUE, from_zero: false },
-        )?;
-        let series = Series::new(&steps, |step| Sum {
+        let speeds = Series::new(&steps, |step| Sum {
             of: step.metrics.real_tokens as f64,
             over: step.seconds,
         });
-        draw_panel(
-            &below,
-            &steps,
-            &series,
-            &Panel { name: "tokens/s", color: ORANGE, from_zero: true },
-        )?;
+        let loss = Panel { name: "loss (nats per byte)", color: BLUE, from_zero: false };
+        let speed = Panel { name: "tokens/s", color: ORANGE, from_zero: true };
+        draw_panel(&above, &steps, &losses, &loss)?;
+        draw_panel(&below, &steps, &speeds, &speed)?;
         area.present()
     })
 }
@@ -105,7 +97,7 @@ struct Sum {
     over: f64,
 }
 
-/// What is drawn of all steps: the number of steps done, and the value.
+/// The values of a panel, each with the number of steps done.
 #[derive(Debug)]
 struct Series {
     points: Vec<(u64, f64)>,
@@ -138,8 +130,8 @@ impl Series {
     /// The values of the axis, with a little room above and below.
     fn range(&self, from_zero: bool) -> (f64, f64) {
         let values = || self.points.iter().map(|&(_, value)| value);
-        let (low, high) =
-            (values().fold(f64::INFINITY, f64::min), values().fold(f64::NEG_INFINITY, f64::max));
+        let low = values().fold(f64::INFINITY, f64::min);
+        let high = values().fold(f64::NEG_INFINITY, f64::max);
         match high - low {
             // There is no point.
             extent if !extent.is_finite() => (0.0, 1.0),

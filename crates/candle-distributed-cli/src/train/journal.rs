@@ -40,8 +40,16 @@ impl Journal {
     pub(crate) fn new(first: u64, steps: u64, run_dir: RunDir, needs: Needs) -> Self {
         let bar = output::progress(steps, "{bar:30} step {pos}/{len}, {msg}, {eta} left")
             .with_position(first);
-        let (padding, recent) = (PaddingReport::default(), MeanLoss::default());
-        Self { run_dir, needs, bar, steps, padding, first: None, recent, seconds: 0.0 }
+        Self {
+            run_dir,
+            needs,
+            bar,
+            steps,
+            padding: PaddingReport::default(),
+            first: None,
+            recent: MeanLoss::default(),
+            seconds: 0.0,
+        }
     }
 
     /// Records one more step, made of `batch`.

@@ -38,9 +38,16 @@ impl StepMetrics {
         batch: &Batch,
         seconds: f64,
     ) -> Self {
-        let (sequences, real_tokens, padded_tokens) =
-            (batch.len() as u64, batch.real_tokens, batch.padded_tokens());
-        Self { step, epoch, loss, learning_rate, sequences, real_tokens, padded_tokens, seconds }
+        Self {
+            step,
+            epoch,
+            loss,
+            learning_rate,
+            sequences: batch.len() as u64,
+            real_tokens: batch.real_tokens,
+            padded_tokens: batch.padded_tokens(),
+            seconds,
+        }
     }
 
     /// The number of bytes predicted: all but the first of each sequence.

@@ -111,9 +111,12 @@ struct Attention {
 
 impl Attention {
     fn new(config: Config, vb: &VarBuilder<'_>) -> Result<Self> {
-        let (heads, hidden) = (config.heads, config.hidden);
-        let qkv = linear_no_bias(hidden, 3 * hidden, vb.pp("qkv"))?;
-        Ok(Self { heads, qkv, out: linear_no_bias(hidden, hidden, vb.pp("out"))? })
+        let hidden = config.hidden;
+        Ok(Self {
+            heads: config.heads,
+            qkv: linear_no_bias(hidden, 3 * hidden, vb.pp("qkv"))?,
+            out: linear_no_bias(hidden, hidden, vb.pp("out"))?,
+        })
     }
 
     fn forward(&self, x: &Tensor, mask: &Tensor) -> Result<Tensor> {

@@ -57,11 +57,11 @@ pub(crate) struct RunDir {
 impl RunDir {
     /// Makes the folder `path`, which must not hold a run.
     pub(crate) fn create(path: &Path, settings: &Settings) -> Result<Self> {
-        let holds_one = || {
-            let held = Error::usage(format!("{} already holds a run or a model", path.display()));
-            held.hinted("resume that run with --resume, or choose another folder")
-        };
-        Self::claim(path, settings)?.ok_or_else(holds_one)
+        if let Some(run) = Self::claim(path, settings)? {
+            return Ok(run);
+        }
+        let held = Error::usage(format!("{} already holds a run or a model", path.display()));
+        Err(held.hinted("resume that run with --resume, or choose another folder"))
     }
 
     /// Makes the first free folder of those that [`numbered`] names, and returns its number.
@@ -210,8 +210,8 @@ mod tests {
             resumed.append(&serde_json::json!({ "step": kept })).unwrap();
             assert_eq!(fs::read_to_string(run.join(METRICS)).unwrap(), lines(0..kept + 1));
         }
-        let begun = parent.path().join("begun");
-        RunDir::resume(&begun, &settings(), 0).unwrap();
-        assert_eq!(Settings::read(&begun).unwrap(), Some(settings()));
+        let started = parent.path().join("started");
+        RunDir::resume(&started, &settings(), 0).unwrap();
+        assert_eq!(Settings::read(&started).unwrap(), Some(settings()));
     }
 }

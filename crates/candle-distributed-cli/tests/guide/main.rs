@@ -68,7 +68,7 @@ fn every_command_prints_what_its_page_shows() {
     }
 }
 
-/// What somebody does who has never seen this program. The commands before it, `cargo run` and
+/// The first steps of a newcomer. The commands before them, `cargo run` and
 /// `cargo test` of the README, are run by CI itself.
 #[test]
 fn a_newcomer_gets_through_the_first_page() {

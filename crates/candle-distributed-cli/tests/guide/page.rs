@@ -1,6 +1,6 @@
 //! A page of the guide, and the blocks on it.
 
-/// What is checked of a page.
+/// The parts of a page that are checked.
 #[derive(Debug)]
 pub(crate) struct Page {
     /// Its path under `docs`.
@@ -14,7 +14,7 @@ pub(crate) struct Page {
 /// `figures-vary`, with hyphens for spaces. (rustdoc reads it too, and knows no other signs.)
 #[derive(Debug, PartialEq, Eq)]
 pub(crate) struct Block {
-    /// Where it begins, counted from 1.
+    /// The line where it starts, counted from 1.
     pub(crate) line: usize,
     pub(crate) kind: String,
     /// Whether it is not run.

@@ -1,6 +1,6 @@
 //! What a console shows: commands, and what they print.
 //!
-//! A command stands behind `$ ` and goes on in lines behind `> `. Below it is what it prints, on
+//! A command follows `$ ` and continues in lines after `> `. Below it is what it prints, on
 //! both streams, and nothing else. `…` stands for anything, a line of `…` for any lines. At `^C`
 //! the command is interrupted. It must fail if an `error:` is shown, else succeed. Where figures
 //! vary, a number with a decimal point stands for any other, and so do spaces and rules, since

@@ -209,13 +209,12 @@ impl Args {
             ("--packing", self.packing.is_some(), Pack),
             ("--open-rows", self.open_rows.is_some(), Pack),
         ];
-        for (option, _, strategy) in
-            of_one_strategy.into_iter().filter(|&(_, is_given, _)| is_given)
-        {
-            if self.strategy != strategy {
-                let (needed, chosen) = (name(strategy), name(self.strategy));
+        for (option, is_given, needed) in of_one_strategy {
+            if is_given && self.strategy != needed {
                 return Err(Error::usage(format!(
-                    "{option} needs --strategy {needed}, not {chosen}"
+                    "{option} needs --strategy {}, not {}",
+                    name(needed),
+                    name(self.strategy)
                 )));
             }
         }

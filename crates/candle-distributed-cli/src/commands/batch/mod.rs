@@ -15,7 +15,7 @@ pub(crate) use self::args::Args;
 use self::args::FormatArg;
 use crate::{error::Result, output};
 
-/// The JSON result, of which text and drawing are parts.
+/// The JSON result; text and drawing show parts of it.
 #[derive(Serialize)]
 struct Answer {
     format_version: u32,
@@ -108,10 +108,14 @@ fn of_rank(
     let mut report: PaddingReport = batches.iter().map(|entry| &entry.batch).collect();
     // Sequences are left out or cut before the batches are shared, so these counts belong to no
     // rank.
-    (report.skipped, report.truncated, report.dropped) =
-        (of_world.skipped, of_world.truncated, of_world.dropped);
-    let (rank, world_size) = (placement.rank().as_u64(), placement.world_size().as_u64());
-    let share = Share { world_size, rank, n_steps: batches.len() as u64 };
+    report.skipped = of_world.skipped;
+    report.truncated = of_world.truncated;
+    report.dropped = of_world.dropped;
+    let share = Share {
+        world_size: placement.world_size().as_u64(),
+        rank: placement.rank().as_u64(),
+        n_steps: batches.len() as u64,
+    };
     Ok(answer(args, batches, report, Some(share)))
 }
 

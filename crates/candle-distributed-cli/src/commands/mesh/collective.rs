@@ -11,7 +11,7 @@ use serde::Serialize;
 
 use crate::error;
 
-/// What is measured, in this order.
+/// The collectives that are measured, in this order.
 pub(super) const COLLECTIVES: [Collective; 5] = [
     Collective::Psum,
     Collective::AllGather,
@@ -166,8 +166,8 @@ impl Trial {
     /// Fails if this is not the result for the device at this position.
     fn check(&self, result: &Tensor, position: usize) -> Result<()> {
         let size = self.group_size();
-        let (found, expected) =
-            (result.to_vec1::<f32>()?, self.collective.expected(position, size));
+        let found = result.to_vec1::<f32>()?;
+        let expected = self.collective.expected(position, size);
         let n_elems = self.collective.output_len(self.n_elems(), size);
         if found.len() != n_elems {
             bail!("{} returns {} numbers instead of {n_elems}", self.collective, found.len());

@@ -70,14 +70,13 @@ fn parse_axis(text: &str) -> Result<Axis, String> {
 }
 
 /// A mesh may have many devices, and each holds three tensors of this size.
-const MAX_BYTES: u64 = 1 << 30;
+const MAX_BYTES: usize = 1 << 30;
 
 fn parse_bytes(text: &str) -> Result<usize, String> {
-    let refused = || format!("expected 1 byte to {}", HumanBytes(MAX_BYTES.into()));
-    let bytes = Some(bytes::parse(text)?)
-        .filter(|bytes| (1..=MAX_BYTES).contains(bytes))
-        .ok_or_else(refused)?;
-    usize::try_from(bytes).map_err(|_| refused())
+    match usize::try_from(bytes::parse(text)?) {
+        Ok(bytes) if (1..=MAX_BYTES).contains(&bytes) => Ok(bytes),
+        _ => Err(format!("expected 1 byte to {}", HumanBytes(MAX_BYTES as u128))),
+    }
 }
 
 pub(crate) fn run(args: &Args) -> Result<()> {

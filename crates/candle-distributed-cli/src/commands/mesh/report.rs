@@ -9,7 +9,7 @@ use serde::Serialize;
 use super::collective::{Axis, Trial};
 use crate::threads;
 
-/// The JSON result, of which the text is a part.
+/// The JSON result; the text shows a part of it.
 #[derive(Debug, Serialize)]
 pub(super) struct Answer {
     format_version: u32,
@@ -41,7 +41,8 @@ pub(super) struct Figures {
 impl Figures {
     /// The figures of a trial that took this many seconds.
     pub(super) fn new(trial: &Trial, seconds: f64) -> Self {
-        let (group_size, bytes) = (trial.group_size(), trial.n_bytes());
+        let group_size = trial.group_size();
+        let bytes = trial.n_bytes();
         let speed = bytes as f64 / seconds;
         Self {
             collective: trial.collective.to_string(),

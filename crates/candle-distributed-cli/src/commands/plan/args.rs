@@ -23,7 +23,7 @@ use crate::{
 /// Only the names, shapes and types of the tensors are read, never their values.
 #[derive(Debug, clap::Args)]
 #[command(after_help = examples![
-    "# Who owns what on 8 ranks, and what does a step send?"
+    "# Which rank owns what, and what does a step send, on 8 ranks?"
     "candle-distributed plan model.safetensors --world-size 8"
     "# Does it fit in 24 GiB per device, trained in F32 and communicated in BF16? If not, what does?"
     "candle-distributed plan model.safetensors --world-size 8 --mixed-precision BF16,F32 --budget 24GiB"
@@ -238,12 +238,12 @@ impl Args {
             ("--layer-order", self.layer_order.is_some(), StrategyArg::LayerWise),
             ("--rules", self.rules.is_some(), StrategyArg::Hybrid),
         ];
-        match of_one_strategy.iter().find(|&&(_, given, needed)| given && strategy != needed) {
-            Some(&(option, _, needed)) => {
-                Err(Error::usage(format!("{option} needs --strategy {}", name(needed))))
+        for (option, is_given, needed) in of_one_strategy {
+            if is_given && strategy != needed {
+                return Err(Error::usage(format!("{option} needs --strategy {}", name(needed))));
             }
-            None => Ok(()),
         }
+        Ok(())
     }
 
     fn layer_order(&self) -> LayerOrder {

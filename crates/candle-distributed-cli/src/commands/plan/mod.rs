@@ -22,7 +22,7 @@ use crate::{
     output,
 };
 
-/// The JSON result, of which text and drawing are parts.
+/// The JSON result; text and drawing show parts of it.
 #[derive(Serialize)]
 struct Answer<'a> {
     #[serde(flatten)]
@@ -188,7 +188,8 @@ fn write_comparison(comparison: &Comparison<'_>, out: &mut dyn Write) -> io::Res
         writeln!(out, "{}", comparison.diff)?;
     }
     let volume = |Volume { stay_bytes, move_bytes, moves, .. }: Volume| {
-        let (moving, staying) = (HumanCount(move_bytes), HumanCount(stay_bytes));
+        let moving = HumanCount(move_bytes);
+        let staying = HumanCount(stay_bytes);
         format!("{moving} bytes move in {moves} parts, {staying} stay")
     };
     match (comparison.reshard, comparison.reshard_renumbered) {

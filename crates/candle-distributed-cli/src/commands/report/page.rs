@@ -59,7 +59,8 @@ pub(super) fn page(facts: &Facts) -> Result<String> {
 
 /// The progress of the run, in a sentence.
 fn state(facts: &Facts) -> String {
-    let (done, steps) = (count(facts.done()), count(facts.settings.steps));
+    let done = count(facts.done());
+    let steps = count(facts.settings.steps);
     let devices =
         facts.session().map_or_else(String::new, |session| format!(" on {}", devices(session)));
     if facts.is_complete {
@@ -133,9 +134,10 @@ fn summary(facts: &Facts) -> Markup {
     let (Some(first), Some(last_step)) = (steps.first(), steps.last()) else {
         return section("summary", "Summary", &missing("No step is done yet."));
     };
-    let (seconds, n_last) = (facts.metrics.seconds(), (steps.len() / 10).max(1));
-    let (real, padded) =
-        (facts.metrics.sum(|step| step.real_tokens), facts.metrics.sum(|step| step.padded_tokens));
+    let seconds = facts.metrics.seconds();
+    let n_last = (steps.len() / 10).max(1);
+    let real = facts.metrics.sum(|step| step.real_tokens);
+    let padded = facts.metrics.sum(|step| step.padded_tokens);
     let last = HumanCount(n_last as u128).of("step");
     let figures = [
         ("first loss", format!("{:.3}", first.loss), String::from("nats per byte")),
@@ -300,7 +302,8 @@ fn rank_rows(ranks: &[RankCost]) -> Vec<Vec<String>> {
         held(left) == held(right) && left.peak_bytes() == right.peak_bytes()
     });
     let row = |ranks: &[RankCost]| {
-        let (first, last) = (&ranks[0], &ranks[ranks.len() - 1]);
+        let first = &ranks[0];
+        let last = &ranks[ranks.len() - 1];
         let name = if ranks.len() == 1 {
             first.rank.to_string()
         } else {

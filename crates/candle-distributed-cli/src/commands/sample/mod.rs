@@ -360,7 +360,8 @@ struct Place {
 }
 
 fn print_place(args: &Args, sampler: &DistributedSampler, index: u64) -> Result<()> {
-    let (position, rank) = (sampler.position_of(index), sampler.rank_of(index).map(Rank::as_u64));
+    let position = sampler.position_of(index);
+    let rank = sampler.rank_of(index).map(Rank::as_u64);
     let text = match (position, rank) {
         (Some(position), Some(rank)) => {
             format!("sample {index} is at position {position}, on rank {rank}")

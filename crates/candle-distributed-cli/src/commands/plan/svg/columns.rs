@@ -6,7 +6,7 @@ use candle_distributed::plan::{PlanCost, RankCost, ShardingPlan};
 
 use crate::error::Result;
 
-/// How many columns can be told apart.
+/// The number of columns that can be told apart.
 const MAX_COLUMNS: usize = 64;
 
 /// The ranks that are drawn.

@@ -64,7 +64,8 @@ impl Canvas<'_, '_> {
 
     /// Fills a rectangle with lines that rise to the right.
     fn hatch(&self, [(left, top), (right, bottom)]: [Point; 2]) -> Drawn {
-        let (width, height) = (right - left, bottom - top);
+        let width = right - left;
+        let height = bottom - top;
         for along in (3..width + height).step_by(6) {
             let start = (left + (along - height).max(0), top + along.min(height));
             let end = (left + along.min(width), top + (along - width).max(0));
