@@ -69,6 +69,7 @@ pub(crate) fn progress(n_steps: u64, template: &'static str) -> ProgressBar {
 }
 
 /// The result of a command that wrote to stdout like this.
+///
 /// A reader that closes the pipe early, as `head` does, is not a failure.
 pub(crate) fn printed(written: io::Result<()>) -> Result<()> {
     match written {

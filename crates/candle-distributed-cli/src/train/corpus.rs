@@ -91,6 +91,7 @@ impl Corpus {
 
     /// The text files under `path`, in the order of their names; or `path` itself, if it is a file.
     /// A file whose name ends in `.jsonl` holds a text in each line.
+    ///
     /// Hidden files and files that are not UTF-8 are skipped.
     pub(crate) fn read(path: &Path) -> Result<Self> {
         let mut files = Vec::new();

@@ -38,9 +38,10 @@ pub(crate) fn max_tokens(world_size: WorldSize) -> u64 {
     MAX_TOKENS.max(world_size.as_u64() * MAX_SEQUENCE_LENGTH as u64)
 }
 
-/// The batches of a run, epoch by epoch. Every process plans the batches of all devices and leaves
-/// it to the mesh to split them. So they do not depend on the number of devices, which may change
-/// when a run is resumed.
+/// The batches of a run, epoch by epoch.
+///
+/// Every process plans the batches of all devices and leaves it to the mesh to split them. So they
+/// do not depend on the number of devices, which may change when a run is resumed.
 #[derive(Debug)]
 pub(crate) struct Schedule {
     order: DistributedSampler,
@@ -131,10 +132,10 @@ fn scheduled(mut steps: Steps<'_, Vec<u64>>) -> Vec<Result<Scheduled>> {
 ///
 /// # Shapes
 ///
-/// Ids [batch, `padded_length`] u32, padded with 0 on the right; weights [batch,
-/// `padded_length` − 1] f32: one over the number of predictions in the batch where there is one, 0 where there is
-/// padding. So a sum over all replicas is the mean over the whole batch, however its tokens are
-/// spread.
+/// Ids [batch, `padded_length`] u32, padded with 0 on the right; weights
+/// [batch, `padded_length` − 1] f32: one over the number of predictions in the batch where there is
+/// one, 0 where there is padding. So a sum over all replicas is the mean over the whole batch,
+/// however its tokens are spread.
 pub(crate) fn collate(
     batch: &Batch,
     corpus: &Corpus,

@@ -133,6 +133,7 @@ impl Attention {
 }
 
 /// 0 where a position may attend and −∞ where it would see the future. [length, length]
+///
 /// Padding needs no mask of its own: it is on the right, where no real token attends.
 fn causal_mask(length: usize, device: &Device) -> Result<Tensor> {
     let at = |row, column| if column > row { f32::NEG_INFINITY } else { 0.0 };

@@ -21,8 +21,9 @@ use crate::{
     output::{self, Format},
 };
 
-/// Show the devices, run collectives on them, check the results, and print how long they take. The
-/// time of a collective is that of the slowest device, and the median over all repetitions.
+/// Show the devices, run collectives on them, check the results, and print how long they take.
+///
+/// The time of a collective is that of the slowest device, and the median over all repetitions.
 /// Bandwidths are defined as in nccl-tests: GB/s is the size over the time, bus GB/s is what each
 /// device must at least send over the time.
 #[derive(Debug, clap::Args)]

@@ -10,8 +10,10 @@ use self::facts::Facts;
 use crate::{error::Result, help::examples, output};
 
 /// Summarize a run of `train` on one HTML page: settings, plan, batches, coverage, loss curve,
-/// memory. The page is a single file with no dependencies. It is computed from the folder of the
-/// run and, if it is still there, from the text that the run learned from.
+/// memory.
+///
+/// The page is a single file with no dependencies. It is computed from the folder of the run and,
+/// if it is still there, from the text that the run learned from.
 #[derive(Debug, clap::Args)]
 #[command(after_help = examples![
     "# How did the first run go? The page is runs/0001/report.html"

@@ -20,8 +20,10 @@ use crate::{
     output::{self, Format},
 };
 
-/// Print the indices that one rank reads in one epoch. Indices are computed as they are printed, so
-/// any part of a data set of any length is printed at once.
+/// Print the indices that one rank reads in one epoch.
+///
+/// Indices are computed as they are printed, so printing can start anywhere in a data set of any
+/// length.
 #[derive(Debug, clap::Args)]
 #[command(after_help = examples![
     "# What rank 0 of 4 reads of 11 samples, by the conventions of SPDL and of PyTorch"

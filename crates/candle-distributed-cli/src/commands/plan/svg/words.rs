@@ -28,6 +28,7 @@ pub(super) fn verdict(cost: &PlanCost, budget: Option<u64>) -> String {
 
 /// The name of a unit, in at most `n_chars` characters: without its first components, or cut if
 /// that is not enough.
+///
 /// The root unit has no name and is shown as `(root)`.
 pub(super) fn unit_name(unit: &str, n_chars: usize) -> String {
     let name = printable(unit);
