@@ -183,7 +183,7 @@ impl DeviceArgs {
     #[cfg(feature = "nccl")]
     fn open_nccl(&self, grid: DeviceMeshBuilder) -> Result<DeviceMesh> {
         if !matches!(self.device, DeviceArg::Cuda) {
-            return Err(usage("--engine nccl needs --device cuda"));
+            return Err(Error::usage("--engine nccl needs --device cuda"));
         }
         let launched = Launched::from_env()?.ok_or_else(|| {
             Error::usage("--engine nccl needs a launcher, such as torchrun or srun")

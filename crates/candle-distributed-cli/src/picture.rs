@@ -133,7 +133,7 @@ fn mix(from: u8, to: u8, part: usize, whole: usize) -> u8 {
 }
 
 /// A number on an axis, in a short form.
-#[allow(clippy::trivially_copy_pass_by_ref, reason = "plotters asks for this signature")]
+#[expect(clippy::trivially_copy_pass_by_ref, reason = "plotters asks for this signature")]
 pub(crate) fn tick(value: &f64) -> String {
     const UNITS: [&str; 7] = ["", "k", "M", "G", "T", "P", "E"];
 

@@ -22,7 +22,7 @@ pub(crate) fn share_cores(devices: usize) {
     let share = (cores() / devices).max(1).to_string();
     for name in VARIABLES {
         if env::var_os(name).is_none() {
-            #[allow(unsafe_code, reason = "candle has no other setting for it")]
+            #[expect(unsafe_code, reason = "candle has no other setting for it")]
             // SAFETY: there is no other thread that could read the environment meanwhile.
             unsafe {
                 env::set_var(name, &share);

@@ -84,15 +84,24 @@ pub(crate) fn run(args: &Args) -> Result<()> {
             "--checkpoint-every 0 would write no checkpoint, it must be at least 1",
         ));
     }
-    let known = args.resumed().map_or(Ok(None), Settings::read)?;
-    known.iter().try_for_each(|known| args.agrees_with(known))?;
+    let known = match args.resumed() {
+        Some(path) => Settings::read(path)?,
+        None => None,
+    };
+    if let Some(known) = &known {
+        args.agrees_with(known)?;
+    }
+    // Before the text is read: a complete run needs none.
     if let Some(path) = args.resumed()
         && run_dir::is_complete(path)?
     {
         return place.print(|out| writeln!(out, "the run in {} is complete", path.display()));
     }
     let data = args.data.clone().or_else(|| known.as_ref()?.data.clone());
-    let corpus = data.as_deref().map_or_else(|| Ok(Corpus::embedded()), Corpus::read)?;
+    let corpus = match &data {
+        Some(path) => Corpus::read(path)?,
+        None => Corpus::embedded(),
+    };
     let settings = args.settings(known, data, &corpus, place.placement.world_size())?;
     let grid =
         DeviceMesh::builder().axis(DeviceMesh::AXIS, place.placement.world_size().as_usize());
@@ -111,10 +120,7 @@ impl Args {
         let steps = settings.steps;
         let schedule = Schedule::of(&settings, corpus)?;
         let vars = initial_parameters(mesh, Seed::new(settings.seed))?;
-        let checkpoint = match self.resumed() {
-            Some(path) => Checkpoints::new(run_dir::checkpoints(path)).latest()?,
-            None => None,
-        };
+        let checkpoint = self.checkpoint()?;
         let first = checkpoint.as_ref().map_or(0, Checkpoint::step);
         if !trainer::agree(mesh, settings.fingerprint(first))? {
             return Err(Error::usage(
@@ -134,11 +140,7 @@ impl Args {
             journal = Some(Journal::new(first, steps, run_dir, needs));
             announce(&plan, &schedule, first, steps)?;
         }
-        let path = match &self.out {
-            Some(out) => out.clone(),
-            // The first process has claimed a number; all others have 0.
-            None => run_dir::numbered(trainer::largest(mesh, number)?),
-        };
+        let path = self.path(mesh, number)?;
         let job = Job {
             mesh,
             corpus,
@@ -150,6 +152,23 @@ impl Args {
             stop: stop_flag(),
         };
         job.run(&vars, journal)
+    }
+
+    /// The folder of the run, the same in every process. Where `--out` names none, only the first
+    /// process has claimed one: `number` is 0 in the others.
+    fn path(&self, mesh: &DeviceMesh, number: u32) -> Result<PathBuf> {
+        match &self.out {
+            Some(out) => Ok(out.clone()),
+            None => Ok(run_dir::numbered(trainer::largest(mesh, number)?)),
+        }
+    }
+
+    /// The checkpoint to resume from, if there is one.
+    fn checkpoint(&self) -> Result<Option<Checkpoint>> {
+        match self.resumed() {
+            Some(path) => Ok(Checkpoints::new(run_dir::checkpoints(path)).latest()?),
+            None => Ok(None),
+        }
     }
 
     /// The folder of the run, and its number, 0 if it has none.
