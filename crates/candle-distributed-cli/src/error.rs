@@ -153,7 +153,7 @@ impl fmt::Display for Error {
     }
 }
 
-/// Whether the requested mesh is one that cannot exist, here or anywhere.
+/// Whether the fault is a requested mesh that this machine, or any, cannot have.
 fn is_bad_input(error: &mesh::Error) -> bool {
     use mesh::Error::{Device, DuplicateAxis, MeshAxes, MeshSize};
 

@@ -28,7 +28,6 @@ use crate::{
     "# Packed rows of 2048 tokens, as a picture of lengths and padding"
     "candle-distributed batch --lengths lengths.txt --strategy pack --capacity 2048 --format svg > packed.svg"
 ])]
-#[expect(clippy::struct_excessive_bools, reason = "a flag of the command line is a bool")]
 pub(crate) struct Args {
     /// File of sequence lengths, separated by white space; - for standard input
     #[arg(long, value_name = "FILE")]
