@@ -59,16 +59,15 @@ pub(crate) fn read_numbers<T: FromStr>(path: &Path, what: &str) -> Result<Vec<T>
 /// `path`.
 pub(crate) fn numbers<T: FromStr>(text: &str, what: &str, path: &Path) -> Result<Vec<T>> {
     let name = path.display();
-    let parse = |(number, word): (usize, &str)| {
-        let refused = |_| {
-            Error::usage(format!("{what} {} in {name} is not a number: {word:.40?}", number + 1))
+    let mut numbers = Vec::new();
+    for (n, word) in (1_u64..).zip(text.split_whitespace()) {
+        let Ok(number) = word.parse() else {
+            return Err(Error::usage(format!("{what} {n} in {name} is not a number: {word:.40?}")));
         };
-        word.parse().map_err(refused)
-    };
-    let numbers: Vec<T> = text.split_whitespace().enumerate().map(parse).collect::<Result<_>>()?;
-    if numbers.is_empty() {
-        Err(Error::usage(format!("there is no {what} in {name}")))
-    } else {
-        Ok(numbers)
+        numbers.push(number);
     }
+    if numbers.is_empty() {
+        return Err(Error::usage(format!("there is no {what} in {name}")));
+    }
+    Ok(numbers)
 }

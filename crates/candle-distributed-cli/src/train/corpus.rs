@@ -176,18 +176,19 @@ enum Line {
 
 /// The texts of the lines that are not blank; errors name the file by `path`.
 fn texts_in_lines(lines: &str, path: &Path) -> Result<Vec<String>> {
-    let text = |(number, line): (usize, &str)| match serde_json::from_str(line) {
-        Ok(Line::Text(text) | Line::Object { text }) => Ok(text),
-        Err(_) => {
-            let wrong = Error::usage(format!(
-                "line {} of {} holds no text: {line:.40?}",
-                number + 1,
-                path.display()
-            ));
-            Err(wrong.hinted(hint::JSON_LINES))
+    let mut texts = Vec::new();
+    for (n, line) in (1_u64..).zip(lines.lines()) {
+        if line.trim().is_empty() {
+            continue;
         }
-    };
-    lines.lines().enumerate().filter(|(_, line)| !line.trim().is_empty()).map(text).collect()
+        let Ok(Line::Text(text) | Line::Object { text }) = serde_json::from_str(line) else {
+            let name = path.display();
+            let wrong = Error::usage(format!("line {n} of {name} holds no text: {line:.40?}"));
+            return Err(wrong.hinted(hint::JSON_LINES));
+        };
+        texts.push(text);
+    }
+    Ok(texts)
 }
 
 #[cfg(test)]

@@ -29,8 +29,8 @@ pub(crate) struct Memory {
 impl Memory {
     /// The memory of a session, if it is known.
     pub(crate) fn of(session: &Session, needs: Needs) -> Option<Self> {
-        let &Session { devices_here: n_devices, peak_bytes, .. } = session;
-        peak_bytes.map(|peak_bytes| Self { peak_bytes, n_devices, needs })
+        let peak_bytes = session.peak_bytes?;
+        Some(Self { peak_bytes, n_devices: session.devices_here, needs })
     }
 }
 

@@ -61,13 +61,13 @@ pub(crate) struct Args {
 }
 
 fn parse_axis(text: &str) -> Result<Axis, String> {
-    let axis = text
-        .split_once('=')
-        .and_then(|(name, size)| Some((name, size.parse().ok().filter(|&size| size > 0)?)));
-    match axis {
-        Some((name, size)) if !name.is_empty() => Ok(Axis { name: name.into(), size }),
-        _ => Err("expected a name, an equals sign and a size of at least 1, such as data=2".into()),
+    if let Some((name, size)) = text.split_once('=')
+        && let Ok(size @ 1..) = size.parse()
+        && !name.is_empty()
+    {
+        return Ok(Axis { name: name.into(), size });
     }
+    Err("expected a name, an equals sign and a size of at least 1, such as data=2".into())
 }
 
 /// A mesh may have many devices, and each holds three tensors of this size.
@@ -117,15 +117,12 @@ impl Args {
     fn measure(&self, mesh: &DeviceMesh) -> Result<Answer> {
         let trials = self.trials(mesh);
         let bar = output::progress(trials.len() as u64, "{bar:30} {pos}/{len}, {msg}");
-        let figures = bar.wrap_iter(trials.iter()).map(|trial| {
-            bar.set_message(format!(
-                "{} of {}",
-                trial.collective,
-                HumanBytes(trial.n_bytes() as u128)
-            ));
-            Ok(Figures::new(trial, trial.run(mesh)?))
-        });
-        let figures = figures.collect::<Result<_>>()?;
+        let mut figures = Vec::new();
+        for trial in bar.wrap_iter(trials.iter()) {
+            let size = HumanBytes(trial.n_bytes() as u128);
+            bar.set_message(format!("{} of {size}", trial.collective));
+            figures.push(Figures::new(trial, trial.run(mesh)?));
+        }
         bar.finish_and_clear();
         Ok(Answer::new(mesh, self.repetitions, figures))
     }
@@ -137,13 +134,10 @@ impl Args {
         let mut trials = Vec::new();
         for along in &groups {
             for collective in COLLECTIVES {
-                let trial = |&bytes| Trial {
-                    collective,
-                    along: along.clone(),
-                    bytes,
-                    repetitions: self.repetitions,
-                };
-                trials.extend(self.bytes.iter().map(trial));
+                for &bytes in &self.bytes {
+                    let along = along.clone();
+                    trials.push(Trial { collective, along, bytes, repetitions: self.repetitions });
+                }
             }
         }
         trials

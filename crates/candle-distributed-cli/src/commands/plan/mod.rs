@@ -148,18 +148,20 @@ fn write_rules(rules: &Matches<'_>, out: &mut dyn Write) -> io::Result<()> {
         decided.join(", "),
         rules.unmatched.len()
     )?;
-    let names = |names: &[&str]| {
-        let more = if names.len() > MAX_NAMES { ", …" } else { "" };
-        format!("{:?}{more}", &names[..names.len().min(MAX_NAMES)])
-    };
     if !rules.unmatched.is_empty() {
-        writeln!(out, "no rule matches {}", names(&rules.unmatched))?;
+        writeln!(out, "no rule matches {}", listed(&rules.unmatched))?;
     }
     if !rules.overlaps.is_empty() {
         let overlaps: Vec<_> = rules.overlaps.iter().map(|(name, _)| *name).collect();
-        writeln!(out, "several rules match {}; the first one decides", names(&overlaps))?;
+        writeln!(out, "several rules match {}; the first one decides", listed(&overlaps))?;
     }
     Ok(())
+}
+
+/// The first names of a list.
+fn listed(names: &[&str]) -> String {
+    let more = if names.len() > MAX_NAMES { ", …" } else { "" };
+    format!("{:?}{more}", &names[..names.len().min(MAX_NAMES)])
 }
 
 fn compare(old: &ShardingPlan, new: &ShardingPlan, format: FormatArg) -> Result<()> {
@@ -187,20 +189,21 @@ fn write_comparison(comparison: &Comparison<'_>, out: &mut dyn Write) -> io::Res
     } else {
         writeln!(out, "{}", comparison.diff)?;
     }
-    let volume = |Volume { stay_bytes, move_bytes, moves, .. }: Volume| {
-        let moving = HumanCount(move_bytes);
-        let staying = HumanCount(stay_bytes);
-        format!("{moving} bytes move in {moves} parts, {staying} stay")
-    };
     match (comparison.reshard, comparison.reshard_renumbered) {
         (Some(plain), Some(renumbered)) => {
             writeln!(
                 out,
                 "resharding: {}\nwith ranks renumbered: {}",
-                volume(plain),
-                volume(renumbered)
+                described(plain),
+                described(renumbered)
             )
         }
         _ => writeln!(out, "the models differ, so nothing can be resharded"),
     }
+}
+
+fn described(Volume { stay_bytes, move_bytes, moves, .. }: Volume) -> String {
+    let moving = HumanCount(move_bytes);
+    let staying = HumanCount(stay_bytes);
+    format!("{moving} bytes move in {moves} parts, {staying} stay")
 }

@@ -295,27 +295,31 @@ fn sharded(facts: &Facts, Sharding { parameters, plan, cost, needs }: &Sharding)
 
 /// A row for each run of ranks that hold the same.
 fn rank_rows(ranks: &[RankCost]) -> Vec<Vec<String>> {
-    let held = |rank: &RankCost| {
-        [rank.param_bytes, rank.storage_bytes, rank.grad_bytes, rank.optimizer_bytes]
+    let alike = ranks.chunk_by(|left, right| bytes_of(left) == bytes_of(right));
+    alike.take(MAX_ROWS).map(rank_row).collect()
+}
+
+fn rank_row(ranks: &[RankCost]) -> Vec<String> {
+    let first = &ranks[0];
+    let last = &ranks[ranks.len() - 1];
+    let name = match ranks.len() {
+        1 => first.rank.to_string(),
+        _ => format!("{} – {}", first.rank, last.rank),
     };
-    let alike = ranks.chunk_by(|left, right| {
-        held(left) == held(right) && left.peak_bytes() == right.peak_bytes()
-    });
-    let row = |ranks: &[RankCost]| {
-        let first = &ranks[0];
-        let last = &ranks[ranks.len() - 1];
-        let name = if ranks.len() == 1 {
-            first.rank.to_string()
-        } else {
-            format!("{} – {}", first.rank, last.rank)
-        };
-        let bytes = held(first)
-            .map(u128::from)
-            .into_iter()
-            .chain([first.total_bytes(), first.peak_bytes()]);
-        [name].into_iter().chain(bytes.map(|bytes| HumanBytes(bytes).to_string())).collect()
-    };
-    alike.take(MAX_ROWS).map(row).collect()
+    let bytes = bytes_of(first).map(|bytes| HumanBytes(bytes).to_string());
+    [name].into_iter().chain(bytes).collect()
+}
+
+/// The figures of a rank, in the order of the columns.
+fn bytes_of(rank: &RankCost) -> [u128; 6] {
+    [
+        rank.param_bytes.into(),
+        rank.storage_bytes.into(),
+        rank.grad_bytes.into(),
+        rank.optimizer_bytes.into(),
+        rank.total_bytes(),
+        rank.peak_bytes(),
+    ]
 }
 
 /// The words with a capital at the start and a full stop at the end.

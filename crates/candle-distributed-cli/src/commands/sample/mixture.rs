@@ -20,11 +20,12 @@ pub(super) struct Part {
 }
 
 pub(super) fn parse_part(text: &str) -> Result<Part, String> {
-    let part = text
-        .split_once(':')
-        .and_then(|(len, weight)| Some((len.parse().ok()?, weight.parse().ok()?)));
-    part.map(|(len, weight)| Part { len, weight })
-        .ok_or_else(|| "expected a length, a colon and a weight".into())
+    if let Some((len, weight)) = text.split_once(':')
+        && let (Ok(len), Ok(weight)) = (len.parse(), weight.parse())
+    {
+        return Ok(Part { len, weight });
+    }
+    Err("expected a length, a colon and a weight".into())
 }
 
 /// The JSON result of `--mix`; an entry is a data set and one of its samples.

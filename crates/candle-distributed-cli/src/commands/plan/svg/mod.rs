@@ -14,7 +14,7 @@ use candle_distributed::{
 use plotters::prelude::*;
 
 use self::{
-    columns::{Column, Columns},
+    columns::Columns,
     paint::{AFTER, BELOW, Canvas, fits},
     panel::{LEFT, Panel, RIGHT},
 };
@@ -92,9 +92,11 @@ fn memory(canvas: &Canvas<'_, '_>, columns: &Columns<'_>, limit: Option<u128>) -
         canvas.text("limit", (RIGHT + 10, y - 8), AFTER, LIMIT)?;
         canvas.text(&HumanBytes(limit).to_string(), (RIGHT + 10, y + 8), AFTER, LIMIT)?;
     }
-    let color = |peak| if limit.is_some_and(|limit| limit < peak) { LIMIT } else { INK };
-    let total = |column: &Column| (column.cost.peak_bytes(), color(column.cost.peak_bytes()));
-    panel.totals(canvas, &columns.drawn.iter().map(total).collect::<Vec<_>>())
+    let peaks = columns.drawn.iter().map(|column| column.cost.peak_bytes());
+    let is_over = |peak| limit.is_some_and(|limit| limit < peak);
+    let totals: Vec<_> =
+        peaks.map(|peak| (peak, if is_over(peak) { LIMIT } else { INK })).collect();
+    panel.totals(canvas, &totals)
 }
 
 /// Draws the parameters that the ranks store.
@@ -105,8 +107,9 @@ fn parameters<'b>(canvas: &Canvas<'_, 'b>, columns: &Columns<'_>) -> Drawn<Panel
     for (position, column) in columns.drawn.iter().enumerate() {
         panel.column(canvas, position, column.stored())?;
     }
-    let total = |column: &Column| (column.cost.storage_bytes.into(), INK);
-    panel.totals(canvas, &columns.drawn.iter().map(total).collect::<Vec<_>>())?;
+    let totals: Vec<_> =
+        columns.drawn.iter().map(|column| (column.cost.storage_bytes.into(), INK)).collect();
+    panel.totals(canvas, &totals)?;
     Ok(panel)
 }
 
