@@ -36,12 +36,12 @@ fn draw(area: &Area<'_>, lengths: &[u64], batches: &[&Batch], report: &PaddingRe
 }
 
 fn draw_lengths(area: &Area<'_>, lengths: &[u64]) -> Drawn {
-    let bins = Bins::up_to(lengths.iter().copied().max());
+    let bins = Bins::up_to(lengths.iter().copied());
     let mut counts = BTreeMap::<u64, u64>::new();
     for &length in lengths {
         *counts.entry(bins.of(length)).or_default() += 1;
     }
-    let highest = counts.values().copied().max().unwrap_or(0).into();
+    let highest = counts.values().copied().fold(0, u64::max).into();
     let mut chart =
         axes(area, &counts, bins, highest, 1.05, ["length of a sequence (tokens)", "sequences"])?;
     chart.draw_series(
@@ -58,14 +58,14 @@ struct Tokens {
 }
 
 fn draw_tokens(area: &Area<'_>, batches: &[&Batch]) -> Drawn {
-    let bins = Bins::up_to(batches.iter().map(|batch| batch.padded_length).max());
+    let bins = Bins::up_to(batches.iter().map(|batch| batch.padded_length));
     let mut tokens = BTreeMap::<u64, Tokens>::new();
     for batch in batches {
         let sum = tokens.entry(bins.of(batch.padded_length)).or_default();
         sum.real += u128::from(batch.real_tokens);
         sum.padded += u128::from(batch.padded_tokens());
     }
-    let highest = tokens.values().map(|sum| sum.padded).max().unwrap_or(0);
+    let highest = tokens.values().map(|sum| sum.padded).fold(0, u128::max);
     // The legend has its place above the bars.
     let mut chart =
         axes(area, &tokens, bins, highest, 1.3, ["padded length of a batch (tokens)", "tokens"])?;
@@ -101,9 +101,9 @@ fn axes<'a, 'b, T>(
     room: f64,
     [x_name, y_name]: [&str; 2],
 ) -> Drawn<Chart<'a, 'b>> {
-    let (_, right) = bins.edges(bars.keys().copied().max().unwrap_or(0));
+    let (_, right) = bins.edges(bars.keys().copied().fold(0, u64::max));
     // No fractions of a sequence.
-    let n_ticks = usize::try_from(highest).unwrap_or(usize::MAX).clamp(1, 10) + 1;
+    let n_ticks = highest.clamp(1, 10) as usize + 1;
     let mut chart = ChartBuilder::on(area)
         .margin(10)
         .margin_right(30)
@@ -129,9 +129,9 @@ struct Bins {
 }
 
 impl Bins {
-    /// Up to the longest length, if there is one.
-    fn up_to(longest: Option<u64>) -> Self {
-        Self { width: longest.unwrap_or(0).div_ceil(N_BINS).max(1) }
+    /// Bins for these lengths, which may be none: `batch` may leave all sequences out.
+    fn up_to(lengths: impl Iterator<Item = u64>) -> Self {
+        Self { width: lengths.fold(0, u64::max).div_ceil(N_BINS).max(1) }
     }
 
     fn of(self, length: u64) -> u64 {
@@ -158,7 +158,7 @@ mod tests {
     #[test]
     fn bins_hold_every_length_and_are_about_forty() {
         for longest in (0..500).chain([u64::MAX - 1, u64::MAX]) {
-            let bins = Bins::up_to(Some(longest));
+            let bins = Bins::up_to([longest].into_iter());
             assert!(bins.of(longest) <= N_BINS, "{longest}");
             assert!(longest < N_BINS || bins.of(longest) >= N_BINS / 2, "{longest}");
         }
