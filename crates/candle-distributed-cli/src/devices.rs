@@ -24,16 +24,17 @@ use crate::{
 /// The options of commands that run on devices.
 #[derive(Debug, clap::Args)]
 pub(crate) struct DeviceArgs {
-    /// Number of devices; on one processor, so many virtual ones [default: 2, or the number of processes]
+    /// Number of devices, virtual ones on a CPU [default: 2, or the number of processes]
     #[arg(long, value_name = "N")]
     world_size: Option<u64>,
-    /// How the devices work together
+    /// How the devices communicate
     #[arg(long, value_enum, default_value_t)]
     engine: Engine,
     /// Kind of device
     #[arg(long, value_enum, default_value_t)]
     device: DeviceArg,
-    /// File by which the processes of --engine nccl meet: a new one for every run, where all of them can reach it
+    /// Rendezvous file of --engine nccl: a new one for every run, in a place that all processes can
+    /// reach
     #[cfg(feature = "nccl")]
     #[arg(long, value_name = "FILE")]
     store: Option<PathBuf>,
@@ -60,7 +61,7 @@ enum DeviceArg {
     Metal,
 }
 
-/// The number of devices if nobody says another.
+/// The number of devices unless the user gives another.
 pub(crate) const DEFAULT_WORLD_SIZE: u64 = 2;
 
 /// This process among those of a run.
@@ -72,20 +73,24 @@ pub(crate) struct Place {
 }
 
 impl Place {
-    /// Checks that the mesh, to which MPI itself may have told its ranks, puts this process where its launcher does.
+    /// Checks that the mesh, which may have its ranks from MPI itself, gives this process the rank
+    /// that its launcher gives it.
     fn agrees_with(self, mesh: &DeviceMesh) -> Result<()> {
-        let (rank, world_size) = (self.placement.rank().as_usize(), self.placement.world_size().as_usize());
-        let (found_rank, found_size) = (mesh.local_slots().start, mesh.len());
-        if (rank, world_size) == (found_rank, found_size) {
+        let rank = self.placement.rank().as_usize();
+        let world_size = self.placement.world_size().as_usize();
+        let found_rank = mesh.local_slots().start;
+        let found_size = mesh.len();
+        if rank == found_rank && world_size == found_size {
             return Ok(());
         }
-        Err(Error::Usage(format!(
-            "the launcher's variables say rank {rank} of {world_size}, but this process is rank {found_rank} of {found_size}"
+        Err(Error::usage(format!(
+            "the launcher's variables say rank {rank} of {world_size}, but this process is rank \
+             {found_rank} of {found_size}"
         )))
     }
 
-    /// Prints a result, in the process that prints.
-    pub(crate) fn tell(self, write: impl FnOnce(&mut dyn Write) -> io::Result<()>) -> Result<()> {
+    /// Prints a result, if this is the process that prints.
+    pub(crate) fn print(self, write: impl FnOnce(&mut dyn Write) -> io::Result<()>) -> Result<()> {
         if self.is_first() { output::text(write) } else { Ok(()) }
     }
 
@@ -96,7 +101,7 @@ impl Place {
 }
 
 impl DeviceArgs {
-    /// Who this process is, in a world of `default` devices if no other was asked for.
+    /// The place of this process, in a world of `default` devices unless the user asks for another.
     pub(crate) fn place(&self, default: u64) -> Result<Place> {
         match self.engine {
             Engine::Threads => {
@@ -107,24 +112,34 @@ impl DeviceArgs {
             #[cfg(feature = "mpi")]
             Engine::Mpi => self.place_among_processes("mpirun -n 2 candle-distributed …"),
             #[cfg(feature = "nccl")]
-            Engine::Nccl => self.place_among_processes("torchrun --nproc-per-node 2 --no-python candle-distributed …"),
+            Engine::Nccl => self.place_among_processes(
+                "torchrun --nproc-per-node 2 --no-python candle-distributed …",
+            ),
         }
     }
 
     #[cfg(any(feature = "mpi", feature = "nccl"))]
     fn place_among_processes(&self, how: &str) -> Result<Place> {
-        let nobody = || Error::Usage(format!("this engine's processes are started by a launcher: {how}"));
-        let launched = Launched::from_env()?.ok_or_else(nobody)?;
+        let Some(launched) = Launched::from_env()? else {
+            return Err(Error::usage(format!(
+                "this engine needs a launcher to start its processes: {how}"
+            )));
+        };
         let placement = launched.placement();
         let processes = placement.world_size();
         if let Some(asked) = self.world_size.filter(|&asked| asked != processes.as_u64()) {
-            return Err(Error::Usage(format!("--world-size {asked} does not fit the {processes} processes")));
+            return Err(Error::usage(format!(
+                "--world-size is {asked}, but the launcher started {processes} processes"
+            )));
         }
+        // If the launcher does not say how many processes share this machine, all of them may: that
+        // gives each too few threads at worst, never too many.
         let devices_here = launched.local_world_size().unwrap_or(processes).as_usize();
         Ok(Place { placement, devices_here })
     }
 
-    /// Does `job` on the devices of `grid`. Nothing of candle may have been used before.
+    /// Runs `job` on the devices of `grid`. Call it before any other use of candle, which reads its
+    /// number of threads only once.
     pub(crate) fn run_on<T>(
         &self,
         place: Place,
@@ -135,8 +150,9 @@ impl DeviceArgs {
         let mesh = self.open(grid)?;
         let outcome = place.agrees_with(&mesh).and_then(|()| job(&mesh));
         if outcome.as_ref().is_err_and(|error| !error.is_of_all()) {
-            // The last mesh of a process takes leave of the others, who may wait for this one; a process that goes
-            // without leave ends all of them.
+            // Dropping the last mesh of a process waits until the others drop theirs, and they may
+            // be waiting for this one in a collective. Without the drop, the end of this process
+            // ends them all.
             std::mem::forget(mesh);
         }
         outcome
@@ -148,7 +164,7 @@ impl DeviceArgs {
             let device = match self.device {
                 DeviceArg::Cpu => Device::Cpu,
                 DeviceArg::Cuda | DeviceArg::Metal => {
-                    return Err(Error::Usage("--engine mpi runs on processors, --device cpu".into()));
+                    return Err(Error::usage("--engine mpi needs --device cpu"));
                 }
             };
             return Ok(grid.mpi(device)?);
@@ -166,13 +182,16 @@ impl DeviceArgs {
 
     #[cfg(feature = "nccl")]
     fn open_nccl(&self, grid: DeviceMeshBuilder) -> Result<DeviceMesh> {
-        let usage = |why: &str| Error::Usage(why.into());
         if !matches!(self.device, DeviceArg::Cuda) {
-            return Err(usage("--engine nccl runs on CUDA devices, --device cuda"));
+            return Err(Error::usage("--engine nccl needs --device cuda"));
         }
-        let launched = Launched::from_env()?.ok_or_else(|| usage("no launcher has started this process"))?;
-        let local = launched.local_rank().ok_or_else(|| usage("the launcher says no local rank"))?;
-        let store = self.store.clone().ok_or_else(|| usage("--engine nccl needs a --store"))?;
+        let launched = Launched::from_env()?.ok_or_else(|| {
+            Error::usage("--engine nccl needs a launcher, such as torchrun or srun")
+        })?;
+        let local =
+            launched.local_rank().ok_or_else(|| Error::usage("the launcher sets no local rank"))?;
+        let store =
+            self.store.clone().ok_or_else(|| Error::usage("--engine nccl needs a --store"))?;
         Ok(grid.nccl(launched.placement(), local.as_usize(), &NcclStore::File(store))?)
     }
 }

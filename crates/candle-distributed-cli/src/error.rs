@@ -1,14 +1,28 @@
 //! What a command can fail with, and whose fault it is.
 
-use std::{borrow::Cow, error::Error as _, io, path::PathBuf};
+use std::{
+    borrow::Cow,
+    error::Error as _,
+    fmt, io, iter,
+    path::{Path, PathBuf},
+};
 
 use candle_distributed::{batch, mesh, plan, sampler, train, types};
 use plotters::drawing::DrawingAreaErrorKind;
 
 pub(crate) type Result<T, E = Error> = std::result::Result<T, E>;
 
+/// Why a command failed, and what to do about it.
+#[derive(Debug)]
+pub(crate) struct Error {
+    /// In a box, because every `Result` of this program has room for it.
+    pub(crate) kind: Box<ErrorKind>,
+    /// What to do about it, where the place that failed knows more than the kind says.
+    pub(crate) advice: Option<Cow<'static, str>>,
+}
+
 #[derive(Debug, thiserror::Error)]
-pub(crate) enum Error {
+pub(crate) enum ErrorKind {
     #[error(transparent)]
     Types(#[from] types::Error),
     #[error(transparent)]
@@ -24,9 +38,6 @@ pub(crate) enum Error {
     /// What training refuses beyond what its mesh and its plan do.
     #[error(transparent)]
     Training(train::Error),
-    /// An error, and what to do about it as the place knows that met it.
-    #[error("{error}")]
-    Hinted { error: Box<Error>, hint: Cow<'static, str> },
     /// A value that only this command refuses.
     #[error("{0}")]
     Usage(String),
@@ -36,10 +47,10 @@ pub(crate) enum Error {
     Model { path: PathBuf, source: plan::Error },
     #[error("{path} does not hold {what}")]
     Json { path: PathBuf, what: &'static str, source: serde_json::Error },
-    /// Somebody asked the program to end.
+    /// The user or a scheduler asked the program to stop.
     #[error("stopped after {done} of {steps} steps")]
     Stopped { done: u64, steps: u64 },
-    /// The first process of several says it for all.
+    /// As [`Stopped`](Self::Stopped), in a process other than the first, which reports it for all.
     #[error("stopped with the first process")]
     StoppedToo,
     #[error("cannot write {path}")]
@@ -58,49 +69,92 @@ pub(crate) const BAD_INPUT: u8 = 2;
 /// The exit code if the machine or the program is at fault.
 const FAILURE: u8 = 1;
 
-/// The exit code that shells give to what was interrupted.
+/// The exit code that shells report for a program stopped by Ctrl-C.
 pub(crate) const INTERRUPTED: u8 = 130;
 
+impl<E> From<E> for Error
+where
+    ErrorKind: From<E>,
+{
+    fn from(error: E) -> Self {
+        Self { kind: Box::new(error.into()), advice: None }
+    }
+}
+
 impl Error {
-    /// The same, with what to do about it.
-    pub(crate) fn hinted(self, hint: impl Into<Cow<'static, str>>) -> Self {
-        Self::Hinted { error: self.into(), hint: hint.into() }
+    /// A value that only this command refuses.
+    pub(crate) fn usage(message: impl Into<String>) -> Self {
+        ErrorKind::Usage(message.into()).into()
     }
 
-    /// Whether all processes of a run end with it, after the same step.
+    /// A file or folder that cannot be read.
+    pub(crate) fn read(path: impl AsRef<Path>, source: io::Error) -> Self {
+        ErrorKind::Read { path: path.as_ref().into(), source }.into()
+    }
+
+    /// A file or folder that cannot be written.
+    pub(crate) fn write(path: impl AsRef<Path>, source: io::Error) -> Self {
+        ErrorKind::Write { path: path.as_ref().into(), source }.into()
+    }
+
+    /// A file whose JSON is not `what` it should be.
+    pub(crate) fn json(
+        path: impl AsRef<Path>,
+        what: &'static str,
+        source: serde_json::Error,
+    ) -> Self {
+        ErrorKind::Json { path: path.as_ref().into(), what, source }.into()
+    }
+
+    /// The same error; one of the planner's names the file of the model.
+    pub(crate) fn in_model(self, path: &Path) -> Self {
+        let kind = match *self.kind {
+            ErrorKind::Plan(source) => ErrorKind::Model { path: path.into(), source },
+            kind => kind,
+        };
+        Self { kind: Box::new(kind), advice: self.advice }
+    }
+
+    /// The same error with advice from the place that failed.
+    pub(crate) fn hinted(self, advice: impl Into<Cow<'static, str>>) -> Self {
+        Self { advice: Some(advice.into()), ..self }
+    }
+
+    /// Whether every process of a run ends with this error, after the same step.
     pub(crate) fn is_of_all(&self) -> bool {
-        match self {
-            Self::Hinted { error, .. } => error.is_of_all(),
-            error => matches!(error, Self::Stopped { .. } | Self::StoppedToo),
-        }
+        matches!(*self.kind, ErrorKind::Stopped { .. } | ErrorKind::StoppedToo)
     }
 
     pub(crate) fn exit_code(&self) -> u8 {
-        match self {
-            Self::Hinted { error, .. } => error.exit_code(),
-            Self::Stopped { .. } | Self::StoppedToo => INTERRUPTED,
-            Self::Mesh(error) if is_bad_input(error) => BAD_INPUT,
-            Self::Mesh(_)
-            | Self::Training(_)
-            | Self::Write { .. }
-            | Self::Output(_)
-            | Self::Chart(_)
-            | Self::Train(_) => FAILURE,
-            _ => BAD_INPUT,
+        match &*self.kind {
+            ErrorKind::Stopped { .. } | ErrorKind::StoppedToo => INTERRUPTED,
+            ErrorKind::Mesh(error) if is_bad_input(error) => BAD_INPUT,
+            ErrorKind::Mesh(_)
+            | ErrorKind::Training(_)
+            | ErrorKind::Write { .. }
+            | ErrorKind::Output(_)
+            | ErrorKind::Chart(_)
+            | ErrorKind::Train(_) => FAILURE,
+            ErrorKind::Types(_)
+            | ErrorKind::Launch(_)
+            | ErrorKind::Sampler(_)
+            | ErrorKind::Batch(_)
+            | ErrorKind::Plan(_)
+            | ErrorKind::Usage(_)
+            | ErrorKind::Read { .. }
+            | ErrorKind::Model { .. }
+            | ErrorKind::Json { .. } => BAD_INPUT,
         }
     }
 
     /// The message and those of its causes, in one line.
     pub(crate) fn chain(&self) -> String {
-        if let Self::Hinted { error, .. } = self {
-            return error.chain();
-        }
-        let causes = std::iter::successors(self.source(), |&cause| cause.source());
+        let causes = iter::successors(self.kind.source(), |&cause| cause.source());
         causes.fold(self.to_string(), |chain, cause| format!("{chain}: {cause}"))
     }
 }
 
-impl From<train::Error> for Error {
+impl From<train::Error> for ErrorKind {
     fn from(error: train::Error) -> Self {
         match error {
             train::Error::Mesh(error) => Self::Mesh(error),
@@ -110,16 +164,22 @@ impl From<train::Error> for Error {
     }
 }
 
-/// Whether a mesh was asked for that cannot be.
+impl fmt::Display for Error {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        self.kind.fmt(f)
+    }
+}
+
+/// Whether the fault is a requested mesh that this machine, or any, cannot have.
 fn is_bad_input(error: &mesh::Error) -> bool {
     use mesh::Error::{Device, DuplicateAxis, MeshAxes, MeshSize};
 
     matches!(error, Device { .. } | DuplicateAxis { .. } | MeshAxes { .. } | MeshSize { .. })
 }
 
-/// Adds what to do about an error.
+/// Adds advice to the error of a result.
 pub(crate) trait WithHint {
-    /// The same, with `hint` if it is an error.
+    /// The same result; an error gets the hint.
     fn with_hint(self, hint: &'static str) -> Self;
 }
 

@@ -1,8 +1,10 @@
-//! What the help of a subcommand shows besides its options.
+//! The examples in the help of a subcommand.
 
-/// The section of commands to try. A line is a command, or after a `#` what the commands below it are for.
+/// The section of commands to try. A line is a command, or a `#` and what the commands below it are
+/// for.
 ///
-/// Its heading looks like those that clap writes; clap removes the escapes where nobody sees colors.
+/// Its heading looks like those that clap writes; clap removes the escapes where colors are not
+/// shown.
 macro_rules! examples {
     ($($line:literal)+) => {
         concat!("\x1b[1m\x1b[4mExamples:\x1b[0m" $(, "\n  ", $line)+)

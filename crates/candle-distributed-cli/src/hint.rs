@@ -8,55 +8,86 @@ use candle_distributed::{
     sampler, types,
 };
 
-use crate::error::Error;
+use crate::error::{Error, ErrorKind};
 
-/// What is meant by a file of numbers.
-pub(crate) const NUMBERS: &str = "it is a text file of numbers, one for each sample, separated by white space";
-pub(crate) const LENGTHS: &str =
-    "--lengths is a text file of whole numbers, one for each sequence, separated by white space; - is standard input";
-pub(crate) const JSON_LINES: &str = "each line of a .jsonl file is a JSON string, or an object whose `text` is one";
-pub(crate) const RUN: &str = "candle-distributed train --out DIR makes a run in DIR; without --out it lies under runs";
-pub(crate) const MODEL: &str = "a model is a .safetensors file, a model.safetensors.index.json, a folder with either, or a \
-                                manifest such as {\"w\": {\"dtype\": \"F32\", \"shape\": [10, 4]}}";
-pub(crate) const RULES: &str = "rules are such as {\"rules\": [{\"pattern\": \"*.bias\", \"choice\": \"replicate\"}], \"default\": {\"full\": \"dim0\"}}";
-pub(crate) const PLAN: &str = "candle-distributed plan MODEL --world-size W --format json > FILE writes a plan";
+/// What a file of numbers must look like.
+pub(crate) const NUMBERS: &str =
+    "it must be a text file of numbers, one per sample, separated by white space";
+pub(crate) const LENGTHS: &str = "--lengths takes a text file of whole numbers, one per sequence, \
+                                  separated by white space; - is standard input";
+pub(crate) const JSON_LINES: &str =
+    "each line of a .jsonl file must be a JSON string, or an object with a string field `text`";
+pub(crate) const RUN: &str = "candle-distributed train --out DIR creates a run in DIR; without \
+                              --out it is created under runs";
+pub(crate) const TEXT: &str = "the text has changed, or an earlier version of this program started \
+                               the run and took another fingerprint of the same text: start a \
+                               new run in another folder";
+pub(crate) const MODEL: &str = "a model is a .safetensors file, a model.safetensors.index.json, a \
+                                folder with either, or a manifest such as \
+                                {\"w\": {\"dtype\": \"F32\", \"shape\": [10, 4]}}";
+pub(crate) const RULES: &str = "rules look like \
+                                {\"rules\": [{\"pattern\": \"*.bias\", \"choice\": \"replicate\"}], \
+                                \"default\": {\"full\": \"dim0\"}}";
+pub(crate) const PLAN: &str =
+    "candle-distributed plan MODEL --world-size W --format json > FILE writes a plan";
 pub(crate) const STATE: &str = "candle-distributed sample … --save-state FILE writes a state";
 
 impl Error {
     /// What to do about it.
-    pub(crate) fn hint(&self) -> Option<Cow<'_, str>> {
-        match self {
-            Self::Hinted { hint, .. } => Some(Cow::Borrowed(hint)),
-            Self::Types(error) | Self::Plan(plan::Error::World(error)) => world(error),
-            Self::Sampler(error) => sampler(error).map(Cow::from),
-            Self::Batch(error) => batch(error),
-            Self::Plan(error) | Self::Model { source: error, .. } => plan(error).map(Cow::from),
-            Self::Mesh(error) => mesh(error).map(Cow::from),
-            _ => None,
+    pub(crate) fn hint(&self) -> Option<Cow<'static, str>> {
+        self.advice.clone().or_else(|| of(&self.kind))
+    }
+}
+
+/// What to do about an error of this kind.
+fn of(kind: &ErrorKind) -> Option<Cow<'static, str>> {
+    match kind {
+        ErrorKind::Types(error) | ErrorKind::Plan(plan::Error::World(error)) => world(error),
+        ErrorKind::Sampler(error) => sampler(error).map(Cow::from),
+        ErrorKind::Batch(error) => batch(error),
+        ErrorKind::Plan(error) | ErrorKind::Model { source: error, .. } => {
+            plan(error).map(Cow::from)
         }
+        ErrorKind::Mesh(error) => mesh(error).map(Cow::from),
+        ErrorKind::Launch(_)
+        | ErrorKind::Training(_)
+        | ErrorKind::Usage(_)
+        | ErrorKind::Read { .. }
+        | ErrorKind::Json { .. }
+        | ErrorKind::Stopped { .. }
+        | ErrorKind::StoppedToo
+        | ErrorKind::Write { .. }
+        | ErrorKind::Output(_)
+        | ErrorKind::Chart(_)
+        | ErrorKind::Train(_) => None,
     }
 }
 
 fn world(error: &types::Error) -> Option<Cow<'static, str>> {
     match error {
-        types::Error::WorldSizeOutOfRange { .. } => Some("--world-size is the number of ranks, 1 for one alone".into()),
-        types::Error::RankOutOfRange { world_size, .. } => {
-            Some(format!("ranks are counted from 0, the last one is {}", world_size.as_u64() - 1).into())
+        types::Error::WorldSizeOutOfRange { .. } => {
+            Some("--world-size is the number of ranks, at least 1".into())
         }
+        types::Error::RankOutOfRange { world_size, .. } => Some(
+            format!("ranks count from 0, so the last one is {}", world_size.as_u64() - 1).into(),
+        ),
         _ => None,
     }
 }
 
 fn sampler(error: &sampler::Error) -> Option<&'static str> {
     match error {
-        sampler::Error::EmptyDataSet => Some("--len is the number of samples"),
+        sampler::Error::EmptyDataSet => Some("--len is the number of samples, at least 1"),
         sampler::Error::TooLongToShuffle { .. } | sampler::Error::OutOfMemory { .. } => {
             Some("--order streaming shuffles a data set of any length and takes no memory")
         }
-        sampler::Error::RankWeights { .. } => Some("--rank-weights takes a number for each rank, such as 2,1,1"),
-        sampler::Error::StateMismatch { .. } => {
-            Some("go on with the options that the state was written with; only --world-size and --rank may differ")
+        sampler::Error::RankWeights { .. } => {
+            Some("--rank-weights takes one number per rank, such as 2,1,1")
         }
+        sampler::Error::StateMismatch { .. } => Some(
+            "resume with the options that the state was written with; only --world-size and \
+             --rank may differ",
+        ),
         _ => None,
     }
 }
@@ -69,27 +100,35 @@ fn batch(error: &batch::Error) -> Option<Cow<'static, str>> {
             Some("--overlong skip leaves such sequences out, --overlong truncate cuts them".into())
         }
         batch::Error::SequenceOverBudget { max_tokens, .. } => Some(
-            format!("raise the limit, or leave such sequences out: --max-sequence-length {max_tokens} --overlong skip")
-                .into(),
+            format!(
+                "raise the limit, or leave such sequences out: --max-sequence-length {max_tokens} \
+                 --overlong skip"
+            )
+            .into(),
         ),
         batch::Error::CannotFillStep { .. } => {
             Some("a smaller --max-tokens or --max-batch-size makes more batches".into())
         }
-        batch::Error::TooManySequences { .. } => Some("--window 1000 sorts a thousand batches' worth at a time".into()),
+        batch::Error::TooManySequences { .. } => {
+            Some("--window 1000 sorts the sequences of 1000 batches at a time".into())
+        }
         _ => None,
     }
 }
 
 fn plan(error: &plan::Error) -> Option<&'static str> {
     match error {
-        plan::Error::Source(SourceError::Malformed { .. }) | plan::Error::Parameters(ParameterError::Empty) => {
-            Some(MODEL)
-        }
+        plan::Error::Source(SourceError::Malformed { .. })
+        | plan::Error::Parameters(ParameterError::Empty) => Some(MODEL),
         plan::Error::Parameters(ParameterError::UnknownDtype { .. }) => {
-            Some("types are those of safetensors, such as F32 and BF16")
+            Some("dtypes are named as in safetensors, such as F32 and BF16")
         }
-        plan::Error::Cut(CutError::Scalar { .. }) => Some("--layout flat cuts parameters of any shape"),
-        plan::Error::UnknownParameter { .. } => Some("with --format json the plan lists the names of all parameters"),
+        plan::Error::Cut(CutError::Scalar { .. }) => {
+            Some("--layout flat cuts parameters of any shape")
+        }
+        plan::Error::UnknownParameter { .. } => {
+            Some("plan --format json lists the names of all parameters")
+        }
         _ => None,
     }
 }
@@ -97,7 +136,8 @@ fn plan(error: &plan::Error) -> Option<&'static str> {
 fn mesh(error: &mesh::Error) -> Option<&'static str> {
     match error {
         mesh::Error::Device { .. } => Some(
-            "--device cpu works everywhere; cuda and metal need a build with that feature, and as many devices as asked for",
+            "--device cpu works everywhere; cuda and metal need a build with that feature, and that \
+             many devices",
         ),
         mesh::Error::MeshSize { .. } => Some("--world-size is the number of devices"),
         _ => None,

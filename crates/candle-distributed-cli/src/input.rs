@@ -1,7 +1,7 @@
-//! Where input comes from: text files of a size that fits the memory.
+//! Reading input: text files that fit in memory.
 
 use std::{
-    fs::File,
+    fs::{self, File},
     io::{self, Read},
     path::Path,
     str::FromStr,
@@ -11,12 +11,22 @@ use serde::de::DeserializeOwned;
 
 use crate::error::{Error, Result};
 
-/// The longest text read; what is longer is no list of anything a person has, or a device without an end.
+/// The longest text that is read. Longer input is not a list that anybody has, or comes from a
+/// device that never ends.
 const MAX_BYTES: u64 = 1 << 30;
 
 /// The file at `path`, for reading.
 pub(crate) fn open(path: &Path) -> Result<File> {
-    File::open(path).map_err(|source| Error::Read { path: path.into(), source })
+    File::open(path).map_err(|source| Error::read(path, source))
+}
+
+/// The content of the file at `path`, if there is one.
+pub(crate) fn read_if_there(path: &Path) -> Result<Option<Vec<u8>>> {
+    match fs::read(path) {
+        Ok(content) => Ok(Some(content)),
+        Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(None),
+        Err(source) => Err(Error::read(path, source)),
+    }
 }
 
 /// The text of the file at `path`.
@@ -24,33 +34,40 @@ pub(crate) fn read_file(path: &Path) -> Result<String> {
     read_text(open(path)?, path)
 }
 
-/// The text that `source` holds; `path` names it if it cannot be read.
+/// The text that `source` holds; errors name it by `path`.
 pub(crate) fn read_text(source: impl Read, path: &Path) -> Result<String> {
-    let text =
-        io::read_to_string(source.take(MAX_BYTES + 1)).map_err(|source| Error::Read { path: path.into(), source })?;
+    let text = io::read_to_string(source.take(MAX_BYTES + 1))
+        .map_err(|source| Error::read(path, source))?;
     if text.len() as u64 > MAX_BYTES {
-        return Err(Error::Usage(format!("{} is longer than {MAX_BYTES} bytes", path.display())));
+        return Err(Error::usage(format!("{} is longer than {MAX_BYTES} bytes", path.display())));
     }
     Ok(text)
 }
 
-/// What the JSON file at `path` describes: `what`, if it is not refused.
+/// The value in the JSON file at `path`; errors say that the file does not hold `what`.
 pub(crate) fn read_json<T: DeserializeOwned>(path: &Path, what: &'static str) -> Result<T> {
-    serde_json::from_str(&read_file(path)?).map_err(|source| Error::Json { path: path.into(), what, source })
+    serde_json::from_str(&read_file(path)?).map_err(|source| Error::json(path, what, source))
 }
 
-/// The numbers in the file at `path`, separated by white space: at least one. `what` names them if they are wrong.
+/// The numbers in the file at `path`, separated by white space: at least one. Errors call them
+/// `what`.
 pub(crate) fn read_numbers<T: FromStr>(path: &Path, what: &str) -> Result<Vec<T>> {
     numbers(&read_file(path)?, what, path)
 }
 
-/// The numbers in `text`, separated by white space: at least one. `what` and `path` name them if they are wrong.
+/// The numbers in `text`, separated by white space: at least one. Errors call them `what` in
+/// `path`.
 pub(crate) fn numbers<T: FromStr>(text: &str, what: &str, path: &Path) -> Result<Vec<T>> {
     let name = path.display();
-    let parse = |(number, word): (usize, &str)| {
-        let refused = |_| Error::Usage(format!("{what} {} in {name} is no number: {word:.40?}", number + 1));
-        word.parse().map_err(refused)
-    };
-    let numbers: Vec<T> = text.split_whitespace().enumerate().map(parse).collect::<Result<_>>()?;
-    if numbers.is_empty() { Err(Error::Usage(format!("there is no {what} in {name}"))) } else { Ok(numbers) }
+    let mut numbers = Vec::new();
+    for (n, word) in (1_u64..).zip(text.split_whitespace()) {
+        let Ok(number) = word.parse() else {
+            return Err(Error::usage(format!("{what} {n} in {name} is not a number: {word:.40?}")));
+        };
+        numbers.push(number);
+    }
+    if numbers.is_empty() {
+        return Err(Error::usage(format!("there is no {what} in {name}")));
+    }
+    Ok(numbers)
 }

@@ -1,7 +1,8 @@
 //! The command line of candle-distributed.
 //!
-//! Each subcommand is one file under `commands`, which turns arguments into a call of the library and its answer into
-//! text or JSON. Results go to stdout, everything else to stderr. Exit code 2 means that the input was at fault.
+//! Each subcommand is one file under `commands`, which turns arguments into a call of the library
+//! and its answer into text or JSON. Results go to stdout, everything else to stderr. Exit code 2
+//! means that the input was at fault.
 
 mod bytes;
 mod commands;
@@ -20,14 +21,14 @@ use std::process::ExitCode;
 use clap::{Parser, Subcommand};
 
 use crate::{
-    error::{Error, Result},
+    error::{ErrorKind, Result},
     help::examples,
 };
 
 #[global_allocator]
 static ALLOCATOR: mimalloc::MiMalloc = mimalloc::MiMalloc;
 
-/// Distributed training for candle: who reads what, in which batches, on which device.
+/// Distributed training for candle: which samples, in which batches, on which device.
 #[derive(Debug, Parser)]
 #[command(name = "candle-distributed", version, propagate_version = true)]
 #[command(after_help = examples![
@@ -35,7 +36,7 @@ static ALLOCATOR: mimalloc::MiMalloc = mimalloc::MiMalloc;
     "candle-distributed sample --len 1000000 --world-size 8 --rank 3 --count 5"
     "# How much of these batches is padding?"
     "echo 12 80 15 70 9 | candle-distributed batch --lengths - --strategy bucket --max-tokens 160"
-    "# What does each option of a subcommand mean, and what are its examples?"
+    "# What do the options of a subcommand mean? With examples to paste"
     "candle-distributed plan --help"
 ])]
 struct Cli {
@@ -68,7 +69,7 @@ fn main() -> ExitCode {
     match outcome {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {
-            if !matches!(error, Error::StoppedToo) {
+            if !matches!(*error.kind, ErrorKind::StoppedToo) {
                 output::error(&error);
             }
             ExitCode::from(error.exit_code())

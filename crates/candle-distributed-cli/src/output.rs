@@ -1,4 +1,5 @@
-//! Where results and messages go: results to stdout, as text for people or JSON for programs, messages to stderr.
+//! Where results and messages go: results to stdout, as text for people or JSON for programs,
+//! messages to stderr.
 
 use std::{
     fmt,
@@ -28,7 +29,7 @@ pub(crate) fn text(write: impl FnOnce(&mut dyn Write) -> io::Result<()>) -> Resu
     let mut out = BufWriter::new(io::stdout().lock());
     let written = write(&mut out).and_then(|()| out.flush());
     if written.is_err() {
-        // What is still in the buffer has no reader: writing it again when the buffer is dropped would fail again.
+        // Dropping the buffer would write the rest again, and fail again.
         drop(out.into_parts());
     }
     printed(written)
@@ -42,11 +43,12 @@ pub(crate) fn json(value: &impl Serialize) -> Result<()> {
     })
 }
 
-/// Writes a file beside its place, brings it to disk and renames it, so that whoever is interrupted leaves no half of one.
+/// Writes a file under another name, syncs it to disk and renames it, so that an interrupted
+/// program never leaves half a file.
 pub(crate) fn file(path: &Path, content: &[u8]) -> Result<()> {
     let write = || {
         if path.exists() && !path.is_file() {
-            // A pipe or a device has no place beside it.
+            // A pipe or a device cannot be replaced by a file.
             return fs::write(path, content);
         }
         let mut partial = path.as_os_str().to_owned();
@@ -56,18 +58,19 @@ pub(crate) fn file(path: &Path, content: &[u8]) -> Result<()> {
         file.sync_all()?;
         fs::rename(&partial, path)
     };
-    write().map_err(|source| Error::Write { path: path.into(), source })
+    write().map_err(|source| Error::write(path, source))
 }
 
 /// A progress bar of `n_steps`, drawn if stderr is a terminal.
-pub(crate) fn progress(n_steps: u64, template: &str) -> ProgressBar {
-    let style = ProgressStyle::with_template(template);
-    ProgressBar::new(n_steps).with_style(style.unwrap_or_else(|_| ProgressStyle::default_bar()))
+#[expect(clippy::expect_used, reason = "says why it cannot fail")]
+pub(crate) fn progress(n_steps: u64, template: &'static str) -> ProgressBar {
+    let style = ProgressStyle::with_template(template).expect("the templates of this program");
+    ProgressBar::new(n_steps).with_style(style)
 }
 
-/// What it means that stdout was written like this.
+/// The result of a command that wrote to stdout like this.
 ///
-/// A reader who has seen enough and closed the pipe, as `head` does, is no failure.
+/// A reader that closes the pipe early, as `head` does, is not a failure.
 pub(crate) fn printed(written: io::Result<()>) -> Result<()> {
     match written {
         Err(error) if error.kind() == io::ErrorKind::BrokenPipe => Ok(()),
@@ -75,7 +78,7 @@ pub(crate) fn printed(written: io::Result<()>) -> Result<()> {
     }
 }
 
-/// Tells what went wrong, and what to do about it.
+/// Prints what went wrong, and what to do about it.
 pub(crate) fn error(error: &Error) {
     let style = Styles::styled();
     let label = style.get_error();
@@ -85,14 +88,15 @@ pub(crate) fn error(error: &Error) {
     }
 }
 
-/// Tells what to do about something that need not be an error.
+/// Prints advice, which need not be about an error.
 pub(crate) fn hint(advice: impl fmt::Display) {
     let style = Styles::styled();
     let label = style.get_valid();
     message(|out| writeln!(out, "{label}hint:{label:#} {advice}"));
 }
 
-/// Writes to stderr, in colors where they are seen. If it cannot be written, there is nobody left to tell.
+/// Writes to stderr, in colors where they are shown. A failure is ignored: there is no other place
+/// to report it.
 pub(crate) fn message(write: impl FnOnce(&mut dyn Write) -> io::Result<()>) {
     let _ = write(&mut anstream::stderr());
 }

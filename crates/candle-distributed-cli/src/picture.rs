@@ -1,4 +1,4 @@
-//! What all pictures have in common: letters, colors on paper and in the dark, numbers on axes.
+//! What all pictures have in common: fonts, colors in light and dark mode, numbers on axes.
 
 use std::{fmt::Write, io, sync::LazyLock};
 
@@ -15,7 +15,7 @@ pub(crate) type Drawn<T = ()> = Result<T, DrawingAreaErrorKind<io::Error>>;
 pub(crate) type Area<'a> = DrawingArea<SVGBackend<'a>, Shift>;
 
 pub(crate) const FONT: &str = "sans-serif";
-/// The size of the letters of names and numbers; plotters makes 13.7 pixels of it.
+/// The font size of names and numbers; plotters turns it into 13.7 pixels.
 pub(crate) const TEXT: f64 = 17.0;
 
 pub(crate) const INK: RGBColor = RGBColor(45, 49, 58);
@@ -23,15 +23,16 @@ pub(crate) const FAINT: RGBColor = RGBColor(105, 111, 123);
 pub(crate) const GRID: RGBColor = RGBColor(226, 229, 234);
 pub(crate) const FITS: RGBColor = RGBColor(23, 120, 75);
 pub(crate) const LIMIT: RGBColor = RGBColor(192, 38, 45);
-/// Letters on something light, in the dark as well.
+/// Letters on a light background, also in dark mode.
 pub(crate) const ON_LIGHT: RGBColor = RGBColor(44, 48, 57);
 
-// Okabe and Ito's colors: readers who confuse red and green can tell them apart, and so can a gray print.
+// Okabe and Ito's colors: readers who confuse red and green can tell them apart, and so can a gray
+// print.
 pub(crate) const SKY: RGBColor = RGBColor(86, 180, 233);
 pub(crate) const BLUE: RGBColor = RGBColor(0, 114, 178);
 pub(crate) const ORANGE: RGBColor = RGBColor(230, 159, 0);
 
-/// Colors that have another value in the dark. The others are those of blocks, and stay.
+/// Colors that change in dark mode. The others are those of blocks, and stay.
 const IN_THE_DARK: [(RGBColor, RGBColor); 6] = [
     (INK, RGBColor(225, 228, 234)),
     (FAINT, RGBColor(158, 165, 178)),
@@ -41,17 +42,21 @@ const IN_THE_DARK: [(RGBColor, RGBColor); 6] = [
     (BLUE, RGBColor(44, 140, 204)),
 ];
 
-/// What paper is in the dark.
+/// The background in dark mode.
 const DARK_PAPER: RGBColor = RGBColor(24, 27, 33);
 
 /// A ramp from dark to light, for things in a row.
-const RAMP: [RGBColor; 4] =
-    [RGBColor(33, 72, 138), RGBColor(38, 126, 178), RGBColor(54, 168, 150), RGBColor(132, 196, 104)];
+const RAMP: [RGBColor; 4] = [
+    RGBColor(33, 72, 138),
+    RGBColor(38, 126, 178),
+    RGBColor(54, 168, 150),
+    RGBColor(132, 196, 104),
+];
 
-/// The rules that make a picture dark where its reader's system is.
+/// The rules that make a picture dark where the reader's system is.
 ///
-/// They pick elements by their colors and are the same for all pictures, so several of them on one page do not disturb
-/// each other.
+/// They pick elements by their colors and are the same for all pictures, so several pictures on one
+/// page do not interfere.
 pub(crate) static STYLE: LazyLock<String> = LazyLock::new(|| {
     let mut style = format!(
         "@media screen and (prefers-color-scheme: dark) {{\nsvg rect[fill=\"{}\"] {{ fill: {} }}\n",
@@ -77,9 +82,13 @@ pub(crate) fn document(size: (u32, u32), draw: impl FnOnce(Area<'_>) -> Drawn) -
     Ok(document.replacen(">\n", &format!(">\n{}", style_element()), 1).trim_end().to_owned() + "\n")
 }
 
-/// The document as a part of a page that has the [`STYLE`] itself.
+/// The document as part of a page that includes the [`STYLE`] itself.
 pub(crate) fn inline(document: &str) -> String {
-    document.replacen(&style_element(), "", 1).replacen(" xmlns=\"http://www.w3.org/2000/svg\"", "", 1)
+    document.replacen(&style_element(), "", 1).replacen(
+        " xmlns=\"http://www.w3.org/2000/svg\"",
+        "",
+        1,
+    )
 }
 
 fn style_element() -> String {
@@ -91,14 +100,18 @@ fn hex(RGBColor(red, green, blue): RGBColor) -> String {
 }
 
 /// How the axes of all pictures look: lines across for the numbers on the left, nothing else.
-pub(crate) fn plain<X: Ranged, Y: Ranged, B: DrawingBackend>(axes: &mut MeshStyle<'_, '_, X, Y, B>) {
+pub(crate) fn plain<X: Ranged, Y: Ranged, B: DrawingBackend>(
+    axes: &mut MeshStyle<'_, '_, X, Y, B>,
+) {
     axes.disable_x_mesh().bold_line_style(GRID).light_line_style(TRANSPARENT).axis_style(FAINT);
     axes.label_style((FONT, TEXT, &INK));
 }
 
-/// A step of a ramp, every other one lighter: however many steps there are, neighbors can be told apart.
+/// The color of a step of a ramp. Every other step is lighter, so that neighbors differ however
+/// many steps there are.
 pub(crate) fn ramp(step: usize, n_steps: usize) -> RGBColor {
-    let (at, steps) = (step * (RAMP.len() - 1), n_steps.saturating_sub(1).max(1));
+    let at = step * (RAMP.len() - 1);
+    let steps = n_steps.saturating_sub(1).max(1);
     let next = RAMP[(at / steps + 1).min(RAMP.len() - 1)];
     let color = blend(RAMP[(at / steps).min(RAMP.len() - 1)], next, at % steps, steps);
     if step.is_multiple_of(2) { color } else { blend(color, WHITE, 1, 5) }
@@ -106,15 +119,21 @@ pub(crate) fn ramp(step: usize, n_steps: usize) -> RGBColor {
 
 /// `part` of `whole` on the way from one color to another.
 fn blend(from: RGBColor, to: RGBColor, part: usize, whole: usize) -> RGBColor {
-    let mix = |from: u8, to: u8| {
-        let sum = usize::from(from) * (whole - part) + usize::from(to) * part;
-        u8::try_from(sum / whole).unwrap_or(u8::MAX)
-    };
-    RGBColor(mix(from.0, to.0), mix(from.1, to.1), mix(from.2, to.2))
+    RGBColor(
+        mix(from.0, to.0, part, whole),
+        mix(from.1, to.1, part, whole),
+        mix(from.2, to.2, part, whole),
+    )
 }
 
-/// A number on an axis, as short as it fits there.
-#[allow(clippy::trivially_copy_pass_by_ref, reason = "so plotters asks for it")]
+#[expect(clippy::expect_used, reason = "says why it cannot fail")]
+fn mix(from: u8, to: u8, part: usize, whole: usize) -> u8 {
+    let sum = usize::from(from) * (whole - part) + usize::from(to) * part;
+    u8::try_from(sum / whole).expect("a mean of two bytes is a byte")
+}
+
+/// A number on an axis, in a short form.
+#[expect(clippy::trivially_copy_pass_by_ref, reason = "plotters asks for this signature")]
 pub(crate) fn tick(value: &f64) -> String {
     const UNITS: [&str; 7] = ["", "k", "M", "G", "T", "P", "E"];
 
@@ -132,7 +151,8 @@ mod tests {
 
     #[test]
     fn ticks_are_short() {
-        let ticks = [0.0, 0.1 + 0.2, 999.0, 1000.0, 1_250_000.0, 4e18, 4e21].map(|value| tick(&value));
+        let ticks =
+            [0.0, 0.1 + 0.2, 999.0, 1000.0, 1_250_000.0, 4e18, 4e21].map(|value| tick(&value));
         assert_eq!(ticks, ["0", "0.3", "999", "1k", "1.25M", "4E", "4000E"]);
     }
 
@@ -141,7 +161,10 @@ mod tests {
         let picture = document((100, 100), |area| area.present()).unwrap();
         assert!(picture.contains("<style>") && picture.ends_with("</svg>\n"), "{picture}");
         let part = inline(&picture);
-        assert!(part.starts_with("<svg ") && !part.contains("style") && !part.contains("http"), "{part}");
+        assert!(
+            part.starts_with("<svg ") && !part.contains("style") && !part.contains("http"),
+            "{part}"
+        );
     }
 
     #[test]

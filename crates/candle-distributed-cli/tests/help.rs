@@ -18,7 +18,10 @@ fn help_lists_every_subcommand() {
 
 #[test]
 fn version_prints_name_and_version() {
-    assert_eq!(text(&["--version"]), concat!("candle-distributed ", env!("CARGO_PKG_VERSION"), "\n"));
+    assert_eq!(
+        text(&["--version"]),
+        concat!("candle-distributed ", env!("CARGO_PKG_VERSION"), "\n")
+    );
 }
 
 /// The commands that a page of help shows.
@@ -26,7 +29,11 @@ fn version_prints_name_and_version() {
 fn examples(page: &[&str]) -> Vec<String> {
     let help = text(&[page, &["--help"]].concat());
     let lines = help.lines().skip_while(|line| *line != "Examples:").skip(1);
-    lines.map(str::trim).filter(|line| !line.is_empty() && !line.starts_with('#')).map(str::to_owned).collect()
+    lines
+        .map(str::trim)
+        .filter(|line| !line.is_empty() && !line.starts_with('#'))
+        .map(str::to_owned)
+        .collect()
 }
 
 /// A home that holds the files and folders that examples name.
@@ -54,7 +61,9 @@ fn every_example_works_as_it_stands() {
 
     let home = home();
     let bin = Path::new(env!("CARGO_BIN_EXE_candle-distributed")).parent().unwrap().to_owned();
-    let path = env::join_paths(iter::once(bin).chain(env::split_paths(&env::var_os("PATH").unwrap()))).unwrap();
+    let path =
+        env::join_paths(iter::once(bin).chain(env::split_paths(&env::var_os("PATH").unwrap())))
+            .unwrap();
     // Training takes a minute, and is tested elsewhere.
     for page in SUBCOMMANDS.into_iter().filter(|name| *name != "train").map(Some).chain([None]) {
         let examples = examples(page.as_slice());
@@ -63,12 +72,20 @@ fn every_example_works_as_it_stands() {
             let mut shell = Command::new("bash");
             shell.args(["-e", "-o", "pipefail", "-c", &example]).current_dir(&home);
             let output = shell.env("PATH", &path).env("HOME", home.path()).output().unwrap();
-            assert!(output.status.success(), "{example}: {}", String::from_utf8_lossy(&output.stderr));
+            assert!(
+                output.status.success(),
+                "{example}: {}",
+                String::from_utf8_lossy(&output.stderr)
+            );
         }
     }
-    for made in
-        ["packed.svg", "plan.json", "runs/0001/report.html", "candle-distributed.1", ".zfunc/_candle-distributed"]
-    {
+    for made in [
+        "packed.svg",
+        "plan.json",
+        "runs/0001/report.html",
+        "candle-distributed.1",
+        ".zfunc/_candle-distributed",
+    ] {
         assert!(fs::metadata(home.path().join(made)).unwrap().len() > 100, "{made}");
     }
 }
@@ -109,7 +126,8 @@ fn colors_are_for_terminals() {
     let is_colored = |args: &[&str], force: bool| {
         let mut command = command(args);
         command.env_remove("NO_COLOR").env_remove("CLICOLOR_FORCE");
-        let output = if force { command.env("CLICOLOR_FORCE", "1") } else { &mut command }.output().unwrap();
+        let output =
+            if force { command.env("CLICOLOR_FORCE", "1") } else { &mut command }.output().unwrap();
         [output.stdout, output.stderr].concat().contains(&0x1b)
     };
     for args in [&["--help"][..], &["plan", "--help"], &["sample"], &["sample", "--len", "0"]] {

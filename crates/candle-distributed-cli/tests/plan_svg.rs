@@ -1,4 +1,5 @@
-//! The drawing of a plan: one column for each rank, a block for what it holds of each unit, and the limit.
+//! The drawing of a plan: one column for each rank, a block for what it holds of each unit, and the
+//! limit.
 
 #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
 
@@ -19,7 +20,13 @@ fn plan(manifest: &str, args: &str) -> String {
     let path = dir.path().join("model.json");
     fs::write(&path, manifest).unwrap();
     let mut command = Command::new(env!("CARGO_BIN_EXE_candle-distributed"));
-    let output = command.arg("plan").arg(&path).args(args.split_whitespace()).stdin(Stdio::null()).output().unwrap();
+    let output = command
+        .arg("plan")
+        .arg(&path)
+        .args(args.split_whitespace())
+        .stdin(Stdio::null())
+        .output()
+        .unwrap();
     assert!(output.status.success(), "{args}: {}", String::from_utf8_lossy(&output.stderr));
     String::from_utf8(output.stdout).unwrap()
 }
@@ -28,9 +35,15 @@ fn plan(manifest: &str, args: &str) -> String {
 fn drawing(manifest: &str, args: &str) -> String {
     let args = format!("{args} --format svg");
     let svg = plan(manifest, &args);
-    assert!(svg.starts_with("<svg ") && svg.ends_with("</svg>\n") && svg.matches("<svg").count() == 1, "{svg}");
+    assert!(
+        svg.starts_with("<svg ") && svg.ends_with("</svg>\n") && svg.matches("<svg").count() == 1,
+        "{svg}"
+    );
     assert!(!svg.contains("NaN") && !svg.contains("inf"), "{svg}");
-    assert!(svg.chars().all(|char| char == '\n' || !char.is_control() && char < '\u{fffe}'), "{svg}");
+    assert!(
+        svg.chars().all(|char| char == '\n' || !char.is_control() && char < '\u{fffe}'),
+        "{svg}"
+    );
     // All elements but the document, its style and its texts are empty.
     let n_ends = svg.matches("</").count();
     assert_eq!(svg.matches('<').count() - n_ends, svg.matches("/>").count() + n_ends);
@@ -41,10 +54,15 @@ fn drawing(manifest: &str, args: &str) -> String {
 
 /// A model of `n_layers` layers between an embedding and a norm.
 fn model(n_layers: usize, dtype: &str) -> String {
-    let tensor = |name: &str, shape: [u64; 2]| format!("{name:?}: {{\"dtype\": {dtype:?}, \"shape\": {shape:?}}}");
+    let tensor = |name: &str, shape: [u64; 2]| {
+        format!("{name:?}: {{\"dtype\": {dtype:?}, \"shape\": {shape:?}}}")
+    };
     let layers = (0..n_layers).map(|layer| tensor(&format!("layers.{layer}.weight"), [256, 256]));
-    let all: Vec<_> =
-        [tensor("embed", [1024, 256])].into_iter().chain(layers).chain([tensor("norm", [1, 256])]).collect();
+    let all: Vec<_> = [tensor("embed", [1024, 256])]
+        .into_iter()
+        .chain(layers)
+        .chain([tensor("norm", [1, 256])])
+        .collect();
     format!("{{{}}}", all.join(", "))
 }
 
@@ -88,7 +106,7 @@ fn a_drawing_says_what_is_planned_and_whether_it_fits() {
     ] {
         assert!(has_text(&svg, text), "no {text:?} in {svg}");
     }
-    assert!(svg.contains(": every rank fits into 2.00 GiB\n"), "{svg}");
+    assert!(svg.contains(": every rank fits in 2.00 GiB\n"), "{svg}");
     assert_eq!(rectangles(&svg, LIMIT).len(), 0);
     // A column each, and one in the legend.
     assert_eq!(rectangles(&drawing(&model, "--world-size 3"), OPTIMIZER).len(), 4);
@@ -101,7 +119,8 @@ fn what_lies_beyond_the_limit_is_marked() {
     assert!(svg.contains(": 1 of 4 ranks above the limit of 5.00 MiB, by up to "), "{svg}");
     let beyond = rectangles(&svg, LIMIT);
     let [beyond] = beyond[..] else { panic!("{beyond:?}") };
-    let limit = svg.lines().find(|line| line.starts_with("<polyline") && line.contains(LIMIT)).unwrap();
+    let limit =
+        svg.lines().find(|line| line.starts_with("<polyline") && line.contains(LIMIT)).unwrap();
     let bottom = pixels(beyond, "y") + pixels(beyond, "height");
     assert!(limit.contains(&format!(",{bottom} ")), "{beyond} {limit}");
 }
@@ -142,7 +161,8 @@ fn many_units_are_named_by_the_first_and_the_last_ones() {
 fn units_fill_a_column_whatever_they_are_held_as() {
     let root = |args: &str| -> Vec<(i64, i64)> {
         let svg = drawing(&model(3, "BF16"), &format!("--world-size 2 --layout flat {args}"));
-        let below = rectangles(&svg, ROOT).into_iter().filter(|rectangle| pixels(rectangle, "y") > 410);
+        let below =
+            rectangles(&svg, ROOT).into_iter().filter(|rectangle| pixels(rectangle, "y") > 410);
         below.map(|rectangle| (pixels(rectangle, "y"), pixels(rectangle, "height"))).collect()
     };
     let as_in_the_file = root("");
@@ -153,14 +173,20 @@ fn units_fill_a_column_whatever_they_are_held_as() {
 
 #[test]
 fn nothing_and_next_to_nothing_can_be_drawn() {
-    let nothing = r#"{"a.0.w": {"dtype": "F32", "shape": [0, 3]}, "b.w": {"dtype": "F32", "shape": [0]}}"#;
+    let nothing =
+        r#"{"a.0.w": {"dtype": "F32", "shape": [0, 3]}, "b.w": {"dtype": "F32", "shape": [0]}}"#;
     for world_size in [1, 2, 100] {
-        let svg = drawing(nothing, &format!("--world-size {world_size} --optimizer none --budget 0"));
-        assert!(svg.contains("at most 0.00 B on a rank") && svg.contains("every rank fits"), "{svg}");
+        let svg =
+            drawing(nothing, &format!("--world-size {world_size} --optimizer none --budget 0"));
+        assert!(
+            svg.contains("at most 0.00 B per rank") && svg.contains("every rank fits"),
+            "{svg}"
+        );
     }
     // Two ranks have a row each, and the others padding alone.
     let svg = drawing(r#"{"fc.weight": {"dtype": "F32", "shape": [2, 2]}}"#, "--world-size 5");
-    let above = |rectangles: Vec<&str>| rectangles.iter().filter(|block| pixels(block, "x") < 700).count();
+    let above =
+        |rectangles: Vec<&str>| rectangles.iter().filter(|block| pixels(block, "x") < 700).count();
     assert_eq!([PADDING, ROOT].map(|color| above(rectangles(&svg, color))), [2 * 3, 2 * 2]);
     assert!(has_text(&svg, "116.00 B") && has_text(&svg, "92.00 B"), "{svg}");
 }

@@ -15,7 +15,8 @@ use crate::support::{file, refuses, text};
 
 const SECTIONS: [&str; 6] = ["summary", "settings", "training", "plan", "batches", "coverage"];
 
-/// A run of a few steps on this text, in a folder `run` beside it; the folder of both lives as long as it.
+/// A run of a few steps on this text, in a folder `run` beside it; the folder of both lives as long
+/// as it.
 fn run_on(text_to_learn: &str) -> (tempfile::TempDir, PathBuf) {
     let (dir, data) = file("text <&>.txt", text_to_learn);
     let run = dir.path().join("run");
@@ -35,10 +36,14 @@ fn page(run: &Path) -> String {
 
 /// The body of a page: all tags are closed, and it needs nothing from elsewhere.
 fn checked(page: &str) -> &str {
-    assert!(page.starts_with("<!DOCTYPE html>") && !page.contains("http") && !page.contains("<script"), "{page}");
+    assert!(
+        page.starts_with("<!DOCTYPE html>") && !page.contains("http") && !page.contains("<script"),
+        "{page}"
+    );
     let body = &page[page.find("<body>").unwrap()..page.rfind("</html>").unwrap()];
     let document = roxmltree::Document::parse(body).unwrap();
-    let ids: Vec<&str> = document.descendants().filter_map(|element| element.attribute("id")).collect();
+    let ids: Vec<&str> =
+        document.descendants().filter_map(|element| element.attribute("id")).collect();
     assert_eq!(ids, SECTIONS);
     assert!(!page.contains("NaN") && !page.contains("inf<"), "{page}");
     body
@@ -60,7 +65,7 @@ fn a_page_tells_all_of_a_run() {
         "full over 3 ranks: 16 parameters",
         "Every sequence is read exactly once.",
         "transformer of 2 layers",
-        "after steps 2",
+        "steps 2",
         "3 devices from step 1 on",
     ] {
         assert!(body.contains(words), "no {words:?} in {body}");
@@ -69,7 +74,7 @@ fn a_page_tells_all_of_a_run() {
     // The same arguments write the same page.
     assert_eq!(self::page(&run), page);
     let curve = fs::read_to_string(run.join("loss.svg")).unwrap();
-    assert!(roxmltree::Document::parse(&curve).is_ok() && curve.contains("tokens a second"), "{curve}");
+    assert!(roxmltree::Document::parse(&curve).is_ok() && curve.contains("tokens/s"), "{curve}");
 }
 
 #[test]
@@ -82,9 +87,9 @@ fn what_cannot_be_known_is_said_and_left_out() {
     assert!(body.contains("has changed since") && !body.contains("exactly once"), "{body}");
     assert_eq!(n_pictures(body), 2);
     fs::remove_file(&data).unwrap();
-    assert!(checked(&page(&run)).contains("is not there any more"));
+    assert!(checked(&page(&run)).contains("can no longer be read"));
 
-    // A run of an earlier version, that is not complete and has no steps.
+    // A run of an early version that is not complete and has no steps.
     for name in ["model.safetensors", "metrics.jsonl"] {
         fs::remove_file(run.join(name)).unwrap();
     }
@@ -93,7 +98,7 @@ fn what_cannot_be_known_is_said_and_left_out() {
     let earlier = page(&run);
     let body = checked(&earlier);
     assert!(body.contains("0 of 7 steps") && body.contains("No step is done yet"), "{body}");
-    assert!(body.contains("of an earlier version"), "{body}");
+    assert!(body.contains("An early version wrote this run"), "{body}");
     assert_eq!(n_pictures(body), 0);
 }
 
@@ -109,7 +114,7 @@ fn a_page_can_lie_elsewhere_and_a_folder_without_a_run_has_none() {
 }
 
 #[test]
-fn a_curve_shows_all_steps_of_a_run_that_was_gone_on_with() {
+fn a_curve_shows_all_steps_of_a_resumed_run() {
     let (_dir, run) = run_on(&TEXT.repeat(200));
     let whole = fs::read_to_string(run.join("loss.svg")).unwrap();
     fs::remove_file(run.join("model.safetensors")).unwrap();
@@ -124,20 +129,28 @@ fn a_curve_shows_all_steps_of_a_run_that_was_gone_on_with() {
 fn chromium() -> Option<String> {
     let named = env::var("CHROMIUM").ok();
     let known = ["chromium", "chromium-browser", "google-chrome"].map(String::from);
-    named
-        .into_iter()
-        .chain(known)
-        .find(|name| Command::new(name).arg("--version").output().is_ok_and(|output| output.status.success()))
+    named.into_iter().chain(known).find(|name| {
+        Command::new(name).arg("--version").output().is_ok_and(|output| output.status.success())
+    })
 }
 
-/// What a browser shows of a page, of which its console must have no complaints: the width in pixels, and the pixels.
+/// What a browser shows of a page, of which its console must have no complaints: the width in
+/// pixels, and the pixels.
 fn screenshot(chromium: &str, page: &Path, (width, scheme): (u32, &str)) -> Vec<u8> {
     let folder = page.parent().unwrap();
     let png = folder.join(format!("{width}-{scheme}.png"));
     let mut browser = Command::new(chromium);
-    browser.args(["--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", "--enable-logging=stderr"]);
+    browser.args([
+        "--headless",
+        "--no-sandbox",
+        "--disable-gpu",
+        "--hide-scrollbars",
+        "--enable-logging=stderr",
+    ]);
     browser.arg(format!("--user-data-dir={}", folder.join("profile").display()));
-    browser.arg(format!("--window-size={width},3600")).arg(format!("--screenshot={}", png.display()));
+    browser
+        .arg(format!("--window-size={width},3600"))
+        .arg(format!("--screenshot={}", png.display()));
     // Blink counts dark as 0 and light as 1.
     browser.arg(format!("--blink-settings=preferredColorScheme={}", u8::from(scheme == "light")));
     let output = browser.arg(format!("file://{}", page.display())).output().unwrap();
@@ -147,7 +160,8 @@ fn screenshot(chromium: &str, page: &Path, (width, scheme): (u32, &str)) -> Vec<
     if let Some(kept) = env::var_os("KEEP_SCREENSHOTS") {
         fs::copy(&png, Path::new(&kept).join(png.file_name().unwrap())).unwrap();
     }
-    let mut reader = png::Decoder::new(BufReader::new(fs::File::open(&png).unwrap())).read_info().unwrap();
+    let mut reader =
+        png::Decoder::new(BufReader::new(fs::File::open(&png).unwrap())).read_info().unwrap();
     let mut pixels = vec![0; reader.output_buffer_size().unwrap()];
     let frame = reader.next_frame(&mut pixels).unwrap();
     assert_eq!(frame.width, width);

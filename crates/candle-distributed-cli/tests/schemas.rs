@@ -1,4 +1,5 @@
-//! `docs/schemas` describe what the program writes and reads: its real outputs hold, damaged ones do not.
+//! `docs/schemas` describe what the program writes and reads: its real outputs hold, damaged ones
+//! do not.
 
 #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
 
@@ -42,7 +43,8 @@ fn schema(name: &str) -> Value {
     read(&folder().join(format!("schemas/{name}.schema.json")))
 }
 
-/// The schema with no room for fields that it does not name. Outputs may grow, but not without their schema.
+/// The schema with no room for fields that it does not name. Outputs may grow, but not without
+/// their schema.
 fn closed(mut schema: Value) -> Value {
     visit(&mut schema, &mut |object| {
         if object.contains_key("properties") {
@@ -55,7 +57,8 @@ fn closed(mut schema: Value) -> Value {
 fn visit(value: &mut Value, change: &mut impl FnMut(&mut serde_json::Map<String, Value>)) {
     match value {
         Value::Object(object) => {
-            // A field of the name `properties` would be described within another `properties`; there is none.
+            // A field of the name `properties` would be described within another `properties`;
+            // there is none.
             change(object);
             object.values_mut().for_each(|value| visit(value, change));
         }
@@ -125,9 +128,22 @@ fn batches() -> Form {
 }
 
 fn mesh() -> Form {
-    let documents =
-        vec![json(&["mesh", "--axis", "data=2", "--axis", "model=2", "--bytes", "64", "--repetitions", "1"])];
-    Form { name: "mesh", documents, free: &["/threads/CANDLE_NUM_THREADS", "/threads/RAYON_NUM_THREADS"] }
+    let documents = vec![json(&[
+        "mesh",
+        "--axis",
+        "data=2",
+        "--axis",
+        "model=2",
+        "--bytes",
+        "64",
+        "--repetitions",
+        "1",
+    ])];
+    Form {
+        name: "mesh",
+        documents,
+        free: &["/threads/CANDLE_NUM_THREADS", "/threads/RAYON_NUM_THREADS"],
+    }
 }
 
 const MANIFEST: &str = r#"{
@@ -154,7 +170,18 @@ fn plans(dir: &Path) -> [Form; 4] {
     fs::write(&rules, RULES).unwrap();
     let plan = |more: &[&str]| json(&[&["plan", &model], more].concat());
     let plans = vec![
-        plan(&["--world-size", "4", "--rank", "1", "--budget", "1KiB", "--links", "h100", "--keep", "h.1"]),
+        plan(&[
+            "--world-size",
+            "4",
+            "--rank",
+            "1",
+            "--budget",
+            "1KiB",
+            "--links",
+            "h100",
+            "--keep",
+            "h.1",
+        ]),
         plan(&["--world-size", "4", "--replicas", "2", "--layout", "flat"]),
         plan(&["--world-size", "4", "--layout", "flat-aligned"]),
         plan(&["--world-size", "4", "--layout", "row-ragged"]),
@@ -193,14 +220,16 @@ fn plans(dir: &Path) -> [Form; 4] {
     ]
 }
 
-/// A plan that remembers who kept what, which only a program of one's own makes.
+/// A resized plan, which remembers what each rank kept; only a Rust program makes one.
 fn resized() -> Value {
     let parameters = [ParameterInfo::new("fc.weight", [12, 4], ElemType::F32).unwrap()];
-    let four = Full::new(Layout::RowRagged { rows: 1 }).plan(&parameters, WorldSize::new(4).unwrap()).unwrap();
+    let four = Full::new(Layout::RowRagged { rows: 1 })
+        .plan(&parameters, WorldSize::new(4).unwrap())
+        .unwrap();
     serde_json::to_value(four.resized(WorldSize::new(3).unwrap()).unwrap()).unwrap()
 }
 
-/// What is written to files: states of samplers, and the folder of a run.
+/// The files that are written: states of samplers, and the folder of a run.
 fn run_of(dir: &Path) -> [Form; 4] {
     let at = |name: &str| dir.join(name).to_str().unwrap().to_owned();
     let (state, data, out) = (at("state.json"), at("text.txt"), at("run"));
@@ -218,8 +247,10 @@ fn run_of(dir: &Path) -> [Form; 4] {
     text(&["train", "--data", &data, "--steps", "3", "--checkpoint-every", "1", "--out", &out]);
     let run = Path::new(&out);
     let metrics = fs::read_to_string(run.join("metrics.jsonl")).unwrap();
-    let mut checkpoints: Vec<_> =
-        fs::read_dir(run.join("checkpoints")).unwrap().map(|entry| entry.unwrap().path().join("index.json")).collect();
+    let mut checkpoints: Vec<_> = fs::read_dir(run.join("checkpoints"))
+        .unwrap()
+        .map(|entry| entry.unwrap().path().join("index.json"))
+        .collect();
     checkpoints.sort();
     let mut of_own_text = read(&run.join("run.json"));
     of_own_text["data"] = Value::Null;
@@ -246,7 +277,8 @@ fn what_the_program_writes_is_as_its_schema_says() {
         assert!(!documents.is_empty(), "{name}");
         for document in documents {
             for (validator, kind) in [(&open, "open"), (&closed, "closed")] {
-                let faults: Vec<_> = validator.iter_errors(&document).map(|fault| fault.to_string()).collect();
+                let faults: Vec<_> =
+                    validator.iter_errors(&document).map(|fault| fault.to_string()).collect();
                 assert!(faults.is_empty(), "{name}, {kind}: {faults:?} in {document}");
             }
         }
@@ -261,8 +293,11 @@ fn no_field_of_a_schema_is_without_an_example() {
             visit(&mut document, &mut |object| written.extend(object.keys().cloned()));
         }
         visit(&mut schema(name), &mut |object| {
-            for field in
-                object.get("properties").and_then(Value::as_object).into_iter().flat_map(|fields| fields.keys())
+            for field in object
+                .get("properties")
+                .and_then(Value::as_object)
+                .into_iter()
+                .flat_map(|fields| fields.keys())
             {
                 assert!(written.contains(field), "{name}: nothing here has {field}");
             }
@@ -275,14 +310,22 @@ fn what_is_damaged_is_not() {
     for Form { name, documents, free } in forms() {
         let (schema, closed) = (schema(name), closed(schema(name)));
         let (open, closed) = (validator(&schema), validator(&closed));
-        let is_free = |place: &str| free.iter().any(|free| place == *free || place.starts_with(&format!("{free}/")));
+        let is_free = |place: &str| {
+            free.iter().any(|free| place == *free || place.starts_with(&format!("{free}/")))
+        };
         for document in documents {
             for place in places(&document).iter().filter(|place| !is_free(place)) {
                 let original = document.pointer(place).unwrap();
-                for damage in [json!({ "no": "such thing" }), json!([["x"]]), json!(-1.5), json!(true), json!("\u{1}")]
-                {
+                for damage in [
+                    json!({ "no": "such thing" }),
+                    json!([["x"]]),
+                    json!(-1.5),
+                    json!(true),
+                    json!("\u{1}"),
+                ] {
                     // Of the same type it may be another value that is as good.
-                    let same_type = std::mem::discriminant(original) == std::mem::discriminant(&damage);
+                    let same_type =
+                        std::mem::discriminant(original) == std::mem::discriminant(&damage);
                     if same_type || (original.is_null() && !damage.is_object()) {
                         continue;
                     }
@@ -290,11 +333,15 @@ fn what_is_damaged_is_not() {
                     *damaged.pointer_mut(place).unwrap() = damage;
                     assert!(!open.is_valid(&damaged), "{name}{place}: accepted in {damaged}");
                 }
-                // An entry of a manifest may have any other field, as headers of safetensors files do.
+                // An entry of a manifest may have any other field, as headers of safetensors files
+                // do.
                 if original.is_object() && name != "manifest" {
                     let mut longer = document.clone();
                     longer.pointer_mut(place).unwrap()["surprise"] = json!(0);
-                    assert!(!closed.is_valid(&longer), "{name}{place}: a field that nobody knows is accepted");
+                    assert!(
+                        !closed.is_valid(&longer),
+                        "{name}{place}: an unknown field is accepted"
+                    );
                 }
             }
             let mut later = document.clone();
@@ -315,13 +362,17 @@ fn what_is_damaged_is_not() {
 /// Whether an object of this form always has the field.
 fn is_required(schema: &Value, field: &str) -> bool {
     let alternatives = schema["anyOf"].as_array().map_or_else(Vec::new, Clone::clone);
-    let mut of_this =
-        alternatives.iter().map(|one| &schema["$defs"][&one["$ref"].as_str().unwrap()["#/$defs/".len()..]]);
-    let requires = |schema: &Value| schema["required"].as_array().is_some_and(|fields| fields.contains(&json!(field)));
+    let mut of_this = alternatives
+        .iter()
+        .map(|one| &schema["$defs"][&one["$ref"].as_str().unwrap()["#/$defs/".len()..]]);
+    let requires = |schema: &Value| {
+        schema["required"].as_array().is_some_and(|fields| fields.contains(&json!(field)))
+    };
     requires(schema) || of_this.any(requires)
 }
 
-/// Where values stand in a document, as JSON pointers: all of its objects, the first and last items of its arrays.
+/// Where values stand in a document, as JSON pointers: all of its objects, the first and last items
+/// of its arrays.
 fn places(document: &Value) -> Vec<String> {
     let mut found = vec![String::new()];
     let mut add = |key: &str, value: &Value| {
@@ -332,7 +383,9 @@ fn places(document: &Value) -> Vec<String> {
         Value::Object(object) => object.iter().for_each(|(key, value)| add(key, value)),
         Value::Array(items) => {
             let ends: BTreeSet<_> = [0, items.len().saturating_sub(1)].into();
-            ends.iter().filter_map(|&at| Some((at, items.get(at)?))).for_each(|(at, item)| add(&at.to_string(), item));
+            ends.iter()
+                .filter_map(|&at| Some((at, items.get(at)?)))
+                .for_each(|(at, item)| add(&at.to_string(), item));
         }
         _ => {}
     }
@@ -344,12 +397,19 @@ fn what_a_schema_refuses_the_program_refuses_too() {
     let dir = tempfile::tempdir().unwrap();
     let at = |name: &str| dir.path().join(name).to_str().unwrap().to_owned();
     let (model, rules) = (at("model.json"), at("rules.json"));
-    let plan_fails = || run(&["plan", &model, "--world-size", "2", "--rules", &rules]).status.code() == Some(2);
+    let plan_fails =
+        || run(&["plan", &model, "--world-size", "2", "--rules", &rules]).status.code() == Some(2);
     let agree = |name: &str, file: &str, good: &str, damaged: &[&str]| {
         let schema = validator(&schema(name));
-        for (text, is_good) in [(good, true)].into_iter().chain(damaged.iter().map(|text| (*text, false))) {
+        for (text, is_good) in
+            [(good, true)].into_iter().chain(damaged.iter().map(|text| (*text, false)))
+        {
             fs::write(file, text).unwrap();
-            assert_eq!(schema.is_valid(&serde_json::from_str(text).unwrap()), is_good, "{name}: {text}");
+            assert_eq!(
+                schema.is_valid(&serde_json::from_str(text).unwrap()),
+                is_good,
+                "{name}: {text}"
+            );
             assert_eq!(plan_fails(), !is_good, "plan with {name} {text}");
         }
         fs::write(file, good).unwrap();
@@ -384,9 +444,11 @@ fn what_a_schema_refuses_the_program_refuses_too() {
 
 #[test]
 fn every_schema_is_one_and_says_what_it_describes() {
-    let written: BTreeSet<_> = forms().iter().map(|form| format!("{}.schema.json", form.name)).collect();
+    let written: BTreeSet<_> =
+        forms().iter().map(|form| format!("{}.schema.json", form.name)).collect();
     let page = fs::read_to_string(folder().join("guide/formats.md")).unwrap();
-    let files = fs::read_dir(folder().join("schemas")).unwrap().map(|entry| entry.unwrap().file_name());
+    let files =
+        fs::read_dir(folder().join("schemas")).unwrap().map(|entry| entry.unwrap().file_name());
     let files: BTreeSet<_> = files.map(|name| name.to_str().unwrap().to_owned()).collect();
     assert_eq!(files, written);
     for shared in ["cut", "flat", "parameter"] {
@@ -397,10 +459,18 @@ fn every_schema_is_one_and_says_what_it_describes() {
         jsonschema::meta::validate(&schema).unwrap_or_else(|fault| panic!("{name}: {fault}"));
         assert_eq!(schema["$schema"], "https://json-schema.org/draft/2020-12/schema", "{name}");
         assert!(schema["title"].is_string() && schema["description"].is_string(), "{name}");
-        assert!(page.contains(&format!("](../schemas/{name})")), "{name} is not on the page of formats");
+        assert!(
+            page.contains(&format!("](../schemas/{name})")),
+            "{name} is not on the page of formats"
+        );
         visit(&mut schema, &mut |object| {
-            for (field, about) in object.get("properties").and_then(Value::as_object).into_iter().flatten() {
-                assert!(about["description"].is_string() || about["$ref"].is_string(), "{name}: what is {field}?");
+            for (field, about) in
+                object.get("properties").and_then(Value::as_object).into_iter().flatten()
+            {
+                assert!(
+                    about["description"].is_string() || about["$ref"].is_string(),
+                    "{name}: what is {field}?"
+                );
             }
         });
     }

@@ -8,7 +8,7 @@ use crate::{Cli, error::Result, help::examples, output};
 /// Print a script that completes commands and options in a shell.
 #[derive(Debug, clap::Args)]
 #[command(after_help = examples![
-    "# For this session of bash; in ~/.bashrc for every one"
+    "# For this session of bash; in ~/.bashrc it is for every session"
     "source <(candle-distributed completions bash)"
     "# For every session of fish, and of zsh if this folder is in its $fpath"
     "candle-distributed completions fish > ~/.config/fish/completions/candle-distributed.fish"
@@ -23,7 +23,7 @@ pub(crate) struct Args {
 pub(crate) fn run(args: &Args) -> Result<()> {
     let mut cli = Cli::command();
     let name = cli.get_name().to_owned();
-    // Into memory first, where writing cannot fail: clap panics if it does.
+    // Into memory first, where writing cannot fail: clap panics if it fails.
     let mut script = Vec::new();
     clap_complete::generate(args.shell, &mut cli, name, &mut script);
     output::text(|out| out.write_all(&script))

@@ -20,7 +20,7 @@ use crate::{
     "candle-distributed man --out ~/.local/share/man/man1"
 ])]
 pub(crate) struct Args {
-    /// Folder for a page of each subcommand, besides the main one; it is made if need be
+    /// Folder for the main page and one page per subcommand; created if it does not exist
     #[arg(long, value_name = "DIR")]
     out: Option<PathBuf>,
 }
@@ -29,5 +29,5 @@ pub(crate) fn run(args: &Args) -> Result<()> {
     let cli = Cli::command().disable_help_subcommand(true);
     let Some(folder) = &args.out else { return output::text(|out| Man::new(cli).render(out)) };
     let written = fs::create_dir_all(folder).and_then(|()| clap_mangen::generate_to(cli, folder));
-    written.map_err(|source| Error::Write { path: folder.into(), source })
+    written.map_err(|source| Error::write(folder, source))
 }

@@ -12,7 +12,7 @@ use candle_distributed::{
     train::{Checkpoint, Checkpoints},
     types::{Placement, Rank, Seed, WorldSize},
 };
-use candle_nn::VarBuilder;
+use candle_nn::{VarBuilder, VarMap};
 use signal_hook::{
     consts::{SIGINT, SIGTERM},
     flag,
@@ -22,14 +22,16 @@ use crate::{
     devices::{DEFAULT_WORLD_SIZE, DeviceArgs},
     error::{self, Error, Result},
     help::examples,
-    output,
+    hint, output,
     train::{
         corpus::Corpus,
         data::{self, INIT_STREAM, Schedule},
         journal::Journal,
         model::Transformer,
         parameters,
-        run_dir::{self, FORMAT_VERSION, RunDir, Session, Settings},
+        run_dir::{self, RunDir},
+        session::Session,
+        settings::{FORMAT_VERSION, Settings},
         sharding::{self, Needs},
         trainer::{self, Job},
     },
@@ -38,13 +40,13 @@ use crate::{
 /// Train a small byte-level transformer on text, on several devices at once.
 #[derive(Debug, clap::Args)]
 #[command(after_help = examples![
-    "# A minute on this program's own text; the run lies in the next free folder under runs"
+    "# About a minute on this program's own sources; the run is saved in the next free folder under runs"
     "candle-distributed train"
     "# On the text files of a folder"
     "candle-distributed train --data docs --world-size 2 --steps 100 --out docs-run"
     "# On the texts of a .jsonl file: each line is a JSON string, or an object whose `text` is one"
     "candle-distributed train --data texts.jsonl --steps 100"
-    "# After a crash: from the last checkpoint on, here on more devices"
+    "# After a crash: resume from the last checkpoint, here on more devices"
     "candle-distributed train --out docs-run --resume --world-size 4"
     "# What would its model cost on 8 ranks?"
     "candle-distributed plan docs-run --world-size 8"
@@ -61,14 +63,16 @@ pub(crate) struct Args {
     /// Seed of the parameters and the shuffles [default: 0, or that of the run that is resumed]
     #[arg(long)]
     seed: Option<u64>,
-    /// Folder for metrics, checkpoints and the model; must not hold a run yet [default: the next free runs/NUMBER]
+    /// Folder for metrics, checkpoints and the model; without --resume it must not hold a run yet
+    /// [default: the next free runs/NUMBER]
     #[arg(long, value_name = "DIR")]
     out: Option<PathBuf>,
-    /// Go on with the run in --out after its last checkpoint, on any number of devices; begin it if there is none
+    /// Resume the run in --out from its last checkpoint, on any number of devices; start it if
+    /// there is none
     #[arg(long, requires = "out")]
     resume: bool,
-    /// After how many steps a checkpoint is written, again and again; the newest two are kept
-    #[arg(long, value_name = "STEPS", default_value_t = 50)]
+    /// Write a checkpoint every N steps; the newest two are kept
+    #[arg(long, value_name = "N", default_value_t = 50)]
     checkpoint_every: u64,
 }
 
@@ -77,54 +81,95 @@ const DEFAULT_STEPS: u64 = 400;
 pub(crate) fn run(args: &Args) -> Result<()> {
     let place = args.devices.place(DEFAULT_WORLD_SIZE)?;
     if args.checkpoint_every == 0 {
-        return Err(Error::Usage("checkpoints every 0 steps are none, at least 1 is needed".into()));
+        return Err(Error::usage(
+            "--checkpoint-every 0 would write no checkpoint, it must be at least 1",
+        ));
     }
-    let known = args.resumed().map_or(Ok(None), Settings::read)?;
-    known.iter().try_for_each(|known| args.agrees_with(known))?;
+    let known = match args.resumed() {
+        Some(path) => Settings::read(path)?,
+        None => None,
+    };
+    if let Some(known) = &known {
+        args.agrees_with(known)?;
+    }
+    // Before the text is read: a complete run needs none.
     if let Some(path) = args.resumed()
         && run_dir::is_complete(path)?
     {
-        return place.tell(|out| writeln!(out, "the run in {} is complete", path.display()));
+        return place.print(|out| writeln!(out, "the run in {} is complete", path.display()));
     }
     let data = args.data.clone().or_else(|| known.as_ref()?.data.clone());
-    let corpus = data.as_deref().map_or_else(|| Ok(Corpus::embedded()), Corpus::read)?;
+    let corpus = match &data {
+        Some(path) => Corpus::read(path)?,
+        None => Corpus::embedded(),
+    };
     let settings = args.settings(known, data, &corpus, place.placement.world_size())?;
-    let grid = DeviceMesh::builder().axis(DeviceMesh::AXIS, place.placement.world_size().as_usize());
+    let grid =
+        DeviceMesh::builder().axis(DeviceMesh::AXIS, place.placement.world_size().as_usize());
     args.devices.run_on(place, grid, |mesh| args.train(mesh, place.placement, settings, &corpus))
 }
 
 impl Args {
     /// Trains, and reports if this process is the first.
-    fn train(&self, mesh: &DeviceMesh, placement: Placement, settings: Settings, corpus: &Corpus) -> Result<()> {
-        let (seed, steps) = (Seed::new(settings.seed), settings.steps);
+    fn train(
+        &self,
+        mesh: &DeviceMesh,
+        placement: Placement,
+        settings: Settings,
+        corpus: &Corpus,
+    ) -> Result<()> {
+        let steps = settings.steps;
         let schedule = Schedule::of(&settings, corpus)?;
-        let build = |vb: VarBuilder<'_>| Transformer::new(trainer::MODEL, &vb);
-        let vars = parameters::initialized(seed.derive(INIT_STREAM), &mesh.devices()[0], build)?;
-        let checkpoint = match self.resumed() {
-            Some(path) => Checkpoints::new(run_dir::checkpoints(path)).latest()?,
-            None => None,
-        };
+        let vars = initial_parameters(mesh, Seed::new(settings.seed))?;
+        let checkpoint = self.checkpoint()?;
         let first = checkpoint.as_ref().map_or(0, Checkpoint::step);
         if !trainer::agree(mesh, settings.fingerprint(first))? {
-            let differ = "the processes do not begin the same run: folder, text and arguments must be the same for all";
-            return Err(Error::Usage(differ.into()));
+            return Err(Error::usage(
+                "the processes do not start the same run: folder, text and arguments must be the \
+                 same for all",
+            ));
         }
-        let (mut number, mut journal) = (0, None);
+        let mut number = 0;
+        let mut journal = None;
         if placement.rank() == Rank::ZERO {
             let parameters = sharding::parameters_in(&vars)?;
             let plan = sharding::plan(&parameters, placement.world_size())?;
             let needs = Needs::of(&parameters, &plan.cost(&CostModel::default())?)?;
-            let run_dir;
-            (number, run_dir) = self.run_dir(&settings.with_session(session(mesh, placement, first)), first)?;
+            let settings = settings.with_session(session(mesh, placement, first));
+            let (claimed, run_dir) = self.run_dir(&settings, first)?;
+            number = claimed;
             journal = Some(Journal::new(first, steps, run_dir, needs));
             announce(&plan, &schedule, first, steps)?;
         }
-        let path = match &self.out {
-            Some(out) => out.clone(),
-            None => run_dir::numbered(trainer::largest(mesh, number)?),
+        let path = self.path(mesh, number)?;
+        let job = Job {
+            mesh,
+            corpus,
+            schedule: &schedule,
+            steps,
+            checkpoint_every: self.checkpoint_every,
+            path: &path,
+            checkpoint,
+            stop: stop_flag(),
         };
-        let (schedule, checkpoint_every, stop) = (&schedule, self.checkpoint_every, stop_flag());
-        Job { mesh, corpus, schedule, steps, checkpoint_every, path: &path, checkpoint, stop }.run(&vars, journal)
+        job.run(&vars, journal)
+    }
+
+    /// The folder of the run, the same in every process. Where `--out` names none, only the first
+    /// process has claimed one: `number` is 0 in the others.
+    fn path(&self, mesh: &DeviceMesh, number: u32) -> Result<PathBuf> {
+        match &self.out {
+            Some(out) => Ok(out.clone()),
+            None => Ok(run_dir::numbered(trainer::largest(mesh, number)?)),
+        }
+    }
+
+    /// The checkpoint to resume from, if there is one.
+    fn checkpoint(&self) -> Result<Option<Checkpoint>> {
+        match self.resumed() {
+            Some(path) => Ok(Checkpoints::new(run_dir::checkpoints(path)).latest()?),
+            None => Ok(None),
+        }
     }
 
     /// The folder of the run, and its number, 0 if it has none.
@@ -136,24 +181,27 @@ impl Args {
         }
     }
 
-    /// The folder of the run that is to be gone on with.
+    /// The folder of the run to resume.
     fn resumed(&self) -> Option<&Path> {
         self.out.as_deref().filter(|_| self.resume)
     }
 
-    /// Checks that the arguments do not contradict what the run began with.
+    /// Checks that the arguments do not contradict those that the run started with.
     fn agrees_with(&self, known: &Settings) -> Result<()> {
-        for (name, asked, known) in [("steps", self.steps, known.steps), ("seed", self.seed, known.seed)] {
+        for (name, asked, known) in
+            [("steps", self.steps, known.steps), ("seed", self.seed, known.seed)]
+        {
             if asked.is_some_and(|asked| asked != known) {
-                let other =
-                    Error::Usage(format!("the run was begun with --{name} {known}, and goes on with that alone"));
-                return Err(other.hinted("another number is another run, in another folder"));
+                let other = Error::usage(format!(
+                    "the run started with --{name} {known}, and can only be resumed with that"
+                ));
+                return Err(other.hinted("another number needs a new run, in another folder"));
             }
         }
         Ok(())
     }
 
-    /// What the run is: as it was begun, if it is gone on with.
+    /// The settings of the run: those that it started with, if it is resumed.
     fn settings(
         &self,
         known: Option<Settings>,
@@ -161,35 +209,55 @@ impl Args {
         corpus: &Corpus,
         world_size: WorldSize,
     ) -> Result<Settings> {
-        let (text, model) = (corpus.fingerprint(), Some(trainer::MODEL));
+        let text = corpus.fingerprint();
+        let model = Some(trainer::MODEL);
         if let Some(known) = known {
             if text != known.text {
-                return Err(Error::Usage("the text is not the one that the run was begun with".into()));
+                let changed = Error::usage("the text is not the one that the run started with");
+                return Err(changed.hinted(hint::TEXT));
             }
             // Checkpoints of another model would be refused.
             return Ok(Settings { data, model, ..known });
         }
-        let (seed, steps) = (self.seed.unwrap_or(0), self.steps.unwrap_or(DEFAULT_STEPS));
+        let steps = self.steps.unwrap_or(DEFAULT_STEPS);
         if steps == 0 {
-            return Err(Error::Usage("0 steps are no training, at least 1 is needed".into()));
+            return Err(Error::usage("--steps 0 trains nothing, it must be at least 1"));
         }
-        let max_tokens = data::max_tokens(world_size);
-        Ok(Settings { format_version: FORMAT_VERSION, seed, steps, data, text, max_tokens, model, sessions: vec![] })
+        Ok(Settings {
+            format_version: FORMAT_VERSION,
+            seed: self.seed.unwrap_or(0),
+            steps,
+            data,
+            text,
+            max_tokens: data::max_tokens(world_size),
+            model,
+            sessions: vec![],
+        })
     }
 }
 
-/// Set when the program is told to end, by Ctrl-C or a scheduler. Told again, it ends at once.
+/// The parameters before the first step, the same in every process.
+fn initial_parameters(mesh: &DeviceMesh, seed: Seed) -> Result<VarMap> {
+    let build = |vb: VarBuilder<'_>| Transformer::new(trainer::MODEL, &vb);
+    Ok(parameters::initialized(seed.derive(INIT_STREAM), &mesh.devices()[0], build)?)
+}
+
+/// A flag that Ctrl-C or a scheduler sets. A second signal ends the program at once.
 fn stop_flag() -> Arc<AtomicBool> {
     let stop = Arc::new(AtomicBool::new(false));
     for signal in [SIGINT, SIGTERM] {
-        // Whoever cannot be told when to stop is ended at once, as any program.
-        drop(flag::register_conditional_shutdown(signal, error::INTERRUPTED.into(), Arc::clone(&stop)));
+        // Without its handler the signal ends the program at once, as it would any other.
+        drop(flag::register_conditional_shutdown(
+            signal,
+            error::INTERRUPTED.into(),
+            Arc::clone(&stop),
+        ));
         drop(flag::register(signal, Arc::clone(&stop)));
     }
     stop
 }
 
-/// Where this process runs after `first_step` steps.
+/// The session of this process, which starts after `first_step` steps.
 fn session(mesh: &DeviceMesh, placement: Placement, first_step: u64) -> Session {
     Session {
         first_step,
@@ -200,13 +268,13 @@ fn session(mesh: &DeviceMesh, placement: Placement, first_step: u64) -> Session 
     }
 }
 
-/// Prints what is about to happen, and what each rank would hold of the model if its parameters were sharded.
+/// Prints what each rank would hold if the parameters were sharded, and how an epoch is batched.
 fn announce(plan: &ShardingPlan, schedule: &Schedule, first: u64, steps: u64) -> Result<()> {
     let report = PlanReport::new(plan, &CostModel::default(), None)?;
     let (first_epoch, _) = schedule.first_epoch()?;
     output::text(|out| {
         if first > 0 {
-            writeln!(out, "going on after step {first} of {steps}")?;
+            writeln!(out, "resuming after step {first} of {steps}")?;
         }
         writeln!(out, "{report}\neach epoch: {first_epoch}")
     })

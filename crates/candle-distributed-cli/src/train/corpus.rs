@@ -5,7 +5,7 @@ use std::{
     path::{Path, PathBuf},
 };
 
-use candle_distributed::types::Seed;
+use candle_distributed::types::Fingerprint;
 use serde::Deserialize;
 
 use crate::{
@@ -16,7 +16,7 @@ use crate::{
 /// The longest sequence, in bytes.
 pub(crate) const MAX_SEQUENCE_LENGTH: usize = 129;
 
-/// Sequences of 2 to [`MAX_SEQUENCE_LENGTH`] bytes: from each, all but the first byte can be predicted.
+/// Sequences of 2 to [`MAX_SEQUENCE_LENGTH`] bytes: all but the first byte of each are predicted.
 #[derive(Debug)]
 pub(crate) struct Corpus {
     sequences: Vec<Vec<u8>>,
@@ -29,7 +29,7 @@ macro_rules! own_sources {
     };
 }
 
-const EMBEDDED: [(&str, &str); 49] = own_sources![
+const EMBEDDED: [(&str, &str); 51] = own_sources![
     "README.md",
     "src/bytes.rs",
     "src/commands/batch/args.rs",
@@ -46,17 +46,17 @@ const EMBEDDED: [(&str, &str); 49] = own_sources![
     "src/commands/plan/model.rs",
     "src/commands/plan/svg/columns.rs",
     "src/commands/plan/svg/legend.rs",
+    "src/commands/plan/svg/mod.rs",
     "src/commands/plan/svg/paint.rs",
     "src/commands/plan/svg/panel.rs",
     "src/commands/plan/svg/words.rs",
-    "src/commands/plan/svg.rs",
     "src/commands/report/coverage.rs",
     "src/commands/report/facts.rs",
     "src/commands/report/mod.rs",
     "src/commands/report/page.rs",
     "src/commands/report/style.css",
     "src/commands/sample/mixture.rs",
-    "src/commands/sample.rs",
+    "src/commands/sample/mod.rs",
     "src/commands/train.rs",
     "src/devices.rs",
     "src/error.rs",
@@ -77,6 +77,8 @@ const EMBEDDED: [(&str, &str); 49] = own_sources![
     "src/train/model.rs",
     "src/train/parameters.rs",
     "src/train/run_dir.rs",
+    "src/train/session.rs",
+    "src/train/settings.rs",
     "src/train/sharding.rs",
     "src/train/trainer.rs",
 ];
@@ -87,17 +89,18 @@ impl Corpus {
         Self::new(EMBEDDED.iter().map(|(_, text)| *text))
     }
 
-    /// The text files under `path`, in the order of their names; or `path` itself, if it is a file. A file whose name ends
-    /// in `.jsonl` holds a text in each line.
+    /// The text files under `path`, in the order of their names; or `path` itself, if it is a file.
+    /// A file whose name ends in `.jsonl` holds a text in each line.
     ///
-    /// Hidden files and files that are not UTF-8 are passed over.
+    /// Hidden files and files that are not UTF-8 are skipped.
     pub(crate) fn read(path: &Path) -> Result<Self> {
         let mut files = Vec::new();
-        list_files(path, &mut files).map_err(|source| Error::Read { path: path.into(), source })?;
-        let texts: Vec<Vec<String>> = files.iter().map(|file| read_texts(file)).collect::<Result<_>>()?;
+        list_files(path, &mut files).map_err(|source| Error::read(path, source))?;
+        let texts: Vec<Vec<String>> =
+            files.iter().map(|file| read_texts(file)).collect::<Result<_>>()?;
         let corpus = Self::new(texts.iter().flatten().map(String::as_str));
         if corpus.sequences.is_empty() {
-            return Err(Error::Usage(format!("no text to learn from in {}", path.display())));
+            return Err(Error::usage(format!("no text to learn from in {}", path.display())));
         }
         Ok(corpus)
     }
@@ -105,7 +108,8 @@ impl Corpus {
     /// The paragraphs of `texts`, cut to size.
     pub(crate) fn new<'a>(texts: impl IntoIterator<Item = &'a str>) -> Self {
         let paragraphs = texts.into_iter().flat_map(|text| text.split("\n\n"));
-        let pieces = paragraphs.flat_map(|paragraph| paragraph.as_bytes().chunks(MAX_SEQUENCE_LENGTH));
+        let pieces =
+            paragraphs.flat_map(|paragraph| paragraph.as_bytes().chunks(MAX_SEQUENCE_LENGTH));
         Self { sequences: pieces.filter(|piece| piece.len() >= 2).map(<[u8]>::to_vec).collect() }
     }
 
@@ -114,16 +118,20 @@ impl Corpus {
         self.sequences.iter().map(|sequence| sequence.len() as u64).collect()
     }
 
-    /// A number that another text hardly has, in hexadecimal digits.
+    /// A hash of the sequences, in hexadecimal digits.
     pub(crate) fn fingerprint(&self) -> String {
-        let word = |bytes: &[u8]| bytes.iter().fold(bytes.len() as u64, |word, &byte| word << 8 | u64::from(byte));
-        let words = self.sequences.iter().flat_map(|sequence| sequence.chunks(7).chain([&[][..]]).map(word));
-        format!("{:016x}", words.fold(Seed::new(0), Seed::derive).as_u64())
+        let mut fingerprint = Fingerprint::new();
+        for sequence in &self.sequences {
+            fingerprint.bytes(sequence);
+        }
+        format!("{:016x}", fingerprint.finish())
     }
 
-    /// The bytes of sequence `index`, none if there is no such sequence.
+    /// The bytes of sequence `index`, which must be one of them.
+    #[expect(clippy::expect_used, reason = "says why it cannot fail")]
     pub(crate) fn sequence(&self, index: u64) -> &[u8] {
-        usize::try_from(index).ok().and_then(|index| self.sequences.get(index)).map_or(&[], Vec::as_slice)
+        let index = usize::try_from(index).expect("sequences in memory are counted by a usize");
+        &self.sequences[index]
     }
 }
 
@@ -135,8 +143,9 @@ fn list_files(path: &Path, files: &mut Vec<PathBuf>) -> io::Result<()> {
         files.extend(kind.is_file().then(|| path.to_path_buf()));
         return Ok(());
     }
-    let mut entries: Vec<PathBuf> =
-        fs::read_dir(path)?.map(|entry| entry.map(|entry| entry.path())).collect::<io::Result<_>>()?;
+    let mut entries: Vec<PathBuf> = fs::read_dir(path)?
+        .map(|entry| entry.map(|entry| entry.path()))
+        .collect::<io::Result<_>>()?;
     entries.retain(|entry| !is_hidden(entry));
     entries.sort();
     entries.iter().try_for_each(|entry| list_files(entry, files))
@@ -146,11 +155,13 @@ fn is_hidden(path: &Path) -> bool {
     path.file_name().is_some_and(|name| name.as_encoded_bytes().starts_with(b"."))
 }
 
-/// The texts of a file, none if it holds something else.
+/// The texts of a file; none if it is not UTF-8.
 fn read_texts(path: &Path) -> Result<Vec<String>> {
-    let bytes = fs::read(path).map_err(|source| Error::Read { path: path.into(), source })?;
+    let bytes = fs::read(path).map_err(|source| Error::read(path, source))?;
     match String::from_utf8(bytes) {
-        Ok(text) if path.extension().is_some_and(|extension| extension == "jsonl") => texts_in_lines(&text, path),
+        Ok(text) if path.extension().is_some_and(|extension| extension == "jsonl") => {
+            texts_in_lines(&text, path)
+        }
         text => Ok(text.into_iter().collect()),
     }
 }
@@ -163,21 +174,27 @@ enum Line {
     Object { text: String },
 }
 
-/// The texts of the lines that are not blank; `path` names the file if a line is wrong.
+/// The texts of the lines that are not blank; errors name the file by `path`.
 fn texts_in_lines(lines: &str, path: &Path) -> Result<Vec<String>> {
-    let text = |(number, line): (usize, &str)| match serde_json::from_str(line) {
-        Ok(Line::Text(text) | Line::Object { text }) => Ok(text),
-        Err(_) => {
-            let wrong = Error::Usage(format!("line {} of {} holds no text: {line:.40?}", number + 1, path.display()));
-            Err(wrong.hinted(hint::JSON_LINES))
+    let mut texts = Vec::new();
+    for (n, line) in (1_u64..).zip(lines.lines()) {
+        if line.trim().is_empty() {
+            continue;
         }
-    };
-    lines.lines().enumerate().filter(|(_, line)| !line.trim().is_empty()).map(text).collect()
+        let Ok(Line::Text(text) | Line::Object { text }) = serde_json::from_str(line) else {
+            let name = path.display();
+            let wrong = Error::usage(format!("line {n} of {name} holds no text: {line:.40?}"));
+            return Err(wrong.hinted(hint::JSON_LINES));
+        };
+        texts.push(text);
+    }
+    Ok(texts)
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::error::ErrorKind;
 
     #[test]
     fn every_source_file_is_embedded() {
@@ -193,9 +210,9 @@ mod tests {
         let corpus = Corpus::new(["ab\n\nc\n\n", &long]);
         assert_eq!(corpus.lengths(), [2, MAX_SEQUENCE_LENGTH as u64, 5]);
         assert_eq!(corpus.sequence(0), b"ab");
-        assert!(corpus.sequence(3).is_empty());
         let others = ["ab\n\nc", "ab\n\ncd", "abcd", "ab\n\n\ncd"];
-        let fingerprints: std::collections::BTreeSet<_> = others.map(|text| Corpus::new([text]).fingerprint()).into();
+        let fingerprints: std::collections::BTreeSet<_> =
+            others.map(|text| Corpus::new([text]).fingerprint()).into();
         assert_eq!(fingerprints.len(), others.len());
     }
 
@@ -203,9 +220,13 @@ mod tests {
     fn folders_are_read_in_order_without_hidden_and_binary_files() {
         let dir = tempfile::tempdir().unwrap();
         fs::create_dir(dir.path().join("b")).unwrap();
-        for (name, content) in
-            [("c.txt", &b"third"[..]), ("b/a", b"second"), ("a", b"first"), (".x", b"no"), ("z", b"\xff\xfe")]
-        {
+        for (name, content) in [
+            ("c.txt", &b"third"[..]),
+            ("b/a", b"second"),
+            ("a", b"first"),
+            (".x", b"no"),
+            ("z", b"\xff\xfe"),
+        ] {
             fs::write(dir.path().join(name), content).unwrap();
         }
         let corpus = Corpus::read(dir.path()).unwrap();
@@ -224,14 +245,19 @@ mod tests {
             let path = dir.path().join("wrong.jsonl");
             fs::write(&path, format!("\"right\"\n\n{wrong}\n")).unwrap();
             let error = Corpus::read(&path).unwrap_err().to_string();
-            assert!(error.starts_with("line 3 of ") && error.contains("wrong.jsonl"), "{wrong}: {error}");
+            assert!(
+                error.starts_with("line 3 of ") && error.contains("wrong.jsonl"),
+                "{wrong}: {error}"
+            );
         }
     }
 
     #[test]
     fn missing_and_empty_folders_are_refused() {
         let dir = tempfile::tempdir().unwrap();
-        assert!(matches!(Corpus::read(&dir.path().join("none")), Err(Error::Read { .. })));
-        assert!(matches!(Corpus::read(dir.path()), Err(Error::Usage(_))));
+        let missing = Corpus::read(&dir.path().join("none")).unwrap_err();
+        assert!(matches!(*missing.kind, ErrorKind::Read { .. }));
+        let empty = Corpus::read(dir.path()).unwrap_err();
+        assert!(matches!(*empty.kind, ErrorKind::Usage(_)));
     }
 }

@@ -15,7 +15,7 @@ const SIZE: (u32, u32) = (900, 540);
 /// Where the upper panel ends.
 const MIDDLE: u32 = 350;
 
-/// Up to so many points are drawn of each series.
+/// The number of points drawn of each series at most.
 const MAX_POINTS: usize = 1000;
 
 /// The smooth line is the mean over this share of the steps at each side.
@@ -23,18 +23,24 @@ const SMOOTH_OVER: usize = 40;
 
 type Chart<'a, 'b> = ChartContext<'a, SVGBackend<'b>, Cartesian2d<RangedCoordu64, RangedCoordf64>>;
 
-/// An SVG document: above the loss over the steps, below the tokens a second, both as points and as a smooth line.
+/// An SVG document: above, the loss over the steps; below, the tokens per second; both as points
+/// and as a smooth line.
 pub(crate) fn draw(metrics: &Metrics) -> Result<String> {
     let steps: Vec<Timed> = metrics.timed().collect();
     picture::document(SIZE, |area| {
         let (above, below) = area.split_vertically(MIDDLE);
-        let series = Series::new(&steps, |Timed { metrics, .. }| Sum {
+        let losses = Series::new(&steps, |Timed { metrics, .. }| Sum {
             of: f64::from(metrics.loss) * metrics.predictions() as f64,
             over: metrics.predictions() as f64,
         });
-        draw_panel(&above, &steps, &series, &Panel { name: "loss (nats a byte)", color: BLUE, from_zero: false })?;
-        let series = Series::new(&steps, |step| Sum { of: step.metrics.real_tokens as f64, over: step.seconds });
-        draw_panel(&below, &steps, &series, &Panel { name: "tokens a second", color: ORANGE, from_zero: true })?;
+        let speeds = Series::new(&steps, |step| Sum {
+            of: step.metrics.real_tokens as f64,
+            over: step.seconds,
+        });
+        let loss = Panel { name: "loss (nats per byte)", color: BLUE, from_zero: false };
+        let speed = Panel { name: "tokens/s", color: ORANGE, from_zero: true };
+        draw_panel(&above, &steps, &losses, &loss)?;
+        draw_panel(&below, &steps, &speeds, &speed)?;
         area.present()
     })
 }
@@ -47,6 +53,7 @@ struct Panel {
 }
 
 fn draw_panel(area: &Area<'_>, steps: &[Timed], series: &Series, panel: &Panel) -> Drawn {
+    // An axis of no extent has no ticks.
     let last = steps.last().map_or(1, |step| step.metrics.step + 1);
     let (low, high) = series.range(panel.from_zero);
     let mut chart = axes(area, last, (low, high), panel.name)?;
@@ -60,7 +67,12 @@ fn draw_panel(area: &Area<'_>, steps: &[Timed], series: &Series, panel: &Panel) 
 }
 
 /// Axes for steps up to `last` and values of this range.
-fn axes<'a, 'b>(area: &Area<'b>, last: u64, (low, high): (f64, f64), name: &str) -> Drawn<Chart<'a, 'b>> {
+fn axes<'a, 'b>(
+    area: &Area<'b>,
+    last: u64,
+    (low, high): (f64, f64),
+    name: &str,
+) -> Drawn<Chart<'a, 'b>> {
     let mut chart = ChartBuilder::on(area)
         .margin(10)
         .margin_right(30)
@@ -78,14 +90,14 @@ fn axes<'a, 'b>(area: &Area<'b>, last: u64, (low, high): (f64, f64), name: &str)
     Ok(chart)
 }
 
-/// A mean, as what it is made of.
+/// The numerator and the denominator of a mean.
 #[derive(Clone, Copy, Debug)]
 struct Sum {
     of: f64,
     over: f64,
 }
 
-/// What is drawn of all steps: the number of steps done, and the value.
+/// The values of a panel, each with the number of steps done.
 #[derive(Debug)]
 struct Series {
     points: Vec<(u64, f64)>,
@@ -93,18 +105,24 @@ struct Series {
 }
 
 impl Series {
-    /// Means of `sum`, as far as they are numbers: of every step, and of all steps around it.
+    /// Means of `sum` where they are finite: of every step, and over the steps around it.
     fn new(steps: &[Timed], sum: impl Fn(&Timed) -> Sum) -> Self {
-        let sums: Vec<(u64, Sum)> = steps.iter().map(|step| (step.metrics.step + 1, sum(step))).collect();
-        let known: Vec<_> = sums.into_iter().filter(|(_, sum)| (sum.of / sum.over).is_finite()).collect();
+        let sums: Vec<(u64, Sum)> =
+            steps.iter().map(|step| (step.metrics.step + 1, sum(step))).collect();
+        let known: Vec<_> =
+            sums.into_iter().filter(|(_, sum)| (sum.of / sum.over).is_finite()).collect();
         let every = known.len().div_ceil(MAX_POINTS).max(1);
         let at = |position: usize| {
-            // As many at both sides, or the line would lag behind where the values fall fast.
+            // The same number on both sides, or the line would lag where the values fall fast.
             let n_sides = (known.len() / SMOOTH_OVER).min(position).min(known.len() - 1 - position);
             (known[position].0, mean(&known[position - n_sides..=position + n_sides]))
         };
         Self {
-            points: known.iter().step_by(every).map(|&(step, sum)| (step, sum.of / sum.over)).collect(),
+            points: known
+                .iter()
+                .step_by(every)
+                .map(|&(step, sum)| (step, sum.of / sum.over))
+                .collect(),
             smooth: (0..known.len()).step_by(every).map(at).collect(),
         }
     }
@@ -112,9 +130,10 @@ impl Series {
     /// The values of the axis, with a little room above and below.
     fn range(&self, from_zero: bool) -> (f64, f64) {
         let values = || self.points.iter().map(|&(_, value)| value);
-        let (low, high) = (values().fold(f64::INFINITY, f64::min), values().fold(f64::NEG_INFINITY, f64::max));
+        let low = values().fold(f64::INFINITY, f64::min);
+        let high = values().fold(f64::NEG_INFINITY, f64::max);
         match high - low {
-            // No point, or all at one height.
+            // There is no point.
             extent if !extent.is_finite() => (0.0, 1.0),
             _ if from_zero => (0.0, (1.05 * high).max(1.0)),
             extent => (low - 0.05 * extent.max(0.1), high + 0.05 * extent.max(0.1)),
@@ -153,11 +172,13 @@ mod tests {
         let losses: Vec<f32> = (0..200_u8).map(f32::from).collect();
         let series = series(&losses);
         assert_eq!(series.points.len(), 200);
-        assert!(series.smooth.iter().all(|&(step, value)| (value - (step - 1) as f64).abs() < 1e-9));
+        assert!(
+            series.smooth.iter().all(|&(step, value)| (value - (step - 1) as f64).abs() < 1e-9)
+        );
     }
 
     #[test]
-    fn what_is_no_number_is_not_drawn_and_long_runs_are_thinned() {
+    fn only_finite_values_are_drawn_and_long_runs_are_thinned() {
         let unfinished = series(&[2.0, f32::NAN, f32::INFINITY, 1.0]);
         assert_eq!(unfinished.points, [(1, 2.0), (4, 1.0)]);
         assert!(series(&vec![1.0; 5500]).points.len() <= MAX_POINTS);

@@ -3,8 +3,8 @@
 use candle_core::{Device, Tensor};
 use candle_distributed::{
     batch::{
-        Batch, BatchConfig, BatchState, Buckets, DistributedBatchSampler, DistributedConfig, DynamicBatchSampler,
-        DynamicBatchStrategy, PaddingReport, Steps,
+        Batch, BatchConfig, BatchState, Buckets, DistributedBatchSampler, DistributedConfig,
+        DynamicBatchSampler, DynamicBatchStrategy, PaddingReport, Steps,
     },
     sampler::{DistributedSampler, SamplerConfig},
     types::{Epoch, Placement, Seed, WorldSize},
@@ -14,33 +14,34 @@ use crate::{
     error::Result,
     train::{
         corpus::{Corpus, MAX_SEQUENCE_LENGTH},
-        run_dir::Settings,
+        settings::Settings,
     },
 };
 
 /// The most padded tokens in a batch, over all devices.
 const MAX_TOKENS: u64 = 4096;
 
-/// How many lengths share a batch.
+/// The number of lengths that share a batch.
 pub(crate) const BUCKET_WIDTH: u64 = 16;
 
-/// What the randomness of a run is for; each purpose has a stream of its own.
+/// The streams of random numbers of a run, one for each purpose.
 pub(crate) const INIT_STREAM: u64 = 0;
 const ORDER_STREAM: u64 = 1;
 
-/// What the randomness of a run's order is for; each purpose has a stream of its own.
+/// The streams of random numbers of a run's order.
 const SEQUENCE_STREAM: u64 = 0;
 const BATCH_STREAM: u64 = 1;
 
-/// The most padded tokens in a batch of a run that begins on so many devices: with very many, a longest sequence for each.
+/// The most padded tokens in a batch of a run that starts on this many devices: enough for one
+/// longest sequence each.
 pub(crate) fn max_tokens(world_size: WorldSize) -> u64 {
     MAX_TOKENS.max(world_size.as_u64() * MAX_SEQUENCE_LENGTH as u64)
 }
 
 /// The batches of a run, epoch by epoch.
 ///
-/// Every process plans the batches of all devices, and leaves it to the mesh to split them: so they do not depend on the
-/// number of devices, which may change when a run is gone on with.
+/// Every process plans the batches of all devices and leaves it to the mesh to split them. So they
+/// do not depend on the number of devices, which may change when a run is resumed.
 #[derive(Debug)]
 pub(crate) struct Schedule {
     order: DistributedSampler,
@@ -52,12 +53,13 @@ pub(crate) struct Schedule {
 pub(crate) struct Scheduled {
     pub(crate) epoch: u64,
     pub(crate) batch: Batch,
-    /// Where to go on after it.
+    /// Where to resume after it.
     pub(crate) state: BatchState,
 }
 
 impl Schedule {
-    /// Batches of similar length, in random order, so that short ones do not all come at the end of an epoch.
+    /// Batches of similar length, in random order, so that short ones do not all come at the end of
+    /// an epoch.
     pub(crate) fn new(corpus: &Corpus, seed: Seed, max_tokens: u64) -> Result<Self> {
         let lengths = corpus.lengths();
         let config = SamplerConfig::default().with_seed(seed.derive(SEQUENCE_STREAM));
@@ -67,26 +69,32 @@ impl Schedule {
             .with_max_tokens(max_tokens);
         let shuffled = DistributedConfig::default().with_shuffle(seed.derive(BATCH_STREAM));
         let batches = DynamicBatchSampler::new(lengths, config)?;
-        Ok(Self { order, batches: DistributedBatchSampler::new(batches, Placement::SINGLE, shuffled)? })
+        Ok(Self {
+            order,
+            batches: DistributedBatchSampler::new(batches, Placement::SINGLE, shuffled)?,
+        })
     }
 
-    /// That of a run.
+    /// The schedule of a run.
     pub(crate) fn of(settings: &Settings, corpus: &Corpus) -> Result<Self> {
         Self::new(corpus, Seed::new(settings.seed).derive(ORDER_STREAM), settings.max_tokens)
     }
 
-    /// How the first epoch is batched.
+    /// The batches of the first epoch, and how much of them is padding.
     pub(crate) fn first_epoch(&self) -> Result<(PaddingReport, Vec<Batch>)> {
         let steps = self.epoch(Epoch::ZERO)?;
         Ok((steps.report(), steps.map(|step| step.batch).collect()))
     }
 
-    /// Batch after batch, from where `state` was or from the first, without end but for an error.
+    /// Endless batches, from `state` or from the first epoch on. An error is the last item.
     ///
     /// # Errors
     ///
     /// If the state is not one of these batches: the text has changed.
-    pub(crate) fn batches(&self, state: Option<&BatchState>) -> Result<impl Iterator<Item = Result<Scheduled>>> {
+    pub(crate) fn batches(
+        &self,
+        state: Option<&BatchState>,
+    ) -> Result<impl Iterator<Item = Result<Scheduled>>> {
         let first = match state {
             None => self.epoch(Epoch::ZERO)?,
             Some(state) => self.batches.resume(state, &self.order_in(state.epoch))?,
@@ -110,7 +118,7 @@ impl Schedule {
     }
 }
 
-/// What is left of an epoch.
+/// The rest of an epoch.
 fn scheduled(mut steps: Steps<'_, Vec<u64>>) -> Vec<Result<Scheduled>> {
     let mut scheduled = Vec::with_capacity(steps.len());
     while let Some(step) = steps.next() {
@@ -124,23 +132,39 @@ fn scheduled(mut steps: Steps<'_, Vec<u64>>) -> Vec<Result<Scheduled>> {
 ///
 /// # Shapes
 ///
-/// Ids [batch, `padded_length`] u32, padded with 0 on the right; weights [batch, `padded_length` − 1] f32: one over the
-/// number of predictions in the batch where there is one, 0 where there is padding. So a sum over all replicas is the
-/// mean over the whole batch, however its tokens are spread.
-pub(crate) fn collate(batch: &Batch, corpus: &Corpus, device: &Device) -> candle_core::Result<(Tensor, Tensor)> {
+/// Ids [batch, `padded_length`] u32, padded with 0 on the right; weights
+/// [batch, `padded_length` − 1] f32: one over the number of predictions in the batch where there is
+/// one, 0 where there is padding. So a sum over all replicas is the mean over the whole batch,
+/// however its tokens are spread.
+pub(crate) fn collate(
+    batch: &Batch,
+    corpus: &Corpus,
+    device: &Device,
+) -> candle_core::Result<(Tensor, Tensor)> {
     let sequences: Vec<&[u8]> = batch.indices.iter().map(|&index| corpus.sequence(index)).collect();
     let rows = sequences.len();
-    let length = sequences.iter().map(|sequence| sequence.len()).max().unwrap_or(0);
+    let length = sequences.iter().map(|sequence| sequence.len()).fold(0, usize::max);
     let predictions: usize = sequences.iter().map(|sequence| sequence.len() - 1).sum();
     let weight = 1.0 / predictions as f32;
-    let ids: Vec<u32> = sequences.iter().flat_map(|sequence| padded(sequence, length, u32::from, 0)).collect();
-    let weights: Vec<f32> =
-        sequences.iter().flat_map(|sequence| padded(&sequence[1..], length - 1, |_| weight, 0.0)).collect();
-    Ok((Tensor::from_vec(ids, (rows, length), device)?, Tensor::from_vec(weights, (rows, length - 1), device)?))
+    let ids: Vec<u32> =
+        sequences.iter().flat_map(|sequence| padded(sequence, length, u32::from, 0)).collect();
+    let weights: Vec<f32> = sequences
+        .iter()
+        .flat_map(|sequence| padded(&sequence[1..], length - 1, |_| weight, 0.0))
+        .collect();
+    Ok((
+        Tensor::from_vec(ids, (rows, length), device)?,
+        Tensor::from_vec(weights, (rows, length - 1), device)?,
+    ))
 }
 
 /// `of` each byte, then `padding` up to `length`.
-fn padded<T: Clone>(bytes: &[u8], length: usize, of: impl Fn(u8) -> T, padding: T) -> impl Iterator<Item = T> {
+fn padded<T: Clone>(
+    bytes: &[u8],
+    length: usize,
+    of: impl Fn(u8) -> T,
+    padding: T,
+) -> impl Iterator<Item = T> {
     bytes.iter().map(move |&byte| of(byte)).chain(std::iter::repeat(padding)).take(length)
 }
 
@@ -160,10 +184,11 @@ mod tests {
     }
 
     #[test]
-    fn a_schedule_goes_on_where_it_was() {
+    fn a_schedule_resumes_where_it_was() {
         let text = (10..60).map(|length| "x".repeat(length)).collect::<Vec<_>>().join("\n\n");
         let schedule = Schedule::new(&Corpus::new([text.as_str()]), Seed::new(0), 128).unwrap();
-        let all: Vec<Scheduled> = schedule.batches(None).unwrap().take(60).map(Result::unwrap).collect();
+        let all: Vec<Scheduled> =
+            schedule.batches(None).unwrap().take(60).map(Result::unwrap).collect();
         assert!(all[59].epoch > 0);
         for at in [0, 7, 58] {
             let rest = schedule.batches(Some(&all[at].state)).unwrap();

@@ -1,4 +1,4 @@
-//! What people and programs see of a run: progress bar, metrics, summary.
+//! What a run shows to people and programs: progress bar, metrics, summary.
 
 use candle_distributed::batch::{Batch, PaddingReport};
 use candle_nn::VarMap;
@@ -15,7 +15,7 @@ use crate::{
     },
 };
 
-/// How many lines a run prints on its way.
+/// The number of progress lines that a run prints.
 const LINES: u64 = 10;
 
 /// Keeps the record of a run.
@@ -35,11 +35,21 @@ pub(crate) struct Journal {
 }
 
 impl Journal {
-    /// A journal of the steps from `first` up to `steps` in `run_dir`; it draws a progress bar if stderr is a terminal.
+    /// A journal of the steps from `first` up to `steps` in `run_dir`; it draws a progress bar if
+    /// stderr is a terminal.
     pub(crate) fn new(first: u64, steps: u64, run_dir: RunDir, needs: Needs) -> Self {
-        let bar = output::progress(steps, "{bar:30} step {pos}/{len}, {msg}, {eta} left").with_position(first);
-        let (padding, recent) = (PaddingReport::default(), MeanLoss::default());
-        Self { run_dir, needs, bar, steps, padding, first: None, recent, seconds: 0.0 }
+        let bar = output::progress(steps, "{bar:30} step {pos}/{len}, {msg}, {eta} left")
+            .with_position(first);
+        Self {
+            run_dir,
+            needs,
+            bar,
+            steps,
+            padding: PaddingReport::default(),
+            first: None,
+            recent: MeanLoss::default(),
+            seconds: 0.0,
+        }
     }
 
     /// Records one more step, made of `batch`.
@@ -52,11 +62,13 @@ impl Journal {
         }
         self.recent.add(step);
         self.seconds = step.seconds;
-        let status = format!("loss {:.3}, {:.0} tokens/s", self.recent.mean(), self.tokens_per_second());
+        let status =
+            format!("loss {:.3}, {:.0} tokens/s", self.recent.mean(), self.tokens_per_second());
         self.bar.set_message(status.clone());
         self.bar.inc(1);
         if self.is_line(step.step + 1) {
-            let line = format!("step {} of {}, epoch {}, {status}", step.step + 1, self.steps, step.epoch);
+            let line =
+                format!("step {} of {}, epoch {}, {status}", step.step + 1, self.steps, step.epoch);
             self.bar.suspend(|| output::message(|out| writeln!(out, "{line}")));
         }
         Ok(())
@@ -67,19 +79,19 @@ impl Journal {
         done == self.steps || done.is_multiple_of(self.steps.div_ceil(LINES))
     }
 
-    /// Saves the parameters and prints what became of the run.
+    /// Saves the parameters and prints a summary of the run.
     pub(crate) fn finish(&mut self, vars: &VarMap) -> Result<()> {
         self.run_dir.save(vars)?;
         self.pause()?;
         self.bar.finish_and_clear();
         let last = self.recent.mean();
-        let memory = self.run_dir.session().and_then(|session| Memory::of(session, self.needs));
+        let memory = Memory::of(self.run_dir.session(), self.needs);
         output::text(|out| {
             if let Some((step, loss)) = self.first {
                 let number = step + 1;
                 writeln!(
                     out,
-                    "loss {loss:.3} at step {number}, {last:.3} over the last ones, in {:.1} s",
+                    "loss {loss:.3} at step {number}, {last:.3} over the last steps, in {:.1} s",
                     self.seconds
                 )?;
             }
@@ -91,12 +103,12 @@ impl Journal {
         })
     }
 
-    /// Brings what was logged to disk.
+    /// Syncs what was logged to disk.
     pub(crate) fn sync(&self) -> Result<()> {
         self.run_dir.sync()
     }
 
-    /// Leaves with the run what is known of this session.
+    /// Saves with the run what is known about this session.
     pub(crate) fn pause(&mut self) -> Result<()> {
         self.run_dir.end_session()
     }

@@ -1,40 +1,56 @@
-//! What is known of the steps of a run: one line of `metrics.jsonl` each, and what they amount to.
+//! The metrics of the steps of a run, one line of `metrics.jsonl` each, and sums and means over
+//! them.
 
-use std::{fs, io, path::Path};
+use std::path::Path;
 
 use candle_distributed::batch::Batch;
 use serde::{Deserialize, Deserializer, Serialize};
 
-use crate::error::{Error, Result};
+use crate::{error::Result, input};
 
-/// What is known of one step.
+/// The metrics of one step.
 #[derive(Clone, Copy, Debug, Serialize, Deserialize)]
 pub(crate) struct StepMetrics {
     pub(crate) step: u64,
     pub(crate) epoch: u64,
-    /// Mean cross-entropy of the predictions of this step, in nats a byte.
+    /// Mean cross-entropy of the predictions of this step, in nats per byte.
     #[serde(deserialize_with = "number")]
     pub(crate) loss: f32,
     pub(crate) learning_rate: f64,
     pub(crate) sequences: u64,
     pub(crate) real_tokens: u64,
     pub(crate) padded_tokens: u64,
-    /// Seconds from the begin of the session's first step to the end of this one.
+    /// Seconds from the start of the session's first step to the end of this one.
     pub(crate) seconds: f64,
 }
 
-/// A number; JSON has `null` for one that is none.
+/// A number; JSON writes `null` for NaN and the infinities.
 fn number<'de, D: Deserializer<'de>>(deserializer: D) -> Result<f32, D::Error> {
     Ok(Option::deserialize(deserializer)?.unwrap_or(f32::NAN))
 }
 
 impl StepMetrics {
-    pub(crate) fn new(step: u64, epoch: u64, loss: f32, learning_rate: f64, batch: &Batch, seconds: f64) -> Self {
-        let (sequences, real_tokens, padded_tokens) = (batch.len() as u64, batch.real_tokens, batch.padded_tokens());
-        Self { step, epoch, loss, learning_rate, sequences, real_tokens, padded_tokens, seconds }
+    pub(crate) fn new(
+        step: u64,
+        epoch: u64,
+        loss: f32,
+        learning_rate: f64,
+        batch: &Batch,
+        seconds: f64,
+    ) -> Self {
+        Self {
+            step,
+            epoch,
+            loss,
+            learning_rate,
+            sequences: batch.len() as u64,
+            real_tokens: batch.real_tokens,
+            padded_tokens: batch.padded_tokens(),
+            seconds,
+        }
     }
 
-    /// How many bytes were predicted: from each sequence, all but the first.
+    /// The number of bytes predicted: all but the first of each sequence.
     pub(crate) fn predictions(&self) -> u64 {
         self.real_tokens.saturating_sub(self.sequences)
     }
@@ -49,25 +65,23 @@ pub(crate) struct Metrics(Vec<StepMetrics>);
 pub(crate) struct Timed {
     pub(crate) metrics: StepMetrics,
     pub(crate) seconds: f64,
-    /// Whether a session begins with it that is not the first.
+    /// Whether a session other than the first starts with it.
     pub(crate) is_resumed: bool,
 }
 
 impl Metrics {
-    /// Those in a file; none if there is no file. Whatever was cut off at its end is passed over.
+    /// The steps in a file; none if there is no file. A last line that was cut off is left out.
     pub(crate) fn read(path: &Path) -> Result<Self> {
-        match fs::read_to_string(path) {
-            Ok(text) => Ok(Self(text.lines().map_while(|line| serde_json::from_str(line).ok()).collect())),
-            Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(Self::default()),
-            Err(source) => Err(Error::Read { path: path.into(), source }),
-        }
+        let Some(text) = input::read_if_there(path)? else { return Ok(Self::default()) };
+        let text = String::from_utf8_lossy(&text);
+        Ok(Self(text.lines().map_while(|line| serde_json::from_str(line).ok()).collect()))
     }
 
     pub(crate) fn steps(&self) -> &[StepMetrics] {
         &self.0
     }
 
-    /// The steps with their times. A clock that went back is that of a new session.
+    /// The steps with their times. Where the clock goes back, a new session starts.
     pub(crate) fn timed(&self) -> impl Iterator<Item = Timed> {
         let before = [0.0].into_iter().chain(self.0.iter().map(|step| step.seconds));
         self.0.iter().zip(before).map(|(&metrics, before)| {
@@ -77,7 +91,7 @@ impl Metrics {
         })
     }
 
-    /// How long all of it took, the time between sessions not counted.
+    /// The duration of all steps, without the time between sessions.
     pub(crate) fn seconds(&self) -> f64 {
         self.timed().map(|step| step.seconds).sum()
     }
@@ -115,11 +129,14 @@ impl MeanLoss {
 
 #[cfg(test)]
 mod tests {
+    use std::fs;
+
     use super::*;
 
     fn line(step: u64, loss: &str, seconds: f64) -> String {
         format!(
-            "{{\"step\": {step}, \"epoch\": 0, \"loss\": {loss}, \"learning_rate\": 0.1, \"sequences\": 1, \
+            "{{\"step\": {step}, \"epoch\": 0, \"loss\": {loss}, \"learning_rate\": 0.1, \
+             \"sequences\": 1, \
              \"real_tokens\": 5, \"padded_tokens\": 8, \"seconds\": {seconds}}}\n"
         )
     }
@@ -129,12 +146,17 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("metrics.jsonl");
         assert!(Metrics::read(&path).unwrap().steps().is_empty());
-        let lines = [line(0, "3", 1.0), line(1, "2", 1.5), line(2, "null", 0.25), line(3, "1", 0.75)].concat();
+        let lines =
+            [line(0, "3", 1.0), line(1, "2", 1.5), line(2, "null", 0.25), line(3, "1", 0.75)]
+                .concat();
         fs::write(&path, lines + "{\"step\": 4, ").unwrap();
         let metrics = Metrics::read(&path).unwrap();
         let timed: Vec<_> = metrics.timed().map(|step| (step.seconds, step.is_resumed)).collect();
         assert_eq!(timed, [(1.0, false), (0.5, false), (0.25, true), (0.5, false)]);
         assert!(metrics.steps()[2].loss.is_nan());
-        assert_eq!((metrics.seconds(), metrics.sum(|step| step.real_tokens), metrics.last_loss(1)), (2.25, 20, 1.0));
+        assert_eq!(
+            (metrics.seconds(), metrics.sum(|step| step.real_tokens), metrics.last_loss(1)),
+            (2.25, 20, 1.0)
+        );
     }
 }

@@ -9,5 +9,7 @@ pub(crate) mod metrics;
 pub(crate) mod model;
 pub(crate) mod parameters;
 pub(crate) mod run_dir;
+pub(crate) mod session;
+pub(crate) mod settings;
 pub(crate) mod sharding;
 pub(crate) mod trainer;

@@ -1,7 +1,9 @@
 //! A decoder-only transformer over bytes: rotary-free, pre-norm, learned positions.
 
 use candle_core::{D, Device, IndexOp, Result, Tensor};
-use candle_nn::{Embedding, Linear, Module, RmsNorm, VarBuilder, embedding, linear_no_bias, ops, rms_norm};
+use candle_nn::{
+    Embedding, Linear, Module, RmsNorm, VarBuilder, embedding, linear_no_bias, ops, rms_norm,
+};
 use serde::{Deserialize, Serialize};
 
 /// The sizes of a transformer.
@@ -48,7 +50,8 @@ impl Transformer {
         let length = ids.dim(1)? - 1;
         let logits = self.logits(&ids.narrow(1, 0, length)?.contiguous()?)?;
         let targets = ids.narrow(1, 1, length)?.contiguous()?.unsqueeze(2)?;
-        let log_likelihood = ops::log_softmax(&logits, D::Minus1)?.gather(&targets, D::Minus1)?.squeeze(2)?;
+        let log_likelihood =
+            ops::log_softmax(&logits, D::Minus1)?.gather(&targets, D::Minus1)?.squeeze(2)?;
         (log_likelihood * weights)?.sum_all()?.neg()
     }
 
@@ -67,7 +70,7 @@ impl Transformer {
 
 const NORM_EPSILON: f64 = 1e-5;
 
-/// Attention and a feed-forward network, each added to what it read.
+/// Attention and a feed-forward network, each added to its input.
 #[derive(Debug)]
 struct Block {
     attention_norm: RmsNorm,
@@ -91,7 +94,8 @@ impl Block {
 
     fn forward(&self, x: &Tensor, mask: &Tensor) -> Result<Tensor> {
         let x = (x + self.attention.forward(&self.attention_norm.forward_diff(x)?, mask)?)?;
-        // ReLU, because it costs a fraction of candle's GELU on a processor and learns as well at this size.
+        // ReLU, because it costs a fraction of candle's GELU on a processor and learns as well at
+        // this size.
         let mlp = self.down.forward(&self.up.forward(&self.mlp_norm.forward_diff(&x)?)?.relu()?)?;
         x + mlp
     }
@@ -107,9 +111,12 @@ struct Attention {
 
 impl Attention {
     fn new(config: Config, vb: &VarBuilder<'_>) -> Result<Self> {
-        let (heads, hidden) = (config.heads, config.hidden);
-        let qkv = linear_no_bias(hidden, 3 * hidden, vb.pp("qkv"))?;
-        Ok(Self { heads, qkv, out: linear_no_bias(hidden, hidden, vb.pp("out"))? })
+        let hidden = config.hidden;
+        Ok(Self {
+            heads: config.heads,
+            qkv: linear_no_bias(hidden, 3 * hidden, vb.pp("qkv"))?,
+            out: linear_no_bias(hidden, hidden, vb.pp("out"))?,
+        })
     }
 
     fn forward(&self, x: &Tensor, mask: &Tensor) -> Result<Tensor> {
@@ -125,11 +132,12 @@ impl Attention {
     }
 }
 
-/// 0 where a position may look and −∞ where it would see the future. [length, length]
+/// 0 where a position may attend and −∞ where it would see the future. [length, length]
 ///
-/// Padding needs no mask of its own: it stands on the right, where no real token looks.
+/// Padding needs no mask of its own: it is on the right, where no real token attends.
 fn causal_mask(length: usize, device: &Device) -> Result<Tensor> {
     let at = |row, column| if column > row { f32::NEG_INFINITY } else { 0.0 };
-    let mask: Vec<f32> = (0..length).flat_map(|row| (0..length).map(move |column| at(row, column))).collect();
+    let mask: Vec<f32> =
+        (0..length).flat_map(|row| (0..length).map(move |column| at(row, column))).collect();
     Tensor::from_vec(mask, (length, length), device)
 }

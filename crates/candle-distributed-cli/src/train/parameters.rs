@@ -1,4 +1,5 @@
-//! The named parameters of a model: initialized from a seed, and listed in the order of their names.
+//! The named parameters of a model: initialized from a seed, and listed in the order of their
+//! names.
 
 use std::collections::BTreeMap;
 
@@ -8,8 +9,8 @@ use candle_nn::{VarBuilder, VarMap};
 
 /// The parameters that `build` asks for, initialized from `seed`.
 ///
-/// Matrices are uniform with variance 1 / fan-in, drawn here because candle's own generator takes no seed on a processor;
-/// everything else keeps the value that `build` gave it.
+/// Matrices are uniform with variance 1 / fan-in, drawn here because candle's own generator takes
+/// no seed on a processor; everything else keeps the value that `build` gave it.
 pub(crate) fn initialized<M>(
     seed: Seed,
     device: &Device,
@@ -27,14 +28,17 @@ pub(crate) fn initialized<M>(
 
 /// Names and values, in the order of the names.
 pub(crate) fn by_name(vars: &VarMap) -> Result<BTreeMap<String, Var>> {
-    let Ok(vars) = vars.data().lock() else { bail!("the parameters are locked by a thread that panicked") };
+    let Ok(vars) = vars.data().lock() else {
+        bail!("the parameters are locked by a thread that panicked")
+    };
     Ok(vars.iter().map(|(name, var)| (name.clone(), var.clone())).collect())
 }
 
-/// Numbers from −`bound` to `bound` that depend on `seed` and their place alone.
+/// Numbers from −`bound` to `bound` that depend only on `seed` and their position.
 fn uniform(seed: Seed, shape: &Shape, bound: f32, device: &Device) -> Result<Tensor> {
     // The upper 24 bits are exact in an f32.
     let unit = |index| (seed.derive(index).as_u64() >> 40) as f32 / (1_u32 << 24) as f32;
-    let values: Vec<f32> = (0..shape.elem_count() as u64).map(|index| bound * (2.0 * unit(index) - 1.0)).collect();
+    let values: Vec<f32> =
+        (0..shape.elem_count() as u64).map(|index| bound * (2.0 * unit(index) - 1.0)).collect();
     Tensor::from_vec(values, shape, device)
 }

@@ -1,4 +1,4 @@
-//! What each rank would hold of the model if it were sharded.
+//! What each rank would hold if the model were sharded.
 
 use candle_core::{DType, Device};
 use candle_distributed::{
@@ -20,36 +20,37 @@ use crate::{
     },
 };
 
-/// The bytes that parameters, gradients and optimizer state take.
+/// The bytes of parameters, gradients and optimizer state.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Needs {
-    /// On one device that holds all of it, as every device of a run does.
+    /// On a device that holds all of it, as every device of a run does.
     pub(crate) whole_bytes: u128,
     /// On the rank of a plan that holds the most.
     pub(crate) sharded_bytes: u128,
 }
 
 impl Needs {
-    /// Those of a model whose [`plan`] costs so much.
+    /// The needs of a model whose [`plan`] costs `sharded`.
     pub(crate) fn of(parameters: &[ParameterInfo], sharded: &PlanCost) -> Result<Self> {
-        let largest = |cost: &PlanCost| cost.ranks.iter().map(RankCost::total_bytes).max().unwrap_or(0);
+        let largest =
+            |cost: &PlanCost| cost.ranks.iter().map(RankCost::total_bytes).fold(0, u128::max);
         let whole = plan(parameters, WorldSize::ONE)?.cost(&CostModel::default())?;
         Ok(Self { whole_bytes: largest(&whole), sharded_bytes: largest(sharded) })
     }
 }
 
-/// The plan of a run: every rank a part of everything.
+/// The plan of a run: every rank owns a part of every parameter.
 pub(crate) fn plan(parameters: &[ParameterInfo], world_size: WorldSize) -> Result<ShardingPlan> {
     Ok(Full::default().plan(parameters, world_size)?)
 }
 
-/// The parameters of a model, as a planner sees them.
+/// The parameters in `vars`, as a planner sees them.
 pub(crate) fn parameters_in(vars: &VarMap) -> Result<Vec<ParameterInfo>> {
     let vars = parameters::by_name(vars)?;
     Ok(train::parameter_infos(vars.iter().map(|(name, var)| (name, var.as_tensor())))?)
 }
 
-/// Those of a model of these sizes.
+/// The parameters of a model of these sizes.
 pub(crate) fn parameters_of(config: Config) -> Result<Vec<ParameterInfo>> {
     let vars = VarMap::new();
     Transformer::new(config, &VarBuilder::from_varmap(&vars, DType::F32, &Device::Cpu))?;

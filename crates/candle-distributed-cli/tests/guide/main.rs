@@ -1,5 +1,5 @@
-//! The guide's promise: every command on its pages runs, and prints what the page shows. (Its Rust is run by the doctests of
-//! `tests/support`.)
+//! The guide's promise: every command on its pages runs, and prints what the page shows. (Its Rust
+//! is run by the doctests of `tests/support`.)
 
 #![cfg(unix)]
 #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
@@ -29,7 +29,9 @@ fn docs() -> PathBuf {
 fn markdown_in(folder: &str) -> Vec<String> {
     let names = fs::read_dir(docs().join(folder)).unwrap().map(|entry| entry.unwrap().file_name());
     let names = names.filter_map(|name| name.to_str().map(|name| format!("{folder}{name}")));
-    names.filter(|name| Path::new(name).extension().is_some_and(|extension| extension == "md")).collect()
+    names
+        .filter(|name| Path::new(name).extension().is_some_and(|extension| extension == "md"))
+        .collect()
 }
 
 /// The pages of the guide.
@@ -37,7 +39,10 @@ fn pages() -> Vec<Page> {
     let mut names = markdown_in("guide/");
     names.extend([FIRST_PAGE, "multi-node.md"].map(str::to_owned));
     names.sort();
-    names.iter().map(|name| Page::parse(name, &fs::read_to_string(docs().join(name)).unwrap())).collect()
+    names
+        .iter()
+        .map(|name| Page::parse(name, &fs::read_to_string(docs().join(name)).unwrap()))
+        .collect()
 }
 
 /// Runs the consoles of a page one after the other, in one folder.
@@ -63,8 +68,8 @@ fn every_command_prints_what_its_page_shows() {
     }
 }
 
-/// What somebody does who has never seen this program. The commands before it, `cargo run` and `cargo test` of the README, are
-/// run by CI itself.
+/// The first steps of a newcomer. The commands before them, `cargo run` and
+/// `cargo test` of the README, are run by CI itself.
 #[test]
 fn a_newcomer_gets_through_the_first_page() {
     let folder = tempfile::tempdir().unwrap();
@@ -83,8 +88,14 @@ fn a_newcomer_gets_through_the_first_page() {
         "--resume",
         "report run",
     ];
-    let script: String = page.blocks.iter().filter(|block| block.is_run()).map(|block| block.text.as_str()).collect();
-    let places: Vec<_> = steps.iter().map(|step| script.find(step).unwrap_or_else(|| panic!("no {step}"))).collect();
+    let script: String = page
+        .blocks
+        .iter()
+        .filter(|block| block.is_run())
+        .map(|block| block.text.as_str())
+        .collect();
+    let places: Vec<_> =
+        steps.iter().map(|step| script.find(step).unwrap_or_else(|| panic!("no {step}"))).collect();
     assert!(places.is_sorted(), "{steps:?} come at {places:?}");
 
     let drawing = fs::read_to_string(at("batches.svg")).unwrap();
@@ -92,7 +103,9 @@ fn a_newcomer_gets_through_the_first_page() {
 
     // The run was interrupted, and no step of it is missing or there twice.
     let metrics = fs::read_to_string(at("run/metrics.jsonl")).unwrap();
-    let steps = metrics.lines().map(|line| serde_json::from_str::<serde_json::Value>(line).unwrap()["step"].as_u64());
+    let steps = metrics
+        .lines()
+        .map(|line| serde_json::from_str::<serde_json::Value>(line).unwrap()["step"].as_u64());
     assert!(steps.eq((0..60).map(Some)), "{metrics}");
     assert!(at("run/model.safetensors").exists());
     assert!(fs::read_to_string(at("run/report.html")).unwrap().contains("</html>"));
@@ -100,10 +113,19 @@ fn a_newcomer_gets_through_the_first_page() {
 
 /// A model of an embedding, a block and a head, with all values 0.
 fn small_model() -> Vec<u8> {
-    let shapes = [("embed.weight", [1000, 64]), ("layers.0.mlp.weight", [256, 64]), ("head.weight", [1000, 64])];
-    let bytes: Vec<_> = shapes.iter().map(|(_, [rows, columns])| vec![0; rows * columns * 4]).collect();
+    let shapes = [
+        ("embed.weight", [1000, 64]),
+        ("layers.0.mlp.weight", [256, 64]),
+        ("head.weight", [1000, 64]),
+    ];
+    let bytes: Vec<_> =
+        shapes.iter().map(|(_, [rows, columns])| vec![0; rows * columns * 4]).collect();
     let views = shapes.iter().zip(&bytes).map(|((name, shape), bytes)| {
-        (*name, safetensors::tensor::TensorView::new(safetensors::Dtype::F32, shape.to_vec(), bytes).unwrap())
+        (
+            *name,
+            safetensors::tensor::TensorView::new(safetensors::Dtype::F32, shape.to_vec(), bytes)
+                .unwrap(),
+        )
     });
     safetensors::serialize(views, None).unwrap()
 }
@@ -127,7 +149,11 @@ fn every_block_is_of_a_kind_that_is_checked() {
 fn rust_on_a_page_is_a_doctest() {
     let doctests = fs::read_to_string(docs().join("../tests/support/guide.rs")).unwrap();
     for page in pages().iter().filter(|page| page.blocks.iter().any(|block| block.kind == "rust")) {
-        assert!(doctests.contains(&format!("/docs/{}\"", page.name)), "{} is not in tests/support/guide.rs", page.name);
+        assert!(
+            doctests.contains(&format!("/docs/{}\"", page.name)),
+            "{} is not in tests/support/guide.rs",
+            page.name
+        );
     }
 }
 
@@ -135,7 +161,8 @@ fn rust_on_a_page_is_a_doctest() {
 fn every_page_stands_in_the_contents_and_has_no_link_out_of_the_book() {
     let contents = fs::read_to_string(docs().join("SUMMARY.md")).unwrap();
     let listed: BTreeSet<_> = page::links(&contents).map(str::to_owned).collect();
-    let mut there: BTreeSet<String> = ["", "adr/", "guide/"].into_iter().flat_map(markdown_in).collect();
+    let mut there: BTreeSet<String> =
+        ["", "adr/", "guide/"].into_iter().flat_map(markdown_in).collect();
     there.remove("SUMMARY.md");
     assert_eq!(listed, there);
     for name in &listed {

@@ -1,6 +1,6 @@
 //! A page of the guide, and the blocks on it.
 
-/// What is checked of a page.
+/// The parts of a page that are checked.
 #[derive(Debug)]
 pub(crate) struct Page {
     /// Its path under `docs`.
@@ -10,11 +10,11 @@ pub(crate) struct Page {
 
 /// A block between two fences.
 ///
-/// The info string says what it is: a kind, then `ignore,why-reason`, `needs-tool` or `figures-vary`, with hyphens
-/// for spaces. (rustdoc reads it too, and knows no other signs.)
+/// The info string says what it is: a kind, then `ignore,why-reason`, `needs-tool` or
+/// `figures-vary`, with hyphens for spaces. (rustdoc reads it too, and knows no other signs.)
 #[derive(Debug, PartialEq, Eq)]
 pub(crate) struct Block {
-    /// Where it begins, counted from 1.
+    /// The line where it starts, counted from 1.
     pub(crate) line: usize,
     pub(crate) kind: String,
     /// Whether it is not run.
@@ -78,7 +78,9 @@ pub(crate) fn links(text: &str) -> impl Iterator<Item = &str> {
         !in_block && !is_fence
     });
     let outside_code = prose.flat_map(|line| line.split('`').step_by(2));
-    outside_code.flat_map(|text| text.split("](").skip(1)).filter_map(|rest| Some(rest.split_once(')')?.0))
+    outside_code
+        .flat_map(|text| text.split("](").skip(1))
+        .filter_map(|rest| Some(rest.split_once(')')?.0))
 }
 
 #[test]

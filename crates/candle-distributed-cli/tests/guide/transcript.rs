@@ -1,8 +1,9 @@
 //! What a console shows: commands, and what they print.
 //!
-//! A command stands behind `$ ` and goes on in lines behind `> `. Below it is what it prints, on both streams, and nothing else.
-//! `…` stands for anything, a line of `…` for any lines. At `^C` the command is interrupted. It must fail if an `error:` is
-//! shown, else succeed. Where figures vary, a number with a decimal point stands for any other, and so do spaces and rules, since
+//! A command follows `$ ` and continues in lines after `> `. Below it is what it prints, on
+//! both streams, and nothing else. `…` stands for anything, a line of `…` for any lines. At `^C`
+//! the command is interrupted. It must fail if an `error:` is shown, else succeed. Where figures
+//! vary, a number with a decimal point stands for any other, and so do spaces and rules, since
 //! tables are as wide as their figures.
 
 use std::{
@@ -31,8 +32,13 @@ pub(crate) fn parse(text: &str, figures_vary: bool) -> Vec<Entry> {
             entries.push(Entry { command: command.to_owned(), output: Vec::new(), figures_vary });
             continue;
         }
-        let entry = entries.last_mut().unwrap_or_else(|| panic!("before {line:?} there is no command"));
-        match line.strip_prefix("> ").or((line == ">").then_some("")).filter(|_| entry.output.is_empty()) {
+        let entry =
+            entries.last_mut().unwrap_or_else(|| panic!("before {line:?} there is no command"));
+        match line
+            .strip_prefix("> ")
+            .or((line == ">").then_some(""))
+            .filter(|_| entry.output.is_empty())
+        {
             Some(more) => entry.command.extend(["\n", more]),
             None => entry.output.push(line.to_owned()),
         }
@@ -50,7 +56,11 @@ pub(crate) struct Shell<'a> {
 impl<'a> Shell<'a> {
     pub(crate) fn new(folder: &'a Path) -> Self {
         let program = PathBuf::from(env!("CARGO_BIN_EXE_candle-distributed"));
-        let path = format!("{}:{}", program.parent().unwrap().display(), env::var("PATH").unwrap_or_default());
+        let path = format!(
+            "{}:{}",
+            program.parent().unwrap().display(),
+            env::var("PATH").unwrap_or_default()
+        );
         Self { folder, path }
     }
 
@@ -61,8 +71,9 @@ impl<'a> Shell<'a> {
 
     /// Runs a command and compares what it prints.
     pub(crate) fn check(&self, entry: &Entry, place: &str) {
-        let comparable =
-            |line: &str| if entry.figures_vary { without_figures(line) } else { line.trim_end().to_owned() };
+        let comparable = |line: &str| {
+            if entry.figures_vary { without_figures(line) } else { line.trim_end().to_owned() }
+        };
         let expected: Vec<String> = entry.output.iter().map(|line| comparable(line)).collect();
         let interrupted_at = expected.iter().position(|line| line == INTERRUPT);
         let (mut child, output) = self.start(entry);
@@ -71,14 +82,17 @@ impl<'a> Shell<'a> {
         for line in output.lines() {
             shown.push(line.unwrap());
             printed.extend(shown.last().map(|line| comparable(line)));
-            if !is_interrupted && interrupted_at.is_some_and(|at| matches(&expected[..at], &printed)) {
+            if !is_interrupted
+                && interrupted_at.is_some_and(|at| matches(&expected[..at], &printed))
+            {
                 is_interrupted = true;
                 interrupt(&child);
             }
         }
         let status = child.wait().unwrap();
         // Some more lines may be printed before the signal arrives.
-        let is_like: Vec<String> = expected.iter().map(|line| line.replace(INTERRUPT, "…")).collect();
+        let is_like: Vec<String> =
+            expected.iter().map(|line| line.replace(INTERRUPT, "…")).collect();
         let (command, shown) = (&entry.command, shown.join("\n"));
         assert!(
             matches(&is_like, &printed),
@@ -117,10 +131,12 @@ fn interrupt(child: &Child) {
 fn matches(patterns: &[String], lines: &[String]) -> bool {
     match patterns {
         [] => lines.is_empty(),
-        [first, rest @ ..] if first == "…" => (0..=lines.len()).any(|skipped| matches(rest, &lines[skipped..])),
-        [first, rest @ ..] => {
-            lines.split_first().is_some_and(|(line, lines)| is_like(first, line) && matches(rest, lines))
+        [first, rest @ ..] if first == "…" => {
+            (0..=lines.len()).any(|skipped| matches(rest, &lines[skipped..]))
         }
+        [first, rest @ ..] => lines
+            .split_first()
+            .is_some_and(|(line, lines)| is_like(first, line) && matches(rest, lines)),
     }
 }
 
@@ -129,12 +145,16 @@ fn is_like(pattern: &str, line: &str) -> bool {
     match pattern.split_once(ANYTHING) {
         None => pattern == line,
         Some((start, rest)) => line.strip_prefix(start).is_some_and(|line| {
-            line.char_indices().map(|(at, _)| at).chain([line.len()]).any(|at| is_like(rest, &line[at..]))
+            line.char_indices()
+                .map(|(at, _)| at)
+                .chain([line.len()])
+                .any(|at| is_like(rest, &line[at..]))
         }),
     }
 }
 
-/// The line with the same figure in place of each, and one space, or one stroke of a rule, in place of several.
+/// The line with the same figure in place of each, and one space, or one stroke of a rule, in place
+/// of several.
 fn without_figures(line: &str) -> String {
     let numbers = |word: &str| {
         let bare = word.trim_end_matches([',', ':', ';']);
@@ -160,7 +180,9 @@ fn a_console_is_read_as_a_person_reads_it() {
 #[test]
 fn what_is_left_open_matches_anything_and_nothing_else_does() {
     let lines = ["loss 5.499, 327 tokens/s", "", "done"].map(str::to_owned);
-    let accepts = |patterns: &[&str]| matches(&patterns.iter().map(ToString::to_string).collect::<Vec<_>>(), &lines);
+    let accepts = |patterns: &[&str]| {
+        matches(&patterns.iter().map(ToString::to_string).collect::<Vec<_>>(), &lines)
+    };
     assert!(accepts(&["loss 5.…, … tokens/s", "", "done"]));
     assert!(accepts(&["loss 5.499, 327 tokens/s", "…", "done"]));
     assert!(accepts(&["…"]) && accepts(&["…", "done"]) && accepts(&["…", "", "done", "…"]));
@@ -177,18 +199,29 @@ fn figures_may_vary_and_counts_may_not() {
             && same("───", "─────")
             && same("loss 5.1, at 3", "loss 15.01, at 3")
     );
-    assert!(!same("step 1 of 5", "step 2 of 5") && !same("loss 5.1, at 3", "loss 5.1 at 3") && !same("a 1.5", "b 1.5"));
+    assert!(
+        !same("step 1 of 5", "step 2 of 5")
+            && !same("loss 5.1, at 3", "loss 5.1 at 3")
+            && !same("a 1.5", "b 1.5")
+    );
 }
 
 #[test]
 fn another_output_or_another_end_is_a_failure() {
     let folder = tempfile::tempdir().unwrap();
     let holds = |console: &str| {
-        let check = || parse(console, false).iter().for_each(|entry| Shell::new(folder.path()).check(entry, "here"));
+        let check = || {
+            for entry in parse(console, false) {
+                Shell::new(folder.path()).check(&entry, "here");
+            }
+        };
         std::panic::catch_unwind(check).is_ok()
     };
     assert!(holds("$ echo a\na\n") && holds("$ echo error: a; false\nerror: a\n"));
     assert!(
-        !holds("$ echo b\na\n") && !holds("$ echo a\n") && !holds("$ false\n") && !holds("$ echo error: a\nerror: a\n")
+        !holds("$ echo b\na\n")
+            && !holds("$ echo a\n")
+            && !holds("$ false\n")
+            && !holds("$ echo error: a\nerror: a\n")
     );
 }

@@ -10,7 +10,8 @@ use std::{
 use serde_json::Value;
 
 /// Every subcommand.
-pub const SUBCOMMANDS: [&str; 8] = ["sample", "batch", "plan", "train", "report", "mesh", "completions", "man"];
+pub const SUBCOMMANDS: [&str; 8] =
+    ["sample", "batch", "plan", "train", "report", "mesh", "completions", "man"];
 
 pub fn command(args: &[&str]) -> Command {
     let mut command = Command::new(env!("CARGO_BIN_EXE_candle-distributed"));
@@ -33,7 +34,8 @@ pub fn json(args: &[&str]) -> Value {
     serde_json::from_str(&text(&[args, &["--format", "json"]].concat())).unwrap()
 }
 
-/// Checks that a command finds fault with its input, says so on stderr alone, and names all of `words`.
+/// Checks that a command finds fault with its input, says so on stderr alone, and names all of
+/// `words`.
 pub fn refuses(args: &[&str], words: &[&str]) {
     let output = run(args);
     let message = String::from_utf8(output.stderr).unwrap();

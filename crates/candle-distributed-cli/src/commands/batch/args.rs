@@ -4,8 +4,8 @@ use std::{io, path::PathBuf};
 
 use candle_distributed::{
     batch::{
-        BatchConfig, Buckets, Cost, Cut, DistributedConfig, DynamicBatchStrategy, Overlong, Packing, Remainder,
-        StepLayout,
+        BatchConfig, Buckets, Cost, Cut, DistributedConfig, DynamicBatchStrategy, Overlong,
+        Packing, Remainder, StepLayout,
     },
     sampler::{DistributedSampler, Order, SamplerConfig},
     types::{Epoch, Placement, Seed},
@@ -18,17 +18,16 @@ use crate::{
     hint, input,
 };
 
-/// Put sequences of given lengths into batches and report the padding.
+/// Put sequences of the given lengths into batches, and report the padding.
 #[derive(Debug, clap::Args)]
 #[command(after_help = examples![
     "# As many neighbors as 160 tokens allow, padding included"
     "echo 12 80 15 70 9 | candle-distributed batch --lengths - --strategy dynamic --max-tokens 160"
-    "# The batches of rank 3: all ranks have as many, and those of a step cost about the same"
+    "# The batches of rank 3: each rank gets the same number, and those of a step cost about the same"
     "candle-distributed batch --lengths lengths.txt --strategy sorted --max-tokens 16384 --world-size 8 --rank 3"
-    "# Rows of 2048 tokens, as a picture of what is padding"
+    "# Packed rows of 2048 tokens, as a picture of lengths and padding"
     "candle-distributed batch --lengths lengths.txt --strategy pack --capacity 2048 --format svg > packed.svg"
 ])]
-#[allow(clippy::struct_excessive_bools, reason = "a flag of the command line is a bool")]
 pub(crate) struct Args {
     /// File of sequence lengths, separated by white space; - for standard input
     #[arg(long, value_name = "FILE")]
@@ -36,49 +35,49 @@ pub(crate) struct Args {
     /// Which sequences share a batch
     #[arg(long, value_enum)]
     strategy: StrategyArg,
-    /// Most sequences in a batch
+    /// Maximum number of sequences per batch
     #[arg(long, value_name = "B")]
     max_batch_size: Option<u64>,
-    /// Most tokens in a batch, padding included
+    /// Maximum number of tokens per batch, padding included
     #[arg(long, value_name = "T")]
     max_tokens: Option<u64>,
-    /// Longest sequence allowed
+    /// Maximum length of a sequence
     #[arg(long, value_name = "L")]
     max_sequence_length: Option<u64>,
-    /// What happens to longer ones
+    /// What to do with longer sequences
     #[arg(long, value_enum, default_value_t)]
     overlong: OverlongArg,
-    /// How many lengths share a bucket, with `bucket` [default: 64]
+    /// Number of lengths that share a bucket, for `bucket` [default: 64]
     #[arg(long, value_name = "K", conflicts_with = "buckets")]
     bucket_width: Option<u64>,
-    /// How many buckets there are at most, with the boundaries that pad these lengths least, with `bucket`
+    /// Maximum number of buckets, with the boundaries that pad these lengths least, for `bucket`
     #[arg(long, value_name = "K")]
     buckets: Option<u64>,
-    /// Pad every batch to the longest sequence that its bucket may hold, with `bucket`
+    /// Pad every batch to the longest sequence that its bucket may hold, for `bucket`
     #[arg(long)]
     fixed_shapes: bool,
-    /// How many batches' worth of sequences are sorted together, with `sorted` [default: all]
+    /// Sort the sequences of this many batches at a time, for `sorted` [default: all]
     #[arg(long, value_name = "M")]
     window: Option<u64>,
-    /// Where the sorted sequences are cut into batches, with `sorted` [default: optimal]
+    /// How the sorted sequences are cut into batches, for `sorted` [default: optimal]
     #[arg(long, value_enum)]
     cut: Option<CutArg>,
-    /// Tokens in a row, with `pack`
+    /// Number of tokens per row, for `pack`
     #[arg(long, value_name = "C", conflicts_with = "max_tokens")]
     capacity: Option<u64>,
-    /// How rows are filled, with `pack` [default: best-fit]
+    /// How rows are filled, for `pack` [default: best-fit]
     #[arg(long, value_enum)]
     packing: Option<PackingArg>,
-    /// How many rows are open at a time, with `in-order` [default: 64]
+    /// Number of rows kept open at a time, for `in-order` [default: 64]
     #[arg(long, value_name = "N")]
     open_rows: Option<usize>,
-    /// Pad to the next multiple of this length [default: 1]
+    /// Pad each length to a multiple of this number [default: 1]
     #[arg(long, value_name = "M")]
     length_multiple: Option<u64>,
-    /// Every batch holds a multiple of this many sequences [default: 1]
+    /// Give every batch a multiple of this many sequences [default: 1]
     #[arg(long, value_name = "M")]
     batch_size_multiple: Option<u64>,
-    /// What happens to the sequences at the end that cannot fill up this multiple [default: drop]
+    /// What to do with the last sequences when they are too few for this multiple [default: drop]
     #[arg(long, value_enum, requires = "batch_size_multiple")]
     remainder: Option<RemainderArg>,
     /// Number of ranks that share the batches
@@ -87,13 +86,13 @@ pub(crate) struct Args {
     /// The rank whose batches are printed
     #[arg(long, value_name = "R", requires = "world_size")]
     rank: Option<u64>,
-    /// What makes a step of all ranks [default: grouped]
+    /// How the batches of a step are made [default: grouped]
     #[arg(long, value_enum, requires = "world_size")]
     steps: Option<StepsArg>,
-    /// What is to be equal in a step [default: tokens]
+    /// What to balance across ranks within a step [default: tokens]
     #[arg(long, value_enum, requires = "world_size")]
     step_cost: Option<StepCostArg>,
-    /// Read the sequences in random order, and let batches that are ready together come in random order
+    /// Read the sequences in random order, and shuffle batches that are ready together
     #[arg(long)]
     shuffle: bool,
     /// Seed of the shuffle
@@ -102,7 +101,7 @@ pub(crate) struct Args {
     /// Epoch of the shuffle, counted from 0
     #[arg(long, default_value_t = 0, requires = "shuffle")]
     epoch: u64,
-    /// Text with one batch a line, JSON, or a drawing
+    /// Text with one batch per line, JSON, or a drawing
     #[arg(long, value_enum, default_value_t)]
     pub(super) format: FormatArg,
 }
@@ -121,7 +120,7 @@ pub(super) enum FormatArg {
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 enum StrategyArg {
-    /// Neighbors, padded to the longest of each batch
+    /// Neighbors, each batch padded to its longest sequence
     PadToMax,
     /// Sequences of similar length
     Bucket,
@@ -129,26 +128,26 @@ enum StrategyArg {
     Dynamic,
     /// Neighbors by length: the least padding
     Sorted,
-    /// Several sequences in one row, which is a batch
+    /// Several sequences per row; each row is a batch
     Pack,
 }
 
 #[derive(Clone, Copy, Debug, Default, ValueEnum)]
 enum OverlongArg {
-    /// They are refused
+    /// Refuse them
     #[default]
     Error,
-    /// They count as cut to the limit
+    /// Count them as cut to the limit
     Truncate,
-    /// They are left out
+    /// Leave them out
     Skip,
 }
 
 #[derive(Clone, Copy, Debug, ValueEnum)]
 enum CutArg {
-    /// Each batch takes as many of the longest as it can
+    /// Each batch takes as many of the longest sequences as it can
     Greedy,
-    /// The fewest batches, and of these those with the least padding
+    /// As few batches as possible, with the least padding
     Optimal,
 }
 
@@ -158,31 +157,31 @@ enum PackingArg {
     BestFit,
     /// Row by row, each as full as a bounded search can make it
     MinimumSlack,
-    /// As they come, each into the fullest of a few open rows
+    /// In order, each into the fullest of a few open rows
     InOrder,
 }
 
 #[derive(Clone, Copy, Debug, ValueEnum)]
 enum RemainderArg {
-    /// They are left out
+    /// Leave them out
     Drop,
-    /// They form a last, smaller batch
+    /// Put them into a last, smaller batch
     Keep,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 enum StepsArg {
-    /// A batch for each rank, of similar cost
+    /// One batch per rank, of similar cost
     Grouped,
-    /// One batch of all ranks, dealt out
+    /// One batch for all ranks, dealt out to them
     Dealt,
 }
 
 #[derive(Clone, Copy, Debug, ValueEnum)]
 enum StepCostArg {
-    /// The padded tokens
+    /// Padded tokens
     Tokens,
-    /// The pairs of tokens
+    /// Pairs of tokens
     Attention,
 }
 
@@ -190,7 +189,8 @@ impl Args {
     pub(super) fn read_lengths(&self) -> Result<Vec<u64>> {
         let path = &self.lengths;
         let is_stdin = path.as_os_str() == "-";
-        let text = if is_stdin { input::read_text(io::stdin(), path) } else { input::read_file(path) };
+        let text =
+            if is_stdin { input::read_text(io::stdin(), path) } else { input::read_file(path) };
         text.and_then(|text| input::numbers(&text, "length", path)).with_hint(hint::LENGTHS)
     }
 
@@ -208,19 +208,22 @@ impl Args {
             ("--packing", self.packing.is_some(), Pack),
             ("--open-rows", self.open_rows.is_some(), Pack),
         ];
-        for (option, _, strategy) in of_one_strategy.into_iter().filter(|&(_, is_given, _)| is_given) {
-            if self.strategy != strategy {
-                let (needed, chosen) = (name(strategy), name(self.strategy));
-                return Err(Error::Usage(format!("{option} needs --strategy {needed}, not {chosen}")));
+        for (option, is_given, needed) in of_one_strategy {
+            if is_given && self.strategy != needed {
+                return Err(Error::usage(format!(
+                    "{option} needs --strategy {}, not {}",
+                    name(needed),
+                    name(self.strategy)
+                )));
             }
         }
         if self.open_rows.is_some() && self.packing != Some(PackingArg::InOrder) {
-            return Err(Error::Usage("--open-rows needs --packing in-order".into()));
+            return Err(Error::usage("--open-rows needs --packing in-order"));
         }
         self.check_rows_and_steps()
     }
 
-    /// Refuses what packed rows have not, and dealt steps cannot be made of.
+    /// Refuses what packed rows do not have, and strategies whose batches cannot be dealt out.
     fn check_rows_and_steps(&self) -> Result<()> {
         let is_pack = self.strategy == StrategyArg::Pack;
         let is_dealt = self.steps == Some(StepsArg::Dealt);
@@ -230,10 +233,13 @@ impl Args {
             ("--steps dealt", is_dealt && (is_pack || self.strategy == StrategyArg::Bucket)),
         ];
         if let Some((option, _)) = refused.into_iter().find(|(_, is_refused)| *is_refused) {
-            return Err(Error::Usage(format!("{option} does not go with --strategy {}", name(self.strategy))));
+            return Err(Error::usage(format!(
+                "{option} does not work with --strategy {}",
+                name(self.strategy)
+            )));
         }
         if is_pack && self.capacity.or(self.max_tokens).is_none() {
-            return Err(Error::Usage("--strategy pack needs --capacity".into()));
+            return Err(Error::usage("--strategy pack needs --capacity"));
         }
         Ok(())
     }
@@ -270,7 +276,9 @@ impl Args {
             StrategyArg::PadToMax => DynamicBatchStrategy::PadToMax,
             StrategyArg::Bucket => DynamicBatchStrategy::Bucket(self.buckets(lengths)?),
             StrategyArg::Dynamic => DynamicBatchStrategy::Dynamic,
-            StrategyArg::Sorted => DynamicBatchStrategy::Sorted { window: self.window, cut: self.cut() },
+            StrategyArg::Sorted => {
+                DynamicBatchStrategy::Sorted { window: self.window, cut: self.cut() }
+            }
             StrategyArg::Pack => DynamicBatchStrategy::Pack(self.packing()),
         })
     }
@@ -279,7 +287,8 @@ impl Args {
         let Some(n_buckets) = self.buckets else {
             return Ok(Buckets::Width(self.bucket_width.unwrap_or(Buckets::DEFAULT_WIDTH)));
         };
-        // As they count in batches: boundaries for sequences that are in none would only pad the others more.
+        // The lengths that end up in batches: boundaries for sequences that are in none would only
+        // pad the others more.
         let max = self.max_sequence_length.unwrap_or(u64::MAX);
         let skips = matches!(self.overlong, OverlongArg::Skip);
         let kept = lengths.iter().filter(|&&length| !skips || length <= max);
@@ -298,13 +307,19 @@ impl Args {
         match self.packing {
             None | Some(PackingArg::BestFit) => Packing::BestFit,
             Some(PackingArg::MinimumSlack) => Packing::MinimumSlack,
-            Some(PackingArg::InOrder) => Packing::InOrder { open_rows: self.open_rows.unwrap_or(64) },
+            Some(PackingArg::InOrder) => {
+                Packing::InOrder { open_rows: self.open_rows.unwrap_or(64) }
+            }
         }
     }
 
-    /// Which rank is asked for, `None` without ranks.
+    /// The rank whose batches are printed; `None` if no ranks share them.
     pub(super) fn placement(&self) -> Result<Option<Placement>> {
-        Ok(self.world_size.zip(self.rank).map(|(world_size, rank)| Placement::new(rank, world_size)).transpose()?)
+        Ok(self
+            .world_size
+            .zip(self.rank)
+            .map(|(world_size, rank)| Placement::new(rank, world_size))
+            .transpose()?)
     }
 
     /// How the ranks share the batches.

@@ -7,39 +7,46 @@ use plotters::{coord::types::RangedCoordf64, prelude::*};
 
 use crate::{
     error::Result,
-    picture::{self, Area, BLUE as REAL, Drawn, FONT, INK, ORANGE as PADDING, SKY as LENGTHS, TEXT, tick},
+    picture::{
+        self, Area, BLUE as REAL, Drawn, FONT, INK, ORANGE as PADDING, SKY as LENGTHS, TEXT, tick,
+    },
 };
 
 const SIZE: (u32, u32) = (900, 680);
 
-/// How many bars can be told apart, about.
+/// About as many bars as can be told apart.
 const N_BINS: u64 = 40;
 
 type Chart<'a, 'b> = ChartContext<'a, SVGBackend<'b>, Cartesian2d<RangedCoordf64, RangedCoordf64>>;
 
-/// An SVG document: above how many of the sequences are how long, below the tokens of the batches by padded length.
+/// An SVG document: above, a histogram of the lengths; below, the tokens of the batches by padded
+/// length.
 pub(crate) fn svg(lengths: &[u64], batches: &[&Batch], report: &PaddingReport) -> Result<String> {
     picture::document(SIZE, |area| draw(&area, lengths, batches, report))
 }
 
 fn draw(area: &Area<'_>, lengths: &[u64], batches: &[&Batch], report: &PaddingReport) -> Drawn {
     let title = format!("efficiency {:.4}, {} batches", report.efficiency(), report.batches);
-    let (above, below) =
-        area.titled(&title, TextStyle::from((FONT, 28)).color(&INK))?.split_vertically(SIZE.1 / 2 - 20);
+    let (above, below) = area
+        .titled(&title, TextStyle::from((FONT, 28)).color(&INK))?
+        .split_vertically(SIZE.1 / 2 - 20);
     draw_lengths(&above, lengths)?;
     draw_tokens(&below, batches)?;
     area.present()
 }
 
 fn draw_lengths(area: &Area<'_>, lengths: &[u64]) -> Drawn {
-    let bins = Bins::up_to(lengths.iter().copied().max());
+    let bins = Bins::up_to(lengths.iter().copied());
     let mut counts = BTreeMap::<u64, u64>::new();
     for &length in lengths {
         *counts.entry(bins.of(length)).or_default() += 1;
     }
-    let highest = counts.values().copied().max().unwrap_or(0).into();
-    let mut chart = axes(area, &counts, bins, highest, 1.05, ["length of a sequence (tokens)", "sequences"])?;
-    chart.draw_series(counts.iter().map(|(&bin, &count)| bins.bar(bin, 0.0, count as f64, LENGTHS)))?;
+    let highest = counts.values().copied().fold(0, u64::max).into();
+    let mut chart =
+        axes(area, &counts, bins, highest, 1.05, ["length of a sequence (tokens)", "sequences"])?;
+    chart.draw_series(
+        counts.iter().map(|(&bin, &count)| bins.bar(bin, 0.0, count as f64, LENGTHS)),
+    )?;
     Ok(())
 }
 
@@ -51,23 +58,33 @@ struct Tokens {
 }
 
 fn draw_tokens(area: &Area<'_>, batches: &[&Batch]) -> Drawn {
-    let bins = Bins::up_to(batches.iter().map(|batch| batch.padded_length).max());
+    let bins = Bins::up_to(batches.iter().map(|batch| batch.padded_length));
     let mut tokens = BTreeMap::<u64, Tokens>::new();
     for batch in batches {
         let sum = tokens.entry(bins.of(batch.padded_length)).or_default();
         sum.real += u128::from(batch.real_tokens);
         sum.padded += u128::from(batch.padded_tokens());
     }
-    let highest = tokens.values().map(|sum| sum.padded).max().unwrap_or(0);
+    let highest = tokens.values().map(|sum| sum.padded).fold(0, u128::max);
     // The legend has its place above the bars.
-    let mut chart = axes(area, &tokens, bins, highest, 1.3, ["padded length of a batch (tokens)", "tokens"])?;
+    let mut chart =
+        axes(area, &tokens, bins, highest, 1.3, ["padded length of a batch (tokens)", "tokens"])?;
     let real = |(&bin, sum): (&u64, &Tokens)| bins.bar(bin, 0.0, sum.real as f64, REAL);
     chart.draw_series(tokens.iter().map(real))?.label("real").legend(|at| key(at, REAL));
     let is_padded = |(_, sum): &(&u64, &Tokens)| sum.real < sum.padded;
-    let padding = |(&bin, sum): (&u64, &Tokens)| bins.bar(bin, sum.real as f64, sum.padded as f64, PADDING);
-    chart.draw_series(tokens.iter().filter(is_padded).map(padding))?.label("padding").legend(|at| key(at, PADDING));
+    let padding =
+        |(&bin, sum): (&u64, &Tokens)| bins.bar(bin, sum.real as f64, sum.padded as f64, PADDING);
+    chart
+        .draw_series(tokens.iter().filter(is_padded).map(padding))?
+        .label("padding")
+        .legend(|at| key(at, PADDING));
     let legend = SeriesLabelPosition::UpperLeft;
-    chart.configure_series_labels().position(legend).background_style(WHITE).label_font((FONT, TEXT, &INK)).draw()
+    chart
+        .configure_series_labels()
+        .position(legend)
+        .background_style(WHITE)
+        .label_font((FONT, TEXT, &INK))
+        .draw()
 }
 
 /// The square that names a color.
@@ -84,9 +101,9 @@ fn axes<'a, 'b, T>(
     room: f64,
     [x_name, y_name]: [&str; 2],
 ) -> Drawn<Chart<'a, 'b>> {
-    let (_, right) = bins.edges(bars.keys().copied().max().unwrap_or(0));
+    let (_, right) = bins.edges(bars.keys().copied().fold(0, u64::max));
     // No fractions of a sequence.
-    let n_ticks = usize::try_from(highest).unwrap_or(usize::MAX).clamp(1, 10) + 1;
+    let n_ticks = highest.clamp(1, 10) as usize + 1;
     let mut chart = ChartBuilder::on(area)
         .margin(10)
         .margin_right(30)
@@ -96,7 +113,12 @@ fn axes<'a, 'b, T>(
         .build_cartesian_2d(0.0..right, 0.0..(room * highest as f64).max(1.0))?;
     let mut axes = chart.configure_mesh();
     picture::plain(&mut axes);
-    axes.x_desc(x_name).y_desc(y_name).y_labels(n_ticks).x_label_formatter(&tick).y_label_formatter(&tick).draw()?;
+    axes.x_desc(x_name)
+        .y_desc(y_name)
+        .y_labels(n_ticks)
+        .x_label_formatter(&tick)
+        .y_label_formatter(&tick)
+        .draw()?;
     Ok(chart)
 }
 
@@ -107,9 +129,9 @@ struct Bins {
 }
 
 impl Bins {
-    /// Up to the longest length, if there is one.
-    fn up_to(longest: Option<u64>) -> Self {
-        Self { width: longest.unwrap_or(0).div_ceil(N_BINS).max(1) }
+    /// Bins for these lengths, which may be none: `batch` may leave all sequences out.
+    fn up_to(lengths: impl Iterator<Item = u64>) -> Self {
+        Self { width: lengths.fold(0, u64::max).div_ceil(N_BINS).max(1) }
     }
 
     fn of(self, length: u64) -> u64 {
@@ -136,7 +158,7 @@ mod tests {
     #[test]
     fn bins_hold_every_length_and_are_about_forty() {
         for longest in (0..500).chain([u64::MAX - 1, u64::MAX]) {
-            let bins = Bins::up_to(Some(longest));
+            let bins = Bins::up_to([longest].into_iter());
             assert!(bins.of(longest) <= N_BINS, "{longest}");
             assert!(longest < N_BINS || bins.of(longest) >= N_BINS / 2, "{longest}");
         }

@@ -15,7 +15,7 @@ pub(crate) use self::args::Args;
 use self::args::FormatArg;
 use crate::{error::Result, output};
 
-/// The JSON result, of which text and drawing are parts.
+/// The JSON result; text and drawing show parts of it.
 #[derive(Serialize)]
 struct Answer {
     format_version: u32,
@@ -25,7 +25,7 @@ struct Answer {
     report: Report,
 }
 
-/// Whose batches these are, if ranks share them.
+/// The rank that these batches belong to, if ranks share them.
 #[derive(Serialize)]
 struct Share {
     world_size: u64,
@@ -55,7 +55,8 @@ struct Report {
 #[derive(Serialize)]
 struct Rows {
     bins: u64,
-    /// Real tokens in those of full rows: the efficiency, because each batch is a row of the full length.
+    /// The fraction of the tokens of full rows that are real: the efficiency, because each batch is
+    /// a row of the full length.
     density: f64,
 }
 
@@ -85,29 +86,47 @@ fn of_all(args: &Args, sampler: &DynamicBatchSampler<&Vec<u64>>) -> Result<Answe
     if let Some(seed) = args.shuffle_seed() {
         made = made.shuffled(seed.derive(args.epoch().as_u64()));
     }
-    let entry = |batch: Result<Batch, _>| batch.map(|batch| Entry { batch, step_real_tokens: None });
+    let entry =
+        |batch: Result<Batch, _>| batch.map(|batch| Entry { batch, step_real_tokens: None });
     let batches = made.by_ref().map(entry).collect::<Result<_, _>>()?;
     Ok(answer(args, batches, *made.report(), None))
 }
 
 /// The batches of one rank.
-fn of_rank(args: &Args, sampler: DynamicBatchSampler<&Vec<u64>>, placement: Placement) -> Result<Answer> {
+fn of_rank(
+    args: &Args,
+    sampler: DynamicBatchSampler<&Vec<u64>>,
+    placement: Placement,
+) -> Result<Answer> {
     let order = args.order(sampler.lengths().len() as u64)?;
     let sampler = DistributedBatchSampler::new(sampler, placement, args.distributed())?;
     let steps = sampler.epoch(args.epoch(), &order)?;
     let of_world = steps.report();
-    let batches: Vec<Entry> =
-        steps.map(|step| Entry { batch: step.batch, step_real_tokens: Some(step.real_tokens) }).collect();
+    let batches: Vec<Entry> = steps
+        .map(|step| Entry { batch: step.batch, step_real_tokens: Some(step.real_tokens) })
+        .collect();
     let mut report: PaddingReport = batches.iter().map(|entry| &entry.batch).collect();
-    // Sequences were left out or cut before the ranks shared them.
-    (report.skipped, report.truncated, report.dropped) = (of_world.skipped, of_world.truncated, of_world.dropped);
-    let (rank, world_size) = (placement.rank().as_u64(), placement.world_size().as_u64());
-    let share = Share { world_size, rank, n_steps: batches.len() as u64 };
+    // Sequences are left out or cut before the batches are shared, so these counts belong to no
+    // rank.
+    report.skipped = of_world.skipped;
+    report.truncated = of_world.truncated;
+    report.dropped = of_world.dropped;
+    let share = Share {
+        world_size: placement.world_size().as_u64(),
+        rank: placement.rank().as_u64(),
+        n_steps: batches.len() as u64,
+    };
     Ok(answer(args, batches, report, Some(share)))
 }
 
-fn answer(args: &Args, batches: Vec<Entry>, padding: PaddingReport, share: Option<Share>) -> Answer {
-    let rows = args.is_pack().then(|| Rows { bins: padding.batches, density: padding.efficiency() });
+fn answer(
+    args: &Args,
+    batches: Vec<Entry>,
+    padding: PaddingReport,
+    share: Option<Share>,
+) -> Answer {
+    let rows =
+        args.is_pack().then(|| Rows { bins: padding.batches, density: padding.efficiency() });
     Answer { format_version: 1, share, batches, report: Report { padding, rows } }
 }
 

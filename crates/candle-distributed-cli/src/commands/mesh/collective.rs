@@ -1,16 +1,24 @@
-//! Collectives on one mesh: how long they take, and whether each device gets what it should.
+//! Collectives on one mesh: how long they take, and whether each device gets the right result.
 
-use std::{fmt, time::Instant};
+use std::{
+    fmt,
+    time::{Duration, Instant},
+};
 
 use candle_core::{Result, Tensor, bail};
 use candle_distributed::mesh::{DeviceMesh, MeshAxes, Replica};
+use serde::Serialize;
 
-use super::report::Axis;
 use crate::error;
 
-/// What is measured, in this order.
-pub(super) const COLLECTIVES: [Collective; 5] =
-    [Collective::Psum, Collective::AllGather, Collective::PsumScatter, Collective::AllToAll, Collective::Ppermute];
+/// The collectives that are measured, in this order.
+pub(super) const COLLECTIVES: [Collective; 5] = [
+    Collective::Psum,
+    Collective::AllGather,
+    Collective::PsumScatter,
+    Collective::AllToAll,
+    Collective::Ppermute,
+];
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Collective {
@@ -18,7 +26,7 @@ pub(super) enum Collective {
     AllGather,
     PsumScatter,
     AllToAll,
-    /// Everyone sends to the next one, the last one to the first.
+    /// Every device sends to the next one, and the last one to the first.
     Ppermute,
 }
 
@@ -49,12 +57,13 @@ impl Collective {
         }
     }
 
-    /// How many of `n` elements each of `size` devices brings.
-    fn n_brought(self, n: usize, size: usize) -> usize {
+    /// The length of the input of each of `size` devices, where the larger tensor has `n` elements.
+    fn input_len(self, n: usize, size: usize) -> usize {
         if self == Self::AllGather { n / size } else { n }
     }
 
-    /// The values of a result, in equal parts from the first to the last, where each device brings its position.
+    /// The values of a result, in equal parts from the first to the last, where the input of each
+    /// device is full of its position.
     fn expected(self, position: usize, size: usize) -> Vec<f32> {
         let of = |position: usize| position as f32;
         match self {
@@ -64,12 +73,13 @@ impl Collective {
         }
     }
 
-    /// How many of `n` elements each of `size` devices gets.
-    fn n_got(self, n: usize, size: usize) -> usize {
+    /// The length of the output of each of `size` devices, where the larger tensor has `n`
+    /// elements.
+    fn output_len(self, n: usize, size: usize) -> usize {
         if self == Self::PsumScatter { n / size } else { n }
     }
 
-    /// The part of its bytes that a device must send at least, as nccl-tests count it.
+    /// How many times its size a device must at least send, as nccl-tests count it.
     pub(super) fn bus_factor(self, size: usize) -> f64 {
         let others = (size - 1) as f64 / size as f64;
         match self {
@@ -80,23 +90,37 @@ impl Collective {
     }
 }
 
+/// An axis of a mesh.
+#[derive(Clone, Debug, Serialize)]
+pub(super) struct Axis {
+    pub(super) name: String,
+    pub(super) size: usize,
+}
+
+impl Axis {
+    /// The axes of `mesh`.
+    pub(super) fn all(mesh: &DeviceMesh) -> Vec<Self> {
+        mesh.axes().map(|(name, size)| Self { name: name.into(), size }).collect()
+    }
+}
+
 /// One collective with tensors of one size, several times.
 #[derive(Clone, Debug)]
 pub(super) struct Trial {
     pub(super) collective: Collective,
     pub(super) along: Vec<Axis>,
-    /// The size of the larger of the two tensors, the one brought and the one got, as it was asked for.
+    /// The requested size of the larger of two tensors, the input and the output of a device.
     pub(super) bytes: usize,
     pub(super) repetitions: u16,
 }
 
 impl Trial {
-    /// How many devices take part with each other.
+    /// The number of devices in a group.
     pub(super) fn group_size(&self) -> usize {
         self.along.iter().map(|axis| axis.size).product()
     }
 
-    /// The size in numbers: at least what was asked for, in equal parts for all.
+    /// The number of elements: at least the requested size, rounded up to equal parts for all.
     fn n_elems(&self) -> usize {
         self.bytes.div_ceil(size_of::<f32>()).next_multiple_of(self.group_size())
     }
@@ -106,11 +130,12 @@ impl Trial {
         self.n_elems() * size_of::<f32>()
     }
 
-    /// The median of the times, in seconds, that the slowest device took.
+    /// The median time of the slowest device, in seconds.
     pub(super) fn run(&self, mesh: &DeviceMesh) -> error::Result<f64> {
         let trial = self.clone();
         let times = mesh.pmap(move |ctx, ()| trial.replica(ctx)).call(())?.to_vec2::<i64>()?;
-        // No clock is so fine that nothing passes.
+        // At least a nanosecond, as bandwidths are divided by it: a clock may be too coarse to see
+        // any.
         let slowest = |n: usize| times.iter().map(|of_device| of_device[n]).fold(1, i64::max);
         let mut slowest: Vec<i64> = (0..self.repetitions.into()).map(slowest).collect();
         slowest.sort_unstable();
@@ -121,8 +146,8 @@ impl Trial {
     fn replica(&self, ctx: &Replica) -> Result<Tensor> {
         let axes: MeshAxes = self.along.iter().map(|axis| axis.name.clone()).collect();
         let position = ctx.axis_index(&axes)?;
-        let n_brought = self.collective.n_brought(self.n_elems(), self.group_size());
-        let x = Tensor::full(position as f32, n_brought, ctx.device())?;
+        let input_len = self.collective.input_len(self.n_elems(), self.group_size());
+        let x = Tensor::full(position as f32, input_len, ctx.device())?;
         let mut result = self.collective.call(ctx, &x, &axes)?;
         self.check(&result, position)?;
         let mut times = Vec::new();
@@ -131,29 +156,35 @@ impl Trial {
             let start = Instant::now();
             let next = self.collective.call(ctx, &x, &axes)?;
             ctx.device().synchronize()?;
-            times.push(i64::try_from(start.elapsed().as_nanos()).unwrap_or(i64::MAX));
+            times.push(nanoseconds(start.elapsed()));
             result = next;
         }
         self.check(&result, position)?;
         Tensor::from_vec(times, (1, ()), ctx.device())
     }
 
-    /// Fails if a device at this position should have got something else.
+    /// Fails if this is not the result for the device at this position.
     fn check(&self, result: &Tensor, position: usize) -> Result<()> {
         let size = self.group_size();
-        let (found, expected) = (result.to_vec1::<f32>()?, self.collective.expected(position, size));
-        let n_elems = self.collective.n_got(self.n_elems(), size);
+        let found = result.to_vec1::<f32>()?;
+        let expected = self.collective.expected(position, size);
+        let n_elems = self.collective.output_len(self.n_elems(), size);
         if found.len() != n_elems {
             bail!("{} returns {} numbers instead of {n_elems}", self.collective, found.len());
         }
         let part = n_elems / expected.len();
         for (part, expected) in found.chunks(part).zip(expected) {
             if let Some(wrong) = part.iter().find(|value| value.to_bits() != expected.to_bits()) {
-                bail!("{} returns {wrong} where {expected} is right", self.collective);
+                bail!("{} returns {wrong} where {expected} is correct", self.collective);
             }
         }
         Ok(())
     }
+}
+
+#[expect(clippy::expect_used, reason = "says why it cannot fail")]
+fn nanoseconds(time: Duration) -> i64 {
+    i64::try_from(time.as_nanos()).expect("no collective takes 292 years")
 }
 
 #[cfg(test)]
@@ -173,14 +204,17 @@ mod tests {
             let mesh = DeviceMesh::cpu(size).unwrap();
             for collective in COLLECTIVES {
                 for bytes in [1, 100] {
-                    assert!(trial(collective, size, bytes).run(&mesh).unwrap() > 0.0, "{collective} of {size}");
+                    assert!(
+                        trial(collective, size, bytes).run(&mesh).unwrap() > 0.0,
+                        "{collective} of {size}"
+                    );
                 }
             }
         }
     }
 
     #[test]
-    fn what_is_wrong_is_found() {
+    fn wrong_results_are_found() {
         for (collective, right) in [
             (Collective::Psum, [3_f32; 6].to_vec()),
             (Collective::AllGather, vec![0., 0., 1., 1., 2., 2.]),
@@ -201,9 +235,12 @@ mod tests {
     }
 
     #[test]
-    fn what_must_be_sent_at_least_is_that_of_nccl_tests() {
-        let parts =
-            |size: usize| COLLECTIVES.map(|collective| collective.bus_factor(size) * size as f64).map(f64::to_bits);
+    fn bus_factors_are_those_of_nccl_tests() {
+        let parts = |size: usize| {
+            COLLECTIVES
+                .map(|collective| collective.bus_factor(size) * size as f64)
+                .map(f64::to_bits)
+        };
         assert_eq!(parts(4), [6.0_f64, 3., 3., 3., 4.].map(f64::to_bits));
         assert_eq!(parts(1), [0.0_f64, 0., 0., 0., 1.].map(f64::to_bits));
     }

@@ -1,14 +1,17 @@
-//! `mesh`: devices, collectives on them, and what those cost.
+//! `mesh`: devices, collectives on them, and how long those take.
 
 mod collective;
 mod report;
 
-use candle_distributed::mesh::{DeviceMesh, DeviceMeshBuilder};
+use candle_distributed::{
+    mesh::{DeviceMesh, DeviceMeshBuilder},
+    types::human::HumanBytes,
+};
 use clap::value_parser;
 
 use self::{
-    collective::{COLLECTIVES, Trial},
-    report::{Answer, Axis, Figures},
+    collective::{Axis, COLLECTIVES, Trial},
+    report::{Answer, Figures},
 };
 use crate::{
     bytes,
@@ -18,13 +21,14 @@ use crate::{
     output::{self, Format},
 };
 
-/// Show the devices, run collectives on them, check the results, and print what they cost.
+/// Show the devices, run collectives on them, check the results, and print how long they take.
 ///
-/// The time of a collective is that of the slowest device, and the median of all repetitions. Bandwidths are those of
-/// nccl-tests: the algorithm's is bytes over time, the bus's what each device must send at least, over time.
+/// The time of a collective is that of the slowest device, and the median over all repetitions.
+/// Bandwidths are defined as in nccl-tests: GB/s is the size over the time, bus GB/s is what each
+/// device must at least send over the time.
 #[derive(Debug, clap::Args)]
 #[command(after_help = examples![
-    "# What do collectives of two virtual devices on this processor cost?"
+    "# How long do collectives take on two virtual devices of this processor?"
     "candle-distributed mesh"
     "# And those of six in a grid: along each axis, and along both at once?"
     "candle-distributed mesh --axis data=3 --axis model=2 --bytes 64KiB"
@@ -34,13 +38,21 @@ use crate::{
 pub(crate) struct Args {
     #[command(flatten)]
     devices: DeviceArgs,
-    /// An axis of the grid and its size; may be given more than once, the last one varies fastest [default: one axis]
+    /// An axis of the grid and its size; may be repeated, and the last axis varies fastest
+    /// [default: one axis]
     #[arg(long = "axis", value_name = "NAME=SIZE", value_parser = parse_axis)]
     axes: Vec<Axis>,
-    /// Sizes of the tensor that a device brings, or of the one that it gets if that is larger; it holds three at most
-    #[arg(long, value_name = "BYTES,...", value_delimiter = ',', value_parser = parse_bytes, default_value = "4KiB,1MiB,16MiB")]
+    /// Sizes of the input or the output of a device, whichever is larger; a device holds at most
+    /// three tensors of this size
+    #[arg(
+        long,
+        value_name = "BYTES,...",
+        value_delimiter = ',',
+        value_parser = parse_bytes,
+        default_value = "4KiB,1MiB,16MiB"
+    )]
     bytes: Vec<usize>,
-    /// How often a collective of one size is timed
+    /// Number of times that each collective is timed at each size
     #[arg(long, value_name = "N", value_parser = value_parser!(u16).range(1..), default_value_t = 9)]
     repetitions: u16,
     /// Text for people, or JSON
@@ -49,29 +61,35 @@ pub(crate) struct Args {
 }
 
 fn parse_axis(text: &str) -> Result<Axis, String> {
-    let axis = text.split_once('=').and_then(|(name, size)| Some((name, size.parse().ok().filter(|&size| size > 0)?)));
-    match axis {
-        Some((name, size)) if !name.is_empty() => Ok(Axis { name: name.into(), size }),
-        _ => Err("expected a name, an equals sign and a size of at least 1, such as data=2".into()),
+    if let Some((name, size)) = text.split_once('=')
+        && let Ok(size @ 1..) = size.parse()
+        && !name.is_empty()
+    {
+        return Ok(Axis { name: name.into(), size });
     }
+    Err("expected a name, an equals sign and a size of at least 1, such as data=2".into())
 }
 
 /// A mesh may have many devices, and each holds three tensors of this size.
-const MAX_BYTES: u64 = 1 << 30;
+const MAX_BYTES: usize = 1 << 30;
 
 fn parse_bytes(text: &str) -> Result<usize, String> {
-    let refused = || format!("expected 1 byte to {}", bytes::binary(MAX_BYTES.into()));
-    let bytes = Some(bytes::parse(text)?).filter(|bytes| (1..=MAX_BYTES).contains(bytes)).ok_or_else(refused)?;
-    usize::try_from(bytes).map_err(|_| refused())
+    match usize::try_from(bytes::parse(text)?) {
+        Ok(bytes) if (1..=MAX_BYTES).contains(&bytes) => Ok(bytes),
+        _ => Err(format!("expected 1 byte to {}", HumanBytes(MAX_BYTES as u128))),
+    }
 }
 
 pub(crate) fn run(args: &Args) -> Result<()> {
     let place = args.devices.place(args.n_slots().unwrap_or(DEFAULT_WORLD_SIZE))?;
     let n_devices = place.placement.world_size();
     if let Some(n_slots) = args.n_slots().filter(|&n_slots| n_slots != n_devices.as_u64()) {
-        return Err(Error::Usage(format!("the axes make a grid of {n_slots}, which {n_devices} devices do not fill")));
+        return Err(Error::usage(format!(
+            "the axes make a grid of {n_slots}, but there are {n_devices} devices"
+        )));
     }
-    let answer = args.devices.run_on(place, args.grid(n_devices.as_usize()), |mesh| args.measure(mesh))?;
+    let answer =
+        args.devices.run_on(place, args.grid(n_devices.as_usize()), |mesh| args.measure(mesh))?;
     match args.format {
         _ if !place.is_first() => Ok(()),
         Format::Text => output::text(|out| write!(out, "{answer}")),
@@ -80,9 +98,10 @@ pub(crate) fn run(args: &Args) -> Result<()> {
 }
 
 impl Args {
-    /// How many devices the axes ask for, if there are any.
+    /// The number of devices in the grid of the axes, if any are given.
     fn n_slots(&self) -> Option<u64> {
-        let product = || self.axes.iter().fold(1, |slots: u64, axis| slots.saturating_mul(axis.size as u64));
+        let product =
+            || self.axes.iter().fold(1, |slots: u64, axis| slots.saturating_mul(axis.size as u64));
         (!self.axes.is_empty()).then(product)
     }
 
@@ -94,15 +113,16 @@ impl Args {
         self.axes.iter().fold(grid, |grid, axis| grid.axis(&axis.name, axis.size))
     }
 
-    /// Runs every collective along every axis, and of several axes also along all of them at once.
+    /// Runs every collective along every axis and, if there are several, along all of them at once.
     fn measure(&self, mesh: &DeviceMesh) -> Result<Answer> {
         let trials = self.trials(mesh);
         let bar = output::progress(trials.len() as u64, "{bar:30} {pos}/{len}, {msg}");
-        let figures = bar.wrap_iter(trials.iter()).map(|trial| {
-            bar.set_message(format!("{} of {}", trial.collective, bytes::binary(trial.n_bytes() as u128)));
-            Ok(Figures::new(trial, trial.run(mesh)?))
-        });
-        let figures = figures.collect::<Result<_>>()?;
+        let mut figures = Vec::new();
+        for trial in bar.wrap_iter(trials.iter()) {
+            let size = HumanBytes(trial.n_bytes() as u128);
+            bar.set_message(format!("{} of {size}", trial.collective));
+            figures.push(Figures::new(trial, trial.run(mesh)?));
+        }
         bar.finish_and_clear();
         Ok(Answer::new(mesh, self.repetitions, figures))
     }
@@ -114,8 +134,10 @@ impl Args {
         let mut trials = Vec::new();
         for along in &groups {
             for collective in COLLECTIVES {
-                let trial = |&bytes| Trial { collective, along: along.clone(), bytes, repetitions: self.repetitions };
-                trials.extend(self.bytes.iter().map(trial));
+                for &bytes in &self.bytes {
+                    let along = along.clone();
+                    trials.push(Trial { collective, along, bytes, repetitions: self.repetitions });
+                }
             }
         }
         trials

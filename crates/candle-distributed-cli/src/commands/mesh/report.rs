@@ -1,24 +1,24 @@
-//! What is printed of a mesh and of the collectives on it.
+//! What is printed about a mesh and the collectives on it.
 
 use std::{collections::BTreeMap, env, fmt};
 
-use candle_distributed::mesh::DeviceMesh;
+use candle_distributed::{mesh::DeviceMesh, types::human::HumanBytes};
 use comfy_table::{CellAlignment, Table, TableComponent, presets};
 use serde::Serialize;
 
-use super::collective::Trial;
-use crate::{bytes, threads};
+use super::collective::{Axis, Trial};
+use crate::threads;
 
-/// The JSON result, of which the text is a part.
+/// The JSON result; the text shows a part of it.
 #[derive(Debug, Serialize)]
 pub(super) struct Answer {
     format_version: u32,
     world_size: usize,
     axes: Vec<Axis>,
-    /// Those of this process.
+    /// The devices of this process.
     devices: Vec<String>,
     cores: usize,
-    /// The variables by which candle is told how many threads to take.
+    /// The environment variables that set the number of threads of candle.
     threads: BTreeMap<&'static str, Option<String>>,
     repetitions: u16,
     collectives: Vec<Figures>,
@@ -26,21 +26,7 @@ pub(super) struct Answer {
     mesh: DeviceMesh,
 }
 
-/// An axis of a mesh.
-#[derive(Clone, Debug, Serialize)]
-pub(super) struct Axis {
-    pub(super) name: String,
-    pub(super) size: usize,
-}
-
-impl Axis {
-    /// Those of `mesh`.
-    pub(super) fn all(mesh: &DeviceMesh) -> Vec<Self> {
-        mesh.axes().map(|(name, size)| Self { name: name.into(), size }).collect()
-    }
-}
-
-/// What one collective costs.
+/// How long one collective takes.
 #[derive(Debug, Serialize)]
 pub(super) struct Figures {
     collective: String,
@@ -53,9 +39,10 @@ pub(super) struct Figures {
 }
 
 impl Figures {
-    /// Those of a trial that took this many seconds.
+    /// The figures of a trial that took this many seconds.
     pub(super) fn new(trial: &Trial, seconds: f64) -> Self {
-        let (group_size, bytes) = (trial.group_size(), trial.n_bytes());
+        let group_size = trial.group_size();
+        let bytes = trial.n_bytes();
         let speed = bytes as f64 / seconds;
         Self {
             collective: trial.collective.to_string(),
@@ -72,7 +59,7 @@ impl Figures {
         [
             self.collective.clone(),
             self.axes.join(" x "),
-            bytes::binary(self.bytes as u128),
+            HumanBytes(self.bytes as u128).to_string(),
             format!("{:.1}", self.seconds * 1e6),
             format!("{:.2}", self.algorithm_bytes_per_second / 1e9),
             format!("{:.2}", self.bus_bytes_per_second / 1e9),
@@ -86,7 +73,11 @@ impl Answer {
             format_version: 1,
             world_size: mesh.len(),
             axes: Axis::all(mesh),
-            devices: mesh.devices().iter().map(|device| format!("{:?}", device.location())).collect(),
+            devices: mesh
+                .devices()
+                .iter()
+                .map(|device| format!("{:?}", device.location()))
+                .collect(),
             cores: threads::cores(),
             threads: threads::VARIABLES.map(|name| (name, env::var(name).ok())).into(),
             repetitions,
@@ -98,18 +89,28 @@ impl Answer {
 
 impl fmt::Display for Answer {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let variables = self.threads.iter().map(|(name, value)| format!("{name}={}", value.as_deref().unwrap_or("")));
+        let variables = self
+            .threads
+            .iter()
+            .map(|(name, value)| format!("{name}={}", value.as_deref().unwrap_or("")));
         let variables: Vec<_> = variables.collect();
         writeln!(f, "{}\ncores: {}, {}\n", self.mesh, self.cores, variables.join(" "))?;
         writeln!(f, "{}\n", table(&self.collectives))?;
-        writeln!(f, "all results are right; of {} repetitions the median, of the devices the slowest", self.repetitions)
+        writeln!(
+            f,
+            "all results correct; median of {} repetitions, slowest device",
+            self.repetitions
+        )
     }
 }
 
 fn table(collectives: &[Figures]) -> String {
     let mut table = Table::new();
     let header = ["collective", "along", "size", "time (µs)", "GB/s", "bus GB/s"];
-    table.load_preset(presets::NOTHING).set_style(TableComponent::HeaderLines, '─').set_header(header);
+    table
+        .load_preset(presets::NOTHING)
+        .set_style(TableComponent::HeaderLines, '─')
+        .set_header(header);
     table.add_rows(collectives.iter().map(Figures::row));
     for column in table.column_iter_mut().skip(2) {
         column.set_cell_alignment(CellAlignment::Right);

@@ -19,14 +19,14 @@ use crate::{
     hint, input,
 };
 
-/// Plan which rank owns which part of a model, and print what each holds and sends.
+/// Plan which rank owns which part of a model, and print what each rank holds and sends.
 ///
 /// Only the names, shapes and types of the tensors are read, never their values.
 #[derive(Debug, clap::Args)]
 #[command(after_help = examples![
-    "# Who owns what on 8 ranks, and what does a step send?"
+    "# Which rank owns what, and what does a step send, on 8 ranks?"
     "candle-distributed plan model.safetensors --world-size 8"
-    "# Does it fit into 24 GiB a device, trained in F32 and sent as BF16? If not, what would?"
+    "# Does it fit in 24 GiB per device, trained in F32 and communicated in BF16? If not, what does?"
     "candle-distributed plan model.safetensors --world-size 8 --mixed-precision BF16,F32 --budget 24GiB"
     "candle-distributed plan model.safetensors --world-size 8 --mixed-precision BF16,F32 --budget 24GiB --search"
     "# What moves if two ranks are lost?"
@@ -34,70 +34,88 @@ use crate::{
     "candle-distributed plan model.safetensors --world-size 6 --against plan.json"
 ])]
 pub(crate) struct Args {
-    /// A safetensors file, a model.safetensors.index.json, a folder with either, or a manifest {name: {"dtype", "shape"}}
+    /// A safetensors file, a model.safetensors.index.json, a folder with either, or a manifest
+    /// {name: {"dtype", "shape"}}
     pub(super) model: PathBuf,
     /// Number of ranks that share the model
     #[arg(long)]
     pub(super) world_size: u64,
 
-    /// How parameters are spread [default: full, or hybrid with --rules]
+    /// How parameters are distributed over ranks [default: full, or hybrid with --rules]
     #[arg(long, value_enum, help_heading = "What goes where")]
     strategy: Option<StrategyArg>,
-    /// How `full` cuts them [default: dim0]
+    /// How `full` cuts parameters [default: dim0]
     #[arg(long, value_enum, help_heading = "What goes where")]
     layout: Option<LayoutArg>,
-    /// Rows that `row-ragged` never parts [default: 1], or elements that `block-ragged` never parts [default: 128]
+    /// Number of rows that `row-ragged` keeps together [default: 1], or of elements that
+    /// `block-ragged` does [default: 128]
     #[arg(long, value_name = "N", help_heading = "What goes where")]
     block_size: Option<u64>,
     /// Which layers may share a rank under `layer-wise` [default: any]
     #[arg(long, value_enum, help_heading = "What goes where")]
     layer_order: Option<OrderArg>,
-    /// Rules for `hybrid` in a JSON file: {"rules": [{"pattern", "choice"}], "default"}
+    /// JSON file with the rules of `hybrid`: {"rules": [{"pattern", "choice"}], "default"}
     #[arg(long, value_name = "FILE", help_heading = "What goes where")]
     rules: Option<PathBuf>,
-    /// Copies of the model, each sharded over its part of the ranks (HSDP)
+    /// Number of copies of the model, each sharded over its own part of the ranks (HSDP)
     #[arg(long, value_name = "G", default_value_t = 1, help_heading = "What goes where")]
     replicas: u64,
-    /// Where layers end: a pattern like model.layers.*.mlp.experts.* [default: at the first number in a name]
+    /// Pattern that layers match, such as model.layers.*.mlp.experts.* [default: names up to their
+    /// first number]
     #[arg(long, value_name = "PATTERN", help_heading = "What goes where")]
     pub(super) layers: Option<Pattern>,
-    /// Units that stay gathered between forward and backward pass; may be given more than once
+    /// Units that stay gathered between forward and backward pass; may be repeated
     #[arg(long, value_name = "PATTERN", help_heading = "What goes where")]
     pub(super) keep: Vec<Pattern>,
 
-    /// Whose state is counted
+    /// Optimizer whose state is counted
     #[arg(long, value_enum, default_value_t, help_heading = "What it costs")]
     optimizer: OptimizerArg,
-    /// Type in which trained parameters are held [default: that of the file]
+    /// Dtype of trained parameters [default: that of the file]
     #[arg(long, value_name = "DTYPE", value_parser = dtype, help_heading = "What it costs")]
     param_dtype: Option<ElemType>,
-    /// Types in which parameters and gradients travel, such as BF16,F32 [default: that in which they are held]
+    /// Dtypes in which parameters are gathered and gradients reduced, such as BF16,F32 [default:
+    /// those in which they are held]
     #[arg(long, value_name = "DTYPE,DTYPE", value_parser = dtypes, help_heading = "What it costs")]
     mixed_precision: Option<(ElemType, ElemType)>,
-    /// Units gathered ahead of the one in use
+    /// Number of units gathered ahead of the one in use
     #[arg(long, value_name = "UNITS", default_value_t = 1, help_heading = "What it costs")]
     prefetch: u64,
-    /// Links for an estimate of time: h100, or ranks in a node with GB/s within and between nodes, such as 8:450:50
+    /// Links, to estimate communication time: h100, or ranks per node and GB/s within and between
+    /// nodes, such as 8:450:50
     #[arg(long, value_parser = links, help_heading = "What it costs")]
     links: Option<Links>,
-    /// Memory of a device for all this, such as 24GiB
+    /// Memory per device, such as 24GiB
     #[arg(long, value_name = "BYTES", value_parser = bytes::parse, help_heading = "What it costs")]
     pub(super) budget: Option<u64>,
 
-    /// Find the plan of `full` that sends for the shortest time, among those that fit the budget
-    #[arg(long, requires = "budget", conflicts_with_all = ["strategy", "layout", "block_size", "layer_order", "rules", "replicas", "keep"], help_heading = "What to print")]
+    /// Search the `full` layouts for the plan with the least communication time that fits the
+    /// budget
+    #[arg(
+        long,
+        requires = "budget",
+        conflicts_with_all = [
+            "strategy", "layout", "block_size", "layer_order", "rules", "replicas", "keep"
+        ],
+        help_heading = "What to print"
+    )]
     pub(super) search: bool,
     /// Also list the shards of this rank
     #[arg(long, help_heading = "What to print")]
     rank: Option<u64>,
-    /// Explain instead what becomes of this parameter
+    /// Explain how this parameter is sharded, instead of the report
     #[arg(long, value_name = "NAME", help_heading = "What to print")]
     pub(super) explain: Option<String>,
-    /// Explain instead what this rank holds
+    /// Explain what this rank holds, instead of the report
     #[arg(long, value_name = "RANK", conflicts_with = "explain", help_heading = "What to print")]
     explain_rank: Option<u64>,
-    /// Tell instead what differs from a plan in JSON, and what has to move
-    #[arg(long, value_name = "PLAN", conflicts_with_all = ["explain", "explain_rank"], help_heading = "What to print")]
+    /// Compare with a stored JSON plan: what differs and what must move
+    #[arg(
+        long,
+        value_name = "PLAN",
+        conflicts_with_all = ["explain", "explain_rank"],
+        help_heading = "What to print"
+    )]
     pub(super) against: Option<PathBuf>,
     /// A table, JSON, or a drawing
     #[arg(long, value_enum, default_value_t, help_heading = "What to print")]
@@ -110,9 +128,9 @@ enum StrategyArg {
     Full,
     /// Whole layers
     LayerWise,
-    /// Whole tensors, of which as few are cut as exact balance allows
+    /// Whole tensors, as few of them cut as exact balance allows
     WholeTensor,
-    /// By rules; without a file of them: classifier and head whole, the rest over all ranks
+    /// By rules; without --rules, classifier and head whole, the rest over all ranks
     Hybrid,
 }
 
@@ -122,11 +140,11 @@ enum LayoutArg {
     Dim0,
     /// Elements of each unit end to end, as FSDP1 does
     Flat,
-    /// The same aligned, as FSDP1 does when it keeps original parameters
+    /// The same with aligned parameters, as FSDP1 does with `use_orig_params`
     FlatAligned,
-    /// Each unit between rows
+    /// Each unit in equal parts, cut between rows
     RowRagged,
-    /// Each unit between blocks of elements
+    /// Each unit in equal parts, cut between blocks of elements
     BlockRagged,
 }
 
@@ -134,7 +152,7 @@ enum LayoutArg {
 enum OrderArg {
     /// Any
     Any,
-    /// Neighbors only, as stages of a pipeline
+    /// Neighbors only, like the stages of a pipeline
     Contiguous,
 }
 
@@ -186,40 +204,54 @@ impl Args {
     }
 
     /// The rules of the file, or the default ones, if the strategy goes by rules.
-    pub(super) fn hybrid(&self) -> Result<Option<Hybrid>> {
+    pub(super) fn rules(&self) -> Result<Option<Hybrid>> {
         match (self.strategy, &self.rules) {
-            (None | Some(StrategyArg::Hybrid), Some(path)) => {
-                input::read_json(path, "rules").map(Some).with_hint(hint::RULES)
-            }
+            (_, Some(path)) => input::read_json(path, "rules").map(Some).with_hint(hint::RULES),
             (Some(StrategyArg::Hybrid), None) => Ok(Some(Hybrid::default())),
             (_, None) => Ok(None),
-            (_, Some(_)) => Err(Error::Usage("--rules needs --strategy hybrid".into())),
         }
     }
 
-    /// The strategy, given the rules if it goes by them.
-    pub(super) fn strategy(&self, hybrid: Option<Hybrid>) -> Result<Hsdp<Box<dyn ShardingStrategy>>> {
-        let strategy = self.strategy.unwrap_or(if hybrid.is_some() { StrategyArg::Hybrid } else { StrategyArg::Full });
-        let only_for = |given: bool, option: &str, needed: StrategyArg, name: &str| {
-            if given && strategy != needed {
-                Err(Error::Usage(format!("{option} needs --strategy {name}")))
-            } else {
-                Ok(())
+    /// The strategy: that of the `rules` where there are any.
+    pub(super) fn strategy(
+        &self,
+        rules: Option<Hybrid>,
+    ) -> Result<Hsdp<Box<dyn ShardingStrategy>>> {
+        let inner: Box<dyn ShardingStrategy> = match (self.strategy, rules) {
+            (_, Some(rules)) => Box::new(rules),
+            (None | Some(StrategyArg::Full), None) => Box::new(Full::new(self.layout()?)),
+            (Some(StrategyArg::LayerWise), None) => {
+                Box::new(LayerWise::default().with_order(self.layer_order()))
             }
-        };
-        only_for(self.layout.is_some(), "--layout", StrategyArg::Full, "full")?;
-        only_for(self.layer_order.is_some(), "--layer-order", StrategyArg::LayerWise, "layer-wise")?;
-        let layout = self.layout()?;
-        let inner: Box<dyn ShardingStrategy> = match strategy {
-            StrategyArg::Full => Box::new(Full::new(layout)),
-            StrategyArg::LayerWise => Box::new(LayerWise::default().with_order(match self.layer_order {
-                None | Some(OrderArg::Any) => LayerOrder::Any,
-                Some(OrderArg::Contiguous) => LayerOrder::Contiguous,
-            })),
-            StrategyArg::WholeTensor => Box::new(WholeTensor),
-            StrategyArg::Hybrid => Box::new(hybrid.unwrap_or_default()),
+            (Some(StrategyArg::WholeTensor), None) => Box::new(WholeTensor),
+            (Some(StrategyArg::Hybrid), None) => Box::new(Hybrid::default()),
         };
         Ok(Hsdp::new(inner, self.replicas))
+    }
+
+    /// Refuses the options that the strategy would leave without effect.
+    pub(super) fn check(&self) -> Result<()> {
+        let default = if self.rules.is_some() { StrategyArg::Hybrid } else { StrategyArg::Full };
+        let strategy = self.strategy.unwrap_or(default);
+        let of_one_strategy = [
+            ("--layout", self.layout.is_some(), StrategyArg::Full),
+            ("--block-size", self.block_size.is_some(), StrategyArg::Full),
+            ("--layer-order", self.layer_order.is_some(), StrategyArg::LayerWise),
+            ("--rules", self.rules.is_some(), StrategyArg::Hybrid),
+        ];
+        for (option, is_given, needed) in of_one_strategy {
+            if is_given && strategy != needed {
+                return Err(Error::usage(format!("{option} needs --strategy {}", name(needed))));
+            }
+        }
+        Ok(())
+    }
+
+    fn layer_order(&self) -> LayerOrder {
+        match self.layer_order {
+            None | Some(OrderArg::Any) => LayerOrder::Any,
+            Some(OrderArg::Contiguous) => LayerOrder::Contiguous,
+        }
     }
 
     fn layout(&self) -> Result<Layout> {
@@ -227,7 +259,9 @@ impl Args {
             (Some(LayoutArg::RowRagged), rows) => Layout::RowRagged { rows: rows.unwrap_or(1) },
             (Some(LayoutArg::BlockRagged), None) => Layout::BLOCKS,
             (Some(LayoutArg::BlockRagged), Some(block)) => Layout::BlockRagged { block },
-            (_, Some(_)) => return Err(Error::Usage("--block-size needs a ragged --layout".into())),
+            (_, Some(_)) => {
+                return Err(Error::usage("--block-size needs a ragged --layout"));
+            }
             (None | Some(LayoutArg::Dim0), None) => Layout::Dim0,
             (Some(LayoutArg::Flat), None) => Layout::Flat,
             (Some(LayoutArg::FlatAligned), None) => Layout::FlatAligned,
@@ -246,16 +280,27 @@ impl Args {
         let model = CostModel::default().with_optimizer(optimizer).with_prefetch(self.prefetch);
         let model = self.param_dtype.into_iter().fold(model, CostModel::with_param_dtype);
         let model = self.links.into_iter().fold(model, CostModel::with_links);
-        self.mixed_precision.into_iter().fold(model, |model, (param, reduce)| model.with_mixed_precision(param, reduce))
+        self.mixed_precision
+            .into_iter()
+            .fold(model, |model, (param, reduce)| model.with_mixed_precision(param, reduce))
     }
 }
 
+/// The name of the strategy on the command line.
+#[expect(clippy::expect_used, reason = "says why it cannot fail")]
+fn name(strategy: StrategyArg) -> String {
+    let value = strategy.to_possible_value().expect("no strategy is hidden from the command line");
+    value.get_name().to_owned()
+}
+
 fn dtype(text: &str) -> Result<ElemType, String> {
-    ElemType::from_name(&text.to_uppercase()).ok_or_else(|| String::from("no such dtype; examples are F32 and BF16"))
+    ElemType::from_name(&text.to_uppercase())
+        .ok_or_else(|| String::from("unknown dtype; examples are F32 and BF16"))
 }
 
 fn dtypes(text: &str) -> Result<(ElemType, ElemType), String> {
-    let (param, reduce) = text.split_once(',').ok_or("two dtypes with a comma between them are needed")?;
+    let (param, reduce) =
+        text.split_once(',').ok_or("expected two dtypes with a comma between them")?;
     Ok((dtype(param)?, dtype(reduce)?))
 }
 
@@ -263,11 +308,15 @@ fn links(text: &str) -> Result<Links, String> {
     if text.eq_ignore_ascii_case("h100") {
         return Ok(Links::H100);
     }
-    let numbers: Vec<u64> = text.split(':').map_while(|number| number.parse().ok()).collect();
-    let [ranks_per_node, intra, inter] = numbers[..] else {
-        return Err(String::from("three whole numbers are needed: ranks in a node, GB/s within and between nodes"));
+    let numbers: Result<Vec<u64>, _> = text.split(':').map(str::parse).collect();
+    let Ok(&[ranks_per_node, intra, inter]) = numbers.as_deref() else {
+        return Err(String::from(
+            "expected three whole numbers: ranks per node, GB/s within and between nodes",
+        ));
     };
-    let link = |latency_ns, gb: u64| Link { latency_ns, bytes_per_s: gb.saturating_mul(1_000_000_000) };
-    let [intra, inter] = [link(Links::H100.intra.latency_ns, intra), link(Links::H100.inter.latency_ns, inter)];
+    let link =
+        |latency_ns, gb: u64| Link { latency_ns, bytes_per_s: gb.saturating_mul(1_000_000_000) };
+    let [intra, inter] =
+        [link(Links::H100.intra.latency_ns, intra), link(Links::H100.inter.latency_ns, inter)];
     Links::new(ranks_per_node, intra, inter).map_err(|error| error.to_string())
 }

@@ -6,24 +6,26 @@ pub(crate) mod svg;
 
 use std::io::{self, Write};
 
-use candle_distributed::plan::{
-    ParameterInfo, ShardingPlan,
-    report::{PlanDiff, PlanReport},
-    reshard::{Reshard, Volume},
-    search::Search,
-    strategy::{Hybrid, Matches, ShardingStrategy},
+use candle_distributed::{
+    plan::{
+        self, ParameterInfo, ShardingPlan,
+        report::{PlanDiff, PlanReport},
+        reshard::{Reshard, Volume},
+        search::Search,
+        strategy::{Hybrid, Matches, ShardingStrategy},
+    },
+    types::human::HumanCount,
 };
 use serde::Serialize;
 
 pub(crate) use self::args::Args;
 use self::args::FormatArg;
 use crate::{
-    bytes::grouped,
     error::{Error, Result},
     output,
 };
 
-/// The JSON result, of which text and drawing are parts.
+/// The JSON result; text and drawing show parts of it.
 #[derive(Serialize)]
 struct Answer<'a> {
     #[serde(flatten)]
@@ -32,33 +34,37 @@ struct Answer<'a> {
     rules: Option<Matches<'a>>,
 }
 
-/// What a stored plan and this one differ in.
+/// How a stored plan and this one differ.
 #[derive(Serialize)]
 struct Comparison<'a> {
     format_version: u32,
     diff: PlanDiff<'a>,
-    /// If the ranks keep their numbers, and if they are renumbered to move less; nothing if the models differ.
+    /// What moves if the ranks keep their numbers, and if they are renumbered to move less; `None`
+    /// if the models differ.
     reshard: Option<Volume>,
     reshard_renumbered: Option<Volume>,
 }
 
-const MAY_FIT: &str = "--search looks for a plan of `full` that fits, and sends for the shortest time";
-const NOTHING_FITS: &str = "more ranks hold less each, and so do --param-dtype BF16 and --optimizer adam-8bit";
+const MAY_FIT: &str =
+    "--search looks for the `full` plan with the least communication time that fits";
+const NOTHING_FITS: &str =
+    "more ranks, --param-dtype BF16 or --optimizer adam-8bit make each rank hold less";
 
 pub(crate) fn run(args: &Args) -> Result<()> {
-    let hybrid = args.hybrid()?;
+    args.check()?;
+    let rules = args.rules()?;
     let parameters = read_model(args)?;
-    let plan = make_plan(args, &parameters, hybrid.clone())?;
+    let plan = make_plan(args, &parameters, rules.clone())?;
     if let Some(path) = &args.against {
         return compare(&model::read_plan(path)?, &plan, args.format);
     }
     match explain(args, &plan)? {
         Some(explanation) => output::text(|out| writeln!(out, "{explanation}")),
-        None => report(args, &plan, hybrid.map(|hybrid| hybrid.matches(&parameters))),
+        None => report(args, &plan, rules.map(|rules| rules.matches(&parameters))),
     }
 }
 
-/// What is told instead of a report, if that is asked for.
+/// The explanation to print instead of a report, if the user asks for one.
 fn explain(args: &Args, plan: &ShardingPlan) -> Result<Option<String>> {
     let explanation = match (&args.explain, args.explain_rank()?) {
         (None, None) => return Ok(None),
@@ -68,7 +74,7 @@ fn explain(args: &Args, plan: &ShardingPlan) -> Result<Option<String>> {
     match args.format {
         FormatArg::Text => Ok(Some(explanation)),
         FormatArg::Json | FormatArg::Svg => {
-            Err(Error::Usage("explanations are text, they have no other --format".into()))
+            Err(Error::usage("explanations are text and have no other --format"))
         }
     }
 }
@@ -78,7 +84,9 @@ fn report(args: &Args, plan: &ShardingPlan, rules: Option<Matches<'_>>) -> Resul
     let report = args.budget.into_iter().fold(report, PlanReport::with_budget);
     let answer = Answer { report, rules };
     match args.format {
-        FormatArg::Text => output::text(|out| write_text(&answer, out)).map(|()| advise(args, &answer.report)),
+        FormatArg::Text => {
+            output::text(|out| write_text(&answer, out)).map(|()| advise(args, &answer.report))
+        }
         FormatArg::Json => output::json(&answer),
         FormatArg::Svg => {
             let drawing = svg::draw(plan, answer.report.cost(), args.budget)?;
@@ -97,19 +105,28 @@ fn advise(args: &Args, report: &PlanReport<'_>) {
 fn read_model(args: &Args) -> Result<Vec<ParameterInfo>> {
     let parameters = model::read(&args.model)?;
     Ok(match &args.layers {
-        Some(pattern) => parameters.into_iter().map(|info| info.with_layer_pattern(pattern)).collect(),
+        Some(pattern) => {
+            parameters.into_iter().map(|info| info.with_layer_pattern(pattern)).collect()
+        }
         None => parameters,
     })
 }
 
-fn make_plan(args: &Args, parameters: &[ParameterInfo], hybrid: Option<Hybrid>) -> Result<ShardingPlan> {
+fn make_plan(
+    args: &Args,
+    parameters: &[ParameterInfo],
+    rules: Option<Hybrid>,
+) -> Result<ShardingPlan> {
     if let (true, Some(budget)) = (args.search, args.budget) {
         let search = Search::new(args.world_size()?, budget).with_model(args.cost_model());
         return Ok(model::in_file(&args.model, search.run(parameters))?.into_candidate().plan);
     }
-    let planned = args.strategy(hybrid)?.plan(parameters, args.world_size()?);
+    let planned = args.strategy(rules)?.plan(parameters, args.world_size()?);
     let plan = model::in_file(&args.model, planned)?;
-    let kept = plan.units().into_iter().filter(|unit| args.keep.iter().any(|pattern| pattern.matches(unit)));
+    let kept = plan
+        .units()
+        .into_iter()
+        .filter(|unit| args.keep.iter().any(|pattern| pattern.matches(unit)));
     let kept: Vec<String> = kept.map(str::to_owned).collect();
     Ok(plan.with_kept_units(kept)?)
 }
@@ -122,28 +139,40 @@ fn write_text(answer: &Answer<'_>, out: &mut dyn Write) -> io::Result<()> {
     Ok(())
 }
 
-/// Up to so many names are listed.
+/// The number of names that are listed at most.
 const MAX_NAMES: usize = 8;
 
 fn write_rules(rules: &Matches<'_>, out: &mut dyn Write) -> io::Result<()> {
-    let decided: Vec<_> = rules.decided.iter().enumerate().map(|(rule, n)| format!("{n} by rule {rule}")).collect();
-    writeln!(out, "parameters decided: {}; {} by default", decided.join(", "), rules.unmatched.len())?;
-    let names = |names: &[&str]| {
-        let more = if names.len() > MAX_NAMES { ", …" } else { "" };
-        format!("{:?}{more}", &names[..names.len().min(MAX_NAMES)])
-    };
+    let decided: Vec<_> =
+        rules.decided.iter().enumerate().map(|(rule, n)| format!("{n} by rule {rule}")).collect();
+    writeln!(
+        out,
+        "parameters decided: {}; {} by default",
+        decided.join(", "),
+        rules.unmatched.len()
+    )?;
     if !rules.unmatched.is_empty() {
-        writeln!(out, "no rule picks {}", names(&rules.unmatched))?;
+        writeln!(out, "no rule matches {}", listed(&rules.unmatched))?;
     }
     if !rules.overlaps.is_empty() {
         let overlaps: Vec<_> = rules.overlaps.iter().map(|(name, _)| *name).collect();
-        writeln!(out, "several rules pick {}, of which the first decides", names(&overlaps))?;
+        writeln!(out, "several rules match {}; the first one decides", listed(&overlaps))?;
     }
     Ok(())
 }
 
+/// The first names of a list.
+fn listed(names: &[&str]) -> String {
+    let more = if names.len() > MAX_NAMES { ", …" } else { "" };
+    format!("{:?}{more}", &names[..names.len().min(MAX_NAMES)])
+}
+
 fn compare(old: &ShardingPlan, new: &ShardingPlan, format: FormatArg) -> Result<()> {
-    let reshard = Reshard::new(old, new).ok();
+    let reshard = match Reshard::new(old, new) {
+        Ok(reshard) => Some(reshard),
+        Err(plan::Error::DifferentParameters { .. }) => None,
+        Err(error) => return Err(error.into()),
+    };
     let comparison = Comparison {
         format_version: 1,
         diff: PlanDiff::new(old, new),
@@ -153,7 +182,7 @@ fn compare(old: &ShardingPlan, new: &ShardingPlan, format: FormatArg) -> Result<
     match format {
         FormatArg::Json => output::json(&comparison),
         FormatArg::Text => output::text(|out| write_comparison(&comparison, out)),
-        FormatArg::Svg => Err(Error::Usage("--against has no drawing".into())),
+        FormatArg::Svg => Err(Error::usage("--against has no drawing")),
     }
 }
 
@@ -163,14 +192,21 @@ fn write_comparison(comparison: &Comparison<'_>, out: &mut dyn Write) -> io::Res
     } else {
         writeln!(out, "{}", comparison.diff)?;
     }
-    let volume = |Volume { stay_bytes, move_bytes, moves, .. }: Volume| {
-        let (moving, staying) = (grouped(move_bytes), grouped(stay_bytes));
-        format!("{moving} bytes move in {moves} parts, {staying} stay")
-    };
     match (comparison.reshard, comparison.reshard_renumbered) {
         (Some(plain), Some(renumbered)) => {
-            writeln!(out, "resharding: {}\nwith ranks renumbered: {}", volume(plain), volume(renumbered))
+            writeln!(
+                out,
+                "resharding: {}\nwith ranks renumbered: {}",
+                described(plain),
+                described(renumbered)
+            )
         }
         _ => writeln!(out, "the models differ, so nothing can be resharded"),
     }
+}
+
+fn described(Volume { stay_bytes, move_bytes, moves, .. }: Volume) -> String {
+    let moving = HumanCount(move_bytes);
+    let staying = HumanCount(stay_bytes);
+    format!("{moving} bytes move in {moves} parts, {staying} stay")
 }

@@ -1,28 +1,34 @@
-//! Descriptions of models, in whatever kind of file they lie.
+//! Reading the parameters of a model from the kinds of file that describe one.
 
-use std::{io::Read, path::Path};
+use std::{fs::File, io::Read, path::Path};
 
 use candle_distributed::plan::{self, ParameterInfo, ShardingPlan, source};
 
 use crate::{
-    error::{Error, Result, WithHint},
+    error::{Error, ErrorKind, Result, WithHint},
     hint, input,
 };
 
 const SINGLE_FILE: &str = "model.safetensors";
 const INDEX: &str = "model.safetensors.index.json";
 
-/// The parameters of whatever kind of model lies at `path`.
+/// The parameters of the model at `path`, a file or a folder.
 pub(crate) fn read(path: &Path) -> Result<Vec<ParameterInfo>> {
-    let parameters = read_by_name(path);
-    // Other faults lie within a file of the right kind.
-    if let Err(Error::Read { .. }) = parameters { parameters.with_hint(hint::MODEL) } else { parameters }
+    read_by_name(path).map_err(|error| match *error.kind {
+        ErrorKind::Read { .. } => error.hinted(hint::MODEL),
+        // Any other fault is inside a file of the right kind.
+        _ => error,
+    })
 }
 
 fn read_by_name(path: &Path) -> Result<Vec<ParameterInfo>> {
     if path.is_dir() {
         let index = path.join(INDEX);
-        return if index.exists() { read_index(&index) } else { read_safetensors(&path.join(SINGLE_FILE)) };
+        return if index.exists() {
+            read_index(&index)
+        } else {
+            read_safetensors(&path.join(SINGLE_FILE))
+        };
     }
     match path.to_string_lossy() {
         name if name.ends_with(".safetensors") => read_safetensors(path),
@@ -38,26 +44,30 @@ pub(super) fn read_plan(path: &Path) -> Result<ShardingPlan> {
 
 fn read_index(path: &Path) -> Result<Vec<ParameterInfo>> {
     let text = input::read_file(path)?;
-    // The index itself is at fault for what no other file is.
-    source::from_index(&text, |file| read_safetensors(&path.with_file_name(file))).map_err(|error| match error {
-        Error::Plan(source) => Error::Model { path: path.into(), source },
-        error => error,
-    })
+    let parameters = source::from_index(&text, |file| read_safetensors(&path.with_file_name(file)));
+    // Faults of the files it lists already name those files.
+    parameters.map_err(|error: Error| error.in_model(path))
 }
 
 fn read_safetensors(path: &Path) -> Result<Vec<ParameterInfo>> {
     let mut file = input::open(path)?;
     let mut bytes = Vec::new();
-    let failed = |source| Error::Read { path: path.into(), source };
-    file.by_ref().take(source::PREFIX_LEN).read_to_end(&mut bytes).map_err(failed)?;
+    read_up_to(source::PREFIX_LEN, &mut file, path, &mut bytes)?;
+    // A shorter file is refused below, by the reader of headers.
     if let Ok(prefix) = <[u8; 8]>::try_from(&bytes[..]) {
         let header_len = in_file(path, source::header_len(prefix))?;
-        file.take(header_len).read_to_end(&mut bytes).map_err(failed)?;
+        read_up_to(header_len, &mut file, path, &mut bytes)?;
     }
     in_file(path, source::from_safetensors(&bytes))
 }
 
-/// Names the file in which a model's description was found wanting.
+/// Adds the next `n_bytes` of the file at `path` to `bytes`, or as many as there are.
+fn read_up_to(n_bytes: u64, file: &mut File, path: &Path, bytes: &mut Vec<u8>) -> Result<()> {
+    file.take(n_bytes).read_to_end(bytes).map_err(|source| Error::read(path, source))?;
+    Ok(())
+}
+
+/// Names the file whose model the planner refuses.
 pub(super) fn in_file<T>(path: &Path, result: Result<T, plan::Error>) -> Result<T> {
-    result.map_err(|source| Error::Model { path: path.into(), source })
+    result.map_err(|error| Error::from(error).in_model(path))
 }

@@ -1,4 +1,4 @@
-//! Who reads what: how often each sequence is read in an epoch, and by which rank.
+//! How often each sequence is read in an epoch, and by which rank.
 
 use candle_distributed::{
     batch::Batch,
@@ -14,9 +14,9 @@ use crate::{
 
 const SIZE: (u32, u32) = (900, 330);
 
-/// How many steps can be told apart.
+/// The number of steps that can be told apart.
 const MAX_STEPS: usize = 60;
-/// So many blocks are drawn, about.
+/// About the number of blocks that are drawn at most.
 const MAX_BLOCKS: usize = 4000;
 
 /// How many ranks are named beside the picture.
@@ -34,12 +34,15 @@ impl Coverage {
     pub(super) fn of(reading: &Reading) -> Self {
         let mut counts = vec![0_u64; reading.lengths.len()];
         for &index in reading.batches.iter().flat_map(|batch| &batch.indices) {
-            if let Some(count) = usize::try_from(index).ok().and_then(|index| counts.get_mut(index)) {
-                *count += 1;
-            }
+            counts[in_memory(index)] += 1;
         }
-        let how_many = |is: fn(u64) -> bool| counts.iter().filter(|&&count| is(count)).count() as u64;
-        Self { never: how_many(|n| n == 0), once: how_many(|n| n == 1), more_often: how_many(|n| n > 1) }
+        let how_many =
+            |is: fn(u64) -> bool| counts.iter().filter(|&&count| is(count)).count() as u64;
+        Self {
+            never: how_many(|n| n == 0),
+            once: how_many(|n| n == 1),
+            more_often: how_many(|n| n > 1),
+        }
     }
 }
 
@@ -56,29 +59,33 @@ pub(super) fn shares(reading: &Reading, world_size: WorldSize) -> Vec<Share> {
     for batch in &reading.batches {
         for (share, indices) in shares.iter_mut().zip(rows(batch, world_size)) {
             share.sequences += indices.len() as u64;
-            share.tokens += indices.iter().map(|&index| length(reading, index)).sum::<u64>();
+            share.tokens +=
+                indices.iter().map(|&index| reading.lengths[in_memory(index)]).sum::<u64>();
         }
     }
     shares
 }
 
-fn length(reading: &Reading, index: u64) -> u64 {
-    usize::try_from(index).ok().and_then(|index| reading.lengths.get(index)).copied().unwrap_or(0)
+/// The index of something that is in memory.
+#[expect(clippy::expect_used, reason = "says why it cannot fail")]
+fn in_memory(index: u64) -> usize {
+    usize::try_from(index).expect("what is in memory is counted by a usize")
 }
 
-/// The sequences of a batch that each rank reads: as the mesh deals them, which fills up the last ranks with padding.
+/// The sequences of a batch that each rank reads, split as the mesh splits them: the last ranks may
+/// get padding instead.
 fn rows(batch: &Batch, world_size: WorldSize) -> impl Iterator<Item = &[u64]> {
     world_size.placements().map(|place| {
-        let range = split::chunk(batch.indices.len() as u64, place);
-        let bound = |end: u64| usize::try_from(end).unwrap_or(usize::MAX).min(batch.indices.len());
-        &batch.indices[bound(range.start)..bound(range.end)]
+        let rows = split::chunk(batch.indices.len() as u64, place);
+        &batch.indices[in_memory(rows.start)..in_memory(rows.end)]
     })
 }
 
 /// An SVG document: for each of the first steps, which rank reads which sequences of its batch.
 pub(super) fn draw(reading: &Reading, world_size: WorldSize) -> Result<String> {
     let steps = &reading.batches[..n_drawn(reading, world_size)];
-    let highest = steps.iter().map(|batch| batch.indices.len()).max().unwrap_or(0).max(1);
+    // An axis of no extent has no ticks.
+    let highest = steps.iter().map(|batch| batch.indices.len()).fold(1, usize::max);
     picture::document(SIZE, |area| {
         let (left, right) = area.split_horizontally(790);
         let mut chart = ChartBuilder::on(&left)
@@ -102,19 +109,25 @@ pub(super) fn draw(reading: &Reading, world_size: WorldSize) -> Result<String> {
     })
 }
 
-/// How many steps are drawn.
+/// The number of steps that are drawn.
 pub(super) fn n_drawn(reading: &Reading, world_size: WorldSize) -> usize {
     (MAX_BLOCKS / world_size.as_usize()).clamp(1, MAX_STEPS).min(reading.batches.len())
 }
 
 /// The blocks of one step, from the first rank up.
-fn column(step: usize, batch: &Batch, world_size: WorldSize) -> impl Iterator<Item = Rectangle<(f64, usize)>> {
+fn column(
+    step: usize,
+    batch: &Batch,
+    world_size: WorldSize,
+) -> impl Iterator<Item = Rectangle<(f64, usize)>> {
     let mut from = 0;
-    rows(batch, world_size).enumerate().filter(|(_, rows)| !rows.is_empty()).map(move |(rank, rows)| {
-        let corners = [(step as f64 + 0.06, from), (step as f64 + 0.94, from + rows.len())];
-        from += rows.len();
-        Rectangle::new(corners, picture::ramp(rank, world_size.as_usize()).filled())
-    })
+    rows(batch, world_size).enumerate().filter(|(_, rows)| !rows.is_empty()).map(
+        move |(rank, rows)| {
+            let corners = [(step as f64 + 0.06, from), (step as f64 + 0.94, from + rows.len())];
+            from += rows.len();
+            Rectangle::new(corners, picture::ramp(rank, world_size.as_usize()).filled())
+        },
+    )
 }
 
 /// Names the colors, the last rank above; of many ranks, the first and the last ones.
@@ -146,7 +159,9 @@ mod tests {
 
     fn reading(n_sequences: u64) -> Reading {
         let lengths: Vec<u64> = (1..=n_sequences).collect();
-        let sampler = DynamicBatchSampler::new(&lengths, BatchConfig::default().with_max_batch_size(5)).unwrap();
+        let sampler =
+            DynamicBatchSampler::new(&lengths, BatchConfig::default().with_max_batch_size(5))
+                .unwrap();
         let batches: Vec<Batch> = sampler.iter().map(Result::unwrap).collect();
         let report = PaddingReport::from_iter(&batches);
         Reading { lengths, batches, report }
@@ -158,8 +173,14 @@ mod tests {
             let reading = reading(n_sequences);
             let shares = shares(&reading, WorldSize::new(world_size).unwrap());
             assert_eq!(shares.iter().map(|share| share.sequences).sum::<u64>(), n_sequences);
-            assert_eq!(shares.iter().map(|share| share.tokens).sum::<u64>(), n_sequences * (n_sequences + 1) / 2);
-            assert_eq!(Coverage::of(&reading), Coverage { never: 0, once: n_sequences, more_often: 0 });
+            assert_eq!(
+                shares.iter().map(|share| share.tokens).sum::<u64>(),
+                n_sequences * (n_sequences + 1) / 2
+            );
+            assert_eq!(
+                Coverage::of(&reading),
+                Coverage { never: 0, once: n_sequences, more_often: 0 }
+            );
         }
     }
 
@@ -175,7 +196,8 @@ mod tests {
     #[test]
     fn a_batch_is_dealt_as_the_mesh_deals_it() {
         let reading = reading(5);
-        let parts: Vec<usize> = rows(&reading.batches[0], WorldSize::new(4).unwrap()).map(<[u64]>::len).collect();
+        let parts: Vec<usize> =
+            rows(&reading.batches[0], WorldSize::new(4).unwrap()).map(<[u64]>::len).collect();
         assert_eq!(parts, [2, 2, 1, 0]);
         assert_eq!(split::chunk(5, Placement::new(2, 4).unwrap()), 4..5);
     }

@@ -1,4 +1,4 @@
-//! What is known of a run: from its folder, its text, and our libraries.
+//! What is known about a run, from its folder, its text and the libraries.
 
 use std::path::{Path, PathBuf};
 
@@ -20,7 +20,9 @@ use crate::{
         corpus::Corpus,
         data::Schedule,
         metrics::Metrics,
-        run_dir::{self, Session, Settings},
+        run_dir,
+        session::Session,
+        settings::Settings,
         sharding::{self, Needs},
         trainer,
     },
@@ -32,11 +34,11 @@ pub(super) struct Facts {
     pub(super) settings: Settings,
     pub(super) metrics: Metrics,
     pub(super) is_complete: bool,
-    /// After how many steps the checkpoints were written that are there.
+    /// The steps after which the checkpoints were written that are still there.
     pub(super) checkpoints: Vec<u64>,
-    /// Unless the run is of an earlier version, which did not tell on how many devices it ran.
+    /// `None` for runs of early versions, which did not record their devices.
     pub(super) sharding: Option<Sharding>,
-    /// What is read, or why that cannot be known any more.
+    /// What the run reads, or why that is no longer known.
     pub(super) reading: Result<Reading, String>,
 }
 
@@ -56,16 +58,16 @@ pub(super) struct Reading {
 }
 
 impl Facts {
-    /// Those of the run in the folder `path`.
+    /// The facts of the run in the folder `path`.
     pub(super) fn read(path: &Path) -> Result<Self> {
         let settings = Settings::read(path)?.ok_or_else(|| {
-            let no_run = Error::Usage(format!("{} does not hold a run", path.display()));
+            let no_run = Error::usage(format!("{} does not hold a run", path.display()));
             no_run.hinted(hint::RUN)
         })?;
         let is_complete = run_dir::is_complete(path)?;
         Ok(Self {
             metrics: run_dir::metrics(path)?,
-            checkpoints: Checkpoints::new(run_dir::checkpoints(path)).steps().unwrap_or_default(),
+            checkpoints: Checkpoints::new(run_dir::checkpoints(path)).steps()?,
             sharding: Sharding::of(path, &settings, is_complete)?,
             reading: Reading::of(&settings)?,
             path: path.into(),
@@ -74,12 +76,12 @@ impl Facts {
         })
     }
 
-    /// Where the run is, or was last.
+    /// The latest session of the run.
     pub(super) fn session(&self) -> Option<&Session> {
         self.settings.sessions.last()
     }
 
-    /// How many steps are done.
+    /// The number of steps that are done.
     pub(super) fn done(&self) -> u64 {
         self.metrics.steps().last().map_or(0, |step| step.step + 1)
     }
@@ -89,7 +91,8 @@ impl Sharding {
     fn of(path: &Path, settings: &Settings, is_complete: bool) -> Result<Option<Self>> {
         let parameters = match settings.model {
             _ if is_complete => model::read(path)?,
-            // Sizes from a file may be any; this is the one model that `train` has.
+            // A file may hold any sizes, and building the model takes memory; this is the one model
+            // that `train` has.
             Some(config) if config == trainer::MODEL => sharding::parameters_of(config)?,
             _ => return Ok(None),
         };
@@ -103,16 +106,23 @@ impl Sharding {
 }
 
 impl Reading {
-    /// The batches of a run, if its text is there and the same as ever.
+    /// The batches of a run, if its text is still there and unchanged.
     fn of(settings: &Settings) -> Result<Result<Self, String>> {
         let (name, corpus) = match &settings.data {
-            None => (String::from("the text in this program"), Ok(Corpus::embedded())),
+            None => (String::from("the text built into this program"), Ok(Corpus::embedded())),
             Some(path) => (format!("the text in {}", path.display()), Corpus::read(path)),
         };
         let corpus = match corpus {
             Ok(corpus) if corpus.fingerprint() == settings.text => corpus,
-            Ok(_) => return Ok(Err(format!("{name} is not the one that the run learns from: it has changed since"))),
-            Err(error) => return Ok(Err(format!("{name} is not there any more: {}", error.chain()))),
+            Ok(_) => {
+                return Ok(Err(format!(
+                    "{name} does not match the fingerprint of the run: it has changed since, or an \
+                     earlier version wrote the run"
+                )));
+            }
+            Err(error) => {
+                return Ok(Err(format!("{name} can no longer be read: {}", error.chain())));
+            }
         };
         let schedule = Schedule::of(settings, &corpus)?;
         let (report, batches) = schedule.first_epoch()?;

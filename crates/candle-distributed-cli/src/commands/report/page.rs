@@ -1,6 +1,12 @@
-//! The page: a section for everything that a reader may ask of a run.
+//! The page: a section for each question that a reader may have about a run.
 
-use candle_distributed::{plan::cost::RankCost, types::WorldSize};
+use candle_distributed::{
+    plan::cost::RankCost,
+    types::{
+        WorldSize,
+        human::{HumanBytes, HumanCount},
+    },
+};
 use maud::{DOCTYPE, Markup, PreEscaped, html};
 
 use super::{
@@ -8,16 +14,15 @@ use super::{
     facts::{Facts, Reading, Sharding},
 };
 use crate::{
-    bytes::{binary, grouped},
     commands::{batch::chart, plan::svg},
     error::Result,
     picture,
-    train::{curve, data::BUCKET_WIDTH, memory::Memory, run_dir::Session},
+    train::{curve, data::BUCKET_WIDTH, memory::Memory, metrics::StepMetrics, session::Session},
 };
 
 const STYLE: &str = include_str!("style.css");
 
-/// A table has about so many rows at most.
+/// About the number of rows that a table has at most.
 const MAX_ROWS: usize = 16;
 
 /// The whole page.
@@ -52,10 +57,12 @@ pub(super) fn page(facts: &Facts) -> Result<String> {
     Ok(page.into_string())
 }
 
-/// How far the run is, in a sentence.
+/// The progress of the run, in a sentence.
 fn state(facts: &Facts) -> String {
-    let (done, steps) = (grouped(facts.done().into()), grouped(facts.settings.steps.into()));
-    let devices = facts.session().map_or_else(String::new, |session| format!(" on {}", devices(session)));
+    let done = count(facts.done());
+    let steps = count(facts.settings.steps);
+    let devices =
+        facts.session().map_or_else(String::new, |session| format!(" on {}", devices(session)));
     if facts.is_complete {
         format!("Complete: {steps} steps{devices}.")
     } else {
@@ -64,11 +71,12 @@ fn state(facts: &Facts) -> String {
 }
 
 fn devices(session: &Session) -> String {
-    counted(session.world_size.into(), "device")
+    HumanCount(session.world_size.into()).of("device")
 }
 
-fn counted(number: u128, noun: &str) -> String {
-    format!("{} {noun}{}", grouped(number), if number == 1 { "" } else { "s" })
+/// A number in digits that are grouped.
+fn count(number: impl Into<u128>) -> String {
+    HumanCount(number.into()).to_string()
 }
 
 /// A section with its heading.
@@ -90,7 +98,7 @@ fn figure(picture: &str, caption: &str) -> Markup {
     }
 }
 
-/// What cannot be told, and why.
+/// What is not known, and why.
 fn missing(why: &str) -> Markup {
     html! { p.missing { (why) } }
 }
@@ -108,7 +116,7 @@ fn listed(rows: &[(&str, String)]) -> Markup {
     }
 }
 
-/// A table of numbers, the first column of which are names.
+/// A table of numbers whose first column holds names.
 fn numbers(heads: &[&str], rows: &[Vec<String>]) -> Markup {
     html! {
         div.scroll {
@@ -120,26 +128,36 @@ fn numbers(heads: &[&str], rows: &[Vec<String>]) -> Markup {
     }
 }
 
-/// The figures that are looked for first.
+/// The figures that readers look for first.
 fn summary(facts: &Facts) -> Markup {
     let steps = facts.metrics.steps();
-    let [first, ..] = steps else {
+    let (Some(first), Some(last_step)) = (steps.first(), steps.last()) else {
         return section("summary", "Summary", &missing("No step is done yet."));
     };
-    let (seconds, n_last) = (facts.metrics.seconds(), (steps.len() / 10).max(1));
-    let (real, padded) = (facts.metrics.sum(|step| step.real_tokens), facts.metrics.sum(|step| step.padded_tokens));
-    let last = counted(n_last as u128, "step");
+    let seconds = facts.metrics.seconds();
+    let n_last = (steps.len() / 10).max(1);
+    let real = facts.metrics.sum(|step| step.real_tokens);
+    let padded = facts.metrics.sum(|step| step.padded_tokens);
+    let last = HumanCount(n_last as u128).of("step");
     let figures = [
-        ("first loss", format!("{:.3}", first.loss), String::from("nats a byte")),
-        ("last loss", format!("{:.3}", facts.metrics.last_loss(n_last)), format!("mean of the last {last}")),
-        ("speed", picture::tick(&(real as f64 / seconds).round()), String::from("real tokens a second")),
+        ("first loss", format!("{:.3}", first.loss), String::from("nats per byte")),
+        (
+            "last loss",
+            format!("{:.3}", facts.metrics.last_loss(n_last)),
+            format!("mean of the last {last}"),
+        ),
+        (
+            "speed",
+            picture::tick(&(real as f64 / seconds).round()),
+            String::from("real tokens per second"),
+        ),
         (
             "padding efficiency",
             format!("{:.4}", real as f64 / padded as f64),
-            format!("{} of {} tokens are real", grouped(real), grouped(padded)),
+            format!("{} of {} tokens are real", count(real), count(padded)),
         ),
         ("time", duration(seconds), String::from("in training steps")),
-        ("sequences", grouped(facts.metrics.sum(|step| step.sequences)), epochs(facts)),
+        ("sequences", count(facts.metrics.sum(|step| step.sequences)), epochs(last_step)),
     ];
     html! {
         dl.figures id="summary" {
@@ -150,12 +168,11 @@ fn summary(facts: &Facts) -> Markup {
     }
 }
 
-fn epochs(facts: &Facts) -> String {
-    let epoch = facts.metrics.steps().last().map_or(0, |step| step.epoch);
-    format!("read, {} begun", counted(u128::from(epoch) + 1, "epoch"))
+fn epochs(last: &StepMetrics) -> String {
+    format!("read, {} started", HumanCount(u128::from(last.epoch) + 1).of("epoch"))
 }
 
-/// Seconds in the unit that people would take.
+/// Seconds in the unit that reads best.
 fn duration(seconds: f64) -> String {
     match seconds {
         ..120.0 => format!("{seconds:.1} s"),
@@ -166,43 +183,54 @@ fn duration(seconds: f64) -> String {
 
 fn settings(facts: &Facts) -> Markup {
     let settings = &facts.settings;
-    let data = settings
-        .data
-        .as_ref()
-        .map_or_else(|| String::from("this program's own sources"), |data| data.display().to_string());
+    let data = settings.data.as_ref().map_or_else(
+        || String::from("this program's own sources"),
+        |data| data.display().to_string(),
+    );
     let mut rows = vec![
         ("folder", facts.path.display().to_string()),
-        ("steps", grouped(settings.steps.into())),
+        ("steps", count(settings.steps)),
         ("seed", settings.seed.to_string()),
         ("text", format!("{data}, fingerprint {}", settings.text)),
         (
             "batches",
             format!(
-                "sequences of similar length ({BUCKET_WIDTH} lengths share a bucket), at most {} tokens of all devices, padding included",
-                grouped(settings.max_tokens.into())
+                "sequences of similar length ({BUCKET_WIDTH} lengths share a bucket), at most {} \
+                 tokens per batch of all devices, padding included",
+                count(settings.max_tokens)
             ),
         ),
     ];
     if let Some(model) = settings.model {
         let [layers, heads, hidden, vocabulary, context] =
             [model.layers, model.heads, model.hidden, model.vocabulary, model.context]
-                .map(|size| grouped(size as u128));
-        rows.push(("model", format!("transformer of {layers} layers, width {hidden}, {heads} heads, {vocabulary} tokens, context of {context}")));
+                .map(|size| count(size as u128));
+        let model = format!(
+            "transformer of {layers} layers, width {hidden}, {heads} heads, {vocabulary} tokens, \
+             context of {context}"
+        );
+        rows.push(("model", model));
     }
     rows.extend(settings.sessions.iter().map(|session| ("ran on", of_session(session))));
-    let checkpoints: Vec<String> = facts.checkpoints.iter().map(|&step| grouped(step.into())).collect();
-    let checkpoints =
-        if checkpoints.is_empty() { String::from("none") } else { format!("after steps {}", checkpoints.join(", ")) };
-    rows.push(("checkpoints there", checkpoints));
-    rows.push(("model.safetensors", String::from(if facts.is_complete { "is there" } else { "not yet" })));
+    let checkpoints: Vec<String> = facts.checkpoints.iter().map(|&step| count(step)).collect();
+    let checkpoints = if checkpoints.is_empty() {
+        String::from("none")
+    } else {
+        format!("steps {}", checkpoints.join(", "))
+    };
+    rows.push(("checkpoints", checkpoints));
+    rows.push((
+        "model.safetensors",
+        String::from(if facts.is_complete { "saved" } else { "not yet" }),
+    ));
     section("settings", "Settings", &listed(&rows))
 }
 
 fn of_session(session: &Session) -> String {
-    let peak = session
-        .peak_bytes
-        .map_or_else(String::new, |bytes| format!(", peak memory of the process {}", binary(bytes.into())));
-    format!("{} from step {} on{peak}", devices(session), grouped(u128::from(session.first_step) + 1))
+    let peak = session.peak_bytes.map_or_else(String::new, |bytes| {
+        format!(", peak memory of the process {}", HumanBytes(bytes.into()))
+    });
+    format!("{} from step {} on{peak}", devices(session), count(u128::from(session.first_step) + 1))
 }
 
 fn training(facts: &Facts) -> Result<Markup> {
@@ -213,11 +241,12 @@ fn training(facts: &Facts) -> Result<Markup> {
         let strange = steps.iter().find(|step| !step.loss.is_finite()).map(|step| step.step + 1);
         let means = "Loss and speed of every step, and their means over the steps around it.";
         let is_resumed = facts.metrics.timed().any(|step| step.is_resumed);
-        let line = if is_resumed { " A vertical line is where the run was gone on with." } else { "" };
+        let line =
+            if is_resumed { " A vertical line marks where the run was resumed." } else { "" };
         html! {
             (figure(&curve::draw(&facts.metrics)?, &format!("{means}{line}")))
             @if let Some(step) = strange {
-                (missing(&format!("The loss is no number at step {}.", grouped(step.into()))))
+                (missing(&format!("The loss is not a number at step {}.", count(step))))
             }
         }
     };
@@ -228,7 +257,7 @@ fn plan(facts: &Facts) -> Result<Markup> {
     let content = match &facts.sharding {
         Some(sharding) => sharded(facts, sharding)?,
         None => {
-            missing("This run is of an earlier version, which did not tell its model and on how many devices it ran.")
+            missing("An early version wrote this run and did not record its model and its devices.")
         }
     };
     Ok(section("plan", "Sharding plan", &content))
@@ -245,38 +274,60 @@ fn sharded(facts: &Facts, Sharding { parameters, plan, cost, needs }: &Sharding)
                 info.name().to_owned(),
                 format!("{:?}", info.shape()),
                 info.dtype().to_string(),
-                grouped(info.numel().into()),
+                count(info.numel()),
             ]
         })
         .collect();
     Ok(html! {
         p.note {
-            "The run keeps the whole model on every device. The plan tells what each rank would hold if the model were sharded over as many ranks; activations are not in it."
+            "The run keeps the whole model on every device. The plan shows what each rank would \
+             hold if the model were sharded over that many ranks; activations are not counted."
         }
         (numbers(&heads, &rank_rows(&cost.ranks)))
         @if let Some(memory) = memory { p { (sentence(&memory.to_string())) } }
-        (figure(&svg::draw(plan, cost, None)?, "What each rank would hold: at its peak, and between two steps."))
+        (figure(
+            &svg::draw(plan, cost, None)?,
+            "What each rank would hold: at its peak, and between two steps."
+        ))
         (numbers(&["parameter", "shape", "type", "elements"], &of_parameters))
     })
 }
 
-/// A row for all neighbors that hold the same.
+/// A row for each run of ranks that hold the same.
 fn rank_rows(ranks: &[RankCost]) -> Vec<Vec<String>> {
-    let held = |rank: &RankCost| [rank.param_bytes, rank.storage_bytes, rank.grad_bytes, rank.optimizer_bytes];
-    let alike = ranks.chunk_by(|left, right| held(left) == held(right) && left.peak_bytes() == right.peak_bytes());
-    let row = |ranks: &[RankCost]| {
-        let (first, last) = (&ranks[0], &ranks[ranks.len() - 1]);
-        let name = if ranks.len() == 1 { first.rank.to_string() } else { format!("{} – {}", first.rank, last.rank) };
-        let bytes = held(first).map(u128::from).into_iter().chain([first.total_bytes(), first.peak_bytes()]);
-        [name].into_iter().chain(bytes.map(binary)).collect()
-    };
-    alike.take(MAX_ROWS).map(row).collect()
+    let alike = ranks.chunk_by(|left, right| bytes_of(left) == bytes_of(right));
+    alike.take(MAX_ROWS).map(rank_row).collect()
 }
 
-/// The same, begun with a capital and ended with a full stop.
+fn rank_row(ranks: &[RankCost]) -> Vec<String> {
+    let first = &ranks[0];
+    let last = &ranks[ranks.len() - 1];
+    let name = match ranks.len() {
+        1 => first.rank.to_string(),
+        _ => format!("{} – {}", first.rank, last.rank),
+    };
+    let bytes = bytes_of(first).map(|bytes| HumanBytes(bytes).to_string());
+    [name].into_iter().chain(bytes).collect()
+}
+
+/// The figures of a rank, in the order of the columns.
+fn bytes_of(rank: &RankCost) -> [u128; 6] {
+    [
+        rank.param_bytes.into(),
+        rank.storage_bytes.into(),
+        rank.grad_bytes.into(),
+        rank.optimizer_bytes.into(),
+        rank.total_bytes(),
+        rank.peak_bytes(),
+    ]
+}
+
+/// The words with a capital at the start and a full stop at the end.
 fn sentence(words: &str) -> String {
     let mut letters = words.chars();
-    letters.next().map_or_else(String::new, |first| format!("{}{}.", first.to_uppercase(), letters.as_str()))
+    letters
+        .next()
+        .map_or_else(String::new, |first| format!("{}{}.", first.to_uppercase(), letters.as_str()))
 }
 
 fn batches(facts: &Facts) -> Result<Markup> {
@@ -284,7 +335,11 @@ fn batches(facts: &Facts) -> Result<Markup> {
         Err(why) => missing(&sentence(why)),
         Ok(Reading { lengths, batches, report }) => html! {
             p { "In the first epoch: " (report) "." }
-            (figure(&chart::svg(lengths, &batches.iter().collect::<Vec<_>>(), report)?, "How long the sequences are, and where the batches of the first epoch have their padding."))
+            (figure(
+                &chart::svg(lengths, &batches.iter().collect::<Vec<_>>(), report)?,
+                "How long the sequences are, and where the batches of the first epoch have \
+                 their padding."
+            ))
         },
     };
     Ok(section("batches", "Batches", &content))
@@ -295,7 +350,9 @@ fn read_by(facts: &Facts) -> Result<Markup> {
         Err(why) => missing(&sentence(why)),
         Ok(reading) => html! {
             (covered(reading))
-            @if let Some(session) = facts.session() { (shared(reading, WorldSize::new(session.world_size)?)?) }
+            @if let Some(session) = facts.session() {
+                (shared(reading, WorldSize::new(session.world_size)?)?)
+            }
         },
     };
     Ok(section("coverage", "Coverage", &content))
@@ -305,17 +362,20 @@ fn read_by(facts: &Facts) -> Result<Markup> {
 fn covered(reading: &Reading) -> Markup {
     let Coverage { never, once, more_often } = Coverage::of(reading);
     let all = never + once + more_often;
-    let verdict =
-        if once == all { "Every sequence is read exactly once." } else { "Not every sequence is read exactly once." };
+    let verdict = if once == all {
+        "Every sequence is read exactly once."
+    } else {
+        "Not every sequence is read exactly once."
+    };
     let rows = [
         ("sequences in the text", all),
-        ("read once an epoch", once),
+        ("read once per epoch", once),
         ("read more often", more_often),
         ("left out", never),
     ];
     html! {
         p { "Counted over the batches of the first epoch. " (verdict) }
-        (listed(&rows.map(|(name, number)| (name, grouped(number.into())))))
+        (listed(&rows.map(|(name, number)| (name, count(number)))))
     }
 }
 
@@ -323,17 +383,19 @@ fn covered(reading: &Reading) -> Markup {
 fn shared(reading: &Reading, world_size: WorldSize) -> Result<Markup> {
     let shares = coverage::shares(reading, world_size);
     let row = |(rank, share): (usize, &coverage::Share)| {
-        vec![rank.to_string(), grouped(share.sequences.into()), grouped(share.tokens.into())]
+        vec![rank.to_string(), count(share.sequences), count(share.tokens)]
     };
     let rows: Vec<_> = shares.iter().enumerate().take(MAX_ROWS).map(row).collect();
     let n_drawn = coverage::n_drawn(reading, world_size);
     let caption = format!(
         "Which rank reads which sequences of a batch, in the first {n_drawn} of {}.",
-        counted(reading.batches.len() as u128, "step")
+        HumanCount(reading.batches.len() as u128).of("step")
     );
     Ok(html! {
-        (numbers(&["rank", "sequences an epoch", "tokens an epoch"], &rows))
-        @if shares.len() > MAX_ROWS { p.note { "The first " (MAX_ROWS) " of " (shares.len()) " ranks." } }
+        (numbers(&["rank", "sequences per epoch", "tokens per epoch"], &rows))
+        @if shares.len() > MAX_ROWS {
+            p.note { "The first " (MAX_ROWS) " of " (shares.len()) " ranks." }
+        }
         (figure(&coverage::draw(reading, world_size)?, &caption))
     })
 }

@@ -12,7 +12,7 @@ use crate::{
     output::{self, Format},
 };
 
-/// A data set of a mixture.
+/// One data set of a mixture.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Part {
     len: u64,
@@ -20,8 +20,12 @@ pub(super) struct Part {
 }
 
 pub(super) fn parse_part(text: &str) -> Result<Part, String> {
-    let part = text.split_once(':').and_then(|(len, weight)| Some((len.parse().ok()?, weight.parse().ok()?)));
-    part.map(|(len, weight)| Part { len, weight }).ok_or_else(|| "expected a length, a colon and a weight".into())
+    if let Some((len, weight)) = text.split_once(':')
+        && let (Ok(len), Ok(weight)) = (len.parse(), weight.parse())
+    {
+        return Ok(Part { len, weight });
+    }
+    Err("expected a length, a colon and a weight".into())
 }
 
 /// The JSON result of `--mix`; an entry is a data set and one of its samples.
@@ -38,10 +42,13 @@ pub(super) fn print(args: &Args, parts: &[Part]) -> Result<()> {
     let placement = Placement::new(args.rank, args.world_size)?;
     // Each data set has a seed of its own, so that equal lengths do not give equal orders.
     let config = |label| args.config().with_seed(Seed::new(args.seed).derive(label));
-    let samplers = (0..).zip(parts).map(|(label, part)| DistributedSampler::new(part.len, placement, config(label)));
+    let samplers = (0..)
+        .zip(parts)
+        .map(|(label, part)| DistributedSampler::new(part.len, placement, config(label)));
     let weights: Vec<u64> = parts.iter().map(|part| part.weight).collect();
     let mixture = Mixture::new(samplers.collect::<Result<_, _>>()?, &weights)?;
-    let entries = (args.start..args.start + args.count(mixture.len())?).filter_map(|n| mixture.get(n));
+    let numbers = args.start..args.start + args.count(mixture.len())?;
+    let entries = numbers.map(|n| entry(&mixture, n));
     match args.format {
         Format::Text => output::text(|out| {
             let mut entries = entries;
@@ -55,4 +62,9 @@ pub(super) fn print(args: &Args, parts: &[Part]) -> Result<()> {
             entries: entries.collect(),
         }),
     }
+}
+
+#[expect(clippy::expect_used, reason = "says why it cannot fail")]
+fn entry(mixture: &Mixture, n: u64) -> (usize, u64) {
+    mixture.get(n).expect("`count` ends the numbers at the length of the mixture")
 }

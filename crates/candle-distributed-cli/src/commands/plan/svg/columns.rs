@@ -1,4 +1,4 @@
-//! What is drawn: some ranks, and the blocks of which their columns consist.
+//! What is drawn: some ranks, and the blocks that their columns consist of.
 
 use std::{cmp::Reverse, collections::BTreeMap};
 
@@ -9,7 +9,7 @@ use candle_distributed::plan::{
 
 use crate::error::Result;
 
-/// How many columns can be told apart.
+/// The number of columns that can be told apart.
 const MAX_COLUMNS: usize = 64;
 
 /// The ranks that are drawn.
@@ -40,7 +40,8 @@ pub(super) enum Part {
 }
 
 impl<'a> Columns<'a> {
-    /// Every rank of a small world; of more neighbors, as many as there is room for, the one with the highest peak.
+    /// Every rank of a small world; in a larger one a column stands for several neighbors, and is
+    /// the one of them with the highest peak.
     pub(super) fn new(plan: &'a ShardingPlan, cost: &PlanCost) -> Result<Self> {
         let mut units = Vec::new();
         let mut positions = BTreeMap::new();
@@ -53,10 +54,11 @@ impl<'a> Columns<'a> {
         }
         let n_ranks = cost.ranks.len();
         let n_columns = n_ranks.min(MAX_COLUMNS);
-        let neighbors = |column| &cost.ranks[column * n_ranks / n_columns..(column + 1) * n_ranks / n_columns];
-        let highest = |ranks: &[RankCost]| ranks.iter().min_by_key(|rank| Reverse(rank.peak_bytes())).copied();
-        let chosen = (0..n_columns).filter_map(|column| highest(neighbors(column)));
-        let drawn = chosen.map(|cost| Column::new(plan, cost, &positions)).collect::<Result<_>>()?;
+        let neighbors =
+            |column| &cost.ranks[column * n_ranks / n_columns..(column + 1) * n_ranks / n_columns];
+        let chosen = (0..n_columns).map(|column| highest(neighbors(column)));
+        let drawn =
+            chosen.map(|cost| Column::new(plan, cost, &positions)).collect::<Result<_>>()?;
         Ok(Self { units, drawn, n_ranks })
     }
 
@@ -67,8 +69,18 @@ impl<'a> Columns<'a> {
 
     /// Whether some rank has something of it.
     pub(super) fn have(&self, part: Part) -> bool {
-        self.drawn.iter().flat_map(Column::blocks).any(|(other, bytes)| other == part && bytes > 0.0)
+        self.drawn
+            .iter()
+            .flat_map(Column::blocks)
+            .any(|(other, bytes)| other == part && bytes > 0.0)
     }
+}
+
+/// The rank with the highest peak, the first of several.
+#[expect(clippy::expect_used, reason = "says why it cannot fail")]
+fn highest(ranks: &[RankCost]) -> RankCost {
+    let highest = ranks.iter().min_by_key(|rank| Reverse(rank.peak_bytes()));
+    *highest.expect("there are no more columns than ranks")
 }
 
 impl Column {
@@ -77,7 +89,8 @@ impl Column {
         for (parameter, shard) in plan.shards_of_rank(cost.rank)? {
             let info = parameter.info();
             let n_blocks = shard.shard_size.div_ceil(info.dtype().block_numel());
-            unit_bytes[positions[info.unit()]] += n_blocks as f64 * info.dtype().block_bytes() as f64;
+            unit_bytes[positions[info.unit()]] +=
+                n_blocks as f64 * info.dtype().block_bytes() as f64;
         }
         // Parameters may be held in another dtype than that of the file.
         let sum: f64 = unit_bytes.iter().sum();
@@ -91,13 +104,15 @@ impl Column {
     /// What it stores between two steps, from the bottom up.
     pub(super) fn stored(&self) -> impl Iterator<Item = (Part, f64)> {
         let padding = self.cost.storage_bytes.saturating_sub(self.cost.param_bytes);
-        let units = self.unit_bytes.iter().enumerate().map(|(unit, &bytes)| (Part::Unit(unit), bytes));
+        let units =
+            self.unit_bytes.iter().enumerate().map(|(unit, &bytes)| (Part::Unit(unit), bytes));
         units.chain([(Part::Padding, padding as f64)])
     }
 
-    /// All that it holds at its peak, from the bottom up.
+    /// Everything that it holds at its peak, from the bottom up.
     pub(super) fn blocks(&self) -> impl Iterator<Item = (Part, f64)> {
-        let RankCost { grad_bytes, optimizer_bytes, gathered_bytes, unreduced_bytes, .. } = self.cost;
+        let RankCost { grad_bytes, optimizer_bytes, gathered_bytes, unreduced_bytes, .. } =
+            self.cost;
         self.stored().chain([
             (Part::Gradients, grad_bytes as f64),
             (Part::Optimizer, optimizer_bytes as f64),

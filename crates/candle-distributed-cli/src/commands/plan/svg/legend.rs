@@ -1,13 +1,12 @@
 //! What the colors of a drawing mean.
 
+use candle_distributed::types::human::HumanCount;
+
 use super::{
     columns::{Columns, Part},
     paint::{AFTER, Canvas, Point},
 };
-use crate::{
-    bytes::grouped,
-    picture::{Drawn, FAINT, INK},
-};
+use crate::picture::{Drawn, FAINT, INK};
 
 /// Where the legend begins.
 const LEFT: i32 = 790;
@@ -16,10 +15,10 @@ const TOP: i32 = 80;
 const LINE: i32 = 26;
 /// The extent of a sample of color.
 const SAMPLE: i32 = 15;
-/// The letters of a line.
+/// The number of letters in a line.
 const N_LETTERS: usize = 22;
 
-/// Up to so many units are named one by one.
+/// The number of units that are named one by one at most.
 const MAX_NAMES: usize = 8;
 /// The height of a sample of more units.
 const RAMP: i32 = 190;
@@ -33,7 +32,7 @@ pub(super) fn draw(canvas: &Canvas<'_, '_>, columns: &Columns<'_>) -> Drawn {
         }
     }
     let n_units = columns.units.len();
-    let heading = format!("parameters of {} unit{}", grouped(n_units as u128), if n_units == 1 { "" } else { "s" });
+    let heading = format!("parameters of {}", HumanCount(n_units as u128).of("unit"));
     canvas.text(&heading, (LEFT, y + 10), AFTER, FAINT)?;
     y += 10 + LINE;
     if n_units > MAX_NAMES {
@@ -56,17 +55,26 @@ fn name(canvas: &Canvas<'_, '_>, part: Part, at: Point) -> Drawn {
     canvas.text(&canvas.name_of(part, N_LETTERS), at, AFTER, INK)
 }
 
-/// All units upon each other, of which the first two and the last have names.
+/// All units stacked, with names for the first two and the last.
 fn ramp(canvas: &Canvas<'_, '_>, top: i32) -> Drawn {
     let n_units = canvas.units.len();
     let bottom = top + RAMP;
-    let height = |unit: usize| bottom - i32::try_from(RAMP as usize * unit / n_units).unwrap_or(RAMP);
     for unit in 0..n_units {
-        canvas.block(Part::Unit(unit), [(LEFT, height(unit + 1)), (LEFT + SAMPLE, height(unit))], false)?;
+        let corners = [
+            (LEFT, bottom - height_of(unit + 1, n_units)),
+            (LEFT + SAMPLE, bottom - height_of(unit, n_units)),
+        ];
+        canvas.block(Part::Unit(unit), corners, false)?;
     }
     let x = LEFT + SAMPLE + 8;
     name(canvas, Part::Unit(n_units - 1), (x, top + 6))?;
     canvas.text("…", (x, top.midpoint(bottom)), AFTER, INK)?;
     name(canvas, Part::Unit(1), (x, bottom - 24))?;
     name(canvas, Part::Unit(0), (x, bottom - 4))
+}
+
+/// How high `n` of `n_units` stand in the ramp.
+#[expect(clippy::expect_used, reason = "says why it cannot fail")]
+fn height_of(n: usize, n_units: usize) -> i32 {
+    i32::try_from(RAMP as usize * n / n_units).expect("at most the whole ramp")
 }

@@ -37,14 +37,20 @@ pub(super) struct Canvas<'a, 'b> {
 }
 
 impl Canvas<'_, '_> {
-    /// Draws what stands for `part` between an upper left and a lower right corner, below a line of paper if it is
-    /// `set_off`; nothing if that is less than a pixel high.
-    pub(super) fn block(&self, part: Part, [(left, top), (right, bottom)]: [Point; 2], set_off: bool) -> Drawn {
+    /// Draws the block of `part` between an upper left and a lower right corner, below a line of
+    /// paper if it is `set_off`; nothing if that is less than a pixel high.
+    pub(super) fn block(
+        &self,
+        part: Part,
+        [(left, top), (right, bottom)]: [Point; 2],
+        set_off: bool,
+    ) -> Drawn {
         let top = top + i32::from(set_off);
         if bottom <= top {
             return Ok(());
         }
-        self.area.draw(&Rectangle::new([(left, top), (right, bottom)], self.color(part).filled()))?;
+        self.area
+            .draw(&Rectangle::new([(left, top), (right, bottom)], self.color(part).filled()))?;
         match part {
             Part::Padding => self.hatch([(left, top), (right, bottom)]),
             // An outline would lie half outside of its area.
@@ -58,7 +64,8 @@ impl Canvas<'_, '_> {
 
     /// Fills a rectangle with lines that rise to the right.
     fn hatch(&self, [(left, top), (right, bottom)]: [Point; 2]) -> Drawn {
-        let (width, height) = (right - left, bottom - top);
+        let width = right - left;
+        let height = bottom - top;
         for along in (3..width + height).step_by(6) {
             let start = (left + (along - height).max(0), top + along.min(height));
             let end = (left + along.min(width), top + (along - width).max(0));
@@ -119,7 +126,7 @@ impl Canvas<'_, '_> {
 
     /// Writes a number above a point, on paper, so that no line runs through it.
     pub(super) fn number(&self, text: &str, (x, y): Point, color: RGBColor) -> Drawn {
-        let width = i32::try_from(text.len()).unwrap_or(0) * LETTER;
+        let width = width_of(text);
         let paper = [(x - width / 2, y - 2 * LETTER), (x + width / 2, y)];
         self.area.draw(&Rectangle::new(paper, WHITE.filled()))?;
         self.text(text, (x, y - 2), ABOVE, color)
@@ -130,11 +137,16 @@ impl Canvas<'_, '_> {
     }
 }
 
-/// Whether `text` has room in so many pixels, about.
+/// Whether `text` has room in about `width` pixels.
 pub(super) fn fits(text: &str, width: i32) -> bool {
     text.chars().count() <= n_letters(width)
 }
 
+#[expect(clippy::expect_used, reason = "says why it cannot fail")]
+fn width_of(number: &str) -> i32 {
+    i32::try_from(number.len()).expect("a number has some digits") * LETTER
+}
+
 fn n_letters(width: i32) -> usize {
-    usize::try_from(width / LETTER).unwrap_or(0)
+    (width.max(0) / LETTER).unsigned_abs() as usize
 }

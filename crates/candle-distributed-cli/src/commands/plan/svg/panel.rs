@@ -2,17 +2,19 @@
 
 use std::ops::Range;
 
+use candle_distributed::types::human::{BinaryUnit, HumanBytes};
 use plotters::{coord::types::RangedCoordf64, prelude::*};
 
 use super::{
-    LEFT, RIGHT,
     columns::Part,
     paint::{Canvas, Point, fits},
 };
-use crate::{
-    bytes::{Scale, binary},
-    picture::{self, Drawn},
-};
+use crate::picture::{self, Drawn};
+
+/// Where the panels begin and end, the numbers of their axes included. The legend is to their
+/// right.
+pub(super) const LEFT: i32 = 14;
+pub(super) const RIGHT: i32 = 690;
 
 /// The room for the numbers of the axis.
 const NUMBERS: u32 = 76;
@@ -23,18 +25,19 @@ const MAX_WIDTH: i32 = 180;
 /// The space between two numbers.
 const SPACE: i32 = 8;
 
-/// A block must be so high to be set off from the next one, in pixels.
+/// The height from which a block is set off from the next one, in pixels.
 const MIN_HEIGHT: f64 = 4.0;
 
 /// Columns over a common axis.
 pub(super) struct Panel<'b> {
     chart: ChartContext<'b, SVGBackend<'b>, Cartesian2d<RangedCoordf64, RangedCoordf64>>,
-    scale: Scale,
+    unit: BinaryUnit,
     pixels_per_byte: f64,
 }
 
 impl<'b> Panel<'b> {
-    /// Draws the axis of a panel between two heights of the picture, for columns of up to `highest` bytes.
+    /// Draws the axis of a panel between two heights of the picture, for columns of up to `highest`
+    /// bytes.
     pub(super) fn new(
         canvas: &Canvas<'_, 'b>,
         rows: Range<i32>,
@@ -42,11 +45,13 @@ impl<'b> Panel<'b> {
         highest: u128,
         n_columns: usize,
     ) -> Drawn<Self> {
-        let scale = Scale::of(highest);
-        // There is room for a number above the highest column, and none on an axis of no extent or for half a byte.
-        let top = if highest == 0 { 1.0 } else { 1.1 * highest as f64 / scale.bytes() };
-        let n_ticks = usize::try_from(highest).unwrap_or(usize::MAX).clamp(1, 6) + 1;
-        let area = canvas.area.clone().shrink((LEFT, rows.start), (RIGHT - LEFT, rows.end - rows.start));
+        let unit = BinaryUnit::of(highest);
+        // There is room for a number above the highest column, and none on an axis of no extent or
+        // for half a byte.
+        let top = if highest == 0 { 1.0 } else { 1.1 * highest as f64 / unit.bytes() as f64 };
+        let n_ticks = highest.clamp(1, 6) as usize + 1;
+        let area =
+            canvas.area.clone().shrink((LEFT, rows.start), (RIGHT - LEFT, rows.end - rows.start));
         let mut chart = ChartBuilder::on(&area)
             .margin_top(8)
             .y_label_area_size(NUMBERS)
@@ -55,13 +60,14 @@ impl<'b> Panel<'b> {
         picture::plain(&mut axes);
         axes.y_labels(n_ticks)
             .y_label_formatter(&|number| ((number * 1000.0).round() / 1000.0).to_string())
-            .y_desc(format!("{name} ({})", scale.unit))
+            .y_desc(format!("{name} ({})", unit.name()))
             .draw()?;
         let (_, height) = chart.plotting_area().dim_in_pixel();
-        Ok(Self { chart, scale, pixels_per_byte: f64::from(height) / (top * scale.bytes()) })
+        let pixels_per_byte = f64::from(height) / (top * unit.bytes() as f64);
+        Ok(Self { chart, unit, pixels_per_byte })
     }
 
-    /// Draws blocks upon each other, named where there is room.
+    /// Draws blocks stacked on each other, named where there is room.
     pub(super) fn column(
         &self,
         canvas: &Canvas<'_, '_>,
@@ -79,15 +85,36 @@ impl<'b> Panel<'b> {
         Ok(())
     }
 
-    /// Writes above the columns what they amount to: with units, or as the axis has it, or not if there is no room.
+    /// Writes above the columns what they amount to, in the first form that fits over all of them:
+    /// with a unit of its own, in the unit of the axis, with one digit less; else not at all.
     pub(super) fn totals(&self, canvas: &Canvas<'_, '_>, totals: &[(u128, RGBColor)]) -> Drawn {
-        let number = |bytes, n_digits| self.scale.number(bytes, n_digits);
-        let forms: [&dyn Fn(u128) -> String; 3] = [&binary, &|bytes| number(bytes, 2), &|bytes| number(bytes, 1)];
         let room = self.width(1) - SPACE;
-        let has_room = |form: &&dyn Fn(u128) -> String| totals.iter().all(|&(bytes, _)| fits(&form(bytes), room));
-        let Some(form) = forms.into_iter().find(has_room) else { return Ok(()) };
-        for (position, &(bytes, color)) in totals.iter().enumerate() {
-            canvas.number(&form(bytes), self.at(position as f64 + 0.5, bytes as f64), color)?;
+        let forms: [fn(BinaryUnit, u128) -> String; 3] = [
+            |_, bytes| HumanBytes(bytes).to_string(),
+            |unit, bytes| unit.count(bytes),
+            |unit, bytes| {
+                let mut number = unit.count(bytes);
+                number.pop();
+                number
+            },
+        ];
+        for form in forms {
+            let numbers: Vec<_> = totals.iter().map(|&(bytes, _)| form(self.unit, bytes)).collect();
+            if numbers.iter().all(|number| fits(number, room)) {
+                return self.numbers(canvas, totals, &numbers);
+            }
+        }
+        Ok(())
+    }
+
+    fn numbers(
+        &self,
+        canvas: &Canvas<'_, '_>,
+        totals: &[(u128, RGBColor)],
+        numbers: &[String],
+    ) -> Drawn {
+        for (position, (&(bytes, color), number)) in totals.iter().zip(numbers).enumerate() {
+            canvas.number(number, self.at(position as f64 + 0.5, bytes as f64), color)?;
         }
         Ok(())
     }
@@ -100,12 +127,12 @@ impl<'b> Panel<'b> {
         [(left + space, top), (right - space, bottom)]
     }
 
-    /// Where so many columns and so many bytes end.
+    /// The point at the end of this many columns and this many bytes.
     pub(super) fn at(&self, columns: f64, bytes: f64) -> Point {
-        self.chart.backend_coord(&(columns, bytes / self.scale.bytes()))
+        self.chart.backend_coord(&(columns, bytes / self.unit.bytes() as f64))
     }
 
-    /// The width of so many columns with the space between them.
+    /// The width of this many columns with the space between them.
     pub(super) fn width(&self, n_columns: usize) -> i32 {
         self.at(n_columns as f64, 0.0).0 - self.at(0.0, 0.0).0
     }

@@ -1,26 +1,35 @@
 //! Numbers and names as a drawing shows them.
 
-use candle_distributed::plan::cost::PlanCost;
+use candle_distributed::{
+    plan::cost::PlanCost,
+    types::human::{HumanBytes, HumanCount},
+};
 
-use crate::bytes::{binary, grouped};
-
-/// What the rank that holds the most needs, and whether all ranks get along with `budget`.
+/// What the rank that holds the most needs, and whether every rank fits in `budget`.
 pub(super) fn verdict(cost: &PlanCost, budget: Option<u64>) -> String {
-    let most = format!("at most {} on a rank at its peak, activations not counted", binary(cost.peak_bytes()));
+    let most = format!(
+        "at most {} per rank at the peak, activations not counted",
+        HumanBytes(cost.peak_bytes())
+    );
     let Some(budget) = budget else { return most };
     match cost.ranks.iter().filter(|rank| rank.peak_bytes() > budget.into()).count() {
-        0 => format!("{most}: every rank fits into {}", binary(budget.into())),
+        0 => format!("{most}: every rank fits in {}", HumanBytes(budget.into())),
         n_over => {
-            let [n_over, n_ranks] = [n_over, cost.ranks.len()].map(|number| grouped(number as u128));
-            let [limit, missing] = [u128::from(budget), cost.peak_bytes() - u128::from(budget)].map(binary);
-            format!("{most}: {n_over} of {n_ranks} ranks above the limit of {limit}, by up to {missing}")
+            let [n_over, n_ranks] =
+                [n_over, cost.ranks.len()].map(|number| HumanCount(number as u128));
+            let [limit, missing] =
+                [u128::from(budget), cost.peak_bytes() - u128::from(budget)].map(HumanBytes);
+            format!(
+                "{most}: {n_over} of {n_ranks} ranks above the limit of {limit}, by up to {missing}"
+            )
         }
     }
 }
 
-/// The name of a unit, in at most `n_chars` characters: without its first components, or cut if that is not enough.
+/// The name of a unit, in at most `n_chars` characters: without its first components, or cut if
+/// that is not enough.
 ///
-/// Only that of the root unit stays as it is.
+/// The root unit has no name and is shown as `(root)`.
 pub(super) fn unit_name(unit: &str, n_chars: usize) -> String {
     let name = printable(unit);
     let len = name.chars().count();
@@ -31,15 +40,18 @@ pub(super) fn unit_name(unit: &str, n_chars: usize) -> String {
         return name;
     }
     let room = n_chars.saturating_sub(1);
-    let components = name.chars().zip(1..len).filter(|&(char, _)| char == '.').map(|(_, start)| start);
+    let components =
+        name.chars().zip(1..len).filter(|&(char, _)| char == '.').map(|(_, start)| start);
     let start = components.into_iter().find(|start| len - start <= room).unwrap_or(len - room);
     format!("…{}", name.chars().skip(start).collect::<String>())
 }
 
-/// A text without characters that break a line or that XML does not know.
+/// The text with characters escaped that break a line or that XML forbids.
 fn printable(text: &str) -> String {
     let shown = |char: char| match char {
-        char if char.is_control() || matches!(char, '\u{fffe}' | '\u{ffff}') => char.escape_default().to_string(),
+        char if char.is_control() || matches!(char, '\u{fffe}' | '\u{ffff}') => {
+            char.escape_default().to_string()
+        }
         char => char.to_string(),
     };
     text.chars().map(shown).collect()
@@ -51,7 +63,9 @@ mod tests {
 
     #[test]
     fn long_names_lose_their_first_components() {
-        for (n_chars, name) in [(14, "model.layers.3"), (13, "…layers.3"), (8, "…3"), (2, "…3"), (1, "…")] {
+        for (n_chars, name) in
+            [(14, "model.layers.3"), (13, "…layers.3"), (8, "…3"), (2, "…3"), (1, "…")]
+        {
             assert_eq!(unit_name("model.layers.3", n_chars), name);
         }
         assert_eq!(unit_name("abcdefgh", 4), "…fgh");

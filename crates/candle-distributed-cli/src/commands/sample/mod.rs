@@ -5,7 +5,9 @@ mod mixture;
 use std::path::{Path, PathBuf};
 
 use candle_distributed::{
-    sampler::{DistributedSampler, Indices, Order, Partition, Quota, SamplerConfig, SamplerState, Tail},
+    sampler::{
+        DistributedSampler, Indices, Order, Partition, Quota, SamplerConfig, SamplerState, Tail,
+    },
     types::{Epoch, Placement, Rank, Seed},
 };
 use clap::ValueEnum;
@@ -20,30 +22,36 @@ use crate::{
 
 /// Print the indices that one rank reads in one epoch.
 ///
-/// They are computed as they are printed, so any part of a data set of any length comes at once.
+/// Indices are computed as they are printed, so printing can start anywhere in a data set of any
+/// length.
 #[derive(Debug, clap::Args)]
 #[command(after_help = examples![
-    "# What rank 0 of 4 reads of 11 samples, as SPDL and as PyTorch deal them"
+    "# What rank 0 of 4 reads of 11 samples, by the conventions of SPDL and of PyTorch"
     "candle-distributed sample --len 11 --world-size 4 --rank 0 --preset spdl"
     "candle-distributed sample --len 11 --world-size 4 --rank 0 --preset torch --mark-padding"
-    "# Five indices from the middle of a trillion, and who reads sample 7"
+    "# Five indices from the middle of a trillion, and which rank reads sample 7"
     "candle-distributed sample --len 1000000000000 --world-size 8 --rank 3 --start 70000000000 --count 5"
     "candle-distributed sample --len 1000000000000 --world-size 8 --locate 7"
 ])]
 pub(crate) struct Args {
-    /// Number of samples in the data set; with --weights, of draws in an epoch
+    /// Number of samples in the data set; with --weights, number of draws per epoch
     #[arg(long, required_unless_present_any = ["classes", "mix"])]
     len: Option<u64>,
-    /// File of a weight for each sample: draw with replacement, each as often as its weight asks
+    /// File with a weight per sample: draw with replacement, in proportion to the weights
     #[arg(long, value_name = "FILE", conflicts_with = "order")]
     weights: Option<PathBuf>,
-    /// File of a class for each sample, a number: every rank and every stretch sees the classes in proportion
-    #[arg(long, value_name = "FILE", conflicts_with_all = ["len", "weights", "order", "partition", "rank_weights"])]
+    /// File with a class number per sample: every rank and every stretch of an epoch sees the
+    /// classes in proportion
+    #[arg(
+        long,
+        value_name = "FILE",
+        conflicts_with_all = ["len", "weights", "order", "partition", "rank_weights"]
+    )]
     classes: Option<PathBuf>,
-    /// At most so many samples of each class in an epoch
+    /// At most this many samples of each class per epoch
     #[arg(long, value_name = "N", requires = "classes")]
     capped: Option<u64>,
-    /// Exactly so many samples of each class in an epoch, repeating those of small ones
+    /// Exactly this many samples of each class per epoch, repeating those of small classes
     #[arg(long, value_name = "N", requires = "classes", conflicts_with = "capped")]
     fixed: Option<u64>,
     /// Number of ranks that share the data set
@@ -52,7 +60,7 @@ pub(crate) struct Args {
     /// The rank whose indices are printed
     #[arg(long, default_value_t = 0)]
     rank: u64,
-    /// Whose conventions hold where no other option says otherwise
+    /// Conventions to follow where no other option says otherwise
     #[arg(long, value_enum, default_value_t)]
     preset: Preset,
     /// Order of the samples
@@ -61,19 +69,28 @@ pub(crate) struct Args {
     /// Which positions of the order a rank reads
     #[arg(long, value_enum)]
     partition: Option<PartitionArg>,
-    /// What happens to the samples that are left when the world does not divide the data set
+    /// What to do with the samples left over when the world size does not divide the data set
     #[arg(long, value_enum)]
     tail: Option<TailArg>,
-    /// Contiguous shares in proportion to these weights, one for each rank, in place of partition and tail
-    #[arg(long, value_delimiter = ',', value_name = "W,W,...", conflicts_with_all = ["partition", "tail"])]
+    /// Contiguous shares in proportion to these weights, one per rank, instead of --partition and
+    /// --tail
+    #[arg(
+        long,
+        value_delimiter = ',',
+        value_name = "W,W,...",
+        conflicts_with_all = ["partition", "tail"]
+    )]
     rank_weights: Option<Vec<u64>>,
-    /// Several data sets, each with its weight, read in proportion; prints which data set and which of its samples
+    /// Several data sets, read in proportion to their weights; prints pairs of data set and sample
     #[arg(
         long,
         value_delimiter = ',',
         value_parser = mixture::parse_part,
         value_name = "LEN:WEIGHT,...",
-        conflicts_with_all = ["len", "weights", "classes", "rank_weights", "resume", "save_state", "workers", "mark_padding", "locate"]
+        conflicts_with_all = [
+            "len", "weights", "classes", "rank_weights", "resume", "save_state", "workers",
+            "mark_padding", "locate"
+        ]
     )]
     mix: Option<Vec<mixture::Part>>,
     /// Seed of the shuffle; a negative one is cast to 64 bits, as PyTorch does
@@ -82,13 +99,13 @@ pub(crate) struct Args {
     /// Epoch, counted from 0
     #[arg(long, default_value_t = 0)]
     epoch: u64,
-    /// Go on where the sampler stood when this file was written by --save-state, in any world
+    /// Resume from a file written by --save-state, with any world size
     #[arg(long, value_name = "FILE", conflicts_with = "epoch")]
     resume: Option<PathBuf>,
-    /// Write where every rank stands after as many indices as are printed
+    /// Write the state of the sampler after the printed indices to this file
     #[arg(long, value_name = "FILE", conflicts_with = "workers")]
     save_state: Option<PathBuf>,
-    /// Number of workers that share what the rank reads
+    /// Number of loader workers that share the indices of the rank
     #[arg(long, default_value_t = 1)]
     workers: u64,
     /// The worker whose indices are printed
@@ -97,16 +114,20 @@ pub(crate) struct Args {
     /// First of the indices to print, counted from 0
     #[arg(long, default_value_t = 0)]
     start: u64,
-    /// How many indices to print at most [default: all]
+    /// Maximum number of indices to print [default: all]
     #[arg(long)]
     count: Option<u64>,
-    /// Say of each index whether it is padding, a repetition that metrics should leave out
+    /// Mark the indices that are padding, repetitions that metrics should leave out
     #[arg(long, conflicts_with = "workers")]
     mark_padding: bool,
-    /// Print instead when, and on which rank, this sample is read
-    #[arg(long, value_name = "INDEX", conflicts_with_all = ["save_state", "workers", "mark_padding", "start", "count"])]
+    /// Print at which position and on which rank this sample is read, instead of indices
+    #[arg(
+        long,
+        value_name = "INDEX",
+        conflicts_with_all = ["save_state", "workers", "mark_padding", "start", "count"]
+    )]
     locate: Option<u64>,
-    /// Text with one index a line, or JSON
+    /// Text with one index per line, or JSON
     #[arg(long, value_enum, default_value_t)]
     format: Format,
 }
@@ -186,7 +207,7 @@ impl Args {
             .with_epoch(Epoch::new(self.epoch))
     }
 
-    /// The sampler, at the place in the epoch that was asked for.
+    /// The sampler, at its place in the epoch.
     fn sampler(&self) -> Result<DistributedSampler> {
         let mut sampler = self.fresh_sampler(Placement::new(self.rank, self.world_size)?)?;
         if let Some(weights) = &self.rank_weights {
@@ -199,12 +220,18 @@ impl Args {
     }
 
     /// The sampler at the start of its epoch.
+    #[expect(clippy::expect_used, reason = "says why it cannot fail")]
     fn fresh_sampler(&self, placement: Placement) -> Result<DistributedSampler> {
-        let len = self.len.unwrap_or(0);
         if let Some(path) = &self.classes {
             let labels: Vec<u32> = input::read_numbers(path, "class").with_hint(hint::NUMBERS)?;
-            return Ok(DistributedSampler::stratified(&labels, self.quota(), placement, self.config())?);
+            return Ok(DistributedSampler::stratified(
+                &labels,
+                self.quota(),
+                placement,
+                self.config(),
+            )?);
         }
+        let len = self.len.expect("clap insists on --len unless there is --classes or --mix");
         if let Some(path) = &self.weights {
             let weights: Vec<f64> = input::read_numbers(path, "weight").with_hint(hint::NUMBERS)?;
             return Ok(DistributedSampler::weighted(&weights, len, placement, self.config())?);
@@ -213,15 +240,19 @@ impl Args {
     }
 
     fn quota(&self) -> Quota {
-        let capped = self.capped.map(Quota::Capped);
-        capped.or(self.fixed.map(Quota::Fixed)).unwrap_or(Quota::All)
+        match (self.capped, self.fixed) {
+            (Some(n), _) => Quota::Capped(n),
+            (None, Some(n)) => Quota::Fixed(n),
+            (None, None) => Quota::All,
+        }
     }
 
-    /// How many of `len` indices are printed.
+    /// The number of indices to print, out of `len`.
     fn count(&self, len: u64) -> Result<u64> {
         let start = self.start;
-        let left =
-            len.checked_sub(start).ok_or_else(|| Error::Usage(format!("start {start} is beyond {len} indices")))?;
+        let left = len
+            .checked_sub(start)
+            .ok_or_else(|| Error::usage(format!("start {start} is beyond {len} indices")))?;
         Ok(self.count.map_or(left, |count| count.min(left)))
     }
 }
@@ -235,7 +266,7 @@ fn write_state(path: &Path, state: &SamplerState) -> Result<()> {
     output::file(path, text.as_bytes())
 }
 
-/// The JSON result. The indices are computed as they are written and never held.
+/// The JSON result. The indices are computed as they are written and never stored.
 #[derive(Serialize)]
 struct Answer<'a> {
     format_version: u32,
@@ -248,18 +279,17 @@ struct Answer<'a> {
     padding: Option<Vec<bool>>,
 }
 
-/// The indices that were asked for.
+/// The indices to print.
 #[derive(Clone)]
 struct Printed<'a> {
     indices: Indices<'a>,
-    start: u64,
-    count: u64,
+    start: usize,
+    count: usize,
 }
 
 impl Printed<'_> {
     fn iter(&self) -> impl Iterator<Item = u64> {
-        let in_memory = |n: u64| usize::try_from(n).unwrap_or(usize::MAX);
-        self.indices.clone().skip(in_memory(self.start)).take(in_memory(self.count))
+        self.indices.clone().skip(self.start).take(self.count)
     }
 }
 
@@ -283,13 +313,13 @@ pub(crate) fn run(args: &Args) -> Result<()> {
 fn print_indices(args: &Args, sampler: &DistributedSampler) -> Result<()> {
     let indices = sampler.iter_worker(Placement::new(args.worker, args.workers)?);
     let count = args.count(indices.len() as u64)?;
-    let is_padding = |n| sampler.entry(n).is_some_and(|(_, is_padding)| is_padding);
     let numbers = args.start..args.start + count;
-    let printed = Printed { indices, start: args.start, count };
+    let printed = Printed { indices, start: of_indices(args.start), count: of_indices(count) };
     match args.format {
         Format::Text => output::text(|out| {
             printed.iter().zip(numbers).try_for_each(|(index, n)| {
-                let mark = if args.mark_padding && is_padding(n) { " padding" } else { "" };
+                let mark =
+                    if args.mark_padding && is_padding(sampler, n) { " padding" } else { "" };
                 writeln!(out, "{index}{mark}")
             })
         }),
@@ -300,10 +330,26 @@ fn print_indices(args: &Args, sampler: &DistributedSampler) -> Result<()> {
             rank: args.rank,
             per_rank_len: sampler.len(),
             indices: printed,
-            padding: args.mark_padding.then(|| numbers.map(is_padding).collect()),
+            padding: args.mark_padding.then(|| numbers.map(|n| is_padding(sampler, n)).collect()),
         }),
     }?;
-    args.save_state.as_ref().map_or(Ok(()), |path| write_state(path, &sampler.state(args.start + count)))
+    match &args.save_state {
+        Some(path) => write_state(path, &sampler.state(args.start + count)),
+        None => Ok(()),
+    }
+}
+
+/// Whether the index that the rank reads as its `n`th is padding.
+#[expect(clippy::expect_used, reason = "says why it cannot fail")]
+fn is_padding(sampler: &DistributedSampler, n: u64) -> bool {
+    let (_, is_padding) = sampler.entry(n).expect("`Args::count` ends the numbers at the length");
+    is_padding
+}
+
+/// A number of indices that an iterator has.
+#[expect(clippy::expect_used, reason = "says why it cannot fail")]
+fn of_indices(n: u64) -> usize {
+    usize::try_from(n).expect("no more than the indices, whose number is a usize")
 }
 
 /// The JSON result of `--locate`.
@@ -316,11 +362,16 @@ struct Place {
 }
 
 fn print_place(args: &Args, sampler: &DistributedSampler, index: u64) -> Result<()> {
-    let (position, rank) = (sampler.position_of(index), sampler.rank_of(index).map(Rank::as_u64));
+    let position = sampler.position_of(index);
+    let rank = sampler.rank_of(index).map(Rank::as_u64);
     let text = match (position, rank) {
-        (Some(position), Some(rank)) => format!("sample {index} is at position {position}, on rank {rank}"),
-        (Some(position), None) => format!("sample {index} is at position {position}, which no rank reads"),
-        (None, _) => return Err(Error::Usage(format!("sample {index} is not in the order"))),
+        (Some(position), Some(rank)) => {
+            format!("sample {index} is at position {position}, on rank {rank}")
+        }
+        (Some(position), None) => {
+            format!("sample {index} is at position {position}, which no rank reads")
+        }
+        (None, _) => return Err(Error::usage(format!("sample {index} is not in the order"))),
     };
     match args.format {
         Format::Text => output::text(|out| writeln!(out, "{text}")),

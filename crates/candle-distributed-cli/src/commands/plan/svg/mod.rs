@@ -1,4 +1,5 @@
-//! A drawing of a plan: ranks as columns, units as blocks of them, and the memory of a device as a line.
+//! A drawing of a plan: ranks as columns, units as blocks of them, and the memory of a device as a
+//! line.
 
 mod columns;
 mod legend;
@@ -6,31 +7,31 @@ mod paint;
 mod panel;
 mod words;
 
-use candle_distributed::plan::{ShardingPlan, cost::PlanCost};
+use candle_distributed::{
+    plan::{ShardingPlan, cost::PlanCost},
+    types::human::{HumanBytes, HumanCount},
+};
 use plotters::prelude::*;
 
 use self::{
-    columns::{Column, Columns},
+    columns::Columns,
     paint::{AFTER, BELOW, Canvas, fits},
-    panel::Panel,
+    panel::{LEFT, Panel, RIGHT},
 };
 use crate::{
-    bytes::{binary, grouped},
     error::Result,
     picture::{self, Drawn, FAINT, FITS, FONT, INK, LIMIT},
 };
 
 const SIZE: (u32, u32) = (1000, 700);
 
-/// Where the panels begin and end, the numbers of their axes included. The names of colors are to their right.
-const LEFT: i32 = 14;
-const RIGHT: i32 = 690;
-
-/// Draws what each rank of `plan` holds: above all of it at its peak, with the memory limit `budget` if there is one,
-/// and below the parameters that it stores, unit by unit.
+/// Draws what each rank of `plan` holds: above all of it at its peak, with the memory limit
+/// `budget` if there is one, and below the parameters that it stores, unit by unit.
 pub(crate) fn draw(plan: &ShardingPlan, cost: &PlanCost, budget: Option<u64>) -> Result<String> {
     let columns = Columns::new(plan, cost)?;
-    picture::document(SIZE, |area| draw_on(&Canvas { area, units: &columns.units }, &columns, plan, cost, budget))
+    picture::document(SIZE, |area| {
+        draw_on(&Canvas { area, units: &columns.units }, &columns, plan, cost, budget)
+    })
 }
 
 fn draw_on(
@@ -52,10 +53,15 @@ fn draw_on(
     canvas.area.present()
 }
 
-/// Tells what is planned, and whether it fits.
-fn heading(canvas: &Canvas<'_, '_>, plan: &ShardingPlan, cost: &PlanCost, budget: Option<u64>) -> Drawn {
+/// Writes what is planned, and whether it fits.
+fn heading(
+    canvas: &Canvas<'_, '_>,
+    plan: &ShardingPlan,
+    cost: &PlanCost,
+    budget: Option<u64>,
+) -> Drawn {
     let title = plan.summary();
-    // All that a line can hold, if it is long.
+    // Smaller letters if the title is long, so that it stays on the line.
     let size = (1900.0 / title.chars().count() as f64).min(21.0);
     let style = TextStyle::from((FONT, size, FontStyle::Bold)).color(&INK);
     canvas.area.draw(&Text::new(title, (LEFT, 14), style))?;
@@ -69,7 +75,8 @@ fn heading(canvas: &Canvas<'_, '_>, plan: &ShardingPlan, cost: &PlanCost, budget
 
 /// Draws all that the ranks hold at their peaks.
 fn memory(canvas: &Canvas<'_, '_>, columns: &Columns<'_>, limit: Option<u128>) -> Drawn {
-    let highest = columns.drawn.iter().map(|column| column.cost.peak_bytes()).chain(limit).max().unwrap_or(0);
+    let peaks = columns.drawn.iter().map(|column| column.cost.peak_bytes());
+    let highest = peaks.chain(limit).fold(0, u128::max);
     let panel = Panel::new(canvas, 66..400, "held at the peak", highest, columns.drawn.len())?;
     for (position, column) in columns.drawn.iter().enumerate() {
         panel.column(canvas, position, column.blocks())?;
@@ -83,26 +90,30 @@ fn memory(canvas: &Canvas<'_, '_>, columns: &Columns<'_>, limit: Option<u128>) -
         let (start, y) = panel.at(0.0, limit as f64);
         canvas.dashes(start..RIGHT + 4, y)?;
         canvas.text("limit", (RIGHT + 10, y - 8), AFTER, LIMIT)?;
-        canvas.text(&binary(limit), (RIGHT + 10, y + 8), AFTER, LIMIT)?;
+        canvas.text(&HumanBytes(limit).to_string(), (RIGHT + 10, y + 8), AFTER, LIMIT)?;
     }
-    let color = |peak| if limit.is_some_and(|limit| limit < peak) { LIMIT } else { INK };
-    let total = |column: &Column| (column.cost.peak_bytes(), color(column.cost.peak_bytes()));
-    panel.totals(canvas, &columns.drawn.iter().map(total).collect::<Vec<_>>())
+    let peaks = columns.drawn.iter().map(|column| column.cost.peak_bytes());
+    let is_over = |peak| limit.is_some_and(|limit| limit < peak);
+    let totals: Vec<_> =
+        peaks.map(|peak| (peak, if is_over(peak) { LIMIT } else { INK })).collect();
+    panel.totals(canvas, &totals)
 }
 
 /// Draws the parameters that the ranks store.
 fn parameters<'b>(canvas: &Canvas<'_, 'b>, columns: &Columns<'_>) -> Drawn<Panel<'b>> {
-    let highest = columns.drawn.iter().map(|column| column.cost.storage_bytes).max().unwrap_or(0);
-    let panel = Panel::new(canvas, 410..628, "stored parameters", highest.into(), columns.drawn.len())?;
+    let stored = columns.drawn.iter().map(|column| u128::from(column.cost.storage_bytes));
+    let highest = stored.fold(0, u128::max);
+    let panel = Panel::new(canvas, 410..628, "stored parameters", highest, columns.drawn.len())?;
     for (position, column) in columns.drawn.iter().enumerate() {
         panel.column(canvas, position, column.stored())?;
     }
-    let total = |column: &Column| (column.cost.storage_bytes.into(), INK);
-    panel.totals(canvas, &columns.drawn.iter().map(total).collect::<Vec<_>>())?;
+    let totals: Vec<_> =
+        columns.drawn.iter().map(|column| (column.cost.storage_bytes.into(), INK)).collect();
+    panel.totals(canvas, &totals)?;
     Ok(panel)
 }
 
-/// Writes the ranks below their columns, and what they are `below` those.
+/// Writes the ranks under their columns, and the name of the axis `below` pixels further down.
 fn ranks(canvas: &Canvas<'_, '_>, columns: &Columns<'_>, panel: &Panel<'_>, below: i32) -> Drawn {
     let names: Vec<_> = columns.drawn.iter().map(|column| column.cost.rank.to_string()).collect();
     let have_room = |step: usize| names.iter().all(|name| fits(name, panel.width(step)));
@@ -113,7 +124,9 @@ fn ranks(canvas: &Canvas<'_, '_>, columns: &Columns<'_>, panel: &Panel<'_>, belo
     }
     let neighbors = match (columns.n_ranks / names.len(), columns.n_ranks % names.len()) {
         (1, 0) => String::new(),
-        (n, 0) => format!(": of every {} neighbors, the one with the highest peak", grouped(n as u128)),
+        (n, 0) => {
+            format!(": of every {} neighbors, the one with the highest peak", HumanCount(n as u128))
+        }
         (n, _) => format!(": of every {n} or {} neighbors, the one with the highest peak", n + 1),
     };
     let (middle, bottom) = panel.at(names.len() as f64 / 2.0, 0.0);
@@ -121,12 +134,20 @@ fn ranks(canvas: &Canvas<'_, '_>, columns: &Columns<'_>, panel: &Panel<'_>, belo
 }
 
 /// Draws a bracket below the ranks of each replica.
-fn replicas(canvas: &Canvas<'_, '_>, columns: &Columns<'_>, panel: &Panel<'_>, group: usize) -> Drawn {
+fn replicas(
+    canvas: &Canvas<'_, '_>,
+    columns: &Columns<'_>,
+    panel: &Panel<'_>,
+    group: usize,
+) -> Drawn {
     for (replica, first) in (0..columns.drawn.len()).step_by(group).enumerate() {
         let (left, bottom) = panel.at(first as f64 + 0.1, 0.0);
         let (right, _) = panel.at((first + group) as f64 - 0.1, 0.0);
         let y = bottom + 28;
-        canvas.area.draw(&PathElement::new([(left, y - 4), (left, y), (right, y), (right, y - 4)], FAINT))?;
+        canvas.area.draw(&PathElement::new(
+            [(left, y - 4), (left, y), (right, y), (right, y - 4)],
+            FAINT,
+        ))?;
         let names = [format!("replica {replica}"), replica.to_string()];
         if let Some(name) = names.iter().find(|name| fits(name, panel.width(group))) {
             canvas.text(name, (left.midpoint(right), y + 4), BELOW, FAINT)?;
