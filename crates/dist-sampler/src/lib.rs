@@ -2,7 +2,6 @@
 
 mod config;
 mod error;
-mod indices;
 mod mixture;
 mod order;
 mod partition;
@@ -12,9 +11,8 @@ mod state;
 pub use crate::{
     config::{Order, Partition, SamplerConfig, Tail},
     error::{Error, Result},
-    indices::Indices,
     mixture::Mixture,
     order::Quota,
-    sampler::DistributedSampler,
+    sampler::{DistributedSampler, indices::Indices},
     state::SamplerState,
 };

@@ -1,5 +1,7 @@
 //! One rank's view of the data set, epoch by epoch.
 
+pub(crate) mod indices;
+
 use std::fmt::Debug;
 
 use core_types::{Epoch, Placement, Rank, split};
@@ -7,9 +9,9 @@ use core_types::{Epoch, Placement, Rank, split};
 use crate::{
     config::{Partition, SamplerConfig},
     error::{Error, Result},
-    indices::Indices,
     order::{Quota, Samples, Strata},
     partition::{Deal, Positions, Rule, Unread},
+    sampler::indices::Indices,
     state::{SamplerState, Stage},
 };
 
