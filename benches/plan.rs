@@ -7,15 +7,25 @@ use std::hint::black_box;
 
 use candle_distributed::{
     plan::{
-        CostModel, Full, LayerOrder, LayerWise, Layout, ParameterInfo, PlanReport, Reshard, Search,
-        ShardingPlan, ShardingStrategy, StrategyKind, WholeTensor, source,
+        ParameterInfo, ShardingPlan,
+        cost::CostModel,
+        report::PlanReport,
+        reshard::Reshard,
+        search::Search,
+        source,
+        strategy::{
+            Full, LayerOrder, LayerWise, Layout, ShardingStrategy, StrategyKind, WholeTensor,
+        },
     },
     types::{Placement, WorldSize},
 };
 use criterion::{Criterion, Throughput, criterion_group, criterion_main};
-use integration_tests::recipe::{deepseek, safetensors};
 
 const N_RANKS: u64 = 16_384;
+
+fn deepseek() -> Vec<ParameterInfo> {
+    source::from_safetensors(&fixtures::deepseek_v3()).unwrap()
+}
 
 fn world(size: u64) -> WorldSize {
     WorldSize::new(size).unwrap()
@@ -41,7 +51,7 @@ fn ragged(parameters: &[ParameterInfo], n_ranks: u64) -> ShardingPlan {
 }
 
 fn read(criterion: &mut Criterion) {
-    let file = safetensors(&deepseek());
+    let file = fixtures::deepseek_v3();
     let mut group = criterion.benchmark_group("plan/read");
     group.throughput(Throughput::Bytes(file.len() as u64));
     group.bench_function("header_45k", |bencher| {
@@ -56,7 +66,7 @@ fn read(criterion: &mut Criterion) {
 
 /// All that it takes from the bytes of a header to the totals of all ranks.
 fn header_to_totals(criterion: &mut Criterion) {
-    let file = safetensors(&deepseek());
+    let file = fixtures::deepseek_v3();
     let mut group = criterion.benchmark_group("plan/header_to_totals");
     group.throughput(Throughput::Elements(45_395));
     for (name, layout) in

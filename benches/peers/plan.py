@@ -5,7 +5,7 @@
 `load_plan` is the load planner of torch.distributed.checkpoint for one rank: a checkpoint of --saved ranks is read by
 --loaded ranks, both with every tensor cut along dimension 0 as `fully_shard` does.
 
-FILE lists the tensors of a model, in one of the formats of tests/plans/models. Nothing of it is allocated, and no
+FILE lists the tensors of a model, in one of the formats of tests/fixtures/models. Nothing of it is allocated, and no
 process talks to another. Imports and inputs (a tree of empty modules; the checkpoint's metadata) are made before the
 clock starts, and results are checked after it stops. Standard output is one Markdown table, progress goes to standard
 error. The peak is the largest resident size of the process, inputs included, so give each operation its own.

@@ -11,8 +11,10 @@ use std::{alloc::System, collections::BTreeSet};
 
 use core_types::{Placement, WorldSize};
 use fsdp_plan::{
-    CostModel, Cut, Error, Full, ParameterInfo, PlannedParameter, Result, ShardingPlan,
-    ShardingStrategy, source,
+    Cut, Error, ParameterInfo, PlannedParameter, Result, ShardingPlan,
+    cost::CostModel,
+    source,
+    strategy::{Full, ShardingStrategy},
 };
 use libfuzzer_sys::fuzz_target;
 use stats_alloc::{INSTRUMENTED_SYSTEM, Region, StatsAlloc};

@@ -31,21 +31,22 @@ fn values_can_be_sent_to_and_shared_between_threads() {
         batch::Segments,
         batch::Collator,
     )>();
-    travels::<(plan::ShardingPlan, plan::ParameterInfo, plan::PlanReport<'_>, plan::Error)>();
+    travels::<(plan::ShardingPlan, plan::ParameterInfo, plan::report::PlanReport<'_>, plan::Error)>(
+    );
     travels::<(
-        plan::PlanCost,
-        plan::CostModel,
+        plan::cost::PlanCost,
+        plan::cost::CostModel,
         plan::Cut,
         plan::ShardAssignment,
         plan::ShardsOfRank<'_>,
     )>();
     travels::<(
-        plan::Hybrid,
+        plan::strategy::Hybrid,
         plan::Pattern,
-        plan::Search,
-        plan::Outcome,
-        plan::PlanDiff<'_>,
-        plan::Reshard<'_>,
+        plan::search::Search,
+        plan::search::Outcome,
+        plan::report::PlanDiff<'_>,
+        plan::reshard::Reshard<'_>,
     )>();
     travels::<(
         mesh::DeviceMesh,

@@ -4,6 +4,4 @@
 
 mod batch;
 mod batch_sets;
-mod plan;
-mod reshard;
 mod sampler;

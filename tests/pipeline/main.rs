@@ -11,7 +11,10 @@ use candle_distributed::{
         Batch, BatchConfig, Buckets, DynamicBatchSampler, DynamicBatchStrategy, SequenceLengths,
     },
     mesh::{ALL, DeviceMesh, P},
-    plan::{ElemType, Full, ParameterInfo, ShardingStrategy},
+    plan::{
+        ElemType, ParameterInfo,
+        strategy::{Full, ShardingStrategy},
+    },
     sampler::{DistributedSampler, Order, Partition, SamplerConfig, SamplerState, Tail},
     types::{Epoch, Placement, Seed, WorldSize},
 };

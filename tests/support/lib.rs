@@ -5,7 +5,6 @@ mod guide;
 #[path = "../../crates/dyn-batch/tests/lengths/mod.rs"]
 pub mod lengths;
 pub mod padding;
-pub mod recipe;
 
 /// The examples of the workspace's README, compiled and run.
 #[cfg(doctest)]

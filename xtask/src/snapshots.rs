@@ -12,7 +12,7 @@ use crate::{
     workspace::{self, Workspace},
 };
 
-/// Compares the snapshots of `tests/plans` with what the crates make today, and looks for orphans.
+/// Compares the snapshots of `fsdp-plan` with what the crates make today, and looks for orphans.
 #[derive(clap::Args)]
 #[group(required = true, multiple = false)]
 pub(crate) struct Args {
@@ -28,7 +28,7 @@ pub(crate) fn run(args: &Args) -> Result {
     let references = Workspace::read()?.target_dir.join("snapshot-references.txt");
     forget(&references)?;
     let update = if args.accept { "always" } else { "no" };
-    let tests = Call::cargo("test --workspace --test plans").env("INSTA_UPDATE", update);
+    let tests = Call::cargo("test --package fsdp-plan --test plans").env("INSTA_UPDATE", update);
     tests.env("INSTA_SNAPSHOT_REFERENCES_FILE", &references).run()?;
     report(&orphans(&stored()?, &referenced(&references)?))
 }
@@ -43,7 +43,7 @@ fn forget(references: &Path) -> io::Result<()> {
 
 /// The snapshots in the tree.
 fn stored() -> io::Result<BTreeSet<PathBuf>> {
-    let files = workspace::files_below(&workspace::root().join("tests/plans"))?;
+    let files = workspace::files_below(&workspace::root().join("crates/fsdp-plan/tests"))?;
     files.iter().filter(|path| path.extension() == Some(OsStr::new("snap"))).map(fs::canonicalize).collect()
 }
 

@@ -2,7 +2,11 @@
 
 use std::borrow::Cow;
 
-use candle_distributed::{batch, mesh, plan, sampler, types};
+use candle_distributed::{
+    batch, mesh,
+    plan::{self, CutError, ParameterError, SourceError},
+    sampler, types,
+};
 
 use crate::error::Error;
 
@@ -78,9 +82,13 @@ fn batch(error: &batch::Error) -> Option<Cow<'static, str>> {
 
 fn plan(error: &plan::Error) -> Option<&'static str> {
     match error {
-        plan::Error::Malformed { .. } | plan::Error::NoParameters => Some(MODEL),
-        plan::Error::UnknownDtype { .. } => Some("types are those of safetensors, such as F32 and BF16"),
-        plan::Error::ScalarParameter { .. } => Some("--layout flat cuts parameters of any shape"),
+        plan::Error::Source(SourceError::Malformed { .. }) | plan::Error::Parameters(ParameterError::Empty) => {
+            Some(MODEL)
+        }
+        plan::Error::Parameters(ParameterError::UnknownDtype { .. }) => {
+            Some("types are those of safetensors, such as F32 and BF16")
+        }
+        plan::Error::Cut(CutError::Scalar { .. }) => Some("--layout flat cuts parameters of any shape"),
         plan::Error::UnknownParameter { .. } => Some("with --format json the plan lists the names of all parameters"),
         _ => None,
     }

@@ -11,7 +11,10 @@ use std::{
 };
 
 use candle_distributed::{
-    plan::{ElemType, Full, Layout, ParameterInfo, ShardingStrategy},
+    plan::{
+        ElemType, ParameterInfo,
+        strategy::{Full, Layout, ShardingStrategy},
+    },
     types::WorldSize,
 };
 use jsonschema::Validator;

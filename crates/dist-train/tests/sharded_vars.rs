@@ -9,7 +9,9 @@ use dist_train::{
     AdamW, Checkpoint, Checkpoints, Error, ShardedVars, StatefulOptimizer, parameter_infos,
 };
 use fsdp_plan::{
-    CostModel, Full, Hsdp, LayerWise, Layout, ShardingPlan, ShardingStrategy, WholeTensor,
+    ShardingPlan,
+    cost::CostModel,
+    strategy::{Full, Hsdp, LayerWise, Layout, ShardingStrategy, WholeTensor},
 };
 use pmap_mesh::{DeviceMesh, P};
 

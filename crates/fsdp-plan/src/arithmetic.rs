@@ -21,7 +21,10 @@ pub(crate) fn mul_div(a: u64, b: u64, c: u64) -> u64 {
 }
 
 /// A position in a vector that has one entry for each rank or run, so that it fits.
-#[expect(clippy::cast_possible_truncation, reason = "there are at most 2^20 ranks, and as many runs as memory holds")]
+#[expect(
+    clippy::cast_possible_truncation,
+    reason = "there are at most 2^20 ranks, and as many runs as memory holds"
+)]
 pub(crate) fn index(position: u64) -> usize {
     position as usize
 }

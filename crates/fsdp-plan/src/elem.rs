@@ -4,13 +4,12 @@ use std::fmt;
 
 use serde::{Deserialize, Deserializer, Serialize, Serializer, de};
 
-use crate::error::{Error, Result};
-
 /// The type of the elements of a parameter.
 ///
-/// The names are those of safetensors headers, and for the block types of quantized checkpoints those of ggml. A
-/// **block** is what cannot be cut: one element of most types, some elements that share whole bytes below 8 bits
-/// ([`ElemType::F4`]), elements that share a scale in the types of ggml ([`ElemType::Q4_0`] and the following).
+/// The names are those of safetensors headers, and for the block types of quantized checkpoints
+/// those of ggml. A **block** is what cannot be cut: one element of most types, some elements that
+/// share whole bytes below 8 bits ([`ElemType::F4`]), elements that share a scale in the types of
+/// ggml ([`ElemType::Q4_0`] and the following).
 ///
 /// # Examples
 ///
@@ -24,7 +23,8 @@ use crate::error::{Error, Result};
 ///
 /// # References
 ///
-/// The safetensors format; `ggml-common.h` of ggml for the block types, which are those of candle's `GgmlDType`.
+/// The safetensors format; `ggml-common.h` of ggml for the block types, which are those of candle's
+/// `GgmlDType`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 #[non_exhaustive]
 pub enum ElemType {
@@ -136,11 +136,6 @@ impl ElemType {
         TABLE.iter().find(|row| row.1 == name).map(|row| row.0)
     }
 
-    /// The type that a file calls `dtype`, for its tensor `name`.
-    pub(crate) fn of_tensor(name: &str, dtype: &str) -> Result<Self> {
-        Self::from_name(dtype).ok_or_else(|| Error::UnknownDtype { name: name.to_owned(), dtype: dtype.to_owned() })
-    }
-
     /// What files call this type.
     pub const fn name(self) -> &'static str {
         TABLE[self as usize].1
@@ -166,7 +161,8 @@ impl ElemType {
         n_elems / self.block_numel() * self.block_bytes()
     }
 
-    /// The bytes that `n_elems` elements take. Sums over a whole cluster go beyond 64 bits, so this is wider.
+    /// The bytes that `n_elems` elements take. Sums over a whole cluster go beyond 64 bits, so this
+    /// is wider.
     pub(crate) fn bytes(self, n_elems: u128) -> u128 {
         let n_blocks = match self.block_numel() {
             1 => n_elems, // saves a wide division for nearly all types
@@ -204,13 +200,18 @@ mod tests {
         for (position, (elem, name, block_numel, block_bytes, _)) in TABLE.into_iter().enumerate() {
             assert_eq!(elem as usize, position);
             assert_eq!(ElemType::from_name(name), Some(elem));
-            assert_eq!((elem.name(), elem.block_numel(), elem.block_bytes()), (name, block_numel, block_bytes));
+            assert_eq!(
+                (elem.name(), elem.block_numel(), elem.block_bytes()),
+                (name, block_numel, block_bytes)
+            );
         }
     }
 
     #[test]
     fn partial_blocks_take_whole_ones() {
-        for (elem, n_elems, bytes) in [(ElemType::F4, 3, 2), (ElemType::F6E2M3, 5, 6), (ElemType::Q4K, 257, 288)] {
+        for (elem, n_elems, bytes) in
+            [(ElemType::F4, 3, 2), (ElemType::F6E2M3, 5, 6), (ElemType::Q4K, 257, 288)]
+        {
             assert_eq!(elem.bytes(n_elems), bytes);
         }
     }

@@ -15,7 +15,8 @@ impl<'a> Groups<'a> {
         let mut groups = Self::default();
         let mut last = 0;
         for name in items {
-            // Items of a group mostly stand side by side, which makes it worth a look before a search.
+            // Items of a group mostly stand side by side, which makes it worth a look before a
+            // search.
             if groups.names.get(last) != Some(&name) {
                 last = *positions.entry(name).or_insert(groups.names.len());
                 if last == groups.names.len() {

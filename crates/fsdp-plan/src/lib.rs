@@ -2,12 +2,11 @@
 #![forbid(unsafe_code)]
 
 mod arithmetic;
-mod check;
-mod cost;
+pub mod cost;
 mod cut;
-mod diff;
 mod elem;
 mod error;
+mod format;
 mod groups;
 mod names;
 mod param;
@@ -15,27 +14,19 @@ mod path;
 mod pattern;
 mod plan;
 mod render;
-mod report;
-mod reshard;
-mod search;
+pub mod report;
+pub mod reshard;
+pub mod search;
 mod shares;
 pub mod source;
-mod strategy;
+pub mod strategy;
 
-pub use crate::{
-    cost::{Collectives, CostModel, Link, Links, Optimizer, PlanCost, RankCost, Traffic},
+pub use self::{
     cut::{Cut, ShardAssignment},
-    diff::PlanDiff,
     elem::ElemType,
-    error::{Error, Result},
+    error::{CutError, Error, ParameterError, Result, SourceError},
+    format::FORMAT_VERSION,
     param::ParameterInfo,
     pattern::Pattern,
-    plan::{FORMAT_VERSION, PlannedParameter, ShardingPlan, ShardsOfRank},
-    report::PlanReport,
-    reshard::{Move, Reshard, Volume},
-    search::{Candidate, Outcome, Search},
-    strategy::{
-        Choice, Full, Hsdp, Hybrid, LayerBalance, LayerOrder, LayerWeight, LayerWise, Layout, Matches, Rule,
-        ShardingStrategy, StrategyKind, WholeTensor,
-    },
+    plan::{PlannedParameter, ShardingPlan, ShardsOfRank},
 };

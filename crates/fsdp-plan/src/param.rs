@@ -5,20 +5,22 @@ use std::{borrow::Cow, ops::Not, sync::Arc};
 use serde::{Deserialize, Serialize, Serializer};
 
 use crate::{
-    ElemType, Pattern,
-    error::{Error, Result},
+    elem::ElemType,
+    error::{Error, ParameterError, Result},
     names, path,
 };
 
 /// The description of one parameter of a model.
 ///
-/// The **layer** of a parameter is found from its name: the name up to and with its first component that is a number
-/// (`h.10.attn.c_attn.weight` belongs to `h.10`), else the name without its last component (`wte.weight` belongs to
-/// `wte`), else the name itself. [`with_layer`](Self::with_layer) overrides the rule.
+/// The **layer** of a parameter is found from its name: the name up to and with its first component
+/// that is a number (`h.10.attn.c_attn.weight` belongs to `h.10`), else the name without its last
+/// component (`wte.weight` belongs to `wte`), else the name itself.
+/// [`with_layer`](Self::with_layer) overrides the rule.
 ///
-/// The **unit** of a parameter is what one collective gathers. Numbered layers are units of their own, and all other
-/// parameters together form the root unit, whose name is empty: that is what `fully_shard` makes of a model when it is
-/// applied to each block and then to the model. [`with_unit`](Self::with_unit) overrides it.
+/// The **unit** of a parameter is what one collective gathers. Numbered layers are units of their
+/// own, and all other parameters together form the root unit, whose name is empty: that is what
+/// `fully_shard` makes of a model when it is applied to each block and then to the model.
+/// [`with_unit`](Self::with_unit) overrides it.
 ///
 /// # Examples
 ///
@@ -28,7 +30,8 @@ use crate::{
 /// assert_eq!((weight.layer(), weight.unit()), ("h.10", "h.10"));
 /// assert_eq!((weight.numel(), weight.bytes()), (1_769_472, 7_077_888));
 ///
-/// let embedding = ParameterInfo::new("wte.weight", [50257, 768], ElemType::F32)?.with_always_gather(true);
+/// let embedding =
+///     ParameterInfo::new("wte.weight", [50257, 768], ElemType::F32)?.with_always_gather(true);
 /// assert_eq!((embedding.layer(), embedding.unit()), ("wte", ""));
 /// # Ok::<(), fsdp_plan::Error>(())
 /// ```
@@ -52,7 +55,8 @@ struct Description {
     is_block: bool,
     /// The bytes of the name that are the layer by the rule, from the first.
     layer_len: usize,
-    /// What hardly any parameter has, apart, which halves the memory of large models. `None` if there is nothing.
+    /// What hardly any parameter has, apart, which halves the memory of large models. `None` if
+    /// there is nothing.
     given: Option<Box<Given>>,
 }
 
@@ -94,17 +98,22 @@ impl ParameterInfo {
     ///
     /// # Errors
     ///
-    /// - [`Error::ParameterTooLarge`] if the number of elements or bytes does not fit into 64 bits. Dims of size zero do
-    ///   not hide the others: `[0, 2^40, 2^40]` is refused, so that no product of some of the dims can overflow later.
-    /// - [`Error::PartialBlock`] if the elements are not whole blocks of the dtype.
-    pub fn new(name: impl Into<String>, shape: impl Into<Vec<u64>>, dtype: ElemType) -> Result<Self> {
+    /// - [`ParameterError::TooLarge`] if the number of elements or bytes does not fit into 64 bits.
+    ///   Dims of size zero do not hide the others: `[0, 2^40, 2^40]` is refused, so that no product
+    ///   of some of the dims can overflow later.
+    /// - [`ParameterError::PartialBlock`] if the elements are not whole blocks of the dtype.
+    pub fn new(
+        name: impl Into<String>,
+        shape: impl Into<Vec<u64>>,
+        dtype: ElemType,
+    ) -> Result<Self> {
         let (name, shape) = (name.into(), shape.into());
         if !fits(&shape, dtype) {
-            return Err(Error::ParameterTooLarge { name, shape, dtype });
+            return Err(Error::Parameters(ParameterError::TooLarge { name, shape, dtype }));
         }
         let numel = shape.iter().product();
         if numel % dtype.block_numel() > 0 {
-            return Err(Error::PartialBlock { name, shape, dtype });
+            return Err(Error::Parameters(ParameterError::PartialBlock { name, shape, dtype }));
         }
         let layer = path::layer_of(&name);
         let described = Description {
@@ -139,21 +148,13 @@ impl ParameterInfo {
         self.edited(|described| described.give(|given| given.unit = Some(unit.into())))
     }
 
-    /// Sets layer and unit to the first components of the name that `pattern` matches; leaves them if it does not.
-    ///
-    /// With `model.layers.*.mlp.experts.*` each expert becomes a layer and a unit of its own.
-    #[must_use]
-    pub fn with_layer_pattern(self, pattern: &Pattern) -> Self {
-        match pattern.prefix_of(self.name()).map(str::to_owned) {
-            Some(layer) => self.with_layer(layer.as_str()).with_unit(layer),
-            None => self,
-        }
-    }
-
-    /// Sets whether the parameter is trained. Default: yes for [trainable types](ElemType::is_trainable), others never are.
+    /// Sets whether the parameter is trained. Default: yes for [trainable
+    /// types](ElemType::is_trainable), others never are.
     #[must_use]
     pub fn with_requires_grad(self, requires_grad: bool) -> Self {
-        self.edited(|described| described.requires_grad = requires_grad && described.dtype.is_trainable())
+        self.edited(|described| {
+            described.requires_grad = requires_grad && described.dtype.is_trainable()
+        })
     }
 
     /// Sets whether every rank keeps the whole parameter, whatever the strategy. Default: no.
@@ -162,7 +163,8 @@ impl ParameterInfo {
         self.edited(|described| described.always_gather = always_gather)
     }
 
-    /// Makes this another name of the parameter `name`: the same values, held once and under that name.
+    /// Makes this another name of the parameter `name`: the same values, held once and under that
+    /// name.
     ///
     /// Both must have the same shape and dtype and be in one unit. Default: a parameter of its own.
     #[must_use]
@@ -190,7 +192,7 @@ impl ParameterInfo {
         self.0.dtype
     }
 
-    /// The layer it belongs to: what [`LayerWise`](crate::LayerWise) never parts.
+    /// The layer it belongs to: what [`LayerWise`](crate::strategy::LayerWise) never parts.
     pub fn layer(&self) -> &str {
         self.0.given(|given| &given.layer).unwrap_or(self.0.layer_by_rule())
     }
@@ -235,8 +237,20 @@ impl ParameterInfo {
 
 /// Whether the bytes of the nonzero dims fit into 64 bits.
 fn fits(shape: &[u64], dtype: ElemType) -> bool {
-    let numel = shape.iter().filter(|&&dim| dim > 0).try_fold(1_u64, |numel, &dim| numel.checked_mul(dim));
+    let numel =
+        shape.iter().filter(|&&dim| dim > 0).try_fold(1_u64, |numel, &dim| numel.checked_mul(dim));
     numel.is_some_and(|numel| dtype.bytes(numel.into()) <= u64::MAX.into())
+}
+
+/// The type that a file calls `dtype`, for its tensor `name`.
+pub(crate) fn dtype_of(name: &str, dtype: &str) -> Result<ElemType> {
+    let unknown = || {
+        Error::Parameters(ParameterError::UnknownDtype {
+            name: name.to_owned(),
+            dtype: dtype.to_owned(),
+        })
+    };
+    ElemType::from_name(dtype).ok_or_else(unknown)
 }
 
 /// What a [`ParameterInfo`] looks like in a file.
@@ -272,7 +286,8 @@ impl Serialize for ParameterInfo {
     }
 }
 
-/// What a [`ParameterInfo`] looks like before it is checked: in a plan, and but for its name in a manifest.
+/// What a [`ParameterInfo`] looks like before it is checked: in a plan, and but for its name in a
+/// manifest.
 #[derive(Deserialize)]
 pub(crate) struct Unchecked<'a> {
     #[serde(default)]
@@ -299,8 +314,9 @@ impl TryFrom<Unchecked<'_>> for ParameterInfo {
     type Error = Error;
 
     fn try_from(raw: Unchecked<'_>) -> Result<Self> {
-        let Unchecked { name, shape, dtype, layer, unit, requires_grad, always_gather, tied_to } = raw;
-        let dtype = ElemType::of_tensor(&name, &dtype)?;
+        let Unchecked { name, shape, dtype, layer, unit, requires_grad, always_gather, tied_to } =
+            raw;
+        let dtype = dtype_of(&name, &dtype)?;
         let edited = Self::new(name, shape, dtype)?.edited(|described| {
             described.set_layer(layer);
             described.give(|given| (given.unit, given.tied_to) = (unit, tied_to));

@@ -2,7 +2,8 @@
 
 use std::iter;
 
-/// Returns the layer that the parameter `name` belongs to: the rule of [`ParameterInfo`](crate::ParameterInfo).
+/// Returns the layer that the parameter `name` belongs to: the rule of
+/// [`ParameterInfo`](crate::ParameterInfo).
 pub(crate) fn layer_of(name: &str) -> &str {
     block_end(name).or_else(|| name.rfind('.')).map_or(name, |end| &name[..end])
 }
@@ -12,7 +13,8 @@ pub(crate) fn is_block(layer: &str) -> bool {
     layer.as_bytes().rsplit(|&byte| byte == b'.').next().is_some_and(is_number)
 }
 
-/// Whether the components of `pattern` occur in `path`, side by side: `h.1` is in `h.1.attn`, not in `h.10.attn`.
+/// Whether the components of `pattern` occur in `path`, side by side: `h.1` is in `h.1.attn`, not
+/// in `h.10.attn`.
 pub(crate) fn has_components(path: &str, pattern: &str) -> bool {
     let mut tails = iter::successors(Some(path), |tail| tail.split_once('.').map(|(_, rest)| rest));
     let ends_component = |rest: &str| rest.is_empty() || rest.starts_with('.');
@@ -22,7 +24,8 @@ pub(crate) fn has_components(path: &str, pattern: &str) -> bool {
 /// Where the first number among the components of `name` ends.
 fn block_end(name: &str) -> Option<usize> {
     let mut end = 0;
-    // Components are short, and looking for dots byte by byte is twice as fast as searching text for them.
+    // Components are short, and looking for dots byte by byte is twice as fast as searching text
+    // for them.
     for component in name.as_bytes().split(|&byte| byte == b'.') {
         end += component.len();
         if is_number(component) {
@@ -61,7 +64,8 @@ mod tests {
 
     #[test]
     fn blocks_end_in_a_number() {
-        for (layer, expected) in [("h.0", true), ("7", true), ("h", false), ("h.0a", false), ("h.", false), ("", false)]
+        for (layer, expected) in
+            [("h.0", true), ("7", true), ("h", false), ("h.0a", false), ("h.", false), ("", false)]
         {
             assert_eq!(is_block(layer), expected, "{layer}");
         }

@@ -6,17 +6,19 @@ use globset::{GlobBuilder, GlobMatcher};
 use serde::{Deserialize, Serialize};
 
 use crate::{
-    ParameterInfo,
     error::{Error, Result},
+    param::ParameterInfo,
     path,
 };
 
 /// A pattern that picks parameters by their dotted names.
 ///
-/// - **Components**, one or several side by side: `lm_head`, `h.1`. They pick a parameter if they occur anywhere among
-///   the components of its name or of its layer. Only whole components count: `layer1` does not pick `layer10.weight`.
-/// - A **glob**, if it contains `*`, `?`, `[` or `{`: `model.layers.*.mlp.**`. It must match the whole name or the whole
-///   layer. `*` and `?` stay within a component, `**` matches any number of components, `{a,b}` either of several.
+/// - **Components**, one or several side by side: `lm_head`, `h.1`. They pick a parameter if they
+///   occur anywhere among the components of its name or of its layer. Only whole components count:
+///   `layer1` does not pick `layer10.weight`.
+/// - A **glob**, if it contains `*`, `?`, `[` or `{`: `model.layers.*.mlp.**`. It must match the
+///   whole name or the whole layer. `*` and `?` stay within a component, `**` matches any number of
+///   components, `{a,b}` either of several.
 ///
 /// # Examples
 ///
@@ -24,7 +26,9 @@ use crate::{
 /// use fsdp_plan::{ElemType, ParameterInfo, Pattern};
 ///
 /// let norm = ParameterInfo::new("model.layers.10.norm.weight", [64], ElemType::F32)?;
-/// for (pattern, picks) in [("norm", true), ("layers.1", false), ("model.layers.*.norm.*", true), ("*.weight", false)] {
+/// for (pattern, picks) in
+///     [("norm", true), ("layers.1", false), ("model.layers.*.norm.*", true), ("*.weight", false)]
+/// {
 ///     assert_eq!(pattern.parse::<Pattern>()?.picks(&norm), picks, "{pattern}");
 /// }
 /// # Ok::<(), fsdp_plan::Error>(())
@@ -47,14 +51,18 @@ impl Pattern {
         self.matches(info.name()) || self.matches(info.layer())
     }
 
-    /// The first components of `name` that the pattern matches: the shortest prefix at which it does.
+    /// The first components of `name` that the pattern matches: the shortest prefix at which it
+    /// does.
     ///
     /// # Examples
     ///
     /// ```
     /// # use fsdp_plan::Pattern;
     /// let expert: Pattern = "model.layers.*.experts.*".parse()?;
-    /// assert_eq!(expert.prefix_of("model.layers.3.experts.7.up.weight"), Some("model.layers.3.experts.7"));
+    /// assert_eq!(
+    ///     expert.prefix_of("model.layers.3.experts.7.up.weight"),
+    ///     Some("model.layers.3.experts.7")
+    /// );
     /// assert_eq!(expert.prefix_of("model.layers.3.norm.weight"), None);
     /// # Ok::<(), fsdp_plan::Error>(())
     /// ```
@@ -72,6 +80,20 @@ impl Pattern {
     }
 }
 
+impl ParameterInfo {
+    /// Sets layer and unit to the first components of the name that `pattern` matches; leaves them
+    /// if it does not.
+    ///
+    /// With `model.layers.*.mlp.experts.*` each expert becomes a layer and a unit of its own.
+    #[must_use]
+    pub fn with_layer_pattern(self, pattern: &Pattern) -> Self {
+        match pattern.prefix_of(self.name()).map(str::to_owned) {
+            Some(layer) => self.with_layer(layer.as_str()).with_unit(layer),
+            None => self,
+        }
+    }
+}
+
 impl FromStr for Pattern {
     type Err = Error;
 
@@ -80,9 +102,12 @@ impl FromStr for Pattern {
         if text.is_empty() {
             return Err(bad(String::from("it is empty")));
         }
-        let glob = text
-            .contains(['*', '?', '[', '{'])
-            .then(|| GlobBuilder::new(&text.replace('.', "/")).literal_separator(true).backslash_escape(false).build());
+        let glob = text.contains(['*', '?', '[', '{']).then(|| {
+            GlobBuilder::new(&text.replace('.', "/"))
+                .literal_separator(true)
+                .backslash_escape(false)
+                .build()
+        });
         let glob = glob.transpose().map_err(|error| bad(error.kind().to_string()))?;
         Ok(Self { text: text.to_owned(), glob: glob.map(|glob| glob.compile_matcher()) })
     }
@@ -133,14 +158,21 @@ mod tests {
             ("h?", "h1", true),
             ("h?", "h.", false),
         ] {
-            assert_eq!(pattern.parse::<Pattern>().unwrap().matches(path), expected, "{pattern} on {path}");
+            assert_eq!(
+                pattern.parse::<Pattern>().unwrap().matches(path),
+                expected,
+                "{pattern} on {path}"
+            );
         }
     }
 
     #[test]
     fn what_cannot_be_read_is_an_error() {
         for pattern in ["", "a.[", "{a", "a.[z-a]"] {
-            assert!(matches!(pattern.parse::<Pattern>(), Err(Error::BadPattern { .. })), "{pattern}");
+            assert!(
+                matches!(pattern.parse::<Pattern>(), Err(Error::BadPattern { .. })),
+                "{pattern}"
+            );
         }
     }
 }

@@ -6,29 +6,35 @@ use core_types::{Placement, Rank};
 use serde::Serialize;
 
 use crate::{
-    PlannedParameter, ShardingPlan,
     arithmetic::index,
     error::{Error, Result},
+    plan::{PlannedParameter, ShardingPlan},
 };
 
-/// What has to move when a model that is sharded by one plan is to be sharded by another: to go on with another number of
-/// ranks, or to load a sharded checkpoint into another layout.
+/// What has to move when a model that is sharded by one plan is to be sharded by another: to go on
+/// with another number of ranks, or to load a sharded checkpoint into another layout.
 ///
-/// Both plans are of the same parameters, in the same order. By default the ranks of the new plan run where the ranks of
-/// the same number ran before, and ranks above them are new; [`renumbered`](Self::renumbered) places them better.
-/// [`ShardingPlan::resized`] makes the new plan that moves the least.
+/// Both plans are of the same parameters, in the same order. By default the ranks of the new plan
+/// run where the ranks of the same number ran before, and ranks above them are new;
+/// [`renumbered`](Self::renumbered) places them better. [`ShardingPlan::resized`] makes the new
+/// plan that moves the least.
 ///
-/// To load a checkpoint of the old plan, rank r of the new one reads what [`moves_to`](Self::moves_to) lists for it, and
-/// what stays: from the file of rank `from`, at `start` less where that rank's [shard](ShardingPlan::shards) begins.
+/// To load a checkpoint of the old plan, rank r of the new one reads what
+/// [`moves_to`](Self::moves_to) lists for it, and what stays: from the file of rank `from`, at
+/// `start` less where that rank's [shard](ShardingPlan::shards) begins.
 ///
-/// A byte stays if it is needed where it already was. Of several replicas that hold what a rank lacks, a rank takes it
-/// from one that depends on its own replica, so that all of them send.
+/// A byte stays if it is needed where it already was. Of several replicas that hold what a rank
+/// lacks, a rank takes it from one that depends on its own replica, so that all of them send.
 ///
 /// # Examples
 ///
 /// ```
 /// use core_types::WorldSize;
-/// use fsdp_plan::{ElemType, Full, ParameterInfo, Reshard, ShardingStrategy};
+/// use fsdp_plan::{
+///     ElemType, ParameterInfo,
+///     reshard::Reshard,
+///     strategy::{Full, ShardingStrategy},
+/// };
 ///
 /// let parameters = [ParameterInfo::new("fc.weight", [16, 4], ElemType::F32)?];
 /// let plan = |world_size| Full::default().plan(&parameters, WorldSize::new(world_size)?);
@@ -37,7 +43,10 @@ use crate::{
 /// // Rank 1 had rows 2 and 3 and is to have row 1, and so on: only the first row stays.
 /// let reshard = Reshard::new(&eight, &sixteen)?;
 /// let first = reshard.moves().next().unwrap();
-/// assert_eq!((first.param_idx, first.bytes, first.from.as_u64(), first.to.as_u64()), (0, 16, 0, 1));
+/// assert_eq!(
+///     (first.param_idx, first.bytes, first.from.as_u64(), first.to.as_u64()),
+///     (0, 16, 0, 1)
+/// );
 /// assert_eq!(reshard.volume().stay_bytes, 16);
 ///
 /// // With the new ranks placed where their rows are, half of all bytes stay: as much as can.
@@ -49,7 +58,8 @@ use crate::{
 pub struct Reshard<'a> {
     from: &'a ShardingPlan,
     to: &'a ShardingPlan,
-    /// Where each rank of the new plan runs: the number that its place has, or had, among the old ranks.
+    /// Where each rank of the new plan runs: the number that its place has, or had, among the old
+    /// ranks.
     places: Vec<u64>,
 }
 
@@ -94,7 +104,8 @@ impl<'a> Reshard<'a> {
     ///
     /// # Errors
     ///
-    /// [`Error::DifferentParameters`] if they are not of the same names, shapes and dtypes in the same order.
+    /// [`Error::DifferentParameters`] if they are not of the same names, shapes and dtypes in the
+    /// same order.
     pub fn new(from: &'a ShardingPlan, to: &'a ShardingPlan) -> Result<Self> {
         let different = |parameter: &PlannedParameter, what| {
             let name = parameter.info().name().to_owned();
@@ -118,9 +129,10 @@ impl<'a> Reshard<'a> {
 
     /// Places the ranks of the new plan where much of what they need already is.
     ///
-    /// Pairs of an old and a new rank are taken from the one that shares the most bytes to the one that shares the
-    /// fewest, so at least half as many bytes stay as with the best placement. New ranks that find no place take those
-    /// that are left, in order. [`place_of`](Self::place_of) tells where each runs.
+    /// Pairs of an old and a new rank are taken from the one that shares the most bytes to the one
+    /// that shares the fewest, so at least half as many bytes stay as with the best placement. New
+    /// ranks that find no place take those that are left, in order. [`place_of`](Self::place_of)
+    /// tells where each runs.
     ///
     /// # Complexity
     ///
@@ -130,7 +142,8 @@ impl<'a> Reshard<'a> {
         let mut shared: BTreeMap<(u64, u64), u128> = BTreeMap::new();
         for (param_idx, overlap) in self.all_overlaps() {
             if let (Some(old), Some(new)) = (overlap.old, overlap.new) {
-                *shared.entry((old, new)).or_default() += u128::from(self.bytes(param_idx, &overlap.part));
+                *shared.entry((old, new)).or_default() +=
+                    u128::from(self.bytes(param_idx, &overlap.part));
             }
         }
         let mut pairs: Vec<_> = shared.into_iter().collect();
@@ -147,14 +160,15 @@ impl<'a> Reshard<'a> {
         self
     }
 
-    /// Where `rank` of the new plan runs: where the old rank of that number ran, or at a place of its own if there was
-    /// no such rank.
+    /// Where `rank` of the new plan runs: where the old rank of that number ran, or at a place of
+    /// its own if there was no such rank.
     ///
     /// # Errors
     ///
     /// [`Error::World`] if the new plan has no such rank.
     pub fn place_of(&self, rank: Rank) -> Result<u64> {
-        Ok(self.places[Placement::new(rank.as_u64(), self.to.world_size().as_u64())?.rank().as_usize()])
+        Ok(self.places
+            [Placement::new(rank.as_u64(), self.to.world_size().as_u64())?.rank().as_usize()])
     }
 
     /// Every move, by parameter and position in it.
@@ -208,13 +222,19 @@ impl<'a> Reshard<'a> {
     fn all_overlaps(&self) -> impl Iterator<Item = (usize, Overlap)> {
         self.to.parameters().iter().enumerate().flat_map(move |(param_idx, parameter)| {
             let needed = parameter.division().parts(self.to.shares(), 0..parameter.info().numel());
-            let overlaps = needed.into_iter().flat_map(move |(new, part)| self.overlaps(param_idx, part, new));
+            let overlaps =
+                needed.into_iter().flat_map(move |(new, part)| self.overlaps(param_idx, part, new));
             overlaps.map(move |overlap| (param_idx, overlap))
         })
     }
 
     /// The parts of `part` with their old owners; `new` needs all of them.
-    fn overlaps(&self, param_idx: usize, part: Range<u64>, new: Option<u64>) -> impl Iterator<Item = Overlap> + use<> {
+    fn overlaps(
+        &self,
+        param_idx: usize,
+        part: Range<u64>,
+        new: Option<u64>,
+    ) -> impl Iterator<Item = Overlap> + use<> {
         let had = self.from.parameters()[param_idx].division().parts(self.from.shares(), part);
         had.into_iter().map(move |(old, part)| Overlap { part, old, new })
     }
@@ -228,7 +248,8 @@ impl<'a> Reshard<'a> {
         (first..self.to.world_size().as_u64()).step_by(step)
     }
 
-    /// The old rank from which the new rank `rank` takes an overlap: the one at its place if that has it.
+    /// The old rank from which the new rank `rank` takes an overlap: the one at its place if that
+    /// has it.
     fn source(&self, overlap: &Overlap, rank: u64) -> u64 {
         let (place, old_world) = (self.places[index(rank)], self.from.world_size().as_u64());
         let old_group = self.from.shard_group().as_u64();
@@ -259,8 +280,8 @@ impl<'a> Reshard<'a> {
     }
 }
 
-/// The place of each new rank: that of the old member that `old_of` pairs its own member with, in the replica of the same
-/// number, or else the first place that is free.
+/// The place of each new rank: that of the old member that `old_of` pairs its own member with, in
+/// the replica of the same number, or else the first place that is free.
 fn places(from: &ShardingPlan, to: &ShardingPlan, old_of: &[Option<u64>]) -> Vec<u64> {
     let (old_world, new_world) = (from.world_size().as_u64(), to.world_size().as_u64());
     let (old_group, new_group) = (from.shard_group().as_u64(), to.shard_group().as_u64());

@@ -4,27 +4,34 @@ use core_types::WorldSize;
 use serde::Serialize;
 
 use crate::{
-    CostModel, Full, Hsdp, Layout, Links, ParameterInfo, PlanCost, ShardingPlan, ShardingStrategy,
-    cost::max_kept_units,
+    cost::{CostModel, Links, PlanCost, max_kept_units},
     error::{Error, Result},
+    param::ParameterInfo,
+    plan::ShardingPlan,
+    strategy::{Full, Hsdp, Layout, ShardingStrategy},
 };
 
-/// A search for the plan whose collectives take the least time, among those that fit into the memory of each device.
+/// A search for the plan whose collectives take the least time, among those that fit into the
+/// memory of each device.
 ///
-/// It tries every layout of a list with every size of the shard group that divides the world, from pure data parallelism
-/// (a group of one) to full sharding, and keeps as many of the last units gathered between forward and backward pass as
-/// there is room for: those are needed again first. Whether a plan fits is decided by [`PlanCost::peak_bytes`].
+/// It tries every layout of a list with every size of the shard group that divides the world, from
+/// pure data parallelism (a group of one) to full sharding, and keeps as many of the last units
+/// gathered between forward and backward pass as there is room for: those are needed again first.
+/// Whether a plan fits is decided by [`PlanCost::peak_bytes`].
 ///
 /// # Determinism
 ///
-/// Of plans that take equally long the one with less memory wins, then the smaller group, then the layout that comes
-/// first.
+/// Of plans that take equally long the one with less memory wins, then the smaller group, then the
+/// layout that comes first.
 ///
 /// # Examples
 ///
 /// ```
 /// use core_types::WorldSize;
-/// use fsdp_plan::{ElemType, Outcome, ParameterInfo, Search};
+/// use fsdp_plan::{
+///     ElemType, ParameterInfo,
+///     search::{Outcome, Search},
+/// };
 ///
 /// let parameters: Vec<_> = (0..4)
 ///     .map(|block| ParameterInfo::new(format!("h.{block}.w"), [1024, 1024], ElemType::F32))
@@ -35,7 +42,11 @@ use crate::{
 /// assert_eq!(found.plan.shard_group().as_u64(), 8); // parameters are gathered within a node
 /// assert!(found.plan.keeps_gathered("h.0")); // and only once a step
 ///
-/// let Outcome::Missing { bytes, .. } = Search::new(WorldSize::new(4)?, 20 << 20).run(&parameters)? else { panic!() };
+/// let Outcome::Missing { bytes, .. } =
+///     Search::new(WorldSize::new(4)?, 20 << 20).run(&parameters)?
+/// else {
+///     panic!()
+/// };
 /// assert_eq!(bytes, (8 << 20) + 4 * 4); // also in a group of four: 16 MiB of state, 8 gathered, 4 not yet reduced
 /// # Ok::<(), fsdp_plan::Error>(())
 /// ```
@@ -83,15 +94,15 @@ pub struct Candidate {
 }
 
 impl Search {
-    /// Searches for `world_size` devices on which `budget_bytes` each are left for parameters, gradients and optimizer:
-    /// what a device has, less activations and what its drivers take.
+    /// Searches for `world_size` devices on which `budget_bytes` each are left for parameters,
+    /// gradients and optimizer: what a device has, less activations and what its drivers take.
     pub fn new(world_size: WorldSize, budget_bytes: u64) -> Self {
         let model = CostModel::default().with_links(Links::H100);
         Self { world_size, budget_bytes, model, layouts: vec![Layout::Dim0, Layout::ROWS] }
     }
 
-    /// Sets what plans cost. Default: that of [`CostModel`] over [`Links::H100`], which are also taken for a model
-    /// without links.
+    /// Sets what plans cost. Default: that of [`CostModel`] over [`Links::H100`], which are also
+    /// taken for a model without links.
     #[must_use]
     pub fn with_model(mut self, model: CostModel) -> Self {
         self.model = if model.links().is_some() { model } else { model.with_links(Links::H100) };
@@ -109,12 +120,13 @@ impl Search {
     ///
     /// # Complexity
     ///
-    /// One plan and one cost for each layout and divisor of the world size, and two more costs for each that fits.
+    /// One plan and one cost for each layout and divisor of the world size, and two more costs for
+    /// each that fits.
     ///
     /// # Errors
     ///
-    /// What stands in the way of every plan: the error of the last layout, if none of them can be planned;
-    /// [`Error::Zero`] without layouts.
+    /// What stands in the way of every plan: the error of the last layout, if none of them can be
+    /// planned; [`Error::Zero`] without layouts.
     pub fn run(&self, parameters: &[ParameterInfo]) -> Result<Outcome> {
         let mut found: Option<Candidate> = None;
         let mut smallest: Option<Candidate> = None;
@@ -142,7 +154,12 @@ impl Search {
         }
     }
 
-    fn candidate(&self, parameters: &[ParameterInfo], layout: Layout, replicas: u64) -> Result<Candidate> {
+    fn candidate(
+        &self,
+        parameters: &[ParameterInfo],
+        layout: Layout,
+        replicas: u64,
+    ) -> Result<Candidate> {
         let plan = Hsdp::new(Full::new(layout), replicas).plan(parameters, self.world_size)?;
         let cost = plan.cost(&self.model)?;
         Ok(Candidate { plan, cost })
@@ -159,7 +176,8 @@ impl Search {
             return Ok(candidate);
         }
         let plan = candidate.plan;
-        let units: Vec<String> = plan.units().into_iter().rev().take(n_kept).map(str::to_owned).collect();
+        let units: Vec<String> =
+            plan.units().into_iter().rev().take(n_kept).map(str::to_owned).collect();
         let plan = plan.with_kept_units(units)?;
         let cost = plan.cost(&self.model)?;
         Ok(Candidate { plan, cost })
@@ -167,7 +185,11 @@ impl Search {
 }
 
 /// Replaces `best` by a candidate that ranks before it.
-fn keep(best: &mut Option<Candidate>, candidate: Candidate, is_before: fn(&Candidate, &Candidate) -> bool) {
+fn keep(
+    best: &mut Option<Candidate>,
+    candidate: Candidate,
+    is_before: fn(&Candidate, &Candidate) -> bool,
+) {
     if best.as_ref().is_none_or(|best| is_before(&candidate, best)) {
         *best = Some(candidate);
     }

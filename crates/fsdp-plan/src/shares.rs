@@ -7,13 +7,15 @@ use serde::{Deserialize, Serialize};
 
 use crate::{
     arithmetic::{gcd, index},
-    error::{Error, Result},
+    error::{CutError, Error, Result},
 };
 
-/// How a buffer is divided over the members of a shard group: runs of it, in order, each with its owner.
+/// How a buffer is divided over the members of a shard group: runs of it, in order, each with its
+/// owner.
 ///
-/// Every member owns one run of equal length, unless the plan was [resized](crate::ShardingPlan::resized): then members
-/// keep what they had, as far as they may, and own several runs.
+/// Every member owns one run of equal length, unless the plan was
+/// [resized](crate::ShardingPlan::resized): then members keep what they had, as far as they may,
+/// and own several runs.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Shares {
     group: WorldSize,
@@ -48,19 +50,19 @@ impl Shares {
     ///
     /// # Errors
     ///
-    /// [`Error::BrokenShares`] if the runs do not follow each other up to the total, or the owners are
-    /// not all members of the group.
+    /// [`CutError::BrokenShares`] if the runs do not follow each other up to the total, or the owners
+    /// are not all members of the group.
     pub(crate) fn from_table(group: WorldSize, table: Table) -> Result<Self> {
         let ends = || table.runs.iter().map(|&(end, _)| end);
         let in_order = ends().zip(ends().skip(1)).all(|(end, next)| end < next);
-        let complete =
-            ends().next().is_some_and(|end| end > 0) && table.runs.last().is_some_and(|&(end, _)| end == table.total);
+        let complete = ends().next().is_some_and(|end| end > 0)
+            && table.runs.last().is_some_and(|&(end, _)| end == table.total);
         let owners: BTreeSet<u64> = table.runs.iter().map(|&(_, owner)| owner).collect();
         let all_own = owners.into_iter().eq(0..group.as_u64());
         if in_order && complete && all_own {
             Ok(Self { group, table: Some(table) })
         } else {
-            Err(Error::BrokenShares { total: table.total, group: group.as_u64() })
+            Err(Error::Cut(CutError::BrokenShares { total: table.total, group: group.as_u64() }))
         }
     }
 
@@ -111,14 +113,17 @@ impl Shares {
             None => (member..member + 1, None),
             Some(table) => (0..0, Some(table.runs.iter())),
         };
-        let of_table = (0..).zip(all.into_iter().flatten()).filter(move |(_, (_, owner))| *owner == member);
+        let of_table =
+            (0..).zip(all.into_iter().flatten()).filter(move |(_, (_, owner))| *owner == member);
         mine.chain(of_table.map(|(position, _)| position))
     }
 
-    /// The shares of another number of members, all equally large, that leave as much as possible where it is.
+    /// The shares of another number of members, all equally large, that leave as much as possible
+    /// where it is.
     ///
-    /// A member that stays keeps the first part of what it owns, up to its new share. What lies beyond that, and all
-    /// that members own who leave, is given out in order, first to the members that stay and then to the new ones.
+    /// A member that stays keeps the first part of what it owns, up to its new share. What lies
+    /// beyond that, and all that members own who leave, is given out in order, first to the members
+    /// that stay and then to the new ones.
     ///
     /// # Complexity
     ///
@@ -137,7 +142,8 @@ impl Shares {
         Ok(Self { group, table: Some(Table { total, runs: give_out(kept, wanted) }) })
     }
 
-    /// The runs in order, stretched by `factor`: each with its owner as far as that one `wanted` it, the rest without.
+    /// The runs in order, stretched by `factor`: each with its owner as far as that one `wanted`
+    /// it, the rest without.
     fn keep(&self, factor: u64, wanted: &mut [u64]) -> Vec<(u64, Option<u64>)> {
         let mut kept = Vec::new();
         for run in (0..self.len()).map(|position| self.run(position)) {
@@ -199,13 +205,16 @@ mod tests {
     /// The part of the whole that each member owns, in units of `total`.
     fn owned(shares: &Shares, total: u64) -> Vec<u64> {
         let len = |position| shares.run(position).end - shares.run(position).start;
-        let of_member = |member| shares.of_member(member).map(len).sum::<u64>() * total / shares.total();
+        let of_member =
+            |member| shares.of_member(member).map(len).sum::<u64>() * total / shares.total();
         (0..shares.group().as_u64()).map(of_member).collect()
     }
 
     /// How much of the whole lies with the same member before and after, in units of `total`.
     fn staying(before: &Shares, after: &Shares, total: u64) -> u64 {
-        let owner = |shares: &Shares, at: u64| shares.run(shares.position(at * shares.total() / total)).owner;
+        let owner = |shares: &Shares, at: u64| {
+            shares.run(shares.position(at * shares.total() / total)).owner
+        };
         (0..total).filter(|&at| owner(before, at) == owner(after, at)).count() as u64
     }
 
@@ -217,7 +226,11 @@ mod tests {
                 let resized = even(from).resized(WorldSize::new(to).unwrap()).unwrap();
                 assert_eq!(owned(&resized, total), vec![from; usize::try_from(to).unwrap()]);
                 // A member that stays keeps the smaller of its two shares.
-                assert_eq!(staying(&even(from), &resized, total), from.min(to) * from.min(to), "{from} to {to}");
+                assert_eq!(
+                    staying(&even(from), &resized, total),
+                    from.min(to) * from.min(to),
+                    "{from} to {to}"
+                );
                 assert!(resized.len() <= from + to);
             }
         }
@@ -239,16 +252,23 @@ mod tests {
     fn too_many_odd_sizes_are_an_error() {
         let total = (1 << 62) + 1;
         let shares = Shares { table: Some(Table { total, runs: vec![(total, 0)] }), ..even(1) };
-        assert!(matches!(shares.resized(WorldSize::new(1 << 10).unwrap()), Err(Error::TotalTooLarge { .. })));
+        assert!(matches!(
+            shares.resized(WorldSize::new(1 << 10).unwrap()),
+            Err(Error::TotalTooLarge { .. })
+        ));
     }
 
     #[test]
     fn broken_tables_are_refused() {
         let group = WorldSize::new(2).unwrap();
-        let refused =
-            |total, runs: &[(u64, u64)]| Shares::from_table(group, Table { total, runs: runs.to_vec() }).is_err();
+        let refused = |total, runs: &[(u64, u64)]| {
+            Shares::from_table(group, Table { total, runs: runs.to_vec() }).is_err()
+        };
         assert!(
-            refused(2, &[]) && refused(2, &[(1, 0)]) && refused(2, &[(1, 0), (2, 2)]) && refused(2, &[(2, 0), (1, 1)])
+            refused(2, &[])
+                && refused(2, &[(1, 0)])
+                && refused(2, &[(1, 0), (2, 2)])
+                && refused(2, &[(2, 0), (1, 1)])
         );
         assert!(refused(0, &[(0, 0)]) && !refused(2, &[(1, 1), (2, 0)]));
     }

@@ -79,7 +79,7 @@ const PAIRS: [Pair; 12] = [
     Pair {
         what: "DeepSeek-V3 on 16,384 ranks (the peer: on 8 devices)",
         peer: "accelerate",
-        script: "plan.py device_map tests/plans/models/deepseek-v3.recipe.json",
+        script: "plan.py device_map tests/fixtures/models/deepseek-v3.recipe.json",
         figure: "get_balanced_memory",
         ours: "plan/header_to_totals/row_ragged_45k_w16384",
         times: 1,

@@ -8,7 +8,7 @@ use std::{
 use candle_core::Device;
 use candle_distributed::{
     mesh::DeviceMesh,
-    plan::{CostModel, PlanReport, ShardingPlan},
+    plan::{ShardingPlan, cost::CostModel, report::PlanReport},
     train::{Checkpoint, Checkpoints},
     types::{Placement, Rank, Seed, WorldSize},
 };
@@ -77,7 +77,9 @@ const DEFAULT_STEPS: u64 = 400;
 pub(crate) fn run(args: &Args) -> Result<()> {
     let place = args.devices.place(DEFAULT_WORLD_SIZE)?;
     if args.checkpoint_every == 0 {
-        return Err(Error::Usage("checkpoints every 0 steps are none, at least 1 is needed".into()));
+        return Err(Error::Usage(
+            "checkpoints every 0 steps are none, at least 1 is needed".into(),
+        ));
     }
     let known = args.resumed().map_or(Ok(None), Settings::read)?;
     known.iter().try_for_each(|known| args.agrees_with(known))?;
@@ -89,13 +91,20 @@ pub(crate) fn run(args: &Args) -> Result<()> {
     let data = args.data.clone().or_else(|| known.as_ref()?.data.clone());
     let corpus = data.as_deref().map_or_else(|| Ok(Corpus::embedded()), Corpus::read)?;
     let settings = args.settings(known, data, &corpus, place.placement.world_size())?;
-    let grid = DeviceMesh::builder().axis(DeviceMesh::AXIS, place.placement.world_size().as_usize());
+    let grid =
+        DeviceMesh::builder().axis(DeviceMesh::AXIS, place.placement.world_size().as_usize());
     args.devices.run_on(place, grid, |mesh| args.train(mesh, place.placement, settings, &corpus))
 }
 
 impl Args {
     /// Trains, and reports if this process is the first.
-    fn train(&self, mesh: &DeviceMesh, placement: Placement, settings: Settings, corpus: &Corpus) -> Result<()> {
+    fn train(
+        &self,
+        mesh: &DeviceMesh,
+        placement: Placement,
+        settings: Settings,
+        corpus: &Corpus,
+    ) -> Result<()> {
         let (seed, steps) = (Seed::new(settings.seed), settings.steps);
         let schedule = Schedule::of(&settings, corpus)?;
         let build = |vb: VarBuilder<'_>| Transformer::new(trainer::MODEL, &vb);
@@ -115,7 +124,8 @@ impl Args {
             let plan = sharding::plan(&parameters, placement.world_size())?;
             let needs = Needs::of(&parameters, &plan.cost(&CostModel::default())?)?;
             let run_dir;
-            (number, run_dir) = self.run_dir(&settings.with_session(session(mesh, placement, first)), first)?;
+            (number, run_dir) =
+                self.run_dir(&settings.with_session(session(mesh, placement, first)), first)?;
             journal = Some(Journal::new(first, steps, run_dir, needs));
             announce(&plan, &schedule, first, steps)?;
         }
@@ -124,7 +134,8 @@ impl Args {
             None => run_dir::numbered(trainer::largest(mesh, number)?),
         };
         let (schedule, checkpoint_every, stop) = (&schedule, self.checkpoint_every, stop_flag());
-        Job { mesh, corpus, schedule, steps, checkpoint_every, path: &path, checkpoint, stop }.run(&vars, journal)
+        Job { mesh, corpus, schedule, steps, checkpoint_every, path: &path, checkpoint, stop }
+            .run(&vars, journal)
     }
 
     /// The folder of the run, and its number, 0 if it has none.
@@ -143,10 +154,13 @@ impl Args {
 
     /// Checks that the arguments do not contradict what the run began with.
     fn agrees_with(&self, known: &Settings) -> Result<()> {
-        for (name, asked, known) in [("steps", self.steps, known.steps), ("seed", self.seed, known.seed)] {
+        for (name, asked, known) in
+            [("steps", self.steps, known.steps), ("seed", self.seed, known.seed)]
+        {
             if asked.is_some_and(|asked| asked != known) {
-                let other =
-                    Error::Usage(format!("the run was begun with --{name} {known}, and goes on with that alone"));
+                let other = Error::Usage(format!(
+                    "the run was begun with --{name} {known}, and goes on with that alone"
+                ));
                 return Err(other.hinted("another number is another run, in another folder"));
             }
         }
@@ -164,7 +178,9 @@ impl Args {
         let (text, model) = (corpus.fingerprint(), Some(trainer::MODEL));
         if let Some(known) = known {
             if text != known.text {
-                return Err(Error::Usage("the text is not the one that the run was begun with".into()));
+                return Err(Error::Usage(
+                    "the text is not the one that the run was begun with".into(),
+                ));
             }
             // Checkpoints of another model would be refused.
             return Ok(Settings { data, model, ..known });
@@ -174,7 +190,16 @@ impl Args {
             return Err(Error::Usage("0 steps are no training, at least 1 is needed".into()));
         }
         let max_tokens = data::max_tokens(world_size);
-        Ok(Settings { format_version: FORMAT_VERSION, seed, steps, data, text, max_tokens, model, sessions: vec![] })
+        Ok(Settings {
+            format_version: FORMAT_VERSION,
+            seed,
+            steps,
+            data,
+            text,
+            max_tokens,
+            model,
+            sessions: vec![],
+        })
     }
 }
 
@@ -183,7 +208,11 @@ fn stop_flag() -> Arc<AtomicBool> {
     let stop = Arc::new(AtomicBool::new(false));
     for signal in [SIGINT, SIGTERM] {
         // Whoever cannot be told when to stop is ended at once, as any program.
-        drop(flag::register_conditional_shutdown(signal, error::INTERRUPTED.into(), Arc::clone(&stop)));
+        drop(flag::register_conditional_shutdown(
+            signal,
+            error::INTERRUPTED.into(),
+            Arc::clone(&stop),
+        ));
         drop(flag::register(signal, Arc::clone(&stop)));
     }
     stop

@@ -2,7 +2,11 @@
 
 use candle_core::{DType, Device};
 use candle_distributed::{
-    plan::{CostModel, Full, ParameterInfo, PlanCost, RankCost, ShardingPlan, ShardingStrategy},
+    plan::{
+        ParameterInfo, ShardingPlan,
+        cost::{CostModel, PlanCost, RankCost},
+        strategy::{Full, ShardingStrategy},
+    },
     train,
     types::WorldSize,
 };
@@ -28,7 +32,8 @@ pub(crate) struct Needs {
 impl Needs {
     /// Those of a model whose [`plan`] costs so much.
     pub(crate) fn of(parameters: &[ParameterInfo], sharded: &PlanCost) -> Result<Self> {
-        let largest = |cost: &PlanCost| cost.ranks.iter().map(RankCost::total_bytes).max().unwrap_or(0);
+        let largest =
+            |cost: &PlanCost| cost.ranks.iter().map(RankCost::total_bytes).max().unwrap_or(0);
         let whole = plan(parameters, WorldSize::ONE)?.cost(&CostModel::default())?;
         Ok(Self { whole_bytes: largest(&whole), sharded_bytes: largest(sharded) })
     }

@@ -3,7 +3,7 @@
 use std::cmp::Ordering;
 
 use candle_core::{DType, Tensor};
-use fsdp_plan::{ElemType, ParameterInfo};
+use fsdp_plan::{ElemType, ParameterError, ParameterInfo};
 
 use crate::error::Result;
 
@@ -67,11 +67,9 @@ fn component_key(component: &str) -> ((u8, u64), &str) {
 }
 
 fn elem_type(name: &str, dtype: DType) -> fsdp_plan::Result<ElemType> {
-    let unknown = || fsdp_plan::Error::UnknownDtype {
-        name: name.to_owned(),
-        dtype: dtype.as_str().to_owned(),
-    };
-    elem_of(dtype).ok_or_else(unknown)
+    let unknown =
+        || ParameterError::UnknownDtype { name: name.to_owned(), dtype: dtype.as_str().to_owned() };
+    Ok(elem_of(dtype).ok_or_else(unknown)?)
 }
 
 /// The planner's word for a dtype of candle.

@@ -36,7 +36,7 @@ use crate::{
 /// use candle_core::{DType, Device, Tensor};
 /// use candle_nn::{Init, VarMap};
 /// use core_types::WorldSize;
-/// use fsdp_plan::{Full, ShardingStrategy};
+/// use fsdp_plan::strategy::{Full, ShardingStrategy};
 /// use dist_train::{ShardedVars, parameter_infos};
 /// use pmap_mesh::{DeviceMesh, P};
 ///

@@ -12,7 +12,7 @@ use core_types::WorldSize;
 use dist_train::{
     AdamW, Checkpoint, Checkpoints, DataParallel, ShardedVars, parameter_infos, value_and_grad,
 };
-use fsdp_plan::{Full, LayerWise, Layout, ShardingStrategy};
+use fsdp_plan::strategy::{Full, LayerWise, Layout, ShardingStrategy};
 use pmap_mesh::{ALL, DeviceMesh, P, Replica};
 use process_tests::{Engine, assert_same, folder, mesh, threads};
 

@@ -2,11 +2,8 @@
 
 use serde::Serialize;
 
-use super::tally::{Kind, Message};
-use crate::{
-    ShardingPlan,
-    error::{Error, Result},
-};
+use super::schedule::{Calls, Operation};
+use crate::error::{Error, Result};
 
 /// How often one kind of collective runs in a step, and how much it moves.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, Serialize)]
@@ -14,19 +11,20 @@ use crate::{
 pub struct Traffic {
     /// The number of calls.
     pub count: u64,
-    /// The bytes of the whole buffer, padding included, over all calls: what `all_gather` puts out, and what
-    /// `reduce_scatter` takes in.
+    /// The bytes of the whole buffer, padding included, over all calls: what `all_gather` puts out,
+    /// and what `reduce_scatter` takes in.
     pub bytes: u64,
 }
 
 /// The collectives of one step, one forward and one backward pass, as one rank takes part in them.
 ///
-/// Units are gathered before the forward pass, and again before the backward pass because they are freed in between;
-/// only the root unit and [kept units](ShardingPlan::with_kept_units) stay, as in PyTorch's `fully_shard`. Gradients are
-/// reduced once per unit. Layers that are not cut are broadcast by their owner and reduced to it in the same rhythm, and
-/// so are the parts of wrapped tensors. Gradients of replicated parameters are averaged by one `all_reduce` per unit;
-/// with several replicas, so is each rank's part of the reduced gradients, over the ranks that hold the same part.
-/// A world of one rank sends nothing.
+/// Units are gathered before the forward pass, and again before the backward pass because they are
+/// freed in between; only the root unit and [kept units](ShardingPlan::with_kept_units) stay, as in
+/// PyTorch's `fully_shard`. Gradients are reduced once per unit. Layers that are not cut are
+/// broadcast by their owner and reduced to it in the same rhythm, and so are the parts of wrapped
+/// tensors. Gradients of replicated parameters are averaged by one `all_reduce` per unit; with
+/// several replicas, so is each rank's part of the reduced gradients, over the ranks that hold the
+/// same part. A world of one rank sends nothing.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, Serialize)]
 #[non_exhaustive]
 pub struct Collectives {
@@ -42,69 +40,6 @@ pub struct Collectives {
     pub reduce: Traffic,
 }
 
-/// A kind of collective.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Operation {
-    AllGather,
-    ReduceScatter,
-    AllReduce,
-    Broadcast,
-    Reduce,
-}
-
-/// The ranks that take part in a call.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Scope {
-    /// A shard group: neighbors.
-    Group,
-    /// Ranks that hold the same part: one of each shard group.
-    Replicas,
-    /// All ranks.
-    World,
-}
-
-/// Some calls of one kind, with the bytes of each.
-#[derive(Clone, Copy, Debug)]
-pub(super) struct Calls {
-    pub(super) operation: Operation,
-    pub(super) scope: Scope,
-    pub(super) count: u64,
-    /// Bytes of all calls.
-    pub(super) bytes: u128,
-}
-
-/// The calls that bring the parameters of `message` and take their gradients away.
-pub(super) fn calls(plan: &ShardingPlan, message: &Message<'_>) -> Vec<Calls> {
-    let group = u128::from(plan.shard_group().as_u64());
-    let gathers = if plan.keeps_gathered(message.unit) { 1 } else { 2 };
-    let call = |operation, scope, times: u64, bytes| {
-        let count = message.calls * times;
-        Calls { operation, scope, count, bytes: bytes * u128::from(times) }
-    };
-    let gather = |operation| call(operation, Scope::Group, gathers, message.gather_bytes);
-    let reduce = |operation| call(operation, Scope::Group, 1, message.reduce_bytes);
-    let average = |bytes| call(Operation::AllReduce, Scope::Replicas, 1, bytes);
-    let calls = match message.kind {
-        Kind::Sharded => {
-            vec![gather(Operation::AllGather), reduce(Operation::ReduceScatter), average(message.reduce_bytes / group)]
-        }
-        Kind::Owned => vec![gather(Operation::Broadcast), reduce(Operation::Reduce), average(message.reduce_bytes)],
-        Kind::Replicated => vec![call(Operation::AllReduce, Scope::World, 1, message.reduce_bytes)],
-    };
-    calls.into_iter().filter(|calls| calls.bytes > 0 && calls.scope.size(plan) > 1).collect()
-}
-
-impl Scope {
-    /// The number of ranks that take part.
-    pub(super) fn size(self, plan: &ShardingPlan) -> u64 {
-        match self {
-            Self::Group => plan.shard_group().as_u64(),
-            Self::Replicas => plan.replicas(),
-            Self::World => plan.world_size().as_u64(),
-        }
-    }
-}
-
 impl Collectives {
     pub(super) fn add(&mut self, calls: Calls) -> Result<()> {
         let traffic = match calls.operation {
@@ -115,7 +50,8 @@ impl Collectives {
             Operation::Reduce => &mut self.reduce,
         };
         let bytes = u64::try_from(u128::from(traffic.bytes) + calls.bytes);
-        traffic.bytes = bytes.map_err(|_| Error::TotalTooLarge { what: "the bytes sent in a step" })?;
+        traffic.bytes =
+            bytes.map_err(|_| Error::TotalTooLarge { what: "the bytes sent in a step" })?;
         traffic.count += calls.count;
         Ok(())
     }

@@ -1,12 +1,13 @@
 //! How long collectives take, by the alpha–beta model.
 
-use super::collectives::{Calls, Operation, Scope};
+use super::schedule::{Calls, Operation, Scope};
 use crate::{
-    ShardingPlan,
     error::{Error, Result},
+    plan::ShardingPlan,
 };
 
-/// A link between two ranks: what a message costs whatever its size (alpha), and how much passes in a second (1 / beta).
+/// A link between two ranks: what a message costs whatever its size (alpha), and how much passes in
+/// a second (1 / beta).
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Link {
     /// Nanoseconds for a message of no bytes.
@@ -20,7 +21,7 @@ pub struct Link {
 /// # Examples
 ///
 /// ```
-/// use fsdp_plan::{Link, Links};
+/// use fsdp_plan::cost::{Link, Links};
 ///
 /// // Eight cards on PCIe 4.0 in each node, nodes on 25 Gb/s Ethernet that the cards share.
 /// let intra = Link { latency_ns: 10_000, bytes_per_s: 20_000_000_000 };
@@ -41,8 +42,9 @@ pub struct Links {
 }
 
 impl Links {
-    /// Eight H100 in a node: 450 GB/s each way by `NVLink`, 50 GB/s by a 400 Gb/s adapter for each (NVIDIA's data sheets
-    /// of H100 SXM and `ConnectX`-7). The latencies, 2 and 5 µs, are of the usual size and not of a data sheet.
+    /// Eight H100 in a node: 450 GB/s each way by `NVLink`, 50 GB/s by a 400 Gb/s adapter for each
+    /// (NVIDIA's data sheets of H100 SXM and `ConnectX`-7). The latencies, 2 and 5 µs, are of the
+    /// usual size and not of a data sheet.
     pub const H100: Self = Self {
         ranks_per_node: 8,
         intra: Link { latency_ns: 2_000, bytes_per_s: 450_000_000_000 },
@@ -65,8 +67,8 @@ impl Links {
 
     /// The seconds that `calls` take as rings.
     ///
-    /// `n` ranks pass chunks on in n − 1 steps, each as slow as the slowest link in it; of a ring through several nodes
-    /// as many links lead from node to node as there are nodes.
+    /// `n` ranks pass chunks on in n − 1 steps, each as slow as the slowest link in it; of a ring
+    /// through several nodes as many links lead from node to node as there are nodes.
     pub(super) fn seconds(&self, plan: &ShardingPlan, calls: Calls) -> f64 {
         let n = calls.scope.size(plan);
         let (rounds, portion) = match calls.operation {
@@ -76,11 +78,15 @@ impl Links {
         };
         let n_nodes = self.nodes(plan, calls.scope);
         let crossings = if n_nodes > 1 { n_nodes.min(n - 1) } else { 0 };
-        let steps_ns =
-            float(self.intra.latency_ns) * float(n - 1 - crossings) + float(self.inter.latency_ns) * float(crossings);
-        let slowest =
-            if n_nodes > 1 { self.intra.bytes_per_s.min(self.inter.bytes_per_s) } else { self.intra.bytes_per_s };
-        rounds * (float(calls.count) * steps_ns * 1e-9 + portion * wide(calls.bytes) / float(slowest))
+        let steps_ns = float(self.intra.latency_ns) * float(n - 1 - crossings)
+            + float(self.inter.latency_ns) * float(crossings);
+        let slowest = if n_nodes > 1 {
+            self.intra.bytes_per_s.min(self.inter.bytes_per_s)
+        } else {
+            self.intra.bytes_per_s
+        };
+        rounds
+            * (float(calls.count) * steps_ns * 1e-9 + portion * wide(calls.bytes) / float(slowest))
     }
 
     /// The nodes that the ranks of a call are in.

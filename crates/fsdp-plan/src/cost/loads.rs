@@ -1,8 +1,9 @@
 //! Sums over all members of a shard group that do not look at each of them for each parameter.
 //!
-//! Most cuts load a few runs of neighboring members equally. So it is enough to note where a load begins and ends, and
-//! to add up once, from the first member to the last: parameters + members steps instead of parameters × members, which
-//! would be 744 million for DeepSeek-V3 on 16,384 ranks.
+//! Most cuts load a few runs of neighboring members equally. So it is enough to note where a load
+//! begins and ends, and to add up once, from the first member to the last: parameters + members
+//! steps instead of parameters × members, which would be 744 million for DeepSeek-V3 on 16,384
+//! ranks.
 
 use std::ops::{AddAssign, Range, SubAssign};
 

@@ -1,7 +1,8 @@
 //! What a plan costs: bytes on every rank, and what one training step sends.
 //!
-//! The formulas are those of PyTorch's `fully_shard` (FSDP2) and `FullyShardedDataParallel` (FSDP1); tests compare them
-//! to the byte with what torch answers. Nothing here grows with parameters × ranks: see [`loads`].
+//! The formulas are those of PyTorch's `fully_shard` (FSDP2) and `FullyShardedDataParallel`
+//! (FSDP1); tests compare them to the byte with what torch answers. Nothing here grows with
+//! parameters × ranks: see [`loads`].
 
 mod collectives;
 mod links;
@@ -10,6 +11,7 @@ mod model;
 mod optimizer;
 mod pricing;
 mod ragged;
+mod schedule;
 mod tally;
 
 use std::collections::BTreeMap;
@@ -25,11 +27,12 @@ pub use self::{
 };
 use self::{
     loads::Load,
-    tally::{Kind, Message, Tally},
+    schedule::{Kind, Message},
+    tally::Tally,
 };
 use crate::{
-    ShardingPlan,
     error::{Error, Result},
+    plan::ShardingPlan,
 };
 
 /// The bytes that one rank holds: between two steps, and for a while within a step.
@@ -40,21 +43,23 @@ pub struct RankCost {
     pub rank: Rank,
     /// Parameters it owns or keeps a copy of, without padding.
     pub param_bytes: u64,
-    /// Memory in which it stores them: room for the largest share of any rank, of each parameter under
-    /// [`Cut::Dim0`](crate::Cut::Dim0) and of each unit under flat and ragged cuts.
+    /// Memory in which it stores them: room for the largest share of any rank, of each parameter
+    /// under [`Cut::Dim0`](crate::Cut::Dim0) and of each unit under flat and ragged cuts.
     pub storage_bytes: u64,
-    /// Gradients, in the dtype in which parameters are held. The padding of [`Cut::Flat`](crate::Cut::Flat) has
-    /// gradients too.
+    /// Gradients, in the dtype in which parameters are held. The padding of
+    /// [`Cut::Flat`](crate::Cut::Flat) has gradients too.
     pub grad_bytes: u64,
     /// What the optimizer remembers.
     ///
-    /// It counts a tensor cut along dim 0 on every rank, also where a rank has no row of it, and a flat unit as one
-    /// tensor, because that is what PyTorch's optimizers are given.
+    /// It counts a tensor cut along dim 0 on every rank, also where a rank has no row of it, and a
+    /// flat unit as one tensor, because that is what PyTorch's optimizers are given.
     pub optimizer_bytes: u64,
-    /// Parameters gathered at the same time, at most: the root unit and those that stay gathered, and the largest run of
-    /// a unit and those that are gathered ahead of it; all as they travel, with padding. 0 in a shard group of one.
+    /// Parameters gathered at the same time, at most: the root unit and those that stay gathered,
+    /// and the largest run of a unit and those that are gathered ahead of it; all as they travel,
+    /// with padding. 0 in a shard group of one.
     pub gathered_bytes: u64,
-    /// Gradients of the largest unit before they are reduced, as they travel, with padding. 0 in a shard group of one.
+    /// Gradients of the largest unit before they are reduced, as they travel, with padding. 0 in a
+    /// shard group of one.
     pub unreduced_bytes: u64,
 }
 
@@ -64,8 +69,8 @@ impl RankCost {
         [self.storage_bytes, self.grad_bytes, self.optimizer_bytes].map(u128::from).iter().sum()
     }
 
-    /// What the rank holds at most, but for activations: [`total_bytes`](Self::total_bytes), gathered parameters and
-    /// unreduced gradients.
+    /// What the rank holds at most, but for activations: [`total_bytes`](Self::total_bytes),
+    /// gathered parameters and unreduced gradients.
     pub fn peak_bytes(&self) -> u128 {
         self.total_bytes() + u128::from(self.gathered_bytes) + u128::from(self.unreduced_bytes)
     }
@@ -99,7 +104,8 @@ impl ShardingPlan {
     ///
     /// # Complexity
     ///
-    /// Linear in parameters + ranks in memory, and in time as well but for ragged cuts, which take up to units × ranks steps.
+    /// Linear in parameters + ranks in memory, and in time as well but for ragged cuts, which take
+    /// up to units × ranks steps.
     ///
     /// # Errors
     ///
@@ -109,13 +115,21 @@ impl ShardingPlan {
     ///
     /// ```
     /// use core_types::WorldSize;
-    /// use fsdp_plan::{CostModel, ElemType, Full, ParameterInfo, ShardingStrategy};
+    /// use fsdp_plan::{
+    ///     ElemType, ParameterInfo,
+    ///     cost::CostModel,
+    ///     strategy::{Full, ShardingStrategy},
+    /// };
     ///
     /// let parameters = [ParameterInfo::new("fc.weight", [10, 4], ElemType::F32)?];
-    /// let cost = Full::default().plan(&parameters, WorldSize::new(4)?)?.cost(&CostModel::default())?;
+    /// let cost =
+    ///     Full::default().plan(&parameters, WorldSize::new(4)?)?.cost(&CostModel::default())?;
     ///
     /// // Rows are cut 3, 3, 3, 1, and the last rank stores two rows of padding.
-    /// assert_eq!(cost.ranks.iter().map(|rank| rank.param_bytes).collect::<Vec<_>>(), [48, 48, 48, 16]);
+    /// assert_eq!(
+    ///     cost.ranks.iter().map(|rank| rank.param_bytes).collect::<Vec<_>>(),
+    ///     [48, 48, 48, 16]
+    /// );
     /// assert_eq!(cost.ranks.iter().map(|rank| rank.storage_bytes).collect::<Vec<_>>(), [48; 4]);
     /// assert_eq!(cost.ranks[3].optimizer_bytes, 2 * 16 + 4);
     /// assert_eq!(cost.max_over_mean, 1.2);
@@ -132,25 +146,33 @@ impl ShardingPlan {
         let ranks = ranks.collect::<Result<Vec<_>>>()?;
         let mut collectives = Collectives::default();
         let mut seconds = 0.0;
-        for calls in messages.iter().flat_map(|message| collectives::calls(self, message)) {
+        for calls in messages.iter().flat_map(|message| schedule::calls(self, message)) {
             collectives.add(calls)?;
             seconds += model.links().map_or(0.0, |links| links.seconds(self, calls));
         }
         let max_over_mean = max_over_mean(&ranks);
-        Ok(PlanCost { ranks, max_over_mean, collectives, step_seconds: model.links().map(|_| seconds) })
+        Ok(PlanCost {
+            ranks,
+            max_over_mean,
+            collectives,
+            step_seconds: model.links().map(|_| seconds),
+        })
     }
 }
 
-/// How many of the last units of `plan` can stay gathered so that no rank ever holds more than `budget_bytes`; 0 if not
-/// even none can.
+/// How many of the last units of `plan` can stay gathered so that no rank ever holds more than
+/// `budget_bytes`; 0 if not even none can.
 pub(crate) fn max_kept_units(plan: &ShardingPlan, model: &CostModel, budget_bytes: u64) -> usize {
     let Tally { loads, messages, .. } = Tally::of(plan, model);
     let units = plan.units();
-    let positions: BTreeMap<&str, usize> = units.iter().zip(0..).map(|(&unit, position)| (unit, position)).collect();
+    let positions: BTreeMap<&str, usize> =
+        units.iter().zip(0..).map(|(&unit, position)| (unit, position)).collect();
     let total = loads.into_members().iter().map(Load::total).max().unwrap_or(0);
     let rest = i128::from(budget_bytes) - total;
     let fits = |n_kept: usize| {
-        let stays = |unit: &str| unit.is_empty() || positions.get(unit).is_some_and(|at| at + n_kept >= units.len());
+        let stays = |unit: &str| {
+            unit.is_empty() || positions.get(unit).is_some_and(|at| at + n_kept >= units.len())
+        };
         let peak = gathered_bytes(plan, model, &messages, stays) + unreduced_bytes(plan, &messages);
         i128::try_from(peak).is_ok_and(|peak| peak <= rest)
     };
@@ -196,8 +218,13 @@ fn gathered_bytes(
     }
     let travelling = messages.iter().filter(|message| message.kind != Kind::Replicated);
     let (kept, passing): (Vec<_>, Vec<_>) = travelling.partition(|message| stays(message.unit));
-    let run = usize::try_from(model.prefetch.saturating_add(1)).unwrap_or(usize::MAX).min(passing.len()).max(1);
-    let sum = |messages: &[&Message<'_>]| messages.iter().map(|message| message.gather_bytes).sum::<u128>();
+    let run = usize::try_from(model.prefetch.saturating_add(1))
+        .unwrap_or(usize::MAX)
+        .min(passing.len())
+        .max(1);
+    let sum = |messages: &[&Message<'_>]| {
+        messages.iter().map(|message| message.gather_bytes).sum::<u128>()
+    };
     sum(&kept) + passing.windows(run).map(sum).max().unwrap_or(0)
 }
 

@@ -1,14 +1,14 @@
 //! What the cost of a plan depends on besides the plan.
 
 use super::{Links, Optimizer};
-use crate::{ElemType, ParameterInfo};
+use crate::{elem::ElemType, param::ParameterInfo};
 
 /// What the cost of a plan depends on besides the plan.
 ///
 /// # Examples
 ///
 /// ```
-/// # use fsdp_plan::{CostModel, ElemType, Optimizer};
+/// # use fsdp_plan::{ElemType, cost::{CostModel, Optimizer}};
 /// let model = CostModel::default()
 ///     .with_optimizer(Optimizer::Sgd)
 ///     .with_param_dtype(ElemType::F32)
@@ -27,7 +27,13 @@ pub struct CostModel {
 
 impl Default for CostModel {
     fn default() -> Self {
-        Self { optimizer: Optimizer::default(), prefetch: 1, links: None, param_dtype: None, mixed_precision: None }
+        Self {
+            optimizer: Optimizer::default(),
+            prefetch: 1,
+            links: None,
+            param_dtype: None,
+            mixed_precision: None,
+        }
     }
 }
 
@@ -39,15 +45,16 @@ impl CostModel {
         self
     }
 
-    /// Holds trained parameters, their gradients and what the optimizer derives from their dtype as `dtype`, whatever
-    /// the checkpoint has. Default: each in its own dtype.
+    /// Holds trained parameters, their gradients and what the optimizer derives from their dtype as
+    /// `dtype`, whatever the checkpoint has. Default: each in its own dtype.
     #[must_use]
     pub fn with_param_dtype(mut self, dtype: ElemType) -> Self {
         self.param_dtype = Some(dtype);
         self
     }
 
-    /// Sends trained parameters as `param_dtype` and gradients as `reduce_dtype`: PyTorch's `MixedPrecisionPolicy`.
+    /// Sends trained parameters as `param_dtype` and gradients as `reduce_dtype`: PyTorch's
+    /// `MixedPrecisionPolicy`.
     ///
     /// What ranks hold stays in the dtype of each parameter. Default: everything does.
     #[must_use]

@@ -1,6 +1,6 @@
 //! What optimizers remember from step to step.
 
-use crate::ElemType;
+use crate::elem::ElemType;
 
 /// Elements that share a scale in 8-bit states.
 const BLOCK_8BIT: u128 = 256;
@@ -12,16 +12,17 @@ const MIN_8BIT_NUMEL: u128 = 4096;
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash)]
 #[non_exhaustive]
 pub enum Optimizer {
-    /// Adam and `AdamW` as in PyTorch: two moments in the dtype of the parameter, and a 4-byte step count.
+    /// Adam and `AdamW` as in PyTorch: two moments in the dtype of the parameter, and a 4-byte step
+    /// count.
     #[default]
     Adam,
-    /// Adam in mixed precision, as in Megatron-LM and `DeepSpeed`: a copy of the parameter and two moments, all in
-    /// [`ElemType::F32`], and a 4-byte step count.
+    /// Adam in mixed precision, as in Megatron-LM and `DeepSpeed`: a copy of the parameter and two
+    /// moments, all in [`ElemType::F32`], and a 4-byte step count.
     AdamMixed,
-    /// Adam with 8-bit states, as in bitsandbytes from 0.44 on: two moments of one byte per element, and 4 bytes for the
-    /// scale of each 256; tensors of fewer than 4,096 elements have moments of 4 bytes. (T. Dettmers and others, "8-bit
-    /// Optimizers via Block-wise Quantization", arXiv 2110.02861.) The 2 KiB of quantization maps, which all tensors
-    /// share, are not counted.
+    /// Adam with 8-bit states, as in bitsandbytes from 0.44 on: two moments of one byte per
+    /// element, and 4 bytes for the scale of each 256; tensors of fewer than 4,096 elements have
+    /// moments of 4 bytes. (T. Dettmers and others, "8-bit Optimizers via Block-wise Quantization",
+    /// arXiv 2110.02861.) The 2 KiB of quantization maps, which all tensors share, are not counted.
     Adam8bit,
     /// Gradient descent with momentum: one buffer in the dtype of the parameter.
     Sgd,

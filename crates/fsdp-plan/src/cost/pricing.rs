@@ -1,7 +1,7 @@
 //! What the elements of a parameter cost, looked up once for all of its parts.
 
 use super::{CostModel, Optimizer, loads::Load};
-use crate::{ElemType, ParameterInfo};
+use crate::{elem::ElemType, param::ParameterInfo};
 
 /// What the elements of one parameter cost.
 #[derive(Clone, Copy)]

@@ -1,8 +1,8 @@
 //! The parts of ragged units, each of which every member has another one of.
 //!
-//! Most members lie in the middle of a parameter and have one of two amounts of it. They are loaded with the smaller one
-//! all at once, so that only the edges of parameters and the members with the larger one take a step each: at most
-//! parameters + units × members.
+//! Most members lie in the middle of a parameter and have one of two amounts of it. They are loaded
+//! with the smaller one all at once, so that only the edges of parameters and the members with the
+//! larger one take a step each: at most parameters + units × members.
 
 use std::{mem, ops::AddAssign};
 
@@ -12,23 +12,36 @@ use super::{
     pricing::Pricing,
 };
 use crate::{
-    ParameterInfo,
     arithmetic::index,
     cut::{Middle, Ragged},
+    param::ParameterInfo,
     shares::Shares,
 };
 
 /// The parameters of a unit, in order.
 pub(super) type Unit<'a> = Vec<(&'a ParameterInfo, Ragged)>;
 
-/// Loads each member with its parts of all units, and returns the largest share of each unit, in their order.
-pub(super) fn measure(units: &[Unit<'_>], shares: &Shares, model: &CostModel, loads: &mut Loads) -> Vec<Share> {
-    let mut sums = Sums { of_member: vec![Share::default(); shares.group().as_usize()], touched: Vec::new() };
+/// Loads each member with its parts of all units, and returns the largest share of each unit, in
+/// their order.
+pub(super) fn measure(
+    units: &[Unit<'_>],
+    shares: &Shares,
+    model: &CostModel,
+    loads: &mut Loads,
+) -> Vec<Share> {
+    let mut sums =
+        Sums { of_member: vec![Share::default(); shares.group().as_usize()], touched: Vec::new() };
     units.iter().map(|unit| measure_unit(unit, shares, model, loads, &mut sums)).collect()
 }
 
 /// Adds the parts of a unit to `loads`, and returns the largest share in each respect.
-fn measure_unit(unit: &Unit<'_>, shares: &Shares, model: &CostModel, loads: &mut Loads, sums: &mut Sums) -> Share {
+fn measure_unit(
+    unit: &Unit<'_>,
+    shares: &Shares,
+    model: &CostModel,
+    loads: &mut Loads,
+    sums: &mut Sums,
+) -> Share {
     let mut largest = Share::default();
     for &(info, parts) in unit {
         let pricing = Pricing::of(model, info);
@@ -45,7 +58,8 @@ fn measure_unit(unit: &Unit<'_>, shares: &Shares, model: &CostModel, loads: &mut
     largest.max(sums.take_largest())
 }
 
-/// Loads the members in the middle of a parameter, all at once with the least they have, and returns their largest share.
+/// Loads the members in the middle of a parameter, all at once with the least they have, and
+/// returns their largest share.
 fn add_middle(middle: &Middle, pricing: Pricing, loads: &mut Loads) -> Share {
     let (mut largest, larger) = (middle.numel, middle.numel + middle.granule_numel);
     let least = load(pricing, middle.numel);

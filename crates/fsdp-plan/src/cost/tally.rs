@@ -9,39 +9,15 @@ use super::{
     loads::{Load, Loads},
     pricing::Pricing,
     ragged::{self, Share},
+    schedule::{Kind, Message},
 };
 use crate::{
-    Cut, ParameterInfo, PlannedParameter, ShardingPlan,
-    cut::{Chunks, Division, Ragged},
+    cut::{Chunks, Cut, Division, Ragged},
     groups::Groups,
+    param::ParameterInfo,
+    plan::{PlannedParameter, ShardingPlan},
     shares::Shares,
 };
-
-/// How parameters travel.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-pub(super) enum Kind {
-    /// Everyone sends a part to everyone.
-    Sharded,
-    /// Owners send to everyone.
-    Owned,
-    /// Everyone has a copy, and only gradients travel.
-    Replicated,
-}
-
-/// Parameters that travel together: those of a unit, or of a layer that is kept whole.
-#[derive(Clone, Debug)]
-pub(super) struct Message<'a> {
-    pub(super) kind: Kind,
-    pub(super) unit: &'a str,
-    /// The number of calls: one, or one for each owner.
-    pub(super) calls: u64,
-    /// The whole buffer of parameters, padding included.
-    pub(super) gather_bytes: u128,
-    /// The whole buffer of gradients, padding included.
-    pub(super) reduce_bytes: u128,
-    /// The last member that was counted as an owner.
-    last_owner: Option<u64>,
-}
 
 /// What a walk over a plan finds.
 pub(super) struct Tally<'a> {
@@ -56,7 +32,13 @@ pub(super) struct Tally<'a> {
 impl<'a> Tally<'a> {
     pub(super) fn of(plan: &'a ShardingPlan, model: &'a CostModel) -> Self {
         let loads = Loads::new(plan.shard_group());
-        let mut tally = Self { model, shares: plan.shares(), loads, messages: Vec::new(), positions: BTreeMap::new() };
+        let mut tally = Self {
+            model,
+            shares: plan.shares(),
+            loads,
+            messages: Vec::new(),
+            positions: BTreeMap::new(),
+        };
         let units = Groups::of(plan.parameters().iter().map(|parameter| parameter.info().unit()));
         let mut ragged: Vec<ragged::Unit<'_>> = vec![Vec::new(); units.names.len()];
         for (parameter, unit) in plan.parameters().iter().zip(units.of_item) {
@@ -143,7 +125,8 @@ impl<'a> Tally<'a> {
         self.add_bytes(Kind::Owned, info, info.layer(), info.numel().into());
     }
 
-    /// Counts a call for what `owner` sends of the layer of `info`, unless it sent of it just before.
+    /// Counts a call for what `owner` sends of the layer of `info`, unless it sent of it just
+    /// before.
     fn add_owner(&mut self, info: &'a ParameterInfo, owner: u64) {
         let message = self.message(Kind::Owned, info, info.layer());
         if message.last_owner != Some(owner) {
@@ -176,7 +159,14 @@ impl<'a> Tally<'a> {
         let position = *self.positions.entry((kind, name)).or_insert(next);
         if position == next {
             let unit = info.unit();
-            self.messages.push(Message { kind, unit, calls: 1, gather_bytes: 0, reduce_bytes: 0, last_owner: None });
+            self.messages.push(Message {
+                kind,
+                unit,
+                calls: 1,
+                gather_bytes: 0,
+                reduce_bytes: 0,
+                last_owner: None,
+            });
         }
         &mut self.messages[position]
     }

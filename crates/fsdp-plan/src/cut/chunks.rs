@@ -4,9 +4,10 @@ use std::ops::Range;
 
 use core_types::{Placement, WorldSize, split};
 
-use crate::{ParameterInfo, shares::Shares};
+use crate::{param::ParameterInfo, shares::Shares};
 
-/// A parameter as a run of items, part of `total` items that are cut over the shard group in chunks.
+/// A parameter as a run of items, part of `total` items that are cut over the shard group in
+/// chunks.
 ///
 /// The items are the rows of the parameter, or the elements of its unit.
 #[derive(Clone, Copy, Debug)]
@@ -27,7 +28,8 @@ impl Chunks {
         Self { start: offset, end: offset + info.numel(), total, item_numel: 1 }
     }
 
-    /// Elements that the chunk of a member has room for, whether or not there are enough for all members.
+    /// Elements that the chunk of a member has room for, whether or not there are enough for all
+    /// members.
     pub(crate) fn chunk_numel(&self, group: WorldSize) -> u64 {
         self.chunk_items(group) * self.item_numel
     }
@@ -39,8 +41,8 @@ impl Chunks {
 
     /// Members next to each other that hold equally many elements, with that number.
     ///
-    /// There are at most three of these runs: part of a chunk, whole chunks, part of a chunk. So a sum over all members
-    /// takes as long for a thousand of them as for two.
+    /// There are at most three of these runs: part of a chunk, whole chunks, part of a chunk. So a
+    /// sum over all members takes as long for a thousand of them as for two.
     pub(crate) fn runs(&self, group: WorldSize) -> impl Iterator<Item = (Range<u64>, u64)> + use<> {
         let Self { start, end, item_numel, .. } = *self;
         let chunk = self.chunk_items(group);
@@ -55,11 +57,17 @@ impl Chunks {
                 (last.max(first + 1)..last + 1, end - last * chunk),
             ]
         };
-        runs.into_iter().filter(|(members, _)| !members.is_empty()).map(move |(members, n)| (members, n * item_numel))
+        runs.into_iter()
+            .filter(|(members, _)| !members.is_empty())
+            .map(move |(members, n)| (members, n * item_numel))
     }
 
     /// The owners of the elements `within`, each with those it has, in order.
-    pub(crate) fn parts(&self, shares: &Shares, within: Range<u64>) -> impl Iterator<Item = (u64, Range<u64>)> {
+    pub(crate) fn parts(
+        &self,
+        shares: &Shares,
+        within: Range<u64>,
+    ) -> impl Iterator<Item = (u64, Range<u64>)> {
         let chunks = *self;
         let first_item = self.start + within.start / self.item_numel.max(1);
         let first = first_item / self.chunk_items(shares.group()).max(1);
@@ -95,13 +103,20 @@ mod tests {
 
     #[test]
     fn runs_say_for_all_members_what_parts_say_for_each() {
-        for (total, members) in (0..=12).flat_map(|total| (1..=7).map(move |members| (total, members))) {
+        for (total, members) in
+            (0..=12).flat_map(|total| (1..=7).map(move |members| (total, members)))
+        {
             let group = WorldSize::new(members).unwrap();
             let shares = Shares::even(group);
-            for (start, end) in (0..=total).flat_map(|end| (0..=end).map(move |start| (start, end))) {
+            for (start, end) in (0..=total).flat_map(|end| (0..=end).map(move |start| (start, end)))
+            {
                 let chunks = Chunks { start, end, total, item_numel: 3 };
                 let by_runs = |member| -> u64 {
-                    chunks.runs(group).filter(|(members, _)| members.contains(&member)).map(|(_, n)| n).sum()
+                    chunks
+                        .runs(group)
+                        .filter(|(members, _)| members.contains(&member))
+                        .map(|(_, n)| n)
+                        .sum()
                 };
                 for member in 0..members {
                     let part = chunks.part(&shares, member);

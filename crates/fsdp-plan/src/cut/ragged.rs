@@ -1,10 +1,12 @@
-//! Equal parts of a buffer whose bounds are moved to the nearest granule of the parameter they fall into.
+//! Equal parts of a buffer whose bounds are moved to the nearest granule of the parameter they fall
+//! into.
 
 use std::ops::Range;
 
 use crate::{
-    ElemType, ParameterInfo,
     arithmetic::mul_div,
+    elem::ElemType,
+    param::ParameterInfo,
     shares::{Run, Shares},
 };
 
@@ -19,8 +21,8 @@ pub(crate) struct Ragged {
     dtype: ElemType,
 }
 
-/// Neighbors in the middle of a parameter, who have nothing else of its buffer: all have equally many granules of it, or
-/// one more.
+/// Neighbors in the middle of a parameter, who have nothing else of its buffer: all have equally
+/// many granules of it, or one more.
 #[derive(Clone, Debug)]
 pub(crate) struct Middle {
     pub(crate) members: Range<u64>,
@@ -28,8 +30,9 @@ pub(crate) struct Middle {
     pub(crate) numel: u64,
     /// The elements that some have besides.
     pub(crate) granule_numel: u64,
-    /// What is left of a granule grows by `step` from bound to bound, and whenever it reaches `granule` it is given to a
-    /// member. It begins as `rest`; all are counted in fractions of a byte.
+    /// What is left of a granule grows by `step` from bound to bound, and whenever it reaches
+    /// `granule` it is given to a member. It begins as `rest`; all are counted in fractions of a
+    /// byte.
     step: u64,
     rest: u64,
     granule: u64,
@@ -45,7 +48,13 @@ impl Middle {
 }
 
 impl Ragged {
-    pub(super) fn new(info: &ParameterInfo, start: u64, buffer_bytes: u64, granule: u64, round_up_from: u64) -> Self {
+    pub(super) fn new(
+        info: &ParameterInfo,
+        start: u64,
+        buffer_bytes: u64,
+        granule: u64,
+        round_up_from: u64,
+    ) -> Self {
         let end = start + info.bytes();
         Self { start, end, buffer_bytes, granule, round_up_from, dtype: info.dtype() }
     }
@@ -66,16 +75,21 @@ impl Ragged {
         shares: &'a Shares,
         within: Range<u64>,
     ) -> impl Iterator<Item = (u64, Range<u64>)> + use<'a> {
-        // The granule of the first element may belong to any run that reaches into it, and to none that ends before it.
+        // The granule of the first element may belong to any run that reaches into it, and to none
+        // that ends before it.
         let granule_start = self.dtype.bytes_of_blocks(within.start) / self.granule * self.granule;
-        let at = mul_div(self.start.saturating_add(granule_start), shares.total(), self.buffer_bytes);
+        let at =
+            mul_div(self.start.saturating_add(granule_start), shares.total(), self.buffer_bytes);
         let first = shares.position(at).saturating_sub(1);
         let parts = self.parts_of_runs(shares, first..shares.len(), within.end);
-        let clipped = parts.map(move |(owner, part)| (owner, part.start.max(within.start)..part.end.min(within.end)));
+        let clipped = parts.map(move |(owner, part)| {
+            (owner, part.start.max(within.start)..part.end.min(within.end))
+        });
         clipped.filter(|(_, part)| !part.is_empty())
     }
 
-    /// The owners of the runs at `positions`, each with the elements that lie in it, in order and up to those at `end`.
+    /// The owners of the runs at `positions`, each with the elements that lie in it, in order and
+    /// up to those at `end`.
     fn parts_of_runs<'a>(
         &self,
         shares: &'a Shares,
@@ -105,11 +119,12 @@ impl Ragged {
         if shares.table().is_some() || first >= last {
             return None;
         }
-        // In fractions of a byte, of which `total` make one, everything is whole: a bound lies after as many granules as
-        // there are in `at`.
+        // In fractions of a byte, of which `total` make one, everything is whole: a bound lies
+        // after as many granules as there are in `at`.
         let granule = self.granule.checked_mul(total)?;
         self.buffer_bytes.checked_mul(total)?.checked_add(granule)?; // nothing below is larger
-        let at = self.buffer_bytes * first + (self.granule - self.round_up_from) * total - self.start * total;
+        let at = self.buffer_bytes * first + (self.granule - self.round_up_from) * total
+            - self.start * total;
         Some(Middle {
             members: first..last,
             numel: self.elements(self.buffer_bytes / granule * self.granule),
@@ -120,7 +135,8 @@ impl Ragged {
         })
     }
 
-    /// The owners of what lies before and behind the `middle`, each with the elements it has, in order.
+    /// The owners of what lies before and behind the `middle`, each with the elements it has, in
+    /// order.
     pub(crate) fn outer_parts<'a>(
         &self,
         shares: &'a Shares,
@@ -141,7 +157,8 @@ impl Ragged {
         } else if at >= self.end {
             self.end - self.start
         } else {
-            let (granules, rest) = ((at - self.start) / self.granule, (at - self.start) % self.granule);
+            let (granules, rest) =
+                ((at - self.start) / self.granule, (at - self.start) % self.granule);
             let start = granules * self.granule;
             let end = start.saturating_add(self.granule).min(self.end - self.start);
             if rest < self.round_up_from { start } else { end }
@@ -169,11 +186,20 @@ mod tests {
     /// The elements of each owner, from the middle and what lies around it.
     fn owned(ragged: Ragged, shares: &Shares) -> BTreeMap<u64, u64> {
         let middle = ragged.middle(shares);
-        let outer = ragged.outer_parts(shares, middle.as_ref()).map(|(owner, part)| (owner, part.end - part.start));
-        let least = middle.iter().flat_map(|middle| middle.members.clone().map(|member| (member, middle.numel)));
-        let more = middle.iter().flat_map(|middle| middle.larger().map(|member| (member, middle.granule_numel)));
+        let outer = ragged
+            .outer_parts(shares, middle.as_ref())
+            .map(|(owner, part)| (owner, part.end - part.start));
+        let least = middle
+            .iter()
+            .flat_map(|middle| middle.members.clone().map(|member| (member, middle.numel)));
+        let more = middle
+            .iter()
+            .flat_map(|middle| middle.larger().map(|member| (member, middle.granule_numel)));
         let mut owned = BTreeMap::new();
-        outer.chain(least).chain(more).for_each(|(member, numel)| *owned.entry(member).or_insert(0) += numel);
+        outer
+            .chain(least)
+            .chain(more)
+            .for_each(|(member, numel)| *owned.entry(member).or_insert(0) += numel);
         owned.retain(|_, numel| *numel > 0);
         owned
     }
@@ -181,15 +207,26 @@ mod tests {
     #[test]
     fn the_middle_and_what_lies_around_it_are_all_parts() {
         let mut n_middles = 0;
-        let grid = [1, 2, 3, 7, 16].into_iter().flat_map(|members| (1..=40).map(move |numel| (members, numel)));
+        let grid = [1, 2, 3, 7, 16]
+            .into_iter()
+            .flat_map(|members| (1..=40).map(move |numel| (members, numel)));
         for (members, numel) in grid {
             let shares = Shares::even(WorldSize::new(members).unwrap());
             let info = ParameterInfo::new("w", [numel], ElemType::U8).unwrap();
-            for (start, behind, granule) in [(0, 0, 1), (0, 0, 3), (1, 0, 2), (10, 3, 1), (7, 20, 5), (0, 50, 4)] {
+            for (start, behind, granule) in
+                [(0, 0, 1), (0, 0, 3), (1, 0, 2), (10, 3, 1), (7, 20, 5), (0, 50, 4)]
+            {
                 for round_up_from in 1..=granule {
-                    let ragged = Ragged::new(&info, start, start + numel + behind, granule, round_up_from);
-                    let parts = ragged.parts(&shares, 0..numel).map(|(owner, part)| (owner, part.end - part.start));
-                    assert_eq!(owned(ragged, &shares), parts.collect(), "{ragged:?} over {members}");
+                    let ragged =
+                        Ragged::new(&info, start, start + numel + behind, granule, round_up_from);
+                    let parts = ragged
+                        .parts(&shares, 0..numel)
+                        .map(|(owner, part)| (owner, part.end - part.start));
+                    assert_eq!(
+                        owned(ragged, &shares),
+                        parts.collect(),
+                        "{ragged:?} over {members}"
+                    );
                     n_middles += u64::from(ragged.middle(&shares).is_some());
                 }
             }

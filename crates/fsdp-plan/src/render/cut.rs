@@ -1,7 +1,7 @@
 //! Cuts in words.
 
 use super::text::{counted, grouped};
-use crate::Cut;
+use crate::cut::Cut;
 
 /// What a cut does, in a few words.
 pub(super) fn words(cut: Cut) -> String {
@@ -18,7 +18,11 @@ pub(super) fn words(cut: Cut) -> String {
             )
         }
         Cut::Wrapped { offset, total_bytes } => {
-            format!("wrapped, from byte {} of {}", grouped(offset.into()), grouped(total_bytes.into()))
+            format!(
+                "wrapped, from byte {} of {}",
+                grouped(offset.into()),
+                grouped(total_bytes.into())
+            )
         }
         Cut::Whole { owner } => format!("whole on {owner}"),
         Cut::Replicated => String::from("a copy on every rank"),

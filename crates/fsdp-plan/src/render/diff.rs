@@ -1,7 +1,7 @@
 //! The differences of two plans, line by line.
 
 use super::{cut, text::Printable};
-use crate::{PlanDiff, PlannedParameter};
+use crate::{plan::PlannedParameter, report::PlanDiff};
 
 pub(super) fn lines(diff: &PlanDiff<'_>) -> Vec<String> {
     let plan = diff.plan.iter().map(|(what, before, after)| {
@@ -27,7 +27,11 @@ fn described(parameter: &PlannedParameter) -> String {
 
 fn properties(parameter: &PlannedParameter) -> String {
     let info = parameter.info();
-    let unit = if info.unit().is_empty() { String::new() } else { format!(" in {}", Printable(info.unit())) };
+    let unit = if info.unit().is_empty() {
+        String::new()
+    } else {
+        format!(" in {}", Printable(info.unit()))
+    };
     let frozen = if info.requires_grad() { "" } else { " frozen" };
     format!("{:?} {}{unit}{frozen}, {}", info.shape(), info.dtype(), cut::words(parameter.cut()))
 }

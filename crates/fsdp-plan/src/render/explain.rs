@@ -4,9 +4,15 @@ use super::{
     columns, cut,
     text::{Printable, binary, counted, grouped},
 };
-use crate::{PlanCost, PlannedParameter, RankCost, ShardingPlan, error::Result, groups::Groups};
+use crate::{
+    cost::{PlanCost, RankCost},
+    error::Result,
+    groups::Groups,
+    plan::{PlannedParameter, ShardingPlan},
+};
 
-/// What becomes of the parameter at `param_idx`: its cut, and the ranks of the first replica that hold parts of it.
+/// What becomes of the parameter at `param_idx`: its cut, and the ranks of the first replica that
+/// hold parts of it.
 pub(super) fn parameter(plan: &ShardingPlan, param_idx: usize) -> String {
     let parameter = &plan.parameters()[param_idx];
     let info = parameter.info();
@@ -20,7 +26,11 @@ pub(super) fn parameter(plan: &ShardingPlan, param_idx: usize) -> String {
             counted(info.bytes().into(), "byte"),
         ),
         format!("layer {}, {}", Printable(info.layer()), travels(plan, info.unit())),
-        format!("{}{}", cut::words(parameter.cut()), if info.requires_grad() { "" } else { "; not trained" }),
+        format!(
+            "{}{}",
+            cut::words(parameter.cut()),
+            if info.requires_grad() { "" } else { "; not trained" }
+        ),
     ];
     if let Some(target) = info.tied_to() {
         lines.push(format!("its values are those of {}", Printable(target)));
@@ -30,7 +40,11 @@ pub(super) fn parameter(plan: &ShardingPlan, param_idx: usize) -> String {
 }
 
 fn travels(plan: &ShardingPlan, unit: &str) -> String {
-    let unit_name = if unit.is_empty() { String::from("the root unit") } else { format!("unit {}", Printable(unit)) };
+    let unit_name = if unit.is_empty() {
+        String::from("the root unit")
+    } else {
+        format!("unit {}", Printable(unit))
+    };
     let stays = if plan.keeps_gathered(unit) {
         "stays gathered from forward to backward pass"
     } else {
@@ -70,7 +84,9 @@ fn amount(parameter: &PlannedParameter, numel: u64) -> String {
     let row = parameter.info().row_numel();
     let elements = counted(numel.into(), "element");
     match parameter.info().shape() {
-        [_, _, ..] if numel.is_multiple_of(row) => format!("{} ({elements})", counted((numel / row).into(), "row")),
+        [_, _, ..] if numel.is_multiple_of(row) => {
+            format!("{} ({elements})", counted((numel / row).into(), "row"))
+        }
         _ => elements,
     }
 }
@@ -86,7 +102,8 @@ pub(super) fn rank(plan: &ShardingPlan, cost: &PlanCost, rank: &RankCost) -> Res
         *bytes += plan.parameters()[position].info().dtype().bytes(shard.shard_size.into());
     }
     let rows = units.names.iter().zip(owned).map(|(&unit, (n_shards, bytes))| {
-        let name = if unit.is_empty() { String::from("(root)") } else { Printable(unit).to_string() };
+        let name =
+            if unit.is_empty() { String::from("(root)") } else { Printable(unit).to_string() };
         vec![name, grouped(n_shards), grouped(bytes)]
     });
     let table = columns(&["unit", "shards", "bytes"], 1..3, rows.collect());
@@ -103,11 +120,19 @@ fn categories(cost: &PlanCost, rank: &RankCost) -> Vec<String> {
     let padding = rank.storage_bytes - rank.param_bytes.min(rank.storage_bytes);
     let lines = [
         ("owned parameters", rank.param_bytes.into(), ""),
-        ("padding", padding.into(), "so that all ranks store as much as the one that owns the most"),
+        (
+            "padding",
+            padding.into(),
+            "so that all ranks store as much as the one that owns the most",
+        ),
         ("gradients", rank.grad_bytes.into(), ""),
         ("optimizer state", rank.optimizer_bytes.into(), ""),
         ("between steps", rank.total_bytes(), "the sum of these"),
-        ("gathered units", rank.gathered_bytes.into(), "those that stay, and the largest with the ones gathered ahead"),
+        (
+            "gathered units",
+            rank.gathered_bytes.into(),
+            "those that stay, and the largest with the ones gathered ahead",
+        ),
         ("unreduced gradients", rank.unreduced_bytes.into(), "of the largest unit"),
         ("at most", rank.peak_bytes(), "activations not counted"),
         ("at most on any rank", cost.peak_bytes(), ""),

@@ -4,19 +4,25 @@ use super::{
     columns,
     text::{Printable, grouped},
 };
-use crate::{Cut, PlannedParameter, ShardingPlan, groups::Groups};
+use crate::{
+    cut::Cut,
+    groups::Groups,
+    plan::{PlannedParameter, ShardingPlan},
+};
 
 /// A line for each layer, neighbors that differ in nothing but the name on one line.
 pub(super) fn table(plan: &ShardingPlan) -> String {
     let layers = Layer::all(plan);
-    let mut rows: Vec<_> = layers.chunk_by(|left, right| left.content == right.content).map(line).collect();
+    let mut rows: Vec<_> =
+        layers.chunk_by(|left, right| left.content == right.content).map(line).collect();
     rows.push(sums(&layers, plan));
     columns(&["layer", "layers", "parameters", "elements", "bytes", "held as"], 1..5, rows)
 }
 
 fn sums(layers: &[Layer<'_>], plan: &ShardingPlan) -> Vec<String> {
     let bytes = layers.iter().map(|layer| layer.content.bytes).sum();
-    let sums = [layers.len() as u128, plan.parameters().len() as u128, plan.numel(), bytes].map(grouped);
+    let sums =
+        [layers.len() as u128, plan.parameters().len() as u128, plan.numel(), bytes].map(grouped);
     [vec![String::from("total")], sums.to_vec()].concat()
 }
 
@@ -24,7 +30,11 @@ fn sums(layers: &[Layer<'_>], plan: &ShardingPlan) -> Vec<String> {
 fn line(alike: &[Layer<'_>]) -> Vec<String> {
     let ([first, ..], [.., last]) = (alike, alike) else { return Vec::new() };
     let name = Printable(first.name);
-    let name = if alike.len() == 1 { name.to_string() } else { format!("{name} … {}", Printable(last.name)) };
+    let name = if alike.len() == 1 {
+        name.to_string()
+    } else {
+        format!("{name} … {}", Printable(last.name))
+    };
     let Content { n_parameters, numel, bytes, cuts } = &first.content;
     let sums = [1, *n_parameters, *numel, *bytes].map(|each| grouped(each * alike.len() as u128));
     [vec![name], sums.to_vec(), vec![held_as(cuts)]].concat()
@@ -48,7 +58,8 @@ impl<'a> Layer<'a> {
     /// Every layer, in the order in which they first occur.
     fn all(plan: &'a ShardingPlan) -> Vec<Self> {
         let groups = Groups::of(plan.parameters().iter().map(|parameter| parameter.info().layer()));
-        let layers = groups.names.into_iter().map(|name| Self { name, content: Content::default() });
+        let layers =
+            groups.names.into_iter().map(|name| Self { name, content: Content::default() });
         let mut layers: Vec<Self> = layers.collect();
         for (parameter, layer) in plan.parameters().iter().zip(groups.of_item) {
             layers[layer].content.add(parameter);
@@ -60,7 +71,8 @@ impl<'a> Layer<'a> {
 impl Content {
     fn add(&mut self, parameter: &PlannedParameter) {
         self.n_parameters += 1;
-        self.numel += if parameter.cut() == Cut::Tied { 0 } else { parameter.info().numel().into() };
+        self.numel +=
+            if parameter.cut() == Cut::Tied { 0 } else { parameter.info().numel().into() };
         self.bytes += u128::from(parameter.held_bytes());
         let held = Held::from(parameter.cut());
         if !self.cuts.contains(&held) {

@@ -15,21 +15,43 @@ use core_types::{Placement, Rank};
 
 use self::text::{Printable, binary, counted, grouped};
 use crate::{
-    Collectives, CostModel, LayerBalance, PlanDiff, PlanReport, ShardingPlan, Traffic,
+    cost::{Collectives, CostModel, Traffic},
     error::{Error, Result},
-    report::Budget,
+    plan::ShardingPlan,
+    report::PlanDiff,
+    report::{Budget, PlanReport},
+    strategy::LayerBalance,
 };
 
-/// Writes the whole report, without a line break at the end.
-pub(crate) fn report(report: &PlanReport<'_>, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-    let PlanReport { plan, cost, layer_balance, budget, of_rank } = report;
-    write!(f, "{}\n\n{}\n\n{}\n\n", plan.summary(), layers::table(plan), ranks::table(&cost.ranks))?;
-    write!(f, "largest rank over mean: {:.3}\neach step: {}", cost.max_over_mean, calls(&cost.collectives))?;
-    let seconds =
-        cost.step_seconds.map(|seconds| format!("sending takes {:.3} ms a step if nothing hides it", seconds * 1e3));
-    let more = [kept_units(plan), seconds, layer_balance.as_ref().map(balance), budget.as_ref().map(fitting)];
-    more.into_iter().flatten().try_for_each(|line| write!(f, "\n{line}"))?;
-    of_rank.as_ref().map_or(Ok(()), |of_rank| write!(f, "\n\n{}", shards::table(of_rank, plan)))
+/// The whole report, without a line break at the end.
+impl fmt::Display for PlanReport<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let PlanReport { plan, cost, layer_balance, budget, of_rank } = self;
+        write!(
+            f,
+            "{}\n\n{}\n\n{}\n\n",
+            plan.summary(),
+            layers::table(plan),
+            ranks::table(&cost.ranks)
+        )?;
+        write!(
+            f,
+            "largest rank over mean: {:.3}\neach step: {}",
+            cost.max_over_mean,
+            calls(&cost.collectives)
+        )?;
+        let seconds = cost.step_seconds.map(|seconds| {
+            format!("sending takes {:.3} ms a step if nothing hides it", seconds * 1e3)
+        });
+        let more = [
+            kept_units(plan),
+            seconds,
+            layer_balance.as_ref().map(balance),
+            budget.as_ref().map(fitting),
+        ];
+        more.into_iter().flatten().try_for_each(|line| write!(f, "\n{line}"))?;
+        of_rank.as_ref().map_or(Ok(()), |of_rank| write!(f, "\n\n{}", shards::table(of_rank, plan)))
+    }
 }
 
 /// The units that stay gathered besides the root unit.
@@ -42,7 +64,11 @@ fn kept_units(plan: &ShardingPlan) -> Option<String> {
     } else {
         format!("{} … {}", Printable(first), Printable(last))
     };
-    Some(format!("{} of {} stay gathered: {names}", kept.len(), counted(units.len() as u128, "unit")))
+    Some(format!(
+        "{} of {} stay gathered: {names}",
+        kept.len(),
+        counted(units.len() as u128, "unit")
+    ))
 }
 
 fn fitting(budget: &Budget) -> String {
@@ -54,9 +80,11 @@ fn fitting(budget: &Budget) -> String {
     format!("a rank needs at most {peak} of {bytes} bytes, activations not counted: {verdict}")
 }
 
-/// Writes the differences, without a line break at the end.
-pub(crate) fn diff(diff: &PlanDiff<'_>, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-    f.write_str(&diff::lines(diff).join("\n"))
+/// A line for each difference, without a line break at the end.
+impl fmt::Display for PlanDiff<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(&diff::lines(self).join("\n"))
+    }
 }
 
 impl ShardingPlan {
@@ -66,18 +94,28 @@ impl ShardingPlan {
     ///
     /// ```
     /// use core_types::WorldSize;
-    /// use fsdp_plan::{ElemType, Full, ParameterInfo, ShardingStrategy};
+    /// use fsdp_plan::{
+    ///     ElemType, ParameterInfo,
+    ///     strategy::{Full, ShardingStrategy},
+    /// };
     ///
     /// let parameters = [ParameterInfo::new("wte.weight", [10, 4], ElemType::F32)?];
     /// let plan = Full::default().plan(&parameters, WorldSize::new(4)?)?;
-    /// assert_eq!(plan.summary(), "full over 4 ranks: 1 parameter, 40 elements, 160 bytes (160.00 B)");
+    /// assert_eq!(
+    ///     plan.summary(),
+    ///     "full over 4 ranks: 1 parameter, 40 elements, 160 bytes (160.00 B)"
+    /// );
     /// # Ok::<(), fsdp_plan::Error>(())
     /// ```
     pub fn summary(&self) -> String {
-        let bytes = self.parameters().iter().map(|parameter| u128::from(parameter.held_bytes())).sum();
+        let bytes =
+            self.parameters().iter().map(|parameter| u128::from(parameter.held_bytes())).sum();
         let groups = match self.replicas() {
             1 => String::new(),
-            replicas => format!(" in {replicas} replicas of {}", grouped(self.shard_group().as_u64().into())),
+            replicas => format!(
+                " in {replicas} replicas of {}",
+                grouped(self.shard_group().as_u64().into())
+            ),
         };
         format!(
             "{} over {}{groups}: {}, {}, {} ({})",
@@ -90,7 +128,8 @@ impl ShardingPlan {
         )
     }
 
-    /// Tells in words what becomes of the parameter `name`: how it is cut, when it travels, and who holds which part.
+    /// Tells in words what becomes of the parameter `name`: how it is cut, when it travels, and who
+    /// holds which part.
     ///
     /// # Errors
     ///
@@ -100,13 +139,16 @@ impl ShardingPlan {
     ///
     /// ```
     /// use core_types::WorldSize;
-    /// use fsdp_plan::{ElemType, Full, ParameterInfo, ShardingStrategy};
+    /// use fsdp_plan::{
+    ///     ElemType, ParameterInfo,
+    ///     strategy::{Full, ShardingStrategy},
+    /// };
     ///
     /// let parameters = [ParameterInfo::new("wte.weight", [10, 4], ElemType::F32)?];
     /// let plan = Full::default().plan(&parameters, WorldSize::new(4)?)?;
     /// let explanation = plan.explain_parameter("wte.weight")?;
     /// assert!(explanation.ends_with(
-    ///     "along dim 0\nranks 0–2: 3 rows (12 elements) each, from element 0\nrank 3: 1 row (4 elements), from element 36"
+    /// "along dim 0\nranks 0–2: 3 rows (12 elements) each, from element 0\nrank 3: 1 row (4 elements), from element 36"
     /// ));
     /// # Ok::<(), fsdp_plan::Error>(())
     /// ```
@@ -128,7 +170,8 @@ impl ShardingPlan {
 }
 
 fn balance(balance: &LayerBalance) -> String {
-    let [largest, lower_bound, if_cut] = [balance.largest, balance.lower_bound, balance.if_cut].map(u128::from);
+    let [largest, lower_bound, if_cut] =
+        [balance.largest, balance.lower_bound, balance.if_cut].map(u128::from);
     format!(
         "whole layers: at most {} on a rank; {} is a lower bound, and {} the share if layers were cut",
         counted(largest, "byte"),
@@ -153,13 +196,21 @@ fn calls(collectives: &Collectives) -> String {
 }
 
 fn call(name: &str, traffic: Traffic) -> String {
-    format!("{} {name}, {} in all", grouped(traffic.count.into()), counted(traffic.bytes.into(), "byte"))
+    format!(
+        "{} {name}, {} in all",
+        grouped(traffic.count.into()),
+        counted(traffic.bytes.into(), "byte")
+    )
 }
 
 /// Lays out `rows` under `header`; the columns at `numbers` are aligned to the right.
 fn columns(header: &[&str], numbers: Range<usize>, rows: Vec<Vec<String>>) -> String {
     let mut table = Table::new();
-    table.load_preset(presets::NOTHING).set_style(TableComponent::HeaderLines, '─').set_header(header).add_rows(rows);
+    table
+        .load_preset(presets::NOTHING)
+        .set_style(TableComponent::HeaderLines, '─')
+        .set_header(header)
+        .add_rows(rows);
     for column in table.column_iter_mut() {
         if numbers.contains(&column.index) {
             column.set_cell_alignment(CellAlignment::Right);

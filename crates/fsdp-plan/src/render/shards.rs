@@ -5,19 +5,27 @@ use super::{
     text::{Printable, counted, grouped},
 };
 use crate::{
-    ShardingPlan,
+    plan::ShardingPlan,
     report::{NamedShard, RankReport},
 };
 
 pub(super) fn table(of_rank: &RankReport<'_>, plan: &ShardingPlan) -> String {
     let rows = of_rank.shards.iter().map(line).collect();
-    let table = columns(&["parameter", "shape", "dtype", "first element", "elements", "rows"], 3..5, rows);
+    let table =
+        columns(&["parameter", "shape", "dtype", "first element", "elements", "rows"], 3..5, rows);
     let n_parameters = counted(plan.parameters().len() as u128, "parameter");
-    format!("rank {} holds parts of {} of {n_parameters}\n\n{table}", of_rank.rank, of_rank.shards.len())
+    format!(
+        "rank {} holds parts of {} of {n_parameters}\n\n{table}",
+        of_rank.rank,
+        of_rank.shards.len()
+    )
 }
 
 fn line(NamedShard { info, shard }: &NamedShard<'_>) -> Vec<String> {
-    let rows = shard.dim0_start.zip(shard.dim0_rows).map(|(start, rows)| format!("{start}..{}", start + rows));
+    let rows = shard
+        .dim0_start
+        .zip(shard.dim0_rows)
+        .map(|(start, rows)| format!("{start}..{}", start + rows));
     vec![
         Printable(info.name()).to_string(),
         format!("{:?}", info.shape()),

@@ -10,7 +10,11 @@ pub(super) struct Printable<'a>(pub(super) &'a str);
 
 impl fmt::Display for Printable<'_> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        if self.0.contains(char::is_control) { self.0.escape_debug().fmt(f) } else { f.write_str(self.0) }
+        if self.0.contains(char::is_control) {
+            self.0.escape_debug().fmt(f)
+        } else {
+            f.write_str(self.0)
+        }
     }
 }
 
@@ -53,7 +57,9 @@ mod tests {
 
     #[test]
     fn digits_are_grouped_from_the_right() {
-        for (number, text) in [(0, "0"), (999, "999"), (1000, "1,000"), (16_060_522_496, "16,060,522,496")] {
+        for (number, text) in
+            [(0, "0"), (999, "999"), (1000, "1,000"), (16_060_522_496, "16,060,522,496")]
+        {
             assert_eq!(grouped(number), text);
         }
     }

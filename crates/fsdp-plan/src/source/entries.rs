@@ -1,13 +1,17 @@
 //! A JSON object whose order counts.
 
-use std::{fmt, marker::PhantomData};
+use std::{collections::BTreeMap, fmt, marker::PhantomData};
 
 use serde::{
     Deserialize, Deserializer,
     de::{IgnoredAny, MapAccess, Visitor},
 };
 
-use crate::{Error, ParameterInfo, Result, names::Names};
+use crate::{
+    error::{Error, ParameterError, Result},
+    names::Names,
+    param::ParameterInfo,
+};
 
 /// What stands behind a name.
 pub(super) trait Entry {
@@ -17,10 +21,25 @@ pub(super) trait Entry {
     fn named(self, name: String) -> Result<Self::Named>;
 }
 
-/// The entries of a JSON object in the order of the text, but for `__metadata__`; or what is wrong with one of them.
+/// The entries of a JSON object in the order of the text; or what is wrong with one of them.
 ///
-/// An ordered map of `serde_json` would lose repeated names, and keeps the order only if a feature of it is on.
-pub(super) struct Entries<E: Entry>(pub(super) Result<Vec<E::Named>>);
+/// An ordered map of `serde_json` would lose repeated names, and keeps the order only if a feature
+/// of it is on.
+pub(super) struct Entries<E: Entry> {
+    pub(super) named: Result<Vec<E::Named>>,
+    /// The entry `__metadata__`, which is no tensor.
+    pub(super) metadata: Option<Metadata>,
+}
+
+/// The entry `__metadata__` of a safetensors header.
+///
+/// Whoever only wants tensors is not kept from them by metadata that the format does not allow.
+#[derive(Clone, Debug, PartialEq, Deserialize)]
+#[serde(untagged)]
+pub(super) enum Metadata {
+    Texts(BTreeMap<String, String>),
+    Other(IgnoredAny),
+}
 
 impl<'de, E: Entry + Deserialize<'de>> Deserialize<'de> for Entries<E> {
     fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
@@ -39,12 +58,16 @@ impl<'de, E: Entry + Deserialize<'de>> Visitor<'de> for EntriesVisitor<E> {
 
     fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<Entries<E>, A::Error> {
         let mut entries = Ok(Vec::new());
+        let mut metadata = None;
         while let Some(name) = map.next_key::<String>()? {
             if name == "__metadata__" {
-                map.next_value::<IgnoredAny>()?;
+                let value = map.next_value()?;
+                metadata =
+                    Some(if metadata.is_none() { value } else { Metadata::Other(IgnoredAny) });
                 continue;
             }
-            // Named while its text is still in the cache; an error waits until all the text is known to be JSON.
+            // Named while its text is still in the cache; an error waits until all the text is
+            // known to be JSON.
             let entry: E = map.next_value()?;
             if let Ok(so_far) = &mut entries {
                 match entry.named(name) {
@@ -53,7 +76,7 @@ impl<'de, E: Entry + Deserialize<'de>> Visitor<'de> for EntriesVisitor<E> {
                 }
             }
         }
-        Ok(Entries(entries))
+        Ok(Entries { named: entries, metadata })
     }
 }
 
@@ -61,11 +84,16 @@ impl<'de, E: Entry + Deserialize<'de>> Visitor<'de> for EntriesVisitor<E> {
 pub(super) fn unique<'a>(len: usize, name: impl Fn(usize) -> (u64, &'a str)) -> Result<()> {
     match Names::new(len, &name) {
         Ok(_) => Ok(()),
-        Err(position) => Err(Error::DuplicateName { name: name(position).1.to_owned() }),
+        Err(position) => Err(Error::Parameters(ParameterError::DuplicateName {
+            name: name(position).1.to_owned(),
+        })),
     }
 }
 
 /// Checks that no parameter occurs twice.
-pub(super) fn unique_parameters<'a>(len: usize, info: impl Fn(usize) -> &'a ParameterInfo) -> Result<()> {
+pub(super) fn unique_parameters<'a>(
+    len: usize,
+    info: impl Fn(usize) -> &'a ParameterInfo,
+) -> Result<()> {
     unique(len, |position| (info(position).name_hash(), info(position).name()))
 }

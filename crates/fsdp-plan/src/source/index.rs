@@ -8,22 +8,31 @@ use super::{
     entries::{Entries, Entry, unique},
     parse,
 };
-use crate::{Error, ParameterInfo, Result, names};
+use crate::{
+    error::{Error, Result, SourceError},
+    names,
+    param::ParameterInfo,
+};
 
 /// Lists the files that a `model.safetensors.index.json` names, each once, sorted.
 ///
-/// They lie beside the index. The parameters of the model are those of all their headers, one file after the other.
+/// They lie beside the index. The parameters of the model are those of all their headers, one file
+/// after the other.
 ///
 /// # Errors
 ///
-/// [`Error::Malformed`], [`Error::DuplicateName`] if a tensor is listed twice, or [`Error::BadFileName`] if a file is
-/// not a plain name: a downloaded index has no say over other folders.
+/// [`SourceError::Malformed`], [`ParameterError::DuplicateName`](crate::ParameterError::DuplicateName) if a tensor is listed twice, or
+/// [`SourceError::BadFileName`] if a file is not a plain name: a downloaded index has no say over other
+/// folders.
 ///
 /// # Examples
 ///
 /// ```
 /// let json = r#"{"weight_map": {"b": "model-2.safetensors", "a": "model-1.safetensors", "c": "model-2.safetensors"}}"#;
-/// assert_eq!(fsdp_plan::source::index_files(json)?, ["model-1.safetensors", "model-2.safetensors"]);
+/// assert_eq!(
+///     fsdp_plan::source::index_files(json)?,
+///     ["model-1.safetensors", "model-2.safetensors"]
+/// );
 /// # Ok::<(), fsdp_plan::Error>(())
 /// ```
 pub fn index_files(json: &str) -> Result<Vec<String>> {
@@ -35,8 +44,8 @@ pub fn index_files(json: &str) -> Result<Vec<String>> {
 ///
 /// # Errors
 ///
-/// Those of [`index_files`] and of `read`; [`Error::NotInIndex`] if a file has a tensor that the index does not place
-/// there, and [`Error::NotInFile`] if it lacks one that the index does.
+/// Those of [`index_files`] and of `read`; [`SourceError::NotInIndex`] if a file has a tensor that the
+/// index does not place there, and [`SourceError::NotInFile`] if it lacks one that the index does.
 ///
 /// # Examples
 ///
@@ -60,23 +69,27 @@ pub fn from_index<E: From<Error>>(
     for file in index_files(json)? {
         for info in read(&file)? {
             if places.remove(info.name()).as_ref() != Some(&file) {
-                return Err(Error::NotInIndex { tensor: info.name().into(), file }.into());
+                return Err(Error::Source(SourceError::NotInIndex {
+                    tensor: info.name().into(),
+                    file,
+                })
+                .into());
             }
             parameters.push(info);
         }
     }
     match places.pop_first() {
-        Some((tensor, file)) => Err(Error::NotInFile { tensor, file }.into()),
+        Some((tensor, file)) => Err(Error::Source(SourceError::NotInFile { tensor, file }).into()),
         None => Ok(parameters),
     }
 }
 
 /// Every tensor with its file.
 fn entries(json: &str) -> Result<Vec<(String, String)>> {
-    let entries = parse::<Index>("safetensors index", json.as_bytes())?.weight_map.0?;
+    let entries = parse::<Index>("safetensors index", json.as_bytes())?.weight_map.named?;
     unique(entries.len(), |position| (names::hash(&entries[position].0), &entries[position].0))?;
     match entries.iter().find(|(_, file)| !is_plain(file)) {
-        Some((_, file)) => Err(Error::BadFileName { file: file.clone() }),
+        Some((_, file)) => Err(Error::Source(SourceError::BadFileName { file: file.clone() })),
         None => Ok(entries),
     }
 }

@@ -4,29 +4,35 @@ use super::{
     entries::{Entries, Entry, unique_parameters},
     parse,
 };
-use crate::{ParameterInfo, Result, param::Unchecked};
+use crate::{
+    error::Result,
+    param::{ParameterInfo, Unchecked},
+};
 
 /// Reads a manifest `{name: {"dtype": …, "shape": […]}}`, in the order of its text.
 ///
-/// Dtypes are named as [`ElemType`](crate::ElemType) says. An entry may also have the fields `layer`, `unit`,
-/// `requires_grad`, `always_gather` and `tied_to`, which mean what the methods of [`ParameterInfo`] of these names do.
-/// Other fields, and an entry `__metadata__`, are ignored.
+/// Dtypes are named as [`ElemType`](crate::ElemType) says. An entry may also have the fields
+/// `layer`, `unit`, `requires_grad`, `always_gather` and `tied_to`, which mean what the methods of
+/// [`ParameterInfo`] of these names do. Other fields, and an entry `__metadata__`, are ignored.
 ///
 /// # Errors
 ///
-/// [`Error::Malformed`](crate::Error::Malformed), [`Error::UnknownDtype`](crate::Error::UnknownDtype),
-/// [`Error::DuplicateName`](crate::Error::DuplicateName) or
-/// [`Error::ParameterTooLarge`](crate::Error::ParameterTooLarge).
+/// [`SourceError::Malformed`](crate::SourceError::Malformed),
+/// [`ParameterError::UnknownDtype`](crate::ParameterError::UnknownDtype),
+/// [`ParameterError::DuplicateName`](crate::ParameterError::DuplicateName) or
+/// [`ParameterError::TooLarge`](crate::ParameterError::TooLarge).
 ///
 /// # Examples
 ///
 /// ```
-/// let parameters = fsdp_plan::source::from_manifest(r#"{"wte.weight": {"dtype": "F32", "shape": [50257, 768]}}"#)?;
+/// let parameters = fsdp_plan::source::from_manifest(
+///     r#"{"wte.weight": {"dtype": "F32", "shape": [50257, 768]}}"#,
+/// )?;
 /// assert_eq!(parameters[0].bytes(), 154_389_504);
 /// # Ok::<(), fsdp_plan::Error>(())
 /// ```
 pub fn from_manifest(json: &str) -> Result<Vec<ParameterInfo>> {
-    let infos = parse::<Entries<Unchecked<'_>>>("manifest", json.as_bytes())?.0?;
+    let infos = parse::<Entries<Unchecked<'_>>>("manifest", json.as_bytes())?.named?;
     unique_parameters(infos.len(), |position| &infos[position])?;
     Ok(infos)
 }

@@ -1,8 +1,8 @@
 //! Where lists of parameters come from: safetensors headers, indices of several files, manifests.
 //!
-//! Everything here takes bytes or text that the caller has read, and reads nothing itself. Tensors are never looked at.
-//! Input may be hostile: memory stays within a small multiple of the input, and whatever is wrong is an
-//! [`Error`].
+//! Everything here takes bytes, text or a reader that the caller has, and opens nothing itself.
+//! Tensors are never looked at. Input may be hostile: memory stays within a small multiple of the
+//! input, and whatever is wrong is an [`Error`].
 
 mod entries;
 mod index;
@@ -12,14 +12,16 @@ mod safetensors;
 pub use self::{
     index::{from_index, index_files},
     manifest::from_manifest,
-    safetensors::{MAX_HEADER_LEN, PREFIX_LEN, from_safetensors, header_len},
+    safetensors::{
+        MAX_HEADER_LEN, PREFIX_LEN, SafetensorsHeader, StoredTensor, from_safetensors, header_len,
+    },
 };
-use crate::error::{Error, Result};
+use crate::error::{Error, Result, SourceError};
 
 /// Parses `json`, which should be a `what`.
 fn parse<'a, T: serde::Deserialize<'a>>(what: &'static str, json: &'a [u8]) -> Result<T> {
     // Looking at the encoding of all the text at once is much faster than string by string.
-    let malformed = |reason: String| Error::Malformed { what, reason };
+    let malformed = |reason: String| Error::Source(SourceError::Malformed { what, reason });
     let text = std::str::from_utf8(json).map_err(|error| malformed(error.to_string()))?;
     serde_json::from_str(text).map_err(|error| malformed(error.to_string()))
 }

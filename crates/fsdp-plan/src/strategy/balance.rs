@@ -1,33 +1,37 @@
-//! Weights into bins, so that no bin is much heavier than the others: any items together, or only neighbors.
+//! Weights into bins, so that no bin is much heavier than the others: any items together, or only
+//! neighbors.
 //!
-//! A bin is whoever carries the items (a rank, a pipeline stage), a weight whatever is to be balanced. Everything is
-//! computed in integers, and ties are broken by position, so every rank finds the same answer.
+//! A bin is whoever carries the items (a rank, a pipeline stage), a weight whatever is to be
+//! balanced. Everything is computed in integers, and ties are broken by position, so every rank
+//! finds the same answer.
 //!
 //! # References
 //!
-//! - R. L. Graham, "Bounds on Multiprocessing Timing Anomalies", SIAM Journal on Applied Mathematics 17(2), 1969: the
-//!   longest-processing-time rule and its bound of 4/3 − 1/(3 m).
-//! - E. G. Coffman, M. R. Garey, D. S. Johnson, "An Application of Bin-Packing to Multiprocessor Scheduling", SIAM
-//!   Journal on Computing 7(1), 1978: MULTIFIT.
-//! - M. Yue, "On the Exact Upper Bound for the Multifit Processor Scheduling Algorithm", Annals of Operations Research
-//!   24, 1990: MULTIFIT stays within 13/11 of the optimum.
+//! - R. L. Graham, "Bounds on Multiprocessing Timing Anomalies", SIAM Journal on Applied
+//!   Mathematics 17(2), 1969: the longest-processing-time rule and its bound of 4/3 − 1/(3 m).
+//! - E. G. Coffman, M. R. Garey, D. S. Johnson, "An Application of Bin-Packing to Multiprocessor
+//!   Scheduling", SIAM Journal on Computing 7(1), 1978: MULTIFIT.
+//! - M. Yue, "On the Exact Upper Bound for the Multifit Processor Scheduling Algorithm", Annals of
+//!   Operations Research 24, 1990: MULTIFIT stays within 13/11 of the optimum.
 
 use std::{cmp::Reverse, collections::BinaryHeap, ops::Range};
 
 /// How many capacities [`multifit`] tries at most.
 ///
-/// That is all it needs where the capacities in question are fewer than 2^24. Elsewhere less than a ten-millionth of
-/// them stays open; with 64 tries, no largest sum of the sets it was timed with changed in the first seven digits.
+/// That is all it needs where the capacities in question are fewer than 2^24. Elsewhere less than a
+/// ten-millionth of them stays open; with 64 tries, no largest sum of the sets it was timed with
+/// changed in the first seven digits.
 const MAX_TRIES: usize = 24;
 
 /// Returns the bin of each item, so that the largest sum of a bin is small.
 ///
-/// This is the better of two rules, neither of which always is: [`longest_first`], and [`multifit`] where that ends
-/// lower. No bin is empty while another has two items.
+/// This is the better of two rules, neither of which always is: [`longest_first`], and [`multifit`]
+/// where that ends lower. No bin is empty while another has two items.
 ///
 /// # Complexity
 ///
-/// O(n log n) for n items, for each of at most [`MAX_TRIES`] tries. Bins beyond n are never looked at.
+/// O(n log n) for n items, for each of at most [`MAX_TRIES`] tries. Bins beyond n are never looked
+/// at.
 pub(super) fn balanced(weights: &[u64], n_bins: usize) -> Vec<usize> {
     let order = largest_first(weights);
     let sorted: Vec<_> = order.iter().map(|&item| weights[item]).collect();
@@ -38,11 +42,13 @@ pub(super) fn balanced(weights: &[u64], n_bins: usize) -> Vec<usize> {
     owners
 }
 
-/// Returns the bin of each item, where bins are runs of neighbors, in order: bin 0 has the first items.
+/// Returns the bin of each item, where bins are runs of neighbors, in order: bin 0 has the first
+/// items.
 ///
-/// The largest sum is the smallest that runs can have, and there are exactly as many runs as items or bins, whichever
-/// are fewer, each with an item. The optimum leaves a choice of where to cut; each run in turn takes as near as it may
-/// to an even share of what is left, because runs as long as possible would starve the last ones.
+/// The largest sum is the smallest that runs can have, and there are exactly as many runs as items
+/// or bins, whichever are fewer, each with an item. The optimum leaves a choice of where to cut;
+/// each run in turn takes as near as it may to an even share of what is left, because runs as long
+/// as possible would starve the last ones.
 ///
 /// # Complexity
 ///
@@ -63,8 +69,9 @@ pub(super) fn contiguous(weights: &[u64], n_bins: usize) -> Vec<usize> {
 
 /// Returns a sum that the largest bin has at least, whoever fills the bins.
 ///
-/// It is the largest of three: an even share; the largest weight; and, because one of `n_bins` bins has at least k + 1
-/// of any k × `n_bins` + 1 items, the k + 1 smallest of that many largest weights, for each k.
+/// It is the largest of three: an even share; the largest weight; and, because one of `n_bins` bins
+/// has at least k + 1 of any k × `n_bins` + 1 items, the k + 1 smallest of that many largest
+/// weights, for each k.
 ///
 /// # Complexity
 ///
@@ -87,7 +94,8 @@ fn largest_first(weights: &[u64]) -> Vec<usize> {
     order
 }
 
-/// The sums of the first 0, 1, … n weights. No sum of `u64`s that fit into memory overflows a `u128`.
+/// The sums of the first 0, 1, … n weights. No sum of `u64`s that fit into memory overflows a
+/// `u128`.
 fn prefix_sums(weights: &[u64]) -> Vec<u128> {
     let mut sums = Vec::with_capacity(weights.len() + 1);
     sums.push(0);
@@ -109,7 +117,8 @@ fn lower_bound_sorted(sorted: &[u64], n_bins: usize) -> u128 {
 
 /// [`balanced`] for weights that fall and bins of which none is too many.
 ///
-/// Where [`longest_first`] meets the lower bound, as it does for equal weights, no capacity is left to try.
+/// Where [`longest_first`] meets the lower bound, as it does for equal weights, no capacity is left
+/// to try.
 fn pack(sorted: &[u64], n_bins: usize) -> Vec<usize> {
     let bins = longest_first(sorted, n_bins);
     let capacities = lower_bound_sorted(sorted, n_bins)..largest_sum(sorted, &bins, n_bins);
@@ -118,10 +127,12 @@ fn pack(sorted: &[u64], n_bins: usize) -> Vec<usize> {
     fitted
 }
 
-/// Gives each item to the bin with the least sum so far, then the fewest items, then the lowest index.
+/// Gives each item to the bin with the least sum so far, then the fewest items, then the lowest
+/// index.
 ///
-/// For weights that fall this is Graham's longest-processing-time rule (1969), never more than 4/3 − 1/(3 m) of the
-/// optimum for m bins. The number of items decides before the index, so that items without weight spread as well.
+/// For weights that fall this is Graham's longest-processing-time rule (1969), never more than 4/3
+/// − 1/(3 m) of the optimum for m bins. The number of items decides before the index, so that items
+/// without weight spread as well.
 ///
 /// # Complexity
 ///
@@ -137,11 +148,13 @@ fn longest_first(sorted: &[u64], n_bins: usize) -> Vec<usize> {
     sorted.iter().map_while(&mut put).collect()
 }
 
-/// What [`first_fit`] does at a small capacity out of `capacities`; `None` if it succeeds at none that was tried.
+/// What [`first_fit`] does at a small capacity out of `capacities`; `None` if it succeeds at none
+/// that was tried.
 ///
-/// This is MULTIFIT (Coffman, Garey and Johnson, 1978), here with both ends of the bisection known from elsewhere. It
-/// ends within 13/11 of the optimum (Yue, 1990) if it ends before [`MAX_TRIES`], though not always at the smallest
-/// capacity there is: first fit may fail at one and succeed at a smaller one.
+/// This is MULTIFIT (Coffman, Garey and Johnson, 1978), here with both ends of the bisection known
+/// from elsewhere. It ends within 13/11 of the optimum (Yue, 1990) if it ends before [`MAX_TRIES`],
+/// though not always at the smallest capacity there is: first fit may fail at one and succeed at a
+/// smaller one.
 ///
 /// # Complexity
 ///
@@ -166,19 +179,21 @@ fn multifit(sorted: &[u64], n_bins: usize, mut capacities: Range<u128>) -> Optio
 
 /// Gives each item in turn to the first bin in which it fits; `None` if one fits nowhere.
 ///
-/// What is filled here is bin after bin: with the first item that fits, the next after it that still does, and so on.
-/// The outcome is the same. But the weights are sorted already, while a search for bins would need a tree; and what a
-/// full bin leaves free is lost for certain, so a capacity is given up as soon as too much is lost. Both together
-/// halved the time.
+/// What is filled here is bin after bin: with the first item that fits, the next after it that
+/// still does, and so on. The outcome is the same. But the weights are sorted already, while a
+/// search for bins would need a tree; and what a full bin leaves free is lost for certain, so a
+/// capacity is given up as soon as too much is lost. Both together halved the time.
 ///
 /// # Complexity
 ///
 /// O(n log n) for n items.
 fn first_fit(sorted: &[u64], n_bins: usize, capacity: u128) -> Option<Vec<usize>> {
     let total: u128 = sorted.iter().copied().map(u128::from).sum();
-    // No overflow: what `longest_first` reaches is less than an even share and the largest weight together.
+    // No overflow: what `longest_first` reaches is less than an even share and the largest weight
+    // together.
     let mut spare = (capacity * n_bins as u128).checked_sub(total)?;
-    let fitting = |from, free| from + sorted[from..].partition_point(|&weight| free < u128::from(weight));
+    let fitting =
+        |from, free| from + sorted[from..].partition_point(|&weight| free < u128::from(weight));
     let mut left = Left::all(sorted.len());
     let mut bins = vec![0; sorted.len()];
     for bin in 0..n_bins {
@@ -196,8 +211,9 @@ fn first_fit(sorted: &[u64], n_bins: usize, capacity: u128) -> Option<Vec<usize>
 
 /// Which items of a list are left.
 ///
-/// An item that is left points to itself, any other to one further on, and none of those between the two is left. Paths
-/// are halved as they are followed, as in a disjoint-set forest, so that a search takes O(log n) on average.
+/// An item that is left points to itself, any other to one further on, and none of those between
+/// the two is left. Paths are halved as they are followed, as in a disjoint-set forest, so that a
+/// search takes O(log n) on average.
 struct Left(Vec<usize>);
 
 impl Left {
@@ -235,10 +251,12 @@ fn sums(weights: &[u64], bins: &[usize], n_bins: usize) -> Vec<u128> {
     sums
 }
 
-/// Moves an item into each bin that [`first_fit`] left empty: the lightest of the fullest bin that has two or more.
+/// Moves an item into each bin that [`first_fit`] left empty: the lightest of the fullest bin that
+/// has two or more.
 ///
-/// First fit opens bins in their order, so the empty ones are the last. Of equally full bins the first gives, of
-/// equally light items the last is given. No bin becomes fuller than the fullest was.
+/// First fit opens bins in their order, so the empty ones are the last. Of equally full bins the
+/// first gives, of equally light items the last is given. No bin becomes fuller than the fullest
+/// was.
 ///
 /// # Complexity
 ///
@@ -267,7 +285,8 @@ fn fill_empty_bins(sorted: &[u64], bins: &mut [usize], n_bins: usize) {
 fn least_capacity(weights: &[u64], prefix: &[u128], n_bins: usize) -> u128 {
     let largest = weights.iter().copied().max().map_or(0, u128::from);
     let mut low = prefix[weights.len()].div_ceil(n_bins as u128).max(largest);
-    // Enough for sure: a run that has no room for the next item then carries more than an even share.
+    // Enough for sure: a run that has no room for the next item then carries more than an even
+    // share.
     let mut high = low + largest;
     while low < high {
         let capacity = u128::midpoint(low, high);
@@ -280,7 +299,8 @@ fn least_capacity(weights: &[u64], prefix: &[u128], n_bins: usize) -> u128 {
     low
 }
 
-/// For each number of runs up to `n_bins`, the first item from which on all items fit into so many, in O(m + n).
+/// For each number of runs up to `n_bins`, the first item from which on all items fit into so many,
+/// in O(m + n).
 fn earliest_starts(prefix: &[u128], capacity: u128, n_bins: usize) -> Vec<usize> {
     let mut start = prefix.len() - 1;
     let mut starts = vec![start];
@@ -294,7 +314,8 @@ fn earliest_starts(prefix: &[u128], capacity: u128, n_bins: usize) -> Vec<usize>
     starts
 }
 
-/// Where a run from `start` ends that takes about an even share, fits, and leaves an item for each of `n_after` runs.
+/// Where a run from `start` ends that takes about an even share, fits, and leaves an item for each
+/// of `n_after` runs.
 ///
 /// Takes O(log n).
 fn run_end(prefix: &[u128], start: usize, capacity: u128, n_after: usize) -> usize {
@@ -304,7 +325,8 @@ fn run_end(prefix: &[u128], start: usize, capacity: u128, n_after: usize) -> usi
     nearest(prefix, prefix[start] + share).max(start + 1).min(fitting).min(n_items - n_after)
 }
 
-/// The position of the sum nearest to `target`, which is no more than the last; the later of two, in O(log n).
+/// The position of the sum nearest to `target`, which is no more than the last; the later of two,
+/// in O(log n).
 fn nearest(prefix: &[u128], target: u128) -> usize {
     let above = prefix.partition_point(|&sum| sum < target);
     let below = above.saturating_sub(1);
@@ -319,7 +341,9 @@ mod tests {
 
     /// The optimum, by trying everything.
     fn optimum(weights: &[u64], sums: &mut [u128]) -> u128 {
-        let Some((&weight, rest)) = weights.split_first() else { return sums.iter().copied().max().unwrap() };
+        let Some((&weight, rest)) = weights.split_first() else {
+            return sums.iter().copied().max().unwrap();
+        };
         let n_bins = sums.len();
         let put = |bin: usize| {
             sums[bin] += u128::from(weight);
@@ -336,7 +360,8 @@ mod tests {
         if n_bins == 1 {
             return sum(weights);
         }
-        let cut = |end: usize| sum(&weights[..end]).max(optimum_of_runs(&weights[end..], n_bins - 1));
+        let cut =
+            |end: usize| sum(&weights[..end]).max(optimum_of_runs(&weights[end..], n_bins - 1));
         (0..=weights.len()).map(cut).min().unwrap()
     }
 
@@ -351,7 +376,10 @@ mod tests {
         let best = largest_sum(weights, &owners, n_bins);
         let lower = lower_bound(weights, n_bins);
         assert!(lower <= optimum && optimum <= best && best <= lpt, "{weights:?} on {n_bins}");
-        assert!(3 * bins * lpt <= (4 * bins - 1) * optimum, "Graham's bound: {weights:?} on {n_bins}");
+        assert!(
+            3 * bins * lpt <= (4 * bins - 1) * optimum,
+            "Graham's bound: {weights:?} on {n_bins}"
+        );
         assert!(11 * best <= 13 * optimum, "Yue's bound: {weights:?} on {n_bins}");
         assert!(items > bins || best == lower, "{weights:?} on {n_bins}");
     }
@@ -359,8 +387,15 @@ mod tests {
     fn check_contiguous(weights: &[u64], n_bins: usize) {
         let owners = contiguous(weights, n_bins);
         check_occupied(&owners, n_bins, weights);
-        assert!(owners.is_sorted() && owners.first().is_none_or(|&bin| bin == 0), "{weights:?} on {n_bins}");
-        assert_eq!(largest_sum(weights, &owners, n_bins), optimum_of_runs(weights, n_bins), "{weights:?} on {n_bins}");
+        assert!(
+            owners.is_sorted() && owners.first().is_none_or(|&bin| bin == 0),
+            "{weights:?} on {n_bins}"
+        );
+        assert_eq!(
+            largest_sum(weights, &owners, n_bins),
+            optimum_of_runs(weights, n_bins),
+            "{weights:?} on {n_bins}"
+        );
     }
 
     /// As many bins have items as can.
@@ -460,7 +495,8 @@ mod tests {
 
     #[test]
     fn bins_that_first_fit_does_not_need_get_an_item() {
-        // At 6, first fit needs four bins for the threes and three for the twos. The other rule ends at 7.
+        // At 6, first fit needs four bins for the threes and three for the twos. The other rule
+        // ends at 7.
         let weights: Vec<_> = [[3; 8].as_slice(), &[2; 9]].concat();
         assert_eq!(largest_sum(&weights, &longest_first(&weights, 8), 8), 7);
         assert_eq!(first_fit(&weights, 8, 6).unwrap().iter().max(), Some(&6));
@@ -481,19 +517,24 @@ mod tests {
         assert_eq!(balanced(&[0; 5], 3), [0, 1, 2, 0, 1]);
         for (n_items, n_bins) in [(126, 8), (12, 5), (7, 5), (61, 16), (9, 9)] {
             let counts = sums(&vec![1; n_items], &contiguous(&vec![1; n_items], n_bins), n_bins);
-            assert!(counts.iter().all(|&count| count.abs_diff(n_items as u128 / n_bins as u128) <= 1), "{counts:?}");
+            assert!(
+                counts.iter().all(|&count| count.abs_diff(n_items as u128 / n_bins as u128) <= 1),
+                "{counts:?}"
+            );
         }
     }
 
     #[test]
     fn runs_share_what_the_heaviest_leaves() {
-        // The largest sum is 9 in any case; runs as long as that allows would have 1, 4 and 1 items.
+        // The largest sum is 9 in any case; runs as long as that allows would have 1, 4 and 1
+        // items.
         assert_eq!(contiguous(&[9, 2, 2, 2, 2, 2], 3), [0, 1, 1, 1, 2, 2]);
     }
 
     #[test]
     fn crowds_raise_the_lower_bound() {
-        // Even shares are 8 and 10. But one of two bins gets two of the three fives, and one gets three of the fours.
+        // Even shares are 8 and 10. But one of two bins gets two of the three fives, and one gets
+        // three of the fours.
         assert_eq!(lower_bound(&[5, 5, 5, 0, 0], 2), 10);
         assert_eq!(lower_bound(&[4, 4, 4, 4, 4], 2), 12);
         assert_eq!(lower_bound(&[9, 1], 2), 9);

@@ -4,7 +4,7 @@
 use core_types::WorldSize;
 
 use super::{Layout, ShardingStrategy, assemble, divisible, layout};
-use crate::{ParameterInfo, ShardingPlan, error::Result};
+use crate::{error::Result, param::ParameterInfo, plan::ShardingPlan};
 
 /// Cuts every parameter over all ranks: the least memory per rank, the most traffic.
 ///
@@ -12,7 +12,10 @@ use crate::{ParameterInfo, ShardingPlan, error::Result};
 ///
 /// ```
 /// use core_types::WorldSize;
-/// use fsdp_plan::{Cut, ElemType, Full, Layout, ParameterInfo, ShardingStrategy};
+/// use fsdp_plan::{
+///     Cut, ElemType, ParameterInfo,
+///     strategy::{Full, Layout, ShardingStrategy},
+/// };
 ///
 /// let parameters = [
 ///     ParameterInfo::new("h.0.weight", [3, 2], ElemType::F32)?,
@@ -46,7 +49,8 @@ impl ShardingStrategy for Full {
     }
 
     fn plan(&self, parameters: &[ParameterInfo], world_size: WorldSize) -> Result<ShardingPlan> {
-        let infos: Vec<_> = divisible(parameters).into_iter().map(|info| (info, self.layout)).collect();
+        let infos: Vec<_> =
+            divisible(parameters).into_iter().map(|info| (info, self.layout)).collect();
         let cuts = layout::cuts(&infos, world_size)?;
         assemble(self.name(), world_size, parameters, cuts)
     }

@@ -4,20 +4,26 @@ use core_types::WorldSize;
 
 use super::ShardingStrategy;
 use crate::{
-    ParameterInfo, ShardingPlan,
     error::{Error, Result},
+    param::ParameterInfo,
+    plan::ShardingPlan,
 };
 
-/// Shards the model over groups of neighboring ranks, and repeats that group: PyTorch's `HYBRID_SHARD`.
+/// Shards the model over groups of neighboring ranks, and repeats that group: PyTorch's
+/// `HYBRID_SHARD`.
 ///
-/// Parameters are then gathered within a group only, usually a node with fast links, and gradients are averaged over
-/// the groups. The price is memory: a rank holds as much as in a world of one group.
+/// Parameters are then gathered within a group only, usually a node with fast links, and gradients
+/// are averaged over the groups. The price is memory: a rank holds as much as in a world of one
+/// group.
 ///
 /// # Examples
 ///
 /// ```
 /// use core_types::WorldSize;
-/// use fsdp_plan::{ElemType, Full, Hsdp, ParameterInfo, ShardingStrategy};
+/// use fsdp_plan::{
+///     ElemType, ParameterInfo,
+///     strategy::{Full, Hsdp, ShardingStrategy},
+/// };
 ///
 /// let parameters = [ParameterInfo::new("fc.weight", [8, 4], ElemType::F32)?];
 /// let plan = Hsdp::new(Full::default(), 2).plan(&parameters, WorldSize::new(8)?)?;

@@ -4,12 +4,14 @@ use core_types::WorldSize;
 use serde::{Deserialize, Serialize};
 
 use super::{LayerWise, Layout, ShardingStrategy, assemble, divisible, layout};
-use crate::{Cut, ParameterInfo, Pattern, ShardingPlan, error::Result};
+use crate::{cut::Cut, error::Result, param::ParameterInfo, pattern::Pattern, plan::ShardingPlan};
 
-/// Plans each parameter as the first of several rules says whose pattern picks it, or else by default.
+/// Plans each parameter as the first of several rules says whose pattern picks it, or else by
+/// default.
 ///
-/// [`new`](Self::new) takes the two lists of the spec: what is cut like [`Full`](super::Full), and what goes to ranks
-/// whole like [`LayerWise`]. [`with_rule`](Self::with_rule) adds rules one by one, and a rules file is this type as JSON:
+/// [`new`](Self::new) takes the two lists of the spec: what is cut like [`Full`](super::Full), and
+/// what goes to ranks whole like [`LayerWise`]. [`with_rule`](Self::with_rule) adds rules one by
+/// one, and a rules file is this type as JSON:
 ///
 /// ```json
 /// {
@@ -28,7 +30,10 @@ use crate::{Cut, ParameterInfo, Pattern, ShardingPlan, error::Result};
 ///
 /// ```
 /// use core_types::WorldSize;
-/// use fsdp_plan::{Choice, Cut, ElemType, Hybrid, ParameterInfo, ShardingStrategy};
+/// use fsdp_plan::{
+///     Cut, ElemType, ParameterInfo,
+///     strategy::{Choice, Hybrid, ShardingStrategy},
+/// };
 ///
 /// let parameters = [
 ///     ParameterInfo::new("transformer.h.0.weight", [8, 8], ElemType::F32)?,
@@ -89,15 +94,16 @@ impl Default for Choice {
 pub struct Matches<'a> {
     /// The number of parameters that each rule decides.
     pub decided: Vec<usize>,
-    /// Parameters that several rules pick, with the positions of these rules: the first one decides.
+    /// Parameters that several rules pick, with the positions of these rules: the first one
+    /// decides.
     pub overlaps: Vec<(&'a str, Vec<usize>)>,
     /// Parameters that no rule picks.
     pub unmatched: Vec<&'a str>,
 }
 
 impl Hybrid {
-    /// Cuts what a pattern of `full` picks, and gives to ranks whole what only a pattern of `layer_wise` picks. What
-    /// none picks is cut.
+    /// Cuts what a pattern of `full` picks, and gives to ranks whole what only a pattern of
+    /// `layer_wise` picks. What none picks is cut.
     ///
     /// # Errors
     ///
@@ -109,7 +115,8 @@ impl Hybrid {
         let full = full.into_iter().map(|pattern| (pattern, Choice::default()));
         let layer_wise = layer_wise.into_iter().map(|pattern| (pattern, Choice::LayerWise));
         let none = Self { rules: Vec::new(), default: Choice::default() };
-        full.chain(layer_wise).try_fold(none, |hybrid, (pattern, choice)| hybrid.with_rule(pattern, choice))
+        full.chain(layer_wise)
+            .try_fold(none, |hybrid, (pattern, choice)| hybrid.with_rule(pattern, choice))
     }
 
     /// Adds a rule, which decides what no rule before it does.
@@ -134,11 +141,13 @@ impl Hybrid {
         &self.rules
     }
 
-    /// What the rules pick among `parameters`, those left out that are gathered always or tied to others.
+    /// What the rules pick among `parameters`, those left out that are gathered always or tied to
+    /// others.
     pub fn matches<'a>(&self, parameters: &'a [ParameterInfo]) -> Matches<'a> {
         let mut matches = Matches { decided: vec![0; self.rules.len()], ..Matches::default() };
         for info in divisible(parameters) {
-            let picking = (0..self.rules.len()).filter(|&rule| self.rules[rule].pattern.picks(info));
+            let picking =
+                (0..self.rules.len()).filter(|&rule| self.rules[rule].pattern.picks(info));
             let picking: Vec<_> = picking.collect();
             match picking[..] {
                 [] => matches.unmatched.push(info.name()),
@@ -153,19 +162,27 @@ impl Hybrid {
     }
 
     fn choice(&self, info: &ParameterInfo) -> Choice {
-        self.rules.iter().find(|rule| rule.pattern.picks(info)).map_or(self.default, |rule| rule.choice)
+        self.rules
+            .iter()
+            .find(|rule| rule.pattern.picks(info))
+            .map_or(self.default, |rule| rule.choice)
     }
 }
 
 /// Cuts `transformer` and `attention`, gives `classifier`, `head` and `lm_head` to ranks whole.
 ///
-/// The last is how language models name their head, which a search for `head` within names would find as well.
+/// The last is how language models name their head, which a search for `head` within names would
+/// find as well.
 impl Default for Hybrid {
     fn default() -> Self {
         let rule = |(pattern, choice)| Rule { pattern: Pattern::components(pattern), choice };
         let full = ["transformer", "attention"].map(|pattern| (pattern, Choice::default()));
-        let layer_wise = ["classifier", "head", "lm_head"].map(|pattern| (pattern, Choice::LayerWise));
-        Self { rules: full.into_iter().chain(layer_wise).map(rule).collect(), default: Choice::default() }
+        let layer_wise =
+            ["classifier", "head", "lm_head"].map(|pattern| (pattern, Choice::LayerWise));
+        Self {
+            rules: full.into_iter().chain(layer_wise).map(rule).collect(),
+            default: Choice::default(),
+        }
     }
 }
 
@@ -176,7 +193,8 @@ impl ShardingStrategy for Hybrid {
 
     fn plan(&self, parameters: &[ParameterInfo], world_size: WorldSize) -> Result<ShardingPlan> {
         let infos = divisible(parameters);
-        // Parameters of choices that go together are planned together: they balance, or share buffers, among themselves.
+        // Parameters of choices that go together are planned together: they balance, or share
+        // buffers, among themselves.
         let mut groups: Vec<Vec<(usize, Choice)>> = Vec::new();
         for (position, choice) in infos.iter().map(|info| self.choice(info)).enumerate() {
             match groups.iter_mut().find(|group| group[0].1.goes_with(choice)) {
@@ -186,7 +204,8 @@ impl ShardingStrategy for Hybrid {
         }
         let mut cuts = vec![Cut::Replicated; infos.len()];
         for group in groups {
-            let chosen: Vec<_> = group.iter().map(|&(position, choice)| (infos[position], choice)).collect();
+            let chosen: Vec<_> =
+                group.iter().map(|&(position, choice)| (infos[position], choice)).collect();
             for ((position, _), cut) in group.into_iter().zip(cuts_of(&chosen, world_size)?) {
                 cuts[position] = cut;
             }

@@ -7,26 +7,33 @@ use serde::Serialize;
 
 use super::{ShardingStrategy, assemble, balance, divisible};
 use crate::{
-    Cut, ParameterInfo, ShardingPlan,
+    cut::Cut,
     error::{Error, Result},
     groups::Groups,
+    param::ParameterInfo,
+    plan::ShardingPlan,
 };
 
 /// Gives whole layers to ranks, so that the largest share is small.
 ///
-/// By default layers go wherever they balance best: the better of the longest-processing-time rule (R. L. Graham,
-/// "Bounds on Multiprocessing Timing Anomalies", 1969) and MULTIFIT (E. G. Coffman, M. R. Garey, D. S. Johnson, "An
-/// Application of Bin-Packing to Multiprocessor Scheduling", 1978). [`LayerOrder::Contiguous`] gives each rank a run of
-/// layers instead, as stages of a pipeline need it, with the smallest possible largest share. Either way no rank is left
-/// without a layer while another has two.
+/// By default layers go wherever they balance best: the better of the longest-processing-time rule
+/// (R. L. Graham, "Bounds on Multiprocessing Timing Anomalies", 1969) and MULTIFIT (E. G. Coffman,
+/// M. R. Garey, D. S. Johnson, "An Application of Bin-Packing to Multiprocessor Scheduling", 1978).
+/// [`LayerOrder::Contiguous`] gives each rank a run of layers instead, as stages of a pipeline need
+/// it, with the smallest possible largest share. Either way no rank is left without a layer while
+/// another has two.
 ///
-/// [`balance`](Self::balance) tells how good the result is, and [`ShardingPlan::layer_balance`] does for a plan.
+/// [`balance`](Self::balance) tells how good the result is, and [`ShardingPlan::layer_balance`]
+/// does for a plan.
 ///
 /// # Examples
 ///
 /// ```
 /// use core_types::WorldSize;
-/// use fsdp_plan::{ElemType, LayerWise, ParameterInfo, ShardingStrategy};
+/// use fsdp_plan::{
+///     ElemType, ParameterInfo,
+///     strategy::{LayerWise, ShardingStrategy},
+/// };
 ///
 /// let parameters: Vec<_> = [("h.0.w", 3), ("h.1.w", 2), ("h.2.w", 2)]
 ///     .map(|(name, rows)| ParameterInfo::new(name, [rows], ElemType::F32))
@@ -34,7 +41,10 @@ use crate::{
 ///     .collect::<Result<_, _>>()?;
 /// let world_size = WorldSize::new(2)?;
 /// let plan = LayerWise::default().plan(&parameters, world_size)?;
-/// let owners: Vec<_> = parameters.iter().map(|info| plan.owner_of(info.name()).map(|rank| rank.as_u64())).collect();
+/// let owners: Vec<_> = parameters
+///     .iter()
+///     .map(|info| plan.owner_of(info.name()).map(|rank| rank.as_u64()))
+///     .collect();
 /// assert_eq!(owners, [Some(0), Some(1), Some(1)]);
 /// assert_eq!(plan.layer_balance().unwrap().lower_bound, 16); // two of three layers must share a rank
 /// # Ok::<(), fsdp_plan::Error>(())
@@ -65,7 +75,8 @@ pub enum LayerOrder {
     /// Any.
     #[default]
     Any,
-    /// Neighbors only, in the order of the parameters: the first layers on the first rank, and so on.
+    /// Neighbors only, in the order of the parameters: the first layers on the first rank, and so
+    /// on.
     Contiguous,
 }
 
@@ -75,10 +86,11 @@ pub enum LayerOrder {
 pub struct LayerBalance {
     /// The largest share of a rank.
     pub largest: u64,
-    /// No assignment of whole layers to these ranks, in any order, has a smaller largest share. The optimum may lie
-    /// above it.
+    /// No assignment of whole layers to these ranks, in any order, has a smaller largest share. The
+    /// optimum may lie above it.
     pub lower_bound: u64,
-    /// The share that every rank would have if layers could be cut, rounded up: what cutting could still gain.
+    /// The share that every rank would have if layers could be cut, rounded up: what cutting could
+    /// still gain.
     pub if_cut: u64,
 }
 
@@ -97,13 +109,18 @@ impl LayerWise {
         self
     }
 
-    /// How well the layers of `parameters` can be balanced over `world_size` ranks by this strategy.
+    /// How well the layers of `parameters` can be balanced over `world_size` ranks by this
+    /// strategy.
     ///
     /// # Errors
     ///
-    /// [`Error::NoLayerCost`] if costs are given and one is missing, [`Error::TotalTooLarge`] if the weights together
-    /// do not fit into 64 bits.
-    pub fn balance(&self, parameters: &[ParameterInfo], world_size: WorldSize) -> Result<LayerBalance> {
+    /// [`Error::NoLayerCost`] if costs are given and one is missing, [`Error::TotalTooLarge`] if
+    /// the weights together do not fit into 64 bits.
+    pub fn balance(
+        &self,
+        parameters: &[ParameterInfo],
+        world_size: WorldSize,
+    ) -> Result<LayerBalance> {
         let layers = Layers::of(&divisible(parameters), &self.weight)?;
         Ok(LayerBalance::of(&layers.weights, &layers.owners(self.order, world_size), world_size))
     }
@@ -113,7 +130,12 @@ impl LayerWise {
         let layers = Layers::of(infos, &self.weight)?;
         let owners = layers.owners(self.order, group);
         let ranks: Vec<Rank> = group.placements().map(Placement::rank).collect();
-        Ok(layers.names.of_item.iter().map(|&layer| Cut::Whole { owner: ranks[owners[layer]] }).collect())
+        Ok(layers
+            .names
+            .of_item
+            .iter()
+            .map(|&layer| Cut::Whole { owner: ranks[owners[layer]] })
+            .collect())
     }
 }
 
@@ -165,7 +187,11 @@ fn no_cost(layer: &str) -> Error {
 }
 
 /// The weight of each group, as the sum over its items.
-fn sums(infos: &[&ParameterInfo], groups: &Groups<'_>, weight: impl Fn(&ParameterInfo) -> u64) -> Result<Vec<u64>> {
+fn sums(
+    infos: &[&ParameterInfo],
+    groups: &Groups<'_>,
+    weight: impl Fn(&ParameterInfo) -> u64,
+) -> Result<Vec<u64>> {
     let mut sums = vec![0_u64; groups.names.len()];
     for (info, &group) in infos.iter().zip(&groups.of_item) {
         sums[group] = sums[group].checked_add(weight(info)).ok_or(TOO_LARGE)?;
@@ -174,7 +200,8 @@ fn sums(infos: &[&ParameterInfo], groups: &Groups<'_>, weight: impl Fn(&Paramete
 }
 
 impl LayerBalance {
-    /// The balance of layers of the given weights on the ranks of the given numbers. The weights together fit 64 bits.
+    /// The balance of layers of the given weights on the ranks of the given numbers. The weights
+    /// together fit 64 bits.
     fn of(weights: &[u64], owners: &[usize], world_size: WorldSize) -> Self {
         let n_ranks = world_size.as_usize();
         let narrow = |sum: u128| u64::try_from(sum).unwrap_or(u64::MAX);
@@ -198,11 +225,17 @@ impl ShardingPlan {
         let (infos, ranks): (Vec<_>, Vec<_>) = whole.unzip();
         let layers = Layers::of(&infos, &LayerWeight::Bytes).ok()?;
         let mut owners = vec![0; layers.weights.len()];
-        layers.names.of_item.iter().zip(ranks).for_each(|(&layer, rank)| owners[layer] = rank.as_usize());
+        layers
+            .names
+            .of_item
+            .iter()
+            .zip(ranks)
+            .for_each(|(&layer, rank)| owners[layer] = rank.as_usize());
         (!infos.is_empty()).then(|| LayerBalance::of(&layers.weights, &owners, self.shard_group()))
     }
 
-    /// The rank of the first shard group that owns the whole of the parameter `name`; `None` if none does.
+    /// The rank of the first shard group that owns the whole of the parameter `name`; `None` if
+    /// none does.
     pub fn owner_of(&self, name: &str) -> Option<Rank> {
         match self.parameters()[self.index_of(name)?].cut() {
             Cut::Whole { owner } => Some(owner),

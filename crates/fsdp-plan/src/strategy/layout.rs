@@ -4,16 +4,18 @@ use core_types::WorldSize;
 use serde::{Deserialize, Serialize};
 
 use crate::{
-    Cut, ParameterInfo,
     arithmetic::lcm,
+    cut::Cut,
     error::{Error, Result},
     groups::Groups,
+    param::ParameterInfo,
 };
 
 /// The bytes to which FSDP1 aligns parameters.
 const ALIGNMENT: u64 = 16;
 
-/// The fractional part of the golden ratio in 64 bits: its multiples spread over the whole circle, however many.
+/// The fractional part of the golden ratio in 64 bits: its multiples spread over the whole circle,
+/// however many.
 const GOLDEN: u64 = 0x9E37_79B9_7F4A_7C15;
 
 /// How [`Full`](super::Full) lays parameters out before it cuts them.
@@ -26,16 +28,18 @@ const GOLDEN: u64 = 0x9E37_79B9_7F4A_7C15;
 /// | `RowRagged` | each unit, between rows | less than the longest rows per rank and unit |
 /// | `BlockRagged` | each unit, between blocks | less than the longest block per rank and unit |
 ///
-/// Padding is what a rank stores beyond its own share, so that all have equally much to send. A parameter that is
-/// smaller than a granule counts with its own size.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
+/// Padding is what a rank stores beyond its own share, so that all have equally much to send. A
+/// parameter that is smaller than a granule counts with its own size.
+#[derive(
+    Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize,
+)]
 #[serde(rename_all = "snake_case")]
 #[non_exhaustive]
 pub enum Layout {
     /// Each parameter by itself, along dim 0, like PyTorch's `fully_shard` (FSDP2).
     ///
-    /// Rows stay whole. Every rank stores the rows of the largest share, so small parameters cost padding, and the first
-    /// ranks own more than the last: with 16,384 ranks six times the mean.
+    /// Rows stay whole. Every rank stores the rows of the largest share, so small parameters cost
+    /// padding, and the first ranks own more than the last: with 16,384 ranks six times the mean.
     #[default]
     Dim0,
     /// The parameters of a unit end to end, like PyTorch's `FullyShardedDataParallel` (FSDP1) with
@@ -49,8 +53,9 @@ pub enum Layout {
     FlatAligned,
     /// The parameters of a unit end to end, cut between rows.
     ///
-    /// Every share is within one granule of the mean in each unit. Bounds are rounded differently from unit to unit
-    /// (by multiples of the golden ratio), so that over all units the differences cancel instead of adding up.
+    /// Every share is within one granule of the mean in each unit. Bounds are rounded differently
+    /// from unit to unit (by multiples of the golden ratio), so that over all units the differences
+    /// cancel instead of adding up.
     RowRagged {
         /// Rows that stay together, such as the 128 of a two-dimensional quantization block.
         rows: u64,
@@ -71,15 +76,20 @@ impl Layout {
 
     /// Whether parameters in either layout share the buffer of their unit, or need none.
     pub(super) fn goes_with(self, other: Self) -> bool {
-        let is_ragged = |layout| matches!(layout, Self::RowRagged { .. } | Self::BlockRagged { .. });
+        let is_ragged =
+            |layout| matches!(layout, Self::RowRagged { .. } | Self::BlockRagged { .. });
         self == other || is_ragged(self) && is_ragged(other)
     }
 
     /// Elements of `info` that stay together; `None` for more than there can be.
     fn granule_numel(self, info: &ParameterInfo) -> Result<Option<u64>> {
         match self {
-            Self::RowRagged { rows: 0 } => Err(Error::Zero { what: "the number of rows in a granule" }),
-            Self::BlockRagged { block: 0 } => Err(Error::Zero { what: "the number of elements in a block" }),
+            Self::RowRagged { rows: 0 } => {
+                Err(Error::Zero { what: "the number of rows in a granule" })
+            }
+            Self::BlockRagged { block: 0 } => {
+                Err(Error::Zero { what: "the number of elements in a block" })
+            }
             Self::RowRagged { rows } => Ok(info.row_numel().checked_mul(rows)),
             Self::BlockRagged { block } => Ok(Some(block)),
             Self::Dim0 => Ok(Some(info.row_numel())),
@@ -88,11 +98,13 @@ impl Layout {
     }
 }
 
-/// The cuts of parameters in layouts that all [go with](Layout::goes_with) each other, in their order.
+/// The cuts of parameters in layouts that all [go with](Layout::goes_with) each other, in their
+/// order.
 ///
 /// # Errors
 ///
-/// [`Error::Zero`] for granules of nothing, [`Error::TotalTooLarge`] if a unit does not fit into 64 bits.
+/// [`Error::Zero`] for granules of nothing, [`Error::TotalTooLarge`] if a unit does not fit into 64
+/// bits.
 pub(super) fn cuts(infos: &[(&ParameterInfo, Layout)], group: WorldSize) -> Result<Vec<Cut>> {
     match infos.first().map_or(Layout::Dim0, |&(_, layout)| layout) {
         Layout::Dim0 => Ok(vec![Cut::Dim0; infos.len()]),
@@ -121,7 +133,8 @@ fn flat_aligned(infos: &[(&ParameterInfo, Layout)], group: WorldSize) -> Result<
 
 fn ragged(infos: &[(&ParameterInfo, Layout)]) -> Result<Vec<Cut>> {
     let buffers = Buffers::lay_out(infos, |end, info| Some((end, end.checked_add(info.bytes())?)))?;
-    let granules = infos.iter().map(|&(info, layout)| Ok(granule_bytes(info, layout.granule_numel(info)?)));
+    let granules =
+        infos.iter().map(|&(info, layout)| Ok(granule_bytes(info, layout.granule_numel(info)?)));
     let granules = granules.collect::<Result<Vec<_>>>()?;
     Ok(buffers.cuts(|position, offset, unit_bytes| {
         let granule = granules[position];
@@ -130,8 +143,8 @@ fn ragged(infos: &[(&ParameterInfo, Layout)]) -> Result<Vec<Cut>> {
     }))
 }
 
-/// The bytes of the smallest granule that consists of whole blocks of the dtype and of `numel` elements each; all of
-/// the parameter if that is smaller.
+/// The bytes of the smallest granule that consists of whole blocks of the dtype and of `numel`
+/// elements each; all of the parameter if that is smaller.
 fn granule_bytes(info: &ParameterInfo, numel: Option<u64>) -> u64 {
     let (dtype, whole) = (info.dtype(), info.numel().max(info.dtype().block_numel()));
     let numel = numel.and_then(|numel| lcm(numel, dtype.block_numel()));
@@ -141,8 +154,9 @@ fn granule_bytes(info: &ParameterInfo, numel: Option<u64>) -> u64 {
 
 /// From which byte of a granule on a bound moves forward, in the unit at position `unit`.
 ///
-/// In the first unit a bound moves to the nearer side. The threshold of each further unit lies as far as can be from
-/// those before it, so that the bounds of equal units are moved this way and that, in equal parts.
+/// In the first unit a bound moves to the nearer side. The threshold of each further unit lies as
+/// far as can be from those before it, so that the bounds of equal units are moved this way and
+/// that, in equal parts.
 fn round_up_from(granule: u64, unit: usize) -> u64 {
     let phase = (1_u64 << 63).wrapping_add(GOLDEN.wrapping_mul(unit as u64));
     let ahead = (u128::from(granule) * u128::from(phase)) >> 64;
@@ -161,7 +175,8 @@ struct Buffers<'a> {
 }
 
 impl<'a> Buffers<'a> {
-    /// Puts each parameter where `place` says that it begins and ends, given the end of the one before it.
+    /// Puts each parameter where `place` says that it begins and ends, given the end of the one
+    /// before it.
     fn lay_out(
         infos: &[(&'a ParameterInfo, Layout)],
         place: impl Fn(u64, &ParameterInfo) -> Option<(u64, u64)>,
@@ -180,6 +195,11 @@ impl<'a> Buffers<'a> {
     /// Makes the cuts, given the position of each parameter, its offset and the length of its unit.
     fn cuts(&self, cut: impl Fn(usize, u64, u64) -> Cut) -> Vec<Cut> {
         let lens = self.units.of_item.iter().map(|&unit| self.lens[unit]);
-        self.offsets.iter().zip(lens).enumerate().map(|(position, (&offset, len))| cut(position, offset, len)).collect()
+        self.offsets
+            .iter()
+            .zip(lens)
+            .enumerate()
+            .map(|(position, (&offset, len))| cut(position, offset, len))
+            .collect()
     }
 }

@@ -1,4 +1,5 @@
-//! How to decide who owns what: one trait, several answers, and a factory for those of the first spec.
+//! How to decide who owns what: one trait, several answers, and a factory for those of the first
+//! spec.
 
 mod balance;
 mod full;
@@ -18,7 +19,12 @@ pub use self::{
     layout::Layout,
     whole_tensor::WholeTensor,
 };
-use crate::{Cut, ParameterInfo, PlannedParameter, Result, ShardingPlan};
+use crate::{
+    cut::Cut,
+    error::Result,
+    param::ParameterInfo,
+    plan::{PlannedParameter, ShardingPlan},
+};
 
 /// A way to divide parameters over ranks.
 ///
@@ -32,7 +38,10 @@ use crate::{Cut, ParameterInfo, PlannedParameter, Result, ShardingPlan};
 ///
 /// ```
 /// use core_types::WorldSize;
-/// use fsdp_plan::{Cut, ElemType, ParameterInfo, PlannedParameter, Result, ShardingPlan, ShardingStrategy};
+/// use fsdp_plan::{
+///     Cut, ElemType, ParameterInfo, PlannedParameter, Result, ShardingPlan,
+///     strategy::ShardingStrategy,
+/// };
 ///
 /// /// Plain data parallelism: everything everywhere.
 /// struct Ddp;
@@ -42,7 +51,11 @@ use crate::{Cut, ParameterInfo, PlannedParameter, Result, ShardingPlan};
 ///         "ddp"
 ///     }
 ///
-///     fn plan(&self, parameters: &[ParameterInfo], world_size: WorldSize) -> Result<ShardingPlan> {
+///     fn plan(
+///         &self,
+///         parameters: &[ParameterInfo],
+///         world_size: WorldSize,
+///     ) -> Result<ShardingPlan> {
 ///         let copy = |info: &ParameterInfo| PlannedParameter::new(info.clone(), Cut::Replicated);
 ///         ShardingPlan::new(self.name(), world_size, parameters.iter().map(copy).collect())
 ///     }
@@ -79,7 +92,7 @@ impl<S: ShardingStrategy + ?Sized> ShardingStrategy for Box<S> {
 /// # Examples
 ///
 /// ```
-/// # use fsdp_plan::StrategyKind;
+/// # use fsdp_plan::strategy::StrategyKind;
 /// assert_eq!(StrategyKind::LayerWise.create().name(), "layer-wise");
 /// ```
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash)]
@@ -111,7 +124,12 @@ impl StrategyKind {
 /// Builds the plan with `cuts` for the [`divisible`] parameters, in their order.
 ///
 /// What becomes of the others is decided here, so that no strategy can lose one.
-fn assemble(name: &str, world_size: WorldSize, parameters: &[ParameterInfo], cuts: Vec<Cut>) -> Result<ShardingPlan> {
+fn assemble(
+    name: &str,
+    world_size: WorldSize,
+    parameters: &[ParameterInfo],
+    cuts: Vec<Cut>,
+) -> Result<ShardingPlan> {
     let mut cuts = cuts.into_iter();
     let planned = parameters.iter().filter_map(|info| {
         let cut = match info {
@@ -124,7 +142,8 @@ fn assemble(name: &str, world_size: WorldSize, parameters: &[ParameterInfo], cut
     ShardingPlan::new(name, world_size, planned.collect())
 }
 
-/// The parameters that a strategy decides about: those that are neither gathered always nor tied to others.
+/// The parameters that a strategy decides about: those that are neither gathered always nor tied to
+/// others.
 fn divisible(parameters: &[ParameterInfo]) -> Vec<&ParameterInfo> {
     parameters.iter().filter(|info| !info.always_gather() && info.tied_to().is_none()).collect()
 }

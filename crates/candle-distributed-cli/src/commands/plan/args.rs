@@ -4,8 +4,9 @@ use std::path::PathBuf;
 
 use candle_distributed::{
     plan::{
-        CostModel, ElemType, Full, Hsdp, Hybrid, LayerOrder, LayerWise, Layout, Link, Links, Optimizer, Pattern,
-        ShardingStrategy, WholeTensor,
+        ElemType, Pattern,
+        cost::{CostModel, Link, Links, Optimizer},
+        strategy::{Full, Hsdp, Hybrid, LayerOrder, LayerWise, Layout, ShardingStrategy, WholeTensor},
     },
     types::{Placement, Rank, WorldSize},
 };

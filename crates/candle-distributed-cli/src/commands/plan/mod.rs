@@ -7,7 +7,11 @@ pub(crate) mod svg;
 use std::io::{self, Write};
 
 use candle_distributed::plan::{
-    Hybrid, Matches, ParameterInfo, PlanDiff, PlanReport, Reshard, Search, ShardingPlan, ShardingStrategy, Volume,
+    ParameterInfo, ShardingPlan,
+    report::{PlanDiff, PlanReport},
+    reshard::{Reshard, Volume},
+    search::Search,
+    strategy::{Hybrid, Matches, ShardingStrategy},
 };
 use serde::Serialize;
 

@@ -6,7 +6,7 @@ mod paint;
 mod panel;
 mod words;
 
-use candle_distributed::plan::{PlanCost, ShardingPlan};
+use candle_distributed::plan::{ShardingPlan, cost::PlanCost};
 use plotters::prelude::*;
 
 use self::{

@@ -4,7 +4,10 @@ use std::path::{Path, PathBuf};
 
 use candle_distributed::{
     batch::{Batch, PaddingReport},
-    plan::{CostModel, ParameterInfo, PlanCost, ShardingPlan},
+    plan::{
+        ParameterInfo, ShardingPlan,
+        cost::{CostModel, PlanCost},
+    },
     train::Checkpoints,
     types::WorldSize,
 };
@@ -108,8 +111,14 @@ impl Reading {
         };
         let corpus = match corpus {
             Ok(corpus) if corpus.fingerprint() == settings.text => corpus,
-            Ok(_) => return Ok(Err(format!("{name} is not the one that the run learns from: it has changed since"))),
-            Err(error) => return Ok(Err(format!("{name} is not there any more: {}", error.chain()))),
+            Ok(_) => {
+                return Ok(Err(format!(
+                    "{name} is not the one that the run learns from: it has changed since"
+                )));
+            }
+            Err(error) => {
+                return Ok(Err(format!("{name} is not there any more: {}", error.chain())));
+            }
         };
         let schedule = Schedule::of(settings, &corpus)?;
         let (report, batches) = schedule.first_epoch()?;

@@ -1,6 +1,6 @@
 //! The page: a section for everything that a reader may ask of a run.
 
-use candle_distributed::{plan::RankCost, types::WorldSize};
+use candle_distributed::{plan::cost::RankCost, types::WorldSize};
 use maud::{DOCTYPE, Markup, PreEscaped, html};
 
 use super::{

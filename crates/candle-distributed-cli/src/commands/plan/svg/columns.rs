@@ -2,7 +2,10 @@
 
 use std::{cmp::Reverse, collections::BTreeMap};
 
-use candle_distributed::plan::{PlanCost, RankCost, ShardingPlan};
+use candle_distributed::plan::{
+    ShardingPlan,
+    cost::{PlanCost, RankCost},
+};
 
 use crate::error::Result;
 

@@ -1,6 +1,6 @@
 //! Numbers and names as a drawing shows them.
 
-use candle_distributed::plan::PlanCost;
+use candle_distributed::plan::cost::PlanCost;
 
 use crate::bytes::{binary, grouped};
 

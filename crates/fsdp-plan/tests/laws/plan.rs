@@ -1,16 +1,20 @@
-//! Laws of sharding plans: every element has its owner, costs are the sums of what ranks hold, layers are balanced.
+//! Laws of sharding plans: every element has its owner, costs are the sums of what ranks hold,
+//! layers are balanced.
 
-use candle_distributed::{
-    plan::{
-        Collectives, CostModel, Cut, ElemType, Error, Full, Hsdp, Hybrid, LayerOrder, LayerWeight, LayerWise, Layout,
-        Links, Optimizer, Outcome, ParameterInfo, PlanCost, PlannedParameter, Search, ShardingPlan, ShardingStrategy,
+use core_types::{Placement, Rank, WorldSize};
+use fsdp_plan::{
+    Cut, ElemType, Error, ParameterInfo, PlannedParameter, ShardingPlan,
+    cost::{Collectives, CostModel, Links, Optimizer, PlanCost},
+    search::{Outcome, Search},
+    strategy::{
+        Full, Hsdp, Hybrid, LayerOrder, LayerWeight, LayerWise, Layout, ShardingStrategy,
         WholeTensor,
     },
-    types::{Placement, Rank, WorldSize},
 };
 use proptest::prelude::*;
 
-const SHAPES: [&[u64]; 9] = [&[0], &[1], &[2], &[5], &[7, 2], &[4, 0], &[1, 6], &[6, 1, 2], &[3, 3]];
+const SHAPES: [&[u64]; 9] =
+    [&[0], &[1], &[2], &[5], &[7, 2], &[4, 0], &[1, 6], &[6, 1, 2], &[3, 3]];
 
 fn strategies() -> Vec<Box<dyn ShardingStrategy>> {
     let hybrid = Hybrid::new(["0"], ["h", "out"]).unwrap();
@@ -24,8 +28,12 @@ fn strategies() -> Vec<Box<dyn ShardingStrategy>> {
     ];
     let full = layouts.map(|layout| Box::new(Full::new(layout)) as Box<dyn ShardingStrategy>);
     let contiguous = LayerWise::default().with_order(LayerOrder::Contiguous);
-    let others: [Box<dyn ShardingStrategy>; 4] =
-        [Box::new(LayerWise::default()), Box::new(contiguous), Box::new(WholeTensor), Box::new(hybrid)];
+    let others: [Box<dyn ShardingStrategy>; 4] = [
+        Box::new(LayerWise::default()),
+        Box::new(contiguous),
+        Box::new(WholeTensor),
+        Box::new(hybrid),
+    ];
     full.into_iter().chain(others).collect()
 }
 
@@ -37,16 +45,20 @@ fn ranks(plan: &ShardingPlan) -> impl Iterator<Item = Rank> + use<> {
     plan.world_size().placements().map(Placement::rank)
 }
 
-/// Calls `check` with the plan of every strategy for every three shapes of the grid on every small world, the second
-/// of the parameters gathered always or not.
+/// Calls `check` with the plan of every strategy for every three shapes of the grid on every small
+/// world, the second of the parameters gathered always or not.
 fn for_each_plan(check: impl Fn(&[ParameterInfo], &dyn ShardingStrategy, &ShardingPlan)) {
     let worlds: Vec<_> = (1..=6).chain([64]).map(|size| WorldSize::new(size).unwrap()).collect();
     let pairs = SHAPES.iter().flat_map(|first| SHAPES.iter().map(move |second| (first, second)));
-    for ((first, second), third) in pairs.flat_map(|pair| SHAPES.iter().map(move |third| (pair, third))) {
+    for ((first, second), third) in
+        pairs.flat_map(|pair| SHAPES.iter().map(move |third| (pair, third)))
+    {
         for always_gather in [false, true] {
             let second = parameter("h.1.w", second).with_always_gather(always_gather);
             let parameters = [parameter("h.0.w", first), second, parameter("out.w", third)];
-            for (strategy, &world_size) in strategies().iter().flat_map(|s| worlds.iter().map(move |w| (s, w))) {
+            for (strategy, &world_size) in
+                strategies().iter().flat_map(|s| worlds.iter().map(move |w| (s, w)))
+            {
                 let plan = strategy.plan(&parameters, world_size).unwrap();
                 check(&parameters, strategy.as_ref(), &plan);
             }
@@ -58,18 +70,34 @@ fn for_each_plan(check: impl Fn(&[ParameterInfo], &dyn ShardingStrategy, &Shardi
 fn every_element_is_owned_once_or_by_all() {
     for_each_plan(|parameters, _, plan| {
         for (param_idx, info) in parameters.iter().enumerate() {
-            let shards: Vec<_> = ranks(plan).flat_map(|rank| plan.shards(param_idx, rank).unwrap()).collect();
+            let shards: Vec<_> =
+                ranks(plan).flat_map(|rank| plan.shards(param_idx, rank).unwrap()).collect();
             if plan.parameters()[param_idx].cut() == Cut::Replicated {
-                assert_eq!(shards.len(), if info.numel() > 0 { plan.world_size().as_usize() } else { 0 });
-                assert!(shards.iter().all(|shard| (shard.start_offset, shard.shard_size) == (0, info.numel())));
+                assert_eq!(
+                    shards.len(),
+                    if info.numel() > 0 { plan.world_size().as_usize() } else { 0 }
+                );
+                assert!(
+                    shards
+                        .iter()
+                        .all(|shard| (shard.start_offset, shard.shard_size) == (0, info.numel()))
+                );
                 continue;
             }
-            let is_ragged = matches!(plan.parameters()[param_idx].cut(), Cut::Ragged { .. } | Cut::Wrapped { .. });
+            let is_ragged = matches!(
+                plan.parameters()[param_idx].cut(),
+                Cut::Ragged { .. } | Cut::Wrapped { .. }
+            );
             let mut end = 0;
             for (shard_index, shard) in (0..).zip(&shards) {
                 assert_eq!(shard.start_offset, end, "{plan:?}");
-                // Between the owners of a ragged parameter there may be ranks that hold nothing of it, which count.
-                assert!(shard.shard_index == shard_index || is_ragged && shard.shard_index > shard_index, "{plan:?}");
+                // Between the owners of a ragged parameter there may be ranks that hold nothing of
+                // it, which count.
+                assert!(
+                    shard.shard_index == shard_index
+                        || is_ragged && shard.shard_index > shard_index,
+                    "{plan:?}"
+                );
                 assert!(shard.shard_size > 0);
                 end += shard.shard_size;
             }
@@ -83,11 +111,19 @@ fn every_element_is_owned_once_or_by_all() {
 fn shards_of_a_rank_are_its_shards_of_each_parameter() {
     for_each_plan(|parameters, _, plan| {
         for rank in ranks(plan) {
-            let of_rank: Vec<_> =
-                plan.shards_of_rank(rank).unwrap().map(|(found, shard)| (found.info().name(), shard)).collect();
+            let of_rank: Vec<_> = plan
+                .shards_of_rank(rank)
+                .unwrap()
+                .map(|(found, shard)| (found.info().name(), shard))
+                .collect();
             let one_by_one: Vec<_> = parameters
                 .iter()
-                .filter_map(|info| Some((info.name(), plan.shards(plan.index_of(info.name())?, rank).unwrap().next()?)))
+                .filter_map(|info| {
+                    Some((
+                        info.name(),
+                        plan.shards(plan.index_of(info.name())?, rank).unwrap().next()?,
+                    ))
+                })
                 .collect();
             assert_eq!(of_rank, one_by_one);
             assert!(of_rank.iter().all(|(_, shard)| shard.owner_rank == rank));
@@ -102,7 +138,10 @@ fn rows_say_the_same_as_elements() {
             let row: u64 = parameter.info().shape()[1..].iter().product();
             let whole_rows = shard.start_offset % row == 0 && shard.shard_size % row == 0;
             let expected = whole_rows.then_some((shard.start_offset, shard.shard_size));
-            let rows = shard.dim0_start.zip(shard.dim0_rows).map(|(start, rows)| (start * row, rows * row));
+            let rows = shard
+                .dim0_start
+                .zip(shard.dim0_rows)
+                .map(|(start, rows)| (start * row, rows * row));
             assert_eq!(rows, expected, "{parameter:?}");
         }
     });
@@ -115,18 +154,25 @@ fn costs_are_sums_over_shards() {
         let cost = plan.cost(&model).unwrap();
         assert!(cost.ranks.iter().map(|cost| cost.rank).eq(ranks(plan)));
         for rank in &cost.ranks {
-            let owned: u64 = plan.shards_of_rank(rank.rank).unwrap().map(|(_, shard)| 2 * shard.shard_size).sum();
+            let owned: u64 = plan
+                .shards_of_rank(rank.rank)
+                .unwrap()
+                .map(|(_, shard)| 2 * shard.shard_size)
+                .sum();
             assert_eq!(rank.param_bytes, owned, "{plan:?}");
             assert!(rank.storage_bytes >= owned);
             assert_eq!(rank.optimizer_bytes, rank.grad_bytes);
-            let grad_bytes = if strategy.name() == "full-flat" { rank.storage_bytes } else { owned };
+            let grad_bytes =
+                if strategy.name() == "full-flat" { rank.storage_bytes } else { owned };
             assert_eq!(rank.grad_bytes, grad_bytes, "{plan:?}");
         }
         let max = cost.ranks.iter().map(|rank| rank.param_bytes).max().unwrap();
         let total: u64 = cost.ranks.iter().map(|rank| rank.param_bytes).sum();
-        let ratio =
-            |owned: u64, of: u64| f64::from(u32::try_from(owned).unwrap()) / f64::from(u32::try_from(of).unwrap());
-        let expected = if total == 0 { 1.0 } else { ratio(max * plan.world_size().as_u64(), total) };
+        let ratio = |owned: u64, of: u64| {
+            f64::from(u32::try_from(owned).unwrap()) / f64::from(u32::try_from(of).unwrap())
+        };
+        let expected =
+            if total == 0 { 1.0 } else { ratio(max * plan.world_size().as_u64(), total) };
         assert_eq!(cost.max_over_mean.to_bits(), expected.to_bits());
     });
 }
@@ -138,9 +184,10 @@ fn padding_stays_within_its_bound() {
         let world_size = plan.world_size().as_u64();
         let cut = || parameters.iter().filter(|info| !info.always_gather());
         let row = |info: &ParameterInfo| info.shape()[1..].iter().product::<u64>();
-        let padding: u64 = cost.ranks.iter().map(|rank| rank.storage_bytes - rank.param_bytes).sum();
-        // Less than a granule per rank and parameter, or per rank and unit, of which there are three at most; and less
-        // than 16 bytes for each parameter that is aligned.
+        let padding: u64 =
+            cost.ranks.iter().map(|rank| rank.storage_bytes - rank.param_bytes).sum();
+        // Less than a granule per rank and parameter, or per rank and unit, of which there are
+        // three at most; and less than 16 bytes for each parameter that is aligned.
         let bound = match strategy.name() {
             "full" | "hybrid" => 2 * cut().map(row).sum::<u64>(),
             "full-flat" | "full-flat-aligned" => 2 * 3,
@@ -163,19 +210,26 @@ fn ragged_shares_are_within_a_granule_of_the_mean() {
             return;
         }
         for unit in ["h.0", "h.1", ""] {
-            let cuts = || plan.parameters().iter().filter(|parameter| parameter.info().unit() == unit);
+            let cuts =
+                || plan.parameters().iter().filter(|parameter| parameter.info().unit() == unit);
             let granules = cuts().filter_map(|parameter| match parameter.cut() {
                 Cut::Ragged { granule, unit_bytes, .. } => Some((granule, unit_bytes)),
                 _ => None,
             });
             let Some((granule, unit_bytes)) = granules.max() else { continue };
             for rank in ranks(plan) {
-                let shards =
-                    plan.shards_of_rank(rank).unwrap().filter(|(parameter, _)| parameter.info().unit() == unit);
+                let shards = plan
+                    .shards_of_rank(rank)
+                    .unwrap()
+                    .filter(|(parameter, _)| parameter.info().unit() == unit);
                 let share: u64 = shards.map(|(_, shard)| 2 * shard.shard_size).sum();
-                // Less than a granule more or less than the exact share, so that all ranks can store that much.
+                // Less than a granule more or less than the exact share, so that all ranks can
+                // store that much.
                 let world_size = plan.world_size().as_u64();
-                assert!((share * world_size).abs_diff(unit_bytes) < (granule + 1) * world_size, "{plan:?}");
+                assert!(
+                    (share * world_size).abs_diff(unit_bytes) < (granule + 1) * world_size,
+                    "{plan:?}"
+                );
             }
         }
     });
@@ -185,14 +239,21 @@ fn ragged_shares_are_within_a_granule_of_the_mean() {
 fn wrapping_cuts_fewer_tensors_than_there_are_ranks() {
     for_each_plan(|_, strategy, plan| {
         if strategy.name() == "whole-tensor" {
-            let n_owners =
-                |position| ranks(plan).filter(move |&rank| plan.shards(position, rank).unwrap().next().is_some());
-            let wrapped = (0..3).filter(|&position| matches!(plan.parameters()[position].cut(), Cut::Wrapped { .. }));
+            let n_owners = |position| {
+                ranks(plan)
+                    .filter(move |&rank| plan.shards(position, rank).unwrap().next().is_some())
+            };
+            let wrapped = (0..3).filter(|&position| {
+                matches!(plan.parameters()[position].cut(), Cut::Wrapped { .. })
+            });
             let n_cut = wrapped.filter(|&position| n_owners(position).count() > 1).count() as u64;
             assert!(n_cut < plan.world_size().as_u64());
             let shares = plan.cost(&CostModel::default()).unwrap().ranks;
             let shares = || shares.iter().map(|rank| rank.param_bytes);
-            assert!(shares().max().unwrap() - shares().min().unwrap() <= 2, "one element of two bytes: {plan:?}");
+            assert!(
+                shares().max().unwrap() - shares().min().unwrap() <= 2,
+                "one element of two bytes: {plan:?}"
+            );
         }
     });
 }
@@ -203,7 +264,10 @@ fn one_rank_owns_everything_and_sends_nothing() {
         if plan.world_size() == WorldSize::ONE {
             let cost = plan.cost(&CostModel::default()).unwrap();
             assert_eq!(cost.collectives, Collectives::default());
-            assert_eq!(cost.ranks[0].storage_bytes, parameters.iter().map(ParameterInfo::bytes).sum::<u64>());
+            assert_eq!(
+                cost.ranks[0].storage_bytes,
+                parameters.iter().map(ParameterInfo::bytes).sum::<u64>()
+            );
         }
     });
 }
@@ -217,34 +281,56 @@ fn the_same_arguments_give_the_same_plan() {
 
 #[test]
 fn layers_are_never_parted_and_balanced() {
-    let lists = (0..5_u64.pow(5)).map(|code| [0, 1, 2, 3, 4].map(|digit| code / 5_u64.pow(digit) % 5));
+    let lists =
+        (0..5_u64.pow(5)).map(|code| [0, 1, 2, 3, 4].map(|digit| code / 5_u64.pow(digit) % 5));
     for sizes in lists {
         let layers = (0..).zip(sizes).map(|(layer, size)| (format!("h.{layer}"), size));
-        let halves = layers.flat_map(|(layer, size)| [(format!("{layer}.a"), size), (format!("{layer}.b"), size)]);
+        let halves = layers
+            .flat_map(|(layer, size)| [(format!("{layer}.a"), size), (format!("{layer}.b"), size)]);
         let parameters: Vec<_> = halves.map(|(name, size)| parameter(&name, &[size])).collect();
         for world_size in [1, 2, 3, 4, 7].map(|size| WorldSize::new(size).unwrap()) {
             let plan = LayerWise::default().plan(&parameters, world_size).unwrap();
             let owners: Vec<_> = plan.parameters().iter().map(PlannedParameter::cut).collect();
             assert!(owners.chunks(2).all(|layer| layer[0] == layer[1]), "{plan:?}");
-            let n_layers = |rank| owners.iter().step_by(2).filter(|&&cut| cut == Cut::Whole { owner: rank }).count();
-            let (min, max) = ranks(&plan)
-                .fold((usize::MAX, 0), |(min, max), rank| (min.min(n_layers(rank)), max.max(n_layers(rank))));
+            let n_layers = |rank| {
+                owners.iter().step_by(2).filter(|&&cut| cut == Cut::Whole { owner: rank }).count()
+            };
+            let (min, max) = ranks(&plan).fold((usize::MAX, 0), |(min, max), rank| {
+                (min.min(n_layers(rank)), max.max(n_layers(rank)))
+            });
             assert!(min > 0 || max <= 1, "{plan:?}");
-            // The strategy says of itself what its plan says, and neither more nor less than what ranks hold.
+            // The strategy says of itself what its plan says, and neither more nor less than what
+            // ranks hold.
             let balance = plan.layer_balance().unwrap();
             assert_eq!(LayerWise::default().balance(&parameters, world_size).unwrap(), balance);
             let cost = plan.cost(&CostModel::default()).unwrap();
             let (total, largest) = (4 * sizes.iter().sum::<u64>(), 4 * sizes.iter().max().unwrap());
-            assert_eq!(balance.largest, cost.ranks.iter().map(|rank| rank.param_bytes).max().unwrap());
+            assert_eq!(
+                balance.largest,
+                cost.ranks.iter().map(|rank| rank.param_bytes).max().unwrap()
+            );
             assert_eq!(balance.if_cut, total.div_ceil(world_size.as_u64()));
-            assert!(balance.if_cut.max(largest) <= balance.lower_bound && balance.lower_bound <= balance.largest);
-            // Longest-first is at most 4/3 - 1/(3W) above the optimum; how far above the bound that is depends on the sizes.
-            assert!(balance.largest * world_size.as_u64() <= total + (world_size.as_u64() - 1) * largest, "{plan:?}");
+            assert!(
+                balance.if_cut.max(largest) <= balance.lower_bound
+                    && balance.lower_bound <= balance.largest
+            );
+            // Longest-first is at most 4/3 - 1/(3W) above the optimum; how far above the bound that
+            // is depends on the sizes.
+            assert!(
+                balance.largest * world_size.as_u64()
+                    <= total + (world_size.as_u64() - 1) * largest,
+                "{plan:?}"
+            );
 
-            let contiguous =
-                LayerWise::default().with_order(LayerOrder::Contiguous).plan(&parameters, world_size).unwrap();
-            let owners: Vec<_> =
-                sizes.iter().zip(0..).map(|(_, layer)| contiguous.owner_of(&format!("h.{layer}.a"))).collect();
+            let contiguous = LayerWise::default()
+                .with_order(LayerOrder::Contiguous)
+                .plan(&parameters, world_size)
+                .unwrap();
+            let owners: Vec<_> = sizes
+                .iter()
+                .zip(0..)
+                .map(|(_, layer)| contiguous.owner_of(&format!("h.{layer}.a")))
+                .collect();
             assert!(owners.is_sorted(), "{contiguous:?}");
             assert!(contiguous.layer_balance().unwrap().largest >= balance.lower_bound);
         }
@@ -253,11 +339,15 @@ fn layers_are_never_parted_and_balanced() {
 
 #[test]
 fn costs_of_layers_decide_where_they_go() {
-    let parameters: Vec<_> = (0..4).map(|layer| parameter(&format!("h.{layer}.w"), &[8 >> layer])).collect();
-    let costs = |costs: [u64; 4]| (0..4).zip(costs).map(|(layer, cost)| (format!("h.{layer}"), cost)).collect();
+    let parameters: Vec<_> =
+        (0..4).map(|layer| parameter(&format!("h.{layer}.w"), &[8 >> layer])).collect();
+    let costs = |costs: [u64; 4]| {
+        (0..4).zip(costs).map(|(layer, cost)| (format!("h.{layer}"), cost)).collect()
+    };
     let strategy = LayerWise::default().with_weight(LayerWeight::Costs(costs([1, 1, 1, 3])));
     let plan = strategy.plan(&parameters, WorldSize::new(2).unwrap()).unwrap();
-    let owners: Vec<_> = parameters.iter().map(|info| plan.owner_of(info.name()).unwrap().as_u64()).collect();
+    let owners: Vec<_> =
+        parameters.iter().map(|info| plan.owner_of(info.name()).unwrap().as_u64()).collect();
     assert_eq!(owners, [1, 1, 1, 0]);
     let missing = LayerWise::default().with_weight(LayerWeight::Costs([("h.0".into(), 1)].into()));
     let error = missing.plan(&parameters, WorldSize::ONE).unwrap_err();
@@ -266,13 +356,18 @@ fn costs_of_layers_decide_where_they_go() {
 
 #[test]
 fn searches_find_the_fastest_plan_that_fits_or_what_the_smallest_lacks() {
-    let blocks = (0..3).flat_map(|block| [(format!("h.{block}.a"), vec![12, 5]), (format!("h.{block}.b"), vec![7])]);
-    let parameters: Vec<_> =
-        blocks.chain([("wte.w".into(), vec![11, 3])]).map(|(name, shape)| parameter(&name, &shape)).collect();
+    let blocks = (0..3).flat_map(|block| {
+        [(format!("h.{block}.a"), vec![12, 5]), (format!("h.{block}.b"), vec![7])]
+    });
+    let parameters: Vec<_> = blocks
+        .chain([("wte.w".into(), vec![11, 3])])
+        .map(|(name, shape)| parameter(&name, &shape))
+        .collect();
     let model = CostModel::default().with_links(Links::H100);
     for world_size in [1, 2, 6, 16].map(|size| WorldSize::new(size).unwrap()) {
         let groups = (1..=world_size.as_u64()).filter(|group| world_size.as_u64() % group == 0);
-        let candidates = groups.flat_map(|group| [Layout::Dim0, Layout::ROWS].map(|layout| (group, layout)));
+        let candidates =
+            groups.flat_map(|group| [Layout::Dim0, Layout::ROWS].map(|layout| (group, layout)));
         let costs = candidates.map(|(group, layout)| {
             let strategy = Hsdp::new(Full::new(layout), world_size.as_u64() / group);
             strategy.plan(&parameters, world_size).unwrap().cost(&model).unwrap()

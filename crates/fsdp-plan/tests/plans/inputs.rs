@@ -1,18 +1,19 @@
 //! What the other tests plan for, and short ways to plan it.
 
-use candle_distributed::{
-    plan::{ElemType, Full, ParameterInfo, ShardingPlan, ShardingStrategy, source},
-    types::{Placement, Rank, WorldSize},
+use core_types::{Placement, Rank, WorldSize};
+use fsdp_plan::{
+    ElemType, ParameterInfo, ShardingPlan, source,
+    strategy::{Full, ShardingStrategy},
 };
 
 /// GPT-2 with 124 million parameters, in `F32`.
 pub(crate) fn gpt2() -> Vec<ParameterInfo> {
-    source::from_manifest(include_str!("models/gpt2.json")).unwrap()
+    source::from_manifest(fixtures::GPT2).unwrap()
 }
 
 /// Qwen2.5 with 494 million parameters, in `BF16`; its head is tied to its embedding.
 pub(crate) fn qwen() -> Vec<ParameterInfo> {
-    let mut parameters = source::from_manifest(include_str!("models/qwen2.5-0.5b.json")).unwrap();
+    let mut parameters = source::from_manifest(fixtures::QWEN).unwrap();
     let shape = parameters[0].shape().to_vec();
     let head = ParameterInfo::new("lm_head.weight", shape, parameters[0].dtype()).unwrap();
     parameters.push(head.with_tied_to(parameters[0].name()));
@@ -21,17 +22,22 @@ pub(crate) fn qwen() -> Vec<ParameterInfo> {
 
 /// Mixtral 8x7B, in `BF16`.
 pub(crate) fn mixtral() -> Vec<ParameterInfo> {
-    source::from_manifest(include_str!("models/mixtral-8x7b.json")).unwrap()
+    source::from_manifest(fixtures::MIXTRAL).unwrap()
 }
 
 /// ViT-Large with patches of 16, in `F32`.
 pub(crate) fn vit() -> Vec<ParameterInfo> {
-    source::from_manifest(include_str!("models/vit-large-patch16-224.json")).unwrap()
+    source::from_manifest(fixtures::VIT).unwrap()
 }
 
 /// Llama 3.1 with 8 billion parameters, in `BF16`.
 pub(crate) fn llama() -> Vec<ParameterInfo> {
-    source::from_manifest(include_str!("models/llama-3.1-8b.json")).unwrap()
+    source::from_manifest(fixtures::LLAMA).unwrap()
+}
+
+/// DeepSeek-V3 with 671 billion parameters, most in `BF16`.
+pub(crate) fn deepseek() -> Vec<ParameterInfo> {
+    source::from_safetensors(&fixtures::deepseek_v3()).unwrap()
 }
 
 pub(crate) fn f32_parameter(name: &str, shape: &[u64]) -> ParameterInfo {

@@ -1,24 +1,38 @@
 //! A plan with its cost beside it, ready to be printed.
 
-use std::fmt;
+mod diff;
 
 use core_types::Rank;
 use serde::{Serialize, Serializer};
 
-use crate::{CostModel, LayerBalance, ParameterInfo, PlanCost, ShardAssignment, ShardingPlan, error::Result, render};
+pub use self::diff::PlanDiff;
+use crate::{
+    cost::{CostModel, PlanCost},
+    cut::ShardAssignment,
+    error::Result,
+    param::ParameterInfo,
+    plan::ShardingPlan,
+    strategy::LayerBalance,
+};
 
 /// A plan and what it costs, as a text for people or as JSON for programs.
 ///
-/// [`Display`](fmt::Display) gives the text, [`Serialize`] the JSON, both from the same numbers. The JSON object is
-/// that of the [`ShardingPlan`] with `ranks`, `max_over_mean` and `collectives` added, so it can be read back as a plan;
-/// `layer_balance`, `step_seconds` and `budget` where they are known; with one rank asked for also `rank` and `shards`, the parts
-/// it holds.
+/// [`Display`](std::fmt::Display) gives the text, [`Serialize`] the JSON, both from the same
+/// numbers. The JSON object is that of the [`ShardingPlan`] with `ranks`, `max_over_mean` and
+/// `collectives` added, so it can be read back as a plan; `layer_balance`, `step_seconds` and
+/// `budget` where they are known; with one rank asked for also `rank` and `shards`, the parts it
+/// holds.
 ///
 /// # Examples
 ///
 /// ```
 /// use core_types::{Placement, WorldSize};
-/// use fsdp_plan::{CostModel, ElemType, Full, ParameterInfo, PlanReport, ShardingPlan, ShardingStrategy};
+/// use fsdp_plan::{
+///     ElemType, ParameterInfo, ShardingPlan,
+///     cost::CostModel,
+///     report::PlanReport,
+///     strategy::{Full, ShardingStrategy},
+/// };
 ///
 /// let parameters = [ParameterInfo::new("fc.weight", [10, 4], ElemType::F32)?];
 /// let plan = Full::default().plan(&parameters, WorldSize::new(4)?)?;
@@ -84,15 +98,25 @@ impl<'a> PlanReport<'a> {
     /// [`ShardingPlan::cost`] returns.
     pub fn new(plan: &'a ShardingPlan, model: &CostModel, rank: Option<Rank>) -> Result<Self> {
         let of_rank = rank.map(|rank| RankReport::new(plan, rank)).transpose()?;
-        Ok(Self { plan, cost: plan.cost(model)?, layer_balance: plan.layer_balance(), budget: None, of_rank })
+        Ok(Self {
+            plan,
+            cost: plan.cost(model)?,
+            layer_balance: plan.layer_balance(),
+            budget: None,
+            of_rank,
+        })
     }
 
-    /// Also tells whether each rank gets along with `bytes` of memory: field `budget` with `bytes`, `peak_bytes` and
-    /// `missing_bytes`.
+    /// Also tells whether each rank gets along with `bytes` of memory: field `budget` with `bytes`,
+    /// `peak_bytes` and `missing_bytes`.
     #[must_use]
     pub fn with_budget(mut self, bytes: u64) -> Self {
         let peak_bytes = self.cost.peak_bytes();
-        self.budget = Some(Budget { bytes, peak_bytes, missing_bytes: peak_bytes.saturating_sub(bytes.into()) });
+        self.budget = Some(Budget {
+            bytes,
+            peak_bytes,
+            missing_bytes: peak_bytes.saturating_sub(bytes.into()),
+        });
         self
     }
 
@@ -104,13 +128,9 @@ impl<'a> PlanReport<'a> {
 
 impl<'a> RankReport<'a> {
     fn new(plan: &'a ShardingPlan, rank: Rank) -> Result<Self> {
-        let shards = plan.shards_of_rank(rank)?.map(|(parameter, shard)| NamedShard { info: parameter.info(), shard });
+        let shards = plan
+            .shards_of_rank(rank)?
+            .map(|(parameter, shard)| NamedShard { info: parameter.info(), shard });
         Ok(Self { rank, shards: shards.collect() })
-    }
-}
-
-impl fmt::Display for PlanReport<'_> {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        render::report(self, f)
     }
 }

@@ -1,20 +1,22 @@
 //! What differs between two plans.
 
-use std::fmt;
-
 use serde::Serialize;
 
-use crate::{PlannedParameter, ShardingPlan, render};
+use crate::plan::{PlannedParameter, ShardingPlan};
 
 /// What differs between two plans of the same or of another version of a model.
 ///
-/// [`Display`](fmt::Display) gives one line for each difference, and no line if there is none.
+/// [`Display`](std::fmt::Display) gives one line for each difference, and no line if there is none.
 ///
 /// # Examples
 ///
 /// ```
 /// use core_types::WorldSize;
-/// use fsdp_plan::{ElemType, Full, LayerWise, ParameterInfo, PlanDiff, ShardingStrategy};
+/// use fsdp_plan::{
+///     ElemType, ParameterInfo,
+///     report::PlanDiff,
+///     strategy::{Full, LayerWise, ShardingStrategy},
+/// };
 ///
 /// let parameters = [ParameterInfo::new("fc.weight", [10, 4], ElemType::F32)?];
 /// let old = Full::default().plan(&parameters, WorldSize::new(4)?)?;
@@ -56,12 +58,16 @@ impl<'a> PlanDiff<'a> {
 
     /// Whether nothing differs but, at most, the order of the parameters.
     pub fn is_empty(&self) -> bool {
-        self.plan.is_empty() && self.removed.is_empty() && self.added.is_empty() && self.changed.is_empty()
+        self.plan.is_empty()
+            && self.removed.is_empty()
+            && self.added.is_empty()
+            && self.changed.is_empty()
     }
 }
 
 fn properties(plan: &ShardingPlan) -> [(&'static str, String); 5] {
-    let kept_units: Vec<_> = plan.units().into_iter().filter(|unit| plan.keeps_gathered(unit)).collect();
+    let kept_units: Vec<_> =
+        plan.units().into_iter().filter(|unit| plan.keeps_gathered(unit)).collect();
     [
         ("strategy", plan.strategy().to_owned()),
         ("world size", plan.world_size().to_string()),
@@ -75,10 +81,4 @@ type Property = (&'static str, String);
 
 fn differing((before, after): (Property, Property)) -> Option<(&'static str, String, String)> {
     (before != after).then_some((before.0, before.1, after.1))
-}
-
-impl fmt::Display for PlanDiff<'_> {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        render::diff(self, f)
-    }
 }

@@ -5,9 +5,10 @@ use std::{
     slice,
 };
 
-use candle_distributed::plan::{
-    CostModel, Cut, ElemType, Full, Hsdp, Layout, Optimizer, ParameterInfo, RankCost, ShardAssignment, ShardingPlan,
-    ShardingStrategy,
+use fsdp_plan::{
+    Cut, ElemType, ParameterInfo, ShardAssignment, ShardingPlan,
+    cost::{CostModel, Optimizer, RankCost},
+    strategy::{Full, Hsdp, Layout, ShardingStrategy},
 };
 use serde::Deserialize;
 
@@ -54,13 +55,21 @@ fn fsdp2_gives_every_rank_the_same_rows() {
     for case in cases {
         let parameters = parameters(&models, &case.model);
         let plan = full(&parameters, case.world);
-        for (param_idx, (info, (_, rows, start0))) in parameters.iter().zip(case.params).enumerate() {
+        for (param_idx, (info, (_, rows, start0))) in parameters.iter().zip(case.params).enumerate()
+        {
             // Of parameters without elements torch says that they have no rows, and so do we.
             let shards = shards(&plan, param_idx);
-            let found_rows = shards.iter().map(|shard| shard.map_or(0, |shard| shard.dim0_rows.unwrap()));
+            let found_rows =
+                shards.iter().map(|shard| shard.map_or(0, |shard| shard.dim0_rows.unwrap()));
             assert_eq!(found_rows.collect::<Vec<_>>(), rows, "{} over {}", info.name(), case.world);
             let found_starts = shards.iter().map(|shard| shard.and_then(|shard| shard.dim0_start));
-            assert_eq!(found_starts.collect::<Vec<_>>(), start0, "{} over {}", info.name(), case.world);
+            assert_eq!(
+                found_starts.collect::<Vec<_>>(),
+                start0,
+                "{} over {}",
+                info.name(),
+                case.world
+            );
         }
     }
 }
@@ -73,10 +82,20 @@ fn fsdp2_stores_the_same_bytes() {
         let cost = full(&parameters, case.world).cost(&CostModel::default()).unwrap();
         let owned: Vec<_> = cost.ranks.iter().map(|rank| rank.param_bytes).collect();
         let stored: Vec<_> = cost.ranks.iter().map(|rank| rank.storage_bytes).collect();
-        assert_eq!((owned, stored), (case.local_bytes, case.storage_bytes), "{} over {}", case.model, case.world);
+        assert_eq!(
+            (owned, stored),
+            (case.local_bytes, case.storage_bytes),
+            "{} over {}",
+            case.model,
+            case.world
+        );
         for (info, (storage_bytes, ..)) in parameters.iter().zip(case.params) {
             let cost = full(slice::from_ref(info), case.world).cost(&CostModel::default()).unwrap();
-            assert!(cost.ranks.iter().all(|rank| rank.storage_bytes == storage_bytes), "{}", info.name());
+            assert!(
+                cost.ranks.iter().all(|rank| rank.storage_bytes == storage_bytes),
+                "{}",
+                info.name()
+            );
         }
     }
 }
@@ -87,10 +106,16 @@ fn fsdp2_has_the_same_units() {
     for case in cases {
         let parameters = parameters(&models, &case.model);
         for (unit, n_parameters, padded_shard_numel) in case.groups {
-            let members: Vec<_> = parameters.iter().filter(|info| info.unit() == unit).cloned().collect();
+            let members: Vec<_> =
+                parameters.iter().filter(|info| info.unit() == unit).cloned().collect();
             assert_eq!(members.len(), n_parameters, "{unit} of {}", case.model);
             let cost = full(&members, case.world).cost(&CostModel::default()).unwrap();
-            assert_eq!(cost.ranks[0].storage_bytes, 4 * padded_shard_numel, "{unit} of {}", case.model);
+            assert_eq!(
+                cost.ranks[0].storage_bytes,
+                4 * padded_shard_numel,
+                "{unit} of {}",
+                case.model
+            );
         }
     }
 }
@@ -125,7 +150,9 @@ struct FlatUnit {
 
 impl FlatUnit {
     fn plan(&self, layout: Layout, world_size: u64) -> ShardingPlan {
-        let parameter = |(name, shape, _): &(String, Vec<u64>, _)| f32_parameter(name, shape).with_unit(&self.unit);
+        let parameter = |(name, shape, _): &(String, Vec<u64>, _)| {
+            f32_parameter(name, shape).with_unit(&self.unit)
+        };
         let parameters: Vec<_> = self.params.iter().map(parameter).collect();
         Full::new(layout).plan(&parameters, world(world_size)).unwrap()
     }
@@ -144,14 +171,18 @@ fn flat() -> [(Layout, Vec<FlatCase>); 2] {
 fn fsdp1_gives_every_rank_the_same_elements() {
     for (layout, cases) in flat() {
         assert_eq!(cases.len(), 28);
-        for (case, unit) in cases.iter().flat_map(|case| case.units.iter().map(move |unit| (case, unit))) {
+        for (case, unit) in
+            cases.iter().flat_map(|case| case.units.iter().map(move |unit| (case, unit)))
+        {
             let plan = unit.plan(layout, case.world);
             for (param_idx, (name, _, expected)) in unit.params.iter().enumerate() {
                 // Torch lists empty parts of parameters without elements.
                 let expected = expected.iter().map(|part| part.filter(|&(_, numel, _)| numel > 0));
-                let expected: Vec<_> = expected.map(|part| part.map(|(_, numel, first)| (numel, first))).collect();
+                let expected: Vec<_> =
+                    expected.map(|part| part.map(|(_, numel, first)| (numel, first))).collect();
                 let found = shards(&plan, param_idx).into_iter();
-                let found = found.map(|shard| shard.map(|shard| (shard.shard_size, shard.start_offset)));
+                let found =
+                    found.map(|shard| shard.map(|shard| (shard.shard_size, shard.start_offset)));
                 assert_eq!(found.collect::<Vec<_>>(), expected, "{name} over {}", case.world);
             }
         }
@@ -161,7 +192,9 @@ fn fsdp1_gives_every_rank_the_same_elements() {
 #[test]
 fn fsdp1_puts_the_padding_at_the_same_places() {
     for (layout, cases) in flat() {
-        for (case, unit) in cases.iter().flat_map(|case| case.units.iter().map(move |unit| (case, unit))) {
+        for (case, unit) in
+            cases.iter().flat_map(|case| case.units.iter().map(move |unit| (case, unit)))
+        {
             let plan = unit.plan(layout, case.world);
             let shard_bytes = |of: fn(&RankCost) -> u64| {
                 let cost = plan.cost(&CostModel::default()).unwrap();
@@ -177,13 +210,20 @@ fn fsdp1_puts_the_padding_at_the_same_places() {
             assert_eq!(stored, 4 * unit.padded_numel, "{at}");
             if layout == Layout::Flat {
                 let padding = shard_bytes(|rank| rank.storage_bytes - rank.param_bytes);
-                assert_eq!(padding, unit.pad_per_rank.iter().map(|numel| 4 * numel).collect::<Vec<_>>(), "{at}");
+                assert_eq!(
+                    padding,
+                    unit.pad_per_rank.iter().map(|numel| 4 * numel).collect::<Vec<_>>(),
+                    "{at}"
+                );
             }
             // What lies before a parameter in its first shard is what torch says.
             for (param_idx, (name, _, expected)) in unit.params.iter().enumerate() {
-                let Cut::FlatAligned { offset, .. } = plan.parameters()[param_idx].cut() else { continue };
-                let Some((rank, Some((in_shard, ..)))) =
-                    (0..).zip(expected).find(|(_, part)| part.is_some_and(|(_, numel, _)| numel > 0))
+                let Cut::FlatAligned { offset, .. } = plan.parameters()[param_idx].cut() else {
+                    continue;
+                };
+                let Some((rank, Some((in_shard, ..)))) = (0..)
+                    .zip(expected)
+                    .find(|(_, part)| part.is_some_and(|(_, numel, _)| numel > 0))
                 else {
                     continue;
                 };
@@ -201,9 +241,15 @@ fn fsdp1_shards_are_as_large_as_those_of_the_whole_model() {
                 let cost = unit.plan(layout, case.world).cost(&CostModel::default()).unwrap();
                 cost.ranks[0].storage_bytes / 4 * unit.repeats
             };
-            assert_eq!(case.units.iter().map(numel).sum::<u64>(), case.shard_numel_total, "{} ranks", case.world);
+            assert_eq!(
+                case.units.iter().map(numel).sum::<u64>(),
+                case.shard_numel_total,
+                "{} ranks",
+                case.world
+            );
             let plain = |unit: &FlatUnit| {
-                layout == Layout::FlatAligned || unit.plan(layout, 1).numel() == unit.unpadded_numel.into()
+                layout == Layout::FlatAligned
+                    || unit.plan(layout, 1).numel() == unit.unpadded_numel.into()
             };
             assert!(case.units.iter().all(plain));
         }
@@ -249,9 +295,11 @@ fn a_step_of_fsdp2_with_adamw_holds_and_sends_the_same_bytes() {
     assert_eq!(cases.len(), 20);
     for case in cases {
         let parameters = parameters(&models, &case.model);
-        let plan = Hsdp::new(Full::default(), case.replicas).plan(&parameters, world(case.world)).unwrap();
+        let plan =
+            Hsdp::new(Full::default(), case.replicas).plan(&parameters, world(case.world)).unwrap();
         let cost = plan.cost(&cost_model(&case.precision)).unwrap();
-        let at = format!("{} in {} over {} / {}", case.model, case.precision, case.world, case.replicas);
+        let at =
+            format!("{} in {} over {} / {}", case.model, case.precision, case.world, case.replicas);
         let column = |of: fn(&RankCost) -> u64| cost.ranks.iter().map(of).collect::<Vec<_>>();
         assert_eq!(column(|rank| rank.param_bytes), case.param_bytes, "{at}");
         assert_eq!(column(|rank| rank.storage_bytes), case.param_storage, "{at}");
@@ -260,7 +308,8 @@ fn a_step_of_fsdp2_with_adamw_holds_and_sends_the_same_bytes() {
 
         let expected = |name| case.calls.get(name).copied().unwrap_or_default();
         let sent = cost.collectives;
-        let found = [sent.all_gather, sent.reduce_scatter, sent.all_reduce].map(|sent| (sent.count, sent.bytes));
+        let found = [sent.all_gather, sent.reduce_scatter, sent.all_reduce]
+            .map(|sent| (sent.count, sent.bytes));
         assert_eq!(found, ["all_gather", "reduce_scatter", "all_reduce"].map(expected), "{at}");
         assert_eq!([sent.broadcast, sent.reduce].map(|traffic| traffic.count), [0; 2], "{at}");
     }
@@ -286,22 +335,26 @@ struct Fsdp1Case {
 
 #[test]
 fn a_step_of_fsdp1_with_adamw_holds_and_sends_the_same_bytes() {
-    let Fsdp1Step { models, cases } = serde_json::from_str(include_str!("golden/fsdp1_step.json")).unwrap();
+    let Fsdp1Step { models, cases } =
+        serde_json::from_str(include_str!("golden/fsdp1_step.json")).unwrap();
     assert_eq!(cases.len(), 12);
     for case in cases {
         let layout = if case.use_orig_params { Layout::FlatAligned } else { Layout::Flat };
-        let plan = Full::new(layout).plan(&parameters(&models, &case.model), world(case.world)).unwrap();
+        let plan =
+            Full::new(layout).plan(&parameters(&models, &case.model), world(case.world)).unwrap();
         let cost = plan.cost(&CostModel::default()).unwrap();
         let at = format!("{} {layout:?} over {}", case.model, case.world);
         let column = |of: fn(&RankCost) -> u64| cost.ranks.iter().map(of).collect::<Vec<_>>();
         assert_eq!(column(|rank| rank.storage_bytes), case.param_storage, "{at}");
         assert_eq!(column(|rank| rank.grad_bytes), case.grad_bytes, "{at}");
         assert_eq!(column(|rank| rank.optimizer_bytes), case.opt_bytes, "{at}");
-        // The flat parameter of `use_orig_params=False` includes its padding in the bytes that torch reports.
+        // The flat parameter of `use_orig_params=False` includes its padding in the bytes that
+        // torch reports.
         if case.use_orig_params {
             assert_eq!(column(|rank| rank.param_bytes), case.param_bytes, "{at}");
         }
-        let found = [cost.collectives.all_gather, cost.collectives.reduce_scatter].map(|sent| (sent.count, sent.bytes));
+        let found = [cost.collectives.all_gather, cost.collectives.reduce_scatter]
+            .map(|sent| (sent.count, sent.bytes));
         assert_eq!(found, ["all_gather", "reduce_scatter"].map(|name| case.calls[name]), "{at}");
     }
 }
@@ -344,10 +397,16 @@ fn torch_tracks_the_same_peak_of_parameters_and_optimizer() {
         let column = |of: fn(&RankCost) -> u64| cost.ranks.iter().map(of).collect::<Vec<_>>();
         assert_eq!(column(|rank| rank.storage_bytes), case.sharded_param, "{at}");
         assert_eq!(column(|rank| rank.optimizer_bytes), case.opt, "{at}");
-        // In fp32 the peak is where the largest units are gathered: all if they stay, else one and the next one's buffer.
+        // In fp32 the peak is where the largest units are gathered: all if they stay, else one and
+        // the next one's buffer.
         if case.precision == "fp32" {
-            let passing = if case.reshard_after_forward == "False" { vec![0; case.opt.len()] } else { case.all_gather };
-            let gathered = case.unsharded_param.iter().zip(passing).map(|(gathered, next)| gathered + next);
+            let passing = if case.reshard_after_forward == "False" {
+                vec![0; case.opt.len()]
+            } else {
+                case.all_gather
+            };
+            let gathered =
+                case.unsharded_param.iter().zip(passing).map(|(gathered, next)| gathered + next);
             assert_eq!(column(|rank| rank.gathered_bytes), gathered.collect::<Vec<_>>(), "{at}");
         }
     }
@@ -355,11 +414,15 @@ fn torch_tracks_the_same_peak_of_parameters_and_optimizer() {
 
 #[test]
 fn the_optimizer_decides_what_is_remembered() {
-    let parameters = [f32_parameter("a", &[3, 2]), f32_parameter("frozen", &[5]).with_requires_grad(false)];
-    for (optimizer, expected) in
-        [(Optimizer::Adam, [2 * 16 + 4, 2 * 8 + 4]), (Optimizer::Sgd, [16, 8]), (Optimizer::None, [0, 0])]
-    {
-        let cost = full(&parameters, 2).cost(&CostModel::default().with_optimizer(optimizer)).unwrap();
+    let parameters =
+        [f32_parameter("a", &[3, 2]), f32_parameter("frozen", &[5]).with_requires_grad(false)];
+    for (optimizer, expected) in [
+        (Optimizer::Adam, [2 * 16 + 4, 2 * 8 + 4]),
+        (Optimizer::Sgd, [16, 8]),
+        (Optimizer::None, [0, 0]),
+    ] {
+        let cost =
+            full(&parameters, 2).cost(&CostModel::default().with_optimizer(optimizer)).unwrap();
         let found: Vec<_> = cost.ranks.iter().map(|rank| rank.optimizer_bytes).collect();
         assert_eq!(found, expected, "{optimizer:?}");
         assert_eq!(cost.ranks.iter().map(|rank| rank.grad_bytes).collect::<Vec<_>>(), [16, 8]);

@@ -2,24 +2,34 @@
 
 use std::fmt::Write;
 
-use candle_distributed::plan::{
-    CostModel, Full, Hsdp, Hybrid, LayerOrder, LayerWise, Layout, Links, ParameterInfo, PlanReport, ShardingPlan,
-    ShardingStrategy, WholeTensor,
+use fsdp_plan::{
+    ParameterInfo, ShardingPlan,
+    cost::{CostModel, Links},
+    report::PlanReport,
+    strategy::{Full, Hsdp, Hybrid, LayerOrder, LayerWise, Layout, ShardingStrategy, WholeTensor},
 };
 
-use integration_tests::recipe::deepseek;
-
 use crate::{
-    inputs::{gpt2, llama, mixtral, qwen, rank, vit, world},
+    inputs::{deepseek, gpt2, llama, mixtral, qwen, rank, vit, world},
     json_lines::json_lines,
 };
 
 type Strategies = Vec<(&'static str, Box<dyn ShardingStrategy>)>;
 
-/// The strategies as they are pinned. The names that the default rules of `Hybrid` look for occur in few models, so
-/// here it keeps whole what stands outside the blocks.
+/// The strategies as they are pinned. The names that the default rules of `Hybrid` look for occur
+/// in few models, so here it keeps whole what stands outside the blocks.
 fn strategies() -> Strategies {
-    let whole = ["wte", "wpe", "ln_f", "embed_tokens", "embeddings", "norm", "layernorm", "lm_head", "classifier"];
+    let whole = [
+        "wte",
+        "wpe",
+        "ln_f",
+        "embed_tokens",
+        "embeddings",
+        "norm",
+        "layernorm",
+        "lm_head",
+        "classifier",
+    ];
     let hybrid = Hybrid::new(["h", "layers", "layer"], whole).unwrap();
     vec![
         ("full", Box::new(Full::default())),
@@ -28,7 +38,10 @@ fn strategies() -> Strategies {
         ("full-row-ragged", Box::new(Full::new(Layout::ROWS))),
         ("full-block-ragged", Box::new(Full::new(Layout::BLOCKS))),
         ("layer-wise", Box::new(LayerWise::default())),
-        ("layer-wise-contiguous", Box::new(LayerWise::default().with_order(LayerOrder::Contiguous))),
+        (
+            "layer-wise-contiguous",
+            Box::new(LayerWise::default().with_order(LayerOrder::Contiguous)),
+        ),
         ("whole-tensor", Box::new(WholeTensor)),
         ("hybrid", Box::new(hybrid)),
     ]
@@ -120,10 +133,14 @@ fn always_gathered_parameters_stay_in_every_plan() {
 fn json_can_be_read_back() {
     for (name, strategy) in strategies() {
         let plan = strategy.plan(&qwen(), world(8)).unwrap();
-        let kept = plan.clone().with_replicas(2).unwrap().with_kept_units(["model.layers.23"]).unwrap();
+        let kept =
+            plan.clone().with_replicas(2).unwrap().with_kept_units(["model.layers.23"]).unwrap();
         let resized = plan.resized(world(5));
         for plan in [Some(plan), Some(kept), resized.ok()].into_iter().flatten() {
-            for json in [serde_json::to_string(&plan).unwrap(), serde_json::to_string(&report(&plan)).unwrap()] {
+            for json in [
+                serde_json::to_string(&plan).unwrap(),
+                serde_json::to_string(&report(&plan)).unwrap(),
+            ] {
                 assert_eq!(serde_json::from_str::<ShardingPlan>(&json).unwrap(), plan, "{name}");
             }
         }

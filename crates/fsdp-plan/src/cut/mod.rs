@@ -13,14 +13,14 @@ pub(crate) use self::{
     ragged::{Middle, Ragged},
 };
 use crate::{
-    ParameterInfo,
+    param::ParameterInfo,
     shares::{Run, Shares},
 };
 
 /// How one parameter is divided over the ranks of a shard group.
 ///
-/// This is all that a plan stores for a parameter, however many ranks there are; the part of a rank is computed when
-/// it is asked for.
+/// This is all that a plan stores for a parameter, however many ranks there are; the part of a rank
+/// is computed when it is asked for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 #[non_exhaustive]
@@ -36,28 +36,30 @@ pub enum Cut {
         /// Elements of the whole unit.
         unit_numel: u64,
     },
-    /// Like [`Cut::Flat`], with gaps that align each parameter and the end, and each parameter a tensor of its own to
-    /// the optimizer: as FSDP1 does it with `use_orig_params=True`.
+    /// Like [`Cut::Flat`], with gaps that align each parameter and the end, and each parameter a
+    /// tensor of its own to the optimizer: as FSDP1 does it with `use_orig_params=True`.
     FlatAligned {
         /// Elements of the unit before this parameter, gaps included.
         offset: u64,
         /// Elements of the whole unit, gaps included.
         unit_numel: u64,
     },
-    /// As a part of its unit's parameters laid end to end, cut into equal parts whose bounds are moved to the nearest
-    /// granule: a row, some rows, or a block of elements.
+    /// As a part of its unit's parameters laid end to end, cut into equal parts whose bounds are
+    /// moved to the nearest granule: a row, some rows, or a block of elements.
     Ragged {
         /// Bytes of the unit before this parameter.
         offset: u64,
         /// Bytes of the whole unit.
         unit_bytes: u64,
-        /// Bytes that are never cut, counted from the start of the parameter; the last granule may be shorter.
+        /// Bytes that are never cut, counted from the start of the parameter; the last granule may
+        /// be shorter.
         granule: u64,
-        /// A bound moves forward if at least so many bytes of its granule lie before it, else back; from 1 to `granule`.
+        /// A bound moves forward if at least so many bytes of its granule lie before it, else back;
+        /// from 1 to `granule`.
         round_up_from: u64,
     },
-    /// As a part of all parameters of the plan laid end to end and cut into equal parts: whole, but for at most one
-    /// parameter between each rank and the next.
+    /// As a part of all parameters of the plan laid end to end and cut into equal parts: whole, but
+    /// for at most one parameter between each rank and the next.
     Wrapped {
         /// Bytes of such parameters before this one.
         offset: u64,
@@ -71,18 +73,21 @@ pub enum Cut {
     },
     /// Not at all: every rank keeps a copy.
     Replicated,
-    /// Not at all: it is another name of the parameter it is tied to, and nothing is held under this one.
+    /// Not at all: it is another name of the parameter it is tied to, and nothing is held under
+    /// this one.
     Tied,
 }
 
-/// The part of a parameter that one rank holds, counted in elements of the parameter in row-major order.
+/// The part of a parameter that one rank holds, counted in elements of the parameter in row-major
+/// order.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize)]
 #[non_exhaustive]
 pub struct ShardAssignment {
     /// The rank that holds it.
     pub owner_rank: Rank,
-    /// Which of the parameter's shards it is, from 0, in the order of the elements. Under [`Cut::Ragged`] a rank between
-    /// two others may hold nothing of a parameter, and is counted nevertheless.
+    /// Which of the parameter's shards it is, from 0, in the order of the elements. Under
+    /// [`Cut::Ragged`] a rank between two others may hold nothing of a parameter, and is counted
+    /// nevertheless.
     pub shard_index: u64,
     /// Elements of the parameter before the shard.
     pub start_offset: u64,
@@ -96,10 +101,16 @@ pub struct ShardAssignment {
 
 impl ShardAssignment {
     /// The part of `info` that consists of the elements `part`.
-    pub(crate) fn new(owner_rank: Rank, shard_index: u64, info: &ParameterInfo, part: Range<u64>) -> Self {
+    pub(crate) fn new(
+        owner_rank: Rank,
+        shard_index: u64,
+        info: &ParameterInfo,
+        part: Range<u64>,
+    ) -> Self {
         let (start_offset, shard_size) = (part.start, part.end - part.start);
         let row = info.row_numel();
-        let whole_rows = !info.shape().is_empty() && start_offset % row == 0 && shard_size % row == 0;
+        let whole_rows =
+            !info.shape().is_empty() && start_offset % row == 0 && shard_size % row == 0;
         let row = whole_rows.then_some(row);
         Self {
             owner_rank,
@@ -154,25 +165,33 @@ impl Division {
         if matches!(self, Self::Ragged(_)) { n_runs } else { n_runs.min(1) }
     }
 
-    /// The elements that belong to the member that owns `run`, and which of the parameter's parts they are; an empty
-    /// range if there are none.
+    /// The elements that belong to the member that owns `run`, and which of the parameter's parts
+    /// they are; an empty range if there are none.
     ///
-    /// `run` is the one at `position` among the shares. Where bounds do not depend on the shares, a member owns one
-    /// run, at the position of its number.
+    /// `run` is the one at `position` among the shares. Where bounds do not depend on the shares, a
+    /// member owns one run, at the position of its number.
     pub(crate) fn part(&self, shares: &Shares, position: u64, run: Run) -> (u64, Range<u64>) {
         match *self {
-            Self::Chunks(chunks) => {
-                (position.saturating_sub(chunks.first_owner(shares)), chunks.part(shares, run.owner))
+            Self::Chunks(chunks) => (
+                position.saturating_sub(chunks.first_owner(shares)),
+                chunks.part(shares, run.owner),
+            ),
+            Self::Ragged(ragged) => {
+                (position.saturating_sub(ragged.first_position(shares)), ragged.part(run))
             }
-            Self::Ragged(ragged) => (position.saturating_sub(ragged.first_position(shares)), ragged.part(run)),
             Self::Whole { owner, .. } if owner != run.owner => (0, 0..0),
             Self::Whole { numel, .. } | Self::Replicated { numel } => (0, 0..numel),
             Self::Nothing => (0, 0..0),
         }
     }
 
-    /// The owners of the elements `within`, each with those it has, in order; `None` stands for everyone.
-    pub(crate) fn parts(&self, shares: &Shares, within: Range<u64>) -> Vec<(Option<u64>, Range<u64>)> {
+    /// The owners of the elements `within`, each with those it has, in order; `None` stands for
+    /// everyone.
+    pub(crate) fn parts(
+        &self,
+        shares: &Shares,
+        within: Range<u64>,
+    ) -> Vec<(Option<u64>, Range<u64>)> {
         let owned = |(owner, part)| (Some(owner), part);
         match *self {
             Self::Chunks(chunks) => chunks.parts(shares, within).map(owned).collect(),

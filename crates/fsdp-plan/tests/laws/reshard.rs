@@ -1,13 +1,13 @@
-//! Laws of resharding: whatever two plans, each rank ends up with exactly what the new one gives it.
+//! Laws of resharding: whatever two plans, each rank ends up with exactly what the new one gives
+//! it.
 
 use std::collections::BTreeMap;
 
-use candle_distributed::{
-    plan::{
-        Cut, ElemType, Full, Hsdp, LayerWise, Layout, Move, ParameterInfo, PlannedParameter, Reshard, ShardingPlan,
-        ShardingStrategy, WholeTensor,
-    },
-    types::{Placement, WorldSize},
+use core_types::{Placement, WorldSize};
+use fsdp_plan::{
+    Cut, ElemType, ParameterInfo, PlannedParameter, ShardingPlan,
+    reshard::{Move, Reshard},
+    strategy::{Full, Hsdp, LayerWise, Layout, ShardingStrategy, WholeTensor},
 };
 
 fn world(size: u64) -> WorldSize {
@@ -31,16 +31,27 @@ fn parameters() -> Vec<ParameterInfo> {
 
 /// Plans of the same parameters of every kind, with and without replicas, resized once and twice.
 fn plans() -> Vec<ShardingPlan> {
-    let layouts = [Layout::Dim0, Layout::Flat, Layout::FlatAligned, Layout::ROWS, Layout::BlockRagged { block: 4 }];
+    let layouts = [
+        Layout::Dim0,
+        Layout::Flat,
+        Layout::FlatAligned,
+        Layout::ROWS,
+        Layout::BlockRagged { block: 4 },
+    ];
     let full = layouts.map(|layout| Box::new(Full::new(layout)) as Box<dyn ShardingStrategy>);
-    let others: [Box<dyn ShardingStrategy>; 3] =
-        [Box::new(LayerWise::default()), Box::new(WholeTensor), Box::new(Hsdp::new(Full::default(), 2))];
+    let others: [Box<dyn ShardingStrategy>; 3] = [
+        Box::new(LayerWise::default()),
+        Box::new(WholeTensor),
+        Box::new(Hsdp::new(Full::default(), 2)),
+    ];
     let strategies = full.into_iter().chain(others);
-    let plan =
-        |strategy: Box<dyn ShardingStrategy>| [2, 4, 6].map(|size| strategy.plan(&parameters(), world(size)).unwrap());
+    let plan = |strategy: Box<dyn ShardingStrategy>| {
+        [2, 4, 6].map(|size| strategy.plan(&parameters(), world(size)).unwrap())
+    };
     let plans: Vec<_> = strategies.flat_map(plan).collect();
     let resized = plans.iter().filter_map(|plan| plan.resized(world(3)).ok()).collect::<Vec<_>>();
-    let again = resized.iter().map(|plan| plan.resized(world(5)).unwrap().with_replicas(2).unwrap());
+    let again =
+        resized.iter().map(|plan| plan.resized(world(5)).unwrap().with_replicas(2).unwrap());
     let again: Vec<_> = again.collect();
     [plans, resized, again].concat()
 }
@@ -54,22 +65,36 @@ fn held(plan: &ShardingPlan, rank: u64) -> Held {
     let shards = plan.shards_of_rank(rank).unwrap().flat_map(|(parameter, shard)| {
         let param_idx = plan.index_of(parameter.info().name()).unwrap();
         let bytes = 2 * shard.start_offset..2 * (shard.start_offset + shard.shard_size);
-        bytes.map(move |byte| ((param_idx, byte), u8::try_from((31 * param_idx as u64 + byte) % 251).unwrap()))
+        bytes.map(move |byte| {
+            ((param_idx, byte), u8::try_from((31 * param_idx as u64 + byte) % 251).unwrap())
+        })
     });
     shards.collect()
 }
 
 /// What rank `rank` holds after it kept what it had and got what `moves` bring.
-fn moved(reshard: &Reshard<'_>, from: &ShardingPlan, to: &ShardingPlan, rank: u64, moves: &[Move]) -> Held {
+fn moved(
+    reshard: &Reshard<'_>,
+    from: &ShardingPlan,
+    to: &ShardingPlan,
+    rank: u64,
+    moves: &[Move],
+) -> Held {
     let wanted = held(to, rank);
-    let place = reshard.place_of(Placement::new(rank, to.world_size().as_u64()).unwrap().rank()).unwrap();
-    let mut held_now = if place < from.world_size().as_u64() { held(from, place) } else { Held::new() };
+    let place =
+        reshard.place_of(Placement::new(rank, to.world_size().as_u64()).unwrap().rank()).unwrap();
+    let mut held_now =
+        if place < from.world_size().as_u64() { held(from, place) } else { Held::new() };
     held_now.retain(|at, _| wanted.contains_key(at));
     for part in moves.iter().filter(|part| part.to.as_u64() == rank) {
         let source = held(from, part.from.as_u64());
         for byte in part.start..part.start + part.bytes {
             let value = source[&(part.param_idx, byte)];
-            assert_eq!(held_now.insert((part.param_idx, byte), value), None, "{part:?} brings what was there");
+            assert_eq!(
+                held_now.insert((part.param_idx, byte), value),
+                None,
+                "{part:?} brings what was there"
+            );
         }
     }
     held_now
@@ -79,10 +104,16 @@ fn moved(reshard: &Reshard<'_>, from: &ShardingPlan, to: &ShardingPlan, rank: u6
 fn moves_bring_every_rank_what_it_lacks_and_nothing_else() {
     let plans = plans();
     for (from, to) in plans.iter().flat_map(|from| plans.iter().map(move |to| (from, to))) {
-        for reshard in [Reshard::new(from, to).unwrap(), Reshard::new(from, to).unwrap().renumbered()] {
+        for reshard in
+            [Reshard::new(from, to).unwrap(), Reshard::new(from, to).unwrap().renumbered()]
+        {
             let moves: Vec<Move> = reshard.moves().collect();
             for rank in 0..to.world_size().as_u64() {
-                assert_eq!(moved(&reshard, from, to, rank, &moves), held(to, rank), "{from:?} {to:?}");
+                assert_eq!(
+                    moved(&reshard, from, to, rank, &moves),
+                    held(to, rank),
+                    "{from:?} {to:?}"
+                );
             }
         }
     }
@@ -96,10 +127,14 @@ fn volumes_are_sums_over_moves() {
         let volume = reshard.volume();
         let moves: Vec<Move> = reshard.moves().collect();
         assert_eq!(volume.moves, moves.len() as u64);
-        assert_eq!(volume.move_bytes, moves.iter().map(|part| u128::from(part.bytes)).sum::<u128>());
+        assert_eq!(
+            volume.move_bytes,
+            moves.iter().map(|part| u128::from(part.bytes)).sum::<u128>()
+        );
         let all: usize = (0..to.world_size().as_u64()).map(|rank| held(to, rank).len()).sum();
         assert_eq!(volume.stay_bytes + volume.move_bytes, all as u128);
-        let of_ranks = to.world_size().placements().flat_map(|place| reshard.moves_to(place.rank()).unwrap());
+        let of_ranks =
+            to.world_size().placements().flat_map(|place| reshard.moves_to(place.rank()).unwrap());
         let mut of_ranks: Vec<Move> = of_ranks.collect();
         of_ranks.sort_by_key(|part| (part.param_idx, part.start, part.to));
         let mut sorted = moves;
@@ -113,12 +148,17 @@ fn places_are_distinct() {
     let plans = plans();
     for (from, to) in plans.iter().flat_map(|from| plans.iter().map(move |to| (from, to))) {
         let reshard = Reshard::new(from, to).unwrap().renumbered();
-        let places = to.world_size().placements().map(|place| reshard.place_of(place.rank()).unwrap());
+        let places =
+            to.world_size().placements().map(|place| reshard.place_of(place.rank()).unwrap());
         let mut places: Vec<u64> = places.collect();
         places.sort_unstable();
         places.dedup();
         assert_eq!(places.len() as u64, to.world_size().as_u64());
-        assert!(places.iter().all(|&place| place < from.world_size().as_u64().max(to.world_size().as_u64())));
+        assert!(
+            places
+                .iter()
+                .all(|&place| place < from.world_size().as_u64().max(to.world_size().as_u64()))
+        );
     }
 }
 
@@ -129,18 +169,24 @@ fn nothing_moves_between_equal_plans() {
     }
 }
 
-/// A parameter of `n` elements that are granules of their own, ragged over `from` ranks and resized to `to`.
+/// A parameter of `n` elements that are granules of their own, ragged over `from` ranks and resized
+/// to `to`.
 #[test]
 fn resizing_is_optimal_on_every_small_grid() {
     for (from, to) in (1..=9_u64).flat_map(|from| (1..=9).map(move |to| (from, to))) {
         let numel = 2520; // divisible by every number up to 9 and by most of their products
         let info = ParameterInfo::new("w", [numel], ElemType::U8).unwrap();
         let cut = Cut::Ragged { offset: 0, unit_bytes: numel, granule: 1, round_up_from: 1 };
-        let plan = ShardingPlan::new("test", world(from), vec![PlannedParameter::new(info, cut)]).unwrap();
+        let plan =
+            ShardingPlan::new("test", world(from), vec![PlannedParameter::new(info, cut)]).unwrap();
         let resized = plan.resized(world(to)).unwrap();
         let stay = Reshard::new(&plan, &resized).unwrap().volume().stay_bytes;
-        // Each rank that stays keeps the smaller of its two shares; every bound may lose one element to rounding.
+        // Each rank that stays keeps the smaller of its two shares; every bound may lose one
+        // element to rounding.
         let optimum = u128::from(from.min(to) * (numel / from).min(numel / to));
-        assert!(stay.abs_diff(optimum) <= u128::from(from + to), "{from} to {to}: {stay} of {optimum}");
+        assert!(
+            stay.abs_diff(optimum) <= u128::from(from + to),
+            "{from} to {to}: {stay} of {optimum}"
+        );
     }
 }

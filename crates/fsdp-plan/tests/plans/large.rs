@@ -1,11 +1,13 @@
 //! The largest open model over 16,384 ranks: what a plan of it may cost and must reach.
 
-use candle_distributed::plan::{
-    CostModel, Full, Layout, Outcome, Reshard, Search, ShardingStrategy, Volume, WholeTensor, source,
+use crate::inputs::{deepseek, world};
+use fsdp_plan::{
+    cost::CostModel,
+    reshard::{Reshard, Volume},
+    search::{Outcome, Search},
+    source,
+    strategy::{Full, Layout, ShardingStrategy, WholeTensor},
 };
-use integration_tests::recipe::{deepseek, safetensors};
-
-use crate::inputs::world;
 
 fn max_over_mean(strategy: &dyn ShardingStrategy) -> f64 {
     let plan = strategy.plan(&deepseek(), world(16_384)).unwrap();
@@ -23,9 +25,8 @@ fn ragged_plans_balance_the_largest_model_over_16384_ranks() {
 
 #[test]
 fn a_plan_is_not_much_larger_than_the_header_it_was_made_from() {
-    let parameters = deepseek();
-    let file = safetensors(&parameters);
-    assert_eq!(source::from_safetensors(&file).unwrap(), parameters);
+    let file = fixtures::deepseek_v3();
+    let parameters = source::from_safetensors(&file).unwrap();
     for layout in [Layout::Dim0, Layout::ROWS, Layout::BLOCKS] {
         let plan = Full::new(layout).plan(&parameters, world(16_384)).unwrap();
         let json = serde_json::to_string(&plan).unwrap();
@@ -56,7 +57,8 @@ fn resizing_moves_as_little_as_can_be() {
 fn renumbering_finds_ranks_that_hold_what_is_needed() {
     let parameters = deepseek();
     for (from, to, at_least) in [(8, 16, 0.499), (64, 48, 0.66)] {
-        let [from, to] = [from, to].map(|size| Full::default().plan(&parameters, world(size)).unwrap());
+        let [from, to] =
+            [from, to].map(|size| Full::default().plan(&parameters, world(size)).unwrap());
         let reshard = Reshard::new(&from, &to).unwrap();
         assert!(staying(reshard.volume()) < 0.1);
         assert!(staying(reshard.renumbered().volume()) >= at_least);
@@ -67,11 +69,16 @@ fn renumbering_finds_ranks_that_hold_what_is_needed() {
 fn a_search_tells_what_is_missing() {
     let budget = 40 << 30;
     let search = Search::new(world(2048), budget);
-    let Outcome::Missing { smallest, bytes } = search.run(&deepseek()).unwrap() else { panic!("layers of 22 GB fit") };
+    let Outcome::Missing { smallest, bytes } = search.run(&deepseek()).unwrap() else {
+        panic!("layers of 22 GB fit")
+    };
     assert_eq!(smallest.cost.peak_bytes(), u128::from(budget + bytes));
     // Gathered expert by expert it does fit.
     let experts = "model.layers.*.mlp.experts.*".parse().unwrap();
-    let parameters: Vec<_> = deepseek().into_iter().map(|info| info.with_layer_pattern(&experts)).collect();
-    let Outcome::Fits(found) = search.run(&parameters).unwrap() else { panic!("experts of 88 MB do not fit") };
+    let parameters: Vec<_> =
+        deepseek().into_iter().map(|info| info.with_layer_pattern(&experts)).collect();
+    let Outcome::Fits(found) = search.run(&parameters).unwrap() else {
+        panic!("experts of 88 MB do not fit")
+    };
     assert!(found.cost.peak_bytes() <= u128::from(budget));
 }

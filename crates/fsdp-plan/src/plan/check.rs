@@ -4,10 +4,12 @@ use std::collections::BTreeMap;
 
 use core_types::{Placement, WorldSize};
 
+use super::parameter::PlannedParameter;
 use crate::{
-    Cut, ParameterInfo, PlannedParameter,
-    error::{Error, Result},
+    cut::Cut,
+    error::{CutError, Error, ParameterError, Result},
     groups::Groups,
+    param::ParameterInfo,
 };
 
 /// Checks each parameter by itself against its cut.
@@ -16,13 +18,18 @@ pub(crate) fn cuts(parameters: &[PlannedParameter], group: WorldSize) -> Result<
         let (info, cut) = (parameter.info(), parameter.cut());
         let name = || info.name().to_owned();
         if info.tied_to().is_some() != (cut == Cut::Tied) {
-            return Err(Error::CutTied { name: name(), is_tied: info.tied_to().is_some() });
+            return Err(Error::Cut(CutError::Tied {
+                name: name(),
+                is_tied: info.tied_to().is_some(),
+            }));
         }
         if info.always_gather() && !matches!(cut, Cut::Replicated | Cut::Tied) {
-            return Err(Error::CutAlwaysGathered { name: name() });
+            return Err(Error::Cut(CutError::AlwaysGathered { name: name() }));
         }
         match cut {
-            Cut::Dim0 if info.shape().is_empty() => return Err(Error::ScalarParameter { name: name() }),
+            Cut::Dim0 if info.shape().is_empty() => {
+                return Err(Error::Cut(CutError::Scalar { name: name() }));
+            }
             Cut::Dim0 => whole_blocks(info, info.row_numel(), group)?,
             Cut::Flat { .. } | Cut::FlatAligned { .. } => whole_blocks(info, 1, group)?,
             Cut::Ragged { granule, round_up_from, .. } => granules(info, granule, round_up_from)?,
@@ -38,7 +45,11 @@ fn whole_blocks(info: &ParameterInfo, item_numel: u64, group: WorldSize) -> Resu
     if group == WorldSize::ONE || item_numel.is_multiple_of(info.dtype().block_numel()) {
         return Ok(());
     }
-    Err(Error::CutsBlock { name: info.name().to_owned(), shape: info.shape().to_vec(), dtype: info.dtype() })
+    Err(Error::Cut(CutError::SplitsBlock {
+        name: info.name().to_owned(),
+        shape: info.shape().to_vec(),
+        dtype: info.dtype(),
+    }))
 }
 
 fn granules(info: &ParameterInfo, granule: u64, round_up_from: u64) -> Result<()> {
@@ -47,7 +58,12 @@ fn granules(info: &ParameterInfo, granule: u64, round_up_from: u64) -> Result<()
     if whole_blocks && (1..=granule).contains(&round_up_from) {
         return Ok(());
     }
-    Err(Error::BadGranule { name: info.name().to_owned(), dtype, granule, round_up_from })
+    Err(Error::Cut(CutError::BadGranule {
+        name: info.name().to_owned(),
+        dtype,
+        granule,
+        round_up_from,
+    }))
 }
 
 /// Checks that every tied parameter is another name of one that is planned like it.
@@ -68,7 +84,11 @@ pub(crate) fn ties<'a>(
             }
             Some(_) => continue,
         };
-        return Err(Error::BadTie { name: info.name().to_owned(), target: target.to_owned(), reason });
+        return Err(Error::Parameters(ParameterError::BadTie {
+            name: info.name().to_owned(),
+            target: target.to_owned(),
+            reason,
+        }));
     }
     Ok(())
 }
@@ -81,9 +101,15 @@ pub(crate) fn buffers(parameters: &[PlannedParameter]) -> Result<()> {
         let (info, cut) = (parameter.info(), parameter.cut());
         let (kind, offset, size, len) = match cut {
             Cut::Flat { offset, unit_numel } => (Kind::Flat, offset, info.numel(), unit_numel),
-            Cut::FlatAligned { offset, unit_numel } => (Kind::Aligned, offset, info.numel(), unit_numel),
-            Cut::Ragged { offset, unit_bytes, .. } => (Kind::Ragged, offset, info.bytes(), unit_bytes),
-            Cut::Wrapped { offset, total_bytes } => (Kind::Wrapped, offset, info.bytes(), total_bytes),
+            Cut::FlatAligned { offset, unit_numel } => {
+                (Kind::Aligned, offset, info.numel(), unit_numel)
+            }
+            Cut::Ragged { offset, unit_bytes, .. } => {
+                (Kind::Ragged, offset, info.bytes(), unit_bytes)
+            }
+            Cut::Wrapped { offset, total_bytes } => {
+                (Kind::Wrapped, offset, info.bytes(), total_bytes)
+            }
             Cut::Dim0 | Cut::Whole { .. } | Cut::Replicated | Cut::Tied => continue,
         };
         let unit = if kind == Kind::Wrapped { 0 } else { unit };
@@ -132,14 +158,14 @@ impl<'a> Buffer<'a> {
     }
 
     fn broken(&self, info: &ParameterInfo, found: (u64, u64), expected: (u64, u64)) -> Error {
-        Error::BrokenUnit {
+        Error::Cut(CutError::BrokenUnit {
             unit: if self.kind == Kind::Wrapped { String::new() } else { info.unit().to_owned() },
             name: info.name().to_owned(),
             offset: found.0,
             len: found.1,
             expected_offset: expected.0,
             expected_len: expected.1,
-        }
+        })
     }
 }
 
@@ -152,10 +178,10 @@ fn same_buffer(first: &ParameterInfo, second: &ParameterInfo) -> Result<()> {
     } else {
         return Ok(());
     };
-    Err(Error::MixedUnit {
+    Err(Error::Cut(CutError::MixedUnit {
         unit: first.unit().to_owned(),
         first: first.name().to_owned(),
         second: second.name().to_owned(),
         property,
-    })
+    }))
 }

@@ -1,0 +1,100 @@
+//! What can be wrong with a list of parameters, a file that names them, or a plan.
+
+mod cut;
+mod parameters;
+mod source;
+
+pub use self::{cut::CutError, parameters::ParameterError, source::SourceError};
+use crate::format::FORMAT_VERSION;
+
+/// The result of reading, planning or costing.
+pub type Result<T, E = Error> = std::result::Result<T, E>;
+
+/// Why there is no plan.
+///
+/// Large subjects have errors of their own, which this one says in their words.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[non_exhaustive]
+pub enum Error {
+    /// A rank or world size outside its limits.
+    #[error(transparent)]
+    World(#[from] core_types::Error),
+    /// A list of parameters that describes no model.
+    #[error(transparent)]
+    Parameters(#[from] ParameterError),
+    /// A plan that cuts parameters as they cannot be cut.
+    #[error(transparent)]
+    Cut(#[from] CutError),
+    /// A file from which no list of parameters can be read.
+    #[error(transparent)]
+    Source(#[from] SourceError),
+
+    /// The sizes of several parameters together do not fit into 64 bits.
+    #[error("{what} add up to more than {}", u64::MAX)]
+    TotalTooLarge {
+        /// What was summed up.
+        what: &'static str,
+    },
+    /// A number that must be at least 1 is 0.
+    #[error("{what} is 0, it must be at least 1")]
+    Zero {
+        /// What the number counts.
+        what: &'static str,
+    },
+    /// The world is no whole number of replicas.
+    #[error("a world of {world_size} ranks does not divide into {replicas} replicas")]
+    Replicas {
+        /// The ranks.
+        world_size: u64,
+        /// The replicas that were asked for.
+        replicas: u64,
+    },
+    /// There is no such parameter in the plan.
+    #[error("parameter {index} is out of range for a plan of {len}")]
+    ParameterOutOfRange {
+        /// The position that was asked for.
+        index: usize,
+        /// The number of parameters.
+        len: usize,
+    },
+    /// No parameter of the plan has this name.
+    #[error("the plan has no parameter {name}")]
+    UnknownParameter {
+        /// The name that was asked for.
+        name: String,
+    },
+    /// No parameter of the plan is in this unit.
+    #[error("the plan has no unit {unit:?}")]
+    UnknownUnit {
+        /// The unit that was asked for.
+        unit: String,
+    },
+    /// A pattern cannot be read.
+    #[error("malformed pattern {pattern:?}: {reason}")]
+    BadPattern {
+        /// The pattern.
+        pattern: String,
+        /// What is wrong with it.
+        reason: String,
+    },
+    /// Costs were given for some layers, but not for this one.
+    #[error("no cost is given for layer {layer}")]
+    NoLayerCost {
+        /// The layer.
+        layer: String,
+    },
+    /// Two plans are not of the same parameters.
+    #[error("the plans differ in parameter {name}: {what}")]
+    DifferentParameters {
+        /// The first parameter that differs.
+        name: String,
+        /// In what it differs.
+        what: &'static str,
+    },
+    /// A plan was written by another version of this crate.
+    #[error("plan format version {found} is not supported, only {FORMAT_VERSION} is")]
+    FormatVersion {
+        /// The version of the plan.
+        found: u32,
+    },
+}

@@ -1,0 +1,89 @@
+//! The serialized form of a plan.
+
+use std::borrow::Cow;
+
+use core_types::WorldSize;
+use serde::{Deserialize, Deserializer, Serialize, Serializer, de};
+
+use super::{PlannedParameter, ShardingPlan};
+use crate::{
+    error::{Error, Result},
+    format::FORMAT_VERSION,
+    shares::{Shares, Table},
+};
+
+/// The serialized form of a plan, borrowed for writing and owned after reading.
+#[derive(Serialize, Deserialize)]
+struct Document<'a> {
+    format_version: FormatVersion,
+    world_size: WorldSize,
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    replicas: Option<u64>,
+    strategy: Cow<'a, str>,
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    kept_units: Vec<Cow<'a, str>>,
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    shares: Option<Cow<'a, Table>>,
+    parameters: Cow<'a, [PlannedParameter]>,
+}
+
+impl Serialize for ShardingPlan {
+    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        let document = Document {
+            format_version: FormatVersion,
+            world_size: self.world_size,
+            replicas: Some(self.replicas()).filter(|&replicas| replicas > 1),
+            strategy: Cow::Borrowed(&self.strategy),
+            kept_units: self.kept_units.iter().map(|unit| Cow::Borrowed(unit.as_str())).collect(),
+            shares: self.shares.table().map(Cow::Borrowed),
+            parameters: Cow::Borrowed(&self.parameters),
+        };
+        document.serialize(serializer)
+    }
+}
+
+impl<'de> Deserialize<'de> for ShardingPlan {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        Document::deserialize(deserializer)?.into_plan().map_err(de::Error::custom)
+    }
+}
+
+impl Document<'_> {
+    fn into_plan(self) -> Result<ShardingPlan> {
+        let (world_size, replicas) = (self.world_size.as_u64(), self.replicas.unwrap_or(1));
+        if replicas == 0 || world_size % replicas != 0 {
+            return Err(Error::Replicas { world_size, replicas });
+        }
+        let group = WorldSize::new(world_size / replicas)?;
+        let shares = match self.shares {
+            Some(table) => Shares::from_table(group, table.into_owned())?,
+            None => Shares::even(group),
+        };
+        let plan = ShardingPlan::with_shares(
+            self.strategy.into_owned(),
+            shares,
+            self.parameters.into_owned(),
+        )?;
+        plan.with_replicas(replicas)?.with_kept_units(self.kept_units)
+    }
+}
+
+/// Reads and writes [`FORMAT_VERSION`], and no other.
+#[derive(Serialize, Deserialize)]
+#[serde(try_from = "u32", into = "u32")]
+#[derive(Clone)]
+struct FormatVersion;
+
+impl TryFrom<u32> for FormatVersion {
+    type Error = Error;
+
+    fn try_from(found: u32) -> Result<Self> {
+        if found == FORMAT_VERSION { Ok(Self) } else { Err(Error::FormatVersion { found }) }
+    }
+}
+
+impl From<FormatVersion> for u32 {
+    fn from(FormatVersion: FormatVersion) -> Self {
+        FORMAT_VERSION
+    }
+}

@@ -1,0 +1,74 @@
+//! What one rank holds, parameter by parameter.
+
+use std::ops::Range;
+
+use core_types::{Placement, Rank};
+
+use super::{PlannedParameter, ShardingPlan};
+use crate::{cut::ShardAssignment, error::Result, shares::Run};
+
+/// What one rank holds of some parameters of a plan: each with a part of it, in order.
+#[derive(Clone, Debug)]
+#[must_use = "an iterator does nothing unless it is asked for items"]
+pub struct ShardsOfRank<'a> {
+    plan: &'a ShardingPlan,
+    rank: Rank,
+    /// The runs of the rank's member of the shard group, each with its position.
+    runs: Vec<(u64, Run)>,
+    parameters: Range<usize>,
+    next_run: usize,
+}
+
+impl<'a> ShardsOfRank<'a> {
+    pub(super) fn new(
+        plan: &'a ShardingPlan,
+        rank: Rank,
+        parameters: Range<usize>,
+    ) -> Result<Self> {
+        let place = Placement::new(rank.as_u64(), plan.world_size.as_u64())?;
+        let member = place.rank().as_u64() % plan.shard_group().as_u64();
+        let runs = plan
+            .shares
+            .of_member(member)
+            .map(|position| (position, plan.shares.run(position)))
+            .collect();
+        Ok(Self { plan, rank: place.rank(), runs, parameters, next_run: 0 })
+    }
+
+    /// The next part, with the position of its parameter.
+    pub(crate) fn next_shard(&mut self) -> Option<(usize, ShardAssignment)> {
+        while !self.parameters.is_empty() {
+            let position = self.parameters.start;
+            if let Some(shard) = self.next_part(&self.plan.parameters[position]) {
+                return Some((position, shard));
+            }
+            self.next_run = 0;
+            self.parameters.start += 1;
+        }
+        None
+    }
+
+    /// The next part of `parameter`, if there is one.
+    fn next_part(&mut self, parameter: &PlannedParameter) -> Option<ShardAssignment> {
+        let division = parameter.division();
+        let n_parts = division.max_parts(self.runs.len());
+        while self.next_run < n_parts {
+            let (position, run) = self.runs[self.next_run];
+            self.next_run += 1;
+            let (index, part) = division.part(&self.plan.shares, position, run);
+            if !part.is_empty() {
+                return Some(ShardAssignment::new(self.rank, index, &parameter.info(), part));
+            }
+        }
+        None
+    }
+}
+
+impl<'a> Iterator for ShardsOfRank<'a> {
+    type Item = (&'a PlannedParameter, ShardAssignment);
+
+    fn next(&mut self) -> Option<Self::Item> {
+        let (position, shard) = self.next_shard()?;
+        Some((&self.plan.parameters[position], shard))
+    }
+}

@@ -1,0 +1,6 @@
+//! Laws that hold for every input: exhaustively on small grids, by random cases beyond.
+
+#![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
+
+mod plan;
+mod reshard;
