@@ -84,7 +84,7 @@ impl Job<'_> {
             }
             if is_stopped || done.is_multiple_of(self.checkpoint_every) {
                 journal.as_ref().map_or(Ok(()), Journal::sync)?;
-                checkpoints.save(self.mesh, done, &model.state_dict(), &state)?;
+                checkpoints.save(self.mesh, done, &model.state_dict()?, &state)?;
             }
             if is_stopped {
                 return Err(self.stopped(done, journal)?);
