@@ -21,7 +21,7 @@ fn call(c: &mut Criterion) -> Outcome {
         let neg = DeviceMesh::cpu(devices)?.pmap(|_, x: Tensor| x.neg());
         assert_eq!(neg.call(x.clone())?.dims(), [8, 4]);
         group.bench_function(BenchmarkId::from_parameter(devices), |b| {
-            b.iter(|| neg.call(x.clone()))
+            b.iter(|| neg.call(x.clone()));
         });
     }
     group.bench_function("plain_candle", |b| b.iter(|| x.neg()));
@@ -146,12 +146,12 @@ fn training_step(c: &mut Criterion) -> Outcome {
 fn failure(c: &mut Criterion) -> Outcome {
     let mesh = DeviceMesh::cpu(2)?;
     let x = Tensor::zeros((2, 1), DType::F32, &Device::Cpu)?;
-    let fails =
-        mesh.pmap(
-            |ctx, x: Tensor| {
-                if ctx.index() == 0 { candle_core::bail!("no") } else { ctx.psum(&x, ALL) }
-            },
-        );
+    let fails = mesh.pmap(|ctx, x: Tensor| {
+        if ctx.index() == 0 {
+            candle_core::bail!("no");
+        }
+        ctx.psum(&x, ALL)
+    });
     let differs = mesh.pmap(
         |ctx, x: Tensor| if ctx.index() == 0 { ctx.pmax(&x, ALL) } else { ctx.psum(&x, ALL) },
     );

@@ -117,7 +117,7 @@ mod tests {
                 expected.swap(place, place + usize::try_from(draw((len - place) as u64)).unwrap());
             }
             for run in [(|items, below| shuffle(items, below)) as Shuffle, |items, below| {
-                shuffle_ahead(items, below)
+                shuffle_ahead(items, below);
             }] {
                 let mut items: Vec<usize> = (0..len).collect();
                 let mut asked = Vec::new();

@@ -6,11 +6,11 @@
 //! the mesh with `DeviceMesh::cuda(2)` and the variables on the first.
 //!
 //! An epoch of 101 rows in batches of 32 ends with 5 rows, which two devices do not divide.
-//! `Uneven::Balanced` gives them 3 and 2, and weighs their gradients by that: the last batch needs
+//! `Uneven::Balanced` gives them 3 and 2, and weights their gradients accordingly: the last batch needs
 //! no padding, and nothing is dropped.
 //!
 //! ```sh
-//! RAYON_NUM_THREADS=1 CANDLE_NUM_THREADS=1 cargo run --package pmap-mesh --example data_parallel
+//! RAYON_NUM_THREADS=1 CANDLE_NUM_THREADS=1 cargo run --package dist-train --example data_parallel
 //! ```
 
 #![allow(clippy::print_stdout, reason = "an example shows what it does")]
@@ -36,7 +36,8 @@ type Batch = (Tensor, Tensor);
 
 fn main() -> Result<(), Box<dyn Error>> {
     let data = data_set()?;
-    let (one, two) = (train(1, &data)?, train(2, &data)?);
+    let one = train(1, &data)?;
+    let two = train(2, &data)?;
     println!(
         "mean loss of an epoch of {ROWS} rows in batches of {BATCH_ROWS}, the last one of {}",
         ROWS % BATCH_ROWS
@@ -70,9 +71,12 @@ impl Mlp {
 
 /// The mean loss of each epoch on a mesh of `slots` devices.
 fn train(slots: usize, data: &Batch) -> Result<Vec<f32>, Box<dyn Error>> {
-    let (mesh, vars) = (DeviceMesh::cpu(slots)?, initial()?);
-    let model = DataParallel::new(&mesh, &vars, Mlp::new, adam)?;
-    let mut model = model.in_axes(Some(0)).uneven(Uneven::Balanced).clip_norm(MAX_NORM);
+    let mesh = DeviceMesh::cpu(slots)?;
+    let vars = initial()?;
+    let mut model = DataParallel::new(&mesh, &vars, Mlp::new, adam)?
+        .in_axes(Some(0))
+        .uneven(Uneven::Balanced)
+        .clip_norm(MAX_NORM);
     let loss = |_: &Replica, model: &Mlp, batch: Batch| model.loss(&batch);
     epochs(data, |batch| Ok(model.step(batch, loss)?.to_scalar()?))
 }

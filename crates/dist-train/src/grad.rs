@@ -1,12 +1,12 @@
-//! Gradients over a mesh: each replica differentiates its shard, and the sums are dealt out.
+//! Gradients over a mesh: each replica differentiates its shard, and each slot gets some of the
+//! sums.
 
 use std::sync::Arc;
 
 use candle_core::{Tensor, Var, backprop::GradStore};
+use pmap_mesh::{ALL, DeviceMesh, PMap, Replica, Specs, TensorTree, Uneven};
 
-use pmap_mesh::{DeviceMesh, PMap, Replica, Specs, TensorTree, Uneven};
-
-use crate::error::Result;
+use crate::{error::Result, ownership};
 
 /// Value and gradient of a mean loss over a batch that the devices of a mesh share; made by
 /// [`value_and_grad`].
@@ -14,6 +14,7 @@ use crate::error::Result;
 #[must_use = "nothing is computed until it is called"]
 pub struct ValueAndGrad<I> {
     params: Vec<Var>,
+    /// The positions of the parameters whose gradients each slot of this process returns.
     owned: Arc<Vec<Vec<usize>>>,
     step: PMap<I, (Tensor, Vec<Tensor>), BoxedStep<I>>,
 }
@@ -23,20 +24,21 @@ type BoxedStep<I> =
 
 /// Returns a function that computes the loss of a batch and the gradient of `params`.
 ///
-/// `loss` returns the mean over the rows of its shard: over the first [`Replica::valid_len`], if it
-/// may be padded. By default the first tensor of a batch is cut in dimension 0, as
-/// [`PMap::in_axes`] says; if all are to be cut, say so with [`ValueAndGrad::in_axes`]. What is
-/// returned is the mean over the whole batch and its gradient, also if shards are uneven
+/// `loss` returns the mean over the rows of its shard, or over the first [`Replica::valid_len`] of
+/// them if the shard may be padded. By default the first tensor of a batch is cut in dimension 0
+/// (see [`PMap::in_axes`]); [`ValueAndGrad::in_axes`] cuts them all, or others. The result is the
+/// mean over the whole batch and its gradient, even if shards are uneven
 /// ([`ValueAndGrad::uneven`]): they are weighted by [`Replica::weight`].
 ///
-/// The replicas share the variables that `loss` captured. A variable of another device than the
-/// replica's must be moved with `to_device(ctx.device())`, through which gradients run. For devices
-/// of their own, replicas of the model and an optimizer, see [`DataParallel`](crate::DataParallel).
+/// The replicas share the variables that `loss` captured. A variable on another device than the
+/// replica's must be moved with `to_device(ctx.device())`, through which gradients flow. For several
+/// devices, with a copy of the model on each and an optimizer, see
+/// [`DataParallel`](crate::DataParallel).
 ///
 /// # Determinism
 ///
-/// Sums are formed in the order of the mesh. For one mesh results are the same to the bit every
-/// time; meshes of other sizes round differently.
+/// Sums are formed in rank order. On meshes of one size results are the same to the bit every time;
+/// other sizes round differently.
 ///
 /// # Examples
 ///
@@ -69,18 +71,20 @@ where
     I: TensorTree,
     F: Fn(&Replica, I) -> candle_core::Result<Tensor> + Send + Sync + 'static,
 {
-    let sizes: Vec<usize> = params.iter().map(|var| var.elem_count()).collect();
-    let owned = Arc::new(deal(&sizes, mesh.devices().len()));
-    let (of_replicas, vars) = (Arc::clone(&owned), params.clone());
+    let sizes: Vec<u64> = params.iter().map(|var| var.elem_count() as u64).collect();
+    // Every process has the sums of all parameters, divided among its own slots.
+    let owned = Arc::new(ownership::divide(&sizes, mesh.devices().len()));
+    let owned_by_replica = Arc::clone(&owned);
+    let vars = params.clone();
     let step: BoxedStep<I> = Box::new(move |ctx, shard| {
         let (loss, grads) = differentiate(ctx, &vars, loss(ctx, shard)?)?;
-        Ok((loss, ctx.psum_list(grads, &of_replicas[ctx.local_index()])?))
+        Ok((loss, ctx.psum_list(grads, &owned_by_replica[ctx.local_index()])?))
     });
     ValueAndGrad { params, owned, step: mesh.pmap(step) }
 }
 
 impl<I: TensorTree> ValueAndGrad<I> {
-    /// Sets what each device gets of a batch, as [`PMap::in_axes`].
+    /// Sets how a batch is cut for the devices, as [`PMap::in_axes`].
     pub fn in_axes(self, specs: impl Into<Specs>) -> Self {
         Self { step: self.step.in_axes(specs), ..self }
     }
@@ -90,63 +94,48 @@ impl<I: TensorTree> ValueAndGrad<I> {
         Self { step: self.step.uneven(uneven), ..self }
     }
 
-    /// The mean loss of the batch, a scalar, and the gradient of every parameter, zero for one that
-    /// was not used.
+    /// Returns the mean loss of the batch, a scalar, and the gradient of every parameter: zeros for
+    /// one that was not used.
     ///
     /// # Errors
     ///
-    /// Those of [`PMap::call`].
+    /// [`Error::Mesh`](crate::Error::Mesh) with those of [`PMap::call`].
     pub fn call(&self, batch: I) -> Result<(Tensor, GradStore)> {
         let results = self.step.call_sharded(batch)?;
+        let shards = results.shards();
         let mut grads = GradStore::default();
-        for (owned, (_, sums)) in self.owned.iter().zip(results.shards()) {
+        for (owned, (_, sums)) in self.owned.iter().zip(shards) {
             for (&param, sum) in owned.iter().zip(sums) {
                 grads.insert(&self.params[param], sum.clone());
             }
         }
-        Ok((results.shards()[0].0.clone(), grads))
+        // All replicas have the same loss, and a process has at least one.
+        Ok((shards[0].0.clone(), grads))
     }
 }
 
-/// The loss of the whole batch, from this shard's mean, and this shard's share in the gradients of
-/// `vars`: their sums over the replicas are those of the whole batch's mean.
+/// Differentiates the mean loss of this shard.
+///
+/// Returns the mean loss of the whole batch, and the gradients of this shard's share of it: summed
+/// over the replicas, they are the gradients of the whole batch's mean.
 pub(crate) fn differentiate(
     ctx: &Replica,
     vars: &[Var],
     loss: Tensor,
 ) -> candle_core::Result<(Tensor, Vec<Tensor>)> {
     let share = (loss * (ctx.weight() / ctx.count() as f64))?;
-    let store = share.backward()?;
-    let gradient = |var: &Var| {
-        store.get(var).map_or_else(|| var.zeros_like(), |gradient| Ok(gradient.clone()))
-    };
-    let grads = vars.iter().map(gradient).collect::<candle_core::Result<_>>()?;
-    Ok((ctx.psum(&share.detach(), pmap_mesh::ALL)?, grads))
+    let grads = gradients(&share, vars)?;
+    Ok((ctx.psum(&share.detach(), ALL)?, grads))
 }
 
-/// Deals things of these sizes to `owners`, largest first to whoever has least; returns the things
-/// of each.
-pub(crate) fn deal(sizes: &[usize], owners: usize) -> Vec<Vec<usize>> {
-    let mut order: Vec<usize> = (0..sizes.len()).collect();
-    order.sort_by_key(|&thing| std::cmp::Reverse(sizes[thing]));
-    let mut dealt = vec![(0_usize, Vec::new()); owners];
-    for thing in order {
-        if let Some((load, things)) = dealt.iter_mut().min_by_key(|(load, _)| *load) {
-            *load = load.saturating_add(sizes[thing]);
-            things.push(thing);
-        }
-    }
-    dealt.into_iter().map(|(_, things)| things).collect()
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn everything_is_dealt_once_and_evenly() {
-        assert_eq!(deal(&[5, 1, 9, 3, 3, 1], 2), [vec![2, 1, 5], vec![0, 3, 4]]);
-        assert_eq!(deal(&[1], 3), [vec![0], vec![], vec![]]);
-        assert_eq!(deal(&[], 2), [vec![], vec![]] as [Vec<usize>; 2]);
-    }
+/// The gradient of every variable. One that is not used has zeros and not nothing, since all
+/// replicas sum the same list.
+fn gradients(value: &Tensor, vars: &[Var]) -> candle_core::Result<Vec<Tensor>> {
+    let store = value.backward()?;
+    vars.iter()
+        .map(|var| match store.get(var) {
+            Some(gradient) => Ok(gradient.clone()),
+            None => var.zeros_like(),
+        })
+        .collect()
 }

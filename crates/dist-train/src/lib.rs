@@ -3,16 +3,20 @@
 
 mod checkpoint;
 mod data_parallel;
+mod dtype;
 mod error;
 mod grad;
 mod optim;
+mod ownership;
 mod sharded;
-mod sync;
 
 pub use crate::{
-    checkpoint::{Checkpoint, Checkpoints, StateDict},
+    checkpoint::{Checkpoints, read::Checkpoint, state_dict::StateDict},
     data_parallel::DataParallel,
-    error::{Error, Result},
+    error::{
+        Error, Result, checkpoint::CheckpointError, parameter::ParameterError,
+        sharding::ShardingError,
+    },
     grad::{ValueAndGrad, value_and_grad},
     optim::{StatefulOptimizer, adamw::AdamW},
     sharded::{ShardedVars, describe::parameter_infos},

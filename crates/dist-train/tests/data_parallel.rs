@@ -230,3 +230,57 @@ fn gradients_of_a_mesh_are_those_of_one_device() {
         }
     }
 }
+
+#[test]
+fn the_gradients_of_a_clipped_step_have_the_norm_of_their_mean() {
+    // Accumulated batches and uneven shards: what is clipped is the mean that a plain step has.
+    let step = |max_norm: Option<f64>| {
+        let vars = vars();
+        let sgd = |vars| SGD::new(vars, 1.0);
+        let mesh = DeviceMesh::cpu(3).unwrap();
+        let mut model = DataParallel::new(&mesh, &vars, Mlp::new, sgd)
+            .unwrap()
+            .in_axes(Some(0))
+            .uneven(Uneven::Balanced);
+        if let Some(max_norm) = max_norm {
+            model = model.clip_norm(max_norm);
+        }
+        let before: Vec<Tensor> =
+            vars.all_vars().iter().map(|var| var.copy().unwrap().detach()).collect();
+        model.accumulate(batch(0, 7), loss).unwrap();
+        model.step(batch(1, 7), loss).unwrap();
+        let squares = before.iter().zip(vars.all_vars()).map(|(before, after)| {
+            let moved = (before - after.as_tensor()).unwrap();
+            moved.sqr().unwrap().sum_all().unwrap().to_scalar::<f32>().unwrap()
+        });
+        f64::from(squares.sum::<f32>().sqrt())
+    };
+    let norm = step(None);
+    assert!((step(Some(norm * 2.0)) - norm).abs() < norm * 1e-5, "a large limit changes nothing");
+    assert!((step(Some(norm / 2.0)) - norm / 2.0).abs() < norm * 1e-4);
+}
+
+#[test]
+fn models_that_cannot_be_built_are_errors() {
+    let mesh = DeviceMesh::cpu(2).unwrap();
+    let build = |_: VarBuilder<'_>| -> candle_core::Result<Mlp> { candle_core::bail!("no layers") };
+    let error = DataParallel::new(&mesh, &VarMap::new(), build, adam).unwrap_err();
+    assert!(matches!(error, Error::Model { .. }));
+    assert_eq!(error.to_string(), "the model cannot be built: no layers");
+
+    let no_optimizer =
+        |_: Vec<Var>| -> candle_core::Result<AdamW> { candle_core::bail!("no\n rate") };
+    let error = DataParallel::new(&mesh, &vars(), Mlp::new, no_optimizer).unwrap_err();
+    assert_eq!(error.to_string(), "the model cannot be built: no rate");
+}
+
+#[test]
+fn a_panic_in_a_loss_ends_the_step_and_not_the_training() {
+    let mut model = trained(2);
+    let failed = model.step(batch(0, 12), |ctx, model: &Mlp, (x, y): Batch| {
+        assert!(ctx.index() != 1, "a broken loss");
+        model.loss(&x, &y)
+    });
+    assert!(matches!(failed, Err(Error::Mesh(_))));
+    assert_close(&[scalar(&model.step(batch(0, 12), loss).unwrap())], &plain(1, |_| 12), 1e-5);
+}

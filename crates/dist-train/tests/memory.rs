@@ -1,17 +1,22 @@
-//! What a data-parallel step holds at most, counted by the allocator; alone in its process, so that
-//! nothing else counts.
+//! What a data-parallel step and the writing of a checkpoint hold at most, counted by the allocator;
+//! alone in their process and one at a time, so that nothing else counts.
 
 #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
 #![allow(clippy::needless_pass_by_value, reason = "models are built of builders by value")]
 
+use std::sync::{Mutex, PoisonError};
+
 use candle_core::{DType, Device, Tensor};
 use candle_nn::{AdamW, Linear, Module, Optimizer, ParamsAdamW, VarBuilder, VarMap, linear};
-use dist_train::DataParallel;
+use dist_train::{Checkpoints, DataParallel};
 use peak_alloc::PeakAlloc;
 use pmap_mesh::DeviceMesh;
 
 #[global_allocator]
 static MEMORY: PeakAlloc = PeakAlloc;
+
+/// Guards the counter, which counts for all threads of the test program.
+static COUNTING: Mutex<()> = Mutex::new(());
 
 const SIZE: usize = 256;
 /// Many, as in models that need several devices: temporaries of one layer are small beside all
@@ -39,6 +44,7 @@ fn peak_of(mut step: impl FnMut()) -> usize {
 
 #[test]
 fn a_step_holds_no_more_than_plain_candle_s_and_the_parameters_once_per_slot_and_once_more() {
+    let _alone = COUNTING.lock().unwrap_or_else(PoisonError::into_inner);
     let x = Tensor::ones((64, SIZE), DType::F32, &Device::Cpu).unwrap();
     let adam = |vars| AdamW::new(vars, ParamsAdamW::default());
     let vars = VarMap::new();
@@ -51,11 +57,8 @@ fn a_step_holds_no_more_than_plain_candle_s_and_the_parameters_once_per_slot_and
         let mesh = DeviceMesh::cpu(slots).unwrap();
         let mut trained = DataParallel::new(&mesh, &vars, model, adam).unwrap();
         let peak = peak_of(|| {
-            drop(
-                trained
-                    .step(x.clone(), |_, model: &Vec<Linear>, x: Tensor| loss(model, &x))
-                    .unwrap(),
-            )
+            let of = |_: &_, model: &Vec<Linear>, x: Tensor| loss(model, &x);
+            drop(trained.step(x.clone(), of).unwrap());
         });
         let more = peak.saturating_sub(plain);
         assert!(
@@ -63,4 +66,20 @@ fn a_step_holds_no_more_than_plain_candle_s_and_the_parameters_once_per_slot_and
             "{slots} slots: {more} more than {plain} bytes, parameters {params}"
         );
     }
+}
+
+#[test]
+fn saving_copies_a_tensor_at_a_time() {
+    let _alone = COUNTING.lock().unwrap_or_else(PoisonError::into_inner);
+    let mesh = DeviceMesh::cpu(1).unwrap();
+    let sgd = |vars| candle_nn::SGD::new(vars, 0.1);
+    let trained = DataParallel::new(&mesh, &VarMap::new(), model, sgd).unwrap();
+    let state = trained.state_dict().unwrap();
+    let folder = tempfile::tempdir().unwrap();
+    let checkpoints = Checkpoints::new(folder.path());
+    let mut steps = 0..;
+    let peak = peak_of(|| checkpoints.save(&mesh, steps.next().unwrap(), &state, &()).unwrap());
+    let tensor = SIZE * SIZE * size_of::<f32>();
+    let buffer = 1 << 20;
+    assert!(peak < buffer + 3 * tensor, "{peak} bytes for tensors of {tensor}");
 }

@@ -6,10 +6,11 @@ use candle_core::{DType, Device, Tensor, Var};
 use candle_nn::{Optimizer, ParamsAdamW};
 use core_types::WorldSize;
 use dist_train::{
-    AdamW, Checkpoint, Checkpoints, Error, ShardedVars, StatefulOptimizer, parameter_infos,
+    AdamW, Checkpoint, Checkpoints, Error, ParameterError, ShardedVars, ShardingError,
+    StatefulOptimizer, parameter_infos,
 };
 use fsdp_plan::{
-    ShardingPlan,
+    ElemType, ParameterInfo, ShardingPlan,
     cost::CostModel,
     strategy::{Full, Hsdp, LayerWise, Layout, ShardingStrategy, WholeTensor},
 };
@@ -76,7 +77,7 @@ fn every_slot_holds_the_bytes_of_its_plan_and_all_together_the_model() {
             let cost = plan.cost(&CostModel::default()).unwrap();
             for (slot, rank) in cost.ranks.iter().enumerate() {
                 assert_eq!(
-                    vars.bytes(slot),
+                    vars.bytes(slot).unwrap(),
                     rank.param_bytes,
                     "{} on {world}, slot {slot}",
                     plan.strategy()
@@ -103,7 +104,7 @@ fn replicas_of_shard_groups_sum_their_gradients_too() {
     let mesh = DeviceMesh::builder().axis("replicate", 2).axis("shard", 2).cpu().unwrap();
     let plan = plan(&Hsdp::new(Full::default(), 2), 4);
     let vars = shard(&mesh, &plan);
-    assert_eq!(vars.bytes(0), vars.bytes(2));
+    assert_eq!(vars.bytes(0).unwrap(), vars.bytes(2).unwrap());
     assert_whole(&vars);
     check_gradients(&mesh, &vars);
     let row = ShardedVars::shard(
@@ -111,7 +112,7 @@ fn replicas_of_shard_groups_sum_their_gradients_too() {
         &plan,
         model().iter().map(|(name, tensor)| (*name, tensor)),
     );
-    assert!(matches!(row, Err(Error::PlanMesh { group: 2, replicas: 2 })));
+    assert!(matches!(row, Err(Error::Sharding(ShardingError::Replicas { group: 2, replicas: 2 }))));
 }
 
 /// The loss of slot n is (n + 1) times a weighted sum of all parameters: gradients are the weights
@@ -127,7 +128,7 @@ fn check_gradients(mesh: &DeviceMesh, vars: &ShardedVars) {
             loss = (loss + (gathered * weights(&tensor)?)?.sum_all()?)?;
         }
         let grads = (loss * (ctx.index() + 1) as f64)?.backward()?;
-        let vars = in_replica.vars(ctx.index());
+        let vars = in_replica.vars(ctx.index())?;
         vars.iter()
             .map(|var| Ok(grads.get(var).unwrap().clone()))
             .collect::<candle_core::Result<Vec<Tensor>>>()
@@ -136,7 +137,7 @@ fn check_gradients(mesh: &DeviceMesh, vars: &ShardedVars) {
     let grads = run.call_sharded(x).unwrap();
     let factor = (mesh.len() * (mesh.len() + 1) / 2) as f64;
     for (slot, grads) in grads.shards().iter().enumerate() {
-        for (var, grad) in vars.vars(slot).iter().zip(grads) {
+        for (var, grad) in vars.vars(slot).unwrap().iter().zip(grads) {
             let expected = weights(var.as_tensor()).unwrap().affine(factor, 0.0).unwrap();
             assert_eq!(values(grad), values(&expected), "{} slot {slot}", vars.plan().strategy());
         }
@@ -166,13 +167,16 @@ fn a_unit_is_gathered_by_name_and_a_gradient_of_a_whole_is_scattered() {
         source.to_string().starts_with("there is no parameter or unit named lm_head"),
         "{source}"
     );
-    assert!(matches!(vars.gather("lm_head"), Err(Error::UnknownParameter { .. })));
+    assert!(matches!(
+        vars.gather("lm_head"),
+        Err(Error::Parameter(ParameterError::Unknown { .. }))
+    ));
 }
 
 /// An optimizer for each slot, which has taken one step along the variables themselves.
 fn trained(vars: &ShardedVars, slots: usize) -> Vec<AdamW> {
     let adam = |slot| {
-        let vars = vars.vars(slot);
+        let vars = vars.vars(slot).unwrap();
         let mut adam = AdamW::new(vars.clone(), ParamsAdamW::default()).unwrap();
         let mut grads = Tensor::zeros((), DType::F32, &Device::Cpu).unwrap().backward().unwrap();
         for var in &vars {
@@ -193,9 +197,9 @@ fn checkpoints_are_read_under_every_other_plan() {
         let checkpoints = Checkpoints::new(folder.path().join(n.to_string()));
         let mesh = DeviceMesh::cpu(3).unwrap();
         let vars = shard(&mesh, &plan(&**strategy, 3));
-        let mut state = vars.state_dict();
+        let mut state = vars.state_dict().unwrap();
         for (slot, adam) in trained(&vars, 3).iter().enumerate() {
-            vars.add_optimizer(&mut state, slot, adam);
+            vars.add_optimizer(&mut state, slot, adam).unwrap();
         }
         checkpoints.save(&mesh, 7, &state, &()).unwrap();
         let checkpoint = checkpoints.latest().unwrap().unwrap();
@@ -215,10 +219,12 @@ fn checkpoints_are_read_under_every_other_plan() {
 fn check_moments(vars: &ShardedVars, checkpoint: &Checkpoint) {
     let slots = usize::try_from(vars.plan().world_size().as_u64()).unwrap();
     for (slot, expected) in trained(vars, slots).iter().enumerate() {
-        let mut adam = AdamW::new(vars.vars(slot), ParamsAdamW::default()).unwrap();
+        let mut adam = AdamW::new(vars.vars(slot).unwrap(), ParamsAdamW::default()).unwrap();
         vars.load_optimizer(checkpoint, slot, &mut adam).unwrap();
-        for var in 0..vars.vars(slot).len() {
-            for ((name, found), (_, expected)) in adam.state(var).iter().zip(expected.state(var)) {
+        for var in 0..vars.vars(slot).unwrap().len() {
+            for ((name, found), (_, expected)) in
+                adam.state(var).unwrap().iter().zip(expected.state(var).unwrap())
+            {
                 let f32s = |tensor: &Tensor| values(&tensor.to_dtype(DType::F32).unwrap());
                 assert_eq!(f32s(found), f32s(&expected), "{name} of variable {var} of slot {slot}");
             }
@@ -240,13 +246,13 @@ fn what_is_trained_is_what_is_saved() {
     let mesh = DeviceMesh::cpu(2).unwrap();
     let plan = plan(&Full::default(), 2);
     let vars = shard(&mesh, &plan);
-    let part: &Var = &vars.vars(1)[0];
+    let part: &Var = &vars.vars(1).unwrap()[0];
     part.set(&part.zeros_like().unwrap()).unwrap();
     let folder = tempfile::tempdir().unwrap();
     let checkpoints = Checkpoints::new(folder.path());
-    checkpoints.save(&mesh, 0, &vars.state_dict(), &()).unwrap();
+    checkpoints.save(&mesh, 0, &vars.state_dict().unwrap(), &()).unwrap();
     let loaded = ShardedVars::load(&mesh, &plan, &checkpoints.latest().unwrap().unwrap()).unwrap();
-    assert!(values(loaded.vars(1)[0].as_tensor()).iter().all(|&value| value == 0.0));
+    assert!(values(loaded.vars(1).unwrap()[0].as_tensor()).iter().all(|&value| value == 0.0));
 }
 
 #[test]
@@ -255,21 +261,25 @@ fn plans_and_files_that_do_not_fit_are_refused() {
     let three = DeviceMesh::cpu(3).unwrap();
     let sharded =
         ShardedVars::shard(&three, &plan, model().iter().map(|(name, tensor)| (*name, tensor)));
-    assert!(matches!(sharded, Err(Error::PlanWorld { ranks: 2, slots: 3 })));
+    assert!(matches!(sharded, Err(Error::Sharding(ShardingError::World { ranks: 2, slots: 3 }))));
 
     let sharded =
         ShardedVars::shard(&mesh, &plan, model()[1..].iter().map(|(name, tensor)| (*name, tensor)));
-    assert!(matches!(sharded, Err(Error::Incomplete { name, missing: 0 }) if name == "wte"));
+    assert!(
+        matches!(sharded, Err(Error::Parameter(ParameterError::Missing { name })) if name == "wte")
+    );
 
     let folder = tempfile::tempdir().unwrap();
     let checkpoints = Checkpoints::new(folder.path());
-    checkpoints.save(&mesh, 1, &shard(&mesh, &plan).state_dict(), &()).unwrap();
+    checkpoints.save(&mesh, 1, &shard(&mesh, &plan).state_dict().unwrap(), &()).unwrap();
     let checkpoint = checkpoints.latest().unwrap().unwrap();
     let other = [("other", Tensor::zeros(4, DType::F32, &Device::Cpu).unwrap())];
     let infos = parameter_infos(other.iter().map(|(name, tensor)| (name, tensor))).unwrap();
     let other = Full::default().plan(&infos, WorldSize::new(2).unwrap()).unwrap();
     let loaded = ShardedVars::load(&mesh, &other, &checkpoint);
-    assert!(matches!(loaded, Err(Error::UnknownParameter { name }) if name == "h.0.down"));
+    assert!(
+        matches!(loaded, Err(Error::Parameter(ParameterError::Unknown { name })) if name == "h.0.down")
+    );
 }
 
 #[test]
@@ -287,7 +297,7 @@ fn a_step_of_sharded_training_is_a_step_of_plain_training() {
     let step = mesh.pmap(move |ctx, x: Tensor| {
         let share = (loss(&x, &in_replica.all_gather(ctx, "wte")?)? / ctx.count() as f64)?;
         let grads = share.backward()?;
-        for var in in_replica.vars(ctx.index()) {
+        for var in in_replica.vars(ctx.index())? {
             if let Some(grad) = grads.get(&var) {
                 var.set(&(var.as_tensor() - (grad * 10.0)?)?)?;
             }
@@ -297,5 +307,97 @@ fn a_step_of_sharded_training_is_a_step_of_plain_training() {
     step.in_axes(P::from(Some(0))).call(x).unwrap();
     for (left, right) in values(&vars.gather("wte").unwrap()).iter().zip(values(&expected)) {
         assert!((left - right).abs() < 1e-4, "{left} for {right}");
+    }
+}
+
+#[test]
+fn tensors_that_are_not_as_planned_are_refused() {
+    let mesh = DeviceMesh::cpu(2).unwrap();
+    let plan = plan(&Full::default(), 2);
+    let with = |name: &str, tensor: Tensor| {
+        let mut model = model();
+        model.iter_mut().find(|(known, _)| *known == name).unwrap().1 = tensor;
+        ShardedVars::shard(&mesh, &plan, model.iter().map(|(name, tensor)| (*name, tensor)))
+            .unwrap_err()
+    };
+    // As many items, but in other rows.
+    let error = with("wte", Tensor::zeros((4, 7), DType::F32, &Device::Cpu).unwrap());
+    assert!(
+        matches!(&error, Error::Parameter(ParameterError::Shape { name, found, expected }) if name == "wte" && found == &[4, 7] && expected == &[7, 4]),
+        "{error}"
+    );
+    let error = with("norm", Tensor::zeros(4, DType::F64, &Device::Cpu).unwrap());
+    assert!(
+        matches!(
+            &error,
+            Error::Parameter(ParameterError::Dtype { found: "f64", expected: "f32", .. })
+        ),
+        "{error}"
+    );
+
+    let complex = ParameterInfo::new("phase", vec![2], ElemType::C64).unwrap();
+    let plan = Full::default().plan(&[complex], WorldSize::new(2).unwrap()).unwrap();
+    let phase = [("phase", Tensor::zeros(2, DType::F32, &Device::Cpu).unwrap())];
+    let error = ShardedVars::shard(&mesh, &plan, phase.iter().map(|(name, x)| (*name, x)));
+    assert!(
+        matches!(error, Err(Error::Parameter(ParameterError::UnknownDtype { dtype, .. })) if dtype == "C64")
+    );
+    // Half of a byte.
+    let tensor = Tensor::from_raw_buffer(&[0], DType::F4, &[1], &Device::Cpu).unwrap();
+    assert!(matches!(parameter_infos([("w", &tensor)]), Err(Error::Plan(_))));
+}
+
+#[test]
+fn slots_of_other_meshes_are_refused() {
+    let mesh = DeviceMesh::cpu(2).unwrap();
+    let vars = shard(&mesh, &plan(&Full::default(), 2));
+    let refused = |error: Error| {
+        assert!(
+            matches!(&error, Error::Sharding(ShardingError::Slot { slot: 2, slots }) if *slots == (0..2)),
+            "{error}"
+        );
+    };
+    let mut adam = AdamW::new(Vec::new(), ParamsAdamW::default()).unwrap();
+    let mut state = vars.state_dict().unwrap();
+    refused(vars.vars(2).unwrap_err());
+    refused(vars.bytes(2).unwrap_err());
+    refused(vars.add_optimizer(&mut state, 2, &adam).unwrap_err());
+
+    let folder = tempfile::tempdir().unwrap();
+    let checkpoints = Checkpoints::new(folder.path());
+    checkpoints.save(&mesh, 1, &state, &()).unwrap();
+    let checkpoint = checkpoints.latest().unwrap().unwrap();
+    refused(vars.load_optimizer(&checkpoint, 2, &mut adam).unwrap_err());
+    // An optimizer that was made with other variables.
+    let error = vars.load_optimizer(&checkpoint, 1, &mut adam).unwrap_err();
+    assert!(matches!(error, Error::Optimizer { .. }), "{error}");
+
+    for slots in [1, 3] {
+        let in_replica = vars.clone();
+        let other = DeviceMesh::cpu(slots).unwrap().pmap(move |ctx, ()| {
+            let error = in_replica.all_gather(ctx, "wte").unwrap_err().to_string();
+            let expected = format!("a replica of {slots} gathers parameters of a mesh of 2 slots");
+            assert!(error.starts_with(&expected), "{error}");
+            Ok(())
+        });
+        other.call(()).unwrap();
+    }
+}
+
+#[test]
+fn tied_parameters_are_kept_once_and_found_under_both_names() {
+    let mesh = DeviceMesh::cpu(2).unwrap();
+    let wte = Tensor::arange(0_f32, 12., &Device::Cpu).unwrap().reshape((6, 2)).unwrap();
+    let tied = [("lm_head", &wte), ("wte", &wte)];
+    let infos = parameter_infos(tied).unwrap();
+    let plan = Full::default().plan(&infos, WorldSize::new(2).unwrap()).unwrap();
+    for given in [&tied[..], &tied[..1]] {
+        let vars = ShardedVars::shard(&mesh, &plan, given.iter().copied()).unwrap();
+        assert_eq!([0, 1].map(|slot| vars.bytes(slot).unwrap()), [24, 24]);
+        for (name, tensor) in tied {
+            assert_eq!(values(&vars.gather(name).unwrap()), values(tensor), "{name}");
+        }
+        let again = vars.resharded(&mesh, &plan).unwrap();
+        assert_eq!(values(&again.gather("wte").unwrap()), values(&wte));
     }
 }

@@ -89,7 +89,7 @@ impl Job<'_> {
                 if let Some(journal) = &journal {
                     journal.sync()?;
                 }
-                checkpoints.save(self.mesh, done, &model.state_dict(), &state)?;
+                checkpoints.save(self.mesh, done, &model.state_dict()?, &state)?;
             }
             if is_stopped {
                 return Err(self.stopped(done, journal)?);

@@ -1,21 +1,26 @@
 //! Data-parallel training: one model on every device, kept equal by summing gradients.
 
+mod slot;
+mod vars;
+
 use std::{
     collections::BTreeMap,
     sync::{Arc, Mutex},
 };
 
-use candle_core::{Device, Tensor, Var, backprop::GradStore};
+use candle_core::{Tensor, Var};
 use candle_nn::{Optimizer, VarBuilder, VarMap};
-
 use pmap_mesh::{ALL, DeviceMesh, P, Replica, Specs, TensorTree, Uneven};
 
+use self::{
+    slot::{Clip, Slot, lock},
+    vars::{Part, Sharing},
+};
 use crate::{
-    checkpoint::{Checkpoint, MODEL, StateDict},
-    error::{Error, Result},
-    grad::{deal, differentiate},
+    checkpoint::{file::TensorKey, read::Checkpoint, state_dict::StateDict},
+    error::{Doing, Error, Result},
+    grad::differentiate,
     optim::StatefulOptimizer,
-    sync::{lock, same},
 };
 
 /// A model that the devices of a mesh train together; PyTorch's `DistributedDataParallel` for
@@ -26,13 +31,16 @@ use crate::{
 /// update its part of the variables: the optimizer's work and memory are divided among the slots of
 /// a device, and every device does them once.
 ///
-/// The loss of W slots is that of one slot on the same batches, up to the rounding of sums.
+/// # Determinism
+///
+/// The loss of W slots is that of one slot on the same batches, up to the rounding of sums. On
+/// meshes of one size it is the same to the bit every time, over threads and over processes: sums
+/// are formed in rank order.
 ///
 /// # Where it differs from `DistributedDataParallel`
 ///
-/// - Gradients are summed after `backward`, not during it: candle's `backward` calls nobody on its
-///   way, except custom operations, and hanging one on each parameter would copy every parameter in
-///   every step.
+/// - Gradients are summed after `backward`, not during it: candle's `backward` calls nothing on its
+///   way but custom operations, and one on each parameter would copy every parameter in every step.
 /// - Uneven shards are weighted by their rows, so the last batch of an epoch needs no padding to be
 ///   exact.
 /// - The optimizer's state is not replicated within a device, as in ZeRO stage 1 (arXiv
@@ -66,56 +74,44 @@ use crate::{
 #[derive(Debug)]
 pub struct DataParallel<M, O> {
     mesh: DeviceMesh,
-    names: Vec<String>,
+    /// The names and shapes of the variables, in the order of names.
+    parameters: Vec<(String, Vec<usize>)>,
+    /// Of this process. A step runs in the slots' workers, which must own what they use: hence the
+    /// `Arc`, and a lock for each.
     slots: Arc<Vec<Mutex<Slot<M, O>>>>,
     /// How many sets of variables there are, in all processes.
-    replicas: usize,
+    n_sets: usize,
     in_axes: Specs,
     uneven: Uneven,
     max_norm: Option<f64>,
-}
-
-/// What one worker keeps between steps.
-#[derive(Debug)]
-struct Slot<M, O> {
-    model: M,
-    /// All variables of its device, by name.
-    vars: Vec<Var>,
-    /// Those that it updates.
-    owned: Vec<usize>,
-    /// Those of them, by their position there, that it writes to checkpoints: every variable has
-    /// one writer.
-    saved: Vec<usize>,
-    optimizer: O,
-    /// The sums of gradients since the last update, and of how many batches.
-    accumulated: Option<(Vec<Tensor>, usize)>,
 }
 
 impl<M: Send + 'static, O: Optimizer + Send + 'static> DataParallel<M, O> {
     /// Builds a model on every slot of `mesh`.
     ///
     /// `build` is called once for each slot and asks for the same parameters each time. The first
-    /// time it fills `vars` with those that are not there, initialized as it says; slots on the
-    /// device of `vars` use them directly, so they are what is trained and can be saved at any time
-    /// between steps. Other devices get copies. Variables that are there must lie on the first
-    /// device of the mesh: that very one, as [`DeviceMesh::devices`] returns it.
+    /// time it fills `vars` with those that are not there, initialized as it says. Slots on the
+    /// device of `vars` use them directly, so they are what is trained, and they can be saved at any
+    /// time between steps. Other devices get copies. Variables that are there must lie on the first
+    /// device of the mesh: on that very one, as [`DeviceMesh::devices`] returns it.
     ///
-    /// `optimizer` is called with the variables that one slot is to update.
+    /// `optimizer` is called with the variables that one slot updates.
     ///
     /// # Errors
     ///
-    /// [`Error::Model`] with whatever `build` and `optimizer` return.
+    /// [`Error::Model`] with what `build` and `optimizer` return, or if variables lie elsewhere.
     pub fn new(
         mesh: &DeviceMesh,
         vars: &VarMap,
         build: impl Fn(VarBuilder<'_>) -> candle_core::Result<M>,
         optimizer: impl Fn(Vec<Var>) -> candle_core::Result<O>,
     ) -> Result<Self> {
-        Self::build(mesh, vars, build, optimizer, true).map_err(Error::Model)
+        Self::build(mesh, vars, build, optimizer, Sharing::PerDevice)
+            .map_err(|cause| Error::Model { cause })
     }
 
-    /// [`new`](Self::new) with variables of its own for every slot, even if they are on one device:
-    /// as many devices would do it.
+    /// [`new`](Self::new) with variables of its own for every slot, even on one device: what as many
+    /// devices would do.
     ///
     /// # Errors
     ///
@@ -126,7 +122,8 @@ impl<M: Send + 'static, O: Optimizer + Send + 'static> DataParallel<M, O> {
         build: impl Fn(VarBuilder<'_>) -> candle_core::Result<M>,
         optimizer: impl Fn(Vec<Var>) -> candle_core::Result<O>,
     ) -> Result<Self> {
-        Self::build(mesh, vars, build, optimizer, false).map_err(Error::Model)
+        Self::build(mesh, vars, build, optimizer, Sharing::PerSlot)
+            .map_err(|cause| Error::Model { cause })
     }
 
     fn build(
@@ -134,72 +131,63 @@ impl<M: Send + 'static, O: Optimizer + Send + 'static> DataParallel<M, O> {
         vars: &VarMap,
         build: impl Fn(VarBuilder<'_>) -> candle_core::Result<M>,
         optimizer: impl Fn(Vec<Var>) -> candle_core::Result<O>,
-        share: bool,
+        sharing: Sharing,
     ) -> candle_core::Result<Self> {
-        let home = &mesh.devices()[0];
-        let known = named(vars)?;
-        if let Some((name, var)) = known.iter().find(|(_, var)| !var.device().same_device(home)) {
-            candle_core::bail!(
-                "variable {name} lies on {:?}, the first slot is on {home:?}",
-                var.device()
-            );
-        }
-        let dtype = known.first().map_or(candle_core::DType::F32, |(_, var)| var.dtype());
-        let build_on =
-            |vars: &VarMap, device: &Device| build(VarBuilder::from_varmap(vars, dtype, device));
-        let mut first_model = Some(build_on(vars, home)?);
+        let devices = mesh.devices();
+        let dtype = vars::dtype(vars, &devices[0])?;
+        // The first model fills `vars`, which the other devices copy.
+        let mut first_model = Some(build(VarBuilder::from_varmap(vars, dtype, &devices[0]))?);
+        let parameters = described(vars)?;
+        let sizes: Vec<u64> = parameters.iter().map(|(_, shape)| numel(shape)).collect();
 
-        let sets = variable_sets(mesh, vars, share)?;
-        let (names, sizes): (Vec<String>, Vec<usize>) =
-            named(vars)?.into_iter().map(|(name, var)| (name, var.elem_count())).unzip();
-        // Every process has as many sets.
-        let replicas = sets.len() * (mesh.len() / mesh.devices().len());
-        let first_set = sets.len() * (mesh.local_slots().start / mesh.devices().len());
-        let mut slots = Vec::new();
-        for ((vars, sharers), of_set) in
-            sets.iter().zip(deal(&sizes, replicas).split_off(first_set))
-        {
-            let values: Vec<Var> = named(vars)?.into_iter().map(|(_, var)| var).collect();
-            for (&slot, owned) in sharers.iter().zip(deal(&sizes, sharers.len())) {
-                let model =
-                    first_model.take().map_or_else(|| build_on(vars, &mesh.devices()[slot]), Ok)?;
-                let optimizer = optimizer(owned.iter().map(|&var| values[var].clone()).collect())?;
-                let saved = (0..owned.len())
-                    .filter(|&position| of_set.contains(&owned[position]))
-                    .collect();
-                let vars = values.clone();
-                slots.push((
-                    slot,
-                    Mutex::new(Slot { model, vars, owned, saved, optimizer, accumulated: None }),
-                ));
-            }
+        let sets = vars::sets(mesh, vars, sharing)?;
+        // Every process has as many slots, and as many sets.
+        let n_sets = sets.len() * (mesh.len() / devices.len());
+        let first_set = sets.len() * (mesh.local_slots().start / devices.len());
+        let mut slots = Vec::with_capacity(devices.len());
+        for Part { slot, set, owned, saved } in vars::parts(&sets, &sizes, n_sets, first_set) {
+            let map = &sets[set].map;
+            let model = match first_model.take() {
+                Some(first) => first,
+                None => build(VarBuilder::from_varmap(map, dtype, &devices[slot]))?,
+            };
+            let vars: Vec<Var> = vars::named(map)?.into_iter().map(|(_, var)| var).collect();
+            let optimizer = optimizer(owned.iter().map(|&var| vars[var].clone()).collect())?;
+            slots.push(Mutex::new(Slot {
+                model,
+                vars,
+                owned,
+                saved,
+                optimizer,
+                accumulated: None,
+            }));
         }
-        slots.sort_by_key(|(slot, _)| *slot);
         Ok(Self {
             mesh: mesh.clone(),
-            names,
-            slots: Arc::new(slots.into_iter().map(|(_, slot)| slot).collect()),
-            replicas,
+            parameters,
+            slots: Arc::new(slots),
+            n_sets,
             in_axes: Specs::first_and_rest(P::shard(0, ALL), P::replicate()),
             uneven: Uneven::default(),
             max_norm: None,
         })
     }
 
-    /// Sets what each slot gets of a batch, as [`PMap::in_axes`](crate::PMap::in_axes).
+    /// Sets how a batch is cut for the slots, as [`PMap::in_axes`](pmap_mesh::PMap::in_axes).
     #[must_use]
     pub fn in_axes(self, specs: impl Into<Specs>) -> Self {
         Self { in_axes: specs.into(), ..self }
     }
 
     /// Sets what happens to a batch that the slots do not divide, as
-    /// [`PMap::uneven`](crate::PMap::uneven).
+    /// [`PMap::uneven`](pmap_mesh::PMap::uneven).
     #[must_use]
     pub fn uneven(self, uneven: Uneven) -> Self {
         Self { uneven, ..self }
     }
 
-    /// Scales gradients down whose norm over all parameters, taken together, is above `max_norm`.
+    /// Sets the largest norm of the gradients of all parameters taken together: above it they are
+    /// scaled down, as by PyTorch's `clip_grad_norm_`. By default they are not.
     #[must_use]
     pub fn clip_norm(self, max_norm: f64) -> Self {
         Self { max_norm: Some(max_norm), ..self }
@@ -212,21 +200,22 @@ impl<M: Send + 'static, O: Optimizer + Send + 'static> DataParallel<M, O> {
 
     /// Differentiates the batch's loss and updates the variables; returns the mean loss, a scalar.
     ///
-    /// `loss` returns the mean over the rows of its shard: over the first [`Replica::valid_len`],
-    /// if it may be padded. If batches were [accumulated](Self::accumulate) before, the update uses
-    /// the mean of their gradients and this batch's.
+    /// `loss` returns the mean over the rows of its shard, or over the first
+    /// [`Replica::valid_len`] of them if the shard may be padded. If batches were
+    /// [accumulated](Self::accumulate) before, the update uses the mean of their gradients and this
+    /// batch's.
     ///
     /// # Errors
     ///
-    /// Those of [`PMap::call`](crate::PMap::call). If it fails before gradients are summed, no
-    /// variable has changed, and accumulated gradients are dropped; if an optimizer fails,
-    /// variables may be changed in part.
+    /// [`Error::Mesh`] with those of [`PMap::call`](pmap_mesh::PMap::call). If the step fails before
+    /// gradients are summed, no variable has changed, and accumulated gradients are dropped; if an
+    /// optimizer fails, variables may be changed in part.
     pub fn step<I, F>(&mut self, batch: I, loss: F) -> Result<Tensor>
     where
         I: TensorTree,
         F: Fn(&Replica, &M, I) -> candle_core::Result<Tensor> + Send + Sync + 'static,
     {
-        self.run(batch, loss, true)
+        self.run(batch, loss, Then::Update)
     }
 
     /// Differentiates the batch's loss and keeps the gradients on each slot for the next
@@ -235,35 +224,42 @@ impl<M: Send + 'static, O: Optimizer + Send + 'static> DataParallel<M, O> {
     ///
     /// # Errors
     ///
-    /// Those of [`PMap::call`](crate::PMap::call).
+    /// [`Error::Mesh`] with those of [`PMap::call`](pmap_mesh::PMap::call); accumulated gradients are
+    /// dropped.
     pub fn accumulate<I, F>(&mut self, batch: I, loss: F) -> Result<Tensor>
     where
         I: TensorTree,
         F: Fn(&Replica, &M, I) -> candle_core::Result<Tensor> + Send + Sync + 'static,
     {
-        self.run(batch, loss, false)
+        self.run(batch, loss, Then::Keep)
     }
 
-    fn run<I, F>(&mut self, batch: I, loss: F, update: bool) -> Result<Tensor>
+    fn run<I, F>(&mut self, batch: I, loss: F, then: Then) -> Result<Tensor>
     where
         I: TensorTree,
         F: Fn(&Replica, &M, I) -> candle_core::Result<Tensor> + Send + Sync + 'static,
     {
-        let (slots, max_norm, replicas) = (Arc::clone(&self.slots), self.max_norm, self.replicas);
-        let run = self.mesh.pmap(move |ctx, shard: I| {
+        let slots = Arc::clone(&self.slots);
+        let n_sets = self.n_sets;
+        let clip = self.max_norm.map(|max_norm| Clip { max_norm, n_sets });
+        let step = self.mesh.pmap(move |ctx, shard: I| {
             let slot = &mut *lock(&slots[ctx.local_index()]);
-            let loss = loss(ctx, &slot.model, shard)?;
-            let (loss, grads) = differentiate(ctx, &slot.vars, loss)?;
-            slot.add(grads)?;
-            if update {
-                slot.update(ctx, max_norm, replicas)?;
+            let shard_loss = loss(ctx, &slot.model, shard)?;
+            let (mean_loss, grads) = differentiate(ctx, &slot.vars, shard_loss)?;
+            let gradients = slot.accumulated_with(grads)?;
+            match then {
+                Then::Update => slot.update(ctx, gradients, clip)?,
+                Then::Keep => slot.accumulated = Some(gradients),
             }
-            Ok(loss)
+            Ok(mean_loss)
         });
-        let run = run.in_axes(self.in_axes.clone()).out_axes(P::replicate()).uneven(self.uneven);
-        let outcome = run.call(batch);
+        let outcome = step
+            .in_axes(self.in_axes.clone())
+            .out_axes(P::replicate())
+            .uneven(self.uneven)
+            .call(batch);
         if outcome.is_err() {
-            // Some slots may have added their part and others not.
+            // Some slots may have added this batch's part to theirs, and others not.
             self.slots.iter().for_each(|slot| lock(slot).accumulated = None);
         }
         Ok(outcome?)
@@ -273,17 +269,15 @@ impl<M: Send + 'static, O: Optimizer + Send + 'static> DataParallel<M, O> {
     ///
     /// # Errors
     ///
-    /// [`Error::Diverged`] with the first variable that differs, [`Error::Model`] if it cannot be
-    /// read.
+    /// [`Error::Diverged`] with the first variable that differs, [`Error::Tensor`] if one cannot be
+    /// read, [`Error::Mesh`] if a process does not answer.
     pub fn check_in_sync(&self) -> Result<()> {
-        let of_slot = |slot: &Mutex<Slot<M, O>>| {
-            lock(slot).vars.iter().map(Var::as_detached_tensor).collect()
-        };
-        let vars: Vec<Vec<Tensor>> =
-            self.mesh.process_allgather(self.slots.iter().map(of_slot).collect())?;
-        for (replica, of_replica) in vars.iter().enumerate() {
-            for (name, (expected, var)) in self.names.iter().zip(vars[0].iter().zip(of_replica)) {
-                if !same(expected, var).map_err(Error::Model)? {
+        let replicas = self.mesh.process_allgather(self.slots.iter().map(values).collect())?;
+        for (replica, vars) in replicas.iter().enumerate() {
+            for ((name, _), (expected, var)) in
+                self.parameters.iter().zip(replicas[0].iter().zip(vars))
+            {
+                if !same_bits(expected, var).doing("comparing variables")? {
                     return Err(Error::Diverged { name: name.clone(), replica });
                 }
             }
@@ -296,21 +290,24 @@ impl<M, O: StatefulOptimizer> DataParallel<M, O> {
     /// The variables and what the optimizers keep for them, for
     /// [`Checkpoints::save`](crate::Checkpoints::save): each slot of the mesh, in whatever process,
     /// writes its part. Accumulated gradients are not among them.
-    pub fn state_dict(&self) -> StateDict {
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Optimizer`] if an optimizer cannot tell its state,
+    /// [`CheckpointError::Kind`](crate::CheckpointError::Kind) if its state has a name that cannot be
+    /// written.
+    pub fn state_dict(&self) -> Result<StateDict> {
         let mut state = StateDict::new(&self.mesh, self.shapes());
-        for (index, slot) in self.slots.iter().enumerate() {
+        for (local_slot, slot) in self.slots.iter().enumerate() {
             let slot = lock(slot);
             for &position in &slot.saved {
-                let (name, var) =
-                    (&self.names[slot.owned[position]], &slot.vars[slot.owned[position]]);
-                state.add(index, MODEL, name, 0, var.as_detached_tensor());
-                slot.optimizer
-                    .state(position)
-                    .into_iter()
-                    .for_each(|(kind, items)| state.add(index, kind, name, 0, items));
+                let index = slot.owned[position];
+                let key = TensorKey::model(&self.parameters[index].0, 0);
+                state.add(local_slot, key, slot.vars[index].as_detached_tensor())?;
+                state.add_optimizer(local_slot, key, &slot.optimizer, position)?;
             }
         }
-        state
+        Ok(state)
     }
 
     /// Gives all variables and optimizers the values of a checkpoint, whatever number of devices
@@ -319,26 +316,20 @@ impl<M, O: StatefulOptimizer> DataParallel<M, O> {
     ///
     /// # Errors
     ///
-    /// [`Error::UnknownParameter`] if the checkpoint has one that the model lacks,
-    /// [`Error::Incomplete`] if it lacks one, [`Error::OtherShape`] if one does not fit,
-    /// [`Error::File`] if a file cannot be read, [`Error::Model`] if candle fails. Some variables
-    /// may then be changed.
+    /// [`Error::Parameter`] if the checkpoint has other parameters than the model or lacks some of
+    /// their items, [`Error::Checkpoint`] if a file cannot be read or another process loads another
+    /// step, [`Error::Optimizer`] if an optimizer refuses its state, [`Error::Tensor`] if candle
+    /// fails. Some variables may then be changed.
     pub fn load(&mut self, checkpoint: &Checkpoint) -> Result<()> {
-        checkpoint.expect(&self.mesh, &self.shapes())?;
+        checkpoint.check_fits(&self.mesh, &self.shapes())?;
         for slot in self.slots.iter() {
             let slot = &mut *lock(slot);
             slot.accumulated = None;
             for (position, &index) in slot.owned.iter().enumerate() {
-                let (name, var) = (&self.names[index], &slot.vars[index]);
-                let value = checkpoint.like(MODEL, name, 0, var)?;
-                value
-                    .to_device(var.device())
-                    .and_then(|value| var.set(&value))
-                    .map_err(Error::Model)?;
-                for (kind, like) in slot.optimizer.state(position) {
-                    let value = checkpoint.like(kind, name, 0, &like)?;
-                    slot.optimizer.load_state(position, kind, &value).map_err(Error::Model)?;
-                }
+                let key = TensorKey::model(&self.parameters[index].0, 0);
+                let var = &slot.vars[index];
+                assign(var, &checkpoint.like(key, var)?).doing("loading a variable")?;
+                checkpoint.load_optimizer(key, &mut slot.optimizer, position)?;
             }
         }
         Ok(())
@@ -346,103 +337,47 @@ impl<M, O: StatefulOptimizer> DataParallel<M, O> {
 
     /// The shapes of the variables, by name.
     fn shapes(&self) -> BTreeMap<String, Vec<usize>> {
-        let Some(first) = self.slots.first() else { return BTreeMap::new() };
-        let first = lock(first);
-        self.names.iter().cloned().zip(first.vars.iter().map(|var| var.dims().to_vec())).collect()
+        self.parameters.iter().cloned().collect()
     }
 }
 
-impl<M, O: Optimizer> Slot<M, O> {
-    fn add(&mut self, grads: Vec<Tensor>) -> candle_core::Result<()> {
-        self.accumulated = Some(match self.accumulated.take() {
-            None => (grads, 1),
-            Some((sums, batches)) => {
-                let sums = sums.iter().zip(&grads).map(|(sum, grad)| sum + grad);
-                (sums.collect::<candle_core::Result<_>>()?, batches + 1)
-            }
-        });
-        Ok(())
-    }
-
-    /// Sums the gradients of its own variables over all slots, and updates these variables.
-    fn update(
-        &mut self,
-        ctx: &Replica,
-        max_norm: Option<f64>,
-        replicas: usize,
-    ) -> candle_core::Result<()> {
-        let Some((grads, batches)) = self.accumulated.take() else { return Ok(()) };
-        let mut sums = ctx.psum_list(grads, &self.owned)?;
-        let mut factor = 1.0 / batches as f64;
-        if let Some(max_norm) = max_norm {
-            // Every set of variables adds the whole of its gradient to the sum.
-            let squares = squares(&sums, ctx.device())?;
-            let norm = factor * (scalar(&ctx.psum(&squares, ALL)?)? / replicas as f64).sqrt();
-            factor *= (max_norm / (norm + 1e-6)).min(1.0);
-        }
-        if factor < 1.0 {
-            sums = sums.iter().map(|sum| sum * factor).collect::<candle_core::Result<_>>()?;
-        }
-        let mut store = GradStore::default();
-        for (&var, sum) in self.owned.iter().zip(sums) {
-            store.insert(&self.vars[var], sum);
-        }
-        self.optimizer.step(&store)
-    }
+/// What becomes of a batch's gradients.
+#[derive(Clone, Copy, Debug)]
+enum Then {
+    /// With those accumulated before, they update the variables.
+    Update,
+    /// They are kept for the next update.
+    Keep,
 }
 
-/// The sum of the squares of all items, in double precision.
-fn squares(tensors: &[Tensor], device: &Device) -> candle_core::Result<Tensor> {
-    let square = |tensor: &Tensor| scalar(&tensor.sqr()?.sum_all()?);
-    let sum = tensors
-        .iter()
-        .try_fold(0.0, |sum, tensor| Ok::<_, candle_core::Error>(sum + square(tensor)?))?;
-    Tensor::new(sum, device)
+/// The names and shapes of variables, in the order of names.
+fn described(vars: &VarMap) -> candle_core::Result<Vec<(String, Vec<usize>)>> {
+    let named = vars::named(vars)?;
+    Ok(named.into_iter().map(|(name, var)| (name, var.dims().to_vec())).collect())
 }
 
-fn scalar(tensor: &Tensor) -> candle_core::Result<f64> {
-    tensor.to_dtype(candle_core::DType::F64)?.to_scalar()
+fn numel(shape: &[usize]) -> u64 {
+    shape.iter().product::<usize>() as u64
 }
 
-/// The variables of each device, or of each slot if they are not to `share`, and which of this
-/// process's slots use them; the first are `vars` themselves.
-fn variable_sets(
-    mesh: &DeviceMesh,
-    vars: &VarMap,
-    share: bool,
-) -> candle_core::Result<Vec<(VarMap, Vec<usize>)>> {
-    let mut sets: Vec<(VarMap, Vec<usize>)> = vec![(vars.clone(), vec![0])];
-    for (slot, device) in mesh.devices().iter().enumerate().skip(1) {
-        let shared = sets
-            .iter_mut()
-            .find(|(_, slots)| share && mesh.devices()[slots[0]].same_device(device));
-        match shared {
-            Some((_, slots)) => slots.push(slot),
-            None => sets.push((copied(vars, device)?, vec![slot])),
-        }
-    }
-    Ok(sets)
+/// The variables of a slot's device.
+fn values<M, O>(slot: &Mutex<Slot<M, O>>) -> Vec<Tensor> {
+    lock(slot).vars.iter().map(Var::as_detached_tensor).collect()
 }
 
-/// The variables of a map, by name.
-fn named(vars: &VarMap) -> candle_core::Result<Vec<(String, Var)>> {
-    let Ok(vars) = vars.data().lock() else {
-        candle_core::bail!("the variables are locked by a thread that panicked")
-    };
-    let mut named: Vec<_> = vars.iter().map(|(name, var)| (name.clone(), var.clone())).collect();
-    named.sort_by(|(left, _), (right, _)| left.cmp(right));
-    Ok(named)
+fn assign(var: &Var, value: &Tensor) -> candle_core::Result<()> {
+    var.set(&value.to_device(var.device())?)
 }
 
-/// The same variables on another device.
-fn copied(vars: &VarMap, device: &Device) -> candle_core::Result<VarMap> {
-    let copies = VarMap::new();
-    for (name, var) in named(vars)? {
-        let copy = Var::from_tensor(&var.as_detached_tensor().to_device(device)?)?;
-        let Ok(mut data) = copies.data().lock() else {
-            candle_core::bail!("new variables cannot be locked")
-        };
-        data.insert(name, copy);
-    }
-    Ok(copies)
+/// Whether two tensors are equal to the bit: NaN equals itself, and zeros of two signs differ.
+fn same_bits(left: &Tensor, right: &Tensor) -> candle_core::Result<bool> {
+    Ok(left.shape() == right.shape()
+        && left.dtype() == right.dtype()
+        && bytes(left)? == bytes(right)?)
+}
+
+fn bytes(tensor: &Tensor) -> candle_core::Result<Vec<u8>> {
+    let mut bytes = Vec::new();
+    tensor.force_contiguous()?.write_bytes(&mut bytes)?;
+    Ok(bytes)
 }

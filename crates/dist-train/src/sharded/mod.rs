@@ -1,20 +1,24 @@
 //! A sharding plan carried out: variables of which each slot keeps its part.
 
+mod axes;
 pub(crate) mod describe;
+mod runs;
 
 use std::{collections::BTreeMap, ops::Range, sync::Arc};
 
-use candle_core::{DType, Device, Tensor, Var, bail};
-use core_types::{Rank, WorldSize};
-use fsdp_plan::{Cut, ParameterInfo, PlannedParameter, ShardingPlan};
+use candle_core::{DType, Device, Tensor, Var};
+use fsdp_plan::{Cut, ParameterInfo, ShardingPlan};
+use pmap_mesh::{ALL, DeviceMesh, Replica};
 
-use pmap_mesh::{ALL, DeviceMesh, MeshAxes, Replica};
-
+use self::{axes::PlanAxes, runs::GatheredRun};
 use crate::{
-    checkpoint::{Checkpoint, MODEL, StateDict},
-    error::{Error, Result},
+    checkpoint::{
+        file::{MODEL, TensorKey},
+        read::Checkpoint,
+        state_dict::StateDict,
+    },
+    error::{Doing, Error, Result, parameter::ParameterError, sharding::ShardingError},
     optim::StatefulOptimizer,
-    sharded::describe::{dtype_of, index},
 };
 
 /// The parameters of a model, of which every slot of a mesh keeps the part that a [`ShardingPlan`]
@@ -22,11 +26,11 @@ use crate::{
 ///
 /// A part is a variable of one dimension: a run of the parameter's items in row-major order. Parts
 /// are trained in place: [`all_gather`](Self::all_gather) puts a parameter together where it is
-/// used, its backward sums the gradient and hands each slot its part, and an optimizer of the
-/// slot's own [`vars`](Self::vars) updates it.
+/// used, its backward sums the gradient and hands each slot its part, and an optimizer of the slot's
+/// own [`vars`](Self::vars) updates it.
 ///
-/// A plan with replicas (HSDP) needs a mesh of which the last axis is one shard group, and the
-/// others are the replicas.
+/// A plan with replicas (HSDP) needs a mesh whose last axis is one shard group; the other axes are
+/// the replicas.
 ///
 /// # Examples
 ///
@@ -36,15 +40,15 @@ use crate::{
 /// use candle_core::{DType, Device, Tensor};
 /// use candle_nn::{Init, VarMap};
 /// use core_types::WorldSize;
-/// use dist_train::{ShardedVars, parameter_infos};
 /// use fsdp_plan::strategy::{Full, ShardingStrategy};
+/// use dist_train::{ShardedVars, parameter_infos};
 /// use pmap_mesh::{DeviceMesh, P};
 ///
 /// let mesh = DeviceMesh::cpu(2)?;
 /// let w = Tensor::arange(0_f32, 8., &Device::Cpu)?.reshape((4, 2))?;
 /// let plan = Full::default().plan(&parameter_infos([("w", &w)])?, WorldSize::new(2)?)?;
 /// let vars = ShardedVars::shard(&mesh, &plan, [("w", &w)])?;
-/// assert_eq!(vars.bytes(0), 16);
+/// assert_eq!(vars.bytes(0)?, 16);
 ///
 /// let in_replica = vars.clone();
 /// let grads = mesh
@@ -53,7 +57,7 @@ use crate::{
 ///         let loss = x.matmul(&w)?.sum_all()?;
 ///         let grads = loss.backward()?;
 ///         // The gradient of this slot's part, summed over the batches of both.
-///         let part = &in_replica.vars(ctx.index())[0];
+///         let part = &in_replica.vars(ctx.index())?[0];
 ///         grads.get(part).cloned().ok_or_else(|| candle_core::Error::msg("unused"))
 ///     })
 ///     .out_axes(Some(0));
@@ -68,10 +72,8 @@ pub struct ShardedVars(Arc<Inner>);
 struct Inner {
     plan: ShardingPlan,
     mesh: DeviceMesh,
-    /// The axes along which a parameter is cut, and along which its parts are repeated.
-    shard_axes: MeshAxes,
-    replica_axes: Option<MeshAxes>,
-    /// Of this process's slots.
+    axes: PlanAxes,
+    /// The parts of each slot of this process, in the order of the plan.
     slots: Vec<Vec<Part>>,
 }
 
@@ -88,25 +90,28 @@ impl ShardedVars {
     /// Cuts named tensors as `plan` says and moves the parts to their devices: the variables of a
     /// `VarMap`, the tensors of a checkpoint.
     ///
+    /// Tensors that the plan does not name are ignored, and so are those tied to others.
+    ///
     /// # Errors
     ///
-    /// [`Error::PlanWorld`] if the plan is one for another number of ranks than the mesh has slots,
-    /// [`Error::PlanMesh`] if it has replicas and the mesh is not of that shape,
-    /// [`Error::Incomplete`] if a tensor is missing or smaller than planned, [`Error::Assemble`] if
-    /// candle fails.
+    /// [`ShardingError::World`] if the plan is for another number of ranks than the mesh has slots,
+    /// [`ShardingError::Replicas`] if it has replicas and the mesh is not of that shape,
+    /// [`ParameterError::Missing`], [`ParameterError::Shape`] or [`ParameterError::Dtype`] if a
+    /// tensor is not as planned, [`ParameterError::UnknownDtype`] if the plan has a type that candle
+    /// lacks, [`Error::Tensor`] if candle fails.
     pub fn shard<'a>(
         mesh: &DeviceMesh,
         plan: &ShardingPlan,
         tensors: impl IntoIterator<Item = (impl AsRef<str>, &'a Tensor)>,
     ) -> Result<Self> {
-        let mut given = BTreeMap::new();
-        for (name, tensor) in tensors {
-            given.insert(name.as_ref().to_owned(), tensor.flatten_all().map_err(Error::Assemble)?);
-        }
-        Self::cut(mesh, plan, |param_idx| {
-            let name = plan.parameters()[param_idx].info().name();
-            let whole = given.remove(name);
-            Ok(move |run| run_of(whole.as_ref(), name, run))
+        let given: BTreeMap<String, &Tensor> =
+            tensors.into_iter().map(|(name, tensor)| (name.as_ref().to_owned(), tensor)).collect();
+        Self::cut(mesh, plan, |info| {
+            let whole = given.get(info.name()).map(|whole| flat(info, whole)).transpose()?;
+            Ok(move |run| match &whole {
+                Some(whole) => items(whole, run),
+                None => Err(ParameterError::Missing { name: info.name().to_owned() }.into()),
+            })
         })
     }
 
@@ -117,15 +122,12 @@ impl ShardedVars {
     ///
     /// # Errors
     ///
-    /// Those of [`shard`](Self::shard).
+    /// [`ParameterError::Unknown`] if `plan` has a parameter that is not here, and those of
+    /// [`shard`](Self::shard) and [`gather`](Self::gather).
     pub fn resharded(&self, mesh: &DeviceMesh, plan: &ShardingPlan) -> Result<Self> {
-        Self::cut(mesh, plan, |param_idx| {
-            let name = plan.parameters()[param_idx].info().name();
-            let known = self.0.plan.index_of(name).is_some();
-            let whole = known
-                .then(|| self.gather(name)?.flatten_all().map_err(Error::Assemble))
-                .transpose()?;
-            Ok(move |run| run_of(whole.as_ref(), name, run))
+        Self::cut(mesh, plan, |info| {
+            let whole = flat(info, &self.gather(info.name())?)?;
+            Ok(move |run| items(&whole, run))
         })
     }
 
@@ -136,45 +138,40 @@ impl ShardedVars {
     ///
     /// # Errors
     ///
-    /// [`Error::UnknownParameter`] if the checkpoint has one that the plan lacks,
-    /// [`Error::Incomplete`] if it lacks one, [`Error::OtherShape`] if one does not fit,
-    /// [`Error::File`] if a file cannot be read, and those of [`shard`](Self::shard).
+    /// [`Error::Parameter`] if the checkpoint has other parameters than the
+    /// plan or lacks some of their items, [`Error::Checkpoint`] if a file
+    /// cannot be read or another process loads another step, and those of [`shard`](Self::shard).
     pub fn load(mesh: &DeviceMesh, plan: &ShardingPlan, checkpoint: &Checkpoint) -> Result<Self> {
-        checkpoint.expect(mesh, &shapes(plan))?;
-        Self::cut(mesh, plan, |param_idx| {
-            let name = plan.parameters()[param_idx].info().name();
-            Ok(move |run| checkpoint.items(MODEL, name, run))
-        })
+        checkpoint.check_fits(mesh, &runs::shapes(plan))?;
+        Self::cut(mesh, plan, |info| Ok(|run| checkpoint.items(MODEL, info.name(), run)))
     }
 
-    /// Variables for this process's slots; `source` is asked for each parameter in turn and then
-    /// for its runs, as tensors of one dimension.
-    fn cut<R: Fn(Range<usize>) -> Result<Tensor>>(
+    /// Makes the variables of this process's slots. `source` is asked for each parameter in turn,
+    /// and what it returns for the runs of that parameter, as tensors of one dimension.
+    fn cut<'p, R: Fn(Range<usize>) -> Result<Tensor>>(
         mesh: &DeviceMesh,
-        plan: &ShardingPlan,
-        mut source: impl FnMut(usize) -> Result<R>,
+        plan: &'p ShardingPlan,
+        mut source: impl FnMut(&'p ParameterInfo) -> Result<R>,
     ) -> Result<Self> {
-        let (shard_axes, replica_axes) = axes(mesh, plan)?;
+        let axes = axes::of_plan(mesh, plan)?;
         let mut slots: Vec<Vec<Part>> = mesh.devices().iter().map(|_| Vec::new()).collect();
         for (param_idx, parameter) in plan.parameters().iter().enumerate() {
-            let dtype = dtype(parameter.info()).map_err(Error::Assemble)?;
-            let run = source(param_idx)?;
-            let here = ranks(plan.world_size()).skip(mesh.local_slots().start);
-            for ((rank, parts), device) in here.zip(&mut slots).zip(mesh.devices()) {
-                for (start, len) in runs_of(plan, param_idx, rank)? {
-                    let var = variable(&run(start..start + len)?, dtype, device)
-                        .map_err(Error::Assemble)?;
+            let info = parameter.info();
+            // What is tied to another parameter is kept as that one.
+            if info.tied_to().is_some() {
+                continue;
+            }
+            let run_of = source(info)?;
+            let ranks_here = runs::ranks(plan.world_size()).skip(mesh.local_slots().start);
+            for ((rank, parts), device) in ranks_here.zip(&mut slots).zip(mesh.devices()) {
+                for run in runs::of_rank(plan, param_idx, rank)? {
+                    let start = run.start;
+                    let var = variable(info, &run_of(run)?, device)?;
                     parts.push(Part { param_idx, start, var });
                 }
             }
         }
-        Ok(Self(Arc::new(Inner {
-            plan: plan.clone(),
-            mesh: mesh.clone(),
-            shard_axes,
-            replica_axes,
-            slots,
-        })))
+        Ok(Self(Arc::new(Inner { plan: plan.clone(), mesh: mesh.clone(), axes, slots })))
     }
 
     /// The plan that is carried out.
@@ -184,56 +181,59 @@ impl ShardedVars {
 
     /// The variables of one slot, in the order of the plan: what its optimizer is given.
     ///
-    /// # Panics
+    /// # Errors
     ///
-    /// If this process has no such slot.
-    pub fn vars(&self, slot: usize) -> Vec<Var> {
-        self.parts(slot).iter().map(|part| part.var.clone()).collect()
+    /// [`ShardingError::Slot`] if this process has no such slot.
+    pub fn vars(&self, slot: usize) -> Result<Vec<Var>> {
+        Ok(self.parts(slot)?.iter().map(|part| part.var.clone()).collect())
     }
 
     /// The memory that one slot's parts take, in bytes: the plan's `param_bytes`.
     ///
-    /// # Panics
+    /// # Errors
     ///
-    /// If this process has no such slot.
-    pub fn bytes(&self, slot: usize) -> u64 {
-        let bytes =
-            |part: &Part| part.var.elem_count() as u64 * part.var.dtype().size_in_bytes() as u64;
-        self.parts(slot).iter().map(bytes).sum()
+    /// [`ShardingError::Slot`] if this process has no such slot.
+    pub fn bytes(&self, slot: usize) -> Result<u64> {
+        let bytes = |part: &Part| (part.var.elem_count() * part.var.dtype().size_in_bytes()) as u64;
+        Ok(self.parts(slot)?.iter().map(bytes).sum())
     }
 
     /// What this process's slots keep, to be written to a checkpoint: each parameter once, though
     /// replicas repeat it.
-    pub fn state_dict(&self) -> StateDict {
-        let mut state = StateDict::new(&self.0.mesh, shapes(&self.0.plan));
-        for slot in self.0.mesh.local_slots() {
-            for part in self.parts(slot).iter().filter(|part| self.is_saved(slot, part)) {
-                let items = part.var.as_detached_tensor();
-                state.add(self.local(slot), MODEL, self.name(part.param_idx), part.start, items);
+    ///
+    /// # Errors
+    ///
+    /// [`CheckpointError::Kind`](crate::CheckpointError::Kind) if two of the parts have one name.
+    pub fn state_dict(&self) -> Result<StateDict> {
+        let mut state = StateDict::new(&self.0.mesh, runs::shapes(&self.0.plan));
+        for (local_slot, slot) in self.0.mesh.local_slots().enumerate() {
+            for (_, part) in self.saved_parts(slot)? {
+                state.add(local_slot, self.key(part), part.var.as_detached_tensor())?;
             }
         }
-        state
+        Ok(state)
     }
 
     /// Adds to a [`state_dict`](Self::state_dict) what a slot's optimizer, made with its
     /// [`vars`](Self::vars), keeps for them.
     ///
-    /// # Panics
+    /// # Errors
     ///
-    /// If this process has no such slot.
+    /// [`ShardingError::Slot`] if this process has no such slot,
+    /// [`Error::Optimizer`] if the optimizer cannot tell its state,
+    /// [`CheckpointError::Kind`](crate::CheckpointError::Kind) if its state has a name that cannot be
+    /// written, or was added before.
     pub fn add_optimizer(
         &self,
         state: &mut StateDict,
         slot: usize,
         optimizer: &impl StatefulOptimizer,
-    ) {
-        for (var, part) in
-            self.parts(slot).iter().enumerate().filter(|(_, part)| self.is_saved(slot, part))
-        {
-            for (kind, items) in optimizer.state(var) {
-                state.add(self.local(slot), kind, self.name(part.param_idx), part.start, items);
-            }
+    ) -> Result<()> {
+        let local_slot = self.local(slot)?;
+        for (var, part) in self.saved_parts(slot)? {
+            state.add_optimizer(local_slot, self.key(part), optimizer, var)?;
         }
+        Ok(())
     }
 
     /// Gives a slot's optimizer, made with its [`vars`](Self::vars), what a checkpoint has for
@@ -241,47 +241,51 @@ impl ShardedVars {
     ///
     /// # Errors
     ///
-    /// [`Error::File`] if a file cannot be read, [`Error::Incomplete`] if something is missing.
-    ///
-    /// # Panics
-    ///
-    /// If this process has no such slot.
+    /// [`ShardingError::Slot`] if this process has no such slot, [`ParameterError::Incomplete`] if
+    /// something is missing, [`CheckpointError::Io`](crate::CheckpointError::Io) if a file cannot be
+    /// read, [`Error::Optimizer`] if the optimizer refuses its state.
     pub fn load_optimizer(
         &self,
         checkpoint: &Checkpoint,
         slot: usize,
         optimizer: &mut impl StatefulOptimizer,
     ) -> Result<()> {
-        for (var, part) in self.parts(slot).iter().enumerate() {
-            for (kind, like) in optimizer.state(var) {
-                let value = checkpoint.like(kind, self.name(part.param_idx), part.start, &like)?;
-                optimizer.load_state(var, kind, &value).map_err(Error::Assemble)?;
-            }
+        for (var, part) in self.parts(slot)?.iter().enumerate() {
+            checkpoint.load_optimizer(self.key(part), optimizer, var)?;
         }
         Ok(())
     }
 
-    /// Whether a slot writes a part to checkpoints: others of its group, or of other groups, may
-    /// have the same.
-    fn is_saved(&self, slot: usize, part: &Part) -> bool {
-        match self.0.plan.parameters()[part.param_idx].cut() {
+    /// The parts that a slot writes to checkpoints, with the positions of their variables: others
+    /// of its group, or of other groups, may have the same parts.
+    fn saved_parts(&self, slot: usize) -> Result<impl Iterator<Item = (usize, &Part)>> {
+        let is_saved = move |part: &Part| match self.0.plan.parameters()[part.param_idx].cut() {
             Cut::Replicated => slot == 0,
             _ => slot < self.0.plan.shard_group().as_usize(),
-        }
+        };
+        Ok(self.parts(slot)?.iter().enumerate().filter(move |(_, part)| is_saved(part)))
     }
 
     /// The parts of one slot.
-    fn parts(&self, slot: usize) -> &[Part] {
-        &self.0.slots[self.local(slot)]
+    fn parts(&self, slot: usize) -> Result<&[Part], ShardingError> {
+        Ok(&self.0.slots[self.local(slot)?])
     }
 
     /// The position of a slot among this process's.
-    fn local(&self, slot: usize) -> usize {
-        slot - self.0.mesh.local_slots().start
+    fn local(&self, slot: usize) -> Result<usize, ShardingError> {
+        let slots = self.0.mesh.local_slots();
+        if !slots.contains(&slot) {
+            return Err(ShardingError::Slot { slot, slots });
+        }
+        Ok(slot - slots.start)
     }
 
-    fn name(&self, param_idx: usize) -> &str {
-        self.0.plan.parameters()[param_idx].info().name()
+    fn key(&self, part: &Part) -> TensorKey<'_> {
+        TensorKey::model(self.info(part.param_idx).name(), part.start)
+    }
+
+    fn info(&self, param_idx: usize) -> &ParameterInfo {
+        self.0.plan.parameters()[param_idx].info()
     }
 
     /// The whole of a parameter, on this process's first device.
@@ -290,100 +294,89 @@ impl ShardedVars {
     ///
     /// # Errors
     ///
-    /// [`Error::UnknownParameter`], or [`Error::Assemble`] if candle fails.
+    /// [`ParameterError::Unknown`], [`Error::Tensor`] if candle fails, or
+    /// [`Error::Mesh`] if a process does not answer.
     pub fn gather(&self, name: &str) -> Result<Tensor> {
         let param_idx = self.index_of(name)?;
-        let of_slot = |parts: &Vec<Part>| {
-            let parts = parts.iter().filter(|part| part.param_idx == param_idx);
-            parts.map(|part| part.var.as_detached_tensor()).collect()
-        };
-        let of_all = self.0.mesh.process_allgather(self.0.slots.iter().map(of_slot).collect())?;
-        let mut parts = BTreeMap::new();
-        for (rank, items) in ranks(self.0.plan.shard_group()).zip(of_all) {
-            parts.extend(
-                runs_of(&self.0.plan, param_idx, rank)?
-                    .into_iter()
-                    .map(|(start, _)| start)
-                    .zip(items),
-            );
+        let lists = self.0.slots.iter().map(|parts| tensors_of(parts, param_idx)).collect();
+        let lists = self.0.mesh.process_allgather(lists)?;
+        let mut by_start = BTreeMap::new();
+        for (rank, list) in runs::ranks(self.0.plan.shard_group()).zip(lists) {
+            let runs = runs::of_rank(&self.0.plan, param_idx, rank)?;
+            by_start.extend(runs.into_iter().map(|run| run.start).zip(list));
         }
         let device = &self.0.mesh.devices()[0];
-        let here = parts
-            .values()
-            .map(|part| part.to_device(device))
-            .collect::<candle_core::Result<Vec<_>>>();
-        here.and_then(|here| self.shaped(param_idx, &here, device)).map_err(Error::Assemble)
+        let here: candle_core::Result<Vec<_>> =
+            by_start.values().map(|run| run.to_device(device)).collect();
+        let here = here.doing("moving the parts of a parameter")?;
+        self.joined(param_idx, &here, device)
     }
 
     /// The whole of a parameter, put together by all slots; to be called in replicas, by all of
     /// them.
     ///
-    /// Gradients run back to the slots' [`vars`](Self::vars): summed over all, and each gets those
-    /// of its parts.
+    /// Gradients flow back to the slots' [`vars`](Self::vars): they are summed over all slots, and
+    /// each slot gets those of its parts.
     ///
     /// # Errors
     ///
-    /// If the plan has no such parameter, and those of [`Replica::all_gather`].
+    /// [`ParameterError::Unknown`] if the plan has no such parameter,
+    /// [`ShardingError::OtherMesh`] in a replica of a mesh of another size, and those of
+    /// [`Replica::all_gather`].
     #[track_caller]
     pub fn all_gather(&self, ctx: &Replica, name: &str) -> candle_core::Result<Tensor> {
-        let param_idx = self.index_of(name).map_err(candle_core::Error::wrap)?;
+        let param_idx = self.index_of(name)?;
         let mine = self.mine(ctx, param_idx)?;
         if self.0.plan.parameters()[param_idx].cut() == Cut::Replicated {
-            return self.shaped(param_idx, &[ctx.pvary(&mine, ALL)?], ctx.device());
+            let whole = ctx.pvary(&mine, ALL)?;
+            return Ok(self.joined(param_idx, &[whole], ctx.device())?);
         }
-        let mine = match &self.0.replica_axes {
+        let mine = match &self.0.axes.replica {
             Some(axes) => ctx.pvary(&mine, axes)?,
             None => mine,
         };
-        let gathered = ctx.all_gather(&mine, 0, &self.0.shard_axes)?;
-        let mut runs = self.runs(param_idx).map_err(candle_core::Error::wrap)?;
-        if !runs.is_sorted() {
-            runs.sort_unstable();
-            let run = |&(_, offset, len): &(usize, usize, usize)| gathered.narrow(0, offset, len);
-            return self.shaped(
-                param_idx,
-                &runs.iter().map(run).collect::<candle_core::Result<Vec<_>>>()?,
-                ctx.device(),
-            );
-        }
-        self.shaped(param_idx, &[gathered], ctx.device())
+        let gathered = ctx.all_gather(&mine, 0, &self.0.axes.shard)?;
+        let runs = runs::gathered(&self.0.plan, param_idx)?;
+        let parts = in_order_of_parameter(gathered, runs)?;
+        Ok(self.joined(param_idx, &parts, ctx.device())?)
     }
 
     /// Every parameter of a unit by its name, as [`all_gather`](Self::all_gather).
     ///
     /// # Errors
     ///
-    /// If the plan has no such unit, and those of [`Replica::all_gather`].
+    /// [`ParameterError::Unknown`] if the plan has no such unit, and those of
+    /// [`all_gather`](Self::all_gather).
     #[track_caller]
     pub fn all_gather_unit(
         &self,
         ctx: &Replica,
         unit: &str,
     ) -> candle_core::Result<BTreeMap<String, Tensor>> {
-        let parameters =
-            self.0.plan.parameters().iter().filter(|parameter| parameter.info().unit() == unit);
-        let names: Vec<&str> = parameters.map(|parameter| parameter.info().name()).collect();
-        if names.is_empty() {
-            return Err(candle_core::Error::wrap(Error::UnknownParameter {
-                name: unit.to_owned(),
-            }));
-        }
         let mut gathered = BTreeMap::new();
-        for name in names {
-            gathered.insert(name.to_owned(), self.all_gather(ctx, name)?);
+        for parameter in self.0.plan.parameters() {
+            if parameter.info().unit() == unit {
+                let name = parameter.info().name();
+                gathered.insert(name.to_owned(), self.all_gather(ctx, name)?);
+            }
+        }
+        if gathered.is_empty() {
+            return Err(unknown(unit).into());
         }
         Ok(gathered)
     }
 
     /// Sums the gradient of a whole parameter over all slots; returns this slot's variables with
-    /// their parts of it.
+    /// their parts of the sum.
     ///
     /// For gradients that were computed apart from [`all_gather`](Self::all_gather), whose backward
     /// does the same.
     ///
     /// # Errors
     ///
-    /// If the plan has no such parameter, and those of [`Replica::psum`].
+    /// [`ParameterError::Unknown`] if the plan has no such parameter, [`ParameterError::Shape`] if
+    /// the gradient is not of its shape, [`ShardingError::OtherMesh`] in a replica of a mesh of
+    /// another size, and those of [`Replica::psum`].
     #[track_caller]
     pub fn reduce_scatter(
         &self,
@@ -391,32 +384,43 @@ impl ShardedVars {
         name: &str,
         grad: &Tensor,
     ) -> candle_core::Result<Vec<(Var, Tensor)>> {
-        let param_idx = self.index_of(name).map_err(candle_core::Error::wrap)?;
+        let param_idx = self.index_of(name)?;
+        let parts = self.parts_here(ctx, param_idx).map_err(Error::from)?;
+        check_shape(self.info(param_idx), grad)?;
         let sum = ctx.psum(&grad.detach(), ALL)?.flatten_all()?;
-        let mine = self.parts_here(ctx, param_idx);
-        mine.map(|part| Ok((part.var.clone(), sum.narrow(0, part.start, part.var.elem_count())?)))
+        parts
+            .map(|part| Ok((part.var.clone(), sum.narrow(0, part.start, part.var.elem_count())?)))
             .collect()
     }
 
     /// The position of a parameter, or of the one that it is tied to.
     fn index_of(&self, name: &str) -> Result<usize> {
-        let unknown = || Error::UnknownParameter { name: name.to_owned() };
-        let parameter = self.0.plan.index_of(name).ok_or_else(unknown)?;
-        match self.0.plan.parameters()[parameter].info().tied_to() {
-            None => Ok(parameter),
-            Some(other) => self.0.plan.index_of(other).ok_or_else(unknown),
+        let named = |name: &str| self.0.plan.index_of(name).ok_or_else(|| unknown(name));
+        let param_idx = named(name)?;
+        match self.info(param_idx).tied_to() {
+            None => Ok(param_idx),
+            Some(other) => named(other),
         }
     }
 
     /// This slot's parts of a parameter.
-    fn parts_here(&self, ctx: &Replica, param_idx: usize) -> impl Iterator<Item = &Part> {
-        self.parts(ctx.index()).iter().filter(move |part| part.param_idx == param_idx)
+    fn parts_here(
+        &self,
+        ctx: &Replica,
+        param_idx: usize,
+    ) -> Result<impl Iterator<Item = &Part>, ShardingError> {
+        let slots = self.0.mesh.len();
+        if ctx.count() != slots {
+            return Err(ShardingError::OtherMesh { replicas: ctx.count(), slots });
+        }
+        let parts = self.parts(ctx.index())?;
+        Ok(parts.iter().filter(move |part| part.param_idx == param_idx))
     }
 
     /// This slot's parts of a parameter in one tensor, which may be empty.
     fn mine(&self, ctx: &Replica, param_idx: usize) -> candle_core::Result<Tensor> {
-        let mine: Vec<&Tensor> =
-            self.parts_here(ctx, param_idx).map(|part| part.var.as_tensor()).collect();
+        let parts = self.parts_here(ctx, param_idx).map_err(Error::from)?;
+        let mine: Vec<&Tensor> = parts.map(|part| part.var.as_tensor()).collect();
         match mine[..] {
             // A variable too: its slot must take part in the backward as the others do.
             [] => Ok(Var::zeros(0, self.dtype(param_idx)?, ctx.device())?.into_inner()),
@@ -425,109 +429,76 @@ impl ShardedVars {
         }
     }
 
-    fn dtype(&self, param_idx: usize) -> candle_core::Result<DType> {
-        dtype(self.0.plan.parameters()[param_idx].info())
+    fn dtype(&self, param_idx: usize) -> Result<DType> {
+        Ok(runs::dtype(self.info(param_idx))?)
     }
 
-    /// Where each run of a parameter begins, where it lies among what all slots of a group bring,
-    /// and how long it is.
-    fn runs(&self, param_idx: usize) -> Result<Vec<(usize, usize, usize)>> {
-        let mut offset = 0;
-        let mut runs = Vec::new();
-        for rank in ranks(self.0.plan.shard_group()) {
-            for (start, len) in runs_of(&self.0.plan, param_idx, rank)? {
-                runs.push((start, offset, len));
-                offset += len;
-            }
-        }
-        Ok(runs)
-    }
-
-    fn shaped(
-        &self,
-        param_idx: usize,
-        runs: &[Tensor],
-        device: &Device,
-    ) -> candle_core::Result<Tensor> {
-        let shape = shape(self.0.plan.parameters()[param_idx].info());
-        match runs {
+    /// A parameter from its runs, in their order.
+    fn joined(&self, param_idx: usize, runs: &[Tensor], device: &Device) -> Result<Tensor> {
+        let shape = runs::shape(self.info(param_idx));
+        let joined = match runs {
             [] => Tensor::zeros(shape, self.dtype(param_idx)?, device),
             [only] => only.reshape(shape),
-            runs => Tensor::cat(runs, 0)?.reshape(shape),
-        }
+            runs => Tensor::cat(runs, 0).and_then(|items| items.reshape(shape)),
+        };
+        joined.doing("joining the parts of a parameter")
     }
 }
 
-/// The shapes of the parameters that are kept, by name; those that are tied to others are not.
-fn shapes(plan: &ShardingPlan) -> BTreeMap<String, Vec<usize>> {
-    let kept = plan
-        .parameters()
-        .iter()
-        .map(PlannedParameter::info)
-        .filter(|info| info.tied_to().is_none());
-    kept.map(|info| (info.name().to_owned(), shape(info))).collect()
+fn unknown(name: &str) -> Error {
+    ParameterError::Unknown { name: name.to_owned() }.into()
 }
 
-fn shape(parameter: &ParameterInfo) -> Vec<usize> {
-    parameter.shape().iter().map(|&dim| index(dim)).collect()
+fn check_shape(parameter: &ParameterInfo, tensor: &Tensor) -> Result<()> {
+    let expected = runs::shape(parameter);
+    Ok(ParameterError::check_shape(parameter.name(), tensor.dims(), &expected)?)
 }
 
-fn dtype(parameter: &ParameterInfo) -> candle_core::Result<DType> {
-    match dtype_of(parameter.dtype()) {
-        Some(dtype) => Ok(dtype),
-        None => bail!("candle has no type {}", parameter.dtype()),
-    }
-}
-
-/// A run of a parameter's items as a variable of its own.
-fn variable(items: &Tensor, dtype: DType, device: &Device) -> candle_core::Result<Var> {
-    if items.dtype() != dtype {
-        bail!("items are {}, the plan says {}", items.dtype().as_str(), dtype.as_str());
-    }
-    Var::from_tensor(&items.force_contiguous()?.to_device(device)?)
+/// The items of a whole parameter in one dimension, if it is of the planned shape.
+fn flat(parameter: &ParameterInfo, whole: &Tensor) -> Result<Tensor> {
+    check_shape(parameter, whole)?;
+    whole.flatten_all().doing("cutting a parameter")
 }
 
 /// A run of a flat parameter's items.
-fn run_of(parameter: Option<&Tensor>, name: &str, run: Range<usize>) -> Result<Tensor> {
-    match parameter {
-        Some(items) if run.end <= items.elem_count() => {
-            items.narrow(0, run.start, run.len()).map_err(Error::Assemble)
-        }
-        other => {
-            let there = other.map_or(0, Tensor::elem_count);
-            Err(Error::Incomplete { name: name.to_owned(), missing: there.max(run.start) })
-        }
-    }
+fn items(whole: &Tensor, run: Range<usize>) -> Result<Tensor> {
+    whole.narrow(0, run.start, run.len()).doing("cutting a parameter")
 }
 
-/// The runs of a parameter that one rank keeps: first item and number of items.
-fn runs_of(plan: &ShardingPlan, param_idx: usize, rank: Rank) -> Result<Vec<(usize, usize)>> {
-    Ok(plan
-        .shards(param_idx, rank)?
-        .map(|shard| (index(shard.start_offset), index(shard.shard_size)))
-        .collect())
+/// A run of a parameter's items as a variable of its own.
+fn variable(parameter: &ParameterInfo, items: &Tensor, device: &Device) -> Result<Var> {
+    let expected = runs::dtype(parameter)?;
+    if items.dtype() != expected {
+        return Err(Error::Parameter(ParameterError::Dtype {
+            name: parameter.name().to_owned(),
+            found: items.dtype().as_str(),
+            expected: expected.as_str(),
+        }));
+    }
+    items
+        .force_contiguous()
+        .and_then(|items| Var::from_tensor(&items.to_device(device)?))
+        .doing("moving a part of a parameter")
 }
 
-fn ranks(world_size: WorldSize) -> impl Iterator<Item = Rank> {
-    world_size.placements().map(core_types::Placement::rank)
+/// What one slot keeps of a parameter.
+fn tensors_of(parts: &[Part], param_idx: usize) -> Vec<Tensor> {
+    parts
+        .iter()
+        .filter(|part| part.param_idx == param_idx)
+        .map(|part| part.var.as_detached_tensor())
+        .collect()
 }
 
-/// The axes along which a plan cuts, and along which it repeats.
-fn axes(mesh: &DeviceMesh, plan: &ShardingPlan) -> Result<(MeshAxes, Option<MeshAxes>)> {
-    let (ranks, slots) = (plan.world_size().as_u64(), mesh.len());
-    if ranks != slots as u64 {
-        return Err(Error::PlanWorld { ranks, slots });
+/// The runs of a parameter in its own order, from what all slots contributed: that is the order of
+/// ranks, but for plans that were made for another number of them.
+fn in_order_of_parameter(
+    gathered: Tensor,
+    mut runs: Vec<GatheredRun>,
+) -> candle_core::Result<Vec<Tensor>> {
+    if runs.is_sorted_by_key(|run| run.start) {
+        return Ok(vec![gathered]);
     }
-    if plan.replicas() == 1 {
-        return Ok((ALL, None));
-    }
-    let axes: Vec<(&str, usize)> = mesh.axes().collect();
-    let group = plan.shard_group().as_u64();
-    match axes.split_last() {
-        Some(((shard, size), replicas)) if *size as u64 == group => Ok((
-            (*shard).into(),
-            Some(replicas.iter().map(|(name, _)| (*name).to_owned()).collect()),
-        )),
-        _ => Err(Error::PlanMesh { group, replicas: plan.replicas() }),
-    }
+    runs.sort_unstable_by_key(|run| run.start);
+    runs.iter().map(|run| gathered.narrow(0, run.offset, run.len)).collect()
 }

@@ -10,7 +10,8 @@ use candle_core::{DType, Device, Result, Tensor, Var};
 use candle_nn::{Linear, Module, Optimizer, ParamsAdamW, VarBuilder, VarMap, linear};
 use core_types::WorldSize;
 use dist_train::{
-    AdamW, Checkpoint, Checkpoints, DataParallel, ShardedVars, parameter_infos, value_and_grad,
+    AdamW, Checkpoint, CheckpointError, Checkpoints, DataParallel, Error, ShardedVars,
+    parameter_infos, value_and_grad,
 };
 use fsdp_plan::strategy::{Full, LayerWise, Layout, ShardingStrategy};
 use pmap_mesh::{ALL, DeviceMesh, P, Replica};
@@ -63,7 +64,7 @@ fn checkpoints(engine: &impl Engine, ranks: usize) {
             model.load(checkpoint).unwrap();
         }
         train(&mut model, &x, 5);
-        (values(&vars), model.state_dict())
+        (values(&vars), model.state_dict().unwrap())
     };
     let (expected, state) = trained(&tested, None);
     let checkpoints = Checkpoints::new(folder.join("tested"));
@@ -79,13 +80,25 @@ fn checkpoints(engine: &impl Engine, ranks: usize) {
         "each rank its shard, and the index"
     );
     let own = folder.join(format!("threads-{}", tested.local_slots().start));
-    let of_threads = Checkpoints::new(own);
+    let own = Checkpoints::new(own);
     let (found, state) = trained(&threads, None);
     assert_same(&found, &expected);
-    of_threads.save(&threads, 5, &state, &()).unwrap();
-    let of_threads = of_threads.latest().unwrap().unwrap();
+    own.save(&threads, 5, &state, &()).unwrap();
+    let of_threads = own.latest().unwrap().unwrap();
     let (expected, _) = trained(&tested, Some(&of_threads));
     assert_same(&trained(&threads, Some(&checkpoint)).0, &expected);
+
+    // Each process comes with the checkpoint of a step of its own.
+    let step = 10 + tested.local_slots().start as u64;
+    own.save(&threads, step, &state, &()).unwrap();
+    let (_, mut model) = model(&tested);
+    let loaded = model.load(&own.latest().unwrap().unwrap());
+    let is_refused = matches!(
+        loaded,
+        Err(Error::Checkpoint(CheckpointError::OtherStep { step: here, other, .. }))
+            if here == step && other != step
+    );
+    assert_eq!(is_refused, ranks > 1);
 }
 
 /// A plan carried out by processes: gathered, trained, written, and cut another way.
@@ -118,7 +131,7 @@ fn sharded(engine: &impl Engine, ranks: usize) {
             wholes.extend(gather(&vars));
             wholes.extend(gather(&vars.resharded(mesh, &other).unwrap()));
             let checkpoints = Checkpoints::new(folder.join(format!("{layout:?}")));
-            checkpoints.save(mesh, 1, &vars.state_dict(), &()).unwrap();
+            checkpoints.save(mesh, 1, &vars.state_dict().unwrap(), &()).unwrap();
             let checkpoint = checkpoints.latest().unwrap().unwrap();
             wholes.extend(gather(&ShardedVars::load(mesh, &other, &checkpoint).unwrap()));
             wholes
@@ -136,7 +149,7 @@ fn sharded_steps(mesh: &DeviceMesh, vars: &ShardedVars) -> Vec<Tensor> {
         let (a, b) = (in_step.all_gather(ctx, "a")?, in_step.all_gather(ctx, "b")?);
         let loss = (x.matmul(&a)?.sqr()?.mean_all()? + b.sqr()?.sum_all()?)?;
         let grads = loss.backward()?;
-        for var in in_step.vars(ctx.index()) {
+        for var in in_step.vars(ctx.index())? {
             if let Some(grad) = grads.get(&var) {
                 var.set(&(var.as_tensor() - (grad * 0.01)?)?)?;
             }

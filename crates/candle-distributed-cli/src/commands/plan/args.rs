@@ -6,7 +6,9 @@ use candle_distributed::{
     plan::{
         ElemType, Pattern,
         cost::{CostModel, Link, Links, Optimizer},
-        strategy::{Full, Hsdp, Hybrid, LayerOrder, LayerWise, Layout, ShardingStrategy, WholeTensor},
+        strategy::{
+            Full, Hsdp, Hybrid, LayerOrder, LayerWise, Layout, ShardingStrategy, WholeTensor,
+        },
     },
     types::{Placement, Rank, WorldSize},
 };

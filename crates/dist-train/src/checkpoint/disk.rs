@@ -1,0 +1,34 @@
+//! What the system is asked to do with files and folders, with the path in every error.
+
+use std::{
+    fs::{self, File},
+    io,
+    path::Path,
+};
+
+use crate::error::{Result, checkpoint::CheckpointError};
+
+/// Says which path an error of the system is about.
+pub(super) trait At<T> {
+    /// Turns the system's error into [`CheckpointError::Io`].
+    fn at(self, path: &Path) -> Result<T>;
+}
+
+impl<T> At<T> for io::Result<T> {
+    fn at(self, path: &Path) -> Result<T> {
+        self.map_err(|cause| CheckpointError::Io { path: path.to_owned(), cause }.into())
+    }
+}
+
+/// Brings the names in a folder to disk, where the system has a way to do so.
+pub(super) fn sync_folder(path: &Path) -> Result<()> {
+    if cfg!(unix) {
+        File::open(path).and_then(|folder| folder.sync_all()).at(path)?;
+    }
+    Ok(())
+}
+
+/// Removes a folder and all that is in it.
+pub(super) fn remove(path: &Path) -> Result<()> {
+    fs::remove_dir_all(path).at(path)
+}

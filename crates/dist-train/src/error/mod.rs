@@ -1,0 +1,91 @@
+//! What can go wrong in training: the mesh, the plan, parameters, shards, checkpoints, candle.
+
+mod cause;
+pub(crate) mod checkpoint;
+pub(crate) mod parameter;
+pub(crate) mod sharding;
+
+use self::{
+    cause::one_line, checkpoint::CheckpointError, parameter::ParameterError,
+    sharding::ShardingError,
+};
+
+/// The result of training on a mesh.
+pub type Result<T, E = Error> = std::result::Result<T, E>;
+
+/// Why a model could not be trained, saved or loaded.
+///
+/// Large subjects have errors of their own, which this one shows in their words. An error that has a
+/// cause shows it too, in the same line, so [`source`](std::error::Error::source) does not repeat
+/// it.
+///
+/// In a replica `?` turns it into candle's error.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum Error {
+    /// The mesh failed, or a replica on it.
+    #[error(transparent)]
+    Mesh(#[from] pmap_mesh::Error),
+    /// A sharding plan cannot be made of the tensors.
+    #[error(transparent)]
+    Plan(#[from] fsdp_plan::Error),
+    /// A parameter is missing, or is not as it should be.
+    #[error(transparent)]
+    Parameter(#[from] ParameterError),
+    /// A plan cannot be carried out on this mesh.
+    #[error(transparent)]
+    Sharding(#[from] ShardingError),
+    /// A checkpoint cannot be read or written.
+    #[error(transparent)]
+    Checkpoint(#[from] CheckpointError),
+
+    /// The model or an optimizer of a data-parallel step could not be built.
+    #[error("the model cannot be built: {}", one_line(cause))]
+    Model {
+        /// What the function that builds it returned.
+        cause: candle_core::Error,
+    },
+    /// What an optimizer keeps for a parameter could not be read from it, or given to it.
+    #[error("the optimizer's state of parameter {parameter} fails: {}", one_line(cause))]
+    Optimizer {
+        /// The parameter.
+        parameter: String,
+        /// What the optimizer returned.
+        cause: candle_core::Error,
+    },
+    /// Tensors could not be cut, moved or joined.
+    #[error("{doing} fails: {}", one_line(cause))]
+    Tensor {
+        /// What was being done.
+        doing: &'static str,
+        /// What candle says about it.
+        cause: candle_core::Error,
+    },
+    /// Variables that should be the same on all devices are not.
+    #[error("variable {name} of replica {replica} differs from that of replica 0")]
+    Diverged {
+        /// The first variable that differs, in the order of names.
+        name: String,
+        /// The replica that has another value.
+        replica: usize,
+    },
+}
+
+impl From<Error> for candle_core::Error {
+    /// For functions that run in replicas, which return candle's errors.
+    fn from(error: Error) -> Self {
+        Self::wrap(error)
+    }
+}
+
+/// Says what candle was doing when it failed.
+pub(crate) trait Doing<T> {
+    /// Turns candle's error into [`Error::Tensor`].
+    fn doing(self, doing: &'static str) -> Result<T>;
+}
+
+impl<T> Doing<T> for candle_core::Result<T> {
+    fn doing(self, doing: &'static str) -> Result<T> {
+        self.map_err(|cause| Error::Tensor { doing, cause })
+    }
+}
