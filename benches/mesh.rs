@@ -149,11 +149,11 @@ fn failure(c: &mut Criterion) -> Outcome {
     let fails =
         mesh.pmap(
             |ctx, x: Tensor| {
-                if ctx.index() == 0 { candle_core::bail!("no") } else { ctx.psum(&x, ALL) }
+                if ctx.slot() == 0 { candle_core::bail!("no") } else { ctx.psum(&x, ALL) }
             },
         );
     let differs = mesh.pmap(
-        |ctx, x: Tensor| if ctx.index() == 0 { ctx.pmax(&x, ALL) } else { ctx.psum(&x, ALL) },
+        |ctx, x: Tensor| if ctx.slot() == 0 { ctx.pmax(&x, ALL) } else { ctx.psum(&x, ALL) },
     );
     let mut group = c.benchmark_group("mesh/failure_known");
     group.bench_function("error", |b| b.iter(|| assert!(fails.call(x.clone()).is_err())));

@@ -110,9 +110,12 @@ impl From<train::Error> for Error {
 
 /// Whether a mesh was asked for that cannot be.
 fn is_bad_input(error: &mesh::Error) -> bool {
-    use mesh::Error::{Device, DuplicateAxis, MeshAxes, MeshSize};
+    use mesh::MeshError::{AxisCount, Device, DuplicateAxis, Size};
 
-    matches!(error, Device { .. } | DuplicateAxis { .. } | MeshAxes { .. } | MeshSize { .. })
+    matches!(
+        error,
+        mesh::Error::Mesh(Device { .. } | DuplicateAxis { .. } | AxisCount { .. } | Size { .. })
+    )
 }
 
 /// Adds what to do about an error.

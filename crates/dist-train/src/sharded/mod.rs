@@ -53,7 +53,7 @@ use crate::{
 ///         let loss = x.matmul(&w)?.sum_all()?;
 ///         let grads = loss.backward()?;
 ///         // The gradient of this slot's part, summed over the batches of both.
-///         let part = &in_replica.vars(ctx.index())[0];
+///         let part = &in_replica.vars(ctx.slot())[0];
 ///         grads.get(part).cloned().ok_or_else(|| candle_core::Error::msg("unused"))
 ///     })
 ///     .out_axes(Some(0));
@@ -410,7 +410,7 @@ impl ShardedVars {
 
     /// This slot's parts of a parameter.
     fn parts_here(&self, ctx: &Replica, param_idx: usize) -> impl Iterator<Item = &Part> {
-        self.parts(ctx.index()).iter().filter(move |part| part.param_idx == param_idx)
+        self.parts(ctx.slot()).iter().filter(move |part| part.param_idx == param_idx)
     }
 
     /// This slot's parts of a parameter in one tensor, which may be empty.
