@@ -390,9 +390,9 @@ fn a_two_layer_perceptron_split_as_in_megatron_has_the_gradients_of_the_whole() 
     {
         let (x, up, down, target) = (x.clone(), up.clone(), down.clone(), target.clone());
         let gradients = on(&mesh(grid), move |ctx| {
-            let (size, position) = (ctx.axis_size(axis)?, ctx.axis_index(axis)?);
+            let (size, rank) = (ctx.axis_size(axis)?, ctx.axis_index(axis)?);
             let part = |var: &Var, dim| {
-                Var::from_tensor(&var.narrow(dim, position * 8 / size, 8 / size)?.contiguous()?)
+                Var::from_tensor(&var.narrow(dim, rank * 8 / size, 8 / size)?.contiguous()?)
             };
             let (up, down) = (part(&up, 1)?, part(&down, 0)?);
             let hidden = ctx.pvary(&x, axis)?.matmul(&up)?.gelu()?;
@@ -613,7 +613,7 @@ fn size_along(grid: &[usize], set: &[usize]) -> usize {
     set.iter().map(|&axis| grid[axis]).product()
 }
 
-/// For each slot the members of its group, and its position among them.
+/// For each slot the members of its group, and its rank among them.
 fn seats(grid: &[usize], set: &[usize]) -> Vec<(Vec<usize>, usize)> {
     let coordinate =
         |slot: usize, axis: usize| slot / grid[axis + 1..].iter().product::<usize>() % grid[axis];
@@ -624,8 +624,8 @@ fn seats(grid: &[usize], set: &[usize]) -> Vec<(Vec<usize>, usize)> {
     };
     let found = |slot: usize| {
         let members: Vec<usize> = slots.clone().filter(|&other| together(slot, other)).collect();
-        let position = members.iter().position(|&member| member == slot).unwrap();
-        (members, position)
+        let rank = members.iter().position(|&member| member == slot).unwrap();
+        (members, rank)
     };
     slots.clone().map(found).collect()
 }
@@ -675,9 +675,9 @@ impl Step {
     /// What each replica gets.
     fn model(&self, grid: &[usize], inputs: &[Array]) -> Vec<Array> {
         let seats = seats(grid, &self.set);
-        let of = |(members, position): &(Vec<usize>, usize)| {
-            let brought: Vec<&Array> = members.iter().map(|&member| &inputs[member]).collect();
-            self.op.model(&brought, *position, self.dtype)
+        let of = |(members, rank): &(Vec<usize>, usize)| {
+            let passed: Vec<&Array> = members.iter().map(|&member| &inputs[member]).collect();
+            self.op.model(&passed, *rank, self.dtype)
         };
         seats.iter().map(of).collect()
     }
@@ -715,12 +715,12 @@ impl Op {
         }
     }
 
-    /// What the member at `position` gets if the group brought this.
-    fn model(&self, brought: &[&Array], position: usize, dtype: DType) -> Array {
-        let (mine, size) = (brought[position], brought.len());
+    /// What the member of rank `rank` gets if the members of its group pass this.
+    fn model(&self, passed: &[&Array], rank: usize, dtype: DType) -> Array {
+        let (mine, size) = (passed[rank], passed.len());
         let fold = |combine: &dyn Fn(f64, f64) -> f64, finish: &dyn Fn(f64) -> f64| {
             let item = |n: usize| {
-                finish(brought.iter().map(|array| array.items[n]).reduce(combine).unwrap())
+                finish(passed.iter().map(|array| array.items[n]).reduce(combine).unwrap())
             };
             Array { shape: mine.shape.clone(), items: (0..mine.items.len()).map(item).collect() }
         };
@@ -731,20 +731,20 @@ impl Op {
             Self::Pmax => fold(&f64::max, &|x| x),
             Self::Pmin => fold(&f64::min, &|x| x),
             Self::Pvary | Self::Barrier => mine.clone(),
-            Self::AllGather(dim) => gathered(brought, axis_of(*dim, mine.shape.len())),
-            Self::PsumScatter(dim) => sum().part(axis_of(*dim, mine.shape.len()), position, size),
-            Self::Ppermute(pairs) => match pairs.iter().find(|(_, to)| *to == position) {
-                Some((from, _)) => brought[*from].clone(),
+            Self::AllGather(dim) => gathered(passed, axis_of(*dim, mine.shape.len())),
+            Self::PsumScatter(dim) => sum().part(axis_of(*dim, mine.shape.len()), rank, size),
+            Self::Ppermute(pairs) => match pairs.iter().find(|(_, to)| *to == rank) {
+                Some((from, _)) => passed[*from].clone(),
                 None => Array::from_fn(&mine.shape, |_| 0.0),
             },
             Self::AllToAll(split, concat) => {
                 let (split, concat) =
                     (axis_of(*split, mine.shape.len()), axis_of(*concat, mine.shape.len()));
                 let parts: Vec<Array> =
-                    brought.iter().map(|array| array.part(split, position, size)).collect();
+                    passed.iter().map(|array| array.part(split, rank, size)).collect();
                 gathered(&parts.iter().collect::<Vec<_>>(), concat)
             }
-            Self::Broadcast(root) => brought[*root].clone(),
+            Self::Broadcast(root) => passed[*root].clone(),
         }
     }
 }

@@ -33,7 +33,7 @@ use crate::{
 /// [`ALL`](crate::ALL). All replicas that differ in these coordinates only form a group, and each
 /// member must call the same collectives in the same order, with tensors of equal type and shape.
 /// If one does not, the call ends with an error that names both sides; if one fails or returns
-/// early, the others are told so instead of waiting for ever.
+/// early, the others get an error instead of waiting for ever.
 ///
 /// Sums are formed in rank order, whichever replica comes first, in single precision for halves;
 /// integers wrap.
@@ -61,7 +61,7 @@ use crate::{
 /// [`pvary`](Self::pvary) marks the place: its backward adds up what the replicas found.
 /// (Megatron-LM, arXiv 1909.08053, calls the two g and f; JAX's `shard_map` has the same pair.)
 /// Since a collective also runs in `backward`, all replicas must call `backward` alike, and what
-/// one of them brings to a collective must have a gradient on all of them or on none. (candle ends
+/// one of them passes to a collective must have a gradient on all of them or on none. (candle ends
 /// a gradient at a multiplication by 0: to switch a replica's part off, multiply by a tensor of
 /// zeros.)
 #[derive(Clone, Debug)]
@@ -163,7 +163,7 @@ impl Replica {
     /// # Errors
     ///
     /// All collectives fail if the mesh has no such axis, if replicas of the group call different
-    /// collectives or bring different types or shapes, if one of them fails or returns, and if the
+    /// collectives or pass different types or shapes, if one of them fails or returns, and if the
     /// mesh's deadline passes.
     ///
     /// # Examples
