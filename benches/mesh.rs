@@ -147,14 +147,13 @@ fn failure(c: &mut Criterion) -> Outcome {
     let mesh = DeviceMesh::cpu(2)?;
     let x = Tensor::zeros((2, 1), DType::F32, &Device::Cpu)?;
     let fails = mesh.pmap(|ctx, x: Tensor| {
-        if ctx.index() == 0 {
+        if ctx.slot() == 0 {
             candle_core::bail!("no");
         }
         ctx.psum(&x, ALL)
     });
-    let differs = mesh.pmap(
-        |ctx, x: Tensor| if ctx.index() == 0 { ctx.pmax(&x, ALL) } else { ctx.psum(&x, ALL) },
-    );
+    let differs = mesh
+        .pmap(|ctx, x: Tensor| if ctx.slot() == 0 { ctx.pmax(&x, ALL) } else { ctx.psum(&x, ALL) });
     let mut group = c.benchmark_group("mesh/failure_known");
     group.bench_function("error", |b| b.iter(|| assert!(fails.call(x.clone()).is_err())));
     group.bench_function("mismatch", |b| b.iter(|| assert!(differs.call(x.clone()).is_err())));

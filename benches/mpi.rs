@@ -92,7 +92,7 @@ fn over_mesh() {
                     (1.5 * ctx.count() as f32).to_bits()
                 );
             }
-            if ctx.index() == 0 {
+            if ctx.slot() == 0 {
                 print(bytes, seconds);
             }
             Ok(())

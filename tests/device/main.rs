@@ -131,7 +131,7 @@ fn gradients_run_through_collectives_on_every_device() {
             let var = Var::from_tensor(&x)?;
             // Every replica's loss takes all rows, each with the replica's own weight.
             let gathered = ctx.all_gather(var.as_tensor(), 0, ALL)?;
-            let grads = (gathered * (ctx.index() + 1) as f64)?.sum_all()?.backward()?;
+            let grads = (gathered * (ctx.slot() + 1) as f64)?.sum_all()?.backward()?;
             grads.get(&var).cloned().ok_or_else(|| candle_core::Error::msg("no gradient"))
         });
         assert_eq!(rows(&run.call(iota((4, 2))).unwrap()), [[3.0, 3.0]; 4]);

@@ -172,9 +172,12 @@ impl fmt::Display for Error {
 
 /// Whether the fault is a requested mesh that this machine, or any, cannot have.
 fn is_bad_input(error: &mesh::Error) -> bool {
-    use mesh::Error::{Device, DuplicateAxis, MeshAxes, MeshSize};
+    use mesh::MeshError::{AxisCount, Device, DuplicateAxis, Size};
 
-    matches!(error, Device { .. } | DuplicateAxis { .. } | MeshAxes { .. } | MeshSize { .. })
+    matches!(
+        error,
+        mesh::Error::Mesh(Device { .. } | DuplicateAxis { .. } | AxisCount { .. } | Size { .. })
+    )
 }
 
 /// Adds advice to the error of a result.

@@ -135,11 +135,13 @@ fn plan(error: &plan::Error) -> Option<&'static str> {
 
 fn mesh(error: &mesh::Error) -> Option<&'static str> {
     match error {
-        mesh::Error::Device { .. } => Some(
+        mesh::Error::Mesh(mesh::MeshError::Device { .. }) => Some(
             "--device cpu works everywhere; cuda and metal need a build with that feature, and that \
              many devices",
         ),
-        mesh::Error::MeshSize { .. } => Some("--world-size is the number of devices"),
+        mesh::Error::Mesh(mesh::MeshError::Size { .. }) => {
+            Some("--world-size is the number of devices")
+        }
         _ => None,
     }
 }

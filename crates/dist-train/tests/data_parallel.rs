@@ -10,7 +10,7 @@ use candle_nn::{
 };
 use core_types::Seed;
 use dist_train::{DataParallel, Error, value_and_grad};
-use pmap_mesh::{DeviceMesh, Replica, Uneven};
+use pmap_mesh::{DeviceMesh, Replica, ReplicaError, Uneven};
 
 #[derive(Debug)]
 struct Mlp(Linear, Linear);
@@ -196,11 +196,14 @@ fn a_failed_step_changes_nothing_and_the_next_one_works() {
     let mut model: Trained =
         DataParallel::new(&mesh, &vars, Mlp::new, adam).unwrap().in_axes(Some(0));
     let expected = plain(1, |_| 12);
-    let failed = model.step(batch(0, 12), |ctx, model, (x, y): Batch| match ctx.index() {
+    let failed = model.step(batch(0, 12), |ctx, model, (x, y): Batch| match ctx.slot() {
         1 => candle_core::bail!("no data"),
         _ => model.loss(&x, &y),
     });
-    assert!(matches!(failed, Err(Error::Mesh(pmap_mesh::Error::Replica { index: 1, .. }))));
+    assert!(matches!(
+        failed,
+        Err(Error::Mesh(pmap_mesh::Error::Replica(ReplicaError::Failed { slot: 1, .. })))
+    ));
     assert_close(&[scalar(&model.step(batch(0, 12), loss).unwrap())], &expected, 1e-5);
 }
 
@@ -278,7 +281,7 @@ fn models_that_cannot_be_built_are_errors() {
 fn a_panic_in_a_loss_ends_the_step_and_not_the_training() {
     let mut model = trained(2);
     let failed = model.step(batch(0, 12), |ctx, model: &Mlp, (x, y): Batch| {
-        assert!(ctx.index() != 1, "a broken loss");
+        assert!(ctx.slot() != 1, "a broken loss");
         model.loss(&x, &y)
     });
     assert!(matches!(failed, Err(Error::Mesh(_))));

@@ -1,30 +1,69 @@
 //! What can go wrong on a mesh, before a replica starts and inside it.
 
-use std::{sync::Arc, time::Duration};
+use std::{error::Error as StdError, iter, sync::Arc, time::Duration};
 
 use candle_core::Device;
 #[cfg(feature = "nccl")]
 use candle_core::DeviceLocation;
 
-use crate::{
-    engine::call::CollectiveCall,
-    spec::fault::{Side, SpecFault},
-};
+use crate::{engine::call::CollectiveCall, spec::fault::SpecFault};
 
 /// The result of making or calling a parallel function.
 pub type Result<T, E = Error> = std::result::Result<T, E>;
 
 /// Why a mesh could not be made, or a call on it did not return a result.
 ///
-/// Inputs and outputs are counted in the order in which their tensors stand in the arguments, from
-/// 0.
+/// An error that was caused by another, such as one of candle's, has it in a field `cause` and says
+/// it in its message, in one line and without the backtrace that candle adds. So
+/// [`source`](std::error::Error::source) is `None`: who prints a chain of errors says nothing
+/// twice.
+///
+/// # Examples
+///
+/// ```
+/// use candle_core::{DType, Device, Tensor};
+/// use pmap_mesh::{DeviceMesh, Error, MeshError, ReplicaError};
+///
+/// let refused = DeviceMesh::cpu(0).unwrap_err();
+/// assert!(matches!(refused, Error::Mesh(MeshError::Size { count: 0, .. })));
+///
+/// let reshape = DeviceMesh::cpu(2)?.pmap(|_, x: Tensor| x.reshape(5));
+/// let failed = reshape.call(Tensor::zeros(4, DType::F32, &Device::Cpu)?).unwrap_err();
+/// assert!(failed.to_string().starts_with("replica 0 on Cpu failed: "));
+/// assert!(matches!(failed, Error::Replica(ReplicaError::Failed { slot: 0, .. })));
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {
+    /// A mesh cannot be made, or lacks what was asked of it.
+    #[error(transparent)]
+    Mesh(#[from] MeshError),
+    /// Specs do not fit the tensors; all that is wrong with them.
+    #[error("{}", .0.iter().map(ToString::to_string).collect::<Vec<_>>().join("; "))]
+    Specs(Vec<SpecFault>),
+    /// An argument cannot be cut, or the results of the replicas cannot be put together.
+    #[error(transparent)]
+    Value(#[from] ValueError),
+    /// A replica failed.
+    #[error(transparent)]
+    Replica(#[from] ReplicaError),
+    /// Replicas do not come together in a collective.
+    #[error(transparent)]
+    Collective(#[from] CollectiveError),
+    /// The processes of a mesh do not come together.
+    #[error(transparent)]
+    Process(#[from] ProcessError),
+}
+
+/// Why a mesh cannot be made, or lacks what was asked of it.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum MeshError {
     /// A mesh needs at least one device and takes at most
     /// [`DeviceMesh::MAX_DEVICES`](crate::DeviceMesh::MAX_DEVICES).
     #[error("a mesh of {count} devices cannot be made, the number must be from 1 to {max}")]
-    MeshSize {
+    Size {
         /// The number of devices asked for: the product of the sizes of all axes.
         count: usize,
         /// The largest number of devices in a mesh.
@@ -32,7 +71,7 @@ pub enum Error {
     },
     /// A mesh has too many axes.
     #[error("a mesh of {count} axes cannot be made, there may be up to {max}")]
-    MeshAxes {
+    AxisCount {
         /// The number of axes asked for.
         count: usize,
         /// The largest number of axes.
@@ -71,138 +110,55 @@ pub enum Error {
         slots: usize,
     },
     /// Device number `index` of its kind is not there, or this build does not support its kind.
-    #[error("device {index} cannot be opened")]
+    #[error("device {index} cannot be opened: {}", of_candle(cause))]
     Device {
         /// The number of the device.
         index: usize,
         /// What candle says of it.
-        source: candle_core::Error,
+        cause: candle_core::Error,
     },
-    /// The worker threads of a device could not be started.
-    #[error("the worker of device {index} cannot be started")]
+    /// The worker threads of a slot could not be started.
+    #[error("the worker of slot {slot} cannot be started: {cause}")]
     Worker {
-        /// The device's place in the mesh.
-        index: usize,
+        /// The slot.
+        slot: usize,
         /// What the operating system says of it.
-        source: rayon::ThreadPoolBuildError,
+        cause: rayon::ThreadPoolBuildError,
     },
-    /// The number of specs fits neither the arguments nor the tensors.
-    #[error(
-        "{side}_axes has {specs} specs for {arguments} arguments of {tensors} tensors; give one, or one for each"
-    )]
-    SpecCount {
-        /// `in_axes` or `out_axes`.
-        side: Side,
-        /// The number of specs given.
-        specs: usize,
-        /// The number of arguments or results: the elements of a tuple.
-        arguments: usize,
-        /// The number of tensors in them.
-        tensors: usize,
-    },
-    /// Specs do not fit the tensors; all that is wrong with them.
-    #[error("{}", .0.iter().map(ToString::to_string).collect::<Vec<_>>().join("; "))]
-    Specs(Vec<SpecFault>),
+}
+
+/// Why an argument cannot be cut, or results cannot be put together.
+///
+/// Inputs and outputs are counted in the order in which their tensors stand in the arguments, from
+/// 0.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum ValueError {
     /// Cutting an input, or moving it to its device, failed in candle.
-    #[error("input {index} cannot be sharded")]
+    #[error("input {index} cannot be sharded: {}", of_candle(cause))]
     Shard {
         /// Which input.
         index: usize,
         /// What candle says of it.
-        source: candle_core::Error,
+        cause: candle_core::Error,
     },
     /// A value lies on the devices of another mesh.
     #[error("the value lies on another mesh; gather it there and shard it here")]
     OtherMesh,
-    /// The function returned an error on one device; of several, this is the one with the lowest
-    /// index.
-    #[error("replica {index} on {device:?} failed")]
-    Replica {
-        /// The replica's place in the mesh.
-        index: usize,
-        /// The device it ran on.
-        device: Device,
-        /// The error that the function returned.
-        source: candle_core::Error,
-    },
-    /// The function panicked on one device.
-    #[error("replica {index} on {device:?} panicked: {message}")]
-    Panicked {
-        /// The replica's place in the mesh.
-        index: usize,
-        /// The device it ran on.
-        device: Device,
-        /// The panic's message.
-        message: String,
-    },
-    /// What a collective returns to a replica because another one has failed. A call never returns
-    /// this, but the cause.
-    #[error("ended by replica {by}: {cause}")]
-    Aborted {
-        /// The replica that failed.
-        by: usize,
-        /// Its error.
-        cause: String,
-    },
-    /// Two replicas of a group called different collectives.
-    #[error("replica {left} calls {left_call}, replica {right} calls {right_call}")]
-    Mismatch {
-        /// The replica that came first.
-        left: usize,
-        /// What it called.
-        left_call: Arc<CollectiveCall>,
-        /// The other replica; the same one if two of its threads called at once.
-        right: usize,
-        /// What the other called.
-        right_call: Arc<CollectiveCall>,
-    },
-    /// Two processes of a group called different collectives.
-    #[cfg(any(feature = "mpi", feature = "nccl"))]
-    #[error("replica {left} calls {left_call}, replica {right} calls {right_call}")]
-    MismatchAcross {
-        /// The first member of the group.
-        left: usize,
-        /// What it called.
-        left_call: String,
-        /// The first member that called something else.
-        right: usize,
-        /// What the other called.
-        right_call: String,
-    },
-    /// A replica returned while another one waits for it in a collective.
-    #[error("replica {index} has returned while replica {waiting} waits for it in {call}")]
-    Deserted {
-        /// The replica that returned.
-        index: usize,
-        /// The replica that waits.
-        waiting: usize,
-        /// What it waits in.
-        call: Arc<CollectiveCall>,
-    },
-    /// Every replica that has not returned waits, in groups that cannot become complete.
-    #[error("all replicas wait for each other: {}", .waiting.iter().map(|(replica, call)| format!("replica {replica} in {call}")).collect::<Vec<_>>().join(", "))]
-    Deadlock {
-        /// Who waits, and in what.
-        waiting: Vec<(usize, Arc<CollectiveCall>)>,
-    },
-    /// A replica waited in a collective for longer than the mesh allows.
-    #[error("replica {index} waited for more than {after:?} in {call}{}", not_come(missing))]
-    Deadline {
-        /// The replica that waited.
-        index: usize,
-        /// The members of its group that have not come, or not finished; none where that cannot be
-        /// known, as over NCCL.
-        missing: Vec<usize>,
-        /// What it waited in.
-        call: Arc<CollectiveCall>,
-        /// The mesh's deadline.
-        after: Duration,
+    /// [`DeviceMesh::process_allgather`](crate::DeviceMesh::process_allgather) was not given one
+    /// list for each slot of this process.
+    #[error("{lists} lists were given for the {slots} slots of this process")]
+    ListCount {
+        /// The number of lists given.
+        lists: usize,
+        /// The number of slots in this process.
+        slots: usize,
     },
     /// The replicas returned different numbers of tensors.
-    #[error("replica {index} returned {tensors} tensors, {expected} were expected")]
-    OutputsDiffer {
+    #[error("replica {slot} returned {tensors} tensors, {expected} were expected")]
+    OutputCount {
         /// The replica that differs from replica 0, or 0 if it is the kept tensors that differ.
-        index: usize,
+        slot: usize,
         /// How many tensors it returned.
         tensors: usize,
         /// How many replica 0 returned, or are kept.
@@ -211,23 +167,50 @@ pub enum Error {
     /// An output is not the same on two replicas though its spec says that it is replicated; found
     /// in debug builds.
     #[error(
-        "output {index} of replica {replica} differs from replica {first}'s, but its spec says that it is replicated"
+        "output {index} of replica {slot} differs from replica {first}'s, but its spec says that it is replicated"
     )]
     NotReplicated {
         /// Which output.
         index: usize,
         /// The replica that differs.
-        replica: usize,
+        slot: usize,
         /// The first replica that should have the same.
         first: usize,
     },
     /// The outputs of the replicas do not fit together.
-    #[error("output {index} cannot be gathered")]
+    #[error("output {index} cannot be gathered: {}", of_candle(cause))]
     Gather {
         /// Which output.
         index: usize,
         /// What candle says of it.
-        source: candle_core::Error,
+        cause: candle_core::Error,
+    },
+}
+
+/// How a replica failed.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum ReplicaError {
+    /// The function returned an error on one device; of several, this is the one with the lowest
+    /// slot.
+    #[error("replica {slot} on {device:?} failed: {}", of_candle(cause))]
+    Failed {
+        /// The replica's slot in the mesh.
+        slot: usize,
+        /// The device it ran on.
+        device: Device,
+        /// The error that the function returned.
+        cause: candle_core::Error,
+    },
+    /// The function panicked on one device.
+    #[error("replica {slot} on {device:?} panicked: {message}")]
+    Panicked {
+        /// The replica's slot in the mesh.
+        slot: usize,
+        /// The device it ran on.
+        device: Device,
+        /// The panic's message.
+        message: String,
     },
     /// A replica called a parallel function; its worker would wait for itself.
     #[error(
@@ -235,6 +218,81 @@ pub enum Error {
          mesh whose workers wait for this one; call it between two calls instead"
     )]
     Nested,
+}
+
+/// Why replicas do not come together in a collective.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum CollectiveError {
+    /// What a collective returns to a replica because another one has failed. A call never returns
+    /// this, but the cause.
+    #[error("ended by replica {by}: {cause}")]
+    Aborted {
+        /// The replica that failed.
+        by: usize,
+        /// The message of its error.
+        cause: String,
+    },
+    /// Two replicas of a group called different collectives.
+    #[error("replica {left} calls {left_call}, replica {right} calls {right_call}")]
+    Mismatch {
+        /// The replica that came first; over several processes, the first of the group.
+        left: usize,
+        /// What it called, and where.
+        left_call: String,
+        /// The other replica; the same one if two of its threads called at once.
+        right: usize,
+        /// What the other called, and where.
+        right_call: String,
+    },
+    /// A replica returned while another one waits for it in a collective.
+    #[error("replica {slot} has returned while replica {waiting} waits for it in {call}")]
+    Deserted {
+        /// The replica that returned.
+        slot: usize,
+        /// The replica that waits.
+        waiting: usize,
+        /// What it waits in.
+        call: Arc<CollectiveCall>,
+    },
+    /// Every replica that has not returned waits, in groups that cannot become complete.
+    #[error("all replicas wait for each other: {}", waiters(waiting))]
+    Deadlock {
+        /// The replicas that wait, and in what.
+        waiting: Vec<(usize, Arc<CollectiveCall>)>,
+    },
+    /// A replica waited in a collective for longer than the mesh allows.
+    #[error("replica {slot} waited for more than {after:?} in {call}{}", absent(missing))]
+    Deadline {
+        /// The replica that waited.
+        slot: usize,
+        /// The replicas of its group that have not come, or not finished; none where that cannot be
+        /// known, as over NCCL.
+        missing: Vec<usize>,
+        /// What it waited in.
+        call: Arc<CollectiveCall>,
+        /// The mesh's deadline.
+        after: Duration,
+    },
+    /// A tensor in a collective over NCCL is not on the device of its process.
+    #[cfg(feature = "nccl")]
+    #[error(
+        "the tensor of {call} is on {found:?}, over NCCL it must be on the device of its replica, {expected:?}"
+    )]
+    OtherDevice {
+        /// The collective.
+        call: Arc<CollectiveCall>,
+        /// Where the tensor is.
+        found: DeviceLocation,
+        /// Where it should be; candle tells apart devices that were opened twice.
+        expected: DeviceLocation,
+    },
+}
+
+/// Why the processes of a mesh do not come together.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum ProcessError {
     /// MPI could not be started, or its processes are not as many as the mesh has slots.
     #[cfg(feature = "mpi")]
     #[error("MPI: {reason}")]
@@ -252,54 +310,145 @@ pub enum Error {
     },
     /// The file by which the processes of a mesh find each other could not be used.
     ///
-    /// The kind of its source is [`AlreadyExists`](std::io::ErrorKind::AlreadyExists) for the file
+    /// The kind of its cause is [`AlreadyExists`](std::io::ErrorKind::AlreadyExists) for the file
     /// of another mesh, [`TimedOut`](std::io::ErrorKind::TimedOut) if rank 0 has not written it in
     /// time, and [`InvalidData`](std::io::ErrorKind::InvalidData) for one that is not of this
     /// version, or is of another world.
     #[cfg(feature = "nccl")]
-    #[error("the processes cannot meet at {}", path.display())]
+    #[error("the processes cannot find each other at {}: {}", path.display(), in_one_line(cause))]
     Store {
         /// The file.
         path: std::path::PathBuf,
         /// What is wrong with it.
-        source: std::io::Error,
+        cause: std::io::Error,
     },
-    /// A tensor in a collective over NCCL is not on the device of its process.
-    #[cfg(feature = "nccl")]
-    #[error(
-        "the tensor of {call} is on {found:?}, over NCCL it must be on the device of its replica, {expected:?}"
-    )]
-    OtherDevice {
-        /// The collective.
-        call: Arc<CollectiveCall>,
-        /// Where the tensor is.
-        found: DeviceLocation,
-        /// Where it should be; candle tells apart devices that were opened twice.
-        expected: DeviceLocation,
-    },
-    /// Something is not there yet for meshes of several processes.
+    /// Meshes that span several processes do not have this yet.
     #[error("{what} of a mesh that spans several processes is not supported")]
-    SeveralProcesses {
+    Unsupported {
         /// What was asked for.
         what: &'static str,
     },
-    /// A worker ended without a result, though nothing failed.
-    #[error("a replica ended without a result")]
-    NoResult,
 }
 
-/// Who is to blame for a deadline, as far as it is known.
-fn not_come(missing: &[usize]) -> String {
-    let numbers: Vec<String> = missing.iter().map(ToString::to_string).collect();
-    match missing.len() {
-        0 => String::new(),
-        1 => format!("; replica {} did not come", numbers[0]),
-        _ => format!("; replicas {} did not come", numbers.join(", ")),
+impl Error {
+    /// The error of a failed cut or move of input number `index`.
+    pub(crate) fn shard(index: usize) -> impl FnOnce(candle_core::Error) -> Self {
+        move |cause| ValueError::Shard { index, cause }.into()
+    }
+
+    /// The error of a failed join of output number `index`.
+    pub(crate) fn gather(index: usize) -> impl FnOnce(candle_core::Error) -> Self {
+        move |cause| ValueError::Gather { index, cause }.into()
     }
 }
 
 impl From<SpecFault> for Error {
     fn from(fault: SpecFault) -> Self {
         Self::Specs(vec![fault])
+    }
+}
+
+/// The message of an error of candle, without the backtrace that `RUST_BACKTRACE` appends.
+fn of_candle(error: &candle_core::Error) -> String {
+    match error {
+        candle_core::Error::WithBacktrace { inner, .. } => of_candle(inner),
+        candle_core::Error::WithPath { inner, path } => {
+            format!("{}: {}", path.display(), of_candle(inner))
+        }
+        candle_core::Error::Context { inner, context } => {
+            format!("{context}: {}", of_candle(inner))
+        }
+        other => in_one_line(other),
+    }
+}
+
+/// The messages of an error and of its sources, in one line.
+fn in_one_line(error: &(dyn StdError + 'static)) -> String {
+    let chain = iter::successors(Some(error), |&error| error.source());
+    let messages: Vec<String> = chain.map(ToString::to_string).collect();
+    let lines: Vec<&str> = messages.iter().flat_map(|message| message.lines()).collect();
+    lines.join(": ")
+}
+
+fn waiters(waiting: &[(usize, Arc<CollectiveCall>)]) -> String {
+    let waiters: Vec<String> =
+        waiting.iter().map(|(slot, call)| format!("replica {slot} in {call}")).collect();
+    waiters.join(", ")
+}
+
+/// The replicas that a deadline is to blame on, as far as they are known.
+fn absent(missing: &[usize]) -> String {
+    let slots: Vec<String> = missing.iter().map(ToString::to_string).collect();
+    match slots.len() {
+        0 => String::new(),
+        1 => format!("; replica {} did not come", slots[0]),
+        _ => format!("; replicas {} did not come", slots.join(", ")),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::{backtrace::Backtrace, io};
+
+    use candle_core::Error as CandleError;
+
+    use super::*;
+
+    fn with_backtrace(inner: CandleError) -> CandleError {
+        CandleError::WithBacktrace {
+            inner: Box::new(inner),
+            backtrace: Box::new(Backtrace::force_capture()),
+        }
+    }
+
+    fn failed(cause: CandleError) -> Error {
+        ReplicaError::Failed { slot: 2, device: Device::Cpu, cause }.into()
+    }
+
+    #[test]
+    fn the_cause_is_named_once_and_without_its_backtrace() {
+        let error = failed(with_backtrace(CandleError::Msg("no data".into())));
+        assert_eq!(error.to_string(), "replica 2 on Cpu failed: no data");
+        assert!(error.source().is_none());
+    }
+
+    #[test]
+    fn what_surrounds_a_cause_stays_in_one_line() {
+        let missing = CandleError::Io(io::Error::new(io::ErrorKind::NotFound, "no\nfile"));
+        let cause = with_backtrace(missing).context("reading a shard").with_path("a/b");
+        assert_eq!(
+            failed(with_backtrace(cause)).to_string(),
+            "replica 2 on Cpu failed: a/b: reading a shard: no: file"
+        );
+    }
+
+    #[test]
+    fn causes_of_a_cause_are_named() {
+        #[derive(Debug, thiserror::Error)]
+        #[error("outer")]
+        struct Outer(#[source] io::Error);
+        let inner = io::Error::other("inner");
+        assert_eq!(in_one_line(&Outer(inner)), "outer: inner");
+    }
+
+    #[test]
+    fn a_worker_that_cannot_be_started_is_named_with_its_reason() {
+        let cause = rayon::ThreadPoolBuilder::new()
+            .num_threads(1)
+            .spawn_handler(|_| Err(io::Error::other("no more threads")))
+            .build()
+            .unwrap_err();
+        let error = Error::from(MeshError::Worker { slot: 3, cause });
+        assert_eq!(error.to_string(), "the worker of slot 3 cannot be started: no more threads");
+        assert!(error.source().is_none());
+    }
+
+    #[test]
+    fn causes_that_are_values_are_said_once() {
+        let gather = Error::gather(1)(CandleError::Msg("shapes differ".into()));
+        assert_eq!(gather.to_string(), "output 1 cannot be gathered: shapes differ");
+        let shard = Error::shard(0)(CandleError::Msg("no memory".into()));
+        assert_eq!(shard.to_string(), "input 0 cannot be sharded: no memory");
+        assert!(gather.source().is_none() && shard.source().is_none());
     }
 }

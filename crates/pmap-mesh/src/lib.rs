@@ -13,7 +13,7 @@ mod sync;
 pub use crate::engine::nccl::NcclStore;
 pub use crate::{
     engine::call::CollectiveCall,
-    error::{Error, Result},
+    error::{CollectiveError, Error, MeshError, ProcessError, ReplicaError, Result, ValueError},
     mesh::{
         DeviceMesh, DeviceMeshBuilder,
         axes::{ALL, MeshAxes},

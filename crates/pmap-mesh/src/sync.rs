@@ -6,12 +6,14 @@ use std::{
     time::Instant,
 };
 
-/// How often a waiting thread gives way before it sleeps; some 30 µs, longer than a wake-up costs.
+/// How often a waiting thread gives way before it sleeps: some 30 µs, longer than the wake-up costs
+/// that a sleeping thread would have to wait for.
 const YIELDS: u32 = 100;
 
 /// Waits until `ready`, or until `deadline` has passed; returns whether it became ready.
 ///
-/// Whoever makes it ready must [`unpark`](thread::Thread::unpark) this thread afterwards.
+/// The thread that makes it ready must [`unpark`](thread::Thread::unpark) this one afterwards: a
+/// permit that was given before `park` makes it return at once, so no wake-up is lost.
 pub(crate) fn until(deadline: Option<Instant>, ready: impl Fn() -> bool) -> bool {
     for _ in 0..YIELDS {
         if ready() {
@@ -30,7 +32,8 @@ pub(crate) fn until(deadline: Option<Instant>, ready: impl Fn() -> bool) -> bool
     true
 }
 
-/// Locks what no panic can leave half changed.
+/// Locks a mutex, even if a thread has panicked under it: what lies under the locks of this crate is
+/// whole between any two statements.
 pub(crate) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }

@@ -13,7 +13,7 @@ use std::{array, iter, sync::Arc};
 use candle_core::{D, DType, Device, Result, Tensor, Var, bail};
 use core_types::Seed;
 use half::{bf16, f16};
-use pmap_mesh::{ALL, DeviceMesh, Error, MeshAxes, Replica};
+use pmap_mesh::{ALL, DeviceMesh, Error, MeshAxes, Replica, ReplicaError};
 
 const NAMES: [&str; 3] = ["a", "b", "c"];
 const DTYPES: [DType; 7] =
@@ -84,7 +84,7 @@ fn scalars_are_reduced_sent_and_received() {
 #[test]
 fn a_member_may_add_nothing_to_a_gathered_dimension() {
     let gathered = on(&DeviceMesh::cpu(3).unwrap(), |ctx| {
-        let x = Tensor::full(ctx.index() as f32, (2, ctx.index()), ctx.device())?;
+        let x = Tensor::full(ctx.slot() as f32, (2, ctx.slot()), ctx.device())?;
         Ok(vec![ctx.all_gather(&x, 1, ALL)?])
     });
     let expected = Array { shape: vec![2, 3], items: vec![1., 2., 2., 1., 2., 2.] };
@@ -117,7 +117,7 @@ fn sums_are_in_rank_order_on_every_replica_every_time() {
     assert!((in_order - 1.0).abs() < f32::EPSILON, "the order matters");
     for len in [1, 10_000] {
         let sums = on(&DeviceMesh::cpu(4).unwrap(), move |ctx| {
-            let x = Tensor::full(terms[ctx.index()], len, ctx.device())?;
+            let x = Tensor::full(terms[ctx.slot()], len, ctx.device())?;
             iter::repeat_with(|| ctx.psum(&x, ALL)).take(50).collect()
         });
         for sum in sums.iter().flatten() {
@@ -134,7 +134,7 @@ fn halves_are_summed_in_single_precision() {
     for (dtype, large) in [(DType::BF16, 256.0), (DType::F16, 2048.0)] {
         for len in [1, 40_000] {
             let sums = on(&DeviceMesh::cpu(4).unwrap(), move |ctx| {
-                let term = if ctx.index() == 0 { large } else { 1.0 };
+                let term = if ctx.slot() == 0 { large } else { 1.0 };
                 let x = Tensor::full(term, len, ctx.device())?.to_dtype(dtype)?;
                 Ok(vec![ctx.psum(&x, ALL)?, ctx.psum_scatter(&Tensor::cat(&[&x; 4], 0)?, 0, ALL)?])
             });
@@ -171,7 +171,7 @@ fn integers_wrap() {
 fn a_nan_on_any_replica_is_the_largest_and_the_smallest() {
     for nan in 0..3 {
         let extremes = on(&DeviceMesh::cpu(3).unwrap(), move |ctx| {
-            let x = if ctx.index() == nan { f32::NAN } else { ctx.index() as f32 };
+            let x = if ctx.slot() == nan { f32::NAN } else { ctx.slot() as f32 };
             let x = Tensor::new(&[x, 1.0], ctx.device())?;
             Ok(vec![ctx.pmax(&x, ALL)?, ctx.pmin(&x, ALL)?])
         });
@@ -190,10 +190,10 @@ fn arguments_that_do_not_fit_are_refused() {
         (|ctx, x| ctx.all_gather(x, -3, ALL), "out of range"),
         (|ctx, x| ctx.psum_scatter(x, 1, ALL), "does not split evenly"),
         (|ctx, x| ctx.all_to_all(x, 1, 0, ALL), "does not split evenly"),
-        (|ctx, x| ctx.ppermute(x, &[(0, 2)], ALL), "outside of a group of 2"),
+        (|ctx, x| ctx.ppermute(x, &[(0, 2)], ALL), "outside a group of 2"),
         (|ctx, x| ctx.ppermute(x, &[(0, 1), (0, 0)], ALL), "a second time"),
         (|ctx, x| ctx.ppermute(x, &[(0, 1), (1, 1)], ALL), "a second time"),
-        (|ctx, x| ctx.broadcast(x, 2, ALL), "there are 2"),
+        (|ctx, x| ctx.broadcast(x, 2, ALL), "rank 2 of a group of 2"),
         (|ctx, x| ctx.pmean(&x.to_dtype(DType::U8)?, ALL), "only floats have a mean"),
     ];
     let mesh = DeviceMesh::cpu(2).unwrap();
@@ -201,15 +201,17 @@ fn arguments_that_do_not_fit_are_refused() {
         let call = mesh
             .pmap(move |ctx, x: Tensor| wrong(ctx, &x))
             .call(Tensor::zeros((4, 3), DType::F32, &Device::Cpu).unwrap());
-        let Err(Error::Replica { index: 0, source, .. }) = call else { panic!("{text}: {call:?}") };
-        assert!(source.to_string().contains(text), "{source}");
+        let Err(Error::Replica(ReplicaError::Failed { slot: 0, cause, .. })) = call else {
+            panic!("{text}: {call:?}")
+        };
+        assert!(cause.to_string().contains(text), "{cause}");
     }
 }
 
 #[test]
 fn what_becomes_of_an_argument_afterwards_changes_no_result() {
     let overwritten = |ctx: &Replica, step: &Step| {
-        let x = Var::from_tensor(&step.tensor(ctx.index()))?;
+        let x = Var::from_tensor(&step.tensor(ctx.slot()))?;
         let result = step.op.run(ctx, &x.as_tensor().detach(), axes(&step.set))?;
         x.set(&x.zeros_like()?)?;
         ctx.barrier(ALL)?;
@@ -287,9 +289,9 @@ fn check_gradient(grid: &[usize], step: &Step) {
 
     let (shared, weights_of) = (step.clone(), weights_of.clone());
     let gradients = on(&mesh(grid), move |ctx| {
-        let x = Var::from_tensor(&shared.tensor(ctx.index()))?;
+        let x = Var::from_tensor(&shared.tensor(ctx.slot()))?;
         let y = shared.op.run(ctx, &x, axes(&shared.set))?;
-        let weights = weights_of(ctx.index(), y.dims()).tensor(DType::F64);
+        let weights = weights_of(ctx.slot(), y.dims()).tensor(DType::F64);
         Ok(vec![gradient(&(y.sin()? * weights)?.sum_all()?, &x)?])
     });
     for (slot, (of_replica, expected)) in gradients.iter().zip(expected).enumerate() {
@@ -334,7 +336,7 @@ fn pvary_gives_all_replicas_the_derivative_by_the_variable_they_share() {
             };
             let (var, along) = (Var::from_tensor(&x.tensor(DType::F64)).unwrap(), set.clone());
             let gradients = on(&mesh(grid), move |ctx| {
-                let y = (ctx.pvary(&var, axes(&along))? * (ctx.index() + 1) as f64)?;
+                let y = (ctx.pvary(&var, axes(&along))? * (ctx.slot() + 1) as f64)?;
                 Ok(vec![gradient(&y.sin()?.sum_all()?, &var)?])
             });
             for (slot, of_replica) in gradients.iter().enumerate() {
@@ -361,7 +363,7 @@ fn large_gradients_are_summed_in_rank_order_too() {
     let (terms, len) = ([1e8_f32, 1.0, -1e8, 1.0], 20_001);
     let var = Var::ones(len, DType::F32, &Device::Cpu).unwrap();
     let gradients = on(&DeviceMesh::cpu(4).unwrap(), move |ctx| {
-        let loss = (ctx.pvary(&var, ALL)? * f64::from(terms[ctx.index()]))?.sum_all()?;
+        let loss = (ctx.pvary(&var, ALL)? * f64::from(terms[ctx.slot()]))?.sum_all()?;
         Ok(vec![gradient(&loss, &var)?])
     });
     for of_replica in gradients {
@@ -388,9 +390,9 @@ fn a_two_layer_perceptron_split_as_in_megatron_has_the_gradients_of_the_whole() 
     {
         let (x, up, down, target) = (x.clone(), up.clone(), down.clone(), target.clone());
         let gradients = on(&mesh(grid), move |ctx| {
-            let (size, position) = (ctx.axis_size(axis)?, ctx.axis_index(axis)?);
+            let (size, rank) = (ctx.axis_size(axis)?, ctx.axis_index(axis)?);
             let part = |var: &Var, dim| {
-                Var::from_tensor(&var.narrow(dim, position * 8 / size, 8 / size)?.contiguous()?)
+                Var::from_tensor(&var.narrow(dim, rank * 8 / size, 8 / size)?.contiguous()?)
             };
             let (up, down) = (part(&up, 1)?, part(&down, 0)?);
             let hidden = ctx.pvary(&x, axis)?.matmul(&up)?.gelu()?;
@@ -427,10 +429,10 @@ fn a_gradient_runs_through_a_chain_of_collectives() {
     };
     let gradients = on(&DeviceMesh::cpu(2).unwrap(), move |ctx| {
         let shard = Var::from_tensor(
-            &weights.tensor(DType::F64).narrow(0, ctx.index() * 2, 2)?.contiguous()?,
+            &weights.tensor(DType::F64).narrow(0, ctx.slot() * 2, 2)?.contiguous()?,
         )?;
         let whole = ctx.all_gather(&shard, 0, ALL)?;
-        let y = input(ctx.index()).tensor(DType::F64).matmul(&whole)?;
+        let y = input(ctx.slot()).tensor(DType::F64).matmul(&whole)?;
         let loss = ctx.psum(&y.sin()?.sum_all()?, ALL)?;
         Ok(vec![ctx.all_gather(&gradient(&loss, &shard)?.detach(), 0, ALL)?])
     });
@@ -453,8 +455,10 @@ fn maxima_and_minima_refuse_backward() {
             gradient(&op.run(ctx, &x, ALL)?.sum_all()?, &x)
         });
         let call = call.call(Tensor::zeros((2, 2), DType::F32, &Device::Cpu).unwrap());
-        let Err(Error::Replica { source, .. }) = call else { panic!("{call:?}") };
-        assert!(source.to_string().contains("has no gradient"), "{source}");
+        let Err(Error::Replica(ReplicaError::Failed { cause, .. })) = call else {
+            panic!("{call:?}")
+        };
+        assert!(cause.to_string().contains("has no gradient"), "{cause}");
     }
 }
 
@@ -546,7 +550,7 @@ fn every_op(group: usize) -> Vec<Op> {
 
 fn check(grid: &[usize], steps: Vec<Step>) {
     check_with(grid, steps, |ctx, step| {
-        step.op.run(ctx, &step.tensor(ctx.index()), axes(&step.set))
+        step.op.run(ctx, &step.tensor(ctx.slot()), axes(&step.set))
     });
 }
 
@@ -609,7 +613,7 @@ fn size_along(grid: &[usize], set: &[usize]) -> usize {
     set.iter().map(|&axis| grid[axis]).product()
 }
 
-/// For each slot the members of its group, and its position among them.
+/// For each slot the members of its group, and its rank among them.
 fn seats(grid: &[usize], set: &[usize]) -> Vec<(Vec<usize>, usize)> {
     let coordinate =
         |slot: usize, axis: usize| slot / grid[axis + 1..].iter().product::<usize>() % grid[axis];
@@ -620,8 +624,8 @@ fn seats(grid: &[usize], set: &[usize]) -> Vec<(Vec<usize>, usize)> {
     };
     let found = |slot: usize| {
         let members: Vec<usize> = slots.clone().filter(|&other| together(slot, other)).collect();
-        let position = members.iter().position(|&member| member == slot).unwrap();
-        (members, position)
+        let rank = members.iter().position(|&member| member == slot).unwrap();
+        (members, rank)
     };
     slots.clone().map(found).collect()
 }
@@ -671,9 +675,9 @@ impl Step {
     /// What each replica gets.
     fn model(&self, grid: &[usize], inputs: &[Array]) -> Vec<Array> {
         let seats = seats(grid, &self.set);
-        let of = |(members, position): &(Vec<usize>, usize)| {
-            let brought: Vec<&Array> = members.iter().map(|&member| &inputs[member]).collect();
-            self.op.model(&brought, *position, self.dtype)
+        let of = |(members, rank): &(Vec<usize>, usize)| {
+            let passed: Vec<&Array> = members.iter().map(|&member| &inputs[member]).collect();
+            self.op.model(&passed, *rank, self.dtype)
         };
         seats.iter().map(of).collect()
     }
@@ -711,12 +715,12 @@ impl Op {
         }
     }
 
-    /// What the member at `position` gets if the group brought this.
-    fn model(&self, brought: &[&Array], position: usize, dtype: DType) -> Array {
-        let (mine, size) = (brought[position], brought.len());
+    /// What the member of rank `rank` gets if the members of its group pass this.
+    fn model(&self, passed: &[&Array], rank: usize, dtype: DType) -> Array {
+        let (mine, size) = (passed[rank], passed.len());
         let fold = |combine: &dyn Fn(f64, f64) -> f64, finish: &dyn Fn(f64) -> f64| {
             let item = |n: usize| {
-                finish(brought.iter().map(|array| array.items[n]).reduce(combine).unwrap())
+                finish(passed.iter().map(|array| array.items[n]).reduce(combine).unwrap())
             };
             Array { shape: mine.shape.clone(), items: (0..mine.items.len()).map(item).collect() }
         };
@@ -727,20 +731,20 @@ impl Op {
             Self::Pmax => fold(&f64::max, &|x| x),
             Self::Pmin => fold(&f64::min, &|x| x),
             Self::Pvary | Self::Barrier => mine.clone(),
-            Self::AllGather(dim) => gathered(brought, axis_of(*dim, mine.shape.len())),
-            Self::PsumScatter(dim) => sum().part(axis_of(*dim, mine.shape.len()), position, size),
-            Self::Ppermute(pairs) => match pairs.iter().find(|(_, to)| *to == position) {
-                Some((from, _)) => brought[*from].clone(),
+            Self::AllGather(dim) => gathered(passed, axis_of(*dim, mine.shape.len())),
+            Self::PsumScatter(dim) => sum().part(axis_of(*dim, mine.shape.len()), rank, size),
+            Self::Ppermute(pairs) => match pairs.iter().find(|(_, to)| *to == rank) {
+                Some((from, _)) => passed[*from].clone(),
                 None => Array::from_fn(&mine.shape, |_| 0.0),
             },
             Self::AllToAll(split, concat) => {
                 let (split, concat) =
                     (axis_of(*split, mine.shape.len()), axis_of(*concat, mine.shape.len()));
                 let parts: Vec<Array> =
-                    brought.iter().map(|array| array.part(split, position, size)).collect();
+                    passed.iter().map(|array| array.part(split, rank, size)).collect();
                 gathered(&parts.iter().collect::<Vec<_>>(), concat)
             }
-            Self::Broadcast(root) => brought[*root].clone(),
+            Self::Broadcast(root) => passed[*root].clone(),
         }
     }
 }

@@ -15,7 +15,7 @@ use std::{
 };
 
 use candle_core::{CpuStorage, CustomOp1, DType, Device, Layout, Result, Shape, Tensor, Var, bail};
-use pmap_mesh::{ALL, DeviceMesh, Error, Replica};
+use pmap_mesh::{ALL, CollectiveError, DeviceMesh, Error, MeshError, Replica, ReplicaError};
 
 /// How often a fault is tried: replicas arrive in another order each time.
 const ROUNDS: usize = 20;
@@ -58,15 +58,17 @@ fn calls_that_do_not_agree_are_named_with_their_places() {
     for (first, second, names) in cases {
         for _ in 0..ROUNDS {
             let call = move |ctx: &Replica| {
-                let collective = if ctx.index() == 0 { first } else { second };
+                let collective = if ctx.slot() == 0 { first } else { second };
                 collective(ctx, &ones(2)?).map(drop)
             };
             let error = failure(&mesh, call);
             let text = error.to_string();
-            let Error::Mismatch { left, left_call, right, right_call } = error else {
+            let Error::Collective(CollectiveError::Mismatch { left, left_call, right, right_call }) =
+                error
+            else {
                 panic!("{names:?}: {error:?}")
             };
-            let mut calls = [(left, left_call.to_string()), (right, right_call.to_string())];
+            let mut calls = [(left, left_call), (right, right_call)];
             calls.sort();
             for (replica, (caller, call)) in calls.iter().enumerate() {
                 assert_eq!(*caller, replica, "{text}");
@@ -102,18 +104,36 @@ fn a_replica_that_returns_early_is_named_to_those_who_wait_for_it() {
     let grid = grid();
     for _ in 0..ROUNDS {
         let error = failure(&row, |ctx| {
-            if ctx.index() == 1 { Ok(()) } else { ctx.psum(&ones(2)?, ALL).map(drop) }
+            if ctx.slot() == 1 { Ok(()) } else { ctx.psum(&ones(2)?, ALL).map(drop) }
         });
-        assert!(matches!(error, Error::Deserted { index: 1, waiting: 0 | 2, .. }), "{error}");
+        assert!(
+            matches!(
+                error,
+                Error::Collective(CollectiveError::Deserted { slot: 1, waiting: 0 | 2, .. })
+            ),
+            "{error}"
+        );
         let error = failure(&grid, |ctx| {
-            if ctx.index() == 3 { Ok(()) } else { ctx.psum(&ones(2)?, "a").map(drop) }
+            if ctx.slot() == 3 { Ok(()) } else { ctx.psum(&ones(2)?, "a").map(drop) }
         });
-        assert!(matches!(error, Error::Deserted { index: 3, waiting: 1, .. }), "{error}");
+        assert!(
+            matches!(
+                error,
+                Error::Collective(CollectiveError::Deserted { slot: 3, waiting: 1, .. })
+            ),
+            "{error}"
+        );
         let error = failure(&row, |ctx| {
-            let calls = if ctx.index() == 2 { 2 } else { 3 };
+            let calls = if ctx.slot() == 2 { 2 } else { 3 };
             (0..calls).try_for_each(|_| ctx.psum(&ones(20_000)?, ALL).map(drop))
         });
-        assert!(matches!(error, Error::Deserted { index: 2, waiting: 0 | 1, .. }), "{error}");
+        assert!(
+            matches!(
+                error,
+                Error::Collective(CollectiveError::Deserted { slot: 2, waiting: 0 | 1, .. })
+            ),
+            "{error}"
+        );
     }
 }
 
@@ -144,7 +164,7 @@ fn an_error_is_its_replica_s_and_the_others_are_released() {
             let echoes = Arc::new(Mutex::new(Vec::new()));
             let seen = Arc::clone(&echoes);
             let error = failure(&mesh, move |ctx| {
-                if ctx.index() == failing {
+                if ctx.slot() == failing {
                     bail!("no data");
                 }
                 ctx.psum(&ones(len)?, ALL)
@@ -152,7 +172,7 @@ fn an_error_is_its_replica_s_and_the_others_are_released() {
                     .inspect_err(|error| seen.lock().unwrap().push(error.to_string()))
             });
             assert!(
-                matches!(&error, Error::Replica { index, source, .. } if *index == failing && source.to_string().contains("no data"))
+                matches!(&error, Error::Replica(ReplicaError::Failed { slot, cause, .. }) if *slot == failing && cause.to_string().contains("no data"))
             );
             let echoes = echoes.lock().unwrap();
             assert_eq!(echoes.len(), 2);
@@ -169,11 +189,11 @@ fn a_panic_is_its_replica_s_and_the_others_are_released() {
     let mesh = DeviceMesh::cpu(3).unwrap();
     for failing in 0..3 {
         let error = failure(&mesh, move |ctx| {
-            assert_ne!(ctx.index(), failing, "out of order");
+            assert_ne!(ctx.slot(), failing, "out of order");
             ctx.psum(&ones(2)?, ALL).map(drop)
         });
         assert!(
-            matches!(&error, Error::Panicked { index, message, .. } if *index == failing && message.contains("out of order"))
+            matches!(&error, Error::Replica(ReplicaError::Panicked { slot, message, .. }) if *slot == failing && message.contains("out of order"))
         );
     }
 }
@@ -182,12 +202,12 @@ fn a_panic_is_its_replica_s_and_the_others_are_released() {
 fn of_several_failures_the_first_replica_s_is_told() {
     let mesh = DeviceMesh::cpu(3).unwrap();
     for _ in 0..ROUNDS {
-        let error = failure(&mesh, |ctx| match ctx.index() {
+        let error = failure(&mesh, |ctx| match ctx.slot() {
             0 => ctx.barrier(ALL),
             1 => bail!("no data"),
             _ => panic!("out of order"),
         });
-        assert!(matches!(error, Error::Replica { index: 1, .. }), "{error}");
+        assert!(matches!(error, Error::Replica(ReplicaError::Failed { slot: 1, .. })), "{error}");
     }
 }
 
@@ -198,13 +218,15 @@ fn errors_and_panics_inside_backward_release_the_others() {
         let error = failure(&mesh, move |ctx| {
             let x = Var::ones(2, DType::F32, ctx.device())?;
             let y = ctx.pvary(&x, ALL)?;
-            let y = if ctx.index() == 1 { y.apply_op1(Broken { panics })? } else { y };
+            let y = if ctx.slot() == 1 { y.apply_op1(Broken { panics })? } else { y };
             y.sum_all()?.backward().map(drop)
         });
         match error {
-            Error::Panicked { index: 1, message, .. } if panics => assert_eq!(message, "broken"),
-            Error::Replica { index: 1, source, .. } if !panics => {
-                assert!(source.to_string().contains("broken"))
+            Error::Replica(ReplicaError::Panicked { slot: 1, message, .. }) if panics => {
+                assert_eq!(message, "broken");
+            }
+            Error::Replica(ReplicaError::Failed { slot: 1, cause, .. }) if !panics => {
+                assert!(cause.to_string().contains("broken"));
             }
             other => panic!("{other}"),
         }
@@ -218,10 +240,10 @@ fn an_operation_without_gradient_on_one_replica_releases_the_others() {
         let x = Var::ones(2, DType::F32, ctx.device())?;
         let y = ctx.pvary(&x, ALL)?;
         let largest = ctx.pmax(&y, ALL)?;
-        if ctx.index() == 1 { largest } else { y }.sum_all()?.backward().map(drop)
+        if ctx.slot() == 1 { largest } else { y }.sum_all()?.backward().map(drop)
     });
     assert!(
-        matches!(&error, Error::Replica { index: 1, source, .. } if source.to_string().contains("pmax has no gradient"))
+        matches!(&error, Error::Replica(ReplicaError::Failed { slot: 1, cause, .. }) if cause.to_string().contains("pmax has no gradient"))
     );
 }
 
@@ -251,12 +273,13 @@ fn groups_that_wait_crosswise_are_told_so() {
     for _ in 0..ROUNDS {
         // 0 waits for 2, 2 for 3, 3 for 1, and 1 for 0.
         let error = failure(&mesh, |ctx| {
-            let (first, second) =
-                if matches!(ctx.index(), 0 | 3) { ("a", "b") } else { ("b", "a") };
+            let (first, second) = if matches!(ctx.slot(), 0 | 3) { ("a", "b") } else { ("b", "a") };
             let sum = ctx.psum(&ones(2)?, first)?;
             ctx.psum(&sum, second).map(drop)
         });
-        let Error::Deadlock { waiting } = &error else { panic!("{error:?}") };
+        let Error::Collective(CollectiveError::Deadlock { waiting }) = &error else {
+            panic!("{error:?}")
+        };
         assert_eq!(waiting.iter().map(|(replica, _)| *replica).collect::<Vec<_>>(), [0, 1, 2, 3]);
         assert!(
             waiting.iter().all(|(_, call)| source_of(&call.to_string()).starts_with("psum")),
@@ -269,11 +292,14 @@ fn groups_that_wait_crosswise_are_told_so() {
 fn a_group_and_the_whole_mesh_that_wait_for_each_other_are_told_so() {
     let mesh = grid();
     for _ in 0..ROUNDS {
-        let error = failure(&mesh, |ctx| match ctx.index() {
+        let error = failure(&mesh, |ctx| match ctx.slot() {
             0 => ctx.psum(&ones(2)?, "b").map(drop),
             _ => ctx.psum(&ones(2)?, ALL).map(drop),
         });
-        assert!(matches!(&error, Error::Deadlock { waiting } if waiting.len() == 4), "{error}");
+        assert!(
+            matches!(&error, Error::Collective(CollectiveError::Deadlock { waiting }) if waiting.len() == 4),
+            "{error}"
+        );
     }
 }
 
@@ -284,7 +310,7 @@ fn a_deadline_ends_waiting_for_a_replica_that_is_busy_elsewhere() {
     let (release, released) = mpsc::channel();
     let released = Mutex::new(released);
     let error = watched(move || {
-        let call = mesh.pmap(move |ctx, _: Tensor| match ctx.index() {
+        let call = mesh.pmap(move |ctx, _: Tensor| match ctx.slot() {
             0 => {
                 let sum = ctx.psum(&ones(2)?, ALL);
                 release.send(()).map_err(candle_core::Error::wrap)?;
@@ -299,7 +325,7 @@ fn a_deadline_ends_waiting_for_a_replica_that_is_busy_elsewhere() {
         error
     });
     assert!(
-        matches!(&error, Error::Deadline { index: 0, missing, call, after } if *after == deadline && missing[..] == [1] && source_of(&call.to_string()).starts_with("psum")),
+        matches!(&error, Error::Collective(CollectiveError::Deadline { slot: 0, missing, call, after }) if *after == deadline && missing[..] == [1] && source_of(&call.to_string()).starts_with("psum")),
         "{error}"
     );
 }
@@ -327,10 +353,10 @@ fn an_axis_that_the_mesh_lacks_is_named_with_those_it_has() {
             let error =
                 failure(
                     &mesh,
-                    move |ctx| if ctx.index() == asking { call(ctx) } else { ctx.barrier(ALL) },
+                    move |ctx| if ctx.slot() == asking { call(ctx) } else { ctx.barrier(ALL) },
                 );
             assert!(
-                matches!(&error, Error::UnknownAxis { name, known } if name == "x" && *known == ["a", "b"]),
+                matches!(&error, Error::Mesh(MeshError::UnknownAxis { name, known }) if name == "x" && *known == ["a", "b"]),
                 "{error:?}"
             );
         }
@@ -342,16 +368,16 @@ fn a_failure_that_is_swallowed_fails_the_call_all_the_same() {
     let mesh = DeviceMesh::cpu(2).unwrap();
     for _ in 0..ROUNDS {
         let error = failure(&mesh, |ctx| {
-            let x = ones(1 + ctx.index())?;
+            let x = ones(1 + ctx.slot())?;
             (0..100).for_each(|_| drop(ctx.psum(&x, ALL)));
             Ok(())
         });
-        assert!(matches!(error, Error::Mismatch { .. }), "{error}");
+        assert!(matches!(error, Error::Collective(CollectiveError::Mismatch { .. })), "{error}");
         let error = failure(&mesh, |ctx| {
             drop(ctx.axis_size("x"));
             Ok(())
         });
-        assert!(matches!(error, Error::UnknownAxis { .. }), "{error}");
+        assert!(matches!(error, Error::Mesh(MeshError::UnknownAxis { .. })), "{error}");
     }
 }
 
@@ -361,7 +387,7 @@ fn two_threads_of_a_replica_may_not_call_at_once() {
     let (release, released) = mpsc::channel();
     let released = Mutex::new(released);
     let error = failure(&mesh, move |ctx| {
-        if ctx.index() == 1 {
+        if ctx.slot() == 1 {
             return released.lock().unwrap().recv().map_err(candle_core::Error::wrap);
         }
         let sum = || ctx.psum(&ones(2)?, ALL).map(drop);
@@ -371,7 +397,54 @@ fn two_threads_of_a_replica_may_not_call_at_once() {
         release.send(()).map_err(candle_core::Error::wrap)?;
         sums.into_iter().collect()
     });
-    assert!(matches!(error, Error::Mismatch { left: 0, right: 0, .. }), "{error}");
+    assert!(
+        matches!(error, Error::Collective(CollectiveError::Mismatch { left: 0, right: 0, .. })),
+        "{error}"
+    );
+}
+
+#[test]
+fn a_call_inside_a_replica_is_refused_instead_of_waiting_for_itself() {
+    let mesh = DeviceMesh::cpu(2).unwrap();
+    let inner = mesh.pmap(|_, x: Tensor| Ok(x));
+    let (seen, refusals) = mpsc::channel();
+    let error = failure(&mesh, move |_| {
+        // Whatever else the worker is lent to meanwhile, it stays a replica.
+        rayon::yield_now();
+        let refusal = inner.call(inputs(2)).unwrap_err();
+        let message = candle_core::Error::msg(&refusal);
+        seen.send(refusal).map_err(candle_core::Error::wrap)?;
+        Err(message)
+    });
+    assert!(error.to_string().contains("cannot be called inside a replica"), "{error}");
+    let refusals: Vec<Error> = refusals.try_iter().collect();
+    assert_eq!(refusals.len(), 2);
+    for refusal in refusals {
+        assert!(matches!(refusal, Error::Replica(ReplicaError::Nested)), "{refusal}");
+    }
+}
+
+#[test]
+fn a_thread_that_outlives_its_replica_is_told_that_the_call_has_ended() {
+    let mesh = DeviceMesh::cpu(2).unwrap();
+    let (start, started) = mpsc::channel::<()>();
+    let started = Arc::new(Mutex::new(started));
+    let (seen, outcome) = mpsc::channel();
+    let error = failure(&mesh, move |ctx| {
+        if ctx.slot() == 0 {
+            let (ctx, started, seen) = (ctx.clone(), Arc::clone(&started), seen.clone());
+            thread::spawn(move || {
+                // Until the call has returned, and its failure with it.
+                let _ = started.lock().unwrap().recv();
+                drop(seen.send(ctx.barrier(ALL).map_err(|error| error.to_string())));
+            });
+        }
+        bail!("no data")
+    });
+    assert!(matches!(error, Error::Replica(ReplicaError::Failed { slot: 0, .. })), "{error}");
+    drop(start);
+    let outcome = watched(move || outcome.recv().unwrap());
+    assert!(outcome.unwrap_err().starts_with("the call has ended"));
 }
 
 #[test]
@@ -445,7 +518,7 @@ fn collectives_of_calls_from_several_threads_do_not_mix() {
     watched(|| {
         let mesh = DeviceMesh::cpu(3).unwrap();
         let sum = mesh.pmap(|ctx, (_, x): (Tensor, Tensor)| {
-            let x = (x * (ctx.index() + 1) as f64)?;
+            let x = (x * (ctx.slot() + 1) as f64)?;
             ctx.psum(&ctx.all_gather(&x, 0, ALL)?, ALL)
         });
         thread::scope(|scope| {
@@ -483,13 +556,13 @@ fn failing_and_working_calls_from_several_threads_do_not_mix() {
                             assert_works(mesh);
                             continue;
                         }
-                        let call = mesh.pmap(|ctx, _: Tensor| match ctx.index() {
+                        let call = mesh.pmap(|ctx, _: Tensor| match ctx.slot() {
                             0 => ctx.psum(&ones(2)?, ALL).map(drop),
                             _ => bail!("no data"),
                         });
                         assert!(matches!(
                             call.call(inputs(2)),
-                            Err(Error::Replica { index: 1, .. })
+                            Err(Error::Replica(ReplicaError::Failed { slot: 1, .. }))
                         ));
                     }
                 });
@@ -504,7 +577,7 @@ fn many_more_replicas_than_cores_go_on() {
         watched(move || {
             let mesh = DeviceMesh::cpu(slots as usize).unwrap();
             let many = mesh.pmap(move |ctx, _: Tensor| {
-                let index = Tensor::new(ctx.index() as f64, ctx.device())?;
+                let index = Tensor::new(ctx.slot() as f64, ctx.device())?;
                 for round in 0..500 {
                     let sum: f64 = ctx.psum(&(&index * f64::from(round))?, ALL)?.to_scalar()?;
                     assert_eq!(sum.to_bits(), f64::from(slots * (slots - 1) / 2 * round).to_bits());

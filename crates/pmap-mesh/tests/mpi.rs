@@ -9,14 +9,15 @@ mod conformance;
 use std::process::ExitCode;
 
 use candle_core::Device;
-use pmap_mesh::{DeviceMesh, DeviceMeshBuilder};
+use pmap_mesh::{DeviceMesh, DeviceMeshBuilder, Error, ProcessError, ValueError};
 use process_tests::{Case, Engine, mpirun};
 
-const CASES: [Case; 11] = [
+const CASES: [Case; 12] = [
     Case::succeeds("collectives", 2),
     Case::succeeds("collectives", 4),
     Case::succeeds("calls", 2),
     Case::succeeds("calls", 3),
+    Case::succeeds("refusals", 2),
     Case::fails("failure", 2, "rank 1: replica 1 on Cpu failed: no more data"),
     Case::fails("panic", 2, "this one breaks"),
     Case::fails("deadline", 2, "replica 1 did not come"),
@@ -40,5 +41,25 @@ impl Engine for Mpi {
 }
 
 fn main() -> ExitCode {
-    mpirun::main(&CASES, |case, ranks| conformance::run(&Mpi, case, ranks))
+    mpirun::main(&CASES, |case, ranks| match case {
+        "refusals" => refusals(),
+        _ => conformance::run(&Mpi, case, ranks),
+    })
+}
+
+/// What a mesh of processes cannot be, and cannot do.
+fn refusals() {
+    // MPI ends with its last mesh, and does not begin again.
+    let mesh = Mpi.open(DeviceMesh::builder());
+    let three = DeviceMesh::builder().axis("a", 3).mpi(Device::Cpu);
+    assert!(
+        matches!(three, Err(Error::Process(ProcessError::Mpi { reason })) if reason == "2 processes do not fill a mesh of 3 slots")
+    );
+    let sub_mesh = mesh.sub_mesh(DeviceMesh::AXIS, 0);
+    assert!(matches!(
+        sub_mesh,
+        Err(Error::Process(ProcessError::Unsupported { what: "a sub-mesh" }))
+    ));
+    let lists = mesh.process_allgather(Vec::new());
+    assert!(matches!(lists, Err(Error::Value(ValueError::ListCount { lists: 0, slots: 1 }))));
 }

@@ -10,7 +10,10 @@ use std::{
 
 use candle_core::{DType, Device, Tensor};
 use core_types::Seed;
-use pmap_mesh::{ALL, DeviceMesh, Error, P, Side, SpecFault, TensorTree, Uneven};
+use pmap_mesh::{
+    ALL, DeviceMesh, Error, MeshError, P, ReplicaError, Side, SpecFault, TensorTree, Uneven,
+    ValueError,
+};
 
 /// 0, 1, 2, … in this shape.
 fn iota(shape: (usize, usize)) -> Tensor {
@@ -69,7 +72,7 @@ fn shards_lie_in_mesh_order_and_gather_back_along_any_axis() {
     for axis in [0, 1, -1, -2] {
         let tag = DeviceMesh::cpu(2)
             .unwrap()
-            .pmap(|replica, x: Tensor| x + replica.index() as f64 * 100.0);
+            .pmap(|replica, x: Tensor| x + replica.slot() as f64 * 100.0);
         let tagged = tag.in_axes(Some(axis)).out_axes(Some(axis)).call(x.clone()).unwrap();
         let second_half = |row: usize, column: usize| {
             if axis.rem_euclid(2) == 0 { row >= 2 } else { column >= 3 }
@@ -114,8 +117,8 @@ fn replicas_run_at_the_same_time() {
     let ((to_first, first), (to_second, second)) = (mpsc::channel(), mpsc::channel());
     let (to_other, mine) = ([to_second, to_first], [Mutex::new(first), Mutex::new(second)]);
     let meet = DeviceMesh::cpu(2).unwrap().pmap(move |replica, x: Tensor| {
-        to_other[replica.index()].send(()).map_err(candle_core::Error::wrap)?;
-        let other = mine[replica.index()].lock().unwrap().recv_timeout(Duration::from_mins(1));
+        to_other[replica.slot()].send(()).map_err(candle_core::Error::wrap)?;
+        let other = mine[replica.slot()].lock().unwrap().recv_timeout(Duration::from_mins(1));
         other.map_err(candle_core::Error::wrap)?;
         Ok(x)
     });
@@ -221,27 +224,90 @@ fn out_of_range(side: Side, dim: isize, shape: &[usize]) -> SpecFault {
 fn a_wrong_number_of_axes_is_refused() {
     let mesh = DeviceMesh::cpu(2).unwrap();
     let call = mesh.pmap(|_, x: Tensor| Ok(x)).in_axes([None, None]).call(iota((2, 2)));
-    assert!(matches!(call, Err(Error::SpecCount { side: Side::In, specs: 2, tensors: 1, .. })));
+    assert!(matches!(
+        faults(call)[..],
+        [SpecFault::Count { side: Side::In, specs: 2, arguments: 1, tensors: 1 }]
+    ));
     let call = mesh.pmap(|_, x: Tensor| Ok(x)).out_axes(Vec::<P>::new()).call(iota((2, 2)));
-    assert!(matches!(call, Err(Error::SpecCount { side: Side::Out, specs: 0, tensors: 1, .. })));
+    assert!(matches!(
+        faults(call)[..],
+        [SpecFault::Count { side: Side::Out, specs: 0, arguments: 1, tensors: 1 }]
+    ));
 }
 
 #[test]
 fn meshes_of_no_devices_or_too_many_are_refused() {
     for count in [0, DeviceMesh::MAX_DEVICES + 1, usize::MAX] {
-        let refused = |mesh| matches!(mesh, Err(Error::MeshSize { count: c, .. }) if c == count);
+        let refused =
+            |mesh| matches!(mesh, Err(Error::Mesh(MeshError::Size { count: c, .. })) if c == count);
         assert!(
             refused(DeviceMesh::cpu(count))
                 && refused(DeviceMesh::cuda(count))
                 && refused(DeviceMesh::metal(count))
         );
     }
-    assert!(matches!(DeviceMesh::new(Vec::new()), Err(Error::MeshSize { count: 0, .. })));
+    assert!(matches!(
+        DeviceMesh::new(Vec::new()),
+        Err(Error::Mesh(MeshError::Size { count: 0, .. }))
+    ));
+}
+
+#[test]
+fn axes_and_devices_that_make_no_mesh_are_refused() {
+    let many = (0..17).fold(DeviceMesh::builder(), |mesh, n| mesh.axis(&n.to_string(), 1));
+    assert!(matches!(many.cpu(), Err(Error::Mesh(MeshError::AxisCount { count: 17, max: 16 }))));
+    let twice = DeviceMesh::builder().axis("a", 2).axis("a", 1).cpu();
+    assert!(matches!(twice, Err(Error::Mesh(MeshError::DuplicateAxis { name })) if name == "a"));
+    let too_few = DeviceMesh::builder().axis("a", 2).devices(vec![Device::Cpu]);
+    assert!(matches!(too_few, Err(Error::Mesh(MeshError::DeviceCount { devices: 1, slots: 2 }))));
+}
+
+#[test]
+#[cfg(not(feature = "metal"))]
+fn a_device_that_is_not_there_is_named_with_the_reason() {
+    let error = DeviceMesh::metal(1).unwrap_err();
+    assert_eq!(
+        error.to_string(),
+        "device 0 cannot be opened: the candle crate has not been built with metal support"
+    );
+    assert!(matches!(error, Error::Mesh(MeshError::Device { index: 0, .. })));
+}
+
+#[test]
+fn a_sub_mesh_has_the_devices_at_one_coordinate() {
+    let grid = DeviceMesh::builder().axis("a", 2).axis("b", 3).cpu().unwrap();
+    let row = grid.sub_mesh("a", 1).unwrap();
+    assert_eq!((row.len(), row.axes().collect::<Vec<_>>()), (3, vec![("b", 3)]));
+    let beyond = grid.sub_mesh("b", 3);
+    assert!(
+        matches!(beyond, Err(Error::Mesh(MeshError::Coordinate { axis, coordinate: 3, size: 3 })) if axis == "b")
+    );
+    assert!(matches!(grid.sub_mesh("c", 0), Err(Error::Mesh(MeshError::UnknownAxis { .. }))));
+}
+
+#[test]
+fn an_input_that_cannot_be_cut_is_named_with_the_reason() {
+    // candle copies no tensors of such small floats, as a cut across rows must.
+    let x = Tensor::from_raw_buffer(&[0; 4], DType::F8E8M0, &[2, 2], &Device::Cpu).unwrap();
+    let mesh = DeviceMesh::cpu(2).unwrap();
+    let error = mesh.shard((iota((2, 2)), x), [P::replicate(), P::shard(1, ALL)]).unwrap_err();
+    assert!(matches!(error, Error::Value(ValueError::Shard { index: 1, .. })), "{error:?}");
+    assert!(error.to_string().starts_with("input 1 cannot be sharded: "), "{error}");
+}
+
+#[test]
+fn every_slot_s_list_is_returned_and_a_missing_one_refused() {
+    let mesh = DeviceMesh::cpu(2).unwrap();
+    let lists = vec![vec![iota((1, 2)), iota((2, 1))], Vec::new()];
+    let of_all = mesh.process_allgather(lists).unwrap();
+    assert_eq!([of_all[0].len(), of_all[1].len()], [2, 0]);
+    let missing = mesh.process_allgather(vec![Vec::new()]);
+    assert!(matches!(missing, Err(Error::Value(ValueError::ListCount { lists: 1, slots: 2 }))));
 }
 
 #[test]
 fn a_failing_replica_is_named_and_the_mesh_lives_on() {
-    let fail = DeviceMesh::cpu(3).unwrap().pmap(|replica, x: Tensor| match replica.index() {
+    let fail = DeviceMesh::cpu(3).unwrap().pmap(|replica, x: Tensor| match replica.slot() {
         1 if x.dims()[1] == 1 => candle_core::bail!("no data"),
         2 if x.dims()[1] == 2 => panic!("out of order"),
         _ => Ok(x),
@@ -249,11 +315,11 @@ fn a_failing_replica_is_named_and_the_mesh_lives_on() {
     for _ in 0..3 {
         let error = fail.call(iota((3, 1))).unwrap_err();
         assert!(
-            matches!(&error, Error::Replica { index: 1, source, .. } if source.to_string().contains("no data"))
+            matches!(&error, Error::Replica(ReplicaError::Failed { slot: 1, cause, .. }) if cause.to_string().contains("no data"))
         );
         let error = fail.call(iota((3, 2))).unwrap_err();
         assert!(
-            matches!(&error, Error::Panicked { index: 2, message, .. } if message == "out of order")
+            matches!(&error, Error::Replica(ReplicaError::Panicked { slot: 2, message, .. }) if message == "out of order")
         );
         assert!(fail.call(iota((3, 3))).is_ok());
     }
@@ -262,11 +328,44 @@ fn a_failing_replica_is_named_and_the_mesh_lives_on() {
 #[test]
 fn outputs_that_do_not_fit_together_are_named() {
     let mesh = DeviceMesh::cpu(2).unwrap();
-    let uneven = mesh.pmap(|replica, x: Tensor| Ok(vec![x; replica.index()]));
+    let uneven = mesh.pmap(|replica, x: Tensor| Ok(vec![x; replica.slot()]));
     let error = uneven.call(iota((2, 2))).unwrap_err();
-    assert!(matches!(error, Error::OutputsDiffer { index: 1, tensors: 1, expected: 0 }));
-    let ragged = mesh.pmap(|replica, x: Tensor| x.narrow(1, 0, replica.index() + 1));
-    assert!(matches!(ragged.call(iota((2, 2))).unwrap_err(), Error::Gather { index: 0, .. }));
+    assert!(matches!(
+        error,
+        Error::Value(ValueError::OutputCount { slot: 1, tensors: 1, expected: 0 })
+    ));
+    let ragged = mesh.pmap(|replica, x: Tensor| x.narrow(1, 0, replica.slot() + 1));
+    assert!(matches!(
+        ragged.call(iota((2, 2))).unwrap_err(),
+        Error::Value(ValueError::Gather { index: 0, .. })
+    ));
+}
+
+#[test]
+fn sums_are_formed_in_the_order_of_the_mesh() {
+    // In single precision 1 is lost beside a hundred millions, unless these have gone before.
+    for (values, sum) in [([1.0, 1e8, -1e8], 0.0), ([1e8, -1e8, 1.0], 1.0), ([1e8, 1.0, -1e8], 0.0)]
+    {
+        let x = Tensor::new(&values.map(|value: f32| value), &Device::Cpu).unwrap();
+        let total = DeviceMesh::cpu(3).unwrap().pmap(|_, x: Tensor| x.sum_all());
+        let total = total.out_axes(P::sum(ALL)).call(x.clone()).unwrap();
+        assert_eq!(total.to_scalar::<f32>().unwrap(), sum, "P::sum of {values:?}");
+        let total = DeviceMesh::cpu(3).unwrap().pmap(|ctx, x: Tensor| ctx.psum(&x, ALL));
+        let total = total.out_axes(P::replicate()).call(x).unwrap();
+        assert_eq!(total.to_vec1::<f32>().unwrap(), [sum], "psum of {values:?}");
+    }
+}
+
+#[test]
+fn results_are_stacked_in_the_order_of_the_mesh_in_any_new_dimension() {
+    let mesh = DeviceMesh::cpu(2).unwrap();
+    let stacked = |dim| {
+        mesh.pmap(|_, x: Tensor| x.flatten_all()).out_axes(P::stack(dim, ALL)).call(iota((2, 2)))
+    };
+    assert_eq!(rows(&stacked(0).unwrap()), [[0.0, 1.0], [2.0, 3.0]]);
+    assert_eq!(rows(&stacked(1).unwrap()), [[0.0, 2.0], [1.0, 3.0]]);
+    assert_eq!(rows(&stacked(-1).unwrap()), [[0.0, 2.0], [1.0, 3.0]]);
+    assert_eq!(faults(stacked(2)), [out_of_range(Side::Out, 2, &[2])]);
 }
 
 #[test]
@@ -290,21 +389,6 @@ fn sums_are_of_any_type_and_means_of_floats() {
             assert_eq!(faults(mean), [SpecFault::MeanOfIntegers { index: 0, dtype }]);
         }
     }
-}
-
-#[test]
-fn a_call_inside_a_replica_is_refused_instead_of_waiting_for_itself() {
-    let mesh = DeviceMesh::cpu(2).unwrap();
-    let inner = mesh.pmap(|_, x: Tensor| Ok(x));
-    let outer = mesh.pmap(move |_, x: Tensor| {
-        // Whatever else the worker is lent to meanwhile, it stays a replica.
-        rayon::yield_now();
-        inner.call(x).map_err(candle_core::Error::wrap)
-    });
-    let Error::Replica { source, .. } = outer.call(iota((4, 1))).unwrap_err() else {
-        panic!("not an error of a replica")
-    };
-    assert!(source.to_string().contains("cannot be called inside a replica"));
 }
 
 #[test]
@@ -349,7 +433,10 @@ fn results_that_should_be_replicated_and_are_not_are_found_in_debug_builds() {
     assert_eq!(rows(&same.call(iota((3, 1))).unwrap()), [[1.0]]);
     let differ = mesh.pmap(|_, x: Tensor| Ok(x)).out_axes(P::replicate()).call(iota((3, 1)));
     if cfg!(debug_assertions) {
-        assert!(matches!(differ, Err(Error::NotReplicated { index: 0, replica: 1, first: 0 })));
+        assert!(matches!(
+            differ,
+            Err(Error::Value(ValueError::NotReplicated { index: 0, slot: 1, first: 0 }))
+        ));
     }
 }
 
@@ -376,7 +463,7 @@ fn sharded_values_are_passed_on_without_being_gathered() {
     assert_eq!(x.shards()[1].dims(), [2, 2]);
     assert_eq!(rows(&x.gather(Some(0)).unwrap()), [[0.0, 1.0], [0.0, 3.0], [0.0, 5.0], [0.0, 7.0]]);
     let elsewhere = DeviceMesh::cpu(2).unwrap().shard(iota((4, 2)), Some(0)).unwrap();
-    assert!(matches!(w.zip(elsewhere), Err(Error::OtherMesh)));
+    assert!(matches!(w.zip(elsewhere), Err(Error::Value(ValueError::OtherMesh))));
 }
 
 #[test]

@@ -57,7 +57,7 @@ use crate::{
 ///         let loss = x.matmul(&w)?.sum_all()?;
 ///         let grads = loss.backward()?;
 ///         // The gradient of this slot's part, summed over the batches of both.
-///         let part = &in_replica.vars(ctx.index())?[0];
+///         let part = &in_replica.vars(ctx.slot())?[0];
 ///         grads.get(part).cloned().ok_or_else(|| candle_core::Error::msg("unused"))
 ///     })
 ///     .out_axes(Some(0));
@@ -413,7 +413,7 @@ impl ShardedVars {
         if ctx.count() != slots {
             return Err(ShardingError::OtherMesh { replicas: ctx.count(), slots });
         }
-        let parts = self.parts(ctx.index())?;
+        let parts = self.parts(ctx.slot())?;
         Ok(parts.iter().filter(move |part| part.param_idx == param_idx))
     }
 

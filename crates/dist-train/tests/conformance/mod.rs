@@ -149,7 +149,7 @@ fn sharded_steps(mesh: &DeviceMesh, vars: &ShardedVars) -> Vec<Tensor> {
         let (a, b) = (in_step.all_gather(ctx, "a")?, in_step.all_gather(ctx, "b")?);
         let loss = (x.matmul(&a)?.sqr()?.mean_all()? + b.sqr()?.sum_all()?)?;
         let grads = loss.backward()?;
-        for var in in_step.vars(ctx.index())? {
+        for var in in_step.vars(ctx.slot())? {
             if let Some(grad) = grads.get(&var) {
                 var.set(&(var.as_tensor() - (grad * 0.01)?)?)?;
             }

@@ -16,23 +16,36 @@ use candle_core::{Device, Result, Tensor};
 
 use crate::{
     engine::call::CollectiveCall,
-    error::Error,
-    mesh::{axes::MeshAxes, topology::Topology},
+    error::{self, Error, MeshError},
+    mesh::{
+        axes::{AxisSet, MeshAxes},
+        topology::Topology,
+    },
     reduce::Reduction,
 };
 
-/// Moves tensors between the replicas of a group, for one replica.
+/// How the slots of a mesh talk to each other; lives as long as the mesh.
+pub(crate) trait Backend: fmt::Debug + Send + Sync {
+    /// Begins a call of a parallel function: an engine for each slot of this process, in order.
+    fn begin(&self) -> Vec<Arc<dyn Engine>>;
+
+    /// The lists of all slots, given those of this process's slots; called between two calls, by
+    /// every process.
+    fn process_allgather(&self, lists: Vec<Vec<Tensor>>) -> error::Result<Vec<Vec<Tensor>>>;
+}
+
+/// Moves tensors between the replicas of a group, for one replica in one call.
 ///
-/// Every method is called by all members of `site.members` with the same `site.call`, and returns
+/// Every collective is called by all members of `site` with a `site.call` that agrees, and returns
 /// to each its own result. Tensors come without a gradient graph and may lie on any device; results
-/// lie on the device of what was given. Whoever implements it checks that calls agree, adds up in
-/// rank order, and never leaves a member waiting for one that has failed or gone: it returns an
-/// error that `failed` has recorded.
+/// lie on the device of what was given. An engine checks that calls agree, adds up in rank order,
+/// and never leaves a member waiting for one that has failed or gone: it returns an error whose
+/// cause [`failure`](Self::failure) knows.
 pub(crate) trait Engine: fmt::Debug + Send + Sync {
     /// `x` reduced over all members.
     fn all_reduce(&self, site: &Site, x: &Tensor, reduction: Reduction) -> Result<Tensor>;
 
-    /// The sums of those lists' entries that are `wanted` here; all members bring lists of the same
+    /// The sums of those lists' entries that are `wanted` here; all members pass lists of the same
     /// shapes.
     fn reduce_lists(
         &self,
@@ -42,23 +55,27 @@ pub(crate) trait Engine: fmt::Debug + Send + Sync {
         reduction: Reduction,
     ) -> Result<Vec<Tensor>>;
 
-    /// The tensors of all members, in the order of the group.
+    /// The tensors of all members, by rank.
     fn all_gather(&self, site: &Site, x: &Tensor) -> Result<Vec<Tensor>>;
 
-    /// The n-th of the tensors that each member brought, where n is this member's position.
+    /// The n-th of the tensors that each member passed, where n is this member's rank.
     fn all_to_all(&self, site: &Site, parts: Vec<Tensor>) -> Result<Vec<Tensor>>;
 
-    /// What member `from` brought; `None` if nobody is to send here.
+    /// What the member of rank `from` passed; `None` if nobody is to send here.
     fn receive(&self, site: &Site, x: &Tensor, from: Option<usize>) -> Result<Option<Tensor>>;
 
     /// Returns when all members have called it.
     fn barrier(&self, site: &Site) -> Result<()>;
 
-    /// Notes that this replica has returned, for those who would wait for it.
-    fn returned(&self);
+    /// Says that this replica has returned, to those who would wait for it.
+    fn finish(&self);
 
     /// Ends the call for all replicas because this one failed.
-    fn failed(&self, error: Error);
+    fn fail(&self, error: Error);
+
+    /// The error that ended the call, if one did; asked of one of its engines when all replicas
+    /// have ended.
+    fn failure(&self) -> Option<Error>;
 }
 
 /// The tensor in one piece on the processor, where tensors of different devices can meet; itself,
@@ -68,14 +85,16 @@ pub(crate) fn on_host(x: &Tensor) -> Result<Tensor> {
     x.contiguous()?.to_device(&Device::Cpu)
 }
 
-/// Who takes part in a collective, and in what.
+/// A collective as one member of a group takes part in it.
 #[derive(Clone, Debug)]
 pub(crate) struct Site {
     pub(crate) call: Arc<CollectiveCall>,
-    /// How many members the group has.
-    pub(crate) size: usize,
-    /// This replica's position among them.
-    pub(crate) position: usize,
+    /// The number of the group among those along the same axes.
+    group: usize,
+    /// The slots of the group, by rank.
+    members: Arc<[usize]>,
+    /// This replica's rank in the group.
+    pub(crate) rank: usize,
 }
 
 impl Site {
@@ -88,22 +107,25 @@ impl Site {
         slot: usize,
         op: &'static str,
         x: Option<&Tensor>,
-    ) -> crate::Result<Self> {
+    ) -> error::Result<Self, MeshError> {
         let set = topology.set(&axes)?;
+        let groups = topology.groups(set);
+        let place = groups.place(slot);
         let call = CollectiveCall {
             op,
             detail: String::new(),
             set,
             axes,
             dtype: x.map(Tensor::dtype),
-            shape: x.map_or_else(Vec::new, |x| x.dims().to_vec()),
+            shape: x.iter().flat_map(|x| x.dims()).copied().collect(),
             free_dim: None,
             place: Location::caller(),
         };
         Ok(Self {
             call: Arc::new(call),
-            size: topology.size(set),
-            position: topology.groups(set).seat(slot).1,
+            group: place.group,
+            members: Arc::clone(groups.members(place.group)),
+            rank: place.rank,
         })
     }
 
@@ -127,5 +149,25 @@ impl Site {
         call.shape = gradient.dims().to_vec();
         call.free_dim = None;
         site
+    }
+
+    /// How many members the group has.
+    pub(crate) fn size(&self) -> usize {
+        self.members.len()
+    }
+
+    /// The slots of the group, by rank.
+    pub(crate) fn members(&self) -> &Arc<[usize]> {
+        &self.members
+    }
+
+    /// This replica's slot.
+    pub(crate) fn slot(&self) -> usize {
+        self.members[self.rank]
+    }
+
+    /// What tells the group apart from all others of the mesh.
+    pub(crate) fn key(&self) -> (AxisSet, usize) {
+        (self.call.set, self.group)
     }
 }

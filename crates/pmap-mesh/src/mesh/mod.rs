@@ -1,6 +1,7 @@
 //! The devices that work together.
 
 pub(crate) mod axes;
+pub(crate) mod place;
 pub(crate) mod topology;
 pub(crate) mod workers;
 
@@ -13,19 +14,9 @@ use std::{
 
 use candle_core::{Device, Tensor};
 
-#[cfg(feature = "nccl")]
-use core_types::Placement;
-
-#[cfg(feature = "mpi")]
-use crate::engine::mpi::{Mpi, Session};
-#[cfg(feature = "nccl")]
-use crate::engine::nccl::{Nccl, NcclStore};
 use crate::{
-    engine::{
-        Engine,
-        threads::{Threads, rendezvous::Hub},
-    },
-    error::{Error, Result},
+    engine::{Backend, threads::Threads},
+    error::{MeshError, ProcessError, Result, ValueError},
     mesh::{topology::Topology, workers::Workers},
 };
 
@@ -50,24 +41,23 @@ pub struct DeviceMesh(Arc<Inner>);
 
 #[derive(Debug)]
 struct Inner {
-    /// Of this process's slots.
+    /// The devices of the slots in this process.
     devices: Vec<Device>,
+    /// The first slot in this process.
     first_slot: usize,
     topology: Arc<Topology>,
-    deadline: Option<Duration>,
-    pin: bool,
-    engines: Engines,
+    options: Options,
+    backend: Arc<dyn Backend>,
     workers: Workers,
 }
 
-/// How the slots of a mesh talk to each other.
-#[derive(Debug)]
-enum Engines {
-    Threads,
-    #[cfg(feature = "mpi")]
-    Mpi(Mpi),
-    #[cfg(feature = "nccl")]
-    Nccl(Nccl),
+/// What a mesh takes over from its builder, and its sub-meshes from it.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Options {
+    /// Whether workers are bound to cores.
+    pub(crate) pin: bool,
+    /// How long a replica waits in a collective; for ever without.
+    pub(crate) deadline: Option<Duration>,
 }
 
 /// The axes and options of a mesh to be made.
@@ -83,9 +73,9 @@ enum Engines {
 #[derive(Clone, Debug)]
 #[must_use = "a builder makes no mesh until it is given devices"]
 pub struct DeviceMeshBuilder {
-    axes: Vec<(String, usize)>,
-    pin: bool,
-    deadline: Option<Duration>,
+    /// Names and sizes, unchecked.
+    pub(crate) axes: Vec<(String, usize)>,
+    pub(crate) options: Options,
 }
 
 impl DeviceMesh {
@@ -101,7 +91,7 @@ impl DeviceMesh {
 
     /// Starts a mesh with axes of its own.
     pub fn builder() -> DeviceMeshBuilder {
-        DeviceMeshBuilder { axes: Vec::new(), pin: true, deadline: None }
+        DeviceMeshBuilder { axes: Vec::new(), options: Options { pin: true, deadline: None } }
     }
 
     /// Returns a row of these devices, in this order; they may be of different kinds, or the same
@@ -109,8 +99,8 @@ impl DeviceMesh {
     ///
     /// # Errors
     ///
-    /// [`Error::MeshSize`] for no devices or more than [`MAX_DEVICES`](Self::MAX_DEVICES),
-    /// [`Error::Worker`] if the system gives no more threads.
+    /// [`MeshError::Size`] for no devices or more than [`MAX_DEVICES`](Self::MAX_DEVICES),
+    /// [`MeshError::Worker`] if the system gives no more threads.
     pub fn new(devices: Vec<Device>) -> Result<Self> {
         Self::builder().axis(Self::AXIS, devices.len()).devices(devices)
     }
@@ -131,7 +121,7 @@ impl DeviceMesh {
     ///
     /// # Errors
     ///
-    /// [`Error::Device`] if one of them is not there or the crate was built without feature `cuda`,
+    /// [`MeshError::Device`] if one of them is not there or the crate was built without feature `cuda`,
     /// and those of [`new`](Self::new).
     pub fn cuda(count: usize) -> Result<Self> {
         Self::builder().axis(Self::AXIS, count).cuda()
@@ -141,10 +131,30 @@ impl DeviceMesh {
     ///
     /// # Errors
     ///
-    /// [`Error::Device`] if one of them is not there or the crate was built without feature
+    /// [`MeshError::Device`] if one of them is not there or the crate was built without feature
     /// `metal`, and those of [`new`](Self::new).
     pub fn metal(count: usize) -> Result<Self> {
         Self::builder().axis(Self::AXIS, count).metal()
+    }
+
+    /// Starts the workers of a mesh whose parts have been checked.
+    ///
+    /// `devices` are those of this process's slots, which begin with `first_slot`.
+    pub(crate) fn start(
+        devices: Vec<Device>,
+        first_slot: usize,
+        topology: Arc<Topology>,
+        options: Options,
+        backend: Arc<dyn Backend>,
+    ) -> Result<Self> {
+        let on_processor = devices.iter().all(Device::is_cpu);
+        if on_processor {
+            warn_of_threads();
+        }
+        // A process with one slot is bound by its launcher, or is not, as that was told.
+        let pin = options.pin && on_processor && devices.len() > 1;
+        let workers = Workers::start(devices.len(), pin)?;
+        Ok(Self(Arc::new(Inner { devices, first_slot, topology, options, backend, workers })))
     }
 
     /// Returns a mesh, with workers of its own, of those devices of this one whose coordinate along
@@ -152,7 +162,7 @@ impl DeviceMesh {
     ///
     /// # Errors
     ///
-    /// [`Error::UnknownAxis`], [`Error::Coordinate`], [`Error::SeveralProcesses`], and those of
+    /// [`MeshError::UnknownAxis`], [`MeshError::Coordinate`], [`ProcessError::Unsupported`], and those of
     /// [`new`](Self::new).
     ///
     /// # Examples
@@ -166,31 +176,28 @@ impl DeviceMesh {
     /// ```
     pub fn sub_mesh(&self, axis: &str, coordinate: usize) -> Result<Self> {
         if self.local_slots().len() != self.len() {
-            return Err(Error::SeveralProcesses { what: "a sub-mesh" });
+            return Err(ProcessError::Unsupported { what: "a sub-mesh" }.into());
         }
         let set = self.topology().set(&axis.into())?;
         let size = self.topology().size(set);
         if coordinate >= size {
-            return Err(Error::Coordinate { axis: axis.to_owned(), coordinate, size });
+            let axis = axis.to_owned();
+            return Err(MeshError::Coordinate { axis, coordinate, size }.into());
         }
         let groups = self.topology().groups(set);
-        let is_in = |slot: &usize| groups.seat(*slot).1 == coordinate;
-        let devices =
-            self.local_slots().filter(is_in).map(|slot| self.devices()[slot].clone()).collect();
-        let rest = self.axes().filter(|(name, _)| *name != axis);
-        let builder =
-            DeviceMeshBuilder { axes: Vec::new(), pin: self.0.pin, deadline: self.0.deadline };
-        rest.fold(builder, |builder, (name, size)| builder.axis(name, size)).devices(devices)
+        let slots = self.local_slots().filter(|&slot| groups.place(slot).rank == coordinate);
+        let devices = slots.map(|slot| self.devices()[slot].clone()).collect();
+        let others = self.topology().axes().iter().filter(|(name, _)| name != axis).cloned();
+        DeviceMeshBuilder { axes: others.collect(), options: self.0.options }.devices(devices)
     }
 
-    /// The devices of this process's slots, in the order in which shards are dealt to them: the
-    /// last axis varies fastest.
+    /// The devices of this process's slots, by slot: the last axis varies fastest.
     pub fn devices(&self) -> &[Device] {
         &self.0.devices
     }
 
     /// The number of devices, in all processes.
-    #[allow(clippy::len_without_is_empty, reason = "a mesh is never empty")]
+    #[expect(clippy::len_without_is_empty, reason = "a mesh is never empty")]
     pub fn len(&self) -> usize {
         self.topology().slots()
     }
@@ -205,22 +212,11 @@ impl DeviceMesh {
         self.topology().axes().iter().map(|(name, size)| (name.as_str(), *size))
     }
 
-    /// What the replica of `slot` uses in one call, of which `hub` is the meeting place.
-    pub(crate) fn engine(&self, hub: &Arc<Hub>, slot: usize) -> Box<dyn Engine> {
-        match &self.0.engines {
-            Engines::Threads => Box::new(Threads::new(Arc::clone(hub), slot)),
-            #[cfg(feature = "mpi")]
-            Engines::Mpi(mpi) => Box::new(mpi.clone()),
-            #[cfg(feature = "nccl")]
-            Engines::Nccl(nccl) => Box::new(nccl.clone()),
-        }
-    }
-
     /// Returns the tensors of all slots, given those of this process's slots; JAX's
     /// `process_allgather`.
     ///
-    /// Every process of the mesh calls it, between calls of parallel functions. In one process the
-    /// argument comes back.
+    /// Every process of the mesh calls it, between two calls of parallel functions. In one process
+    /// the argument comes back.
     ///
     /// # Shapes
     ///
@@ -229,23 +225,18 @@ impl DeviceMesh {
     ///
     /// # Errors
     ///
-    /// Those of [`PMap::call`](crate::PMap::call), over several processes.
-    #[cfg_attr(
-        not(any(feature = "mpi", feature = "nccl")),
-        allow(clippy::unnecessary_wraps, reason = "other processes may fail")
-    )]
+    /// [`ValueError::ListCount`] for another number of lists; over several processes, those of
+    /// [`PMap::call`](crate::PMap::call).
     pub fn process_allgather(&self, lists: Vec<Vec<Tensor>>) -> Result<Vec<Vec<Tensor>>> {
-        match &self.0.engines {
-            Engines::Threads => Ok(lists),
-            #[cfg(feature = "mpi")]
-            Engines::Mpi(mpi) => {
-                lists.first().map_or_else(|| Ok(Vec::new()), |list| mpi.exchange(list))
-            }
-            #[cfg(feature = "nccl")]
-            Engines::Nccl(nccl) => {
-                lists.first().map_or_else(|| Ok(Vec::new()), |list| nccl.exchange(list))
-            }
+        let slots = self.devices().len();
+        if lists.len() != slots {
+            return Err(ValueError::ListCount { lists: lists.len(), slots }.into());
         }
+        self.0.backend.process_allgather(lists)
+    }
+
+    pub(crate) fn backend(&self) -> &dyn Backend {
+        &*self.0.backend
     }
 
     pub(crate) fn workers(&self) -> &Workers {
@@ -260,12 +251,8 @@ impl DeviceMesh {
         Arc::clone(&self.0.topology)
     }
 
-    pub(crate) fn deadline(&self) -> Option<Duration> {
-        self.0.deadline
-    }
-
     /// Whether both are clones of one mesh.
-    pub(crate) fn is(&self, other: &Self) -> bool {
+    pub(crate) fn ptr_eq(&self, other: &Self) -> bool {
         Arc::ptr_eq(&self.0, &other.0)
     }
 }
@@ -282,17 +269,17 @@ impl DeviceMeshBuilder {
     ///
     /// Bound workers keep their caches, but cannot step aside for another busy process.
     pub fn pin(mut self, pin: bool) -> Self {
-        self.pin = pin;
+        self.options.pin = pin;
         self
     }
 
-    /// How long a replica waits in a collective before the call ends with [`Error::Deadline`].
+    /// How long a replica waits in a collective before the call ends with [`CollectiveError::Deadline`](crate::CollectiveError::Deadline).
     ///
     /// In one process for ever by default, since failures of others end it anyway; over several
     /// processes, of which one may never come, for
     /// [`PROCESS_DEADLINE`](DeviceMesh::PROCESS_DEADLINE).
     pub fn deadline(mut self, deadline: Duration) -> Self {
-        self.deadline = Some(deadline);
+        self.options.deadline = Some(deadline);
         self
     }
 
@@ -328,120 +315,26 @@ impl DeviceMeshBuilder {
     ///
     /// # Errors
     ///
-    /// [`Error::MeshSize`] for no slots or more than [`DeviceMesh::MAX_DEVICES`],
-    /// [`Error::MeshAxes`] for too many axes, [`Error::DuplicateAxis`], [`Error::DeviceCount`] if
-    /// there are more or fewer devices than slots, and [`Error::Worker`] if the system gives no
+    /// [`MeshError::Size`] for no slots or more than [`DeviceMesh::MAX_DEVICES`],
+    /// [`MeshError::AxisCount`] for too many axes, [`MeshError::DuplicateAxis`], [`MeshError::DeviceCount`] if
+    /// there are more or fewer devices than slots, and [`MeshError::Worker`] if the system gives no
     /// more threads.
     pub fn devices(self, devices: Vec<Device>) -> Result<DeviceMesh> {
-        let (topology, slots) = Topology::new(self.axes, DeviceMesh::MAX_DEVICES)?;
+        let topology = Topology::new(self.axes, DeviceMesh::MAX_DEVICES)?;
+        let slots = topology.slots();
         if devices.len() != slots {
-            return Err(Error::DeviceCount { devices: devices.len(), slots });
+            return Err(MeshError::DeviceCount { devices: devices.len(), slots }.into());
         }
-        let (deadline, pin, topology) = (self.deadline, self.pin, Arc::new(topology));
-        let workers = start_workers(&devices, pin)?;
-        let inner = Inner {
-            devices,
-            first_slot: 0,
-            topology,
-            deadline,
-            pin,
-            engines: Engines::Threads,
-            workers,
-        };
-        Ok(DeviceMesh(Arc::new(inner)))
-    }
-
-    /// Makes the mesh of all processes that MPI has started, one slot each, by rank; this one's
-    /// runs on `device`.
-    ///
-    /// Every process makes the same mesh and calls the same functions with the same arguments, of
-    /// which it takes its own shard; results come back to all of them. What is said of one process
-    /// elsewhere holds of all: they compute the same, sums are formed in rank order. A replica that
-    /// fails ends all processes, with its error on the standard error of its own, since the others
-    /// may wait for it: there is no call that returns an error for it.
-    ///
-    /// A mesh without axes is a row named [`DeviceMesh::AXIS`].
-    ///
-    /// # Errors
-    ///
-    /// Those of [`devices`](Self::devices), and [`Error::Mpi`] if MPI cannot be started, or a
-    /// second time, has not as many processes as the mesh has slots, or grants its calls to one
-    /// thread only.
-    #[cfg(feature = "mpi")]
-    pub fn mpi(self, device: Device) -> Result<DeviceMesh> {
-        let session = Session::start()?;
-        let (first_slot, processes) = (session.rank(), session.size());
-        self.of_processes(first_slot, processes, device, |topology, deadline, _| {
-            Ok(Engines::Mpi(Mpi::new(session, Arc::clone(topology), deadline)?))
-        })
-    }
-
-    /// Makes the mesh of as many processes as the world of `place` has, one slot each, by rank;
-    /// this one's runs on CUDA device `device` of its machine, and tensors go from device to device
-    /// through NCCL.
-    ///
-    /// Who this process is and which device it takes is known to what started it: a program hands
-    /// on the placement and the local rank of `core_types::Launched`. The processes meet at
-    /// `store`, and wait there for each other for up to ten minutes.
-    ///
-    /// As over MPI, every process makes the same mesh and calls the same functions with the same
-    /// arguments, sums are formed in rank order, and a replica that fails ends its process with its
-    /// error on the standard error; the launcher then ends the others, which wait for it. Tensors
-    /// of other devices are refused in collectives.
-    ///
-    /// A mesh without axes is a row named [`DeviceMesh::AXIS`].
-    ///
-    /// This has been built, and has not been run on several GPUs.
-    ///
-    /// # Errors
-    ///
-    /// Those of [`devices`](Self::devices), [`Error::Device`] if there is no such device,
-    /// [`Error::Store`] if the processes cannot meet, and [`Error::Nccl`] if NCCL cannot be started
-    /// or the mesh has not as many slots as there are processes.
-    #[cfg(feature = "nccl")]
-    pub fn nccl(self, place: Placement, device: usize, store: &NcclStore) -> Result<DeviceMesh> {
-        let opened = Device::new_cuda_with_stream(device)
-            .map_err(|source| Error::Device { index: device, source })?;
-        let (first_slot, processes) = (place.rank().as_usize(), place.world_size().as_usize());
-        self.of_processes(first_slot, processes, opened, |topology, deadline, device| {
-            Ok(Engines::Nccl(Nccl::new(place, device, store, Arc::clone(topology), deadline)?))
-        })
-    }
-
-    /// The mesh of several processes, whose engine is made when its axes have been checked.
-    #[cfg(any(feature = "mpi", feature = "nccl"))]
-    fn of_processes(
-        mut self,
-        first_slot: usize,
-        processes: usize,
-        device: Device,
-        engines: impl FnOnce(&Arc<Topology>, Duration, &Device) -> Result<Engines>,
-    ) -> Result<DeviceMesh> {
-        if self.axes.is_empty() {
-            self = self.axis(DeviceMesh::AXIS, processes);
-        }
-        let topology = Arc::new(Topology::new(self.axes, DeviceMesh::MAX_DEVICES)?.0);
-        let (deadline, pin) = (self.deadline.unwrap_or(DeviceMesh::PROCESS_DEADLINE), self.pin);
-        let engines = engines(&topology, deadline, &device)?;
-        let devices = vec![device];
-        // The launcher binds processes, or not, as it was told.
-        let workers = start_workers(&devices, false)?;
-        Ok(DeviceMesh(Arc::new(Inner {
-            devices,
-            first_slot,
-            topology,
-            deadline: Some(deadline),
-            pin,
-            engines,
-            workers,
-        })))
+        let backend = Arc::new(Threads::new(slots, self.options.deadline));
+        DeviceMesh::start(devices, 0, Arc::new(topology), self.options, backend)
     }
 
     fn open(self, device: impl Fn(usize) -> candle_core::Result<Device>) -> Result<DeviceMesh> {
-        let slots = Topology::new(self.axes.clone(), DeviceMesh::MAX_DEVICES)?.1;
-        let open = |index| device(index).map_err(|source| Error::Device { index, source });
-        let devices = (0..slots).map(open).collect::<Result<_>>()?;
-        self.devices(devices)
+        // Axes that make no mesh are refused before devices are opened.
+        let slots = Topology::new(self.axes.clone(), DeviceMesh::MAX_DEVICES)?.slots();
+        let open = |index| device(index).map_err(|cause| MeshError::Device { index, cause });
+        let devices: Result<_, MeshError> = (0..slots).map(open).collect();
+        self.devices(devices?)
     }
 }
 
@@ -451,6 +344,7 @@ impl fmt::Display for DeviceMesh {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let axes: Vec<String> = self.axes().map(|(name, size)| format!("{name} {size}")).collect();
         f.write_str(&axes.join(" x "))?;
+        // A mesh without axes has one slot.
         let columns = self.axes().last().map_or(1, |(_, size)| size);
         let slots: Vec<String> = self
             .local_slots()
@@ -463,14 +357,6 @@ impl fmt::Display for DeviceMesh {
 
 fn name_of(device: &Device) -> String {
     format!("{:?}", device.location())
-}
-
-fn start_workers(devices: &[Device], pin: bool) -> Result<Workers> {
-    let on_processor = devices.iter().all(Device::is_cpu);
-    if on_processor {
-        warn_of_threads();
-    }
-    Workers::start(devices.len(), pin && on_processor && devices.len() > 1)
 }
 
 /// Says once that candle would spread every kernel over all cores.

@@ -6,7 +6,7 @@ use std::{
 };
 
 use crate::{
-    error::{Error, Result},
+    error::{MeshError, Result},
     mesh::axes::{AxisSet, MeshAxes},
     sync::lock,
 };
@@ -15,29 +15,30 @@ use crate::{
 #[derive(Debug)]
 pub(crate) struct Topology {
     axes: Vec<(String, usize)>,
-    /// The groups along each set of axes that was asked for.
+    /// The groups along each set of axes that was asked for. No other lock is taken under it.
     groups: Mutex<BTreeMap<AxisSet, Arc<Groups>>>,
 }
 
 impl Topology {
-    /// The most axes; each set of them must fit into an [`AxisSet`].
+    /// The most axes; each set of them must fit into an [`AxisSet`], and 16 are more than anybody
+    /// has named.
     pub(crate) const MAX_AXES: usize = 16;
 
-    /// Checks names and sizes; returns the grid and the number of its slots.
-    pub(crate) fn new(axes: Vec<(String, usize)>, max_slots: usize) -> Result<(Self, usize)> {
+    /// Checks names and sizes.
+    pub(crate) fn new(axes: Vec<(String, usize)>, max_slots: usize) -> Result<Self, MeshError> {
         if axes.len() > Self::MAX_AXES {
-            return Err(Error::MeshAxes { count: axes.len(), max: Self::MAX_AXES });
+            return Err(MeshError::AxisCount { count: axes.len(), max: Self::MAX_AXES });
         }
-        if let Some((name, _)) = axes.iter().enumerate().find_map(|(n, axis)| {
-            axes[..n].iter().any(|earlier| earlier.0 == axis.0).then_some(axis)
-        }) {
-            return Err(Error::DuplicateAxis { name: name.clone() });
+        for (n, (name, _)) in axes.iter().enumerate() {
+            if axes[..n].iter().any(|(earlier, _)| earlier == name) {
+                return Err(MeshError::DuplicateAxis { name: name.clone() });
+            }
         }
         let count = axes.iter().fold(1, |slots: usize, (_, size)| slots.saturating_mul(*size));
         if !(1..=max_slots).contains(&count) {
-            return Err(Error::MeshSize { count, max: max_slots });
+            return Err(MeshError::Size { count, max: max_slots });
         }
-        Ok((Self { axes, groups: Mutex::default() }, count))
+        Ok(Self { axes, groups: Mutex::default() })
     }
 
     pub(crate) fn axes(&self) -> &[(String, usize)] {
@@ -51,27 +52,24 @@ impl Topology {
     /// The coordinate of a slot along every axis.
     pub(crate) fn coordinates(&self, slot: usize) -> Vec<usize> {
         let mut rest = slot;
-        let mut coordinates: Vec<usize> = self
-            .axes
-            .iter()
-            .rev()
-            .map(|(_, size)| {
-                let coordinate = rest % size;
-                rest /= size;
-                coordinate
-            })
-            .collect();
-        coordinates.reverse();
+        let mut coordinates = vec![0; self.axes.len()];
+        for (coordinate, (_, size)) in coordinates.iter_mut().zip(&self.axes).rev() {
+            *coordinate = rest % size;
+            rest /= size;
+        }
         coordinates
     }
 
     /// The set that `axes` names.
-    pub(crate) fn set(&self, axes: &MeshAxes) -> Result<AxisSet> {
+    pub(crate) fn set(&self, axes: &MeshAxes) -> Result<AxisSet, MeshError> {
         let Some(names) = axes.names() else { return Ok((1 << self.axes.len()) - 1) };
-        names.iter().try_fold(0, |set, name| {
-            let position = self.axes.iter().position(|(known, _)| known == name);
-            let unknown = || Error::UnknownAxis { name: name.clone(), known: self.names() };
-            Ok(set | 1 << position.ok_or_else(unknown)?)
+        names.iter().try_fold(0, |set, name| Ok(set | 1 << self.position(name)?))
+    }
+
+    fn position(&self, name: &str) -> Result<usize, MeshError> {
+        self.axes.iter().position(|(known, _)| known == name).ok_or_else(|| {
+            let known = self.axes.iter().map(|(name, _)| name.clone()).collect();
+            MeshError::UnknownAxis { name: name.to_owned(), known }
         })
     }
 
@@ -80,10 +78,6 @@ impl Topology {
     pub(crate) fn long_axes(&self) -> AxisSet {
         let long = self.axes.iter().enumerate().filter(|(_, (_, size))| *size > 1);
         long.fold(0, |set, (axis, _)| set | 1 << axis)
-    }
-
-    fn names(&self) -> Vec<String> {
-        self.axes.iter().map(|(name, _)| name.clone()).collect()
     }
 
     /// How many slots a group along these axes has.
@@ -98,19 +92,20 @@ impl Topology {
     }
 
     fn grouped(&self, set: AxisSet) -> Groups {
-        let mut ids = BTreeMap::new();
-        let mut groups = Groups { members: Vec::new(), seats: Vec::new() };
+        let mut groups: BTreeMap<Vec<usize>, usize> = BTreeMap::new();
+        let mut members: Vec<Vec<usize>> = Vec::new();
+        let mut places = Vec::with_capacity(self.slots());
         for slot in 0..self.slots() {
             let mut outside = self.coordinates(slot);
             self.axes_of(set).for_each(|(axis, _)| outside[axis] = 0);
-            let group = *ids.entry(outside).or_insert(groups.members.len());
-            if group == groups.members.len() {
-                groups.members.push(Vec::new());
+            let group = *groups.entry(outside).or_insert(members.len());
+            if group == members.len() {
+                members.push(Vec::new());
             }
-            groups.seats.push((group, groups.members[group].len()));
-            groups.members[group].push(slot);
+            places.push(Place { group, rank: members[group].len() });
+            members[group].push(slot);
         }
-        groups
+        Groups { members: members.into_iter().map(Arc::from).collect(), places }
     }
 
     fn axes_of(&self, set: AxisSet) -> impl Iterator<Item = (usize, &(String, usize))> {
@@ -118,32 +113,35 @@ impl Topology {
     }
 }
 
-/// The slots of a mesh, parted into groups along some of its axes.
+/// The slots of a mesh, divided into groups along some of its axes.
 #[derive(Debug)]
 pub(crate) struct Groups {
-    /// The slots of each group, in order.
-    members: Vec<Vec<usize>>,
-    /// For each slot its group and its position in it.
-    seats: Vec<(usize, usize)>,
+    /// The slots of each group, by rank.
+    members: Vec<Arc<[usize]>>,
+    /// The place of each slot.
+    places: Vec<Place>,
+}
+
+/// Which group a slot is in, and its rank there.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Place {
+    pub(crate) group: usize,
+    pub(crate) rank: usize,
 }
 
 impl Groups {
-    /// The group of a slot, and the slot's position in it.
-    pub(crate) fn seat(&self, slot: usize) -> (usize, usize) {
-        self.seats[slot]
+    pub(crate) fn place(&self, slot: usize) -> Place {
+        self.places[slot]
+    }
+
+    /// The slots of a group, by rank.
+    pub(crate) fn members(&self, group: usize) -> &Arc<[usize]> {
+        &self.members[group]
     }
 
     /// The slots of the group that a slot is in, itself included.
     pub(crate) fn members_with(&self, slot: usize) -> &[usize] {
-        self.members(self.seat(slot).0)
-    }
-
-    pub(crate) fn members(&self, group: usize) -> &[usize] {
-        &self.members[group]
-    }
-
-    pub(crate) fn len(&self) -> usize {
-        self.members.len()
+        self.members(self.place(slot).group)
     }
 }
 
@@ -154,18 +152,19 @@ mod tests {
 
     fn grid(sizes: &[usize]) -> Topology {
         let axes = sizes.iter().enumerate().map(|(n, &size)| (format!("a{n}"), size)).collect();
-        Topology::new(axes, 1024).unwrap().0
+        Topology::new(axes, 1024).unwrap()
     }
 
     #[test]
     fn groups_along_an_axis_differ_there_only() {
         let grid = grid(&[2, 3]);
         let rows = grid.groups(grid.set(&"a1".into()).unwrap());
-        assert_eq!((rows.members(0), rows.members(1)), (&[0, 1, 2][..], &[3, 4, 5][..]));
+        assert_eq!((&rows.members(0)[..], &rows.members(1)[..]), (&[0, 1, 2][..], &[3, 4, 5][..]));
         let columns = grid.groups(grid.set(&"a0".into()).unwrap());
-        assert_eq!((columns.len(), columns.members(1), columns.seat(4)), (3, &[1, 4][..], (1, 1)));
-        assert_eq!(grid.groups(grid.set(&ALL).unwrap()).members(0), [0, 1, 2, 3, 4, 5]);
-        assert_eq!(grid.groups(0).len(), 6);
+        assert_eq!((columns.members.len(), &columns.members(1)[..]), (3, &[1, 4][..]));
+        assert_eq!(columns.place(4), Place { group: 1, rank: 1 });
+        assert_eq!(grid.groups(grid.set(&ALL).unwrap()).members(0)[..], [0, 1, 2, 3, 4, 5]);
+        assert_eq!(grid.groups(0).members.len(), 6);
     }
 
     #[test]
@@ -174,11 +173,9 @@ mod tests {
         for set in 0..8 {
             let groups = grid.groups(set);
             for slot in 0..12 {
-                let (group, position) = groups.seat(slot);
-                assert_eq!(
-                    (groups.members(group)[position], groups.members(group).len()),
-                    (slot, grid.size(set))
-                );
+                let Place { group, rank } = groups.place(slot);
+                assert_eq!(groups.members(group)[rank], slot);
+                assert_eq!(groups.members(group).len(), grid.size(set));
             }
         }
         assert_eq!(grid.coordinates(11), [1, 2, 1]);
@@ -188,14 +185,14 @@ mod tests {
     fn names_must_be_known_and_differ() {
         let error = grid(&[2, 2]).set(&["a0", "b"].into()).unwrap_err();
         assert!(
-            matches!(error, Error::UnknownAxis { name, known } if name == "b" && known == ["a0", "a1"])
+            matches!(error, MeshError::UnknownAxis { name, known } if name == "b" && known == ["a0", "a1"])
         );
         let twice = Topology::new(vec![("x".into(), 2), ("x".into(), 2)], 1024);
-        assert!(matches!(twice, Err(Error::DuplicateAxis { name }) if name == "x"));
+        assert!(matches!(twice, Err(MeshError::DuplicateAxis { name }) if name == "x"));
         for sizes in [vec![0, 2], vec![usize::MAX, 2], vec![1025]] {
             let axes =
                 sizes.into_iter().enumerate().map(|(n, size)| (n.to_string(), size)).collect();
-            assert!(matches!(Topology::new(axes, 1024), Err(Error::MeshSize { .. })));
+            assert!(matches!(Topology::new(axes, 1024), Err(MeshError::Size { .. })));
         }
     }
 }

@@ -1,4 +1,11 @@
 //! One persistent worker per slot, on which its replica runs.
+//!
+//! # Synchronization
+//!
+//! There are two kinds of locks: `dispatch`, one per mesh, and the queue of each mailbox, which is
+//! taken under `dispatch` when jobs are handed out and by the worker alone when it takes one. None
+//! is held while a job runs. The counters beside them are looked at without a lock by threads that
+//! wait ([`sync::until`]); each is changed before the thread that waits is unparked.
 
 use std::{
     any::Any,
@@ -14,8 +21,11 @@ use std::{
     thread::{self, JoinHandle, Thread},
 };
 
+use core_affinity::CoreId;
+use rayon::{ThreadPoolBuildError, ThreadPoolBuilder};
+
 use crate::{
-    error::{Error, Result},
+    error::{MeshError, ReplicaError, Result},
     sync::{self, lock},
 };
 
@@ -41,49 +51,52 @@ thread_local! {
 
 impl Workers {
     /// Starts `count` workers that share the machine's cores, each bound to its own if `pin`.
-    pub(crate) fn start(count: usize, pin: bool) -> Result<Self> {
-        let cores = thread::available_parallelism().map_or(1, usize::from);
-        let threads_per_slot = (cores / count).max(1);
-        let pins = if pin { core_affinity::get_core_ids().unwrap_or_default() } else { Vec::new() };
+    pub(crate) fn start(count: usize, pin: bool) -> Result<Self, MeshError> {
+        let cores = Cores::new(count, pin);
         let mut workers = Self {
             mailboxes: Vec::with_capacity(count),
             threads: Vec::new(),
             dispatch: Mutex::default(),
         };
         for slot in 0..count {
-            let pool = rayon::ThreadPoolBuilder::new()
-                .num_threads(threads_per_slot)
-                .spawn_handler(|thread| {
-                    let core = pins
-                        .get(core_of(slot, thread.index(), count, threads_per_slot, pins.len()))
-                        .copied();
-                    let name = format!("mesh-{slot}.{}", thread.index());
-                    let start = move || {
-                        core.map(core_affinity::set_for_current);
-                        IN_MESH.set(true);
-                        thread.run();
-                    };
-                    workers.threads.push(thread::Builder::new().name(name).spawn(start)?);
-                    Ok(())
-                })
-                .build()
-                .map_err(|source| Error::Worker { index: slot, source })?;
-            // The pool's first job lasts as long as the mesh, and the pool as long as its job;
-            // kernels called in it find the pool's other threads.
-            let (started, worker) = mpsc::sync_channel(1);
-            pool.spawn(move || {
-                let mailbox = Arc::new(Mailbox::new(thread::current()));
-                drop(started.send(Arc::clone(&mailbox)));
-                mailbox.serve();
-            });
-            workers.mailboxes.extend(worker.recv());
+            // If one cannot be started, dropping `workers` ends those before it.
+            workers.start_slot(slot, &cores).map_err(|cause| MeshError::Worker { slot, cause })?;
         }
         Ok(workers)
     }
 
-    /// Refuses to go on inside a mesh, whose worker would wait for itself.
-    pub(crate) fn refuse_nesting() -> Result<()> {
-        if IN_MESH.get() { Err(Error::Nested) } else { Ok(()) }
+    /// Starts the thread pool of a slot, whose first job lasts as long as the mesh, and the pool as
+    /// long as its job; kernels called in it find the pool's other threads.
+    #[expect(clippy::expect_used, reason = "a pool that was built runs what it is given")]
+    fn start_slot(&mut self, slot: usize, cores: &Cores) -> Result<(), ThreadPoolBuildError> {
+        let pool = ThreadPoolBuilder::new()
+            .num_threads(cores.threads_per_slot)
+            .spawn_handler(|thread| {
+                let name = format!("mesh-{slot}.{}", thread.index());
+                let core = cores.of(slot, thread.index());
+                let start = move || {
+                    // Where the system refuses, the thread runs unbound, which is only slower.
+                    core.map(core_affinity::set_for_current);
+                    IN_MESH.set(true);
+                    thread.run();
+                };
+                self.threads.push(thread::Builder::new().name(name).spawn(start)?);
+                Ok(())
+            })
+            .build()?;
+        let (started, worker) = mpsc::sync_channel(1);
+        pool.spawn(move || {
+            let mailbox = Arc::new(Mailbox::new(thread::current()));
+            started.send(Arc::clone(&mailbox)).expect("the mesh waits for it");
+            mailbox.serve();
+        });
+        self.mailboxes.push(worker.recv().expect("a worker starts with its mailbox"));
+        Ok(())
+    }
+
+    /// Refuses a call inside a mesh, whose worker would wait for itself.
+    pub(crate) fn refuse_nesting() -> Result<(), ReplicaError> {
+        if IN_MESH.get() { Err(ReplicaError::Nested) } else { Ok(()) }
     }
 
     /// Runs the n-th job on the n-th worker, all at once, and returns when all have ended.
@@ -96,9 +109,10 @@ impl Workers {
         });
         let jobs: Vec<Job> =
             jobs.into_iter().map(|job| Pending::counted(Arc::clone(&pending), job)).collect();
-        let order = lock(&self.dispatch);
+        let dispatch = lock(&self.dispatch);
         self.mailboxes.iter().zip(jobs).for_each(|(mailbox, job)| mailbox.post(job));
-        drop(order);
+        drop(dispatch);
+        // Pairs with the release in `counted`: what the jobs wrote is seen after this.
         sync::until(None, || pending.jobs.load(Ordering::Acquire) == 0);
     }
 }
@@ -109,23 +123,44 @@ impl Drop for Workers {
         self.mailboxes.iter().for_each(|mailbox| mailbox.close());
         for thread in self.threads.drain(..) {
             if !IN_MESH.get() {
-                // A thread that panicked has told so already.
+                // What a thread panicked with was printed by the panic hook.
                 drop(thread.join());
             }
         }
     }
 }
 
-/// The core of one thread: a slot's threads side by side, and slots spread evenly where there are
-/// more than cores.
-fn core_of(
-    slot: usize,
-    thread: usize,
+/// How the cores of the machine are divided among the slots.
+struct Cores {
     slots: usize,
     threads_per_slot: usize,
-    cores: usize,
-) -> usize {
-    if slots > cores { slot * cores / slots } else { slot * threads_per_slot + thread }
+    /// What threads are bound to; none if they are not to be, or the system does not say.
+    pins: Vec<CoreId>,
+}
+
+impl Cores {
+    fn new(slots: usize, pin: bool) -> Self {
+        // Where the system does not say how many there are, one is right on every machine.
+        let cores = thread::available_parallelism().map_or(1, usize::from);
+        let pins = if pin { core_affinity::get_core_ids() } else { None };
+        Self {
+            slots,
+            threads_per_slot: (cores / slots).max(1),
+            pins: pins.into_iter().flatten().collect(),
+        }
+    }
+
+    /// The core of one thread: a slot's threads side by side, and slots spread evenly where there
+    /// are more than cores.
+    fn of(&self, slot: usize, thread: usize) -> Option<CoreId> {
+        let n_pins = self.pins.len();
+        let core = if self.slots > n_pins {
+            slot * n_pins / self.slots
+        } else {
+            slot * self.threads_per_slot + thread
+        };
+        self.pins.get(core).copied()
+    }
 }
 
 /// The jobs of a call that have not ended, and who waits for them.
@@ -139,6 +174,7 @@ impl Pending {
     fn counted(pending: Arc<Self>, job: impl FnOnce() + Send + 'static) -> Job {
         Box::new(move || {
             job();
+            // Releases what this job wrote and, for the last one, acquires what the others did.
             if pending.jobs.fetch_sub(1, Ordering::AcqRel) == 1 {
                 pending.caller.unpark();
             }
@@ -150,8 +186,10 @@ impl Pending {
 #[derive(Debug)]
 struct Mailbox {
     jobs: Mutex<Jobs>,
-    /// How many there are, to be read without the lock.
+    /// How many jobs there are, to be read without the lock: never more than lie in the queue, so
+    /// that a worker that reads another number than 0 finds a job.
     count: AtomicUsize,
+    /// Whether the mesh ends; no job is posted afterwards.
     closed: AtomicBool,
     worker: Thread,
 }
@@ -182,7 +220,9 @@ impl Mailbox {
         }
     }
 
+    /// The next job, waited for; `None` if the mailbox is closed and empty.
     fn next(&self) -> Option<Job> {
+        // Pair with the changes in `post` and `close`. The job itself comes through the lock.
         sync::until(None, || {
             self.count.load(Ordering::Acquire) > 0 || self.closed.load(Ordering::Acquire)
         });
@@ -193,6 +233,7 @@ impl Mailbox {
 
     fn post(&self, job: Job) {
         lock(&self.jobs).0.push_back(job);
+        // After the job is there, before the worker is woken.
         self.count.fetch_add(1, Ordering::AcqRel);
         self.worker.unpark();
     }
@@ -210,7 +251,12 @@ pub(crate) fn catch<T>(run: impl FnOnce() -> T) -> Result<T, String> {
 }
 
 fn panic_message(payload: &(dyn Any + Send)) -> String {
-    let text = payload.downcast_ref::<&str>().map(ToString::to_string);
-    text.or_else(|| payload.downcast_ref::<String>().cloned())
-        .unwrap_or_else(|| "no message".into())
+    if let Some(text) = payload.downcast_ref::<&str>() {
+        (*text).to_owned()
+    } else if let Some(text) = payload.downcast_ref::<String>() {
+        text.clone()
+    } else {
+        // `std::panic::panic_any` takes anything.
+        "no message".to_owned()
+    }
 }

@@ -6,7 +6,7 @@ use std::{
     fmt,
     marker::PhantomData,
     sync::{
-        Arc,
+        Arc, Mutex,
         atomic::{AtomicU64, Ordering},
     },
 };
@@ -14,18 +14,19 @@ use std::{
 use core_types::Seed;
 
 use crate::{
-    engine::threads::rendezvous::Hub,
-    error::{Error, Result},
+    engine::Engine,
+    error::{ReplicaError, Result},
     mesh::{
         DeviceMesh,
         axes::ALL,
+        place::place,
         workers::{self, Workers},
     },
     pmap::sharded::Sharded,
-    replica::{Replica, collectives::Collectives},
+    replica::{Identity, Replica, collectives::Collectives},
     spec::{
         P, Specs,
-        cut::{self, Rows, Uneven},
+        cut::{Rows, Uneven},
         tree::TensorTree,
     },
     sync::lock,
@@ -179,10 +180,16 @@ where
     /// # Errors
     ///
     /// Before a replica starts: [`Error::Specs`] with everything that is wrong with the arguments,
-    /// [`Error::SpecCount`], [`Error::Nested`]. From inside: [`Error::Replica`],
-    /// [`Error::Panicked`] and those of collectives; the mesh can be used again at once.
-    /// Afterwards: [`Error::OutputsDiffer`], [`Error::Specs`], [`Error::NotReplicated`] and
-    /// [`Error::Gather`].
+    /// and [`ReplicaError::Nested`]. From inside: [`ReplicaError::Failed`],
+    /// [`ReplicaError::Panicked`] and those of [`CollectiveError`]; the mesh can be used again at
+    /// once. Afterwards: [`Error::Specs`], [`ValueError::OutputCount`],
+    /// [`ValueError::NotReplicated`] and [`ValueError::Gather`].
+    ///
+    /// [`Error::Specs`]: crate::Error::Specs
+    /// [`CollectiveError`]: crate::CollectiveError
+    /// [`ValueError::OutputCount`]: crate::ValueError::OutputCount
+    /// [`ValueError::NotReplicated`]: crate::ValueError::NotReplicated
+    /// [`ValueError::Gather`]: crate::ValueError::Gather
     pub fn call(&self, arguments: I) -> Result<O> {
         self.call_sharded(arguments)?.joined(&self.out_axes)
     }
@@ -215,7 +222,7 @@ where
     /// # Errors
     ///
     /// Those of [`call`](Self::call) that precede gathering.
-    #[allow(
+    #[expect(
         clippy::needless_pass_by_value,
         reason = "arguments are given away, as to any function of tensors"
     )]
@@ -229,7 +236,7 @@ where
     ///
     /// # Errors
     ///
-    /// [`Error::OtherMesh`] if it lies on those of another mesh, and those of
+    /// [`ValueError::OtherMesh`](crate::ValueError::OtherMesh) if it lies on those of another mesh, and those of
     /// [`call_sharded`](Self::call_sharded).
     pub fn run(&self, arguments: Sharded<I>) -> Result<Sharded<O>> {
         Workers::refuse_nesting()?;
@@ -237,43 +244,50 @@ where
         self.run_on(shards, rows)
     }
 
+    #[expect(clippy::expect_used, reason = "a replica that has no result has noted a failure")]
     fn run_on(&self, shards: Vec<I>, rows: Option<Rows>) -> Result<Sharded<O>> {
-        let hub = Arc::new(Hub::new(self.mesh.topology_arc(), self.mesh.deadline()));
-        let results: Arc<Vec<_>> =
-            Arc::new(shards.iter().map(|_| std::sync::Mutex::new(None)).collect());
+        let engines = self.mesh.backend().begin();
+        let results: Arc<Vec<Mutex<Option<O>>>> =
+            Arc::new(shards.iter().map(|_| Mutex::new(None)).collect());
+        // Only the number counts: nothing else is read or written under it.
         let seed = self.seed.derive(self.calls.fetch_add(1, Ordering::Relaxed));
-        let jobs = shards.into_iter().enumerate().map(|(local, shard)| {
-            let replica = self.replica(local, &hub, rows, seed);
-            let (f, results) = (Arc::clone(&self.f), Arc::clone(&results));
+        let jobs = shards.into_iter().zip(&engines).enumerate().map(|(local, (shard, engine))| {
+            let replica = self.replica(local, Arc::clone(engine), rows, seed);
+            let f = Arc::clone(&self.f);
+            let results = Arc::clone(&results);
             move || {
                 let outcome = run_replica(&*f, &replica, &shard);
-                replica.ended(outcome.map(|result| *lock(&results[local]) = Some(result)));
+                replica.end(outcome.map(|result| *lock(&results[local]) = Some(result)));
             }
         });
         self.mesh.workers().run(jobs);
-        if let Some(failure) = hub.take_failure() {
+        if let Some(failure) = engines[0].failure() {
             return Err(failure);
         }
-        let results = results.iter().map(|result| lock(result).take());
-        let results = results.collect::<Option<Vec<O>>>().ok_or(Error::NoResult)?;
-        Ok(Sharded::new(self.mesh.clone(), results, rows))
+        let results = results.iter().map(|result| lock(result).take().expect("nothing failed"));
+        Ok(Sharded::new(self.mesh.clone(), results.collect(), rows))
     }
 
     /// The replica of the n-th slot of this process.
-    fn replica(&self, local: usize, hub: &Arc<Hub>, rows: Option<Rows>, seed: Seed) -> Replica {
+    fn replica(
+        &self,
+        local_index: usize,
+        engine: Arc<dyn Engine>,
+        rows: Option<Rows>,
+        seed: Seed,
+    ) -> Replica {
         let topology = self.mesh.topology_arc();
-        let slot = self.mesh.local_slots().start + local;
-        let valid = rows.map(|rows| rows.valid(topology.groups(rows.set).seat(slot).1));
-        let engine = self.mesh.engine(hub, slot);
-        Replica::new(
+        let slot = self.mesh.local_slots().start + local_index;
+        let valid = rows.map(|rows| rows.valid(topology.groups(rows.set).place(slot).rank));
+        Replica::new(Identity {
             slot,
-            local,
-            self.mesh.devices()[local].clone(),
+            local_index,
+            device: self.mesh.devices()[local_index].clone(),
             topology,
-            Collectives(engine.into()),
+            collectives: Collectives::new(engine),
             valid,
             seed,
-        )
+        })
     }
 }
 
@@ -283,19 +297,20 @@ fn run_replica<I: TensorTree, O: TensorTree>(
     replica: &Replica,
     shard: &I,
 ) -> Result<O> {
-    let (index, device) = (replica.index(), replica.device());
+    let slot = replica.slot();
+    let device = replica.device();
     let run = || {
-        let shard = shard.try_map(&mut |input| cut::place(input, device))?;
+        let shard = shard.try_map(&mut |input| place(input, device))?;
         let output = f(replica, shard)?;
         device.synchronize()?;
         Ok(output)
     };
-    match workers::catch(run) {
-        Ok(outcome) => {
-            outcome.map_err(|source| Error::Replica { index, device: device.clone(), source })
-        }
-        Err(message) => Err(Error::Panicked { index, device: device.clone(), message }),
-    }
+    let failure = match workers::catch(run) {
+        Ok(Ok(output)) => return Ok(output),
+        Ok(Err(cause)) => ReplicaError::Failed { slot, device: device.clone(), cause },
+        Err(message) => ReplicaError::Panicked { slot, device: device.clone(), message },
+    };
+    Err(failure.into())
 }
 
 impl<I, O, F> fmt::Debug for PMap<I, O, F> {

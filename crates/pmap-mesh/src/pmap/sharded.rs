@@ -1,11 +1,13 @@
 //! Values that stay on their devices.
 
+use candle_core::Tensor;
+
 use crate::{
-    error::{Error, Result},
-    mesh::DeviceMesh,
+    error::{Error, Result, ValueError},
+    mesh::{DeviceMesh, place::place},
     spec::{
-        self, Specs,
-        cut::{self, Cut, Rows, Uneven},
+        Faults, Resolved, Specs,
+        cut::{Cut, Rows, Uneven},
         fault::Side,
         join::Join,
         tree::{self, TensorTree},
@@ -45,21 +47,23 @@ impl DeviceMesh {
     ///
     /// # Errors
     ///
-    /// [`Error::Specs`], [`Error::SpecCount`] and [`Error::Shard`], as in [`PMap::call`].
-    #[allow(
+    /// [`Error::Specs`] and [`ValueError::Shard`].
+    #[expect(
         clippy::needless_pass_by_value,
         reason = "arguments are given away, as to any function of tensors"
     )]
     pub fn shard<T: TensorTree>(&self, value: T, specs: impl Into<Specs>) -> Result<Sharded<T>> {
         let (shards, rows) = self::shard(self, &value, &specs.into(), Uneven::Refuse)?;
-        let placed = shards.iter().zip(self.devices()).map(|(shard, device)| {
-            let mut index = 0..;
-            shard.try_map(&mut |tensor| {
-                let index = index.next().unwrap_or_default();
-                cut::place(tensor, device).map_err(|source| Error::Shard { index, source })
+        let placed: Result<_> = shards
+            .iter()
+            .zip(self.devices())
+            .map(|(shard, device)| {
+                tree::try_map_indexed(shard, |index, tensor| {
+                    place(tensor, device).map_err(Error::shard(index))
+                })
             })
-        });
-        Ok(Sharded::new(self.clone(), placed.collect::<Result<_>>()?, rows))
+            .collect();
+        Ok(Sharded::new(self.clone(), placed?, rows))
     }
 }
 
@@ -75,7 +79,11 @@ impl<T: TensorTree> Sharded<T> {
 
     /// The shards, for a mesh that must be this one's.
     pub(crate) fn into_shards(self, mesh: &DeviceMesh) -> Result<(Vec<T>, Option<Rows>)> {
-        if self.mesh.is(mesh) { Ok((self.shards, self.rows)) } else { Err(Error::OtherMesh) }
+        if self.mesh.ptr_eq(mesh) {
+            Ok((self.shards, self.rows))
+        } else {
+            Err(ValueError::OtherMesh.into())
+        }
     }
 
     /// Both values as one argument, so that what stays on the devices can be passed together with
@@ -86,7 +94,7 @@ impl<T: TensorTree> Sharded<T> {
     ///
     /// # Errors
     ///
-    /// [`Error::OtherMesh`] if they lie on different meshes.
+    /// [`ValueError::OtherMesh`] if they lie on different meshes.
     pub fn zip<U: TensorTree>(self, other: Sharded<U>) -> Result<Sharded<(T, U)>> {
         let (others, rows) = other.into_shards(&self.mesh)?;
         let shards = self.shards.into_iter().zip(others).collect();
@@ -103,58 +111,49 @@ impl<T: TensorTree> Sharded<T> {
     }
 
     pub(crate) fn joined(&self, specs: &Specs) -> Result<T> {
-        let (mut leaves, specs) = self.leaves(specs)?;
+        let (outputs, specs) = self.outputs(specs)?;
         let join = self.join();
-        let mut tensors = specs.iter().enumerate().rev().map(|(index, spec)| {
-            let of_all = leaves.iter_mut().filter_map(Vec::pop).collect();
-            join.join(index, of_all, spec)
-        });
-        let mut joined = tensors.by_ref().collect::<Result<Vec<_>>>()?;
-        // The tree is walked once more, in its own order, to take the joined tensors.
-        self.shards[0].try_map(&mut |tensor| Ok(joined.pop().unwrap_or_else(|| tensor.clone())))
+        let joined: Result<Vec<Tensor>> = outputs
+            .into_iter()
+            .zip(&specs)
+            .enumerate()
+            .map(|(index, (of_slots, spec))| join.join(index, of_slots, spec))
+            .collect();
+        Ok(tree::with_leaves(&self.shards[0], &joined?))
     }
 
     /// Puts the shards together in tensors that are there already.
     pub(crate) fn joined_into(&self, specs: &Specs, kept: &T) -> Result<()> {
-        let (mut leaves, specs) = self.leaves(specs)?;
+        let (outputs, specs) = self.outputs(specs)?;
         let kept = tree::leaves(kept);
         if kept.len() != specs.len() {
-            return Err(Error::OutputsDiffer {
-                index: 0,
-                tensors: specs.len(),
-                expected: kept.len(),
-            });
+            let expected = kept.len();
+            return Err(ValueError::OutputCount { slot: 0, tensors: specs.len(), expected }.into());
         }
         let join = self.join();
-        for (index, (spec, kept)) in specs.iter().zip(&kept).enumerate().rev() {
-            let of_all = leaves.iter_mut().filter_map(Vec::pop).collect();
-            join.join_into(index, of_all, spec, kept)?;
+        let outputs = outputs.into_iter().zip(specs.iter().zip(&kept));
+        for (index, (of_slots, (spec, kept))) in outputs.enumerate() {
+            join.join_into(index, of_slots, spec, kept)?;
         }
         Ok(())
     }
 
-    /// The tensors of every shard, and how each of them is treated.
-    #[allow(clippy::type_complexity, reason = "named nowhere else")]
-    fn leaves(
-        &self,
-        specs: &Specs,
-    ) -> Result<(Vec<Vec<candle_core::Tensor>>, Vec<spec::Resolved>)> {
-        let leaves: Vec<_> = self.shards.iter().map(tree::leaves).collect();
+    /// For each output the tensors of all slots, and how it is treated.
+    fn outputs(&self, specs: &Specs) -> Result<(Vec<Vec<Tensor>>, Vec<Resolved>)> {
+        let leaves: Vec<Vec<Tensor>> = self.shards.iter().map(tree::leaves).collect();
         let expected = leaves[0].len();
-        if let Some(index) = leaves.iter().position(|leaves| leaves.len() != expected) {
-            return Err(Error::OutputsDiffer { index, tensors: leaves[index].len(), expected });
+        if let Some(slot) = leaves.iter().position(|leaves| leaves.len() != expected) {
+            let tensors = leaves[slot].len();
+            return Err(ValueError::OutputCount { slot, tensors, expected }.into());
         }
-        let mut faults = Vec::new();
-        let resolved =
-            specs.resolve(Side::Out, &self.shards[0], self.mesh.topology(), &mut faults)?;
-        spec::check(faults)?;
-        // What is the same everywhere need not be fetched.
-        let leaves = if resolved.iter().all(Vec::is_empty) {
-            leaves
-        } else {
-            self.mesh.process_allgather(leaves)?
-        };
-        Ok((leaves, resolved))
+        let mut faults = Faults::default();
+        let topology = self.mesh.topology();
+        let specs = specs.resolve(Side::Out, &self.shards[0], topology, &mut faults)?;
+        faults.check()?;
+        // What is the same everywhere need not be fetched from other processes.
+        let is_replicated = specs.iter().all(Vec::is_empty);
+        let leaves = if is_replicated { leaves } else { self.mesh.process_allgather(leaves)? };
+        Ok((transposed(leaves, expected), specs))
     }
 
     fn join(&self) -> Join<'_> {
@@ -162,8 +161,17 @@ impl<T: TensorTree> Sharded<T> {
     }
 }
 
+/// The n-th tensors of all lists, for each n below `len`.
+fn transposed(lists: Vec<Vec<Tensor>>, len: usize) -> Vec<Vec<Tensor>> {
+    let mut columns = vec![Vec::with_capacity(lists.len()); len];
+    for list in lists {
+        columns.iter_mut().zip(list).for_each(|(column, tensor)| column.push(tensor));
+    }
+    columns
+}
+
 /// The arguments of this process's slots, as views, and how the rows of the first one that is cut
-/// are dealt.
+/// are distributed.
 pub(crate) fn shard<I: TensorTree>(
     mesh: &DeviceMesh,
     arguments: &I,
@@ -172,20 +180,19 @@ pub(crate) fn shard<I: TensorTree>(
 ) -> Result<(Vec<I>, Option<Rows>)> {
     let topology = mesh.topology();
     let inputs = tree::leaves(arguments);
-    let mut faults = Vec::new();
+    let mut faults = Faults::default();
     let specs = specs.resolve(Side::In, arguments, topology, &mut faults)?;
     let cuts: Vec<Cut> = (inputs.iter().zip(&specs).enumerate())
         .map(|(index, (input, spec))| Cut::new(index, input, spec, uneven, topology, &mut faults))
         .collect();
-    spec::check(faults)?;
-    inputs.iter().enumerate().try_for_each(|(index, input)| cut::wait(index, input))?;
+    faults.check()?;
+    for (index, input) in inputs.iter().enumerate() {
+        // Until an argument is written: another thread's stream would not know of it.
+        input.device().synchronize().map_err(Error::shard(index))?;
+    }
     let of_slot = |slot| {
-        let mut cuts = cuts.iter().enumerate();
-        arguments.try_map(&mut |input| match cuts.next() {
-            Some((index, cut)) => {
-                cut.view(input, slot, topology).map_err(|source| Error::Shard { index, source })
-            }
-            None => Ok(input.clone()),
+        tree::try_map_indexed(arguments, |index, input| {
+            cuts[index].view(input, slot, topology).map_err(Error::shard(index))
         })
     };
     let shards = mesh.local_slots().map(of_slot).collect::<Result<_>>()?;

@@ -3,6 +3,8 @@
 pub(crate) mod parts;
 mod shared_buffer;
 
+#[cfg(feature = "mpi")]
+use std::mem;
 use std::{any::Any, ops::Range};
 
 use candle_core::{CpuStorage, DType, Device, Result, Shape, Storage, Tensor, WithDType, bail};
@@ -19,12 +21,13 @@ pub(crate) enum Reduction {
     Min,
 }
 
-/// How many items are worked on at a time: the sums stay in the first cache while all summands pass
-/// by.
+/// How many items are worked on at a time: 16 KiB of single-precision sums, which stay in a first
+/// cache of 32 KiB or more while the same items of all summands pass by.
 const BLOCK: usize = 4096;
 
-/// A result that the members of a group fill together, each a part.
-pub(crate) type Board = Box<dyn Any + Send + Sync>;
+/// A result that the members of a group fill together, each a part: a [`SharedBuffer`] of the type
+/// of its items.
+pub(crate) type Buffer = Box<dyn Any + Send + Sync>;
 
 /// A number that can be reduced, in the type that its sums are kept in.
 ///
@@ -136,40 +139,39 @@ fn whole_of<T: Element>(
     Tensor::from_vec(items, shape, &Device::Cpu)
 }
 
-/// A board for the reduction of `members` tensors like `like`, on which each member fills an equal
+/// A buffer for the reduction of `members` tensors like `like`, of which each member fills an equal
 /// part.
-pub(crate) fn board(like: &Tensor, members: usize) -> Result<Board> {
-    dispatch!(like.dtype(), board_of(like, members))
+pub(crate) fn buffer(like: &Tensor, members: usize) -> Result<Buffer> {
+    dispatch!(like.dtype(), buffer_of(like, members))
 }
 
-#[allow(clippy::unnecessary_wraps, reason = "for other types there is an error")]
-fn board_of<T: Element>(like: &Tensor, members: usize) -> Result<Board> {
+#[expect(clippy::unnecessary_wraps, reason = "for other types there is an error")]
+fn buffer_of<T: Element>(like: &Tensor, members: usize) -> Result<Buffer> {
     let parts = (0..members).map(|member| balanced(like.elem_count(), member, members)).collect();
     Ok(Box::new(SharedBuffer::<T>::new(parts)))
 }
 
-/// Fills one part of a board with the reduction of `summands`; returns the result if it was the
+/// Fills one part of a buffer with the reduction of `summands`; returns the result if it was the
 /// last part.
 pub(crate) fn part(
-    board: &Board,
+    buffer: &Buffer,
     member: usize,
     summands: &[Tensor],
     reduction: Reduction,
 ) -> Result<Option<Tensor>> {
     let [first, ..] = summands else { bail!("nothing to reduce") };
-    dispatch!(first.dtype(), part_of(board, member, summands, reduction, first.shape()))
+    dispatch!(first.dtype(), part_of(buffer, member, summands, reduction, first.shape()))
 }
 
+#[expect(clippy::expect_used, reason = "calls agree on the type of what they reduce")]
 fn part_of<T: Element>(
-    board: &Board,
+    buffer: &Buffer,
     member: usize,
     summands: &[Tensor],
     reduction: Reduction,
     shape: &Shape,
 ) -> Result<Option<Tensor>> {
-    let Some(buffer) = board.downcast_ref::<SharedBuffer<T>>() else {
-        bail!("a board of another type")
-    };
+    let buffer: &SharedBuffer<T> = buffer.downcast_ref().expect("the buffer is of this type");
     let items = buffer.fill(member, T::narrow, |push| {
         reduce::<T>(summands.len(), reduction, buffer.part(member), &of_tensors(summands), push)
     })?;
@@ -195,7 +197,8 @@ fn bytes_of<T: Element + bytemuck::Pod>(
 ) -> Result<()> {
     let cast = |bytes| bytemuck::try_cast_slice(bytes).map_err(candle_core::Error::msg);
     let summands: Vec<&[T]> = summands.iter().map(|bytes| cast(bytes)).collect::<Result<_>>()?;
-    let mut rest = bytemuck::try_cast_slice_mut::<_, T>(sums).map_err(candle_core::Error::msg)?;
+    let mut rest: &mut [T] = bytemuck::try_cast_slice_mut(sums).map_err(candle_core::Error::msg)?;
+    let len = rest.len();
     let block = |index: usize, range, see: &mut dyn FnMut(&[T])| match summands[index].get(range) {
         Some(items) => {
             see(items);
@@ -203,21 +206,21 @@ fn bytes_of<T: Element + bytemuck::Pod>(
         }
         None => bail!("summands differ in size"),
     };
-    reduce::<T>(summands.len(), reduction, 0..rest.len(), &block, &mut |sums| {
-        let (filled, left) = std::mem::take(&mut rest).split_at_mut(sums.len());
+    reduce::<T>(summands.len(), reduction, 0..len, &block, &mut |sums| {
+        let (filled, left) = mem::take(&mut rest).split_at_mut(sums.len());
         filled.iter_mut().zip(sums).for_each(|(place, sum)| *place = T::narrow(*sum));
         rest = left;
     })
 }
 
-/// Shows the items in a range of one summand to somebody.
+/// Lends the items in a range of one summand to its last argument.
 type Blocks<'a, T> = dyn Fn(usize, Range<usize>, &mut dyn FnMut(&[T])) -> Result<()> + 'a;
 
 /// The blocks of contiguous tensors on the processor.
 ///
-/// One summand is locked at a time: who waits for a lock while holding another could wait for a
-/// `Var::set` that waits for this one.
-#[allow(clippy::type_complexity, reason = "what `Blocks` names, which cannot be named here")]
+/// One summand is locked at a time: a thread that waits for one lock while it holds another could
+/// wait for a `Var::set` that waits for this one.
+#[expect(clippy::type_complexity, reason = "what `Blocks` names, which cannot be named here")]
 fn of_tensors<T: Element>(
     summands: &[Tensor],
 ) -> impl Fn(usize, Range<usize>, &mut dyn FnMut(&[T])) -> Result<()> {
@@ -238,23 +241,16 @@ fn reduce<T: Element>(
     blocks: &Blocks<'_, T>,
     push: &mut dyn FnMut(&[T::Sum]),
 ) -> Result<()> {
-    let combine: fn(&mut [T::Sum], &[T]) = match reduction {
-        Reduction::Sum | Reduction::Mean => |sums, items| accumulate(sums, items, T::plus),
-        Reduction::Max => |sums, items| accumulate(sums, items, T::larger),
-        Reduction::Min => |sums, items| accumulate(sums, items, T::smaller),
-    };
+    let combine = combination::<T>(reduction);
     let mut sums = vec![T::Sum::default(); BLOCK.min(range.len())];
     for start in range.clone().step_by(BLOCK) {
         let sums = &mut sums[..BLOCK.min(range.end - start)];
-        let here = start..start + sums.len();
-        for index in 0..summands {
-            blocks(index, here.clone(), &mut |items| {
-                if index == 0 {
-                    sums.iter_mut().zip(items).for_each(|(sum, item)| *sum = item.widen());
-                } else {
-                    combine(sums, items);
-                }
-            })?;
+        let block = start..start + sums.len();
+        blocks(0, block.clone(), &mut |items| {
+            sums.iter_mut().zip(items).for_each(|(sum, item)| *sum = item.widen());
+        })?;
+        for index in 1..summands {
+            blocks(index, block.clone(), &mut |items| combine(sums, items))?;
         }
         if reduction == Reduction::Mean {
             for sum in sums.iter_mut() {
@@ -264,6 +260,14 @@ fn reduce<T: Element>(
         push(sums);
     }
     Ok(())
+}
+
+fn combination<T: Element>(reduction: Reduction) -> fn(&mut [T::Sum], &[T]) {
+    match reduction {
+        Reduction::Sum | Reduction::Mean => |sums, items| accumulate(sums, items, T::plus),
+        Reduction::Max => |sums, items| accumulate(sums, items, T::larger),
+        Reduction::Min => |sums, items| accumulate(sums, items, T::smaller),
+    }
 }
 
 /// A loop over a block with one operation, so that each compiles to vector instructions.

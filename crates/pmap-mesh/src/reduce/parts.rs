@@ -4,10 +4,26 @@ use std::ops::Range;
 
 use core_types::{Placement, split};
 
-/// The items of one part of `total`; none if there is no such part.
-#[allow(clippy::cast_possible_truncation, reason = "a part of a usize fits one")]
+/// The items of part number `part` of `parts`, whose sizes differ by at most one.
+///
+/// # Panics
+///
+/// If `part` is not below `parts`.
+#[expect(clippy::cast_possible_truncation, reason = "a part of a usize fits one")]
+#[expect(clippy::expect_used, reason = "parts are the ranks of a group or the slots of a mesh")]
 pub(crate) fn balanced(total: usize, part: usize, parts: usize) -> Range<usize> {
-    let place = Placement::new(part as u64, parts as u64);
-    let range = place.map_or(0..0, |place| split::balanced(total as u64, place));
-    range.start as usize..range.end as usize
+    let place = Placement::new(part as u64, parts as u64).expect("the part is one of the parts");
+    let Range { start, end } = split::balanced(total as u64, place);
+    start as usize..end as usize
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_first_parts_are_the_larger_ones() {
+        assert_eq!([0, 1, 2].map(|part| balanced(8, part, 3)), [0..3, 3..6, 6..8]);
+        assert_eq!([0, 1, 2].map(|part| balanced(1, part, 3)), [0..1, 1..1, 1..1]);
+    }
 }

@@ -1,20 +1,20 @@
 //! One buffer that several threads fill at the same time, each its own part.
 //!
 //! The one module of this crate with `unsafe` in it: candle takes a result as one `Vec`, and safe
-//! Rust has no way to let several threads that were not started for the purpose fill one (ADR 9
-//! says what the ways around it cost).
+//! Rust has no way to let several threads that were not started for the purpose fill one. (ADR 9
+//! says what the ways around it cost.)
 
-#![allow(
+#![expect(
     unsafe_code,
     reason = "parts of one vector are written by several threads; every block says why it may be"
 )]
 
 use std::{
     cell::UnsafeCell,
-    mem::MaybeUninit,
+    mem::{self, MaybeUninit},
     ops::Range,
     slice,
-    sync::atomic::{AtomicUsize, Ordering},
+    sync::atomic::{AtomicBool, AtomicUsize, Ordering},
 };
 
 /// A buffer of `len` items, cut into parts that are filled independently.
@@ -24,14 +24,14 @@ pub(crate) struct SharedBuffer<T> {
     items: UnsafeCell<Vec<T>>,
     /// Its memory.
     base: *mut T,
+    /// The end of the last part.
+    len: usize,
     parts: Vec<Range<usize>>,
-    /// For each part: free, lent to a thread, or filled.
-    states: Vec<AtomicUsize>,
+    /// For each part, whether a thread has taken it.
+    taken: Vec<AtomicBool>,
+    /// How many parts are not filled to their end.
     unfilled: AtomicUsize,
 }
-
-const FREE: usize = 0;
-const TAKEN: usize = 1;
 
 // SAFETY: threads reach the items through `fill` only, which lends each part to one thread at a
 // time and ever, and through `fill`'s last call, after which no part is lent. Items move between
@@ -43,15 +43,15 @@ unsafe impl<T: Send> Send for SharedBuffer<T> {}
 impl<T: Copy> SharedBuffer<T> {
     /// A buffer for `parts`, which follow each other from 0 on without gaps.
     pub(crate) fn new(parts: Vec<Range<usize>>) -> Self {
-        let end = parts.iter().fold(0, |end, part| {
+        let len = parts.iter().fold(0, |end, part| {
             assert!(part.start == end && part.end >= end, "parts of a buffer follow each other");
             part.end
         });
-        let states = parts.iter().map(|_| AtomicUsize::new(FREE)).collect();
+        let taken = parts.iter().map(|_| AtomicBool::new(false)).collect();
         let unfilled = AtomicUsize::new(parts.len());
-        let mut items = Vec::with_capacity(end);
+        let mut items = Vec::with_capacity(len);
         let base = items.as_mut_ptr();
-        Self { items: UnsafeCell::new(items), base, parts, states, unfilled }
+        Self { items: UnsafeCell::new(items), base, len, parts, taken, unfilled }
     }
 
     /// The place of a part in the buffer.
@@ -76,37 +76,39 @@ impl<T: Copy> SharedBuffer<T> {
         write: impl FnOnce(&mut dyn FnMut(&[S])) -> Result<(), E>,
     ) -> Result<Option<Vec<T>>, E> {
         assert!(
-            self.states[part].swap(TAKEN, Ordering::AcqRel) == FREE,
+            !self.taken[part].swap(true, Ordering::AcqRel),
             "a part of a buffer is filled once"
         );
         let Range { start, end } = self.part(part);
-        let mut next = start;
+        // SAFETY: the vector's memory stays where it is while there are parts to fill, and
+        // `start..end` is within it; only this thread was given this part, parts do not overlap, and
+        // items that may be uninitialized are what the memory holds.
+        let mut rest = unsafe {
+            slice::from_raw_parts_mut(self.base.add(start).cast::<MaybeUninit<T>>(), end - start)
+        };
         write(&mut |items| {
-            assert!(items.len() <= end - next, "a part of a buffer takes no more than it holds");
-            // SAFETY: the vector's memory stays where it is while there are parts to fill, and
-            // `next + items.len() <= end` is within it; only this thread was given this part, parts
-            // do not overlap, and items that may be uninitialized are what the memory holds.
-            let places = unsafe {
-                slice::from_raw_parts_mut(self.base.add(next).cast::<MaybeUninit<T>>(), items.len())
-            };
+            assert!(items.len() <= rest.len(), "a part of a buffer takes no more than it holds");
+            let (places, left) = mem::take(&mut rest).split_at_mut(items.len());
             for (place, item) in places.iter_mut().zip(items) {
                 place.write(convert(*item));
             }
-            next += items.len();
+            rest = left;
         })?;
-        assert!(next == end, "a part of a buffer is filled to its end");
+        assert!(rest.is_empty(), "a part of a buffer is filled to its end");
         // Acquire what the other threads wrote, release what this one did.
-        if self.unfilled.fetch_sub(1, Ordering::AcqRel) > 1 {
-            return Ok(None);
-        }
+        let is_last = self.unfilled.fetch_sub(1, Ordering::AcqRel) == 1;
+        Ok(is_last.then(|| self.take_items()))
+    }
+
+    /// All items; called once, by the thread that has filled the last part.
+    fn take_items(&self) -> Vec<T> {
         // SAFETY: all parts are filled, so all items up to the end of the last part are
         // initialized, and no other thread can still have, or get, a part: `fill` panics for a part
         // that was taken.
         let items = unsafe { &mut *self.items.get() };
-        let len = self.parts.last().map_or(0, |last| last.end);
         // SAFETY: as above; `len` is the capacity that was asked for.
-        unsafe { items.set_len(len) };
-        Ok(Some(std::mem::take(items)))
+        unsafe { items.set_len(self.len) };
+        mem::take(items)
     }
 }
 
@@ -134,7 +136,7 @@ mod tests {
                 );
                 // Read here: joining the threads would order their writes before any reader.
                 filled.inspect(|whole| {
-                    assert!(whole.iter().flatten().copied().eq(0..whole.iter().flatten().count()))
+                    assert!(whole.iter().flatten().copied().eq(0..whole.iter().flatten().count()));
                 })
             };
             let whole: Vec<_> = thread::scope(|scope| {

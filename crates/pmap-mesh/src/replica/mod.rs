@@ -11,11 +11,13 @@ use core_types::Seed;
 
 use crate::{
     engine::Site,
-    error::Error,
-    mesh::{axes::MeshAxes, topology::Topology},
+    mesh::{
+        axes::{ALL, AxisSet, MeshAxes},
+        topology::Topology,
+    },
     reduce::Reduction,
     replica::{
-        collectives::{Collectives, cat, even_parts},
+        collectives::{Collectives, even_parts},
         rng::ReplicaRng,
         transpose::Transpose,
     },
@@ -31,13 +33,13 @@ use crate::{
 /// [`ALL`](crate::ALL). All replicas that differ in these coordinates only form a group, and each
 /// member must call the same collectives in the same order, with tensors of equal type and shape.
 /// If one does not, the call ends with an error that names both sides; if one fails or returns
-/// early, the others are told so instead of waiting for ever.
+/// early, the others get an error instead of waiting for ever.
 ///
 /// Sums are formed in rank order, whichever replica comes first, in single precision for halves;
 /// integers wrap.
 ///
-/// On a processor the replicas of a group may be given one result between them: who writes into it
-/// in place, with `slice_set`, writes for all. Write into a copy.
+/// On a processor the replicas of a group may share one result: what one of them writes into it in
+/// place, with `slice_set`, all of them see. Write into a copy.
 ///
 /// # Gradients
 ///
@@ -59,41 +61,35 @@ use crate::{
 /// [`pvary`](Self::pvary) marks the place: its backward adds up what the replicas found.
 /// (Megatron-LM, arXiv 1909.08053, calls the two g and f; JAX's `shard_map` has the same pair.)
 /// Since a collective also runs in `backward`, all replicas must call `backward` alike, and what
-/// one of them brings to a collective must have a gradient on all of them or on none. (candle ends
+/// one of them passes to a collective must have a gradient on all of them or on none. (candle ends
 /// a gradient at a multiplication by 0: to switch a replica's part off, multiply by a tensor of
 /// zeros.)
 #[derive(Clone, Debug)]
-pub struct Replica(Arc<Inner>);
+pub struct Replica(Arc<Identity>);
 
+/// What a replica knows of itself and of the call it runs in.
 #[derive(Debug)]
-struct Inner {
-    index: usize,
+pub(crate) struct Identity {
+    pub(crate) slot: usize,
     /// Its place among the slots of its process.
-    local_index: usize,
-    device: Device,
-    topology: Arc<Topology>,
-    engine: Collectives,
-    valid: Option<Valid>,
-    /// Of this replica in this step.
-    seed: Seed,
+    pub(crate) local_index: usize,
+    pub(crate) device: Device,
+    pub(crate) topology: Arc<Topology>,
+    pub(crate) collectives: Collectives,
+    /// The real rows of its shard, if an argument was cut.
+    pub(crate) valid: Option<Valid>,
+    /// The seed of the call, the same for all replicas.
+    pub(crate) seed: Seed,
 }
 
 impl Replica {
-    pub(crate) fn new(
-        index: usize,
-        local_index: usize,
-        device: Device,
-        topology: Arc<Topology>,
-        engine: Collectives,
-        valid: Option<Valid>,
-        seed: Seed,
-    ) -> Self {
-        Self(Arc::new(Inner { index, local_index, device, topology, engine, valid, seed }))
+    pub(crate) fn new(identity: Identity) -> Self {
+        Self(Arc::new(identity))
     }
 
-    /// Its place in the mesh, from 0, counted along the last axis first.
-    pub fn index(&self) -> usize {
-        self.0.index
+    /// Its slot in the mesh, from 0, counted along the last axis first.
+    pub fn slot(&self) -> usize {
+        self.0.slot
     }
 
     /// Its place among the replicas of its process, from 0.
@@ -113,16 +109,18 @@ impl Replica {
 
     /// Its coordinate along each axis of the mesh.
     pub fn coordinates(&self) -> Vec<usize> {
-        self.0.topology.coordinates(self.0.index)
+        self.0.topology.coordinates(self.0.slot)
     }
 
-    /// Its position along `axes`, from 0.
+    /// Its rank along `axes`, from 0: its place in the group of those that differ from it along
+    /// these axes only.
     ///
     /// # Errors
     ///
     /// If the mesh has no such axis.
     pub fn axis_index(&self, axes: impl Into<MeshAxes>) -> Result<usize> {
-        Ok(self.seat(&axes.into())?.1)
+        let set = self.set(&axes.into())?;
+        Ok(self.0.topology.groups(set).place(self.0.slot).rank)
     }
 
     /// The number of replicas along `axes`.
@@ -131,7 +129,7 @@ impl Replica {
     ///
     /// If the mesh has no such axis.
     pub fn axis_size(&self, axes: impl Into<MeshAxes>) -> Result<usize> {
-        Ok(self.seat(&axes.into())?.0)
+        Ok(self.0.topology.size(self.set(&axes.into())?))
     }
 
     /// How many rows of its shard are real, if a batch was padded or cut into uneven parts.
@@ -157,7 +155,7 @@ impl Replica {
     ///
     /// candle's own generator has no seed on a processor, and all replicas share it.
     pub fn rng(&self) -> ReplicaRng {
-        ReplicaRng::new(self.0.seed.derive(self.0.index as u64), self.0.device.clone())
+        ReplicaRng::new(self.0.seed.derive(self.0.slot as u64), self.0.device.clone())
     }
 
     /// The sum of `x` over the replicas along `axes`, the same on all of them.
@@ -165,7 +163,7 @@ impl Replica {
     /// # Errors
     ///
     /// All collectives fail if the mesh has no such axis, if replicas of the group call different
-    /// collectives or bring different types or shapes, if one of them fails or returns, and if the
+    /// collectives or pass different types or shapes, if one of them fails or returns, and if the
     /// mesh's deadline passes.
     ///
     /// # Examples
@@ -183,9 +181,8 @@ impl Replica {
     #[track_caller]
     pub fn psum(&self, x: &Tensor, axes: impl Into<MeshAxes>) -> Result<Tensor> {
         let site = self.site("psum", Some(x), axes.into())?;
-        transpose::linked(x, self.0.engine.all_reduce(&site, x, Reduction::Sum)?, || {
-            Transpose::Identity
-        })
+        let sum = self.0.collectives.all_reduce(&site, x, Reduction::Sum)?;
+        transpose::linked(x, sum, || Transpose::Identity)
     }
 
     /// The mean of `x` over the replicas along `axes`, the same on all of them.
@@ -202,8 +199,8 @@ impl Replica {
                 x.dtype().as_str()
             );
         }
-        let mean = self.0.engine.all_reduce(&site, x, Reduction::Mean)?;
-        transpose::linked(x, mean, || Transpose::Scale(1.0 / site.size as f64))
+        let mean = self.0.collectives.all_reduce(&site, x, Reduction::Mean)?;
+        transpose::linked(x, mean, || Transpose::Scale(1.0 / site.size() as f64))
     }
 
     /// The largest of each element of `x` over the replicas along `axes`; NaN if one is.
@@ -214,9 +211,8 @@ impl Replica {
     #[track_caller]
     pub fn pmax(&self, x: &Tensor, axes: impl Into<MeshAxes>) -> Result<Tensor> {
         let site = self.site("pmax", Some(x), axes.into())?;
-        transpose::linked(x, self.0.engine.all_reduce(&site, x, Reduction::Max)?, || {
-            Transpose::None("pmax")
-        })
+        let extreme = self.0.collectives.all_reduce(&site, x, Reduction::Max)?;
+        transpose::linked(x, extreme, || Transpose::None("pmax"))
     }
 
     /// The smallest of each element of `x` over the replicas along `axes`; NaN if one is.
@@ -227,9 +223,8 @@ impl Replica {
     #[track_caller]
     pub fn pmin(&self, x: &Tensor, axes: impl Into<MeshAxes>) -> Result<Tensor> {
         let site = self.site("pmin", Some(x), axes.into())?;
-        transpose::linked(x, self.0.engine.all_reduce(&site, x, Reduction::Min)?, || {
-            Transpose::None("pmin")
-        })
+        let extreme = self.0.collectives.all_reduce(&site, x, Reduction::Min)?;
+        transpose::linked(x, extreme, || Transpose::None("pmin"))
     }
 
     /// `x` itself, whose gradient will be summed over the replicas along `axes`.
@@ -243,11 +238,10 @@ impl Replica {
     #[track_caller]
     pub fn pvary(&self, x: &Tensor, axes: impl Into<MeshAxes>) -> Result<Tensor> {
         let site = self.site("psum (backward of pvary)", Some(x), axes.into())?;
-        transpose::linked(x, None, || Transpose::Psum(self.0.engine.clone(), site))
+        transpose::linked(x, None, || Transpose::Psum(self.0.collectives.clone(), site))
     }
 
-    /// The tensors of all replicas along `axes`, concatenated in dimension `dim` in the order of
-    /// their positions.
+    /// The tensors of all replicas along `axes`, concatenated in dimension `dim` by rank.
     ///
     /// Sizes may differ in `dim` and must be equal elsewhere. Negative dimensions count from the
     /// last.
@@ -262,10 +256,9 @@ impl Replica {
             .site("all_gather", Some(x), axes.into())?
             .with_detail(format!("({dim})"))
             .with_free_dim(dim);
-        let parts = self.0.engine.0.all_gather(&site, &x.detach())?;
-        let sizes: Vec<usize> = parts.iter().map(|part| part.dims()[dim]).collect();
-        transpose::linked(x, cat(parts, dim)?, || {
-            Transpose::PsumScatter(self.0.engine.clone(), site, dim, sizes)
+        let (gathered, sizes) = self.0.collectives.gather(&site, x, dim)?;
+        transpose::linked(x, gathered, || {
+            Transpose::PsumScatter(self.0.collectives.clone(), site, dim, sizes)
         })
     }
 
@@ -286,18 +279,18 @@ impl Replica {
         let dim = dim_of(x, dim, "psum_scatter")?;
         let site = self.site("psum_scatter", Some(x), axes.into())?.with_detail(format!("({dim})"));
         let sizes = even_parts(x, dim, &site)?;
-        let part = self.0.engine.sum_and_scatter(&site, x, dim, &sizes)?;
-        transpose::linked(x, part, || Transpose::AllGather(self.0.engine.clone(), site, dim))
+        let part = self.0.collectives.sum_and_scatter(&site, x, dim, &sizes)?;
+        transpose::linked(x, part, || Transpose::AllGather(self.0.collectives.clone(), site, dim))
     }
 
-    /// Sends `x` along `axes` from position to position: for each pair (from, to), `to` gets what
+    /// Sends `x` along `axes` from rank to rank: for each pair (from, to), rank `to` gets what rank
     /// `from` has.
     ///
-    /// Who is sent nothing gets zeros. A position may send and receive once each.
+    /// A rank that is sent nothing gets zeros. Each may send once and receive once.
     ///
     /// # Errors
     ///
-    /// As [`psum`](Self::psum), and if a pair names a position outside the group, or two name the
+    /// As [`psum`](Self::psum), and if a pair names a rank outside the group, or two name the
     /// same sender or receiver.
     #[track_caller]
     pub fn ppermute(
@@ -307,13 +300,15 @@ impl Replica {
         axes: impl Into<MeshAxes>,
     ) -> Result<Tensor> {
         let site = self.site("ppermute", Some(x), axes.into())?.with_detail(format!("{pairs:?}"));
-        check_pairs(pairs, site.size)?;
-        let received = self.0.engine.permute(&site, x, pairs)?;
+        check_pairs(pairs, site.size())?;
+        let received = self.0.collectives.permute(&site, x, pairs)?;
         let inverse = pairs.iter().map(|&(from, to)| (to, from)).collect();
-        transpose::linked(x, received, || Transpose::Permute(self.0.engine.clone(), site, inverse))
+        transpose::linked(x, received, || {
+            Transpose::Permute(self.0.collectives.clone(), site, inverse)
+        })
     }
 
-    /// Cuts `x` in dimension `split_dim`, sends part n to position n along `axes`, and concatenates
+    /// Cuts `x` in dimension `split_dim`, sends part n to rank n along `axes`, and concatenates
     /// what arrives in dimension `concat_dim`.
     ///
     /// # Errors
@@ -328,32 +323,31 @@ impl Replica {
         concat_dim: isize,
         axes: impl Into<MeshAxes>,
     ) -> Result<Tensor> {
-        let (split, concat) =
-            (dim_of(x, split_dim, "all_to_all")?, dim_of(x, concat_dim, "all_to_all")?);
+        let split = dim_of(x, split_dim, "all_to_all")?;
+        let concat = dim_of(x, concat_dim, "all_to_all")?;
         let site = self
             .site("all_to_all", Some(x), axes.into())?
             .with_detail(format!("({split} to {concat})"));
-        let exchanged = self.0.engine.exchange(&site, x, split, concat)?;
+        let exchanged = self.0.collectives.exchange(&site, x, split, concat)?;
         transpose::linked(x, exchanged, || {
-            Transpose::AllToAll(self.0.engine.clone(), site, concat, split)
+            Transpose::AllToAll(self.0.collectives.clone(), site, concat, split)
         })
     }
 
-    /// The `x` of position `root` along `axes`; what the others bring counts by its type and shape,
-    /// and by whether it has a gradient.
+    /// The `x` of rank `root` along `axes`; of what the others pass, only type and shape count, and
+    /// whether it has a gradient.
     ///
     /// # Errors
     ///
-    /// As [`psum`](Self::psum), and if there is no such position.
+    /// As [`psum`](Self::psum), and if there is no such rank.
     #[track_caller]
     pub fn broadcast(&self, x: &Tensor, root: usize, axes: impl Into<MeshAxes>) -> Result<Tensor> {
         let site = self.site("broadcast", Some(x), axes.into())?.with_detail(format!("({root})"));
-        if root >= site.size {
-            bail!("broadcast from position {root}, there are {}", site.size);
+        if root >= site.size() {
+            bail!("broadcast from rank {root} of a group of {}", site.size());
         }
-        let received = self.0.engine.0.receive(&site, &x.detach(), Some(root))?;
-        let received = received.ok_or_else(|| candle_core::Error::msg("nothing was broadcast"))?;
-        transpose::linked(x, received, || Transpose::Reduce(self.0.engine.clone(), site, root))
+        let received = self.0.collectives.broadcast(&site, x, root)?;
+        transpose::linked(x, received, || Transpose::Reduce(self.0.collectives.clone(), site, root))
     }
 
     /// Returns when all replicas along `axes` have called it.
@@ -364,7 +358,7 @@ impl Replica {
     #[track_caller]
     pub fn barrier(&self, axes: impl Into<MeshAxes>) -> Result<()> {
         let site = self.site("barrier", None, axes.into())?;
-        self.0.engine.0.barrier(&site)
+        self.0.collectives.barrier(&site)
     }
 
     /// Returns sums over all replicas of the mesh, in one collective for a whole list: of `list[n]`
@@ -379,36 +373,25 @@ impl Replica {
     #[track_caller]
     pub fn psum_list(&self, list: Vec<Tensor>, wanted: &[usize]) -> Result<Vec<Tensor>> {
         let site = self
-            .site("sum of gradients", None, crate::ALL)?
+            .site("sum of gradients", None, ALL)?
             .with_detail(format!(" of {} tensors", list.len()));
-        self.0.engine.0.reduce_lists(&site, list, wanted, Reduction::Sum)
+        self.0.collectives.sum_list(&site, list, wanted)
     }
 
-    /// Ends the call for all with an error of its own kind, and returns what this replica is to
-    /// return.
-    pub(crate) fn refuse(&self, error: Error) -> candle_core::Error {
-        let message = error.to_string();
-        self.0.engine.0.failed(error);
-        candle_core::Error::msg(message)
-    }
-
-    /// Notes how the function ended here.
-    pub(crate) fn ended(&self, outcome: crate::Result<()>) {
-        match outcome {
-            Ok(()) => self.0.engine.0.returned(),
-            Err(error) => self.0.engine.0.failed(error),
-        }
+    /// Says how the function has ended here.
+    pub(crate) fn end(&self, outcome: crate::error::Result<()>) {
+        self.0.collectives.end(outcome);
     }
 
     #[track_caller]
     fn site(&self, op: &'static str, x: Option<&Tensor>, axes: MeshAxes) -> Result<Site> {
-        Site::along(axes, &self.0.topology, self.0.index, op, x).map_err(|error| self.refuse(error))
+        let site = Site::along(axes, &self.0.topology, self.0.slot, op, x);
+        site.map_err(|error| self.0.collectives.refuse(error.into()))
     }
 
-    /// The size of its group along `axes`, and its position there.
-    fn seat(&self, axes: &MeshAxes) -> Result<(usize, usize)> {
-        let set = self.0.topology.set(axes).map_err(|error| self.refuse(error))?;
-        Ok((self.0.topology.size(set), self.0.topology.groups(set).seat(self.0.index).1))
+    fn set(&self, axes: &MeshAxes) -> Result<AxisSet> {
+        let set = self.0.topology.set(axes);
+        set.map_err(|error| self.0.collectives.refuse(error.into()))
     }
 }
 
@@ -422,7 +405,7 @@ fn dim_of(x: &Tensor, dim: isize, op: &str) -> Result<usize> {
 fn check_pairs(pairs: &[(usize, usize)], size: usize) -> Result<()> {
     for (n, &(from, to)) in pairs.iter().enumerate() {
         if from >= size || to >= size {
-            bail!("ppermute: pair ({from}, {to}) names a position outside of a group of {size}");
+            bail!("ppermute: pair ({from}, {to}) names a rank outside a group of {size}");
         }
         if pairs[..n].iter().any(|&(other_from, other_to)| other_from == from || other_to == to) {
             bail!("ppermute: pair ({from}, {to}) sends or receives a second time");

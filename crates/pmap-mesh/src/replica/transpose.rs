@@ -11,7 +11,7 @@ use crate::{engine::Site, reduce::Reduction, replica::collectives::Collectives};
 /// What happens to the gradient of a collective's result on its way to the gradient of its
 /// argument.
 ///
-/// Group positions are those of the forward call; a site's call names the forward operation and its
+/// Ranks are those of the forward call; a site's call names the forward operation and its
 /// place.
 #[derive(Debug)]
 pub(crate) enum Transpose {
@@ -25,7 +25,7 @@ pub(crate) enum Transpose {
     PsumScatter(Collectives, Site, usize, Vec<usize>),
     Permute(Collectives, Site, Vec<(usize, usize)>),
     AllToAll(Collectives, Site, usize, usize),
-    /// A sum for one position, zeros for the others.
+    /// A sum for one rank, zeros for the others.
     Reduce(Collectives, Site, usize),
 }
 
@@ -39,7 +39,7 @@ impl Transpose {
                 collectives.all_reduce(&site.backward(gradient), gradient, Reduction::Sum)
             }
             Self::AllGather(collectives, site, dim) => {
-                collectives.gather(&site.backward(gradient), gradient, *dim)
+                Ok(collectives.gather(&site.backward(gradient), gradient, *dim)?.0)
             }
             Self::PsumScatter(collectives, site, dim, sizes) => {
                 collectives.sum_and_scatter(&site.backward(gradient), gradient, *dim, sizes)
@@ -53,7 +53,7 @@ impl Transpose {
             Self::Reduce(collectives, site, root) => {
                 let sum =
                     collectives.all_reduce(&site.backward(gradient), gradient, Reduction::Sum)?;
-                if site.position == *root { Ok(sum) } else { gradient.zeros_like() }
+                if site.rank == *root { Ok(sum) } else { gradient.zeros_like() }
             }
         }
     }
@@ -74,7 +74,10 @@ pub(crate) fn linked(
     if x.track_op() {
         return x.apply_op1(Link { result, transpose: transpose() });
     }
-    Ok(result.unwrap_or_else(|| x.clone()))
+    match result {
+        Some(result) => Ok(result),
+        None => Ok(x.clone()),
+    }
 }
 
 #[derive(Debug)]

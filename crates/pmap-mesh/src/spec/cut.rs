@@ -1,13 +1,14 @@
 //! Cutting arguments into shards.
 
-use candle_core::{Device, Tensor};
+use std::ops::Range;
+
+use candle_core::Tensor;
 
 use crate::{
-    error::{Error, Result},
     mesh::{axes::AxisSet, topology::Topology},
     reduce::parts::balanced,
     spec::{
-        self, Resolved, Treatment,
+        self, Faults, Resolved, Treatment,
         fault::{Side, SpecFault},
     },
 };
@@ -27,8 +28,8 @@ pub enum Uneven {
     Balanced,
 }
 
-/// How the rows of the first sharded argument are dealt: what
-/// [`Replica::valid_len`](crate::Replica::valid_len) tells.
+/// How the rows of a dimension are distributed over the groups along some axes: what
+/// [`Replica::valid_len`](crate::Replica::valid_len) tells of the first sharded argument.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Rows {
     pub(crate) set: AxisSet,
@@ -46,14 +47,15 @@ pub(crate) struct Valid {
 }
 
 impl Rows {
-    /// The rows at a position: where they begin and how many they are.
-    fn at(&self, position: usize) -> (usize, usize) {
-        if self.uneven == Uneven::Pad {
-            let start = (position * self.padded()).min(self.total);
-            return (start, self.padded().min(self.total - start));
+    /// The rows of a rank.
+    fn of(&self, rank: usize) -> Range<usize> {
+        match self.uneven {
+            Uneven::Pad => {
+                let start = (rank * self.padded()).min(self.total);
+                start..(start + self.padded()).min(self.total)
+            }
+            Uneven::Refuse | Uneven::Balanced => balanced(self.total, rank, self.parts),
         }
-        let range = balanced(self.total, position, self.parts);
-        (range.start, range.len())
     }
 
     /// The size of every shard after padding.
@@ -61,8 +63,18 @@ impl Rows {
         self.total.div_ceil(self.parts)
     }
 
-    pub(crate) fn valid(&self, position: usize) -> Valid {
-        Valid { len: self.at(position).1, total: self.total, parts: self.parts }
+    pub(crate) fn valid(&self, rank: usize) -> Valid {
+        Valid { len: self.of(rank).len(), total: self.total, parts: self.parts }
+    }
+
+    /// Whether a dimension of this size can be cut so.
+    fn is_possible(&self) -> bool {
+        self.total.is_multiple_of(self.parts)
+            || match self.uneven {
+                Uneven::Refuse => false,
+                Uneven::Pad => true,
+                Uneven::Balanced => self.total >= self.parts,
+            }
     }
 
     /// A result of a padded shard without its padding, if it still has it.
@@ -70,10 +82,25 @@ impl Rows {
         &self,
         result: &Tensor,
         dim: usize,
-        position: usize,
+        rank: usize,
     ) -> candle_core::Result<Tensor> {
-        let padded = self.uneven == Uneven::Pad && result.dims()[dim] == self.padded();
-        if padded { result.narrow(dim, 0, self.at(position).1) } else { Ok(result.clone()) }
+        let is_padded = self.uneven == Uneven::Pad && result.dims()[dim] == self.padded();
+        if is_padded { result.narrow(dim, 0, self.of(rank).len()) } else { Ok(result.clone()) }
+    }
+
+    /// The rows of a rank in dimension `dim` of a tensor: a view, without a copy, unless it is
+    /// padded.
+    fn cut(&self, tensor: &Tensor, dim: usize, rank: usize) -> candle_core::Result<Tensor> {
+        let rows = self.of(rank);
+        match self.uneven {
+            Uneven::Pad if rows.is_empty() => zeros(tensor, dim, self.padded()),
+            Uneven::Pad => tensor.narrow(dim, rows.start, rows.len())?.pad_with_zeros(
+                dim,
+                0,
+                self.padded() - rows.len(),
+            ),
+            Uneven::Refuse | Uneven::Balanced => tensor.narrow(dim, rows.start, rows.len()),
+        }
     }
 }
 
@@ -82,48 +109,41 @@ impl Rows {
 pub(crate) struct Cut(Vec<(usize, Rows)>);
 
 impl Cut {
-    /// The cut of argument `index`; faults are added to `faults`.
+    /// The cut of argument `index`.
     pub(crate) fn new(
         index: usize,
         input: &Tensor,
         spec: &Resolved,
         uneven: Uneven,
         topology: &Topology,
-        faults: &mut Vec<SpecFault>,
+        faults: &mut Faults,
     ) -> Self {
-        let mut cuts: Vec<(usize, Rows)> = Vec::new();
+        let mut cut = Self(Vec::new());
         for &(set, treatment) in spec {
+            // Other treatments of an argument are faults that have been noted.
             let Treatment::Shard(dim) = treatment else { continue };
-            let dim = match spec::find_dim(Side::In, index, dim, input) {
-                Ok(dim) => dim,
-                Err(fault) => {
-                    faults.push(fault);
-                    continue;
-                }
+            let Some(dim) = faults.note(spec::find_dim(Side::In, index, dim, input)) else {
+                continue;
             };
-            let parts = topology.size(set);
-            let earlier = cuts.iter().rev().find(|(cut, _)| *cut == dim);
-            let total = earlier.map_or(input.dims()[dim], |(_, rows)| rows.total / rows.parts);
-            let impossible = match uneven {
-                _ if total.is_multiple_of(parts) => false,
-                // Shards of different sizes cannot all be cut again.
-                _ if earlier.is_some() => true,
-                Uneven::Refuse => true,
-                Uneven::Pad => total == 0,
-                Uneven::Balanced => total < parts,
-            };
-            if impossible {
-                faults.push(SpecFault::NotDivisible {
-                    index,
-                    dim,
-                    size: total,
-                    shape: input.dims().to_vec(),
-                    parts,
-                });
+            let total = input.dims()[dim];
+            let rows = cut.rest(dim, Rows { set, total, parts: topology.size(set), uneven });
+            if !rows.is_possible() {
+                let Rows { total: size, parts, .. } = rows;
+                let shape = input.dims().to_vec();
+                faults.add(SpecFault::NotDivisible { index, dim, size, shape, parts });
             }
-            cuts.push((dim, Rows { set, total, parts, uneven }));
+            cut.0.push((dim, rows));
         }
-        Self(cuts)
+        cut
+    }
+
+    /// What is left of the rows of a dimension, which may be cut already.
+    fn rest(&self, dim: usize, rows: Rows) -> Rows {
+        match self.0.iter().rev().find(|(cut, _)| *cut == dim) {
+            None => rows,
+            // Shards of different sizes cannot all be cut again.
+            Some((_, cut)) => Rows { total: cut.total / cut.parts, uneven: Uneven::Refuse, ..rows },
+        }
     }
 
     /// The rows of the first dimension that is cut.
@@ -131,7 +151,7 @@ impl Cut {
         self.0.first().map(|(_, rows)| *rows)
     }
 
-    /// The shard of a slot: a view, without a copy, unless it is padded.
+    /// The shard of a slot.
     pub(crate) fn view(
         &self,
         input: &Tensor,
@@ -139,15 +159,8 @@ impl Cut {
         topology: &Topology,
     ) -> candle_core::Result<Tensor> {
         self.0.iter().try_fold(input.clone(), |shard, (dim, rows)| {
-            let (_, position) = topology.groups(rows.set).seat(slot);
-            let (start, len) = rows.at(position);
-            match rows.uneven {
-                Uneven::Pad if len == 0 => zeros(&shard, *dim, rows.padded()),
-                Uneven::Pad => {
-                    shard.narrow(*dim, start, len)?.pad_with_zeros(*dim, 0, rows.padded() - len)
-                }
-                _ => shard.narrow(*dim, start, len),
-            }
+            let rank = topology.groups(rows.set).place(slot).rank;
+            rows.cut(&shard, *dim, rank)
         })
     }
 }
@@ -156,22 +169,4 @@ fn zeros(like: &Tensor, dim: usize, size: usize) -> candle_core::Result<Tensor> 
     let mut shape = like.dims().to_vec();
     shape[dim] = size;
     Tensor::zeros(shape, like.dtype(), like.device())
-}
-
-/// Moves a shard to the device of its replica.
-///
-/// A shard along an inner dimension is copied, because some of candle's operations refuse tensors
-/// with gaps; one that leaves its device is copied first, because candle would move all of the
-/// storage that the view looks at.
-pub(crate) fn place(shard: &Tensor, device: &Device) -> candle_core::Result<Tensor> {
-    if shard.device().same_device(device) {
-        shard.contiguous()
-    } else {
-        shard.force_contiguous()?.to_device(device)
-    }
-}
-
-/// Waits until an argument is written: another thread's stream would not know of it.
-pub(crate) fn wait(index: usize, input: &Tensor) -> Result<()> {
-    input.device().synchronize().map_err(|source| Error::Shard { index, source })
 }

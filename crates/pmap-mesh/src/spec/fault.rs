@@ -8,6 +8,17 @@ use candle_core::DType;
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum SpecFault {
+    /// The number of specs fits neither the arguments nor the tensors.
+    Count {
+        /// Argument or result.
+        side: Side,
+        /// The number of specs given.
+        specs: usize,
+        /// The number of arguments or results: the elements of a tuple.
+        arguments: usize,
+        /// The number of tensors in them.
+        tensors: usize,
+    },
     /// The mesh has no such axis.
     Axes {
         /// Argument or result.
@@ -79,6 +90,10 @@ pub enum SpecFault {
 impl fmt::Display for SpecFault {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
+            Self::Count { side, specs, arguments, tensors } => write!(
+                f,
+                "{side}_axes has {specs} specs for {arguments} arguments of {tensors} tensors; give one, or one for each"
+            ),
             Self::Axes { side, index, reason } => write!(f, "{side}put {index}: {reason}"),
             Self::AxisTwice { side, index, axes } => {
                 write!(f, "{side}put {index}: a mesh axis of {axes} is named twice")
@@ -93,8 +108,8 @@ impl fmt::Display for SpecFault {
                 )
             }
             Self::NotDivisible { index, dim, size, shape, parts } => {
-                let (below, above) =
-                    (size - size % parts, size.saturating_add(parts - size % parts));
+                let below = size - size % parts;
+                let above = below.saturating_add(*parts);
                 write!(
                     f,
                     "dimension {dim} of input {index} of shape {shape:?} has size {size}, which does not split evenly over \
@@ -126,8 +141,8 @@ pub enum Side {
     Out,
 }
 
-impl std::fmt::Display for Side {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+impl fmt::Display for Side {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(match self {
             Self::In => "in",
             Self::Out => "out",

@@ -1,10 +1,15 @@
 //! Putting the results of replicas together.
 
+use std::collections::BTreeMap;
+
 use candle_core::{Device, Tensor};
 
 use crate::{
-    error::{Error, Result},
-    mesh::topology::Topology,
+    error::{Error, Result, ValueError},
+    mesh::{
+        axes::{ALL, AxisSet},
+        topology::{Groups, Topology},
+    },
     spec::{
         self, Resolved, Treatment,
         cut::Rows,
@@ -28,27 +33,34 @@ impl Join<'_> {
         results: Vec<Tensor>,
         spec: &Resolved,
     ) -> Result<Tensor> {
-        let mut joined =
-            self.one_of_each_replicated(index, results.into_iter().enumerate().collect(), spec)?;
+        let mut joined = self.one_of_each_replicated(index, results, spec)?;
         // Backward: what was cut last is put together first.
         for &(set, treatment) in spec.iter().rev() {
-            let groups = self.topology.groups(set);
-            let mut of_groups: Vec<Vec<(usize, Tensor)>> = vec![Vec::new(); groups.len()];
-            for (slot, tensor) in joined {
-                of_groups[groups.seat(slot).0].push((slot, tensor));
-            }
-            let of_groups = of_groups.into_iter().filter(|group| !group.is_empty());
-            let combined = of_groups.map(|group| {
-                let parts = group
-                    .iter()
-                    .map(|(slot, tensor)| self.part(index, *slot, tensor, set, treatment));
-                let parts = parts.collect::<Result<Vec<Tensor>>>()?;
-                Ok((group[0].0, combine(index, &parts, treatment)?))
-            });
-            joined = combined.collect::<Result<_>>()?;
+            joined = self.join_along(index, &joined, set, treatment)?;
         }
         let (_, result) = joined.swap_remove(0);
-        result.to_device(self.home).map_err(|source| Error::Gather { index, source })
+        result.to_device(self.home).map_err(Error::gather(index))
+    }
+
+    /// One tensor for each group along `set`, with its first slot.
+    fn join_along(
+        &self,
+        index: usize,
+        results: &[(usize, Tensor)],
+        set: AxisSet,
+        treatment: Treatment,
+    ) -> Result<Vec<(usize, Tensor)>> {
+        let groups = self.topology.groups(set);
+        let mut parts: BTreeMap<usize, (usize, Vec<Tensor>)> = BTreeMap::new();
+        for (slot, tensor) in results {
+            let part = self.part(index, *slot, tensor, set, treatment)?;
+            let group = groups.place(*slot).group;
+            parts.entry(group).or_insert_with(|| (*slot, Vec::new())).1.push(part);
+        }
+        parts
+            .into_values()
+            .map(|(first, parts)| Ok((first, combine(index, &parts, treatment)?)))
+            .collect()
     }
 
     /// Writes result number `index` of all slots into `kept`, a contiguous tensor of the joined
@@ -60,57 +72,35 @@ impl Join<'_> {
         spec: &Resolved,
         kept: &Tensor,
     ) -> Result<()> {
-        let failed = |source| Error::Gather { index, source };
-        let (dim, parts) = match spec[..] {
+        match spec[..] {
+            // Shards are written one by one, without a tensor of them all.
             [(set, treatment @ Treatment::Shard(dim))] => {
-                let dim =
-                    spec::find_dim(Side::Out, index, dim, &results[0]).map_err(Error::from)?;
-                let one_of_each = self.one_of_each_replicated(
-                    index,
-                    results.into_iter().enumerate().collect(),
-                    spec,
-                )?;
-                let parts = one_of_each
+                let dim = spec::find_dim(Side::Out, index, dim, &results[0])?;
+                let shards = self.one_of_each_replicated(index, results, spec)?;
+                let parts: Result<Vec<Tensor>> = shards
                     .iter()
-                    .map(|(slot, part)| self.part(index, *slot, part, set, treatment));
-                (dim, parts.collect::<Result<Vec<_>>>()?)
+                    .map(|(slot, shard)| self.part(index, *slot, shard, set, treatment))
+                    .collect();
+                write_into(kept, index, dim, &parts?)
             }
-            _ => (0, vec![self.join(index, results, spec)?]),
-        };
-        let mut offset = 0;
-        for part in parts {
-            // In candle only the written part must fit; here it must fill.
-            kept.slice_set(&part.contiguous().map_err(failed)?, dim, offset).map_err(failed)?;
-            offset += part.dims().get(dim).copied().unwrap_or(1);
+            _ => write_into(kept, index, 0, &[self.join(index, results, spec)?]),
         }
-        if offset == kept.dims().get(dim).copied().unwrap_or(1) {
-            return Ok(());
-        }
-        let (size, shape) = (offset, kept.dims().to_vec());
-        Err(SpecFault::KeptSize { index, dim, size, shape }.into())
     }
 
     /// The results of the first slot along each axis that `spec` does not name.
     fn one_of_each_replicated(
         &self,
         index: usize,
-        results: Vec<(usize, Tensor)>,
+        results: Vec<Tensor>,
         spec: &Resolved,
     ) -> Result<Vec<(usize, Tensor)>> {
         let named = spec.iter().fold(0, |named, (set, _)| named | set);
-        let replicated = self.topology.groups(self.topology.set(&crate::ALL)? & !named);
+        let replicated = self.topology.groups(self.topology.set(&ALL)? & !named);
         if cfg!(debug_assertions) {
-            for (slot, tensor) in &results {
-                let first = replicated.members_with(*slot)[0];
-                if first != *slot
-                    && !same(&results[first].1, tensor)
-                        .map_err(|source| Error::Gather { index, source })?
-                {
-                    return Err(Error::NotReplicated { index, replica: *slot, first });
-                }
-            }
+            check_replicated(index, &results, &replicated)?;
         }
-        Ok(results.into_iter().filter(|(slot, _)| replicated.seat(*slot).1 == 0).collect())
+        let results = results.into_iter().enumerate();
+        Ok(results.filter(|(slot, _)| replicated.place(*slot).rank == 0).collect())
     }
 
     /// What one slot adds to a joined result, on the home device.
@@ -119,45 +109,63 @@ impl Join<'_> {
         index: usize,
         slot: usize,
         tensor: &Tensor,
-        set: u64,
+        set: AxisSet,
         treatment: Treatment,
     ) -> Result<Tensor> {
-        let failed = |source| Error::Gather { index, source };
-        let tensor = tensor.to_device(self.home).map_err(failed)?;
+        let tensor = tensor.to_device(self.home).map_err(Error::gather(index))?;
         match (treatment, self.rows) {
             (Treatment::Shard(dim), Some(rows)) if rows.set == set => {
-                let dim = spec::find_dim(Side::Out, index, dim, &tensor).map_err(Error::from)?;
-                rows.trim(&tensor, dim, self.topology.groups(set).seat(slot).1).map_err(failed)
+                let dim = spec::find_dim(Side::Out, index, dim, &tensor)?;
+                let rank = self.topology.groups(set).place(slot).rank;
+                rows.trim(&tensor, dim, rank).map_err(Error::gather(index))
             }
             _ => Ok(tensor),
         }
     }
 }
 
-fn combine(index: usize, parts: &[Tensor], treatment: Treatment) -> Result<Tensor> {
-    let failed = |source| Error::Gather { index, source };
-    let first = &parts[0];
-    match treatment {
-        Treatment::Shard(dim) => {
-            let dim = spec::find_dim(Side::Out, index, dim, first).map_err(Error::from)?;
-            Tensor::cat(parts, dim).map_err(failed)
+/// Checks that the members of each group have the same result.
+fn check_replicated(index: usize, results: &[Tensor], groups: &Groups) -> Result<()> {
+    for (slot, tensor) in results.iter().enumerate() {
+        let first = groups.members_with(slot)[0];
+        if first != slot && !same(&results[first], tensor).map_err(Error::gather(index))? {
+            return Err(ValueError::NotReplicated { index, slot, first }.into());
         }
-        Treatment::Stack(dim) => {
-            let out_of_range = || SpecFault::DimOutOfRange {
-                side: Side::Out,
-                index,
-                dim,
-                shape: first.dims().to_vec(),
-            };
-            let dim = spec::normalize(dim, first.rank() + 1).ok_or_else(out_of_range)?;
-            Tensor::stack(parts, dim).map_err(failed)
-        }
-        Treatment::Sum => sum(parts).map_err(failed),
-        Treatment::Mean if !first.dtype().is_float() => {
-            Err(SpecFault::MeanOfIntegers { index, dtype: first.dtype() }.into())
-        }
-        Treatment::Mean => sum(parts).and_then(|sum| sum / parts.len() as f64).map_err(failed),
     }
+    Ok(())
+}
+
+/// Writes `parts` one after the other into `kept`, which they must fill.
+fn write_into(kept: &Tensor, index: usize, dim: usize, parts: &[Tensor]) -> Result<()> {
+    let mut size = 0;
+    for part in parts {
+        let part = part.contiguous().map_err(Error::gather(index))?;
+        kept.slice_set(&part, dim, size).map_err(Error::gather(index))?;
+        size += part.dims()[dim];
+    }
+    // candle only checks that there is room for each part.
+    if size == kept.dims()[dim] {
+        return Ok(());
+    }
+    Err(SpecFault::KeptSize { index, dim, size, shape: kept.dims().to_vec() }.into())
+}
+
+fn combine(index: usize, parts: &[Tensor], treatment: Treatment) -> Result<Tensor> {
+    let first = &parts[0];
+    let combined = match treatment {
+        Treatment::Shard(dim) => Tensor::cat(parts, spec::find_dim(Side::Out, index, dim, first)?),
+        Treatment::Stack(dim) => {
+            let shape = first.dims().to_vec();
+            let out_of_range = SpecFault::DimOutOfRange { side: Side::Out, index, dim, shape };
+            Tensor::stack(parts, spec::normalize(dim, first.rank() + 1).ok_or(out_of_range)?)
+        }
+        Treatment::Sum => sum(parts),
+        Treatment::Mean if !first.dtype().is_float() => {
+            return Err(SpecFault::MeanOfIntegers { index, dtype: first.dtype() }.into());
+        }
+        Treatment::Mean => sum(parts).and_then(|sum| sum / parts.len() as f64),
+    };
+    combined.map_err(Error::gather(index))
 }
 
 /// Adds up in the order of the mesh, so that rounding does not depend on which replica finished

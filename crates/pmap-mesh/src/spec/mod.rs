@@ -5,6 +5,8 @@ pub(crate) mod fault;
 pub(crate) mod join;
 pub(crate) mod tree;
 
+use std::iter;
+
 use candle_core::Tensor;
 
 use crate::{
@@ -82,36 +84,34 @@ impl P {
         Self(vec![(axes.into(), Treatment::Stack(dim))])
     }
 
-    /// Both, for a tensor that is treated in different ways along different axes.
+    /// This and `other`, for a tensor that is treated in different ways along different axes.
     #[must_use]
     pub fn and(mut self, other: Self) -> Self {
         self.0.extend(other.0);
         self
     }
 
-    /// The treatments with the axes of this mesh; faults are added to `faults`.
+    /// The treatments with the axes of this mesh.
     fn resolve(
         &self,
         side: Side,
         index: usize,
         topology: &Topology,
-        faults: &mut Vec<SpecFault>,
+        faults: &mut Faults,
     ) -> Resolved {
         let mut seen = 0;
         let mut resolved = Vec::with_capacity(self.0.len());
         for (axes, treatment) in &self.0 {
-            let set = match topology.set(axes) {
-                Ok(set) => set,
-                Err(error) => {
-                    faults.push(SpecFault::Axes { side, index, reason: error.to_string() });
-                    continue;
-                }
-            };
+            let set = topology.set(axes).map_err(|unknown| {
+                let reason = unknown.to_string();
+                SpecFault::Axes { side, index, reason }
+            });
+            let Some(set) = faults.note(set) else { continue };
             if seen & set != 0 {
-                faults.push(SpecFault::AxisTwice { side, index, axes: axes.to_string() });
+                faults.add(SpecFault::AxisTwice { side, index, axes: axes.to_string() });
             }
             if side == Side::In && !matches!(treatment, Treatment::Shard(_)) {
-                faults.push(SpecFault::ReducedInput { index });
+                faults.add(SpecFault::ReducedInput { index });
             }
             seen |= set;
             resolved.push((set, *treatment));
@@ -122,7 +122,10 @@ impl P {
 
 impl From<Option<isize>> for P {
     fn from(dim: Option<isize>) -> Self {
-        dim.map_or_else(Self::replicate, |dim| Self::shard(dim, ALL))
+        match dim {
+            Some(dim) => Self::shard(dim, ALL),
+            None => Self::replicate(),
+        }
     }
 }
 
@@ -153,31 +156,27 @@ impl Specs {
         side: Side,
         tree: &impl TensorTree,
         topology: &Topology,
-        faults: &mut Vec<SpecFault>,
-    ) -> Result<Vec<Resolved>> {
-        let specs = self.of_each(side, tree)?;
-        Ok(specs
-            .into_iter()
-            .enumerate()
-            .map(|(index, p)| p.resolve(side, index, topology, faults))
-            .collect())
+        faults: &mut Faults,
+    ) -> Result<Vec<Resolved>, SpecFault> {
+        let specs = self.of_each(side, tree)?.into_iter().enumerate();
+        Ok(specs.map(|(index, p)| p.resolve(side, index, topology, faults)).collect())
     }
 
-    fn of_each(&self, side: Side, tree: &impl TensorTree) -> Result<Vec<&P>> {
+    fn of_each(&self, side: Side, tree: &impl TensorTree) -> Result<Vec<&P>, SpecFault> {
         let parts = tree.parts();
         let tensors = parts.iter().sum();
         match &self.0 {
             Kind::FirstAndRest(first, rest) => {
-                Ok((0..tensors).map(|index| if index == 0 { first } else { rest }).collect())
+                Ok(iter::once(first).chain(iter::repeat(rest)).take(tensors).collect())
             }
             Kind::Each(specs) if specs.len() == parts.len() => Ok(specs
                 .iter()
                 .zip(&parts)
-                .flat_map(|(p, &tensors)| std::iter::repeat_n(p, tensors))
+                .flat_map(|(p, &tensors)| iter::repeat_n(p, tensors))
                 .collect()),
             Kind::Each(specs) if specs.len() == tensors => Ok(specs.iter().collect()),
             Kind::Each(specs) => {
-                Err(Error::SpecCount { side, specs: specs.len(), arguments: parts.len(), tensors })
+                Err(SpecFault::Count { side, specs: specs.len(), arguments: parts.len(), tensors })
             }
         }
     }
@@ -225,9 +224,24 @@ pub(crate) fn find_dim(
     normalize(dim, tensor.rank()).ok_or_else(out_of_range)
 }
 
-/// An error with all faults, if there are any.
-pub(crate) fn check(faults: Vec<SpecFault>) -> Result<()> {
-    if faults.is_empty() { Ok(()) } else { Err(Error::Specs(faults)) }
+/// What was found to be wrong with the specs of one call, so that all of it can be said at once.
+#[derive(Debug, Default)]
+pub(crate) struct Faults(Vec<SpecFault>);
+
+impl Faults {
+    pub(crate) fn add(&mut self, fault: SpecFault) {
+        self.0.push(fault);
+    }
+
+    /// The value, or `None` once its fault was added.
+    pub(crate) fn note<T>(&mut self, outcome: Result<T, SpecFault>) -> Option<T> {
+        outcome.map_err(|fault| self.add(fault)).ok()
+    }
+
+    /// An error with all faults, if there are any.
+    pub(crate) fn check(self) -> Result<()> {
+        if self.0.is_empty() { Ok(()) } else { Err(Error::Specs(self.0)) }
+    }
 }
 
 #[cfg(test)]

@@ -54,6 +54,25 @@ pub(crate) fn leaves(tree: &impl TensorTree) -> Vec<Tensor> {
     leaves
 }
 
+/// [`TensorTree::try_map`] with the number of each tensor.
+pub(crate) fn try_map_indexed<T: TensorTree, E>(
+    tree: &T,
+    mut f: impl FnMut(usize, &Tensor) -> Result<Tensor, E>,
+) -> Result<T, E> {
+    let mut next = 0;
+    tree.try_map(&mut |leaf| {
+        let index = next;
+        next += 1;
+        f(index, leaf)
+    })
+}
+
+/// A value of the same structure with these tensors, as many as it has.
+pub(crate) fn with_leaves<T: TensorTree>(tree: &T, leaves: &[Tensor]) -> T {
+    let Ok(tree) = try_map_indexed(tree, |index, _| Ok::<_, Infallible>(leaves[index].clone()));
+    tree
+}
+
 fn count(tree: &impl TensorTree) -> usize {
     leaves(tree).len()
 }

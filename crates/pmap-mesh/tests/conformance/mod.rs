@@ -38,7 +38,7 @@ pub(crate) fn run(engine: &impl Engine, case: &str, ranks: usize) {
         "crosswise" => {
             // Slots 0 and 3 wait along one axis, 1 and 2 along the other.
             let mesh = mesh(engine, &[("a", 2), ("b", 2)], Some(DEADLINE));
-            let run = mesh.pmap(|ctx, _: Tensor| match ctx.index() {
+            let run = mesh.pmap(|ctx, _: Tensor| match ctx.slot() {
                 0 | 3 => ctx.barrier("a"),
                 _ => ctx.barrier("b"),
             });
@@ -47,12 +47,12 @@ pub(crate) fn run(engine: &impl Engine, case: &str, ranks: usize) {
         "deserted" => {
             let run = mesh(engine, &[], None);
             let run =
-                run.pmap(|ctx, x: Tensor| if ctx.index() == 1 { Ok(x) } else { ctx.psum(&x, ALL) });
+                run.pmap(|ctx, x: Tensor| if ctx.slot() == 1 { Ok(x) } else { ctx.psum(&x, ALL) });
             drop(run.in_axes(None).call(nothing()));
         }
         "mismatch" => {
             let mesh = mesh(engine, &[("a", ranks)], None);
-            let run = mesh.pmap(|ctx, _: Tensor| match ctx.index() {
+            let run = mesh.pmap(|ctx, _: Tensor| match ctx.slot() {
                 1 => ctx.pmax(&Tensor::ones(70_000, DType::F32, ctx.device())?, ALL),
                 _ => ctx.psum(&Tensor::ones(3, DType::F32, ctx.device())?, ALL),
             });
@@ -69,7 +69,7 @@ fn barrier_of_rank_0(
     other: impl Fn() -> Result<()> + Send + Sync + 'static,
 ) -> pmap_mesh::Result<()> {
     let run = mesh(engine, &[], deadline).pmap(move |ctx, _: Tensor| {
-        if ctx.index() == 1 {
+        if ctx.slot() == 1 {
             other()?;
         }
         ctx.barrier(ALL)
@@ -102,7 +102,7 @@ fn compare<O: TensorTree>(
 
 /// Numbers that differ by replica, and whose sums depend on their order.
 fn input(ctx: &Replica, shape: &[usize], dtype: DType) -> Result<Tensor> {
-    let seed = ctx.index() as u32 * 7919 + 1;
+    let seed = ctx.slot() as u32 * 7919 + 1;
     let value =
         |n: u32| (n.wrapping_mul(2_654_435_761).wrapping_add(seed) % 2003) as f32 * 0.0625 - 60.0;
     let values: Vec<f32> = (0..shape.iter().product::<usize>() as u32).map(value).collect();
@@ -129,7 +129,7 @@ fn collectives(engine: &impl Engine, axes: &[(&'static str, usize)]) {
     compare(&tested, &threads, |ctx| {
         let w = Var::from_tensor(&input(ctx, &[6, 4], DType::F32)?)?;
         let all = ctx.all_gather(w.as_tensor(), 0, ALL)?;
-        let loss = (ctx.psum(&all.sqr()?, ALL)? * (ctx.index() as f64 + 1.0))?.sum_all()?;
+        let loss = (ctx.psum(&all.sqr()?, ALL)? * (ctx.slot() as f64 + 1.0))?.sum_all()?;
         Ok(loss.backward()?.get(&w).unwrap().clone())
     });
 }

@@ -66,7 +66,7 @@ pub(super) fn with_bytes<R>(x: &Tensor, work: impl FnOnce(&[u8]) -> Result<R>) -
         CpuStorage::F32(items) => cast_slice(items),
         CpuStorage::F64(items) => cast_slice(items),
         CpuStorage::F8E4M3(items) => {
-            #[allow(
+            #[expect(
                 clippy::redundant_closure_for_method_calls,
                 reason = "the crate of the type is no dependency"
             )]

@@ -8,7 +8,11 @@ use std::{
 
 use ferrompi::{Communicator, ThreadLevel};
 
-use crate::{engine::processes, error::Error, sync::lock};
+use crate::{
+    engine::processes,
+    error::{Error, ProcessError, Result},
+    sync::lock,
+};
 
 /// This process's membership in the MPI program: initialized once, finalized when the last clone is
 /// dropped.
@@ -24,7 +28,7 @@ pub(crate) struct Session {
 impl Session {
     /// This process's session: the one that meshes already use, or a new one, which can be had
     /// once.
-    pub(crate) fn start() -> crate::Result<Arc<Self>> {
+    pub(crate) fn start() -> Result<Arc<Self>> {
         static CURRENT: Mutex<Weak<Session>> = Mutex::new(Weak::new());
         let mut current = lock(&CURRENT);
         if let Some(session) = current.upgrade() {
@@ -35,13 +39,13 @@ impl Session {
         Ok(session)
     }
 
-    fn init() -> crate::Result<Arc<Self>> {
+    fn init() -> Result<Arc<Self>> {
         let (started, start) = mpsc::sync_channel(1);
         let (release, released) = mpsc::channel::<()>();
         let hold = move || match ferrompi::Mpi::init_thread(ThreadLevel::Serialized) {
             Ok(mpi) if mpi.thread_level() >= ThreadLevel::Serialized => {
                 drop(started.send(Ok(mpi.world())));
-                // Until the session is dropped.
+                // Returns when the session is dropped: an error, since nothing is ever sent.
                 let _ = released.recv();
             }
             Ok(mpi) => drop(started.send(Err(format!(
@@ -50,7 +54,6 @@ impl Session {
             )))),
             Err(error) => drop(started.send(Err(error.to_string()))),
         };
-        let failed = |reason: String| Error::Mpi { reason };
         let holder = thread::Builder::new()
             .name("mpi".into())
             .spawn(hold)
@@ -72,8 +75,8 @@ impl Session {
 
     /// Fills `bytes` on all processes with those of rank 0.
     #[cfg(feature = "nccl")]
-    pub(crate) fn broadcast(&self, bytes: &mut [u8]) -> crate::Result<()> {
-        self.world.broadcast(bytes, 0).map_err(|error| Error::Mpi { reason: error.to_string() })
+    pub(crate) fn broadcast(&self, bytes: &mut [u8]) -> Result<()> {
+        self.world.broadcast(bytes, 0).map_err(|error| failed(error.to_string()))
     }
 
     /// Says why, and ends all processes.
@@ -119,6 +122,12 @@ pub(super) fn end(world: &Communicator, why: &str) -> ! {
     processes::end(index(world.rank()), why, || world.abort(1))
 }
 
+fn failed(reason: String) -> Error {
+    ProcessError::Mpi { reason }.into()
+}
+
+/// A rank, or a number of them, that MPI counts.
+#[expect(clippy::expect_used, reason = "MPI counts ranks from 0")]
 fn index(rank: i32) -> usize {
-    usize::try_from(rank).unwrap_or_default()
+    usize::try_from(rank).expect("a rank is not negative")
 }

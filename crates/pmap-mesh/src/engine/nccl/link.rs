@@ -13,7 +13,7 @@ use candle_core::{
     cuda_backend::{
         CudaDType,
         cudarc::{
-            driver::{CudaView, DeviceRepr, ValidAsZeroBits},
+            driver::{CudaView, CudaViewMut, DeviceRepr, ValidAsZeroBits},
             nccl::{Comm, Id as NcclId, NcclType, result::NcclError},
         },
     },
@@ -26,7 +26,8 @@ use super::store::Id;
 use crate::mesh::workers;
 
 /// How long a communicator is kept when its mesh is gone: what this process has sent last may still
-/// be on its way, and cudarc ends communicators without waiting for it.
+/// be on its way, and cudarc ends communicators without waiting for it. The last that is sent are
+/// headers of some bytes, which arrive within milliseconds.
 const LINGER: Duration = Duration::from_millis(200);
 
 /// What one process sends and receives at once, all of one type.
@@ -60,7 +61,7 @@ struct Job {
     reply: mpsc::SyncSender<std::result::Result<Vec<Tensor>, String>>,
 }
 
-/// This process's communicator with all others; whoever waits for it can stop waiting.
+/// This process's communicator with all others; a thread that waits for it can stop waiting.
 #[derive(Debug)]
 pub(super) struct Link {
     jobs: Option<mpsc::Sender<Job>>,
@@ -69,7 +70,7 @@ pub(super) struct Link {
 
 /// The id of a new communicator.
 pub(super) fn new_id() -> std::result::Result<Id, String> {
-    let id = worker::catch(NcclId::new)?.map_err(|error| text(&error))?;
+    let id = workers::catch(NcclId::new)?.map_err(|error| text(&error))?;
     Ok(id.internal().map(|item| u8::from_ne_bytes(item.to_ne_bytes())))
 }
 
@@ -84,19 +85,14 @@ impl Link {
         let (started, start) = mpsc::sync_channel(1);
         let (jobs, queue) = mpsc::channel::<Job>();
         let hold = move || {
-            let comm = match worker::catch(|| open(&device, place, id)).and_then(|opened| opened) {
+            let comm = match workers::catch(|| open(&device, place, id)).flatten() {
                 Ok(comm) => comm,
                 Err(error) => return drop(started.send(Err(error))),
             };
             drop(started.send(Ok(())));
-            for Job { transfer, reply } in queue {
-                let made = worker::catch(|| {
-                    make(&comm, &device, &transfer).map_err(|error| error.to_string())
-                });
-                drop(reply.send(made.and_then(|made| made)));
-            }
+            serve(&comm, &device, queue);
             thread::sleep(if place.world_size().as_u64() > 1 { LINGER } else { Duration::ZERO });
-            drop(worker::catch(|| drop(comm)));
+            drop(workers::catch(|| drop(comm)));
         };
         let holder = thread::Builder::new()
             .name("nccl".into())
@@ -117,13 +113,17 @@ impl Carrier for Link {
         within: Duration,
     ) -> std::result::Result<Vec<Tensor>, Broken> {
         let (reply, arrival) = mpsc::sync_channel(1);
-        let ended = || Broken::Failed(ENDED.into());
-        let sent = self.jobs.as_ref().map(|jobs| jobs.send(Job { transfer, reply }));
-        sent.and_then(std::result::Result::ok).ok_or_else(ended)?;
+        let is_sent = match &self.jobs {
+            Some(jobs) => jobs.send(Job { transfer, reply }).is_ok(),
+            None => false,
+        };
+        if !is_sent {
+            return Err(Broken::Failed(ENDED.into()));
+        }
         match arrival.recv_timeout(within) {
             Ok(made) => made.map_err(Broken::Failed),
             Err(RecvTimeoutError::Timeout) => Err(Broken::Late),
-            Err(RecvTimeoutError::Disconnected) => Err(ended()),
+            Err(RecvTimeoutError::Disconnected) => Err(Broken::Failed(ENDED.into())),
         }
     }
 }
@@ -139,6 +139,16 @@ impl Drop for Link {
 
 const ENDED: &str = "the thread of the communicator has ended";
 
+/// Makes transfers until nobody can ask for more.
+fn serve(comm: &Comm, device: &CudaDevice, queue: mpsc::Receiver<Job>) {
+    for Job { transfer, reply } in queue {
+        let made =
+            workers::catch(|| make(comm, device, &transfer).map_err(|error| error.to_string()));
+        // One that has stopped waiting needs no reply.
+        drop(reply.send(made.flatten()));
+    }
+}
+
 /// Whether items of this type can be sent.
 pub(super) fn carries(dtype: DType) -> bool {
     use DType::{BF16, F16, F32, F64, I32, I64, U8, U32};
@@ -150,7 +160,8 @@ fn open(device: &CudaDevice, place: Placement, id: Id) -> std::result::Result<Co
     // NCCL takes the device that is current on its thread.
     stream.context().bind_to_thread().map_err(|error| error.to_string())?;
     let id = NcclId::uninit(id.map(|item| c_char::from_ne_bytes(item.to_ne_bytes())));
-    let (rank, world_size) = (place.rank().as_usize(), place.world_size().as_usize());
+    let rank = place.rank().as_usize();
+    let world_size = place.world_size().as_usize();
     Comm::from_rank(stream, rank, world_size, id).map_err(|error| text(&error))
 }
 
@@ -180,25 +191,17 @@ where
         .iter()
         .map(|(_, items)| device.alloc_zeros::<T>(*items))
         .collect::<Result<Vec<_>>>()?;
-    {
-        let letters =
-            lent.iter().map(|(to, (storage, layout))| Ok((*to, items::<T>(storage, layout)?)));
-        let letters = letters.collect::<Result<Vec<_>>>()?;
-        let boxes = transfer
-            .incoming
-            .iter()
-            .zip(&mut arrived)
-            .map(|((from, _), items)| (*from, items.as_view_mut()));
-        let boxes: Vec<_> = boxes.collect();
-        let failed = |error| candle_core::Error::msg(text(&error));
-        let mut group = comm.group();
-        for (to, letter) in letters {
-            group.send(letter, rank(to)).map_err(failed)?;
-        }
-        for (from, place) in boxes {
-            group.recv(place, rank(from)).map_err(failed)?;
-        }
-    }
+    let sends: Vec<_> = lent
+        .iter()
+        .map(|(to, (storage, layout))| Ok((*to, items::<T>(storage, layout)?)))
+        .collect::<Result<_>>()?;
+    let receives: Vec<_> = transfer
+        .incoming
+        .iter()
+        .zip(&mut arrived)
+        .map(|((from, _), items)| (*from, items.as_view_mut()))
+        .collect();
+    start(comm, sends, receives).map_err(|error| candle_core::Error::msg(text(&error)))?;
     device.cuda_stream().synchronize().map_err(candle_core::Error::wrap)?;
     let tensor = |items| {
         let storage = CudaStorage::wrap_cuda_slice::<T>(items, device.clone());
@@ -206,6 +209,23 @@ where
         Ok(Tensor::from_storage(Storage::Cuda(storage), len, BackpropOp::none(), false))
     };
     arrived.into_iter().map(tensor).collect()
+}
+
+/// Starts all sends and receives at once; in any order one after the other, two processes could each
+/// wait for the other's receive.
+fn start<T: NcclType + DeviceRepr>(
+    comm: &Comm,
+    sends: Vec<(usize, CudaView<'_, T>)>,
+    receives: Vec<(usize, CudaViewMut<'_, T>)>,
+) -> std::result::Result<(), NcclError> {
+    let mut group = comm.group();
+    for (to, items) in sends {
+        group.send(items, rank_of(to))?;
+    }
+    for (from, place) in receives {
+        group.recv(place, rank_of(from))?;
+    }
+    Ok(())
 }
 
 /// The items of a contiguous tensor.
@@ -218,9 +238,10 @@ fn items<'a, T: CudaDType>(storage: &'a Storage, layout: &Layout) -> Result<Cuda
         .ok_or_else(|| candle_core::Error::msg("a tensor is not contiguous"))
 }
 
-fn rank(rank: usize) -> i32 {
-    // NCCL counts them in 32 bits itself.
-    i32::try_from(rank).unwrap_or(i32::MAX)
+/// A rank as NCCL counts it.
+#[expect(clippy::expect_used, reason = "a mesh has fewer slots than 32 bits count")]
+fn rank_of(rank: usize) -> i32 {
+    i32::try_from(rank).expect("ranks are below the number of slots")
 }
 
 /// cudarc's own text does not name the error.

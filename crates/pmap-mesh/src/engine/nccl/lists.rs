@@ -4,10 +4,8 @@ use std::collections::BTreeMap;
 
 use candle_core::{Result, Tensor};
 
-use super::flat;
-
-/// How many bytes of small tensors are put together: more do not make a transfer faster, and take
-/// memory.
+/// How many bytes of small tensors are put together: some milliseconds of a fast link, beside which
+/// the start of a transfer does not count; more would only take memory.
 const BUCKET_BYTES: usize = 64 << 20;
 
 /// The numbers of tensors of one type, in order, cut into buckets; the same for all lists of the
@@ -38,7 +36,8 @@ fn buckets_of(list: &[Tensor], of_type: &[usize]) -> Vec<Vec<usize>> {
 
 /// The tensors of a bucket end to end.
 pub(super) fn joined(list: &[Tensor], bucket: &[usize]) -> Result<Tensor> {
-    let parts: Vec<Tensor> = bucket.iter().map(|&n| flat(&list[n])).collect::<Result<_>>()?;
+    let parts: Vec<Tensor> =
+        bucket.iter().map(|&n| list[n].contiguous()?.flatten_all()).collect::<Result<_>>()?;
     match <[Tensor; 1]>::try_from(parts) {
         Ok([only]) => Ok(only),
         Err(parts) => Tensor::cat(&parts, 0),

@@ -6,7 +6,7 @@
 //! the device. There is one communicator: a group along some axes is some of its ranks, which NCCL
 //! lets send to each other without the rest.
 //!
-//! Every collective begins with a head to the other members: a hash of what must agree, so that
+//! Every collective begins with a header to the other members: a hash of what must agree, so that
 //! nobody waits for what the others do not send. It ends when its result is there, and another
 //! thread waits for that, so that a deadline can pass.
 
@@ -25,31 +25,66 @@ use core_types::Placement;
 pub use self::store::NcclStore;
 use self::{
     link::{Broken, Carrier, Link, Transfer, carries, new_id},
-    store::Invitation,
+    store::Bootstrap,
 };
 use crate::{
-    ALL,
     engine::{
-        Engine, Site,
-        processes::{self, Entered, Pending, TEXT_BYTES, agreement, description, disagreement},
+        Backend, Engine, Site,
+        processes::{self, Current, Guard, TEXT_BYTES, agreement, description, disagreement},
     },
-    error::Error,
-    mesh::topology::Topology,
-    reduce::Reduction,
-    reduce::parts::balanced,
+    error::{self, CollectiveError, Error, MeshError, ProcessError},
+    mesh::{DeviceMesh, DeviceMeshBuilder, axes::ALL, topology::Topology},
+    reduce::{Reduction, parts::balanced},
 };
 
 /// Up to how many bytes every member reduces everything by itself: a second transfer would take
 /// longer.
 const SMALL_BYTES: usize = 64 << 10;
 /// How long the processes of a mesh wait for each other at its start, where connections are made
-/// too.
-const JOIN_TIME: Duration = Duration::from_mins(10);
+/// too: as long as they would wait in a collective.
+const JOIN_TIME: Duration = DeviceMesh::PROCESS_DEADLINE;
 
-/// Nobody, as the sender that a member wants to receive from.
+/// Nobody, as the rank that a member wants to receive from.
 const NOBODY: i64 = -1;
 
-/// One slot's access to the others.
+impl DeviceMeshBuilder {
+    /// Makes the mesh of as many processes as the world of `place` has, one slot each, by rank;
+    /// this one's runs on CUDA device `device` of its machine, and tensors go from device to device
+    /// through NCCL.
+    ///
+    /// The launcher knows which process this is and which device it takes: a program passes on the
+    /// placement and the local rank of `core_types::Launched`. The processes find each other at
+    /// `store`, and wait there for each other for up to ten minutes.
+    ///
+    /// As over MPI, every process makes the same mesh and calls the same functions with the same
+    /// arguments, sums are formed in rank order, and a replica that fails ends its process with its
+    /// error on the standard error; the launcher then ends the others, which wait for it. Tensors
+    /// of other devices are refused in collectives.
+    ///
+    /// A mesh without axes is a row named [`DeviceMesh::AXIS`].
+    ///
+    /// # Errors
+    ///
+    /// Those of [`devices`](Self::devices), [`MeshError::Device`] if there is no such device,
+    /// [`ProcessError::Store`] if the processes cannot find each other, and [`ProcessError::Nccl`]
+    /// if NCCL cannot be started or the mesh has not as many slots as there are processes.
+    pub fn nccl(
+        self,
+        place: Placement,
+        device: usize,
+        store: &NcclStore,
+    ) -> error::Result<DeviceMesh> {
+        let opened = Device::new_cuda_with_stream(device)
+            .map_err(|cause| MeshError::Device { index: device, cause })?;
+        let slot = place.rank().as_usize();
+        let processes = place.world_size().as_usize();
+        processes::mesh(self, slot, processes, opened, |topology, deadline, device| {
+            Ok(Arc::new(Nccl::new(place, device, store, Arc::clone(topology), deadline)?))
+        })
+    }
+}
+
+/// This process's slot and its access to the others.
 #[derive(Clone, Debug)]
 pub(crate) struct Nccl(Arc<Inner>);
 
@@ -60,9 +95,9 @@ struct Inner {
     deadline: Duration,
     device: Device,
     /// The stream takes one call at a time.
-    pending: Pending,
+    current: Current,
     link: Box<dyn Carrier>,
-    /// If the processes are an MPI program, which a failure ends.
+    /// The MPI program, if the processes are one; a failure ends it.
     #[cfg(feature = "mpi")]
     session: Option<Arc<crate::engine::mpi::Session>>,
 }
@@ -71,59 +106,63 @@ struct Inner {
 struct Call<'a> {
     engine: &'a Inner,
     site: &'a Site,
-    /// The rank of each member.
-    ranks: Vec<usize>,
-    _entered: Entered<'a>,
+    _guard: Guard<'a>,
 }
 
 impl Nccl {
-    /// The engine of this process's slot. All processes call this.
-    pub(crate) fn new(
+    /// The backend of this process's slot. All processes call this.
+    fn new(
         place: Placement,
         device: &Device,
         store: &NcclStore,
         topology: Arc<Topology>,
         deadline: Duration,
-    ) -> crate::Result<Self> {
-        let failed = |reason: String| Error::Nccl { reason };
-        let (processes, slots) = (place.world_size().as_usize(), topology.slots());
+    ) -> error::Result<Self> {
+        let processes = place.world_size().as_usize();
+        let slots = topology.slots();
         if processes != slots {
-            return Err(failed(format!(
-                "{processes} processes do not fill a mesh of {slots} slots"
-            )));
+            return Err(nccl(format!("{processes} processes do not fill a mesh of {slots} slots")));
         }
-        let cuda = device.as_cuda_device().map_err(|error| failed(error.to_string()))?;
-        let invitation = store.invitation(place, JOIN_TIME, || new_id().map_err(failed))?;
-        let link = Link::join(cuda.clone(), place, invitation.id, JOIN_TIME).map_err(failed)?;
-        let slot = place.rank().as_usize();
-        let start = Site::along(ALL, &topology, slot, "the start of the mesh", None)?;
-        let mut engine = Self(Arc::new(Inner {
+        let cuda = device.as_cuda_device().map_err(|error| nccl(error.to_string()))?;
+        let bootstrap = store.bootstrap(place, JOIN_TIME, || new_id().map_err(nccl))?;
+        let link = Link::join(cuda.clone(), place, bootstrap.id, JOIN_TIME).map_err(nccl)?;
+        let mut inner = Inner {
             topology,
-            slot,
+            slot: place.rank().as_usize(),
             deadline: JOIN_TIME,
             device: device.clone(),
-            pending: Pending::default(),
+            current: Current::default(),
             link: Box::new(link),
             #[cfg(feature = "mpi")]
-            session: invitation.session.clone(),
-        }));
+            session: bootstrap.session.clone(),
+        };
         // All have joined: the id is taken back before any of them can look for that of another
         // mesh.
-        drop::<Invitation>(invitation);
-        engine.barrier(&start).map_err(|error| failed(error.to_string()))?;
-        if let Some(inner) = Arc::get_mut(&mut engine.0) {
-            inner.deadline = deadline;
-        }
-        Ok(engine)
+        drop::<Bootstrap>(bootstrap);
+        inner.meet_all("the start of the mesh").map_err(|error| nccl(error.to_string()))?;
+        inner.deadline = deadline;
+        Ok(Self(Arc::new(inner)))
+    }
+}
+
+fn nccl(reason: String) -> Error {
+    ProcessError::Nccl { reason }.into()
+}
+
+impl Backend for Nccl {
+    fn begin(&self) -> Vec<Arc<dyn Engine>> {
+        vec![Arc::new(self.clone())]
     }
 
-    /// The lists of all processes, of any tensors: every process brings as many, in any shapes.
-    pub(crate) fn exchange(&self, list: &[Tensor]) -> crate::Result<Vec<Vec<Tensor>>> {
-        processes::exchange(self, &self.0.topology, self.0.slot, &self.0.device, list)
+    fn process_allgather(&self, lists: Vec<Vec<Tensor>>) -> error::Result<Vec<Vec<Tensor>>> {
+        let Inner { topology, slot, device, .. } = &*self.0;
+        processes::process_allgather(self, topology, *slot, device, &lists[0])
     }
+}
 
-    /// Enters a collective of these tensors; returns it with the `aux` of all members, or `None`
-    /// for a group of one.
+impl Inner {
+    /// Enters a collective of these tensors; returns it with the `aux` of all members, by rank, or
+    /// `None` for a group of one.
     ///
     /// # Errors
     ///
@@ -134,28 +173,28 @@ impl Nccl {
         tensors: &[Tensor],
         aux: i64,
     ) -> Result<Option<(Call<'a>, Vec<i64>)>> {
-        let engine = &*self.0;
-        let entered = engine.pending.enter(engine.slot, &site.call)?;
-        tensors.iter().try_for_each(|x| engine.check_sendable(site, x))?;
-        if site.size == 1 {
+        let guard = self.current.enter(site)?;
+        tensors.iter().try_for_each(|x| self.check_sendable(site, x))?;
+        if site.size() == 1 {
             return Ok(None);
         }
-        let groups = engine.topology.groups(site.call.set);
-        let ranks = groups.members_with(engine.slot).to_vec();
-        let call = Call { engine, site, ranks, _entered: entered };
-        let told = call.meet(tensors, aux)?;
-        Ok(Some((call, told)))
+        let call = Call { engine: self, site, _guard: guard };
+        let of_all = call.exchange_headers(tensors, aux)?;
+        Ok(Some((call, of_all)))
     }
-}
 
-impl Inner {
+    /// Returns when all slots of the mesh have called it.
+    fn meet_all(&self, op: &'static str) -> Result<()> {
+        let site = Site::along(ALL, &self.topology, self.slot, op, None);
+        self.enter(&site.map_err(candle_core::Error::wrap)?, &[], 0).map(drop)
+    }
+
     fn check_sendable(&self, site: &Site, x: &Tensor) -> Result<()> {
         if !x.device().same_device(&self.device) {
-            let (found, expected) = (x.device().location(), self.device.location());
-            return Err(candle_core::Error::wrap(Error::OtherDevice {
+            return Err(candle_core::Error::wrap(CollectiveError::OtherDevice {
                 call: Arc::clone(&site.call),
-                found,
-                expected,
+                found: x.device().location(),
+                expected: self.device.location(),
             }));
         }
         if !carries(x.dtype()) {
@@ -164,7 +203,7 @@ impl Inner {
         Ok(())
     }
 
-    /// Says why, and ends this process; what started it ends the others.
+    /// Says why, and ends this process; the launcher ends the others.
     fn end(&self, why: &str) -> ! {
         #[cfg(feature = "mpi")]
         if let Some(session) = &self.session {
@@ -175,8 +214,8 @@ impl Inner {
 }
 
 impl Call<'_> {
-    /// Sends `x(n)`, which has one dimension, to each member n; returns what they have for this
-    /// one, `items(n)` items of member n, and what it has for itself, in the order of the group.
+    /// Sends `x(n)`, which has one dimension, to each rank n; returns what they have for this one,
+    /// `items(n)` items of rank n, and what it has for itself, by rank.
     ///
     /// Whatever goes wrong ends the program: what was started could not be taken back.
     fn swap(
@@ -184,26 +223,29 @@ impl Call<'_> {
         x: impl Fn(usize) -> Result<Tensor>,
         items: impl Fn(usize) -> usize,
     ) -> Result<Vec<Tensor>> {
-        let Site { size, position, .. } = *self.site;
-        let own = x(position)?;
-        let mut all = vec![own.narrow(0, 0, 0)?; size];
+        let own_rank = self.site.rank;
+        let own = x(own_rank)?;
+        let mut all = vec![own.narrow(0, 0, 0)?; self.site.size()];
         let mut transfer =
             Transfer { dtype: own.dtype(), outgoing: Vec::new(), incoming: Vec::new() };
         let mut senders = Vec::new();
-        for member in (0..size).filter(|&member| member != position) {
-            let x = x(member)?;
+        for (rank, &slot) in self.site.members().iter().enumerate() {
+            if rank == own_rank {
+                continue;
+            }
+            let x = x(rank)?;
             if x.elem_count() > 0 {
-                transfer.outgoing.push((self.ranks[member], x));
+                transfer.outgoing.push((slot, x));
             }
-            if items(member) > 0 {
-                transfer.incoming.push((self.ranks[member], items(member)));
-                senders.push(member);
+            if items(rank) > 0 {
+                transfer.incoming.push((slot, items(rank)));
+                senders.push(rank);
             }
         }
-        for (member, arrived) in senders.into_iter().zip(self.carry_out(transfer)) {
-            all[member] = arrived;
+        for (rank, arrived) in senders.into_iter().zip(self.carry_out(transfer)) {
+            all[rank] = arrived;
         }
-        all[position] = own;
+        all[own_rank] = own;
         Ok(all)
     }
 
@@ -211,62 +253,73 @@ impl Call<'_> {
         if transfer.outgoing.is_empty() && transfer.incoming.is_empty() {
             return Vec::new();
         }
-        let (engine, call) = (self.engine, &self.site.call);
+        let engine = self.engine;
+        let call = Arc::clone(&self.site.call);
         match engine.link.transfer(transfer, engine.deadline) {
             Ok(arrived) => arrived,
             Err(Broken::Failed(reason)) => engine.end(&format!("{reason} in {call}")),
             Err(Broken::Late) => {
-                let (index, call, after) = (engine.slot, Arc::clone(call), engine.deadline);
-                engine.end(&Error::Deadline { index, missing: Vec::new(), call, after }.to_string())
+                let slot = self.site.slot();
+                let after = engine.deadline;
+                let missing = Vec::new();
+                let late = CollectiveError::Deadline { slot, missing, call, after };
+                engine.end(&late.to_string())
             }
         }
     }
 
-    /// Tells all members of this one's call, and `aux`; returns what they told of theirs.
-    fn meet(&self, tensors: &[Tensor], aux: i64) -> Result<Vec<i64>> {
-        let head = Tensor::new(
-            &[agreement(&self.site.call, tensors).cast_signed(), aux],
-            &self.engine.device,
-        )?;
-        let heads = self.swap(|_| Ok(head.clone()), |_| 2)?;
-        let heads: Vec<i64> = Tensor::cat(&heads, 0)?.to_vec1()?;
-        match heads.chunks_exact(2).position(|head| head[0] != heads[0]) {
-            None => Ok(heads.chunks_exact(2).map(|head| head[1]).collect()),
+    /// Tells all members what this one calls, and `aux`; returns theirs, by rank.
+    fn exchange_headers(&self, tensors: &[Tensor], aux: i64) -> Result<Vec<i64>> {
+        let header = [agreement(&self.site.call, tensors).cast_signed(), aux];
+        let header = Tensor::new(&header, &self.engine.device)?;
+        let headers = self.swap(|_| Ok(header.clone()), |_| 2)?;
+        let headers: Vec<i64> = Tensor::cat(&headers, 0)?.to_vec1()?;
+        let headers: Vec<&[i64]> = headers.chunks_exact(2).collect();
+        match headers.iter().position(|header| header[0] != headers[0][0]) {
+            None => Ok(headers.iter().map(|header| header[1]).collect()),
             Some(other) => Err(self.mismatch(other, tensors)?),
         }
     }
 
-    /// What all members return if the first one and `other` do not agree.
+    /// What all members return if the first one and that of rank `other` do not agree.
     fn mismatch(&self, other: usize, tensors: &[Tensor]) -> Result<candle_core::Error> {
         let own = Tensor::new(description(&self.site.call, tensors), &self.engine.device)?;
         let texts = self.swap(|_| Ok(own.clone()), |_| TEXT_BYTES)?;
         let texts: Vec<Vec<u8>> = texts.iter().map(Tensor::to_vec1).collect::<Result<_>>()?;
-        let Self { engine, site, .. } = self;
-        Ok(disagreement(&engine.topology, engine.slot, &site.call, other, |member| {
-            texts[member].clone()
-        }))
+        Ok(disagreement(self.site, other, |rank| texts[rank].clone()))
     }
 
     /// The reduction of all members' `x`, which has one dimension; of a large one each member makes
     /// a part.
     fn reduce(&self, x: &Tensor, reduction: Reduction) -> Result<Tensor> {
-        let Site { size, position, .. } = *self.site;
         let items = x.elem_count();
         if items * x.dtype().size_in_bytes() <= SMALL_BYTES {
             return sums::reduced(&self.swap(|_| Ok(x.clone()), |_| items)?, reduction);
         }
-        let part = |member| balanced(items, member, size);
+        let part = |rank| balanced(items, rank, self.site.size());
+        let own_items = part(self.site.rank).len();
         let summands =
-            self.swap(|to| x.narrow(0, part(to).start, part(to).len()), |_| part(position).len())?;
+            self.swap(|to| x.narrow(0, part(to).start, part(to).len()), |_| own_items)?;
         let sum = sums::reduced(&summands, reduction)?;
+        // Freed before as much memory is asked for again.
         drop(summands);
         Tensor::cat(&self.swap(|_| Ok(sum.clone()), |from| part(from).len())?, 0)
+    }
+
+    /// The shape of what a rank contributes to a gathering, if `size` is its size in the free
+    /// dimension.
+    fn shape(&self, own: &Tensor, size: i64) -> Result<Vec<usize>> {
+        let mut dims = own.dims().to_vec();
+        if let Some(dim) = self.site.call.free_dim {
+            dims[dim] = usize::try_from(size)?;
+        }
+        Ok(dims)
     }
 }
 
 impl Engine for Nccl {
     fn all_reduce(&self, site: &Site, x: &Tensor, reduction: Reduction) -> Result<Tensor> {
-        let Some((call, _)) = self.enter(site, slice::from_ref(x), 0)? else {
+        let Some((call, _)) = self.0.enter(site, slice::from_ref(x), 0)? else {
             return x.force_contiguous();
         };
         call.reduce(&flat(x)?, reduction)?.reshape(x.shape())
@@ -279,7 +332,7 @@ impl Engine for Nccl {
         wanted: &[usize],
         reduction: Reduction,
     ) -> Result<Vec<Tensor>> {
-        let Some((call, _)) = self.enter(site, &list, 0)? else {
+        let Some((call, _)) = self.0.enter(site, &list, 0)? else {
             return wanted.iter().map(|&n| list[n].force_contiguous()).collect();
         };
         // Each process has one device, and all of them want all sums.
@@ -288,64 +341,64 @@ impl Engine for Nccl {
             let sum = call.reduce(&lists::joined(&list, &bucket)?, reduction)?;
             sums.extend(lists::cut(&list, &bucket, &sum)?);
         }
-        let sum = |n: &usize| {
-            sums.get(n).cloned().ok_or_else(|| candle_core::Error::msg("a tensor was not summed"))
+        let sum = |n: &usize| match sums.get(n) {
+            Some(sum) => Ok(sum.clone()),
+            None => bail!("there is no tensor {n} to sum"),
         };
         wanted.iter().map(sum).collect()
     }
 
     fn all_gather(&self, site: &Site, x: &Tensor) -> Result<Vec<Tensor>> {
-        let free = site.call.free_dim;
-        let aux = free.map_or(0, |dim| told(x.dims()[dim]));
-        let Some((call, sizes)) = self.enter(site, slice::from_ref(x), aux)? else {
+        let own_size = match site.call.free_dim {
+            Some(dim) => number(x.dims()[dim]),
+            None => 0,
+        };
+        let Some((call, sizes)) = self.0.enter(site, slice::from_ref(x), own_size)? else {
             return Ok(vec![x.force_contiguous()?]);
         };
-        let shape = |member: usize| {
-            let mut dims = x.dims().to_vec();
-            if let Some(dim) = free {
-                dims[dim] = usize::try_from(sizes[member]).unwrap_or_default();
-            }
-            dims
-        };
+        let shapes: Vec<Vec<usize>> =
+            sizes.iter().map(|&size| call.shape(x, size)).collect::<Result<_>>()?;
         let own = flat(&x.force_contiguous()?)?;
-        let parts = call.swap(|_| Ok(own.clone()), |from| shape(from).iter().product())?;
-        parts.into_iter().enumerate().map(|(member, part)| part.reshape(shape(member))).collect()
+        let parts = call.swap(|_| Ok(own.clone()), |from| shapes[from].iter().product())?;
+        parts.iter().zip(shapes).map(|(part, shape)| part.reshape(shape)).collect()
     }
 
     fn all_to_all(&self, site: &Site, parts: Vec<Tensor>) -> Result<Vec<Tensor>> {
-        let Some((call, _)) = self.enter(site, &parts, 0)? else {
+        let Some((call, _)) = self.0.enter(site, &parts, 0)? else {
             return parts.iter().map(Tensor::force_contiguous).collect();
         };
-        let own = &parts[site.position];
+        let own = &parts[site.rank];
         let arrived = call.swap(|to| flat(&parts[to].force_contiguous()?), |_| own.elem_count())?;
         arrived.into_iter().map(|part| part.reshape(own.shape())).collect()
     }
 
     fn receive(&self, site: &Site, x: &Tensor, from: Option<usize>) -> Result<Option<Tensor>> {
-        let position = site.position;
-        let Some((call, senders)) =
-            self.enter(site, slice::from_ref(x), from.map_or(NOBODY, told))?
-        else {
+        let sender = match from {
+            Some(rank) => number(rank),
+            None => NOBODY,
+        };
+        let Some((call, senders)) = self.0.enter(site, slice::from_ref(x), sender)? else {
             return from.map(|_| x.force_contiguous()).transpose();
         };
         let own = flat(x)?;
-        let wants = |member: usize| senders[member] == told(position);
+        let wants = |rank: usize| senders[rank] == number(site.rank);
         let arrived = call.swap(
             |to| if wants(to) { Ok(own.clone()) } else { own.narrow(0, 0, 0) },
             |sender| if from == Some(sender) { own.elem_count() } else { 0 },
         )?;
-        let received = |from: usize| {
+        match from {
+            None => Ok(None),
             // Its own would change with the argument.
-            if from == position { x.force_contiguous() } else { arrived[from].reshape(x.shape()) }
-        };
-        from.map(received).transpose()
+            Some(from) if from == site.rank => Ok(Some(x.force_contiguous()?)),
+            Some(from) => Ok(Some(arrived[from].reshape(x.shape())?)),
+        }
     }
 
     fn barrier(&self, site: &Site) -> Result<()> {
-        self.enter(site, &[], 0).map(drop)
+        self.0.enter(site, &[], 0).map(drop)
     }
 
-    fn returned(&self) {
+    fn finish(&self) {
         if let Err(error) = processes::leave(self, &self.0.topology, self.0.slot) {
             self.0.end(&error.to_string());
         }
@@ -353,8 +406,13 @@ impl Engine for Nccl {
 
     /// Does not return: the others wait on their devices, where nothing but an end of the program
     /// reaches them.
-    fn failed(&self, error: Error) {
-        self.0.end(&processes::with_causes(&error));
+    fn fail(&self, error: Error) {
+        self.0.end(&error.to_string());
+    }
+
+    /// None: a replica that fails ends the program.
+    fn failure(&self) -> Option<Error> {
+        None
     }
 }
 
@@ -363,7 +421,8 @@ fn flat(x: &Tensor) -> Result<Tensor> {
     x.contiguous()?.flatten_all()
 }
 
-/// A size or position as it is told to others.
-fn told(n: usize) -> i64 {
-    i64::try_from(n).unwrap_or(i64::MAX)
+/// A size or rank as headers hold it.
+#[expect(clippy::expect_used, reason = "sizes of tensors in memory fit 63 bits")]
+fn number(n: usize) -> i64 {
+    i64::try_from(n).expect("a size fits")
 }

@@ -14,7 +14,7 @@ use core_types::{Placement, Rank};
 
 #[cfg(feature = "mpi")]
 use crate::engine::mpi::Session;
-use crate::error::{Error, Result};
+use crate::error::{ProcessError, Result};
 
 /// The id of a communicator, which NCCL makes and reads.
 pub(super) type Id = [u8; 128];
@@ -22,10 +22,11 @@ pub(super) type Id = [u8; 128];
 /// What a file of ours begins with.
 const MAGIC: [u8; 8] = *b"nccl-id1";
 const RECORD_BYTES: usize = MAGIC.len() + size_of::<u64>() + size_of::<Id>();
-/// How long to wait before looking again.
+/// How long to wait before looking again: not noticed beside the seconds that NCCL takes to start,
+/// and easy on a shared file system.
 const LOOK: Duration = Duration::from_millis(20);
 
-/// Where the processes of a mesh over NCCL meet before they can talk.
+/// Where the processes of a mesh over NCCL find each other before they can talk.
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum NcclStore {
@@ -45,28 +46,28 @@ pub enum NcclStore {
 
 /// An id that all processes of a mesh have, until they have joined.
 #[derive(Debug)]
-pub(super) struct Invitation {
+pub(super) struct Bootstrap {
     pub(super) id: Id,
     /// The file, if it is this process's to remove.
-    _posted: Option<Posted>,
+    _id_file: Option<IdFile>,
     #[cfg(feature = "mpi")]
     pub(super) session: Option<std::sync::Arc<Session>>,
 }
 
 impl NcclStore {
     /// The id that rank 0 makes.
-    pub(super) fn invitation(
+    pub(super) fn bootstrap(
         &self,
         place: Placement,
         within: Duration,
         make: impl FnOnce() -> Result<Id>,
-    ) -> Result<Invitation> {
+    ) -> Result<Bootstrap> {
         match self {
             Self::File(path) => {
-                let (id, posted) = by_file(path, place, within, make)?;
-                Ok(Invitation {
+                let (id, id_file) = by_file(path, place, within, make)?;
+                Ok(Bootstrap {
                     id,
-                    _posted: posted,
+                    _id_file: id_file,
                     #[cfg(feature = "mpi")]
                     session: None,
                 })
@@ -75,7 +76,7 @@ impl NcclStore {
             Self::Mpi => {
                 let session = Session::start()?;
                 let id = by_mpi(&session, place, make)?;
-                Ok(Invitation { id, _posted: None, session: Some(session) })
+                Ok(Bootstrap { id, _id_file: None, session: Some(session) })
             }
         }
     }
@@ -86,39 +87,42 @@ fn by_file(
     place: Placement,
     within: Duration,
     make: impl FnOnce() -> Result<Id>,
-) -> Result<(Id, Option<Posted>)> {
-    let failed = |source| Error::Store { path: path.to_owned(), source };
+) -> Result<(Id, Option<IdFile>)> {
+    let store = |cause| ProcessError::Store { path: path.to_owned(), cause };
     let world_size = place.world_size().as_u64();
-    if place.rank() != Rank::ZERO {
-        return Ok((read(path, world_size, within).map_err(failed)?, None));
+    if place.rank() == Rank::ZERO {
+        let id = make()?;
+        let id_file = IdFile::new(path, world_size, &id).map_err(store)?;
+        Ok((id, Some(id_file)))
+    } else {
+        Ok((read(path, world_size, within).map_err(store)?, None))
     }
-    let id = make()?;
-    let posted = Posted::new(path, world_size, &id).map_err(failed)?;
-    Ok((id, Some(posted)))
 }
 
 #[cfg(feature = "mpi")]
 fn by_mpi(session: &Session, place: Placement, make: impl FnOnce() -> Result<Id>) -> Result<Id> {
-    if (session.rank(), session.size()) != (place.rank().as_usize(), place.world_size().as_usize())
-    {
+    let rank = session.rank();
+    let size = session.size();
+    if rank != place.rank().as_usize() || size != place.world_size().as_usize() {
         // The others wait for the id.
-        session.end(&format!(
-            "this process is rank {} of {}, not {place}",
-            session.rank(),
-            session.size()
-        ));
+        session.end(&format!("this process is rank {rank} of {size}, not {place}"));
     }
-    let first = if place.rank() == Rank::ZERO { make() } else { Ok([0; size_of::<Id>()]) };
-    let mut id = first.unwrap_or_else(|error| session.end(&error.to_string()));
+    let mut id = [0; size_of::<Id>()];
+    if place.rank() == Rank::ZERO {
+        match make() {
+            Ok(made) => id = made,
+            Err(error) => session.end(&error.to_string()),
+        }
+    }
     session.broadcast(&mut id)?;
     Ok(id)
 }
 
 /// A file with an id, which is removed when this is dropped.
 #[derive(Debug)]
-struct Posted(PathBuf);
+struct IdFile(PathBuf);
 
-impl Posted {
+impl IdFile {
     /// Makes the file, which must not exist.
     fn new(path: &Path, world_size: u64, id: &Id) -> io::Result<Self> {
         let used = |error: io::Error| match error.kind() {
@@ -129,17 +133,17 @@ impl Posted {
         };
         // Empty, and so not taken for an id; this tells who was first.
         OpenOptions::new().write(true).create_new(true).open(path).map_err(used)?;
-        let posted = Self(path.to_owned());
+        let id_file = Self(path.to_owned());
         let mut partial = OsString::from(path);
         partial.push(".partial");
         fs::write(&partial, record(world_size, id))?;
         // Nobody sees half of it.
         fs::rename(&partial, path)?;
-        Ok(posted)
+        Ok(id_file)
     }
 }
 
-impl Drop for Posted {
+impl Drop for IdFile {
     fn drop(&mut self) {
         // What stays is refused by the next rank 0.
         drop(fs::remove_file(&self.0));
@@ -169,32 +173,35 @@ fn read(path: &Path, world_size: u64, within: Duration) -> io::Result<Id> {
 }
 
 fn id_of(bytes: &[u8], world_size: u64) -> io::Result<Id> {
-    let wrong = |why: String| io::Error::new(ErrorKind::InvalidData, why);
-    let id =
-        bytes.last_chunk().filter(|_| bytes.len() == RECORD_BYTES && bytes.starts_with(&MAGIC));
-    let id = id.ok_or_else(|| wrong("the file holds no id".into()))?;
-    if *bytes == *record(world_size, id) {
-        Ok(*id)
-    } else {
-        Err(wrong(format!("the id is not of a world of {world_size}")))
+    let wrong = |why: String| Err(io::Error::new(ErrorKind::InvalidData, why));
+    match bytes.last_chunk() {
+        Some(id) if bytes.len() == RECORD_BYTES && bytes.starts_with(&MAGIC) => {
+            if *bytes == *record(world_size, id) {
+                Ok(*id)
+            } else {
+                wrong(format!("the id is not of a world of {world_size}"))
+            }
+        }
+        Some(_) | None => wrong("the file holds no id".into()),
     }
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::error::Error;
 
     const ID: Id = [7; 128];
     const SOON: Duration = Duration::from_millis(100);
 
-    fn join(path: &Path, rank: u64, within: Duration) -> Result<Invitation> {
+    fn join(path: &Path, rank: u64, within: Duration) -> Result<Bootstrap> {
         let place = Placement::new(rank, 2).unwrap();
-        NcclStore::File(path.to_owned()).invitation(place, within, || Ok(ID))
+        NcclStore::File(path.to_owned()).bootstrap(place, within, || Ok(ID))
     }
 
-    fn kind_of(outcome: Result<Invitation>) -> ErrorKind {
+    fn kind_of(outcome: Result<Bootstrap>) -> ErrorKind {
         match outcome {
-            Err(Error::Store { source, .. }) => source.kind(),
+            Err(Error::Process(ProcessError::Store { cause, .. })) => cause.kind(),
             other => panic!("{other:?}"),
         }
     }
@@ -206,8 +213,8 @@ mod tests {
         thread::scope(|scope| {
             let other = scope.spawn(|| join(&path, 1, Duration::from_mins(1)).unwrap().id);
             thread::sleep(SOON);
-            let posted = join(&path, 0, SOON).unwrap();
-            assert_eq!((posted.id, other.join().unwrap()), (ID, ID));
+            let id_file = join(&path, 0, SOON).unwrap();
+            assert_eq!((id_file.id, other.join().unwrap()), (ID, ID));
         });
         assert_eq!(fs::read_dir(&folder).unwrap().count(), 0, "rank 0 removes what it has written");
     }

@@ -10,45 +10,51 @@ use candle_core::DType;
 use core_types::Seed;
 
 use super::*;
-use crate::{DeviceMesh, MeshAxes, Replica, spec::join::same, sync::lock};
+use crate::{
+    mesh::axes::MeshAxes,
+    replica::{Identity, Replica, collectives::Collectives},
+    spec::join::same,
+    sync::lock,
+};
 
 const SEED: Seed = Seed::new(1);
 const LIMIT: Duration = Duration::from_mins(1);
 
 /// What was sent and has not been received, by sender and receiver.
 #[derive(Debug, Default)]
-struct Post {
-    letters: Mutex<BTreeMap<(usize, usize), VecDeque<Tensor>>>,
+struct Network {
+    messages: Mutex<BTreeMap<(usize, usize), VecDeque<Tensor>>>,
     sent: Condvar,
 }
 
-/// The post as seen from one rank.
+/// The network as seen from one rank.
 #[derive(Debug)]
-struct Desk {
-    post: Arc<Post>,
+struct Port {
+    network: Arc<Network>,
     rank: usize,
 }
 
-impl Carrier for Desk {
+impl Carrier for Port {
     fn transfer(
         &self,
         transfer: Transfer,
         _: Duration,
     ) -> std::result::Result<Vec<Tensor>, Broken> {
-        let mut letters = lock(&self.post.letters);
+        let mut messages = lock(&self.network.messages);
         for (to, x) in transfer.outgoing {
             assert!(x.is_contiguous() && x.elem_count() > 0 && x.dtype() == transfer.dtype);
-            letters.entry((self.rank, to)).or_default().push_back(x);
+            messages.entry((self.rank, to)).or_default().push_back(x);
         }
-        self.post.sent.notify_all();
+        self.network.sent.notify_all();
         let mut arrived = Vec::new();
         for (from, items) in transfer.incoming {
-            let empty = |letters: &mut BTreeMap<_, VecDeque<Tensor>>| {
-                letters.entry((from, self.rank)).or_default().is_empty()
+            let key = (from, self.rank);
+            let is_empty = |messages: &mut BTreeMap<_, VecDeque<Tensor>>| {
+                messages.get(&key).is_none_or(VecDeque::is_empty)
             };
-            // Who has failed sends nothing more.
-            letters = self.post.sent.wait_timeout_while(letters, LIMIT, empty).unwrap().0;
-            let x = letters.get_mut(&(from, self.rank)).and_then(VecDeque::pop_front).unwrap();
+            // A rank that has failed sends nothing more.
+            messages = self.network.sent.wait_timeout_while(messages, LIMIT, is_empty).unwrap().0;
+            let x = messages.get_mut(&key).and_then(VecDeque::pop_front).unwrap();
             assert_eq!((x.dtype(), x.dims()), (transfer.dtype, &[items][..]));
             arrived.push(x.copy().unwrap());
         }
@@ -61,27 +67,37 @@ type Axes = [(&'static str, usize)];
 /// Runs `f` as one process for each slot of a grid; returns the results in the order of the ranks.
 fn run<T: Send>(axes: &Axes, f: impl Fn(&Replica) -> T + Sync) -> Vec<T> {
     let axes = axes.iter().map(|(name, size)| ((*name).to_owned(), *size)).collect();
-    let (topology, slots) = Topology::new(axes, 64).unwrap();
-    let (topology, post) = (Arc::new(topology), Arc::<Post>::default());
+    let topology = Arc::new(Topology::new(axes, 64).unwrap());
+    let network = Arc::<Network>::default();
     let replica = |slot| {
         let engine = Nccl(Arc::new(Inner {
             topology: Arc::clone(&topology),
             slot,
             deadline: Duration::from_mins(10),
             device: Device::Cpu,
-            pending: Pending::default(),
-            link: Box::new(Desk { post: Arc::clone(&post), rank: slot }),
+            current: Current::default(),
+            link: Box::new(Port { network: Arc::clone(&network), rank: slot }),
             #[cfg(feature = "mpi")]
             session: None,
         }));
-        Replica::new(slot, 0, Device::Cpu, Arc::clone(&topology), Box::new(engine), None, SEED)
+        Replica::new(Identity {
+            slot,
+            local_index: 0,
+            device: Device::Cpu,
+            topology: Arc::clone(&topology),
+            collectives: Collectives::new(Arc::new(engine)),
+            valid: None,
+            seed: SEED,
+        })
     };
     let (f, replica) = (&f, &replica);
     let results = thread::scope(|scope| {
-        let ranks: Vec<_> = (0..slots).map(|slot| scope.spawn(move || f(&replica(slot)))).collect();
+        let ranks: Vec<_> =
+            (0..topology.slots()).map(|slot| scope.spawn(move || f(&replica(slot)))).collect();
         ranks.into_iter().map(|rank| rank.join().unwrap()).collect()
     });
-    assert!(lock(&post.letters).values().all(VecDeque::is_empty), "all that is sent is received");
+    let messages = lock(&network.messages);
+    assert!(messages.values().all(VecDeque::is_empty), "all that is sent is received");
     results
 }
 
@@ -104,7 +120,7 @@ fn check(axes: &Axes, f: impl Fn(&Replica) -> Result<Vec<Tensor>> + Clone + Send
 /// Numbers that differ by replica, and whose sums depend on their order.
 fn input(ctx: &Replica, shape: &[usize], dtype: DType) -> Result<Tensor> {
     let items: usize = shape.iter().product();
-    let value = |n: usize| ((n * 7919 + ctx.index() * 104_729) % 2003) as f32 * 0.0625;
+    let value = |n: usize| ((n * 7919 + ctx.slot() * 104_729) % 2003) as f32 * 0.0625;
     Tensor::from_iter((0..items).map(value), &Device::Cpu)?.reshape(shape)?.to_dtype(dtype)
 }
 
@@ -141,11 +157,11 @@ fn sums_are_those_of_threads() {
 #[test]
 fn what_is_moved_arrives_as_over_threads() {
     everywhere(|ctx, set, dtype| {
-        let (size, position) = (ctx.axis_size(set)?, ctx.axis_index(set)?);
+        let (size, rank) = (ctx.axis_size(set)?, ctx.axis_index(set)?);
         let turn: Vec<_> = (0..size).map(|n| (n, (n + 1) % size)).collect();
         let x = input(ctx, &[4, size * 3, 2], dtype)?;
-        let uneven = input(ctx, &[5 * position, 8], dtype)?;
-        let view = input(ctx, &[8, position + 3], dtype)?.t()?.narrow(0, 1, position + 1)?;
+        let uneven = input(ctx, &[5 * rank, 8], dtype)?;
+        let view = input(ctx, &[8, rank + 3], dtype)?.t()?.narrow(0, 1, rank + 1)?;
         let mut all = vec![ctx.all_gather(&uneven, 0, set)?, ctx.all_gather(&view, 0, set)?];
         all.extend([
             ctx.all_gather(&x, 1, set)?,
@@ -180,7 +196,7 @@ fn gradients_run_through_it() {
     check(&[("a", 2)], |ctx| {
         let w = candle_core::Var::from_tensor(&input(ctx, &[6, 4], DType::F32)?)?;
         let all = ctx.all_gather(w.as_tensor(), 0, ALL)?;
-        let loss = (ctx.psum(&all.sqr()?, ALL)? * (ctx.index() as f64 + 1.0))?.sum_all()?;
+        let loss = (ctx.psum(&all.sqr()?, ALL)? * (ctx.slot() as f64 + 1.0))?.sum_all()?;
         Ok(loss.backward()?.get(&w).cloned().into_iter().collect())
     });
 }
@@ -188,7 +204,7 @@ fn gradients_run_through_it() {
 #[test]
 fn calls_that_do_not_agree_are_named_on_all() {
     let errors = run(&[("a", 3)], |ctx| {
-        let x = Tensor::ones(ctx.index().min(1) + 3, DType::F32, &Device::Cpu).unwrap();
+        let x = Tensor::ones(ctx.slot().min(1) + 3, DType::F32, &Device::Cpu).unwrap();
         ctx.psum(&x, ALL).unwrap_err().to_string()
     });
     for error in errors {
@@ -204,4 +220,15 @@ fn types_that_nccl_does_not_carry_are_refused() {
         ctx.all_gather(&x, 0, ALL).unwrap_err().to_string()
     });
     assert!(errors[0].contains("tensors of type i16 cannot be sent over NCCL"), "{}", errors[0]);
+}
+
+#[test]
+fn a_world_of_another_size_than_the_mesh_is_refused() {
+    let topology = Arc::new(Topology::new(vec![("a".into(), 3)], 64).unwrap());
+    let place = Placement::new(0, 2).unwrap();
+    let store = NcclStore::File("not looked at".into());
+    let outcome = Nccl::new(place, &Device::Cpu, &store, topology, Duration::ZERO);
+    assert!(
+        matches!(outcome, Err(Error::Process(ProcessError::Nccl { reason })) if reason == "2 processes do not fill a mesh of 3 slots")
+    );
 }

@@ -1,35 +1,39 @@
 //! How processes find out that they do not call the same collective, and say so.
 
 use candle_core::Tensor;
+use core_types::Fingerprint;
 
-use crate::{engine::call::CollectiveCall, error::Error, mesh::topology::Topology};
+use crate::{
+    engine::{Site, call::CollectiveCall},
+    error::CollectiveError,
+};
 
-/// The longest description of a call.
+/// The longest description of a call: a path, a shape and a list of pairs of ranks fit in.
 pub(crate) const TEXT_BYTES: usize = 4096;
 
-/// A number that differs if calls, or the types or shapes of what is brought, do not agree. FNV-1a.
+/// A number that differs if calls, or the types or shapes of what is passed, do not agree.
 pub(crate) fn agreement(call: &CollectiveCall, tensors: &[Tensor]) -> u64 {
-    let mut hash = 0xcbf2_9ce4_8422_2325_u64;
-    let mut eat = |bytes: &[u8]| {
-        for byte in (bytes.len() as u64).to_le_bytes().iter().chain(bytes) {
-            hash = (hash ^ u64::from(*byte)).wrapping_mul(0x0000_0100_0000_01b3);
-        }
-    };
-    eat(call.op.as_bytes());
-    eat(call.detail.as_bytes());
-    eat(&call.set.to_le_bytes());
-    eat(format!("{:?}", call.free_dim).as_bytes());
-    let sizes = |dims: &[usize]| -> Vec<u8> {
-        let sizes = dims.iter().enumerate().filter(|(dim, _)| Some(*dim) != call.free_dim);
-        sizes.flat_map(|(_, size)| (*size as u64).to_le_bytes()).collect()
-    };
-    eat(call.dtype.map_or("", |dtype| dtype.as_str()).as_bytes());
-    eat(&sizes(&call.shape));
+    let mut agreement = Fingerprint::new();
+    agreement.bytes(call.op.as_bytes()).bytes(call.detail.as_bytes()).word(call.set);
+    agreement.bytes(format!("{:?}", call.free_dim).as_bytes());
+    let dtype = call.dtype.iter().flat_map(|dtype| dtype.as_str().bytes());
+    agreement.bytes(&dtype.collect::<Vec<u8>>());
+    add_sizes(&mut agreement, call, &call.shape);
     for tensor in tensors {
-        eat(tensor.dtype().as_str().as_bytes());
-        eat(&sizes(tensor.dims()));
+        agreement.bytes(tensor.dtype().as_str().as_bytes());
+        add_sizes(&mut agreement, call, tensor.dims());
     }
-    hash
+    agreement.finish()
+}
+
+/// The sizes that must agree, and how many dimensions there are.
+fn add_sizes(agreement: &mut Fingerprint, call: &CollectiveCall, dims: &[usize]) {
+    agreement.word(dims.len() as u64);
+    for (dim, &size) in dims.iter().enumerate() {
+        if Some(dim) != call.free_dim {
+            agreement.word(size as u64);
+        }
+    }
 }
 
 /// What this process calls, in [`TEXT_BYTES`]; the tensors are named where the call does not.
@@ -46,23 +50,80 @@ pub(crate) fn description(call: &CollectiveCall, tensors: &[Tensor]) -> Vec<u8> 
     bytes
 }
 
-/// What all members of `slot`'s group return if the first one and `other` do not agree, from what
-/// they call.
+/// What all members of a group return if the first one and that of rank `other` do not agree, given
+/// the [`description`] of each rank.
 pub(crate) fn disagreement(
-    topology: &Topology,
-    slot: usize,
-    call: &CollectiveCall,
+    site: &Site,
     other: usize,
     description_of: impl Fn(usize) -> Vec<u8>,
 ) -> candle_core::Error {
     let text =
-        |member| String::from_utf8_lossy(&description_of(member)).trim_end_matches('\0').to_owned();
-    let groups = topology.groups(call.set);
-    let members = groups.members_with(slot);
-    candle_core::Error::wrap(Error::MismatchAcross {
-        left: members[0],
+        |rank| String::from_utf8_lossy(&description_of(rank)).trim_end_matches('\0').to_owned();
+    candle_core::Error::wrap(CollectiveError::Mismatch {
+        left: site.members()[0],
         left_call: text(0),
-        right: members[other],
+        right: site.members()[other],
         right_call: text(other),
     })
+}
+
+#[cfg(test)]
+mod tests {
+    use std::collections::BTreeSet;
+
+    use candle_core::{DType, Device};
+
+    use super::*;
+    use crate::mesh::{axes::ALL, topology::Topology};
+
+    fn site(x: Option<&Tensor>) -> Site {
+        let topology = Topology::new(vec![("a".into(), 2), ("b".into(), 2)], 4).unwrap();
+        Site::along(ALL, &topology, 0, "psum", x).unwrap()
+    }
+
+    fn zeros(shape: &[usize], dtype: DType) -> Tensor {
+        Tensor::zeros(shape, dtype, &Device::Cpu).unwrap()
+    }
+
+    #[test]
+    fn all_that_must_agree_changes_the_number() {
+        let x = zeros(&[2, 3], DType::F32);
+        let along_b = {
+            let topology = Topology::new(vec![("a".into(), 2), ("b".into(), 2)], 4).unwrap();
+            Site::along("b".into(), &topology, 0, "psum", Some(&x)).unwrap()
+        };
+        let sites = [
+            site(None),
+            site(Some(&x)),
+            site(Some(&zeros(&[3, 2], DType::F32))),
+            site(Some(&zeros(&[6], DType::F32))),
+            site(Some(&zeros(&[2, 3], DType::F64))),
+            site(Some(&x)).with_detail("(1)".into()),
+            site(Some(&x)).with_free_dim(0),
+            site(Some(&x)).with_free_dim(1),
+            along_b,
+        ];
+        let numbers: BTreeSet<u64> = sites.iter().map(|site| agreement(&site.call, &[])).collect();
+        assert_eq!(numbers.len(), sites.len());
+        assert_ne!(agreement(&site(None).call, &[x]), agreement(&site(None).call, &[]));
+    }
+
+    #[test]
+    fn sizes_in_a_free_dimension_need_not_agree() {
+        let number = |rows| {
+            let x = zeros(&[rows, 3], DType::F32);
+            agreement(&site(Some(&x)).with_free_dim(0).call, &[x])
+        };
+        assert_eq!(number(2), number(5));
+    }
+
+    #[test]
+    fn a_disagreement_names_both_calls_without_their_padding() {
+        let x = zeros(&[2], DType::F32);
+        let texts = [site(Some(&x)), site(None)].map(|site| description(&site.call, &[]));
+        let error = disagreement(&site(None), 1, |rank| texts[rank].clone()).to_string();
+        assert!(error.starts_with("replica 0 calls psum of f32 [2] over all axes at "), "{error}");
+        assert!(error.contains(", replica 1 calls psum over all axes at "), "{error}");
+        assert!(!error.contains('\0'));
+    }
 }

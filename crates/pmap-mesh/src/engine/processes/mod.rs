@@ -1,75 +1,96 @@
-//! What engines of many processes have in common: one collective at a time, agreement on it,
-//! results of all, and an end.
+//! What engines of many processes have in common: how their mesh is made, one collective at a time,
+//! agreement on it, results of all, and an end.
 
 mod agreement;
 mod ending;
 mod packing;
 
-use std::sync::{Arc, Mutex};
+use std::{
+    sync::{Arc, Mutex},
+    time::Duration,
+};
 
 use candle_core::{Device, Result, Tensor};
 
 use self::packing::{packed, unpacked};
 pub(crate) use self::{
     agreement::{TEXT_BYTES, agreement, description, disagreement},
-    ending::{end, with_causes},
+    ending::end,
 };
 use crate::{
-    ALL,
-    engine::{Engine, Site, call::CollectiveCall},
-    error::Error,
-    mesh::topology::Topology,
+    engine::{Backend, Engine, Site, call::CollectiveCall},
+    error::{self, CollectiveError, Error},
+    mesh::{DeviceMesh, DeviceMeshBuilder, axes::ALL, topology::Topology},
     sync::lock,
 };
 
-/// The collective that this process has under way; there is one at a time.
+/// Makes the mesh of several processes, of which this one's slot is `slot`; its backend is made when
+/// the axes have been checked.
+pub(crate) fn mesh(
+    builder: DeviceMeshBuilder,
+    slot: usize,
+    processes: usize,
+    device: Device,
+    backend: impl FnOnce(&Arc<Topology>, Duration, &Device) -> error::Result<Arc<dyn Backend>>,
+) -> error::Result<DeviceMesh> {
+    let builder = match builder.axes[..] {
+        [] => builder.axis(DeviceMesh::AXIS, processes),
+        _ => builder,
+    };
+    let topology = Arc::new(Topology::new(builder.axes, DeviceMesh::MAX_DEVICES)?);
+    let deadline = builder.options.deadline.unwrap_or(DeviceMesh::PROCESS_DEADLINE);
+    let backend = backend(&topology, deadline, &device)?;
+    DeviceMesh::start(vec![device], slot, topology, builder.options, backend)
+}
+
+/// The collective that this process takes part in; there is one at a time.
 #[derive(Debug, Default)]
-pub(crate) struct Pending(Mutex<Option<Arc<CollectiveCall>>>);
+pub(crate) struct Current(Mutex<Option<Arc<CollectiveCall>>>);
 
 /// Until it is dropped, other threads of this process are refused.
-pub(crate) struct Entered<'a>(&'a Pending);
+pub(crate) struct Guard<'a>(&'a Current);
 
-impl Pending {
-    /// Begins a collective of `slot`.
+impl Current {
+    /// Begins a collective.
     ///
     /// # Errors
     ///
-    /// [`Error::Mismatch`] while another one is under way.
-    pub(crate) fn enter(&self, slot: usize, call: &Arc<CollectiveCall>) -> Result<Entered<'_>> {
-        let mut pending = lock(&self.0);
-        if let Some(pending) = &*pending {
-            return Err(candle_core::Error::wrap(Error::Mismatch {
-                left: slot,
-                left_call: Arc::clone(pending),
-                right: slot,
-                right_call: Arc::clone(call),
+    /// [`CollectiveError::Mismatch`] while another one has not ended.
+    pub(crate) fn enter(&self, site: &Site) -> Result<Guard<'_>> {
+        let mut current = lock(&self.0);
+        if let Some(call) = &*current {
+            return Err(candle_core::Error::wrap(CollectiveError::Mismatch {
+                left: site.slot(),
+                left_call: call.to_string(),
+                right: site.slot(),
+                right_call: site.call.to_string(),
             }));
         }
-        *pending = Some(Arc::clone(call));
-        Ok(Entered(self))
+        *current = Some(Arc::clone(&site.call));
+        Ok(Guard(self))
     }
 }
 
-impl Drop for Entered<'_> {
+impl Drop for Guard<'_> {
     fn drop(&mut self) {
         *lock(&self.0.0) = None;
     }
 }
 
-/// The lists of all processes, of any tensors: every process brings as many, in any shapes. They
-/// travel on `device`.
-pub(crate) fn exchange(
+/// The lists of all processes, given this one's; tensors may be of any types and shapes. They travel
+/// on `device`.
+pub(crate) fn process_allgather(
     engine: &impl Engine,
     topology: &Topology,
     slot: usize,
     device: &Device,
     list: &[Tensor],
-) -> crate::Result<Vec<Vec<Tensor>>> {
-    let failed = |source| Error::Gather { index: 0, source };
-    let packed = packed(list).and_then(|packed| packed.to_device(device)).map_err(failed)?;
+) -> error::Result<Vec<Vec<Tensor>>> {
+    let packed = packed(list).and_then(|packed| packed.to_device(device));
+    let packed = packed.map_err(Error::gather(0))?;
     let site = Site::along(ALL, topology, slot, "results", Some(&packed))?.with_free_dim(0);
-    let of_all = engine.all_gather(&site, &packed).map_err(failed)?;
-    of_all.iter().map(unpacked).collect::<Result<_>>().map_err(failed)
+    let of_all = engine.all_gather(&site, &packed).map_err(Error::gather(0))?;
+    of_all.iter().map(unpacked).collect::<Result<_>>().map_err(Error::gather(0))
 }
 
 /// Meets the others once more, so that one that still calls a collective along all axes learns that

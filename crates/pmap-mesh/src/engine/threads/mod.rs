@@ -1,70 +1,74 @@
 //! The engine of one process: replicas are threads and hand each other tensors.
 
-pub(crate) mod rendezvous;
+mod rendezvous;
 
-use std::sync::Arc;
+use std::{sync::Arc, time::Duration};
 
-use candle_core::{Device, Result, Tensor};
+use candle_core::{Result, Tensor};
 
 use crate::{
-    engine::{
-        Engine, Site, on_host,
-        threads::rendezvous::{Hub, Meeting},
-    },
-    error::Error,
+    engine::{Backend, Engine, Site, on_host, threads::rendezvous::Rendezvous},
+    error::{self, Error},
     reduce::{self, Reduction},
 };
 
-/// Up to how many bytes every member reduces everything by itself: a second meeting would cost more
-/// than the work.
+/// Up to how many bytes every member reduces everything by itself: a second rendezvous would cost
+/// more than the work.
 const SMALL_BYTES: usize = 16 << 10;
 
-/// One replica's access to the meetings of a call.
+/// The slots of a mesh that are threads of this process.
 #[derive(Debug)]
 pub(crate) struct Threads {
-    hub: Arc<Hub>,
-    slot: usize,
+    slots: usize,
+    deadline: Option<Duration>,
 }
 
 impl Threads {
-    pub(crate) fn new(hub: Arc<Hub>, slot: usize) -> Self {
-        Self { hub, slot }
-    }
-
-    fn meet(&self, site: &Site, tensors: Vec<Tensor>) -> Result<Arc<Meeting>> {
-        self.hub.meet(self.slot, Arc::clone(&site.call), tensors)
-    }
-
-    /// Meets, lets every member work on what was brought, and meets again: before that nobody may
-    /// change it.
-    fn share<T>(
-        &self,
-        site: &Site,
-        tensors: Vec<Tensor>,
-        work: impl FnOnce(&Meeting) -> Result<T>,
-    ) -> Result<T> {
-        let meeting = self.meet(site, tensors)?;
-        let result = work(&meeting)?;
-        self.meet(site, Vec::new())?;
-        Ok(result)
+    pub(crate) fn new(slots: usize, deadline: Option<Duration>) -> Self {
+        Self { slots, deadline }
     }
 }
 
-impl Engine for Threads {
+impl Backend for Threads {
+    fn begin(&self) -> Vec<Arc<dyn Engine>> {
+        let rendezvous = Arc::new(Rendezvous::new(self.slots, self.deadline));
+        let engine = |slot| -> Arc<dyn Engine> {
+            Arc::new(ThreadsEngine { rendezvous: Arc::clone(&rendezvous), slot })
+        };
+        (0..self.slots).map(engine).collect()
+    }
+
+    fn process_allgather(&self, lists: Vec<Vec<Tensor>>) -> error::Result<Vec<Vec<Tensor>>> {
+        Ok(lists)
+    }
+}
+
+/// One replica's access to the rendezvous of a call.
+#[derive(Debug)]
+struct ThreadsEngine {
+    rendezvous: Arc<Rendezvous>,
+    slot: usize,
+}
+
+impl ThreadsEngine {
+    /// Reduces a part of `x` in a buffer that all members fill, and shares the whole.
+    fn reduce_parts(&self, site: &Site, x: &Tensor, reduction: Reduction) -> Result<Tensor> {
+        let inputs = self.rendezvous.meet(site, vec![on_host(x)?])?;
+        let buffer = inputs.buffer(|| reduce::buffer(x, site.size()))?;
+        let filled = reduce::part(buffer, site.rank, &inputs.firsts(), reduction)?;
+        // The member that filled the last part has the result, and passes it to all.
+        let results = self.rendezvous.meet(site, filled.into_iter().collect())?;
+        Ok(results.only().clone())
+    }
+}
+
+impl Engine for ThreadsEngine {
     fn all_reduce(&self, site: &Site, x: &Tensor, reduction: Reduction) -> Result<Tensor> {
         let reduced = if x.elem_count() * x.dtype().size_in_bytes() <= SMALL_BYTES {
-            let meeting = self.meet(site, vec![frozen(x)?])?;
-            reduce::whole(&meeting.firsts(), reduction)?
+            let inputs = self.rendezvous.meet(site, vec![frozen(x)?])?;
+            reduce::whole(&inputs.firsts(), reduction)?
         } else {
-            let meeting = self.meet(site, vec![on_host(x)?])?;
-            let board = meeting.board(|| reduce::board(x, site.size))?;
-            let last = reduce::part(board, site.position, &meeting.firsts(), reduction)?;
-            // Whoever filled the last part brings the result for all.
-            let closing = self.meet(site, last.into_iter().collect())?;
-            let result = closing.brought.iter().flatten().next();
-            result
-                .cloned()
-                .ok_or_else(|| candle_core::Error::msg("a part of a reduction was not filled"))?
+            self.reduce_parts(site, x, reduction)?
         };
         reduced.to_device(x.device())
     }
@@ -76,42 +80,49 @@ impl Engine for Threads {
         wanted: &[usize],
         reduction: Reduction,
     ) -> Result<Vec<Tensor>> {
-        let device = list.first().map_or(Device::Cpu, |first| first.device().clone());
-        let list = list.iter().map(on_host).collect::<Result<_>>()?;
-        self.share(site, list, |meeting| {
-            wanted
-                .iter()
-                .map(|&index| reduce::whole(&meeting.nths(index)?, reduction)?.to_device(&device))
-                .collect()
-        })
+        let on_host = list.iter().map(on_host).collect::<Result<_>>()?;
+        let inputs = self.rendezvous.meet(site, on_host)?;
+        let sum = |&index: &usize| {
+            reduce::whole(&inputs.nths(index)?, reduction)?.to_device(list[index].device())
+        };
+        let sums = wanted.iter().map(sum).collect::<Result<_>>()?;
+        // Tensors that lie on the processor were not copied: before all have read them, nobody may
+        // change them.
+        self.barrier(site)?;
+        Ok(sums)
     }
 
     fn all_gather(&self, site: &Site, x: &Tensor) -> Result<Vec<Tensor>> {
-        let meeting = self.meet(site, vec![frozen(x)?])?;
-        meeting.firsts().iter().map(|tensor| tensor.to_device(x.device())).collect()
+        let inputs = self.rendezvous.meet(site, vec![frozen(x)?])?;
+        inputs.firsts().iter().map(|tensor| tensor.to_device(x.device())).collect()
     }
 
     fn all_to_all(&self, site: &Site, parts: Vec<Tensor>) -> Result<Vec<Tensor>> {
-        let device = parts.first().map_or(Device::Cpu, |first| first.device().clone());
-        let meeting = self.meet(site, parts.iter().map(frozen).collect::<Result<_>>()?)?;
-        meeting.nths(site.position)?.iter().map(|tensor| tensor.to_device(&device)).collect()
+        let device = parts[site.rank].device();
+        let inputs =
+            self.rendezvous.meet(site, parts.iter().map(frozen).collect::<Result<_>>()?)?;
+        inputs.nths(site.rank)?.iter().map(|tensor| tensor.to_device(device)).collect()
     }
 
     fn receive(&self, site: &Site, x: &Tensor, from: Option<usize>) -> Result<Option<Tensor>> {
-        let meeting = self.meet(site, vec![frozen(x)?])?;
-        from.map(|from| meeting.brought[from][0].to_device(x.device())).transpose()
+        let inputs = self.rendezvous.meet(site, vec![frozen(x)?])?;
+        from.map(|from| inputs.first(from).to_device(x.device())).transpose()
     }
 
     fn barrier(&self, site: &Site) -> Result<()> {
-        self.meet(site, Vec::new()).map(drop)
+        self.rendezvous.meet(site, Vec::new()).map(drop)
     }
 
-    fn returned(&self) {
-        self.hub.returned(self.slot);
+    fn finish(&self) {
+        self.rendezvous.finish(self.slot);
     }
 
-    fn failed(&self, error: Error) {
-        self.hub.failed(self.slot, error);
+    fn fail(&self, error: Error) {
+        self.rendezvous.fail(self.slot, error);
+    }
+
+    fn failure(&self) -> Option<Error> {
+        self.rendezvous.take_failure()
     }
 }
 

@@ -1,0 +1,122 @@
+//! Collectives that move tensors.
+
+use std::slice;
+
+use candle_core::{Result, Tensor};
+
+use super::{
+    bytes::{Buffer, buffer, with_all_bytes},
+    transfer::{Call, Kind},
+    wire::Header,
+};
+
+/// Nobody, as the rank in a header that a member wants to receive from.
+const NOBODY: u64 = u64::MAX;
+
+impl Call<'_> {
+    /// The tensors of all members, by rank; `bytes` are those of `host`.
+    pub(super) fn gather(&self, host: &Tensor, bytes: &[u8]) -> Result<Vec<Tensor>> {
+        let own_size = match self.site.call.free_dim {
+            Some(dim) => host.dims()[dim] as u64,
+            None => 0,
+        };
+        let received = self.exchange_headers(slice::from_ref(host), own_size, bytes)?;
+        let shapes: Vec<Vec<usize>> = received
+            .headers
+            .iter()
+            .map(|header| self.shape(host, header))
+            .collect::<Result<_>>()?;
+        let mut parts: Vec<Box<dyn Buffer>> = shapes
+            .iter()
+            .map(|shape| buffer(host.dtype(), shape.iter().product()))
+            .collect::<Result<_>>()?;
+        let mut late = Vec::new();
+        for (rank, part) in parts.iter_mut().enumerate() {
+            if rank == self.site.rank {
+                part.bytes_mut().copy_from_slice(bytes);
+            } else if received.headers[rank].inline {
+                part.bytes_mut().copy_from_slice(received.inline(rank));
+            } else {
+                late.push((rank, Kind::Data, part.bytes_mut()));
+            }
+        }
+        let own = if received.headers[self.site.rank].inline { &[] } else { bytes };
+        self.transfer(late, self.others().map(|to| (to, Kind::Data, own)));
+        parts.into_iter().zip(&shapes).map(|(part, shape)| part.tensor(shape)).collect()
+    }
+
+    /// The shape of what the member with this header contributes to a gathering.
+    fn shape(&self, own: &Tensor, header: &Header) -> Result<Vec<usize>> {
+        let mut dims = own.dims().to_vec();
+        if let Some(dim) = self.site.call.free_dim {
+            dims[dim] = usize::try_from(header.aux)?;
+        }
+        Ok(dims)
+    }
+
+    /// Sends `parts[n]` to each rank n; returns what all have for this one, by rank.
+    pub(super) fn swap(&self, parts: &[Tensor]) -> Result<Vec<Tensor>> {
+        self.exchange_headers(parts, 0, &[])?;
+        let own_rank = self.site.rank;
+        let own = &parts[own_rank];
+        let mut arrived: Vec<Box<dyn Buffer>> =
+            parts.iter().map(|_| buffer(own.dtype(), own.elem_count())).collect::<Result<_>>()?;
+        let turn: Vec<Option<&Tensor>> = parts.iter().map(Some).collect();
+        with_all_bytes(&turn, |bytes| {
+            arrived[own_rank].bytes_mut().copy_from_slice(bytes[own_rank]);
+            let places = arrived.iter_mut().enumerate().filter(|(from, _)| *from != own_rank);
+            self.transfer(
+                places.map(|(from, part)| (from, Kind::Data, part.bytes_mut())),
+                self.others().map(|to| (to, Kind::Data, bytes[to])),
+            );
+            Ok(())
+        })?;
+        arrived.into_iter().map(|part| part.tensor(own.dims())).collect()
+    }
+
+    /// What rank `from` has, if this one is to receive anything; `bytes` are those of `host`.
+    pub(super) fn receive(
+        &self,
+        host: &Tensor,
+        bytes: &[u8],
+        from: Option<usize>,
+    ) -> Result<Box<dyn Buffer>> {
+        let mut arrived = buffer(host.dtype(), host.elem_count())?;
+        let sender = match from {
+            Some(rank) => rank as u64,
+            None => NOBODY,
+        };
+        let received = self.exchange_headers(slice::from_ref(host), sender, bytes)?;
+        let into = arrived.bytes_mut();
+        match from {
+            Some(from) if from == self.site.rank => into.copy_from_slice(bytes),
+            Some(from) if received.headers[from].inline => {
+                into.copy_from_slice(received.inline(from));
+            }
+            Some(_) | None => {}
+        }
+        // All members contribute as many bytes, so of all of them or of none they are here.
+        if !received.headers[self.site.rank].inline {
+            self.deliver(&received.headers, bytes, into, from);
+        }
+        Ok(arrived)
+    }
+
+    /// Sends `bytes` to the ranks that want them, and receives from rank `from`.
+    fn deliver(&self, headers: &[Header], bytes: &[u8], into: &mut [u8], from: Option<usize>) {
+        let own_rank = self.site.rank;
+        let is_broadcast = headers.iter().all(|header| header.aux == headers[0].aux);
+        match from {
+            // A tree, instead of one that sends to all.
+            Some(root) if is_broadcast && headers.len() > 2 => self.broadcast(into, root),
+            Some(_) | None => {
+                let from = from.filter(|&from| from != own_rank);
+                let to = self.others().filter(|&to| headers[to].aux == own_rank as u64);
+                self.transfer(
+                    from.map(|from| (from, Kind::Data, into)),
+                    to.map(|to| (to, Kind::Data, bytes)),
+                );
+            }
+        }
+    }
+}

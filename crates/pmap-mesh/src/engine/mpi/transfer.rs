@@ -1,0 +1,140 @@
+//! Messages between the members of a group, while they take part in a collective.
+
+use std::{
+    sync::Arc,
+    thread,
+    time::{Duration, Instant},
+};
+
+use ferrompi::{Communicator, Request};
+
+use super::{Inner, session::end};
+use crate::{
+    engine::{Site, processes::Guard},
+    error::CollectiveError,
+};
+
+/// The longest single message: below version 4, MPI counts in 32 bits.
+const MESSAGE_BYTES: usize = 1 << 30;
+/// How often a wait looks for messages before it looks at the clock and gives way. A look takes
+/// some 100 ns: what arrives within microseconds finds its receiver awake.
+const TRIES: u32 = 64;
+
+/// What a message is; messages of one kind between two processes arrive in order.
+#[derive(Clone, Copy)]
+pub(super) enum Kind {
+    Header = 1,
+    Rest,
+    Data,
+    Text,
+}
+
+/// What is to arrive from a rank, and where.
+pub(super) type Incoming<'a> = (usize, Kind, &'a mut [u8]);
+/// What is to be sent to a rank.
+pub(super) type Outgoing<'a> = (usize, Kind, &'a [u8]);
+
+/// A collective while this slot takes part in it.
+pub(super) struct Call<'a> {
+    pub(super) engine: &'a Inner,
+    pub(super) site: &'a Site,
+    pub(super) comm: &'a Communicator,
+    pub(super) _guard: Guard<'a>,
+}
+
+impl Call<'_> {
+    /// The ranks of the other members, beginning with the next one, so that not all send to the
+    /// same one first.
+    pub(super) fn others(&self) -> impl Iterator<Item = usize> + use<> {
+        let size = self.site.size();
+        let rank = self.site.rank;
+        (1..size).map(move |step| (rank + step) % size)
+    }
+
+    /// Receives and sends all of these; nothing is sent where there is nothing to send.
+    ///
+    /// Whatever goes wrong in MPI ends the program: messages that were started could not be taken
+    /// back.
+    pub(super) fn transfer<'t>(
+        &self,
+        incoming: impl IntoIterator<Item = Incoming<'t>>,
+        outgoing: impl IntoIterator<Item = Outgoing<'t>>,
+    ) {
+        let done = ferrompi::scope(|scope| {
+            let mut requests = Vec::new();
+            for (from, kind, bytes) in incoming {
+                for piece in bytes.chunks_mut(MESSAGE_BYTES) {
+                    let request = self.comm.irecv(scope, piece, rank_of(from), kind as i32);
+                    requests.push((from, self.check(request)));
+                }
+            }
+            for (to, kind, bytes) in outgoing {
+                for piece in bytes.chunks(MESSAGE_BYTES) {
+                    let request = self.comm.isend(scope, piece, rank_of(to), kind as i32);
+                    requests.push((to, self.check(request)));
+                }
+            }
+            self.wait(requests);
+            Ok(())
+        });
+        self.check(done);
+    }
+
+    /// Sends what `root` has in `bytes` to all members, through a tree.
+    pub(super) fn broadcast(&self, bytes: &mut [u8], root: usize) {
+        let done = ferrompi::scope(|scope| {
+            let start =
+                |piece| (root, self.check(self.comm.ibroadcast(scope, piece, rank_of(root))));
+            self.wait(bytes.chunks_mut(MESSAGE_BYTES).map(start).collect());
+            Ok(())
+        });
+        self.check(done);
+    }
+
+    /// Waits for messages from and to these ranks, until the deadline.
+    pub(super) fn wait(&self, mut requests: Vec<(usize, Request<'_>)>) {
+        let deadline = self.engine.deadline;
+        let mut tries = 0_u32;
+        let mut start = None;
+        loop {
+            requests.retain_mut(|(_, request)| self.check(request.test()).is_none());
+            if requests.is_empty() {
+                return;
+            }
+            tries = tries.wrapping_add(1);
+            if tries.is_multiple_of(TRIES) {
+                if start.get_or_insert_with(Instant::now).elapsed() > deadline {
+                    self.end_late(&requests, deadline);
+                }
+                thread::yield_now();
+            }
+        }
+    }
+
+    /// Ends all processes because some members have not come in time.
+    fn end_late(&self, requests: &[(usize, Request<'_>)], after: Duration) -> ! {
+        let members = self.site.members();
+        let mut missing: Vec<usize> = requests.iter().map(|(rank, _)| members[*rank]).collect();
+        missing.sort_unstable();
+        missing.dedup();
+        let slot = self.site.slot();
+        let call = Arc::clone(&self.site.call);
+        let late = CollectiveError::Deadline { slot, missing, call, after };
+        end(&self.engine.session.world, &late.to_string())
+    }
+
+    pub(super) fn check<T>(&self, result: ferrompi::Result<T>) -> T {
+        match result {
+            Ok(value) => value,
+            Err(error) => {
+                end(&self.engine.session.world, &format!("{error} in {}", self.site.call))
+            }
+        }
+    }
+}
+
+/// A rank as MPI counts it.
+#[expect(clippy::expect_used, reason = "a mesh has fewer slots than 32 bits count")]
+pub(super) fn rank_of(rank: usize) -> i32 {
+    i32::try_from(rank).expect("ranks are below the number of slots")
+}
