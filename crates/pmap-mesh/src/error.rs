@@ -110,7 +110,7 @@ pub enum MeshError {
         slots: usize,
     },
     /// Device number `index` of its kind is not there, or this build does not support its kind.
-    #[error("device {index} cannot be opened: {}", of_candle(cause))]
+    #[error("device {index} cannot be opened: {}", one_line(cause))]
     Device {
         /// The number of the device.
         index: usize,
@@ -135,7 +135,7 @@ pub enum MeshError {
 #[non_exhaustive]
 pub enum ValueError {
     /// Cutting an input, or moving it to its device, failed in candle.
-    #[error("input {index} cannot be sharded: {}", of_candle(cause))]
+    #[error("input {index} cannot be sharded: {}", one_line(cause))]
     Shard {
         /// Which input.
         index: usize,
@@ -178,7 +178,7 @@ pub enum ValueError {
         first: usize,
     },
     /// The outputs of the replicas do not fit together.
-    #[error("output {index} cannot be gathered: {}", of_candle(cause))]
+    #[error("output {index} cannot be gathered: {}", one_line(cause))]
     Gather {
         /// Which output.
         index: usize,
@@ -193,7 +193,7 @@ pub enum ValueError {
 pub enum ReplicaError {
     /// The function returned an error on one device; of several, this is the one with the lowest
     /// slot.
-    #[error("replica {slot} on {device:?} failed: {}", of_candle(cause))]
+    #[error("replica {slot} on {device:?} failed: {}", one_line(cause))]
     Failed {
         /// The replica's slot in the mesh.
         slot: usize,
@@ -348,15 +348,26 @@ impl From<SpecFault> for Error {
     }
 }
 
-/// The message of an error of candle, without the backtrace that `RUST_BACKTRACE` appends.
-fn of_candle(error: &candle_core::Error) -> String {
+/// The message of an error of candle and of its causes in one line, for the message of an error that
+/// wraps it.
+///
+/// candle's own text goes over many lines, and where `RUST_BACKTRACE` is set it ends in a backtrace
+/// of a hundred more.
+///
+/// # Examples
+///
+/// ```
+/// let error = candle_core::Error::msg("no such tensor").context("loading");
+/// assert_eq!(pmap_mesh::one_line(&error), "loading: no such tensor");
+/// ```
+pub fn one_line(error: &candle_core::Error) -> String {
     match error {
-        candle_core::Error::WithBacktrace { inner, .. } => of_candle(inner),
+        candle_core::Error::WithBacktrace { inner, .. } => one_line(inner),
         candle_core::Error::WithPath { inner, path } => {
-            format!("{}: {}", path.display(), of_candle(inner))
+            format!("{}: {}", path.display(), one_line(inner))
         }
         candle_core::Error::Context { inner, context } => {
-            format!("{context}: {}", of_candle(inner))
+            format!("{context}: {}", one_line(inner))
         }
         other => in_one_line(other),
     }

@@ -13,7 +13,9 @@ mod sync;
 pub use crate::engine::nccl::NcclStore;
 pub use crate::{
     engine::call::CollectiveCall,
-    error::{CollectiveError, Error, MeshError, ProcessError, ReplicaError, Result, ValueError},
+    error::{
+        CollectiveError, Error, MeshError, ProcessError, ReplicaError, Result, ValueError, one_line,
+    },
     mesh::{
         DeviceMesh, DeviceMeshBuilder,
         axes::{ALL, MeshAxes},

@@ -1,14 +1,12 @@
 //! What can go wrong in training: the mesh, the plan, parameters, shards, checkpoints, candle.
 
-mod cause;
 pub(crate) mod checkpoint;
 pub(crate) mod parameter;
 pub(crate) mod sharding;
 
-use self::{
-    cause::one_line, checkpoint::CheckpointError, parameter::ParameterError,
-    sharding::ShardingError,
-};
+use pmap_mesh::one_line;
+
+use self::{checkpoint::CheckpointError, parameter::ParameterError, sharding::ShardingError};
 
 /// The result of training on a mesh.
 pub type Result<T, E = Error> = std::result::Result<T, E>;
