@@ -43,7 +43,8 @@ pub struct Sharded<T> {
 }
 
 impl DeviceMesh {
-    /// Cuts a value and moves the shards to their devices, to be passed to [`PMap::run`].
+    /// Cuts a value and moves the shards to their devices, to be passed to
+    /// [`PMap::run`](crate::PMap::run).
     ///
     /// # Errors
     ///
