@@ -376,9 +376,10 @@ pub fn one_line(error: &candle_core::Error) -> String {
 /// The messages of an error and of its sources, in one line.
 fn in_one_line(error: &(dyn StdError + 'static)) -> String {
     let chain = iter::successors(Some(error), |&error| error.source());
-    let messages: Vec<String> = chain.map(ToString::to_string).collect();
-    let lines: Vec<&str> = messages.iter().flat_map(|message| message.lines()).collect();
-    lines.join(": ")
+    let messages: Vec<String> = chain
+        .map(|error| error.to_string().split_whitespace().collect::<Vec<_>>().join(" "))
+        .collect();
+    messages.join(": ")
 }
 
 fn waiters(waiting: &[(usize, Arc<CollectiveCall>)]) -> String {
@@ -429,7 +430,7 @@ mod tests {
         let cause = with_backtrace(missing).context("reading a shard").with_path("a/b");
         assert_eq!(
             failed(with_backtrace(cause)).to_string(),
-            "replica 2 on Cpu failed: a/b: reading a shard: no: file"
+            "replica 2 on Cpu failed: a/b: reading a shard: no file"
         );
     }
 

@@ -69,7 +69,7 @@ const KINDS: [Kind; 5] = [
     Kind {
         what: "engine",
         code: "crates/pmap-mesh/src/",
-        names: Names::Implementors("Engine"),
+        names: Names::Implementors("Backend"),
         places: &[Place::Option("crates/pmap-mesh/README.md")],
     },
     Kind {
