@@ -15,3 +15,6 @@ pub use fsdp_plan as plan;
 #[cfg(feature = "mesh")]
 #[doc(inline)]
 pub use pmap_mesh as mesh;
+#[cfg(feature = "ops")]
+#[doc(inline)]
+pub use fused_ops as ops;
