@@ -299,7 +299,7 @@ fn heads(tensor: &Tensor) -> Heads {
     Heads {
         offset: 0,
         length: dims[1],
-        heads: dims[2],
+        count: dims[2],
         size: dims[3],
         batch_stride: stride[0],
         row_stride: stride[1],
@@ -317,17 +317,15 @@ fn with_inputs<T: Float, R>(
     let scores = Scores::of::<T>(config, sizes.scores())?;
     let mask_read = scores.as_ref().map(|scores| Reading::new(&scores.mask));
     let mask = match (&scores, &mask_read) {
-        (Some(scores), Some(read)) => {
-            Some(Mask { data: read.from_first()?, strides: scores.strides() })
-        }
+        (Some(scores), Some(read)) => Some(Mask { data: read.rest()?, strides: scores.strides() }),
         _ => None,
     };
     let read = [Reading::new(query.0), Reading::new(key.0), Reading::new(value.0)];
     Ok(compute(&Inputs {
         batch: sizes.batch,
-        query: (read[0].from_first()?, query.1),
-        key: (read[1].from_first()?, key.1),
-        value: (read[2].from_first()?, value.1),
+        query: (read[0].rest()?, query.1),
+        key: (read[1].rest()?, key.1),
+        value: (read[2].rest()?, value.1),
         scale: T::of(config.scale(sizes.size)),
         causal: config.causal,
         key_lengths: config.key_lengths.as_deref(),

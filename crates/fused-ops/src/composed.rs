@@ -98,10 +98,10 @@ pub(crate) fn embedding(table: &Tensor, indices: &Tensor) -> Result<Tensor> {
 }
 
 pub(crate) fn dropout(x: &Tensor, probability: f64, key: DropoutKey) -> Result<Tensor> {
-    // The kernel makes the mask, so that all devices drop the same elements.
+    // The kernel says which, so that all devices drop the same elements.
     let ones = Tensor::ones(x.shape(), DType::F32, &Device::Cpu)?;
-    let mask = crate::dropout::dropout(&ones, probability, key)?;
-    x * mask.to_device(x.device())?.to_dtype(x.dtype())?
+    let kept = crate::dropout::dropout(&ones, probability, key)?.ne(0_f32)?;
+    (x * kept.to_device(x.device())?.to_dtype(x.dtype())?)? * (1.0 / (1.0 - probability))
 }
 
 pub(crate) fn attention(
@@ -169,6 +169,10 @@ pub(crate) fn attention_packed(
     attention(&query, &key, &value, config)?.flatten_from(2)
 }
 
+#[expect(
+    clippy::cast_possible_truncation,
+    reason = "candle's indices are u32, and no device holds a tensor of more rows"
+)]
 pub(crate) fn cross_entropy(
     logits: &Tensor,
     targets: &[Target],

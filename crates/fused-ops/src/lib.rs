@@ -18,6 +18,8 @@ mod softmax;
 #[cfg(test)]
 mod tests;
 
+pub mod layers;
+
 pub use crate::{
     activation::{Activation, gelu, gelu_tanh, silu, swiglu},
     attention::{AttentionConfig, attention, attention_packed},

@@ -11,7 +11,7 @@ use crate::{
         activation,
         float::Float,
         linear::{add_bias, sum_rows},
-        matmul::{Matrix, Threads, product},
+        matmul::{Matrix, Threads, product, product_of_rows},
     },
     route::{check_shape, last_dim, route},
 };
@@ -92,9 +92,8 @@ fn affine<T: Float>(inputs: &[&Tensor]) -> Result<Vec<T>> {
     let read: Vec<_> = inputs.iter().map(|input| Reading::new(input)).collect();
     let (outputs, width) = inputs[1].dims2()?;
     let rows = rows(inputs[0], width);
-    let x = Matrix::contiguous(read[0].all()?, rows, width);
     let weight = Matrix::contiguous(read[1].all()?, outputs, width);
-    let mut y = product(x, weight.t(), Threads::Pool);
+    let mut y = product_of_rows(read[0].all()?, width, rows, weight.t());
     if let Some(bias) = read.get(2) {
         add_bias(&mut y, bias.all()?);
     }
@@ -181,7 +180,7 @@ impl<T: Float> Backward for Linear<T> {
             wanted.then(|| tensor(compute(), inputs[of].shape())).transpose()
         };
         let mut all = vec![
-            gradient(0, &|| product(grads, weight, Threads::Pool))?,
+            gradient(0, &|| product_of_rows(grad, outputs, rows, weight))?,
             gradient(1, &|| product(grads.t(), x, Threads::Pool))?,
         ];
         if inputs.len() == 3 {

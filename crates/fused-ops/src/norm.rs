@@ -4,7 +4,7 @@
 //! and Hinton, "Layer Normalization", arXiv 1607.06450. candle-nn's `ops::rms_norm` and `ops::layer_norm` compute the
 //! same, but have no backward.
 
-use candle_core::Tensor;
+use candle_core::{DType, Tensor};
 
 use crate::{
     autograd::{Backward, Junction, Reading, record, record_many, tensor},
@@ -152,9 +152,10 @@ pub fn add_rms_norm(
     match Route::of("add_rms_norm", &[("x", x), ("residual", residual), ("weight", weight)])? {
         Route::F32 => add_normalize::<f32>(&[x, residual, weight], Norm::Rms, epsilon),
         Route::F64 => add_normalize::<f64>(&[x, residual, weight], Norm::Rms, epsilon),
-        Route::Half(_) | Route::Composed => {
+        Route::Half(half) => add_in_f32(&[x, residual, weight], Norm::Rms, epsilon, half),
+        Route::Composed => {
             let sum = (x + residual)?;
-            let norm = rms_norm(&sum, weight, epsilon)?;
+            let norm = composed::rms_norm(&sum, weight, epsilon)?;
             Ok((sum, norm))
         }
     }
@@ -207,9 +208,10 @@ pub fn add_layer_norm(
     match Route::of(OP, &named)? {
         Route::F32 => add_normalize::<f32>(&inputs, Norm::Layer, epsilon),
         Route::F64 => add_normalize::<f64>(&inputs, Norm::Layer, epsilon),
-        Route::Half(_) | Route::Composed => {
+        Route::Half(half) => add_in_f32(&inputs, Norm::Layer, epsilon, half),
+        Route::Composed => {
             let sum = (x + residual)?;
-            let norm = layer_norm(&sum, weight, bias, epsilon)?;
+            let norm = composed::layer_norm(&sum, weight, bias, epsilon)?;
             Ok((sum, norm))
         }
     }
@@ -222,6 +224,20 @@ fn normalize<T: Float>(inputs: &[&Tensor], norm: Norm, epsilon: f64) -> Result<T
     let epsilon = T::of(epsilon);
     let y = forward(&inputs, norm, epsilon)?;
     record(&inputs, y, inputs[0].shape().clone(), Normalize { norm, epsilon })
+}
+
+/// As [`add_normalize`], both results rounded to `half` once.
+fn add_in_f32(
+    inputs: &[&Tensor],
+    norm: Norm,
+    epsilon: f64,
+    half: DType,
+) -> Result<(Tensor, Tensor)> {
+    let inputs: Vec<_> =
+        inputs.iter().map(|input| input.to_dtype(DType::F32)).collect::<Result<_, _>>()?;
+    let inputs: Vec<_> = inputs.iter().collect();
+    let (sum, y) = add_normalize::<f32>(&inputs, norm, epsilon)?;
+    Ok((sum.to_dtype(half)?, y.to_dtype(half)?))
 }
 
 /// `inputs` are x, the residual, the weight and, if there is one, the bias.

@@ -40,6 +40,7 @@ use crate::{
 /// assert!(y.sqr()?.sum_all()?.backward()?.get(&x).is_some());
 /// # Ok::<(), Box<dyn std::error::Error>>(())
 /// ```
+#[expect(clippy::needless_pass_by_value, reason = "a dimension is given as to candle")]
 pub fn softmax(x: &Tensor, dim: impl Dim) -> Result<Tensor> {
     let dim = dim.to_index(x.shape(), "softmax")?;
     along(x, dim, |x| route!("softmax", [x], fused(x, Softmax::Plain), composed::softmax(x)))
@@ -68,6 +69,7 @@ pub fn softmax(x: &Tensor, dim: impl Dim) -> Result<Tensor> {
 /// assert_eq!(fused_ops::log_softmax(&x, D::Minus1)?.to_vec1::<f64>()?, [0.0, -1000.0]);
 /// # Ok::<(), Box<dyn std::error::Error>>(())
 /// ```
+#[expect(clippy::needless_pass_by_value, reason = "a dimension is given as to candle")]
 pub fn log_softmax(x: &Tensor, dim: impl Dim) -> Result<Tensor> {
     let dim = dim.to_index(x.shape(), "log_softmax")?;
     along(x, dim, |x| route!("log_softmax", [x], fused(x, Softmax::Log), composed::log_softmax(x)))

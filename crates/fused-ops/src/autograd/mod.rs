@@ -60,7 +60,7 @@ impl<'a> Reading<'a> {
     }
 
     /// All elements of the storage from the tensor's first on.
-    pub(crate) fn from_first<T: Float>(&self) -> Result<&[T]> {
+    pub(crate) fn rest<T: Float>(&self) -> Result<&[T]> {
         let Storage::Cpu(storage) = &*self.storage else {
             return Err(
                 candle_core::Error::msg("a tensor of another device was routed here").into()
@@ -71,7 +71,7 @@ impl<'a> Reading<'a> {
 
     /// The elements of a contiguous tensor.
     pub(crate) fn all<T: Float>(&self) -> Result<&[T]> {
-        Ok(&self.from_first()?[..self.layout.shape().elem_count()])
+        Ok(&self.rest()?[..self.layout.shape().elem_count()])
     }
 }
 

@@ -65,7 +65,7 @@ struct GeluTanh;
 impl GeluTanh {
     /// (1 + tanh u) / 2 is the logistic function of 2u, here for u = √(2/π) · (x + 0.044715 x³).
     #[inline(always)]
-    fn gate<T: Float>(x: T) -> T {
+    fn gate<T: Float>(x: T) -> (T, T) {
         logistic(x * (T::ONE + T::of(0.044_715) * x * x) * T::of(Self::TWO_ROOT_TWO_OVER_PI))
     }
 
@@ -75,14 +75,14 @@ impl GeluTanh {
 impl<T: Float> Curve<T> for GeluTanh {
     #[inline(always)]
     fn value(self, x: T) -> T {
-        x * Self::gate(x)
+        x * Self::gate(x).0
     }
 
     #[inline(always)]
     fn slope(self, x: T) -> T {
-        let gate = Self::gate(x);
+        let (gate, rest) = Self::gate(x);
         let inner = (T::ONE + T::of(0.134_145) * x * x) * T::of(Self::TWO_ROOT_TWO_OVER_PI);
-        gate + x * gate * (T::ONE - gate) * inner
+        gate + x * gate * rest * inner
     }
 }
 
@@ -92,20 +92,23 @@ struct Silu;
 impl<T: Float> Curve<T> for Silu {
     #[inline(always)]
     fn value(self, x: T) -> T {
-        x * logistic(x)
+        x * logistic(x).0
     }
 
     #[inline(always)]
     fn slope(self, x: T) -> T {
-        let gate = logistic(x);
-        gate * (T::ONE + x * (T::ONE - gate))
+        let (gate, rest) = logistic(x);
+        gate * (T::ONE + x * rest)
     }
 }
 
-/// 1 / (1 + e^−x).
+/// 1 / (1 + e^−x), and what it lacks to 1, which the difference would round away.
 #[inline(always)]
-fn logistic<T: Float>(x: T) -> T {
-    T::ONE / (T::ONE + (-x).exp())
+fn logistic<T: Float>(x: T) -> (T, T) {
+    let small = (-x.abs()).exp();
+    let large = T::ONE / (T::ONE + small);
+    let small = small * large;
+    if x < T::ZERO { (small, large) } else { (large, small) }
 }
 
 /// Evaluates an expression with the curve of an activation.

@@ -33,7 +33,7 @@ pub(crate) struct Heads {
     /// Of the first element.
     pub(crate) offset: usize,
     pub(crate) length: usize,
-    pub(crate) heads: usize,
+    pub(crate) count: usize,
     pub(crate) size: usize,
     pub(crate) batch_stride: usize,
     pub(crate) row_stride: usize,
@@ -44,7 +44,7 @@ impl Heads {
     /// Rows of `width` elements one after another, in which the heads stand from column `column` on.
     pub(crate) fn packed(
         length: usize,
-        heads: usize,
+        count: usize,
         size: usize,
         width: usize,
         column: usize,
@@ -53,7 +53,7 @@ impl Heads {
         Self {
             offset: column,
             length,
-            heads,
+            count,
             size,
             batch_stride,
             row_stride: width,
@@ -144,7 +144,7 @@ impl Visible {
 impl<T: Float> Inputs<'_, T> {
     /// The heads of the queries that share one head of the keys.
     fn group(&self) -> usize {
-        self.query.1.heads / self.key.1.heads
+        self.query.1.count / self.key.1.count
     }
 
     fn visible(&self, batch: usize) -> Visible {
@@ -284,7 +284,7 @@ impl<T: Float> Shared<T> {
 /// The results as [batch, queries, heads, size of the values], and for each query of each head, as [batch, heads, queries],
 /// the logarithm of the sum of exponentials of its scores.
 pub(crate) fn forward<T: Float>(inputs: &Inputs<'_, T>) -> (Vec<T>, Vec<T>) {
-    let (length, heads, size) = (inputs.query.1.length, inputs.query.1.heads, inputs.value.1.size);
+    let (length, heads, size) = (inputs.query.1.length, inputs.query.1.count, inputs.value.1.size);
     let place = Heads::packed(length, heads, size, heads * size, 0);
     let mut log_sums = vec![T::ZERO; inputs.batch * heads * length];
     let len = log_sums.len() * size;
@@ -449,10 +449,10 @@ pub(crate) fn backward_separate<T: Float>(
     results: Results<'_, T>,
 ) -> [Vec<T>; 3] {
     let dense = |heads: Heads| {
-        let Heads { length, heads, size, .. } = heads;
-        Heads::packed(length, heads, size, heads * size, 0)
+        let Heads { length, count, size, .. } = heads;
+        Heads::packed(length, count, size, count * size, 0)
     };
-    let len = |heads: Heads| inputs.batch * heads.length * heads.heads * heads.size;
+    let len = |heads: Heads| inputs.batch * heads.length * heads.count * heads.size;
     let targets = Targets {
         query: dense(inputs.query.1),
         key: dense(inputs.key.1),
@@ -485,7 +485,7 @@ fn backward<T: Float>(
     targets: Targets,
     out: &[Shared<T>; 3],
 ) {
-    let key_heads = inputs.key.1.heads;
+    let key_heads = inputs.key.1.count;
     (0..inputs.batch * key_heads).into_par_iter().for_each_init(
         || Scratch::new(block_elements(inputs)),
         |scratch, task| {
@@ -526,7 +526,8 @@ unsafe fn backward_head<T: Float>(
         of_key.clear(targets.key, key_head);
         of_value.clear(targets.value, key_head);
     }
-    let (Heads { length, heads, .. }, size) = (inputs.query.1, inputs.value.1.size);
+    let Heads { length, count: heads, .. } = inputs.query.1;
+    let size = inputs.value.1.size;
     let place = Heads::packed(length, heads, size, heads * size, 0);
     let (batch, group) = (key_head.0, inputs.group());
     for head in key_head.1 * group..(key_head.1 + 1) * group {

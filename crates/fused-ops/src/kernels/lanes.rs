@@ -81,6 +81,7 @@ fn fold<T: Float>(mut lanes: [T; LANES], join: impl Fn(T, T) -> T) -> T {
 }
 
 #[cfg(test)]
+#[allow(clippy::float_cmp, reason = "sums of integers are exact")]
 mod tests {
     use super::*;
 

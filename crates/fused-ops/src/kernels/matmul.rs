@@ -85,20 +85,8 @@ impl Threads {
 }
 
 /// `a` · `b` as rows one after another.
-///
-/// One row is multiplied as two, since `gemm` adds up in another order for one: so a row has the same bits alone as among
-/// others.
 pub(crate) fn product<T: Float>(a: Matrix<'_, T>, b: Matrix<'_, T>, threads: Threads) -> Vec<T> {
     let (rows, columns) = (a.place.rows, b.place.columns);
-    if a.place.columns == 0 {
-        return vec![T::ZERO; rows * columns];
-    }
-    if rows == 1 {
-        let twice = Matrix { data: a.data, place: Place { rows: 2, row_stride: 0, ..a.place } };
-        let mut result = product(twice, b, threads);
-        result.truncate(columns);
-        return result;
-    }
     let place = Place::rows(rows, columns, columns);
     // SAFETY: the vector has room for rows · columns elements at these strides, and all of them are written.
     unsafe {
@@ -106,6 +94,34 @@ pub(crate) fn product<T: Float>(a: Matrix<'_, T>, b: Matrix<'_, T>, threads: Thr
             multiply(out, place, a, b, Store::Set, T::ONE, threads);
         })
     }
+}
+
+/// The product of some rows of `width` elements with `b`, whose rows have the same bits as among any others.
+///
+/// `gemm` adds up small products in other orders. So few rows are multiplied together with zeros that are then dropped.
+pub(crate) fn product_of_rows<T: Float>(
+    x: &[T],
+    width: usize,
+    rows: usize,
+    b: Matrix<'_, T>,
+) -> Vec<T> {
+    let columns = b.place.columns;
+    let padded_rows = fewest_rows(columns);
+    if rows == 0 || rows >= padded_rows {
+        return product(Matrix::contiguous(x, rows, width), b, Threads::Pool);
+    }
+    let mut padded = x.to_vec();
+    padded.resize(padded_rows * width, T::ZERO);
+    let mut y = product(Matrix::contiguous(&padded, padded_rows, width), b, Threads::Pool);
+    y.truncate(rows * columns);
+    y
+}
+
+/// From how many rows on `gemm` adds up as for all more: it has ways of its own for one row, for results of up to 256
+/// elements, and, cutting long sums elsewhere, for up to 64 rows and columns.
+fn fewest_rows(columns: usize) -> usize {
+    let small = if columns <= 64 { 65 } else { 2 };
+    257_usize.div_ceil(columns.max(1)).max(small)
 }
 
 /// What happens to the elements that the result had.
@@ -206,15 +222,17 @@ mod tests {
     }
 
     #[test]
-    fn a_row_has_the_same_bits_alone_as_among_others() {
-        for (m, n, k) in [(3, 5, 70), (40, 33, 129), (64, 48, 300), (2, 300, 7)] {
-            let a: Vec<f32> = (0..m * k).map(|i| (i as f32 * 0.7).sin()).collect();
+    fn rows_have_the_same_bits_among_few_as_among_many() {
+        let sizes = [1, 2, 5, 33, 64, 65, 128, 257, 300];
+        for (n, k) in sizes.into_iter().flat_map(|n| [1, 2, 7, 129, 700].map(|k| (n, k))) {
+            let x: Vec<f32> = (0..300 * k).map(|i| (i as f32 * 0.7).sin()).collect();
             let b: Vec<f32> = (0..n * k).map(|i| (i as f32 * 0.3).cos()).collect();
             let b = Matrix::contiguous(&b, n, k).t();
-            let whole = product(Matrix::contiguous(&a, m, k), b, Threads::One);
-            for row in 0..m {
-                let alone = Matrix::contiguous(&a[row * k..][..k], 1, k);
-                assert_eq!(product(alone, b, Threads::One), whole[row * n..][..n]);
+            let whole = product_of_rows(&x, k, 300, b);
+            for rows in [1, 2, 3, 7, 40, 64, 66, 200] {
+                let start = 300 - rows;
+                let part = product_of_rows(&x[start * k..], k, rows, b);
+                assert!(part == whole[start * n..], "{rows} rows of {k}, {n} columns");
             }
         }
     }

@@ -86,6 +86,7 @@ impl<'a, T: Float> Fill<'a, T> {
 
     /// Appends `f` of the elements of four slices of one length.
     #[inline(always)]
+    #[expect(clippy::many_single_char_names, reason = "four of a kind, and a function of them")]
     pub(crate) fn push4(
         &mut self,
         x: &[T],

@@ -66,7 +66,7 @@ impl<T: Float> NullaryFnOnce for Rotate<'_, '_, T> {
     fn call(self) {
         let Rotation { pairs, size, rows_per_position, positions, cos, sin } = self.rotation;
         let half = size / 2;
-        let sign = match self.turn {
+        let way = match self.turn {
             Turn::Forward => T::ONE,
             Turn::Back => -T::ONE,
         };
@@ -76,12 +76,12 @@ impl<T: Float> NullaryFnOnce for Rotate<'_, '_, T> {
             match pairs {
                 Pairs::Halves => {
                     let (a, b) = x.split_at(half);
-                    self.out.push4(a, b, cos, sin, |a, b, cos, sin| a * cos - b * (sign * sin));
-                    self.out.push4(a, b, cos, sin, |a, b, cos, sin| b * cos + a * (sign * sin));
+                    self.out.push4(a, b, cos, sin, |a, b, cos, sin| a * cos - b * (way * sin));
+                    self.out.push4(a, b, cos, sin, |a, b, cos, sin| b * cos + a * (way * sin));
                 }
                 Pairs::Neighbors => {
                     self.out.push_pairs(x, cos, sin, |a, b, cos, sin| {
-                        (a * cos - b * (sign * sin), b * cos + a * (sign * sin))
+                        (a * cos - b * (way * sin), b * cos + a * (way * sin))
                     });
                 }
             }

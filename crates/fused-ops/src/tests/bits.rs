@@ -97,5 +97,5 @@ fn of_packed_attention_are_those_of_separate() {
     let (query, key, value) = (part(0, 4), part(4, 2), part(6, 2));
     let config = crate::AttentionConfig::causal();
     let separate = crate::attention(&query, &key, &value, &config).unwrap();
-    assert_eq!(values(&(packed.fused)(&[qkv.clone()]).unwrap()), values(&separate));
+    assert_eq!(values(&(packed.fused)(std::slice::from_ref(qkv)).unwrap()), values(&separate));
 }
