@@ -28,8 +28,8 @@ fn compare(
     let inputs: Vec<_> = vars.iter().map(|var| var.as_tensor().clone()).collect();
     check(name, &inputs, fused, composed);
     let mut group = c.benchmark_group(format!("ops/{name}"));
-    group.sample_size(20).measurement_time(std::time::Duration::from_secs(2));
-    group.warm_up_time(std::time::Duration::from_millis(500));
+    group.sample_size(10).measurement_time(std::time::Duration::from_secs(1));
+    group.warm_up_time(std::time::Duration::from_millis(200));
     for (form, f) in [("fused", fused), ("composed", composed)] {
         group.bench_function(form, |b| {
             b.iter(|| {

@@ -18,7 +18,7 @@ use crate::{
 
 const OP: &str = "attention";
 
-/// What [`attention`] and [`attention_packed`] do beside softmax(q·kᵀ)·v.
+/// What [`attention`](crate::attention()) and [`attention_packed`] do beside softmax(q·kᵀ)·v.
 #[derive(Clone, Debug, Default)]
 #[non_exhaustive]
 pub struct AttentionConfig {
@@ -126,7 +126,7 @@ pub fn attention(
     )
 }
 
-/// [`attention`] of queries, keys and values that one projection has made, and that stand beside each other in a row.
+/// [`attention`](crate::attention()) of queries, keys and values that one projection has made, and that stand beside each other in a row.
 ///
 /// The gradient is made in one piece, which saves the three pads and additions that cutting the projection would cost.
 ///
@@ -137,11 +137,11 @@ pub fn attention(
 ///
 /// # Determinism
 ///
-/// As of [`attention`], whose bits it has.
+/// As of [`attention`](crate::attention()), whose bits it has.
 ///
 /// # Errors
 ///
-/// As of [`attention`]; [`Shape`](Error::Shape) also if the rows do not split into so many heads.
+/// As of [`attention`](crate::attention()); [`Shape`](Error::Shape) also if the rows do not split into so many heads.
 ///
 /// # Examples
 ///

@@ -8,6 +8,7 @@ use candle_core::{D, DType, Device, Result, Tensor};
 use crate::{
     activation::Activation,
     attention::AttentionConfig,
+    autograd::seeded,
     dropout::DropoutKey,
     kernels::{cross_entropy::Target, rope::Pairs},
 };
@@ -185,7 +186,8 @@ pub(crate) fn cross_entropy(
     let (rows, targets): (Vec<_>, Vec<_>) =
         counting.map(|(row, target)| (row as u32, *target)).unzip();
     if rows.is_empty() {
-        return Tensor::zeros((), logits.dtype(), logits.device());
+        // Zero, with a gradient that is, so that whoever adds up gradients finds one.
+        return seeded(logits, logits.zeros_like()?)?.to_dtype(logits.dtype());
     }
     let column = |numbers: Vec<f64>| {
         Tensor::from_vec(numbers, (rows.len(), 1), &Device::Cpu)?

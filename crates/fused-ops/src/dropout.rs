@@ -38,7 +38,7 @@ pub struct DropoutKey {
 ///
 /// Which elements are dropped follows from `key` and their index alone, on every device and for any number of threads: a
 /// number of Philox 4×32-10 (Salmon et al., 2011) for each element. A second pass with the same key drops the same ones,
-/// as [`checkpoint`](crate::checkpoint) needs it.
+/// as [`checkpoint`](crate::checkpoint()) needs it.
 ///
 /// # Errors
 ///

@@ -52,28 +52,28 @@ pub fn rope(x: &Tensor, cos: &Tensor, sin: &Tensor) -> Result<Tensor> {
     turn(x, cos, sin, Pairs::Halves, Rows::HeadsFirst)
 }
 
-/// As [`rope`], where a pair is two neighbors, as in GPT-J and the original paper.
+/// As [`rope`](crate::rope()), where a pair is two neighbors, as in GPT-J and the original paper.
 ///
 /// # Shapes
 ///
-/// As of [`rope`].
+/// As of [`rope`](crate::rope()).
 ///
 /// # Determinism
 ///
-/// As of [`rope`].
+/// As of [`rope`](crate::rope()).
 ///
 /// # Errors
 ///
-/// As of [`rope`].
+/// As of [`rope`](crate::rope()).
 ///
 /// # Examples
 ///
-/// See [`rope`].
+/// See [`rope`](crate::rope()).
 pub fn rope_i(x: &Tensor, cos: &Tensor, sin: &Tensor) -> Result<Tensor> {
     turn(x, cos, sin, Pairs::Neighbors, Rows::HeadsFirst)
 }
 
-/// As [`rope`], with the heads of a position beside each other, as [`attention`](crate::attention) takes them.
+/// As [`rope`](crate::rope()), with the heads of a position beside each other, as [`attention`](crate::attention()) takes them.
 ///
 /// # Shapes
 ///
@@ -81,11 +81,11 @@ pub fn rope_i(x: &Tensor, cos: &Tensor, sin: &Tensor) -> Result<Tensor> {
 ///
 /// # Determinism
 ///
-/// As of [`rope`].
+/// As of [`rope`](crate::rope()).
 ///
 /// # Errors
 ///
-/// As of [`rope`].
+/// As of [`rope`](crate::rope()).
 ///
 /// # Examples
 ///
@@ -111,11 +111,11 @@ pub fn rope_thd(x: &Tensor, cos: &Tensor, sin: &Tensor) -> Result<Tensor> {
 ///
 /// # Determinism
 ///
-/// As of [`rope`].
+/// As of [`rope`](crate::rope()).
 ///
 /// # Errors
 ///
-/// As of [`rope`].
+/// As of [`rope`](crate::rope()).
 ///
 /// # Examples
 ///

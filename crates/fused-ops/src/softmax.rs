@@ -46,19 +46,19 @@ pub fn softmax(x: &Tensor, dim: impl Dim) -> Result<Tensor> {
     along(x, dim, |x| route!("softmax", [x], fused(x, Softmax::Plain), composed::softmax(x)))
 }
 
-/// The logarithm of [`softmax`], exact where that would round to 0.
+/// The logarithm of [`softmax`](crate::softmax()), exact where that would round to 0.
 ///
 /// # Shapes
 ///
-/// As of [`softmax`].
+/// As of [`softmax`](crate::softmax()).
 ///
 /// # Determinism
 ///
-/// As of [`softmax`], but for the logarithm itself, which is the system's.
+/// As of [`softmax`](crate::softmax()), but for the logarithm itself, which is the system's.
 ///
 /// # Errors
 ///
-/// As of [`softmax`].
+/// As of [`softmax`](crate::softmax()).
 ///
 /// # Examples
 ///

@@ -77,7 +77,7 @@ pub fn linear(in_dim: usize, out_dim: usize, vb: VarBuilder<'_>) -> Result<Linea
 ///
 /// # Errors
 ///
-/// As of [`linear`].
+/// As of [`linear`](linear()).
 pub fn linear_no_bias(in_dim: usize, out_dim: usize, vb: VarBuilder<'_>) -> Result<Linear> {
     candle_nn::linear_no_bias(in_dim, out_dim, vb).map(Linear::from)
 }
@@ -86,7 +86,7 @@ pub fn linear_no_bias(in_dim: usize, out_dim: usize, vb: VarBuilder<'_>) -> Resu
 ///
 /// # Errors
 ///
-/// As of [`linear`].
+/// As of [`linear`](linear()).
 pub fn linear_b(in_dim: usize, out_dim: usize, bias: bool, vb: VarBuilder<'_>) -> Result<Linear> {
     candle_nn::linear_b(in_dim, out_dim, bias, vb).map(Linear::from)
 }

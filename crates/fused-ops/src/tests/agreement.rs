@@ -189,3 +189,27 @@ fn a_gradient_is_made_for_those_inputs_alone_that_need_one() {
         assert!(!(case.fused)(&inputs).unwrap().track_op());
     }
 }
+
+/// On devices without kernels of ours the composed form runs.
+#[cfg(any(feature = "cuda", feature = "metal"))]
+#[test]
+fn of_other_devices_with_the_processor() {
+    use candle_core::Device;
+
+    let devices = [Device::new_cuda(0), Device::new_metal(0)];
+    if devices.iter().all(Result::is_err) {
+        eprintln!("there is no device to compare with");
+    }
+    for device in devices.into_iter().flatten() {
+        for case in all_cases() {
+            let single: Vec<_> =
+                case.inputs(3).iter().map(|x| x.to_dtype(DType::F32).unwrap()).collect();
+            let there: Vec<_> = single.iter().map(|x| x.to_device(&device).unwrap()).collect();
+            let (here, there) = (run(&case.fused, &single), run(&case.fused, &there));
+            let back = |x: &Tensor| x.to_device(&Device::Cpu).unwrap();
+            let there =
+                Outcome { y: back(&there.y), grads: there.grads.iter().map(back).collect() };
+            compare(&case, &there, &here, 1e-5);
+        }
+    }
+}

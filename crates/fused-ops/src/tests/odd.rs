@@ -5,7 +5,7 @@ use candle_core::{DType, Device, Tensor, Var};
 use super::support::{Attending, attention_cases, numbers, rope_cases, row_cases, run, values};
 use crate::{
     attention::AttentionConfig, cross_entropy::CrossEntropyConfig, dropout::DropoutKey,
-    error::Error,
+    error::Error, kernels::cross_entropy::Target,
 };
 
 #[test]
@@ -119,6 +119,22 @@ fn a_row_of_weight_zero_may_have_any_logits() {
     let grads = loss.sum.backward().unwrap();
     let grad = values(grads.get(&logits).unwrap());
     assert!(grad.iter().zip([-0.5, 0.5, 0.0, 0.0]).all(|(a, b)| (a - b).abs() < 1e-15), "{grad:?}");
+}
+
+#[test]
+fn a_loss_of_no_row_is_zero_and_has_a_gradient() {
+    let none = Tensor::full(1_i64, 3, &Device::Cpu).unwrap();
+    let config = CrossEntropyConfig::default().with_ignore_index(1);
+    let logits = Var::from_tensor(&numbers(&[3, 5], 1)).unwrap();
+    let fused = crate::cross_entropy(&logits, &none, &config).unwrap();
+    assert_eq!(fused.weight, 0.0);
+    let ignored = vec![Target { class: 0, weight: 0.0 }; 3];
+    let composed = crate::composed::cross_entropy(&logits, &ignored, 0.0, None).unwrap();
+    for sum in [fused.sum, composed] {
+        assert_eq!(sum.to_scalar::<f64>().unwrap(), 0.0);
+        let grads = sum.backward().unwrap();
+        assert!(values(grads.get(&logits).unwrap()).iter().all(|&grad| grad == 0.0));
+    }
 }
 
 #[test]

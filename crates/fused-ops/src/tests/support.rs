@@ -156,7 +156,7 @@ fn activation_case(x: &[usize], form: Activation) -> Case {
     let fused = move |t: &[Tensor]| match form {
         // It has no function of its own.
         Activation::Relu => {
-            let one = Tensor::ones((1, 1), t[0].dtype(), &Device::Cpu)?;
+            let one = Tensor::ones((1, 1), t[0].dtype(), t[0].device())?;
             let x = t[0].flatten_all()?.unsqueeze(1)?;
             Ok(crate::linear(&x, &one, None, Some(form))?.reshape(t[0].shape())?)
         }
@@ -184,7 +184,7 @@ fn embedding_case(rows: usize, width: usize) -> Case {
     Case::new(
         "embedding",
         &[&[rows + 3, width]],
-        move |t| crate::embedding(&t[0], &index),
+        move |t| crate::embedding(&t[0], &index.to_device(t[0].device())?),
         move |t| composed::embedding(&t[0], &same),
     )
 }
@@ -258,7 +258,7 @@ pub(super) fn rope_cases(batch: usize, heads: usize, length: usize, half: usize)
     let angles = numbers(&[length + 1, half], 9);
     let at = move |t: &Tensor, function: fn(&Tensor) -> candle_core::Result<Tensor>| {
         // Numbers that all types have.
-        function(&angles)?.to_dtype(DType::BF16)?.to_dtype(t.dtype())
+        function(&angles)?.to_dtype(DType::BF16)?.to_dtype(t.dtype())?.to_device(t.device())
     };
     let apply = move |pairs: Pairs, heads_first: bool, t: &Tensor| -> Result<Tensor> {
         let (cos, sin) = (at(t, Tensor::cos)?, at(t, Tensor::sin)?);
@@ -333,7 +333,12 @@ pub(super) fn attention_cases(sizes: Attending) -> Vec<Case> {
             Case::new(
                 format!("attention {number} {sizes:?}"),
                 &shapes,
-                move |t| crate::attention(&t[0], &t[1], &t[2], &config),
+                move |t| {
+                    let mut config = config.clone();
+                    let here = |mask: Tensor| mask.to_device(t[0].device());
+                    config.mask = config.mask.map(here).transpose()?;
+                    crate::attention(&t[0], &t[1], &t[2], &config)
+                },
                 move |t| composed::attention(&t[0], &t[1], &t[2], &same),
             )
         })
@@ -372,7 +377,7 @@ pub(super) fn run(form: &Form, inputs: &[Tensor]) -> Outcome {
 /// As [`run`], on tensors that were made of variables.
 pub(super) fn run_on(form: &Form, tensors: &[Tensor], vars: &[Var]) -> Outcome {
     let y = form(tensors).unwrap();
-    let seed = numbers(y.dims(), 77).to_dtype(y.dtype()).unwrap();
+    let seed = numbers(y.dims(), 77).to_dtype(y.dtype()).unwrap().to_device(y.device()).unwrap();
     let store = (&y * seed).unwrap().sum_all().unwrap().backward().unwrap();
     let grads = vars.iter().map(|var| match store.get(var) {
         Some(grad) => grad.clone(),
