@@ -8,6 +8,8 @@
 //! Prints one line: the least and the median time of a step, processor time per step, the memory of the process at its
 //! peak, and the losses of the first two steps and the last.
 
+#![allow(clippy::print_stdout, reason = "the line is the result")]
+
 use std::{fs, time::Instant};
 
 use candle_core::{D, DType, Device, Result, Tensor};
@@ -40,7 +42,7 @@ impl Config {
         let args: Vec<String> =
             std::env::args().skip(1).filter(|arg| !arg.starts_with("--")).collect();
         let number = |index: usize, default| {
-            args.get(index).map_or(default, |arg| arg.parse().expect("a number"))
+            args.get(index).and_then(|arg| arg.parse().ok()).unwrap_or(default)
         };
         Self {
             fused: args.first().is_none_or(|form| form == "fused"),
