@@ -237,7 +237,7 @@ impl<T: Float> Shared<T> {
         store: Store,
         rows: usize,
     ) {
-        // SAFETY: all rows are inside, and the caller has them for himself. Rows of a head do not overlap, since a row's
+        // SAFETY: all rows are inside, and nobody else uses them, as the caller promises. Rows of a head do not overlap: their
         // stride is at least its size.
         unsafe {
             let out = self.row(heads, head, first, rows);
@@ -262,7 +262,7 @@ impl<T: Float> Shared<T> {
     /// # Safety
     ///
     /// Nobody else reads or writes this head meanwhile, and the row has been written.
-    #[expect(clippy::mut_from_ref, reason = "who has the head has it for himself")]
+    #[expect(clippy::mut_from_ref, reason = "the task that has the head is the only one to use it")]
     unsafe fn row_mut(&self, heads: Heads, head: (usize, usize), row: usize) -> &mut [T] {
         // SAFETY: the row is inside, written, and nobody else's.
         unsafe { std::slice::from_raw_parts_mut(self.row(heads, head, row, 1), heads.size) }

@@ -4,8 +4,6 @@
 //! 1, 2, 3", 2011), as in PyTorch and JAX on GPUs. One counter gives four numbers; [`COUNTERS`] counters are worked on
 //! together, and the numbers of a group are used in the order: first of all counters, second of all, … .
 
-use std::array;
-
 use pulp::NullaryFnOnce;
 
 use super::{
@@ -57,7 +55,10 @@ impl<T: Float> NullaryFnOnce for Apply<'_, '_, T> {
         let scale = T::of(self.drop.scale);
         for (group, x) in self.x.chunks(GROUP).enumerate() {
             let numbers = numbers(self.drop, self.first_group + group as u64);
-            let factors = numbers.map(|n| if n < self.drop.threshold { T::ZERO } else { scale });
+            let mut factors = [scale; GROUP];
+            for (factor, number) in factors.iter_mut().zip(numbers) {
+                *factor = if number < self.drop.threshold { T::ZERO } else { scale };
+            }
             self.out.push2(x, &factors[..x.len()], |x, factor| x * factor);
         }
     }
@@ -66,35 +67,40 @@ impl<T: Float> NullaryFnOnce for Apply<'_, '_, T> {
 /// The random numbers of a group of elements.
 #[inline(always)]
 #[allow(clippy::cast_possible_truncation, reason = "counters and keys are cut into words")]
+#[allow(clippy::needless_range_loop, reason = "a counter's words stand in four rows")]
 fn numbers(drop: Drop, group: u64) -> [u32; GROUP] {
-    let first = group * COUNTERS as u64;
-    let words = [
-        array::from_fn(|i| (first + i as u64) as u32),
-        array::from_fn(|i| ((first + i as u64) >> 32) as u32),
-        [drop.call as u32; COUNTERS],
-        [(drop.call >> 32) as u32; COUNTERS],
-    ];
-    let words = philox(words, [drop.seed as u32, (drop.seed >> 32) as u32]);
-    array::from_fn(|element| words[element / COUNTERS][element % COUNTERS])
+    let mut words = [[0; COUNTERS]; 4];
+    for index in 0..COUNTERS {
+        let counter = group * COUNTERS as u64 + index as u64;
+        words[0][index] = counter as u32;
+        words[1][index] = (counter >> 32) as u32;
+        words[2][index] = drop.call as u32;
+        words[3][index] = (drop.call >> 32) as u32;
+    }
+    philox(&mut words, [drop.seed as u32, (drop.seed >> 32) as u32]);
+    let mut numbers = [0; GROUP];
+    for (numbers, words) in numbers.as_chunks_mut::<COUNTERS>().0.iter_mut().zip(words) {
+        *numbers = words;
+    }
+    numbers
 }
 
 /// Ten rounds over the four words of each counter.
 #[inline(always)]
 #[allow(clippy::cast_possible_truncation, reason = "a product is cut into its halves")]
-fn philox<const N: usize>(mut words: [[u32; N]; 4], mut key: [u32; 2]) -> [[u32; N]; 4] {
+#[allow(clippy::needless_range_loop, reason = "a counter's words stand in four rows")]
+fn philox<const N: usize>(words: &mut [[u32; N]; 4], mut key: [u32; 2]) {
     for _ in 0..10 {
-        let [a, b, c, d] = words;
-        let even = a.map(|a| u64::from(a) * 0xD251_1F53);
-        let odd = c.map(|c| u64::from(c) * 0xCD9E_8D57);
-        words = [
-            array::from_fn(|i| (odd[i] >> 32) as u32 ^ b[i] ^ key[0]),
-            odd.map(|odd| odd as u32),
-            array::from_fn(|i| (even[i] >> 32) as u32 ^ d[i] ^ key[1]),
-            even.map(|even| even as u32),
-        ];
+        for index in 0..N {
+            let even = u64::from(words[0][index]) * 0xD251_1F53;
+            let odd = u64::from(words[2][index]) * 0xCD9E_8D57;
+            words[0][index] = (odd >> 32) as u32 ^ words[1][index] ^ key[0];
+            words[1][index] = odd as u32;
+            words[2][index] = (even >> 32) as u32 ^ words[3][index] ^ key[1];
+            words[3][index] = even as u32;
+        }
         key = [key[0].wrapping_add(0x9E37_79B9), key[1].wrapping_add(0xBB67_AE85)];
     }
-    words
 }
 
 #[cfg(test)]
@@ -104,8 +110,11 @@ mod tests {
     /// The published test vectors of Philox 4×32-10.
     #[test]
     fn philox_gives_the_known_numbers() {
-        let run =
-            |counter: [u32; 4], key| philox(counter.map(|word| [word]), key).map(|[word]| word);
+        let run = |counter: [u32; 4], key| {
+            let mut words = counter.map(|word| [word]);
+            philox(&mut words, key);
+            words.map(|[word]| word)
+        };
         assert_eq!(run([0; 4], [0; 2]), [0x6627_e8d5, 0xe169_c58d, 0xbc57_ac4c, 0x9b00_dbd8]);
         assert_eq!(
             run([u32::MAX; 4], [u32::MAX; 2]),

@@ -43,7 +43,7 @@ pub(crate) trait Float: WithDType + Neg<Output = Self> {
         if self < limit { limit } else { self }
     }
 
-    /// The larger of two numbers, none of which is NaN or `self` is not: a NaN in `other` is passed over.
+    /// The larger of two numbers; a NaN in `other` is passed over.
     #[inline(always)]
     fn max_known(self, other: Self) -> Self {
         if other > self { other } else { self }

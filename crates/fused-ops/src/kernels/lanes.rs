@@ -3,8 +3,6 @@
 //! Element i belongs to lane i mod [`LANES`]; the lanes are then added pairwise. So the order of the additions, and with
 //! it the bits of a sum, depends on the length alone, not on the width of the processor's vectors.
 
-use std::array;
-
 use super::float::Float;
 
 /// As many as fill two of the widest vectors, so that one addition need not wait for the one before.
@@ -16,7 +14,9 @@ pub(crate) fn sum1<T: Float>(x: &[T], f: impl Fn(T) -> T) -> T {
     let mut lanes = [T::ZERO; LANES];
     let (chunks, rest) = x.as_chunks::<LANES>();
     for chunk in chunks {
-        lanes = array::from_fn(|lane| lanes[lane] + f(chunk[lane]));
+        for (lane, &x) in lanes.iter_mut().zip(chunk) {
+            *lane += f(x);
+        }
     }
     for (lane, &x) in lanes.iter_mut().zip(rest) {
         *lane += f(x);
@@ -30,7 +30,9 @@ pub(crate) fn sum2<T: Float>(x: &[T], y: &[T], f: impl Fn(T, T) -> T) -> T {
     let mut lanes = [T::ZERO; LANES];
     let ((x, x_rest), (y, y_rest)) = (x.as_chunks::<LANES>(), y.as_chunks::<LANES>());
     for (x, y) in x.iter().zip(y) {
-        lanes = array::from_fn(|lane| lanes[lane] + f(x[lane], y[lane]));
+        for ((lane, &x), &y) in lanes.iter_mut().zip(x).zip(y) {
+            *lane += f(x, y);
+        }
     }
     for ((lane, &x), &y) in lanes.iter_mut().zip(x_rest).zip(y_rest) {
         *lane += f(x, y);
@@ -45,7 +47,9 @@ pub(crate) fn sum3<T: Float>(x: &[T], y: &[T], z: &[T], f: impl Fn(T, T, T) -> T
     let ((x, x_rest), (y, y_rest)) = (x.as_chunks::<LANES>(), y.as_chunks::<LANES>());
     let (z, z_rest) = z.as_chunks::<LANES>();
     for ((x, y), z) in x.iter().zip(y).zip(z) {
-        lanes = array::from_fn(|lane| lanes[lane] + f(x[lane], y[lane], z[lane]));
+        for (((lane, &x), &y), &z) in lanes.iter_mut().zip(x).zip(y).zip(z) {
+            *lane += f(x, y, z);
+        }
     }
     for (((lane, &x), &y), &z) in lanes.iter_mut().zip(x_rest).zip(y_rest).zip(z_rest) {
         *lane += f(x, y, z);
@@ -59,7 +63,9 @@ pub(crate) fn max<T: Float>(x: &[T]) -> T {
     let mut lanes = [-T::INFINITY; LANES];
     let (chunks, rest) = x.as_chunks::<LANES>();
     for chunk in chunks {
-        lanes = array::from_fn(|lane| lanes[lane].max_known(chunk[lane]));
+        for (lane, &x) in lanes.iter_mut().zip(chunk) {
+            *lane = lane.max_known(x);
+        }
     }
     for (lane, &x) in lanes.iter_mut().zip(rest) {
         *lane = lane.max_known(x);

@@ -67,7 +67,7 @@ impl<'a, T: Float> Matrix<'a, T> {
 /// Which threads a product may use.
 #[derive(Clone, Copy, Debug)]
 pub(crate) enum Threads {
-    /// That of the caller, who has work for the others.
+    /// The caller's alone; the others have work of their own.
     One,
     /// All of the caller's pool.
     Pool,

@@ -155,6 +155,14 @@ fn which_elements_are_dropped_never_changes() {
 }
 
 #[test]
+fn no_two_stretches_of_a_tensor_drop_alike() {
+    let x = Tensor::ones(40_000, DType::F32, &Device::Cpu).unwrap();
+    let y = values(&crate::dropout(&x, 0.5, DropoutKey { seed: 0, call: 0 }).unwrap());
+    let first = &y[..64];
+    assert!(y[64..].chunks_exact(64).all(|other| other != first));
+}
+
+#[test]
 fn as_many_elements_are_dropped_as_asked_for() {
     let x = Tensor::ones(100_000, DType::F32, &Device::Cpu).unwrap();
     for probability in [0.0, 0.1, 0.5, 0.9] {
