@@ -93,7 +93,7 @@ fn dropout(c: &mut Criterion) -> Result<()> {
     })
 }
 
-fn losses(c: &mut Criterion) -> Result<()> {
+fn loss(c: &mut Criterion) -> Result<()> {
     let targets: Vec<_> = (0..4096_u32).map(|row| row * 31 % 512).collect();
     let targets = Tensor::new(targets, &Device::Cpu)?;
     compare(
@@ -102,11 +102,7 @@ fn losses(c: &mut Criterion) -> Result<()> {
         &[ROWS],
         &|t| Ok(ops::cross_entropy(&t[0], &targets, &CrossEntropyConfig::default())?.sum),
         &|t| candle_nn::loss::cross_entropy(&t[0], &targets)? * 4096.0,
-    )?;
-    let tokens = targets.reshape((32, 128))?;
-    compare(c, "embedding", &[&[32_000, 128]], &|t| Ok(ops::embedding(&t[0], &tokens)?), &|t| {
-        t[0].index_select(&tokens.flatten_all()?, 0)?.reshape((32, 128, 128))
-    })
+    )
 }
 
 fn linear(c: &mut Criterion) -> Result<()> {
@@ -172,7 +168,7 @@ fn attention(c: &mut Criterion) -> Result<()> {
 }
 
 fn all(c: &mut Criterion) {
-    for bench in [rows, losses, linear, rope, attention] {
+    for bench in [rows, loss, linear, rope, attention] {
         if let Err(error) = bench(c) {
             panic!("a bench cannot run: {error}");
         }

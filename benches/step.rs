@@ -195,6 +195,7 @@ fn peak_mib() -> u64 {
 }
 
 /// The same bytes as the peers'.
+#[allow(clippy::cast_possible_truncation, reason = "a byte is cut out of the state")]
 fn data(config: Config) -> Result<(Tensor, Tensor)> {
     let Config { rows, context, .. } = config;
     let mut state = 12345_u64;

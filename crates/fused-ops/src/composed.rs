@@ -95,7 +95,7 @@ fn rotate(a: &Tensor, b: &Tensor, cos: &Tensor, sin: &Tensor) -> Result<(Tensor,
 
 pub(crate) fn embedding(table: &Tensor, indices: &Tensor) -> Result<Tensor> {
     let shape = [indices.dims(), &table.dims()[1..]].concat();
-    table.index_select(&indices.flatten_all()?, 0)?.reshape(shape)
+    table.contiguous()?.index_select(&indices.flatten_all()?, 0)?.reshape(shape)
 }
 
 pub(crate) fn dropout(x: &Tensor, probability: f64, key: DropoutKey) -> Result<Tensor> {

@@ -30,7 +30,7 @@ pub struct CrossEntropyConfig {
     ///
     /// A row of weight 0 does not count, whatever its logits.
     pub row_weights: Option<Tensor>,
-    /// What the loss of a class is multiplied by [classes], as PyTorch's `weight`. Default: `None`, 1.
+    /// What the loss of a class is multiplied by \[classes\], as PyTorch's `weight`. Default: `None`, 1.
     pub class_weights: Option<Tensor>,
 }
 

@@ -25,7 +25,7 @@ const OP: &str = "linear";
 ///
 /// # Shapes
 ///
-/// `x` [.., inputs], `weight` [outputs, inputs], `bias` [outputs]; the result is [.., outputs].
+/// `x` [.., inputs], `weight` [outputs, inputs], `bias` \[outputs\]; the result is [.., outputs].
 ///
 /// # Determinism
 ///

@@ -23,7 +23,7 @@ use crate::{
 ///
 /// # Shapes
 ///
-/// `x` [.., hidden], `weight` [hidden]; the result has the shape of `x`.
+/// `x` [.., hidden], `weight` \[hidden\]; the result has the shape of `x`.
 ///
 /// # Determinism
 ///
@@ -65,7 +65,7 @@ pub fn rms_norm(x: &Tensor, weight: &Tensor, epsilon: f64) -> Result<Tensor> {
 ///
 /// # Shapes
 ///
-/// `x` [.., hidden], `weight` and `bias` [hidden]; the result has the shape of `x`.
+/// `x` [.., hidden], `weight` and `bias` \[hidden\]; the result has the shape of `x`.
 ///
 /// # Determinism
 ///
@@ -118,7 +118,7 @@ pub fn layer_norm(
 ///
 /// # Shapes
 ///
-/// `x` and `residual` [.., hidden], `weight` [hidden]; both results have the shape of `x`: the sum, then its norm.
+/// `x` and `residual` [.., hidden], `weight` \[hidden\]; both results have the shape of `x`: the sum, then its norm.
 ///
 /// # Determinism
 ///
@@ -165,7 +165,7 @@ pub fn add_rms_norm(
 ///
 /// # Shapes
 ///
-/// `x` and `residual` [.., hidden], `weight` and `bias` [hidden]; both results have the shape of `x`: the sum, then its
+/// `x` and `residual` [.., hidden], `weight` and `bias` \[hidden\]; both results have the shape of `x`: the sum, then its
 /// norm.
 ///
 /// # Determinism

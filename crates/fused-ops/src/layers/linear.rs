@@ -29,7 +29,7 @@ pub struct Linear {
 }
 
 impl Linear {
-    /// A layer of this weight [outputs, inputs] and bias [outputs].
+    /// A layer of this weight [outputs, inputs] and bias \[outputs\].
     pub fn new(weight: Tensor, bias: Option<Tensor>) -> Self {
         Self { weight, bias, activation: None }
     }
@@ -46,7 +46,7 @@ impl Linear {
         &self.weight
     }
 
-    /// The bias [outputs], if there is one.
+    /// The bias \[outputs\], if there is one.
     pub fn bias(&self) -> Option<&Tensor> {
         self.bias.as_ref()
     }
@@ -64,7 +64,7 @@ impl From<candle_nn::Linear> for Linear {
     }
 }
 
-/// A layer whose `weight` [`out_dim`, `in_dim`] and `bias` [`out_dim`] are loaded, or initialized as by candle-nn.
+/// A layer whose `weight` [`out_dim`, `in_dim`] and `bias` \[`out_dim`\] are loaded, or initialized as by candle-nn.
 ///
 /// # Errors
 ///

@@ -27,12 +27,12 @@ pub struct RmsNorm {
 }
 
 impl RmsNorm {
-    /// A norm with this weight [hidden]; `eps` is added to the mean square.
+    /// A norm with this weight \[hidden\]; `eps` is added to the mean square.
     pub fn new(weight: Tensor, eps: f64) -> Self {
         Self { weight, epsilon: eps }
     }
 
-    /// The weight [hidden].
+    /// The weight \[hidden\].
     pub fn weight(&self) -> &Tensor {
         &self.weight
     }
@@ -64,7 +64,7 @@ impl From<candle_nn::RmsNorm> for RmsNorm {
     }
 }
 
-/// A norm whose `weight` [size] is loaded, or made of ones.
+/// A norm whose `weight` \[size\] is loaded, or made of ones.
 ///
 /// # Errors
 ///
@@ -98,7 +98,7 @@ pub struct LayerNorm {
 }
 
 impl LayerNorm {
-    /// A norm with this weight and bias, both [hidden]; `eps` is added to the variance.
+    /// A norm with this weight and bias, both \[hidden\]; `eps` is added to the variance.
     pub fn new(weight: Tensor, bias: Tensor, eps: f64) -> Self {
         Self { weight, bias: Some(bias), remove_mean: true, epsilon: eps }
     }
@@ -113,12 +113,12 @@ impl LayerNorm {
         Self { weight, bias: None, remove_mean: false, epsilon: eps }
     }
 
-    /// The weight [hidden].
+    /// The weight \[hidden\].
     pub fn weight(&self) -> &Tensor {
         &self.weight
     }
 
-    /// The bias [hidden], if there is one.
+    /// The bias \[hidden\], if there is one.
     pub fn bias(&self) -> Option<&Tensor> {
         self.bias.as_ref()
     }
@@ -153,7 +153,7 @@ impl From<candle_nn::LayerNorm> for LayerNorm {
     }
 }
 
-/// A norm whose `weight` and, if `config` says so, `bias` [size] are loaded, or made of ones and zeros.
+/// A norm whose `weight` and, if `config` says so, `bias` \[size\] are loaded, or made of ones and zeros.
 ///
 /// # Errors
 ///
@@ -166,7 +166,7 @@ pub fn layer_norm(
     candle_nn::layer_norm(size, config, vb).map(LayerNorm::from)
 }
 
-/// A norm without a bias, whose `weight` [size] is loaded, or made of ones.
+/// A norm without a bias, whose `weight` \[size\] is loaded, or made of ones.
 ///
 /// # Errors
 ///

@@ -18,22 +18,35 @@ const F64: f64 = 1e-11;
 fn check(case: &Case, seed: u64) {
     let inputs = case.inputs(seed);
     let reference = run(&case.composed, &inputs);
-    compare(case, &run(&case.fused, &inputs), &reference, F64);
+    compare(case, &run(&case.fused, &inputs), &reference, &|_, _| F64);
 
     let single: Vec<_> = inputs.iter().map(|x| x.to_dtype(DType::F32).unwrap()).collect();
     let rounded: Vec<_> = single.iter().map(|x| x.to_dtype(DType::F64).unwrap()).collect();
     let reference = run(&case.composed, &rounded);
-    compare(case, &run(&case.fused, &single), &reference, F32);
+    // A product's rounding grows with its factors, and what is computed from it is no better.
+    let composed = run(&case.composed, &single);
+    let limit =
+        |pick: Pick, input| F32.max(1.5 * error(pick(&composed, input), pick(&reference, input)));
+    compare(case, &run(&case.fused, &single), &reference, &limit);
 }
 
-fn compare(case: &Case, found: &Outcome, reference: &Outcome, limit: f64) {
-    let off = error(&found.y, &reference.y);
-    assert!(off <= limit, "{}: {off:e}", case.name);
-    for (input, (found, reference)) in found.grads.iter().zip(&reference.grads).enumerate() {
-        let off = error(found, reference);
-        assert!(off <= limit, "{}: the gradient of input {input}: {off:e}", case.name);
+/// Checks a result and the gradients of all inputs against those of another form.
+fn compare(case: &Case, found: &Outcome, reference: &Outcome, limit: &Limit<'_>) {
+    let check = |what: &str, pick: Pick, input| {
+        let (off, limit) = (error(pick(found, input), pick(reference, input)), limit(pick, input));
+        assert!(off <= limit, "{}: {what} {input}: {off:e}, at most {limit:e}", case.name);
+    };
+    check("result", |outcome, _| &outcome.y, 0);
+    for input in 0..reference.grads.len() {
+        check("the gradient of input", |outcome, input| &outcome.grads[input], input);
     }
 }
+
+/// One tensor of an outcome: its result, or the gradient of an input.
+type Pick = fn(&Outcome, usize) -> &Tensor;
+
+/// How far a tensor may be off.
+type Limit<'a> = dyn Fn(Pick, usize) -> f64 + 'a;
 
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(24))]
@@ -115,8 +128,8 @@ fn in_f32_errors_are_those_of_the_composed_form() {
         let all = [((&fused.y, &composed.y), &reference.y)].into_iter().chain(pairs);
         for ((fused, composed), reference) in all {
             let (ours, theirs) = (error(fused, reference), error(composed, reference));
-            // Two roundings of the largest element may fall one way or the other.
-            assert!(ours <= (1.5 * theirs).max(2.4e-7), "{}: {ours:e}, {theirs:e}", case.name);
+            // Five roundings to the nearest, which may fall one way or the other, are no difference.
+            assert!(ours <= (1.5 * theirs).max(3e-7), "{}: {ours:e}, {theirs:e}", case.name);
         }
     }
 }
@@ -155,7 +168,7 @@ fn views_are_read_as_what_they_show() {
         for kind in 0..2 {
             let vars: Vec<_> = inputs.iter().map(|x| Var::from_tensor(x).unwrap()).collect();
             let seen: Vec<_> = vars.iter().map(|var| views(var)[kind].clone()).collect();
-            compare(&case, &run_on(&case.fused, &seen, &vars), &expected, 0.0);
+            compare(&case, &run_on(&case.fused, &seen, &vars), &expected, &|_, _| 0.0);
         }
     }
 }
@@ -170,7 +183,7 @@ fn attention_reads_heads_with_any_strides() {
     let swapped = |var: &Var| var.transpose(1, 2)?.contiguous()?.transpose(1, 2);
     let seen: Vec<_> = vars.iter().map(|var| swapped(var).unwrap()).collect();
     assert!(!seen[0].is_contiguous());
-    compare(case, &run_on(&case.fused, &seen, &vars), &expected, 0.0);
+    compare(case, &run_on(&case.fused, &seen, &vars), &expected, &|_, _| 0.0);
 }
 
 #[test]
@@ -209,7 +222,7 @@ fn of_other_devices_with_the_processor() {
             let back = |x: &Tensor| x.to_device(&Device::Cpu).unwrap();
             let there =
                 Outcome { y: back(&there.y), grads: there.grads.iter().map(back).collect() };
-            compare(&case, &there, &here, 1e-5);
+            compare(&case, &there, &here, &|_, _| 1e-5);
         }
     }
 }

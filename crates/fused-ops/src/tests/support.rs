@@ -197,12 +197,15 @@ fn linear_cases(rows: usize, width: usize) -> Vec<Case> {
         |t| crate::linear(&t[0], &t[1], None, None),
         |t| composed::linear(&t[0], &t[1], None, None),
     )];
+    // Weights as small as a trained layer's, so that activations are not far out where they are straight. By a power of two,
+    // which is exact.
+    let scaled = |weight: &Tensor| weight * 0.0625;
     cases.extend([None].into_iter().chain(ACTIVATIONS.map(Some)).map(|form| {
         Case::new(
             format!("linear {form:?}"),
             &[&x, &weight, &bias],
-            move |t| crate::linear(&t[0], &t[1], Some(&t[2]), form),
-            move |t| composed::linear(&t[0], &t[1], Some(&t[2]), form),
+            move |t| crate::linear(&t[0], &scaled(&t[1])?, Some(&t[2]), form),
+            move |t| composed::linear(&t[0], &scaled(&t[1])?, Some(&t[2]), form),
         )
     }));
     cases
