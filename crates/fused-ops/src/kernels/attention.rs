@@ -284,8 +284,8 @@ impl<T: Float> Shared<T> {
 /// The results as [batch, queries, heads, size of the values], and for each query of each head, as [batch, heads, queries],
 /// the logarithm of the sum of exponentials of its scores.
 pub(crate) fn forward<T: Float>(inputs: &Inputs<'_, T>) -> (Vec<T>, Vec<T>) {
-    let (length, heads, size) = (inputs.query.1.length, inputs.query.1.count, inputs.value.1.size);
-    let place = Heads::packed(length, heads, size, heads * size, 0);
+    let place = place_of_results(inputs);
+    let Heads { length, count: heads, size, .. } = place;
     let mut log_sums = vec![T::ZERO; inputs.batch * heads * length];
     let len = log_sums.len() * size;
     // SAFETY: there is a task for each head of each sequence, which writes all rows of it: the blocks of a head include
@@ -517,73 +517,99 @@ unsafe fn backward_head<T: Float>(
     inputs: &Inputs<'_, T>,
     results: Results<'_, T>,
     targets: Targets,
-    [of_query, of_key, of_value]: &[Shared<T>; 3],
+    out: &[Shared<T>; 3],
     key_head: (usize, usize),
     scratch: &mut Scratch<T>,
 ) {
+    let [_, of_key, of_value] = out;
     // SAFETY: the heads are this task's alone, as the caller promises.
     unsafe {
         of_key.clear(targets.key, key_head);
         of_value.clear(targets.value, key_head);
     }
     let Heads { length, count: heads, .. } = inputs.query.1;
-    let size = inputs.value.1.size;
-    let place = Heads::packed(length, heads, size, heads * size, 0);
     let (batch, group) = (key_head.0, inputs.group());
     for head in key_head.1 * group..(key_head.1 + 1) * group {
-        let head = (batch, head);
-        let along: Vec<T> = (0..length)
-            .map(|row| {
-                let (out, grad) =
-                    (place.row(results.out, head, row), place.row(results.grad, head, row));
-                vectorized(Dot { x: out, y: grad })
-            })
-            .collect();
-        let log_sums = &results.log_sums[(batch * heads + head.1) * length..][..length];
-        for block in blocks(inputs, head) {
-            let Block { first_query, queries, first_key, keys, .. } = block;
-            inputs.scores(&block, &mut scratch.weights);
-            let grad = place.of(results.grad, head, first_query, queries);
-            let value = inputs.value.1.of(inputs.value.0, key_head, first_key, keys);
-            let rows = Place::rows(queries, keys, keys);
-            multiply_into(&mut scratch.grads, rows, grad, value.t(), Store::Set, T::ONE);
-            let (weights, grads) = (&mut scratch.weights[..], &mut scratch.grads[..]);
-            vectorized(Unweigh {
-                block,
-                weights,
-                grads,
-                log_sums,
-                along: &along,
-                scale: inputs.scale,
-            });
-
-            let weights = Matrix::contiguous(&scratch.weights, queries, keys);
-            let grads = Matrix::contiguous(&scratch.grads, queries, keys);
-            let query = inputs.query.1.of(inputs.query.0, head, first_query, queries);
-            let key = inputs.key.1.of(inputs.key.0, key_head, first_key, keys);
-            let store = if first_key == 0 { Store::Set } else { Store::Add };
+        let along = along(inputs, results, (batch, head));
+        let log_sums = &results.log_sums[(batch * heads + head) * length..][..length];
+        for block in blocks(inputs, (batch, head)) {
+            scratch.fill(inputs, results, block, log_sums, &along);
             // SAFETY: the heads are this task's alone, as the caller promises. Those of keys and values have been cleared,
             // and of a query's blocks the one of the first keys, which writes, comes before those that add.
-            unsafe {
-                of_query.multiply(targets.query, (head, first_query), grads, key, store, queries);
-                of_key.multiply(
-                    targets.key,
-                    (key_head, first_key),
-                    grads.t(),
-                    query,
-                    Store::Add,
-                    keys,
-                );
-                of_value.multiply(
-                    targets.value,
-                    (key_head, first_key),
-                    weights.t(),
-                    grad,
-                    Store::Add,
-                    keys,
-                );
-            }
+            unsafe { add_block(inputs, results, targets, out, &block, scratch) };
         }
+    }
+}
+
+/// Where results of a head and their gradients lie.
+fn place_of_results<T: Float>(inputs: &Inputs<'_, T>) -> Heads {
+    let (Heads { length, count, .. }, size) = (inputs.query.1, inputs.value.1.size);
+    Heads::packed(length, count, size, count * size, 0)
+}
+
+/// For each query the sum of its weights times their gradients, found as that of its result times the result's.
+fn along<T: Float>(
+    inputs: &Inputs<'_, T>,
+    results: Results<'_, T>,
+    head: (usize, usize),
+) -> Vec<T> {
+    let place = place_of_results(inputs);
+    let row = |row| {
+        let (x, y) = (place.row(results.out, head, row), place.row(results.grad, head, row));
+        vectorized(Dot { x, y })
+    };
+    (0..place.length).map(row).collect()
+}
+
+impl<T: Float> Scratch<T> {
+    /// The weights of a block, and the gradients of q·kᵀ.
+    fn fill(
+        &mut self,
+        inputs: &Inputs<'_, T>,
+        results: Results<'_, T>,
+        block: Block,
+        log_sums: &[T],
+        along: &[T],
+    ) {
+        let Block { head, first_query, queries, first_key, keys, .. } = block;
+        inputs.scores(&block, &mut self.weights);
+        let grad = place_of_results(inputs).of(results.grad, head, first_query, queries);
+        let value = inputs.value.1.of(inputs.value.0, block.key_head(inputs), first_key, keys);
+        let rows = Place::rows(queries, keys, keys);
+        multiply_into(&mut self.grads, rows, grad, value.t(), Store::Set, T::ONE);
+        let (weights, grads, scale) = (&mut self.weights[..], &mut self.grads[..], inputs.scale);
+        vectorized(Unweigh { block, weights, grads, log_sums, along, scale });
+    }
+}
+
+/// Adds what a block contributes to the gradients of its queries, keys and values.
+///
+/// # Safety
+///
+/// Nobody else reads or writes these heads of the gradients meanwhile. Those of keys and values have been written, and those of
+/// the queries unless the block's keys are the first.
+unsafe fn add_block<T: Float>(
+    inputs: &Inputs<'_, T>,
+    results: Results<'_, T>,
+    targets: Targets,
+    [of_query, of_key, of_value]: &[Shared<T>; 3],
+    block: &Block,
+    scratch: &Scratch<T>,
+) {
+    let Block { head, first_query, queries, first_key, keys, .. } = *block;
+    let key_head = block.key_head(inputs);
+    let weights = Matrix::contiguous(&scratch.weights, queries, keys).t();
+    let grads = Matrix::contiguous(&scratch.grads, queries, keys);
+    let query = inputs.query.1.of(inputs.query.0, head, first_query, queries);
+    let key = inputs.key.1.of(inputs.key.0, key_head, first_key, keys);
+    let grad = place_of_results(inputs).of(results.grad, head, first_query, queries);
+    let store = if first_key == 0 { Store::Set } else { Store::Add };
+    let (queries_at, keys_at) = ((head, first_query), (key_head, first_key));
+    // SAFETY: as the caller promises.
+    unsafe {
+        of_query.multiply(targets.query, queries_at, grads, key, store, queries);
+        of_key.multiply(targets.key, keys_at, grads.t(), query, Store::Add, keys);
+        of_value.multiply(targets.value, keys_at, weights, grad, Store::Add, keys);
     }
 }
 
@@ -610,7 +636,7 @@ struct Unweigh<'a, T> {
     /// Gradients of the weights before, of q·kᵀ after.
     grads: &'a mut [T],
     log_sums: &'a [T],
-    /// For each query the sum of its weights times their gradients, found as that of its result times the result's.
+    /// See [`along`].
     along: &'a [T],
     scale: T,
 }
