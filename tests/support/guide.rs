@@ -14,6 +14,7 @@ pages! {
     TwoDevices: "../../docs/guide/two-devices.md";
     TwoNodes: "../../docs/multi-node.md";
     Resume: "../../docs/guide/resume.md";
+    TrainableModels: "../../docs/guide/trainable-models.md";
     Formats: "../../docs/guide/formats.md";
     Measured: "../../docs/guide/measured.md";
 }

@@ -15,6 +15,9 @@ pub use dyn_batch as batch;
 #[cfg(feature = "plan")]
 #[doc(inline)]
 pub use fsdp_plan as plan;
+#[cfg(feature = "ops")]
+#[doc(inline)]
+pub use fused_ops as ops;
 #[cfg(feature = "mesh")]
 #[doc(inline)]
 pub use pmap_mesh as mesh;

@@ -1,0 +1,181 @@
+//! Operations that train: forward with backward, ours beside what can be composed of candle's.
+//!
+//! Both forms get the same inputs, and must agree on the result, before they are timed. That ours
+//! is the fused form, not a fallback, shows in the graph: one operation between the inputs and the
+//! result.
+
+use std::{hint::black_box, time::Duration};
+
+use candle_core::{D, DType, Device, Result, Tensor, Var};
+use candle_distributed::ops::{self, Activation, AttentionConfig, CrossEntropyConfig, DropoutKey};
+use criterion::{Criterion, criterion_group, criterion_main};
+
+/// The processor's allocator would give each result new pages; this is that of the command line.
+#[global_allocator]
+static ALLOCATOR: mimalloc::MiMalloc = mimalloc::MiMalloc;
+
+/// A form of an operation.
+type Form<'a> = &'a dyn Fn(&[Tensor]) -> Result<Tensor>;
+
+/// Times both forms of an operation on variables of these shapes.
+fn compare(
+    c: &mut Criterion,
+    name: &str,
+    shapes: &[&[usize]],
+    fused: Form<'_>,
+    composed: Form<'_>,
+) -> Result<()> {
+    let vars: Vec<_> = shapes.iter().map(|shape| variable(shape)).collect::<Result<_>>()?;
+    let inputs: Vec<_> = vars.iter().map(|var| var.as_tensor().clone()).collect();
+    check(name, &fused(&inputs)?, &composed(&inputs)?)?;
+    let mut group = c.benchmark_group(format!("ops/{name}"));
+    group.sample_size(10).measurement_time(Duration::from_secs(1));
+    group.warm_up_time(Duration::from_millis(200));
+    for (form, f) in [("fused", fused), ("composed", composed)] {
+        group.bench_function(form, |b| b.iter(|| f(&inputs).and_then(|y| y.sum_all()?.backward())));
+    }
+    group.finish();
+    Ok(())
+}
+
+/// Numbers whose spread is that of activations.
+fn variable(shape: &[usize]) -> Result<Var> {
+    let n: usize = shape.iter().product();
+    let number = |i: usize| ((i * 7919 + i / 31) % 2003) as f32 / 1000.0 - 1.0;
+    let numbers = (0..n).map(number).collect::<Vec<_>>();
+    Var::from_tensor(&Tensor::from_vec(numbers, shape, &Device::Cpu)?)
+}
+
+/// Both forms give one result, and ours in one operation.
+fn check(name: &str, ours: &Tensor, theirs: &Tensor) -> Result<()> {
+    let largest = |x: Tensor| x.abs()?.flatten_all()?.max(0)?.to_scalar::<f32>();
+    let (off, largest) = (largest((ours - theirs)?)?, largest(theirs.clone())?);
+    assert!(off <= 1e-4 * largest, "{name}: {off} of {largest}");
+    let nodes = |y: &Tensor| y.sorted_nodes().iter().filter(|node| !node.is_variable()).count();
+    let (ours, theirs) = (nodes(ours), nodes(theirs));
+    assert!(ours == 1 && theirs >= 1, "{name}: {ours} operations beside {theirs}");
+    Ok(())
+}
+
+const ROWS: &[usize] = &[4096, 512];
+const WIDTH: &[usize] = &[512];
+
+fn rows(c: &mut Criterion) -> Result<()> {
+    compare(c, "rms_norm", &[ROWS, WIDTH], &|t| Ok(ops::rms_norm(&t[0], &t[1], 1e-5)?), &|t| {
+        candle_nn::ops::rms_norm_slow(&t[0], &t[1], 1e-5)
+    })?;
+    compare(
+        c,
+        "layer_norm",
+        &[ROWS, WIDTH, WIDTH],
+        &|t| Ok(ops::layer_norm(&t[0], &t[1], Some(&t[2]), 1e-5)?),
+        &|t| candle_nn::ops::layer_norm_slow(&t[0], &t[1], &t[2], 1e-5),
+    )?;
+    compare(c, "softmax", &[ROWS], &|t| Ok(ops::softmax(&t[0], D::Minus1)?), &|t| {
+        candle_nn::ops::softmax(&t[0], D::Minus1)
+    })?;
+    compare(c, "gelu", &[ROWS], &|t| Ok(ops::gelu(&t[0])?), &|t| t[0].gelu_erf())?;
+    compare(c, "gelu_tanh", &[ROWS], &|t| Ok(ops::gelu_tanh(&t[0])?), &|t| t[0].gelu())?;
+    compare(c, "silu", &[ROWS], &|t| Ok(ops::silu(&t[0])?), &|t| t[0].silu())?;
+    compare(c, "swiglu", &[ROWS, ROWS], &|t| Ok(ops::swiglu(&t[0], &t[1])?), &|t| {
+        t[0].silu()? * &t[1]
+    })?;
+    dropout(c)
+}
+
+fn dropout(c: &mut Criterion) -> Result<()> {
+    let key = DropoutKey { seed: 1, call: 2 };
+    // candle's draws other numbers, so the reference gets ours; what it would take to draw them is
+    // timed with it.
+    let ones = Tensor::ones(ROWS, DType::F32, &Device::Cpu)?;
+    let mask = ops::dropout(&ones, 0.1, key)?;
+    compare(c, "dropout", &[ROWS], &|t| Ok(ops::dropout(&t[0], 0.1, key)?), &|t| {
+        black_box(t[0].rand_like(0.0, 1.0)?.ge(0.1)?.to_dtype(DType::F32)?);
+        &t[0] * &mask
+    })
+}
+
+fn loss(c: &mut Criterion) -> Result<()> {
+    let targets: Vec<_> = (0..4096_u32).map(|row| row * 31 % 512).collect();
+    let targets = Tensor::new(targets, &Device::Cpu)?;
+    compare(
+        c,
+        "cross_entropy",
+        &[ROWS],
+        &|t| Ok(ops::cross_entropy(&t[0], &targets, &CrossEntropyConfig::default())?.sum),
+        &|t| candle_nn::loss::cross_entropy(&t[0], &targets)? * 4096.0,
+    )
+}
+
+fn linear(c: &mut Criterion) -> Result<()> {
+    for (name, form) in [
+        ("linear", None),
+        ("linear_relu", Some(Activation::Relu)),
+        ("linear_gelu", Some(Activation::Gelu)),
+    ] {
+        compare(
+            c,
+            name,
+            &[ROWS, &[512, 512], WIDTH],
+            &|t| Ok(ops::linear(&t[0], &t[1], Some(&t[2]), form)?),
+            &|t| {
+                let y = t[0].matmul(&t[1].t()?)?.broadcast_add(&t[2])?;
+                match form {
+                    None => Ok(y),
+                    Some(Activation::Relu) => y.relu(),
+                    Some(_) => y.gelu_erf(),
+                }
+            },
+        )?;
+    }
+    Ok(())
+}
+
+fn rope(c: &mut Criterion) -> Result<()> {
+    let angles = Tensor::arange(0.0_f32, 256.0 * 32.0, &Device::Cpu)
+        .and_then(|angles| angles.affine(1e-3, 0.0)?.reshape((256, 32)));
+    let angles = angles?;
+    let (cos, sin) = (angles.cos()?, angles.sin()?);
+    compare(c, "rope", &[&[4, 8, 256, 64]], &|t| Ok(ops::rope(&t[0], &cos, &sin)?), &|t| {
+        candle_nn::rotary_emb::rope_slow(&t[0], &cos, &sin)
+    })?;
+    compare(c, "rope_i", &[&[4, 8, 256, 64]], &|t| Ok(ops::rope_i(&t[0], &cos, &sin)?), &|t| {
+        candle_nn::rotary_emb::rope_i_slow(&t[0], &cos, &sin)
+    })
+}
+
+/// Causal attention of 4,096 positions in sequences of 128, 256 and 1,024.
+fn attention(c: &mut Criterion) -> Result<()> {
+    for (length, heads, size) in [(128, 4, 32), (256, 8, 64), (1024, 4, 128)] {
+        let shape = &[4096 / length, length, heads, size][..];
+        let hidden = |row: usize, column| if column > row { f32::NEG_INFINITY } else { 0.0 };
+        let mask: Vec<f32> = (0..length * length).map(|i| hidden(i / length, i % length)).collect();
+        let mask = Tensor::from_vec(mask, (length, length), &Device::Cpu)?;
+        compare(
+            c,
+            &format!("attention_{length}x{heads}x{size}"),
+            &[shape, shape, shape],
+            &|t| Ok(ops::attention(&t[0], &t[1], &t[2], &AttentionConfig::causal())?),
+            &|t| {
+                let [query, key, value] = [0, 1, 2].map(|i| t[i].transpose(1, 2));
+                let (query, key, value) =
+                    (query?.contiguous()?, key?.contiguous()?, value?.contiguous()?);
+                let scores = (query.matmul(&key.t()?)? / (size as f64).sqrt())?;
+                let weights = candle_nn::ops::softmax(&scores.broadcast_add(&mask)?, D::Minus1)?;
+                weights.matmul(&value)?.transpose(1, 2)
+            },
+        )?;
+    }
+    Ok(())
+}
+
+fn all(c: &mut Criterion) {
+    for bench in [rows, loss, linear, rope, attention] {
+        if let Err(error) = bench(c) {
+            panic!("a bench cannot run: {error}");
+        }
+    }
+}
+
+criterion_group!(benches, all);
+criterion_main!(benches);

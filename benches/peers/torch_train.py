@@ -1,0 +1,146 @@
+"""A training step of the transformer of `benches/step.rs` in PyTorch.
+
+    python torch_train.py [eager|ddp] [threads] [hidden] [layers] [heads] [context] [rows] [steps]
+
+`ddp` starts as many processes as `threads` says, of one thread each. Attention is `scaled_dot_product_attention`, the
+optimizer the fused AdamW. Prints one line: the least and the median time of a step, processor time per step over all
+processes, and the losses of the first two steps and the last.
+"""
+
+import os
+import resource
+import sys
+import time
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+VOCABULARY = 256
+
+
+class Norm(nn.Module):
+    def __init__(self, hidden):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(hidden))
+
+    def forward(self, x):
+        return F.rms_norm(x, x.shape[-1:], self.weight, 1e-5)
+
+
+class Block(nn.Module):
+    def __init__(self, hidden, heads):
+        super().__init__()
+        self.heads = heads
+        self.attention_norm, self.mlp_norm = Norm(hidden), Norm(hidden)
+        self.qkv = nn.Linear(hidden, 3 * hidden, bias=False)
+        self.out = nn.Linear(hidden, hidden, bias=False)
+        self.up = nn.Linear(hidden, 4 * hidden, bias=False)
+        self.down = nn.Linear(4 * hidden, hidden, bias=False)
+
+    def forward(self, x):
+        batch, length, hidden = x.shape
+        qkv = self.qkv(self.attention_norm(x)).view(batch, length, 3, self.heads, -1)
+        query, key, value = qkv.permute(2, 0, 3, 1, 4).unbind(0)
+        mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True)
+        x = x + self.out(mixed.transpose(1, 2).reshape(batch, length, hidden))
+        return x + self.down(F.relu(self.up(self.mlp_norm(x))))
+
+
+class Model(nn.Module):
+    def __init__(self, hidden, layers, heads, context):
+        super().__init__()
+        self.tokens = nn.Embedding(VOCABULARY, hidden)
+        self.positions = nn.Embedding(context, hidden)
+        self.blocks = nn.ModuleList(Block(hidden, heads) for _ in range(layers))
+        self.norm, self.head = Norm(hidden), nn.Linear(hidden, VOCABULARY, bias=False)
+
+    def forward(self, ids, weights):
+        inputs, targets = ids[:, :-1], ids[:, 1:]
+        x = self.tokens(inputs) + self.positions.weight
+        for block in self.blocks:
+            x = block(x)
+        logits = self.head(self.norm(x)).flatten(0, 1)
+        losses = F.cross_entropy(logits, targets.flatten(), reduction="none")
+        return (losses * weights.flatten()).sum()
+
+
+def data(rows, context):
+    """The same bytes as ours."""
+    state, ids = 12345, []
+    for _ in range(rows * (context + 1)):
+        state = (state * 6364136223846793005 + 1442695040888963407) & (2**64 - 1)
+        ids.append((state >> 33) % 96 + 32)
+    weights = torch.full((rows, context), 1.0 / (rows * context))
+    return torch.tensor(ids).view(rows, context + 1), weights
+
+
+def processor_seconds():
+    usage = resource.getrusage(resource.RUSAGE_SELF)
+    return usage.ru_utime + usage.ru_stime
+
+
+def run(sizes, rows, steps, rank=0, world=1):
+    torch.manual_seed(0)
+    model = Model(*sizes)
+    ids, weights = data(rows, sizes[3])
+    if world > 1:
+        part = slice(rank * rows // world, (rank + 1) * rows // world)
+        ids, weights = ids[part].contiguous(), weights[part] * world
+        model = nn.parallel.DistributedDataParallel(model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+    warm_up, times, losses = steps // 4, [], []
+    for step in range(steps):
+        if step == warm_up:
+            processor = processor_seconds()
+        start = time.perf_counter()
+        optimizer.zero_grad(set_to_none=True)
+        loss = model(ids, weights)
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+        times.append(time.perf_counter() - start)
+    return sorted(times[warm_up:]), (processor_seconds() - processor) / (steps - warm_up), losses
+
+
+def report(name, times, processor, losses):
+    least, median = times[0] * 1e3, times[len(times) // 2] * 1e3
+    memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024
+    losses = [round(losses[index], 6) for index in (0, 1, -1)]
+    print(
+        f"{name}: {least:.1f} / {median:.1f} ms, {processor * 1e3:.0f} ms of processor, "
+        f"{memory} MiB, losses {losses}",
+        flush=True,
+    )
+
+
+def worker(rank, world, port, sizes, rows, steps):
+    import torch.distributed as dist
+
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), GLOO_SOCKET_IFNAME="lo")
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", rank=rank, world_size=world)
+    times, processor, losses = run(sizes, rows, steps, rank, world)
+    total = torch.tensor(processor, dtype=torch.float64)
+    dist.all_reduce(total)
+    if rank == 0:
+        report(f"torch ddp on {world}", times, total.item(), losses)
+    dist.destroy_process_group()
+
+
+def main():
+    mode = sys.argv[1] if len(sys.argv) > 1 else "eager"
+    numbers = [int(number) for number in sys.argv[2:]]
+    defaults = [2, 128, 2, 4, 128, 32, 24]
+    threads, *sizes, rows, steps = numbers + defaults[len(numbers):]
+    if mode == "ddp":
+        port = 29500 + os.getpid() % 400
+        arguments = (threads, port, sizes, rows, steps)
+        torch.multiprocessing.spawn(worker, arguments, nprocs=threads)
+    else:
+        torch.set_num_threads(threads)
+        report(f"torch eager on {threads}", *run(sizes, rows, steps))
+
+
+if __name__ == "__main__":
+    main()

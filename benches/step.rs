@@ -1,0 +1,258 @@
+//! A training step of a small transformer over bytes: fused operations beside composed ones, on
+//! virtual devices of a processor. The peers' halves are `peers/torch_train.py` and
+//! `peers/jax_train.py`, with the same model and arguments.
+//!
+//! ```text
+//! cargo bench -p benches --bench step -- [fused|composed] [slots] [hidden] [layers] [heads] [context] [rows] [steps]
+//! ```
+//!
+//! Prints one line: the least and the median time of a step, processor time per step, the memory of
+//! the process at its peak, and the losses of the first two steps and the last.
+
+#![allow(clippy::print_stdout, reason = "the line is the result")]
+
+use std::{fs, time::Instant};
+
+use candle_core::{D, DType, Device, Result, Tensor};
+use candle_distributed::{
+    mesh::{DeviceMesh, Replica, Uneven},
+    ops::{
+        self, Activation, AttentionConfig, CrossEntropyConfig,
+        layers::{Embedding, Linear, RmsNorm, embedding, linear_no_bias, rms_norm},
+    },
+    train::{AdamW, DataParallel},
+};
+use candle_nn::{Module, Optimizer, ParamsAdamW, VarBuilder, VarMap};
+
+#[global_allocator]
+static ALLOCATOR: mimalloc::MiMalloc = mimalloc::MiMalloc;
+
+#[derive(Clone, Copy)]
+struct Config {
+    fused: bool,
+    slots: usize,
+    hidden: usize,
+    layers: usize,
+    heads: usize,
+    context: usize,
+    rows: usize,
+    steps: usize,
+}
+
+impl Config {
+    fn from_args() -> Self {
+        let args: Vec<String> =
+            std::env::args().skip(1).filter(|arg| !arg.starts_with("--")).collect();
+        let number = |index: usize, default| {
+            args.get(index).and_then(|arg| arg.parse().ok()).unwrap_or(default)
+        };
+        Self {
+            fused: args.first().is_none_or(|form| form == "fused"),
+            slots: number(1, 2),
+            hidden: number(2, 128),
+            layers: number(3, 2),
+            heads: number(4, 4),
+            context: number(5, 128),
+            rows: number(6, 32),
+            steps: number(7, 24),
+        }
+    }
+}
+
+const VOCABULARY: usize = 256;
+
+struct Model {
+    config: Config,
+    tokens: Embedding,
+    positions: Embedding,
+    blocks: Vec<Block>,
+    norm: RmsNorm,
+    head: Linear,
+}
+
+struct Block {
+    attention_norm: RmsNorm,
+    qkv: Linear,
+    out: Linear,
+    mlp_norm: RmsNorm,
+    up: Linear,
+    down: Linear,
+}
+
+impl Block {
+    fn new(Config { hidden, .. }: Config, vb: &VarBuilder<'_>) -> Result<Self> {
+        Ok(Self {
+            attention_norm: rms_norm(hidden, 1e-5, vb.pp("attention_norm"))?,
+            qkv: linear_no_bias(hidden, 3 * hidden, vb.pp("qkv"))?,
+            out: linear_no_bias(hidden, hidden, vb.pp("out"))?,
+            mlp_norm: rms_norm(hidden, 1e-5, vb.pp("mlp_norm"))?,
+            up: linear_no_bias(hidden, 4 * hidden, vb.pp("up"))?,
+            down: linear_no_bias(4 * hidden, hidden, vb.pp("down"))?,
+        })
+    }
+}
+
+impl Model {
+    fn new(config: Config, vb: &VarBuilder<'_>) -> Result<Self> {
+        let Config { hidden, layers, context, .. } = config;
+        let blocks = (0..layers).map(|layer| Block::new(config, &vb.pp(format!("blocks.{layer}"))));
+        Ok(Self {
+            config,
+            tokens: embedding(VOCABULARY, hidden, vb.pp("tokens"))?,
+            positions: embedding(context, hidden, vb.pp("positions"))?,
+            blocks: blocks.collect::<Result<_>>()?,
+            norm: rms_norm(hidden, 1e-5, vb.pp("norm"))?,
+            head: linear_no_bias(hidden, VOCABULARY, vb.pp("head"))?,
+        })
+    }
+
+    fn loss(&self, ids: &Tensor, weights: &Tensor) -> Result<Tensor> {
+        let inputs = ids.narrow(1, 0, self.config.context)?.contiguous()?;
+        let targets = ids.narrow(1, 1, self.config.context)?.contiguous()?;
+        if self.config.fused {
+            self.fused(&inputs, &targets, weights)
+        } else {
+            self.composed(&inputs, &targets, weights)
+        }
+    }
+
+    fn fused(&self, inputs: &Tensor, targets: &Tensor, weights: &Tensor) -> Result<Tensor> {
+        let heads = self.config.heads;
+        let mut x = self.tokens.forward(inputs)?.broadcast_add(self.positions.embeddings())?;
+        let mut normed = self.first_norm().forward(&x)?;
+        for (index, block) in self.blocks.iter().enumerate() {
+            let qkv = block.qkv.forward(&normed)?;
+            let mixed = ops::attention_packed(&qkv, heads, heads, &AttentionConfig::causal())?;
+            (x, normed) = block.mlp_norm.forward_add(&x, &block.out.forward(&mixed)?)?;
+            let up = ops::linear(&normed, block.up.weight(), None, Some(Activation::Relu))?;
+            let next = self.blocks.get(index + 1).map_or(&self.norm, |next| &next.attention_norm);
+            (x, normed) = next.forward_add(&x, &block.down.forward(&up)?)?;
+        }
+        let logits = self.head.forward(&normed)?;
+        let config = CrossEntropyConfig::default().with_row_weights(weights.clone());
+        Ok(ops::cross_entropy(&logits, targets, &config)?.sum)
+    }
+
+    fn first_norm(&self) -> &RmsNorm {
+        self.blocks.first().map_or(&self.norm, |block| &block.attention_norm)
+    }
+
+    fn composed(&self, inputs: &Tensor, targets: &Tensor, weights: &Tensor) -> Result<Tensor> {
+        let norm =
+            |norm: &RmsNorm, x: &Tensor| candle_nn::ops::rms_norm_slow(x, norm.weight(), 1e-5);
+        let linear = |linear: &Linear, x: &Tensor| {
+            candle_nn::Linear::new(linear.weight().clone(), None).forward(x)
+        };
+        let table = candle_nn::Embedding::new(self.tokens.embeddings().clone(), self.config.hidden);
+        let mut x = table.forward(inputs)?.broadcast_add(self.positions.embeddings())?;
+        let mask = causal_mask(self.config.context)?;
+        for block in &self.blocks {
+            let qkv = linear(&block.qkv, &norm(&block.attention_norm, &x)?)?;
+            x = (&x + linear(&block.out, &self.attend(&qkv, &mask)?)?)?;
+            let up = linear(&block.up, &norm(&block.mlp_norm, &x)?)?.relu()?;
+            x = (&x + linear(&block.down, &up)?)?;
+        }
+        let logits = linear(&self.head, &norm(&self.norm, &x)?)?;
+        let log_likelihood = candle_nn::ops::log_softmax(&logits, D::Minus1)?;
+        let own = log_likelihood.gather(&targets.unsqueeze(2)?, D::Minus1)?.squeeze(2)?;
+        (own * weights)?.sum_all()?.neg()
+    }
+
+    fn attend(&self, qkv: &Tensor, mask: &Tensor) -> Result<Tensor> {
+        let Config { heads, hidden, .. } = self.config;
+        let (batch, length, _) = qkv.dims3()?;
+        let size = hidden / heads;
+        let qkv =
+            qkv.reshape((batch, length, 3, heads, size))?.permute((2, 0, 3, 1, 4))?.contiguous()?;
+        let (query, key, value) = (qkv.get(0)?, qkv.get(1)?, qkv.get(2)?);
+        let scores = (query.matmul(&key.t()?)? / (size as f64).sqrt())?.broadcast_add(mask)?;
+        let mixed = candle_nn::ops::softmax(&scores, D::Minus1)?.matmul(&value)?;
+        mixed.transpose(1, 2)?.reshape((batch, length, hidden))
+    }
+}
+
+fn causal_mask(length: usize) -> Result<Tensor> {
+    let at = |i: usize| if i % length > i / length { f32::NEG_INFINITY } else { 0.0 };
+    Tensor::from_vec(
+        (0..length * length).map(at).collect::<Vec<_>>(),
+        (length, length),
+        &Device::Cpu,
+    )
+}
+
+/// Processor time of this process, in seconds; its clock ticks a hundred times a second.
+fn processor_seconds() -> f64 {
+    let stat = fs::read_to_string("/proc/self/stat").unwrap_or_default();
+    let after_name = stat.rsplit(')').next().unwrap_or_default();
+    let ticks: Vec<f64> =
+        after_name.split_whitespace().skip(11).take(2).filter_map(|n| n.parse().ok()).collect();
+    ticks.iter().sum::<f64>() / 100.0
+}
+
+/// The most memory that this process has had, in MiB.
+fn peak_mib() -> u64 {
+    let status = fs::read_to_string("/proc/self/status").unwrap_or_default();
+    let line = status.lines().find(|line| line.starts_with("VmHWM")).unwrap_or_default();
+    line.split_whitespace().nth(1).and_then(|kib| kib.parse::<u64>().ok()).unwrap_or(0) / 1024
+}
+
+/// The same bytes as the peers'.
+#[allow(clippy::cast_possible_truncation, reason = "a byte is cut out of the state")]
+fn data(config: Config) -> Result<(Tensor, Tensor)> {
+    let Config { rows, context, .. } = config;
+    let mut state = 12345_u64;
+    let mut next = || {
+        state =
+            state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+        ((state >> 33) % 96 + 32) as u32
+    };
+    let ids: Vec<_> = (0..rows * (context + 1)).map(|_| next()).collect();
+    let weight = 1.0 / (rows * context) as f32;
+    let weights = vec![weight; rows * context];
+    Ok((
+        Tensor::from_vec(ids, (rows, context + 1), &Device::Cpu)?,
+        Tensor::from_vec(weights, (rows, context), &Device::Cpu)?,
+    ))
+}
+
+fn loss(replica: &Replica, model: &Model, (ids, weights): (Tensor, Tensor)) -> Result<Tensor> {
+    model.loss(&ids, &weights)? * (replica.count() as f64 / replica.weight().max(1e-9))
+}
+
+fn main() -> std::result::Result<(), Box<dyn std::error::Error>> {
+    let config = Config::from_args();
+    let vars = VarMap::new();
+    let build = move |vb: VarBuilder<'_>| Model::new(config, &vb);
+    build(VarBuilder::from_varmap(&vars, DType::F32, &Device::Cpu))?;
+    let params = ParamsAdamW { lr: 1e-3, ..ParamsAdamW::default() };
+    let mesh = DeviceMesh::cpu(config.slots)?;
+    let model = DataParallel::new(&mesh, &vars, build, |vars| AdamW::new(vars, params.clone()))?;
+    let mut model = model.in_axes(Some(0)).uneven(Uneven::Pad);
+    let (ids, weights) = data(config)?;
+    let (mut times, mut losses) = (Vec::new(), Vec::new());
+    let warm_up = config.steps / 4;
+    let mut processor = 0.0;
+    for step in 0..config.steps {
+        if step == warm_up {
+            processor = processor_seconds();
+        }
+        let start = Instant::now();
+        let loss = model.step((ids.clone(), weights.clone()), loss)?.to_scalar::<f32>()?;
+        times.push(start.elapsed().as_secs_f64() * 1e3);
+        losses.push(loss);
+    }
+    let processor = (processor_seconds() - processor) / (config.steps - warm_up) as f64 * 1e3;
+    let mut times = times.split_off(warm_up);
+    times.sort_by(f64::total_cmp);
+    let form = if config.fused { "fused" } else { "composed" };
+    println!(
+        "{form} on {}: {:.1} / {:.1} ms, {processor:.0} ms of processor, {} MiB, losses {:?}",
+        config.slots,
+        times[0],
+        times[times.len() / 2],
+        peak_mib(),
+        [losses[0], losses[1], losses[losses.len() - 1]],
+    );
+    assert!(losses[losses.len() - 1] < losses[0], "it learns");
+    Ok(())
+}

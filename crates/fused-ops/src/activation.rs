@@ -1,0 +1,204 @@
+//! GELU, SiLU and ReLU, and SwiGLU, which gates by one of them.
+//!
+//! Hendrycks and Gimpel, "Gaussian Error Linear Units", arXiv 1606.08415; Ramachandran, Zoph and
+//! Le, "Searching for Activation Functions", arXiv 1710.05941; Shazeer, "GLU Variants Improve
+//! Transformer", arXiv 2002.05202.
+
+use candle_core::Tensor;
+
+use crate::{
+    autograd::{Backward, Reading, record, tensor},
+    composed,
+    error::Result,
+    kernels::{activation as kernel, float::Float},
+    route::{check_shape, route},
+};
+
+/// A function that is applied to each element.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[non_exhaustive]
+pub enum Activation {
+    /// max(x, 0); its slope at 0 is 0, as in PyTorch (candle's is 1).
+    Relu,
+    /// x·Φ(x), Φ being the distribution function of the standard normal.
+    Gelu,
+    /// The approximation of [`Gelu`](Self::Gelu) by a hyperbolic tangent, off by up to 0.0005:
+    /// GPT-2's, and what `Tensor::gelu` of candle computes.
+    GeluTanh,
+    /// x / (1 + e^−x), also called swish.
+    Silu,
+}
+
+/// x·Φ(x), Φ being the distribution function of the standard normal: candle's `gelu_erf`.
+///
+/// # Shapes
+///
+/// Any; the result has the shape of `x`.
+///
+/// # Determinism
+///
+/// The same bits on every processor and for any number of threads.
+///
+/// # Errors
+///
+/// [`DType`](crate::Error::DType) if `x` has no floating type.
+///
+/// # Examples
+///
+/// ```
+/// use candle_core::{Device, Tensor};
+///
+/// let y = fused_ops::gelu(&Tensor::new(&[-10.0_f64, 0.0, 1.0], &Device::Cpu)?)?.to_vec1::<f64>()?;
+/// assert!(y[0].abs() < 1e-20 && y[1] == 0.0 && (y[2] - 0.841_344_746).abs() < 1e-9);
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
+pub fn gelu(x: &Tensor) -> Result<Tensor> {
+    activate(x, Activation::Gelu)
+}
+
+/// The approximation of [`gelu`] by a hyperbolic tangent: candle's `gelu`.
+///
+/// # Shapes
+///
+/// Any; the result has the shape of `x`.
+///
+/// # Determinism
+///
+/// As of [`gelu`].
+///
+/// # Errors
+///
+/// As of [`gelu`].
+///
+/// # Examples
+///
+/// ```
+/// use candle_core::{Device, Tensor};
+///
+/// let y = fused_ops::gelu_tanh(&Tensor::new(&[0.0_f64, 1.0], &Device::Cpu)?)?.to_vec1::<f64>()?;
+/// assert!(y[0] == 0.0 && (y[1] - 0.841_191_99).abs() < 1e-8);
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
+pub fn gelu_tanh(x: &Tensor) -> Result<Tensor> {
+    activate(x, Activation::GeluTanh)
+}
+
+/// x / (1 + e^−x), also called swish.
+///
+/// # Shapes
+///
+/// Any; the result has the shape of `x`.
+///
+/// # Determinism
+///
+/// As of [`gelu`].
+///
+/// # Errors
+///
+/// As of [`gelu`].
+///
+/// # Examples
+///
+/// ```
+/// use candle_core::{Device, Tensor};
+///
+/// let y = fused_ops::silu(&Tensor::new(&[0.0_f64, 1.0], &Device::Cpu)?)?.to_vec1::<f64>()?;
+/// assert!(y[0] == 0.0 && (y[1] - 0.731_058_578_6).abs() < 1e-10);
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
+pub fn silu(x: &Tensor) -> Result<Tensor> {
+    activate(x, Activation::Silu)
+}
+
+fn activate(x: &Tensor, activation: Activation) -> Result<Tensor> {
+    route!("activation", [x], fused(x, activation), composed::activation(x, activation))
+}
+
+fn fused<T: Float>(x: &Tensor, activation: Activation) -> Result<Tensor> {
+    let x = &x.contiguous()?;
+    let y = kernel::forward::<T>(activation, Reading::new(x).all()?);
+    record(
+        &[x],
+        y,
+        x.shape().clone(),
+        Activate::<T> { activation, float: std::marker::PhantomData },
+    )
+}
+
+struct Activate<T> {
+    activation: Activation,
+    float: std::marker::PhantomData<T>,
+}
+
+impl<T: Float> Backward for Activate<T> {
+    const NAME: &'static str = "fused-activation";
+
+    fn backward(
+        &self,
+        inputs: &[&Tensor],
+        _: &Tensor,
+        grad: &Tensor,
+    ) -> Result<Vec<Option<Tensor>>> {
+        let (x, grad) = (Reading::new(inputs[0]), Reading::new(grad));
+        let grad = kernel::backward::<T>(self.activation, x.all()?, grad.all()?);
+        Ok(vec![Some(tensor(grad, inputs[0].shape())?)])
+    }
+}
+
+/// silu(gate) · up, the middle of a gated feed-forward network.
+///
+/// # Shapes
+///
+/// `gate` and `up` of one shape, which is that of the result.
+///
+/// # Determinism
+///
+/// As of [`gelu`].
+///
+/// # Errors
+///
+/// [`Shape`](crate::Error::Shape) if the shapes differ, [`DType`](crate::Error::DType) and
+/// [`Device`](crate::Error::Device) if the two differ in type or device or have no floating type.
+///
+/// # Examples
+///
+/// ```
+/// use candle_core::{Device, Tensor};
+///
+/// let gate = Tensor::new(&[0.0_f64, 100.0], &Device::Cpu)?;
+/// let up = Tensor::new(&[7.0_f64, 0.5], &Device::Cpu)?;
+/// assert_eq!(fused_ops::swiglu(&gate, &up)?.to_vec1::<f64>()?, [0.0, 50.0]);
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
+pub fn swiglu(gate: &Tensor, up: &Tensor) -> Result<Tensor> {
+    check_shape("swiglu", "up", up, gate.dims())?;
+    route!("swiglu", [gate, up], fused_swiglu(gate, up), composed::swiglu(gate, up))
+}
+
+fn fused_swiglu<T: Float>(gate: &Tensor, up: &Tensor) -> Result<Tensor> {
+    let (gate, up) = (&gate.contiguous()?, &up.contiguous()?);
+    let y = kernel::swiglu::<T>(Reading::new(gate).all()?, Reading::new(up).all()?);
+    record(&[gate, up], y, gate.shape().clone(), SwiGlu::<T>(std::marker::PhantomData))
+}
+
+struct SwiGlu<T>(std::marker::PhantomData<T>);
+
+impl<T: Float> Backward for SwiGlu<T> {
+    const NAME: &'static str = "fused-swiglu";
+
+    fn backward(
+        &self,
+        inputs: &[&Tensor],
+        _: &Tensor,
+        grad: &Tensor,
+    ) -> Result<Vec<Option<Tensor>>> {
+        let (gate, up, grad) =
+            (Reading::new(inputs[0]), Reading::new(inputs[1]), Reading::new(grad));
+        let (gate, up, grad) = (gate.all::<T>()?, up.all()?, grad.all()?);
+        let of_gate = kernel::swiglu_gate_backward(gate, up, grad);
+        // silu(gate) · up is linear in `up`.
+        let of_up = kernel::swiglu(gate, grad);
+        let shape = inputs[0].shape();
+        Ok(vec![Some(tensor(of_gate, shape)?), Some(tensor(of_up, shape)?)])
+    }
+}

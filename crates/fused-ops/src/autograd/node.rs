@@ -1,0 +1,188 @@
+//! What candle's graph holds of an operation.
+
+use std::sync::{Mutex, PoisonError};
+
+use candle_core::{
+    CpuStorage, CudaStorage, CustomOp1, CustomOp2, CustomOp3, DType, Error, Layout, MetalStorage,
+    Result, Shape, Storage, Tensor,
+    backend::{BackendDevice, BackendStorage},
+};
+
+use super::Backward;
+
+/// An operation whose result exists already.
+pub(super) struct Node<B> {
+    pub(super) output: Output,
+    pub(super) shape: Shape,
+    pub(super) backward: B,
+}
+
+/// The result of an operation.
+pub(super) enum Output {
+    /// Computed by a kernel; it is there until candle asks for it.
+    Computed(Mutex<Option<CpuStorage>>),
+    /// A copy of this tensor, on any device.
+    Copy(Tensor),
+    /// A zero that nobody reads, where the first input lies.
+    Token,
+}
+
+/// The zero of a token.
+fn zero<S: BackendStorage>(input: &S) -> Result<S>
+where
+    S::Device: BackendDevice<Storage = S>,
+{
+    input.device().zeros_impl(&Shape::from(()), DType::F32)
+}
+
+/// The elements of a view, one after another.
+fn copy<S: BackendStorage>(storage: &S, layout: &Layout) -> Result<S> {
+    storage.to_dtype(layout, storage.dtype())
+}
+
+/// For one kind of device: what candle gets when it asks for the result.
+macro_rules! hand_over {
+    ($name:ident, $storage:ident, $kind:ident, $computed:expr) => {
+        fn $name(&self, input: &$storage) -> Result<($storage, Shape)> {
+            let storage = match &self.output {
+                Output::Computed(output) => $computed(output)?,
+                Output::Token => zero(input)?,
+                Output::Copy(tensor) => {
+                    let (storage, layout) = tensor.storage_and_layout();
+                    match &*storage {
+                        Storage::$kind(storage) => copy(storage, layout)?,
+                        _ => return Err(Error::msg("inputs and result lie on different devices")),
+                    }
+                }
+            };
+            Ok((storage, self.shape.clone()))
+        }
+    };
+}
+
+impl<B: Backward> Node<B> {
+    hand_over!(on_cpu, CpuStorage, Cpu, |output: &Mutex<Option<CpuStorage>>| {
+        let output = output.lock().unwrap_or_else(PoisonError::into_inner).take();
+        output.ok_or_else(|| Error::msg("an operation ran twice"))
+    });
+    hand_over!(on_cuda, CudaStorage, Cuda, |_| Err(Error::msg("computed on the processor")));
+    hand_over!(on_metal, MetalStorage, Metal, |_| Err(Error::msg("computed on the processor")));
+
+    /// The result of one to three inputs.
+    pub(super) fn apply(self, inputs: &[&Tensor]) -> crate::error::Result<Tensor> {
+        Ok(match inputs {
+            [a] => a.apply_op1(self)?,
+            [a, b] => a.apply_op2(b, self)?,
+            [a, b, c] => a.apply_op3(b, c, self)?,
+            _ => return Err(Error::msg("a node has one to three inputs").into()),
+        })
+    }
+
+    fn back<const N: usize>(
+        &self,
+        inputs: [&Tensor; N],
+        output: &Tensor,
+        grad: &Tensor,
+    ) -> Result<[Option<Tensor>; N]> {
+        let grads = self.backward.backward(&inputs, output, &grad.contiguous()?)?;
+        grads.try_into().map_err(|_| Error::msg("a gradient is missing"))
+    }
+}
+
+impl<B: Backward> CustomOp1 for Node<B> {
+    fn name(&self) -> &'static str {
+        B::NAME
+    }
+
+    fn cpu_fwd(&self, a: &CpuStorage, _: &Layout) -> Result<(CpuStorage, Shape)> {
+        self.on_cpu(a)
+    }
+
+    fn cuda_fwd(&self, a: &CudaStorage, _: &Layout) -> Result<(CudaStorage, Shape)> {
+        self.on_cuda(a)
+    }
+
+    fn metal_fwd(&self, a: &MetalStorage, _: &Layout) -> Result<(MetalStorage, Shape)> {
+        self.on_metal(a)
+    }
+
+    fn bwd(&self, a: &Tensor, y: &Tensor, grad: &Tensor) -> Result<Option<Tensor>> {
+        let [a] = self.back([a], y, grad)?;
+        Ok(a)
+    }
+}
+
+/// The forward function of two inputs for one kind of device.
+macro_rules! of_two {
+    ($name:ident, $storage:ident, $hand_over:ident) => {
+        fn $name(
+            &self,
+            a: &$storage,
+            _: &Layout,
+            _: &$storage,
+            _: &Layout,
+        ) -> Result<($storage, Shape)> {
+            self.$hand_over(a)
+        }
+    };
+}
+
+impl<B: Backward> CustomOp2 for Node<B> {
+    fn name(&self) -> &'static str {
+        B::NAME
+    }
+
+    of_two!(cpu_fwd, CpuStorage, on_cpu);
+    of_two!(cuda_fwd, CudaStorage, on_cuda);
+    of_two!(metal_fwd, MetalStorage, on_metal);
+
+    fn bwd(
+        &self,
+        a: &Tensor,
+        b: &Tensor,
+        y: &Tensor,
+        grad: &Tensor,
+    ) -> Result<(Option<Tensor>, Option<Tensor>)> {
+        let [a, b] = self.back([a, b], y, grad)?;
+        Ok((a, b))
+    }
+}
+
+/// The forward function of three inputs for one kind of device.
+macro_rules! of_three {
+    ($name:ident, $storage:ident, $hand_over:ident) => {
+        fn $name(
+            &self,
+            a: &$storage,
+            _: &Layout,
+            _: &$storage,
+            _: &Layout,
+            _: &$storage,
+            _: &Layout,
+        ) -> Result<($storage, Shape)> {
+            self.$hand_over(a)
+        }
+    };
+}
+
+impl<B: Backward> CustomOp3 for Node<B> {
+    fn name(&self) -> &'static str {
+        B::NAME
+    }
+
+    of_three!(cpu_fwd, CpuStorage, on_cpu);
+    of_three!(cuda_fwd, CudaStorage, on_cuda);
+    of_three!(metal_fwd, MetalStorage, on_metal);
+
+    fn bwd(
+        &self,
+        a: &Tensor,
+        b: &Tensor,
+        c: &Tensor,
+        y: &Tensor,
+        grad: &Tensor,
+    ) -> Result<(Option<Tensor>, Option<Tensor>, Option<Tensor>)> {
+        let [a, b, c] = self.back([a, b, c], y, grad)?;
+        Ok((a, b, c))
+    }
+}

@@ -1,0 +1,219 @@
+//! The same operations made of candle's own, each of which has a backward.
+//!
+//! This is what runs on devices that this crate has no kernels for, and what its tests compare the
+//! kernels with. Arguments are as of the functions of the same name at the root of the crate, which
+//! have checked them.
+
+use candle_core::{D, DType, Device, Result, Tensor};
+
+use crate::{
+    activation::Activation,
+    attention::AttentionConfig,
+    autograd::seeded,
+    dropout::DropoutKey,
+    kernels::{cross_entropy::Target, rope::Pairs},
+};
+
+pub(crate) fn rms_norm(x: &Tensor, weight: &Tensor, epsilon: f64) -> Result<Tensor> {
+    divide_by_root_of_square(x, epsilon)?.broadcast_mul(weight)
+}
+
+pub(crate) fn layer_norm(
+    x: &Tensor,
+    weight: &Tensor,
+    bias: Option<&Tensor>,
+    epsilon: f64,
+) -> Result<Tensor> {
+    let centered = x.broadcast_sub(&x.mean_keepdim(D::Minus1)?)?;
+    let y = divide_by_root_of_square(&centered, epsilon)?.broadcast_mul(weight)?;
+    bias.map_or(Ok(y.clone()), |bias| y.broadcast_add(bias))
+}
+
+fn divide_by_root_of_square(x: &Tensor, epsilon: f64) -> Result<Tensor> {
+    x.broadcast_div(&(x.sqr()?.mean_keepdim(D::Minus1)? + epsilon)?.sqrt()?)
+}
+
+pub(crate) fn linear(
+    x: &Tensor,
+    weight: &Tensor,
+    bias: Option<&Tensor>,
+    activation: Option<Activation>,
+) -> Result<Tensor> {
+    let y = x.broadcast_matmul(&weight.t()?)?;
+    let y = bias.map_or(Ok(y.clone()), |bias| y.broadcast_add(bias))?;
+    activation.map_or(Ok(y.clone()), |form| self::activation(&y, form))
+}
+
+pub(crate) fn activation(x: &Tensor, activation: Activation) -> Result<Tensor> {
+    match activation {
+        Activation::Relu => x.relu(),
+        // Not `gelu_erf`, in whose gradient a constant has six digits.
+        Activation::Gelu => (x * 0.5)? * ((x * std::f64::consts::FRAC_1_SQRT_2)?.erf()? + 1.0)?,
+        Activation::GeluTanh => {
+            let inner = (x + (x.powf(3.0)? * 0.044_715)?)?;
+            (x * 0.5)? * ((inner * 0.797_884_560_802_865_4)?.tanh()? + 1.0)?
+        }
+        Activation::Silu => x / (x.neg()?.exp()? + 1.0)?,
+    }
+}
+
+pub(crate) fn swiglu(gate: &Tensor, up: &Tensor) -> Result<Tensor> {
+    activation(gate, Activation::Silu)? * up
+}
+
+pub(crate) fn softmax(x: &Tensor) -> Result<Tensor> {
+    candle_nn::ops::softmax(x, D::Minus1)
+}
+
+pub(crate) fn log_softmax(x: &Tensor) -> Result<Tensor> {
+    candle_nn::ops::log_softmax(x, D::Minus1)
+}
+
+/// `x` [batch, heads, length, size], `cos` and `sin` [length, size / 2].
+pub(crate) fn rope(x: &Tensor, cos: &Tensor, sin: &Tensor, pairs: Pairs) -> Result<Tensor> {
+    let half = x.dim(D::Minus1)? / 2;
+    match pairs {
+        Pairs::Halves => {
+            let (a, b) = (x.narrow(D::Minus1, 0, half)?, x.narrow(D::Minus1, half, half)?);
+            let (a, b) = rotate(&a, &b, cos, sin)?;
+            Tensor::cat(&[a, b], D::Minus1)
+        }
+        Pairs::Neighbors => {
+            let paired = x.contiguous()?.reshape((x.dim(0)?, x.dim(1)?, x.dim(2)?, half, 2))?;
+            let a = paired.narrow(D::Minus1, 0, 1)?.squeeze(D::Minus1)?;
+            let b = paired.narrow(D::Minus1, 1, 1)?.squeeze(D::Minus1)?;
+            let (a, b) = rotate(&a, &b, cos, sin)?;
+            Tensor::stack(&[a, b], D::Minus1)?.flatten_from(D::Minus2)
+        }
+    }
+}
+
+fn rotate(a: &Tensor, b: &Tensor, cos: &Tensor, sin: &Tensor) -> Result<(Tensor, Tensor)> {
+    let first = (a.broadcast_mul(cos)? - b.broadcast_mul(sin)?)?;
+    let second = (b.broadcast_mul(cos)? + a.broadcast_mul(sin)?)?;
+    Ok((first, second))
+}
+
+pub(crate) fn embedding(table: &Tensor, indices: &Tensor) -> Result<Tensor> {
+    let shape = [indices.dims(), &table.dims()[1..]].concat();
+    table.contiguous()?.index_select(&indices.flatten_all()?, 0)?.reshape(shape)
+}
+
+pub(crate) fn dropout(x: &Tensor, probability: f64, key: DropoutKey) -> Result<Tensor> {
+    // The kernel says which, so that all devices drop the same elements.
+    let ones = Tensor::ones(x.shape(), DType::F32, &Device::Cpu)?;
+    let kept = crate::dropout::dropout(&ones, probability, key)?.ne(0_f32)?;
+    (x * kept.to_device(x.device())?.to_dtype(x.dtype())?)? * (1.0 / (1.0 - probability))
+}
+
+pub(crate) fn attention(
+    query: &Tensor,
+    key: &Tensor,
+    value: &Tensor,
+    config: &AttentionConfig,
+) -> Result<Tensor> {
+    let (batch, queries, heads, size) = query.dims4()?;
+    let keys = key.dim(1)?;
+    let [query, key, value] = [query, &repeat_heads(key, heads)?, &repeat_heads(value, heads)?]
+        .map(|x| x.transpose(1, 2));
+    let scores = query?.contiguous()?.matmul(&key?.t()?.contiguous()?)?;
+    let mut scores = (scores * config.scale(size))?;
+    if let Some(mask) = &config.mask {
+        scores = scores.broadcast_add(&mask.to_dtype(scores.dtype())?)?;
+    }
+    if config.causal || config.key_lengths.is_some() {
+        let hidden = hidden_keys(config, batch, queries, keys);
+        let hidden = Tensor::from_vec(hidden, (batch, 1, queries, keys), &Device::Cpu)?;
+        scores =
+            scores.broadcast_add(&hidden.to_device(scores.device())?.to_dtype(scores.dtype())?)?;
+    }
+    softmax(&scores)?.matmul(&value?.contiguous()?)?.transpose(1, 2)?.contiguous()
+}
+
+/// −∞ for the keys that a query does not see, 0 for the others.
+fn hidden_keys(config: &AttentionConfig, batch: usize, queries: usize, keys: usize) -> Vec<f32> {
+    let mut hidden = Vec::with_capacity(batch * queries * keys);
+    for sequence in 0..batch {
+        let length = config.key_lengths.as_ref().map_or(keys, |lengths| lengths[sequence]);
+        for query in 0..queries {
+            let end = if config.causal { length.min(keys - queries + query + 1) } else { length };
+            hidden.extend((0..keys).map(|key| if key < end { 0.0 } else { f32::NEG_INFINITY }));
+        }
+    }
+    hidden
+}
+
+/// Each head of [batch, length, key heads, size] as often as `heads` ask for.
+fn repeat_heads(x: &Tensor, heads: usize) -> Result<Tensor> {
+    let (batch, length, key_heads, size) = x.dims4()?;
+    let times = heads / key_heads;
+    if times == 1 {
+        return Ok(x.clone());
+    }
+    let repeated = x.unsqueeze(3)?.broadcast_as((batch, length, key_heads, times, size))?;
+    repeated.contiguous()?.reshape((batch, length, heads, size))
+}
+
+pub(crate) fn attention_packed(
+    qkv: &Tensor,
+    heads: usize,
+    key_heads: usize,
+    config: &AttentionConfig,
+) -> Result<Tensor> {
+    let (batch, length, width) = qkv.dims3()?;
+    let size = width / (heads + 2 * key_heads);
+    let part = |start: usize, heads: usize| {
+        let part = qkv.narrow(2, start * size, heads * size)?.contiguous()?;
+        part.reshape((batch, length, heads, size))
+    };
+    let (query, key) = (part(0, heads)?, part(heads, key_heads)?);
+    let value = part(heads + key_heads, key_heads)?;
+    attention(&query, &key, &value, config)?.flatten_from(2)
+}
+
+#[expect(
+    clippy::cast_possible_truncation,
+    reason = "candle's indices are u32, and no device holds a tensor of more rows"
+)]
+pub(crate) fn cross_entropy(
+    logits: &Tensor,
+    targets: &[Target],
+    smoothing: f64,
+    class_weights: Option<&[f64]>,
+) -> Result<Tensor> {
+    let classes = logits.dim(D::Minus1)?;
+    // Rows that do not count are left out, so that their logits may be anything.
+    let counting = targets.iter().enumerate().filter(|(_, target)| target.weight != 0.0);
+    let (rows, targets): (Vec<_>, Vec<_>) =
+        counting.map(|(row, target)| (row as u32, *target)).unzip();
+    if rows.is_empty() {
+        // Zero, with a gradient that is, so that whoever adds up gradients finds one.
+        return seeded(logits, logits.zeros_like()?)?.to_dtype(logits.dtype());
+    }
+    let column = |numbers: Vec<f64>| {
+        Tensor::from_vec(numbers, (rows.len(), 1), &Device::Cpu)?
+            .to_dtype(logits.dtype())?
+            .to_device(logits.device())
+    };
+    let class_weight = |class: usize| class_weights.map_or(1.0, |weights| weights[class]);
+    let own = |target: &Target| target.weight * (1.0 - smoothing) * class_weight(target.class);
+    let own = column(targets.iter().map(own).collect())?;
+    let spread = |target: &Target| target.weight * smoothing / classes as f64;
+    let spread = column(targets.iter().map(spread).collect())?;
+    let class_weights: Vec<f64> = (0..classes).map(class_weight).collect();
+    let class_weights = Tensor::new(class_weights, &Device::Cpu)?
+        .to_dtype(logits.dtype())?
+        .to_device(logits.device())?;
+
+    let index = Tensor::new(rows.as_slice(), logits.device())?;
+    let logits = logits.reshape(((), classes))?.index_select(&index, 0)?;
+    let log_probabilities = log_softmax(&logits)?;
+    let target: Vec<_> = targets.iter().map(|target| target.class as u32).collect();
+    let target = Tensor::from_vec(target, (targets.len(), 1), logits.device())?;
+    let own = (log_probabilities.gather(&target, 1)? * own)?.sum_all()?;
+    if smoothing == 0.0 {
+        return own.neg();
+    }
+    let all = log_probabilities.broadcast_mul(&class_weights)?.sum_keepdim(1)?;
+    (own + (all * spread)?.sum_all()?)?.neg()
+}

@@ -1,0 +1,104 @@
+//! Dropout whose zeros follow from a key, not from a generator with a state.
+//!
+//! Srivastava et al., "Dropout: A Simple Way to Prevent Neural Networks from Overfitting", 2014.
+//! candle's own draws from a generator that cannot be seeded on a processor, so a run cannot be
+//! repeated.
+
+use candle_core::Tensor;
+
+use crate::{
+    autograd::{Backward, Reading, record, tensor},
+    composed,
+    error::{Error, Result},
+    kernels::{
+        dropout::{Drop, apply},
+        float::Float,
+    },
+    route::route,
+};
+
+/// What decides which elements are dropped.
+///
+/// The same key drops the same elements, so each use in a step needs another `call`: say, step ·
+/// layers + layer.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[expect(clippy::exhaustive_structs, reason = "it is the key of a generator: these 128 bits")]
+pub struct DropoutKey {
+    /// The run's.
+    pub seed: u64,
+    /// Which use of dropout this is.
+    pub call: u64,
+}
+
+/// Sets each element to zero with `probability`, and divides the others by what is left of one.
+///
+/// # Shapes
+///
+/// Any; the result has the shape of `x`.
+///
+/// # Determinism
+///
+/// Which elements are dropped follows from `key` and their index alone, on every device and for any
+/// number of threads: a number of Philox 4×32-10 (Salmon et al., 2011) for each element. A second
+/// pass with the same key drops the same ones, as [`checkpoint`](crate::checkpoint()) needs it.
+///
+/// # Errors
+///
+/// [`Setting`](Error::Setting) if the probability is not in [0, 1), [`DType`](Error::DType) if `x`
+/// has no floating type.
+///
+/// # Examples
+///
+/// ```
+/// use candle_core::{Device, Tensor};
+/// use fused_ops::{DropoutKey, dropout};
+///
+/// let x = Tensor::ones(1000, candle_core::DType::F32, &Device::Cpu)?;
+/// let key = DropoutKey { seed: 42, call: 0 };
+/// let y = dropout(&x, 0.5, key)?.to_vec1::<f32>()?;
+/// assert!(y.iter().all(|&y| y == 0.0 || y == 2.0));
+/// assert!((450..550).contains(&y.iter().filter(|&&y| y == 0.0).count()));
+/// assert_eq!(y, dropout(&x, 0.5, key)?.to_vec1::<f32>()?);
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
+pub fn dropout(x: &Tensor, probability: f64, key: DropoutKey) -> Result<Tensor> {
+    let drop = check(probability, key)?;
+    route!("dropout", [x], fused(x, drop), composed::dropout(x, probability, key))
+}
+
+fn check(probability: f64, key: DropoutKey) -> Result<Drop> {
+    if !(0.0..1.0).contains(&probability) {
+        let expected = "at least 0 and less than 1".to_owned();
+        let name = "probability";
+        return Err(Error::Setting { op: "dropout", name, value: probability, expected });
+    }
+    #[expect(clippy::cast_possible_truncation, clippy::cast_sign_loss, reason = "it is below 2^32")]
+    let threshold = (probability * 4_294_967_296.0) as u32;
+    let scale = 1.0 / (1.0 - probability);
+    Ok(Drop { seed: key.seed, call: key.call, threshold, scale })
+}
+
+fn fused<T: Float>(x: &Tensor, drop: Drop) -> Result<Tensor> {
+    let x = &x.contiguous()?;
+    let y = apply::<T>(Reading::new(x).all()?, drop);
+    record(&[x], y, x.shape().clone(), Dropped::<T> { drop, float: std::marker::PhantomData })
+}
+
+struct Dropped<T> {
+    drop: Drop,
+    float: std::marker::PhantomData<T>,
+}
+
+impl<T: Float> Backward for Dropped<T> {
+    const NAME: &'static str = "fused-dropout";
+
+    fn backward(
+        &self,
+        inputs: &[&Tensor],
+        _: &Tensor,
+        grad: &Tensor,
+    ) -> Result<Vec<Option<Tensor>>> {
+        let grad = apply::<T>(Reading::new(grad).all()?, self.drop);
+        Ok(vec![Some(tensor(grad, inputs[0].shape())?)])
+    }
+}

@@ -1,0 +1,101 @@
+//! What can go wrong, always before anything is computed.
+
+use candle_core::{DType, DeviceLocation};
+
+/// The result of an operation.
+pub type Result<T, E = Error> = std::result::Result<T, E>;
+
+/// Why an operation was refused.
+///
+/// It becomes candle's own error by `?`, so functions that return [`candle_core::Result`] can call
+/// these operations.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum Error {
+    /// An input has another shape than the operation asks for.
+    #[error("{op}: {input} has the shape {found:?}, expected {expected}")]
+    Shape {
+        /// The operation.
+        op: &'static str,
+        /// The name of the input.
+        input: &'static str,
+        /// The shape that it has.
+        found: Vec<usize>,
+        /// The shape that it must have, in words or numbers.
+        expected: String,
+    },
+    /// An input has a type that the operation does not take.
+    #[error("{op}: {input} has the type {}, expected {expected}", found.as_str())]
+    DType {
+        /// The operation.
+        op: &'static str,
+        /// The name of the input.
+        input: &'static str,
+        /// The type that it has.
+        found: DType,
+        /// The types that it may have, in words.
+        expected: &'static str,
+    },
+    /// Two inputs lie on different devices.
+    #[error("{op}: the inputs lie on {first:?} and {other:?}")]
+    Device {
+        /// The operation.
+        op: &'static str,
+        /// Where the first input lies.
+        first: DeviceLocation,
+        /// Where another lies.
+        other: DeviceLocation,
+    },
+    /// An input without a gradient would need one.
+    #[error("{op}: {input} gets no gradient, but depends on a variable; detach it")]
+    Gradient {
+        /// The operation.
+        op: &'static str,
+        /// The name of the input.
+        input: &'static str,
+    },
+    /// A function depends on a variable that would get no gradient.
+    #[error("{op}: the function reads a variable of shape {shape:?} that is not among `vars`")]
+    Variable {
+        /// The operation.
+        op: &'static str,
+        /// The shape of the variable.
+        shape: Vec<usize>,
+    },
+    /// An index is not below the number of what it counts.
+    #[error("{op}: index {index} at position {position} is not below {limit}")]
+    Index {
+        /// The operation.
+        op: &'static str,
+        /// The index.
+        index: i64,
+        /// Where it stands, counted over all indices.
+        position: usize,
+        /// The number of rows or classes.
+        limit: usize,
+    },
+    /// A number in the configuration is out of its range.
+    #[error("{op}: {name} is {value}, it must be {expected}")]
+    Setting {
+        /// The operation.
+        op: &'static str,
+        /// The name of the setting.
+        name: &'static str,
+        /// Its value.
+        value: f64,
+        /// The values that it may have, in words or numbers.
+        expected: String,
+    },
+    /// candle refused a step.
+    #[error(transparent)]
+    Candle(#[from] candle_core::Error),
+}
+
+impl From<Error> for candle_core::Error {
+    fn from(error: Error) -> Self {
+        match error {
+            Error::Candle(error) => error,
+            error => Self::wrap(error),
+        }
+    }
+}

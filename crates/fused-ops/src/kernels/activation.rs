@@ -1,0 +1,266 @@
+//! Activations, element by element, with their slopes.
+
+use pulp::NullaryFnOnce;
+
+use super::{
+    float::Float,
+    memory::{Fill, vec_of_blocks},
+    parallel::{ELEMENTS_PER_BLOCK, block_of, map_chunks},
+    vectorized,
+};
+use crate::activation::Activation;
+
+/// A function of one number.
+pub(super) trait Curve<T: Float>: Copy + Send + Sync {
+    fn value(self, x: T) -> T;
+    fn slope(self, x: T) -> T;
+}
+
+#[derive(Clone, Copy)]
+struct Relu;
+
+impl<T: Float> Curve<T> for Relu {
+    #[inline(always)]
+    fn value(self, x: T) -> T {
+        x.at_least(T::ZERO)
+    }
+
+    #[inline(always)]
+    fn slope(self, x: T) -> T {
+        if x > T::ZERO { T::ONE } else { T::ZERO }
+    }
+}
+
+#[derive(Clone, Copy)]
+struct Gelu;
+
+impl Gelu {
+    /// The probability that a normal number is below `x`, and the density there.
+    #[inline(always)]
+    fn normal<T: Float>(x: T) -> (T, T) {
+        let z = x.abs() * T::of(std::f64::consts::FRAC_1_SQRT_2);
+        let (tail, bell) = T::half_erfc(z);
+        let below = if x < T::ZERO { tail } else { T::ONE - tail };
+        // One over the root of 2π.
+        (below, bell * T::of(0.398_942_280_401_432_7))
+    }
+}
+
+impl<T: Float> Curve<T> for Gelu {
+    #[inline(always)]
+    fn value(self, x: T) -> T {
+        x * Self::normal(x).0
+    }
+
+    #[inline(always)]
+    fn slope(self, x: T) -> T {
+        let (below, density) = Self::normal(x);
+        below + x * density
+    }
+}
+
+#[derive(Clone, Copy)]
+struct GeluTanh;
+
+impl GeluTanh {
+    /// (1 + tanh u) / 2 is the logistic function of 2u, here for u = √(2/π) · (x + 0.044715 x³).
+    #[inline(always)]
+    fn gate<T: Float>(x: T) -> (T, T) {
+        logistic(x * (T::ONE + T::of(0.044_715) * x * x) * T::of(Self::TWO_ROOT_TWO_OVER_PI))
+    }
+
+    const TWO_ROOT_TWO_OVER_PI: f64 = 1.595_769_121_605_730_7;
+}
+
+impl<T: Float> Curve<T> for GeluTanh {
+    #[inline(always)]
+    fn value(self, x: T) -> T {
+        x * Self::gate(x).0
+    }
+
+    #[inline(always)]
+    fn slope(self, x: T) -> T {
+        let (gate, rest) = Self::gate(x);
+        let inner = (T::ONE + T::of(0.134_145) * x * x) * T::of(Self::TWO_ROOT_TWO_OVER_PI);
+        gate + x * gate * rest * inner
+    }
+}
+
+#[derive(Clone, Copy)]
+struct Silu;
+
+impl<T: Float> Curve<T> for Silu {
+    #[inline(always)]
+    fn value(self, x: T) -> T {
+        x * logistic(x).0
+    }
+
+    #[inline(always)]
+    fn slope(self, x: T) -> T {
+        let (gate, rest) = logistic(x);
+        gate * (T::ONE + x * rest)
+    }
+}
+
+/// 1 / (1 + e^−x), and what it lacks to 1, which the difference would round away.
+#[inline(always)]
+fn logistic<T: Float>(x: T) -> (T, T) {
+    let small = (-x.abs()).exp();
+    let large = T::ONE / (T::ONE + small);
+    let small = small * large;
+    if x < T::ZERO { (small, large) } else { (large, small) }
+}
+
+/// Evaluates an expression with the curve of an activation.
+macro_rules! with_curve {
+    ($activation:expr, |$curve:ident| $body:expr) => {
+        match $activation {
+            Activation::Relu => {
+                let $curve = Relu;
+                $body
+            }
+            Activation::Gelu => {
+                let $curve = Gelu;
+                $body
+            }
+            Activation::GeluTanh => {
+                let $curve = GeluTanh;
+                $body
+            }
+            Activation::Silu => {
+                let $curve = Silu;
+                $body
+            }
+        }
+    };
+}
+
+/// The activation of each element.
+pub(crate) fn forward<T: Float>(activation: Activation, x: &[T]) -> Vec<T> {
+    with_curve!(activation, |curve| {
+        let write = |block, out: &mut Fill<'_, T>| {
+            let x = block_of(x, block, ELEMENTS_PER_BLOCK);
+            vectorized(Forward { curve, x, out });
+        };
+        vec_of_blocks(x.len(), ELEMENTS_PER_BLOCK, write).0
+    })
+}
+
+/// The activation of each element, in its place.
+pub(crate) fn forward_in_place<T: Float>(activation: Activation, x: &mut [T]) {
+    with_curve!(activation, |curve| {
+        map_chunks(x, ELEMENTS_PER_BLOCK, |_, x| vectorized(ForwardInPlace { curve, x }));
+    });
+}
+
+/// The gradient of each element.
+pub(crate) fn backward<T: Float>(activation: Activation, x: &[T], grad: &[T]) -> Vec<T> {
+    with_curve!(activation, |curve| {
+        let write = |block, out: &mut Fill<'_, T>| {
+            let x = block_of(x, block, ELEMENTS_PER_BLOCK);
+            let grad = block_of(grad, block, ELEMENTS_PER_BLOCK);
+            vectorized(Backward { curve, x, grad, out });
+        };
+        vec_of_blocks(x.len(), ELEMENTS_PER_BLOCK, write).0
+    })
+}
+
+/// silu(gate) · up.
+pub(crate) fn swiglu<T: Float>(gate: &[T], up: &[T]) -> Vec<T> {
+    let write = |block, out: &mut Fill<'_, T>| {
+        let gate = block_of(gate, block, ELEMENTS_PER_BLOCK);
+        let up = block_of(up, block, ELEMENTS_PER_BLOCK);
+        vectorized(Gated { gate, up, out });
+    };
+    vec_of_blocks(gate.len(), ELEMENTS_PER_BLOCK, write).0
+}
+
+/// The gradient of the gate of silu(gate) · up.
+pub(crate) fn swiglu_gate_backward<T: Float>(gate: &[T], up: &[T], grad: &[T]) -> Vec<T> {
+    let write = |block, out: &mut Fill<'_, T>| {
+        let gate = block_of(gate, block, ELEMENTS_PER_BLOCK);
+        let up = block_of(up, block, ELEMENTS_PER_BLOCK);
+        let grad = block_of(grad, block, ELEMENTS_PER_BLOCK);
+        vectorized(GateBackward { gate, up, grad, out });
+    };
+    vec_of_blocks(gate.len(), ELEMENTS_PER_BLOCK, write).0
+}
+
+struct Forward<'a, 'b, T, C> {
+    curve: C,
+    x: &'a [T],
+    out: &'a mut Fill<'b, T>,
+}
+
+impl<T: Float, C: Curve<T>> NullaryFnOnce for Forward<'_, '_, T, C> {
+    type Output = ();
+
+    #[inline(always)]
+    fn call(self) {
+        self.out.push1(self.x, |x| self.curve.value(x));
+    }
+}
+
+struct ForwardInPlace<'a, T, C> {
+    curve: C,
+    x: &'a mut [T],
+}
+
+impl<T: Float, C: Curve<T>> NullaryFnOnce for ForwardInPlace<'_, T, C> {
+    type Output = ();
+
+    #[inline(always)]
+    fn call(self) {
+        for x in self.x {
+            *x = self.curve.value(*x);
+        }
+    }
+}
+
+struct Backward<'a, 'b, T, C> {
+    curve: C,
+    x: &'a [T],
+    grad: &'a [T],
+    out: &'a mut Fill<'b, T>,
+}
+
+impl<T: Float, C: Curve<T>> NullaryFnOnce for Backward<'_, '_, T, C> {
+    type Output = ();
+
+    #[inline(always)]
+    fn call(self) {
+        self.out.push2(self.x, self.grad, |x, grad| grad * self.curve.slope(x));
+    }
+}
+
+struct Gated<'a, 'b, T> {
+    gate: &'a [T],
+    up: &'a [T],
+    out: &'a mut Fill<'b, T>,
+}
+
+impl<T: Float> NullaryFnOnce for Gated<'_, '_, T> {
+    type Output = ();
+
+    #[inline(always)]
+    fn call(self) {
+        self.out.push2(self.gate, self.up, |gate, up| Silu.value(gate) * up);
+    }
+}
+
+struct GateBackward<'a, 'b, T> {
+    gate: &'a [T],
+    up: &'a [T],
+    grad: &'a [T],
+    out: &'a mut Fill<'b, T>,
+}
+
+impl<T: Float> NullaryFnOnce for GateBackward<'_, '_, T> {
+    type Output = ();
+
+    #[inline(always)]
+    fn call(self) {
+        self.out
+            .push3(self.gate, self.up, self.grad, |gate, up, grad| grad * up * Silu.slope(gate));
+    }
+}

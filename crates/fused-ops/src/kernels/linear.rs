@@ -1,0 +1,67 @@
+//! What stands around the product of a linear layer: its bias, and the sums over rows that are the
+//! bias's gradient.
+
+use pulp::NullaryFnOnce;
+
+use super::{
+    float::Float,
+    parallel::{map_chunks, rows_per_block},
+    vectorized,
+};
+
+/// Adds `bias` to each row.
+pub(crate) fn add_bias<T: Float>(rows: &mut [T], bias: &[T]) {
+    map_chunks(rows, rows_per_block(bias.len()) * bias.len(), |_, rows| {
+        vectorized(AddBias { rows, bias });
+    });
+}
+
+struct AddBias<'a, T> {
+    rows: &'a mut [T],
+    bias: &'a [T],
+}
+
+impl<T: Float> NullaryFnOnce for AddBias<'_, T> {
+    type Output = ();
+
+    #[inline(always)]
+    fn call(self) {
+        for row in self.rows.chunks_exact_mut(self.bias.len()) {
+            for (x, &bias) in row.iter_mut().zip(self.bias) {
+                *x += bias;
+            }
+        }
+    }
+}
+
+/// The sum of all rows of `width` elements, in their order within a block and then over blocks.
+pub(crate) fn sum_rows<T: Float>(rows: &[T], width: usize) -> Vec<T> {
+    let mut sums = vec![T::ZERO; width];
+    for block in rows.chunks((rows_per_block(width) * width).max(1)) {
+        let mut part = vec![T::ZERO; width];
+        vectorized(Sum { rows: block, sums: &mut part });
+        vectorized(Sum { rows: &part, sums: &mut sums });
+    }
+    sums
+}
+
+struct Sum<'a, T> {
+    rows: &'a [T],
+    sums: &'a mut [T],
+}
+
+impl<T: Float> NullaryFnOnce for Sum<'_, T> {
+    type Output = ();
+
+    #[inline(always)]
+    fn call(self) {
+        if self.sums.is_empty() {
+            return;
+        }
+        for row in self.rows.chunks_exact(self.sums.len()) {
+            for (sum, &x) in self.sums.iter_mut().zip(row) {
+                *sum += x;
+            }
+        }
+    }
+}

@@ -1,0 +1,189 @@
+//! Vectors that are written once: no zeros are laid down first, only to be overwritten.
+//!
+//! Clearing what a kernel writes anyway took a sixth of a training step.
+
+#![allow(unsafe_code, reason = "fresh memory must be declared written; `Fill` counts what is")]
+
+use std::mem::MaybeUninit;
+
+use super::{float::Float, parallel::map_chunks};
+
+/// Memory that is being written from its start to its end.
+#[derive(Debug)]
+pub(crate) struct Fill<'a, T> {
+    memory: &'a mut [MaybeUninit<T>],
+    /// So many elements at the start hold values.
+    written: usize,
+}
+
+impl<'a, T: Float> Fill<'a, T> {
+    /// Memory of which nothing is written.
+    fn new(memory: &'a mut [MaybeUninit<T>]) -> Self {
+        Self { memory, written: 0 }
+    }
+
+    /// Whether all of it is written.
+    fn is_full(&self) -> bool {
+        self.written == self.memory.len()
+    }
+
+    /// The next `len` elements.
+    #[inline(always)]
+    fn next(&mut self, len: usize) -> &mut [MaybeUninit<T>] {
+        &mut self.memory[self.written..][..len]
+    }
+
+    /// Declares the next `len` elements written, and returns them.
+    ///
+    /// # Safety
+    ///
+    /// They are.
+    #[inline(always)]
+    unsafe fn advance(&mut self, len: usize) -> &mut [T] {
+        let written = &mut self.memory[self.written..][..len];
+        self.written += len;
+        // SAFETY: the caller has written them.
+        unsafe { written.assume_init_mut() }
+    }
+
+    /// Appends `f` of each element of `x`, and returns what it wrote.
+    #[inline(always)]
+    pub(crate) fn push1(&mut self, x: &[T], f: impl Fn(T) -> T) -> &mut [T] {
+        for (out, &x) in self.next(x.len()).iter_mut().zip(x) {
+            out.write(f(x));
+        }
+        // SAFETY: the loop is as long as the shorter of two slices of this length.
+        unsafe { self.advance(x.len()) }
+    }
+
+    /// Appends `f` of the elements of two slices of one length.
+    #[inline(always)]
+    pub(crate) fn push2(&mut self, x: &[T], y: &[T], f: impl Fn(T, T) -> T) -> &mut [T] {
+        assert_eq!(x.len(), y.len());
+        for ((out, &x), &y) in self.next(x.len()).iter_mut().zip(x).zip(y) {
+            out.write(f(x, y));
+        }
+        // SAFETY: the loop is as long as the shortest of three slices of this length.
+        unsafe { self.advance(x.len()) }
+    }
+
+    /// Appends `f` of the elements of three slices of one length.
+    #[inline(always)]
+    pub(crate) fn push3(
+        &mut self,
+        x: &[T],
+        y: &[T],
+        z: &[T],
+        f: impl Fn(T, T, T) -> T,
+    ) -> &mut [T] {
+        assert!(x.len() == y.len() && y.len() == z.len());
+        for (((out, &x), &y), &z) in self.next(x.len()).iter_mut().zip(x).zip(y).zip(z) {
+            out.write(f(x, y, z));
+        }
+        // SAFETY: the loop is as long as the shortest of four slices of this length.
+        unsafe { self.advance(x.len()) }
+    }
+
+    /// Appends `f` of the elements of four slices of one length.
+    #[inline(always)]
+    #[expect(clippy::many_single_char_names, reason = "four of a kind, and a function of them")]
+    pub(crate) fn push4(
+        &mut self,
+        x: &[T],
+        y: &[T],
+        z: &[T],
+        w: &[T],
+        f: impl Fn(T, T, T, T) -> T,
+    ) -> &mut [T] {
+        assert!(x.len() == y.len() && y.len() == z.len() && z.len() == w.len());
+        let inputs = x.iter().zip(y).zip(z).zip(w);
+        for (out, (((&x, &y), &z), &w)) in self.next(x.len()).iter_mut().zip(inputs) {
+            out.write(f(x, y, z, w));
+        }
+        // SAFETY: the loop is as long as the shortest of five slices of this length.
+        unsafe { self.advance(x.len()) }
+    }
+
+    /// Appends the pairs that `f` makes of each pair of `x` and the elements of two slices of half
+    /// its length.
+    #[inline(always)]
+    pub(crate) fn push_pairs(
+        &mut self,
+        x: &[T],
+        y: &[T],
+        z: &[T],
+        f: impl Fn(T, T, T, T) -> (T, T),
+    ) -> &mut [T] {
+        assert!(x.len() == 2 * y.len() && y.len() == z.len());
+        let inputs = x.as_chunks::<2>().0.iter().zip(y).zip(z);
+        let out = self.next(x.len()).as_chunks_mut::<2>().0;
+        for (out, ((&[a, b], &y), &z)) in out.iter_mut().zip(inputs) {
+            let (first, second) = f(a, b, y, z);
+            out[0].write(first);
+            out[1].write(second);
+        }
+        // SAFETY: the loop writes two elements for each pair, and there is nothing but pairs.
+        unsafe { self.advance(x.len()) }
+    }
+}
+
+/// A vector of `len` elements, each block of which `write` fills, and what `write` returns, in the
+/// order of the blocks.
+///
+/// `write` gets the index of the block. Blocks are written in parallel; all but the last are
+/// `block_len` long.
+pub(crate) fn vec_of_blocks<T: Float, R: Send>(
+    len: usize,
+    block_len: usize,
+    write: impl Fn(usize, &mut Fill<'_, T>) -> R + Sync,
+) -> (Vec<T>, Vec<R>) {
+    let mut memory = Box::new_uninit_slice(len);
+    let results = map_chunks(&mut memory, block_len, |block, chunk| {
+        let mut fill = Fill::new(chunk);
+        let result = write(block, &mut fill);
+        assert!(fill.is_full(), "a kernel left a part of its output unwritten");
+        result
+    });
+    // SAFETY: the chunks are all of the memory, and each was full.
+    (unsafe { memory.assume_init() }.into_vec(), results)
+}
+
+/// A vector of `len` elements which `write` leaves at the address that it gets.
+///
+/// # Safety
+///
+/// `write` writes all of them.
+pub(super) unsafe fn vec_written_by<T: Float>(len: usize, write: impl FnOnce(*mut T)) -> Vec<T> {
+    let mut memory = Box::<[T]>::new_uninit_slice(len);
+    write(memory.as_mut_ptr().cast());
+    // SAFETY: as the caller promises.
+    unsafe { memory.assume_init() }.into_vec()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn blocks_are_joined_in_their_order() {
+        let (vec, blocks) = vec_of_blocks(7, 3, |block, fill| {
+            let len = if block == 2 { 1 } else { 3 };
+            fill.push1(&[block as f32; 3][..len], |x| x + 1.0);
+            block
+        });
+        assert_eq!(vec, [1.0, 1.0, 1.0, 2.0, 2.0, 2.0, 3.0]);
+        assert_eq!(blocks, [0, 1, 2]);
+    }
+
+    #[test]
+    fn nothing_is_made_of_no_elements() {
+        let (vec, blocks) = vec_of_blocks::<f32, _>(0, 3, |_, _| ());
+        assert!(vec.is_empty() && blocks.is_empty());
+    }
+
+    #[test]
+    #[should_panic(expected = "unwritten")]
+    fn a_block_that_is_not_full_is_no_vector() {
+        vec_of_blocks::<f32, _>(2, 2, |_, fill| fill.push1(&[1.0], |x| x).len());
+    }
+}

@@ -1,0 +1,47 @@
+//! The loops, and the only `unsafe` of this crate: its writes into fresh memory and its calls of
+//! `gemm`.
+//!
+//! A kernel is a struct of slices whose [`pulp::NullaryFnOnce::call`] is one loop over fixed lanes.
+//! The compiler makes vectors of it, once for each set of instructions that [`vectorized`] chooses
+//! from. Multiplications and additions are never fused, so all of them round alike: outside of
+//! matrix products a result has the same bits on every processor.
+
+#![allow(
+    clippy::inline_always,
+    reason = "a loop has the instructions of the function that it is inlined into"
+)]
+
+pub(crate) mod activation;
+pub(crate) mod attention;
+pub(crate) mod cross_entropy;
+pub(crate) mod dropout;
+pub(crate) mod float;
+pub(crate) mod lanes;
+pub(crate) mod linear;
+pub(crate) mod matmul;
+pub(crate) mod memory;
+pub(crate) mod norm;
+pub(crate) mod parallel;
+pub(crate) mod rope;
+pub(crate) mod softmax;
+
+use std::sync::OnceLock;
+
+use pulp::{Arch, NullaryFnOnce};
+
+/// Runs a kernel with the widest instructions that this processor has.
+pub(crate) fn vectorized<K: NullaryFnOnce>(kernel: K) -> K::Output {
+    static ARCH: OnceLock<Arch> = OnceLock::new();
+    #[cfg(test)]
+    if WITHOUT_DISPATCH.get() {
+        return kernel.call();
+    }
+    ARCH.get_or_init(Arch::new).dispatch(kernel)
+}
+
+#[cfg(test)]
+thread_local! {
+    /// Whether this thread runs kernels with the instructions that every processor of the target
+    /// has.
+    pub(crate) static WITHOUT_DISPATCH: std::cell::Cell<bool> = const { std::cell::Cell::new(false) };
+}

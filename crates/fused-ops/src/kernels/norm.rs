@@ -1,0 +1,213 @@
+//! Root-mean-square and layer normalization of rows, with their gradients.
+//!
+//! Neither keeps anything for the backward pass: mean and scale of a row are found again from the
+//! row, which has to be read anyway.
+
+use pulp::NullaryFnOnce;
+
+use super::{
+    float::Float,
+    lanes::{sum1, sum2, sum3},
+    memory::{Fill, vec_of_blocks},
+    parallel::{ELEMENTS_PER_BLOCK, block_of, rows_per_block},
+    vectorized,
+};
+
+/// What is done to a row before weight and bias.
+#[derive(Clone, Copy, Debug)]
+pub(crate) enum Norm {
+    /// Divided by the root of its mean square.
+    Rms,
+    /// Its mean subtracted, then divided by its standard deviation.
+    Layer,
+}
+
+/// x + y.
+pub(crate) fn add<T: Float>(x: &[T], y: &[T]) -> Vec<T> {
+    let write = |block, out: &mut Fill<'_, T>| {
+        let x = block_of(x, block, ELEMENTS_PER_BLOCK);
+        let y = block_of(y, block, ELEMENTS_PER_BLOCK);
+        vectorized(Add { x, y, out });
+    };
+    vec_of_blocks(x.len(), ELEMENTS_PER_BLOCK, write).0
+}
+
+struct Add<'a, 'b, T> {
+    x: &'a [T],
+    y: &'a [T],
+    out: &'a mut Fill<'b, T>,
+}
+
+impl<T: Float> NullaryFnOnce for Add<'_, '_, T> {
+    type Output = ();
+
+    #[inline(always)]
+    fn call(self) {
+        self.out.push2(self.x, self.y, |x, y| x + y);
+    }
+}
+
+/// The rows x·weight + bias, where x is normalized.
+pub(crate) fn forward<T: Float>(
+    norm: Norm,
+    x: &[T],
+    weight: &[T],
+    bias: Option<&[T]>,
+    epsilon: T,
+) -> Vec<T> {
+    let block_len = rows_per_block(weight.len()) * weight.len();
+    vec_of_blocks(x.len(), block_len, |block, out| {
+        let x = block_of(x, block, block_len);
+        vectorized(Forward { norm, x, weight, bias, epsilon, out });
+    })
+    .0
+}
+
+struct Forward<'a, 'b, T> {
+    norm: Norm,
+    x: &'a [T],
+    weight: &'a [T],
+    bias: Option<&'a [T]>,
+    epsilon: T,
+    out: &'a mut Fill<'b, T>,
+}
+
+impl<T: Float> NullaryFnOnce for Forward<'_, '_, T> {
+    type Output = ();
+
+    #[inline(always)]
+    fn call(self) {
+        for x in self.x.chunks_exact(self.weight.len()) {
+            let (mean, scale) = statistics(self.norm, x, self.epsilon);
+            match self.bias {
+                None => self.out.push2(x, self.weight, |x, w| (x - mean) * scale * w),
+                Some(bias) => {
+                    self.out.push3(x, self.weight, bias, |x, w, b| (x - mean) * scale * w + b)
+                }
+            };
+        }
+    }
+}
+
+/// What is subtracted from a row, and what it is then multiplied by.
+#[inline(always)]
+fn statistics<T: Float>(norm: Norm, x: &[T], epsilon: T) -> (T, T) {
+    let n = T::of(x.len() as f64);
+    let mean = match norm {
+        Norm::Rms => T::ZERO,
+        Norm::Layer => sum1(x, |x| x) / n,
+    };
+    let square = sum1(x, |x| (x - mean) * (x - mean)) / n;
+    (mean, T::ONE / (square + epsilon).sqrt())
+}
+
+/// The gradients of the rows, the weight and the bias.
+pub(crate) struct Gradients<T> {
+    pub(crate) x: Vec<T>,
+    pub(crate) weight: Vec<T>,
+    pub(crate) bias: Vec<T>,
+}
+
+/// The gradients, where `grad` is that of the result, and `beside` another one of x, which is
+/// added.
+pub(crate) fn backward<T: Float>(
+    norm: Norm,
+    x: &[T],
+    weight: &[T],
+    grad: &[T],
+    beside: Option<&[T]>,
+    epsilon: T,
+) -> Gradients<T> {
+    let block_len = rows_per_block(weight.len()) * weight.len();
+    let (dx, parts) = vec_of_blocks(x.len(), block_len, |block, out| {
+        let (x, grad) = (block_of(x, block, block_len), block_of(grad, block, block_len));
+        let beside = beside.map(|beside| block_of(beside, block, block_len));
+        vectorized(Backward { norm, x, weight, grad, beside, epsilon, out })
+    });
+    let mut sum = Part::new(weight.len());
+    for part in parts {
+        vectorized(AddTo { sum: &mut sum.weight, part: &part.weight });
+        vectorized(AddTo { sum: &mut sum.bias, part: &part.bias });
+    }
+    Gradients { x: dx, weight: sum.weight, bias: sum.bias }
+}
+
+/// What a block of rows adds to the gradients of weight and bias.
+struct Part<T> {
+    weight: Vec<T>,
+    bias: Vec<T>,
+}
+
+impl<T: Float> Part<T> {
+    fn new(len: usize) -> Self {
+        Self { weight: vec![T::ZERO; len], bias: vec![T::ZERO; len] }
+    }
+}
+
+struct Backward<'a, 'b, T> {
+    norm: Norm,
+    x: &'a [T],
+    weight: &'a [T],
+    grad: &'a [T],
+    beside: Option<&'a [T]>,
+    epsilon: T,
+    out: &'a mut Fill<'b, T>,
+}
+
+impl<T: Float> NullaryFnOnce for Backward<'_, '_, T> {
+    type Output = Part<T>;
+
+    #[inline(always)]
+    fn call(self) -> Part<T> {
+        let Self { norm, weight, beside, epsilon, out, .. } = self;
+        let (width, n) = (weight.len(), T::of(weight.len() as f64));
+        let mut part = Part::new(width);
+        let rows = self.x.chunks_exact(width).zip(self.grad.chunks_exact(width));
+        for (row, (x, grad)) in rows.enumerate() {
+            let (mean, scale) = statistics(norm, x, epsilon);
+            // With y = (x − mean) · scale: dx = scale · (g·w − mean of g·w − y · mean of g·w·y).
+            let along = sum3(grad, weight, x, |g, w, x| g * w * (x - mean)) * scale / n;
+            let shift = match norm {
+                Norm::Rms => T::ZERO,
+                Norm::Layer => sum2(grad, weight, |g, w| g * w) / n,
+            };
+            let of_norm = |g: T, w: T, x: T| (g * w - shift - (x - mean) * scale * along) * scale;
+            match beside {
+                None => out.push3(grad, weight, x, of_norm),
+                Some(beside) => {
+                    let beside = &beside[row * width..][..width];
+                    out.push4(grad, weight, x, beside, |g, w, x, beside| of_norm(g, w, x) + beside)
+                }
+            };
+            for ((sum, &g), &x) in part.weight.iter_mut().zip(grad).zip(x) {
+                *sum += g * ((x - mean) * scale);
+            }
+            if let Norm::Layer = norm {
+                add_to(&mut part.bias, grad);
+            }
+        }
+        part
+    }
+}
+
+/// Adds one row to another.
+struct AddTo<'a, T> {
+    sum: &'a mut [T],
+    part: &'a [T],
+}
+
+impl<T: Float> NullaryFnOnce for AddTo<'_, T> {
+    type Output = ();
+
+    #[inline(always)]
+    fn call(self) {
+        add_to(self.sum, self.part);
+    }
+}
+
+#[inline(always)]
+fn add_to<T: Float>(sum: &mut [T], part: &[T]) {
+    for (sum, &part) in sum.iter_mut().zip(part) {
+        *sum += part;
+    }
+}

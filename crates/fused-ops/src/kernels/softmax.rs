@@ -1,0 +1,98 @@
+//! Softmax and its logarithm over rows, with their gradients.
+
+use pulp::NullaryFnOnce;
+
+use super::{
+    float::Float,
+    lanes::{max, sum1, sum2},
+    memory::{Fill, vec_of_blocks},
+    parallel::{block_of, rows_per_block},
+    vectorized,
+};
+
+/// Whether probabilities are wanted or their logarithms.
+#[derive(Clone, Copy, Debug)]
+pub(crate) enum Softmax {
+    Plain,
+    Log,
+}
+
+/// The rows of `width` elements, which is at least one unless there are none.
+pub(crate) fn forward<T: Float>(softmax: Softmax, x: &[T], width: usize) -> Vec<T> {
+    let block_len = rows_per_block(width) * width;
+    let write = |block, out: &mut Fill<'_, T>| {
+        let x = block_of(x, block, block_len);
+        vectorized(Forward { softmax, x, width, out });
+    };
+    vec_of_blocks(x.len(), block_len, write).0
+}
+
+struct Forward<'a, 'b, T> {
+    softmax: Softmax,
+    x: &'a [T],
+    width: usize,
+    out: &'a mut Fill<'b, T>,
+}
+
+impl<T: Float> NullaryFnOnce for Forward<'_, '_, T> {
+    type Output = ();
+
+    #[inline(always)]
+    fn call(self) {
+        for x in self.x.chunks_exact(self.width) {
+            let top = max(x);
+            match self.softmax {
+                Softmax::Plain => {
+                    let y = self.out.push1(x, |x| (x - top).exp());
+                    let factor = T::ONE / sum1(y, |y| y);
+                    for y in y {
+                        *y *= factor;
+                    }
+                }
+                Softmax::Log => {
+                    let log_sum = sum1(x, |x| (x - top).exp()).ln();
+                    self.out.push1(x, |x| (x - top) - log_sum);
+                }
+            }
+        }
+    }
+}
+
+/// The gradient, from the result `y` and its gradient.
+pub(crate) fn backward<T: Float>(softmax: Softmax, y: &[T], grad: &[T], width: usize) -> Vec<T> {
+    let block_len = rows_per_block(width) * width;
+    let write = |block, out: &mut Fill<'_, T>| {
+        let (y, grad) = (block_of(y, block, block_len), block_of(grad, block, block_len));
+        vectorized(Backward { softmax, y, grad, width, out });
+    };
+    vec_of_blocks(y.len(), block_len, write).0
+}
+
+struct Backward<'a, 'b, T> {
+    softmax: Softmax,
+    y: &'a [T],
+    grad: &'a [T],
+    width: usize,
+    out: &'a mut Fill<'b, T>,
+}
+
+impl<T: Float> NullaryFnOnce for Backward<'_, '_, T> {
+    type Output = ();
+
+    #[inline(always)]
+    fn call(self) {
+        let rows = self.y.chunks_exact(self.width).zip(self.grad.chunks_exact(self.width));
+        for (y, grad) in rows {
+            match self.softmax {
+                Softmax::Plain => {
+                    let along = sum2(y, grad, |y, g| y * g);
+                    self.out.push2(y, grad, |y, g| y * (g - along));
+                }
+                Softmax::Log => {
+                    let sum = sum1(grad, |g| g);
+                    self.out.push2(y, grad, |y, g| g - y.exp() * sum);
+                }
+            }
+        }
+    }
+}

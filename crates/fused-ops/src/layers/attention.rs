@@ -1,0 +1,139 @@
+//! Attention between its projections.
+
+use candle_core::{Result, Tensor};
+use candle_nn::{Module, VarBuilder};
+
+use super::{Linear, linear_b};
+use crate::attention::AttentionConfig;
+
+/// The sizes of an [`Attention`].
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct AttentionSizes {
+    /// Width of the residual stream.
+    pub hidden: usize,
+    /// Heads of the queries.
+    pub heads: usize,
+    /// Heads of keys and values, by which `heads` must be divisible. Default: as many as of
+    /// queries.
+    pub key_heads: usize,
+    /// Elements of a head. Default: `hidden` / `heads`.
+    pub head_size: usize,
+    /// Whether queries, keys and values have a bias, as in Qwen 2. Default: `false`.
+    pub bias: bool,
+}
+
+impl AttentionSizes {
+    /// Heads that share `hidden` evenly, each with keys of its own.
+    ///
+    /// # Examples
+    ///
+    /// ```
+    /// let sizes = fused_ops::layers::AttentionSizes::new(4096, 32).with_key_heads(8);
+    /// assert_eq!(sizes.head_size, 128);
+    /// ```
+    pub fn new(hidden: usize, heads: usize) -> Self {
+        let head_size = hidden / heads.max(1);
+        Self { hidden, heads, key_heads: heads, head_size, bias: false }
+    }
+
+    /// Lets several heads of the queries share one of the keys and values.
+    #[must_use]
+    pub fn with_key_heads(mut self, heads: usize) -> Self {
+        self.key_heads = heads;
+        self
+    }
+
+    /// Makes heads of another size than `hidden` / `heads`.
+    #[must_use]
+    pub fn with_head_size(mut self, size: usize) -> Self {
+        self.head_size = size;
+        self
+    }
+
+    /// Gives queries, keys and values a bias.
+    #[must_use]
+    pub fn with_bias(mut self, bias: bool) -> Self {
+        self.bias = bias;
+        self
+    }
+}
+
+/// [`attention`](crate::attention()) between its four projections, with the parameter names of
+/// Llama and its relatives: `q_proj`, `k_proj`, `v_proj` and `o_proj`.
+///
+/// # Examples
+///
+/// ```
+/// use candle_core::{DType, Device, Tensor};
+/// use candle_nn::{VarBuilder, VarMap};
+/// use fused_ops::{AttentionConfig, layers::{Attention, AttentionSizes}};
+///
+/// let vars = VarMap::new();
+/// let vb = VarBuilder::from_varmap(&vars, DType::F32, &Device::Cpu);
+/// let layer = Attention::new(AttentionSizes::new(8, 4).with_key_heads(2), &vb.pp("self_attn"))?;
+/// let x = Tensor::ones((1, 3, 8), DType::F32, &Device::Cpu)?;
+/// let y = layer.forward(&x, None, &AttentionConfig::causal())?;
+/// assert_eq!(y.dims(), [1, 3, 8]);
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
+#[derive(Clone, Debug)]
+pub struct Attention {
+    sizes: AttentionSizes,
+    query: Linear,
+    key: Linear,
+    value: Linear,
+    output: Linear,
+}
+
+impl Attention {
+    /// A layer whose projections are loaded, or initialized as by candle-nn.
+    ///
+    /// # Errors
+    ///
+    /// If they cannot be loaded.
+    pub fn new(sizes: AttentionSizes, vb: &VarBuilder<'_>) -> Result<Self> {
+        let AttentionSizes { hidden, heads, key_heads, head_size, bias } = sizes;
+        Ok(Self {
+            sizes,
+            query: linear_b(hidden, heads * head_size, bias, vb.pp("q_proj"))?,
+            key: linear_b(hidden, key_heads * head_size, bias, vb.pp("k_proj"))?,
+            value: linear_b(hidden, key_heads * head_size, bias, vb.pp("v_proj"))?,
+            output: linear_b(heads * head_size, hidden, false, vb.pp("o_proj"))?,
+        })
+    }
+
+    /// Attends from each position of `x` [batch, length, hidden].
+    ///
+    /// `rotation` are the cosines and sines [at least length, head size / 2] by which queries and
+    /// keys are turned, as by [`rope_thd`](crate::rope_thd).
+    ///
+    /// # Errors
+    ///
+    /// As of [`attention`](crate::attention()) and [`rope_thd`](crate::rope_thd).
+    pub fn forward(
+        &self,
+        x: &Tensor,
+        rotation: Option<(&Tensor, &Tensor)>,
+        config: &AttentionConfig,
+    ) -> Result<Tensor> {
+        let AttentionSizes { heads, key_heads, .. } = self.sizes;
+        let (query, key) =
+            (self.split(x, &self.query, heads)?, self.split(x, &self.key, key_heads)?);
+        let value = self.split(x, &self.value, key_heads)?;
+        let (query, key) = match rotation {
+            None => (query, key),
+            Some((cos, sin)) => {
+                (crate::rope_thd(&query, cos, sin)?, crate::rope_thd(&key, cos, sin)?)
+            }
+        };
+        let mixed = crate::attention(&query, &key, &value, config)?;
+        self.output.forward(&mixed.flatten_from(2)?)
+    }
+
+    /// A projection of `x`, cut into heads.
+    fn split(&self, x: &Tensor, projection: &Linear, heads: usize) -> Result<Tensor> {
+        let (batch, length, _) = x.dims3()?;
+        projection.forward(x)?.reshape((batch, length, heads, self.sizes.head_size))
+    }
+}

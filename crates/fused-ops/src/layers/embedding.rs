@@ -1,0 +1,62 @@
+//! Embeddings.
+
+use candle_core::{Result, Tensor};
+use candle_nn::{Module, VarBuilder};
+
+/// [`embedding`](crate::embedding()) with its table, in the place of `candle_nn::Embedding`.
+///
+/// # Examples
+///
+/// ```
+/// use candle_core::{DType, Device, Tensor};
+/// use candle_nn::{Module, VarBuilder, VarMap};
+/// use fused_ops::layers::embedding;
+///
+/// let vars = VarMap::new();
+/// let vb = VarBuilder::from_varmap(&vars, DType::F32, &Device::Cpu);
+/// let tokens = embedding(10, 4, vb.pp("embed_tokens"))?;
+/// let y = tokens.forward(&Tensor::new(&[[1_u32, 2, 3]], &Device::Cpu)?)?;
+/// assert_eq!(y.dims(), [1, 3, 4]);
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
+#[derive(Clone, Debug)]
+pub struct Embedding {
+    embeddings: Tensor,
+}
+
+impl Embedding {
+    /// An embedding of this table [rows, hidden size].
+    ///
+    /// `hidden_size` is not needed, since the table has it; it is there because candle-nn's
+    /// constructor asks for it.
+    pub fn new(embeddings: Tensor, _hidden_size: usize) -> Self {
+        Self { embeddings }
+    }
+
+    /// The table [rows, hidden size].
+    pub fn embeddings(&self) -> &Tensor {
+        &self.embeddings
+    }
+}
+
+impl Module for Embedding {
+    fn forward(&self, indices: &Tensor) -> Result<Tensor> {
+        Ok(crate::embedding(&self.embeddings, indices)?)
+    }
+}
+
+impl From<candle_nn::Embedding> for Embedding {
+    fn from(embedding: candle_nn::Embedding) -> Self {
+        Self { embeddings: embedding.embeddings().clone() }
+    }
+}
+
+/// An embedding whose `weight` [`in_size`, `out_size`] is loaded, or drawn from the standard normal
+/// distribution.
+///
+/// # Errors
+///
+/// If the table cannot be loaded.
+pub fn embedding(in_size: usize, out_size: usize, vb: VarBuilder<'_>) -> Result<Embedding> {
+    candle_nn::embedding(in_size, out_size, vb).map(Embedding::from)
+}

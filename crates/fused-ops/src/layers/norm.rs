@@ -1,0 +1,178 @@
+//! Normalization with learned weights.
+
+use candle_core::{Result, Tensor};
+use candle_nn::{LayerNormConfig, Module, VarBuilder};
+
+/// [`rms_norm`](crate::rms_norm()) with its weight, in the place of `candle_nn::RmsNorm`.
+///
+/// # Examples
+///
+/// ```
+/// use candle_core::{DType, Device, Tensor};
+/// use candle_nn::{Module, VarBuilder, VarMap};
+/// use fused_ops::layers::rms_norm;
+///
+/// let vars = VarMap::new();
+/// let vb = VarBuilder::from_varmap(&vars, DType::F32, &Device::Cpu);
+/// let norm = rms_norm(4, 1e-6, vb.pp("norm"))?;
+/// let y = norm.forward(&Tensor::ones((2, 4), DType::F32, &Device::Cpu)?)?;
+/// assert!(y.sum_all()?.backward()?.get(norm.weight()).is_some());
+/// assert!(vars.data().lock().unwrap().contains_key("norm.weight"));
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
+#[derive(Clone, Debug)]
+pub struct RmsNorm {
+    weight: Tensor,
+    epsilon: f64,
+}
+
+impl RmsNorm {
+    /// A norm with this weight \[hidden\]; `eps` is added to the mean square.
+    pub fn new(weight: Tensor, eps: f64) -> Self {
+        Self { weight, epsilon: eps }
+    }
+
+    /// The weight \[hidden\].
+    pub fn weight(&self) -> &Tensor {
+        &self.weight
+    }
+
+    /// What is added to the mean square.
+    pub fn eps(&self) -> f64 {
+        self.epsilon
+    }
+
+    /// `x` + `residual`, and its norm: see [`add_rms_norm`](crate::add_rms_norm).
+    ///
+    /// # Errors
+    ///
+    /// As of [`add_rms_norm`](crate::add_rms_norm).
+    pub fn forward_add(&self, x: &Tensor, residual: &Tensor) -> Result<(Tensor, Tensor)> {
+        Ok(crate::add_rms_norm(x, residual, &self.weight, self.epsilon)?)
+    }
+}
+
+impl Module for RmsNorm {
+    fn forward(&self, x: &Tensor) -> Result<Tensor> {
+        Ok(crate::rms_norm(x, &self.weight, self.epsilon)?)
+    }
+}
+
+impl From<candle_nn::RmsNorm> for RmsNorm {
+    fn from(norm: candle_nn::RmsNorm) -> Self {
+        Self::new(norm.weight().clone(), norm.eps())
+    }
+}
+
+/// A norm whose `weight` \[size\] is loaded, or made of ones.
+///
+/// # Errors
+///
+/// If the weight cannot be loaded.
+pub fn rms_norm(size: usize, eps: f64, vb: VarBuilder<'_>) -> Result<RmsNorm> {
+    candle_nn::rms_norm(size, eps, vb).map(RmsNorm::from)
+}
+
+/// [`layer_norm`](crate::layer_norm()) with its weight and bias, in the place of
+/// `candle_nn::LayerNorm`.
+///
+/// # Examples
+///
+/// ```
+/// use candle_core::{DType, Device, Tensor};
+/// use candle_nn::{Module, VarBuilder, VarMap};
+/// use fused_ops::layers::layer_norm;
+///
+/// let vars = VarMap::new();
+/// let vb = VarBuilder::from_varmap(&vars, DType::F32, &Device::Cpu);
+/// let norm = layer_norm(2, 1e-12, vb.pp("LayerNorm"))?;
+/// let y = norm.forward(&Tensor::new(&[[1.0_f32, 3.0]], &Device::Cpu)?)?;
+/// assert_eq!(y.to_vec2::<f32>()?, [[-1.0, 1.0]]);
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
+#[derive(Clone, Debug)]
+pub struct LayerNorm {
+    weight: Tensor,
+    bias: Option<Tensor>,
+    remove_mean: bool,
+    epsilon: f64,
+}
+
+impl LayerNorm {
+    /// A norm with this weight and bias, both \[hidden\]; `eps` is added to the variance.
+    pub fn new(weight: Tensor, bias: Tensor, eps: f64) -> Self {
+        Self { weight, bias: Some(bias), remove_mean: true, epsilon: eps }
+    }
+
+    /// A norm without a bias.
+    pub fn new_no_bias(weight: Tensor, eps: f64) -> Self {
+        Self { weight, bias: None, remove_mean: true, epsilon: eps }
+    }
+
+    /// A norm that does not subtract the mean: [`RmsNorm`].
+    pub fn rms_norm(weight: Tensor, eps: f64) -> Self {
+        Self { weight, bias: None, remove_mean: false, epsilon: eps }
+    }
+
+    /// The weight \[hidden\].
+    pub fn weight(&self) -> &Tensor {
+        &self.weight
+    }
+
+    /// The bias \[hidden\], if there is one.
+    pub fn bias(&self) -> Option<&Tensor> {
+        self.bias.as_ref()
+    }
+
+    /// What is added to the variance.
+    pub fn eps(&self) -> f64 {
+        self.epsilon
+    }
+}
+
+impl Module for LayerNorm {
+    fn forward(&self, x: &Tensor) -> Result<Tensor> {
+        if self.remove_mean {
+            return Ok(crate::layer_norm(x, &self.weight, self.bias.as_ref(), self.epsilon)?);
+        }
+        let y = crate::rms_norm(x, &self.weight, self.epsilon)?;
+        match &self.bias {
+            None => Ok(y),
+            Some(bias) => y.broadcast_add(bias),
+        }
+    }
+}
+
+impl From<candle_nn::LayerNorm> for LayerNorm {
+    fn from(norm: candle_nn::LayerNorm) -> Self {
+        Self {
+            weight: norm.weight().clone(),
+            bias: norm.bias().cloned(),
+            remove_mean: norm.remove_mean(),
+            epsilon: norm.eps(),
+        }
+    }
+}
+
+/// A norm whose `weight` and, if `config` says so, `bias` \[size\] are loaded, or made of ones and
+/// zeros.
+///
+/// # Errors
+///
+/// If they cannot be loaded.
+pub fn layer_norm(
+    size: usize,
+    config: impl Into<LayerNormConfig>,
+    vb: VarBuilder<'_>,
+) -> Result<LayerNorm> {
+    candle_nn::layer_norm(size, config, vb).map(LayerNorm::from)
+}
+
+/// A norm without a bias, whose `weight` \[size\] is loaded, or made of ones.
+///
+/// # Errors
+///
+/// If the weight cannot be loaded.
+pub fn layer_norm_no_bias(size: usize, eps: f64, vb: VarBuilder<'_>) -> Result<LayerNorm> {
+    candle_nn::layer_norm_no_bias(size, eps, vb).map(LayerNorm::from)
+}

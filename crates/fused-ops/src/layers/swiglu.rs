@@ -1,0 +1,52 @@
+//! The gated feed-forward network.
+
+use candle_core::{Result, Tensor};
+use candle_nn::{Module, VarBuilder};
+
+use super::{Linear, linear_no_bias};
+
+/// down(silu(gate(x)) · up(x)), with the parameter names of Llama and its relatives: `gate_proj`,
+/// `up_proj` and `down_proj`.
+///
+/// # Examples
+///
+/// ```
+/// use candle_core::{DType, Device, Tensor};
+/// use candle_nn::{Module, VarBuilder, VarMap};
+/// use fused_ops::layers::SwiGlu;
+///
+/// let vars = VarMap::new();
+/// let vb = VarBuilder::from_varmap(&vars, DType::F32, &Device::Cpu);
+/// let mlp = SwiGlu::new(8, 32, &vb.pp("mlp"))?;
+/// let x = Tensor::ones((1, 3, 8), DType::F32, &Device::Cpu)?;
+/// assert_eq!(mlp.forward(&x)?.dims(), [1, 3, 8]);
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
+#[derive(Clone, Debug)]
+pub struct SwiGlu {
+    gate: Linear,
+    up: Linear,
+    down: Linear,
+}
+
+impl SwiGlu {
+    /// A network of this width whose projections are loaded, or initialized as by candle-nn.
+    ///
+    /// # Errors
+    ///
+    /// If they cannot be loaded.
+    pub fn new(hidden: usize, width: usize, vb: &VarBuilder<'_>) -> Result<Self> {
+        Ok(Self {
+            gate: linear_no_bias(hidden, width, vb.pp("gate_proj"))?,
+            up: linear_no_bias(hidden, width, vb.pp("up_proj"))?,
+            down: linear_no_bias(width, hidden, vb.pp("down_proj"))?,
+        })
+    }
+}
+
+impl Module for SwiGlu {
+    fn forward(&self, x: &Tensor) -> Result<Tensor> {
+        let mixed = crate::swiglu(&self.gate.forward(x)?, &self.up.forward(x)?)?;
+        self.down.forward(&mixed)
+    }
+}

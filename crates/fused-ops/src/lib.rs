@@ -1,0 +1,35 @@
+#![doc = include_str!("../README.md")]
+
+mod activation;
+mod attention;
+mod autograd;
+mod checkpoint;
+mod composed;
+mod cross_entropy;
+mod dropout;
+mod embedding;
+mod error;
+mod kernels;
+mod linear;
+mod norm;
+mod rope;
+mod route;
+mod softmax;
+#[cfg(test)]
+mod tests;
+
+pub mod layers;
+
+pub use crate::{
+    activation::{Activation, gelu, gelu_tanh, silu, swiglu},
+    attention::{AttentionConfig, attention, attention_packed},
+    checkpoint::checkpoint,
+    cross_entropy::{CrossEntropy, CrossEntropyConfig, cross_entropy},
+    dropout::{DropoutKey, dropout},
+    embedding::embedding,
+    error::{Error, Result},
+    linear::linear,
+    norm::{add_layer_norm, add_rms_norm, layer_norm, rms_norm},
+    rope::{rope, rope_i, rope_i_thd, rope_thd},
+    softmax::{log_softmax, softmax},
+};

@@ -1,0 +1,236 @@
+//! Rotary position embeddings, in both conventions and both layouts.
+//!
+//! Su et al., "RoFormer", arXiv 2104.09864. The functions have the names and arguments of
+//! `candle_nn::rotary_emb`, whose fused ones have no backward.
+
+use candle_core::Tensor;
+
+use crate::{
+    autograd::{Backward, Reading, record, tensor},
+    composed,
+    error::{Error, Result},
+    kernels::{
+        float::Float,
+        rope::{Pairs, Rotation, Turn, rotate},
+    },
+    route::route,
+};
+
+const OP: &str = "rope";
+
+/// Rotates each pair of elements by the angle of its position; a pair is an element of the first
+/// half of a head and one of the second, as in Llama and GPT-NeoX.
+///
+/// # Shapes
+///
+/// `x` [batch, heads, length, size], `cos` and `sin` [at least length, size / 2]; the result has
+/// the shape of `x`.
+///
+/// # Determinism
+///
+/// The same bits on every processor and for any number of threads.
+///
+/// # Errors
+///
+/// [`Shape`](Error::Shape) if the shapes do not fit, [`Gradient`](Error::Gradient) if `cos` or
+/// `sin` depends on a variable, [`DType`](Error::DType) and [`Device`](Error::Device) if the inputs
+/// differ in type or device or have no floating type.
+///
+/// # Examples
+///
+/// ```
+/// use candle_core::{Device, Tensor};
+///
+/// // One head of size 4, turned by a quarter at its only position: (a, b) becomes (−b, a).
+/// let x = Tensor::new(&[[[[1.0_f32, 2.0, 3.0, 4.0]]]], &Device::Cpu)?;
+/// let (cos, sin) = (Tensor::new(&[[0.0_f32, 0.0]], &Device::Cpu)?, Tensor::new(&[[1.0_f32, 1.0]], &Device::Cpu)?);
+/// let halves = fused_ops::rope(&x, &cos, &sin)?;
+/// assert_eq!(halves.flatten_all()?.to_vec1::<f32>()?, [-3.0, -4.0, 1.0, 2.0]);
+/// let neighbors = fused_ops::rope_i(&x, &cos, &sin)?;
+/// assert_eq!(neighbors.flatten_all()?.to_vec1::<f32>()?, [-2.0, 1.0, -4.0, 3.0]);
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
+pub fn rope(x: &Tensor, cos: &Tensor, sin: &Tensor) -> Result<Tensor> {
+    turn(x, cos, sin, Pairs::Halves, Rows::HeadsFirst)
+}
+
+/// As [`rope`](crate::rope()), where a pair is two neighbors, as in GPT-J and the original paper.
+///
+/// # Shapes
+///
+/// As of [`rope`](crate::rope()).
+///
+/// # Determinism
+///
+/// As of [`rope`](crate::rope()).
+///
+/// # Errors
+///
+/// As of [`rope`](crate::rope()).
+///
+/// # Examples
+///
+/// See [`rope`](crate::rope()).
+pub fn rope_i(x: &Tensor, cos: &Tensor, sin: &Tensor) -> Result<Tensor> {
+    turn(x, cos, sin, Pairs::Neighbors, Rows::HeadsFirst)
+}
+
+/// As [`rope`](crate::rope()), with the heads of a position beside each other, as
+/// [`attention`](crate::attention()) takes them.
+///
+/// # Shapes
+///
+/// `x` [batch, length, heads, size], `cos` and `sin` [at least length, size / 2]; the result has
+/// the shape of `x`.
+///
+/// # Determinism
+///
+/// As of [`rope`](crate::rope()).
+///
+/// # Errors
+///
+/// As of [`rope`](crate::rope()).
+///
+/// # Examples
+///
+/// ```
+/// use candle_core::{Device, Tensor};
+///
+/// // Two heads of size 2 at one position, turned by a quarter.
+/// let x = Tensor::new(&[[[[1.0_f32, 2.0], [3.0, 4.0]]]], &Device::Cpu)?;
+/// let (cos, sin) = (Tensor::new(&[[0.0_f32]], &Device::Cpu)?, Tensor::new(&[[1.0_f32]], &Device::Cpu)?);
+/// let y = fused_ops::rope_thd(&x, &cos, &sin)?;
+/// assert_eq!(y.flatten_all()?.to_vec1::<f32>()?, [-2.0, 1.0, -4.0, 3.0]);
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
+pub fn rope_thd(x: &Tensor, cos: &Tensor, sin: &Tensor) -> Result<Tensor> {
+    turn(x, cos, sin, Pairs::Halves, Rows::PositionsFirst)
+}
+
+/// As [`rope_thd`], where a pair is two neighbors.
+///
+/// # Shapes
+///
+/// As of [`rope_thd`].
+///
+/// # Determinism
+///
+/// As of [`rope`](crate::rope()).
+///
+/// # Errors
+///
+/// As of [`rope`](crate::rope()).
+///
+/// # Examples
+///
+/// See [`rope_thd`].
+pub fn rope_i_thd(x: &Tensor, cos: &Tensor, sin: &Tensor) -> Result<Tensor> {
+    turn(x, cos, sin, Pairs::Neighbors, Rows::PositionsFirst)
+}
+
+/// The order of the dimensions between batch and size.
+#[derive(Clone, Copy, Debug)]
+enum Rows {
+    HeadsFirst,
+    PositionsFirst,
+}
+
+fn turn(x: &Tensor, cos: &Tensor, sin: &Tensor, pairs: Pairs, rows: Rows) -> Result<Tensor> {
+    let (length, half) = check_x(x, rows)?;
+    for (input, angles) in [("cos", cos), ("sin", sin)] {
+        check_angles(input, angles, length, half)?;
+    }
+    let (cos, sin) = (&cos.narrow(0, 0, length)?, &sin.narrow(0, 0, length)?);
+    route!(
+        "rope",
+        [x, cos, sin],
+        fused(x, cos, sin, pairs, rows),
+        match rows {
+            Rows::HeadsFirst => composed::rope(x, cos, sin, pairs),
+            Rows::PositionsFirst => {
+                composed::rope(&x.transpose(1, 2)?, cos, sin, pairs).and_then(|y| y.transpose(1, 2))
+            }
+        },
+    )
+}
+
+/// The number of positions, and of pairs in a head.
+fn check_x(x: &Tensor, rows: Rows) -> Result<(usize, usize)> {
+    match *x.dims() {
+        [_, first, second, size] if size.is_multiple_of(2) => Ok(match rows {
+            Rows::HeadsFirst => (second, size / 2),
+            Rows::PositionsFirst => (first, size / 2),
+        }),
+        _ => {
+            let expected = "four dimensions, the last of them even".to_owned();
+            Err(Error::Shape { op: OP, input: "x", found: x.dims().to_vec(), expected })
+        }
+    }
+}
+
+fn check_angles(input: &'static str, angles: &Tensor, length: usize, half: usize) -> Result<()> {
+    if angles.track_op() {
+        return Err(Error::Gradient { op: OP, input });
+    }
+    match *angles.dims() {
+        [positions, pairs] if positions >= length && pairs == half => Ok(()),
+        _ => {
+            let expected = format!("[at least {length}, {half}]");
+            Err(Error::Shape { op: OP, input, found: angles.dims().to_vec(), expected })
+        }
+    }
+}
+
+fn fused<T: Float>(
+    x: &Tensor,
+    cos: &Tensor,
+    sin: &Tensor,
+    pairs: Pairs,
+    rows: Rows,
+) -> Result<Tensor> {
+    let (x, cos, sin) = (&x.contiguous()?, cos.contiguous()?, sin.contiguous()?);
+    let way = Turned { cos, sin, pairs, rows };
+    let y = way.apply::<T>(x, Turn::Forward)?;
+    record(&[x], y, x.shape().clone(), TurnedBack::<T> { way, float: std::marker::PhantomData })
+}
+
+struct Turned {
+    cos: Tensor,
+    sin: Tensor,
+    pairs: Pairs,
+    rows: Rows,
+}
+
+impl Turned {
+    fn apply<T: Float>(&self, x: &Tensor, turn: Turn) -> Result<Vec<T>> {
+        let (_, first, second, size) = x.dims4()?;
+        let (rows_per_position, positions) = match self.rows {
+            Rows::HeadsFirst => (1, second),
+            Rows::PositionsFirst => (second, first),
+        };
+        let (read, cos, sin) = (Reading::new(x), Reading::new(&self.cos), Reading::new(&self.sin));
+        let (cos, sin) = (cos.all()?, sin.all()?);
+        let pairs = self.pairs;
+        let rotation = Rotation { pairs, size, rows_per_position, positions, cos, sin };
+        Ok(rotate(read.all()?, rotation, turn))
+    }
+}
+
+struct TurnedBack<T> {
+    way: Turned,
+    float: std::marker::PhantomData<T>,
+}
+
+impl<T: Float> Backward for TurnedBack<T> {
+    const NAME: &'static str = "fused-rope";
+
+    fn backward(
+        &self,
+        inputs: &[&Tensor],
+        _: &Tensor,
+        grad: &Tensor,
+    ) -> Result<Vec<Option<Tensor>>> {
+        let back = self.way.apply::<T>(grad, Turn::Back)?;
+        Ok(vec![Some(tensor(back, inputs[0].shape())?)])
+    }
+}

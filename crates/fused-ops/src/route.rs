@@ -1,0 +1,98 @@
+//! Which form of an operation runs: a kernel in one of two types, or candle's own operations.
+
+use candle_core::{DType, Tensor};
+
+use crate::error::{Error, Result};
+
+/// How an operation is carried out.
+#[derive(Clone, Copy, Debug)]
+pub(crate) enum Route {
+    /// By kernels for f32.
+    F32,
+    /// By kernels for f64.
+    F64,
+    /// By kernels for f32, of inputs in this type, to which the result is rounded once.
+    Half(DType),
+    /// By candle's differentiable operations, on a device that we have no kernels for.
+    Composed,
+}
+
+impl Route {
+    /// The route of inputs, with their names, which must have one floating type and lie on one
+    /// device.
+    pub(crate) fn of(op: &'static str, inputs: &[(&'static str, &Tensor)]) -> Result<Self> {
+        let (_, first) = inputs[0];
+        for &(input, tensor) in inputs {
+            let (here, there) = (first.device().location(), tensor.device().location());
+            if here != there {
+                return Err(Error::Device { op, first: here, other: there });
+            }
+            if tensor.dtype() != first.dtype() {
+                let (found, expected) = (tensor.dtype(), first.dtype().as_str());
+                return Err(Error::DType { op, input, found, expected });
+            }
+        }
+        let route = match first.dtype() {
+            DType::F32 => Self::F32,
+            DType::F64 => Self::F64,
+            half @ (DType::F16 | DType::BF16) => Self::Half(half),
+            found => {
+                let expected = "f16, bf16, f32 or f64";
+                return Err(Error::DType { op, input: inputs[0].0, found, expected });
+            }
+        };
+        Ok(if first.device().is_cpu() { route } else { Self::Composed })
+    }
+}
+
+/// Calls `$fused::<T>` for the type of the inputs, or evaluates the composed form.
+///
+/// Halves become f32 by candle's differentiable conversion, so that their gradients come back as
+/// halves.
+macro_rules! route {
+    (
+        $op:literal, [$($input:ident),+],
+        $fused:ident($($argument:expr),*),
+        $composed:expr $(,)?
+    ) => {
+        match $crate::route::Route::of($op, &[$((stringify!($input), $input)),+])? {
+            $crate::route::Route::F32 => $fused::<f32>($($argument),*),
+            $crate::route::Route::F64 => $fused::<f64>($($argument),*),
+            $crate::route::Route::Half(half) => {
+                $(let $input = &$input.to_dtype(candle_core::DType::F32)?;)+
+                Ok($fused::<f32>($($argument),*)?.to_dtype(half)?)
+            }
+            $crate::route::Route::Composed => Ok($composed?),
+        }
+    };
+}
+
+pub(crate) use route;
+
+/// Refuses a shape.
+pub(crate) fn check_shape(
+    op: &'static str,
+    input: &'static str,
+    tensor: &Tensor,
+    expected: &[usize],
+) -> Result<()> {
+    if tensor.dims() == expected {
+        return Ok(());
+    }
+    Err(Error::Shape {
+        op,
+        input,
+        found: tensor.dims().to_vec(),
+        expected: format!("{expected:?}"),
+    })
+}
+
+/// The size of the last dimension; a scalar has none.
+pub(crate) fn last_dim(op: &'static str, input: &'static str, tensor: &Tensor) -> Result<usize> {
+    tensor.dims().last().copied().ok_or_else(|| Error::Shape {
+        op,
+        input,
+        found: Vec::new(),
+        expected: "at least one dimension".to_owned(),
+    })
+}

@@ -1,0 +1,229 @@
+//! Kernels agree with the composed form in f64, and in f32 are no further from it than that in f32.
+
+use candle_core::{DType, Tensor, Var};
+use proptest::prelude::*;
+
+use super::support::{
+    Attending, Case, Outcome, all_cases, attention_cases, error, rope_cases, row_cases, run,
+    run_on, values,
+};
+
+/// What f32 may differ from f64, relative to the largest element.
+const F32: f64 = 2e-6;
+
+/// What two ways to add up in f64 may differ, for rows of up to 100,000 numbers.
+const F64: f64 = 1e-11;
+
+/// Checks the two forms of an operation against each other in both types.
+fn check(case: &Case, seed: u64) {
+    let inputs = case.inputs(seed);
+    let reference = run(&case.composed, &inputs);
+    compare(case, &run(&case.fused, &inputs), &reference, &|_, _| F64);
+
+    let single: Vec<_> = inputs.iter().map(|x| x.to_dtype(DType::F32).unwrap()).collect();
+    let rounded: Vec<_> = single.iter().map(|x| x.to_dtype(DType::F64).unwrap()).collect();
+    let reference = run(&case.composed, &rounded);
+    // A product's rounding grows with its factors, and what is computed from it is no better.
+    let composed = run(&case.composed, &single);
+    let limit =
+        |pick: Pick, input| F32.max(1.5 * error(pick(&composed, input), pick(&reference, input)));
+    compare(case, &run(&case.fused, &single), &reference, &limit);
+}
+
+/// Checks a result and the gradients of all inputs against those of another form.
+fn compare(case: &Case, found: &Outcome, reference: &Outcome, limit: &Limit<'_>) {
+    let check = |what: &str, pick: Pick, input| {
+        let (off, limit) = (error(pick(found, input), pick(reference, input)), limit(pick, input));
+        assert!(off <= limit, "{}: {what} {input}: {off:e}, at most {limit:e}", case.name);
+    };
+    check("result", |outcome, _| &outcome.y, 0);
+    for input in 0..reference.grads.len() {
+        check("the gradient of input", |outcome, input| &outcome.grads[input], input);
+    }
+}
+
+/// One tensor of an outcome: its result, or the gradient of an input.
+type Pick = fn(&Outcome, usize) -> &Tensor;
+
+/// How far a tensor may be off.
+type Limit<'a> = dyn Fn(Pick, usize) -> f64 + 'a;
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(24))]
+
+    #[test]
+    fn of_rows(rows in 1..40_usize, width in 8..150_usize, seed in 1..1000_u64) {
+        for case in row_cases(rows, width) {
+            check(&case, seed);
+        }
+    }
+
+    #[test]
+    fn of_rotations(
+        batch in 1..3_usize, heads in 1..5_usize, length in 1..9_usize, half in 1..40_usize,
+        seed in 1..1000_u64,
+    ) {
+        for case in rope_cases(batch, heads, length, half) {
+            check(&case, seed);
+        }
+    }
+
+    #[test]
+    fn of_attention(
+        batch in 1..3_usize, queries in 1..150_usize, more in 1..150_usize, key_heads in 1..3_usize,
+        group in 1..4_usize, size in 1..40_usize, seed in 1..1000_u64,
+    ) {
+        let keys = queries + more;
+        for case in attention_cases(Attending { batch, queries, keys, key_heads, group, size }) {
+            check(&case, seed);
+        }
+    }
+}
+
+#[test]
+fn of_long_rows_and_many() {
+    for (rows, width) in [(1, 100_000), (3, 20_011), (700, 64), (2_000, 33)] {
+        for case in row_cases(rows, width) {
+            check(&case, 1);
+        }
+    }
+}
+
+#[test]
+fn of_narrow_rows() {
+    // (Of few elements norms have gradients that are differences of nearly equal numbers.)
+    for width in 1..8 {
+        for case in row_cases(9, width).into_iter().filter(|case| !case.name.contains("norm")) {
+            check(&case, 1);
+        }
+    }
+}
+
+#[test]
+fn of_attention_over_several_blocks_of_keys() {
+    // (A query of one key has no gradient but rounding.)
+    let sizes = Attending { batch: 2, queries: 200, keys: 700, key_heads: 1, group: 2, size: 8 };
+    for case in attention_cases(sizes) {
+        check(&case, 1);
+    }
+    let fewer_keys = Attending { queries: 90, keys: 3, ..sizes };
+    for case in attention_cases(fewer_keys) {
+        check(&case, 2);
+    }
+}
+
+#[test]
+fn in_f32_errors_are_those_of_the_composed_form() {
+    let mut cases = row_cases(64, 512);
+    let sizes = Attending { batch: 2, queries: 96, keys: 96, key_heads: 2, group: 2, size: 32 };
+    cases.extend(attention_cases(sizes));
+    cases.extend(rope_cases(2, 4, 32, 16));
+    for case in cases {
+        let single: Vec<_> =
+            case.inputs(3).iter().map(|x| x.to_dtype(DType::F32).unwrap()).collect();
+        let double: Vec<_> = single.iter().map(|x| x.to_dtype(DType::F64).unwrap()).collect();
+        let reference = run(&case.composed, &double);
+        let (fused, composed) = (run(&case.fused, &single), run(&case.composed, &single));
+        let pairs = fused.grads.iter().zip(&composed.grads).zip(&reference.grads);
+        let all = [((&fused.y, &composed.y), &reference.y)].into_iter().chain(pairs);
+        for ((fused, composed), reference) in all {
+            let (ours, theirs) = (error(fused, reference), error(composed, reference));
+            // Five roundings to the nearest, which may fall one way or the other, are no
+            // difference.
+            assert!(ours <= (1.5 * theirs).max(3e-7), "{}: {ours:e}, {theirs:e}", case.name);
+        }
+    }
+}
+
+#[test]
+fn halves_are_the_f32_results_rounded_once() {
+    for half in [DType::F16, DType::BF16] {
+        for case in all_cases() {
+            let inputs: Vec<_> = case.inputs(1).iter().map(|x| x.to_dtype(half).unwrap()).collect();
+            let single: Vec<_> = inputs.iter().map(|x| x.to_dtype(DType::F32).unwrap()).collect();
+            let (found, expected) =
+                ((case.fused)(&inputs).unwrap(), (case.fused)(&single).unwrap());
+            assert_eq!(found.dtype(), half);
+            let expected = expected.to_dtype(half).unwrap();
+            assert_eq!(values(&found), values(&expected), "{}", case.name);
+            let grads = run(&case.fused, &inputs).grads;
+            assert!(grads.iter().all(|grad| grad.dtype() == half));
+        }
+    }
+}
+
+/// The same values at an offset, and with other strides.
+fn views(x: &Tensor) -> [Tensor; 2] {
+    let padded = Tensor::cat(&[x.narrow(0, 0, 1).unwrap(), x.clone()], 0).unwrap();
+    let offset = padded.narrow(0, 1, x.dims()[0]).unwrap();
+    let last = x.rank() - 1;
+    let turned = x.transpose(0, last).unwrap().contiguous().unwrap().transpose(0, last).unwrap();
+    [offset, turned]
+}
+
+#[test]
+fn views_are_read_as_what_they_show() {
+    for case in all_cases() {
+        let inputs = case.inputs(2);
+        let expected = run(&case.fused, &inputs);
+        for kind in 0..2 {
+            let vars: Vec<_> = inputs.iter().map(|x| Var::from_tensor(x).unwrap()).collect();
+            let seen: Vec<_> = vars.iter().map(|var| views(var)[kind].clone()).collect();
+            compare(&case, &run_on(&case.fused, &seen, &vars), &expected, &|_, _| 0.0);
+        }
+    }
+}
+
+#[test]
+fn attention_reads_heads_with_any_strides() {
+    let sizes = Attending { batch: 2, queries: 5, keys: 5, key_heads: 2, group: 1, size: 8 };
+    let case = &attention_cases(sizes)[4];
+    let inputs = case.inputs(2);
+    let expected = run(&case.fused, &inputs);
+    let vars: Vec<_> = inputs.iter().map(|x| Var::from_tensor(x).unwrap()).collect();
+    let swapped = |var: &Var| var.transpose(1, 2)?.contiguous()?.transpose(1, 2);
+    let seen: Vec<_> = vars.iter().map(|var| swapped(var).unwrap()).collect();
+    assert!(!seen[0].is_contiguous());
+    compare(case, &run_on(&case.fused, &seen, &vars), &expected, &|_, _| 0.0);
+}
+
+#[test]
+fn a_gradient_is_made_for_those_inputs_alone_that_need_one() {
+    for case in all_cases() {
+        let inputs = case.inputs(4);
+        let expected = run(&case.fused, &inputs);
+        for wanted in 0..inputs.len() {
+            let var = Var::from_tensor(&inputs[wanted]).unwrap();
+            let mut tensors = inputs.clone();
+            tensors[wanted] = var.as_tensor().clone();
+            let found = run_on(&case.fused, &tensors, std::slice::from_ref(&var));
+            assert_eq!(error(&found.y, &expected.y), 0.0, "{}", case.name);
+            assert_eq!(error(&found.grads[0], &expected.grads[wanted]), 0.0, "{}", case.name);
+        }
+        assert!(!(case.fused)(&inputs).unwrap().track_op());
+    }
+}
+
+/// On devices without kernels of ours the composed form runs.
+#[cfg(any(feature = "cuda", feature = "metal"))]
+#[test]
+fn of_other_devices_with_the_processor() {
+    use candle_core::Device;
+
+    let devices = [Device::new_cuda(0), Device::new_metal(0)];
+    if devices.iter().all(Result::is_err) {
+        eprintln!("there is no device to compare with");
+    }
+    for device in devices.into_iter().flatten() {
+        for case in all_cases() {
+            let single: Vec<_> =
+                case.inputs(3).iter().map(|x| x.to_dtype(DType::F32).unwrap()).collect();
+            let there: Vec<_> = single.iter().map(|x| x.to_device(&device).unwrap()).collect();
+            let (here, there) = (run(&case.fused, &single), run(&case.fused, &there));
+            let back = |x: &Tensor| x.to_device(&Device::Cpu).unwrap();
+            let there =
+                Outcome { y: back(&there.y), grads: there.grads.iter().map(back).collect() };
+            compare(&case, &there, &here, &|_, _| 1e-5);
+        }
+    }
+}

@@ -1,0 +1,102 @@
+//! Results have the same bits for any number of threads, for wide and narrow vectors, and for a
+//! part as in the whole.
+
+use candle_core::{DType, Tensor};
+use rayon::ThreadPoolBuilder;
+
+use super::support::{
+    Attending, Case, Outcome, attention_cases, rope_cases, row_cases, run, values,
+};
+use crate::kernels::WITHOUT_DISPATCH;
+
+/// Cases of several blocks each.
+fn cases() -> Vec<Case> {
+    let sizes = Attending { batch: 3, queries: 70, keys: 300, key_heads: 2, group: 2, size: 16 };
+    let mut cases = row_cases(300, 129);
+    cases.extend(rope_cases(3, 4, 50, 20));
+    cases.extend(attention_cases(sizes));
+    cases
+}
+
+fn single(case: &Case) -> Vec<Tensor> {
+    case.inputs(5).iter().map(|x| x.to_dtype(DType::F32).unwrap()).collect()
+}
+
+/// The bits of a result and of all gradients.
+fn bits(outcome: &Outcome) -> Vec<u64> {
+    let all = [&outcome.y].into_iter().chain(&outcome.grads);
+    all.flat_map(values).map(f64::to_bits).collect()
+}
+
+fn with_threads<R: Send>(threads: usize, f: impl FnOnce() -> R + Send) -> R {
+    ThreadPoolBuilder::new().num_threads(threads).build().unwrap().install(f)
+}
+
+#[test]
+fn do_not_depend_on_the_number_of_threads() {
+    let all = |threads| {
+        with_threads(threads, || {
+            cases().iter().map(|case| bits(&run(&case.fused, &single(case)))).collect::<Vec<_>>()
+        })
+    };
+    let one = all(1);
+    for threads in [2, 3, 8] {
+        assert!(one == all(threads), "{threads} threads");
+    }
+}
+
+#[test]
+fn do_not_depend_on_the_width_of_vectors() {
+    with_threads(1, || {
+        for case in cases() {
+            let wide = bits(&run(&case.fused, &single(&case)));
+            WITHOUT_DISPATCH.set(true);
+            let narrow = bits(&run(&case.fused, &single(&case)));
+            WITHOUT_DISPATCH.set(false);
+            assert!(wide == narrow, "{}", case.name);
+        }
+    });
+}
+
+#[test]
+fn of_a_row_do_not_depend_on_the_others() {
+    let whole = |x: &Tensor, weight: &Tensor| {
+        let x = crate::rms_norm(x, weight, 1e-5)?;
+        let x = crate::linear(&x, weight.unsqueeze(0)?.repeat((9, 1))?.as_ref(), None, None)?;
+        crate::softmax(&crate::gelu(&x)?, 1)
+    };
+    let case = &row_cases(301, 77)[0];
+    let inputs = single(case);
+    let expected = whole(&inputs[0], &inputs[1]).unwrap();
+    for (start, len) in [(0, 1), (5, 1), (17, 2), (100, 150), (300, 1)] {
+        let part = whole(&inputs[0].narrow(0, start, len).unwrap(), &inputs[1]).unwrap();
+        assert_eq!(values(&part), values(&expected.narrow(0, start, len).unwrap()));
+    }
+}
+
+#[test]
+fn of_a_sequence_do_not_depend_on_the_others() {
+    let sizes = Attending { batch: 3, queries: 70, keys: 70, key_heads: 2, group: 2, size: 16 };
+    let case = attention_cases(sizes).remove(4);
+    let inputs = single(&case);
+    let whole = (case.fused)(&inputs).unwrap();
+    for sequence in 0..3 {
+        let alone: Vec<_> = inputs.iter().map(|x| x.narrow(0, sequence, 1).unwrap()).collect();
+        let alone = (case.fused)(&alone).unwrap();
+        assert_eq!(values(&alone), values(&whole.narrow(0, sequence, 1).unwrap()));
+    }
+}
+
+#[test]
+fn of_packed_attention_are_those_of_separate() {
+    let sizes = Attending { batch: 2, queries: 70, keys: 70, key_heads: 2, group: 2, size: 8 };
+    let packed = attention_cases(sizes).pop().unwrap();
+    let qkv = &single(&packed)[0];
+    let part = |start: usize, heads: usize| {
+        qkv.narrow(2, start * 8, heads * 8).unwrap().reshape((2, 70, heads, 8)).unwrap()
+    };
+    let (query, key, value) = (part(0, 4), part(4, 2), part(6, 2));
+    let config = crate::AttentionConfig::causal();
+    let separate = crate::attention(&query, &key, &value, &config).unwrap();
+    assert_eq!(values(&(packed.fused)(std::slice::from_ref(qkv)).unwrap()), values(&separate));
+}

@@ -1,0 +1,72 @@
+//! Gradients in f64 are the slopes that finite differences find.
+
+use candle_core::{Device, Tensor};
+use proptest::prelude::*;
+
+use super::support::{
+    Attending, Case, attention_cases, numbers, rope_cases, row_cases, run, values,
+};
+
+/// The step of the differences: about the third root of the precision, where truncation and
+/// rounding are equally large.
+const STEP: f64 = 1e-5;
+
+/// Checks some elements of each input's gradient.
+fn check(case: &Case, seed: u64) {
+    let inputs = case.inputs(seed);
+    let grads = run(&case.fused, &inputs).grads;
+    for (input, grad) in grads.iter().enumerate() {
+        let (grad, n) = (values(grad), inputs[input].elem_count());
+        let largest = grad.iter().fold(1.0_f64, |largest, x| largest.max(x.abs()));
+        for pick in 0..5 {
+            let element = (pick * 7919 + seed as usize) % n;
+            let slope = difference(case, &inputs, input, element);
+            let off = (slope - grad[element]).abs() / largest;
+            assert!(off <= 1e-6, "{}: input {input}, element {element}: {off:e}", case.name);
+        }
+    }
+}
+
+/// How fast the sum that [`run`] takes the gradient of changes with one element.
+fn difference(case: &Case, inputs: &[Tensor], input: usize, element: usize) -> f64 {
+    let at = |change: f64| {
+        let mut moved = inputs.to_vec();
+        let mut elements = values(&inputs[input]);
+        elements[element] += change;
+        moved[input] = Tensor::from_vec(elements, inputs[input].shape(), &Device::Cpu).unwrap();
+        let y = (case.fused)(&moved).unwrap();
+        let seed = values(&numbers(y.dims(), 77));
+        values(&y).iter().zip(seed).map(|(y, seed)| y * seed).sum::<f64>()
+    };
+    (at(STEP) - at(-STEP)) / (2.0 * STEP)
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(16))]
+
+    #[test]
+    fn of_rows(rows in 1..8_usize, width in 2..70_usize, seed in 1..1000_u64) {
+        for case in row_cases(rows, width) {
+            check(&case, seed);
+        }
+    }
+
+    #[test]
+    fn of_rotations(heads in 1..4_usize, length in 1..6_usize, half in 1..9_usize, seed in 1..1000_u64) {
+        for case in rope_cases(2, heads, length, half) {
+            check(&case, seed);
+        }
+    }
+
+    #[test]
+    fn of_attention(
+        queries in 1..80_usize, more in 0..10_usize, key_heads in 1..3_usize, group in 1..3_usize,
+        size in 1..9_usize, seed in 1..1000_u64,
+    ) {
+        let sizes =
+            Attending { batch: 2, queries, keys: queries + more, key_heads, group, size };
+        for case in attention_cases(sizes) {
+            check(&case, seed);
+        }
+    }
+}

@@ -1,0 +1,275 @@
+//! What is empty, what is no number, and what is refused.
+
+use candle_core::{DType, Device, Tensor, Var};
+
+use super::support::{Attending, attention_cases, numbers, rope_cases, row_cases, run, values};
+use crate::{
+    attention::AttentionConfig, cross_entropy::CrossEntropyConfig, dropout::DropoutKey,
+    error::Error, kernels::cross_entropy::Target,
+};
+
+#[test]
+fn no_rows_give_no_rows_and_gradients_of_zero() {
+    let embedding = |case: &super::support::Case| case.name == "embedding";
+    for case in row_cases(0, 5).into_iter().filter(|case| !embedding(case)) {
+        let inputs = case.inputs(1);
+        let outcome = run(&case.fused, &inputs);
+        for (grad, input) in outcome.grads.iter().zip(&inputs) {
+            assert_eq!(grad.dims(), input.dims(), "{}", case.name);
+            assert!(values(grad).iter().all(|&grad| grad == 0.0), "{}", case.name);
+        }
+    }
+    for case in rope_cases(0, 2, 3, 2).into_iter().chain(rope_cases(1, 2, 0, 2)) {
+        assert_eq!(run(&case.fused, &case.inputs(1)).y.elem_count(), 0);
+    }
+    let none = Attending { batch: 0, queries: 3, keys: 4, key_heads: 1, group: 1, size: 2 };
+    for sizes in [none, Attending { batch: 2, queries: 0, ..none }] {
+        for case in attention_cases(sizes) {
+            if sizes.queries == 0 && case.name.contains("packed") {
+                continue;
+            }
+            let outcome = run(&case.fused, &case.inputs(1));
+            assert_eq!(outcome.y.elem_count(), 0, "{}", case.name);
+            assert!(outcome.grads.iter().flat_map(values).all(|grad| grad == 0.0));
+        }
+    }
+}
+
+#[test]
+fn rows_without_elements_stay_so() {
+    let (x, weight) = (numbers(&[3, 0], 1), numbers(&[0], 1));
+    assert_eq!(crate::rms_norm(&x, &weight, 1e-5).unwrap().dims(), [3, 0]);
+    assert_eq!(crate::layer_norm(&x, &weight, Some(&weight), 1e-5).unwrap().dims(), [3, 0]);
+    assert_eq!(crate::softmax(&x, 1).unwrap().dims(), [3, 0]);
+    assert_eq!(crate::gelu(&x).unwrap().dims(), [3, 0]);
+    let y = crate::linear(&x, &numbers(&[2, 0], 1), Some(&numbers(&[2], 1)), None).unwrap();
+    let bias = values(&numbers(&[2], 1));
+    assert_eq!(values(&y), [bias.clone(), bias.clone(), bias].concat());
+}
+
+/// NaN and the infinities by name, finite numbers to six digits after the point: tails of GELU are
+/// exact to less in the composed form.
+fn kinds(tensor: &Tensor) -> Vec<String> {
+    let kind =
+        |x: f64| if x.is_finite() { ((x * 1e6).round() + 0.0).to_string() } else { x.to_string() };
+    values(tensor).into_iter().map(kind).collect()
+}
+
+#[test]
+fn what_is_no_number_comes_out_as_of_the_composed_form() {
+    for odd in [f64::NAN, f64::INFINITY, f64::NEG_INFINITY] {
+        for case in row_cases(3, 40).into_iter().chain(rope_cases(1, 1, 2, 3)) {
+            // candle's ReLU makes 0 of NaN, ours keeps it, as PyTorch's.
+            if case.name.contains("Relu") {
+                continue;
+            }
+            let mut inputs = case.inputs(1);
+            let mut elements = values(&inputs[0]);
+            elements[2] = odd;
+            inputs[0] = Tensor::from_vec(elements, inputs[0].shape(), &Device::Cpu).unwrap();
+            let (fused, composed) =
+                ((case.fused)(&inputs).unwrap(), (case.composed)(&inputs).unwrap());
+            // One is a limit where the other is undefined: 0 · ∞.
+            let limit =
+                odd.is_infinite() && (case.name.contains("elu") || case.name.contains("ilu"));
+            if !limit {
+                assert_eq!(kinds(&fused), kinds(&composed), "{} of {odd}", case.name);
+            }
+        }
+    }
+}
+
+#[test]
+fn activations_of_infinity() {
+    let x = Tensor::new(&[f32::INFINITY, f32::NAN], &Device::Cpu).unwrap();
+    for form in [crate::gelu, crate::gelu_tanh, crate::silu] {
+        let y = form(&x).unwrap().to_vec1::<f32>().unwrap();
+        assert!(y[0] == f32::INFINITY && y[1].is_nan());
+    }
+}
+
+#[test]
+fn attention_without_a_score_is_nan_and_a_hidden_nan_is_not_seen() {
+    let x = numbers(&[1, 2, 1, 4], 1);
+    let mask = Tensor::new(&[[f64::NEG_INFINITY; 2], [0.0; 2]], &Device::Cpu).unwrap();
+    let y = crate::attention(&x, &x, &x, &AttentionConfig::default().with_mask(mask)).unwrap();
+    let y = values(&y);
+    assert!(y[..4].iter().all(|y| y.is_nan()) && y[4..].iter().all(|y| y.is_finite()));
+
+    // Scores that are all −∞ in the first block of keys, but not in the second.
+    let (query, key) = (numbers(&[1, 1, 1, 4], 2), numbers(&[1, 300, 1, 4], 3));
+    let mask = (0..300).map(|key| if key < 290 { f64::NEG_INFINITY } else { 0.0 });
+    let mask = Tensor::from_iter(mask, &Device::Cpu).unwrap();
+    let config = AttentionConfig::default().with_mask(mask);
+    let found = crate::attention(&query, &key, &key, &config).unwrap();
+    let last = key.narrow(1, 290, 10).unwrap();
+    let expected = crate::attention(&query, &last, &last, &AttentionConfig::default()).unwrap();
+    assert!(super::support::error(&found, &expected) < 1e-14);
+}
+
+#[test]
+fn a_row_of_weight_zero_may_have_any_logits() {
+    let logits = Tensor::new(&[[1.0, 1.0], [f64::NAN, 0.0]], &Device::Cpu).unwrap();
+    let logits = Var::from_tensor(&logits).unwrap();
+    let targets = Tensor::new(&[0_u32, 0], &Device::Cpu).unwrap();
+    let weights = Tensor::new(&[1.0, 0.0], &Device::Cpu).unwrap();
+    let config = CrossEntropyConfig::default().with_row_weights(weights);
+    let loss = crate::cross_entropy(&logits, &targets, &config).unwrap();
+    assert!((loss.mean().unwrap().to_scalar::<f64>().unwrap() - 2.0_f64.ln()).abs() < 1e-15);
+    let grads = loss.sum.backward().unwrap();
+    let grad = values(grads.get(&logits).unwrap());
+    assert!(grad.iter().zip([-0.5, 0.5, 0.0, 0.0]).all(|(a, b)| (a - b).abs() < 1e-15), "{grad:?}");
+}
+
+#[test]
+fn a_loss_of_no_row_is_zero_and_has_a_gradient() {
+    let none = Tensor::full(1_i64, 3, &Device::Cpu).unwrap();
+    let config = CrossEntropyConfig::default().with_ignore_index(1);
+    let logits = Var::from_tensor(&numbers(&[3, 5], 1)).unwrap();
+    let fused = crate::cross_entropy(&logits, &none, &config).unwrap();
+    assert_eq!(fused.weight, 0.0);
+    let ignored = vec![Target { class: 0, weight: 0.0 }; 3];
+    let composed = crate::composed::cross_entropy(&logits, &ignored, 0.0, None).unwrap();
+    for sum in [fused.sum, composed] {
+        assert_eq!(sum.to_scalar::<f64>().unwrap(), 0.0);
+        let grads = sum.backward().unwrap();
+        assert!(values(grads.get(&logits).unwrap()).iter().all(|&grad| grad == 0.0));
+    }
+}
+
+#[test]
+fn which_elements_are_dropped_never_changes() {
+    let x = Tensor::ones(12, DType::F32, &Device::Cpu).unwrap();
+    let dropped = |seed, call| {
+        let y = crate::dropout(&x, 0.5, DropoutKey { seed, call }).unwrap();
+        y.to_vec1::<f32>()
+            .unwrap()
+            .iter()
+            .map(|&y| if y == 0.0 { '0' } else { '1' })
+            .collect::<String>()
+    };
+    assert_eq!(
+        [dropped(0, 0), dropped(1, 0), dropped(0, 1)],
+        ["010110110111", "110100001001", "111011001110"]
+    );
+}
+
+#[test]
+fn no_two_stretches_of_a_tensor_drop_alike() {
+    let x = Tensor::ones(40_000, DType::F32, &Device::Cpu).unwrap();
+    let y = values(&crate::dropout(&x, 0.5, DropoutKey { seed: 0, call: 0 }).unwrap());
+    let first = &y[..64];
+    assert!(y[64..].chunks_exact(64).all(|other| other != first));
+}
+
+#[test]
+fn as_many_elements_are_dropped_as_asked_for() {
+    let x = Tensor::ones(100_000, DType::F32, &Device::Cpu).unwrap();
+    for probability in [0.0, 0.1, 0.5, 0.9] {
+        let y = crate::dropout(&x, probability, DropoutKey { seed: 3, call: 1 }).unwrap();
+        let zeros = values(&y).iter().filter(|&&y| y == 0.0).count() as f64;
+        assert!((zeros / 1e5 - probability).abs() < 0.006, "{zeros} of {probability}");
+    }
+}
+
+#[test]
+fn shapes_that_do_not_fit_are_refused() {
+    let x = numbers(&[2, 3], 1);
+    let bad = numbers(&[4], 1);
+    let is_shape = |error: Error| matches!(error, Error::Shape { .. });
+    assert!(is_shape(crate::rms_norm(&x, &bad, 1e-5).unwrap_err()));
+    assert!(is_shape(crate::rms_norm(&numbers(&[], 1), &bad, 1e-5).unwrap_err()));
+    assert!(is_shape(crate::layer_norm(&x, &numbers(&[3], 1), Some(&bad), 1e-5).unwrap_err()));
+    assert!(is_shape(crate::linear(&x, &numbers(&[3, 4], 1), None, None).unwrap_err()));
+    assert!(is_shape(crate::linear(&x, &numbers(&[3, 3], 1), Some(&bad), None).unwrap_err()));
+    assert!(is_shape(crate::swiglu(&x, &bad).unwrap_err()));
+    assert!(is_shape(crate::rope(&x, &x, &x).unwrap_err()));
+    assert!(is_shape(crate::rope(&numbers(&[1, 1, 3, 4], 1), &x, &x).unwrap_err()));
+    assert!(is_shape(crate::embedding(&bad, &bad).unwrap_err()));
+    let packed = numbers(&[1, 2, 7], 1);
+    let config = AttentionConfig::default();
+    assert!(is_shape(crate::attention_packed(&packed, 1, 1, &config).unwrap_err()));
+    let (few, many) = (numbers(&[1, 2, 3, 4], 1), numbers(&[1, 5, 3, 4], 1));
+    let causal = AttentionConfig::causal();
+    assert!(is_shape(crate::attention(&many, &few, &few, &causal).unwrap_err()));
+    assert!(is_shape(crate::attention(&few, &many, &few, &config).unwrap_err()));
+    let two_heads = numbers(&[1, 5, 2, 4], 1);
+    assert!(is_shape(crate::attention(&few, &two_heads, &two_heads, &config).unwrap_err()));
+    let masked = config.clone().with_mask(numbers(&[9, 9], 1));
+    assert!(is_shape(crate::attention(&few, &many, &many, &masked).unwrap_err()));
+    let lengths = config.with_key_lengths(vec![1, 1]);
+    assert!(is_shape(crate::attention(&few, &many, &many, &lengths).unwrap_err()));
+}
+
+#[test]
+fn types_that_do_not_fit_are_refused() {
+    let (x, single) = (numbers(&[2, 3], 1), numbers(&[3], 1).to_dtype(DType::F32).unwrap());
+    let is_dtype = |error: Error| matches!(error, Error::DType { .. });
+    assert!(is_dtype(crate::rms_norm(&x, &single, 1e-5).unwrap_err()));
+    assert!(is_dtype(crate::gelu(&x.to_dtype(DType::U32).unwrap()).unwrap_err()));
+    assert!(is_dtype(crate::embedding(&x, &single).unwrap_err()));
+    let config = CrossEntropyConfig::default();
+    let targets = numbers(&[2], 1);
+    assert!(is_dtype(crate::cross_entropy(&x, &targets, &config).unwrap_err()));
+}
+
+#[test]
+fn settings_out_of_range_are_refused() {
+    let x = numbers(&[2, 3], 1);
+    let is_setting = |error: Error| matches!(error, Error::Setting { .. });
+    let key = DropoutKey { seed: 0, call: 0 };
+    for probability in [-0.1, 1.0, f64::NAN] {
+        assert!(is_setting(crate::dropout(&x, probability, key).unwrap_err()));
+    }
+    let targets = Tensor::new(&[0_u32, 2], &Device::Cpu).unwrap();
+    let smoothed = CrossEntropyConfig::default().with_label_smoothing(1.1);
+    assert!(is_setting(crate::cross_entropy(&x, &targets, &smoothed).unwrap_err()));
+    let ignoring = CrossEntropyConfig::default()
+        .with_row_weights(Tensor::zeros(2, DType::F32, &Device::Cpu).unwrap());
+    assert!(is_setting(crate::cross_entropy(&x, &targets, &ignoring).unwrap().mean().unwrap_err()));
+    let qkv = numbers(&[1, 2, 3, 4], 1);
+    for length in [0, 3] {
+        let config = AttentionConfig::default().with_key_lengths(vec![length]);
+        assert!(is_setting(crate::attention(&qkv, &qkv, &qkv, &config).unwrap_err()));
+    }
+    let packed = numbers(&[1, 2, 9], 1);
+    assert!(is_setting(
+        crate::attention_packed(&packed, 3, 2, &AttentionConfig::default()).unwrap_err()
+    ));
+}
+
+#[test]
+fn indices_out_of_range_are_refused() {
+    let x = numbers(&[2, 3], 1);
+    let config = CrossEntropyConfig::default();
+    for bad in [-1_i64, 3] {
+        let index = Tensor::new(&[0, bad], &Device::Cpu).unwrap();
+        let error = crate::cross_entropy(&x, &index, &config).unwrap_err();
+        assert!(matches!(error, Error::Index { index, position: 1, limit: 3, .. } if index == bad));
+        let error = crate::embedding(&x, &index).unwrap_err();
+        assert!(matches!(error, Error::Index { index, position: 1, limit: 2, .. } if index == bad));
+    }
+}
+
+#[test]
+fn what_gets_no_gradient_must_not_want_one() {
+    let is_gradient = |error: Error| matches!(error, Error::Gradient { .. });
+    let x = numbers(&[1, 2, 3, 4], 1);
+    let var = |shape: &[usize]| Var::from_tensor(&numbers(shape, 1)).unwrap();
+    let config = AttentionConfig::default().with_mask(var(&[2, 2]).as_tensor().clone());
+    assert!(is_gradient(crate::attention(&x, &x, &x, &config).unwrap_err()));
+    assert!(is_gradient(crate::rope(&x, &var(&[3, 2]), &numbers(&[3, 2], 1)).unwrap_err()));
+    let targets = Tensor::new(&[0_u32, 2], &Device::Cpu).unwrap();
+    let config = CrossEntropyConfig::default().with_class_weights(var(&[3]).as_tensor().clone());
+    assert!(is_gradient(
+        crate::cross_entropy(&numbers(&[2, 3], 1), &targets, &config).unwrap_err()
+    ));
+}
+
+#[test]
+fn an_error_becomes_candle_s_and_keeps_its_words() {
+    let error = crate::rms_norm(&numbers(&[2, 3], 1), &numbers(&[4], 1), 1e-5).unwrap_err();
+    let words = "rms_norm: weight has the shape [4], expected [3]";
+    assert_eq!(error.to_string(), words);
+    assert!(candle_core::Error::from(error).to_string().starts_with(words));
+}

@@ -1,0 +1,406 @@
+//! The operations as a table: each with inputs of some shape, its fused and its composed form.
+
+use candle_core::{DType, Device, Tensor, Var};
+
+use crate::{
+    activation::Activation,
+    attention::AttentionConfig,
+    composed,
+    cross_entropy::CrossEntropyConfig,
+    dropout::DropoutKey,
+    error::Result,
+    kernels::{cross_entropy::Target, rope::Pairs},
+};
+
+/// A function of tensors, fused or composed.
+type Form = Box<dyn Fn(&[Tensor]) -> Result<Tensor>>;
+
+/// An operation, ready to be applied to inputs of these shapes.
+pub(super) struct Case {
+    pub(super) name: String,
+    pub(super) shapes: Vec<Vec<usize>>,
+    pub(super) fused: Form,
+    pub(super) composed: Form,
+}
+
+impl Case {
+    fn new(
+        name: impl Into<String>,
+        shapes: &[&[usize]],
+        fused: impl Fn(&[Tensor]) -> Result<Tensor> + 'static,
+        composed: impl Fn(&[Tensor]) -> candle_core::Result<Tensor> + 'static,
+    ) -> Self {
+        Self {
+            name: name.into(),
+            shapes: shapes.iter().map(|shape| shape.to_vec()).collect(),
+            fused: Box::new(fused),
+            composed: Box::new(move |inputs| Ok(composed(inputs)?)),
+        }
+    }
+
+    /// Inputs from −2 to 2 in the type that the kernels are most exact in.
+    pub(super) fn inputs(&self, seed: u64) -> Vec<Tensor> {
+        let shapes = self.shapes.iter().zip(seed * 100..);
+        shapes.map(|(shape, seed)| numbers(shape, seed)).collect()
+    }
+}
+
+/// Numbers from −2 to 2 that look random.
+pub(super) fn numbers(shape: &[usize], seed: u64) -> Tensor {
+    let mut state = seed.wrapping_mul(0x9E37_79B9_7F4A_7C15) ^ 0x1234_5678;
+    let mut next = || {
+        state =
+            state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+        (state >> 40) as f64 / (1_u64 << 24) as f64 * 4.0 - 2.0
+    };
+    let n = shape.iter().product();
+    Tensor::from_vec((0..n).map(|_| next()).collect::<Vec<f64>>(), shape, &Device::Cpu).unwrap()
+}
+
+/// Indices below `limit` that look random.
+fn indices(shape: &[usize], limit: usize) -> Tensor {
+    let n: usize = shape.iter().product();
+    let index = |i: usize| ((i * 7 + i * i * 3) % limit) as u32;
+    Tensor::from_vec((0..n).map(index).collect::<Vec<_>>(), shape, &Device::Cpu).unwrap()
+}
+
+pub(super) const ACTIVATIONS: [Activation; 4] =
+    [Activation::Relu, Activation::Gelu, Activation::GeluTanh, Activation::Silu];
+
+/// Every operation on `rows` rows of `width` numbers.
+pub(super) fn row_cases(rows: usize, width: usize) -> Vec<Case> {
+    let x = &[rows, width][..];
+    let mut cases = vec![
+        Case::new(
+            "rms_norm",
+            &[x, &[width]],
+            |t| crate::rms_norm(&t[0], &t[1], 1e-5),
+            |t| composed::rms_norm(&t[0], &t[1], 1e-5),
+        ),
+        Case::new(
+            "layer_norm",
+            &[x, &[width], &[width]],
+            |t| crate::layer_norm(&t[0], &t[1], Some(&t[2]), 1e-5),
+            |t| composed::layer_norm(&t[0], &t[1], Some(&t[2]), 1e-5),
+        ),
+        Case::new(
+            "layer_norm without bias",
+            &[x, &[width]],
+            |t| crate::layer_norm(&t[0], &t[1], None, 1e-5),
+            |t| composed::layer_norm(&t[0], &t[1], None, 1e-5),
+        ),
+        Case::new("softmax", &[x], |t| crate::softmax(&t[0], 1), |t| composed::softmax(&t[0])),
+        Case::new(
+            "softmax of columns",
+            &[x],
+            |t| crate::softmax(&t[0], 0),
+            |t| candle_nn::ops::softmax(&t[0], 0),
+        ),
+        Case::new(
+            "log_softmax",
+            &[x],
+            |t| crate::log_softmax(&t[0], 1),
+            |t| composed::log_softmax(&t[0]),
+        ),
+        Case::new(
+            "swiglu",
+            &[x, x],
+            |t| crate::swiglu(&t[0], &t[1]),
+            |t| composed::swiglu(&t[0], &t[1]),
+        ),
+        dropout_case(x),
+        embedding_case(rows, width),
+    ];
+    cases.extend(add_norm_cases(x, width));
+    cases.extend(ACTIVATIONS.map(|form| activation_case(x, form)));
+    cases.extend(linear_cases(rows, width));
+    cases.extend(cross_entropy_cases(rows, width));
+    cases
+}
+
+/// Sums with their norms; of the results only the sum, only the norm, or both are used.
+fn add_norm_cases(x: &[usize], width: usize) -> Vec<Case> {
+    let pick = |used: usize, (sum, norm): (Tensor, Tensor)| match used {
+        0 => Ok(sum),
+        1 => Ok(norm),
+        _ => Tensor::cat(&[sum, norm], 0),
+    };
+    let of_rms = (0..3).map(|used| {
+        Case::new(
+            format!("add_rms_norm {used}"),
+            &[x, x, &[width]],
+            move |t| Ok(pick(used, crate::add_rms_norm(&t[0], &t[1], &t[2], 1e-5)?)?),
+            move |t| {
+                let sum = (&t[0] + &t[1])?;
+                pick(used, (sum.clone(), composed::rms_norm(&sum, &t[2], 1e-5)?))
+            },
+        )
+    });
+    let of_layer = (0..3).map(|used| {
+        Case::new(
+            format!("add_layer_norm {used}"),
+            &[x, x, &[width], &[width]],
+            move |t| {
+                Ok(pick(used, crate::add_layer_norm(&t[0], &t[1], &t[2], Some(&t[3]), 1e-5)?)?)
+            },
+            move |t| {
+                let sum = (&t[0] + &t[1])?;
+                pick(used, (sum.clone(), composed::layer_norm(&sum, &t[2], Some(&t[3]), 1e-5)?))
+            },
+        )
+    });
+    of_rms.chain(of_layer).collect()
+}
+
+fn activation_case(x: &[usize], form: Activation) -> Case {
+    let fused = move |t: &[Tensor]| match form {
+        // It has no function of its own.
+        Activation::Relu => {
+            let one = Tensor::ones((1, 1), t[0].dtype(), t[0].device())?;
+            let x = t[0].flatten_all()?.unsqueeze(1)?;
+            Ok(crate::linear(&x, &one, None, Some(form))?.reshape(t[0].shape())?)
+        }
+        Activation::Gelu => crate::gelu(&t[0]),
+        Activation::GeluTanh => crate::gelu_tanh(&t[0]),
+        Activation::Silu => crate::silu(&t[0]),
+    };
+    Case::new(format!("{form:?}"), &[x], fused, move |t| composed::activation(&t[0], form))
+}
+
+fn dropout_case(x: &[usize]) -> Case {
+    let key = DropoutKey { seed: 7, call: 3 };
+    Case::new(
+        "dropout",
+        &[x],
+        move |t| crate::dropout(&t[0], 0.3, key),
+        move |t| composed::dropout(&t[0], 0.3, key),
+    )
+}
+
+fn embedding_case(rows: usize, width: usize) -> Case {
+    // A table that is read more than once, and not everywhere.
+    let index = indices(&[2, rows], rows.max(1));
+    let same = index.clone();
+    Case::new(
+        "embedding",
+        &[&[rows + 3, width]],
+        move |t| crate::embedding(&t[0], &index.to_device(t[0].device())?),
+        move |t| composed::embedding(&t[0], &same),
+    )
+}
+
+fn linear_cases(rows: usize, width: usize) -> Vec<Case> {
+    let (x, weight, bias) = ([rows, width], [5, width], [5]);
+    let mut cases = vec![Case::new(
+        "linear without bias",
+        &[&x, &weight],
+        |t| crate::linear(&t[0], &t[1], None, None),
+        |t| composed::linear(&t[0], &t[1], None, None),
+    )];
+    // Weights as small as a trained layer's, so that activations are not far out where they are
+    // straight. By a power of two, which is exact.
+    let scaled = |weight: &Tensor| weight * 0.0625;
+    cases.extend([None].into_iter().chain(ACTIVATIONS.map(Some)).map(|form| {
+        Case::new(
+            format!("linear {form:?}"),
+            &[&x, &weight, &bias],
+            move |t| crate::linear(&t[0], &scaled(&t[1])?, Some(&t[2]), form),
+            move |t| composed::linear(&t[0], &scaled(&t[1])?, Some(&t[2]), form),
+        )
+    }));
+    cases
+}
+
+fn cross_entropy_cases(rows: usize, classes: usize) -> Vec<Case> {
+    let targets = indices(&[rows], classes.max(1)).to_dtype(DType::I64).unwrap();
+    let weights = numbers(&[rows], 5).abs().unwrap();
+    let class_weights = numbers(&[classes], 6).abs().unwrap();
+    let base = CrossEntropyConfig::default().with_ignore_index(1);
+    let configs = [
+        base.clone(),
+        base.clone().with_label_smoothing(0.2).with_row_weights(weights.clone()),
+        base.clone().with_class_weights(class_weights.clone()),
+        base.with_label_smoothing(0.1).with_class_weights(class_weights).with_row_weights(weights),
+    ];
+    configs
+        .into_iter()
+        .enumerate()
+        .map(|(number, config)| cross_entropy_case(rows, classes, number, &targets, config))
+        .collect()
+}
+
+fn cross_entropy_case(
+    rows: usize,
+    classes: usize,
+    number: usize,
+    targets: &Tensor,
+    config: CrossEntropyConfig,
+) -> Case {
+    let values = |tensor: &Option<Tensor>| tensor.as_ref().map(|t| t.to_vec1::<f64>().unwrap());
+    let (row_weights, class_weights) = (values(&config.row_weights), values(&config.class_weights));
+    let weighted: Vec<_> = (targets.to_vec1::<i64>().unwrap().into_iter().enumerate())
+        .map(|(row, class)| {
+            let weight = row_weights.as_ref().map_or(1.0, |weights| weights[row]);
+            Target { class: class as usize, weight: if class == 1 { 0.0 } else { weight } }
+        })
+        .collect();
+    let (targets, smoothing) = (targets.clone(), config.label_smoothing);
+    Case::new(
+        format!("cross_entropy {number}"),
+        &[&[rows, classes]],
+        move |t| Ok(crate::cross_entropy(&t[0], &targets, &config)?.sum),
+        move |t| composed::cross_entropy(&t[0], &weighted, smoothing, class_weights.as_deref()),
+    )
+}
+
+/// Rotations of [batch, heads, length, size] in both layouts and conventions.
+pub(super) fn rope_cases(batch: usize, heads: usize, length: usize, half: usize) -> Vec<Case> {
+    let shape = [batch, heads, length, 2 * half];
+    let other = [batch, length, heads, 2 * half];
+    // One position more than is used.
+    let angles = numbers(&[length + 1, half], 9);
+    let at = move |t: &Tensor, function: fn(&Tensor) -> candle_core::Result<Tensor>| {
+        // Numbers that all types have.
+        function(&angles)?.to_dtype(DType::BF16)?.to_dtype(t.dtype())?.to_device(t.device())
+    };
+    let apply = move |pairs: Pairs, heads_first: bool, t: &Tensor| -> Result<Tensor> {
+        let (cos, sin) = (at(t, Tensor::cos)?, at(t, Tensor::sin)?);
+        match (pairs, heads_first) {
+            (Pairs::Halves, true) => crate::rope(t, &cos, &sin),
+            (Pairs::Halves, false) => crate::rope_thd(t, &cos, &sin),
+            (Pairs::Neighbors, true) => crate::rope_i(t, &cos, &sin),
+            (Pairs::Neighbors, false) => crate::rope_i_thd(t, &cos, &sin),
+        }
+    };
+    let angles = numbers(&[length + 1, half], 9).narrow(0, 0, length).unwrap();
+    let reference = move |pairs: Pairs, heads_first: bool, t: &Tensor| {
+        let exact = |x: Tensor| x.to_dtype(DType::BF16)?.to_dtype(t.dtype());
+        let (cos, sin) = (exact(angles.cos()?)?, exact(angles.sin()?)?);
+        if heads_first {
+            return composed::rope(t, &cos, &sin, pairs);
+        }
+        composed::rope(&t.transpose(1, 2)?, &cos, &sin, pairs)?.transpose(1, 2)
+    };
+    let mut cases = Vec::new();
+    for pairs in [Pairs::Halves, Pairs::Neighbors] {
+        for heads_first in [true, false] {
+            let (apply, reference) = (apply.clone(), reference.clone());
+            cases.push(Case::new(
+                format!("rope {pairs:?}, heads first: {heads_first}"),
+                &[if heads_first { &shape } else { &other }],
+                move |t| apply(pairs, heads_first, &t[0]),
+                move |t| reference(pairs, heads_first, &t[0]),
+            ));
+        }
+    }
+    cases
+}
+
+/// The sizes of attention.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Attending {
+    pub(super) batch: usize,
+    pub(super) queries: usize,
+    pub(super) keys: usize,
+    pub(super) key_heads: usize,
+    pub(super) group: usize,
+    pub(super) size: usize,
+}
+
+/// Attention of separate inputs, with and without what can be configured, and of packed ones.
+pub(super) fn attention_cases(sizes: Attending) -> Vec<Case> {
+    let Attending { batch, queries, keys, key_heads, group, size } = sizes;
+    let heads = key_heads * group;
+    let lengths = (0..batch).map(|sequence| 1 + (sequence * 5 + 1) % keys).collect();
+    let mask = numbers(&[batch, 1, queries, keys], 3);
+    let mut configs = vec![
+        AttentionConfig::default(),
+        AttentionConfig::default().with_mask(mask.clone()).with_scale(0.3),
+        AttentionConfig::default().with_key_lengths(lengths),
+        AttentionConfig::default().with_mask(numbers(&[heads, 1, 1], 4)),
+    ];
+    if queries <= keys {
+        configs.push(AttentionConfig::causal());
+        configs.push(AttentionConfig::causal().with_mask(mask));
+    }
+    let shapes: [&[usize]; 3] = [
+        &[batch, queries, heads, size],
+        &[batch, keys, key_heads, size],
+        &[batch, keys, key_heads, size + 1],
+    ];
+    let mut cases: Vec<_> = configs
+        .into_iter()
+        .enumerate()
+        .map(|(number, config)| {
+            let same = config.clone();
+            Case::new(
+                format!("attention {number} {sizes:?}"),
+                &shapes,
+                move |t| {
+                    let mut config = config.clone();
+                    let here = |mask: Tensor| mask.to_device(t[0].device());
+                    config.mask = config.mask.map(here).transpose()?;
+                    crate::attention(&t[0], &t[1], &t[2], &config)
+                },
+                move |t| composed::attention(&t[0], &t[1], &t[2], &same),
+            )
+        })
+        .collect();
+    cases.push(Case::new(
+        format!("packed attention {sizes:?}"),
+        &[&[batch, keys, (heads + 2 * key_heads) * size]],
+        move |t| crate::attention_packed(&t[0], heads, key_heads, &AttentionConfig::causal()),
+        move |t| composed::attention_packed(&t[0], heads, key_heads, &AttentionConfig::causal()),
+    ));
+    cases
+}
+
+/// Some of everything, small.
+pub(super) fn all_cases() -> Vec<Case> {
+    let sizes = Attending { batch: 2, queries: 3, keys: 5, key_heads: 2, group: 2, size: 4 };
+    let mut cases = row_cases(4, 7);
+    cases.extend(rope_cases(2, 3, 4, 3));
+    cases.extend(attention_cases(sizes));
+    cases
+}
+
+/// A result and the gradients of its inputs.
+pub(super) struct Outcome {
+    pub(super) y: Tensor,
+    pub(super) grads: Vec<Tensor>,
+}
+
+/// Runs a form on variables, with a gradient of the result that differs from element to element.
+pub(super) fn run(form: &Form, inputs: &[Tensor]) -> Outcome {
+    let vars: Vec<_> = inputs.iter().map(|input| Var::from_tensor(input).unwrap()).collect();
+    let tensors: Vec<_> = vars.iter().map(|var| var.as_tensor().clone()).collect();
+    run_on(form, &tensors, &vars)
+}
+
+/// As [`run`], on tensors that were made of variables.
+pub(super) fn run_on(form: &Form, tensors: &[Tensor], vars: &[Var]) -> Outcome {
+    let y = form(tensors).unwrap();
+    let seed = numbers(y.dims(), 77).to_dtype(y.dtype()).unwrap().to_device(y.device()).unwrap();
+    let store = (&y * seed).unwrap().sum_all().unwrap().backward().unwrap();
+    let grads = vars.iter().map(|var| match store.get(var) {
+        Some(grad) => grad.clone(),
+        None => var.zeros_like().unwrap(),
+    });
+    let grads = grads.collect();
+    Outcome { y, grads }
+}
+
+/// The elements of a tensor as f64.
+pub(super) fn values(tensor: &Tensor) -> Vec<f64> {
+    tensor.to_dtype(DType::F64).unwrap().flatten_all().unwrap().to_vec1().unwrap()
+}
+
+/// The largest difference over the largest element of the reference.
+pub(super) fn error(found: &Tensor, reference: &Tensor) -> f64 {
+    assert_eq!(found.dims(), reference.dims());
+    let (found, reference) = (values(found), values(reference));
+    let largest = reference.iter().fold(0.0_f64, |largest, x| largest.max(x.abs()));
+    let off = found.iter().zip(&reference).fold(0.0_f64, |off, (a, b)| off.max((a - b).abs()));
+    // A gradient that is zero but for rounding is no measure.
+    if largest < 1e-9 { off } else { off / largest }
+}
