@@ -9,25 +9,11 @@ use candle_core::Tensor;
 use crate::{
     autograd::{Backward, Reading, record, tensor},
     composed,
+    config::Activation,
     error::Result,
     kernels::{activation as kernel, float::Float},
     route::{check_shape, route},
 };
-
-/// A function that is applied to each element.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-#[non_exhaustive]
-pub enum Activation {
-    /// max(x, 0); its slope at 0 is 0, as in PyTorch (candle's is 1).
-    Relu,
-    /// x·Φ(x), Φ being the distribution function of the standard normal.
-    Gelu,
-    /// The approximation of [`Gelu`](Self::Gelu) by a hyperbolic tangent, off by up to 0.0005:
-    /// GPT-2's, and what `Tensor::gelu` of candle computes.
-    GeluTanh,
-    /// x / (1 + e^−x), also called swish.
-    Silu,
-}
 
 /// x·Φ(x), Φ being the distribution function of the standard normal: candle's `gelu_erf`.
 ///

@@ -8,6 +8,7 @@ use candle_core::{Shape, Tensor};
 use crate::{
     autograd::{Backward, Reading, record, tensor},
     composed,
+    config::AttentionConfig,
     error::{Error, Result},
     kernels::{
         attention::{self, Heads, Inputs, Mask, Results},
@@ -17,63 +18,6 @@ use crate::{
 };
 
 const OP: &str = "attention";
-
-/// What [`attention`](crate::attention()) and [`attention_packed`] do beside softmax(q·kᵀ)·v.
-#[derive(Clone, Debug, Default)]
-#[non_exhaustive]
-pub struct AttentionConfig {
-    /// Whether a query sees no key of a later position. Default: `false`.
-    ///
-    /// The last query has the position of the last key, so that fewer queries than keys are those
-    /// of a continued sequence. (PyTorch's `is_causal` aligns the first ones instead; for as many
-    /// queries as keys the two agree.)
-    pub causal: bool,
-    /// What q·kᵀ is multiplied by. Default: `None`, one over the root of the heads' size.
-    pub scale: Option<f64>,
-    /// How many keys each sequence of the batch has; those after them are padding, which nobody
-    /// sees. Default: `None`, all.
-    pub key_lengths: Option<Vec<usize>>,
-    /// What is added to the scores, of any shape that broadcasts to [batch, heads, queries, keys].
-    /// Default: `None`.
-    ///
-    /// It gets no gradient. A query all of whose scores are −∞ has the result NaN, as in the
-    /// composed form.
-    pub mask: Option<Tensor>,
-}
-
-impl AttentionConfig {
-    /// A query sees no key of a later position.
-    #[must_use]
-    pub fn causal() -> Self {
-        Self { causal: true, ..Self::default() }
-    }
-
-    /// Multiplies q·kᵀ by `scale`.
-    #[must_use]
-    pub fn with_scale(mut self, scale: f64) -> Self {
-        self.scale = Some(scale);
-        self
-    }
-
-    /// Hides the padding of sequences of these lengths.
-    #[must_use]
-    pub fn with_key_lengths(mut self, lengths: Vec<usize>) -> Self {
-        self.key_lengths = Some(lengths);
-        self
-    }
-
-    /// Adds `mask` to the scores.
-    #[must_use]
-    pub fn with_mask(mut self, mask: Tensor) -> Self {
-        self.mask = Some(mask);
-        self
-    }
-
-    /// What q·kᵀ of heads of `size` is multiplied by.
-    pub(crate) fn scale(&self, size: usize) -> f64 {
-        self.scale.unwrap_or_else(|| 1.0 / (size as f64).sqrt())
-    }
-}
 
 /// softmax(q·kᵀ·scale + mask)·v for each head.
 ///

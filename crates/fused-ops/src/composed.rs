@@ -4,14 +4,16 @@
 //! kernels with. Arguments are as of the functions of the same name at the root of the crate, which
 //! have checked them.
 
-use candle_core::{D, DType, Device, Result, Tensor};
+use candle_core::{D, Device, Result, Tensor};
 
 use crate::{
-    activation::Activation,
-    attention::AttentionConfig,
     autograd::seeded,
-    dropout::DropoutKey,
-    kernels::{cross_entropy::Target, rope::Pairs},
+    config::{Activation, AttentionConfig},
+    kernels::{
+        cross_entropy::Target,
+        dropout::{self, Drop},
+        rope::Pairs,
+    },
 };
 
 pub(crate) fn rms_norm(x: &Tensor, weight: &Tensor, epsilon: f64) -> Result<Tensor> {
@@ -99,11 +101,11 @@ pub(crate) fn embedding(table: &Tensor, indices: &Tensor) -> Result<Tensor> {
     table.contiguous()?.index_select(&indices.flatten_all()?, 0)?.reshape(shape)
 }
 
-pub(crate) fn dropout(x: &Tensor, probability: f64, key: DropoutKey) -> Result<Tensor> {
+pub(crate) fn dropout(x: &Tensor, drop: Drop) -> Result<Tensor> {
     // The kernel says which, so that all devices drop the same elements.
-    let ones = Tensor::ones(x.shape(), DType::F32, &Device::Cpu)?;
-    let kept = crate::dropout::dropout(&ones, probability, key)?.ne(0_f32)?;
-    (x * kept.to_device(x.device())?.to_dtype(x.dtype())?)? * (1.0 / (1.0 - probability))
+    let scales = dropout::apply(&vec![1_f32; x.elem_count()], drop);
+    let kept = Tensor::from_vec(scales, x.shape(), &Device::Cpu)?.ne(0_f32)?;
+    (x * kept.to_device(x.device())?.to_dtype(x.dtype())?)? * drop.scale
 }
 
 pub(crate) fn attention(

@@ -9,6 +9,7 @@ use candle_core::Tensor;
 use crate::{
     autograd::{Backward, Reading, record, tensor},
     composed,
+    config::DropoutKey,
     error::{Error, Result},
     kernels::{
         dropout::{Drop, apply},
@@ -16,19 +17,6 @@ use crate::{
     },
     route::route,
 };
-
-/// What decides which elements are dropped.
-///
-/// The same key drops the same elements, so each use in a step needs another `call`: say, step ·
-/// layers + layer.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-#[expect(clippy::exhaustive_structs, reason = "it is the key of a generator: these 128 bits")]
-pub struct DropoutKey {
-    /// The run's.
-    pub seed: u64,
-    /// Which use of dropout this is.
-    pub call: u64,
-}
 
 /// Sets each element to zero with `probability`, and divides the others by what is left of one.
 ///
@@ -63,7 +51,7 @@ pub struct DropoutKey {
 /// ```
 pub fn dropout(x: &Tensor, probability: f64, key: DropoutKey) -> Result<Tensor> {
     let drop = check(probability, key)?;
-    route!("dropout", [x], fused(x, drop), composed::dropout(x, probability, key))
+    route!("dropout", [x], fused(x, drop), composed::dropout(x, drop))
 }
 
 fn check(probability: f64, key: DropoutKey) -> Result<Drop> {
@@ -72,10 +60,7 @@ fn check(probability: f64, key: DropoutKey) -> Result<Drop> {
         let name = "probability";
         return Err(Error::Setting { op: "dropout", name, value: probability, expected });
     }
-    #[expect(clippy::cast_possible_truncation, clippy::cast_sign_loss, reason = "it is below 2^32")]
-    let threshold = (probability * 4_294_967_296.0) as u32;
-    let scale = 1.0 / (1.0 - probability);
-    Ok(Drop { seed: key.seed, call: key.call, threshold, scale })
+    Ok(Drop::new(probability, key))
 }
 
 fn fused<T: Float>(x: &Tensor, drop: Drop) -> Result<Tensor> {

@@ -5,6 +5,7 @@ mod attention;
 mod autograd;
 mod checkpoint;
 mod composed;
+mod config;
 mod cross_entropy;
 mod dropout;
 mod embedding;
@@ -21,11 +22,12 @@ mod tests;
 pub mod layers;
 
 pub use crate::{
-    activation::{Activation, gelu, gelu_tanh, silu, swiglu},
-    attention::{AttentionConfig, attention, attention_packed},
+    activation::{gelu, gelu_tanh, silu, swiglu},
+    attention::{attention, attention_packed},
     checkpoint::checkpoint,
+    config::{Activation, AttentionConfig, DropoutKey},
     cross_entropy::{CrossEntropy, CrossEntropyConfig, cross_entropy},
-    dropout::{DropoutKey, dropout},
+    dropout::dropout,
     embedding::embedding,
     error::{Error, Result},
     linear::linear,

@@ -3,9 +3,9 @@
 use candle_core::{Shape, Tensor};
 
 use crate::{
-    activation::Activation,
     autograd::{Backward, Reading, record, tensor},
     composed,
+    config::Activation,
     error::Result,
     kernels::{
         activation,

@@ -8,7 +8,7 @@ use super::{
     parallel::{ELEMENTS_PER_BLOCK, block_of, map_chunks},
     vectorized,
 };
-use crate::activation::Activation;
+use crate::config::Activation;
 
 /// A function of one number.
 pub(super) trait Curve<T: Float>: Copy + Send + Sync {

@@ -14,6 +14,7 @@ use super::{
     parallel::{ELEMENTS_PER_BLOCK, block_of},
     vectorized,
 };
+use crate::config::DropoutKey;
 
 /// Counters worked on together: as many as fill the widest vector.
 const COUNTERS: usize = 16;
@@ -30,6 +31,16 @@ pub(crate) struct Drop {
     pub(crate) threshold: u32,
     /// What the others are multiplied by.
     pub(crate) scale: f64,
+}
+
+impl Drop {
+    /// Drops with a probability that is at least 0 and less than 1.
+    pub(crate) fn new(probability: f64, key: DropoutKey) -> Self {
+        #[expect(clippy::cast_possible_truncation, clippy::cast_sign_loss, reason = "below 2^32")]
+        let threshold = (probability * 4_294_967_296.0) as u32;
+        let scale = 1.0 / (1.0 - probability);
+        Self { seed: key.seed, call: key.call, threshold, scale }
+    }
 }
 
 /// The elements of `x`, multiplied by 0 or the scale.

@@ -4,7 +4,7 @@ use candle_core::{Result, Tensor};
 use candle_nn::{Module, VarBuilder};
 
 use super::{Linear, linear_b};
-use crate::attention::AttentionConfig;
+use crate::config::AttentionConfig;
 
 /// The sizes of an [`Attention`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

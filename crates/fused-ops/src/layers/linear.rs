@@ -3,7 +3,7 @@
 use candle_core::{Result, Tensor};
 use candle_nn::{Module, VarBuilder};
 
-use crate::activation::Activation;
+use crate::config::Activation;
 
 /// [`linear`](crate::linear()) with its weight and bias, in the place of `candle_nn::Linear`.
 ///

@@ -4,8 +4,10 @@ use candle_core::{DType, Device, Tensor, Var};
 
 use super::support::{Attending, attention_cases, numbers, rope_cases, row_cases, run, values};
 use crate::{
-    attention::AttentionConfig, cross_entropy::CrossEntropyConfig, dropout::DropoutKey,
-    error::Error, kernels::cross_entropy::Target,
+    config::{AttentionConfig, DropoutKey},
+    cross_entropy::CrossEntropyConfig,
+    error::Error,
+    kernels::cross_entropy::Target,
 };
 
 #[test]

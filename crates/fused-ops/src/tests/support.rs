@@ -3,13 +3,11 @@
 use candle_core::{DType, Device, Tensor, Var};
 
 use crate::{
-    activation::Activation,
-    attention::AttentionConfig,
     composed,
+    config::{Activation, AttentionConfig, DropoutKey},
     cross_entropy::CrossEntropyConfig,
-    dropout::DropoutKey,
     error::Result,
-    kernels::{cross_entropy::Target, rope::Pairs},
+    kernels::{cross_entropy::Target, dropout::Drop, rope::Pairs},
 };
 
 /// A function of tensors, fused or composed.
@@ -173,7 +171,7 @@ fn dropout_case(x: &[usize]) -> Case {
         "dropout",
         &[x],
         move |t| crate::dropout(&t[0], 0.3, key),
-        move |t| composed::dropout(&t[0], 0.3, key),
+        move |t| composed::dropout(&t[0], Drop::new(0.3, key)),
     )
 }
 

@@ -1,0 +1,88 @@
+//! What operations are told beside their tensors.
+
+use candle_core::Tensor;
+
+/// A function that is applied to each element; [`linear`](crate::linear()) fuses it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[non_exhaustive]
+pub enum Activation {
+    /// max(x, 0); its slope at 0 is 0, as in PyTorch (candle's is 1).
+    Relu,
+    /// x·Φ(x), Φ being the distribution function of the standard normal.
+    Gelu,
+    /// The approximation of [`Gelu`](Self::Gelu) by a hyperbolic tangent, off by up to 0.0005:
+    /// GPT-2's, and what `Tensor::gelu` of candle computes.
+    GeluTanh,
+    /// x / (1 + e^−x), also called swish.
+    Silu,
+}
+
+/// What [`attention`](crate::attention()) and [`attention_packed`](crate::attention_packed) do beside softmax(q·kᵀ)·v.
+#[derive(Clone, Debug, Default)]
+#[non_exhaustive]
+pub struct AttentionConfig {
+    /// Whether a query sees no key of a later position. Default: `false`.
+    ///
+    /// The last query has the position of the last key, so that fewer queries than keys are those
+    /// of a continued sequence. (PyTorch's `is_causal` aligns the first ones instead; for as many
+    /// queries as keys the two agree.)
+    pub causal: bool,
+    /// What q·kᵀ is multiplied by. Default: `None`, one over the root of the heads' size.
+    pub scale: Option<f64>,
+    /// How many keys each sequence of the batch has; those after them are padding, which nobody
+    /// sees. Default: `None`, all.
+    pub key_lengths: Option<Vec<usize>>,
+    /// What is added to the scores, of any shape that broadcasts to [batch, heads, queries, keys].
+    /// Default: `None`.
+    ///
+    /// It gets no gradient. A query all of whose scores are −∞ has the result NaN, as in the
+    /// composed form.
+    pub mask: Option<Tensor>,
+}
+
+impl AttentionConfig {
+    /// A query sees no key of a later position.
+    #[must_use]
+    pub fn causal() -> Self {
+        Self { causal: true, ..Self::default() }
+    }
+
+    /// Multiplies q·kᵀ by `scale`.
+    #[must_use]
+    pub fn with_scale(mut self, scale: f64) -> Self {
+        self.scale = Some(scale);
+        self
+    }
+
+    /// Hides the padding of sequences of these lengths.
+    #[must_use]
+    pub fn with_key_lengths(mut self, lengths: Vec<usize>) -> Self {
+        self.key_lengths = Some(lengths);
+        self
+    }
+
+    /// Adds `mask` to the scores.
+    #[must_use]
+    pub fn with_mask(mut self, mask: Tensor) -> Self {
+        self.mask = Some(mask);
+        self
+    }
+
+    /// What q·kᵀ of heads of `size` is multiplied by.
+    pub(crate) fn scale(&self, size: usize) -> f64 {
+        self.scale.unwrap_or_else(|| 1.0 / (size as f64).sqrt())
+    }
+}
+
+/// What decides which elements are dropped.
+///
+/// The same key drops the same elements, so each use in a step needs another `call`: say, step ·
+/// layers + layer.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[expect(clippy::exhaustive_structs, reason = "it is the key of a generator: these 128 bits")]
+pub struct DropoutKey {
+    /// The run's.
+    pub seed: u64,
+    /// Which use of dropout this is.
+    pub call: u64,
+}
