@@ -543,3 +543,51 @@ fn threads_end_with_the_last_clone_of_their_mesh() {
     drop(f);
     assert!(started.elapsed() < Duration::from_mins(1));
 }
+
+/// The numbers of a replica, in a type: sums depend on their order, overflow in small integers, and
+/// are rounded in halves.
+fn summands(slot: usize, dtype: DType) -> candle_core::Result<Tensor> {
+    let value = |n: usize| ((n * 7919 + slot * 104_729) % 2003) as f64 * 0.37 - 300.0;
+    let values: Vec<f64> = (0..300).map(value).chain([60_000.0, 256.0]).collect();
+    let x = Tensor::new(values, &Device::Cpu)?;
+    if dtype.is_int() { x.abs()?.clamp(0.0, 255.0)?.to_dtype(dtype) } else { x.to_dtype(dtype) }
+}
+
+fn bytes(x: &Tensor) -> Vec<u8> {
+    let mut bytes = Vec::new();
+    x.write_bytes(&mut bytes).unwrap();
+    bytes
+}
+
+#[test]
+fn sums_and_means_of_results_have_the_bits_of_those_inside_the_function() {
+    let dtypes = [
+        DType::F32,
+        DType::F64,
+        DType::BF16,
+        DType::F16,
+        DType::U8,
+        DType::U32,
+        DType::I16,
+        DType::I32,
+        DType::I64,
+    ];
+    for (slots, dtype) in (1..=5).flat_map(|slots| dtypes.map(|dtype| (slots, dtype))) {
+        let mesh = DeviceMesh::cpu(slots).unwrap();
+        let sums = mesh.pmap(move |ctx, ()| {
+            let x = summands(ctx.slot(), dtype)?;
+            Ok((ctx.psum(&x, ALL)?, x))
+        });
+        let (inside, outside) = sums.out_axes([P::replicate(), P::sum(ALL)]).call(()).unwrap();
+        assert!(bytes(&inside) == bytes(&outside), "sum of {dtype:?} on {slots}");
+        if dtype.is_float() {
+            let means = mesh.pmap(move |ctx, ()| {
+                let x = summands(ctx.slot(), dtype)?;
+                Ok((ctx.pmean(&x, ALL)?, x))
+            });
+            let (inside, outside) =
+                means.out_axes([P::replicate(), P::mean(ALL)]).call(()).unwrap();
+            assert!(bytes(&inside) == bytes(&outside), "mean of {dtype:?} on {slots}");
+        }
+    }
+}

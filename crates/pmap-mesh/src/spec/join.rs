@@ -2,14 +2,16 @@
 
 use std::collections::BTreeMap;
 
-use candle_core::{Device, Tensor};
+use candle_core::{Device, Tensor, bail};
 
 use crate::{
+    engine::on_host,
     error::{Error, Result, ValueError},
     mesh::{
         axes::{ALL, AxisSet},
         topology::{Groups, Topology},
     },
+    reduce::{self, Reduction},
     spec::{
         self, Resolved, Treatment,
         cut::Rows,
@@ -159,19 +161,24 @@ fn combine(index: usize, parts: &[Tensor], treatment: Treatment) -> Result<Tenso
             let out_of_range = SpecFault::DimOutOfRange { side: Side::Out, index, dim, shape };
             Tensor::stack(parts, spec::normalize(dim, first.rank() + 1).ok_or(out_of_range)?)
         }
-        Treatment::Sum => sum(parts),
+        Treatment::Sum => reduced(parts, Reduction::Sum),
         Treatment::Mean if !first.dtype().is_float() => {
             return Err(SpecFault::MeanOfIntegers { index, dtype: first.dtype() }.into());
         }
-        Treatment::Mean => sum(parts).and_then(|sum| sum / parts.len() as f64),
+        Treatment::Mean => reduced(parts, Reduction::Mean),
     };
     combined.map_err(Error::gather(index))
 }
 
-/// Adds up in the order of the mesh, so that rounding does not depend on which replica finished
-/// first.
-fn sum(parts: &[Tensor]) -> candle_core::Result<Tensor> {
-    parts[1..].iter().try_fold(parts[0].clone(), |sum, part| sum + part)
+/// The reduction in the order of the mesh, by the kernel of the collectives: `P::sum` has the bits of
+/// `psum`.
+fn reduced(parts: &[Tensor], reduction: Reduction) -> candle_core::Result<Tensor> {
+    let first = &parts[0];
+    if let Some(other) = parts.iter().find(|part| part.shape() != first.shape()) {
+        bail!("{:?} and {:?} cannot be added up", first.dims(), other.dims());
+    }
+    let on_host = parts.iter().map(on_host).collect::<candle_core::Result<Vec<_>>>()?;
+    reduce::whole(&on_host, reduction)?.to_device(first.device())
 }
 
 /// Whether two tensors are equal to the bit, wherever they lie.

@@ -13,7 +13,6 @@
 mod link;
 mod lists;
 mod store;
-mod sums;
 #[cfg(test)]
 mod tests;
 
@@ -34,7 +33,7 @@ use crate::{
     },
     error::{self, CollectiveError, Error, MeshError, ProcessError},
     mesh::{DeviceMesh, DeviceMeshBuilder, axes::ALL, topology::Topology},
-    reduce::{Reduction, parts::balanced},
+    reduce::{Reduction, elementwise, parts::balanced},
 };
 
 /// Up to how many bytes every member reduces everything by itself: a second transfer would take
@@ -294,13 +293,13 @@ impl Call<'_> {
     fn reduce(&self, x: &Tensor, reduction: Reduction) -> Result<Tensor> {
         let items = x.elem_count();
         if items * x.dtype().size_in_bytes() <= SMALL_BYTES {
-            return sums::reduced(&self.swap(|_| Ok(x.clone()), |_| items)?, reduction);
+            return elementwise::reduced(&self.swap(|_| Ok(x.clone()), |_| items)?, reduction);
         }
         let part = |rank| balanced(items, rank, self.site.size());
         let own_items = part(self.site.rank).len();
         let summands =
             self.swap(|to| x.narrow(0, part(to).start, part(to).len()), |_| own_items)?;
-        let sum = sums::reduced(&summands, reduction)?;
+        let sum = elementwise::reduced(&summands, reduction)?;
         // Freed before as much memory is asked for again.
         drop(summands);
         Tensor::cat(&self.swap(|_| Ok(sum.clone()), |from| part(from).len())?, 0)
