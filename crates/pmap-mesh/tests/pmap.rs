@@ -591,3 +591,78 @@ fn sums_and_means_of_results_have_the_bits_of_those_inside_the_function() {
         }
     }
 }
+
+fn arange(len: u8) -> Tensor {
+    Tensor::arange(0_f32, f32::from(len), &Device::Cpu).unwrap()
+}
+
+fn a_2_b_2() -> DeviceMesh {
+    DeviceMesh::builder().axis("a", 2).axis("b", 2).cpu().unwrap()
+}
+
+/// Dimension 0, cut by one axis after the other.
+fn twice() -> P {
+    P::shard(0, "a").and(P::shard(0, "b"))
+}
+
+#[test]
+fn a_dimension_whose_first_cut_is_uneven_is_not_cut_again() {
+    for (b, mesh) in [1, 2].map(|b| (b, DeviceMesh::builder().axis("a", 2).axis("b", b).cpu())) {
+        let identity = mesh.unwrap().pmap(|_, x: Tensor| Ok(x)).in_axes(twice()).out_axes(twice());
+        let refused = identity.uneven(Uneven::Balanced).call(arange(5));
+        let fault =
+            SpecFault::CutAfterUneven { index: 0, dim: 0, size: 5, shape: vec![5], parts: 2 };
+        assert_eq!(faults(refused), [fault], "b {b}");
+    }
+    let refused = a_2_b_2().pmap(|_, x: Tensor| Ok(x)).in_axes(twice()).call(arange(5));
+    let fault = SpecFault::NotDivisible { index: 0, dim: 0, size: 5, shape: vec![5], parts: 2 };
+    assert_eq!(faults(refused), [fault]);
+}
+
+#[test]
+fn what_is_cut_twice_comes_back_whole_and_each_shard_knows_its_rows() {
+    let cases =
+        (0..=17).flat_map(|len| [Uneven::Pad, Uneven::Balanced].map(|uneven| (len, uneven)));
+    // Balanced shards can be cut again if they are of one size, each of at least two rows.
+    let is_possible = |len, uneven| uneven == Uneven::Pad || (len % 2 == 0 && len >= 4) || len == 0;
+    for (len, uneven) in cases.filter(|&(len, uneven)| is_possible(len, uneven)) {
+        let f = a_2_b_2().pmap(|ctx, x: Tensor| {
+            let real = x.narrow(0, 0, ctx.valid_len().unwrap())?;
+            let ends = Tensor::new(&[real.elem_count() as f64, ctx.weight()], &Device::Cpu)?;
+            Ok((x, real.sum_all()?, ends))
+        });
+        let f = f.in_axes(twice()).out_axes([twice(), P::sum(ALL), P::sum(ALL)]).uneven(uneven);
+        let (x, sum, ends) = f.call(arange(len)).unwrap();
+        assert_eq!(bytes(&x), bytes(&arange(len)), "{len} {uneven:?}");
+        assert_eq!(sum.to_scalar::<f32>().unwrap(), (0..len).map(f32::from).sum::<f32>());
+        let ends: Vec<f64> = ends.to_vec1().unwrap();
+        assert_eq!(ends[0], f64::from(len));
+        assert!(len == 0 || (ends[1] - 4.0).abs() < 1e-12, "{len} {uneven:?}: {}", ends[1]);
+    }
+}
+
+#[test]
+fn padding_in_two_dimensions_is_cut_back_in_both() {
+    let both = || P::shard(0, "a").and(P::shard(1, "b"));
+    let f = a_2_b_2().pmap(|_, x: Tensor| x + 1.0).in_axes(both()).out_axes(both());
+    let f = f.uneven(Uneven::Pad);
+    for shape in [(3, 3), (1, 5), (4, 1), (2, 3)] {
+        let x = iota(shape);
+        assert_eq!(rows(&f.call(x.clone()).unwrap()), rows(&(x + 1.0).unwrap()));
+    }
+}
+
+#[test]
+fn what_is_no_padding_is_kept() {
+    let numbers = DeviceMesh::cpu(2).unwrap().pmap(|ctx, x: Tensor| {
+        let numbers = Tensor::full(ctx.slot() as f32, 3, &Device::Cpu)?;
+        Ok((x, numbers))
+    });
+    let numbers = numbers.out_axes([P::shard(0, ALL), P::concat(0, ALL)]).uneven(Uneven::Pad);
+    let (x, numbers) = numbers.call(arange(5)).unwrap();
+    assert_eq!(bytes(&x), bytes(&arange(5)));
+    assert_eq!(numbers.to_vec1::<f32>().unwrap(), [0.0, 0.0, 0.0, 1.0, 1.0, 1.0]);
+
+    let cut = DeviceMesh::cpu(2).unwrap().pmap(|_, x: Tensor| Ok(x)).in_axes(P::concat(0, ALL));
+    assert_eq!(faults(cut.call(arange(4))), [SpecFault::ReducedInput { index: 0 }]);
+}

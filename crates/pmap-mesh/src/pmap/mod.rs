@@ -26,7 +26,7 @@ use crate::{
     replica::{Identity, Replica, collectives::Collectives},
     spec::{
         P, Specs,
-        cut::{Rows, Uneven},
+        cut::{Cut, Uneven},
         tree::TensorTree,
     },
     sync::lock,
@@ -228,8 +228,8 @@ where
     )]
     pub fn call_sharded(&self, arguments: I) -> Result<Sharded<O>> {
         Workers::refuse_nesting()?;
-        let (shards, rows) = sharded::shard(&self.mesh, &arguments, &self.in_axes, self.uneven)?;
-        self.run_on(shards, rows)
+        let (shards, cut) = sharded::shard(&self.mesh, &arguments, &self.in_axes, self.uneven)?;
+        self.run_on(shards, cut)
     }
 
     /// Runs the function on what already lies on the devices.
@@ -240,19 +240,19 @@ where
     /// [`call_sharded`](Self::call_sharded).
     pub fn run(&self, arguments: Sharded<I>) -> Result<Sharded<O>> {
         Workers::refuse_nesting()?;
-        let (shards, rows) = arguments.into_shards(&self.mesh)?;
-        self.run_on(shards, rows)
+        let (shards, cut) = arguments.into_shards(&self.mesh)?;
+        self.run_on(shards, cut)
     }
 
     #[expect(clippy::expect_used, reason = "a replica that has no result has noted a failure")]
-    fn run_on(&self, shards: Vec<I>, rows: Option<Rows>) -> Result<Sharded<O>> {
+    fn run_on(&self, shards: Vec<I>, cut: Option<Arc<Cut>>) -> Result<Sharded<O>> {
         let engines = self.mesh.backend().begin();
         let results: Arc<Vec<Mutex<Option<O>>>> =
             Arc::new(shards.iter().map(|_| Mutex::new(None)).collect());
         // Only the number counts: nothing else is read or written under it.
         let seed = self.seed.derive(self.calls.fetch_add(1, Ordering::Relaxed));
         let jobs = shards.into_iter().zip(&engines).enumerate().map(|(local, (shard, engine))| {
-            let replica = self.replica(local, Arc::clone(engine), rows, seed);
+            let replica = self.replica(local, Arc::clone(engine), cut.as_deref(), seed);
             let f = Arc::clone(&self.f);
             let results = Arc::clone(&results);
             move || {
@@ -265,7 +265,7 @@ where
             return Err(failure);
         }
         let results = results.iter().map(|result| lock(result).take().expect("nothing failed"));
-        Ok(Sharded::new(self.mesh.clone(), results.collect(), rows))
+        Ok(Sharded::new(self.mesh.clone(), results.collect(), cut))
     }
 
     /// The replica of the n-th slot of this process.
@@ -273,12 +273,12 @@ where
         &self,
         local_index: usize,
         engine: Arc<dyn Engine>,
-        rows: Option<Rows>,
+        cut: Option<&Cut>,
         seed: Seed,
     ) -> Replica {
         let topology = self.mesh.topology_arc();
         let slot = self.mesh.local_slots().start + local_index;
-        let valid = rows.map(|rows| rows.valid(topology.groups(rows.set).place(slot).rank));
+        let valid = cut.and_then(|cut| cut.valid(slot, &topology));
         Replica::new(Identity {
             slot,
             local_index,

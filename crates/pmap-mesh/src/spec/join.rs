@@ -14,7 +14,7 @@ use crate::{
     reduce::{self, Reduction},
     spec::{
         self, Resolved, Treatment,
-        cut::Rows,
+        cut::Cut,
         fault::{Side, SpecFault},
     },
 };
@@ -24,7 +24,8 @@ pub(crate) struct Join<'a> {
     pub(crate) topology: &'a Topology,
     /// The device of joined results.
     pub(crate) home: &'a Device,
-    pub(crate) rows: Option<Rows>,
+    /// How the first argument was cut that was.
+    pub(crate) cut: Option<&'a Cut>,
 }
 
 impl Join<'_> {
@@ -76,7 +77,7 @@ impl Join<'_> {
     ) -> Result<()> {
         match spec[..] {
             // Shards are written one by one, without a tensor of them all.
-            [(set, treatment @ Treatment::Shard(dim))] => {
+            [(set, treatment @ (Treatment::Shard(dim) | Treatment::Concat(dim)))] => {
                 let dim = spec::find_dim(Side::Out, index, dim, &results[0])?;
                 let shards = self.one_of_each_replicated(index, results, spec)?;
                 let parts: Result<Vec<Tensor>> = shards
@@ -115,11 +116,10 @@ impl Join<'_> {
         treatment: Treatment,
     ) -> Result<Tensor> {
         let tensor = tensor.to_device(self.home).map_err(Error::gather(index))?;
-        match (treatment, self.rows) {
-            (Treatment::Shard(dim), Some(rows)) if rows.set == set => {
+        match (treatment, self.cut) {
+            (Treatment::Shard(dim), Some(cut)) => {
                 let dim = spec::find_dim(Side::Out, index, dim, &tensor)?;
-                let rank = self.topology.groups(set).place(slot).rank;
-                rows.trim(&tensor, dim, rank).map_err(Error::gather(index))
+                cut.trim(&tensor, dim, set, slot, self.topology).map_err(Error::gather(index))
             }
             _ => Ok(tensor),
         }
@@ -155,7 +155,9 @@ fn write_into(kept: &Tensor, index: usize, dim: usize, parts: &[Tensor]) -> Resu
 fn combine(index: usize, parts: &[Tensor], treatment: Treatment) -> Result<Tensor> {
     let first = &parts[0];
     let combined = match treatment {
-        Treatment::Shard(dim) => Tensor::cat(parts, spec::find_dim(Side::Out, index, dim, first)?),
+        Treatment::Shard(dim) | Treatment::Concat(dim) => {
+            Tensor::cat(parts, spec::find_dim(Side::Out, index, dim, first)?)
+        }
         Treatment::Stack(dim) => {
             let shape = first.dims().to_vec();
             let out_of_range = SpecFault::DimOutOfRange { side: Side::Out, index, dim, shape };
