@@ -533,6 +533,26 @@ fn random_numbers_depend_on_seed_step_and_replica_alone() {
 }
 
 #[test]
+fn steps_of_calls_from_several_threads_do_not_mix() {
+    let mesh = DeviceMesh::cpu(1).unwrap();
+    let draw = mesh.pmap(|ctx, x: Tensor| ctx.rng().uniform(x.shape()));
+    let stream = |step| bytes(&draw.call_at(step, arange(4)).unwrap());
+    let expected: Vec<_> = (0..400).map(stream).collect();
+    std::thread::scope(|scope| {
+        for first in 0..4_u16 {
+            let (stream, expected) = (&stream, &expected);
+            scope.spawn(move || {
+                for step in (first..400).step_by(4) {
+                    assert!(stream(step.into()) == expected[usize::from(step)], "step {step}");
+                }
+            });
+        }
+    });
+    // Their numbers are no count: the first call without one is the first.
+    assert!(bytes(&draw.call(arange(4)).unwrap()) == expected[0]);
+}
+
+#[test]
 fn threads_end_with_the_last_clone_of_their_mesh() {
     let mesh = DeviceMesh::cpu(4).unwrap();
     let f = mesh.pmap(|_, x: Tensor| Ok(x));

@@ -194,15 +194,20 @@ where
         self.call_sharded(arguments)?.joined(&self.out_axes)
     }
 
-    /// [`call`](Self::call) as the given step, of which [`Replica::rng`] depends; without it, calls
-    /// are counted from 0.
+    /// [`call`](Self::call) as the given step, on which [`Replica::rng`] depends; without it, calls
+    /// are counted from 0, those as a given step apart.
     ///
     /// # Errors
     ///
     /// Those of [`call`](Self::call).
+    #[expect(
+        clippy::needless_pass_by_value,
+        reason = "arguments are given away, as to any function of tensors"
+    )]
     pub fn call_at(&self, step: u64, arguments: I) -> Result<O> {
-        self.calls.store(step, Ordering::Relaxed);
-        self.call(arguments)
+        Workers::refuse_nesting()?;
+        let (shards, cut) = self.shard(&arguments)?;
+        self.run_on(step, shards, cut)?.joined(&self.out_axes)
     }
 
     /// [`call`](Self::call), with results written into the tensors of `kept` instead of new ones.
@@ -228,8 +233,8 @@ where
     )]
     pub fn call_sharded(&self, arguments: I) -> Result<Sharded<O>> {
         Workers::refuse_nesting()?;
-        let (shards, cut) = sharded::shard(&self.mesh, &arguments, &self.in_axes, self.uneven)?;
-        self.run_on(shards, cut)
+        let (shards, cut) = self.shard(&arguments)?;
+        self.run_on(self.next_step(), shards, cut)
     }
 
     /// Runs the function on what already lies on the devices.
@@ -241,16 +246,25 @@ where
     pub fn run(&self, arguments: Sharded<I>) -> Result<Sharded<O>> {
         Workers::refuse_nesting()?;
         let (shards, cut) = arguments.into_shards(&self.mesh)?;
-        self.run_on(shards, cut)
+        self.run_on(self.next_step(), shards, cut)
+    }
+
+    fn shard(&self, arguments: &I) -> Result<(Vec<I>, Option<Arc<Cut>>)> {
+        sharded::shard(&self.mesh, arguments, &self.in_axes, self.uneven)
+    }
+
+    /// The number of a call that was not told its step.
+    fn next_step(&self) -> u64 {
+        // Only the number counts: nothing else is read or written under it.
+        self.calls.fetch_add(1, Ordering::Relaxed)
     }
 
     #[expect(clippy::expect_used, reason = "a replica that has no result has noted a failure")]
-    fn run_on(&self, shards: Vec<I>, cut: Option<Arc<Cut>>) -> Result<Sharded<O>> {
+    fn run_on(&self, step: u64, shards: Vec<I>, cut: Option<Arc<Cut>>) -> Result<Sharded<O>> {
         let engines = self.mesh.backend().begin();
         let results: Arc<Vec<Mutex<Option<O>>>> =
             Arc::new(shards.iter().map(|_| Mutex::new(None)).collect());
-        // Only the number counts: nothing else is read or written under it.
-        let seed = self.seed.derive(self.calls.fetch_add(1, Ordering::Relaxed));
+        let seed = self.seed.derive(step);
         let jobs = shards.into_iter().zip(&engines).enumerate().map(|(local, (shard, engine))| {
             let replica = self.replica(local, Arc::clone(engine), cut.as_deref(), seed);
             let f = Arc::clone(&self.f);
