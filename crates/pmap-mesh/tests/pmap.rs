@@ -159,6 +159,21 @@ fn gradients_of_shards_add_up_to_the_whole_batch_s() {
 }
 
 #[test]
+fn gradients_do_not_cross_a_call() {
+    let mesh = DeviceMesh::cpu(2).unwrap();
+    let w = candle_core::Var::from_tensor(&arange(4)).unwrap();
+    let sum = |ctx: &pmap_mesh::Replica, x: &Tensor| ctx.psum(&x.sqr()?.sum_all()?, ALL);
+    let of_argument = mesh.pmap(move |ctx, x: Tensor| sum(ctx, &x)).out_axes(P::replicate());
+    let captured = w.clone();
+    let of_captured = mesh.pmap(move |ctx, _: Tensor| sum(ctx, &captured)).out_axes(P::replicate());
+    for f in [of_argument.call(w.as_tensor().clone()), of_captured.call(arange(4))] {
+        assert!(f.unwrap().backward().unwrap().get(&w).is_none());
+    }
+    let kept = mesh.shard(w.as_tensor().clone(), Some(0)).unwrap();
+    assert!(kept.shards().iter().all(|shard| !shard.track_op()));
+}
+
+#[test]
 fn an_axis_that_does_not_divide_is_named_with_its_size_and_the_devices() {
     let mesh = DeviceMesh::cpu(4).unwrap();
     let error = mesh.pmap(|_, x: Tensor| Ok(x)).call(iota((10, 3))).unwrap_err();

@@ -175,7 +175,13 @@ where
 
     /// Runs the function on every device and returns the results on the first device of the mesh.
     ///
-    /// Shards are views of the argument where they lie on the same device and dimension 0 is cut.
+    /// Shards are views of the argument where they lie on the same device and dimension 0 is cut, and
+    /// a replicated argument is the caller's own tensor: what the function writes into it in place,
+    /// all see.
+    ///
+    /// Gradients do not cross a call: arguments come without the graph they were computed by, and
+    /// results go without theirs, which would hold the part of one replica only. Call `backward`
+    /// inside the function and return the gradients, of variables that it captures or makes.
     ///
     /// # Errors
     ///
@@ -317,7 +323,7 @@ fn run_replica<I: TensorTree, O: TensorTree>(
         let shard = shard.try_map(&mut |input| place(input, device))?;
         let output = f(replica, shard)?;
         device.synchronize()?;
-        Ok(output)
+        output.try_map(&mut |result| Ok(result.detach()))
     };
     let failure = match workers::catch(run) {
         Ok(Ok(output)) => return Ok(output),
