@@ -158,6 +158,48 @@ fn gradients_of_shards_add_up_to_the_whole_batch_s() {
     assert_eq!(rows(&parallel.call(iota((6, 4))).unwrap()), rows(&whole));
 }
 
+/// A view that begins where its storage has ended.
+fn nothing_behind_the_end() -> Tensor {
+    Tensor::zeros((0, 5), DType::F32, &Device::Cpu).unwrap().narrow(1, 2, 3).unwrap()
+}
+
+#[test]
+fn views_of_nothing_may_begin_behind_the_end_of_their_storage() {
+    let every = [(Uneven::Pad, 0), (Uneven::Pad, 1), (Uneven::Balanced, 1)];
+    for (slots, (uneven, dim)) in [1, 3].into_iter().flat_map(|slots| every.map(|way| (slots, way)))
+    {
+        let mesh = DeviceMesh::cpu(slots).unwrap();
+        let f = mesh.pmap(|ctx, x: Tensor| {
+            read(x)?;
+            read_all_collectives(ctx)?;
+            Ok(vec![nothing_behind_the_end(); 3])
+        });
+        let f = f.in_axes(Some(dim)).uneven(uneven);
+        let f = f.out_axes([P::concat(1, ALL), P::sum(ALL), P::replicate()]);
+        let results = f.call(nothing_behind_the_end()).unwrap();
+        assert_eq!(results[0].dims(), [0, 3 * slots]);
+        assert_eq!((results[1].dims(), results[2].dims()), (&[0, 3][..], &[0, 3][..]));
+        let shards = mesh.shard(nothing_behind_the_end(), Some(1)).unwrap();
+        shards.shards().iter().cloned().try_for_each(read).unwrap();
+    }
+}
+
+fn read_all_collectives(ctx: &pmap_mesh::Replica) -> candle_core::Result<()> {
+    let x = nothing_behind_the_end();
+    read(ctx.psum(&x, ALL)?)?;
+    read(ctx.pmax(&x, ALL)?)?;
+    read(ctx.psum_scatter(&x, 1, ALL)?)?;
+    read(ctx.all_gather(&x, 0, ALL)?)?;
+    read(ctx.all_to_all(&x, 1, 0, ALL)?)?;
+    read(ctx.broadcast(&x, 0, ALL)?)?;
+    read(ctx.ppermute(&x, &[(0, ctx.count() - 1)], ALL)?)
+}
+
+/// Reads a tensor as candle does, which panics where a view begins behind the end.
+fn read(x: Tensor) -> candle_core::Result<()> {
+    x.flatten_all()?.to_vec1::<f32>().map(drop)
+}
+
 #[test]
 fn gradients_do_not_cross_a_call() {
     let mesh = DeviceMesh::cpu(2).unwrap();

@@ -19,7 +19,7 @@ use crate::{
     mesh::{
         DeviceMesh,
         axes::ALL,
-        place::place,
+        place::{copied, place},
         workers::{self, Workers},
     },
     pmap::sharded::Sharded,
@@ -323,7 +323,10 @@ fn run_replica<I: TensorTree, O: TensorTree>(
         let shard = shard.try_map(&mut |input| place(input, device))?;
         let output = f(replica, shard)?;
         device.synchronize()?;
-        output.try_map(&mut |result| Ok(result.detach()))
+        output.try_map(&mut |result| {
+            let result = result.detach();
+            if result.elem_count() == 0 { copied(&result) } else { Ok(result) }
+        })
     };
     let failure = match workers::catch(run) {
         Ok(Ok(output)) => return Ok(output),

@@ -3,7 +3,7 @@
 
 use candle_core::{DType, Result, Tensor, bail};
 
-use crate::reduce::Reduction;
+use crate::{mesh::place::copied, reduce::Reduction};
 
 /// The reduction of tensors of one shape, by candle's elementwise operations.
 ///
@@ -11,7 +11,7 @@ use crate::reduce::Reduction;
 pub(crate) fn reduced(summands: &[Tensor], reduction: Reduction) -> Result<Tensor> {
     let [first, rest @ ..] = summands else { bail!("nothing to reduce") };
     if first.elem_count() == 0 {
-        return Ok(first.clone());
+        return copied(first);
     }
     let sum = rest
         .iter()
@@ -107,6 +107,9 @@ mod tests {
     #[test]
     fn an_empty_tensor_stays_empty() {
         let empty = Tensor::zeros((0, 3), DType::F32, &Device::Cpu).unwrap();
-        check(&[empty.clone(), empty]);
+        check(&[empty.clone(), empty.clone()]);
+        let behind_the_end = empty.narrow(1, 1, 2).unwrap();
+        let reduced = reduced(&[behind_the_end.clone(), behind_the_end], Reduction::Sum).unwrap();
+        assert_eq!(reduced.flatten_all().unwrap().dims(), [0]);
     }
 }

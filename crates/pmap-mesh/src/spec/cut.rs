@@ -87,7 +87,9 @@ impl Rows {
     fn cut(&self, tensor: &Tensor, dim: usize, rank: usize) -> candle_core::Result<Tensor> {
         let rows = self.of(rank, self.total);
         match self.uneven {
-            Uneven::Pad if rows.is_empty() => zeros(tensor, dim, self.padded()),
+            Uneven::Pad if rows.is_empty() || tensor.elem_count() == 0 => {
+                zeros(tensor, dim, self.padded())
+            }
             Uneven::Pad => tensor.narrow(dim, rows.start, rows.len())?.pad_with_zeros(
                 dim,
                 0,

@@ -5,10 +5,10 @@ use std::collections::BTreeMap;
 use candle_core::{Device, Tensor, bail};
 
 use crate::{
-    engine::on_host,
     error::{Error, Result, ValueError},
     mesh::{
         axes::{ALL, AxisSet},
+        place::{copied, in_one_piece, on_host},
         topology::{Groups, Topology},
     },
     reduce::{self, Reduction},
@@ -141,7 +141,7 @@ fn check_replicated(index: usize, results: &[Tensor], groups: &Groups) -> Result
 fn write_into(kept: &Tensor, index: usize, dim: usize, parts: &[Tensor]) -> Result<()> {
     let mut size = 0;
     for part in parts {
-        let part = part.contiguous().map_err(Error::gather(index))?;
+        let part = in_one_piece(part).map_err(Error::gather(index))?;
         kept.slice_set(&part, dim, size).map_err(Error::gather(index))?;
         size += part.dims()[dim];
     }
@@ -193,7 +193,6 @@ pub(crate) fn same(left: &Tensor, right: &Tensor) -> candle_core::Result<bool> {
 
 fn bytes(tensor: &Tensor) -> candle_core::Result<Vec<u8>> {
     let mut bytes = Vec::new();
-    // Views of nothing may begin behind the end, where candle panics.
-    tensor.force_contiguous()?.write_bytes(&mut bytes)?;
+    copied(tensor)?.write_bytes(&mut bytes)?;
     Ok(bytes)
 }
