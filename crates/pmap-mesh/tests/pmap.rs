@@ -484,17 +484,24 @@ fn a_dimension_cut_over_two_axes_comes_back_in_order() {
 }
 
 #[test]
-fn results_that_should_be_replicated_and_are_not_are_found_in_debug_builds() {
+fn results_that_should_be_replicated_and_are_not_are_found() {
     let mesh = DeviceMesh::cpu(3).unwrap();
     let same = mesh.pmap(|_, x: Tensor| x.ones_like()).out_axes(P::replicate());
     assert_eq!(rows(&same.call(iota((3, 1))).unwrap()), [[1.0]]);
     let differ = mesh.pmap(|_, x: Tensor| Ok(x)).out_axes(P::replicate()).call(iota((3, 1)));
-    if cfg!(debug_assertions) {
-        assert!(matches!(
-            differ,
-            Err(Error::Value(ValueError::NotReplicated { index: 0, slot: 1, first: 0 }))
-        ));
-    }
+    assert!(matches!(
+        differ,
+        Err(Error::Value(ValueError::NotReplicated { index: 0, slot: 1, first: 0 }))
+    ));
+    // Along `a`, which the spec does not name.
+    let along_b = a_2_b_2().pmap(|ctx, _: Tensor| Tensor::new(&[ctx.slot() as f32], &Device::Cpu));
+    let along_b = along_b.out_axes(P::shard(0, "b"));
+    assert!(matches!(
+        along_b.call(arange(4)),
+        Err(Error::Value(ValueError::NotReplicated { index: 0, slot: 2, first: 0 }))
+    ));
+    let trusted = along_b.trust_replicated().call(arange(4)).unwrap();
+    assert_eq!(trusted.to_vec1::<f32>().unwrap(), [0.0, 1.0]);
 }
 
 #[test]

@@ -48,6 +48,8 @@ pub struct PMap<I, O, F> {
     in_axes: Specs,
     out_axes: Specs,
     uneven: Uneven,
+    /// Whether replicated results are not compared.
+    trust: bool,
     seed: Seed,
     calls: AtomicU64,
     signature: PhantomData<fn(I) -> O>,
@@ -101,6 +103,7 @@ where
             in_axes: Specs::first_and_rest(P::shard(0, ALL), P::replicate()),
             out_axes: P::shard(0, ALL).into(),
             uneven: Uneven::default(),
+            trust: false,
             seed: Seed::new(0),
             calls: AtomicU64::new(0),
             signature: PhantomData,
@@ -167,6 +170,33 @@ where
         Self { uneven, ..self }
     }
 
+    /// Takes results that are said to be replicated from the first device unseen.
+    ///
+    /// By default they are compared to the bit with those of the other devices of this process, since
+    /// the first of several different results would be as good as wrong. That costs the reading of
+    /// all of them, and on GPUs their way to the processor: nothing for a loss, much for the
+    /// parameters of a model.
+    ///
+    /// # Examples
+    ///
+    /// ```
+    /// use candle_core::{Device, Tensor};
+    /// use pmap_mesh::{DeviceMesh, Error, P, ValueError};
+    ///
+    /// let slots = |mesh: &DeviceMesh| {
+    ///     mesh.pmap(|ctx, ()| Tensor::new(ctx.slot() as u32, &Device::Cpu)).out_axes(P::replicate())
+    /// };
+    /// let mesh = DeviceMesh::cpu(2)?;
+    /// let differ = slots(&mesh).call(());
+    /// assert!(matches!(differ, Err(Error::Value(ValueError::NotReplicated { slot: 1, first: 0, .. }))));
+    /// assert_eq!(slots(&mesh).trust_replicated().call(())?.to_scalar::<u32>()?, 0);
+    /// # Ok::<(), Box<dyn std::error::Error>>(())
+    /// ```
+    #[must_use]
+    pub fn trust_replicated(self) -> Self {
+        Self { trust: true, ..self }
+    }
+
     /// Sets the seed of [`Replica::rng`]; 0 by default.
     #[must_use]
     pub fn seed(self, seed: Seed) -> Self {
@@ -197,7 +227,7 @@ where
     /// [`ValueError::NotReplicated`]: crate::ValueError::NotReplicated
     /// [`ValueError::Gather`]: crate::ValueError::Gather
     pub fn call(&self, arguments: I) -> Result<O> {
-        self.call_sharded(arguments)?.joined(&self.out_axes)
+        self.call_sharded(arguments)?.joined(&self.out_axes, self.trust)
     }
 
     /// [`call`](Self::call) as the given step, on which [`Replica::rng`] depends; without it, calls
@@ -213,7 +243,7 @@ where
     pub fn call_at(&self, step: u64, arguments: I) -> Result<O> {
         Workers::refuse_nesting()?;
         let (shards, cut) = self.shard(&arguments)?;
-        self.run_on(step, shards, cut)?.joined(&self.out_axes)
+        self.run_on(step, shards, cut)?.joined(&self.out_axes, self.trust)
     }
 
     /// [`call`](Self::call), with results written into the tensors of `kept` instead of new ones.
@@ -225,7 +255,7 @@ where
     ///
     /// Those of [`call`](Self::call); what was written to `kept` by then is undefined.
     pub fn call_into(&self, arguments: I, kept: &O) -> Result<()> {
-        self.call_sharded(arguments)?.joined_into(&self.out_axes, kept)
+        self.call_sharded(arguments)?.joined_into(&self.out_axes, kept, self.trust)
     }
 
     /// Runs the function on every device and leaves the results where they are.
@@ -338,12 +368,13 @@ fn run_replica<I: TensorTree, O: TensorTree>(
 
 impl<I, O, F> fmt::Debug for PMap<I, O, F> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Self { mesh, in_axes, out_axes, uneven, seed, .. } = self;
+        let Self { mesh, in_axes, out_axes, uneven, trust, seed, .. } = self;
         f.debug_struct("PMap")
             .field("mesh", mesh)
             .field("in_axes", in_axes)
             .field("out_axes", out_axes)
             .field("uneven", uneven)
+            .field("trust", trust)
             .field("seed", seed)
             .finish_non_exhaustive()
     }

@@ -111,12 +111,13 @@ impl<T: TensorTree> Sharded<T> {
     ///
     /// As the errors of [`PMap::call`](crate::PMap::call) after the replicas have run.
     pub fn gather(&self, specs: impl Into<Specs>) -> Result<T> {
-        self.joined(&specs.into())
+        self.joined(&specs.into(), false)
     }
 
-    pub(crate) fn joined(&self, specs: &Specs) -> Result<T> {
+    /// `trust` says that replicated results are not compared.
+    pub(crate) fn joined(&self, specs: &Specs, trust: bool) -> Result<T> {
         let (outputs, specs) = self.outputs(specs)?;
-        let join = self.join();
+        let join = self.join(trust);
         let joined: Result<Vec<Tensor>> = outputs
             .into_iter()
             .zip(&specs)
@@ -127,14 +128,14 @@ impl<T: TensorTree> Sharded<T> {
     }
 
     /// Puts the shards together in tensors that are there already.
-    pub(crate) fn joined_into(&self, specs: &Specs, kept: &T) -> Result<()> {
+    pub(crate) fn joined_into(&self, specs: &Specs, kept: &T, trust: bool) -> Result<()> {
         let (outputs, specs) = self.outputs(specs)?;
         let kept = tree::leaves(kept);
         if kept.len() != specs.len() {
             let expected = kept.len();
             return Err(ValueError::OutputCount { slot: 0, tensors: specs.len(), expected }.into());
         }
-        let join = self.join();
+        let join = self.join(trust);
         let outputs = outputs.into_iter().zip(specs.iter().zip(&kept));
         for (index, (of_slots, (spec, kept))) in outputs.enumerate() {
             join.join_into(index, of_slots, spec, kept)?;
@@ -160,11 +161,12 @@ impl<T: TensorTree> Sharded<T> {
         Ok((transposed(leaves, expected), specs))
     }
 
-    fn join(&self) -> Join<'_> {
+    fn join(&self, trust: bool) -> Join<'_> {
         Join {
             topology: self.mesh.topology(),
             home: &self.mesh.devices()[0],
             cut: self.cut.as_deref(),
+            trust,
         }
     }
 }

@@ -26,7 +26,8 @@ use crate::{
 ///
 /// Each axis of the mesh may be named once. Along an axis that is not named a tensor is replicated:
 /// every device gets the whole of an input, and of an output, which must then be the same on all
-/// devices, the first is returned. (Debug builds check that it is the same.)
+/// devices, the first is returned. (It is compared, unless
+/// [`PMap::trust_replicated`](crate::PMap::trust_replicated) says otherwise.)
 ///
 /// `Some(dim)` is short for `P::shard(dim, ALL)` and `None` for [`P::replicate`], so that JAX's
 /// `in_axes=(0, None)` is `.in_axes([Some(0), None])`.
