@@ -164,8 +164,11 @@ pub enum ValueError {
         /// How many replica 0 returned, or are kept.
         expected: usize,
     },
-    /// An output is not the same on two replicas though its spec says that it is replicated; found
-    /// in debug builds.
+    /// An output is not the same on two replicas though its spec says that it is replicated; see
+    /// [`PMap::trust_replicated`](crate::PMap::trust_replicated).
+    ///
+    /// Over several processes each compares the replicas that it has the results of: all, unless all
+    /// outputs are replicated, which are then not fetched from the others.
     #[error(
         "output {index} of replica {slot} differs from replica {first}'s, but its spec says that it is replicated"
     )]

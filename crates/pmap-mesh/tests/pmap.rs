@@ -158,6 +158,63 @@ fn gradients_of_shards_add_up_to_the_whole_batch_s() {
     assert_eq!(rows(&parallel.call(iota((6, 4))).unwrap()), rows(&whole));
 }
 
+/// A view that begins where its storage has ended.
+fn nothing_behind_the_end() -> Tensor {
+    Tensor::zeros((0, 5), DType::F32, &Device::Cpu).unwrap().narrow(1, 2, 3).unwrap()
+}
+
+#[test]
+fn views_of_nothing_may_begin_behind_the_end_of_their_storage() {
+    let every = [(Uneven::Pad, 0), (Uneven::Pad, 1), (Uneven::Balanced, 1)];
+    for (slots, (uneven, dim)) in [1, 3].into_iter().flat_map(|slots| every.map(|way| (slots, way)))
+    {
+        let mesh = DeviceMesh::cpu(slots).unwrap();
+        let f = mesh.pmap(|ctx, x: Tensor| {
+            read(x)?;
+            read_all_collectives(ctx)?;
+            Ok(vec![nothing_behind_the_end(); 3])
+        });
+        let f = f.in_axes(Some(dim)).uneven(uneven);
+        let f = f.out_axes([P::concat(1, ALL), P::sum(ALL), P::replicate()]);
+        let results = f.call(nothing_behind_the_end()).unwrap();
+        assert_eq!(results[0].dims(), [0, 3 * slots]);
+        assert_eq!((results[1].dims(), results[2].dims()), (&[0, 3][..], &[0, 3][..]));
+        let shards = mesh.shard(nothing_behind_the_end(), Some(1)).unwrap();
+        shards.shards().iter().cloned().try_for_each(read).unwrap();
+    }
+}
+
+fn read_all_collectives(ctx: &pmap_mesh::Replica) -> candle_core::Result<()> {
+    let x = nothing_behind_the_end();
+    read(ctx.psum(&x, ALL)?)?;
+    read(ctx.pmax(&x, ALL)?)?;
+    read(ctx.psum_scatter(&x, 1, ALL)?)?;
+    read(ctx.all_gather(&x, 0, ALL)?)?;
+    read(ctx.all_to_all(&x, 1, 0, ALL)?)?;
+    read(ctx.broadcast(&x, 0, ALL)?)?;
+    read(ctx.ppermute(&x, &[(0, ctx.count() - 1)], ALL)?)
+}
+
+/// Reads a tensor as candle does, which panics where a view begins behind the end.
+fn read(x: Tensor) -> candle_core::Result<()> {
+    x.flatten_all()?.to_vec1::<f32>().map(drop)
+}
+
+#[test]
+fn gradients_do_not_cross_a_call() {
+    let mesh = DeviceMesh::cpu(2).unwrap();
+    let w = candle_core::Var::from_tensor(&arange(4)).unwrap();
+    let sum = |ctx: &pmap_mesh::Replica, x: &Tensor| ctx.psum(&x.sqr()?.sum_all()?, ALL);
+    let of_argument = mesh.pmap(move |ctx, x: Tensor| sum(ctx, &x)).out_axes(P::replicate());
+    let captured = w.clone();
+    let of_captured = mesh.pmap(move |ctx, _: Tensor| sum(ctx, &captured)).out_axes(P::replicate());
+    for f in [of_argument.call(w.as_tensor().clone()), of_captured.call(arange(4))] {
+        assert!(f.unwrap().backward().unwrap().get(&w).is_none());
+    }
+    let kept = mesh.shard(w.as_tensor().clone(), Some(0)).unwrap();
+    assert!(kept.shards().iter().all(|shard| !shard.track_op()));
+}
+
 #[test]
 fn an_axis_that_does_not_divide_is_named_with_its_size_and_the_devices() {
     let mesh = DeviceMesh::cpu(4).unwrap();
@@ -427,17 +484,24 @@ fn a_dimension_cut_over_two_axes_comes_back_in_order() {
 }
 
 #[test]
-fn results_that_should_be_replicated_and_are_not_are_found_in_debug_builds() {
+fn results_that_should_be_replicated_and_are_not_are_found() {
     let mesh = DeviceMesh::cpu(3).unwrap();
     let same = mesh.pmap(|_, x: Tensor| x.ones_like()).out_axes(P::replicate());
     assert_eq!(rows(&same.call(iota((3, 1))).unwrap()), [[1.0]]);
     let differ = mesh.pmap(|_, x: Tensor| Ok(x)).out_axes(P::replicate()).call(iota((3, 1)));
-    if cfg!(debug_assertions) {
-        assert!(matches!(
-            differ,
-            Err(Error::Value(ValueError::NotReplicated { index: 0, slot: 1, first: 0 }))
-        ));
-    }
+    assert!(matches!(
+        differ,
+        Err(Error::Value(ValueError::NotReplicated { index: 0, slot: 1, first: 0 }))
+    ));
+    // Along `a`, which the spec does not name.
+    let along_b = a_2_b_2().pmap(|ctx, _: Tensor| Tensor::new(&[ctx.slot() as f32], &Device::Cpu));
+    let along_b = along_b.out_axes(P::shard(0, "b"));
+    assert!(matches!(
+        along_b.call(arange(4)),
+        Err(Error::Value(ValueError::NotReplicated { index: 0, slot: 2, first: 0 }))
+    ));
+    let trusted = along_b.trust_replicated().call(arange(4)).unwrap();
+    assert_eq!(trusted.to_vec1::<f32>().unwrap(), [0.0, 1.0]);
 }
 
 #[test]
@@ -533,6 +597,26 @@ fn random_numbers_depend_on_seed_step_and_replica_alone() {
 }
 
 #[test]
+fn steps_of_calls_from_several_threads_do_not_mix() {
+    let mesh = DeviceMesh::cpu(1).unwrap();
+    let draw = mesh.pmap(|ctx, x: Tensor| ctx.rng().uniform(x.shape()));
+    let stream = |step| bytes(&draw.call_at(step, arange(4)).unwrap());
+    let expected: Vec<_> = (0..400).map(stream).collect();
+    std::thread::scope(|scope| {
+        for first in 0..4_u16 {
+            let (stream, expected) = (&stream, &expected);
+            scope.spawn(move || {
+                for step in (first..400).step_by(4) {
+                    assert!(stream(step.into()) == expected[usize::from(step)], "step {step}");
+                }
+            });
+        }
+    });
+    // Their numbers are no count: the first call without one is the first.
+    assert!(bytes(&draw.call(arange(4)).unwrap()) == expected[0]);
+}
+
+#[test]
 fn threads_end_with_the_last_clone_of_their_mesh() {
     let mesh = DeviceMesh::cpu(4).unwrap();
     let f = mesh.pmap(|_, x: Tensor| Ok(x));
@@ -542,4 +626,127 @@ fn threads_end_with_the_last_clone_of_their_mesh() {
     // Joins all workers: it would not return if one of them stayed.
     drop(f);
     assert!(started.elapsed() < Duration::from_mins(1));
+}
+
+/// The numbers of a replica, in a type: sums depend on their order, overflow in small integers, and
+/// are rounded in halves.
+fn summands(slot: usize, dtype: DType) -> candle_core::Result<Tensor> {
+    let value = |n: usize| ((n * 7919 + slot * 104_729) % 2003) as f64 * 0.37 - 300.0;
+    let values: Vec<f64> = (0..300).map(value).chain([60_000.0, 256.0]).collect();
+    let x = Tensor::new(values, &Device::Cpu)?;
+    if dtype.is_int() { x.abs()?.clamp(0.0, 255.0)?.to_dtype(dtype) } else { x.to_dtype(dtype) }
+}
+
+fn bytes(x: &Tensor) -> Vec<u8> {
+    let mut bytes = Vec::new();
+    x.write_bytes(&mut bytes).unwrap();
+    bytes
+}
+
+#[test]
+fn sums_and_means_of_results_have_the_bits_of_those_inside_the_function() {
+    let dtypes = [
+        DType::F32,
+        DType::F64,
+        DType::BF16,
+        DType::F16,
+        DType::U8,
+        DType::U32,
+        DType::I16,
+        DType::I32,
+        DType::I64,
+    ];
+    for (slots, dtype) in (1..=5).flat_map(|slots| dtypes.map(|dtype| (slots, dtype))) {
+        let mesh = DeviceMesh::cpu(slots).unwrap();
+        let sums = mesh.pmap(move |ctx, ()| {
+            let x = summands(ctx.slot(), dtype)?;
+            Ok((ctx.psum(&x, ALL)?, x))
+        });
+        let (inside, outside) = sums.out_axes([P::replicate(), P::sum(ALL)]).call(()).unwrap();
+        assert!(bytes(&inside) == bytes(&outside), "sum of {dtype:?} on {slots}");
+        if dtype.is_float() {
+            let means = mesh.pmap(move |ctx, ()| {
+                let x = summands(ctx.slot(), dtype)?;
+                Ok((ctx.pmean(&x, ALL)?, x))
+            });
+            let (inside, outside) =
+                means.out_axes([P::replicate(), P::mean(ALL)]).call(()).unwrap();
+            assert!(bytes(&inside) == bytes(&outside), "mean of {dtype:?} on {slots}");
+        }
+    }
+}
+
+fn arange(len: u8) -> Tensor {
+    Tensor::arange(0_f32, f32::from(len), &Device::Cpu).unwrap()
+}
+
+fn a_2_b_2() -> DeviceMesh {
+    DeviceMesh::builder().axis("a", 2).axis("b", 2).cpu().unwrap()
+}
+
+/// Dimension 0, cut by one axis after the other.
+fn twice() -> P {
+    P::shard(0, "a").and(P::shard(0, "b"))
+}
+
+#[test]
+fn a_dimension_whose_first_cut_is_uneven_is_not_cut_again() {
+    for (b, mesh) in [1, 2].map(|b| (b, DeviceMesh::builder().axis("a", 2).axis("b", b).cpu())) {
+        let identity = mesh.unwrap().pmap(|_, x: Tensor| Ok(x)).in_axes(twice()).out_axes(twice());
+        let refused = identity.uneven(Uneven::Balanced).call(arange(5));
+        let fault =
+            SpecFault::CutAfterUneven { index: 0, dim: 0, size: 5, shape: vec![5], parts: 2 };
+        assert_eq!(faults(refused), [fault], "b {b}");
+    }
+    let refused = a_2_b_2().pmap(|_, x: Tensor| Ok(x)).in_axes(twice()).call(arange(5));
+    let fault = SpecFault::NotDivisible { index: 0, dim: 0, size: 5, shape: vec![5], parts: 2 };
+    assert_eq!(faults(refused), [fault]);
+}
+
+#[test]
+fn what_is_cut_twice_comes_back_whole_and_each_shard_knows_its_rows() {
+    let cases =
+        (0..=17).flat_map(|len| [Uneven::Pad, Uneven::Balanced].map(|uneven| (len, uneven)));
+    // Balanced shards can be cut again if they are of one size, each of at least two rows.
+    let is_possible = |len, uneven| uneven == Uneven::Pad || (len % 2 == 0 && len >= 4) || len == 0;
+    for (len, uneven) in cases.filter(|&(len, uneven)| is_possible(len, uneven)) {
+        let f = a_2_b_2().pmap(|ctx, x: Tensor| {
+            let real = x.narrow(0, 0, ctx.valid_len().unwrap())?;
+            let ends = Tensor::new(&[real.elem_count() as f64, ctx.weight()], &Device::Cpu)?;
+            Ok((x, real.sum_all()?, ends))
+        });
+        let f = f.in_axes(twice()).out_axes([twice(), P::sum(ALL), P::sum(ALL)]).uneven(uneven);
+        let (x, sum, ends) = f.call(arange(len)).unwrap();
+        assert_eq!(bytes(&x), bytes(&arange(len)), "{len} {uneven:?}");
+        assert_eq!(sum.to_scalar::<f32>().unwrap(), (0..len).map(f32::from).sum::<f32>());
+        let ends: Vec<f64> = ends.to_vec1().unwrap();
+        assert_eq!(ends[0], f64::from(len));
+        assert!(len == 0 || (ends[1] - 4.0).abs() < 1e-12, "{len} {uneven:?}: {}", ends[1]);
+    }
+}
+
+#[test]
+fn padding_in_two_dimensions_is_cut_back_in_both() {
+    let both = || P::shard(0, "a").and(P::shard(1, "b"));
+    let f = a_2_b_2().pmap(|_, x: Tensor| x + 1.0).in_axes(both()).out_axes(both());
+    let f = f.uneven(Uneven::Pad);
+    for shape in [(3, 3), (1, 5), (4, 1), (2, 3)] {
+        let x = iota(shape);
+        assert_eq!(rows(&f.call(x.clone()).unwrap()), rows(&(x + 1.0).unwrap()));
+    }
+}
+
+#[test]
+fn what_is_no_padding_is_kept() {
+    let numbers = DeviceMesh::cpu(2).unwrap().pmap(|ctx, x: Tensor| {
+        let numbers = Tensor::full(ctx.slot() as f32, 3, &Device::Cpu)?;
+        Ok((x, numbers))
+    });
+    let numbers = numbers.out_axes([P::shard(0, ALL), P::concat(0, ALL)]).uneven(Uneven::Pad);
+    let (x, numbers) = numbers.call(arange(5)).unwrap();
+    assert_eq!(bytes(&x), bytes(&arange(5)));
+    assert_eq!(numbers.to_vec1::<f32>().unwrap(), [0.0, 0.0, 0.0, 1.0, 1.0, 1.0]);
+
+    let cut = DeviceMesh::cpu(2).unwrap().pmap(|_, x: Tensor| Ok(x)).in_axes(P::concat(0, ALL));
+    assert_eq!(faults(cut.call(arange(4))), [SpecFault::ReducedInput { index: 0 }]);
 }

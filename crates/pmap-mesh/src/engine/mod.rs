@@ -12,7 +12,7 @@ pub(crate) mod threads;
 
 use std::{fmt, panic::Location, sync::Arc};
 
-use candle_core::{Device, Result, Tensor};
+use candle_core::{Result, Tensor};
 
 use crate::{
     engine::call::CollectiveCall,
@@ -76,13 +76,6 @@ pub(crate) trait Engine: fmt::Debug + Send + Sync {
     /// The error that ended the call, if one did; asked of one of its engines when all replicas
     /// have ended.
     fn failure(&self) -> Option<Error>;
-}
-
-/// The tensor in one piece on the processor, where tensors of different devices can meet; itself,
-/// if it is.
-pub(crate) fn on_host(x: &Tensor) -> Result<Tensor> {
-    // In one piece first: candle moves all of the storage that a view looks at.
-    x.contiguous()?.to_device(&Device::Cpu)
 }
 
 /// A collective as one member of a group takes part in it.

@@ -7,10 +7,53 @@ use candle_core::{Device, Tensor};
 /// A shard along an inner dimension is copied, because some of candle's operations refuse tensors
 /// with gaps; one that leaves its device is copied first, because candle would move all of the
 /// storage that the view looks at.
+///
+/// The graph stays behind: gradients do not cross a call.
 pub(crate) fn place(shard: &Tensor, device: &Device) -> candle_core::Result<Tensor> {
+    let shard = shard.detach();
     if shard.device().same_device(device) {
-        shard.contiguous()
+        in_one_piece(&shard)
     } else {
-        shard.force_contiguous()?.to_device(device)
+        copied(&shard)?.to_device(device)
+    }
+}
+
+/// The tensor in one piece on the processor, where tensors of different devices can meet; itself,
+/// if it is.
+pub(crate) fn on_host(x: &Tensor) -> candle_core::Result<Tensor> {
+    // Copied first: candle moves all of the storage that a view looks at.
+    if x.device().is_cpu() { in_one_piece(x) } else { copied(x)?.to_device(&Device::Cpu) }
+}
+
+/// The tensor without gaps; itself, if it has none.
+pub(crate) fn in_one_piece(x: &Tensor) -> candle_core::Result<Tensor> {
+    if x.elem_count() == 0 { copied(x) } else { x.contiguous() }
+}
+
+/// A copy in one piece.
+pub(crate) fn copied(x: &Tensor) -> candle_core::Result<Tensor> {
+    // A view of nothing may begin behind the end of its storage, where candle panics.
+    if x.elem_count() == 0 {
+        Tensor::zeros(x.shape(), x.dtype(), x.device())
+    } else {
+        x.force_contiguous()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use candle_core::DType;
+
+    use super::*;
+
+    #[test]
+    fn a_view_of_nothing_behind_the_end_becomes_a_tensor_of_nothing() {
+        let view = Tensor::zeros((0, 5), DType::F32, &Device::Cpu).unwrap();
+        let view = view.narrow(1, 2, 3).unwrap();
+        let makers = [in_one_piece, copied, on_host, |x: &Tensor| place(x, &Device::Cpu)];
+        for make in makers {
+            let made = make(&view).unwrap();
+            assert_eq!((made.dims(), made.layout().start_offset()), (&[0, 3][..], 0));
+        }
     }
 }

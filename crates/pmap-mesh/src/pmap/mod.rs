@@ -19,14 +19,14 @@ use crate::{
     mesh::{
         DeviceMesh,
         axes::ALL,
-        place::place,
+        place::{copied, place},
         workers::{self, Workers},
     },
     pmap::sharded::Sharded,
     replica::{Identity, Replica, collectives::Collectives},
     spec::{
         P, Specs,
-        cut::{Rows, Uneven},
+        cut::{Cut, Uneven},
         tree::TensorTree,
     },
     sync::lock,
@@ -48,6 +48,8 @@ pub struct PMap<I, O, F> {
     in_axes: Specs,
     out_axes: Specs,
     uneven: Uneven,
+    /// Whether replicated results are not compared.
+    trust: bool,
     seed: Seed,
     calls: AtomicU64,
     signature: PhantomData<fn(I) -> O>,
@@ -101,6 +103,7 @@ where
             in_axes: Specs::first_and_rest(P::shard(0, ALL), P::replicate()),
             out_axes: P::shard(0, ALL).into(),
             uneven: Uneven::default(),
+            trust: false,
             seed: Seed::new(0),
             calls: AtomicU64::new(0),
             signature: PhantomData,
@@ -167,6 +170,33 @@ where
         Self { uneven, ..self }
     }
 
+    /// Takes results that are said to be replicated from the first device unseen.
+    ///
+    /// By default they are compared to the bit with those of the other devices of this process, since
+    /// the first of several different results would be as good as wrong. That costs the reading of
+    /// all of them, and on GPUs their way to the processor: nothing for a loss, much for the
+    /// parameters of a model.
+    ///
+    /// # Examples
+    ///
+    /// ```
+    /// use candle_core::{Device, Tensor};
+    /// use pmap_mesh::{DeviceMesh, Error, P, ValueError};
+    ///
+    /// let slots = |mesh: &DeviceMesh| {
+    ///     mesh.pmap(|ctx, ()| Tensor::new(ctx.slot() as u32, &Device::Cpu)).out_axes(P::replicate())
+    /// };
+    /// let mesh = DeviceMesh::cpu(2)?;
+    /// let differ = slots(&mesh).call(());
+    /// assert!(matches!(differ, Err(Error::Value(ValueError::NotReplicated { slot: 1, first: 0, .. }))));
+    /// assert_eq!(slots(&mesh).trust_replicated().call(())?.to_scalar::<u32>()?, 0);
+    /// # Ok::<(), Box<dyn std::error::Error>>(())
+    /// ```
+    #[must_use]
+    pub fn trust_replicated(self) -> Self {
+        Self { trust: true, ..self }
+    }
+
     /// Sets the seed of [`Replica::rng`]; 0 by default.
     #[must_use]
     pub fn seed(self, seed: Seed) -> Self {
@@ -175,7 +205,13 @@ where
 
     /// Runs the function on every device and returns the results on the first device of the mesh.
     ///
-    /// Shards are views of the argument where they lie on the same device and dimension 0 is cut.
+    /// Shards are views of the argument where they lie on the same device and dimension 0 is cut, and
+    /// a replicated argument is the caller's own tensor: what the function writes into it in place,
+    /// all see.
+    ///
+    /// Gradients do not cross a call: arguments come without the graph they were computed by, and
+    /// results go without theirs, which would hold the part of one replica only. Call `backward`
+    /// inside the function and return the gradients, of variables that it captures or makes.
     ///
     /// # Errors
     ///
@@ -191,18 +227,23 @@ where
     /// [`ValueError::NotReplicated`]: crate::ValueError::NotReplicated
     /// [`ValueError::Gather`]: crate::ValueError::Gather
     pub fn call(&self, arguments: I) -> Result<O> {
-        self.call_sharded(arguments)?.joined(&self.out_axes)
+        self.call_sharded(arguments)?.joined(&self.out_axes, self.trust)
     }
 
-    /// [`call`](Self::call) as the given step, of which [`Replica::rng`] depends; without it, calls
-    /// are counted from 0.
+    /// [`call`](Self::call) as the given step, on which [`Replica::rng`] depends; without it, calls
+    /// are counted from 0, those as a given step apart.
     ///
     /// # Errors
     ///
     /// Those of [`call`](Self::call).
+    #[expect(
+        clippy::needless_pass_by_value,
+        reason = "arguments are given away, as to any function of tensors"
+    )]
     pub fn call_at(&self, step: u64, arguments: I) -> Result<O> {
-        self.calls.store(step, Ordering::Relaxed);
-        self.call(arguments)
+        Workers::refuse_nesting()?;
+        let (shards, cut) = self.shard(&arguments)?;
+        self.run_on(step, shards, cut)?.joined(&self.out_axes, self.trust)
     }
 
     /// [`call`](Self::call), with results written into the tensors of `kept` instead of new ones.
@@ -214,7 +255,7 @@ where
     ///
     /// Those of [`call`](Self::call); what was written to `kept` by then is undefined.
     pub fn call_into(&self, arguments: I, kept: &O) -> Result<()> {
-        self.call_sharded(arguments)?.joined_into(&self.out_axes, kept)
+        self.call_sharded(arguments)?.joined_into(&self.out_axes, kept, self.trust)
     }
 
     /// Runs the function on every device and leaves the results where they are.
@@ -228,8 +269,8 @@ where
     )]
     pub fn call_sharded(&self, arguments: I) -> Result<Sharded<O>> {
         Workers::refuse_nesting()?;
-        let (shards, rows) = sharded::shard(&self.mesh, &arguments, &self.in_axes, self.uneven)?;
-        self.run_on(shards, rows)
+        let (shards, cut) = self.shard(&arguments)?;
+        self.run_on(self.next_step(), shards, cut)
     }
 
     /// Runs the function on what already lies on the devices.
@@ -240,19 +281,28 @@ where
     /// [`call_sharded`](Self::call_sharded).
     pub fn run(&self, arguments: Sharded<I>) -> Result<Sharded<O>> {
         Workers::refuse_nesting()?;
-        let (shards, rows) = arguments.into_shards(&self.mesh)?;
-        self.run_on(shards, rows)
+        let (shards, cut) = arguments.into_shards(&self.mesh)?;
+        self.run_on(self.next_step(), shards, cut)
+    }
+
+    fn shard(&self, arguments: &I) -> Result<(Vec<I>, Option<Arc<Cut>>)> {
+        sharded::shard(&self.mesh, arguments, &self.in_axes, self.uneven)
+    }
+
+    /// The number of a call that was not told its step.
+    fn next_step(&self) -> u64 {
+        // Only the number counts: nothing else is read or written under it.
+        self.calls.fetch_add(1, Ordering::Relaxed)
     }
 
     #[expect(clippy::expect_used, reason = "a replica that has no result has noted a failure")]
-    fn run_on(&self, shards: Vec<I>, rows: Option<Rows>) -> Result<Sharded<O>> {
+    fn run_on(&self, step: u64, shards: Vec<I>, cut: Option<Arc<Cut>>) -> Result<Sharded<O>> {
         let engines = self.mesh.backend().begin();
         let results: Arc<Vec<Mutex<Option<O>>>> =
             Arc::new(shards.iter().map(|_| Mutex::new(None)).collect());
-        // Only the number counts: nothing else is read or written under it.
-        let seed = self.seed.derive(self.calls.fetch_add(1, Ordering::Relaxed));
+        let seed = self.seed.derive(step);
         let jobs = shards.into_iter().zip(&engines).enumerate().map(|(local, (shard, engine))| {
-            let replica = self.replica(local, Arc::clone(engine), rows, seed);
+            let replica = self.replica(local, Arc::clone(engine), cut.as_deref(), seed);
             let f = Arc::clone(&self.f);
             let results = Arc::clone(&results);
             move || {
@@ -265,7 +315,7 @@ where
             return Err(failure);
         }
         let results = results.iter().map(|result| lock(result).take().expect("nothing failed"));
-        Ok(Sharded::new(self.mesh.clone(), results.collect(), rows))
+        Ok(Sharded::new(self.mesh.clone(), results.collect(), cut))
     }
 
     /// The replica of the n-th slot of this process.
@@ -273,12 +323,12 @@ where
         &self,
         local_index: usize,
         engine: Arc<dyn Engine>,
-        rows: Option<Rows>,
+        cut: Option<&Cut>,
         seed: Seed,
     ) -> Replica {
         let topology = self.mesh.topology_arc();
         let slot = self.mesh.local_slots().start + local_index;
-        let valid = rows.map(|rows| rows.valid(topology.groups(rows.set).place(slot).rank));
+        let valid = cut.and_then(|cut| cut.valid(slot, &topology));
         Replica::new(Identity {
             slot,
             local_index,
@@ -303,7 +353,10 @@ fn run_replica<I: TensorTree, O: TensorTree>(
         let shard = shard.try_map(&mut |input| place(input, device))?;
         let output = f(replica, shard)?;
         device.synchronize()?;
-        Ok(output)
+        output.try_map(&mut |result| {
+            let result = result.detach();
+            if result.elem_count() == 0 { copied(&result) } else { Ok(result) }
+        })
     };
     let failure = match workers::catch(run) {
         Ok(Ok(output)) => return Ok(output),
@@ -315,12 +368,13 @@ fn run_replica<I: TensorTree, O: TensorTree>(
 
 impl<I, O, F> fmt::Debug for PMap<I, O, F> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Self { mesh, in_axes, out_axes, uneven, seed, .. } = self;
+        let Self { mesh, in_axes, out_axes, uneven, trust, seed, .. } = self;
         f.debug_struct("PMap")
             .field("mesh", mesh)
             .field("in_axes", in_axes)
             .field("out_axes", out_axes)
             .field("uneven", uneven)
+            .field("trust", trust)
             .field("seed", seed)
             .finish_non_exhaustive()
     }

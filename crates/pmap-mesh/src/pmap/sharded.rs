@@ -1,5 +1,7 @@
 //! Values that stay on their devices.
 
+use std::sync::Arc;
+
 use candle_core::Tensor;
 
 use crate::{
@@ -7,7 +9,7 @@ use crate::{
     mesh::{DeviceMesh, place::place},
     spec::{
         Faults, Resolved, Specs,
-        cut::{Cut, Rows, Uneven},
+        cut::{Cut, Uneven},
         fault::Side,
         join::Join,
         tree::{self, TensorTree},
@@ -39,7 +41,8 @@ use crate::{
 pub struct Sharded<T> {
     mesh: DeviceMesh,
     shards: Vec<T>,
-    rows: Option<Rows>,
+    /// How the first of the arguments was cut that was.
+    cut: Option<Arc<Cut>>,
 }
 
 impl DeviceMesh {
@@ -54,7 +57,7 @@ impl DeviceMesh {
         reason = "arguments are given away, as to any function of tensors"
     )]
     pub fn shard<T: TensorTree>(&self, value: T, specs: impl Into<Specs>) -> Result<Sharded<T>> {
-        let (shards, rows) = self::shard(self, &value, &specs.into(), Uneven::Refuse)?;
+        let (shards, cut) = self::shard(self, &value, &specs.into(), Uneven::Refuse)?;
         let placed: Result<_> = shards
             .iter()
             .zip(self.devices())
@@ -64,13 +67,13 @@ impl DeviceMesh {
                 })
             })
             .collect();
-        Ok(Sharded::new(self.clone(), placed?, rows))
+        Ok(Sharded::new(self.clone(), placed?, cut))
     }
 }
 
 impl<T: TensorTree> Sharded<T> {
-    pub(crate) fn new(mesh: DeviceMesh, shards: Vec<T>, rows: Option<Rows>) -> Self {
-        Self { mesh, shards, rows }
+    pub(crate) fn new(mesh: DeviceMesh, shards: Vec<T>, cut: Option<Arc<Cut>>) -> Self {
+        Self { mesh, shards, cut }
     }
 
     /// What lies on each device of this process, in the order of the mesh.
@@ -79,9 +82,9 @@ impl<T: TensorTree> Sharded<T> {
     }
 
     /// The shards, for a mesh that must be this one's.
-    pub(crate) fn into_shards(self, mesh: &DeviceMesh) -> Result<(Vec<T>, Option<Rows>)> {
+    pub(crate) fn into_shards(self, mesh: &DeviceMesh) -> Result<(Vec<T>, Option<Arc<Cut>>)> {
         if self.mesh.ptr_eq(mesh) {
-            Ok((self.shards, self.rows))
+            Ok((self.shards, self.cut))
         } else {
             Err(ValueError::OtherMesh.into())
         }
@@ -97,9 +100,9 @@ impl<T: TensorTree> Sharded<T> {
     ///
     /// [`ValueError::OtherMesh`] if they lie on different meshes.
     pub fn zip<U: TensorTree>(self, other: Sharded<U>) -> Result<Sharded<(T, U)>> {
-        let (others, rows) = other.into_shards(&self.mesh)?;
+        let (others, cut) = other.into_shards(&self.mesh)?;
         let shards = self.shards.into_iter().zip(others).collect();
-        Ok(Sharded { mesh: self.mesh, shards, rows: self.rows.or(rows) })
+        Ok(Sharded { mesh: self.mesh, shards, cut: self.cut.or(cut) })
     }
 
     /// Puts the shards together on the first device of the mesh.
@@ -108,12 +111,13 @@ impl<T: TensorTree> Sharded<T> {
     ///
     /// As the errors of [`PMap::call`](crate::PMap::call) after the replicas have run.
     pub fn gather(&self, specs: impl Into<Specs>) -> Result<T> {
-        self.joined(&specs.into())
+        self.joined(&specs.into(), false)
     }
 
-    pub(crate) fn joined(&self, specs: &Specs) -> Result<T> {
+    /// `trust` says that replicated results are not compared.
+    pub(crate) fn joined(&self, specs: &Specs, trust: bool) -> Result<T> {
         let (outputs, specs) = self.outputs(specs)?;
-        let join = self.join();
+        let join = self.join(trust);
         let joined: Result<Vec<Tensor>> = outputs
             .into_iter()
             .zip(&specs)
@@ -124,14 +128,14 @@ impl<T: TensorTree> Sharded<T> {
     }
 
     /// Puts the shards together in tensors that are there already.
-    pub(crate) fn joined_into(&self, specs: &Specs, kept: &T) -> Result<()> {
+    pub(crate) fn joined_into(&self, specs: &Specs, kept: &T, trust: bool) -> Result<()> {
         let (outputs, specs) = self.outputs(specs)?;
         let kept = tree::leaves(kept);
         if kept.len() != specs.len() {
             let expected = kept.len();
             return Err(ValueError::OutputCount { slot: 0, tensors: specs.len(), expected }.into());
         }
-        let join = self.join();
+        let join = self.join(trust);
         let outputs = outputs.into_iter().zip(specs.iter().zip(&kept));
         for (index, (of_slots, (spec, kept))) in outputs.enumerate() {
             join.join_into(index, of_slots, spec, kept)?;
@@ -157,8 +161,13 @@ impl<T: TensorTree> Sharded<T> {
         Ok((transposed(leaves, expected), specs))
     }
 
-    fn join(&self) -> Join<'_> {
-        Join { topology: self.mesh.topology(), home: &self.mesh.devices()[0], rows: self.rows }
+    fn join(&self, trust: bool) -> Join<'_> {
+        Join {
+            topology: self.mesh.topology(),
+            home: &self.mesh.devices()[0],
+            cut: self.cut.as_deref(),
+            trust,
+        }
     }
 }
 
@@ -171,14 +180,13 @@ fn transposed(lists: Vec<Vec<Tensor>>, len: usize) -> Vec<Vec<Tensor>> {
     columns
 }
 
-/// The arguments of this process's slots, as views, and how the rows of the first one that is cut
-/// are distributed.
+/// The arguments of this process's slots, as views, and how the first one is cut that is.
 pub(crate) fn shard<I: TensorTree>(
     mesh: &DeviceMesh,
     arguments: &I,
     specs: &Specs,
     uneven: Uneven,
-) -> Result<(Vec<I>, Option<Rows>)> {
+) -> Result<(Vec<I>, Option<Arc<Cut>>)> {
     let topology = mesh.topology();
     let inputs = tree::leaves(arguments);
     let mut faults = Faults::default();
@@ -197,5 +205,5 @@ pub(crate) fn shard<I: TensorTree>(
         })
     };
     let shards = mesh.local_slots().map(of_slot).collect::<Result<_>>()?;
-    Ok((shards, cuts.iter().find_map(Cut::rows)))
+    Ok((shards, cuts.into_iter().find(|cut| !cut.is_none()).map(Arc::new)))
 }

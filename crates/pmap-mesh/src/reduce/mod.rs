@@ -1,5 +1,8 @@
 //! Adding up tensors of several replicas on a processor, in the order of the ranks.
 
+// Tested in every build, against the kernel that it must agree with.
+#[cfg(any(test, feature = "nccl"))]
+pub(crate) mod elementwise;
 pub(crate) mod parts;
 mod shared_buffer;
 
@@ -41,6 +44,8 @@ trait Element: WithDType {
     fn smaller(sum: Self::Sum, next: Self::Sum) -> Self::Sum;
     /// Means are for floats; an integer stays as it is, and is refused earlier.
     fn divide(sum: Self::Sum, count: usize) -> Self::Sum;
+    /// Whether they differ in any bit.
+    fn differs(self, other: Self) -> bool;
 }
 
 macro_rules! float_element {
@@ -65,6 +70,9 @@ macro_rules! float_element {
             }
             fn divide(sum: $sum, count: usize) -> $sum {
                 sum / count as $sum
+            }
+            fn differs(self, other: Self) -> bool {
+                self.to_bits() != other.to_bits()
             }
         }
     };
@@ -91,6 +99,9 @@ macro_rules! integer_element {
             }
             fn divide(sum: $type, _: usize) -> $type {
                 sum
+            }
+            fn differs(self, other: Self) -> bool {
+                self != other
             }
         }
     )+};
@@ -120,6 +131,12 @@ macro_rules! dispatch {
     };
 }
 
+/// Whether tensors of this type can be reduced.
+pub(crate) fn has_kernel(dtype: DType) -> bool {
+    use DType::{BF16, F16, F32, F64, I16, I32, I64, U8, U32};
+    matches!(dtype, F32 | F64 | BF16 | F16 | U8 | U32 | I16 | I32 | I64)
+}
+
 /// The reduction of contiguous tensors on the processor, all by this thread.
 pub(crate) fn whole(summands: &[Tensor], reduction: Reduction) -> Result<Tensor> {
     let [first, ..] = summands else { bail!("nothing to reduce") };
@@ -137,6 +154,32 @@ fn whole_of<T: Element>(
         items.extend(block.iter().map(|&sum| T::narrow(sum)));
     })?;
     Tensor::from_vec(items, shape, &Device::Cpu)
+}
+
+/// Whether two contiguous tensors on the processor, of one type and size, are equal to the bit.
+pub(crate) fn same(left: &Tensor, right: &Tensor) -> Result<bool> {
+    dispatch!(left.dtype(), same_of(&[left.clone(), right.clone()]))
+}
+
+fn same_of<T: Element>(pair: &[Tensor; 2]) -> Result<bool> {
+    let len = pair[0].elem_count();
+    let blocks = of_tensors::<T>(pair);
+    let mut left = Vec::with_capacity(BLOCK.min(len));
+    let mut differ = false;
+    for start in (0..len).step_by(BLOCK) {
+        let block = start..len.min(start + BLOCK);
+        left.clear();
+        // Kept, because one tensor is locked at a time.
+        blocks(0, block.clone(), &mut |items: &[T]| left.extend_from_slice(items))?;
+        blocks(1, block, &mut |right| {
+            // Without a way out of the loop, so that it compiles to vector instructions.
+            differ = left.iter().zip(right).fold(false, |any, (a, b)| any | a.differs(*b));
+        })?;
+        if differ {
+            return Ok(false);
+        }
+    }
+    Ok(true)
 }
 
 /// A buffer for the reduction of `members` tensors like `like`, of which each member fills an equal

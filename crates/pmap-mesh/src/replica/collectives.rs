@@ -8,6 +8,7 @@ use candle_core::{Result, Tensor, bail};
 use crate::{
     engine::{Engine, Site},
     error::Error,
+    mesh::place::{copied, in_one_piece},
     reduce::Reduction,
 };
 
@@ -29,7 +30,7 @@ impl Collectives {
         // A group of one gets a copy, as others do: the result must not change when the argument is
         // set.
         if site.size() == 1 {
-            x.detach().force_contiguous()
+            copied(&x.detach())
         } else {
             self.0.all_reduce(site, &x.detach(), reduction)
         }
@@ -67,7 +68,7 @@ impl Collectives {
     ) -> Result<Tensor> {
         let sum = self.all_reduce(site, x, Reduction::Sum)?;
         let start = sizes[..site.rank].iter().sum();
-        sum.narrow(dim, start, sizes[site.rank])?.contiguous()
+        in_one_piece(&sum.narrow(dim, start, sizes[site.rank])?)
     }
 
     pub(crate) fn permute(

@@ -20,19 +20,24 @@ pub enum Uneven {
     /// The call is refused; the default, as in JAX.
     #[default]
     Refuse,
-    /// Shards are of equal size, the last ones filled up with zeros. Results that are put together
-    /// from them in a dimension of that size are cut back.
+    /// Shards are of equal size, the last ones filled up with zeros.
+    ///
+    /// Results that are put together along the same axes, by [`P::shard`](crate::P::shard) in a
+    /// dimension of a padded shard's size, are cut back to the real rows. What a result means cannot
+    /// be seen from its size: one that has as many rows by chance must be put together by
+    /// [`P::concat`](crate::P::concat), which cuts nothing.
     Pad,
     /// Sizes differ by at most one, the first shards are the larger ones. Every device needs at
-    /// least one row.
+    /// least one row. A dimension that was cut unevenly cannot be cut a second time along other
+    /// axes; one cut along both at once can.
     Balanced,
 }
 
-/// How the rows of a dimension are distributed over the groups along some axes: what
-/// [`Replica::valid_len`](crate::Replica::valid_len) tells of the first sharded argument.
+/// How a dimension is distributed over the groups along some axes: one of the cuts of a [`Cut`].
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct Rows {
-    pub(crate) set: AxisSet,
+struct Rows {
+    set: AxisSet,
+    /// The size that is cut: with its padding, where an earlier cut has padded it.
     total: usize,
     parts: usize,
     uneven: Uneven,
@@ -47,12 +52,12 @@ pub(crate) struct Valid {
 }
 
 impl Rows {
-    /// The rows of a rank.
-    fn of(&self, rank: usize) -> Range<usize> {
+    /// The rows of a rank, of the first `real` ones, which are no padding.
+    fn of(&self, rank: usize, real: usize) -> Range<usize> {
         match self.uneven {
             Uneven::Pad => {
-                let start = (rank * self.padded()).min(self.total);
-                start..(start + self.padded()).min(self.total)
+                let start = (rank * self.padded()).min(real);
+                start..(start + self.padded()).min(real)
             }
             Uneven::Refuse | Uneven::Balanced => balanced(self.total, rank, self.parts),
         }
@@ -63,13 +68,13 @@ impl Rows {
         self.total.div_ceil(self.parts)
     }
 
-    pub(crate) fn valid(&self, rank: usize) -> Valid {
-        Valid { len: self.of(rank).len(), total: self.total, parts: self.parts }
+    fn is_even(&self) -> bool {
+        self.total.is_multiple_of(self.parts)
     }
 
     /// Whether a dimension of this size can be cut so.
     fn is_possible(&self) -> bool {
-        self.total.is_multiple_of(self.parts)
+        self.is_even()
             || match self.uneven {
                 Uneven::Refuse => false,
                 Uneven::Pad => true,
@@ -77,23 +82,14 @@ impl Rows {
             }
     }
 
-    /// A result of a padded shard without its padding, if it still has it.
-    pub(crate) fn trim(
-        &self,
-        result: &Tensor,
-        dim: usize,
-        rank: usize,
-    ) -> candle_core::Result<Tensor> {
-        let is_padded = self.uneven == Uneven::Pad && result.dims()[dim] == self.padded();
-        if is_padded { result.narrow(dim, 0, self.of(rank).len()) } else { Ok(result.clone()) }
-    }
-
     /// The rows of a rank in dimension `dim` of a tensor: a view, without a copy, unless it is
     /// padded.
     fn cut(&self, tensor: &Tensor, dim: usize, rank: usize) -> candle_core::Result<Tensor> {
-        let rows = self.of(rank);
+        let rows = self.of(rank, self.total);
         match self.uneven {
-            Uneven::Pad if rows.is_empty() => zeros(tensor, dim, self.padded()),
+            Uneven::Pad if rows.is_empty() || tensor.elem_count() == 0 => {
+                zeros(tensor, dim, self.padded())
+            }
             Uneven::Pad => tensor.narrow(dim, rows.start, rows.len())?.pad_with_zeros(
                 dim,
                 0,
@@ -104,7 +100,8 @@ impl Rows {
     }
 }
 
-/// How one argument is cut: checked once, before any replica starts.
+/// How one argument is cut: checked once, before any replica starts. Each cut is one of a dimension
+/// along a set of axes; a dimension may be cut again along others.
 #[derive(Debug)]
 pub(crate) struct Cut(Vec<(usize, Rows)>);
 
@@ -125,30 +122,63 @@ impl Cut {
             let Some(dim) = faults.note(spec::find_dim(Side::In, index, dim, input)) else {
                 continue;
             };
-            let total = input.dims()[dim];
-            let rows = cut.rest(dim, Rows { set, total, parts: topology.size(set), uneven });
-            if !rows.is_possible() {
-                let Rows { total: size, parts, .. } = rows;
-                let shape = input.dims().to_vec();
-                faults.add(SpecFault::NotDivisible { index, dim, size, shape, parts });
+            let before = cut.of_dim(dim).last();
+            // What all earlier shards of the dimension have, if they are of one size.
+            let total = before.map_or(input.dims()[dim], Rows::padded);
+            let rows = Rows { set, total, parts: topology.size(set), uneven };
+            if let Some(fault) = fault(index, input, dim, before, &rows) {
+                faults.add(fault);
             }
             cut.0.push((dim, rows));
         }
         cut
     }
 
-    /// What is left of the rows of a dimension, which may be cut already.
-    fn rest(&self, dim: usize, rows: Rows) -> Rows {
-        match self.0.iter().rev().find(|(cut, _)| *cut == dim) {
-            None => rows,
-            // Shards of different sizes cannot all be cut again.
-            Some((_, cut)) => Rows { total: cut.total / cut.parts, uneven: Uneven::Refuse, ..rows },
+    /// The cuts of a dimension, in order.
+    fn of_dim(&self, dim: usize) -> impl Iterator<Item = &Rows> {
+        self.0.iter().filter(move |(cut, _)| *cut == dim).map(|(_, rows)| rows)
+    }
+
+    pub(crate) fn is_none(&self) -> bool {
+        self.0.is_empty()
+    }
+
+    /// The real rows of a slot's shard in the first dimension that is cut, after all cuts of it;
+    /// `None` if no dimension is.
+    pub(crate) fn valid(&self, slot: usize, topology: &Topology) -> Option<Valid> {
+        let (dim, first) = self.0.first()?;
+        let last = self.0.iter().rposition(|(cut, _)| cut == dim)?;
+        let parts = self.of_dim(*dim).map(|rows| rows.parts).product();
+        Some(Valid { len: self.real(last, slot, topology), total: first.total, parts })
+    }
+
+    /// A result of a slot without the padding of the cut along `set`, if it still has it.
+    pub(crate) fn trim(
+        &self,
+        result: &Tensor,
+        dim: usize,
+        set: AxisSet,
+        slot: usize,
+        topology: &Topology,
+    ) -> candle_core::Result<Tensor> {
+        let is_padded = |(_, rows): &(usize, Rows)| {
+            rows.set == set && rows.uneven == Uneven::Pad && result.dims()[dim] == rows.padded()
+        };
+        match self.0.iter().position(is_padded) {
+            Some(number) => result.narrow(dim, 0, self.real(number, slot, topology)),
+            None => Ok(result.clone()),
         }
     }
 
-    /// The rows of the first dimension that is cut.
-    pub(crate) fn rows(&self) -> Option<Rows> {
-        self.0.first().map(|(_, rows)| *rows)
+    /// How many rows of a slot are no padding, after cut number `number` and those of the same
+    /// dimension before it.
+    fn real(&self, number: usize, slot: usize, topology: &Topology) -> usize {
+        let (dim, rows) = &self.0[number];
+        let before = match self.0[..number].iter().rposition(|(cut, _)| cut == dim) {
+            Some(before) => self.real(before, slot, topology),
+            None => rows.total,
+        };
+        rows.of(rank(rows, slot, topology), before).len()
     }
 
     /// The shard of a slot.
@@ -159,9 +189,45 @@ impl Cut {
         topology: &Topology,
     ) -> candle_core::Result<Tensor> {
         self.0.iter().try_fold(input.clone(), |shard, (dim, rows)| {
-            let rank = topology.groups(rows.set).place(slot).rank;
-            rows.cut(&shard, *dim, rank)
+            rows.cut(&shard, *dim, rank(rows, slot, topology))
         })
+    }
+}
+
+fn rank(rows: &Rows, slot: usize, topology: &Topology) -> usize {
+    topology.groups(rows.set).place(slot).rank
+}
+
+/// Why a dimension cannot be cut so, after the cut of it `before`.
+fn fault(
+    index: usize,
+    input: &Tensor,
+    dim: usize,
+    before: Option<&Rows>,
+    rows: &Rows,
+) -> Option<SpecFault> {
+    let Rows { total: size, parts, .. } = *rows;
+    let shape = input.dims().to_vec();
+    match before {
+        // Noted with the cut before.
+        Some(before) if !before.is_possible() => None,
+        // Balanced shards of different sizes cannot all be cut in the same way.
+        Some(before) if !before.is_even() && rows.uneven != Uneven::Pad => {
+            Some(SpecFault::CutAfterUneven {
+                index,
+                dim,
+                size: before.total,
+                shape,
+                parts: before.parts,
+            })
+        }
+        _ => (!rows.is_possible()).then_some(SpecFault::NotDivisible {
+            index,
+            dim,
+            size,
+            shape,
+            parts,
+        }),
     }
 }
 

@@ -60,11 +60,25 @@ pub enum SpecFault {
         index: usize,
         /// The dimension to cut.
         dim: usize,
-        /// Its size; of a dimension that is cut twice, the size after the first cut.
+        /// Its size; of a dimension that is cut again, the size after the cut before.
         size: usize,
         /// The shape of the input.
         shape: Vec<usize>,
         /// The number of shards.
+        parts: usize,
+    },
+    /// A dimension is cut a second time whose first cut made shards of different sizes, with
+    /// [`Uneven::Balanced`](crate::Uneven::Balanced).
+    CutAfterUneven {
+        /// Which input.
+        index: usize,
+        /// The dimension to cut.
+        dim: usize,
+        /// Its size before the uneven cut.
+        size: usize,
+        /// The shape of the input.
+        shape: Vec<usize>,
+        /// The number of shards of the uneven cut.
         parts: usize,
     },
     /// A mean of integers would have to be rounded.
@@ -116,6 +130,11 @@ impl fmt::Display for SpecFault {
                      {parts} devices; {below} and {above} do, and `uneven` allows others"
                 )
             }
+            Self::CutAfterUneven { index, dim, size, shape, parts } => write!(
+                f,
+                "dimension {dim} of input {index} of shape {shape:?} is cut a second time, but its first cut of size \
+                 {size} over {parts} devices is uneven; cut it along all axes at once, as `P::shard({dim}, [\"a\", \"b\"])`"
+            ),
             Self::MeanOfIntegers { index, dtype } => {
                 write!(
                     f,

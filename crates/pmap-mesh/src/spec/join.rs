@@ -2,17 +2,19 @@
 
 use std::collections::BTreeMap;
 
-use candle_core::{Device, Tensor};
+use candle_core::{Device, Tensor, bail};
 
 use crate::{
     error::{Error, Result, ValueError},
     mesh::{
         axes::{ALL, AxisSet},
+        place::{copied, in_one_piece, on_host},
         topology::{Groups, Topology},
     },
+    reduce::{self, Reduction},
     spec::{
         self, Resolved, Treatment,
-        cut::Rows,
+        cut::Cut,
         fault::{Side, SpecFault},
     },
 };
@@ -22,7 +24,10 @@ pub(crate) struct Join<'a> {
     pub(crate) topology: &'a Topology,
     /// The device of joined results.
     pub(crate) home: &'a Device,
-    pub(crate) rows: Option<Rows>,
+    /// How the first argument was cut that was.
+    pub(crate) cut: Option<&'a Cut>,
+    /// Whether replicated results are taken from the first slot unseen.
+    pub(crate) trust: bool,
 }
 
 impl Join<'_> {
@@ -74,7 +79,7 @@ impl Join<'_> {
     ) -> Result<()> {
         match spec[..] {
             // Shards are written one by one, without a tensor of them all.
-            [(set, treatment @ Treatment::Shard(dim))] => {
+            [(set, treatment @ (Treatment::Shard(dim) | Treatment::Concat(dim)))] => {
                 let dim = spec::find_dim(Side::Out, index, dim, &results[0])?;
                 let shards = self.one_of_each_replicated(index, results, spec)?;
                 let parts: Result<Vec<Tensor>> = shards
@@ -96,7 +101,7 @@ impl Join<'_> {
     ) -> Result<Vec<(usize, Tensor)>> {
         let named = spec.iter().fold(0, |named, (set, _)| named | set);
         let replicated = self.topology.groups(self.topology.set(&ALL)? & !named);
-        if cfg!(debug_assertions) {
+        if !self.trust {
             check_replicated(index, &results, &replicated)?;
         }
         let results = results.into_iter().enumerate();
@@ -113,11 +118,10 @@ impl Join<'_> {
         treatment: Treatment,
     ) -> Result<Tensor> {
         let tensor = tensor.to_device(self.home).map_err(Error::gather(index))?;
-        match (treatment, self.rows) {
-            (Treatment::Shard(dim), Some(rows)) if rows.set == set => {
+        match (treatment, self.cut) {
+            (Treatment::Shard(dim), Some(cut)) => {
                 let dim = spec::find_dim(Side::Out, index, dim, &tensor)?;
-                let rank = self.topology.groups(set).place(slot).rank;
-                rows.trim(&tensor, dim, rank).map_err(Error::gather(index))
+                cut.trim(&tensor, dim, set, slot, self.topology).map_err(Error::gather(index))
             }
             _ => Ok(tensor),
         }
@@ -139,7 +143,7 @@ fn check_replicated(index: usize, results: &[Tensor], groups: &Groups) -> Result
 fn write_into(kept: &Tensor, index: usize, dim: usize, parts: &[Tensor]) -> Result<()> {
     let mut size = 0;
     for part in parts {
-        let part = part.contiguous().map_err(Error::gather(index))?;
+        let part = in_one_piece(part).map_err(Error::gather(index))?;
         kept.slice_set(&part, dim, size).map_err(Error::gather(index))?;
         size += part.dims()[dim];
     }
@@ -153,25 +157,32 @@ fn write_into(kept: &Tensor, index: usize, dim: usize, parts: &[Tensor]) -> Resu
 fn combine(index: usize, parts: &[Tensor], treatment: Treatment) -> Result<Tensor> {
     let first = &parts[0];
     let combined = match treatment {
-        Treatment::Shard(dim) => Tensor::cat(parts, spec::find_dim(Side::Out, index, dim, first)?),
+        Treatment::Shard(dim) | Treatment::Concat(dim) => {
+            Tensor::cat(parts, spec::find_dim(Side::Out, index, dim, first)?)
+        }
         Treatment::Stack(dim) => {
             let shape = first.dims().to_vec();
             let out_of_range = SpecFault::DimOutOfRange { side: Side::Out, index, dim, shape };
             Tensor::stack(parts, spec::normalize(dim, first.rank() + 1).ok_or(out_of_range)?)
         }
-        Treatment::Sum => sum(parts),
+        Treatment::Sum => reduced(parts, Reduction::Sum),
         Treatment::Mean if !first.dtype().is_float() => {
             return Err(SpecFault::MeanOfIntegers { index, dtype: first.dtype() }.into());
         }
-        Treatment::Mean => sum(parts).and_then(|sum| sum / parts.len() as f64),
+        Treatment::Mean => reduced(parts, Reduction::Mean),
     };
     combined.map_err(Error::gather(index))
 }
 
-/// Adds up in the order of the mesh, so that rounding does not depend on which replica finished
-/// first.
-fn sum(parts: &[Tensor]) -> candle_core::Result<Tensor> {
-    parts[1..].iter().try_fold(parts[0].clone(), |sum, part| sum + part)
+/// The reduction in the order of the mesh, by the kernel of the collectives: `P::sum` has the bits of
+/// `psum`.
+fn reduced(parts: &[Tensor], reduction: Reduction) -> candle_core::Result<Tensor> {
+    let first = &parts[0];
+    if let Some(other) = parts.iter().find(|part| part.shape() != first.shape()) {
+        bail!("{:?} and {:?} cannot be added up", first.dims(), other.dims());
+    }
+    let on_host = parts.iter().map(on_host).collect::<candle_core::Result<Vec<_>>>()?;
+    reduce::whole(&on_host, reduction)?.to_device(first.device())
 }
 
 /// Whether two tensors are equal to the bit, wherever they lie.
@@ -179,12 +190,73 @@ pub(crate) fn same(left: &Tensor, right: &Tensor) -> candle_core::Result<bool> {
     if left.shape() != right.shape() || left.dtype() != right.dtype() {
         return Ok(false);
     }
-    Ok(left.id() == right.id() || bytes(left)? == bytes(right)?)
+    if is_one_storage(left, right) {
+        return Ok(true);
+    }
+    if reduce::has_kernel(left.dtype()) {
+        reduce::same(&on_host(left)?, &on_host(right)?)
+    } else {
+        Ok(bytes(left)? == bytes(right)?)
+    }
+}
+
+/// Whether both look at the same items of one storage, as the results of a large `psum` do.
+fn is_one_storage(left: &Tensor, right: &Tensor) -> bool {
+    // One after the other: a thread that held one lock while it waits for the other could wait for a
+    // `Var::set` that waits for this one.
+    let address = |x: &Tensor| std::ptr::from_ref(&*x.storage_and_layout().0).addr();
+    left.stride() == right.stride()
+        && left.layout().start_offset() == right.layout().start_offset()
+        && address(left) == address(right)
 }
 
 fn bytes(tensor: &Tensor) -> candle_core::Result<Vec<u8>> {
     let mut bytes = Vec::new();
-    // Views of nothing may begin behind the end, where candle panics.
-    tensor.force_contiguous()?.write_bytes(&mut bytes)?;
+    copied(tensor)?.write_bytes(&mut bytes)?;
     Ok(bytes)
+}
+
+#[cfg(test)]
+mod tests {
+    use candle_core::DType;
+
+    use super::*;
+
+    #[test]
+    fn tensors_are_the_same_if_all_their_bits_are() {
+        let zeros = |len: usize, dtype| Tensor::zeros(len, dtype, &Device::Cpu).unwrap();
+        let dtypes = [DType::F32, DType::F64, DType::BF16, DType::F16, DType::F8E4M3];
+        let integers = [DType::U8, DType::U32, DType::I16, DType::I32, DType::I64];
+        for (dtype, len) in dtypes
+            .into_iter()
+            .chain(integers)
+            .flat_map(|dtype| [1, 4097, 9000].map(|len| (dtype, len)))
+        {
+            let x = zeros(len, dtype);
+            assert!(same(&x, &x).unwrap() && same(&x, &zeros(len, dtype)).unwrap());
+            let last = Tensor::ones(1, DType::F32, &Device::Cpu).unwrap().to_dtype(dtype).unwrap();
+            let other = Tensor::cat(&[&zeros(len - 1, dtype), &last], 0).unwrap();
+            assert!(!same(&x, &other).unwrap() && !same(&other, &x).unwrap(), "{dtype:?} {len}");
+        }
+        assert!(!same(&zeros(2, DType::F32), &zeros(2, DType::U32)).unwrap());
+        let row = zeros(2, DType::F32).reshape((1, 2)).unwrap();
+        assert!(!same(&row, &zeros(2, DType::F32)).unwrap());
+    }
+
+    #[test]
+    fn bits_count_and_not_numbers() {
+        let of = |x: f32| Tensor::new(x, &Device::Cpu).unwrap();
+        assert!(same(&of(f32::NAN), &of(f32::NAN)).unwrap());
+        assert!(!same(&of(0.0), &of(-0.0)).unwrap());
+    }
+
+    #[test]
+    fn views_of_one_storage_are_compared_by_what_they_look_at() {
+        let x = Tensor::new(&[1_f32, 2., 1., 3.], &Device::Cpu).unwrap();
+        let at = |start| x.narrow(0, start, 1).unwrap();
+        assert!(same(&at(0), &at(0)).unwrap() && same(&at(0), &at(2)).unwrap());
+        assert!(!same(&at(0), &at(1)).unwrap());
+        let square = x.reshape((2, 2)).unwrap();
+        assert!(!same(&square, &square.t().unwrap()).unwrap());
+    }
 }

@@ -26,7 +26,8 @@ use crate::{
 ///
 /// Each axis of the mesh may be named once. Along an axis that is not named a tensor is replicated:
 /// every device gets the whole of an input, and of an output, which must then be the same on all
-/// devices, the first is returned. (Debug builds check that it is the same.)
+/// devices, the first is returned. (It is compared, unless
+/// [`PMap::trust_replicated`](crate::PMap::trust_replicated) says otherwise.)
 ///
 /// `Some(dim)` is short for `P::shard(dim, ALL)` and `None` for [`P::replicate`], so that JAX's
 /// `in_axes=(0, None)` is `.in_axes([Some(0), None])`.
@@ -49,7 +50,9 @@ pub struct P(Vec<(MeshAxes, Treatment)>);
 pub(crate) enum Treatment {
     /// Cut, or concatenated, in this dimension.
     Shard(isize),
-    /// Added up; outputs only, like the following.
+    /// Concatenated in this dimension, with what may be padding; outputs only, like the following.
+    Concat(isize),
+    /// Added up.
     Sum,
     Mean,
     /// Laid side by side in a new dimension.
@@ -62,10 +65,38 @@ impl P {
         Self(Vec::new())
     }
 
-    /// Cut in dimension `dim` over the devices along `axes`, or concatenated in it; negative
-    /// dimensions count from the last.
+    /// Cut in dimension `dim` over the devices along `axes`, or concatenated in it, without the rows
+    /// of padding that [`Uneven::Pad`](crate::Uneven::Pad) has added; negative dimensions count from
+    /// the last.
     pub fn shard(dim: isize, axes: impl Into<MeshAxes>) -> Self {
         Self(vec![(axes.into(), Treatment::Shard(dim))])
+    }
+
+    /// Outputs only: concatenated in dimension `dim` over the devices along `axes`, with all that the
+    /// devices return.
+    ///
+    /// It differs from [`shard`](Self::shard) beside a batch that was cut with
+    /// [`Uneven::Pad`](crate::Uneven::Pad) only, whose padding `shard` cuts back.
+    ///
+    /// # Examples
+    ///
+    /// Each device returns its rows and, beside them, three numbers, which are as many as the rows of
+    /// a padded shard.
+    ///
+    /// ```
+    /// use candle_core::{DType, Device, Tensor};
+    /// use pmap_mesh::{ALL, DeviceMesh, P, Uneven};
+    ///
+    /// let f = DeviceMesh::cpu(2)?
+    ///     .pmap(|_, x: Tensor| Ok((x.sqr()?, Tensor::zeros(3, DType::F32, &Device::Cpu)?)))
+    ///     .out_axes([P::shard(0, ALL), P::concat(0, ALL)])
+    ///     .uneven(Uneven::Pad);
+    /// let (squares, numbers) = f.call(Tensor::arange(0_f32, 5., &Device::Cpu)?)?;
+    /// assert_eq!((squares.dims(), numbers.dims()), (&[5][..], &[6][..]));
+    /// # Ok::<(), Box<dyn std::error::Error>>(())
+    /// ```
+    pub fn concat(dim: isize, axes: impl Into<MeshAxes>) -> Self {
+        Self(vec![(axes.into(), Treatment::Concat(dim))])
     }
 
     /// Outputs only: added up over the devices along `axes`, in the order of the mesh.

@@ -29,11 +29,16 @@ use self::{
 };
 use crate::{
     engine::{
-        Backend, Engine, Site, on_host,
+        Backend, Engine, Site,
         processes::{self, Current},
     },
     error::{self, Error, ProcessError},
-    mesh::{DeviceMesh, DeviceMeshBuilder, axes::AxisSet, topology::Topology},
+    mesh::{
+        DeviceMesh, DeviceMeshBuilder,
+        axes::AxisSet,
+        place::{copied, on_host},
+        topology::Topology,
+    },
     reduce::{self, Reduction},
 };
 
@@ -167,7 +172,7 @@ impl Backend for Mpi {
 
 impl Engine for Mpi {
     fn all_reduce(&self, site: &Site, x: &Tensor, reduction: Reduction) -> Result<Tensor> {
-        let Some(call) = self.enter(site)? else { return x.force_contiguous() };
+        let Some(call) = self.enter(site)? else { return copied(x) };
         let host = on_host(x)?;
         let mut sums = buffer(host.dtype(), host.elem_count())?;
         with_bytes(&host, |bytes| {
@@ -191,7 +196,7 @@ impl Engine for Mpi {
     ) -> Result<Vec<Tensor>> {
         let flags = lists::flags(list.len(), wanted)?;
         let Some(call) = self.enter(site)? else {
-            return wanted.iter().map(|&n| list[n].force_contiguous()).collect();
+            return wanted.iter().map(|&n| copied(&list[n])).collect();
         };
         let on_host: Vec<Tensor> = list.iter().map(on_host).collect::<Result<_>>()?;
         let sums = call.reduce_list(&on_host, &flags, reduction)?;
@@ -199,7 +204,7 @@ impl Engine for Mpi {
     }
 
     fn all_gather(&self, site: &Site, x: &Tensor) -> Result<Vec<Tensor>> {
-        let Some(call) = self.enter(site)? else { return Ok(vec![x.force_contiguous()?]) };
+        let Some(call) = self.enter(site)? else { return Ok(vec![copied(x)?]) };
         let host = on_host(x)?;
         let gathered = with_bytes(&host, |bytes| call.gather(&host, bytes))?;
         gathered.iter().map(|part| part.to_device(x.device())).collect()
@@ -207,19 +212,19 @@ impl Engine for Mpi {
 
     fn all_to_all(&self, site: &Site, parts: Vec<Tensor>) -> Result<Vec<Tensor>> {
         let Some(call) = self.enter(site)? else {
-            return parts.iter().map(Tensor::force_contiguous).collect();
+            return parts.iter().map(copied).collect();
         };
         // Copies: two locks on one storage, with a thread between them that waits to write, would
         // never be granted.
         let on_host: Vec<Tensor> =
-            parts.iter().map(|part| on_host(part)?.force_contiguous()).collect::<Result<_>>()?;
+            parts.iter().map(|part| copied(&on_host(part)?)).collect::<Result<_>>()?;
         let arrived = call.swap(&on_host)?;
         arrived.iter().map(|part| part.to_device(parts[site.rank].device())).collect()
     }
 
     fn receive(&self, site: &Site, x: &Tensor, from: Option<usize>) -> Result<Option<Tensor>> {
         let Some(call) = self.enter(site)? else {
-            return from.map(|_| x.force_contiguous()).transpose();
+            return from.map(|_| copied(x)).transpose();
         };
         let host = on_host(x)?;
         let received = with_bytes(&host, |bytes| call.receive(&host, bytes, from))?;

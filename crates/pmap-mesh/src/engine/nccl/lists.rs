@@ -4,6 +4,8 @@ use std::collections::BTreeMap;
 
 use candle_core::{Result, Tensor};
 
+use crate::mesh::place::in_one_piece;
+
 /// How many bytes of small tensors are put together: some milliseconds of a fast link, beside which
 /// the start of a transfer does not count; more would only take memory.
 const BUCKET_BYTES: usize = 64 << 20;
@@ -37,7 +39,7 @@ fn buckets_of(list: &[Tensor], of_type: &[usize]) -> Vec<Vec<usize>> {
 /// The tensors of a bucket end to end.
 pub(super) fn joined(list: &[Tensor], bucket: &[usize]) -> Result<Tensor> {
     let parts: Vec<Tensor> =
-        bucket.iter().map(|&n| list[n].contiguous()?.flatten_all()).collect::<Result<_>>()?;
+        bucket.iter().map(|&n| in_one_piece(&list[n])?.flatten_all()).collect::<Result<_>>()?;
     match <[Tensor; 1]>::try_from(parts) {
         Ok([only]) => Ok(only),
         Err(parts) => Tensor::cat(&parts, 0),

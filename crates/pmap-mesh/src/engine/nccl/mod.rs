@@ -13,7 +13,6 @@
 mod link;
 mod lists;
 mod store;
-mod sums;
 #[cfg(test)]
 mod tests;
 
@@ -33,8 +32,13 @@ use crate::{
         processes::{self, Current, Guard, TEXT_BYTES, agreement, description, disagreement},
     },
     error::{self, CollectiveError, Error, MeshError, ProcessError},
-    mesh::{DeviceMesh, DeviceMeshBuilder, axes::ALL, topology::Topology},
-    reduce::{Reduction, parts::balanced},
+    mesh::{
+        DeviceMesh, DeviceMeshBuilder,
+        axes::ALL,
+        place::{copied, in_one_piece},
+        topology::Topology,
+    },
+    reduce::{Reduction, elementwise, parts::balanced},
 };
 
 /// Up to how many bytes every member reduces everything by itself: a second transfer would take
@@ -294,13 +298,13 @@ impl Call<'_> {
     fn reduce(&self, x: &Tensor, reduction: Reduction) -> Result<Tensor> {
         let items = x.elem_count();
         if items * x.dtype().size_in_bytes() <= SMALL_BYTES {
-            return sums::reduced(&self.swap(|_| Ok(x.clone()), |_| items)?, reduction);
+            return elementwise::reduced(&self.swap(|_| Ok(x.clone()), |_| items)?, reduction);
         }
         let part = |rank| balanced(items, rank, self.site.size());
         let own_items = part(self.site.rank).len();
         let summands =
             self.swap(|to| x.narrow(0, part(to).start, part(to).len()), |_| own_items)?;
-        let sum = sums::reduced(&summands, reduction)?;
+        let sum = elementwise::reduced(&summands, reduction)?;
         // Freed before as much memory is asked for again.
         drop(summands);
         Tensor::cat(&self.swap(|_| Ok(sum.clone()), |from| part(from).len())?, 0)
@@ -320,7 +324,7 @@ impl Call<'_> {
 impl Engine for Nccl {
     fn all_reduce(&self, site: &Site, x: &Tensor, reduction: Reduction) -> Result<Tensor> {
         let Some((call, _)) = self.0.enter(site, slice::from_ref(x), 0)? else {
-            return x.force_contiguous();
+            return copied(x);
         };
         call.reduce(&flat(x)?, reduction)?.reshape(x.shape())
     }
@@ -333,7 +337,7 @@ impl Engine for Nccl {
         reduction: Reduction,
     ) -> Result<Vec<Tensor>> {
         let Some((call, _)) = self.0.enter(site, &list, 0)? else {
-            return wanted.iter().map(|&n| list[n].force_contiguous()).collect();
+            return wanted.iter().map(|&n| copied(&list[n])).collect();
         };
         // Each process has one device, and all of them want all sums.
         let mut sums = BTreeMap::new();
@@ -354,21 +358,21 @@ impl Engine for Nccl {
             None => 0,
         };
         let Some((call, sizes)) = self.0.enter(site, slice::from_ref(x), own_size)? else {
-            return Ok(vec![x.force_contiguous()?]);
+            return Ok(vec![copied(x)?]);
         };
         let shapes: Vec<Vec<usize>> =
             sizes.iter().map(|&size| call.shape(x, size)).collect::<Result<_>>()?;
-        let own = flat(&x.force_contiguous()?)?;
+        let own = flat(&copied(x)?)?;
         let parts = call.swap(|_| Ok(own.clone()), |from| shapes[from].iter().product())?;
         parts.iter().zip(shapes).map(|(part, shape)| part.reshape(shape)).collect()
     }
 
     fn all_to_all(&self, site: &Site, parts: Vec<Tensor>) -> Result<Vec<Tensor>> {
         let Some((call, _)) = self.0.enter(site, &parts, 0)? else {
-            return parts.iter().map(Tensor::force_contiguous).collect();
+            return parts.iter().map(copied).collect();
         };
         let own = &parts[site.rank];
-        let arrived = call.swap(|to| flat(&parts[to].force_contiguous()?), |_| own.elem_count())?;
+        let arrived = call.swap(|to| flat(&copied(&parts[to])?), |_| own.elem_count())?;
         arrived.into_iter().map(|part| part.reshape(own.shape())).collect()
     }
 
@@ -378,7 +382,7 @@ impl Engine for Nccl {
             None => NOBODY,
         };
         let Some((call, senders)) = self.0.enter(site, slice::from_ref(x), sender)? else {
-            return from.map(|_| x.force_contiguous()).transpose();
+            return from.map(|_| copied(x)).transpose();
         };
         let own = flat(x)?;
         let wants = |rank: usize| senders[rank] == number(site.rank);
@@ -389,7 +393,7 @@ impl Engine for Nccl {
         match from {
             None => Ok(None),
             // Its own would change with the argument.
-            Some(from) if from == site.rank => Ok(Some(x.force_contiguous()?)),
+            Some(from) if from == site.rank => Ok(Some(copied(x)?)),
             Some(from) => Ok(Some(arrived[from].reshape(x.shape())?)),
         }
     }
@@ -418,7 +422,7 @@ impl Engine for Nccl {
 
 /// The items of a tensor in one dimension and in one piece.
 fn flat(x: &Tensor) -> Result<Tensor> {
-    x.contiguous()?.flatten_all()
+    in_one_piece(x)?.flatten_all()
 }
 
 /// A size or rank as headers hold it.

@@ -3,11 +3,13 @@
 use candle_core::{Device, Result, Tensor, safetensors::Load};
 use safetensors::SafeTensors;
 
+use crate::mesh::place::copied;
+
 /// A safetensors file, whose names are the numbers of the tensors.
 pub(super) fn packed(list: &[Tensor]) -> Result<Tensor> {
     let host = list
         .iter()
-        .map(|tensor| tensor.force_contiguous()?.to_device(&Device::Cpu))
+        .map(|tensor| copied(tensor)?.to_device(&Device::Cpu))
         .collect::<Result<Vec<_>>>()?;
     let named = host.iter().enumerate().map(|(n, tensor)| (n.to_string(), tensor));
     let bytes = safetensors::serialize(named, None)?;

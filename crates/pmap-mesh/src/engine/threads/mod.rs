@@ -7,8 +7,9 @@ use std::{sync::Arc, time::Duration};
 use candle_core::{Result, Tensor};
 
 use crate::{
-    engine::{Backend, Engine, Site, on_host, threads::rendezvous::Rendezvous},
+    engine::{Backend, Engine, Site, threads::rendezvous::Rendezvous},
     error::{self, Error},
+    mesh::place::{copied, on_host},
     reduce::{self, Reduction},
 };
 
@@ -128,5 +129,5 @@ impl Engine for ThreadsEngine {
 
 /// A copy on the processor, which the owner of the original cannot change while others still read.
 fn frozen(x: &Tensor) -> Result<Tensor> {
-    if x.device().is_cpu() { x.force_contiguous() } else { on_host(x) }
+    if x.device().is_cpu() { copied(x) } else { on_host(x) }
 }

@@ -56,6 +56,7 @@ struct State {
 
 #[derive(Default)]
 struct ReplicaState {
+    /// From its arrival until its thread leaves, with the inbox or an error.
     waits_for: Option<Arc<CollectiveCall>>,
     /// The thread to be woken when the group is complete or the call has failed.
     thread: Option<Thread>,
@@ -182,8 +183,9 @@ impl Rendezvous {
     /// Gives all other members what the group contributed, and wakes them.
     fn complete(&self, state: &mut State, site: &Site, contributions: &Arc<Contributions>) {
         for &slot in site.members().iter().filter(|&&slot| slot != site.slot()) {
+            // It still waits, until its own thread leaves: a second thread of the replica that came
+            // to a collective in between would take the first one's inbox.
             let replica = &mut state.replicas[slot];
-            replica.waits_for = None;
             replica.inbox = Some(Arc::clone(contributions));
             // After the inbox and before the thread is woken: pairs with the load in `wait`.
             self.ready[slot].store(true, Ordering::Release);
@@ -262,8 +264,7 @@ impl State {
 
     /// The deadlock, if there is one.
     fn deadlock(&self) -> Option<CollectiveError> {
-        let is_stuck = |replica: &ReplicaState| replica.returned || replica.waits_for.is_some();
-        if !self.replicas.iter().all(is_stuck) {
+        if !self.replicas.iter().all(ReplicaState::is_stuck) {
             return None;
         }
         let waiting: Vec<_> = (self.replicas.iter().enumerate())
@@ -274,12 +275,9 @@ impl State {
     }
 
     /// The members that have not come to the collective that a replica waits in.
+    #[expect(clippy::expect_used, reason = "a replica waits as long as its group is open")]
     fn missing(&self, site: &Site) -> Vec<usize> {
-        match self.open.get(&site.key()) {
-            Some(open) => open.absent().collect(),
-            // Another thread of this replica has taken what this one waited for.
-            None => Vec::new(),
-        }
+        self.open.get(&site.key()).expect("the group is open").absent().collect()
     }
 
     /// What a replica is told when the call has failed.
@@ -312,6 +310,11 @@ impl fmt::Debug for State {
 }
 
 impl ReplicaState {
+    /// Whether it does nothing more unless others come; what lies in its inbox it is about to take.
+    fn is_stuck(&self) -> bool {
+        self.returned || (self.waits_for.is_some() && self.inbox.is_none())
+    }
+
     /// Wakes the replica if it has ever waited; one that is awake sleeps once less.
     fn wake(&self) {
         if let Some(thread) = &self.thread {
@@ -389,5 +392,44 @@ impl Contributions {
     ) -> candle_core::Result<&Buffer> {
         let buffer = self.buffer.get_or_init(|| make().map_err(|error| error.to_string()));
         buffer.as_ref().map_err(candle_core::Error::msg)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::mesh::{axes::ALL, topology::Topology};
+
+    #[test]
+    fn a_second_thread_is_refused_until_the_first_has_left_its_collective() {
+        let topology = Topology::new(vec![("a".into(), 2)], 2).unwrap();
+        let site = |slot| Site::along(ALL, &topology, slot, "barrier", None).unwrap();
+        let rendezvous = Rendezvous::new(2, None);
+        // The group is complete, and nobody has taken the inbox of slot 0 yet.
+        assert!(rendezvous.arrive(&site(0), Vec::new()).unwrap().is_none());
+        assert!(rendezvous.arrive(&site(1), Vec::new()).unwrap().is_some());
+
+        let error = rendezvous.arrive(&site(0), Vec::new()).unwrap_err().to_string();
+        assert!(error.contains("replica 0 calls barrier"), "{error}");
+        let failure = rendezvous.take_failure();
+        assert!(
+            matches!(
+                failure,
+                Some(Error::Collective(CollectiveError::Mismatch { left: 0, right: 0, .. }))
+            ),
+            "{failure:?}"
+        );
+    }
+
+    #[test]
+    fn a_replica_whose_group_is_complete_is_not_stuck() {
+        let topology = Topology::new(vec![("a".into(), 2)], 2).unwrap();
+        let site = |slot| Site::along(ALL, &topology, slot, "barrier", None).unwrap();
+        let rendezvous = Rendezvous::new(2, None);
+        rendezvous.arrive(&site(0), Vec::new()).unwrap();
+        rendezvous.arrive(&site(1), Vec::new()).unwrap();
+        // Slot 0 will come next, though slot 1 is there before it has taken its inbox.
+        assert!(rendezvous.arrive(&site(1), Vec::new()).unwrap().is_none());
+        assert!(rendezvous.take_failure().is_none());
     }
 }

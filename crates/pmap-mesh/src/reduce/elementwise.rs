@@ -1,17 +1,17 @@
-//! Adding up tensors on their device, in the order of the ranks: what `reduce` does on a processor,
-//! to the bit.
+//! Adding up tensors on their device, in the order of the ranks: what [`whole`](super::whole) does on
+//! a processor, to the bit.
 
 use candle_core::{DType, Result, Tensor, bail};
 
-use crate::reduce::Reduction;
+use crate::{mesh::place::copied, reduce::Reduction};
 
 /// The reduction of tensors of one shape, by candle's elementwise operations.
 ///
 /// Halves are added up in single precision and rounded once; integers wrap.
-pub(super) fn reduced(summands: &[Tensor], reduction: Reduction) -> Result<Tensor> {
+pub(crate) fn reduced(summands: &[Tensor], reduction: Reduction) -> Result<Tensor> {
     let [first, rest @ ..] = summands else { bail!("nothing to reduce") };
     if first.elem_count() == 0 {
-        return Ok(first.clone());
+        return copied(first);
     }
     let sum = rest
         .iter()
@@ -57,14 +57,14 @@ mod tests {
     use candle_core::Device;
 
     use super::*;
-    use crate::{reduce, spec::join::same};
+    use crate::{reduce::whole, spec::join::same};
 
     const ALL: [Reduction; 4] = [Reduction::Sum, Reduction::Mean, Reduction::Max, Reduction::Min];
 
     fn check(summands: &[Tensor]) {
         for reduction in ALL {
             let result = reduced(summands, reduction).unwrap();
-            let expected = reduce::whole(summands, reduction).unwrap();
+            let expected = whole(summands, reduction).unwrap();
             assert!(
                 same(&result, &expected).unwrap(),
                 "{reduction:?} of {:?}",
@@ -84,7 +84,7 @@ mod tests {
             check(&[of(0)]);
             check(&[of(0), of(1), of(2)]);
         }
-        for dtype in [DType::U8, DType::U32, DType::I64] {
+        for dtype in [DType::U8, DType::U32, DType::I16, DType::I32, DType::I64] {
             let of = |n| {
                 Tensor::from_iter(values(n).map(f32::abs), &Device::Cpu)
                     .unwrap()
@@ -107,6 +107,9 @@ mod tests {
     #[test]
     fn an_empty_tensor_stays_empty() {
         let empty = Tensor::zeros((0, 3), DType::F32, &Device::Cpu).unwrap();
-        check(&[empty.clone(), empty]);
+        check(&[empty.clone(), empty.clone()]);
+        let behind_the_end = empty.narrow(1, 1, 2).unwrap();
+        let reduced = reduced(&[behind_the_end.clone(), behind_the_end], Reduction::Sum).unwrap();
+        assert_eq!(reduced.flatten_all().unwrap().dims(), [0]);
     }
 }
