@@ -180,7 +180,7 @@ fn views_of_nothing_may_begin_behind_the_end_of_their_storage() {
         assert_eq!(results[0].dims(), [0, 3 * slots]);
         assert_eq!((results[1].dims(), results[2].dims()), (&[0, 3][..], &[0, 3][..]));
         let shards = mesh.shard(nothing_behind_the_end(), Some(1)).unwrap();
-        shards.shards().iter().cloned().try_for_each(read).unwrap();
+        shards.shards().iter().try_for_each(read).unwrap();
     }
 }
 
