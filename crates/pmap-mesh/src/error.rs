@@ -216,6 +216,9 @@ pub enum ReplicaError {
         message: String,
     },
     /// A replica called a parallel function; its worker would wait for itself.
+    ///
+    /// A call from a thread that a replica has started is not noticed, and waits for ever if the
+    /// replica waits for that thread.
     #[error(
         "a parallel function cannot be called inside a replica of another: its worker would wait for itself, or for a \
          mesh whose workers wait for this one; call it between two calls instead"

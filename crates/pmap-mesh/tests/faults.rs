@@ -198,6 +198,55 @@ fn a_panic_is_its_replica_s_and_the_others_are_released() {
     }
 }
 
+/// What panics again when it is dropped.
+struct Stubborn;
+
+impl Drop for Stubborn {
+    fn drop(&mut self) {
+        panic!("again");
+    }
+}
+
+#[test]
+fn a_panic_whose_payload_panics_when_it_is_dropped_is_its_replica_s() {
+    let mesh = DeviceMesh::cpu(2).unwrap();
+    let error = failure(&mesh, |ctx| match ctx.slot() {
+        1 => std::panic::panic_any(Stubborn),
+        _ => ctx.barrier(ALL),
+    });
+    assert!(matches!(error, Error::Replica(ReplicaError::Panicked { slot: 1, .. })), "{error}");
+}
+
+#[test]
+fn an_argument_that_panics_when_it_is_dropped_is_its_replica_s() {
+    /// Panics when a shard of it is dropped on a worker.
+    struct Fragile(Tensor);
+
+    impl pmap_mesh::TensorTree for Fragile {
+        fn try_map<E>(
+            &self,
+            f: &mut impl FnMut(&Tensor) -> std::result::Result<Tensor, E>,
+        ) -> std::result::Result<Self, E> {
+            Ok(Self(f(&self.0)?))
+        }
+    }
+
+    impl Drop for Fragile {
+        fn drop(&mut self) {
+            let is_worker = thread::current().name().is_some_and(|name| name.starts_with("mesh-"));
+            assert!(!is_worker || thread::panicking(), "it breaks");
+        }
+    }
+
+    let mesh = DeviceMesh::cpu(2).unwrap();
+    let call = mesh.pmap(|_, _: Fragile| Ok(()));
+    let error = watched(move || call.call(Fragile(inputs(2))).unwrap_err());
+    assert!(
+        matches!(&error, Error::Replica(ReplicaError::Panicked { slot: 0, message, .. }) if message == "it breaks"),
+        "{error}"
+    );
+}
+
 #[test]
 fn of_several_failures_the_first_replica_s_is_told() {
     let mesh = DeviceMesh::cpu(3).unwrap();

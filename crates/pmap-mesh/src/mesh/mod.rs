@@ -332,7 +332,12 @@ impl DeviceMeshBuilder {
     fn open(self, device: impl Fn(usize) -> candle_core::Result<Device>) -> Result<DeviceMesh> {
         // Axes that make no mesh are refused before devices are opened.
         let slots = Topology::new(self.axes.clone(), DeviceMesh::MAX_DEVICES)?.slots();
-        let open = |index| device(index).map_err(|cause| MeshError::Device { index, cause });
+        let open = |index| {
+            // candle panics for some devices that are not there.
+            let opened = workers::catch(|| device(index));
+            let opened = opened.unwrap_or_else(|panic| Err(candle_core::Error::msg(panic)));
+            opened.map_err(|cause| MeshError::Device { index, cause })
+        };
         let devices: Result<_, MeshError> = (0..slots).map(open).collect();
         self.devices(devices?)
     }
@@ -370,4 +375,22 @@ fn warn_of_threads() {
             );
         }
     });
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::error::Error;
+
+    #[test]
+    fn a_device_whose_opening_panics_is_named_with_the_reason() {
+        let open = |index| {
+            assert_eq!(index, 0, "no such device");
+            Ok(Device::Cpu)
+        };
+        let refused = DeviceMesh::builder().axis("a", 2).open(open).unwrap_err();
+        let text = refused.to_string();
+        assert!(matches!(refused, Error::Mesh(MeshError::Device { index: 1, .. })), "{text}");
+        assert!(text.contains("no such device"), "{text}");
+    }
 }

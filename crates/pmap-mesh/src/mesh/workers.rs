@@ -11,7 +11,7 @@ use std::{
     any::Any,
     cell::Cell,
     collections::VecDeque,
-    fmt,
+    fmt, mem,
     panic::{AssertUnwindSafe, catch_unwind},
     sync::{
         Arc, Mutex,
@@ -247,7 +247,20 @@ impl Mailbox {
 /// Runs what a replica does; its panic becomes its message.
 pub(crate) fn catch<T>(run: impl FnOnce() -> T) -> Result<T, String> {
     // Whatever a panic leaves half done is owned by the replica and dropped with it.
-    catch_unwind(AssertUnwindSafe(run)).map_err(|payload| panic_message(&*payload))
+    catch_unwind(AssertUnwindSafe(run)).map_err(|payload| {
+        let message = panic_message(&*payload);
+        discard(payload);
+        message
+    })
+}
+
+/// Drops what a panic was raised with, which may panic in turn: outside of `catch_unwind` that would
+/// end the program.
+fn discard(payload: Box<dyn Any + Send>) {
+    if let Err(again) = catch_unwind(AssertUnwindSafe(|| drop(payload))) {
+        // That one may panic as well, and so on: it is left where it is.
+        mem::forget(again);
+    }
 }
 
 fn panic_message(payload: &(dyn Any + Send)) -> String {

@@ -213,6 +213,10 @@ where
     /// results go without theirs, which would hold the part of one replica only. Call `backward`
     /// inside the function and return the gradients, of variables that it captures or makes.
     ///
+    /// A call inside a replica is refused, as [`ReplicaError::Nested`]. That is known of the mesh's
+    /// own threads only: on a thread that a replica has started itself, a call of the same mesh waits
+    /// for ever for the replica that waits for that thread. No deadline ends it.
+    ///
     /// # Errors
     ///
     /// Before a replica starts: [`Error::Specs`] with everything that is wrong with the arguments,
@@ -306,7 +310,7 @@ where
             let f = Arc::clone(&self.f);
             let results = Arc::clone(&results);
             move || {
-                let outcome = run_replica(&*f, &replica, &shard);
+                let outcome = run_replica(&*f, &replica, shard);
                 replica.end(outcome.map(|result| *lock(&results[local]) = Some(result)));
             }
         });
@@ -345,13 +349,15 @@ where
 fn run_replica<I: TensorTree, O: TensorTree>(
     f: impl Fn(&Replica, I) -> candle_core::Result<O>,
     replica: &Replica,
-    shard: &I,
+    shard: I,
 ) -> Result<O> {
     let slot = replica.slot();
     let device = replica.device();
     let run = || {
-        let shard = shard.try_map(&mut |input| place(input, device))?;
-        let output = f(replica, shard)?;
+        let placed = shard.try_map(&mut |input| place(input, device))?;
+        // Here, where it may panic.
+        drop(shard);
+        let output = f(replica, placed)?;
         device.synchronize()?;
         output.try_map(&mut |result| {
             let result = result.detach();

@@ -56,6 +56,11 @@ impl DeviceMeshBuilder {
     /// standard error of its own, since the others may wait for it: there is no call that returns
     /// an error for it.
     ///
+    /// Neither is there a panic that one process survives: from the first mesh over MPI on, a panic on
+    /// any thread of a process ends all of them, also one that the program would catch by
+    /// [`catch_unwind`](std::panic::catch_unwind) or by joining its thread. A rank that unwinds would
+    /// wait for the others when MPI ends, and they for it.
+    ///
     /// A mesh without axes is a row named [`DeviceMesh::AXIS`].
     ///
     /// # Errors

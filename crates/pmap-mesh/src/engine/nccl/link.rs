@@ -149,10 +149,11 @@ fn serve(comm: &Comm, device: &CudaDevice, queue: mpsc::Receiver<Job>) {
     }
 }
 
-/// Whether items of this type can be sent.
+/// Whether items of this type can be sent, and worked on where they arrive: NCCL would send `I32`, but
+/// candle has no kernels for it on CUDA devices that add, compare or copy.
 pub(super) fn carries(dtype: DType) -> bool {
-    use DType::{BF16, F16, F32, F64, I32, I64, U8, U32};
-    matches!(dtype, U8 | U32 | I32 | I64 | BF16 | F16 | F32 | F64)
+    use DType::{BF16, F16, F32, F64, I64, U8, U32};
+    matches!(dtype, U8 | U32 | I64 | BF16 | F16 | F32 | F64)
 }
 
 fn open(device: &CudaDevice, place: Placement, id: Id) -> std::result::Result<Comm, String> {
@@ -169,7 +170,6 @@ fn make(comm: &Comm, device: &CudaDevice, transfer: &Transfer) -> Result<Vec<Ten
     match transfer.dtype {
         DType::U8 => make_of::<u8>(comm, device, transfer),
         DType::U32 => make_of::<u32>(comm, device, transfer),
-        DType::I32 => make_of::<i32>(comm, device, transfer),
         DType::I64 => make_of::<i64>(comm, device, transfer),
         DType::BF16 => make_of::<bf16>(comm, device, transfer),
         DType::F16 => make_of::<f16>(comm, device, transfer),

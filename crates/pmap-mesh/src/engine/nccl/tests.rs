@@ -215,11 +215,15 @@ fn calls_that_do_not_agree_are_named_on_all() {
 
 #[test]
 fn types_that_nccl_does_not_carry_are_refused() {
-    let errors = run(&[("a", 1)], |ctx| {
-        let x = Tensor::zeros(2, DType::I16, &Device::Cpu).unwrap();
-        ctx.all_gather(&x, 0, ALL).unwrap_err().to_string()
-    });
-    assert!(errors[0].contains("tensors of type i16 cannot be sent over NCCL"), "{}", errors[0]);
+    for dtype in [DType::I16, DType::I32] {
+        // Nothing is sent, or the network would not be empty.
+        let errors = run(&[("a", 2)], |ctx| {
+            let x = Tensor::zeros(2, dtype, &Device::Cpu).unwrap();
+            [ctx.psum(&x, ALL), ctx.all_gather(&x, 0, ALL)].map(|x| x.unwrap_err().to_string())
+        });
+        let refusal = format!("tensors of type {} cannot be sent over NCCL", dtype.as_str());
+        assert!(errors.iter().flatten().all(|error| error.contains(&refusal)), "{errors:?}");
+    }
 }
 
 #[test]

@@ -23,14 +23,15 @@ pub(crate) fn end(rank: usize, why: &str, stop: impl FnOnce()) -> ! {
             thread::park();
         }
     }
-    // One write, so that lines of several ranks do not mix. If nobody reads it, nothing is lost.
-    drop(std::io::stderr().write_all(format!("rank {rank}: {why}\n").as_bytes()));
+    // Before the first thing that may block: a pipe that nobody reads is full at some time.
     let watchdog = thread::Builder::new().spawn(|| {
         thread::sleep(STOP_TIME);
         process::abort();
     });
     // Without a watchdog the end may take longer; there is nobody left to be told.
     drop(watchdog);
+    // One write, so that lines of several ranks do not mix. If nobody reads it, nothing is lost.
+    drop(std::io::stderr().write_all(format!("rank {rank}: {why}\n").as_bytes()));
     stop();
     process::abort()
 }
