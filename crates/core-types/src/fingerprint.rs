@@ -7,8 +7,8 @@ use crate::index::Seed;
 ///
 /// It answers the question "is this the same data, order or call as the other one?": a saved
 /// position is compared with the weights it belongs to, and processes compare the collectives they
-/// call. The order in which words are added counts. It does not withstand anybody who looks for
-/// collisions.
+/// call. The order in which words are added counts. It is not cryptographic: collisions can
+/// be constructed.
 ///
 /// Each word is hashed under its position, and the hashes are added up. So no word waits for the
 /// hash of the word before it, and the processor works on several at once.

@@ -6,7 +6,7 @@ use crate::{
     autograd::{Backward, Reading, record, tensor},
     composed,
     config::Activation,
-    error::Result,
+    error::{Error, Result},
     kernels::{
         activation,
         float::Float,
@@ -58,7 +58,10 @@ pub fn linear(
     activation: Option<Activation>,
 ) -> Result<Tensor> {
     let inputs = last_dim(OP, "x", x)?;
-    let outputs = weight.dims().first().copied().unwrap_or(0);
+    let Some(&outputs) = weight.dims().first() else {
+        let expected = format!("[outputs, {inputs}]");
+        return Err(Error::Shape { op: OP, input: "weight", found: Vec::new(), expected });
+    };
     check_shape(OP, "weight", weight, &[outputs, inputs])?;
     let Some(bias) = bias else {
         return route!(

@@ -4,6 +4,8 @@
 //! Names are read from the code, so that a new strategy is asked for its pages and tests as soon as
 //! it exists.
 
+use std::path::Path;
+
 use syn::{Item, Type};
 
 use crate::tidy::Violation;
@@ -107,10 +109,9 @@ fn missing(kind: &Kind, files: &[String], read: &dyn Fn(&str) -> Option<String>)
 }
 
 fn rust_below<'a>(folder: &str, files: &'a [String]) -> impl Iterator<Item = &'a str> {
-    files
-        .iter()
-        .map(String::as_str)
-        .filter(move |path| path.starts_with(folder) && path.ends_with("rs"))
+    files.iter().map(String::as_str).filter(move |path| {
+        path.starts_with(folder) && Path::new(path).extension().is_some_and(|end| end == "rs")
+    })
 }
 
 impl Names {

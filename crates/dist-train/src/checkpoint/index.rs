@@ -3,7 +3,7 @@
 use std::{
     collections::{BTreeMap, BTreeSet},
     fs::File,
-    io::{self, BufWriter, Read, Write},
+    io::{self, Read, Write},
     path::Path,
 };
 
@@ -37,6 +37,12 @@ pub(super) struct Index {
     pub(super) state: Value,
 }
 
+/// What every version of the index says.
+#[derive(Deserialize)]
+struct Version {
+    format_version: u32,
+}
+
 /// A file of a checkpoint.
 #[derive(Debug, Serialize, Deserialize)]
 pub(super) struct Listed {
@@ -56,23 +62,28 @@ impl Index {
 
     /// Writes it, and waits until it is on disk.
     pub(super) fn write(&self, path: &Path) -> Result<()> {
-        let mut file = BufWriter::new(File::create(path).at(path)?);
-        serde_json::to_writer_pretty(&mut file, self).map_err(|cause| json_error(path, cause))?;
-        file.flush().at(path)?;
-        file.get_ref().sync_all().at(path)
+        let text = serde_json::to_vec_pretty(self).map_err(|cause| json_error(path, cause))?;
+        let found = text.len() as u64;
+        // What would be refused when it is read must not replace an older checkpoint.
+        if found > MAX_BYTES {
+            let path = path.to_owned();
+            return Err(CheckpointError::IndexTooLong { path, found, max: MAX_BYTES }.into());
+        }
+        let mut file = File::create(path).at(path)?;
+        file.write_all(&text).at(path)?;
+        file.sync_all().at(path)
     }
 
     pub(super) fn read(path: &Path) -> Result<Self> {
         let text = read_text(path).at(path)?;
-        let index: Self = serde_json::from_slice(&text).map_err(|cause| json_error(path, cause))?;
-        if index.format_version != FORMAT_VERSION {
-            return Err(CheckpointError::FormatVersion {
-                path: path.to_owned(),
-                found: index.format_version,
-                supported: FORMAT_VERSION,
-            }
-            .into());
+        // The version is all that the forms of the index have in common.
+        let Version { format_version: found } =
+            serde_json::from_slice(&text).map_err(|cause| json_error(path, cause))?;
+        if found != FORMAT_VERSION {
+            let (path, supported) = (path.to_owned(), FORMAT_VERSION);
+            return Err(CheckpointError::FormatVersion { path, found, supported }.into());
         }
+        let index: Self = serde_json::from_slice(&text).map_err(|cause| json_error(path, cause))?;
         index.check_names(path)?;
         Ok(index)
     }
@@ -98,4 +109,22 @@ fn read_text(path: &Path) -> io::Result<Vec<u8>> {
     let mut text = Vec::new();
     File::open(path)?.take(MAX_BYTES).read_to_end(&mut text)?;
     Ok(text)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::error::Error;
+
+    #[test]
+    fn an_index_that_could_not_be_read_is_not_written() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join(INDEX);
+        let state = Value::String("x".repeat(usize::try_from(MAX_BYTES).unwrap()));
+        let error = Index::new(1, BTreeMap::new(), Vec::new(), state).write(&path).unwrap_err();
+        let Error::Checkpoint(CheckpointError::IndexTooLong { found, max, .. }) = error else {
+            panic!("{error}")
+        };
+        assert!(found > max && !path.exists());
+    }
 }

@@ -173,14 +173,16 @@ impl<M: Send + 'static, O: Optimizer + Send + 'static> DataParallel<M, O> {
         })
     }
 
-    /// Sets how a batch is cut for the slots, as [`PMap::in_axes`](pmap_mesh::PMap::in_axes).
+    /// Sets how a batch is cut for the slots, as [`PMap::in_axes`](pmap_mesh::PMap::in_axes). By
+    /// default the first tensor is cut in dimension 0 and every slot gets all of the others: for a
+    /// batch of inputs and targets write `.in_axes(Some(0))`, which cuts them all.
     #[must_use]
     pub fn in_axes(self, specs: impl Into<Specs>) -> Self {
         Self { in_axes: specs.into(), ..self }
     }
 
     /// Sets what happens to a batch that the slots do not divide, as
-    /// [`PMap::uneven`](pmap_mesh::PMap::uneven).
+    /// [`PMap::uneven`](pmap_mesh::PMap::uneven). By default it is refused.
     #[must_use]
     pub fn uneven(self, uneven: Uneven) -> Self {
         Self { uneven, ..self }

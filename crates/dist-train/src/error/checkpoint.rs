@@ -22,6 +22,16 @@ pub enum CheckpointError {
         /// What is wrong with it.
         cause: serde_json::Error,
     },
+    /// The index, most of which is the run's own state, is longer than one may be.
+    #[error("{}: the index has {found} bytes, at most {max} can be read", path.display())]
+    IndexTooLong {
+        /// The index.
+        path: PathBuf,
+        /// Its length in bytes.
+        found: u64,
+        /// The largest length.
+        max: u64,
+    },
     /// The index was written in another form.
     #[error("{}: format version {found} is not supported, only {supported} is", path.display())]
     FormatVersion {

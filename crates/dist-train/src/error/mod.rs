@@ -44,7 +44,10 @@ pub enum Error {
         cause: candle_core::Error,
     },
     /// What an optimizer keeps for a parameter could not be read from it, or given to it.
-    #[error("the optimizer's state of parameter {parameter} fails: {}", one_line(cause))]
+    #[error(
+        "the optimizer state of parameter {parameter} cannot be read or set: {}",
+        one_line(cause)
+    )]
     Optimizer {
         /// The parameter.
         parameter: String,
@@ -52,7 +55,7 @@ pub enum Error {
         cause: candle_core::Error,
     },
     /// Tensors could not be cut, moved or joined.
-    #[error("{doing} fails: {}", one_line(cause))]
+    #[error("{doing} failed: {}", one_line(cause))]
     Tensor {
         /// What was being done.
         doing: &'static str,

@@ -372,9 +372,8 @@ impl Replica {
     /// As [`psum`](Self::psum).
     #[track_caller]
     pub fn psum_list(&self, list: Vec<Tensor>, wanted: &[usize]) -> Result<Vec<Tensor>> {
-        let site = self
-            .site("sum of gradients", None, ALL)?
-            .with_detail(format!(" of {} tensors", list.len()));
+        let site =
+            self.site("psum_list", None, ALL)?.with_detail(format!(" of {} tensors", list.len()));
         self.0.collectives.sum_list(&site, list, wanted)
     }
 
