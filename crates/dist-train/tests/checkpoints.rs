@@ -350,7 +350,7 @@ fn checkpoints_with_too_little_are_refused() {
         [("model/weight@0", floats(6)), ("model/bias@0", floats(1)), ("model/bias@1", double)];
     let error = load(&mixed);
     assert!(matches!(&error, Error::Tensor { .. }), "{error}");
-    assert!(error.to_string().starts_with("joining the pieces of a parameter fails: "), "{error}");
+    assert!(error.to_string().starts_with("joining the pieces of a parameter failed: "), "{error}");
     // A state that its optimizer cannot have.
     let mut impossible = no_state.to_vec();
     let minus_one = Tensor::new(-1_i64, &Device::Cpu).unwrap();
