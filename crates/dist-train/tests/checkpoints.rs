@@ -357,7 +357,10 @@ fn checkpoints_with_too_little_are_refused() {
     impossible.extend([("step/weight@0", minus_one.clone()), ("step/bias@0", minus_one)]);
     let error = load(&impossible);
     assert!(matches!(&error, Error::Optimizer { .. }), "{error}");
-    assert!(error.to_string().contains("cannot be read or set: -1 steps cannot have been taken"), "{error}");
+    assert!(
+        error.to_string().contains("cannot be read or set: -1 steps cannot have been taken"),
+        "{error}"
+    );
     assert!(std::error::Error::source(&error).is_none(), "the cause is in the message already");
 }
 
