@@ -39,7 +39,7 @@ pub enum StepLayout {
     Dealt,
 }
 
-/// The choices of a [`DistributedBatchSampler`].
+/// The choices of a [`DistributedBatchSampler`](crate::DistributedBatchSampler).
 ///
 /// # Examples
 ///
