@@ -281,8 +281,8 @@ where
     ///
     /// # Errors
     ///
-    /// [`ValueError::OtherMesh`](crate::ValueError::OtherMesh) if it lies on those of another mesh, and those of
-    /// [`call_sharded`](Self::call_sharded).
+    /// [`ValueError::OtherMesh`](crate::ValueError::OtherMesh) if it lies on those of another mesh,
+    /// and those of [`call_sharded`](Self::call_sharded).
     pub fn run(&self, arguments: Sharded<I>) -> Result<Sharded<O>> {
         Workers::refuse_nesting()?;
         let (shards, cut) = arguments.into_shards(&self.mesh)?;
