@@ -5,8 +5,9 @@ use candle_core::{DType, Device, Result, Tensor};
 /// What PyTorch adds to a norm, so that gradients of zeros can be divided by it.
 const EPSILON: f64 = 1e-6;
 
-/// The sum of the squares of all items: a scalar on `device`, in double precision, since the norm
-/// of a large model adds up more items than single precision can count.
+/// The sum of the squares of all items, a scalar on `device`. Each tensor's squares are added up in
+/// the tensor's own type, so halves overflow or lose items there; the sums of tensors in double
+/// precision.
 pub(crate) fn squares(tensors: &[Tensor], device: &Device) -> Result<Tensor> {
     let mut sum = 0.0;
     for tensor in tensors {
