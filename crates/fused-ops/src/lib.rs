@@ -12,6 +12,7 @@ mod embedding;
 mod error;
 mod kernels;
 mod linear;
+mod mlp;
 mod norm;
 mod rope;
 mod route;
@@ -31,6 +32,7 @@ pub use crate::{
     embedding::embedding,
     error::{Error, Result},
     linear::linear,
+    mlp::mlp,
     norm::{add_layer_norm, add_rms_norm, layer_norm, rms_norm},
     rope::{rope, rope_i, rope_i_thd, rope_thd},
     softmax::{log_softmax, softmax},

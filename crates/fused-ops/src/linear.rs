@@ -84,34 +84,87 @@ pub fn linear(
 fn fused<T: Float>(inputs: &[&Tensor], activation: Option<Activation>) -> Result<Tensor> {
     let inputs: Vec<_> = inputs.iter().map(|input| input.contiguous()).collect::<Result<_, _>>()?;
     let inputs: Vec<_> = inputs.iter().collect();
-    let before = affine::<T>(&inputs)?;
-    let dims = [&inputs[0].dims()[..inputs[0].rank() - 1], &inputs[1].dims()[..1]].concat();
+    let affine = Affine::new(inputs[1], inputs.get(2).copied());
+    let before = affine.forward::<T>(Reading::new(inputs[0]).all()?, rows(inputs[0]))?;
+    let shape = affine.output_shape(inputs[0]);
     let tracked = inputs.iter().any(|input| input.track_op());
     let (y, slope) = activate(before, activation, tracked);
-    record(&inputs, y, Shape::from(dims), Linear { slope })
+    record(&inputs, y, shape, Linear { slope })
 }
 
-/// x·weightᵀ + bias.
-fn affine<T: Float>(inputs: &[&Tensor]) -> Result<Vec<T>> {
-    let read: Vec<_> = inputs.iter().map(|input| Reading::new(input)).collect();
-    let (outputs, width) = inputs[1].dims2()?;
-    let rows = rows(inputs[0], width);
-    let weight = Matrix::contiguous(read[1].all()?, outputs, width);
-    let mut y = product_of_rows(read[0].all()?, width, rows, weight.t());
-    if let Some(bias) = read.get(2) {
-        add_bias(&mut y, bias.all()?);
-    }
-    Ok(y)
-}
-
-/// How many rows of `width` a tensor has; those of width 0 are counted by the other dimensions.
-fn rows(x: &Tensor, width: usize) -> usize {
-    debug_assert_eq!(x.dims().last(), Some(&width), "the last dimension has been checked");
+/// How many rows a tensor has; those of width 0 are counted by the other dimensions.
+pub(crate) fn rows(x: &Tensor) -> usize {
     x.dims()[..x.rank() - 1].iter().product()
 }
 
+/// x·weightᵀ + bias, of contiguous tensors.
+#[derive(Clone, Debug)]
+pub(crate) struct Affine {
+    /// [outputs, inputs]
+    weight: Tensor,
+    /// \[outputs\]
+    bias: Option<Tensor>,
+}
+
+impl Affine {
+    pub(crate) fn new(weight: &Tensor, bias: Option<&Tensor>) -> Self {
+        Self { weight: weight.clone(), bias: bias.cloned() }
+    }
+
+    /// The weight, and the bias if there is one.
+    pub(crate) fn tensors(&self) -> impl Iterator<Item = &Tensor> {
+        [&self.weight].into_iter().chain(&self.bias)
+    }
+
+    /// The shape of the result for `x` [.., inputs].
+    pub(crate) fn output_shape(&self, x: &Tensor) -> Shape {
+        Shape::from([&x.dims()[..x.rank() - 1], &self.weight.dims()[..1]].concat())
+    }
+
+    pub(crate) fn forward<T: Float>(&self, x: &[T], rows: usize) -> Result<Vec<T>> {
+        let (outputs, inputs) = self.weight.dims2()?;
+        let weight = Reading::new(&self.weight);
+        let weight = Matrix::contiguous(weight.all()?, outputs, inputs);
+        let mut y = product_of_rows(x, inputs, rows, weight.t());
+        if let Some(bias) = &self.bias {
+            add_bias(&mut y, Reading::new(bias).all()?);
+        }
+        Ok(y)
+    }
+
+    /// The gradient of x, where `grad` is that of the result.
+    pub(crate) fn backward_x<T: Float>(&self, grad: &[T], rows: usize) -> Result<Vec<T>> {
+        let (outputs, inputs) = self.weight.dims2()?;
+        let weight = Reading::new(&self.weight);
+        let weight = Matrix::contiguous(weight.all()?, outputs, inputs);
+        Ok(product_of_rows(grad, outputs, rows, weight))
+    }
+
+    /// The gradients of the weight and, if there is one, the bias. A frozen one has none: a product
+    /// less.
+    pub(crate) fn backward_parameters<T: Float>(
+        &self,
+        x: &[T],
+        grad: &[T],
+        rows: usize,
+    ) -> Result<Vec<Option<Tensor>>> {
+        let (outputs, inputs) = self.weight.dims2()?;
+        let weight = self.weight.track_op().then(|| {
+            let grads = Matrix::contiguous(grad, rows, outputs);
+            let x = Matrix::contiguous(x, rows, inputs);
+            tensor(product(grads.t(), x, Threads::Pool), self.weight.shape())
+        });
+        let mut all = vec![weight.transpose()?];
+        if let Some(bias) = &self.bias {
+            let grad = bias.track_op().then(|| tensor(sum_rows(grad, outputs), bias.shape()));
+            all.push(grad.transpose()?);
+        }
+        Ok(all)
+    }
+}
+
 /// What the gradient of the activation is computed from.
-enum Slope<T> {
+pub(crate) enum Slope<T> {
     /// There is no activation.
     One,
     /// The result: that of ReLU is positive where its input is.
@@ -121,7 +174,7 @@ enum Slope<T> {
 }
 
 /// The activation, and what its gradient will need.
-fn activate<T: Float>(
+pub(crate) fn activate<T: Float>(
     mut before: Vec<T>,
     activation: Option<Activation>,
     tracked: bool,
@@ -165,31 +218,17 @@ impl<T: Float> Backward for Linear<T> {
         y: &Tensor,
         grad: &Tensor,
     ) -> Result<Vec<Option<Tensor>>> {
-        let (outputs, width) = inputs[1].dims2()?;
-        let rows = rows(inputs[0], width);
-        let grad_read = Reading::new(grad);
-        let before = self.before_activation(y, grad_read.all()?)?;
+        let x = inputs[0];
+        let read = Reading::new(grad);
+        let before = self.before_activation(y, read.all()?)?;
         let grad = match &before {
-            None => grad_read.all()?,
+            None => read.all()?,
             Some(before) => before,
         };
-        let grads = Matrix::contiguous(grad, rows, outputs);
-        let (x, weight) = (Reading::new(inputs[0]), Reading::new(inputs[1]));
-        let x = Matrix::contiguous(x.all()?, rows, width);
-        let weight = Matrix::contiguous(weight.all()?, outputs, width);
-
-        let gradient = |of: usize, compute: &dyn Fn() -> Vec<T>| {
-            // Data and frozen weights get none: a product less.
-            let wanted = inputs[of].track_op();
-            wanted.then(|| tensor(compute(), inputs[of].shape())).transpose()
-        };
-        let mut all = vec![
-            gradient(0, &|| product_of_rows(grad, outputs, rows, weight))?,
-            gradient(1, &|| product(grads.t(), x, Threads::Pool))?,
-        ];
-        if inputs.len() == 3 {
-            all.push(gradient(2, &|| sum_rows(grad, outputs))?);
-        }
+        let affine = Affine::new(inputs[1], inputs.get(2).copied());
+        let of_x = x.track_op().then(|| tensor(affine.backward_x(grad, rows(x))?, x.shape()));
+        let mut all = vec![of_x.transpose()?];
+        all.extend(affine.backward_parameters(Reading::new(x).all()?, grad, rows(x))?);
         Ok(all)
     }
 }

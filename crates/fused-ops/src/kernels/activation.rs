@@ -165,6 +165,17 @@ pub(crate) fn backward<T: Float>(activation: Activation, x: &[T], grad: &[T]) ->
     })
 }
 
+/// The gradient of each element, in the place of the gradient of its activation.
+pub(crate) fn backward_in_place<T: Float>(activation: Activation, x: &[T], grad: &mut [T]) {
+    assert_eq!(x.len(), grad.len());
+    with_curve!(activation, |curve| {
+        map_chunks(grad, ELEMENTS_PER_BLOCK, |block, grad| {
+            let x = block_of(x, block, ELEMENTS_PER_BLOCK);
+            vectorized(BackwardInPlace { curve, x, grad });
+        });
+    });
+}
+
 /// silu(gate) · up.
 pub(crate) fn swiglu<T: Float>(gate: &[T], up: &[T]) -> Vec<T> {
     let write = |block, out: &mut Fill<'_, T>| {
@@ -230,6 +241,23 @@ impl<T: Float, C: Curve<T>> NullaryFnOnce for Backward<'_, '_, T, C> {
     #[inline(always)]
     fn call(self) {
         self.out.push2(self.x, self.grad, |x, grad| grad * self.curve.slope(x));
+    }
+}
+
+struct BackwardInPlace<'a, T, C> {
+    curve: C,
+    x: &'a [T],
+    grad: &'a mut [T],
+}
+
+impl<T: Float, C: Curve<T>> NullaryFnOnce for BackwardInPlace<'_, T, C> {
+    type Output = ();
+
+    #[inline(always)]
+    fn call(self) {
+        for (grad, &x) in self.grad.iter_mut().zip(self.x) {
+            *grad *= self.curve.slope(x);
+        }
     }
 }
 

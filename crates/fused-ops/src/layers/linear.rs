@@ -46,6 +46,11 @@ impl Linear {
         &self.weight
     }
 
+    /// What is applied to the result.
+    pub(super) fn activation(&self) -> Option<Activation> {
+        self.activation
+    }
+
     /// The bias \[outputs\], if there is one.
     pub fn bias(&self) -> Option<&Tensor> {
         self.bias.as_ref()

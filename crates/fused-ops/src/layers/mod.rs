@@ -8,6 +8,7 @@
 mod attention;
 mod embedding;
 mod linear;
+mod mlp;
 mod norm;
 mod swiglu;
 
@@ -15,6 +16,7 @@ pub use self::{
     attention::{Attention, AttentionSizes},
     embedding::{Embedding, embedding},
     linear::{Linear, linear, linear_b, linear_no_bias},
+    mlp::Mlp,
     norm::{LayerNorm, RmsNorm, layer_norm, layer_norm_no_bias, rms_norm},
     swiglu::SwiGlu,
 };

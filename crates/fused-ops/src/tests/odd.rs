@@ -4,7 +4,7 @@ use candle_core::{DType, Device, Tensor, Var};
 
 use super::support::{Attending, attention_cases, numbers, rope_cases, row_cases, run, values};
 use crate::{
-    config::{AttentionConfig, DropoutKey},
+    config::{Activation, AttentionConfig, DropoutKey},
     cross_entropy::CrossEntropyConfig,
     error::Error,
     kernels::cross_entropy::Target,
@@ -184,6 +184,13 @@ fn shapes_that_do_not_fit_are_refused() {
     assert!(is_shape(crate::layer_norm(&x, &numbers(&[3], 1), Some(&bad), 1e-5).unwrap_err()));
     assert!(is_shape(crate::linear(&x, &numbers(&[3, 4], 1), None, None).unwrap_err()));
     assert!(is_shape(crate::linear(&x, &numbers(&[3, 3], 1), Some(&bad), None).unwrap_err()));
+    let middle = |up: &[usize], down: &[usize], bias: Option<&Tensor>| {
+        let (up, down) = (numbers(up, 1), numbers(down, 1));
+        is_shape(crate::mlp(&x, &up, bias, Activation::Relu, &down, None).unwrap_err())
+    };
+    assert!(middle(&[5, 4], &[3, 5], None));
+    assert!(middle(&[5, 3], &[3, 6], None));
+    assert!(middle(&[5, 3], &[3, 5], Some(&bad)));
     assert!(is_shape(crate::swiglu(&x, &bad).unwrap_err()));
     assert!(is_shape(crate::rope(&x, &x, &x).unwrap_err()));
     assert!(is_shape(crate::rope(&numbers(&[1, 1, 3, 4], 1), &x, &x).unwrap_err()));

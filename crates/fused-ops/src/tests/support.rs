@@ -112,6 +112,7 @@ pub(super) fn row_cases(rows: usize, width: usize) -> Vec<Case> {
     cases.extend(add_norm_cases(x, width));
     cases.extend(ACTIVATIONS.map(|form| activation_case(x, form)));
     cases.extend(linear_cases(rows, width));
+    cases.extend(mlp_cases(rows, width));
     cases.extend(cross_entropy_cases(rows, width));
     cases
 }
@@ -204,6 +205,34 @@ fn linear_cases(rows: usize, width: usize) -> Vec<Case> {
             &[&x, &weight, &bias],
             move |t| crate::linear(&t[0], &scaled(&t[1])?, Some(&t[2]), form),
             move |t| composed::linear(&t[0], &scaled(&t[1])?, Some(&t[2]), form),
+        )
+    }));
+    cases
+}
+
+/// Beside two linear layers, which have cases of their own: the rounding is the same.
+fn mlp_cases(rows: usize, width: usize) -> Vec<Case> {
+    let (x, up, bias) = ([rows, width], [7, width], [7]);
+    let (down, down_bias) = ([5, 7], [5]);
+    let scaled = |weight: &Tensor| weight * 0.0625;
+    let mut cases = vec![Case::new(
+        "mlp Relu without biases",
+        &[&x, &up, &down],
+        |t| crate::mlp(&t[0], &t[1], None, Activation::Relu, &t[2], None),
+        |t| {
+            let middle = crate::linear(&t[0], &t[1], None, Some(Activation::Relu))?;
+            Ok(crate::linear(&middle, &t[2], None, None)?)
+        },
+    )];
+    cases.extend(ACTIVATIONS.map(|form| {
+        Case::new(
+            format!("mlp {form:?}"),
+            &[&x, &up, &bias, &down, &down_bias],
+            move |t| crate::mlp(&t[0], &scaled(&t[1])?, Some(&t[2]), form, &t[3], Some(&t[4])),
+            move |t| {
+                let middle = crate::linear(&t[0], &scaled(&t[1])?, Some(&t[2]), Some(form))?;
+                Ok(crate::linear(&middle, &t[3], Some(&t[4]), None)?)
+            },
         )
     }));
     cases
