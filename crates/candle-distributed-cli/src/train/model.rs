@@ -3,7 +3,7 @@
 use candle_core::{Result, Tensor};
 use candle_distributed::ops::{
     self, Activation, AttentionConfig, CrossEntropyConfig,
-    layers::{Embedding, Linear, RmsNorm, embedding, linear_no_bias, rms_norm},
+    layers::{Embedding, Linear, Mlp, RmsNorm, embedding, linear_no_bias, rms_norm},
 };
 use candle_nn::{Module, VarBuilder};
 use serde::{Deserialize, Serialize};
@@ -60,10 +60,17 @@ impl Transformer {
         let length = ids.dim(1)?;
         let positions = self.positions.embeddings().narrow(0, 0, length)?;
         let mut x = self.tokens.forward(ids)?.broadcast_add(&positions)?;
-        for block in &self.blocks {
-            x = block.forward(&x)?;
+        let mut normed = self.norm_before(0).forward(&x)?;
+        for (layer, block) in self.blocks.iter().enumerate() {
+            let (attended, added) = block.forward(&x, &normed)?;
+            (x, normed) = self.norm_before(layer + 1).forward_add(&attended, &added)?;
         }
-        self.head.forward(&self.norm.forward(&x)?)
+        self.head.forward(&normed)
+    }
+
+    /// The norm that a block begins with; the last one stands before the head.
+    fn norm_before(&self, layer: usize) -> &RmsNorm {
+        self.blocks.get(layer).map_or(&self.norm, |block| &block.attention_norm)
     }
 }
 
@@ -75,8 +82,7 @@ struct Block {
     attention_norm: RmsNorm,
     attention: Attention,
     mlp_norm: RmsNorm,
-    up: Linear,
-    down: Linear,
+    mlp: Mlp,
 }
 
 impl Block {
@@ -86,17 +92,20 @@ impl Block {
             attention_norm: rms_norm(hidden, NORM_EPSILON, vb.pp("attention_norm"))?,
             attention: Attention::new(config, &vb.pp("attention"))?,
             mlp_norm: rms_norm(hidden, NORM_EPSILON, vb.pp("mlp_norm"))?,
-            // It costs less than GELU, and learns as well at this size.
-            up: linear_no_bias(hidden, 4 * hidden, vb.pp("mlp.up"))?
-                .with_activation(Activation::Relu),
-            down: linear_no_bias(4 * hidden, hidden, vb.pp("mlp.down"))?,
+            // ReLU costs less than GELU, and learns as well at this size.
+            mlp: Mlp::new(
+                linear_no_bias(hidden, 4 * hidden, vb.pp("mlp.up"))?
+                    .with_activation(Activation::Relu),
+                linear_no_bias(4 * hidden, hidden, vb.pp("mlp.down"))?,
+            ),
         })
     }
 
-    fn forward(&self, x: &Tensor) -> Result<Tensor> {
-        let mixed = self.attention.forward(&self.attention_norm.forward(x)?)?;
-        let (x, normed) = self.mlp_norm.forward_add(x, &mixed)?;
-        x + self.down.forward(&self.up.forward(&normed)?)?
+    /// What the block adds to `x` in the end is added by the norm that follows it.
+    fn forward(&self, x: &Tensor, normed: &Tensor) -> Result<(Tensor, Tensor)> {
+        let (x, normed) = self.mlp_norm.forward_add(x, &self.attention.forward(normed)?)?;
+        let added = self.mlp.forward(&normed)?;
+        Ok((x, added))
     }
 }
 
