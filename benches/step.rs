@@ -124,9 +124,10 @@ impl Model {
             let qkv = block.qkv.forward(&normed)?;
             let mixed = ops::attention_packed(&qkv, heads, heads, &AttentionConfig::causal())?;
             (x, normed) = block.mlp_norm.forward_add(&x, &block.out.forward(&mixed)?)?;
-            let up = ops::linear(&normed, block.up.weight(), None, Some(Activation::Relu))?;
+            let (up, down) = (block.up.weight(), block.down.weight());
+            let mlp = ops::mlp(&normed, up, None, Activation::Relu, down, None)?;
             let next = self.blocks.get(index + 1).map_or(&self.norm, |next| &next.attention_norm);
-            (x, normed) = next.forward_add(&x, &block.down.forward(&up)?)?;
+            (x, normed) = next.forward_add(&x, &mlp)?;
         }
         let logits = self.head.forward(&normed)?;
         let config = CrossEntropyConfig::default().with_row_weights(weights.clone());
