@@ -25,7 +25,7 @@ const OP: &str = "attention";
 /// heads share one.
 ///
 /// The scores exist in blocks only, each for as long as it is needed, and are computed again on the
-/// way back: memory grows with the length of the sequences, not with its square. Blocks that a
+/// backward pass: memory grows with the length of the sequences, not with its square. Blocks that a
 /// causal mask hides are not computed.
 ///
 /// # Shapes

@@ -12,7 +12,7 @@ use crate::{
 
 const OP: &str = "checkpoint";
 
-/// `f(x)` without its intermediate results: they are computed a second time on the way back.
+/// `f(x)` without its intermediate results: they are computed a second time in the backward pass.
 ///
 /// Between the passes only `x` and the result are kept. `f` must give the same result both times,
 /// so whatever is random in it has to follow from a key, as in [`dropout`](crate::dropout()). A

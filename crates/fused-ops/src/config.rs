@@ -17,7 +17,8 @@ pub enum Activation {
     Silu,
 }
 
-/// What [`attention`](crate::attention()) and [`attention_packed`](crate::attention_packed) do beside softmax(q·kᵀ)·v.
+/// What [`attention`](crate::attention()) and [`attention_packed`](crate::attention_packed) do
+/// beside softmax(q·kᵀ)·v.
 #[derive(Clone, Debug, Default)]
 #[non_exhaustive]
 pub struct AttentionConfig {

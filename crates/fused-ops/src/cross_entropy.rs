@@ -100,7 +100,7 @@ impl CrossEntropy {
 
 /// The cross-entropy of softmax(`logits`) and `targets`, in nats.
 ///
-/// No probabilities are kept for the way back, only a number per row.
+/// No probabilities are kept for the backward pass, only a number per row.
 ///
 /// # Shapes
 ///

@@ -2,9 +2,9 @@
 //!
 //! candle's have at most three inputs and one output. Here a chain of *links* joins the inputs to
 //! one *token*, a scalar that nobody reads, and an *exit* for each output starts from the token. On
-//! the way back candle calls the exits, which leave the gradients of the outputs in the junction;
-//! then the last link, which has all gradients of the inputs computed; then the other links. Each
-//! link hands the gradients of its own inputs to candle.
+//! the backward pass candle calls the exits, which leave the gradients of the outputs in the
+//! junction; then the last link, which has all gradients of the inputs computed; then the other
+//! links. Each link hands the gradients of its own inputs to candle.
 
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 
@@ -16,7 +16,7 @@ use super::{
 };
 use crate::{error::Result, kernels::float::Float};
 
-/// The way back from several results to any number of inputs.
+/// How the gradients of several results become those of any number of inputs.
 pub(crate) trait Junction<const OUTPUTS: usize>: Send + Sync + 'static {
     /// What candle calls the operation in its messages.
     const NAME: &'static str;
@@ -33,7 +33,7 @@ pub(crate) trait Junction<const OUTPUTS: usize>: Send + Sync + 'static {
     ) -> Result<Vec<Option<Tensor>>>;
 }
 
-/// Tensors of `outputs`, all of one shape, with a way back to the inputs, on the processor.
+/// Tensors of `outputs`, all of one shape, joined to the graph of the inputs, on the processor.
 pub(crate) fn record_many<T: Float, const OUTPUTS: usize>(
     inputs: &[&Tensor],
     outputs: [Vec<T>; OUTPUTS],
@@ -44,7 +44,7 @@ pub(crate) fn record_many<T: Float, const OUTPUTS: usize>(
     join(inputs, outputs.map(|output| (computed(output), shape.clone())), junction)
 }
 
-/// A copy of `output`, with a way back to the inputs, on any device.
+/// A copy of `output`, joined to the graph of the inputs, on any device.
 pub(crate) fn record_copy(
     inputs: &[&Tensor],
     output: &Tensor,
@@ -112,7 +112,7 @@ fn link_all<J: Junction<OUTPUTS>, const OUTPUTS: usize>(
 /// What links and exits of one operation have in common.
 struct Shared<J, const OUTPUTS: usize> {
     junction: J,
-    /// There when the way back begins.
+    /// There when the backward pass begins.
     outputs: OnceLock<[Tensor; OUTPUTS]>,
     grads: Mutex<Grads<OUTPUTS>>,
 }

@@ -1,7 +1,7 @@
 //! How a result that was computed here gets a place in candle's graph.
 //!
 //! candle's custom operations compute when they are applied. Ours have computed before: the
-//! operation that candle sees only hands over the result, and knows the way back.
+//! operation that candle sees only hands over the result, and knows its backward.
 
 mod junction;
 mod node;
@@ -14,7 +14,7 @@ pub(crate) use self::junction::{Junction, record_copy, record_many, seeded};
 use self::node::{Node, Output};
 use crate::{error::Result, kernels::float::Float};
 
-/// The way back from a result to its inputs.
+/// How the gradient of a result becomes those of its inputs.
 pub(crate) trait Backward: Send + Sync + 'static {
     /// What candle calls the operation in its messages.
     const NAME: &'static str;
@@ -31,7 +31,7 @@ pub(crate) trait Backward: Send + Sync + 'static {
     ) -> Result<Vec<Option<Tensor>>>;
 }
 
-/// A tensor of `output`, with a way back to one to three inputs if any of them needs it.
+/// A tensor of `output`, joined to the graph of one to three inputs if any of them is in one.
 pub(crate) fn record<T: Float>(
     inputs: &[&Tensor],
     output: Vec<T>,

@@ -5,7 +5,7 @@
 //! forward, a block of scores becomes weights relative to the largest score so far, and what was
 //! summed before shrinks when a larger one comes (Milakov and Gimelshein, "Online normalizer
 //! calculation for softmax", arXiv 1805.02867; Dao et al., "FlashAttention", arXiv 2205.14135).
-//! What is kept for the way back is one number per query, the logarithm of its sum of exponentials,
+//! What is kept for the backward pass is one number per query, the logarithm of its sum of exponentials,
 //! from which the weights are computed a second time.
 //!
 //! A causal query's keys end at itself, so blocks beyond are not computed: half of the work.

@@ -1,6 +1,6 @@
 //! Cross-entropy of rows of logits, with its gradient.
 //!
-//! Kept for the way back is one number per row, the logarithm of its sum of exponentials; the
+//! Kept for the backward pass is one number per row, the logarithm of its sum of exponentials; the
 //! probabilities are computed again.
 
 use pulp::NullaryFnOnce;

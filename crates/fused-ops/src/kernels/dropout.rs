@@ -1,5 +1,5 @@
 //! Elements set to zero by a counter-based generator: no mask is kept, for the same numbers come
-//! again on the way back.
+//! again in the backward pass.
 //!
 //! The generator is Philox 4×32 with ten rounds (Salmon, Moraes, Dror and Shaw, "Parallel random
 //! numbers: as easy as 1, 2, 3", 2011), as in PyTorch and JAX on GPUs. One counter gives four
