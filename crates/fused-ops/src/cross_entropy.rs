@@ -207,16 +207,16 @@ fn fused<T: Float>(
     let class_weights = class_weights.map(|weights| weights.iter().map(|&w| T::of(w)).collect());
     let rule = Rule { classes: logits.dims()[logits.rank() - 1], smoothing, class_weights };
     let (sum, log_sums) = kernel::forward(Reading::new(logits).all()?, &targets, &rule);
-    record(&[logits], vec![T::of(sum)], Shape::from(()), Way { targets, rule, log_sums })
+    record(&[logits], vec![T::of(sum)], Shape::from(()), Fused { targets, rule, log_sums })
 }
 
-struct Way<T> {
+struct Fused<T> {
     targets: Vec<Target>,
     rule: Rule<T>,
     log_sums: Vec<T>,
 }
 
-impl<T: Float> Backward for Way<T> {
+impl<T: Float> Backward for Fused<T> {
     const NAME: &'static str = "fused-cross-entropy";
 
     fn backward(

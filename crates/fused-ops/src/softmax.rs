@@ -91,15 +91,15 @@ fn width(x: &Tensor) -> usize {
 fn fused<T: Float>(x: &Tensor, softmax: Softmax) -> Result<Tensor> {
     let x = &x.contiguous()?;
     let y = kernel::forward::<T>(softmax, Reading::new(x).all()?, width(x));
-    record(&[x], y, x.shape().clone(), Way::<T> { softmax, float: std::marker::PhantomData })
+    record(&[x], y, x.shape().clone(), Fused::<T> { softmax, float: std::marker::PhantomData })
 }
 
-struct Way<T> {
+struct Fused<T> {
     softmax: Softmax,
     float: std::marker::PhantomData<T>,
 }
 
-impl<T: Float> Backward for Way<T> {
+impl<T: Float> Backward for Fused<T> {
     const NAME: &'static str = "fused-softmax";
 
     fn backward(
