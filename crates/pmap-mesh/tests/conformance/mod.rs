@@ -8,7 +8,7 @@ use std::{process::Command, thread, time::Duration};
 
 use candle_core::{DType, Device, Result, Tensor, Var};
 use pmap_mesh::{ALL, DeviceMesh, MeshAxes, P, Replica, TensorTree, Uneven};
-use process_tests::{Engine, assert_same, leaves, mesh, nothing, threads};
+use process_tests::{Engine, assert_same, leaves, lists, mesh, nothing, threads};
 
 /// How long a replica waits in the case of that name.
 const DEADLINE: Duration = Duration::from_millis(500);
@@ -123,6 +123,10 @@ fn collectives(engine: &impl Engine, axes: &[(&'static str, usize)]) {
             compare(&tested, &threads, move |ctx| sums(ctx, &along, dtype, fewest));
             let along = set.clone();
             compare(&tested, &threads, move |ctx| moves(ctx, &along, dtype, fewest));
+            if fewest == 0 {
+                let along = set.clone();
+                compare(&tested, &threads, move |ctx| lists::check(ctx, &along, dtype, 1));
+            }
         }
     }
     // Gradients run through the same engine.

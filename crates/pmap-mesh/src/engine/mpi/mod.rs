@@ -19,7 +19,7 @@ use std::{
     time::Duration,
 };
 
-use candle_core::{Device, Result, Tensor};
+use candle_core::{Device, Result, Tensor, Var};
 use ferrompi::Communicator;
 
 pub(crate) use self::session::Session;
@@ -29,14 +29,16 @@ use self::{
 };
 use crate::{
     engine::{
-        Backend, Engine, Site,
+        Backend, Engine, Finished, Gathered, Message, Site, Underway, Wanted, Work,
+        layout::RunLayout,
         processes::{self, Current},
+        traffic::Counter,
     },
     error::{self, Error, ProcessError},
     mesh::{
         DeviceMesh, DeviceMeshBuilder,
         axes::AxisSet,
-        place::{copied, on_host},
+        place::{copied, on_host, placed},
         topology::Topology,
     },
     reduce::{self, Reduction},
@@ -88,6 +90,7 @@ struct Inner {
     deadline: Duration,
     /// The communicator of this slot's group along each set of axes longer than 1.
     groups: BTreeMap<AxisSet, Communicator>,
+    counters: [Counter; 1],
     /// MPI takes one call at a time.
     current: Current,
     /// What arrives with headers. Kept from call to call, as `parts`; in words, so that any items
@@ -142,6 +145,7 @@ impl Mpi {
             slot,
             deadline,
             groups,
+            counters: Default::default(),
             current: Current::default(),
             inbox: Mutex::default(),
             parts: Mutex::default(),
@@ -159,6 +163,41 @@ impl Mpi {
         let set = engine.topology.long_axes() & site.call.set;
         Ok(Some(Call { engine, site, comm: &engine.groups[&set], _guard: guard }))
     }
+
+    /// Enters a collective of lists, which no group of one comes to.
+    #[expect(clippy::expect_used, reason = "groups of one are served by `replica::alone`")]
+    fn enter_lists<'a>(&'a self, site: &'a Site) -> Result<Call<'a>> {
+        Ok(self.enter(site)?.expect("a group of several members"))
+    }
+
+    fn gather(&self, site: &Site, own: &[Tensor], layout: &RunLayout) -> Result<Vec<Var>> {
+        let own: Vec<Tensor> = own.iter().map(on_host).collect::<Result<_>>()?;
+        self.enter_lists(site)?.gather_runs(&own, layout)
+    }
+
+    fn reduce(
+        &self,
+        site: &Site,
+        list: &[Tensor],
+        wanted: &Wanted,
+        reduction: Reduction,
+    ) -> Result<Vec<Tensor>> {
+        let host: Vec<Tensor> = list.iter().map(on_host).collect::<Result<_>>()?;
+        let call = self.enter_lists(site)?;
+        match wanted {
+            Wanted::Own(own) => {
+                let wanted = call.exchange_wanted(&host, own)?;
+                let sums = call.reduce_wanted(&host, &wanted, reduction)?;
+                own.iter().map(|n| sums[n].to_device(list[*n].device())).collect()
+            }
+            Wanted::ByRank(runs) => {
+                call.exchange_headers(&host, 0, &[])?;
+                let sums = call.reduce_runs(&host, runs, reduction)?;
+                let devices = runs[site.rank].iter().map(|run| list[run.tensor].device());
+                sums.iter().zip(devices).map(|(sum, device)| sum.to_device(device)).collect()
+            }
+        }
+    }
 }
 
 fn mpi(reason: String) -> Error {
@@ -168,6 +207,10 @@ fn mpi(reason: String) -> Error {
 impl Backend for Mpi {
     fn begin(&self) -> Vec<Arc<dyn Engine>> {
         vec![Arc::new(self.clone())]
+    }
+
+    fn counters(&self) -> &[Counter] {
+        &self.0.counters
     }
 
     fn process_allgather(&self, lists: Vec<Vec<Tensor>>) -> error::Result<Vec<Vec<Tensor>>> {
@@ -192,27 +235,14 @@ impl Engine for Mpi {
         sums.tensor(host.dims())?.to_device(x.device())
     }
 
-    fn reduce_lists(
-        &self,
-        site: &Site,
-        list: Vec<Tensor>,
-        wanted: &[usize],
-        reduction: Reduction,
-    ) -> Result<Vec<Tensor>> {
-        let flags = lists::flags(list.len(), wanted)?;
+    fn all_gather(&self, site: &Site, x: &Tensor) -> Result<Gathered> {
+        let shapes = vec![x.dims().to_vec()];
         let Some(call) = self.enter(site)? else {
-            return wanted.iter().map(|&n| copied(&list[n])).collect();
+            return Ok(Gathered { items: copied(x)?.flatten_all()?, shapes });
         };
-        let on_host: Vec<Tensor> = list.iter().map(on_host).collect::<Result<_>>()?;
-        let sums = call.reduce_list(&on_host, &flags, reduction)?;
-        wanted.iter().map(|n| sums[n].to_device(list[*n].device())).collect()
-    }
-
-    fn all_gather(&self, site: &Site, x: &Tensor) -> Result<Vec<Tensor>> {
-        let Some(call) = self.enter(site)? else { return Ok(vec![copied(x)?]) };
         let host = on_host(x)?;
-        let gathered = with_bytes(&host, |bytes| call.gather(&host, bytes))?;
-        gathered.iter().map(|part| part.to_device(x.device())).collect()
+        let Gathered { items, shapes } = with_bytes(&host, |bytes| call.gather(&host, bytes))?;
+        Ok(Gathered { items: items.to_device(x.device())?, shapes })
     }
 
     fn all_to_all(&self, site: &Site, parts: Vec<Tensor>) -> Result<Vec<Tensor>> {
@@ -227,18 +257,44 @@ impl Engine for Mpi {
         arrived.iter().map(|part| part.to_device(parts[site.rank].device())).collect()
     }
 
-    fn receive(&self, site: &Site, x: &Tensor, from: Option<usize>) -> Result<Option<Tensor>> {
+    fn receive(&self, site: &Site, message: &Message<'_>) -> Result<Option<Tensor>> {
+        let Message { x, is_sent, from } = *message;
         let Some(call) = self.enter(site)? else {
             return from.map(|_| copied(x)).transpose();
         };
-        let host = on_host(x)?;
-        let received = with_bytes(&host, |bytes| call.receive(&host, bytes, from))?;
-        from.map(|_| received.tensor(host.dims())?.to_device(x.device())).transpose()
+        let received = if is_sent {
+            let host = on_host(x)?;
+            with_bytes(&host, |bytes| call.receive(x, bytes, from))?
+        } else {
+            call.receive(x, &[], from)?
+        };
+        received.map(|received| received.to_device(x.device())).transpose()
+    }
+
+    fn run(&self, site: &Site, work: Work) -> Result<Vec<Tensor>> {
+        match work {
+            Work::Gather { own, layout, device } => {
+                let leaves = self.gather(site, &own, &layout)?;
+                leaves.into_iter().map(|leaf| placed(leaf, &device)).collect()
+            }
+            Work::Reduce { list, wanted, reduction } => {
+                self.reduce(site, &list, &wanted, reduction)
+            }
+        }
+    }
+
+    /// Over before it returns.
+    fn start(&self, site: &Site, work: Work) -> Result<Box<dyn Underway>> {
+        Ok(Box::new(Finished(self.run(site, work)?)))
     }
 
     fn barrier(&self, site: &Site) -> Result<()> {
         let Some(call) = self.enter(site)? else { return Ok(()) };
         call.exchange_headers(&[], 0, &[]).map(drop)
+    }
+
+    fn counter(&self) -> &Counter {
+        &self.0.counters[0]
     }
 
     fn finish(&self) {
