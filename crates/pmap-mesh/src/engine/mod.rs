@@ -142,6 +142,8 @@ pub(crate) enum Work {
 /// What each member of a group wants of a list that is reduced.
 #[derive(Clone, Debug)]
 pub(crate) enum Wanted {
+    /// Every tensor of the list.
+    Everything,
     /// Tensors by their numbers; what the others want, each says itself.
     Own(Vec<usize>),
     /// The runs that belong to each rank, in one dimension each; several may want the same.

@@ -44,8 +44,7 @@ impl Collectives {
     /// Starts the sum of one tensor.
     pub(crate) fn start_sum(&self, site: &Site, x: &Tensor) -> Result<Box<dyn Underway>> {
         self.count(site, Kind::AllReduce, n_bytes(x));
-        let wanted = Wanted::Own(vec![0]);
-        self.start(site, sums(vec![x.detach()], wanted))
+        self.start(site, sums(vec![x.detach()], Wanted::Everything))
     }
 
     /// The sums of those of the list's tensors that are `wanted` here.

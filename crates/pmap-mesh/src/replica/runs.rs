@@ -75,7 +75,7 @@ impl Replica {
         layout: &RunLayout,
         axes: impl Into<MeshAxes>,
     ) -> Result<Pending<Vec<Var>>> {
-        let site = self.runs_site("gather_runs", layout, axes.into())?;
+        let site = self.runs_site("start_gather_runs", layout, axes.into())?;
         check_own(&site, &own, layout)?;
         let underway = self.0.collectives.start_gather_runs(&site, own, layout, &self.0.device)?;
         Ok(Pending::new(underway, variables))
@@ -117,7 +117,7 @@ impl Replica {
         layout: &RunLayout,
         axes: impl Into<MeshAxes>,
     ) -> Result<Pending<Vec<Tensor>>> {
-        let site = self.runs_site("reduce_runs", layout, axes.into())?;
+        let site = self.runs_site("start_reduce_runs", layout, axes.into())?;
         check_list(&site, &list, layout)?;
         Ok(Pending::new(self.0.collectives.start_reduce_runs(&site, list, layout)?, Ok))
     }

@@ -110,7 +110,7 @@ impl Call<'_> {
         Ok(sums)
     }
 
-    fn reduce_tensor(&self, x: &Tensor, reduction: Reduction) -> Result<Tensor> {
+    pub(super) fn reduce_tensor(&self, x: &Tensor, reduction: Reduction) -> Result<Tensor> {
         let mut sum = buffer(x.dtype(), x.elem_count())?;
         with_bytes(x, |bytes| self.reduce(x.dtype(), bytes, sum.bytes_mut(), reduction))?;
         sum.tensor(x.dims())

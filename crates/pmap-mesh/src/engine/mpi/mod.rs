@@ -5,17 +5,20 @@
 //! and they know no halves.
 
 mod bytes;
+mod jobs;
 mod lists;
+mod messages;
 mod moves;
 mod session;
 mod sums;
 mod transfer;
+mod underway;
 mod wire;
 
 use std::{
     collections::BTreeMap,
     fmt, slice,
-    sync::{Arc, Mutex},
+    sync::{Arc, Mutex, atomic::AtomicUsize},
     time::Duration,
 };
 
@@ -25,7 +28,9 @@ use ferrompi::Communicator;
 pub(crate) use self::session::Session;
 use self::{
     bytes::{buffer, with_bytes},
+    jobs::Job,
     transfer::{Call, rank_of},
+    underway::Entries,
 };
 use crate::{
     engine::{
@@ -99,6 +104,10 @@ struct Inner {
     inbox: Mutex<Vec<u64>>,
     /// What others send to be added up here.
     parts: Mutex<Vec<u64>>,
+    /// What was started and not waited for. Dropped before the session: its requests are MPI's.
+    underway: Mutex<Entries>,
+    /// How many of them there are; most calls look at nothing else.
+    n_underway: AtomicUsize,
     /// Dropped last.
     session: Arc<Session>,
 }
@@ -149,6 +158,8 @@ impl Mpi {
             current: Current::default(),
             inbox: Mutex::default(),
             parts: Mutex::default(),
+            underway: Mutex::default(),
+            n_underway: AtomicUsize::new(0),
             session,
         })))
     }
@@ -157,6 +168,7 @@ impl Mpi {
     fn enter<'a>(&'a self, site: &'a Site) -> Result<Option<Call<'a>>> {
         let engine = &*self.0;
         let guard = engine.current.enter(site)?;
+        engine.progress();
         if site.size() == 1 {
             return Ok(None);
         }
@@ -185,6 +197,13 @@ impl Mpi {
         let host: Vec<Tensor> = list.iter().map(on_host).collect::<Result<_>>()?;
         let call = self.enter_lists(site)?;
         match wanted {
+            Wanted::Everything => {
+                call.exchange_headers(&host, 0, &[])?;
+                let sum = |(x, on): (&Tensor, &Tensor)| {
+                    call.reduce_tensor(x, reduction)?.to_device(on.device())
+                };
+                host.iter().zip(list).map(sum).collect()
+            }
             Wanted::Own(own) => {
                 let wanted = call.exchange_wanted(&host, own)?;
                 let sums = call.reduce_wanted(&host, &wanted, reduction)?;
@@ -283,9 +302,24 @@ impl Engine for Mpi {
         }
     }
 
-    /// Over before it returns.
     fn start(&self, site: &Site, work: Work) -> Result<Box<dyn Underway>> {
-        Ok(Box::new(Finished(self.run(site, work)?)))
+        let handle = match work {
+            // All have the same layout; their runs differ.
+            Work::Gather { own, layout, device } => {
+                self.start_job(site, &[], Job::gather(&own, &layout, &device)?)?
+            }
+            Work::Reduce { list, wanted: Wanted::ByRank(runs), reduction } => {
+                self.start_job(site, &list, Job::reduce_runs(&list, runs, reduction)?)?
+            }
+            Work::Reduce { list, wanted: Wanted::Everything, reduction } => {
+                self.start_job(site, &list, Job::reduce_all(&list, site.size(), reduction)?)?
+            }
+            // What the others want must be known before anything can be sent.
+            work @ Work::Reduce { wanted: Wanted::Own(_), .. } => {
+                return Ok(Box::new(Finished(self.run(site, work)?)));
+            }
+        };
+        Ok(Box::new(handle))
     }
 
     fn barrier(&self, site: &Site) -> Result<()> {
@@ -298,6 +332,9 @@ impl Engine for Mpi {
     }
 
     fn finish(&self) {
+        if let Some(error) = self.0.not_waited_for() {
+            session::end(&self.0.session.world, &error.to_string());
+        }
         if let Err(error) = processes::leave(self, &self.0.topology, self.0.slot) {
             session::end(&self.0.session.world, &error.to_string());
         }

@@ -438,6 +438,10 @@ impl Engine for Nccl {
                 let leaves = self.gather_runs(site, &own, &layout, &device)?;
                 Ok(leaves.into_iter().map(Var::into_inner).collect())
             }
+            Work::Reduce { list, wanted: Wanted::Everything, reduction } => {
+                let all: Vec<usize> = (0..list.len()).collect();
+                self.reduce_wanted(site, &list, &all, reduction)
+            }
             Work::Reduce { list, wanted: Wanted::Own(wanted), reduction } => {
                 self.reduce_wanted(site, &list, &wanted, reduction)
             }

@@ -103,7 +103,7 @@ impl ListReduction {
         let tensors = list.iter().map(contributed).collect::<Result<_>>()?;
         let own = match &wanted {
             Wanted::Own(own) => own.clone(),
-            Wanted::ByRank(_) => Vec::new(),
+            Wanted::Everything | Wanted::ByRank(_) => Vec::new(),
         };
         if let Some(n) = own.iter().find(|&&n| n >= list.len()) {
             bail!("there is no tensor {n} to sum");
@@ -159,14 +159,13 @@ impl ListReduction {
 
     fn wants(&self, rank: usize, contributions: &[Contribution]) -> Vec<Want> {
         let Contribution { tensors, wanted } = &contributions[rank];
+        let whole = |tensor: usize| {
+            let shape = tensors[tensor].shape().clone();
+            Want { run: Run { tensor, items: 0..shape.elem_count() }, shape }
+        };
         match &self.wanted {
-            Wanted::Own(_) => {
-                let whole = |&tensor: &usize| {
-                    let shape = tensors[tensor].shape().clone();
-                    Want { run: Run { tensor, items: 0..shape.elem_count() }, shape }
-                };
-                wanted.iter().map(whole).collect()
-            }
+            Wanted::Everything => (0..tensors.len()).map(whole).collect(),
+            Wanted::Own(_) => wanted.iter().copied().map(whole).collect(),
             Wanted::ByRank(runs) => {
                 let want = |run: &Run| Want { shape: run.items.len().into(), run: run.clone() };
                 runs[rank].iter().map(want).collect()

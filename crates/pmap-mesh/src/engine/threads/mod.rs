@@ -89,8 +89,8 @@ impl Engine for ThreadsEngine {
     fn all_reduce(&self, site: &Site, x: &Tensor, reduction: Reduction) -> Result<Tensor> {
         if n_bytes(x) > SMALL_BYTES {
             let list = vec![x.clone()];
-            let mut sums =
-                self.run(site, Work::Reduce { list, wanted: Wanted::Own(vec![0]), reduction })?;
+            let work = Work::Reduce { list, wanted: Wanted::Everything, reduction };
+            let mut sums = self.run(site, work)?;
             return Ok(sums.swap_remove(0));
         }
         let exchange = self.rendezvous.meet(site, frozen(x)?.into())?;
