@@ -1,11 +1,13 @@
 //! Mesh: what a parallel call costs beside the same work in plain candle.
 
-use std::time::Duration;
+use std::{hint::black_box, thread, time::Duration};
 
 use candle_core::{DType, Device, Tensor};
 use candle_distributed::{
     mesh::{ALL, DeviceMesh, P},
-    train::DataParallel,
+    plan::strategy::{Full, ShardingStrategy},
+    train::{DataParallel, ShardedVars, parameter_infos},
+    types::WorldSize,
 };
 use candle_nn::{AdamW, Linear, Module, Optimizer, ParamsAdamW, VarBuilder, VarMap, linear};
 use criterion::{BenchmarkId, Criterion, Throughput, criterion_group, criterion_main};
@@ -79,6 +81,108 @@ fn psum(c: &mut Criterion) -> Outcome {
         );
         group.throughput(Throughput::Elements(ROUNDS));
         group.bench_function(name, |b| b.iter(|| sums.run(x.clone())));
+    }
+    group.finish();
+    Ok(())
+}
+
+/// Sums of 1 MB over two replicas, beside two threads that read and write as much: each adds up one
+/// half of two tensors, and writes it.
+fn psum_beside_threads(c: &mut Criterion) -> Outcome {
+    const ROUNDS: u64 = 100;
+    const LEN: usize = (1 << 20) / size_of::<f32>();
+    let mesh = DeviceMesh::cpu(2)?;
+    let x = mesh.shard(Tensor::ones((2, LEN), DType::F32, &Device::Cpu)?, P::shard(0, ALL))?;
+    let sums = mesh.pmap(|ctx, x: Tensor| {
+        for _ in 0..ROUNDS {
+            black_box(ctx.psum(&x, ALL)?);
+        }
+        Ok(())
+    });
+    let mut group = c.benchmark_group("mesh/psum_beside_threads");
+    group.throughput(Throughput::Elements(ROUNDS)).sample_size(20);
+    group.bench_function("psum", |b| b.iter(|| sums.run(x.clone())));
+    let mut summands = [vec![1_f32; LEN], vec![1_f32; LEN]];
+    let mut sum = vec![0_f32; LEN];
+    group.bench_function("two_threads", |b| {
+        b.iter(|| {
+            let [left, right] = black_box(&mut summands);
+            let halves = left.chunks(LEN / 2).zip(right.chunks(LEN / 2));
+            thread::scope(|scope| {
+                for ((left, right), sum) in halves.zip(sum.chunks_mut(LEN / 2)) {
+                    scope.spawn(move || (0..ROUNDS).for_each(|_| add(left, right, sum)));
+                }
+            });
+        });
+    });
+    assert!(sum.iter().all(|sum| (sum - 2.0).abs() < f32::EPSILON));
+    group.finish();
+    Ok(())
+}
+
+fn add(left: &[f32], right: &[f32], sum: &mut [f32]) {
+    let items = black_box(left).iter().zip(black_box(right));
+    items.zip(black_box(&mut *sum)).for_each(|((left, right), sum)| *sum = left + right);
+}
+
+/// 64 MB that one of four replicas has.
+fn broadcast(c: &mut Criterion) -> Outcome {
+    const LEN: usize = (64 << 20) / size_of::<f32>();
+    let root = Tensor::ones(LEN, DType::F32, &Device::Cpu)?;
+    let zero = Tensor::zeros(1, DType::F32, &Device::Cpu)?.broadcast_as(LEN)?;
+    let of_root = DeviceMesh::cpu(4)?.pmap(move |ctx, ()| {
+        let x = if ctx.slot() == 0 { &root } else { &zero };
+        ctx.broadcast(x, 0, ALL)
+    });
+    let last: Vec<f32> = of_root.call_sharded(())?.shards()[3].narrow(0, LEN - 1, 1)?.to_vec1()?;
+    assert_eq!(last[0].to_bits(), 1_f32.to_bits());
+    let mut group = c.benchmark_group("mesh/broadcast");
+    group.throughput(Throughput::Bytes(64 << 20)).sample_size(10);
+    group.bench_function("64MB_4", |b| b.iter(|| of_root.call_sharded(())));
+    group.finish();
+    Ok(())
+}
+
+/// The parameters of a transformer of 176 MiB in 14 units, of which each slot has rows: all of them
+/// gathered, one unit after the other.
+fn gather_units(c: &mut Criterion) -> Outcome {
+    const UNITS: usize = 14;
+    const SIZE: usize = 524;
+    let block = |unit: usize| {
+        let shapes: [(&str, &[usize]); 6] = [
+            ("attn.qkv", &[3 * SIZE, SIZE]),
+            ("attn.out", &[SIZE, SIZE]),
+            ("mlp.up", &[4 * SIZE, SIZE]),
+            ("mlp.down", &[SIZE, 4 * SIZE]),
+            ("norm.weight", &[SIZE]),
+            ("norm.bias", &[SIZE]),
+        ];
+        shapes.map(|(name, shape)| (format!("h.{unit}.{name}"), shape.to_vec()))
+    };
+    let ones = |(name, shape)| Ok((name, Tensor::ones(shape, DType::F32, &Device::Cpu)?));
+    let model: Vec<(String, Tensor)> =
+        (0..UNITS).flat_map(block).map(ones).collect::<candle_core::Result<_>>()?;
+    let bytes: usize = model.iter().map(|(_, tensor)| tensor.elem_count() * size_of::<f32>()).sum();
+    assert_eq!(bytes >> 20, 176);
+    let infos = parameter_infos(model.iter().map(|(name, tensor)| (name, tensor)))?;
+    let mut group = c.benchmark_group("mesh/gather_176MiB_in_14_units");
+    group.throughput(Throughput::Bytes(bytes as u64)).sample_size(10);
+    for slots in [2_u32, 4] {
+        let mesh = DeviceMesh::cpu(slots as usize)?;
+        let plan = Full::default().plan(&infos, WorldSize::new(slots.into())?)?;
+        let vars =
+            ShardedVars::shard(&mesh, &plan, model.iter().map(|(name, tensor)| (name, tensor)))?;
+        let gather = mesh.pmap(move |ctx, ()| {
+            for unit in 0..UNITS {
+                let unit = vars.all_gather_unit(ctx, &format!("h.{unit}"))?;
+                assert_eq!(black_box(unit).len(), 6);
+            }
+            Ok(())
+        });
+        gather.call_sharded(())?;
+        group.bench_function(BenchmarkId::from_parameter(slots), |b| {
+            b.iter(|| gather.call_sharded(()));
+        });
     }
     group.finish();
     Ok(())
@@ -162,7 +266,18 @@ fn failure(c: &mut Criterion) -> Outcome {
 }
 
 fn all(c: &mut Criterion) {
-    for bench in [call, matmul, psum, scatter_and_gather, training_step, failure] {
+    let benches = [
+        call,
+        matmul,
+        psum,
+        psum_beside_threads,
+        broadcast,
+        gather_units,
+        scatter_and_gather,
+        training_step,
+        failure,
+    ];
+    for bench in benches {
         if let Err(error) = bench(c) {
             panic!("a bench cannot run: {error}");
         }

@@ -549,6 +549,32 @@ fn results_can_be_written_into_tensors_that_are_kept() {
 }
 
 #[test]
+fn a_scalar_can_be_written_into_one_that_is_kept() {
+    let total = DeviceMesh::cpu(2).unwrap().pmap(|_, x: Tensor| x.sum_all()).out_axes(P::sum(ALL));
+    let kept = Tensor::new(7_f32, &Device::Cpu).unwrap();
+    total.call_into(iota((2, 2)), &kept).unwrap();
+    let sum: f32 = iota((2, 2)).sum_all().unwrap().to_scalar().unwrap();
+    assert_eq!(kept.to_scalar::<f32>().unwrap().to_bits(), sum.to_bits());
+    // One number in a dimension is another shape.
+    let row = Tensor::new(&[7_f32], &Device::Cpu).unwrap();
+    assert!(matches!(
+        total.call_into(iota((2, 2)), &row),
+        Err(Error::Value(ValueError::Gather { index: 0, .. }))
+    ));
+}
+
+#[test]
+fn shards_of_an_empty_batch_weigh_the_same() {
+    let weight = DeviceMesh::cpu(2)
+        .unwrap()
+        .pmap(|ctx, _: Tensor| Tensor::new(ctx.weight(), &Device::Cpu))
+        .out_axes(P::stack(0, ALL));
+    let weights = weight.call(Tensor::zeros((0, 3), DType::F32, &Device::Cpu).unwrap()).unwrap();
+    let bits: Vec<u64> = weights.to_vec1().unwrap().into_iter().map(f64::to_bits).collect();
+    assert_eq!(bits, [1_f64.to_bits(); 2]);
+}
+
+#[test]
 fn uneven_batches_give_what_the_whole_batch_gives() {
     for (devices, size) in [(2, 5), (3, 4), (4, 9), (4, 5), (3, 3)] {
         let x = iota((size, 2));

@@ -150,7 +150,11 @@ impl Replica {
     /// The mean over replicas of `weight × (mean over the shard's real rows)` is the mean over the
     /// whole batch, however unevenly it was cut.
     pub fn weight(&self) -> f64 {
-        self.0.valid.map_or(1.0, |valid| valid.len as f64 * valid.parts as f64 / valid.total as f64)
+        match self.0.valid {
+            // Of an empty batch all parts are equal, too.
+            Some(Valid { len, total, parts }) if total > 0 => (len * parts) as f64 / total as f64,
+            _ => 1.0,
+        }
     }
 
     /// Random numbers of this replica alone: they depend on the function's seed, the number of the

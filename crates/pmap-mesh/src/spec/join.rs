@@ -141,6 +141,13 @@ fn check_replicated(index: usize, results: &[Tensor], groups: &Groups) -> Result
 
 /// Writes `parts` one after the other into `kept`, which they must fill.
 fn write_into(kept: &Tensor, index: usize, dim: usize, parts: &[Tensor]) -> Result<()> {
+    if let ([], [part]) = (kept.dims(), parts)
+        && part.rank() == 0
+    {
+        // candle writes along a dimension, and a scalar has none.
+        let row = |scalar: &Tensor| scalar.reshape(1).map_err(Error::gather(index));
+        return write_into(&row(kept)?, index, 0, &[row(part)?]);
+    }
     let mut size = 0;
     for part in parts {
         let part = in_one_piece(part).map_err(Error::gather(index))?;

@@ -1,0 +1,89 @@
+//! Case after case, each from a seed of its own, with a limit of time for each.
+
+use std::{
+    env,
+    fmt::Display,
+    panic::resume_unwind,
+    sync::{
+        Arc,
+        mpsc::{self, RecvTimeoutError},
+    },
+    thread,
+    time::Duration,
+};
+
+use crate::random::Random;
+
+/// How long a case may take before it counts as one that never ends. It takes milliseconds; the
+/// rest is for machines with much else to do.
+const LIMIT: Duration = Duration::from_mins(1);
+
+/// A kind of cases: how one is made of a seed.
+pub(crate) struct Cases<C> {
+    /// How `cargo test` is told to run them.
+    arguments: &'static str,
+    make: Arc<Make<C>>,
+}
+
+type Make<C> = dyn Fn(&mut Random) -> C + Send + Sync;
+
+impl<C: Display + 'static> Cases<C> {
+    pub(crate) fn new(
+        arguments: &'static str,
+        make: impl Fn(&mut Random) -> C + Send + Sync + 'static,
+    ) -> Self {
+        Self { arguments, make: Arc::new(make) }
+    }
+
+    /// Runs `usual` cases, or as many as `DIFFERENTIAL_CASES` says, from the seed that
+    /// `DIFFERENTIAL_SEED` says.
+    ///
+    /// `checker` makes what checks a case, on the thread that runs them.
+    pub(crate) fn run<F>(&self, usual: u64, checker: impl FnOnce() -> F + Send + 'static)
+    where
+        F: FnMut(&C) -> Result<(), String>,
+    {
+        let first = variable("DIFFERENTIAL_SEED").unwrap_or(0);
+        let count = variable("DIFFERENTIAL_CASES").unwrap_or(usual);
+        let make = Arc::clone(&self.make);
+        let (sender, outcomes) = mpsc::channel();
+        let thread = thread::spawn(move || {
+            let mut check = checker();
+            for case in first..first + count {
+                // Nobody listens after a failure.
+                if sender.send(check(&make(&mut Random::new(case)))).is_err() {
+                    return;
+                }
+            }
+        });
+        for case in first..first + count {
+            match outcomes.recv_timeout(LIMIT) {
+                Ok(Ok(())) => {}
+                Ok(Err(failure)) => panic!("{failure}\n{}", self.describe(case)),
+                Err(RecvTimeoutError::Timeout) => {
+                    panic!("it has not ended after {LIMIT:?}\n{}", self.describe(case))
+                }
+                Err(RecvTimeoutError::Disconnected) => {
+                    eprintln!("{}", self.describe(case));
+                    resume_unwind(thread.join().unwrap_err())
+                }
+            }
+        }
+    }
+
+    /// The case of this seed, and how it is run alone.
+    fn describe(&self, seed: u64) -> String {
+        let case = (self.make)(&mut Random::new(seed));
+        let arguments = self.arguments;
+        format!(
+            "case {seed}: {case}\nalone: DIFFERENTIAL_SEED={seed} DIFFERENTIAL_CASES=1 cargo test -p \
+             pmap-mesh {arguments}"
+        )
+    }
+}
+
+/// The number that a variable of the environment holds, if it is set.
+fn variable(name: &str) -> Option<u64> {
+    let text = env::var(name).ok()?;
+    Some(text.parse().unwrap_or_else(|_| panic!("{name} is not a number: {text}")))
+}

@@ -1,0 +1,73 @@
+//! Random scenarios.
+
+use candle_core::DType;
+
+use crate::{
+    faults::{Call, Fault, Kind, Scenario},
+    grid::Grid,
+    op::Op,
+    random::Random,
+};
+
+const MAX_CALLS: usize = 6;
+/// Divides by the size of every group there is.
+const ROWS: usize = 60;
+
+pub(crate) fn scenario(random: &mut Random) -> Scenario {
+    let grid = Grid::random(random);
+    let calls: Vec<Call> = (0..random.within(1, MAX_CALLS)).map(|_| call(random, &grid)).collect();
+    let faults = (0..random.within(1, 2)).map(|_| fault(random, &grid, &calls)).collect();
+    let stubborn = (0..grid.slots()).filter(|_| random.one_in(3)).collect();
+    Scenario { grid, calls, faults, stubborn }
+}
+
+fn call(random: &mut Random, grid: &Grid) -> Call {
+    let axes = if random.one_in(2) { grid.all() } else { grid.some(random) };
+    let op = loop {
+        let op = Op::random(random, 1, grid.size(&axes));
+        // It does not meet the others.
+        if op != Op::Pvary {
+            break op;
+        }
+    };
+    let shape = random.pick(&[vec![ROWS], vec![ROWS], vec![ROWS, 100]]);
+    // Counted from the end it would be one that need not divide.
+    let op = match op {
+        Op::AllGather { .. } => Op::AllGather { dim: 0 },
+        Op::PsumScatter { .. } => Op::PsumScatter { dim: 0 },
+        Op::AllToAll { .. } => Op::AllToAll { split: 0, concat: 0 },
+        op => op,
+    };
+    Call { op, axes, dtype: random.pick(&[DType::F32, DType::F64]), shape }
+}
+
+fn fault(random: &mut Random, grid: &Grid, calls: &[Call]) -> Fault {
+    let at = random.below(calls.len());
+    let kind = match random.below(16) {
+        0 => Kind::Error,
+        1 => Kind::Panic,
+        2 => Kind::Return,
+        3 => Kind::Skip,
+        4 => Kind::Twice,
+        5 => Kind::NoSuchDim,
+        6 => Kind::NoSuchAxis,
+        7 => Kind::NoSuchRoot,
+        8 => Kind::Nested,
+        9 => Kind::OtherThread,
+        10 | 11 => Kind::TwoThreads,
+        _ => Kind::Other(other(random, grid, &calls[at])),
+    };
+    Fault { slot: random.below(grid.slots()), at, kind }
+}
+
+/// Another call than this one, in one respect.
+fn other(random: &mut Random, grid: &Grid, call: &Call) -> Call {
+    let any = self::call(random, grid);
+    match random.below(4) {
+        // Roots and pairs of another group may not be there in this one.
+        0 => Call { op: any.op, axes: any.axes, ..call.clone() },
+        1 => Call { shape: vec![ROWS, 2], ..call.clone() },
+        2 => Call { dtype: any.dtype, ..call.clone() },
+        _ => any,
+    }
+}

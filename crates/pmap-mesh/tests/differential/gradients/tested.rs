@@ -1,0 +1,54 @@
+//! The gradients that the crate finds.
+
+use std::sync::Arc;
+
+use candle_core::{Result, Tensor, Var};
+use pmap_mesh::{DeviceMesh, Replica};
+
+use crate::{
+    array::Array,
+    gradients::{Chain, Gradients, Link, local},
+};
+
+/// Those of this process's slots.
+pub(crate) fn gradients(
+    chain: &Chain,
+    mesh: &DeviceMesh,
+) -> std::result::Result<Gradients, String> {
+    let chain = Arc::new(chain.clone());
+    let gradients = mesh.pmap(move |ctx, ()| of_replica(&chain, ctx)).call_sharded(());
+    let gradients = gradients.map_err(|error| format!("{error}: {error:?}"))?;
+    Ok(gradients.shards().iter().map(|list| list.iter().map(Array::of).collect()).collect())
+}
+
+fn of_replica(chain: &Chain, ctx: &Replica) -> Result<Vec<Tensor>> {
+    let variable = |variable: &super::Variable| {
+        Var::from_tensor(&variable.on_slot(&chain.grid, ctx.slot()).tensor())
+    };
+    let variables: Vec<Var> = chain.variables.iter().map(variable).collect::<Result<_>>()?;
+    let mut values: Vec<Tensor> = variables.iter().map(|var| var.as_tensor().clone()).collect();
+    for link in &chain.links {
+        let value = value(chain, ctx, link, &values)?;
+        values.push(value);
+    }
+    let losses: Vec<Tensor> = (chain.losses.iter())
+        .map(|(of, weights)| {
+            (&values[*of] * weights.on_slot(&chain.grid, ctx.slot()).tensor())?.sum_all()
+        })
+        .collect::<Result<_>>()?;
+    let gradients = Tensor::stack(&losses, 0)?.sum_all()?.backward()?;
+    variables
+        .iter()
+        .map(|var| gradients.get(var).map_or_else(|| var.zeros_like(), |found| Ok(found.clone())))
+        .collect()
+}
+
+fn value(chain: &Chain, ctx: &Replica, link: &Link, values: &[Tensor]) -> Result<Tensor> {
+    match link {
+        Link::Collective { op, of, axes } => op.run(ctx, &values[*of], chain.grid.named(axes)),
+        Link::Extreme { op, of, axes } => {
+            op.run(ctx, &values[*of].detach(), chain.grid.named(axes))
+        }
+        _ => local(link, values),
+    }
+}

@@ -1,0 +1,109 @@
+//! Random programs on random meshes, beside a reference that knows nothing of the crate: equal to the
+//! bit.
+//!
+//! A program is plain data, made of a seed, and interpreted twice. A case that fails prints its
+//! program and how to run it alone. `DIFFERENTIAL_CASES` sets the number of cases of each test,
+//! `DIFFERENTIAL_SEED` the first one's seed.
+
+#![allow(clippy::unwrap_used, clippy::expect_used, reason = "a test fails by panicking")]
+#![allow(clippy::print_stderr, reason = "the case of a panic is told before it goes on")]
+
+mod array;
+mod bits;
+mod cases;
+mod coverage;
+mod faults;
+mod generate;
+mod gradients;
+mod grid;
+mod layout;
+mod op;
+mod program;
+mod random;
+mod reference;
+mod spec;
+mod tested;
+
+use pmap_mesh::DeviceMesh;
+
+use crate::{
+    bits::REDUCIBLE, cases::Cases, coverage::Coverage, faults::Scenario, gradients::Chain,
+    grid::Grid, program::Program, random::Random, tested::Meshes,
+};
+
+fn over_threads(grid: &Grid) -> DeviceMesh {
+    grid.builder().cpu().unwrap()
+}
+
+#[test]
+fn programs_give_what_the_reference_says_to_the_bit() {
+    let programs: Cases<Program> =
+        Cases::new("--test differential programs", |random| generate::program(random, None));
+    programs.run(3000, || {
+        let mut meshes = Meshes::new(over_threads);
+        move |program| tested::check(program, meshes.of(&program.grid), &reference::run(program))
+    });
+}
+
+#[test]
+fn gradients_are_those_of_one_graph_on_one_device() {
+    let chains: Cases<Chain> =
+        Cases::new("--test differential gradients", |random| gradients::chain(random, None));
+    chains.run(3000, || {
+        let mut meshes = Meshes::new(over_threads);
+        move |chain| gradients::check(chain, meshes.of(&chain.grid))
+    });
+}
+
+#[test]
+fn faults_end_a_call_with_what_is_true_of_them() {
+    let scenarios: Cases<Scenario> = Cases::new("--test differential faults", faults::scenario);
+    scenarios.run(2000, || {
+        let mut meshes = Meshes::new(over_threads);
+        move |scenario| faults::check(scenario, meshes.of(scenario.grid()))
+    });
+}
+
+#[test]
+fn random_programs_are_of_every_kind() {
+    let mut coverage = Coverage::default();
+    for seed in 0..1000 {
+        let program = generate::program(&mut Random::new(seed), None);
+        coverage.note_program(&program, &reference::run(&program));
+    }
+    coverage.assert_ops(50);
+    coverage.assert_each(50, REDUCIBLE.map(|dtype| dtype.as_str()));
+    coverage.assert_each(20, ["f8e4m3", "empty", "large", "Sums"]);
+    coverage.assert_each(
+        50,
+        layout::Layout::ALL.map(|layout| format!("{layout:?}")).iter().map(String::as_str),
+    );
+    coverage.assert_each(50, ["1 axes", "2 axes", "3 axes", "1 slots", "5 slots", "6 slots"]);
+    coverage.assert_each(50, ["Call", "CallInto", "Resident", "Refuse", "Pad", "Balanced"]);
+    coverage.assert_each(50, ["Shard", "Concat", "Stack", "Sum", "Mean"]);
+    coverage.assert_each(3, ["Gather(0)", "NotReplicated(0)", "Specs([(0, MeanOfIntegers)])"]);
+    let faults =
+        ["Axes", "AxisTwice", "ReducedInput", "DimOutOfRange", "NotDivisible", "CutAfterUneven"];
+    coverage
+        .assert_each(2, faults.map(|fault| format!("argument {fault}")).iter().map(String::as_str));
+}
+
+#[test]
+fn random_chains_are_of_every_kind() {
+    let mut coverage = Coverage::default();
+    for seed in 0..1000 {
+        coverage.note_chain(&gradients::chain(&mut Random::new(seed), None));
+    }
+    coverage.assert_ops(50);
+    coverage.assert_each(50, ["Product"]);
+}
+
+#[test]
+fn random_scenarios_end_in_every_way() {
+    let mut coverage = Coverage::default();
+    for seed in 0..1000 {
+        coverage.note_scenario(&faults::scenario(&mut Random::new(seed)));
+    }
+    let ends = ["Ok", "Failed", "Panicked", "UnknownAxis", "Mismatch", "Deserted", "Deadlock"];
+    coverage.assert_each(20, ends);
+}

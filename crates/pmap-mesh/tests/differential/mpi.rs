@@ -1,0 +1,94 @@
+//! The random programs and gradients of `main.rs` over MPI, a process for each slot.
+//!
+//! The program starts itself under `mpirun`; all ranks make the same programs and compare what their
+//! own slot gets.
+
+#![allow(clippy::unwrap_used, clippy::expect_used, reason = "a test fails by panicking")]
+#![allow(clippy::print_stderr, reason = "the case of a panic is told before it goes on")]
+
+mod array;
+mod bits;
+mod cases;
+mod generate;
+mod gradients;
+mod grid;
+mod layout;
+mod op;
+mod program;
+mod random;
+mod reference;
+mod spec;
+mod tested;
+
+use std::process::ExitCode;
+
+use candle_core::Device;
+use pmap_mesh::DeviceMesh;
+use process_tests::{Case, mpirun};
+
+use crate::{
+    cases::Cases,
+    gradients::Chain,
+    grid::Grid,
+    program::Program,
+    reference::{Outcome, Refusal},
+    tested::Meshes,
+};
+
+const CASES: [Case; 5] = [
+    Case::succeeds("programs", 2),
+    Case::succeeds("programs", 3),
+    Case::succeeds("programs", 4),
+    Case::succeeds("gradients", 2),
+    Case::succeeds("gradients", 4),
+];
+
+/// How many cases, unless it is told: more processes than cores are slow.
+const USUAL: u64 = 100;
+
+fn main() -> ExitCode {
+    mpirun::main(&CASES, |case, ranks| match case {
+        "programs" => programs(ranks),
+        _ => gradients(ranks),
+    })
+}
+
+fn programs(ranks: usize) {
+    let programs: Cases<Program> =
+        Cases::new("--features mpi --test differential_mpi", move |random| {
+            generate::program(random, Some(ranks))
+        });
+    programs.run(USUAL, move || {
+        let mut meshes = meshes(ranks);
+        move |program| {
+            let expected = reference::run(program);
+            // Who has only its own results cannot know that others' differ.
+            if matches!(&expected, Outcome::Ran { results: Err(Refusal::NotReplicated(_)), .. }) {
+                return Ok(());
+            }
+            tested::check(program, meshes.of(&program.grid), &expected)
+        }
+    });
+}
+
+fn gradients(ranks: usize) {
+    let chains: Cases<Chain> =
+        Cases::new("--features mpi --test differential_mpi", move |random| {
+            gradients::chain(random, Some(ranks))
+        });
+    chains.run(USUAL, move || {
+        let mut meshes = meshes(ranks);
+        move |chain| gradients::check(chain, meshes.of(&chain.grid))
+    });
+}
+
+/// Meshes over the processes, with a first one: MPI ends with the last, and does not begin again.
+fn meshes(ranks: usize) -> Meshes {
+    let mut meshes = Meshes::new(over_mpi);
+    let _first: &DeviceMesh = meshes.of(&Grid(vec![ranks]));
+    meshes
+}
+
+fn over_mpi(grid: &Grid) -> DeviceMesh {
+    grid.builder().mpi(Device::Cpu).unwrap()
+}

@@ -1,0 +1,158 @@
+//! What a program must give, by plain arithmetic on vectors: nothing here is the crate's.
+
+mod collective;
+mod cut;
+mod join;
+
+use candle_core::DType;
+
+use crate::{
+    array::Array,
+    bits::{Fold, REDUCIBLE},
+    grid::Grid,
+    program::{Program, Step},
+    reference::{cut::Cut, join::Joined},
+    spec::{self, Fault},
+};
+
+/// What comes of a program.
+#[derive(Clone, Debug)]
+pub(crate) enum Outcome {
+    /// It is refused before a replica starts, with the first fault of each argument.
+    Refused(Vec<(usize, Fault)>),
+    Ran {
+        /// For each slot the values of every step.
+        values: Vec<Vec<Vec<Array>>>,
+        results: Result<Vec<Array>, Refusal>,
+    },
+}
+
+/// Why results are not put together.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) enum Refusal {
+    Specs(Vec<(usize, Fault)>),
+    NotReplicated(usize),
+    Gather(usize),
+}
+
+/// The values of one step on each slot: one, but for lists.
+pub(crate) type Value = Vec<Vec<Array>>;
+
+/// The values of a program while it runs.
+#[derive(Clone, Debug)]
+pub(crate) struct State {
+    pub(crate) grid: Grid,
+    cuts: Vec<Cut>,
+    /// By step, then by slot.
+    pub(crate) values: Vec<Value>,
+}
+
+pub(crate) fn run(program: &Program) -> Outcome {
+    let mut state = match State::begin(program) {
+        Ok(state) => state,
+        Err(faults) => return Outcome::Refused(faults),
+    };
+    for step in &program.steps {
+        let value = state.value(step).expect("a program has only steps that are possible");
+        state.values.push(value);
+    }
+    let results = state.results(program);
+    let slots = 0..program.grid.slots();
+    let values = slots.map(|slot| state.values.iter().map(|value| value[slot].clone()).collect());
+    Outcome::Ran { values: values.collect(), results }
+}
+
+impl State {
+    /// The values of the arguments.
+    pub(crate) fn begin(program: &Program) -> Result<Self, Vec<(usize, Fault)>> {
+        let grid = &program.grid;
+        let mut faults = Vec::new();
+        let mut cuts = Vec::new();
+        for (index, argument) in program.arguments.iter().enumerate() {
+            let shape = &argument.numbers.shape;
+            match Cut::new(grid, shape, &argument.spec, program.uneven) {
+                Ok(cut) => cuts.push(cut),
+                Err(fault) => faults.push((index, fault)),
+            }
+        }
+        if !faults.is_empty() {
+            return Err(faults);
+        }
+        let values = program.arguments.iter().zip(&cuts).map(|(argument, cut)| {
+            let array = argument.numbers.array();
+            (0..grid.slots()).map(|slot| vec![cut.shard(&array, slot)]).collect()
+        });
+        let values = values.collect();
+        Ok(Self { grid: grid.clone(), cuts, values })
+    }
+
+    /// What a step gives on each slot; `None` if it is not possible.
+    pub(crate) fn value(&self, step: &Step) -> Option<Value> {
+        let slots = 0..self.grid.slots();
+        let one_each =
+            |of: &dyn Fn(usize) -> Array| Some(slots.clone().map(|n| vec![of(n)]).collect());
+        match step {
+            Step::Own { numbers, free, .. } => one_each(&|slot| numbers.on_slot(slot, *free)),
+            Step::Laid { of, .. } => Some(self.values[*of].clone()),
+            Step::Place { axes } => one_each(&|slot| {
+                let place = [self.grid.rank(axes, slot), self.grid.size(axes)];
+                Array::of_numbers(&place.map(|n| n as f64))
+            }),
+            Step::Rows => one_each(&|slot| self.rows(slot)),
+            Step::Sums { of, wanted } => self.sums(of, wanted),
+            Step::Collective { op, of, axes } => {
+                let passed = |slot: &usize| &self.values[*of][*slot][0];
+                let on_slot = |slot| {
+                    let members = self.grid.members(axes, slot);
+                    let passed: Vec<&Array> = members.iter().map(passed).collect();
+                    collective::result(op, &passed, self.grid.rank(axes, slot))
+                };
+                slots.map(|slot| Some(vec![on_slot(slot)?])).collect()
+            }
+        }
+    }
+
+    /// The real rows of the first argument that is cut, and the weight.
+    fn rows(&self, slot: usize) -> Array {
+        let valid = self.cuts.iter().find_map(|cut| cut.valid(slot));
+        match valid {
+            Some((len, weight)) => Array::of_numbers(&[len as f64, weight]),
+            None => Array::of_numbers(&[-1.0, 1.0]),
+        }
+    }
+
+    fn sums(&self, of: &[usize], wanted: &[Vec<usize>]) -> Option<Value> {
+        let sum = |value: &usize| {
+            let passed: Vec<&Array> = self.values[*value].iter().map(|slot| &slot[0]).collect();
+            let fits =
+                passed.iter().all(|array| array.agrees(passed[0])) && has_sum(passed[0].dtype);
+            fits.then(|| Array::folded(&passed, Fold::Sum))
+        };
+        let sums: Vec<Array> = of.iter().map(sum).collect::<Option<_>>()?;
+        Some(wanted.iter().map(|list| list.iter().map(|&n| sums[n].clone()).collect()).collect())
+    }
+
+    /// What is put together.
+    pub(crate) fn results(&self, program: &Program) -> Result<Vec<Array>, Refusal> {
+        let faults: Vec<_> = (program.results.iter().enumerate())
+            .filter_map(|(index, (_, spec))| {
+                Some((index, spec::fault_of_axes(&self.grid, spec, false)?))
+            })
+            .collect();
+        if !faults.is_empty() {
+            return Err(Refusal::Specs(faults));
+        }
+        let cut = self.cuts.iter().find(|cut| cut.is_cut());
+        let results = program.results.iter().enumerate();
+        let joined = results.map(|(index, (value, spec))| {
+            let of_slots = self.values[*value].iter().map(|list| list[0].clone()).collect();
+            Joined { grid: &self.grid, cut, index }.result(of_slots, spec)
+        });
+        joined.collect()
+    }
+}
+
+/// Whether there are sums of this type.
+pub(crate) fn has_sum(dtype: DType) -> bool {
+    REDUCIBLE.contains(&dtype)
+}

@@ -1,0 +1,210 @@
+//! What the crate makes of a program.
+
+use std::{collections::BTreeMap, sync::Arc};
+
+use candle_core::{Result, Tensor};
+use pmap_mesh::{DeviceMesh, Error, Replica, Sharded, ValueError};
+
+use crate::{
+    array::Array,
+    grid::Grid,
+    program::{Numbers, Program, Route, Step},
+    reference::{Outcome, Refusal},
+    spec::{self, Fault},
+};
+
+/// A mesh for each grid, used by one case after the other.
+pub(crate) struct Meshes {
+    open: fn(&Grid) -> DeviceMesh,
+    open_ones: BTreeMap<Grid, DeviceMesh>,
+}
+
+impl Meshes {
+    pub(crate) fn new(open: fn(&Grid) -> DeviceMesh) -> Self {
+        Self { open, open_ones: BTreeMap::new() }
+    }
+
+    pub(crate) fn of(&mut self, grid: &Grid) -> &DeviceMesh {
+        self.open_ones.entry(grid.clone()).or_insert_with(|| (self.open)(grid))
+    }
+}
+
+/// How a program differs from what the reference says of it.
+pub(crate) fn check(
+    program: &Program,
+    mesh: &DeviceMesh,
+    expected: &Outcome,
+) -> std::result::Result<(), String> {
+    match (run(program, mesh)?, expected) {
+        (Outcome::Refused(found), Outcome::Refused(expected)) if found == *expected => Ok(()),
+        (
+            Outcome::Ran { values: found, results: found_results },
+            Outcome::Ran { values, results },
+        ) => {
+            compare_values(&found, &values[mesh.local_slots()], mesh.local_slots().start)?;
+            compare_results(&found_results, results)
+        }
+        (found, expected) => Err(format!("{found:?}\nfor {expected:?}")),
+    }
+}
+
+fn compare_values(
+    found: &[Vec<Vec<Array>>],
+    expected: &[Vec<Vec<Array>>],
+    first_slot: usize,
+) -> std::result::Result<(), String> {
+    for (local, (found, expected)) in found.iter().zip(expected).enumerate() {
+        for (number, (found, expected)) in found.iter().zip(expected).enumerate() {
+            if !same(found, expected) {
+                let slot = first_slot + local;
+                return Err(format!(
+                    "value {number} on slot {slot} is {found:?}\nfor {expected:?}"
+                ));
+            }
+        }
+        assert_eq!(found.len(), expected.len(), "a value for each argument and step");
+    }
+    assert_eq!(found.len(), expected.len(), "values of each slot");
+    Ok(())
+}
+
+fn compare_results(
+    found: &std::result::Result<Vec<Array>, Refusal>,
+    expected: &std::result::Result<Vec<Array>, Refusal>,
+) -> std::result::Result<(), String> {
+    let is_same = match (found, expected) {
+        (Ok(found), Ok(expected)) => same(found, expected),
+        (Err(found), Err(expected)) => found == expected,
+        _ => false,
+    };
+    if is_same { Ok(()) } else { Err(format!("the results are {found:?}\nfor {expected:?}")) }
+}
+
+fn same(found: &[Array], expected: &[Array]) -> bool {
+    found.len() == expected.len() && found.iter().zip(expected).all(|(a, b)| a.same(b))
+}
+
+/// Runs a program twice: once for the values of every step on each slot, once for its results.
+fn run(program: &Program, mesh: &DeviceMesh) -> std::result::Result<Outcome, String> {
+    let shared = Arc::new(program.clone());
+    let of_all = Arc::clone(&shared);
+    let all = mesh
+        .pmap(move |ctx, arguments: Vec<Tensor>| of_replica(&of_all, ctx, arguments))
+        .in_axes(in_axes(program))
+        .uneven(program.uneven);
+    let values = match all.call_sharded(arguments(program)) {
+        Ok(values) => values,
+        Err(Error::Specs(faults)) => return Ok(Outcome::Refused(firsts(&faults)?)),
+        Err(error) => return Err(format!("{error}: {error:?}")),
+    };
+    let arrays = |lists: &Vec<Vec<Tensor>>| {
+        lists.iter().map(|list| list.iter().map(Array::of).collect()).collect()
+    };
+    let values = values.shards().iter().map(arrays).collect();
+    Ok(Outcome::Ran { values, results: results(&shared, mesh)? })
+}
+
+fn in_axes(program: &Program) -> Vec<pmap_mesh::P> {
+    program.arguments.iter().map(|argument| spec::named(&argument.spec, &program.grid)).collect()
+}
+
+fn arguments(program: &Program) -> Vec<Tensor> {
+    let tensor =
+        |argument: &crate::program::Argument| argument.layout.tensor(&argument.numbers.array());
+    program.arguments.iter().map(tensor).collect()
+}
+
+/// The first fault of each argument or result.
+fn firsts(faults: &[pmap_mesh::SpecFault]) -> std::result::Result<Vec<(usize, Fault)>, String> {
+    let mut firsts = BTreeMap::new();
+    for fault in faults {
+        let (index, fault) = Fault::of(fault).ok_or_else(|| format!("{fault:?}"))?;
+        firsts.entry(index).or_insert(fault);
+    }
+    Ok(firsts.into_iter().collect())
+}
+
+/// What is put together, by the program's route.
+fn results(
+    program: &Arc<Program>,
+    mesh: &DeviceMesh,
+) -> std::result::Result<std::result::Result<Vec<Array>, Refusal>, String> {
+    let of_results = Arc::clone(program);
+    let function = mesh
+        .pmap(move |ctx, arguments: Vec<Tensor>| {
+            let values = of_replica(&of_results, ctx, arguments)?;
+            Ok(of_results.results.iter().map(|(of, _)| values[*of][0].clone()).collect::<Vec<_>>())
+        })
+        .in_axes(in_axes(program))
+        .uneven(program.uneven);
+    let specs: Vec<_> =
+        program.results.iter().map(|(_, spec)| spec::named(spec, &program.grid)).collect();
+    let arguments = arguments(program);
+    let outcome = match program.route {
+        Route::Call => function.out_axes(specs).call(arguments),
+        Route::CallInto => {
+            let function = function.out_axes(specs);
+            function.call(arguments.clone()).and_then(|once| {
+                let kept = once.iter().map(|result| result.ones_like().unwrap()).collect();
+                function.call_into(arguments, &kept)?;
+                Ok(kept)
+            })
+        }
+        Route::Resident => mesh
+            .shard(arguments, in_axes(program))
+            .and_then(|arguments| function.run(arguments))
+            .and_then(|results: Sharded<Vec<Tensor>>| results.gather(specs)),
+    };
+    Ok(match outcome {
+        Ok(results) => Ok(results.iter().map(Array::of).collect()),
+        Err(Error::Specs(faults)) => Err(Refusal::Specs(firsts(&faults)?)),
+        Err(Error::Value(ValueError::NotReplicated { index, .. })) => {
+            Err(Refusal::NotReplicated(index))
+        }
+        Err(Error::Value(ValueError::Gather { index, .. })) => Err(Refusal::Gather(index)),
+        Err(error) => return Err(format!("{error}: {error:?}")),
+    })
+}
+
+/// The values of every step on one replica.
+fn of_replica(
+    program: &Program,
+    ctx: &Replica,
+    arguments: Vec<Tensor>,
+) -> Result<Vec<Vec<Tensor>>> {
+    let mut values: Vec<Vec<Tensor>> = arguments.into_iter().map(|x| vec![x]).collect();
+    for step in &program.steps {
+        let value = value(program, ctx, step, &values)?;
+        values.push(value);
+    }
+    Ok(values)
+}
+
+fn value(
+    program: &Program,
+    ctx: &Replica,
+    step: &Step,
+    values: &[Vec<Tensor>],
+) -> Result<Vec<Tensor>> {
+    let named = |axes| program.grid.named(axes);
+    let one = match step {
+        Step::Own { numbers, layout, free } => {
+            layout.tensor(&Numbers::on_slot(numbers, ctx.slot(), *free))
+        }
+        Step::Laid { of, layout } => layout.tensor(&Array::of(&values[*of][0])),
+        Step::Collective { op, of, axes } => op.run(ctx, &values[*of][0], named(axes))?,
+        Step::Sums { of, wanted } => {
+            let list = of.iter().map(|of| values[*of][0].clone()).collect();
+            return ctx.psum_list(list, &wanted[ctx.slot()]);
+        }
+        Step::Place { axes } => {
+            let place = [ctx.axis_index(named(axes))?, ctx.axis_size(named(axes))?];
+            Array::of_numbers(&place.map(|n| n as f64)).tensor()
+        }
+        Step::Rows => {
+            let len = ctx.valid_len().map_or(-1.0, |len| len as f64);
+            Array::of_numbers(&[len, ctx.weight()]).tensor()
+        }
+    };
+    Ok(vec![one])
+}
