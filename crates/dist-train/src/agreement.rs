@@ -15,12 +15,12 @@ pub(crate) fn words(ctx: &Replica, here: &[u32]) -> Result<Vec<Vec<u32>>> {
 /// The numbers of every replica, by slot, to the bit.
 pub(crate) fn numbers<const N: usize>(ctx: &Replica, here: [f64; N]) -> Result<Vec<[f64; N]>> {
     let halves = |number: f64| {
-        let bits = number.to_bits();
-        [(bits >> 32) as u32, bits as u32]
+        let [a, b, c, d, rest @ ..] = number.to_le_bytes();
+        [u32::from_le_bytes([a, b, c, d]), u32::from_le_bytes(rest)]
     };
     let rows = words(ctx, &here.map(halves).concat())?;
     let number = |row: &[u32], n: usize| {
-        f64::from_bits(u64::from(row[2 * n]) << 32 | u64::from(row[2 * n + 1]))
+        f64::from_bits(u64::from(row[2 * n + 1]) << 32 | u64::from(row[2 * n]))
     };
     Ok(rows.iter().map(|row| std::array::from_fn(|n| number(row, n))).collect())
 }

@@ -24,7 +24,9 @@ use crate::{
 ///
 /// A row of padding ([`Uneven::Pad`](pmap_mesh::Uneven::Pad)) has no weight: a mean is one over the
 /// first [`Replica::valid_len`] rows. The loss of a shard without weight counts nowhere, whatever
-/// its value; its gradient is zero, but its backward runs, and with it the collectives in it.
+/// its value; its gradient is zero, but its backward runs, and with it the collectives in it. (candle
+/// records nothing of a matrix product of no rows. A loss whose collectives have a backward must
+/// mask its padding, and not cut it away.)
 ///
 /// # Examples
 ///

@@ -202,7 +202,7 @@ fn what_is_not_whole_is_never_taken_for_a_checkpoint() {
     for other in [r#"{"format_version": 3, "tensors": []}"#, &other_number] {
         fs::write(&index, other).unwrap();
         let error = refused(fourth.path());
-        assert!(matches!(error, CheckpointError::FormatVersion { found: 2, supported: 1, .. }));
+        assert!(matches!(error, CheckpointError::FormatVersion { found: 3, supported: 2, .. }));
         let message = error.to_string();
         assert!(message.ends_with("format version 2 is not supported, only 1 is"), "{message}");
     }

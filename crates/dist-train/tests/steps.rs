@@ -118,7 +118,7 @@ fn random_numbers_differ_by_batch_and_slot_and_are_the_same_when_resumed() {
     };
     let mut first = model(2);
     let all = run(&mut first, 6);
-    let mut distinct: Vec<_> = all.iter().map(|noise| noise.map_bits()).collect();
+    let mut distinct: Vec<_> = all.iter().map(Bits::map_bits).collect();
     distinct.sort();
     distinct.dedup();
     assert_eq!(distinct.len(), 12, "each batch and slot has numbers of its own");
@@ -179,6 +179,7 @@ fn an_evaluation_counts_rows_once_and_records_nothing() {
     for slots in [1, 2, 4] {
         let mut trained = model(slots);
         let x = Tensor::arange(0_f32, 15., &Device::Cpu).unwrap().reshape((5, 3)).unwrap();
+        let x = (x / 15.0).unwrap();
         let loss = |ctx: &Replica, model: &Linear, x: Tensor| {
             let x = x.narrow(0, 0, ctx.valid_len().unwrap())?;
             let y = model.forward(&x)?;

@@ -57,6 +57,7 @@ pub(crate) struct Job<'a> {
 impl Job<'_> {
     /// Trains `vars` for the remaining steps, each on one batch that all devices share. The process
     /// that has a journal writes it.
+    #[expect(clippy::cast_possible_truncation, reason = "the journal is in single precision")]
     pub(crate) fn run(&self, vars: &VarMap, mut journal: Option<Journal>) -> Result<()> {
         let mut model = self.model(vars)?;
         let checkpoints = Checkpoints::new(run_dir::checkpoints(self.path));
