@@ -8,7 +8,9 @@ mod error;
 mod grad;
 mod optim;
 mod ownership;
+mod parameters;
 mod sharded;
+mod stored;
 
 pub use crate::{
     checkpoint::{Checkpoints, read::Checkpoint, state_dict::StateDict},
@@ -19,6 +21,7 @@ pub use crate::{
     },
     grad::{ValueAndGrad, value_and_grad},
     optim::{StatefulOptimizer, adamw::AdamW},
+    parameters::declare::{Declared, declare},
     sharded::{ShardedVars, describe::parameter_infos},
 };
 
