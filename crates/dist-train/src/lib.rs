@@ -11,7 +11,9 @@ mod grad;
 mod loss;
 mod optim;
 mod ownership;
+mod parameters;
 mod sharded;
+mod stored;
 
 pub use crate::{
     checkpoint::{Checkpoints, read::Checkpoint, state_dict::StateDict},
@@ -27,6 +29,7 @@ pub use crate::{
     grad::{ValueAndGrad, value_and_grad},
     loss::{Loss, Weight},
     optim::{StatefulOptimizer, adamw::AdamW},
+    parameters::declare::{Declared, declare},
     sharded::{ShardedVars, describe::parameter_infos},
 };
 

@@ -2,7 +2,7 @@
 //! each slot and an index.
 
 mod agreement;
-mod disk;
+pub(crate) mod disk;
 pub(crate) mod file;
 mod index;
 pub(crate) mod read;
