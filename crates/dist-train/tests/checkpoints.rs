@@ -204,7 +204,7 @@ fn what_is_not_whole_is_never_taken_for_a_checkpoint() {
         let error = refused(fourth.path());
         assert!(matches!(error, CheckpointError::FormatVersion { found: 3, supported: 2, .. }));
         let message = error.to_string();
-        assert!(message.ends_with("format version 2 is not supported, only 1 is"), "{message}");
+        assert!(message.ends_with("format version 3 is not supported, only 2 is"), "{message}");
     }
 }
 

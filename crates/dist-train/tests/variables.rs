@@ -8,6 +8,7 @@ use candle_nn::{
     BatchNorm, LayerNorm, Linear, Module, ModuleT, Optimizer, ParamsAdamW, SGD, VarBuilder,
     batch_norm, layer_norm, linear, linear_no_bias,
 };
+use core_types::Seed;
 use dist_train::{AdamW, Checkpoints, DataParallel, Error, Group, TrainingError};
 use pmap_mesh::{DeviceMesh, Replica, Uneven};
 
@@ -322,4 +323,64 @@ fn variables_of_the_type_that_is_asked_for() {
     let mesh = DeviceMesh::cpu(2).unwrap();
     let model = DataParallel::builder(&mesh, two_layers).dtype(DType::F64).build(adam).unwrap();
     assert!(model.variables().values().all(|var| var.dtype() == DType::F64));
+}
+
+#[test]
+fn initial_values_are_a_function_of_seed_and_name() {
+    let first = |slots, seed: Option<u64>| {
+        let mesh = DeviceMesh::cpu(slots).unwrap();
+        let builder = DataParallel::builder(&mesh, two_layers);
+        let builder = match seed {
+            Some(seed) => builder.init(Seed::new(seed)),
+            None => builder,
+        };
+        of(&builder.build(adam).unwrap(), "body.weight")
+    };
+    assert_eq!(first(1, None), first(3, Some(0)));
+    assert_ne!(first(1, Some(1)), first(1, Some(0)));
+}
+
+#[test]
+fn pretrained_weights_are_matched_by_name() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("model.safetensors");
+    let mesh = DeviceMesh::cpu(2).unwrap();
+    let trained = DataParallel::builder(&mesh, two_layers).init(Seed::new(5)).build(adam).unwrap();
+    candle_core::safetensors::save(&trained.variables().into_iter().collect(), &path).unwrap();
+
+    let again = DataParallel::builder(&mesh, two_layers).weights(&path).build(adam).unwrap();
+    for name in ["body.weight", "body.bias", "head.weight", "head.bias"] {
+        assert_eq!(of(&again, name), of(&trained, name));
+    }
+
+    // A new head, and the old one left over.
+    let other =
+        |vb: VarBuilder<'_>| Ok((linear(4, 4, vb.pp("body"))?, linear(4, 2, vb.pp("tail"))?));
+    let builder = || DataParallel::builder(&mesh, other).weights(&path);
+    let error = builder().build(adam).unwrap_err().to_string();
+    assert!(error.contains("2 of 4 parameters are missing (tail.bias, tail.weight)"), "{error}");
+    let error = builder().allow_missing(["tail"]).build(adam).unwrap_err().to_string();
+    assert!(error.contains("(head.bias, head.weight)"), "{error}");
+    let model = builder().allow_missing(["tail"]).allow_unexpected(["head"]).build(adam).unwrap();
+    assert_eq!(of(&model, "body.weight"), of(&trained, "body.weight"));
+    assert_eq!(of(&model, "tail.weight").len(), 8);
+
+    let vars = candle_nn::VarMap::new();
+    DataParallel::builder(&mesh, two_layers).variables(&vars).build(adam).unwrap();
+    let twice = DataParallel::builder(&mesh, two_layers).variables(&vars).weights(&path);
+    let expected = TrainingError::TwoValues { name: "body.bias".to_owned() };
+    assert_eq!(refused(twice.build(adam)), expected);
+}
+
+#[test]
+fn losses_may_borrow() {
+    let mesh = DeviceMesh::cpu(2).unwrap();
+    let mut model = DataParallel::builder(&mesh, two_layers).build(adam).unwrap();
+    let scale = vec![2.0];
+    let loss = |ctx: &Replica, model: &(Linear, Linear), x: Tensor| {
+        two_layer_loss(ctx, model, x)? * scale[0]
+    };
+    let first = model.evaluate(input(4), loss).unwrap().loss;
+    assert!((model.step(input(4), loss).unwrap().loss - first).abs() < 1e-6);
+    assert_eq!(scale, [2.0]);
 }

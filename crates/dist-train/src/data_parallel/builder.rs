@@ -2,6 +2,7 @@
 
 use std::{
     fmt,
+    path::PathBuf,
     sync::{Arc, Mutex},
 };
 
@@ -18,7 +19,12 @@ use crate::{
         sync,
         vars::{self, Inventory, Part, Sharing, Use},
     },
-    error::{Error, Result},
+    error::{Error, Result, training::TrainingError},
+    parameters::{
+        InitialValues,
+        declare::{Declared, declare},
+        weights::{Allowed, Weights},
+    },
 };
 
 /// Builds a [`DataParallel`]: made by [`DataParallel::builder`].
@@ -32,6 +38,8 @@ pub struct DataParallelBuilder<'a, B> {
     model: B,
     vars: VarMap,
     dtype: Option<DType>,
+    init: Seed,
+    weights: Option<PathBuf>,
     sharing: Sharing,
     choices: Choices,
     options: Options,
@@ -55,6 +63,8 @@ impl<'a, B> DataParallelBuilder<'a, B> {
             model,
             vars: VarMap::new(),
             dtype: None,
+            init: Seed::new(0),
+            weights: None,
             sharing: Sharing::default(),
             choices: Choices::default(),
             options: Options::default(),
@@ -62,17 +72,49 @@ impl<'a, B> DataParallelBuilder<'a, B> {
         }
     }
 
-    /// Trains the variables of `vars`: those that are there, with the values they have, and those
-    /// that the model asks for besides, which are added to it. Those that are there must lie on
-    /// the first device of the mesh: on that very one, as [`DeviceMesh::devices`] returns it.
+    /// Sets the seed of initial values; 0 by default. Item i of a parameter is a function of the
+    /// seed, the parameter's name and i, distributed as the layer's constructor says: the same on
+    /// every device, in every process and for every number of slots.
+    pub fn init(self, seed: Seed) -> Self {
+        Self { init: seed, ..self }
+    }
+
+    /// Begins with pretrained weights: a safetensors file, or a Hugging Face index, whose name ends
+    /// in `.json`. Names are matched exactly. A parameter that is not there is an error unless
+    /// [`allow_missing`](Self::allow_missing) names it, and so is a tensor that the model does not
+    /// have, unless [`allow_unexpected`](Self::allow_unexpected) does.
+    pub fn weights(self, path: impl Into<PathBuf>) -> Self {
+        Self { weights: Some(path.into()), ..self }
+    }
+
+    /// Allows the parameters that a pattern matches to be missing from the
+    /// [`weights`](Self::weights): they are initialized from the [seed](Self::init).
+    pub fn allow_missing<S: Into<String>>(mut self, patterns: impl IntoIterator<Item = S>) -> Self {
+        self.choices.missing.extend(patterns.into_iter().map(Into::into));
+        self
+    }
+
+    /// Passes over the tensors of the [`weights`](Self::weights) that a pattern matches, if the
+    /// model does not have them.
+    pub fn allow_unexpected<S: Into<String>>(
+        mut self,
+        patterns: impl IntoIterator<Item = S>,
+    ) -> Self {
+        self.choices.unexpected.extend(patterns.into_iter().map(Into::into));
+        self
+    }
+
+    /// Trains the variables of `vars` that the model asks for, with the values they have; those that
+    /// are not there are added to it. Those that are there must lie on the first device of the mesh:
+    /// on that very one, as [`DeviceMesh::devices`] returns it.
     ///
     /// Slots on the first device use them directly, so between steps they are what was trained.
     pub fn variables(self, vars: &VarMap) -> Self {
         Self { vars: vars.clone(), ..self }
     }
 
-    /// Sets the type of new variables; by default that of those which are there, or single
-    /// precision.
+    /// Sets the type of new variables; by default that of those which are
+    /// [there](Self::variables), or single precision.
     pub fn dtype(self, dtype: DType) -> Self {
         Self { dtype: Some(dtype), ..self }
     }
@@ -164,8 +206,8 @@ impl<'a, B> DataParallelBuilder<'a, B> {
     /// Builds the model on every slot, and the optimizers.
     ///
     /// The model's constructor is called several times, and must ask for the same variables each
-    /// time; the first time it makes those that are not there, initialized as it says. Where the mesh
-    /// spans several processes, all begin with the values of the first.
+    /// time; the first time they are all zeros of no size, and what it makes of them is dropped. Where
+    /// the mesh spans several processes, all begin with the values of the first.
     ///
     /// `optimizer` is called for each slot and group with the variables that this slot updates.
     ///
@@ -174,7 +216,8 @@ impl<'a, B> DataParallelBuilder<'a, B> {
     /// [`Error::Model`] with what the constructor and `optimizer` return, or if variables lie
     /// elsewhere; [`Error::Training`] if a pattern matches nothing, groups overlap, nothing is
     /// trained, or processes build other models; [`Error::Plan`] for a pattern that is none;
-    /// [`Error::Mesh`] if a process does not answer.
+    /// [`Error::Checkpoint`] and [`Error::Parameter`] if weights cannot be read or are not the
+    /// model's; [`Error::Mesh`] if a process does not answer.
     pub fn build<M, O>(
         self,
         optimizer: impl Fn(Group) -> candle_core::Result<O>,
@@ -183,7 +226,10 @@ impl<'a, B> DataParallelBuilder<'a, B> {
         B: Fn(VarBuilder<'_>) -> candle_core::Result<M>,
         O: Optimizer,
     {
-        let (vars, dtype) = self.first_variables().map_err(cannot_build)?;
+        let home = &self.mesh.devices()[0];
+        let known = vars::dtype(&self.vars, home).map_err(cannot_build)?;
+        let dtype = self.dtype.or(known).unwrap_or(DType::F32);
+        let vars = self.first_variables(dtype)?;
         let Self { mesh, model, choices, options, seed, sharing, .. } = self;
         let names: Vec<&str> = vars.iter().map(|(name, _)| name.as_str()).collect();
         let roles = choices.roles(&names)?;
@@ -206,11 +252,11 @@ impl<'a, B> DataParallelBuilder<'a, B> {
             Ok(Worker { slot: Mutex::new(slot), evaluated: Mutex::new(evaluated) })
         };
         let parts = vars::parts(&sets, &inventory, n_sets, first_set);
-        let workers = parts.into_iter().map(worker).collect::<candle_core::Result<_>>();
+        let workers: candle_core::Result<_> = parts.into_iter().map(worker).collect();
         Ok(DataParallel {
             mesh: mesh.clone(),
             inventory: Arc::new(inventory),
-            workers: Arc::new(workers.map_err(cannot_build)?),
+            workers: workers.map_err(cannot_build)?,
             n_sets,
             options,
             progress: Progress { steps: 0, batches: 0, seed },
@@ -218,27 +264,52 @@ impl<'a, B> DataParallelBuilder<'a, B> {
         })
     }
 
-    /// The variables that the model asks for, on the first device, and the type of what is not
-    /// there.
-    fn first_variables<M>(&self) -> candle_core::Result<(Vec<(String, Var)>, DType)>
+    /// The variables that the model asks for, on the first device, in the order of their names.
+    fn first_variables<M>(&self, dtype: DType) -> Result<Vec<(String, Var)>>
     where
         B: Fn(VarBuilder<'_>) -> candle_core::Result<M>,
     {
         let home = &self.mesh.devices()[0];
-        let known = vars::dtype(&self.vars, home)?;
-        // candle-nn makes new variables in single precision as well.
-        let dtype = self.dtype.or(known).unwrap_or(DType::F32);
-        (self.model)(VarBuilder::from_varmap(&self.vars, dtype, home))?;
-        Ok((vars::named(&self.vars)?, dtype))
+        let mut declared = declare(&self.model, dtype, home).map_err(cannot_build)?;
+        declared.sort_by(|left, right| left.name.cmp(&right.name));
+        let initial = InitialValues { seed: self.init, weights: self.fitting_weights(&declared)? };
+        let variable = |declared: &Declared| {
+            let name = declared.name.clone();
+            let known = vars::known(&self.vars, &name).map_err(cannot_build)?;
+            if let Some(var) = known {
+                if initial.weights.as_ref().is_some_and(|weights| weights.has(&name)) {
+                    return Err(TrainingError::TwoValues { name }.into());
+                }
+                return Ok((name, var));
+            }
+            let value = initial.tensor(declared, home)?;
+            let var = vars::added(&self.vars, &name, &value).map_err(cannot_build)?;
+            Ok((name, var))
+        };
+        declared.iter().map(variable).collect()
+    }
+
+    /// The pretrained weights, if there are any, which are those of the model.
+    fn fitting_weights(&self, declared: &[Declared]) -> Result<Option<Weights>> {
+        let names: Vec<&str> = declared.iter().map(|declared| declared.name.as_str()).collect();
+        let missing = self.choices.missing(&names)?;
+        let unexpected = self.choices.unexpected()?;
+        let Some(path) = &self.weights else { return Ok(None) };
+        let weights = Weights::open(path)?;
+        let allowed = Allowed { missing: &missing, unexpected: &unexpected };
+        weights.check_fits(declared, allowed)?;
+        Ok(Some(weights))
     }
 }
 
 impl<B> fmt::Debug for DataParallelBuilder<'_, B> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Self { mesh, dtype, sharing, choices, options, seed, .. } = self;
+        let Self { mesh, dtype, init, weights, sharing, choices, options, seed, .. } = self;
         f.debug_struct("DataParallelBuilder")
             .field("mesh", mesh)
             .field("dtype", dtype)
+            .field("init", init)
+            .field("weights", weights)
             .field("sharing", sharing)
             .field("choices", choices)
             .field("options", options)

@@ -94,8 +94,8 @@ use crate::{
 pub struct DataParallel<M, O> {
     mesh: DeviceMesh,
     inventory: Arc<Inventory>,
-    /// Of this process. A step runs in the slots' workers, which must own what they use.
-    workers: Arc<Vec<Worker<M, O>>>,
+    /// Of this process. Each is locked by its own replica alone while a step runs.
+    workers: Vec<Worker<M, O>>,
     /// How many sets of variables there are, in all processes.
     n_sets: usize,
     options: Options,
@@ -152,13 +152,15 @@ impl DataParallel<(), ()> {
     }
 }
 
-impl<M: Send + 'static, O: Optimizer + Send + 'static> DataParallel<M, O> {
+impl<M: Send, O: Optimizer + Send> DataParallel<M, O> {
     /// Differentiates the batch's loss and updates the variables.
     ///
     /// `loss` returns a [`Loss`], or a tensor: the mean over the rows of its shard, or over the
     /// first [`Replica::valid_len`] of them if the shard may be padded. If batches were
     /// [accumulated](Self::accumulate) before, the update uses the gradient of the mean over all of
-    /// them and this one.
+    /// them and this one. It may borrow what lies around it: the step waits for all replicas, and on a
+    /// mesh with a [deadline](pmap_mesh::DeviceMeshBuilder::deadline) a replica that never returns
+    /// ends the process (see [`DeviceMesh::pmap_scoped`]).
     ///
     /// # Errors
     ///
@@ -173,7 +175,7 @@ impl<M: Send + 'static, O: Optimizer + Send + 'static> DataParallel<M, O> {
         I: TensorTree,
         A: TensorTree,
         L: Into<Loss<A>>,
-        F: Fn(&Replica, &M, I) -> candle_core::Result<L> + Send + Sync + 'static,
+        F: Fn(&Replica, &M, I) -> candle_core::Result<L> + Send + Sync,
     {
         if self.options.check_every.is_some_and(|steps| self.progress.steps.is_multiple_of(steps)) {
             self.check_in_sync()?;
@@ -196,7 +198,7 @@ impl<M: Send + 'static, O: Optimizer + Send + 'static> DataParallel<M, O> {
         I: TensorTree,
         A: TensorTree,
         L: Into<Loss<A>>,
-        F: Fn(&Replica, &M, I) -> candle_core::Result<L> + Send + Sync + 'static,
+        F: Fn(&Replica, &M, I) -> candle_core::Result<L> + Send + Sync,
     {
         let (Report { loss, .. }, aux) = self.train(batch, loss, Then::Keep)?;
         Ok(Evaluation { loss: loss.mean(), weight: loss.weight(), aux })
@@ -218,23 +220,18 @@ impl<M: Send + 'static, O: Optimizer + Send + 'static> DataParallel<M, O> {
         I: TensorTree,
         A: TensorTree,
         L: Into<Loss<A>>,
-        F: Fn(&Replica, &M, I) -> candle_core::Result<L> + Send + Sync + 'static,
+        F: Fn(&Replica, &M, I) -> candle_core::Result<L> + Send + Sync,
     {
-        let (layout, refusal, mean) =
-            (Layout::of(&batch), Refusal::default(), Arc::new(OnceLock::new()));
-        let call = {
-            let (workers, refusal, mean) =
-                (Arc::clone(&self.workers), refusal.clone(), Arc::clone(&mean));
-            let allow = self.options.allow_non_finite;
-            self.mesh.pmap(move |ctx, shard: I| {
-                let model = lock(&workers[ctx.local_index()].evaluated);
-                let here = layout.explain(shard, |shard| loss(ctx, &model, shard))?.into();
-                let (here, aux) = here.of_shard(ctx, &refusal)?;
-                let whole = here.agree(ctx, allow, &refusal)?;
-                mean.get_or_init(|| whole);
-                Ok(loss::with_leaves(&aux, loss::summed(ctx, &aux)?))
-            })
-        };
+        let layout = Layout::of(&batch);
+        let (refusal, mean) = (Refusal::default(), OnceLock::new());
+        let call = self.mesh.pmap_scoped(|ctx, shard: I| {
+            let model = lock(&self.workers[ctx.local_index()].evaluated);
+            let here = layout.explain(shard, |shard| loss(ctx, &model, shard))?.into();
+            let (here, aux) = here.of_shard(ctx, &refusal)?;
+            let whole = here.agree(ctx, self.options.allow_non_finite, &refusal)?;
+            mean.get_or_init(|| whole);
+            Ok(loss::with_leaves(&aux, loss::summed(ctx, &aux)?))
+        });
         let call = self.cut(call).seed(self.progress.seed.derive(EVALUATION));
         let aux = refusal.of(call.call_at(self.progress.batches, batch))?;
         let whole = mean.get().expect("every replica has set the mean");
@@ -247,24 +244,21 @@ impl<M: Send + 'static, O: Optimizer + Send + 'static> DataParallel<M, O> {
         I: TensorTree,
         A: TensorTree,
         L: Into<Loss<A>>,
-        F: Fn(&Replica, &M, I) -> candle_core::Result<L> + Send + Sync + 'static,
+        F: Fn(&Replica, &M, I) -> candle_core::Result<L> + Send + Sync,
     {
         let (layout, rules) = (Layout::of(&batch), self.rules(then));
-        let (refusal, report) = (rules.refusal.clone(), Arc::new(OnceLock::new()));
-        let call = {
-            let (workers, report) = (Arc::clone(&self.workers), Arc::clone(&report));
-            self.mesh.pmap(move |ctx, shard: I| {
-                let slot = &mut *lock(&workers[ctx.local_index()].slot);
-                slot.begin(&rules)?;
-                let here = layout.explain(shard, |shard| loss(ctx, &slot.model, shard))?;
-                let (whole, aux) = slot.train(ctx, &rules, here.into())?;
-                report.get_or_init(|| whole);
-                Ok(aux)
-            })
-        };
+        let report = OnceLock::new();
+        let call = self.mesh.pmap_scoped(|ctx, shard: I| {
+            let slot = &mut *lock(&self.workers[ctx.local_index()].slot);
+            slot.begin(&rules)?;
+            let here = layout.explain(shard, |shard| loss(ctx, &slot.model, shard))?;
+            let (whole, aux) = slot.train(ctx, &rules, here.into())?;
+            report.get_or_init(|| whole);
+            Ok(aux)
+        });
         let call = self.cut(call).seed(self.progress.seed);
-        let outcome = refusal.of(call.call_at(self.progress.batches, batch));
-        for worker in self.workers.iter() {
+        let outcome = rules.refusal.of(call.call_at(self.progress.batches, batch));
+        for worker in &self.workers {
             let slot = &mut *lock(&worker.slot);
             match outcome {
                 Ok(_) => slot.commit(),
@@ -281,7 +275,7 @@ impl<M: Send + 'static, O: Optimizer + Send + 'static> DataParallel<M, O> {
     where
         I: TensorTree,
         A: TensorTree,
-        F: Fn(&Replica, I) -> candle_core::Result<A> + Send + Sync + 'static,
+        F: Fn(&Replica, I) -> candle_core::Result<A> + Send + Sync,
     {
         call.in_axes(self.options.in_axes.clone())
             .uneven(self.options.uneven)
@@ -325,7 +319,7 @@ impl<M, O: Optimizer> DataParallel<M, O> {
     }
 
     fn set_rate(&self, group: usize, learning_rate: f64) {
-        for worker in self.workers.iter() {
+        for worker in &self.workers {
             lock(&worker.slot).optimizers[group].optimizer.set_learning_rate(learning_rate);
         }
     }

@@ -16,6 +16,9 @@ pub(super) struct Choices {
     pub(super) frozen: Vec<String>,
     pub(super) unused: Vec<String>,
     pub(super) buffers: Vec<String>,
+    /// Parameters that pretrained weights may lack, and tensors of theirs that the model may.
+    pub(super) missing: Vec<String>,
+    pub(super) unexpected: Vec<String>,
     pub(super) groups: Vec<(String, Vec<String>)>,
 }
 
@@ -73,6 +76,24 @@ impl Choices {
         let groups = groups.into_iter().map(|(name, _)| name.to_owned()).collect();
         Roles { of, may_be_unused, groups }.with_used_groups()
     }
+
+    /// The patterns of parameters that pretrained weights may lack.
+    ///
+    /// # Errors
+    ///
+    /// Those of [`roles`](Self::roles) about patterns.
+    pub(super) fn missing(&self, names: &[&str]) -> Result<Vec<Pattern>> {
+        Ok(Selection::new("allow_missing", &self.missing, names)?.0)
+    }
+
+    /// The patterns of tensors that pretrained weights may have besides; some weights have none.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Plan`](crate::Error::Plan) for a pattern that is none.
+    pub(super) fn unexpected(&self) -> Result<Vec<Pattern>> {
+        parsed(&self.unexpected)
+    }
 }
 
 impl Roles {
@@ -120,8 +141,7 @@ struct Selection(Vec<Pattern>);
 
 impl Selection {
     fn new(option: &'static str, patterns: &[String], names: &[&str]) -> Result<Self> {
-        let patterns: Vec<Pattern> =
-            patterns.iter().map(|text| text.parse()).collect::<fsdp_plan::Result<_>>()?;
+        let patterns = parsed(patterns)?;
         let matches_none = |pattern: &&Pattern| !names.iter().any(|name| pattern.matches(name));
         match patterns.iter().find(matches_none) {
             Some(pattern) => {
@@ -134,6 +154,10 @@ impl Selection {
     fn has(&self, name: &str) -> bool {
         self.0.iter().any(|pattern| pattern.matches(name))
     }
+}
+
+fn parsed(patterns: &[String]) -> Result<Vec<Pattern>> {
+    Ok(patterns.iter().map(|text| text.parse()).collect::<fsdp_plan::Result<_>>()?)
 }
 
 /// The position of the one group that has the variable; the first is for those that no other has.

@@ -76,7 +76,7 @@ impl<M, O: StatefulOptimizer> DataParallel<M, O> {
     /// [`Error::Tensor`](crate::Error::Tensor) if candle fails. Some variables may then be changed.
     pub fn load(&mut self, checkpoint: &Checkpoint) -> Result<()> {
         checkpoint.check_fits(&self.mesh, &self.shapes())?;
-        for worker in self.workers.iter() {
+        for worker in &self.workers {
             let slot = &mut *lock(&worker.slot);
             slot.accumulated = None;
             for &var in &slot.loaded {

@@ -1,6 +1,8 @@
 //! The variables of a model on the devices of a mesh, and which slot updates and saves which.
 
-use std::collections::BTreeMap;
+#[expect(clippy::disallowed_types, reason = "what candle keeps variables in")]
+use std::collections::HashMap;
+use std::{collections::BTreeMap, sync::MutexGuard};
 
 use candle_core::{DType, Device, Error, Result, Shape, Tensor, Var, bail};
 use candle_nn::{Init, VarBuilder, VarMap, var_builder::SimpleBackend};
@@ -64,24 +66,35 @@ pub(super) struct Part {
     pub(super) loaded: Vec<usize>,
 }
 
-/// The variables of a map with their names, in the order of names.
-pub(super) fn named(vars: &VarMap) -> Result<Vec<(String, Var)>> {
-    let Ok(vars) = vars.data().lock() else {
-        bail!("the variables are locked by a thread that panicked")
-    };
-    let mut named: Vec<_> = vars.iter().map(|(name, var)| (name.clone(), var.clone())).collect();
-    named.sort_by(|(left, _), (right, _)| left.cmp(right));
-    Ok(named)
-}
-
 /// The type of the variables that are there, or `None` if there are none; all must lie on the
 /// device `home`.
 pub(super) fn dtype(vars: &VarMap, home: &Device) -> Result<Option<DType>> {
-    let known = named(vars)?;
-    if let Some((name, var)) = known.iter().find(|(_, var)| !var.device().same_device(home)) {
+    let known = locked(vars)?;
+    let elsewhere = known.iter().filter(|(_, var)| !var.device().same_device(home));
+    if let Some((name, var)) = elsewhere.min_by_key(|(name, _)| *name) {
         bail!("variable {name} lies on {:?}, the first slot is on {home:?}", var.device())
     }
-    Ok(known.first().map(|(_, var)| var.dtype()))
+    Ok(known.iter().min_by_key(|(name, _)| *name).map(|(_, var)| var.dtype()))
+}
+
+/// The variable of a map that has this name, if there is one.
+pub(super) fn known(vars: &VarMap, name: &str) -> Result<Option<Var>> {
+    Ok(locked(vars)?.get(name).cloned())
+}
+
+/// A new variable, which the map did not have.
+pub(super) fn added(vars: &VarMap, name: &str, value: &Tensor) -> Result<Var> {
+    let var = Var::from_tensor(value)?;
+    locked(vars)?.insert(name.to_owned(), var.clone());
+    Ok(var)
+}
+
+#[expect(clippy::disallowed_types, reason = "what candle keeps variables in")]
+fn locked(vars: &VarMap) -> Result<MutexGuard<'_, HashMap<String, Var>>> {
+    match vars.data().lock() {
+        Ok(vars) => Ok(vars),
+        Err(_) => bail!("the variables are locked by a thread that panicked"),
+    }
 }
 
 /// The sets of variables in this process, in the order of their first slots; the first has `vars`

@@ -103,6 +103,12 @@ pub enum TrainingError {
         /// The name that was asked for.
         name: String,
     },
+    /// A variable has a value of its own and another in the pretrained weights.
+    #[error("variable {name} has a value already, and another in the weights")]
+    TwoValues {
+        /// The variable.
+        name: String,
+    },
     /// The model has no variable that is not frozen.
     #[error("there is nothing to train: all {variables} variables are frozen or buffers")]
     NothingTrained {
