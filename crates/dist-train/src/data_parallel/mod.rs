@@ -30,7 +30,7 @@ use crate::{
         Doing, Result,
         training::{Refusal, TrainingError},
     },
-    loss::{self, Loss},
+    loss::Loss,
 };
 
 /// A model that the devices of a mesh train together; PyTorch's `DistributedDataParallel` for
@@ -227,10 +227,11 @@ impl<M: Send, O: Optimizer + Send> DataParallel<M, O> {
         let call = self.mesh.pmap_scoped(|ctx, shard: I| {
             let model = lock(&self.workers[ctx.local_index()].evaluated);
             let here = layout.explain(shard, |shard| loss(ctx, &model, shard))?.into();
-            let (here, aux) = here.of_shard(ctx, &refusal)?;
-            let whole = here.agree(ctx, self.options.allow_non_finite, &refusal)?;
-            mean.get_or_init(|| whole);
-            Ok(loss::with_leaves(&aux, loss::summed(ctx, &aux)?))
+            let evaluated = here.evaluate(ctx, self.options.allow_non_finite, &refusal);
+            refusal.outcome(evaluated.map(|(whole, aux)| {
+                mean.get_or_init(|| whole);
+                aux
+            }))
         });
         let call = self.cut(call).seed(self.progress.seed.derive(EVALUATION));
         let aux = refusal.of(call.call_at(self.progress.batches, batch))?;
@@ -252,9 +253,11 @@ impl<M: Send, O: Optimizer + Send> DataParallel<M, O> {
             let slot = &mut *lock(&self.workers[ctx.local_index()].slot);
             slot.begin(&rules)?;
             let here = layout.explain(shard, |shard| loss(ctx, &slot.model, shard))?;
-            let (whole, aux) = slot.train(ctx, &rules, here.into())?;
-            report.get_or_init(|| whole);
-            Ok(aux)
+            let trained = slot.train(ctx, &rules, here.into());
+            rules.refusal.outcome(trained.map(|(whole, aux)| {
+                report.get_or_init(|| whole);
+                aux
+            }))
         });
         let call = self.cut(call).seed(self.progress.seed);
         let outcome = rules.refusal.of(call.call_at(self.progress.batches, batch));

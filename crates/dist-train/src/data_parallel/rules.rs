@@ -89,7 +89,7 @@ impl Rules {
         if missing.is_empty() {
             return Ok(());
         }
-        Err(self.refusal.raise(TrainingError::NoGradient { missing, trained: trained.len() }))
+        Err(self.refusal.agreed(TrainingError::NoGradient { missing, trained: trained.len() }))
     }
 
     /// The error of a norm that is not finite, given for each trained variable whether its
@@ -98,6 +98,6 @@ impl Rules {
         let trained = self.inventory.roles.trained();
         let cause = trained.iter().zip(is_cause).find(|&(_, &is_cause)| is_cause);
         let variable = cause.map(|(&var, _)| self.inventory.name(var).to_owned());
-        self.refusal.raise(TrainingError::NonFiniteNorm { value, variable })
+        self.refusal.agreed(TrainingError::NonFiniteNorm { value, variable })
     }
 }

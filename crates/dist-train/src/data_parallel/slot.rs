@@ -115,7 +115,7 @@ impl<M, O> Slot<M, O> {
         for (&var, mean) in floats.iter().zip(means) {
             if !rules.allow_non_finite && !clip::squares(&mean)?.is_finite() {
                 let name = rules.inventory.name(var).to_owned();
-                return Err(rules.refusal.raise(TrainingError::NonFiniteBuffer { name }));
+                return Err(rules.refusal.agreed(TrainingError::NonFiniteBuffer { name }));
             }
             self.vars[var].set(&mean.to_dtype(self.vars[var].dtype())?)?;
         }
