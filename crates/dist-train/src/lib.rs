@@ -17,10 +17,14 @@ pub use crate::{
     data_parallel::DataParallel,
     error::{
         Error, Result, checkpoint::CheckpointError, parameter::ParameterError,
-        sharding::ShardingError,
+        setting::SettingError, sharding::ShardingError,
     },
     grad::{ValueAndGrad, value_and_grad},
-    optim::{StatefulOptimizer, adamw::AdamW},
+    optim::{
+        StatefulOptimizer,
+        adamw::AdamW,
+        sgd::{ParamsSgd, Sgd},
+    },
     parameters::declare::{Declared, declare},
     sharded::{ShardedVars, describe::parameter_infos},
 };

@@ -98,8 +98,9 @@ impl Clip {
     /// The factor for gradients that are the mesh's sums times `scale`, of which this slot has
     /// `sums`.
     fn factor(self, ctx: &Replica, sums: &[Tensor], scale: f64) -> Result<f64> {
-        let squares = clip::squares(sums, ctx.device())?;
-        let of_all_sets = clip::scalar(&ctx.psum(&squares, ALL)?)?;
+        let squares = sums.iter().map(clip::squares).sum::<Result<f64>>()?;
+        let of_all_sets =
+            ctx.psum(&Tensor::new(squares, ctx.device())?, ALL)?.to_scalar::<f64>()?;
         let norm = scale * (of_all_sets / self.n_sets as f64).sqrt();
         Ok(clip::factor(norm, self.max_norm))
     }

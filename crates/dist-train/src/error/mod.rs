@@ -2,11 +2,15 @@
 
 pub(crate) mod checkpoint;
 pub(crate) mod parameter;
+pub(crate) mod setting;
 pub(crate) mod sharding;
 
 use pmap_mesh::one_line;
 
-use self::{checkpoint::CheckpointError, parameter::ParameterError, sharding::ShardingError};
+use self::{
+    checkpoint::CheckpointError, parameter::ParameterError, setting::SettingError,
+    sharding::ShardingError,
+};
 
 /// The result of training on a mesh.
 pub type Result<T, E = Error> = std::result::Result<T, E>;
@@ -36,6 +40,9 @@ pub enum Error {
     /// A checkpoint cannot be read or written.
     #[error(transparent)]
     Checkpoint(#[from] CheckpointError),
+    /// A setting is a number that it cannot be.
+    #[error(transparent)]
+    Setting(#[from] SettingError),
 
     /// The model or an optimizer of a data-parallel step could not be built.
     #[error("the model cannot be built: {}", one_line(cause))]
