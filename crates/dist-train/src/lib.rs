@@ -24,11 +24,15 @@ pub use crate::{
     },
     error::{
         Error, Result, checkpoint::CheckpointError, parameter::ParameterError,
-        sharding::ShardingError, training::TrainingError,
+        setting::SettingError, sharding::ShardingError, training::TrainingError,
     },
     grad::{ValueAndGrad, value_and_grad},
     loss::{Loss, Weight},
-    optim::{StatefulOptimizer, adamw::AdamW},
+    optim::{
+        StatefulOptimizer,
+        adamw::AdamW,
+        sgd::{ParamsSgd, Sgd},
+    },
     parameters::declare::{Declared, declare},
     sharded::{ShardedVars, describe::parameter_infos},
 };

@@ -20,6 +20,7 @@ use crate::{
         vars::{self, Inventory, Part, Sharing, Use},
     },
     error::{Error, Result, training::TrainingError},
+    optim::clip,
     parameters::{
         InitialValues,
         declare::{Declared, declare},
@@ -217,7 +218,8 @@ impl<'a, B> DataParallelBuilder<'a, B> {
     /// elsewhere; [`Error::Training`] if a pattern matches nothing, groups overlap, nothing is
     /// trained, or processes build other models; [`Error::Plan`] for a pattern that is none;
     /// [`Error::Checkpoint`] and [`Error::Parameter`] if weights cannot be read or are not the
-    /// model's; [`Error::Mesh`] if a process does not answer.
+    /// model's; [`Error::Setting`] for a largest norm that is negative or NaN; [`Error::Mesh`] if a
+    /// process does not answer.
     pub fn build<M, O>(
         self,
         optimizer: impl Fn(Group) -> candle_core::Result<O>,
@@ -226,6 +228,9 @@ impl<'a, B> DataParallelBuilder<'a, B> {
         B: Fn(VarBuilder<'_>) -> candle_core::Result<M>,
         O: Optimizer,
     {
+        if let Some(max_norm) = self.options.max_norm {
+            clip::check_max_norm(max_norm)?;
+        }
         let home = &self.mesh.devices()[0];
         let known = vars::dtype(&self.vars, home).map_err(cannot_build)?;
         let dtype = self.dtype.or(known).unwrap_or(DType::F32);

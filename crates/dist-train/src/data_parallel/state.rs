@@ -26,6 +26,7 @@ pub(crate) struct Progress {
 /// What a checkpoint knows of training besides tensors.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub(crate) struct TrainerState {
+    #[serde(flatten)]
     pub(crate) progress: Progress,
     /// The learning rate of each group.
     pub(crate) learning_rates: BTreeMap<String, f64>,

@@ -166,9 +166,9 @@ fn weighted_steps(mesh: &DeviceMesh) -> Vec<Tensor> {
     };
     let mut all = Vec::new();
     for step in 0..4 {
-        // Two rows on each slot, of which the last has one or two of padding.
-        let accumulated = model.accumulate(batch(mesh.len() * 2 - 1), loss).unwrap();
-        let step = model.step(batch(mesh.len() * 2 - step % 3), loss).unwrap();
+        // Four rows on each slot, of which the last has one or two of padding, or none.
+        let accumulated = model.accumulate(batch(mesh.len() * 4 - 1), loss).unwrap();
+        let step = model.step(batch(mesh.len() * 4 - step % 3), loss).unwrap();
         all.extend([accumulated.aux, step.aux]);
         all.extend([accumulated.loss, step.loss, step.grad_norm, step.weight].map(number));
     }
