@@ -36,26 +36,25 @@ const TESTS: [&str; 5] = ["collectives", "data_parallel", "deadlines", "faults",
 
 pub(crate) fn run(args: &Args) -> Result {
     let steps = [
-        Step { name: "miri", work: vec![miri_of_the_mesh(), miri_of_kernels()] },
-        Step { name: "thread sanitizer", work: vec![thread_sanitizer()] },
+        Step { name: "miri: shared buffer", work: [miri("pmap-mesh", "shared_buffer", SEEDS)] },
+        Step { name: "miri: workers", work: [miri("pmap-mesh", "workers", SEEDS)] },
+        Step { name: "miri: kernels", work: [miri("fused-ops", "of_narrow_rows", "")] },
+        Step { name: "thread sanitizer", work: [thread_sanitizer()] },
     ];
     steps::run_all(&steps, |calls| tools::run_with(&TOOLS, args.strict, calls))
 }
 
-/// The interpreter, over the two modules of the mesh with `unsafe` in them.
-fn miri_of_the_mesh() -> Call {
-    // The clock counts as something outside. Each seed is another order of the threads.
-    let flags = "-Zmiri-disable-isolation -Zmiri-many-seeds=0..16";
-    let tests = "+nightly miri test -p pmap-mesh --lib -- shared_buffer workers";
-    Call::cargo(tests).env("MIRIFLAGS", flags)
-}
+/// Has Miri try as many orders of the threads.
+const SEEDS: &str = "-Zmiri-many-seeds=0..16";
 
-/// The interpreter, over all kernels on a few elements.
-fn miri_of_kernels() -> Call {
-    // rayon's queues break the older rules of aliasing, and its threads outlive the tests.
-    let flags = "-Zmiri-disable-isolation -Zmiri-tree-borrows -Zmiri-ignore-leaks";
-    let tests = "+nightly miri test -p fused-ops --lib -- kernels::memory of_narrow_rows";
-    Call::cargo(tests).env("MIRIFLAGS", flags)
+/// The interpreter, over the tests of a module with `unsafe` in it.
+fn miri(package: &str, tests: &str, seeds: &str) -> Call {
+    // The clock counts as something outside. rayon's queues break the stricter of the two rules of
+    // borrowing, for which Miri looks first, and the threads of its global pool never end.
+    let flags =
+        format!("-Zmiri-disable-isolation -Zmiri-tree-borrows -Zmiri-ignore-leaks {seeds}");
+    let call = format!("+nightly miri test -p {package} --lib {tests}");
+    Call::cargo(&call).env("MIRIFLAGS", flags)
 }
 
 /// The sanitizer, over everything that replicas do with each other; a report of a race fails the
