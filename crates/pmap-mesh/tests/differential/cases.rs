@@ -69,6 +69,10 @@ impl<C: Display + 'static> Cases<C> {
                 }
             }
         }
+        // Meshes are dropped before the sender is.
+        let end = outcomes.recv_timeout(LIMIT);
+        assert_eq!(end, Err(RecvTimeoutError::Disconnected), "the meshes end with the cases");
+        thread.join().unwrap();
     }
 
     /// The case of this seed, and how it is run alone.

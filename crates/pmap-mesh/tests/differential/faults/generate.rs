@@ -63,9 +63,21 @@ fn fault(random: &mut Random, grid: &Grid, calls: &[Call]) -> Fault {
 /// Another call than this one, in one respect.
 fn other(random: &mut Random, grid: &Grid, call: &Call) -> Call {
     let any = self::call(random, grid);
-    match random.below(4) {
+    let size = grid.size(&call.axes);
+    match random.below(5) {
         // Roots and pairs of another group may not be there in this one.
         0 => Call { op: any.op, axes: any.axes, ..call.clone() },
+        // A root or pairs are all that differs.
+        4 => {
+            let op = match &call.op {
+                Op::Broadcast { root } => Op::Broadcast { root: (root + 1) % size },
+                Op::Ppermute { pairs } => {
+                    Op::Ppermute { pairs: pairs.iter().skip(1).copied().collect() }
+                }
+                op => op.clone(),
+            };
+            Call { op, ..call.clone() }
+        }
         1 => Call { shape: vec![ROWS, 2], ..call.clone() },
         2 => Call { dtype: any.dtype, ..call.clone() },
         _ => any,
