@@ -253,7 +253,8 @@ impl<'a, B> DataParallelBuilder<'a, B> {
             let vars = sets[part.set].of_slot(part.slot, &inventory.roles)?;
             let built = |purpose| model(vars::builder(&inventory, &vars, purpose, dtype, device));
             let (trained, evaluated) = (built(Use::Training)?, built(Use::Evaluation)?);
-            let slot = slot(&inventory, part, trained, vars, &optimizer)?;
+            let is_first_set = first_set + part.set == 0;
+            let slot = Slot { is_first_set, ..slot(&inventory, part, trained, vars, &optimizer)? };
             Ok(Worker { slot: Mutex::new(slot), evaluated: Mutex::new(evaluated) })
         };
         let parts = vars::parts(&sets, &inventory, n_sets, first_set);
@@ -347,6 +348,7 @@ fn slot<M, O>(
         trained: trained.iter().map(|&var| vars[var].clone()).collect(),
         owned: (0..trained.len()).filter(is_owned).collect(),
         vars,
+        is_first_set: false,
         saved: part.saved,
         loaded: part.loaded,
         optimizers,
