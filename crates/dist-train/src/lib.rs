@@ -14,6 +14,7 @@ mod ownership;
 mod parameters;
 mod sharded;
 mod stored;
+mod units;
 
 pub use crate::{
     checkpoint::{Checkpoints, read::Checkpoint, state_dict::StateDict},
@@ -35,6 +36,7 @@ pub use crate::{
     },
     parameters::declare::{Declared, declare},
     sharded::{ShardedVars, describe::parameter_infos},
+    units::Units,
 };
 
 #[cfg(doctest)]
