@@ -12,6 +12,7 @@ mod loss;
 mod optim;
 mod ownership;
 mod parameters;
+mod progress;
 mod sharded;
 mod stored;
 mod units;

@@ -13,7 +13,7 @@ use pmap_mesh::{DeviceMesh, Specs, Uneven};
 
 use crate::{
     data_parallel::{
-        DataParallel, Options, Progress, Worker,
+        DataParallel, Options, Worker,
         roles::Choices,
         slot::{GroupOptimizer, Slot},
         sync,
@@ -26,6 +26,7 @@ use crate::{
         declare::{Declared, declare},
         weights::{Allowed, Weights},
     },
+    progress::Progress,
 };
 
 /// Builds a [`DataParallel`]: made by [`DataParallel::builder`].

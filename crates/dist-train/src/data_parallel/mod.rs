@@ -4,7 +4,7 @@ pub(crate) mod builder;
 mod roles;
 pub(crate) mod rules;
 mod slot;
-pub(crate) mod state;
+mod state;
 mod sync;
 mod vars;
 
@@ -21,7 +21,6 @@ use self::{
     builder::DataParallelBuilder,
     rules::{Evaluation, Report, Rules, Step, Then},
     slot::{Slot, lock},
-    state::Progress,
     vars::Inventory,
 };
 use crate::{
@@ -31,6 +30,7 @@ use crate::{
         training::{Refusal, TrainingError},
     },
     loss::Loss,
+    progress::Progress,
 };
 
 /// A model that the devices of a mesh train together; PyTorch's `DistributedDataParallel` for
