@@ -1,11 +1,14 @@
 #![doc = include_str!("../README.md")]
 #![forbid(unsafe_code)]
 
+mod agreement;
+mod batch;
 mod checkpoint;
 mod data_parallel;
 mod dtype;
 mod error;
 mod grad;
+mod loss;
 mod optim;
 mod ownership;
 mod parameters;
@@ -14,12 +17,17 @@ mod stored;
 
 pub use crate::{
     checkpoint::{Checkpoints, read::Checkpoint, state_dict::StateDict},
-    data_parallel::DataParallel,
+    data_parallel::{
+        DataParallel,
+        builder::{DataParallelBuilder, Group},
+        rules::{Evaluation, Step},
+    },
     error::{
         Error, Result, checkpoint::CheckpointError, parameter::ParameterError,
-        setting::SettingError, sharding::ShardingError,
+        setting::SettingError, sharding::ShardingError, training::TrainingError,
     },
     grad::{ValueAndGrad, value_and_grad},
+    loss::{Loss, Weight},
     optim::{
         StatefulOptimizer,
         adamw::AdamW,

@@ -58,10 +58,13 @@ fn a_step_holds_no_more_than_plain_candle_s_and_the_parameters_once_per_slot_and
     let params = LAYERS * (SIZE * SIZE + SIZE) * size_of::<f32>();
     for slots in [1, 2, 4] {
         let mesh = DeviceMesh::cpu(slots).unwrap();
-        let mut trained = DataParallel::new(&mesh, &vars, model, adam).unwrap();
+        let mut trained = DataParallel::builder(&mesh, model)
+            .variables(&vars)
+            .build(|group| adam(group.vars))
+            .unwrap();
         let peak = peak_of(|| {
             let of = |_: &_, model: &Vec<Linear>, x: Tensor| loss(model, &x);
-            drop(trained.step(x.clone(), of).unwrap());
+            trained.step(x.clone(), of).unwrap();
         });
         let more = peak.saturating_sub(plain);
         assert!(
@@ -75,8 +78,9 @@ fn a_step_holds_no_more_than_plain_candle_s_and_the_parameters_once_per_slot_and
 fn saving_copies_a_tensor_at_a_time() {
     let _alone = COUNTING.lock().unwrap_or_else(PoisonError::into_inner);
     let mesh = DeviceMesh::cpu(1).unwrap();
-    let sgd = |vars| candle_nn::SGD::new(vars, 0.1);
-    let trained = DataParallel::new(&mesh, &VarMap::new(), model, sgd).unwrap();
+    let trained = DataParallel::builder(&mesh, model)
+        .build(|group| candle_nn::SGD::new(group.vars, 0.1))
+        .unwrap();
     let state = trained.state_dict().unwrap();
     let folder = tempfile::tempdir().unwrap();
     let checkpoints = Checkpoints::new(folder.path());

@@ -1,5 +1,6 @@
 #![doc = include_str!("../README.md")]
 
+mod ending;
 mod engine;
 mod error;
 mod mesh;

@@ -4,12 +4,13 @@ pub(crate) mod checkpoint;
 pub(crate) mod parameter;
 pub(crate) mod setting;
 pub(crate) mod sharding;
+pub(crate) mod training;
 
 use pmap_mesh::one_line;
 
 use self::{
     checkpoint::CheckpointError, parameter::ParameterError, setting::SettingError,
-    sharding::ShardingError,
+    sharding::ShardingError, training::TrainingError,
 };
 
 /// The result of training on a mesh.
@@ -40,6 +41,9 @@ pub enum Error {
     /// A checkpoint cannot be read or written.
     #[error(transparent)]
     Checkpoint(#[from] CheckpointError),
+    /// A step would train something wrong, or the options of a model do not fit it.
+    #[error(transparent)]
+    Training(#[from] TrainingError),
     /// A setting is a number that it cannot be.
     #[error(transparent)]
     Setting(#[from] SettingError),

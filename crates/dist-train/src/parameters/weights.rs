@@ -66,6 +66,11 @@ impl Weights {
         self.tensors.keys().map(String::as_str)
     }
 
+    /// Whether there is a tensor of this name.
+    pub(crate) fn has(&self, name: &str) -> bool {
+        self.tensors.contains_key(name)
+    }
+
     /// Checks that these are the weights of a model: every parameter is there, with its shape and of
     /// a type that can be converted, and nothing else is.
     ///
