@@ -3,6 +3,7 @@
 
 mod agreement;
 mod batch;
+mod check;
 mod checkpoint;
 mod data_parallel;
 mod dtype;
@@ -18,6 +19,7 @@ mod stored;
 mod units;
 
 pub use crate::{
+    check::{GradientReport, PrefixCheck, Verdict},
     checkpoint::{Checkpoints, read::Checkpoint, state_dict::StateDict},
     data_parallel::{
         DataParallel,
@@ -25,8 +27,9 @@ pub use crate::{
         rules::{Evaluation, Step},
     },
     error::{
-        Error, Result, checkpoint::CheckpointError, parameter::ParameterError,
-        setting::SettingError, sharding::ShardingError, training::TrainingError,
+        Error, Result, checkpoint::CheckpointError, gradient::GradientError,
+        parameter::ParameterError, setting::SettingError, sharding::ShardingError,
+        training::TrainingError,
     },
     grad::{ValueAndGrad, value_and_grad},
     loss::{Loss, Weight},

@@ -215,8 +215,8 @@ impl<'a, B> DataParallelBuilder<'a, B> {
     ///
     /// # Errors
     ///
-    /// [`Error::Model`] with what the constructor and `optimizer` return, or if variables lie
-    /// elsewhere; [`Error::Training`] if a pattern matches nothing, groups overlap, nothing is
+    /// [`Error::Setting`] if the largest norm is negative or NaN; [`Error::Model`] with what the
+    /// constructor and `optimizer` return, or if variables lie elsewhere; [`Error::Training`] if a pattern matches nothing, groups overlap, nothing is
     /// trained, or processes build other models; [`Error::Plan`] for a pattern that is none;
     /// [`Error::Checkpoint`] and [`Error::Parameter`] if weights cannot be read or are not the
     /// model's; [`Error::Setting`] for a largest norm that is negative or NaN; [`Error::Mesh`] if a
