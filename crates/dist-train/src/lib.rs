@@ -3,6 +3,7 @@
 
 mod agreement;
 mod batch;
+mod check;
 mod checkpoint;
 mod data_parallel;
 mod dtype;
@@ -12,10 +13,13 @@ mod loss;
 mod optim;
 mod ownership;
 mod parameters;
+mod progress;
 mod sharded;
 mod stored;
+mod units;
 
 pub use crate::{
+    check::{GradientReport, PrefixCheck, Verdict},
     checkpoint::{Checkpoints, read::Checkpoint, state_dict::StateDict},
     data_parallel::{
         DataParallel,
@@ -23,8 +27,9 @@ pub use crate::{
         rules::{Evaluation, Step},
     },
     error::{
-        Error, Result, checkpoint::CheckpointError, parameter::ParameterError,
-        setting::SettingError, sharding::ShardingError, training::TrainingError,
+        Error, Result, checkpoint::CheckpointError, gradient::GradientError,
+        parameter::ParameterError, setting::SettingError, sharding::ShardingError,
+        training::TrainingError,
     },
     grad::{ValueAndGrad, value_and_grad},
     loss::{Loss, Weight},
@@ -35,6 +40,7 @@ pub use crate::{
     },
     parameters::declare::{Declared, declare},
     sharded::{ShardedVars, describe::parameter_infos},
+    units::Units,
 };
 
 #[cfg(doctest)]

@@ -121,7 +121,9 @@ mod tests {
         for position in [0, 1, 500, 1023, 1024, 2999] {
             let mut items = vec![1.0; 3000];
             items[position] = large;
-            assert_eq!(squares_of(items, DType::F64), large * large + 2999.0, "{position}");
+            let expected: f64 = large * large + 2999.0;
+            let found = squares_of(items, DType::F64);
+            assert_eq!(found.to_bits(), expected.to_bits(), "{position}");
         }
     }
 
@@ -144,9 +146,9 @@ mod tests {
                 assert!(!squares.is_finite());
             }
         }
-        assert_eq!(squares_of(vec![1e200; 3], DType::F64), f64::INFINITY);
+        assert!(squares_of(vec![1e200; 3], DType::F64).is_infinite());
         assert!(factor(f64::NAN, 1.0).is_nan());
-        assert_eq!(factor(f64::INFINITY, 1.0), 0.0);
+        assert_close(factor(f64::INFINITY, 1.0), 0.0);
     }
 
     #[test]

@@ -1,5 +1,10 @@
 //! Stochastic gradient descent with momentum, in place and with a state that can be saved.
 
+#![allow(
+    clippy::inline_always,
+    reason = "a loop over items has the instructions of the function that it is inlined into"
+)]
+
 use candle_core::{Device, Result, Tensor, Var, backprop::GradStore, bail};
 use candle_nn::Optimizer;
 
@@ -57,8 +62,9 @@ impl ParamsSgd {
 /// Stochastic gradient descent, with momentum and weight decay as in PyTorch's `SGD`.
 ///
 /// Without momentum it does what [`candle_nn::SGD`] does. Variables and momentum are updated in
-/// place, and halves from an f32 master, as by [`AdamW`](crate::AdamW). The tensors of its state are
-/// named `step` and `momentum_buffer` (and `master`); without momentum it has neither of the former.
+/// place, and halves from an f32 master, as by [`AdamW`](crate::AdamW). The tensors of its state
+/// are named `step` and `momentum_buffer` (and `master`); without momentum it has neither of the
+/// former.
 ///
 /// # Determinism
 ///
@@ -211,6 +217,7 @@ struct Plain<'a> {
 }
 
 impl Rule<0> for Plain<'_> {
+    #[inline(always)]
     fn apply<X: Numbers>(&self, value: &X, _: [&X; 0], grad: &X) -> Outcome<X, (X, [X; 0])> {
         Ok((step(self.params.lr, value, &decayed(self.params, value, grad)?)?, []))
     }
@@ -222,6 +229,7 @@ struct Momentum<'a> {
 }
 
 impl Rule<1> for Momentum<'_> {
+    #[inline(always)]
     fn apply<X: Numbers>(
         &self,
         value: &X,
@@ -241,6 +249,7 @@ impl Rule<1> for Momentum<'_> {
 }
 
 /// The gradient with the decay's part.
+#[inline(always)]
 fn decayed<X: Numbers>(params: &ParamsSgd, value: &X, grad: &X) -> Outcome<X> {
     // A value that is infinite or no number has no part in a gradient that does not decay it.
     if params.weight_decay == 0.0 {
@@ -249,6 +258,7 @@ fn decayed<X: Numbers>(params: &ParamsSgd, value: &X, grad: &X) -> Outcome<X> {
     grad.plus(&value.scaled(params.weight_decay)?)
 }
 
+#[inline(always)]
 fn step<X: Numbers>(lr: f64, value: &X, direction: &X) -> Outcome<X> {
     value.minus(&direction.scaled(lr)?)
 }

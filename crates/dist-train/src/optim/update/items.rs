@@ -2,7 +2,9 @@
 
 use std::ops::Range;
 
-use candle_core::{CpuStorage, Layout, Result, WithDType, backend::BackendStorage, bail};
+use candle_core::{CpuStorage, Layout, Result, backend::BackendStorage, bail};
+
+use super::numbers::Real;
 
 /// The items of a floating-point tensor, in row-major order.
 #[derive(Clone, Copy)]
@@ -29,9 +31,9 @@ impl<'a> Items<'a> {
         self.layout.shape().elem_count()
     }
 
-    /// Those in `range`, as numbers of type `T`: where they lie, if they lie there so, and otherwise
-    /// in `buffer`, which is at least as long.
-    pub(in crate::optim) fn read<'b, T: WithDType>(
+    /// Those in `range`, as numbers of type `T`: where they lie, if they lie there so, and
+    /// otherwise in `buffer`, which is at least as long.
+    pub(in crate::optim) fn read<'b, T: Real>(
         &self,
         range: Range<usize>,
         buffer: &'b mut [T],
@@ -46,25 +48,26 @@ impl<'a> Items<'a> {
         }
         let buffer = &mut buffer[..range.len()];
         match self.storage {
-            CpuStorage::F16(data) => self.gather(data, range, buffer),
-            CpuStorage::BF16(data) => self.gather(data, range, buffer),
-            CpuStorage::F32(data) => self.gather(data, range, buffer),
-            CpuStorage::F64(data) => self.gather(data, range, buffer),
+            CpuStorage::F16(data) => self.gather(data, range, buffer, |x| T::from_f32(x.to_f32())),
+            CpuStorage::BF16(data) => self.gather(data, range, buffer, |x| T::from_f32(x.to_f32())),
+            CpuStorage::F32(data) => self.gather(data, range, buffer, T::from_f32),
+            CpuStorage::F64(data) => self.gather(data, range, buffer, T::from_f64),
             _ => unreachable!("`new` refuses other types"),
         }
         buffer
     }
 
     /// Writes the items of `range` into `buffer`.
-    fn gather<S: WithDType, T: WithDType>(
+    fn gather<S: Copy, T>(
         &self,
         data: &[S],
         range: Range<usize>,
         buffer: &mut [T],
+        convert: impl Fn(S) -> T,
     ) {
         if let Some((start, _)) = self.layout.contiguous_offsets() {
-            for (into, item) in buffer.iter_mut().zip(&data[start + range.start..]) {
-                *into = T::from_f64(item.to_f64());
+            for (into, &item) in buffer.iter_mut().zip(&data[start + range.start..]) {
+                *into = convert(item);
             }
             return;
         }
@@ -79,7 +82,7 @@ impl<'a> Items<'a> {
             let len = (width - item % width).min(buffer.len() - filled);
             let first = self.offset(item);
             for (index, into) in buffer[filled..filled + len].iter_mut().enumerate() {
-                *into = T::from_f64(data[first + index * stride].to_f64());
+                *into = convert(data[first + index * stride]);
             }
             filled += len;
         }

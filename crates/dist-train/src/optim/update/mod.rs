@@ -26,8 +26,8 @@ pub(super) trait Rule<const N: usize>: Sync {
 
 /// A variable that an optimizer changes.
 ///
-/// Halves have a *master*: an f32 for each item, which takes up the changes that are too small for a
-/// half and from which the variable is rounded (Micikevicius et al., "Mixed Precision Training",
+/// Halves have a *master*: an f32 for each item, which takes up the changes that are too small for
+/// a half and from which the variable is rounded (Micikevicius et al., "Mixed Precision Training",
 /// 2018). Where somebody else has set the variable, the master follows.
 #[derive(Debug)]
 pub(super) struct Variable {

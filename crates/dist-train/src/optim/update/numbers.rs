@@ -33,6 +33,9 @@ pub(in crate::optim) trait Numbers: Sized {
 
 /// A type that is calculated with on the processor.
 pub(in crate::optim) trait Real: Numbers<Error = Infallible> + WithDType {
+    /// The nearest number.
+    fn from_f32(value: f32) -> Self;
+
     /// A storage of such numbers.
     ///
     /// # Errors
@@ -87,6 +90,11 @@ macro_rules! real {
         }
 
         impl Real for $float {
+            #[inline(always)]
+            fn from_f32(value: f32) -> Self {
+                value.into()
+            }
+
             fn slice_mut(storage: &mut CpuStorage) -> Result<&mut [Self]> {
                 match storage {
                     CpuStorage::$storage(items) => Ok(items),
