@@ -125,8 +125,8 @@ fn training_step(c: &mut Criterion) -> Outcome {
     let mut group = c.benchmark_group("mesh/training_step");
     group.sample_size(10).measurement_time(Duration::from_secs(5));
     for slots in [1, 2, 8] {
-        let mut model =
-            DataParallel::new(&DeviceMesh::cpu(slots)?, &VarMap::new(), Mlp::new, adam)?;
+        let mut model = DataParallel::builder(&DeviceMesh::cpu(slots)?, Mlp::new)
+            .build(|group| adam(group.vars))?;
         let mut step = || model.step(x.clone(), |_, model: &Mlp, x: Tensor| model.loss(&x));
         step()?;
         group.bench_function(BenchmarkId::from_parameter(slots), |b| b.iter(&mut step));

@@ -13,16 +13,16 @@
 
 use std::{fs, time::Instant};
 
-use candle_core::{D, DType, Device, Result, Tensor};
+use candle_core::{D, Device, Result, Tensor};
 use candle_distributed::{
     mesh::{DeviceMesh, Replica, Uneven},
     ops::{
         self, Activation, AttentionConfig, CrossEntropyConfig,
         layers::{Embedding, Linear, RmsNorm, embedding, linear_no_bias, rms_norm},
     },
-    train::{AdamW, DataParallel},
+    train::{AdamW, DataParallel, Loss},
 };
-use candle_nn::{Module, Optimizer, ParamsAdamW, VarBuilder, VarMap};
+use candle_nn::{Module, Optimizer, ParamsAdamW, VarBuilder};
 
 #[global_allocator]
 static ALLOCATOR: mimalloc::MiMalloc = mimalloc::MiMalloc;
@@ -207,27 +207,25 @@ fn data(config: Config) -> Result<(Tensor, Tensor)> {
         ((state >> 33) % 96 + 32) as u32
     };
     let ids: Vec<_> = (0..rows * (context + 1)).map(|_| next()).collect();
-    let weight = 1.0 / (rows * context) as f32;
-    let weights = vec![weight; rows * context];
+    let weights = vec![1_f32; rows * context];
     Ok((
         Tensor::from_vec(ids, (rows, context + 1), &Device::Cpu)?,
         Tensor::from_vec(weights, (rows, context), &Device::Cpu)?,
     ))
 }
 
-fn loss(replica: &Replica, model: &Model, (ids, weights): (Tensor, Tensor)) -> Result<Tensor> {
-    model.loss(&ids, &weights)? * (replica.count() as f64 / replica.weight().max(1e-9))
+fn loss(_: &Replica, model: &Model, (ids, weights): (Tensor, Tensor)) -> Result<Loss> {
+    let tokens = weights.sum_all()?;
+    Ok(Loss::sum(model.loss(&ids, &weights)?, tokens))
 }
 
 fn main() -> std::result::Result<(), Box<dyn std::error::Error>> {
     let config = Config::from_args();
-    let vars = VarMap::new();
-    let build = move |vb: VarBuilder<'_>| Model::new(config, &vb);
-    build(VarBuilder::from_varmap(&vars, DType::F32, &Device::Cpu))?;
     let params = ParamsAdamW { lr: 1e-3, ..ParamsAdamW::default() };
     let mesh = DeviceMesh::cpu(config.slots)?;
-    let model = DataParallel::new(&mesh, &vars, build, |vars| AdamW::new(vars, params.clone()))?;
-    let mut model = model.in_axes(Some(0)).uneven(Uneven::Pad);
+    let mut model = DataParallel::builder(&mesh, |vb| Model::new(config, &vb))
+        .uneven(Uneven::Pad)
+        .build(|group| AdamW::new(group.vars, params.clone()))?;
     let (ids, weights) = data(config)?;
     let (mut times, mut losses) = (Vec::new(), Vec::new());
     let warm_up = config.steps / 4;
@@ -237,7 +235,7 @@ fn main() -> std::result::Result<(), Box<dyn std::error::Error>> {
             processor = processor_seconds();
         }
         let start = Instant::now();
-        let loss = model.step((ids.clone(), weights.clone()), loss)?.to_scalar::<f32>()?;
+        let loss = model.step((ids.clone(), weights.clone()), loss)?.loss;
         times.push(start.elapsed().as_secs_f64() * 1e3);
         losses.push(loss);
     }

@@ -32,7 +32,7 @@ const TOOLS: [Tool; 3] = [
 ];
 
 /// The test targets in which replicas meet.
-const TESTS: [&str; 4] = ["collectives", "data_parallel", "faults", "pmap"];
+const TESTS: [&str; 5] = ["collectives", "data_parallel", "deadlines", "faults", "pmap"];
 
 pub(crate) fn run(args: &Args) -> Result {
     let steps = [
@@ -42,11 +42,12 @@ pub(crate) fn run(args: &Args) -> Result {
     steps::run_all(&steps, |calls| tools::run_with(&TOOLS, args.strict, calls))
 }
 
-/// The interpreter, over the only module of the mesh with `unsafe` in it.
+/// The interpreter, over the two modules of the mesh with `unsafe` in them.
 fn miri() -> Call {
     // The clock counts as something outside. Each seed is another order of the threads.
     let flags = "-Zmiri-disable-isolation -Zmiri-many-seeds=0..16";
-    Call::cargo("+nightly miri test -p pmap-mesh --lib shared_buffer").env("MIRIFLAGS", flags)
+    let tests = "+nightly miri test -p pmap-mesh --lib -- shared_buffer workers";
+    Call::cargo(tests).env("MIRIFLAGS", flags)
 }
 
 /// The sanitizer, over everything that replicas do with each other; a report of a race fails the

@@ -70,30 +70,30 @@ impl Mlp {
 }
 
 /// The mean loss of each epoch on a mesh of `slots` devices.
-fn train(slots: usize, data: &Batch) -> Result<Vec<f32>, Box<dyn Error>> {
+fn train(slots: usize, data: &Batch) -> Result<Vec<f64>, Box<dyn Error>> {
     let mesh = DeviceMesh::cpu(slots)?;
-    let vars = initial()?;
-    let mut model = DataParallel::new(&mesh, &vars, Mlp::new, adam)?
-        .in_axes(Some(0))
+    let mut model = DataParallel::builder(&mesh, Mlp::new)
+        .variables(&initial()?)
         .uneven(Uneven::Balanced)
-        .clip_norm(MAX_NORM);
+        .clip_grad_norm(MAX_NORM)
+        .build(|group| adam(group.vars))?;
     let loss = |_: &Replica, model: &Mlp, batch: Batch| model.loss(&batch);
-    epochs(data, |batch| Ok(model.step(batch, loss)?.to_scalar()?))
+    epochs(data, |batch| Ok(model.step(batch, loss)?.loss))
 }
 
 /// Hands all batches to `step`, which returns their mean losses, and returns the mean loss of each
 /// epoch.
 fn epochs(
     (x, y): &Batch,
-    mut step: impl FnMut(Batch) -> Result<f32, Box<dyn Error>>,
-) -> Result<Vec<f32>, Box<dyn Error>> {
+    mut step: impl FnMut(Batch) -> Result<f64, Box<dyn Error>>,
+) -> Result<Vec<f64>, Box<dyn Error>> {
     let mut epoch = || {
         let mut sum = 0.0;
         for start in (0..ROWS).step_by(BATCH_ROWS) {
             let rows = BATCH_ROWS.min(ROWS - start);
-            sum += step((x.narrow(0, start, rows)?, y.narrow(0, start, rows)?))? * rows as f32;
+            sum += step((x.narrow(0, start, rows)?, y.narrow(0, start, rows)?))? * rows as f64;
         }
-        Ok(sum / ROWS as f32)
+        Ok(sum / ROWS as f64)
     };
     (0..EPOCHS).map(|_| epoch()).collect()
 }
@@ -133,7 +133,7 @@ mod tests {
     use super::*;
 
     /// The losses of candle alone.
-    fn train_serially(data: &Batch) -> Result<Vec<f32>, Box<dyn Error>> {
+    fn train_serially(data: &Batch) -> Result<Vec<f64>, Box<dyn Error>> {
         let vars = initial()?;
         let model = Mlp::new(VarBuilder::from_varmap(&vars, DType::F32, &Device::Cpu))?;
         let mut optimizer = adam(vars.all_vars())?;
@@ -142,7 +142,7 @@ mod tests {
             let mut grads = loss.backward()?;
             clip(&mut grads, &vars.all_vars())?;
             optimizer.step(&grads)?;
-            Ok(loss.to_scalar()?)
+            Ok(f64::from(loss.to_scalar::<f32>()?))
         })
     }
 

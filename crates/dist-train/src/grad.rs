@@ -1,34 +1,42 @@
 //! Gradients over a mesh: each replica differentiates its shard, and each slot gets some of the
 //! sums.
 
-use std::sync::Arc;
+use std::{
+    fmt,
+    sync::{Arc, OnceLock},
+};
 
-use candle_core::{Tensor, Var, backprop::GradStore};
-use pmap_mesh::{ALL, DeviceMesh, PMap, Replica, Specs, TensorTree, Uneven};
+use candle_core::{DType, Tensor, Var, backprop::GradStore};
+use pmap_mesh::{DeviceMesh, Replica, Specs, TensorTree, Uneven};
 
-use crate::{error::Result, ownership};
+use crate::{
+    agreement,
+    batch::Layout,
+    error::{Result, training::Refusal},
+    loss::{Loss, ShardLoss},
+    ownership,
+};
 
-/// Value and gradient of a mean loss over a batch that the devices of a mesh share; made by
+/// Value and gradient of a loss over a batch that the devices of a mesh share; made by
 /// [`value_and_grad`].
-#[derive(Debug)]
 #[must_use = "nothing is computed until it is called"]
 pub struct ValueAndGrad<I> {
+    mesh: DeviceMesh,
     params: Vec<Var>,
-    /// The positions of the parameters whose gradients each slot of this process returns.
-    owned: Arc<Vec<Vec<usize>>>,
-    step: PMap<I, (Tensor, Vec<Tensor>), BoxedStep<I>>,
+    loss: Arc<BoxedLoss<I>>,
+    in_axes: Specs,
+    uneven: Uneven,
+    allow_non_finite: bool,
 }
 
-type BoxedStep<I> =
-    Box<dyn Fn(&Replica, I) -> candle_core::Result<(Tensor, Vec<Tensor>)> + Send + Sync>;
+type BoxedLoss<I> = Box<dyn Fn(&Replica, I) -> candle_core::Result<Loss> + Send + Sync>;
 
 /// Returns a function that computes the loss of a batch and the gradient of `params`.
 ///
-/// `loss` returns the mean over the rows of its shard, or over the first [`Replica::valid_len`] of
-/// them if the shard may be padded. By default the first tensor of a batch is cut in dimension 0
-/// (see [`PMap::in_axes`]); [`ValueAndGrad::in_axes`] cuts them all, or others. The result is the
-/// mean over the whole batch and its gradient, even if shards are uneven
-/// ([`ValueAndGrad::uneven`]): they are weighted by [`Replica::weight`].
+/// `loss` returns a [`Loss`], or a tensor: the mean over the rows of its shard, or over the first
+/// [`Replica::valid_len`] of them if the shard may be padded. Every tensor of a batch is cut in
+/// dimension 0; [`ValueAndGrad::in_axes`] cuts others. The result is the loss of the whole batch
+/// and its gradient, even if shards are uneven ([`ValueAndGrad::uneven`]).
 ///
 /// The replicas share the variables that `loss` captured. A variable on another device than the
 /// replica's must be moved with `to_device(ctx.device())`, through which gradients flow. For several
@@ -53,8 +61,7 @@ type BoxedStep<I> =
 /// let model = w.clone();
 /// let step = value_and_grad(&mesh, vec![w.clone()], move |_, (x, y): (Tensor, Tensor)| {
 ///     (x.matmul(&model)? - y)?.sqr()?.mean_all()
-/// })
-/// .in_axes(Some(0));
+/// });
 ///
 /// let x = Tensor::new(&[[1_f32], [2.], [3.], [4.]], &Device::Cpu)?;
 /// let y = (&x * 3.)?;
@@ -66,76 +73,160 @@ type BoxedStep<I> =
 /// assert!((w.to_vec2::<f32>()?[0][0] - 3.).abs() < 1e-3);
 /// # Ok::<(), Box<dyn std::error::Error>>(())
 /// ```
-pub fn value_and_grad<I, F>(mesh: &DeviceMesh, params: Vec<Var>, loss: F) -> ValueAndGrad<I>
+pub fn value_and_grad<I, L, F>(mesh: &DeviceMesh, params: Vec<Var>, loss: F) -> ValueAndGrad<I>
 where
     I: TensorTree,
-    F: Fn(&Replica, I) -> candle_core::Result<Tensor> + Send + Sync + 'static,
+    L: Into<Loss>,
+    F: Fn(&Replica, I) -> candle_core::Result<L> + Send + Sync + 'static,
 {
-    let sizes: Vec<u64> = params.iter().map(|var| var.elem_count() as u64).collect();
-    // Every process has the sums of all parameters, divided among its own slots.
-    let owned = Arc::new(ownership::divide(&sizes, mesh.devices().len()));
-    let owned_by_replica = Arc::clone(&owned);
-    let vars = params.clone();
-    let step: BoxedStep<I> = Box::new(move |ctx, shard| {
-        let (loss, grads) = differentiate(ctx, &vars, loss(ctx, shard)?)?;
-        Ok((loss, ctx.psum_list(grads, &owned_by_replica[ctx.local_index()])?))
-    });
-    ValueAndGrad { params, owned, step: mesh.pmap(step) }
+    ValueAndGrad {
+        mesh: mesh.clone(),
+        params,
+        loss: Arc::new(Box::new(move |ctx, shard| Ok(loss(ctx, shard)?.into()))),
+        in_axes: Some(0).into(),
+        uneven: Uneven::default(),
+        allow_non_finite: false,
+    }
 }
 
 impl<I: TensorTree> ValueAndGrad<I> {
-    /// Sets how a batch is cut for the devices, as [`PMap::in_axes`].
+    /// Sets how a batch is cut for the devices, as [`PMap::in_axes`](pmap_mesh::PMap::in_axes). By
+    /// default every tensor is cut in dimension 0.
     pub fn in_axes(self, specs: impl Into<Specs>) -> Self {
-        Self { step: self.step.in_axes(specs), ..self }
+        Self { in_axes: specs.into(), ..self }
     }
 
-    /// Sets what happens to a batch that the devices do not divide, as [`PMap::uneven`].
+    /// Sets what happens to a batch that the devices do not divide, as
+    /// [`PMap::uneven`](pmap_mesh::PMap::uneven).
     pub fn uneven(self, uneven: Uneven) -> Self {
-        Self { step: self.step.uneven(uneven), ..self }
+        Self { uneven, ..self }
     }
 
-    /// Returns the mean loss of the batch, a scalar, and the gradient of every parameter: zeros for
-    /// one that was not used.
+    /// Returns a loss that is infinite or NaN, and its gradients, instead of an error.
+    pub fn allow_non_finite(self) -> Self {
+        Self { allow_non_finite: true, ..self }
+    }
+
+    /// Returns the loss of the batch, and the gradients of the parameters. A parameter that no
+    /// replica has a gradient for has none there.
     ///
     /// # Errors
     ///
-    /// [`Error::Mesh`](crate::Error::Mesh) with those of [`PMap::call`].
-    pub fn call(&self, batch: I) -> Result<(Tensor, GradStore)> {
-        let results = self.step.call_sharded(batch)?;
-        let shards = results.shards();
+    /// [`Error::Training`](crate::Error::Training) if a loss is no scalar of floats, not finite, or
+    /// no shard has weight; [`Error::Mesh`](crate::Error::Mesh) with those of
+    /// [`PMap::call`](pmap_mesh::PMap::call).
+    #[expect(clippy::expect_used, reason = "a call that succeeded has run every replica")]
+    pub fn call(&self, batch: I) -> Result<(f64, GradStore)> {
+        let sizes: Vec<u64> = self.params.iter().map(|var| var.elem_count() as u64).collect();
+        // Every process has the sums of all parameters, divided among its own slots.
+        let owned = Arc::new(ownership::divide(&sizes, self.mesh.devices().len()));
+        let mean = Arc::new(OnceLock::new());
+        let refusal = Refusal::default();
+        let step = {
+            let layout = Layout::of(&batch);
+            let (loss, params, owned) =
+                (Arc::clone(&self.loss), self.params.clone(), Arc::clone(&owned));
+            let (mean, refusal, allow) =
+                (Arc::clone(&mean), refusal.clone(), self.allow_non_finite);
+            self.mesh.pmap(move |ctx, shard: I| {
+                let shard = layout.explain(shard, |shard| loss(ctx, shard))?;
+                let (shard, ()) = shard.of_shard(ctx, &refusal)?;
+                let batch = shard.agree(ctx, allow, &refusal)?;
+                mean.get_or_init(|| batch.mean());
+                let grads = differentiate(&shard, &params, batch.weight())?;
+                sums(ctx, &params, grads, &owned[ctx.local_index()])
+            })
+        };
+        let step = step.in_axes(self.in_axes.clone()).uneven(self.uneven);
+        let results = refusal.of(step.call_sharded(batch))?;
         let mut grads = GradStore::default();
-        for (owned, (_, sums)) in self.owned.iter().zip(shards) {
+        for (owned, sums) in owned.iter().zip(results.shards()) {
             for (&param, sum) in owned.iter().zip(sums) {
-                grads.insert(&self.params[param], sum.clone());
+                if let Some(sum) = sum {
+                    grads.insert(&self.params[param], sum.clone());
+                }
             }
         }
-        // All replicas have the same loss, and a process has at least one.
-        Ok((shards[0].0.clone(), grads))
+        Ok((*mean.get().expect("every replica has set the mean"), grads))
     }
 }
 
-/// Differentiates the mean loss of this shard.
-///
-/// Returns the mean loss of the whole batch, and the gradients of this shard's share of it: summed
-/// over the replicas, they are the gradients of the whole batch's mean.
-pub(crate) fn differentiate(
-    ctx: &Replica,
-    vars: &[Var],
-    loss: Tensor,
-) -> candle_core::Result<(Tensor, Vec<Tensor>)> {
-    let share = (loss * (ctx.weight() / ctx.count() as f64))?;
-    let grads = gradients(&share, vars)?;
-    Ok((ctx.psum(&share.detach(), ALL)?, grads))
+impl<I> fmt::Debug for ValueAndGrad<I> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self { mesh, params, in_axes, uneven, allow_non_finite, .. } = self;
+        f.debug_struct("ValueAndGrad")
+            .field("mesh", mesh)
+            .field("params", params)
+            .field("in_axes", in_axes)
+            .field("uneven", uneven)
+            .field("allow_non_finite", allow_non_finite)
+            .finish_non_exhaustive()
+    }
 }
 
-/// The gradient of every variable. One that is not used has zeros and not nothing, since all
-/// replicas sum the same list.
-fn gradients(value: &Tensor, vars: &[Var]) -> candle_core::Result<Vec<Tensor>> {
-    let store = value.backward()?;
-    vars.iter()
-        .map(|var| match store.get(var) {
-            Some(gradient) => Ok(gradient.clone()),
-            None => var.zeros_like(),
-        })
-        .collect()
+/// The gradients of a shard's sum over `scale`: of each variable that the loss depends on. Those of
+/// half precision come in single precision, in which they are added up.
+pub(crate) fn differentiate(
+    shard: &ShardLoss,
+    vars: &[Var],
+    scale: f64,
+) -> candle_core::Result<Vec<Option<Tensor>>> {
+    let mut store = shard.share(scale)?.backward()?;
+    let gradient = |var: &Var| match store.remove(var) {
+        None => Ok(None),
+        Some(gradient) if shard.is_empty() => without_nan(widened(&gradient)?).map(Some),
+        Some(gradient) => widened(&gradient).map(Some),
+    };
+    vars.iter().map(gradient).collect()
+}
+
+/// A gradient of a shard of which nothing counts. What is not finite in it comes of its own rows, a
+/// mean over none of them; what came from other replicas stays.
+fn without_nan(gradient: Tensor) -> candle_core::Result<Tensor> {
+    let sum: f64 = gradient.sum_all()?.to_dtype(DType::F64)?.to_scalar()?;
+    if sum.is_finite() { Ok(gradient) } else { gradient.zeros_like() }
+}
+
+pub(crate) fn widened(gradient: &Tensor) -> candle_core::Result<Tensor> {
+    match gradient.dtype() {
+        DType::F16 | DType::BF16 => gradient.to_dtype(DType::F32),
+        _ => Ok(gradient.clone()),
+    }
+}
+
+/// The sums over all replicas of the gradients that are wanted here; `None` where no replica has
+/// one. In what only others have, this replica has zeros.
+pub(crate) fn sums(
+    ctx: &Replica,
+    vars: &[Var],
+    grads: Vec<Option<Tensor>>,
+    wanted: &[usize],
+) -> candle_core::Result<Vec<Option<Tensor>>> {
+    let here: Vec<bool> = grads.iter().map(Option::is_some).collect();
+    let somewhere = agreement::any(ctx, &here)?;
+    sums_of(ctx, vars, grads, &somewhere, wanted)
+}
+
+/// [`sums`] of the gradients that any replica has, as all of them know.
+pub(crate) fn sums_of(
+    ctx: &Replica,
+    vars: &[Var],
+    grads: Vec<Option<Tensor>>,
+    somewhere: &[bool],
+    wanted: &[usize],
+) -> candle_core::Result<Vec<Option<Tensor>>> {
+    let mut list = Vec::new();
+    let mut positions = vec![None; vars.len()];
+    for (n, (var, gradient)) in vars.iter().zip(grads).enumerate() {
+        if somewhere[n] {
+            positions[n] = Some(list.len());
+            list.push(match gradient {
+                Some(gradient) => gradient,
+                None => widened(&var.zeros_like()?)?,
+            });
+        }
+    }
+    let listed: Vec<usize> = wanted.iter().filter_map(|&var| positions[var]).collect();
+    let mut sums = ctx.psum_list(list, &listed)?.into_iter();
+    Ok(wanted.iter().map(|&var| positions[var].and_then(|_| sums.next())).collect())
 }

@@ -1,24 +1,35 @@
 #![doc = include_str!("../README.md")]
 #![forbid(unsafe_code)]
 
+mod agreement;
+mod batch;
 mod checkpoint;
 mod data_parallel;
 mod dtype;
 mod error;
 mod grad;
+mod loss;
 mod optim;
 mod ownership;
+mod parameters;
 mod sharded;
+mod stored;
 
 pub use crate::{
     checkpoint::{Checkpoints, read::Checkpoint, state_dict::StateDict},
-    data_parallel::DataParallel,
+    data_parallel::{
+        DataParallel,
+        builder::{DataParallelBuilder, Group},
+        rules::{Evaluation, Step},
+    },
     error::{
         Error, Result, checkpoint::CheckpointError, parameter::ParameterError,
-        sharding::ShardingError,
+        sharding::ShardingError, training::TrainingError,
     },
     grad::{ValueAndGrad, value_and_grad},
+    loss::{Loss, Weight},
     optim::{StatefulOptimizer, adamw::AdamW},
+    parameters::declare::{Declared, declare},
     sharded::{ShardedVars, describe::parameter_infos},
 };
 

@@ -4,12 +4,12 @@
 #![allow(clippy::needless_pass_by_value, reason = "models are built of builders by value")]
 #![allow(clippy::cast_possible_truncation, reason = "sizes are small")]
 
-use candle_core::{DType, Device, Tensor, Var};
+use candle_core::{DType, Device, Tensor};
 use candle_nn::{
     AdamW, Linear, Module, Optimizer, ParamsAdamW, SGD, VarBuilder, VarMap, linear, loss::mse,
 };
 use core_types::Seed;
-use dist_train::{DataParallel, Error, value_and_grad};
+use dist_train::{DataParallel, Error, Group, value_and_grad};
 use pmap_mesh::{DeviceMesh, Replica, ReplicaError, Uneven};
 
 #[derive(Debug)]
@@ -54,16 +54,17 @@ fn vars() -> VarMap {
     vars
 }
 
-fn adam(vars: Vec<Var>) -> candle_core::Result<AdamW> {
-    AdamW::new(vars, ParamsAdamW { lr: 0.01, ..ParamsAdamW::default() })
+fn adam(group: Group) -> candle_core::Result<AdamW> {
+    AdamW::new(group.vars, ParamsAdamW { lr: 0.01, ..ParamsAdamW::default() })
 }
 
 type Trained = DataParallel<Mlp, AdamW>;
 
 fn trained(slots: usize) -> Trained {
-    DataParallel::new(&DeviceMesh::cpu(slots).unwrap(), &vars(), Mlp::new, adam)
+    DataParallel::builder(&DeviceMesh::cpu(slots).unwrap(), Mlp::new)
+        .variables(&vars())
+        .build(adam)
         .unwrap()
-        .in_axes(Some(0))
 }
 
 fn loss(_: &Replica, model: &Mlp, (x, y): Batch) -> candle_core::Result<Tensor> {
@@ -78,7 +79,8 @@ fn scalar(loss: &Tensor) -> f32 {
 fn plain(steps: u64, rows: impl Fn(u64) -> usize) -> Vec<f32> {
     let vars = vars();
     let model = Mlp::new(VarBuilder::from_varmap(&vars, DType::F32, &Device::Cpu)).unwrap();
-    let mut optimizer = adam(vars.all_vars()).unwrap();
+    let params = ParamsAdamW { lr: 0.01, ..ParamsAdamW::default() };
+    let mut optimizer = AdamW::new(vars.all_vars(), params).unwrap();
     let step = |step| {
         let (x, y) = batch(step, rows(step));
         let loss = model.loss(&x, &y).unwrap();
@@ -105,7 +107,7 @@ fn the_loss_of_200_steps_is_that_of_one_device() {
     for slots in [1, 2, 4] {
         let mut model = trained(slots);
         let losses: Vec<f32> =
-            (0..200).map(|step| scalar(&model.step(batch(step, 12), loss).unwrap())).collect();
+            (0..200).map(|step| model.step(batch(step, 12), loss).unwrap().loss as f32).collect();
         assert_close(&losses, &expected, 2e-3);
     }
 }
@@ -114,7 +116,7 @@ fn the_loss_of_200_steps_is_that_of_one_device() {
 fn a_run_is_the_same_to_the_bit_every_time() {
     let run = || -> Vec<f32> {
         let mut model = trained(3);
-        (0..20).map(|step| scalar(&model.step(batch(step, 12), loss).unwrap())).collect()
+        (0..20).map(|step| model.step(batch(step, 12), loss).unwrap().loss as f32).collect()
     };
     assert_eq!(run(), run());
 }
@@ -122,9 +124,14 @@ fn a_run_is_the_same_to_the_bit_every_time() {
 #[test]
 fn uneven_batches_train_as_whole_ones() {
     let rows = |step| 5 + step as usize % 4;
-    let mut model = trained(3).uneven(Uneven::Balanced);
-    let losses: Vec<f32> =
-        (0..40).map(|step| scalar(&model.step(batch(step, rows(step)), loss).unwrap())).collect();
+    let mut model = DataParallel::builder(&DeviceMesh::cpu(3).unwrap(), Mlp::new)
+        .variables(&vars())
+        .uneven(Uneven::Balanced)
+        .build(adam)
+        .unwrap();
+    let losses: Vec<f32> = (0..40)
+        .map(|step| model.step(batch(step, rows(step)), loss).unwrap().loss as f32)
+        .collect();
     assert_close(&losses, &plain(40, rows), 1e-3);
 }
 
@@ -132,16 +139,18 @@ fn uneven_batches_train_as_whole_ones() {
 fn accumulated_batches_count_as_one() {
     let step = |batches: usize| {
         let vars = vars();
-        let sgd = |vars| SGD::new(vars, 0.1);
-        let mut model = DataParallel::new(&DeviceMesh::cpu(2).unwrap(), &vars, Mlp::new, sgd)
-            .unwrap()
-            .in_axes(Some(0));
+        let mut model = DataParallel::builder(&DeviceMesh::cpu(2).unwrap(), Mlp::new)
+            .variables(&vars)
+            .build(|group| SGD::new(group.vars, 0.1))
+            .unwrap();
         let (x, y) = batch(0, 12);
         let part = |n: usize| {
             let rows = 12 / batches;
             (x.narrow(0, n * rows, rows).unwrap(), y.narrow(0, n * rows, rows).unwrap())
         };
-        (1..batches).for_each(|n| drop(model.accumulate(part(n), loss).unwrap()));
+        for n in 1..batches {
+            model.accumulate(part(n), loss).unwrap();
+        }
         model.step(part(0), loss).unwrap();
         let var = vars.data().lock().unwrap()["up.weight"].clone();
         var.flatten_all().unwrap().to_vec1::<f32>().unwrap()
@@ -156,9 +165,9 @@ fn gradients_are_clipped_by_their_norm_over_all_parameters() {
         let before: Vec<Tensor> =
             vars.all_vars().iter().map(|var| var.copy().unwrap().detach()).collect();
         let mesh = DeviceMesh::cpu(2).unwrap();
-        let sgd = |vars| SGD::new(vars, 1.0);
-        let make = if replicated { DataParallel::replicated } else { DataParallel::new };
-        let mut model = make(&mesh, &vars, Mlp::new, sgd).unwrap().in_axes(Some(0)).clip_norm(0.05);
+        let builder = DataParallel::builder(&mesh, Mlp::new).variables(&vars).clip_grad_norm(0.05);
+        let builder = if replicated { builder.replicated() } else { builder };
+        let mut model = builder.build(|group| SGD::new(group.vars, 1.0)).unwrap();
         model.step(batch(0, 8), loss).unwrap();
         let moved = before.iter().zip(vars.all_vars()).map(|(before, after)| {
             (before - after.as_tensor())
@@ -178,10 +187,10 @@ fn gradients_are_clipped_by_their_norm_over_all_parameters() {
 #[test]
 fn replicas_with_variables_of_their_own_stay_in_sync_until_one_is_changed() {
     let (mesh, vars) = (DeviceMesh::cpu(3).unwrap(), vars());
-    let mut model: Trained =
-        DataParallel::replicated(&mesh, &vars, Mlp::new, adam).unwrap().in_axes(Some(0));
+    let builder = DataParallel::builder(&mesh, Mlp::new).variables(&vars).replicated();
+    let mut model: Trained = builder.build(adam).unwrap();
     let losses: Vec<f32> =
-        (0..30).map(|step| scalar(&model.step(batch(step, 12), loss).unwrap())).collect();
+        (0..30).map(|step| model.step(batch(step, 12), loss).unwrap().loss as f32).collect();
     assert_close(&losses, &plain(30, |_| 12), 1e-3);
     model.check_in_sync().unwrap();
     let var = vars.data().lock().unwrap()["down.bias"].clone();
@@ -192,9 +201,7 @@ fn replicas_with_variables_of_their_own_stay_in_sync_until_one_is_changed() {
 
 #[test]
 fn a_failed_step_changes_nothing_and_the_next_one_works() {
-    let (mesh, vars) = (DeviceMesh::cpu(2).unwrap(), vars());
-    let mut model: Trained =
-        DataParallel::new(&mesh, &vars, Mlp::new, adam).unwrap().in_axes(Some(0));
+    let mut model = trained(2);
     let expected = plain(1, |_| 12);
     let failed = model.step(batch(0, 12), |ctx, model, (x, y): Batch| match ctx.slot() {
         1 => candle_core::bail!("no data"),
@@ -204,7 +211,7 @@ fn a_failed_step_changes_nothing_and_the_next_one_works() {
         failed,
         Err(Error::Mesh(pmap_mesh::Error::Replica(ReplicaError::Failed { slot: 1, .. })))
     ));
-    assert_close(&[scalar(&model.step(batch(0, 12), loss).unwrap())], &expected, 1e-5);
+    assert_close(&[model.step(batch(0, 12), loss).unwrap().loss as f32], &expected, 1e-5);
 }
 
 #[test]
@@ -220,9 +227,8 @@ fn gradients_of_a_mesh_are_those_of_one_device() {
         let (mesh, model) = (DeviceMesh::cpu(slots).unwrap(), model());
         let step =
             value_and_grad(&mesh, vars.all_vars(), move |_, (x, y): Batch| model.loss(&x, &y));
-        let (loss, grads) =
-            step.in_axes(Some(0)).uneven(uneven).call((x.clone(), y.clone())).unwrap();
-        assert_close(&[scalar(&loss)], &[scalar(&serial)], 1e-5);
+        let (loss, grads) = step.uneven(uneven).call((x.clone(), y.clone())).unwrap();
+        assert_close(&[loss as f32], &[scalar(&serial)], 1e-5);
         for var in vars.all_vars() {
             let values = |tensor: &Tensor| tensor.flatten_all().unwrap().to_vec1::<f32>().unwrap();
             assert_close(
@@ -239,15 +245,13 @@ fn the_gradients_of_a_clipped_step_have_the_norm_of_their_mean() {
     // Accumulated batches and uneven shards: what is clipped is the mean that a plain step has.
     let step = |max_norm: Option<f64>| {
         let vars = vars();
-        let sgd = |vars| SGD::new(vars, 1.0);
         let mesh = DeviceMesh::cpu(3).unwrap();
-        let mut model = DataParallel::new(&mesh, &vars, Mlp::new, sgd)
-            .unwrap()
-            .in_axes(Some(0))
-            .uneven(Uneven::Balanced);
+        let mut builder =
+            DataParallel::builder(&mesh, Mlp::new).variables(&vars).uneven(Uneven::Balanced);
         if let Some(max_norm) = max_norm {
-            model = model.clip_norm(max_norm);
+            builder = builder.clip_grad_norm(max_norm);
         }
+        let mut model = builder.build(|group| SGD::new(group.vars, 1.0)).unwrap();
         let before: Vec<Tensor> =
             vars.all_vars().iter().map(|var| var.copy().unwrap().detach()).collect();
         model.accumulate(batch(0, 7), loss).unwrap();
@@ -267,13 +271,12 @@ fn the_gradients_of_a_clipped_step_have_the_norm_of_their_mean() {
 fn models_that_cannot_be_built_are_errors() {
     let mesh = DeviceMesh::cpu(2).unwrap();
     let build = |_: VarBuilder<'_>| -> candle_core::Result<Mlp> { candle_core::bail!("no layers") };
-    let error = DataParallel::new(&mesh, &VarMap::new(), build, adam).unwrap_err();
+    let error = DataParallel::builder(&mesh, build).build(adam).unwrap_err();
     assert!(matches!(error, Error::Model { .. }));
     assert_eq!(error.to_string(), "the model cannot be built: no layers");
 
-    let no_optimizer =
-        |_: Vec<Var>| -> candle_core::Result<AdamW> { candle_core::bail!("no\n rate") };
-    let error = DataParallel::new(&mesh, &vars(), Mlp::new, no_optimizer).unwrap_err();
+    let no_optimizer = |_: Group| -> candle_core::Result<AdamW> { candle_core::bail!("no\n rate") };
+    let error = DataParallel::builder(&mesh, Mlp::new).build(no_optimizer).unwrap_err();
     assert_eq!(error.to_string(), "the model cannot be built: no rate");
 }
 
@@ -285,5 +288,5 @@ fn a_panic_in_a_loss_ends_the_step_and_not_the_training() {
         model.loss(&x, &y)
     });
     assert!(matches!(failed, Err(Error::Mesh(_))));
-    assert_close(&[scalar(&model.step(batch(0, 12), loss).unwrap())], &plain(1, |_| 12), 1e-5);
+    assert_close(&[model.step(batch(0, 12), loss).unwrap().loss as f32], &plain(1, |_| 12), 1e-5);
 }

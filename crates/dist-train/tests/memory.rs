@@ -1,5 +1,6 @@
-//! What a data-parallel step and the writing of a checkpoint hold at most, counted by the allocator;
-//! alone in their process and one at a time, so that nothing else counts.
+//! What a data-parallel step, the writing of a checkpoint and the declaration of a model hold at
+//! most, counted by the allocator; alone in their process and one at a time, so that nothing else
+//! counts.
 
 #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
 #![allow(clippy::needless_pass_by_value, reason = "models are built of builders by value")]
@@ -7,8 +8,10 @@
 use std::sync::{Mutex, PoisonError};
 
 use candle_core::{DType, Device, Tensor};
-use candle_nn::{AdamW, Linear, Module, Optimizer, ParamsAdamW, VarBuilder, VarMap, linear};
-use dist_train::{Checkpoints, DataParallel};
+use candle_nn::{
+    AdamW, Linear, Module, Optimizer, ParamsAdamW, VarBuilder, VarMap, linear, linear_no_bias,
+};
+use dist_train::{Checkpoints, DataParallel, declare};
 use peak_alloc::PeakAlloc;
 use pmap_mesh::DeviceMesh;
 
@@ -55,10 +58,13 @@ fn a_step_holds_no_more_than_plain_candle_s_and_the_parameters_once_per_slot_and
     let params = LAYERS * (SIZE * SIZE + SIZE) * size_of::<f32>();
     for slots in [1, 2, 4] {
         let mesh = DeviceMesh::cpu(slots).unwrap();
-        let mut trained = DataParallel::new(&mesh, &vars, model, adam).unwrap();
+        let mut trained = DataParallel::builder(&mesh, model)
+            .variables(&vars)
+            .build(|group| adam(group.vars))
+            .unwrap();
         let peak = peak_of(|| {
             let of = |_: &_, model: &Vec<Linear>, x: Tensor| loss(model, &x);
-            drop(trained.step(x.clone(), of).unwrap());
+            trained.step(x.clone(), of).unwrap();
         });
         let more = peak.saturating_sub(plain);
         assert!(
@@ -72,8 +78,9 @@ fn a_step_holds_no_more_than_plain_candle_s_and_the_parameters_once_per_slot_and
 fn saving_copies_a_tensor_at_a_time() {
     let _alone = COUNTING.lock().unwrap_or_else(PoisonError::into_inner);
     let mesh = DeviceMesh::cpu(1).unwrap();
-    let sgd = |vars| candle_nn::SGD::new(vars, 0.1);
-    let trained = DataParallel::new(&mesh, &VarMap::new(), model, sgd).unwrap();
+    let trained = DataParallel::builder(&mesh, model)
+        .build(|group| candle_nn::SGD::new(group.vars, 0.1))
+        .unwrap();
     let state = trained.state_dict().unwrap();
     let folder = tempfile::tempdir().unwrap();
     let checkpoints = Checkpoints::new(folder.path());
@@ -82,4 +89,32 @@ fn saving_copies_a_tensor_at_a_time() {
     let tensor = SIZE * SIZE * size_of::<f32>();
     let buffer = 1 << 20;
     assert!(peak < buffer + 3 * tensor, "{peak} bytes for tensors of {tensor}");
+}
+
+/// Layers with the shapes of Llama 2 7B.
+fn llama(vb: VarBuilder<'_>) -> candle_core::Result<Vec<Linear>> {
+    let linear = |input, output, name: String| linear_no_bias(input, output, vb.pp(name));
+    let mut layers =
+        vec![linear(4096, 32_000, "embed".into())?, linear(4096, 32_000, "head".into())?];
+    for block in 0..32 {
+        for name in ["q", "k", "v", "o"] {
+            layers.push(linear(4096, 4096, format!("blocks.{block}.{name}"))?);
+        }
+        for (name, input, output) in
+            [("gate", 4096, 11_008), ("up", 4096, 11_008), ("down", 11_008, 4096)]
+        {
+            layers.push(linear(input, output, format!("blocks.{block}.{name}"))?);
+        }
+    }
+    Ok(layers)
+}
+
+#[test]
+fn a_model_is_declared_within_some_hundred_bytes_per_parameter() {
+    let _alone = COUNTING.lock().unwrap_or_else(PoisonError::into_inner);
+    let mut declared = Vec::new();
+    let peak = peak_of(|| declared = declare(llama, DType::F32, &Device::Cpu).unwrap());
+    let items: usize = declared.iter().map(|declared| declared.shape.elem_count()).sum();
+    assert_eq!((declared.len(), items), (226, 6_738_149_376));
+    assert!(peak < declared.len() * 1000, "{peak} bytes for {} parameters", declared.len());
 }

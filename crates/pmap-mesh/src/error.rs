@@ -1,6 +1,6 @@
 //! What can go wrong on a mesh, before a replica starts and inside it.
 
-use std::{error::Error as StdError, iter, sync::Arc, time::Duration};
+use std::{error::Error as StdError, iter, panic::Location, sync::Arc, time::Duration};
 
 use candle_core::Device;
 #[cfg(feature = "nccl")]
@@ -224,6 +224,18 @@ pub enum ReplicaError {
          mesh whose workers wait for this one; call it between two calls instead"
     )]
     Nested,
+    /// A replica of an earlier call, which has returned without it at the mesh's deadline, still
+    /// runs; the mesh can be used again when it returns.
+    #[error(
+        "slot {slot} is busy: its replica of the call at {call} has not returned since that call missed the mesh's \
+         deadline"
+    )]
+    Stuck {
+        /// The slot in which it runs.
+        slot: usize,
+        /// Where the function was called.
+        call: &'static Location<'static>,
+    },
 }
 
 /// Why replicas do not come together in a collective.

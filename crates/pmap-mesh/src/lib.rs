@@ -1,6 +1,7 @@
 //! [Coming from JAX]: crate::coming_from_jax
 #![doc = include_str!("../README.md")]
 
+mod ending;
 mod engine;
 mod error;
 mod mesh;

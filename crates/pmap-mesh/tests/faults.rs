@@ -368,9 +368,7 @@ fn a_deadline_ends_waiting_for_a_replica_that_is_busy_elsewhere() {
             _ => released.lock().unwrap().recv().map_err(candle_core::Error::wrap),
         });
         let error = call.call(inputs(2)).unwrap_err();
-        // Whoever is late because the machine is busy would fail here as well, so that only the
-        // kind of error counts.
-        assert!(mesh.pmap(|_, x: Tensor| Ok(x)).call(inputs(2)).is_ok());
+        // What becomes of the mesh is the subject of `deadlines`.
         error
     });
     assert!(

@@ -133,9 +133,7 @@ fn scheduled(mut steps: Steps<'_, Vec<u64>>) -> Vec<Result<Scheduled>> {
 /// # Shapes
 ///
 /// Ids [batch, `padded_length`] u32, padded with 0 on the right; weights
-/// [batch, `padded_length` − 1] f32: one over the number of predictions in the batch where there is
-/// one, 0 where there is padding. So a sum over all replicas is the mean over the whole batch,
-/// however its tokens are spread.
+/// [batch, `padded_length` − 1] f32: 1 where there is a prediction, 0 where there is padding.
 pub(crate) fn collate(
     batch: &Batch,
     corpus: &Corpus,
@@ -144,13 +142,11 @@ pub(crate) fn collate(
     let sequences: Vec<&[u8]> = batch.indices.iter().map(|&index| corpus.sequence(index)).collect();
     let rows = sequences.len();
     let length = sequences.iter().map(|sequence| sequence.len()).fold(0, usize::max);
-    let predictions: usize = sequences.iter().map(|sequence| sequence.len() - 1).sum();
-    let weight = 1.0 / predictions as f32;
     let ids: Vec<u32> =
         sequences.iter().flat_map(|sequence| padded(sequence, length, u32::from, 0)).collect();
     let weights: Vec<f32> = sequences
         .iter()
-        .flat_map(|sequence| padded(&sequence[1..], length - 1, |_| weight, 0.0))
+        .flat_map(|sequence| padded(&sequence[1..], length - 1, |_| 1.0, 0.0))
         .collect();
     Ok((
         Tensor::from_vec(ids, (rows, length), device)?,
@@ -173,14 +169,14 @@ mod tests {
     use super::*;
 
     #[test]
-    fn padding_has_no_weight_and_weights_add_up_to_one() {
+    fn padding_has_no_weight() {
         let corpus = Corpus::new(["ab\n\ncdef"]);
         let config = BatchConfig::default().with_max_batch_size(2);
         let sampler = DynamicBatchSampler::new(corpus.lengths(), config).unwrap();
         let batch = sampler.iter_in([1, 0]).next().unwrap().unwrap();
         let (ids, weights) = collate(&batch, &corpus, &Device::Cpu).unwrap();
         assert_eq!(ids.to_vec2::<u32>().unwrap(), [[99, 100, 101, 102], [97, 98, 0, 0]]);
-        assert_eq!(weights.to_vec2::<f32>().unwrap(), [[0.25, 0.25, 0.25], [0.25, 0.0, 0.0]]);
+        assert_eq!(weights.to_vec2::<f32>().unwrap(), [[1.0, 1.0, 1.0], [1.0, 0.0, 0.0]]);
     }
 
     #[test]

@@ -14,9 +14,9 @@ use candle_core::{DType, Device, Tensor};
 use candle_distributed::{
     batch::BatchState,
     mesh::{ALL, DeviceMesh, P, Replica, Uneven},
-    train::{AdamW, Checkpoint, Checkpoints, DataParallel},
+    train::{AdamW, Checkpoint, Checkpoints, DataParallel, Loss},
 };
-use candle_nn::{Optimizer, ParamsAdamW, VarBuilder, VarMap};
+use candle_nn::{Optimizer, ParamsAdamW, VarMap};
 
 use crate::{
     error::{Error, ErrorKind, Result},
@@ -57,6 +57,7 @@ pub(crate) struct Job<'a> {
 impl Job<'_> {
     /// Trains `vars` for the remaining steps, each on one batch that all devices share. The process
     /// that has a journal writes it.
+    #[expect(clippy::cast_possible_truncation, reason = "the journal is in single precision")]
     pub(crate) fn run(&self, vars: &VarMap, mut journal: Option<Journal>) -> Result<()> {
         let mut model = self.model(vars)?;
         let checkpoints = Checkpoints::new(run_dir::checkpoints(self.path));
@@ -73,7 +74,7 @@ impl Job<'_> {
             let learning_rate = learning_rate(step, self.steps);
             model.set_learning_rate(learning_rate);
             let tensors = data::collate(&batch, self.corpus, &self.mesh.devices()[0])?;
-            let loss = model.step(tensors, loss)?.to_scalar()?;
+            let loss = model.step(tensors, loss)?.loss as f32;
             let seconds = start.elapsed().as_secs_f64();
             if let Some(journal) = &mut journal {
                 let metrics = StepMetrics::new(step, epoch, loss, learning_rate, &batch, seconds);
@@ -102,10 +103,11 @@ impl Job<'_> {
     }
 
     fn model(&self, vars: &VarMap) -> Result<DataParallel<Transformer, AdamW>> {
-        let build = |vb: VarBuilder<'_>| Transformer::new(MODEL, &vb);
-        let adam = |vars| AdamW::new(vars, ParamsAdamW::default());
-        let model = DataParallel::new(self.mesh, vars, build, adam)?;
-        Ok(model.in_axes(Some(0)).uneven(Uneven::Pad))
+        let model = DataParallel::builder(self.mesh, |vb| Transformer::new(MODEL, &vb))
+            .variables(vars)
+            .uneven(Uneven::Pad)
+            .build(|group| AdamW::new(group.vars, ParamsAdamW::default()))?;
+        Ok(model)
     }
 
     /// Whether a process was told to stop. A signal may reach the processes in different steps, and
@@ -140,17 +142,15 @@ pub(crate) fn largest(mesh: &DeviceMesh, number: u32) -> Result<u32> {
     Ok(pmax.call(number)?.to_scalar()?)
 }
 
-/// The loss of a shard. The mesh averages losses over rows, but a shard may have more tokens per
-/// row than others; `share` turns that into the mean over the tokens of the whole batch.
+/// The loss of a shard: a sum over its predictions, of which a shard may have more per row than
+/// others.
 fn loss(
-    replica: &Replica,
+    _: &Replica,
     model: &Transformer,
     (ids, weights): (Tensor, Tensor),
-) -> candle_core::Result<Tensor> {
-    // A shard of nothing but padding has no weight, and no loss either.
-    let share =
-        if replica.weight() > 0.0 { replica.count() as f64 / replica.weight() } else { 1.0 };
-    model.loss(&ids, &weights)? * share
+) -> candle_core::Result<Loss> {
+    let predictions = weights.sum_all()?;
+    Ok(Loss::sum(model.loss(&ids, &weights)?, predictions))
 }
 
 /// A linear warm-up over the first steps, then a linear decay to a tenth of the peak.

@@ -9,7 +9,7 @@ use std::{
 use crate::error::{Result, checkpoint::CheckpointError};
 
 /// Says which path an error of the system is about.
-pub(super) trait At<T> {
+pub(crate) trait At<T> {
     /// Turns the system's error into [`CheckpointError::Io`].
     fn at(self, path: &Path) -> Result<T>;
 }

@@ -5,20 +5,20 @@ use std::{
     collections::BTreeMap,
     fmt,
     fs::{self, File},
-    io::{self, BufWriter, Read, Seek, SeekFrom, Write},
+    io::{BufWriter, Write},
     ops::Range,
     path::Path,
     sync::Arc,
 };
 
-use candle_core::{DType, Device, Tensor};
+use candle_core::{Device, Tensor};
 use fsdp_plan::source::{SafetensorsHeader, StoredTensor};
 use safetensors::tensor::{Dtype, Metadata, TensorInfo};
 
 use crate::{
     checkpoint::disk::At,
-    dtype::dtype_of,
-    error::{Doing, Result, checkpoint::CheckpointError, parameter::ParameterError},
+    error::{Doing, Result, checkpoint::CheckpointError},
+    stored::{self, StoredItems},
 };
 
 /// What a model's variables are called among the kinds of tensors; an optimizer names its own.
@@ -143,10 +143,7 @@ pub(super) struct Piece {
     /// The first item, in the parameter.
     start: usize,
     len: usize,
-    dtype: DType,
-    file: Arc<Path>,
-    /// Where its bytes begin in the file.
-    offset: u64,
+    stored: StoredItems,
 }
 
 impl Piece {
@@ -158,18 +155,7 @@ impl Piece {
     /// Reads items of the parameter, all of which lie in this piece: one dimension, on the
     /// processor.
     pub(super) fn read(&self, items: Range<usize>) -> Result<Tensor> {
-        let bytes = self.read_bytes(&items).at(&self.file)?;
-        Tensor::from_raw_buffer(&bytes, self.dtype, &[items.len()], &Device::Cpu)
-            .doing("reading a tensor of a checkpoint")
-    }
-
-    fn read_bytes(&self, items: &Range<usize>) -> io::Result<Vec<u8>> {
-        let size = self.dtype.size_in_bytes();
-        let mut file = File::open(&self.file)?;
-        file.seek(SeekFrom::Start(self.offset + ((items.start - self.start) * size) as u64))?;
-        let mut bytes = vec![0; items.len() * size];
-        file.read_exact(&mut bytes)?;
-        Ok(bytes)
+        self.stored.read(items.start - self.start..items.end - self.start)
     }
 }
 
@@ -180,27 +166,16 @@ pub(super) fn pieces(path: &Path, expected: u64) -> Result<Vec<(Owner, Piece)>> 
     if !metadata.is_file() || found != expected {
         return Err(CheckpointError::Length { path: path.to_owned(), found, expected }.into());
     }
-    let header = SafetensorsHeader::read(File::open(path).at(path)?)
-        .map_err(|cause| CheckpointError::Header { path: path.to_owned(), cause })?;
-    let described = header.file_len();
-    if described != found {
-        return Err(CheckpointError::Extent { path: path.to_owned(), described, found }.into());
-    }
     let file: Arc<Path> = path.into();
-    header.tensors().iter().map(|stored| piece(&file, stored)).collect()
+    stored::header(path)?.tensors().iter().map(|tensor| piece(&file, tensor)).collect()
 }
 
-fn piece(file: &Arc<Path>, stored: &StoredTensor) -> Result<(Owner, Piece)> {
-    let name = stored.info.name();
-    let Some((key, len)) = run(stored) else {
+fn piece(file: &Arc<Path>, tensor: &StoredTensor) -> Result<(Owner, Piece)> {
+    let name = tensor.info.name();
+    let Some((key, len)) = run(tensor) else {
         return Err(CheckpointError::Key { path: file.to_path_buf(), key: name.to_owned() }.into());
     };
-    let Some(dtype) = dtype_of(stored.info.dtype()) else {
-        let dtype = stored.info.dtype().to_string();
-        return Err(ParameterError::UnknownDtype { name: name.to_owned(), dtype }.into());
-    };
-    let offset = stored.range.start;
-    let piece = Piece { start: key.start, len, dtype, file: Arc::clone(file), offset };
+    let piece = Piece { start: key.start, len, stored: StoredItems::new(file, tensor)? };
     Ok(((key.kind.to_owned(), key.parameter.to_owned()), piece))
 }
 
@@ -214,6 +189,8 @@ fn run(stored: &StoredTensor) -> Option<(TensorKey<'_>, usize)> {
 
 #[cfg(test)]
 mod tests {
+    use candle_core::DType;
+
     use super::*;
 
     #[test]

@@ -13,13 +13,14 @@ use serde_json::Value;
 
 use crate::{
     checkpoint::{disk::At, file::is_shard_name},
+    data_parallel::state::TrainerState,
     error::{Result, checkpoint::CheckpointError},
 };
 
 /// The name of the index in its folder.
 pub(super) const INDEX: &str = "index.json";
 /// The form of the index.
-const FORMAT_VERSION: u32 = 1;
+const FORMAT_VERSION: u32 = 2;
 /// What is read of an index at most: it names what the headers of its files describe, and is no
 /// longer than one may be.
 const MAX_BYTES: u64 = MAX_HEADER_LEN;
@@ -33,6 +34,9 @@ pub(super) struct Index {
     /// The model's parameters and their shapes.
     pub(super) parameters: BTreeMap<String, Vec<usize>>,
     pub(super) files: Vec<Listed>,
+    /// How far training was, if a trainer wrote it.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub(super) trainer: Option<TrainerState>,
     /// Whatever else the run had to remember.
     pub(super) state: Value,
 }
@@ -55,9 +59,10 @@ impl Index {
         step: u64,
         parameters: BTreeMap<String, Vec<usize>>,
         files: Vec<Listed>,
+        trainer: Option<TrainerState>,
         state: Value,
     ) -> Self {
-        Self { format_version: FORMAT_VERSION, step, parameters, files, state }
+        Self { format_version: FORMAT_VERSION, step, parameters, files, trainer, state }
     }
 
     /// Writes it, and waits until it is on disk.
@@ -121,7 +126,8 @@ mod tests {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join(INDEX);
         let state = Value::String("x".repeat(usize::try_from(MAX_BYTES).unwrap()));
-        let error = Index::new(1, BTreeMap::new(), Vec::new(), state).write(&path).unwrap_err();
+        let error =
+            Index::new(1, BTreeMap::new(), Vec::new(), None, state).write(&path).unwrap_err();
         let Error::Checkpoint(CheckpointError::IndexTooLong { found, max, .. }) = error else {
             panic!("{error}")
         };

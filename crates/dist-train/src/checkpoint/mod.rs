@@ -2,7 +2,7 @@
 //! each slot and an index.
 
 mod agreement;
-mod disk;
+pub(crate) mod disk;
 pub(crate) mod file;
 mod index;
 pub(crate) mod read;
@@ -45,15 +45,16 @@ const PARTIAL: &str = "partial";
 /// # Examples
 ///
 /// ```
-/// use candle_core::{DType, Device, Tensor};
-/// use candle_nn::{Module, Optimizer, ParamsAdamW, VarMap, linear, loss::mse};
+/// use candle_core::{Device, Tensor};
+/// use candle_nn::{Module, Optimizer, ParamsAdamW, linear, loss::mse};
 /// use dist_train::{AdamW, Checkpoints, DataParallel};
 /// use pmap_mesh::DeviceMesh;
 ///
-/// let train = |slots: usize, folder: &std::path::Path, steps: u64| -> Result<f32, Box<dyn std::error::Error>> {
-///     let (mesh, vars) = (DeviceMesh::cpu(slots)?, VarMap::new());
-///     let adam = |vars| AdamW::new(vars, ParamsAdamW { lr: 0.1, ..Default::default() });
-///     let mut model = DataParallel::new(&mesh, &vars, |vb| linear(3, 1, vb), adam)?.in_axes(Some(0));
+/// let train = |slots: usize, folder: &std::path::Path, steps: u64| -> Result<f64, Box<dyn std::error::Error>> {
+///     let mesh = DeviceMesh::cpu(slots)?;
+///     let params = ParamsAdamW { lr: 0.1, ..ParamsAdamW::default() };
+///     let mut model = DataParallel::builder(&mesh, |vb| linear(3, 1, vb))
+///         .build(|group| AdamW::new(group.vars, params.clone()))?;
 ///
 ///     let checkpoints = Checkpoints::new(folder);
 ///     let mut first = 0;
@@ -61,12 +62,12 @@ const PARTIAL: &str = "partial";
 ///         model.load(&checkpoint)?;
 ///         first = checkpoint.step();
 ///     }
-///     let mut loss = f32::NAN;
+///     let mut loss = f64::NAN;
 ///     for step in first..steps {
 ///         let x = Tensor::arange(0_f32, 24., &Device::Cpu)?.reshape((8, 3))?.affine(0.1, -(step as f64))?;
 ///         let y = x.sum_keepdim(1)?;
 ///         let of = |_: &_, model: &candle_nn::Linear, (x, y): (Tensor, Tensor)| mse(&model.forward(&x)?, &y);
-///         loss = model.step((x, y), of)?.to_scalar()?;
+///         loss = model.step((x, y), of)?.loss;
 ///     }
 ///     checkpoints.save(&mesh, steps, &model.state_dict()?, &"whatever else a run must know")?;
 ///     Ok(loss)
@@ -172,7 +173,8 @@ impl Checkpoints {
         wait_for_all(mesh)?;
         let files = write_shards(mesh, &partial, tensors)?;
         if is_first {
-            let index = Index::new(step, tensors.parameters.clone(), files, state);
+            let index =
+                Index::new(step, tensors.parameters.clone(), files, tensors.trainer.clone(), state);
             index.write(&partial.join(INDEX))?;
             sync_folder(&partial)?;
             fs::rename(&partial, &whole).at(&whole)?;

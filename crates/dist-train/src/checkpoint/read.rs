@@ -17,6 +17,7 @@ use crate::{
         index::{INDEX, Index, json_error},
         state_dict::failed,
     },
+    data_parallel::state::TrainerState,
     error::{Doing, Error, Result, checkpoint::CheckpointError, parameter::ParameterError},
     optim::StatefulOptimizer,
 };
@@ -60,6 +61,11 @@ impl Checkpoint {
     /// How many steps had been taken.
     pub fn step(&self) -> u64 {
         self.index.step
+    }
+
+    /// How far training was, if a trainer wrote it.
+    pub(crate) fn trainer(&self) -> Option<&TrainerState> {
+        self.index.trainer.as_ref()
     }
 
     /// The state that it was saved with.

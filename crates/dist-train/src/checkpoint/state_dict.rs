@@ -7,6 +7,7 @@ use pmap_mesh::DeviceMesh;
 
 use crate::{
     checkpoint::file::{MODEL, TensorKey},
+    data_parallel::state::TrainerState,
     error::{Error, Result, checkpoint::CheckpointError},
     optim::StatefulOptimizer,
 };
@@ -25,12 +26,19 @@ pub struct StateDict {
     pub(super) parameters: BTreeMap<String, Vec<usize>>,
     /// For each slot of this process, its tensors by their names in the file.
     pub(super) slots: Vec<BTreeMap<String, Tensor>>,
+    /// How far training is, if a trainer knows.
+    pub(super) trainer: Option<TrainerState>,
 }
 
 impl StateDict {
     /// Nothing yet, of a model with parameters of these shapes.
     pub(crate) fn new(mesh: &DeviceMesh, parameters: BTreeMap<String, Vec<usize>>) -> Self {
-        Self { parameters, slots: vec![BTreeMap::new(); mesh.devices().len()] }
+        Self { parameters, slots: vec![BTreeMap::new(); mesh.devices().len()], trainer: None }
+    }
+
+    /// The same, with what a trainer must know to resume.
+    pub(crate) fn with_trainer(self, trainer: TrainerState) -> Self {
+        Self { trainer: Some(trainer), ..self }
     }
 
     /// Adds a tensor that the n-th slot of this process keeps.

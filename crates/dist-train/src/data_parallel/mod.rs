@@ -1,26 +1,36 @@
 //! Data-parallel training: one model on every device, kept equal by summing gradients.
 
+pub(crate) mod builder;
+mod roles;
+pub(crate) mod rules;
 mod slot;
+pub(crate) mod state;
+mod sync;
 mod vars;
 
 use std::{
     collections::BTreeMap,
-    sync::{Arc, Mutex},
+    sync::{Arc, Mutex, MutexGuard, OnceLock},
 };
 
-use candle_core::{Tensor, Var};
-use candle_nn::{Optimizer, VarBuilder, VarMap};
-use pmap_mesh::{ALL, DeviceMesh, P, Replica, Specs, TensorTree, Uneven};
+use candle_core::Tensor;
+use candle_nn::{Optimizer, VarBuilder};
+use pmap_mesh::{DeviceMesh, P, Replica, Specs, TensorTree, Uneven};
 
 use self::{
-    slot::{Clip, Slot, lock},
-    vars::{Part, Sharing},
+    builder::DataParallelBuilder,
+    rules::{Evaluation, Report, Rules, Step, Then},
+    slot::{Slot, lock},
+    state::Progress,
+    vars::Inventory,
 };
 use crate::{
-    checkpoint::{file::TensorKey, read::Checkpoint, state_dict::StateDict},
-    error::{Doing, Error, Result},
-    grad::differentiate,
-    optim::StatefulOptimizer,
+    batch::Layout,
+    error::{
+        Doing, Result,
+        training::{Refusal, TrainingError},
+    },
+    loss::{self, Loss},
 };
 
 /// A model that the devices of a mesh train together; PyTorch's `DistributedDataParallel` for
@@ -30,6 +40,16 @@ use crate::{
 /// differentiates the shards at the same time, sums their gradients and lets each slot of a device
 /// update its part of the variables: the optimizer's work and memory are divided among the slots of
 /// a device, and every device does them once.
+///
+/// # What is refused
+///
+/// - A variable without a gradient on any slot, in the first step: an operation without backward
+///   ends the gradient, and nothing before it would learn
+///   ([`allow_unused`](DataParallelBuilder::allow_unused),
+///   [`freeze`](DataParallelBuilder::freeze)). In later steps it is left alone.
+/// - A loss, a norm of gradients or a buffer that is not finite, before any variable changes
+///   ([`allow_non_finite`](DataParallelBuilder::allow_non_finite)).
+/// - A loss of integers, or of more than one item.
 ///
 /// # Determinism
 ///
@@ -41,345 +61,305 @@ use crate::{
 ///
 /// - Gradients are summed after `backward`, not during it: candle's `backward` calls nothing on its
 ///   way but custom operations, and one on each parameter would copy every parameter in every step.
-/// - Uneven shards are weighted by their rows, so the last batch of an epoch needs no padding to be
-///   exact.
+/// - Shards are weighted by what their losses are means over ([`Loss`]), so the last batch of an
+///   epoch needs no padding to be exact, and a mean over tokens is one over all of them.
 /// - The optimizer's state is not replicated within a device, as in ZeRO stage 1 (arXiv
 ///   1910.02054).
 ///
 /// # Examples
 ///
 /// ```
-/// use candle_core::{DType, Device, Tensor};
-/// use candle_nn::{AdamW, Module, Optimizer, ParamsAdamW, VarMap, linear, loss::mse};
-/// use dist_train::DataParallel;
-/// use pmap_mesh::DeviceMesh;
+/// use candle_core::{Device, Tensor};
+/// use candle_nn::{Linear, Module, Optimizer, ParamsAdamW, linear, loss::mse};
+/// use dist_train::{AdamW, DataParallel};
+/// use pmap_mesh::{DeviceMesh, Replica};
 ///
 /// let mesh = DeviceMesh::cpu(2)?;
-/// let vars = VarMap::new();
-/// let params = ParamsAdamW { lr: 0.1, ..Default::default() };
-/// let mut model = DataParallel::new(&mesh, &vars, |vb| linear(3, 1, vb), |vars| AdamW::new(vars, params.clone()))?
-///     .in_axes(Some(0))
-///     .clip_norm(1.0);
+/// let params = ParamsAdamW { lr: 0.1, ..ParamsAdamW::default() };
+/// let mut model = DataParallel::builder(&mesh, |vb| linear(3, 1, vb))
+///     .clip_grad_norm(1.0)
+///     .build(|group| AdamW::new(group.vars, params.clone()))?;
 ///
 /// let x = Tensor::randn(0_f32, 1., (16, 3), &Device::Cpu)?;
 /// let y = x.sum_keepdim(1)?;
-/// let loss = |_: &_, model: &candle_nn::Linear, (x, y): (Tensor, Tensor)| mse(&model.forward(&x)?, &y);
-/// let first = model.step((x.clone(), y.clone()), loss)?.to_scalar::<f32>()?;
+/// let loss = |_: &Replica, model: &Linear, (x, y): (Tensor, Tensor)| mse(&model.forward(&x)?, &y);
+/// let first = model.step((x.clone(), y.clone()), loss)?.loss;
 /// for _ in 0..100 {
 ///     model.step((x.clone(), y.clone()), loss)?;
 /// }
-/// assert!(model.step((x, y), loss)?.to_scalar::<f32>()? < first / 10.);
+/// assert!(model.evaluate((x, y), loss)?.loss < first / 10.);
 /// # Ok::<(), Box<dyn std::error::Error>>(())
 /// ```
 #[derive(Debug)]
 pub struct DataParallel<M, O> {
     mesh: DeviceMesh,
-    /// The names and shapes of the variables, in the order of names.
-    parameters: Vec<(String, Vec<usize>)>,
-    /// Of this process. A step runs in the slots' workers, which must own what they use: hence the
-    /// `Arc`, and a lock for each.
-    slots: Arc<Vec<Mutex<Slot<M, O>>>>,
+    inventory: Arc<Inventory>,
+    /// Of this process. Each is locked by its own replica alone while a step runs.
+    workers: Vec<Worker<M, O>>,
     /// How many sets of variables there are, in all processes.
     n_sets: usize,
+    options: Options,
+    progress: Progress,
+    /// Whether no step has succeeded yet.
+    is_first: bool,
+}
+
+/// What one slot works on.
+#[derive(Debug)]
+struct Worker<M, O> {
+    slot: Mutex<Slot<M, O>>,
+    /// The model on the same variables, by which nothing is recorded for a backward pass.
+    evaluated: Mutex<M>,
+}
+
+/// What a builder says of every step.
+#[derive(Clone, Debug)]
+struct Options {
     in_axes: Specs,
     uneven: Uneven,
     max_norm: Option<f64>,
+    allow_non_finite: bool,
+    /// After so many steps, it is checked that all slots have the same variables.
+    check_every: Option<u64>,
 }
 
-impl<M: Send + 'static, O: Optimizer + Send + 'static> DataParallel<M, O> {
-    /// Builds a model on every slot of `mesh`.
-    ///
-    /// `build` is called once for each slot and asks for the same parameters each time. The first
-    /// time it fills `vars` with those that are not there, initialized as it says. Slots on the
-    /// device of `vars` use them directly, so they are what is trained, and they can be saved at any
-    /// time between steps. Other devices get copies. Variables that are there must lie on the first
-    /// device of the mesh: on that very one, as [`DeviceMesh::devices`] returns it.
-    ///
-    /// `optimizer` is called with the variables that one slot updates.
-    ///
-    /// # Errors
-    ///
-    /// [`Error::Model`] with what `build` and `optimizer` return, or if variables lie elsewhere.
-    pub fn new(
-        mesh: &DeviceMesh,
-        vars: &VarMap,
-        build: impl Fn(VarBuilder<'_>) -> candle_core::Result<M>,
-        optimizer: impl Fn(Vec<Var>) -> candle_core::Result<O>,
-    ) -> Result<Self> {
-        Self::build(mesh, vars, build, optimizer, Sharing::PerDevice)
-            .map_err(|cause| Error::Model { cause })
-    }
-
-    /// [`new`](Self::new) with variables of its own for every slot, even on one device: what as many
-    /// devices would do.
-    ///
-    /// # Errors
-    ///
-    /// Those of [`new`](Self::new).
-    pub fn replicated(
-        mesh: &DeviceMesh,
-        vars: &VarMap,
-        build: impl Fn(VarBuilder<'_>) -> candle_core::Result<M>,
-        optimizer: impl Fn(Vec<Var>) -> candle_core::Result<O>,
-    ) -> Result<Self> {
-        Self::build(mesh, vars, build, optimizer, Sharing::PerSlot)
-            .map_err(|cause| Error::Model { cause })
-    }
-
-    fn build(
-        mesh: &DeviceMesh,
-        vars: &VarMap,
-        build: impl Fn(VarBuilder<'_>) -> candle_core::Result<M>,
-        optimizer: impl Fn(Vec<Var>) -> candle_core::Result<O>,
-        sharing: Sharing,
-    ) -> candle_core::Result<Self> {
-        let devices = mesh.devices();
-        let dtype = vars::dtype(vars, &devices[0])?;
-        // The first model fills `vars`, which the other devices copy.
-        let mut first_model = Some(build(VarBuilder::from_varmap(vars, dtype, &devices[0]))?);
-        let parameters = described(vars)?;
-        let sizes: Vec<u64> = parameters.iter().map(|(_, shape)| numel(shape)).collect();
-
-        let sets = vars::sets(mesh, vars, sharing)?;
-        // Every process has as many slots, and as many sets.
-        let n_sets = sets.len() * (mesh.len() / devices.len());
-        let first_set = sets.len() * (mesh.local_slots().start / devices.len());
-        let mut slots = Vec::with_capacity(devices.len());
-        for Part { slot, set, owned, saved } in vars::parts(&sets, &sizes, n_sets, first_set) {
-            let map = &sets[set].map;
-            let model = match first_model.take() {
-                Some(first) => first,
-                None => build(VarBuilder::from_varmap(map, dtype, &devices[slot]))?,
-            };
-            let vars: Vec<Var> = vars::named(map)?.into_iter().map(|(_, var)| var).collect();
-            let optimizer = optimizer(owned.iter().map(|&var| vars[var].clone()).collect())?;
-            slots.push(Mutex::new(Slot {
-                model,
-                vars,
-                owned,
-                saved,
-                optimizer,
-                accumulated: None,
-            }));
-        }
-        Ok(Self {
-            mesh: mesh.clone(),
-            parameters,
-            slots: Arc::new(slots),
-            n_sets,
-            in_axes: Specs::first_and_rest(P::shard(0, ALL), P::replicate()),
+impl Default for Options {
+    fn default() -> Self {
+        Self {
+            in_axes: Some(0).into(),
             uneven: Uneven::default(),
             max_norm: None,
-        })
+            allow_non_finite: false,
+            check_every: None,
+        }
     }
+}
 
-    /// Sets how a batch is cut for the slots, as [`PMap::in_axes`](pmap_mesh::PMap::in_axes). By
-    /// default the first tensor is cut in dimension 0 and every slot gets all of the others: for a
-    /// batch of inputs and targets write `.in_axes(Some(0))`, which cuts them all.
-    #[must_use]
-    pub fn in_axes(self, specs: impl Into<Specs>) -> Self {
-        Self { in_axes: specs.into(), ..self }
-    }
+/// The stream of random numbers that evaluations draw from, beside those of the batches.
+const EVALUATION: u64 = u64::MAX;
 
-    /// Sets what happens to a batch that the slots do not divide, as
-    /// [`PMap::uneven`](pmap_mesh::PMap::uneven). By default it is refused.
-    #[must_use]
-    pub fn uneven(self, uneven: Uneven) -> Self {
-        Self { uneven, ..self }
-    }
-
-    /// Sets the largest norm of the gradients of all parameters taken together: above it they are
-    /// scaled down, as by PyTorch's `clip_grad_norm_`. By default they are not.
-    #[must_use]
-    pub fn clip_norm(self, max_norm: f64) -> Self {
-        Self { max_norm: Some(max_norm), ..self }
-    }
-
-    /// Sets the learning rate of all optimizers.
-    pub fn set_learning_rate(&mut self, learning_rate: f64) {
-        self.slots.iter().for_each(|slot| lock(slot).optimizer.set_learning_rate(learning_rate));
-    }
-
-    /// Differentiates the batch's loss and updates the variables; returns the mean loss, a scalar.
+impl DataParallel<(), ()> {
+    /// A model to be built on every slot of `mesh`, of the layers that `model` makes of the variables
+    /// that it asks its builder for: candle's own constructors.
     ///
-    /// `loss` returns the mean over the rows of its shard, or over the first
-    /// [`Replica::valid_len`] of them if the shard may be padded. If batches were
-    /// [accumulated](Self::accumulate) before, the update uses the mean of their gradients and this
-    /// batch's.
+    /// Options are set on what is returned; [`build`](DataParallelBuilder::build) asks for the
+    /// optimizers.
+    pub fn builder<M, B>(mesh: &DeviceMesh, model: B) -> DataParallelBuilder<'_, B>
+    where
+        B: Fn(VarBuilder<'_>) -> candle_core::Result<M>,
+    {
+        DataParallelBuilder::new(mesh, model)
+    }
+}
+
+impl<M: Send, O: Optimizer + Send> DataParallel<M, O> {
+    /// Differentiates the batch's loss and updates the variables.
+    ///
+    /// `loss` returns a [`Loss`], or a tensor: the mean over the rows of its shard, or over the
+    /// first [`Replica::valid_len`] of them if the shard may be padded. If batches were
+    /// [accumulated](Self::accumulate) before, the update uses the gradient of the mean over all of
+    /// them and this one. It may borrow what lies around it: the step waits for all replicas, and on a
+    /// mesh with a [deadline](pmap_mesh::DeviceMeshBuilder::deadline) a replica that never returns
+    /// ends the process (see [`DeviceMesh::pmap_scoped`]).
     ///
     /// # Errors
     ///
-    /// [`Error::Mesh`] with those of [`PMap::call`](pmap_mesh::PMap::call). If the step fails before
-    /// gradients are summed, no variable has changed, and accumulated gradients are dropped; if an
-    /// optimizer fails, variables may be changed in part.
-    pub fn step<I, F>(&mut self, batch: I, loss: F) -> Result<Tensor>
+    /// [`Error::Training`](crate::Error::Training) if the step [would train something
+    /// wrong](Self#what-is-refused); [`Error::Mesh`](crate::Error::Mesh) with those of
+    /// [`PMap::call`](pmap_mesh::PMap::call); [`Error::Diverged`](crate::Error::Diverged) if it is
+    /// time to [check](DataParallelBuilder::check_in_sync_every). If the step fails before gradients
+    /// are summed, no variable has changed, and accumulated gradients are dropped; if an optimizer
+    /// fails, variables may be changed in part.
+    pub fn step<I, A, L, F>(&mut self, batch: I, loss: F) -> Result<Step<A>>
     where
         I: TensorTree,
-        F: Fn(&Replica, &M, I) -> candle_core::Result<Tensor> + Send + Sync + 'static,
+        A: TensorTree,
+        L: Into<Loss<A>>,
+        F: Fn(&Replica, &M, I) -> candle_core::Result<L> + Send + Sync,
     {
-        self.run(batch, loss, Then::Update)
+        if self.options.check_every.is_some_and(|steps| self.progress.steps.is_multiple_of(steps)) {
+            self.check_in_sync()?;
+        }
+        let (Report { loss, grad_norm }, aux) = self.train(batch, loss, Then::Update)?;
+        self.progress.steps += 1;
+        self.is_first = false;
+        Ok(Step { loss: loss.mean(), grad_norm, weight: loss.weight(), aux })
     }
 
     /// Differentiates the batch's loss and keeps the gradients on each slot for the next
-    /// [`step`](Self::step); returns the mean loss. (PyTorch's `no_sync`, but gradients are
-    /// averaged over batches, not summed.)
+    /// [`step`](Self::step); returns the loss of this batch. (PyTorch's `no_sync`; but losses and
+    /// weights are added up and divided once, so nothing need be divided by the number of batches.)
     ///
     /// # Errors
     ///
-    /// [`Error::Mesh`] with those of [`PMap::call`](pmap_mesh::PMap::call); accumulated gradients are
-    /// dropped.
-    pub fn accumulate<I, F>(&mut self, batch: I, loss: F) -> Result<Tensor>
+    /// Those of [`step`](Self::step); accumulated gradients are dropped.
+    pub fn accumulate<I, A, L, F>(&mut self, batch: I, loss: F) -> Result<Evaluation<A>>
     where
         I: TensorTree,
-        F: Fn(&Replica, &M, I) -> candle_core::Result<Tensor> + Send + Sync + 'static,
+        A: TensorTree,
+        L: Into<Loss<A>>,
+        F: Fn(&Replica, &M, I) -> candle_core::Result<L> + Send + Sync,
     {
-        self.run(batch, loss, Then::Keep)
+        let (Report { loss, .. }, aux) = self.train(batch, loss, Then::Keep)?;
+        Ok(Evaluation { loss: loss.mean(), weight: loss.weight(), aux })
     }
 
-    fn run<I, F>(&mut self, batch: I, loss: F, then: Then) -> Result<Tensor>
+    /// The loss of a batch, without gradients: the model is given the same variables, by which no
+    /// operation is recorded.
+    ///
+    /// Random numbers are those of the same evaluation between the same steps.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Training`](crate::Error::Training) if a loss is no scalar of floats, not finite, or
+    /// no shard has weight; [`Error::Mesh`](crate::Error::Mesh) with those of
+    /// [`PMap::call`](pmap_mesh::PMap::call).
+    #[expect(clippy::expect_used, reason = "a call that succeeded has run every replica")]
+    pub fn evaluate<I, A, L, F>(&mut self, batch: I, loss: F) -> Result<Evaluation<A>>
     where
         I: TensorTree,
-        F: Fn(&Replica, &M, I) -> candle_core::Result<Tensor> + Send + Sync + 'static,
+        A: TensorTree,
+        L: Into<Loss<A>>,
+        F: Fn(&Replica, &M, I) -> candle_core::Result<L> + Send + Sync,
     {
-        let slots = Arc::clone(&self.slots);
-        let n_sets = self.n_sets;
-        let clip = self.max_norm.map(|max_norm| Clip { max_norm, n_sets });
-        let step = self.mesh.pmap(move |ctx, shard: I| {
-            let slot = &mut *lock(&slots[ctx.local_index()]);
-            let shard_loss = loss(ctx, &slot.model, shard)?;
-            let (mean_loss, grads) = differentiate(ctx, &slot.vars, shard_loss)?;
-            let gradients = slot.accumulated_with(grads)?;
-            match then {
-                Then::Update => slot.update(ctx, gradients, clip)?,
-                Then::Keep => slot.accumulated = Some(gradients),
-            }
-            Ok(mean_loss)
+        let layout = Layout::of(&batch);
+        let (refusal, mean) = (Refusal::default(), OnceLock::new());
+        let call = self.mesh.pmap_scoped(|ctx, shard: I| {
+            let model = lock(&self.workers[ctx.local_index()].evaluated);
+            let here = layout.explain(shard, |shard| loss(ctx, &model, shard))?.into();
+            let (here, aux) = here.of_shard(ctx, &refusal)?;
+            let whole = here.agree(ctx, self.options.allow_non_finite, &refusal)?;
+            mean.get_or_init(|| whole);
+            Ok(loss::with_leaves(&aux, loss::summed(ctx, &aux)?))
         });
-        let outcome = step
-            .in_axes(self.in_axes.clone())
+        let call = self.cut(call).seed(self.progress.seed.derive(EVALUATION));
+        let aux = refusal.of(call.call_at(self.progress.batches, batch))?;
+        let whole = mean.get().expect("every replica has set the mean");
+        Ok(Evaluation { loss: whole.mean(), weight: whole.weight(), aux })
+    }
+
+    #[expect(clippy::expect_used, reason = "a call that succeeded has run every replica")]
+    fn train<I, A, L, F>(&mut self, batch: I, loss: F, then: Then) -> Result<(Report, A)>
+    where
+        I: TensorTree,
+        A: TensorTree,
+        L: Into<Loss<A>>,
+        F: Fn(&Replica, &M, I) -> candle_core::Result<L> + Send + Sync,
+    {
+        let (layout, rules) = (Layout::of(&batch), self.rules(then));
+        let report = OnceLock::new();
+        let call = self.mesh.pmap_scoped(|ctx, shard: I| {
+            let slot = &mut *lock(&self.workers[ctx.local_index()].slot);
+            slot.begin(&rules)?;
+            let here = layout.explain(shard, |shard| loss(ctx, &slot.model, shard))?;
+            let (whole, aux) = slot.train(ctx, &rules, here.into())?;
+            report.get_or_init(|| whole);
+            Ok(aux)
+        });
+        let call = self.cut(call).seed(self.progress.seed);
+        let outcome = rules.refusal.of(call.call_at(self.progress.batches, batch));
+        for worker in &self.workers {
+            let slot = &mut *lock(&worker.slot);
+            match outcome {
+                Ok(_) => slot.commit(),
+                Err(_) => slot.roll_back().doing("taking back a buffer")?,
+            }
+        }
+        let aux = outcome?;
+        self.progress.batches += 1;
+        Ok((*report.get().expect("every replica has set the report"), aux))
+    }
+
+    /// A function of shards of this model's batches, of which all replicas return the same.
+    fn cut<I, A, F>(&self, call: pmap_mesh::PMap<I, A, F>) -> pmap_mesh::PMap<I, A, F>
+    where
+        I: TensorTree,
+        A: TensorTree,
+        F: Fn(&Replica, I) -> candle_core::Result<A> + Send + Sync,
+    {
+        call.in_axes(self.options.in_axes.clone())
+            .uneven(self.options.uneven)
             .out_axes(P::replicate())
-            .uneven(self.uneven)
-            .call(batch);
-        if outcome.is_err() {
-            // Some slots may have added this batch's part to theirs, and others not.
-            self.slots.iter().for_each(|slot| lock(slot).accumulated = None);
-        }
-        Ok(outcome?)
+            .trust_replicated()
     }
 
-    /// Checks that all devices still have the same variables, to the bit.
+    fn rules(&self, then: Then) -> Rules {
+        Rules {
+            inventory: Arc::clone(&self.inventory),
+            buffers: self.inventory.roles.buffers(),
+            then,
+            max_norm: self.options.max_norm,
+            n_sets: self.n_sets,
+            allow_non_finite: self.options.allow_non_finite,
+            all_used: self.is_first,
+            refusal: Refusal::default(),
+        }
+    }
+}
+
+impl<M, O: Optimizer> DataParallel<M, O> {
+    /// Sets the learning rate of all optimizers.
+    pub fn set_learning_rate(&mut self, learning_rate: f64) {
+        (0..self.inventory.roles.groups.len())
+            .for_each(|group| self.set_rate(group, learning_rate));
+    }
+
+    /// Sets the learning rate of a [group](DataParallelBuilder::group).
     ///
     /// # Errors
     ///
-    /// [`Error::Diverged`] with the first variable that differs, [`Error::Tensor`] if one cannot be
-    /// read, [`Error::Mesh`] if a process does not answer.
+    /// [`TrainingError::UnknownGroup`] if no group of that name has a variable.
+    pub fn set_group_learning_rate(&mut self, name: &str, learning_rate: f64) -> Result<()> {
+        let groups = &self.inventory.roles.groups;
+        let Some(group) = groups.iter().position(|group| group == name) else {
+            return Err(TrainingError::UnknownGroup { name: name.to_owned() }.into());
+        };
+        self.set_rate(group, learning_rate);
+        Ok(())
+    }
+
+    fn set_rate(&self, group: usize, learning_rate: f64) {
+        for worker in &self.workers {
+            lock(&worker.slot).optimizers[group].optimizer.set_learning_rate(learning_rate);
+        }
+    }
+}
+
+impl<M, O> DataParallel<M, O> {
+    /// The number of updates since the start of training, those before a checkpoint included.
+    pub fn steps(&self) -> u64 {
+        self.progress.steps
+    }
+
+    /// The model on the first device, with the variables as they are now, by which no operation is
+    /// recorded. It is locked as long as it is held.
+    pub fn model(&self) -> MutexGuard<'_, M> {
+        lock(&self.workers[0].evaluated)
+    }
+
+    /// The variables on the first device by name: what `candle_core::safetensors::save` writes. They
+    /// share the memory of what is trained, and change with it.
+    pub fn variables(&self) -> BTreeMap<String, Tensor> {
+        let slot = lock(&self.workers[0].slot);
+        let names = self.inventory.parameters.iter().map(|(name, _)| name.clone());
+        names.zip(slot.vars.iter().map(candle_core::Var::as_detached_tensor)).collect()
+    }
+
+    /// Checks that all devices still have the same variables, to the bit: fingerprints of them are
+    /// compared. Every process of the mesh calls it.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Diverged`](crate::Error::Diverged) with the first variable that differs,
+    /// [`Error::Tensor`](crate::Error::Tensor) if one cannot be read,
+    /// [`Error::Mesh`](crate::Error::Mesh) if a process does not answer.
     pub fn check_in_sync(&self) -> Result<()> {
-        let replicas = self.mesh.process_allgather(self.slots.iter().map(values).collect())?;
-        for (replica, vars) in replicas.iter().enumerate() {
-            for ((name, _), (expected, var)) in
-                self.parameters.iter().zip(replicas[0].iter().zip(vars))
-            {
-                if !same_bits(expected, var).doing("comparing variables")? {
-                    return Err(Error::Diverged { name: name.clone(), replica });
-                }
-            }
+        // One set of variables is equal to itself.
+        if self.n_sets == 1 && self.inventory.roles.buffers().is_empty() {
+            return Ok(());
         }
-        Ok(())
+        let of_slot = |worker: &Worker<M, O>| sync::of_values(&lock(&worker.slot).vars);
+        let here = self.workers.iter().map(of_slot).collect::<Result<_>>()?;
+        sync::check(&self.mesh, &self.inventory, here)
     }
-}
-
-impl<M, O: StatefulOptimizer> DataParallel<M, O> {
-    /// The variables and what the optimizers keep for them, for
-    /// [`Checkpoints::save`](crate::Checkpoints::save): each slot of the mesh, in whatever process,
-    /// writes its part. Accumulated gradients are not among them.
-    ///
-    /// # Errors
-    ///
-    /// [`Error::Optimizer`] if an optimizer cannot tell its state,
-    /// [`CheckpointError::Kind`](crate::CheckpointError::Kind) if its state has a name that cannot be
-    /// written.
-    pub fn state_dict(&self) -> Result<StateDict> {
-        let mut state = StateDict::new(&self.mesh, self.shapes());
-        for (local_slot, slot) in self.slots.iter().enumerate() {
-            let slot = lock(slot);
-            for &position in &slot.saved {
-                let index = slot.owned[position];
-                let key = TensorKey::model(&self.parameters[index].0, 0);
-                state.add(local_slot, key, slot.vars[index].as_detached_tensor())?;
-                state.add_optimizer(local_slot, key, &slot.optimizer, position)?;
-            }
-        }
-        Ok(state)
-    }
-
-    /// Gives all variables and optimizers the values of a checkpoint, whatever number of devices
-    /// wrote it; accumulated gradients are dropped. Every process of the mesh calls this, with the
-    /// same checkpoint.
-    ///
-    /// # Errors
-    ///
-    /// [`Error::Parameter`] if the checkpoint has other parameters than the model or lacks some of
-    /// their items, [`Error::Checkpoint`] if a file cannot be read or another process loads another
-    /// step, [`Error::Optimizer`] if an optimizer refuses its state, [`Error::Tensor`] if candle
-    /// fails. Some variables may then be changed.
-    pub fn load(&mut self, checkpoint: &Checkpoint) -> Result<()> {
-        checkpoint.check_fits(&self.mesh, &self.shapes())?;
-        for slot in self.slots.iter() {
-            let slot = &mut *lock(slot);
-            slot.accumulated = None;
-            for (position, &index) in slot.owned.iter().enumerate() {
-                let key = TensorKey::model(&self.parameters[index].0, 0);
-                let var = &slot.vars[index];
-                assign(var, &checkpoint.like(key, var)?).doing("loading a variable")?;
-                checkpoint.load_optimizer(key, &mut slot.optimizer, position)?;
-            }
-        }
-        Ok(())
-    }
-
-    /// The shapes of the variables, by name.
-    fn shapes(&self) -> BTreeMap<String, Vec<usize>> {
-        self.parameters.iter().cloned().collect()
-    }
-}
-
-/// What becomes of a batch's gradients.
-#[derive(Clone, Copy, Debug)]
-enum Then {
-    /// With those accumulated before, they update the variables.
-    Update,
-    /// They are kept for the next update.
-    Keep,
-}
-
-/// The names and shapes of variables, in the order of names.
-fn described(vars: &VarMap) -> candle_core::Result<Vec<(String, Vec<usize>)>> {
-    let named = vars::named(vars)?;
-    Ok(named.into_iter().map(|(name, var)| (name, var.dims().to_vec())).collect())
-}
-
-fn numel(shape: &[usize]) -> u64 {
-    shape.iter().product::<usize>() as u64
-}
-
-/// The variables of a slot's device.
-fn values<M, O>(slot: &Mutex<Slot<M, O>>) -> Vec<Tensor> {
-    lock(slot).vars.iter().map(Var::as_detached_tensor).collect()
-}
-
-fn assign(var: &Var, value: &Tensor) -> candle_core::Result<()> {
-    var.set(&value.to_device(var.device())?)
-}
-
-/// Whether two tensors are equal to the bit: NaN equals itself, and zeros of two signs differ.
-fn same_bits(left: &Tensor, right: &Tensor) -> candle_core::Result<bool> {
-    Ok(left.shape() == right.shape()
-        && left.dtype() == right.dtype()
-        && bytes(left)? == bytes(right)?)
-}
-
-fn bytes(tensor: &Tensor) -> candle_core::Result<Vec<u8>> {
-    let mut bytes = Vec::new();
-    tensor.force_contiguous()?.write_bytes(&mut bytes)?;
-    Ok(bytes)
 }

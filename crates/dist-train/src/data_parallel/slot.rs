@@ -1,46 +1,61 @@
-//! What one worker keeps between steps, and how it updates its variables.
+//! What one worker keeps between steps, and how it trains on its part of a batch.
 
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use candle_core::{Result, Tensor, Var, backprop::GradStore};
 use candle_nn::Optimizer;
-use pmap_mesh::{ALL, Replica};
+use pmap_mesh::{ALL, Replica, TensorTree};
 
-use crate::optim::clip;
+use crate::{
+    agreement,
+    data_parallel::rules::{Report, Rules, Then},
+    error::training::TrainingError,
+    grad::{differentiate, sums_of, widened},
+    loss::{self, BatchLoss, Loss},
+    optim::clip,
+};
 
 /// What one worker keeps between steps.
 #[derive(Debug)]
 pub(super) struct Slot<M, O> {
     pub(super) model: M,
-    /// All variables of its device, by name.
+    /// All variables that it uses, in the order of names.
     pub(super) vars: Vec<Var>,
-    /// The positions in `vars` of those that it updates.
+    /// Those of them that are trained.
+    pub(super) trained: Vec<Var>,
+    /// The positions in `trained` of those that it updates.
     pub(super) owned: Vec<usize>,
-    /// The positions in `owned` of those that it writes to checkpoints: of each variable, one slot
-    /// of the whole mesh does.
+    /// The positions in `vars` of those that it writes to checkpoints.
     pub(super) saved: Vec<usize>,
-    /// Made with the variables of `owned`, in their order.
-    pub(super) optimizer: O,
-    /// The gradients since the last update.
-    pub(super) accumulated: Option<Gradients>,
+    /// The positions in `vars` of those that it reads from checkpoints.
+    pub(super) loaded: Vec<usize>,
+    /// An optimizer for each group, in their order.
+    pub(super) optimizers: Vec<GroupOptimizer<O>>,
+    /// What there is since the last update.
+    pub(super) accumulated: Option<Accumulated>,
+    /// Copies of the buffers as they were before the step that is under way.
+    pub(super) buffers_before: Vec<(usize, Tensor)>,
 }
 
-/// The gradients of some batches, of this slot's share in them.
+/// The optimizer of a group's variables that one slot updates.
 #[derive(Debug)]
-pub(super) struct Gradients {
-    /// The sums over the batches, one for each variable.
-    sums: Vec<Tensor>,
-    n_batches: usize,
+pub(super) struct GroupOptimizer<O> {
+    /// The positions of its variables among all, in the order in which it was given them.
+    pub(super) vars: Vec<usize>,
+    pub(super) optimizer: O,
 }
 
-/// How gradients are clipped.
-#[derive(Clone, Copy, Debug)]
-pub(super) struct Clip {
-    /// The largest norm of all gradients taken together.
-    pub(super) max_norm: f64,
-    /// How many sets of variables there are on the mesh: as many times the sum over all slots
-    /// counts every gradient.
-    pub(super) n_sets: usize,
+/// Some batches that are not yet trained on.
+#[derive(Debug)]
+pub(super) struct Accumulated {
+    /// This slot's gradients of the batches' sums over `scale`, of the trained variables.
+    grads: Vec<Option<Tensor>>,
+    /// The weight of the first batch: divided by it, gradients are about as large as those of a
+    /// mean, so that the sums of many tokens stay within the range of half precision.
+    scale: f64,
+    loss: BatchLoss,
+    /// The sums of what came with the losses.
+    aux: Vec<Tensor>,
 }
 
 /// Locks what a worker keeps. A step locks a slot in the slot's own worker alone, and everything
@@ -50,57 +65,183 @@ pub(super) struct Clip {
 /// a failed step leaves a slot that can be used: gradients are taken out before they change, and
 /// variables may be changed in part by an optimizer's error as well. So a poisoned lock says nothing
 /// that the caller was not told, and refusing it would end training where an error does not.
-pub(super) fn lock<M, O>(slot: &Mutex<Slot<M, O>>) -> MutexGuard<'_, Slot<M, O>> {
+pub(super) fn lock<T>(slot: &Mutex<T>) -> MutexGuard<'_, T> {
     slot.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-impl<M, O: Optimizer> Slot<M, O> {
-    /// These gradients and those that were accumulated before, which are taken out.
-    pub(super) fn accumulated_with(&mut self, grads: Vec<Tensor>) -> Result<Gradients> {
-        match self.accumulated.take() {
-            None => Ok(Gradients { sums: grads, n_batches: 1 }),
-            Some(before) => before.plus(&grads),
-        }
+impl<M, O> Slot<M, O> {
+    /// The optimizer that updates a variable, if this slot does, and the variable's position in it.
+    pub(super) fn optimizer_of(&self, var: usize) -> Option<(&O, usize)> {
+        self.optimizers.iter().find_map(|group| {
+            let position = group.vars.iter().position(|&other| other == var)?;
+            Some((&group.optimizer, position))
+        })
     }
 
-    /// Sums the gradients of its own variables over all slots, and updates these variables by the
-    /// mean over the batches.
-    pub(super) fn update(
+    /// Copies the buffers, which the forward pass may change.
+    pub(super) fn begin(&mut self, rules: &Rules) -> Result<()> {
+        let copy = |&var: &usize| Ok((var, self.vars[var].as_detached_tensor().copy()?));
+        self.buffers_before = rules.buffers.iter().map(copy).collect::<Result<_>>()?;
+        Ok(())
+    }
+
+    /// Forgets what a step that succeeded has no use for.
+    pub(super) fn commit(&mut self) {
+        self.buffers_before.clear();
+    }
+
+    /// Takes back what a step that failed may have changed on some slots and not on others.
+    pub(super) fn roll_back(&mut self) -> Result<()> {
+        self.accumulated = None;
+        self.buffers_before.drain(..).try_for_each(|(var, before)| self.vars[var].set(&before))
+    }
+
+    /// Gives every buffer its mean over the slots, weighted by their rows. Integers, which count
+    /// batches, are the largest.
+    fn average_buffers(&self, ctx: &Replica, rules: &Rules) -> Result<()> {
+        let (floats, counts): (Vec<usize>, Vec<usize>) =
+            rules.buffers.iter().partition(|&&var| self.vars[var].dtype().is_float());
+        for var in counts {
+            let buffer = &self.vars[var];
+            buffer.set(&ctx.pmax(&buffer.as_detached_tensor(), ALL)?)?;
+        }
+        if floats.is_empty() {
+            return Ok(());
+        }
+        let share = ctx.weight() / ctx.count() as f64;
+        let shares = floats.iter().map(|&var| self.buffer_share(var, share));
+        let all: Vec<usize> = (0..floats.len()).collect();
+        let means = ctx.psum_list(shares.collect::<Result<_>>()?, &all)?;
+        for (&var, mean) in floats.iter().zip(means) {
+            if !rules.allow_non_finite && !clip::squares(&mean)?.is_finite() {
+                let name = rules.inventory.name(var).to_owned();
+                return Err(rules.refusal.raise(TrainingError::NonFiniteBuffer { name }));
+            }
+            self.vars[var].set(&mean.to_dtype(self.vars[var].dtype())?)?;
+        }
+        Ok(())
+    }
+
+    /// What this slot adds to the mean of a buffer.
+    fn buffer_share(&self, var: usize, share: f64) -> Result<Tensor> {
+        let buffer = widened(&self.vars[var].as_detached_tensor())?;
+        // What a shard of padding alone has made of it may be anything.
+        if share == 0.0 { buffer.zeros_like() } else { buffer * share }
+    }
+}
+
+impl<M, O: Optimizer> Slot<M, O> {
+    /// Differentiates the loss of this slot's part of a batch, and does with the gradients what the
+    /// rules say. Returns what the whole mesh knows of the batch, or of the update.
+    pub(super) fn train<A: TensorTree>(
         &mut self,
         ctx: &Replica,
-        gradients: Gradients,
-        clip: Option<Clip>,
-    ) -> Result<()> {
-        let mut sums = ctx.psum_list(gradients.sums, &self.owned)?;
-        let mut factor = 1.0 / gradients.n_batches as f64;
-        if let Some(clip) = clip {
-            factor *= clip.factor(ctx, &sums, factor)?;
+        rules: &Rules,
+        loss: Loss<A>,
+    ) -> Result<(Report, A)> {
+        let (shard, aux) = loss.of_shard(ctx, &rules.refusal)?;
+        let batch = shard.agree(ctx, rules.allow_non_finite, &rules.refusal)?;
+        let before = self.accumulated.take();
+        let scale = before.as_ref().map_or(batch.weight(), |before| before.scale);
+        let grads = differentiate(&shard, &self.trained, scale)?;
+        self.average_buffers(ctx, rules)?;
+        let sums = loss::summed(ctx, &aux)?;
+        let this = Accumulated { grads, scale, loss: batch, aux: sums.clone() };
+        let all = match before {
+            Some(before) => before.plus(this)?,
+            None => this,
+        };
+        match rules.then {
+            Then::Keep => {
+                self.accumulated = Some(all);
+                let report = Report { loss: batch, grad_norm: 0.0 };
+                Ok((report, loss::with_leaves(&aux, sums)))
+            }
+            Then::Update => {
+                let factor = scale / all.loss.weight();
+                let grad_norm = self.update(ctx, rules, all.grads, factor)?;
+                let report = Report { loss: all.loss, grad_norm };
+                Ok((report, loss::with_leaves(&aux, all.aux)))
+            }
         }
-        if factor < 1.0 {
-            sums = sums.iter().map(|sum| sum * factor).collect::<Result<_>>()?;
-        }
+    }
+
+    /// Sums the gradients of its own variables over all slots, and updates these variables by
+    /// `factor` times the sums. Returns the norm of all gradients before they are clipped.
+    fn update(
+        &mut self,
+        ctx: &Replica,
+        rules: &Rules,
+        grads: Vec<Option<Tensor>>,
+        factor: f64,
+    ) -> Result<f64> {
+        let here: Vec<bool> = grads.iter().map(Option::is_some).collect();
+        let somewhere = agreement::any(ctx, &here)?;
+        rules.check_used(&somewhere)?;
+        let sums = sums_of(ctx, &self.trained, grads, &somewhere, &self.owned)?;
+        let norm = self.norm(ctx, rules, &sums, factor)?;
+        let factor = factor * rules.max_norm.map_or(1.0, |max_norm| clip::factor(norm, max_norm));
         let mut store = GradStore::default();
         for (&var, sum) in self.owned.iter().zip(sums) {
-            store.insert(&self.vars[var], sum);
+            let Some(sum) = sum else { continue };
+            let var = &self.trained[var];
+            store.insert(var, scaled(sum, factor)?.to_dtype(var.dtype())?);
         }
-        self.optimizer.step(&store)
+        for group in &mut self.optimizers {
+            group.optimizer.step(&store)?;
+        }
+        Ok(norm)
+    }
+
+    /// The norm of all gradients, which are `factor` times the sums that the slots have.
+    fn norm(
+        &self,
+        ctx: &Replica,
+        rules: &Rules,
+        sums: &[Option<Tensor>],
+        factor: f64,
+    ) -> Result<f64> {
+        let squares = sums.iter().map(|sum| sum.as_ref().map_or(Ok(0.0), clip::squares));
+        let squares = squares.collect::<Result<Vec<f64>>>()?;
+        let slots = agreement::numbers(ctx, [squares.iter().sum()])?;
+        let of_all_sets: f64 = slots.iter().flatten().sum();
+        let norm = factor * (of_all_sets / rules.n_sets as f64).sqrt();
+        if !norm.is_finite() && !rules.allow_non_finite {
+            let mut is_cause = vec![false; self.trained.len()];
+            for (&var, squares) in self.owned.iter().zip(squares) {
+                is_cause[var] = !squares.is_finite();
+            }
+            return Err(rules.non_finite_norm(norm, &agreement::any(ctx, &is_cause)?));
+        }
+        Ok(norm)
     }
 }
 
-impl Gradients {
-    fn plus(self, grads: &[Tensor]) -> Result<Self> {
-        let sums = self.sums.iter().zip(grads).map(|(sum, grad)| sum + grad);
-        Ok(Self { sums: sums.collect::<Result<_>>()?, n_batches: self.n_batches + 1 })
+impl Accumulated {
+    fn plus(self, other: Self) -> Result<Self> {
+        let grads = self.grads.into_iter().zip(other.grads).map(|pair| match pair {
+            (Some(left), Some(right)) => (left + right).map(Some),
+            (left, right) => Ok(left.or(right)),
+        });
+        if self.aux.len() != other.aux.len() {
+            candle_core::bail!(
+                "{} tensors come with the loss, {} came with that of the batch before",
+                other.aux.len(),
+                self.aux.len()
+            )
+        }
+        let aux = self.aux.iter().zip(&other.aux).map(|(left, right)| left + right);
+        Ok(Self {
+            grads: grads.collect::<Result<_>>()?,
+            scale: self.scale,
+            loss: self.loss.plus(other.loss),
+            aux: aux.collect::<Result<_>>()?,
+        })
     }
 }
 
-impl Clip {
-    /// The factor for gradients that are the mesh's sums times `scale`, of which this slot has
-    /// `sums`.
-    fn factor(self, ctx: &Replica, sums: &[Tensor], scale: f64) -> Result<f64> {
-        let squares = clip::squares(sums, ctx.device())?;
-        let of_all_sets = clip::scalar(&ctx.psum(&squares, ALL)?)?;
-        let norm = scale * (of_all_sets / self.n_sets as f64).sqrt();
-        Ok(clip::factor(norm, self.max_norm))
-    }
+/// A gradient times a factor, without a pass over it where that is 1: in most steps.
+#[expect(clippy::float_cmp, reason = "1 is exact, and the product by it the gradient itself")]
+fn scaled(gradient: Tensor, factor: f64) -> Result<Tensor> {
+    if factor == 1.0 { Ok(gradient) } else { gradient * factor }
 }

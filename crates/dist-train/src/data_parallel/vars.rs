@@ -1,23 +1,52 @@
 //! The variables of a model on the devices of a mesh, and which slot updates and saves which.
 
-use candle_core::{DType, Device, Result, Var, bail};
-use candle_nn::VarMap;
+#[expect(clippy::disallowed_types, reason = "what candle keeps variables in")]
+use std::collections::HashMap;
+use std::{collections::BTreeMap, sync::MutexGuard};
+
+use candle_core::{DType, Device, Error, Result, Shape, Tensor, Var, bail};
+use candle_nn::{Init, VarBuilder, VarMap, var_builder::SimpleBackend};
 use pmap_mesh::DeviceMesh;
 
-use crate::ownership;
+use crate::{
+    data_parallel::roles::{Role, Roles},
+    ownership,
+};
 
 /// Whether slots on one device use the same variables.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(super) enum Sharing {
     /// They do: each device has one set.
+    #[default]
     PerDevice,
     /// They do not: each slot has a set of its own.
     PerSlot,
 }
 
-/// The variables of a model, and the slots of this process that use them.
+/// What a model consists of: the same on every slot.
+#[derive(Debug)]
+pub(super) struct Inventory {
+    /// The names and shapes of the variables, in the order of names.
+    pub(super) parameters: Vec<(String, Vec<usize>)>,
+    pub(super) roles: Roles,
+}
+
+impl Inventory {
+    pub(super) fn name(&self, var: usize) -> &str {
+        &self.parameters[var].0
+    }
+
+    fn sizes(&self) -> Vec<u64> {
+        let numel = |shape: &[usize]| shape.iter().product::<usize>() as u64;
+        self.parameters.iter().map(|(_, shape)| numel(shape)).collect()
+    }
+}
+
+/// The variables of a model in the order of their names, and the slots of this process that use
+/// them.
+#[derive(Debug)]
 pub(super) struct VarSet {
-    pub(super) map: VarMap,
+    pub(super) vars: Vec<Var>,
     pub(super) slots: Vec<usize>,
 }
 
@@ -29,71 +58,159 @@ pub(super) struct Part {
     pub(super) set: usize,
     /// The variables that it updates.
     pub(super) owned: Vec<usize>,
-    /// The positions in `owned` of the variables that it saves.
+    /// The variables that it writes to checkpoints: of each variable, one slot of the whole mesh
+    /// does.
     pub(super) saved: Vec<usize>,
+    /// The variables that it reads from checkpoints: in each set each variable is read once, and
+    /// buffers by each slot.
+    pub(super) loaded: Vec<usize>,
 }
 
-/// The variables of a map with their names, in the order of names.
-pub(super) fn named(vars: &VarMap) -> Result<Vec<(String, Var)>> {
-    let Ok(vars) = vars.data().lock() else {
-        bail!("the variables are locked by a thread that panicked")
-    };
-    let mut named: Vec<_> = vars.iter().map(|(name, var)| (name.clone(), var.clone())).collect();
-    named.sort_by(|(left, _), (right, _)| left.cmp(right));
-    Ok(named)
-}
-
-/// The type of the variables that are there, or of new ones; all must lie on the device `home`.
-pub(super) fn dtype(vars: &VarMap, home: &Device) -> Result<DType> {
-    let known = named(vars)?;
-    if let Some((name, var)) = known.iter().find(|(_, var)| !var.device().same_device(home)) {
+/// The type of the variables that are there, or `None` if there are none; all must lie on the
+/// device `home`.
+pub(super) fn dtype(vars: &VarMap, home: &Device) -> Result<Option<DType>> {
+    let known = locked(vars)?;
+    let elsewhere = known.iter().filter(|(_, var)| !var.device().same_device(home));
+    if let Some((name, var)) = elsewhere.min_by_key(|(name, _)| *name) {
         bail!("variable {name} lies on {:?}, the first slot is on {home:?}", var.device())
     }
-    // candle-nn makes new variables in single precision as well.
-    Ok(known.first().map_or(DType::F32, |(_, var)| var.dtype()))
+    Ok(known.iter().min_by_key(|(name, _)| *name).map(|(_, var)| var.dtype()))
+}
+
+/// The variable of a map that has this name, if there is one.
+pub(super) fn known(vars: &VarMap, name: &str) -> Result<Option<Var>> {
+    Ok(locked(vars)?.get(name).cloned())
+}
+
+/// A new variable, which the map did not have.
+pub(super) fn added(vars: &VarMap, name: &str, value: &Tensor) -> Result<Var> {
+    let var = Var::from_tensor(value)?;
+    locked(vars)?.insert(name.to_owned(), var.clone());
+    Ok(var)
+}
+
+#[expect(clippy::disallowed_types, reason = "what candle keeps variables in")]
+fn locked(vars: &VarMap) -> Result<MutexGuard<'_, HashMap<String, Var>>> {
+    match vars.data().lock() {
+        Ok(vars) => Ok(vars),
+        Err(_) => bail!("the variables are locked by a thread that panicked"),
+    }
 }
 
 /// The sets of variables in this process, in the order of their first slots; the first has `vars`
 /// themselves, the others copies.
-pub(super) fn sets(mesh: &DeviceMesh, vars: &VarMap, sharing: Sharing) -> Result<Vec<VarSet>> {
-    let mut sets = vec![VarSet { map: vars.clone(), slots: vec![0] }];
+pub(super) fn sets(mesh: &DeviceMesh, vars: Vec<Var>, sharing: Sharing) -> Result<Vec<VarSet>> {
+    let mut sets = vec![VarSet { vars, slots: vec![0] }];
     for (slot, device) in mesh.devices().iter().enumerate().skip(1) {
         let shared = sets.iter_mut().find(|set| {
             sharing == Sharing::PerDevice && mesh.devices()[set.slots[0]].same_device(device)
         });
-        match shared {
-            Some(set) => set.slots.push(slot),
-            None => sets.push(VarSet { map: copied(vars, device)?, slots: vec![slot] }),
+        if let Some(set) = shared {
+            set.slots.push(slot);
+        } else {
+            let copies = sets[0].vars.iter().map(|var| copied(var, device));
+            sets.push(VarSet { vars: copies.collect::<Result<_>>()?, slots: vec![slot] });
         }
     }
     Ok(sets)
 }
 
-/// The same variables on another device.
-fn copied(vars: &VarMap, device: &Device) -> Result<VarMap> {
-    let copies = VarMap::new();
-    for (name, var) in named(vars)? {
-        let copy = Var::from_tensor(&var.as_detached_tensor().to_device(device)?)?;
-        #[expect(clippy::expect_used, reason = "no other thread knows the map yet")]
-        copies.data().lock().expect("no thread has panicked with the lock").insert(name, copy);
+impl VarSet {
+    /// The variables of one of the set's slots: all slots but the first have buffers of their own,
+    /// which their forward passes change at the same time.
+    pub(super) fn of_slot(&self, slot: usize, roles: &Roles) -> Result<Vec<Var>> {
+        let of_role = |(var, &role): (&Var, &Role)| match role {
+            Role::Buffer if slot != self.slots[0] => copied(var, var.device()),
+            _ => Ok(var.clone()),
+        };
+        self.vars.iter().zip(&roles.of).map(of_role).collect()
     }
-    Ok(copies)
 }
 
-/// Divides the variables, of these sizes, among the slots of each set: all of them are updated in
-/// every set. Saved they are once on the whole mesh, whose `n_sets` sets begin here with
-/// `first_set`.
+/// The same values in a variable of its own, on another device or this one.
+fn copied(var: &Var, device: &Device) -> Result<Var> {
+    Var::from_tensor(&var.as_detached_tensor().to_device(device)?)
+}
+
+/// Whether what a model computes is differentiated.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Use {
+    Training,
+    /// No operation is recorded, so nothing is kept for a backward pass.
+    Evaluation,
+}
+
+/// A builder that hands out the variables of one slot, which all are there.
+pub(super) fn builder(
+    inventory: &Inventory,
+    vars: &[Var],
+    purpose: Use,
+    dtype: DType,
+    device: &Device,
+) -> VarBuilder<'static> {
+    let handed = |(((name, _), var), role): ((&(String, _), &Var), &Role)| {
+        let tensor = match role {
+            // Layers set it, and so need the variable itself.
+            Role::Buffer => var.as_tensor().clone(),
+            Role::Trained(_) if purpose == Use::Training => var.as_tensor().clone(),
+            Role::Trained(_) | Role::Frozen => var.as_detached_tensor(),
+        };
+        (name.clone(), tensor)
+    };
+    let all = inventory.parameters.iter().zip(vars).zip(&inventory.roles.of);
+    VarBuilder::from_backend(Box::new(Handed(all.map(handed).collect())), dtype, device.clone())
+}
+
+struct Handed(BTreeMap<String, Tensor>);
+
+impl SimpleBackend for Handed {
+    fn get(&self, shape: Shape, name: &str, _: Init, dtype: DType, dev: &Device) -> Result<Tensor> {
+        let tensor = self.get_unchecked(name, dtype, dev)?;
+        if tensor.shape() != &shape {
+            bail!("variable {name} has the shape {:?}, not {shape:?}", tensor.shape())
+        }
+        Ok(tensor)
+    }
+
+    fn get_unchecked(&self, name: &str, _: DType, _: &Device) -> Result<Tensor> {
+        let missing = || Error::CannotFindTensor { path: name.to_owned() }.bt();
+        self.0.get(name).cloned().ok_or_else(missing)
+    }
+
+    fn contains_tensor(&self, name: &str) -> bool {
+        self.0.contains_key(name)
+    }
+}
+
+/// Divides the variables among the slots of each set: all that are trained are updated in every
+/// set. Saved they are once on the whole mesh, whose `n_sets` sets begin here with `first_set`.
 ///
 /// Returns a part for each slot of this process, in their order.
-pub(super) fn parts(sets: &[VarSet], sizes: &[u64], n_sets: usize, first_set: usize) -> Vec<Part> {
-    let saved_by_set = ownership::divide(sizes, n_sets);
+pub(super) fn parts(
+    sets: &[VarSet],
+    inventory: &Inventory,
+    n_sets: usize,
+    first_set: usize,
+) -> Vec<Part> {
+    let sizes = inventory.sizes();
+    let trained = inventory.roles.trained();
+    let trained_sizes: Vec<u64> = trained.iter().map(|&var| sizes[var]).collect();
+    let saved_by_set = ownership::divide(&sizes, n_sets);
     let mut parts = Vec::new();
-    for (set, VarSet { slots, .. }) in sets.iter().enumerate() {
-        let saved_here = &saved_by_set[first_set + set];
-        for (&slot, owned) in slots.iter().zip(ownership::divide(sizes, slots.len())) {
-            let is_saved = |position: &usize| saved_here.contains(&owned[*position]);
-            let saved = (0..owned.len()).filter(is_saved).collect();
-            parts.push(Part { slot, set, owned, saved });
+    for (number, set) in sets.iter().enumerate() {
+        let saved_here = &saved_by_set[first_set + number];
+        let divided = ownership::divide(&trained_sizes, set.slots.len());
+        for (place, (&slot, owned)) in set.slots.iter().zip(divided).enumerate() {
+            let owned: Vec<usize> = owned.into_iter().map(|position| trained[position]).collect();
+            // What nobody updates is the first slot's.
+            let is_here = |var: &usize| match inventory.roles.of[*var] {
+                Role::Trained(_) => owned.contains(var),
+                Role::Frozen | Role::Buffer => place == 0,
+            };
+            let saved = saved_here.iter().copied().filter(is_here).collect();
+            let is_read = |var: &usize| is_here(var) || inventory.roles.of[*var] == Role::Buffer;
+            let loaded = (0..sizes.len()).filter(is_read).collect();
+            parts.push(Part { slot, set: number, owned, saved, loaded });
         }
     }
     parts.sort_by_key(|part| part.slot);
@@ -105,40 +222,55 @@ mod tests {
     use std::collections::BTreeSet;
 
     use super::*;
+    use crate::data_parallel::roles::Choices;
 
     fn set(slots: &[usize]) -> VarSet {
-        VarSet { map: VarMap::new(), slots: slots.to_vec() }
+        VarSet { vars: Vec::new(), slots: slots.to_vec() }
+    }
+
+    fn inventory(sizes: &[usize]) -> Inventory {
+        let names = ["a", "b", "c", "d.running_mean", "e", "f", "g"];
+        let parameters =
+            names.iter().zip(sizes).map(|(name, &size)| (String::from(*name), vec![size]));
+        let choices = Choices { frozen: vec!["e".to_owned()], ..Choices::default() };
+        let roles = choices.roles(&names).unwrap();
+        Inventory { parameters: parameters.collect(), roles }
+    }
+
+    fn sorted(vars: impl Iterator<Item = usize>) -> Vec<usize> {
+        let mut vars: Vec<usize> = vars.collect();
+        vars.sort_unstable();
+        vars
     }
 
     /// Two processes, each with slots 0 and 2 on one device and slot 1 on another.
     #[test]
-    fn every_set_updates_every_variable_and_one_slot_of_all_saves_it() {
-        let sizes = [5, 1, 9, 3, 3, 1, 0];
-        let all: Vec<usize> = (0..sizes.len()).collect();
+    fn every_set_updates_every_trained_variable_and_one_slot_of_all_saves_it() {
+        let inventory = inventory(&[5, 1, 9, 3, 3, 1, 0]);
+        let (buffer, frozen) = (3, 4);
+        let trained = [0, 1, 2, 5, 6];
         let mut saved = Vec::new();
         for first_set in [0, 2] {
-            let parts = parts(&[set(&[0, 2]), set(&[1])], &sizes, 4, first_set);
+            let parts = parts(&[set(&[0, 2]), set(&[1])], &inventory, 4, first_set);
             let slots: Vec<_> = parts.iter().map(|part| (part.slot, part.set)).collect();
             assert_eq!(slots, [(0, 0), (1, 1), (2, 0)]);
             for set in [0, 1] {
-                let of_set = parts.iter().filter(|part| part.set == set);
-                let mut owned: Vec<_> = of_set.flat_map(|part| part.owned.clone()).collect();
-                owned.sort_unstable();
-                assert_eq!(owned, all, "set {set}");
+                let of_set = || parts.iter().filter(|part| part.set == set);
+                assert_eq!(sorted(of_set().flat_map(|part| part.owned.clone())), trained);
+                let loaded = sorted(of_set().flat_map(|part| part.loaded.clone()));
+                assert!(of_set().all(|part| part.loaded.contains(&buffer)), "{loaded:?}");
+                assert_eq!(loaded.iter().filter(|&&var| var == frozen).count(), 1);
             }
-            for part in &parts {
-                saved.extend(part.saved.iter().map(|&position| part.owned[position]));
-            }
+            saved.extend(parts.into_iter().flat_map(|part| part.saved));
         }
-        saved.sort_unstable();
-        assert_eq!(saved, all);
+        assert_eq!(sorted(saved.into_iter()), [0, 1, 2, 3, 4, 5, 6]);
     }
 
     #[test]
     fn slots_of_one_device_share_variables_if_they_are_to() {
         let mesh = DeviceMesh::cpu(3).unwrap();
         let slots = |sharing| {
-            let sets = sets(&mesh, &VarMap::new(), sharing).unwrap();
+            let sets = sets(&mesh, Vec::new(), sharing).unwrap();
             sets.into_iter().map(|set| set.slots).collect::<BTreeSet<_>>()
         };
         assert_eq!(slots(Sharing::PerDevice), [vec![0, 1, 2]].into());

@@ -3,10 +3,14 @@
 pub(crate) mod checkpoint;
 pub(crate) mod parameter;
 pub(crate) mod sharding;
+pub(crate) mod training;
 
 use pmap_mesh::one_line;
 
-use self::{checkpoint::CheckpointError, parameter::ParameterError, sharding::ShardingError};
+use self::{
+    checkpoint::CheckpointError, parameter::ParameterError, sharding::ShardingError,
+    training::TrainingError,
+};
 
 /// The result of training on a mesh.
 pub type Result<T, E = Error> = std::result::Result<T, E>;
@@ -36,6 +40,9 @@ pub enum Error {
     /// A checkpoint cannot be read or written.
     #[error(transparent)]
     Checkpoint(#[from] CheckpointError),
+    /// A step would train something wrong, or the options of a model do not fit it.
+    #[error(transparent)]
+    Training(#[from] TrainingError),
 
     /// The model or an optimizer of a data-parallel step could not be built.
     #[error("the model cannot be built: {}", one_line(cause))]

@@ -1,5 +1,7 @@
 //! What can be wrong with a parameter, whether in a model, a plan or a checkpoint.
 
+use std::{fmt, path::PathBuf};
+
 /// Why the parameters that are there are not those that were expected.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
@@ -46,6 +48,45 @@ pub enum ParameterError {
         /// The type in the plan.
         expected: &'static str,
     },
+    /// Pretrained weights have other names than the model, and not those that may differ.
+    #[error(
+        "{}: {} of {n_parameters} parameters are missing{}, {} of {n_tensors} tensors are not the \
+         model's{}",
+        path.display(), missing.len(), Listed(missing), unexpected.len(), Listed(unexpected)
+    )]
+    Weights {
+        /// The file or index.
+        path: PathBuf,
+        /// The parameters that the weights lack, in the order in which the model declares them.
+        missing: Vec<String>,
+        /// How many parameters the model has.
+        n_parameters: usize,
+        /// The tensors that the model lacks, sorted.
+        unexpected: Vec<String>,
+        /// How many tensors there are.
+        n_tensors: usize,
+    },
+    /// Pretrained weights have a parameter in a type that cannot be converted to its own.
+    #[error("parameter {name} is of {expected}, and {found} in the file is not converted to it")]
+    Conversion {
+        /// The parameter.
+        name: String,
+        /// The type in the file.
+        found: &'static str,
+        /// The type in the model.
+        expected: &'static str,
+    },
+    /// A parameter cannot be initialized as the constructor wants it to be: a bound is no number, a
+    /// width is negative, or integers are to be drawn.
+    #[error("parameter {name} of {dtype} cannot be initialized by {init}")]
+    Init {
+        /// The parameter.
+        name: String,
+        /// The initializer, as `Debug` shows it.
+        init: String,
+        /// The type of its items.
+        dtype: &'static str,
+    },
     /// The planner and candle do not both know the type of a parameter's items.
     #[error("parameter {name} is of {dtype}, which variables cannot be")]
     UnknownDtype {
@@ -67,5 +108,21 @@ impl ParameterError {
             found: found.to_vec(),
             expected: expected.to_vec(),
         })
+    }
+}
+
+/// The first names of a list, in brackets, and how many more there are.
+struct Listed<'a>(&'a [String]);
+
+impl fmt::Display for Listed<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        const SHOWN: usize = 8;
+        match self.0 {
+            [] => Ok(()),
+            names if names.len() <= SHOWN => write!(f, " ({})", names.join(", ")),
+            names => {
+                write!(f, " ({} and {} more)", names[..SHOWN].join(", "), names.len() - SHOWN)
+            }
+        }
     }
 }

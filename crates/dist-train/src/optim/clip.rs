@@ -5,25 +5,15 @@ use candle_core::{DType, Device, Result, Tensor};
 /// What PyTorch adds to a norm, so that gradients of zeros can be divided by it.
 const EPSILON: f64 = 1e-6;
 
-/// The sum of the squares of all items, a scalar on `device`. Each tensor's squares are added up in
-/// the tensor's own type, so halves overflow or lose items there; the sums of tensors in double
-/// precision.
-pub(crate) fn squares(tensors: &[Tensor], device: &Device) -> Result<Tensor> {
-    let mut sum = 0.0;
-    for tensor in tensors {
-        sum += scalar(&tensor.sqr()?.sum_all()?)?;
-    }
-    Tensor::new(sum, device)
+/// The sum of the squares of a tensor's items, in double precision on the processor.
+pub(crate) fn squares(tensor: &Tensor) -> Result<f64> {
+    let items = tensor.to_device(&Device::Cpu)?.to_dtype(DType::F64)?;
+    items.sqr()?.sum_all()?.to_scalar()
 }
 
 /// The factor by which gradients of a norm are scaled so that it is at most `max_norm`.
 pub(crate) fn factor(norm: f64, max_norm: f64) -> f64 {
     (max_norm / (norm + EPSILON)).min(1.0)
-}
-
-/// A scalar of any type.
-pub(crate) fn scalar(tensor: &Tensor) -> Result<f64> {
-    tensor.to_dtype(DType::F64)?.to_scalar()
 }
 
 #[cfg(test)]
@@ -35,14 +25,13 @@ mod tests {
     }
 
     #[test]
-    fn squares_are_summed_over_all_tensors() {
-        let tensors = [
-            Tensor::new(&[1_f32, 2.], &Device::Cpu).unwrap(),
-            Tensor::new(&[[3_f64], [0.5]], &Device::Cpu).unwrap(),
-        ];
-        let sum = |tensors| scalar(&squares(tensors, &Device::Cpu).unwrap()).unwrap();
-        assert_close(sum(&tensors), 14.25);
-        assert_close(sum(&[]), 0.0);
+    fn squares_of_halves_and_of_large_numbers_are_exact() {
+        let ones = Tensor::ones(65_536, DType::BF16, &Device::Cpu).unwrap();
+        assert_close(squares(&ones).unwrap(), 65_536.0);
+        let large = Tensor::new(&[[1e20_f32], [1e20]], &Device::Cpu).unwrap();
+        assert!((squares(&large).unwrap() / 2e40 - 1.0).abs() < 1e-6);
+        let none = Tensor::zeros((0, 3), DType::F32, &Device::Cpu).unwrap();
+        assert_close(squares(&none).unwrap(), 0.0);
     }
 
     #[test]

@@ -43,7 +43,7 @@ fn training(engine: &impl Engine, ranks: usize) {
             x.matmul(&model)?.sqr()?.mean_all()
         });
         let (loss, grads) = step.call(x.clone()).unwrap();
-        [loss, grads.get(&w).unwrap().clone()]
+        [number(loss), grads.get(&w).unwrap().clone()]
     };
     assert_same(&gradient(&tested), &gradient(&threads));
     assert_same(&losses(&tested, &x), &losses(&threads, &x));
@@ -177,7 +177,12 @@ fn train(model: &mut Model, x: &Tensor, steps: usize) -> Vec<Tensor> {
     let loss = |_: &Replica, layers: &Vec<Linear>, x: Tensor| {
         layers.iter().try_fold(x, |x, layer| layer.forward(&x)?.tanh())?.sqr()?.mean_all()
     };
-    (0..steps).map(|_| model.step((x / 10.0).unwrap(), loss).unwrap()).collect()
+    let step = |_| number(model.step((x / 10.0).unwrap(), loss).unwrap().loss);
+    (0..steps).map(step).collect()
+}
+
+fn number(number: f64) -> Tensor {
+    Tensor::new(number, &Device::Cpu).unwrap()
 }
 
 fn named(vars: &VarMap) -> BTreeMap<String, Var> {
@@ -199,7 +204,9 @@ fn model(mesh: &DeviceMesh) -> (VarMap, Model) {
         let values = Tensor::arange(0_f32, var.elem_count() as f32, var.device()).unwrap();
         var.set(&(values * 0.01).unwrap().reshape(var.shape()).unwrap()).unwrap();
     }
-    let adam = |vars| AdamW::new(vars, ParamsAdamW::default());
-    let model = DataParallel::new(mesh, &vars, layers, adam).unwrap().clip_norm(1.0);
-    (vars, model)
+    let model = DataParallel::builder(mesh, layers)
+        .variables(&vars)
+        .clip_grad_norm(1.0)
+        .build(|group| AdamW::new(group.vars, ParamsAdamW::default()));
+    (vars, model.unwrap())
 }

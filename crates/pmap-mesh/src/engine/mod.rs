@@ -73,8 +73,14 @@ pub(crate) trait Engine: fmt::Debug + Send + Sync {
     /// Ends the call for all replicas because this one failed.
     fn fail(&self, error: Error);
 
+    /// Whether the call has ended because a replica waited for longer than the mesh allows, and others
+    /// may run on.
+    fn is_late(&self) -> bool {
+        false
+    }
+
     /// The error that ended the call, if one did; asked of one of its engines when all replicas
-    /// have ended.
+    /// have ended, or are waited for no longer.
     fn failure(&self) -> Option<Error>;
 }
 

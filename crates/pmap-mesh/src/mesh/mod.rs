@@ -22,7 +22,9 @@ use crate::{
 
 /// Devices in a grid with named axes, each with a worker that waits for calls.
 ///
-/// Cloning is cheap and shares the workers; they end when the last clone is dropped.
+/// Cloning is cheap and shares the workers; they end when the last clone is dropped. Dropping it waits
+/// for them, except for one whose replica did not return by the
+/// [deadline](DeviceMeshBuilder::deadline) of its call.
 ///
 /// # Examples
 ///
@@ -153,7 +155,7 @@ impl DeviceMesh {
         }
         // A process with one slot is bound by its launcher, or is not, as that was told.
         let pin = options.pin && on_processor && devices.len() > 1;
-        let workers = Workers::start(devices.len(), pin)?;
+        let workers = Workers::start(devices.len(), pin, options.deadline)?;
         Ok(Self(Arc::new(Inner { devices, first_slot, topology, options, backend, workers })))
     }
 
@@ -273,11 +275,20 @@ impl DeviceMeshBuilder {
         self
     }
 
-    /// How long a replica waits in a collective before the call ends with [`CollectiveError::Deadline`](crate::CollectiveError::Deadline).
+    /// How long a replica waits for the others, in a collective and when it has returned, before the
+    /// call ends with [`CollectiveError::Deadline`](crate::CollectiveError::Deadline).
     ///
     /// In one process for ever by default, since failures of others end it anyway; over several
     /// processes, of which one may never come, for
     /// [`PROCESS_DEADLINE`](DeviceMesh::PROCESS_DEADLINE).
+    ///
+    /// A replica that computes on cannot be stopped from outside. In one process the call returns
+    /// without it, and further calls on the mesh are refused with
+    /// [`ReplicaError::Stuck`](crate::ReplicaError::Stuck), which names its slot and the line of the
+    /// call, until it returns; then the mesh works again. (A function of
+    /// [`pmap_scoped`](DeviceMesh::pmap_scoped) ends the process.) A mesh that is dropped meanwhile
+    /// leaves the threads of that slot behind, which end when it returns. Only a call of which no
+    /// replica returns or enters a collective has no limit.
     pub fn deadline(mut self, deadline: Duration) -> Self {
         self.options.deadline = Some(deadline);
         self

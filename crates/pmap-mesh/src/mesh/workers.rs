@@ -3,31 +3,58 @@
 //! # Synchronization
 //!
 //! There are two kinds of locks: `dispatch`, one per mesh, and the queue of each mailbox, which is
-//! taken under `dispatch` when jobs are handed out and by the worker alone when it takes one. None
+//! taken under `dispatch` when a job is handed out and by the worker alone when it takes one. None
 //! is held while a job runs. The counters beside them are looked at without a lock by threads that
 //! wait ([`sync::until`]); each is changed before the thread that waits is unparked.
+//!
+//! # What a job borrows
+//!
+//! A call returns when all its jobs have ended. If they own what they use, it may also return
+//! without those that do not end ([`Workers::run`]); if they borrow, it ends the process instead
+//! ([`Workers::run_scoped`]).
 
 use std::{
     any::Any,
     cell::Cell,
     collections::VecDeque,
     fmt, mem,
-    panic::{AssertUnwindSafe, catch_unwind},
+    panic::{AssertUnwindSafe, Location, catch_unwind},
+    process,
     sync::{
         Arc, Mutex,
-        atomic::{AtomicBool, AtomicUsize, Ordering},
+        atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering},
         mpsc,
     },
     thread::{self, JoinHandle, Thread},
+    time::{Duration, Instant},
 };
 
 use core_affinity::CoreId;
 use rayon::{ThreadPoolBuildError, ThreadPoolBuilder};
 
 use crate::{
-    error::{MeshError, ReplicaError, Result},
+    ending,
+    error::{Error, MeshError, ReplicaError, Result},
     sync::{self, lock},
 };
+
+/// How long replicas that have learned of the end of their call are given to return from it: some
+/// thousand times what it takes to wake them, since others may need the cores.
+const GRACE: Duration = Duration::from_millis(100);
+
+/// What the workers of a mesh do at the same time: the replicas of one call.
+pub(crate) trait Job: Send + Sync {
+    /// Does the part of the n-th slot of this process.
+    fn run(&self, local_index: usize);
+
+    /// Whether a slot has waited for another one for as long as it may: the others are then given no
+    /// more time than it takes to notice.
+    fn is_late(&self) -> bool;
+
+    /// Ends what the slots do together, since these ones have not ended this long after another one;
+    /// returns why.
+    fn give_up(&self, stuck: &[usize], after: Duration) -> Error;
+}
 
 /// The workers of a mesh: for each slot a thread that waits for jobs, in a thread pool of its own.
 ///
@@ -35,14 +62,49 @@ use crate::{
 /// global pool would queue behind each other's matrix products.
 #[derive(Debug)]
 pub(crate) struct Workers {
-    mailboxes: Vec<Arc<Mailbox>>,
-    threads: Vec<JoinHandle<()>>,
-    /// Held while jobs are handed out: all slots must see calls in the same order, or collectives
-    /// of two calls would wait for each other.
-    dispatch: Mutex<()>,
+    slots: Vec<Slot>,
+    /// Held while a job is handed out: all slots must see jobs in the same order, or collectives of
+    /// two calls would wait for each other.
+    dispatch: Mutex<Dispatch>,
+    /// How long slots that have not ended are waited for when another one has; for ever without.
+    deadline: Option<Duration>,
 }
 
-type Job = Box<dyn FnOnce() + Send>;
+/// The worker of a slot.
+#[derive(Debug)]
+struct Slot {
+    mailbox: Arc<Mailbox>,
+    /// All threads of its pool.
+    threads: Vec<JoinHandle<()>>,
+}
+
+#[derive(Debug, Default)]
+struct Dispatch {
+    /// How many jobs were handed out: each has a part for every slot.
+    n_jobs: u64,
+    /// Those that were given up, oldest first; some may have ended since.
+    given_up: VecDeque<GivenUp>,
+}
+
+/// A job whose caller has returned, though a slot is still busy with it.
+#[derive(Debug)]
+struct GivenUp {
+    number: u64,
+    call: &'static Location<'static>,
+}
+
+/// The slots that have not ended their part of a job this long after another one did.
+struct Stuck {
+    slots: Vec<usize>,
+    after: Duration,
+}
+
+/// A job that has been handed out.
+struct Posted {
+    /// How many were handed out up to this one.
+    number: u64,
+    pending: Arc<Pending>,
+}
 
 thread_local! {
     /// Whether this thread belongs to a mesh.
@@ -51,47 +113,20 @@ thread_local! {
 
 impl Workers {
     /// Starts `count` workers that share the machine's cores, each bound to its own if `pin`.
-    pub(crate) fn start(count: usize, pin: bool) -> Result<Self, MeshError> {
+    pub(crate) fn start(
+        count: usize,
+        pin: bool,
+        deadline: Option<Duration>,
+    ) -> Result<Self, MeshError> {
         let cores = Cores::new(count, pin);
-        let mut workers = Self {
-            mailboxes: Vec::with_capacity(count),
-            threads: Vec::new(),
-            dispatch: Mutex::default(),
-        };
+        let mut workers =
+            Self { slots: Vec::with_capacity(count), dispatch: Mutex::default(), deadline };
         for slot in 0..count {
             // If one cannot be started, dropping `workers` ends those before it.
-            workers.start_slot(slot, &cores).map_err(|cause| MeshError::Worker { slot, cause })?;
+            let started = Slot::start(slot, &cores);
+            workers.slots.push(started.map_err(|cause| MeshError::Worker { slot, cause })?);
         }
         Ok(workers)
-    }
-
-    /// Starts the thread pool of a slot, whose first job lasts as long as the mesh, and the pool as
-    /// long as its job; kernels called in it find the pool's other threads.
-    #[expect(clippy::expect_used, reason = "a pool that was built runs what it is given")]
-    fn start_slot(&mut self, slot: usize, cores: &Cores) -> Result<(), ThreadPoolBuildError> {
-        let pool = ThreadPoolBuilder::new()
-            .num_threads(cores.threads_per_slot)
-            .spawn_handler(|thread| {
-                let name = format!("mesh-{slot}.{}", thread.index());
-                let core = cores.of(slot, thread.index());
-                let start = move || {
-                    // Where the system refuses, the thread runs unbound, which is only slower.
-                    core.map(core_affinity::set_for_current);
-                    IN_MESH.set(true);
-                    thread.run();
-                };
-                self.threads.push(thread::Builder::new().name(name).spawn(start)?);
-                Ok(())
-            })
-            .build()?;
-        let (started, worker) = mpsc::sync_channel(1);
-        pool.spawn(move || {
-            let mailbox = Arc::new(Mailbox::new(thread::current()));
-            started.send(Arc::clone(&mailbox)).expect("the mesh waits for it");
-            mailbox.serve();
-        });
-        self.mailboxes.push(worker.recv().expect("a worker starts with its mailbox"));
-        Ok(())
     }
 
     /// Refuses a call inside a mesh, whose worker would wait for itself.
@@ -99,33 +134,165 @@ impl Workers {
         if IN_MESH.get() { Err(ReplicaError::Nested) } else { Ok(()) }
     }
 
-    /// Runs the n-th job on the n-th worker, all at once, and returns when all have ended.
+    /// Runs a job on all workers at once, and returns when all have ended it, or when the deadline
+    /// has passed.
     ///
-    /// Jobs must not panic.
-    pub(crate) fn run(&self, jobs: impl IntoIterator<Item = impl FnOnce() + Send + 'static>) {
+    /// # Errors
+    ///
+    /// [`ReplicaError::Stuck`] while a worker is busy with a job that was given up, and what
+    /// [`Job::give_up`] returns if this one is.
+    pub(crate) fn run<J: Job + 'static>(
+        &self,
+        job: &Arc<J>,
+        call: &'static Location<'static>,
+    ) -> Result<()> {
+        let job_of_workers: Arc<dyn Job> = Arc::<J>::clone(job);
+        let posted = self.post(&job_of_workers)?;
+        self.wait(&posted, &**job).map_err(|Stuck { slots, after }| {
+            posted.pending.given_up.store(true, Ordering::Relaxed);
+            let given_up = GivenUp { number: posted.number, call };
+            lock(&self.dispatch).given_up.push_back(given_up);
+            job.give_up(&slots, after)
+        })
+    }
+
+    /// Runs a job that may borrow: returns when all workers have ended it, or else, when the
+    /// deadline has passed, ends the process.
+    ///
+    /// # Errors
+    ///
+    /// [`ReplicaError::Stuck`] as [`run`](Self::run).
+    pub(crate) fn run_scoped<J: Job>(
+        &self,
+        job: &Arc<J>,
+        _: &'static Location<'static>,
+    ) -> Result<()> {
+        let borrowing: Arc<dyn Job + '_> = Arc::<J>::clone(job);
+        #[expect(unsafe_code, reason = "a type cannot say that a thread waits for others")]
+        // SAFETY: Only the lifetime changes, and no clone of this `Arc` is used when what it borrows
+        // may be gone. Clones are given to the workers alone, and each drops its own before it counts
+        // its part as ended. This function is not left before all have: neither by returning, since
+        // then `wait` has found that none is left, or the process ends; nor by a panic, since `_all`
+        // waits in that case. `job` outlives this function, so that no worker drops the last clone,
+        // and with it what the job owns.
+        let job_of_workers: Arc<dyn Job> =
+            unsafe { mem::transmute::<Arc<dyn Job + '_>, Arc<dyn Job>>(borrowing) };
+        let posted = self.post(&job_of_workers)?;
+        let _all = WaitForAll(&posted.pending);
+        self.wait(&posted, &**job).or_else(|Stuck { slots, after }| {
+            let why = job.give_up(&slots, after);
+            ending::end(&format!("{why}; {NO_RETURN}"), || process::exit(1))
+        })
+    }
+
+    /// Hands a job out to all workers.
+    fn post(&self, job: &Arc<dyn Job>) -> Result<Posted> {
         let pending = Arc::new(Pending {
-            jobs: AtomicUsize::new(self.mailboxes.len()),
+            of: self.slots.len(),
+            left: AtomicUsize::new(self.slots.len()),
+            given_up: AtomicBool::new(false),
             caller: thread::current(),
         });
-        let jobs: Vec<Job> =
-            jobs.into_iter().map(|job| Pending::counted(Arc::clone(&pending), job)).collect();
-        let dispatch = lock(&self.dispatch);
-        self.mailboxes.iter().zip(jobs).for_each(|(mailbox, job)| mailbox.post(job));
-        drop(dispatch);
-        // Pairs with the release in `counted`: what the jobs wrote is seen after this.
-        sync::until(None, || pending.jobs.load(Ordering::Acquire) == 0);
+        let mut dispatch = lock(&self.dispatch);
+        self.refuse_if_stuck(&mut dispatch)?;
+        dispatch.n_jobs += 1;
+        for slot in &self.slots {
+            slot.mailbox.post(Task { job: Arc::clone(job), pending: Arc::clone(&pending) });
+        }
+        Ok(Posted { number: dispatch.n_jobs, pending })
+    }
+
+    fn refuse_if_stuck(&self, dispatch: &mut Dispatch) -> Result<(), ReplicaError> {
+        while let Some(&GivenUp { number, call }) = dispatch.given_up.front() {
+            if let Some(slot) = self.stuck(number).next() {
+                return Err(ReplicaError::Stuck { slot, call });
+            }
+            dispatch.given_up.pop_front();
+        }
+        Ok(())
+    }
+
+    /// The slots that have not ended their parts of the first `number` jobs.
+    fn stuck(&self, number: u64) -> impl Iterator<Item = usize> {
+        // Only the number counts: nothing that a job wrote is read under it.
+        let ended = |slot: &Slot| slot.mailbox.n_ended.load(Ordering::Relaxed);
+        (0..self.slots.len()).filter(move |&slot| ended(&self.slots[slot]) < number)
+    }
+
+    /// Waits until all workers have ended a job; fails with those that have not in time.
+    fn wait(&self, posted: &Posted, job: &dyn Job) -> Result<(), Stuck> {
+        let pending = &posted.pending;
+        if let Some(after) = self.deadline {
+            // Replicas wait for each other only until the deadline: one of them ends, or all compute.
+            sync::until(None, || pending.one_has_ended());
+            let patience = if job.is_late() { GRACE } else { after };
+            // A deadline beyond all time is none.
+            let in_time =
+                sync::until(Instant::now().checked_add(patience), || pending.all_have_ended());
+            let slots: Vec<usize> = self.stuck(posted.number).collect();
+            if !in_time && !slots.is_empty() {
+                return Err(Stuck { slots, after });
+            }
+        }
+        sync::until(None, || pending.all_have_ended());
+        Ok(())
     }
 }
 
+/// Why a process ends that could go on if its replicas borrowed nothing.
+const NO_RETURN: &str = "the process ends, since what the function borrows may be used as long as \
+                         a replica runs";
+
 impl Drop for Workers {
-    /// Ends all threads, and waits for them unless it is one of them that dropped the mesh.
+    /// Ends all threads, and waits for them unless it is one of them that dropped the mesh; not for
+    /// those that are stuck, which end when their replica returns.
     fn drop(&mut self) {
-        self.mailboxes.iter().for_each(|mailbox| mailbox.close());
-        for thread in self.threads.drain(..) {
-            if !IN_MESH.get() {
-                // What a thread panicked with was printed by the panic hook.
-                drop(thread.join());
+        let n_jobs = lock(&self.dispatch).n_jobs;
+        let stuck: Vec<usize> = self.stuck(n_jobs).collect();
+        self.slots.iter().for_each(|slot| slot.mailbox.close());
+        for (index, slot) in self.slots.drain(..).enumerate() {
+            if !IN_MESH.get() && !stuck.contains(&index) {
+                slot.join();
             }
+        }
+    }
+}
+
+impl Slot {
+    /// Starts the thread pool of a slot, whose first job lasts as long as the mesh, and the pool as
+    /// long as its job; kernels called in it find the pool's other threads.
+    #[expect(clippy::expect_used, reason = "a pool that was built runs what it is given")]
+    fn start(index: usize, cores: &Cores) -> Result<Self, ThreadPoolBuildError> {
+        let mut threads = Vec::new();
+        let pool = ThreadPoolBuilder::new()
+            .num_threads(cores.threads_per_slot)
+            .spawn_handler(|thread| {
+                let name = format!("mesh-{index}.{}", thread.index());
+                let core = cores.of(index, thread.index());
+                let start = move || {
+                    // Where the system refuses, the thread runs unbound, which is only slower.
+                    core.map(core_affinity::set_for_current);
+                    IN_MESH.set(true);
+                    thread.run();
+                };
+                threads.push(thread::Builder::new().name(name).spawn(start)?);
+                Ok(())
+            })
+            .build()?;
+        let (started, worker) = mpsc::sync_channel(1);
+        pool.spawn(move || {
+            let mailbox = Arc::new(Mailbox::new(thread::current()));
+            started.send(Arc::clone(&mailbox)).expect("the mesh waits for it");
+            mailbox.serve(index);
+        });
+        let mailbox = worker.recv().expect("a worker starts with its mailbox");
+        Ok(Self { mailbox, threads })
+    }
+
+    fn join(self) {
+        for thread in self.threads {
+            // What a thread panicked with was printed by the panic hook.
+            drop(thread.join());
         }
     }
 }
@@ -163,77 +330,115 @@ impl Cores {
     }
 }
 
-/// The jobs of a call that have not ended, and who waits for them.
+/// The parts of a job that have not ended, and who waits for them.
 struct Pending {
-    jobs: AtomicUsize,
+    /// How many parts there are.
+    of: usize,
+    left: AtomicUsize,
+    /// Whether nobody waits any more: a part that has not begun need not.
+    given_up: AtomicBool,
     caller: Thread,
 }
 
 impl Pending {
-    /// `job`, counted down when it has ended.
-    fn counted(pending: Arc<Self>, job: impl FnOnce() + Send + 'static) -> Job {
-        Box::new(move || {
-            job();
-            // Releases what this job wrote and, for the last one, acquires what the others did.
-            if pending.jobs.fetch_sub(1, Ordering::AcqRel) == 1 {
-                pending.caller.unpark();
-            }
-        })
+    fn one_has_ended(&self) -> bool {
+        // Pairs with the release in `count_down`: the failure that the part noted is seen.
+        self.left.load(Ordering::Acquire) < self.of
+    }
+
+    fn all_have_ended(&self) -> bool {
+        // Pairs with the release in `count_down`: what the parts wrote is seen after this.
+        self.left.load(Ordering::Acquire) == 0
+    }
+
+    /// Notes the end of a part; the first one and the last one are what the caller waits for.
+    fn count_down(&self) {
+        // Releases what this part wrote and, for the last one, acquires what the others did.
+        let left = self.left.fetch_sub(1, Ordering::AcqRel);
+        if left == self.of || left == 1 {
+            self.caller.unpark();
+        }
     }
 }
 
-/// Where a worker finds its jobs.
+/// When it is dropped, all parts of a job have ended.
+struct WaitForAll<'a>(&'a Pending);
+
+impl Drop for WaitForAll<'_> {
+    fn drop(&mut self) {
+        sync::until(None, || self.0.all_have_ended());
+    }
+}
+
+/// A worker's part of a job.
+struct Task {
+    job: Arc<dyn Job>,
+    pending: Arc<Pending>,
+}
+
+/// Where a worker finds its tasks.
 #[derive(Debug)]
 struct Mailbox {
-    jobs: Mutex<Jobs>,
-    /// How many jobs there are, to be read without the lock: never more than lie in the queue, so
-    /// that a worker that reads another number than 0 finds a job.
+    tasks: Mutex<Tasks>,
+    /// How many tasks there are, to be read without the lock: never more than lie in the queue, so
+    /// that a worker that reads another number than 0 finds a task.
     count: AtomicUsize,
-    /// Whether the mesh ends; no job is posted afterwards.
+    /// How many tasks have ended.
+    n_ended: AtomicU64,
+    /// Whether the mesh ends; no task is posted afterwards.
     closed: AtomicBool,
     worker: Thread,
 }
 
 #[derive(Default)]
-struct Jobs(VecDeque<Job>);
+struct Tasks(VecDeque<Task>);
 
-impl fmt::Debug for Jobs {
+impl fmt::Debug for Tasks {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{} jobs", self.0.len())
+        write!(f, "{} tasks", self.0.len())
     }
 }
 
 impl Mailbox {
     fn new(worker: Thread) -> Self {
         Self {
-            jobs: Mutex::default(),
+            tasks: Mutex::default(),
             count: AtomicUsize::new(0),
+            n_ended: AtomicU64::new(0),
             closed: AtomicBool::new(false),
             worker,
         }
     }
 
-    /// Runs jobs as they come, until the mailbox is closed.
-    fn serve(&self) {
-        while let Some(job) = self.next() {
-            job();
+    /// Does tasks as they come, until the mailbox is closed.
+    fn serve(&self, local_index: usize) {
+        while let Some(Task { job, pending }) = self.next() {
+            // Relaxed: who misses it does what nobody waits for.
+            if !pending.given_up.load(Ordering::Relaxed) {
+                job.run(local_index);
+            }
+            // Before it is counted as ended: what the job borrows may be gone then. What it owns may
+            // panic when it is dropped; that was printed by the panic hook.
+            drop(catch(|| drop(job)));
+            self.n_ended.fetch_add(1, Ordering::Relaxed);
+            pending.count_down();
         }
     }
 
-    /// The next job, waited for; `None` if the mailbox is closed and empty.
-    fn next(&self) -> Option<Job> {
-        // Pair with the changes in `post` and `close`. The job itself comes through the lock.
+    /// The next task, waited for; `None` if the mailbox is closed and empty.
+    fn next(&self) -> Option<Task> {
+        // Pair with the changes in `post` and `close`. The task itself comes through the lock.
         sync::until(None, || {
             self.count.load(Ordering::Acquire) > 0 || self.closed.load(Ordering::Acquire)
         });
-        let job = lock(&self.jobs).0.pop_front()?;
+        let task = lock(&self.tasks).0.pop_front()?;
         self.count.fetch_sub(1, Ordering::AcqRel);
-        Some(job)
+        Some(task)
     }
 
-    fn post(&self, job: Job) {
-        lock(&self.jobs).0.push_back(job);
-        // After the job is there, before the worker is woken.
+    fn post(&self, task: Task) {
+        lock(&self.tasks).0.push_back(task);
+        // After the task is there, before the worker is woken.
         self.count.fetch_add(1, Ordering::AcqRel);
         self.worker.unpark();
     }
@@ -271,5 +476,42 @@ fn panic_message(payload: &(dyn Any + Send)) -> String {
     } else {
         // `std::panic::panic_any` takes anything.
         "no message".to_owned()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Adds one to each of what it borrows.
+    struct Add<'a>(&'a [AtomicUsize]);
+
+    impl Job for Add<'_> {
+        fn run(&self, local_index: usize) {
+            // Not at once: the other slot, and the caller, may be done by then.
+            thread::yield_now();
+            self.0[local_index].fetch_add(1, Ordering::Relaxed);
+        }
+
+        fn is_late(&self) -> bool {
+            false
+        }
+
+        fn give_up(&self, _: &[usize], _: Duration) -> Error {
+            unreachable!("there is no deadline")
+        }
+    }
+
+    #[test]
+    fn a_job_that_borrows_is_gone_when_it_has_run() {
+        let workers = Workers::start(2, false, None).unwrap();
+        for _ in 0..3 {
+            let mut counts = vec![AtomicUsize::new(0), AtomicUsize::new(0)];
+            let job = Arc::new(Add(&counts));
+            workers.run_scoped(&job, Location::caller()).unwrap();
+            // No worker holds it.
+            assert!(Arc::try_unwrap(job).is_ok());
+            assert_eq!(counts.iter_mut().map(|n| *n.get_mut()).collect::<Vec<_>>(), [1, 1]);
+        }
     }
 }

@@ -1,12 +1,14 @@
 //! One program, many devices: cut the arguments, run everywhere at once, put the results together.
 
+mod call;
 pub(crate) mod sharded;
 
 use std::{
     fmt,
     marker::PhantomData,
+    panic::Location,
     sync::{
-        Arc, Mutex,
+        Arc,
         atomic::{AtomicU64, Ordering},
     },
 };
@@ -14,25 +16,22 @@ use std::{
 use core_types::Seed;
 
 use crate::{
-    engine::Engine,
-    error::{ReplicaError, Result},
-    mesh::{
-        DeviceMesh,
-        axes::ALL,
-        place::{copied, place},
-        workers::{self, Workers},
+    error::Result,
+    mesh::{DeviceMesh, axes::ALL, workers::Workers},
+    pmap::{
+        call::{Call, Part},
+        sharded::Sharded,
     },
-    pmap::sharded::Sharded,
-    replica::{Identity, Replica, collectives::Collectives},
+    replica::Replica,
     spec::{
         P, Specs,
         cut::{Cut, Uneven},
         tree::TensorTree,
     },
-    sync::lock,
 };
 
-/// A function that runs on every device of a mesh; made by [`DeviceMesh::pmap`].
+/// A function that runs on every device of a mesh; made by [`DeviceMesh::pmap`] and
+/// [`DeviceMesh::pmap_scoped`].
 ///
 /// # Determinism
 ///
@@ -45,6 +44,9 @@ use crate::{
 pub struct PMap<I, O, F> {
     mesh: DeviceMesh,
     f: Arc<F>,
+    /// How its replicas are waited for: by [`Workers::run`] if `F` borrows nothing, or else by
+    /// [`Workers::run_scoped`].
+    run_call: RunCall<I, O, F>,
     in_axes: Specs,
     out_axes: Specs,
     uneven: Uneven,
@@ -55,6 +57,8 @@ pub struct PMap<I, O, F> {
     signature: PhantomData<fn(I) -> O>,
 }
 
+type RunCall<I, O, F> = fn(&Workers, &Arc<Call<I, O, F>>, &'static Location<'static>) -> Result<()>;
+
 impl DeviceMesh {
     /// Returns a function that runs `f` on every device at once, each on its shard of the
     /// arguments.
@@ -63,6 +67,11 @@ impl DeviceMesh {
     /// replicated, and results are concatenated in dimension 0; see [`PMap::in_axes`] and
     /// [`PMap::out_axes`]. What `f` is given besides, a [`Replica`], tells it where it runs and
     /// lets it talk to the others.
+    ///
+    /// `f` owns what it captures, so that a call may return at its [deadline] although a replica does
+    /// not; [`pmap_scoped`](Self::pmap_scoped) is for functions that borrow.
+    ///
+    /// [deadline]: crate::DeviceMeshBuilder::deadline
     ///
     /// # Examples
     ///
@@ -86,7 +95,42 @@ impl DeviceMesh {
         O: TensorTree,
         F: Fn(&Replica, I) -> candle_core::Result<O> + Send + Sync + 'static,
     {
-        PMap::new(self.clone(), f)
+        PMap::new(self.clone(), f, Workers::run::<Call<I, O, F>>)
+    }
+
+    /// [`pmap`](Self::pmap) of a function that may borrow what lies around it, as the closures of
+    /// [`std::thread::scope`] may.
+    ///
+    /// A call waits for every replica, since each may use what is borrowed until it returns. On a mesh
+    /// with a [deadline](crate::DeviceMeshBuilder::deadline) a replica that does not return in time
+    /// therefore ends the **process**, with exit code 1 and the error on standard error, where a call
+    /// of `pmap` would return the error. Without a deadline the call waits for it for ever.
+    ///
+    /// # Examples
+    ///
+    /// ```
+    /// use candle_core::{Device, Tensor};
+    /// use pmap_mesh::DeviceMesh;
+    /// use std::sync::Mutex;
+    ///
+    /// let names = Mutex::new(Vec::new()); // neither cloned nor counted
+    /// let mesh = DeviceMesh::cpu(2)?;
+    /// let double = mesh.pmap_scoped(|ctx, x: Tensor| {
+    ///     names.lock().unwrap().push(format!("replica {}", ctx.slot()));
+    ///     x * 2.
+    /// });
+    /// let doubled = double.call(Tensor::new(&[1_f32, 2.], &Device::Cpu)?)?;
+    /// assert_eq!(doubled.to_vec1::<f32>()?, [2., 4.]);
+    /// assert_eq!(names.lock().unwrap().len(), 2);
+    /// # Ok::<(), Box<dyn std::error::Error>>(())
+    /// ```
+    pub fn pmap_scoped<I, O, F>(&self, f: F) -> PMap<I, O, F>
+    where
+        I: TensorTree,
+        O: TensorTree,
+        F: Fn(&Replica, I) -> candle_core::Result<O> + Send + Sync,
+    {
+        PMap::new(self.clone(), f, Workers::run_scoped::<Call<I, O, F>>)
     }
 }
 
@@ -94,12 +138,13 @@ impl<I, O, F> PMap<I, O, F>
 where
     I: TensorTree,
     O: TensorTree,
-    F: Fn(&Replica, I) -> candle_core::Result<O> + Send + Sync + 'static,
+    F: Fn(&Replica, I) -> candle_core::Result<O> + Send + Sync,
 {
-    pub(crate) fn new(mesh: DeviceMesh, f: F) -> Self {
+    fn new(mesh: DeviceMesh, f: F, run_call: RunCall<I, O, F>) -> Self {
         Self {
             mesh,
             f: Arc::new(f),
+            run_call,
             in_axes: Specs::first_and_rest(P::shard(0, ALL), P::replicate()),
             out_axes: P::shard(0, ALL).into(),
             uneven: Uneven::default(),
@@ -222,14 +267,21 @@ where
     /// Before a replica starts: [`Error::Specs`] with everything that is wrong with the arguments,
     /// and [`ReplicaError::Nested`]. From inside: [`ReplicaError::Failed`],
     /// [`ReplicaError::Panicked`] and those of [`CollectiveError`]; the mesh can be used again at
-    /// once. Afterwards: [`Error::Specs`], [`ValueError::OutputCount`],
+    /// once. If a replica has not returned by the mesh's [deadline], the call returns without it, and
+    /// those that follow are refused with [`ReplicaError::Stuck`] until it does. Afterwards: [`Error::Specs`], [`ValueError::OutputCount`],
     /// [`ValueError::NotReplicated`] and [`ValueError::Gather`].
     ///
+    /// [deadline]: crate::DeviceMeshBuilder::deadline
     /// [`Error::Specs`]: crate::Error::Specs
+    /// [`ReplicaError::Failed`]: crate::ReplicaError::Failed
+    /// [`ReplicaError::Nested`]: crate::ReplicaError::Nested
+    /// [`ReplicaError::Panicked`]: crate::ReplicaError::Panicked
+    /// [`ReplicaError::Stuck`]: crate::ReplicaError::Stuck
     /// [`CollectiveError`]: crate::CollectiveError
     /// [`ValueError::OutputCount`]: crate::ValueError::OutputCount
     /// [`ValueError::NotReplicated`]: crate::ValueError::NotReplicated
     /// [`ValueError::Gather`]: crate::ValueError::Gather
+    #[track_caller]
     pub fn call(&self, arguments: I) -> Result<O> {
         self.call_sharded(arguments)?.joined(&self.out_axes, self.trust)
     }
@@ -244,10 +296,11 @@ where
         clippy::needless_pass_by_value,
         reason = "arguments are given away, as to any function of tensors"
     )]
+    #[track_caller]
     pub fn call_at(&self, step: u64, arguments: I) -> Result<O> {
         Workers::refuse_nesting()?;
         let (shards, cut) = self.shard(&arguments)?;
-        self.run_on(step, shards, cut)?.joined(&self.out_axes, self.trust)
+        self.run_on(step, shards, cut, Location::caller())?.joined(&self.out_axes, self.trust)
     }
 
     /// [`call`](Self::call), with results written into the tensors of `kept` instead of new ones.
@@ -258,6 +311,7 @@ where
     /// # Errors
     ///
     /// Those of [`call`](Self::call); what was written to `kept` by then is undefined.
+    #[track_caller]
     pub fn call_into(&self, arguments: I, kept: &O) -> Result<()> {
         self.call_sharded(arguments)?.joined_into(&self.out_axes, kept, self.trust)
     }
@@ -271,10 +325,11 @@ where
         clippy::needless_pass_by_value,
         reason = "arguments are given away, as to any function of tensors"
     )]
+    #[track_caller]
     pub fn call_sharded(&self, arguments: I) -> Result<Sharded<O>> {
         Workers::refuse_nesting()?;
         let (shards, cut) = self.shard(&arguments)?;
-        self.run_on(self.next_step(), shards, cut)
+        self.run_on(self.next_step(), shards, cut, Location::caller())
     }
 
     /// Runs the function on what already lies on the devices.
@@ -283,10 +338,11 @@ where
     ///
     /// [`ValueError::OtherMesh`](crate::ValueError::OtherMesh) if it lies on those of another mesh,
     /// and those of [`call_sharded`](Self::call_sharded).
+    #[track_caller]
     pub fn run(&self, arguments: Sharded<I>) -> Result<Sharded<O>> {
         Workers::refuse_nesting()?;
         let (shards, cut) = arguments.into_shards(&self.mesh)?;
-        self.run_on(self.next_step(), shards, cut)
+        self.run_on(self.next_step(), shards, cut, Location::caller())
     }
 
     fn shard(&self, arguments: &I) -> Result<(Vec<I>, Option<Arc<Cut>>)> {
@@ -299,77 +355,29 @@ where
         self.calls.fetch_add(1, Ordering::Relaxed)
     }
 
-    #[expect(clippy::expect_used, reason = "a replica that has no result has noted a failure")]
-    fn run_on(&self, step: u64, shards: Vec<I>, cut: Option<Arc<Cut>>) -> Result<Sharded<O>> {
-        let engines = self.mesh.backend().begin();
-        let results: Arc<Vec<Mutex<Option<O>>>> =
-            Arc::new(shards.iter().map(|_| Mutex::new(None)).collect());
-        let seed = self.seed.derive(step);
-        let jobs = shards.into_iter().zip(&engines).enumerate().map(|(local, (shard, engine))| {
-            let replica = self.replica(local, Arc::clone(engine), cut.as_deref(), seed);
-            let f = Arc::clone(&self.f);
-            let results = Arc::clone(&results);
-            move || {
-                let outcome = run_replica(&*f, &replica, shard);
-                replica.end(outcome.map(|result| *lock(&results[local]) = Some(result)));
-            }
-        });
-        self.mesh.workers().run(jobs);
-        if let Some(failure) = engines[0].failure() {
-            return Err(failure);
-        }
-        let results = results.iter().map(|result| lock(result).take().expect("nothing failed"));
-        Ok(Sharded::new(self.mesh.clone(), results.collect(), cut))
-    }
-
-    /// The replica of the n-th slot of this process.
-    fn replica(
+    fn run_on(
         &self,
-        local_index: usize,
-        engine: Arc<dyn Engine>,
-        cut: Option<&Cut>,
-        seed: Seed,
-    ) -> Replica {
-        let topology = self.mesh.topology_arc();
-        let slot = self.mesh.local_slots().start + local_index;
-        let valid = cut.and_then(|cut| cut.valid(slot, &topology));
-        Replica::new(Identity {
-            slot,
-            local_index,
-            device: self.mesh.devices()[local_index].clone(),
-            topology,
-            collectives: Collectives::new(engine),
-            valid,
-            seed,
-        })
+        step: u64,
+        shards: Vec<I>,
+        cut: Option<Arc<Cut>>,
+        site: &'static Location<'static>,
+    ) -> Result<Sharded<O>> {
+        let engines = self.mesh.backend().begin();
+        let parts = shards.into_iter().zip(engines).zip(self.mesh.devices());
+        let call = Arc::new(Call {
+            f: Arc::clone(&self.f),
+            topology: self.mesh.topology_arc(),
+            first_slot: self.mesh.local_slots().start,
+            cut: cut.clone(),
+            seed: self.seed.derive(step),
+            site,
+            parts: parts
+                .map(|((shard, engine), device)| Part::new(device.clone(), engine, shard))
+                .collect(),
+        });
+        (self.run_call)(self.mesh.workers(), &call, site)?;
+        Ok(Sharded::new(self.mesh.clone(), call.results()?, cut))
     }
-}
-
-/// What the worker of one replica does.
-fn run_replica<I: TensorTree, O: TensorTree>(
-    f: impl Fn(&Replica, I) -> candle_core::Result<O>,
-    replica: &Replica,
-    shard: I,
-) -> Result<O> {
-    let slot = replica.slot();
-    let device = replica.device();
-    let run = || {
-        let placed = shard.try_map(&mut |input| place(input, device))?;
-        // Here, where it may panic.
-        drop(shard);
-        let output = f(replica, placed)?;
-        device.synchronize()?;
-        output.try_map(&mut |result| {
-            let result = result.detach();
-            if result.elem_count() == 0 { copied(&result) } else { Ok(result) }
-        })
-    };
-    let failure = match workers::catch(run) {
-        Ok(Ok(output)) => return Ok(output),
-        Ok(Err(cause)) => ReplicaError::Failed { slot, device: device.clone(), cause },
-        Err(message) => ReplicaError::Panicked { slot, device: device.clone(), message },
-    };
-    Err(failure.into())
 }
 
 impl<I, O, F> fmt::Debug for PMap<I, O, F> {

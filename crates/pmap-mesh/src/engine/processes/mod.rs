@@ -2,7 +2,6 @@
 //! agreement on it, results of all, and an end.
 
 mod agreement;
-mod ending;
 mod packing;
 
 use std::{
@@ -12,17 +11,20 @@ use std::{
 
 use candle_core::{Device, Result, Tensor};
 
+pub(crate) use self::agreement::{TEXT_BYTES, agreement, description, disagreement};
 use self::packing::{packed, unpacked};
-pub(crate) use self::{
-    agreement::{TEXT_BYTES, agreement, description, disagreement},
-    ending::end,
-};
 use crate::{
+    ending,
     engine::{Backend, Engine, Site, call::CollectiveCall},
     error::{self, CollectiveError, Error},
     mesh::{DeviceMesh, DeviceMeshBuilder, axes::ALL, topology::Topology},
     sync::lock,
 };
+
+/// Says why, and ends this process by `stop`.
+pub(crate) fn end(rank: usize, why: &str, stop: impl FnOnce()) -> ! {
+    ending::end(&format!("rank {rank}: {why}"), stop)
+}
 
 /// Makes the mesh of several processes, of which this one's slot is `slot`; its backend is made when
 /// the axes have been checked.

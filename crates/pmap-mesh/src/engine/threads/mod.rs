@@ -122,6 +122,10 @@ impl Engine for ThreadsEngine {
         self.rendezvous.fail(self.slot, error);
     }
 
+    fn is_late(&self) -> bool {
+        self.rendezvous.is_late()
+    }
+
     fn failure(&self) -> Option<Error> {
         self.rendezvous.take_failure()
     }

@@ -219,6 +219,13 @@ impl Rendezvous {
         }
     }
 
+    /// Whether a deadline has ended the call.
+    pub(super) fn is_late(&self) -> bool {
+        let is_deadline =
+            |error: &Error| matches!(error, Error::Collective(CollectiveError::Deadline { .. }));
+        lock(&self.state).failures.iter().any(|(_, error)| is_deadline(error))
+    }
+
     /// The error that ended the call, if one did: of several, that of the lowest slot.
     pub(super) fn take_failure(&self) -> Option<Error> {
         let failures = mem::take(&mut lock(&self.state).failures);

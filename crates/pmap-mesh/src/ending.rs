@@ -1,5 +1,5 @@
-//! How a process ends itself, when others wait for it where nothing but the end of the program
-//! reaches them.
+//! How a process ends itself: when others wait for it where nothing but the end of the program
+//! reaches them, or when a thread uses what it would have to take away.
 
 use std::{
     io::Write,
@@ -13,8 +13,8 @@ use std::{
 /// takes to tell all ranks.
 const STOP_TIME: Duration = Duration::from_secs(10);
 
-/// Says why, and ends this process by `stop`; in bounded time, whatever that does.
-pub(crate) fn end(rank: usize, why: &str, stop: impl FnOnce()) -> ! {
+/// Says why, in one line, and ends this process by `stop`; in bounded time, whatever that does.
+pub(crate) fn end(why: &str, stop: impl FnOnce()) -> ! {
     // Only the swap counts, of which one thread sees `false`: nothing is read or written under it.
     static ENDING: AtomicBool = AtomicBool::new(false);
     if ENDING.swap(true, Ordering::AcqRel) {
@@ -31,7 +31,7 @@ pub(crate) fn end(rank: usize, why: &str, stop: impl FnOnce()) -> ! {
     // Without a watchdog the end may take longer; there is nobody left to be told.
     drop(watchdog);
     // One write, so that lines of several ranks do not mix. If nobody reads it, nothing is lost.
-    drop(std::io::stderr().write_all(format!("rank {rank}: {why}\n").as_bytes()));
+    drop(std::io::stderr().write_all(format!("{why}\n").as_bytes()));
     stop();
     process::abort()
 }

@@ -1,0 +1,56 @@
+//! How a batch was cut, for the errors of losses.
+
+use std::{convert::Infallible, fmt};
+
+use candle_core::Tensor;
+use pmap_mesh::TensorTree;
+
+/// The shapes of a batch's tensors, before it is cut.
+#[derive(Debug)]
+pub(crate) struct Layout(Vec<Vec<usize>>);
+
+/// What one replica has of a batch.
+struct Shard {
+    whole: Vec<Vec<usize>>,
+    here: Vec<Vec<usize>>,
+}
+
+impl Layout {
+    pub(crate) fn of(batch: &impl TensorTree) -> Self {
+        Self(shapes(batch))
+    }
+
+    /// What `loss` returns for a shard; its error says what was cut and what was whole.
+    pub(crate) fn explain<I: TensorTree, L>(
+        &self,
+        shard: I,
+        loss: impl FnOnce(I) -> candle_core::Result<L>,
+    ) -> candle_core::Result<L> {
+        let here = shapes(&shard);
+        loss(shard).map_err(|error| error.context(Shard { whole: self.0.clone(), here }))
+    }
+}
+
+impl fmt::Display for Shard {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("the loss of a shard")?;
+        for (n, (whole, here)) in self.whole.iter().zip(&self.here).enumerate() {
+            f.write_str(if n == 0 { ", of tensors " } else { ", " })?;
+            if whole == here {
+                write!(f, "{whole:?} whole")?;
+            } else {
+                write!(f, "{whole:?} cut to {here:?}")?;
+            }
+        }
+        Ok(())
+    }
+}
+
+fn shapes(tree: &impl TensorTree) -> Vec<Vec<usize>> {
+    let mut shapes = Vec::new();
+    let Ok(_) = tree.try_map(&mut |leaf: &Tensor| {
+        shapes.push(leaf.dims().to_vec());
+        Ok::<_, Infallible>(leaf.clone())
+    });
+    shapes
+}

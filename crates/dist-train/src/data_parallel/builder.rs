@@ -1,0 +1,355 @@
+//! The options of a data-parallel model.
+
+use std::{
+    fmt,
+    path::PathBuf,
+    sync::{Arc, Mutex},
+};
+
+use candle_core::{DType, Var};
+use candle_nn::{Optimizer, VarBuilder, VarMap};
+use core_types::Seed;
+use pmap_mesh::{DeviceMesh, Specs, Uneven};
+
+use crate::{
+    data_parallel::{
+        DataParallel, Options, Progress, Worker,
+        roles::Choices,
+        slot::{GroupOptimizer, Slot},
+        sync,
+        vars::{self, Inventory, Part, Sharing, Use},
+    },
+    error::{Error, Result, training::TrainingError},
+    parameters::{
+        InitialValues,
+        declare::{Declared, declare},
+        weights::{Allowed, Weights},
+    },
+};
+
+/// Builds a [`DataParallel`]: made by [`DataParallel::builder`].
+///
+/// Patterns are those of [`fsdp_plan::Pattern`], over the names of variables: components such as
+/// `embeddings` or `encoder.layer.0`, or globs such as `encoder.layer.*.output.*` and `**.bias`, in
+/// which `*` stays within a component. A pattern that matches no variable is an error.
+#[must_use = "a model is made by `build`"]
+pub struct DataParallelBuilder<'a, B> {
+    mesh: &'a DeviceMesh,
+    model: B,
+    vars: VarMap,
+    dtype: Option<DType>,
+    init: Seed,
+    weights: Option<PathBuf>,
+    sharing: Sharing,
+    choices: Choices,
+    options: Options,
+    seed: Seed,
+}
+
+/// Some of the variables of a model, for which an optimizer is to be made.
+#[derive(Clone, Debug)]
+#[non_exhaustive]
+pub struct Group {
+    /// The name of the group: `default` for what no [`group`](DataParallelBuilder::group) has.
+    pub name: String,
+    /// Those of its variables that one slot updates, which may be none.
+    pub vars: Vec<Var>,
+}
+
+impl<'a, B> DataParallelBuilder<'a, B> {
+    pub(super) fn new(mesh: &'a DeviceMesh, model: B) -> Self {
+        Self {
+            mesh,
+            model,
+            vars: VarMap::new(),
+            dtype: None,
+            init: Seed::new(0),
+            weights: None,
+            sharing: Sharing::default(),
+            choices: Choices::default(),
+            options: Options::default(),
+            seed: Seed::new(0),
+        }
+    }
+
+    /// Sets the seed of initial values; 0 by default. Item i of a parameter is a function of the
+    /// seed, the parameter's name and i, distributed as the layer's constructor says: the same on
+    /// every device, in every process and for every number of slots.
+    pub fn init(self, seed: Seed) -> Self {
+        Self { init: seed, ..self }
+    }
+
+    /// Begins with pretrained weights: a safetensors file, or a Hugging Face index, whose name ends
+    /// in `.json`. Names are matched exactly. A parameter that is not there is an error unless
+    /// [`allow_missing`](Self::allow_missing) names it, and so is a tensor that the model does not
+    /// have, unless [`allow_unexpected`](Self::allow_unexpected) does.
+    pub fn weights(self, path: impl Into<PathBuf>) -> Self {
+        Self { weights: Some(path.into()), ..self }
+    }
+
+    /// Allows the parameters that a pattern matches to be missing from the
+    /// [`weights`](Self::weights): they are initialized from the [seed](Self::init).
+    pub fn allow_missing<S: Into<String>>(mut self, patterns: impl IntoIterator<Item = S>) -> Self {
+        self.choices.missing.extend(patterns.into_iter().map(Into::into));
+        self
+    }
+
+    /// Passes over the tensors of the [`weights`](Self::weights) that a pattern matches, if the
+    /// model does not have them.
+    pub fn allow_unexpected<S: Into<String>>(
+        mut self,
+        patterns: impl IntoIterator<Item = S>,
+    ) -> Self {
+        self.choices.unexpected.extend(patterns.into_iter().map(Into::into));
+        self
+    }
+
+    /// Trains the variables of `vars` that the model asks for, with the values they have; those that
+    /// are not there are added to it. Those that are there must lie on the first device of the mesh:
+    /// on that very one, as [`DeviceMesh::devices`] returns it.
+    ///
+    /// Slots on the first device use them directly, so between steps they are what was trained.
+    pub fn variables(self, vars: &VarMap) -> Self {
+        Self { vars: vars.clone(), ..self }
+    }
+
+    /// Sets the type of new variables; by default that of those which are
+    /// [there](Self::variables), or single precision.
+    pub fn dtype(self, dtype: DType) -> Self {
+        Self { dtype: Some(dtype), ..self }
+    }
+
+    /// Gives every slot variables of its own, even on one device: what as many devices would do.
+    pub fn replicated(self) -> Self {
+        Self { sharing: Sharing::PerSlot, ..self }
+    }
+
+    /// Leaves the variables that a pattern matches as they are: they have no gradient, nothing is
+    /// sent for them, no optimizer has them. They are saved with the others.
+    pub fn freeze<S: Into<String>>(mut self, patterns: impl IntoIterator<Item = S>) -> Self {
+        self.choices.frozen.extend(patterns.into_iter().map(Into::into));
+        self
+    }
+
+    /// Allows the variables that a pattern matches to have no gradient in the first step, which is
+    /// an error otherwise. Without a gradient an optimizer leaves them alone.
+    pub fn allow_unused<S: Into<String>>(mut self, patterns: impl IntoIterator<Item = S>) -> Self {
+        self.choices.unused.extend(patterns.into_iter().map(Into::into));
+        self
+    }
+
+    /// Names buffers: variables that the forward pass changes and no optimizer does, besides
+    /// `**.running_mean`, `**.running_var` and `**.num_batches_tracked`, which are buffers in
+    /// any model.
+    ///
+    /// Each slot has its own; after each batch they get their mean over the slots, weighted by rows
+    /// (integers, which count something, the largest). They are saved with the others.
+    pub fn buffers<S: Into<String>>(mut self, patterns: impl IntoIterator<Item = S>) -> Self {
+        self.choices.buffers.extend(patterns.into_iter().map(Into::into));
+        self
+    }
+
+    /// Puts the variables that a pattern matches into a group that has an optimizer of its own:
+    /// with another learning rate, or without weight decay. A variable can be in one group only.
+    pub fn group<S: Into<String>>(
+        mut self,
+        name: impl Into<String>,
+        patterns: impl IntoIterator<Item = S>,
+    ) -> Self {
+        let patterns = patterns.into_iter().map(Into::into).collect();
+        self.choices.groups.push((name.into(), patterns));
+        self
+    }
+
+    /// Sets how a batch is cut for the slots, as [`PMap::in_axes`](pmap_mesh::PMap::in_axes). By
+    /// default every tensor is cut in dimension 0.
+    pub fn in_axes(mut self, specs: impl Into<Specs>) -> Self {
+        self.options.in_axes = specs.into();
+        self
+    }
+
+    /// Sets what happens to a batch that the slots do not divide, as
+    /// [`PMap::uneven`](pmap_mesh::PMap::uneven). By default it is refused.
+    pub fn uneven(mut self, uneven: Uneven) -> Self {
+        self.options.uneven = uneven;
+        self
+    }
+
+    /// Sets the largest norm of the gradients of all variables taken together: above it they are
+    /// scaled down, as by PyTorch's `clip_grad_norm_`. By default they are not.
+    pub fn clip_grad_norm(mut self, max_norm: f64) -> Self {
+        self.options.max_norm = Some(max_norm);
+        self
+    }
+
+    /// Sets the seed of [`Replica::rng`](pmap_mesh::Replica::rng) in losses; 0 by default. The
+    /// numbers depend on the seed, the number of the batch since the start of training, and the
+    /// slot.
+    pub fn seed(self, seed: Seed) -> Self {
+        Self { seed, ..self }
+    }
+
+    /// Trains on with a loss or gradients that are infinite or NaN, as a scaler of losses that lowers
+    /// its factor then wants it. By default such a step is an error, and changes nothing.
+    pub fn allow_non_finite(mut self) -> Self {
+        self.options.allow_non_finite = true;
+        self
+    }
+
+    /// Has a step in `steps` begin with [`check_in_sync`](DataParallel::check_in_sync); by default
+    /// only [`state_dict`](DataParallel::state_dict) does.
+    pub fn check_in_sync_every(mut self, steps: u64) -> Self {
+        self.options.check_every = Some(steps);
+        self
+    }
+
+    /// Builds the model on every slot, and the optimizers.
+    ///
+    /// The model's constructor is called several times, and must ask for the same variables each
+    /// time; the first time they are all zeros of no size, and what it makes of them is dropped. Where
+    /// the mesh spans several processes, all begin with the values of the first.
+    ///
+    /// `optimizer` is called for each slot and group with the variables that this slot updates.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Model`] with what the constructor and `optimizer` return, or if variables lie
+    /// elsewhere; [`Error::Training`] if a pattern matches nothing, groups overlap, nothing is
+    /// trained, or processes build other models; [`Error::Plan`] for a pattern that is none;
+    /// [`Error::Checkpoint`] and [`Error::Parameter`] if weights cannot be read or are not the
+    /// model's; [`Error::Mesh`] if a process does not answer.
+    pub fn build<M, O>(
+        self,
+        optimizer: impl Fn(Group) -> candle_core::Result<O>,
+    ) -> Result<DataParallel<M, O>>
+    where
+        B: Fn(VarBuilder<'_>) -> candle_core::Result<M>,
+        O: Optimizer,
+    {
+        let home = &self.mesh.devices()[0];
+        let known = vars::dtype(&self.vars, home).map_err(cannot_build)?;
+        let dtype = self.dtype.or(known).unwrap_or(DType::F32);
+        let vars = self.first_variables(dtype)?;
+        let Self { mesh, model, choices, options, seed, sharing, .. } = self;
+        let names: Vec<&str> = vars.iter().map(|(name, _)| name.as_str()).collect();
+        let roles = choices.roles(&names)?;
+        let described = |(name, var): &(String, Var)| (name.clone(), var.dims().to_vec());
+        let inventory = Inventory { parameters: vars.iter().map(described).collect(), roles };
+        let vars = vars.into_iter().map(|(_, var)| var).collect();
+        let sets = vars::sets(mesh, vars, sharing).map_err(cannot_build)?;
+        sync::begin_alike(mesh, &inventory, &sets)?;
+
+        let devices = mesh.devices();
+        // Every process has as many slots, and as many sets.
+        let n_sets = sets.len() * (mesh.len() / devices.len());
+        let first_set = sets.len() * (mesh.local_slots().start / devices.len());
+        let worker = |part: Part| {
+            let device = &devices[part.slot];
+            let vars = sets[part.set].of_slot(part.slot, &inventory.roles)?;
+            let built = |purpose| model(vars::builder(&inventory, &vars, purpose, dtype, device));
+            let (trained, evaluated) = (built(Use::Training)?, built(Use::Evaluation)?);
+            let slot = slot(&inventory, part, trained, vars, &optimizer)?;
+            Ok(Worker { slot: Mutex::new(slot), evaluated: Mutex::new(evaluated) })
+        };
+        let parts = vars::parts(&sets, &inventory, n_sets, first_set);
+        let workers: candle_core::Result<_> = parts.into_iter().map(worker).collect();
+        Ok(DataParallel {
+            mesh: mesh.clone(),
+            inventory: Arc::new(inventory),
+            workers: workers.map_err(cannot_build)?,
+            n_sets,
+            options,
+            progress: Progress { steps: 0, batches: 0, seed },
+            is_first: true,
+        })
+    }
+
+    /// The variables that the model asks for, on the first device, in the order of their names.
+    fn first_variables<M>(&self, dtype: DType) -> Result<Vec<(String, Var)>>
+    where
+        B: Fn(VarBuilder<'_>) -> candle_core::Result<M>,
+    {
+        let home = &self.mesh.devices()[0];
+        let mut declared = declare(&self.model, dtype, home).map_err(cannot_build)?;
+        declared.sort_by(|left, right| left.name.cmp(&right.name));
+        let initial = InitialValues { seed: self.init, weights: self.fitting_weights(&declared)? };
+        let variable = |declared: &Declared| {
+            let name = declared.name.clone();
+            let known = vars::known(&self.vars, &name).map_err(cannot_build)?;
+            if let Some(var) = known {
+                if initial.weights.as_ref().is_some_and(|weights| weights.has(&name)) {
+                    return Err(TrainingError::TwoValues { name }.into());
+                }
+                return Ok((name, var));
+            }
+            let value = initial.tensor(declared, home)?;
+            let var = vars::added(&self.vars, &name, &value).map_err(cannot_build)?;
+            Ok((name, var))
+        };
+        declared.iter().map(variable).collect()
+    }
+
+    /// The pretrained weights, if there are any, which are those of the model.
+    fn fitting_weights(&self, declared: &[Declared]) -> Result<Option<Weights>> {
+        let names: Vec<&str> = declared.iter().map(|declared| declared.name.as_str()).collect();
+        let missing = self.choices.missing(&names)?;
+        let unexpected = self.choices.unexpected()?;
+        let Some(path) = &self.weights else { return Ok(None) };
+        let weights = Weights::open(path)?;
+        let allowed = Allowed { missing: &missing, unexpected: &unexpected };
+        weights.check_fits(declared, allowed)?;
+        Ok(Some(weights))
+    }
+}
+
+impl<B> fmt::Debug for DataParallelBuilder<'_, B> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self { mesh, dtype, init, weights, sharing, choices, options, seed, .. } = self;
+        f.debug_struct("DataParallelBuilder")
+            .field("mesh", mesh)
+            .field("dtype", dtype)
+            .field("init", init)
+            .field("weights", weights)
+            .field("sharing", sharing)
+            .field("choices", choices)
+            .field("options", options)
+            .field("seed", seed)
+            .finish_non_exhaustive()
+    }
+}
+
+/// What a slot keeps.
+fn slot<M, O>(
+    inventory: &Inventory,
+    part: Part,
+    model: M,
+    vars: Vec<Var>,
+    optimizer: impl Fn(Group) -> candle_core::Result<O>,
+) -> candle_core::Result<Slot<M, O>> {
+    let trained = inventory.roles.trained();
+    let of_group = |(group, name): (usize, &String)| {
+        let all = inventory.roles.of_group(group);
+        let own: Vec<usize> = part.owned.iter().copied().filter(|var| all.contains(var)).collect();
+        let given = own.iter().map(|&var| vars[var].clone()).collect();
+        let optimizer = optimizer(Group { name: name.clone(), vars: given })?;
+        Ok(GroupOptimizer { vars: own, optimizer })
+    };
+    let optimizers = inventory.roles.groups.iter().enumerate().map(of_group);
+    let optimizers = optimizers.collect::<candle_core::Result<_>>()?;
+    let is_owned = |position: &usize| part.owned.contains(&trained[*position]);
+    Ok(Slot {
+        model,
+        trained: trained.iter().map(|&var| vars[var].clone()).collect(),
+        owned: (0..trained.len()).filter(is_owned).collect(),
+        vars,
+        saved: part.saved,
+        loaded: part.loaded,
+        optimizers,
+        accumulated: None,
+        buffers_before: Vec::new(),
+    })
+}
+
+fn cannot_build(cause: candle_core::Error) -> Error {
+    Error::Model { cause }
+}

@@ -1,0 +1,103 @@
+//! What all replicas of a step go by, and what a step returns.
+
+use std::sync::Arc;
+
+use crate::{
+    data_parallel::vars::Inventory,
+    error::training::{Refusal, TrainingError},
+    loss::BatchLoss,
+};
+
+/// What a step has done: made by [`DataParallel::step`](crate::DataParallel::step).
+#[derive(Clone, Debug)]
+#[non_exhaustive]
+pub struct Step<A = ()> {
+    /// The mean loss of all batches since the update before, with the variables as they were before
+    /// this one.
+    pub loss: f64,
+    /// The norm of the gradients of all variables taken together, before they were clipped.
+    pub grad_norm: f64,
+    /// What the loss is the mean over: the rows of the batches, or what
+    /// [`Loss::sum`](crate::Loss::sum) said, added up.
+    pub weight: f64,
+    /// What came [with](crate::Loss::with) the losses, added up.
+    pub aux: A,
+}
+
+/// The loss of a batch: made by [`DataParallel::evaluate`](crate::DataParallel::evaluate) and
+/// [`accumulate`](crate::DataParallel::accumulate).
+#[derive(Clone, Debug)]
+#[non_exhaustive]
+pub struct Evaluation<A = ()> {
+    /// The mean loss.
+    pub loss: f64,
+    /// What it is the mean over: the rows of the batch, or what [`Loss::sum`](crate::Loss::sum)
+    /// said, added up over the slots. Rows of padding are none.
+    pub weight: f64,
+    /// What came [with](crate::Loss::with) the losses, added up over the slots.
+    pub aux: A,
+}
+
+/// What becomes of a batch's gradients.
+#[derive(Clone, Copy, Debug)]
+pub(super) enum Then {
+    /// With those accumulated before, they update the variables.
+    Update,
+    /// They are kept for the next update.
+    Keep,
+}
+
+/// What all replicas of a step go by.
+#[derive(Debug)]
+pub(super) struct Rules {
+    pub(super) inventory: Arc<Inventory>,
+    /// The positions of the buffers among all variables.
+    pub(super) buffers: Vec<usize>,
+    pub(super) then: Then,
+    /// The largest norm of all gradients taken together.
+    pub(super) max_norm: Option<f64>,
+    /// How many sets of variables there are on the mesh: as many times the sum over all slots
+    /// counts every gradient.
+    pub(super) n_sets: usize,
+    pub(super) allow_non_finite: bool,
+    /// Whether a variable without a gradient is an error: in the first step.
+    pub(super) all_used: bool,
+    pub(super) refusal: Refusal,
+}
+
+/// What a replica knows of a batch or an update, the same as all others.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Report {
+    pub(super) loss: BatchLoss,
+    /// 0 if nothing was updated.
+    pub(super) grad_norm: f64,
+}
+
+impl Rules {
+    /// Checks, in the first step, that each trained variable has a gradient somewhere.
+    pub(super) fn check_used(&self, has_gradient: &[bool]) -> candle_core::Result<()> {
+        if !self.all_used {
+            return Ok(());
+        }
+        let roles = &self.inventory.roles;
+        let trained = roles.trained();
+        let is_missing =
+            |&(&var, &has_gradient): &(&usize, &bool)| !has_gradient && !roles.may_be_unused[var];
+        let missing = trained.iter().zip(has_gradient).filter(is_missing);
+        let missing: Vec<String> =
+            missing.map(|(&var, _)| self.inventory.name(var).to_owned()).collect();
+        if missing.is_empty() {
+            return Ok(());
+        }
+        Err(self.refusal.raise(TrainingError::NoGradient { missing, trained: trained.len() }))
+    }
+
+    /// The error of a norm that is not finite, given for each trained variable whether its
+    /// gradient is the cause.
+    pub(super) fn non_finite_norm(&self, value: f64, is_cause: &[bool]) -> candle_core::Error {
+        let trained = self.inventory.roles.trained();
+        let cause = trained.iter().zip(is_cause).find(|&(_, &is_cause)| is_cause);
+        let variable = cause.map(|(&var, _)| self.inventory.name(var).to_owned());
+        self.refusal.raise(TrainingError::NonFiniteNorm { value, variable })
+    }
+}

@@ -1,0 +1,127 @@
+//! Saving and loading a model in training.
+
+use std::collections::BTreeMap;
+
+use candle_core::{Tensor, Var};
+use core_types::Seed;
+use serde::{Deserialize, Serialize};
+
+use crate::{
+    checkpoint::{file::TensorKey, read::Checkpoint, state_dict::StateDict},
+    data_parallel::{DataParallel, slot::lock},
+    error::{Doing, Result},
+    optim::StatefulOptimizer,
+};
+
+/// How far training is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub(crate) struct Progress {
+    /// The number of updates.
+    pub(crate) steps: u64,
+    /// The number of batches in them: random numbers depend on it.
+    pub(crate) batches: u64,
+    pub(crate) seed: Seed,
+}
+
+/// What a checkpoint knows of training besides tensors.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub(crate) struct TrainerState {
+    pub(crate) progress: Progress,
+    /// The learning rate of each group.
+    pub(crate) learning_rates: BTreeMap<String, f64>,
+}
+
+impl<M, O: StatefulOptimizer> DataParallel<M, O> {
+    /// The variables, what the optimizers keep for them, and how far training is, for
+    /// [`Checkpoints::save`](crate::Checkpoints::save): each slot of the mesh, in whatever process,
+    /// writes its part. Accumulated gradients are not among them.
+    ///
+    /// It begins with [`check_in_sync`](Self::check_in_sync), so every process of the mesh calls it.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Optimizer`](crate::Error::Optimizer) if an optimizer cannot tell its state,
+    /// [`CheckpointError::Kind`](crate::CheckpointError::Kind) if its state has a name that cannot be
+    /// written, and those of [`check_in_sync`](Self::check_in_sync).
+    pub fn state_dict(&self) -> Result<StateDict> {
+        self.check_in_sync()?;
+        let mut state =
+            StateDict::new(&self.mesh, self.shapes()).with_trainer(self.trainer_state());
+        for (local_slot, worker) in self.workers.iter().enumerate() {
+            let slot = lock(&worker.slot);
+            for &var in &slot.saved {
+                let key = TensorKey::model(self.inventory.name(var), 0);
+                state.add(local_slot, key, slot.vars[var].as_detached_tensor())?;
+                if let Some((optimizer, position)) = slot.optimizer_of(var) {
+                    state.add_optimizer(local_slot, key, optimizer, position)?;
+                }
+            }
+        }
+        Ok(state)
+    }
+
+    /// Gives all variables and optimizers the values of a checkpoint, whatever number of devices
+    /// wrote it, and resumes its count of steps, random numbers and learning rates; accumulated
+    /// gradients are dropped. Every process of the mesh calls this, with the same checkpoint.
+    ///
+    /// A checkpoint of [`ShardedVars`](crate::ShardedVars) knows of no random numbers: then those of
+    /// its number of steps follow, with this model's seed.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Parameter`](crate::Error::Parameter) if the checkpoint has other parameters than the
+    /// model or lacks some of their items, [`Error::Checkpoint`](crate::Error::Checkpoint) if a file
+    /// cannot be read or another process loads another step,
+    /// [`Error::Optimizer`](crate::Error::Optimizer) if an optimizer refuses its state,
+    /// [`Error::Tensor`](crate::Error::Tensor) if candle fails. Some variables may then be changed.
+    pub fn load(&mut self, checkpoint: &Checkpoint) -> Result<()> {
+        checkpoint.check_fits(&self.mesh, &self.shapes())?;
+        for worker in &self.workers {
+            let slot = &mut *lock(&worker.slot);
+            slot.accumulated = None;
+            for &var in &slot.loaded {
+                let key = TensorKey::model(self.inventory.name(var), 0);
+                let value = checkpoint.like(key, &slot.vars[var])?;
+                assign(&slot.vars[var], &value).doing("loading a variable")?;
+            }
+            for group in &mut slot.optimizers {
+                for (position, &var) in group.vars.iter().enumerate() {
+                    let key = TensorKey::model(self.inventory.name(var), 0);
+                    checkpoint.load_optimizer(key, &mut group.optimizer, position)?;
+                }
+            }
+        }
+        self.resume(checkpoint);
+        Ok(())
+    }
+
+    fn resume(&mut self, checkpoint: &Checkpoint) {
+        let Some(TrainerState { progress, learning_rates }) = checkpoint.trainer() else {
+            let step = checkpoint.step();
+            self.progress = Progress { steps: step, batches: step, ..self.progress };
+            return;
+        };
+        self.progress = *progress;
+        for (group, name) in self.inventory.roles.groups.iter().enumerate() {
+            if let Some(&rate) = learning_rates.get(name) {
+                self.set_rate(group, rate);
+            }
+        }
+    }
+
+    fn trainer_state(&self) -> TrainerState {
+        let slot = lock(&self.workers[0].slot);
+        let rates = slot.optimizers.iter().map(|group| group.optimizer.learning_rate());
+        let groups = self.inventory.roles.groups.iter().cloned();
+        TrainerState { progress: self.progress, learning_rates: groups.zip(rates).collect() }
+    }
+
+    /// The shapes of the variables, by name.
+    fn shapes(&self) -> BTreeMap<String, Vec<usize>> {
+        self.inventory.parameters.iter().cloned().collect()
+    }
+}
+
+fn assign(var: &Var, value: &Tensor) -> candle_core::Result<()> {
+    var.set(&value.to_device(var.device())?)
+}

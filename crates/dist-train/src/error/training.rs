@@ -1,0 +1,173 @@
+//! What ends a training step, or cannot be trained as it was asked for.
+
+use std::{
+    fmt,
+    sync::{Arc, OnceLock},
+};
+
+use crate::error::Result;
+
+/// Why a step would train something wrong, or a model cannot be trained as the options say.
+///
+/// All replicas of all processes decide alike, so each of them gets the error, and no variable
+/// has changed.
+#[derive(Clone, Debug, PartialEq, thiserror::Error)]
+#[non_exhaustive]
+pub enum TrainingError {
+    /// A loss is not one number that has a gradient.
+    #[error(
+        "a loss of shape {shape:?} and type {dtype} cannot be differentiated, it must be a scalar of floats"
+    )]
+    LossShape {
+        /// The shape of what `loss` returned.
+        shape: Vec<usize>,
+        /// The type of its items.
+        dtype: &'static str,
+    },
+    /// A loss has a weight that no sum can have.
+    #[error("the loss of slot {slot} has the weight {weight}, it must be finite and at least 0")]
+    Weight {
+        /// The slot.
+        slot: usize,
+        /// Its weight.
+        weight: f64,
+    },
+    /// No shard of the batch has any weight, so there is no mean.
+    #[error("the losses of all slots have the weight 0, so the batch has no mean loss")]
+    NoWeight,
+    /// The loss of a shard is infinite or NaN.
+    #[error("the loss of slot {slot} is {value}")]
+    NonFiniteLoss {
+        /// The first such slot.
+        slot: usize,
+        /// Its loss.
+        value: f64,
+    },
+    /// The norm of the gradients is infinite or NaN.
+    #[error("the norm of the gradients is {value}{}", Culprit(variable.as_deref()))]
+    NonFiniteNorm {
+        /// The norm.
+        value: f64,
+        /// The first variable whose gradient has such a norm, in the order of names; `None` if only
+        /// their sum is too large.
+        variable: Option<String>,
+    },
+    /// A buffer, such as a running variance, would be infinite or NaN.
+    #[error("buffer {name} is no longer finite")]
+    NonFiniteBuffer {
+        /// The buffer.
+        name: String,
+    },
+    /// Variables have no gradient in the first step, on any slot.
+    #[error(
+        "{} of {trained} variables got no gradient: {}. The loss does not use them (then \
+         `freeze` them, or `allow_unused`), or an operation on the way to them has no backward. \
+         candle-nn's LayerNorm, RmsNorm, softmax_last_dim and rope have none: use those of \
+         fused_ops::layers and fused_ops, which candle_distributed has as `ops`",
+        missing.len(), Names(missing)
+    )]
+    NoGradient {
+        /// Their names.
+        missing: Vec<String>,
+        /// How many variables are trained.
+        trained: usize,
+    },
+
+    /// A pattern of an option picks no variable.
+    #[error("the pattern {pattern:?} of `{option}` matches none of the model's variables")]
+    Unmatched {
+        /// The option.
+        option: &'static str,
+        /// The pattern.
+        pattern: String,
+    },
+    /// A variable belongs to two groups of parameters.
+    #[error("variable {name} is in group {first:?} and in group {second:?}")]
+    TwoGroups {
+        /// The variable.
+        name: String,
+        /// A group that it is in.
+        first: String,
+        /// The other one.
+        second: String,
+    },
+    /// There are two groups of one name.
+    #[error("there are two groups named {name:?}")]
+    SameGroup {
+        /// The name.
+        name: String,
+    },
+    /// No variable of the model is in a group, so nothing has this group's learning rate.
+    #[error("there is no group named {name:?}")]
+    UnknownGroup {
+        /// The name that was asked for.
+        name: String,
+    },
+    /// A variable has a value of its own and another in the pretrained weights.
+    #[error("variable {name} has a value already, and another in the weights")]
+    TwoValues {
+        /// The variable.
+        name: String,
+    },
+    /// The model has no variable that is not frozen.
+    #[error("there is nothing to train: all {variables} variables are frozen or buffers")]
+    NothingTrained {
+        /// How many variables there are.
+        variables: usize,
+    },
+    /// The processes of the mesh have built different models.
+    #[error("the model of replica {replica} has other variables than that of replica 0")]
+    OtherModel {
+        /// The first replica whose model has other names, shapes or types.
+        replica: usize,
+    },
+}
+
+/// Some names, in a line that can be read.
+struct Names<'a>(&'a [String]);
+
+impl fmt::Display for Names<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        const SHOWN: usize = 8;
+        f.write_str(&self.0[..self.0.len().min(SHOWN)].join(", "))?;
+        match self.0.len().saturating_sub(SHOWN) {
+            0 => Ok(()),
+            more => write!(f, " and {more} more"),
+        }
+    }
+}
+
+/// The variable whose gradient is the first that is not finite, if one is.
+struct Culprit<'a>(Option<&'a str>);
+
+impl fmt::Display for Culprit<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self.0 {
+            Some(variable) => {
+                write!(f, ", the gradient of {variable} is the first that is not finite")
+            }
+            None => Ok(()),
+        }
+    }
+}
+
+/// Where a replica leaves the error that it ends with, since candle's can only carry its text.
+#[derive(Clone, Debug, Default)]
+pub(crate) struct Refusal(Arc<OnceLock<TrainingError>>);
+
+impl Refusal {
+    /// Keeps the error, and returns it as one of candle's for the replica to return.
+    pub(crate) fn raise(&self, error: TrainingError) -> candle_core::Error {
+        // Every replica of this process raises the same error, the first of them is kept.
+        let kept = self.0.get_or_init(|| error);
+        candle_core::Error::msg(kept)
+    }
+
+    /// The outcome of a call, with the error that was kept in the place of candle's.
+    pub(crate) fn of<T>(&self, outcome: pmap_mesh::Result<T>) -> Result<T> {
+        match (outcome, self.0.get()) {
+            (Err(_), Some(kept)) => Err(kept.clone().into()),
+            (outcome, _) => Ok(outcome?),
+        }
+    }
+}

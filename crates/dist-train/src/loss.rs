@@ -1,0 +1,252 @@
+//! What a step minimizes: a loss with the weight it has among those of other shards and batches.
+
+use std::convert::Infallible;
+
+use candle_core::{DType, Tensor};
+use pmap_mesh::{Replica, TensorTree};
+
+use crate::{
+    agreement,
+    error::training::{Refusal, TrainingError},
+};
+
+/// The loss of a shard: what a step, an evaluation or [`value_and_grad`](crate::value_and_grad) gets
+/// from the function that it is given.
+///
+/// Sums and weights of all slots are added up, as are those of accumulated batches, and divided
+/// once. So the loss and its gradients are those of one device, however rows or tokens are spread.
+///
+/// | what `loss` returns | what it says |
+/// |---|---|
+/// | a tensor, or [`Loss::mean`] | a mean over the rows of the shard: it weighs as many as there are |
+/// | [`Loss::sum`] | a sum over tokens, say, and how many there are |
+/// | either [`with`](Self::with) others | tensors that are summed over the slots: numbers of right answers |
+///
+/// A row of padding ([`Uneven::Pad`](pmap_mesh::Uneven::Pad)) has no weight: a mean is one over the
+/// first [`Replica::valid_len`] rows. The loss of a shard without weight counts nowhere, whatever
+/// its value; its gradient is zero, but its backward runs, and with it the collectives in it. (candle
+/// records nothing of a matrix product of no rows. A loss whose collectives have a backward must
+/// mask its padding, and not cut it away.)
+///
+/// # Examples
+///
+/// The mean over the tokens that a mask leaves, with the number of right answers:
+///
+/// ```
+/// use candle_core::{D, DType, Result, Tensor};
+/// use candle_nn::ops::log_softmax;
+/// use dist_train::Loss;
+///
+/// /// `logits` [batch, length, vocabulary], `labels` [batch, length], `mask` the same, of ones and zeros.
+/// fn token_loss(logits: &Tensor, labels: &Tensor, mask: &Tensor) -> Result<Loss<Tensor>> {
+///     let picked = log_softmax(logits, D::Minus1)?.gather(&labels.unsqueeze(2)?, 2)?.squeeze(2)?;
+///     let right = logits.argmax(D::Minus1)?.eq(labels)?.to_dtype(DType::F32)?;
+///     let sum = (picked * mask)?.sum_all()?.neg()?;
+///     Ok(Loss::sum(sum, mask.sum_all()?).with((right * mask)?.sum_all()?))
+/// }
+/// ```
+#[derive(Clone, Debug)]
+#[must_use = "a loss is what a step is given"]
+pub struct Loss<A = ()> {
+    value: Tensor,
+    weight: Weight,
+    aux: A,
+}
+
+/// How much a sum weighs: a number, or a scalar tensor of any type. See [`Loss::sum`].
+#[derive(Clone, Debug)]
+pub struct Weight(Kind);
+
+#[derive(Clone, Debug)]
+enum Kind {
+    /// As many as the shard has rows.
+    Rows,
+    Number(f64),
+    Scalar(Tensor),
+}
+
+impl Loss {
+    /// A mean over the rows of the shard: a scalar of floats.
+    pub fn mean(mean: Tensor) -> Self {
+        Self { value: mean, weight: Weight(Kind::Rows), aux: () }
+    }
+
+    /// A sum, a scalar of floats, and the number of what it is the sum of: tokens, pixels.
+    ///
+    /// Weights are finite and not negative, and not all shards of a step have 0.
+    pub fn sum(sum: Tensor, weight: impl Into<Weight>) -> Self {
+        Self { value: sum, weight: weight.into(), aux: () }
+    }
+}
+
+impl<A> Loss<A> {
+    /// The same with tensors that are no part of the loss, in place of those it had. They are summed
+    /// over the slots and over accumulated batches; no gradient passes.
+    ///
+    /// All slots give tensors of the same types and shapes.
+    pub fn with<B: TensorTree>(self, aux: B) -> Loss<B> {
+        Loss { value: self.value, weight: self.weight, aux }
+    }
+
+    /// The loss as a sum, and the rest.
+    pub(crate) fn of_shard(
+        self,
+        ctx: &Replica,
+        refusal: &Refusal,
+    ) -> candle_core::Result<(ShardLoss, A)> {
+        let Self { value, weight, aux } = self;
+        if value.rank() != 0 || !value.dtype().is_float() {
+            let (shape, dtype) = (value.dims().to_vec(), value.dtype().as_str());
+            return Err(refusal.raise(TrainingError::LossShape { shape, dtype }));
+        }
+        let (times, weight) = match weight.0 {
+            Kind::Rows => {
+                // A batch of which nothing is cut is one row of each slot.
+                let rows = ctx.valid_len().map_or(1.0, |rows| rows as f64);
+                (rows, rows)
+            }
+            Kind::Number(weight) => (1.0, weight),
+            Kind::Scalar(weight) => (1.0, scalar(&weight)?),
+        };
+        Ok((ShardLoss { value, times, weight }, aux))
+    }
+}
+
+impl From<Tensor> for Loss {
+    fn from(mean: Tensor) -> Self {
+        Self::mean(mean)
+    }
+}
+
+impl From<f64> for Weight {
+    fn from(weight: f64) -> Self {
+        Self(Kind::Number(weight))
+    }
+}
+
+impl From<usize> for Weight {
+    fn from(weight: usize) -> Self {
+        Self(Kind::Number(weight as f64))
+    }
+}
+
+impl From<Tensor> for Weight {
+    fn from(weight: Tensor) -> Self {
+        Self(Kind::Scalar(weight))
+    }
+}
+
+/// The loss of one shard as a sum over what it weighs.
+#[derive(Debug)]
+pub(crate) struct ShardLoss {
+    value: Tensor,
+    /// The sum is so many times `value`.
+    times: f64,
+    weight: f64,
+}
+
+/// The loss of a whole batch, or of several: a sum and its weight.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct BatchLoss {
+    sum: f64,
+    weight: f64,
+}
+
+impl ShardLoss {
+    /// The loss of the whole batch, the same on every replica.
+    ///
+    /// Every replica learns every other's loss and weight before its backward, so that what cannot
+    /// be trained on ends the step everywhere at the same place.
+    pub(crate) fn agree(
+        &self,
+        ctx: &Replica,
+        allow_non_finite: bool,
+        refusal: &Refusal,
+    ) -> candle_core::Result<BatchLoss> {
+        let shards = agreement::numbers(ctx, [scalar(&self.value)?, self.times, self.weight])?;
+        let mut batch = BatchLoss { sum: 0.0, weight: 0.0 };
+        for (slot, &[value, times, weight]) in shards.iter().enumerate() {
+            if !weight.is_finite() || weight < 0.0 {
+                return Err(refusal.raise(TrainingError::Weight { slot, weight }));
+            }
+            if weight == 0.0 {
+                continue;
+            }
+            if !value.is_finite() && !allow_non_finite {
+                return Err(refusal.raise(TrainingError::NonFiniteLoss { slot, value }));
+            }
+            batch.sum += value * times;
+            batch.weight += weight;
+        }
+        if batch.weight == 0.0 {
+            return Err(refusal.raise(TrainingError::NoWeight));
+        }
+        Ok(batch)
+    }
+
+    /// The tensor to differentiate: the sum over `scale`.
+    pub(crate) fn share(&self, scale: f64) -> candle_core::Result<Tensor> {
+        if self.is_empty() {
+            // Not times the number 0, at which candle ends the gradient: the backward of a
+            // collective would wait for this replica.
+            return &self.value * self.value.zeros_like()?;
+        }
+        &self.value * (self.times / scale)
+    }
+
+    /// Whether nothing of the batch is here.
+    pub(crate) fn is_empty(&self) -> bool {
+        self.weight == 0.0
+    }
+}
+
+impl BatchLoss {
+    pub(crate) fn weight(&self) -> f64 {
+        self.weight
+    }
+
+    /// The mean over what it weighs.
+    pub(crate) fn mean(&self) -> f64 {
+        self.sum / self.weight
+    }
+
+    /// The loss of these and other batches.
+    pub(crate) fn plus(self, other: Self) -> Self {
+        Self { sum: self.sum + other.sum, weight: self.weight + other.weight }
+    }
+}
+
+/// The tensors of `aux` summed over all replicas, in the order of the tree.
+pub(crate) fn summed(ctx: &Replica, aux: &impl TensorTree) -> candle_core::Result<Vec<Tensor>> {
+    let leaves = leaves(aux);
+    if leaves.is_empty() {
+        return Ok(leaves);
+    }
+    let all: Vec<usize> = (0..leaves.len()).collect();
+    ctx.psum_list(leaves, &all)
+}
+
+/// A tree of the form of `tree` with these tensors, as many as it has.
+pub(crate) fn with_leaves<A: TensorTree>(tree: &A, leaves: Vec<Tensor>) -> A {
+    let mut leaves = leaves.into_iter();
+    let Ok(tree) = tree.try_map(&mut |_| {
+        #[expect(clippy::expect_used, reason = "they are the sums of the tree's own tensors")]
+        Ok::<_, Infallible>(leaves.next().expect("a tree has as many tensors each time"))
+    });
+    tree
+}
+
+fn leaves(tree: &impl TensorTree) -> Vec<Tensor> {
+    let mut leaves = Vec::new();
+    let Ok(_) = tree.try_map(&mut |leaf| {
+        leaves.push(leaf.detach());
+        Ok::<_, Infallible>(leaf.clone())
+    });
+    leaves
+}
+
+/// A scalar of any type.
+fn scalar(tensor: &Tensor) -> candle_core::Result<f64> {
+    // Not every device has double precision.
+    tensor.to_device(&candle_core::Device::Cpu)?.to_dtype(DType::F64)?.to_scalar()
+}

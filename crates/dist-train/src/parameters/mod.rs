@@ -1,0 +1,55 @@
+//! The parameters of a model before it is made: what its constructor asks for, and where the values
+//! come from, a seed or a file.
+
+pub(crate) mod declare;
+pub(crate) mod init;
+pub(crate) mod weights;
+
+use std::ops::Range;
+
+use candle_core::{Device, Tensor};
+use core_types::Seed;
+
+use self::{declare::Declared, weights::Weights};
+use crate::error::{Doing, Result};
+
+/// Where the first values of a model's parameters come from.
+#[derive(Clone, Debug)]
+pub(crate) struct InitialValues {
+    /// Decides on all that the weights do not have.
+    pub(crate) seed: Seed,
+    /// Pretrained weights.
+    pub(crate) weights: Option<Weights>,
+}
+
+impl InitialValues {
+    /// The whole value of a parameter.
+    ///
+    /// # Errors
+    ///
+    /// Those of [`items`](Self::items).
+    pub(crate) fn tensor(&self, declared: &Declared, device: &Device) -> Result<Tensor> {
+        let items = self.items(declared, 0..declared.shape.elem_count(), device)?;
+        items.reshape(&declared.shape).doing("initializing a parameter")
+    }
+
+    /// Items `range` of a parameter, counted in row-major order, as one dimension on `device`: from
+    /// the weights if they have the parameter, and otherwise from the seed.
+    ///
+    /// # Errors
+    ///
+    /// Those of [`Weights::items`] and [`init::seeded`].
+    pub(crate) fn items(
+        &self,
+        declared: &Declared,
+        range: Range<usize>,
+        device: &Device,
+    ) -> Result<Tensor> {
+        if let Some(weights) = &self.weights
+            && let Some(items) = weights.items(declared, range.clone(), device)?
+        {
+            return Ok(items);
+        }
+        init::seeded(self.seed, declared, range, device)
+    }
+}

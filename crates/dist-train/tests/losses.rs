@@ -1,0 +1,418 @@
+//! Losses with weights: whatever rows fall on which slot and into which batch, loss, norm and
+//! update are those of one device.
+
+#![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
+#![allow(clippy::needless_pass_by_value, reason = "models are built of builders by value")]
+#![allow(clippy::cast_possible_truncation, reason = "sizes are small")]
+
+use candle_core::{DType, Device, Result, Tensor, Var};
+use candle_nn::{
+    Linear, Module, Optimizer, SGD, VarBuilder, VarMap, linear, linear_no_bias, loss::mse,
+};
+use core_types::Seed;
+use dist_train::{DataParallel, Error, Loss, Step, TrainingError, value_and_grad};
+use pmap_mesh::{ALL, DeviceMesh, Replica, Uneven};
+
+/// Draws that depend on a seed alone.
+struct Draws(Seed, u64);
+
+impl Draws {
+    fn new(seed: u64) -> Self {
+        Self(Seed::new(seed), 0)
+    }
+
+    fn word(&mut self) -> u64 {
+        self.1 += 1;
+        self.0.derive(self.1).as_u64()
+    }
+
+    fn below(&mut self, end: usize) -> usize {
+        (self.word() >> 33) as usize % end
+    }
+
+    fn tensor(&mut self, shape: (usize, usize)) -> Tensor {
+        let mut unit = || (self.word() >> 12) as f64 / (1_u64 << 51) as f64 - 1.0;
+        let values: Vec<f64> = (0..shape.0 * shape.1).map(|_| unit()).collect();
+        Tensor::from_vec(values, shape, &Device::Cpu).unwrap()
+    }
+}
+
+/// Two layers that share a weight, one that is frozen, one that nobody uses, in double precision.
+#[derive(Debug)]
+struct Model {
+    first: Linear,
+    tied: Tensor,
+    frozen: Linear,
+    _unused: Linear,
+}
+
+impl Model {
+    fn new(vb: VarBuilder<'_>) -> Result<Self> {
+        let tied = linear_no_bias(3, 3, vb.pp("tied"))?.weight().clone();
+        Ok(Self {
+            first: linear(3, 3, vb.pp("first"))?,
+            tied,
+            frozen: linear(3, 2, vb.pp("frozen"))?,
+            _unused: linear(2, 2, vb.pp("unused"))?,
+        })
+    }
+
+    fn forward(&self, x: &Tensor) -> Result<Tensor> {
+        let x = self.first.forward(x)?.tanh()?.matmul(&self.tied)?;
+        self.frozen.forward(&x.tanh()?.matmul(&self.tied.t()?)?)
+    }
+}
+
+/// Inputs, targets, and how many tokens a row counts for.
+type Batch = (Tensor, Tensor, Tensor);
+
+/// What the loss is a mean over.
+#[derive(Clone, Copy, Debug, PartialEq)]
+enum Mean {
+    Rows,
+    Tokens,
+}
+
+fn squares(model: &Model, x: &Tensor, y: &Tensor) -> Result<Tensor> {
+    (model.forward(x)? - y)?.sqr()?.sum(1)
+}
+
+fn loss(mean: Mean) -> impl Fn(&Replica, &Model, Batch) -> Result<Loss<(Tensor, Tensor)>> {
+    move |ctx, model, (x, y, tokens)| {
+        let rows = ctx.valid_len().unwrap();
+        let (x, y) = (x.narrow(0, 0, rows)?, y.narrow(0, 0, rows)?);
+        let tokens = tokens.narrow(0, 0, rows)?;
+        let squares = squares(model, &x, &y)?;
+        let ones = tokens.ones_like()?;
+        let aux = (ones.sum_all()?, tokens.sum_all()?);
+        let loss = match mean {
+            // Of an empty shard this is NaN.
+            Mean::Rows => Loss::mean(squares.mean_all()?),
+            Mean::Tokens => Loss::sum((squares * &tokens)?.sum_all()?, tokens.sum_all()?),
+        };
+        Ok(loss.with(aux))
+    }
+}
+
+fn variables(draws: &mut Draws) -> VarMap {
+    let vars = VarMap::new();
+    Model::new(VarBuilder::from_varmap(&vars, DType::F64, &Device::Cpu)).unwrap();
+    for (_, var) in sorted(&vars) {
+        let values = draws.tensor((1, var.elem_count())).reshape(var.shape()).unwrap();
+        var.set(&values).unwrap();
+    }
+    vars
+}
+
+fn sorted(vars: &VarMap) -> Vec<(String, Var)> {
+    let vars = vars.data().lock().unwrap();
+    let mut all: Vec<_> = vars.iter().map(|(name, var)| (name.clone(), var.clone())).collect();
+    all.sort_by(|left, right| left.0.cmp(&right.0));
+    all
+}
+
+fn copied(vars: &VarMap) -> VarMap {
+    let copy = VarMap::new();
+    for (name, var) in sorted(vars) {
+        let var = Var::from_tensor(&var.as_detached_tensor()).unwrap();
+        copy.data().lock().unwrap().insert(name, var);
+    }
+    copy
+}
+
+const RATE: f64 = 0.1;
+
+/// A step of one device over the rows of all batches: loss, norm, weight.
+fn expected_step(
+    model: &Model,
+    vars: &VarMap,
+    batches: &[Batch],
+    mean: Mean,
+    max_norm: Option<f64>,
+) -> (f64, f64, f64) {
+    let whole = |n: usize| {
+        let parts: Vec<_> = batches.iter().map(|batch| [&batch.0, &batch.1, &batch.2][n]).collect();
+        Tensor::cat(&parts, 0).unwrap()
+    };
+    let (x, y, tokens) = (whole(0), whole(1), whole(2));
+    let squares = squares(model, &x, &y).unwrap();
+    let (sum, weight) = match mean {
+        Mean::Rows => (squares.sum_all().unwrap(), x.dim(0).unwrap() as f64),
+        Mean::Tokens => (
+            (squares * &tokens).unwrap().sum_all().unwrap(),
+            tokens.sum_all().unwrap().to_scalar().unwrap(),
+        ),
+    };
+    let loss = (sum / weight).unwrap();
+    let grads = loss.backward().unwrap();
+    let trained: Vec<_> = sorted(vars)
+        .into_iter()
+        .filter(|(name, _)| !name.starts_with("frozen"))
+        .filter_map(|(_, var)| Some((var.clone(), grads.get(&var)?.clone())))
+        .collect();
+    let squares: f64 = trained
+        .iter()
+        .map(|(_, grad)| grad.sqr().unwrap().sum_all().unwrap().to_scalar::<f64>().unwrap())
+        .sum();
+    let norm = squares.sqrt();
+    let factor = max_norm.map_or(1.0, |max_norm| (max_norm / (norm + 1e-6)).min(1.0));
+    for (var, grad) in trained {
+        var.set(&(var.as_tensor() - (grad * (factor * RATE)).unwrap()).unwrap()).unwrap();
+    }
+    (loss.to_scalar().unwrap(), norm, weight)
+}
+
+fn assert_close(found: f64, expected: f64, what: &str) {
+    assert!(
+        (found - expected).abs() <= 1e-10 * expected.abs().max(1.0),
+        "{what}: {found} for {expected}"
+    );
+}
+
+/// Some steps of a random model on random batches, on a random mesh and on one device.
+fn check(seed: u64) {
+    let mut draws = Draws::new(seed);
+    let slots = 1 + draws.below(4);
+    let mean = [Mean::Rows, Mean::Tokens][draws.below(2)];
+    let uneven = [Uneven::Pad, Uneven::Balanced][draws.below(2)];
+    let max_norm = [None, Some(0.05), Some(1e3)][draws.below(3)];
+    let replicated = draws.below(2) == 1;
+    let case = format!("seed {seed}: {slots} slots, {mean:?}, {uneven:?}, {max_norm:?}");
+
+    let vars = variables(&mut draws);
+    let reference = copied(&vars);
+    let plain = Model::new(VarBuilder::from_varmap(&reference, DType::F64, &Device::Cpu)).unwrap();
+    let mesh = DeviceMesh::cpu(slots).unwrap();
+    let mut builder = DataParallel::builder(&mesh, Model::new)
+        .variables(&vars)
+        .uneven(uneven)
+        .freeze(["frozen"])
+        .allow_unused(["unused"]);
+    if let Some(max_norm) = max_norm {
+        builder = builder.clip_grad_norm(max_norm);
+    }
+    if replicated {
+        builder = builder.replicated();
+    }
+    let mut model = builder.build(|group| SGD::new(group.vars, RATE)).unwrap();
+
+    for _ in 0..3 {
+        let batches: Vec<Batch> = (0..=draws.below(3))
+            .map(|_| {
+                let least = if uneven == Uneven::Pad { 1 } else { slots };
+                let rows = least + draws.below(6);
+                let tokens: Vec<f64> = (0..rows).map(|_| draws.below(4) as f64).collect();
+                // The first row counts for something, so that there is a mean.
+                let tokens = Tensor::new(tokens, &Device::Cpu).unwrap();
+                let one = Tensor::new(&[1_f64], &Device::Cpu).unwrap();
+                let tokens = Tensor::cat(&[one, tokens.narrow(0, 1, rows - 1).unwrap()], 0);
+                (draws.tensor((rows, 3)), draws.tensor((rows, 2)), tokens.unwrap())
+            })
+            .collect();
+        let expected = expected_step(&plain, &reference, &batches, mean, max_norm);
+        let (last, before) = batches.split_last().unwrap();
+        for batch in before {
+            let of_batch = model.accumulate(batch.clone(), loss(mean)).unwrap();
+            assert!(of_batch.loss.is_finite());
+        }
+        let Step { loss: found, grad_norm, weight, aux, .. } =
+            model.step(last.clone(), loss(mean)).unwrap();
+        assert_close(found, expected.0, &case);
+        assert_close(grad_norm, expected.1, &case);
+        assert_close(weight, expected.2, &case);
+        let rows: usize = batches.iter().map(|batch| batch.0.dim(0).unwrap()).sum();
+        assert_close(aux.0.to_scalar().unwrap(), rows as f64, &case);
+        for ((name, var), (_, expected)) in sorted(&vars).iter().zip(sorted(&reference)) {
+            let apart = (var.as_tensor() - expected.as_tensor()).unwrap().abs().unwrap();
+            let apart: f64 = apart.max_all().unwrap().to_scalar().unwrap();
+            assert!(apart < 1e-10, "{case}: {name} is {apart} apart");
+        }
+        model.check_in_sync().unwrap();
+    }
+}
+
+#[test]
+fn random_models_train_as_on_one_device() {
+    (0..120).for_each(check);
+}
+
+/// Rows minus their mean over the whole batch, which is computed by a collective with a gradient.
+/// Padding is masked and not cut away: of a product of no rows candle records nothing, and then the
+/// other replicas would wait in the backward.
+fn centered(ctx: &Replica, w: &Tensor, (x, mask): &(Tensor, Tensor)) -> Result<Loss> {
+    let rows = mask.sum_all()?;
+    let h = x.matmul(w)?.broadcast_mul(mask)?;
+    let mean = ctx.psum(&h.sum_keepdim(0)?, ALL)?.broadcast_div(&ctx.psum(&rows, ALL)?)?;
+    let centered = h.broadcast_sub(&ctx.pvary(&mean, ALL)?)?.powf(3.0)?;
+    Ok(Loss::sum(centered.broadcast_mul(mask)?.sum_all()?, rows))
+}
+
+#[test]
+fn statistics_of_the_whole_batch_have_the_gradients_of_one_device() {
+    let mut draws = Draws::new(5);
+    let (w, x) = (Var::from_tensor(&draws.tensor((3, 2))).unwrap(), draws.tensor((5, 3)));
+    let mask = Tensor::ones((5, 1), DType::F64, &Device::Cpu).unwrap();
+    let gradient = |slots: usize| {
+        let (mesh, in_loss) = (DeviceMesh::cpu(slots).unwrap(), w.clone());
+        let step = value_and_grad(&mesh, vec![w.clone()], move |ctx, batch| {
+            centered(ctx, &in_loss, &batch)
+        });
+        // Of 5 rows on 4 slots, padded, the last slot has none.
+        let (loss, grads) = step.uneven(Uneven::Pad).call((x.clone(), mask.clone())).unwrap();
+        let grad = grads.get(&w).unwrap().flatten_all().unwrap();
+        (loss, grad.to_vec1::<f64>().unwrap())
+    };
+    let expected = gradient(1);
+    assert!(expected.1.iter().any(|item| item.abs() > 1e-3));
+    for slots in 2..=4 {
+        let found = gradient(slots);
+        assert_close(found.0, expected.0, "loss");
+        for (found, expected) in found.1.iter().zip(&expected.1) {
+            assert_close(*found, *expected, "gradient");
+        }
+    }
+}
+
+fn simple() -> DataParallel<Linear, SGD> {
+    let mesh = DeviceMesh::cpu(2).unwrap();
+    let builder = DataParallel::builder(&mesh, |vb| linear(3, 1, vb));
+    builder.build(|group| SGD::new(group.vars, RATE)).unwrap()
+}
+
+fn pair() -> (Tensor, Tensor) {
+    let x = Tensor::arange(0_f32, 12., &Device::Cpu).unwrap().reshape((4, 3)).unwrap();
+    (x.clone(), x.sum_keepdim(1).unwrap())
+}
+
+fn refused<T: std::fmt::Debug>(outcome: dist_train::Result<T>) -> TrainingError {
+    match outcome {
+        Err(Error::Training(error)) => error,
+        other => panic!("{other:?}"),
+    }
+}
+
+#[test]
+fn what_is_no_loss_is_refused() {
+    let mut model = simple();
+    let integer = |_: &Replica, _: &Linear, _| Tensor::new(0_u32, &Device::Cpu);
+    assert_eq!(
+        refused(model.step(pair(), integer)),
+        TrainingError::LossShape { shape: vec![], dtype: "u32" }
+    );
+    let rows = |_: &Replica, model: &Linear, (x, _): (Tensor, Tensor)| model.forward(&x);
+    assert_eq!(
+        refused(model.step(pair(), rows)),
+        TrainingError::LossShape { shape: vec![2, 1], dtype: "f32" }
+    );
+    let weighing = |weight: f64| {
+        move |_: &Replica, model: &Linear, (x, y): (Tensor, Tensor)| {
+            Ok(Loss::sum(mse(&model.forward(&x)?, &y)?, weight))
+        }
+    };
+    assert_eq!(refused(model.step(pair(), weighing(0.0))), TrainingError::NoWeight);
+    let negative = TrainingError::Weight { slot: 0, weight: -1.0 };
+    assert_eq!(refused(model.step(pair(), weighing(-1.0))), negative);
+    assert_eq!(refused(model.evaluate(pair(), weighing(-1.0))), negative);
+    assert!(matches!(
+        refused(model.accumulate(pair(), weighing(f64::INFINITY))),
+        TrainingError::Weight { slot: 0, .. }
+    ));
+    model.step(pair(), weighing(3.0)).unwrap();
+}
+
+#[test]
+fn a_shard_without_weight_counts_nowhere() {
+    let mut model = simple();
+    // Slot 1 weighs nothing, and its loss is no number.
+    let of_first = |ctx: &Replica, model: &Linear, (x, y): (Tensor, Tensor)| {
+        let loss = mse(&model.forward(&x)?, &y)?;
+        let slot = ctx.slot() as f64;
+        Ok(Loss::sum((loss / (1.0 - slot))?, 2.0 * (1.0 - slot)))
+    };
+    let (x, y) = pair();
+    let half = (x.narrow(0, 0, 2).unwrap(), y.narrow(0, 0, 2).unwrap());
+    let expected = model
+        .evaluate(
+            (half.0.repeat((2, 1)).unwrap(), half.1.repeat((2, 1)).unwrap()),
+            |_, model, (x, y)| mse(&model.forward(&x)?, &y),
+        )
+        .unwrap();
+    let step = model.step((x, y), of_first).unwrap();
+    assert!((step.loss * 2.0 - expected.loss).abs() < 1e-4 * expected.loss);
+    assert!(step.grad_norm.is_finite());
+    assert!((step.weight - 2.0).abs() < 1e-12);
+}
+
+#[test]
+fn a_failing_loss_says_what_was_cut_and_what_was_whole() {
+    let mesh = DeviceMesh::cpu(2).unwrap();
+    let loss = |_: &Replica, model: &Linear, (x, y): (Tensor, Tensor)| mse(&model.forward(&x)?, &y);
+    let mut model = DataParallel::builder(&mesh, |vb| linear(3, 1, vb))
+        .in_axes([Some(0), None])
+        .build(|group| SGD::new(group.vars, RATE))
+        .unwrap();
+    let error = model.step(pair(), loss).unwrap_err().to_string();
+    assert!(
+        error.contains(
+            "the loss of a shard, of tensors [4, 3] cut to [2, 3], [4, 1] whole: shape mismatch"
+        ),
+        "{error}"
+    );
+    let of_pair = value_and_grad(&mesh, vec![], |_, (x, y): (Tensor, Tensor)| x.matmul(&y));
+    let error = of_pair.call(pair()).unwrap_err().to_string();
+    assert!(
+        error.contains("[4, 3] cut to [2, 3], [4, 1] cut to [2, 1]: shape mismatch"),
+        "{error}"
+    );
+    // By default all tensors are cut.
+    simple().step(pair(), loss).unwrap();
+}
+
+#[test]
+fn halves_are_summed_in_single_precision() {
+    // One gradient of 256 and seven of 1: bf16 would lose the ones.
+    let x = Tensor::new(&[256_f32, 1., 1., 1., 1., 1., 1., 1.], &Device::Cpu).unwrap();
+    let x = x.reshape((8, 1)).unwrap().to_dtype(DType::BF16).unwrap();
+    let w = Var::ones((1, 1), DType::BF16, &Device::Cpu).unwrap();
+    let in_loss = w.clone();
+    let mesh = DeviceMesh::cpu(8).unwrap();
+    let step = value_and_grad(&mesh, vec![w.clone()], move |_, x: Tensor| {
+        Ok(Loss::sum(x.matmul(&in_loss)?.sum_all()?, 1.0))
+    });
+    let (_, grads) = step.call(x).unwrap();
+    let grad = grads.get(&w).unwrap();
+    assert_eq!(grad.dtype(), DType::F32);
+    let apart = grad.to_vec2::<f32>().unwrap()[0][0] * 8.0 - 263.0;
+    assert!(apart.abs() < 0.01, "{apart}");
+
+    let mut model = DataParallel::builder(&mesh, |vb| linear_no_bias(1, 4096, vb))
+        .dtype(DType::BF16)
+        .clip_grad_norm(1.0)
+        .build(|group| SGD::new(group.vars, 1.0))
+        .unwrap();
+    let before = model.variables()["weight"].copy().unwrap();
+    let ones = Tensor::ones((8, 1), DType::BF16, &Device::Cpu).unwrap();
+    let sum = |_: &Replica, model: &Linear, x: Tensor| model.forward(&x)?.sum_all();
+    let step = model.step(ones, sum).unwrap();
+    assert!((step.grad_norm - 64.0).abs() < 1e-9, "{}", step.grad_norm);
+    let moved = (before - &model.variables()["weight"]).unwrap();
+    assert!(
+        moved.to_dtype(DType::F32).unwrap().sum_all().unwrap().to_scalar::<f32>().unwrap() > 30.0
+    );
+}
+
+#[test]
+fn a_parameter_without_a_gradient_is_not_in_the_store() {
+    let mesh = DeviceMesh::cpu(2).unwrap();
+    let vars: Vec<Var> = (0..3).map(|_| Var::ones(1, DType::F64, &Device::Cpu).unwrap()).collect();
+    let in_loss = vars.clone();
+    // The second is used on slot 1 alone.
+    let step = value_and_grad(&mesh, vars.clone(), move |ctx, x: Tensor| {
+        let all = x.broadcast_mul(&in_loss[0])?;
+        if ctx.slot() == 1 { all.broadcast_mul(&in_loss[1])?.mean_all() } else { all.mean_all() }
+    });
+    let (loss, grads) = step.call(Tensor::ones(4, DType::F64, &Device::Cpu).unwrap()).unwrap();
+    assert_close(loss, 1.0, "loss");
+    let of = |n: usize| grads.get(&vars[n]).map(|grad| grad.to_vec1::<f64>().unwrap());
+    assert_eq!((of(0), of(1), of(2)), (Some(vec![1.0]), Some(vec![0.5]), None));
+}
