@@ -1,12 +1,14 @@
 //! A model whose layers have no backward does not get past its first step.
 
-use candle_core::{D, Device, Tensor};
+use std::collections::BTreeMap;
+
+use candle_core::{Device, Tensor};
 use candle_distributed::{
     mesh::{DeviceMesh, Replica},
     train::{AdamW, DataParallel, Error, TrainingError},
     types::Seed,
 };
-use candle_nn::{Linear, Optimizer, ParamsAdamW, VarBuilder, linear, loss::cross_entropy};
+use candle_nn::{Linear, Module, Optimizer, ParamsAdamW, VarBuilder, linear, loss::cross_entropy};
 use candle_transformers::models::bert::{BertModel, Config};
 
 struct Classifier {
@@ -34,7 +36,7 @@ impl Classifier {
     fn loss(&self, ids: &Tensor, labels: &Tensor) -> candle_core::Result<Tensor> {
         let hidden = self.bert.forward(ids, &ids.zeros_like()?, None)?;
         let first = hidden.narrow(1, 0, 1)?.squeeze(1)?;
-        cross_entropy(&candle_nn::Module::forward(&self.head, &first)?, labels)
+        cross_entropy(&self.head.forward(&first)?, labels)
     }
 }
 
@@ -66,7 +68,8 @@ fn bert_of_candle_transformers_is_refused_in_its_first_step_with_names() {
     assert_eq!(bits(&model.variables()), before, "a step that is refused changes nothing");
 }
 
-fn bits(variables: &std::collections::BTreeMap<String, Tensor>) -> Vec<(String, Vec<u32>)> {
+/// The values of all variables.
+fn bits(variables: &BTreeMap<String, Tensor>) -> Vec<(String, Vec<u32>)> {
     let bits = |tensor: &Tensor| -> Vec<u32> {
         let values: Vec<f32> = tensor.flatten_all().unwrap().to_vec1().unwrap();
         values.into_iter().map(f32::to_bits).collect()

@@ -1,13 +1,10 @@
-//! Fine-tunes a BERT classifier on two devices, with all that a run needs: shuffled batches of
-//! similar length, dropout, clipping, warm-up, no decay of biases, evaluation, checkpoints.
+//! Fine-tunes a BERT classifier on two devices: batches of similar length, dropout, clipping,
+//! warm-up, evaluation, checkpoints. Interrupt it and start it again: it resumes in the middle of
+//! the epoch, and ends with the weights that it would have had, to the bit.
 //!
 //! ```sh
-//! export RAYON_NUM_THREADS=1 CANDLE_NUM_THREADS=1
 //! cargo run -p candle-distributed --features candle,ops,serde --example finetune_bert -- bert
 //! ```
-//!
-//! Interrupt it and start it again: it resumes in the middle of the epoch, and ends with the weights
-//! that it would have had, to the bit.
 
 #![allow(clippy::print_stdout, reason = "an example shows what it does")]
 
@@ -49,6 +46,7 @@ fn main() -> Result<()> {
 fn model(mesh: &DeviceMesh, frozen: &[&str]) -> Result<Model> {
     let config = Config::small(VOCABULARY, MAX_LENGTH);
     Ok(DataParallel::builder(mesh, |vb| BertClassifier::new(&config, &vb))
+        .init(Seed::new(1)) // or `.weights("model.safetensors").allow_missing(["classifier"])`
         .seed(Seed::new(2)) // of the dropout
         .freeze(frozen.iter().copied())
         .group("no_decay", ["bias", "LayerNorm"])
