@@ -3,6 +3,7 @@
 
 mod agreement;
 mod batch;
+mod check;
 mod checkpoint;
 mod data_parallel;
 mod dtype;
@@ -16,6 +17,7 @@ mod sharded;
 mod stored;
 
 pub use crate::{
+    check::{GradientReport, PrefixCheck, Verdict},
     checkpoint::{Checkpoints, read::Checkpoint, state_dict::StateDict},
     data_parallel::{
         DataParallel,
@@ -23,12 +25,17 @@ pub use crate::{
         rules::{Evaluation, Step},
     },
     error::{
-        Error, Result, checkpoint::CheckpointError, parameter::ParameterError,
-        sharding::ShardingError, training::TrainingError,
+        Error, Result, checkpoint::CheckpointError, gradient::GradientError,
+        parameter::ParameterError, setting::SettingError, sharding::ShardingError,
+        training::TrainingError,
     },
     grad::{ValueAndGrad, value_and_grad},
     loss::{Loss, Weight},
-    optim::{StatefulOptimizer, adamw::AdamW},
+    optim::{
+        StatefulOptimizer,
+        adamw::AdamW,
+        sgd::{ParamsSgd, Sgd},
+    },
     parameters::declare::{Declared, declare},
     sharded::{ShardedVars, describe::parameter_infos},
 };

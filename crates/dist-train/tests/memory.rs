@@ -7,11 +7,11 @@
 
 use std::sync::{Mutex, PoisonError};
 
-use candle_core::{DType, Device, Tensor};
+use candle_core::{DType, Device, Tensor, Var, backprop::GradStore};
 use candle_nn::{
     AdamW, Linear, Module, Optimizer, ParamsAdamW, VarBuilder, VarMap, linear, linear_no_bias,
 };
-use dist_train::{Checkpoints, DataParallel, declare};
+use dist_train::{Checkpoints, DataParallel, ParamsSgd, Sgd, declare};
 use peak_alloc::PeakAlloc;
 use pmap_mesh::DeviceMesh;
 
@@ -89,6 +89,26 @@ fn saving_copies_a_tensor_at_a_time() {
     let tensor = SIZE * SIZE * size_of::<f32>();
     let buffer = 1 << 20;
     assert!(peak < buffer + 3 * tensor, "{peak} bytes for tensors of {tensor}");
+}
+
+#[test]
+fn optimizers_allocate_nothing_of_a_variable_s_size() {
+    let _alone = COUNTING.lock().unwrap_or_else(PoisonError::into_inner);
+    let params = ParamsSgd { momentum: 0.9, ..ParamsSgd::default() };
+    for dtype in [DType::F32, DType::BF16] {
+        let var = Var::ones((1000, 400), dtype, &Device::Cpu).unwrap();
+        let gradient = Tensor::ones((400, 1000), dtype, &Device::Cpu).unwrap();
+        let mut gradients = GradStore::default();
+        // Transposed, as the gradient of a layer's weight is.
+        gradients.insert(&var, gradient.t().unwrap());
+        let mut adam = dist_train::AdamW::new_lr(vec![var.clone()], 0.1).unwrap();
+        let mut sgd = Sgd::new(vec![var.clone()], params.clone()).unwrap();
+        let peaks =
+            [peak_of(|| adam.step(&gradients).unwrap()), peak_of(|| sgd.step(&gradients).unwrap())];
+        for peak in peaks {
+            assert!(peak < 16 * 1024, "{peak} bytes for a variable of 400,000 items of {dtype:?}");
+        }
+    }
 }
 
 /// Layers with the shapes of Llama 2 7B.

@@ -20,6 +20,7 @@ use crate::{
         vars::{self, Inventory, Part, Sharing, Use},
     },
     error::{Error, Result, training::TrainingError},
+    optim::clip,
     parameters::{
         InitialValues,
         declare::{Declared, declare},
@@ -213,8 +214,8 @@ impl<'a, B> DataParallelBuilder<'a, B> {
     ///
     /// # Errors
     ///
-    /// [`Error::Model`] with what the constructor and `optimizer` return, or if variables lie
-    /// elsewhere; [`Error::Training`] if a pattern matches nothing, groups overlap, nothing is
+    /// [`Error::Setting`] if the largest norm is negative or NaN; [`Error::Model`] with what the
+    /// constructor and `optimizer` return, or if variables lie elsewhere; [`Error::Training`] if a pattern matches nothing, groups overlap, nothing is
     /// trained, or processes build other models; [`Error::Plan`] for a pattern that is none;
     /// [`Error::Checkpoint`] and [`Error::Parameter`] if weights cannot be read or are not the
     /// model's; [`Error::Mesh`] if a process does not answer.
@@ -226,6 +227,9 @@ impl<'a, B> DataParallelBuilder<'a, B> {
         B: Fn(VarBuilder<'_>) -> candle_core::Result<M>,
         O: Optimizer,
     {
+        if let Some(max_norm) = self.options.max_norm {
+            clip::check_max_norm(max_norm)?;
+        }
         let home = &self.mesh.devices()[0];
         let known = vars::dtype(&self.vars, home).map_err(cannot_build)?;
         let dtype = self.dtype.or(known).unwrap_or(DType::F32);

@@ -1,6 +1,7 @@
 //! Data-parallel training: one model on every device, kept equal by summing gradients.
 
 pub(crate) mod builder;
+mod checked;
 mod roles;
 pub(crate) mod rules;
 mod slot;

@@ -1,15 +1,17 @@
 //! What can go wrong in training: the mesh, the plan, parameters, shards, checkpoints, candle.
 
 pub(crate) mod checkpoint;
+pub(crate) mod gradient;
 pub(crate) mod parameter;
+pub(crate) mod setting;
 pub(crate) mod sharding;
 pub(crate) mod training;
 
 use pmap_mesh::one_line;
 
 use self::{
-    checkpoint::CheckpointError, parameter::ParameterError, sharding::ShardingError,
-    training::TrainingError,
+    checkpoint::CheckpointError, gradient::GradientError, parameter::ParameterError,
+    setting::SettingError, sharding::ShardingError, training::TrainingError,
 };
 
 /// The result of training on a mesh.
@@ -43,6 +45,12 @@ pub enum Error {
     /// A step would train something wrong, or the options of a model do not fit it.
     #[error(transparent)]
     Training(#[from] TrainingError),
+    /// Gradients are not those of the loss.
+    #[error(transparent)]
+    Gradient(#[from] GradientError),
+    /// A setting is a number that it cannot be.
+    #[error(transparent)]
+    Setting(#[from] SettingError),
 
     /// The model or an optimizer of a data-parallel step could not be built.
     #[error("the model cannot be built: {}", one_line(cause))]

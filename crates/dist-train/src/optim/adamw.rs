@@ -1,15 +1,42 @@
-//! AdamW, with a state that can be saved.
+//! AdamW, in place and with a state that can be saved.
 
-use candle_core::{DType, Device, Result, Tensor, Var, backprop::GradStore, bail};
+#![allow(
+    clippy::inline_always,
+    reason = "a loop over items has the instructions of the function that it is inlined into"
+)]
+
+use candle_core::{Device, Result, Tensor, Var, backprop::GradStore, bail};
 use candle_nn::{Optimizer, ParamsAdamW};
 
-use crate::optim::StatefulOptimizer;
+use crate::{
+    error::setting::SettingError,
+    optim::{
+        StatefulOptimizer, assign, step_count,
+        update::{
+            MASTER, Rule, Variable,
+            numbers::{Numbers, Outcome},
+        },
+    },
+};
 
 /// Adam with decoupled weight decay (Loshchilov and Hutter, arXiv 1711.05101).
 ///
-/// Its steps are those of [`candle_nn::AdamW`] to the bit, but its state can be saved; that of
-/// candle's is private. As in PyTorch, each variable counts its own steps, those for which it had a
-/// gradient, and the tensors of its state are named `step`, `exp_avg` and `exp_avg_sq`.
+/// It takes the place of [`candle_nn::AdamW`] and has all its methods. In f32 and f64 its steps are
+/// those of candle's to the bit, but
+///
+/// - on a processor variables and state are updated in place, so a step allocates nothing of a
+///   variable's size, where candle's holds six to eight such tensors at a time, and threads of the
+///   caller's pool share the work;
+/// - its state can be saved, which candle's keeps private;
+/// - halves are updated in f32: the state has the master that each variable is rounded from, so
+///   changes that are too small for a half add up;
+/// - as in PyTorch, each variable counts its own steps, those for which it had a gradient, and the
+///   tensors of its state are named `step`, `exp_avg` and `exp_avg_sq` (and `master`).
+///
+/// # Determinism
+///
+/// Items are updated one by one, with the same rounding wherever they lie: an optimizer of a
+/// variable's shard changes it as one of the whole would, for any number of threads.
 ///
 /// # Examples
 ///
@@ -34,63 +61,68 @@ pub struct AdamW {
     params: ParamsAdamW,
 }
 
-/// A variable, and running means of its gradients.
-#[derive(Debug)]
-struct Moments {
-    var: Var,
-    /// The number of steps: 32 bits, as it becomes an exponent in [`f64::powi`].
-    step: i32,
-    exp_avg: Var,
-    exp_avg_sq: Var,
-}
-
-impl Moments {
-    fn new(var: Var) -> Result<Self> {
-        let zeros = || Var::zeros(var.shape(), var.dtype(), var.device());
-        Ok(Self { step: 0, exp_avg: zeros()?, exp_avg_sq: zeros()?, var })
-    }
-
-    fn update(&mut self, params: &ParamsAdamW, grad: &Tensor) -> Result<()> {
-        let ParamsAdamW { lr, beta1, beta2, eps, weight_decay } = *params;
-        let Some(step) = self.step.checked_add(1) else {
-            bail!("AdamW counts to {} steps of a variable", i32::MAX)
-        };
-        let exp_avg = ((self.exp_avg.as_tensor() * beta1)? + (grad * (1.0 - beta1))?)?;
-        let exp_avg_sq = ((self.exp_avg_sq.as_tensor() * beta2)? + (grad.sqr()? * (1.0 - beta2))?)?;
-        // Both start at zero, and are too small by these factors.
-        let mean = (&exp_avg * (1.0 / (1.0 - beta1.powi(step))))?;
-        let variance = (&exp_avg_sq * (1.0 / (1.0 - beta2.powi(step))))?;
-        let decayed = (self.var.as_tensor() * (1.0 - lr * weight_decay))?;
-        let change = ((mean / (variance.sqrt()? + eps)?)? * lr)?;
-        self.step = step;
-        self.exp_avg.set(&exp_avg)?;
-        self.exp_avg_sq.set(&exp_avg_sq)?;
-        self.var.set(&(decayed - change)?)
-    }
-}
-
 impl AdamW {
-    /// The position of a variable, if there is one.
-    fn checked(&self, var: usize) -> Result<usize> {
-        if var >= self.vars.len() {
-            bail!("the optimizer has {} variables, there is no variable {var}", self.vars.len())
-        }
-        Ok(var)
+    /// Makes an optimizer with a learning rate, and the default values of everything else.
+    ///
+    /// # Errors
+    ///
+    /// Those of [`new`](Optimizer::new).
+    pub fn new_lr(vars: Vec<Var>, learning_rate: f64) -> Result<Self> {
+        Self::new(vars, ParamsAdamW { lr: learning_rate, ..ParamsAdamW::default() })
     }
+
+    /// The settings.
+    pub fn params(&self) -> &ParamsAdamW {
+        &self.params
+    }
+
+    /// Replaces the settings. Those that cannot be are refused by the next step.
+    pub fn set_params(&mut self, params: ParamsAdamW) {
+        self.params = params;
+    }
+
+    fn moments(&self, var: usize) -> Result<&Moments> {
+        match self.vars.get(var) {
+            Some(moments) => Ok(moments),
+            None => {
+                bail!("the optimizer has {} variables, there is no variable {var}", self.vars.len())
+            }
+        }
+    }
+}
+
+/// Refuses settings with which every step would be wrong; PyTorch's are the same.
+fn check(params: &ParamsAdamW) -> Result<()> {
+    let ParamsAdamW { lr, beta1, beta2, eps, weight_decay } = *params;
+    SettingError::check_at_least_zero("the learning rate of AdamW", lr)?;
+    SettingError::check_fraction("beta1 of AdamW", beta1)?;
+    SettingError::check_fraction("beta2 of AdamW", beta2)?;
+    SettingError::check_at_least_zero("eps of AdamW", eps)?;
+    SettingError::check_at_least_zero("the weight decay of AdamW", weight_decay)?;
+    Ok(())
 }
 
 impl Optimizer for AdamW {
     type Config = ParamsAdamW;
 
+    /// Makes an optimizer of variables, whose state is zero.
+    ///
+    /// # Errors
+    ///
+    /// A [`SettingError`] if a setting is negative, no number, or a beta of at least 1; if candle
+    /// fails.
     fn new(vars: Vec<Var>, params: ParamsAdamW) -> Result<Self> {
+        check(&params)?;
         Ok(Self { vars: vars.into_iter().map(Moments::new).collect::<Result<_>>()?, params })
     }
 
     /// Updates the variables that have a gradient; integers, which have none to follow, stay as
     /// they are.
     fn step(&mut self, grads: &GradStore) -> Result<()> {
-        for moments in self.vars.iter_mut().filter(|moments| moments.var.dtype().is_float()) {
-            if let Some(grad) = grads.get(&moments.var) {
+        check(&self.params)?;
+        for moments in &mut self.vars {
+            let var = moments.variable.var();
+            if let (true, Some(grad)) = (var.dtype().is_float(), grads.get(var)) {
                 moments.update(&self.params, grad)?;
             }
         }
@@ -108,63 +140,213 @@ impl Optimizer for AdamW {
 
 impl StatefulOptimizer for AdamW {
     fn state(&self, var: usize) -> Result<Vec<(&'static str, Tensor)>> {
-        let moments = &self.vars[self.checked(var)?];
-        Ok(vec![
+        let moments = self.moments(var)?;
+        let mut state = vec![
             ("step", Tensor::new(i64::from(moments.step), &Device::Cpu)?),
             ("exp_avg", moments.exp_avg.as_detached_tensor()),
             ("exp_avg_sq", moments.exp_avg_sq.as_detached_tensor()),
-        ])
+        ];
+        state.extend(moments.variable.master().map(|master| (MASTER, master.as_detached_tensor())));
+        Ok(state)
     }
 
     fn load_state(&mut self, var: usize, name: &str, value: &Tensor) -> Result<()> {
-        let position = self.checked(var)?;
-        let moments = &mut self.vars[position];
-        match name {
-            "step" => moments.step = step_count(value)?,
-            "exp_avg" => moments.exp_avg.set(&value.to_device(moments.var.device())?)?,
-            "exp_avg_sq" => moments.exp_avg_sq.set(&value.to_device(moments.var.device())?)?,
-            _ => bail!("AdamW has no state {name}, it has step, exp_avg and exp_avg_sq"),
+        self.moments(var)?;
+        let moments = &mut self.vars[var];
+        match (name, moments.variable.master()) {
+            ("step", _) => moments.step = step_count(value)?,
+            ("exp_avg", _) => assign(&moments.exp_avg, value)?,
+            ("exp_avg_sq", _) => assign(&moments.exp_avg_sq, value)?,
+            (MASTER, Some(master)) => assign(master, value)?,
+            _ => bail!("AdamW has no state {name} of variable {var}"),
         }
         Ok(())
     }
 }
 
-/// A number of steps that can have been taken.
-fn step_count(value: &Tensor) -> Result<i32> {
-    let steps: i64 = value.to_dtype(DType::I64)?.to_scalar()?;
-    match i32::try_from(steps) {
-        Ok(count @ 0..) => Ok(count),
-        _ => bail!("{steps} steps cannot have been taken, 0 to {} can", i32::MAX),
+/// A variable, and running means of its gradients.
+#[derive(Debug)]
+struct Moments {
+    variable: Variable,
+    /// The number of steps: 32 bits, as it becomes an exponent in [`f64::powi`].
+    step: i32,
+    exp_avg: Var,
+    exp_avg_sq: Var,
+}
+
+impl Moments {
+    fn new(var: Var) -> Result<Self> {
+        let variable = Variable::new(var)?;
+        Ok(Self { step: 0, exp_avg: variable.zeros()?, exp_avg_sq: variable.zeros()?, variable })
+    }
+
+    fn update(&mut self, params: &ParamsAdamW, grad: &Tensor) -> Result<()> {
+        let Some(step) = self.step.checked_add(1) else {
+            bail!("AdamW counts to {} steps of a variable", i32::MAX)
+        };
+        let rule = AdamRule::new(params, step);
+        self.variable.update(&rule, [&self.exp_avg, &self.exp_avg_sq], grad)?;
+        self.step = step;
+        Ok(())
+    }
+}
+
+/// The factors of a step, which are those that candle multiplies by.
+struct AdamRule {
+    beta1: f64,
+    beta2: f64,
+    /// Both means start at zero, and are too small by these factors.
+    mean_scale: f64,
+    variance_scale: f64,
+    eps: f64,
+    lr: f64,
+    kept: f64,
+}
+
+impl AdamRule {
+    fn new(params: &ParamsAdamW, step: i32) -> Self {
+        let ParamsAdamW { lr, beta1, beta2, eps, weight_decay } = *params;
+        Self {
+            beta1,
+            beta2,
+            mean_scale: 1.0 / (1.0 - beta1.powi(step)),
+            variance_scale: 1.0 / (1.0 - beta2.powi(step)),
+            eps,
+            lr,
+            kept: 1.0 - lr * weight_decay,
+        }
+    }
+}
+
+impl Rule<2> for AdamRule {
+    #[inline(always)]
+    fn apply<X: Numbers>(
+        &self,
+        value: &X,
+        [mean, variance]: [&X; 2],
+        grad: &X,
+    ) -> Outcome<X, (X, [X; 2])> {
+        let mean = mean.scaled(self.beta1)?.plus(&grad.scaled(1.0 - self.beta1)?)?;
+        let variance =
+            variance.scaled(self.beta2)?.plus(&grad.squared()?.scaled(1.0 - self.beta2)?)?;
+        let deviation = variance.scaled(self.variance_scale)?.root()?.affine(1.0, self.eps)?;
+        let change = mean.scaled(self.mean_scale)?.over(&deviation)?.scaled(self.lr)?;
+        Ok((value.scaled(self.kept)?.minus(&change)?, [mean, variance]))
     }
 }
 
 #[cfg(test)]
 mod tests {
+    use candle_core::DType;
+
     use super::*;
 
-    #[test]
-    fn steps_are_those_of_candle_and_continue_after_a_stop() {
-        let start = Tensor::new(&[[1_f32, -2.], [3., 0.5]], &Device::Cpu).unwrap();
-        let vars = [(); 2].map(|()| Var::from_tensor(&start).unwrap());
-        let params = ParamsAdamW { lr: 0.1, ..ParamsAdamW::default() };
-        let mut candle = candle_nn::AdamW::new(vec![vars[0].clone()], params.clone()).unwrap();
-        let mut ours = AdamW::new(vec![vars[1].clone()], params.clone()).unwrap();
-        for step in 0..20 {
-            candle.backward_step(&vars[0].powf(3.0).unwrap().sum_all().unwrap()).unwrap();
-            if step == 10 {
-                let mut next = AdamW::new(vec![vars[1].clone()], params.clone()).unwrap();
-                for (name, value) in ours.state(0).unwrap() {
-                    next.load_state(0, name, &value).unwrap();
-                }
-                ours = next;
-            }
-            ours.backward_step(&vars[1].powf(3.0).unwrap().sum_all().unwrap()).unwrap();
-            let values = vars.each_ref().map(|var| var.to_vec2::<f32>().unwrap());
-            assert_eq!(values[0], values[1], "after step {step}");
+    /// Two variables of the same values.
+    fn twins(shape: &[usize], dtype: DType) -> [Var; 2] {
+        let len: usize = shape.iter().product();
+        let values: Vec<f64> = (0..len).map(|item| (item as f64 * 0.37).sin()).collect();
+        let values =
+            Tensor::from_vec(values, shape, &Device::Cpu).unwrap().to_dtype(dtype).unwrap();
+        [(); 2].map(|()| Var::from_tensor(&values).unwrap())
+    }
+
+    fn loss(var: &Var) -> Tensor {
+        var.powf(3.0).unwrap().sum_all().unwrap()
+    }
+
+    fn bytes(var: &Var) -> Vec<u8> {
+        let mut bytes = Vec::new();
+        var.write_bytes(&mut bytes).unwrap();
+        bytes
+    }
+
+    /// An optimizer that continues where another has stopped.
+    fn resumed(stopped: &AdamW, var: &Var) -> AdamW {
+        let mut next = AdamW::new(vec![var.clone()], stopped.params().clone()).unwrap();
+        for (name, value) in stopped.state(0).unwrap() {
+            next.load_state(0, name, &value.copy().unwrap()).unwrap();
         }
-        assert!(ours.load_state(0, "momentum", &start).is_err());
-        assert!(ours.load_state(1, "step", &start).is_err());
-        assert!(ours.state(1).is_err());
+        next
+    }
+
+    #[test]
+    fn steps_are_those_of_candle_to_the_bit_and_continue_after_a_stop() {
+        let params = ParamsAdamW { lr: 0.1, ..ParamsAdamW::default() };
+        for dtype in [DType::F32, DType::F64] {
+            for shape in [&[][..], &[1], &[2, 3], &[67, 5], &[300, 130]] {
+                let vars = twins(shape, dtype);
+                let mut candle =
+                    candle_nn::AdamW::new(vec![vars[0].clone()], params.clone()).unwrap();
+                let mut ours = AdamW::new(vec![vars[1].clone()], params.clone()).unwrap();
+                for step in 0..20 {
+                    candle.backward_step(&loss(&vars[0])).unwrap();
+                    if step == 10 {
+                        ours = resumed(&ours, &vars[1]);
+                    }
+                    ours.backward_step(&loss(&vars[1])).unwrap();
+                    assert_eq!(
+                        bytes(&vars[0]),
+                        bytes(&vars[1]),
+                        "{dtype:?} {shape:?}, step {step}"
+                    );
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn changes_too_small_for_a_half_add_up_and_continue_after_a_stop() {
+        let params = ParamsAdamW { lr: 1e-4, weight_decay: 0.0, ..ParamsAdamW::default() };
+        for dtype in [DType::BF16, DType::F16] {
+            let [var, again] = [(); 2].map(|()| Var::ones(3, dtype, &Device::Cpu).unwrap());
+            let mut adam = AdamW::new(vec![var.clone()], params.clone()).unwrap();
+            let mut stopped = AdamW::new(vec![again.clone()], params.clone()).unwrap();
+            for step in 0..100 {
+                adam.backward_step(&var.sum_all().unwrap()).unwrap();
+                if step == 50 {
+                    stopped = resumed(&stopped, &again);
+                }
+                stopped.backward_step(&again.sum_all().unwrap()).unwrap();
+            }
+            let exact = Tensor::full(0.99_f64, 3, &Device::Cpu).unwrap().to_dtype(dtype).unwrap();
+            assert_eq!(bytes(&var), bytes(&Var::from_tensor(&exact).unwrap()), "{dtype:?}");
+            assert_eq!(bytes(&var), bytes(&again), "{dtype:?}");
+        }
+    }
+
+    #[test]
+    fn states_that_are_not_there_are_refused() {
+        let var = Var::ones(2, DType::F32, &Device::Cpu).unwrap();
+        let mut adam = AdamW::new_lr(vec![var.clone()], 0.1).unwrap();
+        assert_eq!(adam.params().lr.to_bits(), 0.1_f64.to_bits());
+        assert!(adam.load_state(0, "momentum", &var).is_err());
+        assert!(adam.load_state(0, MASTER, &var).is_err());
+        assert!(adam.load_state(1, "step", &var).is_err());
+        assert!(adam.state(1).is_err());
+        let other = Tensor::zeros(3, DType::F32, &Device::Cpu).unwrap();
+        assert!(adam.load_state(0, "exp_avg", &other).is_err());
+    }
+
+    #[test]
+    fn settings_that_cannot_be_are_refused() {
+        let var = Var::ones(2, DType::F32, &Device::Cpu).unwrap();
+        let default = ParamsAdamW::default;
+        for (params, name) in [
+            (ParamsAdamW { lr: -0.1, ..default() }, "learning rate"),
+            (ParamsAdamW { lr: f64::NAN, ..default() }, "learning rate"),
+            (ParamsAdamW { lr: f64::INFINITY, ..default() }, "learning rate"),
+            (ParamsAdamW { beta1: 1.0, ..default() }, "beta1"),
+            (ParamsAdamW { beta2: -0.1, ..default() }, "beta2"),
+            (ParamsAdamW { eps: -1e-8, ..default() }, "eps"),
+            (ParamsAdamW { weight_decay: f64::NAN, ..default() }, "weight decay"),
+        ] {
+            let error = AdamW::new(vec![var.clone()], params.clone()).unwrap_err();
+            assert!(error.to_string().contains(name), "{error}");
+            let mut adam = AdamW::new(vec![var.clone()], default()).unwrap();
+            adam.set_params(params);
+            assert!(adam.backward_step(&var.sum_all().unwrap()).is_err(), "{name}");
+        }
+        assert_eq!(var.to_vec1::<f32>().unwrap(), [1.0, 1.0]);
     }
 
     #[test]

@@ -1,19 +1,92 @@
 //! Gradients that are scaled down to a largest norm, as in PyTorch's `clip_grad_norm_`.
 
-use candle_core::{DType, Device, Result, Tensor};
+use candle_core::{CpuStorage, DType, Device, Layout, Result, Storage, Tensor};
+
+use crate::{error::setting::SettingError, optim::update::items::Items};
 
 /// What PyTorch adds to a norm, so that gradients of zeros can be divided by it.
 const EPSILON: f64 = 1e-6;
 
-/// The sum of the squares of a tensor's items, in double precision on the processor.
-pub(crate) fn squares(tensor: &Tensor) -> Result<f64> {
-    let items = tensor.to_device(&Device::Cpu)?.to_dtype(DType::F64)?;
-    items.sqr()?.sum_all()?.to_scalar()
+/// Items that are read together.
+const BLOCK: usize = 1 << 10;
+
+/// Sums that are formed side by side, so that none waits for the addition before it.
+const LANES: usize = 8;
+
+/// Refuses largest norms that cannot be: negative ones and NaN.
+pub(crate) fn check_max_norm(max_norm: f64) -> std::result::Result<(), SettingError> {
+    if max_norm >= 0.0 {
+        return Ok(());
+    }
+    let name = "the largest norm of the gradients";
+    Err(SettingError { name, value: max_norm, expected: "at least 0" })
 }
 
-/// The factor by which gradients of a norm are scaled so that it is at most `max_norm`.
+/// The sum of the squares of a tensor's floating-point items, in double precision.
+///
+/// On the processor what each addition rounds off is added as well, so the sum is the exact one
+/// rounded once, and does not depend on the order. Nothing of the tensor's size is allocated.
+pub(crate) fn squares(tensor: &Tensor) -> Result<f64> {
+    match tensor.device() {
+        Device::Cpu => {
+            let (storage, layout) = tensor.storage_and_layout();
+            match &*storage {
+                Storage::Cpu(storage) => squares_on_host(storage, layout),
+                _ => candle_core::bail!("a tensor on the processor has its storage elsewhere"),
+            }
+        }
+        Device::Cuda(_) => tensor.to_dtype(DType::F64)?.sqr()?.sum_all()?.to_scalar(),
+        // It has no double precision, and the processor's memory.
+        Device::Metal(_) => squares(&tensor.to_device(&Device::Cpu)?),
+    }
+}
+
+fn squares_on_host(storage: &CpuStorage, layout: &Layout) -> Result<f64> {
+    let items = Items::new(storage, layout)?;
+    let mut buffer = [0.0; BLOCK];
+    let mut sums = [Sum::default(); LANES];
+    for first in (0..items.len()).step_by(BLOCK) {
+        let block = items.read(first..items.len().min(first + BLOCK), &mut buffer);
+        let (chunks, rest) = block.as_chunks::<LANES>();
+        for chunk in chunks {
+            sums.iter_mut().zip(chunk).for_each(|(sum, item)| sum.add(item * item));
+        }
+        sums.iter_mut().zip(rest).for_each(|(sum, item)| sum.add(item * item));
+    }
+    let mut total = Sum::default();
+    for sum in sums {
+        total.add(sum.high);
+        total.low += sum.low;
+    }
+    Ok(total.rounded())
+}
+
+/// A sum, and what its additions have rounded off (Ogita, Rump and Oishi, "Accurate Sum and Dot
+/// Product", 2005, after Knuth).
+#[derive(Clone, Copy, Debug, Default)]
+struct Sum {
+    high: f64,
+    low: f64,
+}
+
+impl Sum {
+    fn add(&mut self, term: f64) {
+        let high = self.high + term;
+        let added = high - self.high;
+        self.low += (self.high - (high - added)) + (term - added);
+        self.high = high;
+    }
+
+    fn rounded(self) -> f64 {
+        // Beyond all numbers nothing is rounded off, and infinity less itself would be NaN.
+        if self.high.is_finite() { self.high + self.low } else { self.high }
+    }
+}
+
+/// The factor by which gradients of a norm are scaled so that it is at most `max_norm`; NaN if the
+/// norm is.
 pub(crate) fn factor(norm: f64, max_norm: f64) -> f64 {
-    (max_norm / (norm + EPSILON)).min(1.0)
+    (max_norm / (norm + EPSILON)).clamp(0.0, 1.0)
 }
 
 #[cfg(test)]
@@ -21,17 +94,61 @@ mod tests {
     use super::*;
 
     fn assert_close(found: f64, expected: f64) {
-        assert!((found - expected).abs() < 1e-6, "{found} for {expected}");
+        assert!((found - expected).abs() <= 1e-6 * expected.abs(), "{found} for {expected}");
+    }
+
+    fn squares_of(items: Vec<f64>, dtype: DType) -> f64 {
+        let len = items.len();
+        squares(&Tensor::from_vec(items, len, &Device::Cpu).unwrap().to_dtype(dtype).unwrap())
+            .unwrap()
     }
 
     #[test]
-    fn squares_of_halves_and_of_large_numbers_are_exact() {
-        let ones = Tensor::ones(65_536, DType::BF16, &Device::Cpu).unwrap();
-        assert_close(squares(&ones).unwrap(), 65_536.0);
-        let large = Tensor::new(&[[1e20_f32], [1e20]], &Device::Cpu).unwrap();
-        assert!((squares(&large).unwrap() / 2e40 - 1.0).abs() < 1e-6);
-        let none = Tensor::zeros((0, 3), DType::F32, &Device::Cpu).unwrap();
-        assert_close(squares(&none).unwrap(), 0.0);
+    fn squares_of_halves_and_of_large_numbers_neither_overflow_nor_stand_still() {
+        use DType::{BF16, F16, F32, F64};
+        for dtype in [BF16, F16, F32, F64] {
+            assert_close(squares_of(vec![1.0; 65_537], dtype), 65_537.0);
+            assert_close(squares_of(vec![-600.0; 16], dtype), 16.0 * 360_000.0);
+            assert_close(squares_of(vec![], dtype), 0.0);
+        }
+        assert!((squares_of(vec![1e20; 16], F32) / 16e40 - 1.0).abs() < 1e-6);
+    }
+
+    #[test]
+    fn sums_are_rounded_once() {
+        // In double precision 2^53 + 1 is 2^53, so each 1 would be lost.
+        let large = 2_f64.powi(26) * 2_f64.sqrt();
+        for position in [0, 1, 500, 1023, 1024, 2999] {
+            let mut items = vec![1.0; 3000];
+            items[position] = large;
+            let expected: f64 = large * large + 2999.0;
+            let found = squares_of(items, DType::F64);
+            assert_eq!(found.to_bits(), expected.to_bits(), "{position}");
+        }
+    }
+
+    #[test]
+    fn views_and_scalars_have_squares() {
+        let x = Tensor::arange(0_f32, 12., &Device::Cpu).unwrap().reshape((3, 4)).unwrap();
+        let part = x.narrow(1, 1, 2).unwrap().t().unwrap();
+        assert_close(squares(&part).unwrap(), 1. + 4. + 25. + 36. + 81. + 100.);
+        assert_close(squares(&Tensor::new(3_f32, &Device::Cpu).unwrap()).unwrap(), 9.0);
+    }
+
+    #[test]
+    fn what_is_no_number_stays_none() {
+        for bad in [f64::NAN, f64::INFINITY, f64::NEG_INFINITY] {
+            for position in [0, 9, 1999] {
+                let mut items = vec![1.0; 2000];
+                items[position] = bad;
+                let squares = squares_of(items, DType::F32);
+                assert_eq!(squares.is_nan(), bad.is_nan(), "{squares}");
+                assert!(!squares.is_finite());
+            }
+        }
+        assert!(squares_of(vec![1e200; 3], DType::F64).is_infinite());
+        assert!(factor(f64::NAN, 1.0).is_nan());
+        assert_close(factor(f64::INFINITY, 1.0), 0.0);
     }
 
     #[test]
@@ -39,5 +156,16 @@ mod tests {
         assert_close(factor(8.0, 2.0), 0.25);
         assert_close(factor(1.0, 2.0), 1.0);
         assert_close(factor(0.0, 2.0), 1.0);
+        assert_close(factor(0.0, 0.0), 0.0);
+    }
+
+    #[test]
+    fn largest_norms_that_cannot_be_are_refused() {
+        for max_norm in [-1.0, -1e-300, f64::NAN, f64::NEG_INFINITY] {
+            assert!(check_max_norm(max_norm).is_err(), "{max_norm}");
+        }
+        for max_norm in [0.0, 1.0, f64::INFINITY] {
+            assert!(check_max_norm(max_norm).is_ok(), "{max_norm}");
+        }
     }
 }

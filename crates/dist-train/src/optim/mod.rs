@@ -1,9 +1,11 @@
-//! Optimizers that can be stopped and resumed, and the clipping of gradients.
+//! Optimizers that update in place and can be stopped and resumed, and the clipping of gradients.
 
 pub(crate) mod adamw;
 pub(crate) mod clip;
+pub(crate) mod sgd;
+mod update;
 
-use candle_core::{Result, Tensor, bail};
+use candle_core::{DType, Result, Tensor, Var, bail};
 use candle_nn::{Optimizer, SGD};
 
 /// An optimizer whose state can be written to a checkpoint and read back; what `state_dict` and
@@ -35,5 +37,19 @@ impl StatefulOptimizer for SGD {
 
     fn load_state(&mut self, _: usize, name: &str, _: &Tensor) -> Result<()> {
         bail!("SGD has no state {name}")
+    }
+}
+
+/// Replaces a tensor of a state by one of any floating-point type, on any device.
+fn assign(state: &Var, value: &Tensor) -> Result<()> {
+    state.set(&value.to_device(state.device())?.to_dtype(state.dtype())?)
+}
+
+/// A number of steps that can have been taken.
+fn step_count(value: &Tensor) -> Result<i32> {
+    let steps: i64 = value.to_dtype(DType::I64)?.to_scalar()?;
+    match i32::try_from(steps) {
+        Ok(count @ 0..) => Ok(count),
+        _ => bail!("{steps} steps cannot have been taken, 0 to {} can", i32::MAX),
     }
 }

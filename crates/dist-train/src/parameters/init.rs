@@ -156,6 +156,7 @@ impl Distribution {
     }
 
     /// Integers: those of a constant that is one.
+    #[expect(clippy::float_cmp, reason = "an integer is its constant, or another number")]
     fn integers(self, dtype: DType, len: usize) -> candle_core::Result<Option<Tensor>> {
         let Self::Constant(value) = self else { return Ok(None) };
         let item = Tensor::new(value, &Device::Cpu)?.to_dtype(dtype)?;
@@ -322,6 +323,7 @@ mod tests {
     }
 
     #[test]
+    #[expect(clippy::cast_possible_truncation, clippy::cast_sign_loss, reason = "they are 0 to 63")]
     fn uniform_numbers_fill_their_interval_evenly() {
         let values = values(DRAWS, Init::Uniform { lo: -3.0, up: 5.0 });
         assert!(values.iter().all(|value| (-3.0..5.0).contains(value)));

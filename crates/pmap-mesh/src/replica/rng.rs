@@ -75,10 +75,31 @@ impl ReplicaRng {
         self.uniform(shape)?.lt(f64::from(p))?.to_dtype(DType::U8)
     }
 
-    fn unit(&mut self) -> f32 {
-        let word = self.seed.derive(self.next).as_u64();
+    /// A seed for a generator of another kind, another one each time: the key of
+    /// `fused_ops::dropout`, which then keeps no mask, is
+    /// `DropoutKey { seed: rng.next_seed().as_u64(), call: 0 }`.
+    pub fn next_seed(&mut self) -> Seed {
+        let seed = self.seed.derive(self.next);
         self.next += 1;
+        seed
+    }
+
+    fn unit(&mut self) -> f32 {
+        let word = self.next_seed().as_u64();
         // The upper 24 bits are exact in an f32.
         (word >> 40) as f32 / (1_u32 << 24) as f32
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn seeds_and_numbers_are_drawn_from_one_stream() {
+        let mut rng = ReplicaRng::new(Seed::new(5), Device::Cpu);
+        assert_eq!(rng.next_seed(), Seed::new(5).derive(0));
+        rng.uniform(3).unwrap();
+        assert_eq!(rng.next_seed(), Seed::new(5).derive(4));
     }
 }

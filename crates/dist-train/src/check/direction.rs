@@ -1,0 +1,60 @@
+//! Directions in which variables are moved, in double precision, a tensor for each variable.
+
+use candle_core::{DType, Device, Tensor};
+use candle_nn::Init;
+use core_types::Seed;
+
+use super::{CHECKING, Part};
+use crate::{
+    error::{Doing, Result},
+    parameters::{declare::Declared, init},
+};
+
+/// The least that items are taken to be large: biases and others that begin with zero.
+const SMALLEST: f64 = 1e-2;
+
+/// The gradient, in which the loss changes most; so it shows best what the gradient has too much,
+/// or has where nothing is. Its largest item is as large as the variables are on the whole.
+pub(super) fn steepest(part: &Part<'_>) -> Result<Vec<Tensor>> {
+    scaled_gradients(part).doing(CHECKING)
+}
+
+fn scaled_gradients(part: &Part<'_>) -> candle_core::Result<Vec<Tensor>> {
+    let size = part.at.iter().map(size_of_items).sum::<candle_core::Result<f64>>()?;
+    let mut largest: f64 = 0.0;
+    for gradient in &part.gradients {
+        if gradient.elem_count() > 0 {
+            largest = largest.max(gradient.abs()?.flatten_all()?.max(0)?.to_scalar()?);
+        }
+    }
+    let scale = if largest > 0.0 { size / part.at.len() as f64 / largest } else { 0.0 };
+    part.gradients.iter().map(|gradient| gradient * scale).collect()
+}
+
+/// Normal numbers as large as the items of each variable. They show what the gradient lacks, which
+/// may be at right angles to the gradient.
+pub(super) fn random(part: &Part<'_>) -> Result<Vec<Tensor>> {
+    let named = part.names.iter().zip(&part.at);
+    named
+        .map(|(name, at)| {
+            let stdev = size_of_items(at).doing(CHECKING)?;
+            let declared = Declared {
+                name: (*name).to_owned(),
+                shape: at.shape().clone(),
+                dtype: DType::F64,
+                init: Init::Randn { mean: 0.0, stdev },
+            };
+            let items = init::seeded(SEED, &declared, 0..at.elem_count(), &Device::Cpu)?;
+            items.reshape(at.shape()).doing(CHECKING)
+        })
+        .collect()
+}
+
+/// Any would do; it keeps these numbers apart from those of initial values.
+const SEED: Seed = Seed::new(0x6772_6164);
+
+/// The root of the mean square of a variable's items.
+fn size_of_items(at: &Tensor) -> candle_core::Result<f64> {
+    let squares = at.to_dtype(DType::F64)?.sqr()?.sum_all()?.to_scalar::<f64>()?;
+    Ok((squares / at.elem_count().max(1) as f64).sqrt().max(SMALLEST))
+}

@@ -1,0 +1,442 @@
+//! Gradients compared with differences of the loss.
+//!
+//! A backward pass that is wrong trains without a word: an operation without backward beside a
+//! residual gives every parameter before it a gradient, only another one. What cannot be wrong is
+//! the loss itself, so it is evaluated a little to both sides of the variables, along a direction,
+//! and the difference is what the gradient must say of the direction. PyTorch's `gradcheck` does so
+//! for every input of one operation in f64; here it is done for a whole model as it is trained,
+//! with two directions for each of its parts.
+
+mod derivative;
+mod direction;
+
+use std::fmt;
+
+use candle_core::{DType, Device, Tensor};
+use fsdp_plan::{ElemType, ParameterInfo};
+
+use self::derivative::Derivative;
+use crate::error::{Doing, Result, gradient::GradientError};
+
+/// A model whose gradients are checked, in the middle of training.
+pub(crate) trait Checked {
+    /// The loss of the batch with the variables as they are, always with the same random numbers.
+    fn loss(&mut self) -> Result<f64>;
+
+    /// The value of a variable.
+    fn value(&self, var: usize) -> Result<Tensor>;
+
+    /// Gives a variable another value.
+    fn set(&mut self, var: usize, value: &Tensor) -> Result<()>;
+}
+
+/// What a check has found of the parameters that begin with the same components: made by
+/// [`DataParallel::check_gradients`](crate::DataParallel::check_gradients).
+#[derive(Clone, Debug, PartialEq)]
+#[non_exhaustive]
+pub struct PrefixCheck {
+    /// The first components of their names: those of a block, or of a layer outside of all blocks.
+    pub prefix: String,
+    /// How many parameters there are.
+    pub parameters: usize,
+    /// How fast the loss changes along the direction that is the worst for the gradient, as
+    /// differences of the loss say.
+    pub expected: f64,
+    /// How fast it changes there as the gradient says.
+    pub found: f64,
+    /// How far `expected` may be off, as the differences at two step sizes say.
+    pub uncertainty: f64,
+    /// What follows.
+    pub verdict: Verdict,
+}
+
+/// Whether gradients are those of the loss.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum Verdict {
+    /// They are, within the tolerance.
+    Right,
+    /// They are not.
+    Wrong,
+    /// Rounding hides it, or the loss is too far from smooth: with halves, or where the loss hardly
+    /// depends on the parameters.
+    Unclear,
+}
+
+/// What a check of gradients has found; displayed as a table.
+#[derive(Clone, Debug, PartialEq)]
+#[non_exhaustive]
+pub struct GradientReport {
+    /// The loss of the batch.
+    pub loss: f64,
+    /// The parts of the model, in the order of their names.
+    pub prefixes: Vec<PrefixCheck>,
+}
+
+impl fmt::Display for GradientReport {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let width = self.prefixes.iter().map(|check| check.prefix.len()).max().unwrap_or(0);
+        for check in &self.prefixes {
+            let PrefixCheck { prefix, expected, found, uncertainty, verdict, .. } = check;
+            writeln!(
+                f,
+                "{prefix:width$}  {verdict:?}: the gradient says {found:.4e}, differences \
+                 {expected:.4e} ± {uncertainty:.0e}"
+            )?;
+        }
+        Ok(())
+    }
+}
+
+/// Compares the gradients of named variables with differences of the loss.
+///
+/// The variables have their values again afterwards, whatever happens.
+///
+/// # Errors
+///
+/// [`GradientError::Wrong`] with all prefixes whose gradients are, [`GradientError::NotRepeatable`]
+/// if the loss is another one each time, and those of `model`.
+pub(crate) fn check_gradients(
+    model: &mut impl Checked,
+    names: &[&str],
+    gradients: &[Option<Tensor>],
+) -> Result<GradientReport> {
+    let [loss, again] = [model.loss()?, model.loss()?];
+    if loss.to_bits() != again.to_bits() {
+        return Err(GradientError::NotRepeatable { first: loss, second: again }.into());
+    }
+    let mut prefixes = Vec::new();
+    for (prefix, vars) in by_prefix(names)? {
+        prefixes.push(check_prefix(model, prefix, &vars, names, gradients)?);
+    }
+    let wrong = prefixes.iter().filter(|check| check.verdict == Verdict::Wrong);
+    let wrong: Vec<PrefixCheck> = wrong.cloned().collect();
+    if wrong.is_empty() {
+        return Ok(GradientReport { loss, prefixes });
+    }
+    Err(GradientError::Wrong { wrong, prefixes: prefixes.len() }.into())
+}
+
+/// The positions of the variables of each prefix, in the order of the first ones: those of a block,
+/// or of a layer outside of all blocks.
+fn by_prefix(names: &[&str]) -> Result<Vec<(String, Vec<usize>)>> {
+    let mut prefixes: Vec<(String, Vec<usize>)> = Vec::new();
+    for (var, &name) in names.iter().enumerate() {
+        let info = ParameterInfo::new(name, [], ElemType::F32)?;
+        let prefix = [info.unit(), info.layer(), name];
+        let prefix = prefix.into_iter().find(|prefix| !prefix.is_empty()).unwrap_or(name);
+        match prefixes.iter_mut().find(|(other, _)| other == prefix) {
+            Some((_, vars)) => vars.push(var),
+            None => prefixes.push((prefix.to_owned(), vec![var])),
+        }
+    }
+    Ok(prefixes)
+}
+
+/// Checks the variables of a prefix along two directions, and returns the worse of both.
+fn check_prefix(
+    model: &mut impl Checked,
+    prefix: String,
+    vars: &[usize],
+    names: &[&str],
+    gradients: &[Option<Tensor>],
+) -> Result<PrefixCheck> {
+    let part = Part::new(model, vars, names, gradients)?;
+    let mut worst = Derivative::default();
+    for direction in [direction::steepest(&part)?, direction::random(&part)?] {
+        let derivative = part.derivative(model, &direction);
+        // First of all, since the derivative may be an error.
+        part.restore(model)?;
+        worst = worst.or_worse(derivative?);
+    }
+    Ok(PrefixCheck {
+        prefix,
+        parameters: vars.len(),
+        expected: worst.expected,
+        found: worst.found,
+        uncertainty: worst.uncertainty,
+        verdict: worst.verdict(),
+    })
+}
+
+/// Some variables of a model, and what is said of them.
+struct Part<'a> {
+    vars: &'a [usize],
+    names: Vec<&'a str>,
+    /// Their values, on the processor.
+    at: Vec<Tensor>,
+    /// Their gradients, on the processor and in double precision; zeros where there is none.
+    gradients: Vec<Tensor>,
+}
+
+impl<'a> Part<'a> {
+    fn new(
+        model: &impl Checked,
+        vars: &'a [usize],
+        names: &[&'a str],
+        gradients: &[Option<Tensor>],
+    ) -> Result<Self> {
+        let (mut at, mut there) = (Vec::new(), Vec::new());
+        for &var in vars {
+            // A copy, for the variable is about to change.
+            let value = model.value(var)?.to_device(&Device::Cpu).and_then(|value| value.copy());
+            let value = value.doing(CHECKING)?;
+            there.push(on_host(gradients[var].as_ref(), &value).doing(CHECKING)?);
+            at.push(value);
+        }
+        let names = vars.iter().map(|&var| names[var]).collect();
+        Ok(Self { vars, names, at, gradients: there })
+    }
+
+    fn set(&self, model: &mut impl Checked, values: &[Tensor]) -> Result<()> {
+        self.vars.iter().zip(values).try_for_each(|(&var, value)| model.set(var, value))
+    }
+
+    fn restore(&self, model: &mut impl Checked) -> Result<()> {
+        self.set(model, &self.at)
+    }
+}
+
+const CHECKING: &str = "checking gradients";
+
+fn on_host(gradient: Option<&Tensor>, at: &Tensor) -> candle_core::Result<Tensor> {
+    match gradient {
+        Some(gradient) => gradient.to_device(&Device::Cpu)?.to_dtype(DType::F64),
+        None => Tensor::zeros(at.shape(), DType::F64, &Device::Cpu),
+    }
+}
+
+#[cfg(test)]
+#[expect(clippy::needless_pass_by_value, reason = "models are built of builders by value")]
+#[expect(clippy::unnecessary_wraps, reason = "as a norm of the network may fail")]
+mod tests {
+    use candle_core::{CustomOp1, Shape, Var};
+    use candle_nn::{Linear, Module, VarBuilder, VarMap, linear};
+    use core_types::Seed;
+
+    use super::*;
+    use crate::{
+        error::Error,
+        parameters::{InitialValues, declare::declare},
+    };
+
+    /// Variables by name, and a loss of them.
+    struct Plain<F> {
+        vars: Vec<(String, Var)>,
+        loss: F,
+    }
+
+    impl<F: FnMut() -> candle_core::Result<Tensor>> Checked for Plain<F> {
+        fn loss(&mut self) -> Result<f64> {
+            (self.loss)().and_then(|loss| loss.to_dtype(DType::F64)?.to_scalar()).doing("a loss")
+        }
+
+        fn value(&self, var: usize) -> Result<Tensor> {
+            Ok(self.vars[var].1.as_detached_tensor())
+        }
+
+        fn set(&mut self, var: usize, value: &Tensor) -> Result<()> {
+            self.vars[var].1.set(value).doing("setting a variable")
+        }
+    }
+
+    /// Checks the gradients of a loss, and that all variables have their values again.
+    fn check(
+        vars: &[(String, Var)],
+        mut loss: impl FnMut() -> candle_core::Result<Tensor>,
+    ) -> Result<GradientReport> {
+        let store = loss().unwrap().backward().unwrap();
+        let gradients: Vec<_> = vars.iter().map(|(_, var)| store.get(var).cloned()).collect();
+        let before: Vec<_> = vars.iter().map(|(_, var)| var.copy().unwrap()).collect();
+        let mut model = Plain { vars: vars.to_vec(), loss };
+        let names: Vec<&str> = vars.iter().map(|(name, _)| name.as_str()).collect();
+        let outcome = check_gradients(&mut model, &names, &gradients);
+        for ((name, var), before) in vars.iter().zip(before) {
+            let off = (var.as_tensor() - before).unwrap().to_dtype(DType::F64).unwrap();
+            let off = off.sqr().unwrap().sum_all().unwrap().to_scalar::<f64>().unwrap();
+            assert!(off == 0.0, "{name} is off by {off}");
+        }
+        outcome
+    }
+
+    /// The prefixes that are wrong.
+    fn wrong(outcome: Result<GradientReport>) -> Vec<String> {
+        match outcome {
+            Ok(_) => Vec::new(),
+            Err(Error::Gradient(GradientError::Wrong { wrong, .. })) => {
+                wrong.into_iter().map(|check| check.prefix).collect()
+            }
+            Err(error) => panic!("{error}"),
+        }
+    }
+
+    fn verdicts(report: &GradientReport) -> Vec<Verdict> {
+        report.prefixes.iter().map(|check| check.verdict).collect()
+    }
+
+    /// A residual network: `embed`, `blocks.0` to `blocks.2`, `head`.
+    struct Net {
+        embed: Linear,
+        blocks: Vec<(Linear, Linear)>,
+        head: Linear,
+    }
+
+    const WIDTH: usize = 24;
+
+    impl Net {
+        fn new(vb: VarBuilder<'_>) -> candle_core::Result<Self> {
+            let block = |k: usize| {
+                let vb = vb.pp("blocks").pp(k);
+                Ok((linear(WIDTH, 48, vb.pp("up"))?, linear(48, WIDTH, vb.pp("down"))?))
+            };
+            Ok(Self {
+                embed: linear(8, WIDTH, vb.pp("embed"))?,
+                blocks: (0..3).map(block).collect::<candle_core::Result<_>>()?,
+                head: linear(WIDTH, 1, vb.pp("head"))?,
+            })
+        }
+
+        /// `norm` is what block 1 has before its layers, the others have none.
+        fn loss(
+            &self,
+            x: &Tensor,
+            norm: impl Fn(&Tensor) -> candle_core::Result<Tensor>,
+        ) -> candle_core::Result<Tensor> {
+            let mut x = self.embed.forward(x)?;
+            for (k, (up, down)) in self.blocks.iter().enumerate() {
+                let input = if k == 1 { norm(&x)? } else { x.clone() };
+                x = (x + down.forward(&up.forward(&input)?.relu()?)?)?;
+            }
+            self.head.forward(&x)?.tanh()?.sqr()?.mean_all()
+        }
+    }
+
+    /// A network of seeded weights with its variables, and a batch.
+    fn net(dtype: DType) -> (Net, Vec<(String, Var)>, Tensor) {
+        let values = InitialValues { seed: Seed::new(3), weights: None };
+        let map = VarMap::new();
+        for declared in declare(Net::new, dtype, &Device::Cpu).unwrap() {
+            let value = values.tensor(&declared, &Device::Cpu).unwrap();
+            map.data().lock().unwrap().insert(declared.name, Var::from_tensor(&value).unwrap());
+        }
+        let net = Net::new(VarBuilder::from_varmap(&map, dtype, &Device::Cpu)).unwrap();
+        let mut vars: Vec<_> = map.data().lock().unwrap().clone().into_iter().collect();
+        vars.sort_by(|(left, _), (right, _)| left.cmp(right));
+        let x: Vec<f32> = (0..16 * 8).map(|item| (item as f32 * 1.7).sin()).collect();
+        let x = Tensor::from_vec(x, (16, 8), &Device::Cpu).unwrap().to_dtype(dtype).unwrap();
+        (net, vars, x)
+    }
+
+    fn same(x: &Tensor) -> candle_core::Result<Tensor> {
+        Ok(x.clone())
+    }
+
+    #[test]
+    fn right_gradients_are_right() {
+        for dtype in [DType::F64, DType::F32] {
+            let (net, vars, x) = net(dtype);
+            let report = check(&vars, || net.loss(&x, same)).unwrap();
+            let prefixes: Vec<_> = report.prefixes.iter().map(|check| &check.prefix[..]).collect();
+            assert_eq!(prefixes, ["blocks.0", "blocks.1", "blocks.2", "embed", "head"]);
+            assert_eq!(verdicts(&report), [Verdict::Right; 5], "{dtype:?}\n{report}");
+        }
+    }
+
+    #[test]
+    fn gradients_of_halves_are_not_called_wrong() {
+        for dtype in [DType::BF16, DType::F16] {
+            let (net, vars, x) = net(dtype);
+            assert_eq!(wrong(check(&vars, || net.loss(&x, same))), [""; 0]);
+        }
+    }
+
+    #[test]
+    fn an_operation_without_backward_beside_a_residual_is_found() {
+        let (net, vars, x) = net(DType::F32);
+        let scale = Tensor::ones(WIDTH, DType::F32, &Device::Cpu).unwrap();
+        let fused = |x: &Tensor| candle_nn::ops::rms_norm(&x.contiguous()?, &scale, 1e-5);
+        let slow = |x: &Tensor| candle_nn::ops::rms_norm_slow(x, &scale, 1e-5);
+        let outcome = check(&vars, || net.loss(&x, fused));
+        let text = outcome.as_ref().unwrap_err().to_string();
+        assert!(text.contains("2 of 5 parts") && text.contains("embed ("), "{text}");
+        assert_eq!(wrong(outcome), ["blocks.0", "embed"]);
+        assert_eq!(wrong(check(&vars, || net.loss(&x, slow))), [""; 0]);
+    }
+
+    /// The identity, with a backward that is off by a factor.
+    struct Off(f64);
+
+    impl CustomOp1 for Off {
+        fn name(&self) -> &'static str {
+            "off"
+        }
+
+        fn cpu_fwd(
+            &self,
+            storage: &candle_core::CpuStorage,
+            layout: &candle_core::Layout,
+        ) -> candle_core::Result<(candle_core::CpuStorage, Shape)> {
+            assert!(layout.is_contiguous() && layout.start_offset() == 0);
+            Ok((storage.clone(), layout.shape().clone()))
+        }
+
+        fn bwd(
+            &self,
+            _: &Tensor,
+            _: &Tensor,
+            grad: &Tensor,
+        ) -> candle_core::Result<Option<Tensor>> {
+            Ok(Some((grad * self.0)?))
+        }
+    }
+
+    #[test]
+    fn a_tenth_more_or_less_is_found() {
+        for factor in [0.9, 1.1, -1.0] {
+            let (net, vars, x) = net(DType::F32);
+            let loss = || net.loss(&x, |x| x.contiguous()?.apply_op1(Off(factor)));
+            let found = wrong(check(&vars, loss));
+            assert!(found.iter().all(|prefix| ["blocks.0", "embed"].contains(&prefix.as_str())));
+            let loss = || net.loss(&x, same)?.apply_op1(Off(factor));
+            assert_eq!(wrong(check(&vars, loss)).len(), 5, "{factor}");
+        }
+    }
+
+    #[test]
+    fn parameters_without_a_gradient_must_be_unused() {
+        let var = |value: f32| Var::new(&[value, 1.0], &Device::Cpu).unwrap();
+        let (used, unused, cut) = (var(1.0), var(2.0), var(3.0));
+        let named = |name: &str, var: &Var| (name.to_owned(), var.clone());
+        let vars = vec![named("used", &used), named("unused", &unused)];
+        let loss = || used.sqr()?.sum_all();
+        assert_eq!(verdicts(&check(&vars, loss).unwrap()), [Verdict::Right; 2]);
+        let vars = [vars, vec![named("cut", &cut)]].concat();
+        let loss = || (used.sqr()? + cut.as_detached_tensor().sqr()?)?.sum_all();
+        assert_eq!(wrong(check(&vars, loss)), ["cut"]);
+    }
+
+    #[test]
+    fn a_loss_that_is_another_one_each_time_is_refused() {
+        let (net, vars, x) = net(DType::F32);
+        let mut calls = 0.0;
+        let outcome = check(&vars, || {
+            calls += 1.0;
+            net.loss(&x, same)? * calls
+        });
+        assert!(matches!(outcome, Err(Error::Gradient(GradientError::NotRepeatable { .. }))));
+    }
+
+    #[test]
+    fn values_are_restored_if_the_loss_fails() {
+        let (net, vars, x) = net(DType::F32);
+        let mut calls = 0;
+        let outcome = check(&vars, || {
+            calls += 1;
+            if calls > 5 {
+                candle_core::bail!("the data are at an end")
+            }
+            net.loss(&x, same)
+        });
+        assert!(outcome.unwrap_err().to_string().contains("at an end"));
+    }
+}

@@ -1,0 +1,179 @@
+//! A data-parallel model whose gradients are checked.
+
+use std::{
+    convert::Infallible,
+    sync::{Arc, OnceLock},
+};
+
+use candle_core::Tensor;
+use candle_nn::Optimizer;
+use pmap_mesh::{Replica, TensorTree};
+
+use crate::{
+    batch::Layout,
+    check::{Checked, GradientReport, check_gradients},
+    data_parallel::{
+        DataParallel,
+        rules::{Rules, Then},
+        slot::lock,
+    },
+    error::{Doing, Result},
+    grad::{differentiate, sums},
+    loss::Loss,
+};
+
+impl<M: Send, O: Optimizer + Send> DataParallel<M, O> {
+    /// Compares the gradients of a batch's loss with differences of it: the first thing to run on a
+    /// new model.
+    ///
+    /// An operation that has a wrong backward trains without a word, and so does one that has none
+    /// beside a residual: every variable gets a gradient, only not that of the loss. So for each
+    /// part of the model, a block or a layer, the trained variables are moved a little to both
+    /// sides along the gradient and along a random direction, and the difference of the loss is
+    /// compared with what the gradient says of it. The difference is formed of losses in double
+    /// precision, at several step sizes: what two neighboring ones disagree about is taken for its
+    /// error, beside which a gradient may be off by 2 %. What rounding hides is called
+    /// [unclear](crate::Verdict::Unclear), which in half precision may be much; variables of f64
+    /// leave the least.
+    ///
+    /// The loss is evaluated 8 to 20 times for each direction, always with the same numbers of
+    /// [`Replica::rng`]. Variables and buffers have their values again afterwards; accumulated
+    /// gradients are dropped. Every process of the mesh calls it.
+    ///
+    /// # Errors
+    ///
+    /// [`GradientError`](crate::GradientError) with the parts whose gradients are wrong, or if
+    /// the loss is another one each time; [`Error::Training`](crate::Error::Training) and
+    /// [`Error::Mesh`](crate::Error::Mesh) as [`step`](Self::step).
+    ///
+    /// # Examples
+    ///
+    /// candle's fused softmax has no backward. Beside a residual nothing else shows it:
+    ///
+    /// ```
+    /// use candle_core::{Device, Result, Tensor};
+    /// use candle_nn::{Linear, Module, Optimizer, SGD, VarBuilder, linear, ops::softmax_last_dim};
+    /// use dist_train::{DataParallel, Error};
+    /// use pmap_mesh::{DeviceMesh, Replica};
+    ///
+    /// fn model(vb: VarBuilder<'_>) -> Result<(Linear, Linear)> {
+    ///     Ok((linear(3, 4, vb.pp("up"))?, linear(4, 4, vb.pp("mix"))?))
+    /// }
+    ///
+    /// fn loss(_: &Replica, (up, mix): &(Linear, Linear), x: Tensor) -> Result<Tensor> {
+    ///     let x = up.forward(&x)?;
+    ///     (mix.forward(&softmax_last_dim(&x)?)? + x)?.sqr()?.mean_all()
+    /// }
+    ///
+    /// let mesh = DeviceMesh::cpu(2)?;
+    /// let mut model =
+    ///     DataParallel::builder(&mesh, model).build(|group| SGD::new(group.vars, 0.1))?;
+    /// let x = Tensor::arange(0_f32, 24., &Device::Cpu)?.sin()?.reshape((8, 3))?;
+    /// let Err(Error::Gradient(error)) = model.check_gradients(x, loss) else { panic!("it is wrong") };
+    /// assert!(error.to_string().starts_with("the gradients of 1 of 2 parts of the model are wrong: up ("));
+    /// # Ok::<(), Box<dyn std::error::Error>>(())
+    /// ```
+    pub fn check_gradients<I, A, L, F>(&mut self, batch: I, loss: F) -> Result<GradientReport>
+    where
+        I: TensorTree,
+        A: TensorTree,
+        L: Into<Loss<A>>,
+        F: Fn(&Replica, &M, I) -> candle_core::Result<L> + Send + Sync,
+    {
+        let loss = |ctx: &Replica, model: &M, shard: I| loss(ctx, model, shard).map(Into::into);
+        let inventory = Arc::clone(&self.inventory);
+        let trained = inventory.roles.trained();
+        let names: Vec<&str> = trained.iter().map(|&var| inventory.name(var)).collect();
+        let mut subject = Subject { model: self, batch, loss };
+        let (_, gradients) = subject.run(Wanted::Gradients)?;
+        check_gradients(&mut subject, &names, &gradients)
+    }
+}
+
+/// A model in the middle of a check.
+struct Subject<'a, M, O, I, F> {
+    model: &'a mut DataParallel<M, O>,
+    batch: I,
+    loss: F,
+}
+
+/// What is computed of a batch.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Wanted {
+    Loss,
+    Gradients,
+}
+
+impl<M, O, I, A, F> Subject<'_, M, O, I, F>
+where
+    M: Send,
+    O: Optimizer + Send,
+    I: TensorTree,
+    A: TensorTree,
+    F: Fn(&Replica, &M, I) -> candle_core::Result<Loss<A>> + Send + Sync,
+{
+    /// The loss of the batch, and its gradients of all trained variables if they are wanted.
+    #[expect(clippy::expect_used, reason = "a call that succeeded has run every replica")]
+    fn run(&mut self, wanted: Wanted) -> Result<(f64, Vec<Option<Tensor>>)> {
+        let Self { model, batch, loss } = self;
+        // A loss beside the variables may be anything.
+        let rules = Rules { allow_non_finite: true, ..model.rules(Then::Keep) };
+        let layout = Layout::of(batch);
+        let found = OnceLock::new();
+        let call = model.mesh.pmap_scoped(|ctx, shard: I| {
+            let slot = &mut *lock(&model.workers[ctx.local_index()].slot);
+            slot.begin(&rules)?;
+            let here = layout.explain(shard, |shard| loss(ctx, &slot.model, shard))?;
+            let (here, _) = here.of_shard(ctx, &rules.refusal)?;
+            let whole = here.agree(ctx, rules.allow_non_finite, &rules.refusal)?;
+            let mut gradients = Vec::new();
+            if wanted == Wanted::Gradients {
+                let all: Vec<usize> = (0..slot.trained.len()).collect();
+                let here = differentiate(&here, &slot.trained, whole.weight())?;
+                gradients = sums(ctx, &slot.trained, here, &all)?;
+            }
+            found.get_or_init(|| (whole.mean(), gradients));
+            Ok(())
+        });
+        let call = model.cut(call).seed(model.progress.seed);
+        let outcome = rules.refusal.of(call.call_at(model.progress.batches, copy(batch)));
+        for worker in &model.workers {
+            lock(&worker.slot).roll_back().doing("taking back a buffer")?;
+        }
+        outcome?;
+        Ok(found.into_inner().expect("every replica has found it"))
+    }
+}
+
+/// The same tensors.
+fn copy<I: TensorTree>(batch: &I) -> I {
+    let Ok(copy) = batch.try_map(&mut |tensor| Ok::<_, Infallible>(tensor.clone()));
+    copy
+}
+
+impl<M, O, I, A, F> Checked for Subject<'_, M, O, I, F>
+where
+    M: Send,
+    O: Optimizer + Send,
+    I: TensorTree,
+    A: TensorTree,
+    F: Fn(&Replica, &M, I) -> candle_core::Result<Loss<A>> + Send + Sync,
+{
+    fn loss(&mut self) -> Result<f64> {
+        Ok(self.run(Wanted::Loss)?.0)
+    }
+
+    fn value(&self, var: usize) -> Result<Tensor> {
+        Ok(lock(&self.model.workers[0].slot).trained[var].as_detached_tensor())
+    }
+
+    /// On every device. Slots that share a variable set it several times to the same value.
+    fn set(&mut self, var: usize, value: &Tensor) -> Result<()> {
+        for worker in &self.model.workers {
+            let var = &lock(&worker.slot).trained[var];
+            let value = value.to_device(var.device());
+            value.and_then(|value| var.set(&value)).doing("setting a variable")?;
+        }
+        Ok(())
+    }
+}

@@ -1,0 +1,384 @@
+//! Stochastic gradient descent with momentum, in place and with a state that can be saved.
+
+#![allow(
+    clippy::inline_always,
+    reason = "a loop over items has the instructions of the function that it is inlined into"
+)]
+
+use candle_core::{Device, Result, Tensor, Var, backprop::GradStore, bail};
+use candle_nn::Optimizer;
+
+use crate::{
+    error::setting::SettingError,
+    optim::{
+        StatefulOptimizer, assign, step_count,
+        update::{
+            MASTER, Rule, Variable,
+            numbers::{Numbers, Outcome},
+        },
+    },
+};
+
+/// The settings of [`Sgd`]; by default a learning rate of 0.001 and nothing else, as in PyTorch.
+#[derive(Clone, Debug)]
+pub struct ParamsSgd {
+    /// The learning rate.
+    pub lr: f64,
+    /// What is kept of the momentum in each step: 0 for none.
+    pub momentum: f64,
+    /// What is held back of the gradient when it is added to the momentum.
+    pub dampening: f64,
+    /// What of each value is added to its gradient.
+    pub weight_decay: f64,
+    /// Whether the gradient is taken where the momentum leads (Sutskever et al., "On the importance
+    /// of initialization and momentum in deep learning", 2013).
+    pub nesterov: bool,
+}
+
+impl Default for ParamsSgd {
+    fn default() -> Self {
+        Self { lr: 1e-3, momentum: 0.0, dampening: 0.0, weight_decay: 0.0, nesterov: false }
+    }
+}
+
+impl ParamsSgd {
+    /// Refuses settings with which every step would be wrong; PyTorch's are the same.
+    fn check(&self) -> Result<()> {
+        SettingError::check_at_least_zero("the learning rate of Sgd", self.lr)?;
+        SettingError::check_at_least_zero("the momentum of Sgd", self.momentum)?;
+        SettingError::check_at_least_zero("the weight decay of Sgd", self.weight_decay)?;
+        SettingError::check_fraction("the dampening of Sgd", self.dampening)?;
+        if self.nesterov {
+            SettingError::check_positive("the momentum of Sgd with `nesterov`", self.momentum)?;
+        }
+        if self.nesterov && self.dampening > 0.0 {
+            let name = "the dampening of Sgd with `nesterov`";
+            return Err(SettingError { name, value: self.dampening, expected: "0" }.into());
+        }
+        Ok(())
+    }
+}
+
+/// Stochastic gradient descent, with momentum and weight decay as in PyTorch's `SGD`.
+///
+/// Without momentum it does what [`candle_nn::SGD`] does. Variables and momentum are updated in
+/// place, and halves from an f32 master, as by [`AdamW`](crate::AdamW). The tensors of its state
+/// are named `step` and `momentum_buffer` (and `master`); without momentum it has neither of the
+/// former.
+///
+/// # Determinism
+///
+/// As [`AdamW`](crate::AdamW).
+///
+/// # Examples
+///
+/// ```
+/// use candle_core::{DType, Device, Var};
+/// use candle_nn::Optimizer;
+/// use dist_train::{ParamsSgd, Sgd};
+///
+/// let w = Var::ones(2, DType::F32, &Device::Cpu)?;
+/// let params = ParamsSgd { lr: 0.25, momentum: 0.5, ..Default::default() };
+/// let mut sgd = Sgd::new(vec![w.clone()], params)?;
+/// for expected in [0.75, 0.375] {
+///     sgd.backward_step(&w.sum_all()?)?;
+///     assert_eq!(w.to_vec1::<f32>()?, [expected; 2]);
+/// }
+/// # Ok::<(), candle_core::Error>(())
+/// ```
+#[derive(Debug)]
+pub struct Sgd {
+    vars: Vec<Moving>,
+    params: ParamsSgd,
+}
+
+impl Sgd {
+    /// The settings.
+    pub fn params(&self) -> &ParamsSgd {
+        &self.params
+    }
+
+    /// Replaces the settings. Those that cannot be are refused by the next step.
+    pub fn set_params(&mut self, params: ParamsSgd) {
+        self.params = params;
+    }
+
+    fn moving(&self, var: usize) -> Result<&Moving> {
+        match self.vars.get(var) {
+            Some(moving) => Ok(moving),
+            None => {
+                bail!("the optimizer has {} variables, there is no variable {var}", self.vars.len())
+            }
+        }
+    }
+}
+
+impl Optimizer for Sgd {
+    type Config = ParamsSgd;
+
+    /// Makes an optimizer of variables that have not moved yet.
+    ///
+    /// # Errors
+    ///
+    /// A [`SettingError`] if a setting is negative or no number, if dampening is at least 1, or if
+    /// `nesterov` goes with dampening or without momentum; if candle fails.
+    fn new(vars: Vec<Var>, params: ParamsSgd) -> Result<Self> {
+        params.check()?;
+        let has_momentum = params.momentum > 0.0;
+        let moving = |var| Moving::new(var, has_momentum);
+        Ok(Self { vars: vars.into_iter().map(moving).collect::<Result<_>>()?, params })
+    }
+
+    /// Updates the variables that have a gradient; integers, which have none to follow, stay as
+    /// they are.
+    fn step(&mut self, grads: &GradStore) -> Result<()> {
+        self.params.check()?;
+        for moving in &mut self.vars {
+            let var = moving.variable.var();
+            if let (true, Some(grad)) = (var.dtype().is_float(), grads.get(var)) {
+                moving.update(&self.params, grad)?;
+            }
+        }
+        Ok(())
+    }
+
+    fn learning_rate(&self) -> f64 {
+        self.params.lr
+    }
+
+    fn set_learning_rate(&mut self, learning_rate: f64) {
+        self.params.lr = learning_rate;
+    }
+}
+
+impl StatefulOptimizer for Sgd {
+    fn state(&self, var: usize) -> Result<Vec<(&'static str, Tensor)>> {
+        let moving = self.moving(var)?;
+        let mut state = Vec::new();
+        if let Some(momentum) = &moving.momentum {
+            state.push(("step", Tensor::new(i64::from(moving.step), &Device::Cpu)?));
+            state.push(("momentum_buffer", momentum.as_detached_tensor()));
+        }
+        state.extend(moving.variable.master().map(|master| (MASTER, master.as_detached_tensor())));
+        Ok(state)
+    }
+
+    fn load_state(&mut self, var: usize, name: &str, value: &Tensor) -> Result<()> {
+        self.moving(var)?;
+        let moving = &mut self.vars[var];
+        match (name, &moving.momentum, moving.variable.master()) {
+            ("step", Some(_), _) => moving.step = step_count(value)?,
+            ("momentum_buffer", Some(momentum), _) => assign(momentum, value)?,
+            (MASTER, _, Some(master)) => assign(master, value)?,
+            _ => bail!("Sgd has no state {name} of variable {var}"),
+        }
+        Ok(())
+    }
+}
+
+/// A variable, and where it is moving.
+#[derive(Debug)]
+struct Moving {
+    variable: Variable,
+    /// The number of steps with momentum.
+    step: i32,
+    momentum: Option<Var>,
+}
+
+impl Moving {
+    fn new(var: Var, has_momentum: bool) -> Result<Self> {
+        let variable = Variable::new(var)?;
+        let momentum = has_momentum.then(|| variable.zeros()).transpose()?;
+        Ok(Self { variable, step: 0, momentum })
+    }
+
+    fn update(&mut self, params: &ParamsSgd, grad: &Tensor) -> Result<()> {
+        if params.momentum == 0.0 {
+            return self.variable.update(&Plain { params }, [], grad);
+        }
+        // Momentum may have been set after the optimizer was made.
+        let momentum = match self.momentum.take() {
+            Some(momentum) => momentum,
+            None => self.variable.zeros()?,
+        };
+        let momentum = self.momentum.insert(momentum);
+        // The first gradient is the momentum, whatever the dampening.
+        let dampening = if self.step == 0 { 0.0 } else { params.dampening };
+        self.variable.update(&Momentum { params, dampening }, [momentum], grad)?;
+        // Only the first step is told from the others.
+        self.step = self.step.saturating_add(1);
+        Ok(())
+    }
+}
+
+/// Without momentum.
+struct Plain<'a> {
+    params: &'a ParamsSgd,
+}
+
+impl Rule<0> for Plain<'_> {
+    #[inline(always)]
+    fn apply<X: Numbers>(&self, value: &X, _: [&X; 0], grad: &X) -> Outcome<X, (X, [X; 0])> {
+        Ok((step(self.params.lr, value, &decayed(self.params, value, grad)?)?, []))
+    }
+}
+
+struct Momentum<'a> {
+    params: &'a ParamsSgd,
+    dampening: f64,
+}
+
+impl Rule<1> for Momentum<'_> {
+    #[inline(always)]
+    fn apply<X: Numbers>(
+        &self,
+        value: &X,
+        [momentum]: [&X; 1],
+        grad: &X,
+    ) -> Outcome<X, (X, [X; 1])> {
+        let ParamsSgd { lr, momentum: kept, nesterov, .. } = *self.params;
+        let grad = decayed(self.params, value, grad)?;
+        let momentum = momentum.scaled(kept)?.plus(&grad.scaled(1.0 - self.dampening)?)?;
+        let value = if nesterov {
+            step(lr, value, &grad.plus(&momentum.scaled(kept)?)?)?
+        } else {
+            step(lr, value, &momentum)?
+        };
+        Ok((value, [momentum]))
+    }
+}
+
+/// The gradient with the decay's part.
+#[inline(always)]
+fn decayed<X: Numbers>(params: &ParamsSgd, value: &X, grad: &X) -> Outcome<X> {
+    // A value that is infinite or no number has no part in a gradient that does not decay it.
+    if params.weight_decay == 0.0 {
+        return grad.scaled(1.0);
+    }
+    grad.plus(&value.scaled(params.weight_decay)?)
+}
+
+#[inline(always)]
+fn step<X: Numbers>(lr: f64, value: &X, direction: &X) -> Outcome<X> {
+    value.minus(&direction.scaled(lr)?)
+}
+
+#[cfg(test)]
+mod tests {
+    use candle_core::DType;
+
+    use super::*;
+
+    fn start(dtype: DType) -> Var {
+        let start = Tensor::new(&[1_f64, -2., 0.5], &Device::Cpu).unwrap();
+        Var::from_tensor(&start.to_dtype(dtype).unwrap()).unwrap()
+    }
+
+    fn step_once(sgd: &mut Sgd, var: &Var) {
+        sgd.backward_step(&var.powf(3.0).unwrap().sum_all().unwrap()).unwrap();
+    }
+
+    /// The settings, and the values that PyTorch has after three steps on the sum of cubes.
+    fn known() -> [(ParamsSgd, [f64; 3]); 5] {
+        let params = |momentum, dampening, weight_decay, nesterov| ParamsSgd {
+            lr: 0.1,
+            momentum,
+            dampening,
+            weight_decay,
+            nesterov,
+        };
+        [
+            (
+                params(0., 0., 0., false),
+                [0.461_257_3, -18.073_395_200_000_007, 0.329_561_926_953_125],
+            ),
+            (
+                params(0., 0., 0.1, false),
+                [0.447_299_798_130_000_04, -17.584_941_265_920_005, 0.319_746_631_68],
+            ),
+            (
+                params(0.9, 0., 0., false),
+                [-0.116_326_700_000_000_09, -27.304_371_200_000_006, 0.166_194_208_203_124_97],
+            ),
+            (
+                params(0.9, 0.5, 0., false),
+                [0.028_286_162_499_999_937, -13.244_278_400_000_002, 0.228_896_631_494_140_63],
+            ),
+            (
+                params(0.9, 0., 0.1, true),
+                [-0.217_396_345_971_085_84, -155.007_477_319_716_5, 0.088_492_077_638_616_08],
+            ),
+        ]
+    }
+
+    #[test]
+    fn steps_are_those_of_pytorch_and_continue_after_a_stop() {
+        for (params, expected) in known() {
+            for stop in 0..3 {
+                let var = start(DType::F64);
+                let mut sgd = Sgd::new(vec![var.clone()], params.clone()).unwrap();
+                for step in 0..3 {
+                    if step == stop {
+                        let mut next = Sgd::new(vec![var.clone()], params.clone()).unwrap();
+                        for (name, value) in sgd.state(0).unwrap() {
+                            next.load_state(0, name, &value).unwrap();
+                        }
+                        sgd = next;
+                    }
+                    step_once(&mut sgd, &var);
+                }
+                for (found, expected) in var.to_vec1::<f64>().unwrap().into_iter().zip(expected) {
+                    assert!(
+                        (found / expected - 1.0).abs() < 1e-13,
+                        "{found}, {expected}: {params:?}"
+                    );
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn without_momentum_it_is_candle_s_to_the_bit() {
+        let [ours, candle] = [(); 2].map(|()| start(DType::F32));
+        let mut sgd =
+            Sgd::new(vec![ours.clone()], ParamsSgd { lr: 0.1, ..Default::default() }).unwrap();
+        let mut plain = candle_nn::SGD::new(vec![candle.clone()], 0.1).unwrap();
+        for _ in 0..3 {
+            step_once(&mut sgd, &ours);
+            plain.backward_step(&candle.powf(3.0).unwrap().sum_all().unwrap()).unwrap();
+            assert_eq!(ours.to_vec1::<f32>().unwrap(), candle.to_vec1::<f32>().unwrap());
+        }
+        assert!(sgd.state(0).unwrap().is_empty());
+    }
+
+    #[test]
+    fn momentum_may_be_set_later_and_halves_have_masters() {
+        let var = start(DType::BF16);
+        let mut sgd = Sgd::new(vec![var.clone()], ParamsSgd::default()).unwrap();
+        let names =
+            |sgd: &Sgd| sgd.state(0).unwrap().iter().map(|(name, _)| *name).collect::<Vec<_>>();
+        assert_eq!(names(&sgd), ["master"]);
+        sgd.set_params(ParamsSgd { momentum: 0.9, ..sgd.params().clone() });
+        step_once(&mut sgd, &var);
+        assert_eq!(names(&sgd), ["step", "momentum_buffer", "master"]);
+    }
+
+    #[test]
+    fn settings_that_cannot_be_are_refused() {
+        let default = ParamsSgd::default;
+        for (params, name) in [
+            (ParamsSgd { lr: f64::NAN, ..default() }, "learning rate"),
+            (ParamsSgd { momentum: -0.1, ..default() }, "momentum"),
+            (ParamsSgd { dampening: 1.0, ..default() }, "dampening"),
+            (ParamsSgd { weight_decay: -1.0, ..default() }, "weight decay"),
+            (ParamsSgd { nesterov: true, ..default() }, "momentum"),
+            (ParamsSgd { nesterov: true, momentum: 0.9, dampening: 0.1, ..default() }, "dampening"),
+        ] {
+            let error = Sgd::new(vec![start(DType::F32)], params.clone()).unwrap_err();
+            assert!(error.to_string().contains(name), "{error}");
+            let mut sgd = Sgd::new(vec![start(DType::F32)], default()).unwrap();
+            sgd.set_params(params);
+            assert!(sgd.step(&GradStore::default()).is_err(), "{name}");
+        }
+    }
+}

@@ -1,0 +1,329 @@
+//! How optimizers change variables: on the processor in place, elsewhere by candle's operations,
+//! with the same bits.
+
+mod in_place;
+pub(super) mod items;
+pub(super) mod numbers;
+mod open;
+
+use candle_core::{DType, Result, Storage, Tensor, Var, bail};
+
+use self::{
+    items::Items,
+    numbers::{Numbers, Outcome},
+    open::open,
+};
+
+/// What an optimizer does with an item, of which it keeps `N` numbers.
+pub(super) trait Rule<const N: usize>: Sync {
+    /// Returns the new value and the new state.
+    ///
+    /// # Errors
+    ///
+    /// Those of the numbers.
+    fn apply<X: Numbers>(&self, value: &X, state: [&X; N], grad: &X) -> Outcome<X, (X, [X; N])>;
+}
+
+/// A variable that an optimizer changes.
+///
+/// Halves have a *master*: an f32 for each item, which takes up the changes that are too small for
+/// a half and from which the variable is rounded (Micikevicius et al., "Mixed Precision Training",
+/// 2018). Where somebody else has set the variable, the master follows.
+#[derive(Debug)]
+pub(super) struct Variable {
+    var: Var,
+    master: Option<Var>,
+}
+
+/// What a master is called in the state of an optimizer.
+pub(super) const MASTER: &str = "master";
+
+impl Variable {
+    pub(super) fn new(var: Var) -> Result<Self> {
+        let has_master = var.dtype().is_float() && !matches!(var.dtype(), DType::F32 | DType::F64);
+        let master = has_master.then(|| Var::from_tensor(&var.to_dtype(DType::F32)?));
+        Ok(Self { master: master.transpose()?, var })
+    }
+
+    pub(super) fn var(&self) -> &Var {
+        &self.var
+    }
+
+    pub(super) fn master(&self) -> Option<&Var> {
+        self.master.as_ref()
+    }
+
+    /// What is calculated with.
+    fn values(&self) -> &Var {
+        self.master.as_ref().unwrap_or(&self.var)
+    }
+
+    /// A state of zeros.
+    pub(super) fn zeros(&self) -> Result<Var> {
+        let values = self.values();
+        Var::zeros(values.shape(), values.dtype(), values.device())
+    }
+
+    /// Changes variable and state by a gradient.
+    ///
+    /// # Errors
+    ///
+    /// If the gradient has another shape than the variable, or candle fails.
+    pub(super) fn update<const N: usize>(
+        &self,
+        rule: &impl Rule<N>,
+        state: [&Var; N],
+        grad: &Tensor,
+    ) -> Result<()> {
+        if grad.shape() != self.var.shape() {
+            bail!("a gradient of shape {:?} for a variable of {:?}", grad.dims(), self.var.dims())
+        }
+        if self.var.elem_count() == 0 {
+            return Ok(());
+        }
+        if self.is_updated_in_place() {
+            self.in_place(rule, state, grad)
+        } else {
+            self.composed(rule, state, grad)
+        }
+    }
+
+    fn is_updated_in_place(&self) -> bool {
+        let dtypes = [DType::F16, DType::BF16, DType::F32, DType::F64];
+        self.var.device().is_cpu() && dtypes.contains(&self.var.dtype())
+    }
+
+    fn in_place<const N: usize>(
+        &self,
+        rule: &impl Rule<N>,
+        state: [&Var; N],
+        grad: &Tensor,
+    ) -> Result<()> {
+        let mut opened: Vec<&Tensor> = vec![self.values()];
+        opened.extend(state.iter().map(|state| state.as_tensor()));
+        opened.extend(self.master.as_ref().map(|_| self.var.as_tensor()));
+        // A storage that is read cannot be opened: whoever opens it would wait for itself.
+        let grad = if opened.iter().any(|opened| same_storage(opened, grad)) {
+            &grad.copy()?
+        } else {
+            grad
+        };
+        let (storage, layout) = grad.storage_and_layout();
+        let Storage::Cpu(storage) = &*storage else {
+            bail!("a gradient on {:?} for a variable on the processor", grad.device())
+        };
+        let grads = Items::new(storage, layout)?;
+        open(&opened, &mut |opened| in_place::update(rule, opened, grads))
+    }
+
+    fn composed<const N: usize>(
+        &self,
+        rule: &impl Rule<N>,
+        state: [&Var; N],
+        grad: &Tensor,
+    ) -> Result<()> {
+        let values = self.current()?;
+        let before = state.map(Var::as_detached_tensor);
+        let grad = grad.detach().to_dtype(values.dtype())?;
+        let (values, after) = rule.apply(&values, before.each_ref(), &grad)?;
+        for (state, after) in state.iter().zip(after) {
+            state.set(&after)?;
+        }
+        if let Some(master) = &self.master {
+            master.set(&values)?;
+        }
+        self.var.set(&values.to_dtype(self.var.dtype())?)
+    }
+
+    /// The values to calculate with: where somebody has set the variable since it was rounded from
+    /// its master, those of the variable.
+    fn current(&self) -> Result<Tensor> {
+        let var = self.var.as_detached_tensor();
+        let Some(master) = &self.master else { return Ok(var) };
+        let master = master.as_detached_tensor();
+        let rounded = master.to_dtype(var.dtype())?.to_dtype(DType::F32)?;
+        let var = var.to_dtype(DType::F32)?;
+        rounded.ne(&var)?.where_cond(&var, &master)
+    }
+}
+
+/// Whether two tensors have one storage, of which candle tells nobody but its address.
+fn same_storage(left: &Tensor, right: &Tensor) -> bool {
+    let address = |tensor: &Tensor| std::ptr::from_ref(&*tensor.storage_and_layout().0).addr();
+    address(left) == address(right)
+}
+
+#[cfg(test)]
+mod tests {
+    use candle_core::Device;
+
+    use super::{numbers::Outcome, *};
+
+    /// Uses every operation, and tells value, states and gradient apart.
+    struct AllOperations;
+
+    impl Rule<2> for AllOperations {
+        fn apply<X: Numbers>(
+            &self,
+            value: &X,
+            [first, second]: [&X; 2],
+            grad: &X,
+        ) -> Outcome<X, (X, [X; 2])> {
+            let first = first.scaled(0.9)?.plus(&grad.scaled(0.1)?)?;
+            let second = second.scaled(0.3)?.plus(&grad.squared()?)?;
+            let change = first.over(&second.root()?.affine(1.0, 0.1)?)?;
+            Ok((value.minus(&change)?, [first, second]))
+        }
+    }
+
+    /// A variable with its state.
+    struct Updated {
+        variable: Variable,
+        state: [Var; 2],
+    }
+
+    impl Updated {
+        fn new(values: &Tensor) -> Self {
+            let variable =
+                Variable::new(Var::from_tensor(&values.copy().unwrap()).unwrap()).unwrap();
+            let state = [(); 2].map(|()| variable.zeros().unwrap());
+            Self { variable, state }
+        }
+
+        fn update(&self, grad: &Tensor) {
+            self.variable.update(&AllOperations, self.state.each_ref(), grad).unwrap();
+        }
+
+        fn composed(&self, grad: &Tensor) {
+            self.variable.composed(&AllOperations, self.state.each_ref(), grad).unwrap();
+        }
+
+        /// The bits of the variable, its master and its state.
+        fn bits(&self) -> Vec<Vec<u8>> {
+            let tensors = [Some(&self.variable.var), self.variable.master.as_ref()];
+            let tensors = tensors.into_iter().flatten().chain(&self.state);
+            tensors.map(|tensor| bytes(tensor)).collect()
+        }
+    }
+
+    fn bytes(tensor: &Tensor) -> Vec<u8> {
+        let mut bytes = Vec::new();
+        tensor.write_bytes(&mut bytes).unwrap();
+        bytes
+    }
+
+    /// Numbers without a pattern, zeros of both signs among them.
+    fn numbers(len: usize, salt: f32, dtype: DType) -> Tensor {
+        let number = |item: usize| match item % 11 {
+            3 => 0.0,
+            7 => -0.0,
+            _ => (item as f32 * 0.731 + salt).sin() * 3.0,
+        };
+        let numbers: Vec<f32> = (0..len).map(number).collect();
+        Tensor::from_vec(numbers, len, &Device::Cpu).unwrap().to_dtype(dtype).unwrap()
+    }
+
+    const DTYPES: [DType; 4] = [DType::F16, DType::BF16, DType::F32, DType::F64];
+
+    #[test]
+    fn in_place_and_composed_updates_have_the_same_bits() {
+        for dtype in DTYPES {
+            for len in [1, 15, 16, 17, 1000, 1024, 1025, 40_003] {
+                let updated = [(); 2].map(|()| Updated::new(&numbers(len, 0.1, dtype)));
+                for step in 0..3 {
+                    let grad = numbers(len, step as f32, dtype);
+                    updated[0].update(&grad);
+                    updated[1].composed(&grad);
+                    assert_eq!(updated[0].bits(), updated[1].bits(), "{dtype:?} {len}");
+                }
+                let before = bytes(&numbers(len, 0.1, dtype));
+                assert_ne!(updated[0].bits()[0], before, "{dtype:?} {len}");
+            }
+        }
+    }
+
+    #[test]
+    fn a_shard_is_updated_as_in_the_whole() {
+        for dtype in DTYPES {
+            let (values, grad) = (numbers(100, 0.1, dtype), numbers(100, 0.2, dtype));
+            let whole = Updated::new(&values);
+            whole.update(&grad);
+            for start in 0..40 {
+                for end in [start, start + 1, start + 19, 100] {
+                    let part = |tensor: &Tensor| tensor.narrow(0, start, end - start).unwrap();
+                    let shard = Updated::new(&part(&values));
+                    shard.update(&part(&grad));
+                    let expected = bytes(&part(&whole.variable.var).copy().unwrap());
+                    assert_eq!(bytes(&shard.variable.var), expected, "{dtype:?} {start}..{end}");
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn gradients_may_be_views_and_of_other_types() {
+        let values = numbers(64 * 33, 0.1, DType::F32).reshape((33, 64)).unwrap();
+        let grad = numbers(64 * 33, 0.2, DType::BF16).reshape((64, 33)).unwrap().t().unwrap();
+        let scalar = grad.narrow(0, 0, 1).unwrap().narrow(1, 3, 1).unwrap();
+        for grad in [grad, scalar.broadcast_as((33, 64)).unwrap()] {
+            let updated = [(); 2].map(|()| Updated::new(&values));
+            updated[0].update(&grad);
+            updated[1].update(&grad.to_dtype(DType::F32).unwrap().contiguous().unwrap());
+            assert_eq!(updated[0].bits(), updated[1].bits());
+        }
+    }
+
+    #[test]
+    fn the_number_of_threads_changes_nothing() {
+        let (values, grad) = (numbers(100_001, 0.1, DType::F32), numbers(100_001, 0.2, DType::F32));
+        let bits = |threads| {
+            let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).build().unwrap();
+            let updated = Updated::new(&values);
+            pool.install(|| updated.update(&grad));
+            updated.bits()
+        };
+        assert_eq!(bits(1), bits(3));
+    }
+
+    #[test]
+    fn nothing_is_updated_where_there_is_nothing() {
+        Updated::new(&numbers(0, 0.1, DType::F32)).update(&numbers(0, 0.2, DType::F32));
+    }
+
+    #[test]
+    fn a_variable_may_be_its_own_gradient() {
+        let updated = [(); 2].map(|()| Updated::new(&numbers(20, 0.1, DType::F32)));
+        let grad = updated[0].variable.var.as_detached_tensor();
+        updated[1].update(&grad.copy().unwrap());
+        updated[0].update(&grad);
+        assert_eq!(updated[0].bits(), updated[1].bits());
+    }
+
+    #[test]
+    fn what_was_set_from_outside_is_what_is_updated() {
+        for dtype in [DType::F16, DType::BF16] {
+            for update in [Updated::update, Updated::composed] {
+                let (values, grad) = (numbers(50, 0.1, dtype), numbers(50, 0.2, dtype));
+                let updated = Updated::new(&numbers(50, 0.7, dtype));
+                updated.variable.var.set(&values).unwrap();
+                update(&updated, &grad);
+                let expected = Updated::new(&values);
+                update(&expected, &grad);
+                assert_eq!(updated.bits(), expected.bits(), "{dtype:?}");
+            }
+        }
+    }
+
+    #[test]
+    fn gradients_of_another_shape_or_of_integers_are_refused() {
+        let updated = Updated::new(&numbers(6, 0.1, DType::F32));
+        let before = updated.bits();
+        let other = numbers(6, 0.2, DType::F32).reshape((2, 3)).unwrap();
+        let integers = Tensor::zeros(6, DType::U32, &Device::Cpu).unwrap();
+        for grad in [other, integers] {
+            let update = updated.variable.update(&AllOperations, updated.state.each_ref(), &grad);
+            assert!(update.is_err());
+        }
+        assert_eq!(updated.bits(), before);
+    }
+}
