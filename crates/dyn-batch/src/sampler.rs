@@ -105,7 +105,7 @@ impl<L: SequenceLengths> DynamicBatchSampler<L> {
         )
     }
 
-    /// Batches for all ranks together: limits and multiple are so many times as large.
+    /// Batches for all ranks together: limits and multiple are multiplied by their number.
     pub(crate) fn of_all_ranks(self, world_size: WorldSize) -> Result<Self> {
         let config = self.config().clone();
         match config.strategy {

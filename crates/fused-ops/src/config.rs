@@ -30,8 +30,8 @@ pub struct AttentionConfig {
     pub causal: bool,
     /// What q·kᵀ is multiplied by. Default: `None`, one over the root of the heads' size.
     pub scale: Option<f64>,
-    /// How many keys each sequence of the batch has; those after them are padding, which nobody
-    /// sees. Default: `None`, all.
+    /// How many keys each sequence of the batch has; those after them are padding, which no
+    /// query sees. Default: `None`, all.
     pub key_lengths: Option<Vec<usize>>,
     /// What is added to the scores, of any shape that broadcasts to [batch, heads, queries, keys].
     /// Default: `None`.

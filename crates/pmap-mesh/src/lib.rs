@@ -1,3 +1,4 @@
+//! [Coming from JAX]: crate::coming_from_jax
 #![doc = include_str!("../README.md")]
 
 mod ending;
@@ -37,6 +38,7 @@ pub use crate::{
     },
 };
 
-#[cfg(doctest)]
+// The README links to the file; the line above it, which comes first, to this page instead.
+#[cfg(doc)]
 #[doc = include_str!("../docs/coming-from-jax.md")]
-struct ComingFromJax;
+pub mod coming_from_jax {}

@@ -74,13 +74,12 @@ fn every_command_prints_what_its_page_shows() {
 fn a_newcomer_gets_through_the_first_page() {
     let folder = tempfile::tempdir().unwrap();
     let at = |name: &str| folder.path().join(name);
-    fs::write(at("model.safetensors"), small_model()).unwrap();
 
     let page = pages().into_iter().find(|page| page.name == FIRST_PAGE).unwrap();
     run_consoles(&page, &Shell::new(folder.path()));
 
     let steps = [
-        "plan model.safetensors",
+        "plan model.json",
         "batch ",
         "--format svg",
         "sample --len 1000000000000",
@@ -109,25 +108,6 @@ fn a_newcomer_gets_through_the_first_page() {
     assert!(steps.eq((0..60).map(Some)), "{metrics}");
     assert!(at("run/model.safetensors").exists());
     assert!(fs::read_to_string(at("run/report.html")).unwrap().contains("</html>"));
-}
-
-/// A model of an embedding, a block and a head, with all values 0.
-fn small_model() -> Vec<u8> {
-    let shapes = [
-        ("embed.weight", [1000, 64]),
-        ("layers.0.mlp.weight", [256, 64]),
-        ("head.weight", [1000, 64]),
-    ];
-    let bytes: Vec<_> =
-        shapes.iter().map(|(_, [rows, columns])| vec![0; rows * columns * 4]).collect();
-    let views = shapes.iter().zip(&bytes).map(|((name, shape), bytes)| {
-        (
-            *name,
-            safetensors::tensor::TensorView::new(safetensors::Dtype::F32, shape.to_vec(), bytes)
-                .unwrap(),
-        )
-    });
-    safetensors::serialize(views, None).unwrap()
 }
 
 #[test]

@@ -6,13 +6,13 @@ use crate::{
     plan::ShardingPlan,
 };
 
-/// A link between two ranks: what a message costs whatever its size (alpha), and how much passes in
-/// a second (1 / beta).
+/// A link between two ranks: what a message costs whatever its size (alpha), and how much passes
+/// per second (1 / beta).
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Link {
     /// Nanoseconds for a message of no bytes.
     pub latency_ns: u64,
-    /// Bytes in a second, in one direction.
+    /// Bytes per second, in one direction.
     pub bytes_per_s: u64,
 }
 

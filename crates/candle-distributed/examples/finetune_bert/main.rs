@@ -1,0 +1,120 @@
+//! Fine-tunes a BERT classifier on two devices: batches of similar length, dropout, clipping,
+//! warm-up, evaluation, checkpoints. Interrupt it and start it again: it resumes in the middle of
+//! the epoch, and ends with the weights that it would have had, to the bit.
+//!
+//! ```sh
+//! cargo run -p candle-distributed --features candle,ops,serde --example finetune_bert -- bert
+//! ```
+
+#![allow(clippy::print_stdout, reason = "an example shows what it does")]
+
+mod bert;
+mod task;
+#[cfg(test)]
+mod tests;
+
+use candle_core::{DType, Tensor};
+use candle_distributed::{
+    batch::{
+        BatchConfig, BatchState, Cut, DistributedBatchSampler, DistributedConfig,
+        DynamicBatchSampler, DynamicBatchStrategy,
+    },
+    mesh::{DeviceMesh, Replica, ReplicaRng, Uneven},
+    ops::{self, CrossEntropyConfig},
+    sampler::{DistributedSampler, SamplerConfig},
+    train::{AdamW, Checkpoints, DataParallel, Loss},
+    types::{Epoch, Placement, Seed},
+};
+use candle_nn::{Optimizer, ParamsAdamW};
+
+use crate::bert::{BertClassifier, Config};
+use crate::task::{Batch, MAX_LENGTH, Texts, VOCABULARY};
+
+type Result<T> = std::result::Result<T, Box<dyn std::error::Error>>;
+type Model = DataParallel<BertClassifier, AdamW>;
+const STEPS: u64 = 300;
+
+fn main() -> Result<()> {
+    let folder = std::env::args().nth(1).ok_or("name a folder for the checkpoints")?;
+    let mesh = DeviceMesh::cpu(2)?; // two virtual ones; `DeviceMesh::cuda(2)` for two cards
+    let mut model = model(&mesh, &[])?;
+    train(&mesh, &mut model, &Checkpoints::new(folder), STEPS)?;
+    println!("accuracy on texts that it has not seen: {:.3}", accuracy(&mut model)?);
+    Ok(())
+}
+
+fn model(mesh: &DeviceMesh, frozen: &[&str]) -> Result<Model> {
+    let config = Config::small(VOCABULARY, MAX_LENGTH);
+    Ok(DataParallel::builder(mesh, |vb| BertClassifier::new(&config, &vb))
+        .init(Seed::new(1)) // or `.weights("model.safetensors").allow_missing(["classifier"])`
+        .seed(Seed::new(2)) // of the dropout
+        .freeze(frozen.iter().copied())
+        .group("no_decay", ["bias", "LayerNorm"])
+        .clip_grad_norm(1.0)
+        .uneven(Uneven::Balanced)
+        .build(|group| {
+            let weight_decay = if group.name == "no_decay" { 0.0 } else { 0.01 };
+            AdamW::new(group.vars, ParamsAdamW { weight_decay, ..ParamsAdamW::default() })
+        })?)
+}
+
+/// Trains up to step `last`, from the newest checkpoint on, or from the start.
+fn train(mesh: &DeviceMesh, model: &mut Model, checkpoints: &Checkpoints, last: u64) -> Result<()> {
+    let texts = Texts::draw(Seed::new(3), 8192);
+    let mut order = DistributedSampler::new(8192, Placement::SINGLE, SamplerConfig::default())?;
+    let sorted = DynamicBatchStrategy::Sorted { window: Some(256), cut: Cut::Optimal };
+    let config = BatchConfig::default().with_strategy(sorted).with_max_tokens(1024);
+    let batches = DynamicBatchSampler::new(texts.lengths(), config)?;
+    let config = DistributedConfig::default().with_shuffle(Seed::new(4));
+    let batches = DistributedBatchSampler::new(batches, Placement::SINGLE, config)?;
+
+    let mut steps = batches.epoch(Epoch::ZERO, &order)?;
+    if let Some(checkpoint) = checkpoints.latest()? {
+        model.load(&checkpoint)?;
+        let state: BatchState = checkpoint.state()?;
+        order.set_epoch(state.epoch);
+        steps = batches.resume(&state, &order)?;
+    }
+    while model.steps() < last {
+        let Some(step) = steps.next() else {
+            order.set_epoch(Epoch::new(order.epoch().as_u64() + 1));
+            steps = batches.epoch(order.epoch(), &order)?;
+            continue;
+        };
+        let done = model.steps() as f64;
+        let (warmup, decay) = ((done + 1.0) / 20.0, 1.0 - done / STEPS as f64);
+        model.set_learning_rate(5e-3 * warmup.min(decay));
+        let batch = texts.collate(&step.batch)?;
+        let done = model.step(batch, |ctx, model, batch| loss(model, batch, Some(ctx.rng())))?;
+        if model.steps().is_multiple_of(50) {
+            println!("step {}: loss {:.4}, norm {:.2}", model.steps(), done.loss, done.grad_norm);
+            checkpoints.save(mesh, model.steps(), &model.state_dict()?, &steps.state())?;
+        }
+    }
+    Ok(())
+}
+
+/// The loss of a batch, and how many of its texts are classified right.
+fn loss(
+    model: &BertClassifier,
+    (ids, mask, labels): Batch,
+    rng: Option<ReplicaRng>,
+) -> candle_core::Result<Loss<Tensor>> {
+    let logits = model.forward(&ids, &mask, rng)?;
+    let right = logits.argmax(1)?.eq(&labels)?.to_dtype(DType::F32)?.sum_all()?;
+    let all = ops::cross_entropy(&logits, &labels, &CrossEntropyConfig::default())?;
+    Ok(Loss::sum(all.sum, all.weight).with(right))
+}
+
+/// The part of 1000 other texts that the model classifies right.
+fn accuracy(model: &mut Model) -> Result<f64> {
+    let texts = Texts::draw(Seed::new(5), 1000);
+    let config = BatchConfig::default().with_max_batch_size(50);
+    let mut right = 0.0;
+    for batch in &DynamicBatchSampler::new(texts.lengths(), config)? {
+        let batch = texts.collate(&batch?)?;
+        let done = model.evaluate(batch, |_: &Replica, model, batch| loss(model, batch, None))?;
+        right += f64::from(done.aux.to_scalar::<f32>()?);
+    }
+    Ok(right / 1000.0)
+}

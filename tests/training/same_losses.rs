@@ -1,0 +1,192 @@
+//! Token means, dropout and batch norm: what one device computes, two, three and four compute too.
+
+use candle_core::{Device, Result, Tensor, Var};
+use candle_distributed::{
+    mesh::{ALL, DeviceMesh, Replica, TensorTree, Uneven},
+    ops::{self, CrossEntropyConfig, DropoutKey},
+    train::{AdamW, DataParallel, Loss},
+    types::Seed,
+};
+use candle_nn::{
+    Linear, Module, Optimizer, ParamsAdamW, VarBuilder, linear, linear_no_bias, loss::mse,
+};
+
+const STEPS: u64 = 6;
+/// Neither 2 nor 3 nor 4 devices divide them.
+const ROWS: usize = 7;
+const FEATURES: usize = 5;
+
+/// The losses of some steps on `slots` devices, and then the loss of an evaluation.
+fn losses<M: Send, I: TensorTree>(
+    slots: usize,
+    build: impl Fn(VarBuilder<'_>) -> Result<M>,
+    batch: impl Fn(u64) -> Result<I>,
+    loss: impl Fn(u64, &Replica, &M, I) -> Result<Loss> + Sync,
+) -> Vec<f64> {
+    let mesh = DeviceMesh::cpu(slots).unwrap();
+    let params = ParamsAdamW { lr: 0.02, ..ParamsAdamW::default() };
+    let mut model = DataParallel::builder(&mesh, build)
+        .init(Seed::new(1))
+        .uneven(Uneven::Balanced)
+        .clip_grad_norm(0.5)
+        .build(|group| AdamW::new(group.vars, params.clone()))
+        .unwrap();
+    let mut losses = Vec::new();
+    for step in 0..STEPS {
+        let loss = |ctx: &Replica, model: &M, batch| loss(step, ctx, model, batch);
+        losses.push(model.step(batch(step).unwrap(), loss).unwrap().loss);
+    }
+    let loss = |ctx: &Replica, model: &M, batch| loss(STEPS, ctx, model, batch);
+    losses.push(model.evaluate(batch(STEPS).unwrap(), loss).unwrap().loss);
+    losses
+}
+
+/// Checks that one to four devices have the same losses, and that these are not all the same.
+fn check(losses_on: impl Fn(usize) -> Vec<f64>) {
+    let expected = losses_on(1);
+    assert!(expected.windows(2).all(|pair| (pair[0] - pair[1]).abs() > 1e-4), "{expected:?}");
+    for slots in 2..=4 {
+        let found = losses_on(slots);
+        let apart = found.iter().zip(&expected).map(|(found, expected)| (found - expected).abs());
+        assert!(apart.fold(0.0, f64::max) < 1e-6, "{slots} slots: {found:?} for {expected:?}");
+    }
+}
+
+/// Numbers in [-1, 1) that depend on `stream` alone.
+fn numbers(stream: u64, len: usize) -> Vec<f32> {
+    let seed = Seed::new(stream);
+    let unit = |n| (seed.derive(n).as_u64() >> 40) as f32 / (1_u64 << 23) as f32;
+    (0..len as u64).map(|n| unit(n) - 1.0).collect()
+}
+
+/// Rows of features, and a number to predict from each.
+fn rows(step: u64) -> Result<(Tensor, Tensor)> {
+    let x = Tensor::from_vec(numbers(step, ROWS * FEATURES), (ROWS, FEATURES), &Device::Cpu)?;
+    let y = x.sum_keepdim(1)?.sin()?;
+    Ok((x, y))
+}
+
+/// A network of two layers.
+struct Mlp {
+    up: Linear,
+    down: Linear,
+}
+
+impl Mlp {
+    #[expect(clippy::needless_pass_by_value, reason = "the signature of a model's constructor")]
+    fn new(vb: VarBuilder<'_>) -> Result<Self> {
+        Ok(Self { up: linear(FEATURES, 16, vb.pp("up"))?, down: linear(16, 4, vb.pp("down"))? })
+    }
+}
+
+#[test]
+fn a_mean_over_tokens_counts_every_token_once() {
+    const LENGTH: usize = 6;
+    // The last row has no token, and with four devices it is alone on one of them.
+    const TOKENS: [usize; ROWS] = [6, 1, 3, 5, 2, 4, 0];
+    let batch = |step: u64| {
+        let x = numbers(step, ROWS * LENGTH * FEATURES);
+        let mut labels = [[0_i64, 1, 2, 3, 0, 1]; ROWS];
+        for (row, tokens) in labels.iter_mut().zip(TOKENS) {
+            row[tokens..].fill(-100);
+        }
+        let x = Tensor::from_vec(x, (ROWS, LENGTH, FEATURES), &Device::Cpu)?;
+        Ok((x, Tensor::new(&labels, &Device::Cpu)?))
+    };
+    let loss = |_, _: &Replica, model: &Mlp, (x, labels): (Tensor, Tensor)| {
+        let logits = model.down.forward(&model.up.forward(&x)?.tanh()?)?;
+        let ignored = CrossEntropyConfig::default().with_ignore_index(-100);
+        let tokens = ops::cross_entropy(&logits, &labels, &ignored)?;
+        Ok(Loss::sum(tokens.sum, tokens.weight))
+    };
+    check(|slots| losses(slots, Mlp::new, batch, loss));
+}
+
+/// A key per row, which the batch brings along: so what is dropped from a row does not depend on the
+/// device that it falls to.
+#[test]
+fn dropout_by_rows_drops_the_same_on_any_number_of_devices() {
+    let batch = |step| {
+        let (x, y) = rows(step)?;
+        Ok((x, y, Tensor::new(&[0_u32, 1, 2, 3, 4, 5, 6], &Device::Cpu)?))
+    };
+    let loss = |step, _: &Replica, model: &Mlp, (x, y, keys): (Tensor, Tensor, Tensor)| {
+        let hidden = model.up.forward(&x)?.tanh()?;
+        let mut dropped = Vec::new();
+        for (row, key) in keys.to_vec1::<u32>()?.into_iter().enumerate() {
+            let key = DropoutKey { seed: step, call: key.into() };
+            dropped.push(ops::dropout(&hidden.narrow(0, row, 1)?, 0.5, key)?);
+        }
+        let found = model.down.forward(&Tensor::cat(&dropped, 0)?)?.sum_keepdim(1)?;
+        Ok(Loss::mean(mse(&found, &y)?))
+    };
+    check(|slots| losses(slots, Mlp::new, batch, loss));
+}
+
+/// Batch norm over the rows of all devices: PyTorch's `SyncBatchNorm`.
+struct BatchNorm {
+    weight: Tensor,
+    bias: Tensor,
+    running_mean: Tensor,
+    running_var: Tensor,
+}
+
+impl BatchNorm {
+    fn new(size: usize, vb: &VarBuilder<'_>) -> Result<Self> {
+        let filled = |name, value| vb.get_with_hints(size, name, candle_nn::Init::Const(value));
+        Ok(Self {
+            weight: filled("weight", 1.0)?,
+            bias: filled("bias", 0.0)?,
+            running_mean: filled("running_mean", 0.0)?,
+            running_var: filled("running_var", 1.0)?,
+        })
+    }
+
+    fn forward(&self, ctx: &Replica, x: &Tensor) -> Result<Tensor> {
+        // The parameters of an evaluation are no variables.
+        let (mean, var) = if self.weight.is_variable() {
+            let mean = mean_of_all(ctx, x)?;
+            let var = mean_of_all(ctx, &x.broadcast_sub(&mean)?.sqr()?)?;
+            follow(&self.running_mean, &mean)?;
+            follow(&self.running_var, &var)?;
+            (mean, var)
+        } else {
+            (self.running_mean.clone(), self.running_var.clone())
+        };
+        let y = x.broadcast_sub(&mean)?.broadcast_div(&(var + 1e-5)?.sqrt()?)?;
+        y.broadcast_mul(&self.weight)?.broadcast_add(&self.bias)
+    }
+}
+
+/// The mean over the rows of all devices, which each of them uses for its own rows: hence `pvary`.
+fn mean_of_all(ctx: &Replica, x: &Tensor) -> Result<Tensor> {
+    let rows = Tensor::new(x.dim(0)? as f32, x.device())?;
+    let mean = ctx.psum(&x.sum(0)?, ALL)?.broadcast_div(&ctx.psum(&rows, ALL)?)?;
+    ctx.pvary(&mean, ALL)
+}
+
+/// Moves a running statistic a tenth of the way.
+fn follow(running: &Tensor, now: &Tensor) -> Result<()> {
+    Var::from_tensor(running)?.set(&((running * 0.9)? + (now * 0.1)?)?.detach())
+}
+
+#[test]
+fn batch_norm_over_all_devices_is_that_of_one() {
+    // A bias before the norm has no effect, so its gradient is rounding error alone, which Adam makes
+    // as large as any other.
+    let build = |vb: VarBuilder<'_>| {
+        Ok((
+            linear_no_bias(FEATURES, 16, vb.pp("up"))?,
+            BatchNorm::new(16, &vb.pp("norm"))?,
+            linear(16, 1, vb.pp("down"))?,
+        ))
+    };
+    let loss = |_,
+                ctx: &Replica,
+                (up, norm, down): &(Linear, BatchNorm, Linear),
+                (x, y): (Tensor, Tensor)| {
+        let hidden = norm.forward(ctx, &up.forward(&x)?)?.tanh()?;
+        Ok(Loss::mean(mse(&down.forward(&hidden)?, &y)?))
+    };
+    check(|slots| losses(slots, build, rows, loss));
+}
