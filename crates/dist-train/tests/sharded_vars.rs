@@ -2,6 +2,8 @@
 
 #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
 
+use std::collections::{BTreeMap, BTreeSet};
+
 use candle_core::{DType, Device, Tensor, Var};
 use candle_nn::{Optimizer, ParamsAdamW};
 use core_types::WorldSize;
@@ -168,6 +170,66 @@ fn a_unit_is_gathered_by_name_and_a_gradient_of_a_whole_is_scattered() {
         vars.gather("lm_head"),
         Err(Error::Parameter(ParameterError::Unknown { .. }))
     ));
+}
+
+#[test]
+fn units_are_gathered_and_reduced_as_their_parameters_are_whatever_the_plan() {
+    let mut cases = Vec::new();
+    for world in 1..4 {
+        let mesh = DeviceMesh::cpu(world).unwrap();
+        cases.extend(strategies().iter().map(|strategy| (mesh.clone(), plan(&**strategy, world))));
+    }
+    let grid = DeviceMesh::builder().axis("replicate", 2).axis("shard", 2).cpu().unwrap();
+    cases.push((grid, plan(&Hsdp::new(Full::default(), 2), 4)));
+    for (mesh, plan) in &cases {
+        let vars = shard(mesh, &plan);
+        let units: BTreeSet<String> =
+            plan.parameters().iter().map(|parameter| parameter.info().unit().to_owned()).collect();
+        let in_replica = vars.clone();
+        let run = mesh.pmap(move |ctx, _: Tensor| {
+            for unit in &units {
+                let gathered = in_replica.gather_unit(ctx, unit)?;
+                let single = in_replica.all_gather_unit(ctx, unit)?;
+                assert!(gathered.keys().eq(single.keys()));
+                for (name, var) in &gathered {
+                    assert!(var.is_variable());
+                    assert_eq!(values(var.as_tensor()), values(&single[name]), "{name}");
+                }
+                let grad = |name: &str| gathered[name].affine(ctx.slot() as f64 + 0.1, 0.3).ok();
+                let sums = in_replica.reduce_unit(ctx, unit, grad)?;
+                let mut expected = Vec::new();
+                for name in gathered.keys() {
+                    expected.extend(in_replica.reduce_scatter(ctx, name, &grad(name).unwrap())?);
+                }
+                // Variables have no order of their own; their values differ.
+                let sorted = |parts: Vec<(Var, Tensor)>| -> Vec<(Vec<f32>, Vec<f32>)> {
+                    let mut values: Vec<_> =
+                        parts.iter().map(|(var, sum)| (values(var), values(sum))).collect();
+                    values.sort_by(|a, b| a.partial_cmp(b).unwrap());
+                    values
+                };
+                assert_eq!(sorted(sums), sorted(expected));
+            }
+            Ok(())
+        });
+        run.call(Tensor::zeros((mesh.len(), 1), DType::F32, &Device::Cpu).unwrap()).unwrap();
+    }
+}
+
+#[test]
+fn a_unit_s_parameter_without_a_gradient_is_named() {
+    let mesh = DeviceMesh::cpu(2).unwrap();
+    let vars = shard(&mesh, &plan(&Full::default(), 2));
+    let run = mesh.pmap(move |ctx, _: Tensor| {
+        vars.reduce_unit(ctx, "h.0", |name| {
+            // Of the right shape.
+            (name != "h.0.up").then(|| Tensor::zeros((6, 4), DType::F32, &Device::Cpu).unwrap())
+        })
+        .map(drop)
+    });
+    let x = Tensor::zeros((2, 1), DType::F32, &Device::Cpu).unwrap();
+    let error = run.call(x).unwrap_err().to_string();
+    assert!(error.contains("h.0.up"), "{error}");
 }
 
 /// An optimizer for each slot, which has taken one step along the variables themselves.

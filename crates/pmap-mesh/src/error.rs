@@ -180,6 +180,14 @@ pub enum ValueError {
         /// The first replica that should have the same.
         first: usize,
     },
+    /// A [`RunLayout`](crate::RunLayout) does not give every item one owner.
+    #[error("the layout {layout} is none: {fault}")]
+    Layout {
+        /// The name of the layout.
+        layout: String,
+        /// What is wrong with it.
+        fault: LayoutFault,
+    },
     /// The outputs of the replicas do not fit together.
     #[error("output {index} cannot be gathered: {}", one_line(cause))]
     Gather {
@@ -187,6 +195,44 @@ pub enum ValueError {
         index: usize,
         /// What candle says of it.
         cause: candle_core::Error,
+    },
+}
+
+/// Why runs of tensors are no layout; see [`RunLayout`](crate::RunLayout).
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[non_exhaustive]
+pub enum LayoutFault {
+    /// A rank owns what is not there.
+    #[error("rank {rank} owns items {items:?} of tensor {tensor}, which has {size}")]
+    NoSuchItems {
+        /// The rank.
+        rank: usize,
+        /// The tensor of which it owns them, from 0.
+        tensor: usize,
+        /// The items.
+        items: std::ops::Range<usize>,
+        /// How many items the tensor has; none if there is no such tensor.
+        size: usize,
+    },
+    /// An item belongs to nobody.
+    #[error("item {item} of tensor {tensor} belongs to no rank")]
+    NoOwner {
+        /// The tensor, from 0.
+        tensor: usize,
+        /// The first item without an owner.
+        item: usize,
+    },
+    /// An item belongs to two ranks, or to one of them twice.
+    #[error("item {item} of tensor {tensor} belongs to rank {first} and to rank {second}")]
+    TwoOwners {
+        /// The tensor, from 0.
+        tensor: usize,
+        /// The first such item.
+        item: usize,
+        /// One of its owners.
+        first: usize,
+        /// The other one.
+        second: usize,
     },
 }
 
@@ -259,6 +305,22 @@ pub enum CollectiveError {
         /// The replica that waits.
         waiting: usize,
         /// What it waits in.
+        call: Arc<CollectiveCall>,
+    },
+    /// A replica calls a collective after the call of the parallel function has ended for it.
+    #[error("replica {slot} calls {call} after its function has returned")]
+    Ended {
+        /// The replica.
+        slot: usize,
+        /// What it called.
+        call: Arc<CollectiveCall>,
+    },
+    /// A replica returned without having waited for a collective that it has started.
+    #[error("replica {slot} has returned without having waited for {call}")]
+    NotWaited {
+        /// The replica.
+        slot: usize,
+        /// What it has started.
         call: Arc<CollectiveCall>,
     },
     /// Every replica that has not returned waits, in groups that cannot become complete.

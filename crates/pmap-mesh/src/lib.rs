@@ -12,16 +12,21 @@ mod sync;
 #[cfg(feature = "nccl")]
 pub use crate::engine::nccl::NcclStore;
 pub use crate::{
-    engine::call::CollectiveCall,
+    engine::{
+        call::CollectiveCall,
+        layout::{Run, RunLayout},
+        traffic::{Tally, Traffic},
+    },
     error::{
-        CollectiveError, Error, MeshError, ProcessError, ReplicaError, Result, ValueError, one_line,
+        CollectiveError, Error, LayoutFault, MeshError, ProcessError, ReplicaError, Result,
+        ValueError, one_line,
     },
     mesh::{
         DeviceMesh, DeviceMeshBuilder,
         axes::{ALL, MeshAxes},
     },
     pmap::{PMap, sharded::Sharded},
-    replica::{Replica, rng::ReplicaRng},
+    replica::{Replica, pending::Pending, rng::ReplicaRng},
     spec::{
         P, Specs,
         cut::Uneven,

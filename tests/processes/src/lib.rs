@@ -6,6 +6,7 @@
 #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
 #![allow(clippy::print_stdout, reason = "without the test harness, nobody else says what was run")]
 
+pub mod lists;
 pub mod mpirun;
 pub mod ranks;
 

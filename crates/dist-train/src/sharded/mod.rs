@@ -3,6 +3,7 @@
 mod axes;
 pub(crate) mod describe;
 mod runs;
+mod units;
 
 use std::{collections::BTreeMap, ops::Range, sync::Arc};
 
@@ -10,7 +11,7 @@ use candle_core::{DType, Device, Tensor, Var};
 use fsdp_plan::{Cut, ParameterInfo, ShardingPlan};
 use pmap_mesh::{ALL, DeviceMesh, Replica};
 
-use self::{axes::PlanAxes, runs::GatheredRun};
+use self::{axes::PlanAxes, runs::GatheredRun, units::Unit};
 use crate::{
     checkpoint::{
         file::{MODEL, TensorKey},
@@ -73,6 +74,7 @@ struct Inner {
     plan: ShardingPlan,
     mesh: DeviceMesh,
     axes: PlanAxes,
+    units: BTreeMap<String, Unit>,
     /// The parts of each slot of this process, in the order of the plan.
     slots: Vec<Vec<Part>>,
 }
@@ -171,7 +173,8 @@ impl ShardedVars {
                 }
             }
         }
-        Ok(Self(Arc::new(Inner { plan: plan.clone(), mesh: mesh.clone(), axes, slots })))
+        let units = units::of_plan(plan)?;
+        Ok(Self(Arc::new(Inner { plan: plan.clone(), mesh: mesh.clone(), axes, units, slots })))
     }
 
     /// The plan that is carried out.
@@ -387,20 +390,18 @@ impl ShardedVars {
         let param_idx = self.index_of(name)?;
         let parts = self.parts_here(ctx, param_idx).map_err(Error::from)?;
         check_shape(self.info(param_idx), grad)?;
-        let sum = ctx.psum(&grad.detach(), ALL)?.flatten_all()?;
-        parts
-            .map(|part| Ok((part.var.clone(), sum.narrow(0, part.start, part.var.elem_count())?)))
-            .collect()
+        if self.0.plan.parameters()[param_idx].cut() == Cut::Replicated {
+            let sum = ctx.psum(&grad.detach(), ALL)?.flatten_all()?;
+            return Ok(parts.map(|part| (part.var.clone(), sum.clone())).collect());
+        }
+        let layout = units::layout(&self.0.plan, name, &[param_idx])?;
+        let layout = layout.repeated(runs::index(self.0.plan.replicas()));
+        let sums = ctx.reduce_runs(vec![grad.clone()], &layout, ALL)?;
+        Ok(parts.map(|part| part.var.clone()).zip(sums).collect())
     }
 
-    /// The position of a parameter, or of the one that it is tied to.
     fn index_of(&self, name: &str) -> Result<usize> {
-        let named = |name: &str| self.0.plan.index_of(name).ok_or_else(|| unknown(name));
-        let param_idx = named(name)?;
-        match self.info(param_idx).tied_to() {
-            None => Ok(param_idx),
-            Some(other) => named(other),
-        }
+        units::index_of(&self.0.plan, name)
     }
 
     /// This slot's parts of a parameter.

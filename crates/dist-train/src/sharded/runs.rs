@@ -78,7 +78,7 @@ pub(super) fn ranks(world_size: WorldSize) -> impl Iterator<Item = Rank> {
 
 /// A size or position of a plan, which counts in 64 bits, as candle counts it.
 #[expect(clippy::cast_possible_truncation, reason = "asserted when it is compiled")]
-fn index(size: u64) -> usize {
+pub(super) fn index(size: u64) -> usize {
     const { assert!(usize::BITS >= u64::BITS, "training needs a system of 64 bits") };
     size as usize
 }

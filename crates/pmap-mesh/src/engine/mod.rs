@@ -2,6 +2,7 @@
 //! something over a network.
 
 pub(crate) mod call;
+pub(crate) mod layout;
 #[cfg(feature = "mpi")]
 pub(crate) mod mpi;
 #[cfg(feature = "nccl")]
@@ -9,13 +10,18 @@ pub(crate) mod nccl;
 #[cfg(any(feature = "mpi", feature = "nccl"))]
 mod processes;
 pub(crate) mod threads;
+pub(crate) mod traffic;
 
 use std::{fmt, panic::Location, sync::Arc};
 
-use candle_core::{Result, Tensor};
+use candle_core::{Device, Result, Tensor};
 
 use crate::{
-    engine::call::CollectiveCall,
+    engine::{
+        call::CollectiveCall,
+        layout::{Run, RunLayout},
+        traffic::Counter,
+    },
     error::{self, Error, MeshError},
     mesh::{
         axes::{AxisSet, MeshAxes},
@@ -28,6 +34,9 @@ use crate::{
 pub(crate) trait Backend: fmt::Debug + Send + Sync {
     /// Begins a call of a parallel function: an engine for each slot of this process, in order.
     fn begin(&self) -> Vec<Arc<dyn Engine>>;
+
+    /// What counts the collectives of each slot of this process, in order.
+    fn counters(&self) -> &[Counter];
 
     /// The lists of all slots, given those of this process's slots; called between two calls, by
     /// every process.
@@ -45,27 +54,27 @@ pub(crate) trait Engine: fmt::Debug + Send + Sync {
     /// `x` reduced over all members.
     fn all_reduce(&self, site: &Site, x: &Tensor, reduction: Reduction) -> Result<Tensor>;
 
-    /// The sums of those lists' entries that are `wanted` here; all members pass lists of the same
-    /// shapes.
-    fn reduce_lists(
-        &self,
-        site: &Site,
-        list: Vec<Tensor>,
-        wanted: &[usize],
-        reduction: Reduction,
-    ) -> Result<Vec<Tensor>>;
-
     /// The tensors of all members, by rank.
-    fn all_gather(&self, site: &Site, x: &Tensor) -> Result<Vec<Tensor>>;
+    fn all_gather(&self, site: &Site, x: &Tensor) -> Result<Gathered>;
 
     /// The n-th of the tensors that each member passed, where n is this member's rank.
     fn all_to_all(&self, site: &Site, parts: Vec<Tensor>) -> Result<Vec<Tensor>>;
 
-    /// What the member of rank `from` passed; `None` if nobody is to send here.
-    fn receive(&self, site: &Site, x: &Tensor, from: Option<usize>) -> Result<Option<Tensor>>;
+    /// What the member of rank `from` sends, if this one is sent something; all members name the
+    /// same type and shape.
+    fn receive(&self, site: &Site, message: &Message<'_>) -> Result<Option<Tensor>>;
+
+    /// Carries out a collective of lists in a group of several members.
+    fn run(&self, site: &Site, work: Work) -> Result<Vec<Tensor>>;
+
+    /// Begins one, without waiting for the others; the result must be waited for.
+    fn start(&self, site: &Site, work: Work) -> Result<Box<dyn Underway>>;
 
     /// Returns when all members have called it.
     fn barrier(&self, site: &Site) -> Result<()>;
+
+    /// What counts this slot's collectives.
+    fn counter(&self) -> &Counter;
 
     /// Says that this replica has returned, to those who would wait for it.
     fn finish(&self);
@@ -76,6 +85,85 @@ pub(crate) trait Engine: fmt::Debug + Send + Sync {
     /// The error that ended the call, if one did; asked of one of its engines when all replicas
     /// have ended.
     fn failure(&self) -> Option<Error>;
+}
+
+/// What all members of a group have gathered.
+#[derive(Debug)]
+pub(crate) struct Gathered {
+    /// The items of all members in one dimension, by rank.
+    pub(crate) items: Tensor,
+    /// The shape of what each member passed, by rank.
+    pub(crate) shapes: Vec<Vec<usize>>,
+}
+
+impl Gathered {
+    /// What each member passed, by rank.
+    pub(crate) fn parts(&self) -> Result<Vec<Tensor>> {
+        let mut start = 0;
+        let part = |shape: &Vec<usize>| {
+            let n_items = shape.iter().product();
+            let part = self.items.narrow(0, start, n_items)?.reshape(shape.as_slice());
+            start += n_items;
+            part
+        };
+        self.shapes.iter().map(part).collect()
+    }
+}
+
+/// What a member sends and receives in a collective in which not all do both.
+#[derive(Debug)]
+pub(crate) struct Message<'a> {
+    /// Of the type and shape of what is sent, on the device on which this member receives it.
+    pub(crate) x: &'a Tensor,
+    /// Whether `x` is sent to anybody, this member included. Of what is not, only type and shape
+    /// count.
+    pub(crate) is_sent: bool,
+    /// Whose `x` this member receives.
+    pub(crate) from: Option<usize>,
+}
+
+/// A collective of lists of tensors.
+#[derive(Debug)]
+pub(crate) enum Work {
+    /// Returns the tensors of a layout, each a leaf of candle's graph, put together of the runs
+    /// that each member owns.
+    Gather {
+        /// This member's runs, in the order of the layout.
+        own: Vec<Tensor>,
+        layout: RunLayout,
+        /// Where the results are to lie.
+        device: Device,
+    },
+    /// Returns what this member wants, reduced over the lists of all members, which are of the same
+    /// types and shapes.
+    Reduce { list: Vec<Tensor>, wanted: Wanted, reduction: Reduction },
+}
+
+/// What each member of a group wants of a list that is reduced.
+#[derive(Clone, Debug)]
+pub(crate) enum Wanted {
+    /// Every tensor of the list.
+    Everything,
+    /// Tensors by their numbers; what the others want, each says itself.
+    Own(Vec<usize>),
+    /// The runs that belong to each rank, in one dimension each; several may want the same.
+    ByRank(Arc<[Vec<Run>]>),
+}
+
+/// A collective that has been started and not been waited for.
+pub(crate) trait Underway: fmt::Debug + Send {
+    /// Waits for its result.
+    fn wait(self: Box<Self>) -> Result<Vec<Tensor>>;
+}
+
+/// A collective that is over before it is waited for.
+#[derive(Debug)]
+pub(crate) struct Finished(pub(crate) Vec<Tensor>);
+
+impl Underway for Finished {
+    fn wait(self: Box<Self>) -> Result<Vec<Tensor>> {
+        Ok(self.0)
+    }
 }
 
 /// A collective as one member of a group takes part in it.

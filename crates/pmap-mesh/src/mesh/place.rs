@@ -1,6 +1,6 @@
 //! Moving tensors to the devices of a mesh.
 
-use candle_core::{Device, Tensor};
+use candle_core::{DType, Device, Shape, Tensor, Var};
 
 /// Moves a shard to the device of its replica.
 ///
@@ -25,6 +25,28 @@ pub(crate) fn on_host(x: &Tensor) -> candle_core::Result<Tensor> {
     if x.device().is_cpu() { in_one_piece(x) } else { copied(x)?.to_device(&Device::Cpu) }
 }
 
+/// A leaf of candle's graph that lies on the processor, as one on this device; itself, if that is
+/// where it lies.
+pub(crate) fn placed(leaf: Var, device: &Device) -> candle_core::Result<Tensor> {
+    let leaf = if device.is_cpu() { leaf } else { Var::from_tensor(&leaf.to_device(device)?)? };
+    Ok(leaf.into_inner())
+}
+
+/// A leaf of candle's graph with these items, each part of them from its first one on.
+pub(crate) fn filled<'a>(
+    shape: &Shape,
+    dtype: DType,
+    device: &Device,
+    parts: impl IntoIterator<Item = (usize, &'a Tensor)>,
+) -> candle_core::Result<Var> {
+    let leaf = Var::zeros(shape, dtype, device)?;
+    let items = leaf.as_detached_tensor().flatten_all()?;
+    for (start, part) in parts {
+        items.slice_set(&part.contiguous()?, 0, start)?;
+    }
+    Ok(leaf)
+}
+
 /// The tensor without gaps; itself, if it has none.
 pub(crate) fn in_one_piece(x: &Tensor) -> candle_core::Result<Tensor> {
     if x.elem_count() == 0 { copied(x) } else { x.contiguous() }
@@ -42,8 +64,6 @@ pub(crate) fn copied(x: &Tensor) -> candle_core::Result<Tensor> {
 
 #[cfg(test)]
 mod tests {
-    use candle_core::DType;
-
     use super::*;
 
     #[test]

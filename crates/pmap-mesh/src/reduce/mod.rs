@@ -3,17 +3,17 @@
 // Tested in every build, against the kernel that it must agree with.
 #[cfg(any(test, feature = "nccl"))]
 pub(crate) mod elementwise;
+pub(crate) mod joint;
+pub(crate) mod outputs;
 pub(crate) mod parts;
 mod shared_buffer;
 
 #[cfg(feature = "mpi")]
 use std::mem;
-use std::{any::Any, ops::Range};
+use std::ops::Range;
 
 use candle_core::{CpuStorage, DType, Device, Result, Shape, Storage, Tensor, WithDType, bail};
 use half::{bf16, f16};
-
-use crate::reduce::{parts::balanced, shared_buffer::SharedBuffer};
 
 /// How several tensors become one.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -27,10 +27,6 @@ pub(crate) enum Reduction {
 /// How many items are worked on at a time: 16 KiB of single-precision sums, which stay in a first
 /// cache of 32 KiB or more while the same items of all summands pass by.
 const BLOCK: usize = 4096;
-
-/// A result that the members of a group fill together, each a part: a [`SharedBuffer`] of the type
-/// of its items.
-pub(crate) type Buffer = Box<dyn Any + Send + Sync>;
 
 /// A number that can be reduced, in the type that its sums are kept in.
 ///
@@ -131,6 +127,8 @@ macro_rules! dispatch {
     };
 }
 
+use dispatch;
+
 /// Whether tensors of this type can be reduced.
 pub(crate) fn has_kernel(dtype: DType) -> bool {
     use DType::{BF16, F16, F32, F64, I16, I32, I64, U8, U32};
@@ -140,20 +138,31 @@ pub(crate) fn has_kernel(dtype: DType) -> bool {
 /// The reduction of contiguous tensors on the processor, all by this thread.
 pub(crate) fn whole(summands: &[Tensor], reduction: Reduction) -> Result<Tensor> {
     let [first, ..] = summands else { bail!("nothing to reduce") };
-    dispatch!(first.dtype(), whole_of(summands, reduction, first.shape()))
+    run(summands, 0..first.elem_count(), first.shape(), reduction)
 }
 
-fn whole_of<T: Element>(
+/// The reduction of these items of contiguous tensors on the processor, all by this thread.
+pub(crate) fn run(
     summands: &[Tensor],
-    reduction: Reduction,
+    items: Range<usize>,
     shape: &Shape,
+    reduction: Reduction,
 ) -> Result<Tensor> {
-    let len = shape.elem_count();
-    let mut items = Vec::with_capacity(len);
-    reduce::<T>(summands.len(), reduction, 0..len, &of_tensors(summands), &mut |block| {
-        items.extend(block.iter().map(|&sum| T::narrow(sum)));
+    let [first, ..] = summands else { bail!("nothing to reduce") };
+    dispatch!(first.dtype(), run_of(summands, items, shape, reduction))
+}
+
+fn run_of<T: Element>(
+    summands: &[Tensor],
+    items: Range<usize>,
+    shape: &Shape,
+    reduction: Reduction,
+) -> Result<Tensor> {
+    let mut sums = Vec::with_capacity(items.len());
+    reduce::<T>(summands.len(), reduction, items, &of_tensors(summands), &mut |block| {
+        sums.extend(block.iter().map(|&sum| T::narrow(sum)));
     })?;
-    Tensor::from_vec(items, shape, &Device::Cpu)
+    Tensor::from_vec(sums, shape, &Device::Cpu)
 }
 
 /// Whether two contiguous tensors on the processor, of one type and size, are equal to the bit.
@@ -180,45 +189,6 @@ fn same_of<T: Element>(pair: &[Tensor; 2]) -> Result<bool> {
         }
     }
     Ok(true)
-}
-
-/// A buffer for the reduction of `members` tensors like `like`, of which each member fills an equal
-/// part.
-pub(crate) fn buffer(like: &Tensor, members: usize) -> Result<Buffer> {
-    dispatch!(like.dtype(), buffer_of(like, members))
-}
-
-#[expect(clippy::unnecessary_wraps, reason = "for other types there is an error")]
-fn buffer_of<T: Element>(like: &Tensor, members: usize) -> Result<Buffer> {
-    let parts = (0..members).map(|member| balanced(like.elem_count(), member, members)).collect();
-    Ok(Box::new(SharedBuffer::<T>::new(parts)))
-}
-
-/// Fills one part of a buffer with the reduction of `summands`; returns the result if it was the
-/// last part.
-pub(crate) fn part(
-    buffer: &Buffer,
-    member: usize,
-    summands: &[Tensor],
-    reduction: Reduction,
-) -> Result<Option<Tensor>> {
-    let [first, ..] = summands else { bail!("nothing to reduce") };
-    dispatch!(first.dtype(), part_of(buffer, member, summands, reduction, first.shape()))
-}
-
-#[expect(clippy::expect_used, reason = "calls agree on the type of what they reduce")]
-fn part_of<T: Element>(
-    buffer: &Buffer,
-    member: usize,
-    summands: &[Tensor],
-    reduction: Reduction,
-    shape: &Shape,
-) -> Result<Option<Tensor>> {
-    let buffer: &SharedBuffer<T> = buffer.downcast_ref().expect("the buffer is of this type");
-    let items = buffer.fill(member, T::narrow, |push| {
-        reduce::<T>(summands.len(), reduction, buffer.part(member), &of_tensors(summands), push)
-    })?;
-    items.map(|items| Tensor::from_vec(items, shape, &Device::Cpu)).transpose()
 }
 
 /// Reduces what several ranks sent, as bytes of items of type `dtype`, into `sums`.
@@ -264,7 +234,7 @@ type Blocks<'a, T> = dyn Fn(usize, Range<usize>, &mut dyn FnMut(&[T])) -> Result
 /// One summand is locked at a time: a thread that waits for one lock while it holds another could
 /// wait for a `Var::set` that waits for this one.
 #[expect(clippy::type_complexity, reason = "what `Blocks` names, which cannot be named here")]
-fn of_tensors<T: Element>(
+fn of_tensors<T: WithDType>(
     summands: &[Tensor],
 ) -> impl Fn(usize, Range<usize>, &mut dyn FnMut(&[T])) -> Result<()> {
     |index, range, see| {
@@ -322,7 +292,7 @@ fn accumulate<T: Element>(
     sums.iter_mut().zip(items).for_each(|(sum, item)| *sum = combine(*sum, item.widen()));
 }
 
-fn block_of<T: Element>(storage: &CpuStorage, start: usize, len: usize) -> Result<&[T]> {
+fn block_of<T: WithDType>(storage: &CpuStorage, start: usize, len: usize) -> Result<&[T]> {
     match storage.as_slice::<T>()?.get(start..start + len) {
         Some(items) => Ok(items),
         None => bail!("summands differ in size"),

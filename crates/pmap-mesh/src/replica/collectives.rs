@@ -3,13 +3,18 @@
 
 use std::sync::Arc;
 
-use candle_core::{Result, Tensor, bail};
+use candle_core::{Device, Result, Tensor, bail};
 
 use crate::{
-    engine::{Engine, Site},
+    engine::{
+        Engine, Finished, Gathered, Message, Site, Underway, Wanted, Work,
+        layout::{Run, RunLayout},
+        traffic::Kind,
+    },
     error::Error,
     mesh::place::{copied, in_one_piece},
     reduce::Reduction,
+    replica::alone,
 };
 
 /// What one replica asks of its engine, in one call.
@@ -30,10 +35,16 @@ impl Collectives {
         // A group of one gets a copy, as others do: the result must not change when the argument is
         // set.
         if site.size() == 1 {
-            copied(&x.detach())
-        } else {
-            self.0.all_reduce(site, &x.detach(), reduction)
+            return copied(&x.detach());
         }
+        self.count(site, Kind::AllReduce, n_bytes(x));
+        self.0.all_reduce(site, &x.detach(), reduction)
+    }
+
+    /// Starts the sum of one tensor.
+    pub(crate) fn start_sum(&self, site: &Site, x: &Tensor) -> Result<Box<dyn Underway>> {
+        self.count(site, Kind::AllReduce, n_bytes(x));
+        self.start(site, sums(vec![x.detach()], Wanted::Everything))
     }
 
     /// The sums of those of the list's tensors that are `wanted` here.
@@ -43,7 +54,18 @@ impl Collectives {
         list: Vec<Tensor>,
         wanted: &[usize],
     ) -> Result<Vec<Tensor>> {
-        self.0.reduce_lists(site, list, wanted, Reduction::Sum)
+        self.count(site, Kind::AllReduce, list.iter().map(n_bytes).sum());
+        self.run(site, sums(list, Wanted::Own(wanted.to_vec())))
+    }
+
+    /// The sum, for the member of rank `root` alone.
+    pub(crate) fn sum_for(&self, site: &Site, x: &Tensor, root: usize) -> Result<Option<Tensor>> {
+        self.count(site, Kind::Reduce, n_bytes(x));
+        let all = Run { tensor: 0, items: 0..x.elem_count() };
+        let of_rank = |rank| if rank == root { vec![all.clone()] } else { Vec::new() };
+        let wanted = Wanted::ByRank((0..site.size()).map(of_rank).collect());
+        let mut sums = self.run(site, sums(vec![x.detach()], wanted))?;
+        sums.pop().map(|sum| sum.reshape(x.shape())).transpose()
     }
 
     /// The tensors of all members by rank, concatenated, and the size of each in `dim`.
@@ -53,9 +75,10 @@ impl Collectives {
         x: &Tensor,
         dim: usize,
     ) -> Result<(Tensor, Vec<usize>)> {
-        let parts = self.0.all_gather(site, &x.detach())?;
-        let sizes = parts.iter().map(|part| part.dims()[dim]).collect();
-        Ok((cat(parts, dim)?, sizes))
+        self.count(site, Kind::AllGather, n_bytes(x));
+        let gathered = self.0.all_gather(site, &x.detach())?;
+        let sizes: Vec<usize> = gathered.shapes.iter().map(|shape| shape[dim]).collect();
+        Ok((concatenated(&gathered, dim)?, sizes))
     }
 
     /// The part of the sum that belongs to this rank, if rank n gets `sizes[n]` rows.
@@ -66,9 +89,89 @@ impl Collectives {
         dim: usize,
         sizes: &[usize],
     ) -> Result<Tensor> {
-        let sum = self.all_reduce(site, x, Reduction::Sum)?;
-        let start = sizes[..site.rank].iter().sum();
-        in_one_piece(&sum.narrow(dim, start, sizes[site.rank])?)
+        self.count(site, Kind::ReduceScatter, n_bytes(x));
+        let mut start = 0;
+        let mut part = |&size: &usize| {
+            let part = in_one_piece(&x.detach().narrow(dim, start, size)?);
+            start += size;
+            part
+        };
+        let parts: Vec<Tensor> = sizes.iter().map(&mut part).collect::<Result<_>>()?;
+        let own_shape = parts[site.rank].shape().clone();
+        let whole =
+            |(tensor, part): (usize, &Tensor)| vec![Run { tensor, items: 0..part.elem_count() }];
+        let wanted = Wanted::ByRank(parts.iter().enumerate().map(whole).collect());
+        self.run(site, sums(parts, wanted))?.swap_remove(0).reshape(own_shape)
+    }
+
+    /// The tensors of a layout, of which this member has `own` runs.
+    pub(crate) fn gather_runs(
+        &self,
+        site: &Site,
+        own: Vec<Tensor>,
+        layout: &RunLayout,
+        device: &Device,
+    ) -> Result<Vec<Tensor>> {
+        self.run(site, self.gathering(site, own, layout, device))
+    }
+
+    /// Starts [`gather_runs`](Self::gather_runs).
+    pub(crate) fn start_gather_runs(
+        &self,
+        site: &Site,
+        own: Vec<Tensor>,
+        layout: &RunLayout,
+        device: &Device,
+    ) -> Result<Box<dyn Underway>> {
+        self.start(site, self.gathering(site, own, layout, device))
+    }
+
+    fn gathering(
+        &self,
+        site: &Site,
+        own: Vec<Tensor>,
+        layout: &RunLayout,
+        device: &Device,
+    ) -> Work {
+        self.count(site, Kind::AllGather, own.iter().map(n_bytes).sum());
+        let own = own.into_iter().map(|run| run.detach()).collect();
+        Work::Gather { own, layout: layout.clone(), device: device.clone() }
+    }
+
+    /// The sums of the runs of a layout that this member owns.
+    pub(crate) fn reduce_runs(
+        &self,
+        site: &Site,
+        list: Vec<Tensor>,
+        layout: &RunLayout,
+    ) -> Result<Vec<Tensor>> {
+        self.run(site, self.run_sums(site, list, layout))
+    }
+
+    /// Starts [`reduce_runs`](Self::reduce_runs).
+    pub(crate) fn start_reduce_runs(
+        &self,
+        site: &Site,
+        list: Vec<Tensor>,
+        layout: &RunLayout,
+    ) -> Result<Box<dyn Underway>> {
+        self.start(site, self.run_sums(site, list, layout))
+    }
+
+    fn run_sums(&self, site: &Site, list: Vec<Tensor>, layout: &RunLayout) -> Work {
+        self.count(site, Kind::ReduceScatter, list.iter().map(n_bytes).sum());
+        sums(list, Wanted::ByRank(Arc::clone(layout.by_rank())))
+    }
+
+    fn run(&self, site: &Site, work: Work) -> Result<Vec<Tensor>> {
+        if site.size() == 1 { alone::run(work) } else { self.0.run(site, work) }
+    }
+
+    fn start(&self, site: &Site, work: Work) -> Result<Box<dyn Underway>> {
+        if site.size() == 1 {
+            return Ok(Box::new(Finished(alone::run(work)?)));
+        }
+        self.0.start(site, work)
     }
 
     pub(crate) fn permute(
@@ -78,7 +181,9 @@ impl Collectives {
         pairs: &[(usize, usize)],
     ) -> Result<Tensor> {
         let from = pairs.iter().find(|(_, to)| *to == site.rank).map(|(from, _)| *from);
-        match self.0.receive(site, &x.detach(), from)? {
+        let is_sent = pairs.iter().any(|(from, _)| *from == site.rank);
+        self.count(site, Kind::Permute, if is_sent { n_bytes(x) } else { 0 });
+        match self.0.receive(site, &Message { x: &x.detach(), is_sent, from })? {
             Some(received) => Ok(received),
             None => x.zeros_like(),
         }
@@ -87,8 +192,10 @@ impl Collectives {
     /// The `x` of the member of rank `root`.
     #[expect(clippy::expect_used, reason = "an engine returns something from whom it is asked")]
     pub(crate) fn broadcast(&self, site: &Site, x: &Tensor, root: usize) -> Result<Tensor> {
-        let received = self.0.receive(site, &x.detach(), Some(root))?;
-        Ok(received.expect("the root has sent something"))
+        let is_sent = site.rank == root;
+        self.count(site, Kind::Broadcast, if is_sent { n_bytes(x) } else { 0 });
+        let message = Message { x: &x.detach(), is_sent, from: Some(root) };
+        Ok(self.0.receive(site, &message)?.expect("the root has sent something"))
     }
 
     pub(crate) fn exchange(
@@ -102,11 +209,20 @@ impl Collectives {
         let parts = (0..site.size())
             .map(|rank| x.detach().narrow(split, rank * rows, rows))
             .collect::<Result<_>>()?;
+        self.count(site, Kind::AllToAll, n_bytes(x));
         cat(self.0.all_to_all(site, parts)?, concat)
     }
 
     pub(crate) fn barrier(&self, site: &Site) -> Result<()> {
+        self.count(site, Kind::Barrier, 0);
         self.0.barrier(site)
+    }
+
+    /// Counts a collective in which so many bytes are handed over; to nobody in a group of one.
+    fn count(&self, site: &Site, kind: Kind, bytes: usize) {
+        if site.size() > 1 {
+            self.0.counter().count(kind, bytes);
+        }
     }
 
     /// Says how the replica has ended.
@@ -138,6 +254,27 @@ pub(crate) fn even_parts(x: &Tensor, dim: usize, site: &Site) -> Result<Vec<usiz
         );
     }
     Ok(vec![rows / site.size(); site.size()])
+}
+
+fn sums(list: Vec<Tensor>, wanted: Wanted) -> Work {
+    let list = list.into_iter().map(|x| x.detach()).collect();
+    Work::Reduce { list, wanted, reduction: Reduction::Sum }
+}
+
+fn n_bytes(x: &Tensor) -> usize {
+    x.elem_count() * x.dtype().size_in_bytes()
+}
+
+/// What was gathered, side by side in `dim`.
+fn concatenated(gathered: &Gathered, dim: usize) -> Result<Tensor> {
+    let Gathered { items, shapes } = gathered;
+    let mut whole = shapes[0].clone();
+    whole[dim] = shapes.iter().map(|shape| shape[dim]).sum();
+    if items.elem_count() == 0 || whole[..dim].iter().product::<usize>() == 1 {
+        // End to end as they are.
+        return items.reshape(whole);
+    }
+    Tensor::cat(&gathered.parts()?, dim)
 }
 
 fn cat(parts: Vec<Tensor>, dim: usize) -> Result<Tensor> {

@@ -1,7 +1,10 @@
 //! What a replica knows of itself, and what it can ask of the others.
 
+mod alone;
 pub(crate) mod collectives;
+pub(crate) mod pending;
 pub(crate) mod rng;
+mod runs;
 mod transpose;
 
 use std::sync::Arc;
@@ -18,6 +21,7 @@ use crate::{
     reduce::Reduction,
     replica::{
         collectives::{Collectives, even_parts},
+        pending::Pending,
         rng::ReplicaRng,
         transpose::Transpose,
     },
@@ -187,6 +191,39 @@ impl Replica {
         let site = self.site("psum", Some(x), axes.into())?;
         let sum = self.0.collectives.all_reduce(&site, x, Reduction::Sum)?;
         transpose::linked(x, sum, || Transpose::Identity)
+    }
+
+    /// Starts [`psum`](Self::psum): hands in `x` and does not wait for the others.
+    ///
+    /// # Errors
+    ///
+    /// As [`psum`](Self::psum), as far as it can be known before the others come.
+    ///
+    /// # Examples
+    ///
+    /// ```
+    /// use candle_core::{Device, Tensor};
+    /// use pmap_mesh::{ALL, DeviceMesh, P};
+    ///
+    /// let mesh = DeviceMesh::cpu(2)?;
+    /// let sums = mesh.pmap(|ctx, x: Tensor| {
+    ///     let sum = ctx.start_psum(&x, ALL)?;
+    ///     let squares = ctx.start_psum(&x.sqr()?, ALL)?; // while the others come to the first
+    ///     squares.wait()? - sum.wait()?
+    /// });
+    /// let x = Tensor::new(&[1_f32, 2., 3., 4.], &Device::Cpu)?;
+    /// assert_eq!(sums.out_axes(P::replicate()).call(x)?.to_vec1::<f32>()?, [6., 14.]);
+    /// # Ok::<(), Box<dyn std::error::Error>>(())
+    /// ```
+    #[track_caller]
+    pub fn start_psum(&self, x: &Tensor, axes: impl Into<MeshAxes>) -> Result<Pending<Tensor>> {
+        let site = self.site("start_psum", Some(x), axes.into())?;
+        let underway = self.0.collectives.start_sum(&site, x)?;
+        let x = x.clone();
+        let finish = move |mut sums: Vec<Tensor>| {
+            transpose::linked(&x, sums.swap_remove(0), || Transpose::Identity)
+        };
+        Ok(Pending::new(underway, finish))
     }
 
     /// The mean of `x` over the replicas along `axes`, the same on all of them.

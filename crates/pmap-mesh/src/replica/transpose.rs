@@ -51,9 +51,8 @@ impl Transpose {
                 collectives.exchange(&site.backward(gradient), gradient, *split, *concat)
             }
             Self::Reduce(collectives, site, root) => {
-                let sum =
-                    collectives.all_reduce(&site.backward(gradient), gradient, Reduction::Sum)?;
-                if site.rank == *root { Ok(sum) } else { gradient.zeros_like() }
+                let sum = collectives.sum_for(&site.backward(gradient), gradient, *root)?;
+                sum.map_or_else(|| gradient.zeros_like(), Ok)
             }
         }
     }

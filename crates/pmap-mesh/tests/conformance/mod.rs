@@ -8,10 +8,13 @@ use std::{process::Command, thread, time::Duration};
 
 use candle_core::{DType, Device, Result, Tensor, Var};
 use pmap_mesh::{ALL, DeviceMesh, MeshAxes, P, Replica, TensorTree, Uneven};
-use process_tests::{Engine, assert_same, leaves, mesh, nothing, threads};
+use process_tests::{Engine, assert_same, leaves, lists, mesh, nothing, threads};
 
 /// How long a replica waits in the case of that name.
 const DEADLINE: Duration = Duration::from_millis(500);
+
+/// How long a replica waits where it must not have to: less than a case may take.
+const LATE: Duration = Duration::from_mins(1);
 
 /// Runs a case, as one of so many processes.
 pub(crate) fn run(engine: &impl Engine, case: &str, ranks: usize) {
@@ -55,6 +58,39 @@ pub(crate) fn run(engine: &impl Engine, case: &str, ranks: usize) {
             let run = mesh.pmap(|ctx, _: Tensor| match ctx.slot() {
                 1 => ctx.pmax(&Tensor::ones(70_000, DType::F32, ctx.device())?, ALL),
                 _ => ctx.psum(&Tensor::ones(3, DType::F32, ctx.device())?, ALL),
+            });
+            drop(run.in_axes(None).call(nothing()));
+        }
+        "lists" => lists_of_any_length(engine),
+        "started others" => {
+            let run = mesh(engine, &[], Some(LATE)).pmap(|ctx, _: Tensor| {
+                let x = Tensor::ones(3 + ctx.slot(), DType::F32, ctx.device())?;
+                let first = ctx.start_psum(&x, ALL)?;
+                // They learn of it while they wait for another one.
+                ctx.start_psum(&nothing().to_device(ctx.device())?, ALL)?.wait()?;
+                first.wait().map(drop)
+            });
+            drop(run.in_axes(None).call(nothing()));
+        }
+        "not waited" => {
+            let run = mesh(engine, &[], Some(LATE)).pmap(|ctx, _: Tensor| {
+                let x = nothing().to_device(ctx.device())?;
+                let sum = ctx.start_psum(&x, ALL)?;
+                if ctx.slot() == 0 { sum.wait().map(drop) } else { Ok(()) }
+            });
+            drop(run.in_axes(None).call(nothing()));
+        }
+        "not started" => {
+            let run = mesh(engine, &[], Some(DEADLINE)).pmap(|ctx, _: Tensor| {
+                let x = nothing().to_device(ctx.device())?;
+                let first = ctx.start_psum(&x, ALL)?;
+                if ctx.slot() == 1 {
+                    loop {
+                        thread::park();
+                    }
+                }
+                ctx.start_psum(&x, ALL)?.wait()?;
+                first.wait().map(drop)
             });
             drop(run.in_axes(None).call(nothing()));
         }
@@ -123,6 +159,10 @@ fn collectives(engine: &impl Engine, axes: &[(&'static str, usize)]) {
             compare(&tested, &threads, move |ctx| sums(ctx, &along, dtype, fewest));
             let along = set.clone();
             compare(&tested, &threads, move |ctx| moves(ctx, &along, dtype, fewest));
+            if fewest == 0 {
+                let along = set.clone();
+                compare(&tested, &threads, move |ctx| lists::check(ctx, &along, dtype, 1));
+            }
         }
     }
     // Gradients run through the same engine.
@@ -187,6 +227,27 @@ fn moves(ctx: &Replica, set: &MeshAxes, dtype: DType, fewest: usize) -> Result<V
         all.extend([ctx.ppermute(&x, &turn, set)?, ctx.all_to_all(&x, 0, 1, set)?]);
     }
     Ok(all)
+}
+
+/// More tensors than flags that would travel with a header, some of which one rank wants alone, and
+/// some of which several want.
+fn lists_of_any_length(engine: &impl Engine) {
+    const LEN: usize = 20_000;
+    let run = mesh(engine, &[], None).pmap(|ctx, _: Tensor| {
+        let list: Vec<Tensor> = (0..LEN)
+            .map(|n| Tensor::full((n + ctx.slot()) as u32, 1 + n % 2, ctx.device()))
+            .collect::<Result<_>>()?;
+        let wanted: Vec<usize> =
+            (0..LEN).filter(|n| n % 10 == 0 || n % ctx.count() == ctx.slot()).collect();
+        let sums = ctx.psum_list(list, &wanted)?;
+        let of_slots = (ctx.count() * (ctx.count() - 1) / 2) as u32;
+        for (&n, sum) in wanted.iter().zip(&sums) {
+            let expected = vec![(n * ctx.count()) as u32 + of_slots; 1 + n % 2];
+            assert_eq!(sum.to_vec1::<u32>()?, expected);
+        }
+        ctx.psum_list(Vec::new(), &[]).map(|none| assert!(none.is_empty()))
+    });
+    run.in_axes(None).call(nothing()).unwrap();
 }
 
 /// The whole way from arguments to results.

@@ -1,13 +1,15 @@
 //! Tensors as the bytes that MPI moves, and back.
 
 use bytemuck::{Pod, cast_slice, cast_slice_mut, zeroed_vec};
-use candle_core::{CpuStorage, DType, Device, Result, Storage, Tensor, WithDType, bail};
+use candle_core::{CpuStorage, DType, Device, Result, Storage, Tensor, Var, WithDType, bail};
 use half::{bf16, f16};
 
 /// Items that arrive as bytes and become a tensor without another copy.
 pub(super) trait Buffer {
     fn bytes_mut(&mut self) -> &mut [u8];
     fn tensor(self: Box<Self>, dims: &[usize]) -> Result<Tensor>;
+    /// As a leaf of candle's graph.
+    fn leaf(self: Box<Self>, dims: &[usize]) -> Result<Var>;
 }
 
 impl<T: WithDType + Pod> Buffer for Vec<T> {
@@ -17,6 +19,10 @@ impl<T: WithDType + Pod> Buffer for Vec<T> {
 
     fn tensor(self: Box<Self>, dims: &[usize]) -> Result<Tensor> {
         Tensor::from_vec(*self, dims, &Device::Cpu)
+    }
+
+    fn leaf(self: Box<Self>, dims: &[usize]) -> Result<Var> {
+        Var::from_vec(*self, dims, &Device::Cpu)
     }
 }
 
@@ -30,6 +36,10 @@ impl Buffer for Raw {
 
     fn tensor(self: Box<Self>, dims: &[usize]) -> Result<Tensor> {
         Tensor::from_raw_buffer(&self.0, self.1, dims, &Device::Cpu)
+    }
+
+    fn leaf(self: Box<Self>, dims: &[usize]) -> Result<Var> {
+        Var::from_tensor(&self.tensor(dims)?)
     }
 }
 
@@ -84,33 +94,21 @@ pub(super) fn with_bytes<R>(x: &Tensor, work: impl FnOnce(&[u8]) -> Result<R>) -
     }
 }
 
-/// Lends the bytes of several tensors at once, each of which has a storage of its own; none of
-/// those that are missing.
+/// Lends the bytes of several tensors at once, each of which has a storage of its own.
 pub(super) fn with_all_bytes<R>(
-    x: &[Option<&Tensor>],
+    x: &[Tensor],
     work: impl FnOnce(&[&[u8]]) -> Result<R>,
 ) -> Result<R> {
     fn lend<'a, R>(
-        x: &[Option<&Tensor>],
-        lent: &mut Vec<&'a [u8]>,
+        x: &[Tensor],
+        lent: &[&'a [u8]],
         work: &mut dyn FnMut(&[&[u8]]) -> Result<R>,
     ) -> Result<R> {
         let Some((first, rest)) = x.split_first() else { return work(lent) };
-        let mut lent = lent.clone();
-        match first {
-            None => {
-                lent.push(&[]);
-                lend(rest, &mut lent, work)
-            }
-            Some(first) => with_bytes(first, |bytes| {
-                let mut lent: Vec<&[u8]> = lent.clone();
-                lent.push(bytes);
-                lend(rest, &mut lent, work)
-            }),
-        }
+        with_bytes(first, |bytes| lend(rest, &[lent, &[bytes]].concat(), work))
     }
     let mut work = Some(work);
-    lend(x, &mut Vec::new(), &mut |bytes| match work.take() {
+    lend(x, &[], &mut |bytes| match work.take() {
         Some(work) => work(bytes),
         None => bail!("bytes are lent once"),
     })

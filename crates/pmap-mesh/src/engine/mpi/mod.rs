@@ -5,38 +5,45 @@
 //! and they know no halves.
 
 mod bytes;
+mod jobs;
 mod lists;
+mod messages;
 mod moves;
 mod session;
 mod sums;
 mod transfer;
+mod underway;
 mod wire;
 
 use std::{
     collections::BTreeMap,
     fmt, slice,
-    sync::{Arc, Mutex},
+    sync::{Arc, Mutex, atomic::AtomicUsize},
     time::Duration,
 };
 
-use candle_core::{Device, Result, Tensor};
+use candle_core::{Device, Result, Tensor, Var};
 use ferrompi::Communicator;
 
 pub(crate) use self::session::Session;
 use self::{
     bytes::{buffer, with_bytes},
+    jobs::Job,
     transfer::{Call, rank_of},
+    underway::Entries,
 };
 use crate::{
     engine::{
-        Backend, Engine, Site,
+        Backend, Engine, Finished, Gathered, Message, Site, Underway, Wanted, Work,
+        layout::RunLayout,
         processes::{self, Current},
+        traffic::Counter,
     },
     error::{self, Error, ProcessError},
     mesh::{
         DeviceMesh, DeviceMeshBuilder,
         axes::AxisSet,
-        place::{copied, on_host},
+        place::{copied, on_host, placed},
         topology::Topology,
     },
     reduce::{self, Reduction},
@@ -88,6 +95,7 @@ struct Inner {
     deadline: Duration,
     /// The communicator of this slot's group along each set of axes longer than 1.
     groups: BTreeMap<AxisSet, Communicator>,
+    counters: [Counter; 1],
     /// MPI takes one call at a time.
     current: Current,
     /// What arrives with headers. Kept from call to call, as `parts`; in words, so that any items
@@ -96,6 +104,10 @@ struct Inner {
     inbox: Mutex<Vec<u64>>,
     /// What others send to be added up here.
     parts: Mutex<Vec<u64>>,
+    /// What was started and not waited for. Dropped before the session: its requests are MPI's.
+    underway: Mutex<Entries>,
+    /// How many of them there are; most calls look at nothing else.
+    n_underway: AtomicUsize,
     /// Dropped last.
     session: Arc<Session>,
 }
@@ -142,9 +154,12 @@ impl Mpi {
             slot,
             deadline,
             groups,
+            counters: Default::default(),
             current: Current::default(),
             inbox: Mutex::default(),
             parts: Mutex::default(),
+            underway: Mutex::default(),
+            n_underway: AtomicUsize::new(0),
             session,
         })))
     }
@@ -153,11 +168,54 @@ impl Mpi {
     fn enter<'a>(&'a self, site: &'a Site) -> Result<Option<Call<'a>>> {
         let engine = &*self.0;
         let guard = engine.current.enter(site)?;
+        engine.progress();
         if site.size() == 1 {
             return Ok(None);
         }
         let set = engine.topology.long_axes() & site.call.set;
         Ok(Some(Call { engine, site, comm: &engine.groups[&set], _guard: guard }))
+    }
+
+    /// Enters a collective of lists, which no group of one comes to.
+    #[expect(clippy::expect_used, reason = "groups of one are served by `replica::alone`")]
+    fn enter_lists<'a>(&'a self, site: &'a Site) -> Result<Call<'a>> {
+        Ok(self.enter(site)?.expect("a group of several members"))
+    }
+
+    fn gather(&self, site: &Site, own: &[Tensor], layout: &RunLayout) -> Result<Vec<Var>> {
+        let own: Vec<Tensor> = own.iter().map(on_host).collect::<Result<_>>()?;
+        self.enter_lists(site)?.gather_runs(&own, layout)
+    }
+
+    fn reduce(
+        &self,
+        site: &Site,
+        list: &[Tensor],
+        wanted: &Wanted,
+        reduction: Reduction,
+    ) -> Result<Vec<Tensor>> {
+        let host: Vec<Tensor> = list.iter().map(on_host).collect::<Result<_>>()?;
+        let call = self.enter_lists(site)?;
+        match wanted {
+            Wanted::Everything => {
+                call.exchange_headers(&host, 0, &[])?;
+                let sum = |(x, on): (&Tensor, &Tensor)| {
+                    call.reduce_tensor(x, reduction)?.to_device(on.device())
+                };
+                host.iter().zip(list).map(sum).collect()
+            }
+            Wanted::Own(own) => {
+                let wanted = call.exchange_wanted(&host, own)?;
+                let sums = call.reduce_wanted(&host, &wanted, reduction)?;
+                own.iter().map(|n| sums[n].to_device(list[*n].device())).collect()
+            }
+            Wanted::ByRank(runs) => {
+                call.exchange_headers(&host, 0, &[])?;
+                let sums = call.reduce_runs(&host, runs, reduction)?;
+                let devices = runs[site.rank].iter().map(|run| list[run.tensor].device());
+                sums.iter().zip(devices).map(|(sum, device)| sum.to_device(device)).collect()
+            }
+        }
     }
 }
 
@@ -168,6 +226,10 @@ fn mpi(reason: String) -> Error {
 impl Backend for Mpi {
     fn begin(&self) -> Vec<Arc<dyn Engine>> {
         vec![Arc::new(self.clone())]
+    }
+
+    fn counters(&self) -> &[Counter] {
+        &self.0.counters
     }
 
     fn process_allgather(&self, lists: Vec<Vec<Tensor>>) -> error::Result<Vec<Vec<Tensor>>> {
@@ -192,27 +254,14 @@ impl Engine for Mpi {
         sums.tensor(host.dims())?.to_device(x.device())
     }
 
-    fn reduce_lists(
-        &self,
-        site: &Site,
-        list: Vec<Tensor>,
-        wanted: &[usize],
-        reduction: Reduction,
-    ) -> Result<Vec<Tensor>> {
-        let flags = lists::flags(list.len(), wanted)?;
+    fn all_gather(&self, site: &Site, x: &Tensor) -> Result<Gathered> {
+        let shapes = vec![x.dims().to_vec()];
         let Some(call) = self.enter(site)? else {
-            return wanted.iter().map(|&n| copied(&list[n])).collect();
+            return Ok(Gathered { items: copied(x)?.flatten_all()?, shapes });
         };
-        let on_host: Vec<Tensor> = list.iter().map(on_host).collect::<Result<_>>()?;
-        let sums = call.reduce_list(&on_host, &flags, reduction)?;
-        wanted.iter().map(|n| sums[n].to_device(list[*n].device())).collect()
-    }
-
-    fn all_gather(&self, site: &Site, x: &Tensor) -> Result<Vec<Tensor>> {
-        let Some(call) = self.enter(site)? else { return Ok(vec![copied(x)?]) };
         let host = on_host(x)?;
-        let gathered = with_bytes(&host, |bytes| call.gather(&host, bytes))?;
-        gathered.iter().map(|part| part.to_device(x.device())).collect()
+        let Gathered { items, shapes } = with_bytes(&host, |bytes| call.gather(&host, bytes))?;
+        Ok(Gathered { items: items.to_device(x.device())?, shapes })
     }
 
     fn all_to_all(&self, site: &Site, parts: Vec<Tensor>) -> Result<Vec<Tensor>> {
@@ -227,13 +276,50 @@ impl Engine for Mpi {
         arrived.iter().map(|part| part.to_device(parts[site.rank].device())).collect()
     }
 
-    fn receive(&self, site: &Site, x: &Tensor, from: Option<usize>) -> Result<Option<Tensor>> {
+    fn receive(&self, site: &Site, message: &Message<'_>) -> Result<Option<Tensor>> {
+        let Message { x, is_sent, from } = *message;
         let Some(call) = self.enter(site)? else {
             return from.map(|_| copied(x)).transpose();
         };
-        let host = on_host(x)?;
-        let received = with_bytes(&host, |bytes| call.receive(&host, bytes, from))?;
-        from.map(|_| received.tensor(host.dims())?.to_device(x.device())).transpose()
+        let received = if is_sent {
+            let host = on_host(x)?;
+            with_bytes(&host, |bytes| call.receive(x, bytes, from))?
+        } else {
+            call.receive(x, &[], from)?
+        };
+        received.map(|received| received.to_device(x.device())).transpose()
+    }
+
+    fn run(&self, site: &Site, work: Work) -> Result<Vec<Tensor>> {
+        match work {
+            Work::Gather { own, layout, device } => {
+                let leaves = self.gather(site, &own, &layout)?;
+                leaves.into_iter().map(|leaf| placed(leaf, &device)).collect()
+            }
+            Work::Reduce { list, wanted, reduction } => {
+                self.reduce(site, &list, &wanted, reduction)
+            }
+        }
+    }
+
+    fn start(&self, site: &Site, work: Work) -> Result<Box<dyn Underway>> {
+        let handle = match work {
+            // All have the same layout; their runs differ.
+            Work::Gather { own, layout, device } => {
+                self.start_job(site, &[], Job::gather(&own, &layout, &device)?)?
+            }
+            Work::Reduce { list, wanted: Wanted::ByRank(runs), reduction } => {
+                self.start_job(site, &list, Job::reduce_runs(&list, runs, reduction)?)?
+            }
+            Work::Reduce { list, wanted: Wanted::Everything, reduction } => {
+                self.start_job(site, &list, Job::reduce_all(&list, site.size(), reduction)?)?
+            }
+            // What the others want must be known before anything can be sent.
+            work @ Work::Reduce { wanted: Wanted::Own(_), .. } => {
+                return Ok(Box::new(Finished(self.run(site, work)?)));
+            }
+        };
+        Ok(Box::new(handle))
     }
 
     fn barrier(&self, site: &Site) -> Result<()> {
@@ -241,7 +327,14 @@ impl Engine for Mpi {
         call.exchange_headers(&[], 0, &[]).map(drop)
     }
 
+    fn counter(&self) -> &Counter {
+        &self.0.counters[0]
+    }
+
     fn finish(&self) {
+        if let Some(error) = self.0.not_waited_for() {
+            session::end(&self.0.session.world, &error.to_string());
+        }
         if let Err(error) = processes::leave(self, &self.0.topology, self.0.slot) {
             session::end(&self.0.session.world, &error.to_string());
         }

@@ -2,20 +2,25 @@
 
 use std::slice;
 
-use candle_core::{Result, Tensor};
+use candle_core::{Result, Tensor, Var};
 
 use super::{
-    bytes::{Buffer, buffer, with_all_bytes},
+    bytes::{Buffer, buffer, with_all_bytes, with_bytes},
+    sums::split,
     transfer::{Call, Kind},
     wire::Header,
+};
+use crate::engine::{
+    Gathered,
+    layout::{Owned, RunLayout},
 };
 
 /// Nobody, as the rank in a header that a member wants to receive from.
 const NOBODY: u64 = u64::MAX;
 
 impl Call<'_> {
-    /// The tensors of all members, by rank; `bytes` are those of `host`.
-    pub(super) fn gather(&self, host: &Tensor, bytes: &[u8]) -> Result<Vec<Tensor>> {
+    /// What all members have; `bytes` are those of `host`.
+    pub(super) fn gather(&self, host: &Tensor, bytes: &[u8]) -> Result<Gathered> {
         let own_size = match self.site.call.free_dim {
             Some(dim) => host.dims()[dim] as u64,
             None => 0,
@@ -26,23 +31,53 @@ impl Call<'_> {
             .iter()
             .map(|header| self.shape(host, header))
             .collect::<Result<_>>()?;
-        let mut parts: Vec<Box<dyn Buffer>> = shapes
-            .iter()
-            .map(|shape| buffer(host.dtype(), shape.iter().product()))
-            .collect::<Result<_>>()?;
+        let n_items = |shape: &Vec<usize>| shape.iter().product::<usize>();
+        let total = shapes.iter().map(n_items).sum();
+        let mut all = buffer(host.dtype(), total)?;
+        let item_bytes = host.dtype().size_in_bytes();
+        let parts = split(all.bytes_mut(), shapes.iter().map(|shape| n_items(shape) * item_bytes));
         let mut late = Vec::new();
-        for (rank, part) in parts.iter_mut().enumerate() {
+        for (rank, part) in parts.into_iter().enumerate() {
             if rank == self.site.rank {
-                part.bytes_mut().copy_from_slice(bytes);
+                part.copy_from_slice(bytes);
             } else if received.headers[rank].inline {
-                part.bytes_mut().copy_from_slice(received.inline(rank));
+                part.copy_from_slice(received.inline(rank));
             } else {
-                late.push((rank, Kind::Data, part.bytes_mut()));
+                late.push((rank, Kind::Data, part));
             }
         }
         let own = if received.headers[self.site.rank].inline { &[] } else { bytes };
         self.transfer(late, self.others().map(|to| (to, Kind::Data, own)));
-        parts.into_iter().zip(&shapes).map(|(part, shape)| part.tensor(shape)).collect()
+        Ok(Gathered { items: all.tensor(&[total])?, shapes })
+    }
+
+    /// The tensors of a layout, of which this rank has `own` runs: all go straight to their places.
+    pub(super) fn gather_runs(&self, own: &[Tensor], layout: &RunLayout) -> Result<Vec<Var>> {
+        self.exchange_headers(&[], 0, &[])?;
+        let own: Vec<Vec<u8>> =
+            own.iter().map(|x| with_bytes(x, |bytes| Ok(bytes.to_vec()))).collect::<Result<_>>()?;
+        let mut wholes: Vec<Box<dyn Buffer>> = layout
+            .tensors()
+            .iter()
+            .map(|(shape, dtype)| buffer(*dtype, shape.elem_count()))
+            .collect::<Result<_>>()?;
+        let mut incoming = Vec::new();
+        for (Owned { rank, n_th, .. }, place) in places(&mut wholes, layout) {
+            if *rank == self.site.rank {
+                place.copy_from_slice(&own[*n_th]);
+            } else {
+                incoming.push((*rank, *n_th, place));
+            }
+        }
+        // In the order in which their rank sends them.
+        incoming.sort_unstable_by_key(|(rank, n_th, _)| (*rank, *n_th));
+        let outgoing = |to| own.iter().map(move |run| (to, Kind::Data, &run[..]));
+        self.transfer(
+            incoming.into_iter().map(|(from, _, place)| (from, Kind::Data, place)),
+            self.others().flat_map(outgoing),
+        );
+        let shapes = layout.tensors().iter().map(|(shape, _)| shape);
+        wholes.into_iter().zip(shapes).map(|(whole, shape)| whole.leaf(shape.dims())).collect()
     }
 
     /// The shape of what the member with this header contributes to a gathering.
@@ -61,8 +96,7 @@ impl Call<'_> {
         let own = &parts[own_rank];
         let mut arrived: Vec<Box<dyn Buffer>> =
             parts.iter().map(|_| buffer(own.dtype(), own.elem_count())).collect::<Result<_>>()?;
-        let turn: Vec<Option<&Tensor>> = parts.iter().map(Some).collect();
-        with_all_bytes(&turn, |bytes| {
+        with_all_bytes(parts, |bytes| {
             arrived[own_rank].bytes_mut().copy_from_slice(bytes[own_rank]);
             let places = arrived.iter_mut().enumerate().filter(|(from, _)| *from != own_rank);
             self.transfer(
@@ -74,19 +108,20 @@ impl Call<'_> {
         arrived.into_iter().map(|part| part.tensor(own.dims())).collect()
     }
 
-    /// What rank `from` has, if this one is to receive anything; `bytes` are those of `host`.
+    /// What rank `from` sends, if this one is to receive anything; `bytes` are what it sends itself,
+    /// of the type and shape of `x`.
     pub(super) fn receive(
         &self,
-        host: &Tensor,
+        x: &Tensor,
         bytes: &[u8],
         from: Option<usize>,
-    ) -> Result<Box<dyn Buffer>> {
-        let mut arrived = buffer(host.dtype(), host.elem_count())?;
+    ) -> Result<Option<Tensor>> {
         let sender = match from {
             Some(rank) => rank as u64,
             None => NOBODY,
         };
-        let received = self.exchange_headers(slice::from_ref(host), sender, bytes)?;
+        let received = self.exchange_headers(slice::from_ref(x), sender, bytes)?;
+        let mut arrived = buffer(x.dtype(), if from.is_some() { x.elem_count() } else { 0 })?;
         let into = arrived.bytes_mut();
         match from {
             Some(from) if from == self.site.rank => into.copy_from_slice(bytes),
@@ -95,23 +130,27 @@ impl Call<'_> {
             }
             Some(_) | None => {}
         }
-        // All members contribute as many bytes, so of all of them or of none they are here.
-        if !received.headers[self.site.rank].inline {
-            self.deliver(&received.headers, bytes, into, from);
-        }
-        Ok(arrived)
+        self.deliver(&received.headers, bytes, into, from);
+        from.map(|_| arrived.tensor(x.dims())).transpose()
     }
 
-    /// Sends `bytes` to the ranks that want them, and receives from rank `from`.
+    /// Sends `bytes` to the ranks that want them, and receives from rank `from`, unless they have
+    /// travelled with the headers.
     fn deliver(&self, headers: &[Header], bytes: &[u8], into: &mut [u8], from: Option<usize>) {
         let own_rank = self.site.rank;
         let is_broadcast = headers.iter().all(|header| header.aux == headers[0].aux);
         match from {
-            // A tree, instead of one that sends to all.
-            Some(root) if is_broadcast && headers.len() > 2 => self.broadcast(into, root),
+            Some(root) if is_broadcast && headers.len() > 2 => {
+                if !headers[root].inline {
+                    // A tree, instead of one that sends to all.
+                    self.broadcast(into, root);
+                }
+            }
             Some(_) | None => {
-                let from = from.filter(|&from| from != own_rank);
-                let to = self.others().filter(|&to| headers[to].aux == own_rank as u64);
+                let from = from.filter(|&from| from != own_rank && !headers[from].inline);
+                let to = self
+                    .others()
+                    .filter(|&to| headers[to].aux == own_rank as u64 && !headers[own_rank].inline);
                 self.transfer(
                     from.map(|from| (from, Kind::Data, into)),
                     to.map(|to| (to, Kind::Data, bytes)),
@@ -119,4 +158,16 @@ impl Call<'_> {
             }
         }
     }
+}
+
+/// The bytes of each run in tensors of a layout, and whose it is.
+fn places<'a>(
+    wholes: &'a mut [Box<dyn Buffer>],
+    layout: &'a RunLayout,
+) -> impl Iterator<Item = (&'a Owned, &'a mut [u8])> {
+    let tensors = layout.tensors().iter().zip(layout.owners());
+    wholes.iter_mut().zip(tensors).flat_map(|(whole, ((_, dtype), owners))| {
+        let n_bytes = owners.iter().map(|owned| owned.items.len() * dtype.size_in_bytes());
+        owners.iter().zip(split(whole.bytes_mut(), n_bytes))
+    })
 }

@@ -2,10 +2,13 @@
 
 use std::mem;
 
-use bytemuck::cast_slice_mut;
+use bytemuck::{cast_slice, cast_slice_mut};
 use candle_core::{DType, Result};
 
-use super::transfer::{Call, Kind};
+use super::{
+    lists::Joined,
+    transfer::{Call, Kind},
+};
 use crate::{
     reduce::{self, Reduction, parts::balanced},
     sync::lock,
@@ -59,21 +62,31 @@ impl Call<'_> {
         Ok(())
     }
 
-    /// Reduces, for each rank n, the tensor that this rank wants: all members have it as `x[n]`.
+    /// Reduces, for each rank n, what belongs to this rank: all members have it as `x[n]`.
     pub(super) fn reduce_to_each(
         &self,
         dtype: DType,
-        x: &[&[u8]],
+        x: &[Joined<'_>],
         sums: &mut [u8],
         reduction: Reduction,
     ) -> Result<()> {
-        let own_bytes = sums.len();
-        let longest = x.iter().fold(0, |longest, x| longest.max(x.len()));
+        let n_bytes: Vec<usize> = x.iter().map(Joined::n_bytes).collect();
+        let longest = n_bytes.iter().fold(0, |longest, &bytes| longest.max(bytes));
+        let mut copies = vec![Vec::new(); x.len()];
         let mut parts = lock(&self.engine.parts);
         for start in (0..longest).step_by(PART_BYTES) {
-            let part = |bytes: usize| start.min(bytes)..(start + PART_BYTES).min(bytes);
-            let summands = self.collect(|rank| &x[rank][part(x[rank].len())], &mut parts);
-            reduce::bytes(dtype, &summands, reduction, &mut sums[part(own_bytes)])?;
+            let part = |rank: usize| {
+                let bytes = n_bytes[rank];
+                start.min(bytes)..(start + PART_BYTES).min(bytes)
+            };
+            for (rank, copy) in copies.iter_mut().enumerate() {
+                let words = part(rank).len().div_ceil(size_of::<u64>());
+                copy.resize(words, 0_u64);
+                x[rank].copy(part(rank), &mut cast_slice_mut(copy)[..part(rank).len()])?;
+            }
+            let copy = |rank: usize| &cast_slice(&copies[rank])[..part(rank).len()];
+            let summands = self.collect(copy, &mut parts);
+            reduce::bytes(dtype, &summands, reduction, &mut sums[part(self.site.rank)])?;
         }
         Ok(())
     }
@@ -109,7 +122,8 @@ fn words(buffer: &mut Vec<u64>, bytes: usize) -> &mut [u8] {
     &mut cast_slice_mut(buffer)[..bytes]
 }
 
-fn split(mut bytes: &mut [u8], lens: impl Iterator<Item = usize>) -> Vec<&mut [u8]> {
+/// Parts of these lengths, one after the other.
+pub(super) fn split(mut bytes: &mut [u8], lens: impl Iterator<Item = usize>) -> Vec<&mut [u8]> {
     let part = |len| {
         let (part, rest) = mem::take(&mut bytes).split_at_mut(len);
         bytes = rest;

@@ -15,10 +15,16 @@ use crate::{
 };
 
 /// The longest single message: below version 4, MPI counts in 32 bits.
-const MESSAGE_BYTES: usize = 1 << 30;
+pub(super) const MESSAGE_BYTES: usize = 1 << 30;
 /// How often a wait looks for messages before it looks at the clock and gives way. A look takes
 /// some 100 ns: what arrives within microseconds finds its receiver awake.
 const TRIES: u32 = 64;
+/// How long a member that waits for others to come stays awake: about as long as they take if they
+/// do the same work. One that comes later has it slept, an eighth of the time that it has waited, so
+/// that the wait becomes longer by no more than that.
+const AWAKE: Duration = Duration::from_micros(200);
+/// The longest sleep.
+const NAP: Duration = Duration::from_millis(1);
 
 /// What a message is; messages of one kind between two processes arrive in order.
 #[derive(Clone, Copy)]
@@ -60,6 +66,25 @@ impl Call<'_> {
         incoming: impl IntoIterator<Item = Incoming<'t>>,
         outgoing: impl IntoIterator<Item = Outgoing<'t>>,
     ) {
+        self.carry_out(incoming, outgoing, false);
+    }
+
+    /// [`transfer`](Self::transfer) of the first messages of a collective, for which a member that
+    /// has come early waits long.
+    pub(super) fn transfer_headers<'t>(
+        &self,
+        incoming: impl IntoIterator<Item = Incoming<'t>>,
+        outgoing: impl IntoIterator<Item = Outgoing<'t>>,
+    ) {
+        self.carry_out(incoming, outgoing, true);
+    }
+
+    fn carry_out<'t>(
+        &self,
+        incoming: impl IntoIterator<Item = Incoming<'t>>,
+        outgoing: impl IntoIterator<Item = Outgoing<'t>>,
+        may_sleep: bool,
+    ) {
         let done = ferrompi::scope(|scope| {
             let mut requests = Vec::new();
             for (from, kind, bytes) in incoming {
@@ -74,7 +99,7 @@ impl Call<'_> {
                     requests.push((to, self.check(request)));
                 }
             }
-            self.wait(requests);
+            self.wait(requests, may_sleep);
             Ok(())
         });
         self.check(done);
@@ -85,42 +110,28 @@ impl Call<'_> {
         let done = ferrompi::scope(|scope| {
             let start =
                 |piece| (root, self.check(self.comm.ibroadcast(scope, piece, rank_of(root))));
-            self.wait(bytes.chunks_mut(MESSAGE_BYTES).map(start).collect());
+            self.wait(bytes.chunks_mut(MESSAGE_BYTES).map(start).collect(), false);
             Ok(())
         });
         self.check(done);
     }
 
     /// Waits for messages from and to these ranks, until the deadline.
-    pub(super) fn wait(&self, mut requests: Vec<(usize, Request<'_>)>) {
-        let deadline = self.engine.deadline;
-        let mut tries = 0_u32;
-        let mut start = None;
+    pub(super) fn wait(&self, mut requests: Vec<(usize, Request<'_>)>, may_sleep: bool) {
+        let mut patience = Patience::new(self.engine.deadline);
         loop {
-            requests.retain_mut(|(_, request)| self.check(request.test()).is_none());
-            if requests.is_empty() {
-                return;
-            }
-            tries = tries.wrapping_add(1);
-            if tries.is_multiple_of(TRIES) {
-                if start.get_or_insert_with(Instant::now).elapsed() > deadline {
-                    self.end_late(&requests, deadline);
+            for _ in 0..TRIES {
+                requests.retain_mut(|(_, request)| self.check(request.test()).is_none());
+                if requests.is_empty() {
+                    return;
                 }
-                thread::yield_now();
+            }
+            self.engine.progress();
+            if !patience.pause(may_sleep) {
+                let ranks = requests.iter().map(|(rank, _)| *rank).collect();
+                self.engine.end_late(self.site, ranks);
             }
         }
-    }
-
-    /// Ends all processes because some members have not come in time.
-    fn end_late(&self, requests: &[(usize, Request<'_>)], after: Duration) -> ! {
-        let members = self.site.members();
-        let mut missing: Vec<usize> = requests.iter().map(|(rank, _)| members[*rank]).collect();
-        missing.sort_unstable();
-        missing.dedup();
-        let slot = self.site.slot();
-        let call = Arc::clone(&self.site.call);
-        let late = CollectiveError::Deadline { slot, missing, call, after };
-        end(&self.engine.session.world, &late.to_string())
     }
 
     pub(super) fn check<T>(&self, result: ferrompi::Result<T>) -> T {
@@ -130,6 +141,43 @@ impl Call<'_> {
                 end(&self.engine.session.world, &format!("{error} in {}", self.site.call))
             }
         }
+    }
+}
+
+impl Inner {
+    /// Ends all processes because members of these ranks have not come in time.
+    pub(super) fn end_late(&self, site: &Site, mut ranks: Vec<usize>) -> ! {
+        ranks.sort_unstable();
+        ranks.dedup();
+        let missing = ranks.into_iter().map(|rank| site.members()[rank]).collect();
+        let call = Arc::clone(&site.call);
+        let after = self.deadline;
+        let late = CollectiveError::Deadline { slot: site.slot(), missing, call, after };
+        end(&self.session.world, &late.to_string())
+    }
+}
+
+/// How long a wait lasts, and what its thread does meanwhile.
+pub(super) struct Patience {
+    deadline: Duration,
+    start: Option<Instant>,
+}
+
+impl Patience {
+    pub(super) fn new(deadline: Duration) -> Self {
+        Self { deadline, start: None }
+    }
+
+    /// Gives way, or sleeps; returns whether there is time left.
+    pub(super) fn pause(&mut self, may_sleep: bool) -> bool {
+        let waited = self.start.get_or_insert_with(Instant::now).elapsed();
+        if may_sleep && waited > AWAKE {
+            // Only where nothing moves: data are carried on by those who look at them.
+            thread::sleep(NAP.min(waited / 8));
+        } else {
+            thread::yield_now();
+        }
+        waited <= self.deadline
     }
 }
 

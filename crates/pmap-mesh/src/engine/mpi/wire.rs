@@ -21,7 +21,7 @@ const INLINE_BYTES: usize = 3584;
 const HEADER_WORDS: usize = 4;
 const HEADER_BYTES: usize = HEADER_WORDS * size_of::<u64>();
 /// The longest first message.
-const FIRST_BYTES: usize = HEADER_BYTES + INLINE_BYTES;
+pub(super) const FIRST_BYTES: usize = HEADER_BYTES + INLINE_BYTES;
 /// One rank's part of the inbox.
 const RANK_BYTES: usize = HEADER_BYTES + SMALL_BYTES;
 
@@ -29,7 +29,7 @@ const RANK_BYTES: usize = HEADER_BYTES + SMALL_BYTES;
 #[derive(Clone, Copy)]
 pub(super) struct Header {
     /// Of all that must agree.
-    hash: u64,
+    pub(super) hash: u64,
     /// How many bytes it contributes.
     bytes: u64,
     /// Whether they travel with the header.
@@ -43,7 +43,16 @@ impl Header {
         [self.hash, self.bytes, u64::from(self.inline), self.aux]
     }
 
-    fn read(bytes: &[u8]) -> Self {
+    /// Of a collective whose contents do not travel with the header.
+    pub(super) fn of(hash: u64) -> Self {
+        Self { hash, bytes: 0, inline: true, aux: 0 }
+    }
+
+    pub(super) fn bytes(&self) -> Vec<u8> {
+        cast_slice(&self.words()).to_vec()
+    }
+
+    pub(super) fn read(bytes: &[u8]) -> Self {
         let [hash, bytes, inline, aux]: [u64; HEADER_WORDS] =
             pod_read_unaligned(&bytes[..HEADER_BYTES]);
         Self { hash, bytes, inline: inline != 0, aux }
@@ -118,7 +127,7 @@ impl<'a> Call<'a> {
                 let request = self.comm.isend(scope, rest, rank_of(to), Kind::Rest as i32);
                 late.push((to, self.check(request)));
             }
-            self.transfer(
+            self.transfer_headers(
                 places(inbox, RANK_BYTES, self.site.rank)
                     .map(|(from, place)| (from, Kind::Header, &mut place[..FIRST_BYTES])),
                 self.others().map(|to| (to, Kind::Header, &message[..])),
@@ -128,7 +137,7 @@ impl<'a> Call<'a> {
                 (from, Kind::Rest, &mut place[FIRST_BYTES..][..rest])
             });
             self.transfer(rests, []);
-            self.wait(late);
+            self.wait(late, false);
             Ok(())
         });
         self.check(done);

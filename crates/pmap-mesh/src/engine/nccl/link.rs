@@ -3,6 +3,7 @@
 use std::{
     ffi::c_char,
     fmt,
+    ops::Range,
     sync::mpsc::{self, RecvTimeoutError},
     thread::{self, JoinHandle},
     time::Duration,
@@ -32,9 +33,12 @@ const LINGER: Duration = Duration::from_millis(200);
 
 /// What one process sends and receives at once, all of one type.
 pub(super) struct Transfer {
-    pub(super) dtype: DType,
-    /// To whom, and what: contiguous, on the device of this process, and not empty.
-    pub(super) outgoing: Vec<(usize, Tensor)>,
+    /// What is sent, in one dimension, contiguous, on the device of this process. One tensor: a
+    /// thread that locks a storage a second time could wait for a `Var::set` that waits for the
+    /// first.
+    pub(super) source: Tensor,
+    /// To whom, and which of its items: not none.
+    pub(super) outgoing: Vec<(usize, Range<usize>)>,
     /// From whom, and how many items: not none.
     pub(super) incoming: Vec<(usize, usize)>,
 }
@@ -167,7 +171,7 @@ fn open(device: &CudaDevice, place: Placement, id: Id) -> std::result::Result<Co
 }
 
 fn make(comm: &Comm, device: &CudaDevice, transfer: &Transfer) -> Result<Vec<Tensor>> {
-    match transfer.dtype {
+    match transfer.source.dtype() {
         DType::U8 => make_of::<u8>(comm, device, transfer),
         DType::U32 => make_of::<u32>(comm, device, transfer),
         DType::I64 => make_of::<i64>(comm, device, transfer),
@@ -184,24 +188,22 @@ fn make_of<T>(comm: &Comm, device: &CudaDevice, transfer: &Transfer) -> Result<V
 where
     T: CudaDType + NcclType + DeviceRepr + ValidAsZeroBits,
 {
-    let lent: Vec<_> =
-        transfer.outgoing.iter().map(|(to, x)| (*to, x.storage_and_layout())).collect();
+    let (storage, layout) = transfer.source.storage_and_layout();
+    let source = items::<T>(&storage, layout)?;
     let mut arrived = transfer
         .incoming
         .iter()
         .map(|(_, items)| device.alloc_zeros::<T>(*items))
         .collect::<Result<Vec<_>>>()?;
-    let sends: Vec<_> = lent
-        .iter()
-        .map(|(to, (storage, layout))| Ok((*to, items::<T>(storage, layout)?)))
-        .collect::<Result<_>>()?;
+    let sends = transfer.outgoing.iter().map(|(to, part)| (*to, source.slice(part.clone())));
     let receives: Vec<_> = transfer
         .incoming
         .iter()
         .zip(&mut arrived)
         .map(|((from, _), items)| (*from, items.as_view_mut()))
         .collect();
-    start(comm, sends, receives).map_err(|error| candle_core::Error::msg(text(&error)))?;
+    start(comm, sends.collect(), receives)
+        .map_err(|error| candle_core::Error::msg(text(&error)))?;
     device.cuda_stream().synchronize().map_err(candle_core::Error::wrap)?;
     let tensor = |items| {
         let storage = CudaStorage::wrap_cuda_slice::<T>(items, device.clone());

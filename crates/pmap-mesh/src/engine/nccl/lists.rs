@@ -1,10 +1,15 @@
-//! Lists of tensors that are summed at once: what of them goes together.
+//! Lists of tensors that are moved or summed at once: what of them goes together.
 
-use std::collections::BTreeMap;
+use std::{collections::BTreeMap, ops::Range};
 
-use candle_core::{Result, Tensor};
+use candle_core::{DType, Device, Result, Shape, Tensor, Var};
 
-use crate::mesh::place::in_one_piece;
+use super::{Call, flat};
+use crate::{
+    engine::layout::{Owned, Run, RunLayout},
+    mesh::place::{copied, filled, in_one_piece},
+    reduce::{Reduction, elementwise},
+};
 
 /// How many bytes of small tensors are put together: some milliseconds of a fast link, beside which
 /// the start of a transfer does not count; more would only take memory.
@@ -34,6 +39,98 @@ fn buckets_of(list: &[Tensor], of_type: &[usize]) -> Vec<Vec<usize>> {
         room = room.saturating_sub(bytes);
     }
     buckets
+}
+
+impl Call<'_> {
+    /// The tensors of a layout, of which this rank has `own` runs.
+    pub(super) fn gather_runs(
+        &self,
+        own: &[Tensor],
+        layout: &RunLayout,
+        device: &Device,
+    ) -> Result<Vec<Var>> {
+        let by_rank = layout.by_rank();
+        // For each rank its runs, by their numbers.
+        let mut arrived: Vec<BTreeMap<usize, Tensor>> = vec![BTreeMap::new(); by_rank.len()];
+        for dtype in types(layout.tensors().iter().map(|(_, dtype)| *dtype)) {
+            let of_type = |rank: usize| {
+                let runs = by_rank[rank].iter().enumerate();
+                runs.filter(move |(_, run)| layout.tensors()[run.tensor].1 == dtype)
+            };
+            let own: Vec<Tensor> =
+                of_type(self.site.rank).map(|(n, _)| flat(&own[n])).collect::<Result<_>>()?;
+            let source = end_to_end(&own, dtype, device)?;
+            let n_items = |rank| of_type(rank).map(|(_, run)| run.items.len()).sum();
+            let all = self.swap(&source, |_| 0..source.elem_count(), n_items)?;
+            for (rank, items) in all.iter().enumerate() {
+                let mut start = 0;
+                for (n, run) in of_type(rank) {
+                    arrived[rank].insert(n, items.narrow(0, start, run.items.len())?);
+                    start += run.items.len();
+                }
+            }
+        }
+        let whole = |((shape, dtype), owners): (&(Shape, DType), &Vec<Owned>)| {
+            let part = |owned: &Owned| (owned.items.start, &arrived[owned.rank][&owned.n_th]);
+            filled(shape, *dtype, device, owners.iter().map(part))
+        };
+        layout.tensors().iter().zip(layout.owners()).map(whole).collect()
+    }
+
+    /// The reductions of this rank's runs of a list, in their order; each run goes to its rank
+    /// alone.
+    pub(super) fn reduce_runs(
+        &self,
+        list: &[Tensor],
+        runs: &[Vec<Run>],
+        reduction: Reduction,
+    ) -> Result<Vec<Tensor>> {
+        let list: Vec<Tensor> = list.iter().map(flat).collect::<Result<_>>()?;
+        let mut sums = BTreeMap::new();
+        for dtype in types(runs.iter().flatten().map(|run| list[run.tensor].dtype())) {
+            let of_type = |rank: usize| {
+                let runs = runs[rank].iter().enumerate();
+                runs.filter(|(_, run)| list[run.tensor].dtype() == dtype)
+            };
+            let mut parts = Vec::new();
+            let mut places: Vec<Range<usize>> = Vec::new();
+            let mut end = 0;
+            for rank in 0..runs.len() {
+                let start = end;
+                for (_, Run { tensor, items }) in of_type(rank) {
+                    parts.push(list[*tensor].narrow(0, items.start, items.len())?);
+                    end += items.len();
+                }
+                places.push(start..end);
+            }
+            let own_items = places[self.site.rank].len();
+            let source = end_to_end(&parts, dtype, &self.engine.device)?;
+            let summands = self.swap(&source, |to| places[to].clone(), |_| own_items)?;
+            let sum = elementwise::reduced(&summands, reduction)?;
+            let mut start = 0;
+            for (n, run) in of_type(self.site.rank) {
+                sums.insert(n, sum.narrow(0, start, run.items.len())?);
+                start += run.items.len();
+            }
+        }
+        // By the numbers of the runs.
+        Ok(sums.into_values().collect())
+    }
+}
+
+/// Each type once, in the same order on all ranks.
+fn types(dtypes: impl Iterator<Item = DType>) -> Vec<DType> {
+    let named: BTreeMap<&str, DType> = dtypes.map(|dtype| (dtype.as_str(), dtype)).collect();
+    named.into_values().collect()
+}
+
+/// Tensors of one dimension as one, which is never a view of what was given.
+fn end_to_end(parts: &[Tensor], dtype: DType, device: &Device) -> Result<Tensor> {
+    match parts {
+        [] => Tensor::zeros(0, dtype, device),
+        [only] => copied(only),
+        parts => Tensor::cat(parts, 0),
+    }
 }
 
 /// The tensors of a bucket end to end.

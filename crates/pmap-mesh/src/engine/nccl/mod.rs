@@ -16,9 +16,9 @@ mod store;
 #[cfg(test)]
 mod tests;
 
-use std::{collections::BTreeMap, process, slice, sync::Arc, time::Duration};
+use std::{collections::BTreeMap, ops::Range, process, slice, sync::Arc, time::Duration};
 
-use candle_core::{Device, Result, Tensor, bail};
+use candle_core::{Device, Result, Tensor, Var, bail};
 use core_types::Placement;
 
 pub use self::store::NcclStore;
@@ -28,8 +28,10 @@ use self::{
 };
 use crate::{
     engine::{
-        Backend, Engine, Site,
+        Backend, Engine, Finished, Gathered, Message, Site, Underway, Wanted, Work,
+        layout::RunLayout,
         processes::{self, Current, Guard, TEXT_BYTES, agreement, description, disagreement},
+        traffic::Counter,
     },
     error::{self, CollectiveError, Error, MeshError, ProcessError},
     mesh::{
@@ -98,6 +100,7 @@ struct Inner {
     slot: usize,
     deadline: Duration,
     device: Device,
+    counters: [Counter; 1],
     /// The stream takes one call at a time.
     current: Current,
     link: Box<dyn Carrier>,
@@ -135,6 +138,7 @@ impl Nccl {
             slot: place.rank().as_usize(),
             deadline: JOIN_TIME,
             device: device.clone(),
+            counters: Default::default(),
             current: Current::default(),
             link: Box::new(link),
             #[cfg(feature = "mpi")]
@@ -149,6 +153,48 @@ impl Nccl {
     }
 }
 
+impl Nccl {
+    /// Enters a collective of lists, which no group of one comes to.
+    #[expect(clippy::expect_used, reason = "groups of one are served by `replica::alone`")]
+    fn enter_lists<'a>(&'a self, site: &'a Site, list: &[Tensor]) -> Result<Call<'a>> {
+        Ok(self.0.enter(site, list, 0)?.expect("a group of several members").0)
+    }
+
+    fn gather_runs(
+        &self,
+        site: &Site,
+        own: &[Tensor],
+        layout: &RunLayout,
+        device: &Device,
+    ) -> Result<Vec<Var>> {
+        own.iter().try_for_each(|x| self.0.check_sendable(site, x))?;
+        // Runs differ from rank to rank; that all have the same layout, its name says.
+        self.enter_lists(site, &[])?.gather_runs(own, layout, device)
+    }
+
+    /// Reduces everything for everybody: each process has one device, and it is rare that some of
+    /// them want less.
+    fn reduce_wanted(
+        &self,
+        site: &Site,
+        list: &[Tensor],
+        wanted: &[usize],
+        reduction: Reduction,
+    ) -> Result<Vec<Tensor>> {
+        let call = self.enter_lists(site, list)?;
+        let mut sums = BTreeMap::new();
+        for bucket in lists::buckets(list) {
+            let sum = call.reduce(&lists::joined(list, &bucket)?, reduction)?;
+            sums.extend(lists::cut(list, &bucket, &sum)?);
+        }
+        let sum = |n: &usize| match sums.get(n) {
+            Some(sum) => Ok(sum.clone()),
+            None => bail!("there is no tensor {n} to sum"),
+        };
+        wanted.iter().map(sum).collect()
+    }
+}
+
 fn nccl(reason: String) -> Error {
     ProcessError::Nccl { reason }.into()
 }
@@ -156,6 +202,10 @@ fn nccl(reason: String) -> Error {
 impl Backend for Nccl {
     fn begin(&self) -> Vec<Arc<dyn Engine>> {
         vec![Arc::new(self.clone())]
+    }
+
+    fn counters(&self) -> &[Counter] {
+        &self.0.counters
     }
 
     fn process_allgather(&self, lists: Vec<Vec<Tensor>>) -> error::Result<Vec<Vec<Tensor>>> {
@@ -218,38 +268,38 @@ impl Inner {
 }
 
 impl Call<'_> {
-    /// Sends `x(n)`, which has one dimension, to each rank n; returns what they have for this one,
-    /// `items(n)` items of rank n, and what it has for itself, by rank.
+    /// Sends items `part(n)` of `source`, which has one dimension, to each rank n; returns what they
+    /// have for this one, `n_items(n)` items of rank n, and what it has for itself, by rank.
     ///
     /// Whatever goes wrong ends the program: what was started could not be taken back.
     fn swap(
         &self,
-        x: impl Fn(usize) -> Result<Tensor>,
-        items: impl Fn(usize) -> usize,
+        source: &Tensor,
+        part: impl Fn(usize) -> Range<usize>,
+        n_items: impl Fn(usize) -> usize,
     ) -> Result<Vec<Tensor>> {
         let own_rank = self.site.rank;
-        let own = x(own_rank)?;
-        let mut all = vec![own.narrow(0, 0, 0)?; self.site.size()];
+        let own = part(own_rank);
+        let mut all = vec![source.narrow(0, 0, 0)?; self.site.size()];
         let mut transfer =
-            Transfer { dtype: own.dtype(), outgoing: Vec::new(), incoming: Vec::new() };
+            Transfer { source: source.clone(), outgoing: Vec::new(), incoming: Vec::new() };
         let mut senders = Vec::new();
         for (rank, &slot) in self.site.members().iter().enumerate() {
             if rank == own_rank {
                 continue;
             }
-            let x = x(rank)?;
-            if x.elem_count() > 0 {
-                transfer.outgoing.push((slot, x));
+            if !part(rank).is_empty() {
+                transfer.outgoing.push((slot, part(rank)));
             }
-            if items(rank) > 0 {
-                transfer.incoming.push((slot, items(rank)));
+            if n_items(rank) > 0 {
+                transfer.incoming.push((slot, n_items(rank)));
                 senders.push(rank);
             }
         }
         for (rank, arrived) in senders.into_iter().zip(self.carry_out(transfer)) {
             all[rank] = arrived;
         }
-        all[own_rank] = own;
+        all[own_rank] = source.narrow(0, own.start, own.len())?;
         Ok(all)
     }
 
@@ -276,7 +326,7 @@ impl Call<'_> {
     fn exchange_headers(&self, tensors: &[Tensor], aux: i64) -> Result<Vec<i64>> {
         let header = [agreement(&self.site.call, tensors).cast_signed(), aux];
         let header = Tensor::new(&header, &self.engine.device)?;
-        let headers = self.swap(|_| Ok(header.clone()), |_| 2)?;
+        let headers = self.swap(&header, |_| 0..2, |_| 2)?;
         let headers: Vec<i64> = Tensor::cat(&headers, 0)?.to_vec1()?;
         let headers: Vec<&[i64]> = headers.chunks_exact(2).collect();
         match headers.iter().position(|header| header[0] != headers[0][0]) {
@@ -288,7 +338,7 @@ impl Call<'_> {
     /// What all members return if the first one and that of rank `other` do not agree.
     fn mismatch(&self, other: usize, tensors: &[Tensor]) -> Result<candle_core::Error> {
         let own = Tensor::new(description(&self.site.call, tensors), &self.engine.device)?;
-        let texts = self.swap(|_| Ok(own.clone()), |_| TEXT_BYTES)?;
+        let texts = self.swap(&own, |_| 0..TEXT_BYTES, |_| TEXT_BYTES)?;
         let texts: Vec<Vec<u8>> = texts.iter().map(Tensor::to_vec1).collect::<Result<_>>()?;
         Ok(disagreement(self.site, other, |rank| texts[rank].clone()))
     }
@@ -298,16 +348,15 @@ impl Call<'_> {
     fn reduce(&self, x: &Tensor, reduction: Reduction) -> Result<Tensor> {
         let items = x.elem_count();
         if items * x.dtype().size_in_bytes() <= SMALL_BYTES {
-            return elementwise::reduced(&self.swap(|_| Ok(x.clone()), |_| items)?, reduction);
+            return elementwise::reduced(&self.swap(x, |_| 0..items, |_| items)?, reduction);
         }
         let part = |rank| balanced(items, rank, self.site.size());
         let own_items = part(self.site.rank).len();
-        let summands =
-            self.swap(|to| x.narrow(0, part(to).start, part(to).len()), |_| own_items)?;
+        let summands = self.swap(x, part, |_| own_items)?;
         let sum = elementwise::reduced(&summands, reduction)?;
         // Freed before as much memory is asked for again.
         drop(summands);
-        Tensor::cat(&self.swap(|_| Ok(sum.clone()), |from| part(from).len())?, 0)
+        Tensor::cat(&self.swap(&sum, |_| 0..own_items, |from| part(from).len())?, 0)
     }
 
     /// The shape of what a rank contributes to a gathering, if `size` is its size in the free
@@ -329,54 +378,37 @@ impl Engine for Nccl {
         call.reduce(&flat(x)?, reduction)?.reshape(x.shape())
     }
 
-    fn reduce_lists(
-        &self,
-        site: &Site,
-        list: Vec<Tensor>,
-        wanted: &[usize],
-        reduction: Reduction,
-    ) -> Result<Vec<Tensor>> {
-        let Some((call, _)) = self.0.enter(site, &list, 0)? else {
-            return wanted.iter().map(|&n| copied(&list[n])).collect();
-        };
-        // Each process has one device, and all of them want all sums.
-        let mut sums = BTreeMap::new();
-        for bucket in lists::buckets(&list) {
-            let sum = call.reduce(&lists::joined(&list, &bucket)?, reduction)?;
-            sums.extend(lists::cut(&list, &bucket, &sum)?);
-        }
-        let sum = |n: &usize| match sums.get(n) {
-            Some(sum) => Ok(sum.clone()),
-            None => bail!("there is no tensor {n} to sum"),
-        };
-        wanted.iter().map(sum).collect()
-    }
-
-    fn all_gather(&self, site: &Site, x: &Tensor) -> Result<Vec<Tensor>> {
+    fn all_gather(&self, site: &Site, x: &Tensor) -> Result<Gathered> {
         let own_size = match site.call.free_dim {
             Some(dim) => number(x.dims()[dim]),
             None => 0,
         };
         let Some((call, sizes)) = self.0.enter(site, slice::from_ref(x), own_size)? else {
-            return Ok(vec![copied(x)?]);
+            let shapes = vec![x.dims().to_vec()];
+            return Ok(Gathered { items: copied(x)?.flatten_all()?, shapes });
         };
         let shapes: Vec<Vec<usize>> =
             sizes.iter().map(|&size| call.shape(x, size)).collect::<Result<_>>()?;
-        let own = flat(&copied(x)?)?;
-        let parts = call.swap(|_| Ok(own.clone()), |from| shapes[from].iter().product())?;
-        parts.iter().zip(shapes).map(|(part, shape)| part.reshape(shape)).collect()
+        let own = flat(x)?;
+        let n_items = |from: usize| shapes[from].iter().product();
+        let parts = call.swap(&own, |_| 0..own.elem_count(), n_items)?;
+        Ok(Gathered { items: Tensor::cat(&parts, 0)?, shapes })
     }
 
     fn all_to_all(&self, site: &Site, parts: Vec<Tensor>) -> Result<Vec<Tensor>> {
         let Some((call, _)) = self.0.enter(site, &parts, 0)? else {
             return parts.iter().map(copied).collect();
         };
-        let own = &parts[site.rank];
-        let arrived = call.swap(|to| flat(&copied(&parts[to])?), |_| own.elem_count())?;
-        arrived.into_iter().map(|part| part.reshape(own.shape())).collect()
+        let shape = parts[site.rank].shape();
+        let n_items = shape.elem_count();
+        let parts: Vec<Tensor> = parts.iter().map(flat).collect::<Result<_>>()?;
+        let source = Tensor::cat(&parts, 0)?;
+        let arrived = call.swap(&source, |to| to * n_items..(to + 1) * n_items, |_| n_items)?;
+        arrived.into_iter().map(|part| part.reshape(shape)).collect()
     }
 
-    fn receive(&self, site: &Site, x: &Tensor, from: Option<usize>) -> Result<Option<Tensor>> {
+    fn receive(&self, site: &Site, message: &Message<'_>) -> Result<Option<Tensor>> {
+        let Message { x, is_sent, from } = *message;
         let sender = match from {
             Some(rank) => number(rank),
             None => NOBODY,
@@ -384,11 +416,13 @@ impl Engine for Nccl {
         let Some((call, senders)) = self.0.enter(site, slice::from_ref(x), sender)? else {
             return from.map(|_| copied(x)).transpose();
         };
-        let own = flat(x)?;
-        let wants = |rank: usize| senders[rank] == number(site.rank);
+        let n_items = x.elem_count();
+        let source = if is_sent { flat(x)? } else { Tensor::zeros(0, x.dtype(), x.device())? };
+        let own_rank = number(site.rank);
         let arrived = call.swap(
-            |to| if wants(to) { Ok(own.clone()) } else { own.narrow(0, 0, 0) },
-            |sender| if from == Some(sender) { own.elem_count() } else { 0 },
+            &source,
+            |to| if senders[to] == own_rank { 0..n_items } else { 0..0 },
+            |sender| if from == Some(sender) { n_items } else { 0 },
         )?;
         match from {
             None => Ok(None),
@@ -398,8 +432,36 @@ impl Engine for Nccl {
         }
     }
 
+    fn run(&self, site: &Site, work: Work) -> Result<Vec<Tensor>> {
+        match work {
+            Work::Gather { own, layout, device } => {
+                let leaves = self.gather_runs(site, &own, &layout, &device)?;
+                Ok(leaves.into_iter().map(Var::into_inner).collect())
+            }
+            Work::Reduce { list, wanted: Wanted::Everything, reduction } => {
+                let all: Vec<usize> = (0..list.len()).collect();
+                self.reduce_wanted(site, &list, &all, reduction)
+            }
+            Work::Reduce { list, wanted: Wanted::Own(wanted), reduction } => {
+                self.reduce_wanted(site, &list, &wanted, reduction)
+            }
+            Work::Reduce { list, wanted: Wanted::ByRank(runs), reduction } => {
+                self.enter_lists(site, &list)?.reduce_runs(&list, &runs, reduction)
+            }
+        }
+    }
+
+    /// Over before it returns: what is under way would wait for the one stream all the same.
+    fn start(&self, site: &Site, work: Work) -> Result<Box<dyn Underway>> {
+        Ok(Box::new(Finished(self.run(site, work)?)))
+    }
+
     fn barrier(&self, site: &Site) -> Result<()> {
         self.0.enter(site, &[], 0).map(drop)
+    }
+
+    fn counter(&self) -> &Counter {
+        &self.0.counters[0]
     }
 
     fn finish(&self) {

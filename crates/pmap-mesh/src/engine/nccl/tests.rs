@@ -41,13 +41,16 @@ impl Carrier for Port {
         _: Duration,
     ) -> std::result::Result<Vec<Tensor>, Broken> {
         let mut messages = lock(&self.network.messages);
-        for (to, x) in transfer.outgoing {
-            assert!(x.is_contiguous() && x.elem_count() > 0 && x.dtype() == transfer.dtype);
+        let Transfer { source, outgoing, incoming } = transfer;
+        assert!(source.is_contiguous());
+        for (to, part) in outgoing {
+            assert!(!part.is_empty());
+            let x = source.narrow(0, part.start, part.len()).unwrap();
             messages.entry((self.rank, to)).or_default().push_back(x);
         }
         self.network.sent.notify_all();
         let mut arrived = Vec::new();
-        for (from, items) in transfer.incoming {
+        for (from, items) in incoming {
             let key = (from, self.rank);
             let is_empty = |messages: &mut BTreeMap<_, VecDeque<Tensor>>| {
                 messages.get(&key).is_none_or(VecDeque::is_empty)
@@ -55,7 +58,7 @@ impl Carrier for Port {
             // A rank that has failed sends nothing more.
             messages = self.network.sent.wait_timeout_while(messages, LIMIT, is_empty).unwrap().0;
             let x = messages.get_mut(&key).and_then(VecDeque::pop_front).unwrap();
-            assert_eq!((x.dtype(), x.dims()), (transfer.dtype, &[items][..]));
+            assert_eq!((x.dtype(), x.dims()), (source.dtype(), &[items][..]));
             arrived.push(x.copy().unwrap());
         }
         Ok(arrived)
@@ -75,6 +78,7 @@ fn run<T: Send>(axes: &Axes, f: impl Fn(&Replica) -> T + Sync) -> Vec<T> {
             slot,
             deadline: Duration::from_mins(10),
             device: Device::Cpu,
+            counters: Default::default(),
             current: Current::default(),
             link: Box::new(Port { network: Arc::clone(&network), rank: slot }),
             #[cfg(feature = "mpi")]

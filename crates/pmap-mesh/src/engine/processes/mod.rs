@@ -90,7 +90,8 @@ pub(crate) fn process_allgather(
     let packed = packed.map_err(Error::gather(0))?;
     let site = Site::along(ALL, topology, slot, "results", Some(&packed))?.with_free_dim(0);
     let of_all = engine.all_gather(&site, &packed).map_err(Error::gather(0))?;
-    of_all.iter().map(unpacked).collect::<Result<_>>().map_err(Error::gather(0))
+    let lists = of_all.parts().and_then(|packed| packed.iter().map(unpacked).collect());
+    lists.map_err(Error::gather(0))
 }
 
 /// Meets the others once more, so that one that still calls a collective along all axes learns that

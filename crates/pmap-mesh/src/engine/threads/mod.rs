@@ -1,5 +1,7 @@
 //! The engine of one process: replicas are threads and hand each other tensors.
 
+mod exchange;
+mod lists;
 mod rendezvous;
 
 use std::{sync::Arc, time::Duration};
@@ -7,36 +9,50 @@ use std::{sync::Arc, time::Duration};
 use candle_core::{Result, Tensor};
 
 use crate::{
-    engine::{Backend, Engine, Site, threads::rendezvous::Rendezvous},
+    engine::{
+        Backend, Engine, Gathered, Message, Site, Underway, Wanted, Work,
+        threads::{
+            exchange::{Contribution, Exchange},
+            lists::{Job, gathered},
+            rendezvous::Rendezvous,
+        },
+        traffic::Counter,
+    },
     error::{self, Error},
     mesh::place::{copied, on_host},
     reduce::{self, Reduction},
 };
 
-/// Up to how many bytes every member reduces everything by itself: a second rendezvous would cost
-/// more than the work.
+/// Up to how many bytes every member makes its results by itself: a second wait would cost more than
+/// the work.
 const SMALL_BYTES: usize = 16 << 10;
 
 /// The slots of a mesh that are threads of this process.
 #[derive(Debug)]
 pub(crate) struct Threads {
-    slots: usize,
+    counters: Arc<[Counter]>,
     deadline: Option<Duration>,
 }
 
 impl Threads {
     pub(crate) fn new(slots: usize, deadline: Option<Duration>) -> Self {
-        Self { slots, deadline }
+        Self { counters: (0..slots).map(|_| Counter::default()).collect(), deadline }
     }
 }
 
 impl Backend for Threads {
     fn begin(&self) -> Vec<Arc<dyn Engine>> {
-        let rendezvous = Arc::new(Rendezvous::new(self.slots, self.deadline));
+        let slots = self.counters.len();
+        let rendezvous = Arc::new(Rendezvous::new(slots, self.deadline));
         let engine = |slot| -> Arc<dyn Engine> {
-            Arc::new(ThreadsEngine { rendezvous: Arc::clone(&rendezvous), slot })
+            let counters = Arc::clone(&self.counters);
+            Arc::new(ThreadsEngine { rendezvous: Arc::clone(&rendezvous), slot, counters })
         };
-        (0..self.slots).map(engine).collect()
+        (0..slots).map(engine).collect()
+    }
+
+    fn counters(&self) -> &[Counter] {
+        &self.counters
     }
 
     fn process_allgather(&self, lists: Vec<Vec<Tensor>>) -> error::Result<Vec<Vec<Tensor>>> {
@@ -49,69 +65,88 @@ impl Backend for Threads {
 struct ThreadsEngine {
     rendezvous: Arc<Rendezvous>,
     slot: usize,
+    counters: Arc<[Counter]>,
 }
 
-impl ThreadsEngine {
-    /// Reduces a part of `x` in a buffer that all members fill, and shares the whole.
-    fn reduce_parts(&self, site: &Site, x: &Tensor, reduction: Reduction) -> Result<Tensor> {
-        let inputs = self.rendezvous.meet(site, vec![on_host(x)?])?;
-        let buffer = inputs.buffer(|| reduce::buffer(x, site.size()))?;
-        let filled = reduce::part(buffer, site.rank, &inputs.firsts(), reduction)?;
-        // The member that filled the last part has the result, and passes it to all.
-        let results = self.rendezvous.meet(site, filled.into_iter().collect())?;
-        Ok(results.only().clone())
+/// A collective of lists that one member has contributed to.
+#[derive(Debug)]
+struct Started {
+    rendezvous: Arc<Rendezvous>,
+    site: Site,
+    exchange: Arc<Exchange>,
+    job: Job,
+}
+
+impl Underway for Started {
+    fn wait(self: Box<Self>) -> Result<Vec<Tensor>> {
+        let Self { rendezvous, site, exchange, job } = *self;
+        rendezvous.complete(&site, &exchange)?;
+        job.results(&rendezvous, &site, &exchange)
     }
 }
 
 impl Engine for ThreadsEngine {
     fn all_reduce(&self, site: &Site, x: &Tensor, reduction: Reduction) -> Result<Tensor> {
-        let reduced = if x.elem_count() * x.dtype().size_in_bytes() <= SMALL_BYTES {
-            let inputs = self.rendezvous.meet(site, vec![frozen(x)?])?;
-            reduce::whole(&inputs.firsts(), reduction)?
+        if n_bytes(x) > SMALL_BYTES {
+            let list = vec![x.clone()];
+            let work = Work::Reduce { list, wanted: Wanted::Everything, reduction };
+            let mut sums = self.run(site, work)?;
+            return Ok(sums.swap_remove(0));
+        }
+        let exchange = self.rendezvous.meet(site, frozen(x)?.into())?;
+        reduce::whole(&exchange.firsts(), reduction)?.to_device(x.device())
+    }
+
+    fn all_gather(&self, site: &Site, x: &Tensor) -> Result<Gathered> {
+        let own = if n_bytes(x) <= SMALL_BYTES { frozen(x)? } else { on_host(x)? };
+        let exchange = self.rendezvous.meet(site, own.into())?;
+        let parts = exchange.firsts();
+        let shapes = parts.iter().map(|part| part.dims().to_vec()).collect();
+        let items = if parts.iter().all(|part| n_bytes(part) <= SMALL_BYTES) {
+            let flat: Vec<Tensor> = parts.iter().map(Tensor::flatten_all).collect::<Result<_>>()?;
+            Tensor::cat(&flat, 0)?
         } else {
-            self.reduce_parts(site, x, reduction)?
+            gathered(&self.rendezvous, site, &exchange, parts)?
         };
-        reduced.to_device(x.device())
-    }
-
-    fn reduce_lists(
-        &self,
-        site: &Site,
-        list: Vec<Tensor>,
-        wanted: &[usize],
-        reduction: Reduction,
-    ) -> Result<Vec<Tensor>> {
-        let on_host = list.iter().map(on_host).collect::<Result<_>>()?;
-        let inputs = self.rendezvous.meet(site, on_host)?;
-        let sum = |&index: &usize| {
-            reduce::whole(&inputs.nths(index)?, reduction)?.to_device(list[index].device())
-        };
-        let sums = wanted.iter().map(sum).collect::<Result<_>>()?;
-        // Tensors that lie on the processor were not copied: before all have read them, nobody may
-        // change them.
-        self.barrier(site)?;
-        Ok(sums)
-    }
-
-    fn all_gather(&self, site: &Site, x: &Tensor) -> Result<Vec<Tensor>> {
-        let inputs = self.rendezvous.meet(site, vec![frozen(x)?])?;
-        inputs.firsts().iter().map(|tensor| tensor.to_device(x.device())).collect()
+        Ok(Gathered { items: items.to_device(x.device())?, shapes })
     }
 
     fn all_to_all(&self, site: &Site, parts: Vec<Tensor>) -> Result<Vec<Tensor>> {
         let device = parts[site.rank].device();
-        let inputs =
-            self.rendezvous.meet(site, parts.iter().map(frozen).collect::<Result<_>>()?)?;
-        inputs.nths(site.rank)?.iter().map(|tensor| tensor.to_device(device)).collect()
+        let tensors = parts.iter().map(frozen).collect::<Result<_>>()?;
+        let contribution = Contribution { tensors, wanted: Vec::new() };
+        let exchange = self.rendezvous.meet(site, contribution)?;
+        exchange.nths(site.rank).iter().map(|tensor| tensor.to_device(device)).collect()
     }
 
-    fn receive(&self, site: &Site, x: &Tensor, from: Option<usize>) -> Result<Option<Tensor>> {
-        let inputs = self.rendezvous.meet(site, vec![frozen(x)?])?;
-        from.map(|from| inputs.first(from).to_device(x.device())).transpose()
+    fn receive(&self, site: &Site, message: &Message<'_>) -> Result<Option<Tensor>> {
+        // Who sends nothing copies nothing, and all who receive the same share one copy.
+        let contribution =
+            if message.is_sent { frozen(message.x)?.into() } else { Contribution::default() };
+        let exchange = self.rendezvous.meet(site, contribution)?;
+        let device = message.x.device();
+        message.from.map(|from| exchange.first(from).to_device(device)).transpose()
+    }
+
+    fn run(&self, site: &Site, work: Work) -> Result<Vec<Tensor>> {
+        let (job, contribution) = Job::new(work)?;
+        let exchange = self.rendezvous.meet(site, contribution)?;
+        job.results(&self.rendezvous, site, &exchange)
+    }
+
+    fn start(&self, site: &Site, work: Work) -> Result<Box<dyn Underway>> {
+        let (job, contribution) = Job::new(work)?;
+        let exchange = self.rendezvous.start(site, contribution)?;
+        let rendezvous = Arc::clone(&self.rendezvous);
+        Ok(Box::new(Started { rendezvous, site: site.clone(), exchange, job }))
     }
 
     fn barrier(&self, site: &Site) -> Result<()> {
-        self.rendezvous.meet(site, Vec::new()).map(drop)
+        self.rendezvous.meet(site, Contribution::default()).map(drop)
+    }
+
+    fn counter(&self) -> &Counter {
+        &self.counters[self.slot]
     }
 
     fn finish(&self) {
@@ -130,4 +165,8 @@ impl Engine for ThreadsEngine {
 /// A copy on the processor, which the owner of the original cannot change while others still read.
 fn frozen(x: &Tensor) -> Result<Tensor> {
     if x.device().is_cpu() { copied(x) } else { on_host(x) }
+}
+
+fn n_bytes(x: &Tensor) -> usize {
+    x.elem_count() * x.dtype().size_in_bytes()
 }

@@ -1,34 +1,42 @@
 //! How the replicas of one call meet: each waits until all of its group have come, or learns why
 //! they will not.
 //!
+//! A replica comes to the collectives of a group in one order, and several of them may be under way
+//! at a time: the n-th that each member comes to are one collective, whether they wait for it at
+//! once or later. All groups of a call share one fate: a failure ends every wait, in whichever
+//! collective.
+//!
 //! # Synchronization
 //!
 //! All that the replicas share lies in [`State`], under one lock, which is held for a few
 //! instructions and never while waiting or while another lock is taken. A replica that waits does
-//! not take it: it looks at two flags, `ready` of its slot and `failed`, and sleeps
-//! ([`sync::until`]). Both are set with `Release` while the lock is held, after what they announce
-//! was written to the state, and are loaded with `Acquire`; whoever has seen one takes the lock
-//! and finds there what it announces. A flag is set before its thread is unparked, so that a
-//! replica that is just about to sleep finds either the flag or the permit of `unpark`.
+//! not take it: it looks at `failed` and at the [`Exchange`] that it waits for, and sleeps
+//! ([`sync::until`]). Both are set while the lock is held (of the exchange, what is made together
+//! apart), with `Release`, after what they announce was written; they are read with `Acquire`, and
+//! whoever has seen `failed` takes the lock and finds there what it announces. They are set before
+//! the waiting thread is unparked, so that a replica that is just about to sleep finds either the
+//! news or the permit of `unpark`.
 
 use std::{
     collections::{BTreeMap, btree_map::Entry},
     fmt, mem,
     sync::{
-        Arc, Mutex, OnceLock,
+        Arc, Mutex,
         atomic::{AtomicBool, Ordering},
     },
     thread::{self, Thread},
     time::{Duration, Instant},
 };
 
-use candle_core::Tensor;
-
 use crate::{
-    engine::{Site, call::CollectiveCall},
+    engine::{
+        Site,
+        call::CollectiveCall,
+        threads::exchange::{Contribution, Exchange},
+    },
     error::{CollectiveError, Error},
     mesh::axes::AxisSet,
-    reduce::Buffer,
+    reduce::joint::JointWork,
     sync::{self, lock},
 };
 
@@ -36,9 +44,6 @@ use crate::{
 #[derive(Debug)]
 pub(super) struct Rendezvous {
     deadline: Option<Duration>,
-    /// For each slot, whether its group is complete and its `inbox` filled. Set by the member that
-    /// came last, cleared by the one that was waiting.
-    ready: Vec<AtomicBool>,
     /// Whether `failures` is not empty. An atomic beside the locked state, because every replica
     /// that waits looks at it, many times before it sleeps.
     failed: AtomicBool,
@@ -47,47 +52,51 @@ pub(super) struct Rendezvous {
 
 #[derive(Default)]
 struct State {
-    /// The groups of which some members, but not all, have come.
-    open: BTreeMap<(AxisSet, usize), OpenGroup>,
+    /// The collectives to which some members of a group, but not all, have come.
+    open: BTreeMap<CollectiveKey, OpenGroup>,
     /// What is known of each slot's replica.
     replicas: Vec<ReplicaState>,
     failures: Vec<(usize, Error)>,
 }
 
+/// A collective among all of a call: its group, and which of the group's it is.
+type CollectiveKey = (AxisSet, usize, u64);
+
 #[derive(Default)]
 struct ReplicaState {
-    /// From its arrival until its thread leaves, with the inbox or an error.
-    waits_for: Option<Arc<CollectiveCall>>,
-    /// The thread to be woken when the group is complete or the call has failed.
+    /// How many collectives it has come to along each set of axes.
+    counts: BTreeMap<AxisSet, u64>,
+    /// From when it begins to wait until its thread leaves, with the result or an error.
+    waits_for: Option<Waiting>,
+    /// The thread to be woken when there is news.
     thread: Option<Thread>,
-    /// What the group contributed, until the replica takes it.
-    inbox: Option<Arc<Contributions>>,
+    /// What it has started and not waited for.
+    underway: Vec<Waiting>,
     returned: bool,
     /// Whether it was told that another replica failed; its own error is then only an echo.
     aborted: bool,
 }
 
-/// A group of which some members have not come yet.
+/// A collective that a replica waits for, or is to wait for.
+#[derive(Clone)]
+struct Waiting {
+    call: Arc<CollectiveCall>,
+    exchange: Arc<Exchange>,
+}
+
+/// A collective to which some members have not come yet.
 struct OpenGroup {
     /// The slots of the group, by rank.
     slots: Arc<[usize]>,
     /// What each member called and contributed, by rank.
     arrivals: Vec<Option<Arrival>>,
     missing: usize,
+    exchange: Arc<Exchange>,
 }
 
 struct Arrival {
     call: Arc<CollectiveCall>,
-    tensors: Vec<Tensor>,
-}
-
-/// What all members of a group contributed to a collective.
-#[derive(Debug)]
-pub(super) struct Contributions {
-    /// The tensors of each member, by rank.
-    by_rank: Vec<Vec<Tensor>>,
-    /// Memory that the members fill together, or why there is none.
-    buffer: OnceLock<Result<Buffer, String>>,
+    contribution: Contribution,
 }
 
 impl Rendezvous {
@@ -95,13 +104,12 @@ impl Rendezvous {
         let replicas = (0..slots).map(|_| ReplicaState::default()).collect();
         Self {
             deadline,
-            ready: (0..slots).map(|_| AtomicBool::new(false)).collect(),
             failed: AtomicBool::new(false),
             state: Mutex::new(State { replicas, ..State::default() }),
         }
     }
 
-    /// Contributes `tensors` to a collective, and waits for the other members of the group.
+    /// Contributes to a collective, and waits for the other members of the group.
     ///
     /// Nobody leaves before all have come, so what was contributed to one collective may be changed
     /// after the next.
@@ -112,24 +120,120 @@ impl Rendezvous {
     pub(super) fn meet(
         &self,
         site: &Site,
-        tensors: Vec<Tensor>,
-    ) -> candle_core::Result<Arc<Contributions>> {
-        if let Some(complete) = self.arrive(site, tensors)? {
-            return Ok(complete);
+        contribution: Contribution,
+    ) -> candle_core::Result<Arc<Exchange>> {
+        let exchange = {
+            let state = &mut *lock(&self.state);
+            let exchange = self.arrive(state, site, contribution)?;
+            if exchange.is_complete() {
+                return Ok(exchange);
+            }
+            self.begin_wait(state, site, &exchange)?;
+            exchange
+        };
+        self.wait(site, &exchange, || exchange.is_complete())?;
+        Ok(exchange)
+    }
+
+    /// Contributes to a collective that is waited for later.
+    ///
+    /// # Errors
+    ///
+    /// As [`meet`](Self::meet).
+    pub(super) fn start(
+        &self,
+        site: &Site,
+        contribution: Contribution,
+    ) -> candle_core::Result<Arc<Exchange>> {
+        let state = &mut *lock(&self.state);
+        let exchange = self.arrive(state, site, contribution)?;
+        state.replicas[site.slot()].underway.push(Waiting::new(site, &exchange));
+        Ok(exchange)
+    }
+
+    /// Waits until all have come to a collective that this replica has started.
+    ///
+    /// # Errors
+    ///
+    /// As [`meet`](Self::meet).
+    pub(super) fn complete(
+        &self,
+        site: &Site,
+        exchange: &Arc<Exchange>,
+    ) -> candle_core::Result<()> {
+        {
+            let state = &mut *lock(&self.state);
+            let underway = &mut state.replicas[site.slot()].underway;
+            underway.retain(|started| !Arc::ptr_eq(&started.exchange, exchange));
+            if exchange.is_complete() {
+                return Ok(());
+            }
+            if self.failed.load(Ordering::Acquire) {
+                return Err(state.abort(site.slot()));
+            }
+            if let Some(objection) = state.busy(site) {
+                return Err(self.refuse(state, site.slot(), objection));
+            }
+            self.begin_wait(state, site, exchange)?;
         }
+        self.wait(site, exchange, || exchange.is_complete())
+    }
+
+    /// Takes part in what the members of a complete collective make together, until it is finished.
+    ///
+    /// # Errors
+    ///
+    /// As [`meet`](Self::meet). That the work itself has failed, its results say.
+    pub(super) fn work(
+        &self,
+        site: &Site,
+        exchange: &Arc<Exchange>,
+        work: &JointWork,
+    ) -> candle_core::Result<()> {
+        if work.help() {
+            lock(&self.state).wake_others(site);
+        }
+        if work.is_finished() {
+            return Ok(());
+        }
+        self.begin_wait(&mut lock(&self.state), site, exchange)?;
+        self.wait(site, exchange, || work.is_finished())
+    }
+
+    /// Says that a replica waits, which may be what leaves none that does anything else.
+    fn begin_wait(
+        &self,
+        state: &mut State,
+        site: &Site,
+        exchange: &Arc<Exchange>,
+    ) -> candle_core::Result<()> {
+        let replica = &mut state.replicas[site.slot()];
+        replica.waits_for = Some(Waiting::new(site, exchange));
+        replica.thread = Some(thread::current());
+        self.check_progress(state, site.slot())
+    }
+
+    /// Waits until a replica that has begun to wait is `ready`.
+    fn wait(
+        &self,
+        site: &Site,
+        exchange: &Arc<Exchange>,
+        ready: impl Fn() -> bool,
+    ) -> candle_core::Result<()> {
         let slot = site.slot();
-        let in_time = self.wait(slot);
+        // A deadline beyond all time is none.
+        let deadline = self.deadline.and_then(|deadline| Instant::now().checked_add(deadline));
+        // Pairs with the store in `end`.
+        let in_time = sync::until(deadline, || ready() || self.failed.load(Ordering::Acquire));
         let mut state = lock(&self.state);
         state.replicas[slot].waits_for = None;
-        if let Some(complete) = state.replicas[slot].inbox.take() {
-            // Nobody sets it before this slot has come to its next collective.
-            self.ready[slot].store(false, Ordering::Release);
-            return Ok(complete);
+        if ready() {
+            return Ok(());
         }
         match self.deadline {
             Some(after) if !in_time && state.failures.is_empty() => {
                 let call = Arc::clone(&site.call);
-                let missing = state.missing(site);
+                let missing = state.missing(exchange);
                 let late = CollectiveError::Deadline { slot, missing, call, after };
                 self.end(&mut state, slot, late.into());
             }
@@ -138,59 +242,34 @@ impl Rendezvous {
         Err(state.abort(slot))
     }
 
-    /// Waits until the slot's group is complete or the call has failed; returns whether that was in
-    /// time.
-    fn wait(&self, slot: usize) -> bool {
-        // A deadline beyond all time is none.
-        let deadline = self.deadline.and_then(|deadline| Instant::now().checked_add(deadline));
-        // These pair with the stores in `complete` and `end`.
-        sync::until(deadline, || {
-            self.ready[slot].load(Ordering::Acquire) || self.failed.load(Ordering::Acquire)
-        })
-    }
-
-    /// Adds the replica to its group; returns what all contributed if it was the last one missing.
+    /// Adds the replica to its group, and completes the exchange if it was the last one missing.
     fn arrive(
         &self,
+        state: &mut State,
         site: &Site,
-        tensors: Vec<Tensor>,
-    ) -> candle_core::Result<Option<Arc<Contributions>>> {
+        contribution: Contribution,
+    ) -> candle_core::Result<Arc<Exchange>> {
         let slot = site.slot();
-        let state = &mut *lock(&self.state);
         // Under the lock, so no failure can be noted between this and the arrival.
         if self.failed.load(Ordering::Acquire) {
             return Err(state.abort(slot));
         }
-        if let Some(objection) = state.objection(site) {
+        let key = state.next_key(site);
+        if let Some(objection) = state.objection(site, key) {
             return Err(self.refuse(state, slot, objection));
         }
-        let mut open = match state.open.entry(site.key()) {
+        *state.replicas[slot].counts.entry(key.0).or_default() += 1;
+        let mut open = match state.open.entry(key) {
             Entry::Occupied(open) => open,
             Entry::Vacant(vacant) => vacant.insert_entry(OpenGroup::new(site)),
         };
-        open.get_mut().add(site, tensors);
-        if open.get().missing == 0 {
-            let contributions = open.remove().close();
-            self.complete(state, site, &contributions);
-            return Ok(Some(contributions));
+        open.get_mut().add(site, contribution);
+        if open.get().missing > 0 {
+            return Ok(Arc::clone(&open.get().exchange));
         }
-        state.replicas[slot].waits_for = Some(Arc::clone(&site.call));
-        state.replicas[slot].thread = Some(thread::current());
-        self.check_progress(state, slot)?;
-        Ok(None)
-    }
-
-    /// Gives all other members what the group contributed, and wakes them.
-    fn complete(&self, state: &mut State, site: &Site, contributions: &Arc<Contributions>) {
-        for &slot in site.members().iter().filter(|&&slot| slot != site.slot()) {
-            // It still waits, until its own thread leaves: a second thread of the replica that came
-            // to a collective in between would take the first one's inbox.
-            let replica = &mut state.replicas[slot];
-            replica.inbox = Some(Arc::clone(contributions));
-            // After the inbox and before the thread is woken: pairs with the load in `wait`.
-            self.ready[slot].store(true, Ordering::Release);
-            replica.wake();
-        }
+        let exchange = open.remove().close();
+        state.wake_others(site);
+        Ok(exchange)
     }
 
     /// Notes that a replica has returned; those that wait for it learn that it will not come.
@@ -201,7 +280,12 @@ impl Rendezvous {
             // Those that wait have learned of that failure.
             return;
         }
-        if let Some((waiting, call)) = state.open.values().find_map(|open| open.waits_for(slot)) {
+        if let Some(Waiting { call, .. }) = state.replicas[slot].underway.first() {
+            let call = Arc::clone(call);
+            self.end(state, slot, CollectiveError::NotWaited { slot, call }.into());
+        } else if let Some((waiting, call)) =
+            state.open.values().find_map(|open| open.waits_for(slot))
+        {
             self.end(state, slot, CollectiveError::Deserted { slot, waiting, call }.into());
         } else {
             // This replica has returned, so there is nobody to give the error to; the others are
@@ -248,18 +332,36 @@ impl Rendezvous {
 }
 
 impl State {
+    /// The collective that a replica comes to next in a group.
+    fn next_key(&self, site: &Site) -> CollectiveKey {
+        let (set, group) = site.key();
+        // None yet is the first.
+        let count = self.replicas[site.slot()].counts.get(&set).copied().unwrap_or(0);
+        (set, group, count)
+    }
+
     /// Why a replica cannot take part in a collective, if it cannot.
-    fn objection(&self, site: &Site) -> Option<CollectiveError> {
+    fn objection(&self, site: &Site, key: CollectiveKey) -> Option<CollectiveError> {
         let slot = site.slot();
-        if let Some(pending) = &self.replicas[slot].waits_for {
-            return Some(mismatch((slot, pending), site));
+        let call = || Arc::clone(&site.call);
+        if let Some(objection) = self.busy(site) {
+            return Some(objection);
+        }
+        if self.replicas[slot].returned {
+            return Some(CollectiveError::Ended { slot, call: call() });
         }
         if let Some(&gone) = site.members().iter().find(|&&slot| self.replicas[slot].returned) {
-            let call = Arc::clone(&site.call);
-            return Some(CollectiveError::Deserted { slot: gone, waiting: slot, call });
+            return Some(CollectiveError::Deserted { slot: gone, waiting: slot, call: call() });
         }
-        let first = self.open.get(&site.key())?.first()?;
+        let first = self.open.get(&key)?.first()?;
         (!first.1.agrees_with(&site.call)).then(|| mismatch(first, site))
+    }
+
+    /// Refuses a second thread of a replica while the first one waits.
+    fn busy(&self, site: &Site) -> Option<CollectiveError> {
+        let slot = site.slot();
+        let waiting = self.replicas[slot].waits_for.as_ref()?;
+        Some(mismatch((slot, &waiting.call), site))
     }
 
     /// The deadlock, if there is one.
@@ -268,16 +370,25 @@ impl State {
             return None;
         }
         let waiting: Vec<_> = (self.replicas.iter().enumerate())
-            .filter_map(|(slot, replica)| Some((slot, replica.waits_for.clone()?)))
+            .filter_map(|(slot, replica)| {
+                Some((slot, Arc::clone(&replica.waits_for.as_ref()?.call)))
+            })
             .collect();
         // If none waits, all have returned.
         (!waiting.is_empty()).then_some(CollectiveError::Deadlock { waiting })
     }
 
-    /// The members that have not come to the collective that a replica waits in.
-    #[expect(clippy::expect_used, reason = "a replica waits as long as its group is open")]
-    fn missing(&self, site: &Site) -> Vec<usize> {
-        self.open.get(&site.key()).expect("the group is open").absent().collect()
+    /// The members that have not come to a collective; none if it is only not finished.
+    fn missing(&self, exchange: &Arc<Exchange>) -> Vec<usize> {
+        let open = self.open.values().find(|open| Arc::ptr_eq(&open.exchange, exchange));
+        open.into_iter().flat_map(OpenGroup::absent).collect()
+    }
+
+    /// Wakes the other members of a group that wait.
+    fn wake_others(&self, site: &Site) {
+        for &slot in site.members().iter().filter(|&&slot| slot != site.slot()) {
+            self.replicas[slot].wake();
+        }
     }
 
     /// What a replica is told when the call has failed.
@@ -310,9 +421,11 @@ impl fmt::Debug for State {
 }
 
 impl ReplicaState {
-    /// Whether it does nothing more unless others come; what lies in its inbox it is about to take.
+    /// Whether it does nothing more unless others come; who waits for a complete collective is about
+    /// to leave it, or waits for those who work.
     fn is_stuck(&self) -> bool {
-        self.returned || (self.waits_for.is_some() && self.inbox.is_none())
+        let waits = |waiting: &Waiting| !waiting.exchange.is_complete();
+        self.returned || self.waits_for.as_ref().is_some_and(waits)
     }
 
     /// Wakes the replica if it has ever waited; one that is awake sleeps once less.
@@ -323,17 +436,24 @@ impl ReplicaState {
     }
 }
 
+impl Waiting {
+    fn new(site: &Site, exchange: &Arc<Exchange>) -> Self {
+        Self { call: Arc::clone(&site.call), exchange: Arc::clone(exchange) }
+    }
+}
+
 impl OpenGroup {
     fn new(site: &Site) -> Self {
         Self {
             slots: Arc::clone(site.members()),
             arrivals: (0..site.size()).map(|_| None).collect(),
             missing: site.size(),
+            exchange: Arc::default(),
         }
     }
 
-    fn add(&mut self, site: &Site, tensors: Vec<Tensor>) {
-        self.arrivals[site.rank] = Some(Arrival { call: Arc::clone(&site.call), tensors });
+    fn add(&mut self, site: &Site, contribution: Contribution) {
+        self.arrivals[site.rank] = Some(Arrival { call: Arc::clone(&site.call), contribution });
         self.missing -= 1;
     }
 
@@ -343,9 +463,10 @@ impl OpenGroup {
         members.find_map(|(slot, arrival)| Some((*slot, &arrival.as_ref()?.call)))
     }
 
-    /// The member that waits for `slot`, if it is a member, and in what.
+    /// The member that waits for `slot`, if it is a member that has not come, and in what.
     fn waits_for(&self, slot: usize) -> Option<(usize, Arc<CollectiveCall>)> {
-        let (waiting, call) = self.first().filter(|_| self.slots.contains(&slot))?;
+        let (waiting, call) =
+            self.first().filter(|_| self.absent().any(|absent| absent == slot))?;
         Some((waiting, Arc::clone(call)))
     }
 
@@ -355,43 +476,12 @@ impl OpenGroup {
     }
 
     #[expect(clippy::expect_used, reason = "each arrival lowers `missing`, which is 0 here")]
-    fn close(self) -> Arc<Contributions> {
-        let tensors = |arrival: Option<Arrival>| arrival.expect("all members have come").tensors;
-        let by_rank = self.arrivals.into_iter().map(tensors).collect();
-        Arc::new(Contributions { by_rank, buffer: OnceLock::new() })
-    }
-}
-
-impl Contributions {
-    /// The one tensor that the member of this rank contributed.
-    pub(super) fn first(&self, rank: usize) -> &Tensor {
-        &self.by_rank[rank][0]
-    }
-
-    /// The one tensor of each member.
-    pub(super) fn firsts(&self) -> Vec<Tensor> {
-        self.by_rank.iter().map(|tensors| tensors[0].clone()).collect()
-    }
-
-    /// The one tensor that one of the members contributed, and the others none.
-    #[expect(clippy::expect_used, reason = "one member of a reduction fills the last part")]
-    pub(super) fn only(&self) -> &Tensor {
-        self.by_rank.iter().flatten().next().expect("one member contributed the result")
-    }
-
-    /// The tensor number `index` of each member.
-    pub(super) fn nths(&self, index: usize) -> candle_core::Result<Vec<Tensor>> {
-        let nths: Option<_> = self.by_rank.iter().map(|list| list.get(index).cloned()).collect();
-        nths.ok_or_else(|| candle_core::Error::msg(format!("there is no tensor {index} to sum")))
-    }
-
-    /// The buffer that the members fill together, made by the one that needs it first.
-    pub(super) fn buffer(
-        &self,
-        make: impl FnOnce() -> candle_core::Result<Buffer>,
-    ) -> candle_core::Result<&Buffer> {
-        let buffer = self.buffer.get_or_init(|| make().map_err(|error| error.to_string()));
-        buffer.as_ref().map_err(candle_core::Error::msg)
+    fn close(self) -> Arc<Exchange> {
+        let contribution =
+            |arrival: Option<Arrival>| arrival.expect("all members have come").contribution;
+        let contributions = self.arrivals.into_iter().map(contribution).collect();
+        self.exchange.complete(contributions);
+        self.exchange
     }
 }
 
@@ -400,16 +490,33 @@ mod tests {
     use super::*;
     use crate::mesh::{axes::ALL, topology::Topology};
 
+    fn site(slot: usize) -> Site {
+        let topology = Topology::new(vec![("a".into(), 2)], 2).unwrap();
+        Site::along(ALL, &topology, slot, "barrier", None).unwrap()
+    }
+
+    fn comes(rendezvous: &Rendezvous, slot: usize) -> candle_core::Result<Arc<Exchange>> {
+        rendezvous.start(&site(slot), Contribution::default())
+    }
+
+    /// As `meet` does before its thread waits.
+    fn begins(rendezvous: &Rendezvous, slot: usize) -> candle_core::Result<Arc<Exchange>> {
+        let state = &mut *lock(&rendezvous.state);
+        let exchange = rendezvous.arrive(state, &site(slot), Contribution::default())?;
+        if !exchange.is_complete() {
+            rendezvous.begin_wait(state, &site(slot), &exchange)?;
+        }
+        Ok(exchange)
+    }
+
     #[test]
     fn a_second_thread_is_refused_until_the_first_has_left_its_collective() {
-        let topology = Topology::new(vec![("a".into(), 2)], 2).unwrap();
-        let site = |slot| Site::along(ALL, &topology, slot, "barrier", None).unwrap();
         let rendezvous = Rendezvous::new(2, None);
-        // The group is complete, and nobody has taken the inbox of slot 0 yet.
-        assert!(rendezvous.arrive(&site(0), Vec::new()).unwrap().is_none());
-        assert!(rendezvous.arrive(&site(1), Vec::new()).unwrap().is_some());
+        // The group is complete, and slot 0 has not left yet.
+        assert!(!begins(&rendezvous, 0).unwrap().is_complete());
+        assert!(begins(&rendezvous, 1).unwrap().is_complete());
 
-        let error = rendezvous.arrive(&site(0), Vec::new()).unwrap_err().to_string();
+        let error = begins(&rendezvous, 0).unwrap_err().to_string();
         assert!(error.contains("replica 0 calls barrier"), "{error}");
         let failure = rendezvous.take_failure();
         assert!(
@@ -423,13 +530,47 @@ mod tests {
 
     #[test]
     fn a_replica_whose_group_is_complete_is_not_stuck() {
-        let topology = Topology::new(vec![("a".into(), 2)], 2).unwrap();
-        let site = |slot| Site::along(ALL, &topology, slot, "barrier", None).unwrap();
         let rendezvous = Rendezvous::new(2, None);
-        rendezvous.arrive(&site(0), Vec::new()).unwrap();
-        rendezvous.arrive(&site(1), Vec::new()).unwrap();
-        // Slot 0 will come next, though slot 1 is there before it has taken its inbox.
-        assert!(rendezvous.arrive(&site(1), Vec::new()).unwrap().is_none());
+        begins(&rendezvous, 0).unwrap();
+        begins(&rendezvous, 1).unwrap();
+        // Slot 0 will come next, though slot 1 is there before it has left.
+        assert!(!begins(&rendezvous, 1).unwrap().is_complete());
         assert!(rendezvous.take_failure().is_none());
+    }
+
+    #[test]
+    fn collectives_under_way_are_matched_in_the_order_in_which_they_are_started() {
+        let rendezvous = Rendezvous::new(2, None);
+        let of_first = [0; 3].map(|slot| comes(&rendezvous, slot).unwrap());
+        let of_second = [1; 2].map(|slot| comes(&rendezvous, slot).unwrap());
+        for (left, right) in of_first.iter().zip(&of_second) {
+            assert!(Arc::ptr_eq(left, right) && left.is_complete());
+        }
+        assert!(!of_first[2].is_complete());
+    }
+
+    #[test]
+    fn who_returns_before_it_has_waited_is_named() {
+        let rendezvous = Rendezvous::new(2, None);
+        comes(&rendezvous, 0).unwrap();
+        comes(&rendezvous, 1).unwrap();
+        rendezvous.finish(0);
+        let failure = rendezvous.take_failure();
+        assert!(
+            matches!(failure, Some(Error::Collective(CollectiveError::NotWaited { slot: 0, .. }))),
+            "{failure:?}"
+        );
+    }
+
+    #[test]
+    fn who_comes_after_its_function_has_returned_is_told_so() {
+        let rendezvous = Rendezvous::new(2, None);
+        rendezvous.finish(0);
+        begins(&rendezvous, 0).unwrap_err();
+        let failure = rendezvous.take_failure();
+        assert!(
+            matches!(failure, Some(Error::Collective(CollectiveError::Ended { slot: 0, .. }))),
+            "{failure:?}"
+        );
     }
 }

@@ -1,0 +1,277 @@
+//! Who owns what of some tensors: runs of their items.
+
+use std::{fmt, ops::Range, sync::Arc};
+
+use candle_core::{DType, Shape};
+use core_types::Fingerprint;
+
+use crate::error::{LayoutFault, Result, ValueError};
+
+/// A run of the items of one of several tensors, in row-major order.
+#[derive(Clone, Debug, PartialEq, Eq)]
+#[expect(clippy::exhaustive_structs, reason = "a run is this")]
+pub struct Run {
+    /// Which of the tensors, from 0.
+    pub tensor: usize,
+    /// Which of its items.
+    pub items: Range<usize>,
+}
+
+/// Which runs of the items of some tensors each rank of a group owns: every item has one owner.
+///
+/// What [`Replica::gather_runs`](crate::Replica::gather_runs) puts together and
+/// [`Replica::reduce_runs`](crate::Replica::reduce_runs) takes apart. It is checked once, when it
+/// is made; cloning is cheap.
+///
+/// # Examples
+///
+/// A weight and a bias on two ranks, the first of which owns two of the weight's three rows:
+///
+/// ```
+/// use candle_core::DType;
+/// use pmap_mesh::{Run, RunLayout};
+///
+/// let tensors = [(vec![3, 2], DType::F32), (vec![2], DType::F32)];
+/// let first = vec![Run { tensor: 0, items: 0..4 }];
+/// let second = vec![Run { tensor: 0, items: 4..6 }, Run { tensor: 1, items: 0..2 }];
+/// let layout = RunLayout::new("head", tensors, [first.clone(), second])?;
+/// assert_eq!((layout.ranks(), layout.runs(0)), (2, &first[..]));
+///
+/// // Nobody owns the bias.
+/// assert!(RunLayout::new("head", [(vec![2], DType::F32)], [vec![], vec![]]).is_err());
+/// # Ok::<(), pmap_mesh::Error>(())
+/// ```
+#[derive(Clone)]
+pub struct RunLayout(Arc<Inner>);
+
+struct Inner {
+    name: String,
+    tensors: Vec<(Shape, DType)>,
+    by_rank: Arc<[Vec<Run>]>,
+    /// For each tensor its runs that are not empty, in the order of their items.
+    by_tensor: Vec<Vec<Owned>>,
+    /// What collectives with this layout say of themselves, and must agree in.
+    detail: String,
+}
+
+/// A run as its tensor sees it: number `n_th` of the runs of rank `rank`.
+#[derive(Clone, Debug)]
+pub(crate) struct Owned {
+    pub(crate) rank: usize,
+    pub(crate) n_th: usize,
+    pub(crate) items: Range<usize>,
+}
+
+impl RunLayout {
+    /// The layout of tensors with these shapes and types, of which each rank owns the runs that
+    /// stand in its list.
+    ///
+    /// `name` says in errors what the tensors are, such as the name of a layer. Runs may be empty.
+    ///
+    /// # Errors
+    ///
+    /// [`ValueError::Layout`] if a run is not of one of the tensors, or an item has not exactly one
+    /// owner.
+    pub fn new(
+        name: impl Into<String>,
+        tensors: impl IntoIterator<Item = (impl Into<Shape>, DType)>,
+        runs: impl IntoIterator<Item = Vec<Run>>,
+    ) -> Result<Self> {
+        let name = name.into();
+        let tensors: Vec<(Shape, DType)> =
+            tensors.into_iter().map(|(shape, dtype)| (shape.into(), dtype)).collect();
+        let by_rank: Arc<[Vec<Run>]> = runs.into_iter().collect();
+        let by_tensor = by_tensor(&tensors, &by_rank)
+            .map_err(|fault| ValueError::Layout { layout: name.clone(), fault })?;
+        let detail = format!("({name}, layout {:016x})", fingerprint(&tensors, &by_rank));
+        Ok(Self(Arc::new(Inner { name, tensors, by_rank, by_tensor, detail })))
+    }
+
+    /// The layout of several groups side by side, each of which owns everything: sums over all of
+    /// their ranks, of which each gets its own runs.
+    ///
+    /// A gathering with it takes what the first of the groups has.
+    #[must_use]
+    pub fn repeated(&self, groups: usize) -> Self {
+        let Inner { name, tensors, by_rank, by_tensor, detail } = &*self.0;
+        let ranks = by_rank.len() * groups;
+        let detail = format!("{detail} x {groups}");
+        let by_rank = by_rank.iter().cycle().take(ranks).cloned().collect();
+        Self(Arc::new(Inner {
+            name: name.clone(),
+            tensors: tensors.clone(),
+            by_rank,
+            by_tensor: by_tensor.clone(),
+            detail,
+        }))
+    }
+
+    /// What the tensors are called in errors.
+    pub fn name(&self) -> &str {
+        &self.0.name
+    }
+
+    /// The number of ranks that own something or nothing.
+    pub fn ranks(&self) -> usize {
+        self.0.by_rank.len()
+    }
+
+    /// The shapes and types of the tensors.
+    pub fn tensors(&self) -> &[(Shape, DType)] {
+        &self.0.tensors
+    }
+
+    /// The runs that a rank owns, in the order in which it was given them.
+    ///
+    /// # Panics
+    ///
+    /// If there is no such rank.
+    pub fn runs(&self, rank: usize) -> &[Run] {
+        &self.0.by_rank[rank]
+    }
+
+    pub(crate) fn by_rank(&self) -> &Arc<[Vec<Run>]> {
+        &self.0.by_rank
+    }
+
+    /// For each tensor its runs that are not empty, in the order of their items.
+    pub(crate) fn owners(&self) -> &[Vec<Owned>] {
+        &self.0.by_tensor
+    }
+
+    pub(crate) fn detail(&self) -> &str {
+        &self.0.detail
+    }
+}
+
+impl fmt::Debug for RunLayout {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("RunLayout")
+            .field("name", &self.0.name)
+            .field("tensors", &self.0.tensors)
+            .field("by_rank", &self.0.by_rank)
+            .finish_non_exhaustive()
+    }
+}
+
+fn by_tensor(
+    tensors: &[(Shape, DType)],
+    by_rank: &[Vec<Run>],
+) -> Result<Vec<Vec<Owned>>, LayoutFault> {
+    let mut by_tensor: Vec<Vec<Owned>> = vec![Vec::new(); tensors.len()];
+    for (rank, runs) in by_rank.iter().enumerate() {
+        for (n_th, Run { tensor, items }) in runs.iter().enumerate() {
+            let size = tensors.get(*tensor).map_or(0, |(shape, _)| shape.elem_count());
+            if *tensor >= tensors.len() || items.start > items.end || items.end > size {
+                let items = items.clone();
+                return Err(LayoutFault::NoSuchItems { rank, tensor: *tensor, items, size });
+            }
+            if !items.is_empty() {
+                by_tensor[*tensor].push(Owned { rank, n_th, items: items.clone() });
+            }
+        }
+    }
+    for (tensor, owners) in by_tensor.iter_mut().enumerate() {
+        owners.sort_unstable_by_key(|owned| owned.items.start);
+        check_owners(tensor, owners, tensors[tensor].0.elem_count())?;
+    }
+    Ok(by_tensor)
+}
+
+/// Checks that sorted runs follow each other from the first item to the last.
+fn check_owners(tensor: usize, owners: &[Owned], size: usize) -> Result<(), LayoutFault> {
+    let mut end = 0;
+    let mut last = None;
+    for owned in owners {
+        match last {
+            Some(first) if owned.items.start < end => {
+                let item = owned.items.start;
+                return Err(LayoutFault::TwoOwners { tensor, item, first, second: owned.rank });
+            }
+            _ if owned.items.start > end => return Err(LayoutFault::NoOwner { tensor, item: end }),
+            _ => {}
+        }
+        end = owned.items.end;
+        last = Some(owned.rank);
+    }
+    if end < size { Err(LayoutFault::NoOwner { tensor, item: end }) } else { Ok(()) }
+}
+
+fn fingerprint(tensors: &[(Shape, DType)], by_rank: &[Vec<Run>]) -> u64 {
+    let mut fingerprint = Fingerprint::new();
+    fingerprint.word(tensors.len() as u64);
+    for (shape, dtype) in tensors {
+        fingerprint.bytes(dtype.as_str().as_bytes()).word(shape.rank() as u64);
+        for &dim in shape.dims() {
+            fingerprint.word(dim as u64);
+        }
+    }
+    for runs in by_rank {
+        fingerprint.word(runs.len() as u64);
+        for Run { tensor, items } in runs {
+            fingerprint.word(*tensor as u64).word(items.start as u64).word(items.end as u64);
+        }
+    }
+    fingerprint.finish()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::error::Error;
+
+    fn run(tensor: usize, items: Range<usize>) -> Run {
+        Run { tensor, items }
+    }
+
+    fn layout(runs: [Vec<Run>; 2]) -> Result<RunLayout> {
+        RunLayout::new("unit", [(vec![2, 3], DType::F32), (vec![0], DType::F32)], runs)
+    }
+
+    #[test]
+    fn owners_stand_in_the_order_of_the_items() {
+        let layout = layout([vec![run(0, 4..6), run(1, 0..0)], vec![run(0, 1..4), run(0, 0..1)]]);
+        let owners: Vec<_> = layout.unwrap().owners()[0]
+            .iter()
+            .map(|owned| (owned.rank, owned.n_th, owned.items.clone()))
+            .collect();
+        assert_eq!(owners, [(1, 1, 0..1), (1, 0, 1..4), (0, 0, 4..6)]);
+    }
+
+    #[test]
+    fn every_item_has_one_owner() {
+        let fault = |runs| match layout(runs) {
+            Err(Error::Value(ValueError::Layout { layout, fault })) if layout == "unit" => fault,
+            other => panic!("{other:?}"),
+        };
+        let missing = fault([vec![run(0, 0..3)], vec![run(0, 4..6)]]);
+        assert!(matches!(missing, LayoutFault::NoOwner { tensor: 0, item: 3 }));
+        let missing = fault([vec![run(0, 0..3)], vec![run(0, 3..5)]]);
+        assert!(matches!(missing, LayoutFault::NoOwner { tensor: 0, item: 5 }));
+        let twice = fault([vec![run(0, 0..4)], vec![run(0, 3..6)]]);
+        assert!(matches!(
+            twice,
+            LayoutFault::TwoOwners { tensor: 0, item: 3, first: 0, second: 1 }
+        ));
+        for outside in [
+            run(0, 0..7),
+            run(2, 0..0),
+            run(1, 0..1),
+            Run { tensor: 0, items: Range { start: 3, end: 2 } },
+        ] {
+            let fault = fault([vec![], vec![outside]]);
+            assert!(matches!(fault, LayoutFault::NoSuchItems { rank: 1, .. }), "{fault:?}");
+        }
+    }
+
+    #[test]
+    fn layouts_that_differ_have_other_details() {
+        let halves = layout([vec![run(0, 0..3)], vec![run(0, 3..6)]]).unwrap();
+        let thirds = layout([vec![run(0, 0..2)], vec![run(0, 2..6)]]).unwrap();
+        assert_eq!(halves.detail(), halves.clone().detail());
+        assert_ne!(halves.detail(), thirds.detail());
+        assert!(halves.detail().starts_with("(unit, layout "));
+        assert_ne!(halves.detail(), halves.repeated(2).detail());
+        assert_eq!(halves.repeated(2).runs(2), halves.runs(0));
+    }
+}

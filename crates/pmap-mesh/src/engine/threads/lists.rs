@@ -1,0 +1,233 @@
+//! Collectives of lists of tensors, over memory that all members of a group can read.
+//!
+//! Nothing is done where a collective is started: its tensors are handed in, and are not to be
+//! written to before it has been waited for. What is copied or added up, those who wait make
+//! together, piece by piece, once all have come ([`JointWork`]). The member that came last could do
+//! it alone, but its own computation would stand still meanwhile, and the cores of those who wait.
+
+use std::{collections::BTreeMap, sync::Arc};
+
+use candle_core::{Device, Result, Shape, Tensor, Var, bail};
+
+use super::{
+    SMALL_BYTES,
+    exchange::{Contribution, Exchange},
+    frozen, n_bytes,
+    rendezvous::Rendezvous,
+};
+use crate::{
+    engine::{
+        Site, Wanted, Work,
+        layout::{Owned, Run, RunLayout},
+    },
+    mesh::place::{on_host, placed},
+    reduce::{
+        self, Reduction,
+        joint::JointWork,
+        outputs::{Assembly, assembled, reduced},
+    },
+};
+
+/// What one member has to know of a collective of lists besides what it contributes.
+#[derive(Debug)]
+pub(super) enum Job {
+    Gather { layout: RunLayout, device: Device },
+    Reduce(ListReduction),
+}
+
+#[derive(Debug)]
+pub(super) struct ListReduction {
+    wanted: Wanted,
+    reduction: Reduction,
+    /// The device of each tensor of the list.
+    devices: Vec<Device>,
+    /// Whether every member reduces by itself what it wants.
+    is_small: bool,
+}
+
+/// A run of a tensor that is reduced, and the shape of the result.
+struct Want {
+    run: Run,
+    shape: Shape,
+}
+
+/// What the members of a group make together of lists.
+#[derive(Debug)]
+pub(super) struct ListWork {
+    work: JointWork,
+    /// Which output is the reduction of a run, by its tensor, start and end.
+    outputs: BTreeMap<(usize, usize, usize), usize>,
+}
+
+impl Job {
+    /// The job of one member, and what it contributes.
+    pub(super) fn new(work: Work) -> Result<(Self, Contribution)> {
+        match work {
+            Work::Gather { own, layout, device } => {
+                let tensors = own.iter().map(on_host).collect::<Result<_>>()?;
+                let contribution = Contribution { tensors, wanted: Vec::new() };
+                Ok((Self::Gather { layout, device }, contribution))
+            }
+            Work::Reduce { list, wanted, reduction } => {
+                let (job, contribution) = ListReduction::new(&list, wanted, reduction)?;
+                Ok((Self::Reduce(job), contribution))
+            }
+        }
+    }
+
+    /// The results, given that all have contributed.
+    pub(super) fn results(
+        &self,
+        rendezvous: &Rendezvous,
+        site: &Site,
+        exchange: &Arc<Exchange>,
+    ) -> Result<Vec<Tensor>> {
+        match self {
+            Self::Gather { layout, device } => {
+                let shared = exchange.work(|| gathering(layout, exchange.contributions()))?;
+                rendezvous.work(site, exchange, &shared.work)?;
+                let tensors = 0..layout.tensors().len();
+                let leaf = |n| placed(Var::from_tensor(&shared.work.result(n)?)?, device);
+                tensors.map(leaf).collect()
+            }
+            Self::Reduce(job) => job.results(rendezvous, site, exchange),
+        }
+    }
+}
+
+impl ListReduction {
+    fn new(list: &[Tensor], wanted: Wanted, reduction: Reduction) -> Result<(Self, Contribution)> {
+        // Small lists are copied, so that nobody has to wait until all have read them.
+        let is_small = list.iter().map(n_bytes).sum::<usize>() <= SMALL_BYTES;
+        let contributed = if is_small { frozen } else { on_host };
+        let tensors = list.iter().map(contributed).collect::<Result<_>>()?;
+        let own = match &wanted {
+            Wanted::Own(own) => own.clone(),
+            Wanted::Everything | Wanted::ByRank(_) => Vec::new(),
+        };
+        if let Some(n) = own.iter().find(|&&n| n >= list.len()) {
+            bail!("there is no tensor {n} to sum");
+        }
+        let devices = list.iter().map(|x| x.device().clone()).collect();
+        Ok((Self { wanted, reduction, devices, is_small }, Contribution { tensors, wanted: own }))
+    }
+
+    fn results(
+        &self,
+        rendezvous: &Rendezvous,
+        site: &Site,
+        exchange: &Arc<Exchange>,
+    ) -> Result<Vec<Tensor>> {
+        let wants = self.wants(site.rank, exchange.contributions());
+        if self.is_small {
+            check_alike(exchange.contributions())?;
+            return wants
+                .iter()
+                .map(|Want { run: Run { tensor, items }, shape }| {
+                    let summands = exchange.nths(*tensor);
+                    let sum = reduce::run(&summands, items.clone(), shape, self.reduction)?;
+                    sum.to_device(&self.devices[*tensor])
+                })
+                .collect();
+        }
+        let shared = exchange.work(|| self.lay_out(exchange))?;
+        rendezvous.work(site, exchange, &shared.work)?;
+        let result = |Want { run, .. }: &Want| {
+            let result = shared.work.result(shared.outputs[&key(run)])?;
+            result.to_device(&self.devices[run.tensor])
+        };
+        wants.iter().map(result).collect()
+    }
+
+    /// Everything that any member wants, each run once.
+    fn lay_out(&self, exchange: &Exchange) -> Result<ListWork> {
+        let contributions = exchange.contributions();
+        check_alike(contributions)?;
+        let mut outputs = BTreeMap::new();
+        let mut reductions = Vec::new();
+        for rank in 0..contributions.len() {
+            for Want { run, shape } in self.wants(rank, contributions) {
+                let n_outputs = reductions.len();
+                if *outputs.entry(key(&run)).or_insert(n_outputs) == n_outputs {
+                    let summands = exchange.nths(run.tensor);
+                    reductions.push(reduced(summands, run.items, shape, self.reduction)?);
+                }
+            }
+        }
+        Ok(ListWork { work: JointWork::new(reductions), outputs })
+    }
+
+    fn wants(&self, rank: usize, contributions: &[Contribution]) -> Vec<Want> {
+        let Contribution { tensors, wanted } = &contributions[rank];
+        let whole = |tensor: usize| {
+            let shape = tensors[tensor].shape().clone();
+            Want { run: Run { tensor, items: 0..shape.elem_count() }, shape }
+        };
+        match &self.wanted {
+            Wanted::Everything => (0..tensors.len()).map(whole).collect(),
+            Wanted::Own(_) => wanted.iter().copied().map(whole).collect(),
+            Wanted::ByRank(runs) => {
+                let want = |run: &Run| Want { shape: run.items.len().into(), run: run.clone() };
+                runs[rank].iter().map(want).collect()
+            }
+        }
+    }
+}
+
+fn key(run: &Run) -> (usize, usize, usize) {
+    (run.tensor, run.items.start, run.items.end)
+}
+
+/// Refuses lists of which the kernel would reduce the items that all of them have.
+fn check_alike(contributions: &[Contribution]) -> Result<()> {
+    let first = &contributions[0].tensors;
+    for (rank, Contribution { tensors, .. }) in contributions.iter().enumerate() {
+        for (n, (left, right)) in first.iter().zip(tensors).enumerate() {
+            if left.dtype() != right.dtype() || left.shape() != right.shape() {
+                bail!(
+                    "tensor {n} is {} {:?} on rank 0 and {} {:?} on rank {rank}",
+                    left.dtype().as_str(),
+                    left.dims(),
+                    right.dtype().as_str(),
+                    right.dims()
+                );
+            }
+        }
+    }
+    Ok(())
+}
+
+/// The tensors of a layout, in its order.
+fn gathering(layout: &RunLayout, contributions: &[Contribution]) -> Result<ListWork> {
+    let tensors = layout.tensors().iter().zip(layout.owners());
+    let assemblies = tensors.map(|((shape, dtype), owners)| {
+        let part = |owned: &Owned| contributions[owned.rank].tensors[owned.n_th].clone();
+        assembled(Assembly {
+            dtype: *dtype,
+            shape: shape.clone(),
+            parts: owners.iter().map(part).collect(),
+            is_leaf: true,
+        })
+    });
+    let work = JointWork::new(assemblies.collect::<Result<_>>()?);
+    Ok(ListWork { work, outputs: BTreeMap::new() })
+}
+
+/// The items of what all members have contributed, one tensor each, by rank.
+pub(super) fn gathered(
+    rendezvous: &Rendezvous,
+    site: &Site,
+    exchange: &Arc<Exchange>,
+    parts: Vec<Tensor>,
+) -> Result<Tensor> {
+    let lay_out = || {
+        let n_items: usize = parts.iter().map(Tensor::elem_count).sum();
+        let dtype = parts[0].dtype();
+        let assembly = Assembly { dtype, shape: n_items.into(), parts, is_leaf: false };
+        let work = JointWork::new(vec![assembled(assembly)?]);
+        Ok(ListWork { work, outputs: BTreeMap::new() })
+    };
+    let shared = exchange.work(lay_out)?;
+    rendezvous.work(site, exchange, &shared.work)?;
+    shared.work.result(0)
+}

@@ -1,0 +1,213 @@
+//! Work that the members of a group do together: who waits for a result takes the next piece of it.
+//!
+//! Pieces are not dealt out beforehand. A member that comes late finds its share done, and members
+//! that wait for several results in different orders never wait for each other: whatever has been
+//! taken is being worked on.
+
+use std::{
+    fmt,
+    sync::{
+        OnceLock,
+        atomic::{AtomicUsize, Ordering},
+    },
+};
+
+use candle_core::{Error, Tensor};
+
+/// How much of a result is made at a time: some microseconds of work, beside which taking the next
+/// piece does not count, and few enough bytes that two members share the work on a megabyte.
+const PIECE_BYTES: usize = 64 << 10;
+
+/// How many items of this many bytes each are one piece.
+pub(super) fn piece_items(item_bytes: usize) -> usize {
+    (PIECE_BYTES / item_bytes).max(1)
+}
+
+/// Fills a piece of one result; returns the result if that was the last one.
+type Fill = Box<dyn Fn(usize) -> candle_core::Result<Option<Tensor>> + Send + Sync>;
+
+/// One result, to be made in pieces.
+pub(crate) struct Output {
+    n_pieces: usize,
+    fill: Fill,
+}
+
+impl Output {
+    /// A result whose pieces, at least one, are filled by `fill`, each once and in any order.
+    pub(super) fn new(
+        n_pieces: usize,
+        fill: impl Fn(usize) -> candle_core::Result<Option<Tensor>> + Send + Sync + 'static,
+    ) -> Self {
+        Self { n_pieces, fill: Box::new(fill) }
+    }
+}
+
+/// Several results that are made together.
+pub(crate) struct JointWork {
+    outputs: Vec<Output>,
+    /// For each output the number of its first piece, counted over all outputs.
+    first_pieces: Vec<usize>,
+    n_pieces: usize,
+    /// The next piece that nobody has taken. Only who gets a number counts: what the pieces are was
+    /// written before anybody could see this.
+    next: AtomicUsize,
+    results: Vec<OnceLock<Tensor>>,
+    /// How many results are missing.
+    missing: AtomicUsize,
+    /// Set when all results are there, or the first of them has failed.
+    outcome: OnceLock<Result<(), String>>,
+}
+
+impl JointWork {
+    pub(crate) fn new(outputs: Vec<Output>) -> Self {
+        let mut n_pieces = 0;
+        let first_piece = |output: &Output| {
+            let first = n_pieces;
+            n_pieces += output.n_pieces;
+            first
+        };
+        let first_pieces = outputs.iter().map(first_piece).collect();
+        let outcome = if outputs.is_empty() { OnceLock::from(Ok(())) } else { OnceLock::new() };
+        Self {
+            first_pieces,
+            n_pieces,
+            next: AtomicUsize::new(0),
+            results: outputs.iter().map(|_| OnceLock::new()).collect(),
+            missing: AtomicUsize::new(outputs.len()),
+            outcome,
+            outputs,
+        }
+    }
+
+    /// Takes pieces until there are none left; returns whether that has finished the work, and
+    /// those that wait for it are to be woken.
+    pub(crate) fn help(&self) -> bool {
+        let mut has_finished = false;
+        loop {
+            let piece = self.next.fetch_add(1, Ordering::Relaxed);
+            if piece >= self.n_pieces || self.is_finished() {
+                return has_finished;
+            }
+            // A panic must not leave the others waiting for the piece.
+            let guard = SpoilOnPanic(self);
+            has_finished |= self.make(piece);
+            std::mem::forget(guard);
+        }
+    }
+
+    /// Makes one piece; returns whether the work is finished by it.
+    fn make(&self, piece: usize) -> bool {
+        let output = self.first_pieces.partition_point(|&first| first <= piece) - 1;
+        match (self.outputs[output].fill)(piece - self.first_pieces[output]) {
+            Ok(None) => false,
+            Ok(Some(result)) => {
+                // The one thread that filled the last piece.
+                drop(self.results[output].set(result));
+                // Release the result to who finds that none is missing, acquire those of others.
+                self.missing.fetch_sub(1, Ordering::AcqRel) == 1 && self.outcome.set(Ok(())).is_ok()
+            }
+            Err(error) => self.outcome.set(Err(error.to_string())).is_ok(),
+        }
+    }
+
+    /// Whether all results are there, or will not come.
+    pub(crate) fn is_finished(&self) -> bool {
+        self.outcome.get().is_some()
+    }
+
+    /// A result of finished work.
+    ///
+    /// # Errors
+    ///
+    /// Why the work has failed.
+    pub(crate) fn result(&self, output: usize) -> candle_core::Result<Tensor> {
+        if let Some(Err(why)) = self.outcome.get() {
+            return Err(Error::msg(why));
+        }
+        self.results[output].get().cloned().ok_or_else(|| Error::msg("the result is not finished"))
+    }
+}
+
+struct SpoilOnPanic<'a>(&'a JointWork);
+
+impl Drop for SpoilOnPanic<'_> {
+    fn drop(&mut self) {
+        // Another failure may have been the first.
+        drop(
+            self.0.outcome.set(Err("a replica panicked while it made a part of the result".into())),
+        );
+    }
+}
+
+impl fmt::Debug for JointWork {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("JointWork")
+            .field("n_pieces", &self.n_pieces)
+            .field("outcome", &self.outcome)
+            .finish_non_exhaustive()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::{
+        panic::{AssertUnwindSafe, catch_unwind},
+        sync::Arc,
+        thread,
+    };
+
+    use candle_core::{DType, Device, bail};
+
+    use super::*;
+
+    fn zeros(items: usize) -> Tensor {
+        Tensor::zeros(items, DType::F32, &Device::Cpu).unwrap()
+    }
+
+    /// An output that counts how often each piece is filled.
+    fn counting(counts: &Arc<Vec<AtomicUsize>>, items: usize) -> Output {
+        let counts = Arc::clone(counts);
+        let left = AtomicUsize::new(counts.len());
+        Output::new(counts.len(), move |piece| {
+            counts[piece].fetch_add(1, Ordering::Relaxed);
+            Ok((left.fetch_sub(1, Ordering::AcqRel) == 1).then(|| zeros(items)))
+        })
+    }
+
+    #[test]
+    fn every_piece_is_made_once_however_many_help() {
+        for helpers in 1..5 {
+            let counts: Vec<Arc<Vec<AtomicUsize>>> = [3, 1, 40]
+                .map(|pieces| Arc::new((0..pieces).map(|_| AtomicUsize::new(0)).collect()))
+                .to_vec();
+            let outputs = counts.iter().enumerate().map(|(n, counts)| counting(counts, n + 1));
+            let work = JointWork::new(outputs.collect());
+            let finishers: Vec<bool> = thread::scope(|scope| {
+                let helpers: Vec<_> = (0..helpers).map(|_| scope.spawn(|| work.help())).collect();
+                helpers.into_iter().map(|helper| helper.join().unwrap()).collect()
+            });
+            assert_eq!(finishers.iter().filter(|&&finished| finished).count(), 1);
+            let counts = counts.iter().flat_map(|counts| counts.iter());
+            assert!(counts.into_iter().all(|count| count.load(Ordering::Relaxed) == 1));
+            for (n, items) in [1, 2, 3].into_iter().enumerate() {
+                assert_eq!(work.result(n).unwrap().dims(), [items]);
+            }
+        }
+    }
+
+    #[test]
+    fn nothing_to_do_is_finished_at_once() {
+        assert!(JointWork::new(Vec::new()).is_finished());
+    }
+
+    #[test]
+    fn a_piece_that_fails_or_panics_finishes_the_work_for_all() {
+        let fails = JointWork::new(vec![Output::new(2, |_| bail!("no memory"))]);
+        assert!(fails.help() && fails.is_finished() && !fails.help());
+        assert!(fails.result(0).unwrap_err().to_string().starts_with("no memory"));
+
+        let panics = JointWork::new(vec![Output::new(2, |_| panic!("broken"))]);
+        assert!(catch_unwind(AssertUnwindSafe(|| panics.help())).is_err());
+        assert!(panics.is_finished() && panics.result(0).is_err());
+    }
+}

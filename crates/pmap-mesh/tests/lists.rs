@@ -1,0 +1,130 @@
+//! Lists of tensors of which each replica owns runs: put together, and summed for their owners.
+
+#![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
+#![allow(clippy::cast_possible_truncation, reason = "sizes are small")]
+
+use candle_core::{DType, Device, Result, Tensor, Var};
+use pmap_mesh::{ALL, DeviceMesh, Error, MeshAxes, Replica, ReplicaError, Run, RunLayout};
+use process_tests::{assert_same, lists, nothing};
+
+const SUMMED: [DType; 9] = [
+    DType::F32,
+    DType::F64,
+    DType::BF16,
+    DType::F16,
+    DType::U8,
+    DType::U32,
+    DType::I16,
+    DType::I32,
+    DType::I64,
+];
+
+/// Runs `f` on every slot of a grid.
+fn everywhere(
+    axes: &[(&str, usize)],
+    f: impl Fn(&Replica) -> Result<()> + Send + Sync + 'static,
+) -> pmap_mesh::Result<()> {
+    let builder =
+        axes.iter().fold(DeviceMesh::builder(), |builder, (name, size)| builder.axis(name, *size));
+    let mesh = builder.pin(false).cpu()?;
+    mesh.pmap(move |ctx, _: Tensor| f(ctx)).in_axes(None).call(nothing())
+}
+
+/// Along one axis, both, and each of two.
+const GRIDS: [&[(&str, usize)]; 4] = [&[("a", 1)], &[("a", 2)], &[("a", 5)], &[("a", 2), ("b", 3)]];
+
+fn sets(axes: &[(&'static str, usize)]) -> Vec<MeshAxes> {
+    axes.iter().map(|(name, _)| (*name).into()).chain([ALL]).collect()
+}
+
+#[test]
+fn runs_are_put_together_and_summed_in_every_type_over_every_set_of_axes() {
+    for axes in GRIDS {
+        for set in sets(axes) {
+            for (seed, dtype) in (0..).zip(SUMMED) {
+                let set = set.clone();
+                everywhere(axes, move |ctx| lists::check(ctx, &set, dtype, seed)).unwrap();
+            }
+        }
+    }
+}
+
+#[test]
+fn numbers_of_eight_bits_are_put_together() {
+    everywhere(&[("a", 3)], |ctx| {
+        let layout = lists::layout(&[(vec![5], DType::F8E4M3)], 3, 1);
+        let whole = Tensor::new(&[0_f32, 1., -2., 0.5, 8.], &Device::Cpu)?;
+        let whole = whole.to_dtype(DType::F8E4M3)?;
+        let own = lists::own(&layout, ctx.slot(), std::slice::from_ref(&whole))?;
+        let gathered = ctx.gather_runs(own, &layout, ALL)?;
+        assert_eq!(
+            gathered[0].to_dtype(DType::F32)?.to_vec1::<f32>()?,
+            whole.to_dtype(DType::F32)?.to_vec1::<f32>()?
+        );
+        Ok(())
+    })
+    .unwrap();
+}
+
+#[test]
+fn gathered_tensors_are_leaves_that_the_replicas_share() {
+    let mesh = DeviceMesh::cpu(2).unwrap();
+    let layout = lists::layout(&[(vec![4, 2], DType::F32)], 2, 0);
+    let gather = mesh.pmap(move |ctx, _: Tensor| {
+        let whole = Tensor::arange(0_f32, 8., &Device::Cpu)?.reshape((4, 2))?;
+        let own = lists::own(&layout, ctx.slot(), &[whole])?;
+        let leaf: Var = ctx.gather_runs(own, &layout, ALL)?.swap_remove(0);
+        let grads = leaf.sqr()?.sum_all()?.backward()?;
+        assert_same(&[grads.get(&leaf).unwrap().clone()], &[(leaf.as_tensor() * 2.0)?.detach()]);
+        ctx.barrier(ALL)?;
+        // One storage: what one writes, all see.
+        if ctx.slot() == 0 {
+            leaf.set(&leaf.zeros_like()?)?;
+        }
+        ctx.barrier(ALL)?;
+        assert_eq!(leaf.sum_all()?.to_scalar::<f32>()?.to_bits(), 0);
+        Ok(())
+    });
+    gather.in_axes(None).call(nothing()).unwrap();
+}
+
+#[test]
+fn what_does_not_fit_the_layout_is_refused_by_name() {
+    let refused = |f: fn(&Replica, RunLayout) -> Result<()>| {
+        let layout = lists::layout(&[(vec![3], DType::F32)], 2, 0);
+        let outcome = everywhere(&[("a", 2), ("b", 1)], move |ctx| f(ctx, layout.clone()));
+        match outcome.unwrap_err() {
+            Error::Replica(ReplicaError::Failed { cause, .. }) => cause.to_string(),
+            other => other.to_string(),
+        }
+    };
+    let ranks = refused(|ctx, layout| ctx.gather_runs(Vec::new(), &layout, "b").map(drop));
+    assert!(ranks.contains("a layout of 2 ranks in a group of 1"), "{ranks}");
+    let count = refused(|ctx, layout| ctx.gather_runs(Vec::new(), &layout, "a").map(drop));
+    assert!(count.contains("0 tensors for the "), "{count}");
+    let size = refused(|ctx, layout| {
+        let own =
+            layout.runs(ctx.slot()).iter().map(|_| Tensor::zeros(9, DType::F32, &Device::Cpu));
+        ctx.gather_runs(own.collect::<Result<_>>()?, &layout, "a").map(drop)
+    });
+    assert!(size.contains("is 9 items of f32, the layout says"), "{size}");
+    let shape = refused(|ctx, layout| {
+        ctx.reduce_runs(vec![Tensor::zeros(4, DType::F32, &Device::Cpu)?], &layout, "a").map(drop)
+    });
+    assert!(shape.contains("tensor 0 is f32 [4], the layout says f32 [3]"), "{shape}");
+    let count = refused(|ctx, layout| ctx.reduce_runs(Vec::new(), &layout, "a").map(drop));
+    assert!(count.contains("0 tensors for a layout of 1"), "{count}");
+}
+
+#[test]
+fn replicas_that_gather_other_units_are_told_both() {
+    let error = everywhere(&[("a", 2)], |ctx| {
+        let name = ["h.0", "h.1"][ctx.slot()];
+        let run = |items| vec![Run { tensor: 0, items }];
+        let layout = RunLayout::new(name, [(4, DType::F32)], [run(0..2), run(2..4)]).unwrap();
+        ctx.gather_runs(vec![Tensor::zeros(2, DType::F32, &Device::Cpu)?], &layout, ALL).map(drop)
+    });
+    let error = error.unwrap_err().to_string();
+    assert!(error.contains("gather_runs(h.0, layout "), "{error}");
+    assert!(error.contains("gather_runs(h.1, layout "), "{error}");
+}
