@@ -86,6 +86,12 @@ impl Array {
         self
     }
 
+    /// The same items in one dimension.
+    pub(crate) fn flat(mut self) -> Self {
+        self.shape = vec![self.items.len()];
+        self
+    }
+
     /// The first row of the first dimension in place of all of them.
     pub(crate) fn repeated(&self) -> Self {
         Self::from_fn(self.dtype, &self.shape, |place| {

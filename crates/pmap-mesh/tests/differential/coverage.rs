@@ -8,6 +8,7 @@ use crate::{
     op::Op,
     program::{Program, Step},
     reference::Outcome,
+    underway::{Job, Kind},
 };
 
 /// How often each thing occurred.
@@ -75,6 +76,11 @@ impl Coverage {
             match step {
                 Step::Collective { op, .. } => self.note_op(op),
                 Step::Sums { .. } => self.note("Sums"),
+                Step::Job(_) => self.note("Job"),
+                Step::Start(Job { kind: Kind::Sum { .. }, .. }) => self.note("Start Sum"),
+                Step::Start(Job { kind: Kind::Gather(_), .. }) => self.note("Start Gather"),
+                Step::Start(Job { kind: Kind::Reduce(_), .. }) => self.note("Start Reduce"),
+                Step::Wait { jobs, .. } => self.note(format!("Wait {}", jobs.len().min(3))),
                 _ => {}
             }
         }

@@ -1,6 +1,8 @@
 //! Random programs, all of whose steps are possible; how arguments are cut and results are put
 //! together may be wrong.
 
+use std::mem;
+
 use candle_core::DType;
 use pmap_mesh::Uneven;
 
@@ -13,6 +15,7 @@ use crate::{
     random::Random,
     reference::State,
     spec::{self, Spec},
+    underway::{Job, Kind as JobKind, Runs},
 };
 
 /// The most steps of a program.
@@ -43,7 +46,7 @@ pub(crate) fn program(random: &mut Random, slots: Option<usize>) -> Program {
     let mut program =
         Program { grid, uneven, route, arguments, steps: Vec::new(), results: Vec::new() };
     if let Ok(state) = State::begin(&program) {
-        Maker { random, state, items: 0, program: &mut program }.make();
+        Maker { random, state, items: 0, started: Vec::new(), program: &mut program }.make();
     }
     program
 }
@@ -85,6 +88,8 @@ struct Maker<'a> {
     state: State,
     /// How many items its steps have made.
     items: usize,
+    /// What is under way.
+    started: Vec<Job>,
     program: &'a mut Program,
 }
 
@@ -93,6 +98,7 @@ impl Maker<'_> {
         for _ in 0..self.random.within(1, MAX_STEPS) {
             self.add_step();
         }
+        self.wait();
         for _ in 0..self.random.below(4) {
             let of = self.random.below(self.state.values.len());
             if self.is_single(of) {
@@ -117,13 +123,16 @@ impl Maker<'_> {
 
     /// Adds a step; a collective may not be possible and is tried again a few times.
     fn add_step(&mut self) {
-        let kind = if self.state.values.is_empty() { 0 } else { self.random.below(16) };
+        let kind = if self.state.values.is_empty() { 0 } else { self.random.below(21) };
         let step = match kind {
             0..=2 => self.own(),
             3 => Step::Laid { of: self.single(), layout: self.random.pick(&Layout::ALL) },
             4 => Step::Place { axes: self.state.grid.some(self.random) },
             5 => Step::Rows,
             6 => self.sums(),
+            7 => Step::Job(self.job()),
+            8..=10 => return self.start(),
+            11 => return self.wait(),
             _ => {
                 for _ in 0..7 {
                     let step = self.collective();
@@ -160,6 +169,45 @@ impl Maker<'_> {
         Step::Sums { of, wanted }
     }
 
+    fn job(&mut self) -> Job {
+        let axes = self.state.grid.some(self.random);
+        let ranks = self.state.grid.size(&axes);
+        let kind = match self.random.below(3) {
+            0 => JobKind::Sum { of: self.single() },
+            1 => JobKind::Gather(self.runs(ranks)),
+            _ => JobKind::Reduce(self.runs(ranks)),
+        };
+        Job { kind, axes }
+    }
+
+    fn runs(&mut self, ranks: usize) -> Runs {
+        let slots = self.state.grid.slots();
+        let tensors = (0..self.random.within(1, 3)).map(|_| numbers(self.random, slots)).collect();
+        Runs::random(self.random, tensors, ranks)
+    }
+
+    fn start(&mut self) {
+        let job = self.job();
+        if self.add(Step::Start(job.clone())) {
+            self.started.push(job);
+        }
+    }
+
+    /// Waits for all that is under way.
+    fn wait(&mut self) {
+        let jobs = mem::take(&mut self.started);
+        if jobs.is_empty() {
+            return;
+        }
+        let numbers = || (0..jobs.len()).collect::<Vec<_>>();
+        let slots = 0..self.state.grid.slots();
+        let orders = slots.map(|_| self.random.shuffled(numbers())).collect();
+        let step = Step::Wait { jobs, orders };
+        let value = self.state.value(&step).expect("what was started is possible");
+        self.state.values.push(value);
+        self.program.steps.push(step);
+    }
+
     /// The number of a value that is one array on each slot.
     fn single(&mut self) -> usize {
         let singles: Vec<usize> =
@@ -180,7 +228,10 @@ impl Maker<'_> {
 
     fn is_single(&self, of: usize) -> bool {
         self.state.values[of].iter().all(|list| list.len() == 1)
-            && !matches!(self.step_of(of), Some(Step::Sums { .. }))
+            && !matches!(
+                self.step_of(of),
+                Some(Step::Sums { .. } | Step::Job(_) | Step::Start(_) | Step::Wait { .. })
+            )
     }
 
     /// The step that made a value; arguments were made by none.

@@ -23,6 +23,7 @@ mod random;
 mod reference;
 mod spec;
 mod tested;
+mod underway;
 
 use pmap_mesh::DeviceMesh;
 
@@ -82,6 +83,8 @@ fn random_programs_are_of_every_kind() {
     coverage.assert_each(50, ["Call", "CallInto", "Resident", "Refuse", "Pad", "Balanced"]);
     coverage.assert_each(30, ["Shard", "Concat", "Stack", "Sum", "Mean"]);
     coverage.assert_each(3, ["Gather(0)", "NotReplicated(0)", "Specs([(0, MeanOfIntegers)])"]);
+    coverage.assert_each(50, ["Job", "Start Sum", "Start Gather", "Start Reduce"]);
+    coverage.assert_each(20, ["Wait 1", "Wait 2", "Wait 3"]);
     let faults =
         ["Axes", "AxisTwice", "ReducedInput", "DimOutOfRange", "NotDivisible", "CutAfterUneven"];
     coverage
@@ -104,6 +107,15 @@ fn random_scenarios_end_in_every_way() {
     for seed in 0..1000 {
         coverage.note_scenario(&faults::scenario(&mut Random::new(seed)));
     }
-    let ends = ["Ok", "Failed", "Panicked", "UnknownAxis", "Mismatch", "Deserted", "Deadlock"];
+    let ends = [
+        "Ok",
+        "Failed",
+        "Panicked",
+        "UnknownAxis",
+        "Mismatch",
+        "Deserted",
+        "Deadlock",
+        "NotWaited",
+    ];
     coverage.assert_each(20, ends);
 }

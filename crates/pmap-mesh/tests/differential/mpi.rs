@@ -19,6 +19,7 @@ mod random;
 mod reference;
 mod spec;
 mod tested;
+mod underway;
 
 use std::process::ExitCode;
 

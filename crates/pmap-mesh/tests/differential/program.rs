@@ -14,6 +14,7 @@ use crate::{
     op::Op,
     random::Random,
     spec::Spec,
+    underway::Job,
 };
 
 #[derive(Clone, Debug)]
@@ -71,6 +72,13 @@ pub(crate) enum Step {
     Collective { op: Op, of: usize, axes: Axes },
     /// Sums up a list, of which each slot wants some.
     Sums { of: Vec<usize>, wanted: Vec<Vec<usize>> },
+    /// Calls a collective that could be under way.
+    Job(Job),
+    /// Starts a collective; its value is an empty list.
+    Start(Job),
+    /// Waits for all that were started and have not been waited for, each slot in an order of its
+    /// own; the value has their results in the order in which they were started.
+    Wait { jobs: Vec<Job>, orders: Vec<Vec<usize>> },
     /// Asks for its rank along axes, and their size.
     Place { axes: Axes },
     /// Asks how many rows of its shard are real, and for its weight.

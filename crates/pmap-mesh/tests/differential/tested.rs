@@ -1,6 +1,6 @@
 //! What the crate makes of a program.
 
-use std::{collections::BTreeMap, sync::Arc};
+use std::{collections::BTreeMap, mem, sync::Arc};
 
 use candle_core::{Result, Tensor};
 use pmap_mesh::{DeviceMesh, Error, Replica, Sharded, ValueError};
@@ -11,6 +11,7 @@ use crate::{
     program::{Numbers, Program, Route, Step},
     reference::{Outcome, Refusal},
     spec::{self, Fault},
+    underway::Waiting,
 };
 
 /// A mesh for each grid, used by one case after the other.
@@ -173,11 +174,29 @@ fn of_replica(
     arguments: Vec<Tensor>,
 ) -> Result<Vec<Vec<Tensor>>> {
     let mut values: Vec<Vec<Tensor>> = arguments.into_iter().map(|x| vec![x]).collect();
+    let mut under_way = Vec::new();
     for step in &program.steps {
-        let value = value(program, ctx, step, &values)?;
+        let value = match step {
+            Step::Start(job) => {
+                under_way.push(Some(job.start(ctx, &program.grid, &values)?));
+                Vec::new()
+            }
+            Step::Wait { orders, .. } => all_of(mem::take(&mut under_way), &orders[ctx.slot()])?,
+            _ => value(program, ctx, step, &values)?,
+        };
         values.push(value);
     }
     Ok(values)
+}
+
+/// The results of collectives under way, waited for in this order.
+fn all_of(mut under_way: Vec<Option<Waiting>>, order: &[usize]) -> Result<Vec<Tensor>> {
+    let mut results = vec![Vec::new(); under_way.len()];
+    for &number in order {
+        let waiting = under_way[number].take().expect("each is waited for once");
+        results[number] = waiting()?;
+    }
+    Ok(results.concat())
 }
 
 fn value(
@@ -197,6 +216,8 @@ fn value(
             let list = of.iter().map(|of| values[*of][0].clone()).collect();
             return ctx.psum_list(list, &wanted[ctx.slot()]);
         }
+        Step::Job(job) => return job.run(ctx, &program.grid, values),
+        Step::Start(_) | Step::Wait { .. } => panic!("what is under way is not known here"),
         Step::Place { axes } => {
             let place = [ctx.axis_index(named(axes))?, ctx.axis_size(named(axes))?];
             Array::of_numbers(&place.map(|n| n as f64)).tensor()

@@ -18,7 +18,9 @@ pub(crate) fn scenario(random: &mut Random) -> Scenario {
     let calls: Vec<Call> = (0..random.within(1, MAX_CALLS)).map(|_| call(random, &grid)).collect();
     let faults = (0..random.within(1, 2)).map(|_| fault(random, &grid, &calls)).collect();
     let stubborn = (0..grid.slots()).filter(|_| random.one_in(3)).collect();
-    Scenario { grid, calls, faults, stubborn }
+    let axes = grid.some(random);
+    let under_way = (grid.size(&axes) > 1).then_some(axes);
+    Scenario { grid, under_way, calls, faults, stubborn }
 }
 
 fn call(random: &mut Random, grid: &Grid) -> Call {

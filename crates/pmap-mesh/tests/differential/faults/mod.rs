@@ -21,6 +21,8 @@ pub(crate) use self::generate::scenario;
 #[derive(Clone, Debug)]
 pub(crate) struct Scenario {
     grid: Grid,
+    /// Axes of a sum that all start before the calls and wait for after them.
+    under_way: Option<Axes>,
     calls: Vec<Call>,
     faults: Vec<Fault>,
     /// Slots that go on after an error.
@@ -78,6 +80,8 @@ enum Failure {
         waiting: usize,
     },
     Deadlock,
+    /// A replica has not waited for what it had started.
+    NotWaited(usize),
 }
 
 /// What errors and panics of replicas say.
@@ -124,7 +128,8 @@ impl Scenario {
 impl fmt::Display for Scenario {
     /// A line for each call and each fault.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "mesh {:?}, stubborn: {:?}", self.grid.0, self.stubborn)?;
+        let Self { grid, under_way, stubborn, .. } = self;
+        write!(f, "mesh {:?}, under way: {under_way:?}, stubborn: {stubborn:?}", grid.0)?;
         for (number, call) in self.calls.iter().enumerate() {
             write!(f, "\n{number}: {call:?}")?;
         }

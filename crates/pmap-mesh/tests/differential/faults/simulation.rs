@@ -84,6 +84,9 @@ fn instead(scenario: &Scenario, fault: Option<&Fault>, call: &Call) -> Vec<Act> 
     match kind {
         Kind::Error => vec![Act::Fail(Failure::Failed(*slot, NO_DATA))],
         Kind::Panic => vec![Act::Fail(Failure::Panicked(*slot))],
+        Kind::Return if scenario.under_way.is_some() => {
+            vec![Act::Fail(Failure::NotWaited(*slot))]
+        }
         Kind::Return => vec![Act::Return],
         Kind::Other(other) => vec![Act::Call(other.clone())],
         Kind::Skip => Vec::new(),

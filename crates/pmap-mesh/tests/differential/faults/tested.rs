@@ -45,6 +45,7 @@ fn kind(scenario: &Scenario, error: &Error) -> Option<Failure> {
         Error::Collective(CollectiveError::Deserted { slot, waiting, .. }) => {
             Failure::Deserted { slot: *slot, waiting: *waiting }
         }
+        Error::Collective(CollectiveError::NotWaited { slot, .. }) => Failure::NotWaited(*slot),
         Error::Collective(CollectiveError::Deadlock { waiting })
             if waiting.len() <= scenario.grid.slots() =>
         {
@@ -71,6 +72,9 @@ pub(crate) fn works(mesh: &DeviceMesh) -> std::result::Result<(), String> {
 
 fn of_replica(scenario: &Scenario, inner: &Inner, ctx: &Replica) -> Result<()> {
     let slot = ctx.slot();
+    let ones = Tensor::ones(3, DType::F32, &Device::Cpu)?;
+    let start = |axes| ctx.start_psum(&ones, scenario.grid.named(axes));
+    let under_way = scenario.under_way.as_ref().map(start).transpose()?;
     for (at, call) in scenario.calls.iter().enumerate() {
         let fault = scenario.faults.iter().find(|fault| fault.slot == slot && fault.at == at);
         let outcome = match fault {
@@ -85,7 +89,7 @@ fn of_replica(scenario: &Scenario, inner: &Inner, ctx: &Replica) -> Result<()> {
             outcome?;
         }
     }
-    Ok(())
+    under_way.map_or(Ok(()), |sum| sum.wait().map(drop))
 }
 
 fn instead(ctx: &Replica, grid: &Grid, kind: &Kind, call: &Call, inner: &Inner) -> Result<()> {

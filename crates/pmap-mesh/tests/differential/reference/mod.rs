@@ -98,6 +98,20 @@ impl State {
                 let place = [self.grid.rank(axes, slot), self.grid.size(axes)];
                 Array::of_numbers(&place.map(|n| n as f64))
             }),
+            Step::Job(job) => job.results(&self.grid, &self.values),
+            // What is started must be possible, as its results will be waited for.
+            Step::Start(job) => {
+                job.results(&self.grid, &self.values)?;
+                Some(vec![Vec::new(); self.grid.slots()])
+            }
+            Step::Wait { jobs, .. } => {
+                let mut all = vec![Vec::new(); self.grid.slots()];
+                for job in jobs {
+                    let results = job.results(&self.grid, &self.values)?;
+                    all.iter_mut().zip(results).for_each(|(all, of_slot)| all.extend(of_slot));
+                }
+                Some(all)
+            }
             Step::Rows => one_each(&|slot| self.rows(slot)),
             Step::Sums { of, wanted } => self.sums(of, wanted),
             Step::Collective { op, of, axes } => {
