@@ -3,6 +3,7 @@
 pub(crate) mod axes;
 pub(crate) mod place;
 pub(crate) mod topology;
+mod traffic;
 pub(crate) mod workers;
 
 use std::{
