@@ -2,7 +2,7 @@
 
 #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::BTreeSet;
 
 use candle_core::{DType, Device, Tensor, Var};
 use candle_nn::{Optimizer, ParamsAdamW};
@@ -179,10 +179,10 @@ fn units_are_gathered_and_reduced_as_their_parameters_are_whatever_the_plan() {
         let mesh = DeviceMesh::cpu(world).unwrap();
         cases.extend(strategies().iter().map(|strategy| (mesh.clone(), plan(&**strategy, world))));
     }
-    let grid = DeviceMesh::builder().axis("replicate", 2).axis("shard", 2).cpu().unwrap();
-    cases.push((grid, plan(&Hsdp::new(Full::default(), 2), 4)));
+    let groups = DeviceMesh::builder().axis("replicate", 2).axis("shard", 2).cpu().unwrap();
+    cases.push((groups, plan(&Hsdp::new(Full::default(), 2), 4)));
     for (mesh, plan) in &cases {
-        let vars = shard(mesh, &plan);
+        let vars = shard(mesh, plan);
         let units: BTreeSet<String> =
             plan.parameters().iter().map(|parameter| parameter.info().unit().to_owned()).collect();
         let in_replica = vars.clone();

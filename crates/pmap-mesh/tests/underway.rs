@@ -190,9 +190,10 @@ fn a_deadline_in_one_ends_every_wait() {
             }
         }
     });
-    let error = error.unwrap_err();
-    let late = matches!(&error, Error::Collective(CollectiveError::Deadline { missing, .. }) if *missing == [1]);
-    assert!(late, "{error}");
+    match error.unwrap_err() {
+        Error::Collective(CollectiveError::Deadline { missing, .. }) => assert_eq!(missing, [1]),
+        other => panic!("{other}"),
+    }
 }
 
 #[test]

@@ -10,8 +10,8 @@ use pmap_mesh::{MeshAxes, Replica, Run, RunLayout};
 
 use crate::assert_same;
 
-/// A layout of these tensors on so many ranks, cut at places that depend on the seed; some ranks own
-/// several runs of a tensor, out of order, and some of them nothing.
+/// A layout of these tensors on so many ranks, cut at places that depend on the seed; some ranks
+/// own several runs of a tensor, out of order, and some of them nothing.
 pub fn layout(tensors: &[(Vec<usize>, DType)], ranks: usize, seed: u64) -> RunLayout {
     let mut by_rank: Vec<Vec<Run>> = vec![Vec::new(); ranks];
     let draw = |n: usize, below: usize| {
@@ -75,8 +75,8 @@ fn values(shape: &[usize], dtype: DType, seed: u64, device: &Device) -> Result<T
         .to_device(device)
 }
 
-/// Gathers and reduces lists along some axes, also several at a time and waited for in an order that
-/// differs by rank, and compares with what single tensors give.
+/// Gathers and reduces lists along some axes, also several at a time and waited for in an order
+/// that differs by rank, and compares with what single tensors give.
 ///
 /// # Errors
 ///

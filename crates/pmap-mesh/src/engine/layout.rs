@@ -161,7 +161,10 @@ fn by_tensor(
     let mut by_tensor: Vec<Vec<Owned>> = vec![Vec::new(); tensors.len()];
     for (rank, runs) in by_rank.iter().enumerate() {
         for (n_th, Run { tensor, items }) in runs.iter().enumerate() {
-            let size = tensors.get(*tensor).map_or(0, |(shape, _)| shape.elem_count());
+            let size = match tensors.get(*tensor) {
+                Some((shape, _)) => shape.elem_count(),
+                None => 0,
+            };
             if *tensor >= tensors.len() || items.start > items.end || items.end > size {
                 let items = items.clone();
                 return Err(LayoutFault::NoSuchItems { rank, tensor: *tensor, items, size });

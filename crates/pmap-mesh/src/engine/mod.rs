@@ -95,24 +95,41 @@ pub(crate) trait Engine: fmt::Debug + Send + Sync {
 
 /// What all members of a group have gathered.
 #[derive(Debug)]
-pub(crate) struct Gathered {
-    /// The items of all members in one dimension, by rank.
-    pub(crate) items: Tensor,
-    /// The shape of what each member passed, by rank.
-    pub(crate) shapes: Vec<Vec<usize>>,
+pub(crate) enum Gathered {
+    /// What each member passed, by rank.
+    Parts(Vec<Tensor>),
+    /// The same in one tensor.
+    EndToEnd {
+        /// The items of all members in one dimension, by rank.
+        items: Tensor,
+        /// The shape of what each member passed, by rank.
+        shapes: Vec<Vec<usize>>,
+    },
 }
 
 impl Gathered {
+    /// The size in a dimension of what each member passed, by rank.
+    pub(crate) fn sizes(&self, dim: usize) -> Vec<usize> {
+        match self {
+            Self::Parts(parts) => parts.iter().map(|part| part.dims()[dim]).collect(),
+            Self::EndToEnd { shapes, .. } => shapes.iter().map(|shape| shape[dim]).collect(),
+        }
+    }
+
     /// What each member passed, by rank.
-    pub(crate) fn parts(&self) -> Result<Vec<Tensor>> {
+    pub(crate) fn into_parts(self) -> Result<Vec<Tensor>> {
+        let (items, shapes) = match self {
+            Self::Parts(parts) => return Ok(parts),
+            Self::EndToEnd { items, shapes } => (items, shapes),
+        };
         let mut start = 0;
         let part = |shape: &Vec<usize>| {
             let n_items = shape.iter().product();
-            let part = self.items.narrow(0, start, n_items)?.reshape(shape.as_slice());
+            let part = items.narrow(0, start, n_items)?.reshape(shape.as_slice());
             start += n_items;
             part
         };
-        self.shapes.iter().map(part).collect()
+        shapes.iter().map(part).collect()
     }
 }
 

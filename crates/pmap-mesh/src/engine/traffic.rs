@@ -5,9 +5,8 @@ use std::{
     sync::atomic::{AtomicU64, Ordering},
 };
 
-use crate::mesh::DeviceMesh;
-
-/// The collectives that one slot has taken part in, by kind; see [`DeviceMesh::traffic`].
+/// The collectives that one slot has taken part in, by kind; see
+/// [`DeviceMesh::traffic`](crate::DeviceMesh::traffic).
 ///
 /// What a collective counts are its own group's members: of one that is called over a group of one
 /// replica, nothing is handed over, and nothing is counted.
@@ -89,17 +88,6 @@ impl Sub for Traffic {
     }
 }
 
-impl DeviceMesh {
-    /// What each slot of this process has handed over in collectives since the mesh was made, in the
-    /// order of the slots.
-    ///
-    /// Exact between two calls; while one runs, what it has counted by then. A call of a collective
-    /// counts when it begins, whether it succeeds or not.
-    pub fn traffic(&self) -> Vec<Traffic> {
-        self.backend().counters().iter().map(Counter::read).collect()
-    }
-}
-
 /// A kind of collective, as it is counted.
 #[derive(Clone, Copy, Debug)]
 pub(crate) enum Kind {
@@ -135,7 +123,7 @@ impl Counter {
         cell.bytes.fetch_add(bytes as u64, Ordering::Relaxed);
     }
 
-    fn read(&self) -> Traffic {
+    pub(crate) fn read(&self) -> Traffic {
         let tally = |kind: Kind| {
             let cell = &self.0[kind as usize];
             let calls = cell.calls.load(Ordering::Relaxed);

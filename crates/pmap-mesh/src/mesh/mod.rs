@@ -4,6 +4,7 @@ pub(crate) mod axes;
 pub(crate) mod place;
 pub(crate) mod threads;
 pub(crate) mod topology;
+mod traffic;
 pub(crate) mod workers;
 
 use std::{fmt, ops::Range, sync::Arc, time::Duration};

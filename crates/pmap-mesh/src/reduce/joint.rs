@@ -1,6 +1,7 @@
 //! Work that the members of a group do together: who waits for a result takes the next piece of it.
 //!
-//! Pieces are not dealt out beforehand. A member that comes late finds its share done, and members
+//! Each member begins with a share of its own, so that it works on what its caches may still hold,
+//! and then helps the others with theirs. A member that comes late finds its share done, and members
 //! that wait for several results in different orders never wait for each other: whatever has been
 //! taken is being worked on.
 
@@ -14,13 +15,21 @@ use std::{
 
 use candle_core::{Error, Tensor};
 
-/// How much of a result is made at a time: some microseconds of work, beside which taking the next
-/// piece does not count, and few enough bytes that two members share the work on a megabyte.
-const PIECE_BYTES: usize = 64 << 10;
+use crate::reduce::parts::balanced;
 
-/// How many items of this many bytes each are one piece.
-pub(super) fn piece_items(item_bytes: usize) -> usize {
-    (PIECE_BYTES / item_bytes).max(1)
+/// The most that is made at a time: some microseconds of work, beside which taking the next piece
+/// does not count.
+const LARGEST_PIECE_BYTES: usize = 64 << 10;
+/// The least: a piece of less would be done before another member has taken the next.
+const SMALLEST_PIECE_BYTES: usize = 8 << 10;
+/// How many pieces there are of a small result: one for each of a few members, of which one that
+/// comes early takes a second.
+const PIECES: usize = 4;
+
+/// How many items of this many bytes each make a piece of a result of `n_items`.
+pub(super) fn piece_items(n_items: usize, item_bytes: usize) -> usize {
+    let bytes = (n_items * item_bytes).div_ceil(PIECES);
+    bytes.clamp(SMALLEST_PIECE_BYTES, LARGEST_PIECE_BYTES) / item_bytes
 }
 
 /// Fills a piece of one result; returns the result if that was the last one.
@@ -47,10 +56,8 @@ pub(crate) struct JointWork {
     outputs: Vec<Output>,
     /// For each output the number of its first piece, counted over all outputs.
     first_pieces: Vec<usize>,
-    n_pieces: usize,
-    /// The next piece that nobody has taken. Only who gets a number counts: what the pieces are was
-    /// written before anybody could see this.
-    next: AtomicUsize,
+    /// For each member its share of the pieces.
+    shares: Vec<Share>,
     results: Vec<OnceLock<Tensor>>,
     /// How many results are missing.
     missing: AtomicUsize,
@@ -58,8 +65,17 @@ pub(crate) struct JointWork {
     outcome: OnceLock<Result<(), String>>,
 }
 
+/// Pieces that follow each other.
+struct Share {
+    /// The next piece that nobody has taken. Only who gets a number counts: what the pieces are was
+    /// written before anybody could see this.
+    next: AtomicUsize,
+    end: usize,
+}
+
 impl JointWork {
-    pub(crate) fn new(outputs: Vec<Output>) -> Self {
+    /// The work of so many members.
+    pub(crate) fn new(outputs: Vec<Output>, members: usize) -> Self {
         let mut n_pieces = 0;
         let first_piece = |output: &Output| {
             let first = n_pieces;
@@ -67,11 +83,15 @@ impl JointWork {
             first
         };
         let first_pieces = outputs.iter().map(first_piece).collect();
+        let share = |member| {
+            let pieces = balanced(n_pieces, member, members);
+            Share { next: AtomicUsize::new(pieces.start), end: pieces.end }
+        };
+        let shares = (0..members).map(share).collect();
         let outcome = if outputs.is_empty() { OnceLock::from(Ok(())) } else { OnceLock::new() };
         Self {
             first_pieces,
-            n_pieces,
-            next: AtomicUsize::new(0),
+            shares,
             results: outputs.iter().map(|_| OnceLock::new()).collect(),
             missing: AtomicUsize::new(outputs.len()),
             outcome,
@@ -79,20 +99,20 @@ impl JointWork {
         }
     }
 
-    /// Takes pieces until there are none left; returns whether that has finished the work, and
-    /// those that wait for it are to be woken.
-    pub(crate) fn help(&self) -> bool {
+    /// Takes pieces until there are none left, those of this member's share first; returns whether
+    /// that has finished the work, and those that wait for it are to be woken.
+    pub(crate) fn help(&self, member: usize) -> bool {
         let mut has_finished = false;
-        loop {
-            let piece = self.next.fetch_add(1, Ordering::Relaxed);
-            if piece >= self.n_pieces || self.is_finished() {
-                return has_finished;
+        let (before, from) = self.shares.split_at(member);
+        for share in from.iter().chain(before) {
+            while let Some(piece) = share.take().filter(|_| !self.is_finished()) {
+                // A panic must not leave the others waiting for the piece.
+                let guard = SpoilOnPanic(self);
+                has_finished |= self.make(piece);
+                std::mem::forget(guard);
             }
-            // A panic must not leave the others waiting for the piece.
-            let guard = SpoilOnPanic(self);
-            has_finished |= self.make(piece);
-            std::mem::forget(guard);
         }
+        has_finished
     }
 
     /// Makes one piece; returns whether the work is finished by it.
@@ -128,6 +148,14 @@ impl JointWork {
     }
 }
 
+impl Share {
+    fn take(&self) -> Option<usize> {
+        let piece = self.next.fetch_add(1, Ordering::Relaxed);
+        (piece < self.end).then_some(piece)
+    }
+}
+
+/// Finishes the work for all with an error, unless it is forgotten.
 struct SpoilOnPanic<'a>(&'a JointWork);
 
 impl Drop for SpoilOnPanic<'_> {
@@ -142,7 +170,7 @@ impl Drop for SpoilOnPanic<'_> {
 impl fmt::Debug for JointWork {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("JointWork")
-            .field("n_pieces", &self.n_pieces)
+            .field("n_outputs", &self.outputs.len())
             .field("outcome", &self.outcome)
             .finish_non_exhaustive()
     }
@@ -181,9 +209,11 @@ mod tests {
                 .map(|pieces| Arc::new((0..pieces).map(|_| AtomicUsize::new(0)).collect()))
                 .to_vec();
             let outputs = counts.iter().enumerate().map(|(n, counts)| counting(counts, n + 1));
-            let work = JointWork::new(outputs.collect());
+            let work = JointWork::new(outputs.collect(), helpers);
             let finishers: Vec<bool> = thread::scope(|scope| {
-                let helpers: Vec<_> = (0..helpers).map(|_| scope.spawn(|| work.help())).collect();
+                let work = &work;
+                let helpers: Vec<_> =
+                    (0..helpers).map(|member| scope.spawn(move || work.help(member))).collect();
                 helpers.into_iter().map(|helper| helper.join().unwrap()).collect()
             });
             assert_eq!(finishers.iter().filter(|&&finished| finished).count(), 1);
@@ -197,17 +227,17 @@ mod tests {
 
     #[test]
     fn nothing_to_do_is_finished_at_once() {
-        assert!(JointWork::new(Vec::new()).is_finished());
+        assert!(JointWork::new(Vec::new(), 2).is_finished());
     }
 
     #[test]
     fn a_piece_that_fails_or_panics_finishes_the_work_for_all() {
-        let fails = JointWork::new(vec![Output::new(2, |_| bail!("no memory"))]);
-        assert!(fails.help() && fails.is_finished() && !fails.help());
+        let fails = JointWork::new(vec![Output::new(2, |_| bail!("no memory"))], 2);
+        assert!(fails.help(1) && fails.is_finished() && !fails.help(0));
         assert!(fails.result(0).unwrap_err().to_string().starts_with("no memory"));
 
-        let panics = JointWork::new(vec![Output::new(2, |_| panic!("broken"))]);
-        assert!(catch_unwind(AssertUnwindSafe(|| panics.help())).is_err());
+        let panics = JointWork::new(vec![Output::new(2, |_| panic!("broken"))], 2);
+        assert!(catch_unwind(AssertUnwindSafe(|| panics.help(0))).is_err());
         assert!(panics.is_finished() && panics.result(0).is_err());
     }
 }

@@ -30,7 +30,7 @@ fn reduced_of<T: Element>(
     reduction: Reduction,
 ) -> Result<Output> {
     let pieces: Vec<Range<usize>> =
-        pieces(0..items.len(), joint::piece_items(size_of::<T>())).collect();
+        pieces(0..items.len(), joint::piece_items(items.len(), size_of::<T>())).collect();
     let buffer = SharedBuffer::<T>::new(pieces);
     Ok(Output::new(buffer.n_parts(), move |piece| {
         let part = buffer.part(piece);
@@ -80,13 +80,14 @@ pub(crate) fn assembled(assembly: Assembly) -> Result<Output> {
 fn assembled_of<T: WithDType>(_type: Vec<T>, assembly: Assembly) -> Result<Output> {
     let Assembly { shape, parts, is_leaf, .. } = assembly;
     // For each piece of the result: of which part it is, and where that part begins in the result.
+    let step = joint::piece_items(shape.elem_count(), size_of::<T>());
     let mut sources = Vec::new();
     let mut places = Vec::new();
     let mut end = 0;
     for (n, part) in parts.iter().enumerate().filter(|(_, part)| part.elem_count() > 0) {
         let start = end;
         end += part.elem_count();
-        for place in pieces(start..end, joint::piece_items(size_of::<T>())) {
+        for place in pieces(start..end, step) {
             sources.push((n, start));
             places.push(place);
         }
@@ -153,8 +154,8 @@ mod tests {
     ];
 
     fn made(output: Output) -> Tensor {
-        let work = JointWork::new(vec![output]);
-        assert!(work.help());
+        let work = JointWork::new(vec![output], 3);
+        assert!(work.help(1));
         work.result(0).unwrap()
     }
 

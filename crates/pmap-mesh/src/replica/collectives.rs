@@ -11,19 +11,22 @@ use crate::{
         layout::{Run, RunLayout},
         traffic::Kind,
     },
-    error::Error,
+    error::{self, CollectiveError, Error},
     mesh::place::{copied, in_one_piece},
     reduce::Reduction,
-    replica::alone,
+    replica::{alone, pending::Outstanding},
 };
 
 /// What one replica asks of its engine, in one call.
 #[derive(Clone, Debug)]
-pub(crate) struct Collectives(Arc<dyn Engine>);
+pub(crate) struct Collectives {
+    engine: Arc<dyn Engine>,
+    outstanding: Arc<Outstanding>,
+}
 
 impl Collectives {
     pub(crate) fn new(engine: Arc<dyn Engine>) -> Self {
-        Self(engine)
+        Self { engine, outstanding: Arc::default() }
     }
 
     pub(crate) fn all_reduce(
@@ -38,7 +41,7 @@ impl Collectives {
             return copied(&x.detach());
         }
         self.count(site, Kind::AllReduce, n_bytes(x));
-        self.0.all_reduce(site, &x.detach(), reduction)
+        self.engine.all_reduce(site, &x.detach(), reduction)
     }
 
     /// Starts the sum of one tensor.
@@ -76,9 +79,9 @@ impl Collectives {
         dim: usize,
     ) -> Result<(Tensor, Vec<usize>)> {
         self.count(site, Kind::AllGather, n_bytes(x));
-        let gathered = self.0.all_gather(site, &x.detach())?;
-        let sizes: Vec<usize> = gathered.shapes.iter().map(|shape| shape[dim]).collect();
-        Ok((concatenated(&gathered, dim)?, sizes))
+        let gathered = self.engine.all_gather(site, &x.detach())?;
+        let sizes = gathered.sizes(dim);
+        Ok((concatenated(gathered, dim, &sizes)?, sizes))
     }
 
     /// The part of the sum that belongs to this rank, if rank n gets `sizes[n]` rows.
@@ -90,18 +93,20 @@ impl Collectives {
         sizes: &[usize],
     ) -> Result<Tensor> {
         self.count(site, Kind::ReduceScatter, n_bytes(x));
-        let mut start = 0;
-        let mut part = |&size: &usize| {
-            let part = in_one_piece(&x.detach().narrow(dim, start, size)?);
-            start += size;
-            part
+        // Parts along the first dimension are runs of items.
+        let rows_first = in_one_piece(&x.detach().transpose(0, dim)?)?;
+        let row_items: usize = rows_first.dims()[1..].iter().product();
+        let mut end = 0;
+        let run = |&rows: &usize| {
+            let start = end;
+            end += rows * row_items;
+            vec![Run { tensor: 0, items: start..end }]
         };
-        let parts: Vec<Tensor> = sizes.iter().map(&mut part).collect::<Result<_>>()?;
-        let own_shape = parts[site.rank].shape().clone();
-        let whole =
-            |(tensor, part): (usize, &Tensor)| vec![Run { tensor, items: 0..part.elem_count() }];
-        let wanted = Wanted::ByRank(parts.iter().enumerate().map(whole).collect());
-        self.run(site, sums(parts, wanted))?.swap_remove(0).reshape(own_shape)
+        let wanted = Wanted::ByRank(sizes.iter().map(run).collect());
+        let mut own_dims = rows_first.dims().to_vec();
+        own_dims[0] = sizes[site.rank];
+        let sum = self.run(site, sums(vec![rows_first], wanted))?.swap_remove(0);
+        in_one_piece(&sum.reshape(own_dims)?.transpose(0, dim)?)
     }
 
     /// The tensors of a layout, of which this member has `own` runs.
@@ -164,14 +169,16 @@ impl Collectives {
     }
 
     fn run(&self, site: &Site, work: Work) -> Result<Vec<Tensor>> {
-        if site.size() == 1 { alone::run(work) } else { self.0.run(site, work) }
+        if site.size() == 1 { alone::run(work) } else { self.engine.run(site, work) }
     }
 
     fn start(&self, site: &Site, work: Work) -> Result<Box<dyn Underway>> {
-        if site.size() == 1 {
-            return Ok(Box::new(Finished(alone::run(work)?)));
-        }
-        self.0.start(site, work)
+        let underway: Box<dyn Underway> = if site.size() == 1 {
+            Box::new(Finished(alone::run(work)?))
+        } else {
+            self.engine.start(site, work)?
+        };
+        Ok(self.outstanding.note(&site.call, underway))
     }
 
     pub(crate) fn permute(
@@ -183,7 +190,7 @@ impl Collectives {
         let from = pairs.iter().find(|(_, to)| *to == site.rank).map(|(from, _)| *from);
         let is_sent = pairs.iter().any(|(from, _)| *from == site.rank);
         self.count(site, Kind::Permute, if is_sent { n_bytes(x) } else { 0 });
-        match self.0.receive(site, &Message { x: &x.detach(), is_sent, from })? {
+        match self.engine.receive(site, &Message { x: &x.detach(), is_sent, from })? {
             Some(received) => Ok(received),
             None => x.zeros_like(),
         }
@@ -195,7 +202,7 @@ impl Collectives {
         let is_sent = site.rank == root;
         self.count(site, Kind::Broadcast, if is_sent { n_bytes(x) } else { 0 });
         let message = Message { x: &x.detach(), is_sent, from: Some(root) };
-        Ok(self.0.receive(site, &message)?.expect("the root has sent something"))
+        Ok(self.engine.receive(site, &message)?.expect("the root has sent something"))
     }
 
     pub(crate) fn exchange(
@@ -210,26 +217,29 @@ impl Collectives {
             .map(|rank| x.detach().narrow(split, rank * rows, rows))
             .collect::<Result<_>>()?;
         self.count(site, Kind::AllToAll, n_bytes(x));
-        cat(self.0.all_to_all(site, parts)?, concat)
+        cat(self.engine.all_to_all(site, parts)?, concat)
     }
 
     pub(crate) fn barrier(&self, site: &Site) -> Result<()> {
         self.count(site, Kind::Barrier, 0);
-        self.0.barrier(site)
+        self.engine.barrier(site)
     }
 
     /// Counts a collective in which so many bytes are handed over; to nobody in a group of one.
     fn count(&self, site: &Site, kind: Kind, bytes: usize) {
         if site.size() > 1 {
-            self.0.counter().count(kind, bytes);
+            self.engine.counter().count(kind, bytes);
         }
     }
 
-    /// Says how the replica has ended.
-    pub(crate) fn end(&self, outcome: crate::error::Result<()>) {
-        match outcome {
-            Ok(()) => self.0.finish(),
-            Err(error) => self.0.fail(error),
+    /// Says how the replica in this slot has ended.
+    pub(crate) fn end(&self, slot: usize, outcome: error::Result<()>) {
+        match (outcome, self.outstanding.first()) {
+            (Ok(()), None) => self.engine.finish(),
+            (Ok(()), Some(call)) => {
+                self.engine.fail(CollectiveError::NotWaited { slot, call }.into());
+            }
+            (Err(error), _) => self.engine.fail(error),
         }
     }
 
@@ -237,7 +247,7 @@ impl Collectives {
     /// return.
     pub(crate) fn refuse(&self, error: Error) -> candle_core::Error {
         let message = error.to_string();
-        self.0.fail(error);
+        self.engine.fail(error);
         candle_core::Error::msg(message)
     }
 }
@@ -265,16 +275,17 @@ fn n_bytes(x: &Tensor) -> usize {
     x.elem_count() * x.dtype().size_in_bytes()
 }
 
-/// What was gathered, side by side in `dim`.
-fn concatenated(gathered: &Gathered, dim: usize) -> Result<Tensor> {
-    let Gathered { items, shapes } = gathered;
-    let mut whole = shapes[0].clone();
-    whole[dim] = shapes.iter().map(|shape| shape[dim]).sum();
-    if items.elem_count() == 0 || whole[..dim].iter().product::<usize>() == 1 {
-        // End to end as they are.
-        return items.reshape(whole);
+/// What was gathered, side by side in `dim`, where the sizes of the parts are these.
+fn concatenated(gathered: Gathered, dim: usize, sizes: &[usize]) -> Result<Tensor> {
+    if let Gathered::EndToEnd { items, shapes } = &gathered {
+        let mut whole = shapes[0].clone();
+        whole[dim] = sizes.iter().sum();
+        if items.elem_count() == 0 || whole[..dim].iter().product::<usize>() == 1 {
+            // Side by side is end to end.
+            return items.reshape(whole);
+        }
     }
-    Tensor::cat(&gathered.parts()?, dim)
+    cat(gathered.into_parts()?, dim)
 }
 
 fn cat(parts: Vec<Tensor>, dim: usize) -> Result<Tensor> {

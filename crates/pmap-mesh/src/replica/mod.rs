@@ -420,7 +420,7 @@ impl Replica {
 
     /// Says how the function has ended here.
     pub(crate) fn end(&self, outcome: crate::error::Result<()>) {
-        self.0.collectives.end(outcome);
+        self.0.collectives.end(self.0.slot, outcome);
     }
 
     #[track_caller]

@@ -1,10 +1,17 @@
 //! Collectives that are under way while their replica computes.
 
-use std::fmt;
+use std::{
+    collections::BTreeMap,
+    fmt,
+    sync::{Arc, Mutex},
+};
 
 use candle_core::{Result, Tensor};
 
-use crate::engine::Underway;
+use crate::{
+    engine::{Underway, call::CollectiveCall},
+    sync::lock,
+};
 
 /// A collective that was started: its result is to be waited for.
 ///
@@ -42,5 +49,53 @@ impl<T> Pending<T> {
 impl<T> fmt::Debug for Pending<T> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("Pending").field("underway", &self.underway).finish_non_exhaustive()
+    }
+}
+
+/// What a replica has started and not waited for.
+///
+/// Noted here and not where handles are dropped: a replica that fails drops its handles too, and
+/// its own error counts.
+#[derive(Debug, Default)]
+pub(crate) struct Outstanding(Mutex<Calls>);
+
+#[derive(Debug, Default)]
+struct Calls {
+    n_started: u64,
+    by_number: BTreeMap<u64, Arc<CollectiveCall>>,
+}
+
+impl Outstanding {
+    /// The first collective that nobody has waited for.
+    pub(crate) fn first(&self) -> Option<Arc<CollectiveCall>> {
+        lock(&self.0).by_number.values().next().cloned()
+    }
+
+    /// Notes a collective until it is waited for.
+    pub(crate) fn note(
+        self: &Arc<Self>,
+        call: &Arc<CollectiveCall>,
+        underway: Box<dyn Underway>,
+    ) -> Box<dyn Underway> {
+        let mut calls = lock(&self.0);
+        let number = calls.n_started;
+        calls.n_started += 1;
+        calls.by_number.insert(number, Arc::clone(call));
+        Box::new(Noted { underway, outstanding: Arc::clone(self), number })
+    }
+}
+
+/// A collective that is noted until it is waited for.
+#[derive(Debug)]
+struct Noted {
+    underway: Box<dyn Underway>,
+    outstanding: Arc<Outstanding>,
+    number: u64,
+}
+
+impl Underway for Noted {
+    fn wait(self: Box<Self>) -> Result<Vec<Tensor>> {
+        lock(&self.outstanding.0).by_number.remove(&self.number);
+        self.underway.wait()
     }
 }

@@ -19,8 +19,8 @@ impl Replica {
     ///
     /// # Errors
     ///
-    /// As [`psum`](Self::psum); if the layout is of another number of ranks than the group, or `own`
-    /// is not as it says.
+    /// As [`psum`](Self::psum); if the layout is of another number of ranks than the group, or
+    /// `own` is not as it says.
     ///
     /// # Examples
     ///
@@ -43,7 +43,8 @@ impl Replica {
     ///     assert_eq!(whole[0].to_vec2::<f32>()?, [[0., 0.], [0., 0.], [1., 1.]]);
     ///
     ///     let grads = whole[0].sqr()?.sum_all()?.backward()?;
-    ///     let grad = grads.get(&whole[0]).cloned().ok_or_else(|| candle_core::Error::msg("unused"))?;
+    ///     let grad = grads.get(&whole[0]).cloned();
+    ///     let grad = grad.ok_or_else(|| candle_core::Error::msg("unused"))?;
     ///     ctx.reduce_runs(vec![grad, whole[1].as_detached_tensor()], &layout, ALL)
     /// });
     /// let sums = sums.call_sharded(())?;
@@ -81,8 +82,8 @@ impl Replica {
         Ok(Pending::new(underway, variables))
     }
 
-    /// The runs of a layout that this replica owns, each summed over the replicas along `axes`: many
-    /// gradients in one collective.
+    /// The runs of a layout that this replica owns, each summed over the replicas along `axes`:
+    /// many gradients in one collective.
     ///
     /// `list` are this replica's tensors of the layout's shapes. Each result has one dimension, in
     /// the order of [`RunLayout::runs`]. Sums are formed in rank order, as by

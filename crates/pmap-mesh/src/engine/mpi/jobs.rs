@@ -144,8 +144,8 @@ impl Gathering {
                         into.copy_from_slice(bytes);
                         Ok(())
                     })?;
-                } else if let Some(words) = arrived.get(&rank) {
-                    into.copy_from_slice(&cast_slice(&words[start..])[..into.len()]);
+                } else {
+                    into.copy_from_slice(&cast_slice(&arrived[&rank][start..])[..into.len()]);
                     start += into.len().div_ceil(size_of::<u64>());
                 }
             }

@@ -10,8 +10,8 @@ use super::transfer::{MESSAGE_BYTES, rank_of};
 /// Messages to and from the other members of a group.
 pub(super) struct Messages<T> {
     sends: Vec<(usize, PersistentRequest<T>)>,
-    /// By rank, those of one rank in their order.
-    receives: Vec<(usize, PersistentRequest<T>)>,
+    /// For each rank that something was asked of, if only nothing, the parts of it in order.
+    receives: BTreeMap<usize, Vec<PersistentRequest<T>>>,
 }
 
 impl<T: MpiDatatype + Clone + Default> Messages<T> {
@@ -27,11 +27,12 @@ impl<T: MpiDatatype + Clone + Default> Messages<T> {
         outgoing: impl IntoIterator<Item = (usize, Vec<T>)>,
     ) -> Result<Self> {
         let longest = MESSAGE_BYTES / size_of::<T>();
-        let mut receives = Vec::new();
+        let mut receives: BTreeMap<usize, Vec<PersistentRequest<T>>> = BTreeMap::new();
         for (from, n_items) in incoming {
+            let parts = receives.entry(from).or_default();
             for start in (0..n_items).step_by(longest) {
                 let place = vec![T::default(); longest.min(n_items - start)];
-                receives.push((from, comm.recv_init(place, rank_of(from), tag)?));
+                parts.push(comm.recv_init(place, rank_of(from), tag)?);
             }
         }
         let mut sends = Vec::new();
@@ -46,10 +47,9 @@ impl<T: MpiDatatype + Clone + Default> Messages<T> {
                 sends.push((to, comm.send_init(part, rank_of(to), tag)?));
             }
         }
-        for (_, request) in receives.iter_mut().chain(&mut sends) {
-            request.start()?;
-        }
-        Ok(Self { sends, receives })
+        let mut messages = Self { sends, receives };
+        messages.requests().try_for_each(PersistentRequest::start)?;
+        Ok(messages)
     }
 
     /// Whether all have arrived, here and there.
@@ -59,7 +59,7 @@ impl<T: MpiDatatype + Clone + Default> Messages<T> {
     /// MPI's.
     pub(super) fn have_arrived(&mut self) -> Result<bool> {
         let mut all = true;
-        for (_, request) in self.receives.iter_mut().chain(&mut self.sends) {
+        for request in self.requests() {
             if request.is_active() && request.test()?.is_none() {
                 all = false;
             }
@@ -67,28 +67,42 @@ impl<T: MpiDatatype + Clone + Default> Messages<T> {
         Ok(all)
     }
 
-    /// The ranks to or from which something is still on its way.
-    pub(super) fn missing(&self) -> impl Iterator<Item = usize> {
-        let requests = self.receives.iter().chain(&self.sends);
-        requests.filter(|(_, request)| request.is_active()).map(|(rank, _)| *rank)
+    fn requests(&mut self) -> impl Iterator<Item = &mut PersistentRequest<T>> {
+        let sends = self.sends.iter_mut().map(|(_, request)| request);
+        self.receives.values_mut().flatten().chain(sends)
     }
 
-    /// What has come from each rank that was to send something, when all have arrived.
+    /// The ranks to or from which something is still on its way.
+    pub(super) fn missing(&self) -> impl Iterator<Item = usize> {
+        let sends = self.sends.iter().map(|(to, request)| (*to, request));
+        let receives = self
+            .receives
+            .iter()
+            .flat_map(|(from, parts)| parts.iter().map(move |request| (*from, request)));
+        let requests = receives.chain(sends);
+        requests.filter(|(_, request)| request.is_active()).map(|(rank, _)| rank)
+    }
+
+    /// What has come from each rank that something was asked of, when all have arrived.
     ///
     /// # Errors
     ///
     /// MPI's.
     pub(super) fn arrived(self) -> Result<BTreeMap<usize, Vec<T>>> {
-        let mut arrived: BTreeMap<usize, Vec<T>> = BTreeMap::new();
-        for (from, request) in self.receives {
-            let items = request.into_buffer()?;
-            let of_rank = arrived.entry(from).or_default();
-            if of_rank.is_empty() {
-                *of_rank = items;
-            } else {
-                of_rank.extend(items);
-            }
-        }
-        Ok(arrived)
+        self.receives.into_iter().map(|(from, parts)| Ok((from, joined(parts)?))).collect()
     }
+}
+
+/// The items of all parts; of one part, without a copy.
+fn joined<T: Clone>(parts: Vec<PersistentRequest<T>>) -> Result<Vec<T>> {
+    let mut items = Vec::new();
+    for part in parts {
+        let part = part.into_buffer()?;
+        if items.is_empty() {
+            items = part;
+        } else {
+            items.extend_from_slice(&part);
+        }
+    }
+    Ok(items)
 }

@@ -63,10 +63,10 @@ impl DeviceMeshBuilder {
     /// standard error of its own, since the others may wait for it: there is no call that returns
     /// an error for it.
     ///
-    /// Neither is there a panic that one process survives: from the first mesh over MPI on, a panic on
-    /// any thread of a process ends all of them, also one that the program would catch by
-    /// [`catch_unwind`](std::panic::catch_unwind) or by joining its thread. A rank that unwinds would
-    /// wait for the others when MPI ends, and they for it.
+    /// Neither is there a panic that one process survives: from the first mesh over MPI on, a panic
+    /// on any thread of a process ends all of them, also one that the program would catch by
+    /// [`catch_unwind`](std::panic::catch_unwind) or by joining its thread. A rank that unwinds
+    /// would wait for the others when MPI ends, and they for it.
     ///
     /// A mesh without axes is a row named [`DeviceMesh::AXIS`].
     ///
@@ -255,13 +255,12 @@ impl Engine for Mpi {
     }
 
     fn all_gather(&self, site: &Site, x: &Tensor) -> Result<Gathered> {
-        let shapes = vec![x.dims().to_vec()];
         let Some(call) = self.enter(site)? else {
-            return Ok(Gathered { items: copied(x)?.flatten_all()?, shapes });
+            return Ok(Gathered::Parts(vec![copied(x)?]));
         };
         let host = on_host(x)?;
-        let Gathered { items, shapes } = with_bytes(&host, |bytes| call.gather(&host, bytes))?;
-        Ok(Gathered { items: items.to_device(x.device())?, shapes })
+        let (items, shapes) = with_bytes(&host, |bytes| call.gather(&host, bytes))?;
+        Ok(Gathered::EndToEnd { items: items.to_device(x.device())?, shapes })
     }
 
     fn all_to_all(&self, site: &Site, parts: Vec<Tensor>) -> Result<Vec<Tensor>> {
@@ -332,9 +331,6 @@ impl Engine for Mpi {
     }
 
     fn finish(&self) {
-        if let Some(error) = self.0.not_waited_for() {
-            session::end(&self.0.session.world, &error.to_string());
-        }
         if let Err(error) = processes::leave(self, &self.0.topology, self.0.slot) {
             session::end(&self.0.session.world, &error.to_string());
         }

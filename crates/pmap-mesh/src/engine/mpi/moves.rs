@@ -10,17 +10,15 @@ use super::{
     transfer::{Call, Kind},
     wire::Header,
 };
-use crate::engine::{
-    Gathered,
-    layout::{Owned, RunLayout},
-};
+use crate::engine::layout::{Owned, RunLayout};
 
 /// Nobody, as the rank in a header that a member wants to receive from.
 const NOBODY: u64 = u64::MAX;
 
 impl Call<'_> {
-    /// What all members have; `bytes` are those of `host`.
-    pub(super) fn gather(&self, host: &Tensor, bytes: &[u8]) -> Result<Gathered> {
+    /// The items of all members by rank, and the shape of what each has; `bytes` are those of
+    /// `host`.
+    pub(super) fn gather(&self, host: &Tensor, bytes: &[u8]) -> Result<(Tensor, Vec<Vec<usize>>)> {
         let own_size = match self.site.call.free_dim {
             Some(dim) => host.dims()[dim] as u64,
             None => 0,
@@ -48,7 +46,7 @@ impl Call<'_> {
         }
         let own = if received.headers[self.site.rank].inline { &[] } else { bytes };
         self.transfer(late, self.others().map(|to| (to, Kind::Data, own)));
-        Ok(Gathered { items: all.tensor(&[total])?, shapes })
+        Ok((all.tensor(&[total])?, shapes))
     }
 
     /// The tensors of a layout, of which this rank has `own` runs: all go straight to their places.
@@ -108,8 +106,8 @@ impl Call<'_> {
         arrived.into_iter().map(|part| part.tensor(own.dims())).collect()
     }
 
-    /// What rank `from` sends, if this one is to receive anything; `bytes` are what it sends itself,
-    /// of the type and shape of `x`.
+    /// What rank `from` sends, if this one is to receive anything; `bytes` are what it sends
+    /// itself, of the type and shape of `x`.
     pub(super) fn receive(
         &self,
         x: &Tensor,

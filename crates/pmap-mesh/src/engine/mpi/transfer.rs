@@ -20,8 +20,8 @@ pub(super) const MESSAGE_BYTES: usize = 1 << 30;
 /// some 100 ns: what arrives within microseconds finds its receiver awake.
 const TRIES: u32 = 64;
 /// How long a member that waits for others to come stays awake: about as long as they take if they
-/// do the same work. One that comes later has it slept, an eighth of the time that it has waited, so
-/// that the wait becomes longer by no more than that.
+/// do the same work. One that comes later has it slept, an eighth of the time that it has waited,
+/// so that the wait becomes longer by no more than that.
 const AWAKE: Duration = Duration::from_micros(200);
 /// The longest sleep.
 const NAP: Duration = Duration::from_millis(1);

@@ -1,15 +1,11 @@
 //! Collectives of lists that are under way while this process computes.
 //!
-//! What they send and receive lies in buffers that their requests own: these live as long as MPI may
-//! look at them, whatever becomes of the replica. All of them are carried on whenever this process
-//! is in MPI for any reason. No second thread makes calls beside it: MPI would have to lock for it,
-//! which costs every message of the first (ADR 17).
+//! What they send and receive lies in buffers that their requests own: these live as long as MPI
+//! may look at them, whatever becomes of the replica. All of them are carried on whenever this
+//! process is in MPI for any reason. No second thread makes calls beside it: MPI would have to lock
+//! for it, which costs every message of the first (ADR 17).
 
-use std::{
-    collections::BTreeMap,
-    mem,
-    sync::{Arc, atomic::Ordering},
-};
+use std::{collections::BTreeMap, mem, sync::atomic::Ordering};
 
 use candle_core::{Result, Tensor, bail};
 
@@ -26,7 +22,6 @@ use crate::{
         self, Site,
         processes::{TEXT_BYTES, agreement, description, disagreement},
     },
-    error::CollectiveError,
     mesh::axes::AxisSet,
     sync::lock,
 };
@@ -69,7 +64,15 @@ enum Stage {
         job: Job,
         n_th: i32,
     },
-    Over(Result<Vec<Tensor>>),
+    Over(Results),
+}
+
+type Results = Result<Vec<Tensor>>;
+
+impl Stage {
+    fn failed(error: candle_core::Error) -> Self {
+        Self::Over(Err(error))
+    }
 }
 
 /// What is sent to each rank in the first round: packed at the start, as what was handed in may be
@@ -100,11 +103,11 @@ impl engine::Underway for Handle {
         let mut patience = Patience::new(engine.deadline);
         loop {
             engine.progress();
-            if let Some(results) = engine.take_results(self.ticket) {
-                return results;
-            }
-            let (ranks, is_only_for_headers) = engine.waits_for(self.ticket);
-            if !patience.pause(is_only_for_headers) {
+            let (ranks, is_only_to_hear) = match engine.outcome(self.ticket) {
+                Ok(results) => return results,
+                Err(waits_for) => waits_for,
+            };
+            if !patience.pause(is_only_to_hear) {
                 engine.end_late(&self.site, ranks);
             }
         }
@@ -162,32 +165,19 @@ impl Inner {
         }
     }
 
-    /// What has been started and not waited for, if anything has.
-    pub(super) fn not_waited_for(&self) -> Option<CollectiveError> {
-        let underway = lock(&self.underway);
-        let site = &underway.list.first()?.site;
-        Some(CollectiveError::NotWaited { slot: site.slot(), call: Arc::clone(&site.call) })
-    }
-
-    /// The results of a collective that is over, which is then forgotten.
-    fn take_results(&self, ticket: u64) -> Option<Result<Vec<Tensor>>> {
+    /// The results of a collective that is over, which is then forgotten; or which members it waits
+    /// for, and whether only to hear of them.
+    #[expect(clippy::expect_used, reason = "who waits for a collective has not done so before")]
+    fn outcome(&self, ticket: u64) -> std::result::Result<Results, (Vec<usize>, bool)> {
         let mut underway = lock(&self.underway);
-        let is_over =
-            |entry: &Entry| entry.ticket == ticket && matches!(entry.stage, Stage::Over(_));
-        let position = underway.list.iter().position(is_over)?;
-        let entry = underway.list.remove(position);
+        let position = underway.list.iter().position(|entry| entry.ticket == ticket);
+        let position = position.expect("a collective is listed until it has been waited for");
+        let entry = &mut underway.list[position];
+        let Stage::Over(results) = &mut entry.stage else { return Err(entry.waits_for()) };
+        let results = mem::replace(results, Ok(Vec::new()));
+        underway.list.remove(position);
         self.n_underway.store(underway.list.len(), Ordering::Relaxed);
-        match entry.stage {
-            Stage::Over(results) => Some(results),
-            _ => None,
-        }
-    }
-
-    /// The members that a collective waits for, and whether only to hear of them.
-    fn waits_for(&self, ticket: u64) -> (Vec<usize>, bool) {
-        let underway = lock(&self.underway);
-        let entry = underway.list.iter().find(|entry| entry.ticket == ticket);
-        entry.map_or((Vec::new(), false), Entry::waits_for)
+        Ok(results)
     }
 
     fn checked<T>(&self, site: &Site, result: ferrompi::Result<T>) -> T {
@@ -222,31 +212,43 @@ impl Entry {
         match stage {
             Stage::Headers { messages, own, text, outgoing, job } => {
                 let arrived = engine.checked(&self.site, messages.arrived());
-                let hash =
-                    |rank: usize| arrived.get(&rank).map_or(own.hash, |b| Header::read(b).hash);
-                let first = hash(0);
-                match (1..self.site.size()).find(|&rank| hash(rank) != first) {
+                match self.disagreeing(&own, &arrived) {
                     None => self.round(engine, job, outgoing, 0),
                     Some(other) => self.texts(engine, text, other),
                 }
             }
             Stage::Texts { messages, own, other } => {
                 let arrived = engine.checked(&self.site, messages.arrived());
-                let text = |rank: usize| arrived.get(&rank).unwrap_or(&own).clone();
+                let own_rank = self.site.rank;
+                let text =
+                    |rank| if rank == own_rank { own.clone() } else { arrived[&rank].clone() };
                 end(&engine.session.world, &disagreement(&self.site, other, text).to_string())
             }
             Stage::Data { messages, job, n_th } => {
                 let arrived = engine.checked(&self.site, messages.arrived());
-                match job.finish(self.site.rank, &arrived) {
-                    Ok(Next::Results(results)) => Stage::Over(Ok(results)),
-                    Ok(Next::Round(job)) => match job.outgoing(self.others()) {
-                        Ok(outgoing) => self.round(engine, job, outgoing, n_th + 1),
-                        Err(error) => Stage::Over(Err(error)),
-                    },
-                    Err(error) => Stage::Over(Err(error)),
-                }
+                let next = job.finish(self.site.rank, &arrived);
+                next.and_then(|next| self.after(engine, next, n_th)).unwrap_or_else(Stage::failed)
             }
             Stage::Over(results) => Stage::Over(results),
+        }
+    }
+
+    /// The first rank that has not started what rank 0 has.
+    fn disagreeing(&self, own: &Header, arrived: &BTreeMap<usize, Vec<u8>>) -> Option<usize> {
+        let hash = |rank| {
+            if rank == self.site.rank { own.hash } else { Header::read(&arrived[&rank]).hash }
+        };
+        (1..self.site.size()).find(|&rank| hash(rank) != hash(0))
+    }
+
+    /// The stage after round `n_th`.
+    fn after(&self, engine: &Inner, next: Next, n_th: i32) -> Result<Stage> {
+        match next {
+            Next::Results(results) => Ok(Stage::Over(Ok(results))),
+            Next::Round(job) => {
+                let outgoing = job.outgoing(self.others())?;
+                Ok(self.round(engine, job, outgoing, n_th + 1))
+            }
         }
     }
 

@@ -384,15 +384,15 @@ impl Engine for Nccl {
             None => 0,
         };
         let Some((call, sizes)) = self.0.enter(site, slice::from_ref(x), own_size)? else {
-            let shapes = vec![x.dims().to_vec()];
-            return Ok(Gathered { items: copied(x)?.flatten_all()?, shapes });
+            return Ok(Gathered::Parts(vec![copied(x)?]));
         };
         let shapes: Vec<Vec<usize>> =
             sizes.iter().map(|&size| call.shape(x, size)).collect::<Result<_>>()?;
         let own = flat(x)?;
         let n_items = |from: usize| shapes[from].iter().product();
         let parts = call.swap(&own, |_| 0..own.elem_count(), n_items)?;
-        Ok(Gathered { items: Tensor::cat(&parts, 0)?, shapes })
+        let parts = parts.iter().zip(shapes).map(|(part, shape)| part.reshape(shape));
+        Ok(Gathered::Parts(parts.collect::<Result<_>>()?))
     }
 
     fn all_to_all(&self, site: &Site, parts: Vec<Tensor>) -> Result<Vec<Tensor>> {

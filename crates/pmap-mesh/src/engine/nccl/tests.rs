@@ -11,6 +11,7 @@ use core_types::Seed;
 
 use super::*;
 use crate::{
+    engine::layout::{Run, RunLayout},
     mesh::axes::MeshAxes,
     replica::{Identity, Replica, collectives::Collectives},
     spec::join::same,
@@ -195,10 +196,53 @@ fn lists_are_summed_as_over_threads() {
     });
 }
 
+/// Each tensor in pieces of 5 items at most, dealt to the ranks from the last to the first.
+fn layout(tensors: &[(Vec<usize>, DType)], ranks: usize) -> RunLayout {
+    let mut by_rank = vec![Vec::new(); ranks];
+    for (tensor, (shape, _)) in tensors.iter().enumerate() {
+        let size: usize = shape.iter().product();
+        for (n, start) in (0..size).step_by(5).enumerate() {
+            let items = start..size.min(start + 5);
+            by_rank[(n + 1) * (ranks - 1) % ranks].push(Run { tensor, items });
+        }
+    }
+    RunLayout::new("layer", tensors.to_vec(), by_rank).unwrap()
+}
+
+#[test]
+fn runs_are_put_together_and_summed_as_over_threads() {
+    everywhere(|ctx, set, dtype| {
+        let tensors =
+            [(vec![3, 4], dtype), (vec![], DType::F32), (vec![11], dtype), (vec![0, 2], dtype)];
+        let layout = layout(&tensors, ctx.axis_size(set)?);
+        let list: Vec<Tensor> = tensors
+            .iter()
+            .map(|(shape, dtype)| input(ctx, shape, *dtype))
+            .collect::<Result<_>>()?;
+        let own =
+            |run: &Run| list[run.tensor].flatten_all()?.narrow(0, run.items.start, run.items.len());
+        let own: Vec<Tensor> =
+            layout.runs(ctx.axis_index(set)?).iter().map(own).collect::<Result<_>>()?;
+        let mut all = Vec::new();
+        for gathered in [
+            ctx.gather_runs(own.clone(), &layout, set)?,
+            ctx.start_gather_runs(own, &layout, set)?.wait()?,
+        ] {
+            assert!(gathered.iter().all(|leaf| leaf.is_variable()));
+            all.extend(gathered.iter().map(Var::as_detached_tensor));
+        }
+        all.extend(ctx.reduce_runs(list.clone(), &layout, set)?);
+        let sum = ctx.start_psum(&list[0], set)?;
+        all.extend(ctx.start_reduce_runs(list, &layout, set)?.wait()?);
+        all.push(sum.wait()?);
+        Ok(all)
+    });
+}
+
 #[test]
 fn gradients_run_through_it() {
     check(&[("a", 2)], |ctx| {
-        let w = candle_core::Var::from_tensor(&input(ctx, &[6, 4], DType::F32)?)?;
+        let w = Var::from_tensor(&input(ctx, &[6, 4], DType::F32)?)?;
         let all = ctx.all_gather(w.as_tensor(), 0, ALL)?;
         let loss = (ctx.psum(&all.sqr()?, ALL)? * (ctx.slot() as f64 + 1.0))?.sum_all()?;
         Ok(loss.backward()?.get(&w).cloned().into_iter().collect())

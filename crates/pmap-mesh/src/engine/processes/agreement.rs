@@ -15,9 +15,15 @@ pub(crate) const TEXT_BYTES: usize = 4096;
 pub(crate) fn agreement(call: &CollectiveCall, tensors: &[Tensor]) -> u64 {
     let mut agreement = Fingerprint::new();
     agreement.bytes(call.op.as_bytes()).bytes(call.detail.as_bytes()).word(call.set);
-    // Numbers from 1 on, beside none. Nothing is allocated here: a sum of a few bytes takes 2 µs.
-    agreement.word(call.free_dim.map_or(0, |dim| dim as u64 + 1));
-    agreement.bytes(call.dtype.map_or("", |dtype| dtype.as_str()).as_bytes());
+    // Nothing is allocated here: a sum of a few bytes takes 2 µs.
+    agreement.word(match call.free_dim {
+        Some(dim) => dim as u64,
+        None => u64::MAX,
+    });
+    agreement.bytes(match call.dtype {
+        Some(dtype) => dtype.as_str().as_bytes(),
+        None => b"none",
+    });
     add_sizes(&mut agreement, call, &call.shape);
     for tensor in tensors {
         agreement.bytes(tensor.dtype().as_str().as_bytes());

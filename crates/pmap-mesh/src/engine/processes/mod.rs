@@ -26,8 +26,8 @@ pub(crate) fn end(rank: usize, why: &str, stop: impl FnOnce()) -> ! {
     ending::end(&format!("rank {rank}: {why}"), stop)
 }
 
-/// Makes the mesh of several processes, of which this one's slot is `slot`; its backend is made when
-/// the axes have been checked.
+/// Makes the mesh of several processes, of which this one's slot is `slot`; its backend is made
+/// when the axes have been checked.
 pub(crate) fn mesh(
     builder: DeviceMeshBuilder,
     slot: usize,
@@ -79,8 +79,8 @@ impl Drop for Guard<'_> {
     }
 }
 
-/// The lists of all processes, given this one's; tensors may be of any types and shapes. They travel
-/// on `device`.
+/// The lists of all processes, given this one's; tensors may be of any types and shapes. They
+/// travel on `device`.
 pub(crate) fn process_allgather(
     engine: &impl Engine,
     topology: &Topology,
@@ -92,7 +92,7 @@ pub(crate) fn process_allgather(
     let packed = packed.map_err(Error::gather(0))?;
     let site = Site::along(ALL, topology, slot, "results", Some(&packed))?.with_free_dim(0);
     let of_all = engine.all_gather(&site, &packed).map_err(Error::gather(0))?;
-    let lists = of_all.parts().and_then(|packed| packed.iter().map(unpacked).collect());
+    let lists = of_all.into_parts().and_then(|packed| packed.iter().map(unpacked).collect());
     lists.map_err(Error::gather(0))
 }
 

@@ -1,10 +1,10 @@
 //! One collective of one group: what its members contribute, and what they make of it together.
 
-use std::sync::OnceLock;
+use std::{collections::BTreeMap, sync::OnceLock};
 
 use candle_core::Tensor;
 
-use crate::engine::threads::lists::ListWork;
+use crate::{mesh::axes::AxisSet, reduce::joint::JointWork};
 
 /// What one member contributes to a collective.
 #[derive(Debug, Default)]
@@ -22,31 +22,66 @@ impl From<Tensor> for Contribution {
     }
 }
 
+/// What the members of a group make together of lists.
+#[derive(Debug)]
+pub(super) struct ListWork {
+    pub(super) work: JointWork,
+    /// Which output is the reduction of a run, by its tensor, start and end.
+    pub(super) outputs: BTreeMap<(usize, usize, usize), usize>,
+}
+
+/// What the members of a group have to make together, given what they have contributed; nothing if
+/// each makes its results by itself.
+pub(super) type LayOut<'a> = &'a dyn Fn(&[Contribution]) -> Option<candle_core::Result<ListWork>>;
+
+/// A collective among all of a call: its group, and which of the group's it is.
+pub(super) type CollectiveKey = (AxisSet, usize, u64);
+
 /// What all members of a group share in a collective.
-#[derive(Debug, Default)]
+#[derive(Debug)]
 pub(super) struct Exchange {
-    /// By rank; set by the member that came last.
-    contributions: OnceLock<Vec<Contribution>>,
-    /// What the members make together, laid out by the one that needs it first, or why it cannot
-    /// be.
-    work: OnceLock<Result<ListWork, String>>,
+    key: CollectiveKey,
+    complete: OnceLock<Complete>,
+}
+
+#[derive(Debug)]
+struct Complete {
+    /// By rank.
+    contributions: Vec<Contribution>,
+    /// What the members make together, or why it cannot be.
+    work: Option<Result<ListWork, String>>,
 }
 
 impl Exchange {
-    /// Whether all members have come.
-    pub(super) fn is_complete(&self) -> bool {
-        self.contributions.get().is_some()
+    pub(super) fn new(key: CollectiveKey) -> Self {
+        Self { key, complete: OnceLock::new() }
     }
 
+    pub(super) fn key(&self) -> CollectiveKey {
+        self.key
+    }
+
+    /// Whether all members have come.
+    pub(super) fn is_complete(&self) -> bool {
+        self.complete.get().is_some()
+    }
+
+    /// Shows the others what all have contributed, when the last member has come.
     #[expect(clippy::expect_used, reason = "only the last member completes an exchange")]
-    pub(super) fn complete(&self, contributions: Vec<Contribution>) {
-        self.contributions.set(contributions).expect("an exchange is completed once");
+    pub(super) fn complete(&self, contributions: Vec<Contribution>, lay_out: Option<LayOut<'_>>) {
+        let work = lay_out.and_then(|lay_out| lay_out(&contributions));
+        let work = work.map(|work| work.map_err(|error| error.to_string()));
+        self.complete.set(Complete { contributions, work }).expect("an exchange is completed once");
+    }
+
+    #[expect(clippy::expect_used, reason = "exchanges are looked into when all have come")]
+    fn get(&self) -> &Complete {
+        self.complete.get().expect("all members have come")
     }
 
     /// What the members have contributed, by rank.
-    #[expect(clippy::expect_used, reason = "exchanges are looked into when all have come")]
     pub(super) fn contributions(&self) -> &[Contribution] {
-        self.contributions.get().expect("all members have come")
+        &self.get().contributions
     }
 
     /// The one tensor that the member of this rank contributed.
@@ -54,22 +89,26 @@ impl Exchange {
         &self.contributions()[rank].tensors[0]
     }
 
-    /// The one tensor of each member.
-    pub(super) fn firsts(&self) -> Vec<Tensor> {
-        self.nths(0)
-    }
-
     /// The tensor number `index` of each member, all of which have one.
     pub(super) fn nths(&self, index: usize) -> Vec<Tensor> {
-        self.contributions().iter().map(|of_rank| of_rank.tensors[index].clone()).collect()
+        nths(self.contributions(), index)
     }
 
-    /// What the members make together.
-    pub(super) fn work(
-        &self,
-        lay_out: impl FnOnce() -> candle_core::Result<ListWork>,
-    ) -> candle_core::Result<&ListWork> {
-        let work = self.work.get_or_init(|| lay_out().map_err(|error| error.to_string()));
-        work.as_ref().map_err(candle_core::Error::msg)
+    /// What the members make together, unless each makes its results by itself.
+    ///
+    /// # Errors
+    ///
+    /// Why it cannot be made.
+    pub(super) fn work(&self) -> candle_core::Result<Option<&ListWork>> {
+        match &self.get().work {
+            None => Ok(None),
+            Some(Ok(work)) => Ok(Some(work)),
+            Some(Err(why)) => Err(candle_core::Error::msg(why)),
+        }
     }
+}
+
+/// The tensor number `index` of each member, all of which have one.
+pub(super) fn nths(contributions: &[Contribution], index: usize) -> Vec<Tensor> {
+    contributions.iter().map(|of_rank| of_rank.tensors[index].clone()).collect()
 }

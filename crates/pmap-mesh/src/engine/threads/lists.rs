@@ -11,7 +11,7 @@ use candle_core::{Device, Result, Shape, Tensor, Var, bail};
 
 use super::{
     SMALL_BYTES,
-    exchange::{Contribution, Exchange},
+    exchange::{Contribution, Exchange, ListWork, nths},
     frozen, n_bytes,
     rendezvous::Rendezvous,
 };
@@ -35,6 +35,7 @@ pub(super) enum Job {
     Reduce(ListReduction),
 }
 
+/// A reduction of what several members want of their lists.
 #[derive(Debug)]
 pub(super) struct ListReduction {
     wanted: Wanted,
@@ -49,14 +50,6 @@ pub(super) struct ListReduction {
 struct Want {
     run: Run,
     shape: Shape,
-}
-
-/// What the members of a group make together of lists.
-#[derive(Debug)]
-pub(super) struct ListWork {
-    work: JointWork,
-    /// Which output is the reduction of a run, by its tensor, start and end.
-    outputs: BTreeMap<(usize, usize, usize), usize>,
 }
 
 impl Job {
@@ -75,6 +68,14 @@ impl Job {
         }
     }
 
+    /// What the members make together.
+    pub(super) fn lay_out(&self, contributions: &[Contribution]) -> Option<Result<ListWork>> {
+        match self {
+            Self::Gather { layout, .. } => Some(gathering(layout, contributions)),
+            Self::Reduce(job) => (!job.is_small).then(|| job.lay_out(contributions)),
+        }
+    }
+
     /// The results, given that all have contributed.
     pub(super) fn results(
         &self,
@@ -82,15 +83,29 @@ impl Job {
         site: &Site,
         exchange: &Arc<Exchange>,
     ) -> Result<Vec<Tensor>> {
+        let Some(ListWork { work, outputs }) = exchange.work()? else {
+            return self.own_results(site, exchange);
+        };
+        rendezvous.work(site, exchange, work)?;
         match self {
             Self::Gather { layout, device } => {
-                let shared = exchange.work(|| gathering(layout, exchange.contributions()))?;
-                rendezvous.work(site, exchange, &shared.work)?;
-                let tensors = 0..layout.tensors().len();
-                let leaf = |n| placed(Var::from_tensor(&shared.work.result(n)?)?, device);
-                tensors.map(leaf).collect()
+                let leaf = |n| placed(Var::from_tensor(&work.result(n)?)?, device);
+                (0..layout.tensors().len()).map(leaf).collect()
             }
-            Self::Reduce(job) => job.results(rendezvous, site, exchange),
+            Self::Reduce(job) => {
+                let result = |Want { run, .. }: &Want| {
+                    work.result(outputs[&key(run)])?.to_device(&job.devices[run.tensor])
+                };
+                job.wants(site.rank, exchange.contributions()).iter().map(result).collect()
+            }
+        }
+    }
+
+    /// The results where each member makes them by itself.
+    fn own_results(&self, site: &Site, exchange: &Exchange) -> Result<Vec<Tensor>> {
+        match self {
+            Self::Gather { .. } => bail!("what is gathered is made together"),
+            Self::Reduce(job) => job.own_results(site, exchange),
         }
     }
 }
@@ -112,36 +127,19 @@ impl ListReduction {
         Ok((Self { wanted, reduction, devices, is_small }, Contribution { tensors, wanted: own }))
     }
 
-    fn results(
-        &self,
-        rendezvous: &Rendezvous,
-        site: &Site,
-        exchange: &Arc<Exchange>,
-    ) -> Result<Vec<Tensor>> {
-        let wants = self.wants(site.rank, exchange.contributions());
-        if self.is_small {
-            check_alike(exchange.contributions())?;
-            return wants
-                .iter()
-                .map(|Want { run: Run { tensor, items }, shape }| {
-                    let summands = exchange.nths(*tensor);
-                    let sum = reduce::run(&summands, items.clone(), shape, self.reduction)?;
-                    sum.to_device(&self.devices[*tensor])
-                })
-                .collect();
-        }
-        let shared = exchange.work(|| self.lay_out(exchange))?;
-        rendezvous.work(site, exchange, &shared.work)?;
-        let result = |Want { run, .. }: &Want| {
-            let result = shared.work.result(shared.outputs[&key(run)])?;
-            result.to_device(&self.devices[run.tensor])
+    fn own_results(&self, site: &Site, exchange: &Exchange) -> Result<Vec<Tensor>> {
+        let contributions = exchange.contributions();
+        check_alike(contributions)?;
+        let sum = |Want { run: Run { tensor, items }, shape }: &Want| {
+            let summands = exchange.nths(*tensor);
+            let sum = reduce::run(&summands, items.clone(), shape, self.reduction)?;
+            sum.to_device(&self.devices[*tensor])
         };
-        wants.iter().map(result).collect()
+        self.wants(site.rank, contributions).iter().map(sum).collect()
     }
 
     /// Everything that any member wants, each run once.
-    fn lay_out(&self, exchange: &Exchange) -> Result<ListWork> {
-        let contributions = exchange.contributions();
+    fn lay_out(&self, contributions: &[Contribution]) -> Result<ListWork> {
         check_alike(contributions)?;
         let mut outputs = BTreeMap::new();
         let mut reductions = Vec::new();
@@ -149,12 +147,12 @@ impl ListReduction {
             for Want { run, shape } in self.wants(rank, contributions) {
                 let n_outputs = reductions.len();
                 if *outputs.entry(key(&run)).or_insert(n_outputs) == n_outputs {
-                    let summands = exchange.nths(run.tensor);
+                    let summands = nths(contributions, run.tensor);
                     reductions.push(reduced(summands, run.items, shape, self.reduction)?);
                 }
             }
         }
-        Ok(ListWork { work: JointWork::new(reductions), outputs })
+        Ok(ListWork { work: JointWork::new(reductions, contributions.len()), outputs })
     }
 
     fn wants(&self, rank: usize, contributions: &[Contribution]) -> Vec<Want> {
@@ -209,25 +207,16 @@ fn gathering(layout: &RunLayout, contributions: &[Contribution]) -> Result<ListW
             is_leaf: true,
         })
     });
-    let work = JointWork::new(assemblies.collect::<Result<_>>()?);
+    let work = JointWork::new(assemblies.collect::<Result<_>>()?, contributions.len());
     Ok(ListWork { work, outputs: BTreeMap::new() })
 }
 
-/// The items of what all members have contributed, one tensor each, by rank.
-pub(super) fn gathered(
-    rendezvous: &Rendezvous,
-    site: &Site,
-    exchange: &Arc<Exchange>,
-    parts: Vec<Tensor>,
-) -> Result<Tensor> {
-    let lay_out = || {
-        let n_items: usize = parts.iter().map(Tensor::elem_count).sum();
-        let dtype = parts[0].dtype();
-        let assembly = Assembly { dtype, shape: n_items.into(), parts, is_leaf: false };
-        let work = JointWork::new(vec![assembled(assembly)?]);
-        Ok(ListWork { work, outputs: BTreeMap::new() })
-    };
-    let shared = exchange.work(lay_out)?;
-    rendezvous.work(site, exchange, &shared.work)?;
-    shared.work.result(0)
+/// The items of all parts, one after the other, as one output.
+pub(super) fn end_to_end(parts: Vec<Tensor>) -> Result<ListWork> {
+    let n_items: usize = parts.iter().map(Tensor::elem_count).sum();
+    let dtype = parts[0].dtype();
+    let members = parts.len();
+    let assembly = Assembly { dtype, shape: n_items.into(), parts, is_leaf: false };
+    let work = JointWork::new(vec![assembled(assembly)?], members);
+    Ok(ListWork { work, outputs: BTreeMap::new() })
 }

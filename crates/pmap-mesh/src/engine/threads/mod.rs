@@ -12,8 +12,8 @@ use crate::{
     engine::{
         Backend, Engine, Gathered, Message, Site, Underway, Wanted, Work,
         threads::{
-            exchange::{Contribution, Exchange},
-            lists::{Job, gathered},
+            exchange::{Contribution, Exchange, ListWork, nths},
+            lists::{Job, end_to_end},
             rendezvous::Rendezvous,
         },
         traffic::Counter,
@@ -23,8 +23,8 @@ use crate::{
     reduce::{self, Reduction},
 };
 
-/// Up to how many bytes every member makes its results by itself: a second wait would cost more than
-/// the work.
+/// Up to how many bytes every member makes its results by itself: a second wait would cost more
+/// than the work.
 const SMALL_BYTES: usize = 16 << 10;
 
 /// The slots of a mesh that are threads of this process.
@@ -93,29 +93,33 @@ impl Engine for ThreadsEngine {
             let mut sums = self.run(site, work)?;
             return Ok(sums.swap_remove(0));
         }
-        let exchange = self.rendezvous.meet(site, frozen(x)?.into())?;
-        reduce::whole(&exchange.firsts(), reduction)?.to_device(x.device())
+        let exchange = self.rendezvous.meet(site, frozen(x)?.into(), None)?;
+        reduce::whole(&exchange.nths(0), reduction)?.to_device(x.device())
     }
 
     fn all_gather(&self, site: &Site, x: &Tensor) -> Result<Gathered> {
         let own = if n_bytes(x) <= SMALL_BYTES { frozen(x)? } else { on_host(x)? };
-        let exchange = self.rendezvous.meet(site, own.into())?;
-        let parts = exchange.firsts();
-        let shapes = parts.iter().map(|part| part.dims().to_vec()).collect();
-        let items = if parts.iter().all(|part| n_bytes(part) <= SMALL_BYTES) {
-            let flat: Vec<Tensor> = parts.iter().map(Tensor::flatten_all).collect::<Result<_>>()?;
-            Tensor::cat(&flat, 0)?
-        } else {
-            gathered(&self.rendezvous, site, &exchange, parts)?
+        let lay_out = |contributions: &[Contribution]| {
+            let parts = nths(contributions, 0);
+            let is_small = parts.iter().all(|part| n_bytes(part) <= SMALL_BYTES);
+            (!is_small).then(|| end_to_end(parts))
         };
-        Ok(Gathered { items: items.to_device(x.device())?, shapes })
+        let exchange = self.rendezvous.meet(site, own.into(), Some(&lay_out))?;
+        let parts = exchange.nths(0);
+        let Some(ListWork { work, .. }) = exchange.work()? else {
+            let parts = parts.iter().map(|part| part.to_device(x.device()));
+            return Ok(Gathered::Parts(parts.collect::<Result<_>>()?));
+        };
+        self.rendezvous.work(site, &exchange, work)?;
+        let shapes = parts.iter().map(|part| part.dims().to_vec()).collect();
+        Ok(Gathered::EndToEnd { items: work.result(0)?.to_device(x.device())?, shapes })
     }
 
     fn all_to_all(&self, site: &Site, parts: Vec<Tensor>) -> Result<Vec<Tensor>> {
         let device = parts[site.rank].device();
         let tensors = parts.iter().map(frozen).collect::<Result<_>>()?;
         let contribution = Contribution { tensors, wanted: Vec::new() };
-        let exchange = self.rendezvous.meet(site, contribution)?;
+        let exchange = self.rendezvous.meet(site, contribution, None)?;
         exchange.nths(site.rank).iter().map(|tensor| tensor.to_device(device)).collect()
     }
 
@@ -123,26 +127,28 @@ impl Engine for ThreadsEngine {
         // Who sends nothing copies nothing, and all who receive the same share one copy.
         let contribution =
             if message.is_sent { frozen(message.x)?.into() } else { Contribution::default() };
-        let exchange = self.rendezvous.meet(site, contribution)?;
+        let exchange = self.rendezvous.meet(site, contribution, None)?;
         let device = message.x.device();
         message.from.map(|from| exchange.first(from).to_device(device)).transpose()
     }
 
     fn run(&self, site: &Site, work: Work) -> Result<Vec<Tensor>> {
         let (job, contribution) = Job::new(work)?;
-        let exchange = self.rendezvous.meet(site, contribution)?;
+        let lay_out = |contributions: &[Contribution]| job.lay_out(contributions);
+        let exchange = self.rendezvous.meet(site, contribution, Some(&lay_out))?;
         job.results(&self.rendezvous, site, &exchange)
     }
 
     fn start(&self, site: &Site, work: Work) -> Result<Box<dyn Underway>> {
         let (job, contribution) = Job::new(work)?;
-        let exchange = self.rendezvous.start(site, contribution)?;
+        let lay_out = |contributions: &[Contribution]| job.lay_out(contributions);
+        let exchange = self.rendezvous.start(site, contribution, &lay_out)?;
         let rendezvous = Arc::clone(&self.rendezvous);
         Ok(Box::new(Started { rendezvous, site: site.clone(), exchange, job }))
     }
 
     fn barrier(&self, site: &Site) -> Result<()> {
-        self.rendezvous.meet(site, Contribution::default()).map(drop)
+        self.rendezvous.meet(site, Contribution::default(), None).map(drop)
     }
 
     fn counter(&self) -> &Counter {

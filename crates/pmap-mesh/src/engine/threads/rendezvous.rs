@@ -32,7 +32,7 @@ use crate::{
     engine::{
         Site,
         call::CollectiveCall,
-        threads::exchange::{Contribution, Exchange},
+        threads::exchange::{CollectiveKey, Contribution, Exchange, LayOut},
     },
     error::{CollectiveError, Error},
     mesh::axes::AxisSet,
@@ -59,9 +59,6 @@ struct State {
     failures: Vec<(usize, Error)>,
 }
 
-/// A collective among all of a call: its group, and which of the group's it is.
-type CollectiveKey = (AxisSet, usize, u64);
-
 #[derive(Default)]
 struct ReplicaState {
     /// How many collectives it has come to along each set of axes.
@@ -70,18 +67,16 @@ struct ReplicaState {
     waits_for: Option<Waiting>,
     /// The thread to be woken when there is news.
     thread: Option<Thread>,
-    /// What it has started and not waited for.
-    underway: Vec<Waiting>,
     returned: bool,
     /// Whether it was told that another replica failed; its own error is then only an echo.
     aborted: bool,
 }
 
-/// A collective that a replica waits for, or is to wait for.
-#[derive(Clone)]
+/// A collective that a replica waits for.
 struct Waiting {
     call: Arc<CollectiveCall>,
-    exchange: Arc<Exchange>,
+    /// Found among the open ones until all have come.
+    key: CollectiveKey,
 }
 
 /// A collective to which some members have not come yet.
@@ -109,7 +104,8 @@ impl Rendezvous {
         }
     }
 
-    /// Contributes to a collective, and waits for the other members of the group.
+    /// Contributes to a collective, and waits for the other members of the group; the last one lays
+    /// out what they make together.
     ///
     /// Nobody leaves before all have come, so what was contributed to one collective may be changed
     /// after the next.
@@ -121,17 +117,13 @@ impl Rendezvous {
         &self,
         site: &Site,
         contribution: Contribution,
+        lay_out: Option<LayOut<'_>>,
     ) -> candle_core::Result<Arc<Exchange>> {
-        let exchange = {
-            let state = &mut *lock(&self.state);
-            let exchange = self.arrive(state, site, contribution)?;
-            if exchange.is_complete() {
-                return Ok(exchange);
-            }
-            self.begin_wait(state, site, &exchange)?;
-            exchange
-        };
-        self.wait(site, &exchange, || exchange.is_complete())?;
+        let (exchange, is_last) = self.come(site, contribution, lay_out, true)?;
+        if !is_last {
+            // Also if the others have come by now: it has begun to wait.
+            self.wait(site, &exchange, || exchange.is_complete())?;
+        }
         Ok(exchange)
     }
 
@@ -144,11 +136,38 @@ impl Rendezvous {
         &self,
         site: &Site,
         contribution: Contribution,
+        lay_out: LayOut<'_>,
     ) -> candle_core::Result<Arc<Exchange>> {
-        let state = &mut *lock(&self.state);
-        let exchange = self.arrive(state, site, contribution)?;
-        state.replicas[site.slot()].underway.push(Waiting::new(site, &exchange));
-        Ok(exchange)
+        Ok(self.come(site, contribution, Some(lay_out), false)?.0)
+    }
+
+    /// Adds the replica to its group, and completes the exchange if it is the last one missing;
+    /// returns whether it is. If it is not, it has begun to wait if it `waits`.
+    fn come(
+        &self,
+        site: &Site,
+        contribution: Contribution,
+        lay_out: Option<LayOut<'_>>,
+        waits: bool,
+    ) -> candle_core::Result<(Arc<Exchange>, bool)> {
+        let mut state = lock(&self.state);
+        let (exchange, contributions) = self.arrive(&mut state, site, contribution)?;
+        let Some(contributions) = contributions else {
+            if waits {
+                self.begin_wait(&mut state, site, &exchange)?;
+            }
+            return Ok((exchange, false));
+        };
+        if lay_out.is_some() {
+            // Not under the lock: this takes some microseconds.
+            drop(state);
+            exchange.complete(contributions, lay_out);
+            state = lock(&self.state);
+        } else {
+            exchange.complete(contributions, None);
+        }
+        state.wake_others(site);
+        Ok((exchange, true))
     }
 
     /// Waits until all have come to a collective that this replica has started.
@@ -163,8 +182,6 @@ impl Rendezvous {
     ) -> candle_core::Result<()> {
         {
             let state = &mut *lock(&self.state);
-            let underway = &mut state.replicas[site.slot()].underway;
-            underway.retain(|started| !Arc::ptr_eq(&started.exchange, exchange));
             if exchange.is_complete() {
                 return Ok(());
             }
@@ -190,10 +207,11 @@ impl Rendezvous {
         exchange: &Arc<Exchange>,
         work: &JointWork,
     ) -> candle_core::Result<()> {
-        if work.help() {
+        if work.help(site.rank) {
             lock(&self.state).wake_others(site);
         }
-        if work.is_finished() {
+        // The others are at their last pieces: mostly this spares the lock.
+        if sync::soon(|| work.is_finished()) {
             return Ok(());
         }
         self.begin_wait(&mut lock(&self.state), site, exchange)?;
@@ -208,7 +226,8 @@ impl Rendezvous {
         exchange: &Arc<Exchange>,
     ) -> candle_core::Result<()> {
         let replica = &mut state.replicas[site.slot()];
-        replica.waits_for = Some(Waiting::new(site, exchange));
+        let call = Arc::clone(&site.call);
+        replica.waits_for = Some(Waiting { call, key: exchange.key() });
         replica.thread = Some(thread::current());
         self.check_progress(state, site.slot())
     }
@@ -242,13 +261,14 @@ impl Rendezvous {
         Err(state.abort(slot))
     }
 
-    /// Adds the replica to its group, and completes the exchange if it was the last one missing.
+    /// Adds the replica to its group; returns what all have contributed if it is the last one
+    /// missing.
     fn arrive(
         &self,
         state: &mut State,
         site: &Site,
         contribution: Contribution,
-    ) -> candle_core::Result<Arc<Exchange>> {
+    ) -> candle_core::Result<(Arc<Exchange>, Option<Vec<Contribution>>)> {
         let slot = site.slot();
         // Under the lock, so no failure can be noted between this and the arrival.
         if self.failed.load(Ordering::Acquire) {
@@ -258,18 +278,16 @@ impl Rendezvous {
         if let Some(objection) = state.objection(site, key) {
             return Err(self.refuse(state, slot, objection));
         }
-        *state.replicas[slot].counts.entry(key.0).or_default() += 1;
         let mut open = match state.open.entry(key) {
             Entry::Occupied(open) => open,
-            Entry::Vacant(vacant) => vacant.insert_entry(OpenGroup::new(site)),
+            Entry::Vacant(vacant) => vacant.insert_entry(OpenGroup::new(site, key)),
         };
         open.get_mut().add(site, contribution);
         if open.get().missing > 0 {
-            return Ok(Arc::clone(&open.get().exchange));
+            return Ok((Arc::clone(&open.get().exchange), None));
         }
-        let exchange = open.remove().close();
-        state.wake_others(site);
-        Ok(exchange)
+        let (exchange, contributions) = open.remove().close();
+        Ok((exchange, Some(contributions)))
     }
 
     /// Notes that a replica has returned; those that wait for it learn that it will not come.
@@ -280,12 +298,7 @@ impl Rendezvous {
             // Those that wait have learned of that failure.
             return;
         }
-        if let Some(Waiting { call, .. }) = state.replicas[slot].underway.first() {
-            let call = Arc::clone(call);
-            self.end(state, slot, CollectiveError::NotWaited { slot, call }.into());
-        } else if let Some((waiting, call)) =
-            state.open.values().find_map(|open| open.waits_for(slot))
-        {
+        if let Some((waiting, call)) = state.open.values().find_map(|open| open.waits_for(slot)) {
             self.end(state, slot, CollectiveError::Deserted { slot, waiting, call }.into());
         } else {
             // This replica has returned, so there is nobody to give the error to; the others are
@@ -339,12 +352,12 @@ impl Rendezvous {
 }
 
 impl State {
-    /// The collective that a replica comes to next in a group.
-    fn next_key(&self, site: &Site) -> CollectiveKey {
+    /// The collective that a replica comes to in a group.
+    fn next_key(&mut self, site: &Site) -> CollectiveKey {
         let (set, group) = site.key();
-        // None yet is the first.
-        let count = self.replicas[site.slot()].counts.get(&set).copied().unwrap_or(0);
-        (set, group, count)
+        let count = self.replicas[site.slot()].counts.entry(set).or_default();
+        *count += 1;
+        (set, group, *count)
     }
 
     /// Why a replica cannot take part in a collective, if it cannot.
@@ -373,7 +386,7 @@ impl State {
 
     /// The deadlock, if there is one.
     fn deadlock(&self) -> Option<CollectiveError> {
-        if !self.replicas.iter().all(ReplicaState::is_stuck) {
+        if !self.replicas.iter().all(|replica| self.is_stuck(replica)) {
             return None;
         }
         let waiting: Vec<_> = (self.replicas.iter().enumerate())
@@ -385,9 +398,16 @@ impl State {
         (!waiting.is_empty()).then_some(CollectiveError::Deadlock { waiting })
     }
 
+    /// Whether a replica does nothing more unless others come; who waits for a collective that all
+    /// have come to is about to leave it, or waits for those who work.
+    fn is_stuck(&self, replica: &ReplicaState) -> bool {
+        let waits = |waiting: &Waiting| self.open.contains_key(&waiting.key);
+        replica.returned || replica.waits_for.as_ref().is_some_and(waits)
+    }
+
     /// The members that have not come to a collective; none if it is only not finished.
-    fn missing(&self, exchange: &Arc<Exchange>) -> Vec<usize> {
-        let open = self.open.values().find(|open| Arc::ptr_eq(&open.exchange, exchange));
+    fn missing(&self, exchange: &Exchange) -> Vec<usize> {
+        let open = self.open.get(&exchange.key());
         open.into_iter().flat_map(OpenGroup::absent).collect()
     }
 
@@ -428,13 +448,6 @@ impl fmt::Debug for State {
 }
 
 impl ReplicaState {
-    /// Whether it does nothing more unless others come; who waits for a complete collective is about
-    /// to leave it, or waits for those who work.
-    fn is_stuck(&self) -> bool {
-        let waits = |waiting: &Waiting| !waiting.exchange.is_complete();
-        self.returned || self.waits_for.as_ref().is_some_and(waits)
-    }
-
     /// Wakes the replica if it has ever waited; one that is awake sleeps once less.
     fn wake(&self) {
         if let Some(thread) = &self.thread {
@@ -443,19 +456,13 @@ impl ReplicaState {
     }
 }
 
-impl Waiting {
-    fn new(site: &Site, exchange: &Arc<Exchange>) -> Self {
-        Self { call: Arc::clone(&site.call), exchange: Arc::clone(exchange) }
-    }
-}
-
 impl OpenGroup {
-    fn new(site: &Site) -> Self {
+    fn new(site: &Site, key: CollectiveKey) -> Self {
         Self {
             slots: Arc::clone(site.members()),
             arrivals: (0..site.size()).map(|_| None).collect(),
             missing: site.size(),
-            exchange: Arc::default(),
+            exchange: Arc::new(Exchange::new(key)),
         }
     }
 
@@ -483,12 +490,10 @@ impl OpenGroup {
     }
 
     #[expect(clippy::expect_used, reason = "each arrival lowers `missing`, which is 0 here")]
-    fn close(self) -> Arc<Exchange> {
+    fn close(self) -> (Arc<Exchange>, Vec<Contribution>) {
         let contribution =
             |arrival: Option<Arrival>| arrival.expect("all members have come").contribution;
-        let contributions = self.arrivals.into_iter().map(contribution).collect();
-        self.exchange.complete(contributions);
-        self.exchange
+        (self.exchange, self.arrivals.into_iter().map(contribution).collect())
     }
 }
 
@@ -502,18 +507,17 @@ mod tests {
         Site::along(ALL, &topology, slot, "barrier", None).unwrap()
     }
 
-    fn comes(rendezvous: &Rendezvous, slot: usize) -> candle_core::Result<Arc<Exchange>> {
-        rendezvous.start(&site(slot), Contribution::default())
+    /// As a replica that starts a collective, or as one whose thread is about to wait.
+    fn comes(
+        rendezvous: &Rendezvous,
+        slot: usize,
+        waits: bool,
+    ) -> candle_core::Result<Arc<Exchange>> {
+        Ok(rendezvous.come(&site(slot), Contribution::default(), None, waits)?.0)
     }
 
-    /// As `meet` does before its thread waits.
     fn begins(rendezvous: &Rendezvous, slot: usize) -> candle_core::Result<Arc<Exchange>> {
-        let state = &mut *lock(&rendezvous.state);
-        let exchange = rendezvous.arrive(state, &site(slot), Contribution::default())?;
-        if !exchange.is_complete() {
-            rendezvous.begin_wait(state, &site(slot), &exchange)?;
-        }
-        Ok(exchange)
+        comes(rendezvous, slot, true)
     }
 
     #[test]
@@ -548,25 +552,12 @@ mod tests {
     #[test]
     fn collectives_under_way_are_matched_in_the_order_in_which_they_are_started() {
         let rendezvous = Rendezvous::new(2, None);
-        let of_first = [0; 3].map(|slot| comes(&rendezvous, slot).unwrap());
-        let of_second = [1; 2].map(|slot| comes(&rendezvous, slot).unwrap());
+        let of_first = [0; 3].map(|slot| comes(&rendezvous, slot, false).unwrap());
+        let of_second = [1; 2].map(|slot| comes(&rendezvous, slot, false).unwrap());
         for (left, right) in of_first.iter().zip(&of_second) {
             assert!(Arc::ptr_eq(left, right) && left.is_complete());
         }
         assert!(!of_first[2].is_complete());
-    }
-
-    #[test]
-    fn who_returns_before_it_has_waited_is_named() {
-        let rendezvous = Rendezvous::new(2, None);
-        comes(&rendezvous, 0).unwrap();
-        comes(&rendezvous, 1).unwrap();
-        rendezvous.finish(0);
-        let failure = rendezvous.take_failure();
-        assert!(
-            matches!(failure, Some(Error::Collective(CollectiveError::NotWaited { slot: 0, .. }))),
-            "{failure:?}"
-        );
     }
 
     #[test]
