@@ -2,6 +2,8 @@
 
 #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
 
+mod moves;
+
 use candle_core::{DType, Device, Tensor, Var};
 use candle_distributed::{
     mesh::{ALL, DeviceMesh, P, Uneven},
@@ -9,12 +11,16 @@ use candle_distributed::{
 };
 use candle_nn::{Linear, Module, Optimizer, SGD, VarMap, linear};
 
-/// A mesh of two slots for each kind of device: two devices if there are so many, else the first
-/// one twice.
+/// A mesh of two slots for each kind of device, and each way to open one: two devices if there are so
+/// many, else the first one twice.
 fn meshes() -> Vec<DeviceMesh> {
     let mut meshes = vec![DeviceMesh::cpu(2).unwrap()];
-    for (kind, open) in [("cuda", Device::new_cuda as fn(usize) -> _), ("metal", Device::new_metal)]
-    {
+    let kinds = [
+        ("cuda", Device::new_cuda as fn(usize) -> _),
+        ("cuda, streams of their own", Device::new_cuda_with_stream),
+        ("metal", Device::new_metal),
+    ];
+    for (kind, open) in kinds {
         match open(0) {
             Ok(first) => {
                 let second = open(1).unwrap_or_else(|_| first.clone());

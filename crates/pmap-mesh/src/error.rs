@@ -83,6 +83,12 @@ pub enum MeshError {
         /// The name.
         name: String,
     },
+    /// An axis of a mesh has an empty name.
+    #[error("axis {position} of the mesh has no name")]
+    UnnamedAxis {
+        /// The place of the axis among those of the mesh, from 0.
+        position: usize,
+    },
     /// The mesh has no axis of this name.
     #[error("the mesh has no axis named {name}, its axes are {}", known.join(", "))]
     UnknownAxis {
@@ -419,6 +425,16 @@ pub enum ProcessError {
         path: std::path::PathBuf,
         /// What is wrong with it.
         cause: std::io::Error,
+    },
+    /// A second thread of a process called a function on a mesh that spans several processes; over
+    /// them calls meet in the order in which each process makes them, which two threads do not keep.
+    #[error(
+        "thread {name} calls on a mesh of several processes that another thread has called on: one thread makes all \
+         calls, since those of two would come in another order in every process"
+    )]
+    OtherThread {
+        /// The name of the thread that was refused.
+        name: String,
     },
     /// Meshes that span several processes do not have this yet.
     #[error("{what} of a mesh that spans several processes is not supported")]

@@ -7,14 +7,20 @@ pub(crate) mod topology;
 mod traffic;
 pub(crate) mod workers;
 
-use std::{fmt, ops::Range, sync::Arc, time::Duration};
+use std::{
+    fmt,
+    ops::Range,
+    sync::{Arc, OnceLock},
+    thread::{self, ThreadId},
+    time::Duration,
+};
 
 use candle_core::{Device, Tensor};
 
 use crate::{
     engine::{Backend, threads::Threads},
-    error::{MeshError, ProcessError, Result, ValueError},
-    mesh::{topology::Topology, workers::Workers},
+    error::{MeshError, ProcessError, ReplicaError, Result, ValueError},
+    mesh::{place::settle, topology::Topology, workers::Workers},
 };
 
 /// Devices in a grid with named axes, each with a worker that waits for calls.
@@ -22,6 +28,10 @@ use crate::{
 /// Cloning is cheap and shares the workers; they end when the last clone is dropped. Dropping it waits
 /// for them, except for one whose replica did not return by the
 /// [deadline](DeviceMeshBuilder::deadline) of its call.
+///
+/// Several threads may call functions on a mesh of one process; their calls take turns. Over several
+/// processes one thread calls, the first one that does: others are refused with
+/// [`ProcessError::OtherThread`](crate::ProcessError::OtherThread).
 ///
 /// # Examples
 ///
@@ -44,6 +54,8 @@ struct Inner {
     devices: Vec<Device>,
     /// The first slot in this process.
     first_slot: usize,
+    /// The thread that calls, if the mesh spans several processes.
+    caller: OnceLock<ThreadId>,
     topology: Arc<Topology>,
     options: Options,
     backend: Arc<dyn Backend>,
@@ -154,7 +166,15 @@ impl DeviceMesh {
         // A process with one slot is bound by its launcher, or is not, as that was told.
         let pin = options.pin && on_processor && devices.len() > 1;
         let workers = Workers::start(devices.len(), pin, options.deadline)?;
-        Ok(Self(Arc::new(Inner { devices, first_slot, topology, options, backend, workers })))
+        Ok(Self(Arc::new(Inner {
+            devices,
+            first_slot,
+            caller: OnceLock::new(),
+            topology,
+            options,
+            backend,
+            workers,
+        })))
     }
 
     /// Returns a mesh, with workers of its own, of those devices of this one whose coordinate along
@@ -232,7 +252,36 @@ impl DeviceMesh {
         if lists.len() != slots {
             return Err(ValueError::ListCount { lists: lists.len(), slots }.into());
         }
+        self.refuse_other_thread()?;
         self.0.backend.process_allgather(lists)
+    }
+
+    /// Refuses a call on a mesh of several processes from a second thread.
+    ///
+    /// Their calls meet in the order in which each process makes them. Those of two threads come in any
+    /// order, another one in every process, and their tensors would be mixed up without an error.
+    pub(crate) fn refuse_other_thread(&self) -> Result<(), ProcessError> {
+        if self.0.devices.len() == self.len() {
+            return Ok(());
+        }
+        let current = thread::current();
+        if *self.0.caller.get_or_init(|| current.id()) == current.id() {
+            return Ok(());
+        }
+        let name = current.name().unwrap_or("without a name").to_owned();
+        Err(ProcessError::OtherThread { name })
+    }
+
+    /// Waits until all devices of this process have done what any thread has begun there: a function
+    /// may have captured what is still being written.
+    pub(crate) fn settle(&self) -> Result<()> {
+        for (slot, device) in self.local_slots().zip(self.devices()) {
+            settle(device).map_err(|cause| {
+                let device = device.clone();
+                ReplicaError::Failed { slot, device, cause }
+            })?;
+        }
+        Ok(())
     }
 
     pub(crate) fn backend(&self) -> &dyn Backend {
@@ -325,7 +374,7 @@ impl DeviceMeshBuilder {
     /// # Errors
     ///
     /// [`MeshError::Size`] for no slots or more than [`DeviceMesh::MAX_DEVICES`],
-    /// [`MeshError::AxisCount`] for too many axes, [`MeshError::DuplicateAxis`], [`MeshError::DeviceCount`] if
+    /// [`MeshError::AxisCount`] for too many axes, [`MeshError::UnnamedAxis`], [`MeshError::DuplicateAxis`], [`MeshError::DeviceCount`] if
     /// there are more or fewer devices than slots, and [`MeshError::Worker`] if the system gives no
     /// more threads.
     pub fn devices(self, devices: Vec<Device>) -> Result<DeviceMesh> {
@@ -377,6 +426,31 @@ fn name_of(device: &Device) -> String {
 mod tests {
     use super::*;
     use crate::error::Error;
+
+    /// The process of slot 0 of two, without the other one: functions without collectives can run.
+    fn one_of_two_processes() -> DeviceMesh {
+        let topology = Arc::new(Topology::new(vec![("a".into(), 2)], 2).unwrap());
+        let options = Options { pin: false, deadline: None };
+        let backend = Arc::new(Threads::new(2, None));
+        DeviceMesh::start(vec![Device::Cpu], 0, topology, options, backend).unwrap()
+    }
+
+    #[test]
+    fn over_processes_one_thread_calls() {
+        let mesh = one_of_two_processes();
+        let nothing = mesh.pmap(|_, ()| Ok(()));
+        let refused = |outcome: Result<()>| matches!(outcome, Err(Error::Process(ProcessError::OtherThread { name })) if name == "two");
+        nothing.call_sharded(()).unwrap();
+        thread::scope(|scope| {
+            let second = thread::Builder::new().name("two".into()).spawn_scoped(scope, || {
+                assert!(refused(nothing.call_sharded(()).map(drop)));
+                assert!(refused(nothing.call(())));
+                assert!(refused(mesh.process_allgather(vec![Vec::new()]).map(drop)));
+            });
+            second.unwrap().join().unwrap();
+        });
+        nothing.call_sharded(()).unwrap();
+    }
 
     #[test]
     fn a_device_whose_opening_panics_is_named_with_the_reason() {

@@ -1,4 +1,9 @@
 //! Moving tensors to the devices of a mesh.
+//!
+//! candle copies from one GPU to another on a stream that nobody waits for, while the block that is
+//! copied may be given to the next tensor; and two devices that were opened for one GPU are different
+//! ones for it, between which it copies in the same way, or not at all on Metal. So whatever changes
+//! its device goes through the processor's memory, where every copy is complete when it returns.
 
 use candle_core::{DType, Device, Shape, Tensor, Var};
 
@@ -11,10 +16,26 @@ use candle_core::{DType, Device, Shape, Tensor, Var};
 /// The graph stays behind: gradients do not cross a call.
 pub(crate) fn place(shard: &Tensor, device: &Device) -> candle_core::Result<Tensor> {
     let shard = shard.detach();
-    if shard.device().same_device(device) {
-        in_one_piece(&shard)
-    } else {
-        copied(&shard)?.to_device(device)
+    if shard.device().same_device(device) { in_one_piece(&shard) } else { moved(&shard, device) }
+}
+
+/// The tensor on a device; itself, if it is there.
+pub(crate) fn moved(x: &Tensor, device: &Device) -> candle_core::Result<Tensor> {
+    if x.device().same_device(device) { Ok(x.clone()) } else { on_host(x)?.to_device(device) }
+}
+
+/// Waits until everything is done that has been begun on a device, by whatever thread.
+///
+/// On CUDA `Device::synchronize` waits for one stream, which for devices of [`Device::new_cuda`] is
+/// that of the calling thread: what another thread, or another device that was opened for the same GPU,
+/// has begun is not among it.
+pub(crate) fn settle(device: &Device) -> candle_core::Result<()> {
+    match device {
+        #[cfg(feature = "cuda")]
+        Device::Cuda(cuda) => {
+            cuda.cuda_stream().context().synchronize().map_err(candle_core::Error::wrap)
+        }
+        other => other.synchronize(),
     }
 }
 

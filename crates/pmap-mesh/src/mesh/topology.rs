@@ -30,6 +30,9 @@ impl Topology {
             return Err(MeshError::AxisCount { count: axes.len(), max: Self::MAX_AXES });
         }
         for (n, (name, _)) in axes.iter().enumerate() {
+            if name.is_empty() {
+                return Err(MeshError::UnnamedAxis { position: n });
+            }
             if axes[..n].iter().any(|(earlier, _)| earlier == name) {
                 return Err(MeshError::DuplicateAxis { name: name.clone() });
             }
@@ -194,6 +197,8 @@ mod tests {
         );
         let twice = Topology::new(vec![("x".into(), 2), ("x".into(), 2)], 1024);
         assert!(matches!(twice, Err(MeshError::DuplicateAxis { name }) if name == "x"));
+        let unnamed = Topology::new(vec![("x".into(), 2), (String::new(), 2)], 1024);
+        assert!(matches!(unnamed, Err(MeshError::UnnamedAxis { position: 1 })));
         for sizes in [vec![0, 2], vec![usize::MAX, 2], vec![1025]] {
             let axes =
                 sizes.into_iter().enumerate().map(|(n, size)| (n.to_string(), size)).collect();

@@ -146,6 +146,8 @@ fn run_replica<I: TensorTree, O: TensorTree>(
         device.synchronize()?;
         output.try_map(&mut |result| {
             let result = result.detach();
+            // It may lie elsewhere, on a device that the function has captured or opened.
+            result.device().synchronize()?;
             if result.elem_count() == 0 { copied(&result) } else { Ok(result) }
         })
     };

@@ -254,6 +254,13 @@ where
     /// a replicated argument is the caller's own tensor: what the function writes into it in place,
     /// all see.
     ///
+    /// Arguments, and results that lie elsewhere, go to their device through the processor's memory;
+    /// what any device of the mesh has begun is done before the function runs, so that tensors it has
+    /// captured are complete. They must lie on [`Replica::device`], or be moved there inside.
+    ///
+    /// Nobody may [`set`](candle_core::Var::set) a variable while a replica computes with it: candle
+    /// would wait for ever if the variable meets itself, as in `v * v`, which locks it twice.
+    ///
     /// Gradients do not cross a call: arguments come without the graph they were computed by, and
     /// results go without theirs, which would hold the part of one replica only. Call `backward`
     /// inside the function and return the gradients, of variables that it captures or makes.
@@ -267,12 +274,14 @@ where
     /// Before a replica starts: [`Error::Specs`] with everything that is wrong with the arguments,
     /// and [`ReplicaError::Nested`]. From inside: [`ReplicaError::Failed`],
     /// [`ReplicaError::Panicked`] and those of [`CollectiveError`]; the mesh can be used again at
-    /// once. If a replica has not returned by the mesh's [deadline], the call returns without it, and
+    /// once. Over several processes [`ProcessError::OtherThread`] for a second calling thread. If a
+    /// replica has not returned by the mesh's [deadline], the call returns without it, and
     /// those that follow are refused with [`ReplicaError::Stuck`] until it does. Afterwards: [`Error::Specs`], [`ValueError::OutputCount`],
     /// [`ValueError::NotReplicated`] and [`ValueError::Gather`].
     ///
     /// [deadline]: crate::DeviceMeshBuilder::deadline
     /// [`Error::Specs`]: crate::Error::Specs
+    /// [`ProcessError::OtherThread`]: crate::ProcessError::OtherThread
     /// [`ReplicaError::Failed`]: crate::ReplicaError::Failed
     /// [`ReplicaError::Nested`]: crate::ReplicaError::Nested
     /// [`ReplicaError::Panicked`]: crate::ReplicaError::Panicked
@@ -362,6 +371,8 @@ where
         cut: Option<Arc<Cut>>,
         site: &'static Location<'static>,
     ) -> Result<Sharded<O>> {
+        self.mesh.refuse_other_thread()?;
+        self.mesh.settle()?;
         let engines = self.mesh.backend().begin();
         let parts = shards.into_iter().zip(engines).zip(self.mesh.devices());
         let call = Arc::new(Call {

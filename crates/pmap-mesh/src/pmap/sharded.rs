@@ -6,7 +6,10 @@ use candle_core::Tensor;
 
 use crate::{
     error::{Error, Result, ValueError},
-    mesh::{DeviceMesh, place::place},
+    mesh::{
+        DeviceMesh,
+        place::{place, settle},
+    },
     spec::{
         Faults, Resolved, Specs,
         cut::{Cut, Uneven},
@@ -191,7 +194,7 @@ pub(crate) fn shard<I: TensorTree>(
     faults.check()?;
     for (index, input) in inputs.iter().enumerate() {
         // Until an argument is written: another thread's stream would not know of it.
-        input.device().synchronize().map_err(Error::shard(index))?;
+        settle(input.device()).map_err(Error::shard(index))?;
     }
     let of_slot = |slot| {
         tree::try_map_indexed(arguments, |index, input| {

@@ -68,6 +68,10 @@ use crate::{
 /// one of them passes to a collective must have a gradient on all of them or on none. (candle ends
 /// a gradient at a multiplication by 0: to switch a replica's part off, multiply by a tensor of
 /// zeros.)
+/// # After the call
+///
+/// A replica belongs to one call. On one that is kept longer, collectives fail, and so does a
+/// `backward` through them: the others have returned.
 #[derive(Clone, Debug)]
 pub struct Replica(Arc<Identity>);
 
@@ -121,7 +125,7 @@ impl Replica {
     ///
     /// # Errors
     ///
-    /// If the mesh has no such axis.
+    /// If the mesh has no such axis; as in a collective, that ends the call for all replicas.
     pub fn axis_index(&self, axes: impl Into<MeshAxes>) -> Result<usize> {
         let set = self.set(&axes.into())?;
         Ok(self.0.topology.groups(set).place(self.0.slot).rank)
@@ -131,7 +135,7 @@ impl Replica {
     ///
     /// # Errors
     ///
-    /// If the mesh has no such axis.
+    /// As [`axis_index`](Self::axis_index).
     pub fn axis_size(&self, axes: impl Into<MeshAxes>) -> Result<usize> {
         Ok(self.0.topology.size(self.set(&axes.into())?))
     }

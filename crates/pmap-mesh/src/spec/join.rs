@@ -6,7 +6,7 @@ use crate::{
     error::{Error, Result, ValueError},
     mesh::{
         axes::{ALL, AxisSet},
-        place::{copied, in_one_piece, on_host},
+        place::{copied, in_one_piece, moved, on_host},
         topology::{Groups, Topology},
     },
     reduce::{self, Reduction},
@@ -42,7 +42,7 @@ impl Join<'_> {
             joined = self.join_along(index, &joined, set, treatment)?;
         }
         let (_, result) = joined.swap_remove(0);
-        result.to_device(self.home).map_err(Error::gather(index))
+        moved(&result, self.home).map_err(Error::gather(index))
     }
 
     /// One tensor for each group along `set`, with its first slot.
@@ -123,7 +123,7 @@ impl Join<'_> {
         set: AxisSet,
         treatment: Treatment,
     ) -> Result<Tensor> {
-        let tensor = tensor.to_device(self.home).map_err(Error::gather(index))?;
+        let tensor = moved(tensor, self.home).map_err(Error::gather(index))?;
         match (treatment, self.cut) {
             (Treatment::Shard(dim), Some(cut)) => {
                 let dim = spec::find_dim(Side::Out, index, dim, &tensor)?;
@@ -195,7 +195,7 @@ fn reduced(parts: &[Tensor], reduction: Reduction) -> candle_core::Result<Tensor
         bail!("{:?} and {:?} cannot be added up", first.dims(), other.dims());
     }
     let on_host = parts.iter().map(on_host).collect::<candle_core::Result<Vec<_>>>()?;
-    reduce::whole(&on_host, reduction)?.to_device(first.device())
+    moved(&reduce::whole(&on_host, reduction)?, first.device())
 }
 
 /// Whether two tensors are equal to the bit, wherever they lie.
