@@ -11,14 +11,14 @@ use candle_distributed::mesh::NcclStore;
 #[cfg(any(feature = "mpi", feature = "nccl"))]
 use candle_distributed::types::Launched;
 use candle_distributed::{
-    mesh::{DeviceMesh, DeviceMeshBuilder},
+    mesh::{DeviceMesh, DeviceMeshBuilder, init_threads},
     types::{Placement, Rank, WorldSize},
 };
 use clap::ValueEnum;
 
 use crate::{
     error::{Error, Result},
-    output, threads,
+    output,
 };
 
 /// The options of commands that run on devices.
@@ -138,15 +138,15 @@ impl DeviceArgs {
         Ok(Place { placement, devices_here })
     }
 
-    /// Runs `job` on the devices of `grid`. Call it before any other use of candle, which reads its
-    /// number of threads only once.
+    /// Runs `job` on the devices of `grid`. Call it while the process has one thread, which is before
+    /// any other use of candle: its number of threads can be set only then.
     pub(crate) fn run_on<T>(
         &self,
         place: Place,
         grid: DeviceMeshBuilder,
         job: impl FnOnce(&DeviceMesh) -> Result<T>,
     ) -> Result<T> {
-        threads::share_cores(place.devices_here);
+        init_threads(place.devices_here)?;
         let mesh = self.open(grid)?;
         let outcome = place.agrees_with(&mesh).and_then(|()| job(&mesh));
         if outcome.as_ref().is_err_and(|error| !error.is_of_all()) {

@@ -13,7 +13,6 @@ mod hint;
 mod input;
 mod output;
 mod picture;
-mod threads;
 mod train;
 
 use std::process::ExitCode;

@@ -10,7 +10,7 @@
 //! no padding, and nothing is dropped.
 //!
 //! ```sh
-//! RAYON_NUM_THREADS=1 CANDLE_NUM_THREADS=1 cargo run --package dist-train --example data_parallel
+//! cargo run --package dist-train --example data_parallel
 //! ```
 
 #![allow(clippy::print_stdout, reason = "an example shows what it does")]
@@ -35,6 +35,7 @@ const MAX_NORM: f64 = 1.0;
 type Batch = (Tensor, Tensor);
 
 fn main() -> Result<(), Box<dyn Error>> {
+    pmap_mesh::init_threads(2)?;
     let data = data_set()?;
     let one = train(1, &data)?;
     let two = train(2, &data)?;

@@ -1,6 +1,8 @@
 //! What the replicas of a step tell each other beside gradients: a few words each, by which all
 //! decide alike.
 
+use std::array;
+
 use candle_core::{Result, Tensor};
 use pmap_mesh::{ALL, Replica};
 
@@ -14,15 +16,31 @@ pub(crate) fn words(ctx: &Replica, here: &[u32]) -> Result<Vec<Vec<u32>>> {
 
 /// The numbers of every replica, by slot, to the bit.
 pub(crate) fn numbers<const N: usize>(ctx: &Replica, here: [f64; N]) -> Result<Vec<[f64; N]>> {
-    let halves = |number: f64| {
-        let [a, b, c, d, rest @ ..] = number.to_le_bytes();
-        [u32::from_le_bytes([a, b, c, d]), u32::from_le_bytes(rest)]
-    };
     let rows = words(ctx, &here.map(halves).concat())?;
-    let number = |row: &[u32], n: usize| {
-        f64::from_bits(u64::from(row[2 * n + 1]) << 32 | u64::from(row[2 * n]))
-    };
-    Ok(rows.iter().map(|row| std::array::from_fn(|n| number(row, n))).collect())
+    let numbers = |row: &Vec<u32>| array::from_fn(|n| number([row[2 * n], row[2 * n + 1]]));
+    Ok(rows.iter().map(numbers).collect())
+}
+
+/// The bits of a number, the lower ones first.
+fn halves(number: f64) -> [u32; 2] {
+    let [a, b, c, d, upper @ ..] = number.to_le_bytes();
+    [u32::from_le_bytes([a, b, c, d]), u32::from_le_bytes(upper)]
+}
+
+fn number([lower, upper]: [u32; 2]) -> f64 {
+    f64::from_bits(u64::from(upper) << 32 | u64::from(lower))
+}
+
+/// Numbers of which one replica has each, and the others 0: to the bit; all bring as many.
+pub(crate) fn combined(ctx: &Replica, here: &[f64]) -> Result<Vec<f64>> {
+    if here.is_empty() {
+        return Ok(Vec::new());
+    }
+    // The bits of 0 are zeros, so a sum of integers carries those of the one that has more.
+    let halves: Vec<u32> = here.iter().copied().flat_map(halves).collect();
+    let sums = ctx.psum(&Tensor::new(halves, ctx.device())?, ALL)?.to_vec1()?;
+    let (numbers, _) = sums.as_chunks();
+    Ok(numbers.iter().copied().map(number).collect())
 }
 
 /// For each flag, whether any replica has it set; all bring as many.
@@ -65,12 +83,28 @@ mod tests {
     }
 
     #[test]
+    fn numbers_that_one_replica_has_arrive_everywhere() {
+        on_slots(|ctx| {
+            let all = [0.1, -1e300, f64::INFINITY, 0.0, f64::MIN_POSITIVE];
+            let mut here = all;
+            for (n, number) in here.iter_mut().enumerate() {
+                if n % 3 != ctx.slot() {
+                    *number = 0.0;
+                }
+            }
+            assert_eq!(combined(ctx, &here)?, all);
+            assert!(combined(ctx, &[])?.is_empty());
+            Ok(())
+        });
+    }
+
+    #[test]
     fn a_flag_of_any_replica_is_one_of_all() {
         on_slots(|ctx| {
             let here: Vec<bool> = (0..70).map(|flag| flag % 7 == ctx.slot()).collect();
             let expected: Vec<bool> = (0..70).map(|flag| flag % 7 < 3).collect();
             assert_eq!(any(ctx, &here)?, expected);
-            assert_eq!(any(ctx, &[])?, [] as [bool; 0]);
+            assert!(any(ctx, &[])?.is_empty());
             Ok(())
         });
     }

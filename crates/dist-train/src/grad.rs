@@ -120,28 +120,30 @@ impl<I: TensorTree> ValueAndGrad<I> {
         let sizes: Vec<u64> = self.params.iter().map(|var| var.elem_count() as u64).collect();
         // Every process has the sums of all parameters, divided among its own slots.
         let owned = Arc::new(ownership::divide(&sizes, self.mesh.devices().len()));
-        let mean = Arc::new(OnceLock::new());
-        let refusal = Refusal::default();
-        let step = {
+        let outcome: Arc<(Refusal, OnceLock<f64>)> = Arc::default();
+        let step = self.mesh.pmap({
             let layout = Layout::of(&batch);
-            let (loss, params, owned) =
-                (Arc::clone(&self.loss), self.params.clone(), Arc::clone(&owned));
-            let (mean, refusal, allow) =
-                (Arc::clone(&mean), refusal.clone(), self.allow_non_finite);
-            self.mesh.pmap(move |ctx, shard: I| {
-                let shard = layout.explain(shard, |shard| loss(ctx, shard))?;
-                let (shard, ()) = shard.of_shard(ctx, &refusal)?;
-                let batch = shard.agree(ctx, allow, &refusal)?;
-                mean.get_or_init(|| batch.mean());
-                let grads = differentiate(&shard, &params, batch.weight())?;
-                sums(ctx, &params, grads, &owned[ctx.local_index()])
-            })
-        };
+            let (loss, params, allow) =
+                (Arc::clone(&self.loss), self.params.clone(), self.allow_non_finite);
+            let (owned, outcome) = (Arc::clone(&owned), Arc::clone(&outcome));
+            move |ctx, shard: I| {
+                let (refusal, mean) = &*outcome;
+                let here = layout.explain(shard, |shard| loss(ctx, shard))?;
+                let (here, ()) = here.of_shard(ctx, refusal)?;
+                let sums = here.agree(ctx, allow, refusal).and_then(|whole| {
+                    mean.get_or_init(|| whole.mean());
+                    let grads = differentiate(&here, &params, whole.weight())?;
+                    sums(ctx, &params, grads, &owned[ctx.local_index()])
+                });
+                refusal.outcome(sums)
+            }
+        });
         let step = step.in_axes(self.in_axes.clone()).uneven(self.uneven);
-        let results = refusal.of(step.call_sharded(batch))?;
+        let (refusal, mean) = &*outcome;
+        let results = refusal.of(step.call_sharded(batch).map(Some))?;
         let mut grads = GradStore::default();
         for (owned, sums) in owned.iter().zip(results.shards()) {
-            for (&param, sum) in owned.iter().zip(sums) {
+            for (&param, sum) in owned.iter().zip(sums.iter().flatten()) {
                 if let Some(sum) = sum {
                     grads.insert(&self.params[param], sum.clone());
                 }

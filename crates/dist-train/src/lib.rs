@@ -13,8 +13,10 @@ mod loss;
 mod optim;
 mod ownership;
 mod parameters;
+mod progress;
 mod sharded;
 mod stored;
+mod units;
 
 pub use crate::{
     check::{GradientReport, PrefixCheck, Verdict},
@@ -38,6 +40,7 @@ pub use crate::{
     },
     parameters::declare::{Declared, declare},
     sharded::{ShardedVars, describe::parameter_infos},
+    units::Units,
 };
 
 #[cfg(doctest)]

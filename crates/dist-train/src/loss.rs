@@ -88,6 +88,21 @@ impl<A> Loss<A> {
         Loss { value: self.value, weight: self.weight, aux }
     }
 
+    /// The loss of the whole batch, and the sums of the rest, the same on every replica.
+    pub(crate) fn evaluate(
+        self,
+        ctx: &Replica,
+        allow_non_finite: bool,
+        refusal: &Refusal,
+    ) -> candle_core::Result<(BatchLoss, A)>
+    where
+        A: TensorTree,
+    {
+        let (shard, aux) = self.of_shard(ctx, refusal)?;
+        let batch = shard.agree(ctx, allow_non_finite, refusal)?;
+        Ok((batch, with_leaves(&aux, summed(ctx, &aux)?)))
+    }
+
     /// The loss as a sum, and the rest.
     pub(crate) fn of_shard(
         self,
@@ -97,7 +112,7 @@ impl<A> Loss<A> {
         let Self { value, weight, aux } = self;
         if value.rank() != 0 || !value.dtype().is_float() {
             let (shape, dtype) = (value.dims().to_vec(), value.dtype().as_str());
-            return Err(refusal.raise(TrainingError::LossShape { shape, dtype }));
+            return Err(refusal.alone(TrainingError::LossShape { shape, dtype }));
         }
         let (times, weight) = match weight.0 {
             Kind::Rows => {
@@ -167,19 +182,19 @@ impl ShardLoss {
         let mut batch = BatchLoss { sum: 0.0, weight: 0.0 };
         for (slot, &[value, times, weight]) in shards.iter().enumerate() {
             if !weight.is_finite() || weight < 0.0 {
-                return Err(refusal.raise(TrainingError::Weight { slot, weight }));
+                return Err(refusal.agreed(TrainingError::Weight { slot, weight }));
             }
             if weight == 0.0 {
                 continue;
             }
             if !value.is_finite() && !allow_non_finite {
-                return Err(refusal.raise(TrainingError::NonFiniteLoss { slot, value }));
+                return Err(refusal.agreed(TrainingError::NonFiniteLoss { slot, value }));
             }
             batch.sum += value * times;
             batch.weight += weight;
         }
         if batch.weight == 0.0 {
-            return Err(refusal.raise(TrainingError::NoWeight));
+            return Err(refusal.agreed(TrainingError::NoWeight));
         }
         Ok(batch)
     }

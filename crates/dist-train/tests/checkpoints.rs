@@ -198,13 +198,13 @@ fn what_is_not_whole_is_never_taken_for_a_checkpoint() {
             matches!(refused(fourth.path()), CheckpointError::Json { path, .. } if path == index)
         );
     }
-    let other_number = text.replace("\"format_version\": 2", "\"format_version\": 3");
-    for other in [r#"{"format_version": 3, "tensors": []}"#, &other_number] {
+    let other_number = text.replace("\"format_version\": 1", "\"format_version\": 2");
+    for other in [r#"{"format_version": 2, "tensors": []}"#, &other_number] {
         fs::write(&index, other).unwrap();
         let error = refused(fourth.path());
-        assert!(matches!(error, CheckpointError::FormatVersion { found: 3, supported: 2, .. }));
+        assert!(matches!(error, CheckpointError::FormatVersion { found: 2, supported: 1, .. }));
         let message = error.to_string();
-        assert!(message.ends_with("format version 3 is not supported, only 2 is"), "{message}");
+        assert!(message.ends_with("format version 2 is not supported, only 1 is"), "{message}");
     }
 }
 

@@ -11,9 +11,14 @@ use candle_core::Device;
 use pmap_mesh::{DeviceMesh, DeviceMeshBuilder};
 use process_tests::{Case, Engine, mpirun};
 
-const CASES: [Case; 6] = [
+const CASES: [Case; 11] = [
     Case::succeeds("training", 2),
     Case::succeeds("training", 3),
+    Case::succeeds("beginnings", 1),
+    Case::succeeds("beginnings", 3),
+    Case::succeeds("refusals", 3),
+    Case::succeeds("losses", 2),
+    Case::succeeds("losses", 3),
     Case::succeeds("checkpoints", 2),
     Case::succeeds("checkpoints", 3),
     Case::succeeds("sharded", 2),

@@ -7,7 +7,7 @@ use std::sync::{Arc, Mutex};
 use candle_core::{DType, Device, Result, Tensor, Var};
 use candle_nn::{Linear, Module, Optimizer, SGD, VarBuilder, VarMap, linear, linear_no_bias};
 use core_types::Seed;
-use dist_train::{Checkpoints, DataParallel, Error, Loss, TrainingError};
+use dist_train::{Checkpoints, DataParallel, Error, Group, Loss, TrainingError, Units};
 use pmap_mesh::{DeviceMesh, Replica, Uneven};
 
 type Model = DataParallel<Linear, SGD>;
@@ -237,4 +237,37 @@ fn variables_that_drift_apart_are_found_every_few_steps_and_at_checkpoints() {
         |error: Error| matches!(error, Error::Diverged { name, replica: 1 } if name == "bias");
     assert!(diverged(trained.step(input(4), loss).unwrap_err()));
     assert!(diverged(trained.state_dict().unwrap_err()));
+}
+
+#[test]
+fn a_model_of_units_trains_like_the_model_itself() {
+    let mesh = DeviceMesh::cpu(2).unwrap();
+    let layers = |vb: VarBuilder<'_>| {
+        (0..3).map(|n| linear(3, 3, vb.pp("blocks").pp(n))).collect::<Result<Vec<_>>>()
+    };
+    let sgd = |group: Group| SGD::new(group.vars, 0.1);
+    let mut whole = DataParallel::builder(&mesh, layers).build(sgd).unwrap();
+    let mut units = DataParallel::builder(&mesh, Units::of(layers)).build(sgd).unwrap();
+    let of_whole = |_: &Replica, model: &Vec<Linear>, x: Tensor| {
+        model.iter().try_fold(x, |x, layer| layer.forward(&x)?.tanh())?.sqr()?.mean_all()
+    };
+    let of_units = |_: &Replica, model: &Units, x: Tensor| {
+        let block = |x, n| {
+            let name = format!("blocks.{n}");
+            model.unit(&name, &x, |vb, x| linear(3, 3, vb)?.forward(x)?.tanh())
+        };
+        (0..3).try_fold(x, block)?.sqr()?.mean_all()
+    };
+    for _ in 0..5 {
+        let expected = whole.step(input(4), of_whole).unwrap();
+        let found = units.step(input(4), of_units).unwrap();
+        assert_eq!(found.loss.to_bits(), expected.loss.to_bits());
+    }
+    let evaluated = units.evaluate(input(4), of_units).unwrap().loss;
+    assert_eq!(evaluated.to_bits(), whole.evaluate(input(4), of_whole).unwrap().loss.to_bits());
+    let missing = |_: &Replica, model: &Units, x: Tensor| {
+        model.unit("block", &x, |vb, x| linear(3, 3, vb)?.forward(x)?.mean_all())
+    };
+    let error = units.step(input(4), missing).unwrap_err().to_string();
+    assert!(error.contains("cannot find tensor block."), "{error}");
 }

@@ -275,6 +275,9 @@ fn running_statistics_are_averaged_over_slots_and_not_decayed() {
             model.norm.forward_t(&x, false)?.sqr()?.mean_all()
         };
         assert!(model.evaluate(input(8), eval).unwrap().loss.is_finite());
+        // Nor does an evaluation by statistics of the batch change what was found.
+        model.evaluate(input(8), Batched::loss).unwrap();
+        assert_eq!(of(&model, "norm.running_mean"), found);
     }
 }
 

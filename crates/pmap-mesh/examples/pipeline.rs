@@ -19,7 +19,7 @@
 //! have no gradients to send, and the others would wait for them.
 //!
 //! ```sh
-//! RAYON_NUM_THREADS=1 CANDLE_NUM_THREADS=1 cargo run --package pmap-mesh --example pipeline
+//! cargo run --package pmap-mesh --example pipeline
 //! ```
 
 #![allow(clippy::print_stdout, reason = "an example shows what it does")]
@@ -38,6 +38,7 @@ const WIDTH: usize = 16;
 const LEARNING_RATE: f64 = 2.0;
 
 fn main() -> Result<(), Box<dyn Error>> {
+    pmap_mesh::init_threads(STAGES)?;
     let mesh = DeviceMesh::builder().axis("stage", STAGES).cpu()?;
     print_schedule(STAGES, MICRO_BATCHES);
     let (mut weights, x, y) = example(STAGES, MICRO_BATCHES)?;

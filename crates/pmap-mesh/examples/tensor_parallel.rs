@@ -15,7 +15,7 @@
 //! need nothing.
 //!
 //! ```sh
-//! RAYON_NUM_THREADS=1 CANDLE_NUM_THREADS=1 cargo run --package pmap-mesh --example tensor_parallel
+//! cargo run --package pmap-mesh --example tensor_parallel
 //! ```
 
 #![allow(clippy::print_stdout, reason = "an example shows what it does")]
@@ -37,6 +37,7 @@ const LEARNING_RATE: f64 = 0.1;
 type Params = (Tensor, Tensor, Tensor);
 
 fn main() -> Result<(), Box<dyn Error>> {
+    pmap_mesh::init_threads(4)?;
     let mesh = DeviceMesh::builder().axis("data", 2).axis("model", 2).cpu()?;
     println!("{mesh}");
     let (mut params, x, y) = (initial()?, normal(3, (ROWS, FEATURES))?, normal(4, (ROWS, 1))?);

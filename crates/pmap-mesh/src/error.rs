@@ -117,6 +117,24 @@ pub enum MeshError {
         /// What candle says of it.
         cause: candle_core::Error,
     },
+    /// It is too late to say how many threads candle's kernels use; see
+    /// [`init_threads`](crate::init_threads).
+    #[error(
+        "the number of candle's threads can be set only while the process has one thread, it has {threads}: call \
+         `init_threads` in the first line of `main`, or set RAYON_NUM_THREADS and CANDLE_NUM_THREADS before the \
+         program starts"
+    )]
+    ThreadsRun {
+        /// How many threads the process has.
+        threads: usize,
+    },
+    /// This system does not say how many threads a process has; see
+    /// [`init_threads`](crate::init_threads).
+    #[error(
+        "the number of candle's threads cannot be set safely on this system: set RAYON_NUM_THREADS and \
+         CANDLE_NUM_THREADS before the program starts"
+    )]
+    ThreadsUnknown,
     /// The worker threads of a slot could not be started.
     #[error("the worker of slot {slot} cannot be started: {cause}")]
     Worker {

@@ -21,6 +21,7 @@ pub use crate::{
     mesh::{
         DeviceMesh, DeviceMeshBuilder,
         axes::{ALL, MeshAxes},
+        threads::{THREAD_VARIABLES, init_threads},
     },
     pmap::{PMap, sharded::Sharded},
     replica::{Replica, rng::ReplicaRng},

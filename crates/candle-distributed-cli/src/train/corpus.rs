@@ -29,7 +29,7 @@ macro_rules! own_sources {
     };
 }
 
-const EMBEDDED: [(&str, &str); 51] = own_sources![
+const EMBEDDED: [(&str, &str); 50] = own_sources![
     "README.md",
     "src/bytes.rs",
     "src/commands/batch/args.rs",
@@ -66,7 +66,6 @@ const EMBEDDED: [(&str, &str); 51] = own_sources![
     "src/main.rs",
     "src/output.rs",
     "src/picture.rs",
-    "src/threads.rs",
     "src/train/corpus.rs",
     "src/train/curve.rs",
     "src/train/data.rs",

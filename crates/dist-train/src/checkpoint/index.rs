@@ -13,14 +13,14 @@ use serde_json::Value;
 
 use crate::{
     checkpoint::{disk::At, file::is_shard_name},
-    data_parallel::state::TrainerState,
     error::{Result, checkpoint::CheckpointError},
+    progress::TrainerState,
 };
 
 /// The name of the index in its folder.
 pub(super) const INDEX: &str = "index.json";
 /// The form of the index.
-const FORMAT_VERSION: u32 = 2;
+const FORMAT_VERSION: u32 = 1;
 /// What is read of an index at most: it names what the headers of its files describe, and is no
 /// longer than one may be.
 const MAX_BYTES: u64 = MAX_HEADER_LEN;

@@ -17,9 +17,9 @@ use crate::{
         index::{INDEX, Index, json_error},
         state_dict::failed,
     },
-    data_parallel::state::TrainerState,
     error::{Doing, Error, Result, checkpoint::CheckpointError, parameter::ParameterError},
     optim::StatefulOptimizer,
+    progress::TrainerState,
 };
 
 /// One checkpoint that is whole, to be read under any number of slots and any plan.

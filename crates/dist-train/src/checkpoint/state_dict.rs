@@ -7,9 +7,9 @@ use pmap_mesh::DeviceMesh;
 
 use crate::{
     checkpoint::file::{MODEL, TensorKey},
-    data_parallel::state::TrainerState,
     error::{Error, Result, checkpoint::CheckpointError},
     optim::StatefulOptimizer,
+    progress::TrainerState,
 };
 
 /// The tensors that the slots of this process contribute to a checkpoint.

@@ -13,7 +13,7 @@ use pmap_mesh::{DeviceMesh, Specs, Uneven};
 
 use crate::{
     data_parallel::{
-        DataParallel, Options, Progress, Worker,
+        DataParallel, Options, Worker,
         roles::Choices,
         slot::{GroupOptimizer, Slot},
         sync,
@@ -26,6 +26,7 @@ use crate::{
         declare::{Declared, declare},
         weights::{Allowed, Weights},
     },
+    progress::Progress,
 };
 
 /// Builds a [`DataParallel`]: made by [`DataParallel::builder`].
@@ -218,7 +219,8 @@ impl<'a, B> DataParallelBuilder<'a, B> {
     /// constructor and `optimizer` return, or if variables lie elsewhere; [`Error::Training`] if a pattern matches nothing, groups overlap, nothing is
     /// trained, or processes build other models; [`Error::Plan`] for a pattern that is none;
     /// [`Error::Checkpoint`] and [`Error::Parameter`] if weights cannot be read or are not the
-    /// model's; [`Error::Mesh`] if a process does not answer.
+    /// model's; [`Error::Setting`] for a largest norm that is negative or NaN; [`Error::Mesh`] if a
+    /// process does not answer.
     pub fn build<M, O>(
         self,
         optimizer: impl Fn(Group) -> candle_core::Result<O>,
@@ -252,7 +254,8 @@ impl<'a, B> DataParallelBuilder<'a, B> {
             let vars = sets[part.set].of_slot(part.slot, &inventory.roles)?;
             let built = |purpose| model(vars::builder(&inventory, &vars, purpose, dtype, device));
             let (trained, evaluated) = (built(Use::Training)?, built(Use::Evaluation)?);
-            let slot = slot(&inventory, part, trained, vars, &optimizer)?;
+            let is_first_set = first_set + part.set == 0;
+            let slot = Slot { is_first_set, ..slot(&inventory, part, trained, vars, &optimizer)? };
             Ok(Worker { slot: Mutex::new(slot), evaluated: Mutex::new(evaluated) })
         };
         let parts = vars::parts(&sets, &inventory, n_sets, first_set);
@@ -346,6 +349,7 @@ fn slot<M, O>(
         trained: trained.iter().map(|&var| vars[var].clone()).collect(),
         owned: (0..trained.len()).filter(is_owned).collect(),
         vars,
+        is_first_set: false,
         saved: part.saved,
         loaded: part.loaded,
         optimizers,

@@ -15,7 +15,7 @@ use crate::{
     data_parallel::{
         DataParallel,
         rules::{Rules, Then},
-        slot::lock,
+        slot::{Slot, lock},
     },
     error::{Doing, Result},
     grad::{differentiate, sums},
@@ -122,18 +122,12 @@ where
         let found = OnceLock::new();
         let call = model.mesh.pmap_scoped(|ctx, shard: I| {
             let slot = &mut *lock(&model.workers[ctx.local_index()].slot);
-            slot.begin(&rules)?;
+            slot.begin(&rules.buffers)?;
             let here = layout.explain(shard, |shard| loss(ctx, &slot.model, shard))?;
-            let (here, _) = here.of_shard(ctx, &rules.refusal)?;
-            let whole = here.agree(ctx, rules.allow_non_finite, &rules.refusal)?;
-            let mut gradients = Vec::new();
-            if wanted == Wanted::Gradients {
-                let all: Vec<usize> = (0..slot.trained.len()).collect();
-                let here = differentiate(&here, &slot.trained, whole.weight())?;
-                gradients = sums(ctx, &slot.trained, here, &all)?;
-            }
-            found.get_or_init(|| (whole.mean(), gradients));
-            Ok(())
+            let computed = slot.compute(ctx, &rules, here, wanted);
+            rules.refusal.outcome(computed.map(|computed| {
+                found.get_or_init(|| computed);
+            }))
         });
         let call = model.cut(call).seed(model.progress.seed);
         let outcome = rules.refusal.of(call.call_at(model.progress.batches, copy(batch)));
@@ -142,6 +136,27 @@ where
         }
         outcome?;
         Ok(found.into_inner().expect("every replica has found it"))
+    }
+}
+
+impl<M, O> Slot<M, O> {
+    /// The loss of the whole batch, and its gradients if they are wanted.
+    fn compute<A: TensorTree>(
+        &self,
+        ctx: &Replica,
+        rules: &Rules,
+        loss: Loss<A>,
+        wanted: Wanted,
+    ) -> candle_core::Result<(f64, Vec<Option<Tensor>>)> {
+        let (here, _) = loss.of_shard(ctx, &rules.refusal)?;
+        let whole = here.agree(ctx, rules.allow_non_finite, &rules.refusal)?;
+        let mut gradients = Vec::new();
+        if wanted == Wanted::Gradients {
+            let all: Vec<usize> = (0..self.trained.len()).collect();
+            let here = differentiate(&here, &self.trained, whole.weight())?;
+            gradients = sums(ctx, &self.trained, here, &all)?;
+        }
+        Ok((whole.mean(), gradients))
     }
 }
 

@@ -5,7 +5,7 @@ mod checked;
 mod roles;
 pub(crate) mod rules;
 mod slot;
-pub(crate) mod state;
+mod state;
 mod sync;
 mod vars;
 
@@ -22,7 +22,6 @@ use self::{
     builder::DataParallelBuilder,
     rules::{Evaluation, Report, Rules, Step, Then},
     slot::{Slot, lock},
-    state::Progress,
     vars::Inventory,
 };
 use crate::{
@@ -31,7 +30,8 @@ use crate::{
         Doing, Result,
         training::{Refusal, TrainingError},
     },
-    loss::{self, Loss},
+    loss::Loss,
+    progress::Progress,
 };
 
 /// A model that the devices of a mesh train together; PyTorch's `DistributedDataParallel` for
@@ -206,7 +206,7 @@ impl<M: Send, O: Optimizer + Send> DataParallel<M, O> {
     }
 
     /// The loss of a batch, without gradients: the model is given the same variables, by which no
-    /// operation is recorded.
+    /// operation is recorded. What the forward pass makes of buffers is taken back.
     ///
     /// Random numbers are those of the same evaluation between the same steps.
     ///
@@ -225,16 +225,24 @@ impl<M: Send, O: Optimizer + Send> DataParallel<M, O> {
     {
         let layout = Layout::of(&batch);
         let (refusal, mean) = (Refusal::default(), OnceLock::new());
+        let buffers = self.inventory.roles.buffers();
         let call = self.mesh.pmap_scoped(|ctx, shard: I| {
-            let model = lock(&self.workers[ctx.local_index()].evaluated);
+            let worker = &self.workers[ctx.local_index()];
+            lock(&worker.slot).begin(&buffers)?;
+            let model = lock(&worker.evaluated);
             let here = layout.explain(shard, |shard| loss(ctx, &model, shard))?.into();
-            let (here, aux) = here.of_shard(ctx, &refusal)?;
-            let whole = here.agree(ctx, self.options.allow_non_finite, &refusal)?;
-            mean.get_or_init(|| whole);
-            Ok(loss::with_leaves(&aux, loss::summed(ctx, &aux)?))
+            let evaluated = here.evaluate(ctx, self.options.allow_non_finite, &refusal);
+            refusal.outcome(evaluated.map(|(whole, aux)| {
+                mean.get_or_init(|| whole);
+                aux
+            }))
         });
         let call = self.cut(call).seed(self.progress.seed.derive(EVALUATION));
-        let aux = refusal.of(call.call_at(self.progress.batches, batch))?;
+        let outcome = refusal.of(call.call_at(self.progress.batches, batch));
+        for worker in &self.workers {
+            lock(&worker.slot).take_back_buffers().doing("taking back a buffer")?;
+        }
+        let aux = outcome?;
         let whole = mean.get().expect("every replica has set the mean");
         Ok(Evaluation { loss: whole.mean(), weight: whole.weight(), aux })
     }
@@ -251,11 +259,13 @@ impl<M: Send, O: Optimizer + Send> DataParallel<M, O> {
         let report = OnceLock::new();
         let call = self.mesh.pmap_scoped(|ctx, shard: I| {
             let slot = &mut *lock(&self.workers[ctx.local_index()].slot);
-            slot.begin(&rules)?;
+            slot.begin(&rules.buffers)?;
             let here = layout.explain(shard, |shard| loss(ctx, &slot.model, shard))?;
-            let (whole, aux) = slot.train(ctx, &rules, here.into())?;
-            report.get_or_init(|| whole);
-            Ok(aux)
+            let trained = slot.train(ctx, &rules, here.into());
+            rules.refusal.outcome(trained.map(|(whole, aux)| {
+                report.get_or_init(|| whole);
+                aux
+            }))
         });
         let call = self.cut(call).seed(self.progress.seed);
         let outcome = rules.refusal.of(call.call_at(self.progress.batches, batch));
@@ -290,7 +300,6 @@ impl<M: Send, O: Optimizer + Send> DataParallel<M, O> {
             buffers: self.inventory.roles.buffers(),
             then,
             max_norm: self.options.max_norm,
-            n_sets: self.n_sets,
             allow_non_finite: self.options.allow_non_finite,
             all_used: self.is_first,
             refusal: Refusal::default(),

@@ -56,9 +56,6 @@ pub(super) struct Rules {
     pub(super) then: Then,
     /// The largest norm of all gradients taken together.
     pub(super) max_norm: Option<f64>,
-    /// How many sets of variables there are on the mesh: as many times the sum over all slots
-    /// counts every gradient.
-    pub(super) n_sets: usize,
     pub(super) allow_non_finite: bool,
     /// Whether a variable without a gradient is an error: in the first step.
     pub(super) all_used: bool,
@@ -89,15 +86,14 @@ impl Rules {
         if missing.is_empty() {
             return Ok(());
         }
-        Err(self.refusal.raise(TrainingError::NoGradient { missing, trained: trained.len() }))
+        Err(self.refusal.agreed(TrainingError::NoGradient { missing, trained: trained.len() }))
     }
 
-    /// The error of a norm that is not finite, given for each trained variable whether its
-    /// gradient is the cause.
-    pub(super) fn non_finite_norm(&self, value: f64, is_cause: &[bool]) -> candle_core::Error {
+    /// The error of a norm that is not finite, given the position among the trained variables of the
+    /// first whose gradient is the cause.
+    pub(super) fn non_finite_norm(&self, value: f64, cause: Option<usize>) -> candle_core::Error {
         let trained = self.inventory.roles.trained();
-        let cause = trained.iter().zip(is_cause).find(|&(_, &is_cause)| is_cause);
-        let variable = cause.map(|(&var, _)| self.inventory.name(var).to_owned());
-        self.refusal.raise(TrainingError::NonFiniteNorm { value, variable })
+        let variable = cause.map(|cause| self.inventory.name(trained[cause]).to_owned());
+        self.refusal.agreed(TrainingError::NonFiniteNorm { value, variable })
     }
 }

@@ -25,6 +25,8 @@ pub(super) struct Slot<M, O> {
     pub(super) trained: Vec<Var>,
     /// The positions in `trained` of those that it updates.
     pub(super) owned: Vec<usize>,
+    /// Whether its variables are those of the first set of the whole mesh.
+    pub(super) is_first_set: bool,
     /// The positions in `vars` of those that it writes to checkpoints.
     pub(super) saved: Vec<usize>,
     /// The positions in `vars` of those that it reads from checkpoints.
@@ -33,7 +35,7 @@ pub(super) struct Slot<M, O> {
     pub(super) optimizers: Vec<GroupOptimizer<O>>,
     /// What there is since the last update.
     pub(super) accumulated: Option<Accumulated>,
-    /// Copies of the buffers as they were before the step that is under way.
+    /// Copies of the buffers as they were before the step or evaluation that is under way.
     pub(super) buffers_before: Vec<(usize, Tensor)>,
 }
 
@@ -79,9 +81,9 @@ impl<M, O> Slot<M, O> {
     }
 
     /// Copies the buffers, which the forward pass may change.
-    pub(super) fn begin(&mut self, rules: &Rules) -> Result<()> {
+    pub(super) fn begin(&mut self, buffers: &[usize]) -> Result<()> {
         let copy = |&var: &usize| Ok((var, self.vars[var].as_detached_tensor().copy()?));
-        self.buffers_before = rules.buffers.iter().map(copy).collect::<Result<_>>()?;
+        self.buffers_before = buffers.iter().map(copy).collect::<Result<_>>()?;
         Ok(())
     }
 
@@ -93,6 +95,11 @@ impl<M, O> Slot<M, O> {
     /// Takes back what a step that failed may have changed on some slots and not on others.
     pub(super) fn roll_back(&mut self) -> Result<()> {
         self.accumulated = None;
+        self.take_back_buffers()
+    }
+
+    /// Gives the buffers the values that they had at the beginning.
+    pub(super) fn take_back_buffers(&mut self) -> Result<()> {
         self.buffers_before.drain(..).try_for_each(|(var, before)| self.vars[var].set(&before))
     }
 
@@ -115,7 +122,7 @@ impl<M, O> Slot<M, O> {
         for (&var, mean) in floats.iter().zip(means) {
             if !rules.allow_non_finite && !clip::squares(&mean)?.is_finite() {
                 let name = rules.inventory.name(var).to_owned();
-                return Err(rules.refusal.raise(TrainingError::NonFiniteBuffer { name }));
+                return Err(rules.refusal.agreed(TrainingError::NonFiniteBuffer { name }));
             }
             self.vars[var].set(&mean.to_dtype(self.vars[var].dtype())?)?;
         }
@@ -194,6 +201,9 @@ impl<M, O: Optimizer> Slot<M, O> {
     }
 
     /// The norm of all gradients, which are `factor` times the sums that the slots have.
+    ///
+    /// The squares of each variable are told by one slot and added up in the order of names, so the
+    /// norm is the same to the bit however variables are divided among slots, devices and processes.
     fn norm(
         &self,
         ctx: &Replica,
@@ -201,19 +211,19 @@ impl<M, O: Optimizer> Slot<M, O> {
         sums: &[Option<Tensor>],
         factor: f64,
     ) -> Result<f64> {
-        let squares = sums.iter().map(|sum| sum.as_ref().map_or(Ok(0.0), clip::squares));
-        let squares = squares.collect::<Result<Vec<f64>>>()?;
-        let slots = agreement::numbers(ctx, [squares.iter().sum()])?;
-        let of_all_sets: f64 = slots.iter().flatten().sum();
-        let norm = factor * (of_all_sets / rules.n_sets as f64).sqrt();
-        if !norm.is_finite() && !rules.allow_non_finite {
-            let mut is_cause = vec![false; self.trained.len()];
-            for (&var, squares) in self.owned.iter().zip(squares) {
-                is_cause[var] = !squares.is_finite();
+        let mut here = vec![0.0; self.trained.len()];
+        for (&var, sum) in self.owned.iter().zip(sums) {
+            if let (true, Some(sum)) = (self.is_first_set, sum) {
+                here[var] = clip::squares(sum)?;
             }
-            return Err(rules.non_finite_norm(norm, &agreement::any(ctx, &is_cause)?));
         }
-        Ok(norm)
+        let squares = agreement::combined(ctx, &here)?;
+        let norm = factor * squares.iter().sum::<f64>().sqrt();
+        if norm.is_finite() || rules.allow_non_finite {
+            return Ok(norm);
+        }
+        let cause = squares.iter().position(|squares| !squares.is_finite());
+        Err(rules.non_finite_norm(norm, cause))
     }
 }
 

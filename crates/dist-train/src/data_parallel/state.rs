@@ -3,33 +3,14 @@
 use std::collections::BTreeMap;
 
 use candle_core::{Tensor, Var};
-use core_types::Seed;
-use serde::{Deserialize, Serialize};
 
 use crate::{
     checkpoint::{file::TensorKey, read::Checkpoint, state_dict::StateDict},
     data_parallel::{DataParallel, slot::lock},
     error::{Doing, Result},
     optim::StatefulOptimizer,
+    progress::{Progress, TrainerState},
 };
-
-/// How far training is.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub(crate) struct Progress {
-    /// The number of updates.
-    pub(crate) steps: u64,
-    /// The number of batches in them: random numbers depend on it.
-    pub(crate) batches: u64,
-    pub(crate) seed: Seed,
-}
-
-/// What a checkpoint knows of training besides tensors.
-#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-pub(crate) struct TrainerState {
-    pub(crate) progress: Progress,
-    /// The learning rate of each group.
-    pub(crate) learning_rates: BTreeMap<String, f64>,
-}
 
 impl<M, O: StatefulOptimizer> DataParallel<M, O> {
     /// The variables, what the optimizers keep for them, and how far training is, for

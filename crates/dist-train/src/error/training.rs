@@ -1,16 +1,13 @@
 //! What ends a training step, or cannot be trained as it was asked for.
 
-use std::{
-    fmt,
-    sync::{Arc, OnceLock},
-};
+use std::{fmt, sync::OnceLock};
 
 use crate::error::Result;
 
 /// Why a step would train something wrong, or a model cannot be trained as the options say.
 ///
-/// All replicas of all processes decide alike, so each of them gets the error, and no variable
-/// has changed.
+/// All replicas of all processes decide alike (but for [`LossShape`](Self::LossShape)), so each
+/// process gets the error and may take the next step; no variable has changed.
 #[derive(Clone, Debug, PartialEq, thiserror::Error)]
 #[non_exhaustive]
 pub enum TrainingError {
@@ -151,23 +148,53 @@ impl fmt::Display for Culprit<'_> {
     }
 }
 
-/// Where a replica leaves the error that it ends with, since candle's can only carry its text.
-#[derive(Clone, Debug, Default)]
-pub(crate) struct Refusal(Arc<OnceLock<TrainingError>>);
+/// Where the replicas of this process leave what they refuse, since candle's errors can only carry
+/// its text.
+#[derive(Debug, Default)]
+pub(crate) struct Refusal(OnceLock<Refused>);
+
+#[derive(Debug)]
+struct Refused {
+    error: TrainingError,
+    /// Whether all replicas of the mesh refuse the same at the same place.
+    is_agreed: bool,
+}
 
 impl Refusal {
-    /// Keeps the error, and returns it as one of candle's for the replica to return.
-    pub(crate) fn raise(&self, error: TrainingError) -> candle_core::Error {
-        // Every replica of this process raises the same error, the first of them is kept.
-        let kept = self.0.get_or_init(|| error);
-        candle_core::Error::msg(kept)
+    /// Refuses what all replicas refuse, by what they know of each other. Returns an error for the
+    /// replica to end with.
+    pub(crate) fn agreed(&self, error: TrainingError) -> candle_core::Error {
+        self.keep(Refused { error, is_agreed: true })
     }
 
-    /// The outcome of a call, with the error that was kept in the place of candle's.
-    pub(crate) fn of<T>(&self, outcome: pmap_mesh::Result<T>) -> Result<T> {
-        match (outcome, self.0.get()) {
-            (Err(_), Some(kept)) => Err(kept.clone().into()),
-            (outcome, _) => Ok(outcome?),
+    /// Refuses what this replica alone knows of, which ends the call for the others.
+    pub(crate) fn alone(&self, error: TrainingError) -> candle_core::Error {
+        self.keep(Refused { error, is_agreed: false })
+    }
+
+    fn keep(&self, refused: Refused) -> candle_core::Error {
+        // Of an agreed one all replicas of this process bring the same, and the first is kept.
+        candle_core::Error::msg(&self.0.get_or_init(|| refused).error)
+    }
+
+    /// What a replica returns: nothing, where all refuse. Its call succeeds then, since over several
+    /// processes a call that fails ends them.
+    pub(crate) fn outcome<T>(
+        &self,
+        outcome: candle_core::Result<T>,
+    ) -> candle_core::Result<Option<T>> {
+        match outcome {
+            Err(_) if self.0.get().is_some_and(|refused| refused.is_agreed) => Ok(None),
+            outcome => outcome.map(Some),
+        }
+    }
+
+    /// The outcome of a call whose replicas return [outcomes](Self::outcome).
+    #[expect(clippy::expect_used, reason = "a replica returns nothing only where all refuse")]
+    pub(crate) fn of<T>(&self, outcome: pmap_mesh::Result<Option<T>>) -> Result<T> {
+        match self.0.get() {
+            Some(refused) => Err(refused.error.clone().into()),
+            None => Ok(outcome?.expect("nothing was refused")),
         }
     }
 }

@@ -7,20 +7,26 @@
 use std::{collections::BTreeMap, path::Path};
 
 use candle_core::{DType, Device, Result, Tensor, Var};
-use candle_nn::{Linear, Module, Optimizer, ParamsAdamW, VarBuilder, VarMap, linear};
+use candle_nn::{
+    BatchNorm, Linear, Module, ModuleT, Optimizer, ParamsAdamW, SGD, VarBuilder, VarMap,
+    batch_norm, linear, linear_no_bias,
+};
 use core_types::WorldSize;
 use dist_train::{
-    AdamW, Checkpoint, CheckpointError, Checkpoints, DataParallel, Error, ShardedVars,
-    parameter_infos, value_and_grad,
+    AdamW, Checkpoint, CheckpointError, Checkpoints, DataParallel, Error, Group, Loss, ShardedVars,
+    TrainingError, parameter_infos, value_and_grad,
 };
 use fsdp_plan::strategy::{Full, LayerWise, Layout, ShardingStrategy};
-use pmap_mesh::{ALL, DeviceMesh, P, Replica};
+use pmap_mesh::{ALL, DeviceMesh, P, Replica, Uneven};
 use process_tests::{Engine, assert_same, folder, mesh, threads};
 
 /// Runs a case, as one of so many processes.
 pub(crate) fn run(engine: &impl Engine, case: &str, ranks: usize) {
     match case {
         "training" => training(engine, ranks),
+        "beginnings" => beginnings(engine, ranks),
+        "refusals" => refusals(engine, ranks),
+        "losses" => weighted(engine, ranks),
         "checkpoints" => checkpoints(engine, ranks),
         "sharded" => sharded(engine, ranks),
         other => panic!("no case is named {other}"),
@@ -47,6 +53,130 @@ fn training(engine: &impl Engine, ranks: usize) {
     };
     assert_same(&gradient(&tested), &gradient(&threads));
     assert_same(&losses(&tested, &x), &losses(&threads, &x));
+}
+
+/// Processes whose variables differ begin with those of the first; other models are refused.
+fn beginnings(engine: &impl Engine, ranks: usize) {
+    let tested = mesh(engine, &[], None);
+    let rank = tested.local_slots().start;
+    let vars = VarMap::new();
+    let start =
+        |rank: usize| Tensor::full(rank as f32 + 0.5, (2, 3), &tested.devices()[0]).unwrap();
+    let var = Var::from_tensor(&start(rank)).unwrap();
+    vars.data().lock().unwrap().insert("weight".to_owned(), var);
+    let sgd = |group: Group| SGD::new(group.vars, 0.1);
+    let model = DataParallel::builder(&tested, |vb| linear_no_bias(3, 2, vb))
+        .variables(&vars)
+        .build(sgd)
+        .unwrap();
+    assert_same(&values(&vars), &[start(0)]);
+    model.check_in_sync().unwrap();
+    model.state_dict().unwrap();
+
+    named(&vars)["weight"].set(&start(rank)).unwrap();
+    let diverged = model.check_in_sync();
+    let is_refused =
+        matches!(diverged, Err(Error::Diverged { name, replica: 1 }) if name == "weight");
+    assert_eq!(is_refused, ranks > 1);
+
+    let other = DataParallel::builder(&tested, |vb| linear_no_bias(3, 2 + rank, vb)).build(sgd);
+    let is_refused =
+        matches!(other, Err(Error::Training(TrainingError::OtherModel { replica: 1 })));
+    assert_eq!(is_refused, ranks > 1);
+}
+
+/// What all refuse ends the step in every process, and not the processes.
+fn refusals(engine: &impl Engine, ranks: usize) {
+    let tested = mesh(engine, &[], None);
+    let last = ranks - 1;
+    let x = Tensor::ones((ranks * 2, 3), DType::F32, &Device::Cpu).unwrap();
+    let layers = |vb: VarBuilder<'_>| -> Result<Vec<Linear>> {
+        Ok(vec![linear_no_bias(3, 1, vb.pp("a"))?, linear_no_bias(3, 1, vb.pp("b"))?])
+    };
+    let build = |unused: &[&str]| {
+        DataParallel::builder(&tested, layers)
+            .allow_unused(unused.iter().copied())
+            .build(|group| SGD::new(group.vars, 0.1))
+            .unwrap()
+    };
+    // Which slots use the second layer, and whether the last one's loss is finite.
+    let loss = |is_used: bool, is_finite: bool| {
+        move |ctx: &Replica, layers: &Vec<Linear>, x: Tensor| {
+            let mut y = layers[0].forward(&x)?;
+            if is_used && ctx.slot() == last {
+                y = (y + layers[1].forward(&x)?)?;
+            }
+            let scale = if is_finite || ctx.slot() != last { 1.0 } else { f64::INFINITY };
+            y.sqr()?.mean_all()? * scale
+        }
+    };
+    let mut model = build(&[]);
+    let error = model.step(x.clone(), loss(false, true)).unwrap_err();
+    let missing = vec!["b.weight".to_owned()];
+    assert!(
+        matches!(&error, Error::Training(TrainingError::NoGradient { missing: found, trained: 2 }) if *found == missing),
+        "{error}"
+    );
+    let error = model.step(x.clone(), loss(true, false)).unwrap_err();
+    assert!(
+        matches!(error, Error::Training(TrainingError::NonFiniteLoss { slot, .. }) if slot == last),
+        "{error}"
+    );
+    model.step(x.clone(), loss(true, true)).unwrap();
+    model.check_in_sync().unwrap();
+    let mut model = build(&["b"]);
+    model.step(x.clone(), loss(false, true)).unwrap();
+    model.step(x, loss(true, true)).unwrap();
+    model.check_in_sync().unwrap();
+}
+
+/// Means over tokens on padded batches, accumulated and clipped, with buffers, frozen and unused
+/// variables and random numbers.
+fn weighted(engine: &impl Engine, ranks: usize) {
+    let (tested, threads) =
+        (mesh(engine, &[], None), threads(&[(DeviceMesh::AXIS, ranks)], &engine.device()));
+    assert_same(&weighted_steps(&tested), &weighted_steps(&threads));
+}
+
+fn weighted_steps(mesh: &DeviceMesh) -> Vec<Tensor> {
+    type Model = (BatchNorm, Linear, Linear);
+    let layers = |vb: VarBuilder<'_>| -> Result<Model> {
+        linear(3, 3, vb.pp("unused"))?;
+        let norm = batch_norm(3, 1e-5, vb.pp("norm"))?;
+        Ok((norm, linear(3, 4, vb.pp("frozen"))?, linear(4, 1, vb.pp("head"))?))
+    };
+    let mut model = DataParallel::builder(mesh, layers)
+        .freeze(["frozen"])
+        .allow_unused(["unused"])
+        .group("head", ["head"])
+        .uneven(Uneven::Pad)
+        .clip_grad_norm(0.1)
+        .build(|group| AdamW::new(group.vars, ParamsAdamW::default()))
+        .unwrap();
+    let loss = |ctx: &Replica, model: &Model, (x, mask): (Tensor, Tensor)| {
+        let noise = ctx.rng().uniform(x.shape())?;
+        let x = model.0.forward_t(&(x + noise)?, true)?;
+        let y = model.2.forward(&model.1.forward(&x)?.tanh()?)?.squeeze(1)?.sqr()?;
+        Ok(Loss::sum((y * &mask)?.sum_all()?, mask.sum_all()?).with(mask.sum_all()?))
+    };
+    let batch = |rows: usize| {
+        let x = Tensor::arange(0_f32, (rows * 3) as f32, &Device::Cpu).unwrap();
+        let mask = Tensor::ones(rows, DType::F32, &Device::Cpu).unwrap();
+        (x.sin().unwrap().reshape((rows, 3)).unwrap(), mask)
+    };
+    let mut all = Vec::new();
+    for step in 0..4 {
+        // Four rows on each slot, of which the last has one or two of padding, or none.
+        let accumulated = model.accumulate(batch(mesh.len() * 4 - 1), loss).unwrap();
+        let step = model.step(batch(mesh.len() * 4 - step % 3), loss).unwrap();
+        all.extend([accumulated.aux, step.aux]);
+        all.extend([accumulated.loss, step.loss, step.grad_norm, step.weight].map(number));
+    }
+    model.check_in_sync().unwrap();
+    let evaluated = model.evaluate(batch(mesh.len() * 2 - 1), loss).unwrap();
+    all.extend([number(evaluated.loss), evaluated.aux]);
+    all.extend(model.variables().into_values());
+    all
 }
 
 /// What processes write, threads read, and the other way round.

@@ -2,15 +2,11 @@
 
 pub(crate) mod axes;
 pub(crate) mod place;
+pub(crate) mod threads;
 pub(crate) mod topology;
 pub(crate) mod workers;
 
-use std::{
-    fmt,
-    ops::Range,
-    sync::{Arc, Once},
-    time::Duration,
-};
+use std::{fmt, ops::Range, sync::Arc, time::Duration};
 
 use candle_core::{Device, Tensor};
 
@@ -150,8 +146,9 @@ impl DeviceMesh {
         backend: Arc<dyn Backend>,
     ) -> Result<Self> {
         let on_processor = devices.iter().all(Device::is_cpu);
-        if on_processor {
-            warn_of_threads();
+        // Over several processes, of which each has a pool of its own, the first says it for all.
+        if on_processor && topology.slots() > 1 && first_slot == 0 {
+            threads::warn_if_shared(topology.slots());
         }
         // A process with one slot is bound by its launcher, or is not, as that was told.
         let pin = options.pin && on_processor && devices.len() > 1;
@@ -373,19 +370,6 @@ impl fmt::Display for DeviceMesh {
 
 fn name_of(device: &Device) -> String {
     format!("{:?}", device.location())
-}
-
-/// Says once that candle would spread every kernel over all cores.
-fn warn_of_threads() {
-    static ONCE: Once = Once::new();
-    ONCE.call_once(|| {
-        if std::env::var_os("RAYON_NUM_THREADS").is_none() || std::env::var_os("CANDLE_NUM_THREADS").is_none() {
-            tracing::warn!(
-                "RAYON_NUM_THREADS and CANDLE_NUM_THREADS are not both set: candle's kernels look up the machine's cores \
-                 at every matrix product and share one pool for elementwise work; replicas will wait for each other"
-            );
-        }
-    });
 }
 
 #[cfg(test)]

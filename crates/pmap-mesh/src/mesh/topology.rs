@@ -130,6 +130,11 @@ pub(crate) struct Place {
 }
 
 impl Groups {
+    /// How many groups there are.
+    pub(crate) fn len(&self) -> usize {
+        self.members.len()
+    }
+
     pub(crate) fn place(&self, slot: usize) -> Place {
         self.places[slot]
     }

@@ -76,7 +76,7 @@ impl<I, O, F> Call<I, O, F> {
             device: part.device.clone(),
             topology: Arc::clone(&self.topology),
             collectives: Collectives::new(Arc::clone(&part.engine)),
-            valid: self.cut.as_ref().and_then(|cut| cut.valid(slot, &self.topology)),
+            valid: self.cut.as_ref().and_then(|cut| cut.valid(slot)),
             seed: self.seed,
         })
     }

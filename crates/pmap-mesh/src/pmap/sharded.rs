@@ -118,11 +118,10 @@ impl<T: TensorTree> Sharded<T> {
     pub(crate) fn joined(&self, specs: &Specs, trust: bool) -> Result<T> {
         let (outputs, specs) = self.outputs(specs)?;
         let join = self.join(trust);
-        let joined: Result<Vec<Tensor>> = outputs
-            .into_iter()
-            .zip(&specs)
+        let joined: Result<Vec<Tensor>> = specs
+            .iter()
             .enumerate()
-            .map(|(index, (of_slots, spec))| join.join(index, of_slots, spec))
+            .map(|(index, spec)| join.join(index, nths(&outputs, index), spec))
             .collect();
         Ok(tree::with_leaves(&self.shards[0], &joined?))
     }
@@ -136,14 +135,13 @@ impl<T: TensorTree> Sharded<T> {
             return Err(ValueError::OutputCount { slot: 0, tensors: specs.len(), expected }.into());
         }
         let join = self.join(trust);
-        let outputs = outputs.into_iter().zip(specs.iter().zip(&kept));
-        for (index, (of_slots, (spec, kept))) in outputs.enumerate() {
-            join.join_into(index, of_slots, spec, kept)?;
+        for (index, (spec, kept)) in specs.iter().zip(&kept).enumerate() {
+            join.join_into(index, nths(&outputs, index), spec, kept)?;
         }
         Ok(())
     }
 
-    /// For each output the tensors of all slots, and how it is treated.
+    /// For each slot its outputs, and how each output is treated.
     fn outputs(&self, specs: &Specs) -> Result<(Vec<Vec<Tensor>>, Vec<Resolved>)> {
         let leaves: Vec<Vec<Tensor>> = self.shards.iter().map(tree::leaves).collect();
         let expected = leaves[0].len();
@@ -158,7 +156,7 @@ impl<T: TensorTree> Sharded<T> {
         // What is the same everywhere need not be fetched from other processes.
         let is_replicated = specs.iter().all(Vec::is_empty);
         let leaves = if is_replicated { leaves } else { self.mesh.process_allgather(leaves)? };
-        Ok((transposed(leaves, expected), specs))
+        Ok((leaves, specs))
     }
 
     fn join(&self, trust: bool) -> Join<'_> {
@@ -171,13 +169,9 @@ impl<T: TensorTree> Sharded<T> {
     }
 }
 
-/// The n-th tensors of all lists, for each n below `len`.
-fn transposed(lists: Vec<Vec<Tensor>>, len: usize) -> Vec<Vec<Tensor>> {
-    let mut columns = vec![Vec::with_capacity(lists.len()); len];
-    for list in lists {
-        columns.iter_mut().zip(list).for_each(|(column, tensor)| column.push(tensor));
-    }
-    columns
+/// The tensor number `index` of each list.
+fn nths(lists: &[Vec<Tensor>], index: usize) -> Vec<Tensor> {
+    lists.iter().map(|list| list[index].clone()).collect()
 }
 
 /// The arguments of this process's slots, as views, and how the first one is cut that is.
@@ -201,7 +195,7 @@ pub(crate) fn shard<I: TensorTree>(
     }
     let of_slot = |slot| {
         tree::try_map_indexed(arguments, |index, input| {
-            cuts[index].view(input, slot, topology).map_err(Error::shard(index))
+            cuts[index].view(input, slot).map_err(Error::shard(index))
         })
     };
     let shards = mesh.local_slots().map(of_slot).collect::<Result<_>>()?;

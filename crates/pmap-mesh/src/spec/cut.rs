@@ -1,11 +1,14 @@
 //! Cutting arguments into shards.
 
-use std::ops::Range;
+use std::{ops::Range, sync::Arc};
 
 use candle_core::Tensor;
 
 use crate::{
-    mesh::{axes::AxisSet, topology::Topology},
+    mesh::{
+        axes::AxisSet,
+        topology::{Groups, Topology},
+    },
     reduce::parts::balanced,
     spec::{
         self, Faults, Resolved, Treatment,
@@ -34,9 +37,10 @@ pub enum Uneven {
 }
 
 /// How a dimension is distributed over the groups along some axes: one of the cuts of a [`Cut`].
-#[derive(Clone, Copy, Debug)]
+#[derive(Debug)]
 struct Rows {
     set: AxisSet,
+    groups: Arc<Groups>,
     /// The size that is cut: with its padding, where an earlier cut has padded it.
     total: usize,
     parts: usize,
@@ -52,6 +56,10 @@ pub(crate) struct Valid {
 }
 
 impl Rows {
+    fn rank(&self, slot: usize) -> usize {
+        self.groups.place(slot).rank
+    }
+
     /// The rows of a rank, of the first `real` ones, which are no padding.
     fn of(&self, rank: usize, real: usize) -> Range<usize> {
         match self.uneven {
@@ -115,7 +123,7 @@ impl Cut {
         topology: &Topology,
         faults: &mut Faults,
     ) -> Self {
-        let mut cut = Self(Vec::new());
+        let mut cut = Self(Vec::with_capacity(spec.len()));
         for &(set, treatment) in spec {
             // Other treatments of an argument are faults that have been noted.
             let Treatment::Shard(dim) = treatment else { continue };
@@ -125,7 +133,8 @@ impl Cut {
             let before = cut.of_dim(dim).last();
             // What all earlier shards of the dimension have, if they are of one size.
             let total = before.map_or(input.dims()[dim], Rows::padded);
-            let rows = Rows { set, total, parts: topology.size(set), uneven };
+            let groups = topology.groups(set);
+            let rows = Rows { set, groups, total, parts: topology.size(set), uneven };
             if let Some(fault) = fault(index, input, dim, before, &rows) {
                 faults.add(fault);
             }
@@ -145,11 +154,11 @@ impl Cut {
 
     /// The real rows of a slot's shard in the first dimension that is cut, after all cuts of it;
     /// `None` if no dimension is.
-    pub(crate) fn valid(&self, slot: usize, topology: &Topology) -> Option<Valid> {
+    pub(crate) fn valid(&self, slot: usize) -> Option<Valid> {
         let (dim, first) = self.0.first()?;
         let last = self.0.iter().rposition(|(cut, _)| cut == dim)?;
         let parts = self.of_dim(*dim).map(|rows| rows.parts).product();
-        Some(Valid { len: self.real(last, slot, topology), total: first.total, parts })
+        Some(Valid { len: self.real(last, slot), total: first.total, parts })
     }
 
     /// A result of a slot without the padding of the cut along `set`, if it still has it.
@@ -159,43 +168,33 @@ impl Cut {
         dim: usize,
         set: AxisSet,
         slot: usize,
-        topology: &Topology,
     ) -> candle_core::Result<Tensor> {
         let is_padded = |(_, rows): &(usize, Rows)| {
             rows.set == set && rows.uneven == Uneven::Pad && result.dims()[dim] == rows.padded()
         };
         match self.0.iter().position(is_padded) {
-            Some(number) => result.narrow(dim, 0, self.real(number, slot, topology)),
+            Some(number) => result.narrow(dim, 0, self.real(number, slot)),
             None => Ok(result.clone()),
         }
     }
 
     /// How many rows of a slot are no padding, after cut number `number` and those of the same
     /// dimension before it.
-    fn real(&self, number: usize, slot: usize, topology: &Topology) -> usize {
+    fn real(&self, number: usize, slot: usize) -> usize {
         let (dim, rows) = &self.0[number];
         let before = match self.0[..number].iter().rposition(|(cut, _)| cut == dim) {
-            Some(before) => self.real(before, slot, topology),
+            Some(before) => self.real(before, slot),
             None => rows.total,
         };
-        rows.of(rank(rows, slot, topology), before).len()
+        rows.of(rows.rank(slot), before).len()
     }
 
     /// The shard of a slot.
-    pub(crate) fn view(
-        &self,
-        input: &Tensor,
-        slot: usize,
-        topology: &Topology,
-    ) -> candle_core::Result<Tensor> {
-        self.0.iter().try_fold(input.clone(), |shard, (dim, rows)| {
-            rows.cut(&shard, *dim, rank(rows, slot, topology))
-        })
+    pub(crate) fn view(&self, input: &Tensor, slot: usize) -> candle_core::Result<Tensor> {
+        self.0
+            .iter()
+            .try_fold(input.clone(), |shard, (dim, rows)| rows.cut(&shard, *dim, rows.rank(slot)))
     }
-}
-
-fn rank(rows: &Rows, slot: usize, topology: &Topology) -> usize {
-    topology.groups(rows.set).place(slot).rank
 }
 
 /// Why a dimension cannot be cut so, after the cut of it `before`.

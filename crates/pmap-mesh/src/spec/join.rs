@@ -1,7 +1,5 @@
 //! Putting the results of replicas together.
 
-use std::collections::BTreeMap;
-
 use candle_core::{Device, Tensor, bail};
 
 use crate::{
@@ -56,15 +54,19 @@ impl Join<'_> {
         treatment: Treatment,
     ) -> Result<Vec<(usize, Tensor)>> {
         let groups = self.topology.groups(set);
-        let mut parts: BTreeMap<usize, (usize, Vec<Tensor>)> = BTreeMap::new();
+        let mut parts: Vec<Vec<Tensor>> = vec![Vec::new(); groups.len()];
+        let mut firsts = Vec::new();
         for (slot, tensor) in results {
             let part = self.part(index, *slot, tensor, set, treatment)?;
             let group = groups.place(*slot).group;
-            parts.entry(group).or_insert_with(|| (*slot, Vec::new())).1.push(part);
+            if parts[group].is_empty() {
+                firsts.push((*slot, group));
+            }
+            parts[group].push(part);
         }
-        parts
-            .into_values()
-            .map(|(first, parts)| Ok((first, combine(index, &parts, treatment)?)))
+        firsts
+            .into_iter()
+            .map(|(first, group)| Ok((first, combine(index, &parts[group], treatment)?)))
             .collect()
     }
 
@@ -100,7 +102,11 @@ impl Join<'_> {
         spec: &Resolved,
     ) -> Result<Vec<(usize, Tensor)>> {
         let named = spec.iter().fold(0, |named, (set, _)| named | set);
-        let replicated = self.topology.groups(self.topology.set(&ALL)? & !named);
+        let replicated = self.topology.set(&ALL)? & !named;
+        if replicated == 0 {
+            return Ok(results.into_iter().enumerate().collect());
+        }
+        let replicated = self.topology.groups(replicated);
         if !self.trust {
             check_replicated(index, &results, &replicated)?;
         }
@@ -121,7 +127,7 @@ impl Join<'_> {
         match (treatment, self.cut) {
             (Treatment::Shard(dim), Some(cut)) => {
                 let dim = spec::find_dim(Side::Out, index, dim, &tensor)?;
-                cut.trim(&tensor, dim, set, slot, self.topology).map_err(Error::gather(index))
+                cut.trim(&tensor, dim, set, slot).map_err(Error::gather(index))
             }
             _ => Ok(tensor),
         }

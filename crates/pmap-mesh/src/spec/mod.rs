@@ -189,28 +189,35 @@ impl Specs {
         topology: &Topology,
         faults: &mut Faults,
     ) -> Result<Vec<Resolved>, SpecFault> {
-        let specs = self.of_each(side, tree)?.into_iter().enumerate();
-        Ok(specs.map(|(index, p)| p.resolve(side, index, topology, faults)).collect())
-    }
-
-    fn of_each(&self, side: Side, tree: &impl TensorTree) -> Result<Vec<&P>, SpecFault> {
         let parts = tree.parts();
         let tensors = parts.iter().sum();
         match &self.0 {
             Kind::FirstAndRest(first, rest) => {
-                Ok(iter::once(first).chain(iter::repeat(rest)).take(tensors).collect())
+                let specs = iter::once(first).chain(iter::repeat(rest)).take(tensors);
+                Ok(resolve_each(specs, side, topology, faults))
             }
-            Kind::Each(specs) if specs.len() == parts.len() => Ok(specs
-                .iter()
-                .zip(&parts)
-                .flat_map(|(p, &tensors)| iter::repeat_n(p, tensors))
-                .collect()),
-            Kind::Each(specs) if specs.len() == tensors => Ok(specs.iter().collect()),
+            Kind::Each(specs) if specs.len() == parts.len() => {
+                let specs = specs.iter().zip(&parts);
+                let specs = specs.flat_map(|(p, &tensors)| iter::repeat_n(p, tensors));
+                Ok(resolve_each(specs, side, topology, faults))
+            }
+            Kind::Each(specs) if specs.len() == tensors => {
+                Ok(resolve_each(specs.iter(), side, topology, faults))
+            }
             Kind::Each(specs) => {
                 Err(SpecFault::Count { side, specs: specs.len(), arguments: parts.len(), tensors })
             }
         }
     }
+}
+
+fn resolve_each<'a>(
+    specs: impl Iterator<Item = &'a P>,
+    side: Side,
+    topology: &Topology,
+    faults: &mut Faults,
+) -> Vec<Resolved> {
+    specs.enumerate().map(|(index, p)| p.resolve(side, index, topology, faults)).collect()
 }
 
 impl From<P> for Specs {

@@ -1,13 +1,15 @@
 //! What is printed about a mesh and the collectives on it.
 
-use std::{collections::BTreeMap, env, fmt};
+use std::{collections::BTreeMap, env, fmt, thread};
 
-use candle_distributed::{mesh::DeviceMesh, types::human::HumanBytes};
+use candle_distributed::{
+    mesh::{DeviceMesh, THREAD_VARIABLES},
+    types::human::HumanBytes,
+};
 use comfy_table::{CellAlignment, Table, TableComponent, presets};
 use serde::Serialize;
 
 use super::collective::{Axis, Trial};
-use crate::threads;
 
 /// The JSON result; the text shows a part of it.
 #[derive(Debug, Serialize)]
@@ -78,8 +80,9 @@ impl Answer {
                 .iter()
                 .map(|device| format!("{:?}", device.location()))
                 .collect(),
-            cores: threads::cores(),
-            threads: threads::VARIABLES.map(|name| (name, env::var(name).ok())).into(),
+            // One, if the system does not say.
+            cores: thread::available_parallelism().map_or(1, usize::from),
+            threads: THREAD_VARIABLES.map(|name| (name, env::var(name).ok())).into(),
             repetitions,
             collectives,
             mesh: mesh.clone(),

@@ -1,0 +1,25 @@
+//! How far training is: what a checkpoint knows of it besides tensors.
+
+use std::collections::BTreeMap;
+
+use core_types::Seed;
+use serde::{Deserialize, Serialize};
+
+/// How far training is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub(crate) struct Progress {
+    /// The number of updates.
+    pub(crate) steps: u64,
+    /// The number of batches in them: random numbers depend on it.
+    pub(crate) batches: u64,
+    pub(crate) seed: Seed,
+}
+
+/// What a checkpoint knows of training besides tensors.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub(crate) struct TrainerState {
+    #[serde(flatten)]
+    pub(crate) progress: Progress,
+    /// The learning rate of each group.
+    pub(crate) learning_rates: BTreeMap<String, f64>,
+}
