@@ -31,7 +31,7 @@ use crate::task::{Batch, MAX_LENGTH, Texts, VOCABULARY};
 
 type Result<T> = std::result::Result<T, Box<dyn std::error::Error>>;
 type Model = DataParallel<BertClassifier, AdamW>;
-const STEPS: u64 = 300;
+const STEPS: u64 = 400;
 
 fn main() -> Result<()> {
     init_threads(2)?; // before anything starts a thread
