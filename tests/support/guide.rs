@@ -14,7 +14,9 @@ pages! {
     TwoDevices: "../../docs/guide/two-devices.md";
     TwoNodes: "../../docs/multi-node.md";
     Resume: "../../docs/guide/resume.md";
+    TrainYourOwnModel: "../../docs/guide/train-your-own-model.md";
     TrainableModels: "../../docs/guide/trainable-models.md";
+    ComingFromPyTorch: "../../docs/guide/coming-from-pytorch.md";
     Formats: "../../docs/guide/formats.md";
     Measured: "../../docs/guide/measured.md";
 }

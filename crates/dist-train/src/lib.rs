@@ -1,3 +1,4 @@
+//! [Coming from PyTorch's DDP and FSDP]: crate::coming_from_ddp
 #![doc = include_str!("../README.md")]
 #![forbid(unsafe_code)]
 
@@ -43,6 +44,7 @@ pub use crate::{
     units::Units,
 };
 
-#[cfg(doctest)]
+// The README links to the file; the line above it, which comes first, to this page instead.
+#[cfg(doc)]
 #[doc = include_str!("../docs/coming-from-ddp.md")]
-struct ComingFromDdp;
+pub mod coming_from_ddp {}

@@ -57,6 +57,8 @@ impl Block {
                 ("why", why) => reason = Some(why.to_owned()),
                 ("needs", tool) => needs = Some(tool.to_owned()),
                 ("figures", "vary") => figures_vary = true,
+                // rustdoc's own: the block is a process of its own, which it sets up.
+                ("standalone_crate", "") => {}
                 _ => panic!("line {line}: what is {word:?}?"),
             }
         }

@@ -25,7 +25,7 @@ pub(crate) struct Config {
     pub(crate) max_position_embeddings: usize,
     pub(crate) type_vocab_size: usize,
     pub(crate) layer_norm_eps: f64,
-    pub(crate) hidden_dropout_prob: f64,
+    pub(crate) hidden_dropout_prob: f32,
     pub(crate) num_labels: usize,
 }
 
@@ -50,7 +50,7 @@ impl Config {
 /// Sets elements to zero with random numbers; without, as in evaluation, it does nothing.
 #[derive(Debug)]
 struct Dropout {
-    probability: f64,
+    probability: f32,
     rng: Option<ReplicaRng>,
 }
 
@@ -58,7 +58,7 @@ impl Dropout {
     fn apply(&mut self, x: &Tensor) -> Result<Tensor> {
         let Some(rng) = &mut self.rng else { return Ok(x.clone()) };
         let kept = 1.0 - self.probability;
-        (x * rng.bernoulli(kept as f32, x.shape())?.to_dtype(x.dtype())?)? / kept
+        (x * rng.bernoulli(kept, x.shape())?.to_dtype(x.dtype())?)? / f64::from(kept)
     }
 }
 
@@ -69,7 +69,7 @@ pub(crate) struct BertClassifier {
     layers: Vec<Layer>,
     pooler: Linear,
     classifier: Linear,
-    dropout: f64,
+    dropout: f32,
 }
 
 impl BertClassifier {

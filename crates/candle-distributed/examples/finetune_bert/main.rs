@@ -1,6 +1,5 @@
-//! Fine-tunes a BERT classifier on two devices: batches of similar length, dropout, clipping,
-//! warm-up, evaluation, checkpoints. Interrupt it and start it again: it resumes in the middle of
-//! the epoch, and ends with the weights that it would have had, to the bit.
+//! Fine-tunes a BERT classifier on two devices. Interrupt it and start it again: it resumes in the
+//! middle of the epoch, and ends with the weights that it would have had, to the bit.
 //!
 //! ```sh
 //! cargo run -p candle-distributed --features candle,ops,serde --example finetune_bert -- bert
@@ -19,7 +18,7 @@ use candle_distributed::{
         BatchConfig, BatchState, Cut, DistributedBatchSampler, DistributedConfig,
         DynamicBatchSampler, DynamicBatchStrategy,
     },
-    mesh::{DeviceMesh, Replica, ReplicaRng, Uneven},
+    mesh::{DeviceMesh, Replica, ReplicaRng, Uneven, init_threads},
     ops::{self, CrossEntropyConfig},
     sampler::{DistributedSampler, SamplerConfig},
     train::{AdamW, Checkpoints, DataParallel, Loss},
@@ -32,9 +31,10 @@ use crate::task::{Batch, MAX_LENGTH, Texts, VOCABULARY};
 
 type Result<T> = std::result::Result<T, Box<dyn std::error::Error>>;
 type Model = DataParallel<BertClassifier, AdamW>;
-const STEPS: u64 = 300;
+const STEPS: u64 = 400;
 
 fn main() -> Result<()> {
+    init_threads(2)?; // before anything starts a thread
     let folder = std::env::args().nth(1).ok_or("name a folder for the checkpoints")?;
     let mesh = DeviceMesh::cpu(2)?; // two virtual ones; `DeviceMesh::cuda(2)` for two cards
     let mut model = model(&mesh, &[])?;

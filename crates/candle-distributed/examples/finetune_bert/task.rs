@@ -4,6 +4,8 @@
 //! cannot learn the task: its features are 32 numbers, too few for a classifier to tell 400 words
 //! apart by.
 
+#![allow(clippy::cast_possible_truncation, reason = "the numbers are small")]
+
 use candle_core::{Device, Result, Tensor};
 use candle_distributed::{
     batch::{self, Collator},
