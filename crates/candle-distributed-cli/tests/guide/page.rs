@@ -57,6 +57,8 @@ impl Block {
                 ("why", why) => reason = Some(why.to_owned()),
                 ("needs", tool) => needs = Some(tool.to_owned()),
                 ("figures", "vary") => figures_vary = true,
+                // A doctest of its own, in a process of its own: for rustdoc alone.
+                ("standalone_crate", "") => {}
                 _ => panic!("line {line}: what is {word:?}?"),
             }
         }
