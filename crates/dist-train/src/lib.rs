@@ -17,7 +17,7 @@ mod sharded;
 mod stored;
 
 pub use crate::{
-    check::{GradientReport, PrefixCheck, Verdict},
+    check::report::{GradientReport, PrefixCheck, Verdict},
     checkpoint::{Checkpoints, read::Checkpoint, state_dict::StateDict},
     data_parallel::{
         DataParallel,
