@@ -2,8 +2,7 @@
 //! size is allocated.
 //!
 //! Of the loop over items the compiler makes vectors; multiplications and additions are never fused,
-//! so all round alike. (Vectors of AVX-512, chosen at run time, took 0.8 of the time of AdamW and 2.4
-//! times that of Sgd.)
+//! so all round alike.
 
 use std::ops::Range;
 
