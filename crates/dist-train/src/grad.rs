@@ -39,8 +39,8 @@ type BoxedLoss<I> = Box<dyn Fn(&Replica, I) -> candle_core::Result<Loss> + Send 
 /// and its gradient, even if shards are uneven ([`ValueAndGrad::uneven`]).
 ///
 /// The replicas share the variables that `loss` captured. A variable on another device than the
-/// replica's must be moved with `to_device(ctx.device())`, through which gradients flow. For several
-/// devices, with a copy of the model on each and an optimizer, see
+/// replica's must be moved with `to_device(ctx.device())`, through which gradients flow. For
+/// several devices, with a copy of the model on each and an optimizer, see
 /// [`DataParallel`](crate::DataParallel).
 ///
 /// # Determinism
@@ -123,9 +123,11 @@ impl<I: TensorTree> ValueAndGrad<I> {
         let outcome: Arc<(Refusal, OnceLock<f64>)> = Arc::default();
         let step = self.mesh.pmap({
             let layout = Layout::of(&batch);
-            let (loss, params, allow) =
-                (Arc::clone(&self.loss), self.params.clone(), self.allow_non_finite);
-            let (owned, outcome) = (Arc::clone(&owned), Arc::clone(&outcome));
+            let loss = Arc::clone(&self.loss);
+            let params = self.params.clone();
+            let allow = self.allow_non_finite;
+            let owned = Arc::clone(&owned);
+            let outcome = Arc::clone(&outcome);
             move |ctx, shard: I| {
                 let (refusal, mean) = &*outcome;
                 let here = layout.explain(shard, |shard| loss(ctx, shard))?;

@@ -2,7 +2,7 @@
 
 use std::convert::Infallible;
 
-use candle_core::{DType, Tensor};
+use candle_core::{DType, Device, Tensor};
 use pmap_mesh::{Replica, TensorTree};
 
 use crate::{
@@ -10,8 +10,8 @@ use crate::{
     error::training::{Refusal, TrainingError},
 };
 
-/// The loss of a shard: what a step, an evaluation or [`value_and_grad`](crate::value_and_grad) gets
-/// from the function that it is given.
+/// The loss of a shard: what a step, an evaluation or [`value_and_grad`](crate::value_and_grad)
+/// gets from the function that it is given.
 ///
 /// Sums and weights of all slots are added up, as are those of accumulated batches, and divided
 /// once. So the loss and its gradients are those of one device, however rows or tokens are spread.
@@ -24,9 +24,9 @@ use crate::{
 ///
 /// A row of padding ([`Uneven::Pad`](pmap_mesh::Uneven::Pad)) has no weight: a mean is one over the
 /// first [`Replica::valid_len`] rows. The loss of a shard without weight counts nowhere, whatever
-/// its value; its gradient is zero, but its backward runs, and with it the collectives in it. (candle
-/// records nothing of a matrix product of no rows. A loss whose collectives have a backward must
-/// mask its padding, and not cut it away.)
+/// its value; its gradient is zero, but its backward runs, and with it the collectives in it.
+/// (candle records nothing of a matrix product of no rows. A loss whose collectives have a backward
+/// must mask its padding, and not cut it away.)
 ///
 /// # Examples
 ///
@@ -80,8 +80,8 @@ impl Loss {
 }
 
 impl<A> Loss<A> {
-    /// The same with tensors that are no part of the loss, in place of those it had. They are summed
-    /// over the slots and over accumulated batches; no gradient passes.
+    /// The same with tensors that are no part of the loss, in place of those it had. They are
+    /// summed over the slots and over accumulated batches; no gradient passes.
     ///
     /// All slots give tensors of the same types and shapes.
     pub fn with<B: TensorTree>(self, aux: B) -> Loss<B> {
@@ -111,7 +111,8 @@ impl<A> Loss<A> {
     ) -> candle_core::Result<(ShardLoss, A)> {
         let Self { value, weight, aux } = self;
         if value.rank() != 0 || !value.dtype().is_float() {
-            let (shape, dtype) = (value.dims().to_vec(), value.dtype().as_str());
+            let shape = value.dims().to_vec();
+            let dtype = value.dtype().as_str();
             return Err(refusal.alone(TrainingError::LossShape { shape, dtype }));
         }
         let (times, weight) = match weight.0 {
@@ -263,5 +264,5 @@ fn leaves(tree: &impl TensorTree) -> Vec<Tensor> {
 /// A scalar of any type.
 fn scalar(tensor: &Tensor) -> candle_core::Result<f64> {
     // Not every device has double precision.
-    tensor.to_device(&candle_core::Device::Cpu)?.to_dtype(DType::F64)?.to_scalar()
+    tensor.to_device(&Device::Cpu)?.to_dtype(DType::F64)?.to_scalar()
 }

@@ -69,8 +69,8 @@ impl Units {
         }
     }
 
-    /// What `f` computes from `x` by the layers that it makes of a unit's variables: its builder has
-    /// those whose names begin with `name.`, without that.
+    /// What `f` computes from `x` by the layers that it makes of a unit's variables: its builder
+    /// has those whose names begin with `name.`, without that.
     ///
     /// `f` owns what it captures, since it may be run again for the backward pass by who keeps
     /// variables in parts.

@@ -57,7 +57,7 @@ impl Block {
                 ("why", why) => reason = Some(why.to_owned()),
                 ("needs", tool) => needs = Some(tool.to_owned()),
                 ("figures", "vary") => figures_vary = true,
-                // rustdoc's own: the block is a process of its own, which it sets up.
+                // A doctest of its own, in a process of its own: for rustdoc alone.
                 ("standalone_crate", "") => {}
                 _ => panic!("line {line}: what is {word:?}?"),
             }

@@ -106,9 +106,9 @@ impl<'a, B> DataParallelBuilder<'a, B> {
         self
     }
 
-    /// Trains the variables of `vars` that the model asks for, with the values they have; those that
-    /// are not there are added to it. Those that are there must lie on the first device of the mesh:
-    /// on that very one, as [`DeviceMesh::devices`] returns it.
+    /// Trains the variables of `vars` that the model asks for, with the values they have; those
+    /// that are not there are added to it. Those that are there must lie on the first device of the
+    /// mesh: on that very one, as [`DeviceMesh::devices`] returns it.
     ///
     /// Slots on the first device use them directly, so between steps they are what was trained.
     pub fn variables(self, vars: &VarMap) -> Self {
@@ -191,8 +191,8 @@ impl<'a, B> DataParallelBuilder<'a, B> {
         Self { seed, ..self }
     }
 
-    /// Trains on with a loss or gradients that are infinite or NaN, as a scaler of losses that lowers
-    /// its factor then wants it. By default such a step is an error, and changes nothing.
+    /// Trains on with a loss or gradients that are infinite or NaN, as a scaler of losses that
+    /// lowers its factor then wants it. By default such a step is an error, and changes nothing.
     pub fn allow_non_finite(mut self) -> Self {
         self.options.allow_non_finite = true;
         self
@@ -208,19 +208,19 @@ impl<'a, B> DataParallelBuilder<'a, B> {
     /// Builds the model on every slot, and the optimizers.
     ///
     /// The model's constructor is called several times, and must ask for the same variables each
-    /// time; the first time they are all zeros of no size, and what it makes of them is dropped. Where
-    /// the mesh spans several processes, all begin with the values of the first.
+    /// time; the first time they are all zeros of no size, and what it makes of them is dropped.
+    /// Where the mesh spans several processes, all begin with the values of the first.
     ///
     /// `optimizer` is called for each slot and group with the variables that this slot updates.
     ///
     /// # Errors
     ///
     /// [`Error::Setting`] if the largest norm is negative or NaN; [`Error::Model`] with what the
-    /// constructor and `optimizer` return, or if variables lie elsewhere; [`Error::Training`] if a pattern matches nothing, groups overlap, nothing is
-    /// trained, or processes build other models; [`Error::Plan`] for a pattern that is none;
-    /// [`Error::Checkpoint`] and [`Error::Parameter`] if weights cannot be read or are not the
-    /// model's; [`Error::Setting`] for a largest norm that is negative or NaN; [`Error::Mesh`] if a
-    /// process does not answer.
+    /// constructor and `optimizer` return, or if variables lie elsewhere; [`Error::Training`] if a
+    /// pattern matches nothing, groups overlap, nothing is trained, or processes build other
+    /// models; [`Error::Plan`] for a pattern that is none; [`Error::Checkpoint`] and
+    /// [`Error::Parameter`] if weights cannot be read or are not the model's; [`Error::Setting`]
+    /// for a largest norm that is negative or NaN; [`Error::Mesh`] if a process does not answer.
     pub fn build<M, O>(
         self,
         optimizer: impl Fn(Group) -> candle_core::Result<O>,
@@ -253,7 +253,8 @@ impl<'a, B> DataParallelBuilder<'a, B> {
             let device = &devices[part.slot];
             let vars = sets[part.set].of_slot(part.slot, &inventory.roles)?;
             let built = |purpose| model(vars::builder(&inventory, &vars, purpose, dtype, device));
-            let (trained, evaluated) = (built(Use::Training)?, built(Use::Evaluation)?);
+            let trained = built(Use::Training)?;
+            let evaluated = built(Use::Evaluation)?;
             let is_first_set = first_set + part.set == 0;
             let slot = Slot { is_first_set, ..slot(&inventory, part, trained, vars, &optimizer)? };
             Ok(Worker { slot: Mutex::new(slot), evaluated: Mutex::new(evaluated) })

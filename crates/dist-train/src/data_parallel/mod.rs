@@ -140,8 +140,8 @@ impl Default for Options {
 const EVALUATION: u64 = u64::MAX;
 
 impl DataParallel<(), ()> {
-    /// A model to be built on every slot of `mesh`, of the layers that `model` makes of the variables
-    /// that it asks its builder for: candle's own constructors.
+    /// A model to be built on every slot of `mesh`, of the layers that `model` makes of the
+    /// variables that it asks its builder for: candle's own constructors.
     ///
     /// Options are set on what is returned; [`build`](DataParallelBuilder::build) asks for the
     /// optimizers.
@@ -159,18 +159,18 @@ impl<M: Send, O: Optimizer + Send> DataParallel<M, O> {
     /// `loss` returns a [`Loss`], or a tensor: the mean over the rows of its shard, or over the
     /// first [`Replica::valid_len`] of them if the shard may be padded. If batches were
     /// [accumulated](Self::accumulate) before, the update uses the gradient of the mean over all of
-    /// them and this one. It may borrow what lies around it: the step waits for all replicas, and on a
-    /// mesh with a [deadline](pmap_mesh::DeviceMeshBuilder::deadline) a replica that never returns
-    /// ends the process (see [`DeviceMesh::pmap_scoped`]).
+    /// them and this one. It may borrow what lies around it: the step waits for all replicas, and
+    /// on a mesh with a [deadline](pmap_mesh::DeviceMeshBuilder::deadline) a replica that never
+    /// returns ends the process (see [`DeviceMesh::pmap_scoped`]).
     ///
     /// # Errors
     ///
     /// [`Error::Training`](crate::Error::Training) if the step [would train something
     /// wrong](Self#what-is-refused); [`Error::Mesh`](crate::Error::Mesh) with those of
     /// [`PMap::call`](pmap_mesh::PMap::call); [`Error::Diverged`](crate::Error::Diverged) if it is
-    /// time to [check](DataParallelBuilder::check_in_sync_every). If the step fails before gradients
-    /// are summed, no variable has changed, and accumulated gradients are dropped; if an optimizer
-    /// fails, variables may be changed in part.
+    /// time to [check](DataParallelBuilder::check_in_sync_every). If the step fails before
+    /// gradients are summed, no variable has changed, and accumulated gradients are dropped; if an
+    /// optimizer fails, variables may be changed in part.
     pub fn step<I, A, L, F>(&mut self, batch: I, loss: F) -> Result<Step<A>>
     where
         I: TensorTree,
@@ -224,7 +224,8 @@ impl<M: Send, O: Optimizer + Send> DataParallel<M, O> {
         F: Fn(&Replica, &M, I) -> candle_core::Result<L> + Send + Sync,
     {
         let layout = Layout::of(&batch);
-        let (refusal, mean) = (Refusal::default(), OnceLock::new());
+        let refusal = Refusal::default();
+        let mean = OnceLock::new();
         let buffers = self.inventory.roles.buffers();
         let call = self.mesh.pmap_scoped(|ctx, shard: I| {
             let worker = &self.workers[ctx.local_index()];
@@ -255,7 +256,8 @@ impl<M: Send, O: Optimizer + Send> DataParallel<M, O> {
         L: Into<Loss<A>>,
         F: Fn(&Replica, &M, I) -> candle_core::Result<L> + Send + Sync,
     {
-        let (layout, rules) = (Layout::of(&batch), self.rules(then));
+        let layout = Layout::of(&batch);
+        let rules = self.rules(then);
         let report = OnceLock::new();
         let call = self.mesh.pmap_scoped(|ctx, shard: I| {
             let slot = &mut *lock(&self.workers[ctx.local_index()].slot);
@@ -347,8 +349,8 @@ impl<M, O> DataParallel<M, O> {
         lock(&self.workers[0].evaluated)
     }
 
-    /// The variables on the first device by name: what `candle_core::safetensors::save` writes. They
-    /// share the memory of what is trained, and change with it.
+    /// The variables on the first device by name: what `candle_core::safetensors::save` writes.
+    /// They share the memory of what is trained, and change with it.
     pub fn variables(&self) -> BTreeMap<String, Tensor> {
         let slot = lock(&self.workers[0].slot);
         let names = self.inventory.parameters.iter().map(|(name, _)| name.clone());

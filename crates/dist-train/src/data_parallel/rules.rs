@@ -89,8 +89,8 @@ impl Rules {
         Err(self.refusal.agreed(TrainingError::NoGradient { missing, trained: trained.len() }))
     }
 
-    /// The error of a norm that is not finite, given the position among the trained variables of the
-    /// first whose gradient is the cause.
+    /// The error of a norm that is not finite, given the position among the trained variables of
+    /// the first whose gradient is the cause.
     pub(super) fn non_finite_norm(&self, value: f64, cause: Option<usize>) -> candle_core::Error {
         let trained = self.inventory.roles.trained();
         let variable = cause.map(|cause| self.inventory.name(trained[cause]).to_owned());

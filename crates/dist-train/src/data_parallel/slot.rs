@@ -65,8 +65,9 @@ pub(super) struct Accumulated {
 ///
 /// A loss or an optimizer may panic while it holds the lock. That fails the step like an error, and
 /// a failed step leaves a slot that can be used: gradients are taken out before they change, and
-/// variables may be changed in part by an optimizer's error as well. So a poisoned lock says nothing
-/// that the caller was not told, and refusing it would end training where an error does not.
+/// variables may be changed in part by an optimizer's error as well. So a poisoned lock says
+/// nothing that the caller was not told, and refusing it would end training where an error does
+/// not.
 pub(super) fn lock<T>(slot: &Mutex<T>) -> MutexGuard<'_, T> {
     slot.lock().unwrap_or_else(PoisonError::into_inner)
 }
@@ -203,7 +204,8 @@ impl<M, O: Optimizer> Slot<M, O> {
     /// The norm of all gradients, which are `factor` times the sums that the slots have.
     ///
     /// The squares of each variable are told by one slot and added up in the order of names, so the
-    /// norm is the same to the bit however variables are divided among slots, devices and processes.
+    /// norm is the same to the bit however variables are divided among slots, devices and
+    /// processes.
     fn norm(
         &self,
         ctx: &Replica,

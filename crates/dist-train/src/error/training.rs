@@ -177,8 +177,8 @@ impl Refusal {
         candle_core::Error::msg(&self.0.get_or_init(|| refused).error)
     }
 
-    /// What a replica returns: nothing, where all refuse. Its call succeeds then, since over several
-    /// processes a call that fails ends them.
+    /// What a replica returns: nothing, where all refuse. Its call succeeds then, since over
+    /// several processes a call that fails ends them.
     pub(crate) fn outcome<T>(
         &self,
         outcome: candle_core::Result<T>,
