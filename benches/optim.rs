@@ -57,8 +57,16 @@ fn time<O: Optimizer>(
     group.sample_size(10).measurement_time(Duration::from_secs(1));
     group.warm_up_time(Duration::from_millis(300)).throughput(Throughput::Elements(n_items as u64));
     let id = BenchmarkId::new(name, library);
-    group.bench_function(id, |b| b.iter(|| optimizer.step(&grads)));
+    let mut is_run = false;
+    group.bench_function(id, |b| {
+        is_run = true;
+        b.iter(|| optimizer.step(&grads));
+    });
     group.finish();
+    if !is_run {
+        // Another one was asked for.
+        return Ok(());
+    }
     let change = (first.as_tensor() - before)?.abs()?.sum_all()?;
     assert!(
         change.to_dtype(DType::F32)?.to_scalar::<f32>()? > 0.0,

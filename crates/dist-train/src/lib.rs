@@ -20,7 +20,7 @@ mod stored;
 mod units;
 
 pub use crate::{
-    check::{GradientReport, PrefixCheck, Verdict},
+    check::report::{GradientReport, PrefixCheck, Verdict},
     checkpoint::{Checkpoints, read::Checkpoint, state_dict::StateDict},
     data_parallel::{
         DataParallel,

@@ -2,7 +2,7 @@
 
 use candle_core::{DType, Tensor};
 
-use super::{CHECKING, Checked, Part, Verdict};
+use super::{CHECKING, Checked, Part, report::Verdict};
 use crate::error::{Doing, Result};
 
 /// The steps to both sides, in units of the direction: from an eighth of the variables' size down

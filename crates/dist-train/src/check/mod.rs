@@ -9,13 +9,15 @@
 
 mod derivative;
 mod direction;
-
-use std::fmt;
+pub(crate) mod report;
 
 use candle_core::{DType, Device, Tensor};
 use fsdp_plan::{ElemType, ParameterInfo};
 
-use self::derivative::Derivative;
+use self::{
+    derivative::Derivative,
+    report::{GradientReport, PrefixCheck, Verdict},
+};
 use crate::error::{Doing, Result, gradient::GradientError};
 
 /// A model whose gradients are checked, in the middle of training.
@@ -28,64 +30,6 @@ pub(crate) trait Checked {
 
     /// Gives a variable another value.
     fn set(&mut self, var: usize, value: &Tensor) -> Result<()>;
-}
-
-/// What a check has found of the parameters that begin with the same components: made by
-/// [`DataParallel::check_gradients`](crate::DataParallel::check_gradients).
-#[derive(Clone, Debug, PartialEq)]
-#[non_exhaustive]
-pub struct PrefixCheck {
-    /// The first components of their names: those of a block, or of a layer outside of all blocks.
-    pub prefix: String,
-    /// How many parameters there are.
-    pub parameters: usize,
-    /// How fast the loss changes along the direction that is the worst for the gradient, as
-    /// differences of the loss say.
-    pub expected: f64,
-    /// How fast it changes there as the gradient says.
-    pub found: f64,
-    /// How far `expected` may be off, as the differences at two step sizes say.
-    pub uncertainty: f64,
-    /// What follows.
-    pub verdict: Verdict,
-}
-
-/// Whether gradients are those of the loss.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-#[non_exhaustive]
-pub enum Verdict {
-    /// They are, within the tolerance.
-    Right,
-    /// They are not.
-    Wrong,
-    /// Rounding hides it, or the loss is too far from smooth: with halves, or where the loss hardly
-    /// depends on the parameters.
-    Unclear,
-}
-
-/// What a check of gradients has found; displayed as a table.
-#[derive(Clone, Debug, PartialEq)]
-#[non_exhaustive]
-pub struct GradientReport {
-    /// The loss of the batch.
-    pub loss: f64,
-    /// The parts of the model, in the order of their names.
-    pub prefixes: Vec<PrefixCheck>,
-}
-
-impl fmt::Display for GradientReport {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let width = self.prefixes.iter().map(|check| check.prefix.len()).max().unwrap_or(0);
-        for check in &self.prefixes {
-            let PrefixCheck { prefix, expected, found, uncertainty, verdict, .. } = check;
-            writeln!(
-                f,
-                "{prefix:width$}  {verdict:?}: the gradient says {found:.4e}, differences \
-                 {expected:.4e} ± {uncertainty:.0e}"
-            )?;
-        }
-        Ok(())
-    }
 }
 
 /// Compares the gradients of named variables with differences of the loss.

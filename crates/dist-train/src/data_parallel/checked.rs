@@ -11,7 +11,7 @@ use pmap_mesh::{Replica, TensorTree};
 
 use crate::{
     batch::Layout,
-    check::{Checked, GradientReport, check_gradients},
+    check::{Checked, check_gradients, report::GradientReport},
     data_parallel::{
         DataParallel,
         rules::{Rules, Then},

@@ -1,10 +1,5 @@
 //! AdamW, in place and with a state that can be saved.
 
-#![allow(
-    clippy::inline_always,
-    reason = "a loop over items has the instructions of the function that it is inlined into"
-)]
-
 use candle_core::{Device, Result, Tensor, Var, backprop::GradStore, bail};
 use candle_nn::{Optimizer, ParamsAdamW};
 
@@ -219,7 +214,6 @@ impl AdamRule {
 }
 
 impl Rule<2> for AdamRule {
-    #[inline(always)]
     fn apply<X: Numbers>(
         &self,
         value: &X,

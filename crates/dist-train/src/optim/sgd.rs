@@ -1,10 +1,5 @@
 //! Stochastic gradient descent with momentum, in place and with a state that can be saved.
 
-#![allow(
-    clippy::inline_always,
-    reason = "a loop over items has the instructions of the function that it is inlined into"
-)]
-
 use candle_core::{Device, Result, Tensor, Var, backprop::GradStore, bail};
 use candle_nn::Optimizer;
 
@@ -194,7 +189,8 @@ impl Moving {
 
     fn update(&mut self, params: &ParamsSgd, grad: &Tensor) -> Result<()> {
         if params.momentum == 0.0 {
-            return self.variable.update(&Plain { params }, [], grad);
+            let ParamsSgd { lr, weight_decay, .. } = *params;
+            return self.variable.update(&Plain { lr, weight_decay }, [], grad);
         }
         // Momentum may have been set after the optimizer was made.
         let momentum = match self.momentum.take() {
@@ -204,7 +200,15 @@ impl Moving {
         let momentum = self.momentum.insert(momentum);
         // The first gradient is the momentum, whatever the dampening.
         let dampening = if self.step == 0 { 0.0 } else { params.dampening };
-        self.variable.update(&Momentum { params, dampening }, [momentum], grad)?;
+        let ParamsSgd { lr, momentum: kept, weight_decay, nesterov, .. } = *params;
+        let added = 1.0 - dampening;
+        if nesterov {
+            let rule = Momentum::<true> { lr, kept, added, weight_decay };
+            self.variable.update(&rule, [momentum], grad)?;
+        } else {
+            let rule = Momentum::<false> { lr, kept, added, weight_decay };
+            self.variable.update(&rule, [momentum], grad)?;
+        }
         // Only the first step is told from the others.
         self.step = self.step.saturating_add(1);
         Ok(())
@@ -212,55 +216,45 @@ impl Moving {
 }
 
 /// Without momentum.
-struct Plain<'a> {
-    params: &'a ParamsSgd,
+struct Plain {
+    lr: f64,
+    weight_decay: f64,
 }
 
-impl Rule<0> for Plain<'_> {
-    #[inline(always)]
+impl Rule<0> for Plain {
     fn apply<X: Numbers>(&self, value: &X, _: [&X; 0], grad: &X) -> Outcome<X, (X, [X; 0])> {
-        Ok((step(self.params.lr, value, &decayed(self.params, value, grad)?)?, []))
+        let grad = grad.plus(&value.scaled(self.weight_decay)?)?;
+        Ok((value.minus(&grad.scaled(self.lr)?)?, []))
     }
 }
 
-struct Momentum<'a> {
-    params: &'a ParamsSgd,
-    dampening: f64,
+/// The choice is made by the type, since a branch in the loop over items keeps the compiler from
+/// making vectors of it.
+struct Momentum<const NESTEROV: bool> {
+    lr: f64,
+    /// What is kept of the momentum.
+    kept: f64,
+    /// What of the gradient is added to it.
+    added: f64,
+    weight_decay: f64,
 }
 
-impl Rule<1> for Momentum<'_> {
-    #[inline(always)]
+impl<const NESTEROV: bool> Rule<1> for Momentum<NESTEROV> {
     fn apply<X: Numbers>(
         &self,
         value: &X,
         [momentum]: [&X; 1],
         grad: &X,
     ) -> Outcome<X, (X, [X; 1])> {
-        let ParamsSgd { lr, momentum: kept, nesterov, .. } = *self.params;
-        let grad = decayed(self.params, value, grad)?;
-        let momentum = momentum.scaled(kept)?.plus(&grad.scaled(1.0 - self.dampening)?)?;
-        let value = if nesterov {
-            step(lr, value, &grad.plus(&momentum.scaled(kept)?)?)?
+        let grad = grad.plus(&value.scaled(self.weight_decay)?)?;
+        let momentum = momentum.scaled(self.kept)?.plus(&grad.scaled(self.added)?)?;
+        let direction = if NESTEROV {
+            grad.plus(&momentum.scaled(self.kept)?)?
         } else {
-            step(lr, value, &momentum)?
+            momentum.scaled(1.0)?
         };
-        Ok((value, [momentum]))
+        Ok((value.minus(&direction.scaled(self.lr)?)?, [momentum]))
     }
-}
-
-/// The gradient with the decay's part.
-#[inline(always)]
-fn decayed<X: Numbers>(params: &ParamsSgd, value: &X, grad: &X) -> Outcome<X> {
-    // A value that is infinite or no number has no part in a gradient that does not decay it.
-    if params.weight_decay == 0.0 {
-        return grad.scaled(1.0);
-    }
-    grad.plus(&value.scaled(params.weight_decay)?)
-}
-
-#[inline(always)]
-fn step<X: Numbers>(lr: f64, value: &X, direction: &X) -> Outcome<X> {
-    value.minus(&direction.scaled(lr)?)
 }
 
 #[cfg(test)]

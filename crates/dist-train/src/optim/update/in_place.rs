@@ -1,19 +1,13 @@
 //! Updates on the processor: every number is read and written once, and nothing of a variable's
 //! size is allocated.
 //!
-//! Of the loop over items the compiler makes vectors, once for each set of instructions that is
-//! chosen from at run time. Multiplications and additions are never fused, so all round alike.
-
-#![allow(
-    clippy::inline_always,
-    reason = "a loop has the instructions of the function that it is inlined into"
-)]
+//! Of the loop over items the compiler makes vectors; multiplications and additions are never fused,
+//! so all round alike.
 
 use std::ops::Range;
 
 use candle_core::{CpuStorage, Result, WithDType, backend::BackendStorage, bail};
 use half::slice::HalfFloatSliceExt;
-use pulp::{Arch, NullaryFnOnce};
 
 use super::{Rule, items::Items, numbers::Real, open::Opened};
 
@@ -81,7 +75,7 @@ impl<'a, T: Real, C: RoundedCopy<T>, const N: usize> Job<'a, T, C, N> {
 
     fn run<R: Rule<N>>(mut self, rule: &R) {
         if self.values.len() <= TASK {
-            return Arch::new().dispatch(Work { job: self, rule });
+            return self.work(rule);
         }
         let rest = self.split_off(self.values.len() / 2);
         rayon::join(|| self.run(rule), || rest.run(rule));
@@ -98,7 +92,6 @@ impl<'a, T: Real, C: RoundedCopy<T>, const N: usize> Job<'a, T, C, N> {
         }
     }
 
-    #[inline(always)]
     fn work<R: Rule<N>>(mut self, rule: &R) {
         let mut buffer = [T::zero(); BLOCK];
         let len = self.values.len();
@@ -115,22 +108,6 @@ impl<'a, T: Real, C: RoundedCopy<T>, const N: usize> Job<'a, T, C, N> {
     }
 }
 
-struct Work<'a, 'r, T, C, R, const N: usize> {
-    job: Job<'a, T, C, N>,
-    rule: &'r R,
-}
-
-impl<T: Real, C: RoundedCopy<T>, R: Rule<N>, const N: usize> NullaryFnOnce
-    for Work<'_, '_, T, C, R, N>
-{
-    type Output = ();
-
-    #[inline(always)]
-    fn call(self) {
-        self.job.work(self.rule);
-    }
-}
-
 /// Keeps the items before `middle`, and returns the others.
 #[expect(clippy::mut_mut, reason = "as `split_off_mut` wants it")]
 fn tail<'a, T>(items: &mut &'a mut [T], middle: usize) -> &'a mut [T] {
@@ -138,7 +115,6 @@ fn tail<'a, T>(items: &mut &'a mut [T], middle: usize) -> &'a mut [T] {
     items.split_off_mut(middle..).expect("the middle is no more than the length")
 }
 
-#[inline(always)]
 fn apply<T: Real, R: Rule<N>, const N: usize>(
     rule: &R,
     values: &mut [T],
@@ -154,7 +130,6 @@ fn apply<T: Real, R: Rule<N>, const N: usize>(
 
 /// Updates as many items together as there are lanes, of which the compiler makes vectors. They are
 /// copied, since it does not know that the slices do not overlap.
-#[inline(always)]
 fn apply_by<const L: usize, T: Real, R: Rule<N>, const N: usize>(
     rule: &R,
     values: &mut [T],

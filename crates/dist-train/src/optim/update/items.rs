@@ -41,8 +41,10 @@ impl<'a> Items<'a> {
     where
         'a: 'b,
     {
-        if let (Ok(data), Some((start, _))) =
-            (self.storage.as_slice::<T>(), self.layout.contiguous_offsets())
+        // Asked first, for candle's error would take a backtrace.
+        if self.storage.dtype() == T::DTYPE
+            && let Ok(data) = self.storage.as_slice::<T>()
+            && let Some((start, _)) = self.layout.contiguous_offsets()
         {
             return &data[start + range.start..start + range.end];
         }
