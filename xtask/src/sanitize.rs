@@ -51,8 +51,7 @@ const SEEDS: &str = "-Zmiri-many-seeds=0..16";
 fn miri(package: &str, tests: &str, seeds: &str) -> Call {
     // The clock counts as something outside. rayon's queues break the stricter of the two rules of
     // borrowing, for which Miri looks first, and the threads of its global pool never end.
-    let flags =
-        format!("-Zmiri-disable-isolation -Zmiri-tree-borrows -Zmiri-ignore-leaks {seeds}");
+    let flags = format!("-Zmiri-disable-isolation -Zmiri-tree-borrows -Zmiri-ignore-leaks {seeds}");
     let call = format!("+nightly miri test -p {package} --lib {tests}");
     Call::cargo(&call).env("MIRIFLAGS", flags)
 }

@@ -10,6 +10,7 @@ mod data_parallel;
 mod dtype;
 mod error;
 mod grad;
+mod gradient_report;
 mod loss;
 mod optim;
 mod ownership;
@@ -20,7 +21,6 @@ mod stored;
 mod units;
 
 pub use crate::{
-    check::report::{GradientReport, PrefixCheck, Verdict},
     checkpoint::{Checkpoints, read::Checkpoint, state_dict::StateDict},
     data_parallel::{
         DataParallel,
@@ -33,6 +33,7 @@ pub use crate::{
         training::TrainingError,
     },
     grad::{ValueAndGrad, value_and_grad},
+    gradient_report::{GradientReport, PrefixCheck, Verdict},
     loss::{Loss, Weight},
     optim::{
         StatefulOptimizer,

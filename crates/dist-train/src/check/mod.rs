@@ -9,16 +9,15 @@
 
 mod derivative;
 mod direction;
-pub(crate) mod report;
 
 use candle_core::{DType, Device, Tensor};
 use fsdp_plan::{ElemType, ParameterInfo};
 
-use self::{
-    derivative::Derivative,
-    report::{GradientReport, PrefixCheck, Verdict},
+use self::derivative::Derivative;
+use crate::{
+    error::{Doing, Result, gradient::GradientError},
+    gradient_report::{GradientReport, PrefixCheck, Verdict},
 };
-use crate::error::{Doing, Result, gradient::GradientError};
 
 /// A model whose gradients are checked, in the middle of training.
 pub(crate) trait Checked {

@@ -2,7 +2,7 @@
 
 use std::fmt;
 
-use crate::check::report::PrefixCheck;
+use crate::gradient_report::PrefixCheck;
 
 /// Why gradients are not those of the loss, or cannot be compared with it.
 #[derive(Clone, Debug, PartialEq, thiserror::Error)]
