@@ -2,8 +2,11 @@
 
 use candle_core::{DType, Tensor};
 
-use super::{CHECKING, Checked, Part, report::Verdict};
-use crate::error::{Doing, Result};
+use super::{CHECKING, Checked, Part};
+use crate::{
+    error::{Doing, Result},
+    gradient_report::Verdict,
+};
 
 /// The steps to both sides, in units of the direction: from an eighth of the variables' size down
 /// to where single precision has half of its digits left. Large ones are off by the curvature of

@@ -11,7 +11,7 @@ use pmap_mesh::{Replica, TensorTree};
 
 use crate::{
     batch::Layout,
-    check::{Checked, check_gradients, report::GradientReport},
+    check::{Checked, check_gradients},
     data_parallel::{
         DataParallel,
         rules::{Rules, Then},
@@ -19,6 +19,7 @@ use crate::{
     },
     error::{Doing, Result},
     grad::{differentiate, sums},
+    gradient_report::GradientReport,
     loss::Loss,
 };
 
