@@ -128,3 +128,27 @@ fn replicas_that_gather_other_units_are_told_both() {
     assert!(error.contains("gather_runs(h.0, layout "), "{error}");
     assert!(error.contains("gather_runs(h.1, layout "), "{error}");
 }
+
+#[test]
+fn sums_of_a_list_go_to_those_who_want_them_in_the_order_in_which_they_do() {
+    // Of small tensors, and with a large one, which the members reduce together.
+    for last in [2, 20_000] {
+        everywhere(&[("a", 3)], move |ctx| {
+            let of = |n: usize, len| Tensor::full((10 * n + ctx.slot()) as u32, len, &Device::Cpu);
+            let list = vec![of(0, 1)?, of(1, 2)?, of(2, 3)?, of(3, last)?];
+            let wanted = [&[3, 0][..], &[2], &[0, 1, 3, 2]][ctx.slot()];
+            let sums = ctx.psum_list(list, wanted)?;
+            assert_eq!(sums.len(), wanted.len());
+            for (&n, sum) in wanted.iter().zip(&sums) {
+                let len = [1, 2, 3, last][n];
+                assert_eq!(sum.to_vec1::<u32>()?, vec![30 * n as u32 + 3; len]);
+            }
+            Ok(())
+        })
+        .unwrap();
+    }
+    let missing = everywhere(&[("a", 2)], |ctx| {
+        ctx.psum_list(vec![Tensor::zeros(1, DType::F32, &Device::Cpu)?], &[1]).map(drop)
+    });
+    assert!(missing.unwrap_err().to_string().contains("there is no tensor 1 to sum"));
+}
