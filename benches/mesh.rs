@@ -4,7 +4,7 @@ use std::{hint::black_box, thread, time::Duration};
 
 use candle_core::{DType, Device, Tensor};
 use candle_distributed::{
-    mesh::{ALL, DeviceMesh, P},
+    mesh::{ALL, DeviceMesh, P, Replica},
     plan::strategy::{Full, ShardingStrategy},
     train::{DataParallel, ShardedVars, parameter_infos},
     types::WorldSize,
@@ -143,6 +143,15 @@ fn broadcast(c: &mut Criterion) -> Outcome {
     Ok(())
 }
 
+/// Gathers a unit; returns how many parameters it has.
+type Gather = fn(&ShardedVars, &Replica, &str) -> candle_core::Result<usize>;
+
+/// One collective for the unit, and one for each parameter, which has a gradient.
+const GATHERS: [(&str, Gather); 2] = [
+    ("unit", |vars, ctx, unit| Ok(black_box(vars.gather_unit(ctx, unit)?).len())),
+    ("parameters", |vars, ctx, unit| Ok(black_box(vars.all_gather_unit(ctx, unit)?).len())),
+];
+
 /// The parameters of a transformer of 176 MiB in 14 units, of which each slot has rows: all of them
 /// gathered, one unit after the other.
 fn gather_units(c: &mut Criterion) -> Outcome {
@@ -172,17 +181,19 @@ fn gather_units(c: &mut Criterion) -> Outcome {
         let plan = Full::default().plan(&infos, WorldSize::new(slots.into())?)?;
         let vars =
             ShardedVars::shard(&mesh, &plan, model.iter().map(|(name, tensor)| (name, tensor)))?;
-        let gather = mesh.pmap(move |ctx, ()| {
-            for unit in 0..UNITS {
-                let unit = vars.all_gather_unit(ctx, &format!("h.{unit}"))?;
-                assert_eq!(black_box(unit).len(), 6);
-            }
-            Ok(())
-        });
-        gather.call_sharded(())?;
-        group.bench_function(BenchmarkId::from_parameter(slots), |b| {
-            b.iter(|| gather.call_sharded(()));
-        });
+        for (name, gather) in GATHERS {
+            let vars = vars.clone();
+            let all = mesh.pmap(move |ctx, ()| {
+                for unit in 0..UNITS {
+                    assert_eq!(gather(&vars, ctx, &format!("h.{unit}"))?, 6);
+                }
+                Ok(())
+            });
+            all.call_sharded(())?;
+            group.bench_function(BenchmarkId::new(name, slots), |b| {
+                b.iter(|| all.call_sharded(()));
+            });
+        }
     }
     group.finish();
     Ok(())
