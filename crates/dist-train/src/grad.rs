@@ -108,7 +108,9 @@ impl<I: TensorTree> ValueAndGrad<I> {
     }
 
     /// Returns the loss of the batch, and the gradients of the parameters. A parameter that no
-    /// replica has a gradient for has none there.
+    /// replica has a gradient for has none there. Those of halves are in single precision, as
+    /// [`AdamW`](crate::AdamW) and [`Sgd`](crate::Sgd) take them; candle's own optimizers need
+    /// parameters of the gradients' type, and so no halves.
     ///
     /// # Errors
     ///

@@ -10,7 +10,7 @@ use candle_nn::{
     Linear, Module, Optimizer, SGD, VarBuilder, VarMap, linear, linear_no_bias, loss::mse,
 };
 use core_types::Seed;
-use dist_train::{DataParallel, Error, Loss, Step, TrainingError, value_and_grad};
+use dist_train::{DataParallel, Error, Loss, ParamsSgd, Sgd, Step, TrainingError, value_and_grad};
 use pmap_mesh::{ALL, DeviceMesh, Replica, Uneven};
 
 /// Draws that depend on a seed alone.
@@ -388,17 +388,46 @@ fn halves_are_summed_in_single_precision() {
     let mut model = DataParallel::builder(&mesh, |vb| linear_no_bias(1, 4096, vb))
         .dtype(DType::BF16)
         .clip_grad_norm(1.0)
-        .build(|group| SGD::new(group.vars, 1.0))
+        .build(|group| Sgd::new(group.vars, ParamsSgd { lr: 1.0, ..ParamsSgd::default() }))
         .unwrap();
-    let before = model.variables()["weight"].copy().unwrap();
+    let before = model.variables()["weight"].copy().unwrap().to_dtype(DType::F64).unwrap();
     let ones = Tensor::ones((8, 1), DType::BF16, &Device::Cpu).unwrap();
     let sum = |_: &Replica, model: &Linear, x: Tensor| model.forward(&x)?.sum_all();
     let step = model.step(ones, sum).unwrap();
     assert!((step.grad_norm - 64.0).abs() < 1e-9, "{}", step.grad_norm);
-    let moved = (before - &model.variables()["weight"]).unwrap();
-    assert!(
-        moved.to_dtype(DType::F32).unwrap().sum_all().unwrap().to_scalar::<f32>().unwrap() > 30.0
-    );
+    let moved = (before - model.variables()["weight"].to_dtype(DType::F64).unwrap()).unwrap();
+    let moved: f64 = moved.mean_all().unwrap().to_scalar().unwrap();
+    assert!((moved - 1.0 / 64.0).abs() < 1e-3, "{moved}");
+}
+
+/// A weight of a type after one step of plain descent from `start`, on a slot for each item, whose
+/// gradients are these items.
+fn descended(dtype: DType, start: f32, grads: &[f32], lr: f64) -> f32 {
+    let vars = VarMap::new();
+    let start = Tensor::new(&[[start]], &Device::Cpu).unwrap().to_dtype(dtype).unwrap();
+    let var = Var::from_tensor(&start).unwrap();
+    vars.data().lock().unwrap().insert("weight".to_owned(), var.clone());
+    let mesh = DeviceMesh::cpu(grads.len()).unwrap();
+    let mut model = DataParallel::builder(&mesh, |vb| linear_no_bias(1, 1, vb))
+        .variables(&vars)
+        .build(|group| Sgd::new(group.vars, ParamsSgd { lr, ..ParamsSgd::default() }))
+        .unwrap();
+    let slots = grads.len() as f64;
+    let sum = |_: &Replica, model: &Linear, x: Tensor| {
+        Ok(Loss::sum(model.forward(&x)?.sum_all()?, 1.0 / slots))
+    };
+    let x = Tensor::new(grads, &Device::Cpu).unwrap().reshape((grads.len(), 1)).unwrap();
+    model.step(x.to_dtype(dtype).unwrap(), sum).unwrap();
+    var.to_dtype(DType::F32).unwrap().to_vec2::<f32>().unwrap()[0][0]
+}
+
+#[test]
+#[expect(clippy::float_cmp, reason = "all of these numbers are exact")]
+fn the_optimizer_gets_the_sums_of_halves_unrounded() {
+    // 263 is no bf16, its neighbors 262 and 264 are; 256 − 263 is one.
+    assert_eq!(descended(DType::BF16, 256.0, &[256., 1., 1., 1., 1., 1., 1., 1.], 1.0), -7.0);
+    // Each gradient is an f16, and their sum of 7 · 2^14 is above all of them.
+    assert_eq!(descended(DType::F16, 0.0, &[57344., 57344.], 0.5_f64.powi(14)), -7.0);
 }
 
 #[test]

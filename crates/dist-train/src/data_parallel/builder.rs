@@ -211,7 +211,10 @@ impl<'a, B> DataParallelBuilder<'a, B> {
     /// time; the first time they are all zeros of no size, and what it makes of them is dropped.
     /// Where the mesh spans several processes, all begin with the values of the first.
     ///
-    /// `optimizer` is called for each slot and group with the variables that this slot updates.
+    /// `optimizer` is called for each slot and group with the variables that this slot updates. It
+    /// is given the gradients of halves in single precision, as [`AdamW`](crate::AdamW) and
+    /// [`Sgd`](crate::Sgd) take them; candle's own optimizers need variables of the gradients' type,
+    /// and so no halves.
     ///
     /// # Errors
     ///

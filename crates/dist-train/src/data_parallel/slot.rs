@@ -192,8 +192,8 @@ impl<M, O: Optimizer> Slot<M, O> {
         let mut store = GradStore::default();
         for (&var, sum) in self.owned.iter().zip(sums) {
             let Some(sum) = sum else { continue };
-            let var = &self.trained[var];
-            store.insert(var, scaled(sum, factor)?.to_dtype(var.dtype())?);
+            // As it is: what a half cannot hold, an optimizer with masters can use.
+            store.insert(&self.trained[var], scaled(sum, factor)?);
         }
         for group in &mut self.optimizers {
             group.optimizer.step(&store)?;
