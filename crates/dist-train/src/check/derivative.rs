@@ -41,7 +41,9 @@ impl Derivative {
     pub(super) fn verdict(&self) -> Verdict {
         let off = (self.expected - self.found).abs();
         let tolerated = TOLERANCE * self.size();
-        if off == 0.0 {
+        if self.expected.is_finite() && !self.found.is_finite() {
+            Verdict::Wrong
+        } else if off == 0.0 {
             // Of what the loss does not depend on, too.
             Verdict::Right
         } else if off > tolerated + 3.0 * self.uncertainty {

@@ -346,6 +346,19 @@ mod tests {
     }
 
     #[test]
+    fn gradients_that_are_not_finite_are_wrong_where_the_loss_is() {
+        for factor in [f64::NAN, f64::INFINITY, f64::NEG_INFINITY] {
+            let (net, vars, x) = net(DType::F32);
+            let loss = || net.loss(&x, |x| x.contiguous()?.apply_op1(Off(factor)));
+            assert_eq!(wrong(check(&vars, loss)), ["blocks.0", "embed"], "{factor}");
+        }
+        // One item of the gradient of a root has no value; along the others it is right.
+        let var = Var::new(&[0_f64, 4.0], &Device::Cpu).unwrap();
+        let loss = || var.sqr()?.sqrt()?.sum_all();
+        assert_eq!(wrong(check(&[("root".to_owned(), var.clone())], loss)), ["root"]);
+    }
+
+    #[test]
     fn parameters_without_a_gradient_must_be_unused() {
         let var = |value: f32| Var::new(&[value, 1.0], &Device::Cpu).unwrap();
         let (used, unused, cut) = (var(1.0), var(2.0), var(3.0));

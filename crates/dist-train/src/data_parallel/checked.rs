@@ -118,7 +118,8 @@ where
     fn run(&mut self, wanted: Wanted) -> Result<(f64, Vec<Option<Tensor>>)> {
         let Self { model, batch, loss } = self;
         // A loss beside the variables may be anything.
-        let rules = Rules { allow_non_finite: true, ..model.rules(Then::Keep) };
+        let allow_non_finite = wanted == Wanted::Loss || model.options.allow_non_finite;
+        let rules = Rules { allow_non_finite, ..model.rules(Then::Keep) };
         let layout = Layout::of(batch);
         let found = OnceLock::new();
         let call = model.mesh.pmap_scoped(|ctx, shard: I| {
