@@ -3,7 +3,7 @@
 #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
 #![allow(clippy::needless_pass_by_value, reason = "models are built of builders by value")]
 
-use candle_core::{DType, Device, Result, Tensor};
+use candle_core::{DType, Device, Result, Tensor, Var};
 use candle_nn::{
     BatchNorm, LayerNorm, Linear, Module, ModuleT, Optimizer, ParamsAdamW, SGD, VarBuilder,
     batch_norm, layer_norm, linear, linear_no_bias,
@@ -373,6 +373,33 @@ fn pretrained_weights_are_matched_by_name() {
     let twice = DataParallel::builder(&mesh, two_layers).variables(&vars).weights(&path);
     let expected = TrainingError::TwoValues { name: "body.bias".to_owned() };
     assert_eq!(refused(twice.build(adam)), expected);
+}
+
+#[test]
+fn a_variable_under_two_names_is_refused() {
+    let mesh = DeviceMesh::cpu(2).unwrap();
+    let vars = candle_nn::VarMap::new();
+    let shared = Var::ones((4, 4), DType::F32, &Device::Cpu).unwrap();
+    let names = ["a.weight", "b.weight"].map(String::from);
+    vars.data().lock().unwrap().extend(names.clone().map(|name| (name, shared.clone())));
+    let layers = |names: [&'static str; 2]| {
+        move |vb: VarBuilder<'_>| {
+            let [first, second] = names.map(|name| linear_no_bias(4, 4, vb.pp(name)));
+            Ok((first?, second?))
+        }
+    };
+    let build = |names| {
+        DataParallel::builder(&mesh, layers(names)).variables(&vars).freeze(["a"]).build(adam)
+    };
+    let [first, second] = names;
+    let error = build(["b", "a"]).unwrap_err();
+    let text = "a.weight and b.weight are one variable under two names: ask for one name twice in \
+                the constructor";
+    assert_eq!(error.to_string(), text);
+    assert_eq!(refused::<()>(Err(error)), TrainingError::SameVariable { first, second });
+
+    let tied = DataParallel::builder(&mesh, layers(["a", "a"])).variables(&vars).build(adam);
+    assert_eq!(tied.unwrap().variables().len(), 1);
 }
 
 #[test]

@@ -108,7 +108,8 @@ impl<'a, B> DataParallelBuilder<'a, B> {
 
     /// Trains the variables of `vars` that the model asks for, with the values they have; those
     /// that are not there are added to it. Those that are there must lie on the first device of the
-    /// mesh: on that very one, as [`DeviceMesh::devices`] returns it.
+    /// mesh: on that very one, as [`DeviceMesh::devices`] returns it. None has two names: layers
+    /// that share a variable ask for the same name.
     ///
     /// Slots on the first device use them directly, so between steps they are what was trained.
     pub fn variables(self, vars: &VarMap) -> Self {
@@ -220,8 +221,8 @@ impl<'a, B> DataParallelBuilder<'a, B> {
     ///
     /// [`Error::Setting`] if the largest norm is negative or NaN; [`Error::Model`] with what the
     /// constructor and `optimizer` return, or if variables lie elsewhere; [`Error::Training`] if a
-    /// pattern matches nothing, groups overlap, nothing is trained, or processes build other
-    /// models; [`Error::Plan`] for a pattern that is none; [`Error::Checkpoint`] and
+    /// pattern matches nothing, groups overlap, a variable has two names, nothing is trained, or
+    /// processes build other models; [`Error::Plan`] for a pattern that is none; [`Error::Checkpoint`] and
     /// [`Error::Parameter`] if weights cannot be read or are not the model's; [`Error::Setting`]
     /// for a largest norm that is negative or NaN; [`Error::Mesh`] if a process does not answer.
     pub fn build<M, O>(
@@ -297,7 +298,9 @@ impl<'a, B> DataParallelBuilder<'a, B> {
             let var = vars::added(&self.vars, &name, &value).map_err(cannot_build)?;
             Ok((name, var))
         };
-        declared.iter().map(variable).collect()
+        let vars: Vec<(String, Var)> = declared.iter().map(variable).collect::<Result<_>>()?;
+        check_distinct(&vars)?;
+        Ok(vars)
     }
 
     /// The pretrained weights, if there are any, which are those of the model.
@@ -327,6 +330,18 @@ impl<B> fmt::Debug for DataParallelBuilder<'_, B> {
             .field("seed", seed)
             .finish_non_exhaustive()
     }
+}
+
+/// Refuses a variable that has two names: it would have its gradient under one of them alone.
+fn check_distinct(vars: &[(String, Var)]) -> Result<(), TrainingError> {
+    for (position, (second, var)) in vars.iter().enumerate() {
+        if let Some((first, _)) = vars[..position].iter().find(|(_, other)| other.id() == var.id())
+        {
+            let (first, second) = (first.clone(), second.clone());
+            return Err(TrainingError::SameVariable { first, second });
+        }
+    }
+    Ok(())
 }
 
 /// What a slot keeps.

@@ -106,6 +106,17 @@ pub enum TrainingError {
         /// The variable.
         name: String,
     },
+    /// A variable has two names, so it would be updated under each of them.
+    #[error(
+        "{first} and {second} are one variable under two names: ask for one name twice in the \
+         constructor"
+    )]
+    SameVariable {
+        /// One of its names.
+        first: String,
+        /// The other one.
+        second: String,
+    },
     /// The model has no variable that is not frozen.
     #[error("there is nothing to train: all {variables} variables are frozen or buffers")]
     NothingTrained {
