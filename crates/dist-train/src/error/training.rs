@@ -124,9 +124,10 @@ pub enum TrainingError {
         variables: usize,
     },
     /// The processes of the mesh have built different models.
-    #[error("the model of replica {replica} has other variables than that of replica 0")]
+    #[error("the model of replica {replica} has other variables or options than that of replica 0")]
     OtherModel {
-        /// The first replica whose model has other names, shapes or types.
+        /// The first replica whose model has other names, shapes or types, or freezes, groups or
+        /// allows to be unused other variables.
         replica: usize,
     },
 }
