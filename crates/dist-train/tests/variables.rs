@@ -132,6 +132,24 @@ fn a_variable_that_one_slot_uses_in_a_later_step_is_trained_from_then_on() {
     }
 }
 
+#[test]
+fn a_resumed_run_is_past_its_first_step() {
+    let mesh = DeviceMesh::cpu(2).unwrap();
+    let build = || DataParallel::builder(&mesh, two_layers).build(adam).unwrap();
+    let mut model = build();
+    model.step(input(4), two_layer_loss).unwrap();
+    let folder = tempfile::tempdir().unwrap();
+    let checkpoints = Checkpoints::new(folder.path());
+    checkpoints.save(&mesh, 1, &model.state_dict().unwrap(), &()).unwrap();
+    let mut resumed = build();
+    resumed.load(&checkpoints.latest().unwrap().unwrap()).unwrap();
+    let without_body =
+        |_: &Replica, model: &(Linear, Linear), x: Tensor| model.1.forward(&x)?.sqr()?.mean_all();
+    let losses = [model, resumed].map(|mut model| model.step(input(4), without_body).unwrap().loss);
+    assert_eq!(losses[0].to_bits(), losses[1].to_bits());
+    refused(build().step(input(4), without_body));
+}
+
 fn two_layers(vb: VarBuilder<'_>) -> Result<(Linear, Linear)> {
     Ok((linear(4, 4, vb.pp("body"))?, linear(4, 1, vb.pp("head"))?))
 }

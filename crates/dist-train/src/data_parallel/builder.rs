@@ -272,7 +272,6 @@ impl<'a, B> DataParallelBuilder<'a, B> {
             n_sets,
             options,
             progress: Progress { steps: 0, batches: 0, seed },
-            is_first: true,
         })
     }
 

@@ -101,8 +101,6 @@ pub struct DataParallel<M, O> {
     n_sets: usize,
     options: Options,
     progress: Progress,
-    /// Whether no step has succeeded yet.
-    is_first: bool,
 }
 
 /// What one slot works on.
@@ -183,7 +181,6 @@ impl<M: Send, O: Optimizer + Send> DataParallel<M, O> {
         }
         let (Report { loss, grad_norm }, aux) = self.train(batch, loss, Then::Update)?;
         self.progress.steps += 1;
-        self.is_first = false;
         Ok(Step { loss: loss.mean(), grad_norm, weight: loss.weight(), aux })
     }
 
@@ -303,7 +300,7 @@ impl<M: Send, O: Optimizer + Send> DataParallel<M, O> {
             then,
             max_norm: self.options.max_norm,
             allow_non_finite: self.options.allow_non_finite,
-            all_used: self.is_first,
+            all_used: self.progress.steps == 0,
             refusal: Refusal::default(),
         }
     }
