@@ -222,10 +222,36 @@ fn groups_have_their_own_optimizers_and_rates() {
     }
     let unknown = TrainingError::UnknownGroup { name: "tail".to_owned() };
     assert_eq!(refused(model.set_group_learning_rate("tail", 0.1)), unknown);
-    model.set_learning_rate(0.0);
+    model.set_learning_rate(0.0).unwrap();
     let before = names.map(|name| of(&model, name));
     model.step(input(4), no_slope).unwrap();
     assert_eq!(names.map(|name| of(&model, name)), before);
+}
+
+#[test]
+fn numbers_that_a_setting_cannot_be_are_refused() {
+    let setting = |outcome: dist_train::Result<()>| match outcome {
+        Err(Error::Setting(error)) => error.to_string(),
+        other => panic!("{other:?}"),
+    };
+    let mesh = DeviceMesh::cpu(2).unwrap();
+    let builder = || DataParallel::builder(&mesh, two_layers);
+    let never = builder().check_in_sync_every(0).build(adam);
+    assert_eq!(
+        setting(never.map(|_| ())),
+        "the number of steps from one check of the variables to the next is 0, it must be at least 1"
+    );
+    let mut model = builder().build(adam).unwrap();
+    for rate in [f64::NAN, f64::INFINITY, -0.1] {
+        let expected = format!("the learning rate is {rate}, it must be a number of at least 0");
+        assert_eq!(setting(model.set_learning_rate(rate)), expected);
+        assert_eq!(setting(model.set_group_learning_rate("default", rate)), expected);
+    }
+    // The rate is what it was: a checkpoint can be written and read.
+    let folder = tempfile::tempdir().unwrap();
+    let checkpoints = Checkpoints::new(folder.path());
+    checkpoints.save(&mesh, 0, &model.state_dict().unwrap(), &()).unwrap();
+    model.load(&checkpoints.latest().unwrap().unwrap()).unwrap();
 }
 
 #[test]

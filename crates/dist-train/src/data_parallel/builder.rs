@@ -19,7 +19,7 @@ use crate::{
         sync,
         vars::{self, Inventory, Part, Sharing, Use},
     },
-    error::{Error, Result, training::TrainingError},
+    error::{Error, Result, setting::SettingError, training::TrainingError},
     optim::clip,
     parameters::{
         InitialValues,
@@ -200,7 +200,7 @@ impl<'a, B> DataParallelBuilder<'a, B> {
     }
 
     /// Has a step in `steps` begin with [`check_in_sync`](DataParallel::check_in_sync); by default
-    /// only [`state_dict`](DataParallel::state_dict) does.
+    /// only [`state_dict`](DataParallel::state_dict) does. At least 1.
     pub fn check_in_sync_every(mut self, steps: u64) -> Self {
         self.options.check_every = Some(steps);
         self
@@ -219,7 +219,8 @@ impl<'a, B> DataParallelBuilder<'a, B> {
     ///
     /// # Errors
     ///
-    /// [`Error::Setting`] if the largest norm is negative or NaN; [`Error::Model`] with what the
+    /// [`Error::Setting`] if the largest norm is negative or NaN, or variables are to be checked
+    /// every 0 steps; [`Error::Model`] with what the
     /// constructor and `optimizer` return, or if variables lie elsewhere; [`Error::Training`] if a
     /// pattern matches nothing, groups overlap, a variable has two names, nothing is trained, or
     /// processes build other models; [`Error::Plan`] for a pattern that is none; [`Error::Checkpoint`] and
@@ -235,6 +236,10 @@ impl<'a, B> DataParallelBuilder<'a, B> {
     {
         if let Some(max_norm) = self.options.max_norm {
             clip::check_max_norm(max_norm)?;
+        }
+        if self.options.check_every == Some(0) {
+            let name = "the number of steps from one check of the variables to the next";
+            return Err(SettingError { name, value: 0.0, expected: "at least 1" }.into());
         }
         let home = &self.mesh.devices()[0];
         let known = vars::dtype(&self.vars, home).map_err(cannot_build)?;

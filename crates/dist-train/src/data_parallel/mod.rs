@@ -28,6 +28,7 @@ use crate::{
     batch::Layout,
     error::{
         Doing, Result,
+        setting::SettingError,
         training::{Refusal, TrainingError},
     },
     loss::Loss,
@@ -308,21 +309,29 @@ impl<M: Send, O: Optimizer + Send> DataParallel<M, O> {
 
 impl<M, O: Optimizer> DataParallel<M, O> {
     /// Sets the learning rate of all optimizers.
-    pub fn set_learning_rate(&mut self, learning_rate: f64) {
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Setting`](crate::Error::Setting) if it is negative or no number.
+    pub fn set_learning_rate(&mut self, learning_rate: f64) -> Result<()> {
+        check_rate(learning_rate)?;
         (0..self.inventory.roles.groups.len())
             .for_each(|group| self.set_rate(group, learning_rate));
+        Ok(())
     }
 
     /// Sets the learning rate of a [group](DataParallelBuilder::group).
     ///
     /// # Errors
     ///
-    /// [`TrainingError::UnknownGroup`] if no group of that name has a variable.
+    /// [`TrainingError::UnknownGroup`] if no group of that name has a variable,
+    /// [`Error::Setting`](crate::Error::Setting) if the rate is negative or no number.
     pub fn set_group_learning_rate(&mut self, name: &str, learning_rate: f64) -> Result<()> {
         let groups = &self.inventory.roles.groups;
         let Some(group) = groups.iter().position(|group| group == name) else {
             return Err(TrainingError::UnknownGroup { name: name.to_owned() }.into());
         };
+        check_rate(learning_rate)?;
         self.set_rate(group, learning_rate);
         Ok(())
     }
@@ -371,4 +380,10 @@ impl<M, O> DataParallel<M, O> {
         let here = self.workers.iter().map(of_slot).collect::<Result<_>>()?;
         sync::check(&self.mesh, &self.inventory, here)
     }
+}
+
+/// Refuses learning rates that optimizers refuse, and those that a checkpoint cannot be read with
+/// again: JSON has no number for them.
+fn check_rate(learning_rate: f64) -> Result<(), SettingError> {
+    SettingError::check_at_least_zero("the learning rate", learning_rate)
 }
