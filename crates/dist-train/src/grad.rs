@@ -118,6 +118,7 @@ impl<I: TensorTree> ValueAndGrad<I> {
     /// no shard has weight; [`Error::Mesh`](crate::Error::Mesh) with those of
     /// [`PMap::call`](pmap_mesh::PMap::call).
     #[expect(clippy::expect_used, reason = "a call that succeeded has run every replica")]
+    #[track_caller]
     pub fn call(&self, batch: I) -> Result<(f64, GradStore)> {
         let sizes: Vec<u64> = self.params.iter().map(|var| var.elem_count() as u64).collect();
         // Every process has the sums of all parameters, divided among its own slots.

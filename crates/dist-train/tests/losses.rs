@@ -5,13 +5,21 @@
 #![allow(clippy::needless_pass_by_value, reason = "models are built of builders by value")]
 #![allow(clippy::cast_possible_truncation, reason = "sizes are small")]
 
+use std::{
+    sync::{Mutex, mpsc},
+    time::Duration,
+};
+
 use candle_core::{DType, Device, Result, Tensor, Var};
 use candle_nn::{
     Linear, Module, Optimizer, SGD, VarBuilder, VarMap, linear, linear_no_bias, loss::mse,
 };
 use core_types::Seed;
 use dist_train::{DataParallel, Error, Loss, ParamsSgd, Sgd, Step, TrainingError, value_and_grad};
-use pmap_mesh::{ALL, DeviceMesh, Replica, Uneven};
+use pmap_mesh::{ALL, DeviceMesh, Replica, ReplicaError, Uneven};
+
+/// After which a call returns without a replica.
+const DEADLINE: Duration = Duration::from_millis(20);
 
 /// Draws that depend on a seed alone.
 struct Draws(Seed, u64);
@@ -366,6 +374,30 @@ fn a_failing_loss_says_what_was_cut_and_what_was_whole() {
     );
     // By default all tensors are cut.
     simple().step(pair(), loss).unwrap();
+}
+
+#[test]
+fn a_late_replica_is_reported_with_the_line_of_the_call() {
+    let mesh = DeviceMesh::builder().axis(DeviceMesh::AXIS, 2).deadline(DEADLINE).cpu().unwrap();
+    let (open, gate) = mpsc::channel::<()>();
+    let gate = Mutex::new(gate);
+    let of_ones = value_and_grad(&mesh, vec![], move |ctx, x: Tensor| {
+        if ctx.slot() == 1 {
+            // Until the test lets go of the other end.
+            gate.lock().unwrap().recv().unwrap_err();
+        }
+        x.mean_all()
+    });
+    let ones = Tensor::ones(2, DType::F32, &Device::Cpu).unwrap();
+    let line = line!() + 1;
+    of_ones.call(ones.clone()).unwrap_err();
+    let error = of_ones.call(ones).unwrap_err();
+    drop(open);
+    let Error::Mesh(pmap_mesh::Error::Replica(ReplicaError::Stuck { slot: 1, call })) = error
+    else {
+        panic!("{error}")
+    };
+    assert_eq!((call.file(), call.line()), (file!(), line));
 }
 
 #[test]

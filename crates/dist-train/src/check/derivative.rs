@@ -93,6 +93,7 @@ struct Difference {
 impl Part<'_> {
     /// The derivative along a direction, from the two neighboring steps that agree best. The
     /// variables are left where the last step was.
+    #[track_caller]
     pub(super) fn derivative(
         &self,
         model: &mut impl Checked,
@@ -117,6 +118,7 @@ impl Part<'_> {
     }
 
     /// The difference of the loss between a step to one side and to the other.
+    #[track_caller]
     fn difference(
         &self,
         model: &mut impl Checked,

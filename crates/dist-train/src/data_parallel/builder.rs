@@ -129,6 +129,9 @@ impl<'a, B> DataParallelBuilder<'a, B> {
 
     /// Leaves the variables that a pattern matches as they are: they have no gradient, nothing is
     /// sent for them, no optimizer has them. They are saved with the others.
+    ///
+    /// Buffers are not trained in any case, and those that a pattern matches still follow the forward
+    /// pass: run a frozen batch norm with `train = false`.
     pub fn freeze<S: Into<String>>(mut self, patterns: impl IntoIterator<Item = S>) -> Self {
         self.choices.frozen.extend(patterns.into_iter().map(Into::into));
         self
@@ -220,12 +223,11 @@ impl<'a, B> DataParallelBuilder<'a, B> {
     /// # Errors
     ///
     /// [`Error::Setting`] if the largest norm is negative or NaN, or variables are to be checked
-    /// every 0 steps; [`Error::Model`] with what the
-    /// constructor and `optimizer` return, or if variables lie elsewhere; [`Error::Training`] if a
-    /// pattern matches nothing, groups overlap, a variable has two names, nothing is trained, or
-    /// processes build other models; [`Error::Plan`] for a pattern that is none; [`Error::Checkpoint`] and
-    /// [`Error::Parameter`] if weights cannot be read or are not the model's; [`Error::Setting`]
-    /// for a largest norm that is negative or NaN; [`Error::Mesh`] if a process does not answer.
+    /// every 0 steps; [`Error::Model`] with what the constructor and `optimizer` return, or if
+    /// variables lie elsewhere; [`Error::Training`] if a pattern matches nothing, groups overlap, a
+    /// variable has two names, nothing is trained, or processes build other models; [`Error::Plan`]
+    /// for a pattern that is none; [`Error::Checkpoint`] and [`Error::Parameter`] if weights cannot
+    /// be read or are not the model's; [`Error::Mesh`] if a process does not answer.
     pub fn build<M, O>(
         self,
         optimizer: impl Fn(Group) -> candle_core::Result<O>,

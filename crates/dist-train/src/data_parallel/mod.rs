@@ -170,6 +170,7 @@ impl<M: Send, O: Optimizer + Send> DataParallel<M, O> {
     /// time to [check](DataParallelBuilder::check_in_sync_every). If the step fails before
     /// gradients are summed, no variable has changed, and accumulated gradients are dropped; if an
     /// optimizer fails, variables may be changed in part.
+    #[track_caller]
     pub fn step<I, A, L, F>(&mut self, batch: I, loss: F) -> Result<Step<A>>
     where
         I: TensorTree,
@@ -192,6 +193,7 @@ impl<M: Send, O: Optimizer + Send> DataParallel<M, O> {
     /// # Errors
     ///
     /// Those of [`step`](Self::step); accumulated gradients are dropped.
+    #[track_caller]
     pub fn accumulate<I, A, L, F>(&mut self, batch: I, loss: F) -> Result<Evaluation<A>>
     where
         I: TensorTree,
@@ -206,7 +208,7 @@ impl<M: Send, O: Optimizer + Send> DataParallel<M, O> {
     /// The loss of a batch, without gradients: the model is given the same variables, by which no
     /// operation is recorded. What the forward pass makes of buffers is taken back.
     ///
-    /// Random numbers are those of the same evaluation between the same steps.
+    /// All evaluations between two steps draw the same random numbers.
     ///
     /// # Errors
     ///
@@ -214,6 +216,7 @@ impl<M: Send, O: Optimizer + Send> DataParallel<M, O> {
     /// no shard has weight; [`Error::Mesh`](crate::Error::Mesh) with those of
     /// [`PMap::call`](pmap_mesh::PMap::call).
     #[expect(clippy::expect_used, reason = "a call that succeeded has run every replica")]
+    #[track_caller]
     pub fn evaluate<I, A, L, F>(&mut self, batch: I, loss: F) -> Result<Evaluation<A>>
     where
         I: TensorTree,
@@ -247,6 +250,7 @@ impl<M: Send, O: Optimizer + Send> DataParallel<M, O> {
     }
 
     #[expect(clippy::expect_used, reason = "a call that succeeded has run every replica")]
+    #[track_caller]
     fn train<I, A, L, F>(&mut self, batch: I, loss: F, then: Then) -> Result<(Report, A)>
     where
         I: TensorTree,
