@@ -136,6 +136,7 @@ impl<I: TensorTree> ValueAndGrad<I> {
                 let here = layout.explain(shard, |shard| loss(ctx, shard))?;
                 let (here, ()) = here.of_shard(ctx, refusal)?;
                 let sums = here.agree(ctx, allow, refusal).and_then(|whole| {
+                    let whole = whole.with_weight(refusal)?;
                     mean.get_or_init(|| whole.mean());
                     let grads = differentiate(&here, &params, whole.weight())?;
                     sums(ctx, &params, grads, &owned[ctx.local_index()])

@@ -352,6 +352,38 @@ fn a_shard_without_weight_counts_nowhere() {
 }
 
 #[test]
+fn an_accumulated_batch_without_weight_adds_nothing() {
+    let weighing = |weight: f64| {
+        move |_: &Replica, model: &Linear, (x, y): (Tensor, Tensor)| {
+            let mean = mse(&model.forward(&x)?, &y)?;
+            // What is no number is no loss where it has no weight.
+            Ok(Loss::sum((mean * (weight / weight))?, weight))
+        }
+    };
+    let trained = |weights: &[f64]| {
+        let mut model = simple();
+        let (last, before) = weights.split_last().unwrap();
+        for &weight in before {
+            let added = model.accumulate(pair(), weighing(weight)).unwrap();
+            assert_eq!(added.loss.is_nan(), weight == 0.0);
+        }
+        let step = model.step(pair(), weighing(*last)).unwrap();
+        let items = model.variables()["weight"].flatten_all().unwrap().to_vec1::<f32>().unwrap();
+        let items: Vec<u32> = items.into_iter().map(f32::to_bits).collect();
+        (step.loss.to_bits(), step.grad_norm.to_bits(), step.weight.to_bits(), items)
+    };
+    let expected = trained(&[3.0, 2.0]);
+    for weights in [&[0.0, 3.0, 2.0][..], &[3.0, 0.0, 2.0], &[3.0, 2.0, 0.0], &[0.0, 0.0, 3.0, 2.0]]
+    {
+        assert_eq!(trained(weights), expected, "{weights:?}");
+    }
+    let mut model = simple();
+    model.accumulate(pair(), weighing(0.0)).unwrap();
+    assert_eq!(refused(model.step(pair(), weighing(0.0))), TrainingError::NoWeight);
+    assert_eq!(refused(model.evaluate(pair(), weighing(0.0))), TrainingError::NoWeight);
+}
+
+#[test]
 fn a_failing_loss_says_what_was_cut_and_what_was_whole() {
     let mesh = DeviceMesh::cpu(2).unwrap();
     let loss = |_: &Replica, model: &Linear, (x, y): (Tensor, Tensor)| mse(&model.forward(&x)?, &y);

@@ -154,6 +154,7 @@ impl<M, O> Slot<M, O> {
     ) -> candle_core::Result<(f64, Vec<Option<Tensor>>)> {
         let (here, _) = loss.of_shard(ctx, &rules.refusal)?;
         let whole = here.agree(ctx, rules.allow_non_finite, &rules.refusal)?;
+        let whole = whole.with_weight(&rules.refusal)?;
         let mut gradients = Vec::new();
         if wanted == Wanted::Gradients {
             let all: Vec<usize> = (0..self.trained.len()).collect();

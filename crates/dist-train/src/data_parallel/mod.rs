@@ -189,6 +189,7 @@ impl<M: Send, O: Optimizer + Send> DataParallel<M, O> {
     /// Differentiates the batch's loss and keeps the gradients on each slot for the next
     /// [`step`](Self::step); returns the loss of this batch. (PyTorch's `no_sync`; but losses and
     /// weights are added up and divided once, so nothing need be divided by the number of batches.)
+    /// A batch without weight adds nothing.
     ///
     /// # Errors
     ///

@@ -29,8 +29,8 @@ pub enum TrainingError {
         /// Its weight.
         weight: f64,
     },
-    /// No shard of the batch has any weight, so there is no mean.
-    #[error("the losses of all slots have the weight 0, so the batch has no mean loss")]
+    /// No shard of an update or evaluation has any weight, so there is no mean.
+    #[error("the losses of all slots have the weight 0, so there is no mean loss")]
     NoWeight,
     /// The loss of a shard is infinite or NaN.
     #[error("the loss of slot {slot} is {value}")]
