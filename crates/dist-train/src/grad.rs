@@ -108,7 +108,9 @@ impl<I: TensorTree> ValueAndGrad<I> {
     }
 
     /// Returns the loss of the batch, and the gradients of the parameters. A parameter that no
-    /// replica has a gradient for has none there.
+    /// replica has a gradient for has none there. Those of halves are in single precision, as
+    /// [`AdamW`](crate::AdamW) and [`Sgd`](crate::Sgd) take them; candle's own optimizers need
+    /// parameters of the gradients' type, and so no halves.
     ///
     /// # Errors
     ///
@@ -116,6 +118,7 @@ impl<I: TensorTree> ValueAndGrad<I> {
     /// no shard has weight; [`Error::Mesh`](crate::Error::Mesh) with those of
     /// [`PMap::call`](pmap_mesh::PMap::call).
     #[expect(clippy::expect_used, reason = "a call that succeeded has run every replica")]
+    #[track_caller]
     pub fn call(&self, batch: I) -> Result<(f64, GradStore)> {
         let sizes: Vec<u64> = self.params.iter().map(|var| var.elem_count() as u64).collect();
         // Every process has the sums of all parameters, divided among its own slots.
@@ -133,6 +136,7 @@ impl<I: TensorTree> ValueAndGrad<I> {
                 let here = layout.explain(shard, |shard| loss(ctx, shard))?;
                 let (here, ()) = here.of_shard(ctx, refusal)?;
                 let sums = here.agree(ctx, allow, refusal).and_then(|whole| {
+                    let whole = whole.with_weight(refusal)?;
                     mean.get_or_init(|| whole.mean());
                     let grads = differentiate(&here, &params, whole.weight())?;
                     sums(ctx, &params, grads, &owned[ctx.local_index()])

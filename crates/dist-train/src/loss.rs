@@ -73,7 +73,8 @@ impl Loss {
 
     /// A sum, a scalar of floats, and the number of what it is the sum of: tokens, pixels.
     ///
-    /// Weights are finite and not negative, and not all shards of a step have 0.
+    /// Weights are finite and not negative. Those of an update, or of an evaluation, are not all 0; an
+    /// accumulated batch without weight adds nothing.
     pub fn sum(sum: Tensor, weight: impl Into<Weight>) -> Self {
         Self { value: sum, weight: weight.into(), aux: () }
     }
@@ -99,7 +100,7 @@ impl<A> Loss<A> {
         A: TensorTree,
     {
         let (shard, aux) = self.of_shard(ctx, refusal)?;
-        let batch = shard.agree(ctx, allow_non_finite, refusal)?;
+        let batch = shard.agree(ctx, allow_non_finite, refusal)?.with_weight(refusal)?;
         Ok((batch, with_leaves(&aux, summed(ctx, &aux)?)))
     }
 
@@ -169,7 +170,7 @@ pub(crate) struct BatchLoss {
 }
 
 impl ShardLoss {
-    /// The loss of the whole batch, the same on every replica.
+    /// The loss of the whole batch, the same on every replica; it may have no weight.
     ///
     /// Every replica learns every other's loss and weight before its backward, so that what cannot
     /// be trained on ends the step everywhere at the same place.
@@ -194,9 +195,6 @@ impl ShardLoss {
             batch.sum += value * times;
             batch.weight += weight;
         }
-        if batch.weight == 0.0 {
-            return Err(refusal.agreed(TrainingError::NoWeight));
-        }
         Ok(batch)
     }
 
@@ -219,6 +217,11 @@ impl ShardLoss {
 impl BatchLoss {
     pub(crate) fn weight(&self) -> f64 {
         self.weight
+    }
+
+    /// The same, if it has a mean.
+    pub(crate) fn with_weight(self, refusal: &Refusal) -> candle_core::Result<Self> {
+        if self.weight == 0.0 { Err(refusal.agreed(TrainingError::NoWeight)) } else { Ok(self) }
     }
 
     /// The mean over what it weighs.

@@ -9,7 +9,7 @@ use candle_nn::{
     ops::dropout,
 };
 use core_types::Seed;
-use dist_train::{AdamW, DataParallel, Error, GradientError, Group, Verdict};
+use dist_train::{AdamW, DataParallel, Error, GradientError, Group, TrainingError, Verdict};
 use pmap_mesh::{DeviceMesh, Replica, Uneven};
 
 #[derive(Debug)]
@@ -91,6 +91,23 @@ fn dropout_must_draw_from_the_replica() {
     let candle_s = |_: &Replica, net: &Net, x: Tensor| net.loss(&x, |x| dropout(&x, 0.5));
     let error = model(2).check_gradients(batch(8), candle_s).unwrap_err();
     assert!(matches!(error, Error::Gradient(GradientError::NotRepeatable { .. })), "{error}");
+}
+
+#[test]
+fn a_loss_that_is_no_number_where_the_model_is_ends_the_check() {
+    let broken = |ctx: &Replica, net: &Net, x: Tensor| {
+        let scale = if ctx.slot() == 1 { f64::NAN } else { 1.0 };
+        net.loss(&x, Ok)? * scale
+    };
+    let error = model(2).check_gradients(batch(8), broken).unwrap_err();
+    let slot = matches!(error, Error::Training(TrainingError::NonFiniteLoss { slot: 1, .. }));
+    assert!(slot, "{error}");
+    // Where that is allowed, it says nothing of the gradients.
+    let mesh = DeviceMesh::cpu(2).unwrap();
+    let builder = DataParallel::builder(&mesh, Net::new).allow_non_finite();
+    let mut model = builder.build(|group| AdamW::new(group.vars, ParamsAdamW::default())).unwrap();
+    let report = model.check_gradients(batch(8), broken).unwrap();
+    assert!(report.prefixes.iter().all(|check| check.verdict == Verdict::Unclear), "{report}");
 }
 
 #[test]

@@ -5,13 +5,21 @@
 #![allow(clippy::needless_pass_by_value, reason = "models are built of builders by value")]
 #![allow(clippy::cast_possible_truncation, reason = "sizes are small")]
 
+use std::{
+    sync::{Mutex, mpsc},
+    time::Duration,
+};
+
 use candle_core::{DType, Device, Result, Tensor, Var};
 use candle_nn::{
     Linear, Module, Optimizer, SGD, VarBuilder, VarMap, linear, linear_no_bias, loss::mse,
 };
 use core_types::Seed;
-use dist_train::{DataParallel, Error, Loss, Step, TrainingError, value_and_grad};
-use pmap_mesh::{ALL, DeviceMesh, Replica, Uneven};
+use dist_train::{DataParallel, Error, Loss, ParamsSgd, Sgd, Step, TrainingError, value_and_grad};
+use pmap_mesh::{ALL, DeviceMesh, Replica, ReplicaError, Uneven};
+
+/// After which a call returns without a replica.
+const DEADLINE: Duration = Duration::from_millis(20);
 
 /// Draws that depend on a seed alone.
 struct Draws(Seed, u64);
@@ -344,6 +352,38 @@ fn a_shard_without_weight_counts_nowhere() {
 }
 
 #[test]
+fn an_accumulated_batch_without_weight_adds_nothing() {
+    let weighing = |weight: f64| {
+        move |_: &Replica, model: &Linear, (x, y): (Tensor, Tensor)| {
+            let mean = mse(&model.forward(&x)?, &y)?;
+            // What is no number is no loss where it has no weight.
+            Ok(Loss::sum((mean * (weight / weight))?, weight))
+        }
+    };
+    let trained = |weights: &[f64]| {
+        let mut model = simple();
+        let (last, before) = weights.split_last().unwrap();
+        for &weight in before {
+            let added = model.accumulate(pair(), weighing(weight)).unwrap();
+            assert_eq!(added.loss.is_nan(), weight == 0.0);
+        }
+        let step = model.step(pair(), weighing(*last)).unwrap();
+        let items = model.variables()["weight"].flatten_all().unwrap().to_vec1::<f32>().unwrap();
+        let items: Vec<u32> = items.into_iter().map(f32::to_bits).collect();
+        (step.loss.to_bits(), step.grad_norm.to_bits(), step.weight.to_bits(), items)
+    };
+    let expected = trained(&[3.0, 2.0]);
+    for weights in [&[0.0, 3.0, 2.0][..], &[3.0, 0.0, 2.0], &[3.0, 2.0, 0.0], &[0.0, 0.0, 3.0, 2.0]]
+    {
+        assert_eq!(trained(weights), expected, "{weights:?}");
+    }
+    let mut model = simple();
+    model.accumulate(pair(), weighing(0.0)).unwrap();
+    assert_eq!(refused(model.step(pair(), weighing(0.0))), TrainingError::NoWeight);
+    assert_eq!(refused(model.evaluate(pair(), weighing(0.0))), TrainingError::NoWeight);
+}
+
+#[test]
 fn a_failing_loss_says_what_was_cut_and_what_was_whole() {
     let mesh = DeviceMesh::cpu(2).unwrap();
     let loss = |_: &Replica, model: &Linear, (x, y): (Tensor, Tensor)| mse(&model.forward(&x)?, &y);
@@ -369,6 +409,30 @@ fn a_failing_loss_says_what_was_cut_and_what_was_whole() {
 }
 
 #[test]
+fn a_late_replica_is_reported_with_the_line_of_the_call() {
+    let mesh = DeviceMesh::builder().axis(DeviceMesh::AXIS, 2).deadline(DEADLINE).cpu().unwrap();
+    let (open, gate) = mpsc::channel::<()>();
+    let gate = Mutex::new(gate);
+    let of_ones = value_and_grad(&mesh, vec![], move |ctx, x: Tensor| {
+        if ctx.slot() == 1 {
+            // Until the test lets go of the other end.
+            gate.lock().unwrap().recv().unwrap_err();
+        }
+        x.mean_all()
+    });
+    let ones = Tensor::ones(2, DType::F32, &Device::Cpu).unwrap();
+    let line = line!() + 1;
+    of_ones.call(ones.clone()).unwrap_err();
+    let error = of_ones.call(ones).unwrap_err();
+    drop(open);
+    let Error::Mesh(pmap_mesh::Error::Replica(ReplicaError::Stuck { slot: 1, call })) = error
+    else {
+        panic!("{error}")
+    };
+    assert_eq!((call.file(), call.line()), (file!(), line));
+}
+
+#[test]
 fn halves_are_summed_in_single_precision() {
     // One gradient of 256 and seven of 1: bf16 would lose the ones.
     let x = Tensor::new(&[256_f32, 1., 1., 1., 1., 1., 1., 1.], &Device::Cpu).unwrap();
@@ -388,17 +452,46 @@ fn halves_are_summed_in_single_precision() {
     let mut model = DataParallel::builder(&mesh, |vb| linear_no_bias(1, 4096, vb))
         .dtype(DType::BF16)
         .clip_grad_norm(1.0)
-        .build(|group| SGD::new(group.vars, 1.0))
+        .build(|group| Sgd::new(group.vars, ParamsSgd { lr: 1.0, ..ParamsSgd::default() }))
         .unwrap();
-    let before = model.variables()["weight"].copy().unwrap();
+    let before = model.variables()["weight"].copy().unwrap().to_dtype(DType::F64).unwrap();
     let ones = Tensor::ones((8, 1), DType::BF16, &Device::Cpu).unwrap();
     let sum = |_: &Replica, model: &Linear, x: Tensor| model.forward(&x)?.sum_all();
     let step = model.step(ones, sum).unwrap();
     assert!((step.grad_norm - 64.0).abs() < 1e-9, "{}", step.grad_norm);
-    let moved = (before - &model.variables()["weight"]).unwrap();
-    assert!(
-        moved.to_dtype(DType::F32).unwrap().sum_all().unwrap().to_scalar::<f32>().unwrap() > 30.0
-    );
+    let moved = (before - model.variables()["weight"].to_dtype(DType::F64).unwrap()).unwrap();
+    let moved: f64 = moved.mean_all().unwrap().to_scalar().unwrap();
+    assert!((moved - 1.0 / 64.0).abs() < 1e-3, "{moved}");
+}
+
+/// A weight of a type after one step of plain descent from `start`, on a slot for each item, whose
+/// gradients are these items.
+fn descended(dtype: DType, start: f32, grads: &[f32], lr: f64) -> f32 {
+    let vars = VarMap::new();
+    let start = Tensor::new(&[[start]], &Device::Cpu).unwrap().to_dtype(dtype).unwrap();
+    let var = Var::from_tensor(&start).unwrap();
+    vars.data().lock().unwrap().insert("weight".to_owned(), var.clone());
+    let mesh = DeviceMesh::cpu(grads.len()).unwrap();
+    let mut model = DataParallel::builder(&mesh, |vb| linear_no_bias(1, 1, vb))
+        .variables(&vars)
+        .build(|group| Sgd::new(group.vars, ParamsSgd { lr, ..ParamsSgd::default() }))
+        .unwrap();
+    let slots = grads.len() as f64;
+    let sum = |_: &Replica, model: &Linear, x: Tensor| {
+        Ok(Loss::sum(model.forward(&x)?.sum_all()?, 1.0 / slots))
+    };
+    let x = Tensor::new(grads, &Device::Cpu).unwrap().reshape((grads.len(), 1)).unwrap();
+    model.step(x.to_dtype(dtype).unwrap(), sum).unwrap();
+    var.to_dtype(DType::F32).unwrap().to_vec2::<f32>().unwrap()[0][0]
+}
+
+#[test]
+#[expect(clippy::float_cmp, reason = "all of these numbers are exact")]
+fn the_optimizer_gets_the_sums_of_halves_unrounded() {
+    // 263 is no bf16, its neighbors 262 and 264 are; 256 − 263 is one.
+    assert_eq!(descended(DType::BF16, 256.0, &[256., 1., 1., 1., 1., 1., 1., 1.], 1.0), -7.0);
+    // Each gradient is an f16, and their sum of 7 · 2^14 is above all of them.
+    assert_eq!(descended(DType::F16, 0.0, &[57344., 57344.], 0.5_f64.powi(14)), -7.0);
 }
 
 #[test]

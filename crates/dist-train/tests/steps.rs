@@ -140,7 +140,7 @@ fn random_numbers_differ_by_batch_and_slot_and_are_the_same_when_resumed() {
     let folder = tempfile::tempdir().unwrap();
     let checkpoints = Checkpoints::new(folder.path());
     let mesh = DeviceMesh::cpu(2).unwrap();
-    again.set_learning_rate(0.123);
+    again.set_learning_rate(0.123).unwrap();
     checkpoints.save(&mesh, 3, &again.state_dict().unwrap(), &()).unwrap();
     // The seed is that of the checkpoint.
     let mut resumed = seeded(2, 77);

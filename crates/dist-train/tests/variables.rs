@@ -3,7 +3,7 @@
 #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
 #![allow(clippy::needless_pass_by_value, reason = "models are built of builders by value")]
 
-use candle_core::{DType, Device, Result, Tensor};
+use candle_core::{DType, Device, Result, Tensor, Var};
 use candle_nn::{
     BatchNorm, LayerNorm, Linear, Module, ModuleT, Optimizer, ParamsAdamW, SGD, VarBuilder,
     batch_norm, layer_norm, linear, linear_no_bias,
@@ -132,6 +132,24 @@ fn a_variable_that_one_slot_uses_in_a_later_step_is_trained_from_then_on() {
     }
 }
 
+#[test]
+fn a_resumed_run_is_past_its_first_step() {
+    let mesh = DeviceMesh::cpu(2).unwrap();
+    let build = || DataParallel::builder(&mesh, two_layers).build(adam).unwrap();
+    let mut model = build();
+    model.step(input(4), two_layer_loss).unwrap();
+    let folder = tempfile::tempdir().unwrap();
+    let checkpoints = Checkpoints::new(folder.path());
+    checkpoints.save(&mesh, 1, &model.state_dict().unwrap(), &()).unwrap();
+    let mut resumed = build();
+    resumed.load(&checkpoints.latest().unwrap().unwrap()).unwrap();
+    let without_body =
+        |_: &Replica, model: &(Linear, Linear), x: Tensor| model.1.forward(&x)?.sqr()?.mean_all();
+    let losses = [model, resumed].map(|mut model| model.step(input(4), without_body).unwrap().loss);
+    assert_eq!(losses[0].to_bits(), losses[1].to_bits());
+    refused(build().step(input(4), without_body));
+}
+
 fn two_layers(vb: VarBuilder<'_>) -> Result<(Linear, Linear)> {
     Ok((linear(4, 4, vb.pp("body"))?, linear(4, 1, vb.pp("head"))?))
 }
@@ -204,10 +222,36 @@ fn groups_have_their_own_optimizers_and_rates() {
     }
     let unknown = TrainingError::UnknownGroup { name: "tail".to_owned() };
     assert_eq!(refused(model.set_group_learning_rate("tail", 0.1)), unknown);
-    model.set_learning_rate(0.0);
+    model.set_learning_rate(0.0).unwrap();
     let before = names.map(|name| of(&model, name));
     model.step(input(4), no_slope).unwrap();
     assert_eq!(names.map(|name| of(&model, name)), before);
+}
+
+#[test]
+fn numbers_that_a_setting_cannot_be_are_refused() {
+    let setting = |outcome: dist_train::Result<()>| match outcome {
+        Err(Error::Setting(error)) => error.to_string(),
+        other => panic!("{other:?}"),
+    };
+    let mesh = DeviceMesh::cpu(2).unwrap();
+    let builder = || DataParallel::builder(&mesh, two_layers);
+    let never = builder().check_in_sync_every(0).build(adam);
+    assert_eq!(
+        setting(never.map(|_| ())),
+        "the number of steps from one check of the variables to the next is 0, it must be at least 1"
+    );
+    let mut model = builder().build(adam).unwrap();
+    for rate in [f64::NAN, f64::INFINITY, -0.1] {
+        let expected = format!("the learning rate is {rate}, it must be a number of at least 0");
+        assert_eq!(setting(model.set_learning_rate(rate)), expected);
+        assert_eq!(setting(model.set_group_learning_rate("default", rate)), expected);
+    }
+    // The rate is what it was: a checkpoint can be written and read.
+    let folder = tempfile::tempdir().unwrap();
+    let checkpoints = Checkpoints::new(folder.path());
+    checkpoints.save(&mesh, 0, &model.state_dict().unwrap(), &()).unwrap();
+    model.load(&checkpoints.latest().unwrap().unwrap()).unwrap();
 }
 
 #[test]
@@ -373,6 +417,33 @@ fn pretrained_weights_are_matched_by_name() {
     let twice = DataParallel::builder(&mesh, two_layers).variables(&vars).weights(&path);
     let expected = TrainingError::TwoValues { name: "body.bias".to_owned() };
     assert_eq!(refused(twice.build(adam)), expected);
+}
+
+#[test]
+fn a_variable_under_two_names_is_refused() {
+    let mesh = DeviceMesh::cpu(2).unwrap();
+    let vars = candle_nn::VarMap::new();
+    let shared = Var::ones((4, 4), DType::F32, &Device::Cpu).unwrap();
+    let names = ["a.weight", "b.weight"].map(String::from);
+    vars.data().lock().unwrap().extend(names.clone().map(|name| (name, shared.clone())));
+    let layers = |names: [&'static str; 2]| {
+        move |vb: VarBuilder<'_>| {
+            let [first, second] = names.map(|name| linear_no_bias(4, 4, vb.pp(name)));
+            Ok((first?, second?))
+        }
+    };
+    let build = |names| {
+        DataParallel::builder(&mesh, layers(names)).variables(&vars).freeze(["a"]).build(adam)
+    };
+    let [first, second] = names;
+    let error = build(["b", "a"]).unwrap_err();
+    let text = "a.weight and b.weight are one variable under two names: ask for one name twice in \
+                the constructor";
+    assert_eq!(error.to_string(), text);
+    assert_eq!(refused::<()>(Err(error)), TrainingError::SameVariable { first, second });
+
+    let tied = DataParallel::builder(&mesh, layers(["a", "a"])).variables(&vars).build(adam);
+    assert_eq!(tied.unwrap().variables().len(), 1);
 }
 
 #[test]

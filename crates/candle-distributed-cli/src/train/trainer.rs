@@ -72,7 +72,7 @@ impl Job<'_> {
         for (step, scheduled) in (first..self.steps).zip(self.schedule.batches(state.as_ref())?) {
             let data::Scheduled { epoch, batch, state } = scheduled?;
             let learning_rate = learning_rate(step, self.steps);
-            model.set_learning_rate(learning_rate);
+            model.set_learning_rate(learning_rate)?;
             let tensors = data::collate(&batch, self.corpus, &self.mesh.devices()[0])?;
             let loss = model.step(tensors, loss)?.loss as f32;
             let seconds = start.elapsed().as_secs_f64();

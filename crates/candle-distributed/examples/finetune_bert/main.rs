@@ -83,7 +83,7 @@ fn train(mesh: &DeviceMesh, model: &mut Model, checkpoints: &Checkpoints, last: 
         };
         let done = model.steps() as f64;
         let (warmup, decay) = ((done + 1.0) / 20.0, 1.0 - done / STEPS as f64);
-        model.set_learning_rate(5e-3 * warmup.min(decay));
+        model.set_learning_rate(5e-3 * warmup.min(decay))?;
         let batch = texts.collate(&step.batch)?;
         let done = model.step(batch, |ctx, model, batch| loss(model, batch, Some(ctx.rng())))?;
         if model.steps().is_multiple_of(50) {

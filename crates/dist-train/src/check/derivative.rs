@@ -41,7 +41,9 @@ impl Derivative {
     pub(super) fn verdict(&self) -> Verdict {
         let off = (self.expected - self.found).abs();
         let tolerated = TOLERANCE * self.size();
-        if off == 0.0 {
+        if self.expected.is_finite() && !self.found.is_finite() {
+            Verdict::Wrong
+        } else if off == 0.0 {
             // Of what the loss does not depend on, too.
             Verdict::Right
         } else if off > tolerated + 3.0 * self.uncertainty {
@@ -91,6 +93,7 @@ struct Difference {
 impl Part<'_> {
     /// The derivative along a direction, from the two neighboring steps that agree best. The
     /// variables are left where the last step was.
+    #[track_caller]
     pub(super) fn derivative(
         &self,
         model: &mut impl Checked,
@@ -115,6 +118,7 @@ impl Part<'_> {
     }
 
     /// The difference of the loss between a step to one side and to the other.
+    #[track_caller]
     fn difference(
         &self,
         model: &mut impl Checked,

@@ -22,13 +22,23 @@ pub(super) fn steepest(part: &Part<'_>) -> Result<Vec<Tensor>> {
 fn scaled_gradients(part: &Part<'_>) -> candle_core::Result<Vec<Tensor>> {
     let size = part.at.iter().map(size_of_items).sum::<candle_core::Result<f64>>()?;
     let mut largest: f64 = 0.0;
-    for gradient in &part.gradients {
+    let gradients = part.gradients.iter().map(finite_items);
+    let gradients: Vec<Tensor> = gradients.collect::<candle_core::Result<_>>()?;
+    for gradient in &gradients {
         if gradient.elem_count() > 0 {
             largest = largest.max(gradient.abs()?.flatten_all()?.max(0)?.to_scalar()?);
         }
     }
     let scale = if largest > 0.0 { size / part.at.len() as f64 / largest } else { 0.0 };
-    part.gradients.iter().map(|gradient| gradient * scale).collect()
+    gradients.iter().map(|gradient| gradient * scale).collect()
+}
+
+/// A gradient with zeros in place of items that are infinite or NaN: along these, no loss could be
+/// compared with what the gradient says.
+fn finite_items(gradient: &Tensor) -> candle_core::Result<Tensor> {
+    // Infinity times 0 is NaN, which equals nothing.
+    let is_finite = (gradient * 0.0)?.eq(0.0)?;
+    is_finite.where_cond(gradient, &gradient.zeros_like()?)
 }
 
 /// Normal numbers as large as the items of each variable. They show what the gradient lacks, which

@@ -22,6 +22,7 @@ use crate::{
 /// A model whose gradients are checked, in the middle of training.
 pub(crate) trait Checked {
     /// The loss of the batch with the variables as they are, always with the same random numbers.
+    #[track_caller]
     fn loss(&mut self) -> Result<f64>;
 
     /// The value of a variable.
@@ -39,6 +40,7 @@ pub(crate) trait Checked {
 ///
 /// [`GradientError::Wrong`] with all prefixes whose gradients are, [`GradientError::NotRepeatable`]
 /// if the loss is another one each time, and those of `model`.
+#[track_caller]
 pub(crate) fn check_gradients(
     model: &mut impl Checked,
     names: &[&str],
@@ -77,6 +79,7 @@ fn by_prefix(names: &[&str]) -> Result<Vec<(String, Vec<usize>)>> {
 }
 
 /// Checks the variables of a prefix along two directions, and returns the worse of both.
+#[track_caller]
 fn check_prefix(
     model: &mut impl Checked,
     prefix: String,
@@ -153,6 +156,8 @@ fn on_host(gradient: Option<&Tensor>, at: &Tensor) -> candle_core::Result<Tensor
 #[expect(clippy::needless_pass_by_value, reason = "models are built of builders by value")]
 #[expect(clippy::unnecessary_wraps, reason = "as a norm of the network may fail")]
 mod tests {
+    use std::panic::Location;
+
     use candle_core::{CustomOp1, Shape, Var};
     use candle_nn::{Linear, Module, VarBuilder, VarMap, linear};
     use core_types::Seed;
@@ -346,6 +351,19 @@ mod tests {
     }
 
     #[test]
+    fn gradients_that_are_not_finite_are_wrong_where_the_loss_is() {
+        for factor in [f64::NAN, f64::INFINITY, f64::NEG_INFINITY] {
+            let (net, vars, x) = net(DType::F32);
+            let loss = || net.loss(&x, |x| x.contiguous()?.apply_op1(Off(factor)));
+            assert_eq!(wrong(check(&vars, loss)), ["blocks.0", "embed"], "{factor}");
+        }
+        // One item of the gradient of a root has no value; along the others it is right.
+        let var = Var::new(&[0_f64, 4.0], &Device::Cpu).unwrap();
+        let loss = || var.sqr()?.sqrt()?.sum_all();
+        assert_eq!(wrong(check(&[("root".to_owned(), var.clone())], loss)), ["root"]);
+    }
+
+    #[test]
     fn parameters_without_a_gradient_must_be_unused() {
         let var = |value: f32| Var::new(&[value, 1.0], &Device::Cpu).unwrap();
         let (used, unused, cut) = (var(1.0), var(2.0), var(3.0));
@@ -367,6 +385,33 @@ mod tests {
             net.loss(&x, same)? * calls
         });
         assert!(matches!(outcome, Err(Error::Gradient(GradientError::NotRepeatable { .. }))));
+    }
+
+    /// Remembers the lines that ask for its loss.
+    struct Located(Vec<u32>);
+
+    impl Checked for Located {
+        #[track_caller]
+        fn loss(&mut self) -> Result<f64> {
+            self.0.push(Location::caller().line());
+            Ok(0.0)
+        }
+
+        fn value(&self, _: usize) -> Result<Tensor> {
+            Tensor::zeros(2, DType::F64, &Device::Cpu).doing("a value")
+        }
+
+        fn set(&mut self, _: usize, _: &Tensor) -> Result<()> {
+            Ok(())
+        }
+    }
+
+    #[test]
+    fn every_loss_is_that_of_the_line_that_checks() {
+        let mut model = Located(Vec::new());
+        let line = line!() + 1;
+        check_gradients(&mut model, &["a"], &[None]).unwrap();
+        assert!(model.0.len() > 2 && model.0.iter().all(|&asked| asked == line), "{:?}", model.0);
     }
 
     #[test]

@@ -19,7 +19,7 @@ use crate::{
         sync,
         vars::{self, Inventory, Part, Sharing, Use},
     },
-    error::{Error, Result, training::TrainingError},
+    error::{Error, Result, setting::SettingError, training::TrainingError},
     optim::clip,
     parameters::{
         InitialValues,
@@ -108,7 +108,8 @@ impl<'a, B> DataParallelBuilder<'a, B> {
 
     /// Trains the variables of `vars` that the model asks for, with the values they have; those
     /// that are not there are added to it. Those that are there must lie on the first device of the
-    /// mesh: on that very one, as [`DeviceMesh::devices`] returns it.
+    /// mesh: on that very one, as [`DeviceMesh::devices`] returns it. None has two names: layers
+    /// that share a variable ask for the same name.
     ///
     /// Slots on the first device use them directly, so between steps they are what was trained.
     pub fn variables(self, vars: &VarMap) -> Self {
@@ -128,6 +129,9 @@ impl<'a, B> DataParallelBuilder<'a, B> {
 
     /// Leaves the variables that a pattern matches as they are: they have no gradient, nothing is
     /// sent for them, no optimizer has them. They are saved with the others.
+    ///
+    /// Buffers are not trained in any case, and those that a pattern matches still follow the forward
+    /// pass: run a frozen batch norm with `train = false`.
     pub fn freeze<S: Into<String>>(mut self, patterns: impl IntoIterator<Item = S>) -> Self {
         self.choices.frozen.extend(patterns.into_iter().map(Into::into));
         self
@@ -199,7 +203,7 @@ impl<'a, B> DataParallelBuilder<'a, B> {
     }
 
     /// Has a step in `steps` begin with [`check_in_sync`](DataParallel::check_in_sync); by default
-    /// only [`state_dict`](DataParallel::state_dict) does.
+    /// only [`state_dict`](DataParallel::state_dict) does. At least 1.
     pub fn check_in_sync_every(mut self, steps: u64) -> Self {
         self.options.check_every = Some(steps);
         self
@@ -211,16 +215,19 @@ impl<'a, B> DataParallelBuilder<'a, B> {
     /// time; the first time they are all zeros of no size, and what it makes of them is dropped.
     /// Where the mesh spans several processes, all begin with the values of the first.
     ///
-    /// `optimizer` is called for each slot and group with the variables that this slot updates.
+    /// `optimizer` is called for each slot and group with the variables that this slot updates. It
+    /// is given the gradients of halves in single precision, as [`AdamW`](crate::AdamW) and
+    /// [`Sgd`](crate::Sgd) take them; candle's own optimizers need variables of the gradients' type,
+    /// and so no halves.
     ///
     /// # Errors
     ///
-    /// [`Error::Setting`] if the largest norm is negative or NaN; [`Error::Model`] with what the
-    /// constructor and `optimizer` return, or if variables lie elsewhere; [`Error::Training`] if a
-    /// pattern matches nothing, groups overlap, nothing is trained, or processes build other
-    /// models; [`Error::Plan`] for a pattern that is none; [`Error::Checkpoint`] and
-    /// [`Error::Parameter`] if weights cannot be read or are not the model's; [`Error::Setting`]
-    /// for a largest norm that is negative or NaN; [`Error::Mesh`] if a process does not answer.
+    /// [`Error::Setting`] if the largest norm is negative or NaN, or variables are to be checked
+    /// every 0 steps; [`Error::Model`] with what the constructor and `optimizer` return, or if
+    /// variables lie elsewhere; [`Error::Training`] if a pattern matches nothing, groups overlap, a
+    /// variable has two names, nothing is trained, or processes build other models; [`Error::Plan`]
+    /// for a pattern that is none; [`Error::Checkpoint`] and [`Error::Parameter`] if weights cannot
+    /// be read or are not the model's; [`Error::Mesh`] if a process does not answer.
     pub fn build<M, O>(
         self,
         optimizer: impl Fn(Group) -> candle_core::Result<O>,
@@ -231,6 +238,10 @@ impl<'a, B> DataParallelBuilder<'a, B> {
     {
         if let Some(max_norm) = self.options.max_norm {
             clip::check_max_norm(max_norm)?;
+        }
+        if self.options.check_every == Some(0) {
+            let name = "the number of steps from one check of the variables to the next";
+            return Err(SettingError { name, value: 0.0, expected: "at least 1" }.into());
         }
         let home = &self.mesh.devices()[0];
         let known = vars::dtype(&self.vars, home).map_err(cannot_build)?;
@@ -268,7 +279,6 @@ impl<'a, B> DataParallelBuilder<'a, B> {
             n_sets,
             options,
             progress: Progress { steps: 0, batches: 0, seed },
-            is_first: true,
         })
     }
 
@@ -294,7 +304,9 @@ impl<'a, B> DataParallelBuilder<'a, B> {
             let var = vars::added(&self.vars, &name, &value).map_err(cannot_build)?;
             Ok((name, var))
         };
-        declared.iter().map(variable).collect()
+        let vars: Vec<(String, Var)> = declared.iter().map(variable).collect::<Result<_>>()?;
+        check_distinct(&vars)?;
+        Ok(vars)
     }
 
     /// The pretrained weights, if there are any, which are those of the model.
@@ -324,6 +336,18 @@ impl<B> fmt::Debug for DataParallelBuilder<'_, B> {
             .field("seed", seed)
             .finish_non_exhaustive()
     }
+}
+
+/// Refuses a variable that has two names: it would have its gradient under one of them alone.
+fn check_distinct(vars: &[(String, Var)]) -> Result<(), TrainingError> {
+    for (position, (second, var)) in vars.iter().enumerate() {
+        if let Some((first, _)) = vars[..position].iter().find(|(_, other)| other.id() == var.id())
+        {
+            let (first, second) = (first.clone(), second.clone());
+            return Err(TrainingError::SameVariable { first, second });
+        }
+    }
+    Ok(())
 }
 
 /// What a slot keeps.

@@ -37,8 +37,8 @@ impl<M: Send, O: Optimizer + Send> DataParallel<M, O> {
     /// [unclear](crate::Verdict::Unclear), which in half precision may be much; variables of f64
     /// leave the least.
     ///
-    /// The loss is evaluated 8 to 20 times for each direction, always with the same numbers of
-    /// [`Replica::rng`]. Variables and buffers have their values again afterwards; accumulated
+    /// The loss is evaluated 8 to 20 times for each part of the model, always with the same numbers
+    /// of [`Replica::rng`]. Variables and buffers have their values again afterwards; accumulated
     /// gradients are dropped. Every process of the mesh calls it.
     ///
     /// # Errors
@@ -74,6 +74,7 @@ impl<M: Send, O: Optimizer + Send> DataParallel<M, O> {
     /// assert!(error.to_string().starts_with("the gradients of 1 of 2 parts of the model are wrong: up ("));
     /// # Ok::<(), Box<dyn std::error::Error>>(())
     /// ```
+    #[track_caller]
     pub fn check_gradients<I, A, L, F>(&mut self, batch: I, loss: F) -> Result<GradientReport>
     where
         I: TensorTree,
@@ -115,10 +116,12 @@ where
 {
     /// The loss of the batch, and its gradients of all trained variables if they are wanted.
     #[expect(clippy::expect_used, reason = "a call that succeeded has run every replica")]
+    #[track_caller]
     fn run(&mut self, wanted: Wanted) -> Result<(f64, Vec<Option<Tensor>>)> {
         let Self { model, batch, loss } = self;
         // A loss beside the variables may be anything.
-        let rules = Rules { allow_non_finite: true, ..model.rules(Then::Keep) };
+        let allow_non_finite = wanted == Wanted::Loss || model.options.allow_non_finite;
+        let rules = Rules { allow_non_finite, ..model.rules(Then::Keep) };
         let layout = Layout::of(batch);
         let found = OnceLock::new();
         let call = model.mesh.pmap_scoped(|ctx, shard: I| {
@@ -151,6 +154,7 @@ impl<M, O> Slot<M, O> {
     ) -> candle_core::Result<(f64, Vec<Option<Tensor>>)> {
         let (here, _) = loss.of_shard(ctx, &rules.refusal)?;
         let whole = here.agree(ctx, rules.allow_non_finite, &rules.refusal)?;
+        let whole = whole.with_weight(&rules.refusal)?;
         let mut gradients = Vec::new();
         if wanted == Wanted::Gradients {
             let all: Vec<usize> = (0..self.trained.len()).collect();
@@ -175,6 +179,7 @@ where
     A: TensorTree,
     F: Fn(&Replica, &M, I) -> candle_core::Result<Loss<A>> + Send + Sync,
 {
+    #[track_caller]
     fn loss(&mut self) -> Result<f64> {
         Ok(self.run(Wanted::Loss)?.0)
     }

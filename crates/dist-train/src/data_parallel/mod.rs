@@ -28,6 +28,7 @@ use crate::{
     batch::Layout,
     error::{
         Doing, Result,
+        setting::SettingError,
         training::{Refusal, TrainingError},
     },
     loss::Loss,
@@ -101,8 +102,6 @@ pub struct DataParallel<M, O> {
     n_sets: usize,
     options: Options,
     progress: Progress,
-    /// Whether no step has succeeded yet.
-    is_first: bool,
 }
 
 /// What one slot works on.
@@ -171,6 +170,7 @@ impl<M: Send, O: Optimizer + Send> DataParallel<M, O> {
     /// time to [check](DataParallelBuilder::check_in_sync_every). If the step fails before
     /// gradients are summed, no variable has changed, and accumulated gradients are dropped; if an
     /// optimizer fails, variables may be changed in part.
+    #[track_caller]
     pub fn step<I, A, L, F>(&mut self, batch: I, loss: F) -> Result<Step<A>>
     where
         I: TensorTree,
@@ -183,17 +183,18 @@ impl<M: Send, O: Optimizer + Send> DataParallel<M, O> {
         }
         let (Report { loss, grad_norm }, aux) = self.train(batch, loss, Then::Update)?;
         self.progress.steps += 1;
-        self.is_first = false;
         Ok(Step { loss: loss.mean(), grad_norm, weight: loss.weight(), aux })
     }
 
     /// Differentiates the batch's loss and keeps the gradients on each slot for the next
     /// [`step`](Self::step); returns the loss of this batch. (PyTorch's `no_sync`; but losses and
     /// weights are added up and divided once, so nothing need be divided by the number of batches.)
+    /// A batch without weight adds nothing.
     ///
     /// # Errors
     ///
     /// Those of [`step`](Self::step); accumulated gradients are dropped.
+    #[track_caller]
     pub fn accumulate<I, A, L, F>(&mut self, batch: I, loss: F) -> Result<Evaluation<A>>
     where
         I: TensorTree,
@@ -208,7 +209,7 @@ impl<M: Send, O: Optimizer + Send> DataParallel<M, O> {
     /// The loss of a batch, without gradients: the model is given the same variables, by which no
     /// operation is recorded. What the forward pass makes of buffers is taken back.
     ///
-    /// Random numbers are those of the same evaluation between the same steps.
+    /// All evaluations between two steps draw the same random numbers.
     ///
     /// # Errors
     ///
@@ -216,6 +217,7 @@ impl<M: Send, O: Optimizer + Send> DataParallel<M, O> {
     /// no shard has weight; [`Error::Mesh`](crate::Error::Mesh) with those of
     /// [`PMap::call`](pmap_mesh::PMap::call).
     #[expect(clippy::expect_used, reason = "a call that succeeded has run every replica")]
+    #[track_caller]
     pub fn evaluate<I, A, L, F>(&mut self, batch: I, loss: F) -> Result<Evaluation<A>>
     where
         I: TensorTree,
@@ -249,6 +251,7 @@ impl<M: Send, O: Optimizer + Send> DataParallel<M, O> {
     }
 
     #[expect(clippy::expect_used, reason = "a call that succeeded has run every replica")]
+    #[track_caller]
     fn train<I, A, L, F>(&mut self, batch: I, loss: F, then: Then) -> Result<(Report, A)>
     where
         I: TensorTree,
@@ -303,7 +306,7 @@ impl<M: Send, O: Optimizer + Send> DataParallel<M, O> {
             then,
             max_norm: self.options.max_norm,
             allow_non_finite: self.options.allow_non_finite,
-            all_used: self.is_first,
+            all_used: self.progress.steps == 0,
             refusal: Refusal::default(),
         }
     }
@@ -311,21 +314,29 @@ impl<M: Send, O: Optimizer + Send> DataParallel<M, O> {
 
 impl<M, O: Optimizer> DataParallel<M, O> {
     /// Sets the learning rate of all optimizers.
-    pub fn set_learning_rate(&mut self, learning_rate: f64) {
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Setting`](crate::Error::Setting) if it is negative or no number.
+    pub fn set_learning_rate(&mut self, learning_rate: f64) -> Result<()> {
+        check_rate(learning_rate)?;
         (0..self.inventory.roles.groups.len())
             .for_each(|group| self.set_rate(group, learning_rate));
+        Ok(())
     }
 
     /// Sets the learning rate of a [group](DataParallelBuilder::group).
     ///
     /// # Errors
     ///
-    /// [`TrainingError::UnknownGroup`] if no group of that name has a variable.
+    /// [`TrainingError::UnknownGroup`] if no group of that name has a variable,
+    /// [`Error::Setting`](crate::Error::Setting) if the rate is negative or no number.
     pub fn set_group_learning_rate(&mut self, name: &str, learning_rate: f64) -> Result<()> {
         let groups = &self.inventory.roles.groups;
         let Some(group) = groups.iter().position(|group| group == name) else {
             return Err(TrainingError::UnknownGroup { name: name.to_owned() }.into());
         };
+        check_rate(learning_rate)?;
         self.set_rate(group, learning_rate);
         Ok(())
     }
@@ -374,4 +385,10 @@ impl<M, O> DataParallel<M, O> {
         let here = self.workers.iter().map(of_slot).collect::<Result<_>>()?;
         sync::check(&self.mesh, &self.inventory, here)
     }
+}
+
+/// Refuses learning rates that optimizers refuse, and those that a checkpoint cannot be read with
+/// again: JSON has no number for them.
+fn check_rate(learning_rate: f64) -> Result<(), SettingError> {
+    SettingError::check_at_least_zero("the learning rate", learning_rate)
 }

@@ -29,7 +29,8 @@ pub struct Step<A = ()> {
 #[derive(Clone, Debug)]
 #[non_exhaustive]
 pub struct Evaluation<A = ()> {
-    /// The mean loss.
+    /// The mean loss; NaN of a batch without weight, which only
+    /// [`accumulate`](crate::DataParallel::accumulate) takes.
     pub loss: f64,
     /// What it is the mean over: the rows of the batch, or what [`Loss::sum`](crate::Loss::sum)
     /// said, added up over the slots. Rows of padding are none.

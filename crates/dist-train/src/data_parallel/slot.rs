@@ -52,7 +52,7 @@ pub(super) struct GroupOptimizer<O> {
 pub(super) struct Accumulated {
     /// This slot's gradients of the batches' sums over `scale`, of the trained variables.
     grads: Vec<Option<Tensor>>,
-    /// The weight of the first batch: divided by it, gradients are about as large as those of a
+    /// The weight of the first batch that has any: divided by it, gradients are about as large as those of a
     /// mean, so that the sums of many tokens stay within the range of half precision.
     scale: f64,
     loss: BatchLoss,
@@ -150,7 +150,12 @@ impl<M, O: Optimizer> Slot<M, O> {
         let (shard, aux) = loss.of_shard(ctx, &rules.refusal)?;
         let batch = shard.agree(ctx, rules.allow_non_finite, &rules.refusal)?;
         let before = self.accumulated.take();
-        let scale = before.as_ref().map_or(batch.weight(), |before| before.scale);
+        if let Then::Update = rules.then {
+            let all = before.as_ref().map_or(batch, |before| before.loss.plus(batch));
+            all.with_weight(&rules.refusal)?;
+        }
+        let weighed = before.as_ref().map(|before| before.scale).filter(|&scale| scale > 0.0);
+        let scale = weighed.unwrap_or(batch.weight());
         let grads = differentiate(&shard, &self.trained, scale)?;
         self.average_buffers(ctx, rules)?;
         let sums = loss::summed(ctx, &aux)?;
@@ -192,8 +197,8 @@ impl<M, O: Optimizer> Slot<M, O> {
         let mut store = GradStore::default();
         for (&var, sum) in self.owned.iter().zip(sums) {
             let Some(sum) = sum else { continue };
-            let var = &self.trained[var];
-            store.insert(var, scaled(sum, factor)?.to_dtype(var.dtype())?);
+            // As it is: what a half cannot hold, an optimizer with masters can use.
+            store.insert(&self.trained[var], scaled(sum, factor)?);
         }
         for group in &mut self.optimizers {
             group.optimizer.step(&store)?;
@@ -245,7 +250,8 @@ impl Accumulated {
         let aux = self.aux.iter().zip(&other.aux).map(|(left, right)| left + right);
         Ok(Self {
             grads: grads.collect::<Result<_>>()?,
-            scale: self.scale,
+            // Of batches without weight there are zeros, whatever they are divided by.
+            scale: other.scale,
             loss: self.loss.plus(other.loss),
             aux: aux.collect::<Result<_>>()?,
         })

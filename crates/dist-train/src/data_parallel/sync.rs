@@ -5,7 +5,10 @@ use core_types::Fingerprint;
 use pmap_mesh::{ALL, DeviceMesh};
 
 use crate::{
-    data_parallel::vars::{Inventory, VarSet},
+    data_parallel::{
+        roles::Role,
+        vars::{Inventory, VarSet},
+    },
     error::{Doing, Error, Result, training::TrainingError},
 };
 
@@ -13,7 +16,8 @@ use crate::{
 ///
 /// # Errors
 ///
-/// [`TrainingError::OtherModel`] if they are not the same variables, [`Error::Mesh`] if a process
+/// [`TrainingError::OtherModel`] if they are not the same variables in the
+/// same roles, [`Error::Mesh`] if a process
 /// does not answer.
 pub(super) fn begin_alike(mesh: &DeviceMesh, inventory: &Inventory, sets: &[VarSet]) -> Result<()> {
     if mesh.local_slots().len() == mesh.len() {
@@ -69,15 +73,30 @@ pub(super) fn of_value(var: &Var) -> candle_core::Result<u64> {
     Ok(Fingerprint::new().bytes(&bytes).finish())
 }
 
-/// A fingerprint of names, shapes and types.
+/// A fingerprint of names, shapes and types, and of what becomes of each variable: replicas that
+/// train other variables would wait for each other's gradients.
 fn of_form(inventory: &Inventory, vars: &[Var]) -> u64 {
+    let Inventory { parameters, roles } = inventory;
     let mut form = Fingerprint::new();
-    for ((name, shape), var) in inventory.parameters.iter().zip(vars) {
+    for (position, ((name, shape), var)) in parameters.iter().zip(vars).enumerate() {
         form.bytes(name.as_bytes()).bytes(var.dtype().as_str().as_bytes());
         form.extend([shape.len() as u64]);
         form.extend(shape.iter().map(|&size| size as u64));
+        form.extend([number(roles.of[position]), roles.may_be_unused[position].into()]);
+    }
+    for group in &roles.groups {
+        form.bytes(group.as_bytes());
     }
     form.finish()
+}
+
+/// A number of its own for each role.
+fn number(role: Role) -> u64 {
+    match role {
+        Role::Frozen => 0,
+        Role::Buffer => 1,
+        Role::Trained(group) => 2 + group as u64,
+    }
 }
 
 /// The numbers of all slots, given those of this process's slots.
@@ -94,4 +113,38 @@ fn gathered(mesh: &DeviceMesh, here: Vec<Vec<u64>>) -> Result<Vec<Vec<u64>>> {
     };
     let all: candle_core::Result<_> = all.iter().flatten().map(numbers).collect();
     all.doing("receiving fingerprints")
+}
+
+#[cfg(test)]
+mod tests {
+    use std::collections::BTreeSet;
+
+    use candle_core::DType;
+
+    use super::*;
+    use crate::data_parallel::roles::Choices;
+
+    #[test]
+    fn models_of_one_form_have_the_same_variables_in_the_same_roles() {
+        let names = ["a", "b"];
+        let vars = names.map(|_| Var::zeros(3, DType::F32, &Device::Cpu).unwrap());
+        let form = |choices: Choices| {
+            let roles = choices.roles(&names).unwrap();
+            let parameters = names.map(|name| (name.to_owned(), vec![3])).to_vec();
+            of_form(&Inventory { parameters, roles }, &vars)
+        };
+        let b = || vec!["b".to_owned()];
+        let group = |name: &str| vec![(name.to_owned(), b())];
+        let all = [
+            Choices::default(),
+            Choices { frozen: b(), ..Choices::default() },
+            Choices { buffers: b(), ..Choices::default() },
+            Choices { unused: b(), ..Choices::default() },
+            Choices { groups: group("x"), ..Choices::default() },
+            Choices { groups: group("y"), ..Choices::default() },
+        ];
+        let forms: BTreeSet<u64> = all.iter().cloned().map(form).collect();
+        assert_eq!(forms.len(), all.len());
+        assert_eq!(form(Choices::default()), form(Choices::default()));
+    }
 }

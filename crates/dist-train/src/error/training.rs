@@ -29,8 +29,8 @@ pub enum TrainingError {
         /// Its weight.
         weight: f64,
     },
-    /// No shard of the batch has any weight, so there is no mean.
-    #[error("the losses of all slots have the weight 0, so the batch has no mean loss")]
+    /// No shard of an update or evaluation has any weight, so there is no mean.
+    #[error("the losses of all slots have the weight 0, so there is no mean loss")]
     NoWeight,
     /// The loss of a shard is infinite or NaN.
     #[error("the loss of slot {slot} is {value}")]
@@ -106,6 +106,17 @@ pub enum TrainingError {
         /// The variable.
         name: String,
     },
+    /// A variable has two names, so it would be updated under each of them.
+    #[error(
+        "{first} and {second} are one variable under two names: ask for one name twice in the \
+         constructor"
+    )]
+    SameVariable {
+        /// One of its names.
+        first: String,
+        /// The other one.
+        second: String,
+    },
     /// The model has no variable that is not frozen.
     #[error("there is nothing to train: all {variables} variables are frozen or buffers")]
     NothingTrained {
@@ -113,9 +124,10 @@ pub enum TrainingError {
         variables: usize,
     },
     /// The processes of the mesh have built different models.
-    #[error("the model of replica {replica} has other variables than that of replica 0")]
+    #[error("the model of replica {replica} has other variables or options than that of replica 0")]
     OtherModel {
-        /// The first replica whose model has other names, shapes or types.
+        /// The first replica whose model has other names, shapes or types, or freezes, groups or
+        /// allows to be unused other variables.
         replica: usize,
     },
 }

@@ -83,6 +83,16 @@ fn beginnings(engine: &impl Engine, ranks: usize) {
     let is_refused =
         matches!(other, Err(Error::Training(TrainingError::OtherModel { replica: 1 })));
     assert_eq!(is_refused, ranks > 1);
+
+    // The same variables, of which the second process freezes one.
+    let layers = |vb: VarBuilder<'_>| {
+        Ok((linear_no_bias(3, 2, vb.pp("a"))?, linear_no_bias(3, 2, vb.pp("b"))?))
+    };
+    let frozen = ["a"].into_iter().filter(|_| rank == 1);
+    let other = DataParallel::builder(&tested, layers).freeze(frozen).build(sgd);
+    let is_refused =
+        matches!(other, Err(Error::Training(TrainingError::OtherModel { replica: 1 })));
+    assert_eq!(is_refused, ranks > 1);
 }
 
 /// What all refuse ends the step in every process, and not the processes.
