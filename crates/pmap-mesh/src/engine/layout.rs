@@ -1,6 +1,6 @@
 //! Who owns what of some tensors: runs of their items.
 
-use std::{fmt, ops::Range, sync::Arc};
+use std::{fmt, iter, ops::Range, sync::Arc};
 
 use candle_core::{DType, Shape};
 use core_types::Fingerprint;
@@ -48,6 +48,8 @@ struct Inner {
     name: String,
     tensors: Vec<(Shape, DType)>,
     by_rank: Arc<[Vec<Run>]>,
+    /// What a gathering takes of each rank: of those beyond the first group, nothing.
+    gathered_by_rank: Arc<[Vec<Run>]>,
     /// For each tensor its runs that are not empty, in the order of their items.
     by_tensor: Vec<Vec<Owned>>,
     /// What collectives with this layout say of themselves, and must agree in.
@@ -84,7 +86,8 @@ impl RunLayout {
         let by_tensor = by_tensor(&tensors, &by_rank)
             .map_err(|fault| ValueError::Layout { layout: name.clone(), fault })?;
         let detail = format!("({name}, layout {:016x})", fingerprint(&tensors, &by_rank));
-        Ok(Self(Arc::new(Inner { name, tensors, by_rank, by_tensor, detail })))
+        let gathered_by_rank = Arc::clone(&by_rank);
+        Ok(Self(Arc::new(Inner { name, tensors, by_rank, gathered_by_rank, by_tensor, detail })))
     }
 
     /// The layout of several groups side by side, each of which owns everything: sums over all of
@@ -93,14 +96,18 @@ impl RunLayout {
     /// A gathering with it takes what the first of the groups has.
     #[must_use]
     pub fn repeated(&self, groups: usize) -> Self {
-        let Inner { name, tensors, by_rank, by_tensor, detail } = &*self.0;
+        let Inner { name, tensors, by_rank, gathered_by_rank, by_tensor, detail } = &*self.0;
         let ranks = by_rank.len() * groups;
         let detail = format!("{detail} x {groups}");
         let by_rank = by_rank.iter().cycle().take(ranks).cloned().collect();
+        let nothing = iter::repeat_with(Vec::new);
+        let gathered_by_rank =
+            gathered_by_rank.iter().cloned().chain(nothing).take(ranks).collect();
         Self(Arc::new(Inner {
             name: name.clone(),
             tensors: tensors.clone(),
             by_rank,
+            gathered_by_rank,
             by_tensor: by_tensor.clone(),
             detail,
         }))
@@ -132,6 +139,11 @@ impl RunLayout {
 
     pub(crate) fn by_rank(&self) -> &Arc<[Vec<Run>]> {
         &self.0.by_rank
+    }
+
+    /// The runs that a gathering takes of each rank: all of its own, or none.
+    pub(crate) fn gathered_by_rank(&self) -> &Arc<[Vec<Run>]> {
+        &self.0.gathered_by_rank
     }
 
     /// For each tensor its runs that are not empty, in the order of their items.
@@ -276,5 +288,13 @@ mod tests {
         assert!(halves.detail().starts_with("(unit, layout "));
         assert_ne!(halves.detail(), halves.repeated(2).detail());
         assert_eq!(halves.repeated(2).runs(2), halves.runs(0));
+    }
+
+    #[test]
+    fn a_gathering_takes_the_runs_of_the_first_group() {
+        let halves = layout([vec![run(0, 0..3)], vec![run(0, 3..6)]]).unwrap();
+        let taken = halves.repeated(2).repeated(2).gathered_by_rank().to_vec();
+        assert_eq!(taken[..2], halves.by_rank()[..]);
+        assert_eq!(taken[2..], vec![Vec::new(); 6]);
     }
 }

@@ -305,7 +305,7 @@ impl Engine for Mpi {
         let handle = match work {
             // All have the same layout; their runs differ.
             Work::Gather { own, layout, device } => {
-                self.start_job(site, &[], Job::gather(&own, &layout, &device)?)?
+                self.start_job(site, &[], Job::gather(&own, site.rank, &layout, &device)?)?
             }
             Work::Reduce { list, wanted: Wanted::ByRank(runs), reduction } => {
                 self.start_job(site, &list, Job::reduce_runs(&list, runs, reduction)?)?

@@ -52,6 +52,8 @@ impl Call<'_> {
     /// The tensors of a layout, of which this rank has `own` runs: all go straight to their places.
     pub(super) fn gather_runs(&self, own: &[Tensor], layout: &RunLayout) -> Result<Vec<Var>> {
         self.exchange_headers(&[], 0, &[])?;
+        // What nobody takes must not be sent: the next collective would receive it.
+        let own = &own[..layout.gathered_by_rank()[self.site.rank].len()];
         let own: Vec<Vec<u8>> =
             own.iter().map(|x| with_bytes(x, |bytes| Ok(bytes.to_vec()))).collect::<Result<_>>()?;
         let mut wholes: Vec<Box<dyn Buffer>> = layout
