@@ -12,7 +12,7 @@ use candle_core::Device;
 use pmap_mesh::{DeviceMesh, DeviceMeshBuilder, Error, ProcessError, ValueError};
 use process_tests::{Case, Engine, mpirun};
 
-const CASES: [Case; 17] = [
+const CASES: [Case; 19] = [
     Case::succeeds("collectives", 2),
     Case::succeeds("collectives", 4),
     Case::succeeds("calls", 2),
@@ -20,6 +20,8 @@ const CASES: [Case; 17] = [
     Case::succeeds("refusals", 2),
     Case::succeeds("lists", 3),
     Case::succeeds("repeated layout", 4),
+    Case::succeeds("runs", 3),
+    Case::fails("too many", 3, "2048 collectives are under way already"),
     Case::fails("started others", 2, "replica 1 calls start_psum of f32 [4]"),
     Case::fails("not waited", 2, "replica 1 has returned without having waited for start_psum"),
     Case::fails("not started", 2, "replica 1 did not come"),

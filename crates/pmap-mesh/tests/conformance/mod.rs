@@ -4,7 +4,7 @@
 #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
 #![allow(clippy::cast_possible_truncation, reason = "sizes are small")]
 
-use std::{process::Command, thread, time::Duration};
+use std::{process::Command, slice, thread, time::Duration};
 
 use candle_core::{DType, Device, Result, Tensor, Var};
 use pmap_mesh::{ALL, DeviceMesh, MeshAxes, P, Replica, Run, RunLayout, TensorTree, Uneven};
@@ -62,6 +62,16 @@ pub(crate) fn run(engine: &impl Engine, case: &str, ranks: usize) {
             drop(run.in_axes(None).call(nothing()));
         }
         "lists" => lists_of_any_length(engine),
+        "runs" => runs_of_any_number(engine),
+        "too many" => {
+            let run = mesh(engine, &[], Some(LATE)).pmap(|ctx, _: Tensor| {
+                let x = nothing().to_device(ctx.device())?;
+                let start = |_| ctx.start_psum(&x, ALL);
+                let started = (0..10_000).map(start).collect::<Result<Vec<_>>>()?;
+                started.into_iter().try_for_each(|sum| sum.wait().map(drop))
+            });
+            drop(run.in_axes(None).call(nothing()));
+        }
         "repeated layout" => repeated_layout(engine, ranks),
         "started others" => {
             let run = mesh(engine, &[], Some(LATE)).pmap(|ctx, _: Tensor| {
@@ -247,6 +257,25 @@ fn lists_of_any_length(engine: &impl Engine) {
             assert_eq!(sum.to_vec1::<u32>()?, expected);
         }
         ctx.psum_list(Vec::new(), &[]).map(|none| assert!(none.is_empty()))
+    });
+    run.in_axes(None).call(nothing()).unwrap();
+}
+
+/// More runs than there may be messages at a time.
+fn runs_of_any_number(engine: &impl Engine) {
+    const LEN: usize = 20_000;
+    let run = mesh(engine, &[], None).pmap(|ctx, _: Tensor| {
+        let run = |item| Run { tensor: 0, items: item..item + 1 };
+        // Of the last rank half as many as of the others, and the others' are not alike.
+        let owner = |item: usize| if item % 5 == 4 { ctx.count() - 1 } else { item % 2 };
+        let of_rank = |rank| (0..LEN).filter(|&item| owner(item) == rank).map(run).collect();
+        let layout =
+            RunLayout::new("items", [(LEN, DType::U32)], (0..ctx.count()).map(of_rank)).unwrap();
+        let whole = Tensor::arange(0, LEN as u32, ctx.device())?;
+        let own = lists::own(&layout, ctx.slot(), slice::from_ref(&whole))?;
+        let gathered = ctx.gather_runs(own, &layout, ALL)?;
+        assert_same(&[gathered[0].as_detached_tensor()], &[whole]);
+        Ok(())
     });
     run.in_axes(None).call(nothing()).unwrap();
 }

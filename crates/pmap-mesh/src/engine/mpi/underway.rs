@@ -14,7 +14,7 @@ use super::{
     jobs::{Job, Next},
     messages::Messages,
     session::end,
-    transfer::{Kind, Patience},
+    transfer::{Kind, MAX_REQUESTS, Patience},
     wire::{FIRST_BYTES, Header},
 };
 use crate::{
@@ -27,11 +27,10 @@ use crate::{
 };
 
 /// The tags of data: two for each of so many collectives under way in a group. The first tags are
-/// those of [`Kind`], and MPI has 32,767 at least.
+/// those of [`Kind`], and MPI has 32,767 at least. More cannot be under way, since each has two
+/// requests.
 const FIRST_TAG: i32 = 16;
 const N_TAGS: u64 = 8192;
-/// As many have tags of their own.
-const MAX_UNDERWAY: usize = 8192;
 
 /// A collective under way, of one group that this process is in.
 struct Entry {
@@ -120,9 +119,7 @@ impl Mpi {
     pub(super) fn start_job(&self, site: &Site, tensors: &[Tensor], job: Job) -> Result<Handle> {
         let engine = &*self.0;
         let _guard = engine.current.enter(site)?;
-        if engine.n_underway.load(Ordering::Relaxed) >= MAX_UNDERWAY {
-            bail!("{MAX_UNDERWAY} collectives are under way already; wait for some of them");
-        }
+        engine.refuse_too_many(site)?;
         let others = (0..site.size()).filter(|&rank| rank != site.rank);
         let outgoing = job.outgoing(others.clone())?;
         let set = engine.topology.long_axes() & site.call.set;
@@ -143,6 +140,21 @@ impl Mpi {
 }
 
 impl Inner {
+    /// Refuses a collective whose messages MPI could not carry beside those under way.
+    fn refuse_too_many(&self, site: &Site) -> Result<()> {
+        let n_requests = |site: &Site| 2 * (site.size() - 1);
+        let underway = lock(&self.underway);
+        let taken: usize = underway.list.iter().map(|entry| n_requests(&entry.site)).sum();
+        if taken + n_requests(site) > MAX_REQUESTS {
+            bail!(
+                "{} collectives are under way already, with {taken} of at most {MAX_REQUESTS} messages; \
+                 wait for some of them",
+                underway.list.len()
+            );
+        }
+        Ok(())
+    }
+
     #[expect(clippy::expect_used, reason = "tags are below `2 * N_TAGS`")]
     fn add_entry(&self, site: &Site, set: AxisSet, stage: Stage) -> u64 {
         let mut underway = lock(&self.underway);
