@@ -159,9 +159,8 @@ impl DeviceMesh {
         backend: Arc<dyn Backend>,
     ) -> Result<Self> {
         let on_processor = devices.iter().all(Device::is_cpu);
-        // Over several processes, of which each has a pool of its own, the first says it for all.
-        if on_processor && topology.slots() > 1 && first_slot == 0 {
-            threads::warn_if_shared(topology.slots());
+        if threads::are_shared(&devices, topology.slots()) {
+            threads::warn_if_shared(devices.len());
         }
         // A process with one slot is bound by its launcher, or is not, as that was told.
         let pin = options.pin && on_processor && devices.len() > 1;
