@@ -72,8 +72,8 @@ impl RunLayout {
     ///
     /// # Errors
     ///
-    /// [`ValueError::Layout`] if a run is not of one of the tensors, or an item has not exactly one
-    /// owner.
+    /// [`ValueError::Layout`] if a run is not of one of the tensors, an item has not exactly one
+    /// owner, or a tensor has more bytes than can be addressed.
     pub fn new(
         name: impl Into<String>,
         tensors: impl IntoIterator<Item = (impl Into<Shape>, DType)>,
@@ -170,27 +170,38 @@ fn by_tensor(
     tensors: &[(Shape, DType)],
     by_rank: &[Vec<Run>],
 ) -> Result<Vec<Vec<Owned>>, LayoutFault> {
+    let sizes: Vec<usize> =
+        tensors.iter().enumerate().map(|(n, x)| size_of_tensor(n, x)).collect::<Result<_, _>>()?;
     let mut by_tensor: Vec<Vec<Owned>> = vec![Vec::new(); tensors.len()];
     for (rank, runs) in by_rank.iter().enumerate() {
         for (n_th, Run { tensor, items }) in runs.iter().enumerate() {
-            let size = match tensors.get(*tensor) {
-                Some((shape, _)) => shape.elem_count(),
-                None => 0,
+            let tensor = *tensor;
+            let Some(&size) = sizes.get(tensor) else {
+                return Err(LayoutFault::NoSuchTensor { rank, tensor, tensors: sizes.len() });
             };
-            if *tensor >= tensors.len() || items.start > items.end || items.end > size {
-                let items = items.clone();
-                return Err(LayoutFault::NoSuchItems { rank, tensor: *tensor, items, size });
+            if items.start > items.end || items.end > size {
+                return Err(LayoutFault::NoSuchItems { rank, tensor, items: items.clone(), size });
             }
             if !items.is_empty() {
-                by_tensor[*tensor].push(Owned { rank, n_th, items: items.clone() });
+                by_tensor[tensor].push(Owned { rank, n_th, items: items.clone() });
             }
         }
     }
     for (tensor, owners) in by_tensor.iter_mut().enumerate() {
         owners.sort_unstable_by_key(|owned| owned.items.start);
-        check_owners(tensor, owners, tensors[tensor].0.elem_count())?;
+        check_owners(tensor, owners, sizes[tensor])?;
     }
     Ok(by_tensor)
+}
+
+/// How many items a tensor has, if its bytes can be addressed.
+fn size_of_tensor(tensor: usize, (shape, dtype): &(Shape, DType)) -> Result<usize, LayoutFault> {
+    let dims = shape.dims();
+    let size = dims.iter().try_fold(1_usize, |size, &dim| size.checked_mul(dim));
+    let is_addressed = |size: &usize| {
+        size.checked_mul(dtype.size_in_bytes()).is_some_and(|n| n <= isize::MAX.unsigned_abs())
+    };
+    size.filter(is_addressed).ok_or_else(|| LayoutFault::TooLarge { tensor, dims: dims.to_vec() })
 }
 
 /// Checks that sorted runs follow each other from the first item to the last.
@@ -268,14 +279,35 @@ mod tests {
             twice,
             LayoutFault::TwoOwners { tensor: 0, item: 3, first: 0, second: 1 }
         ));
-        for outside in [
-            run(0, 0..7),
-            run(2, 0..0),
-            run(1, 0..1),
-            Run { tensor: 0, items: Range { start: 3, end: 2 } },
-        ] {
+        for outside in
+            [run(0, 0..7), run(1, 0..1), Run { tensor: 0, items: Range { start: 3, end: 2 } }]
+        {
             let fault = fault([vec![], vec![outside]]);
             assert!(matches!(fault, LayoutFault::NoSuchItems { rank: 1, .. }), "{fault:?}");
+        }
+    }
+
+    #[test]
+    fn a_run_of_no_tensor_is_refused_as_such() {
+        let fault = layout([vec![], vec![run(2, 0..0)]]).unwrap_err();
+        let text = "rank 1 owns items of tensor 2, and there are 2 tensors";
+        assert!(fault.to_string().contains(text), "{fault}");
+    }
+
+    #[test]
+    fn a_tensor_that_cannot_be_addressed_is_refused() {
+        for dims in [[usize::MAX, 2], [isize::MAX.unsigned_abs() / 4 + 1, 1]] {
+            let refused = RunLayout::new("x", [(dims.to_vec(), DType::F32)], [vec![]]);
+            assert!(
+                matches!(
+                    refused,
+                    Err(Error::Value(ValueError::Layout {
+                        fault: LayoutFault::TooLarge { tensor: 0, .. },
+                        ..
+                    }))
+                ),
+                "{refused:?}"
+            );
         }
     }
 
