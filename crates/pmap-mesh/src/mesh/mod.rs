@@ -31,7 +31,9 @@ use crate::{
 ///
 /// Several threads may call functions on a mesh of one process; their calls take turns. Over several
 /// processes one thread calls, the first one that does: others are refused with
-/// [`ProcessError::OtherThread`](crate::ProcessError::OtherThread).
+/// [`ProcessError::OtherThread`](crate::ProcessError::OtherThread). That is known of each mesh by
+/// itself: a program with several meshes over the same processes calls all of them from one thread,
+/// since nothing orders the calls of two.
 ///
 /// # Examples
 ///
