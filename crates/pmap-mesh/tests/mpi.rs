@@ -12,7 +12,7 @@ use candle_core::Device;
 use pmap_mesh::{DeviceMesh, DeviceMeshBuilder, Error, ProcessError, ValueError};
 use process_tests::{Case, Engine, mpirun};
 
-const CASES: [Case; 19] = [
+const CASES: [Case; 20] = [
     Case::succeeds("collectives", 2),
     Case::succeeds("collectives", 4),
     Case::succeeds("calls", 2),
@@ -23,6 +23,7 @@ const CASES: [Case; 19] = [
     Case::succeeds("runs", 3),
     Case::fails("too many", 3, "2048 collectives are under way already"),
     Case::fails("started others", 2, "replica 1 calls start_psum of f32 [4]"),
+    Case::fails("started and called", 2, "replica 1 calls psum of f32 [2000]"),
     Case::fails("not waited", 2, "replica 1 has returned without having waited for start_psum"),
     Case::fails("not started", 2, "replica 1 did not come"),
     Case::fails("failure", 2, "rank 1: replica 1 on Cpu failed: no more data"),

@@ -83,6 +83,14 @@ pub(crate) fn run(engine: &impl Engine, case: &str, ranks: usize) {
             });
             drop(run.in_axes(None).call(nothing()));
         }
+        "started and called" => {
+            // The contents travel with the header, but not all in the first message.
+            let run = mesh(engine, &[], Some(LATE)).pmap(|ctx, _: Tensor| {
+                let x = Tensor::ones(2000, DType::F32, ctx.device())?;
+                if ctx.slot() == 0 { ctx.start_psum(&x, ALL)?.wait() } else { ctx.psum(&x, ALL) }
+            });
+            drop(run.in_axes(None).call(nothing()));
+        }
         "not waited" => {
             let run = mesh(engine, &[], Some(LATE)).pmap(|ctx, _: Tensor| {
                 let x = nothing().to_device(ctx.device())?;

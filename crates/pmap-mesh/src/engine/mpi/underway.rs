@@ -54,6 +54,9 @@ enum Stage {
     /// They do not agree, and tell each other in words; this one and that of rank `other` differ.
     Texts {
         messages: Messages<u8>,
+        /// What else members have sent with their headers that have not started this one but called
+        /// another: they tell nothing before somebody has taken it.
+        rests: Messages<u8>,
         own: Vec<u8>,
         other: usize,
     },
@@ -211,9 +214,10 @@ impl Entry {
 
     fn has_arrived(&mut self, engine: &Inner) -> bool {
         let arrived = match &mut self.stage {
-            Stage::Headers { messages, .. } | Stage::Texts { messages, .. } => {
-                messages.have_arrived()
-            }
+            Stage::Headers { messages, .. } => messages.have_arrived(),
+            Stage::Texts { messages, rests, .. } => rests
+                .have_arrived()
+                .and_then(|have_rests| Ok(have_rests && messages.have_arrived()?)),
             Stage::Data { messages, .. } => messages.have_arrived(),
             Stage::Over(_) => return false,
         };
@@ -226,10 +230,10 @@ impl Entry {
                 let arrived = engine.checked(&self.site, messages.arrived());
                 match self.disagreeing(&own, &arrived) {
                     None => self.round(engine, job, outgoing, 0),
-                    Some(other) => self.texts(engine, text, other),
+                    Some(other) => self.texts(engine, text, other, &arrived),
                 }
             }
-            Stage::Texts { messages, own, other } => {
+            Stage::Texts { messages, own, other, .. } => {
                 let arrived = engine.checked(&self.site, messages.arrived());
                 let own_rank = self.site.rank;
                 let text =
@@ -272,14 +276,27 @@ impl Entry {
         Stage::Data { messages: engine.checked(&self.site, messages), job, n_th }
     }
 
-    fn texts(&self, engine: &Inner, own: Vec<u8>, other: usize) -> Stage {
+    fn texts(
+        &self,
+        engine: &Inner,
+        own: Vec<u8>,
+        other: usize,
+        headers: &BTreeMap<usize, Vec<u8>>,
+    ) -> Stage {
+        let rests = Messages::start(
+            &engine.groups[&self.set],
+            Kind::Rest as i32,
+            headers.iter().map(|(from, header)| (*from, Header::read(header).rest_bytes())),
+            [],
+        );
         let messages = Messages::start(
             &engine.groups[&self.set],
             Kind::Text as i32,
             self.others().map(|from| (from, TEXT_BYTES)),
             self.others().map(|to| (to, own.clone())),
         );
-        Stage::Texts { messages: engine.checked(&self.site, messages), own, other }
+        let rests = engine.checked(&self.site, rests);
+        Stage::Texts { messages: engine.checked(&self.site, messages), rests, own, other }
     }
 
     fn others(&self) -> impl Iterator<Item = usize> + use<> {
