@@ -235,8 +235,26 @@ pub enum LayoutFault {
         tensor: usize,
         /// The items.
         items: std::ops::Range<usize>,
-        /// How many items the tensor has; none if there is no such tensor.
+        /// How many items the tensor has.
         size: usize,
+    },
+    /// A rank owns a run of a tensor that is not there.
+    #[error("rank {rank} owns items of tensor {tensor}, and there are {tensors} tensors")]
+    NoSuchTensor {
+        /// The rank.
+        rank: usize,
+        /// The tensor, from 0.
+        tensor: usize,
+        /// How many tensors there are.
+        tensors: usize,
+    },
+    /// A tensor is larger than any memory.
+    #[error("tensor {tensor} of shape {dims:?} has more bytes than can be addressed")]
+    TooLarge {
+        /// The tensor, from 0.
+        tensor: usize,
+        /// Its shape.
+        dims: Vec<usize>,
     },
     /// An item belongs to nobody.
     #[error("item {item} of tensor {tensor} belongs to no rank")]

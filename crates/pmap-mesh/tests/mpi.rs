@@ -12,14 +12,18 @@ use candle_core::Device;
 use pmap_mesh::{DeviceMesh, DeviceMeshBuilder, Error, ProcessError, ValueError};
 use process_tests::{Case, Engine, mpirun};
 
-const CASES: [Case; 16] = [
+const CASES: [Case; 20] = [
     Case::succeeds("collectives", 2),
     Case::succeeds("collectives", 4),
     Case::succeeds("calls", 2),
     Case::succeeds("calls", 3),
     Case::succeeds("refusals", 2),
     Case::succeeds("lists", 3),
+    Case::succeeds("repeated layout", 4),
+    Case::succeeds("runs", 3),
+    Case::fails("too many", 3, "2048 collectives are under way already"),
     Case::fails("started others", 2, "replica 1 calls start_psum of f32 [4]"),
+    Case::fails("started and called", 2, "replica 1 calls psum of f32 [2000]"),
     Case::fails("not waited", 2, "replica 1 has returned without having waited for start_psum"),
     Case::fails("not started", 2, "replica 1 did not come"),
     Case::fails("failure", 2, "rank 1: replica 1 on Cpu failed: no more data"),

@@ -1,6 +1,6 @@
 //! Who owns what of some tensors: runs of their items.
 
-use std::{fmt, ops::Range, sync::Arc};
+use std::{fmt, iter, ops::Range, sync::Arc};
 
 use candle_core::{DType, Shape};
 use core_types::Fingerprint;
@@ -48,6 +48,8 @@ struct Inner {
     name: String,
     tensors: Vec<(Shape, DType)>,
     by_rank: Arc<[Vec<Run>]>,
+    /// What a gathering takes of each rank: of those beyond the first group, nothing.
+    gathered_by_rank: Arc<[Vec<Run>]>,
     /// For each tensor its runs that are not empty, in the order of their items.
     by_tensor: Vec<Vec<Owned>>,
     /// What collectives with this layout say of themselves, and must agree in.
@@ -70,8 +72,8 @@ impl RunLayout {
     ///
     /// # Errors
     ///
-    /// [`ValueError::Layout`] if a run is not of one of the tensors, or an item has not exactly one
-    /// owner.
+    /// [`ValueError::Layout`] if a run is not of one of the tensors, an item has not exactly one
+    /// owner, or a tensor has more bytes than can be addressed.
     pub fn new(
         name: impl Into<String>,
         tensors: impl IntoIterator<Item = (impl Into<Shape>, DType)>,
@@ -84,7 +86,8 @@ impl RunLayout {
         let by_tensor = by_tensor(&tensors, &by_rank)
             .map_err(|fault| ValueError::Layout { layout: name.clone(), fault })?;
         let detail = format!("({name}, layout {:016x})", fingerprint(&tensors, &by_rank));
-        Ok(Self(Arc::new(Inner { name, tensors, by_rank, by_tensor, detail })))
+        let gathered_by_rank = Arc::clone(&by_rank);
+        Ok(Self(Arc::new(Inner { name, tensors, by_rank, gathered_by_rank, by_tensor, detail })))
     }
 
     /// The layout of several groups side by side, each of which owns everything: sums over all of
@@ -93,14 +96,18 @@ impl RunLayout {
     /// A gathering with it takes what the first of the groups has.
     #[must_use]
     pub fn repeated(&self, groups: usize) -> Self {
-        let Inner { name, tensors, by_rank, by_tensor, detail } = &*self.0;
+        let Inner { name, tensors, by_rank, gathered_by_rank, by_tensor, detail } = &*self.0;
         let ranks = by_rank.len() * groups;
         let detail = format!("{detail} x {groups}");
         let by_rank = by_rank.iter().cycle().take(ranks).cloned().collect();
+        let nothing = iter::repeat_with(Vec::new);
+        let gathered_by_rank =
+            gathered_by_rank.iter().cloned().chain(nothing).take(ranks).collect();
         Self(Arc::new(Inner {
             name: name.clone(),
             tensors: tensors.clone(),
             by_rank,
+            gathered_by_rank,
             by_tensor: by_tensor.clone(),
             detail,
         }))
@@ -134,6 +141,11 @@ impl RunLayout {
         &self.0.by_rank
     }
 
+    /// The runs that a gathering takes of each rank: all of its own, or none.
+    pub(crate) fn gathered_by_rank(&self) -> &Arc<[Vec<Run>]> {
+        &self.0.gathered_by_rank
+    }
+
     /// For each tensor its runs that are not empty, in the order of their items.
     pub(crate) fn owners(&self) -> &[Vec<Owned>] {
         &self.0.by_tensor
@@ -158,27 +170,38 @@ fn by_tensor(
     tensors: &[(Shape, DType)],
     by_rank: &[Vec<Run>],
 ) -> Result<Vec<Vec<Owned>>, LayoutFault> {
+    let sizes: Vec<usize> =
+        tensors.iter().enumerate().map(|(n, x)| size_of_tensor(n, x)).collect::<Result<_, _>>()?;
     let mut by_tensor: Vec<Vec<Owned>> = vec![Vec::new(); tensors.len()];
     for (rank, runs) in by_rank.iter().enumerate() {
         for (n_th, Run { tensor, items }) in runs.iter().enumerate() {
-            let size = match tensors.get(*tensor) {
-                Some((shape, _)) => shape.elem_count(),
-                None => 0,
+            let tensor = *tensor;
+            let Some(&size) = sizes.get(tensor) else {
+                return Err(LayoutFault::NoSuchTensor { rank, tensor, tensors: sizes.len() });
             };
-            if *tensor >= tensors.len() || items.start > items.end || items.end > size {
-                let items = items.clone();
-                return Err(LayoutFault::NoSuchItems { rank, tensor: *tensor, items, size });
+            if items.start > items.end || items.end > size {
+                return Err(LayoutFault::NoSuchItems { rank, tensor, items: items.clone(), size });
             }
             if !items.is_empty() {
-                by_tensor[*tensor].push(Owned { rank, n_th, items: items.clone() });
+                by_tensor[tensor].push(Owned { rank, n_th, items: items.clone() });
             }
         }
     }
     for (tensor, owners) in by_tensor.iter_mut().enumerate() {
         owners.sort_unstable_by_key(|owned| owned.items.start);
-        check_owners(tensor, owners, tensors[tensor].0.elem_count())?;
+        check_owners(tensor, owners, sizes[tensor])?;
     }
     Ok(by_tensor)
+}
+
+/// How many items a tensor has, if its bytes can be addressed.
+fn size_of_tensor(tensor: usize, (shape, dtype): &(Shape, DType)) -> Result<usize, LayoutFault> {
+    let dims = shape.dims();
+    let size = dims.iter().try_fold(1_usize, |size, &dim| size.checked_mul(dim));
+    let is_addressed = |size: &usize| {
+        size.checked_mul(dtype.size_in_bytes()).is_some_and(|n| n <= isize::MAX.unsigned_abs())
+    };
+    size.filter(is_addressed).ok_or_else(|| LayoutFault::TooLarge { tensor, dims: dims.to_vec() })
 }
 
 /// Checks that sorted runs follow each other from the first item to the last.
@@ -256,14 +279,35 @@ mod tests {
             twice,
             LayoutFault::TwoOwners { tensor: 0, item: 3, first: 0, second: 1 }
         ));
-        for outside in [
-            run(0, 0..7),
-            run(2, 0..0),
-            run(1, 0..1),
-            Run { tensor: 0, items: Range { start: 3, end: 2 } },
-        ] {
+        for outside in
+            [run(0, 0..7), run(1, 0..1), Run { tensor: 0, items: Range { start: 3, end: 2 } }]
+        {
             let fault = fault([vec![], vec![outside]]);
             assert!(matches!(fault, LayoutFault::NoSuchItems { rank: 1, .. }), "{fault:?}");
+        }
+    }
+
+    #[test]
+    fn a_run_of_no_tensor_is_refused_as_such() {
+        let fault = layout([vec![], vec![run(2, 0..0)]]).unwrap_err();
+        let text = "rank 1 owns items of tensor 2, and there are 2 tensors";
+        assert!(fault.to_string().contains(text), "{fault}");
+    }
+
+    #[test]
+    fn a_tensor_that_cannot_be_addressed_is_refused() {
+        for dims in [[usize::MAX, 2], [isize::MAX.unsigned_abs() / 4 + 1, 1]] {
+            let refused = RunLayout::new("x", [(dims.to_vec(), DType::F32)], [vec![]]);
+            assert!(
+                matches!(
+                    refused,
+                    Err(Error::Value(ValueError::Layout {
+                        fault: LayoutFault::TooLarge { tensor: 0, .. },
+                        ..
+                    }))
+                ),
+                "{refused:?}"
+            );
         }
     }
 
@@ -276,5 +320,13 @@ mod tests {
         assert!(halves.detail().starts_with("(unit, layout "));
         assert_ne!(halves.detail(), halves.repeated(2).detail());
         assert_eq!(halves.repeated(2).runs(2), halves.runs(0));
+    }
+
+    #[test]
+    fn a_gathering_takes_the_runs_of_the_first_group() {
+        let halves = layout([vec![run(0, 0..3)], vec![run(0, 3..6)]]).unwrap();
+        let taken = halves.repeated(2).repeated(2).gathered_by_rank().to_vec();
+        assert_eq!(taken[..2], halves.by_rank()[..]);
+        assert_eq!(taken[2..], vec![Vec::new(); 6]);
     }
 }

@@ -31,7 +31,9 @@ use crate::{
 ///
 /// Several threads may call functions on a mesh of one process; their calls take turns. Over several
 /// processes one thread calls, the first one that does: others are refused with
-/// [`ProcessError::OtherThread`](crate::ProcessError::OtherThread).
+/// [`ProcessError::OtherThread`](crate::ProcessError::OtherThread). That is known of each mesh by
+/// itself: a program with several meshes over the same processes calls all of them from one thread,
+/// since nothing orders the calls of two.
 ///
 /// # Examples
 ///
@@ -159,9 +161,8 @@ impl DeviceMesh {
         backend: Arc<dyn Backend>,
     ) -> Result<Self> {
         let on_processor = devices.iter().all(Device::is_cpu);
-        // Over several processes, of which each has a pool of its own, the first says it for all.
-        if on_processor && topology.slots() > 1 && first_slot == 0 {
-            threads::warn_if_shared(topology.slots());
+        if threads::are_shared(&devices, topology.slots()) {
+            threads::warn_if_shared(devices.len());
         }
         // A process with one slot is bound by its launcher, or is not, as that was told.
         let pin = options.pin && on_processor && devices.len() > 1;

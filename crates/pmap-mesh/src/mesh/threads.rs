@@ -13,6 +13,8 @@ use std::{
     thread,
 };
 
+use candle_core::Device;
+
 use crate::error::{MeshError, Result};
 
 /// The environment variables that say how many threads candle's kernels use.
@@ -87,6 +89,14 @@ fn refuse_other_threads() -> Result<(), MeshError> {
     }
 }
 
+/// Whether slots of a process with these devices take threads from each other, of a mesh of so many.
+///
+/// Over several processes each has pools of its own, and how many of them run on this machine only
+/// their launcher knows.
+pub(super) fn are_shared(devices: &[Device], slots: usize) -> bool {
+    slots > 1 && devices.len() == slots && devices.iter().all(Device::is_cpu)
+}
+
 /// Says once, on standard error, that `slots` slots on a processor will wait for each other.
 pub(super) fn warn_if_shared(slots: usize) {
     static ONCE: Once = Once::new();
@@ -102,4 +112,18 @@ pub(super) fn warn_if_shared(slots: usize) {
              twice as long: call `pmap_mesh::init_threads({slots})` in the first line of `main`, or set {rayon} and {candle}"
         ));
     });
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn slots_of_one_process_share_threads_and_processes_do_not() {
+        let two = [Device::Cpu, Device::Cpu];
+        assert!(are_shared(&two, 2));
+        assert!(!are_shared(&two[..1], 1));
+        assert!(!are_shared(&two[..1], 2));
+        assert!(!are_shared(&two, 4));
+    }
 }

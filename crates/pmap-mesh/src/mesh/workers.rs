@@ -172,8 +172,9 @@ impl Workers {
         // SAFETY: Only the lifetime changes, and no clone of this `Arc` is used when what it borrows
         // may be gone. Clones are given to the workers alone, and each drops its own before it counts
         // its part as ended. This function is not left before all have: neither by returning, since
-        // then `wait` has found that none is left, or the process ends; nor by a panic, since `_all`
-        // waits in that case. `job` outlives this function, so that no worker drops the last clone,
+        // then `wait` has found that none is left, or the process ends; nor by a panic, since
+        // `AbortIfDropped` ends the process while `post` hands the job out, and `_all` waits after
+        // that. `job` outlives this function, so that no worker drops the last clone,
         // and with it what the job owns.
         let job_of_workers: Arc<dyn Job> =
             unsafe { mem::transmute::<Arc<dyn Job + '_>, Arc<dyn Job>>(borrowing) };
@@ -195,10 +196,13 @@ impl Workers {
         });
         let mut dispatch = lock(&self.dispatch);
         self.refuse_if_stuck(&mut dispatch)?;
+        // From here on workers may run the job, and nobody waits for them yet.
+        let handing_out = AbortIfDropped;
         dispatch.n_jobs += 1;
         for slot in &self.slots {
             slot.mailbox.post(Task { job: Arc::clone(job), pending: Arc::clone(&pending) });
         }
+        mem::forget(handing_out);
         Ok(Posted { number: dispatch.n_jobs, pending })
     }
 
@@ -358,6 +362,15 @@ impl Pending {
         if left == self.of || left == 1 {
             self.caller.unpark();
         }
+    }
+}
+
+/// Ends the process if a panic leaves a job with some of its workers: no memory for a task, say.
+struct AbortIfDropped;
+
+impl Drop for AbortIfDropped {
+    fn drop(&mut self) {
+        process::abort();
     }
 }
 

@@ -267,7 +267,8 @@ where
     ///
     /// A call inside a replica is refused, as [`ReplicaError::Nested`]. That is known of the mesh's
     /// own threads only: on a thread that a replica has started itself, a call of the same mesh waits
-    /// for ever for the replica that waits for that thread. No deadline ends it.
+    /// for ever for the replica that waits for that thread. A deadline ends it only once another
+    /// replica has returned or waits in a collective.
     ///
     /// # Errors
     ///

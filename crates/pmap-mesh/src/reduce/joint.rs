@@ -43,7 +43,7 @@ pub(crate) struct Output {
 
 impl Output {
     /// A result whose pieces, at least one, are filled by `fill`, each once and in any order.
-    pub(super) fn new(
+    pub(crate) fn new(
         n_pieces: usize,
         fill: impl Fn(usize) -> candle_core::Result<Option<Tensor>> + Send + Sync + 'static,
     ) -> Self {

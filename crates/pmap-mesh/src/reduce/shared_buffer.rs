@@ -1,8 +1,8 @@
 //! One buffer that several threads fill at the same time, each its own part.
 //!
-//! The one module of this crate with `unsafe` in it: candle takes a result as one `Vec`, and safe
-//! Rust has no way to let several threads that were not started for the purpose fill one. (ADR 9
-//! says what the ways around it cost.)
+//! `unsafe`, since candle takes a result as one `Vec`, and safe Rust has no way to let several
+//! threads that were not started for the purpose fill one. (ADR 9 says what the ways around it
+//! cost.)
 
 #![expect(
     unsafe_code,

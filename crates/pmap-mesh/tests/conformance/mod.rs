@@ -4,10 +4,10 @@
 #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
 #![allow(clippy::cast_possible_truncation, reason = "sizes are small")]
 
-use std::{process::Command, thread, time::Duration};
+use std::{process::Command, slice, thread, time::Duration};
 
 use candle_core::{DType, Device, Result, Tensor, Var};
-use pmap_mesh::{ALL, DeviceMesh, MeshAxes, P, Replica, TensorTree, Uneven};
+use pmap_mesh::{ALL, DeviceMesh, MeshAxes, P, Replica, Run, RunLayout, TensorTree, Uneven};
 use process_tests::{Engine, assert_same, leaves, lists, mesh, nothing, threads};
 
 /// How long a replica waits in the case of that name.
@@ -62,6 +62,17 @@ pub(crate) fn run(engine: &impl Engine, case: &str, ranks: usize) {
             drop(run.in_axes(None).call(nothing()));
         }
         "lists" => lists_of_any_length(engine),
+        "runs" => runs_of_any_number(engine),
+        "too many" => {
+            let run = mesh(engine, &[], Some(LATE)).pmap(|ctx, _: Tensor| {
+                let x = nothing().to_device(ctx.device())?;
+                let start = |_| ctx.start_psum(&x, ALL);
+                let started = (0..10_000).map(start).collect::<Result<Vec<_>>>()?;
+                started.into_iter().try_for_each(|sum| sum.wait().map(drop))
+            });
+            drop(run.in_axes(None).call(nothing()));
+        }
+        "repeated layout" => repeated_layout(engine, ranks),
         "started others" => {
             let run = mesh(engine, &[], Some(LATE)).pmap(|ctx, _: Tensor| {
                 let x = Tensor::ones(3 + ctx.slot(), DType::F32, ctx.device())?;
@@ -69,6 +80,14 @@ pub(crate) fn run(engine: &impl Engine, case: &str, ranks: usize) {
                 // They learn of it while they wait for another one.
                 ctx.start_psum(&nothing().to_device(ctx.device())?, ALL)?.wait()?;
                 first.wait().map(drop)
+            });
+            drop(run.in_axes(None).call(nothing()));
+        }
+        "started and called" => {
+            // The contents travel with the header, but not all in the first message.
+            let run = mesh(engine, &[], Some(LATE)).pmap(|ctx, _: Tensor| {
+                let x = Tensor::ones(2000, DType::F32, ctx.device())?;
+                if ctx.slot() == 0 { ctx.start_psum(&x, ALL)?.wait() } else { ctx.psum(&x, ALL) }
             });
             drop(run.in_axes(None).call(nothing()));
         }
@@ -248,6 +267,58 @@ fn lists_of_any_length(engine: &impl Engine) {
         ctx.psum_list(Vec::new(), &[]).map(|none| assert!(none.is_empty()))
     });
     run.in_axes(None).call(nothing()).unwrap();
+}
+
+/// More runs than there may be messages at a time.
+fn runs_of_any_number(engine: &impl Engine) {
+    const LEN: usize = 20_000;
+    let run = mesh(engine, &[], None).pmap(|ctx, _: Tensor| {
+        let run = |item| Run { tensor: 0, items: item..item + 1 };
+        // Of the last rank half as many as of the others, and the others' are not alike.
+        let owner = |item: usize| if item % 5 == 4 { ctx.count() - 1 } else { item % 2 };
+        let of_rank = |rank| (0..LEN).filter(|&item| owner(item) == rank).map(run).collect();
+        let layout =
+            RunLayout::new("items", [(LEN, DType::U32)], (0..ctx.count()).map(of_rank)).unwrap();
+        let whole = Tensor::arange(0, LEN as u32, ctx.device())?;
+        let own = lists::own(&layout, ctx.slot(), slice::from_ref(&whole))?;
+        let gathered = ctx.gather_runs(own, &layout, ALL)?;
+        assert_same(&[gathered[0].as_detached_tensor()], &[whole]);
+        Ok(())
+    });
+    run.in_axes(None).call(nothing()).unwrap();
+}
+
+/// Groups of two ranks with a layout each: a gathering takes what the first of them has, and leaves
+/// nothing behind for the next collective.
+fn repeated_layout(engine: &impl Engine, ranks: usize) {
+    const ROWS: usize = 300;
+    let run = |tensor, items| Run { tensor, items };
+    let runs = [vec![run(1, 0..5), run(0, 0..ROWS * 30)], vec![run(0, ROWS * 30..ROWS * 70)]];
+    let tensors = [(vec![ROWS, 70], DType::F32), (vec![5], DType::U32)];
+    let layout = RunLayout::new("pair", tensors.clone(), runs).unwrap().repeated(ranks / 2);
+    let gathers = move |ctx: &Replica| -> Result<()> {
+        let of_group = |group: usize| -> Result<Vec<Tensor>> {
+            let full = |(shape, dtype): &(Vec<usize>, DType)| {
+                Tensor::full(group as u32 + 1, &shape[..], ctx.device())?.to_dtype(*dtype)
+            };
+            tensors.iter().map(full).collect()
+        };
+        let own = lists::own(&layout, ctx.slot(), &of_group(ctx.slot() / 2)?)?;
+        let started = ctx.start_gather_runs(own.clone(), &layout, ALL)?;
+        let direct = ctx.gather_runs(own, &layout, ALL)?;
+        for gathered in [direct, started.wait()?] {
+            let gathered: Vec<Tensor> = gathered.iter().map(Var::as_detached_tensor).collect();
+            assert_same(&gathered, &of_group(0)?);
+        }
+        let sum = ctx.psum(&Tensor::ones(70_000, DType::F32, ctx.device())?, ALL)?;
+        assert_eq!(sum.to_vec1::<f32>()?, vec![ctx.count() as f32; 70_000]);
+        Ok(())
+    };
+    for mesh in [mesh(engine, &[], None), threads(&[("a", ranks)], &engine.device())] {
+        let gathers = gathers.clone();
+        let run = mesh.pmap(move |ctx, _: Tensor| gathers(ctx));
+        run.in_axes(None).call(nothing()).unwrap();
+    }
 }
 
 /// The whole way from arguments to results.

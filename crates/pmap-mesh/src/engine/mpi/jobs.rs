@@ -46,15 +46,21 @@ pub(super) enum Next {
 }
 
 impl Job {
-    /// The one round of a gathering.
-    pub(super) fn gather(own: &[Tensor], layout: &RunLayout, device: &Device) -> Result<Self> {
+    /// The one round of a gathering, in which rank `own_rank` has `own` runs.
+    pub(super) fn gather(
+        own: &[Tensor],
+        own_rank: usize,
+        layout: &RunLayout,
+        device: &Device,
+    ) -> Result<Self> {
         let tensors = layout.tensors().iter();
+        let by_rank = layout.gathered_by_rank();
         Ok(Self::Gather(Gathering {
-            own: own.iter().map(on_host).collect::<Result<_>>()?,
+            own: own[..by_rank[own_rank].len()].iter().map(on_host).collect::<Result<_>>()?,
             tensors: tensors
                 .map(|(shape, dtype)| (shape.clone(), *dtype, device.clone()))
                 .collect(),
-            by_rank: Arc::clone(layout.by_rank()),
+            by_rank: Arc::clone(by_rank),
             are_leaves: true,
         }))
     }

@@ -68,6 +68,9 @@ impl DeviceMeshBuilder {
     /// [`catch_unwind`](std::panic::catch_unwind) or by joining its thread. A rank that unwinds
     /// would wait for the others when MPI ends, and they for it.
     ///
+    /// One thread of a process calls all its meshes over MPI: it has begun with support for one
+    /// thread at a time, and two meshes that two threads call are not kept apart.
+    ///
     /// A mesh without axes is a row named [`DeviceMesh::AXIS`].
     ///
     /// # Errors
@@ -305,7 +308,7 @@ impl Engine for Mpi {
         let handle = match work {
             // All have the same layout; their runs differ.
             Work::Gather { own, layout, device } => {
-                self.start_job(site, &[], Job::gather(&own, &layout, &device)?)?
+                self.start_job(site, &[], Job::gather(&own, site.rank, &layout, &device)?)?
             }
             Work::Reduce { list, wanted: Wanted::ByRank(runs), reduction } => {
                 self.start_job(site, &list, Job::reduce_runs(&list, runs, reduction)?)?

@@ -1,13 +1,13 @@
 //! Collectives that move tensors.
 
-use std::slice;
+use std::{iter, slice};
 
 use candle_core::{Result, Tensor, Var};
 
 use super::{
     bytes::{Buffer, buffer, with_all_bytes, with_bytes},
     sums::split,
-    transfer::{Call, Kind},
+    transfer::{Call, Kind, MAX_REQUESTS},
     wire::Header,
 };
 use crate::engine::layout::{Owned, RunLayout};
@@ -49,9 +49,12 @@ impl Call<'_> {
         Ok((all.tensor(&[total])?, shapes))
     }
 
-    /// The tensors of a layout, of which this rank has `own` runs: all go straight to their places.
+    /// The tensors of a layout, of which this rank has `own` runs: all go straight to their places,
+    /// as many at a time as there may be requests.
     pub(super) fn gather_runs(&self, own: &[Tensor], layout: &RunLayout) -> Result<Vec<Var>> {
         self.exchange_headers(&[], 0, &[])?;
+        // What nobody takes must not be sent: the next collective would receive it.
+        let own = &own[..layout.gathered_by_rank()[self.site.rank].len()];
         let own: Vec<Vec<u8>> =
             own.iter().map(|x| with_bytes(x, |bytes| Ok(bytes.to_vec()))).collect::<Result<_>>()?;
         let mut wholes: Vec<Box<dyn Buffer>> = layout
@@ -68,12 +71,21 @@ impl Call<'_> {
             }
         }
         // In the order in which their rank sends them.
-        incoming.sort_unstable_by_key(|(rank, n_th, _)| (*rank, *n_th));
-        let outgoing = |to| own.iter().map(move |run| (to, Kind::Data, &run[..]));
-        self.transfer(
-            incoming.into_iter().map(|(from, _, place)| (from, Kind::Data, place)),
-            self.others().flat_map(outgoing),
-        );
+        incoming.sort_unstable_by_key(|(rank, n_th, _)| (*n_th, *rank));
+        let mut incoming = incoming.into_iter().peekable();
+        // By the numbers of the runs: what a rank waits for, the others send at the same step.
+        let at_once = (MAX_REQUESTS / (2 * self.site.size())).max(1);
+        let n_runs = layout.gathered_by_rank().iter().fold(0, |most, runs| most.max(runs.len()));
+        for start in (0..n_runs).step_by(at_once) {
+            let end = start + at_once;
+            let arriving = iter::from_fn(|| incoming.next_if(|(_, n_th, _)| *n_th < end));
+            let sent = own.iter().skip(start).take(at_once);
+            self.transfer(
+                arriving.map(|(from, _, place)| (from, Kind::Data, place)),
+                self.others()
+                    .flat_map(|to| sent.clone().map(move |run| (to, Kind::Data, &run[..]))),
+            );
+        }
         let shapes = layout.tensors().iter().map(|(shape, _)| shape);
         wholes.into_iter().zip(shapes).map(|(whole, shape)| whole.leaf(shape.dims())).collect()
     }

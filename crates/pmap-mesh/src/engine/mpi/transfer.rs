@@ -16,6 +16,9 @@ use crate::{
 
 /// The longest single message: below version 4, MPI counts in 32 bits.
 pub(super) const MESSAGE_BYTES: usize = 1 << 30;
+/// How many requests the collectives that are under way may have, and the one that is not: half each
+/// of what ferrompi holds for a process, which ends beyond.
+pub(super) const MAX_REQUESTS: usize = 8192;
 /// How often a wait looks for messages before it looks at the clock and gives way. A look takes
 /// some 100 ns: what arrives within microseconds finds its receiver awake.
 const TRIES: u32 = 64;

@@ -14,7 +14,7 @@ use super::{
     jobs::{Job, Next},
     messages::Messages,
     session::end,
-    transfer::{Kind, Patience},
+    transfer::{Kind, MAX_REQUESTS, Patience},
     wire::{FIRST_BYTES, Header},
 };
 use crate::{
@@ -27,11 +27,10 @@ use crate::{
 };
 
 /// The tags of data: two for each of so many collectives under way in a group. The first tags are
-/// those of [`Kind`], and MPI has 32,767 at least.
+/// those of [`Kind`], and MPI has 32,767 at least. More cannot be under way, since each has two
+/// requests.
 const FIRST_TAG: i32 = 16;
 const N_TAGS: u64 = 8192;
-/// As many have tags of their own.
-const MAX_UNDERWAY: usize = 8192;
 
 /// A collective under way, of one group that this process is in.
 struct Entry {
@@ -55,6 +54,9 @@ enum Stage {
     /// They do not agree, and tell each other in words; this one and that of rank `other` differ.
     Texts {
         messages: Messages<u8>,
+        /// What else members have sent with their headers that have not started this one but called
+        /// another: they tell nothing before somebody has taken it.
+        rests: Messages<u8>,
         own: Vec<u8>,
         other: usize,
     },
@@ -120,9 +122,7 @@ impl Mpi {
     pub(super) fn start_job(&self, site: &Site, tensors: &[Tensor], job: Job) -> Result<Handle> {
         let engine = &*self.0;
         let _guard = engine.current.enter(site)?;
-        if engine.n_underway.load(Ordering::Relaxed) >= MAX_UNDERWAY {
-            bail!("{MAX_UNDERWAY} collectives are under way already; wait for some of them");
-        }
+        engine.refuse_too_many(site)?;
         let others = (0..site.size()).filter(|&rank| rank != site.rank);
         let outgoing = job.outgoing(others.clone())?;
         let set = engine.topology.long_axes() & site.call.set;
@@ -143,6 +143,21 @@ impl Mpi {
 }
 
 impl Inner {
+    /// Refuses a collective whose messages MPI could not carry beside those under way.
+    fn refuse_too_many(&self, site: &Site) -> Result<()> {
+        let n_requests = |site: &Site| 2 * (site.size() - 1);
+        let underway = lock(&self.underway);
+        let taken: usize = underway.list.iter().map(|entry| n_requests(&entry.site)).sum();
+        if taken + n_requests(site) > MAX_REQUESTS {
+            bail!(
+                "{} collectives are under way already, with {taken} of at most {MAX_REQUESTS} messages; \
+                 wait for some of them",
+                underway.list.len()
+            );
+        }
+        Ok(())
+    }
+
     #[expect(clippy::expect_used, reason = "tags are below `2 * N_TAGS`")]
     fn add_entry(&self, site: &Site, set: AxisSet, stage: Stage) -> u64 {
         let mut underway = lock(&self.underway);
@@ -199,9 +214,10 @@ impl Entry {
 
     fn has_arrived(&mut self, engine: &Inner) -> bool {
         let arrived = match &mut self.stage {
-            Stage::Headers { messages, .. } | Stage::Texts { messages, .. } => {
-                messages.have_arrived()
-            }
+            Stage::Headers { messages, .. } => messages.have_arrived(),
+            Stage::Texts { messages, rests, .. } => rests
+                .have_arrived()
+                .and_then(|have_rests| Ok(have_rests && messages.have_arrived()?)),
             Stage::Data { messages, .. } => messages.have_arrived(),
             Stage::Over(_) => return false,
         };
@@ -214,10 +230,10 @@ impl Entry {
                 let arrived = engine.checked(&self.site, messages.arrived());
                 match self.disagreeing(&own, &arrived) {
                     None => self.round(engine, job, outgoing, 0),
-                    Some(other) => self.texts(engine, text, other),
+                    Some(other) => self.texts(engine, text, other, &arrived),
                 }
             }
-            Stage::Texts { messages, own, other } => {
+            Stage::Texts { messages, own, other, .. } => {
                 let arrived = engine.checked(&self.site, messages.arrived());
                 let own_rank = self.site.rank;
                 let text =
@@ -260,14 +276,27 @@ impl Entry {
         Stage::Data { messages: engine.checked(&self.site, messages), job, n_th }
     }
 
-    fn texts(&self, engine: &Inner, own: Vec<u8>, other: usize) -> Stage {
+    fn texts(
+        &self,
+        engine: &Inner,
+        own: Vec<u8>,
+        other: usize,
+        headers: &BTreeMap<usize, Vec<u8>>,
+    ) -> Stage {
+        let rests = Messages::start(
+            &engine.groups[&self.set],
+            Kind::Rest as i32,
+            headers.iter().map(|(from, header)| (*from, Header::read(header).rest_bytes())),
+            [],
+        );
         let messages = Messages::start(
             &engine.groups[&self.set],
             Kind::Text as i32,
             self.others().map(|from| (from, TEXT_BYTES)),
             self.others().map(|to| (to, own.clone())),
         );
-        Stage::Texts { messages: engine.checked(&self.site, messages), own, other }
+        let rests = engine.checked(&self.site, rests);
+        Stage::Texts { messages: engine.checked(&self.site, messages), rests, own, other }
     }
 
     fn others(&self) -> impl Iterator<Item = usize> + use<> {

@@ -63,6 +63,11 @@ impl Header {
     fn inline_bytes(&self) -> usize {
         if self.inline { self.bytes.min(SMALL_BYTES as u64) as usize } else { 0 }
     }
+
+    /// How many of them come in a second message.
+    pub(super) fn rest_bytes(&self) -> usize {
+        self.inline_bytes().saturating_sub(INLINE_BYTES)
+    }
 }
 
 /// What all members of a group have told each other.
@@ -133,7 +138,7 @@ impl<'a> Call<'a> {
                 self.others().map(|to| (to, Kind::Header, &message[..])),
             );
             let rests = places(inbox, RANK_BYTES, self.site.rank).map(|(from, place)| {
-                let rest = Header::read(place).inline_bytes().saturating_sub(INLINE_BYTES);
+                let rest = Header::read(place).rest_bytes();
                 (from, Kind::Rest, &mut place[FIRST_BYTES..][..rest])
             });
             self.transfer(rests, []);
@@ -174,7 +179,7 @@ mod tests {
         let bytes = [&[1_u8][..], cast_slice(&header.words())].concat();
         let read = Header::read(&bytes[1..]);
         assert_eq!(read.words(), header.words());
-        assert_eq!(read.inline_bytes(), 9000);
+        assert_eq!((read.inline_bytes(), read.rest_bytes()), (9000, 9000 - INLINE_BYTES));
     }
 
     #[test]

@@ -185,13 +185,7 @@ impl Rendezvous {
             if exchange.is_complete() {
                 return Ok(());
             }
-            if self.failed.load(Ordering::Acquire) {
-                return Err(state.abort(site.slot()));
-            }
-            if let Some(objection) = state.busy(site) {
-                return Err(self.refuse(state, site.slot(), objection));
-            }
-            self.begin_wait(state, site, exchange)?;
+            self.begin_wait_again(state, site, exchange)?;
         }
         self.wait(site, exchange, || exchange.is_complete())
     }
@@ -214,8 +208,31 @@ impl Rendezvous {
         if sync::soon(|| work.is_finished()) {
             return Ok(());
         }
-        self.begin_wait(&mut lock(&self.state), site, exchange)?;
+        {
+            let state = &mut *lock(&self.state);
+            if work.is_finished() {
+                return Ok(());
+            }
+            self.begin_wait_again(state, site, exchange)?;
+        }
         self.wait(site, exchange, || work.is_finished())
+    }
+
+    /// Says that a replica waits which has come to the collective before; another of its threads may
+    /// have begun to wait elsewhere since, and would never be woken if this one took its place.
+    fn begin_wait_again(
+        &self,
+        state: &mut State,
+        site: &Site,
+        exchange: &Arc<Exchange>,
+    ) -> candle_core::Result<()> {
+        if self.failed.load(Ordering::Acquire) {
+            return Err(state.abort(site.slot()));
+        }
+        if let Some(objection) = state.busy(site) {
+            return Err(self.refuse(state, site.slot(), objection));
+        }
+        self.begin_wait(state, site, exchange)
     }
 
     /// Says that a replica waits, which may be what leaves none that does anything else.
@@ -500,7 +517,10 @@ impl OpenGroup {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::mesh::{axes::ALL, topology::Topology};
+    use crate::{
+        mesh::{axes::ALL, topology::Topology},
+        reduce::joint::Output,
+    };
 
     fn site(slot: usize) -> Site {
         let topology = Topology::new(vec![("a".into(), 2)], 2).unwrap();
@@ -529,6 +549,27 @@ mod tests {
 
         let error = begins(&rendezvous, 0).unwrap_err().to_string();
         assert!(error.contains("replica 0 calls barrier"), "{error}");
+        let failure = rendezvous.take_failure();
+        assert!(
+            matches!(
+                failure,
+                Some(Error::Collective(CollectiveError::Mismatch { left: 0, right: 0, .. }))
+            ),
+            "{failure:?}"
+        );
+    }
+
+    #[test]
+    fn a_second_thread_is_refused_at_the_work_of_its_collective_too() {
+        // With a deadline, so that a wait that is not refused ends.
+        let rendezvous = Rendezvous::new(2, Some(Duration::from_millis(50)));
+        begins(&rendezvous, 1).unwrap();
+        let exchange = comes(&rendezvous, 0, false).unwrap();
+        begins(&rendezvous, 0).unwrap();
+
+        // A piece that another member has taken, and has not made.
+        let work = JointWork::new(vec![Output::new(1, |_| Ok(None))], 2);
+        rendezvous.work(&site(0), &exchange, &work).unwrap_err();
         let failure = rendezvous.take_failure();
         assert!(
             matches!(
