@@ -79,11 +79,19 @@ impl AttentionConfig {
 ///
 /// The same key drops the same elements, so each use in a step needs another `call`: say, step ·
 /// layers + layer.
+///
+/// A part of a tensor, such as the rows of one device, drops the elements that the whole would drop
+/// there if `offset` says where the part begins.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-#[expect(clippy::exhaustive_structs, reason = "it is the key of a generator: these 128 bits")]
+#[expect(
+    clippy::exhaustive_structs,
+    reason = "it is a place in the numbers of a generator: its key, and how far from their start"
+)]
 pub struct DropoutKey {
     /// The run's.
     pub seed: u64,
     /// Which use of dropout this is.
     pub call: u64,
+    /// The index of the tensor's first element in the whole; 0 if the tensor is the whole.
+    pub offset: u64,
 }

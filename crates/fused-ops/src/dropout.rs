@@ -28,7 +28,8 @@ use crate::{
 ///
 /// Which elements are dropped follows from `key` and their index alone, on every device and for any
 /// number of threads: a number of Philox 4×32-10 (Salmon et al., 2011) for each element. A second
-/// pass with the same key drops the same ones, as [`checkpoint`](crate::checkpoint()) needs it.
+/// pass with the same key drops the same ones, as [`checkpoint`](crate::checkpoint()) needs it, and
+/// a part of a tensor those of the whole, to the bit, if the key has its offset.
 ///
 /// # Errors
 ///
@@ -42,11 +43,15 @@ use crate::{
 /// use fused_ops::{DropoutKey, dropout};
 ///
 /// let x = Tensor::ones(1000, candle_core::DType::F32, &Device::Cpu)?;
-/// let key = DropoutKey { seed: 42, call: 0 };
+/// let key = DropoutKey { seed: 42, call: 0, offset: 0 };
 /// let y = dropout(&x, 0.5, key)?.to_vec1::<f32>()?;
 /// assert!(y.iter().all(|&y| y == 0.0 || y == 2.0));
 /// assert!((450..550).contains(&y.iter().filter(|&&y| y == 0.0).count()));
 /// assert_eq!(y, dropout(&x, 0.5, key)?.to_vec1::<f32>()?);
+///
+/// // The second half alone.
+/// let half = dropout(&x.narrow(0, 500, 500)?, 0.5, DropoutKey { offset: 500, ..key })?;
+/// assert_eq!(half.to_vec1::<f32>()?, y[500..]);
 /// # Ok::<(), Box<dyn std::error::Error>>(())
 /// ```
 pub fn dropout(x: &Tensor, probability: f64, key: DropoutKey) -> Result<Tensor> {

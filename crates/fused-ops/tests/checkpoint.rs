@@ -35,7 +35,7 @@ impl Block {
     fn forward(&self, x: &Tensor) -> Result<Tensor> {
         let normed = self.norms[0].forward(x)?;
         let mixed = self.attention.forward(&normed, None, &AttentionConfig::causal())?;
-        let mixed = dropout(&mixed, 0.2, DropoutKey { seed: 1, call: 4 })?;
+        let mixed = dropout(&mixed, 0.2, DropoutKey { seed: 1, call: 4, offset: 0 })?;
         let (x, normed) = self.norms[1].forward_add(x, &mixed)?;
         x + self.mlp.forward(&normed)?
     }

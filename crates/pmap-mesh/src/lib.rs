@@ -29,7 +29,11 @@ pub use crate::{
         threads::{THREAD_VARIABLES, init_threads},
     },
     pmap::{PMap, sharded::Sharded},
-    replica::{Replica, pending::Pending, rng::ReplicaRng},
+    replica::{
+        Replica,
+        pending::Pending,
+        rng::{BatchKey, BatchKeys, ReplicaRng},
+    },
     spec::{
         P, Specs,
         cut::Uneven,

@@ -11,8 +11,8 @@ use std::{
 use candle_core::{DType, Device, Tensor};
 use core_types::Seed;
 use pmap_mesh::{
-    ALL, DeviceMesh, Error, MeshError, P, ReplicaError, Side, SpecFault, TensorTree, Uneven,
-    ValueError,
+    ALL, DeviceMesh, Error, MeshError, P, Replica, ReplicaError, Side, SpecFault, TensorTree,
+    Uneven, ValueError,
 };
 
 /// 0, 1, 2, … in this shape.
@@ -620,6 +620,79 @@ fn random_numbers_depend_on_seed_step_and_replica_alone() {
     assert_eq!(rows(&draw(4, 1).call(x.clone()).unwrap())[0], a[0]);
     assert_ne!(rows(&draw(2, 2).call(x).unwrap()), a);
     assert_eq!(a[0], [0.616_152_6, 0.514_784_9], "the stream is pinned");
+}
+
+/// The index in the whole batch of each element of a result, by the offset of its key.
+fn indices(ctx: &Replica, x: &Tensor) -> candle_core::Result<Tensor> {
+    let mut keys = ctx.batch_keys();
+    let first = keys.next_key(x)?;
+    let second = keys.next_key(&x.narrow(0, 0, ctx.valid_len().unwrap())?)?;
+    assert!(first.seed != second.seed && first.offset == second.offset);
+    let offset = first.offset as f32;
+    let size = x.elem_count() as f32;
+    Tensor::arange(offset, offset + size, x.device())?.reshape(x.shape())
+}
+
+#[test]
+fn keys_of_a_batch_say_where_the_elements_of_a_shard_stand() {
+    for (slots, size) in (1..=4).flat_map(|slots| (1..=9).map(move |size| (slots, size))) {
+        let x = iota((size, 3));
+        for uneven in [Uneven::Pad, Uneven::Balanced] {
+            if uneven == Uneven::Balanced && size < slots {
+                continue;
+            }
+            let f = DeviceMesh::cpu(slots).unwrap().pmap(|ctx, x: Tensor| indices(ctx, &x));
+            let found = f.uneven(uneven).call(x.clone()).unwrap();
+            assert_eq!(rows(&found), rows(&x), "{slots} slots, {size} rows, {uneven:?}");
+        }
+        // Along one axis after the other, and not along a third.
+        let grid = DeviceMesh::builder().axis("a", slots).axis("b", 2).axis("c", 2).cpu().unwrap();
+        let f = grid.pmap(|ctx, x: Tensor| indices(ctx, &x)).uneven(Uneven::Pad);
+        let twice = || P::shard(0, "a").and(P::shard(0, "b"));
+        let found = f.in_axes(twice()).out_axes(twice()).call(x.clone()).unwrap();
+        assert_eq!(rows(&found), rows(&x), "{slots} by 2 slots, {size} rows");
+    }
+}
+
+#[test]
+fn keys_of_a_batch_have_one_seed_on_all_replicas() {
+    let seeds = |slots, step| {
+        let f = DeviceMesh::cpu(slots).unwrap().pmap(|ctx, x: Tensor| {
+            let mut keys = ctx.batch_keys();
+            let first = keys.next_key(&x)?.seed.as_u64();
+            let second = keys.next_key(&x)?.seed.as_u64();
+            Tensor::new(&[[(first >> 32) as u32, (second >> 32) as u32]], &Device::Cpu)
+        });
+        let seeds = f.seed(Seed::new(1)).call_at(step, iota((4, 1))).unwrap();
+        seeds.to_vec2::<u32>().unwrap()
+    };
+    let one = seeds(1, 0);
+    assert_eq!(one, [[721_600_478, 2_900_953_130]], "the seeds are pinned");
+    assert_eq!(seeds(4, 0), vec![one[0].clone(); 4]);
+    assert_ne!(seeds(1, 1), one);
+}
+
+#[test]
+fn a_key_for_what_has_no_rows_of_the_batch_is_refused() {
+    let key = |spec: P, pick: fn(Tensor) -> candle_core::Result<Tensor>| {
+        let f = DeviceMesh::cpu(2).unwrap().pmap(move |ctx, x: Tensor| {
+            Tensor::new(ctx.batch_keys().next_key(&pick(x)?)?.offset as f32, &Device::Cpu)
+        });
+        f.in_axes(spec).out_axes(P::stack(0, ALL)).call(iota((4, 6)))
+    };
+    let offsets = key(P::shard(0, ALL), Ok).unwrap();
+    assert_eq!(offsets.to_vec1::<f32>().unwrap(), [0.0, 12.0]);
+    // Whoever has the whole draws what the others draw.
+    let whole = key(P::replicate(), |x| x.flatten_all()).unwrap();
+    assert_eq!(whole.to_vec1::<f32>().unwrap(), [0.0, 0.0]);
+    let refused: [(P, fn(Tensor) -> candle_core::Result<Tensor>); 3] = [
+        (P::shard(1, ALL), Ok),
+        (P::shard(0, ALL), |x| x.flatten_all()),
+        (P::shard(0, ALL), |x| x.sum_all()),
+    ];
+    for (spec, pick) in refused {
+        assert!(matches!(key(spec, pick), Err(Error::Replica(ReplicaError::Failed { .. }))));
+    }
 }
 
 #[test]

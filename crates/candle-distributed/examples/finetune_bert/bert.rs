@@ -6,9 +6,9 @@
 
 use candle_core::{DType, Result, Tensor};
 use candle_distributed::{
-    mesh::ReplicaRng,
+    mesh::BatchKeys,
     ops::{
-        self, Activation, AttentionConfig,
+        self, Activation, AttentionConfig, DropoutKey,
         layers::{Embedding, LayerNorm, Linear, embedding, layer_norm, linear},
     },
 };
@@ -25,7 +25,7 @@ pub(crate) struct Config {
     pub(crate) max_position_embeddings: usize,
     pub(crate) type_vocab_size: usize,
     pub(crate) layer_norm_eps: f64,
-    pub(crate) hidden_dropout_prob: f32,
+    pub(crate) hidden_dropout_prob: f64,
     pub(crate) num_labels: usize,
 }
 
@@ -47,18 +47,19 @@ impl Config {
     }
 }
 
-/// Sets elements to zero with random numbers; without, as in evaluation, it does nothing.
+/// Sets elements to zero, each time with another key; without, as in evaluation, it does nothing.
 #[derive(Debug)]
 struct Dropout {
-    probability: f32,
-    rng: Option<ReplicaRng>,
+    probability: f64,
+    keys: Option<BatchKeys>,
 }
 
 impl Dropout {
     fn apply(&mut self, x: &Tensor) -> Result<Tensor> {
-        let Some(rng) = &mut self.rng else { return Ok(x.clone()) };
-        let kept = 1.0 - self.probability;
-        (x * rng.bernoulli(kept, x.shape())?.to_dtype(x.dtype())?)? / f64::from(kept)
+        let Some(keys) = &mut self.keys else { return Ok(x.clone()) };
+        let key = keys.next_key(x)?;
+        let key = DropoutKey { seed: key.seed.as_u64(), call: 0, offset: key.offset };
+        Ok(ops::dropout(x, self.probability, key)?)
     }
 }
 
@@ -69,7 +70,7 @@ pub(crate) struct BertClassifier {
     layers: Vec<Layer>,
     pooler: Linear,
     classifier: Linear,
-    dropout: f32,
+    dropout: f64,
 }
 
 impl BertClassifier {
@@ -86,14 +87,14 @@ impl BertClassifier {
     }
 
     /// The logits [batch, labels] of token `ids` [batch, length]; `mask`, of the same shape, is 0
-    /// at the end of a row, where there is padding, and 1 before it. `rng` is for dropout.
+    /// at the end of a row, where there is padding, and 1 before it. `keys` are for dropout.
     pub(crate) fn forward(
         &self,
         ids: &Tensor,
         mask: &Tensor,
-        rng: Option<ReplicaRng>,
+        keys: Option<BatchKeys>,
     ) -> Result<Tensor> {
-        let dropout = &mut Dropout { probability: self.dropout, rng };
+        let dropout = &mut Dropout { probability: self.dropout, keys };
         let lengths: Vec<u32> = mask.to_dtype(DType::U32)?.sum(1)?.to_vec1()?;
         let lengths = lengths.into_iter().map(|length| length as usize).collect();
         let unpadded = AttentionConfig::default().with_key_lengths(lengths);

@@ -18,7 +18,7 @@ use candle_distributed::{
         BatchConfig, BatchState, Cut, DistributedBatchSampler, DistributedConfig,
         DynamicBatchSampler, DynamicBatchStrategy,
     },
-    mesh::{DeviceMesh, Replica, ReplicaRng, Uneven, init_threads},
+    mesh::{BatchKeys, DeviceMesh, Replica, Uneven, init_threads},
     ops::{self, CrossEntropyConfig},
     sampler::{DistributedSampler, SamplerConfig},
     train::{AdamW, Checkpoints, DataParallel, Loss},
@@ -85,7 +85,8 @@ fn train(mesh: &DeviceMesh, model: &mut Model, checkpoints: &Checkpoints, last: 
         let (warmup, decay) = ((done + 1.0) / 20.0, 1.0 - done / STEPS as f64);
         model.set_learning_rate(5e-3 * warmup.min(decay))?;
         let batch = texts.collate(&step.batch)?;
-        let done = model.step(batch, |ctx, model, batch| loss(model, batch, Some(ctx.rng())))?;
+        let done =
+            model.step(batch, |ctx, model, batch| loss(model, batch, Some(ctx.batch_keys())))?;
         if model.steps().is_multiple_of(50) {
             println!("step {}: loss {:.4}, norm {:.2}", model.steps(), done.loss, done.grad_norm);
             checkpoints.save(mesh, model.steps(), &model.state_dict()?, &steps.state())?;
@@ -98,9 +99,9 @@ fn train(mesh: &DeviceMesh, model: &mut Model, checkpoints: &Checkpoints, last: 
 fn loss(
     model: &BertClassifier,
     (ids, mask, labels): Batch,
-    rng: Option<ReplicaRng>,
+    keys: Option<BatchKeys>,
 ) -> candle_core::Result<Loss<Tensor>> {
-    let logits = model.forward(&ids, &mask, rng)?;
+    let logits = model.forward(&ids, &mask, keys)?;
     let right = logits.argmax(1)?.eq(&labels)?.to_dtype(DType::F32)?.sum_all()?;
     let all = ops::cross_entropy(&logits, &labels, &CrossEntropyConfig::default())?;
     Ok(Loss::sum(all.sum, all.weight).with(right))

@@ -21,7 +21,7 @@ fn gradients_are_those_of_the_loss() -> Result<()> {
         DynamicBatchSampler::new(texts.lengths(), config)?.iter().next().ok_or("empty")??;
     let mut model = model(&DeviceMesh::cpu(2)?, &[])?;
     let report = model.check_gradients(texts.collate(&batch)?, |ctx, model, batch| {
-        loss(model, batch, Some(ctx.rng()))
+        loss(model, batch, Some(ctx.batch_keys()))
     })?;
     assert!(report.prefixes.iter().all(|part| part.verdict == Verdict::Right), "{report}");
     Ok(())

@@ -6,6 +6,8 @@
 //! numbers; [`COUNTERS`] counters are worked on together, and the numbers of a group are used in
 //! the order: first of all counters, second of all, … .
 
+use std::iter;
+
 use pulp::NullaryFnOnce;
 
 use super::{
@@ -27,6 +29,8 @@ const GROUP: usize = 4 * COUNTERS;
 pub(crate) struct Drop {
     pub(crate) seed: u64,
     pub(crate) call: u64,
+    /// The index of the first element.
+    pub(crate) offset: u64,
     /// Numbers below it drop their element.
     pub(crate) threshold: u32,
     /// What the others are multiplied by.
@@ -39,7 +43,7 @@ impl Drop {
         #[expect(clippy::cast_possible_truncation, clippy::cast_sign_loss, reason = "below 2^32")]
         let threshold = (probability * 4_294_967_296.0) as u32;
         let scale = 1.0 / (1.0 - probability);
-        Self { seed: key.seed, call: key.call, threshold, scale }
+        Self { seed: key.seed, call: key.call, offset: key.offset, threshold, scale }
     }
 }
 
@@ -47,7 +51,8 @@ impl Drop {
 pub(crate) fn apply<T: Float>(x: &[T], drop: Drop) -> Vec<T> {
     let write = |block, out: &mut Fill<'_, T>| {
         let x = block_of(x, block, ELEMENTS_PER_BLOCK);
-        let first_group = (block * (ELEMENTS_PER_BLOCK / GROUP)) as u64;
+        let groups_before = (block * (ELEMENTS_PER_BLOCK / GROUP)) as u64;
+        let first_group = drop.offset / GROUP as u64 + groups_before;
         vectorized(Apply { x, drop, first_group, out });
     };
     vec_of_blocks(x.len(), ELEMENTS_PER_BLOCK, write).0
@@ -66,13 +71,18 @@ impl<T: Float> NullaryFnOnce for Apply<'_, '_, T> {
     #[inline(always)]
     fn call(self) {
         let scale = T::of(self.drop.scale);
-        for (group, x) in self.x.chunks(GROUP).enumerate() {
+        // Elements may begin within a group. Blocks are whole groups, so each begins as far within.
+        #[expect(clippy::cast_possible_truncation, reason = "less than a group")]
+        let mut skipped = (self.drop.offset % GROUP as u64) as usize;
+        let (head, rest) = self.x.split_at(self.x.len().min(GROUP - skipped));
+        for (group, x) in iter::once(head).chain(rest.chunks(GROUP)).enumerate() {
             let numbers = numbers(self.drop, self.first_group + group as u64);
             let mut factors = [scale; GROUP];
             for (factor, number) in factors.iter_mut().zip(numbers) {
                 *factor = if number < self.drop.threshold { T::ZERO } else { scale };
             }
-            self.out.push2(x, &factors[..x.len()], |x, factor| x * factor);
+            self.out.push2(x, &factors[skipped..][..x.len()], |x, factor| x * factor);
+            skipped = 0;
         }
     }
 }

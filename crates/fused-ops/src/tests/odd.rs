@@ -7,7 +7,7 @@ use crate::{
     config::{Activation, AttentionConfig, DropoutKey},
     cross_entropy::CrossEntropyConfig,
     error::Error,
-    kernels::cross_entropy::Target,
+    kernels::{cross_entropy::Target, dropout::Drop},
 };
 
 #[test]
@@ -143,7 +143,7 @@ fn a_loss_of_no_row_is_zero_and_has_a_gradient() {
 fn which_elements_are_dropped_never_changes() {
     let x = Tensor::ones(12, DType::F32, &Device::Cpu).unwrap();
     let dropped = |seed, call| {
-        let y = crate::dropout(&x, 0.5, DropoutKey { seed, call }).unwrap();
+        let y = crate::dropout(&x, 0.5, DropoutKey { seed, call, offset: 0 }).unwrap();
         y.to_vec1::<f32>()
             .unwrap()
             .iter()
@@ -157,9 +157,38 @@ fn which_elements_are_dropped_never_changes() {
 }
 
 #[test]
+fn a_part_drops_what_the_whole_drops_there() {
+    let key = DropoutKey { seed: 5, call: 2, offset: 0 };
+    // Several blocks of the kernel.
+    let x = numbers(&[100_000], 1).to_dtype(DType::F32).unwrap();
+    let whole = crate::dropout(&x, 0.3, key).unwrap();
+    for (start, len) in [(0, 70_000), (1, 99_999), (63, 1), (64, 900), (65, 63), (33_333, 66_667)] {
+        let part = Var::from_tensor(&x.narrow(0, start, len).unwrap()).unwrap();
+        let expected = values(&whole.narrow(0, start, len).unwrap());
+        let key = DropoutKey { offset: start as u64, ..key };
+        let dropped = crate::dropout(&part, 0.3, key).unwrap();
+        assert!(values(&dropped) == expected, "{start} {len}");
+        let composed = crate::composed::dropout(&part, Drop::new(0.3, key)).unwrap();
+        let kept = |values: Vec<f64>| values.iter().map(|&y| y != 0.0).collect::<Vec<_>>();
+        assert_eq!(kept(values(&composed)), kept(expected.clone()));
+        let grads = dropped.backward().unwrap();
+        assert_eq!(kept(values(grads.get(&part).unwrap())), kept(expected));
+    }
+}
+
+#[test]
+fn the_last_offset_is_one_too() {
+    let x = Tensor::ones(1000, DType::F32, &Device::Cpu).unwrap();
+    let key = DropoutKey { seed: 0, call: 0, offset: u64::MAX };
+    let zeros = values(&crate::dropout(&x, 0.5, key).unwrap());
+    assert!((400..600).contains(&zeros.iter().filter(|&&y| y == 0.0).count()));
+}
+
+#[test]
 fn no_two_stretches_of_a_tensor_drop_alike() {
     let x = Tensor::ones(40_000, DType::F32, &Device::Cpu).unwrap();
-    let y = values(&crate::dropout(&x, 0.5, DropoutKey { seed: 0, call: 0 }).unwrap());
+    let key = DropoutKey { seed: 0, call: 0, offset: 0 };
+    let y = values(&crate::dropout(&x, 0.5, key).unwrap());
     let first = &y[..64];
     assert!(y[64..].chunks_exact(64).all(|other| other != first));
 }
@@ -168,7 +197,8 @@ fn no_two_stretches_of_a_tensor_drop_alike() {
 fn as_many_elements_are_dropped_as_asked_for() {
     let x = Tensor::ones(100_000, DType::F32, &Device::Cpu).unwrap();
     for probability in [0.0, 0.1, 0.5, 0.9] {
-        let y = crate::dropout(&x, probability, DropoutKey { seed: 3, call: 1 }).unwrap();
+        let key = DropoutKey { seed: 3, call: 1, offset: 0 };
+        let y = crate::dropout(&x, probability, key).unwrap();
         let zeros = values(&y).iter().filter(|&&y| y == 0.0).count() as f64;
         assert!((zeros / 1e5 - probability).abs() < 0.006, "{zeros} of {probability}");
     }
@@ -226,7 +256,7 @@ fn types_that_do_not_fit_are_refused() {
 fn settings_out_of_range_are_refused() {
     let x = numbers(&[2, 3], 1);
     let is_setting = |error: Error| matches!(error, Error::Setting { .. });
-    let key = DropoutKey { seed: 0, call: 0 };
+    let key = DropoutKey { seed: 0, call: 0, offset: 0 };
     for probability in [-0.1, 1.0, f64::NAN] {
         assert!(is_setting(crate::dropout(&x, probability, key).unwrap_err()));
     }

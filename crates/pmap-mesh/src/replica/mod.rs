@@ -22,7 +22,7 @@ use crate::{
     replica::{
         collectives::{Collectives, even_parts},
         pending::Pending,
-        rng::ReplicaRng,
+        rng::{BatchKeys, ReplicaRng},
         transpose::Transpose,
     },
     spec::{cut::Valid, normalize},
@@ -90,6 +90,9 @@ pub(crate) struct Identity {
     pub(crate) seed: Seed,
 }
 
+/// The stream that all replicas share, beside those of the slots, which are numbered from 0.
+const WHOLE_BATCH: u64 = u64::MAX;
+
 impl Replica {
     pub(crate) fn new(identity: Identity) -> Self {
         Self(Arc::new(identity))
@@ -156,7 +159,9 @@ impl Replica {
     pub fn weight(&self) -> f64 {
         match self.0.valid {
             // Of an empty batch all parts are equal, too.
-            Some(Valid { len, total, parts }) if total > 0 => (len * parts) as f64 / total as f64,
+            Some(Valid { len, total, parts, .. }) if total > 0 => {
+                (len * parts) as f64 / total as f64
+            }
             _ => 1.0,
         }
     }
@@ -168,6 +173,15 @@ impl Replica {
     /// candle's own generator has no seed on a processor, and all replicas share it.
     pub fn rng(&self) -> ReplicaRng {
         ReplicaRng::new(self.0.seed.derive(self.0.slot as u64), self.0.device.clone())
+    }
+
+    /// Keys for random numbers of the whole batch, of which this replica draws those of its rows:
+    /// dropout that is the same on any number of devices.
+    ///
+    /// Every call of this method starts the same keys, so make it once and pass it through the
+    /// model. If no argument is cut, all replicas draw the same.
+    pub fn batch_keys(&self) -> BatchKeys {
+        BatchKeys::new(self.0.seed.derive(WHOLE_BATCH), self.0.valid)
     }
 
     /// The sum of `x` over the replicas along `axes`, the same on all of them.

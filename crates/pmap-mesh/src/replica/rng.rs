@@ -1,7 +1,9 @@
-//! Random numbers that depend on seed, step and replica alone.
+//! Random numbers that depend on seed, step and replica alone, and those of a whole batch.
 
-use candle_core::{DType, Device, Result, Shape, Tensor};
+use candle_core::{DType, Device, Result, Shape, Tensor, bail};
 use core_types::Seed;
+
+use crate::spec::cut::Valid;
 
 /// A stream of random tensors; made by [`Replica::rng`](crate::Replica::rng).
 ///
@@ -75,9 +77,8 @@ impl ReplicaRng {
         self.uniform(shape)?.lt(f64::from(p))?.to_dtype(DType::U8)
     }
 
-    /// A seed for a generator of another kind, another one each time: the key of
-    /// `fused_ops::dropout`, which then keeps no mask, is
-    /// `DropoutKey { seed: rng.next_seed().as_u64(), call: 0 }`.
+    /// A seed for a generator of another kind, another one each time. For one whose numbers depend
+    /// on the elements of a batch, such as `fused_ops::dropout`, take [`BatchKeys`].
     pub fn next_seed(&mut self) -> Seed {
         let seed = self.seed.derive(self.next);
         self.next += 1;
@@ -88,6 +89,104 @@ impl ReplicaRng {
         let word = self.next_seed().as_u64();
         // The upper 24 bits are exact in an f32.
         (word >> 40) as f32 / (1_u32 << 24) as f32
+    }
+}
+
+/// Keys for generators that number the elements of a tensor; made by
+/// [`Replica::batch_keys`](crate::Replica::batch_keys).
+///
+/// A generator that is given a key's seed, and begins at the key's offset, draws for the rows of a
+/// shard what it would draw for them in the whole batch. So a loss with dropout is the same on any
+/// number of devices, up to the rounding of sums, however unevenly the batch is cut.
+///
+/// # Determinism
+///
+/// The n-th key is a function of the function's seed, the number of the call, n, and the rows of
+/// the shard. The first seeds are pinned by a test.
+///
+/// # Examples
+///
+/// With `fused_ops::dropout`, whose key says where the numbers begin:
+///
+/// ```text
+/// let mut keys = ctx.batch_keys();
+/// …
+/// let BatchKey { seed, offset, .. } = keys.next_key(&x)?;
+/// let x = dropout(&x, 0.1, DropoutKey { seed: seed.as_u64(), call: 0, offset })?;
+/// ```
+///
+/// With a generator of one's own, the same numbers on one device and on three:
+///
+/// ```
+/// use candle_core::{DType, Device, Tensor};
+/// use pmap_mesh::{DeviceMesh, Uneven};
+///
+/// let draw = |devices| -> Result<Vec<u32>, Box<dyn std::error::Error>> {
+///     let draw = DeviceMesh::cpu(devices)?.pmap(|ctx, x: Tensor| {
+///         let key = ctx.batch_keys().next_key(&x)?;
+///         let number = |n| key.seed.derive(key.offset + n).as_u64() as u32;
+///         let numbers: Vec<u32> = (0..x.elem_count() as u64).map(number).collect();
+///         Tensor::from_vec(numbers, x.shape(), x.device())
+///     });
+///     let x = Tensor::zeros(7, DType::F32, &Device::Cpu)?;
+///     Ok(draw.uneven(Uneven::Balanced).call(x)?.to_vec1()?)
+/// };
+/// assert_eq!(draw(1)?, draw(3)?);
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
+#[derive(Clone, Debug)]
+pub struct BatchKeys {
+    seed: Seed,
+    next: u64,
+    /// The rows of the shard, if an argument was cut.
+    rows: Option<Valid>,
+}
+
+/// Where a generator begins; made by [`BatchKeys::next_key`].
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[non_exhaustive]
+pub struct BatchKey {
+    /// The same on all replicas, another one for each key.
+    pub seed: Seed,
+    /// The index, among the elements of the whole batch's tensor, of the shard's first.
+    pub offset: u64,
+}
+
+impl BatchKeys {
+    pub(crate) fn new(seed: Seed, rows: Option<Valid>) -> Self {
+        Self { seed, next: 0, rows }
+    }
+
+    /// The key for the elements of `x`, another one each time.
+    ///
+    /// All replicas ask for the same keys in the same order.
+    ///
+    /// # Shapes
+    ///
+    /// `x` [rows, ...], the rows being those of the shard, with its padding or
+    /// [without](crate::Replica::valid_len); any if no argument is cut.
+    ///
+    /// # Errors
+    ///
+    /// If the first argument that is cut is not cut in dimension 0 first, or `x` has another number
+    /// of rows than the shard: then no offset says where its elements stand.
+    pub fn next_key(&mut self, x: &Tensor) -> Result<BatchKey> {
+        let offset = self.offset(x)?;
+        let seed = self.seed.derive(self.next);
+        self.next += 1;
+        Ok(BatchKey { seed, offset })
+    }
+
+    fn offset(&self, x: &Tensor) -> Result<u64> {
+        let Some(Valid { dim, start, len, padded, .. }) = self.rows else { return Ok(0) };
+        if dim != 0 {
+            bail!("keys of a batch number its rows in dimension 0, and it is cut in {dim}");
+        }
+        if ![padded, len].contains(&x.dim(0)?) {
+            bail!("a key for a tensor of shape {:?}: the shard has {padded} rows", x.dims());
+        }
+        let elements_of_row: usize = x.dims()[1..].iter().product();
+        Ok(start as u64 * elements_of_row as u64)
     }
 }
 

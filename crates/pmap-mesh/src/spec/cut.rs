@@ -50,7 +50,13 @@ struct Rows {
 /// The real rows of one shard, of how many, in how many shards.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Valid {
+    /// The dimension that they are counted along.
+    pub(crate) dim: usize,
+    /// The place of the first of them in the whole.
+    pub(crate) start: usize,
     pub(crate) len: usize,
+    /// The size of the shard: the real rows and the padding after them.
+    pub(crate) padded: usize,
     pub(crate) total: usize,
     pub(crate) parts: usize,
 }
@@ -74,6 +80,14 @@ impl Rows {
     /// The size of every shard after padding.
     fn padded(&self) -> usize {
         self.total.div_ceil(self.parts)
+    }
+
+    /// The size of a rank's shard, with its padding.
+    fn size(&self, rank: usize) -> usize {
+        match self.uneven {
+            Uneven::Pad => self.padded(),
+            Uneven::Refuse | Uneven::Balanced => self.of(rank, self.total).len(),
+        }
     }
 
     fn is_even(&self) -> bool {
@@ -158,7 +172,16 @@ impl Cut {
         let (dim, first) = self.0.first()?;
         let last = self.0.iter().rposition(|(cut, _)| cut == dim)?;
         let parts = self.of_dim(*dim).map(|rows| rows.parts).product();
-        Some(Valid { len: self.real(last, slot), total: first.total, parts })
+        let real = self.real(last, slot);
+        let last = &self.0[last].1;
+        Some(Valid {
+            dim: *dim,
+            start: real.start,
+            len: real.len(),
+            padded: last.size(last.rank(slot)),
+            total: first.total,
+            parts,
+        })
     }
 
     /// A result of a slot without the padding of the cut along `set`, if it still has it.
@@ -173,20 +196,21 @@ impl Cut {
             rows.set == set && rows.uneven == Uneven::Pad && result.dims()[dim] == rows.padded()
         };
         match self.0.iter().position(is_padded) {
-            Some(number) => result.narrow(dim, 0, self.real(number, slot)),
+            Some(number) => result.narrow(dim, 0, self.real(number, slot).len()),
             None => Ok(result.clone()),
         }
     }
 
-    /// How many rows of a slot are no padding, after cut number `number` and those of the same
-    /// dimension before it.
-    fn real(&self, number: usize, slot: usize) -> usize {
+    /// The rows of the whole that a slot has, without padding, after cut number `number` and those
+    /// of the same dimension before it.
+    fn real(&self, number: usize, slot: usize) -> Range<usize> {
         let (dim, rows) = &self.0[number];
         let before = match self.0[..number].iter().rposition(|(cut, _)| cut == dim) {
             Some(before) => self.real(before, slot),
-            None => rows.total,
+            None => 0..rows.total,
         };
-        rows.of(rows.rank(slot), before).len()
+        let here = rows.of(rows.rank(slot), before.len());
+        before.start + here.start..before.start + here.end
     }
 
     /// The shard of a slot.
