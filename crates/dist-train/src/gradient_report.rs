@@ -35,7 +35,17 @@ pub enum Verdict {
     Unclear,
 }
 
-/// What a check of gradients has found; displayed as a table.
+impl fmt::Display for Verdict {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.pad(match self {
+            Self::Right => "right",
+            Self::Wrong => "wrong",
+            Self::Unclear => "unclear",
+        })
+    }
+}
+
+/// What a check of gradients has found; displayed as a table with a line for each part.
 #[derive(Clone, Debug, PartialEq)]
 #[non_exhaustive]
 pub struct GradientReport {
@@ -52,8 +62,8 @@ impl fmt::Display for GradientReport {
             let PrefixCheck { prefix, expected, found, uncertainty, verdict, .. } = check;
             writeln!(
                 f,
-                "{prefix:width$}  {verdict:?}: the gradient says {found:.4e}, differences \
-                 {expected:.4e} ± {uncertainty:.0e}"
+                "{prefix:width$}  found {found:>11.4e}  expected {expected:>11.4e} \
+                 ± {uncertainty:<5.0e}  {verdict}"
             )?;
         }
         Ok(())

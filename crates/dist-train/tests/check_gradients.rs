@@ -58,6 +58,14 @@ fn a_right_model_is_right_and_trains_on_as_if_nothing_had_been() {
         let [mut checked, mut plain] = [model(slots), model(slots)];
         for _ in 0..2 {
             let report = checked.check_gradients(batch(10), loss).unwrap();
+            let table = report.to_string();
+            for (line, check) in table.lines().zip(&report.prefixes) {
+                assert!(line.starts_with(&check.prefix), "{table}");
+                assert!(line.ends_with(&format!("  {}", check.verdict)), "{table}");
+                // One column for all.
+                assert_eq!(line.find("expected"), table.find("expected"), "{table}");
+            }
+            assert_eq!(table.lines().count(), 3);
             let verdicts: Vec<_> =
                 report.prefixes.iter().map(|check| (&check.prefix[..], check.verdict)).collect();
             for (prefix, verdict) in verdicts {

@@ -685,7 +685,8 @@ fn a_key_for_what_has_no_rows_of_the_batch_is_refused() {
     // Whoever has the whole draws what the others draw.
     let whole = key(P::replicate(), |x| x.flatten_all()).unwrap();
     assert_eq!(whole.to_vec1::<f32>().unwrap(), [0.0, 0.0]);
-    let refused: [(P, fn(Tensor) -> candle_core::Result<Tensor>); 3] = [
+    type Pick = fn(Tensor) -> candle_core::Result<Tensor>;
+    let refused: [(P, Pick); 3] = [
         (P::shard(1, ALL), Ok),
         (P::shard(0, ALL), |x| x.flatten_all()),
         (P::shard(0, ALL), |x| x.sum_all()),

@@ -17,6 +17,10 @@ const STEPS: [f64; 5] = [0.125, 0.031_25, 0.007_812_5, 0.001_953_125, 0.000_488_
 /// than a hundredth of this, an operation without backward mostly far more.
 const TOLERANCE: f64 = 0.02;
 
+/// From how much on a gradient that is off is wrong. Below it, it is unclear: the kinks of a ReLU
+/// network leave its differences off by up to some 7 %, whatever the steps.
+const WRONG: f64 = 0.08;
+
 /// Differences that are off by more than this part of the derivative say nothing.
 const CLEAR: f64 = 0.2;
 
@@ -46,7 +50,7 @@ impl Derivative {
         } else if off == 0.0 {
             // Of what the loss does not depend on, too.
             Verdict::Right
-        } else if off > tolerated + 3.0 * self.uncertainty {
+        } else if off > (tolerated + 3.0 * self.uncertainty).max(WRONG * self.size()) {
             Verdict::Wrong
         } else if off <= tolerated + self.uncertainty && self.uncertainty <= CLEAR * self.size() {
             Verdict::Right
@@ -57,6 +61,21 @@ impl Derivative {
 
     fn size(&self) -> f64 {
         self.expected.abs().max(self.found.abs()).max(self.typical)
+    }
+
+    /// Whether smaller steps would say nothing new. That a gradient is wrong is believed only after
+    /// all of them: over large ones the kinks of a loss may agree by chance.
+    fn is_settled(&self) -> bool {
+        self.verdict() == Verdict::Right && self.uncertainty <= 0.1 * TOLERANCE * self.size()
+    }
+
+    /// Widens the uncertainty to what smaller steps disagree with, beyond their own rounding.
+    ///
+    /// Where a loss has many kinks, differences approach the derivative more slowly than those of a
+    /// smooth one, and two neighboring steps agree before they are near it.
+    fn doubt(&mut self, finer: Self, noise: f64) {
+        let apart = (finer.expected - self.expected).abs();
+        self.uncertainty = self.uncertainty.max(apart - noise);
     }
 
     /// The one of two that is less uncertain; one that is no number is the most.
@@ -100,21 +119,24 @@ impl Part<'_> {
         direction: &[Tensor],
     ) -> Result<Derivative> {
         let typical = self.typical(direction).doing(CHECKING)?;
-        let mut best: Option<Derivative> = None;
+        let mut derivatives: Vec<Derivative> = Vec::new();
         let mut coarse: Option<Difference> = None;
         for step in STEPS {
             let fine = self.difference(model, direction, step)?;
             if let Some(coarse) = coarse {
                 let derivative = extrapolated(coarse, fine, typical);
-                best = Some(best.map_or(derivative, |best| best.or_clearer(derivative)));
-                if derivative.uncertainty <= 0.1 * TOLERANCE * derivative.size() {
+                for coarser in &mut derivatives {
+                    coarser.doubt(derivative, fine.noise);
+                }
+                derivatives.push(derivative);
+                if derivative.is_settled() {
                     break;
                 }
             }
             coarse = Some(fine);
         }
         #[expect(clippy::expect_used, reason = "there are several steps")]
-        Ok(best.expect("two steps make a derivative"))
+        Ok(derivatives.into_iter().reduce(Derivative::or_clearer).expect("two steps make one"))
     }
 
     /// The difference of the loss between a step to one side and to the other.

@@ -33,7 +33,8 @@ impl<M: Send, O: Optimizer + Send> DataParallel<M, O> {
     /// sides along the gradient and along a random direction, and the difference of the loss is
     /// compared with what the gradient says of it. The difference is formed of losses in double
     /// precision, at several step sizes: what two neighboring ones disagree about is taken for its
-    /// error, beside which a gradient may be off by 2 %. What rounding hides is called
+    /// error, beside which a gradient may be off by 2 %. From 8 % on it is wrong. What lies between,
+    /// as the kinks of ReLU may leave it, and what rounding hides is called
     /// [unclear](crate::Verdict::Unclear), which in half precision may be much; variables of f64
     /// leave the least.
     ///

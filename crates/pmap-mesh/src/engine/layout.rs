@@ -142,6 +142,10 @@ impl RunLayout {
     }
 
     /// The runs that a gathering takes of each rank: all of its own, or none.
+    #[cfg_attr(
+        not(any(test, feature = "mpi")),
+        expect(dead_code, reason = "other engines ask whose each item is")
+    )]
     pub(crate) fn gathered_by_rank(&self) -> &Arc<[Vec<Run>]> {
         &self.0.gathered_by_rank
     }
