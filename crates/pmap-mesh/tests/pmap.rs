@@ -674,6 +674,8 @@ fn keys_of_a_batch_have_one_seed_on_all_replicas() {
 
 #[test]
 fn a_key_for_what_has_no_rows_of_the_batch_is_refused() {
+    type Pick = fn(Tensor) -> candle_core::Result<Tensor>;
+
     let key = |spec: P, pick: fn(Tensor) -> candle_core::Result<Tensor>| {
         let f = DeviceMesh::cpu(2).unwrap().pmap(move |ctx, x: Tensor| {
             Tensor::new(ctx.batch_keys().next_key(&pick(x)?)?.offset as f32, &Device::Cpu)
@@ -685,7 +687,6 @@ fn a_key_for_what_has_no_rows_of_the_batch_is_refused() {
     // Whoever has the whole draws what the others draw.
     let whole = key(P::replicate(), |x| x.flatten_all()).unwrap();
     assert_eq!(whole.to_vec1::<f32>().unwrap(), [0.0, 0.0]);
-    type Pick = fn(Tensor) -> candle_core::Result<Tensor>;
     let refused: [(P, Pick); 3] = [
         (P::shard(1, ALL), Ok),
         (P::shard(0, ALL), |x| x.flatten_all()),
