@@ -58,11 +58,7 @@ pub fn linear(
     activation: Option<Activation>,
 ) -> Result<Tensor> {
     let inputs = last_dim(OP, "x", x)?;
-    let Some(&outputs) = weight.dims().first() else {
-        let expected = format!("[outputs, {inputs}]");
-        return Err(Error::Shape { op: OP, input: "weight", found: Vec::new(), expected });
-    };
-    check_shape(OP, "weight", weight, &[outputs, inputs])?;
+    check_layer(OP, ("weight", weight), ("bias", bias), inputs)?;
     let Some(bias) = bias else {
         return route!(
             "linear",
@@ -71,13 +67,30 @@ pub fn linear(
             composed::linear(x, weight, None, activation),
         );
     };
-    check_shape(OP, "bias", bias, &[outputs])?;
     route!(
         "linear",
         [x, weight, bias],
         fused(&[x, weight, bias], activation),
         composed::linear(x, weight, Some(bias), activation),
     )
+}
+
+/// Checks the shapes of a layer of so many inputs; returns how many outputs it has.
+pub(crate) fn check_layer(
+    op: &'static str,
+    (weight_name, weight): (&'static str, &Tensor),
+    (bias_name, bias): (&'static str, Option<&Tensor>),
+    inputs: usize,
+) -> Result<usize> {
+    let Some(&outputs) = weight.dims().first() else {
+        let expected = format!("[outputs, {inputs}]");
+        return Err(Error::Shape { op, input: weight_name, found: Vec::new(), expected });
+    };
+    check_shape(op, weight_name, weight, &[outputs, inputs])?;
+    if let Some(bias) = bias {
+        check_shape(op, bias_name, bias, &[outputs])?;
+    }
+    Ok(outputs)
 }
 
 /// `inputs` are x, the weight and, if there is one, the bias.

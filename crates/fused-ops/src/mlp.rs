@@ -6,10 +6,10 @@ use crate::{
     autograd::{Junction, Reading, record_many, tensor},
     composed,
     config::Activation,
-    error::{Error, Result},
+    error::Result,
     kernels::{activation as kernel, float::Float},
-    linear::{Affine, Slope, activate, rows},
-    route::{Route, check_shape, last_dim},
+    linear::{Affine, Slope, activate, check_layer, rows},
+    route::{Route, last_dim},
 };
 
 const OP: &str = "mlp";
@@ -57,8 +57,8 @@ pub fn mlp(
     down_bias: Option<&Tensor>,
 ) -> Result<Tensor> {
     let inputs = last_dim(OP, "x", x)?;
-    let width = check_layer(("up_weight", up_weight), ("up_bias", up_bias), inputs)?;
-    check_layer(("down_weight", down_weight), ("down_bias", down_bias), width)?;
+    let width = check_layer(OP, ("up_weight", up_weight), ("up_bias", up_bias), inputs)?;
+    check_layer(OP, ("down_weight", down_weight), ("down_bias", down_bias), width)?;
 
     let mut named = vec![("x", x), ("up_weight", up_weight), ("down_weight", down_weight)];
     named.extend(up_bias.map(|bias| ("up_bias", bias)));
@@ -73,23 +73,6 @@ pub fn mlp(
             Ok(composed::linear(&middle, down_weight, down_bias, None)?)
         }
     }
-}
-
-/// Checks the shapes of a layer; returns how many outputs it has.
-fn check_layer(
-    (name, weight): (&'static str, &Tensor),
-    (bias_name, bias): (&'static str, Option<&Tensor>),
-    inputs: usize,
-) -> Result<usize> {
-    let Some(&outputs) = weight.dims().first() else {
-        let expected = format!("[outputs, {inputs}]");
-        return Err(Error::Shape { op: OP, input: name, found: Vec::new(), expected });
-    };
-    check_shape(OP, name, weight, &[outputs, inputs])?;
-    if let Some(bias) = bias {
-        check_shape(OP, bias_name, bias, &[outputs])?;
-    }
-    Ok(outputs)
 }
 
 /// The inputs, whose shapes have been checked.
