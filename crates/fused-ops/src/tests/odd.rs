@@ -312,3 +312,20 @@ fn an_error_becomes_candle_s_and_keeps_its_words() {
     assert_eq!(error.to_string(), words);
     assert!(candle_core::Error::from(error).to_string().starts_with(words));
 }
+
+#[test]
+fn an_mlp_with_frozen_parameters_gives_the_others_their_gradients() {
+    let var = |shape: &[usize], seed| Var::from_tensor(&numbers(shape, seed)).unwrap();
+    let (x, up_bias, down) = (var(&[1, 3], 1), var(&[4], 2), var(&[2, 4], 3));
+    let (up, down_bias) = (numbers(&[4, 3], 4), numbers(&[2], 5));
+    let relu = Activation::Relu;
+    let y = crate::mlp(&x, &up, Some(&up_bias), relu, &down, Some(&down_bias)).unwrap();
+    let middle = crate::linear(&x, &up, Some(&up_bias), Some(relu)).unwrap();
+    let expected = crate::linear(&middle, &down, Some(&down_bias), None).unwrap();
+    let [found, expected] =
+        [y, expected].map(|y| y.sqr().unwrap().sum_all().unwrap().backward().unwrap());
+    for var in [&x, &up_bias, &down] {
+        assert_eq!(values(found.get(var).unwrap()), values(expected.get(var).unwrap()));
+    }
+    assert!(found.get(&up).is_none() && found.get(&down_bias).is_none());
+}
