@@ -5,7 +5,7 @@ use std::borrow::Cow;
 use candle_distributed::{
     batch, mesh,
     plan::{self, CutError, ParameterError, SourceError},
-    sampler, types,
+    sampler, train, types,
 };
 
 use crate::error::{Error, ErrorKind};
@@ -30,6 +30,8 @@ pub(crate) const RULES: &str = "rules look like \
                                 \"default\": {\"full\": \"dim0\"}}";
 pub(crate) const PLAN: &str =
     "candle-distributed plan MODEL --world-size W --format json > FILE writes a plan";
+const GRADIENT: &str = "the model and its operations are this program's own, so the fault is the \
+                        program's or the device's: --device cpu tells which";
 pub(crate) const STATE: &str = "candle-distributed sample … --save-state FILE writes a state";
 
 impl Error {
@@ -49,6 +51,7 @@ fn of(kind: &ErrorKind) -> Option<Cow<'static, str>> {
             plan(error).map(Cow::from)
         }
         ErrorKind::Mesh(error) => mesh(error).map(Cow::from),
+        ErrorKind::Training(train::Error::Gradient(_)) => Some(GRADIENT.into()),
         ErrorKind::Launch(_)
         | ErrorKind::Training(_)
         | ErrorKind::Usage(_)

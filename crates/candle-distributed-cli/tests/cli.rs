@@ -990,6 +990,50 @@ fn train_resumes_as_if_it_had_not_been_stopped() {
 }
 
 #[test]
+fn train_checks_gradients_first_and_trains_as_if_it_had_not() {
+    let dir = tempfile::tempdir().unwrap();
+    let (_data, data) =
+        file("text.txt", "to be or not to be, that is the question.\n\n".repeat(20));
+    let path = |name: &str| dir.path().join(name);
+    let run = |name: &str, more: &[&str]| {
+        let out = path(name);
+        let args = ["train", "--steps", "3", "--data", &data, "--out", out.to_str().unwrap()];
+        let output = command(&[&args, more].concat()).output().unwrap();
+        let said = String::from_utf8(output.stderr).unwrap();
+        assert!(output.status.success(), "{said}");
+        said
+    };
+    let checked = |said: &str| {
+        let (heading, after) = said.split_once("(found)").unwrap();
+        assert!(!heading.contains("step "), "{said}");
+        let parts = ["blocks.0", "blocks.1", "head", "norm", "positions", "tokens"];
+        let lines: Vec<&str> = after.lines().skip(1).take(parts.len()).collect();
+        for (line, part) in lines.iter().zip(parts) {
+            assert!(line.starts_with(part) && line.ends_with("  right"), "{said}");
+            assert_eq!(line.find("expected"), lines[0].find("expected"), "{said}");
+        }
+        assert!(after.contains("step 3 of 3"), "{said}");
+    };
+    let trained = |name: &str| {
+        let metrics = fs::read_to_string(path(name).join("metrics.jsonl")).unwrap();
+        let loss = |line: &str| serde_json::from_str::<Value>(line).unwrap()["loss"].clone();
+        let losses: Vec<Value> = metrics.lines().map(loss).collect();
+        assert_eq!(losses.len(), 3);
+        (losses, fs::read(path(name).join("model.safetensors")).unwrap())
+    };
+    let said = run("plain", &["--checkpoint-every", "2"]);
+    assert!(!said.contains("(found)"), "{said}");
+    let plain = trained("plain");
+    checked(&run("checked", &["--check"]));
+    assert!(trained("checked") == plain);
+
+    // A run that is resumed checks the model that it resumes with.
+    fs::remove_file(path("plain").join("model.safetensors")).unwrap();
+    checked(&run("plain", &["--resume", "--check"]));
+    assert!(trained("plain") == plain);
+}
+
+#[test]
 #[cfg(unix)]
 fn train_that_is_interrupted_saves_itself_and_says_how_to_resume() {
     let dir = tempfile::tempdir().unwrap();

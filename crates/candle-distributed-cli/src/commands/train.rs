@@ -74,6 +74,10 @@ pub(crate) struct Args {
     /// Write a checkpoint every N steps; the newest two are kept
     #[arg(long, value_name = "N", default_value_t = 50)]
     checkpoint_every: u64,
+    /// Before the first step, compare the gradients of its batch with differences of the loss, for
+    /// each part of the model; a wrong gradient ends the run
+    #[arg(long)]
+    check: bool,
 }
 
 const DEFAULT_STEPS: u64 = 400;
@@ -123,7 +127,9 @@ impl Args {
         let vars = initial_parameters(mesh, Seed::new(settings.seed))?;
         let checkpoint = self.checkpoint()?;
         let first = checkpoint.as_ref().map_or(0, Checkpoint::step);
-        if !trainer::agree(mesh, settings.fingerprint(first))? {
+        if !trainer::agree(mesh, settings.fingerprint(first))?
+            || !trainer::agree(mesh, self.check.into())?
+        {
             return Err(Error::usage(
                 "the processes do not start the same run: folder, text and arguments must be the \
                  same for all",
@@ -148,6 +154,7 @@ impl Args {
             schedule: &schedule,
             steps,
             checkpoint_every: self.checkpoint_every,
+            check: self.check,
             path: &path,
             checkpoint,
             stop: stop_flag(),

@@ -1,6 +1,9 @@
 //! What a run shows to people and programs: progress bar, metrics, summary.
 
-use candle_distributed::batch::{Batch, PaddingReport};
+use candle_distributed::{
+    batch::{Batch, PaddingReport},
+    train::GradientReport,
+};
 use candle_nn::VarMap;
 use indicatif::ProgressBar;
 
@@ -50,6 +53,19 @@ impl Journal {
             recent: MeanLoss::default(),
             seconds: 0.0,
         }
+    }
+
+    /// Prints what a check of the gradients has found.
+    pub(crate) fn show(&self, checked: &GradientReport) {
+        self.bar.suspend(|| {
+            output::message(|out| {
+                write!(
+                    out,
+                    "how fast the loss changes by the gradient (found) and by its differences \
+                     (expected):\n{checked}"
+                )
+            });
+        });
     }
 
     /// Records one more step, made of `batch`.

@@ -14,7 +14,7 @@ use candle_core::{DType, Device, Tensor};
 use candle_distributed::{
     batch::BatchState,
     mesh::{ALL, DeviceMesh, P, Replica, Uneven},
-    train::{AdamW, Checkpoint, Checkpoints, DataParallel, Loss},
+    train::{AdamW, Checkpoint, Checkpoints, DataParallel, GradientReport, Loss},
 };
 use candle_nn::{Optimizer, ParamsAdamW, VarMap};
 
@@ -37,6 +37,11 @@ pub(crate) const MODEL: Config =
 const PEAK_LEARNING_RATE: f64 = 3e-3;
 const WARMUP_STEPS: u64 = 10;
 
+type Model = DataParallel<Transformer, AdamW>;
+
+/// The loss of a shard of token ids and weights.
+type LossFn = fn(&Replica, &Transformer, (Tensor, Tensor)) -> candle_core::Result<Loss>;
+
 /// What to train, on what, and for how long; the same in every process.
 #[derive(Debug)]
 pub(crate) struct Job<'a> {
@@ -46,6 +51,8 @@ pub(crate) struct Job<'a> {
     pub(crate) steps: u64,
     /// The number of steps from one checkpoint to the next.
     pub(crate) checkpoint_every: u64,
+    /// Whether to check the gradients before the first step.
+    pub(crate) check: bool,
     /// The folder of the run.
     pub(crate) path: &'a Path,
     /// Where to resume.
@@ -67,6 +74,12 @@ impl Job<'_> {
             model.load(checkpoint)?;
             first = checkpoint.step();
             state = Some(checkpoint.state()?);
+        }
+        if self.check {
+            let report = self.check_gradients(&mut model, state.as_ref(), loss)?;
+            if let Some(journal) = &journal {
+                journal.show(&report);
+            }
         }
         let start = Instant::now();
         for (step, scheduled) in (first..self.steps).zip(self.schedule.batches(state.as_ref())?) {
@@ -102,12 +115,26 @@ impl Job<'_> {
         }
     }
 
-    fn model(&self, vars: &VarMap) -> Result<DataParallel<Transformer, AdamW>> {
+    fn model(&self, vars: &VarMap) -> Result<Model> {
         let model = DataParallel::builder(self.mesh, |vb| Transformer::new(MODEL, &vb))
             .variables(vars)
             .uneven(Uneven::Pad)
             .build(|group| AdamW::new(group.vars, ParamsAdamW::default()))?;
         Ok(model)
+    }
+
+    /// Compares the gradients of the batch after `state` with differences of its loss.
+    #[expect(clippy::expect_used, reason = "says why it cannot fail")]
+    fn check_gradients(
+        &self,
+        model: &mut Model,
+        state: Option<&BatchState>,
+        loss: LossFn,
+    ) -> Result<GradientReport> {
+        let next = self.schedule.batches(state)?.next();
+        let batch = next.expect("batches are endless")?.batch;
+        let tensors = data::collate(&batch, self.corpus, &self.mesh.devices()[0])?;
+        Ok(model.check_gradients(tensors, loss)?)
     }
 
     /// Whether a process was told to stop. A signal may reach the processes in different steps, and
@@ -158,4 +185,49 @@ fn learning_rate(step: u64, steps: u64) -> f64 {
     let warmup = (step + 1) as f64 / WARMUP_STEPS as f64;
     let decay = 1.0 - 0.9 * step as f64 / steps as f64;
     PEAK_LEARNING_RATE * warmup.min(decay)
+}
+
+#[cfg(test)]
+mod tests {
+    use candle_distributed::{
+        train::{self, GradientError},
+        types::Seed,
+    };
+
+    use super::*;
+    use crate::train::parameters;
+
+    #[test]
+    fn a_wrong_gradient_ends_the_check_with_a_hint() {
+        let mesh = DeviceMesh::cpu(2).unwrap();
+        let corpus = Corpus::new(["to be or\n\nnot to be"]);
+        let schedule = Schedule::new(&corpus, Seed::new(0), 64).unwrap();
+        let job = Job {
+            mesh: &mesh,
+            corpus: &corpus,
+            schedule: &schedule,
+            steps: 1,
+            checkpoint_every: 1,
+            check: true,
+            path: Path::new(""),
+            checkpoint: None,
+            stop: Arc::default(),
+        };
+        let vars =
+            parameters::initialized(Seed::new(0), &Device::Cpu, |vb| Transformer::new(MODEL, &vb));
+        let mut model = job.model(&vars.unwrap()).unwrap();
+        let half_without_backward: LossFn = |_, model, (ids, weights)| {
+            let sum = model.loss(&ids, &weights)?;
+            Ok(Loss::sum((&sum + sum.detach())?, weights.sum_all()?))
+        };
+        let error = job.check_gradients(&mut model, None, half_without_backward).unwrap_err();
+        let ErrorKind::Training(train::Error::Gradient(GradientError::Wrong { wrong, prefixes })) =
+            &*error.kind
+        else {
+            panic!("{error}")
+        };
+        assert_eq!((wrong.len(), *prefixes), (6, 6), "{error}");
+        assert_eq!(error.exit_code(), 1);
+        assert!(error.hint().unwrap().contains("--device cpu"));
+    }
 }
