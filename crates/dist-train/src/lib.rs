@@ -17,6 +17,7 @@ mod ownership;
 mod parameters;
 mod progress;
 mod sharded;
+mod step;
 mod stored;
 mod units;
 
@@ -25,7 +26,6 @@ pub use crate::{
     data_parallel::{
         DataParallel,
         builder::{DataParallelBuilder, Group},
-        rules::{Evaluation, Step},
     },
     error::{
         Error, Result, checkpoint::CheckpointError, gradient::GradientError,
@@ -42,6 +42,7 @@ pub use crate::{
     },
     parameters::declare::{Declared, declare},
     sharded::{ShardedVars, describe::parameter_infos},
+    step::rules::{Evaluation, Step},
     units::Units,
 };
 

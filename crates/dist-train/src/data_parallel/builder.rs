@@ -14,10 +14,9 @@ use pmap_mesh::{DeviceMesh, Specs, Uneven};
 use crate::{
     data_parallel::{
         DataParallel, Options, Worker,
-        roles::Choices,
         slot::{GroupOptimizer, Slot},
         sync,
-        vars::{self, Inventory, Part, Sharing, Use},
+        vars::{self, Part, Sharing, Use},
     },
     error::{Error, Result, setting::SettingError, training::TrainingError},
     optim::clip,
@@ -27,6 +26,7 @@ use crate::{
         weights::{Allowed, Weights},
     },
     progress::Progress,
+    step::{inventory::Inventory, roles::Choices},
 };
 
 /// Builds a [`DataParallel`]: made by [`DataParallel::builder`].

@@ -14,13 +14,13 @@ use crate::{
     check::{Checked, check_gradients},
     data_parallel::{
         DataParallel,
-        rules::{Rules, Then},
         slot::{Slot, lock},
     },
     error::{Doing, Result},
     grad::{differentiate, sums},
     gradient_report::GradientReport,
     loss::Loss,
+    step::rules::{Rules, Then},
 };
 
 impl<M: Send, O: Optimizer + Send> DataParallel<M, O> {

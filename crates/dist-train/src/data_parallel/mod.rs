@@ -2,8 +2,6 @@
 
 pub(crate) mod builder;
 mod checked;
-mod roles;
-pub(crate) mod rules;
 mod slot;
 mod state;
 mod sync;
@@ -20,9 +18,7 @@ use pmap_mesh::{DeviceMesh, P, Replica, Specs, TensorTree, Uneven};
 
 use self::{
     builder::DataParallelBuilder,
-    rules::{Evaluation, Report, Rules, Step, Then},
     slot::{Slot, lock},
-    vars::Inventory,
 };
 use crate::{
     batch::Layout,
@@ -33,6 +29,10 @@ use crate::{
     },
     loss::Loss,
     progress::Progress,
+    step::{
+        inventory::Inventory,
+        rules::{Evaluation, Report, Rules, Step, Then},
+    },
 };
 
 /// A model that the devices of a mesh train together; PyTorch's `DistributedDataParallel` for

@@ -5,11 +5,9 @@ use core_types::Fingerprint;
 use pmap_mesh::{ALL, DeviceMesh};
 
 use crate::{
-    data_parallel::{
-        roles::Role,
-        vars::{Inventory, VarSet},
-    },
+    data_parallel::vars::VarSet,
     error::{Doing, Error, Result, training::TrainingError},
+    step::{inventory::Inventory, roles::Role},
 };
 
 /// Gives the variables of all processes the values that they have in the first.
@@ -122,7 +120,7 @@ mod tests {
     use candle_core::DType;
 
     use super::*;
-    use crate::data_parallel::roles::Choices;
+    use crate::step::roles::Choices;
 
     #[test]
     fn models_of_one_form_have_the_same_variables_in_the_same_roles() {
