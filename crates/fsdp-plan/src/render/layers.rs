@@ -35,7 +35,8 @@ fn sums(layers: &[Layer<'_>], plan: &ShardingPlan) -> Vec<String> {
 
 /// The line for neighbors that are alike: sums over all of them, so that the columns add up.
 fn line(alike: &[Layer<'_>]) -> Vec<String> {
-    let (first, last) = (&alike[0], &alike[alike.len() - 1]);
+    let first = &alike[0];
+    let last = &alike[alike.len() - 1];
     let mut name = Printable(first.name).to_string();
     if alike.len() > 1 {
         name = format!("{name} … {}", Printable(last.name));
