@@ -43,6 +43,20 @@ pub(crate) fn combined(ctx: &Replica, here: &[f64]) -> Result<Vec<f64>> {
     Ok(numbers.iter().copied().map(number).collect())
 }
 
+/// The sums over all replicas of some numbers, added up in rank order; all bring as many.
+pub(crate) fn sums(ctx: &Replica, here: &[f64]) -> Result<Vec<f64>> {
+    if here.is_empty() {
+        return Ok(Vec::new());
+    }
+    let words_here: Vec<u32> = here.iter().copied().flat_map(halves).collect();
+    let mut sums = vec![0.0; here.len()];
+    for words in words(ctx, &words_here)? {
+        let (numbers, _) = words.as_chunks();
+        sums.iter_mut().zip(numbers).for_each(|(sum, &halves)| *sum += number(halves));
+    }
+    Ok(sums)
+}
+
 /// For each flag, whether any replica has it set; all bring as many.
 pub(crate) fn any(ctx: &Replica, here: &[bool]) -> Result<Vec<bool>> {
     let word = |flags: &[bool]| {
@@ -94,6 +108,16 @@ mod tests {
             }
             assert_eq!(combined(ctx, &here)?, all);
             assert!(combined(ctx, &[])?.is_empty());
+            Ok(())
+        });
+    }
+
+    #[test]
+    fn numbers_are_added_up_in_rank_order() {
+        on_slots(|ctx| {
+            let here = [[1e16, 0.1], [1.0, 0.2], [-1e16, 0.3]][ctx.slot()];
+            assert_eq!(sums(ctx, &here)?, [(1e16 + 1.0) - 1e16, (0.1 + 0.2) + 0.3]);
+            assert!(sums(ctx, &[])?.is_empty());
             Ok(())
         });
     }

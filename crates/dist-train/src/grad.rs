@@ -190,15 +190,20 @@ pub(crate) fn differentiate(
 
 /// A gradient of a shard of which nothing counts. What is not finite in it comes of its own rows, a
 /// mean over none of them; what came from other replicas stays.
-fn without_nan(gradient: Tensor) -> candle_core::Result<Tensor> {
+pub(crate) fn without_nan(gradient: Tensor) -> candle_core::Result<Tensor> {
     let sum: f64 = gradient.sum_all()?.to_dtype(DType::F64)?.to_scalar()?;
     if sum.is_finite() { Ok(gradient) } else { gradient.zeros_like() }
 }
 
+/// A gradient in the type in which gradients of its type are added up.
 pub(crate) fn widened(gradient: &Tensor) -> candle_core::Result<Tensor> {
-    match gradient.dtype() {
-        DType::F16 | DType::BF16 => gradient.to_dtype(DType::F32),
-        _ => Ok(gradient.clone()),
+    gradient.to_dtype(widened_dtype(gradient.dtype()))
+}
+
+pub(crate) fn widened_dtype(dtype: DType) -> DType {
+    match dtype {
+        DType::F16 | DType::BF16 => DType::F32,
+        dtype => dtype,
     }
 }
 

@@ -9,6 +9,7 @@ mod checkpoint;
 mod data_parallel;
 mod dtype;
 mod error;
+mod fsdp;
 mod grad;
 mod gradient_report;
 mod loss;
@@ -32,6 +33,7 @@ pub use crate::{
         parameter::ParameterError, setting::SettingError, sharding::ShardingError,
         training::TrainingError,
     },
+    fsdp::{FullyShard, builder::FullyShardBuilder, keep::Keep},
     grad::{ValueAndGrad, value_and_grad},
     gradient_report::{GradientReport, PrefixCheck, Verdict},
     loss::{Loss, Weight},
@@ -43,7 +45,7 @@ pub use crate::{
     parameters::declare::{Declared, declare},
     sharded::{ShardedVars, describe::parameter_infos},
     step::rules::{Evaluation, Step},
-    units::Units,
+    units::{Units, rules::UnitRules},
 };
 
 // The README links to the file; the line above it, which comes first, to this page instead.

@@ -5,7 +5,7 @@
 use candle_core::{Tensor, backprop::GradStore};
 
 use crate::{
-    autograd::{Junction, record_copy, seeded},
+    autograd::{MultiBackward, record_copy, seeded},
     error::Result,
 };
 
@@ -95,7 +95,7 @@ struct Custom<F> {
     needed: Vec<bool>,
 }
 
-impl<F> Junction<1> for Custom<F>
+impl<F> MultiBackward<1> for Custom<F>
 where
     F: Fn(&Tensor, Tensor) -> candle_core::Result<Vec<Option<Tensor>>> + Send + Sync + 'static,
 {

@@ -13,7 +13,7 @@ use pmap_mesh::{DeviceMesh, Specs, Uneven};
 
 use crate::{
     data_parallel::{
-        DataParallel, Options, Worker,
+        DataParallel, Worker,
         slot::{GroupOptimizer, Slot},
         sync,
         vars::{self, Part, Sharing, Use},
@@ -23,10 +23,9 @@ use crate::{
     parameters::{
         InitialValues,
         declare::{Declared, declare},
-        weights::{Allowed, Weights},
     },
     progress::Progress,
-    step::{inventory::Inventory, roles::Choices},
+    step::{inventory::Inventory, options::Options, roles::Choices},
 };
 
 /// Builds a [`DataParallel`]: made by [`DataParallel::builder`].
@@ -290,7 +289,8 @@ impl<'a, B> DataParallelBuilder<'a, B> {
         let home = &self.mesh.devices()[0];
         let mut declared = declare(&self.model, dtype, home).map_err(cannot_build)?;
         declared.sort_by(|left, right| left.name.cmp(&right.name));
-        let initial = InitialValues { seed: self.init, weights: self.fitting_weights(&declared)? };
+        let initial =
+            InitialValues::new(self.init, self.weights.as_deref(), &self.choices, &declared)?;
         let variable = |declared: &Declared| {
             let name = declared.name.clone();
             let known = vars::known(&self.vars, &name).map_err(cannot_build)?;
@@ -307,18 +307,6 @@ impl<'a, B> DataParallelBuilder<'a, B> {
         let vars: Vec<(String, Var)> = declared.iter().map(variable).collect::<Result<_>>()?;
         check_distinct(&vars)?;
         Ok(vars)
-    }
-
-    /// The pretrained weights, if there are any, which are those of the model.
-    fn fitting_weights(&self, declared: &[Declared]) -> Result<Option<Weights>> {
-        let names: Vec<&str> = declared.iter().map(|declared| declared.name.as_str()).collect();
-        let missing = self.choices.missing(&names)?;
-        let unexpected = self.choices.unexpected()?;
-        let Some(path) = &self.weights else { return Ok(None) };
-        let weights = Weights::open(path)?;
-        let allowed = Allowed { missing: &missing, unexpected: &unexpected };
-        weights.check_fits(declared, allowed)?;
-        Ok(Some(weights))
     }
 }
 

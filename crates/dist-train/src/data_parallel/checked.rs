@@ -134,7 +134,7 @@ where
                 found.get_or_init(|| computed);
             }))
         });
-        let call = model.cut(call).seed(model.progress.seed);
+        let call = model.options.cut(call).seed(model.progress.seed);
         let outcome = rules.refusal.of(call.call_at(model.progress.batches, copy(batch)));
         for worker in &model.workers {
             lock(&worker.slot).roll_back().doing("taking back a buffer")?;

@@ -70,6 +70,43 @@ pub enum TrainingError {
         trained: usize,
     },
 
+    /// A loss enters a unit that the model does not have.
+    #[error("there is no unit named {unit:?}, the units are {}", Names(units))]
+    UnknownUnit {
+        /// The name that was asked for.
+        unit: String,
+        /// The units of the model.
+        units: Vec<String>,
+    },
+    /// A unit's function uses a tensor from outside that is differentiated, and its gradient would
+    /// be lost.
+    #[error(
+        "the function of unit {unit} uses a tensor from outside that is differentiated: hand it \
+         over with the unit's input, as one of a tuple"
+    )]
+    Captured {
+        /// The unit.
+        unit: String,
+    },
+    /// A unit's function had another result when it was run again for the backward pass.
+    #[error(
+        "unit {unit} has another result in the backward pass than it had in the forward pass: \
+         draw random numbers by keys that are made before the unit and moved into it \
+         (`ctx.batch_keys()`), or set `Keep::Gathered` for it"
+    )]
+    NotRepeatable {
+        /// The unit.
+        unit: String,
+    },
+    /// A unit is differentiated by something else than the step, or twice.
+    #[error("unit {unit} is differentiated {how}: only the step differentiates a loss, and once")]
+    Differentiated {
+        /// The unit.
+        unit: String,
+        /// When, in words.
+        how: &'static str,
+    },
+
     /// A pattern of an option picks no variable.
     #[error("the pattern {pattern:?} of `{option}` matches none of the model's variables")]
     Unmatched {
@@ -133,7 +170,7 @@ pub enum TrainingError {
 }
 
 /// Some names, in a line that can be read.
-struct Names<'a>(&'a [String]);
+pub(super) struct Names<'a>(pub(super) &'a [String]);
 
 impl fmt::Display for Names<'_> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {

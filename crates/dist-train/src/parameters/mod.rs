@@ -5,13 +5,19 @@ pub(crate) mod declare;
 pub(crate) mod init;
 pub(crate) mod weights;
 
-use std::ops::Range;
+use std::{ops::Range, path::Path};
 
 use candle_core::{Device, Tensor};
 use core_types::Seed;
 
-use self::{declare::Declared, weights::Weights};
-use crate::error::{Doing, Result};
+use self::{
+    declare::Declared,
+    weights::{Allowed, Weights},
+};
+use crate::{
+    error::{Doing, Result},
+    step::roles::Choices,
+};
 
 /// Where the first values of a model's parameters come from.
 #[derive(Clone, Debug)]
@@ -23,6 +29,28 @@ pub(crate) struct InitialValues {
 }
 
 impl InitialValues {
+    /// The values of these parameters: from pretrained weights, which must be those of the model
+    /// but for what the choices allow, and else from a seed.
+    ///
+    /// # Errors
+    ///
+    /// Those of [`Weights::open`], [`Weights::check_fits`] and of the choices' patterns.
+    pub(crate) fn new(
+        seed: Seed,
+        weights: Option<&Path>,
+        choices: &Choices,
+        declared: &[Declared],
+    ) -> Result<Self> {
+        let names: Vec<&str> = declared.iter().map(|declared| declared.name.as_str()).collect();
+        let missing = choices.missing(&names)?;
+        let unexpected = choices.unexpected()?;
+        let Some(path) = weights else { return Ok(Self { seed, weights: None }) };
+        let weights = Weights::open(path)?;
+        let allowed = Allowed { missing: &missing, unexpected: &unexpected };
+        weights.check_fits(declared, allowed)?;
+        Ok(Self { seed, weights: Some(weights) })
+    }
+
     /// The whole value of a parameter.
     ///
     /// # Errors

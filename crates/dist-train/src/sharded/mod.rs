@@ -19,6 +19,7 @@ use crate::{
         state_dict::StateDict,
     },
     error::{Doing, Error, Result, parameter::ParameterError, sharding::ShardingError},
+    grad::{widened, widened_dtype},
     optim::StatefulOptimizer,
 };
 
@@ -88,6 +89,18 @@ struct Part {
     var: Var,
 }
 
+/// A part as its slot knows it.
+#[derive(Clone, Debug)]
+pub(crate) struct OwnedPart {
+    /// The parameter's position in the plan.
+    pub(crate) param_idx: usize,
+    /// The first item, in the parameter.
+    pub(crate) start: usize,
+    pub(crate) var: Var,
+    /// Whether this slot is the one that tells of it, where several have the same.
+    pub(crate) is_told: bool,
+}
+
 impl ShardedVars {
     /// Cuts named tensors as `plan` says and moves the parts to their devices: the variables of a
     /// `VarMap`, the tensors of a checkpoint.
@@ -150,7 +163,7 @@ impl ShardedVars {
 
     /// Makes the variables of this process's slots. `source` is asked for each parameter in turn,
     /// and what it returns for the runs of that parameter, as tensors of one dimension.
-    fn cut<'p, R: Fn(Range<usize>) -> Result<Tensor>>(
+    pub(crate) fn cut<'p, R: Fn(Range<usize>) -> Result<Tensor>>(
         mesh: &DeviceMesh,
         plan: &'p ShardingPlan,
         mut source: impl FnMut(&'p ParameterInfo) -> Result<R>,
@@ -259,14 +272,30 @@ impl ShardedVars {
         Ok(())
     }
 
+    /// The parts of a slot, in the order of [`vars`](Self::vars).
+    pub(crate) fn owned_parts(&self, slot: usize) -> Result<Vec<OwnedPart>, ShardingError> {
+        let owned = |part: &Part| OwnedPart {
+            param_idx: part.param_idx,
+            start: part.start,
+            var: part.var.clone(),
+            is_told: self.is_told_by(slot, part),
+        };
+        Ok(self.parts(slot)?.iter().map(owned).collect())
+    }
+
     /// The parts that a slot writes to checkpoints, with the positions of their variables: others
     /// of its group, or of other groups, may have the same parts.
     fn saved_parts(&self, slot: usize) -> Result<impl Iterator<Item = (usize, &Part)>> {
-        let is_saved = move |part: &Part| match self.0.plan.parameters()[part.param_idx].cut() {
+        let parts = self.parts(slot)?.iter().enumerate();
+        Ok(parts.filter(move |(_, part)| self.is_told_by(slot, part)))
+    }
+
+    /// Whether a slot is the first of those that have this part.
+    fn is_told_by(&self, slot: usize, part: &Part) -> bool {
+        match self.0.plan.parameters()[part.param_idx].cut() {
             Cut::Replicated => slot == 0,
             _ => slot < self.0.plan.shard_group().as_usize(),
-        };
-        Ok(self.parts(slot)?.iter().enumerate().filter(move |(_, part)| is_saved(part)))
+        }
     }
 
     /// The parts of one slot.
@@ -373,7 +402,7 @@ impl ShardedVars {
     /// their parts of the sum.
     ///
     /// For gradients that were computed apart from [`all_gather`](Self::all_gather), whose backward
-    /// does the same.
+    /// does the same. Those of halves are summed in single precision.
     ///
     /// # Errors
     ///
@@ -391,12 +420,12 @@ impl ShardedVars {
         let parts = self.parts_here(ctx, param_idx).map_err(Error::from)?;
         check_shape(self.info(param_idx), grad)?;
         if self.0.plan.parameters()[param_idx].cut() == Cut::Replicated {
-            let sum = ctx.psum(&grad.detach(), ALL)?.flatten_all()?;
+            let sum = ctx.psum(&widened(&grad.detach())?, ALL)?.flatten_all()?;
             return Ok(parts.map(|part| (part.var.clone(), sum.clone())).collect());
         }
-        let layout = units::layout(&self.0.plan, name, &[param_idx])?;
+        let layout = units::layout(&self.0.plan, name, &[param_idx], widened_dtype)?;
         let layout = layout.repeated(runs::index(self.0.plan.replicas()));
-        let sums = ctx.reduce_runs(vec![grad.clone()], &layout, ALL)?;
+        let sums = ctx.reduce_runs(vec![widened(grad)?], &layout, ALL)?;
         Ok(parts.map(|part| part.var.clone()).zip(sums).collect())
     }
 
@@ -410,12 +439,18 @@ impl ShardedVars {
         ctx: &Replica,
         param_idx: usize,
     ) -> Result<impl Iterator<Item = &Part>, ShardingError> {
-        let slots = self.0.mesh.len();
-        if ctx.count() != slots {
-            return Err(ShardingError::OtherMesh { replicas: ctx.count(), slots });
-        }
+        self.check_mesh(ctx)?;
         let parts = self.parts(ctx.slot())?;
         Ok(parts.iter().filter(move |part| part.param_idx == param_idx))
+    }
+
+    /// Refuses a replica of another mesh.
+    fn check_mesh(&self, ctx: &Replica) -> Result<(), ShardingError> {
+        let slots = self.0.mesh.len();
+        if ctx.count() == slots {
+            return Ok(());
+        }
+        Err(ShardingError::OtherMesh { replicas: ctx.count(), slots })
     }
 
     /// This slot's parts of a parameter in one tensor, which may be empty.

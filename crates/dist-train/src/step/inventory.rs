@@ -1,5 +1,7 @@
 //! What a model consists of.
 
+use std::collections::BTreeMap;
+
 use crate::step::roles::Roles;
 
 /// What a model consists of: the same on every slot.
@@ -13,6 +15,11 @@ pub(crate) struct Inventory {
 impl Inventory {
     pub(crate) fn name(&self, var: usize) -> &str {
         &self.parameters[var].0
+    }
+
+    /// The shapes of the variables, by name.
+    pub(crate) fn shapes(&self) -> BTreeMap<String, Vec<usize>> {
+        self.parameters.iter().cloned().collect()
     }
 
     pub(crate) fn sizes(&self) -> Vec<u64> {

@@ -2,5 +2,6 @@
 
 pub(crate) mod batch;
 pub(crate) mod inventory;
+pub(crate) mod options;
 pub(crate) mod roles;
 pub(crate) mod rules;

@@ -5,7 +5,8 @@ use std::sync::Arc;
 use crate::{
     error::training::{Refusal, TrainingError},
     loss::BatchLoss,
-    step::inventory::Inventory,
+    progress::Progress,
+    step::{inventory::Inventory, options::Options},
 };
 
 /// What a step has done: made by [`DataParallel::step`](crate::DataParallel::step).
@@ -72,6 +73,23 @@ pub(crate) struct Report {
 }
 
 impl Rules {
+    pub(crate) fn new(
+        inventory: &Arc<Inventory>,
+        options: &Options,
+        progress: &Progress,
+        then: Then,
+    ) -> Self {
+        Self {
+            inventory: Arc::clone(inventory),
+            buffers: inventory.roles.buffers(),
+            then,
+            max_norm: options.max_norm,
+            allow_non_finite: options.allow_non_finite,
+            all_used: progress.steps == 0,
+            refusal: Refusal::default(),
+        }
+    }
+
     /// Checks, in the first step, that each trained variable has a gradient somewhere.
     pub(crate) fn check_used(&self, has_gradient: &[bool]) -> candle_core::Result<()> {
         if !self.all_used {
