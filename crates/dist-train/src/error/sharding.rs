@@ -45,16 +45,6 @@ pub enum ShardingError {
         /// Their names.
         parameters: Vec<String>,
     },
-    /// A parameter belongs to two units.
-    #[error("parameter {name} is in unit {first:?} and in unit {second:?}")]
-    TwoUnits {
-        /// The parameter.
-        name: String,
-        /// A unit that it is in.
-        first: String,
-        /// The other one.
-        second: String,
-    },
     /// There are two rules for one unit.
     #[error("there are two units named {unit:?}: name all prefixes of a unit at once")]
     SameUnit {

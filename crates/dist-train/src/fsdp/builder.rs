@@ -1,6 +1,7 @@
 //! The options of a sharded model.
 
 use std::{
+    collections::BTreeMap,
     fmt,
     path::PathBuf,
     sync::{Arc, Mutex},
@@ -251,9 +252,12 @@ impl<'a, B> FullyShardBuilder<'a, B> {
         let infos = declared_infos(&declared, &inventory.roles)?;
         let units = self.units.units(&infos)?;
         let keeps = self.keeps.of_units(&unit_names(&units))?;
-        let plan = self.planned(in_units(infos, &units))?;
-        let kept = keeps.iter().filter(|(_, keep)| **keep == Keep::Gathered);
-        let plan = plan.with_kept_units(kept.map(|(unit, _)| unit.clone()))?;
+        let with_unit = |info: &ParameterInfo| {
+            let unit = self.units.units_of(info)[0].to_owned();
+            info.clone().with_unit(unit)
+        };
+        let plan = self.planned(infos.iter().map(with_unit).collect())?;
+        let plan = with_kept_units(&plan, &keeps)?;
 
         let initial =
             InitialValues::new(self.init, self.weights.as_deref(), &self.choices, &declared)?;
@@ -262,6 +266,8 @@ impl<'a, B> FullyShardBuilder<'a, B> {
             let initial = &initial;
             Ok(move |run| initial.items(declared, run, home))
         })?;
+        let vars =
+            vars.with_units(units.iter().map(|(unit, members)| (unit, names_of(members))))?;
         let unit = |(name, members): (String, Vec<Member>)| {
             let unit = Unit { members: of_roles(members, &inventory), keep: keeps[&name] };
             (name, unit)
@@ -326,17 +332,16 @@ fn unit_names(units: &[(String, Vec<Member>)]) -> Vec<&str> {
     units.iter().map(|(name, _)| name.as_str()).collect()
 }
 
-/// The descriptions of parameters with the units that the rules put them into.
-fn in_units(infos: Vec<ParameterInfo>, units: &[(String, Vec<Member>)]) -> Vec<ParameterInfo> {
-    let is_in = |members: &[Member], name: &str| members.iter().any(|member| member.name == name);
-    let with_unit = |info: ParameterInfo| {
-        let unit = units.iter().find(|(_, members)| is_in(members, info.name()));
-        match unit {
-            Some((unit, _)) => info.with_unit(unit.as_str()),
-            None => info,
-        }
-    };
-    infos.into_iter().map(with_unit).collect()
+fn names_of(members: &[Member]) -> impl Iterator<Item = &str> {
+    members.iter().map(|member| member.name.as_str())
+}
+
+/// The plan with the units that stay gathered. One whose parameters are all counted for others is
+/// none of the plan's.
+fn with_kept_units(plan: &ShardingPlan, keeps: &BTreeMap<String, Keep>) -> Result<ShardingPlan> {
+    let is_kept = |unit: &&str| keeps.get(*unit) == Some(&Keep::Gathered);
+    let kept: Vec<&str> = plan.units().into_iter().filter(is_kept).collect();
+    Ok(plan.clone().with_kept_units(kept)?)
 }
 
 /// Refuses a plan of other parameters than these, or with other units.

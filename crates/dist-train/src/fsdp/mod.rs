@@ -294,9 +294,9 @@ impl<O> FullyShard<O> {
         self.model.vars.plan()
     }
 
-    /// The units of the model, in the order in which their parameters first occur in the plan.
-    pub fn units(&self) -> Vec<&str> {
-        self.plan().units()
+    /// The units of the model, in the order of names.
+    pub fn units(&self) -> impl ExactSizeIterator<Item = &str> {
+        self.model.units.keys().map(String::as_str)
     }
 
     /// The whole of a parameter, on this process's first device. Every process of the mesh calls it.

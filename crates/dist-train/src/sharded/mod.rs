@@ -190,6 +190,17 @@ impl ShardedVars {
         Ok(Self(Arc::new(Inner { plan: plan.clone(), mesh: mesh.clone(), axes, units, slots })))
     }
 
+    /// The same with units of other parameters than the plan says: one may be in several.
+    pub(crate) fn with_units<'a, N: Iterator<Item = &'a str>>(
+        self,
+        units: impl Iterator<Item = (&'a String, N)>,
+    ) -> Result<Self> {
+        let units = units::of_names(&self.0.plan, units)?;
+        let Inner { plan, mesh, axes, slots, .. } = &*self.0;
+        let (plan, mesh, axes) = (plan.clone(), mesh.clone(), axes.clone());
+        Ok(Self(Arc::new(Inner { plan, mesh, axes, units, slots: slots.clone() })))
+    }
+
     /// The plan that is carried out.
     pub fn plan(&self) -> &ShardingPlan {
         &self.0.plan

@@ -46,6 +46,18 @@ pub(super) fn of_plan(plan: &ShardingPlan) -> Result<BTreeMap<String, Unit>> {
         .collect()
 }
 
+/// Units of other parameters than the plan says, each with the names of its own.
+pub(super) fn of_names<'a, N: Iterator<Item = &'a str>>(
+    plan: &ShardingPlan,
+    units: impl Iterator<Item = (&'a String, N)>,
+) -> Result<BTreeMap<String, Unit>> {
+    let unit = |(unit, names): (&String, N)| {
+        let names = names.map(|name| Ok((name.to_owned(), index_of(plan, name)?)));
+        Ok((unit.clone(), Unit::new(plan, unit, names.collect::<Result<_>>()?)?))
+    };
+    units.map(unit).collect()
+}
+
 /// The position of a parameter, or of the one that it is tied to.
 pub(super) fn index_of(plan: &ShardingPlan, name: &str) -> Result<usize> {
     let named = |name: &str| plan.index_of(name).ok_or_else(|| unknown(name));

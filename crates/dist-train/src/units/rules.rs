@@ -48,6 +48,9 @@ impl UnitRules {
     ///
     /// If all of them lie under the unit's own name, its builder has them without that, as those of
     /// a block: what is put together of several places keeps its full names.
+    ///
+    /// A parameter may be in several units, such as an embedding that the head uses again: it is
+    /// gathered for each of them, and its gradients are added up.
     pub fn unit<S: Into<String>>(
         mut self,
         name: impl Into<String>,
@@ -62,32 +65,44 @@ impl UnitRules {
     /// # Errors
     ///
     /// [`ShardingError::SameUnit`], [`ShardingError::UnmatchedPrefix`], and
-    /// [`ShardingError::NoUnit`] if a parameter is in none, [`ShardingError::TwoUnits`] if one is in
-    /// several.
+    /// [`ShardingError::NoUnit`] if a parameter is in none.
     pub(crate) fn units(
         &self,
         parameters: &[ParameterInfo],
     ) -> Result<Vec<(String, Vec<Member>)>, ShardingError> {
         self.check(parameters)?;
-        let mut order: Vec<String> = Vec::new();
-        let mut names: BTreeMap<String, Vec<&str>> = BTreeMap::new();
+        let mut order: Vec<&str> = Vec::new();
+        let mut names: BTreeMap<&str, Vec<&str>> = BTreeMap::new();
         let mut homeless = Vec::new();
         for parameter in parameters {
-            match self.unit_of(parameter)? {
-                None => homeless.push(parameter.name().to_owned()),
-                Some(unit) => {
-                    let members = names.entry(unit.clone()).or_default();
-                    if members.is_empty() {
-                        order.push(unit);
-                    }
-                    members.push(parameter.name());
+            let units = self.units_of(parameter);
+            if units.is_empty() {
+                homeless.push(parameter.name().to_owned());
+            }
+            for unit in units {
+                let members = names.entry(unit).or_default();
+                if members.is_empty() {
+                    order.push(unit);
                 }
+                members.push(parameter.name());
             }
         }
         if !homeless.is_empty() {
             return Err(ShardingError::NoUnit { parameters: homeless });
         }
-        Ok(order.into_iter().map(|unit| (unit.clone(), members(&unit, &names[&unit]))).collect())
+        Ok(order.into_iter().map(|unit| (unit.to_owned(), members(unit, &names[unit]))).collect())
+    }
+
+    /// The units that a parameter is in: the first is the one that a plan counts it for.
+    pub(crate) fn units_of<'a>(&'a self, parameter: &'a ParameterInfo) -> Vec<&'a str> {
+        let has = |(_, prefixes): &&(String, Vec<String>)| is_under_any(parameter.name(), prefixes);
+        let named: Vec<&str> =
+            self.named.iter().filter(has).map(|(unit, _)| unit.as_str()).collect();
+        match named[..] {
+            // The planner's rule for numbered layers; it has the others in its root unit.
+            [] => Some(parameter.unit()).filter(|unit| !unit.is_empty()).into_iter().collect(),
+            _ => named,
+        }
     }
 
     /// The variables among `names` of a unit: of one that no rule names, those under its own name.
@@ -117,21 +132,6 @@ impl UnitRules {
             }
         }
         Ok(())
-    }
-
-    fn unit_of(&self, parameter: &ParameterInfo) -> Result<Option<String>, ShardingError> {
-        let has = |(_, prefixes): &&(String, Vec<String>)| is_under_any(parameter.name(), prefixes);
-        let mut named = self.named.iter().filter(has);
-        match (named.next(), named.next()) {
-            (Some((first, _)), Some((second, _))) => Err(ShardingError::TwoUnits {
-                name: parameter.name().to_owned(),
-                first: first.clone(),
-                second: second.clone(),
-            }),
-            (Some((unit, _)), None) => Ok(Some(unit.clone())),
-            // The planner's rule for numbered layers; it has the others in its root unit.
-            (None, _) => Ok(Some(parameter.unit().to_owned()).filter(|unit| !unit.is_empty())),
-        }
     }
 }
 
@@ -206,6 +206,18 @@ mod tests {
     }
 
     #[test]
+    fn a_parameter_may_be_in_several_units() {
+        let rules =
+            UnitRules::new().unit("embed", ["tokens"]).unit("last", ["norm", "tokens", "head"]);
+        let units = units(&rules, &NAMES).unwrap();
+        assert_eq!(units[0], "embed: tokens.weight=tokens.weight");
+        let expected =
+            "last: tokens.weight=tokens.weight norm.weight=norm.weight head.weight=head.weight";
+        assert_eq!(units[1], expected);
+        assert_eq!(rules.units_of(&infos(&NAMES)[0]), ["embed", "last"]);
+    }
+
+    #[test]
     fn what_cannot_be_meant_is_refused() {
         let refused = |rules: UnitRules| units(&rules, &NAMES).unwrap_err();
         let parameters = ["tokens.weight", "norm.weight", "head.weight"].map(str::to_owned);
@@ -218,12 +230,5 @@ mod tests {
         assert_eq!(refused(UnitRules::new().unit("e", ["token"])), expected);
         let twice = UnitRules::new().unit("e", ["tokens"]).unit("e", ["head"]);
         assert_eq!(refused(twice), ShardingError::SameUnit { unit });
-        let overlap = UnitRules::new().unit("a", ["tokens"]).unit("b", ["tokens", "h"]);
-        let expected = ShardingError::TwoUnits {
-            name: "tokens.weight".to_owned(),
-            first: "a".to_owned(),
-            second: "b".to_owned(),
-        };
-        assert_eq!(refused(overlap), expected);
     }
 }

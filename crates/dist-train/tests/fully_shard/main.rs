@@ -10,3 +10,4 @@ mod options;
 mod plans;
 mod refusals;
 mod resume;
+mod traffic;

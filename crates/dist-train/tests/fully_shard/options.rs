@@ -5,7 +5,8 @@ use std::collections::BTreeMap;
 use candle_core::{DType, Device, Result, Tensor};
 use candle_nn::{Linear, Module, Optimizer, VarBuilder, linear};
 use dist_train::{
-    AdamW, DataParallel, FullyShard, Group, Keep, Loss, ParamsSgd, Sgd, TrainingError, Units,
+    AdamW, DataParallel, FullyShard, Group, Keep, Loss, ParamsSgd, Sgd, TrainingError, UnitRules,
+    Units,
 };
 use pmap_mesh::{DeviceMesh, Replica, Uneven};
 
@@ -184,6 +185,36 @@ fn a_unit_that_is_entered_twice_and_values_that_skip_units_agree_to_rounding() {
         let mut model = FullyShard::builder(&mesh, layers).keep(keep).build(sgd).unwrap();
         let step = |_| model.step(x.clone(), shared).unwrap().loss;
         (0..6).map(step).collect::<Vec<f64>>()
+    };
+    let found = of_keep(Keep::Inputs);
+    assert_eq!(found, of_keep(Keep::Gathered), "to the bit");
+    for (found, expected) in found.iter().zip(&expected) {
+        assert!((found / expected - 1.0).abs() < 1e-6, "{found} for {expected}");
+    }
+}
+
+#[test]
+fn a_parameter_in_two_units_agrees_to_rounding() {
+    let mesh = DeviceMesh::cpu(2).unwrap();
+    // The second unit has both layers.
+    let rules = || UnitRules::new().unit("first", ["0"]).unit("both", ["0", "1"]);
+    let tied = |_: &Replica, model: &Units, x: Tensor| {
+        let x = model.unit("first", &x, |vb, x| linear(3, 3, vb.pp("0"))?.forward(x)?.tanh())?;
+        let both = |vb: VarBuilder<'_>, x: &Tensor| {
+            let x = linear(3, 3, vb.pp("1"))?.forward(x)?.tanh()?;
+            linear(3, 3, vb.pp("0"))?.forward(&x)
+        };
+        model.unit("both", &x, both)?.sqr()?.mean_all()
+    };
+    let x = Tensor::arange(0_f32, 12., &Device::Cpu).unwrap().sin().unwrap();
+    let x = x.reshape((4, 3)).unwrap();
+    let mut expected = DataParallel::builder(&mesh, Units::by(rules(), layers)).build(sgd).unwrap();
+    let expected: Vec<f64> = (0..6).map(|_| expected.step(x.clone(), tied).unwrap().loss).collect();
+    let of_keep = |keep| {
+        let builder = FullyShard::builder(&mesh, layers).unit_rules(rules()).keep(keep);
+        let mut model = builder.build(sgd).unwrap();
+        assert_eq!(model.units().collect::<Vec<_>>(), ["both", "first"]);
+        (0..6).map(|_| model.step(x.clone(), tied).unwrap().loss).collect::<Vec<f64>>()
     };
     let found = of_keep(Keep::Inputs);
     assert_eq!(found, of_keep(Keep::Gathered), "to the bit");
