@@ -1,9 +1,6 @@
 //! A data-parallel model whose gradients are checked.
 
-use std::{
-    convert::Infallible,
-    sync::{Arc, OnceLock},
-};
+use std::sync::{Arc, OnceLock};
 
 use candle_core::Tensor;
 use candle_nn::Optimizer;
@@ -21,6 +18,7 @@ use crate::{
     grad::{differentiate, sums},
     gradient_report::GradientReport,
     loss::Loss,
+    tree,
 };
 
 impl<M: Send, O: Optimizer + Send> DataParallel<M, O> {
@@ -139,7 +137,8 @@ where
             }))
         });
         let call = model.cut(call).seed(model.progress.seed);
-        let outcome = rules.refusal.of(call.call_at(model.progress.batches, copy(batch)));
+        let outcome =
+            rules.refusal.of(call.call_at(model.progress.batches, tree::map(batch, Tensor::clone)));
         for worker in &model.workers {
             lock(&worker.slot).roll_back().doing("taking back a buffer")?;
         }
@@ -157,7 +156,7 @@ impl<M, O> Slot<M, O> {
         loss: Loss<A>,
         wanted: Wanted,
     ) -> candle_core::Result<(f64, Vec<Option<Tensor>>)> {
-        let (here, _) = loss.of_shard(ctx, &rules.refusal)?;
+        let (here, _) = loss.of_shard(ctx)?;
         let whole = here.agree(ctx, rules.allow_non_finite, &rules.refusal)?;
         let whole = whole.with_weight(&rules.refusal)?;
         let mut gradients = Vec::new();
@@ -172,12 +171,6 @@ impl<M, O> Slot<M, O> {
 
 /// A loss beside the variables' own values may be infinite or NaN.
 const BESIDE: bool = true;
-
-/// The same tensors.
-fn copy<I: TensorTree>(batch: &I) -> I {
-    let Ok(copy) = batch.try_map(&mut |tensor| Ok::<_, Infallible>(tensor.clone()));
-    copy
-}
 
 impl<M, O, I, A, F> Checked for Subject<'_, M, O, I, F>
 where
