@@ -16,10 +16,12 @@ mod loss;
 mod optim;
 mod ownership;
 mod parameters;
+mod processes;
 mod progress;
 mod sharded;
 mod step;
 mod stored;
+mod tree;
 mod units;
 
 pub use crate::{

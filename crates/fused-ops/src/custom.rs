@@ -36,7 +36,8 @@ use crate::{
 ///
 /// let x = Var::new(3.0_f64, &Device::Cpu)?;
 /// let y = Var::new(5.0_f64, &Device::Cpu)?;
-/// let (x_here, y_here) = (x.as_detached_tensor(), y.as_detached_tensor());
+/// let x_here = x.as_detached_tensor();
+/// let y_here = y.as_detached_tensor();
 /// let product = x_here.mul(&y_here)?;
 /// let z = with_backward(&[&x, &y], &product, move |_, grad| {
 ///     let double = (grad * 2.0)?;
@@ -80,9 +81,10 @@ where
 /// ```
 pub fn backward_from(output: &Tensor, grad: Tensor) -> Result<GradStore> {
     if grad.shape() != output.shape() {
-        let (shape, of) = (grad.dims(), output.dims());
         return Err(candle_core::Error::msg(format!(
-            "a gradient of shape {shape:?} for an output of shape {of:?}"
+            "a gradient of shape {:?} for an output of shape {:?}",
+            grad.dims(),
+            output.dims()
         ))
         .into());
     }
@@ -110,9 +112,10 @@ where
         let grad = grad.ok_or_else(|| candle_core::Error::msg("an output has no gradient"))?;
         let grads = (self.backward)(output, grad)?;
         if grads.len() != self.needed.len() {
-            let (found, inputs) = (grads.len(), self.needed.len());
             return Err(candle_core::Error::msg(format!(
-                "{found} gradients for an operation of {inputs} inputs"
+                "{} gradients for an operation of {} inputs",
+                grads.len(),
+                self.needed.len()
             ))
             .into());
         }

@@ -4,8 +4,8 @@ pub(crate) mod builder;
 mod checked;
 mod slot;
 mod state;
-mod sync;
-mod vars;
+pub(crate) mod sync;
+pub(crate) mod vars;
 
 use std::{
     collections::BTreeMap,

@@ -9,11 +9,11 @@ use pmap_mesh::{ALL, Replica, TensorTree};
 use crate::{
     agreement,
     error::training::TrainingError,
-    grad::{differentiate, sums_of, widened},
+    grad::{differentiate, scaled, sums_of, widened},
     loss::Loss,
     optim::clip,
     step::{
-        batch::{Accumulated, Batch, scaled},
+        batch::{Accumulated, Batch},
         rules::{Report, Rules, Then},
     },
 };

@@ -2,7 +2,7 @@
 
 use std::ops::Range;
 
-use crate::error::training::Names;
+use crate::error::listed::Listed;
 
 /// Why a plan cannot be carried out on a mesh.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
@@ -39,7 +39,7 @@ pub enum ShardingError {
     #[error(
         "{} parameters are in no unit: {}. Numbered blocks are units by themselves, others are put \
          into one by `unit(name, prefixes)`",
-        parameters.len(), Names(parameters)
+        parameters.len(), Listed(parameters)
     )]
     NoUnit {
         /// Their names.

@@ -17,19 +17,20 @@ use fsdp_plan::{
 use pmap_mesh::{DeviceMesh, Specs, Uneven};
 
 use crate::{
-    data_parallel::builder::Group,
+    data_parallel::{builder::Group, sync, vars::Sharing},
     error::{Error, Result, sharding::ShardingError},
     fsdp::{
         FullyShard,
         keep::{Keep, KeepRules},
+        lock,
         model::{Model, Unit, UnitMember},
         slot::{GroupOptimizer, Part, Slot},
     },
-    optim::clip,
     parameters::{
         InitialValues,
         declare::{Declared, declare},
     },
+    processes::agreed,
     progress::Progress,
     sharded::{OwnedPart, ShardedVars, describe::declared_infos},
     step::{
@@ -57,6 +58,16 @@ pub struct FullyShardBuilder<'a, B> {
     choices: Choices,
     options: Options,
     seed: Seed,
+}
+
+/// What a process knows before it hears of the others.
+struct Prepared {
+    /// In the order of names.
+    declared: Vec<Declared>,
+    inventory: Inventory,
+    units: Vec<(String, Vec<Member>)>,
+    keeps: BTreeMap<String, Keep>,
+    plan: ShardingPlan,
 }
 
 /// Where the plan comes from.
@@ -233,7 +244,8 @@ impl<'a, B> FullyShardBuilder<'a, B> {
     /// buffer, or a plan is not for this model and mesh; [`Error::Training`] if a pattern matches
     /// nothing, groups overlap or nothing is trained; [`Error::Plan`] for a pattern that is none or
     /// parameters that cannot be planned; [`Error::Checkpoint`] and [`Error::Parameter`] if weights
-    /// cannot be read or are not the model's.
+    /// cannot be read or are not the model's; [`Error::OtherProcess`] and [`Error::Mesh`] if another
+    /// process fails or does not answer.
     pub fn build<M, O>(
         self,
         optimizer: impl Fn(Group) -> candle_core::Result<O>,
@@ -242,13 +254,34 @@ impl<'a, B> FullyShardBuilder<'a, B> {
         B: Fn(VarBuilder<'_>) -> candle_core::Result<M>,
         O: Optimizer,
     {
-        if let Some(max_norm) = self.options.max_norm {
-            clip::check_max_norm(max_norm)?;
-        }
+        let mesh = self.mesh;
+        let Prepared { declared, inventory, units, keeps, plan } = agreed(mesh, self.prepared())?;
+        self.check_alike(&declared, &inventory, &keeps, &plan)?;
+        let model = agreed(mesh, self.filled(&declared, inventory, units, &keeps, &plan))?;
+        let slots =
+            mesh.local_slots().map(|slot| of_slot(&model, slot, &optimizer).map(Mutex::new));
+        let slots: Vec<_> = agreed(mesh, slots.collect())?;
+        let rates = sync::of_numbers(learning_rates(&slots[0]));
+        sync::check_settings(mesh, &[("the optimizers' learning rates", rates)])?;
+        Ok(FullyShard {
+            slots,
+            mesh: mesh.clone(),
+            model: Arc::new(model),
+            options: self.options,
+            progress: Progress { steps: 0, batches: 0, seed: self.seed },
+        })
+    }
+
+    /// What this process can prepare without the others, and without memory for the model.
+    fn prepared<M>(&self) -> Result<Prepared>
+    where
+        B: Fn(VarBuilder<'_>) -> candle_core::Result<M>,
+    {
+        self.options.check()?;
         let home = &self.mesh.devices()[0];
         let mut declared = declare(&self.model, self.dtype, home).map_err(cannot_build)?;
         declared.sort_by(|left, right| left.name.cmp(&right.name));
-        let inventory = Arc::new(self.inventory(&declared)?);
+        let inventory = self.inventory(&declared)?;
         let infos = declared_infos(&declared, &inventory.roles)?;
         let units = self.units.units(&infos)?;
         let keeps = self.keeps.of_units(&unit_names(&units))?;
@@ -258,10 +291,45 @@ impl<'a, B> FullyShardBuilder<'a, B> {
         };
         let plan = self.planned(infos.iter().map(with_unit).collect())?;
         let plan = with_kept_units(&plan, &keeps)?;
+        Ok(Prepared { declared, inventory, units, keeps, plan })
+    }
 
-        let initial =
-            InitialValues::new(self.init, self.weights.as_deref(), &self.choices, &declared)?;
-        let vars = ShardedVars::cut(self.mesh, &plan, |info| {
+    /// Checks that all processes make the same model with the same options.
+    fn check_alike(
+        &self,
+        declared: &[Declared],
+        inventory: &Inventory,
+        keeps: &BTreeMap<String, Keep>,
+        plan: &ShardingPlan,
+    ) -> Result<()> {
+        let dtypes = declared.iter().map(|declared| declared.dtype);
+        // Slots never share what they keep.
+        let sharing = Sharing::PerSlot;
+        let settings = sync::settings(inventory, dtypes, &self.options, sharing, self.seed);
+        sync::check_settings(self.mesh, &settings)?;
+        let settings = [
+            ("unit", sync::of_debug(&self.units)),
+            // Before the plan, which has it too.
+            ("keep", sync::of_debug(keeps)),
+            ("strategy", sync::of_debug(plan)),
+            ("init", self.init.as_u64()),
+        ];
+        sync::check_settings(self.mesh, &settings)
+    }
+
+    /// The model with the values of this process's parts.
+    fn filled(
+        &self,
+        declared: &[Declared],
+        inventory: Inventory,
+        units: Vec<(String, Vec<Member>)>,
+        keeps: &BTreeMap<String, Keep>,
+        plan: &ShardingPlan,
+    ) -> Result<Model> {
+        let home = &self.mesh.devices()[0];
+        let open = declared.iter().map(|declared| (declared, true));
+        let initial = InitialValues::new(self.init, self.weights.as_deref(), &self.choices, open)?;
+        let vars = ShardedVars::cut(self.mesh, plan, |info| {
             let declared = &declared[position(&inventory, info.name())];
             let initial = &initial;
             Ok(move |run| initial.items(declared, run, home))
@@ -273,16 +341,7 @@ impl<'a, B> FullyShardBuilder<'a, B> {
             (name, unit)
         };
         let units = units.into_iter().map(unit).collect();
-        let (mesh, dtype) = (self.mesh.clone(), self.dtype);
-        let model = Model { vars, units, inventory, dtype };
-        let slots = mesh.local_slots().map(|slot| filled(&model, slot, &optimizer).map(Mutex::new));
-        Ok(FullyShard {
-            slots: slots.collect::<Result<_>>()?,
-            mesh,
-            model: Arc::new(model),
-            options: self.options,
-            progress: Progress { steps: 0, batches: 0, seed: self.seed },
-        })
+        Ok(Model { vars, units, inventory: Arc::new(inventory), dtype: self.dtype })
     }
 
     fn inventory(&self, declared: &[Declared]) -> Result<Inventory> {
@@ -376,8 +435,9 @@ fn check_fits(plan: &ShardingPlan, infos: &[ParameterInfo]) -> Result<(), Shardi
         }
     }
     if plan.parameters().len() > infos.len() {
-        let (planned, parameters) = (plan.parameters().len(), infos.len());
-        return other(format!("it has {planned} parameters, the model {parameters}"));
+        let reason =
+            format!("it has {} parameters, the model {}", plan.parameters().len(), infos.len());
+        return other(reason);
     }
     Ok(())
 }
@@ -398,7 +458,7 @@ fn of_roles(members: Vec<Member>, inventory: &Inventory) -> Vec<UnitMember> {
 }
 
 /// What a slot keeps.
-fn filled<O>(
+fn of_slot<O>(
     model: &Model,
     slot: usize,
     optimizer: impl Fn(Group) -> candle_core::Result<O>,
@@ -422,6 +482,12 @@ fn filled<O>(
     let optimizers: candle_core::Result<_> = optimizers.collect();
     let optimizers = optimizers.map_err(cannot_build)?;
     Ok(Slot::new(parts, optimizers, trained.len()))
+}
+
+/// The bits of the learning rates of all groups.
+fn learning_rates<O: Optimizer>(slot: &Mutex<Slot<O>>) -> Vec<u64> {
+    let rate = |group: &GroupOptimizer<O>| group.optimizer.learning_rate().to_bits();
+    lock(slot).optimizers.iter().map(rate).collect()
 }
 
 fn cannot_build(cause: candle_core::Error) -> Error {

@@ -2,6 +2,7 @@
 //! where a loss enters them.
 
 pub(crate) mod builder;
+mod checked;
 pub(crate) mod keep;
 mod model;
 mod operation;

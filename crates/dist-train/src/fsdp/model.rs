@@ -3,6 +3,7 @@
 use std::{collections::BTreeMap, sync::Arc};
 
 use candle_core::DType;
+use fsdp_plan::ElemType;
 
 use crate::{
     fsdp::keep::Keep, sharded::ShardedVars, step::inventory::Inventory, units::rules::Member,
@@ -30,6 +31,16 @@ pub(super) struct Unit {
 pub(super) struct UnitMember {
     pub(super) names: Member,
     pub(super) is_trained: bool,
+}
+
+impl Model {
+    /// Whether a parameter is of half precision.
+    pub(super) fn has_halves(&self) -> bool {
+        let parameters = self.vars.plan().parameters();
+        parameters
+            .iter()
+            .any(|parameter| matches!(parameter.info().dtype(), ElemType::F16 | ElemType::Bf16))
+    }
 }
 
 impl Unit {

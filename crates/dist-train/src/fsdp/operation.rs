@@ -11,7 +11,6 @@
 
 use std::{
     collections::BTreeMap,
-    convert::Infallible,
     mem,
     sync::{Arc, Mutex, MutexGuard, PoisonError},
 };
@@ -24,7 +23,7 @@ use pmap_mesh::TensorTree;
 use crate::{
     error::training::TrainingError,
     fsdp::{keep::Keep, model::Unit, session::Session},
-    loss,
+    loss, tree,
 };
 
 /// A pass through a unit.
@@ -70,13 +69,19 @@ where
 {
     pub(super) fn new(session: Arc<Session>, name: &str, x: &X, f: F) -> Self {
         let mut inputs = Vec::new();
-        let Ok(x) = x.try_map(&mut |tensor| {
+        let x = tree::map(x, |tensor| {
             let detached = tensor.detach();
             inputs.push(Input { tensor: detached.clone(), is_tracked: tensor.track_op() });
-            Ok::<_, Infallible>(detached)
+            detached
         });
-        let (x, graph) = (Mutex::new(x), Mutex::new(Graph::Later));
-        Self { session, name: name.to_owned(), f, x, inputs, graph }
+        Self {
+            session,
+            name: name.to_owned(),
+            f,
+            x: Mutex::new(x),
+            inputs,
+            graph: Mutex::new(Graph::Later),
+        }
     }
 
     /// The result of the forward pass, which has a place in the graph if it is to be
@@ -96,13 +101,9 @@ where
         if !is_recorded {
             return Ok(output);
         }
-        let mut inputs = vec![self.session.anchor().clone()];
-        let Ok(_) = x.try_map(&mut |tensor| {
-            if tensor.track_op() {
-                inputs.push(tensor.clone());
-            }
-            Ok::<_, Infallible>(tensor.clone())
-        });
+        let anchor = self.session.anchor().clone();
+        let tracked = tree::each(x, Tensor::clone).into_iter().filter(Tensor::track_op);
+        let inputs: Vec<Tensor> = [anchor].into_iter().chain(tracked).collect();
         let inputs: Vec<&Tensor> = inputs.iter().collect();
         Ok(with_backward(&inputs, &output, move |output, grad| self.backward(output, grad))?)
     }
@@ -152,10 +153,7 @@ where
                 self.compare(before, &graph.output)?;
                 graph
             }
-            Graph::Done => {
-                let (unit, how) = (self.name.clone(), "twice");
-                return Err(self.session.refuse(TrainingError::Differentiated { unit, how }));
-            }
+            Graph::Done => return Err(self.session.differentiated(&self.name, "twice")),
         };
         let mut grads = backward_from(&output, grad)?;
         drop(output);

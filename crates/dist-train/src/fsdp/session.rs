@@ -16,7 +16,7 @@ use crate::{
         model::{Model, Unit},
         operation::Operation,
     },
-    grad::{widened, without_nan},
+    grad::{is_half, scaled, widened, without_nan},
     loss::ShardLoss,
     step::rules::Rules,
 };
@@ -48,6 +48,8 @@ struct Backward {
     is_under_way: bool,
     /// Whether nothing of the batch is here.
     is_empty: bool,
+    /// What gradients are multiplied by: in halves the loss has a part of its factor alone.
+    rest: f64,
     /// The sums over all slots, by the position of this slot's part.
     sums: BTreeMap<usize, Tensor>,
     /// The parameters that have a gradient on this slot.
@@ -140,8 +142,11 @@ impl Session {
         if self.backward().is_under_way {
             return Ok(());
         }
-        let how = "by the loss itself";
-        Err(self.refuse(TrainingError::Differentiated { unit: unit.to_owned(), how }))
+        Err(self.differentiated(unit, "by the loss itself"))
+    }
+
+    pub(super) fn differentiated(&self, unit: &str, how: &'static str) -> candle_core::Error {
+        self.refuse(TrainingError::Differentiated { unit: unit.to_owned(), how })
     }
 
     /// Sums the gradients of a unit's parameters over all slots.
@@ -151,7 +156,10 @@ impl Session {
         gathered: BTreeMap<String, Var>,
         mut grads: GradStore,
     ) -> Result<()> {
-        let is_empty = self.backward().is_empty;
+        let (is_empty, rest) = {
+            let backward = self.backward();
+            (backward.is_empty, backward.rest)
+        };
         let mut of_params = BTreeMap::new();
         let mut used = Vec::new();
         for member in self.model.units[name].members.iter().filter(|member| member.is_trained) {
@@ -160,7 +168,8 @@ impl Session {
             let grad = match grads.remove(var) {
                 Some(grad) => {
                     used.push(name.clone());
-                    if is_empty { without_nan(widened(&grad)?)? } else { widened(&grad)? }
+                    let grad = widened(&grad)?;
+                    if is_empty { without_nan(grad)? } else { scaled(grad, rest)? }
                 }
                 None => widened(&var.zeros_like()?)?,
             };
@@ -174,12 +183,15 @@ impl Session {
 
     /// Differentiates a shard's sum over `scale`, through all units that it has entered.
     pub(super) fn differentiate(&self, shard: &ShardLoss, scale: f64) -> Result<Gradients> {
+        let halves = is_half(shard.dtype()) || self.model.has_halves();
+        let (sum, rest) = shard.share(scale, halves)?;
         {
             let mut backward = self.backward();
             backward.is_under_way = true;
             backward.is_empty = shard.is_empty();
+            backward.rest = rest;
         }
-        shard.share(scale)?.backward()?;
+        sum.backward()?;
         let Backward { mut sums, used, .. } = std::mem::take(&mut *self.backward());
         let n_parts = self.model.vars.vars(self.ctx.slot())?.len();
         let inventory = &self.model.inventory;

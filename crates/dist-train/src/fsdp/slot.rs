@@ -9,10 +9,11 @@ use pmap_mesh::{Replica, TensorTree};
 use crate::{
     agreement,
     fsdp::session::Session,
+    grad::scaled,
     loss::Loss,
     optim::clip,
     step::{
-        batch::{Accumulated, Batch, scaled},
+        batch::{Accumulated, Batch},
         rules::{Report, Rules, Then},
     },
 };

@@ -15,7 +15,7 @@ use self::{
     weights::{Allowed, Weights},
 };
 use crate::{
-    error::{Doing, Result},
+    error::{Doing, Result, training::TrainingError},
     step::roles::Choices,
 };
 
@@ -29,25 +29,31 @@ pub(crate) struct InitialValues {
 }
 
 impl InitialValues {
-    /// The values of these parameters: from pretrained weights, which must be those of the model
-    /// but for what the choices allow, and else from a seed.
+    /// The values of parameters: from pretrained weights, which must be those of the model but for
+    /// what the choices allow, and else from a seed. With each parameter stands whether it is open:
+    /// others have a value already.
     ///
     /// # Errors
     ///
-    /// Those of [`Weights::open`], [`Weights::check_fits`] and of the choices' patterns.
-    pub(crate) fn new(
+    /// [`TrainingError::TwoValues`] if the weights have one that is not open, and those of
+    /// [`Weights::open`], [`Weights::check_fits`] and of the choices' patterns.
+    pub(crate) fn new<'a>(
         seed: Seed,
         weights: Option<&Path>,
         choices: &Choices,
-        declared: &[Declared],
+        declared: impl Iterator<Item = (&'a Declared, bool)>,
     ) -> Result<Self> {
-        let names: Vec<&str> = declared.iter().map(|declared| declared.name.as_str()).collect();
-        let missing = choices.missing(&names)?;
+        let (open, there): (Vec<_>, Vec<_>) = declared.partition(|(_, is_open)| *is_open);
+        let all = open.iter().chain(&there).map(|(declared, _)| declared.name.as_str());
+        let missing = choices.missing(&all.collect::<Vec<_>>())?;
         let unexpected = choices.unexpected()?;
         let Some(path) = weights else { return Ok(Self { seed, weights: None }) };
         let weights = Weights::open(path)?;
-        let allowed = Allowed { missing: &missing, unexpected: &unexpected };
-        weights.check_fits(declared, allowed)?;
+        if let Some((twice, _)) = there.iter().find(|(declared, _)| weights.has(&declared.name)) {
+            return Err(TrainingError::TwoValues { name: twice.name.clone() }.into());
+        }
+        let open: Vec<Declared> = open.into_iter().map(|(declared, _)| declared.clone()).collect();
+        weights.check_fits(&open, Allowed { missing: &missing, unexpected: &unexpected })?;
         Ok(Self { seed, weights: Some(weights) })
     }
 

@@ -197,8 +197,13 @@ impl ShardedVars {
     ) -> Result<Self> {
         let units = units::of_names(&self.0.plan, units)?;
         let Inner { plan, mesh, axes, slots, .. } = &*self.0;
-        let (plan, mesh, axes) = (plan.clone(), mesh.clone(), axes.clone());
-        Ok(Self(Arc::new(Inner { plan, mesh, axes, units, slots: slots.clone() })))
+        Ok(Self(Arc::new(Inner {
+            plan: plan.clone(),
+            mesh: mesh.clone(),
+            axes: axes.clone(),
+            units,
+            slots: slots.clone(),
+        })))
     }
 
     /// The plan that is carried out.
@@ -340,9 +345,32 @@ impl ShardedVars {
     /// [`ParameterError::Unknown`], [`Error::Tensor`] if candle fails, or
     /// [`Error::Mesh`] if a process does not answer.
     pub fn gather(&self, name: &str) -> Result<Tensor> {
+        let value =
+            |slot: usize, part: usize| Some(self.0.slots[slot][part].var.as_detached_tensor());
+        self.gather_of(name, value)
+    }
+
+    /// The whole of something that each slot of this process, by its position among them, keeps for
+    /// its parts of a parameter, by their positions.
+    ///
+    /// # Errors
+    ///
+    /// [`ParameterError::Missing`] if it is not there for a part, and those of
+    /// [`gather`](Self::gather).
+    pub(crate) fn gather_of(
+        &self,
+        name: &str,
+        kept: impl Fn(usize, usize) -> Option<Tensor>,
+    ) -> Result<Tensor> {
         let param_idx = self.index_of(name)?;
-        let lists = self.0.slots.iter().map(|parts| tensors_of(parts, param_idx)).collect();
-        let lists = self.0.mesh.process_allgather(lists)?;
+        let missing = || ParameterError::Missing { name: name.to_owned() };
+        let of_slot = |slot: usize| {
+            let parts = self.0.slots[slot].iter().enumerate();
+            let own = parts.filter(|(_, part)| part.param_idx == param_idx);
+            own.map(|(part, _)| kept(slot, part).ok_or_else(missing)).collect()
+        };
+        let lists: Result<Vec<Vec<Tensor>>, _> = (0..self.0.slots.len()).map(of_slot).collect();
+        let lists = self.0.mesh.process_allgather(lists?)?;
         let mut by_start = BTreeMap::new();
         for (rank, list) in runs::ranks(self.0.plan.shard_group()).zip(lists) {
             let runs = runs::of_rank(&self.0.plan, param_idx, rank)?;
@@ -526,15 +554,6 @@ fn variable(parameter: &ParameterInfo, items: &Tensor, device: &Device) -> Resul
         .force_contiguous()
         .and_then(|items| Var::from_tensor(&items.to_device(device)?))
         .doing("moving a part of a parameter")
-}
-
-/// What one slot keeps of a parameter.
-fn tensors_of(parts: &[Part], param_idx: usize) -> Vec<Tensor> {
-    parts
-        .iter()
-        .filter(|part| part.param_idx == param_idx)
-        .map(|part| part.var.as_detached_tensor())
-        .collect()
 }
 
 /// The runs of a parameter in its own order, from what all slots contributed: that is the order of

@@ -102,7 +102,8 @@ impl Unit {
         let (whole, cut): (Vec<usize>, Vec<usize>) = params.into_iter().partition(is_whole);
         let is_trained = |param_idx: &usize| plan.parameters()[*param_idx].info().requires_grad();
         let trained = |params: &[usize]| params.iter().copied().filter(is_trained).collect();
-        let (trained_cut, trained_whole): (Vec<usize>, _) = (trained(&cut), trained(&whole));
+        let trained_cut: Vec<usize> = trained(&cut);
+        let trained_whole = trained(&whole);
         let gathered = layout(plan, unit, &cut, |dtype| dtype)?;
         let reduced = layout(plan, unit, &trained_cut, widened_dtype)?;
         let reduced = reduced.repeated(runs::index(plan.replicas()));

@@ -47,7 +47,7 @@ impl<A: TensorTree> Batch<A> {
         loss: Loss<A>,
         before: Option<Accumulated>,
     ) -> Result<Self> {
-        let (shard, aux) = loss.of_shard(ctx, &rules.refusal)?;
+        let (shard, aux) = loss.of_shard(ctx)?;
         let loss = shard.agree(ctx, rules.allow_non_finite, &rules.refusal)?;
         if let Then::Update = rules.then {
             let all = before.as_ref().map_or(loss, |before| before.loss.plus(loss));
@@ -116,10 +116,4 @@ impl Accumulated {
             aux: aux.collect::<Result<_>>()?,
         })
     }
-}
-
-/// A gradient times a factor, without a pass over it where that is 1: in most steps.
-#[expect(clippy::float_cmp, reason = "1 is exact, and the product by it the gradient itself")]
-pub(crate) fn scaled(gradient: Tensor, factor: f64) -> Result<Tensor> {
-    if factor == 1.0 { Ok(gradient) } else { gradient * factor }
 }

@@ -2,7 +2,7 @@
 
 use pmap_mesh::{P, PMap, Replica, Specs, TensorTree, Uneven};
 
-use crate::error::setting::SettingError;
+use crate::{error::setting::SettingError, optim::clip};
 
 /// The stream of random numbers that evaluations draw from, beside those of the batches.
 pub(crate) const EVALUATION: u64 = u64::MAX;
@@ -31,6 +31,16 @@ impl Default for Options {
 }
 
 impl Options {
+    /// Refuses numbers that a setting cannot be.
+    pub(crate) fn check(&self) -> Result<(), SettingError> {
+        self.max_norm.map_or(Ok(()), clip::check_max_norm)?;
+        if self.check_every == Some(0) {
+            let name = "the number of steps from one check of the variables to the next";
+            return Err(SettingError { name, value: 0.0, expected: "at least 1" });
+        }
+        Ok(())
+    }
+
     /// A function of shards of a model's batches, of which all replicas return the same.
     pub(crate) fn cut<I, A, F>(&self, call: PMap<I, A, F>) -> PMap<I, A, F>
     where

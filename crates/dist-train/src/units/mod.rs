@@ -88,8 +88,12 @@ impl Units {
                 let variable = vb.get_with_hints(declared.shape, &declared.name, declared.init)?;
                 variables.insert(declared.name, variable);
             }
-            let (dtype, device) = (vb.dtype(), vb.device().clone());
-            Ok(Self(Source::Whole(Whole { rules: rules.clone(), variables, dtype, device })))
+            Ok(Self(Source::Whole(Whole {
+                rules: rules.clone(),
+                variables,
+                dtype: vb.dtype(),
+                device: vb.device().clone(),
+            })))
         }
     }
 

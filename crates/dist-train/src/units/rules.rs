@@ -127,8 +127,10 @@ impl UnitRules {
                 !parameters.iter().any(|parameter| inner_name(parameter.name(), prefix).is_some())
             };
             if let Some(prefix) = prefixes.iter().find(matches_none) {
-                let (unit, prefix) = (unit.clone(), prefix.clone());
-                return Err(ShardingError::UnmatchedPrefix { unit, prefix });
+                return Err(ShardingError::UnmatchedPrefix {
+                    unit: unit.clone(),
+                    prefix: prefix.clone(),
+                });
             }
         }
         Ok(())

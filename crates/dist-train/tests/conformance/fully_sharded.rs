@@ -140,13 +140,16 @@ fn refusals(tested: &DeviceMesh) {
     let layout = if rank == 1 { Layout::Flat } else { Layout::Dim0 };
     let keep = if rank == 1 { Keep::Gathered } else { Keep::Inputs };
     let frozen = ["embed"].into_iter().filter(|_| rank == 1);
-    for outcome in [
-        built(builder().strategy(Full::new(layout))),
-        built(builder().keep(keep)),
-        built(builder().freeze(frozen)),
+    for (outcome, expected) in [
+        (built(builder().strategy(Full::new(layout))), "strategy"),
+        (built(builder().keep(keep)), "keep"),
+        (built(builder().freeze(frozen)), "freeze"),
     ] {
-        let is_refused =
-            matches!(outcome, Err(Error::Training(TrainingError::OtherModel { replica: 1 })));
+        let is_refused = matches!(
+            outcome,
+            Err(Error::Training(TrainingError::OtherOption { option, replica: 1 }))
+                if option == expected
+        );
         assert_eq!(is_refused, ranks > 1, "{outcome:?}");
     }
     let homeless = FullyShard::builder(tested, build).build(adam).map(drop);

@@ -220,6 +220,29 @@ fn another_order_of_units_names_both_sides() {
 }
 
 #[test]
+fn gradients_are_checked_and_parameters_stay() {
+    let mesh = DeviceMesh::cpu(2).unwrap();
+    let mut model = sharded(&mesh).build(adam).unwrap();
+    let before = crate::model::parameters(&model);
+    let report = model.check_gradients(batch(4, 0), loss).unwrap();
+    let parts: Vec<&str> = report.prefixes.iter().map(|check| &*check.prefix).collect();
+    let expected = ["blocks.0", "blocks.1", "blocks.2", "norm", "out", "positions", "tokens"];
+    assert_eq!(parts, expected);
+    assert_eq!(crate::model::parameters(&model), before);
+
+    // A softmax without backward beside a residual.
+    let mut model = FullyShard::builder(&mesh, layers).build(adam).unwrap();
+    let fused = second(|vb, x| {
+        let y = candle_nn::ops::softmax_last_dim(&x.contiguous()?)?;
+        linear(3, 3, vb)?.forward(&(y * 3.)?)? + x
+    });
+    let error = model.check_gradients(input(), fused).unwrap_err();
+    assert!(matches!(error, Error::Gradient(_)), "{error}");
+    assert!(error.to_string().contains("0 ("), "{error}");
+    model.step(input(), second(|vb, x| linear(3, 3, vb)?.forward(x))).unwrap();
+}
+
+#[test]
 fn losses_that_are_refused_change_nothing() {
     let mesh = DeviceMesh::cpu(2).unwrap();
     let mut model = sharded(&mesh).build(adam).unwrap();

@@ -37,36 +37,32 @@ fn difference(after: Vec<Traffic>, before: Vec<Traffic>) -> Vec<Traffic> {
     iter::zip(after, before).map(|(after, before)| after - before).collect()
 }
 
+/// The parameters of a unit.
+const UNIT_BYTES: u64 = ((WIDTH * WIDTH + WIDTH) * 4) as u64;
+
+/// A step with two of four units kept gathered, or none, cut into equal parts or not.
 #[test]
 fn a_step_sends_what_the_plan_says() {
     for slots in [2, 3, 4] {
-        for layout in [Layout::Dim0, Layout::RowRagged { rows: 1 }] {
-            for keep in [Keep::Inputs, Keep::Gathered] {
+        for layout in [Layout::Dim0, Layout::BlockRagged { block: 8 }] {
+            for (keep, gathered) in [(Keep::Inputs, 8), (Keep::Gathered, 6)] {
                 let mesh = DeviceMesh::cpu(slots).unwrap();
                 let builder = FullyShard::builder(&mesh, layers).keep_unit("{0,2}", keep);
                 let mut model = builder.strategy(Full::new(layout)).build(adam).unwrap();
+                let planned = model.plan().cost(&CostModel::default()).unwrap().collectives;
+                assert_eq!((planned.all_gather.count, planned.reduce_scatter.count), (gathered, 4));
+                let gathered_bytes = gathered * UNIT_BYTES;
+                let reduced = Tally { calls: 4, bytes: 4 * UNIT_BYTES };
+                if layout == Layout::Dim0 {
+                    // Without padding.
+                    assert_eq!(planned.all_gather.bytes, gathered_bytes);
+                    assert_eq!(planned.reduce_scatter.bytes, reduced.bytes);
+                }
                 let x = Tensor::ones((2 * slots, WIDTH), DType::F32, &Device::Cpu).unwrap();
                 let before = mesh.traffic();
                 model.step(x.clone(), loss).unwrap();
                 let step = difference(mesh.traffic(), before);
-                let planned = model.plan().cost(&CostModel::default()).unwrap().collectives;
-                let (gather, reduce) = (planned.all_gather, planned.reduce_scatter);
-                let mut gathered_bytes = 0;
-                for slot in &step {
-                    assert_eq!(slot.all_gather.calls - SCALARS.calls, gather.count);
-                    gathered_bytes += slot.all_gather.bytes - SCALARS.bytes;
-                    // Each hands over whole gradients, and its part of parameters.
-                    let expected = Tally { calls: reduce.count, bytes: reduce.bytes };
-                    assert_eq!(slot.reduce_scatter, expected);
-                    let counted = [slot.all_gather, slot.reduce_scatter];
-                    let others = Traffic {
-                        all_gather: counted[0],
-                        reduce_scatter: counted[1],
-                        ..Traffic::default()
-                    };
-                    assert_eq!(*slot, others, "nothing else is sent");
-                }
-                assert_eq!(gathered_bytes, gather.bytes, "{slots} slots, {layout:?}, {keep:?}");
+                check_step(&step, gathered, gathered_bytes, reduced);
 
                 let before = mesh.traffic();
                 model.evaluate(x, loss).unwrap();
@@ -78,4 +74,17 @@ fn a_step_sends_what_the_plan_says() {
             }
         }
     }
+}
+
+fn check_step(step: &[Traffic], gathered: u64, gathered_bytes: u64, reduced: Tally) {
+    let mut parts = 0;
+    for slot in step {
+        assert_eq!(slot.all_gather.calls, gathered + SCALARS.calls);
+        // Each hands over its parts of parameters, and whole gradients.
+        parts += slot.all_gather.bytes - SCALARS.bytes;
+        let Traffic { all_gather, .. } = *slot;
+        let nothing_else = Traffic { all_gather, reduce_scatter: reduced, ..Traffic::default() };
+        assert_eq!(*slot, nothing_else);
+    }
+    assert_eq!(parts, gathered_bytes);
 }
