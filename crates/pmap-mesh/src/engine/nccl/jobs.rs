@@ -3,7 +3,7 @@
 //! A job is packed where the replica is, so that on the device this comes before what is computed
 //! next; its transfers may then be started by another thread.
 
-use std::{collections::BTreeMap, ops::Range, sync::Arc};
+use std::{collections::BTreeMap, ops::Range};
 
 use candle_core::{DType, Device, Result, Shape, Tensor, Var, bail};
 
@@ -41,7 +41,7 @@ impl Job {
                 Ok(Self::Gather(Gathering::new(site, &own, layout, device)?))
             }
             Work::Reduce { list, wanted: Wanted::ByRank(runs), reduction } => {
-                Ok(Self::ReduceRuns(RunReduction::new(site, &list, runs, reduction)?))
+                Ok(Self::ReduceRuns(RunReduction::new(site, &list, &runs, reduction)?))
             }
             Work::Reduce { list, wanted: Wanted::Everything, reduction } => {
                 let all = (0..list.len()).collect();
@@ -58,7 +58,9 @@ impl Job {
         match self {
             Self::Gather(Gathering { swaps, .. })
             | Self::ReduceRuns(RunReduction { swaps, .. }) => {
-                swaps.values_mut().for_each(|swap| swap.start(call));
+                for swap in swaps.values_mut() {
+                    swap.start(call);
+                }
                 Ok(())
             }
             Self::Reduce(job) => job.buckets.iter_mut().try_for_each(|(_, sum)| sum.start(call)),
@@ -140,19 +142,14 @@ pub(super) struct RunReduction {
 }
 
 impl RunReduction {
-    fn new(
-        site: &Site,
-        list: &[Tensor],
-        runs: Arc<[Vec<Run>]>,
-        reduction: Reduction,
-    ) -> Result<Self> {
+    fn new(site: &Site, list: &[Tensor], runs: &[Vec<Run>], reduction: Reduction) -> Result<Self> {
         let list: Vec<Tensor> = list.iter().map(flat).collect::<Result<_>>()?;
         let mut swaps = ByType::new();
         for dtype in types(runs.iter().flatten().map(|run| list[run.tensor].dtype())) {
             let mut parts = Vec::new();
             let mut places: Vec<Range<usize>> = Vec::new();
             let mut end = 0;
-            for of_rank in runs.iter() {
+            for of_rank in runs {
                 let start = end;
                 for Run { tensor, items } in of_rank {
                     if list[*tensor].dtype() == dtype {

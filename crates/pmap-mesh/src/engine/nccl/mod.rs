@@ -419,8 +419,8 @@ impl Engine for Nccl {
 }
 
 /// The shape of what a rank contributes to a gathering, if `size` is its size in the free dimension.
-fn shape(site: &Site, own: &Tensor, size: i64) -> Result<Vec<usize>> {
-    let mut dims = own.dims().to_vec();
+fn shape(site: &Site, x: &Tensor, size: i64) -> Result<Vec<usize>> {
+    let mut dims = x.dims().to_vec();
     if let Some(dim) = site.call.free_dim {
         dims[dim] = usize::try_from(size)?;
     }

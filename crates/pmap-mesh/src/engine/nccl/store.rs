@@ -237,9 +237,9 @@ mod tests {
     const IDS: Ids = [[7; 128], [8; 128]];
     const SOON: Duration = Duration::from_millis(100);
 
-    fn join(path: &Path, rank: u64, within: Duration) -> Result<Bootstrap> {
-        let place = Placement::new(rank, 2).unwrap();
-        let peer = peer(rank as u8, "here");
+    fn join(path: &Path, rank: u8, within: Duration) -> Result<Bootstrap> {
+        let place = Placement::new(u64::from(rank), 2).unwrap();
+        let peer = peer(rank, "here");
         NcclStore::File(path.to_owned()).bootstrap(place, &peer, within, || Ok(IDS))
     }
 

@@ -25,17 +25,20 @@ use crate::{
 const SEED: Seed = Seed::new(1);
 const LIMIT: Duration = Duration::from_mins(1);
 
-/// What was sent and has not been received, by sender, receiver and how many went before.
+/// Sender, receiver, and how many messages went before from the one to the other.
+type Key = (usize, usize, usize);
+
+/// What was sent and has not been received.
 #[derive(Debug)]
-struct Messages<T>(Mutex<BTreeMap<(usize, usize, usize), T>>, Condvar);
+struct Messages<T>(Mutex<BTreeMap<Key, T>>, Condvar);
 
 impl<T> Messages<T> {
-    fn send(&self, key: (usize, usize, usize), message: T) {
+    fn send(&self, key: Key, message: T) {
         assert!(lock(&self.0).insert(key, message).is_none());
         self.1.notify_all();
     }
 
-    fn receive(&self, key: (usize, usize, usize)) -> T {
+    fn receive(&self, key: Key) -> T {
         let is_missing = |messages: &mut BTreeMap<_, T>| !messages.contains_key(&key);
         // A rank that has failed sends nothing more.
         let mut messages = self.1.wait_timeout_while(lock(&self.0), LIMIT, is_missing).unwrap().0;
@@ -133,7 +136,7 @@ impl Carrier for Port {
 struct InMemory {
     network: Arc<Network>,
     destination: Tensor,
-    incoming: Mutex<Vec<((usize, usize, usize), Range<usize>)>>,
+    incoming: Mutex<Vec<(Key, Range<usize>)>>,
 }
 
 impl Moving for InMemory {
