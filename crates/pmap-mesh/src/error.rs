@@ -433,8 +433,8 @@ pub enum ProcessError {
     /// The file by which the processes of a mesh find each other could not be used.
     ///
     /// The kind of its cause is [`AlreadyExists`](std::io::ErrorKind::AlreadyExists) for the file
-    /// of another mesh, [`TimedOut`](std::io::ErrorKind::TimedOut) if rank 0 has not written it in
-    /// time, and [`InvalidData`](std::io::ErrorKind::InvalidData) for one that is not of this
+    /// of another mesh, [`TimedOut`](std::io::ErrorKind::TimedOut) if another rank has not written it
+    /// in time, and [`InvalidData`](std::io::ErrorKind::InvalidData) for one that is not of this
     /// version, or is of another world.
     #[cfg(feature = "nccl")]
     #[error("the processes cannot find each other at {}: {}", path.display(), in_one_line(cause))]
