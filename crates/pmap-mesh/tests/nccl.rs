@@ -16,9 +16,10 @@ use core_types::Launched;
 use pmap_mesh::{ALL, DeviceMesh, DeviceMeshBuilder, NcclStore};
 use process_tests::{Case, Engine, ranks};
 
-const CASES: [Case; 10] = [
+const CASES: [Case; 11] = [
     Case::succeeds("collectives", 1),
     Case::succeeds("calls", 1),
+    Case::succeeds("replicated", 2),
     Case::succeeds("lists", 2),
     Case::fails("host tensor", 1, "over NCCL it must be on the device of its replica"),
     Case::fails("failure", 2, "failed: no more data"),
