@@ -16,9 +16,10 @@ use core_types::Launched;
 use pmap_mesh::{ALL, DeviceMesh, DeviceMeshBuilder, NcclStore};
 use process_tests::{Case, Engine, ranks};
 
-const CASES: [Case; 17] = [
+const CASES: [Case; 18] = [
     Case::succeeds("collectives", 1),
     Case::succeeds("calls", 1),
+    Case::succeeds("replicated", 2),
     Case::succeeds("lists", 2),
     Case::succeeds("underway", 1),
     Case::succeeds("runs", 2),
