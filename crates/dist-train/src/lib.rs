@@ -15,9 +15,11 @@ mod loss;
 mod optim;
 mod ownership;
 mod parameters;
+mod processes;
 mod progress;
 mod sharded;
 mod stored;
+mod tree;
 mod units;
 
 pub use crate::{
