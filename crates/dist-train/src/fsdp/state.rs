@@ -5,13 +5,14 @@ use std::collections::BTreeMap;
 use candle_core::{Tensor, Var};
 
 use crate::{
-    checkpoint::{file::TensorKey, read::Checkpoint, state_dict::StateDict},
+    checkpoint::{key::TensorKey, read::Checkpoint, state_dict::StateDict},
     error::{Doing, Result},
     fsdp::{
         FullyShard, lock,
         slot::{Part, Slot},
     },
     optim::StatefulOptimizer,
+    processes::agreed,
     progress::{Progress, TrainerState},
     step::inventory::Inventory,
 };
@@ -19,14 +20,19 @@ use crate::{
 impl<O: StatefulOptimizer> FullyShard<O> {
     /// The parameters, what the optimizers keep for them, and how far training is, for
     /// [`Checkpoints::save`](crate::Checkpoints::save): each slot of the mesh, in whatever process,
-    /// writes its parts. Accumulated gradients are not among them.
+    /// writes its parts. Accumulated gradients are not among them. Every process of the mesh calls it.
     ///
     /// # Errors
     ///
     /// [`Error::Optimizer`](crate::Error::Optimizer) if an optimizer cannot tell its state,
     /// [`CheckpointError::Kind`](crate::CheckpointError::Kind) if its state has a name that cannot be
-    /// written.
+    /// written, [`Error::OtherProcess`](crate::Error::OtherProcess) if another process fails.
     pub fn state_dict(&self) -> Result<StateDict> {
+        agreed(&self.mesh, self.state_of_slots())
+    }
+
+    /// What the slots of this process keep.
+    fn state_of_slots(&self) -> Result<StateDict> {
         let inventory = &self.model.inventory;
         let mut state =
             StateDict::new(&self.mesh, inventory.shapes()).with_trainer(self.trainer_state());
@@ -53,8 +59,15 @@ impl<O: StatefulOptimizer> FullyShard<O> {
     ///
     /// Those of [`DataParallel::load`](crate::DataParallel::load).
     pub fn load(&mut self, checkpoint: &Checkpoint) -> Result<()> {
+        checkpoint.check_fits(&self.mesh, &self.model.inventory.shapes())?;
+        agreed(&self.mesh, self.load_slots(checkpoint))?;
+        self.resume(checkpoint);
+        Ok(())
+    }
+
+    /// Gives the parts and optimizers of this process their values.
+    fn load_slots(&self, checkpoint: &Checkpoint) -> Result<()> {
         let inventory = &self.model.inventory;
-        checkpoint.check_fits(&self.mesh, &inventory.shapes())?;
         for slot in &self.slots {
             let slot = &mut *lock(slot);
             slot.forget();
@@ -64,7 +77,6 @@ impl<O: StatefulOptimizer> FullyShard<O> {
             }
             load_optimizers(slot, inventory, checkpoint)?;
         }
-        self.resume(checkpoint);
         Ok(())
     }
 

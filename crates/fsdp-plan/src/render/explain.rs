@@ -1,10 +1,10 @@
 //! Why one rank holds what it does, and what becomes of one parameter.
 
-use core_types::human::HumanBytes;
+use core_types::human::{HumanBytes, Printable};
 
 use super::{
     columns, cut,
-    text::{Printable, counted, grouped},
+    text::{counted, grouped},
 };
 use crate::{
     cost::{PlanCost, RankCost},

@@ -2,12 +2,9 @@
 
 use std::collections::BTreeSet;
 
-use core_types::Rank;
+use core_types::{Rank, human::Printable};
 
-use super::{
-    columns,
-    text::{Printable, grouped},
-};
+use super::{columns, text::grouped};
 use crate::{
     cut::Cut,
     groups::NamedGroups,
