@@ -5,7 +5,7 @@ pub(crate) mod builder;
 mod checked;
 pub(crate) mod keep;
 mod model;
-mod operation;
+pub(crate) mod operation;
 pub(crate) mod session;
 mod slot;
 mod state;

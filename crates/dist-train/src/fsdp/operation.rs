@@ -27,7 +27,7 @@ use crate::{
 };
 
 /// A pass through a unit.
-pub(super) struct Operation<X, F> {
+struct Operation<X, F> {
     session: Arc<Session>,
     name: String,
     f: F,
@@ -62,12 +62,23 @@ struct Differentiable {
     output: Tensor,
 }
 
+/// What `f` computes from `x` by the parameters of a unit; with a place in the graph if it is to be
+/// differentiated.
+pub(crate) fn enter<X, F>(session: &Arc<Session>, name: &str, x: &X, f: F) -> Result<Tensor>
+where
+    X: TensorTree,
+    F: Fn(VarBuilder<'_>, &X) -> Result<Tensor> + Send + Sync + 'static,
+{
+    let unit = session.find(name)?;
+    Operation::new(Arc::clone(session), name, x, f).enter(unit, x)
+}
+
 impl<X, F> Operation<X, F>
 where
     X: TensorTree,
     F: Fn(VarBuilder<'_>, &X) -> Result<Tensor> + Send + Sync + 'static,
 {
-    pub(super) fn new(session: Arc<Session>, name: &str, x: &X, f: F) -> Self {
+    fn new(session: Arc<Session>, name: &str, x: &X, f: F) -> Self {
         let mut inputs = Vec::new();
         let x = tree::map(x, |tensor| {
             let detached = tensor.detach();
@@ -84,9 +95,8 @@ where
         }
     }
 
-    /// The result of the forward pass, which has a place in the graph if it is to be
-    /// differentiated; `x` are the inputs with their history.
-    pub(super) fn enter(self, unit: &Unit, x: &X) -> Result<Tensor> {
+    /// The result of the forward pass; `x` are the inputs with their history.
+    fn enter(self, unit: &Unit, x: &X) -> Result<Tensor> {
         let is_tracked = unit.is_trained() || self.inputs.iter().any(|input| input.is_tracked);
         let is_recorded = self.session.is_training() && is_tracked;
         let output = match unit.keep {
@@ -122,7 +132,7 @@ where
     /// What the function computes, with a graph that ends at the unit's inputs and parameters.
     fn differentiable(&self, pass: &str) -> Result<Differentiable> {
         let gathered = self.session.gather(&self.name)?;
-        let unit = &self.session.model().units[&self.name];
+        let unit = self.session.find(&self.name)?;
         let leaf =
             |input: &Input| input.is_tracked.then(|| Var::from_tensor(&input.tensor)).transpose();
         let inputs: Vec<Option<Var>> = self.inputs.iter().map(leaf).collect::<Result<_>>()?;

@@ -8,14 +8,11 @@ use std::{
 
 use candle_core::{DType, Result, Tensor, Var, backprop::GradStore};
 use candle_nn::VarBuilder;
-use pmap_mesh::{Replica, TensorTree};
+use pmap_mesh::Replica;
 
 use crate::{
     error::training::TrainingError,
-    fsdp::{
-        model::{Model, Unit},
-        operation::Operation,
-    },
+    fsdp::model::{Model, Unit},
     grad::{is_half, scaled, widened, without_nan},
     loss::ShardLoss,
     step::rules::Rules,
@@ -81,21 +78,12 @@ impl Session {
         }))
     }
 
-    /// What `f` computes from `x` by the parameters of a unit.
-    pub(crate) fn unit<X, F>(self: &Arc<Self>, name: &str, x: &X, f: F) -> Result<Tensor>
-    where
-        X: TensorTree,
-        F: Fn(VarBuilder<'_>, &X) -> Result<Tensor> + Send + Sync + 'static,
-    {
-        let Some(unit) = self.model.units.get(name) else {
+    /// The unit of this name.
+    pub(super) fn find(&self, name: &str) -> Result<&Unit> {
+        self.model.units.get(name).ok_or_else(|| {
             let units = self.model.units.keys().cloned().collect();
-            return Err(self.refuse(TrainingError::UnknownUnit { unit: name.to_owned(), units }));
-        };
-        Operation::new(Arc::clone(self), name, x, f).enter(unit, x)
-    }
-
-    pub(super) fn model(&self) -> &Model {
-        &self.model
+            self.refuse(TrainingError::UnknownUnit { unit: name.to_owned(), units })
+        })
     }
 
     pub(super) fn anchor(&self) -> &Tensor {

@@ -9,7 +9,10 @@ use candle_nn::VarBuilder;
 use pmap_mesh::TensorTree;
 
 use self::rules::{Member, UnitRules};
-use crate::{fsdp::session::Session, parameters::declare::declare};
+use crate::{
+    fsdp::{operation::enter, session::Session},
+    parameters::declare::declare,
+};
 
 /// The variables of a model whose layers are made where a loss uses them: what a loss is given by a
 /// [`FullyShard`](crate::FullyShard), which puts together those of one unit at a time, and by a
@@ -123,7 +126,7 @@ impl Units {
     {
         match &self.0 {
             Source::Whole(whole) => f(whole.builder(name)?, x),
-            Source::Sharded(session) => session.unit(name, x, f),
+            Source::Sharded(session) => enter(session, name, x, f),
         }
     }
 }
