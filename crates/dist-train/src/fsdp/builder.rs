@@ -233,6 +233,9 @@ impl<'a, B> FullyShardBuilder<'a, B> {
 
     /// Plans the parameters, fills each slot's parts, and makes the optimizers.
     ///
+    /// A unit that has over half of all parameters is warned of in the log: where it is gathered
+    /// little is saved.
+    ///
     /// The model's constructor is called once, with parameters that take no memory. `optimizer` is
     /// called for each slot and group with the slot's parts, variables of one dimension; it is given
     /// the gradients of halves in single precision.
@@ -291,6 +294,9 @@ impl<'a, B> FullyShardBuilder<'a, B> {
         };
         let plan = self.planned(infos.iter().map(with_unit).collect())?;
         let plan = with_kept_units(&plan, &keeps)?;
+        if let (Some(unit), true) = (over_half(&plan), self.mesh.len() > 1) {
+            tracing::warn!("unit {unit} has over half of all parameters, and is gathered whole");
+        }
         Ok(Prepared { declared, inventory, units, keeps, plan })
     }
 
@@ -403,6 +409,15 @@ fn with_kept_units(plan: &ShardingPlan, keeps: &BTreeMap<String, Keep>) -> Resul
     Ok(plan.clone().with_kept_units(kept)?)
 }
 
+/// The unit that has over half of all parameters, if one has.
+fn over_half(plan: &ShardingPlan) -> Option<&str> {
+    let mut sizes: BTreeMap<&str, u128> = BTreeMap::new();
+    for parameter in plan.parameters() {
+        *sizes.entry(parameter.info().unit()).or_default() += u128::from(parameter.info().numel());
+    }
+    sizes.into_iter().find(|(_, size)| 2 * size > plan.numel()).map(|(unit, _)| unit)
+}
+
 /// Refuses a plan of other parameters than these, or with other units.
 fn check_fits(plan: &ShardingPlan, infos: &[ParameterInfo]) -> Result<(), ShardingError> {
     let other = |reason: String| Err(ShardingError::OtherPlan { reason });
@@ -492,4 +507,25 @@ fn learning_rates<O: Optimizer>(slot: &Mutex<Slot<O>>) -> Vec<u64> {
 
 fn cannot_build(cause: candle_core::Error) -> Error {
     Error::Model { cause }
+}
+
+#[cfg(test)]
+mod tests {
+    use fsdp_plan::ElemType;
+
+    use super::*;
+
+    #[test]
+    fn a_unit_with_over_half_of_the_parameters_is_found() {
+        let found = |sizes: [u64; 3]| {
+            let info = |(n, &size): (usize, &u64)| {
+                ParameterInfo::new(format!("{n}.w"), [size], ElemType::F32).unwrap()
+            };
+            let infos: Vec<_> = sizes.iter().enumerate().map(info).collect();
+            let plan = Full::default().plan(&infos, WorldSize::new(2).unwrap()).unwrap();
+            over_half(&plan).map(str::to_owned)
+        };
+        assert_eq!(found([2, 4, 2]), None);
+        assert_eq!(found([2, 5, 2]).as_deref(), Some("1"));
+    }
 }

@@ -25,7 +25,7 @@ use self::{
 };
 use crate::{
     batch::Layout,
-    error::{Result, training::TrainingError},
+    error::{Error, Result, training::TrainingError},
     loss::Loss,
     progress::Progress,
     step::{
@@ -309,6 +309,22 @@ impl<O> FullyShard<O> {
     /// if a process does not answer.
     pub fn gather(&self, name: &str) -> Result<Tensor> {
         self.model.vars.gather(name)
+    }
+
+    /// Hands the whole of each parameter to `f`, one after the other in the order of names: a model
+    /// that fills all devices can be written out by one. Every process of the mesh calls it.
+    ///
+    /// # Errors
+    ///
+    /// The first error of `f`, and those of [`gather`](Self::gather).
+    pub fn for_each_whole<E: From<Error>>(
+        &self,
+        mut f: impl FnMut(&str, Tensor) -> Result<(), E>,
+    ) -> Result<(), E> {
+        for (name, _) in &self.model.inventory.parameters {
+            f(name, self.gather(name)?)?;
+        }
+        Ok(())
     }
 }
 

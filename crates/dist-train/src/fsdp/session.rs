@@ -190,7 +190,7 @@ impl Session {
         })
     }
 
-    /// Not held while anything is computed: the backward pass of a unit may enter others.
+    /// Not held while anything is computed or waited for.
     fn backward(&self) -> MutexGuard<'_, Backward> {
         self.backward.lock().unwrap_or_else(PoisonError::into_inner)
     }

@@ -155,11 +155,14 @@ pub(crate) fn names() -> Vec<String> {
 }
 
 pub(crate) fn parameters(model: &FullyShard<AdamW>) -> BTreeMap<String, Vec<u32>> {
-    let whole = |name: String| {
-        let bits = bits(&model.gather(&name).unwrap());
-        (name, bits)
+    let mut parameters = BTreeMap::new();
+    let insert = |name: &str, whole: Tensor| {
+        parameters.insert(name.to_owned(), bits(&whole));
+        Ok::<_, dist_train::Error>(())
     };
-    names().into_iter().map(whole).collect()
+    model.for_each_whole(insert).unwrap();
+    assert_eq!(parameters.len(), names().len());
+    parameters
 }
 
 /// Some steps of a sharded model.
