@@ -105,7 +105,7 @@ fn a_step_holds_what_the_plan_says_and_one_unit_s_work() {
         let plan = planned(slots, BLOCKS);
         // The values between blocks, those within one, and what candle adds to gradients of zeros.
         let work = slots * (BLOCKS * VALUE_BYTES + 16 * VALUE_BYTES + BLOCK_BYTES);
-        println!(
+        eprintln!(
             "{slots} slots: {found} of {plan} + {work}, replicated {}",
             replicated(slots, BLOCKS)
         );
@@ -119,7 +119,7 @@ fn a_model_of_more_blocks_holds_more_of_its_parameters_and_inputs_alone() {
     for slots in [1, 3] {
         let [few, many] = [8, 24].map(|blocks| sharded(slots, blocks, Keep::Inputs));
         let expected = 16 * (4 * BLOCK_BYTES + slots * VALUE_BYTES);
-        println!("{slots} slots: {few} to {many}, expected {expected} more");
+        eprintln!("{slots} slots: {few} to {many}, expected {expected} more");
         let off = (many - few).abs_diff(expected);
         assert!(off < expected / 50, "{slots} slots: {few} to {many} bytes, {expected} expected");
     }

@@ -1,6 +1,9 @@
 //! A sharded model whose gradients are checked.
 
-use std::sync::{Arc, Mutex, OnceLock};
+use std::{
+    mem,
+    sync::{Arc, Mutex, OnceLock},
+};
 
 use candle_core::Tensor;
 use candle_nn::Optimizer;
@@ -70,8 +73,36 @@ enum Wanted {
     Gradients,
 }
 
-/// The sums of each slot of this process, for its parts.
-type Sums = Vec<Vec<Option<Tensor>>>;
+/// The sums that a slot has for its parts.
+type SlotSums = Vec<Option<Tensor>>;
+
+/// What a batch has led to: `S` are the sums of a slot, or of all slots of this process.
+struct Computed<S> {
+    mean: f64,
+    /// Whether any slot has a gradient of each trained parameter.
+    used: Vec<bool>,
+    sums: S,
+}
+
+/// The loss of the whole batch, and this slot's part of its gradients if they are wanted.
+fn compute<A: TensorTree>(
+    ctx: &Replica,
+    session: &Session,
+    rules: &Rules,
+    loss: Loss<A>,
+    wanted: Wanted,
+) -> candle_core::Result<Computed<SlotSums>> {
+    let (here, _) = loss.of_shard(ctx)?;
+    let whole = here.agree(ctx, rules.allow_non_finite, &rules.refusal)?;
+    let whole = whole.with_weight(&rules.refusal)?;
+    let mut computed = Computed { mean: whole.mean(), used: Vec::new(), sums: Vec::new() };
+    if wanted == Wanted::Gradients {
+        let gradients = session.differentiate(&here, whole.weight())?;
+        computed.used = agreement::any(ctx, &gradients.used)?;
+        computed.sums = gradients.sums;
+    }
+    Ok(computed)
+}
 
 impl<O, I, A, F> Subject<'_, O, I, F>
 where
@@ -80,11 +111,10 @@ where
     A: TensorTree,
     F: Fn(&Replica, &Units, I) -> candle_core::Result<Loss<A>> + Send + Sync,
 {
-    /// The loss of the batch, and if they are wanted the gradients, with whether there is one of each
-    /// trained parameter.
+    /// The loss of the batch, and if they are wanted its gradients, slot by slot.
     #[expect(clippy::expect_used, reason = "a call that succeeded has run every replica")]
     #[track_caller]
-    fn run(&mut self, wanted: Wanted, allow_non_finite: bool) -> Result<(f64, Vec<bool>, Sums)> {
+    fn run(&mut self, wanted: Wanted, allow_non_finite: bool) -> Result<Computed<Vec<SlotSums>>> {
         let Self { model, batch, loss, .. } = self;
         let rules = Arc::new(Rules { allow_non_finite, ..model.rules(Then::Keep) });
         let purpose = match wanted {
@@ -93,41 +123,31 @@ where
         };
         let layout = Layout::of(batch);
         let found = OnceLock::new();
-        let sums: Vec<Mutex<Vec<Option<Tensor>>>> =
-            model.slots.iter().map(|_| Mutex::default()).collect();
+        let sums: Vec<Mutex<SlotSums>> = model.slots.iter().map(|_| Mutex::default()).collect();
         let call = model.mesh.pmap_scoped(|ctx, shard: I| {
             let session = Session::new(ctx, &model.model, &rules, purpose)?;
             let units = Units::sharded(Arc::clone(&session));
             let here = layout.explain(shard, |shard| loss(ctx, &units, shard))?;
-            let computed = (|| {
-                let (here, _) = here.of_shard(ctx)?;
-                let whole = here.agree(ctx, rules.allow_non_finite, &rules.refusal)?;
-                let whole = whole.with_weight(&rules.refusal)?;
-                let mut used = Vec::new();
-                if wanted == Wanted::Gradients {
-                    let gradients = session.differentiate(&here, whole.weight())?;
-                    used = agreement::any(ctx, &gradients.used)?;
-                    *lock(&sums[ctx.local_index()]) = gradients.sums;
-                }
-                Ok((whole.mean(), used))
-            })();
-            rules.refusal.outcome(computed.map(|computed| {
-                found.get_or_init(|| computed);
+            let computed = compute(ctx, &session, &rules, here, wanted);
+            rules.refusal.outcome(computed.map(|Computed { mean, used, sums: of_slot }| {
+                *lock(&sums[ctx.local_index()]) = of_slot;
+                found.get_or_init(|| (mean, used));
             }))
         });
         let call = model.options.cut(call).seed(model.progress.seed);
-        let call_outcome = call.call_at(model.progress.batches, tree::map(batch, Tensor::clone));
-        let outcome = rules.refusal.of(call_outcome);
+        let batch = tree::map(batch, Tensor::clone);
+        let outcome = rules.refusal.of(call.call_at(model.progress.batches, batch));
         model.slots.iter().for_each(|slot| lock(slot).forget());
         outcome?;
         let (mean, used) = found.into_inner().expect("every replica has found it");
-        Ok((mean, used, sums.iter().map(|sums| std::mem::take(&mut *lock(sums))).collect()))
+        let sums = sums.iter().map(|sums| mem::take(&mut *lock(sums))).collect();
+        Ok(Computed { mean, used, sums })
     }
 
     /// The whole gradients of all trained parameters.
     #[track_caller]
     fn gradients_of_batch(&mut self, allow_non_finite: bool) -> Result<Vec<Option<Tensor>>> {
-        let (_, used, sums) = self.run(Wanted::Gradients, allow_non_finite)?;
+        let Computed { used, sums, .. } = self.run(Wanted::Gradients, allow_non_finite)?;
         let vars = &self.model.model.vars;
         let whole = |(&name, used): (&&str, bool)| {
             if !used {
@@ -149,13 +169,12 @@ where
 {
     #[track_caller]
     fn loss(&mut self) -> Result<f64> {
-        // A loss beside the parameters may be anything.
-        Ok(self.run(Wanted::Loss, true)?.0)
+        Ok(self.run(Wanted::Loss, BESIDE)?.mean)
     }
 
     #[track_caller]
     fn gradients(&mut self) -> Result<Vec<Option<Tensor>>> {
-        self.gradients_of_batch(true)
+        self.gradients_of_batch(BESIDE)
     }
 
     fn value(&self, var: usize) -> Result<Tensor> {
@@ -177,5 +196,8 @@ where
         Ok(())
     }
 }
+
+/// A loss beside the parameters' own values may be infinite or NaN.
+const BESIDE: bool = true;
 
 const SETTING: &str = "setting a parameter";

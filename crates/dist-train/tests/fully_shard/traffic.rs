@@ -31,7 +31,7 @@ fn loss(_: &Replica, model: &Units, x: Tensor) -> Result<Tensor> {
 
 /// What the slots tell each other beside parameters and gradients in a step: the loss with its
 /// weight, which parameters have a gradient, and their squares.
-const SCALARS: Tally = Tally { calls: 3, bytes: 3 * 8 + 4 + PARAMETERS * 8 };
+const SCALARS: Tally = Tally { calls: 3, bytes: 4 * 8 + 4 + PARAMETERS * 8 };
 
 fn difference(after: Vec<Traffic>, before: Vec<Traffic>) -> Vec<Traffic> {
     iter::zip(after, before).map(|(after, before)| after - before).collect()
