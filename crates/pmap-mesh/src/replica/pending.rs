@@ -16,8 +16,8 @@ use crate::{
 /// A collective that was started: its result is to be waited for.
 ///
 /// Several may be under way at a time, and be waited for in any order. All members of a group start
-/// them in one order: the n-th collective that each starts or calls along the same axes is one. (Over
-/// NCCL in one order along all axes together, as its operations run one after the other.) A
+/// them in one order: the n-th collective that each starts or calls along the same axes is one.
+/// (Over NCCL in one order along all axes together, as its operations run one after the other.) A
 /// collective that one member starts and another one calls, `start_psum` and `psum`, is a
 /// [`CollectiveError::Mismatch`](crate::CollectiveError::Mismatch).
 ///
