@@ -14,8 +14,8 @@ pub(super) trait Element: WithDType {
     fn smaller(sum: Self::Sum, next: Self::Sum) -> Self::Sum;
     /// Means are for floats; an integer stays as it is, and is refused earlier.
     fn divide(sum: Self::Sum, count: usize) -> Self::Sum;
-    /// Whether they differ in any bit.
-    fn differs(self, other: Self) -> bool;
+    /// Its bits, and zeros above them.
+    fn bits(self) -> u64;
     /// Has `add` change items as sums: where they lie if they are, or else in a copy of them, which
     /// is rounded when all is added.
     fn as_sums(items: &mut [Self], add: impl FnOnce(&mut [Self::Sum]) -> Result<()>) -> Result<()>;
@@ -36,8 +36,8 @@ macro_rules! float_arithmetic {
         fn divide(sum: $sum, count: usize) -> $sum {
             sum / count as $sum
         }
-        fn differs(self, other: Self) -> bool {
-            self.to_bits() != other.to_bits()
+        fn bits(self) -> u64 {
+            self.to_bits().into()
         }
     };
 }
@@ -86,7 +86,7 @@ macro_rules! half_element {
 }
 
 macro_rules! integer_element {
-    ($($type:ty),+) => {$(
+    ($($type:ty as $unsigned:ty),+) => {$(
         impl Element for $type {
             its_own_sum!();
             fn plus(sum: $type, next: $type) -> $type {
@@ -101,8 +101,8 @@ macro_rules! integer_element {
             fn divide(sum: $type, _: usize) -> $type {
                 sum
             }
-            fn differs(self, other: Self) -> bool {
-                self != other
+            fn bits(self) -> u64 {
+                <$unsigned>::from_ne_bytes(self.to_ne_bytes()).into()
             }
         }
     )+};
@@ -110,4 +110,4 @@ macro_rules! integer_element {
 
 float_element!(f32, f64);
 half_element!(bf16, f16);
-integer_element!(u8, u32, i16, i32, i64);
+integer_element!(u8 as u8, u32 as u32, i16 as u16, i32 as u32, i64 as u64);

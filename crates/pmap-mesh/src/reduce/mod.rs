@@ -10,9 +10,10 @@ pub(crate) mod outputs;
 pub(crate) mod parts;
 mod shared_buffer;
 
-use std::ops::Range;
+use std::{ops::Range, slice};
 
 use candle_core::{DType, Device, Result, Shape, Tensor, bail};
+use core_types::Fingerprint;
 use half::{bf16, f16};
 
 use self::{
@@ -98,13 +99,33 @@ fn same_of<T: Element>(pair: &[Tensor; 2]) -> Result<bool> {
         pair.lend(0, block.clone(), |items| left.extend_from_slice(items))?;
         let differ = pair.lend(1, block, |right| {
             // Without a way out of the loop, so that it compiles to vector instructions.
-            left.iter().zip(right).fold(false, |any, (a, b): (&T, &T)| any | a.differs(*b))
+            let pairs = left.iter().zip(right);
+            pairs.fold(false, |any, (a, b): (&T, &T)| any | (a.bits() != b.bits()))
         })?;
         if differ {
             return Ok(false);
         }
     }
     Ok(true)
+}
+
+/// Adds the items of a contiguous tensor on the processor to a fingerprint, as many as fit into a
+/// word at a time.
+pub(crate) fn fingerprint(x: &Tensor, fingerprint: &mut Fingerprint) -> Result<()> {
+    dispatch!(x.dtype(), fingerprint_of(x, fingerprint))
+}
+
+fn fingerprint_of<T: Element>(x: &Tensor, fingerprint: &mut Fingerprint) -> Result<()> {
+    let word = |items: &[T]| {
+        let shifted = |word: u64, item: &T| match size_of::<T>() {
+            8 => item.bits(),
+            bytes => word << (8 * bytes) | item.bits(),
+        };
+        items.iter().fold(0, shifted)
+    };
+    slice::from_ref(x).lend(0, 0..x.elem_count(), |items| {
+        fingerprint.extend(items.chunks(size_of::<u64>() / size_of::<T>()).map(word));
+    })
 }
 
 /// Reduces what several ranks sent, as bytes of items of type `dtype`, into `sums`.
