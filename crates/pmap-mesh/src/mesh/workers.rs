@@ -617,4 +617,41 @@ mod tests {
             assert_eq!(counts.iter_mut().map(|n| *n.get_mut()).collect::<Vec<_>>(), [1, 1]);
         }
     }
+
+    static COUNTS: [AtomicUsize; 1] = [AtomicUsize::new(0)];
+
+    /// Posts a part of a job of one slot; returns what its end is counted in.
+    fn post(mailbox: &Mailbox, job: &Arc<dyn Job>) -> Arc<Pending> {
+        let caller = thread::current();
+        let pending = Arc::new(Pending { of: 1, left: AtomicUsize::new(1), caller });
+        let part = Part { job: Arc::clone(job), pending: Arc::clone(&pending) };
+        mailbox.post(Task { part: Some(part), call: Location::caller() });
+        pending
+    }
+
+    #[test]
+    fn a_part_is_taken_back_until_it_begins_and_its_job_is_let_go() {
+        let mailbox = Mailbox::new(thread::current());
+        let job: Arc<dyn Job> = Arc::new(Add(&COUNTS));
+        let first = post(&mailbox, &job);
+        let second = post(&mailbox, &job);
+        let begun = mailbox.next().unwrap();
+
+        assert!(mailbox.take_back(&first).is_none());
+        assert_eq!(mailbox.take_back(&second).unwrap().behind, Some(begun.call));
+        assert!(second.all_have_ended() && !first.all_have_ended());
+        // Here, and in the part that has begun.
+        assert_eq!(Arc::strong_count(&job), 2);
+        // Its turn comes all the same.
+        assert!(mailbox.next().unwrap().part.is_none());
+        assert!(mailbox.take_back(&second).is_none());
+    }
+
+    #[test]
+    fn a_part_of_a_worker_that_is_not_busy_was_behind_nothing() {
+        let mailbox = Mailbox::new(thread::current());
+        let pending = post(&mailbox, &(Arc::new(Add(&COUNTS)) as Arc<dyn Job>));
+        assert!(mailbox.take_back(&pending).unwrap().behind.is_none());
+        assert!(pending.all_have_ended());
+    }
 }
