@@ -447,7 +447,7 @@ impl Part {
 
 /// A part that its worker has not begun, and will not.
 struct TakenBack {
-    /// The call that the worker is busy with; it may also be about to begin.
+    /// The call that the worker is busy with; none if it is only about to take the part.
     behind: Option<&'static Location<'static>>,
 }
 

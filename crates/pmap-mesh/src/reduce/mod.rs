@@ -1,7 +1,7 @@
 //! Adding up tensors of several replicas on a processor, in the order of the ranks.
 
-// Tested in every build, against the kernel that it must agree with.
 mod element;
+// Tested in every build, against the kernel that it must agree with.
 #[cfg(any(test, feature = "nccl"))]
 pub(crate) mod elementwise;
 pub(crate) mod joint;
