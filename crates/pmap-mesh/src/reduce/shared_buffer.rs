@@ -115,7 +115,8 @@ impl<T: Copy> SharedBuffer<T> {
 /// What is left to be filled of a part.
 #[derive(Debug)]
 pub(super) struct Unfilled<'a, T> {
-    /// Those that were filled are no longer among them: this proves that all are.
+    /// Those that were filled are no longer among them, so all are when none is left; and nobody can
+    /// put the places of another part here, whose lifetime is its own.
     places: &'a mut [MaybeUninit<T>],
 }
 
