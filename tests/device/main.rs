@@ -3,6 +3,8 @@
 #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
 
 mod moves;
+mod training;
+mod underway;
 
 use candle_core::{DType, Device, Tensor, Var};
 use candle_distributed::{
