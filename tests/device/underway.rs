@@ -14,17 +14,18 @@ use candle_distributed::mesh::{ALL, DeviceMesh, P, Replica, Run, RunLayout};
 use super::meshes;
 
 /// More than any part that is moved at once.
-const ITEMS: usize = 300_007;
+const ITEMS: usize = END as usize;
+const END: u32 = 300_007;
 
 /// Numbers of a slot, exact in single precision, which its device may not have computed yet.
 fn numbers(ctx: &Replica, round: usize) -> Result<Tensor> {
-    let x = Tensor::arange(0_u32, ITEMS as u32, ctx.device())?.to_dtype(DType::F32)?;
+    let x = Tensor::arange(0_u32, END, ctx.device())?.to_dtype(DType::F32)?;
     x.affine((1 + ctx.slot()) as f64, round as f64)
 }
 
 /// The numbers of both slots added up.
 fn sum(round: usize) -> Tensor {
-    let x = Tensor::arange(0_u32, ITEMS as u32, &Device::Cpu).unwrap();
+    let x = Tensor::arange(0_u32, END, &Device::Cpu).unwrap();
     x.to_dtype(DType::F32).unwrap().affine(3.0, 2.0 * round as f64).unwrap()
 }
 
@@ -49,18 +50,15 @@ fn what_is_started_may_be_waited_for_in_any_order() {
             let third = ctx.start_gather_runs(vec![own], &layout, ALL)?;
             // Computed while they are under way.
             let last = ctx.start_psum(&x.affine(1.0, 2.0)?, ALL)?;
+            let whole = |mut gathered: Vec<Var>| gathered.swap_remove(0).into_inner();
             if ctx.slot() == 0 {
-                let all = (last.wait()?, third.wait()?.swap_remove(0));
-                return Ok((
-                    second.wait()?.swap_remove(0),
-                    first.wait()?,
-                    all.1.into_inner(),
-                    all.0,
-                ));
+                let last = last.wait()?;
+                let gathered = whole(third.wait()?);
+                return Ok((second.wait()?.swap_remove(0), first.wait()?, gathered, last));
             }
             let first = first.wait()?;
-            let second = second.wait()?.swap_remove(0);
-            Ok((second, first, third.wait()?.swap_remove(0).into_inner(), last.wait()?))
+            let reduced = second.wait()?.swap_remove(0);
+            Ok((reduced, first, whole(third.wait()?), last.wait()?))
         });
         let run = run.out_axes([P::shard(0, ALL), P::replicate(), P::replicate(), P::replicate()]);
         let (reduced, first, gathered, last) = run.call(()).unwrap();
