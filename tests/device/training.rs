@@ -5,7 +5,6 @@ use candle_distributed::{
     mesh::DeviceMesh,
     ops::{self, Activation, AttentionConfig, CrossEntropyConfig, DropoutKey},
     train::{AdamW, DataParallel, ParamsSgd, Sgd},
-    types::Seed,
 };
 use candle_nn::{Linear, Module, Optimizer, ParamsAdamW, VarMap, linear};
 
@@ -45,7 +44,6 @@ fn trained<O: Optimizer + Send + 'static>(
     let vars = VarMap::new();
     let mut model = DataParallel::builder(mesh, |vb| linear(6, 5, vb))
         .variables(&vars)
-        .init(Seed::new(3))
         .dtype(dtype)
         .clip_grad_norm(0.5)
         .build(|group| make(group.vars))
