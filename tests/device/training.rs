@@ -57,8 +57,7 @@ fn trained<O: Optimizer + Send + 'static>(
         assert!(report.grad_norm > 0.5, "it is clipped");
     }
     model.check_in_sync().unwrap();
-    let weight = vars.data().lock().unwrap()["weight"].as_detached_tensor();
-    weight
+    vars.data().lock().unwrap()["weight"].as_detached_tensor()
 }
 
 #[test]

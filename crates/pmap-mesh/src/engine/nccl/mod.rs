@@ -418,11 +418,11 @@ impl Engine for Nccl {
     }
 }
 
-/// The shape of what a rank contributes to a gathering, if `size` is its size in the free dimension.
-fn shape(site: &Site, x: &Tensor, size: i64) -> Result<Vec<usize>> {
+/// The shape of what a rank contributes to a gathering, if it has `n_rows` in the free dimension.
+fn shape(site: &Site, x: &Tensor, n_rows: i64) -> Result<Vec<usize>> {
     let mut dims = x.dims().to_vec();
     if let Some(dim) = site.call.free_dim {
-        dims[dim] = usize::try_from(size)?;
+        dims[dim] = usize::try_from(n_rows)?;
     }
     Ok(dims)
 }
