@@ -83,6 +83,8 @@ fn a_variable_may_be_set_while_replicas_sum_it() {
                         for value in [&new, &old] {
                             var.set(value).unwrap();
                         }
+                        // Or it would have more to do than it ever does.
+                        var.device().synchronize().unwrap();
                     }
                 }
             });
