@@ -53,6 +53,10 @@ use crate::{
 /// too: as long as they would wait in a collective.
 const JOIN_TIME: Duration = DeviceMesh::PROCESS_DEADLINE;
 
+/// How long rank 0 waits at most until all have read that they cannot be a mesh: they look for it
+/// many times a second, where they have come so far.
+const READ_TIME: Duration = Duration::from_secs(10);
+
 /// Nobody, as the rank that a member wants to receive from.
 const NOBODY: i64 = -1;
 
@@ -137,7 +141,10 @@ impl Nccl {
         let peer = Peer::on(cuda).map_err(nccl)?;
         let new_ids = || Ok([new_id().map_err(nccl)?, new_id().map_err(nccl)?]);
         let bootstrap = store.bootstrap(place, &peer, JOIN_TIME, new_ids)?;
-        refuse_shared(&bootstrap.peers).map_err(nccl)?;
+        if let Err(reason) = refuse_shared(&bootstrap.peers) {
+            bootstrap.wait_for_readers(READ_TIME);
+            return Err(nccl(reason));
+        }
         let ending = Ending {
             slot: place.rank().as_usize(),
             #[cfg(feature = "mpi")]
