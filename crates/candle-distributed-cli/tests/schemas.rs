@@ -250,10 +250,14 @@ fn run_of(dir: &Path) -> [Form; 4] {
     let mut checkpoints: Vec<_> = fs::read_dir(run.join("checkpoints"))
         .unwrap()
         .map(|entry| entry.unwrap().path().join("index.json"))
+        .filter(|index| index.exists())
         .collect();
     checkpoints.sort();
     let mut of_own_text = read(&run.join("run.json"));
     of_own_text["data"] = Value::Null;
+    let mut indices: Vec<_> = checkpoints.iter().map(|path| read(path)).collect();
+    // As a program writes it that names its run.
+    indices[0]["run"] = "c0ffee".into();
     [
         Form { name: "sampler-state", documents: states, free: &[] },
         Form { name: "run", documents: vec![read(&run.join("run.json")), of_own_text], free: &[] },
@@ -262,11 +266,7 @@ fn run_of(dir: &Path) -> [Form; 4] {
             documents: metrics.lines().map(|line| serde_json::from_str(line).unwrap()).collect(),
             free: &[],
         },
-        Form {
-            name: "checkpoint-index",
-            documents: checkpoints.iter().map(|path| read(path)).collect(),
-            free: &["/state"],
-        },
+        Form { name: "checkpoint-index", documents: indices, free: &["/state"] },
     ]
 }
 

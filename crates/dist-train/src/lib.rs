@@ -16,9 +16,11 @@ mod moving;
 mod optim;
 mod ownership;
 mod parameters;
+mod processes;
 mod progress;
 mod sharded;
 mod stored;
+mod tree;
 mod units;
 
 pub use crate::{
@@ -29,8 +31,12 @@ pub use crate::{
         rules::{Evaluation, Step},
     },
     error::{
-        Error, Result, checkpoint::CheckpointError, gradient::GradientError,
-        parameter::ParameterError, setting::SettingError, sharding::ShardingError,
+        Error, Result,
+        checkpoint::{CheckpointError, FilePart, PassedOver},
+        gradient::GradientError,
+        parameter::ParameterError,
+        setting::SettingError,
+        sharding::ShardingError,
         training::TrainingError,
     },
     grad::{ValueAndGrad, value_and_grad},

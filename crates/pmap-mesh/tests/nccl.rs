@@ -23,6 +23,7 @@ use process_tests::{Case, Engine, ranks};
 const CASES: [Case; 18] = [
     Case::succeeds("collectives", 1),
     Case::succeeds("calls", 1),
+    Case::succeeds("replicated", 2),
     Case::succeeds("lists", 2),
     Case::succeeds("underway", 1),
     Case::succeeds("runs", 2),

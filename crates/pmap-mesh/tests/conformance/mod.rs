@@ -8,7 +8,10 @@ use std::{process::Command, slice, thread, time::Duration};
 
 use candle_core::{DType, Device, Result, Tensor, Var};
 use core_types::Seed;
-use pmap_mesh::{ALL, DeviceMesh, MeshAxes, P, Replica, Run, RunLayout, TensorTree, Uneven};
+use pmap_mesh::{
+    ALL, DeviceMesh, Error, MeshAxes, P, Replica, Run, RunLayout, Specs, TensorTree, Uneven,
+    ValueError,
+};
 use process_tests::{Engine, assert_same, leaves, lists, mesh, nothing, threads};
 
 /// How long a replica waits in the case of that name.
@@ -65,6 +68,7 @@ pub(crate) fn run(engine: &impl Engine, case: &str, ranks: usize) {
             });
             drop(run.in_axes(None).call(nothing()));
         }
+        "replicated" => replicated(engine, ranks),
         "lists" => lists_of_any_length(engine),
         "runs" => runs_of_any_number(engine),
         "underway" => grids(ranks).iter().for_each(|axes| underway(engine, axes)),
@@ -411,4 +415,90 @@ fn calls(engine: &impl Engine, ranks: usize) {
     assert_same(&call(&tested, &x), &call(&threads, &x));
     let uneven = x.narrow(0, 0, ranks * 2 - 1).unwrap();
     assert_same(&call(&tested, &uneven), &call(&threads, &uneven));
+}
+
+/// What is said to be the same on all processes is compared, and all of them learn of it if it is
+/// not.
+fn replicated(engine: &impl Engine, ranks: usize) {
+    let of_b = if ranks == 4 { 2 } else { 1 };
+    let of_a = ranks / of_b;
+    let mesh = mesh(engine, &[("a", of_a), ("b", of_b)], None);
+    // The results of the last slot differ from those of the others.
+    let gathered = |specs: Specs, trust: bool, of_last: Vec<Tensor>, of_others: Vec<Tensor>| {
+        let f = mesh.pmap(move |ctx, _: Tensor| {
+            let results = if ctx.slot() + 1 == ctx.count() { &of_last } else { &of_others };
+            results.iter().map(|x| x.to_device(ctx.device())).collect::<Result<Vec<_>>>()
+        });
+        let f = f.in_axes(None).out_axes(specs);
+        if trust { f.trust_replicated().call(nothing()) } else { f.call(nothing()) }
+    };
+    let full = |value: f32| Tensor::full(value, 1000, &Device::Cpu).unwrap();
+    let (zeros, ones) = (full(0.), full(1.));
+    let last = ranks - 1;
+    let replicated = || Specs::from(P::replicate());
+    let all_but_one =
+        Tensor::cat(&[&full(0.).narrow(0, 0, 999).unwrap(), &ones.narrow(0, 0, 1).unwrap()], 0);
+    let others = [full(-0.), all_but_one.unwrap(), zeros.reshape((10, 100)).unwrap()];
+    let others = others.into_iter().chain([Tensor::zeros(1000, DType::U32, &Device::Cpu).unwrap()]);
+    for other in others {
+        let of_last = vec![ones.clone(), other.clone()];
+        let differ = gathered(replicated(), false, of_last, vec![ones.clone(), zeros.clone()]);
+        assert!(
+            matches!(
+                differ,
+                Err(Error::Value(ValueError::NotReplicated { index: 1, slot, first: 0 })) if slot == last
+            ),
+            "{other}: {differ:?}"
+        );
+    }
+    let same = gathered(replicated(), false, vec![ones.clone()], vec![ones.clone()]).unwrap();
+    assert_same(&same, slice::from_ref(&ones));
+    let own = if mesh.local_slots().contains(&last) { &ones } else { &zeros };
+    let trusted = gathered(replicated(), true, vec![ones.clone()], vec![zeros.clone()]).unwrap();
+    assert_same(&trusted, slice::from_ref(own));
+
+    // Along one axis, beside what is joined along the other.
+    let along_b = || Specs::from([P::replicate(), P::shard(0, "a")]);
+    let joined = |of_last: &Tensor| {
+        let mut parts = vec![zeros.clone(); of_a - 1];
+        parts.push(of_last.clone());
+        [ones.clone(), Tensor::cat(&parts, 0).unwrap()]
+    };
+    let of_others = vec![ones.clone(), zeros.clone()];
+    let differ = gathered(along_b(), false, vec![ones.clone(); 2], of_others.clone());
+    if of_b == 1 {
+        assert_same(&differ.unwrap(), &joined(&ones));
+    } else {
+        assert!(
+            matches!(
+                differ,
+                Err(Error::Value(ValueError::NotReplicated { index: 1, slot: 3, first: 2 }))
+            ),
+            "{differ:?}"
+        );
+        let trusted = gathered(along_b(), true, vec![ones.clone(); 2], of_others).unwrap();
+        assert_same(&trusted, &joined(&zeros));
+    }
+
+    let fewer = gathered(replicated(), false, Vec::new(), vec![ones.clone()]);
+    assert!(
+        matches!(
+            fewer,
+            Err(Error::Value(ValueError::OutputCount { slot, tensors: 0, expected: 1 })) if slot == last
+        ),
+        "{fewer:?}"
+    );
+    let fewer = gathered([P::replicate()].into(), false, Vec::new(), vec![ones.clone()]);
+    assert!(matches!(fewer, Err(Error::Value(ValueError::OutputCount { .. }))), "{fewer:?}");
+    let specs = if mesh.local_slots().contains(&last) { P::sum(ALL) } else { P::replicate() };
+    let other_axes = gathered(specs.into(), false, vec![ones.clone()], vec![ones.clone()]);
+    assert!(
+        matches!(other_axes, Err(Error::Value(ValueError::OutAxes { slot })) if slot == last),
+        "{other_axes:?}"
+    );
+    // The mesh lives on.
+    assert_same(
+        &gathered(P::sum(ALL).into(), false, vec![ones.clone()], vec![zeros]).unwrap(),
+        &[ones],
+    );
 }
