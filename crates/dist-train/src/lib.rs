@@ -12,6 +12,7 @@ mod error;
 mod grad;
 mod gradient_report;
 mod loss;
+mod moving;
 mod optim;
 mod ownership;
 mod parameters;

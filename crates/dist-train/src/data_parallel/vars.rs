@@ -10,6 +10,7 @@ use pmap_mesh::DeviceMesh;
 
 use crate::{
     data_parallel::roles::{Role, Roles},
+    moving::moved,
     ownership,
 };
 
@@ -131,7 +132,7 @@ impl VarSet {
 
 /// The same values in a variable of its own, on another device or this one.
 fn copied(var: &Var, device: &Device) -> Result<Var> {
-    Var::from_tensor(&var.as_detached_tensor().to_device(device)?)
+    Var::from_tensor(&moved(&var.as_detached_tensor(), device)?)
 }
 
 /// Whether what a model computes is differentiated.

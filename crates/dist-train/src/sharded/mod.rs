@@ -19,6 +19,7 @@ use crate::{
         state_dict::StateDict,
     },
     error::{Doing, Error, Result, parameter::ParameterError, sharding::ShardingError},
+    moving::moved,
     optim::StatefulOptimizer,
     processes::agreed,
 };
@@ -314,7 +315,7 @@ impl ShardedVars {
         }
         let device = &self.0.mesh.devices()[0];
         let here: candle_core::Result<Vec<_>> =
-            by_start.values().map(|run| run.to_device(device)).collect();
+            by_start.values().map(|run| moved(run, device)).collect();
         let here = here.doing("moving the parts of a parameter")?;
         self.joined(param_idx, &here, device)
     }
@@ -482,7 +483,7 @@ fn variable(parameter: &ParameterInfo, items: &Tensor, device: &Device) -> Resul
     }
     items
         .force_contiguous()
-        .and_then(|items| Var::from_tensor(&items.to_device(device)?))
+        .and_then(|items| Var::from_tensor(&moved(&items, device)?))
         .doing("moving a part of a parameter")
 }
 
