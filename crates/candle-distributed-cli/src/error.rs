@@ -56,12 +56,19 @@ pub(crate) enum ErrorKind {
     /// The user or a scheduler asked the program to stop.
     #[error("stopped after {done} of {steps} steps")]
     Stopped { done: u64, steps: u64 },
-    /// The loss of a step is infinite or no number.
+    /// A step has numbers that are infinite or none.
     #[error(
-        "the loss of step {step} of {steps} is {loss}: batch {batch} of epoch {epoch}, learning rate \
+        "step {step} of {steps} failed on batch {batch} of epoch {epoch} with learning rate \
          {learning_rate}"
     )]
-    NotFinite { step: u64, steps: u64, loss: f32, batch: u64, epoch: u64, learning_rate: f64 },
+    Diverged {
+        step: u64,
+        steps: u64,
+        batch: u64,
+        epoch: u64,
+        learning_rate: f64,
+        source: train::Error,
+    },
     /// The error of a process other than the first, which reports it.
     #[error("the first process says why")]
     SaidByFirst {
@@ -149,7 +156,7 @@ impl Error {
         matches!(
             *self.kind,
             ErrorKind::Stopped { .. }
-                | ErrorKind::NotFinite { .. }
+                | ErrorKind::Diverged { .. }
                 | ErrorKind::SaidByFirst { is_of_all: true, .. }
         )
     }
@@ -162,7 +169,7 @@ impl Error {
             ErrorKind::Training(error) if is_bad_checkpoint(error) => BAD_INPUT,
             ErrorKind::Mesh(_)
             | ErrorKind::Training(_)
-            | ErrorKind::NotFinite { .. }
+            | ErrorKind::Diverged { .. }
             | ErrorKind::Write { .. }
             | ErrorKind::Output(_)
             | ErrorKind::Chart(_)

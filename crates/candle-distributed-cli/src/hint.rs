@@ -69,7 +69,7 @@ fn of(kind: &ErrorKind) -> Option<Cow<'static, str>> {
         | ErrorKind::Read { .. }
         | ErrorKind::Json { .. }
         | ErrorKind::Stopped { .. }
-        | ErrorKind::NotFinite { .. }
+        | ErrorKind::Diverged { .. }
         | ErrorKind::SaidByFirst { .. }
         | ErrorKind::Write { .. }
         | ErrorKind::Output(_)

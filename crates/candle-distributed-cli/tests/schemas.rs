@@ -254,6 +254,7 @@ fn run_of(dir: &Path) -> [Form; 4] {
     checkpoints.sort();
     let mut of_own_text = read(&run.join("run.json"));
     of_own_text["data"] = Value::Null;
+    of_own_text["allow_non_finite"] = true.into();
     [
         Form { name: "sampler-state", documents: states, free: &[] },
         Form { name: "run", documents: vec![read(&run.join("run.json")), of_own_text], free: &[] },

@@ -48,9 +48,14 @@ pub(crate) fn check_shared(mesh: &DeviceMesh, path: &Path) -> Result<()> {
         return Ok(());
     }
     let token = if is_first(mesh) { Some(token(path)?) } else { None };
-    let name = token.as_ref().and_then(|token| token.path().file_name()?.to_str());
-    let told = gather(mesh, &[name.unwrap_or("no name").to_owned()])?;
-    let sees = told.first().is_some_and(|(_, words)| appears(&path.join(&words[0])));
+    let word = match &token {
+        Some(token) => token.path().display().to_string(),
+        None => "somebody else makes it".into(),
+    };
+    let told = gather(mesh, &[word])?;
+    // The first process may call the folder otherwise.
+    let name = told.first().and_then(|(_, words)| Path::new(&words[0]).file_name());
+    let sees = name.is_some_and(|name| appears(&path.join(name)));
     let seen = gather(mesh, &[String::from(if sees { "sees it" } else { "does not" })])?;
     match seen.iter().find(|(_, words)| *words != seen[0].1) {
         None => Ok(()),

@@ -101,8 +101,7 @@ impl Metrics {
         let mut metrics = Self::default();
         for (n, line) in lines.iter().enumerate() {
             let next = lines.get(n + 1).copied().flatten();
-            let is_before_next = |step: &StepMetrics| next.is_none_or(|next| step.step < next.step);
-            match line.filter(|step| step.step >= metrics.done() && is_before_next(step)) {
+            match line.filter(|step| metrics.is_between(step, next)) {
                 Some(step) => {
                     metrics.steps.push(step);
                     metrics.places.push(n);
@@ -111,6 +110,15 @@ impl Metrics {
             }
         }
         metrics
+    }
+
+    /// Whether a step comes after those so far, and before the next one, unless it is the next one
+    /// that is out of place.
+    fn is_between(&self, step: &StepMetrics, next: Option<StepMetrics>) -> bool {
+        let done = self.done();
+        let is_next_misplaced = next.is_some_and(|next| next.step < done);
+        let is_before_next = next.is_none_or(|next| step.step < next.step);
+        step.step >= done && (is_before_next || is_next_misplaced || step.step == done)
     }
 
     /// The lines of these steps, as they stand in the `text` that they were parsed from.

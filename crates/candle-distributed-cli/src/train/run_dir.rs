@@ -92,7 +92,8 @@ pub(crate) fn is_complete(path: &Path, settings: &Settings) -> Result<bool> {
 fn incomplete(path: &Path, settings: &Settings) -> Result<Option<String>> {
     let model = path.join(MODEL);
     if !model.is_file() {
-        return Ok(Some("it is not a file".into()));
+        // The model of the run could not take its place.
+        return Err(Error::usage(format!("{} is not a file", model.display())));
     }
     let done = metrics(path)?.done();
     let steps = settings.steps;
@@ -156,9 +157,8 @@ pub(crate) struct RunDir {
 }
 
 impl RunDir {
-    /// Makes the folder `path`, which must not hold a run.
+    /// Makes the folder `path`, which must not hold a run: [`refuse_contents`] says so beforehand.
     pub(crate) fn create(path: &Path, settings: &Settings) -> Result<Self> {
-        refuse_contents(path)?;
         fs::create_dir_all(path).map_err(|source| Error::write(path, source))?;
         // Of two programs that start at once, one makes this file and the other fails to.
         settings.write_new(path)?;
@@ -172,8 +172,11 @@ impl RunDir {
     pub(crate) fn resume(path: &Path, settings: &Settings, step: u64) -> Result<Self> {
         fs::create_dir_all(path).map_err(|source| Error::write(path, source))?;
         let metrics = path.join(METRICS);
-        // A run may be killed before its first step, and `--resume` may start one.
-        let known = input::read_if_there(&metrics)?.unwrap_or_else(Vec::new);
+        let known = match input::read_if_there(&metrics)? {
+            Some(known) => known,
+            // A run may be killed before its first step, and `--resume` may start one.
+            None => Vec::new(),
+        };
         let mut kept = Metrics::parse(&known);
         if !kept.damaged().is_empty() {
             let beside = keep_beside(path, &known)?;
@@ -186,12 +189,12 @@ impl RunDir {
         }
         kept.truncate(step);
         for gap in kept.missing(step) {
-            output::warning(format_args!(
-                "{} lacks the metrics of steps {} to {}",
-                metrics.display(),
-                gap.start + 1,
-                gap.end
-            ));
+            let name = metrics.display();
+            let steps = match gap.end - gap.start {
+                1 => format!("step {}", gap.end),
+                _ => format!("steps {} to {}", gap.start + 1, gap.end),
+            };
+            output::warning(format_args!("{name} lacks the metrics of {steps}"));
         }
         output::file(&metrics, &kept.lines(&known))?;
         let file = File::options().append(true).open(&metrics);
@@ -303,16 +306,18 @@ mod tests {
     };
 
     fn is_refused(path: &Path) -> bool {
-        RunDir::create(path, &settings()).is_err_and(|error| error.hint().is_some())
+        refuse_contents(path).is_err_and(|error| error.hint().is_some())
     }
 
     #[test]
     fn a_folder_that_holds_a_run_is_never_written_again() {
         let parent = tempfile::tempdir().unwrap();
         let run = parent.path().join("run");
+        assert!(!is_refused(&run));
         RunDir::create(&run, &settings()).unwrap();
         assert_eq!(Settings::read(&run).unwrap(), Some(settings()));
         assert!(is_refused(&run));
+        assert!(RunDir::create(&run, &settings()).is_err(), "another program made it meanwhile");
 
         for name in [MODEL, METRICS, settings::FILE, CHECKPOINTS] {
             let other = parent.path().join(name.replace('.', "-"));

@@ -14,7 +14,10 @@ use candle_core::{DType, Device, Tensor};
 use candle_distributed::{
     batch::BatchState,
     mesh::{ALL, DeviceMesh, P, Replica, Uneven},
-    train::{AdamW, Checkpoints, DataParallel, GradientReport, Loss},
+    train::{
+        self, AdamW, Checkpoints, DataParallel, GradientReport, Loss,
+        TrainingError::{NonFiniteBuffer, NonFiniteLoss, NonFiniteNorm},
+    },
 };
 use candle_nn::{Optimizer, ParamsAdamW, VarMap};
 
@@ -57,6 +60,7 @@ pub(crate) struct Job<'a> {
     pub(crate) check: bool,
     /// The folder of the run.
     pub(crate) path: &'a Path,
+    pub(crate) checkpoints: &'a Checkpoints,
     /// Where to resume.
     pub(crate) from: Option<&'a Resumed>,
     /// Set from outside to stop the run after the current step.
@@ -87,7 +91,6 @@ impl Job<'_> {
         vars: &VarMap,
         mut journal: Option<Journal>,
     ) -> Result<()> {
-        let checkpoints = Checkpoints::new(run_dir::checkpoints(self.path));
         let state = self.from.map(|from| &from.batches);
         if self.check {
             let report = self.check_gradients(&mut model, state, loss)?;
@@ -103,14 +106,17 @@ impl Job<'_> {
             let learning_rate = learning_rate(step, steps);
             model.set_learning_rate(learning_rate)?;
             let tensors = data::collate(&batch, self.corpus, &self.mesh.devices()[0])?;
-            let loss = model.step(tensors, loss)?.loss as f32;
+            let loss = match model.step(tensors, loss) {
+                Ok(update) => update.loss as f32,
+                Err(error) => {
+                    let at = At { step, epoch, batch: state.step, learning_rate };
+                    return Err(self.failed(error, &at, journal)?);
+                }
+            };
             let seconds = start.elapsed().as_secs_f64();
-            let metrics = StepMetrics::new(step, epoch, loss, learning_rate, &batch, seconds);
             if let Some(journal) = &mut journal {
+                let metrics = StepMetrics::new(step, epoch, loss, learning_rate, &batch, seconds);
                 journal.log(&metrics, &batch)?;
-            }
-            if !loss.is_finite() && !self.settings.allow_non_finite {
-                return Err(self.not_finite(&metrics, &state, journal)?);
             }
             let done = step + 1;
             let is_stopped = self.is_stopped()?;
@@ -123,7 +129,7 @@ impl Job<'_> {
                     journal.sync()?;
                 }
                 let position = Position { run: self.settings.identity(), batches: state };
-                checkpoints.save(self.mesh, done, &model.state_dict()?, &position)?;
+                self.checkpoints.save(self.mesh, done, &model.state_dict()?, &position)?;
             }
             if is_stopped {
                 return Err(self.stopped(done, journal)?);
@@ -136,11 +142,13 @@ impl Job<'_> {
     }
 
     fn model(&self, vars: &VarMap) -> Result<Model> {
-        let model = DataParallel::builder(self.mesh, |vb| Transformer::new(MODEL, &vb))
+        let mut builder = DataParallel::builder(self.mesh, |vb| Transformer::new(MODEL, &vb))
             .variables(vars)
-            .uneven(Uneven::Pad)
-            .build(|group| AdamW::new(group.vars, ParamsAdamW::default()))?;
-        Ok(model)
+            .uneven(Uneven::Pad);
+        if self.settings.allow_non_finite {
+            builder = builder.allow_non_finite();
+        }
+        Ok(builder.build(|group| AdamW::new(group.vars, ParamsAdamW::default()))?)
     }
 
     /// Compares the gradients of the batch after `state` with differences of its loss.
@@ -173,31 +181,42 @@ impl Job<'_> {
         ended(journal, Error::from(stopped).hinted(hint))
     }
 
-    /// The error of a run whose loss is no number, after the step that these metrics are of.
-    fn not_finite(
-        &self,
-        metrics: &StepMetrics,
-        state: &BatchState,
-        journal: Option<Journal>,
-    ) -> Result<Error> {
-        let last = match Checkpoints::new(run_dir::checkpoints(self.path)).steps()?.last() {
+    /// The error of a run in which a step failed: if because of numbers that are not finite, it says
+    /// where, and what is left.
+    fn failed(&self, error: train::Error, at: &At, journal: Option<Journal>) -> Result<Error> {
+        let train::Error::Training(
+            NonFiniteLoss { .. } | NonFiniteNorm { .. } | NonFiniteBuffer { .. },
+        ) = error
+        else {
+            return Err(error.into());
+        };
+        let last = match self.checkpoints.steps()?.last() {
             Some(step) => format!("the last checkpoint is that of step {step}"),
             None => "there is no checkpoint yet".into(),
         };
-        let not_finite = ErrorKind::NotFinite {
-            step: metrics.step + 1,
+        let diverged = ErrorKind::Diverged {
+            step: at.step + 1,
             steps: self.settings.steps,
-            loss: metrics.loss,
-            batch: state.step,
-            epoch: metrics.epoch,
-            learning_rate: metrics.learning_rate,
+            batch: at.batch,
+            epoch: at.epoch,
+            learning_rate: at.learning_rate,
+            source: error,
         };
         let hint = format!(
             "{last}; the same steps end alike, so look at the gradients with --resume --check, try \
              another --seed, or train on with --resume --allow-non-finite"
         );
-        ended(journal, Error::from(not_finite).hinted(hint))
+        ended(journal, Error::from(diverged).hinted(hint))
     }
+}
+
+/// A step that is under way.
+struct At {
+    step: u64,
+    epoch: u64,
+    /// The number of its batch in the epoch, from 1.
+    batch: u64,
+    learning_rate: f64,
 }
 
 /// The error that ends a run in all processes after the same step: the one with the journal closes
@@ -240,10 +259,7 @@ fn learning_rate(step: u64, steps: u64) -> f64 {
 
 #[cfg(test)]
 mod tests {
-    use candle_distributed::{
-        train::{self, GradientError},
-        types::Seed,
-    };
+    use candle_distributed::{train::GradientError, types::Seed};
 
     use super::*;
     use crate::train::{parameters, settings::tests::settings, sharding::Needs};
@@ -261,6 +277,7 @@ mod tests {
             checkpoint_every: 1,
             check: true,
             path: Path::new(""),
+            checkpoints: &Checkpoints::new(""),
             from: None,
             stop: Arc::default(),
         };
@@ -283,7 +300,7 @@ mod tests {
     }
 
     /// Trains a model with a parameter that is no number, until the run ends.
-    fn end_of_a_run_on_nan(settings: &Settings, path: &Path, journal: Option<Journal>) -> Error {
+    fn run_on_nan(settings: &Settings, path: &Path, journal: Option<Journal>) -> Result<()> {
         let mesh = DeviceMesh::cpu(2).unwrap();
         let corpus = Corpus::new(["to be or\n\nnot to be"]);
         let schedule = Schedule::new(&corpus, Seed::new(0), 64).unwrap();
@@ -295,6 +312,7 @@ mod tests {
             checkpoint_every: 5,
             check: false,
             path,
+            checkpoints: &Checkpoints::new(run_dir::checkpoints(path)),
             from: None,
             stop: Arc::default(),
         };
@@ -303,7 +321,7 @@ mod tests {
         let norm = &parameters::by_name(&vars).unwrap()["norm.weight"];
         norm.set(&Tensor::full(f32::NAN, norm.shape(), &Device::Cpu).unwrap()).unwrap();
         let model = job.start(&vars).unwrap();
-        job.run(model, &vars, journal).unwrap_err()
+        job.run(model, &vars, journal)
     }
 
     #[test]
@@ -315,21 +333,35 @@ mod tests {
             let run_dir = run_dir::RunDir::create(&path, &settings).unwrap();
             Journal::new(0, settings.steps, run_dir, Needs { whole_bytes: 1, sharded_bytes: 1 })
         };
-        let error = end_of_a_run_on_nan(&settings, &path, Some(journal()));
+        let error = run_on_nan(&settings, &path, Some(journal())).unwrap_err();
         assert!(error.is_of_all() && error.exit_code() == 1, "{error}");
-        let words = "the loss of step 1 of 20 is NaN: batch 1 of epoch 0, learning rate 0.0003";
-        assert_eq!(error.to_string().replace("00000000000000003", "3"), words);
+        let words = "step 1 of 20 failed on batch 1 of epoch 0 with learning rate 0.0003";
+        let said = error.chain();
+        assert!(said.starts_with(words) && said.ends_with(": the loss of slot 0 is NaN"), "{said}");
         let hint = error.hint().unwrap();
         assert!(
             hint.contains("no checkpoint yet") && hint.contains("--allow-non-finite"),
             "{hint}"
         );
-        assert_eq!(run_dir::metrics(&path).unwrap().done(), 1);
+        assert_eq!(run_dir::metrics(&path).unwrap().done(), 0);
 
         // The other processes end without a word, with the same exit code.
-        let error = end_of_a_run_on_nan(&settings, &path, None);
+        let error = run_on_nan(&settings, &path, None).unwrap_err();
         let is_silent =
             matches!(*error.kind, ErrorKind::SaidByFirst { exit_code: 1, is_of_all: true });
         assert!(is_silent, "{error}");
+    }
+
+    #[test]
+    fn a_run_may_be_told_to_go_on_without_numbers() {
+        let parent = tempfile::tempdir().unwrap();
+        let path = parent.path().join("run");
+        let settings = Settings { allow_non_finite: true, steps: 2, ..settings() };
+        let run_dir = run_dir::RunDir::create(&path, &settings).unwrap();
+        let needs = Needs { whole_bytes: 1, sharded_bytes: 1 };
+        let journal = Journal::new(0, settings.steps, run_dir, needs);
+        run_on_nan(&settings, &path, Some(journal)).unwrap();
+        assert_eq!(run_dir::metrics(&path).unwrap().done(), 2);
+        assert!(run_dir::metrics(&path).unwrap().steps()[1].loss.is_nan());
     }
 }

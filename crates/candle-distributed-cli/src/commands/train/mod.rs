@@ -8,6 +8,7 @@ use candle_core::Device;
 use candle_distributed::{
     mesh::DeviceMesh,
     plan::{ShardingPlan, cost::CostModel, report::PlanReport},
+    train::Checkpoints,
     types::{Placement, Rank, Seed},
 };
 use candle_nn::{VarBuilder, VarMap};
@@ -118,6 +119,7 @@ impl Args {
             checkpoint_every: self.checkpoint_every,
             check: self.check,
             path: &path,
+            checkpoints: &Checkpoints::new(run_dir::checkpoints(&path)),
             from: from.as_ref(),
             stop: stop::flag(),
         };

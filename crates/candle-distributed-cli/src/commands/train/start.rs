@@ -3,7 +3,11 @@
 
 use std::path::{Path, PathBuf};
 
-use candle_distributed::{train::Checkpoints, types::WorldSize};
+use candle_distributed::{
+    mesh::DeviceMesh,
+    train::Checkpoints,
+    types::{WorldSize, human::HumanBytes},
+};
 
 use crate::{
     commands::train::Args,
@@ -65,7 +69,9 @@ impl Args {
             return Ok(Start::Complete);
         }
         let beginning = self.beginning(known, place.placement.world_size())?;
-        if self.devices.is_cpu() {
+        // A mesh that is too large for any machine is refused when it is made.
+        let n_devices = place.placement.world_size().as_usize();
+        if self.devices.is_cpu() && n_devices <= DeviceMesh::MAX_DEVICES {
             self.check_memory(place, &beginning)?;
         }
         Ok(Start::Train(Box::new(beginning)))
@@ -166,17 +172,26 @@ impl Args {
         let parameters = sharding::parameters_of(trainer::MODEL)?;
         let needed =
             memory::predicted(trainer::MODEL, sharding::whole_bytes(&parameters)?, &batches, place);
-        tracing::info!("this process will take about {needed} bytes of memory");
+        tracing::info!("this process will take about {}", HumanBytes(needed.into()));
         let limits = match self.memory_limit {
             Some(bytes) => vec![Limit::of_process(bytes, "--memory-limit")],
             None => limits::of_system(place.processes_here()),
         };
-        match limits.into_iter().min_by_key(Limit::share) {
-            Some(limit) if limit.share() < needed => {
-                Err(ErrorKind::Memory { needed, limit }.into())
-            }
-            _ => Ok(()),
+        if let Some(limit) = limits.into_iter().min_by_key(Limit::share)
+            && limit.share() < needed
+        {
+            return Err(ErrorKind::Memory { needed, limit }.into());
         }
+        // What the system does then, it does not say: it may have room elsewhere.
+        let together = needed.saturating_mul(place.processes_here());
+        if let Some(bytes) = limits::of_machine().filter(|&bytes| bytes < together) {
+            output::warning(format_args!(
+                "the run will take about {} on this machine, which has {}",
+                HumanBytes(together.into()),
+                HumanBytes(bytes.into())
+            ));
+        }
+        Ok(())
     }
 
     /// What all processes must say alike, of what they start with and of their arguments.
