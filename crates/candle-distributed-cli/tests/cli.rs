@@ -924,6 +924,11 @@ fn train_learns_reproducibly_and_equally_on_any_number_of_devices() {
     assert_eq!(tensors.tensor("tokens.weight").unwrap().shape()[0], 256);
 }
 
+/// The number of folders in a folder.
+fn folders(path: &Path) -> usize {
+    fs::read_dir(path).unwrap().filter(|entry| entry.as_ref().unwrap().path().is_dir()).count()
+}
+
 #[test]
 fn train_resumes_as_if_it_had_not_been_stopped() {
     let dir = tempfile::tempdir().unwrap();
@@ -954,7 +959,7 @@ fn train_resumes_as_if_it_had_not_been_stopped() {
         fs::copy(path("whole").join(file), path("half").join(file)).unwrap();
     }
     let checkpoints = |name: &str| path(name).join("checkpoints");
-    assert_eq!(fs::read_dir(checkpoints("whole")).unwrap().count(), 2);
+    assert_eq!(folders(&checkpoints("whole")), 2);
     fs::rename(checkpoints("whole"), checkpoints("half")).unwrap();
     fs::rename(
         checkpoints("half").join("step-0000000006"),
@@ -1063,11 +1068,7 @@ fn train_that_is_interrupted_saves_itself_and_says_how_to_resume() {
         assert_eq!(ended.status.code(), Some(130), "{signal}");
         let said = String::from_utf8(ended.stderr).unwrap();
         assert!(said.contains("--resume"), "{said}");
-        let checkpoints: Vec<_> = fs::read_dir(out.join("checkpoints"))
-            .unwrap()
-            .filter(|entry| entry.as_ref().unwrap().path().is_dir())
-            .collect();
-        assert_eq!(checkpoints.len(), 1);
+        assert_eq!(folders(&out.join("checkpoints")), 1);
         assert!(fs::read_to_string(out.join("loss.svg")).unwrap().contains("<circle "));
     }
 }
@@ -1084,11 +1085,11 @@ fn train_that_was_told_to_survive_its_terminal_does() {
     train.arg(&out);
     let ended = interrupted(train, &["-HUP", "-INT"], &out);
     assert_eq!(ended.status.code(), Some(130));
-    assert!(run_dir_steps(&out) >= 2);
+    assert!(n_steps(&out) >= 2);
 }
 
 #[cfg(target_os = "linux")]
-fn run_dir_steps(out: &Path) -> usize {
+fn n_steps(out: &Path) -> usize {
     fs::read_to_string(out.join("metrics.jsonl")).unwrap().lines().count()
 }
 

@@ -250,11 +250,13 @@ fn run_of(dir: &Path) -> [Form; 4] {
     let mut checkpoints: Vec<_> = fs::read_dir(run.join("checkpoints"))
         .unwrap()
         .map(|entry| entry.unwrap().path().join("index.json"))
+        .filter(|index| index.exists())
         .collect();
     checkpoints.sort();
     let mut of_own_text = read(&run.join("run.json"));
     of_own_text["data"] = Value::Null;
     of_own_text["allow_non_finite"] = true.into();
+    let indices: Vec<_> = checkpoints.iter().map(|path| read(path)).collect();
     [
         Form { name: "sampler-state", documents: states, free: &[] },
         Form { name: "run", documents: vec![read(&run.join("run.json")), of_own_text], free: &[] },
@@ -263,11 +265,7 @@ fn run_of(dir: &Path) -> [Form; 4] {
             documents: metrics.lines().map(|line| serde_json::from_str(line).unwrap()).collect(),
             free: &[],
         },
-        Form {
-            name: "checkpoint-index",
-            documents: checkpoints.iter().map(|path| read(path)).collect(),
-            free: &["/state"],
-        },
+        Form { name: "checkpoint-index", documents: indices, free: &["/state"] },
     ]
 }
 

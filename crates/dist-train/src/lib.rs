@@ -15,6 +15,7 @@ mod loss;
 mod optim;
 mod ownership;
 mod parameters;
+mod processes;
 mod progress;
 mod sharded;
 mod stored;
@@ -28,8 +29,12 @@ pub use crate::{
         rules::{Evaluation, Step},
     },
     error::{
-        Error, Result, checkpoint::CheckpointError, gradient::GradientError,
-        parameter::ParameterError, setting::SettingError, sharding::ShardingError,
+        Error, Result,
+        checkpoint::{CheckpointError, FilePart, PassedOver},
+        gradient::GradientError,
+        parameter::ParameterError,
+        setting::SettingError,
+        sharding::ShardingError,
         training::TrainingError,
     },
     grad::{ValueAndGrad, value_and_grad},

@@ -5,10 +5,11 @@ use std::collections::BTreeMap;
 use candle_core::{Tensor, Var};
 
 use crate::{
-    checkpoint::{file::TensorKey, read::Checkpoint, state_dict::StateDict},
+    checkpoint::{key::TensorKey, read::Checkpoint, state_dict::StateDict},
     data_parallel::{DataParallel, slot::lock},
     error::{Doing, Result},
     optim::StatefulOptimizer,
+    processes::agreed,
     progress::{Progress, TrainerState},
 };
 
@@ -26,6 +27,11 @@ impl<M, O: StatefulOptimizer> DataParallel<M, O> {
     /// written, and those of [`check_in_sync`](Self::check_in_sync).
     pub fn state_dict(&self) -> Result<StateDict> {
         self.check_in_sync()?;
+        agreed(&self.mesh, self.state_of_slots())
+    }
+
+    /// What the slots of this process keep.
+    fn state_of_slots(&self) -> Result<StateDict> {
         let mut state =
             StateDict::new(&self.mesh, self.shapes()).with_trainer(self.trainer_state());
         for (local_slot, worker) in self.workers.iter().enumerate() {
@@ -52,11 +58,20 @@ impl<M, O: StatefulOptimizer> DataParallel<M, O> {
     ///
     /// [`Error::Parameter`](crate::Error::Parameter) if the checkpoint has other parameters than the
     /// model or lacks some of their items, [`Error::Checkpoint`](crate::Error::Checkpoint) if a file
-    /// cannot be read or another process loads another step,
+    /// is damaged or cannot be read, or another process loads another checkpoint,
     /// [`Error::Optimizer`](crate::Error::Optimizer) if an optimizer refuses its state,
-    /// [`Error::Tensor`](crate::Error::Tensor) if candle fails. Some variables may then be changed.
+    /// [`Error::Tensor`](crate::Error::Tensor) if candle fails,
+    /// [`Error::OtherProcess`](crate::Error::OtherProcess) if another process fails. Some variables
+    /// may then be changed.
     pub fn load(&mut self, checkpoint: &Checkpoint) -> Result<()> {
         checkpoint.check_fits(&self.mesh, &self.shapes())?;
+        agreed(&self.mesh, self.load_slots(checkpoint))?;
+        self.resume(checkpoint);
+        Ok(())
+    }
+
+    /// Gives the variables and optimizers of this process their values.
+    fn load_slots(&self, checkpoint: &Checkpoint) -> Result<()> {
         for worker in &self.workers {
             let slot = &mut *lock(&worker.slot);
             slot.accumulated = None;
@@ -72,7 +87,6 @@ impl<M, O: StatefulOptimizer> DataParallel<M, O> {
                 }
             }
         }
-        self.resume(checkpoint);
         Ok(())
     }
 

@@ -77,6 +77,14 @@ pub enum Error {
         /// What candle says about it.
         cause: candle_core::Error,
     },
+    /// Another process of the mesh failed, and this one has stopped for that reason.
+    #[error("the process of slot {slot} failed: {reason}")]
+    OtherProcess {
+        /// A slot of the process that failed.
+        slot: usize,
+        /// Its error, in its words.
+        reason: String,
+    },
     /// Variables that should be the same on all devices are not.
     #[error("variable {name} of replica {replica} differs from that of replica 0")]
     Diverged {

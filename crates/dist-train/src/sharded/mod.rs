@@ -14,12 +14,13 @@ use pmap_mesh::{ALL, DeviceMesh, Replica};
 use self::{axes::PlanAxes, runs::GatheredRun, units::Unit};
 use crate::{
     checkpoint::{
-        file::{MODEL, TensorKey},
+        key::{MODEL, TensorKey},
         read::Checkpoint,
         state_dict::StateDict,
     },
     error::{Doing, Error, Result, parameter::ParameterError, sharding::ShardingError},
     optim::StatefulOptimizer,
+    processes::agreed,
 };
 
 /// The parameters of a model, of which every slot of a mesh keeps the part that a [`ShardingPlan`]
@@ -141,11 +142,14 @@ impl ShardedVars {
     /// # Errors
     ///
     /// [`Error::Parameter`] if the checkpoint has other parameters than the
-    /// plan or lacks some of their items, [`Error::Checkpoint`] if a file
-    /// cannot be read or another process loads another step, and those of [`shard`](Self::shard).
+    /// plan or lacks some of their items, [`Error::Checkpoint`] if a file is damaged or cannot be
+    /// read, or another process loads another checkpoint, [`Error::OtherProcess`] if another process
+    /// fails, and those of [`shard`](Self::shard).
     pub fn load(mesh: &DeviceMesh, plan: &ShardingPlan, checkpoint: &Checkpoint) -> Result<Self> {
         checkpoint.check_fits(mesh, &runs::shapes(plan))?;
-        Self::cut(mesh, plan, |info| Ok(|run| checkpoint.items(MODEL, info.name(), run)))
+        let loaded =
+            Self::cut(mesh, plan, |info| Ok(|run| checkpoint.items(MODEL, info.name(), run)));
+        agreed(mesh, loaded)
     }
 
     /// Makes the variables of this process's slots. `source` is asked for each parameter in turn,

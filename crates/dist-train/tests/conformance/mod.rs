@@ -14,7 +14,7 @@ use candle_nn::{
 use core_types::WorldSize;
 use dist_train::{
     AdamW, Checkpoint, CheckpointError, Checkpoints, DataParallel, Error, Group, Loss, ShardedVars,
-    TrainingError, parameter_infos, value_and_grad,
+    StateDict, TrainingError, parameter_infos, value_and_grad,
 };
 use fsdp_plan::strategy::{Full, LayerWise, Layout, ShardingStrategy};
 use pmap_mesh::{ALL, DeviceMesh, P, Replica, Uneven};
@@ -239,6 +239,66 @@ fn checkpoints(engine: &impl Engine, ranks: usize) {
             if here == step && other != step
     );
     assert_eq!(is_refused, ranks > 1);
+    if ranks > 1 {
+        refused_saves(&tested, &checkpoints, &model.state_dict().unwrap());
+        damage_at_one_rank(&tested, &threads, &state);
+    }
+}
+
+/// What one process cannot save, none saves, and each says why at once.
+fn refused_saves(mesh: &DeviceMesh, checkpoints: &Checkpoints, state: &StateDict) {
+    let slot = mesh.local_slots().start;
+    let is_of_first = |error: &Error| match slot {
+        0 => matches!(error, Error::Checkpoint(CheckpointError::Locked { .. })),
+        _ => matches!(error, Error::OtherProcess { slot: 0, .. }),
+    };
+    let second = Checkpoints::new(folder().join("tested")).lock(mesh).unwrap_err();
+    assert!(is_of_first(&second), "{second}");
+    assert!(second.to_string().contains("is being trained by process"), "{second}");
+
+    let other_step = checkpoints.save(mesh, 20 + slot as u64, state, &()).unwrap_err();
+    let is_refused = matches!(other_step, Error::Checkpoint(CheckpointError::OtherStep { .. }));
+    assert!(is_refused, "{other_step}");
+
+    // The last process writes somewhere else.
+    let is_elsewhere = slot + 1 == mesh.len();
+    let name = if is_elsewhere { "elsewhere" } else { "here" };
+    let error = Checkpoints::new(folder().join(name)).save(mesh, 1, state, &()).unwrap_err();
+    let is_refused = match &error {
+        Error::Checkpoint(CheckpointError::NotShared { .. }) => is_elsewhere,
+        Error::OtherProcess { slot, .. } => !is_elsewhere && slot + 1 == mesh.len(),
+        _ => false,
+    };
+    assert!(is_refused, "{error}");
+    assert!(error.to_string().contains("must reach the same folder"), "{error}");
+    assert!(Checkpoints::new(folder().join("here")).latest().unwrap().is_none());
+}
+
+/// What one process finds damaged, all pass over.
+fn damage_at_one_rank(mesh: &DeviceMesh, threads: &DeviceMesh, state: &StateDict) {
+    let slot = mesh.local_slots().start;
+    let folder = folder().join(format!("damaged-{slot}"));
+    let checkpoints = Checkpoints::new(&folder);
+    for step in [4, 8] {
+        checkpoints.save(threads, step, state, &()).unwrap();
+    }
+    let newest = folder.join("step-0000000008");
+    let file = newest.join(format!("shard-00001-of-{:05}.safetensors", threads.len()));
+    if slot == 1 {
+        let mut bytes = std::fs::read(&file).unwrap();
+        *bytes.last_mut().unwrap() ^= 1;
+        std::fs::write(&file, bytes).unwrap();
+    }
+    let (_, mut model) = model(mesh);
+    let error = model.load(&Checkpoint::open(newest).unwrap()).unwrap_err();
+    let is_its_own = matches!(error, Error::Checkpoint(CheckpointError::Checksum { .. }));
+    let is_told = matches!(error, Error::OtherProcess { slot: 1, .. });
+    assert_eq!((is_its_own, is_told), (slot == 1, slot != 1), "{error}");
+    assert!(error.to_string().contains("is damaged"), "{error}");
+
+    let load = |checkpoint: &Checkpoint| model.load(checkpoint);
+    let (loaded, ()) = checkpoints.load_latest(mesh, load).unwrap().unwrap();
+    assert_eq!((loaded.step(), loaded.passed_over().len()), (4, 1));
 }
 
 /// A plan carried out by processes: gathered, trained, written, and cut another way.

@@ -1,80 +1,16 @@
-//! Checkpoints: whole or not there, and training continues from them as if it had never stopped.
-
-#![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
+//! Checkpoints are whole or not there, and training continues from them as if it had never stopped.
 
 use std::{fs, path::Path};
 
 use candle_core::{DType, Device, Tensor};
-use candle_nn::{Linear, Module, Optimizer, ParamsAdamW, VarMap, linear, loss::mse};
+use candle_nn::{Optimizer, ParamsAdamW, linear};
 use dist_train::{
-    AdamW, Checkpoint, CheckpointError, Checkpoints, DataParallel, Error, ParameterError,
+    AdamW, Checkpoint, CheckpointError, Checkpoints, DataParallel, Error, FilePart, ParameterError,
     StatefulOptimizer,
 };
-use pmap_mesh::{DeviceMesh, Uneven};
+use pmap_mesh::DeviceMesh;
 
-/// A model in training, and its variables.
-struct Run {
-    mesh: DeviceMesh,
-    vars: VarMap,
-    model: DataParallel<Linear, AdamW>,
-}
-
-impl Run {
-    fn new(mesh: DeviceMesh, share: bool) -> Self {
-        let vars = VarMap::new();
-        let start = |shape: &[usize], offset: f64| {
-            let len: usize = shape.iter().product();
-            Tensor::arange(0_f32, len as f32, &Device::Cpu)
-                .unwrap()
-                .affine(0.1, offset)
-                .unwrap()
-                .reshape(shape)
-                .unwrap()
-        };
-        for (name, tensor) in [("weight", start(&[2, 3], -0.2)), ("bias", start(&[2], 0.3))] {
-            let var = candle_core::Var::from_tensor(&tensor).unwrap();
-            vars.data().lock().unwrap().insert(name.to_owned(), var);
-        }
-        let build = |vb: candle_nn::VarBuilder<'_>| linear(3, 2, vb);
-        let params = ParamsAdamW { lr: 0.05, ..ParamsAdamW::default() };
-        let builder = DataParallel::builder(&mesh, build).variables(&vars).uneven(Uneven::Balanced);
-        let builder = if share { builder } else { builder.replicated() };
-        let model = builder.build(|group| AdamW::new(group.vars, params.clone())).unwrap();
-        Self { mesh, vars, model }
-    }
-
-    fn cpu(slots: usize) -> Self {
-        Self::new(DeviceMesh::cpu(slots).unwrap(), true)
-    }
-
-    fn steps(&mut self, steps: std::ops::Range<u64>) -> f64 {
-        let mut loss = f64::NAN;
-        for step in steps {
-            let x = Tensor::arange(0_f32, 36., &Device::Cpu)
-                .unwrap()
-                .affine(0.05, -(step as f64) / 7.0)
-                .unwrap();
-            let x = x.reshape((12, 3)).unwrap();
-            let y = x.narrow(1, 0, 2).unwrap().sqr().unwrap();
-            let of = |_: &_, model: &Linear, (x, y): (Tensor, Tensor)| mse(&model.forward(&x)?, &y);
-            loss = self.model.step((x, y), of).unwrap().loss;
-        }
-        loss
-    }
-
-    fn values(&self) -> Vec<f32> {
-        let vars = self.vars.data().lock().unwrap();
-        let all = ["weight", "bias"]
-            .map(|name| vars[name].flatten_all().unwrap().to_vec1::<f32>().unwrap());
-        all.concat()
-    }
-}
-
-fn saved(folder: &Path, run: &Run, step: u64) -> Checkpoint {
-    let checkpoints = Checkpoints::new(folder);
-    checkpoints.save(&run.mesh, step, &run.model.state_dict().unwrap(), &("seed", step)).unwrap();
-    checkpoints.latest().unwrap().unwrap()
-}
+use crate::run::{Run, saved};
 
 /// Why a checkpoint cannot be opened.
 fn refused(path: &Path) -> CheckpointError {
@@ -198,14 +134,21 @@ fn what_is_not_whole_is_never_taken_for_a_checkpoint() {
             matches!(refused(fourth.path()), CheckpointError::Json { path, .. } if path == index)
         );
     }
-    let other_number = text.replace("\"format_version\": 1", "\"format_version\": 2");
-    for other in [r#"{"format_version": 2, "tensors": []}"#, &other_number] {
+    let other_number = text.replace("\"format_version\": 2", "\"format_version\": 3");
+    for other in [r#"{"format_version": 3, "tensors": []}"#, &other_number] {
         fs::write(&index, other).unwrap();
         let error = refused(fourth.path());
-        assert!(matches!(error, CheckpointError::FormatVersion { found: 2, supported: 1, .. }));
+        assert!(matches!(error, CheckpointError::FormatVersion { found: 3, supported: 2, .. }));
         let message = error.to_string();
-        assert!(message.ends_with("format version 2 is not supported, only 1 is"), "{message}");
+        assert!(message.ends_with("format version 3 is not supported, 1 to 2 are"), "{message}");
     }
+    // One that was edited, and one that hides its checksum.
+    fs::write(&index, text.replace("\"step\": 4", "\"step\": 5")).unwrap();
+    let edited = refused(fourth.path());
+    assert!(matches!(&edited, CheckpointError::Checksum { part: FilePart::Index, .. }), "{edited}");
+    fs::write(&index, format!("{text}\n")).unwrap();
+    let edited = refused(fourth.path());
+    assert!(matches!(edited, CheckpointError::NoChecksum { part: FilePart::Index, .. }));
 }
 
 #[test]
@@ -221,7 +164,10 @@ fn the_newest_are_kept() {
         .map(|entry| entry.unwrap().file_name().into_string().unwrap())
         .collect();
     names.sort();
-    assert_eq!(names, ["step-0000000030", "step-0000000040", "step-0000000050"]);
+    let steps = ["step-0000000030", "step-0000000040", "step-0000000050"];
+    assert_eq!(names, [&["holder.json", "lock"][..], &steps].concat());
+    drop(checkpoints);
+    assert!(!folder.path().join("holder.json").exists(), "nobody holds the lock any more");
 }
 
 #[test]
@@ -232,7 +178,7 @@ fn a_damaged_checkpoint_is_written_again_and_counts_for_none() {
         let names = fs::read_dir(folder.path())
             .unwrap()
             .map(|entry| entry.unwrap().file_name().into_string().unwrap());
-        names.collect::<std::collections::BTreeSet<_>>()
+        names.filter(|name| name != "lock").collect::<std::collections::BTreeSet<_>>()
     };
     saved(folder.path(), &run, 10);
     let newest = saved(folder.path(), &run, 20);
@@ -254,14 +200,38 @@ fn a_damaged_checkpoint_is_written_again_and_counts_for_none() {
     assert_eq!(steps().into_iter().collect::<Vec<_>>(), expected);
 }
 
+/// Changes the index of a checkpoint, and says its new checksum in it.
+fn edit_index(checkpoint: &Checkpoint, edit: impl FnOnce(&mut serde_json::Value)) {
+    let path = checkpoint.path().join("index.json");
+    let mut index: serde_json::Value = serde_json::from_slice(&fs::read(&path).unwrap()).unwrap();
+    index.as_object_mut().unwrap().remove("checksum");
+    edit(&mut index);
+    let text = format!("{index:#}");
+    let text = text.strip_suffix("\n}").unwrap();
+    let checksum = crc32fast::hash(text.as_bytes());
+    fs::write(path, format!("{text},\n  \"checksum\": \"{checksum:08x}\"\n}}")).unwrap();
+}
+
 /// Replaces the file of a checkpoint of one slot, and says so in its index.
 fn replace_shard(checkpoint: &Checkpoint, bytes: &[u8]) {
-    let index = checkpoint.path().join("index.json");
-    let text = fs::read_to_string(&index).unwrap();
-    let mut edited: serde_json::Value = serde_json::from_str(&text).unwrap();
-    edited["files"][0]["bytes"] = bytes.len().into();
-    fs::write(&index, edited.to_string()).unwrap();
+    let (len, _) = bytes.split_first_chunk::<8>().unwrap();
+    let header = &bytes[..8 + usize::try_from(u64::from_le_bytes(*len)).unwrap()];
+    edit_index(checkpoint, |index| {
+        index["files"][0]["bytes"] = bytes.len().into();
+        index["files"][0]["header"] = format!("{:08x}", crc32fast::hash(header)).into();
+    });
     fs::write(checkpoint.path().join(SHARD), bytes).unwrap();
+}
+
+/// The file of a checkpoint of step 1 with these tensors, each of one block.
+#[expect(clippy::disallowed_types, reason = "what the safetensors crate takes")]
+fn shard<V: safetensors::View>(tensors: Vec<(&str, V)>) -> Vec<u8> {
+    let checksum = |tensor: &V| format!("{:08x}", crc32fast::hash(&tensor.data()));
+    let texts = tensors.iter().map(|(name, tensor)| ((*name).to_owned(), checksum(tensor)));
+    let origin = [("step", "1"), ("file", SHARD)];
+    let origin = origin.map(|(key, text)| (key.to_owned(), text.to_owned()));
+    let texts: std::collections::HashMap<_, _> = texts.chain(origin).collect();
+    safetensors::serialize(tensors, Some(texts)).unwrap()
 }
 
 const SHARD: &str = "shard-00001-of-00001.safetensors";
@@ -271,20 +241,29 @@ fn hostile_indices_are_refused() {
     let folder = tempfile::tempdir().unwrap();
     let checkpoint = saved(folder.path(), &Run::cpu(1), 1);
     let index = checkpoint.path().join("index.json");
-    let text = fs::read_to_string(&index).unwrap();
     fs::write(folder.path().join("shard-.safetensors"), b"outside").unwrap();
     for name in ["../shard-.safetensors", "/etc/hosts", "index.json"] {
-        fs::write(&index, text.replace(SHARD, name)).unwrap();
+        edit_index(&checkpoint, |index| index["files"][0]["name"] = name.into());
         assert!(
             matches!(refused(checkpoint.path()), CheckpointError::Listed { path, file } if path == index && file == name)
         );
     }
-    let mut twice: serde_json::Value = serde_json::from_str(&text).unwrap();
-    let first = twice["files"][0].clone();
-    twice["files"].as_array_mut().unwrap().push(first);
-    fs::write(&index, twice.to_string()).unwrap();
+    edit_index(&checkpoint, |index| {
+        index["files"][0]["name"] = SHARD.into();
+        let first = index["files"][0].clone();
+        index["files"].as_array_mut().unwrap().push(first);
+    });
     assert!(
         matches!(refused(checkpoint.path()), CheckpointError::Listed { file, .. } if file == SHARD)
+    );
+    edit_index(&checkpoint, |index| {
+        index["files"].as_array_mut().unwrap().truncate(1);
+        index["files"][0].as_object_mut().unwrap().remove("header");
+    });
+    let error = refused(checkpoint.path());
+    assert!(
+        matches!(&error, CheckpointError::NoChecksum { part: FilePart::Header, .. }),
+        "{error}"
     );
 }
 
@@ -293,7 +272,7 @@ fn hostile_headers_are_refused() {
     let folder = tempfile::tempdir().unwrap();
     let checkpoint = saved(folder.path(), &Run::cpu(1), 1);
     let tensor = Tensor::zeros(6, DType::F32, &Device::Cpu).unwrap();
-    let file = |key: &str| safetensors::serialize([(key, &tensor)], None).unwrap();
+    let file = |key: &str| shard(vec![(key, &tensor)]);
     // No name of a checkpoint, and items that would end beyond all numbers.
     for name in ["weight", "model/weight", &format!("model/weight@{}", usize::MAX)] {
         replace_shard(&checkpoint, &file(name));
@@ -309,12 +288,19 @@ fn hostile_headers_are_refused() {
     assert_eq!((described, found), (whole.len() as u64, whole.len() as u64 - 4));
     // Numbers that candle does not have.
     let complex = safetensors::tensor::TensorView::new(safetensors::Dtype::C64, vec![2], &[0; 16]);
-    let complex = [("model/weight@0", complex.unwrap())];
-    replace_shard(&checkpoint, &safetensors::serialize(complex, None).unwrap());
+    replace_shard(&checkpoint, &shard(vec![("model/weight@0", complex.unwrap())]));
     let error = Checkpoint::open(checkpoint.path()).unwrap_err();
     assert!(
         matches!(error, Error::Parameter(ParameterError::UnknownDtype { dtype, .. }) if dtype == "C64")
     );
+    // A header that is whole and has no checksums.
+    let without = safetensors::serialize([("model/weight@0", &tensor)], None).unwrap();
+    replace_shard(&checkpoint, &without);
+    let error = refused(checkpoint.path());
+    let CheckpointError::NoChecksum { part: FilePart::Tensor(name), .. } = &error else {
+        panic!("{error}")
+    };
+    assert_eq!(name, "model/weight@0");
 }
 
 #[test]
@@ -325,7 +311,7 @@ fn checkpoints_with_too_little_are_refused() {
     let floats = |len: usize| Tensor::zeros(len, DType::F32, &Device::Cpu).unwrap();
     let mut load = |tensors: &[(&str, Tensor)]| {
         let named = tensors.iter().map(|(name, tensor)| (*name, tensor));
-        replace_shard(&checkpoint, &safetensors::serialize(named, None).unwrap());
+        replace_shard(&checkpoint, &shard(named.collect()));
         run.model.load(&Checkpoint::open(checkpoint.path()).unwrap()).unwrap_err()
     };
     // The bias is loaded first, by its name.
