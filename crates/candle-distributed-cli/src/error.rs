@@ -223,7 +223,11 @@ fn is_bad_input(error: &mesh::Error) -> bool {
 /// Whether the fault is in the files of a checkpoint, rather than in reading or writing them.
 fn is_bad_checkpoint(error: &train::Error) -> bool {
     match error {
-        train::Error::Checkpoint(fault) => !matches!(fault, CheckpointError::Io { .. }),
+        train::Error::Checkpoint(fault) => {
+            use CheckpointError::{Io, Lost, NotFinite};
+
+            !matches!(fault, Io { .. } | Lost { .. } | NotFinite { .. })
+        }
         // The model is this program's own, so it is the checkpoint that is of another one.
         train::Error::Parameter(_) => true,
         _ => false,

@@ -4,7 +4,7 @@
 
 mod support;
 
-use std::{fs, path::Path};
+use std::{fs, path::Path, process::Stdio};
 
 use crate::support::{
     command, refuses,
@@ -94,22 +94,84 @@ fn a_run_of_an_early_version_is_known_by_its_model() {
 }
 
 #[test]
-fn a_checkpoint_of_another_run_is_refused() {
+fn a_checkpoint_of_another_run_is_never_taken() {
     let home = Home::new();
+    home.complete("whole");
     home.killed("run");
     home.train("long", &["--steps", "40"]);
     home.train("seed", &["--steps", STEPS, "--seed", "1"]);
-    for (name, step, words) in [
-        ("long", "step-0000000036", ["was written after step 36", "12 steps", "hint: "]),
-        ("seed", "step-0000000008", ["is a checkpoint of another run", "hint: ", "--out"]),
-    ] {
+    for (name, step) in [("long", "step-0000000036"), ("seed", "step-0000000008")] {
         let mixed = format!("mixed-{name}");
         copy(&home.at("run"), &home.at(&mixed));
         let checkpoints = home.at(&mixed).join("checkpoints");
         fs::remove_dir_all(checkpoints.join("step-0000000008")).unwrap();
         copy(&home.at(name).join("checkpoints").join(step), &checkpoints.join(step));
-        home.is_refused(&mixed, &[], &words);
+        copy(&home.at(&mixed), &home.at("alone"));
+
+        // There is one of this run: the other is passed over, and said.
+        let resumed = home.resume(&mixed, &[]);
+        assert!(resumed.status.success(), "{name}: {}", said(&resumed));
+        assert!(said(&resumed).contains(step), "{}", said(&resumed));
+        assert!(said(&resumed).contains("this is a checkpoint of run"), "{}", said(&resumed));
+        assert!(home.model(&mixed) == home.model("whole"));
+
+        // There is none.
+        let own = home.at("alone").join("checkpoints/step-0000000004");
+        fs::remove_dir_all(own).unwrap();
+        home.is_refused("alone", &[], &["this is a checkpoint of run", "hint: ", "another folder"]);
+        fs::remove_dir_all(home.at("alone")).unwrap();
     }
+}
+
+/// Makes the index of a checkpoint one of format version 1, which knew neither runs nor checksums.
+fn make_early(checkpoint: &Path) {
+    let index = checkpoint.join("index.json");
+    let mut early: serde_json::Value = serde_json::from_slice(&fs::read(&index).unwrap()).unwrap();
+    early["format_version"] = 1.into();
+    for field in ["run", "checksum"] {
+        early.as_object_mut().unwrap().remove(field);
+    }
+    for file in early["files"].as_array_mut().unwrap() {
+        file.as_object_mut().unwrap().retain(|field, _| field == "name" || field == "bytes");
+    }
+    fs::write(index, early.to_string()).unwrap();
+}
+
+#[test]
+fn a_step_beyond_the_last_is_refused() {
+    let home = Home::new();
+    home.killed("run");
+    home.train("long", &["--steps", "40"]);
+    let step = "checkpoints/step-0000000036";
+    copy(&home.at("long").join(step), &home.at("run").join(step));
+    make_early(&home.at("run").join(step));
+    home.is_refused("run", &[], &["was written after step 36, but the run has 12 steps", "hint: "]);
+}
+
+#[test]
+fn a_run_that_trains_is_not_trained_twice() {
+    let home = Home::new();
+    let (data, out) = (home.path("text.txt"), home.path("run"));
+    let args = ["train", "--data", &data, "--steps", "100000", "--resume", "--out", &out];
+    let first = command(&args).stdout(Stdio::null()).stderr(Stdio::null()).spawn();
+    let mut first = first.unwrap();
+    let steps = || {
+        let metrics = fs::read_to_string(home.at("run").join("metrics.jsonl"));
+        metrics.map_or(0, |metrics| metrics.lines().count())
+    };
+    while steps() == 0 {
+        std::thread::yield_now();
+    }
+    refuses(&args, &["is being trained by process", &first.id().to_string(), "hint: "]);
+    let before = steps();
+    while steps() <= before {
+        std::thread::yield_now();
+    }
+    // The lock does not outlive its holder.
+    first.kill().unwrap();
+    first.wait().unwrap();
+    assert!(steps() > before);
+    home.is_refused("run", &["--steps", "9"], &["--steps 100000"]);
 }
 
 #[test]
@@ -118,8 +180,8 @@ fn a_run_that_lost_its_settings_is_known_by_its_checkpoint() {
     home.killed("run");
     fs::remove_file(home.at("run").join("run.json")).unwrap();
     let data = home.path("text.txt");
-    home.is_refused("run", &[], &["another run"]);
-    home.is_refused("run", &["--data", &data, "--steps", "20"], &["another run"]);
+    home.is_refused("run", &[], &["this is a checkpoint of run"]);
+    home.is_refused("run", &["--data", &data, "--steps", "20"], &["this is a checkpoint of run"]);
     let resumed = home.resume("run", &["--data", &data, "--steps", STEPS]);
     assert!(resumed.status.success(), "{}", said(&resumed));
     assert!(said(&resumed).contains("no run.json; it is written anew"), "{}", said(&resumed));

@@ -79,7 +79,7 @@ const EMBEDDED: [(&str, &str); 56] = own_sources![
     "src/train/mod.rs",
     "src/train/model.rs",
     "src/train/parameters.rs",
-    "src/train/position.rs",
+    "src/train/resumed.rs",
     "src/train/run_dir.rs",
     "src/train/session.rs",
     "src/train/settings.rs",

@@ -10,7 +10,7 @@ pub(crate) mod memory;
 pub(crate) mod metrics;
 pub(crate) mod model;
 pub(crate) mod parameters;
-pub(crate) mod position;
+pub(crate) mod resumed;
 pub(crate) mod run_dir;
 pub(crate) mod session;
 pub(crate) mod settings;

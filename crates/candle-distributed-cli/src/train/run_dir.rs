@@ -6,7 +6,7 @@ use std::{
     path::{Path, PathBuf},
 };
 
-use candle_distributed::{plan::ParameterInfo, types::Fingerprint};
+use candle_distributed::{plan::ParameterInfo, train::Checkpoints, types::Fingerprint};
 use candle_nn::VarMap;
 use serde::Serialize;
 
@@ -33,9 +33,10 @@ pub(crate) fn numbered(number: u32) -> PathBuf {
     Path::new("runs").join(format!("{number:04}"))
 }
 
-/// Where the run in `path` keeps its checkpoints.
-pub(crate) fn checkpoints(path: &Path) -> PathBuf {
-    path.join(CHECKPOINTS)
+/// The checkpoints of the run with these settings in `path`; those of other runs are refused.
+pub(crate) fn checkpoints(path: &Path, settings: &Settings) -> Checkpoints {
+    let checkpoints = Checkpoints::new(path.join(CHECKPOINTS)).run(settings.identity());
+    if settings.allow_non_finite { checkpoints.allow_non_finite() } else { checkpoints }
 }
 
 /// The steps of the run in `path`. Damaged lines are left out, and said.
@@ -59,14 +60,29 @@ fn damage(metrics: &Metrics) -> String {
 pub(crate) fn contents(path: &Path) -> Result<Vec<&'static str>> {
     let mut found = Vec::new();
     for name in [settings::FILE, METRICS, MODEL, CHECKPOINTS] {
+        let path = path.join(name);
         // A link counts wherever it leads.
-        match fs::symlink_metadata(path.join(name)) {
+        match fs::symlink_metadata(&path) {
+            Ok(known) if known.is_dir() && name == CHECKPOINTS && !has_steps(&path)? => {}
             Ok(_) => found.push(name),
             Err(error) if is_nothing(&error) => {}
-            Err(source) => return Err(Error::read(path.join(name), source)),
+            Err(source) => return Err(Error::read(path, source)),
         }
     }
     Ok(found)
+}
+
+/// Whether there are checkpoints in their folder, or parts of some. A run that could not start has
+/// left at most its lock.
+fn has_steps(checkpoints: &Path) -> Result<bool> {
+    let entries = fs::read_dir(checkpoints).map_err(|source| Error::read(checkpoints, source))?;
+    for entry in entries {
+        let entry = entry.map_err(|source| Error::read(checkpoints, source))?;
+        if entry.file_name().as_encoded_bytes().starts_with(b"step-") {
+            return Ok(true);
+        }
+    }
+    Ok(false)
 }
 
 /// Whether an error says that there is nothing, because of what is missing or is no folder.

@@ -15,7 +15,7 @@ use candle_distributed::{
     batch::BatchState,
     mesh::{ALL, DeviceMesh, P, Replica, Uneven},
     train::{
-        self, AdamW, Checkpoints, DataParallel, GradientReport, Loss,
+        self, AdamW, CheckpointError, Checkpoints, DataParallel, GradientReport, Loss,
         TrainingError::{NonFiniteBuffer, NonFiniteLoss, NonFiniteNorm},
     },
 };
@@ -29,8 +29,7 @@ use crate::{
         journal::Journal,
         metrics::StepMetrics,
         model::{Config, Transformer},
-        position::{Position, Resumed},
-        run_dir,
+        resumed::Resumed,
         settings::Settings,
     },
 };
@@ -106,12 +105,10 @@ impl Job<'_> {
             let learning_rate = learning_rate(step, steps);
             model.set_learning_rate(learning_rate)?;
             let tensors = data::collate(&batch, self.corpus, &self.mesh.devices()[0])?;
+            let at = At { step, epoch, batch: state.step, learning_rate };
             let loss = match model.step(tensors, loss) {
                 Ok(update) => update.loss as f32,
-                Err(error) => {
-                    let at = At { step, epoch, batch: state.step, learning_rate };
-                    return Err(self.failed(error, &at, journal)?);
-                }
+                Err(error) => return Err(self.failed(error, &at, journal)?),
             };
             let seconds = start.elapsed().as_secs_f64();
             if let Some(journal) = &mut journal {
@@ -128,8 +125,10 @@ impl Job<'_> {
                 if let Some(journal) = &journal {
                     journal.sync()?;
                 }
-                let position = Position { run: self.settings.identity(), batches: state };
-                self.checkpoints.save(self.mesh, done, &model.state_dict()?, &position)?;
+                let saved = self.checkpoints.save(self.mesh, done, &model.state_dict()?, &state);
+                if let Err(error) = saved {
+                    return Err(self.failed(error, &at, journal)?);
+                }
             }
             if is_stopped {
                 return Err(self.stopped(done, journal)?);
@@ -184,12 +183,15 @@ impl Job<'_> {
     /// The error of a run in which a step failed: if because of numbers that are not finite, it says
     /// where, and what is left.
     fn failed(&self, error: train::Error, at: &At, journal: Option<Journal>) -> Result<Error> {
-        let train::Error::Training(
-            NonFiniteLoss { .. } | NonFiniteNorm { .. } | NonFiniteBuffer { .. },
-        ) = error
-        else {
+        let is_not_finite = matches!(
+            error,
+            train::Error::Training(
+                NonFiniteLoss { .. } | NonFiniteNorm { .. } | NonFiniteBuffer { .. }
+            ) | train::Error::Checkpoint(CheckpointError::NotFinite { .. })
+        );
+        if !is_not_finite {
             return Err(error.into());
-        };
+        }
         let last = match self.checkpoints.steps()?.last() {
             Some(step) => format!("the last checkpoint is that of step {step}"),
             None => "there is no checkpoint yet".into(),
@@ -262,7 +264,7 @@ mod tests {
     use candle_distributed::{train::GradientError, types::Seed};
 
     use super::*;
-    use crate::train::{parameters, settings::tests::settings, sharding::Needs};
+    use crate::train::{parameters, run_dir, settings::tests::settings, sharding::Needs};
 
     #[test]
     fn a_wrong_gradient_ends_the_check_with_a_hint() {
@@ -312,7 +314,7 @@ mod tests {
             checkpoint_every: 5,
             check: false,
             path,
-            checkpoints: &Checkpoints::new(run_dir::checkpoints(path)),
+            checkpoints: &run_dir::checkpoints(path, settings),
             from: None,
             stop: Arc::default(),
         };

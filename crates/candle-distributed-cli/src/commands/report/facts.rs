@@ -8,7 +8,6 @@ use candle_distributed::{
         ParameterInfo, ShardingPlan,
         cost::{CostModel, PlanCost},
     },
-    train::Checkpoints,
     types::WorldSize,
 };
 
@@ -67,7 +66,7 @@ impl Facts {
         let is_complete = run_dir::is_complete(path, &settings)?;
         Ok(Self {
             metrics: run_dir::metrics(path)?,
-            checkpoints: Checkpoints::new(run_dir::checkpoints(path)).steps()?,
+            checkpoints: run_dir::checkpoints(path, &settings).steps()?,
             sharding: Sharding::of(path, &settings, is_complete)?,
             reading: Reading::of(&settings)?,
             path: path.into(),

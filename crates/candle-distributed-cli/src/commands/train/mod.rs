@@ -7,9 +7,8 @@ use std::path::{Path, PathBuf};
 use candle_core::Device;
 use candle_distributed::{
     mesh::DeviceMesh,
-    plan::{ShardingPlan, cost::CostModel, report::PlanReport},
-    train::Checkpoints,
-    types::{Placement, Rank, Seed},
+    plan::{cost::CostModel, report::PlanReport},
+    types::{Rank, Seed},
 };
 use candle_nn::{VarBuilder, VarMap};
 
@@ -22,7 +21,7 @@ use crate::{
     output,
     train::{
         agreement,
-        data::{INIT_STREAM, Schedule},
+        data::INIT_STREAM,
         journal::Journal,
         model::Transformer,
         parameters,
@@ -90,9 +89,12 @@ pub(crate) fn run(args: &Args) -> Result<()> {
     let start = args.start(place);
     // A process alone decides alone, without a device; several must hear of each other first, or
     // some would wait for one that has ended.
-    if place.is_alone() && matches!(start, Err(_) | Ok(Start::Complete)) {
-        start?;
-        return args.say_complete(place);
+    if place.is_alone() {
+        match &start {
+            Ok(Start::Train(_)) => {}
+            Ok(Start::Complete(path)) => return say_complete(place, path),
+            Err(_) => return start.map(drop),
+        }
     }
     let grid =
         DeviceMesh::builder().axis(DeviceMesh::AXIS, place.placement.world_size().as_usize());
@@ -106,10 +108,13 @@ impl Args {
         // What a process cannot start for says more than that it cannot.
         let start = start?;
         agreed?;
-        let Start::Train(beginning) = start else { return self.say_complete(place) };
+        let beginning = match start {
+            Start::Train(beginning) => *beginning,
+            Start::Complete(path) => return say_complete(place, &path),
+        };
         let path = self.path(mesh)?;
         agreement::check_shared(mesh, &path)?;
-        let Beginning { settings, corpus, schedule, from } = *beginning;
+        let Beginning { settings, corpus, schedule, from } = beginning;
         let vars = initial_parameters(mesh, Seed::new(settings.seed))?;
         let job = Job {
             mesh,
@@ -119,35 +124,33 @@ impl Args {
             checkpoint_every: self.checkpoint_every,
             check: self.check,
             path: &path,
-            checkpoints: &Checkpoints::new(run_dir::checkpoints(&path)),
+            checkpoints: &run_dir::checkpoints(&path, &settings),
             from: from.as_ref(),
             stop: stop::flag(),
         };
         // Whatever can be refused has been when the folder changes for the first time.
         let model = job.start(&vars)?;
-        let journal = match place.placement.rank() {
-            Rank::ZERO => Some(self.journal(&job, &vars, place.placement)?),
-            _ => None,
+        let is_first = place.placement.rank() == Rank::ZERO;
+        let needs = if is_first { Some(announce(&job, &vars, place)?) } else { None };
+        job.checkpoints.lock(mesh)?;
+        let journal = match needs {
+            Some(needs) => Some(self.journal(&job, needs, place)?),
+            None => None,
         };
         job.run(model, &vars, journal)
     }
 
-    /// Says what the run starts with, and opens its folder.
-    fn journal(&self, job: &Job<'_>, vars: &VarMap, placement: Placement) -> Result<Journal> {
-        let steps = job.settings.steps;
+    /// Opens the folder of the run.
+    fn journal(&self, job: &Job<'_>, needs: Needs, place: Place) -> Result<Journal> {
         let first = job.first_step();
-        let parameters = sharding::parameters_in(vars)?;
-        let plan = sharding::plan(&parameters, placement.world_size())?;
-        let needs = Needs::of(&parameters, &plan.cost(&CostModel::default())?)?;
-        announce(&plan, job.schedule, first, steps)?;
-        let session = session(job.mesh, placement, first);
+        let session = session(job.mesh, place, first);
         let settings = job.settings.clone().with_session(session);
         let run_dir = if self.resume {
             RunDir::resume(job.path, &settings, first)?
         } else {
             RunDir::create(job.path, &settings)?
         };
-        Ok(Journal::new(first, steps, run_dir, needs))
+        Ok(Journal::new(first, job.settings.steps, run_dir, needs))
     }
 
     /// The folder of the run, the same in every process. Where `--out` names none, the first process
@@ -165,11 +168,11 @@ impl Args {
     fn resumed(&self) -> Option<&Path> {
         self.out.as_deref().filter(|_| self.resume)
     }
+}
 
-    fn say_complete(&self, place: Place) -> Result<()> {
-        let folder = self.out.as_deref().unwrap_or(Path::new("")).display();
-        place.print(|out| writeln!(out, "the run in {folder} is complete"))
-    }
+/// Says that there is nothing to do for the run in `path`.
+fn say_complete(place: Place, path: &Path) -> Result<()> {
+    place.print(|out| writeln!(out, "the run in {} is complete", path.display()))
 }
 
 /// The parameters before the first step, the same in every process.
@@ -179,24 +182,30 @@ fn initial_parameters(mesh: &DeviceMesh, seed: Seed) -> Result<VarMap> {
 }
 
 /// The session of this process, which starts after `first_step` steps.
-fn session(mesh: &DeviceMesh, placement: Placement, first_step: u64) -> Session {
+fn session(mesh: &DeviceMesh, place: Place, first_step: u64) -> Session {
     Session {
         first_step,
-        world_size: placement.world_size().as_u64(),
+        world_size: place.placement.world_size().as_u64(),
         devices_here: mesh.devices().len() as u64,
         on_processors: mesh.devices().iter().all(Device::is_cpu),
         peak_bytes: None,
     }
 }
 
-/// Prints what each rank would hold if the parameters were sharded, and how an epoch is batched.
-fn announce(plan: &ShardingPlan, schedule: &Schedule, first: u64, steps: u64) -> Result<()> {
-    let report = PlanReport::new(plan, &CostModel::default(), None)?;
-    let (first_epoch, _) = schedule.first_epoch()?;
+/// Prints what each rank would hold if the parameters were sharded, and how an epoch is batched;
+/// returns what the model needs.
+fn announce(job: &Job<'_>, vars: &VarMap, place: Place) -> Result<Needs> {
+    let parameters = sharding::parameters_in(vars)?;
+    let plan = sharding::plan(&parameters, place.placement.world_size())?;
+    let report = PlanReport::new(&plan, &CostModel::default(), None)?;
+    let (first_epoch, _) = job.schedule.first_epoch()?;
+    let first = job.first_step();
+    let steps = job.settings.steps;
     output::text(|out| {
         if first > 0 {
             writeln!(out, "resuming after step {first} of {steps}")?;
         }
         writeln!(out, "{report}\neach epoch: {first_epoch}")
-    })
+    })?;
+    Needs::of(&parameters, &plan.cost(&CostModel::default())?)
 }

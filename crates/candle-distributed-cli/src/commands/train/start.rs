@@ -5,7 +5,6 @@ use std::path::{Path, PathBuf};
 
 use candle_distributed::{
     mesh::DeviceMesh,
-    train::Checkpoints,
     types::{WorldSize, human::HumanBytes},
 };
 
@@ -19,7 +18,7 @@ use crate::{
         data::{self, Schedule},
         limits::{self, Limit},
         memory,
-        position::Resumed,
+        resumed::Resumed,
         run_dir,
         settings::{FORMAT_VERSION, Settings},
         sharding, trainer,
@@ -31,8 +30,8 @@ const DEFAULT_STEPS: u64 = 400;
 /// How a run starts.
 #[derive(Debug)]
 pub(super) enum Start {
-    /// It has ended before.
-    Complete,
+    /// The run in this folder has ended before.
+    Complete(PathBuf),
     Train(Box<Beginning>),
 }
 
@@ -66,7 +65,7 @@ impl Args {
         if let (Some(path), Some(known)) = (self.resumed(), &known)
             && run_dir::is_complete(path, known)?
         {
-            return Ok(Start::Complete);
+            return Ok(Start::Complete(path.into()));
         }
         let beginning = self.beginning(known, place.placement.world_size())?;
         // A mesh that is too large for any machine is refused when it is made.
@@ -85,14 +84,12 @@ impl Args {
             None => Corpus::embedded(),
         };
         let settings = self.settings(known, data, &corpus, world_size)?;
-        let from = match self.resumed() {
-            Some(path) => {
-                Resumed::latest(&Checkpoints::new(run_dir::checkpoints(path)), &settings)?
+        let mut from = None;
+        if let Some(path) = self.resumed() {
+            from = Resumed::latest(&run_dir::checkpoints(path, &settings), settings.steps)?;
+            if !is_known {
+                refuse_unknown(path, from.as_ref())?;
             }
-            None => None,
-        };
-        if let Some(path) = self.resumed().filter(|_| !is_known) {
-            refuse_unknown(path, from.as_ref())?;
         }
         let schedule = Schedule::of(&settings, &corpus)?;
         // A position that is not one in these batches is refused here; the batches come later.
@@ -130,29 +127,13 @@ impl Args {
             )));
         }
         let text = corpus.fingerprint();
-        let steps = self.steps.unwrap_or(DEFAULT_STEPS);
         let settings = match known {
             Some(known) if text != known.text => {
                 let changed = Error::usage("the text is not the one that the run started with");
                 return Err(changed.hinted(hint::TEXT));
             }
             Some(known) => known,
-            None if steps == 0 => {
-                return Err(Error::usage("--steps 0 trains nothing, it must be at least 1"));
-            }
-            None => Settings {
-                format_version: FORMAT_VERSION,
-                seed: self.seed.unwrap_or(0),
-                steps,
-                data: None,
-                text,
-                max_tokens: data::max_tokens(world_size),
-                allow_non_finite: false,
-                model: None,
-                sessions: vec![],
-                identity: None,
-                model_fingerprint: None,
-            },
+            None => self.new_settings(text, world_size)?,
         };
         let settings = Settings {
             data,
@@ -164,6 +145,27 @@ impl Args {
             ..settings
         };
         Ok(Settings { identity: Some(settings.identity()), ..settings })
+    }
+
+    /// The settings of a new run.
+    fn new_settings(&self, text: String, world_size: WorldSize) -> Result<Settings> {
+        let steps = self.steps.unwrap_or(DEFAULT_STEPS);
+        if steps == 0 {
+            return Err(Error::usage("--steps 0 trains nothing, it must be at least 1"));
+        }
+        Ok(Settings {
+            format_version: FORMAT_VERSION,
+            seed: self.seed.unwrap_or(0),
+            steps,
+            data: None,
+            text,
+            max_tokens: data::max_tokens(world_size),
+            allow_non_finite: false,
+            model: None,
+            sessions: vec![],
+            identity: None,
+            model_fingerprint: None,
+        })
     }
 
     /// Checks that the memory that this process will probably take is there.
@@ -198,7 +200,7 @@ impl Args {
     pub(super) fn words(&self, start: &Result<Start>) -> Vec<String> {
         let beginning = match start {
             Err(_) => return vec!["cannot start".into()],
-            Ok(Start::Complete) => return vec!["finds the run complete".into()],
+            Ok(Start::Complete(_)) => return vec!["finds the run complete".into()],
             Ok(Start::Train(beginning)) => beginning,
         };
         let Settings { seed, steps, text, max_tokens, allow_non_finite, .. } = &beginning.settings;
@@ -227,7 +229,7 @@ fn refuse_unknown(path: &Path, from: Option<&Resumed>) -> Result<()> {
         return Ok(());
     }
     let lacks = format!("{} holds {}, but no run.json", path.display(), found.join(" and "));
-    if from.is_some_and(|from| from.is_known) {
+    if from.is_some_and(Resumed::is_known) {
         output::warning(format_args!("{lacks}; it is written anew"));
         return Ok(());
     }
