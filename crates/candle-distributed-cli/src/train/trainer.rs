@@ -12,7 +12,7 @@ use std::{
 
 use candle_core::{DType, Device, Tensor};
 use candle_distributed::{
-    batch::BatchState,
+    batch::{Batch, BatchState},
     mesh::{ALL, DeviceMesh, P, Replica, Uneven},
     train::{
         self, AdamW, CheckpointError, Checkpoints, DataParallel, GradientReport, Loss,
@@ -25,7 +25,7 @@ use crate::{
     error::{Error, ErrorKind, Result},
     train::{
         corpus::{Corpus, MAX_SEQUENCE_LENGTH},
-        data::{self, Schedule},
+        data::{self, Schedule, Scheduled},
         journal::Journal,
         metrics::StepMetrics,
         model::{Config, Transformer},
@@ -83,7 +83,6 @@ impl Job<'_> {
 
     /// Trains the model of `vars` for the remaining steps, each on one batch that all devices share.
     /// The process that has a journal writes it.
-    #[expect(clippy::cast_possible_truncation, reason = "the journal is in single precision")]
     pub(crate) fn run(
         &self,
         mut model: Model,
@@ -101,13 +100,11 @@ impl Job<'_> {
         let steps = self.settings.steps;
         let start = Instant::now();
         for (step, scheduled) in (first..steps).zip(self.schedule.batches(state)?) {
-            let data::Scheduled { epoch, batch, state } = scheduled?;
+            let Scheduled { epoch, batch, state } = scheduled?;
             let learning_rate = learning_rate(step, steps);
-            model.set_learning_rate(learning_rate)?;
-            let tensors = data::collate(&batch, self.corpus, &self.mesh.devices()[0])?;
             let at = At { step, epoch, batch: state.step, learning_rate };
-            let loss = match model.step(tensors, loss) {
-                Ok(update) => update.loss as f32,
+            let loss = match self.step(&mut model, &batch, learning_rate) {
+                Ok(loss) => loss,
                 Err(error) => return Err(self.failed(error, &at, journal)?),
             };
             let seconds = start.elapsed().as_secs_f64();
@@ -125,8 +122,7 @@ impl Job<'_> {
                 if let Some(journal) = &journal {
                     journal.sync()?;
                 }
-                let saved = self.checkpoints.save(self.mesh, done, &model.state_dict()?, &state);
-                if let Err(error) = saved {
+                if let Err(error) = self.save(&model, done, &state) {
                     return Err(self.failed(error, &at, journal)?);
                 }
             }
@@ -138,6 +134,19 @@ impl Job<'_> {
             Some(mut journal) => journal.finish(vars),
             None => Ok(()),
         }
+    }
+
+    /// Trains on one batch, and returns its loss.
+    #[expect(clippy::cast_possible_truncation, reason = "the journal is in single precision")]
+    fn step(&self, model: &mut Model, batch: &Batch, learning_rate: f64) -> Result<f32> {
+        model.set_learning_rate(learning_rate)?;
+        let tensors = data::collate(batch, self.corpus, &self.mesh.devices()[0])?;
+        Ok(model.step(tensors, loss)?.loss as f32)
+    }
+
+    /// Writes a checkpoint after `done` steps, of which `state` is the last.
+    fn save(&self, model: &Model, done: u64, state: &BatchState) -> Result<()> {
+        Ok(self.checkpoints.save(self.mesh, done, &model.state_dict()?, state)?)
     }
 
     fn model(&self, vars: &VarMap) -> Result<Model> {
@@ -182,16 +191,11 @@ impl Job<'_> {
 
     /// The error of a run in which a step failed: if because of numbers that are not finite, it says
     /// where, and what is left.
-    fn failed(&self, error: train::Error, at: &At, journal: Option<Journal>) -> Result<Error> {
-        let is_not_finite = matches!(
-            error,
-            train::Error::Training(
-                NonFiniteLoss { .. } | NonFiniteNorm { .. } | NonFiniteBuffer { .. }
-            ) | train::Error::Checkpoint(CheckpointError::NotFinite { .. })
-        );
-        if !is_not_finite {
-            return Err(error.into());
-        }
+    fn failed(&self, error: Error, at: &At, journal: Option<Journal>) -> Result<Error> {
+        let source = match *error.kind {
+            ErrorKind::Training(source) if is_not_finite(&source) => source,
+            kind => return Ok(Error { kind: Box::new(kind), advice: error.advice }),
+        };
         let last = match self.checkpoints.steps()?.last() {
             Some(step) => format!("the last checkpoint is that of step {step}"),
             None => "there is no checkpoint yet".into(),
@@ -202,7 +206,7 @@ impl Job<'_> {
             batch: at.batch,
             epoch: at.epoch,
             learning_rate: at.learning_rate,
-            source: error,
+            source,
         };
         let hint = format!(
             "{last}; the same steps end alike, so look at the gradients with --resume --check, try \
@@ -219,6 +223,16 @@ struct At {
     /// The number of its batch in the epoch, from 1.
     batch: u64,
     learning_rate: f64,
+}
+
+/// Whether all processes end a step because of numbers that are infinite or none.
+fn is_not_finite(error: &train::Error) -> bool {
+    matches!(
+        error,
+        train::Error::Training(
+            NonFiniteLoss { .. } | NonFiniteNorm { .. } | NonFiniteBuffer { .. }
+        ) | train::Error::Checkpoint(CheckpointError::NotFinite { .. })
+    )
 }
 
 /// The error that ends a run in all processes after the same step: the one with the journal closes
