@@ -10,7 +10,10 @@ use std::{
 use candle_distributed::{
     batch, mesh, plan, sampler,
     train::{self, CheckpointError},
-    types::{self, human::HumanBytes},
+    types::{
+        self,
+        human::{HumanBytes, Printable},
+    },
 };
 use plotters::drawing::DrawingAreaErrorKind;
 
@@ -47,11 +50,17 @@ pub(crate) enum ErrorKind {
     /// A value that only this command refuses.
     #[error("{0}")]
     Usage(String),
-    #[error("cannot read {path}")]
+    /// A process that `launch` has started failed.
+    #[error("rank {rank} {how}")]
+    Rank { rank: usize, how: String, code: u8 },
+    /// The system does not let `launch` start or watch processes.
+    #[error("cannot run the processes")]
+    Launcher(#[source] io::Error),
+    #[error("cannot read {path}", path = Printable(path.display()))]
     Read { path: PathBuf, source: io::Error },
-    #[error("{path} does not describe a model")]
+    #[error("{path} does not describe a model", path = Printable(path.display()))]
     Model { path: PathBuf, source: plan::Error },
-    #[error("{path} does not hold {what}")]
+    #[error("{path} does not hold {what}", path = Printable(path.display()))]
     Json { path: PathBuf, what: &'static str, source: serde_json::Error },
     /// The user or a scheduler asked the program to stop.
     #[error("stopped after {done} of {steps} steps")]
@@ -84,7 +93,7 @@ pub(crate) enum ErrorKind {
         limit.source
     )]
     Memory { needed: u64, limit: Limit },
-    #[error("cannot write {path}")]
+    #[error("cannot write {path}", path = Printable(path.display()))]
     Write { path: PathBuf, source: io::Error },
     #[error("cannot write to standard output")]
     Output(#[from] io::Error),
@@ -173,6 +182,7 @@ impl Error {
             | ErrorKind::Write { .. }
             | ErrorKind::Output(_)
             | ErrorKind::Chart(_)
+            | ErrorKind::Launcher(_)
             | ErrorKind::Train(_) => FAILURE,
             ErrorKind::Types(_)
             | ErrorKind::Launch(_)
@@ -184,6 +194,7 @@ impl Error {
             | ErrorKind::Read { .. }
             | ErrorKind::Model { .. }
             | ErrorKind::Json { .. } => BAD_INPUT,
+            ErrorKind::Rank { code, .. } => *code,
         }
     }
 

@@ -12,6 +12,7 @@ mod help;
 mod hint;
 mod input;
 mod log;
+mod numbers;
 mod output;
 mod picture;
 mod train;
@@ -55,6 +56,8 @@ enum Command {
     Train(commands::train::Args),
     Report(commands::report::Args),
     Mesh(commands::mesh::Args),
+    #[cfg(unix)]
+    Launch(commands::launch::Args),
     Completions(commands::completions::Args),
     Man(commands::man::Args),
 }
@@ -91,6 +94,8 @@ fn run(command: Command) -> Result<()> {
         Command::Train(args) => commands::train::run(&args),
         Command::Report(args) => commands::report::run(&args),
         Command::Mesh(args) => commands::mesh::run(&args),
+        #[cfg(unix)]
+        Command::Launch(args) => commands::launch::run(&args),
         Command::Completions(args) => commands::completions::run(&args),
         Command::Man(args) => commands::man::run(&args),
     }
