@@ -22,6 +22,16 @@ pub(crate) const RUN: &str = "candle-distributed train --out DIR creates a run i
 pub(crate) const TEXT: &str = "the text has changed, or an earlier version of this program started \
                                the run and took another fingerprint of the same text: start a \
                                new run in another folder";
+pub(crate) const SAME_RUN: &str = "every process needs the same arguments, the same text and the \
+                                   same folder of the run";
+pub(crate) const OTHER_RUN: &str =
+    "remove the checkpoint that does not belong here, or give --out the folder that it belongs to";
+pub(crate) const NO_SETTINGS: &str =
+    "start a new run in another folder, or bring back the file that tells which run this is";
+pub(crate) const SHARED: &str =
+    "--out must name a folder that all processes share, such as one of a network file system";
+const MEMORY: &str =
+    "a smaller --world-size takes less; --memory-limit replaces what the system says";
 pub(crate) const MODEL: &str = "a model is a .safetensors file, a model.safetensors.index.json, a \
                                 folder with either, or a manifest such as \
                                 {\"w\": {\"dtype\": \"F32\", \"shape\": [10, 4]}}";
@@ -52,6 +62,7 @@ fn of(kind: &ErrorKind) -> Option<Cow<'static, str>> {
         }
         ErrorKind::Mesh(error) => mesh(error).map(Cow::from),
         ErrorKind::Training(train::Error::Gradient(_)) => Some(GRADIENT.into()),
+        ErrorKind::Memory { .. } => Some(MEMORY.into()),
         ErrorKind::Launch(_)
         | ErrorKind::Training(_)
         | ErrorKind::Usage(_)
@@ -60,7 +71,8 @@ fn of(kind: &ErrorKind) -> Option<Cow<'static, str>> {
         | ErrorKind::Read { .. }
         | ErrorKind::Json { .. }
         | ErrorKind::Stopped { .. }
-        | ErrorKind::StoppedToo
+        | ErrorKind::NotFinite { .. }
+        | ErrorKind::SaidByFirst { .. }
         | ErrorKind::Write { .. }
         | ErrorKind::Output(_)
         | ErrorKind::Chart(_)

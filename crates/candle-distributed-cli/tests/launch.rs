@@ -216,6 +216,28 @@ fn signals_are_passed_on_to_all() {
     }
 }
 
+#[cfg(target_os = "linux")]
+#[test]
+fn a_signal_that_was_to_be_ignored_stays_ignored() {
+    let (_dir, pipe) = pipe();
+    // As `nohup` does, whose programs inherit it.
+    let script = format!(
+        "trap 'exit 9' TERM; echo ready; while :; do read line < {}; done 2> /dev/null",
+        pipe.display()
+    );
+    let launcher = launch(1, &[], &script);
+    let mut shell = Command::new("sh");
+    shell.args(["-c", r#"trap '' HUP; exec "$0" "$@""#]).arg(launcher.get_program());
+    let mut running = Running::start({
+        shell.args(launcher.get_args());
+        shell
+    });
+    running.next_lines(1);
+    running.signal("-HUP");
+    running.signal("-TERM");
+    assert_eq!(running.end().0, Some(9));
+}
+
 #[test]
 fn a_program_that_ends_well_after_a_signal_is_a_success() {
     let (_dir, pipe) = pipe();

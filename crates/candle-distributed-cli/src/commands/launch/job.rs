@@ -8,10 +8,7 @@ use std::{
 };
 
 use rustix::process::Signal;
-use signal_hook::{
-    consts::{SIGHUP, SIGINT, SIGTERM},
-    iterator::Signals,
-};
+use signal_hook::iterator::Signals;
 
 use super::{
     lines,
@@ -20,6 +17,7 @@ use super::{
 use crate::{
     error::{ErrorKind, Result},
     output,
+    train::stop,
 };
 
 /// What happens while the processes run. Threads wait for each kind, and send it to the main one.
@@ -154,9 +152,9 @@ impl Job {
     fn end_because(&mut self, fault: ErrorKind) {
         if !self.is_ending && self.is_running() {
             let seconds = self.grace.as_secs();
-            output::message(|out| {
-                writeln!(out, "{fault}; the others get SIGTERM, and SIGKILL after {seconds} s")
-            });
+            output::warning(format_args!(
+                "{fault}; the others get SIGTERM, and SIGKILL after {seconds} s"
+            ));
             self.is_ending = true;
             self.signal(Signal::TERM);
             self.expect_end();
@@ -204,7 +202,7 @@ fn watch(
 
 /// Sends the signals that ask this program to end, instead of ending it.
 fn watch_signals(sender: &Sender<Event>) -> io::Result<()> {
-    let mut signals = Signals::new([SIGINT, SIGTERM, SIGHUP])?;
+    let mut signals = Signals::new(stop::signals())?;
     watch(sender, move |sender| {
         for signal in signals.forever().filter_map(Signal::from_named_raw) {
             send(sender, Event::Signaled(signal));

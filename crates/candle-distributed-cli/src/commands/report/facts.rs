@@ -64,7 +64,7 @@ impl Facts {
             let no_run = Error::usage(format!("{} does not hold a run", path.display()));
             no_run.hinted(hint::RUN)
         })?;
-        let is_complete = run_dir::is_complete(path)?;
+        let is_complete = run_dir::is_complete(path, &settings)?;
         Ok(Self {
             metrics: run_dir::metrics(path)?,
             checkpoints: Checkpoints::new(run_dir::checkpoints(path)).steps()?,
