@@ -27,6 +27,7 @@ use crate::{
 };
 
 /// The variable by which `launch` names the rendezvous file of its processes.
+#[cfg(any(unix, feature = "nccl"))]
 pub(crate) const STORE_VARIABLE: &str = "CANDLE_DISTRIBUTED_STORE";
 
 /// The options of commands that run on devices.

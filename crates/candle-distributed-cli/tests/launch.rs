@@ -197,6 +197,26 @@ fn what_a_process_leaves_behind_ends_with_it() {
     assert_eq!(lines(&stdout), ["[0] started", "[1] started"]);
 }
 
+#[cfg(target_os = "linux")]
+#[test]
+fn output_that_a_stray_process_keeps_open_is_waited_for_until_a_signal() {
+    let (_dir, pipe) = pipe();
+    // A process in a session of its own, which ends when the pipe is opened for the second time.
+    let script = format!(
+        "setsid sh -c 'echo ready > {0}; read line < {0}' & read line < {0}; echo done",
+        pipe.display()
+    );
+    let mut running = Running::start(launch(1, &["--grace", "0"], &script));
+    assert_eq!(running.next_lines(1), ["[0] done"]);
+    let mut message = String::new();
+    let mut stderr = BufReader::new(running.launcher.stderr.take().unwrap());
+    stderr.read_line(&mut message).unwrap();
+    assert!(message.contains("their output is still open"), "{message}");
+    running.signal("-INT");
+    assert_eq!(running.launcher.wait().unwrap().code(), Some(0));
+    fs::write(&pipe, "end").unwrap();
+}
+
 #[test]
 fn signals_are_passed_on_to_all() {
     for (signal, name) in [("-TERM", "TERM"), ("-INT", "INT"), ("-HUP", "HUP")] {
