@@ -27,6 +27,7 @@ use crate::{
 };
 
 /// The variable by which `launch` names the rendezvous file of its processes.
+#[cfg(any(unix, feature = "nccl"))]
 pub(crate) const STORE_VARIABLE: &str = "CANDLE_DISTRIBUTED_STORE";
 
 /// The options of commands that run on devices.
@@ -60,7 +61,7 @@ enum Engine {
     /// One process per device, all started by `mpirun` or `srun`
     #[cfg(feature = "mpi")]
     Mpi,
-    /// One process per CUDA device, all started by `torchrun` or `srun`
+    /// One process per CUDA device, all started by `candle-distributed launch`, `torchrun` or `srun`
     #[cfg(feature = "nccl")]
     Nccl,
 }
@@ -154,7 +155,7 @@ impl DeviceArgs {
             Engine::Mpi => self.place_among_processes("mpirun -n 2 candle-distributed …"),
             #[cfg(feature = "nccl")]
             Engine::Nccl => self.place_among_processes(
-                "torchrun --nproc-per-node 2 --no-python candle-distributed …",
+                "candle-distributed launch --processes 2 -- candle-distributed …",
             ),
         }
     }
@@ -234,7 +235,9 @@ impl DeviceArgs {
             return Err(Error::usage("--engine nccl needs --device cuda"));
         }
         let launched = Launched::from_env()?.ok_or_else(|| {
-            Error::usage("--engine nccl needs a launcher, such as torchrun or srun")
+            Error::usage(
+                "--engine nccl needs a launcher: candle-distributed launch, torchrun or srun",
+            )
         })?;
         let local =
             launched.local_rank().ok_or_else(|| Error::usage("the launcher sets no local rank"))?;

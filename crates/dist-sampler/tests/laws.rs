@@ -479,8 +479,9 @@ fn two_worlds_leave_what_neither_has_read() {
                 let after_first = left(&(0..29).collect::<Vec<_>>(), &first, consumed);
                 let state = first[0].state(consumed);
                 let second = any_world(second_rule, second_size, Some(&state));
-                let after_second = left(&after_first, &second, 2);
-                let state = second[0].state(2);
+                let more = 2.min(after_first.len() as u64);
+                let after_second = left(&after_first, &second, more);
+                let state = second[0].state(more);
                 let mut single =
                     sampler(29, 0, 1, SamplerConfig::default().with_order(Order::Sequential), 1);
                 single.resume(&state).unwrap();

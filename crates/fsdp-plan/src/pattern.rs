@@ -59,6 +59,11 @@ impl Pattern {
         Self { text: text.to_owned(), glob: None }
     }
 
+    /// The length of its text.
+    pub(crate) fn n_bytes(&self) -> usize {
+        self.text.len()
+    }
+
     /// Whether the pattern picks `info`, by its name or its layer.
     pub fn picks(&self, info: &ParameterInfo) -> bool {
         self.matches(info.name()) || self.matches(info.layer())

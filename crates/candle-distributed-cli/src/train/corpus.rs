@@ -29,7 +29,7 @@ macro_rules! own_sources {
     };
 }
 
-const EMBEDDED: [(&str, &str); 56] = own_sources![
+const EMBEDDED: [(&str, &str); 62] = own_sources![
     "README.md",
     "src/bytes.rs",
     "src/commands/batch/args.rs",

@@ -27,15 +27,16 @@ pub(crate) fn flag() -> Arc<AtomicBool> {
     stop
 }
 
+/// The signals that ask a program to end, but for those that it was started to ignore.
 #[cfg(unix)]
-fn signals() -> Vec<i32> {
+pub(crate) fn signals() -> Vec<i32> {
     let mut signals = vec![SIGINT, SIGTERM];
     signals.extend((!survives_its_terminal()).then_some(SIGHUP));
     signals
 }
 
 #[cfg(not(unix))]
-fn signals() -> Vec<i32> {
+pub(crate) fn signals() -> Vec<i32> {
     vec![SIGINT, SIGTERM]
 }
 
