@@ -164,7 +164,8 @@ struct Room {
 impl Room {
     /// As much as the system grants this process, for numbers that take `n_bytes` each.
     fn for_numbers_of(n_bytes: u64) -> Self {
-        let granted = limits::of_system(1).iter().map(Limit::share).min();
+        let limits = limits::of_system(1);
+        let granted = limits.iter().map(Limit::share).chain(limits::of_machine()).min();
         // Where nothing is known of the system, what it refuses is an error all the same.
         let bytes = granted.unwrap_or(u64::MAX);
         Self { n_numbers: bytes / n_bytes, bytes }
