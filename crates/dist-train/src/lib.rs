@@ -21,6 +21,8 @@ mod sharded;
 mod stored;
 mod units;
 
+#[cfg(any(test, fuzzing))]
+pub use crate::checkpoint::fuzzing;
 pub use crate::{
     checkpoint::{Checkpoints, read::Checkpoint, state_dict::StateDict},
     data_parallel::{
