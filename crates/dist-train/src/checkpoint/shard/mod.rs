@@ -97,7 +97,7 @@ mod tests {
             ("model/a@3", floats.to_dtype(DType::BF16).unwrap()),
             (
                 "model/large@0",
-                Tensor::arange(0_i64, 2 * BLOCK as i64 / 8 + 1, &Device::Cpu).unwrap(),
+                Tensor::arange(0_f64, (2 * BLOCK / 8 + 1) as f64, &Device::Cpu).unwrap(),
             ),
             ("model/none@0", Tensor::zeros((0, 4), DType::F32, &Device::Cpu).unwrap()),
             ("step/b@0", Tensor::new(7_i64, &Device::Cpu).unwrap()),
@@ -143,8 +143,8 @@ mod tests {
             for len in [0, 1, 2, n_items, n_items + 1] {
                 let range = start..(start + len).min(2 * n_items + 1);
                 let items = piece("model", "large").read(range.clone(), Values::Finite).unwrap();
-                let expected: Vec<_> = range.map(|item| item as i64).collect();
-                assert_eq!(items.to_vec1::<i64>().unwrap(), expected);
+                let expected: Vec<_> = range.map(|item| item as f64).collect();
+                assert_eq!(items.to_vec1::<f64>().unwrap(), expected);
             }
         }
         for (_, piece) in &pieces {
