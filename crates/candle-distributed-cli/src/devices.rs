@@ -21,6 +21,9 @@ use crate::{
     output,
 };
 
+/// The variable by which `launch` names the rendezvous file of its processes.
+pub(crate) const STORE_VARIABLE: &str = "CANDLE_DISTRIBUTED_STORE";
+
 /// The options of commands that run on devices.
 #[derive(Debug, clap::Args)]
 pub(crate) struct DeviceArgs {
@@ -36,7 +39,7 @@ pub(crate) struct DeviceArgs {
     /// Rendezvous file of --engine nccl: a new one for every run, in a place that all processes can
     /// reach
     #[cfg(feature = "nccl")]
-    #[arg(long, value_name = "FILE")]
+    #[arg(long, value_name = "FILE", env = STORE_VARIABLE)]
     store: Option<PathBuf>,
 }
 

@@ -7,7 +7,10 @@ use std::{
     path::{Path, PathBuf},
 };
 
-use candle_distributed::{batch, mesh, plan, sampler, train, types};
+use candle_distributed::{
+    batch, mesh, plan, sampler, train,
+    types::{self, human::Printable},
+};
 use plotters::drawing::DrawingAreaErrorKind;
 
 pub(crate) type Result<T, E = Error> = std::result::Result<T, E>;
@@ -41,11 +44,17 @@ pub(crate) enum ErrorKind {
     /// A value that only this command refuses.
     #[error("{0}")]
     Usage(String),
-    #[error("cannot read {path}")]
+    /// A process that `launch` has started failed.
+    #[error("rank {rank} {how}")]
+    Rank { rank: usize, how: String, code: u8 },
+    /// The system does not let `launch` start or watch processes.
+    #[error("cannot run the processes")]
+    Launcher(#[source] io::Error),
+    #[error("cannot read {path}", path = Printable(path.display()))]
     Read { path: PathBuf, source: io::Error },
-    #[error("{path} does not describe a model")]
+    #[error("{path} does not describe a model", path = Printable(path.display()))]
     Model { path: PathBuf, source: plan::Error },
-    #[error("{path} does not hold {what}")]
+    #[error("{path} does not hold {what}", path = Printable(path.display()))]
     Json { path: PathBuf, what: &'static str, source: serde_json::Error },
     /// The user or a scheduler asked the program to stop.
     #[error("stopped after {done} of {steps} steps")]
@@ -53,7 +62,7 @@ pub(crate) enum ErrorKind {
     /// As [`Stopped`](Self::Stopped), in a process other than the first, which reports it for all.
     #[error("stopped with the first process")]
     StoppedToo,
-    #[error("cannot write {path}")]
+    #[error("cannot write {path}", path = Printable(path.display()))]
     Write { path: PathBuf, source: io::Error },
     #[error("cannot write to standard output")]
     Output(#[from] io::Error),
@@ -134,6 +143,7 @@ impl Error {
             | ErrorKind::Write { .. }
             | ErrorKind::Output(_)
             | ErrorKind::Chart(_)
+            | ErrorKind::Launcher(_)
             | ErrorKind::Train(_) => FAILURE,
             ErrorKind::Types(_)
             | ErrorKind::Launch(_)
@@ -144,6 +154,7 @@ impl Error {
             | ErrorKind::Read { .. }
             | ErrorKind::Model { .. }
             | ErrorKind::Json { .. } => BAD_INPUT,
+            ErrorKind::Rank { code, .. } => *code,
         }
     }
 

@@ -55,6 +55,8 @@ fn of(kind: &ErrorKind) -> Option<Cow<'static, str>> {
         ErrorKind::Launch(_)
         | ErrorKind::Training(_)
         | ErrorKind::Usage(_)
+        | ErrorKind::Rank { .. }
+        | ErrorKind::Launcher(_)
         | ErrorKind::Read { .. }
         | ErrorKind::Json { .. }
         | ErrorKind::Stopped { .. }
@@ -97,7 +99,9 @@ fn sampler(error: &sampler::Error) -> Option<&'static str> {
 
 fn batch(error: &batch::Error) -> Option<Cow<'static, str>> {
     match error {
-        batch::Error::NoLimit => Some("give --max-tokens or --max-batch-size".into()),
+        batch::Error::NoLimit => {
+            Some("give --max-tokens, --max-batch-size or --max-cost".into())
+        }
         batch::Error::NoTokenBudget => Some("give --max-tokens".into()),
         batch::Error::SequenceTooLong { .. } => {
             Some("--overlong skip leaves such sequences out, --overlong truncate cuts them".into())
@@ -109,9 +113,11 @@ fn batch(error: &batch::Error) -> Option<Cow<'static, str>> {
             )
             .into(),
         ),
-        batch::Error::CannotFillStep { .. } => {
-            Some("a smaller --max-tokens or --max-batch-size makes more batches".into())
-        }
+        batch::Error::CannotFillStep { .. } => Some(
+            "a smaller --max-tokens or --max-batch-size makes more batches; --remainder drop leaves \
+             the last ones out, --remainder repeat takes the first ones twice"
+                .into(),
+        ),
         batch::Error::TooManySequences { .. } => {
             Some("--window 1000 sorts the sequences of 1000 batches at a time".into())
         }

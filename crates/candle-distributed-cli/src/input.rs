@@ -4,7 +4,6 @@ use std::{
     fs::{self, File},
     io::{self, Read},
     path::Path,
-    str::FromStr,
 };
 
 use serde::de::DeserializeOwned;
@@ -47,27 +46,4 @@ pub(crate) fn read_text(source: impl Read, path: &Path) -> Result<String> {
 /// The value in the JSON file at `path`; errors say that the file does not hold `what`.
 pub(crate) fn read_json<T: DeserializeOwned>(path: &Path, what: &'static str) -> Result<T> {
     serde_json::from_str(&read_file(path)?).map_err(|source| Error::json(path, what, source))
-}
-
-/// The numbers in the file at `path`, separated by white space: at least one. Errors call them
-/// `what`.
-pub(crate) fn read_numbers<T: FromStr>(path: &Path, what: &str) -> Result<Vec<T>> {
-    numbers(&read_file(path)?, what, path)
-}
-
-/// The numbers in `text`, separated by white space: at least one. Errors call them `what` in
-/// `path`.
-pub(crate) fn numbers<T: FromStr>(text: &str, what: &str, path: &Path) -> Result<Vec<T>> {
-    let name = path.display();
-    let mut numbers = Vec::new();
-    for (n, word) in (1_u64..).zip(text.split_whitespace()) {
-        let Ok(number) = word.parse() else {
-            return Err(Error::usage(format!("{what} {n} in {name} is not a number: {word:.40?}")));
-        };
-        numbers.push(number);
-    }
-    if numbers.is_empty() {
-        return Err(Error::usage(format!("there is no {what} in {name}")));
-    }
-    Ok(numbers)
 }

@@ -11,6 +11,7 @@ mod error;
 mod help;
 mod hint;
 mod input;
+mod numbers;
 mod output;
 mod picture;
 mod train;
@@ -51,6 +52,8 @@ enum Command {
     Train(commands::train::Args),
     Report(commands::report::Args),
     Mesh(commands::mesh::Args),
+    #[cfg(unix)]
+    Launch(commands::launch::Args),
     Completions(commands::completions::Args),
     Man(commands::man::Args),
 }
@@ -84,6 +87,8 @@ fn run(command: Command) -> Result<()> {
         Command::Train(args) => commands::train::run(&args),
         Command::Report(args) => commands::report::run(&args),
         Command::Mesh(args) => commands::mesh::run(&args),
+        #[cfg(unix)]
+        Command::Launch(args) => commands::launch::run(&args),
         Command::Completions(args) => commands::completions::run(&args),
         Command::Man(args) => commands::man::run(&args),
     }

@@ -8,6 +8,7 @@ use std::{
     path::Path,
 };
 
+use candle_distributed::types::human::Printable;
 use clap::builder::Styles;
 use indicatif::{ProgressBar, ProgressStyle};
 use serde::Serialize;
@@ -79,10 +80,14 @@ pub(crate) fn printed(written: io::Result<()>) -> Result<()> {
 }
 
 /// Prints what went wrong, and what to do about it.
+///
+/// Whatever a message quotes from a file, it cannot act on the terminal.
 pub(crate) fn error(error: &Error) {
     let style = Styles::styled();
     let label = style.get_error();
-    message(|out| writeln!(out, "{label}error:{label:#} {}", error.chain()));
+    let chain = error.chain();
+    let lines: Vec<_> = chain.lines().map(|line| Printable(line).to_string()).collect();
+    message(|out| writeln!(out, "{label}error:{label:#} {}", lines.join("\n")));
     if let Some(advice) = error.hint() {
         hint(advice);
     }

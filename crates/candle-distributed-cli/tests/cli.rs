@@ -403,8 +403,17 @@ fn batch_keeps_multiples() {
     let dropped = with(&["--batch-size-multiple", "2"]);
     batches_are("3 6 4", &dropped, &[(&[0, 1], 6)], (9, 12));
     assert_eq!(batches("3 6 4", &dropped)["report"]["dropped"], 1);
-    let kept = [&dropped[..], &["--remainder", "keep"]].concat();
+    let kept = [&dropped[..], &["--last-batch", "keep"]].concat();
     batches_are("3 6 4", &kept, &[(&[0, 1], 6), (&[2], 4)], (13, 16));
+}
+
+#[test]
+fn batch_keeps_a_cost() {
+    let pad = ["pad-to-max", "--max-cost"];
+    let cuts = [(&[0, 1][..], 6), (&[2], 4), (&[3], 10)];
+    // 2 x 6 tokens and 2 x 6 x 6 pairs; a third sequence makes 3 x 6 and 3 x 6 x 6.
+    batches_are("3 6 4 10", &[&pad[..], &["12"]].concat(), &cuts, (23, 26));
+    batches_are("3 6 4 10", &[&pad[..], &["100", "--cost", "quadratic"]].concat(), &cuts, (23, 26));
 }
 
 #[test]
@@ -573,7 +582,9 @@ fn batch_refuses_options_that_do_not_go_together() {
     for option in ["--length-multiple", "--batch-size-multiple"] {
         refused(&["pack", "--capacity", "9", option, "2"], &[option, "--strategy pack"]);
     }
-    refused(&["sorted", "--remainder", "keep"], &["--remainder", "--batch-size-multiple"]);
+    refused(&["sorted", "--last-batch", "keep"], &["--last-batch", "--batch-size-multiple"]);
+    refused(&["sorted", "--cost", "quadratic"], &["--cost", "--max-cost"]);
+    refused(&["sorted", "--remainder", "repeat"], &["--remainder", "--world-size"]);
     refused(&["sorted", "--world-size", "2"], &["--world-size", "--rank"]);
     refused(&["sorted", "--rank", "0"], &["--rank", "--world-size"]);
     for option in [["--steps", "grouped"], ["--step-cost", "tokens"]] {
@@ -651,7 +662,10 @@ fn batch_refuses_bad_input() {
         ("", &["no length in", "lengths.txt"][..]),
         ("3 x 4", &["length 2", "\"x\""]),
         ("3 -4", &["\"-4\""]),
-        ("99999999999999999999", &["length 1", "\"99999999999999999999\""]),
+        (
+            "99999999999999999999",
+            &["length 1", "limit of 18446744073709551615", "\"99999999999999999999\""],
+        ),
     ] {
         let (_dir, path) = file("lengths.txt", content);
         refuses(
@@ -662,7 +676,7 @@ fn batch_refuses_bad_input() {
     let (_dir, path) = file("lengths.bin", b"\xff\xfe");
     refuses(
         &["batch", "--lengths", &path, "--strategy", "dynamic", "--max-tokens", "9"],
-        &["cannot read", "lengths.bin"],
+        &["length 1 in", "lengths.bin is not a number"],
     );
     refuses(
         &["batch", "--lengths", "/no/such/file", "--strategy", "dynamic", "--max-tokens", "9"],

@@ -19,6 +19,7 @@ mod processes;
 mod progress;
 mod sharded;
 mod stored;
+mod tree;
 mod units;
 
 #[cfg(any(test, fuzzing))]

@@ -76,7 +76,8 @@ pub(crate) fn rope(x: &Tensor, cos: &Tensor, sin: &Tensor, pairs: Pairs) -> Resu
     let half = x.dim(D::Minus1)? / 2;
     match pairs {
         Pairs::Halves => {
-            let (a, b) = (x.narrow(D::Minus1, 0, half)?, x.narrow(D::Minus1, half, half)?);
+            let a = x.narrow(D::Minus1, 0, half)?;
+            let b = x.narrow(D::Minus1, half, half)?;
             let (a, b) = rotate(&a, &b, cos, sin)?;
             Tensor::cat(&[a, b], D::Minus1)
         }
@@ -168,7 +169,8 @@ pub(crate) fn attention_packed(
         let part = qkv.narrow(2, start * size, heads * size)?.contiguous()?;
         part.reshape((batch, length, heads, size))
     };
-    let (query, key) = (part(0, heads)?, part(heads, key_heads)?);
+    let query = part(0, heads)?;
+    let key = part(heads, key_heads)?;
     let value = part(heads + key_heads, key_heads)?;
     attention(&query, &key, &value, config)?.flatten_from(2)
 }

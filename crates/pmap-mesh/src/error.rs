@@ -188,11 +188,17 @@ pub enum ValueError {
         /// How many replica 0 returned, or are kept.
         expected: usize,
     },
+    /// Two processes put the results of a call together in different ways.
+    #[error(
+        "replica {slot} has other out_axes than replica 0, or only one of them trusts replicated results; all \
+         processes must put results together in the same way"
+    )]
+    OutAxes {
+        /// The first replica that differs from replica 0.
+        slot: usize,
+    },
     /// An output is not the same on two replicas though its spec says that it is replicated; see
     /// [`PMap::trust_replicated`](crate::PMap::trust_replicated).
-    ///
-    /// Over several processes each compares the replicas that it has the results of: all, unless all
-    /// outputs are replicated, which are then not fetched from the others.
     #[error(
         "output {index} of replica {slot} differs from replica {first}'s, but its spec says that it is replicated"
     )]
@@ -433,8 +439,8 @@ pub enum ProcessError {
     /// The file by which the processes of a mesh find each other could not be used.
     ///
     /// The kind of its cause is [`AlreadyExists`](std::io::ErrorKind::AlreadyExists) for the file
-    /// of another mesh, [`TimedOut`](std::io::ErrorKind::TimedOut) if rank 0 has not written it in
-    /// time, and [`InvalidData`](std::io::ErrorKind::InvalidData) for one that is not of this
+    /// of another mesh, [`TimedOut`](std::io::ErrorKind::TimedOut) if another rank has not written it
+    /// in time, and [`InvalidData`](std::io::ErrorKind::InvalidData) for one that is not of this
     /// version, or is of another world.
     #[cfg(feature = "nccl")]
     #[error("the processes cannot find each other at {}: {}", path.display(), in_one_line(cause))]

@@ -12,12 +12,14 @@ use candle_core::Device;
 use pmap_mesh::{DeviceMesh, DeviceMeshBuilder, Error, ProcessError, ValueError};
 use process_tests::{Case, Engine, mpirun};
 
-const CASES: [Case; 20] = [
+const CASES: [Case; 22] = [
     Case::succeeds("collectives", 2),
     Case::succeeds("collectives", 4),
     Case::succeeds("calls", 2),
     Case::succeeds("calls", 3),
     Case::succeeds("refusals", 2),
+    Case::succeeds("replicated", 2),
+    Case::succeeds("replicated", 4),
     Case::succeeds("lists", 3),
     Case::succeeds("repeated layout", 4),
     Case::succeeds("runs", 3),

@@ -11,15 +11,23 @@ mod conformance;
 
 use std::{cell::Cell, process::ExitCode};
 
-use candle_core::{Device, Tensor, cuda_backend::cudarc::driver::CudaContext};
+use candle_core::{DType, Device, Tensor, cuda_backend::cudarc::driver::CudaContext};
 use core_types::Launched;
 use pmap_mesh::{ALL, DeviceMesh, DeviceMeshBuilder, NcclStore};
 use process_tests::{Case, Engine, ranks};
 
-const CASES: [Case; 10] = [
+const CASES: [Case; 18] = [
     Case::succeeds("collectives", 1),
     Case::succeeds("calls", 1),
+    Case::succeeds("replicated", 2),
     Case::succeeds("lists", 2),
+    Case::succeeds("underway", 1),
+    Case::succeeds("runs", 2),
+    Case::fails("one gpu", 2, "take the same GPU, and NCCL needs one for each process"),
+    Case::fails("started others", 2, "replica 1 calls start_psum of f32 [4]"),
+    Case::fails("not waited", 2, "without having waited for start_psum"),
+    Case::fails("not started", 2, "replica 0 waited for more than 500ms in start_psum"),
+    Case::fails("integers of 32 bits", 2, "tensors of type i32 cannot be sent over NCCL"),
     Case::fails("host tensor", 1, "over NCCL it must be on the device of its replica"),
     Case::fails("failure", 2, "failed: no more data"),
     Case::fails("panic", 2, "this one breaks"),
@@ -64,6 +72,8 @@ fn main() -> ExitCode {
         let engine = Nccl { launched, n_meshes: Cell::new(0) };
         match case {
             "host tensor" => host_tensor(&engine),
+            "one gpu" => one_gpu(&engine),
+            "integers of 32 bits" => integers_of_32_bits(&engine),
             _ => conformance::run(&engine, case, ranks),
         }
     })
@@ -75,6 +85,24 @@ fn host_tensor(engine: &Nccl) {
     let run = mesh.pmap(|ctx, x: Tensor| {
         ctx.barrier(ALL)?;
         ctx.all_gather(&x.to_device(&Device::Cpu)?, 0, ALL)
+    });
+    drop(run.in_axes(None).call(process_tests::nothing()));
+}
+
+/// All processes on one GPU, which is refused on all of them before NCCL is started.
+fn one_gpu(engine: &Nccl) {
+    let store = NcclStore::File(process_tests::folder().join("id"));
+    let outcome = DeviceMesh::builder().nccl(engine.launched.placement(), 0, &store);
+    panic!("{}", outcome.unwrap_err());
+}
+
+/// Of a type that NCCL knows and candle's kernels do not.
+fn integers_of_32_bits(engine: &Nccl) {
+    let mesh = engine.open(DeviceMesh::builder());
+    let run = mesh.pmap(|ctx, _: Tensor| {
+        let x = Tensor::zeros(3, DType::I32, ctx.device())?;
+        ctx.start_psum(&x, ALL)?.wait()?;
+        ctx.psum(&x, ALL)
     });
     drop(run.in_axes(None).call(process_tests::nothing()));
 }

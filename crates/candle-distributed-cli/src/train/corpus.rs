@@ -29,13 +29,18 @@ macro_rules! own_sources {
     };
 }
 
-const EMBEDDED: [(&str, &str); 50] = own_sources![
+const EMBEDDED: [(&str, &str); 56] = own_sources![
     "README.md",
     "src/bytes.rs",
     "src/commands/batch/args.rs",
     "src/commands/batch/chart.rs",
     "src/commands/batch/mod.rs",
     "src/commands/completions.rs",
+    "src/commands/launch/guard.rs",
+    "src/commands/launch/job.rs",
+    "src/commands/launch/lines.rs",
+    "src/commands/launch/mod.rs",
+    "src/commands/launch/process.rs",
     "src/commands/man.rs",
     "src/commands/mesh/collective.rs",
     "src/commands/mesh/mod.rs",
@@ -64,6 +69,7 @@ const EMBEDDED: [(&str, &str); 50] = own_sources![
     "src/hint.rs",
     "src/input.rs",
     "src/main.rs",
+    "src/numbers.rs",
     "src/output.rs",
     "src/picture.rs",
     "src/train/corpus.rs",

@@ -32,6 +32,7 @@ use crate::{
         training::{Refusal, TrainingError},
     },
     loss::Loss,
+    optim::clip,
     progress::Progress,
 };
 
@@ -121,6 +122,18 @@ struct Options {
     allow_non_finite: bool,
     /// After so many steps, it is checked that all slots have the same variables.
     check_every: Option<u64>,
+}
+
+impl Options {
+    /// Refuses numbers that a setting cannot be.
+    fn check(&self) -> Result<(), SettingError> {
+        self.max_norm.map_or(Ok(()), clip::check_max_norm)?;
+        if self.check_every == Some(0) {
+            let name = "the number of steps from one check of the variables to the next";
+            return Err(SettingError { name, value: 0.0, expected: "at least 1" });
+        }
+        Ok(())
+    }
 }
 
 impl Default for Options {

@@ -10,7 +10,7 @@ use crate::{
     agreement,
     data_parallel::rules::{Report, Rules, Then},
     error::training::TrainingError,
-    grad::{differentiate, sums_of, widened},
+    grad::{differentiate, scaled, sums_of, widened},
     loss::{self, BatchLoss, Loss},
     optim::clip,
 };
@@ -147,7 +147,7 @@ impl<M, O: Optimizer> Slot<M, O> {
         rules: &Rules,
         loss: Loss<A>,
     ) -> Result<(Report, A)> {
-        let (shard, aux) = loss.of_shard(ctx, &rules.refusal)?;
+        let (shard, aux) = loss.of_shard(ctx)?;
         let batch = shard.agree(ctx, rules.allow_non_finite, &rules.refusal)?;
         let before = self.accumulated.take();
         if let Then::Update = rules.then {
@@ -256,10 +256,4 @@ impl Accumulated {
             aux: aux.collect::<Result<_>>()?,
         })
     }
-}
-
-/// A gradient times a factor, without a pass over it where that is 1: in most steps.
-#[expect(clippy::float_cmp, reason = "1 is exact, and the product by it the gradient itself")]
-fn scaled(gradient: Tensor, factor: f64) -> Result<Tensor> {
-    if factor == 1.0 { Ok(gradient) } else { gradient * factor }
 }

@@ -82,11 +82,13 @@ pub(super) fn known(vars: &VarMap, name: &str) -> Result<Option<Var>> {
     Ok(locked(vars)?.get(name).cloned())
 }
 
-/// A new variable, which the map did not have.
-pub(super) fn added(vars: &VarMap, name: &str, value: &Tensor) -> Result<Var> {
-    let var = Var::from_tensor(value)?;
-    locked(vars)?.insert(name.to_owned(), var.clone());
-    Ok(var)
+/// Adds the variables of a model to a map that has some of them.
+pub(super) fn add(vars: &VarMap, inventory: &Inventory, all: &[Var]) -> Result<()> {
+    let mut known = locked(vars)?;
+    for ((name, _), var) in inventory.parameters.iter().zip(all) {
+        known.entry(name.clone()).or_insert_with(|| var.clone());
+    }
+    Ok(())
 }
 
 #[expect(clippy::disallowed_types, reason = "what candle keeps variables in")]

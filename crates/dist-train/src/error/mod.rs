@@ -2,6 +2,7 @@
 
 pub(crate) mod checkpoint;
 pub(crate) mod gradient;
+mod listed;
 pub(crate) mod parameter;
 pub(crate) mod setting;
 pub(crate) mod sharding;

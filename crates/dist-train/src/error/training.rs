@@ -2,24 +2,35 @@
 
 use std::{fmt, sync::OnceLock};
 
-use crate::error::Result;
+use crate::error::{Result, listed::Listed};
 
 /// Why a step would train something wrong, or a model cannot be trained as the options say.
 ///
-/// All replicas of all processes decide alike (but for [`LossShape`](Self::LossShape)), so each
-/// process gets the error and may take the next step; no variable has changed.
+/// All replicas of all processes decide alike, so each process gets the error and may take the next
+/// step; no variable has changed.
 #[derive(Clone, Debug, PartialEq, thiserror::Error)]
 #[non_exhaustive]
 pub enum TrainingError {
     /// A loss is not one number that has a gradient.
     #[error(
-        "a loss of shape {shape:?} and type {dtype} cannot be differentiated, it must be a scalar of floats"
+        "the loss of slot {slot}, of shape {shape:?} and type {dtype}, cannot be differentiated, it \
+         must be a scalar of floats"
     )]
     LossShape {
+        /// The first such slot.
+        slot: usize,
         /// The shape of what `loss` returned.
         shape: Vec<usize>,
         /// The type of its items.
-        dtype: &'static str,
+        dtype: String,
+    },
+    /// The weight of a loss is a tensor, but not one number.
+    #[error("the weight of the loss of slot {slot} has the shape {shape:?}, it must be a scalar")]
+    WeightShape {
+        /// The first such slot.
+        slot: usize,
+        /// Its shape.
+        shape: Vec<usize>,
     },
     /// A loss has a weight that no sum can have.
     #[error("the loss of slot {slot} has the weight {weight}, it must be finite and at least 0")]
@@ -61,7 +72,7 @@ pub enum TrainingError {
          `freeze` them, or `allow_unused`), or an operation on the way to them has no backward. \
          candle-nn's LayerNorm, RmsNorm, softmax_last_dim and rope have none: use those of \
          fused_ops::layers and fused_ops, which candle_distributed has as `ops`",
-        missing.len(), Names(missing)
+        missing.len(), Listed(missing)
     )]
     NoGradient {
         /// Their names.
@@ -124,26 +135,19 @@ pub enum TrainingError {
         variables: usize,
     },
     /// The processes of the mesh have built different models.
-    #[error("the model of replica {replica} has other variables or options than that of replica 0")]
+    #[error("the model of replica {replica} has other variables than that of replica 0")]
     OtherModel {
-        /// The first replica whose model has other names, shapes or types, or freezes, groups or
-        /// allows to be unused other variables.
+        /// The first replica whose model has variables of other names, shapes or types.
         replica: usize,
     },
-}
-
-/// Some names, in a line that can be read.
-struct Names<'a>(&'a [String]);
-
-impl fmt::Display for Names<'_> {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        const SHOWN: usize = 8;
-        f.write_str(&self.0[..self.0.len().min(SHOWN)].join(", "))?;
-        match self.0.len().saturating_sub(SHOWN) {
-            0 => Ok(()),
-            more => write!(f, " and {more} more"),
-        }
-    }
+    /// The processes of the mesh have set an option of a model in different ways.
+    #[error("`{option}` of replica {replica} differs from that of replica 0")]
+    OtherOption {
+        /// The option, as the method that sets it is called.
+        option: &'static str,
+        /// The first replica that has another value.
+        replica: usize,
+    },
 }
 
 /// The variable whose gradient is the first that is not finite, if one is.
@@ -163,30 +167,14 @@ impl fmt::Display for Culprit<'_> {
 /// Where the replicas of this process leave what they refuse, since candle's errors can only carry
 /// its text.
 #[derive(Debug, Default)]
-pub(crate) struct Refusal(OnceLock<Refused>);
-
-#[derive(Debug)]
-struct Refused {
-    error: TrainingError,
-    /// Whether all replicas of the mesh refuse the same at the same place.
-    is_agreed: bool,
-}
+pub(crate) struct Refusal(OnceLock<TrainingError>);
 
 impl Refusal {
     /// Refuses what all replicas refuse, by what they know of each other. Returns an error for the
     /// replica to end with.
     pub(crate) fn agreed(&self, error: TrainingError) -> candle_core::Error {
-        self.keep(Refused { error, is_agreed: true })
-    }
-
-    /// Refuses what this replica alone knows of, which ends the call for the others.
-    pub(crate) fn alone(&self, error: TrainingError) -> candle_core::Error {
-        self.keep(Refused { error, is_agreed: false })
-    }
-
-    fn keep(&self, refused: Refused) -> candle_core::Error {
-        // Of an agreed one all replicas of this process bring the same, and the first is kept.
-        candle_core::Error::msg(&self.0.get_or_init(|| refused).error)
+        // All replicas of this process bring the same, and the first is kept.
+        candle_core::Error::msg(self.0.get_or_init(|| error))
     }
 
     /// What a replica returns: nothing, where all refuse. Its call succeeds then, since over
@@ -196,7 +184,7 @@ impl Refusal {
         outcome: candle_core::Result<T>,
     ) -> candle_core::Result<Option<T>> {
         match outcome {
-            Err(_) if self.0.get().is_some_and(|refused| refused.is_agreed) => Ok(None),
+            Err(_) if self.0.get().is_some() => Ok(None),
             outcome => outcome.map(Some),
         }
     }
@@ -205,7 +193,7 @@ impl Refusal {
     #[expect(clippy::expect_used, reason = "a replica returns nothing only where all refuse")]
     pub(crate) fn of<T>(&self, outcome: pmap_mesh::Result<Option<T>>) -> Result<T> {
         match self.0.get() {
-            Some(refused) => Err(refused.error.clone().into()),
+            Some(refused) => Err(refused.clone().into()),
             None => Ok(outcome?.expect("nothing was refused")),
         }
     }

@@ -11,10 +11,10 @@ use candle_nn::{
     BatchNorm, Linear, Module, ModuleT, Optimizer, ParamsAdamW, SGD, VarBuilder, VarMap,
     batch_norm, linear, linear_no_bias,
 };
-use core_types::WorldSize;
+use core_types::{Seed, WorldSize};
 use dist_train::{
-    AdamW, Checkpoint, CheckpointError, Checkpoints, DataParallel, Error, Group, Loss, ShardedVars,
-    StateDict, TrainingError, parameter_infos, value_and_grad,
+    AdamW, Checkpoint, CheckpointError, Checkpoints, DataParallel, DataParallelBuilder, Error,
+    Group, Loss, ShardedVars, StateDict, TrainingError, parameter_infos, value_and_grad,
 };
 use fsdp_plan::strategy::{Full, LayerWise, Layout, ShardingStrategy};
 use pmap_mesh::{ALL, DeviceMesh, P, Replica, Uneven};
@@ -55,6 +55,10 @@ fn training(engine: &impl Engine, ranks: usize) {
     assert_same(&losses(&tested, &x), &losses(&threads, &x));
 }
 
+type Constructor = fn(VarBuilder<'_>) -> Result<[Linear; 2]>;
+type SetOption =
+    for<'a> fn(DataParallelBuilder<'a, Constructor>) -> DataParallelBuilder<'a, Constructor>;
+
 /// Processes whose variables differ begin with those of the first; other models are refused.
 fn beginnings(engine: &impl Engine, ranks: usize) {
     let tested = mesh(engine, &[], None);
@@ -84,15 +88,67 @@ fn beginnings(engine: &impl Engine, ranks: usize) {
         matches!(other, Err(Error::Training(TrainingError::OtherModel { replica: 1 })));
     assert_eq!(is_refused, ranks > 1);
 
-    // The same variables, of which the second process freezes one.
-    let layers = |vb: VarBuilder<'_>| {
-        Ok((linear_no_bias(3, 2, vb.pp("a"))?, linear_no_bias(3, 2, vb.pp("b"))?))
-    };
-    let frozen = ["a"].into_iter().filter(|_| rank == 1);
-    let other = DataParallel::builder(&tested, layers).freeze(frozen).build(sgd);
+    // The same variables, with other options in the second process.
+    let layers: Constructor =
+        |vb| Ok([linear_no_bias(3, 2, vb.pp("a"))?, linear_no_bias(3, 2, vb.pp("b"))?]);
+    let options: [(&str, SetOption); 9] = [
+        ("freeze", |builder| builder.freeze(["a"])),
+        ("buffers", |builder| builder.buffers(["a"])),
+        ("group", |builder| builder.group("a", ["a"])),
+        ("allow_unused", |builder| builder.allow_unused(["a"])),
+        ("in_axes", |builder| builder.in_axes(P::replicate())),
+        ("uneven", |builder| builder.uneven(Uneven::Pad)),
+        ("clip_grad_norm", |builder| builder.clip_grad_norm(1.0)),
+        ("allow_non_finite", |builder| builder.allow_non_finite()),
+        ("seed", |builder| builder.seed(Seed::new(1))),
+    ];
+    for (name, option) in options {
+        let builder = DataParallel::builder(&tested, layers);
+        let other = if rank == 1 { option(builder) } else { builder }.build(sgd);
+        let is_refused = matches!(
+            other,
+            Err(Error::Training(TrainingError::OtherOption { option, replica: 1 })) if option == name
+        );
+        assert_eq!(is_refused, ranks > 1, "{name}");
+    }
+    let rate = 0.1 + f64::from(u8::from(rank == 1));
+    let other =
+        DataParallel::builder(&tested, layers).build(|group: Group| SGD::new(group.vars, rate));
     let is_refused =
-        matches!(other, Err(Error::Training(TrainingError::OtherModel { replica: 1 })));
+        matches!(other, Err(Error::Training(TrainingError::OtherOption { replica: 1, .. })));
     assert_eq!(is_refused, ranks > 1);
+    fail_together(&tested);
+}
+
+/// What fails in one process, as it builds a model, ends the building in all of them at once.
+fn fail_together(mesh: &DeviceMesh) {
+    let (rank, last) = (mesh.local_slots().start, mesh.len() - 1);
+    let linear = |vb: VarBuilder<'_>| linear_no_bias(3, 2, vb);
+    let constructor = move |vb: VarBuilder<'_>| {
+        if rank == last {
+            candle_core::bail!("no such file")
+        }
+        linear(vb)
+    };
+    let optimizer = move |group: Group| {
+        if rank == last {
+            candle_core::bail!("no such file")
+        }
+        SGD::new(group.vars, 0.1)
+    };
+    let vars = VarMap::new();
+    let by_constructor = DataParallel::builder(mesh, constructor)
+        .variables(&vars)
+        .build(|group| SGD::new(group.vars, 0.1));
+    let by_optimizer = DataParallel::builder(mesh, linear).variables(&vars).build(optimizer);
+    for error in [by_constructor.unwrap_err(), by_optimizer.unwrap_err()] {
+        let is_told = match &error {
+            Error::Model { .. } => rank == last,
+            Error::OtherProcess { slot, .. } => rank != last && *slot == last,
+            _ => false,
+        };
+        assert!(is_told && error.to_string().contains("no such file"), "{error}");
+    }
 }
 
 /// What all refuse ends the step in every process, and not the processes.
@@ -132,6 +188,22 @@ fn refusals(engine: &impl Engine, ranks: usize) {
         matches!(error, Error::Training(TrainingError::NonFiniteLoss { slot, .. }) if slot == last),
         "{error}"
     );
+    // The last slot's loss is no scalar, or its weight.
+    let shapeless = |ctx: &Replica, layers: &Vec<Linear>, x: Tensor| {
+        let y = layers[0].forward(&x)?.sqr()?;
+        if ctx.slot() == last { Ok(y) } else { y.mean_all() }
+    };
+    let error = model.step(x.clone(), shapeless).unwrap_err();
+    let expected =
+        TrainingError::LossShape { slot: last, shape: vec![2, 1], dtype: "f32".to_owned() };
+    assert!(matches!(&error, Error::Training(error) if *error == expected), "{error}");
+    let weightless = |ctx: &Replica, layers: &Vec<Linear>, x: Tensor| {
+        let weight = if ctx.slot() == last { x.clone() } else { x.ones_like()?.sum_all()? };
+        Ok(Loss::sum(layers[0].forward(&x)?.sum_all()?, weight))
+    };
+    let error = model.evaluate(x.clone(), weightless).unwrap_err();
+    let expected = TrainingError::WeightShape { slot: last, shape: vec![2, 3] };
+    assert!(matches!(&error, Error::Training(error) if *error == expected), "{error}");
     model.step(x.clone(), loss(true, true)).unwrap();
     model.check_in_sync().unwrap();
     let mut model = build(&["b"]);

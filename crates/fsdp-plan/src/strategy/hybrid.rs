@@ -1,10 +1,21 @@
 //! Each parameter by the rule that picks it.
 
+use std::fmt;
+
 use core_types::WorldSize;
-use serde::{Deserialize, Serialize};
+use serde::{
+    Deserialize, Deserializer, Serialize,
+    de::{Error as _, SeqAccess, Visitor},
+};
 
 use super::{LayerWise, Layout, ShardingStrategy, assemble, divisible, layout};
-use crate::{cut::Cut, error::Result, param::ParameterInfo, pattern::Pattern, plan::ShardingPlan};
+use crate::{
+    cut::Cut,
+    error::{Error, Result},
+    param::ParameterInfo,
+    pattern::Pattern,
+    plan::ShardingPlan,
+};
 
 /// Plans each parameter as the first of several rules says whose pattern picks it, or else by
 /// default.
@@ -54,6 +65,7 @@ use crate::{cut::Cut, error::Result, param::ParameterInfo, pattern::Pattern, pla
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Hybrid {
+    #[serde(deserialize_with = "bounded")]
     rules: Vec<Rule>,
     #[serde(default)]
     default: Choice,
@@ -103,12 +115,15 @@ pub struct Matches<'a> {
 }
 
 impl Hybrid {
+    /// The most rules. Each parameter is matched against all of them.
+    pub const MAX_RULES: usize = 4096;
+
     /// Cuts what a pattern of `full` picks, and gives to ranks whole what only a pattern of
     /// `layer_wise` picks. What none picks is cut.
     ///
     /// # Errors
     ///
-    /// [`Error::BadPattern`](crate::Error::BadPattern).
+    /// [`Error::BadPattern`], and [`Error::TooManyRules`] above [`MAX_RULES`](Self::MAX_RULES).
     pub fn new<'a>(
         full: impl IntoIterator<Item = &'a str>,
         layer_wise: impl IntoIterator<Item = &'a str>,
@@ -124,8 +139,11 @@ impl Hybrid {
     ///
     /// # Errors
     ///
-    /// [`Error::BadPattern`](crate::Error::BadPattern).
+    /// [`Error::BadPattern`], and [`Error::TooManyRules`] above [`MAX_RULES`](Self::MAX_RULES).
     pub fn with_rule(mut self, pattern: &str, choice: Choice) -> Result<Self> {
+        if self.rules.len() >= Self::MAX_RULES {
+            return Err(TOO_MANY_RULES);
+        }
         self.rules.push(Rule { pattern: pattern.parse()?, choice });
         Ok(self)
     }
@@ -213,6 +231,34 @@ impl ShardingStrategy for Hybrid {
         }
         assemble(self.name(), world_size, parameters, cuts)
     }
+}
+
+const TOO_MANY_RULES: Error = Error::TooManyRules { max: Hybrid::MAX_RULES };
+
+/// Reads rules one by one, so that no pattern beyond the limit is compiled.
+fn bounded<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Vec<Rule>, D::Error> {
+    struct Rules;
+
+    impl<'de> Visitor<'de> for Rules {
+        type Value = Vec<Rule>;
+
+        fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+            f.write_str("a list of rules")
+        }
+
+        fn visit_seq<A: SeqAccess<'de>>(self, mut list: A) -> Result<Vec<Rule>, A::Error> {
+            let mut rules = Vec::new();
+            while let Some(rule) = list.next_element()? {
+                if rules.len() == Hybrid::MAX_RULES {
+                    return Err(A::Error::custom(TOO_MANY_RULES));
+                }
+                rules.push(rule);
+            }
+            Ok(rules)
+        }
+    }
+
+    deserializer.deserialize_seq(Rules)
 }
 
 impl Choice {

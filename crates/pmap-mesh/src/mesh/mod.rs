@@ -257,12 +257,17 @@ impl DeviceMesh {
         self.0.backend.process_allgather(lists)
     }
 
+    /// Whether some of its slots run in other processes.
+    pub(crate) fn spans_processes(&self) -> bool {
+        self.0.devices.len() < self.len()
+    }
+
     /// Refuses a call on a mesh of several processes from a second thread.
     ///
     /// Their calls meet in the order in which each process makes them. Those of two threads come in any
     /// order, another one in every process, and their tensors would be mixed up without an error.
     pub(crate) fn refuse_other_thread(&self) -> Result<(), ProcessError> {
-        if self.0.devices.len() == self.len() {
+        if !self.spans_processes() {
             return Ok(());
         }
         let current = thread::current();

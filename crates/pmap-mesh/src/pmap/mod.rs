@@ -1,6 +1,7 @@
 //! One program, many devices: cut the arguments, run everywhere at once, put the results together.
 
 mod call;
+mod exchange;
 pub(crate) mod sharded;
 
 use std::{
@@ -217,10 +218,13 @@ where
 
     /// Takes results that are said to be replicated from the first device unseen.
     ///
-    /// By default they are compared to the bit with those of the other devices of this process, since
-    /// the first of several different results would be as good as wrong. That costs the reading of
-    /// all of them, and on GPUs their way to the processor: nothing for a loss, much for the
-    /// parameters of a model.
+    /// By default they are compared to the bit with those of the other devices, since the first of
+    /// several different results would be as good as wrong. That costs the reading of all of them,
+    /// and on GPUs their way to the processor: nothing for a loss, much for the parameters of a
+    /// model.
+    ///
+    /// Processes compare a fingerprint of 64 bits of each result, in one collective of some bytes at
+    /// the end of the call; where results are joined as well, these travel in the same one.
     ///
     /// # Examples
     ///
@@ -278,7 +282,8 @@ where
     /// once. Over several processes [`ProcessError::OtherThread`] for a second calling thread. If a
     /// replica has not returned by the mesh's [deadline], the call returns without it, and
     /// those that follow are refused with [`ReplicaError::Stuck`] until it does. Afterwards: [`Error::Specs`], [`ValueError::OutputCount`],
-    /// [`ValueError::NotReplicated`] and [`ValueError::Gather`].
+    /// [`ValueError::NotReplicated`], [`ValueError::Gather`] and, over several processes,
+    /// [`ValueError::OutAxes`].
     ///
     /// [deadline]: crate::DeviceMeshBuilder::deadline
     /// [`Error::Specs`]: crate::Error::Specs
@@ -290,6 +295,7 @@ where
     /// [`CollectiveError`]: crate::CollectiveError
     /// [`ValueError::OutputCount`]: crate::ValueError::OutputCount
     /// [`ValueError::NotReplicated`]: crate::ValueError::NotReplicated
+    /// [`ValueError::OutAxes`]: crate::ValueError::OutAxes
     /// [`ValueError::Gather`]: crate::ValueError::Gather
     #[track_caller]
     pub fn call(&self, arguments: I) -> Result<O> {

@@ -10,11 +10,12 @@ use crate::{
         DeviceMesh,
         place::{place, settle},
     },
+    pmap::exchange::{Exchange, check_counts},
     spec::{
         Faults, Resolved, Specs,
         cut::{Cut, Uneven},
         fault::Side,
-        join::Join,
+        join::{Comparison, Join},
         tree::{self, TensorTree},
     },
 };
@@ -108,7 +109,8 @@ impl<T: TensorTree> Sharded<T> {
         Ok(Sharded { mesh: self.mesh, shards, cut: self.cut.or(cut) })
     }
 
-    /// Puts the shards together on the first device of the mesh.
+    /// Puts the shards together on the first device of the mesh. Over several processes, every
+    /// process calls it.
     ///
     /// # Errors
     ///
@@ -119,57 +121,66 @@ impl<T: TensorTree> Sharded<T> {
 
     /// `trust` says that replicated results are not compared.
     pub(crate) fn joined(&self, specs: &Specs, trust: bool) -> Result<T> {
-        let (outputs, specs) = self.outputs(specs)?;
-        let join = self.join(trust);
+        let Outputs { of_slots, specs, join } = self.outputs(specs, trust)?;
         let joined: Result<Vec<Tensor>> = specs
             .iter()
             .enumerate()
-            .map(|(index, spec)| join.join(index, nths(&outputs, index), spec))
+            .map(|(index, spec)| join.join(index, nths(&of_slots, index), spec))
             .collect();
         Ok(tree::with_leaves(&self.shards[0], &joined?))
     }
 
     /// Puts the shards together in tensors that are there already.
     pub(crate) fn joined_into(&self, specs: &Specs, kept: &T, trust: bool) -> Result<()> {
-        let (outputs, specs) = self.outputs(specs)?;
+        let Outputs { of_slots, specs, join } = self.outputs(specs, trust)?;
         let kept = tree::leaves(kept);
         if kept.len() != specs.len() {
             let expected = kept.len();
             return Err(ValueError::OutputCount { slot: 0, tensors: specs.len(), expected }.into());
         }
-        let join = self.join(trust);
         for (index, (spec, kept)) in specs.iter().zip(&kept).enumerate() {
-            join.join_into(index, nths(&outputs, index), spec, kept)?;
+            join.join_into(index, nths(&of_slots, index), spec, kept)?;
         }
         Ok(())
     }
 
-    /// For each slot its outputs, and how each output is treated.
-    fn outputs(&self, specs: &Specs) -> Result<(Vec<Vec<Tensor>>, Vec<Resolved>)> {
-        let leaves: Vec<Vec<Tensor>> = self.shards.iter().map(tree::leaves).collect();
-        let expected = leaves[0].len();
-        if let Some(slot) = leaves.iter().position(|leaves| leaves.len() != expected) {
-            let tensors = leaves[slot].len();
-            return Err(ValueError::OutputCount { slot, tensors, expected }.into());
-        }
-        let mut faults = Faults::default();
-        let topology = self.mesh.topology();
-        let specs = specs.resolve(Side::Out, &self.shards[0], topology, &mut faults)?;
-        faults.check()?;
-        // What is the same everywhere need not be fetched from other processes.
-        let is_replicated = specs.iter().all(Vec::is_empty);
-        let leaves = if is_replicated { leaves } else { self.mesh.process_allgather(leaves)? };
-        Ok((leaves, specs))
-    }
-
-    fn join(&self, trust: bool) -> Join<'_> {
-        Join {
+    fn outputs(&self, specs: &Specs, trust: bool) -> Result<Outputs<'_>> {
+        let own: Vec<Vec<Tensor>> = self.shards.iter().map(tree::leaves).collect();
+        check_counts(&own)?;
+        let resolved = self.resolved(specs);
+        // The same on all processes, whatever their results are: all come to the exchange, or none.
+        let is_exchanged = self.mesh.spans_processes() && !(trust && specs.are_replicated());
+        let (of_slots, comparison) = if is_exchanged {
+            let resolved = resolved.as_deref().ok();
+            Exchange { mesh: &self.mesh, specs, resolved, trust }.run(&own)?
+        } else {
+            (own, if trust { Comparison::Trusted } else { Comparison::Bits })
+        };
+        let join = Join {
             topology: self.mesh.topology(),
             home: &self.mesh.devices()[0],
             cut: self.cut.as_deref(),
-            trust,
-        }
+            comparison,
+        };
+        Ok(Outputs { of_slots, specs: resolved?, join })
     }
+
+    /// How each result is treated.
+    fn resolved(&self, specs: &Specs) -> Result<Vec<Resolved>> {
+        let mut faults = Faults::default();
+        let specs = specs.resolve(Side::Out, &self.shards[0], self.mesh.topology(), &mut faults)?;
+        faults.check()?;
+        Ok(specs)
+    }
+}
+
+/// What is put together of the shards.
+struct Outputs<'a> {
+    /// For each slot its results.
+    of_slots: Vec<Vec<Tensor>>,
+    /// How each result is treated.
+    specs: Vec<Resolved>,
+    join: Join<'a>,
 }
 
 /// The tensor number `index` of each list.

@@ -1,6 +1,7 @@
 //! Putting the results of replicas together.
 
 use candle_core::{Device, Tensor, bail};
+use core_types::Fingerprint;
 
 use crate::{
     error::{Error, Result, ValueError},
@@ -24,8 +25,18 @@ pub(crate) struct Join<'a> {
     pub(crate) home: &'a Device,
     /// How the first argument was cut that was.
     pub(crate) cut: Option<&'a Cut>,
-    /// Whether replicated results are taken from the first slot unseen.
-    pub(crate) trust: bool,
+    pub(crate) comparison: Comparison,
+}
+
+/// How results that are said to be replicated are compared, before they are taken from the first
+/// slot.
+pub(crate) enum Comparison {
+    /// Not at all.
+    Trusted,
+    /// All their bits.
+    Bits,
+    /// The [`fingerprint`] of each, by slot and number: all slots' results are not in one process.
+    Fingerprints(Vec<Vec<u64>>),
 }
 
 impl Join<'_> {
@@ -101,17 +112,30 @@ impl Join<'_> {
         results: Vec<Tensor>,
         spec: &Resolved,
     ) -> Result<Vec<(usize, Tensor)>> {
-        let named = spec.iter().fold(0, |named, (set, _)| named | set);
-        let replicated = self.topology.set(&ALL)? & !named;
+        let replicated = replicated_axes(spec, self.topology)?;
         if replicated == 0 {
             return Ok(results.into_iter().enumerate().collect());
         }
         let replicated = self.topology.groups(replicated);
-        if !self.trust {
-            check_replicated(index, &results, &replicated)?;
-        }
+        self.check_replicated(index, &results, &replicated)?;
         let results = results.into_iter().enumerate();
         Ok(results.filter(|(slot, _)| replicated.place(*slot).rank == 0).collect())
+    }
+
+    /// Checks that the members of each group have the same result.
+    fn check_replicated(&self, index: usize, results: &[Tensor], groups: &Groups) -> Result<()> {
+        let are_same = |first: usize, slot: usize| match &self.comparison {
+            Comparison::Trusted => Ok(true),
+            Comparison::Bits => same(&results[first], &results[slot]),
+            Comparison::Fingerprints(prints) => Ok(prints[first][index] == prints[slot][index]),
+        };
+        for slot in 0..results.len() {
+            let first = groups.members_with(slot)[0];
+            if first != slot && !are_same(first, slot).map_err(Error::gather(index))? {
+                return Err(ValueError::NotReplicated { index, slot, first }.into());
+            }
+        }
+        Ok(())
     }
 
     /// What one slot adds to a joined result, on the home device.
@@ -134,15 +158,10 @@ impl Join<'_> {
     }
 }
 
-/// Checks that the members of each group have the same result.
-fn check_replicated(index: usize, results: &[Tensor], groups: &Groups) -> Result<()> {
-    for (slot, tensor) in results.iter().enumerate() {
-        let first = groups.members_with(slot)[0];
-        if first != slot && !same(&results[first], tensor).map_err(Error::gather(index))? {
-            return Err(ValueError::NotReplicated { index, slot, first }.into());
-        }
-    }
-    Ok(())
+/// The axes along which a result is the same, as none of them is named.
+pub(crate) fn replicated_axes(spec: &Resolved, topology: &Topology) -> Result<AxisSet> {
+    let named = spec.iter().fold(0, |named, (set, _)| named | set);
+    Ok(topology.set(&ALL)? & !named)
 }
 
 /// Writes `parts` one after the other into `kept`, which they must fill.
@@ -187,8 +206,8 @@ fn combine(index: usize, parts: &[Tensor], treatment: Treatment) -> Result<Tenso
     combined.map_err(Error::gather(index))
 }
 
-/// The reduction in the order of the mesh, by the kernel of the collectives: `P::sum` has the bits of
-/// `psum`.
+/// The reduction in the order of the mesh, by the kernel of the collectives: `P::sum` has the bits
+/// of `psum`.
 fn reduced(parts: &[Tensor], reduction: Reduction) -> candle_core::Result<Tensor> {
     let first = &parts[0];
     if let Some(other) = parts.iter().find(|part| part.shape() != first.shape()) {
@@ -213,10 +232,23 @@ pub(crate) fn same(left: &Tensor, right: &Tensor) -> candle_core::Result<bool> {
     }
 }
 
+/// A number that differs if two tensors are not the [`same`], but for one pair in 2^64.
+pub(crate) fn fingerprint(x: &Tensor) -> candle_core::Result<u64> {
+    let mut fingerprint = Fingerprint::new();
+    fingerprint.bytes(x.dtype().as_str().as_bytes()).word(x.rank() as u64);
+    fingerprint.extend(x.dims().iter().map(|&size| size as u64));
+    if reduce::has_kernel(x.dtype()) {
+        reduce::fingerprint(&on_host(x)?, &mut fingerprint)?;
+    } else {
+        fingerprint.bytes(&bytes(x)?);
+    }
+    Ok(fingerprint.finish())
+}
+
 /// Whether both look at the same items of one storage, as the results of a large `psum` do.
 fn is_one_storage(left: &Tensor, right: &Tensor) -> bool {
-    // One after the other: a thread that held one lock while it waits for the other could wait for a
-    // `Var::set` that waits for this one.
+    // One after the other: a thread that held one lock while it waits for the other could wait for
+    // a `Var::set` that waits for this one.
     let address = |x: &Tensor| std::ptr::from_ref(&*x.storage_and_layout().0).addr();
     left.stride() == right.stride()
         && left.layout().start_offset() == right.layout().start_offset()
@@ -235,6 +267,10 @@ mod tests {
 
     use super::*;
 
+    fn print(x: &Tensor) -> u64 {
+        fingerprint(x).unwrap()
+    }
+
     #[test]
     fn tensors_are_the_same_if_all_their_bits_are() {
         let zeros = |len: usize, dtype| Tensor::zeros(len, dtype, &Device::Cpu).unwrap();
@@ -247,13 +283,17 @@ mod tests {
         {
             let x = zeros(len, dtype);
             assert!(same(&x, &x).unwrap() && same(&x, &zeros(len, dtype)).unwrap());
+            assert_eq!(print(&x), print(&zeros(len, dtype)));
             let last = Tensor::ones(1, DType::F32, &Device::Cpu).unwrap().to_dtype(dtype).unwrap();
             let other = Tensor::cat(&[&zeros(len - 1, dtype), &last], 0).unwrap();
             assert!(!same(&x, &other).unwrap() && !same(&other, &x).unwrap(), "{dtype:?} {len}");
+            assert_ne!(print(&x), print(&other), "{dtype:?} {len}");
         }
-        assert!(!same(&zeros(2, DType::F32), &zeros(2, DType::U32)).unwrap());
-        let row = zeros(2, DType::F32).reshape((1, 2)).unwrap();
-        assert!(!same(&row, &zeros(2, DType::F32)).unwrap());
+        let column = zeros(2, DType::F32);
+        for other in [zeros(2, DType::U32), column.reshape((1, 2)).unwrap()] {
+            assert!(!same(&column, &other).unwrap());
+            assert_ne!(print(&column), print(&other));
+        }
     }
 
     #[test]
@@ -261,6 +301,7 @@ mod tests {
         let of = |x: f32| Tensor::new(x, &Device::Cpu).unwrap();
         assert!(same(&of(f32::NAN), &of(f32::NAN)).unwrap());
         assert!(!same(&of(0.0), &of(-0.0)).unwrap());
+        assert_ne!(print(&of(0.0)), print(&of(-0.0)));
     }
 
     #[test]
@@ -269,6 +310,8 @@ mod tests {
         let at = |start| x.narrow(0, start, 1).unwrap();
         assert!(same(&at(0), &at(0)).unwrap() && same(&at(0), &at(2)).unwrap());
         assert!(!same(&at(0), &at(1)).unwrap());
+        assert_eq!([print(&at(0)), print(&at(1))], [print(&at(2)), print(&at(1))]);
+        assert_ne!(print(&at(0)), print(&at(1)));
         let square = x.reshape((2, 2)).unwrap();
         assert!(!same(&square, &square.t().unwrap()).unwrap());
     }

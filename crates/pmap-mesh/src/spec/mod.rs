@@ -181,6 +181,14 @@ impl Specs {
         Self(Kind::FirstAndRest(first, rest))
     }
 
+    /// Whether nothing is put together by them, whatever the results are.
+    pub(crate) fn are_replicated(&self) -> bool {
+        match &self.0 {
+            Kind::FirstAndRest(first, rest) => first.0.is_empty() && rest.0.is_empty(),
+            Kind::Each(specs) => specs.iter().all(|p| p.0.is_empty()),
+        }
+    }
+
     /// The treatments of each tensor of `tree`.
     pub(crate) fn resolve(
         &self,

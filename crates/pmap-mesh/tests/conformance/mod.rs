@@ -7,11 +7,18 @@
 use std::{process::Command, slice, thread, time::Duration};
 
 use candle_core::{DType, Device, Result, Tensor, Var};
-use pmap_mesh::{ALL, DeviceMesh, MeshAxes, P, Replica, Run, RunLayout, TensorTree, Uneven};
+use core_types::Seed;
+use pmap_mesh::{
+    ALL, DeviceMesh, Error, MeshAxes, P, Replica, Run, RunLayout, Specs, TensorTree, Uneven,
+    ValueError,
+};
 use process_tests::{Engine, assert_same, leaves, lists, mesh, nothing, threads};
 
 /// How long a replica waits in the case of that name.
 const DEADLINE: Duration = Duration::from_millis(500);
+
+/// How many random orders of started collectives are tried on every mesh.
+const ORDERS: u64 = 24;
 
 /// How long a replica waits where it must not have to: less than a case may take.
 const LATE: Duration = Duration::from_mins(1);
@@ -61,8 +68,19 @@ pub(crate) fn run(engine: &impl Engine, case: &str, ranks: usize) {
             });
             drop(run.in_axes(None).call(nothing()));
         }
+        "replicated" => replicated(engine, ranks),
         "lists" => lists_of_any_length(engine),
         "runs" => runs_of_any_number(engine),
+        "underway" => {
+            for axes in grids(ranks) {
+                let tested = mesh(engine, &axes, None);
+                let threads = threads(&axes, &Device::Cpu);
+                for seed in 0..ORDERS {
+                    let along = axes[seed as usize % axes.len()].0;
+                    compare(&tested, &threads, move |ctx| in_any_order(ctx, along, seed));
+                }
+            }
+        }
         "too many" => {
             let run = mesh(engine, &[], Some(LATE)).pmap(|ctx, _: Tensor| {
                 let x = nothing().to_device(ctx.device())?;
@@ -321,6 +339,67 @@ fn repeated_layout(engine: &impl Engine, ranks: usize) {
     }
 }
 
+/// Starts collectives of all kinds, some of them large, with others that are called and with
+/// computation in between; waits for them in an order that differs by replica. Returns all results
+/// in the order of the calls.
+fn in_any_order(ctx: &Replica, along: &'static str, seed: u64) -> Result<Vec<Tensor>> {
+    type Waiting<'a> = (usize, Box<dyn FnOnce() -> Result<Vec<Tensor>> + 'a>);
+    let draw = |n: u64, below: u64| Seed::new(seed).derive(n).as_u64() % below;
+    // Drawn by each replica for itself.
+    let own_draw = |n: u64, below: usize| {
+        (Seed::new(seed).derive(1 + ctx.slot() as u64).derive(n).as_u64() % below as u64) as usize
+    };
+    let tensors = [
+        (vec![3, 5], DType::F32),
+        (vec![100_003], DType::F32),
+        (vec![1], DType::U32),
+        (vec![70, 300], DType::BF16),
+    ];
+    let layout = lists::layout(&tensors, ctx.axis_size(along)?, seed);
+    let mut results: Vec<Vec<Tensor>> = Vec::new();
+    let mut waiting: Vec<Waiting<'_>> = Vec::new();
+    for n in 0..12 {
+        let list = tensors.iter().map(|(shape, dtype)| input(ctx, shape, *dtype));
+        // Computed on the device, which is not done when what it computes is handed in.
+        let list = list.map(|x| x?.affine(1.0 + n as f64, 0.0)).collect::<Result<Vec<_>>>()?;
+        let call: Box<dyn FnOnce() -> Result<Vec<Tensor>>> = match draw(n, 6) {
+            0 => {
+                let own = lists::own(&layout, ctx.axis_index(along)?, &list)?;
+                let pending = ctx.start_gather_runs(own, &layout, along)?;
+                Box::new(|| Ok(pending.wait()?.iter().map(Var::as_detached_tensor).collect()))
+            }
+            1 => {
+                let pending = ctx.start_reduce_runs(list, &layout, along)?;
+                Box::new(|| pending.wait())
+            }
+            2 | 3 => {
+                let pending = ctx.start_psum(&list[draw(n + 100, 4) as usize], along)?;
+                Box::new(|| Ok(vec![pending.wait()?]))
+            }
+            4 => {
+                let sum = ctx.psum(&list[draw(n + 100, 4) as usize], along)?;
+                Box::new(|| Ok(vec![sum]))
+            }
+            _ => {
+                let all = ctx.all_gather(&list[1], 0, along)?;
+                Box::new(move || Ok(vec![all.affine(0.5, 1.0)?]))
+            }
+        };
+        waiting.push((results.len(), call));
+        results.push(Vec::new());
+        if own_draw(n + 200, 2) == 0 {
+            let (place, call) = waiting.swap_remove(own_draw(n + 300, waiting.len()));
+            results[place] = call()?;
+        }
+    }
+    while !waiting.is_empty() {
+        let n_left = waiting.len();
+        let (place, call) = waiting.swap_remove(own_draw(400 + n_left as u64, n_left));
+        results[place] = call()?;
+    }
+    Ok(results.into_iter().flatten().collect())
+}
+
 /// The whole way from arguments to results.
 fn calls(engine: &impl Engine, ranks: usize) {
     let (tested, threads) =
@@ -337,4 +416,90 @@ fn calls(engine: &impl Engine, ranks: usize) {
     assert_same(&call(&tested, &x), &call(&threads, &x));
     let uneven = x.narrow(0, 0, ranks * 2 - 1).unwrap();
     assert_same(&call(&tested, &uneven), &call(&threads, &uneven));
+}
+
+/// What is said to be the same on all processes is compared, and all of them learn of it if it is
+/// not.
+fn replicated(engine: &impl Engine, ranks: usize) {
+    let of_b = if ranks == 4 { 2 } else { 1 };
+    let of_a = ranks / of_b;
+    let mesh = mesh(engine, &[("a", of_a), ("b", of_b)], None);
+    // The results of the last slot differ from those of the others.
+    let gathered = |specs: Specs, trust: bool, of_last: Vec<Tensor>, of_others: Vec<Tensor>| {
+        let f = mesh.pmap(move |ctx, _: Tensor| {
+            let results = if ctx.slot() + 1 == ctx.count() { &of_last } else { &of_others };
+            results.iter().map(|x| x.to_device(ctx.device())).collect::<Result<Vec<_>>>()
+        });
+        let f = f.in_axes(None).out_axes(specs);
+        if trust { f.trust_replicated().call(nothing()) } else { f.call(nothing()) }
+    };
+    let full = |value: f32| Tensor::full(value, 1000, &Device::Cpu).unwrap();
+    let (zeros, ones) = (full(0.), full(1.));
+    let last = ranks - 1;
+    let replicated = || Specs::from(P::replicate());
+    let all_but_one =
+        Tensor::cat(&[&full(0.).narrow(0, 0, 999).unwrap(), &ones.narrow(0, 0, 1).unwrap()], 0);
+    let others = [full(-0.), all_but_one.unwrap(), zeros.reshape((10, 100)).unwrap()];
+    let others = others.into_iter().chain([Tensor::zeros(1000, DType::U32, &Device::Cpu).unwrap()]);
+    for other in others {
+        let of_last = vec![ones.clone(), other.clone()];
+        let differ = gathered(replicated(), false, of_last, vec![ones.clone(), zeros.clone()]);
+        assert!(
+            matches!(
+                differ,
+                Err(Error::Value(ValueError::NotReplicated { index: 1, slot, first: 0 })) if slot == last
+            ),
+            "{other}: {differ:?}"
+        );
+    }
+    let same = gathered(replicated(), false, vec![ones.clone()], vec![ones.clone()]).unwrap();
+    assert_same(&same, slice::from_ref(&ones));
+    let own = if mesh.local_slots().contains(&last) { &ones } else { &zeros };
+    let trusted = gathered(replicated(), true, vec![ones.clone()], vec![zeros.clone()]).unwrap();
+    assert_same(&trusted, slice::from_ref(own));
+
+    // Along one axis, beside what is joined along the other.
+    let along_b = || Specs::from([P::replicate(), P::shard(0, "a")]);
+    let joined = |of_last: &Tensor| {
+        let mut parts = vec![zeros.clone(); of_a - 1];
+        parts.push(of_last.clone());
+        [ones.clone(), Tensor::cat(&parts, 0).unwrap()]
+    };
+    let of_others = vec![ones.clone(), zeros.clone()];
+    let differ = gathered(along_b(), false, vec![ones.clone(); 2], of_others.clone());
+    if of_b == 1 {
+        assert_same(&differ.unwrap(), &joined(&ones));
+    } else {
+        assert!(
+            matches!(
+                differ,
+                Err(Error::Value(ValueError::NotReplicated { index: 1, slot: 3, first: 2 }))
+            ),
+            "{differ:?}"
+        );
+        let trusted = gathered(along_b(), true, vec![ones.clone(); 2], of_others).unwrap();
+        assert_same(&trusted, &joined(&zeros));
+    }
+
+    let fewer = gathered(replicated(), false, Vec::new(), vec![ones.clone()]);
+    assert!(
+        matches!(
+            fewer,
+            Err(Error::Value(ValueError::OutputCount { slot, tensors: 0, expected: 1 })) if slot == last
+        ),
+        "{fewer:?}"
+    );
+    let fewer = gathered([P::replicate()].into(), false, Vec::new(), vec![ones.clone()]);
+    assert!(matches!(fewer, Err(Error::Value(ValueError::OutputCount { .. }))), "{fewer:?}");
+    let specs = if mesh.local_slots().contains(&last) { P::sum(ALL) } else { P::replicate() };
+    let other_axes = gathered(specs.into(), false, vec![ones.clone()], vec![ones.clone()]);
+    assert!(
+        matches!(other_axes, Err(Error::Value(ValueError::OutAxes { slot })) if slot == last),
+        "{other_axes:?}"
+    );
+    // The mesh lives on.
+    assert_same(
+        &gathered(P::sum(ALL).into(), false, vec![ones.clone()], vec![zeros]).unwrap(),
+        &[ones],
+    );
 }

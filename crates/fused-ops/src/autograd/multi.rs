@@ -1,10 +1,11 @@
 //! Operations with any number of inputs and outputs.
 //!
-//! candle's have at most three inputs and one output. Here a chain of *links* joins the inputs to
-//! one *token*, a scalar that nobody reads, and an *exit* for each output starts from the token. On
-//! the backward pass candle calls the exits, which leave the gradients of the outputs in the
-//! junction; then the last link, which has all gradients of the inputs computed; then the other
-//! links. Each link hands the gradients of its own inputs to candle.
+//! candle's operations have at most three inputs and one output. Here a chain of [`InputNode`]s
+//! joins the inputs to one *token*, a scalar that nobody reads, and an [`OutputNode`] for each
+//! output starts from the token. On the backward pass candle calls the output nodes, which leave
+//! the gradients of the outputs in [`Shared`]; then the last input node, which has all gradients of
+//! the inputs computed; then the other input nodes. Each hands the gradients of its own inputs to
+//! candle.
 
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 
@@ -17,7 +18,7 @@ use super::{
 use crate::{error::Result, kernels::float::Float};
 
 /// How the gradients of several results become those of any number of inputs.
-pub(crate) trait Junction<const OUTPUTS: usize>: Send + Sync + 'static {
+pub(crate) trait MultiBackward<const OUTPUTS: usize>: Send + Sync + 'static {
     /// What candle calls the operation in its messages.
     const NAME: &'static str;
 
@@ -38,20 +39,20 @@ pub(crate) fn record_many<T: Float, const OUTPUTS: usize>(
     inputs: &[&Tensor],
     outputs: [Vec<T>; OUTPUTS],
     shape: &Shape,
-    junction: impl Junction<OUTPUTS>,
+    backward: impl MultiBackward<OUTPUTS>,
 ) -> Result<[Tensor; OUTPUTS]> {
     let computed = |output| Output::Computed(Mutex::new(Some(T::to_cpu_storage_owned(output))));
-    join(inputs, outputs.map(|output| (computed(output), shape.clone())), junction)
+    record_outputs(inputs, outputs.map(|output| (computed(output), shape.clone())), backward)
 }
 
 /// A copy of `output`, joined to the graph of the inputs, on any device.
 pub(crate) fn record_copy(
     inputs: &[&Tensor],
     output: &Tensor,
-    junction: impl Junction<1>,
+    backward: impl MultiBackward<1>,
 ) -> Result<Tensor> {
     let output = (Output::Copy(output.detach()), output.shape().clone());
-    let [output] = join(inputs, [output], junction)?;
+    let [output] = record_outputs(inputs, [output], backward)?;
     Ok(output)
 }
 
@@ -71,47 +72,47 @@ impl Backward for Seed {
     }
 }
 
-fn join<J: Junction<OUTPUTS>, const OUTPUTS: usize>(
+fn record_outputs<B: MultiBackward<OUTPUTS>, const OUTPUTS: usize>(
     inputs: &[&Tensor],
     outputs: [(Output, Shape); OUTPUTS],
-    junction: J,
+    backward: B,
 ) -> Result<[Tensor; OUTPUTS]> {
-    let shared = Arc::new(Shared { junction, outputs: OnceLock::new(), grads: Mutex::default() });
-    let token = link_all(inputs, &shared)?;
-    let exits = outputs.into_iter().enumerate().map(|(index, (output, shape))| {
-        let backward = Exit { shared: Arc::clone(&shared), index };
+    let shared = Arc::new(Shared { backward, outputs: OnceLock::new(), grads: Mutex::default() });
+    let token = token_of(inputs, &shared)?;
+    let results = outputs.into_iter().enumerate().map(|(index, (output, shape))| {
+        let backward = OutputNode { shared: Arc::clone(&shared), index };
         Node { output, shape, backward }.apply(&[&token])
     });
-    let exits: Vec<_> = exits.collect::<Result<_>>()?;
-    let exits: [Tensor; OUTPUTS] =
-        exits.try_into().map_err(|_| candle_core::Error::msg("an output is missing"))?;
+    let results: Vec<_> = results.collect::<Result<_>>()?;
+    let results: [Tensor; OUTPUTS] =
+        results.try_into().map_err(|_| candle_core::Error::msg("an output is missing"))?;
     // Without a history, or each output would hold itself.
-    shared.outputs.get_or_init(|| exits.each_ref().map(Tensor::detach));
-    Ok(exits)
+    shared.outputs.get_or_init(|| results.each_ref().map(Tensor::detach));
+    Ok(results)
 }
 
 /// The token of all inputs: of the first three, then of a token and two more, and so on.
-fn link_all<J: Junction<OUTPUTS>, const OUTPUTS: usize>(
+fn token_of<B: MultiBackward<OUTPUTS>, const OUTPUTS: usize>(
     inputs: &[&Tensor],
-    shared: &Arc<Shared<J, OUTPUTS>>,
+    shared: &Arc<Shared<B, OUTPUTS>>,
 ) -> Result<Tensor> {
-    let link = |first, inputs: &[&Tensor], follows, last| {
-        let backward = Link { shared: Arc::clone(shared), first, follows, last };
+    let join = |first, inputs: &[&Tensor], follows, last| {
+        let backward = InputNode { shared: Arc::clone(shared), first, follows, last };
         Node { output: Output::Token, shape: Shape::from(()), backward }.apply(inputs)
     };
     let (head, rest) = inputs.split_at(inputs.len().min(3));
-    let mut token = link(0, head, false, rest.is_empty())?;
-    let links = rest.len().div_ceil(2);
+    let mut token = join(0, head, false, rest.is_empty())?;
+    let remaining = rest.len().div_ceil(2);
     for (index, pair) in rest.chunks(2).enumerate() {
-        let linked: Vec<_> = [&token].into_iter().chain(pair.iter().copied()).collect();
-        token = link(head.len() + 2 * index, &linked, true, index + 1 == links)?;
+        let joined: Vec<_> = [&token].into_iter().chain(pair.iter().copied()).collect();
+        token = join(head.len() + 2 * index, &joined, true, index + 1 == remaining)?;
     }
     Ok(token)
 }
 
-/// What links and exits of one operation have in common.
-struct Shared<J, const OUTPUTS: usize> {
-    junction: J,
+/// What the nodes of one operation have in common.
+struct Shared<B, const OUTPUTS: usize> {
+    backward: B,
     /// There when the backward pass begins.
     outputs: OnceLock<[Tensor; OUTPUTS]>,
     grads: Mutex<Grads<OUTPUTS>>,
@@ -119,9 +120,9 @@ struct Shared<J, const OUTPUTS: usize> {
 
 /// Gradients that wait until candle asks for them.
 struct Grads<const OUTPUTS: usize> {
-    /// Left by the exits, taken by the last link.
+    /// Left by the output nodes, taken by the last input node.
     of_outputs: [Option<Tensor>; OUTPUTS],
-    /// Left by the last link, taken by each.
+    /// Left by the last input node, taken by each.
     of_inputs: Vec<Option<Tensor>>,
 }
 
@@ -131,7 +132,7 @@ impl<const OUTPUTS: usize> Default for Grads<OUTPUTS> {
     }
 }
 
-impl<J: Junction<OUTPUTS>, const OUTPUTS: usize> Shared<J, OUTPUTS> {
+impl<B: MultiBackward<OUTPUTS>, const OUTPUTS: usize> Shared<B, OUTPUTS> {
     fn grads(&self) -> MutexGuard<'_, Grads<OUTPUTS>> {
         self.grads.lock().unwrap_or_else(PoisonError::into_inner)
     }
@@ -141,20 +142,20 @@ impl<J: Junction<OUTPUTS>, const OUTPUTS: usize> Shared<J, OUTPUTS> {
         let outputs = self.outputs.get();
         let outputs = outputs.ok_or_else(|| candle_core::Error::msg("an output is missing"))?;
         // Without the lock, since it may run any operation.
-        let of_inputs = self.junction.backward(outputs, of_outputs)?;
+        let of_inputs = self.backward.backward(outputs, of_outputs)?;
         self.grads().of_inputs = of_inputs;
         Ok(())
     }
 }
 
 /// Starts an output from the token.
-struct Exit<J, const OUTPUTS: usize> {
-    shared: Arc<Shared<J, OUTPUTS>>,
+struct OutputNode<B, const OUTPUTS: usize> {
+    shared: Arc<Shared<B, OUTPUTS>>,
     index: usize,
 }
 
-impl<J: Junction<OUTPUTS>, const OUTPUTS: usize> Backward for Exit<J, OUTPUTS> {
-    const NAME: &'static str = J::NAME;
+impl<B: MultiBackward<OUTPUTS>, const OUTPUTS: usize> Backward for OutputNode<B, OUTPUTS> {
+    const NAME: &'static str = B::NAME;
 
     fn backward(
         &self,
@@ -168,18 +169,18 @@ impl<J: Junction<OUTPUTS>, const OUTPUTS: usize> Backward for Exit<J, OUTPUTS> {
 }
 
 /// Joins inputs to a token.
-struct Link<J, const OUTPUTS: usize> {
-    shared: Arc<Shared<J, OUTPUTS>>,
+struct InputNode<B, const OUTPUTS: usize> {
+    shared: Arc<Shared<B, OUTPUTS>>,
     /// The number of its first input among all of the operation.
     first: usize,
     /// Whether a token stands before its inputs.
     follows: bool,
-    /// Whether it is the one that exits start from.
+    /// Whether its token is the one that the outputs start from.
     last: bool,
 }
 
-impl<J: Junction<OUTPUTS>, const OUTPUTS: usize> Backward for Link<J, OUTPUTS> {
-    const NAME: &'static str = J::NAME;
+impl<B: MultiBackward<OUTPUTS>, const OUTPUTS: usize> Backward for InputNode<B, OUTPUTS> {
+    const NAME: &'static str = B::NAME;
 
     fn backward(&self, inputs: &[&Tensor], _: &Tensor, _: &Tensor) -> Result<Vec<Option<Tensor>>> {
         if self.last {
