@@ -346,7 +346,7 @@ fn what_is_damaged_is_not() {
             }
             let mut later = document.clone();
             if let Some(version) = later.pointer_mut("/format_version") {
-                *version = json!(2);
+                *version = json!(version.as_u64().unwrap() + 1);
                 assert!(!open.is_valid(&later), "{name}: another version is accepted");
             }
             let fields: Vec<_> = document.as_object().unwrap().keys().collect();

@@ -101,7 +101,7 @@ impl fmt::Display for Memory {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::train::trainer::MODEL;
+    use crate::train::model::MODEL;
 
     #[test]
     fn the_high_water_mark_is_found() {

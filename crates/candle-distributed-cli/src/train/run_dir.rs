@@ -16,15 +16,16 @@ use crate::{
     train::{
         curve, memory,
         metrics::Metrics,
+        model::MODEL,
         parameters,
         session::Session,
         settings::{self, Settings},
-        sharding, trainer,
+        sharding,
     },
 };
 
 const METRICS: &str = "metrics.jsonl";
-const MODEL: &str = "model.safetensors";
+const MODEL_FILE: &str = "model.safetensors";
 const CURVE: &str = "loss.svg";
 const CHECKPOINTS: &str = "checkpoints";
 
@@ -59,7 +60,7 @@ fn damage(metrics: &Metrics) -> String {
 /// The names of what the folder `path` holds of a run.
 pub(crate) fn contents(path: &Path) -> Result<Vec<&'static str>> {
     let mut found = Vec::new();
-    for name in [settings::FILE, METRICS, MODEL, CHECKPOINTS] {
+    for name in [settings::FILE, METRICS, MODEL_FILE, CHECKPOINTS] {
         let path = path.join(name);
         // A link counts wherever it leads.
         match fs::symlink_metadata(&path) {
@@ -93,12 +94,12 @@ fn is_nothing(error: &io::Error) -> bool {
 /// Whether the run of these settings in `path` is complete: there are metrics up to its last step,
 /// and the model that it ended with. A model that is not that one is said.
 pub(crate) fn is_complete(path: &Path, settings: &Settings) -> Result<bool> {
-    if !contents(path)?.contains(&MODEL) {
+    if !contents(path)?.contains(&MODEL_FILE) {
         return Ok(false);
     }
     let fault = incomplete(path, settings)?;
     if let Some(fault) = &fault {
-        let model = path.join(MODEL);
+        let model = path.join(MODEL_FILE);
         output::warning(format_args!("{} does not complete the run: {fault}", model.display()));
     }
     Ok(fault.is_none())
@@ -106,7 +107,7 @@ pub(crate) fn is_complete(path: &Path, settings: &Settings) -> Result<bool> {
 
 /// Why the model in `path` does not complete the run of these settings, if it does not.
 fn incomplete(path: &Path, settings: &Settings) -> Result<Option<String>> {
-    let model = path.join(MODEL);
+    let model = path.join(MODEL_FILE);
     if !model.is_file() {
         // The model of the run could not take its place.
         return Err(Error::usage(format!("{} is not a file", model.display())));
@@ -131,7 +132,7 @@ fn other_model(bytes: &[u8]) -> Result<Option<String>> {
         Ok(found) => found,
         Err(fault) => return Ok(Some(fault.to_string())),
     };
-    let expected = sharding::parameters_of(trainer::MODEL)?;
+    let expected = sharding::parameters_of(MODEL)?;
     let is_there = |parameter: &ParameterInfo| {
         found.tensor(parameter.name()).is_ok_and(|tensor| {
             tensor.shape().iter().map(|&size| size as u64).eq(parameter.shape().iter().copied())
@@ -275,7 +276,7 @@ impl RunDir {
 
     /// Writes the model, which completes the run.
     pub(crate) fn save(&mut self, vars: &VarMap) -> Result<()> {
-        let path = self.path.join(MODEL);
+        let path = self.path.join(MODEL_FILE);
         let bytes = serialized(vars).map_err(|source| Error::write(&path, source))?;
         // First, so that a model is never there without it.
         self.settings.model_fingerprint = Some(fingerprint(&bytes));
@@ -335,7 +336,7 @@ mod tests {
         assert!(is_refused(&run));
         assert!(RunDir::create(&run, &settings()).is_err(), "another program made it meanwhile");
 
-        for name in [MODEL, METRICS, settings::FILE, CHECKPOINTS] {
+        for name in [MODEL_FILE, METRICS, settings::FILE, CHECKPOINTS] {
             let other = parent.path().join(name.replace('.', "-"));
             fs::create_dir(&other).unwrap();
             fs::write(other.join(name), "kept").unwrap();

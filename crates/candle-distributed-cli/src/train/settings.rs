@@ -114,7 +114,7 @@ pub(crate) mod tests {
     use std::{collections::BTreeSet, fs};
 
     use super::*;
-    use crate::train::trainer;
+    use crate::train::model::MODEL;
 
     fn session(first_step: u64) -> Session {
         Session {
@@ -167,7 +167,7 @@ pub(crate) mod tests {
             Settings { steps: 21, ..run.clone() },
             Settings { max_tokens: 4097, ..run.clone() },
             Settings { text: String::from("0"), ..run.clone() },
-            Settings { model: Some(trainer::MODEL), ..run.clone() },
+            Settings { model: Some(MODEL), ..run.clone() },
         ];
         let mut identities: BTreeSet<String> = others.iter().map(Settings::identity).collect();
         identities.insert(run.identity());

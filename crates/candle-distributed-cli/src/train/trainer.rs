@@ -24,19 +24,15 @@ use candle_nn::{Optimizer, ParamsAdamW, VarMap};
 use crate::{
     error::{Error, ErrorKind, Result},
     train::{
-        corpus::{Corpus, MAX_SEQUENCE_LENGTH},
+        corpus::Corpus,
         data::{self, Schedule, Scheduled},
         journal::Journal,
         metrics::StepMetrics,
-        model::{Config, Transformer},
+        model::{MODEL, Transformer},
         resumed::Resumed,
         settings::Settings,
     },
 };
-
-/// The model that is trained.
-pub(crate) const MODEL: Config =
-    Config { vocabulary: 256, context: MAX_SEQUENCE_LENGTH - 1, layers: 2, heads: 4, hidden: 128 };
 
 const PEAK_LEARNING_RATE: f64 = 3e-3;
 const WARMUP_STEPS: u64 = 10;

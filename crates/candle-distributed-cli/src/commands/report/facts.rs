@@ -19,11 +19,11 @@ use crate::{
         corpus::Corpus,
         data::Schedule,
         metrics::Metrics,
+        model::MODEL,
         run_dir,
         session::Session,
         settings::Settings,
         sharding::{self, Needs},
-        trainer,
     },
 };
 
@@ -92,7 +92,7 @@ impl Sharding {
             _ if is_complete => model::read(path)?,
             // A file may hold any sizes, and building the model takes memory; this is the one model
             // that `train` has.
-            Some(config) if config == trainer::MODEL => sharding::parameters_of(config)?,
+            Some(config) if config == MODEL => sharding::parameters_of(config)?,
             _ => return Ok(None),
         };
         let Some(session) = settings.sessions.last() else { return Ok(None) };

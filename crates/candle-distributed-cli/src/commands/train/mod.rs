@@ -23,7 +23,7 @@ use crate::{
         agreement,
         data::INIT_STREAM,
         journal::Journal,
-        model::Transformer,
+        model::{MODEL, Transformer},
         parameters,
         run_dir::{self, RunDir},
         session::Session,
@@ -130,18 +130,17 @@ impl Args {
         };
         // Whatever can be refused has been when the folder changes for the first time.
         let model = job.start(&vars)?;
-        let is_first = place.placement.rank() == Rank::ZERO;
-        let needs = if is_first { Some(announce(&job, &vars, place)?) } else { None };
         job.checkpoints.lock(mesh)?;
-        let journal = match needs {
-            Some(needs) => Some(self.journal(&job, needs, place)?),
-            None => None,
+        let journal = match place.placement.rank() {
+            Rank::ZERO => Some(self.journal(&job, &vars, place)?),
+            _ => None,
         };
         job.run(model, &vars, journal)
     }
 
-    /// Opens the folder of the run.
-    fn journal(&self, job: &Job<'_>, needs: Needs, place: Place) -> Result<Journal> {
+    /// Says what the run starts with, and opens its folder.
+    fn journal(&self, job: &Job<'_>, vars: &VarMap, place: Place) -> Result<Journal> {
+        let needs = announce(job, vars, place)?;
         let first = job.first_step();
         let session = session(job.mesh, place, first);
         let settings = job.settings.clone().with_session(session);
@@ -177,7 +176,7 @@ fn say_complete(place: Place, path: &Path) -> Result<()> {
 
 /// The parameters before the first step, the same in every process.
 fn initial_parameters(mesh: &DeviceMesh, seed: Seed) -> Result<VarMap> {
-    let build = |vb: VarBuilder<'_>| Transformer::new(trainer::MODEL, &vb);
+    let build = |vb: VarBuilder<'_>| Transformer::new(MODEL, &vb);
     Ok(parameters::initialized(seed.derive(INIT_STREAM), &mesh.devices()[0], build)?)
 }
 

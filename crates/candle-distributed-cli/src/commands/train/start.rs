@@ -18,10 +18,11 @@ use crate::{
         data::{self, Schedule},
         limits::{self, Limit},
         memory,
+        model::MODEL,
         resumed::Resumed,
         run_dir,
         settings::{FORMAT_VERSION, Settings},
-        sharding, trainer,
+        sharding,
     },
 };
 
@@ -138,7 +139,7 @@ impl Args {
         let settings = Settings {
             data,
             // Checkpoints of another model are refused.
-            model: Some(trainer::MODEL),
+            model: Some(MODEL),
             allow_non_finite: settings.allow_non_finite || self.allow_non_finite,
             // The model that is there, if any, is not that of a run with steps left.
             model_fingerprint: None,
@@ -171,9 +172,8 @@ impl Args {
     /// Checks that the memory that this process will probably take is there.
     fn check_memory(&self, place: Place, beginning: &Beginning) -> Result<()> {
         let (_, batches) = beginning.schedule.first_epoch()?;
-        let parameters = sharding::parameters_of(trainer::MODEL)?;
-        let needed =
-            memory::predicted(trainer::MODEL, sharding::whole_bytes(&parameters)?, &batches, place);
+        let parameters = sharding::parameters_of(MODEL)?;
+        let needed = memory::predicted(MODEL, sharding::whole_bytes(&parameters)?, &batches, place);
         tracing::info!("this process will take about {}", HumanBytes(needed.into()));
         let limits = match self.memory_limit {
             Some(bytes) => vec![Limit::of_process(bytes, "--memory-limit")],
