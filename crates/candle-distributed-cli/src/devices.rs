@@ -17,7 +17,7 @@ use candle_distributed::mesh::NcclStore;
 use candle_distributed::types::Launched;
 use candle_distributed::{
     mesh::{DeviceMesh, DeviceMeshBuilder, THREAD_VARIABLES, init_threads},
-    types::{Placement, Rank, WorldSize},
+    types::{Placement, Rank, WorldSize, human::Printable},
 };
 use clap::{ValueEnum, value_parser};
 
@@ -257,8 +257,9 @@ fn warn_of_threads(variable: &str) {
     let Ok(cores) = thread::available_parallelism().map(usize::from) else { return };
     match value.to_str().and_then(|value| value.parse::<usize>().ok()) {
         None | Some(0) => output::warning(format_args!(
-            "{variable} is {value:?}, which is no number of threads: every device uses all {cores} \
-             cores"
+            "{variable} is \"{}\", which is no number of threads: every device uses all {cores} \
+             cores",
+            Printable(value.display())
         )),
         Some(threads) if threads > MOST_PER_CORE * cores => output::warning(format_args!(
             "{variable} is {threads}, which is many threads for {cores} cores"

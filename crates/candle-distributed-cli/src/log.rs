@@ -23,7 +23,7 @@ const VARIABLE: &str = "RUST_LOG";
 #[derive(Debug, clap::Args)]
 pub(crate) struct LogArgs {
     /// Say more about what happens on the way: -v what is done, -vv every detail [default:
-    /// warnings, or what the variable RUST_LOG asks for]
+    /// warnings, or what the variable `RUST_LOG` asks for]
     #[arg(short, long, action = ArgAction::Count, global = true)]
     verbose: u8,
 }

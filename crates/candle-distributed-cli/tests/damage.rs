@@ -47,7 +47,7 @@ const TO_A_KILLED_RUN: [(&str, Damage); 25] = [
         fs::copy(other.join("run.json"), run.join("run.json")).unwrap();
     }),
     ("a line of metrics", |run, _| {
-        replace(run.join("metrics.jsonl"), "\"step\":2,", "\"step\";2,")
+        replace(run.join("metrics.jsonl"), "\"step\":2,", "\"step\";2,");
     }),
     ("number of a step", |run, _| replace(run.join("metrics.jsonl"), "\"step\":5,", "\"step\":7,")),
     ("half the metrics", |run, _| cut(&run.join("metrics.jsonl"), 1, 2)),
@@ -95,7 +95,7 @@ const TO_A_COMPLETE_RUN: [(&str, Damage); 6] = [
         replace(run.join("run.json"), "\"model_fingerprint\": \"", "\"model_fingerprint\": \"0");
     }),
     ("seed of a complete run", |run, _| {
-        replace(run.join("run.json"), "\"seed\": 0", "\"seed\": 1")
+        replace(run.join("run.json"), "\"seed\": 0", "\"seed\": 1");
     }),
     ("last line of metrics", |run, _| {
         replace(run.join("metrics.jsonl"), "\"step\":11,", "\"step\":71,");

@@ -12,6 +12,9 @@ use crate::support::{
     text,
 };
 
+/// What befalls the model of a run.
+type Damage = fn(&Path);
+
 #[test]
 fn only_a_run_that_is_complete_is_called_so() {
     let home = Home::new();
@@ -27,7 +30,7 @@ fn only_a_run_that_is_complete_is_called_so() {
     }
 
     // What is there beside a run is no model of it, and the last steps are made again.
-    let damage: [(&str, fn(&Path)); 6] = [
+    let damage: [(&str, Damage); 6] = [
         ("an empty file", |model| fs::write(model, "").unwrap()),
         ("a folder", |model| {
             fs::remove_file(model).unwrap();

@@ -143,7 +143,7 @@ fn a_link_stays_and_what_it_leads_to_is_written() {
     ];
     for (link, leads_to, target) in links {
         symlink(leads_to, at(link)).unwrap();
-        fs::write(&at("target.json"), "old").unwrap();
+        fs::write(at("target.json"), "old").unwrap();
         assert_eq!(save(at(link)), (Some(0), String::new()), "{link}");
         assert_eq!(fs::read_link(at(link)).unwrap(), Path::new(leads_to));
         assert!(is_state(at(target)), "{link}");

@@ -55,9 +55,10 @@ pub(crate) fn check_shared(mesh: &DeviceMesh, path: &Path) -> Result<()> {
     let told = gather(mesh, &[word])?;
     // The first process may call the folder otherwise.
     let name = told.first().and_then(|(_, words)| Path::new(&words[0]).file_name());
-    let sees = name.is_some_and(|name| appears(&path.join(name)));
-    let seen = gather(mesh, &[String::from(if sees { "sees it" } else { "does not" })])?;
-    match seen.iter().find(|(_, words)| *words != seen[0].1) {
+    let is_there = name.is_some_and(|name| appears(&path.join(name)));
+    let word = if is_there { "sees it" } else { "does not" };
+    let said = gather(mesh, &[word.into()])?;
+    match said.iter().find(|(_, words)| *words != said[0].1) {
         None => Ok(()),
         Some((rank, _)) => Err(of_first(mesh, || {
             let apart =
@@ -111,7 +112,7 @@ fn gather(mesh: &DeviceMesh, words: &[String]) -> Result<Vec<(usize, Vec<String>
     }
     let mut said = Vec::new();
     for (rank, list) in mesh.process_allgather(lists)?.iter().enumerate() {
-        let words = list.iter().map(|word| word.to_vec1::<u8>());
+        let words = list.iter().map(Tensor::to_vec1::<u8>);
         let words = words.map(|word| Ok(String::from_utf8_lossy(&word?).into_owned()));
         said.push((rank, words.collect::<candle_core::Result<Vec<String>>>()?));
     }

@@ -189,11 +189,8 @@ impl RunDir {
     pub(crate) fn resume(path: &Path, settings: &Settings, step: u64) -> Result<Self> {
         fs::create_dir_all(path).map_err(|source| Error::write(path, source))?;
         let metrics = path.join(METRICS);
-        let known = match input::read_if_there(&metrics)? {
-            Some(known) => known,
-            // A run may be killed before its first step, and `--resume` may start one.
-            None => Vec::new(),
-        };
+        // A run may be killed before its first step, and `--resume` may start one.
+        let known = input::read_if_there(&metrics)?.unwrap_or_default();
         let mut kept = Metrics::parse(&known);
         if !kept.damaged().is_empty() {
             let beside = keep_beside(path, &known)?;

@@ -234,13 +234,12 @@ fn is_not_finite(error: &train::Error) -> bool {
 /// The error that ends a run in all processes after the same step: the one with the journal closes
 /// it and reports the error.
 fn ended(journal: Option<Journal>, error: Error) -> Result<Error> {
-    match journal {
-        Some(mut journal) => journal.pause().map(|()| error),
-        None => {
-            let exit_code = error.exit_code();
-            Ok(ErrorKind::SaidByFirst { exit_code, is_of_all: true }.into())
-        }
-    }
+    let Some(mut journal) = journal else {
+        let exit_code = error.exit_code();
+        return Ok(ErrorKind::SaidByFirst { exit_code, is_of_all: true }.into());
+    };
+    journal.pause()?;
+    Ok(error)
 }
 
 /// The largest number that any process of a mesh has.

@@ -19,8 +19,9 @@ pub const STEPS: &str = "12";
 impl Home {
     pub fn new() -> Self {
         let home = Self(tempfile::tempdir().unwrap());
-        let lines: String = (1..=40).map(|n| format!("Line {n} of a text to learn.\n\n")).collect();
-        fs::write(home.at("text.txt"), lines).unwrap();
+        let lines: Vec<String> =
+            (1..=40).map(|n| format!("Line {n} of a text to learn.\n\n")).collect();
+        fs::write(home.at("text.txt"), lines.concat()).unwrap();
         home
     }
 
