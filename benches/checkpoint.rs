@@ -4,8 +4,8 @@
 //! cargo bench -p benches --bench checkpoint -- [folder] [rounds]
 //! ```
 //!
-//! Both are written in turn, and brought to disk. Prints a line per round, and the medians. A folder
-//! in memory (`/dev/shm`) shows the cost beside nothing but copies.
+//! Both are written in turn, and brought to disk. Prints a line per round, and the medians. A
+//! folder in memory (`/dev/shm`) shows the cost beside nothing but copies.
 
 #![allow(clippy::print_stdout, reason = "the lines are the result")]
 

@@ -23,6 +23,8 @@ mod stored;
 mod tree;
 mod units;
 
+#[cfg(any(test, fuzzing))]
+pub use crate::checkpoint::fuzzing;
 pub use crate::{
     checkpoint::{Checkpoints, read::Checkpoint, state_dict::StateDict},
     data_parallel::{
