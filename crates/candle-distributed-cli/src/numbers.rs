@@ -207,8 +207,12 @@ impl List<'_> {
     }
 
     fn not_read(&self, n: u64, word: &str, fault: &str) -> Error {
+        /// As much of a word as a line has room for.
+        const SHOWN_CHARS: usize = 40;
         let name = self.name();
-        Error::usage(format!("{} {n} in {name} is {fault}: {word:.40?}", self.what))
+        let shown: String = word.chars().take(SHOWN_CHARS).collect();
+        let more = if shown.len() < word.len() { "…" } else { "" };
+        Error::usage(format!("{} {n} in {name} is {fault}: {shown:?}{more}", self.what))
     }
 
     fn too_long(&self, n_read: u64) -> Error {
@@ -318,7 +322,8 @@ mod tests {
     #[test]
     fn a_word_that_never_ends_is_refused() {
         let error = Lengths::read(io::repeat(0), Path::new("zeros")).unwrap_err();
-        assert!(error.to_string().starts_with("length 1 in zeros is not a number"), "{error}");
+        let expected = format!("length 1 in zeros is not a number: \"{}\"…", "\\0".repeat(40));
+        assert_eq!(error.to_string(), expected);
     }
 
     #[test]
