@@ -70,6 +70,7 @@ fn values_can_be_sent_to_and_shared_between_threads() {
         train::Checkpoint,
         train::Checkpoints,
         train::PassedOver,
+        train::FullyShard<train::AdamW>,
         train::ShardedVars,
         train::StateDict,
         train::Error,

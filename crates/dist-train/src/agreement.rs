@@ -55,6 +55,21 @@ pub(crate) fn combined(ctx: &Replica, here: &[f64]) -> Result<Vec<f64>> {
     Ok(numbers.iter().map(|&halves| f64::from_bits(whole(halves))).collect())
 }
 
+/// The sums over all replicas of some numbers, added up in rank order; all bring as many.
+pub(crate) fn sums(ctx: &Replica, here: &[f64]) -> Result<Vec<f64>> {
+    if here.is_empty() {
+        return Ok(Vec::new());
+    }
+    let sent: Vec<u32> = here.iter().flat_map(|number| halves(number.to_bits())).collect();
+    let mut sums = vec![0.0; here.len()];
+    for words in words(ctx, &sent)? {
+        let (numbers, _) = words.as_chunks();
+        let add = |(sum, &halves): (&mut f64, &[u32; 2])| *sum += f64::from_bits(whole(halves));
+        sums.iter_mut().zip(numbers).for_each(add);
+    }
+    Ok(sums)
+}
+
 /// For each flag, whether any replica has it set; all bring as many.
 pub(crate) fn any(ctx: &Replica, here: &[bool]) -> Result<Vec<bool>> {
     let word = |flags: &[bool]| {
@@ -115,6 +130,16 @@ mod tests {
             }
             assert_eq!(combined(ctx, &here)?, all);
             assert!(combined(ctx, &[])?.is_empty());
+            Ok(())
+        });
+    }
+
+    #[test]
+    fn numbers_are_added_up_in_rank_order() {
+        on_slots(|ctx| {
+            let here = [[1e16, 0.1], [1.0, 0.2], [-1e16, 0.3]][ctx.slot()];
+            assert_eq!(sums(ctx, &here)?, [(1e16 + 1.0) - 1e16, (0.1 + 0.2) + 0.3]);
+            assert!(sums(ctx, &[])?.is_empty());
             Ok(())
         });
     }

@@ -199,16 +199,22 @@ pub(crate) fn scaled(gradient: Tensor, factor: f64) -> candle_core::Result<Tenso
 
 /// A gradient of a shard of which nothing counts. What is not finite in it comes of its own rows, a
 /// mean over none of them; what came from other replicas stays.
-fn without_nan(gradient: Tensor) -> candle_core::Result<Tensor> {
+pub(crate) fn without_nan(gradient: Tensor) -> candle_core::Result<Tensor> {
     let sum: f64 = gradient.sum_all()?.to_dtype(DType::F64)?.to_scalar()?;
     if sum.is_finite() { Ok(gradient) } else { gradient.zeros_like() }
 }
 
+/// A gradient in the type in which gradients of its type are added up.
 pub(crate) fn widened(gradient: &Tensor) -> candle_core::Result<Tensor> {
-    if is_half(gradient.dtype()) { gradient.to_dtype(DType::F32) } else { Ok(gradient.clone()) }
+    gradient.to_dtype(widened_dtype(gradient.dtype()))
 }
 
-fn is_half(dtype: DType) -> bool {
+/// The type in which gradients of this type are added up.
+pub(crate) fn widened_dtype(dtype: DType) -> DType {
+    if is_half(dtype) { DType::F32 } else { dtype }
+}
+
+pub(crate) fn is_half(dtype: DType) -> bool {
     matches!(dtype, DType::F16 | DType::BF16)
 }
 

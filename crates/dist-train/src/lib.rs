@@ -9,6 +9,7 @@ mod checkpoint;
 mod data_parallel;
 mod dtype;
 mod error;
+mod fsdp;
 mod grad;
 mod gradient_report;
 mod loss;
@@ -19,6 +20,7 @@ mod parameters;
 mod processes;
 mod progress;
 mod sharded;
+mod step;
 mod stored;
 mod tree;
 mod units;
@@ -30,7 +32,6 @@ pub use crate::{
     data_parallel::{
         DataParallel,
         builder::{DataParallelBuilder, Group},
-        rules::{Evaluation, Step},
     },
     error::{
         Error, Result,
@@ -41,6 +42,7 @@ pub use crate::{
         sharding::ShardingError,
         training::TrainingError,
     },
+    fsdp::{FullyShard, builder::FullyShardBuilder, keep::Keep},
     grad::{ValueAndGrad, value_and_grad},
     gradient_report::{GradientReport, PrefixCheck, Verdict},
     loss::{Loss, Weight},
@@ -51,7 +53,8 @@ pub use crate::{
     },
     parameters::declare::{Declared, declare},
     sharded::{ShardedVars, describe::parameter_infos},
-    units::Units,
+    step::rules::{Evaluation, Step},
+    units::{Units, rules::UnitRules},
 };
 
 // The README links to the file; the line above it, which comes first, to this page instead.

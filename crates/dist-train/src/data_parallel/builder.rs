@@ -13,20 +13,19 @@ use pmap_mesh::{DeviceMesh, Specs, Uneven};
 
 use crate::{
     data_parallel::{
-        DataParallel, Options, Worker,
-        roles::Choices,
+        DataParallel, Worker,
         slot::{GroupOptimizer, Slot, lock},
         sync,
-        vars::{self, Inventory, Part, Sharing, Use},
+        vars::{self, Part, Sharing, Use},
     },
     error::{Error, Result, training::TrainingError},
     parameters::{
         InitialValues,
         declare::{Declared, declare},
-        weights::{Allowed, Weights},
     },
     processes::agreed,
     progress::Progress,
+    step::{inventory::Inventory, options::Options, roles::Choices},
 };
 
 /// Builds a [`DataParallel`]: made by [`DataParallel::builder`].
@@ -242,7 +241,8 @@ impl<'a, B> DataParallelBuilder<'a, B> {
     {
         let mesh = self.mesh;
         let Prepared { inventory, vars, dtype } = agreed(mesh, self.prepared())?;
-        let settings = sync::settings(&inventory, &vars, &self.options, self.sharing, self.seed);
+        let dtypes = vars.iter().map(|var| var.dtype());
+        let settings = sync::settings(&inventory, dtypes, &self.options, self.sharing, self.seed);
         sync::check_settings(mesh, &settings)?;
         let sets = vars::sets(mesh, vars.clone(), self.sharing).map_err(cannot_build);
         let sets = agreed(mesh, sets)?;
@@ -312,37 +312,13 @@ impl<'a, B> DataParallelBuilder<'a, B> {
             .collect::<candle_core::Result<_>>()
             .map_err(cannot_build)?;
         check_distinct(declared, &known)?;
-        let weights = self.fitting_weights(declared, &known)?;
-        let initial = InitialValues { seed: self.init, weights };
+        let open = declared.iter().zip(&known).map(|(declared, known)| (declared, known.is_none()));
+        let initial = InitialValues::new(self.init, self.weights.as_deref(), &self.choices, open)?;
         let variable = |(declared, known): (&Declared, Option<Var>)| match known {
             Some(var) => Ok(var),
             None => Var::from_tensor(&initial.tensor(declared, home)?).map_err(cannot_build),
         };
         declared.iter().zip(known).map(variable).collect()
-    }
-
-    /// The pretrained weights, if there are any, which are those of the parameters that have no
-    /// value.
-    fn fitting_weights(
-        &self,
-        declared: &[Declared],
-        known: &[Option<Var>],
-    ) -> Result<Option<Weights>> {
-        let names: Vec<&str> = declared.iter().map(|declared| declared.name.as_str()).collect();
-        let missing = self.choices.missing(&names)?;
-        let unexpected = self.choices.unexpected()?;
-        let Some(path) = &self.weights else { return Ok(None) };
-        let weights = Weights::open(path)?;
-        let (there, open): (Vec<_>, Vec<_>) =
-            declared.iter().zip(known).partition(|(_, known)| known.is_some());
-        if let Some((Declared { name, .. }, _)) =
-            there.into_iter().find(|(declared, _)| weights.has(&declared.name))
-        {
-            return Err(TrainingError::TwoValues { name: name.clone() }.into());
-        }
-        let open: Vec<Declared> = open.into_iter().map(|(declared, _)| declared.clone()).collect();
-        weights.check_fits(&open, Allowed { missing: &missing, unexpected: &unexpected })?;
-        Ok(Some(weights))
     }
 }
 

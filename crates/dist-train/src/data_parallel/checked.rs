@@ -11,7 +11,6 @@ use crate::{
     check::{Checked, check_gradients},
     data_parallel::{
         DataParallel,
-        rules::{Rules, Then},
         slot::{Slot, lock},
     },
     error::{Doing, Result},
@@ -19,6 +18,7 @@ use crate::{
     gradient_report::GradientReport,
     loss::Loss,
     moving::moved,
+    step::rules::{Rules, Then},
     tree,
 };
 
@@ -137,7 +137,7 @@ where
                 found.get_or_init(|| computed);
             }))
         });
-        let call = model.cut(call).seed(model.progress.seed);
+        let call = model.options.cut(call).seed(model.progress.seed);
         let outcome =
             rules.refusal.of(call.call_at(model.progress.batches, tree::map(batch, Tensor::clone)));
         for worker in &model.workers {

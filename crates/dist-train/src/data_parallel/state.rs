@@ -1,7 +1,5 @@
 //! Saving and loading a model in training.
 
-use std::collections::BTreeMap;
-
 use candle_core::{Tensor, Var};
 
 use crate::{
@@ -34,7 +32,7 @@ impl<M, O: StatefulOptimizer> DataParallel<M, O> {
     /// What the slots of this process keep.
     fn state_of_slots(&self) -> Result<StateDict> {
         let mut state =
-            StateDict::new(&self.mesh, self.shapes()).with_trainer(self.trainer_state());
+            StateDict::new(&self.mesh, self.inventory.shapes()).with_trainer(self.trainer_state());
         for (local_slot, worker) in self.workers.iter().enumerate() {
             let slot = lock(&worker.slot);
             for &var in &slot.saved {
@@ -65,7 +63,7 @@ impl<M, O: StatefulOptimizer> DataParallel<M, O> {
     /// [`Error::OtherProcess`](crate::Error::OtherProcess) if another process fails. Some variables
     /// may then be changed.
     pub fn load(&mut self, checkpoint: &Checkpoint) -> Result<()> {
-        checkpoint.check_fits(&self.mesh, &self.shapes())?;
+        checkpoint.check_fits(&self.mesh, &self.inventory.shapes())?;
         agreed(&self.mesh, self.load_slots(checkpoint))?;
         self.resume(checkpoint);
         Ok(())
@@ -110,11 +108,6 @@ impl<M, O: StatefulOptimizer> DataParallel<M, O> {
         let rates = slot.optimizers.iter().map(|group| group.optimizer.learning_rate());
         let groups = self.inventory.roles.groups.iter().cloned();
         TrainerState { progress: self.progress, learning_rates: groups.zip(rates).collect() }
-    }
-
-    /// The shapes of the variables, by name.
-    fn shapes(&self) -> BTreeMap<String, Vec<usize>> {
-        self.inventory.parameters.iter().cloned().collect()
     }
 }
 

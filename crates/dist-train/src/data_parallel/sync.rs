@@ -3,23 +3,20 @@
 
 use std::fmt;
 
-use candle_core::{Device, Tensor, Var};
+use candle_core::{DType, Device, Tensor, Var};
 use core_types::{Fingerprint, Seed};
 use pmap_mesh::{ALL, DeviceMesh};
 
 use crate::{
-    data_parallel::{
-        Options,
-        roles::Role,
-        vars::{Inventory, Sharing, VarSet},
-    },
+    data_parallel::vars::{Sharing, VarSet},
     error::{Doing, Error, Result, training::TrainingError},
     processes::gather_numbers,
+    step::{inventory::Inventory, options::Options, roles::Role},
 };
 
 /// What all processes must say alike, in the order in which it is compared: with each option a
 /// fingerprint of its value.
-pub(super) type Settings<const N: usize> = [(&'static str, u64); N];
+pub(crate) type Settings<const N: usize> = [(&'static str, u64); N];
 
 /// Checks that all processes build the same model with the same options.
 ///
@@ -27,7 +24,7 @@ pub(super) type Settings<const N: usize> = [(&'static str, u64); N];
 ///
 /// [`TrainingError::OtherModel`] and [`TrainingError::OtherOption`] with the first difference,
 /// [`Error::Mesh`] if a process does not answer.
-pub(super) fn check_settings<const N: usize>(mesh: &DeviceMesh, here: &Settings<N>) -> Result<()> {
+pub(crate) fn check_settings<const N: usize>(mesh: &DeviceMesh, here: &Settings<N>) -> Result<()> {
     if mesh.local_slots().len() == mesh.len() {
         return Ok(());
     }
@@ -49,9 +46,9 @@ const VARIABLES: &str = "variables";
 
 /// What a model consists of, and how it is trained. Replicas that train other variables, say, would
 /// wait for each other's gradients.
-pub(super) fn settings(
+pub(crate) fn settings(
     inventory: &Inventory,
-    vars: &[Var],
+    dtypes: impl IntoIterator<Item = DType>,
     options: &Options,
     sharing: Sharing,
     seed: Seed,
@@ -62,7 +59,7 @@ pub(super) fn settings(
     // Neither the bits of a norm, which is a number, nor a number of steps that are ever made.
     let absent = u64::MAX;
     [
-        (VARIABLES, of_form(inventory, vars)),
+        (VARIABLES, of_form(inventory, dtypes)),
         ("freeze", in_role(|role| (role == Role::Frozen).into())),
         ("buffers", in_role(|role| (role == Role::Buffer).into())),
         ("group", of_groups(inventory)),
@@ -132,10 +129,10 @@ pub(super) fn of_value(var: &Var) -> candle_core::Result<u64> {
 }
 
 /// A fingerprint of names, shapes and types.
-fn of_form(inventory: &Inventory, vars: &[Var]) -> u64 {
+fn of_form(inventory: &Inventory, dtypes: impl IntoIterator<Item = DType>) -> u64 {
     let mut form = Fingerprint::new();
-    for ((name, shape), var) in inventory.parameters.iter().zip(vars) {
-        form.bytes(name.as_bytes()).bytes(var.dtype().as_str().as_bytes());
+    for ((name, shape), dtype) in inventory.parameters.iter().zip(dtypes) {
+        form.bytes(name.as_bytes()).bytes(dtype.as_str().as_bytes());
         form.extend([shape.len() as u64]);
         form.extend(shape.iter().map(|&size| size as u64));
     }
@@ -156,12 +153,12 @@ fn of_groups(inventory: &Inventory) -> u64 {
 }
 
 /// A fingerprint of what has no numbers of its own.
-fn of_debug(value: &impl fmt::Debug) -> u64 {
+pub(crate) fn of_debug(value: &impl fmt::Debug) -> u64 {
     Fingerprint::new().bytes(format!("{value:?}").as_bytes()).finish()
 }
 
 /// A fingerprint of numbers, in their order.
-pub(super) fn of_numbers(numbers: impl IntoIterator<Item = u64>) -> u64 {
+pub(crate) fn of_numbers(numbers: impl IntoIterator<Item = u64>) -> u64 {
     numbers.into_iter().collect::<Fingerprint>().finish()
 }
 
@@ -183,11 +180,10 @@ fn gathered(mesh: &DeviceMesh, here: Vec<Vec<u64>>) -> Result<Vec<Vec<u64>>> {
 
 #[cfg(test)]
 mod tests {
-    use candle_core::DType;
     use pmap_mesh::Uneven;
 
     use super::*;
-    use crate::data_parallel::roles::Choices;
+    use crate::step::roles::Choices;
 
     /// The options whose values differ between a builder of these and one of defaults.
     fn differing(
@@ -197,13 +193,12 @@ mod tests {
         seed: u64,
     ) -> Vec<&'static str> {
         let names = ["a", "b"];
-        let vars = names.map(|_| Var::zeros(3, DType::F32, &Device::Cpu).unwrap());
         let settings = |choices: Choices, options: &Options, sharing, seed| {
             let roles = choices.roles(&names).unwrap();
             let parameters = names.map(|name| (name.to_owned(), vec![3])).to_vec();
             super::settings(
                 &Inventory { parameters, roles },
-                &vars,
+                [DType::F32; 2],
                 options,
                 sharing,
                 Seed::new(seed),

@@ -9,38 +9,22 @@ use candle_nn::{Init, VarBuilder, VarMap, var_builder::SimpleBackend};
 use pmap_mesh::DeviceMesh;
 
 use crate::{
-    data_parallel::roles::{Role, Roles},
     moving::moved,
     ownership,
+    step::{
+        inventory::Inventory,
+        roles::{Role, Roles},
+    },
 };
 
 /// Whether slots on one device use the same variables.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub(super) enum Sharing {
+pub(crate) enum Sharing {
     /// They do: each device has one set.
     #[default]
     PerDevice,
     /// They do not: each slot has a set of its own.
     PerSlot,
-}
-
-/// What a model consists of: the same on every slot.
-#[derive(Debug)]
-pub(super) struct Inventory {
-    /// The names and shapes of the variables, in the order of names.
-    pub(super) parameters: Vec<(String, Vec<usize>)>,
-    pub(super) roles: Roles,
-}
-
-impl Inventory {
-    pub(super) fn name(&self, var: usize) -> &str {
-        &self.parameters[var].0
-    }
-
-    fn sizes(&self) -> Vec<u64> {
-        let numel = |shape: &[usize]| shape.iter().product::<usize>() as u64;
-        self.parameters.iter().map(|(_, shape)| numel(shape)).collect()
-    }
 }
 
 /// The variables of a model in the order of their names, and the slots of this process that use
@@ -225,7 +209,7 @@ mod tests {
     use std::collections::BTreeSet;
 
     use super::*;
-    use crate::data_parallel::roles::Choices;
+    use crate::step::roles::Choices;
 
     fn set(slots: &[usize]) -> VarSet {
         VarSet { vars: Vec::new(), slots: slots.to_vec() }

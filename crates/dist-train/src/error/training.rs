@@ -81,6 +81,43 @@ pub enum TrainingError {
         trained: usize,
     },
 
+    /// A loss enters a unit that the model does not have.
+    #[error("there is no unit named {unit:?}, the units are {}", Listed(units))]
+    UnknownUnit {
+        /// The name that was asked for.
+        unit: String,
+        /// The units of the model.
+        units: Vec<String>,
+    },
+    /// A unit's function uses a tensor from outside that is differentiated, and its gradient would
+    /// be lost.
+    #[error(
+        "the function of unit {unit} uses a tensor from outside that is differentiated: hand it \
+         over with the unit's input, as one of a tuple"
+    )]
+    Captured {
+        /// The unit.
+        unit: String,
+    },
+    /// A unit's function had another result when it was run again for the backward pass.
+    #[error(
+        "unit {unit} has another result in the backward pass than it had in the forward pass: \
+         draw random numbers by keys that are made before the unit and moved into it \
+         (`ctx.batch_keys()`), or set `Keep::Gathered` for it"
+    )]
+    NotRepeatable {
+        /// The unit.
+        unit: String,
+    },
+    /// A unit is differentiated by something else than the step, or twice.
+    #[error("unit {unit} is differentiated {how}: only the step differentiates a loss, and once")]
+    Differentiated {
+        /// The unit.
+        unit: String,
+        /// When, in words.
+        how: &'static str,
+    },
+
     /// A pattern of an option picks no variable.
     #[error("the pattern {pattern:?} of `{option}` matches none of the model's variables")]
     Unmatched {
@@ -167,14 +204,30 @@ impl fmt::Display for Culprit<'_> {
 /// Where the replicas of this process leave what they refuse, since candle's errors can only carry
 /// its text.
 #[derive(Debug, Default)]
-pub(crate) struct Refusal(OnceLock<TrainingError>);
+pub(crate) struct Refusal(OnceLock<Refused>);
+
+#[derive(Debug)]
+struct Refused {
+    error: TrainingError,
+    /// Whether all replicas of the mesh refuse the same at the same place.
+    is_agreed: bool,
+}
 
 impl Refusal {
     /// Refuses what all replicas refuse, by what they know of each other. Returns an error for the
     /// replica to end with.
     pub(crate) fn agreed(&self, error: TrainingError) -> candle_core::Error {
-        // All replicas of this process bring the same, and the first is kept.
-        candle_core::Error::msg(self.0.get_or_init(|| error))
+        self.keep(Refused { error, is_agreed: true })
+    }
+
+    /// Refuses what this replica alone knows of, which ends the call for the others.
+    pub(crate) fn alone(&self, error: TrainingError) -> candle_core::Error {
+        self.keep(Refused { error, is_agreed: false })
+    }
+
+    fn keep(&self, refused: Refused) -> candle_core::Error {
+        // Of an agreed one all replicas of this process bring the same, and the first is kept.
+        candle_core::Error::msg(&self.0.get_or_init(|| refused).error)
     }
 
     /// What a replica returns: nothing, where all refuse. Its call succeeds then, since over
@@ -184,7 +237,7 @@ impl Refusal {
         outcome: candle_core::Result<T>,
     ) -> candle_core::Result<Option<T>> {
         match outcome {
-            Err(_) if self.0.get().is_some() => Ok(None),
+            Err(_) if self.0.get().is_some_and(|refused| refused.is_agreed) => Ok(None),
             outcome => outcome.map(Some),
         }
     }
@@ -193,7 +246,7 @@ impl Refusal {
     #[expect(clippy::expect_used, reason = "a replica returns nothing only where all refuse")]
     pub(crate) fn of<T>(&self, outcome: pmap_mesh::Result<Option<T>>) -> Result<T> {
         match self.0.get() {
-            Some(refused) => Err(refused.clone().into()),
+            Some(refused) => Err(refused.error.clone().into()),
             None => Ok(outcome?.expect("nothing was refused")),
         }
     }

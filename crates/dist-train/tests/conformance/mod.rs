@@ -4,6 +4,8 @@
 #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
 #![allow(clippy::cast_possible_truncation, reason = "sizes are small")]
 
+mod fully_sharded;
+
 use std::{collections::BTreeMap, path::Path};
 
 use candle_core::{DType, Device, Result, Tensor, Var};
@@ -29,6 +31,7 @@ pub(crate) fn run(engine: &impl Engine, case: &str, ranks: usize) {
         "losses" => weighted(engine, ranks),
         "checkpoints" => checkpoints(engine, ranks),
         "sharded" => sharded(engine, ranks),
+        "fully-sharded" => fully_sharded::run(engine, ranks),
         other => panic!("no case is named {other}"),
     }
 }

@@ -5,26 +5,26 @@ use fsdp_plan::Pattern;
 use crate::error::{Result, training::TrainingError};
 
 /// The group of what no pattern puts into another.
-pub(super) const DEFAULT_GROUP: &str = "default";
+pub(crate) const DEFAULT_GROUP: &str = "default";
 
 /// What layers keep under these names is no parameter, wherever they stand in a model.
 const BUFFERS: [&str; 3] = ["**.running_mean", "**.running_var", "**.num_batches_tracked"];
 
 /// Which variables are meant by the options of a builder.
 #[derive(Clone, Debug, Default)]
-pub(super) struct Choices {
-    pub(super) frozen: Vec<String>,
-    pub(super) unused: Vec<String>,
-    pub(super) buffers: Vec<String>,
+pub(crate) struct Choices {
+    pub(crate) frozen: Vec<String>,
+    pub(crate) unused: Vec<String>,
+    pub(crate) buffers: Vec<String>,
     /// Parameters that pretrained weights may lack, and tensors of theirs that the model may.
-    pub(super) missing: Vec<String>,
-    pub(super) unexpected: Vec<String>,
-    pub(super) groups: Vec<(String, Vec<String>)>,
+    pub(crate) missing: Vec<String>,
+    pub(crate) unexpected: Vec<String>,
+    pub(crate) groups: Vec<(String, Vec<String>)>,
 }
 
 /// What becomes of a variable.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Role {
+pub(crate) enum Role {
     /// It is updated by the optimizer of a group, of this number.
     Trained(usize),
     /// It stays as it is.
@@ -35,12 +35,12 @@ pub(super) enum Role {
 
 /// The roles of all variables, in the order of their names.
 #[derive(Debug)]
-pub(super) struct Roles {
-    pub(super) of: Vec<Role>,
+pub(crate) struct Roles {
+    pub(crate) of: Vec<Role>,
     /// Whether a variable may have no gradient.
-    pub(super) may_be_unused: Vec<bool>,
+    pub(crate) may_be_unused: Vec<bool>,
     /// The names of the groups that have a variable; roles have their positions.
-    pub(super) groups: Vec<String>,
+    pub(crate) groups: Vec<String>,
 }
 
 impl Choices {
@@ -48,7 +48,7 @@ impl Choices {
     ///
     /// [`Error::Plan`](crate::Error::Plan) for a pattern that is none, [`TrainingError`] for one that
     /// matches nothing and for groups that overlap.
-    pub(super) fn roles(&self, names: &[&str]) -> Result<Roles> {
+    pub(crate) fn roles(&self, names: &[&str]) -> Result<Roles> {
         let frozen = Selection::new("freeze", &self.frozen, names)?;
         let unused = Selection::new("allow_unused", &self.unused, names)?;
         let mut buffers = Selection::new("buffers", &self.buffers, names)?;
@@ -82,7 +82,7 @@ impl Choices {
     /// # Errors
     ///
     /// Those of [`roles`](Self::roles) about patterns.
-    pub(super) fn missing(&self, names: &[&str]) -> Result<Vec<Pattern>> {
+    pub(crate) fn missing(&self, names: &[&str]) -> Result<Vec<Pattern>> {
         Ok(Selection::new("allow_missing", &self.missing, names)?.0)
     }
 
@@ -91,7 +91,7 @@ impl Choices {
     /// # Errors
     ///
     /// [`Error::Plan`](crate::Error::Plan) for a pattern that is none.
-    pub(super) fn unexpected(&self) -> Result<Vec<Pattern>> {
+    pub(crate) fn unexpected(&self) -> Result<Vec<Pattern>> {
         parsed(&self.unexpected)
     }
 }
@@ -118,16 +118,16 @@ impl Roles {
     }
 
     /// The positions of the variables that are trained.
-    pub(super) fn trained(&self) -> Vec<usize> {
+    pub(crate) fn trained(&self) -> Vec<usize> {
         self.positions(|role| matches!(role, Role::Trained(_)))
     }
 
     /// The positions of the variables of a group.
-    pub(super) fn of_group(&self, group: usize) -> Vec<usize> {
+    pub(crate) fn of_group(&self, group: usize) -> Vec<usize> {
         self.positions(|role| role == Role::Trained(group))
     }
 
-    pub(super) fn buffers(&self) -> Vec<usize> {
+    pub(crate) fn buffers(&self) -> Vec<usize> {
         self.positions(|role| role == Role::Buffer)
     }
 

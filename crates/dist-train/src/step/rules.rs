@@ -3,9 +3,10 @@
 use std::sync::Arc;
 
 use crate::{
-    data_parallel::vars::Inventory,
     error::training::{Refusal, TrainingError},
     loss::BatchLoss,
+    progress::Progress,
+    step::{inventory::Inventory, options::Options},
 };
 
 /// What a step has done: made by [`DataParallel::step`](crate::DataParallel::step).
@@ -41,7 +42,7 @@ pub struct Evaluation<A = ()> {
 
 /// What becomes of a batch's gradients.
 #[derive(Clone, Copy, Debug)]
-pub(super) enum Then {
+pub(crate) enum Then {
     /// With those accumulated before, they update the variables.
     Update,
     /// They are kept for the next update.
@@ -50,30 +51,47 @@ pub(super) enum Then {
 
 /// What all replicas of a step go by.
 #[derive(Debug)]
-pub(super) struct Rules {
-    pub(super) inventory: Arc<Inventory>,
+pub(crate) struct Rules {
+    pub(crate) inventory: Arc<Inventory>,
     /// The positions of the buffers among all variables.
-    pub(super) buffers: Vec<usize>,
-    pub(super) then: Then,
+    pub(crate) buffers: Vec<usize>,
+    pub(crate) then: Then,
     /// The largest norm of all gradients taken together.
-    pub(super) max_norm: Option<f64>,
-    pub(super) allow_non_finite: bool,
+    pub(crate) max_norm: Option<f64>,
+    pub(crate) allow_non_finite: bool,
     /// Whether a variable without a gradient is an error: in the first step.
-    pub(super) all_used: bool,
-    pub(super) refusal: Refusal,
+    pub(crate) all_used: bool,
+    pub(crate) refusal: Refusal,
 }
 
 /// What a replica knows of a batch or an update, the same as all others.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Report {
-    pub(super) loss: BatchLoss,
+pub(crate) struct Report {
+    pub(crate) loss: BatchLoss,
     /// 0 if nothing was updated.
-    pub(super) grad_norm: f64,
+    pub(crate) grad_norm: f64,
 }
 
 impl Rules {
+    pub(crate) fn new(
+        inventory: &Arc<Inventory>,
+        options: &Options,
+        progress: &Progress,
+        then: Then,
+    ) -> Self {
+        Self {
+            inventory: Arc::clone(inventory),
+            buffers: inventory.roles.buffers(),
+            then,
+            max_norm: options.max_norm,
+            allow_non_finite: options.allow_non_finite,
+            all_used: progress.steps == 0,
+            refusal: Refusal::default(),
+        }
+    }
+
     /// Checks, in the first step, that each trained variable has a gradient somewhere.
-    pub(super) fn check_used(&self, has_gradient: &[bool]) -> candle_core::Result<()> {
+    pub(crate) fn check_used(&self, has_gradient: &[bool]) -> candle_core::Result<()> {
         if !self.all_used {
             return Ok(());
         }
@@ -92,7 +110,7 @@ impl Rules {
 
     /// The error of a norm that is not finite, given the position among the trained variables of
     /// the first whose gradient is the cause.
-    pub(super) fn non_finite_norm(&self, value: f64, cause: Option<usize>) -> candle_core::Error {
+    pub(crate) fn non_finite_norm(&self, value: f64, cause: Option<usize>) -> candle_core::Error {
         let trained = self.inventory.roles.trained();
         let variable = cause.map(|cause| self.inventory.name(trained[cause]).to_owned());
         self.refusal.agreed(TrainingError::NonFiniteNorm { value, variable })
