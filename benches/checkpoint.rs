@@ -4,8 +4,8 @@
 //! cargo bench -p benches --bench checkpoint -- [folder] [rounds]
 //! ```
 //!
-//! Both are written in turn, and brought to disk. Prints a line per round, and the medians. A folder
-//! in memory (`/dev/shm`) shows the cost beside nothing but copies.
+//! Both are written in turn, and brought to disk. Prints a line per round, and the medians. A
+//! folder in memory (`/dev/shm`) shows the cost beside nothing but copies.
 
 #![allow(clippy::print_stdout, reason = "the lines are the result")]
 
@@ -68,7 +68,7 @@ fn measure(folder: &Path, rows: usize, rounds: usize) -> Result<()> {
     let state = ShardedVars::shard(&mesh, &plan, named())?.state_dict()?;
     let mut all = Vec::new();
     for _ in 0..rounds {
-        let plain = write_plain(&folder.join("plain"), &tensors)?;
+        let written = write_plain(&folder.join("plain"), &tensors)?;
         let checkpoints = Checkpoints::new(folder.join("checkpoints"));
         let start = Instant::now();
         checkpoints.save(&mesh, 1, &state, &())?;
@@ -79,8 +79,8 @@ fn measure(folder: &Path, rows: usize, rounds: usize) -> Result<()> {
         let loaded = start.elapsed().as_secs_f64();
         assert_eq!(vars.bytes(0)?, (N_TENSORS * rows * 4000) as u64);
         fs::remove_dir_all(folder.join("checkpoints"))?;
-        all.push([plain, saved, loaded]);
-        print("round", [plain, saved, loaded]);
+        all.push([written, saved, loaded]);
+        print("round", [written, saved, loaded]);
     }
     print("medians", [0, 1, 2].map(|column| median(&all, column)));
     Ok(())

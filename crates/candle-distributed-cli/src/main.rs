@@ -11,6 +11,7 @@ mod error;
 mod help;
 mod hint;
 mod input;
+mod log;
 mod numbers;
 mod output;
 mod picture;
@@ -23,6 +24,7 @@ use clap::{Parser, Subcommand};
 use crate::{
     error::{ErrorKind, Result},
     help::examples,
+    log::LogArgs,
 };
 
 #[global_allocator]
@@ -42,6 +44,8 @@ static ALLOCATOR: mimalloc::MiMalloc = mimalloc::MiMalloc;
 struct Cli {
     #[command(subcommand)]
     command: Command,
+    #[command(flatten)]
+    log: LogArgs,
 }
 
 #[derive(Debug, Subcommand)]
@@ -60,7 +64,10 @@ enum Command {
 
 fn main() -> ExitCode {
     let outcome = match Cli::try_parse() {
-        Ok(cli) => run(cli.command),
+        Ok(cli) => {
+            cli.log.start();
+            run(cli.command)
+        }
         Err(fault) if fault.use_stderr() => {
             output::message(|_| fault.print());
             return ExitCode::from(error::BAD_INPUT);
@@ -71,7 +78,7 @@ fn main() -> ExitCode {
     match outcome {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {
-            if !matches!(*error.kind, ErrorKind::StoppedToo) {
+            if !matches!(*error.kind, ErrorKind::SaidByFirst { .. }) {
                 output::error(&error);
             }
             ExitCode::from(error.exit_code())

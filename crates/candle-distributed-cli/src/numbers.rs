@@ -1,20 +1,32 @@
 //! Lists of numbers, one per sample: read word by word, and kept in no more bytes than they need.
 
 use std::{
-    fs::File,
+    fmt,
     io::{self, BufRead, BufReader, ErrorKind, Read},
     path::Path,
 };
 
-use candle_distributed::{batch::SequenceLengths, types::human::Printable};
+use candle_distributed::{
+    batch::SequenceLengths,
+    types::human::{HumanBytes, Printable},
+};
 
 use crate::{
     error::{Error, Result},
     input,
+    train::limits::{self, Limit},
 };
 
 /// The longest word that may be a number. Words that never end are none.
 const MAX_WORD_BYTES: usize = 4096;
+
+// What commands take for each number at their peak, the list included.
+/// Measured with 5 million lengths: 32 bytes for neighbors, 64 for sorted sequences.
+const LENGTH_BYTES: u64 = 64;
+/// A class, and its sample's places in the class and in the order, with the key that sorts it.
+const CLASS_BYTES: u64 = 28;
+/// A weight and its slot in the table of draws.
+const WEIGHT_BYTES: u64 = 16;
 
 /// The lengths of sequences.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -28,7 +40,8 @@ impl Lengths {
     /// Reads lengths, at least one; errors name `source` by `path`.
     pub(crate) fn read(source: impl Read, path: &Path) -> Result<Self> {
         let mut lengths = Self::Short(Vec::new());
-        for_each(source, "length", path, |length| lengths.push(length))?;
+        let list = List { what: "length", path, room: Room::for_numbers_of(LENGTH_BYTES) };
+        list.for_each(source, |length| lengths.push(length))?;
         Ok(lengths)
     }
 
@@ -76,17 +89,17 @@ impl SequenceLengths for Lengths {
 
 /// The class of each sample, from the file at `path`.
 pub(crate) fn classes(path: &Path) -> Result<Vec<u32>> {
-    list(input::open(path)?, "class", path)
+    read(List { what: "class", path, room: Room::for_numbers_of(CLASS_BYTES) })
 }
 
 /// The weight of each sample, from the file at `path`.
 pub(crate) fn weights(path: &Path) -> Result<Vec<f64>> {
-    list(input::open(path)?, "weight", path)
+    read(List { what: "weight", path, room: Room::for_numbers_of(WEIGHT_BYTES) })
 }
 
-fn list<T: Number>(source: File, what: &str, path: &Path) -> Result<Vec<T>> {
+fn read<T: Number>(list: List<'_>) -> Result<Vec<T>> {
     let mut numbers = Vec::new();
-    for_each(source, what, path, |number| push(&mut numbers, number))?;
+    list.for_each(input::open(list.path)?, |number| push(&mut numbers, number))?;
     Ok(numbers)
 }
 
@@ -130,35 +143,85 @@ impl Number for f64 {
     }
 }
 
-/// Calls `add` for each number that `source` holds, separated by white space: at least one. Errors
-/// call them `what` in `path`. If `add` finds no memory for a number, that is an error.
-fn for_each<T: Number>(
-    source: impl Read,
-    what: &str,
-    path: &Path,
-    mut add: impl FnMut(T) -> Option<()>,
-) -> Result<()> {
-    let name = Printable(path.display());
-    let mut words = Words { source: BufReader::with_capacity(1 << 16, source), word: Vec::new() };
-    let mut n_read: u64 = 0;
-    while let Some(word) = words.next().map_err(|source| Error::read(path, source))? {
-        let text = String::from_utf8_lossy(word);
-        // Beside the white space of ASCII there is that of Unicode.
-        for word in text.split_whitespace() {
-            n_read += 1;
-            let number = T::read(word).map_err(|fault| {
-                Error::usage(format!("{what} {n_read} in {name} is {fault}: {word:.40?}"))
-            })?;
-            add(number).ok_or_else(|| {
-                let before = n_read - 1;
-                Error::usage(format!("there is no memory for more than {before} of {name}"))
-            })?;
+/// A list of numbers, as errors speak of it.
+#[derive(Clone, Copy)]
+struct List<'a> {
+    /// What one of its numbers is.
+    what: &'static str,
+    path: &'a Path,
+    room: Room,
+}
+
+/// How many numbers there is memory for.
+///
+/// Where the system takes memory away that it has promised, the limit must be known before.
+#[derive(Clone, Copy)]
+struct Room {
+    n_numbers: u64,
+    bytes: u64,
+}
+
+impl Room {
+    /// As much as the system grants this process, for numbers that take `n_bytes` each.
+    fn for_numbers_of(n_bytes: u64) -> Self {
+        let limits = limits::of_system(1);
+        let granted = limits.iter().map(Limit::share).chain(limits::of_machine()).min();
+        // Where nothing is known of the system, what it refuses is an error all the same.
+        let bytes = granted.unwrap_or(u64::MAX);
+        Self { n_numbers: bytes / n_bytes, bytes }
+    }
+}
+
+impl List<'_> {
+    /// Calls `add` for each number that `source` holds, separated by white space: at least one. It
+    /// is an error if `add` finds no memory for a number.
+    fn for_each<T: Number>(
+        &self,
+        source: impl Read,
+        mut add: impl FnMut(T) -> Option<()>,
+    ) -> Result<()> {
+        let mut words =
+            Words { source: BufReader::with_capacity(1 << 16, source), word: Vec::new() };
+        let mut n_read: u64 = 0;
+        while let Some(word) = words.next().map_err(|source| Error::read(self.path, source))? {
+            let text = String::from_utf8_lossy(word);
+            // Beside the white space of ASCII there is that of Unicode.
+            for word in text.split_whitespace() {
+                let number =
+                    T::read(word).map_err(|fault| self.not_read(n_read + 1, word, &fault))?;
+                let is_room = n_read < self.room.n_numbers && add(number).is_some();
+                if !is_room {
+                    return Err(self.too_long(n_read));
+                }
+                n_read += 1;
+            }
         }
+        if n_read == 0 {
+            return Err(Error::usage(format!("there is no {} in {}", self.what, self.name())));
+        }
+        Ok(())
     }
-    if n_read == 0 {
-        return Err(Error::usage(format!("there is no {what} in {name}")));
+
+    fn name(&self) -> Printable<impl fmt::Display> {
+        Printable(self.path.display())
     }
-    Ok(())
+
+    fn not_read(&self, n: u64, word: &str, fault: &str) -> Error {
+        /// As much of a word as a line has room for.
+        const SHOWN_CHARS: usize = 40;
+        let name = self.name();
+        let shown: String = word.chars().take(SHOWN_CHARS).collect();
+        let more = if shown.len() < word.len() { "…" } else { "" };
+        Error::usage(format!("{} {n} in {name} is {fault}: {shown:?}{more}", self.what))
+    }
+
+    fn too_long(&self, n_read: u64) -> Error {
+        let name = self.name();
+        let memory = HumanBytes(self.room.bytes.into());
+        Error::usage(format!(
+            "{name} has more than {n_read} numbers, and this process may take {memory}"
+        ))
+    }
 }
 
 /// The words of a source, of which no more than one is held.
@@ -259,13 +322,21 @@ mod tests {
     #[test]
     fn a_word_that_never_ends_is_refused() {
         let error = Lengths::read(io::repeat(0), Path::new("zeros")).unwrap_err();
-        assert!(error.to_string().starts_with("length 1 in zeros is not a number"), "{error}");
+        let expected = format!("length 1 in zeros is not a number: \"{}\"…", "\\0".repeat(40));
+        assert_eq!(error.to_string(), expected);
     }
 
     #[test]
     fn numbers_for_which_there_is_no_memory_are_an_error() {
-        let add = |number: u64| (number != 3).then_some(());
-        let error = for_each(&b"1 2 3"[..], "length", Path::new("l.txt"), add).unwrap_err();
-        assert_eq!(error.to_string(), "there is no memory for more than 2 of l.txt");
+        let read = |n_numbers, most| {
+            let room = Room { n_numbers, bytes: 1 << 30 };
+            let list = List { what: "length", path: Path::new("l.txt"), room };
+            let add = |number: u64| (number <= most).then_some(());
+            list.for_each(&b"1 2 3"[..], add).map_err(|error| error.to_string())
+        };
+        assert_eq!(read(3, 3), Ok(()));
+        let expected = "l.txt has more than 2 numbers, and this process may take 1.00 GiB";
+        assert_eq!(read(2, 3), Err(expected.to_owned()));
+        assert_eq!(read(3, 2), Err(expected.to_owned()));
     }
 }

@@ -8,7 +8,7 @@ use std::{
     fs,
     io::{Read, Write},
     path::Path,
-    process::Stdio,
+    process::{Command, Output, Stdio},
 };
 
 use serde_json::{Value, json};
@@ -1052,24 +1052,59 @@ fn train_checks_gradients_first_and_trains_as_if_it_had_not() {
     assert!(trained("plain") == plain);
 }
 
+/// How a run ends that gets a signal after its first step.
+#[cfg(unix)]
+fn interrupted(mut train: Command, signals: &[&str], out: &Path) -> Output {
+    let steps = || {
+        fs::read_to_string(out.join("metrics.jsonl")).map_or(0, |metrics| metrics.lines().count())
+    };
+    let child = train.stdout(Stdio::null()).stderr(Stdio::piped()).spawn().unwrap();
+    for signal in signals {
+        // After a step its handler is surely there, and one more is made of a signal ignored.
+        let before = steps();
+        while steps() <= before {
+            std::thread::yield_now();
+        }
+        let kill = Command::new("kill").args([*signal, &child.id().to_string()]).status();
+        assert!(kill.unwrap().success());
+    }
+    child.wait_with_output().unwrap()
+}
+
 #[test]
 #[cfg(unix)]
 fn train_that_is_interrupted_saves_itself_and_says_how_to_resume() {
+    for signal in ["-INT", "-TERM", "-HUP"] {
+        let dir = tempfile::tempdir().unwrap();
+        let out = dir.path().join("run");
+        let train = command(&["train", "--steps", "100000", "--out", out.to_str().unwrap()]);
+        let ended = interrupted(train, &[signal], &out);
+        assert_eq!(ended.status.code(), Some(130), "{signal}");
+        let said = String::from_utf8(ended.stderr).unwrap();
+        assert!(said.contains("--resume"), "{said}");
+        assert_eq!(folders(&out.join("checkpoints")), 1);
+        assert!(fs::read_to_string(out.join("loss.svg")).unwrap().contains("<circle "));
+    }
+}
+
+#[test]
+#[cfg(target_os = "linux")]
+fn train_that_was_told_to_survive_its_terminal_does() {
     let dir = tempfile::tempdir().unwrap();
     let out = dir.path().join("run");
-    let mut child = command(&["train", "--steps", "100000", "--out", out.to_str().unwrap()]);
-    let child = child.stdout(Stdio::null()).stderr(Stdio::piped()).spawn().unwrap();
-    // After the first step its handler is surely there.
-    while fs::metadata(out.join("metrics.jsonl")).map_or(0, |file| file.len()) == 0 {
-        std::thread::yield_now();
-    }
-    std::process::Command::new("kill").args(["-INT", &child.id().to_string()]).status().unwrap();
-    let ended = child.wait_with_output().unwrap();
+    let mut train = Command::new("sh");
+    // As `nohup` does.
+    let program = env!("CARGO_BIN_EXE_candle-distributed");
+    train.args(["-c", "trap '' HUP; exec \"$0\" train --steps 100000 --out \"$1\"", program]);
+    train.arg(&out);
+    let ended = interrupted(train, &["-HUP", "-INT"], &out);
     assert_eq!(ended.status.code(), Some(130));
-    let said = String::from_utf8(ended.stderr).unwrap();
-    assert!(said.contains("--resume"), "{said}");
-    assert_eq!(folders(&out.join("checkpoints")), 1);
-    assert!(fs::read_to_string(out.join("loss.svg")).unwrap().contains("<circle "));
+    assert!(n_steps(&out) >= 2);
+}
+
+#[cfg(target_os = "linux")]
+fn n_steps(out: &Path) -> usize {
+    fs::read_to_string(out.join("metrics.jsonl")).unwrap().lines().count()
 }
 
 #[test]
@@ -1104,7 +1139,7 @@ fn train_refuses_bad_input_and_never_overwrites_a_run() {
     let (_dir, lines) = file("texts.jsonl", "\"right\"\n\n{\"text\": 3}\n");
     refuses(&["train", "--data", &lines], &["line 3 of ", "texts.jsonl", "hint: "]);
     let dir = tempfile::tempdir().unwrap();
-    for kept in ["metrics.jsonl", "model.safetensors"] {
+    for kept in ["metrics.jsonl", "model.safetensors", "run.json", "checkpoints"] {
         let path = dir.path().join(kept);
         fs::write(&path, "kept").unwrap();
         refuses(

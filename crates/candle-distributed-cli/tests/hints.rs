@@ -152,6 +152,11 @@ fn hostile_patterns_are_refused_wherever_they_come_from() {
     let many = vec![r#"{"pattern": "a.*", "choice": "replicate"}"#; 4097].join(",");
     let (_dir, rules) = file("rules.json", format!(r#"{{"rules": [{many}]}}"#));
     refuses(&["plan", &model, "--world-size", "2", "--rules", &rules], &["more than 4096 rules"]);
+    let long = format!(r#"{{"pattern": "{}", "choice": "replicate"}}"#, "a".repeat(4096));
+    let (_dir, rules) =
+        file("rules.json", format!(r#"{{"rules": [{}]}}"#, vec![&*long; 257].join(",")));
+    let words = ["patterns of the rules", "more than 1048576 bytes"];
+    refuses(&["plan", &model, "--world-size", "2", "--rules", &rules], &words);
 }
 
 #[cfg(unix)]

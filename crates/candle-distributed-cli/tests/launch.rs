@@ -197,6 +197,26 @@ fn what_a_process_leaves_behind_ends_with_it() {
     assert_eq!(lines(&stdout), ["[0] started", "[1] started"]);
 }
 
+#[cfg(target_os = "linux")]
+#[test]
+fn output_that_a_stray_process_keeps_open_is_waited_for_until_a_signal() {
+    let (_dir, pipe) = pipe();
+    // A process in a session of its own, which ends when the pipe is opened for the second time.
+    let script = format!(
+        "setsid sh -c 'echo ready > {0}; read line < {0}' & read line < {0}; echo done",
+        pipe.display()
+    );
+    let mut running = Running::start(launch(1, &["--grace", "0"], &script));
+    assert_eq!(running.next_lines(1), ["[0] done"]);
+    let mut message = String::new();
+    let mut stderr = BufReader::new(running.launcher.stderr.take().unwrap());
+    stderr.read_line(&mut message).unwrap();
+    assert!(message.contains("their output is still open"), "{message}");
+    running.signal("-INT");
+    assert_eq!(running.launcher.wait().unwrap().code(), Some(0));
+    fs::write(&pipe, "end").unwrap();
+}
+
 #[test]
 fn signals_are_passed_on_to_all() {
     for (signal, name) in [("-TERM", "TERM"), ("-INT", "INT"), ("-HUP", "HUP")] {
@@ -214,6 +234,28 @@ fn signals_are_passed_on_to_all() {
         assert_eq!(code, Some(9), "{message}");
         assert!(!message.contains("SIGKILL after"), "they end by themselves: {message}");
     }
+}
+
+#[cfg(target_os = "linux")]
+#[test]
+fn a_signal_that_was_to_be_ignored_stays_ignored() {
+    let (_dir, pipe) = pipe();
+    // As `nohup` does, whose programs inherit it.
+    let script = format!(
+        "trap 'exit 9' TERM; echo ready; while :; do read line < {}; done 2> /dev/null",
+        pipe.display()
+    );
+    let launcher = launch(1, &[], &script);
+    let mut shell = Command::new("sh");
+    shell.args(["-c", r#"trap '' HUP; exec "$0" "$@""#]).arg(launcher.get_program());
+    let mut running = Running::start({
+        shell.args(launcher.get_args());
+        shell
+    });
+    running.next_lines(1);
+    running.signal("-HUP");
+    running.signal("-TERM");
+    assert_eq!(running.end().0, Some(9));
 }
 
 #[test]

@@ -479,8 +479,9 @@ fn two_worlds_leave_what_neither_has_read() {
                 let after_first = left(&(0..29).collect::<Vec<_>>(), &first, consumed);
                 let state = first[0].state(consumed);
                 let second = any_world(second_rule, second_size, Some(&state));
-                let after_second = left(&after_first, &second, 2);
-                let state = second[0].state(2);
+                let more = 2.min(after_first.len() as u64);
+                let after_second = left(&after_first, &second, more);
+                let state = second[0].state(more);
                 let mut single =
                     sampler(29, 0, 1, SamplerConfig::default().with_order(Order::Sequential), 1);
                 single.resume(&state).unwrap();
@@ -631,12 +632,53 @@ fn a_state_without_a_world_is_not_read() {
     assert!(message.starts_with("a sampler state names at least one world"), "{message}");
 }
 
+/// A stage by the rule of this number, of a world of `n_ranks` or of nearly the largest.
+fn hostile_stage((rule, n_ranks, consumed, is_large): (usize, u64, u64, bool)) -> Value {
+    let tail = ["drop", "last_rank", "spread", "pad"][rule % TAILS.len()];
+    let n_ranks =
+        if is_large && rule < EVERY_RULE { WorldSize::MAX.as_u64() - n_ranks } else { n_ranks };
+    let rule = match rule / TAILS.len() {
+        0 => json!({ "contiguous": tail }),
+        1 => json!({ "strided": tail }),
+        _ => json!({ "proportional": (0..n_ranks).map(|rank| rank * 5 % 7).collect::<Vec<_>>() }),
+    };
+    json!({ "world_size": n_ranks, "rule": rule, "consumed": consumed })
+}
+
 proptest! {
     #[test]
     fn any_data_set_is_covered_as_the_tail_says(
         len in 1_u64..2_000, world in 1_u64..70, epoch in any::<u64>(), n in 0..EVERY_CONFIG,
     ) {
         check(len, world, config(n), epoch);
+    }
+
+    #[test]
+    fn any_state_is_refused_or_reads_nothing_twice(
+        len in prop_oneof![1_u64..120, Just(DistributedSampler::MAX_LEN)],
+        stages in prop::collection::vec((0..=EVERY_RULE, 1_u64..9, 0_u64..9, any::<bool>()), 1..6),
+    ) {
+        let stages: Vec<Value> = stages.into_iter().map(hostile_stage).collect();
+        let state: SamplerState = serde_json::from_value(json!({
+            "format_version": 1, "order": "sequential", "len": len, "fingerprint": 0, "seed": 0,
+            "epoch": 0, "stages": stages,
+        })).unwrap();
+        let config = SamplerConfig::default().with_order(Order::Sequential).with_tail(Tail::Spread);
+        let mut ranks = world(len, 3, config, 0);
+        if ranks.iter_mut().all(|rank| rank.resume(&state).is_ok()) {
+            let mut indices: Vec<u64> = Vec::new();
+            for rank in &ranks {
+                indices.extend(rank.iter().take(120));
+                for index in rank.iter().take(120).chain(rank.iter().next_back()) {
+                    prop_assert_eq!(rank.rank_of(index), Some(rank.placement().rank()));
+                }
+            }
+            let n_read = indices.len();
+            indices.sort_unstable();
+            indices.dedup();
+            prop_assert_eq!(indices.len(), n_read);
+            prop_assert!(indices.last().is_none_or(|&last| last < len));
+        }
     }
 
     #[test]

@@ -39,7 +39,8 @@ type BoxedLoss<I> = Box<dyn Fn(&Replica, I) -> candle_core::Result<Loss> + Send 
 /// and its gradient, even if shards are uneven ([`ValueAndGrad::uneven`]).
 ///
 /// The replicas share the variables that `loss` captured. A variable on another device than the
-/// replica's must be moved with `to_device(ctx.device())`, through which gradients flow. For
+/// replica's must be moved there, with `to_device(&Device::Cpu)?.to_device(ctx.device())`, through
+/// which gradients flow; copies straight from one GPU to another are not reliable in candle. For
 /// several devices, with a copy of the model on each and an optimizer, see
 /// [`DataParallel`](crate::DataParallel).
 ///

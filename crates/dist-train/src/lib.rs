@@ -13,6 +13,7 @@ mod fsdp;
 mod grad;
 mod gradient_report;
 mod loss;
+mod moving;
 mod optim;
 mod ownership;
 mod parameters;
@@ -24,6 +25,8 @@ mod stored;
 mod tree;
 mod units;
 
+#[cfg(any(test, fuzzing))]
+pub use crate::checkpoint::fuzzing;
 pub use crate::{
     checkpoint::{Checkpoints, read::Checkpoint, state_dict::StateDict},
     data_parallel::{

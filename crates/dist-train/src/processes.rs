@@ -9,8 +9,8 @@ use crate::error::{Doing, Error, Result};
 
 /// What this process has made, if every process of the mesh has made its own.
 ///
-/// If one fails, all of them return at once: it with its error, the others with its message. Without
-/// this they would wait for it until the deadline of the mesh.
+/// If one fails, all of them return at once: it with its error, the others with its message.
+/// Without this they would wait for it until the deadline of the mesh.
 ///
 /// # Errors
 ///
@@ -47,6 +47,17 @@ fn to_bytes(text: &str) -> candle_core::Result<Tensor> {
 
 fn to_text(bytes: &Tensor) -> candle_core::Result<String> {
     Ok(String::from_utf8_lossy(&bytes.to_vec1()?).into_owned())
+}
+
+/// The first slot whose process has another number than this one, and that number.
+///
+/// # Errors
+///
+/// Those of [`gather_numbers`].
+pub(crate) fn find_other(mesh: &DeviceMesh, number: u64) -> Result<Option<(usize, u64)>> {
+    let numbers = gather_numbers(mesh, &vec![[number]; mesh.local_slots().len()])?;
+    let other = numbers.iter().position(|&[other]| other != number);
+    Ok(other.map(|slot| (slot, numbers[slot][0])))
 }
 
 /// The numbers of all slots, given those of this process's slots.

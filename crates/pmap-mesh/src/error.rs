@@ -319,7 +319,8 @@ pub enum ReplicaError {
     )]
     Nested,
     /// A replica of an earlier call, which has returned without it at the mesh's deadline, still
-    /// runs; the mesh can be used again when it returns.
+    /// runs; the mesh can be used again when it returns. The refused call has not begun in that slot;
+    /// in others it has only if it was made before the deadline.
     #[error(
         "slot {slot} is busy: its replica of the call at {call} has not returned since that call missed the mesh's \
          deadline"

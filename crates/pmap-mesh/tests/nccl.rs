@@ -9,7 +9,11 @@
 
 mod conformance;
 
-use std::{cell::Cell, process::ExitCode};
+use std::{
+    cell::Cell,
+    process::{self, ExitCode},
+    time::Duration,
+};
 
 use candle_core::{DType, Device, Tensor, cuda_backend::cudarc::driver::CudaContext};
 use core_types::Launched;
@@ -39,6 +43,7 @@ const CASES: [Case; 18] = [
     Case::fails("mismatch", 2, "replica 1 calls pmax of f32 [70000]"),
     Case::fails("deserted", 2, "replica 1 calls the end of the function"),
     Case::fails("killed", 2, ""),
+    Case::fails("gone", 2, "has not ended 500ms after its start"),
 ];
 
 /// One of the processes of a case.
@@ -73,6 +78,7 @@ fn main() -> ExitCode {
         match case {
             "host tensor" => host_tensor(&engine),
             "one gpu" => one_gpu(&engine),
+            "gone" => gone(&engine),
             "integers of 32 bits" => integers_of_32_bits(&engine),
             _ => conformance::run(&engine, case, ranks),
         }
@@ -103,6 +109,27 @@ fn integers_of_32_bits(engine: &Nccl) {
         let x = Tensor::zeros(3, DType::I32, ctx.device())?;
         ctx.start_psum(&x, ALL)?.wait()?;
         ctx.psum(&x, ALL)
+    });
+    drop(run.in_axes(None).call(process_tests::nothing()));
+}
+
+/// A process that ends when all have come to a collective, and before its device has sent anything:
+/// the devices of the others would wait for ever.
+fn gone(engine: &Nccl) {
+    let mesh = engine.open(DeviceMesh::builder().deadline(Duration::from_millis(500)));
+    let run = mesh.pmap(|ctx, x: Tensor| {
+        let mut large = Tensor::ones(1 << 22, DType::F32, ctx.device())?;
+        if ctx.slot() == 1 {
+            for _ in 0..60 {
+                large = large.affine(1.0, 1.0)?;
+            }
+        }
+        let sum = ctx.psum(&large, ALL)?;
+        if ctx.slot() == 1 {
+            // As if all were well, or it would be this that ends the others.
+            process::exit(0);
+        }
+        sum.to_vec1::<f32>().map(|_| x)
     });
     drop(run.in_axes(None).call(process_tests::nothing()));
 }

@@ -2,6 +2,8 @@
 
 #![allow(dead_code, unreachable_pub, reason = "no test file uses all of it")]
 
+pub mod run;
+
 use std::{
     fs,
     process::{Command, Output, Stdio},

@@ -2,8 +2,8 @@
 //!
 //! The first process of the mesh locks a file in the folder for as long as it lives; the system
 //! releases the lock however it ends. A second file says which process that is. Other processes of
-//! the mesh may outlive it, so all of them write under a name that no later group has: that of their
-//! *incarnation*. Readers claim nothing.
+//! the mesh may outlive it, so all of them write under a name that no later group has: that of
+//! their *incarnation*. Readers claim nothing.
 
 use std::{
     fmt,
@@ -81,8 +81,8 @@ impl Claim {
         }
     }
 
-    /// Whether nobody can be writing what an incarnation left: it is this one, or the lock says that
-    /// there is no other.
+    /// Whether nobody can be writing what an incarnation left: it is this one, or the lock says
+    /// that there is no other.
     pub(super) fn is_over(&self, incarnation: Option<u64>) -> bool {
         let is_locked = self.held.as_ref().is_some_and(|held| held.lock.is_some());
         is_locked || incarnation == Some(self.incarnation)
@@ -118,8 +118,8 @@ impl Held {
 }
 
 impl Drop for Held {
-    /// Before the lock is released. A file that stays, since it cannot be removed or the process was
-    /// killed, does no harm: the next process that gets the lock replaces it.
+    /// Before the lock is released. A file that stays, since it cannot be removed or the process
+    /// was killed, does no harm: the next process that gets the lock replaces it.
     fn drop(&mut self) {
         if self.is_named() {
             drop(fs::remove_file(self.folder.join(HOLDER)));

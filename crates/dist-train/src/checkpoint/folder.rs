@@ -24,6 +24,11 @@ pub(super) fn partial_name(step: u64, incarnation: u64) -> String {
     format!("{}.{incarnation:016x}{PARTIAL}", name(step))
 }
 
+/// The name to which a checkpoint is moved that lies in the place of another: it is nobody's.
+pub(super) fn moved_name(step: u64, incarnation: u64) -> String {
+    format!("{}.{incarnation:016x}.moved", name(step))
+}
+
 /// Checks that a folder, if it is called after a step, is called after this one.
 ///
 /// # Errors
@@ -118,6 +123,8 @@ mod tests {
                 let partial = partial_name(step, incarnation);
                 assert_eq!(of_partial_name(&partial), Some((step, Some(incarnation))));
                 assert_eq!(step_of(&partial), None);
+                let moved = moved_name(step, incarnation);
+                assert_eq!((step_of(&moved), of_partial_name(&moved)), (None, None));
             }
         }
         assert_eq!(of_partial_name("step-0000000003.partial"), Some((3, None)));

@@ -6,6 +6,8 @@ mod claim;
 pub(crate) mod disk;
 mod finite;
 mod folder;
+#[cfg(any(test, fuzzing))]
+pub mod fuzzing;
 mod index;
 pub(crate) mod key;
 pub(crate) mod read;
@@ -35,8 +37,8 @@ use crate::{
 /// `step-0000000120/` holds `shard-00001-of-00004.safetensors` and so on, one for each slot that
 /// keeps something, and `index.json`. A tensor's name is `{kind}/{parameter}@{first item}`; the
 /// kinds are `model` and those of the optimizer, as in
-/// [`StatefulOptimizer::state`](crate::StatefulOptimizer::state). Beside these folders lie `lock` and,
-/// while a run is under way, `holder.json`.
+/// [`StatefulOptimizer::state`](crate::StatefulOptimizer::state). Beside these folders lie `lock`
+/// and, while a run is under way, `holder.json`.
 ///
 /// A checkpoint is written into a folder of another name, brought to disk, and renamed when all
 /// slots are done: what has the final name is whole, wherever the writing was stopped.
@@ -248,8 +250,8 @@ impl Checkpoints {
         Ok((is_there == 1).then_some(step))
     }
 
-    /// The steps after which checkpoints were written, oldest first. Those that lack a file, or whose
-    /// index or headers are damaged, do not count; tensors are not read.
+    /// The steps after which checkpoints were written, oldest first. Those that lack a file, or
+    /// whose index or headers are damaged, do not count; tensors are not read.
     ///
     /// # Errors
     ///

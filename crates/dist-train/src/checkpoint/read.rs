@@ -26,7 +26,7 @@ use crate::{
         parameter::ParameterError,
     },
     optim::StatefulOptimizer,
-    processes::{agreed, gather_numbers},
+    processes::{agreed, find_other},
     progress::TrainerState,
 };
 
@@ -44,8 +44,8 @@ pub struct Checkpoint {
 }
 
 impl Checkpoint {
-    /// Opens the checkpoint in the folder `path`, and checks its index and the headers of its files.
-    /// Tensors are checked when they are read, or by [`verify`](Self::verify).
+    /// Opens the checkpoint in the folder `path`, and checks its index and the headers of its
+    /// files. Tensors are checked when they are read, or by [`verify`](Self::verify).
     ///
     /// # Errors
     ///
@@ -69,8 +69,8 @@ impl Checkpoint {
         Ok(Self { path, index, checksum, pieces, values, passed_over: Vec::new() })
     }
 
-    /// Takes values that are infinite or not a number for what they are; else tensors that have some
-    /// are refused when they are read.
+    /// Takes values that are infinite or not a number for what they are; else tensors that have
+    /// some are refused when they are read.
     #[must_use]
     pub fn allow_non_finite(self) -> Self {
         self.with_values(Values::Any)
@@ -156,15 +156,12 @@ impl Checkpoint {
         model: &BTreeMap<String, Vec<usize>>,
     ) -> Result<()> {
         agreed(mesh, self.check_parameters(model).map_err(Error::from))?;
-        let checksum = u64::from(self.checksum.get());
-        let here = vec![[self.step(), checksum]; mesh.local_slots().len()];
-        let others = gather_numbers(mesh, &here)?;
-        if let Some(&[other, _]) = others.iter().find(|[step, _]| *step != self.step()) {
+        if let Some((_, other)) = find_other(mesh, self.step())? {
             return Err(CheckpointError::other_step(&self.path, self.step(), other).into());
         }
-        match others.iter().position(|[_, other]| *other != checksum) {
+        match find_other(mesh, self.checksum.get().into())? {
             None => Ok(()),
-            Some(slot) => {
+            Some((slot, _)) => {
                 Err(CheckpointError::OtherContent { path: self.path.clone(), slot }.into())
             }
         }
@@ -234,8 +231,8 @@ impl Checkpoint {
         first.read(first.items(), self.values)?.reshape(()).doing(LOADING)
     }
 
-    /// Gives an optimizer what there is for its variable number `var`, which is the run `model` of a
-    /// parameter.
+    /// Gives an optimizer what there is for its variable number `var`, which is the run `model` of
+    /// a parameter.
     ///
     /// # Errors
     ///

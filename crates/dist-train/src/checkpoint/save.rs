@@ -25,7 +25,7 @@ use crate::{
         state_dict::StateDict,
     },
     error::{Error, Result, checkpoint::CheckpointError},
-    processes::{agreed, gather_numbers},
+    processes::{agreed, find_other, gather_numbers},
 };
 
 /// A checkpoint that is being written.
@@ -68,14 +68,12 @@ impl<'a> Save<'a> {
     fn check_others(&self) -> Result<()> {
         let run = self.checkpoints.run.as_deref().map(str::as_bytes);
         let run = run.map_or(0, |name| 1 + u64::from(Checksum::of(name).get()));
-        let here = vec![[self.step, run]; self.mesh.local_slots().len()];
-        let others = gather_numbers(self.mesh, &here)?;
-        if let Some(&[other, _]) = others.iter().find(|[step, _]| *step != self.step) {
+        if let Some((_, other)) = find_other(self.mesh, self.step)? {
             return Err(CheckpointError::other_step(&self.whole, self.step, other).into());
         }
-        match others.iter().position(|[_, other]| *other != run) {
+        match find_other(self.mesh, run)? {
             None => Ok(()),
-            Some(slot) => {
+            Some((slot, _)) => {
                 Err(CheckpointError::RunsDiffer { path: self.whole.clone(), slot }.into())
             }
         }
@@ -112,7 +110,8 @@ impl<'a> Save<'a> {
         Ok(())
     }
 
-    /// Removes a damaged checkpoint in the place of the new one.
+    /// Removes a damaged checkpoint in the place of the new one. One that is whole, but of another
+    /// run or step, is moved: somebody has put it there, and may miss it.
     fn make_room(&self) -> Result<()> {
         let path = &self.whole;
         if !path.is_dir() {
@@ -120,10 +119,13 @@ impl<'a> Save<'a> {
         }
         match self.checkpoints.open_whole(path) {
             Ok(_) => Err(CheckpointError::Exists { path: path.clone(), step: self.step }.into()),
-            // It is not damaged, and somebody may miss it.
             Err(Error::Checkpoint(
-                other @ (CheckpointError::OtherRun { .. } | CheckpointError::Renamed { .. }),
-            )) => Err(other.into()),
+                error @ (CheckpointError::OtherRun { .. } | CheckpointError::Renamed { .. }),
+            )) => {
+                let name = folder::moved_name(self.step, self.claim.incarnation);
+                tracing::warn!("{} is renamed to {name}: {error}", path.display());
+                fs::rename(path, path.with_file_name(name)).at(path)
+            }
             Err(error) => {
                 tracing::warn!("{} is written again: {error}", path.display());
                 remove(path)

@@ -17,6 +17,7 @@ use crate::{
     grad::{differentiate, sums},
     gradient_report::GradientReport,
     loss::Loss,
+    moving::moved,
     step::rules::{Rules, Then},
     tree,
 };
@@ -198,7 +199,7 @@ where
     fn set(&mut self, var: usize, value: &Tensor) -> Result<()> {
         for worker in &self.model.workers {
             let var = &lock(&worker.slot).trained[var];
-            let value = value.to_device(var.device());
+            let value = moved(value, var.device());
             value.and_then(|value| var.set(&value)).doing("setting a variable")?;
         }
         Ok(())

@@ -16,13 +16,14 @@ impl<M, O: StatefulOptimizer> DataParallel<M, O> {
     /// [`Checkpoints::save`](crate::Checkpoints::save): each slot of the mesh, in whatever process,
     /// writes its part. Accumulated gradients are not among them.
     ///
-    /// It begins with [`check_in_sync`](Self::check_in_sync), so every process of the mesh calls it.
+    /// It begins with [`check_in_sync`](Self::check_in_sync), so every process of the mesh calls
+    /// it.
     ///
     /// # Errors
     ///
     /// [`Error::Optimizer`](crate::Error::Optimizer) if an optimizer cannot tell its state,
-    /// [`CheckpointError::Kind`](crate::CheckpointError::Kind) if its state has a name that cannot be
-    /// written, and those of [`check_in_sync`](Self::check_in_sync).
+    /// [`CheckpointError::Kind`](crate::CheckpointError::Kind) if its state has a name that cannot
+    /// be written, and those of [`check_in_sync`](Self::check_in_sync).
     pub fn state_dict(&self) -> Result<StateDict> {
         self.check_in_sync()?;
         agreed(&self.mesh, self.state_of_slots())
@@ -49,14 +50,14 @@ impl<M, O: StatefulOptimizer> DataParallel<M, O> {
     /// wrote it, and resumes its count of steps, random numbers and learning rates; accumulated
     /// gradients are dropped. Every process of the mesh calls this, with the same checkpoint.
     ///
-    /// A checkpoint of [`ShardedVars`](crate::ShardedVars) knows of no random numbers: then those of
-    /// its number of steps follow, with this model's seed.
+    /// A checkpoint of [`ShardedVars`](crate::ShardedVars) knows of no random numbers: then those
+    /// of its number of steps follow, with this model's seed.
     ///
     /// # Errors
     ///
-    /// [`Error::Parameter`](crate::Error::Parameter) if the checkpoint has other parameters than the
-    /// model or lacks some of their items, [`Error::Checkpoint`](crate::Error::Checkpoint) if a file
-    /// is damaged or cannot be read, or another process loads another checkpoint,
+    /// [`Error::Parameter`](crate::Error::Parameter) if the checkpoint has other parameters than
+    /// the model or lacks some of their items, [`Error::Checkpoint`](crate::Error::Checkpoint) if a
+    /// file is damaged or cannot be read, or another process loads another checkpoint,
     /// [`Error::Optimizer`](crate::Error::Optimizer) if an optimizer refuses its state,
     /// [`Error::Tensor`](crate::Error::Tensor) if candle fails,
     /// [`Error::OtherProcess`](crate::Error::OtherProcess) if another process fails. Some variables

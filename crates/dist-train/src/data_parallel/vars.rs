@@ -9,6 +9,7 @@ use candle_nn::{Init, VarBuilder, VarMap, var_builder::SimpleBackend};
 use pmap_mesh::DeviceMesh;
 
 use crate::{
+    moving::moved,
     ownership,
     step::{
         inventory::Inventory,
@@ -115,7 +116,7 @@ impl VarSet {
 
 /// The same values in a variable of its own, on another device or this one.
 fn copied(var: &Var, device: &Device) -> Result<Var> {
-    Var::from_tensor(&var.as_detached_tensor().to_device(device)?)
+    Var::from_tensor(&moved(&var.as_detached_tensor(), device)?)
 }
 
 /// Whether what a model computes is differentiated.

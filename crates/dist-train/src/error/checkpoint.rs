@@ -218,7 +218,8 @@ pub enum CheckpointError {
         /// The step of the checkpoint there.
         other: u64,
     },
-    /// Another process saves the checkpoint of another run: [`Checkpoints::run`](crate::Checkpoints::run).
+    /// Another process saves the checkpoint of another run:
+    /// [`Checkpoints::run`](crate::Checkpoints::run).
     #[error("{}: the process of slot {slot} saves the checkpoint of another run", path.display())]
     RunsDiffer {
         /// The checkpoint's folder.

@@ -20,8 +20,8 @@ pub type Result<T, E = Error> = std::result::Result<T, E>;
 
 /// Why a model could not be trained, saved or loaded.
 ///
-/// Large subjects have errors of their own, which this one shows in their words. An error that has a
-/// cause shows it too, in the same line, so [`source`](std::error::Error::source) does not repeat
+/// Large subjects have errors of their own, which this one shows in their words. An error that has
+/// a cause shows it too, in the same line, so [`source`](std::error::Error::source) does not repeat
 /// it.
 ///
 /// In a replica `?` turns it into candle's error.

@@ -20,6 +20,7 @@ use crate::{
     },
     error::{Doing, Error, Result, parameter::ParameterError, sharding::ShardingError},
     grad::{widened, widened_dtype},
+    moving::moved,
     optim::StatefulOptimizer,
     processes::agreed,
 };
@@ -29,8 +30,8 @@ use crate::{
 ///
 /// A part is a variable of one dimension: a run of the parameter's items in row-major order. Parts
 /// are trained in place: [`all_gather`](Self::all_gather) puts a parameter together where it is
-/// used, its backward sums the gradient and hands each slot its part, and an optimizer of the slot's
-/// own [`vars`](Self::vars) updates it.
+/// used, its backward sums the gradient and hands each slot its part, and an optimizer of the
+/// slot's own [`vars`](Self::vars) updates it.
 ///
 /// A plan with replicas (HSDP) needs a mesh whose last axis is one shard group; the other axes are
 /// the replicas.
@@ -113,8 +114,8 @@ impl ShardedVars {
     /// [`ShardingError::World`] if the plan is for another number of ranks than the mesh has slots,
     /// [`ShardingError::Replicas`] if it has replicas and the mesh is not of that shape,
     /// [`ParameterError::Missing`], [`ParameterError::Shape`] or [`ParameterError::Dtype`] if a
-    /// tensor is not as planned, [`ParameterError::UnknownDtype`] if the plan has a type that candle
-    /// lacks, [`Error::Tensor`] if candle fails.
+    /// tensor is not as planned, [`ParameterError::UnknownDtype`] if the plan has a type that
+    /// candle lacks, [`Error::Tensor`] if candle fails.
     pub fn shard<'a>(
         mesh: &DeviceMesh,
         plan: &ShardingPlan,
@@ -154,10 +155,10 @@ impl ShardedVars {
     ///
     /// # Errors
     ///
-    /// [`Error::Parameter`] if the checkpoint has other parameters than the
-    /// plan or lacks some of their items, [`Error::Checkpoint`] if a file is damaged or cannot be
-    /// read, or another process loads another checkpoint, [`Error::OtherProcess`] if another process
-    /// fails, and those of [`shard`](Self::shard).
+    /// [`Error::Parameter`] if the checkpoint has other parameters than the plan or lacks some of
+    /// their items, [`Error::Checkpoint`] if a file is damaged or cannot be read, or another
+    /// process loads another checkpoint, [`Error::OtherProcess`] if another process fails, and
+    /// those of [`shard`](Self::shard).
     pub fn load(mesh: &DeviceMesh, plan: &ShardingPlan, checkpoint: &Checkpoint) -> Result<Self> {
         checkpoint.check_fits(mesh, &runs::shapes(plan))?;
         let loaded =
@@ -255,10 +256,9 @@ impl ShardedVars {
     ///
     /// # Errors
     ///
-    /// [`ShardingError::Slot`] if this process has no such slot,
-    /// [`Error::Optimizer`] if the optimizer cannot tell its state,
-    /// [`CheckpointError::Kind`](crate::CheckpointError::Kind) if its state has a name that cannot be
-    /// written, or was added before.
+    /// [`ShardingError::Slot`] if this process has no such slot, [`Error::Optimizer`] if the
+    /// optimizer cannot tell its state, [`CheckpointError::Kind`](crate::CheckpointError::Kind) if
+    /// its state has a name that cannot be written, or was added before.
     pub fn add_optimizer(
         &self,
         state: &mut StateDict,
@@ -278,8 +278,8 @@ impl ShardedVars {
     /// # Errors
     ///
     /// [`ShardingError::Slot`] if this process has no such slot, [`ParameterError::Incomplete`] if
-    /// something is missing, [`CheckpointError::Io`](crate::CheckpointError::Io) if a file cannot be
-    /// read, [`Error::Optimizer`] if the optimizer refuses its state.
+    /// something is missing, [`CheckpointError::Io`](crate::CheckpointError::Io) if a file cannot
+    /// be read, [`Error::Optimizer`] if the optimizer refuses its state.
     pub fn load_optimizer(
         &self,
         checkpoint: &Checkpoint,
@@ -382,7 +382,7 @@ impl ShardedVars {
         }
         let device = &self.0.mesh.devices()[0];
         let here: candle_core::Result<Vec<_>> =
-            by_start.values().map(|run| run.to_device(device)).collect();
+            by_start.values().map(|run| moved(run, device)).collect();
         let here = here.doing("moving the parts of a parameter")?;
         self.joined(param_idx, &here, device)
     }
@@ -556,7 +556,7 @@ fn variable(parameter: &ParameterInfo, items: &Tensor, device: &Device) -> Resul
     }
     items
         .force_contiguous()
-        .and_then(|items| Var::from_tensor(&items.to_device(device)?))
+        .and_then(|items| Var::from_tensor(&moved(&items, device)?))
         .doing("moving a part of a parameter")
 }
 

@@ -269,9 +269,34 @@ fn what_is_wrong_is_said_with_file_and_tensor() {
     let text = other.latest().unwrap_err().to_string();
     assert!(text.contains("this is a checkpoint of run this, not of a third one"), "{text}");
     assert!(Checkpoints::new(whole.parent().unwrap()).latest().unwrap().is_some());
-    // Not damaged: it is not written over.
-    let error = other.save(&runs.run.mesh, NEWER, &runs.run.model.state_dict().unwrap(), &());
-    assert!(matches!(error, Err(Error::Checkpoint(CheckpointError::OtherRun { .. }))));
+}
+
+#[test]
+fn a_whole_checkpoint_in_the_place_of_another_is_kept_under_another_name() {
+    let mut runs = Runs::new();
+    let folder = runs.folder.path().join("this");
+    // Somebody has renamed a checkpoint, and put one of another run there.
+    fs::rename(runs.step("this", OLDER), folder.join(name(6))).unwrap();
+    copy_all(&runs.step("other", OLDER), &folder.join(name(5)));
+    let checkpoints = Checkpoints::new(&folder).run("this").keep(9);
+    assert_eq!(checkpoints.latest().unwrap().unwrap().step(), NEWER);
+    for step in [5, 6] {
+        runs.run.steps(step..step + 1);
+        let state = runs.run.model.state_dict().unwrap();
+        checkpoints.save(&runs.run.mesh, step, &state, &()).unwrap();
+    }
+    assert_eq!(checkpoints.steps().unwrap(), [5, 6, NEWER]);
+    let moved = fs::read_dir(&folder).unwrap().map(|entry| entry.unwrap().path());
+    let moved = moved.filter(|path| path.extension().is_some_and(|end| end == "moved"));
+    let mut steps: Vec<_> = moved
+        .map(|path| (Checkpoint::open(&path).unwrap().step(), path))
+        .map(|(step, path)| (step, path.file_name().unwrap().to_string_lossy()[..15].to_owned()))
+        .collect();
+    steps.sort();
+    assert_eq!(steps, [(OLDER, name(5)), (OLDER, name(6))]);
+    let exists =
+        checkpoints.save(&runs.run.mesh, NEWER, &runs.run.model.state_dict().unwrap(), &());
+    assert!(matches!(exists, Err(Error::Checkpoint(CheckpointError::Exists { step: NEWER, .. }))));
 }
 
 #[test]

@@ -6,10 +6,10 @@ use dist_train::{Checkpoint, CheckpointError, Checkpoints, Error};
 
 use crate::run::{Run, bits};
 
-/// Written by version 0.1.0 of this crate after 5 steps of [`Run`] on two slots.
+/// Written by this crate when it wrote that version, after 5 steps of [`Run`] on two slots.
 const GOLDEN: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/checkpoints/golden/version-1");
 
-/// The variables after these steps, as that version printed them.
+/// The variables after these steps, as they were printed then.
 const VALUES: [f32; 8] = [
     0.012_723_565,
     0.111_779_034,

@@ -85,6 +85,12 @@ pub enum Error {
         /// The most that are taken.
         max: usize,
     },
+    /// The patterns of all rules together are longer than [`Hybrid`](crate::strategy::Hybrid) takes.
+    #[error("the patterns of the rules have more than {max} bytes")]
+    RulesTooLong {
+        /// The most bytes that are taken.
+        max: usize,
+    },
     /// Costs were given for some layers, but not for this one.
     #[error("no cost is given for layer {layer}", layer = Printable(layer))]
     NoLayerCost {

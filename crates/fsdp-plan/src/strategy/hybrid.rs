@@ -118,12 +118,16 @@ impl Hybrid {
     /// The most rules. Each parameter is matched against all of them.
     pub const MAX_RULES: usize = 4096;
 
+    /// The most bytes that the patterns of all rules may have together. A compiled pattern takes up
+    /// to 140 times its text.
+    pub const MAX_PATTERN_BYTES: usize = 1 << 20;
+
     /// Cuts what a pattern of `full` picks, and gives to ranks whole what only a pattern of
     /// `layer_wise` picks. What none picks is cut.
     ///
     /// # Errors
     ///
-    /// [`Error::BadPattern`], and [`Error::TooManyRules`] above [`MAX_RULES`](Self::MAX_RULES).
+    /// As [`with_rule`](Self::with_rule).
     pub fn new<'a>(
         full: impl IntoIterator<Item = &'a str>,
         layer_wise: impl IntoIterator<Item = &'a str>,
@@ -139,12 +143,11 @@ impl Hybrid {
     ///
     /// # Errors
     ///
-    /// [`Error::BadPattern`], and [`Error::TooManyRules`] above [`MAX_RULES`](Self::MAX_RULES).
+    /// - [`Error::BadPattern`].
+    /// - [`Error::TooManyRules`] above [`MAX_RULES`](Self::MAX_RULES).
+    /// - [`Error::RulesTooLong`] above [`MAX_PATTERN_BYTES`](Self::MAX_PATTERN_BYTES).
     pub fn with_rule(mut self, pattern: &str, choice: Choice) -> Result<Self> {
-        if self.rules.len() >= Self::MAX_RULES {
-            return Err(TOO_MANY_RULES);
-        }
-        self.rules.push(Rule { pattern: pattern.parse()?, choice });
+        push(&mut self.rules, Rule { pattern: pattern.parse()?, choice })?;
         Ok(self)
     }
 
@@ -233,9 +236,20 @@ impl ShardingStrategy for Hybrid {
     }
 }
 
-const TOO_MANY_RULES: Error = Error::TooManyRules { max: Hybrid::MAX_RULES };
+/// Adds a rule, unless there are too many then.
+fn push(rules: &mut Vec<Rule>, rule: Rule) -> Result<()> {
+    rules.push(rule);
+    if rules.len() > Hybrid::MAX_RULES {
+        return Err(Error::TooManyRules { max: Hybrid::MAX_RULES });
+    }
+    let n_bytes: usize = rules.iter().map(|rule| rule.pattern.n_bytes()).sum();
+    if n_bytes > Hybrid::MAX_PATTERN_BYTES {
+        return Err(Error::RulesTooLong { max: Hybrid::MAX_PATTERN_BYTES });
+    }
+    Ok(())
+}
 
-/// Reads rules one by one, so that no pattern beyond the limit is compiled.
+/// Reads rules one by one, so that at most one pattern beyond the limits is compiled.
 fn bounded<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Vec<Rule>, D::Error> {
     struct Rules;
 
@@ -249,10 +263,7 @@ fn bounded<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Vec<Rule>, D::E
         fn visit_seq<A: SeqAccess<'de>>(self, mut list: A) -> Result<Vec<Rule>, A::Error> {
             let mut rules = Vec::new();
             while let Some(rule) = list.next_element()? {
-                if rules.len() == Hybrid::MAX_RULES {
-                    return Err(A::Error::custom(TOO_MANY_RULES));
-                }
-                rules.push(rule);
+                push(&mut rules, rule).map_err(A::Error::custom)?;
             }
             Ok(rules)
         }

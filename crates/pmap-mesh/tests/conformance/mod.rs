@@ -71,16 +71,7 @@ pub(crate) fn run(engine: &impl Engine, case: &str, ranks: usize) {
         "replicated" => replicated(engine, ranks),
         "lists" => lists_of_any_length(engine),
         "runs" => runs_of_any_number(engine),
-        "underway" => {
-            for axes in grids(ranks) {
-                let tested = mesh(engine, &axes, None);
-                let threads = threads(&axes, &Device::Cpu);
-                for seed in 0..ORDERS {
-                    let along = axes[seed as usize % axes.len()].0;
-                    compare(&tested, &threads, move |ctx| in_any_order(ctx, along, seed));
-                }
-            }
-        }
+        "underway" => grids(ranks).iter().for_each(|axes| underway(engine, axes)),
         "too many" => {
             let run = mesh(engine, &[], Some(LATE)).pmap(|ctx, _: Tensor| {
                 let x = nothing().to_device(ctx.device())?;
@@ -336,6 +327,14 @@ fn repeated_layout(engine: &impl Engine, ranks: usize) {
         let gathers = gathers.clone();
         let run = mesh.pmap(move |ctx, _: Tensor| gathers(ctx));
         run.in_axes(None).call(nothing()).unwrap();
+    }
+}
+
+fn underway(engine: &impl Engine, axes: &[(&'static str, usize)]) {
+    let (tested, threads) = (mesh(engine, axes, None), threads(axes, &Device::Cpu));
+    for seed in 0..ORDERS {
+        let along = axes[seed as usize % axes.len()].0;
+        compare(&tested, &threads, move |ctx| in_any_order(ctx, along, seed));
     }
 }
 

@@ -8,10 +8,7 @@ use std::{
 };
 
 use rustix::process::Signal;
-use signal_hook::{
-    consts::{SIGHUP, SIGINT, SIGTERM},
-    iterator::Signals,
-};
+use signal_hook::iterator::Signals;
 
 use super::{
     lines,
@@ -20,7 +17,11 @@ use super::{
 use crate::{
     error::{ErrorKind, Result},
     output,
+    train::stop,
 };
+
+/// How long to wait without a word for output when all processes have ended.
+const OUTPUT_PATIENCE: Duration = Duration::from_secs(2);
 
 /// What happens while the processes run. Threads wait for each kind, and send it to the main one.
 enum Event {
@@ -44,7 +45,7 @@ pub(super) struct Job {
     /// How many of their outputs are not closed yet.
     n_open: usize,
     grace: Duration,
-    /// When to kill what has not ended by then.
+    /// When to kill what has not ended by then; when nothing runs, when to say what is waited for.
     deadline: Option<Instant>,
     /// Whether the processes have been sent a signal and should end by themselves.
     is_ending: bool,
@@ -103,8 +104,7 @@ impl Job {
             match self.next_event() {
                 Some(event) => self.handle(event)?,
                 None if self.is_running() => self.kill(),
-                // A process that has left its group keeps the output open.
-                None => break,
+                None => self.warn_of_outputs(),
             }
         }
         self.fault.map_or(Ok(()), |fault| Err(fault.into()))
@@ -133,6 +133,8 @@ impl Job {
                 self.n_open -= 1;
                 self.end_because(ErrorKind::Output(error));
             }
+            // There is only output left to wait for.
+            Event::Signaled(_) if !self.is_running() => self.n_open = 0,
             Event::Signaled(signal) => {
                 self.is_ending = true;
                 self.signal(signal);
@@ -142,7 +144,9 @@ impl Job {
                 if let Some(fault) = process::failure(rank, status) {
                     self.end_because(fault);
                 }
-                if self.is_ending || !self.is_running() {
+                if !self.is_running() {
+                    self.deadline = Some(Instant::now() + OUTPUT_PATIENCE);
+                } else if self.is_ending {
                     self.expect_end();
                 }
             }
@@ -154,9 +158,9 @@ impl Job {
     fn end_because(&mut self, fault: ErrorKind) {
         if !self.is_ending && self.is_running() {
             let seconds = self.grace.as_secs();
-            output::message(|out| {
-                writeln!(out, "{fault}; the others get SIGTERM, and SIGKILL after {seconds} s")
-            });
+            output::warning(format_args!(
+                "{fault}; the others get SIGTERM, and SIGKILL after {seconds} s"
+            ));
             self.is_ending = true;
             self.signal(Signal::TERM);
             self.expect_end();
@@ -169,10 +173,20 @@ impl Job {
         self.deadline.get_or_insert_with(|| Instant::now() + self.grace);
     }
 
-    /// Kills what runs, and gives what it has printed as long again to be written.
+    /// Kills what runs.
     fn kill(&mut self) {
         self.signal(Signal::KILL);
-        self.deadline = Some(Instant::now() + self.grace);
+        self.deadline = None;
+    }
+
+    /// Says why this takes so long: either the output is read slowly, and none of it must be lost,
+    /// or a process that has left its group has not closed it.
+    fn warn_of_outputs(&mut self) {
+        output::warning(
+            "all ranks have ended, but not all that they have started: their output is still open, \
+             and is waited for until Ctrl-C",
+        );
+        self.deadline = None;
     }
 
     fn signal(&self, signal: Signal) {
@@ -204,7 +218,7 @@ fn watch(
 
 /// Sends the signals that ask this program to end, instead of ending it.
 fn watch_signals(sender: &Sender<Event>) -> io::Result<()> {
-    let mut signals = Signals::new([SIGINT, SIGTERM, SIGHUP])?;
+    let mut signals = Signals::new(stop::signals())?;
     watch(sender, move |sender| {
         for signal in signals.forever().filter_map(Signal::from_named_raw) {
             send(sender, Event::Signaled(signal));

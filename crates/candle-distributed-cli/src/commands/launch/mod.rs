@@ -61,11 +61,9 @@ pub(crate) struct Args {
 
 pub(crate) fn run(args: &Args) -> Result<()> {
     let (name, arguments) = split(&args.command);
-    let n_processes = match (args.guarded_by, args.processes) {
-        (Some(launcher), _) => return guard::become_program(launcher, name, arguments),
-        (None, Some(n_processes)) => n_processes,
-        (None, None) => return Err(Error::usage("--processes is missing")),
-    };
+    if let Some(launcher) = args.guarded_by {
+        return guard::become_program(launcher, name, arguments);
+    }
     refuse_nesting()?;
     refuse_missing(name)?;
     let folder = tempfile::Builder::new()
@@ -75,11 +73,18 @@ pub(crate) fn run(args: &Args) -> Result<()> {
     let program = Program {
         name,
         arguments,
-        n_processes,
+        n_processes: args.n_processes(),
         port: free_port()?,
         store: folder.path().join("store"),
     };
     Job::start(&program, Duration::from_secs(args.grace.into()))?.watch()
+}
+
+impl Args {
+    #[expect(clippy::expect_used, reason = "says why it cannot fail")]
+    fn n_processes(&self) -> u16 {
+        self.processes.expect("clap insists on --processes unless there is --guarded-by")
+    }
 }
 
 /// The program and its arguments.
@@ -107,6 +112,7 @@ fn refuse_missing(name: &OsStr) -> Result<()> {
     let is_there = if path.components().count() > 1 {
         path.exists()
     } else {
+        // Without the variable the system looks into these.
         let folders = env::var_os("PATH").unwrap_or_else(|| "/bin:/usr/bin".into());
         env::split_paths(&folders).any(|folder| folder.join(path).is_file())
     };

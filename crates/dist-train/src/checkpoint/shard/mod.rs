@@ -60,7 +60,17 @@ pub(super) fn is_name(name: &str) -> bool {
 
 #[cfg(test)]
 mod tests {
-    use super::*;
+    use std::{fs, path::Path};
+
+    use candle_core::{DType, Device, Tensor};
+    use safetensors::SafeTensors;
+
+    use super::{
+        read::{Expected, open},
+        write::{Written, write},
+        *,
+    };
+    use crate::checkpoint::{checksum::BLOCK, finite::Values};
 
     #[test]
     fn an_origin_is_read_as_it_is_written() {
@@ -69,5 +79,89 @@ mod tests {
             assert_eq!(Origin::of_texts(&origin.to_texts()).as_ref(), Some(&origin));
         }
         assert_eq!(Origin::of_texts(&BTreeMap::new()), None);
+    }
+
+    fn origin() -> Origin {
+        Origin { run: Some("c0ffee".to_owned()), step: 3, file: name(0, 2) }
+    }
+
+    fn write_all(path: &Path, tensors: &BTreeMap<String, Tensor>) -> Written {
+        write(path, &origin(), tensors, Values::Finite).unwrap()
+    }
+
+    /// Tensors of several widths, a view and one of several blocks among them.
+    fn tensors() -> BTreeMap<String, Tensor> {
+        let floats = Tensor::arange(0_f32, 6., &Device::Cpu).unwrap().reshape((2, 3)).unwrap();
+        let named = [
+            ("model/b@0", floats.t().unwrap()),
+            ("model/a@3", floats.to_dtype(DType::BF16).unwrap()),
+            (
+                "model/large@0",
+                Tensor::arange(0_f64, (2 * BLOCK / 8 + 1) as f64, &Device::Cpu).unwrap(),
+            ),
+            ("model/none@0", Tensor::zeros((0, 4), DType::F32, &Device::Cpu).unwrap()),
+            ("step/b@0", Tensor::new(7_i64, &Device::Cpu).unwrap()),
+            ("mask/a@0", Tensor::new(&[1_u8, 0, 1], &Device::Cpu).unwrap()),
+        ];
+        named.map(|(name, tensor)| (name.to_owned(), tensor)).into()
+    }
+
+    #[test]
+    fn tensors_lie_where_the_safetensors_crate_puts_them() {
+        let folder = tempfile::tempdir().unwrap();
+        for (n, tensors) in [tensors(), BTreeMap::new()].into_iter().enumerate() {
+            let path = folder.path().join(n.to_string());
+            let written = write_all(&path, &tensors);
+            let bytes = fs::read(&path).unwrap();
+            assert_eq!(written.bytes, bytes.len() as u64);
+            let ours = SafeTensors::deserialize(&bytes).unwrap();
+            let contiguous = tensors.iter().map(|(name, x)| (name, x.contiguous().unwrap()));
+            let expected = safetensors::serialize(contiguous, None).unwrap();
+            let expected = SafeTensors::deserialize(&expected).unwrap();
+            assert_eq!(ours.len(), tensors.len());
+            for name in tensors.keys() {
+                assert_eq!(ours.tensor(name).unwrap(), expected.tensor(name).unwrap(), "{name}");
+            }
+        }
+    }
+
+    #[test]
+    fn pieces_are_read_from_their_places() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("shard");
+        let Written { bytes, header } = write_all(&path, &tensors());
+        let pieces = open(&path, &Expected { bytes, header: Some((origin(), header)) }).unwrap();
+        let piece = |kind: &str, parameter: &str| {
+            let owner = (kind.to_owned(), parameter.to_owned());
+            pieces.iter().find_map(|(found, piece)| (*found == owner).then_some(piece)).unwrap()
+        };
+        assert_eq!(piece("model", "a").items(), 3..9);
+        let some = piece("model", "a").read(4..7, Values::Finite).unwrap();
+        assert_eq!(some.to_dtype(DType::F32).unwrap().to_vec1::<f32>().unwrap(), [1., 2., 3.]);
+        let n_items = BLOCK / 8;
+        for start in [0, 1, n_items - 1, n_items, 2 * n_items - 1, 2 * n_items] {
+            for len in [0, 1, 2, n_items, n_items + 1] {
+                let range = start..(start + len).min(2 * n_items + 1);
+                let items = piece("model", "large").read(range.clone(), Values::Finite).unwrap();
+                let expected: Vec<_> = range.map(|item| item as f64).collect();
+                assert_eq!(items.to_vec1::<f64>().unwrap(), expected);
+            }
+        }
+        for (_, piece) in &pieces {
+            piece.verify(Values::Finite).unwrap();
+        }
+    }
+
+    #[cfg(unix)]
+    #[test]
+    fn files_have_the_permissions_of_new_files() {
+        use std::os::unix::fs::PermissionsExt;
+
+        let folder = tempfile::tempdir().unwrap();
+        let mode =
+            |name: &str| fs::metadata(folder.path().join(name)).unwrap().permissions().mode();
+        fs::File::create(folder.path().join("new")).unwrap();
+        write_all(&folder.path().join("shard"), &tensors());
+        assert_eq!(mode("shard"), mode("new"));
     }
 }

@@ -75,7 +75,7 @@ pub(in crate::checkpoint) fn parse(
                 .metadata()
                 .map_err(|cause| CheckpointError::Header { path: path.to_owned(), cause })?;
             check_origin(path, texts, origin)?;
-            check(path, FilePart::Header, *checksum, file.checksum())?;
+            check(path, *checksum, file.checksum(), || FilePart::Header)?;
             Some(texts)
         }
     };
@@ -105,15 +105,19 @@ fn check_origin(
 
 fn check(
     path: &Path,
-    part: FilePart,
     expected: Checksum,
     found: Checksum,
+    part: impl FnOnce() -> FilePart,
 ) -> Result<(), CheckpointError> {
     if found == expected {
         return Ok(());
     }
-    let (expected, found) = (expected.get(), found.get());
-    Err(CheckpointError::Checksum { path: path.to_owned(), part, expected, found })
+    Err(CheckpointError::Checksum {
+        path: path.to_owned(),
+        part: part(),
+        expected: expected.get(),
+        found: found.get(),
+    })
 }
 
 /// Some items of a parameter, in a file.
@@ -207,8 +211,8 @@ impl Piece {
         let path = self.stored.path();
         file.read_exact(bytes).at(path)?;
         if let Some(checksums) = &self.checksums {
-            let part = || FilePart::Tensor(self.name.clone());
-            check(path, part(), checksums[block], Checksum::of(bytes))?;
+            let found = Checksum::of(bytes);
+            check(path, checksums[block], found, || FilePart::Tensor(self.name.clone()))?;
         }
         match values.first_refused(self.stored.dtype(), bytes) {
             None => Ok(()),

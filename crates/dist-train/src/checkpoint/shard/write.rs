@@ -54,12 +54,14 @@ pub(in crate::checkpoint) fn write(
 ) -> Result<Written> {
     let ordered = in_file_order(tensors);
     let mut header = Header::new(origin, &ordered);
+    let places = header.to_bytes(path)?;
     let mut file = File::create_new(path).at(path)?;
-    file.write_all(&header.to_bytes(path)?).at(path)?;
+    file.write_all(&places).at(path)?;
     for (name, tensor) in ordered {
         header.set_checksums(name, &write_items(&file, path, (name, tensor), values)?);
     }
     let header = header.to_bytes(path)?;
+    debug_assert_eq!(header.len(), places.len(), "every checksum has its place");
     file.rewind().at(path)?;
     file.write_all(&header).at(path)?;
     file.sync_all().at(path)?;

@@ -65,3 +65,51 @@ impl Drop for Lane {
         }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use std::sync::{Arc, Mutex};
+
+    use super::*;
+    use crate::{
+        engine::{Site, Wanted, Work},
+        mesh::{axes::ALL, topology::Topology},
+        reduce::Reduction,
+        sync::lock,
+    };
+
+    /// Of no tensors.
+    fn job() -> Job {
+        let topology = Topology::new(vec![("a".into(), 2)], 2).unwrap();
+        let site = Site::along(ALL, &topology, 0, "start_psum", None).unwrap();
+        let reduction = Reduction::Sum;
+        let work = Work::Reduce { list: Vec::new(), wanted: Wanted::Everything, reduction };
+        Job::new(&site, work).unwrap()
+    }
+
+    #[test]
+    fn what_was_started_is_carried_out_in_order_whatever_becomes_of_it() {
+        let done = Arc::<Mutex<Vec<usize>>>::default();
+        let lane = Lane::new().unwrap();
+        let carry_out = |n: usize, start: fn() -> Result<()>| {
+            let done = Arc::clone(&done);
+            lane.carry_out(job(), move |_| {
+                lock(&done).push(n);
+                start()
+            })
+        };
+        let started = [
+            carry_out(0, || panic!("this one breaks")),
+            carry_out(1, || candle_core::bail!("no more data")),
+            carry_out(2, || Ok(())),
+        ];
+        // Nobody waits for this one.
+        drop(carry_out(3, || Ok(())));
+        let [panicked, failed, succeeded] = started.map(|started| started.recv().unwrap());
+        assert!(panicked.unwrap_err().to_string().contains("this one breaks"));
+        assert!(failed.unwrap_err().to_string().contains("no more data"));
+        assert!(succeeded.unwrap().finish().unwrap().is_empty());
+        drop(lane);
+        assert_eq!(*lock(&done), [0, 1, 2, 3]);
+    }
+}

@@ -53,6 +53,10 @@ use crate::{
 /// too: as long as they would wait in a collective.
 const JOIN_TIME: Duration = DeviceMesh::PROCESS_DEADLINE;
 
+/// How long rank 0 waits at most until all have read that they cannot be a mesh: they look for it
+/// many times a second, where they have come so far.
+const READ_TIME: Duration = Duration::from_secs(10);
+
 /// Nobody, as the rank that a member wants to receive from.
 const NOBODY: i64 = -1;
 
@@ -137,7 +141,10 @@ impl Nccl {
         let peer = Peer::on(cuda).map_err(nccl)?;
         let new_ids = || Ok([new_id().map_err(nccl)?, new_id().map_err(nccl)?]);
         let bootstrap = store.bootstrap(place, &peer, JOIN_TIME, new_ids)?;
-        refuse_shared(&bootstrap.peers).map_err(nccl)?;
+        if let Err(reason) = refuse_shared(&bootstrap.peers) {
+            bootstrap.wait_for_readers(READ_TIME);
+            return Err(nccl(reason));
+        }
         let ending = Ending {
             slot: place.rank().as_usize(),
             #[cfg(feature = "mpi")]
@@ -418,11 +425,11 @@ impl Engine for Nccl {
     }
 }
 
-/// The shape of what a rank contributes to a gathering, if `size` is its size in the free dimension.
-fn shape(site: &Site, x: &Tensor, size: i64) -> Result<Vec<usize>> {
+/// The shape of what a rank contributes to a gathering, if it has `n_rows` in the free dimension.
+fn shape(site: &Site, x: &Tensor, n_rows: i64) -> Result<Vec<usize>> {
     let mut dims = x.dims().to_vec();
     if let Some(dim) = site.call.free_dim {
-        dims[dim] = usize::try_from(size)?;
+        dims[dim] = usize::try_from(n_rows)?;
     }
     Ok(dims)
 }

@@ -56,8 +56,21 @@ pub(super) struct Bootstrap {
     pub(super) peers: Vec<Peer>,
     /// The file that is this process's to remove.
     _own_file: Option<OwnFile>,
+    /// On rank 0 the files of the others, who remove them when they have read its own.
+    of_others: Vec<PathBuf>,
     #[cfg(feature = "mpi")]
     pub(super) session: Option<std::sync::Arc<Session>>,
+}
+
+impl Bootstrap {
+    /// Waits until all have read what rank 0 has written, before it is removed: who joins has read it,
+    /// this is for when nobody will.
+    pub(super) fn wait_for_readers(&self, within: Duration) {
+        let start = Instant::now();
+        while self.of_others.iter().any(|path| path.exists()) && start.elapsed() < within {
+            thread::sleep(LOOK);
+        }
+    }
 }
 
 impl NcclStore {
@@ -90,13 +103,15 @@ fn by_file(
     let read = |path: &Path, n_bytes| {
         read(path, world_size, n_bytes, start, within).map_err(|cause| store(path, cause))
     };
+    let mut of_others = Vec::new();
     let (own_file, record) = if place.rank() == Rank::ZERO {
         let mut record = make()?.concat();
         // Claimed first: this tells whether the file is another mesh's.
         let own_file = OwnFile::claim(path).map_err(|cause| store(path, cause))?;
         record.extend(peer.to_bytes());
-        for rank in 1..world_size {
-            record.extend(read(&of_rank(path, rank), Peer::BYTES)?);
+        of_others.extend((1..world_size).map(|rank| of_rank(path, rank)));
+        for of_other in &of_others {
+            record.extend(read(of_other, Peer::BYTES)?);
         }
         own_file.fill(world_size, &record).map_err(|cause| store(path, cause))?;
         (own_file, record)
@@ -113,6 +128,7 @@ fn by_file(
         ids: ids_of(ids),
         peers: peers.as_chunks().0.iter().map(Peer::from_bytes).collect(),
         _own_file: Some(own_file),
+        of_others,
         #[cfg(feature = "mpi")]
         session: None,
     })
@@ -154,7 +170,13 @@ fn by_mpi(place: Placement, peer: &Peer, make: impl FnOnce() -> Result<Ids>) -> 
         session.broadcast(&mut bytes, rank)?;
         peers.push(Peer::from_bytes(&bytes));
     }
-    Ok(Bootstrap { ids: ids_of(&ids), peers, _own_file: None, session: Some(session) })
+    Ok(Bootstrap {
+        ids: ids_of(&ids),
+        peers,
+        _own_file: None,
+        of_others: Vec::new(),
+        session: Some(session),
+    })
 }
 
 /// A file that this process has made, which is removed when this is dropped.
@@ -265,6 +287,29 @@ mod tests {
             }
         });
         assert_eq!(fs::read_dir(&folder).unwrap().count(), 0, "each removes what it has made");
+    }
+
+    #[test]
+    fn rank_0_leaves_its_file_until_the_others_have_read_it() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("id");
+        let late = Duration::from_mins(1);
+        thread::scope(|scope| {
+            let first = scope.spawn(|| join(&path, 0, late).unwrap().wait_for_readers(late));
+            // Whenever it comes, it finds what it looks for.
+            assert_eq!(join(&path, 1, late).unwrap().ids, IDS);
+            first.join().unwrap();
+        });
+        fs::write(of_rank(&path, 1), "one that does not come").unwrap();
+        let bootstrap = Bootstrap {
+            ids: IDS,
+            peers: Vec::new(),
+            _own_file: None,
+            of_others: vec![of_rank(&path, 1)],
+            #[cfg(feature = "mpi")]
+            session: None,
+        };
+        bootstrap.wait_for_readers(SOON);
     }
 
     #[test]
