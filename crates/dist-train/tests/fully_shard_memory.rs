@@ -9,7 +9,7 @@ use std::sync::{Mutex, PoisonError};
 use candle_core::{DType, Device, Result, Tensor};
 use candle_nn::{Linear, Module, Optimizer as _, ParamsAdamW, VarBuilder, linear_no_bias};
 use dist_train::{AdamW, DataParallel, FullyShard, Group, Keep, Units};
-use fsdp_plan::{CostModel, Optimizer};
+use fsdp_plan::cost::{CostModel, Optimizer};
 use peak_alloc::PeakAlloc;
 use pmap_mesh::{DeviceMesh, Replica};
 

@@ -292,7 +292,8 @@ impl<'a, B> FullyShardBuilder<'a, B> {
             let unit = self.units.units_of(info)[0].to_owned();
             info.clone().with_unit(unit)
         };
-        let plan = self.planned(infos.iter().map(with_unit).collect())?;
+        let infos: Vec<ParameterInfo> = infos.iter().map(with_unit).collect();
+        let plan = self.planned(&infos)?;
         let plan = with_kept_units(&plan, &keeps)?;
         if let (Some(unit), true) = (over_half(&plan), self.mesh.len() > 1) {
             tracing::warn!("unit {unit} has over half of all parameters, and is gathered whole");
@@ -361,15 +362,15 @@ impl<'a, B> FullyShardBuilder<'a, B> {
         Ok(Inventory { parameters: declared.iter().map(described).collect(), roles })
     }
 
-    fn planned(&self, infos: Vec<ParameterInfo>) -> Result<ShardingPlan> {
+    fn planned(&self, infos: &[ParameterInfo]) -> Result<ShardingPlan> {
         match &self.plan {
             Plan::By(strategy) => {
                 let world_size =
                     WorldSize::new(self.mesh.len() as u64).map_err(fsdp_plan::Error::from)?;
-                Ok(strategy.plan(&infos, world_size)?)
+                Ok(strategy.plan(infos, world_size)?)
             }
             Plan::Ready(plan) => {
-                check_fits(plan, &infos)?;
+                check_fits(plan, infos)?;
                 Ok((**plan).clone())
             }
         }

@@ -112,8 +112,8 @@ impl UnitRules {
         names: impl Iterator<Item = &'a str>,
     ) -> Vec<Member> {
         let own = [unit.to_owned()];
-        let named = self.named.iter().find(|(name, _)| name == unit);
-        let prefixes = named.map_or(&own[..], |(_, prefixes)| prefixes);
+        let rule = self.named.iter().find(|(name, _)| name == unit);
+        let prefixes = rule.map_or(&own[..], |(_, prefixes)| prefixes);
         let of_unit: Vec<&str> = names.filter(|name| is_under_any(name, prefixes)).collect();
         members(unit, &of_unit)
     }

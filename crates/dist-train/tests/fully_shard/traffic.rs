@@ -6,7 +6,7 @@ use candle_core::{DType, Device, Result, Tensor};
 use candle_nn::{Module, VarBuilder, linear};
 use dist_train::{FullyShard, Keep, Units};
 use fsdp_plan::{
-    CostModel,
+    cost::CostModel,
     strategy::{Full, Layout},
 };
 use pmap_mesh::{DeviceMesh, Replica, Tally, Traffic};
