@@ -15,18 +15,19 @@ use std::{
     time::Duration,
 };
 
-use candle_core::{DType, Device, Tensor, cuda_backend::cudarc::driver::CudaContext};
+use candle_core::{DType, Device, Tensor, Var, cuda_backend::cudarc::driver::CudaContext};
 use core_types::Launched;
 use pmap_mesh::{ALL, DeviceMesh, DeviceMeshBuilder, NcclStore};
 use process_tests::{Case, Engine, ranks};
 
-const CASES: [Case; 18] = [
+const CASES: [Case; 20] = [
     Case::succeeds("collectives", 1),
     Case::succeeds("calls", 1),
     Case::succeeds("replicated", 2),
     Case::succeeds("lists", 2),
     Case::succeeds("underway", 1),
     Case::succeeds("runs", 2),
+    Case::succeeds("set afterwards", 1),
     Case::fails("one gpu", 2, "take the same GPU, and NCCL needs one for each process"),
     Case::fails("started others", 2, "replica 1 calls start_psum of f32 [4]"),
     Case::fails("not waited", 2, "without having waited for start_psum"),
@@ -79,6 +80,7 @@ fn main() -> ExitCode {
             "host tensor" => host_tensor(&engine),
             "one gpu" => one_gpu(&engine),
             "gone" => gone(&engine),
+            "set afterwards" => set_afterwards(&engine),
             "integers of 32 bits" => integers_of_32_bits(&engine),
             _ => conformance::run(&engine, case, ranks),
         }
@@ -132,4 +134,29 @@ fn gone(engine: &Nccl) {
         sum.to_vec1::<f32>().map(|_| x)
     });
     drop(run.in_axes(None).call(process_tests::nothing()));
+}
+
+/// What has been summed is used and set before anybody looks at the sum.
+fn set_afterwards(engine: &Nccl) {
+    const ITEMS: usize = 1 << 18;
+    let mesh = engine.open(DeviceMesh::builder());
+    let run = mesh.pmap(|ctx, x: Tensor| {
+        let var = Var::zeros(ITEMS, DType::F32, ctx.device())?;
+        let mut sums = Vec::new();
+        for round in 0..20 {
+            let value = (round * ctx.count() + ctx.slot()) as f32;
+            var.set(&Tensor::full(value, ITEMS, ctx.device())?)?;
+            let sum = ctx.psum(var.as_tensor(), ALL)?;
+            let started = ctx.start_psum(var.as_tensor(), ALL)?;
+            var.affine(2.0, 0.0)?;
+            sums.push([sum, started.wait()?]);
+        }
+        for (round, sums) in sums.iter().enumerate() {
+            let slots = (0..ctx.count()).map(|slot| (round * ctx.count() + slot) as f32);
+            let expected = vec![slots.sum::<f32>(); ITEMS];
+            assert!(sums.iter().all(|sum| sum.to_vec1::<f32>().unwrap() == expected));
+        }
+        Ok(x)
+    });
+    run.in_axes(None).call(process_tests::nothing()).unwrap();
 }
