@@ -75,8 +75,9 @@ impl Session {
 
     /// Fills `bytes` on all processes with those of a rank.
     #[cfg(feature = "nccl")]
+    #[expect(clippy::expect_used, reason = "MPI counts its ranks in 32 bits")]
     pub(crate) fn broadcast(&self, bytes: &mut [u8], from: usize) -> Result<()> {
-        let from = super::rank_of(from);
+        let from = i32::try_from(from).expect("a rank of the program");
         self.world.broadcast(bytes, from).map_err(|error| failed(error.to_string()))
     }
 

@@ -148,7 +148,7 @@ fn ids_of(bytes: &[u8]) -> Ids {
 }
 
 #[cfg(feature = "mpi")]
-fn by_mpi(place: Placement, peer: &Peer, make: impl FnOnce() -> Result<Ids>) -> Result<Bootstrap> {
+fn by_mpi(place: Placement, own: &Peer, make: impl FnOnce() -> Result<Ids>) -> Result<Bootstrap> {
     let session = Session::start()?;
     let own_rank = session.rank();
     let size = session.size();
@@ -166,7 +166,7 @@ fn by_mpi(place: Placement, peer: &Peer, make: impl FnOnce() -> Result<Ids>) -> 
     session.broadcast(&mut ids, 0)?;
     let mut peers = Vec::new();
     for rank in 0..size {
-        let mut bytes = peer.to_bytes();
+        let mut bytes = own.to_bytes();
         session.broadcast(&mut bytes, rank)?;
         peers.push(Peer::from_bytes(&bytes));
     }
