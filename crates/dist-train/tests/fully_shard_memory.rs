@@ -55,6 +55,7 @@ fn adam(group: Group) -> Result<AdamW> {
     AdamW::new(group.vars, ParamsAdamW::default())
 }
 
+const BLOCKS: usize = 12;
 const BLOCK_BYTES: usize = 8 * WIDTH * WIDTH * 4;
 /// What a slot has of a value between two blocks.
 const VALUE_BYTES: usize = ROWS * WIDTH * 4;
@@ -77,7 +78,9 @@ fn sharded(slots: usize, blocks: usize, keep: Keep) -> usize {
     let mesh = DeviceMesh::cpu(slots).unwrap();
     let x = batch(slots);
     let make = || FullyShard::builder(&mesh, build(blocks)).keep(keep).build(adam).unwrap();
-    peak(make, |model| drop(model.step(x.clone(), loss(blocks)).unwrap()))
+    peak(make, |model| {
+        model.step(x.clone(), loss(blocks)).unwrap();
+    })
 }
 
 fn replicated(slots: usize, blocks: usize) -> usize {
@@ -85,7 +88,9 @@ fn replicated(slots: usize, blocks: usize) -> usize {
     let x = batch(slots);
     let make =
         || DataParallel::builder(&mesh, Units::of(build(blocks))).replicated().build(adam).unwrap();
-    peak(make, |model| drop(model.step(x.clone(), loss(blocks)).unwrap()))
+    peak(make, |model| {
+        model.step(x.clone(), loss(blocks)).unwrap();
+    })
 }
 
 /// What the plan says that all ranks hold together, at the worst moment of each.
@@ -99,7 +104,6 @@ fn planned(slots: usize, blocks: usize) -> usize {
 #[test]
 fn a_step_holds_what_the_plan_says_and_one_unit_s_work() {
     let _alone = COUNTING.lock().unwrap_or_else(PoisonError::into_inner);
-    const BLOCKS: usize = 12;
     for slots in [1, 2, 4] {
         let found = sharded(slots, BLOCKS, Keep::Inputs);
         let plan = planned(slots, BLOCKS);

@@ -110,7 +110,7 @@ pub(crate) fn of_units(model: &Units, ids: &Tensor) -> Result<Tensor> {
 
 /// Rows of tokens, other ones in each step.
 pub(crate) fn batch(rows: usize, step: usize) -> Tensor {
-    let token = |n: usize| ((n * n + 7 * step + n / 3) % VOCABULARY) as u32;
+    let token = |n: usize| u32::try_from((n * n + 7 * step + n / 3) % VOCABULARY).unwrap();
     let ids: Vec<u32> = (0..rows * (LENGTH + 1)).map(token).collect();
     Tensor::from_vec(ids, (rows, LENGTH + 1), &Device::Cpu).unwrap()
 }
