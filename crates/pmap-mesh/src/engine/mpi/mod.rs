@@ -10,6 +10,7 @@ mod lists;
 mod messages;
 mod moves;
 mod session;
+mod stream;
 mod sums;
 mod transfer;
 mod underway;
@@ -22,20 +23,19 @@ use std::{
     time::Duration,
 };
 
-use candle_core::{Device, Result, Tensor, Var};
+use candle_core::{Device, Result, Tensor};
 use ferrompi::Communicator;
 
 pub(crate) use self::session::Session;
 use self::{
     bytes::{buffer, with_bytes},
-    jobs::Job,
+    jobs::{Gathering, Job, Reducing},
     transfer::{Call, rank_of},
     underway::Entries,
 };
 use crate::{
     engine::{
         Backend, Engine, Finished, Gathered, Message, Site, Underway, Wanted, Work,
-        layout::RunLayout,
         processes::{self, Current},
         traffic::Counter,
     },
@@ -43,7 +43,7 @@ use crate::{
     mesh::{
         DeviceMesh, DeviceMeshBuilder,
         axes::AxisSet,
-        place::{copied, on_host, placed},
+        place::{copied, on_host},
         topology::Topology,
     },
     reduce::{self, Reduction},
@@ -179,46 +179,50 @@ impl Mpi {
         Ok(Some(Call { engine, site, comm: &engine.groups[&set], _guard: guard }))
     }
 
-    /// Enters a collective of lists, which no group of one comes to.
+    /// The reductions of those of a list's tensors that this rank wants.
     #[expect(clippy::expect_used, reason = "groups of one are served by `replica::alone`")]
-    fn enter_lists<'a>(&'a self, site: &'a Site) -> Result<Call<'a>> {
-        Ok(self.enter(site)?.expect("a group of several members"))
-    }
-
-    fn gather(&self, site: &Site, own: &[Tensor], layout: &RunLayout) -> Result<Vec<Var>> {
-        let own: Vec<Tensor> = own.iter().map(on_host).collect::<Result<_>>()?;
-        self.enter_lists(site)?.gather_runs(&own, layout)
-    }
-
-    fn reduce(
+    fn reduce_wanted(
         &self,
         site: &Site,
         list: &[Tensor],
-        wanted: &Wanted,
+        own: &[usize],
         reduction: Reduction,
     ) -> Result<Vec<Tensor>> {
         let host: Vec<Tensor> = list.iter().map(on_host).collect::<Result<_>>()?;
-        let call = self.enter_lists(site)?;
-        match wanted {
-            Wanted::Everything => {
-                call.exchange_headers(&host, 0, &[])?;
-                let sum = |(x, on): (&Tensor, &Tensor)| {
-                    call.reduce_tensor(x, reduction)?.to_device(on.device())
-                };
-                host.iter().zip(list).map(sum).collect()
+        let call = self.enter(site)?.expect("a group of several members");
+        let wanted = call.exchange_wanted(&host, own)?;
+        let sums = call.reduce_wanted(&host, &wanted, reduction)?;
+        own.iter().map(|n| sums[n].to_device(list[*n].device())).collect()
+    }
+}
+
+/// How a collective of lists is carried out.
+enum Lists {
+    /// By rounds of messages, for which all members pass these tensors alike.
+    Round { job: Box<dyn Job>, tensors: Vec<Tensor> },
+    /// By asking first who wants what.
+    Wanted { list: Vec<Tensor>, own: Vec<usize>, reduction: Reduction },
+}
+
+impl Lists {
+    fn of(site: &Site, work: Work) -> Result<Self> {
+        let rank = site.rank;
+        let (job, tensors): (Box<dyn Job>, Vec<Tensor>) = match work {
+            // All have the same layout; their runs differ.
+            Work::Gather { own, layout, device } => {
+                (Box::new(Gathering::of_layout(&own, rank, &layout, &device)?), Vec::new())
             }
-            Wanted::Own(own) => {
-                let wanted = call.exchange_wanted(&host, own)?;
-                let sums = call.reduce_wanted(&host, &wanted, reduction)?;
-                own.iter().map(|n| sums[n].to_device(list[*n].device())).collect()
+            Work::Reduce { list, wanted: Wanted::ByRank(runs), reduction } => {
+                (Box::new(Reducing::of_runs(&list, rank, runs, reduction)?), list)
             }
-            Wanted::ByRank(runs) => {
-                call.exchange_headers(&host, 0, &[])?;
-                let sums = call.reduce_runs(&host, runs, reduction)?;
-                let devices = runs[site.rank].iter().map(|run| list[run.tensor].device());
-                sums.iter().zip(devices).map(|(sum, device)| sum.to_device(device)).collect()
+            Work::Reduce { list, wanted: Wanted::Everything, reduction } => {
+                (Box::new(Reducing::for_all(&list, rank, site.size(), reduction)?), list)
             }
-        }
+            Work::Reduce { list, wanted: Wanted::Own(own), reduction } => {
+                return Ok(Self::Wanted { list, own, reduction });
+            }
+        };
+        Ok(Self::Round { job, tensors })
     }
 }
 
@@ -293,35 +297,22 @@ impl Engine for Mpi {
     }
 
     fn run(&self, site: &Site, work: Work) -> Result<Vec<Tensor>> {
-        match work {
-            Work::Gather { own, layout, device } => {
-                let leaves = self.gather(site, &own, &layout)?;
-                leaves.into_iter().map(|leaf| placed(leaf, &device)).collect()
-            }
-            Work::Reduce { list, wanted, reduction } => {
-                self.reduce(site, &list, &wanted, reduction)
+        match Lists::of(site, work)? {
+            Lists::Round { job, tensors } => self.run_job(site, &tensors, job),
+            Lists::Wanted { list, own, reduction } => {
+                self.reduce_wanted(site, &list, &own, reduction)
             }
         }
     }
 
     fn start(&self, site: &Site, work: Work) -> Result<Box<dyn Underway>> {
-        let handle = match work {
-            // All have the same layout; their runs differ.
-            Work::Gather { own, layout, device } => {
-                self.start_job(site, &[], Job::gather(&own, site.rank, &layout, &device)?)?
-            }
-            Work::Reduce { list, wanted: Wanted::ByRank(runs), reduction } => {
-                self.start_job(site, &list, Job::reduce_runs(&list, runs, reduction)?)?
-            }
-            Work::Reduce { list, wanted: Wanted::Everything, reduction } => {
-                self.start_job(site, &list, Job::reduce_all(&list, site.size(), reduction)?)?
-            }
+        Ok(match Lists::of(site, work)? {
+            Lists::Round { job, tensors } => Box::new(self.start_job(site, &tensors, job)?),
             // What the others want must be known before anything can be sent.
-            work @ Work::Reduce { wanted: Wanted::Own(_), .. } => {
-                return Ok(Box::new(Finished(self.run(site, work)?)));
+            Lists::Wanted { list, own, reduction } => {
+                Box::new(Finished(self.reduce_wanted(site, &list, &own, reduction)?))
             }
-        };
-        Ok(Box::new(handle))
+        })
     }
 
     fn barrier(&self, site: &Site) -> Result<()> {

@@ -23,11 +23,16 @@ pub(super) const MAX_REQUESTS: usize = 8192;
 /// some 100 ns: what arrives within microseconds finds its receiver awake.
 const TRIES: u32 = 64;
 /// How long a member that waits for others to come stays awake: about as long as they take if they
-/// do the same work. One that comes later has it slept, an eighth of the time that it has waited,
+/// do the same work. One that comes later has it slept, an eighth of the time that nothing has come,
 /// so that the wait becomes longer by no more than that.
 const AWAKE: Duration = Duration::from_micros(200);
 /// The longest sleep.
 const NAP: Duration = Duration::from_millis(1);
+/// How long nothing arrives of data on their way before a member sleeps: it carries them on whenever
+/// it looks, unless those who send them compute. A piece takes less.
+const STALLED: Duration = Duration::from_millis(2);
+/// The sleep meanwhile: a look at shared memory moves as much as it holds, some 100 µs' worth.
+const SHORT_NAP: Duration = Duration::from_micros(50);
 
 /// What a message is; messages of one kind between two processes arrive in order.
 #[derive(Clone, Copy)]
@@ -69,7 +74,7 @@ impl Call<'_> {
         incoming: impl IntoIterator<Item = Incoming<'t>>,
         outgoing: impl IntoIterator<Item = Outgoing<'t>>,
     ) {
-        self.carry_out(incoming, outgoing, false);
+        self.carry_out(incoming, outgoing, true);
     }
 
     /// [`transfer`](Self::transfer) of the first messages of a collective, for which a member that
@@ -79,14 +84,14 @@ impl Call<'_> {
         incoming: impl IntoIterator<Item = Incoming<'t>>,
         outgoing: impl IntoIterator<Item = Outgoing<'t>>,
     ) {
-        self.carry_out(incoming, outgoing, true);
+        self.carry_out(incoming, outgoing, false);
     }
 
     fn carry_out<'t>(
         &self,
         incoming: impl IntoIterator<Item = Incoming<'t>>,
         outgoing: impl IntoIterator<Item = Outgoing<'t>>,
-        may_sleep: bool,
+        are_data: bool,
     ) {
         let done = ferrompi::scope(|scope| {
             let mut requests = Vec::new();
@@ -102,7 +107,7 @@ impl Call<'_> {
                     requests.push((to, self.check(request)));
                 }
             }
-            self.wait(requests, may_sleep);
+            self.wait(requests, are_data);
             Ok(())
         });
         self.check(done);
@@ -113,24 +118,28 @@ impl Call<'_> {
         let done = ferrompi::scope(|scope| {
             let start =
                 |piece| (root, self.check(self.comm.ibroadcast(scope, piece, rank_of(root))));
-            self.wait(bytes.chunks_mut(MESSAGE_BYTES).map(start).collect(), false);
+            self.wait(bytes.chunks_mut(MESSAGE_BYTES).map(start).collect(), true);
             Ok(())
         });
         self.check(done);
     }
 
-    /// Waits for messages from and to these ranks, until the deadline.
-    pub(super) fn wait(&self, mut requests: Vec<(usize, Request<'_>)>, may_sleep: bool) {
+    /// Waits for messages from and to these ranks, until the deadline; they are data, or only tell
+    /// that a member has come.
+    pub(super) fn wait(&self, mut requests: Vec<(usize, Request<'_>)>, are_data: bool) {
         let mut patience = Patience::new(self.engine.deadline);
         loop {
+            let n_requests = requests.len();
             for _ in 0..TRIES {
                 requests.retain_mut(|(_, request)| self.check(request.test()).is_none());
                 if requests.is_empty() {
                     return;
                 }
             }
-            self.engine.progress();
-            if !patience.pause(may_sleep) {
+            let mut motion = self.engine.progress();
+            motion.has_moved |= requests.len() < n_requests;
+            motion.is_moving |= are_data;
+            if !patience.pause(motion) {
                 let ranks = requests.iter().map(|(rank, _)| *rank).collect();
                 self.engine.end_late(self.site, ranks);
             }
@@ -160,27 +169,49 @@ impl Inner {
     }
 }
 
+/// What the messages of a process do.
+#[derive(Clone, Copy, Debug, Default)]
+pub(super) struct Motion {
+    /// Whether one has arrived, here or there, since the last look.
+    pub(super) has_moved: bool,
+    /// Whether data are on their way.
+    pub(super) is_moving: bool,
+}
+
 /// How long a wait lasts, and what its thread does meanwhile.
 pub(super) struct Patience {
     deadline: Duration,
     start: Option<Instant>,
+    /// The last look at which something had arrived, or the first one.
+    quiet_since: Option<Instant>,
 }
 
 impl Patience {
     pub(super) fn new(deadline: Duration) -> Self {
-        Self { deadline, start: None }
+        Self { deadline, start: None, quiet_since: None }
     }
 
     /// Gives way, or sleeps; returns whether there is time left.
-    pub(super) fn pause(&mut self, may_sleep: bool) -> bool {
-        let waited = self.start.get_or_insert_with(Instant::now).elapsed();
-        if may_sleep && waited > AWAKE {
-            // Only where nothing moves: data are carried on by those who look at them.
-            thread::sleep(NAP.min(waited / 8));
-        } else {
-            thread::yield_now();
+    pub(super) fn pause(&mut self, motion: Motion) -> bool {
+        let now = Instant::now();
+        if motion.has_moved {
+            self.quiet_since = Some(now);
         }
-        waited <= self.deadline
+        let quiet = now - *self.quiet_since.get_or_insert(now);
+        match nap(quiet, motion.is_moving) {
+            Some(nap) => thread::sleep(nap),
+            None => thread::yield_now(),
+        }
+        now - *self.start.get_or_insert(now) <= self.deadline
+    }
+}
+
+/// How long to sleep when nothing has arrived for so long.
+fn nap(quiet: Duration, is_moving: bool) -> Option<Duration> {
+    if is_moving {
+        (quiet > STALLED).then_some(SHORT_NAP)
+    } else {
+        (quiet > AWAKE).then(|| NAP.min(quiet / 8))
     }
 }
 
@@ -188,4 +219,38 @@ impl Patience {
 #[expect(clippy::expect_used, reason = "a mesh has fewer slots than 32 bits count")]
 pub(super) fn rank_of(rank: usize) -> i32 {
     i32::try_from(rank).expect("ranks are below the number of slots")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn who_waits_sleeps_the_longer_the_longer_nothing_comes() {
+        let micros = Duration::from_micros;
+        let naps = |quiet| [nap(micros(quiet), false), nap(micros(quiet), true)];
+        assert_eq!(naps(200), [None, None]);
+        assert_eq!(naps(400), [Some(micros(50)), None]);
+        assert_eq!(naps(4000), [Some(micros(500)), Some(micros(50))]);
+        assert_eq!(naps(10_000_000), [Some(NAP), Some(micros(50))]);
+    }
+
+    #[test]
+    fn what_arrives_is_followed_awake() {
+        let mut patience = Patience::new(Duration::from_secs(1));
+        let quiet = Motion { has_moved: false, is_moving: true };
+        assert!(patience.pause(quiet));
+        let first = patience.quiet_since;
+        assert!(patience.pause(quiet) && patience.quiet_since == first);
+        assert!(patience.pause(Motion { has_moved: true, ..quiet }));
+        assert!(patience.quiet_since > first);
+    }
+
+    #[test]
+    fn patience_ends_with_its_deadline_though_messages_arrive() {
+        let mut patience = Patience::new(Duration::ZERO);
+        let moving = Motion { has_moved: true, is_moving: true };
+        assert!(patience.pause(moving));
+        assert!(!patience.pause(moving));
+    }
 }

@@ -142,7 +142,7 @@ impl<'a> Call<'a> {
                 (from, Kind::Rest, &mut place[FIRST_BYTES..][..rest])
             });
             self.transfer(rests, []);
-            self.wait(late, false);
+            self.wait(late, true);
             Ok(())
         });
         self.check(done);
