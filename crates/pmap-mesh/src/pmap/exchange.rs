@@ -11,7 +11,8 @@ use crate::{
     mesh::DeviceMesh,
     spec::{
         Resolved, Specs,
-        join::{Comparison, fingerprint, replicated_axes},
+        fingerprint::fingerprint,
+        join::{Comparison, replicated_axes},
     },
 };
 

@@ -13,7 +13,6 @@ use std::mem;
 use std::ops::Range;
 
 use candle_core::{CpuStorage, DType, Device, Result, Shape, Storage, Tensor, WithDType, bail};
-use core_types::Fingerprint;
 use half::{bf16, f16};
 
 /// How several tensors become one.
@@ -41,8 +40,8 @@ trait Element: WithDType {
     fn smaller(sum: Self::Sum, next: Self::Sum) -> Self::Sum;
     /// Means are for floats; an integer stays as it is, and is refused earlier.
     fn divide(sum: Self::Sum, count: usize) -> Self::Sum;
-    /// Its bits, and zeros above them.
-    fn bits(self) -> u64;
+    /// Whether they differ in any bit.
+    fn differs(self, other: Self) -> bool;
 }
 
 macro_rules! float_element {
@@ -68,15 +67,15 @@ macro_rules! float_element {
             fn divide(sum: $sum, count: usize) -> $sum {
                 sum / count as $sum
             }
-            fn bits(self) -> u64 {
-                self.to_bits().into()
+            fn differs(self, other: Self) -> bool {
+                self.to_bits() != other.to_bits()
             }
         }
     };
 }
 
 macro_rules! integer_element {
-    ($($type:ty as $unsigned:ty),+) => {$(
+    ($($type:ty),+) => {$(
         impl Element for $type {
             type Sum = $type;
             fn widen(self) -> $type {
@@ -97,8 +96,8 @@ macro_rules! integer_element {
             fn divide(sum: $type, _: usize) -> $type {
                 sum
             }
-            fn bits(self) -> u64 {
-                <$unsigned>::from_ne_bytes(self.to_ne_bytes()).into()
+            fn differs(self, other: Self) -> bool {
+                self != other
             }
         }
     )+};
@@ -108,7 +107,7 @@ float_element!(f32, f32, |x| x, |x| x);
 float_element!(f64, f64, |x| x, |x| x);
 float_element!(bf16, f32, bf16::to_f32, bf16::from_f32);
 float_element!(f16, f32, f16::to_f32, f16::from_f32);
-integer_element!(u8 as u8, u32 as u32, i16 as u16, i32 as u32, i64 as u64);
+integer_element!(u8, u32, i16, i32, i64);
 
 /// Calls a generic function with the element type of a tensor.
 macro_rules! dispatch {
@@ -183,33 +182,13 @@ fn same_of<T: Element>(pair: &[Tensor; 2]) -> Result<bool> {
         blocks(0, block.clone(), &mut |items: &[T]| left.extend_from_slice(items))?;
         blocks(1, block, &mut |right| {
             // Without a way out of the loop, so that it compiles to vector instructions.
-            differ = left.iter().zip(right).fold(false, |any, (a, b)| any | (a.bits() != b.bits()));
+            differ = left.iter().zip(right).fold(false, |any, (a, b)| any | a.differs(*b));
         })?;
         if differ {
             return Ok(false);
         }
     }
     Ok(true)
-}
-
-/// Adds the items of a contiguous tensor on the processor to a fingerprint, as many as fit into a
-/// word at a time.
-pub(crate) fn fingerprint(x: &Tensor, fingerprint: &mut Fingerprint) -> Result<()> {
-    dispatch!(x.dtype(), fingerprint_of(x, fingerprint))
-}
-
-fn fingerprint_of<T: Element>(x: &Tensor, fingerprint: &mut Fingerprint) -> Result<()> {
-    let summands = [x.clone()];
-    let word = |items: &[T]| {
-        let shifted = |word: u64, item: &T| match size_of::<T>() {
-            8 => item.bits(),
-            bytes => word << (8 * bytes) | item.bits(),
-        };
-        items.iter().fold(0, shifted)
-    };
-    of_tensors(&summands)(0, 0..x.elem_count(), &mut |items| {
-        fingerprint.extend(items.chunks(size_of::<u64>() / size_of::<T>()).map(word));
-    })
 }
 
 /// Reduces what several ranks sent, as bytes of items of type `dtype`, into `sums`.

@@ -93,8 +93,9 @@ pub(super) fn with_part<R>(
                 clippy::redundant_closure_for_method_calls,
                 reason = "the crate of the type is no dependency"
             )]
-            let bits_of = |items: &[_]| items.iter().map(|item| item.to_bits()).collect();
-            bits = items.get(part).map(bits_of);
+            let of_items =
+                items.get(part).map(|items| items.iter().map(|item| item.to_bits()).collect());
+            bits = of_items;
             bits.as_deref()
         }
         _ => bail!("tensors of type {} cannot be moved between processes", x.dtype().as_str()),

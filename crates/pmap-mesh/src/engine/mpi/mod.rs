@@ -18,7 +18,7 @@ mod wire;
 
 use std::{
     collections::BTreeMap,
-    fmt, slice,
+    fmt, mem, slice,
     sync::{Arc, Mutex, atomic::AtomicUsize},
     time::Duration,
 };
@@ -47,6 +47,7 @@ use crate::{
         topology::Topology,
     },
     reduce::{self, Reduction},
+    sync::lock,
 };
 
 /// Each set of axes longer than 1 has a communicator of its own: 63 of the 256 that ferrompi holds,
@@ -68,18 +69,24 @@ impl DeviceMeshBuilder {
     /// [`catch_unwind`](std::panic::catch_unwind) or by joining its thread. A rank that unwinds
     /// would wait for the others when MPI ends, and they for it.
     ///
-    /// One thread of a process calls all its meshes over MPI: it has begun with support for one
-    /// thread at a time, and two meshes that two threads call are not kept apart.
+    /// One thread of a process calls all its meshes over MPI, which has begun with support for one
+    /// thread at a time. A call from a second thread is refused, whichever mesh it is of, and so is a
+    /// mesh that a second thread makes once another one calls.
+    ///
+    /// A process that drops its last mesh waits there for the others to do so. Those that still wait
+    /// for it in a collective end the program at once, with an error that names it.
     ///
     /// A mesh without axes is a row named [`DeviceMesh::AXIS`].
     ///
     /// # Errors
     ///
-    /// Those of [`devices`](Self::devices), and [`ProcessError::Mpi`] if MPI cannot be started, or
-    /// a second time, has not as many processes as the mesh has slots, or grants its calls to one
-    /// thread only.
+    /// Those of [`devices`](Self::devices), [`ProcessError::OtherThread`], and [`ProcessError::Mpi`] if
+    /// MPI cannot be started, or a second time, if not all processes come within the mesh's
+    /// [deadline](Self::deadline), if they are not as many as the mesh has slots, or if MPI grants its
+    /// calls to one thread only.
     pub fn mpi(self, device: Device) -> error::Result<DeviceMesh> {
-        let session = Session::start()?;
+        let deadline = self.options.deadline.unwrap_or(DeviceMesh::PROCESS_DEADLINE);
+        let session = Session::start_within(deadline)?;
         let slot = session.rank();
         let processes = session.size();
         processes::mesh(self, slot, processes, device, |topology, deadline, _| {
@@ -101,6 +108,9 @@ struct Inner {
     counters: [Counter; 1],
     /// MPI takes one call at a time.
     current: Current,
+    /// What members of this call have found out that they do not agree in: a replica may go on after
+    /// the error, but the call must not succeed.
+    disagreement: Mutex<Option<String>>,
     /// What arrives with headers. Kept from call to call, as `parts`; in words, so that any items
     /// may lie in it. Of the two locks, this one is taken first; neither is ever contended, since
     /// one collective runs at a time.
@@ -124,6 +134,12 @@ impl fmt::Debug for Inner {
     }
 }
 
+impl Drop for Inner {
+    fn drop(&mut self) {
+        self.session.discard(mem::take(&mut self.groups).into_values());
+    }
+}
+
 impl Mpi {
     /// The backend of this process's slot, and a communicator for each group it is in. All
     /// processes call this.
@@ -142,16 +158,7 @@ impl Mpi {
             return Err(mpi(format!("a mesh has up to {MAX_AXES} axes longer than 1")));
         }
         let slot = session.rank();
-        let mut groups = BTreeMap::new();
-        // In the same order everywhere, the numbers of sets.
-        for set in (1..=long).filter(|set| set & !long == 0) {
-            let place = topology.groups(set).place(slot);
-            let comm = session
-                .world
-                .split(Some(rank_of(place.group)), rank_of(place.rank))
-                .map_err(|error| mpi(error.to_string()))?;
-            groups.insert(set, comm.ok_or_else(|| mpi("no communicator was made".into()))?);
-        }
+        let groups = session.while_nobody_calls(|| groups(&session, &topology, slot))?;
         Ok(Self(Arc::new(Inner {
             topology,
             slot,
@@ -159,6 +166,7 @@ impl Mpi {
             groups,
             counters: Default::default(),
             current: Current::default(),
+            disagreement: Mutex::default(),
             inbox: Mutex::default(),
             parts: Mutex::default(),
             underway: Mutex::default(),
@@ -226,17 +234,40 @@ impl Lists {
     }
 }
 
+/// The communicator of a slot's group along each set of axes longer than 1.
+fn groups(
+    session: &Session,
+    topology: &Topology,
+    slot: usize,
+) -> error::Result<BTreeMap<AxisSet, Communicator>> {
+    let long = topology.long_axes();
+    // In the same order everywhere, the numbers of sets.
+    let sets = (1..=long).filter(|set| set & !long == 0);
+    let group = |set| {
+        let place = topology.groups(set).place(slot);
+        let comm = session.world.split(Some(rank_of(place.group)), rank_of(place.rank));
+        let comm = comm.map_err(|error| mpi(error.to_string()))?;
+        Ok((set, comm.ok_or_else(|| mpi("no communicator was made".into()))?))
+    };
+    sets.map(group).collect()
+}
+
 fn mpi(reason: String) -> Error {
     ProcessError::Mpi { reason }.into()
 }
 
 impl Backend for Mpi {
     fn begin(&self) -> Vec<Arc<dyn Engine>> {
+        *lock(&self.0.disagreement) = None;
         vec![Arc::new(self.clone())]
     }
 
     fn counters(&self) -> &[Counter] {
         &self.0.counters
+    }
+
+    fn check_caller(&self) -> error::Result<(), ProcessError> {
+        self.0.session.check_caller()
     }
 
     fn process_allgather(&self, lists: Vec<Vec<Tensor>>) -> error::Result<Vec<Vec<Tensor>>> {
@@ -325,6 +356,9 @@ impl Engine for Mpi {
     }
 
     fn finish(&self) {
+        if let Some(why) = lock(&self.0.disagreement).take() {
+            session::end(&self.0.session.world, &why);
+        }
         if let Err(error) = processes::leave(self, &self.0.topology, self.0.slot) {
             session::end(&self.0.session.world, &error.to_string());
         }

@@ -21,7 +21,7 @@ pub(super) const MESSAGE_BYTES: usize = 1 << 30;
 pub(super) const MAX_REQUESTS: usize = 8192;
 /// How often a wait looks for messages before it looks at the clock and gives way. A look takes
 /// some 100 ns: what arrives within microseconds finds its receiver awake.
-const TRIES: u32 = 64;
+pub(super) const TRIES: u32 = 64;
 /// How long a member that waits for others to come stays awake: about as long as they take if they
 /// do the same work. One that comes later has it slept, an eighth of the time that nothing has come,
 /// so that the wait becomes longer by no more than that.
@@ -139,10 +139,8 @@ impl Call<'_> {
             let mut motion = self.engine.progress();
             motion.has_moved |= requests.len() < n_requests;
             motion.is_moving |= are_data;
-            if !patience.pause(motion) {
-                let ranks = requests.iter().map(|(rank, _)| *rank).collect();
-                self.engine.end_late(self.site, ranks);
-            }
+            let ranks = || requests.iter().map(|(rank, _)| *rank).collect();
+            self.engine.pause(self.site, &mut patience, motion, ranks);
         }
     }
 
@@ -157,16 +155,52 @@ impl Call<'_> {
 }
 
 impl Inner {
-    /// Ends all processes because members of these ranks have not come in time.
-    pub(super) fn end_late(&self, site: &Site, mut ranks: Vec<usize>) -> ! {
-        ranks.sort_unstable();
-        ranks.dedup();
-        let missing = ranks.into_iter().map(|rank| site.members()[rank]).collect();
+    /// Lets some time pass in a wait for members of some ranks.
+    ///
+    /// Ends all processes if their time is over, or if one of them will not come.
+    pub(super) fn pause(
+        &self,
+        site: &Site,
+        patience: &mut Patience,
+        motion: Motion,
+        ranks: impl FnOnce() -> Vec<usize>,
+    ) {
+        match patience.pause(motion) {
+            Pause::Short => {}
+            Pause::Long => self.end_if_left(site, patience, &missing(site, ranks())),
+            Pause::Over => self.end_late(site, missing(site, ranks())),
+        }
+    }
+
+    /// Ends all processes if the process of one of these slots has dropped its meshes.
+    fn end_if_left(&self, site: &Site, patience: &mut Patience, missing: &[usize]) {
+        let has_left = |slot: &usize| {
+            let has_left = self.session.has_left(*slot);
+            has_left.unwrap_or_else(|error| end(&self.session.world, &error.to_string()))
+        };
+        let Some(&slot) = missing.iter().find(|slot| has_left(slot)) else { return };
+        // What it sent before it left may have come since the last look: there is one more.
+        if patience.absent.replace(slot) == Some(slot) {
+            let (waiting, call) = (site.slot(), Arc::clone(&site.call));
+            let left = CollectiveError::Left { slot, waiting, call };
+            end(&self.session.world, &left.to_string());
+        }
+    }
+
+    /// Ends all processes because members have not come in time.
+    fn end_late(&self, site: &Site, missing: Vec<usize>) -> ! {
         let call = Arc::clone(&site.call);
         let after = self.deadline;
         let late = CollectiveError::Deadline { slot: site.slot(), missing, call, after };
         end(&self.session.world, &late.to_string())
     }
+}
+
+/// The slots of these ranks.
+fn missing(site: &Site, mut ranks: Vec<usize>) -> Vec<usize> {
+    ranks.sort_unstable();
+    ranks.dedup();
+    ranks.into_iter().map(|rank| site.members()[rank]).collect()
 }
 
 /// What the messages of a process do.
@@ -178,32 +212,57 @@ pub(super) struct Motion {
     pub(super) is_moving: bool,
 }
 
+impl Motion {
+    /// What they have done after two looks.
+    pub(super) fn then(self, next: Self) -> Self {
+        Self { has_moved: self.has_moved | next.has_moved, is_moving: next.is_moving }
+    }
+}
+
 /// How long a wait lasts, and what its thread does meanwhile.
 pub(super) struct Patience {
     deadline: Duration,
     start: Option<Instant>,
     /// The last look at which something had arrived, or the first one.
     quiet_since: Option<Instant>,
+    /// The slot of a process that has left, as was seen in the last pause.
+    absent: Option<usize>,
 }
 
 impl Patience {
     pub(super) fn new(deadline: Duration) -> Self {
-        Self { deadline, start: None, quiet_since: None }
+        Self { deadline, start: None, quiet_since: None, absent: None }
     }
 
-    /// Gives way, or sleeps; returns whether there is time left.
-    pub(super) fn pause(&mut self, motion: Motion) -> bool {
+    /// Gives way, or sleeps.
+    pub(super) fn pause(&mut self, motion: Motion) -> Pause {
         let now = Instant::now();
         if motion.has_moved {
             self.quiet_since = Some(now);
         }
         let quiet = now - *self.quiet_since.get_or_insert(now);
-        match nap(quiet, motion.is_moving) {
+        let nap = nap(quiet, motion.is_moving);
+        match nap {
             Some(nap) => thread::sleep(nap),
             None => thread::yield_now(),
         }
-        now - *self.start.get_or_insert(now) <= self.deadline
+        match nap {
+            _ if now - *self.start.get_or_insert(now) > self.deadline => Pause::Over,
+            Some(_) => Pause::Long,
+            None => Pause::Short,
+        }
     }
+}
+
+/// A pause in a wait.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Pause {
+    /// Others were given way to.
+    Short,
+    /// The thread has slept.
+    Long,
+    /// It was the last one: the time is over.
+    Over,
 }
 
 /// How long to sleep when nothing has arrived for so long.
@@ -239,10 +298,10 @@ mod tests {
     fn what_arrives_is_followed_awake() {
         let mut patience = Patience::new(Duration::from_secs(1));
         let quiet = Motion { has_moved: false, is_moving: true };
-        assert!(patience.pause(quiet));
+        assert_eq!(patience.pause(quiet), Pause::Short);
         let first = patience.quiet_since;
-        assert!(patience.pause(quiet) && patience.quiet_since == first);
-        assert!(patience.pause(Motion { has_moved: true, ..quiet }));
+        assert_eq!((patience.pause(quiet), patience.quiet_since), (Pause::Short, first));
+        assert_eq!(patience.pause(Motion { has_moved: true, ..quiet }), Pause::Short);
         assert!(patience.quiet_since > first);
     }
 
@@ -250,7 +309,6 @@ mod tests {
     fn patience_ends_with_its_deadline_though_messages_arrive() {
         let mut patience = Patience::new(Duration::ZERO);
         let moving = Motion { has_moved: true, is_moving: true };
-        assert!(patience.pause(moving));
-        assert!(!patience.pause(moving));
+        assert_eq!([patience.pause(moving), patience.pause(moving)], [Pause::Short, Pause::Over]);
     }
 }

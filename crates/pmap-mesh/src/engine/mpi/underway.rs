@@ -16,7 +16,7 @@ use super::{
     messages::Messages,
     session::end,
     stream::Stream,
-    transfer::{Call, Kind, MAX_REQUESTS, Motion, Patience},
+    transfer::{Call, Kind, MAX_REQUESTS, Motion, Patience, TRIES},
     wire::{FIRST_BYTES, Header},
 };
 use crate::{
@@ -80,6 +80,14 @@ pub(super) struct Entries {
     next_ticket: u64,
     /// How many were started in the group along each set of axes.
     n_started: BTreeMap<AxisSet, u64>,
+}
+
+impl Entries {
+    #[expect(clippy::expect_used, reason = "who waits for a collective has not done so before")]
+    fn position(&self, ticket: u64) -> usize {
+        let position = self.list.iter().position(|entry| entry.ticket == ticket);
+        position.expect("a collective is listed until it has been waited for")
+    }
 }
 
 /// A collective that was started, as its replica has it.
@@ -205,30 +213,32 @@ impl Inner {
     fn wait_for(&self, site: &Site, ticket: u64) -> Results {
         let mut patience = Patience::new(self.deadline);
         loop {
-            let motion = self.progress();
-            let missing = match self.outcome(ticket) {
-                Ok(results) => return results,
-                Err(missing) => missing,
-            };
-            if !patience.pause(motion) {
-                self.end_late(site, missing);
+            let mut motion = Motion::default();
+            for _ in 0..TRIES {
+                motion = motion.then(self.progress());
+                if let Some(results) = self.outcome(ticket) {
+                    return results;
+                }
             }
+            self.pause(site, &mut patience, motion, || self.missing(ticket));
         }
     }
 
-    /// The results of a collective that is over, which is then forgotten; or which members it waits
-    /// for.
-    #[expect(clippy::expect_used, reason = "who waits for a collective has not done so before")]
-    fn outcome(&self, ticket: u64) -> std::result::Result<Results, Vec<usize>> {
+    /// The results of a collective, which is then forgotten, if it is over.
+    fn outcome(&self, ticket: u64) -> Option<Results> {
         let mut underway = lock(&self.underway);
-        let position = underway.list.iter().position(|entry| entry.ticket == ticket);
-        let position = position.expect("a collective is listed until it has been waited for");
-        let entry = &mut underway.list[position];
-        let Stage::Over(results) = &mut entry.stage else { return Err(entry.missing()) };
+        let position = underway.position(ticket);
+        let Stage::Over(results) = &mut underway.list[position].stage else { return None };
         let results = mem::replace(results, Ok(Vec::new()));
         underway.list.remove(position);
         self.n_underway.store(underway.list.len(), Ordering::Relaxed);
-        Ok(results)
+        Some(results)
+    }
+
+    /// The ranks that a collective waits for.
+    fn missing(&self, ticket: u64) -> Vec<usize> {
+        let underway = lock(&self.underway);
+        underway.list[underway.position(ticket)].missing()
     }
 
     /// What goes wrong with messages ends the program: those that were started could not be taken

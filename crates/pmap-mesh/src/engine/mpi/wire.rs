@@ -156,7 +156,10 @@ impl<'a> Call<'a> {
             .map(|(from, place)| (from, Kind::Text, place))
             .collect();
         self.transfer(incoming, self.others().map(|to| (to, Kind::Text, &own[..])));
-        disagreement(self.site, other, |rank| texts[rank * TEXT_BYTES..][..TEXT_BYTES].to_vec())
+        let text = |rank| texts[rank * TEXT_BYTES..][..TEXT_BYTES].to_vec();
+        let error = disagreement(self.site, other, text);
+        *lock(&self.engine.disagreement) = Some(error.to_string());
+        error
     }
 }
 
