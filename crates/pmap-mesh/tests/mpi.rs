@@ -4,6 +4,8 @@
 //! The program starts itself under `mpirun`, once for each case; what runs there is one of several
 //! ranks.
 
+#![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
+
 mod conformance;
 
 use std::{process::ExitCode, thread, time::Duration};
@@ -59,7 +61,6 @@ const CASES: [Case; 27] = [
 struct Mpi;
 
 impl Engine for Mpi {
-    #[allow(clippy::unwrap_used, reason = "a test fails by panicking")]
     fn open(&self, builder: DeviceMeshBuilder) -> DeviceMesh {
         builder.mpi(self.device()).unwrap()
     }

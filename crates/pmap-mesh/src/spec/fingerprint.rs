@@ -13,7 +13,7 @@ pub(crate) fn fingerprint(x: &Tensor) -> Result<u64> {
     let host = on_host(x)?;
     let (storage, layout) = host.storage_and_layout();
     let start = layout.start_offset();
-    let mut items = Items { fingerprint: &mut fingerprint, start, n_items: x.elem_count() };
+    let mut items = Items { fingerprint: &mut fingerprint, start, len: x.elem_count() };
     match &*storage {
         Storage::Cpu(CpuStorage::U8(all)) => items.add(all, u8::to_le_bytes),
         Storage::Cpu(CpuStorage::U32(all)) => items.add(all, u32::to_le_bytes),
@@ -34,7 +34,7 @@ pub(crate) fn fingerprint(x: &Tensor) -> Result<u64> {
 struct Items<'a> {
     fingerprint: &'a mut Fingerprint,
     start: usize,
-    n_items: usize,
+    len: usize,
 }
 
 impl Items<'_> {
@@ -47,7 +47,7 @@ impl Items<'_> {
             }
             u64::from_le_bytes(word)
         };
-        let items = &all[self.start..self.start + self.n_items];
+        let items = &all[self.start..self.start + self.len];
         self.fingerprint.extend(items.chunks(size_of::<u64>() / BYTES).map(word));
     }
 }

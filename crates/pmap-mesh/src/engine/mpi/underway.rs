@@ -303,11 +303,15 @@ impl Entry {
                     |rank| if rank == own_rank { own.clone() } else { arrived[&rank].clone() };
                 end(&engine.session.world, &disagreement(&self.site, other, text).to_string())
             }
-            Stage::Data { job, n_th, .. } => match job.finish() {
-                Ok(Next::Round(job)) => self.round(engine, job, n_th + 1),
-                Ok(Next::Results(results)) => Stage::Over(Ok(results)),
-                Err(error) => Stage::Over(Err(error)),
-            },
+            Stage::Data { stream, job, n_th } => {
+                // Its buffers are not needed beside those of the next round.
+                drop(stream);
+                match job.finish() {
+                    Ok(Next::Round(job)) => self.round(engine, job, n_th + 1),
+                    Ok(Next::Results(results)) => Stage::Over(Ok(results)),
+                    Err(error) => Stage::Over(Err(error)),
+                }
+            }
             Stage::Over(results) => Stage::Over(results),
         }
     }
