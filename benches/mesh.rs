@@ -86,6 +86,29 @@ fn psum(c: &mut Criterion) -> Outcome {
     Ok(())
 }
 
+/// Sums over two replicas, of which each keeps its half: a hundred in one call.
+fn psum_scatter(c: &mut Criterion) -> Outcome {
+    const ROUNDS: u64 = 100;
+    let mesh = DeviceMesh::cpu(2)?;
+    let mut group = c.benchmark_group("mesh/psum_scatter_2");
+    group.throughput(Throughput::Elements(ROUNDS)).sample_size(20);
+    for (name, bytes) in [("4KB", 4 << 10), ("1MB", 1 << 20)] {
+        let x = Tensor::ones((2, bytes / size_of::<f32>()), DType::F32, &Device::Cpu)?;
+        let halves = mesh.pmap(|ctx, x: Tensor| {
+            for _ in 0..ROUNDS {
+                black_box(ctx.psum_scatter(&x, 1, ALL)?);
+            }
+            ctx.psum_scatter(&x, 1, ALL)
+        });
+        let x = mesh.shard(x, P::shard(0, ALL))?;
+        let sums = halves.run(x.clone())?.shards()[1].flatten_all()?.to_vec1::<f32>()?;
+        assert_eq!(sums, vec![2.; bytes / size_of::<f32>() / 2]);
+        group.bench_function(name, |b| b.iter(|| halves.run(x.clone())));
+    }
+    group.finish();
+    Ok(())
+}
+
 /// Sums of 1 MB over two replicas, beside two threads that read and write as much: each adds up one
 /// half of two tensors, and writes it.
 fn psum_beside_threads(c: &mut Criterion) -> Outcome {
@@ -104,6 +127,8 @@ fn psum_beside_threads(c: &mut Criterion) -> Outcome {
     group.bench_function("psum", |b| b.iter(|| sums.run(x.clone())));
     let mut summands = [vec![1_f32; LEN], vec![1_f32; LEN]];
     let mut sum = vec![0_f32; LEN];
+    add(&summands[0], &summands[1], &mut sum);
+    assert!(sum.iter().all(|sum| (sum - 2.0).abs() < f32::EPSILON));
     group.bench_function("two_threads", |b| {
         b.iter(|| {
             let [left, right] = black_box(&mut summands);
@@ -115,7 +140,6 @@ fn psum_beside_threads(c: &mut Criterion) -> Outcome {
             });
         });
     });
-    assert!(sum.iter().all(|sum| (sum - 2.0).abs() < f32::EPSILON));
     group.finish();
     Ok(())
 }
@@ -281,6 +305,7 @@ fn all(c: &mut Criterion) {
         call,
         matmul,
         psum,
+        psum_scatter,
         psum_beside_threads,
         broadcast,
         gather_units,

@@ -69,6 +69,8 @@ fn values_can_be_sent_to_and_shared_between_threads() {
         train::AdamW,
         train::Checkpoint,
         train::Checkpoints,
+        train::PassedOver,
+        train::FullyShard<train::AdamW>,
         train::ShardedVars,
         train::StateDict,
         train::Error,

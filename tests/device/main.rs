@@ -3,6 +3,8 @@
 #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
 
 mod moves;
+mod training;
+mod underway;
 
 use candle_core::{DType, Device, Tensor, Var};
 use candle_distributed::{
@@ -41,6 +43,12 @@ fn iota(shape: (usize, usize)) -> Tensor {
         .unwrap()
         .reshape(shape)
         .unwrap()
+}
+
+/// A tensor on another device, with its gradients, which go back the same way: candle's copies from
+/// one GPU to another may read what has been given to others by then.
+fn moved(x: &Tensor, device: &Device) -> candle_core::Result<Tensor> {
+    x.to_device(&Device::Cpu)?.to_device(device)
 }
 
 fn rows(tensor: &Tensor) -> Vec<Vec<f32>> {
@@ -84,7 +92,7 @@ fn gradients_of_shards_add_up_on_the_first_device() {
         let shared = weight.clone();
         let gradient = mesh
             .pmap(move |replica, x: Tensor| {
-                let loss = x.matmul(&shared.to_device(replica.device())?)?.sum_all()?;
+                let loss = x.matmul(&moved(shared.as_tensor(), replica.device())?)?.sum_all()?;
                 loss.backward()?
                     .get(&shared)
                     .cloned()
@@ -195,7 +203,7 @@ fn value_and_grad_sums_over_devices() {
             Var::from_tensor(&iota((3, 2)).to_device(&mesh.devices()[0]).unwrap()).unwrap();
         let shared = weight.clone();
         let step = value_and_grad(&mesh, vec![weight.clone()], move |ctx, x: Tensor| {
-            x.matmul(&shared.to_device(ctx.device())?)?.mean_all()
+            x.matmul(&moved(shared.as_tensor(), ctx.device())?)?.mean_all()
         });
         let (_, grads) = step.call(iota((4, 3))).unwrap();
         assert_eq!(rows(grads.get(&weight).unwrap()), [[2.25, 2.25], [2.75, 2.75], [3.25, 3.25]]);

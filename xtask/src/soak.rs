@@ -1,10 +1,10 @@
 //! `cargo xtask soak`: a training run of several processes, of which one is killed again and again,
-//! ends as an undisturbed one does.
+//! ends as an undisturbed one does, whatever befalls its files meanwhile.
 
 use std::{
     fs::{self, File},
     hash::{DefaultHasher, Hash, Hasher},
-    path::PathBuf,
+    path::{Path, PathBuf},
     process::{Child, Command, Stdio},
     thread,
     time::{Duration, Instant},
@@ -17,8 +17,9 @@ use crate::{
     workspace,
 };
 
-/// Kills ranks of a training run at random moments, resumes it each time, and compares its end with
-/// that of a run that nobody disturbed: the same losses and the same model, to the bit.
+/// Kills ranks of a training run at random moments, damages its files, starts it twice at once, and
+/// compares its end with that of a run that nobody disturbed: the same losses and the same model, to
+/// the bit.
 #[derive(clap::Args)]
 pub(crate) struct Args {
     /// How many processes train.
@@ -42,6 +43,8 @@ pub(crate) struct Args {
 const LIMIT: Duration = Duration::from_secs(60);
 /// How long a run may take to make its next step.
 const PATIENCE: Duration = Duration::from_secs(240);
+/// The run is started a second time before every so many kills.
+const SECOND_EVERY: usize = 4;
 /// Often, so that many kills fall into the writing of a checkpoint.
 const CHECKPOINT_EVERY: &str = "2";
 
@@ -55,7 +58,8 @@ pub(crate) fn run(args: &Args) -> Result {
     let mut slowest = Duration::ZERO;
     for kill in 0..args.kills {
         let report = soak.disturb("disturbed", kill)?;
-        println!("== kill {} of {}: {report}", kill + 1, args.kills);
+        let damage = soak.damage("disturbed", kill)?;
+        println!("== kill {} of {}: {report}; {damage}", kill + 1, args.kills);
         slowest = slowest.max(report.ended_after);
     }
     soak.finish("disturbed")?;
@@ -172,6 +176,10 @@ impl<'a> Soak<'a> {
                 return Err(format!("step {step} was not reached in {PATIENCE:?}").into());
             }
         }
+        // Not in the end, where the run may complete meanwhile.
+        if kill.is_multiple_of(SECOND_EVERY) && kill < self.args.kills / 2 {
+            self.refuse_second(name)?;
+        }
         thread::sleep(pause);
         signal("-KILL", processes[rank])?;
         let killed = Instant::now();
@@ -188,6 +196,44 @@ impl<'a> Soak<'a> {
             return Err(self.failed("the run came to its end though a process was killed"));
         }
         Ok(Report { rank, step: self.steps(name), ended_after: killed.elapsed() })
+    }
+
+    /// Starts the run a second time while it trains, which must be refused and harm nothing.
+    fn refuse_second(&self, name: &str) -> Result {
+        let mut second = self.start(name)?;
+        let start = Instant::now();
+        while second.try_wait()?.is_none() {
+            if start.elapsed() > LIMIT {
+                self.end_all(name, &mut second)?;
+                return Err(format!("a second start was not refused within {LIMIT:?}").into());
+            }
+            thread::sleep(Duration::from_millis(20));
+        }
+        if second.wait()?.success() {
+            return Err(self.failed("a second start of the run ended well beside the first"));
+        }
+        Ok(())
+    }
+
+    /// Flips a bit in a file of the newest checkpoint, if there is an older one to fall back on and
+    /// chance will have it; says what was done.
+    fn damage(&self, name: &str, kill: usize) -> Result<String> {
+        let random = |what: &str, below: usize| random(self.args.seed, kill, what, below);
+        let mut checkpoints = folders(&self.home.join(name).join("checkpoints"))?;
+        checkpoints.retain(|path| path.extension().is_none());
+        checkpoints.sort();
+        let [.., _, newest] = &checkpoints[..] else { return Ok("nothing is damaged".into()) };
+        if random("damage", 2) == 0 {
+            return Ok("nothing is damaged".into());
+        }
+        let mut files: Vec<PathBuf> = entries(newest)?;
+        files.sort();
+        let file = &files[random("file", files.len())];
+        let mut bytes = fs::read(file)?;
+        let at = random("byte", bytes.len());
+        bytes[at] ^= 1 << random("bit", 8);
+        fs::write(file, bytes)?;
+        Ok(format!("byte {at} of {} is damaged", file.display()))
     }
 
     /// How many steps the metrics speak of.
@@ -228,6 +274,22 @@ impl<'a> Soak<'a> {
     fn model(&self, name: &str) -> Result<Vec<u8>> {
         Ok(fs::read(self.home.join(name).join("model.safetensors"))?)
     }
+}
+
+/// What lies in a folder, if there is one.
+fn entries(folder: &Path) -> Result<Vec<PathBuf>> {
+    if !folder.exists() {
+        return Ok(Vec::new());
+    }
+    let entries = fs::read_dir(folder)?;
+    Ok(entries.map(|entry| entry.map(|entry| entry.path())).collect::<std::io::Result<_>>()?)
+}
+
+/// The folders in a folder, if there is one.
+fn folders(folder: &Path) -> Result<Vec<PathBuf>> {
+    let mut entries = entries(folder)?;
+    entries.retain(|path| path.is_dir());
+    Ok(entries)
 }
 
 /// A number below `below` that depends on all of these.

@@ -1,8 +1,13 @@
 //! Which devices a command runs on, and whether other processes run with it.
 
-use std::io::{self, Write};
 #[cfg(feature = "nccl")]
 use std::path::PathBuf;
+use std::{
+    env,
+    io::{self, Write},
+    thread,
+    time::Duration,
+};
 
 #[cfg(feature = "mpi")]
 use candle_core::Device;
@@ -11,15 +16,19 @@ use candle_distributed::mesh::NcclStore;
 #[cfg(any(feature = "mpi", feature = "nccl"))]
 use candle_distributed::types::Launched;
 use candle_distributed::{
-    mesh::{DeviceMesh, DeviceMeshBuilder, init_threads},
-    types::{Placement, Rank, WorldSize},
+    mesh::{DeviceMesh, DeviceMeshBuilder, THREAD_VARIABLES, init_threads},
+    types::{Placement, Rank, WorldSize, human::Printable},
 };
-use clap::ValueEnum;
+use clap::{ValueEnum, value_parser};
 
 use crate::{
     error::{Error, Result},
     output,
 };
+
+/// The variable by which `launch` names the rendezvous file of its processes.
+#[cfg(any(unix, feature = "nccl"))]
+pub(crate) const STORE_VARIABLE: &str = "CANDLE_DISTRIBUTED_STORE";
 
 /// The options of commands that run on devices.
 #[derive(Debug, clap::Args)]
@@ -36,8 +45,12 @@ pub(crate) struct DeviceArgs {
     /// Rendezvous file of --engine nccl: a new one for every run, in a place that all processes can
     /// reach
     #[cfg(feature = "nccl")]
-    #[arg(long, value_name = "FILE")]
+    #[arg(long, value_name = "FILE", env = STORE_VARIABLE)]
     store: Option<PathBuf>,
+    /// How long a device waits for the others before the command ends with an error, in seconds
+    /// [default: 600 between processes, forever within one]
+    #[arg(long, value_name = "SECONDS", value_parser = value_parser!(u64).range(1..))]
+    deadline: Option<u64>,
 }
 
 #[derive(Clone, Copy, Debug, Default, ValueEnum)]
@@ -48,7 +61,7 @@ enum Engine {
     /// One process per device, all started by `mpirun` or `srun`
     #[cfg(feature = "mpi")]
     Mpi,
-    /// One process per CUDA device, all started by `torchrun` or `srun`
+    /// One process per CUDA device, all started by `candle-distributed launch`, `torchrun` or `srun`
     #[cfg(feature = "nccl")]
     Nccl,
 }
@@ -70,6 +83,8 @@ pub(crate) struct Place {
     pub(crate) placement: Placement,
     /// How many devices share this machine's cores.
     devices_here: usize,
+    /// How many of them are this process's.
+    devices_in_process: usize,
 }
 
 impl Place {
@@ -94,6 +109,32 @@ impl Place {
         if self.is_first() { output::text(write) } else { Ok(()) }
     }
 
+    /// Whether this process has all devices of the run.
+    pub(crate) fn is_alone(self) -> bool {
+        self.devices_in_process == self.placement.world_size().as_usize()
+    }
+
+    /// The number of devices of this process.
+    pub(crate) fn devices_in_process(self) -> u64 {
+        self.devices_in_process as u64
+    }
+
+    /// The number of processes of the run that share this machine.
+    pub(crate) fn processes_here(self) -> u64 {
+        self.devices_here.div_ceil(self.devices_in_process) as u64
+    }
+
+    /// Gives candle's kernels their share of the cores. Call it while the process has one thread,
+    /// which is before any other use of candle: the number of its threads can be set only then.
+    pub(crate) fn share_cores(self) -> Result<()> {
+        if self.is_first() {
+            for name in THREAD_VARIABLES {
+                warn_of_threads(name);
+            }
+        }
+        Ok(init_threads(self.devices_here)?)
+    }
+
     /// Whether this is the process that prints.
     pub(crate) fn is_first(self) -> bool {
         self.placement.rank() == Rank::ZERO
@@ -107,13 +148,14 @@ impl DeviceArgs {
             Engine::Threads => {
                 let world_size = WorldSize::new(self.world_size.unwrap_or(default))?;
                 let placement = Placement::new(0, world_size.as_u64())?;
-                Ok(Place { placement, devices_here: world_size.as_usize() })
+                let devices = world_size.as_usize();
+                Ok(Place { placement, devices_here: devices, devices_in_process: devices })
             }
             #[cfg(feature = "mpi")]
             Engine::Mpi => self.place_among_processes("mpirun -n 2 candle-distributed …"),
             #[cfg(feature = "nccl")]
             Engine::Nccl => self.place_among_processes(
-                "torchrun --nproc-per-node 2 --no-python candle-distributed …",
+                "candle-distributed launch --processes 2 -- candle-distributed …",
             ),
         }
     }
@@ -135,18 +177,25 @@ impl DeviceArgs {
         // If the launcher does not say how many processes share this machine, all of them may: that
         // gives each too few threads at worst, never too many.
         let devices_here = launched.local_world_size().unwrap_or(processes).as_usize();
-        Ok(Place { placement, devices_here })
+        Ok(Place { placement, devices_here, devices_in_process: 1 })
     }
 
-    /// Runs `job` on the devices of `grid`. Call it while the process has one thread, which is before
-    /// any other use of candle: its number of threads can be set only then.
+    /// Whether the devices are virtual ones on a processor, whose memory is that of the process.
+    pub(crate) fn is_cpu(&self) -> bool {
+        matches!(self.device, DeviceArg::Cpu)
+    }
+
+    /// Runs `job` on the devices of `grid`, after [`Place::share_cores`].
     pub(crate) fn run_on<T>(
         &self,
         place: Place,
         grid: DeviceMeshBuilder,
         job: impl FnOnce(&DeviceMesh) -> Result<T>,
     ) -> Result<T> {
-        init_threads(place.devices_here)?;
+        let grid = match self.deadline {
+            Some(seconds) => grid.deadline(Duration::from_secs(seconds)),
+            None => grid,
+        };
         let mesh = self.open(grid)?;
         let outcome = place.agrees_with(&mesh).and_then(|()| job(&mesh));
         if outcome.as_ref().is_err_and(|error| !error.is_of_all()) {
@@ -186,12 +235,35 @@ impl DeviceArgs {
             return Err(Error::usage("--engine nccl needs --device cuda"));
         }
         let launched = Launched::from_env()?.ok_or_else(|| {
-            Error::usage("--engine nccl needs a launcher, such as torchrun or srun")
+            Error::usage(
+                "--engine nccl needs a launcher: candle-distributed launch, torchrun or srun",
+            )
         })?;
         let local =
             launched.local_rank().ok_or_else(|| Error::usage("the launcher sets no local rank"))?;
         let store =
             self.store.clone().ok_or_else(|| Error::usage("--engine nccl needs a --store"))?;
         Ok(grid.nccl(launched.placement(), local.as_usize(), &NcclStore::File(store))?)
+    }
+}
+
+/// Says what is wrong with the value of a variable that sets a number of threads. candle takes what
+/// is no such number for the number of cores, and any number as it is.
+fn warn_of_threads(variable: &str) {
+    /// Beyond this many threads on each core, kernels do little but wait for each other.
+    const MOST_PER_CORE: usize = 8;
+    let Some(value) = env::var_os(variable) else { return };
+    // Where the system does not say how many there are, no number is known to be too large.
+    let Ok(cores) = thread::available_parallelism().map(usize::from) else { return };
+    match value.to_str().and_then(|value| value.parse::<usize>().ok()) {
+        None | Some(0) => output::warning(format_args!(
+            "{variable} is \"{}\", which is no number of threads: every device uses all {cores} \
+             cores",
+            Printable(value.display())
+        )),
+        Some(threads) if threads > MOST_PER_CORE * cores => output::warning(format_args!(
+            "{variable} is {threads}, which is many threads for {cores} cores"
+        )),
+        Some(_) => {}
     }
 }

@@ -7,8 +7,17 @@ use std::{
     path::{Path, PathBuf},
 };
 
-use candle_distributed::{batch, mesh, plan, sampler, train, types};
+use candle_distributed::{
+    batch, mesh, plan, sampler,
+    train::{self, CheckpointError},
+    types::{
+        self,
+        human::{HumanBytes, Printable},
+    },
+};
 use plotters::drawing::DrawingAreaErrorKind;
+
+use crate::train::limits::Limit;
 
 pub(crate) type Result<T, E = Error> = std::result::Result<T, E>;
 
@@ -41,19 +50,50 @@ pub(crate) enum ErrorKind {
     /// A value that only this command refuses.
     #[error("{0}")]
     Usage(String),
-    #[error("cannot read {path}")]
+    /// A process that `launch` has started failed.
+    #[error("rank {rank} {how}")]
+    Rank { rank: usize, how: String, code: u8 },
+    /// The system does not let `launch` start or watch processes.
+    #[error("cannot run the processes")]
+    Launcher(#[source] io::Error),
+    #[error("cannot read {path}", path = Printable(path.display()))]
     Read { path: PathBuf, source: io::Error },
-    #[error("{path} does not describe a model")]
+    #[error("{path} does not describe a model", path = Printable(path.display()))]
     Model { path: PathBuf, source: plan::Error },
-    #[error("{path} does not hold {what}")]
+    #[error("{path} does not hold {what}", path = Printable(path.display()))]
     Json { path: PathBuf, what: &'static str, source: serde_json::Error },
     /// The user or a scheduler asked the program to stop.
     #[error("stopped after {done} of {steps} steps")]
     Stopped { done: u64, steps: u64 },
-    /// As [`Stopped`](Self::Stopped), in a process other than the first, which reports it for all.
-    #[error("stopped with the first process")]
-    StoppedToo,
-    #[error("cannot write {path}")]
+    /// A step has numbers that are infinite or none.
+    #[error(
+        "step {step} of {steps} failed on batch {batch} of epoch {epoch} with learning rate \
+         {learning_rate}"
+    )]
+    Diverged {
+        step: u64,
+        steps: u64,
+        batch: u64,
+        epoch: u64,
+        learning_rate: f64,
+        source: train::Error,
+    },
+    /// The error of a process other than the first, which reports it.
+    #[error("the first process says why")]
+    SaidByFirst {
+        exit_code: u8,
+        /// Whether every process ends with it, after the same step.
+        is_of_all: bool,
+    },
+    /// The run would take more memory than there is.
+    #[error(
+        "this process would take about {}, and may take {} because of {}",
+        HumanBytes((*needed).into()),
+        HumanBytes(limit.share().into()),
+        limit.source
+    )]
+    Memory { needed: u64, limit: Limit },
+    #[error("cannot write {path}", path = Printable(path.display()))]
     Write { path: PathBuf, source: io::Error },
     #[error("cannot write to standard output")]
     Output(#[from] io::Error),
@@ -67,7 +107,7 @@ pub(crate) enum ErrorKind {
 pub(crate) const BAD_INPUT: u8 = 2;
 
 /// The exit code if the machine or the program is at fault.
-const FAILURE: u8 = 1;
+pub(crate) const FAILURE: u8 = 1;
 
 /// The exit code that shells report for a program stopped by Ctrl-C.
 pub(crate) const INTERRUPTED: u8 = 130;
@@ -122,18 +162,27 @@ impl Error {
 
     /// Whether every process of a run ends with this error, after the same step.
     pub(crate) fn is_of_all(&self) -> bool {
-        matches!(*self.kind, ErrorKind::Stopped { .. } | ErrorKind::StoppedToo)
+        matches!(
+            *self.kind,
+            ErrorKind::Stopped { .. }
+                | ErrorKind::Diverged { .. }
+                | ErrorKind::SaidByFirst { is_of_all: true, .. }
+        )
     }
 
     pub(crate) fn exit_code(&self) -> u8 {
         match &*self.kind {
-            ErrorKind::Stopped { .. } | ErrorKind::StoppedToo => INTERRUPTED,
+            ErrorKind::Stopped { .. } => INTERRUPTED,
+            ErrorKind::SaidByFirst { exit_code, .. } => *exit_code,
             ErrorKind::Mesh(error) if is_bad_input(error) => BAD_INPUT,
+            ErrorKind::Training(error) if is_bad_checkpoint(error) => BAD_INPUT,
             ErrorKind::Mesh(_)
             | ErrorKind::Training(_)
+            | ErrorKind::Diverged { .. }
             | ErrorKind::Write { .. }
             | ErrorKind::Output(_)
             | ErrorKind::Chart(_)
+            | ErrorKind::Launcher(_)
             | ErrorKind::Train(_) => FAILURE,
             ErrorKind::Types(_)
             | ErrorKind::Launch(_)
@@ -141,9 +190,11 @@ impl Error {
             | ErrorKind::Batch(_)
             | ErrorKind::Plan(_)
             | ErrorKind::Usage(_)
+            | ErrorKind::Memory { .. }
             | ErrorKind::Read { .. }
             | ErrorKind::Model { .. }
             | ErrorKind::Json { .. } => BAD_INPUT,
+            ErrorKind::Rank { code, .. } => *code,
         }
     }
 
@@ -178,6 +229,20 @@ fn is_bad_input(error: &mesh::Error) -> bool {
         error,
         mesh::Error::Mesh(Device { .. } | DuplicateAxis { .. } | AxisCount { .. } | Size { .. })
     )
+}
+
+/// Whether the fault is in the files of a checkpoint, rather than in reading or writing them.
+fn is_bad_checkpoint(error: &train::Error) -> bool {
+    match error {
+        train::Error::Checkpoint(fault) => {
+            use CheckpointError::{Io, Lost, NotFinite};
+
+            !matches!(fault, Io { .. } | Lost { .. } | NotFinite { .. })
+        }
+        // The model is this program's own, so it is the checkpoint that is of another one.
+        train::Error::Parameter(_) => true,
+        _ => false,
+    }
 }
 
 /// Adds advice to the error of a result.

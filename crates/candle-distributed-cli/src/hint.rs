@@ -5,7 +5,9 @@ use std::borrow::Cow;
 use candle_distributed::{
     batch, mesh,
     plan::{self, CutError, ParameterError, SourceError},
-    sampler, train, types,
+    sampler,
+    train::{self, CheckpointError},
+    types,
 };
 
 use crate::error::{Error, ErrorKind};
@@ -22,6 +24,18 @@ pub(crate) const RUN: &str = "candle-distributed train --out DIR creates a run i
 pub(crate) const TEXT: &str = "the text has changed, or an earlier version of this program started \
                                the run and took another fingerprint of the same text: start a \
                                new run in another folder";
+pub(crate) const SAME_RUN: &str = "every process needs the same arguments, the same text and the \
+                                   same folder of the run";
+pub(crate) const OTHER_RUN: &str =
+    "remove the checkpoint that does not belong here, or give --out the folder that it belongs to";
+pub(crate) const NO_SETTINGS: &str =
+    "start a new run in another folder, or bring back the file that tells which run this is";
+pub(crate) const SHARED: &str =
+    "--out must name a folder that all processes share, such as one of a network file system";
+const NONE_LEFT: &str = "restore one of these checkpoints, or start a new run in another folder";
+const LOCKED: &str = "two processes would ruin the run: end the other one, or wait for it";
+const MEMORY: &str =
+    "a smaller --world-size takes less; --memory-limit replaces what the system says";
 pub(crate) const MODEL: &str = "a model is a .safetensors file, a model.safetensors.index.json, a \
                                 folder with either, or a manifest such as \
                                 {\"w\": {\"dtype\": \"F32\", \"shape\": [10, 4]}}";
@@ -51,14 +65,17 @@ fn of(kind: &ErrorKind) -> Option<Cow<'static, str>> {
             plan(error).map(Cow::from)
         }
         ErrorKind::Mesh(error) => mesh(error).map(Cow::from),
-        ErrorKind::Training(train::Error::Gradient(_)) => Some(GRADIENT.into()),
+        ErrorKind::Training(error) => training(error).map(Cow::from),
+        ErrorKind::Memory { .. } => Some(MEMORY.into()),
         ErrorKind::Launch(_)
-        | ErrorKind::Training(_)
         | ErrorKind::Usage(_)
+        | ErrorKind::Rank { .. }
+        | ErrorKind::Launcher(_)
         | ErrorKind::Read { .. }
         | ErrorKind::Json { .. }
         | ErrorKind::Stopped { .. }
-        | ErrorKind::StoppedToo
+        | ErrorKind::Diverged { .. }
+        | ErrorKind::SaidByFirst { .. }
         | ErrorKind::Write { .. }
         | ErrorKind::Output(_)
         | ErrorKind::Chart(_)
@@ -97,7 +114,9 @@ fn sampler(error: &sampler::Error) -> Option<&'static str> {
 
 fn batch(error: &batch::Error) -> Option<Cow<'static, str>> {
     match error {
-        batch::Error::NoLimit => Some("give --max-tokens or --max-batch-size".into()),
+        batch::Error::NoLimit => {
+            Some("give --max-tokens, --max-batch-size or --max-cost".into())
+        }
         batch::Error::NoTokenBudget => Some("give --max-tokens".into()),
         batch::Error::SequenceTooLong { .. } => {
             Some("--overlong skip leaves such sequences out, --overlong truncate cuts them".into())
@@ -109,9 +128,11 @@ fn batch(error: &batch::Error) -> Option<Cow<'static, str>> {
             )
             .into(),
         ),
-        batch::Error::CannotFillStep { .. } => {
-            Some("a smaller --max-tokens or --max-batch-size makes more batches".into())
-        }
+        batch::Error::CannotFillStep { .. } => Some(
+            "a smaller --max-tokens or --max-batch-size makes more batches; --remainder drop leaves \
+             the last ones out, --remainder repeat takes the first ones twice"
+                .into(),
+        ),
         batch::Error::TooManySequences { .. } => {
             Some("--window 1000 sorts the sequences of 1000 batches at a time".into())
         }
@@ -132,6 +153,15 @@ fn plan(error: &plan::Error) -> Option<&'static str> {
         plan::Error::UnknownParameter { .. } => {
             Some("plan --format json lists the names of all parameters")
         }
+        _ => None,
+    }
+}
+
+fn training(error: &train::Error) -> Option<&'static str> {
+    match error {
+        train::Error::Gradient(_) => Some(GRADIENT),
+        train::Error::Checkpoint(CheckpointError::NoneLeft { .. }) => Some(NONE_LEFT),
+        train::Error::Checkpoint(CheckpointError::Locked { .. }) => Some(LOCKED),
         _ => None,
     }
 }

@@ -4,7 +4,6 @@ use std::{
     fs::{self, File},
     io::{self, Read},
     path::Path,
-    str::FromStr,
 };
 
 use serde::de::DeserializeOwned;
@@ -20,13 +19,19 @@ pub(crate) fn open(path: &Path) -> Result<File> {
     File::open(path).map_err(|source| Error::read(path, source))
 }
 
-/// The content of the file at `path`, if there is one.
+/// The content of the file at `path`, if there is one. What is no file, such as a device that never
+/// ends, is refused, and so is one that is longer than any text.
 pub(crate) fn read_if_there(path: &Path) -> Result<Option<Vec<u8>>> {
-    match fs::read(path) {
-        Ok(content) => Ok(Some(content)),
-        Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(None),
-        Err(source) => Err(Error::read(path, source)),
+    let known = match fs::metadata(path) {
+        Ok(known) => known,
+        Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(None),
+        Err(source) => return Err(Error::read(path, source)),
+    };
+    // Opening a pipe would wait for somebody to write to it.
+    if !known.is_file() {
+        return Err(Error::usage(format!("{} is not a file", path.display())));
     }
+    read_bytes(open(path)?, path).map(Some)
 }
 
 /// The text of the file at `path`.
@@ -36,38 +41,23 @@ pub(crate) fn read_file(path: &Path) -> Result<String> {
 
 /// The text that `source` holds; errors name it by `path`.
 pub(crate) fn read_text(source: impl Read, path: &Path) -> Result<String> {
-    let text = io::read_to_string(source.take(MAX_BYTES + 1))
-        .map_err(|source| Error::read(path, source))?;
-    if text.len() as u64 > MAX_BYTES {
+    let bytes = read_bytes(source, path)?;
+    String::from_utf8(bytes)
+        .map_err(|fault| Error::read(path, io::Error::new(io::ErrorKind::InvalidData, fault)))
+}
+
+/// The bytes that `source` holds; errors name it by `path`.
+fn read_bytes(source: impl Read, path: &Path) -> Result<Vec<u8>> {
+    let mut bytes = Vec::new();
+    let read = source.take(MAX_BYTES + 1).read_to_end(&mut bytes);
+    read.map_err(|source| Error::read(path, source))?;
+    if bytes.len() as u64 > MAX_BYTES {
         return Err(Error::usage(format!("{} is longer than {MAX_BYTES} bytes", path.display())));
     }
-    Ok(text)
+    Ok(bytes)
 }
 
 /// The value in the JSON file at `path`; errors say that the file does not hold `what`.
 pub(crate) fn read_json<T: DeserializeOwned>(path: &Path, what: &'static str) -> Result<T> {
     serde_json::from_str(&read_file(path)?).map_err(|source| Error::json(path, what, source))
-}
-
-/// The numbers in the file at `path`, separated by white space: at least one. Errors call them
-/// `what`.
-pub(crate) fn read_numbers<T: FromStr>(path: &Path, what: &str) -> Result<Vec<T>> {
-    numbers(&read_file(path)?, what, path)
-}
-
-/// The numbers in `text`, separated by white space: at least one. Errors call them `what` in
-/// `path`.
-pub(crate) fn numbers<T: FromStr>(text: &str, what: &str, path: &Path) -> Result<Vec<T>> {
-    let name = path.display();
-    let mut numbers = Vec::new();
-    for (n, word) in (1_u64..).zip(text.split_whitespace()) {
-        let Ok(number) = word.parse() else {
-            return Err(Error::usage(format!("{what} {n} in {name} is not a number: {word:.40?}")));
-        };
-        numbers.push(number);
-    }
-    if numbers.is_empty() {
-        return Err(Error::usage(format!("there is no {what} in {name}")));
-    }
-    Ok(numbers)
 }

@@ -11,6 +11,8 @@ mod error;
 mod help;
 mod hint;
 mod input;
+mod log;
+mod numbers;
 mod output;
 mod picture;
 mod train;
@@ -22,6 +24,7 @@ use clap::{Parser, Subcommand};
 use crate::{
     error::{ErrorKind, Result},
     help::examples,
+    log::LogArgs,
 };
 
 #[global_allocator]
@@ -41,6 +44,8 @@ static ALLOCATOR: mimalloc::MiMalloc = mimalloc::MiMalloc;
 struct Cli {
     #[command(subcommand)]
     command: Command,
+    #[command(flatten)]
+    log: LogArgs,
 }
 
 #[derive(Debug, Subcommand)]
@@ -51,13 +56,18 @@ enum Command {
     Train(commands::train::Args),
     Report(commands::report::Args),
     Mesh(commands::mesh::Args),
+    #[cfg(unix)]
+    Launch(commands::launch::Args),
     Completions(commands::completions::Args),
     Man(commands::man::Args),
 }
 
 fn main() -> ExitCode {
     let outcome = match Cli::try_parse() {
-        Ok(cli) => run(cli.command),
+        Ok(cli) => {
+            cli.log.start();
+            run(cli.command)
+        }
         Err(fault) if fault.use_stderr() => {
             output::message(|_| fault.print());
             return ExitCode::from(error::BAD_INPUT);
@@ -68,7 +78,7 @@ fn main() -> ExitCode {
     match outcome {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {
-            if !matches!(*error.kind, ErrorKind::StoppedToo) {
+            if !matches!(*error.kind, ErrorKind::SaidByFirst { .. }) {
                 output::error(&error);
             }
             ExitCode::from(error.exit_code())
@@ -84,6 +94,8 @@ fn run(command: Command) -> Result<()> {
         Command::Train(args) => commands::train::run(&args),
         Command::Report(args) => commands::report::run(&args),
         Command::Mesh(args) => commands::mesh::run(&args),
+        #[cfg(unix)]
+        Command::Launch(args) => commands::launch::run(&args),
         Command::Completions(args) => commands::completions::run(&args),
         Command::Man(args) => commands::man::run(&args),
     }

@@ -3,14 +3,16 @@
 
 use std::{
     fmt,
-    fs::{self, File},
+    fs::{self, File, Metadata, Permissions},
     io::{self, BufWriter, Write},
-    path::Path,
+    path::{Path, PathBuf},
 };
 
+use candle_distributed::types::human::Printable;
 use clap::builder::Styles;
 use indicatif::{ProgressBar, ProgressStyle};
 use serde::Serialize;
+use tempfile::NamedTempFile;
 
 use crate::error::{Error, Result};
 
@@ -43,22 +45,106 @@ pub(crate) fn json(value: &impl Serialize) -> Result<()> {
     })
 }
 
-/// Writes a file under another name, syncs it to disk and renames it, so that an interrupted
-/// program never leaves half a file.
+/// Writes `content` to what `path` names, whatever that is.
+///
+/// A file is replaced in one piece, or made: of any number of programs that write it at once, one
+/// has its whole content there. A link stays a link, and what it leads to is replaced. Pipes,
+/// devices and this program's own standard streams are written to, since they cannot be replaced.
 pub(crate) fn file(path: &Path, content: &[u8]) -> Result<()> {
-    let write = || {
-        if path.exists() && !path.is_file() {
-            // A pipe or a device cannot be replaced by a file.
-            return fs::write(path, content);
+    write(path, content).map_err(|source| Error::write(path, source))
+}
+
+fn write(path: &Path, content: &[u8]) -> io::Result<()> {
+    let known = match fs::metadata(path) {
+        Ok(known) => known,
+        Err(error) if error.kind() == io::ErrorKind::NotFound => {
+            return replace(path, content, None);
         }
-        let mut partial = path.as_os_str().to_owned();
-        partial.push(".partial");
-        let mut file = File::create(&partial)?;
-        file.write_all(content)?;
-        file.sync_all()?;
-        fs::rename(&partial, path)
+        Err(error) => return Err(error),
     };
-    write().map_err(|source| Error::write(path, source))
+    if let Some(mut stream) = standard_stream(&known)? {
+        stream.write_all(content)
+    } else if known.is_file() {
+        replace(path, content, Some(known.permissions()))
+    } else {
+        File::options().write(true).open(path)?.write_all(content)
+    }
+}
+
+/// Makes a file of this content where there must be none yet: of any number of programs that make
+/// it at once, one succeeds.
+pub(crate) fn new_file(path: &Path, content: &[u8]) -> Result<()> {
+    let made = written_beside(path, content)
+        .and_then(|partial| partial.persist_noclobber(path).map_err(io::Error::from));
+    made.map(drop).map_err(|source| Error::write(path, source))
+}
+
+/// Replaces the file at the end of the links that `path` may be.
+fn replace(path: &Path, content: &[u8], known: Option<Permissions>) -> io::Result<()> {
+    let target = followed(path)?;
+    let partial = written_beside(&target, content)?;
+    if let Some(known) = known {
+        partial.as_file().set_permissions(known)?;
+    }
+    partial.persist(&target)?;
+    Ok(())
+}
+
+/// A file of this content beside the target, on disk: when it gets the name of the target, an
+/// interrupted program never leaves half a file.
+///
+/// Its own name is random and was nobody's before: a name that others know is one that they write
+/// to as well, or have made a link of.
+fn written_beside(target: &Path, content: &[u8]) -> io::Result<NamedTempFile> {
+    let folder = match target.parent() {
+        Some(folder) if !folder.as_os_str().is_empty() => folder,
+        _ => Path::new("."),
+    };
+    let mut builder = tempfile::Builder::new();
+    builder.prefix(".").suffix(".partial");
+    // The permissions that the system gives new files; without this they would be their owner's.
+    #[cfg(unix)]
+    builder.permissions(std::os::unix::fs::PermissionsExt::from_mode(0o666));
+    let mut partial = builder.tempfile_in(folder)?;
+    partial.write_all(content)?;
+    partial.as_file().sync_all()?;
+    Ok(partial)
+}
+
+/// The path without the links that it is, if any; there need not be a file at their end.
+fn followed(path: &Path) -> io::Result<PathBuf> {
+    /// As many as Linux follows.
+    const MAX_LINKS: usize = 40;
+    let mut target = path.to_path_buf();
+    for _ in 0..MAX_LINKS {
+        // What cannot be read as a link is none.
+        let Ok(next) = fs::read_link(&target) else { return Ok(target) };
+        target.pop();
+        target.push(next);
+    }
+    Err(io::Error::other("too many links"))
+}
+
+/// Standard output or standard error, if `known` describes it: where that is a file, as in
+/// `--out /dev/stdout > page.html`, replacing it would take it away from everybody else who writes
+/// there.
+#[cfg(unix)]
+fn standard_stream(known: &Metadata) -> io::Result<Option<File>> {
+    use std::os::{fd::AsFd, unix::fs::MetadataExt};
+
+    for stream in [io::stdout().as_fd(), io::stderr().as_fd()] {
+        let stream = File::from(stream.try_clone_to_owned()?);
+        let found = stream.metadata()?;
+        if (found.dev(), found.ino()) == (known.dev(), known.ino()) {
+            return Ok(Some(stream));
+        }
+    }
+    Ok(None)
+}
+
+#[cfg(not(unix))]
+fn standard_stream(_: &Metadata) -> io::Result<Option<File>> {
+    Ok(None)
 }
 
 /// A progress bar of `n_steps`, drawn if stderr is a terminal.
@@ -79,13 +165,24 @@ pub(crate) fn printed(written: io::Result<()>) -> Result<()> {
 }
 
 /// Prints what went wrong, and what to do about it.
+///
+/// Whatever a message quotes from a file, it cannot act on the terminal.
 pub(crate) fn error(error: &Error) {
     let style = Styles::styled();
     let label = style.get_error();
-    message(|out| writeln!(out, "{label}error:{label:#} {}", error.chain()));
+    let chain = error.chain();
+    let lines: Vec<_> = chain.lines().map(|line| Printable(line).to_string()).collect();
+    message(|out| writeln!(out, "{label}error:{label:#} {}", lines.join("\n")));
     if let Some(advice) = error.hint() {
         hint(advice);
     }
+}
+
+/// Prints what a user should know though nothing failed.
+pub(crate) fn warning(text: impl fmt::Display) {
+    let style = Styles::styled();
+    let label = style.get_invalid();
+    message(|out| writeln!(out, "{label}warning:{label:#} {text}"));
 }
 
 /// Prints advice, which need not be about an error.

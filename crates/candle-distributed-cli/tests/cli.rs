@@ -8,7 +8,7 @@ use std::{
     fs,
     io::{Read, Write},
     path::Path,
-    process::Stdio,
+    process::{Command, Output, Stdio},
 };
 
 use serde_json::{Value, json};
@@ -403,8 +403,17 @@ fn batch_keeps_multiples() {
     let dropped = with(&["--batch-size-multiple", "2"]);
     batches_are("3 6 4", &dropped, &[(&[0, 1], 6)], (9, 12));
     assert_eq!(batches("3 6 4", &dropped)["report"]["dropped"], 1);
-    let kept = [&dropped[..], &["--remainder", "keep"]].concat();
+    let kept = [&dropped[..], &["--last-batch", "keep"]].concat();
     batches_are("3 6 4", &kept, &[(&[0, 1], 6), (&[2], 4)], (13, 16));
+}
+
+#[test]
+fn batch_keeps_a_cost() {
+    let pad = ["pad-to-max", "--max-cost"];
+    let cuts = [(&[0, 1][..], 6), (&[2], 4), (&[3], 10)];
+    // 2 x 6 tokens and 2 x 6 x 6 pairs; a third sequence makes 3 x 6 and 3 x 6 x 6.
+    batches_are("3 6 4 10", &[&pad[..], &["12"]].concat(), &cuts, (23, 26));
+    batches_are("3 6 4 10", &[&pad[..], &["100", "--cost", "quadratic"]].concat(), &cuts, (23, 26));
 }
 
 #[test]
@@ -573,7 +582,9 @@ fn batch_refuses_options_that_do_not_go_together() {
     for option in ["--length-multiple", "--batch-size-multiple"] {
         refused(&["pack", "--capacity", "9", option, "2"], &[option, "--strategy pack"]);
     }
-    refused(&["sorted", "--remainder", "keep"], &["--remainder", "--batch-size-multiple"]);
+    refused(&["sorted", "--last-batch", "keep"], &["--last-batch", "--batch-size-multiple"]);
+    refused(&["sorted", "--cost", "quadratic"], &["--cost", "--max-cost"]);
+    refused(&["sorted", "--remainder", "repeat"], &["--remainder", "--world-size"]);
     refused(&["sorted", "--world-size", "2"], &["--world-size", "--rank"]);
     refused(&["sorted", "--rank", "0"], &["--rank", "--world-size"]);
     for option in [["--steps", "grouped"], ["--step-cost", "tokens"]] {
@@ -651,7 +662,10 @@ fn batch_refuses_bad_input() {
         ("", &["no length in", "lengths.txt"][..]),
         ("3 x 4", &["length 2", "\"x\""]),
         ("3 -4", &["\"-4\""]),
-        ("99999999999999999999", &["length 1", "\"99999999999999999999\""]),
+        (
+            "99999999999999999999",
+            &["length 1", "limit of 18446744073709551615", "\"99999999999999999999\""],
+        ),
     ] {
         let (_dir, path) = file("lengths.txt", content);
         refuses(
@@ -662,7 +676,7 @@ fn batch_refuses_bad_input() {
     let (_dir, path) = file("lengths.bin", b"\xff\xfe");
     refuses(
         &["batch", "--lengths", &path, "--strategy", "dynamic", "--max-tokens", "9"],
-        &["cannot read", "lengths.bin"],
+        &["length 1 in", "lengths.bin is not a number"],
     );
     refuses(
         &["batch", "--lengths", "/no/such/file", "--strategy", "dynamic", "--max-tokens", "9"],
@@ -924,6 +938,11 @@ fn train_learns_reproducibly_and_equally_on_any_number_of_devices() {
     assert_eq!(tensors.tensor("tokens.weight").unwrap().shape()[0], 256);
 }
 
+/// The number of folders in a folder.
+fn folders(path: &Path) -> usize {
+    fs::read_dir(path).unwrap().filter(|entry| entry.as_ref().unwrap().path().is_dir()).count()
+}
+
 #[test]
 fn train_resumes_as_if_it_had_not_been_stopped() {
     let dir = tempfile::tempdir().unwrap();
@@ -954,7 +973,7 @@ fn train_resumes_as_if_it_had_not_been_stopped() {
         fs::copy(path("whole").join(file), path("half").join(file)).unwrap();
     }
     let checkpoints = |name: &str| path(name).join("checkpoints");
-    assert_eq!(fs::read_dir(checkpoints("whole")).unwrap().count(), 2);
+    assert_eq!(folders(&checkpoints("whole")), 2);
     fs::rename(checkpoints("whole"), checkpoints("half")).unwrap();
     fs::rename(
         checkpoints("half").join("step-0000000006"),
@@ -1033,25 +1052,59 @@ fn train_checks_gradients_first_and_trains_as_if_it_had_not() {
     assert!(trained("plain") == plain);
 }
 
+/// How a run ends that gets a signal after its first step.
+#[cfg(unix)]
+fn interrupted(mut train: Command, signals: &[&str], out: &Path) -> Output {
+    let steps = || {
+        fs::read_to_string(out.join("metrics.jsonl")).map_or(0, |metrics| metrics.lines().count())
+    };
+    let child = train.stdout(Stdio::null()).stderr(Stdio::piped()).spawn().unwrap();
+    for signal in signals {
+        // After a step its handler is surely there, and one more is made of a signal ignored.
+        let before = steps();
+        while steps() <= before {
+            std::thread::yield_now();
+        }
+        let kill = Command::new("kill").args([*signal, &child.id().to_string()]).status();
+        assert!(kill.unwrap().success());
+    }
+    child.wait_with_output().unwrap()
+}
+
 #[test]
 #[cfg(unix)]
 fn train_that_is_interrupted_saves_itself_and_says_how_to_resume() {
+    for signal in ["-INT", "-TERM", "-HUP"] {
+        let dir = tempfile::tempdir().unwrap();
+        let out = dir.path().join("run");
+        let train = command(&["train", "--steps", "100000", "--out", out.to_str().unwrap()]);
+        let ended = interrupted(train, &[signal], &out);
+        assert_eq!(ended.status.code(), Some(130), "{signal}");
+        let said = String::from_utf8(ended.stderr).unwrap();
+        assert!(said.contains("--resume"), "{said}");
+        assert_eq!(folders(&out.join("checkpoints")), 1);
+        assert!(fs::read_to_string(out.join("loss.svg")).unwrap().contains("<circle "));
+    }
+}
+
+#[test]
+#[cfg(target_os = "linux")]
+fn train_that_was_told_to_survive_its_terminal_does() {
     let dir = tempfile::tempdir().unwrap();
     let out = dir.path().join("run");
-    let mut child = command(&["train", "--steps", "100000", "--out", out.to_str().unwrap()]);
-    let child = child.stdout(Stdio::null()).stderr(Stdio::piped()).spawn().unwrap();
-    // After the first step its handler is surely there.
-    while fs::metadata(out.join("metrics.jsonl")).map_or(0, |file| file.len()) == 0 {
-        std::thread::yield_now();
-    }
-    std::process::Command::new("kill").args(["-INT", &child.id().to_string()]).status().unwrap();
-    let ended = child.wait_with_output().unwrap();
+    let mut train = Command::new("sh");
+    // As `nohup` does.
+    let program = env!("CARGO_BIN_EXE_candle-distributed");
+    train.args(["-c", "trap '' HUP; exec \"$0\" train --steps 100000 --out \"$1\"", program]);
+    train.arg(&out);
+    let ended = interrupted(train, &["-HUP", "-INT"], &out);
     assert_eq!(ended.status.code(), Some(130));
-    let said = String::from_utf8(ended.stderr).unwrap();
-    assert!(said.contains("--resume"), "{said}");
-    let checkpoints: Vec<_> = fs::read_dir(out.join("checkpoints")).unwrap().collect();
-    assert_eq!(checkpoints.len(), 1);
-    assert!(fs::read_to_string(out.join("loss.svg")).unwrap().contains("<circle "));
+    assert!(n_steps(&out) >= 2);
+}
+
+#[cfg(target_os = "linux")]
+fn n_steps(out: &Path) -> usize {
+    fs::read_to_string(out.join("metrics.jsonl")).unwrap().lines().count()
 }
 
 #[test]
@@ -1086,7 +1139,7 @@ fn train_refuses_bad_input_and_never_overwrites_a_run() {
     let (_dir, lines) = file("texts.jsonl", "\"right\"\n\n{\"text\": 3}\n");
     refuses(&["train", "--data", &lines], &["line 3 of ", "texts.jsonl", "hint: "]);
     let dir = tempfile::tempdir().unwrap();
-    for kept in ["metrics.jsonl", "model.safetensors"] {
+    for kept in ["metrics.jsonl", "model.safetensors", "run.json", "checkpoints"] {
         let path = dir.path().join(kept);
         fs::write(&path, "kept").unwrap();
         refuses(

@@ -1,6 +1,6 @@
-//! Numbers as people read them.
+//! Numbers and names as people read them.
 
-use std::fmt;
+use std::fmt::{self, Write};
 
 /// Bytes in the largest binary unit that leaves something before the point: `474.70 MiB`.
 ///
@@ -101,6 +101,59 @@ impl fmt::Display for HumanCount {
     }
 }
 
+/// A text from somewhere else, such as a name from a file or a path, that cannot change what stands
+/// around it on a terminal.
+///
+/// Control characters are written as escapes: they could move the cursor, hide a part of a message
+/// or add a line to it. So are the characters that reverse the direction of text, or break a line
+/// (Boucher and Anderson, "Trojan Source", 2021). Everything else is written as it is, so this is for
+/// eyes, not for parsers: two texts may look the same.
+///
+/// # Examples
+///
+/// ```
+/// use std::path::Path;
+///
+/// use core_types::human::Printable;
+///
+/// assert_eq!(Printable("h.0.größe").to_string(), "h.0.größe");
+/// assert_eq!(Printable("\u{1b}[2Jgone\n").to_string(), "\\u{1b}[2Jgone\\n");
+/// assert_eq!(Printable(Path::new("a\rb").display()).to_string(), "a\\rb");
+/// ```
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Printable<T>(pub T);
+
+impl<T: fmt::Display> fmt::Display for Printable<T> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(Escaping(f), "{}", self.0)
+    }
+}
+
+/// Writes what it is given with the characters escaped that [`Printable`] names.
+struct Escaping<'a, 'b>(&'a mut fmt::Formatter<'b>);
+
+impl Write for Escaping<'_, '_> {
+    fn write_str(&mut self, text: &str) -> fmt::Result {
+        let mut rest = text;
+        while let Some((at, found)) = rest.char_indices().find(|&(_, found)| is_harmful(found)) {
+            self.0.write_str(&rest[..at])?;
+            write!(self.0, "{}", found.escape_default())?;
+            rest = &rest[at + found.len_utf8()..];
+        }
+        self.0.write_str(rest)
+    }
+}
+
+/// Whether `found` is a control character, one that sets the direction of text, or one that breaks a
+/// line.
+fn is_harmful(found: char) -> bool {
+    found.is_control()
+        || matches!(
+            found,
+            '\u{61c}' | '\u{200e}' | '\u{200f}' | '\u{2028}'..='\u{202e}' | '\u{2066}'..='\u{2069}'
+        )
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -124,6 +177,19 @@ mod tests {
     fn digits_are_grouped_from_the_right() {
         for (number, text) in [(0, "0"), (999, "999"), (1000, "1,000"), (1_234_567, "1,234,567")] {
             assert_eq!(HumanCount(number).to_string(), text);
+        }
+    }
+
+    #[test]
+    fn no_character_of_a_printed_name_acts_on_the_terminal() {
+        for harmful in (0..=0x1f).chain(0x7f..=0x9f).chain(0x202a..=0x202e).chain(0x2066..=0x2069) {
+            let name = format!("a{}b", char::from_u32(harmful).unwrap());
+            let printed = Printable(&name).to_string();
+            assert!(printed.starts_with("a\\") && printed.ends_with('b'), "{printed}");
+            assert!(printed.is_ascii(), "{printed}");
+        }
+        for plain in ["", "größe.weight", "a\\nb", "日本", "{\"quoted\"}", "👩\u{200d}🔬"] {
+            assert_eq!(Printable(plain).to_string(), plain);
         }
     }
 }

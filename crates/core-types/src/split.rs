@@ -180,6 +180,32 @@ pub fn proportional(len: u64, weights: &[u64], rank: Rank) -> Range<u64> {
     bound(rank.as_usize())..bound(rank.as_usize() + 1)
 }
 
+/// Returns what [`proportional`] gives to each rank, in rank order.
+///
+/// # Complexity
+///
+/// O(world) for all ranks together.
+///
+/// # Examples
+///
+/// ```
+/// # use core_types::split;
+/// let parts: Vec<_> = split::proportional_parts(10, &[2, 0, 1]).collect();
+/// assert_eq!(parts, [0..6, 6..6, 6..10]);
+/// ```
+pub fn proportional_parts(len: u64, weights: &[u64]) -> impl Iterator<Item = Range<u64>> + '_ {
+    let total: u128 = weights.iter().copied().map(u128::from).sum();
+    let mut sum = 0;
+    weights.iter().map(move |&weight| {
+        if total == 0 {
+            return 0..0;
+        }
+        let start = fraction(len, sum, total);
+        sum += u128::from(weight);
+        start..fraction(len, sum, total)
+    })
+}
+
 /// ⌊`len` × `part` / `total`⌋ for `part` ≤ `total`, which is above 0.
 #[expect(clippy::expect_used, reason = "a part of the length is no more than the length")]
 fn fraction(len: u64, part: u128, total: u128) -> u64 {
@@ -322,9 +348,8 @@ mod tests {
             let total: u64 = weights.iter().sum();
             for len in 0..=100 {
                 let mut end = 0;
-                for (place, weight) in
-                    WorldSize::new(weights.len() as u64).unwrap().placements().zip(weights)
-                {
+                let world = WorldSize::new(weights.len() as u64).unwrap();
+                for (place, weight) in world.placements().zip(weights) {
                     let part = proportional(len, weights, place.rank());
                     assert_eq!(part.start, end);
                     assert!(
@@ -334,9 +359,13 @@ mod tests {
                     end = part.end;
                 }
                 assert_eq!(end, len);
+                let one_by_one =
+                    world.placements().map(|place| proportional(len, weights, place.rank()));
+                assert!(proportional_parts(len, weights).eq(one_by_one), "{len}, {weights:?}");
             }
         }
         assert_eq!(proportional(10, &[0, 0], Rank::ZERO), 0..0);
+        assert!(proportional_parts(10, &[0, 0]).eq([0..0, 0..0]));
     }
 
     #[test]

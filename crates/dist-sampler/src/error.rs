@@ -29,12 +29,14 @@ pub enum Error {
         /// The longest data set that is shuffled exactly.
         max: u64,
     },
-    /// There is not enough memory for the order of an epoch, or for the table of weights.
+    /// There is not enough memory for the order of an epoch, for making it, or for the table of
+    /// weights.
     #[error("a table of {len} samples needs {bytes} bytes of memory, which are not available")]
     OutOfMemory {
         /// The number of samples, or of weights.
         len: u64,
-        /// The memory it takes: 4 bytes per sample, or 8 per weight.
+        /// The memory it takes: 4 bytes per sample, 8 per weight, or 16 per sample that is sorted by
+        /// class.
         bytes: u64,
     },
     /// There are more weights than a table has slots for.
@@ -106,6 +108,14 @@ pub enum Error {
         consumed: u64,
         /// How much there was to read.
         len: u64,
+    },
+    /// A saved state names more worlds than an epoch is read by.
+    #[error("sampler state names {stages} worlds that read one epoch, the limit is {max}")]
+    StateStages {
+        /// The worlds of the state.
+        stages: usize,
+        /// The most that are taken.
+        max: usize,
     },
     /// A mixture has more or fewer weights than samplers.
     #[error("{weights} weights were given for a mixture of {samplers} samplers")]

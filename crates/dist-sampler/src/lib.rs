@@ -7,6 +7,7 @@ mod order;
 mod partition;
 mod sampler;
 mod state;
+mod unread;
 
 pub use crate::{
     config::{Order, Partition, SamplerConfig, Tail},

@@ -10,6 +10,7 @@ use core_types::{
 use crate::{
     config::{Partition, Tail},
     error::{Error, Result},
+    unread::Left,
 };
 
 /// The rule by which positions are dealt out to ranks.
@@ -99,31 +100,56 @@ impl Deal {
                 self.world_size.placements().next_back().map(Placement::rank)
             }
             Rule::Strided(_) => None,
-            Rule::Proportional(weights) => self.proportional_owner(weights, position),
+            Rule::Proportional(weights) => {
+                let parts = split::proportional_parts(self.len, weights);
+                let mut owned = self.world_size.placements().zip(parts);
+                owned.find(|(_, part)| part.contains(&position)).map(|(place, _)| place.rank())
+            }
         }
-    }
-
-    fn proportional_owner(&self, weights: &[u64], position: u64) -> Option<Rank> {
-        let places: Vec<Placement> = self.world_size.placements().collect();
-        let ends_before = |place: &Placement| {
-            split::proportional(self.len, weights, place.rank()).end <= position
-        };
-        places.get(places.partition_point(ends_before)).map(|place| place.rank())
     }
 
     /// The positions that nobody has read when every rank has read its first `consumed`, or all if
     /// it has fewer.
-    pub(crate) fn unread_after(&self, consumed: u64) -> Unread {
-        if let Rule::Strided(tail) = self.rule {
-            return Unread::from(self.unread_rounds(tail, consumed)..self.len);
+    pub(crate) fn unread_after(&self, consumed: u64) -> Left {
+        let mut left = Left::default();
+        match &self.rule {
+            Rule::Strided(tail) => left.push(self.unread_rounds(*tail, consumed)..self.len),
+            Rule::Contiguous(tail) => self.push_unread_stretches(*tail, consumed, &mut left),
+            Rule::Proportional(weights) => {
+                for part in split::proportional_parts(self.len, weights) {
+                    left.push(part.start.saturating_add(consumed)..part.end);
+                }
+            }
         }
-        let of_ranks =
-            self.world_size.placements().map(|place| self.positions(place).unread(consumed));
-        let is_dropped = self.rule == Rule::Contiguous(Tail::Drop);
-        let dropped = if is_dropped { self.full_rounds()..self.len } else { 0..0 };
-        let all = of_ranks.chain([dropped]);
-        // Padding, which lies beyond the end, is not read again.
-        Unread::new(all.map(|range| range.start.min(self.len)..range.end.min(self.len)))
+        left
+    }
+
+    /// Adds what is unread of the ranks' stretches, and what is dropped.
+    fn push_unread_stretches(&self, tail: Tail, consumed: u64, left: &mut Left) {
+        let world = self.world_size.as_u64();
+        let size = self.len / world;
+        let extra = self.len % world;
+        match tail {
+            Tail::Drop => {
+                left.push_stretches(0, size, world, consumed);
+                left.push(size * world..self.len);
+            }
+            Tail::LastRank => {
+                left.push_stretches(0, size, world - 1, consumed);
+                left.push((size * (world - 1)).saturating_add(consumed)..self.len);
+            }
+            Tail::Spread => {
+                left.push_stretches(0, size + 1, extra, consumed);
+                left.push_stretches((size + 1) * extra, size, world - extra, consumed);
+            }
+            // Padding, which lies beyond the end, is not read again.
+            Tail::Pad => {
+                let size = self.len.div_ceil(world).max(1);
+                let n_full = self.len / size;
+                left.push_stretches(0, size, n_full, consumed);
+                left.push((size * n_full).saturating_add(consumed)..self.len);
+            }
+        }
     }
 
     /// The first position that nobody has read when every rank has read `consumed`, dealt
@@ -175,87 +201,5 @@ impl Positions {
     /// begins.
     pub(crate) fn stride(&self) -> (u64, u64) {
         (self.dealt.step(), self.dealt.len())
-    }
-
-    /// The range from the `consumed`-th position to the last; there must be no gaps in it.
-    fn unread(&self, consumed: u64) -> Range<u64> {
-        match self.get(consumed) {
-            Some(first) => first..first + (self.len() - consumed),
-            None => 0..0,
-        }
-    }
-}
-
-/// The positions of an order that are still to be read: ranges in ascending order.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub(crate) struct Unread {
-    ranges: Vec<Range<u64>>,
-    /// How many positions stand before each range.
-    before: Vec<u64>,
-    len: u64,
-}
-
-impl From<Range<u64>> for Unread {
-    fn from(range: Range<u64>) -> Self {
-        Self::new(std::iter::once(range))
-    }
-}
-
-impl Unread {
-    /// The positions of `ranges`, which ascend; neighbors that touch become one range.
-    pub(crate) fn new(ranges: impl IntoIterator<Item = Range<u64>>) -> Self {
-        let mut unread = Self { ranges: Vec::new(), before: Vec::new(), len: 0 };
-        ranges
-            .into_iter()
-            .filter(|range| range.start < range.end)
-            .for_each(|range| unread.push(range));
-        unread
-    }
-
-    fn push(&mut self, range: Range<u64>) {
-        let len = range.end - range.start;
-        match self.ranges.last_mut() {
-            Some(last) if last.end == range.start => last.end = range.end,
-            _ => {
-                self.ranges.push(range);
-                self.before.push(self.len);
-            }
-        }
-        self.len += len;
-    }
-
-    pub(crate) fn len(&self) -> u64 {
-        self.len
-    }
-
-    /// Where the positions begin, if they have no gaps.
-    pub(crate) fn start_of_only_range(&self) -> Option<u64> {
-        if let [range] = &self.ranges[..] { Some(range.start) } else { None }
-    }
-
-    /// The `n`-th unread position; `n` must be below the length.
-    pub(crate) fn get(&self, n: u64) -> u64 {
-        let range = self.before.partition_point(|&before| before <= n) - 1;
-        self.ranges[range].start + (n - self.before[range])
-    }
-
-    /// The number of unread positions before `position`, or `None` if that has been read.
-    pub(crate) fn index_of(&self, position: u64) -> Option<u64> {
-        let range = self.ranges.partition_point(|range| range.end <= position);
-        let start = self.ranges.get(range).map(|range| range.start)?;
-        Some(self.before[range] + position.checked_sub(start)?)
-    }
-
-    /// The positions that are still unread when of these, counted from 0, only `later` are.
-    pub(crate) fn then(&self, later: &Self) -> Self {
-        Self::new(later.ranges.iter().flat_map(|range| self.slice(range.clone())))
-    }
-
-    /// The positions from the `range.start`-th to the `range.end`-th.
-    fn slice(&self, range: Range<u64>) -> impl Iterator<Item = Range<u64>> {
-        self.ranges.iter().zip(&self.before).map(move |(of_order, &before)| {
-            let clamp = |n: u64| (of_order.start + n.saturating_sub(before)).min(of_order.end);
-            clamp(range.start)..clamp(range.end)
-        })
     }
 }

@@ -414,6 +414,111 @@ fn shares_follow_rank_weights() {
     assert_eq!(equal.with_rank_weights(&[0, 0]).unwrap_err(), Error::NoRankWeight { world_size });
 }
 
+/// Every list of `n` weights below 4 that are not all 0.
+fn small_weights(n: u32) -> impl Iterator<Item = Vec<u64>> {
+    (1..4_u64.pow(n)).map(move |code| (0..n).map(|digit| code >> (2 * digit) & 3).collect())
+}
+
+fn weighted_world(len: u64, weights: &[u64]) -> Vec<DistributedSampler> {
+    let n_ranks = weights.len() as u64;
+    let config = SamplerConfig::default().with_order(Order::Sequential);
+    world(len, n_ranks, config, 1)
+        .into_iter()
+        .map(|sampler| sampler.with_rank_weights(weights).unwrap())
+        .collect()
+}
+
+#[test]
+fn the_owner_of_a_sample_reads_it_even_if_weights_leave_ranks_nothing() {
+    let weights = (1..=4).flat_map(small_weights).chain([vec![10, 1, 1, 10], vec![0, 0, 9, 0, 1]]);
+    for weights in weights {
+        for len in [1, 2, 3, 6, 10, 13] {
+            let ranks = weighted_world(len, &weights);
+            check_owners(len, &ranks, &format!("{len}, {weights:?}"));
+        }
+    }
+}
+
+/// A world in the middle of an epoch of `LEN` samples, by any rule.
+fn any_world(rule: usize, n_ranks: u64, state: Option<&SamplerState>) -> Vec<DistributedSampler> {
+    const LEN: u64 = 29;
+    let mut ranks = if rule < EVERY_RULE {
+        world(LEN, n_ranks, config(rule).with_seed(Seed::default()), 1)
+    } else {
+        let weights: Vec<u64> = (0..n_ranks).map(|rank| (rank * 2 + 1) % 4 * (rank % 2)).collect();
+        if n_ranks == 1 { weighted_world(LEN, &[2]) } else { weighted_world(LEN, &weights) }
+    };
+    if let Some(state) = state {
+        for sampler in &mut ranks {
+            sampler.resume(state).unwrap();
+        }
+    }
+    ranks
+}
+
+/// The samples that are left when these ranks, for which `before` were left, have read `consumed`.
+/// Padding is nobody's: what a rank reads as such may still be unread.
+fn left(before: &[u64], ranks: &[DistributedSampler], consumed: u64) -> Vec<u64> {
+    let entries = ranks.iter().flat_map(|rank| (0..consumed).filter_map(|n| rank.entry(n)));
+    let taken = sorted(entries.filter(|(_, is_padding)| !is_padding).map(|(index, _)| index));
+    before.iter().copied().filter(|index| taken.binary_search(index).is_err()).collect()
+}
+
+#[test]
+fn two_worlds_leave_what_neither_has_read() {
+    for (first_rule, second_rule) in
+        (0..=EVERY_RULE).flat_map(|first| (0..=EVERY_RULE).map(move |second| (first, second)))
+    {
+        for (first_size, second_size) in [(1, 2), (2, 3), (4, 3), (5, 7), (6, 6), (40, 3), (3, 40)]
+        {
+            if (first_rule, first_size) == (second_rule, second_size) {
+                continue;
+            }
+            for consumed in 0..3 {
+                let first = any_world(first_rule, first_size, None);
+                let after_first = left(&(0..29).collect::<Vec<_>>(), &first, consumed);
+                let state = first[0].state(consumed);
+                let second = any_world(second_rule, second_size, Some(&state));
+                let more = 2.min(after_first.len() as u64);
+                let after_second = left(&after_first, &second, more);
+                let state = second[0].state(more);
+                let mut single =
+                    sampler(29, 0, 1, SamplerConfig::default().with_order(Order::Sequential), 1);
+                single.resume(&state).unwrap();
+                assert_eq!(
+                    single.iter().collect::<Vec<_>>(),
+                    after_second,
+                    "{consumed} of rule {first_rule} over {first_size}, rule {second_rule} over {second_size}"
+                );
+                check_fill(&single, &after_second, "");
+            }
+        }
+    }
+}
+
+/// A state of a few bytes may name the largest worlds; as ranges there would be a million each time.
+#[test]
+fn resuming_from_the_largest_worlds_takes_no_longer() {
+    let max = WorldSize::MAX.as_u64();
+    let len = DistributedSampler::MAX_LEN;
+    let sequential = SamplerConfig::default().with_order(Order::Sequential);
+    let mut state = sampler(len, 0, max, sequential, 0).state(3);
+    for (stage, tail) in (1..SamplerState::MAX_STAGES as u64).zip(TAILS.into_iter().cycle()) {
+        let config = sequential.with_tail(tail);
+        state = resumed(len, 0, max - stage % 2, config, &state).state(3);
+    }
+    let last = resumed(len, 1, 2, sequential, &state);
+    let index = last.get(last.len() - 1).unwrap();
+    assert_eq!(last.rank_of(index), Some(last.placement().rank()));
+    assert_eq!(last.rank_of(0), None, "it has been read");
+
+    let mut fresh = sampler(len, 0, 1, sequential, 0);
+    assert_eq!(
+        fresh.resume(&last.state(1)).unwrap_err(),
+        Error::StateStages { stages: 1025, max: SamplerState::MAX_STAGES }
+    );
+}
+
 #[test]
 fn states_of_something_else_are_refused() {
     let config = SamplerConfig::default();
@@ -527,12 +632,53 @@ fn a_state_without_a_world_is_not_read() {
     assert!(message.starts_with("a sampler state names at least one world"), "{message}");
 }
 
+/// A stage by the rule of this number, of a world of `n_ranks` or of nearly the largest.
+fn hostile_stage((rule, n_ranks, consumed, is_large): (usize, u64, u64, bool)) -> Value {
+    let tail = ["drop", "last_rank", "spread", "pad"][rule % TAILS.len()];
+    let n_ranks =
+        if is_large && rule < EVERY_RULE { WorldSize::MAX.as_u64() - n_ranks } else { n_ranks };
+    let rule = match rule / TAILS.len() {
+        0 => json!({ "contiguous": tail }),
+        1 => json!({ "strided": tail }),
+        _ => json!({ "proportional": (0..n_ranks).map(|rank| rank * 5 % 7).collect::<Vec<_>>() }),
+    };
+    json!({ "world_size": n_ranks, "rule": rule, "consumed": consumed })
+}
+
 proptest! {
     #[test]
     fn any_data_set_is_covered_as_the_tail_says(
         len in 1_u64..2_000, world in 1_u64..70, epoch in any::<u64>(), n in 0..EVERY_CONFIG,
     ) {
         check(len, world, config(n), epoch);
+    }
+
+    #[test]
+    fn any_state_is_refused_or_reads_nothing_twice(
+        len in prop_oneof![1_u64..120, Just(DistributedSampler::MAX_LEN)],
+        stages in prop::collection::vec((0..=EVERY_RULE, 1_u64..9, 0_u64..9, any::<bool>()), 1..6),
+    ) {
+        let stages: Vec<Value> = stages.into_iter().map(hostile_stage).collect();
+        let state: SamplerState = serde_json::from_value(json!({
+            "format_version": 1, "order": "sequential", "len": len, "fingerprint": 0, "seed": 0,
+            "epoch": 0, "stages": stages,
+        })).unwrap();
+        let config = SamplerConfig::default().with_order(Order::Sequential).with_tail(Tail::Spread);
+        let mut ranks = world(len, 3, config, 0);
+        if ranks.iter_mut().all(|rank| rank.resume(&state).is_ok()) {
+            let mut indices: Vec<u64> = Vec::new();
+            for rank in &ranks {
+                indices.extend(rank.iter().take(120));
+                for index in rank.iter().take(120).chain(rank.iter().next_back()) {
+                    prop_assert_eq!(rank.rank_of(index), Some(rank.placement().rank()));
+                }
+            }
+            let n_read = indices.len();
+            indices.sort_unstable();
+            indices.dedup();
+            prop_assert_eq!(indices.len(), n_read);
+            prop_assert!(indices.last().is_none_or(|&last| last < len));
+        }
     }
 
     #[test]

@@ -16,19 +16,31 @@ pub(crate) fn words(ctx: &Replica, here: &[u32]) -> Result<Vec<Vec<u32>>> {
 
 /// The numbers of every replica, by slot, to the bit.
 pub(crate) fn numbers<const N: usize>(ctx: &Replica, here: [f64; N]) -> Result<Vec<[f64; N]>> {
-    let rows = words(ctx, &here.map(halves).concat())?;
-    let numbers = |row: &Vec<u32>| array::from_fn(|n| number([row[2 * n], row[2 * n + 1]]));
+    let rows = words(ctx, &here.map(|number| halves(number.to_bits())).concat())?;
+    let number = |row: &[u32], n: usize| f64::from_bits(whole([row[2 * n], row[2 * n + 1]]));
+    let numbers = |row: &Vec<u32>| array::from_fn(|n| number(row, n));
     Ok(rows.iter().map(numbers).collect())
 }
 
-/// The bits of a number, the lower ones first.
-fn halves(number: f64) -> [u32; 2] {
+/// The halves of a number, the lower one first.
+fn halves(number: u64) -> [u32; 2] {
     let [a, b, c, d, upper @ ..] = number.to_le_bytes();
     [u32::from_le_bytes([a, b, c, d]), u32::from_le_bytes(upper)]
 }
 
-fn number([lower, upper]: [u32; 2]) -> f64 {
-    f64::from_bits(u64::from(upper) << 32 | u64::from(lower))
+fn whole([lower, upper]: [u32; 2]) -> u64 {
+    u64::from(upper) << 32 | u64::from(lower)
+}
+
+/// The whole numbers of every replica, by slot; each may bring another count of them.
+pub(crate) fn lists(ctx: &Replica, here: &[u64]) -> Result<Vec<Vec<u64>>> {
+    let counts = words(ctx, &halves(here.len() as u64))?;
+    let sent: Vec<u32> = here.iter().copied().flat_map(halves).collect();
+    let all = ctx.all_gather(&Tensor::new(sent, ctx.device())?, 0, ALL)?.to_vec1()?;
+    let (all, _) = all.as_chunks();
+    let mut all = all.iter().copied().map(whole);
+    let mut list = |count| (0..count).filter_map(|_| all.next()).collect();
+    Ok(counts.iter().map(|count| list(whole([count[0], count[1]]))).collect())
 }
 
 /// Numbers of which one replica has each, and the others 0: to the bit; all bring as many.
@@ -37,10 +49,25 @@ pub(crate) fn combined(ctx: &Replica, here: &[f64]) -> Result<Vec<f64>> {
         return Ok(Vec::new());
     }
     // The bits of 0 are zeros, so a sum of integers carries those of the one that has more.
-    let halves: Vec<u32> = here.iter().copied().flat_map(halves).collect();
-    let sums = ctx.psum(&Tensor::new(halves, ctx.device())?, ALL)?.to_vec1()?;
+    let sent: Vec<u32> = here.iter().flat_map(|number| halves(number.to_bits())).collect();
+    let sums = ctx.psum(&Tensor::new(sent, ctx.device())?, ALL)?.to_vec1()?;
     let (numbers, _) = sums.as_chunks();
-    Ok(numbers.iter().copied().map(number).collect())
+    Ok(numbers.iter().map(|&halves| f64::from_bits(whole(halves))).collect())
+}
+
+/// The sums over all replicas of some numbers, added up in rank order; all bring as many.
+pub(crate) fn sums(ctx: &Replica, here: &[f64]) -> Result<Vec<f64>> {
+    if here.is_empty() {
+        return Ok(Vec::new());
+    }
+    let sent: Vec<u32> = here.iter().flat_map(|number| halves(number.to_bits())).collect();
+    let mut sums = vec![0.0; here.len()];
+    for words in words(ctx, &sent)? {
+        let (numbers, _) = words.as_chunks();
+        let add = |(sum, &halves): (&mut f64, &[u32; 2])| *sum += f64::from_bits(whole(halves));
+        sums.iter_mut().zip(numbers).for_each(add);
+    }
+    Ok(sums)
 }
 
 /// For each flag, whether any replica has it set; all bring as many.
@@ -83,6 +110,15 @@ mod tests {
     }
 
     #[test]
+    fn lists_of_any_length_arrive_to_the_bit() {
+        on_slots(|ctx| {
+            let list = |slot: usize| vec![u64::MAX - slot as u64; slot];
+            assert_eq!(lists(ctx, &list(ctx.slot()))?, [list(0), list(1), list(2)]);
+            Ok(())
+        });
+    }
+
+    #[test]
     fn numbers_that_one_replica_has_arrive_everywhere() {
         on_slots(|ctx| {
             let all = [0.1, -1e300, f64::INFINITY, 0.0, f64::MIN_POSITIVE];
@@ -94,6 +130,16 @@ mod tests {
             }
             assert_eq!(combined(ctx, &here)?, all);
             assert!(combined(ctx, &[])?.is_empty());
+            Ok(())
+        });
+    }
+
+    #[test]
+    fn numbers_are_added_up_in_rank_order() {
+        on_slots(|ctx| {
+            let here = [[1e16, 0.1], [1.0, 0.2], [-1e16, 0.3]][ctx.slot()];
+            assert_eq!(sums(ctx, &here)?, [(1e16 + 1.0) - 1e16, (0.1 + 0.2) + 0.3]);
+            assert!(sums(ctx, &[])?.is_empty());
             Ok(())
         });
     }

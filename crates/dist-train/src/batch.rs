@@ -1,9 +1,10 @@
 //! How a batch was cut, for the errors of losses.
 
-use std::{convert::Infallible, fmt};
+use std::fmt;
 
-use candle_core::Tensor;
 use pmap_mesh::TensorTree;
+
+use crate::tree;
 
 /// The shapes of a batch's tensors, before it is cut.
 #[derive(Debug)]
@@ -47,10 +48,5 @@ impl fmt::Display for Shard {
 }
 
 fn shapes(tree: &impl TensorTree) -> Vec<Vec<usize>> {
-    let mut shapes = Vec::new();
-    let Ok(_) = tree.try_map(&mut |leaf: &Tensor| {
-        shapes.push(leaf.dims().to_vec());
-        Ok::<_, Infallible>(leaf.clone())
-    });
-    shapes
+    tree::each(tree, |leaf| leaf.dims().to_vec())
 }

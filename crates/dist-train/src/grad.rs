@@ -39,7 +39,8 @@ type BoxedLoss<I> = Box<dyn Fn(&Replica, I) -> candle_core::Result<Loss> + Send 
 /// and its gradient, even if shards are uneven ([`ValueAndGrad::uneven`]).
 ///
 /// The replicas share the variables that `loss` captured. A variable on another device than the
-/// replica's must be moved with `to_device(ctx.device())`, through which gradients flow. For
+/// replica's must be moved there, with `to_device(&Device::Cpu)?.to_device(ctx.device())`, through
+/// which gradients flow; copies straight from one GPU to another are not reliable in candle. For
 /// several devices, with a copy of the model on each and an optimizer, see
 /// [`DataParallel`](crate::DataParallel).
 ///
@@ -134,7 +135,7 @@ impl<I: TensorTree> ValueAndGrad<I> {
             move |ctx, shard: I| {
                 let (refusal, mean) = &*outcome;
                 let here = layout.explain(shard, |shard| loss(ctx, shard))?;
-                let (here, ()) = here.of_shard(ctx, refusal)?;
+                let (here, ()) = here.of_shard(ctx)?;
                 let sums = here.agree(ctx, allow, refusal).and_then(|whole| {
                     let whole = whole.with_weight(refusal)?;
                     mean.get_or_init(|| whole.mean());
@@ -179,27 +180,42 @@ pub(crate) fn differentiate(
     vars: &[Var],
     scale: f64,
 ) -> candle_core::Result<Vec<Option<Tensor>>> {
-    let mut store = shard.share(scale)?.backward()?;
+    let halves = is_half(shard.dtype()) || vars.iter().any(|var| is_half(var.dtype()));
+    let (sum, rest) = shard.share(scale, halves)?;
+    let mut store = sum.backward()?;
     let gradient = |var: &Var| match store.remove(var) {
         None => Ok(None),
         Some(gradient) if shard.is_empty() => without_nan(widened(&gradient)?).map(Some),
-        Some(gradient) => widened(&gradient).map(Some),
+        Some(gradient) => scaled(widened(&gradient)?, rest).map(Some),
     };
     vars.iter().map(gradient).collect()
 }
 
+/// A gradient times a factor, without a pass over it where that is 1: in most steps.
+#[expect(clippy::float_cmp, reason = "1 is exact, and the product by it the gradient itself")]
+pub(crate) fn scaled(gradient: Tensor, factor: f64) -> candle_core::Result<Tensor> {
+    if factor == 1.0 { Ok(gradient) } else { gradient * factor }
+}
+
 /// A gradient of a shard of which nothing counts. What is not finite in it comes of its own rows, a
 /// mean over none of them; what came from other replicas stays.
-fn without_nan(gradient: Tensor) -> candle_core::Result<Tensor> {
+pub(crate) fn without_nan(gradient: Tensor) -> candle_core::Result<Tensor> {
     let sum: f64 = gradient.sum_all()?.to_dtype(DType::F64)?.to_scalar()?;
     if sum.is_finite() { Ok(gradient) } else { gradient.zeros_like() }
 }
 
+/// A gradient in the type in which gradients of its type are added up.
 pub(crate) fn widened(gradient: &Tensor) -> candle_core::Result<Tensor> {
-    match gradient.dtype() {
-        DType::F16 | DType::BF16 => gradient.to_dtype(DType::F32),
-        _ => Ok(gradient.clone()),
-    }
+    gradient.to_dtype(widened_dtype(gradient.dtype()))
+}
+
+/// The type in which gradients of this type are added up.
+pub(crate) fn widened_dtype(dtype: DType) -> DType {
+    if is_half(dtype) { DType::F32 } else { dtype }
+}
+
+pub(crate) fn is_half(dtype: DType) -> bool {
+    matches!(dtype, DType::F16 | DType::BF16)
 }
 
 /// The sums over all replicas of the gradients that are wanted here; `None` where no replica has

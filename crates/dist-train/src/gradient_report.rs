@@ -16,7 +16,8 @@ pub struct PrefixCheck {
     pub expected: f64,
     /// How fast it changes there as the gradient says.
     pub found: f64,
-    /// How far `expected` may be off, as the differences at two step sizes say.
+    /// How far `expected` may be off: two standard errors, as the differences at several places
+    /// scatter, and the rounding of the loss.
     pub uncertainty: f64,
     /// What follows.
     pub verdict: Verdict,

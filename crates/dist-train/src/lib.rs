@@ -9,29 +9,40 @@ mod checkpoint;
 mod data_parallel;
 mod dtype;
 mod error;
+mod fsdp;
 mod grad;
 mod gradient_report;
 mod loss;
+mod moving;
 mod optim;
 mod ownership;
 mod parameters;
+mod processes;
 mod progress;
 mod sharded;
+mod step;
 mod stored;
+mod tree;
 mod units;
 
+#[cfg(any(test, fuzzing))]
+pub use crate::checkpoint::fuzzing;
 pub use crate::{
     checkpoint::{Checkpoints, read::Checkpoint, state_dict::StateDict},
     data_parallel::{
         DataParallel,
         builder::{DataParallelBuilder, Group},
-        rules::{Evaluation, Step},
     },
     error::{
-        Error, Result, checkpoint::CheckpointError, gradient::GradientError,
-        parameter::ParameterError, setting::SettingError, sharding::ShardingError,
+        Error, Result,
+        checkpoint::{CheckpointError, FilePart, PassedOver},
+        gradient::GradientError,
+        parameter::ParameterError,
+        setting::SettingError,
+        sharding::ShardingError,
         training::TrainingError,
     },
+    fsdp::{FullyShard, builder::FullyShardBuilder, keep::Keep},
     grad::{ValueAndGrad, value_and_grad},
     gradient_report::{GradientReport, PrefixCheck, Verdict},
     loss::{Loss, Weight},
@@ -42,7 +53,8 @@ pub use crate::{
     },
     parameters::declare::{Declared, declare},
     sharded::{ShardedVars, describe::parameter_infos},
-    units::Units,
+    step::rules::{Evaluation, Step},
+    units::{Units, rules::UnitRules},
 };
 
 // The README links to the file; the line above it, which comes first, to this page instead.

@@ -2,7 +2,7 @@
 
 use std::{
     fs::{self, File},
-    io::{self, Read, Seek, SeekFrom},
+    io::{Read, Seek, SeekFrom},
     ops::Range,
     path::Path,
     sync::Arc,
@@ -41,9 +41,19 @@ impl StoredItems {
         Ok(Self { file: Arc::clone(file), dtype, offset: tensor.range.start })
     }
 
+    /// The file.
+    pub(crate) fn path(&self) -> &Path {
+        &self.file
+    }
+
     /// The type of the items.
     pub(crate) fn dtype(&self) -> DType {
         self.dtype
+    }
+
+    /// The size of an item.
+    pub(crate) fn item_bytes(&self) -> usize {
+        self.dtype.size_in_bytes()
     }
 
     /// Reads items that the tensor has, and no others: one dimension, on the processor.
@@ -52,18 +62,32 @@ impl StoredItems {
     ///
     /// [`CheckpointError::Io`] if the file cannot be read.
     pub(crate) fn read(&self, items: Range<usize>) -> Result<Tensor> {
-        let bytes = self.read_bytes(&items).at(&self.file)?;
-        Tensor::from_raw_buffer(&bytes, self.dtype, &[items.len()], &Device::Cpu)
-            .doing("reading a tensor of a file")
+        let mut bytes = vec![0; items.len() * self.item_bytes()];
+        let mut file = self.bytes_from(items.start * self.item_bytes())?;
+        file.read_exact(&mut bytes).at(&self.file)?;
+        self.tensor(&bytes)
     }
 
-    fn read_bytes(&self, items: &Range<usize>) -> io::Result<Vec<u8>> {
-        let size = self.dtype.size_in_bytes();
-        let mut file = File::open(&self.file)?;
-        file.seek(SeekFrom::Start(self.offset + (items.start * size) as u64))?;
-        let mut bytes = vec![0; items.len() * size];
-        file.read_exact(&mut bytes)?;
-        Ok(bytes)
+    /// The file, to be read from a byte of the tensor on.
+    ///
+    /// # Errors
+    ///
+    /// [`CheckpointError::Io`] if it cannot be opened.
+    pub(crate) fn bytes_from(&self, first: usize) -> Result<File> {
+        let mut file = File::open(&self.file).at(&self.file)?;
+        file.seek(SeekFrom::Start(self.offset + first as u64)).at(&self.file)?;
+        Ok(file)
+    }
+
+    /// The items whose bytes these are: one dimension, on the processor.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Tensor`](crate::Error::Tensor) if candle fails.
+    pub(crate) fn tensor(&self, bytes: &[u8]) -> Result<Tensor> {
+        let len = bytes.len() / self.item_bytes();
+        Tensor::from_raw_buffer(bytes, self.dtype, &[len], &Device::Cpu)
+            .doing("reading a tensor of a file")
     }
 }
 
@@ -73,12 +97,34 @@ impl StoredItems {
 ///
 /// [`CheckpointError::Io`], [`CheckpointError::Header`] or [`CheckpointError::Extent`].
 pub(crate) fn header(path: &Path) -> Result<SafetensorsHeader> {
-    let header = SafetensorsHeader::read(File::open(path).at(path)?)
-        .map_err(|cause| CheckpointError::Header { path: path.to_owned(), cause })?;
-    let described = header.file_len();
-    let found = fs::metadata(path).at(path)?.len();
-    if described != found {
-        return Err(CheckpointError::Extent { path: path.to_owned(), described, found }.into());
-    }
+    let header = parse(path, File::open(path).at(path)?)?;
+    check_extent(path, &header, fs::metadata(path).at(path)?.len())?;
     Ok(header)
+}
+
+/// Reads the header of the file at `path` from `file`, and nothing behind it.
+///
+/// # Errors
+///
+/// [`CheckpointError::Header`].
+pub(crate) fn parse(path: &Path, file: impl Read) -> Result<SafetensorsHeader, CheckpointError> {
+    SafetensorsHeader::read(file)
+        .map_err(|cause| CheckpointError::Header { path: path.to_owned(), cause })
+}
+
+/// Checks that a file of `found` bytes is as long as its header says.
+///
+/// # Errors
+///
+/// [`CheckpointError::Extent`].
+pub(crate) fn check_extent(
+    path: &Path,
+    header: &SafetensorsHeader,
+    found: u64,
+) -> Result<(), CheckpointError> {
+    let described = header.file_len();
+    if described == found {
+        return Ok(());
+    }
+    Err(CheckpointError::Extent { path: path.to_owned(), described, found })
 }

@@ -305,18 +305,23 @@ fn what_is_no_loss_is_refused() {
     let integer = |_: &Replica, _: &Linear, _| Tensor::new(0_u32, &Device::Cpu);
     assert_eq!(
         refused(model.step(pair(), integer)),
-        TrainingError::LossShape { shape: vec![], dtype: "u32" }
+        TrainingError::LossShape { slot: 0, shape: vec![], dtype: "u32".to_owned() }
     );
     let rows = |_: &Replica, model: &Linear, (x, _): (Tensor, Tensor)| model.forward(&x);
     assert_eq!(
         refused(model.step(pair(), rows)),
-        TrainingError::LossShape { shape: vec![2, 1], dtype: "f32" }
+        TrainingError::LossShape { slot: 0, shape: vec![2, 1], dtype: "f32".to_owned() }
     );
     let weighing = |weight: f64| {
         move |_: &Replica, model: &Linear, (x, y): (Tensor, Tensor)| {
             Ok(Loss::sum(mse(&model.forward(&x)?, &y)?, weight))
         }
     };
+    let rows = |_: &Replica, model: &Linear, (x, y): (Tensor, Tensor)| {
+        Ok(Loss::sum(mse(&model.forward(&x)?, &y)?, y.ones_like()?))
+    };
+    let shape = TrainingError::WeightShape { slot: 0, shape: vec![2, 1] };
+    assert_eq!(refused(model.step(pair(), rows)), shape);
     assert_eq!(refused(model.step(pair(), weighing(0.0))), TrainingError::NoWeight);
     let negative = TrainingError::Weight { slot: 0, weight: -1.0 };
     assert_eq!(refused(model.step(pair(), weighing(-1.0))), negative);
@@ -379,6 +384,11 @@ fn an_accumulated_batch_without_weight_adds_nothing() {
     }
     let mut model = simple();
     model.accumulate(pair(), weighing(0.0)).unwrap();
+    let rows = |_: &Replica, model: &Linear, (x, y): (Tensor, Tensor)| {
+        Ok(Loss::sum(mse(&model.forward(&x)?, &y)?, y.ones_like()?))
+    };
+    let shape = TrainingError::WeightShape { slot: 0, shape: vec![2, 1] };
+    assert_eq!(refused(model.step(pair(), rows)), shape);
     assert_eq!(refused(model.step(pair(), weighing(0.0))), TrainingError::NoWeight);
     assert_eq!(refused(model.evaluate(pair(), weighing(0.0))), TrainingError::NoWeight);
 }

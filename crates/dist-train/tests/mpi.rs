@@ -11,7 +11,7 @@ use candle_core::Device;
 use pmap_mesh::{DeviceMesh, DeviceMeshBuilder};
 use process_tests::{Case, Engine, mpirun};
 
-const CASES: [Case; 11] = [
+const CASES: [Case; 14] = [
     Case::succeeds("training", 2),
     Case::succeeds("training", 3),
     Case::succeeds("beginnings", 1),
@@ -23,6 +23,9 @@ const CASES: [Case; 11] = [
     Case::succeeds("checkpoints", 3),
     Case::succeeds("sharded", 2),
     Case::succeeds("sharded", 4),
+    Case::succeeds("fully-sharded", 1),
+    Case::succeeds("fully-sharded", 2),
+    Case::succeeds("fully-sharded", 3),
 ];
 
 struct Mpi;

@@ -15,13 +15,14 @@ use core_types::Launched;
 use pmap_mesh::{DeviceMesh, DeviceMeshBuilder, NcclStore};
 use process_tests::{Case, Engine, ranks};
 
-const CASES: [Case; 6] = [
+const CASES: [Case; 7] = [
     Case::succeeds("training", 1),
     Case::succeeds("beginnings", 1),
     Case::succeeds("refusals", 1),
     Case::succeeds("losses", 1),
     Case::succeeds("checkpoints", 1),
     Case::succeeds("sharded", 1),
+    Case::succeeds("fully-sharded", 1),
 ];
 
 /// One of the processes of a case.

@@ -417,6 +417,33 @@ fn pretrained_weights_are_matched_by_name() {
     let twice = DataParallel::builder(&mesh, two_layers).variables(&vars).weights(&path);
     let expected = TrainingError::TwoValues { name: "body.bias".to_owned() };
     assert_eq!(refused(twice.build(adam)), expected);
+
+    // A head that has a value already need not be in the weights.
+    let vars = candle_nn::VarMap::new();
+    let tail = Var::ones(2, DType::F32, &Device::Cpu).unwrap();
+    vars.data().lock().unwrap().insert("tail.bias".to_owned(), tail);
+    let filled = || builder().variables(&vars).allow_unexpected(["head"]);
+    let error = filled().build(adam).unwrap_err().to_string();
+    assert!(error.contains("1 of 3 parameters are missing (tail.weight)"), "{error}");
+    let model = filled().allow_missing(["tail"]).build(adam).unwrap();
+    assert_eq!(of(&model, "tail.bias"), [1.0, 1.0]);
+    assert_eq!(vars.all_vars().len(), 4);
+    let model = builder().variables(&vars).allow_unexpected(["head"]).build(adam);
+    assert_eq!(refused(model), TrainingError::TwoValues { name: "body.bias".to_owned() });
+}
+
+#[test]
+fn a_builder_that_fails_adds_no_variable() {
+    let mesh = DeviceMesh::cpu(2).unwrap();
+    let vars = candle_nn::VarMap::new();
+    let builder = || DataParallel::builder(&mesh, two_layers).variables(&vars);
+    builder().freeze(["haed"]).build(adam).unwrap_err();
+    builder().group("all", ["["]).build(adam).unwrap_err();
+    builder().allow_missing(["haed"]).build(adam).unwrap_err();
+    builder().build(|_| -> Result<AdamW> { candle_core::bail!("no optimizer") }).unwrap_err();
+    assert!(vars.all_vars().is_empty());
+    builder().build(adam).unwrap();
+    assert_eq!(vars.all_vars().len(), 4);
 }
 
 #[test]

@@ -106,7 +106,8 @@ impl ParameterInfo {
         shape: impl Into<Vec<u64>>,
         dtype: ElemType,
     ) -> Result<Self> {
-        let (name, shape) = (name.into(), shape.into());
+        let name = name.into();
+        let shape = shape.into();
         if !fits(&shape, dtype) {
             return Err(Error::Parameters(ParameterError::TooLarge { name, shape, dtype }));
         }

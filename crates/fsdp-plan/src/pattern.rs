@@ -2,7 +2,7 @@
 
 use std::{fmt, str::FromStr};
 
-use globset::{GlobBuilder, GlobMatcher};
+use globset::{GlobBuilder, GlobSet};
 use serde::{Deserialize, Serialize};
 
 use crate::{
@@ -19,6 +19,10 @@ use crate::{
 /// - A **glob**, if it contains `*`, `?`, `[` or `{`: `model.layers.*.mlp.**`. It must match the
 ///   whole name or the whole layer. `*` and `?` stay within a component, `**` matches any number of
 ///   components, `{a,b}` either of several.
+///
+/// A pattern may come from a file that nobody has checked, so it has at most
+/// [`MAX_BYTES`](Self::MAX_BYTES), and braces within braces at most [`MAX_DEPTH`](Self::MAX_DEPTH)
+/// deep.
 ///
 /// # Examples
 ///
@@ -37,13 +41,27 @@ use crate::{
 #[serde(try_from = "String", into = "String")]
 pub struct Pattern {
     text: String,
-    glob: Option<GlobMatcher>,
+    /// A set of one: a `GlobMatcher` would panic where the set returns an error.
+    glob: Option<GlobSet>,
 }
 
 impl Pattern {
+    /// The longest pattern, in bytes. Names of parameters are some ten times shorter.
+    pub const MAX_BYTES: usize = 4096;
+
+    /// The most braces that may be open at one place of a pattern.
+    ///
+    /// The compiler of regular expressions recurses for each of them.
+    pub const MAX_DEPTH: usize = 16;
+
     /// The pattern of components that `text` is, which holds no character of a glob.
     pub(crate) fn components(text: &str) -> Self {
         Self { text: text.to_owned(), glob: None }
+    }
+
+    /// The length of its text.
+    pub(crate) fn n_bytes(&self) -> usize {
+        self.text.len()
     }
 
     /// Whether the pattern picks `info`, by its name or its layer.
@@ -98,18 +116,64 @@ impl FromStr for Pattern {
     type Err = Error;
 
     fn from_str(text: &str) -> Result<Self> {
-        let bad = |reason: String| Error::BadPattern { pattern: text.to_owned(), reason };
-        if text.is_empty() {
-            return Err(bad(String::from("it is empty")));
+        let glob = check(text).and_then(|()| compile(text));
+        match glob {
+            Ok(glob) => Ok(Self { text: text.to_owned(), glob }),
+            Err(reason) => Err(Error::BadPattern { pattern: beginning(text), reason }),
         }
-        let glob = text.contains(['*', '?', '[', '{']).then(|| {
-            GlobBuilder::new(&text.replace('.', "/"))
-                .literal_separator(true)
-                .backslash_escape(false)
-                .build()
-        });
-        let glob = glob.transpose().map_err(|error| bad(error.kind().to_string()))?;
-        Ok(Self { text: text.to_owned(), glob: glob.map(|glob| glob.compile_matcher()) })
+    }
+}
+
+/// Checks the limits of a pattern, before anything is made of it.
+fn check(text: &str) -> Result<(), String> {
+    if text.is_empty() {
+        return Err(String::from("it is empty"));
+    }
+    if text.len() > Pattern::MAX_BYTES {
+        return Err(format!("it has {} bytes, the limit is {}", text.len(), Pattern::MAX_BYTES));
+    }
+    let depth = brace_depth(text);
+    if depth > Pattern::MAX_DEPTH {
+        return Err(format!("it nests {depth} braces, the limit is {}", Pattern::MAX_DEPTH));
+    }
+    Ok(())
+}
+
+/// The most braces that are open at one place, those within brackets included.
+fn brace_depth(text: &str) -> usize {
+    let mut depth: usize = 0;
+    let mut deepest = 0;
+    for byte in text.bytes() {
+        match byte {
+            b'{' => depth += 1,
+            b'}' => depth = depth.saturating_sub(1),
+            _ => {}
+        }
+        deepest = deepest.max(depth);
+    }
+    deepest
+}
+
+/// The glob that `text` is, if it is one.
+fn compile(text: &str) -> Result<Option<GlobSet>, String> {
+    if !text.contains(['*', '?', '[', '{']) {
+        return Ok(None);
+    }
+    let glob = GlobBuilder::new(&text.replace('.', "/"))
+        .literal_separator(true)
+        .backslash_escape(false)
+        .build();
+    let set = glob.and_then(|glob| GlobSet::new([glob]));
+    set.map(Some).map_err(|error| error.kind().to_string())
+}
+
+/// As much of a pattern as an error shows.
+fn beginning(text: &str) -> String {
+    /// More than fits into a line.
+    const SHOWN_CHARS: usize = 80;
+    match text.char_indices().nth(SHOWN_CHARS) {
+        Some((end, _)) => format!("{}…", &text[..end]),
+        None => text.to_owned(),
     }
 }
 
@@ -143,6 +207,8 @@ impl Eq for Pattern {}
 
 #[cfg(test)]
 mod tests {
+    use proptest::prelude::*;
+
     use super::*;
 
     #[test]
@@ -166,6 +232,12 @@ mod tests {
         }
     }
 
+    /// The same pattern, as it is written in JSON.
+    fn from_json(text: &str) -> std::result::Result<Pattern, String> {
+        let json = serde_json::to_string(text).unwrap();
+        serde_json::from_str(&json).map_err(|error| error.to_string())
+    }
+
     #[test]
     fn what_cannot_be_read_is_an_error() {
         for pattern in ["", "a.[", "{a", "a.[z-a]"] {
@@ -173,6 +245,74 @@ mod tests {
                 matches!(pattern.parse::<Pattern>(), Err(Error::BadPattern { .. })),
                 "{pattern}"
             );
+            assert!(from_json(pattern).unwrap_err().starts_with("malformed pattern"), "{pattern}");
+        }
+    }
+
+    #[test]
+    fn patterns_that_would_exhaust_their_compiler_are_refused_by_length_and_depth() {
+        let nested = |depth| format!("{}a{}", "{".repeat(depth), "}".repeat(depth));
+        let long = |len, of: &str| format!("*{}", of.repeat(len - 1));
+        for (pattern, limit) in [
+            (nested(Pattern::MAX_DEPTH + 1), "nests 17 braces, the limit is 16"),
+            (nested(250), "nests 250 braces"),
+            (nested(200_000), "has 400001 bytes, the limit is 4096"),
+            (long(Pattern::MAX_BYTES + 1, "a"), "has 4097 bytes"),
+            (long(200_000, "?"), "has 200000 bytes"),
+            ("a".repeat(600_000), "has 600000 bytes"),
+        ] {
+            let error = pattern.parse::<Pattern>().unwrap_err();
+            let Error::BadPattern { pattern: shown, reason } = &error else { panic!("{error}") };
+            assert!(reason.contains(limit), "{reason}");
+            assert!(pattern.starts_with(shown.trim_end_matches('…')), "{shown}");
+            assert!(error.to_string().len() < 200, "{error}");
+            assert_eq!(from_json(&pattern), Err(error.to_string()));
+        }
+        for pattern in [
+            nested(Pattern::MAX_DEPTH),
+            long(Pattern::MAX_BYTES, "a"),
+            long(Pattern::MAX_BYTES, "?"),
+            long(Pattern::MAX_BYTES, "*"),
+            "{a,b}".repeat(Pattern::MAX_BYTES / 5),
+            "[z]".repeat(Pattern::MAX_BYTES / 3),
+        ] {
+            let read = pattern.parse::<Pattern>();
+            assert!(read.is_ok(), "{:?}", read.map_err(|error| error.to_string()));
+        }
+    }
+
+    /// Texts in which characters of globs are frequent.
+    fn text(alphabet: &'static str) -> impl Strategy<Value = String> {
+        let chars: Vec<char> = alphabet.chars().collect();
+        proptest::collection::vec(proptest::sample::select(chars), 0..12)
+            .prop_map(|chars| chars.into_iter().collect())
+    }
+
+    proptest! {
+        #[test]
+        fn any_text_is_a_pattern_or_an_error(text in text("ab.*?[]{},!-\\/é\u{1b}"), name in ".*") {
+            if let Ok(pattern) = text.parse::<Pattern>() {
+                pattern.prefix_of(&name);
+                prop_assert_eq!(pattern.to_string(), text);
+            }
+        }
+
+        // A set of one has ways of its own to look for extensions, prefixes and the like.
+        #[test]
+        fn a_set_of_one_matches_what_its_glob_does(
+            text in text("ab.*?[]{},"),
+            path in text("ab."),
+        ) {
+            if let Ok(Pattern { glob: Some(set), .. }) = text.parse() {
+                let text = text.replace('.', "/");
+                let path = path.replace('.', "/");
+                let glob = GlobBuilder::new(&text)
+                    .literal_separator(true)
+                    .backslash_escape(false)
+                    .build()
+                    .unwrap();
+                prop_assert_eq!(set.is_match(&path), glob.compile_matcher().is_match(&path));
+            }
         }
     }
 }

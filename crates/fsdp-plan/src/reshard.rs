@@ -112,7 +112,8 @@ impl<'a> Reshard<'a> {
             Err(Error::DifferentParameters { name, what })
         };
         for (old, new) in from.parameters().iter().zip(to.parameters()) {
-            let (one, other) = (old.info(), new.info());
+            let one = old.info();
+            let other = new.info();
             if one.name() != other.name() {
                 return different(new, "it is not at the same position in both");
             }
@@ -120,7 +121,8 @@ impl<'a> Reshard<'a> {
                 return different(new, "shape or dtype");
             }
         }
-        let (old_len, new_len) = (from.parameters().len(), to.parameters().len());
+        let old_len = from.parameters().len();
+        let new_len = to.parameters().len();
         match from.parameters().get(new_len).or(to.parameters().get(old_len)) {
             Some(parameter) => different(parameter, "only one has it"),
             None => Ok(Self { from, to, places: (0..to.world_size().as_u64()).collect() }),
@@ -151,7 +153,8 @@ impl<'a> Reshard<'a> {
         let mut old_of = vec![None; self.to.shard_group().as_usize()];
         let mut is_taken = vec![false; self.from.shard_group().as_usize()];
         for ((old, new), _) in pairs {
-            let (is_taken, old_of) = (&mut is_taken[index(old)], &mut old_of[index(new)]);
+            let is_taken = &mut is_taken[index(old)];
+            let old_of = &mut old_of[index(new)];
             if !*is_taken && old_of.is_none() {
                 (*is_taken, *old_of) = (true, Some(old));
             }
@@ -251,7 +254,8 @@ impl<'a> Reshard<'a> {
     /// The old rank from which the new rank `rank` takes an overlap: the one at its place if that
     /// has it.
     fn source(&self, overlap: &Overlap, rank: u64) -> u64 {
-        let (place, old_world) = (self.places[index(rank)], self.from.world_size().as_u64());
+        let place = self.places[index(rank)];
+        let old_world = self.from.world_size().as_u64();
         let old_group = self.from.shard_group().as_u64();
         let replica = rank / self.to.shard_group().as_u64() % self.from.replicas();
         match overlap.old {
@@ -289,10 +293,13 @@ fn rank_of(plan: &ShardingPlan, rank: u64) -> Rank {
 /// The place of each new rank: that of the old member that `old_of` pairs its own member with, in
 /// the replica of the same number, or else the first place that is free.
 fn places(from: &ShardingPlan, to: &ShardingPlan, old_of: &[Option<u64>]) -> Vec<u64> {
-    let (old_world, new_world) = (from.world_size().as_u64(), to.world_size().as_u64());
-    let (old_group, new_group) = (from.shard_group().as_u64(), to.shard_group().as_u64());
+    let old_world = from.world_size().as_u64();
+    let new_world = to.world_size().as_u64();
+    let old_group = from.shard_group().as_u64();
+    let new_group = to.shard_group().as_u64();
     let paired = |rank: u64| {
-        let (member, replica) = (rank % new_group, rank / new_group);
+        let member = rank % new_group;
+        let replica = rank / new_group;
         let old = old_of[index(member)].filter(|_| replica < from.replicas())?;
         Some(replica * old_group + old)
     };

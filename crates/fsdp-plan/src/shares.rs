@@ -173,7 +173,8 @@ impl Shares {
 /// Gives the runs without an owner to the members that still want something, in order.
 fn give_out(kept: Vec<(u64, Option<u64>)>, wanted: Vec<u64>) -> Vec<(u64, u64)> {
     let mut in_want = (0..).zip(wanted).peekable();
-    let (mut runs, mut end) = (Vec::new(), 0);
+    let mut runs = Vec::new();
+    let mut end = 0;
     for (mut len, owner) in kept {
         if let Some(owner) = owner {
             end += len;

@@ -125,7 +125,8 @@ impl<T: Float> Backward for Activate<T> {
         _: &Tensor,
         grad: &Tensor,
     ) -> Result<Vec<Option<Tensor>>> {
-        let (x, grad) = (Reading::new(inputs[0]), Reading::new(grad));
+        let x = Reading::new(inputs[0]);
+        let grad = Reading::new(grad);
         let grad = kernel::backward::<T>(self.activation, x.all()?, grad.all()?);
         Ok(vec![Some(tensor(grad, inputs[0].shape())?)])
     }
@@ -162,7 +163,8 @@ pub fn swiglu(gate: &Tensor, up: &Tensor) -> Result<Tensor> {
 }
 
 fn fused_swiglu<T: Float>(gate: &Tensor, up: &Tensor) -> Result<Tensor> {
-    let (gate, up) = (&gate.contiguous()?, &up.contiguous()?);
+    let gate = &gate.contiguous()?;
+    let up = &up.contiguous()?;
     let y = kernel::swiglu::<T>(Reading::new(gate).all()?, Reading::new(up).all()?);
     record(&[gate, up], y, gate.shape().clone(), SwiGlu::<T>(std::marker::PhantomData))
 }
@@ -178,9 +180,12 @@ impl<T: Float> Backward for SwiGlu<T> {
         _: &Tensor,
         grad: &Tensor,
     ) -> Result<Vec<Option<Tensor>>> {
-        let (gate, up, grad) =
-            (Reading::new(inputs[0]), Reading::new(inputs[1]), Reading::new(grad));
-        let (gate, up, grad) = (gate.all::<T>()?, up.all()?, grad.all()?);
+        let gate = Reading::new(inputs[0]);
+        let up = Reading::new(inputs[1]);
+        let grad = Reading::new(grad);
+        let gate = gate.all::<T>()?;
+        let up = up.all()?;
+        let grad = grad.all()?;
         let of_gate = kernel::swiglu_gate_backward(gate, up, grad);
         // silu(gate) · up is linear in `up`.
         let of_up = kernel::swiglu(gate, grad);

@@ -138,7 +138,8 @@ struct Sizes {
 impl Sizes {
     fn of(query: &Tensor, key: &Tensor, value: &Tensor) -> Result<Self> {
         let shape = |input, tensor: &Tensor, expected: &str| {
-            let (found, expected) = (tensor.dims().to_vec(), expected.to_owned());
+            let found = tensor.dims().to_vec();
+            let expected = expected.to_owned();
             Error::Shape { op: OP, input, found, expected }
         };
         let &[batch, queries, heads, size] = query.dims() else {
@@ -248,7 +249,8 @@ fn with_dense_heads(tensor: &Tensor) -> Result<Tensor> {
 
 /// Where the heads of [batch, length, heads, size] lie.
 fn heads(tensor: &Tensor) -> Heads {
-    let (dims, stride) = (tensor.dims(), tensor.stride());
+    let dims = tensor.dims();
+    let stride = tensor.stride();
     Heads {
         offset: 0,
         length: dims[1],
@@ -292,8 +294,9 @@ fn separate<T: Float>(
     value: &Tensor,
     config: &AttentionConfig,
 ) -> Result<Tensor> {
-    let (query, key, value) =
-        (&with_dense_heads(query)?, &with_dense_heads(key)?, &with_dense_heads(value)?);
+    let query = &with_dense_heads(query)?;
+    let key = &with_dense_heads(key)?;
+    let value = &with_dense_heads(value)?;
     let sizes = Sizes::of(query, key, value)?;
     let inputs = [(query, heads(query)), (key, heads(key)), (value, heads(value))];
     let (y, log_sums) = with_inputs::<T, _>(inputs, &sizes, config, attention::forward)?;
@@ -317,7 +320,8 @@ impl<T: Float> Backward for Separate<T> {
     ) -> Result<Vec<Option<Tensor>>> {
         let sizes = Sizes::of(inputs[0], inputs[1], inputs[2])?;
         let located = [0, 1, 2].map(|index| (inputs[index], heads(inputs[index])));
-        let (out, grad) = (Reading::new(y), Reading::new(grad));
+        let out = Reading::new(y);
+        let grad = Reading::new(grad);
         let results = Results { out: out.all()?, grad: grad.all()?, log_sums: &self.log_sums };
         let grads = with_inputs::<T, _>(located, &sizes, &self.config, |inputs| {
             attention::backward_separate(inputs, results)
@@ -361,7 +365,8 @@ impl<T: Float> Backward for Packed<T> {
         grad: &Tensor,
     ) -> Result<Vec<Option<Tensor>>> {
         let located = packed_heads(&self.sizes).map(|heads| (inputs[0], heads));
-        let (out, grad) = (Reading::new(y), Reading::new(grad));
+        let out = Reading::new(y);
+        let grad = Reading::new(grad);
         let results = Results { out: out.all()?, grad: grad.all()?, log_sums: &self.log_sums };
         let grad = with_inputs::<T, _>(located, &self.sizes, &self.config, |inputs| {
             attention::backward_packed(inputs, results, located[0].0.elem_count())

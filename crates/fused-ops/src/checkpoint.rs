@@ -6,7 +6,7 @@
 use candle_core::{Tensor, Var};
 
 use crate::{
-    autograd::{Junction, record_copy, seeded},
+    autograd::{MultiBackward, record_copy, seeded},
     error::{Error, Result},
 };
 
@@ -92,7 +92,7 @@ struct Again<F> {
     vars: Vec<Var>,
 }
 
-impl<F> Junction<1> for Again<F>
+impl<F> MultiBackward<1> for Again<F>
 where
     F: Fn(&Tensor) -> candle_core::Result<Tensor> + Send + Sync + 'static,
 {

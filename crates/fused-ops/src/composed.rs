@@ -4,7 +4,7 @@
 //! kernels with. Arguments are as of the functions of the same name at the root of the crate, which
 //! have checked them.
 
-use candle_core::{D, Device, Result, Tensor};
+use candle_core::{D, DType, Device, Result, Tensor};
 
 use crate::{
     autograd::seeded,
@@ -16,8 +16,25 @@ use crate::{
     },
 };
 
+/// `f` of these inputs; of halves in single precision, rounded once: their squares would overflow, and
+/// their sums lose what is small.
+fn widened<const N: usize>(
+    inputs: [&Tensor; N],
+    f: impl FnOnce([&Tensor; N]) -> Result<Tensor>,
+) -> Result<Tensor> {
+    let dtype = inputs[0].dtype();
+    if !matches!(dtype, DType::F16 | DType::BF16) {
+        return f(inputs);
+    }
+    let mut wide = inputs.map(Tensor::clone);
+    for x in &mut wide {
+        *x = x.to_dtype(DType::F32)?;
+    }
+    f(wide.each_ref())?.to_dtype(dtype)
+}
+
 pub(crate) fn rms_norm(x: &Tensor, weight: &Tensor, epsilon: f64) -> Result<Tensor> {
-    divide_by_root_of_square(x, epsilon)?.broadcast_mul(weight)
+    widened([x, weight], |[x, weight]| divide_by_root_of_square(x, epsilon)?.broadcast_mul(weight))
 }
 
 pub(crate) fn layer_norm(
@@ -26,9 +43,16 @@ pub(crate) fn layer_norm(
     bias: Option<&Tensor>,
     epsilon: f64,
 ) -> Result<Tensor> {
-    let centered = x.broadcast_sub(&x.mean_keepdim(D::Minus1)?)?;
-    let y = divide_by_root_of_square(&centered, epsilon)?.broadcast_mul(weight)?;
-    bias.map_or(Ok(y.clone()), |bias| y.broadcast_add(bias))
+    let scaled = |[x, weight]: [&Tensor; 2]| {
+        let centered = x.broadcast_sub(&x.mean_keepdim(D::Minus1)?)?;
+        divide_by_root_of_square(&centered, epsilon)?.broadcast_mul(weight)
+    };
+    match bias {
+        None => widened([x, weight], scaled),
+        Some(bias) => {
+            widened([x, weight, bias], |[x, weight, bias]| scaled([x, weight])?.broadcast_add(bias))
+        }
+    }
 }
 
 fn divide_by_root_of_square(x: &Tensor, epsilon: f64) -> Result<Tensor> {
@@ -47,7 +71,7 @@ pub(crate) fn linear(
 }
 
 pub(crate) fn activation(x: &Tensor, activation: Activation) -> Result<Tensor> {
-    match activation {
+    widened([x], |[x]| match activation {
         Activation::Relu => x.relu(),
         // Not `gelu_erf`, in whose gradient a constant has six digits.
         Activation::Gelu => (x * 0.5)? * ((x * std::f64::consts::FRAC_1_SQRT_2)?.erf()? + 1.0)?,
@@ -56,27 +80,32 @@ pub(crate) fn activation(x: &Tensor, activation: Activation) -> Result<Tensor> {
             (x * 0.5)? * ((inner * 0.797_884_560_802_865_4)?.tanh()? + 1.0)?
         }
         Activation::Silu => x / (x.neg()?.exp()? + 1.0)?,
-    }
+    })
 }
 
 pub(crate) fn swiglu(gate: &Tensor, up: &Tensor) -> Result<Tensor> {
-    activation(gate, Activation::Silu)? * up
+    widened([gate, up], |[gate, up]| activation(gate, Activation::Silu)? * up)
 }
 
 pub(crate) fn softmax(x: &Tensor) -> Result<Tensor> {
-    candle_nn::ops::softmax(x, D::Minus1)
+    widened([x], |[x]| candle_nn::ops::softmax(x, D::Minus1))
 }
 
 pub(crate) fn log_softmax(x: &Tensor) -> Result<Tensor> {
-    candle_nn::ops::log_softmax(x, D::Minus1)
+    widened([x], |[x]| candle_nn::ops::log_softmax(x, D::Minus1))
 }
 
 /// `x` [batch, heads, length, size], `cos` and `sin` [length, size / 2].
 pub(crate) fn rope(x: &Tensor, cos: &Tensor, sin: &Tensor, pairs: Pairs) -> Result<Tensor> {
+    widened([x, cos, sin], |[x, cos, sin]| rotated(x, cos, sin, pairs))
+}
+
+fn rotated(x: &Tensor, cos: &Tensor, sin: &Tensor, pairs: Pairs) -> Result<Tensor> {
     let half = x.dim(D::Minus1)? / 2;
     match pairs {
         Pairs::Halves => {
-            let (a, b) = (x.narrow(D::Minus1, 0, half)?, x.narrow(D::Minus1, half, half)?);
+            let a = x.narrow(D::Minus1, 0, half)?;
+            let b = x.narrow(D::Minus1, half, half)?;
             let (a, b) = rotate(&a, &b, cos, sin)?;
             Tensor::cat(&[a, b], D::Minus1)
         }
@@ -124,25 +153,39 @@ pub(crate) fn attention(
         scores = scores.broadcast_add(&mask.to_dtype(scores.dtype())?)?;
     }
     if config.causal || config.key_lengths.is_some() {
-        let hidden = hidden_keys(config, batch, queries, keys);
-        let hidden = Tensor::from_vec(hidden, (batch, 1, queries, keys), &Device::Cpu)?;
-        scores =
-            scores.broadcast_add(&hidden.to_device(scores.device())?.to_dtype(scores.dtype())?)?;
+        let hidden = hidden_keys(config, [batch, queries, keys], scores.device())?;
+        scores = scores.broadcast_add(&hidden.to_dtype(scores.dtype())?)?;
     }
     softmax(&scores)?.matmul(&value?.contiguous()?)?.transpose(1, 2)?.contiguous()
 }
 
-/// −∞ for the keys that a query does not see, 0 for the others.
-fn hidden_keys(config: &AttentionConfig, batch: usize, queries: usize, keys: usize) -> Vec<f32> {
-    let mut hidden = Vec::with_capacity(batch * queries * keys);
-    for sequence in 0..batch {
-        let length = config.key_lengths.as_ref().map_or(keys, |lengths| lengths[sequence]);
-        for query in 0..queries {
-            let end = if config.causal { length.min(keys - queries + query + 1) } else { length };
-            hidden.extend((0..keys).map(|key| if key < end { 0.0 } else { f32::NEG_INFINITY }));
-        }
-    }
-    hidden
+/// −∞ for the keys that a query does not see, 0 for the others; [batch or 1, 1, queries, keys].
+///
+/// It is made on the device, of how many keys each query sees: it has as many items as the scores of
+/// a head, which would take longer to copy than to use.
+#[expect(clippy::cast_possible_truncation, reason = "no device holds as many scores as 2^32 keys")]
+fn hidden_keys(
+    config: &AttentionConfig,
+    [batch, queries, keys]: [usize; 3],
+    device: &Device,
+) -> Result<Tensor> {
+    let lengths = match &config.key_lengths {
+        Some(lengths) => lengths[..batch].to_vec(),
+        None => vec![keys],
+    };
+    let seen = |length: usize| {
+        (0..queries).map(move |query| {
+            if config.causal { length.min(keys - queries + query + 1) } else { length }
+        })
+    };
+    let seen: Vec<u32> =
+        lengths.iter().flat_map(|&length| seen(length)).map(|n| n as u32).collect();
+    let seen = Tensor::from_vec(seen, (lengths.len(), 1, queries, 1), device)?;
+    let is_hidden = Tensor::arange(0, keys as u32, device)?
+        .broadcast_as((lengths.len(), 1, queries, keys))?
+        .broadcast_ge(&seen)?;
+    let number = |number: f32| Tensor::new(number, device)?.broadcast_as(is_hidden.shape());
+    is_hidden.where_cond(&number(f32::NEG_INFINITY)?, &number(0.0)?)
 }
 
 /// Each head of [batch, length, key heads, size] as often as `heads` ask for.
@@ -168,16 +211,26 @@ pub(crate) fn attention_packed(
         let part = qkv.narrow(2, start * size, heads * size)?.contiguous()?;
         part.reshape((batch, length, heads, size))
     };
-    let (query, key) = (part(0, heads)?, part(heads, key_heads)?);
+    let query = part(0, heads)?;
+    let key = part(heads, key_heads)?;
     let value = part(heads + key_heads, key_heads)?;
     attention(&query, &key, &value, config)?.flatten_from(2)
+}
+
+pub(crate) fn cross_entropy(
+    logits: &Tensor,
+    targets: &[Target],
+    smoothing: f64,
+    class_weights: Option<&[f64]>,
+) -> Result<Tensor> {
+    widened([logits], |[logits]| summed_cross_entropy(logits, targets, smoothing, class_weights))
 }
 
 #[expect(
     clippy::cast_possible_truncation,
     reason = "candle's indices are u32, and no device holds a tensor of more rows"
 )]
-pub(crate) fn cross_entropy(
+fn summed_cross_entropy(
     logits: &Tensor,
     targets: &[Target],
     smoothing: f64,
@@ -218,4 +271,57 @@ pub(crate) fn cross_entropy(
     }
     let all = log_probabilities.broadcast_mul(&class_weights)?.sum_keepdim(1)?;
     (own + (all * spread)?.sum_all()?)?.neg()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Halves whose squares overflow in f16, and whose sums stand still in bf16.
+    fn large(dtype: DType) -> Tensor {
+        let x = Tensor::arange(0_f32, 1200., &Device::Cpu).unwrap().reshape((2, 600)).unwrap();
+        x.affine(0.5, -100.).unwrap().to_dtype(dtype).unwrap()
+    }
+
+    fn apart(left: &Tensor, right: &Tensor) -> f32 {
+        let wide = |x: &Tensor| x.to_dtype(DType::F32).unwrap();
+        let apart = (wide(left) - wide(right)).unwrap().abs().unwrap();
+        apart.flatten_all().unwrap().max(0).unwrap().to_scalar().unwrap()
+    }
+
+    #[test]
+    fn halves_are_composed_in_single_precision_and_rounded_once() {
+        for (dtype, digit) in [(DType::F16, 1e-3), (DType::BF16, 8e-3)] {
+            let x = large(dtype);
+            let weight = Tensor::ones(600, dtype, &Device::Cpu).unwrap();
+            let bias = weight.neg().unwrap();
+            let pairs = [
+                (rms_norm(&x, &weight, 1e-5), crate::rms_norm(&x, &weight, 1e-5)),
+                (
+                    layer_norm(&x, &weight, Some(&bias), 1e-5),
+                    crate::layer_norm(&x, &weight, Some(&bias), 1e-5),
+                ),
+                (softmax(&x), crate::softmax(&x, D::Minus1)),
+            ];
+            for (composed, fused) in pairs {
+                let (composed, fused) = (composed.unwrap(), fused.unwrap());
+                assert_eq!(composed.dtype(), dtype);
+                // Of numbers of at most 4.
+                assert!(apart(&composed, &fused) <= 4. * digit, "{dtype:?}");
+            }
+        }
+    }
+
+    #[test]
+    fn a_query_sees_the_keys_of_its_sequence_that_are_not_later() {
+        let config = AttentionConfig::causal().with_key_lengths(vec![4, 2]);
+        let hidden = hidden_keys(&config, [2, 3, 4], &Device::Cpu).unwrap();
+        assert_eq!(hidden.dims(), [2, 1, 3, 4]);
+        let seen = hidden.ge(0_f32).unwrap().flatten(0, 2).unwrap().to_vec2::<u8>().unwrap();
+        let rows =
+            [[1, 1, 0, 0], [1, 1, 1, 0], [1, 1, 1, 1], [1, 1, 0, 0], [1, 1, 0, 0], [1, 1, 0, 0]];
+        assert_eq!(seen, rows);
+        let causal = hidden_keys(&AttentionConfig::causal(), [2, 3, 4], &Device::Cpu).unwrap();
+        assert_eq!(causal.dims(), [1, 1, 3, 4]);
+    }
 }

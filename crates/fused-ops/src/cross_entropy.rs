@@ -1,6 +1,6 @@
 //! Cross-entropy of logits and class indices.
 
-use candle_core::{Shape, Tensor};
+use candle_core::{DType, Device, Shape, Tensor};
 
 use crate::{
     autograd::{Backward, Reading, record, tensor},
@@ -178,7 +178,9 @@ fn check_weights(input: &'static str, weights: Option<&Tensor>, shape: &[usize])
 /// The numbers of a tensor, in its order.
 fn floats(tensor: Option<&Tensor>) -> Result<Option<Vec<f64>>> {
     let Some(tensor) = tensor else { return Ok(None) };
-    Ok(Some(tensor.flatten_all()?.to_dtype(candle_core::DType::F64)?.to_vec1()?))
+    // First to the processor: Metal has no double precision.
+    let host = tensor.flatten_all()?.to_device(&Device::Cpu)?;
+    Ok(Some(host.to_dtype(DType::F64)?.to_vec1()?))
 }
 
 fn weighted_targets(

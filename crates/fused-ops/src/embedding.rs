@@ -57,7 +57,8 @@ pub fn embedding(table: &Tensor, indices: &Tensor) -> Result<Tensor> {
             expected,
         });
     }
-    let (here, there) = (table.device().location(), indices.device().location());
+    let here = table.device().location();
+    let there = indices.device().location();
     if here != there {
         return Err(Error::Device { op: OP, first: here, other: there });
     }

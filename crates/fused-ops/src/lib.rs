@@ -7,6 +7,7 @@ mod checkpoint;
 mod composed;
 mod config;
 mod cross_entropy;
+mod custom;
 mod dropout;
 mod embedding;
 mod error;
@@ -28,6 +29,7 @@ pub use crate::{
     checkpoint::checkpoint,
     config::{Activation, AttentionConfig, DropoutKey},
     cross_entropy::{CrossEntropy, CrossEntropyConfig, cross_entropy},
+    custom::{backward_from, with_backward},
     dropout::dropout,
     embedding::embedding,
     error::{Error, Result},

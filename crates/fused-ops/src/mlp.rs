@@ -3,7 +3,7 @@
 use candle_core::Tensor;
 
 use crate::{
-    autograd::{Junction, Reading, record_many, tensor},
+    autograd::{MultiBackward, Reading, record_many, tensor},
     composed,
     config::Activation,
     error::Result,
@@ -87,7 +87,8 @@ struct Layers<'a> {
 impl Layers<'_> {
     fn fused<T: Float>(self) -> Result<Tensor> {
         let x = self.x.contiguous()?;
-        let (up, down) = (contiguous(self.up)?, contiguous(self.down)?);
+        let up = contiguous(self.up)?;
+        let down = contiguous(self.down)?;
         let inputs: Vec<&Tensor> =
             [&x].into_iter().chain(up.tensors()).chain(down.tensors()).collect();
         let tracked = inputs.iter().any(|input| input.track_op());
@@ -101,9 +102,9 @@ impl Layers<'_> {
             return tensor(y, &shape);
         }
         let is_x_tracked = x.track_op();
-        let way =
+        let backward =
             Mlp { x: x.detach(), is_x_tracked, up: up.clone(), middle, slope, down: down.clone() };
-        let [y] = record_many(&inputs, [y], &shape, way)?;
+        let [y] = record_many(&inputs, [y], &shape, backward)?;
         Ok(y)
     }
 
@@ -114,7 +115,8 @@ impl Layers<'_> {
             candle_core::Result::Ok((to_f32(weight)?, bias.map(to_f32).transpose()?))
         };
         let x = to_f32(self.x)?;
-        let (up, down) = (layer(self.up)?, layer(self.down)?);
+        let up = layer(self.up)?;
+        let down = layer(self.down)?;
         let layers = Layers {
             x: &x,
             up: (&up.0, up.1.as_ref()),
@@ -151,7 +153,7 @@ impl<T: Float> Mlp<T> {
     }
 }
 
-impl<T: Float> Junction<1> for Mlp<T> {
+impl<T: Float> MultiBackward<1> for Mlp<T> {
     const NAME: &'static str = "fused-mlp";
 
     fn backward(

@@ -7,7 +7,7 @@
 use candle_core::{DType, Tensor};
 
 use crate::{
-    autograd::{Backward, Junction, Reading, record, record_many, tensor},
+    autograd::{Backward, MultiBackward, Reading, record, record_many, tensor},
     composed,
     error::Result,
     kernels::{
@@ -255,7 +255,8 @@ fn add_normalize<T: Float>(
 ) -> Result<(Tensor, Tensor)> {
     let inputs: Vec<_> = inputs.iter().map(|input| input.contiguous()).collect::<Result<_, _>>()?;
     let inputs: Vec<_> = inputs.iter().collect();
-    let (shape, epsilon) = (inputs[0].shape(), T::of(epsilon));
+    let shape = inputs[0].shape();
+    let epsilon = T::of(epsilon);
     let (sum, y) = {
         let read: Vec<_> = inputs.iter().map(|input| Reading::new(input)).collect();
         let bias = read.get(3).map(Reading::all).transpose()?;
@@ -267,8 +268,8 @@ fn add_normalize<T: Float>(
         return Ok((tensor(sum, shape)?, tensor(y, shape)?));
     }
     let weight = inputs[2].detach();
-    let junction = AddNormalize { norm, epsilon, weight, has_bias: inputs.len() == 4 };
-    let [sum, y] = record_many(&inputs, [sum, y], shape, junction)?;
+    let backward = AddNormalize { norm, epsilon, weight, has_bias: inputs.len() == 4 };
+    let [sum, y] = record_many(&inputs, [sum, y], shape, backward)?;
     Ok((sum, y))
 }
 
@@ -279,7 +280,7 @@ struct AddNormalize<T> {
     has_bias: bool,
 }
 
-impl<T: Float> Junction<2> for AddNormalize<T> {
+impl<T: Float> MultiBackward<2> for AddNormalize<T> {
     const NAME: &'static str = "fused-add-norm";
 
     fn backward(
@@ -292,8 +293,9 @@ impl<T: Float> Junction<2> for AddNormalize<T> {
             let none = self.weight.zeros_like()?;
             return Ok(self.gradients(of_sum, none.clone(), none));
         };
-        let (sum_read, weight, grad) =
-            (Reading::new(sum), Reading::new(&self.weight), Reading::new(&of_norm));
+        let sum_read = Reading::new(sum);
+        let weight = Reading::new(&self.weight);
+        let grad = Reading::new(&of_norm);
         let of_sum = of_sum.as_ref().map(Reading::new);
         let of_sum = of_sum.as_ref().map(Reading::all).transpose()?;
         let grads = norm::backward(
@@ -344,9 +346,12 @@ impl<T: Float> Backward for Normalize<T> {
         _: &Tensor,
         grad: &Tensor,
     ) -> Result<Vec<Option<Tensor>>> {
-        let (x, weight, grad) =
-            (Reading::new(inputs[0]), Reading::new(inputs[1]), Reading::new(grad));
-        let (x, weight, grad) = (x.all()?, weight.all()?, grad.all()?);
+        let x = Reading::new(inputs[0]);
+        let weight = Reading::new(inputs[1]);
+        let grad = Reading::new(grad);
+        let x = x.all()?;
+        let weight = weight.all()?;
+        let grad = grad.all()?;
         let grads = norm::backward(self.norm, x, weight, grad, None, self.epsilon);
         let mut all = vec![
             Some(tensor(grads.x, inputs[0].shape())?),

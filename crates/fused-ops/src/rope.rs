@@ -140,7 +140,8 @@ fn turn(x: &Tensor, cos: &Tensor, sin: &Tensor, pairs: Pairs, rows: Rows) -> Res
     for (input, angles) in [("cos", cos), ("sin", sin)] {
         check_angles(input, angles, length, half)?;
     }
-    let (cos, sin) = (&cos.narrow(0, 0, length)?, &sin.narrow(0, 0, length)?);
+    let cos = &cos.narrow(0, 0, length)?;
+    let sin = &sin.narrow(0, 0, length)?;
     route!(
         "rope",
         [x, cos, sin],
@@ -188,7 +189,9 @@ fn fused<T: Float>(
     pairs: Pairs,
     rows: Rows,
 ) -> Result<Tensor> {
-    let (x, cos, sin) = (&x.contiguous()?, cos.contiguous()?, sin.contiguous()?);
+    let x = &x.contiguous()?;
+    let cos = cos.contiguous()?;
+    let sin = sin.contiguous()?;
     let way = Turned { cos, sin, pairs, rows };
     let y = way.apply::<T>(x, Turn::Forward)?;
     record(&[x], y, x.shape().clone(), TurnedBack::<T> { way, float: std::marker::PhantomData })
@@ -208,8 +211,11 @@ impl Turned {
             Rows::HeadsFirst => (1, second),
             Rows::PositionsFirst => (second, first),
         };
-        let (read, cos, sin) = (Reading::new(x), Reading::new(&self.cos), Reading::new(&self.sin));
-        let (cos, sin) = (cos.all()?, sin.all()?);
+        let read = Reading::new(x);
+        let cos = Reading::new(&self.cos);
+        let sin = Reading::new(&self.sin);
+        let cos = cos.all()?;
+        let sin = sin.all()?;
         let pairs = self.pairs;
         let rotation = Rotation { pairs, size, rows_per_position, positions, cos, sin };
         Ok(rotate(read.all()?, rotation, turn))

@@ -23,12 +23,14 @@ impl Route {
     pub(crate) fn of(op: &'static str, inputs: &[(&'static str, &Tensor)]) -> Result<Self> {
         let (_, first) = inputs[0];
         for &(input, tensor) in inputs {
-            let (here, there) = (first.device().location(), tensor.device().location());
+            let here = first.device().location();
+            let there = tensor.device().location();
             if here != there {
                 return Err(Error::Device { op, first: here, other: there });
             }
             if tensor.dtype() != first.dtype() {
-                let (found, expected) = (tensor.dtype(), first.dtype().as_str());
+                let found = tensor.dtype();
+                let expected = first.dtype().as_str();
                 return Err(Error::DType { op, input, found, expected });
             }
         }

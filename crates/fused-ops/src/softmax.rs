@@ -108,7 +108,8 @@ impl<T: Float> Backward for Fused<T> {
         y: &Tensor,
         grad: &Tensor,
     ) -> Result<Vec<Option<Tensor>>> {
-        let (y, grad) = (Reading::new(y), Reading::new(grad));
+        let y = Reading::new(y);
+        let grad = Reading::new(grad);
         let grad = kernel::backward::<T>(self.softmax, y.all()?, grad.all()?, width(inputs[0]));
         Ok(vec![Some(tensor(grad, inputs[0].shape())?)])
     }

@@ -319,7 +319,8 @@ pub enum ReplicaError {
     )]
     Nested,
     /// A replica of an earlier call, which has returned without it at the mesh's deadline, still
-    /// runs; the mesh can be used again when it returns.
+    /// runs; the mesh can be used again when it returns. The refused call has not begun in that slot;
+    /// in others it has only if it was made before the deadline.
     #[error(
         "slot {slot} is busy: its replica of the call at {call} has not returned since that call missed the mesh's \
          deadline"
@@ -452,8 +453,8 @@ pub enum ProcessError {
     /// The file by which the processes of a mesh find each other could not be used.
     ///
     /// The kind of its cause is [`AlreadyExists`](std::io::ErrorKind::AlreadyExists) for the file
-    /// of another mesh, [`TimedOut`](std::io::ErrorKind::TimedOut) if rank 0 has not written it in
-    /// time, and [`InvalidData`](std::io::ErrorKind::InvalidData) for one that is not of this
+    /// of another mesh, [`TimedOut`](std::io::ErrorKind::TimedOut) if another rank has not written it
+    /// in time, and [`InvalidData`](std::io::ErrorKind::InvalidData) for one that is not of this
     /// version, or is of another world.
     #[cfg(feature = "nccl")]
     #[error("the processes cannot find each other at {}: {}", path.display(), in_one_line(cause))]

@@ -87,27 +87,66 @@ fn calls_are_refused_with_slot_and_line_until_the_replica_returns() {
         double.run(sharded).unwrap_err(),
         mesh.pmap_scoped(|_, ()| Ok(())).call(()).unwrap_err(),
     ];
-    for error in refused {
-        let text = error.to_string();
-        assert!(
-            matches!(error, Error::Replica(ReplicaError::Stuck { slot: 1, call })
-                if call.file() == file!() && call.line() == line),
-            "{text}"
-        );
+    for error in &refused {
+        assert_busy(error, line);
     }
     gate.open();
     works_again(&mesh);
 }
 
-/// A replica of a call that was queued behind a stuck one and has returned without it.
 #[test]
-fn a_replica_that_nobody_waits_for_any_more_does_not_begin() {
+fn a_call_that_is_queued_behind_a_stuck_one_is_refused_and_does_not_begin() {
+    let (mesh, gate, line) = stuck_in_the_background();
+    let slots = Arc::new(Mutex::new(Vec::new()));
+    let noted = Arc::clone(&slots);
+    let queued = mesh.pmap(move |ctx, ()| {
+        noted.lock().unwrap().push(ctx.slot());
+        Ok(())
+    });
+    assert_busy(&queued.call(()).unwrap_err(), line);
+    gate.open();
+    works_again(&mesh);
+    assert_eq!(*slots.lock().unwrap(), [0]);
+}
+
+#[test]
+fn a_scoped_call_that_is_queued_behind_a_stuck_one_is_refused_and_borrows_no_longer() {
+    let waits_for_the_others: [fn(&Replica) -> Result<()>; 2] =
+        [|_| Ok(()), |ctx| ctx.barrier(ALL)];
+    for of_slot_0 in waits_for_the_others {
+        let (mesh, gate, line) = stuck_in_the_background();
+        let slots = Mutex::new(Vec::new());
+        let queued = |ctx: &Replica, ()| {
+            slots.lock().unwrap().push(ctx.slot());
+            of_slot_0(ctx)
+        };
+        assert_busy(&mesh.pmap_scoped(queued).call(()).unwrap_err(), line);
+        assert_eq!(slots.into_inner().unwrap(), [0]);
+        gate.open();
+        works_again(&mesh);
+    }
+}
+
+#[test]
+fn a_queued_call_that_fails_where_it_has_begun_returns_its_own_failure() {
+    let (mesh, gate, _) = stuck_in_the_background();
+    let reason = String::from("out of data");
+    let error = mesh.pmap_scoped(|_, ()| -> Result<()> { bail!("{reason}") }).call(()).unwrap_err();
+    assert!(matches!(&error, Error::Replica(ReplicaError::Failed { slot: 0, .. })), "{error}");
+    gate.open();
+    works_again(&mesh);
+}
+
+/// A mesh on which slot 1 is busy with a call that has not missed its deadline yet, made at the
+/// line that is returned.
+fn stuck_in_the_background() -> (DeviceMesh, Gate, u32) {
     let mesh = DeviceMesh::builder().axis("a", 2).deadline(Duration::from_secs(1)).cpu().unwrap();
     let gate = Gate::default();
     let (begun, has_begun) = mpsc::channel();
-    let (closed, first_mesh) = (gate.clone(), mesh.clone());
-    let first = thread::spawn(move || {
-        let stuck = first_mesh.pmap(move |ctx, ()| {
+    let (closed, of_thread) = (gate.clone(), mesh.clone());
+    let line = line!() + 9;
+    thread::spawn(move || {
+        let stuck = of_thread.pmap(move |ctx, ()| {
             begun.send(()).map_err(candle_core::Error::wrap)?;
             if ctx.slot() == 1 {
                 closed.pass();
@@ -117,18 +156,17 @@ fn a_replica_that_nobody_waits_for_any_more_does_not_begin() {
         stuck.call(()).unwrap_err()
     });
     (0..2).for_each(|_| has_begun.recv().unwrap());
+    (mesh, gate, line)
+}
 
-    let slots = Arc::new(Mutex::new(Vec::new()));
-    let noted = Arc::clone(&slots);
-    let queued = mesh.pmap(move |ctx, ()| {
-        noted.lock().unwrap().push(ctx.slot());
-        Ok(())
-    });
-    queued.call(()).unwrap_err();
-    first.join().unwrap();
-    gate.open();
-    works_again(&mesh);
-    assert_eq!(*slots.lock().unwrap(), [0]);
+/// Slot 1 is busy with the call made at this line.
+#[track_caller]
+fn assert_busy(error: &Error, line: u32) {
+    assert!(
+        matches!(error, Error::Replica(ReplicaError::Stuck { slot: 1, call })
+            if call.file() == file!() && call.line() == line),
+        "{error}"
+    );
 }
 
 #[test]

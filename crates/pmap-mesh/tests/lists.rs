@@ -152,3 +152,20 @@ fn sums_of_a_list_go_to_those_who_want_them_in_the_order_in_which_they_do() {
     });
     assert!(missing.unwrap_err().to_string().contains("there is no tensor 1 to sum"));
 }
+
+#[test]
+fn an_empty_run_is_not_the_run_that_ends_where_it_is() {
+    // More than members of a group sum up each for themselves.
+    const SIZE: usize = 16_384;
+    let run = |items| Run { tensor: 0, items };
+    let runs = [vec![run(0..SIZE)], vec![run(SIZE..SIZE), run(0..0)]];
+    let layout = RunLayout::new("unit", [(vec![SIZE], DType::F32)], runs).unwrap();
+    everywhere(&[("a", 2)], move |ctx| {
+        let ones = Tensor::ones(SIZE, DType::F32, &Device::Cpu)?;
+        let sums = ctx.reduce_runs(vec![ones], &layout, ALL)?;
+        let sizes: Vec<usize> = sums.iter().map(Tensor::elem_count).collect();
+        assert_eq!(sizes, if ctx.slot() == 0 { vec![SIZE] } else { vec![0, 0] });
+        Ok(())
+    })
+    .unwrap();
+}

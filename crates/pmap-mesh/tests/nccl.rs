@@ -9,18 +9,29 @@
 
 mod conformance;
 
-use std::{cell::Cell, process::ExitCode};
+use std::{
+    cell::Cell,
+    process::{self, ExitCode},
+    time::Duration,
+};
 
-use candle_core::{Device, Tensor, cuda_backend::cudarc::driver::CudaContext};
+use candle_core::{DType, Device, Tensor, cuda_backend::cudarc::driver::CudaContext};
 use core_types::Launched;
 use pmap_mesh::{ALL, DeviceMesh, DeviceMeshBuilder, NcclStore};
 use process_tests::{Case, Engine, ranks};
 
-const CASES: [Case; 11] = [
+const CASES: [Case; 18] = [
     Case::succeeds("collectives", 1),
     Case::succeeds("calls", 1),
     Case::succeeds("replicated", 2),
     Case::succeeds("lists", 2),
+    Case::succeeds("underway", 1),
+    Case::succeeds("runs", 2),
+    Case::fails("one gpu", 2, "take the same GPU, and NCCL needs one for each process"),
+    Case::fails("started others", 2, "replica 1 calls start_psum of f32 [4]"),
+    Case::fails("not waited", 2, "without having waited for start_psum"),
+    Case::fails("not started", 2, "replica 0 waited for more than 500ms in start_psum"),
+    Case::fails("integers of 32 bits", 2, "tensors of type i32 cannot be sent over NCCL"),
     Case::fails("host tensor", 1, "over NCCL it must be on the device of its replica"),
     Case::fails("failure", 2, "failed: no more data"),
     Case::fails("panic", 2, "this one breaks"),
@@ -32,6 +43,7 @@ const CASES: [Case; 11] = [
     Case::fails("mismatch", 2, "replica 1 calls pmax of f32 [70000]"),
     Case::fails("deserted", 2, "replica 1 calls the end of the function"),
     Case::fails("killed", 2, ""),
+    Case::fails("gone", 2, "has not ended 500ms after its start"),
 ];
 
 /// One of the processes of a case.
@@ -65,6 +77,9 @@ fn main() -> ExitCode {
         let engine = Nccl { launched, n_meshes: Cell::new(0) };
         match case {
             "host tensor" => host_tensor(&engine),
+            "one gpu" => one_gpu(&engine),
+            "gone" => gone(&engine),
+            "integers of 32 bits" => integers_of_32_bits(&engine),
             _ => conformance::run(&engine, case, ranks),
         }
     })
@@ -76,6 +91,45 @@ fn host_tensor(engine: &Nccl) {
     let run = mesh.pmap(|ctx, x: Tensor| {
         ctx.barrier(ALL)?;
         ctx.all_gather(&x.to_device(&Device::Cpu)?, 0, ALL)
+    });
+    drop(run.in_axes(None).call(process_tests::nothing()));
+}
+
+/// All processes on one GPU, which is refused on all of them before NCCL is started.
+fn one_gpu(engine: &Nccl) {
+    let store = NcclStore::File(process_tests::folder().join("id"));
+    let outcome = DeviceMesh::builder().nccl(engine.launched.placement(), 0, &store);
+    panic!("{}", outcome.unwrap_err());
+}
+
+/// Of a type that NCCL knows and candle's kernels do not.
+fn integers_of_32_bits(engine: &Nccl) {
+    let mesh = engine.open(DeviceMesh::builder());
+    let run = mesh.pmap(|ctx, _: Tensor| {
+        let x = Tensor::zeros(3, DType::I32, ctx.device())?;
+        ctx.start_psum(&x, ALL)?.wait()?;
+        ctx.psum(&x, ALL)
+    });
+    drop(run.in_axes(None).call(process_tests::nothing()));
+}
+
+/// A process that ends when all have come to a collective, and before its device has sent anything:
+/// the devices of the others would wait for ever.
+fn gone(engine: &Nccl) {
+    let mesh = engine.open(DeviceMesh::builder().deadline(Duration::from_millis(500)));
+    let run = mesh.pmap(|ctx, x: Tensor| {
+        let mut large = Tensor::ones(1 << 22, DType::F32, ctx.device())?;
+        if ctx.slot() == 1 {
+            for _ in 0..60 {
+                large = large.affine(1.0, 1.0)?;
+            }
+        }
+        let sum = ctx.psum(&large, ALL)?;
+        if ctx.slot() == 1 {
+            // As if all were well, or it would be this that ends the others.
+            process::exit(0);
+        }
+        sum.to_vec1::<f32>().map(|_| x)
     });
     drop(run.in_axes(None).call(process_tests::nothing()));
 }

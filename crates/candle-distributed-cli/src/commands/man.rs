@@ -1,6 +1,6 @@
 //! `man`: the manual pages.
 
-use std::{fs, path::PathBuf};
+use std::{fs, iter, path::PathBuf};
 
 use clap::CommandFactory;
 use clap_mangen::Man;
@@ -26,8 +26,15 @@ pub(crate) struct Args {
 }
 
 pub(crate) fn run(args: &Args) -> Result<()> {
-    let cli = Cli::command().disable_help_subcommand(true);
+    let mut cli = Cli::command().disable_help_subcommand(true);
     let Some(folder) = &args.out else { return output::text(|out| Man::new(cli).render(out)) };
-    let written = fs::create_dir_all(folder).and_then(|()| clap_mangen::generate_to(cli, folder));
-    written.map_err(|source| Error::write(folder, source))
+    fs::create_dir_all(folder).map_err(|source| Error::write(folder, source))?;
+    // Gives subcommands the name of the program.
+    cli.build();
+    iter::once(&cli).chain(cli.get_subcommands()).try_for_each(|command| {
+        let man = Man::new(command.clone());
+        let mut page = Vec::new();
+        man.render(&mut page)?;
+        output::file(&folder.join(man.get_filename()), &page)
+    })
 }

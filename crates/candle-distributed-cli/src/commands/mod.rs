@@ -2,6 +2,8 @@
 
 pub(crate) mod batch;
 pub(crate) mod completions;
+#[cfg(unix)]
+pub(crate) mod launch;
 pub(crate) mod man;
 pub(crate) mod mesh;
 pub(crate) mod plan;

@@ -29,13 +29,18 @@ macro_rules! own_sources {
     };
 }
 
-const EMBEDDED: [(&str, &str); 50] = own_sources![
+const EMBEDDED: [(&str, &str); 62] = own_sources![
     "README.md",
     "src/bytes.rs",
     "src/commands/batch/args.rs",
     "src/commands/batch/chart.rs",
     "src/commands/batch/mod.rs",
     "src/commands/completions.rs",
+    "src/commands/launch/guard.rs",
+    "src/commands/launch/job.rs",
+    "src/commands/launch/lines.rs",
+    "src/commands/launch/mod.rs",
+    "src/commands/launch/process.rs",
     "src/commands/man.rs",
     "src/commands/mesh/collective.rs",
     "src/commands/mesh/mod.rs",
@@ -57,28 +62,35 @@ const EMBEDDED: [(&str, &str); 50] = own_sources![
     "src/commands/report/style.css",
     "src/commands/sample/mixture.rs",
     "src/commands/sample/mod.rs",
-    "src/commands/train.rs",
+    "src/commands/train/mod.rs",
+    "src/commands/train/start.rs",
     "src/devices.rs",
     "src/error.rs",
     "src/help.rs",
     "src/hint.rs",
     "src/input.rs",
+    "src/log.rs",
     "src/main.rs",
+    "src/numbers.rs",
     "src/output.rs",
     "src/picture.rs",
+    "src/train/agreement.rs",
     "src/train/corpus.rs",
     "src/train/curve.rs",
     "src/train/data.rs",
     "src/train/journal.rs",
+    "src/train/limits.rs",
     "src/train/memory.rs",
     "src/train/metrics.rs",
     "src/train/mod.rs",
     "src/train/model.rs",
     "src/train/parameters.rs",
+    "src/train/resumed.rs",
     "src/train/run_dir.rs",
     "src/train/session.rs",
     "src/train/settings.rs",
     "src/train/sharding.rs",
+    "src/train/stop.rs",
     "src/train/trainer.rs",
 ];
 
@@ -94,7 +106,7 @@ impl Corpus {
     /// Hidden files and files that are not UTF-8 are skipped.
     pub(crate) fn read(path: &Path) -> Result<Self> {
         let mut files = Vec::new();
-        list_files(path, &mut files).map_err(|source| Error::read(path, source))?;
+        list_files(path, &mut files)?;
         let texts: Vec<Vec<String>> =
             files.iter().map(|file| read_texts(file)).collect::<Result<_>>()?;
         let corpus = Self::new(texts.iter().flatten().map(String::as_str));
@@ -135,16 +147,18 @@ impl Corpus {
 }
 
 /// Adds the files under `path` to `files`, sorted, so that every machine reads the same corpus.
-fn list_files(path: &Path, files: &mut Vec<PathBuf>) -> io::Result<()> {
-    let kind = fs::metadata(path)?.file_type();
+fn list_files(path: &Path, files: &mut Vec<PathBuf>) -> Result<()> {
+    let failed = |source| Error::read(path, source);
+    let kind = fs::metadata(path).map_err(failed)?.file_type();
     if !kind.is_dir() {
         // Pipes and devices may never end.
         files.extend(kind.is_file().then(|| path.to_path_buf()));
         return Ok(());
     }
-    let mut entries: Vec<PathBuf> = fs::read_dir(path)?
-        .map(|entry| entry.map(|entry| entry.path()))
-        .collect::<io::Result<_>>()?;
+    let entries = fs::read_dir(path).map_err(failed)?;
+    let entries: io::Result<Vec<PathBuf>> =
+        entries.map(|entry| entry.map(|entry| entry.path())).collect();
+    let mut entries = entries.map_err(failed)?;
     entries.retain(|entry| !is_hidden(entry));
     entries.sort();
     entries.iter().try_for_each(|entry| list_files(entry, files))
@@ -256,6 +270,13 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         let missing = Corpus::read(&dir.path().join("none")).unwrap_err();
         assert!(matches!(*missing.kind, ErrorKind::Read { .. }));
+        #[cfg(unix)]
+        {
+            std::os::unix::fs::symlink("nowhere", dir.path().join("dangling")).unwrap();
+            let dangling = Corpus::read(dir.path()).unwrap_err().to_string();
+            assert!(dangling.ends_with("dangling"), "{dangling}");
+            fs::remove_file(dir.path().join("dangling")).unwrap();
+        }
         let empty = Corpus::read(dir.path()).unwrap_err();
         assert!(matches!(*empty.kind, ErrorKind::Usage(_)));
     }

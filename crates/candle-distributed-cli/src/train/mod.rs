@@ -1,15 +1,19 @@
 //! The training job of the `train` command: a byte-level transformer that learns to continue text.
 
+pub(crate) mod agreement;
 pub(crate) mod corpus;
 pub(crate) mod curve;
 pub(crate) mod data;
 pub(crate) mod journal;
+pub(crate) mod limits;
 pub(crate) mod memory;
 pub(crate) mod metrics;
 pub(crate) mod model;
 pub(crate) mod parameters;
+pub(crate) mod resumed;
 pub(crate) mod run_dir;
 pub(crate) mod session;
 pub(crate) mod settings;
 pub(crate) mod sharding;
+pub(crate) mod stop;
 pub(crate) mod trainer;

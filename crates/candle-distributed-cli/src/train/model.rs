@@ -8,6 +8,8 @@ use candle_distributed::ops::{
 use candle_nn::{Module, VarBuilder};
 use serde::{Deserialize, Serialize};
 
+use crate::train::corpus::MAX_SEQUENCE_LENGTH;
+
 /// The sizes of a transformer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct Config {
@@ -20,6 +22,10 @@ pub(crate) struct Config {
     /// Width of the residual stream.
     pub(crate) hidden: usize,
 }
+
+/// The model that is trained.
+pub(crate) const MODEL: Config =
+    Config { vocabulary: 256, context: MAX_SEQUENCE_LENGTH - 1, layers: 2, heads: 4, hidden: 128 };
 
 /// Predicts the next token at every position.
 #[derive(Debug)]

@@ -6,18 +6,26 @@ use std::{
     path::{Path, PathBuf},
 };
 
+use candle_distributed::{plan::ParameterInfo, train::Checkpoints, types::Fingerprint};
 use candle_nn::VarMap;
 use serde::Serialize;
-use serde_json::Value;
 
 use crate::{
     error::{Error, Result},
     input, output,
-    train::{curve, memory, metrics::Metrics, parameters, session::Session, settings::Settings},
+    train::{
+        curve, memory,
+        metrics::Metrics,
+        model::MODEL,
+        parameters,
+        session::Session,
+        settings::{self, Settings},
+        sharding,
+    },
 };
 
 const METRICS: &str = "metrics.jsonl";
-const MODEL: &str = "model.safetensors";
+const MODEL_FILE: &str = "model.safetensors";
 const CURVE: &str = "loss.svg";
 const CHECKPOINTS: &str = "checkpoints";
 
@@ -26,23 +34,134 @@ pub(crate) fn numbered(number: u32) -> PathBuf {
     Path::new("runs").join(format!("{number:04}"))
 }
 
-/// Where the run in `path` keeps its checkpoints.
-pub(crate) fn checkpoints(path: &Path) -> PathBuf {
-    path.join(CHECKPOINTS)
+/// The checkpoints of the run with these settings in `path`; those of other runs are refused.
+pub(crate) fn checkpoints(path: &Path, settings: &Settings) -> Checkpoints {
+    let checkpoints = Checkpoints::new(path.join(CHECKPOINTS)).run(settings.identity());
+    if settings.allow_non_finite { checkpoints.allow_non_finite() } else { checkpoints }
 }
 
-/// The steps of the run in `path`.
+/// The steps of the run in `path`. Damaged lines are left out, and said.
 pub(crate) fn metrics(path: &Path) -> Result<Metrics> {
-    Metrics::read(&path.join(METRICS))
+    let path = path.join(METRICS);
+    let metrics = Metrics::read(&path)?;
+    if !metrics.damaged().is_empty() {
+        output::warning(format_args!("{} {}", path.display(), damage(&metrics)));
+    }
+    Ok(metrics)
 }
 
-/// Whether the run in `path` is complete.
-pub(crate) fn is_complete(path: &Path) -> Result<bool> {
-    is_there(path.join(MODEL))
+/// What is damaged in the metrics, after the name of their file.
+fn damage(metrics: &Metrics) -> String {
+    let lines: Vec<String> = metrics.damaged().iter().map(u64::to_string).collect();
+    let word = if lines.len() == 1 { "line" } else { "lines" };
+    format!("has damage in {word} {}", lines.join(", "))
 }
 
-fn is_there(path: PathBuf) -> Result<bool> {
-    path.try_exists().map_err(|source| Error::read(path, source))
+/// The names of what the folder `path` holds of a run.
+pub(crate) fn contents(path: &Path) -> Result<Vec<&'static str>> {
+    let mut found = Vec::new();
+    for name in [settings::FILE, METRICS, MODEL_FILE, CHECKPOINTS] {
+        let path = path.join(name);
+        // A link counts wherever it leads.
+        match fs::symlink_metadata(&path) {
+            Ok(known) if known.is_dir() && name == CHECKPOINTS && !has_steps(&path)? => {}
+            Ok(_) => found.push(name),
+            Err(error) if is_nothing(&error) => {}
+            Err(source) => return Err(Error::read(path, source)),
+        }
+    }
+    Ok(found)
+}
+
+/// Whether there are checkpoints in their folder, or parts of some. A run that could not start has
+/// left at most its lock.
+fn has_steps(checkpoints: &Path) -> Result<bool> {
+    let entries = fs::read_dir(checkpoints).map_err(|source| Error::read(checkpoints, source))?;
+    for entry in entries {
+        let entry = entry.map_err(|source| Error::read(checkpoints, source))?;
+        if entry.file_name().as_encoded_bytes().starts_with(b"step-") {
+            return Ok(true);
+        }
+    }
+    Ok(false)
+}
+
+/// Whether an error says that there is nothing, because of what is missing or is no folder.
+fn is_nothing(error: &io::Error) -> bool {
+    matches!(error.kind(), io::ErrorKind::NotFound | io::ErrorKind::NotADirectory)
+}
+
+/// Whether the run of these settings in `path` is complete: there are metrics up to its last step,
+/// and the model that it ended with. A model that is not that one is said.
+pub(crate) fn is_complete(path: &Path, settings: &Settings) -> Result<bool> {
+    if !contents(path)?.contains(&MODEL_FILE) {
+        return Ok(false);
+    }
+    let fault = incomplete(path, settings)?;
+    if let Some(fault) = &fault {
+        let model = path.join(MODEL_FILE);
+        output::warning(format_args!("{} does not complete the run: {fault}", model.display()));
+    }
+    Ok(fault.is_none())
+}
+
+/// Why the model in `path` does not complete the run of these settings, if it does not.
+fn incomplete(path: &Path, settings: &Settings) -> Result<Option<String>> {
+    let model = path.join(MODEL_FILE);
+    if !model.is_file() {
+        // The model of the run could not take its place.
+        return Err(Error::usage(format!("{} is not a file", model.display())));
+    }
+    let done = metrics(path)?.done();
+    let steps = settings.steps;
+    if done != steps {
+        return Ok(Some(format!("there are metrics of {done} of {steps} steps")));
+    }
+    let Some(bytes) = input::read_if_there(&model)? else { return Ok(Some("it is gone".into())) };
+    match &settings.model_fingerprint {
+        Some(known) if *known == fingerprint(&bytes) => Ok(None),
+        Some(_) => Ok(Some("it is not as the run wrote it".into())),
+        // An early version wrote the run.
+        None => other_model(&bytes),
+    }
+}
+
+/// Why these bytes are no model of this program, if they are none.
+fn other_model(bytes: &[u8]) -> Result<Option<String>> {
+    let found = match safetensors::SafeTensors::deserialize(bytes) {
+        Ok(found) => found,
+        Err(fault) => return Ok(Some(fault.to_string())),
+    };
+    let expected = sharding::parameters_of(MODEL)?;
+    let is_there = |parameter: &ParameterInfo| {
+        found.tensor(parameter.name()).is_ok_and(|tensor| {
+            tensor.shape().iter().map(|&size| size as u64).eq(parameter.shape().iter().copied())
+        })
+    };
+    let is_model = found.len() == expected.len() && expected.iter().all(is_there);
+    Ok((!is_model).then(|| "it has other parameters".into()))
+}
+
+fn fingerprint(bytes: &[u8]) -> String {
+    let mut fingerprint = Fingerprint::new();
+    fingerprint.bytes(bytes);
+    format!("{:016x}", fingerprint.finish())
+}
+
+/// Makes the first folder of those that [`numbered`] names which is not there yet, and returns its
+/// number.
+pub(crate) fn claim_number() -> Result<u32> {
+    let mut number = 1_u32;
+    loop {
+        let path = numbered(number);
+        let parent = path.parent().map_or(Ok(()), fs::create_dir_all);
+        // Of two programs that start at once, one makes this folder and the other fails to.
+        match parent.and_then(|()| fs::create_dir(&path)) {
+            Ok(()) => return Ok(number),
+            Err(error) if error.kind() == io::ErrorKind::AlreadyExists => number += 1,
+            Err(source) => return Err(Error::write(path, source)),
+        }
+    }
 }
 
 /// A folder that holds one run and never overwrites another.
@@ -55,61 +174,47 @@ pub(crate) struct RunDir {
 }
 
 impl RunDir {
-    /// Makes the folder `path`, which must not hold a run.
+    /// Makes the folder `path`, which must not hold a run: [`refuse_contents`] says so beforehand.
     pub(crate) fn create(path: &Path, settings: &Settings) -> Result<Self> {
-        if let Some(run) = Self::claim(path, settings)? {
-            return Ok(run);
-        }
-        let held = Error::usage(format!("{} already holds a run or a model", path.display()));
-        Err(held.hinted("resume that run with --resume, or choose another folder"))
-    }
-
-    /// Makes the first free folder of those that [`numbered`] names, and returns its number.
-    pub(crate) fn create_numbered(settings: &Settings) -> Result<(u32, Self)> {
-        let mut number = 1_u32;
-        loop {
-            match Self::claim(&numbered(number), settings)? {
-                Some(run) => return Ok((number, run)),
-                None => number += 1,
-            }
-        }
+        fs::create_dir_all(path).map_err(|source| Error::write(path, source))?;
+        // Of two programs that start at once, one makes this file and the other fails to.
+        settings.write_new(path)?;
+        let metrics = path.join(METRICS);
+        let file = File::create_new(&metrics).map_err(|source| Error::write(&metrics, source))?;
+        Ok(Self { path: path.into(), settings: settings.clone(), metrics: file })
     }
 
     /// Opens the folder `path` to resume at `step`: metrics from there on are dropped, because the
-    /// steps are about to be done again.
+    /// steps are about to be done again. Damaged ones are kept beside.
     pub(crate) fn resume(path: &Path, settings: &Settings, step: u64) -> Result<Self> {
         fs::create_dir_all(path).map_err(|source| Error::write(path, source))?;
         let metrics = path.join(METRICS);
-        let known = match input::read_if_there(&metrics)? {
-            Some(known) => String::from_utf8_lossy(&known).into_owned(),
-            // A run may be killed before its first step, and `--resume` may start one.
-            None => String::new(),
-        };
-        let is_kept = |line: &&str| step_of(line).is_some_and(|of_line| of_line < step);
-        let kept: String =
-            known.lines().take_while(is_kept).flat_map(|line| [line, "\n"]).collect();
-        output::file(&metrics, kept.as_bytes())?;
+        // A run may be killed before its first step, and `--resume` may start one.
+        let known = input::read_if_there(&metrics)?.unwrap_or_default();
+        let mut kept = Metrics::parse(&known);
+        if !kept.damaged().is_empty() {
+            let beside = keep_beside(path, &known)?;
+            output::warning(format_args!(
+                "{} {}; the whole file is kept as {}",
+                metrics.display(),
+                damage(&kept),
+                beside.display()
+            ));
+        }
+        kept.truncate(step);
+        for gap in kept.missing(step) {
+            let name = metrics.display();
+            let steps = match gap.end - gap.start {
+                1 => format!("step {}", gap.end),
+                _ => format!("steps {} to {}", gap.start + 1, gap.end),
+            };
+            output::warning(format_args!("{name} lacks the metrics of {steps}"));
+        }
+        output::file(&metrics, &kept.lines(&known))?;
         let file = File::options().append(true).open(&metrics);
-        Self::open(path, settings, file.map_err(|source| Error::write(&metrics, source))?)
-    }
-
-    /// Makes the folder `path`; `None` if it holds a run or a model already.
-    fn claim(path: &Path, settings: &Settings) -> Result<Option<Self>> {
-        fs::create_dir_all(path).map_err(|source| Error::write(path, source))?;
-        if is_complete(path)? || is_there(checkpoints(path))? {
-            return Ok(None);
-        }
-        // Of two programs that start at once, one makes this file and the other fails to.
-        match File::create_new(path.join(METRICS)) {
-            Ok(metrics) => Self::open(path, settings, metrics).map(Some),
-            Err(error) if error.kind() == io::ErrorKind::AlreadyExists => Ok(None),
-            Err(error) => Err(Error::write(path, error)),
-        }
-    }
-
-    fn open(path: &Path, settings: &Settings, metrics: File) -> Result<Self> {
+        let file = file.map_err(|source| Error::write(&metrics, source))?;
         settings.write(path)?;
-        Ok(Self { path: path.into(), settings: settings.clone(), metrics })
+        Ok(Self { path: path.into(), settings: settings.clone(), metrics: file })
     }
 
     /// The folder.
@@ -144,14 +249,58 @@ impl RunDir {
 
     /// Syncs the metrics to disk, so that they never have fewer steps than a checkpoint.
     pub(crate) fn sync(&self) -> Result<()> {
-        self.metrics.sync_data().map_err(|source| Error::write(self.path.join(METRICS), source))
+        let synced = self.metrics.sync_data().and_then(|()| self.refuse_removed());
+        synced.map_err(|source| Error::write(self.path.join(METRICS), source))
+    }
+
+    /// Notices when the folder was removed while the run trains: what is written to a file without a
+    /// name is lost.
+    #[cfg(unix)]
+    fn refuse_removed(&self) -> io::Result<()> {
+        use std::os::unix::fs::MetadataExt;
+
+        match self.metrics.metadata()?.nlink() {
+            0 => Err(io::Error::other("it was removed while the run was writing it")),
+            _ => Ok(()),
+        }
+    }
+
+    #[cfg(not(unix))]
+    #[expect(clippy::unused_self, clippy::unnecessary_wraps, reason = "as on other systems")]
+    fn refuse_removed(&self) -> io::Result<()> {
+        Ok(())
     }
 
     /// Writes the model, which completes the run.
-    pub(crate) fn save(&self, vars: &VarMap) -> Result<()> {
-        let path = self.path.join(MODEL);
+    pub(crate) fn save(&mut self, vars: &VarMap) -> Result<()> {
+        let path = self.path.join(MODEL_FILE);
         let bytes = serialized(vars).map_err(|source| Error::write(&path, source))?;
+        // First, so that a model is never there without it.
+        self.settings.model_fingerprint = Some(fingerprint(&bytes));
+        self.settings.write(&self.path)?;
         output::file(&path, &bytes)
+    }
+}
+
+/// Refuses a folder that holds a run or a part of one.
+pub(crate) fn refuse_contents(path: &Path) -> Result<()> {
+    if contents(path)?.is_empty() {
+        return Ok(());
+    }
+    let held = Error::usage(format!("{} already holds a run or a model", path.display()));
+    Err(held.hinted("resume that run with --resume, or choose another folder"))
+}
+
+/// Keeps damaged metrics in a file of their own, and returns its path.
+fn keep_beside(path: &Path, metrics: &[u8]) -> Result<PathBuf> {
+    let mut number = 1_u32;
+    loop {
+        let beside = path.join(format!("metrics.damaged-{number:04}.jsonl"));
+        match File::create_new(&beside).and_then(|mut file| file.write_all(metrics)) {
+            Ok(()) => return Ok(beside),
+            Err(error) if error.kind() == io::ErrorKind::AlreadyExists => number += 1,
+            Err(source) => return Err(Error::write(beside, source)),
+        }
     }
 }
 
@@ -162,56 +311,87 @@ fn serialized(vars: &VarMap) -> io::Result<Vec<u8>> {
     safetensors::serialize(tensors, None).map_err(io::Error::other)
 }
 
-/// The step of a line of the metrics; `None` for half a line.
-fn step_of(line: &str) -> Option<u64> {
-    serde_json::from_str::<Value>(line).ok()?["step"].as_u64()
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::{error::ErrorKind, train::settings::tests::settings};
+    use crate::{
+        error::ErrorKind,
+        train::{metrics::tests::line, settings::tests::settings},
+    };
 
     fn is_refused(path: &Path) -> bool {
-        RunDir::create(path, &settings()).is_err_and(|error| error.hint().is_some())
+        refuse_contents(path).is_err_and(|error| error.hint().is_some())
     }
 
     #[test]
     fn a_folder_that_holds_a_run_is_never_written_again() {
         let parent = tempfile::tempdir().unwrap();
         let run = parent.path().join("run");
+        assert!(!is_refused(&run));
         RunDir::create(&run, &settings()).unwrap();
         assert_eq!(Settings::read(&run).unwrap(), Some(settings()));
         assert!(is_refused(&run));
+        assert!(RunDir::create(&run, &settings()).is_err(), "another program made it meanwhile");
 
-        let model = parent.path().join("model");
-        fs::create_dir(&model).unwrap();
-        fs::write(model.join(MODEL), "weights").unwrap();
-        assert!(is_refused(&model));
-        let file = RunDir::create(&model.join(MODEL), &settings());
+        for name in [MODEL_FILE, METRICS, settings::FILE, CHECKPOINTS] {
+            let other = parent.path().join(name.replace('.', "-"));
+            fs::create_dir(&other).unwrap();
+            fs::write(other.join(name), "kept").unwrap();
+            assert!(is_refused(&other));
+            assert_eq!(fs::read_to_string(other.join(name)).unwrap(), "kept");
+        }
+        let file = RunDir::create(&run.join(METRICS), &settings());
         let is_write = |error: Error| matches!(*error.kind, ErrorKind::Write { .. });
         assert!(file.is_err_and(is_write), "a file is no folder");
+    }
+
+    fn lines(steps: std::ops::Range<u64>) -> String {
+        steps.map(|step| line(step, "1", 1.0)).collect()
     }
 
     #[test]
     fn metrics_after_the_checkpoint_are_dropped() {
         let parent = tempfile::tempdir().unwrap();
         let run = parent.path().join("run");
-        let lines = |steps: std::ops::Range<u64>| {
-            let lines: Vec<String> = steps.map(|step| format!("{{\"step\":{step}}}\n")).collect();
-            lines.concat()
-        };
         RunDir::create(&run, &settings()).unwrap();
         // The last line was cut off.
         fs::write(run.join(METRICS), lines(0..6) + "{\"ste").unwrap();
-        for (step, kept) in [(9, 6), (4, 4), (0, 0)] {
+        for (step, kept) in [(6, 6), (4, 4), (0, 0)] {
             let mut resumed = RunDir::resume(&run, &settings(), step).unwrap();
             assert_eq!(fs::read_to_string(run.join(METRICS)).unwrap(), lines(0..kept));
             resumed.append(&serde_json::json!({ "step": kept })).unwrap();
-            assert_eq!(fs::read_to_string(run.join(METRICS)).unwrap(), lines(0..kept + 1));
+            let appended = format!("{}{{\"step\":{kept}}}\n", lines(0..kept));
+            assert_eq!(fs::read_to_string(run.join(METRICS)).unwrap(), appended);
+            fs::write(run.join(METRICS), lines(0..kept)).unwrap();
         }
         let started = parent.path().join("started");
         RunDir::resume(&started, &settings(), 0).unwrap();
         assert_eq!(Settings::read(&started).unwrap(), Some(settings()));
+    }
+
+    #[test]
+    fn damaged_metrics_are_kept_beside_and_the_others_stay() {
+        let parent = tempfile::tempdir().unwrap();
+        let run = parent.path().join("run");
+        RunDir::create(&run, &settings()).unwrap();
+        let damaged = lines(0..2) + "damage\n" + &lines(3..6);
+        for beside in ["metrics.damaged-0001.jsonl", "metrics.damaged-0002.jsonl"] {
+            fs::write(run.join(METRICS), &damaged).unwrap();
+            RunDir::resume(&run, &settings(), 5).unwrap();
+            assert_eq!(fs::read_to_string(run.join(beside)).unwrap(), damaged);
+            let kept = lines(0..2) + &lines(3..5);
+            assert_eq!(fs::read_to_string(run.join(METRICS)).unwrap(), kept);
+        }
+    }
+
+    #[cfg(unix)]
+    #[test]
+    fn a_folder_that_was_removed_is_noticed() {
+        let parent = tempfile::tempdir().unwrap();
+        let run = parent.path().join("run");
+        let open = RunDir::create(&run, &settings()).unwrap();
+        open.sync().unwrap();
+        fs::remove_dir_all(&run).unwrap();
+        assert!(open.sync().unwrap_err().chain().contains("removed"));
     }
 }

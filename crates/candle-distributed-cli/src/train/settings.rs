@@ -1,9 +1,6 @@
 //! What makes a run the same run when it is resumed: `run.json`.
 
-use std::{
-    io,
-    path::{Path, PathBuf},
-};
+use std::path::{Path, PathBuf};
 
 use candle_distributed::types::Fingerprint;
 use serde::{Deserialize, Serialize};
@@ -14,7 +11,7 @@ use crate::{
     train::{model::Config, session::Session},
 };
 
-const FILE: &str = "run.json";
+pub(crate) const FILE: &str = "run.json";
 
 /// The version of the format of the file.
 pub(crate) const FORMAT_VERSION: u32 = 1;
@@ -30,12 +27,22 @@ pub(crate) struct Settings {
     /// The fingerprint of that text, in hexadecimal digits.
     pub(crate) text: String,
     pub(crate) max_tokens: u64,
+    /// Whether a loss that is not a number lets the run go on.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub(crate) allow_non_finite: bool,
     /// The sizes of the model; runs of early versions do not record them.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub(crate) model: Option<Config>,
     /// Where it ran, in order; runs of early versions do not record it.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub(crate) sessions: Vec<Session>,
+    /// The fingerprint of what makes it this run, by which damage is noticed; early versions do not
+    /// write it.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub(crate) identity: Option<String>,
+    /// The fingerprint of the model's file, once there is one.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub(crate) model_fingerprint: Option<String>,
 }
 
 impl Settings {
@@ -43,32 +50,55 @@ impl Settings {
     pub(crate) fn read(path: &Path) -> Result<Option<Self>> {
         let path = path.join(FILE);
         let Some(text) = input::read_if_there(&path)? else { return Ok(None) };
-        match serde_json::from_slice::<Self>(&text) {
-            Ok(settings) if settings.format_version == FORMAT_VERSION => Ok(Some(settings)),
-            Ok(Self { format_version, .. }) => Err(Error::usage(format!(
-                "{} has format_version {format_version}, and this program reads {FORMAT_VERSION}",
-                path.display()
-            ))),
-            Err(source) => Err(Error::json(path, "the settings of a run", source)),
+        let settings: Self = serde_json::from_slice(&text)
+            .map_err(|source| Error::json(&path, "the settings of a run", source))?;
+        settings.check(&path)?;
+        Ok(Some(settings))
+    }
+
+    /// Checks that this program can read the settings, and that they are as they were written.
+    fn check(&self, path: &Path) -> Result<()> {
+        let name = path.display();
+        if self.format_version != FORMAT_VERSION {
+            return Err(Error::usage(format!(
+                "{name} has format_version {}, and this program reads {FORMAT_VERSION}",
+                self.format_version
+            )));
         }
+        if self.identity.as_ref().is_some_and(|known| *known != self.identity()) {
+            return Err(Error::usage(format!(
+                "{name} is damaged: seed, steps, text, max_tokens or model is not what was written"
+            )));
+        }
+        Ok(())
     }
 
     /// Writes the settings of the run in `path`.
     pub(crate) fn write(&self, path: &Path) -> Result<()> {
         let path = path.join(FILE);
-        match serde_json::to_vec_pretty(self) {
-            Ok(text) => output::file(&path, &text),
-            Err(source) => Err(Error::write(path, io::Error::from(source))),
-        }
+        output::file(&path, &self.encoded(&path)?)
     }
 
-    /// A hash by which processes recognize that they start the same run at the same step.
-    pub(crate) fn fingerprint(&self, step: u64) -> u32 {
+    /// The same where there must be none yet.
+    pub(crate) fn write_new(&self, path: &Path) -> Result<()> {
+        let path = path.join(FILE);
+        output::new_file(&path, &self.encoded(&path)?)
+    }
+
+    fn encoded(&self, path: &Path) -> Result<Vec<u8>> {
+        serde_json::to_vec_pretty(self).map_err(|source| Error::write(path, source.into()))
+    }
+
+    /// A hash of all that decides about the parameters after each step, in hexadecimal digits.
+    pub(crate) fn identity(&self) -> String {
         let mut fingerprint: Fingerprint =
-            [self.seed, self.steps, self.max_tokens, step].into_iter().collect();
+            [self.seed, self.steps, self.max_tokens].into_iter().collect();
         fingerprint.bytes(self.text.as_bytes());
-        // The upper half: a mesh compares numbers of 32 bits.
-        (fingerprint.finish() >> 32) as u32
+        if let Some(Config { vocabulary, context, layers, heads, hidden }) = self.model {
+            let sizes = [vocabulary, context, layers, heads, hidden];
+            fingerprint.extend(sizes.map(|size| size as u64));
+        }
+        format!("{:016x}", fingerprint.finish())
     }
 
     /// The same settings with another session, after those sessions whose steps are kept.
@@ -84,6 +114,7 @@ pub(crate) mod tests {
     use std::{collections::BTreeSet, fs};
 
     use super::*;
+    use crate::train::model::MODEL;
 
     fn session(first_step: u64) -> Session {
         Session {
@@ -103,8 +134,11 @@ pub(crate) mod tests {
             data: None,
             text: String::new(),
             max_tokens: 4096,
+            allow_non_finite: false,
             model: None,
             sessions: vec![session(0)],
+            identity: None,
+            model_fingerprint: None,
         }
     }
 
@@ -126,20 +160,36 @@ pub(crate) mod tests {
     }
 
     #[test]
-    fn a_fingerprint_tells_runs_and_steps_apart() {
+    fn an_identity_tells_runs_apart() {
         let run = settings();
         let others = [
             Settings { seed: 8, ..run.clone() },
             Settings { steps: 21, ..run.clone() },
             Settings { max_tokens: 4097, ..run.clone() },
             Settings { text: String::from("0"), ..run.clone() },
+            Settings { model: Some(MODEL), ..run.clone() },
         ];
-        let mut fingerprints: BTreeSet<u32> =
-            others.iter().map(|other| other.fingerprint(0)).collect();
-        fingerprints.extend([run.fingerprint(0), run.fingerprint(1)]);
-        assert_eq!(fingerprints.len(), 6);
+        let mut identities: BTreeSet<String> = others.iter().map(Settings::identity).collect();
+        identities.insert(run.identity());
+        assert_eq!(identities.len(), 6);
         // The same run elsewhere, or on other devices, is the same run.
         let moved = Settings { data: Some("text".into()), sessions: vec![], ..run.clone() };
-        assert_eq!(moved.fingerprint(3), run.fingerprint(3));
+        assert_eq!(moved.identity(), run.identity());
+    }
+
+    #[test]
+    fn settings_that_have_changed_on_disk_are_refused() {
+        let parent = tempfile::tempdir().unwrap();
+        let run = settings();
+        let run = Settings { identity: Some(run.identity()), ..run };
+        run.write(parent.path()).unwrap();
+        assert_eq!(Settings::read(parent.path()).unwrap().unwrap(), run);
+        let file = parent.path().join(FILE);
+        let written = fs::read_to_string(&file).unwrap();
+        for (from, to) in [("\"seed\": 7", "\"seed\": 5"), ("\"steps\": 20", "\"steps\": 21")] {
+            fs::write(&file, written.replace(from, to)).unwrap();
+            let error = Settings::read(parent.path()).unwrap_err().to_string();
+            assert!(error.contains("run.json is damaged"), "{error}");
+        }
     }
 }

@@ -32,11 +32,18 @@ pub(crate) struct Needs {
 impl Needs {
     /// The needs of a model whose [`plan`] costs `sharded`.
     pub(crate) fn of(parameters: &[ParameterInfo], sharded: &PlanCost) -> Result<Self> {
-        let largest =
-            |cost: &PlanCost| cost.ranks.iter().map(RankCost::total_bytes).fold(0, u128::max);
-        let whole = plan(parameters, WorldSize::ONE)?.cost(&CostModel::default())?;
-        Ok(Self { whole_bytes: largest(&whole), sharded_bytes: largest(sharded) })
+        Ok(Self { whole_bytes: whole_bytes(parameters)?, sharded_bytes: largest(sharded) })
     }
+}
+
+/// The bytes of parameters, gradients and optimizer state on a device that holds all of it.
+pub(crate) fn whole_bytes(parameters: &[ParameterInfo]) -> Result<u128> {
+    Ok(largest(&plan(parameters, WorldSize::ONE)?.cost(&CostModel::default())?))
+}
+
+/// The bytes on the rank that holds the most.
+fn largest(cost: &PlanCost) -> u128 {
+    cost.ranks.iter().map(RankCost::total_bytes).fold(0, u128::max)
 }
 
 /// The plan of a run: every rank owns a part of every parameter.

@@ -2,6 +2,8 @@
 
 #![allow(dead_code, unreachable_pub, reason = "no test file uses all of it")]
 
+pub mod run;
+
 use std::{
     fs,
     process::{Command, Output, Stdio},
@@ -10,8 +12,8 @@ use std::{
 use serde_json::Value;
 
 /// Every subcommand.
-pub const SUBCOMMANDS: [&str; 8] =
-    ["sample", "batch", "plan", "train", "report", "mesh", "completions", "man"];
+pub const SUBCOMMANDS: [&str; 9] =
+    ["sample", "batch", "plan", "train", "report", "mesh", "launch", "completions", "man"];
 
 pub fn command(args: &[&str]) -> Command {
     let mut command = Command::new(env!("CARGO_BIN_EXE_candle-distributed"));

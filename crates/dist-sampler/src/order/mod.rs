@@ -73,10 +73,8 @@ impl Samples {
 
     /// An epoch of what the strata hold.
     pub(crate) fn stratified(strata: Strata, seed: Seed, epoch: Epoch) -> Result<Self> {
-        let table = table::allocate(strata.len())?;
-        let mut samples = Self::Table { table, refill: Refill::Stratified(Box::new(strata)) };
-        samples.reseed(seed, epoch);
-        Ok(samples)
+        let table = strata.table(seed.derive(epoch.as_u64()))?;
+        Ok(Self::Table { table, refill: Refill::Stratified(Box::new(strata)) })
     }
 
     /// Turns this into the order of another epoch, in the memory it has.

@@ -65,7 +65,8 @@ impl Strata {
         }
         let mut samples = table::allocate(labels.len() as u64)?;
         table::reset(&mut samples);
-        samples.sort_by_key(|&sample| labels[sample as usize]);
+        // Not by a stable sort, which takes memory of its own.
+        samples.sort_unstable_by_key(|&sample| (labels[sample as usize], sample));
         let mut end = 0;
         let classes = samples
             .chunk_by(|&a, &b| labels[a as usize] == labels[b as usize])
@@ -88,9 +89,20 @@ impl Strata {
         self.fingerprint
     }
 
+    /// The order of the epoch of `seed`.
+    pub(super) fn table(&self, seed: Seed) -> Result<Vec<u32>> {
+        let mut table = table::allocate(self.len())?;
+        self.fill_with(table::reserve(self.len())?, &mut table, seed);
+        Ok(table)
+    }
+
     /// Writes the order of the epoch of `seed`.
     pub(super) fn fill(&self, table: &mut [u32], seed: Seed) {
-        let mut keyed = Vec::with_capacity(table.len());
+        self.fill_with(Vec::with_capacity(table.len()), table, seed);
+    }
+
+    /// Writes the order of the epoch of `seed`, with room to sort it by keys.
+    fn fill_with(&self, mut keyed: Vec<(u64, u32)>, table: &mut [u32], seed: Seed) {
         let mut start = 0;
         for (class, seed) in self.classes.iter().zip((0..).map(|label| seed.derive(label))) {
             spread(&self.samples[start..class.end], class.quota, seed, &mut keyed);

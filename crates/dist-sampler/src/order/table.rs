@@ -18,14 +18,21 @@ fn check_len(len: u64) -> Result<()> {
     Ok(())
 }
 
-/// Memory for `len` numbers, or an error where a `Vec` would abort the process.
+/// `len` zeros.
+#[expect(clippy::cast_possible_truncation, reason = "there is memory for so many")]
 pub(super) fn zeros<T: Copy + Default>(len: u64) -> Result<Vec<T>> {
+    let mut table = reserve(len)?;
+    table.resize(len as usize, T::default());
+    Ok(table)
+}
+
+/// Memory for exactly `len` entries, or an error where a `Vec` would abort the process.
+pub(super) fn reserve<T>(len: u64) -> Result<Vec<T>> {
     let out_of_memory =
         Error::OutOfMemory { len, bytes: len.saturating_mul(size_of::<T>() as u64) };
     let Ok(n_slots) = usize::try_from(len) else { return Err(out_of_memory) };
     let mut table = Vec::new();
     table.try_reserve_exact(n_slots).map_err(|_| out_of_memory)?;
-    table.resize(n_slots, T::default());
     Ok(table)
 }
 

@@ -10,9 +10,10 @@ use crate::{
     config::{Partition, SamplerConfig},
     error::{Error, Result},
     order::{Quota, Samples, Strata},
-    partition::{Deal, Positions, Rule, Unread},
+    partition::{Deal, Positions, Rule},
     sampler::indices::Indices,
     state::{SamplerState, Stage},
+    unread::Unread,
 };
 
 /// Which samples one rank reads in one epoch.
@@ -154,12 +155,13 @@ impl DistributedSampler {
     /// # Complexity
     ///
     /// 4 bytes per label and 4 per sample of an epoch, and another 16 per sample of an epoch while
-    /// its order is made, by sorting.
+    /// its order is made, by sorting: here and in [`set_epoch`](Self::set_epoch).
     ///
     /// # Errors
     ///
     /// [`Error::EmptyDataSet`] for no labels or a quota of 0, [`Error::TooLongToShuffle`] and
-    /// [`Error::OutOfMemory`].
+    /// [`Error::OutOfMemory`]. If the memory for sorting is there now but no longer in a later
+    /// epoch, the process aborts, as it does for every other allocation that fails.
     ///
     /// # Examples
     ///
@@ -306,22 +308,27 @@ impl DistributedSampler {
     ///
     /// # Complexity
     ///
-    /// O(1) in the same world and from a strided partition (apart from the order, if that is held
-    /// in memory); from another partition O(ranks of that world).
+    /// O(worlds that have read the epoch), whatever their sizes, and O(ranks) for each that had
+    /// rank weights; apart from the order, if that is held in memory. An index then takes O(worlds)
+    /// more, and O(log ranks) for each with rank weights.
     ///
     /// # Errors
     ///
-    /// [`Error::StateVersion`], [`Error::StateMismatch`] if data set, order or seed are not those
-    /// of the state, and [`Error::StateConsumed`], [`Error::RankWeights`] or
-    /// [`Error::NoRankWeight`] if the state contradicts itself. The sampler is then unchanged.
+    /// - [`Error::StateVersion`].
+    /// - [`Error::StateMismatch`] if data set, order or seed are not those of the state.
+    /// - [`Error::StateConsumed`], [`Error::RankWeights`] or [`Error::NoRankWeight`] if the state
+    ///   contradicts itself.
+    /// - [`Error::StateStages`] above [`SamplerState::MAX_STAGES`].
+    ///
+    /// The sampler is then unchanged.
     pub fn resume(&mut self, state: &SamplerState) -> Result<()> {
         self.check(state)?;
         let (last, earlier) = state.last_and_earlier();
         let mut unread = Unread::from(0..self.len);
         for stage in earlier {
-            unread = unread_after(stage, &unread)?;
+            unread = unread_after(stage, unread)?;
         }
-        let unread_after_last = unread_after(last, &unread)?;
+        let unread_after_last = unread_after(last, unread.clone())?;
         self.reorder(state.epoch);
         if last.world_size == self.deal.world_size() && last.rule == *self.deal.rule() {
             self.move_to(earlier.to_vec(), unread, last.consumed);
@@ -337,6 +344,12 @@ impl DistributedSampler {
             return Err(Error::StateVersion {
                 version: state.format_version,
                 supported: own.format_version,
+            });
+        }
+        if state.stages.len() > SamplerState::MAX_STAGES {
+            return Err(Error::StateStages {
+                stages: state.stages.len(),
+                max: SamplerState::MAX_STAGES,
             });
         }
         same("order", &state.order, &own.order)?;
@@ -517,7 +530,7 @@ impl DistributedSampler {
     ///
     /// # Complexity
     ///
-    /// As [`position_of`](Self::position_of).
+    /// As [`position_of`](Self::position_of), and O(ranks) with rank weights.
     ///
     /// # Examples
     ///
@@ -545,13 +558,13 @@ fn check_len(len: u64) -> Result<()> {
 }
 
 /// The positions of `unread` that nobody has read when the world of `stage` has read its part.
-fn unread_after(stage: &Stage, unread: &Unread) -> Result<Unread> {
+fn unread_after(stage: &Stage, unread: Unread) -> Result<Unread> {
     let len = unread.len();
     if stage.consumed > len {
         return Err(Error::StateConsumed { consumed: stage.consumed, len });
     }
     let deal = Deal::new(len, stage.world_size, stage.rule.clone())?;
-    Ok(unread.then(&deal.unread_after(stage.consumed)))
+    Ok(unread.then(deal.unread_after(stage.consumed)))
 }
 
 fn same<T: PartialEq + Debug>(what: &'static str, state: &T, sampler: &T) -> Result<()> {

@@ -1,34 +1,34 @@
 //! The state of a training run on disk: a folder for each checkpoint, with a file of tensors for
 //! each slot and an index.
 
-mod agreement;
+mod checksum;
+mod claim;
 pub(crate) mod disk;
-pub(crate) mod file;
+mod finite;
+mod folder;
+#[cfg(any(test, fuzzing))]
+pub mod fuzzing;
 mod index;
+pub(crate) mod key;
 pub(crate) mod read;
+mod save;
+mod seal;
+mod shard;
 pub(crate) mod state_dict;
 
-use std::{
-    collections::BTreeMap,
-    fs, io,
-    path::{Path, PathBuf},
-};
+use std::path::{Path, PathBuf};
 
 use pmap_mesh::DeviceMesh;
 use serde::Serialize;
 
-use self::{
-    agreement::{gather_numbers, wait_for_all},
-    disk::{At, remove, sync_folder},
-    file::shard_name,
-    index::{INDEX, Index, Listed, json_error},
-    read::Checkpoint,
-    state_dict::StateDict,
+use self::{claim::Claims, finite::Values, read::Checkpoint, save::Save, state_dict::StateDict};
+use crate::{
+    error::{
+        Error, Result,
+        checkpoint::{CheckpointError, PassedOver},
+    },
+    processes::{agreed, gather_numbers},
 };
-use crate::error::{Result, checkpoint::CheckpointError};
-
-/// The extension of a checkpoint's folder while it is written.
-const PARTIAL: &str = "partial";
 
 /// A folder with the checkpoints of one run.
 ///
@@ -37,10 +37,23 @@ const PARTIAL: &str = "partial";
 /// `step-0000000120/` holds `shard-00001-of-00004.safetensors` and so on, one for each slot that
 /// keeps something, and `index.json`. A tensor's name is `{kind}/{parameter}@{first item}`; the
 /// kinds are `model` and those of the optimizer, as in
-/// [`StatefulOptimizer::state`](crate::StatefulOptimizer::state).
+/// [`StatefulOptimizer::state`](crate::StatefulOptimizer::state). Beside these folders lie `lock`
+/// and, while a run is under way, `holder.json`.
 ///
-/// A checkpoint is written into `step-0000000120.partial/`, brought to disk, and renamed when all
+/// A checkpoint is written into a folder of another name, brought to disk, and renamed when all
 /// slots are done: what has the final name is whole, wherever the writing was stopped.
+///
+/// Every byte is covered by a checksum: the index has its own and those of the headers of its
+/// files, and each header has those of its tensors. The header also says to which step, run and
+/// slot the file belongs. So a file that was damaged, or that belongs to another checkpoint, is
+/// noticed when it is read. Checkpoints of format version 1, which had no checksums, are read as
+/// well, with a warning in the log.
+///
+/// # One group of processes
+///
+/// The first [`save`](Self::save), or [`lock`](Self::lock), claims the folder for the processes of
+/// the mesh until the last clone of this value is dropped or the first process ends: no other
+/// group may write there meanwhile. Readers claim nothing.
 ///
 /// # Examples
 ///
@@ -58,8 +71,7 @@ const PARTIAL: &str = "partial";
 ///
 ///     let checkpoints = Checkpoints::new(folder);
 ///     let mut first = 0;
-///     if let Some(checkpoint) = checkpoints.latest()? {
-///         model.load(&checkpoint)?;
+///     if let Some((checkpoint, ())) = checkpoints.load_latest(&mesh, |checkpoint| model.load(checkpoint))? {
 ///         first = checkpoint.step();
 ///     }
 ///     let mut loss = f64::NAN;
@@ -82,12 +94,21 @@ const PARTIAL: &str = "partial";
 pub struct Checkpoints {
     folder: PathBuf,
     keep: usize,
+    run: Option<String>,
+    values: Values,
+    claims: Claims,
 }
 
 impl Checkpoints {
     /// The checkpoints in `folder`, which need not exist yet. The newest two are kept.
     pub fn new(folder: impl Into<PathBuf>) -> Self {
-        Self { folder: folder.into(), keep: 2 }
+        Self {
+            folder: folder.into(),
+            keep: 2,
+            run: None,
+            values: Values::default(),
+            claims: Claims::default(),
+        }
     }
 
     /// Sets how many are kept when a new one has been written: the new one always is, so 0 means 1.
@@ -96,43 +117,161 @@ impl Checkpoints {
         Self { keep: count.max(1), ..self }
     }
 
+    /// Names the run: a fingerprint of whatever makes it this run and no other, such as its data,
+    /// seed and learning rates. It is written into every file, and checkpoints of a run of another
+    /// name are refused. Those that have no name are taken.
+    ///
+    /// # Examples
+    ///
+    /// ```
+    /// # use candle_core::{DType, Device};
+    /// # use candle_nn::linear;
+    /// # use dist_train::{Checkpoints, DataParallel, ParamsSgd, Sgd};
+    /// # use pmap_mesh::DeviceMesh;
+    /// # let mesh = DeviceMesh::cpu(1)?;
+    /// # let model = DataParallel::builder(&mesh, |vb| linear(3, 1, vb))
+    /// #     .build(|group| Sgd::new(group.vars, ParamsSgd::default()))?;
+    /// # let folder = tempfile::tempdir()?;
+    /// let long = Checkpoints::new(folder.path()).run("400 steps");
+    /// long.save(&mesh, 8, &model.state_dict()?, &())?;
+    ///
+    /// let short = Checkpoints::new(folder.path()).run("12 steps");
+    /// let error = short.latest().unwrap_err().to_string();
+    /// assert!(error.ends_with("this is a checkpoint of run 400 steps, not of 12 steps"));
+    /// # Ok::<(), Box<dyn std::error::Error>>(())
+    /// ```
+    #[must_use]
+    pub fn run(self, name: impl Into<String>) -> Self {
+        Self { run: Some(name.into()), ..self }
+    }
+
+    /// Writes and reads values that are infinite or not a number as they are. Without this they are
+    /// refused: a model that has one is lost, and an older checkpoint is better.
+    #[must_use]
+    pub fn allow_non_finite(self) -> Self {
+        Self { values: Values::Any, ..self }
+    }
+
     /// The newest checkpoint that is whole; `None` if none was ever written.
     ///
-    /// One that lacks a file, or has one of another size than the index says, is passed over with a
-    /// warning in the log if there is an earlier one. On a mesh of several processes all of them must
-    /// find the same one.
+    /// One that is damaged or cannot be read, or is of another run, is passed over, with a warning
+    /// in the log and in [`Checkpoint::passed_over`], if there is an earlier one. All of its bytes
+    /// are read for this. [`load_latest`](Self::load_latest) reads them once, when they are loaded,
+    /// and sees to it that all processes of a mesh load the same checkpoint.
     ///
     /// # Errors
     ///
-    /// [`CheckpointError::Io`] if the folder cannot be read; if all checkpoints in it are damaged,
-    /// what the newest lacks.
+    /// [`CheckpointError::NoneLeft`] if there are checkpoints and none can be used, with what is
+    /// wrong with each; [`CheckpointError::Io`] if the folder cannot be read.
     pub fn latest(&self) -> Result<Option<Checkpoint>> {
-        let mut damaged = Ok(None);
-        for path in self.complete()?.values().rev() {
-            match Checkpoint::open(path) {
-                Ok(checkpoint) => return Ok(Some(checkpoint)),
-                Err(error) => {
-                    tracing::warn!("{} is passed over: {error}", path.display());
-                    damaged = damaged.and(Err(error));
-                }
+        let mut passed_over = Vec::new();
+        for path in folder::complete(&self.folder)?.into_values().rev() {
+            match self.open_whole(&path) {
+                Ok(checkpoint) => return Ok(Some(taken(checkpoint, passed_over))),
+                Err(error) => pass_over(&mut passed_over, path, error),
             }
         }
-        damaged
+        self.none_left(passed_over).map(|()| None)
     }
 
-    /// The steps after which the checkpoints that are whole were written, oldest first.
+    /// Loads the newest checkpoint that `load` can read to its end: the checkpoint, and what `load`
+    /// returned; `None` if none was ever written.
+    ///
+    /// Every process of the mesh calls this, and all load the same checkpoint. One that any of them
+    /// finds damaged or cannot load is passed over by all, as by [`latest`](Self::latest).
+    ///
+    /// # Errors
+    ///
+    /// [`CheckpointError::NoneLeft`] if there are checkpoints and none can be used, with what is
+    /// wrong with each: then some variables may be changed. [`CheckpointError::Io`] if the folder
+    /// cannot be read, [`Error::Mesh`] if a process does not answer.
+    ///
+    /// # Examples
+    ///
+    /// ```
+    /// # use candle_nn::linear;
+    /// # use dist_train::{Checkpoints, DataParallel, ParamsSgd, Sgd};
+    /// # use pmap_mesh::DeviceMesh;
+    /// # let mesh = DeviceMesh::cpu(1)?;
+    /// # let mut model = DataParallel::builder(&mesh, |vb| linear(3, 1, vb))
+    /// #     .build(|group| Sgd::new(group.vars, ParamsSgd::default()))?;
+    /// # let folder = tempfile::tempdir()?;
+    /// let checkpoints = Checkpoints::new(folder.path());
+    /// for step in [4, 8] {
+    ///     checkpoints.save(&mesh, step, &model.state_dict()?, &())?;
+    /// }
+    /// // A bit of a tensor changes on the disk.
+    /// let file = folder.path().join("step-0000000008/shard-00001-of-00001.safetensors");
+    /// let mut bytes = std::fs::read(&file)?;
+    /// *bytes.last_mut().ok_or("empty")? ^= 0x40;
+    /// std::fs::write(&file, bytes)?;
+    ///
+    /// let loaded = checkpoints.load_latest(&mesh, |checkpoint| model.load(checkpoint))?;
+    /// let (checkpoint, ()) = loaded.ok_or("no checkpoint")?;
+    /// assert_eq!(checkpoint.step(), 4);
+    /// let passed_over = checkpoint.passed_over()[0].to_string();
+    /// assert!(passed_over.contains("tensor model/weight@0 is damaged"));
+    /// # Ok::<(), Box<dyn std::error::Error>>(())
+    /// ```
+    pub fn load_latest<T>(
+        &self,
+        mesh: &DeviceMesh,
+        mut load: impl FnMut(&Checkpoint) -> Result<T>,
+    ) -> Result<Option<(Checkpoint, T)>> {
+        let mut passed_over = Vec::new();
+        let mut below = None;
+        while let Some(step) = self.newest_below(mesh, below)? {
+            let path = self.folder.join(folder::name(step));
+            let loaded = agreed(mesh, self.open(&path)).and_then(|checkpoint| {
+                let loaded = agreed(mesh, load(&checkpoint))?;
+                Ok((checkpoint, loaded))
+            });
+            match loaded {
+                Ok((checkpoint, loaded)) => {
+                    return Ok(Some((taken(checkpoint, passed_over), loaded)));
+                }
+                // Nothing is wrong with the checkpoint, and the others are not there to agree.
+                Err(error @ Error::Mesh(_)) => return Err(error),
+                Err(error) => pass_over(&mut passed_over, path, error),
+            }
+            below = Some(step);
+        }
+        self.none_left(passed_over).map(|()| None)
+    }
+
+    /// The newest checkpoint that the first process sees, of a step below `below`.
+    fn newest_below(&self, mesh: &DeviceMesh, below: Option<u64>) -> Result<Option<u64>> {
+        let complete = agreed(mesh, folder::complete(&self.folder))?;
+        let newest =
+            complete.into_keys().rev().find(|step| below.is_none_or(|below| *step < below));
+        let here = newest.map_or([0, 0], |step| [1, step]);
+        let steps = gather_numbers(mesh, &vec![here; mesh.local_slots().len()])?;
+        let [is_there, step] = steps[0];
+        Ok((is_there == 1).then_some(step))
+    }
+
+    /// The steps after which checkpoints were written, oldest first. Those that lack a file, or
+    /// whose index or headers are damaged, do not count; tensors are not read.
     ///
     /// # Errors
     ///
     /// [`CheckpointError::Io`] if the folder cannot be read.
     pub fn steps(&self) -> Result<Vec<u64>> {
-        let mut steps = Vec::new();
-        for (step, path) in self.complete()? {
-            if Checkpoint::open(path).is_ok() {
-                steps.push(step);
-            }
-        }
-        Ok(steps)
+        let complete = folder::complete(&self.folder)?;
+        let whole = complete.into_iter().filter(|(_, path)| self.open(path).is_ok());
+        Ok(whole.map(|(step, _)| step).collect())
+    }
+
+    /// Claims the folder for the processes of this mesh, as [`save`](Self::save) does, before
+    /// anything else of the run is written. Every process of the mesh calls it.
+    ///
+    /// # Errors
+    ///
+    /// [`CheckpointError::Locked`] if another process writes there, [`CheckpointError::Lost`] if it
+    /// was claimed here, and then removed or taken over; [`CheckpointError::Io`] if the folder
+    /// cannot be made.
+    pub fn lock(&self, mesh: &DeviceMesh) -> Result<()> {
+        self.claims.take(mesh, &self.folder).map(drop)
     }
 
     /// Writes a checkpoint after `step` steps: the tensors of all slots, and a `state` that serde
@@ -140,15 +279,17 @@ impl Checkpoints {
     ///
     /// Every process of the mesh calls this, with the same folder, which all of them must reach.
     /// Each writes the files of its own slots, and the first one the index; then the first removes
-    /// what is not to be kept.
+    /// what is not to be kept. If one process fails, all return an error.
     ///
     /// # Errors
     ///
     /// [`CheckpointError::Exists`] if there is a whole checkpoint of this step,
+    /// [`CheckpointError::NotFinite`] if a tensor has a number that is not finite,
     /// [`CheckpointError::Slots`] if `tensors` are those of another mesh, [`CheckpointError::Json`]
-    /// if `state` cannot be written, [`CheckpointError::Io`] with the path and what the system says.
-    /// Earlier checkpoints are untouched. On a mesh of several processes, one that fails leaves the
-    /// others waiting, and must end.
+    /// if `state` cannot be written, those of [`lock`](Self::lock), [`CheckpointError::OtherStep`],
+    /// [`CheckpointError::RunsDiffer`] or [`CheckpointError::NotShared`] if processes do not write
+    /// the same checkpoint, [`CheckpointError::Io`] with the path and what the system says.
+    /// Earlier checkpoints are untouched.
     pub fn save(
         &self,
         mesh: &DeviceMesh,
@@ -156,130 +297,54 @@ impl Checkpoints {
         tensors: &StateDict,
         state: &impl Serialize,
     ) -> Result<()> {
-        let whole = self.folder.join(folder_name(step));
-        let partial = whole.with_extension(PARTIAL);
-        let found = tensors.slots.len();
-        let expected = mesh.devices().len();
-        if found != expected {
-            return Err(CheckpointError::Slots { found, expected }.into());
-        }
-        let state =
-            serde_json::to_value(state).map_err(|cause| json_error(&whole.join(INDEX), cause))?;
-        let is_first = mesh.local_slots().start == 0;
-        if is_first {
-            self.make_room(step, &whole)?;
-            fs::create_dir_all(&partial).at(&partial)?;
-        }
-        wait_for_all(mesh)?;
-        let files = write_shards(mesh, &partial, tensors)?;
-        if is_first {
-            let index =
-                Index::new(step, tensors.parameters.clone(), files, tensors.trainer.clone(), state);
-            index.write(&partial.join(INDEX))?;
-            sync_folder(&partial)?;
-            fs::rename(&partial, &whole).at(&whole)?;
-            sync_folder(&self.folder)?;
-            self.remove_old(step);
-        }
-        wait_for_all(mesh)
+        let claim = self.claims.take(mesh, &self.folder)?;
+        Save::new(self, mesh, &claim, step).write(tensors, state)
     }
 
-    /// The folders that have a final name, by step; others are not ours.
-    fn complete(&self) -> Result<BTreeMap<u64, PathBuf>> {
-        let mut complete = BTreeMap::new();
-        for path in self.folders()? {
-            if let Some(step) = name_of(&path).and_then(step_of) {
-                complete.insert(step, path);
+    /// Opens a checkpoint, which must be of this run.
+    fn open(&self, path: &Path) -> Result<Checkpoint> {
+        let checkpoint = Checkpoint::open(path)?.with_values(self.values);
+        match (&self.run, checkpoint.run()) {
+            (Some(expected), Some(found)) if found != expected => {
+                let (found, expected) = (found.to_owned(), expected.clone());
+                Err(CheckpointError::OtherRun { path: path.to_owned(), found, expected }.into())
             }
+            _ => Ok(checkpoint),
         }
-        Ok(complete)
     }
 
-    fn folders(&self) -> Result<Vec<PathBuf>> {
-        let entries = match fs::read_dir(&self.folder) {
-            Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(Vec::new()),
-            entries => entries.at(&self.folder)?,
-        };
-        let mut folders = Vec::new();
-        for entry in entries {
-            let path = entry.at(&self.folder)?.path();
-            if path.is_dir() {
-                folders.push(path);
-            }
-        }
-        Ok(folders)
+    /// Opens a checkpoint of this run that is whole.
+    fn open_whole(&self, path: &Path) -> Result<Checkpoint> {
+        let checkpoint = self.open(path)?;
+        checkpoint.verify()?;
+        Ok(checkpoint)
     }
 
-    /// Removes what an interrupted run has left, and a damaged checkpoint in the place of the new
-    /// one.
-    fn make_room(&self, step: u64, whole: &Path) -> Result<()> {
-        for path in self.folders()? {
-            if name_of(&path).and_then(partial_step_of).is_some() {
-                remove(&path)?;
-            }
-        }
-        if !whole.is_dir() {
+    /// Says what is wrong with all checkpoints, if there are any.
+    fn none_left(&self, passed_over: Vec<PassedOver>) -> Result<()> {
+        if passed_over.is_empty() {
             return Ok(());
         }
-        match Checkpoint::open(whole) {
-            Ok(_) => Err(CheckpointError::Exists { path: whole.to_owned(), step }.into()),
-            Err(_) => remove(whole),
-        }
-    }
-
-    /// Removes the checkpoints before `step` that have enough newer ones which are whole. What
-    /// cannot be removed stays, with a warning in the log: the new one is whole all the same.
-    fn remove_old(&self, step: u64) {
-        let complete = match self.complete() {
-            Ok(complete) => complete,
-            Err(error) => return tracing::warn!("old checkpoints stay: {error}"),
-        };
-        let mut n_newer = 1;
-        for (_, path) in complete.range(..step).rev() {
-            if n_newer < self.keep && Checkpoint::open(path).is_ok() {
-                n_newer += 1;
-            } else if let Err(error) = retire(path) {
-                tracing::warn!("an old checkpoint stays: {error}");
-            }
-        }
+        Err(CheckpointError::NoneLeft { path: self.folder.clone(), passed_over }.into())
     }
 }
 
-/// Writes the files of this process's slots; returns those of all slots. A slot that keeps nothing
-/// has none.
-fn write_shards(mesh: &DeviceMesh, folder: &Path, tensors: &StateDict) -> Result<Vec<Listed>> {
-    let mut lens = Vec::new();
-    for (slot, entries) in mesh.local_slots().zip(&tensors.slots) {
-        let path = folder.join(shard_name(slot, mesh.len()));
-        lens.push(if entries.is_empty() { 0 } else { file::write(&path, entries)? });
+fn pass_over(passed_over: &mut Vec<PassedOver>, path: PathBuf, error: Error) {
+    let passed = PassedOver { path, error };
+    tracing::warn!("{passed}");
+    passed_over.push(passed);
+}
+
+/// A checkpoint that is used in the place of others.
+fn taken(checkpoint: Checkpoint, passed_over: Vec<PassedOver>) -> Checkpoint {
+    if !checkpoint.has_checksums() {
+        let path = checkpoint.path().display();
+        tracing::warn!("{path} has no checksums, so damage of it would not be noticed");
     }
-    let lens = gather_numbers(mesh, &lens)?;
-    let written = lens.into_iter().enumerate().filter(|&(_, bytes)| bytes > 0);
-    Ok(written.map(|(slot, bytes)| Listed { name: shard_name(slot, mesh.len()), bytes }).collect())
+    checkpoint.after(passed_over)
 }
 
-/// Removes a checkpoint, which loses its name first: what is half removed is not taken for whole.
-fn retire(path: &Path) -> Result<()> {
-    let partial = path.with_extension(PARTIAL);
-    fs::rename(path, &partial).at(path)?;
-    remove(&partial)
-}
-
-fn folder_name(step: u64) -> String {
-    format!("step-{step:010}")
-}
-
-/// The name of a folder, if it is text, as ours are.
-fn name_of(path: &Path) -> Option<&str> {
-    path.file_name()?.to_str()
-}
-
-/// The step in the name of a checkpoint's folder.
-fn step_of(name: &str) -> Option<u64> {
-    name.strip_prefix("step-")?.parse().ok()
-}
-
-/// The step in the name of a folder of which the writing or removing was interrupted.
-fn partial_step_of(name: &str) -> Option<u64> {
-    step_of(name.strip_suffix(PARTIAL)?.strip_suffix('.')?)
+/// Whether this is the process of a mesh that does what is done once.
+fn is_first(mesh: &DeviceMesh) -> bool {
+    mesh.local_slots().start == 0
 }

@@ -12,13 +12,21 @@ use serde::de::DeserializeOwned;
 
 use crate::{
     checkpoint::{
-        agreement::gather_numbers,
-        file::{self, Owner, Piece, TensorKey},
+        checksum::Checksum,
+        finite::Values,
+        folder,
         index::{INDEX, Index, json_error},
+        key::{Owner, TensorKey},
+        shard::{self, read::Piece},
         state_dict::failed,
     },
-    error::{Doing, Error, Result, checkpoint::CheckpointError, parameter::ParameterError},
+    error::{
+        Doing, Error, Result,
+        checkpoint::{CheckpointError, PassedOver},
+        parameter::ParameterError,
+    },
     optim::StatefulOptimizer,
+    processes::{agreed, find_other},
     progress::TrainerState,
 };
 
@@ -27,30 +35,64 @@ use crate::{
 pub struct Checkpoint {
     path: PathBuf,
     index: Index,
+    /// The checksum of the index, and so of all that is in the checkpoint.
+    checksum: Checksum,
     /// What there is of each kind and parameter, by first items.
     pieces: BTreeMap<Owner, Vec<Piece>>,
+    values: Values,
+    passed_over: Vec<PassedOver>,
 }
 
 impl Checkpoint {
-    /// Opens the checkpoint in the folder `path`, and reads the headers of its files.
+    /// Opens the checkpoint in the folder `path`, and checks its index and the headers of its
+    /// files. Tensors are checked when they are read, or by [`verify`](Self::verify).
     ///
     /// # Errors
     ///
-    /// [`Error::Checkpoint`] with what is missing, of another size than the index says, or not of
-    /// this format; [`ParameterError::UnknownDtype`] for tensors that candle cannot hold.
+    /// [`Error::Checkpoint`] with what is missing, damaged, of another step or run, or not of this
+    /// format; [`ParameterError::UnknownDtype`] for tensors that candle cannot hold.
     pub fn open(path: impl Into<PathBuf>) -> Result<Self> {
         let path = path.into();
-        let index = Index::read(&path.join(INDEX))?;
+        let (index, checksum) = Index::read(&path.join(INDEX))?;
+        folder::check_step(&path, index.step)?;
         let mut pieces: BTreeMap<Owner, Vec<Piece>> = BTreeMap::new();
         for listed in &index.files {
-            for (owner, piece) in file::pieces(&path.join(&listed.name), listed.bytes)? {
+            let path = path.join(&listed.name);
+            for (owner, piece) in shard::read::open(&path, &index.expected(listed))? {
                 pieces.entry(owner).or_default().push(piece);
             }
         }
         for pieces in pieces.values_mut() {
             pieces.sort_by_key(|piece| piece.items().start);
         }
-        Ok(Self { path, index, pieces })
+        let values = Values::default();
+        Ok(Self { path, index, checksum, pieces, values, passed_over: Vec::new() })
+    }
+
+    /// Takes values that are infinite or not a number for what they are; else tensors that have
+    /// some are refused when they are read.
+    #[must_use]
+    pub fn allow_non_finite(self) -> Self {
+        self.with_values(Values::Any)
+    }
+
+    pub(super) fn with_values(self, values: Values) -> Self {
+        Self { values, ..self }
+    }
+
+    /// The same, taken in the place of others.
+    pub(super) fn after(self, passed_over: Vec<PassedOver>) -> Self {
+        Self { passed_over, ..self }
+    }
+
+    /// Reads all tensors, and keeps none of them.
+    ///
+    /// # Errors
+    ///
+    /// [`CheckpointError::Checksum`] and [`CheckpointError::NotFinite`] with the first file and
+    /// tensor that is damaged, [`CheckpointError::Io`] if a file cannot be read.
+    pub fn verify(&self) -> Result<()> {
+        self.pieces.values().flatten().try_for_each(|piece| piece.verify(self.values))
     }
 
     /// Its folder.
@@ -61,6 +103,23 @@ impl Checkpoint {
     /// How many steps had been taken.
     pub fn step(&self) -> u64 {
         self.index.step
+    }
+
+    /// What the run is called that wrote it, if it has a name: [`Checkpoints::run`].
+    ///
+    /// [`Checkpoints::run`]: crate::Checkpoints::run
+    pub fn run(&self) -> Option<&str> {
+        self.index.run.as_deref()
+    }
+
+    /// Whether it has checksums, by which damage is noticed: format version 1 has none.
+    pub fn has_checksums(&self) -> bool {
+        self.index.has_checksums()
+    }
+
+    /// The newer checkpoints that could not be used, the newest first.
+    pub fn passed_over(&self) -> &[PassedOver] {
+        &self.passed_over
     }
 
     /// How far training was, if a trainer wrote it.
@@ -84,27 +143,27 @@ impl Checkpoint {
     }
 
     /// Checks that the model has these parameters, of these shapes, and no others, and that all
-    /// processes of the mesh read the checkpoint of one step.
+    /// processes of the mesh read the same checkpoint.
     ///
     /// # Errors
     ///
     /// [`ParameterError::Unknown`], [`ParameterError::Missing`], [`ParameterError::Shape`];
-    /// [`CheckpointError::OtherStep`] if another process reads another one.
+    /// [`CheckpointError::OtherStep`] or [`CheckpointError::OtherContent`] if another process reads
+    /// another one, and [`Error::OtherProcess`] if it fails.
     pub(crate) fn check_fits(
         &self,
         mesh: &DeviceMesh,
         model: &BTreeMap<String, Vec<usize>>,
     ) -> Result<()> {
-        self.check_parameters(model)?;
-        let here = vec![self.step(); mesh.local_slots().len()];
-        match gather_numbers(mesh, &here)?.into_iter().find(|&step| step != self.step()) {
+        agreed(mesh, self.check_parameters(model).map_err(Error::from))?;
+        if let Some((_, other)) = find_other(mesh, self.step())? {
+            return Err(CheckpointError::other_step(&self.path, self.step(), other).into());
+        }
+        match find_other(mesh, self.checksum.get().into())? {
             None => Ok(()),
-            Some(other) => Err(CheckpointError::OtherStep {
-                path: self.path.clone(),
-                step: self.step(),
-                other,
+            Some((slot, _)) => {
+                Err(CheckpointError::OtherContent { path: self.path.clone(), slot }.into())
             }
-            .into()),
         }
     }
 
@@ -125,13 +184,13 @@ impl Checkpoint {
     ///
     /// # Errors
     ///
-    /// [`ParameterError::Incomplete`] if one of them is nowhere, [`CheckpointError::Io`] if a file
-    /// cannot be read.
+    /// [`ParameterError::Incomplete`] if one of them is nowhere, [`CheckpointError::Checksum`],
+    /// [`CheckpointError::NotFinite`] or [`CheckpointError::Io`] if they cannot be read.
     pub(crate) fn items(&self, kind: &str, parameter: &str, range: Range<usize>) -> Result<Tensor> {
         let from = TensorKey { kind, parameter, start: range.start };
         let pieces = self.pieces_of(from)?;
         if range.is_empty() {
-            return pieces[0].read(pieces[0].items().start..pieces[0].items().start);
+            return pieces[0].read(pieces[0].items().start..pieces[0].items().start, self.values);
         }
         let mut reached = range.start;
         let mut parts = Vec::new();
@@ -139,7 +198,7 @@ impl Checkpoint {
             let items = piece.items();
             let end = items.end.min(range.end);
             if items.start <= reached && reached < end {
-                parts.push(piece.read(reached..end)?);
+                parts.push(piece.read(reached..end, self.values)?);
                 reached = end;
             }
         }
@@ -169,11 +228,11 @@ impl Checkpoint {
     /// written it, and all have the same.
     fn scalar(&self, key: TensorKey<'_>) -> Result<Tensor> {
         let first = &self.pieces_of(key)?[0];
-        first.read(first.items())?.reshape(()).doing(LOADING)
+        first.read(first.items(), self.values)?.reshape(()).doing(LOADING)
     }
 
-    /// Gives an optimizer what there is for its variable number `var`, which is the run `model` of a
-    /// parameter.
+    /// Gives an optimizer what there is for its variable number `var`, which is the run `model` of
+    /// a parameter.
     ///
     /// # Errors
     ///
@@ -193,8 +252,7 @@ impl Checkpoint {
 
     /// The pieces of what a key is the beginning of; at least one.
     fn pieces_of(&self, key: TensorKey<'_>) -> Result<&[Piece]> {
-        let owner = (key.kind.to_owned(), key.parameter.to_owned());
-        self.pieces.get(&owner).map(Vec::as_slice).ok_or_else(|| incomplete(key))
+        self.pieces.get(&key.owner()).map(Vec::as_slice).ok_or_else(|| incomplete(key))
     }
 }
 

@@ -6,7 +6,7 @@ use candle_core::Tensor;
 use pmap_mesh::DeviceMesh;
 
 use crate::{
-    checkpoint::file::{MODEL, TensorKey},
+    checkpoint::key::{MODEL, TensorKey},
     error::{Error, Result, checkpoint::CheckpointError},
     optim::StatefulOptimizer,
     progress::TrainerState,

@@ -13,20 +13,19 @@ use pmap_mesh::{DeviceMesh, Specs, Uneven};
 
 use crate::{
     data_parallel::{
-        DataParallel, Options, Worker,
-        roles::Choices,
-        slot::{GroupOptimizer, Slot},
+        DataParallel, Worker,
+        slot::{GroupOptimizer, Slot, lock},
         sync,
-        vars::{self, Inventory, Part, Sharing, Use},
+        vars::{self, Part, Sharing, Use},
     },
-    error::{Error, Result, setting::SettingError, training::TrainingError},
-    optim::clip,
+    error::{Error, Result, training::TrainingError},
     parameters::{
         InitialValues,
         declare::{Declared, declare},
-        weights::{Allowed, Weights},
     },
+    processes::agreed,
     progress::Progress,
+    step::{inventory::Inventory, options::Options, roles::Choices},
 };
 
 /// Builds a [`DataParallel`]: made by [`DataParallel::builder`].
@@ -83,7 +82,8 @@ impl<'a, B> DataParallelBuilder<'a, B> {
 
     /// Begins with pretrained weights: a safetensors file, or a Hugging Face index, whose name ends
     /// in `.json`. Names are matched exactly. A parameter that is not there is an error unless
-    /// [`allow_missing`](Self::allow_missing) names it, and so is a tensor that the model does not
+    /// [`allow_missing`](Self::allow_missing) names it or it [has a value](Self::variables), and so
+    /// is one that has both, and a tensor that the model does not
     /// have, unless [`allow_unexpected`](Self::allow_unexpected) does.
     pub fn weights(self, path: impl Into<PathBuf>) -> Self {
         Self { weights: Some(path.into()), ..self }
@@ -213,7 +213,8 @@ impl<'a, B> DataParallelBuilder<'a, B> {
     ///
     /// The model's constructor is called several times, and must ask for the same variables each
     /// time; the first time they are all zeros of no size, and what it makes of them is dropped.
-    /// Where the mesh spans several processes, all begin with the values of the first.
+    /// Where the mesh spans several processes, all begin with the values of the first, and all must
+    /// set the same options. If one of them fails, all return at once.
     ///
     /// `optimizer` is called for each slot and group with the variables that this slot updates. It
     /// is given the gradients of halves in single precision, as [`AdamW`](crate::AdamW) and
@@ -225,9 +226,11 @@ impl<'a, B> DataParallelBuilder<'a, B> {
     /// [`Error::Setting`] if the largest norm is negative or NaN, or variables are to be checked
     /// every 0 steps; [`Error::Model`] with what the constructor and `optimizer` return, or if
     /// variables lie elsewhere; [`Error::Training`] if a pattern matches nothing, groups overlap, a
-    /// variable has two names, nothing is trained, or processes build other models; [`Error::Plan`]
-    /// for a pattern that is none; [`Error::Checkpoint`] and [`Error::Parameter`] if weights cannot
-    /// be read or are not the model's; [`Error::Mesh`] if a process does not answer.
+    /// variable has two names, nothing is trained, or processes build other models or set other
+    /// options; [`Error::Plan`] for a pattern that is none; [`Error::Checkpoint`] and
+    /// [`Error::Parameter`] if weights cannot be read or are not the model's;
+    /// [`Error::OtherProcess`] with the message of another process that fails; [`Error::Mesh`] if a
+    /// process does not answer. Nothing is added to the [`variables`](Self::variables) then.
     pub fn build<M, O>(
         self,
         optimizer: impl Fn(Group) -> candle_core::Result<O>,
@@ -236,24 +239,13 @@ impl<'a, B> DataParallelBuilder<'a, B> {
         B: Fn(VarBuilder<'_>) -> candle_core::Result<M>,
         O: Optimizer,
     {
-        if let Some(max_norm) = self.options.max_norm {
-            clip::check_max_norm(max_norm)?;
-        }
-        if self.options.check_every == Some(0) {
-            let name = "the number of steps from one check of the variables to the next";
-            return Err(SettingError { name, value: 0.0, expected: "at least 1" }.into());
-        }
-        let home = &self.mesh.devices()[0];
-        let known = vars::dtype(&self.vars, home).map_err(cannot_build)?;
-        let dtype = self.dtype.or(known).unwrap_or(DType::F32);
-        let vars = self.first_variables(dtype)?;
-        let Self { mesh, model, choices, options, seed, sharing, .. } = self;
-        let names: Vec<&str> = vars.iter().map(|(name, _)| name.as_str()).collect();
-        let roles = choices.roles(&names)?;
-        let described = |(name, var): &(String, Var)| (name.clone(), var.dims().to_vec());
-        let inventory = Inventory { parameters: vars.iter().map(described).collect(), roles };
-        let vars = vars.into_iter().map(|(_, var)| var).collect();
-        let sets = vars::sets(mesh, vars, sharing).map_err(cannot_build)?;
+        let mesh = self.mesh;
+        let Prepared { inventory, vars, dtype } = agreed(mesh, self.prepared())?;
+        let dtypes = vars.iter().map(|var| var.dtype());
+        let settings = sync::settings(&inventory, dtypes, &self.options, self.sharing, self.seed);
+        sync::check_settings(mesh, &settings)?;
+        let sets = vars::sets(mesh, vars.clone(), self.sharing).map_err(cannot_build);
+        let sets = agreed(mesh, sets)?;
         sync::begin_alike(mesh, &inventory, &sets)?;
 
         let devices = mesh.devices();
@@ -263,7 +255,8 @@ impl<'a, B> DataParallelBuilder<'a, B> {
         let worker = |part: Part| {
             let device = &devices[part.slot];
             let vars = sets[part.set].of_slot(part.slot, &inventory.roles)?;
-            let built = |purpose| model(vars::builder(&inventory, &vars, purpose, dtype, device));
+            let built =
+                |purpose| (self.model)(vars::builder(&inventory, &vars, purpose, dtype, device));
             let trained = built(Use::Training)?;
             let evaluated = built(Use::Evaluation)?;
             let is_first_set = first_set + part.set == 0;
@@ -271,55 +264,70 @@ impl<'a, B> DataParallelBuilder<'a, B> {
             Ok(Worker { slot: Mutex::new(slot), evaluated: Mutex::new(evaluated) })
         };
         let parts = vars::parts(&sets, &inventory, n_sets, first_set);
-        let workers: candle_core::Result<_> = parts.into_iter().map(worker).collect();
+        let workers: candle_core::Result<Vec<_>> = parts.into_iter().map(worker).collect();
+        let workers = workers.and_then(|workers| {
+            // Last of all, so that a builder that fails has added nothing.
+            vars::add(&self.vars, &inventory, &vars)?;
+            Ok(workers)
+        });
+        let workers = agreed(mesh, workers.map_err(cannot_build))?;
+        let rates = sync::of_numbers(learning_rates(&workers[0]));
+        sync::check_settings(mesh, &[("the optimizers' learning rates", rates)])?;
         Ok(DataParallel {
             mesh: mesh.clone(),
             inventory: Arc::new(inventory),
-            workers: workers.map_err(cannot_build)?,
+            workers,
             n_sets,
-            options,
-            progress: Progress { steps: 0, batches: 0, seed },
+            options: self.options,
+            progress: Progress { steps: 0, batches: 0, seed: self.seed },
         })
     }
 
-    /// The variables that the model asks for, on the first device, in the order of their names.
-    fn first_variables<M>(&self, dtype: DType) -> Result<Vec<(String, Var)>>
+    /// What this process can prepare without the others. It changes nothing.
+    fn prepared<M>(&self) -> Result<Prepared>
     where
         B: Fn(VarBuilder<'_>) -> candle_core::Result<M>,
     {
+        self.options.check()?;
         let home = &self.mesh.devices()[0];
+        let known = vars::dtype(&self.vars, home).map_err(cannot_build)?;
+        let dtype = self.dtype.or(known).unwrap_or(DType::F32);
         let mut declared = declare(&self.model, dtype, home).map_err(cannot_build)?;
         declared.sort_by(|left, right| left.name.cmp(&right.name));
-        let initial = InitialValues { seed: self.init, weights: self.fitting_weights(&declared)? };
-        let variable = |declared: &Declared| {
-            let name = declared.name.clone();
-            let known = vars::known(&self.vars, &name).map_err(cannot_build)?;
-            if let Some(var) = known {
-                if initial.weights.as_ref().is_some_and(|weights| weights.has(&name)) {
-                    return Err(TrainingError::TwoValues { name }.into());
-                }
-                return Ok((name, var));
-            }
-            let value = initial.tensor(declared, home)?;
-            let var = vars::added(&self.vars, &name, &value).map_err(cannot_build)?;
-            Ok((name, var))
-        };
-        let vars: Vec<(String, Var)> = declared.iter().map(variable).collect::<Result<_>>()?;
-        check_distinct(&vars)?;
-        Ok(vars)
+        let names: Vec<&str> = declared.iter().map(|declared| declared.name.as_str()).collect();
+        let roles = self.choices.roles(&names)?;
+        let vars = self.first_variables(&declared)?;
+        let described = |(name, var): (&&str, &Var)| ((*name).to_owned(), var.dims().to_vec());
+        let parameters = names.iter().zip(&vars).map(described).collect();
+        Ok(Prepared { inventory: Inventory { parameters, roles }, vars, dtype })
     }
 
-    /// The pretrained weights, if there are any, which are those of the model.
-    fn fitting_weights(&self, declared: &[Declared]) -> Result<Option<Weights>> {
-        let names: Vec<&str> = declared.iter().map(|declared| declared.name.as_str()).collect();
-        let missing = self.choices.missing(&names)?;
-        let unexpected = self.choices.unexpected()?;
-        let Some(path) = &self.weights else { return Ok(None) };
-        let weights = Weights::open(path)?;
-        let allowed = Allowed { missing: &missing, unexpected: &unexpected };
-        weights.check_fits(declared, allowed)?;
-        Ok(Some(weights))
+    /// The variables that the model declares, on the first device: those that are there, and new
+    /// ones.
+    fn first_variables(&self, declared: &[Declared]) -> Result<Vec<Var>> {
+        let home = &self.mesh.devices()[0];
+        let known: Vec<Option<Var>> = declared
+            .iter()
+            .map(|declared| vars::known(&self.vars, &declared.name))
+            .collect::<candle_core::Result<_>>()
+            .map_err(cannot_build)?;
+        check_distinct(declared, &known)?;
+        let open = declared.iter().zip(&known).map(|(declared, known)| (declared, known.is_none()));
+        let initial = InitialValues::new(self.init, self.weights.as_deref(), &self.choices, open)?;
+        let variable = |(declared, known): (&Declared, Option<Var>)| match known {
+            Some(var) => Ok(var),
+            None => Var::from_tensor(&initial.tensor(declared, home)?).map_err(cannot_build),
+        };
+        declared.iter().zip(known).map(variable).collect()
     }
+}
+
+/// What a process knows before it hears of the others.
+struct Prepared {
+    inventory: Inventory,
+    /// On the first device, in the order of their names.
+    vars: Vec<Var>,
+    dtype: DType,
 }
 
 impl<B> fmt::Debug for DataParallelBuilder<'_, B> {
@@ -339,15 +347,26 @@ impl<B> fmt::Debug for DataParallelBuilder<'_, B> {
 }
 
 /// Refuses a variable that has two names: it would have its gradient under one of them alone.
-fn check_distinct(vars: &[(String, Var)]) -> Result<(), TrainingError> {
-    for (position, (second, var)) in vars.iter().enumerate() {
-        if let Some((first, _)) = vars[..position].iter().find(|(_, other)| other.id() == var.id())
+fn check_distinct(declared: &[Declared], known: &[Option<Var>]) -> Result<(), TrainingError> {
+    let named: Vec<(&Declared, &Var)> = declared
+        .iter()
+        .zip(known)
+        .filter_map(|(declared, known)| Some((declared, known.as_ref()?)))
+        .collect();
+    for (position, (second, var)) in named.iter().enumerate() {
+        if let Some((first, _)) = named[..position].iter().find(|(_, other)| other.id() == var.id())
         {
-            let (first, second) = (first.clone(), second.clone());
+            let (first, second) = (first.name.clone(), second.name.clone());
             return Err(TrainingError::SameVariable { first, second });
         }
     }
     Ok(())
+}
+
+/// The bits of the learning rates of a worker's optimizers.
+fn learning_rates<M, O: Optimizer>(worker: &Worker<M, O>) -> Vec<u64> {
+    let optimizers = &lock(&worker.slot).optimizers;
+    optimizers.iter().map(|group| group.optimizer.learning_rate().to_bits()).collect()
 }
 
 /// What a slot keeps.

@@ -1,9 +1,6 @@
 //! A data-parallel model whose gradients are checked.
 
-use std::{
-    convert::Infallible,
-    sync::{Arc, OnceLock},
-};
+use std::sync::{Arc, OnceLock};
 
 use candle_core::Tensor;
 use candle_nn::Optimizer;
@@ -14,13 +11,15 @@ use crate::{
     check::{Checked, check_gradients},
     data_parallel::{
         DataParallel,
-        rules::{Rules, Then},
         slot::{Slot, lock},
     },
     error::{Doing, Result},
     grad::{differentiate, sums},
     gradient_report::GradientReport,
     loss::Loss,
+    moving::moved,
+    step::rules::{Rules, Then},
+    tree,
 };
 
 impl<M: Send, O: Optimizer + Send> DataParallel<M, O> {
@@ -30,17 +29,18 @@ impl<M: Send, O: Optimizer + Send> DataParallel<M, O> {
     /// An operation that has a wrong backward trains without a word, and so does one that has none
     /// beside a residual: every variable gets a gradient, only not that of the loss. So for each
     /// part of the model, a block or a layer, the trained variables are moved a little to both
-    /// sides along the gradient and along a random direction, and the difference of the loss is
-    /// compared with what the gradient says of it. The difference is formed of losses in double
-    /// precision, at several step sizes: what two neighboring ones disagree about is taken for its
-    /// error, beside which a gradient may be off by 2 %. From 8 % on it is wrong. What lies between,
-    /// as the kinks of ReLU may leave it, and what rounding hides is called
-    /// [unclear](crate::Verdict::Unclear), which in half precision may be much; variables of f64
+    /// sides, along the gradient and along a random direction, and the differences of the loss are
+    /// compared with what the gradients between say of them: at 3 to 17 places, until it is clear. A
+    /// gradient may be off by 2 %, in half precision by some more, and by what these places
+    /// disagree about, as the kinks of ReLU make them. It is wrong if it is off by more than that
+    /// and five standard errors; what lies between, and what rounding hides, is called
+    /// [unclear](crate::Verdict::Unclear). In half precision that may be much; variables of f64
     /// leave the least.
     ///
-    /// The loss is evaluated 8 to 20 times for each part of the model, always with the same numbers
-    /// of [`Replica::rng`]. Variables and buffers have their values again afterwards; accumulated
-    /// gradients are dropped. Every process of the mesh calls it.
+    /// For each part of the model the loss is evaluated 8 times and differentiated 4 times, where it
+    /// is hard to tell up to 36 and 32 times, always with the same numbers of [`Replica::rng`].
+    /// Variables and buffers have their values again afterwards; accumulated gradients are dropped.
+    /// Every process of the mesh calls it.
     ///
     /// # Errors
     ///
@@ -88,7 +88,8 @@ impl<M: Send, O: Optimizer + Send> DataParallel<M, O> {
         let trained = inventory.roles.trained();
         let names: Vec<&str> = trained.iter().map(|&var| inventory.name(var)).collect();
         let mut subject = Subject { model: self, batch, loss };
-        let (_, gradients) = subject.run(Wanted::Gradients)?;
+        let allow_non_finite = subject.model.options.allow_non_finite;
+        let (_, gradients) = subject.run(Wanted::Gradients, allow_non_finite)?;
         check_gradients(&mut subject, &names, &gradients)
     }
 }
@@ -118,10 +119,12 @@ where
     /// The loss of the batch, and its gradients of all trained variables if they are wanted.
     #[expect(clippy::expect_used, reason = "a call that succeeded has run every replica")]
     #[track_caller]
-    fn run(&mut self, wanted: Wanted) -> Result<(f64, Vec<Option<Tensor>>)> {
+    fn run(
+        &mut self,
+        wanted: Wanted,
+        allow_non_finite: bool,
+    ) -> Result<(f64, Vec<Option<Tensor>>)> {
         let Self { model, batch, loss } = self;
-        // A loss beside the variables may be anything.
-        let allow_non_finite = wanted == Wanted::Loss || model.options.allow_non_finite;
         let rules = Rules { allow_non_finite, ..model.rules(Then::Keep) };
         let layout = Layout::of(batch);
         let found = OnceLock::new();
@@ -134,8 +137,9 @@ where
                 found.get_or_init(|| computed);
             }))
         });
-        let call = model.cut(call).seed(model.progress.seed);
-        let outcome = rules.refusal.of(call.call_at(model.progress.batches, copy(batch)));
+        let call = model.options.cut(call).seed(model.progress.seed);
+        let outcome =
+            rules.refusal.of(call.call_at(model.progress.batches, tree::map(batch, Tensor::clone)));
         for worker in &model.workers {
             lock(&worker.slot).roll_back().doing("taking back a buffer")?;
         }
@@ -153,7 +157,7 @@ impl<M, O> Slot<M, O> {
         loss: Loss<A>,
         wanted: Wanted,
     ) -> candle_core::Result<(f64, Vec<Option<Tensor>>)> {
-        let (here, _) = loss.of_shard(ctx, &rules.refusal)?;
+        let (here, _) = loss.of_shard(ctx)?;
         let whole = here.agree(ctx, rules.allow_non_finite, &rules.refusal)?;
         let whole = whole.with_weight(&rules.refusal)?;
         let mut gradients = Vec::new();
@@ -166,11 +170,8 @@ impl<M, O> Slot<M, O> {
     }
 }
 
-/// The same tensors.
-fn copy<I: TensorTree>(batch: &I) -> I {
-    let Ok(copy) = batch.try_map(&mut |tensor| Ok::<_, Infallible>(tensor.clone()));
-    copy
-}
+/// A loss beside the variables' own values may be infinite or NaN.
+const BESIDE: bool = true;
 
 impl<M, O, I, A, F> Checked for Subject<'_, M, O, I, F>
 where
@@ -182,7 +183,12 @@ where
 {
     #[track_caller]
     fn loss(&mut self) -> Result<f64> {
-        Ok(self.run(Wanted::Loss)?.0)
+        Ok(self.run(Wanted::Loss, BESIDE)?.0)
+    }
+
+    #[track_caller]
+    fn gradients(&mut self) -> Result<Vec<Option<Tensor>>> {
+        Ok(self.run(Wanted::Gradients, BESIDE)?.1)
     }
 
     fn value(&self, var: usize) -> Result<Tensor> {
@@ -193,7 +199,7 @@ where
     fn set(&mut self, var: usize, value: &Tensor) -> Result<()> {
         for worker in &self.model.workers {
             let var = &lock(&worker.slot).trained[var];
-            let value = value.to_device(var.device());
+            let value = moved(value, var.device());
             value.and_then(|value| var.set(&value)).doing("setting a variable")?;
         }
         Ok(())

@@ -2,12 +2,10 @@
 
 pub(crate) mod builder;
 mod checked;
-mod roles;
-pub(crate) mod rules;
 mod slot;
 mod state;
-mod sync;
-mod vars;
+pub(crate) mod sync;
+pub(crate) mod vars;
 
 use std::{
     collections::BTreeMap,
@@ -16,23 +14,25 @@ use std::{
 
 use candle_core::Tensor;
 use candle_nn::{Optimizer, VarBuilder};
-use pmap_mesh::{DeviceMesh, P, Replica, Specs, TensorTree, Uneven};
+use pmap_mesh::{DeviceMesh, Replica, TensorTree};
 
 use self::{
     builder::DataParallelBuilder,
-    rules::{Evaluation, Report, Rules, Step, Then},
     slot::{Slot, lock},
-    vars::Inventory,
 };
 use crate::{
     batch::Layout,
     error::{
         Doing, Result,
-        setting::SettingError,
         training::{Refusal, TrainingError},
     },
     loss::Loss,
     progress::Progress,
+    step::{
+        inventory::Inventory,
+        options::{EVALUATION, Options, check_rate},
+        rules::{Evaluation, Report, Rules, Step, Then},
+    },
 };
 
 /// A model that the devices of a mesh train together; PyTorch's `DistributedDataParallel` for
@@ -111,32 +111,6 @@ struct Worker<M, O> {
     /// The model on the same variables, by which nothing is recorded for a backward pass.
     evaluated: Mutex<M>,
 }
-
-/// What a builder says of every step.
-#[derive(Clone, Debug)]
-struct Options {
-    in_axes: Specs,
-    uneven: Uneven,
-    max_norm: Option<f64>,
-    allow_non_finite: bool,
-    /// After so many steps, it is checked that all slots have the same variables.
-    check_every: Option<u64>,
-}
-
-impl Default for Options {
-    fn default() -> Self {
-        Self {
-            in_axes: Some(0).into(),
-            uneven: Uneven::default(),
-            max_norm: None,
-            allow_non_finite: false,
-            check_every: None,
-        }
-    }
-}
-
-/// The stream of random numbers that evaluations draw from, beside those of the batches.
-const EVALUATION: u64 = u64::MAX;
 
 impl DataParallel<(), ()> {
     /// A model to be built on every slot of `mesh`, of the layers that `model` makes of the
@@ -240,7 +214,7 @@ impl<M: Send, O: Optimizer + Send> DataParallel<M, O> {
                 aux
             }))
         });
-        let call = self.cut(call).seed(self.progress.seed.derive(EVALUATION));
+        let call = self.options.cut(call).seed(self.progress.seed.derive(EVALUATION));
         let outcome = refusal.of(call.call_at(self.progress.batches, batch));
         for worker in &self.workers {
             lock(&worker.slot).take_back_buffers().doing("taking back a buffer")?;
@@ -272,7 +246,7 @@ impl<M: Send, O: Optimizer + Send> DataParallel<M, O> {
                 aux
             }))
         });
-        let call = self.cut(call).seed(self.progress.seed);
+        let call = self.options.cut(call).seed(self.progress.seed);
         let outcome = rules.refusal.of(call.call_at(self.progress.batches, batch));
         for worker in &self.workers {
             let slot = &mut *lock(&worker.slot);
@@ -286,29 +260,8 @@ impl<M: Send, O: Optimizer + Send> DataParallel<M, O> {
         Ok((*report.get().expect("every replica has set the report"), aux))
     }
 
-    /// A function of shards of this model's batches, of which all replicas return the same.
-    fn cut<I, A, F>(&self, call: pmap_mesh::PMap<I, A, F>) -> pmap_mesh::PMap<I, A, F>
-    where
-        I: TensorTree,
-        A: TensorTree,
-        F: Fn(&Replica, I) -> candle_core::Result<A> + Send + Sync,
-    {
-        call.in_axes(self.options.in_axes.clone())
-            .uneven(self.options.uneven)
-            .out_axes(P::replicate())
-            .trust_replicated()
-    }
-
     fn rules(&self, then: Then) -> Rules {
-        Rules {
-            inventory: Arc::clone(&self.inventory),
-            buffers: self.inventory.roles.buffers(),
-            then,
-            max_norm: self.options.max_norm,
-            allow_non_finite: self.options.allow_non_finite,
-            all_used: self.progress.steps == 0,
-            refusal: Refusal::default(),
-        }
+        Rules::new(&self.inventory, &self.options, &self.progress, then)
     }
 }
 
@@ -385,10 +338,4 @@ impl<M, O> DataParallel<M, O> {
         let here = self.workers.iter().map(of_slot).collect::<Result<_>>()?;
         sync::check(&self.mesh, &self.inventory, here)
     }
-}
-
-/// Refuses learning rates that optimizers refuse, and those that a checkpoint cannot be read with
-/// again: JSON has no number for them.
-fn check_rate(learning_rate: f64) -> Result<(), SettingError> {
-    SettingError::check_at_least_zero("the learning rate", learning_rate)
 }

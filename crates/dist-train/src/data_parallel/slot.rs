@@ -8,11 +8,14 @@ use pmap_mesh::{ALL, Replica, TensorTree};
 
 use crate::{
     agreement,
-    data_parallel::rules::{Report, Rules, Then},
     error::training::TrainingError,
-    grad::{differentiate, sums_of, widened},
-    loss::{self, BatchLoss, Loss},
+    grad::{differentiate, scaled, sums_of, widened},
+    loss::Loss,
     optim::clip,
+    step::{
+        batch::{Accumulated, Batch},
+        rules::{Report, Rules, Then},
+    },
 };
 
 /// What one worker keeps between steps.
@@ -45,19 +48,6 @@ pub(super) struct GroupOptimizer<O> {
     /// The positions of its variables among all, in the order in which it was given them.
     pub(super) vars: Vec<usize>,
     pub(super) optimizer: O,
-}
-
-/// Some batches that are not yet trained on.
-#[derive(Debug)]
-pub(super) struct Accumulated {
-    /// This slot's gradients of the batches' sums over `scale`, of the trained variables.
-    grads: Vec<Option<Tensor>>,
-    /// The weight of the first batch that has any: divided by it, gradients are about as large as those of a
-    /// mean, so that the sums of many tokens stay within the range of half precision.
-    scale: f64,
-    loss: BatchLoss,
-    /// The sums of what came with the losses.
-    aux: Vec<Tensor>,
 }
 
 /// Locks what a worker keeps. A step locks a slot in the slot's own worker alone, and everything
@@ -147,34 +137,20 @@ impl<M, O: Optimizer> Slot<M, O> {
         rules: &Rules,
         loss: Loss<A>,
     ) -> Result<(Report, A)> {
-        let (shard, aux) = loss.of_shard(ctx, &rules.refusal)?;
-        let batch = shard.agree(ctx, rules.allow_non_finite, &rules.refusal)?;
-        let before = self.accumulated.take();
-        if let Then::Update = rules.then {
-            let all = before.as_ref().map_or(batch, |before| before.loss.plus(batch));
-            all.with_weight(&rules.refusal)?;
-        }
-        let weighed = before.as_ref().map(|before| before.scale).filter(|&scale| scale > 0.0);
-        let scale = weighed.unwrap_or(batch.weight());
-        let grads = differentiate(&shard, &self.trained, scale)?;
+        let batch = Batch::agree(ctx, rules, loss, self.accumulated.take())?;
+        let grads = differentiate(&batch.shard, &self.trained, batch.scale)?;
         self.average_buffers(ctx, rules)?;
-        let sums = loss::summed(ctx, &aux)?;
-        let this = Accumulated { grads, scale, loss: batch, aux: sums.clone() };
-        let all = match before {
-            Some(before) => before.plus(this)?,
-            None => this,
-        };
+        let mut batch = batch.with_gradients(ctx, grads)?;
         match rules.then {
             Then::Keep => {
-                self.accumulated = Some(all);
-                let report = Report { loss: batch, grad_norm: 0.0 };
-                Ok((report, loss::with_leaves(&aux, sums)))
+                let (accumulated, report, aux) = batch.kept();
+                self.accumulated = Some(accumulated);
+                Ok((report, aux))
             }
             Then::Update => {
-                let factor = scale / all.loss.weight();
-                let grad_norm = self.update(ctx, rules, all.grads, factor)?;
-                let report = Report { loss: all.loss, grad_norm };
-                Ok((report, loss::with_leaves(&aux, all.aux)))
+                let grads = std::mem::take(&mut batch.all.grads);
+                let grad_norm = self.update(ctx, rules, grads, batch.all.factor())?;
+                Ok(batch.updated(grad_norm))
             }
         }
     }
@@ -232,34 +208,4 @@ impl<M, O: Optimizer> Slot<M, O> {
         let cause = squares.iter().position(|squares| !squares.is_finite());
         Err(rules.non_finite_norm(norm, cause))
     }
-}
-
-impl Accumulated {
-    fn plus(self, other: Self) -> Result<Self> {
-        let grads = self.grads.into_iter().zip(other.grads).map(|pair| match pair {
-            (Some(left), Some(right)) => (left + right).map(Some),
-            (left, right) => Ok(left.or(right)),
-        });
-        if self.aux.len() != other.aux.len() {
-            candle_core::bail!(
-                "{} tensors come with the loss, {} came with that of the batch before",
-                other.aux.len(),
-                self.aux.len()
-            )
-        }
-        let aux = self.aux.iter().zip(&other.aux).map(|(left, right)| left + right);
-        Ok(Self {
-            grads: grads.collect::<Result<_>>()?,
-            // Of batches without weight there are zeros, whatever they are divided by.
-            scale: other.scale,
-            loss: self.loss.plus(other.loss),
-            aux: aux.collect::<Result<_>>()?,
-        })
-    }
-}
-
-/// A gradient times a factor, without a pass over it where that is 1: in most steps.
-#[expect(clippy::float_cmp, reason = "1 is exact, and the product by it the gradient itself")]
-fn scaled(gradient: Tensor, factor: f64) -> Result<Tensor> {
-    if factor == 1.0 { Ok(gradient) } else { gradient * factor }
 }

@@ -1,14 +1,13 @@
 //! Saving and loading a model in training.
 
-use std::collections::BTreeMap;
-
 use candle_core::{Tensor, Var};
 
 use crate::{
-    checkpoint::{file::TensorKey, read::Checkpoint, state_dict::StateDict},
+    checkpoint::{key::TensorKey, read::Checkpoint, state_dict::StateDict},
     data_parallel::{DataParallel, slot::lock},
     error::{Doing, Result},
     optim::StatefulOptimizer,
+    processes::agreed,
     progress::{Progress, TrainerState},
 };
 
@@ -17,17 +16,23 @@ impl<M, O: StatefulOptimizer> DataParallel<M, O> {
     /// [`Checkpoints::save`](crate::Checkpoints::save): each slot of the mesh, in whatever process,
     /// writes its part. Accumulated gradients are not among them.
     ///
-    /// It begins with [`check_in_sync`](Self::check_in_sync), so every process of the mesh calls it.
+    /// It begins with [`check_in_sync`](Self::check_in_sync), so every process of the mesh calls
+    /// it.
     ///
     /// # Errors
     ///
     /// [`Error::Optimizer`](crate::Error::Optimizer) if an optimizer cannot tell its state,
-    /// [`CheckpointError::Kind`](crate::CheckpointError::Kind) if its state has a name that cannot be
-    /// written, and those of [`check_in_sync`](Self::check_in_sync).
+    /// [`CheckpointError::Kind`](crate::CheckpointError::Kind) if its state has a name that cannot
+    /// be written, and those of [`check_in_sync`](Self::check_in_sync).
     pub fn state_dict(&self) -> Result<StateDict> {
         self.check_in_sync()?;
+        agreed(&self.mesh, self.state_of_slots())
+    }
+
+    /// What the slots of this process keep.
+    fn state_of_slots(&self) -> Result<StateDict> {
         let mut state =
-            StateDict::new(&self.mesh, self.shapes()).with_trainer(self.trainer_state());
+            StateDict::new(&self.mesh, self.inventory.shapes()).with_trainer(self.trainer_state());
         for (local_slot, worker) in self.workers.iter().enumerate() {
             let slot = lock(&worker.slot);
             for &var in &slot.saved {
@@ -45,18 +50,27 @@ impl<M, O: StatefulOptimizer> DataParallel<M, O> {
     /// wrote it, and resumes its count of steps, random numbers and learning rates; accumulated
     /// gradients are dropped. Every process of the mesh calls this, with the same checkpoint.
     ///
-    /// A checkpoint of [`ShardedVars`](crate::ShardedVars) knows of no random numbers: then those of
-    /// its number of steps follow, with this model's seed.
+    /// A checkpoint of [`ShardedVars`](crate::ShardedVars) knows of no random numbers: then those
+    /// of its number of steps follow, with this model's seed.
     ///
     /// # Errors
     ///
-    /// [`Error::Parameter`](crate::Error::Parameter) if the checkpoint has other parameters than the
-    /// model or lacks some of their items, [`Error::Checkpoint`](crate::Error::Checkpoint) if a file
-    /// cannot be read or another process loads another step,
+    /// [`Error::Parameter`](crate::Error::Parameter) if the checkpoint has other parameters than
+    /// the model or lacks some of their items, [`Error::Checkpoint`](crate::Error::Checkpoint) if a
+    /// file is damaged or cannot be read, or another process loads another checkpoint,
     /// [`Error::Optimizer`](crate::Error::Optimizer) if an optimizer refuses its state,
-    /// [`Error::Tensor`](crate::Error::Tensor) if candle fails. Some variables may then be changed.
+    /// [`Error::Tensor`](crate::Error::Tensor) if candle fails,
+    /// [`Error::OtherProcess`](crate::Error::OtherProcess) if another process fails. Some variables
+    /// may then be changed.
     pub fn load(&mut self, checkpoint: &Checkpoint) -> Result<()> {
-        checkpoint.check_fits(&self.mesh, &self.shapes())?;
+        checkpoint.check_fits(&self.mesh, &self.inventory.shapes())?;
+        agreed(&self.mesh, self.load_slots(checkpoint))?;
+        self.resume(checkpoint);
+        Ok(())
+    }
+
+    /// Gives the variables and optimizers of this process their values.
+    fn load_slots(&self, checkpoint: &Checkpoint) -> Result<()> {
         for worker in &self.workers {
             let slot = &mut *lock(&worker.slot);
             slot.accumulated = None;
@@ -72,7 +86,6 @@ impl<M, O: StatefulOptimizer> DataParallel<M, O> {
                 }
             }
         }
-        self.resume(checkpoint);
         Ok(())
     }
 
@@ -95,11 +108,6 @@ impl<M, O: StatefulOptimizer> DataParallel<M, O> {
         let rates = slot.optimizers.iter().map(|group| group.optimizer.learning_rate());
         let groups = self.inventory.roles.groups.iter().cloned();
         TrainerState { progress: self.progress, learning_rates: groups.zip(rates).collect() }
-    }
-
-    /// The shapes of the variables, by name.
-    fn shapes(&self) -> BTreeMap<String, Vec<usize>> {
-        self.inventory.parameters.iter().cloned().collect()
     }
 }
 

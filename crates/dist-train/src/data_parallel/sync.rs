@@ -1,32 +1,87 @@
-//! Whether all slots have the same variables, and how those of several processes begin alike.
+//! Whether all slots have the same variables and options, and how those of several processes begin
+//! alike.
 
-use candle_core::{Device, Tensor, Var};
-use core_types::Fingerprint;
+use std::fmt;
+
+use candle_core::{DType, Device, Tensor, Var};
+use core_types::{Fingerprint, Seed};
 use pmap_mesh::{ALL, DeviceMesh};
 
 use crate::{
-    data_parallel::{
-        roles::Role,
-        vars::{Inventory, VarSet},
-    },
+    data_parallel::vars::{Sharing, VarSet},
     error::{Doing, Error, Result, training::TrainingError},
+    processes::gather_numbers,
+    step::{inventory::Inventory, options::Options, roles::Role},
 };
+
+/// What all processes must say alike, in the order in which it is compared: with each option a
+/// fingerprint of its value.
+pub(crate) type Settings<const N: usize> = [(&'static str, u64); N];
+
+/// Checks that all processes build the same model with the same options.
+///
+/// # Errors
+///
+/// [`TrainingError::OtherModel`] and [`TrainingError::OtherOption`] with the first difference,
+/// [`Error::Mesh`] if a process does not answer.
+pub(crate) fn check_settings<const N: usize>(mesh: &DeviceMesh, here: &Settings<N>) -> Result<()> {
+    if mesh.local_slots().len() == mesh.len() {
+        return Ok(());
+    }
+    let numbers = here.map(|(_, number)| number);
+    let all = gather_numbers(mesh, &vec![numbers; mesh.devices().len()])?;
+    for (n, (option, _)) in here.iter().enumerate() {
+        if let Some(replica) = all.iter().position(|numbers| numbers[n] != all[0][n]) {
+            let error = match *option {
+                VARIABLES => TrainingError::OtherModel { replica },
+                option => TrainingError::OtherOption { option, replica },
+            };
+            return Err(error.into());
+        }
+    }
+    Ok(())
+}
+
+const VARIABLES: &str = "variables";
+
+/// What a model consists of, and how it is trained. Replicas that train other variables, say, would
+/// wait for each other's gradients.
+pub(crate) fn settings(
+    inventory: &Inventory,
+    dtypes: impl IntoIterator<Item = DType>,
+    options: &Options,
+    sharing: Sharing,
+    seed: Seed,
+) -> Settings<12> {
+    let Options { in_axes, uneven, max_norm, allow_non_finite, check_every } = options;
+    let Inventory { roles, .. } = inventory;
+    let in_role = |role: fn(Role) -> u64| of_numbers(roles.of.iter().map(|&of| role(of)));
+    // Neither the bits of a norm, which is a number, nor a number of steps that are ever made.
+    let absent = u64::MAX;
+    [
+        (VARIABLES, of_form(inventory, dtypes)),
+        ("freeze", in_role(|role| (role == Role::Frozen).into())),
+        ("buffers", in_role(|role| (role == Role::Buffer).into())),
+        ("group", of_groups(inventory)),
+        ("allow_unused", of_numbers(roles.may_be_unused.iter().map(|&unused| unused.into()))),
+        ("replicated", (sharing == Sharing::PerSlot).into()),
+        ("in_axes", of_debug(in_axes)),
+        ("uneven", of_debug(uneven)),
+        ("clip_grad_norm", max_norm.map_or(absent, f64::to_bits)),
+        ("allow_non_finite", (*allow_non_finite).into()),
+        ("check_in_sync_every", check_every.unwrap_or(absent)),
+        ("seed", seed.as_u64()),
+    ]
+}
 
 /// Gives the variables of all processes the values that they have in the first.
 ///
 /// # Errors
 ///
-/// [`TrainingError::OtherModel`] if they are not the same variables in the
-/// same roles, [`Error::Mesh`] if a process
-/// does not answer.
+/// [`Error::Mesh`] if a process does not answer.
 pub(super) fn begin_alike(mesh: &DeviceMesh, inventory: &Inventory, sets: &[VarSet]) -> Result<()> {
     if mesh.local_slots().len() == mesh.len() {
         return Ok(());
-    }
-    let form = of_form(inventory, &sets[0].vars);
-    let forms = gathered(mesh, vec![vec![form]; mesh.devices().len()])?;
-    if let Some(replica) = forms.iter().position(|other| *other != forms[0]) {
-        return Err(TrainingError::OtherModel { replica }.into());
     }
     let vars: Vec<Vec<Var>> = slot_sets(mesh, sets).map(|set| set.vars.clone()).collect();
     let broadcast = mesh.pmap(move |ctx, ()| {
@@ -73,30 +128,38 @@ pub(super) fn of_value(var: &Var) -> candle_core::Result<u64> {
     Ok(Fingerprint::new().bytes(&bytes).finish())
 }
 
-/// A fingerprint of names, shapes and types, and of what becomes of each variable: replicas that
-/// train other variables would wait for each other's gradients.
-fn of_form(inventory: &Inventory, vars: &[Var]) -> u64 {
-    let Inventory { parameters, roles } = inventory;
+/// A fingerprint of names, shapes and types.
+fn of_form(inventory: &Inventory, dtypes: impl IntoIterator<Item = DType>) -> u64 {
     let mut form = Fingerprint::new();
-    for (position, ((name, shape), var)) in parameters.iter().zip(vars).enumerate() {
-        form.bytes(name.as_bytes()).bytes(var.dtype().as_str().as_bytes());
+    for ((name, shape), dtype) in inventory.parameters.iter().zip(dtypes) {
+        form.bytes(name.as_bytes()).bytes(dtype.as_str().as_bytes());
         form.extend([shape.len() as u64]);
         form.extend(shape.iter().map(|&size| size as u64));
-        form.extend([number(roles.of[position]), roles.may_be_unused[position].into()]);
-    }
-    for group in &roles.groups {
-        form.bytes(group.as_bytes());
     }
     form.finish()
 }
 
-/// A number of its own for each role.
-fn number(role: Role) -> u64 {
-    match role {
-        Role::Frozen => 0,
-        Role::Buffer => 1,
-        Role::Trained(group) => 2 + group as u64,
+/// A fingerprint of the groups, and of which trained variable is in which.
+fn of_groups(inventory: &Inventory) -> u64 {
+    let mut groups = Fingerprint::new();
+    for group in &inventory.roles.groups {
+        groups.bytes(group.as_bytes());
     }
+    groups.extend(inventory.roles.of.iter().map(|&role| match role {
+        Role::Trained(group) => group as u64,
+        Role::Frozen | Role::Buffer => u64::MAX,
+    }));
+    groups.finish()
+}
+
+/// A fingerprint of what has no numbers of its own.
+pub(crate) fn of_debug(value: &impl fmt::Debug) -> u64 {
+    Fingerprint::new().bytes(format!("{value:?}").as_bytes()).finish()
+}
+
+/// A fingerprint of numbers, in their order.
+pub(crate) fn of_numbers(numbers: impl IntoIterator<Item = u64>) -> u64 {
+    numbers.into_iter().collect::<Fingerprint>().finish()
 }
 
 /// The numbers of all slots, given those of this process's slots.
@@ -117,34 +180,55 @@ fn gathered(mesh: &DeviceMesh, here: Vec<Vec<u64>>) -> Result<Vec<Vec<u64>>> {
 
 #[cfg(test)]
 mod tests {
-    use std::collections::BTreeSet;
-
-    use candle_core::DType;
+    use pmap_mesh::Uneven;
 
     use super::*;
-    use crate::data_parallel::roles::Choices;
+    use crate::step::roles::Choices;
 
-    #[test]
-    fn models_of_one_form_have_the_same_variables_in_the_same_roles() {
+    /// The options whose values differ between a builder of these and one of defaults.
+    fn differing(
+        choices: Choices,
+        options: &Options,
+        sharing: Sharing,
+        seed: u64,
+    ) -> Vec<&'static str> {
         let names = ["a", "b"];
-        let vars = names.map(|_| Var::zeros(3, DType::F32, &Device::Cpu).unwrap());
-        let form = |choices: Choices| {
+        let settings = |choices: Choices, options: &Options, sharing, seed| {
             let roles = choices.roles(&names).unwrap();
             let parameters = names.map(|name| (name.to_owned(), vec![3])).to_vec();
-            of_form(&Inventory { parameters, roles }, &vars)
+            super::settings(
+                &Inventory { parameters, roles },
+                [DType::F32; 2],
+                options,
+                sharing,
+                Seed::new(seed),
+            )
         };
+        let here = settings(choices, options, sharing, seed);
+        let usual = settings(Choices::default(), &Options::default(), Sharing::default(), 0);
+        let pairs = here.into_iter().zip(usual);
+        pairs.filter(|(here, usual)| here.1 != usual.1).map(|(here, _)| here.0).collect()
+    }
+
+    #[test]
+    fn every_option_is_compared_by_its_name() {
         let b = || vec!["b".to_owned()];
-        let group = |name: &str| vec![(name.to_owned(), b())];
-        let all = [
-            Choices::default(),
-            Choices { frozen: b(), ..Choices::default() },
-            Choices { buffers: b(), ..Choices::default() },
-            Choices { unused: b(), ..Choices::default() },
-            Choices { groups: group("x"), ..Choices::default() },
-            Choices { groups: group("y"), ..Choices::default() },
-        ];
-        let forms: BTreeSet<u64> = all.iter().cloned().map(form).collect();
-        assert_eq!(forms.len(), all.len());
-        assert_eq!(form(Choices::default()), form(Choices::default()));
+        let of_choices = |choices| differing(choices, &Options::default(), Sharing::default(), 0);
+        let usual = Choices::default;
+        assert_eq!(of_choices(usual()), [""; 0]);
+        assert_eq!(of_choices(Choices { frozen: b(), ..usual() })[0], "freeze");
+        assert_eq!(of_choices(Choices { buffers: b(), ..usual() })[0], "buffers");
+        assert_eq!(of_choices(Choices { unused: b(), ..usual() }), ["allow_unused"]);
+        let groups = vec![("x".to_owned(), b())];
+        assert_eq!(of_choices(Choices { groups, ..usual() }), ["group"]);
+        let of = |options| differing(usual(), &options, Sharing::default(), 0);
+        let options = Options::default;
+        assert_eq!(of(Options { in_axes: None.into(), ..options() }), ["in_axes"]);
+        assert_eq!(of(Options { uneven: Uneven::Pad, ..options() }), ["uneven"]);
+        assert_eq!(of(Options { max_norm: Some(0.0), ..options() }), ["clip_grad_norm"]);
+        assert_eq!(of(Options { allow_non_finite: true, ..options() }), ["allow_non_finite"]);
+        assert_eq!(of(Options { check_every: Some(1), ..options() }), ["check_in_sync_every"]);
+        assert_eq!(differing(usual(), &options(), Sharing::PerSlot, 0), ["replicated"]);
+        assert_eq!(differing(usual(), &options(), Sharing::default(), 1), ["seed"]);
     }
 }

@@ -9,37 +9,22 @@ use candle_nn::{Init, VarBuilder, VarMap, var_builder::SimpleBackend};
 use pmap_mesh::DeviceMesh;
 
 use crate::{
-    data_parallel::roles::{Role, Roles},
+    moving::moved,
     ownership,
+    step::{
+        inventory::Inventory,
+        roles::{Role, Roles},
+    },
 };
 
 /// Whether slots on one device use the same variables.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub(super) enum Sharing {
+pub(crate) enum Sharing {
     /// They do: each device has one set.
     #[default]
     PerDevice,
     /// They do not: each slot has a set of its own.
     PerSlot,
-}
-
-/// What a model consists of: the same on every slot.
-#[derive(Debug)]
-pub(super) struct Inventory {
-    /// The names and shapes of the variables, in the order of names.
-    pub(super) parameters: Vec<(String, Vec<usize>)>,
-    pub(super) roles: Roles,
-}
-
-impl Inventory {
-    pub(super) fn name(&self, var: usize) -> &str {
-        &self.parameters[var].0
-    }
-
-    fn sizes(&self) -> Vec<u64> {
-        let numel = |shape: &[usize]| shape.iter().product::<usize>() as u64;
-        self.parameters.iter().map(|(_, shape)| numel(shape)).collect()
-    }
 }
 
 /// The variables of a model in the order of their names, and the slots of this process that use
@@ -82,11 +67,13 @@ pub(super) fn known(vars: &VarMap, name: &str) -> Result<Option<Var>> {
     Ok(locked(vars)?.get(name).cloned())
 }
 
-/// A new variable, which the map did not have.
-pub(super) fn added(vars: &VarMap, name: &str, value: &Tensor) -> Result<Var> {
-    let var = Var::from_tensor(value)?;
-    locked(vars)?.insert(name.to_owned(), var.clone());
-    Ok(var)
+/// Adds the variables of a model to a map that has some of them.
+pub(super) fn add(vars: &VarMap, inventory: &Inventory, all: &[Var]) -> Result<()> {
+    let mut known = locked(vars)?;
+    for ((name, _), var) in inventory.parameters.iter().zip(all) {
+        known.entry(name.clone()).or_insert_with(|| var.clone());
+    }
+    Ok(())
 }
 
 #[expect(clippy::disallowed_types, reason = "what candle keeps variables in")]
@@ -129,7 +116,7 @@ impl VarSet {
 
 /// The same values in a variable of its own, on another device or this one.
 fn copied(var: &Var, device: &Device) -> Result<Var> {
-    Var::from_tensor(&var.as_detached_tensor().to_device(device)?)
+    Var::from_tensor(&moved(&var.as_detached_tensor(), device)?)
 }
 
 /// Whether what a model computes is differentiated.
@@ -222,7 +209,7 @@ mod tests {
     use std::collections::BTreeSet;
 
     use super::*;
-    use crate::data_parallel::roles::Choices;
+    use crate::step::roles::Choices;
 
     fn set(slots: &[usize]) -> VarSet {
         VarSet { vars: Vec::new(), slots: slots.to_vec() }

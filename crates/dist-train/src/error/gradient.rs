@@ -2,7 +2,7 @@
 
 use std::fmt;
 
-use crate::gradient_report::PrefixCheck;
+use crate::{error::listed::Listed, gradient_report::PrefixCheck};
 
 /// Why gradients are not those of the loss, or cannot be compared with it.
 #[derive(Clone, Debug, PartialEq, thiserror::Error)]
@@ -14,7 +14,7 @@ pub enum GradientError {
          them and the loss has a wrong backward or, beside a residual, none. candle-nn's LayerNorm, \
          RmsNorm, softmax_last_dim and rope have none: use those of fused_ops::layers and fused_ops, \
          which candle_distributed has as `ops`",
-        wrong.len(), Listed(wrong)
+        wrong.len(), Listed(&wrong.iter().map(Off).collect::<Vec<_>>())
     )]
     Wrong {
         /// The prefixes of their names, with what was found.
@@ -35,20 +35,12 @@ pub enum GradientError {
     },
 }
 
-/// The first prefixes with both derivatives, and how many more there are.
-struct Listed<'a>(&'a [PrefixCheck]);
+/// What was found of a prefix beside what it should be.
+struct Off<'a>(&'a PrefixCheck);
 
-impl fmt::Display for Listed<'_> {
+impl fmt::Display for Off<'_> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        const SHOWN: usize = 8;
-        for (position, check) in self.0.iter().take(SHOWN).enumerate() {
-            let separator = if position == 0 { "" } else { ", " };
-            let PrefixCheck { prefix, found, expected, .. } = check;
-            write!(f, "{separator}{prefix} ({found:.3e} instead of {expected:.3e})")?;
-        }
-        match self.0.len().saturating_sub(SHOWN) {
-            0 => Ok(()),
-            more => write!(f, " and {more} more"),
-        }
+        let PrefixCheck { prefix, found, expected, .. } = self.0;
+        write!(f, "{prefix} ({found:.3e} instead of {expected:.3e})")
     }
 }

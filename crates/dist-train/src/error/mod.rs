@@ -2,6 +2,7 @@
 
 pub(crate) mod checkpoint;
 pub(crate) mod gradient;
+mod listed;
 pub(crate) mod parameter;
 pub(crate) mod setting;
 pub(crate) mod sharding;
@@ -19,8 +20,8 @@ pub type Result<T, E = Error> = std::result::Result<T, E>;
 
 /// Why a model could not be trained, saved or loaded.
 ///
-/// Large subjects have errors of their own, which this one shows in their words. An error that has a
-/// cause shows it too, in the same line, so [`source`](std::error::Error::source) does not repeat
+/// Large subjects have errors of their own, which this one shows in their words. An error that has
+/// a cause shows it too, in the same line, so [`source`](std::error::Error::source) does not repeat
 /// it.
 ///
 /// In a replica `?` turns it into candle's error.
@@ -76,6 +77,14 @@ pub enum Error {
         doing: &'static str,
         /// What candle says about it.
         cause: candle_core::Error,
+    },
+    /// Another process of the mesh failed, and this one has stopped for that reason.
+    #[error("the process of slot {slot} failed: {reason}")]
+    OtherProcess {
+        /// A slot of the process that failed.
+        slot: usize,
+        /// Its error, in its words.
+        reason: String,
     },
     /// Variables that should be the same on all devices are not.
     #[error("variable {name} of replica {replica} differs from that of replica 0")]

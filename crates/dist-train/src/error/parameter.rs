@@ -1,6 +1,8 @@
 //! What can be wrong with a parameter, whether in a model, a plan or a checkpoint.
 
-use std::{fmt, path::PathBuf};
+use std::path::PathBuf;
+
+use crate::error::listed::Bracketed;
 
 /// Why the parameters that are there are not those that were expected.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
@@ -52,7 +54,7 @@ pub enum ParameterError {
     #[error(
         "{}: {} of {n_parameters} parameters are missing{}, {} of {n_tensors} tensors are not the \
          model's{}",
-        path.display(), missing.len(), Listed(missing), unexpected.len(), Listed(unexpected)
+        path.display(), missing.len(), Bracketed(missing), unexpected.len(), Bracketed(unexpected)
     )]
     Weights {
         /// The file or index.
@@ -108,21 +110,5 @@ impl ParameterError {
             found: found.to_vec(),
             expected: expected.to_vec(),
         })
-    }
-}
-
-/// The first names of a list, in brackets, and how many more there are.
-struct Listed<'a>(&'a [String]);
-
-impl fmt::Display for Listed<'_> {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        const SHOWN: usize = 8;
-        match self.0 {
-            [] => Ok(()),
-            names if names.len() <= SHOWN => write!(f, " ({})", names.join(", ")),
-            names => {
-                write!(f, " ({} and {} more)", names[..SHOWN].join(", "), names.len() - SHOWN)
-            }
-        }
     }
 }

@@ -2,6 +2,8 @@
 
 use std::ops::Range;
 
+use crate::error::listed::Listed;
+
 /// Why a plan cannot be carried out on a mesh.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
@@ -32,6 +34,50 @@ pub enum ShardingError {
         slot: usize,
         /// The slots of this process.
         slots: Range<usize>,
+    },
+    /// Parameters belong to no unit, so nobody would gather them.
+    #[error(
+        "{} parameters are in no unit: {}. Numbered blocks are units by themselves, others are put \
+         into one by `unit(name, prefixes)`",
+        parameters.len(), Listed(parameters)
+    )]
+    NoUnit {
+        /// Their names.
+        parameters: Vec<String>,
+    },
+    /// There are two rules for one unit.
+    #[error("there are two units named {unit:?}: name all prefixes of a unit at once")]
+    SameUnit {
+        /// The name.
+        unit: String,
+    },
+    /// No parameter begins with a prefix of a unit.
+    #[error("the prefix {prefix:?} of unit {unit:?} matches none of the model's parameters")]
+    UnmatchedPrefix {
+        /// The unit.
+        unit: String,
+        /// The prefix.
+        prefix: String,
+    },
+    /// A pattern of an option picks no unit.
+    #[error("the pattern {pattern:?} of `{option}` matches none of the model's units")]
+    UnmatchedUnit {
+        /// The option.
+        option: &'static str,
+        /// The pattern.
+        pattern: String,
+    },
+    /// A plan that was made elsewhere has other parameters, or other units, than the model.
+    #[error("the plan does not fit the model: {reason}")]
+    OtherPlan {
+        /// What differs.
+        reason: String,
+    },
+    /// A model has a buffer, which the forward pass changes and so cannot be cut.
+    #[error("{name} is a buffer, and a sharded model cannot have any: use a layer without one")]
+    Buffer {
+        /// The variable.
+        name: String,
     },
     /// A parameter was asked for in a replica of another mesh than that of the plan.
     #[error("a replica of {replicas} gathers parameters of a mesh of {slots} slots")]

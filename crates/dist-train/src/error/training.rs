@@ -2,24 +2,35 @@
 
 use std::{fmt, sync::OnceLock};
 
-use crate::error::Result;
+use crate::error::{Result, listed::Listed};
 
 /// Why a step would train something wrong, or a model cannot be trained as the options say.
 ///
-/// All replicas of all processes decide alike (but for [`LossShape`](Self::LossShape)), so each
-/// process gets the error and may take the next step; no variable has changed.
+/// All replicas of all processes decide alike, so each process gets the error and may take the next
+/// step; no variable has changed.
 #[derive(Clone, Debug, PartialEq, thiserror::Error)]
 #[non_exhaustive]
 pub enum TrainingError {
     /// A loss is not one number that has a gradient.
     #[error(
-        "a loss of shape {shape:?} and type {dtype} cannot be differentiated, it must be a scalar of floats"
+        "the loss of slot {slot}, of shape {shape:?} and type {dtype}, cannot be differentiated, it \
+         must be a scalar of floats"
     )]
     LossShape {
+        /// The first such slot.
+        slot: usize,
         /// The shape of what `loss` returned.
         shape: Vec<usize>,
         /// The type of its items.
-        dtype: &'static str,
+        dtype: String,
+    },
+    /// The weight of a loss is a tensor, but not one number.
+    #[error("the weight of the loss of slot {slot} has the shape {shape:?}, it must be a scalar")]
+    WeightShape {
+        /// The first such slot.
+        slot: usize,
+        /// Its shape.
+        shape: Vec<usize>,
     },
     /// A loss has a weight that no sum can have.
     #[error("the loss of slot {slot} has the weight {weight}, it must be finite and at least 0")]
@@ -61,13 +72,50 @@ pub enum TrainingError {
          `freeze` them, or `allow_unused`), or an operation on the way to them has no backward. \
          candle-nn's LayerNorm, RmsNorm, softmax_last_dim and rope have none: use those of \
          fused_ops::layers and fused_ops, which candle_distributed has as `ops`",
-        missing.len(), Names(missing)
+        missing.len(), Listed(missing)
     )]
     NoGradient {
         /// Their names.
         missing: Vec<String>,
         /// How many variables are trained.
         trained: usize,
+    },
+
+    /// A loss enters a unit that the model does not have.
+    #[error("there is no unit named {unit:?}, the units are {}", Listed(units))]
+    UnknownUnit {
+        /// The name that was asked for.
+        unit: String,
+        /// The units of the model.
+        units: Vec<String>,
+    },
+    /// A unit's function uses a tensor from outside that is differentiated, and its gradient would
+    /// be lost.
+    #[error(
+        "the function of unit {unit} uses a tensor from outside that is differentiated: hand it \
+         over with the unit's input, as one of a tuple"
+    )]
+    Captured {
+        /// The unit.
+        unit: String,
+    },
+    /// A unit's function had another result when it was run again for the backward pass.
+    #[error(
+        "unit {unit} has another result in the backward pass than it had in the forward pass: \
+         draw random numbers by keys that are made before the unit and moved into it \
+         (`ctx.batch_keys()`), or set `Keep::Gathered` for it"
+    )]
+    NotRepeatable {
+        /// The unit.
+        unit: String,
+    },
+    /// A unit is differentiated by something else than the step, or twice.
+    #[error("unit {unit} is differentiated {how}: only the step differentiates a loss, and once")]
+    Differentiated {
+        /// The unit.
+        unit: String,
+        /// When, in words.
+        how: &'static str,
     },
 
     /// A pattern of an option picks no variable.
@@ -124,26 +172,19 @@ pub enum TrainingError {
         variables: usize,
     },
     /// The processes of the mesh have built different models.
-    #[error("the model of replica {replica} has other variables or options than that of replica 0")]
+    #[error("the model of replica {replica} has other variables than that of replica 0")]
     OtherModel {
-        /// The first replica whose model has other names, shapes or types, or freezes, groups or
-        /// allows to be unused other variables.
+        /// The first replica whose model has variables of other names, shapes or types.
         replica: usize,
     },
-}
-
-/// Some names, in a line that can be read.
-struct Names<'a>(&'a [String]);
-
-impl fmt::Display for Names<'_> {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        const SHOWN: usize = 8;
-        f.write_str(&self.0[..self.0.len().min(SHOWN)].join(", "))?;
-        match self.0.len().saturating_sub(SHOWN) {
-            0 => Ok(()),
-            more => write!(f, " and {more} more"),
-        }
-    }
+    /// The processes of the mesh have set an option of a model in different ways.
+    #[error("`{option}` of replica {replica} differs from that of replica 0")]
+    OtherOption {
+        /// The option, as the method that sets it is called.
+        option: &'static str,
+        /// The first replica that has another value.
+        replica: usize,
+    },
 }
 
 /// The variable whose gradient is the first that is not finite, if one is.

@@ -8,6 +8,8 @@ mod update;
 use candle_core::{DType, Result, Tensor, Var, bail};
 use candle_nn::{Optimizer, SGD};
 
+use crate::moving::moved;
+
 /// An optimizer whose state can be written to a checkpoint and read back; what `state_dict` and
 /// `load_state_dict` are to PyTorch's optimizers.
 ///
@@ -42,7 +44,7 @@ impl StatefulOptimizer for SGD {
 
 /// Replaces a tensor of a state by one of any floating-point type, on any device.
 fn assign(state: &Var, value: &Tensor) -> Result<()> {
-    state.set(&value.to_device(state.device())?.to_dtype(state.dtype())?)
+    state.set(&moved(value, state.device())?.to_dtype(state.dtype())?)
 }
 
 /// A number of steps that can have been taken.

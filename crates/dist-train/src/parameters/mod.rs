@@ -5,13 +5,19 @@ pub(crate) mod declare;
 pub(crate) mod init;
 pub(crate) mod weights;
 
-use std::ops::Range;
+use std::{ops::Range, path::Path};
 
 use candle_core::{Device, Tensor};
 use core_types::Seed;
 
-use self::{declare::Declared, weights::Weights};
-use crate::error::{Doing, Result};
+use self::{
+    declare::Declared,
+    weights::{Allowed, Weights},
+};
+use crate::{
+    error::{Doing, Result, training::TrainingError},
+    step::roles::Choices,
+};
 
 /// Where the first values of a model's parameters come from.
 #[derive(Clone, Debug)]
@@ -23,6 +29,34 @@ pub(crate) struct InitialValues {
 }
 
 impl InitialValues {
+    /// The values of parameters: from pretrained weights, which must be those of the model but for
+    /// what the choices allow, and else from a seed. With each parameter stands whether it is open:
+    /// others have a value already.
+    ///
+    /// # Errors
+    ///
+    /// [`TrainingError::TwoValues`] if the weights have one that is not open, and those of
+    /// [`Weights::open`], [`Weights::check_fits`] and of the choices' patterns.
+    pub(crate) fn new<'a>(
+        seed: Seed,
+        weights: Option<&Path>,
+        choices: &Choices,
+        declared: impl Iterator<Item = (&'a Declared, bool)>,
+    ) -> Result<Self> {
+        let (open, there): (Vec<_>, Vec<_>) = declared.partition(|(_, is_open)| *is_open);
+        let all = open.iter().chain(&there).map(|(declared, _)| declared.name.as_str());
+        let missing = choices.missing(&all.collect::<Vec<_>>())?;
+        let unexpected = choices.unexpected()?;
+        let Some(path) = weights else { return Ok(Self { seed, weights: None }) };
+        let weights = Weights::open(path)?;
+        if let Some((twice, _)) = there.iter().find(|(declared, _)| weights.has(&declared.name)) {
+            return Err(TrainingError::TwoValues { name: twice.name.clone() }.into());
+        }
+        let open: Vec<Declared> = open.into_iter().map(|(declared, _)| declared.clone()).collect();
+        weights.check_fits(&open, Allowed { missing: &missing, unexpected: &unexpected })?;
+        Ok(Self { seed, weights: Some(weights) })
+    }
+
     /// The whole value of a parameter.
     ///
     /// # Errors

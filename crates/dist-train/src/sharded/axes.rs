@@ -6,7 +6,7 @@ use pmap_mesh::{ALL, DeviceMesh, MeshAxes};
 use crate::error::sharding::ShardingError;
 
 /// How a plan lies on a mesh.
-#[derive(Debug)]
+#[derive(Clone, Debug)]
 pub(super) struct PlanAxes {
     /// The axes along which a parameter is cut.
     pub(super) shard: MeshAxes,

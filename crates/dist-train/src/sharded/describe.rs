@@ -8,6 +8,8 @@ use fsdp_plan::{ElemType, ParameterInfo};
 use crate::{
     dtype::elem_of,
     error::{Result, parameter::ParameterError},
+    parameters::declare::Declared,
+    step::roles::{Role, Roles},
 };
 
 /// Describes named tensors to a planner: the variables of a `VarMap`, the tensors of a checkpoint.
@@ -60,6 +62,20 @@ pub fn parameter_infos<'a>(
         let is_first = *first_name == name;
         infos.push(if is_first { info } else { info.with_tied_to(first_name.as_str()) });
     }
+    Ok(infos)
+}
+
+/// Describes declared parameters to a planner, sorted as [`parameter_infos`] does.
+pub(crate) fn declared_infos(declared: &[Declared], roles: &Roles) -> Result<Vec<ParameterInfo>> {
+    let info = |(declared, role): (&Declared, &Role)| {
+        let shape: Vec<u64> = declared.shape.dims().iter().map(|&dim| dim as u64).collect();
+        let dtype = elem_type(&declared.name, declared.dtype)?;
+        let info = ParameterInfo::new(declared.name.as_str(), shape, dtype)?;
+        Ok(info.with_requires_grad(matches!(role, Role::Trained(_))))
+    };
+    let infos: Result<Vec<_>> = declared.iter().zip(&roles.of).map(info).collect();
+    let mut infos = infos?;
+    infos.sort_by(|left, right| natural_order(left.name(), right.name()));
     Ok(infos)
 }
 

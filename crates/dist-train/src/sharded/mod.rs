@@ -14,12 +14,15 @@ use pmap_mesh::{ALL, DeviceMesh, Replica};
 use self::{axes::PlanAxes, runs::GatheredRun, units::Unit};
 use crate::{
     checkpoint::{
-        file::{MODEL, TensorKey},
+        key::{MODEL, TensorKey},
         read::Checkpoint,
         state_dict::StateDict,
     },
     error::{Doing, Error, Result, parameter::ParameterError, sharding::ShardingError},
+    grad::{widened, widened_dtype},
+    moving::moved,
     optim::StatefulOptimizer,
+    processes::agreed,
 };
 
 /// The parameters of a model, of which every slot of a mesh keeps the part that a [`ShardingPlan`]
@@ -27,8 +30,8 @@ use crate::{
 ///
 /// A part is a variable of one dimension: a run of the parameter's items in row-major order. Parts
 /// are trained in place: [`all_gather`](Self::all_gather) puts a parameter together where it is
-/// used, its backward sums the gradient and hands each slot its part, and an optimizer of the slot's
-/// own [`vars`](Self::vars) updates it.
+/// used, its backward sums the gradient and hands each slot its part, and an optimizer of the
+/// slot's own [`vars`](Self::vars) updates it.
 ///
 /// A plan with replicas (HSDP) needs a mesh whose last axis is one shard group; the other axes are
 /// the replicas.
@@ -88,6 +91,18 @@ struct Part {
     var: Var,
 }
 
+/// A part as its slot knows it.
+#[derive(Clone, Debug)]
+pub(crate) struct OwnedPart {
+    /// The parameter's position in the plan.
+    pub(crate) param_idx: usize,
+    /// The first item, in the parameter.
+    pub(crate) start: usize,
+    pub(crate) var: Var,
+    /// Whether this slot is the one that tells of it, where several have the same.
+    pub(crate) is_told: bool,
+}
+
 impl ShardedVars {
     /// Cuts named tensors as `plan` says and moves the parts to their devices: the variables of a
     /// `VarMap`, the tensors of a checkpoint.
@@ -99,8 +114,8 @@ impl ShardedVars {
     /// [`ShardingError::World`] if the plan is for another number of ranks than the mesh has slots,
     /// [`ShardingError::Replicas`] if it has replicas and the mesh is not of that shape,
     /// [`ParameterError::Missing`], [`ParameterError::Shape`] or [`ParameterError::Dtype`] if a
-    /// tensor is not as planned, [`ParameterError::UnknownDtype`] if the plan has a type that candle
-    /// lacks, [`Error::Tensor`] if candle fails.
+    /// tensor is not as planned, [`ParameterError::UnknownDtype`] if the plan has a type that
+    /// candle lacks, [`Error::Tensor`] if candle fails.
     pub fn shard<'a>(
         mesh: &DeviceMesh,
         plan: &ShardingPlan,
@@ -140,17 +155,20 @@ impl ShardedVars {
     ///
     /// # Errors
     ///
-    /// [`Error::Parameter`] if the checkpoint has other parameters than the
-    /// plan or lacks some of their items, [`Error::Checkpoint`] if a file
-    /// cannot be read or another process loads another step, and those of [`shard`](Self::shard).
+    /// [`Error::Parameter`] if the checkpoint has other parameters than the plan or lacks some of
+    /// their items, [`Error::Checkpoint`] if a file is damaged or cannot be read, or another
+    /// process loads another checkpoint, [`Error::OtherProcess`] if another process fails, and
+    /// those of [`shard`](Self::shard).
     pub fn load(mesh: &DeviceMesh, plan: &ShardingPlan, checkpoint: &Checkpoint) -> Result<Self> {
         checkpoint.check_fits(mesh, &runs::shapes(plan))?;
-        Self::cut(mesh, plan, |info| Ok(|run| checkpoint.items(MODEL, info.name(), run)))
+        let loaded =
+            Self::cut(mesh, plan, |info| Ok(|run| checkpoint.items(MODEL, info.name(), run)));
+        agreed(mesh, loaded)
     }
 
     /// Makes the variables of this process's slots. `source` is asked for each parameter in turn,
     /// and what it returns for the runs of that parameter, as tensors of one dimension.
-    fn cut<'p, R: Fn(Range<usize>) -> Result<Tensor>>(
+    pub(crate) fn cut<'p, R: Fn(Range<usize>) -> Result<Tensor>>(
         mesh: &DeviceMesh,
         plan: &'p ShardingPlan,
         mut source: impl FnMut(&'p ParameterInfo) -> Result<R>,
@@ -175,6 +193,22 @@ impl ShardedVars {
         }
         let units = units::of_plan(plan)?;
         Ok(Self(Arc::new(Inner { plan: plan.clone(), mesh: mesh.clone(), axes, units, slots })))
+    }
+
+    /// The same with units of other parameters than the plan says: one may be in several.
+    pub(crate) fn with_units<'a, N: Iterator<Item = &'a str>>(
+        self,
+        units: impl Iterator<Item = (&'a String, N)>,
+    ) -> Result<Self> {
+        let units = units::of_names(&self.0.plan, units)?;
+        let Inner { plan, mesh, axes, slots, .. } = &*self.0;
+        Ok(Self(Arc::new(Inner {
+            plan: plan.clone(),
+            mesh: mesh.clone(),
+            axes: axes.clone(),
+            units,
+            slots: slots.clone(),
+        })))
     }
 
     /// The plan that is carried out.
@@ -222,10 +256,9 @@ impl ShardedVars {
     ///
     /// # Errors
     ///
-    /// [`ShardingError::Slot`] if this process has no such slot,
-    /// [`Error::Optimizer`] if the optimizer cannot tell its state,
-    /// [`CheckpointError::Kind`](crate::CheckpointError::Kind) if its state has a name that cannot be
-    /// written, or was added before.
+    /// [`ShardingError::Slot`] if this process has no such slot, [`Error::Optimizer`] if the
+    /// optimizer cannot tell its state, [`CheckpointError::Kind`](crate::CheckpointError::Kind) if
+    /// its state has a name that cannot be written, or was added before.
     pub fn add_optimizer(
         &self,
         state: &mut StateDict,
@@ -245,8 +278,8 @@ impl ShardedVars {
     /// # Errors
     ///
     /// [`ShardingError::Slot`] if this process has no such slot, [`ParameterError::Incomplete`] if
-    /// something is missing, [`CheckpointError::Io`](crate::CheckpointError::Io) if a file cannot be
-    /// read, [`Error::Optimizer`] if the optimizer refuses its state.
+    /// something is missing, [`CheckpointError::Io`](crate::CheckpointError::Io) if a file cannot
+    /// be read, [`Error::Optimizer`] if the optimizer refuses its state.
     pub fn load_optimizer(
         &self,
         checkpoint: &Checkpoint,
@@ -259,14 +292,30 @@ impl ShardedVars {
         Ok(())
     }
 
+    /// The parts of a slot, in the order of [`vars`](Self::vars).
+    pub(crate) fn owned_parts(&self, slot: usize) -> Result<Vec<OwnedPart>, ShardingError> {
+        let owned = |part: &Part| OwnedPart {
+            param_idx: part.param_idx,
+            start: part.start,
+            var: part.var.clone(),
+            is_told: self.is_told_by(slot, part),
+        };
+        Ok(self.parts(slot)?.iter().map(owned).collect())
+    }
+
     /// The parts that a slot writes to checkpoints, with the positions of their variables: others
     /// of its group, or of other groups, may have the same parts.
     fn saved_parts(&self, slot: usize) -> Result<impl Iterator<Item = (usize, &Part)>> {
-        let is_saved = move |part: &Part| match self.0.plan.parameters()[part.param_idx].cut() {
+        let parts = self.parts(slot)?.iter().enumerate();
+        Ok(parts.filter(move |(_, part)| self.is_told_by(slot, part)))
+    }
+
+    /// Whether a slot is the first of those that have this part.
+    fn is_told_by(&self, slot: usize, part: &Part) -> bool {
+        match self.0.plan.parameters()[part.param_idx].cut() {
             Cut::Replicated => slot == 0,
             _ => slot < self.0.plan.shard_group().as_usize(),
-        };
-        Ok(self.parts(slot)?.iter().enumerate().filter(move |(_, part)| is_saved(part)))
+        }
     }
 
     /// The parts of one slot.
@@ -300,9 +349,32 @@ impl ShardedVars {
     /// [`ParameterError::Unknown`], [`Error::Tensor`] if candle fails, or
     /// [`Error::Mesh`] if a process does not answer.
     pub fn gather(&self, name: &str) -> Result<Tensor> {
+        let value =
+            |slot: usize, part: usize| Some(self.0.slots[slot][part].var.as_detached_tensor());
+        self.gather_of(name, value)
+    }
+
+    /// The whole of something that each slot of this process, by its position among them, keeps for
+    /// its parts of a parameter, by their positions.
+    ///
+    /// # Errors
+    ///
+    /// [`ParameterError::Missing`] if it is not there for a part, and those of
+    /// [`gather`](Self::gather).
+    pub(crate) fn gather_of(
+        &self,
+        name: &str,
+        kept: impl Fn(usize, usize) -> Option<Tensor>,
+    ) -> Result<Tensor> {
         let param_idx = self.index_of(name)?;
-        let lists = self.0.slots.iter().map(|parts| tensors_of(parts, param_idx)).collect();
-        let lists = self.0.mesh.process_allgather(lists)?;
+        let missing = || ParameterError::Missing { name: name.to_owned() };
+        let of_slot = |slot: usize| {
+            let parts = self.0.slots[slot].iter().enumerate();
+            let own = parts.filter(|(_, part)| part.param_idx == param_idx);
+            own.map(|(part, _)| kept(slot, part).ok_or_else(missing)).collect()
+        };
+        let lists: Result<Vec<Vec<Tensor>>, _> = (0..self.0.slots.len()).map(of_slot).collect();
+        let lists = self.0.mesh.process_allgather(lists?)?;
         let mut by_start = BTreeMap::new();
         for (rank, list) in runs::ranks(self.0.plan.shard_group()).zip(lists) {
             let runs = runs::of_rank(&self.0.plan, param_idx, rank)?;
@@ -310,7 +382,7 @@ impl ShardedVars {
         }
         let device = &self.0.mesh.devices()[0];
         let here: candle_core::Result<Vec<_>> =
-            by_start.values().map(|run| run.to_device(device)).collect();
+            by_start.values().map(|run| moved(run, device)).collect();
         let here = here.doing("moving the parts of a parameter")?;
         self.joined(param_idx, &here, device)
     }
@@ -373,7 +445,7 @@ impl ShardedVars {
     /// their parts of the sum.
     ///
     /// For gradients that were computed apart from [`all_gather`](Self::all_gather), whose backward
-    /// does the same.
+    /// does the same. Those of halves are summed in single precision.
     ///
     /// # Errors
     ///
@@ -391,12 +463,12 @@ impl ShardedVars {
         let parts = self.parts_here(ctx, param_idx).map_err(Error::from)?;
         check_shape(self.info(param_idx), grad)?;
         if self.0.plan.parameters()[param_idx].cut() == Cut::Replicated {
-            let sum = ctx.psum(&grad.detach(), ALL)?.flatten_all()?;
+            let sum = ctx.psum(&widened(&grad.detach())?, ALL)?.flatten_all()?;
             return Ok(parts.map(|part| (part.var.clone(), sum.clone())).collect());
         }
-        let layout = units::layout(&self.0.plan, name, &[param_idx])?;
+        let layout = units::layout(&self.0.plan, name, &[param_idx], widened_dtype)?;
         let layout = layout.repeated(runs::index(self.0.plan.replicas()));
-        let sums = ctx.reduce_runs(vec![grad.clone()], &layout, ALL)?;
+        let sums = ctx.reduce_runs(vec![widened(grad)?], &layout, ALL)?;
         Ok(parts.map(|part| part.var.clone()).zip(sums).collect())
     }
 
@@ -410,12 +482,18 @@ impl ShardedVars {
         ctx: &Replica,
         param_idx: usize,
     ) -> Result<impl Iterator<Item = &Part>, ShardingError> {
-        let slots = self.0.mesh.len();
-        if ctx.count() != slots {
-            return Err(ShardingError::OtherMesh { replicas: ctx.count(), slots });
-        }
+        self.check_mesh(ctx)?;
         let parts = self.parts(ctx.slot())?;
         Ok(parts.iter().filter(move |part| part.param_idx == param_idx))
+    }
+
+    /// Refuses a replica of another mesh.
+    fn check_mesh(&self, ctx: &Replica) -> Result<(), ShardingError> {
+        let slots = self.0.mesh.len();
+        if ctx.count() == slots {
+            return Ok(());
+        }
+        Err(ShardingError::OtherMesh { replicas: ctx.count(), slots })
     }
 
     /// This slot's parts of a parameter in one tensor, which may be empty.
@@ -478,17 +556,8 @@ fn variable(parameter: &ParameterInfo, items: &Tensor, device: &Device) -> Resul
     }
     items
         .force_contiguous()
-        .and_then(|items| Var::from_tensor(&items.to_device(device)?))
+        .and_then(|items| Var::from_tensor(&moved(&items, device)?))
         .doing("moving a part of a parameter")
-}
-
-/// What one slot keeps of a parameter.
-fn tensors_of(parts: &[Part], param_idx: usize) -> Vec<Tensor> {
-    parts
-        .iter()
-        .filter(|part| part.param_idx == param_idx)
-        .map(|part| part.var.as_detached_tensor())
-        .collect()
 }
 
 /// The runs of a parameter in its own order, from what all slots contributed: that is the order of

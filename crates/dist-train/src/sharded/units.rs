@@ -2,12 +2,15 @@
 
 use std::collections::BTreeMap;
 
-use candle_core::{Tensor, Var};
-use fsdp_plan::{Cut, ParameterInfo, ShardingPlan};
+use candle_core::{DType, Tensor, Var};
+use fsdp_plan::{Cut, ShardingPlan};
 use pmap_mesh::{ALL, Replica, Run, RunLayout};
 
-use super::{Part, ShardedVars, check_shape, runs, unknown};
-use crate::error::{Error, Result, parameter::ParameterError};
+use super::{ShardedVars, check_shape, runs, unknown};
+use crate::{
+    error::{Error, Result, parameter::ParameterError},
+    grad::{widened, widened_dtype},
+};
 
 /// How the parameters of a unit lie on the ranks.
 #[derive(Clone, Debug)]
@@ -21,7 +24,11 @@ pub(super) struct Unit {
     whole: Vec<usize>,
     /// Of a shard group.
     gathered: RunLayout,
-    /// Of all ranks; in every shard group, somebody wants each run.
+    /// Those that are cut and trained, in the order of the layout.
+    trained_cut: Vec<usize>,
+    /// Those that are kept whole and trained.
+    trained_whole: Vec<usize>,
+    /// The gradients, of all ranks: in every shard group, somebody wants each run.
     reduced: RunLayout,
 }
 
@@ -39,6 +46,18 @@ pub(super) fn of_plan(plan: &ShardingPlan) -> Result<BTreeMap<String, Unit>> {
         .collect()
 }
 
+/// Units of other parameters than the plan says, each with the names of its own.
+pub(super) fn of_names<'a, N: Iterator<Item = &'a str>>(
+    plan: &ShardingPlan,
+    units: impl Iterator<Item = (&'a String, N)>,
+) -> Result<BTreeMap<String, Unit>> {
+    let unit = |(unit, names): (&String, N)| {
+        let names = names.map(|name| Ok((name.to_owned(), index_of(plan, name)?)));
+        Ok((unit.clone(), Unit::new(plan, unit, names.collect::<Result<_>>()?)?))
+    };
+    units.map(unit).collect()
+}
+
 /// The position of a parameter, or of the one that it is tied to.
 pub(super) fn index_of(plan: &ShardingPlan, name: &str) -> Result<usize> {
     let named = |name: &str| plan.index_of(name).ok_or_else(|| unknown(name));
@@ -49,11 +68,17 @@ pub(super) fn index_of(plan: &ShardingPlan, name: &str) -> Result<usize> {
     }
 }
 
-/// The layout of these parameters on the ranks of a shard group.
-pub(super) fn layout(plan: &ShardingPlan, name: &str, params: &[usize]) -> Result<RunLayout> {
+/// The layout of these parameters on the ranks of a shard group, or of something of their shapes
+/// and of the type that `dtype` makes of theirs.
+pub(super) fn layout(
+    plan: &ShardingPlan,
+    name: &str,
+    params: &[usize],
+    dtype: impl Fn(DType) -> DType,
+) -> Result<RunLayout> {
     let tensor = |&param_idx: &usize| {
         let info = plan.parameters()[param_idx].info();
-        Ok((runs::shape(info), runs::dtype(info)?))
+        Ok((runs::shape(info), dtype(runs::dtype(info)?)))
     };
     let tensors = params.iter().map(tensor).collect::<Result<Vec<_>>>()?;
     let mut by_rank = Vec::new();
@@ -75,9 +100,14 @@ impl Unit {
         params.dedup();
         let is_whole = |param_idx: &usize| plan.parameters()[*param_idx].cut() == Cut::Replicated;
         let (whole, cut): (Vec<usize>, Vec<usize>) = params.into_iter().partition(is_whole);
-        let gathered = layout(plan, unit, &cut)?;
-        let reduced = gathered.repeated(runs::index(plan.replicas()));
-        Ok(Self { names, cut, whole, gathered, reduced })
+        let is_trained = |param_idx: &usize| plan.parameters()[*param_idx].info().requires_grad();
+        let trained = |params: &[usize]| params.iter().copied().filter(is_trained).collect();
+        let trained_cut: Vec<usize> = trained(&cut);
+        let trained_whole = trained(&whole);
+        let gathered = layout(plan, unit, &cut, |dtype| dtype)?;
+        let reduced = layout(plan, unit, &trained_cut, widened_dtype)?;
+        let reduced = reduced.repeated(runs::index(plan.replicas()));
+        Ok(Self { names, cut, whole, gathered, trained_cut, trained_whole, reduced })
     }
 }
 
@@ -127,9 +157,12 @@ impl ShardedVars {
         unit: &str,
     ) -> candle_core::Result<BTreeMap<String, Var>> {
         let runs = self.unit(unit)?;
-        let own = self.own_runs(ctx, &runs.cut)?;
-        let gathered = ctx.gather_runs(own, &runs.gathered, &self.0.axes.shard)?;
-        let mut wholes: BTreeMap<usize, Var> = runs.cut.iter().copied().zip(gathered).collect();
+        let mut wholes: BTreeMap<usize, Var> = BTreeMap::new();
+        if !runs.cut.is_empty() {
+            let own = self.own_runs(ctx, &runs.cut)?;
+            let gathered = ctx.gather_runs(own, &runs.gathered, &self.0.axes.shard)?;
+            wholes.extend(runs.cut.iter().copied().zip(gathered));
+        }
         for &param_idx in &runs.whole {
             let mine = self.mine(ctx, param_idx)?.reshape(runs::shape(self.info(param_idx)))?;
             wholes.insert(param_idx, Var::from_tensor(&mine.detach())?);
@@ -139,10 +172,12 @@ impl ShardedVars {
     }
 
     /// Sums the gradients of a unit's whole parameters over all slots, in one collective; returns
-    /// this slot's variables with their parts of the sums.
+    /// this slot's variables with their parts of the sums. Those of halves are summed in single
+    /// precision.
     ///
-    /// `grad` is asked for the gradient of each parameter that the unit keeps or is tied to, by
-    /// each of its names in this unit until there is one.
+    /// `grad` is asked for the gradient of each parameter that the unit keeps or is tied to, and that
+    /// the plan [trains](fsdp_plan::ParameterInfo::requires_grad), by each of its names in this unit until there
+    /// is one.
     ///
     /// # Errors
     ///
@@ -154,21 +189,34 @@ impl ShardedVars {
         &self,
         ctx: &Replica,
         unit: &str,
-        grad: impl Fn(&str) -> Option<Tensor>,
+        grad: impl FnMut(&str) -> Option<Tensor>,
     ) -> candle_core::Result<Vec<(Var, Tensor)>> {
+        let sums = self.reduce_parts(ctx, unit, grad)?;
+        let parts = self.parts(ctx.slot()).map_err(Error::from)?;
+        Ok(sums.into_iter().map(|(part, sum)| (parts[part].var.clone(), sum)).collect())
+    }
+
+    /// [`reduce_unit`](Self::reduce_unit), with the positions of this slot's variables.
+    #[track_caller]
+    pub(crate) fn reduce_parts(
+        &self,
+        ctx: &Replica,
+        unit: &str,
+        mut grad: impl FnMut(&str) -> Option<Tensor>,
+    ) -> candle_core::Result<Vec<(usize, Tensor)>> {
         let runs = self.unit(unit)?;
         let mut sums = Vec::new();
-        let grads = runs.grads(&runs.cut, &grad, |idx| self.info(idx))?;
-        let reduced = ctx.reduce_runs(grads, &runs.reduced, ALL)?;
-        sums.extend(
-            self.own_parts(ctx, &runs.cut)?.into_iter().map(|part| part.var.clone()).zip(reduced),
-        );
-        if !runs.whole.is_empty() {
-            let grads = runs.grads(&runs.whole, &grad, |idx| self.info(idx))?;
+        if !runs.trained_cut.is_empty() {
+            let grads = self.grads(&runs.names, &runs.trained_cut, &mut grad)?;
+            let reduced = ctx.reduce_runs(grads, &runs.reduced, ALL)?;
+            sums.extend(self.own_positions(ctx, &runs.trained_cut)?.into_iter().zip(reduced));
+        }
+        if !runs.trained_whole.is_empty() {
+            let grads = self.grads(&runs.names, &runs.trained_whole, &mut grad)?;
             let all: Vec<usize> = (0..grads.len()).collect();
-            let parts = self.own_parts(ctx, &runs.whole)?;
-            for (part, sum) in parts.into_iter().zip(ctx.psum_list(grads, &all)?) {
-                sums.push((part.var.clone(), sum.flatten_all()?));
+            let positions = self.own_positions(ctx, &runs.trained_whole)?;
+            for (position, sum) in positions.into_iter().zip(ctx.psum_list(grads, &all)?) {
+                sums.push((position, sum.flatten_all()?));
             }
         }
         Ok(sums)
@@ -178,39 +226,40 @@ impl ShardedVars {
         self.0.units.get(unit).ok_or_else(|| unknown(unit))
     }
 
-    /// This slot's parts of some parameters, in the order of their layout.
-    fn own_parts(&self, ctx: &Replica, params: &[usize]) -> Result<Vec<&Part>> {
-        let mut parts = Vec::new();
-        for &param_idx in params {
-            parts.extend(self.parts_here(ctx, param_idx)?);
-        }
-        Ok(parts)
+    /// The positions of this slot's parts of some parameters, in the order of their layout.
+    fn own_positions(&self, ctx: &Replica, params: &[usize]) -> Result<Vec<usize>> {
+        self.check_mesh(ctx)?;
+        let parts = self.parts(ctx.slot())?;
+        let of_param = |&param_idx: &usize| {
+            (0..parts.len()).filter(move |&position| parts[position].param_idx == param_idx)
+        };
+        Ok(params.iter().flat_map(of_param).collect())
     }
 
     fn own_runs(&self, ctx: &Replica, params: &[usize]) -> Result<Vec<Tensor>> {
-        let parts = self.own_parts(ctx, params)?;
-        Ok(parts.into_iter().map(|part| part.var.as_detached_tensor()).collect())
+        let positions = self.own_positions(ctx, params)?;
+        let parts = self.parts(ctx.slot())?;
+        let run = |position: usize| parts[position].var.as_detached_tensor();
+        Ok(positions.into_iter().map(run).collect())
     }
-}
 
-impl Unit {
-    /// The gradients of some of the unit's parameters.
-    fn grads<'a>(
+    /// The gradients of some parameters, each under one of these names.
+    fn grads(
         &self,
+        names: &[(String, usize)],
         params: &[usize],
-        grad: impl Fn(&str) -> Option<Tensor>,
-        info: impl Fn(usize) -> &'a ParameterInfo,
-    ) -> Result<Vec<Tensor>> {
-        let of_param = |&param_idx: &usize| {
-            let mut names = self.names.iter().filter(|(_, named)| *named == param_idx);
+        grad: &mut impl FnMut(&str) -> Option<Tensor>,
+    ) -> candle_core::Result<Vec<Tensor>> {
+        let mut of_param = |&param_idx: &usize| {
+            let mut names = names.iter().filter(|(_, named)| *named == param_idx);
             let found = names.find_map(|(name, _)| grad(name)).ok_or_else(|| {
                 Error::Parameter(ParameterError::Missing {
-                    name: info(param_idx).name().to_owned(),
+                    name: self.info(param_idx).name().to_owned(),
                 })
             })?;
-            check_shape(info(param_idx), &found)?;
-            Ok(found)
+            check_shape(self.info(param_idx), &found)?;
+            widened(&found)
         };
-        params.iter().map(of_param).collect()
+        params.iter().map(&mut of_param).collect()
     }
 }

@@ -4,6 +4,8 @@
 #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
 #![allow(clippy::cast_possible_truncation, reason = "sizes are small")]
 
+mod fully_sharded;
+
 use std::{collections::BTreeMap, path::Path};
 
 use candle_core::{DType, Device, Result, Tensor, Var};
@@ -11,10 +13,10 @@ use candle_nn::{
     BatchNorm, Linear, Module, ModuleT, Optimizer, ParamsAdamW, SGD, VarBuilder, VarMap,
     batch_norm, linear, linear_no_bias,
 };
-use core_types::WorldSize;
+use core_types::{Seed, WorldSize};
 use dist_train::{
-    AdamW, Checkpoint, CheckpointError, Checkpoints, DataParallel, Error, Group, Loss, ShardedVars,
-    TrainingError, parameter_infos, value_and_grad,
+    AdamW, Checkpoint, CheckpointError, Checkpoints, DataParallel, DataParallelBuilder, Error,
+    Group, Loss, ShardedVars, StateDict, TrainingError, parameter_infos, value_and_grad,
 };
 use fsdp_plan::strategy::{Full, LayerWise, Layout, ShardingStrategy};
 use pmap_mesh::{ALL, DeviceMesh, P, Replica, Uneven};
@@ -29,6 +31,7 @@ pub(crate) fn run(engine: &impl Engine, case: &str, ranks: usize) {
         "losses" => weighted(engine, ranks),
         "checkpoints" => checkpoints(engine, ranks),
         "sharded" => sharded(engine, ranks),
+        "fully-sharded" => fully_sharded::run(engine, ranks),
         other => panic!("no case is named {other}"),
     }
 }
@@ -54,6 +57,10 @@ fn training(engine: &impl Engine, ranks: usize) {
     assert_same(&gradient(&tested), &gradient(&threads));
     assert_same(&losses(&tested, &x), &losses(&threads, &x));
 }
+
+type Constructor = fn(VarBuilder<'_>) -> Result<[Linear; 2]>;
+type SetOption =
+    for<'a> fn(DataParallelBuilder<'a, Constructor>) -> DataParallelBuilder<'a, Constructor>;
 
 /// Processes whose variables differ begin with those of the first; other models are refused.
 fn beginnings(engine: &impl Engine, ranks: usize) {
@@ -84,15 +91,67 @@ fn beginnings(engine: &impl Engine, ranks: usize) {
         matches!(other, Err(Error::Training(TrainingError::OtherModel { replica: 1 })));
     assert_eq!(is_refused, ranks > 1);
 
-    // The same variables, of which the second process freezes one.
-    let layers = |vb: VarBuilder<'_>| {
-        Ok((linear_no_bias(3, 2, vb.pp("a"))?, linear_no_bias(3, 2, vb.pp("b"))?))
-    };
-    let frozen = ["a"].into_iter().filter(|_| rank == 1);
-    let other = DataParallel::builder(&tested, layers).freeze(frozen).build(sgd);
+    // The same variables, with other options in the second process.
+    let layers: Constructor =
+        |vb| Ok([linear_no_bias(3, 2, vb.pp("a"))?, linear_no_bias(3, 2, vb.pp("b"))?]);
+    let options: [(&str, SetOption); 9] = [
+        ("freeze", |builder| builder.freeze(["a"])),
+        ("buffers", |builder| builder.buffers(["a"])),
+        ("group", |builder| builder.group("a", ["a"])),
+        ("allow_unused", |builder| builder.allow_unused(["a"])),
+        ("in_axes", |builder| builder.in_axes(P::replicate())),
+        ("uneven", |builder| builder.uneven(Uneven::Pad)),
+        ("clip_grad_norm", |builder| builder.clip_grad_norm(1.0)),
+        ("allow_non_finite", |builder| builder.allow_non_finite()),
+        ("seed", |builder| builder.seed(Seed::new(1))),
+    ];
+    for (name, option) in options {
+        let builder = DataParallel::builder(&tested, layers);
+        let other = if rank == 1 { option(builder) } else { builder }.build(sgd);
+        let is_refused = matches!(
+            other,
+            Err(Error::Training(TrainingError::OtherOption { option, replica: 1 })) if option == name
+        );
+        assert_eq!(is_refused, ranks > 1, "{name}");
+    }
+    let rate = 0.1 + f64::from(u8::from(rank == 1));
+    let other =
+        DataParallel::builder(&tested, layers).build(|group: Group| SGD::new(group.vars, rate));
     let is_refused =
-        matches!(other, Err(Error::Training(TrainingError::OtherModel { replica: 1 })));
+        matches!(other, Err(Error::Training(TrainingError::OtherOption { replica: 1, .. })));
     assert_eq!(is_refused, ranks > 1);
+    fail_together(&tested);
+}
+
+/// What fails in one process, as it builds a model, ends the building in all of them at once.
+fn fail_together(mesh: &DeviceMesh) {
+    let (rank, last) = (mesh.local_slots().start, mesh.len() - 1);
+    let linear = |vb: VarBuilder<'_>| linear_no_bias(3, 2, vb);
+    let constructor = move |vb: VarBuilder<'_>| {
+        if rank == last {
+            candle_core::bail!("no such file")
+        }
+        linear(vb)
+    };
+    let optimizer = move |group: Group| {
+        if rank == last {
+            candle_core::bail!("no such file")
+        }
+        SGD::new(group.vars, 0.1)
+    };
+    let vars = VarMap::new();
+    let by_constructor = DataParallel::builder(mesh, constructor)
+        .variables(&vars)
+        .build(|group| SGD::new(group.vars, 0.1));
+    let by_optimizer = DataParallel::builder(mesh, linear).variables(&vars).build(optimizer);
+    for error in [by_constructor.unwrap_err(), by_optimizer.unwrap_err()] {
+        let is_told = match &error {
+            Error::Model { .. } => rank == last,
+            Error::OtherProcess { slot, .. } => rank != last && *slot == last,
+            _ => false,
+        };
+        assert!(is_told && error.to_string().contains("no such file"), "{error}");
+    }
 }
 
 /// What all refuse ends the step in every process, and not the processes.
@@ -132,6 +191,22 @@ fn refusals(engine: &impl Engine, ranks: usize) {
         matches!(error, Error::Training(TrainingError::NonFiniteLoss { slot, .. }) if slot == last),
         "{error}"
     );
+    // The last slot's loss is no scalar, or its weight.
+    let shapeless = |ctx: &Replica, layers: &Vec<Linear>, x: Tensor| {
+        let y = layers[0].forward(&x)?.sqr()?;
+        if ctx.slot() == last { Ok(y) } else { y.mean_all() }
+    };
+    let error = model.step(x.clone(), shapeless).unwrap_err();
+    let expected =
+        TrainingError::LossShape { slot: last, shape: vec![2, 1], dtype: "f32".to_owned() };
+    assert!(matches!(&error, Error::Training(error) if *error == expected), "{error}");
+    let weightless = |ctx: &Replica, layers: &Vec<Linear>, x: Tensor| {
+        let weight = if ctx.slot() == last { x.clone() } else { x.ones_like()?.sum_all()? };
+        Ok(Loss::sum(layers[0].forward(&x)?.sum_all()?, weight))
+    };
+    let error = model.evaluate(x.clone(), weightless).unwrap_err();
+    let expected = TrainingError::WeightShape { slot: last, shape: vec![2, 3] };
+    assert!(matches!(&error, Error::Training(error) if *error == expected), "{error}");
     model.step(x.clone(), loss(true, true)).unwrap();
     model.check_in_sync().unwrap();
     let mut model = build(&["b"]);
@@ -239,6 +314,66 @@ fn checkpoints(engine: &impl Engine, ranks: usize) {
             if here == step && other != step
     );
     assert_eq!(is_refused, ranks > 1);
+    if ranks > 1 {
+        refused_saves(&tested, &checkpoints, &model.state_dict().unwrap());
+        damage_at_one_rank(&tested, &threads, &state);
+    }
+}
+
+/// What one process cannot save, none saves, and each says why at once.
+fn refused_saves(mesh: &DeviceMesh, checkpoints: &Checkpoints, state: &StateDict) {
+    let slot = mesh.local_slots().start;
+    let is_of_first = |error: &Error| match slot {
+        0 => matches!(error, Error::Checkpoint(CheckpointError::Locked { .. })),
+        _ => matches!(error, Error::OtherProcess { slot: 0, .. }),
+    };
+    let second = Checkpoints::new(folder().join("tested")).lock(mesh).unwrap_err();
+    assert!(is_of_first(&second), "{second}");
+    assert!(second.to_string().contains("is being trained by process"), "{second}");
+
+    let other_step = checkpoints.save(mesh, 20 + slot as u64, state, &()).unwrap_err();
+    let is_refused = matches!(other_step, Error::Checkpoint(CheckpointError::OtherStep { .. }));
+    assert!(is_refused, "{other_step}");
+
+    // The last process writes somewhere else.
+    let is_elsewhere = slot + 1 == mesh.len();
+    let name = if is_elsewhere { "elsewhere" } else { "here" };
+    let error = Checkpoints::new(folder().join(name)).save(mesh, 1, state, &()).unwrap_err();
+    let is_refused = match &error {
+        Error::Checkpoint(CheckpointError::NotShared { .. }) => is_elsewhere,
+        Error::OtherProcess { slot, .. } => !is_elsewhere && slot + 1 == mesh.len(),
+        _ => false,
+    };
+    assert!(is_refused, "{error}");
+    assert!(error.to_string().contains("must reach the same folder"), "{error}");
+    assert!(Checkpoints::new(folder().join("here")).latest().unwrap().is_none());
+}
+
+/// What one process finds damaged, all pass over.
+fn damage_at_one_rank(mesh: &DeviceMesh, threads: &DeviceMesh, state: &StateDict) {
+    let slot = mesh.local_slots().start;
+    let folder = folder().join(format!("damaged-{slot}"));
+    let checkpoints = Checkpoints::new(&folder);
+    for step in [4, 8] {
+        checkpoints.save(threads, step, state, &()).unwrap();
+    }
+    let newest = folder.join("step-0000000008");
+    let file = newest.join(format!("shard-00001-of-{:05}.safetensors", threads.len()));
+    if slot == 1 {
+        let mut bytes = std::fs::read(&file).unwrap();
+        *bytes.last_mut().unwrap() ^= 1;
+        std::fs::write(&file, bytes).unwrap();
+    }
+    let (_, mut model) = model(mesh);
+    let error = model.load(&Checkpoint::open(newest).unwrap()).unwrap_err();
+    let is_its_own = matches!(error, Error::Checkpoint(CheckpointError::Checksum { .. }));
+    let is_told = matches!(error, Error::OtherProcess { slot: 1, .. });
+    assert_eq!((is_its_own, is_told), (slot == 1, slot != 1), "{error}");
+    assert!(error.to_string().contains("is damaged"), "{error}");
+
+    let load = |checkpoint: &Checkpoint| model.load(checkpoint);
+    let (loaded, ()) = checkpoints.load_latest(mesh, load).unwrap().unwrap();
+    assert_eq!((loaded.step(), loaded.passed_over().len()), (4, 1));
 }
 
 /// A plan carried out by processes: gathered, trained, written, and cut another way.

@@ -7,7 +7,8 @@ pub use self::{buckets::Buckets, cost::Cost};
 
 /// Which sequences share a batch.
 ///
-/// Every strategy keeps all limits.
+/// Every strategy keeps all limits, but for [`Dynamic`](Self::Dynamic) with a budget that is computed:
+/// it counts sequences by their tokens.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Hash)]
 #[cfg_attr(feature = "serde", derive(serde::Serialize, serde::Deserialize))]
 #[cfg_attr(feature = "serde", serde(rename_all = "snake_case"))]

@@ -91,7 +91,8 @@ impl Links {
 
     /// The nodes that the ranks of a call are in.
     fn nodes(&self, plan: &ShardingPlan, scope: Scope) -> u64 {
-        let (n, group) = (scope.size(plan), plan.shard_group().as_u64());
+        let n = scope.size(plan);
+        let group = plan.shard_group().as_u64();
         match scope {
             Scope::Group | Scope::World => n.div_ceil(self.ranks_per_node),
             // The same member of each group: a group apart.

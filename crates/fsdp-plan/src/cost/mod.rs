@@ -175,7 +175,8 @@ pub(crate) fn max_kept_units(plan: &ShardingPlan, model: &CostModel, budget_byte
         let peak = gathered_bytes(plan, model, &messages, stays) + unreduced_bytes(plan, &messages);
         i128::try_from(peak).is_ok_and(|peak| peak <= rest)
     };
-    let (mut fitting, mut too_many) = (0, units.len() + 1);
+    let mut fitting = 0;
+    let mut too_many = units.len() + 1;
     while fitting + 1 < too_many {
         let n_kept = fitting.midpoint(too_many);
         if fits(n_kept) {

@@ -61,7 +61,8 @@ fn measure_unit(
 /// Loads the members in the middle of a parameter, all at once with the least they have, and
 /// returns their largest share.
 fn add_middle(middle: &Middle, pricing: Pricing, loads: &mut Loads) -> Share {
-    let (mut largest, larger) = (middle.numel, middle.numel + middle.granule_numel);
+    let mut largest = middle.numel;
+    let larger = middle.numel + middle.granule_numel;
     let least = load(pricing, middle.numel);
     loads.add_run(middle.members.clone(), least);
     let mut more = load(pricing, larger);

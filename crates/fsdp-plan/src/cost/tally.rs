@@ -86,7 +86,8 @@ impl<'a> Tally<'a> {
     }
 
     fn add_chunks(&mut self, info: &'a ParameterInfo, cut: Cut, chunks: Chunks) {
-        let (group, pricing) = (self.group(), Pricing::of(self.model, info));
+        let group = self.group();
+        let pricing = Pricing::of(self.model, info);
         for (members, numel) in chunks.runs(group) {
             let load = match cut {
                 // The unit is one tensor, which the first parameter stands for.

@@ -49,7 +49,8 @@ impl Chunks {
         let runs = if start == end {
             [(0..0, 0), (0..0, 0), (0..0, 0)]
         } else {
-            let (first, last) = (start / chunk, (end - 1) / chunk);
+            let first = start / chunk;
+            let last = (end - 1) / chunk;
             let head_end = end.min(first.saturating_add(1).saturating_mul(chunk));
             [
                 (first..first + 1, head_end - start),

@@ -123,10 +123,12 @@ impl ShardAssignment {
         info: &ParameterInfo,
         part: Range<u64>,
     ) -> Self {
-        let (start_offset, shard_size) = (part.start, part.end - part.start);
+        let start_offset = part.start;
+        let shard_size = part.end - part.start;
         let row = info.row_numel();
-        let whole_rows =
-            !info.shape().is_empty() && start_offset % row == 0 && shard_size % row == 0;
+        let whole_rows = !info.shape().is_empty()
+            && start_offset.is_multiple_of(row)
+            && shard_size.is_multiple_of(row);
         let row = whole_rows.then_some(row);
         Self {
             owner_rank,

@@ -99,7 +99,8 @@ impl Ragged {
         let ragged = *self;
         let mut next = ragged.bound(shares.run(positions.start).start, shares.total());
         positions.map_while(move |position| {
-            let (run, start) = (shares.run(position), next);
+            let run = shares.run(position);
+            let start = next;
             if start >= end {
                 return None;
             }
@@ -142,7 +143,8 @@ impl Ragged {
         shares: &'a Shares,
         middle: Option<&Middle>,
     ) -> impl Iterator<Item = (u64, Range<u64>)> + use<'a> {
-        let (first, end) = (self.first_position(shares), self.elements(self.end - self.start));
+        let first = self.first_position(shares);
+        let end = self.elements(self.end - self.start);
         let middle = match middle {
             None => first..first,
             Some(middle) => middle.members.clone(),
@@ -160,8 +162,8 @@ impl Ragged {
         } else if at >= self.end {
             self.end - self.start
         } else {
-            let (granules, rest) =
-                ((at - self.start) / self.granule, (at - self.start) % self.granule);
+            let granules = (at - self.start) / self.granule;
+            let rest = (at - self.start) % self.granule;
             let start = granules * self.granule;
             let end = start.saturating_add(self.granule).min(self.end - self.start);
             if rest < self.round_up_from { start } else { end }

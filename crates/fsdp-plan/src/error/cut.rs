@@ -1,5 +1,7 @@
 //! What can be wrong with the cuts of a plan.
 
+use core_types::human::Printable;
+
 use crate::elem::ElemType;
 
 /// Why parameters cannot be cut as a plan says.
@@ -8,7 +10,8 @@ use crate::elem::ElemType;
 pub enum CutError {
     /// A parameter without dims was to be cut along its first dim.
     #[error(
-        "parameter {name} has no dims, so there is no dim 0 to cut; gather it always, use the flat layout, or give it shape [1]"
+        "parameter {name} has no dims, so there is no dim 0 to cut; gather it always, use the flat layout, or give it shape [1]",
+        name = Printable(name)
     )]
     Scalar {
         /// The parameter.
@@ -17,7 +20,8 @@ pub enum CutError {
     /// A parameter would be cut within a block of its type.
     #[error(
         "parameter {name} of shape {shape:?} would be cut within a block of {} elements of {dtype}; use a ragged layout, which never does",
-        dtype.block_numel()
+        dtype.block_numel(),
+        name = Printable(name)
     )]
     SplitsBlock {
         /// The parameter.
@@ -30,7 +34,8 @@ pub enum CutError {
     /// A granule is empty, ends within a block of the dtype, or is rounded by a threshold outside
     /// it.
     #[error(
-        "parameter {name} cannot be cut at granules of {granule} bytes rounded from byte {round_up_from}: granules are whole blocks of {dtype}, and round from 1 to their size"
+        "parameter {name} cannot be cut at granules of {granule} bytes rounded from byte {round_up_from}: granules are whole blocks of {dtype}, and round from 1 to their size",
+        name = Printable(name)
     )]
     BadGranule {
         /// The parameter.
@@ -43,13 +48,20 @@ pub enum CutError {
         round_up_from: u64,
     },
     /// A plan cuts a parameter that is to be gathered always.
-    #[error("parameter {name} is to be gathered always, but the plan cuts it")]
+    #[error(
+        "parameter {name} is to be gathered always, but the plan cuts it",
+        name = Printable(name)
+    )]
     AlwaysGathered {
         /// The parameter.
         name: String,
     },
     /// A plan cuts a parameter that is tied to another, or ties one that is not.
-    #[error("parameter {name} is {}tied to another, but the plan says otherwise", if *is_tied { "" } else { "not " })]
+    #[error(
+        "parameter {name} is {}tied to another, but the plan says otherwise",
+        if *is_tied { "" } else { "not " },
+        name = Printable(name)
+    )]
     Tied {
         /// The parameter.
         name: String,
@@ -58,7 +70,9 @@ pub enum CutError {
     },
     /// Parameters that cannot share one flat buffer were to be flattened together.
     #[error(
-        "parameters {first} and {second} of unit {unit:?} differ in {property}, so they cannot share a flat buffer; use the dim-0 layout, separate units, or gather one of them always"
+        "parameters {first} and {second} of unit {unit:?} differ in {property}, so they cannot share a flat buffer; use the dim-0 layout, separate units, or gather one of them always",
+        first = Printable(first),
+        second = Printable(second)
     )]
     MixedUnit {
         /// The unit both belong to.
@@ -72,7 +86,8 @@ pub enum CutError {
     },
     /// The parameters of a buffer overlap, leave a gap where none may be, or do not fit into it.
     #[error(
-        "parameter {name} lies at {offset} of {len} in the buffer of unit {unit:?}, but {expected_offset} of {expected_len} is its place"
+        "parameter {name} lies at {offset} of {len} in the buffer of unit {unit:?}, but {expected_offset} of {expected_len} is its place",
+        name = Printable(name)
     )]
     BrokenUnit {
         /// The unit.
@@ -98,7 +113,8 @@ pub enum CutError {
     },
     /// A plan was to be resized whose layout fixes what each rank holds.
     #[error(
-        "parameter {name} is cut so that its layout fixes the part of each rank; only ragged and wrapped cuts can be resized"
+        "parameter {name} is cut so that its layout fixes the part of each rank; only ragged and wrapped cuts can be resized",
+        name = Printable(name)
     )]
     NotResizable {
         /// The parameter.

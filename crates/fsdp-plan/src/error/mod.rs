@@ -4,6 +4,8 @@ mod cut;
 mod parameters;
 mod source;
 
+use core_types::human::Printable;
+
 pub use self::{cut::CutError, parameters::ParameterError, source::SourceError};
 use crate::format::FORMAT_VERSION;
 
@@ -58,7 +60,7 @@ pub enum Error {
         len: usize,
     },
     /// No parameter of the plan has this name.
-    #[error("the plan has no parameter {name}")]
+    #[error("the plan has no parameter {name}", name = Printable(name))]
     UnknownParameter {
         /// The name that was asked for.
         name: String,
@@ -70,21 +72,33 @@ pub enum Error {
         unit: String,
     },
     /// A pattern cannot be read.
-    #[error("malformed pattern {pattern:?}: {reason}")]
+    #[error("malformed pattern {pattern:?}: {reason}", reason = Printable(reason))]
     BadPattern {
-        /// The pattern.
+        /// The pattern; of a long one the beginning.
         pattern: String,
         /// What is wrong with it.
         reason: String,
     },
+    /// There are more rules than [`Hybrid`](crate::strategy::Hybrid) takes.
+    #[error("there are more than {max} rules")]
+    TooManyRules {
+        /// The most that are taken.
+        max: usize,
+    },
+    /// The patterns of all rules together are longer than [`Hybrid`](crate::strategy::Hybrid) takes.
+    #[error("the patterns of the rules have more than {max} bytes")]
+    RulesTooLong {
+        /// The most bytes that are taken.
+        max: usize,
+    },
     /// Costs were given for some layers, but not for this one.
-    #[error("no cost is given for layer {layer}")]
+    #[error("no cost is given for layer {layer}", layer = Printable(layer))]
     NoLayerCost {
         /// The layer.
         layer: String,
     },
     /// Two plans are not of the same parameters.
-    #[error("the plans differ in parameter {name}: {what}")]
+    #[error("the plans differ in parameter {name}: {what}", name = Printable(name))]
     DifferentParameters {
         /// The first parameter that differs.
         name: String,

@@ -1,5 +1,7 @@
 //! What can be wrong with a list of parameters.
 
+use core_types::human::Printable;
+
 use crate::elem::ElemType;
 
 /// What is wrong with a list of parameters.
@@ -10,7 +12,7 @@ pub enum ParameterError {
     #[error("the list of parameters is empty")]
     Empty,
     /// Two parameters share a name.
-    #[error("parameter {name} is listed twice")]
+    #[error("parameter {name} is listed twice", name = Printable(name))]
     DuplicateName {
         /// The name they share.
         name: String,
@@ -18,7 +20,8 @@ pub enum ParameterError {
     /// A parameter's size does not fit into 64 bits.
     #[error(
         "parameter {name} of shape {shape:?} and dtype {dtype} has more than {} bytes",
-        u64::MAX
+        u64::MAX,
+        name = Printable(name)
     )]
     TooLarge {
         /// The parameter.
@@ -31,7 +34,8 @@ pub enum ParameterError {
     /// A parameter ends within a block of its type; blocks cannot be split.
     #[error(
         "parameter {name} of shape {shape:?} does not consist of whole blocks of {dtype}, which have {} elements",
-        dtype.block_numel()
+        dtype.block_numel(),
+        name = Printable(name)
     )]
     PartialBlock {
         /// The parameter.
@@ -42,7 +46,7 @@ pub enum ParameterError {
         dtype: ElemType,
     },
     /// A tensor has an element type this crate does not know.
-    #[error("tensor {name} has unknown dtype {dtype:?}")]
+    #[error("tensor {name} has unknown dtype {dtype:?}", name = Printable(name))]
     UnknownDtype {
         /// The tensor.
         name: String,
@@ -50,7 +54,11 @@ pub enum ParameterError {
         dtype: String,
     },
     /// A parameter cannot be another name of the one it is tied to.
-    #[error("parameter {name} cannot be tied to {target}: {reason}")]
+    #[error(
+        "parameter {name} cannot be tied to {target}: {reason}",
+        name = Printable(name),
+        target = Printable(target)
+    )]
     BadTie {
         /// The parameter.
         name: String,

@@ -2,12 +2,14 @@
 
 use std::io;
 
+use core_types::human::Printable;
+
 /// What is wrong with a file that lists parameters.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum SourceError {
     /// The reader of a safetensors header fails.
-    #[error("cannot read the safetensors header: {reason}")]
+    #[error("cannot read the safetensors header: {reason}", reason = Printable(reason))]
     Unreadable {
         /// The kind of the failure.
         kind: io::ErrorKind,
@@ -31,7 +33,7 @@ pub enum SourceError {
         available: u64,
     },
     /// A text is not the JSON it should be.
-    #[error("malformed {what}: {reason}")]
+    #[error("malformed {what}: {reason}", reason = Printable(reason))]
     Malformed {
         /// Which kind of document it should be.
         what: &'static str,
@@ -40,7 +42,8 @@ pub enum SourceError {
     },
     /// A tensor's bytes in a safetensors file are not where, or not as many as, they must be.
     #[error(
-        "tensor {name} lies at bytes {begin}..{end}, but must lie at {expected_begin}..{expected_end}"
+        "tensor {name} lies at bytes {begin}..{end}, but must lie at {expected_begin}..{expected_end}",
+        name = Printable(name)
     )]
     BadOffsets {
         /// The tensor.
@@ -61,7 +64,11 @@ pub enum SourceError {
         file: String,
     },
     /// A file has a tensor that the model's index does not place there.
-    #[error("{file} has tensor {tensor}, which the index does not place there")]
+    #[error(
+        "{file} has tensor {tensor}, which the index does not place there",
+        file = Printable(file),
+        tensor = Printable(tensor)
+    )]
     NotInIndex {
         /// The tensor.
         tensor: String,
@@ -69,7 +76,11 @@ pub enum SourceError {
         file: String,
     },
     /// A model's index places a tensor in a file that does not have it.
-    #[error("the index places tensor {tensor} in {file}, which does not have it")]
+    #[error(
+        "the index places tensor {tensor} in {file}, which does not have it",
+        tensor = Printable(tensor),
+        file = Printable(file)
+    )]
     NotInFile {
         /// The tensor.
         tensor: String,

@@ -15,7 +15,8 @@ use crate::{
 /// Checks each parameter by itself against its cut.
 pub(crate) fn cuts(parameters: &[PlannedParameter], group: WorldSize) -> Result<()> {
     for parameter in parameters {
-        let (info, cut) = (parameter.info(), parameter.cut());
+        let info = parameter.info();
+        let cut = parameter.cut();
         let name = || info.name().to_owned();
         if info.tied_to().is_some() != (cut == Cut::Tied) {
             return Err(Error::Cut(CutError::Tied {
@@ -98,7 +99,8 @@ pub(crate) fn buffers(parameters: &[PlannedParameter]) -> Result<()> {
     let units = NamedGroups::of(parameters.iter().map(|parameter| parameter.info().unit()));
     let mut buffers: BTreeMap<_, Buffer<'_>> = BTreeMap::new();
     for (parameter, unit) in parameters.iter().zip(units.of_item) {
-        let (info, cut) = (parameter.info(), parameter.cut());
+        let info = parameter.info();
+        let cut = parameter.cut();
         let (kind, offset, size, len) = match cut {
             Cut::Flat { offset, unit_numel } => (Kind::Flat, offset, info.numel(), unit_numel),
             Cut::FlatAligned { offset, unit_numel } => {

@@ -50,8 +50,9 @@ impl<'de> Deserialize<'de> for ShardingPlan {
 
 impl Document<'_> {
     fn into_plan(self) -> Result<ShardingPlan> {
-        let (world_size, replicas) = (self.world_size.as_u64(), self.replicas.unwrap_or(1));
-        if replicas == 0 || world_size % replicas != 0 {
+        let world_size = self.world_size.as_u64();
+        let replicas = self.replicas.unwrap_or(1);
+        if replicas == 0 || !world_size.is_multiple_of(replicas) {
             return Err(Error::Replicas { world_size, replicas });
         }
         let group = WorldSize::new(world_size / replicas)?;

@@ -1,6 +1,8 @@
 //! The differences of two plans, line by line.
 
-use super::{cut, text::Printable};
+use core_types::human::Printable;
+
+use super::cut;
 use crate::{plan::PlannedParameter, report::PlanDiff};
 
 pub(super) fn lines(diff: &PlanDiff<'_>) -> Vec<String> {

@@ -1,10 +1,10 @@
 //! Why one rank holds what it does, and what becomes of one parameter.
 
-use core_types::human::HumanBytes;
+use core_types::human::{HumanBytes, Printable};
 
 use super::{
     columns, cut,
-    text::{Printable, counted, grouped},
+    text::{counted, grouped},
 };
 use crate::{
     cost::{PlanCost, RankCost},
@@ -111,7 +111,8 @@ pub(super) fn rank(plan: &ShardingPlan, cost: &PlanCost, rank: &RankCost) -> Res
     });
     let table = columns(&["unit", "shards", "bytes"], 1..3, rows.collect());
     let group = plan.shard_group().as_u64();
-    let (member, replica) = (rank.rank.as_u64() % group, rank.rank.as_u64() / group);
+    let member = rank.rank.as_u64() % group;
+    let replica = rank.rank.as_u64() / group;
     let place = match plan.replicas() {
         1 => String::new(),
         replicas => format!(", member {member} of {group} in replica {replica} of {replicas}"),

@@ -2,12 +2,9 @@
 
 use std::collections::BTreeSet;
 
-use core_types::Rank;
+use core_types::{Rank, human::Printable};
 
-use super::{
-    columns,
-    text::{Printable, grouped},
-};
+use super::{columns, text::grouped};
 use crate::{
     cut::Cut,
     groups::NamedGroups,
@@ -35,7 +32,8 @@ fn sums(layers: &[Layer<'_>], plan: &ShardingPlan) -> Vec<String> {
 
 /// The line for neighbors that are alike: sums over all of them, so that the columns add up.
 fn line(alike: &[Layer<'_>]) -> Vec<String> {
-    let (first, last) = (&alike[0], &alike[alike.len() - 1]);
+    let first = &alike[0];
+    let last = &alike[alike.len() - 1];
     let mut name = Printable(first.name).to_string();
     if alike.len() > 1 {
         name = format!("{name} … {}", Printable(last.name));

@@ -11,9 +11,12 @@ mod text;
 use std::{fmt, ops::Range};
 
 use comfy_table::{CellAlignment, Table, TableComponent, presets};
-use core_types::{Placement, Rank, human::HumanBytes};
+use core_types::{
+    Placement, Rank,
+    human::{HumanBytes, Printable},
+};
 
-use self::text::{Printable, counted, grouped};
+use self::text::{counted, grouped};
 use crate::{
     cost::{Collectives, CostModel, Traffic},
     error::{Error, Result},

@@ -1,8 +1,10 @@
 //! The table of shards: which part of each parameter one rank holds.
 
+use core_types::human::Printable;
+
 use super::{
     columns,
-    text::{Printable, counted, grouped},
+    text::{counted, grouped},
 };
 use crate::{
     plan::ShardingPlan,

@@ -1,24 +1,9 @@
-//! Numbers and names as people read them.
-
-use std::fmt;
+//! Numbers as people read them.
 
 use core_types::human::HumanCount;
 
 /// The width of the longest bar.
 const BAR_WIDTH: u128 = 20;
-
-/// A name that cannot move the cursor or break a line, whatever file it came from.
-pub(super) struct Printable<'a>(pub(super) &'a str);
-
-impl fmt::Display for Printable<'_> {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        if self.0.contains(char::is_control) {
-            self.0.escape_debug().fmt(f)
-        } else {
-            f.write_str(self.0)
-        }
-    }
-}
 
 /// Digits in groups of three, as a cell of a table: `16,060,522,496`.
 pub(super) fn grouped(number: u128) -> String {
@@ -48,11 +33,5 @@ mod tests {
     fn bars_are_rounded() {
         let width = |part, largest| bar(part, largest).chars().count();
         assert_eq!([width(0, 0), width(1, 100), width(3, 100), width(100, 100)], [0, 0, 1, 20]);
-    }
-
-    #[test]
-    fn control_characters_are_escaped() {
-        assert_eq!(Printable("a\u{1b}[2Jb\n").to_string(), "a\\u{1b}[2Jb\\n");
-        assert_eq!(Printable("größe.weight").to_string(), "größe.weight");
     }
 }

@@ -181,7 +181,8 @@ fn first_fit(sorted: &[u64], n_bins: usize, capacity: u128) -> Option<Vec<usize>
     let mut remaining = Remaining::all(sorted.len());
     let mut bins = vec![0; sorted.len()];
     for bin in 0..n_bins {
-        let (mut from, mut free) = (0, capacity);
+        let mut from = 0;
+        let mut free = capacity;
         while let Some(item) = remaining.first_from(fitting(from, free)) {
             remaining.remove(item);
             bins[item] = bin;
@@ -366,7 +367,8 @@ mod tests {
         check_occupied(&owners, n_bins, weights);
         assert_eq!(owners, balanced(weights, world(n_bins)));
 
-        let (items, bins) = (weights.len() as u128, n_bins as u128);
+        let items = weights.len() as u128;
+        let bins = n_bins as u128;
         let optimum = optimum(weights, &mut vec![0; n_bins]);
         let lpt =
             largest_sum(&sorted(weights), &longest_first(&sorted(weights), world(n_bins)), n_bins);

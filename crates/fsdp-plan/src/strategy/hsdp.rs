@@ -49,7 +49,8 @@ impl<S: ShardingStrategy> ShardingStrategy for Hsdp<S> {
     }
 
     fn plan(&self, parameters: &[ParameterInfo], world_size: WorldSize) -> Result<ShardingPlan> {
-        let (world_size, replicas) = (world_size.as_u64(), self.replicas);
+        let world_size = world_size.as_u64();
+        let replicas = self.replicas;
         match world_size.checked_div(replicas) {
             Some(group) if group * replicas == world_size => {
                 self.inner.plan(parameters, WorldSize::new(group)?)?.with_replicas(replicas)

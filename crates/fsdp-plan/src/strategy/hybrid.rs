@@ -1,10 +1,21 @@
 //! Each parameter by the rule that picks it.
 
+use std::fmt;
+
 use core_types::WorldSize;
-use serde::{Deserialize, Serialize};
+use serde::{
+    Deserialize, Deserializer, Serialize,
+    de::{Error as _, SeqAccess, Visitor},
+};
 
 use super::{LayerWise, Layout, ShardingStrategy, assemble, divisible, layout};
-use crate::{cut::Cut, error::Result, param::ParameterInfo, pattern::Pattern, plan::ShardingPlan};
+use crate::{
+    cut::Cut,
+    error::{Error, Result},
+    param::ParameterInfo,
+    pattern::Pattern,
+    plan::ShardingPlan,
+};
 
 /// Plans each parameter as the first of several rules says whose pattern picks it, or else by
 /// default.
@@ -54,6 +65,7 @@ use crate::{cut::Cut, error::Result, param::ParameterInfo, pattern::Pattern, pla
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Hybrid {
+    #[serde(deserialize_with = "bounded")]
     rules: Vec<Rule>,
     #[serde(default)]
     default: Choice,
@@ -103,12 +115,19 @@ pub struct Matches<'a> {
 }
 
 impl Hybrid {
+    /// The most rules. Each parameter is matched against all of them.
+    pub const MAX_RULES: usize = 4096;
+
+    /// The most bytes that the patterns of all rules may have together. A compiled pattern takes up
+    /// to 140 times its text.
+    pub const MAX_PATTERN_BYTES: usize = 1 << 20;
+
     /// Cuts what a pattern of `full` picks, and gives to ranks whole what only a pattern of
     /// `layer_wise` picks. What none picks is cut.
     ///
     /// # Errors
     ///
-    /// [`Error::BadPattern`](crate::Error::BadPattern).
+    /// As [`with_rule`](Self::with_rule).
     pub fn new<'a>(
         full: impl IntoIterator<Item = &'a str>,
         layer_wise: impl IntoIterator<Item = &'a str>,
@@ -124,9 +143,11 @@ impl Hybrid {
     ///
     /// # Errors
     ///
-    /// [`Error::BadPattern`](crate::Error::BadPattern).
+    /// - [`Error::BadPattern`].
+    /// - [`Error::TooManyRules`] above [`MAX_RULES`](Self::MAX_RULES).
+    /// - [`Error::RulesTooLong`] above [`MAX_PATTERN_BYTES`](Self::MAX_PATTERN_BYTES).
     pub fn with_rule(mut self, pattern: &str, choice: Choice) -> Result<Self> {
-        self.rules.push(Rule { pattern: pattern.parse()?, choice });
+        push(&mut self.rules, Rule { pattern: pattern.parse()?, choice })?;
         Ok(self)
     }
 
@@ -213,6 +234,42 @@ impl ShardingStrategy for Hybrid {
         }
         assemble(self.name(), world_size, parameters, cuts)
     }
+}
+
+/// Adds a rule, unless there are too many then.
+fn push(rules: &mut Vec<Rule>, rule: Rule) -> Result<()> {
+    rules.push(rule);
+    if rules.len() > Hybrid::MAX_RULES {
+        return Err(Error::TooManyRules { max: Hybrid::MAX_RULES });
+    }
+    let n_bytes: usize = rules.iter().map(|rule| rule.pattern.n_bytes()).sum();
+    if n_bytes > Hybrid::MAX_PATTERN_BYTES {
+        return Err(Error::RulesTooLong { max: Hybrid::MAX_PATTERN_BYTES });
+    }
+    Ok(())
+}
+
+/// Reads rules one by one, so that at most one pattern beyond the limits is compiled.
+fn bounded<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Vec<Rule>, D::Error> {
+    struct Rules;
+
+    impl<'de> Visitor<'de> for Rules {
+        type Value = Vec<Rule>;
+
+        fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+            f.write_str("a list of rules")
+        }
+
+        fn visit_seq<A: SeqAccess<'de>>(self, mut list: A) -> Result<Vec<Rule>, A::Error> {
+            let mut rules = Vec::new();
+            while let Some(rule) = list.next_element()? {
+                push(&mut rules, rule).map_err(A::Error::custom)?;
+            }
+            Ok(rules)
+        }
+    }
+
+    deserializer.deserialize_seq(Rules)
 }
 
 impl Choice {

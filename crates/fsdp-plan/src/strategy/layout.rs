@@ -147,7 +147,8 @@ fn ragged(infos: &[(&ParameterInfo, Layout)]) -> Result<Vec<Cut>> {
 /// The bytes of the smallest granule that consists of whole blocks of the dtype and of `numel`
 /// elements each; all of the parameter if that is smaller.
 fn granule_bytes(info: &ParameterInfo, numel: Option<u64>) -> u64 {
-    let (dtype, whole) = (info.dtype(), info.numel().max(info.dtype().block_numel()));
+    let dtype = info.dtype();
+    let whole = info.numel().max(info.dtype().block_numel());
     let numel = numel.and_then(|numel| lcm(numel, dtype.block_numel()));
     let numel = numel.filter(|numel| (1..whole).contains(numel)).unwrap_or(whole);
     dtype.bytes_of_blocks(numel)

@@ -5,7 +5,8 @@ use std::slice;
 
 use core_types as types;
 use fsdp_plan::{
-    Cut, CutError, ElemType, Error, ParameterError, ParameterInfo, PlannedParameter, ShardingPlan,
+    Cut, CutError, ElemType, Error, ParameterError, ParameterInfo, Pattern, PlannedParameter,
+    ShardingPlan,
     cost::{Collectives, CostModel},
     report::PlanReport,
     reshard::Reshard,
@@ -434,4 +435,28 @@ fn what_is_not_in_a_plan_is_named() {
     assert!(plan.explain_parameter("w").is_ok());
     let bad = Hybrid::default().with_rule("a.[", Choice::Replicate);
     assert!(matches!(bad, Err(Error::BadPattern { pattern, .. }) if pattern == "a.["));
+}
+
+#[test]
+fn rules_are_limited_in_number_and_length() {
+    let none = Hybrid::new([], []).unwrap();
+    let add = |hybrid: Hybrid, n: usize, pattern: &str| {
+        (0..n).try_fold(hybrid, |hybrid, _| hybrid.with_rule(pattern, Choice::Replicate))
+    };
+    let full = add(none.clone(), Hybrid::MAX_RULES, "a").unwrap();
+    let too_many = Error::TooManyRules { max: Hybrid::MAX_RULES };
+    assert_eq!(full.clone().with_rule("b", Choice::Replicate), Err(too_many.clone()));
+    let long = "a".repeat(Pattern::MAX_BYTES);
+    let n_long = Hybrid::MAX_PATTERN_BYTES / Pattern::MAX_BYTES;
+    let longest = add(none, n_long, &long).unwrap();
+    let too_long = Error::RulesTooLong { max: Hybrid::MAX_PATTERN_BYTES };
+    assert_eq!(longest.clone().with_rule("b", Choice::Replicate), Err(too_long.clone()));
+
+    for (hybrid, error) in [(full, too_many), (longest, too_long)] {
+        let json = serde_json::to_string(&hybrid).unwrap();
+        assert_eq!(serde_json::from_str::<Hybrid>(&json).unwrap(), hybrid);
+        let more = json.replacen("[{", r#"[{"pattern": "b", "choice": "replicate"}, {"#, 1);
+        let refused = serde_json::from_str::<Hybrid>(&more).unwrap_err();
+        assert!(refused.to_string().starts_with(&error.to_string()), "{refused}");
+    }
 }

@@ -3,14 +3,14 @@
 //! candle's custom operations compute when they are applied. Ours have computed before: the
 //! operation that candle sees only hands over the result, and knows its backward.
 
-mod junction;
+mod multi;
 mod node;
 
 use std::sync::Mutex;
 
 use candle_core::{Device, Layout, Shape, Storage, StorageRef, Tensor};
 
-pub(crate) use self::junction::{Junction, record_copy, record_many, seeded};
+pub(crate) use self::multi::{MultiBackward, record_copy, record_many, seeded};
 use self::node::{Node, Output};
 use crate::{error::Result, kernels::float::Float};
 

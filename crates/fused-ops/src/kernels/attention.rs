@@ -202,7 +202,8 @@ impl Block {
 /// The blocks of a head of the queries in which anything is seen: those of some queries one after
 /// another.
 fn blocks<T: Float>(inputs: &Inputs<'_, T>, head: (usize, usize)) -> impl Iterator<Item = Block> {
-    let (length, visible) = (inputs.query.1.length, inputs.visible(head.0));
+    let length = inputs.query.1.length;
+    let visible = inputs.visible(head.0);
     (0..length).step_by(QUERIES).flat_map(move |first_query| {
         let queries = QUERIES.min(length - first_query);
         let end = visible.of(first_query + queries - 1);
@@ -469,7 +470,9 @@ pub(crate) fn backward_separate<T: Float>(
         key: dense(inputs.key.1),
         value: dense(inputs.value.1),
     };
-    let (query, key, value) = (len(targets.query), len(targets.key), len(targets.value));
+    let query = len(targets.query);
+    let key = len(targets.key);
+    let value = len(targets.value);
     let mut gradients = [Vec::new(), Vec::new(), Vec::new()];
     // SAFETY: all heads of queries, keys and values are written.
     unsafe {
@@ -540,7 +543,8 @@ unsafe fn backward_head<T: Float>(
         of_value.clear(targets.value, key_head);
     }
     let Heads { length, count: heads, .. } = inputs.query.1;
-    let (batch, group) = (key_head.0, inputs.group());
+    let batch = key_head.0;
+    let group = inputs.group();
     for head in key_head.1 * group..(key_head.1 + 1) * group {
         let along = along(inputs, results, (batch, head));
         let log_sums = &results.log_sums[(batch * heads + head) * length..][..length];
@@ -569,7 +573,8 @@ fn along<T: Float>(
 ) -> Vec<T> {
     let place = place_of_results(inputs);
     let row = |row| {
-        let (x, y) = (place.row(results.out, head, row), place.row(results.grad, head, row));
+        let x = place.row(results.out, head, row);
+        let y = place.row(results.grad, head, row);
         vectorized(Dot { x, y })
     };
     (0..place.length).map(row).collect()
@@ -591,7 +596,9 @@ impl<T: Float> Scratch<T> {
         let value = inputs.value.1.of(inputs.value.0, block.key_head(inputs), first_key, keys);
         let rows = Place::rows(queries, keys, keys);
         multiply_into(&mut self.grads, rows, grad, value.t(), Store::Set, T::ONE);
-        let (weights, grads, scale) = (&mut self.weights[..], &mut self.grads[..], inputs.scale);
+        let weights = &mut self.weights[..];
+        let grads = &mut self.grads[..];
+        let scale = inputs.scale;
         vectorized(Unweigh { block, weights, grads, log_sums, along, scale });
     }
 }
@@ -618,7 +625,8 @@ unsafe fn add_block<T: Float>(
     let key = inputs.key.1.of(inputs.key.0, key_head, first_key, keys);
     let grad = place_of_results(inputs).of(results.grad, head, first_query, queries);
     let store = if first_key == 0 { Store::Set } else { Store::Add };
-    let (queries_at, keys_at) = ((head, first_query), (key_head, first_key));
+    let queries_at = (head, first_query);
+    let keys_at = (key_head, first_key);
     // SAFETY: as the caller promises.
     unsafe {
         of_query.multiply(targets.query, queries_at, grads, key, store, queries);
@@ -664,7 +672,8 @@ impl<T: Float> NullaryFnOnce for Unweigh<'_, T> {
         let rows = self.weights.chunks_exact_mut(keys).zip(self.grads.chunks_exact_mut(keys));
         for (row, (weights, grads)) in rows.take(self.block.queries).enumerate() {
             let query = self.block.first_query + row;
-            let (log_sum, along) = (self.log_sums[query], self.along[query]);
+            let log_sum = self.log_sums[query];
+            let along = self.along[query];
             let visible = self.block.visible(row);
             for (weight, grad) in weights[..visible].iter_mut().zip(&mut grads[..visible]) {
                 *weight = (*weight - log_sum).exp();

@@ -110,11 +110,13 @@ pub(crate) fn backward<T: Float>(
     rule: &Rule<T>,
     grad: f64,
 ) -> Vec<T> {
-    let (rows, weight_of_all) = (rule.block(), rule.weight_of_all());
+    let rows = rule.block();
+    let weight_of_all = rule.weight_of_all();
     let block_len = rows * rule.classes;
     let write = |block, out: &mut Fill<'_, T>| {
         let x = block_of(x, block, block_len);
-        let (targets, log_sums) = (block_of(targets, block, rows), block_of(log_sums, block, rows));
+        let targets = block_of(targets, block, rows);
+        let log_sums = block_of(log_sums, block, rows);
         vectorized(Backward { x, targets, log_sums, rule, weight_of_all, grad, out });
     };
     vec_of_blocks(x.len(), block_len, write).0
@@ -145,7 +147,8 @@ impl<T: Float> NullaryFnOnce for Backward<'_, '_, T> {
             }
             let own = weight * (1.0 - rule.smoothing) * rule.weight_of(class);
             let share = weight * rule.smoothing / rule.classes as f64;
-            let (all, each) = (T::of(own + share * weight_of_all), T::of(share));
+            let all = T::of(own + share * weight_of_all);
+            let each = T::of(share);
             let probability = |x: T| (x - log_sum).exp();
             let row = match &rule.class_weights {
                 None => self.out.push1(x, |x| all * probability(x) - each),

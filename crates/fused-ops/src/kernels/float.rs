@@ -232,7 +232,8 @@ mod tests {
 
     #[test]
     fn half_erfc_is_as_close_as_stated() {
-        let (mut single, mut double) = (0.0_f64, 0.0_f64);
+        let mut single = 0.0_f64;
+        let mut double = 0.0_f64;
         for step in 0..26_000 {
             let z = f64::from(step) * 1e-3;
             let (half, bell) = f64::half_erfc(z);

@@ -87,7 +87,8 @@ impl Threads {
 
 /// `a` · `b` as rows one after another.
 pub(crate) fn product<T: Float>(a: Matrix<'_, T>, b: Matrix<'_, T>, threads: Threads) -> Vec<T> {
-    let (rows, columns) = (a.place.rows, b.place.columns);
+    let rows = a.place.rows;
+    let columns = b.place.columns;
     let place = Place::rows(rows, columns, columns);
     // SAFETY: the vector has room for rows · columns elements at these strides, and all of them are
     // written.
@@ -218,10 +219,12 @@ mod tests {
         for (m, n, k) in
             (0..6).flat_map(|m| (0..6).flat_map(move |n| (0..6).map(move |k| (m, n, k))))
         {
-            let (a, b) = (numbers(m * k), numbers(k * n));
+            let a = numbers(m * k);
+            let b = numbers(k * n);
             let at = |r: usize, c: usize| (0..k).map(|i| a[r * k + i] * b[c * k + i]).sum::<f64>();
             let expected: Vec<f64> = (0..m * n).map(|i| at(i / n, i % n)).collect();
-            let (a, b) = (Matrix::contiguous(&a, m, k), Matrix::contiguous(&b, n, k).t());
+            let a = Matrix::contiguous(&a, m, k);
+            let b = Matrix::contiguous(&b, n, k).t();
             assert_eq!(product(a, b, Threads::Pool), expected, "{m} {n} {k}");
         }
     }

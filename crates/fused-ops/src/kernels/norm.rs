@@ -120,7 +120,8 @@ pub(crate) fn backward<T: Float>(
 ) -> Gradients<T> {
     let block_len = rows_per_block(weight.len()) * weight.len();
     let (dx, parts) = vec_of_blocks(x.len(), block_len, |block, out| {
-        let (x, grad) = (block_of(x, block, block_len), block_of(grad, block, block_len));
+        let x = block_of(x, block, block_len);
+        let grad = block_of(grad, block, block_len);
         let beside = beside.map(|beside| block_of(beside, block, block_len));
         vectorized(Backward { norm, x, weight, grad, beside, epsilon, out })
     });
@@ -160,7 +161,8 @@ impl<T: Float> NullaryFnOnce for Backward<'_, '_, T> {
     #[inline(always)]
     fn call(self) -> Part<T> {
         let Self { norm, weight, beside, epsilon, out, .. } = self;
-        let (width, n) = (weight.len(), T::of(weight.len() as f64));
+        let width = weight.len();
+        let n = T::of(weight.len() as f64);
         let mut part = Part::new(width);
         let rows = self.x.chunks_exact(width).zip(self.grad.chunks_exact(width));
         for (row, (x, grad)) in rows.enumerate() {

@@ -72,7 +72,8 @@ impl<T: Float> NullaryFnOnce for Rotate<'_, '_, T> {
         };
         for (row, x) in self.x.chunks_exact(size).enumerate() {
             let position = (self.first_row + row) / rows_per_position % positions;
-            let (cos, sin) = (&cos[position * half..][..half], &sin[position * half..][..half]);
+            let cos = &cos[position * half..][..half];
+            let sin = &sin[position * half..][..half];
             match pairs {
                 Pairs::Halves => {
                     let (a, b) = x.split_at(half);

@@ -62,7 +62,8 @@ impl<T: Float> NullaryFnOnce for Forward<'_, '_, T> {
 pub(crate) fn backward<T: Float>(softmax: Softmax, y: &[T], grad: &[T], width: usize) -> Vec<T> {
     let block_len = rows_per_block(width) * width;
     let write = |block, out: &mut Fill<'_, T>| {
-        let (y, grad) = (block_of(y, block, block_len), block_of(grad, block, block_len));
+        let y = block_of(y, block, block_len);
+        let grad = block_of(grad, block, block_len);
         vectorized(Backward { softmax, y, grad, width, out });
     };
     vec_of_blocks(y.len(), block_len, write).0

@@ -118,8 +118,8 @@ impl Attention {
         config: &AttentionConfig,
     ) -> Result<Tensor> {
         let AttentionSizes { heads, key_heads, .. } = self.sizes;
-        let (query, key) =
-            (self.split(x, &self.query, heads)?, self.split(x, &self.key, key_heads)?);
+        let query = self.split(x, &self.query, heads)?;
+        let key = self.split(x, &self.key, key_heads)?;
         let value = self.split(x, &self.value, key_heads)?;
         let (query, key) = match rotation {
             None => (query, key),

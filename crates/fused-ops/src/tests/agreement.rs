@@ -33,7 +33,8 @@ fn check(case: &Case, seed: u64) {
 /// Checks a result and the gradients of all inputs against those of another form.
 fn compare(case: &Case, found: &Outcome, reference: &Outcome, limit: &Limit<'_>) {
     let check = |what: &str, pick: Pick, input| {
-        let (off, limit) = (error(pick(found, input), pick(reference, input)), limit(pick, input));
+        let off = error(pick(found, input), pick(reference, input));
+        let limit = limit(pick, input);
         assert!(off <= limit, "{}: {what} {input}: {off:e}, at most {limit:e}", case.name);
     };
     check("result", |outcome, _| &outcome.y, 0);
@@ -133,11 +134,13 @@ fn in_f32_errors_are_those_of_the_composed_form() {
             case.inputs(3).iter().map(|x| x.to_dtype(DType::F32).unwrap()).collect();
         let double: Vec<_> = single.iter().map(|x| x.to_dtype(DType::F64).unwrap()).collect();
         let reference = run(&case.composed, &double);
-        let (fused, composed) = (run(&case.fused, &single), run(&case.composed, &single));
+        let fused = run(&case.fused, &single);
+        let composed = run(&case.composed, &single);
         let pairs = fused.grads.iter().zip(&composed.grads).zip(&reference.grads);
         let all = [((&fused.y, &composed.y), &reference.y)].into_iter().chain(pairs);
         for ((fused, composed), reference) in all {
-            let (ours, theirs) = (error(fused, reference), error(composed, reference));
+            let ours = error(fused, reference);
+            let theirs = error(composed, reference);
             // Five roundings to the nearest, which may fall one way or the other, are no
             // difference.
             assert!(ours <= (1.5 * theirs).max(3e-7), "{}: {ours:e}, {theirs:e}", case.name);
@@ -151,8 +154,8 @@ fn halves_are_the_f32_results_rounded_once() {
         for case in all_cases() {
             let inputs: Vec<_> = case.inputs(1).iter().map(|x| x.to_dtype(half).unwrap()).collect();
             let single: Vec<_> = inputs.iter().map(|x| x.to_dtype(DType::F32).unwrap()).collect();
-            let (found, expected) =
-                ((case.fused)(&inputs).unwrap(), (case.fused)(&single).unwrap());
+            let found = (case.fused)(&inputs).unwrap();
+            let expected = (case.fused)(&single).unwrap();
             assert_eq!(found.dtype(), half);
             let expected = expected.to_dtype(half).unwrap();
             assert_eq!(values(&found), values(&expected), "{}", case.name);
@@ -229,7 +232,8 @@ fn of_other_devices_with_the_processor() {
             let single: Vec<_> =
                 case.inputs(3).iter().map(|x| x.to_dtype(DType::F32).unwrap()).collect();
             let there: Vec<_> = single.iter().map(|x| x.to_device(&device).unwrap()).collect();
-            let (here, there) = (run(&case.fused, &single), run(&case.fused, &there));
+            let here = run(&case.fused, &single);
+            let there = run(&case.fused, &there);
             let back = |x: &Tensor| x.to_device(&Device::Cpu).unwrap();
             let there =
                 Outcome { y: back(&there.y), grads: there.grads.iter().map(back).collect() };

@@ -95,7 +95,9 @@ fn of_packed_attention_are_those_of_separate() {
     let part = |start: usize, heads: usize| {
         qkv.narrow(2, start * 8, heads * 8).unwrap().reshape((2, 70, heads, 8)).unwrap()
     };
-    let (query, key, value) = (part(0, 4), part(4, 2), part(6, 2));
+    let query = part(0, 4);
+    let key = part(4, 2);
+    let value = part(6, 2);
     let config = crate::AttentionConfig::causal();
     let separate = crate::attention(&query, &key, &value, &config).unwrap();
     assert_eq!(values(&(packed.fused)(std::slice::from_ref(qkv)).unwrap()), values(&separate));

@@ -16,7 +16,8 @@ fn check(case: &Case, seed: u64) {
     let inputs = case.inputs(seed);
     let grads = run(&case.fused, &inputs).grads;
     for (input, grad) in grads.iter().enumerate() {
-        let (grad, n) = (values(grad), inputs[input].elem_count());
+        let grad = values(grad);
+        let n = inputs[input].elem_count();
         let largest = grad.iter().fold(1.0_f64, |largest, x| largest.max(x.abs()));
         for pick in 0..5 {
             let element = (pick * 7919 + seed as usize) % n;

@@ -39,7 +39,8 @@ fn no_rows_give_no_rows_and_gradients_of_zero() {
 
 #[test]
 fn rows_without_elements_stay_so() {
-    let (x, weight) = (numbers(&[3, 0], 1), numbers(&[0], 1));
+    let x = numbers(&[3, 0], 1);
+    let weight = numbers(&[0], 1);
     assert_eq!(crate::rms_norm(&x, &weight, 1e-5).unwrap().dims(), [3, 0]);
     assert_eq!(crate::layer_norm(&x, &weight, Some(&weight), 1e-5).unwrap().dims(), [3, 0]);
     assert_eq!(crate::softmax(&x, 1).unwrap().dims(), [3, 0]);
@@ -69,8 +70,8 @@ fn what_is_no_number_comes_out_as_of_the_composed_form() {
             let mut elements = values(&inputs[0]);
             elements[2] = odd;
             inputs[0] = Tensor::from_vec(elements, inputs[0].shape(), &Device::Cpu).unwrap();
-            let (fused, composed) =
-                ((case.fused)(&inputs).unwrap(), (case.composed)(&inputs).unwrap());
+            let fused = (case.fused)(&inputs).unwrap();
+            let composed = (case.composed)(&inputs).unwrap();
             // One is a limit where the other is undefined: 0 · ∞.
             let limit =
                 odd.is_infinite() && (case.name.contains("elu") || case.name.contains("ilu"));
@@ -99,7 +100,8 @@ fn attention_without_a_score_is_nan_and_a_hidden_nan_is_not_seen() {
     assert!(y[..4].iter().all(|y| y.is_nan()) && y[4..].iter().all(|y| y.is_finite()));
 
     // Scores that are all −∞ in the first block of keys, but not in the second.
-    let (query, key) = (numbers(&[1, 1, 1, 4], 2), numbers(&[1, 300, 1, 4], 3));
+    let query = numbers(&[1, 1, 1, 4], 2);
+    let key = numbers(&[1, 300, 1, 4], 3);
     let mask = (0..300).map(|key| if key < 290 { f64::NEG_INFINITY } else { 0.0 });
     let mask = Tensor::from_iter(mask, &Device::Cpu).unwrap();
     let config = AttentionConfig::default().with_mask(mask);
@@ -215,7 +217,8 @@ fn shapes_that_do_not_fit_are_refused() {
     assert!(is_shape(crate::linear(&x, &numbers(&[3, 4], 1), None, None).unwrap_err()));
     assert!(is_shape(crate::linear(&x, &numbers(&[3, 3], 1), Some(&bad), None).unwrap_err()));
     let middle = |up: &[usize], down: &[usize], bias: Option<&Tensor>| {
-        let (up, down) = (numbers(up, 1), numbers(down, 1));
+        let up = numbers(up, 1);
+        let down = numbers(down, 1);
         is_shape(crate::mlp(&x, &up, bias, Activation::Relu, &down, None).unwrap_err())
     };
     assert!(middle(&[5, 4], &[3, 5], None));
@@ -228,7 +231,8 @@ fn shapes_that_do_not_fit_are_refused() {
     let packed = numbers(&[1, 2, 7], 1);
     let config = AttentionConfig::default();
     assert!(is_shape(crate::attention_packed(&packed, 1, 1, &config).unwrap_err()));
-    let (few, many) = (numbers(&[1, 2, 3, 4], 1), numbers(&[1, 5, 3, 4], 1));
+    let few = numbers(&[1, 2, 3, 4], 1);
+    let many = numbers(&[1, 5, 3, 4], 1);
     let causal = AttentionConfig::causal();
     assert!(is_shape(crate::attention(&many, &few, &few, &causal).unwrap_err()));
     assert!(is_shape(crate::attention(&few, &many, &few, &config).unwrap_err()));
@@ -242,7 +246,8 @@ fn shapes_that_do_not_fit_are_refused() {
 
 #[test]
 fn types_that_do_not_fit_are_refused() {
-    let (x, single) = (numbers(&[2, 3], 1), numbers(&[3], 1).to_dtype(DType::F32).unwrap());
+    let x = numbers(&[2, 3], 1);
+    let single = numbers(&[3], 1).to_dtype(DType::F32).unwrap();
     let is_dtype = |error: Error| matches!(error, Error::DType { .. });
     assert!(is_dtype(crate::rms_norm(&x, &single, 1e-5).unwrap_err()));
     assert!(is_dtype(crate::gelu(&x.to_dtype(DType::U32).unwrap()).unwrap_err()));
@@ -316,8 +321,11 @@ fn an_error_becomes_candle_s_and_keeps_its_words() {
 #[test]
 fn an_mlp_with_frozen_parameters_gives_the_others_their_gradients() {
     let var = |shape: &[usize], seed| Var::from_tensor(&numbers(shape, seed)).unwrap();
-    let (x, up_bias, down) = (var(&[1, 3], 1), var(&[4], 2), var(&[2, 4], 3));
-    let (up, down_bias) = (numbers(&[4, 3], 4), numbers(&[2], 5));
+    let x = var(&[1, 3], 1);
+    let up_bias = var(&[4], 2);
+    let down = var(&[2, 4], 3);
+    let up = numbers(&[4, 3], 4);
+    let down_bias = numbers(&[2], 5);
     let relu = Activation::Relu;
     let y = crate::mlp(&x, &up, Some(&up_bias), relu, &down, Some(&down_bias)).unwrap();
     let middle = crate::linear(&x, &up, Some(&up_bias), Some(relu)).unwrap();

@@ -189,7 +189,9 @@ fn embedding_case(rows: usize, width: usize) -> Case {
 }
 
 fn linear_cases(rows: usize, width: usize) -> Vec<Case> {
-    let (x, weight, bias) = ([rows, width], [5, width], [5]);
+    let x = [rows, width];
+    let weight = [5, width];
+    let bias = [5];
     let mut cases = vec![Case::new(
         "linear without bias",
         &[&x, &weight],
@@ -212,8 +214,11 @@ fn linear_cases(rows: usize, width: usize) -> Vec<Case> {
 
 /// Beside two linear layers, which have cases of their own: the rounding is the same.
 fn mlp_cases(rows: usize, width: usize) -> Vec<Case> {
-    let (x, up, bias) = ([rows, width], [7, width], [7]);
-    let (down, down_bias) = ([5, 7], [5]);
+    let x = [rows, width];
+    let up = [7, width];
+    let bias = [7];
+    let down = [5, 7];
+    let down_bias = [5];
     let scaled = |weight: &Tensor| weight * 0.0625;
     let mut cases = vec![Case::new(
         "mlp Relu without biases",
@@ -264,14 +269,16 @@ fn cross_entropy_case(
     config: CrossEntropyConfig,
 ) -> Case {
     let values = |tensor: &Option<Tensor>| tensor.as_ref().map(|t| t.to_vec1::<f64>().unwrap());
-    let (row_weights, class_weights) = (values(&config.row_weights), values(&config.class_weights));
+    let row_weights = values(&config.row_weights);
+    let class_weights = values(&config.class_weights);
     let weighted: Vec<_> = (targets.to_vec1::<i64>().unwrap().into_iter().enumerate())
         .map(|(row, class)| {
             let weight = row_weights.as_ref().map_or(1.0, |weights| weights[row]);
             Target { class: class as usize, weight: if class == 1 { 0.0 } else { weight } }
         })
         .collect();
-    let (targets, smoothing) = (targets.clone(), config.label_smoothing);
+    let targets = targets.clone();
+    let smoothing = config.label_smoothing;
     Case::new(
         format!("cross_entropy {number}"),
         &[&[rows, classes]],
@@ -291,7 +298,8 @@ pub(super) fn rope_cases(batch: usize, heads: usize, length: usize, half: usize)
         function(&angles)?.to_dtype(DType::BF16)?.to_dtype(t.dtype())?.to_device(t.device())
     };
     let apply = move |pairs: Pairs, heads_first: bool, t: &Tensor| -> Result<Tensor> {
-        let (cos, sin) = (at(t, Tensor::cos)?, at(t, Tensor::sin)?);
+        let cos = at(t, Tensor::cos)?;
+        let sin = at(t, Tensor::sin)?;
         match (pairs, heads_first) {
             (Pairs::Halves, true) => crate::rope(t, &cos, &sin),
             (Pairs::Halves, false) => crate::rope_thd(t, &cos, &sin),
@@ -302,7 +310,8 @@ pub(super) fn rope_cases(batch: usize, heads: usize, length: usize, half: usize)
     let angles = numbers(&[length + 1, half], 9).narrow(0, 0, length).unwrap();
     let reference = move |pairs: Pairs, heads_first: bool, t: &Tensor| {
         let exact = |x: Tensor| x.to_dtype(DType::BF16)?.to_dtype(t.dtype());
-        let (cos, sin) = (exact(angles.cos()?)?, exact(angles.sin()?)?);
+        let cos = exact(angles.cos()?)?;
+        let sin = exact(angles.sin()?)?;
         if heads_first {
             return composed::rope(t, &cos, &sin, pairs);
         }
@@ -311,7 +320,8 @@ pub(super) fn rope_cases(batch: usize, heads: usize, length: usize, half: usize)
     let mut cases = Vec::new();
     for pairs in [Pairs::Halves, Pairs::Neighbors] {
         for heads_first in [true, false] {
-            let (apply, reference) = (apply.clone(), reference.clone());
+            let apply = apply.clone();
+            let reference = reference.clone();
             cases.push(Case::new(
                 format!("rope {pairs:?}, heads first: {heads_first}"),
                 &[if heads_first { &shape } else { &other }],
@@ -425,7 +435,8 @@ pub(super) fn values(tensor: &Tensor) -> Vec<f64> {
 /// The largest difference over the largest element of the reference.
 pub(super) fn error(found: &Tensor, reference: &Tensor) -> f64 {
     assert_eq!(found.dims(), reference.dims());
-    let (found, reference) = (values(found), values(reference));
+    let found = values(found);
+    let reference = values(reference);
     let largest = reference.iter().fold(0.0_f64, |largest, x| largest.max(x.abs()));
     let off = found.iter().zip(&reference).fold(0.0_f64, |off, (a, b)| off.max((a - b).abs()));
     // A gradient that is zero but for rounding is no measure.

@@ -143,7 +143,7 @@ impl RunLayout {
 
     /// The runs that a gathering takes of each rank: all of its own, or none.
     #[cfg_attr(
-        not(any(test, feature = "mpi")),
+        not(any(test, feature = "mpi", feature = "nccl")),
         expect(dead_code, reason = "other engines ask whose each item is")
     )]
     pub(crate) fn gathered_by_rank(&self) -> &Arc<[Vec<Run>]> {

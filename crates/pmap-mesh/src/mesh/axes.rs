@@ -5,9 +5,9 @@ use std::fmt;
 /// Some of the axes of a mesh, by name, or [`ALL`] of them.
 ///
 /// A set: whatever order they are named in, positions along several axes count in the order of the
-/// mesh, the last axis fastest. Along none, as by `[]`, each replica is a group of its own: a sum is
-/// its own value, and nothing is cut. That is what remains of a list of axes that a program works out
-/// and finds empty; to mean the whole mesh, write `ALL`.
+/// mesh, the last axis fastest. Along none, as by `[]`, each replica is a group of its own: a sum
+/// is its own value, and nothing is cut. That is what remains of a list of axes that a program
+/// works out and finds empty; to mean the whole mesh, write `ALL`.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct MeshAxes(Option<Vec<String>>);
 

@@ -25,12 +25,12 @@ use crate::{
 
 /// Devices in a grid with named axes, each with a worker that waits for calls.
 ///
-/// Cloning is cheap and shares the workers; they end when the last clone is dropped. Dropping it waits
-/// for them, except for one whose replica did not return by the
+/// Cloning is cheap and shares the workers; they end when the last clone is dropped. Dropping it
+/// waits for them, except for one whose replica did not return by the
 /// [deadline](DeviceMeshBuilder::deadline) of its call.
 ///
-/// Several threads may call functions on a mesh of one process; their calls take turns. Over several
-/// processes one thread calls, the first one that does: others are refused with
+/// Several threads may call functions on a mesh of one process; their calls take turns. Over
+/// several processes one thread calls, the first one that does: others are refused with
 /// [`ProcessError::OtherThread`](crate::ProcessError::OtherThread). That is known of each mesh by
 /// itself: a program with several meshes over the same processes calls all of them from one thread,
 /// since nothing orders the calls of two.
@@ -80,7 +80,8 @@ pub(crate) struct Options {
 /// ```
 /// use pmap_mesh::DeviceMesh;
 ///
-/// let mesh = DeviceMesh::builder().axis("data", 2).deadline(std::time::Duration::from_secs(60)).cpu()?;
+/// let minute = std::time::Duration::from_secs(60);
+/// let mesh = DeviceMesh::builder().axis("data", 2).deadline(minute).cpu()?;
 /// # Ok::<(), pmap_mesh::Error>(())
 /// ```
 #[derive(Clone, Debug)]
@@ -134,8 +135,8 @@ impl DeviceMesh {
     ///
     /// # Errors
     ///
-    /// [`MeshError::Device`] if one of them is not there or the crate was built without feature `cuda`,
-    /// and those of [`new`](Self::new).
+    /// [`MeshError::Device`] if one of them is not there or the crate was built without feature
+    /// `cuda`, and those of [`new`](Self::new).
     pub fn cuda(count: usize) -> Result<Self> {
         Self::builder().axis(Self::AXIS, count).cuda()
     }
@@ -183,8 +184,8 @@ impl DeviceMesh {
     ///
     /// # Errors
     ///
-    /// [`MeshError::UnknownAxis`], [`MeshError::Coordinate`], [`ProcessError::Unsupported`], and those of
-    /// [`new`](Self::new).
+    /// [`MeshError::UnknownAxis`], [`MeshError::Coordinate`], [`ProcessError::Unsupported`], and
+    /// those of [`new`](Self::new).
     ///
     /// # Examples
     ///
@@ -264,8 +265,9 @@ impl DeviceMesh {
 
     /// Refuses a call on a mesh of several processes from a second thread.
     ///
-    /// Their calls meet in the order in which each process makes them. Those of two threads come in any
-    /// order, another one in every process, and their tensors would be mixed up without an error.
+    /// Their calls meet in the order in which each process makes them. Those of two threads come in
+    /// any order, another one in every process, and their tensors would be mixed up without an
+    /// error.
     pub(crate) fn refuse_other_thread(&self) -> Result<(), ProcessError> {
         if !self.spans_processes() {
             return Ok(());
@@ -278,8 +280,8 @@ impl DeviceMesh {
         Err(ProcessError::OtherThread { name })
     }
 
-    /// Waits until all devices of this process have done what any thread has begun there: a function
-    /// may have captured what is still being written.
+    /// Waits until all devices of this process have done what any thread has begun there: a
+    /// function may have captured what is still being written.
     pub(crate) fn settle(&self) -> Result<()> {
         for (slot, device) in self.local_slots().zip(self.devices()) {
             settle(device).map_err(|cause| {
@@ -328,8 +330,8 @@ impl DeviceMeshBuilder {
         self
     }
 
-    /// How long a replica waits for the others, in a collective and when it has returned, before the
-    /// call ends with [`CollectiveError::Deadline`](crate::CollectiveError::Deadline).
+    /// How long a replica waits for the others, in a collective and when it has returned, before
+    /// the call ends with [`CollectiveError::Deadline`](crate::CollectiveError::Deadline).
     ///
     /// In one process for ever by default, since failures of others end it anyway; over several
     /// processes, of which one may never come, for
@@ -337,8 +339,8 @@ impl DeviceMeshBuilder {
     ///
     /// A replica that computes on cannot be stopped from outside. In one process the call returns
     /// without it, and further calls on the mesh are refused with
-    /// [`ReplicaError::Stuck`](crate::ReplicaError::Stuck), which names its slot and the line of the
-    /// call, until it returns; then the mesh works again. (A function of
+    /// [`ReplicaError::Stuck`](crate::ReplicaError::Stuck), which names its slot and the line of
+    /// the call, until it returns; then the mesh works again. (A replica of
     /// [`pmap_scoped`](DeviceMesh::pmap_scoped) ends the process.) A mesh that is dropped meanwhile
     /// leaves the threads of that slot behind, which end when it returns. Only a call of which no
     /// replica returns or enters a collective has no limit.
@@ -380,9 +382,9 @@ impl DeviceMeshBuilder {
     /// # Errors
     ///
     /// [`MeshError::Size`] for no slots or more than [`DeviceMesh::MAX_DEVICES`],
-    /// [`MeshError::AxisCount`] for too many axes, [`MeshError::UnnamedAxis`], [`MeshError::DuplicateAxis`], [`MeshError::DeviceCount`] if
-    /// there are more or fewer devices than slots, and [`MeshError::Worker`] if the system gives no
-    /// more threads.
+    /// [`MeshError::AxisCount`] for too many axes, [`MeshError::UnnamedAxis`],
+    /// [`MeshError::DuplicateAxis`], [`MeshError::DeviceCount`] if there are more or fewer devices
+    /// than slots, and [`MeshError::Worker`] if the system gives no more threads.
     pub fn devices(self, devices: Vec<Device>) -> Result<DeviceMesh> {
         let topology = Topology::new(self.axes, DeviceMesh::MAX_DEVICES)?;
         let slots = topology.slots();
@@ -445,7 +447,12 @@ mod tests {
     fn over_processes_one_thread_calls() {
         let mesh = one_of_two_processes();
         let nothing = mesh.pmap(|_, ()| Ok(()));
-        let refused = |outcome: Result<()>| matches!(outcome, Err(Error::Process(ProcessError::OtherThread { name })) if name == "two");
+        let refused = |outcome: Result<()>| {
+            matches!(
+                outcome,
+                Err(Error::Process(ProcessError::OtherThread { name })) if name == "two"
+            )
+        };
         nothing.call_sharded(()).unwrap();
         thread::scope(|scope| {
             let second = thread::Builder::new().name("two".into()).spawn_scoped(scope, || {

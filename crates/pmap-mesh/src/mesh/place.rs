@@ -1,9 +1,10 @@
 //! Moving tensors to the devices of a mesh.
 //!
 //! candle copies from one GPU to another on a stream that nobody waits for, while the block that is
-//! copied may be given to the next tensor; and two devices that were opened for one GPU are different
-//! ones for it, between which it copies in the same way, or not at all on Metal. So whatever changes
-//! its device goes through the processor's memory, where every copy is complete when it returns.
+//! copied may be given to the next tensor; and two devices that were opened for one GPU are
+//! different ones for it, between which it copies in the same way, or not at all on Metal. So
+//! whatever changes its device goes through the processor's memory, where every copy is complete
+//! when it returns.
 
 use candle_core::{DType, Device, Shape, Tensor, Var};
 
@@ -27,8 +28,8 @@ pub(crate) fn moved(x: &Tensor, device: &Device) -> candle_core::Result<Tensor> 
 /// Waits until everything is done that has been begun on a device, by whatever thread.
 ///
 /// On CUDA `Device::synchronize` waits for one stream, which for devices of [`Device::new_cuda`] is
-/// that of the calling thread: what another thread, or another device that was opened for the same GPU,
-/// has begun is not among it.
+/// that of the calling thread: what another thread, or another device that was opened for the same
+/// GPU, has begun is not among it.
 pub(crate) fn settle(device: &Device) -> candle_core::Result<()> {
     match device {
         #[cfg(feature = "cuda")]
@@ -66,6 +67,11 @@ pub(crate) fn filled<'a>(
         items.slice_set(&part.contiguous()?, 0, start)?;
     }
     Ok(leaf)
+}
+
+/// How many bytes the items of a tensor take.
+pub(crate) fn n_bytes(x: &Tensor) -> usize {
+    x.elem_count() * x.dtype().size_in_bytes()
 }
 
 /// The tensor without gaps; itself, if it has none.

@@ -1,10 +1,10 @@
 //! How many threads candle's kernels use.
 //!
 //! candle has two pools that all slots of a process share, and asks the environment alone how large
-//! they may be: `RAYON_NUM_THREADS` at every matrix product (without it, it reads the machine's list
-//! of processors, which takes 20 µs), and `CANDLE_NUM_THREADS` once, when the first large tensor is
-//! worked on element by element. That second pool works for one slot at a time; of one thread, it
-//! is none, and each slot works by itself.
+//! they may be: `RAYON_NUM_THREADS` at every matrix product (without it, it reads the machine's
+//! list of processors, which takes 20 µs), and `CANDLE_NUM_THREADS` once, when the first large
+//! tensor is worked on element by element. That second pool works for one slot at a time; of one
+//! thread, it is none, and each slot works by itself.
 
 use std::{
     env,
@@ -20,26 +20,27 @@ use crate::error::{MeshError, Result};
 /// The environment variables that say how many threads candle's kernels use.
 pub const THREAD_VARIABLES: [&str; 2] = ["RAYON_NUM_THREADS", "CANDLE_NUM_THREADS"];
 
-/// Gives each of `slots` slots on this machine's processor its share of the cores, at least one; for
-/// the first line of `main`.
+/// Gives each of `slots` slots on this machine's processor its share of the cores, at least one;
+/// for the first line of `main`.
 ///
 /// Otherwise candle lets the kernels of every slot spread over all cores, and slots wait for each
-/// other: a training step on two virtual devices has been seen to take 2.3 times as long. `slots` are
-/// those of a mesh of one process, or the processes that a launcher starts on this machine. A program
-/// that computes on GPUs only does not need it.
+/// other: a training step on two virtual devices has been seen to take 2.3 times as long. `slots`
+/// are those of a mesh of one process, or the processes that a launcher starts on this machine. A
+/// program that computes on GPUs only does not need it.
 ///
 /// candle takes its numbers of threads from environment variables, so this sets those of
-/// [`THREAD_VARIABLES`] that are not set yet; what the user has set stays. That is sound only as long
-/// as no other thread can read the environment: if there is one, it is refused. Threads are counted on
-/// Linux, Android, macOS, iOS, FreeBSD and AIX; on Windows they need not be, since its environment may
-/// be changed at any time; on other systems it is refused, and the variables must be set before the
-/// program starts.
+/// [`THREAD_VARIABLES`] that are not set yet; what the user has set stays. That is sound only as
+/// long as no other thread can read the environment: if there is one, it is refused. Threads are
+/// counted on Linux, Android, macOS, iOS, FreeBSD and AIX; on Windows they need not be, since its
+/// environment may be changed at any time; on other systems it is refused, and the variables must
+/// be set before the program starts.
 ///
 /// # Errors
 ///
-/// [`MeshError::Size`] for no slots. If a variable is not set: [`MeshError::ThreadsRun`] if the process
-/// has a second thread, such as a test, which runs beside others, or any program in which candle has
-/// computed something large; and [`MeshError::ThreadsUnknown`] where they cannot be counted.
+/// [`MeshError::Size`] for no slots. If a variable is not set: [`MeshError::ThreadsRun`] if the
+/// process has a second thread, such as a test, which runs beside others, or any program in which
+/// candle has computed something large; and [`MeshError::ThreadsUnknown`] where they cannot be
+/// counted.
 ///
 /// # Examples
 ///
@@ -89,7 +90,8 @@ fn refuse_other_threads() -> Result<(), MeshError> {
     }
 }
 
-/// Whether slots of a process with these devices take threads from each other, of a mesh of so many.
+/// Whether slots of a process with these devices take threads from each other, of a mesh of so
+/// many.
 ///
 /// Over several processes each has pools of its own, and how many of them run on this machine only
 /// their launcher knows.
@@ -108,8 +110,9 @@ pub(super) fn warn_if_shared(slots: usize) {
         // If nobody reads it, nothing is lost.
         drop(writeln!(
             io::stderr(),
-            "warning: {slots} slots on one processor share candle's threads and wait for each other, a step may take \
-             twice as long: call `pmap_mesh::init_threads({slots})` in the first line of `main`, or set {rayon} and {candle}"
+            "warning: {slots} slots on one processor share candle's threads and wait for each \
+             other, a step may take twice as long: call `pmap_mesh::init_threads({slots})` in the \
+             first line of `main`, or set {rayon} and {candle}"
         ));
     });
 }

@@ -6,11 +6,11 @@ use crate::{
 };
 
 impl DeviceMesh {
-    /// What each slot of this process has handed over in collectives since the mesh was made, in the
-    /// order of the slots.
+    /// What each slot of this process has handed over in collectives since the mesh was made, in
+    /// the order of the slots.
     ///
-    /// Exact between two calls; while one runs, what it has counted by then. A collective counts when
-    /// it begins, whether it succeeds or not.
+    /// Exact between two calls; while one runs, what it has counted by then. A collective counts
+    /// when it begins, whether it succeeds or not.
     pub fn traffic(&self) -> Vec<Traffic> {
         self.backend().counters().iter().map(Counter::read).collect()
     }

@@ -3,15 +3,16 @@
 //! # Synchronization
 //!
 //! There are two kinds of locks: `dispatch`, one per mesh, and the queue of each mailbox, which is
-//! taken under `dispatch` when a job is handed out and by the worker alone when it takes one. None
-//! is held while a job runs. The counters beside them are looked at without a lock by threads that
-//! wait ([`sync::until`]); each is changed before the thread that waits is unparked.
+//! taken under `dispatch` when a job is handed out, and alone when the worker takes its part or the
+//! caller takes it back. None is held while a job runs. The counters beside them are looked at
+//! without a lock by threads that wait ([`sync::until`]); each is changed before the thread that
+//! waits is unparked.
 //!
 //! # What a job borrows
 //!
-//! A call returns when all its jobs have ended. If they own what they use, it may also return
-//! without those that do not end ([`Workers::run`]); if they borrow, it ends the process instead
-//! ([`Workers::run_scoped`]).
+//! A call returns when all parts of its job have ended, or were taken back before they began. If
+//! the job owns what it uses, the call may also return without those that do not end
+//! ([`Workers::run`]); if it borrows, they end the process instead ([`Workers::run_scoped`]).
 
 use std::{
     any::Any,
@@ -34,7 +35,7 @@ use rayon::{ThreadPoolBuildError, ThreadPoolBuilder};
 
 use crate::{
     ending,
-    error::{Error, MeshError, ReplicaError, Result},
+    error::{CollectiveError, Error, MeshError, ReplicaError, Result},
     sync::{self, lock},
 };
 
@@ -47,12 +48,12 @@ pub(crate) trait Job: Send + Sync {
     /// Does the part of the n-th slot of this process.
     fn run(&self, local_index: usize);
 
-    /// Whether a slot has waited for another one for as long as it may: the others are then given no
-    /// more time than it takes to notice.
+    /// Whether a slot has waited for another one for as long as it may: the others are then given
+    /// no more time than it takes to notice.
     fn is_late(&self) -> bool;
 
-    /// Ends what the slots do together, since these ones have not ended this long after another one;
-    /// returns why.
+    /// Ends what the slots do together, since these ones have not ended this long after another
+    /// one; returns why.
     fn give_up(&self, stuck: &[usize], after: Duration) -> Error;
 }
 
@@ -93,10 +94,15 @@ struct GivenUp {
     call: &'static Location<'static>,
 }
 
-/// The slots that have not ended their part of a job this long after another one did.
+/// Why a job has not ended.
 struct Stuck {
+    /// The slots that have not ended their part this long after another one did.
     slots: Vec<usize>,
     after: Duration,
+    /// Those among them that have begun it; from the others it was taken back.
+    running: Vec<usize>,
+    /// One that has not begun it since it is busy with an earlier call, and that call.
+    busy: Option<(usize, &'static Location<'static>)>,
 }
 
 /// A job that has been handed out.
@@ -147,51 +153,54 @@ impl Workers {
         call: &'static Location<'static>,
     ) -> Result<()> {
         let job_of_workers: Arc<dyn Job> = Arc::<J>::clone(job);
-        let posted = self.post(&job_of_workers)?;
-        self.wait(&posted, &**job).map_err(|Stuck { slots, after }| {
-            posted.pending.given_up.store(true, Ordering::Relaxed);
-            let given_up = GivenUp { number: posted.number, call };
-            lock(&self.dispatch).given_up.push_back(given_up);
-            job.give_up(&slots, after)
+        let posted = self.post(&job_of_workers, call)?;
+        self.wait(&posted, &**job).map_err(|stuck| {
+            if !stuck.running.is_empty() {
+                let given_up = GivenUp { number: posted.number, call };
+                lock(&self.dispatch).given_up.push_back(given_up);
+            }
+            stuck.error(&**job)
         })
     }
 
-    /// Runs a job that may borrow: returns when all workers have ended it, or else, when the
-    /// deadline has passed, ends the process.
+    /// Runs a job that may borrow: returns when all workers that have begun it have ended it. If
+    /// one of these has not when the deadline has passed, it ends the process.
     ///
     /// # Errors
     ///
-    /// [`ReplicaError::Stuck`] as [`run`](Self::run).
+    /// As [`run`](Self::run).
     pub(crate) fn run_scoped<J: Job>(
         &self,
         job: &Arc<J>,
-        _: &'static Location<'static>,
+        call: &'static Location<'static>,
     ) -> Result<()> {
         let borrowing: Arc<dyn Job + '_> = Arc::<J>::clone(job);
         #[expect(unsafe_code, reason = "a type cannot say that a thread waits for others")]
-        // SAFETY: Only the lifetime changes, and no clone of this `Arc` is used when what it borrows
-        // may be gone. Clones are given to the workers alone, and each drops its own before it counts
-        // its part as ended. This function is not left before all have: neither by returning, since
-        // then `wait` has found that none is left, or the process ends; nor by a panic, since
-        // `AbortIfDropped` ends the process while `post` hands the job out, and `_all` waits after
-        // that. `job` outlives this function, so that no worker drops the last clone,
-        // and with it what the job owns.
+        // SAFETY: Only the lifetime changes, and no clone of this `Arc` is used when what it
+        // borrows may be gone. Clones are given to the workers alone, and each is dropped before
+        // its part counts as ended, by the worker or by this thread, which takes it back. This
+        // function is not left before all have: neither by returning, since then `wait` has found
+        // that none is left, or the process ends; nor by a panic, since `AbortIfDropped` ends the
+        // process while `post` hands the job out, and `_all` waits after that. `job` outlives this
+        // function, so that no worker drops the last clone, and with it what the job owns.
         let job_of_workers: Arc<dyn Job> =
             unsafe { mem::transmute::<Arc<dyn Job + '_>, Arc<dyn Job>>(borrowing) };
-        let posted = self.post(&job_of_workers)?;
+        let posted = self.post(&job_of_workers, call)?;
         let _all = WaitForAll(&posted.pending);
-        self.wait(&posted, &**job).or_else(|Stuck { slots, after }| {
-            let why = job.give_up(&slots, after);
-            ending::end(&format!("{why}; {NO_RETURN}"), || process::exit(1))
+        self.wait(&posted, &**job).map_err(|stuck| {
+            let error = stuck.error(&**job);
+            if !stuck.running.is_empty() {
+                ending::end(&format!("{error}; {NO_RETURN}"), || process::exit(1));
+            }
+            error
         })
     }
 
     /// Hands a job out to all workers.
-    fn post(&self, job: &Arc<dyn Job>) -> Result<Posted> {
+    fn post(&self, job: &Arc<dyn Job>, call: &'static Location<'static>) -> Result<Posted> {
         let pending = Arc::new(Pending {
             of: self.slots.len(),
             left: AtomicUsize::new(self.slots.len()),
-            given_up: AtomicBool::new(false),
             caller: thread::current(),
         });
         let mut dispatch = lock(&self.dispatch);
@@ -200,7 +209,8 @@ impl Workers {
         let handing_out = AbortIfDropped;
         dispatch.n_jobs += 1;
         for slot in &self.slots {
-            slot.mailbox.post(Task { job: Arc::clone(job), pending: Arc::clone(&pending) });
+            let part = Part { job: Arc::clone(job), pending: Arc::clone(&pending) };
+            slot.mailbox.post(Task { part: Some(part), call });
         }
         mem::forget(handing_out);
         Ok(Posted { number: dispatch.n_jobs, pending })
@@ -227,7 +237,8 @@ impl Workers {
     fn wait(&self, posted: &Posted, job: &dyn Job) -> Result<(), Stuck> {
         let pending = &posted.pending;
         if let Some(after) = self.deadline {
-            // Replicas wait for each other only until the deadline: one of them ends, or all compute.
+            // Replicas wait for each other only until the deadline: one of them ends, or all
+            // compute.
             sync::until(None, || pending.one_has_ended());
             let patience = if job.is_late() { GRACE } else { after };
             // A deadline beyond all time is none.
@@ -235,11 +246,39 @@ impl Workers {
                 sync::until(Instant::now().checked_add(patience), || pending.all_have_ended());
             let slots: Vec<usize> = self.stuck(posted.number).collect();
             if !in_time && !slots.is_empty() {
-                return Err(Stuck { slots, after });
+                return Err(self.take_back(pending, slots, after));
             }
         }
         sync::until(None, || pending.all_have_ended());
         Ok(())
+    }
+
+    /// Takes a job back from those of these slots that have not begun it.
+    fn take_back(&self, pending: &Arc<Pending>, slots: Vec<usize>, after: Duration) -> Stuck {
+        let mut running = Vec::new();
+        let mut busy = None;
+        for &slot in &slots {
+            match self.slots[slot].mailbox.take_back(pending) {
+                None => running.push(slot),
+                Some(TakenBack { behind }) => busy = busy.or(behind.map(|call| (slot, call))),
+            }
+        }
+        Stuck { slots, after, running, busy }
+    }
+}
+
+impl Stuck {
+    /// What the call fails with, which ends for all of its slots.
+    fn error(&self, job: &dyn Job) -> Error {
+        match (job.give_up(&self.slots, self.after), self.busy) {
+            // It did not get from the busy slot what it waited for.
+            (Error::Collective(CollectiveError::Deadline { .. }), Some((slot, call)))
+                if self.running.is_empty() =>
+            {
+                ReplicaError::Stuck { slot, call }.into()
+            }
+            (failure, _) => failure,
+        }
     }
 }
 
@@ -339,8 +378,6 @@ struct Pending {
     /// How many parts there are.
     of: usize,
     left: AtomicUsize,
-    /// Whether nobody waits any more: a part that has not begun need not.
-    given_up: AtomicBool,
     caller: Thread,
 }
 
@@ -383,10 +420,35 @@ impl Drop for WaitForAll<'_> {
     }
 }
 
-/// A worker's part of a job.
+/// What a worker is to do next.
 struct Task {
+    /// None if the caller has taken it back.
+    part: Option<Part>,
+    /// Where the function was called.
+    call: &'static Location<'static>,
+}
+
+/// A worker's part of a job.
+struct Part {
     job: Arc<dyn Job>,
     pending: Arc<Pending>,
+}
+
+impl Part {
+    /// Drops the job; returns what its end is then to be counted in, since what the job borrows may
+    /// be gone as soon as it is.
+    fn let_go(self) -> Arc<Pending> {
+        let Self { job, pending } = self;
+        // What it owns may panic when it is dropped; that was printed by the panic hook.
+        drop(catch(|| drop(job)));
+        pending
+    }
+}
+
+/// A part that its worker has not begun, and will not.
+struct TakenBack {
+    /// The call that the worker is busy with; none if it is only about to take the part.
+    behind: Option<&'static Location<'static>>,
 }
 
 /// Where a worker finds its tasks.
@@ -404,11 +466,21 @@ struct Mailbox {
 }
 
 #[derive(Default)]
-struct Tasks(VecDeque<Task>);
+struct Tasks {
+    /// Those that have not begun, oldest first.
+    queue: VecDeque<Task>,
+    /// How many have begun.
+    n_begun: u64,
+    /// The call of the last one that has.
+    last_begun: Option<&'static Location<'static>>,
+}
 
 impl fmt::Debug for Tasks {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{} tasks", self.0.len())
+        f.debug_struct("Tasks")
+            .field("queued", &self.queue.len())
+            .field("last_begun", &self.last_begun)
+            .finish_non_exhaustive()
     }
 }
 
@@ -425,16 +497,16 @@ impl Mailbox {
 
     /// Does tasks as they come, until the mailbox is closed.
     fn serve(&self, local_index: usize) {
-        while let Some(Task { job, pending }) = self.next() {
-            // Relaxed: who misses it does what nobody waits for.
-            if !pending.given_up.load(Ordering::Relaxed) {
-                job.run(local_index);
-            }
-            // Before it is counted as ended: what the job borrows may be gone then. What it owns may
-            // panic when it is dropped; that was printed by the panic hook.
-            drop(catch(|| drop(job)));
+        while let Some(Task { part, .. }) = self.next() {
+            // What was taken back has been counted by who took it.
+            let pending = part.map(|part| {
+                part.job.run(local_index);
+                part.let_go()
+            });
             self.n_ended.fetch_add(1, Ordering::Relaxed);
-            pending.count_down();
+            if let Some(pending) = pending {
+                pending.count_down();
+            }
         }
     }
 
@@ -444,16 +516,34 @@ impl Mailbox {
         sync::until(None, || {
             self.count.load(Ordering::Acquire) > 0 || self.closed.load(Ordering::Acquire)
         });
-        let task = lock(&self.tasks).0.pop_front()?;
+        let mut tasks = lock(&self.tasks);
+        let task = tasks.queue.pop_front()?;
+        tasks.n_begun += 1;
+        tasks.last_begun = Some(task.call);
         self.count.fetch_sub(1, Ordering::AcqRel);
         Some(task)
     }
 
     fn post(&self, task: Task) {
-        lock(&self.tasks).0.push_back(task);
+        lock(&self.tasks).queue.push_back(task);
         // After the task is there, before the worker is woken.
         self.count.fetch_add(1, Ordering::AcqRel);
         self.worker.unpark();
+    }
+
+    /// Takes back a part, if it has not begun.
+    fn take_back(&self, pending: &Arc<Pending>) -> Option<TakenBack> {
+        let mut tasks = lock(&self.tasks);
+        let is_its = |part: &mut Part| Arc::ptr_eq(&part.pending, pending);
+        // The task stays, and is counted when its turn comes: those behind it keep their numbers.
+        let part = tasks.queue.iter_mut().find_map(|task| task.part.take_if(is_its))?;
+        // Only the number counts.
+        let is_busy = self.n_ended.load(Ordering::Relaxed) < tasks.n_begun;
+        let behind = tasks.last_begun.filter(|_| is_busy);
+        // What the job owns is dropped here.
+        drop(tasks);
+        part.let_go().count_down();
+        Some(TakenBack { behind })
     }
 
     fn close(&self) {
@@ -472,8 +562,8 @@ pub(crate) fn catch<T>(run: impl FnOnce() -> T) -> Result<T, String> {
     })
 }
 
-/// Drops what a panic was raised with, which may panic in turn: outside of `catch_unwind` that would
-/// end the program.
+/// Drops what a panic was raised with, which may panic in turn: outside of `catch_unwind` that
+/// would end the program.
 fn discard(payload: Box<dyn Any + Send>) {
     if let Err(again) = catch_unwind(AssertUnwindSafe(|| drop(payload))) {
         // That one may panic as well, and so on: it is left where it is.
@@ -526,5 +616,42 @@ mod tests {
             assert!(Arc::try_unwrap(job).is_ok());
             assert_eq!(counts.iter_mut().map(|n| *n.get_mut()).collect::<Vec<_>>(), [1, 1]);
         }
+    }
+
+    static COUNTS: [AtomicUsize; 1] = [AtomicUsize::new(0)];
+
+    /// Posts a part of a job of one slot; returns what its end is counted in.
+    fn post(mailbox: &Mailbox, job: &Arc<dyn Job>) -> Arc<Pending> {
+        let caller = thread::current();
+        let pending = Arc::new(Pending { of: 1, left: AtomicUsize::new(1), caller });
+        let part = Part { job: Arc::clone(job), pending: Arc::clone(&pending) };
+        mailbox.post(Task { part: Some(part), call: Location::caller() });
+        pending
+    }
+
+    #[test]
+    fn a_part_is_taken_back_until_it_begins_and_its_job_is_let_go() {
+        let mailbox = Mailbox::new(thread::current());
+        let job: Arc<dyn Job> = Arc::new(Add(&COUNTS));
+        let first = post(&mailbox, &job);
+        let second = post(&mailbox, &job);
+        let begun = mailbox.next().unwrap();
+
+        assert!(mailbox.take_back(&first).is_none());
+        assert_eq!(mailbox.take_back(&second).unwrap().behind, Some(begun.call));
+        assert!(second.all_have_ended() && !first.all_have_ended());
+        // Here, and in the part that has begun.
+        assert_eq!(Arc::strong_count(&job), 2);
+        // Its turn comes all the same.
+        assert!(mailbox.next().unwrap().part.is_none());
+        assert!(mailbox.take_back(&second).is_none());
+    }
+
+    #[test]
+    fn a_part_of_a_worker_that_is_not_busy_was_behind_nothing() {
+        let mailbox = Mailbox::new(thread::current());
+        let pending = post(&mailbox, &(Arc::new(Add(&COUNTS)) as Arc<dyn Job>));
+        assert!(mailbox.take_back(&pending).unwrap().behind.is_none());
+        assert!(pending.all_have_ended());
     }
 }

@@ -11,8 +11,7 @@ use crate::{
     mesh::DeviceMesh,
     spec::{
         Resolved, Specs,
-        fingerprint::fingerprint,
-        join::{Comparison, replicated_axes},
+        join::{Comparison, fingerprint, replicated_axes},
     },
 };
 

@@ -69,8 +69,8 @@ impl DeviceMesh {
     /// [`PMap::out_axes`]. What `f` is given besides, a [`Replica`], tells it where it runs and
     /// lets it talk to the others.
     ///
-    /// `f` owns what it captures, so that a call may return at its [deadline] although a replica does
-    /// not; [`pmap_scoped`](Self::pmap_scoped) is for functions that borrow.
+    /// `f` owns what it captures, so that a call may return at its [deadline] although a replica
+    /// does not; [`pmap_scoped`](Self::pmap_scoped) is for functions that borrow.
     ///
     /// [deadline]: crate::DeviceMeshBuilder::deadline
     ///
@@ -102,10 +102,11 @@ impl DeviceMesh {
     /// [`pmap`](Self::pmap) of a function that may borrow what lies around it, as the closures of
     /// [`std::thread::scope`] may.
     ///
-    /// A call waits for every replica, since each may use what is borrowed until it returns. On a mesh
-    /// with a [deadline](crate::DeviceMeshBuilder::deadline) a replica that does not return in time
-    /// therefore ends the **process**, with exit code 1 and the error on standard error, where a call
-    /// of `pmap` would return the error. Without a deadline the call waits for it for ever.
+    /// A call waits for every replica that has begun, since each may use what is borrowed until it
+    /// returns. On a mesh with a [deadline](crate::DeviceMeshBuilder::deadline) a replica that does
+    /// not return in time therefore ends the **process**, with exit code 1 and the error on
+    /// standard error, where a call of `pmap` would return the error. Without a deadline the call
+    /// waits for it for ever.
     ///
     /// # Examples
     ///
@@ -169,7 +170,8 @@ where
     /// use pmap_mesh::{ALL, DeviceMesh, P};
     ///
     /// let mesh = DeviceMesh::cpu(2)?;
-    /// let (x, w) = (Tensor::ones((3, 4), DType::F32, &Device::Cpu)?, Tensor::eye(4, DType::F32, &Device::Cpu)?);
+    /// let x = Tensor::ones((3, 4), DType::F32, &Device::Cpu)?;
+    /// let w = Tensor::eye(4, DType::F32, &Device::Cpu)?;
     ///
     /// // Columns of `w` on different devices: the columns of the product come back side by side.
     /// let matmul = mesh
@@ -223,8 +225,8 @@ where
     /// and on GPUs their way to the processor: nothing for a loss, much for the parameters of a
     /// model.
     ///
-    /// Processes compare a fingerprint of 64 bits of each result, in one collective of some bytes at
-    /// the end of the call; where results are joined as well, these travel in the same one.
+    /// Processes compare a fingerprint of 64 bits of each result, in one collective of some bytes
+    /// at the end of the call; where results are joined as well, these travel in the same one.
     ///
     /// # Examples
     ///
@@ -233,11 +235,12 @@ where
     /// use pmap_mesh::{DeviceMesh, Error, P, ValueError};
     ///
     /// let slots = |mesh: &DeviceMesh| {
-    ///     mesh.pmap(|ctx, ()| Tensor::new(ctx.slot() as u32, &Device::Cpu)).out_axes(P::replicate())
+    ///     let slot = mesh.pmap(|ctx, ()| Tensor::new(ctx.slot() as u32, &Device::Cpu));
+    ///     slot.out_axes(P::replicate())
     /// };
     /// let mesh = DeviceMesh::cpu(2)?;
-    /// let differ = slots(&mesh).call(());
-    /// assert!(matches!(differ, Err(Error::Value(ValueError::NotReplicated { slot: 1, first: 0, .. }))));
+    /// let differ = slots(&mesh).call(()).unwrap_err();
+    /// assert!(matches!(differ, Error::Value(ValueError::NotReplicated { slot: 1, first: 0, .. })));
     /// assert_eq!(slots(&mesh).trust_replicated().call(())?.to_scalar::<u32>()?, 0);
     /// # Ok::<(), Box<dyn std::error::Error>>(())
     /// ```
@@ -254,25 +257,27 @@ where
 
     /// Runs the function on every device and returns the results on the first device of the mesh.
     ///
-    /// Shards are views of the argument where they lie on the same device and dimension 0 is cut, and
-    /// a replicated argument is the caller's own tensor: what the function writes into it in place,
-    /// all see.
+    /// Shards are views of the argument where they lie on the same device and dimension 0 is cut,
+    /// and a replicated argument is the caller's own tensor: what the function writes into it in
+    /// place, all see.
     ///
-    /// Arguments, and results that lie elsewhere, go to their device through the processor's memory;
-    /// what any device of the mesh has begun is done before the function runs, so that tensors it has
-    /// captured are complete. They must lie on [`Replica::device`], or be moved there inside.
+    /// Arguments, and results that lie elsewhere, go to their device through the processor's
+    /// memory; what any device of the mesh has begun is done before the function runs, so that
+    /// tensors it has captured are complete. They must lie on [`Replica::device`], or be moved
+    /// there inside.
     ///
-    /// Nobody may [`set`](candle_core::Var::set) a variable while a replica computes with it: candle
-    /// would wait for ever if the variable meets itself, as in `v * v`, which locks it twice.
+    /// Nobody may [`set`](candle_core::Var::set) a variable while a replica computes with it:
+    /// candle would wait for ever if the variable meets itself, as in `v * v`, which locks it
+    /// twice.
     ///
     /// Gradients do not cross a call: arguments come without the graph they were computed by, and
     /// results go without theirs, which would hold the part of one replica only. Call `backward`
     /// inside the function and return the gradients, of variables that it captures or makes.
     ///
     /// A call inside a replica is refused, as [`ReplicaError::Nested`]. That is known of the mesh's
-    /// own threads only: on a thread that a replica has started itself, a call of the same mesh waits
-    /// for ever for the replica that waits for that thread. A deadline ends it only once another
-    /// replica has returned or waits in a collective.
+    /// own threads only: on a thread that a replica has started itself, a call of the same mesh
+    /// waits for ever for the replica that waits for that thread. A deadline ends it only once
+    /// another replica has returned or waits in a collective.
     ///
     /// # Errors
     ///
@@ -280,10 +285,10 @@ where
     /// and [`ReplicaError::Nested`]. From inside: [`ReplicaError::Failed`],
     /// [`ReplicaError::Panicked`] and those of [`CollectiveError`]; the mesh can be used again at
     /// once. Over several processes [`ProcessError::OtherThread`] for a second calling thread. If a
-    /// replica has not returned by the mesh's [deadline], the call returns without it, and
-    /// those that follow are refused with [`ReplicaError::Stuck`] until it does. Afterwards: [`Error::Specs`], [`ValueError::OutputCount`],
-    /// [`ValueError::NotReplicated`], [`ValueError::Gather`] and, over several processes,
-    /// [`ValueError::OutAxes`].
+    /// replica has not returned by the mesh's [deadline], the call returns without it, and those
+    /// that are queued behind it or follow are refused with [`ReplicaError::Stuck`] until it does.
+    /// Afterwards: [`Error::Specs`], [`ValueError::OutputCount`], [`ValueError::NotReplicated`],
+    /// [`ValueError::Gather`] and, over several processes, [`ValueError::OutAxes`].
     ///
     /// [deadline]: crate::DeviceMeshBuilder::deadline
     /// [`Error::Specs`]: crate::Error::Specs

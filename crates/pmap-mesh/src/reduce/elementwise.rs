@@ -1,5 +1,5 @@
-//! Adding up tensors on their device, in the order of the ranks: what [`whole`](super::whole) does on
-//! a processor, to the bit.
+//! Adding up tensors on their device, in the order of the ranks: what [`whole`](super::whole) does
+//! on a processor, to the bit.
 
 use candle_core::{DType, Result, Tensor, bail};
 

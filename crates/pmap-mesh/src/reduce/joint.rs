@@ -1,9 +1,9 @@
 //! Work that the members of a group do together: who waits for a result takes the next piece of it.
 //!
 //! Each member begins with a share of its own, so that it works on what its caches may still hold,
-//! and then helps the others with theirs. A member that comes late finds its share done, and members
-//! that wait for several results in different orders never wait for each other: whatever has been
-//! taken is being worked on.
+//! and then helps the others with theirs. A member that comes late finds its share done, and
+//! members that wait for several results in different orders never wait for each other: whatever
+//! has been taken is being worked on.
 
 use std::{
     fmt,

@@ -7,7 +7,10 @@ use candle_core::{CpuStorage, DType, Device, Result, Shape, Tensor, Var, WithDTy
 use half::{bf16, f16};
 
 use crate::reduce::{
-    Element, Reduction, dispatch, joint, joint::Output, of_tensors, reduce,
+    Reduction, dispatch,
+    element::Element,
+    joint::{self, Output},
+    kernel::{Destination, Summands, reduce},
     shared_buffer::SharedBuffer,
 };
 
@@ -35,9 +38,8 @@ fn reduced_of<T: Element>(
     Ok(Output::new(buffer.n_parts(), move |piece| {
         let part = buffer.part(piece);
         let items = items.start + part.start..items.start + part.end;
-        let filled = buffer.fill(piece, T::narrow, |push| {
-            reduce::<T>(summands.len(), reduction, items, &of_tensors(&summands), push)
-        })?;
+        let filled =
+            buffer.fill(piece, |sums| reduce::<T>(&summands[..], reduction, items, sums))?;
         filled.map(|items| Tensor::from_vec(items, &shape, &Device::Cpu)).transpose()
     }))
 }
@@ -98,18 +100,15 @@ fn assembled_of<T: WithDType>(_type: Vec<T>, assembly: Assembly) -> Result<Outpu
     let buffer = SharedBuffer::<T>::new(places);
     Ok(Output::new(buffer.n_parts(), move |piece| {
         let place = buffer.part(piece);
-        let filled = buffer.fill(
-            piece,
-            |item: T| item,
-            |push| match sources.get(piece) {
-                None => Ok(()),
-                Some(&(n, start)) => of_tensors::<T>(&parts)(
-                    n,
-                    place.start - start..place.end - start,
-                    &mut |items| push(items),
-                ),
-            },
-        )?;
+        let filled = buffer.fill(piece, |items| match sources.get(piece) {
+            None => Ok(()),
+            Some(&(n, start)) => {
+                let items_of_part = place.start - start..place.end - start;
+                parts.lend(n, items_of_part, |part: &[T]| {
+                    items.take(part);
+                })
+            }
+        })?;
         filled.map(|items| tensor(items, &shape, is_leaf)).transpose()
     }))
 }

@@ -17,6 +17,8 @@ use std::{
     sync::atomic::{AtomicBool, AtomicUsize, Ordering},
 };
 
+use crate::reduce::kernel::Destination;
+
 /// A buffer of `len` items, cut into parts that are filled independently.
 #[derive(Debug)]
 pub(crate) struct SharedBuffer<T> {
@@ -64,8 +66,8 @@ impl<T: Copy> SharedBuffer<T> {
         self.parts[part].clone()
     }
 
-    /// Fills a part with what `write` gives to its argument, converted, and returns all items if it
-    /// was the last part.
+    /// Fills a part with what `write` gives to its argument, and returns all items if it was the
+    /// last part.
     ///
     /// # Errors
     ///
@@ -74,11 +76,10 @@ impl<T: Copy> SharedBuffer<T> {
     /// # Panics
     ///
     /// If the part was filled before, or is given more or fewer items than it holds.
-    pub(crate) fn fill<S: Copy, E>(
+    pub(super) fn fill<E>(
         &self,
         part: usize,
-        convert: impl Fn(S) -> T,
-        write: impl FnOnce(&mut dyn FnMut(&[S])) -> Result<(), E>,
+        write: impl FnOnce(&mut Unfilled<'_, T>) -> Result<(), E>,
     ) -> Result<Option<Vec<T>>, E> {
         assert!(
             !self.taken[part].swap(true, Ordering::AcqRel),
@@ -86,20 +87,14 @@ impl<T: Copy> SharedBuffer<T> {
         );
         let Range { start, end } = self.part(part);
         // SAFETY: the vector's memory stays where it is while there are parts to fill, and
-        // `start..end` is within it; only this thread was given this part, parts do not overlap, and
-        // items that may be uninitialized are what the memory holds.
-        let mut rest = unsafe {
+        // `start..end` is within it; only this thread was given this part, parts do not overlap,
+        // and items that may be uninitialized are what the memory holds.
+        let places = unsafe {
             slice::from_raw_parts_mut(self.base.add(start).cast::<MaybeUninit<T>>(), end - start)
         };
-        write(&mut |items| {
-            assert!(items.len() <= rest.len(), "a part of a buffer takes no more than it holds");
-            let (places, left) = mem::take(&mut rest).split_at_mut(items.len());
-            for (place, item) in places.iter_mut().zip(items) {
-                place.write(convert(*item));
-            }
-            rest = left;
-        })?;
-        assert!(rest.is_empty(), "a part of a buffer is filled to its end");
+        let mut unfilled = Unfilled { places };
+        write(&mut unfilled)?;
+        assert!(unfilled.places.is_empty(), "a part of a buffer is filled to its end");
         // Acquire what the other threads wrote, release what this one did.
         let is_last = self.unfilled.fetch_sub(1, Ordering::AcqRel) == 1;
         Ok(is_last.then(|| self.take_items()))
@@ -117,6 +112,23 @@ impl<T: Copy> SharedBuffer<T> {
     }
 }
 
+/// What is left to be filled of a part.
+#[derive(Debug)]
+pub(super) struct Unfilled<'a, T> {
+    /// Those that were filled are no longer among them, so all are when none is left; and nobody can
+    /// put the places of another part here, whose lifetime is its own.
+    places: &'a mut [MaybeUninit<T>],
+}
+
+impl<T: Copy> Destination<T> for Unfilled<'_, T> {
+    fn take(&mut self, items: &[T]) -> &mut [T] {
+        assert!(items.len() <= self.places.len(), "a part of a buffer takes no more than it holds");
+        let (places, rest) = mem::take(&mut self.places).split_at_mut(items.len());
+        self.places = rest;
+        places.write_copy_of_slice(items)
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use std::thread;
@@ -131,14 +143,12 @@ mod tests {
             let fill = |part: usize| {
                 let range = buffer.part(part);
                 let items: Vec<usize> = range.collect();
-                let filled = buffer.fill(
-                    part,
-                    |item| item,
-                    |push| {
-                        items.chunks(3).for_each(push);
-                        Ok::<_, ()>(())
-                    },
-                );
+                let filled = buffer.fill(part, |unfilled| {
+                    items.chunks(3).for_each(|items| {
+                        unfilled.take(items);
+                    });
+                    Ok::<_, ()>(())
+                });
                 // Read here: joining the threads would order their writes before any reader.
                 filled.inspect(|whole| {
                     assert!(whole.iter().flatten().copied().eq(0..whole.iter().flatten().count()));
@@ -153,37 +163,27 @@ mod tests {
         }
     }
 
+    /// Fills a part with these items.
+    fn filled<T: Copy>(buffer: &SharedBuffer<T>, part: usize, items: &[T]) -> Option<Vec<T>> {
+        let write = |unfilled: &mut Unfilled<'_, T>| {
+            unfilled.take(items);
+            Ok::<_, ()>(())
+        };
+        buffer.fill(part, write).unwrap()
+    }
+
     #[test]
     fn a_part_that_fails_leaves_the_buffer_without_items() {
         let buffer = SharedBuffer::new(vec![0..2, 2..4]);
-        assert_eq!(buffer.fill(0, |item: u8| item, |_| Err("no")), Err("no"));
-        let filled = buffer.fill(
-            1,
-            |item| item,
-            |push| {
-                push(&[1_u8, 2]);
-                Ok::<_, ()>(())
-            },
-        );
-        assert_eq!(filled, Ok(None));
+        assert_eq!(buffer.fill(0, |_| Err("no")), Err("no"));
+        assert_eq!(filled(&buffer, 1, &[1_u8, 2]), None);
     }
 
     #[test]
     fn empty_parts_are_parts() {
         let buffer = SharedBuffer::<f32>::new(vec![0..0, 0..1, 1..1]);
-        let full = |part, items: &[f32]| {
-            buffer.fill(
-                part,
-                |item| item,
-                |push| {
-                    push(items);
-                    Ok::<_, ()>(())
-                },
-            )
-        };
-        assert_eq!(
-            (full(2, &[]), full(0, &[]), full(1, &[2.0])),
-            (Ok(None), Ok(None), Ok(Some(vec![2.0])))
-        );
+        assert_eq!(filled(&buffer, 2, &[]), None);
+        assert_eq!(filled(&buffer, 0, &[]), None);
+        assert_eq!(filled(&buffer, 1, &[2.0]), Some(vec![2.0]));
     }
 }

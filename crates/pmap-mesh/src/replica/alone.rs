@@ -7,15 +7,16 @@ use crate::{
         Wanted, Work,
         layout::{Owned, Run},
     },
-    mesh::place::{copied, filled, in_one_piece},
+    mesh::place::{copied, filled, in_one_piece, moved},
 };
 
 /// What an engine would return: copies, since results must not change when an argument is set.
 pub(super) fn run(work: Work) -> Result<Vec<Tensor>> {
     match work {
         Work::Gather { own, layout, device } => {
-            let own: Vec<Tensor> =
-                own.iter().map(|x| in_one_piece(x)?.flatten_all()).collect::<Result<_>>()?;
+            // Of whatever device, as engines take them.
+            let flat = |x: &Tensor| moved(&in_one_piece(x)?.flatten_all()?, &device);
+            let own: Vec<Tensor> = own.iter().map(flat).collect::<Result<_>>()?;
             let whole = |((shape, dtype), owners): (&(Shape, DType), &Vec<Owned>)| {
                 let part = |owned: &Owned| (owned.items.start, &own[owned.n_th]);
                 Ok(filled(shape, *dtype, &device, owners.iter().map(part))?.into_inner())

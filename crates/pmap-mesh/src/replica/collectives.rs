@@ -12,7 +12,7 @@ use crate::{
         traffic::Kind,
     },
     error::{self, CollectiveError, Error},
-    mesh::place::{copied, in_one_piece},
+    mesh::place::{copied, in_one_piece, n_bytes},
     reduce::Reduction,
     replica::{alone, pending::Outstanding},
 };
@@ -269,10 +269,6 @@ pub(crate) fn even_parts(x: &Tensor, dim: usize, site: &Site) -> Result<Vec<usiz
 fn sums(list: Vec<Tensor>, wanted: Wanted) -> Work {
     let list = list.into_iter().map(|x| x.detach()).collect();
     Work::Reduce { list, wanted, reduction: Reduction::Sum }
-}
-
-fn n_bytes(x: &Tensor) -> usize {
-    x.elem_count() * x.dtype().size_in_bytes()
 }
 
 /// What was gathered, side by side in `dim`, where the sizes of the parts are these.

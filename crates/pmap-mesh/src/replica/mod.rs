@@ -68,6 +68,7 @@ use crate::{
 /// one of them passes to a collective must have a gradient on all of them or on none. (candle ends
 /// a gradient at a multiplication by 0: to switch a replica's part off, multiply by a tensor of
 /// zeros.)
+///
 /// # After the call
 ///
 /// A replica belongs to one call. On one that is kept longer, collectives fail, and so does a

@@ -16,10 +16,11 @@ use crate::{
 /// A collective that was started: its result is to be waited for.
 ///
 /// Several may be under way at a time, and be waited for in any order. All members of a group start
-/// them in one order: the n-th collective that each starts or calls along the same axes is one. (Over
-/// NCCL in one order along all axes together, as its operations run one after the other.) A
+/// them in one order: the n-th collective that each starts or calls along the same axes is one.
+/// (Over NCCL in one order along all axes together, as its operations run one after the other.) A
 /// collective that one member starts and another one calls, `start_psum` and `psum`, is a
-/// [`CollectiveError::Mismatch`](crate::CollectiveError::Mismatch).
+/// [`CollectiveError::Mismatch`](crate::CollectiveError::Mismatch); over NCCL, where the two do not
+/// meet, both wait until their deadline.
 ///
 /// What was handed in must not be written to in place until [`wait`](Self::wait) has returned.
 ///

@@ -1,6 +1,7 @@
 //! Putting the results of replicas together.
 
 use candle_core::{Device, Tensor, bail};
+use core_types::Fingerprint;
 
 use crate::{
     error::{Error, Result, ValueError},
@@ -231,6 +232,19 @@ pub(crate) fn same(left: &Tensor, right: &Tensor) -> candle_core::Result<bool> {
     }
 }
 
+/// A number that differs if two tensors are not the [`same`], but for one pair in 2^64.
+pub(crate) fn fingerprint(x: &Tensor) -> candle_core::Result<u64> {
+    let mut fingerprint = Fingerprint::new();
+    fingerprint.bytes(x.dtype().as_str().as_bytes()).word(x.rank() as u64);
+    fingerprint.extend(x.dims().iter().map(|&size| size as u64));
+    if reduce::has_kernel(x.dtype()) {
+        reduce::fingerprint(&on_host(x)?, &mut fingerprint)?;
+    } else {
+        fingerprint.bytes(&bytes(x)?);
+    }
+    Ok(fingerprint.finish())
+}
+
 /// Whether both look at the same items of one storage, as the results of a large `psum` do.
 fn is_one_storage(left: &Tensor, right: &Tensor) -> bool {
     // One after the other: a thread that held one lock while it waits for the other could wait for
@@ -252,7 +266,6 @@ mod tests {
     use candle_core::DType;
 
     use super::*;
-    use crate::spec::fingerprint::fingerprint;
 
     fn print(x: &Tensor) -> u64 {
         fingerprint(x).unwrap()

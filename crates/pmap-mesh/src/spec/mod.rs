@@ -2,7 +2,6 @@
 
 pub(crate) mod cut;
 pub(crate) mod fault;
-pub(crate) mod fingerprint;
 pub(crate) mod join;
 pub(crate) mod tree;
 

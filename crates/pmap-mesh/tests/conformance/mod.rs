@@ -7,6 +7,7 @@
 use std::{process::Command, slice, thread, time::Duration};
 
 use candle_core::{DType, Device, Result, Tensor, Var};
+use core_types::Seed;
 use pmap_mesh::{
     ALL, DeviceMesh, Error, MeshAxes, P, Replica, Run, RunLayout, Specs, TensorTree, Uneven,
     ValueError,
@@ -15,6 +16,9 @@ use process_tests::{Engine, assert_same, leaves, lists, mesh, nothing, threads};
 
 /// How long a replica waits in the case of that name.
 const DEADLINE: Duration = Duration::from_millis(500);
+
+/// How many random orders of started collectives are tried on every mesh.
+const ORDERS: u64 = 24;
 
 /// How long a replica waits where it must not have to: less than a case may take.
 const LATE: Duration = Duration::from_mins(1);
@@ -67,6 +71,7 @@ pub(crate) fn run(engine: &impl Engine, case: &str, ranks: usize) {
         "replicated" => replicated(engine, ranks),
         "lists" => lists_of_any_length(engine),
         "runs" => runs_of_any_number(engine),
+        "underway" => grids(ranks).iter().for_each(|axes| underway(engine, axes)),
         "too many" => {
             let run = mesh(engine, &[], Some(LATE)).pmap(|ctx, _: Tensor| {
                 let x = nothing().to_device(ctx.device())?;
@@ -323,6 +328,75 @@ fn repeated_layout(engine: &impl Engine, ranks: usize) {
         let run = mesh.pmap(move |ctx, _: Tensor| gathers(ctx));
         run.in_axes(None).call(nothing()).unwrap();
     }
+}
+
+fn underway(engine: &impl Engine, axes: &[(&'static str, usize)]) {
+    let (tested, threads) = (mesh(engine, axes, None), threads(axes, &Device::Cpu));
+    for seed in 0..ORDERS {
+        let along = axes[seed as usize % axes.len()].0;
+        compare(&tested, &threads, move |ctx| in_any_order(ctx, along, seed));
+    }
+}
+
+/// Starts collectives of all kinds, some of them large, with others that are called and with
+/// computation in between; waits for them in an order that differs by replica. Returns all results
+/// in the order of the calls.
+fn in_any_order(ctx: &Replica, along: &'static str, seed: u64) -> Result<Vec<Tensor>> {
+    type Waiting<'a> = (usize, Box<dyn FnOnce() -> Result<Vec<Tensor>> + 'a>);
+    let draw = |n: u64, below: u64| Seed::new(seed).derive(n).as_u64() % below;
+    // Drawn by each replica for itself.
+    let own_draw = |n: u64, below: usize| {
+        (Seed::new(seed).derive(1 + ctx.slot() as u64).derive(n).as_u64() % below as u64) as usize
+    };
+    let tensors = [
+        (vec![3, 5], DType::F32),
+        (vec![100_003], DType::F32),
+        (vec![1], DType::U32),
+        (vec![70, 300], DType::BF16),
+    ];
+    let layout = lists::layout(&tensors, ctx.axis_size(along)?, seed);
+    let mut results: Vec<Vec<Tensor>> = Vec::new();
+    let mut waiting: Vec<Waiting<'_>> = Vec::new();
+    for n in 0..12 {
+        let list = tensors.iter().map(|(shape, dtype)| input(ctx, shape, *dtype));
+        // Computed on the device, which is not done when what it computes is handed in.
+        let list = list.map(|x| x?.affine(1.0 + n as f64, 0.0)).collect::<Result<Vec<_>>>()?;
+        let call: Box<dyn FnOnce() -> Result<Vec<Tensor>>> = match draw(n, 6) {
+            0 => {
+                let own = lists::own(&layout, ctx.axis_index(along)?, &list)?;
+                let pending = ctx.start_gather_runs(own, &layout, along)?;
+                Box::new(|| Ok(pending.wait()?.iter().map(Var::as_detached_tensor).collect()))
+            }
+            1 => {
+                let pending = ctx.start_reduce_runs(list, &layout, along)?;
+                Box::new(|| pending.wait())
+            }
+            2 | 3 => {
+                let pending = ctx.start_psum(&list[draw(n + 100, 4) as usize], along)?;
+                Box::new(|| Ok(vec![pending.wait()?]))
+            }
+            4 => {
+                let sum = ctx.psum(&list[draw(n + 100, 4) as usize], along)?;
+                Box::new(|| Ok(vec![sum]))
+            }
+            _ => {
+                let all = ctx.all_gather(&list[1], 0, along)?;
+                Box::new(move || Ok(vec![all.affine(0.5, 1.0)?]))
+            }
+        };
+        waiting.push((results.len(), call));
+        results.push(Vec::new());
+        if own_draw(n + 200, 2) == 0 {
+            let (place, call) = waiting.swap_remove(own_draw(n + 300, waiting.len()));
+            results[place] = call()?;
+        }
+    }
+    while !waiting.is_empty() {
+        let n_left = waiting.len();
+        let (place, call) = waiting.swap_remove(own_draw(400 + n_left as u64, n_left));
+        results[place] = call()?;
+    }
+    Ok(results.into_iter().flatten().collect())
 }
 
 /// The whole way from arguments to results.

@@ -6,9 +6,9 @@ use crate::{
     faults::Scenario,
     gradients::{Chain, Link},
     op::Op,
-    program::{Program, Step},
+    program::{Numbers, Program, Step},
     reference::Outcome,
-    underway::{Job, Kind},
+    underway::{Job, Kind, LARGE_BYTES},
 };
 
 /// How often each thing occurred.
@@ -76,15 +76,31 @@ impl Coverage {
             match step {
                 Step::Collective { op, .. } => self.note_op(op),
                 Step::Sums { .. } => self.note("Sums"),
-                Step::Job(_) => self.note("Job"),
-                Step::Start(Job { kind: Kind::Sum { .. }, .. }) => self.note("Start Sum"),
-                Step::Start(Job { kind: Kind::Gather(_), .. }) => self.note("Start Gather"),
-                Step::Start(Job { kind: Kind::Reduce(_), .. }) => self.note("Start Reduce"),
+                Step::Job(Job { kind, .. }) => {
+                    self.note("Job");
+                    self.note_job("Call", kind);
+                }
+                Step::Start(Job { kind, .. }) => self.note_job("Start", kind),
                 Step::Wait { jobs, .. } => self.note(format!("Wait {}", jobs.len().min(3))),
                 _ => {}
             }
         }
         self.note_outcome(program, outcome);
+    }
+
+    fn note_job(&mut self, how: &str, kind: &Kind) {
+        let (name, runs) = match kind {
+            Kind::Sum { .. } => ("Sum", None),
+            Kind::Gather(runs) => ("Gather", Some(runs)),
+            Kind::Reduce(runs) => ("Reduce", Some(runs)),
+        };
+        self.note(format!("{how} {name}"));
+        let bytes = |numbers: &Numbers| {
+            numbers.shape.iter().product::<usize>() * numbers.dtype.size_in_bytes()
+        };
+        if runs.is_some_and(|runs| runs.tensors.iter().map(bytes).sum::<usize>() > LARGE_BYTES) {
+            self.note(format!("large {name}"));
+        }
     }
 
     fn note_outcome(&mut self, program: &Program, outcome: &Outcome) {
@@ -118,5 +134,8 @@ impl Coverage {
 
     pub(crate) fn note_scenario(&mut self, scenario: &Scenario) {
         scenario.ends().into_iter().for_each(|end| self.note(end));
+        if scenario.starts_differ() {
+            self.note("Starts differ");
+        }
     }
 }

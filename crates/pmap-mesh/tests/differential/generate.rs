@@ -15,7 +15,7 @@ use crate::{
     random::Random,
     reference::State,
     spec::{self, Spec},
-    underway::{Job, Kind as JobKind, Runs},
+    underway::{Job, Kind as JobKind, LARGE_BYTES, Runs},
 };
 
 /// The most steps of a program.
@@ -25,10 +25,10 @@ const MAX_STEPS: usize = 12;
 const MAX_ITEMS: usize = 120_000;
 /// One tensor in so many is large.
 const LARGE_ONE_IN: usize = 100;
-/// Where engines change their way: bytes that they hand over otherwise than fewer, and items of one
-/// block of a sum.
-const LARGE_BYTES: usize = 16 << 10;
-const LARGE_ITEMS: usize = 4096;
+/// One list of runs in so many has a large tensor.
+const LARGE_RUNS_ONE_IN: usize = 8;
+/// How many items are one block of a sum.
+const BLOCK_ITEMS: usize = 8192;
 
 /// A random program on a mesh of so many slots, or of any number.
 pub(crate) fn program(random: &mut Random, slots: Option<usize>) -> Program {
@@ -62,7 +62,7 @@ fn numbers(random: &mut Random, slots: usize) -> Numbers {
     let mut shape: Vec<usize> = (0..random.below(4)).map(|_| size(random, slots)).collect();
     let dtype = if random.one_in(20) { DType::F8E4M3 } else { random.pick(&REDUCIBLE) };
     if random.one_in(LARGE_ONE_IN) {
-        let items = random.pick(&[LARGE_BYTES / dtype.size_in_bytes(), LARGE_ITEMS]);
+        let items = random.pick(&[LARGE_BYTES / dtype.size_in_bytes(), BLOCK_ITEMS]);
         shape = vec![items - 1 + random.below(3)];
         if random.one_in(3) {
             shape = vec![items / slots + 1, slots];
@@ -182,7 +182,12 @@ impl Maker<'_> {
 
     fn runs(&mut self, ranks: usize) -> Runs {
         let slots = self.state.grid.slots();
-        let tensors = (0..self.random.within(1, 3)).map(|_| numbers(self.random, slots)).collect();
+        let mut tensors: Vec<Numbers> =
+            (0..self.random.within(1, 3)).map(|_| numbers(self.random, slots)).collect();
+        if self.random.one_in(LARGE_RUNS_ONE_IN) {
+            let items = LARGE_BYTES / tensors[0].dtype.size_in_bytes();
+            tensors[0].shape = vec![items + 1 + self.random.below(items / 4)];
+        }
         Runs::random(self.random, tensors, ranks)
     }
 

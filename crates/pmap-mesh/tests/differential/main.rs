@@ -25,6 +25,8 @@ mod spec;
 mod tested;
 mod underway;
 
+use std::time::Duration;
+
 use pmap_mesh::DeviceMesh;
 
 use crate::{
@@ -34,6 +36,11 @@ use crate::{
 
 fn over_threads(grid: &Grid) -> DeviceMesh {
     grid.builder().cpu().unwrap()
+}
+
+/// Ends what waits for a replica that does not come before its call has ended.
+fn with_a_deadline(grid: &Grid) -> DeviceMesh {
+    grid.builder().deadline(Duration::from_millis(10)).cpu().unwrap()
 }
 
 #[test]
@@ -60,8 +67,12 @@ fn gradients_are_those_of_one_graph_on_one_device() {
 fn faults_end_a_call_with_what_is_true_of_them() {
     let scenarios: Cases<Scenario> = Cases::new("--test differential faults", faults::scenario);
     scenarios.run(2000, || {
-        let mut meshes = Meshes::new(over_threads);
-        move |scenario| faults::check(scenario, meshes.of(scenario.grid()))
+        let mut patient = Meshes::new(over_threads);
+        let mut hasty = Meshes::new(with_a_deadline);
+        move |scenario| {
+            let meshes = if scenario.is_late() { &mut hasty } else { &mut patient };
+            faults::check(scenario, meshes.of(scenario.grid()))
+        }
     });
 }
 
@@ -84,6 +95,7 @@ fn random_programs_are_of_every_kind() {
     coverage.assert_each(30, ["Shard", "Concat", "Stack", "Sum", "Mean"]);
     coverage.assert_each(3, ["Gather(0)", "NotReplicated(0)", "Specs([(0, MeanOfIntegers)])"]);
     coverage.assert_each(50, ["Job", "Start Sum", "Start Gather", "Start Reduce"]);
+    coverage.assert_each(20, ["large Gather", "large Reduce"]);
     coverage.assert_each(20, ["Wait 1", "Wait 2", "Wait 3"]);
     let faults =
         ["Axes", "AxisTwice", "ReducedInput", "DimOutOfRange", "NotDivisible", "CutAfterUneven"];
@@ -118,4 +130,5 @@ fn random_scenarios_end_in_every_way() {
         "NotWaited",
     ];
     coverage.assert_each(20, ends);
+    coverage.assert_each(10, ["Deadline", "Starts differ"]);
 }

@@ -14,6 +14,9 @@ use crate::{
     reference::has_sum,
 };
 
+/// Bytes that engines hand over otherwise than fewer.
+pub(crate) const LARGE_BYTES: usize = 16 << 10;
+
 /// A collective that can be under way.
 #[derive(Clone, Debug)]
 pub(crate) struct Job {
@@ -34,7 +37,7 @@ pub(crate) enum Kind {
 /// Tensors of each replica's own, and which runs of their items each rank of a group owns.
 #[derive(Clone, Debug)]
 pub(crate) struct Runs {
-    tensors: Vec<Numbers>,
+    pub(crate) tensors: Vec<Numbers>,
     owned: Vec<Vec<Owned>>,
 }
 
@@ -45,14 +48,14 @@ type Owned = (usize, Range<usize>);
 pub(crate) type Waiting = Box<dyn FnOnce() -> Result<Vec<Tensor>>>;
 
 impl Runs {
-    /// Every item has one owner among `ranks`.
+    /// Every item has one owner among `ranks`. Some runs are empty: they begin where others end.
     pub(crate) fn random(random: &mut Random, tensors: Vec<Numbers>, ranks: usize) -> Self {
         let mut owned = vec![Vec::new(); ranks];
         for (number, numbers) in tensors.iter().enumerate() {
             let size: usize = numbers.shape.iter().product();
             let mut start = 0;
             while start < size {
-                let end = random.within(start, size);
+                let end = if random.one_in(4) { start } else { random.within(start, size) };
                 owned[random.below(ranks)].push((number, start..end));
                 start = end;
             }

@@ -5,7 +5,7 @@ use std::{io, path::PathBuf};
 use candle_distributed::{
     batch::{
         BatchConfig, Buckets, Cost, Cut, DistributedConfig, DynamicBatchStrategy, Overlong,
-        Packing, Remainder, StepLayout,
+        Packing, Remainder, StepLayout, StepRemainder,
     },
     sampler::{DistributedSampler, Order, SamplerConfig},
     types::{Epoch, Placement, Seed},
@@ -16,6 +16,7 @@ use crate::{
     error::{Error, Result, WithHint},
     help::examples,
     hint, input,
+    numbers::Lengths,
 };
 
 /// Put sequences of the given lengths into batches, and report the padding.
@@ -35,12 +36,19 @@ pub(crate) struct Args {
     /// Which sequences share a batch
     #[arg(long, value_enum)]
     strategy: StrategyArg,
-    /// Maximum number of sequences per batch
+    /// Maximum number of sequences per batch; `dynamic` without --max-tokens counts those of
+    /// --max-sequence-length tokens, so that batches of shorter ones hold more
     #[arg(long, value_name = "B")]
     max_batch_size: Option<u64>,
     /// Maximum number of tokens per batch, padding included
     #[arg(long, value_name = "T")]
     max_tokens: Option<u64>,
+    /// Maximum cost per batch, which is its size times the --cost of a sequence of its padded length
+    #[arg(long, value_name = "C")]
+    max_cost: Option<u64>,
+    /// What a sequence costs [default: tokens]
+    #[arg(long, value_enum, requires = "max_cost")]
+    cost: Option<CostArg>,
     /// Maximum length of a sequence
     #[arg(long, value_name = "L")]
     max_sequence_length: Option<u64>,
@@ -79,7 +87,7 @@ pub(crate) struct Args {
     batch_size_multiple: Option<u64>,
     /// What to do with the last sequences when they are too few for this multiple [default: drop]
     #[arg(long, value_enum, requires = "batch_size_multiple")]
-    remainder: Option<RemainderArg>,
+    last_batch: Option<LastBatchArg>,
     /// Number of ranks that share the batches
     #[arg(long, value_name = "W", requires = "rank")]
     world_size: Option<u64>,
@@ -92,6 +100,9 @@ pub(crate) struct Args {
     /// What to balance across ranks within a step [default: tokens]
     #[arg(long, value_enum, requires = "world_size")]
     step_cost: Option<StepCostArg>,
+    /// What to do with the batches that do not fill a step of all ranks [default: split]
+    #[arg(long, value_enum, requires = "world_size")]
+    remainder: Option<RemainderArg>,
     /// Read the sequences in random order, and shuffle batches that are ready together
     #[arg(long)]
     shuffle: bool,
@@ -162,11 +173,29 @@ enum PackingArg {
 }
 
 #[derive(Clone, Copy, Debug, ValueEnum)]
-enum RemainderArg {
+enum CostArg {
+    /// Its tokens, padding included
+    Tokens,
+    /// The pairs of its tokens, as attention computes them
+    Quadratic,
+}
+
+#[derive(Clone, Copy, Debug, ValueEnum)]
+enum LastBatchArg {
     /// Leave them out
     Drop,
     /// Put them into a last, smaller batch
     Keep,
+}
+
+#[derive(Clone, Copy, Debug, ValueEnum)]
+enum RemainderArg {
+    /// Split the batches with the most padding in two: each sequence comes exactly once
+    Split,
+    /// Leave the last batches out
+    Drop,
+    /// Take the first batches once more
+    Repeat,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
@@ -186,12 +215,14 @@ enum StepCostArg {
 }
 
 impl Args {
-    pub(super) fn read_lengths(&self) -> Result<Vec<u64>> {
+    pub(super) fn read_lengths(&self) -> Result<Lengths> {
         let path = &self.lengths;
-        let is_stdin = path.as_os_str() == "-";
-        let text =
-            if is_stdin { input::read_text(io::stdin(), path) } else { input::read_file(path) };
-        text.and_then(|text| input::numbers(&text, "length", path)).with_hint(hint::LENGTHS)
+        let lengths = if path.as_os_str() == "-" {
+            Lengths::read(io::stdin(), path)
+        } else {
+            input::open(path).and_then(|file| Lengths::read(file, path))
+        };
+        lengths.with_hint(hint::LENGTHS)
     }
 
     /// Refuses the options that the others would leave without effect.
@@ -248,15 +279,15 @@ impl Args {
         self.strategy == StrategyArg::Pack
     }
 
-    pub(super) fn config(&self, lengths: &[u64]) -> Result<BatchConfig> {
+    pub(super) fn config(&self, lengths: &Lengths) -> Result<BatchConfig> {
         let overlong = match self.overlong {
             OverlongArg::Error => Overlong::Error,
             OverlongArg::Truncate => Overlong::Truncate,
             OverlongArg::Skip => Overlong::Skip,
         };
-        let remainder = match self.remainder {
-            None | Some(RemainderArg::Drop) => Remainder::Drop,
-            Some(RemainderArg::Keep) => Remainder::Keep,
+        let remainder = match self.last_batch {
+            None | Some(LastBatchArg::Drop) => Remainder::Drop,
+            Some(LastBatchArg::Keep) => Remainder::Keep,
         };
         let mut config = BatchConfig::default()
             .with_strategy(self.strategy(lengths)?)
@@ -267,11 +298,16 @@ impl Args {
             .with_fixed_shapes(self.fixed_shapes);
         config.max_batch_size = self.max_batch_size;
         config.max_tokens = self.capacity.or(self.max_tokens);
+        config.max_cost = self.max_cost;
+        config.cost = match self.cost {
+            None | Some(CostArg::Tokens) => Cost::TOKENS,
+            Some(CostArg::Quadratic) => Cost::ATTENTION,
+        };
         config.max_sequence_length = self.max_sequence_length;
         Ok(config)
     }
 
-    fn strategy(&self, lengths: &[u64]) -> Result<DynamicBatchStrategy> {
+    fn strategy(&self, lengths: &Lengths) -> Result<DynamicBatchStrategy> {
         Ok(match self.strategy {
             StrategyArg::PadToMax => DynamicBatchStrategy::PadToMax,
             StrategyArg::Bucket => DynamicBatchStrategy::Bucket(self.buckets(lengths)?),
@@ -283,7 +319,7 @@ impl Args {
         })
     }
 
-    fn buckets(&self, lengths: &[u64]) -> Result<Buckets> {
+    fn buckets(&self, lengths: &Lengths) -> Result<Buckets> {
         let Some(n_buckets) = self.buckets else {
             return Ok(Buckets::Width(self.bucket_width.unwrap_or(Buckets::DEFAULT_WIDTH)));
         };
@@ -291,8 +327,8 @@ impl Args {
         // pad the others more.
         let max = self.max_sequence_length.unwrap_or(u64::MAX);
         let skips = matches!(self.overlong, OverlongArg::Skip);
-        let kept = lengths.iter().filter(|&&length| !skips || length <= max);
-        let counted: Vec<u64> = kept.map(|&length| length.min(max)).collect();
+        let kept = lengths.iter().filter(|&length| !skips || length <= max);
+        let counted: Vec<u64> = kept.map(|length| length.min(max)).collect();
         Ok(Buckets::optimal(&counted, n_buckets)?)
     }
 
@@ -332,7 +368,15 @@ impl Args {
             None | Some(StepCostArg::Tokens) => Cost::TOKENS,
             Some(StepCostArg::Attention) => Cost::ATTENTION,
         };
-        let config = DistributedConfig::default().with_layout(layout).with_cost(cost);
+        let remainder = match self.remainder {
+            None | Some(RemainderArg::Split) => StepRemainder::Split,
+            Some(RemainderArg::Drop) => StepRemainder::Drop,
+            Some(RemainderArg::Repeat) => StepRemainder::Repeat,
+        };
+        let config = DistributedConfig::default()
+            .with_layout(layout)
+            .with_cost(cost)
+            .with_remainder(remainder);
         self.shuffle_seed().map_or(config, |seed| config.with_shuffle(seed))
     }
 

@@ -21,11 +21,20 @@ type Chart<'a, 'b> = ChartContext<'a, SVGBackend<'b>, Cartesian2d<RangedCoordf64
 
 /// An SVG document: above, a histogram of the lengths; below, the tokens of the batches by padded
 /// length.
-pub(crate) fn svg(lengths: &[u64], batches: &[&Batch], report: &PaddingReport) -> Result<String> {
+pub(crate) fn svg(
+    lengths: impl Iterator<Item = u64> + Clone,
+    batches: &[&Batch],
+    report: &PaddingReport,
+) -> Result<String> {
     picture::document(SIZE, |area| draw(&area, lengths, batches, report))
 }
 
-fn draw(area: &Area<'_>, lengths: &[u64], batches: &[&Batch], report: &PaddingReport) -> Drawn {
+fn draw(
+    area: &Area<'_>,
+    lengths: impl Iterator<Item = u64> + Clone,
+    batches: &[&Batch],
+    report: &PaddingReport,
+) -> Drawn {
     let title = format!("efficiency {:.4}, {} batches", report.efficiency(), report.batches);
     let (above, below) = area
         .titled(&title, TextStyle::from((FONT, 28)).color(&INK))?
@@ -35,10 +44,10 @@ fn draw(area: &Area<'_>, lengths: &[u64], batches: &[&Batch], report: &PaddingRe
     area.present()
 }
 
-fn draw_lengths(area: &Area<'_>, lengths: &[u64]) -> Drawn {
-    let bins = Bins::up_to(lengths.iter().copied());
+fn draw_lengths(area: &Area<'_>, lengths: impl Iterator<Item = u64> + Clone) -> Drawn {
+    let bins = Bins::up_to(lengths.clone());
     let mut counts = BTreeMap::<u64, u64>::new();
-    for &length in lengths {
+    for length in lengths {
         *counts.entry(bins.of(length)).or_default() += 1;
     }
     let highest = counts.values().copied().fold(0, u64::max).into();

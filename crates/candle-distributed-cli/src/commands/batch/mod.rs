@@ -6,14 +6,14 @@ pub(crate) mod chart;
 use std::io::{self, Write};
 
 use candle_distributed::{
-    batch::{Batch, DistributedBatchSampler, DynamicBatchSampler, PaddingReport},
+    batch::{Batch, DistributedBatchSampler, DynamicBatchSampler, PaddingReport, SequenceLengths},
     types::Placement,
 };
 use serde::Serialize;
 
 pub(crate) use self::args::Args;
 use self::args::FormatArg;
-use crate::{error::Result, output};
+use crate::{error::Result, numbers::Lengths, output};
 
 /// The JSON result; text and drawing show parts of it.
 #[derive(Serialize)]
@@ -73,15 +73,15 @@ pub(crate) fn run(args: &Args) -> Result<()> {
         FormatArg::Json => output::json(&answer),
         FormatArg::Svg => {
             let batches: Vec<&Batch> = answer.batches.iter().map(|entry| &entry.batch).collect();
-            let drawing = chart::svg(&lengths, &batches, &answer.report.padding)?;
+            let drawing = chart::svg(lengths.iter(), &batches, &answer.report.padding)?;
             output::text(|out| out.write_all(drawing.as_bytes()))
         }
     }
 }
 
 /// All batches.
-fn of_all(args: &Args, sampler: &DynamicBatchSampler<&Vec<u64>>) -> Result<Answer> {
-    let order = args.order(sampler.lengths().len() as u64)?;
+fn of_all(args: &Args, sampler: &DynamicBatchSampler<&Lengths>) -> Result<Answer> {
+    let order = args.order(sampler.lengths().count())?;
     let mut made = sampler.iter_in(&order);
     if let Some(seed) = args.shuffle_seed() {
         made = made.shuffled(seed.derive(args.epoch().as_u64()));
@@ -95,10 +95,10 @@ fn of_all(args: &Args, sampler: &DynamicBatchSampler<&Vec<u64>>) -> Result<Answe
 /// The batches of one rank.
 fn of_rank(
     args: &Args,
-    sampler: DynamicBatchSampler<&Vec<u64>>,
+    sampler: DynamicBatchSampler<&Lengths>,
     placement: Placement,
 ) -> Result<Answer> {
-    let order = args.order(sampler.lengths().len() as u64)?;
+    let order = args.order(sampler.lengths().count())?;
     let sampler = DistributedBatchSampler::new(sampler, placement, args.distributed())?;
     let steps = sampler.epoch(args.epoch(), &order)?;
     let of_world = steps.report();

@@ -88,6 +88,7 @@ pub(crate) fn run(args: &Args) -> Result<()> {
             "the axes make a grid of {n_slots}, but there are {n_devices} devices"
         )));
     }
+    place.share_cores()?;
     let answer =
         args.devices.run_on(place, args.grid(n_devices.as_usize()), |mesh| args.measure(mesh))?;
     match args.format {

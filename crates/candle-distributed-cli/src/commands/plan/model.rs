@@ -1,8 +1,15 @@
 //! Reading the parameters of a model from the kinds of file that describe one.
 
-use std::{fs::File, io::Read, path::Path};
+use std::{
+    fs::{self, File},
+    io::Read,
+    path::Path,
+};
 
-use candle_distributed::plan::{self, ParameterInfo, ShardingPlan, source};
+use candle_distributed::{
+    plan::{self, ParameterInfo, ShardingPlan, source},
+    types::human::Printable,
+};
 
 use crate::{
     error::{Error, ErrorKind, Result, WithHint},
@@ -43,14 +50,14 @@ pub(super) fn read_plan(path: &Path) -> Result<ShardingPlan> {
 }
 
 fn read_index(path: &Path) -> Result<Vec<ParameterInfo>> {
-    let text = input::read_file(path)?;
+    let text = input::read_text(open(path)?, path)?;
     let parameters = source::from_index(&text, |file| read_safetensors(&path.with_file_name(file)));
     // Faults of the files it lists already name those files.
     parameters.map_err(|error: Error| error.in_model(path))
 }
 
 fn read_safetensors(path: &Path) -> Result<Vec<ParameterInfo>> {
-    let mut file = input::open(path)?;
+    let mut file = open(path)?;
     let mut bytes = Vec::new();
     read_up_to(source::PREFIX_LEN, &mut file, path, &mut bytes)?;
     // A shorter file is refused below, by the reader of headers.
@@ -59,6 +66,15 @@ fn read_safetensors(path: &Path) -> Result<Vec<ParameterInfo>> {
         read_up_to(header_len, &mut file, path, &mut bytes)?;
     }
     in_file(path, source::from_safetensors(&bytes))
+}
+
+/// The file at `path`, which must be one: a pipe in its place would be waited for.
+fn open(path: &Path) -> Result<File> {
+    let known = fs::metadata(path).map_err(|source| Error::read(path, source))?;
+    if !known.is_file() {
+        return Err(Error::usage(format!("{} is not a file", Printable(path.display()))));
+    }
+    input::open(path)
 }
 
 /// Adds the next `n_bytes` of the file at `path` to `bytes`, or as many as there are.

@@ -8,7 +8,6 @@ use candle_distributed::{
         ParameterInfo, ShardingPlan,
         cost::{CostModel, PlanCost},
     },
-    train::Checkpoints,
     types::WorldSize,
 };
 
@@ -20,11 +19,11 @@ use crate::{
         corpus::Corpus,
         data::Schedule,
         metrics::Metrics,
+        model::MODEL,
         run_dir,
         session::Session,
         settings::Settings,
         sharding::{self, Needs},
-        trainer,
     },
 };
 
@@ -64,10 +63,10 @@ impl Facts {
             let no_run = Error::usage(format!("{} does not hold a run", path.display()));
             no_run.hinted(hint::RUN)
         })?;
-        let is_complete = run_dir::is_complete(path)?;
+        let is_complete = run_dir::is_complete(path, &settings)?;
         Ok(Self {
             metrics: run_dir::metrics(path)?,
-            checkpoints: Checkpoints::new(run_dir::checkpoints(path)).steps()?,
+            checkpoints: run_dir::checkpoints(path, &settings).steps()?,
             sharding: Sharding::of(path, &settings, is_complete)?,
             reading: Reading::of(&settings)?,
             path: path.into(),
@@ -93,7 +92,7 @@ impl Sharding {
             _ if is_complete => model::read(path)?,
             // A file may hold any sizes, and building the model takes memory; this is the one model
             // that `train` has.
-            Some(config) if config == trainer::MODEL => sharding::parameters_of(config)?,
+            Some(config) if config == MODEL => sharding::parameters_of(config)?,
             _ => return Ok(None),
         };
         let Some(session) = settings.sessions.last() else { return Ok(None) };

@@ -336,7 +336,7 @@ fn batches(facts: &Facts) -> Result<Markup> {
         Ok(Reading { lengths, batches, report }) => html! {
             p { "In the first epoch: " (report) "." }
             (figure(
-                &chart::svg(lengths, &batches.iter().collect::<Vec<_>>(), report)?,
+                &chart::svg(lengths.iter().copied(), &batches.iter().collect::<Vec<_>>(), report)?,
                 "How long the sequences are, and where the batches of the first epoch have \
                  their padding."
             ))

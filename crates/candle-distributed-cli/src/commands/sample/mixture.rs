@@ -1,10 +1,12 @@
 //! `sample --mix`: several data sets, read in proportion.
 
+use std::ops::Range;
+
 use candle_distributed::{
     sampler::{DistributedSampler, Mixture},
     types::{Placement, Seed},
 };
-use serde::Serialize;
+use serde::{Serialize, Serializer};
 
 use super::Args;
 use crate::{
@@ -30,12 +32,30 @@ pub(super) fn parse_part(text: &str) -> Result<Part, String> {
 
 /// The JSON result of `--mix`; an entry is a data set and one of its samples.
 #[derive(Serialize)]
-struct Mixed {
+struct Mixed<'a> {
     format_version: u32,
     world_size: u64,
     rank: u64,
     per_rank_len: u64,
-    entries: Vec<(usize, u64)>,
+    entries: Entries<'a>,
+}
+
+/// The entries to print. They are computed as they are written and never stored.
+struct Entries<'a> {
+    mixture: &'a Mixture,
+    numbers: Range<u64>,
+}
+
+impl Entries<'_> {
+    fn iter(&self) -> impl Iterator<Item = (usize, u64)> {
+        self.numbers.clone().map(|n| entry(self.mixture, n))
+    }
+}
+
+impl Serialize for Entries<'_> {
+    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        serializer.collect_seq(self.iter())
+    }
 }
 
 pub(super) fn print(args: &Args, parts: &[Part]) -> Result<()> {
@@ -48,18 +68,17 @@ pub(super) fn print(args: &Args, parts: &[Part]) -> Result<()> {
     let weights: Vec<u64> = parts.iter().map(|part| part.weight).collect();
     let mixture = Mixture::new(samplers.collect::<Result<_, _>>()?, &weights)?;
     let numbers = args.start..args.start + args.count(mixture.len())?;
-    let entries = numbers.map(|n| entry(&mixture, n));
+    let entries = Entries { mixture: &mixture, numbers };
     match args.format {
         Format::Text => output::text(|out| {
-            let mut entries = entries;
-            entries.try_for_each(|(source, index)| writeln!(out, "{source} {index}"))
+            entries.iter().try_for_each(|(source, index)| writeln!(out, "{source} {index}"))
         }),
         Format::Json => output::json(&Mixed {
             format_version: 1,
             world_size: args.world_size,
             rank: args.rank,
             per_rank_len: mixture.len(),
-            entries: entries.collect(),
+            entries,
         }),
     }
 }

@@ -2,11 +2,15 @@
 
 mod mixture;
 
-use std::path::{Path, PathBuf};
+use std::{
+    ops::Range,
+    path::{Path, PathBuf},
+};
 
 use candle_distributed::{
     sampler::{
-        DistributedSampler, Indices, Order, Partition, Quota, SamplerConfig, SamplerState, Tail,
+        self, DistributedSampler, Indices, Order, Partition, Quota, SamplerConfig, SamplerState,
+        Tail,
     },
     types::{Epoch, Placement, Rank, Seed},
 };
@@ -16,7 +20,7 @@ use serde::{Serialize, Serializer};
 use crate::{
     error::{Error, Result, WithHint},
     help::examples,
-    hint, input,
+    hint, input, numbers,
     output::{self, Format},
 };
 
@@ -223,18 +227,16 @@ impl Args {
     #[expect(clippy::expect_used, reason = "says why it cannot fail")]
     fn fresh_sampler(&self, placement: Placement) -> Result<DistributedSampler> {
         if let Some(path) = &self.classes {
-            let labels: Vec<u32> = input::read_numbers(path, "class").with_hint(hint::NUMBERS)?;
-            return Ok(DistributedSampler::stratified(
-                &labels,
-                self.quota(),
-                placement,
-                self.config(),
-            )?);
+            let labels = numbers::classes(path).with_hint(hint::NUMBERS)?;
+            let quota = self.quota();
+            return DistributedSampler::stratified(&labels, quota, placement, self.config())
+                .map_err(|error| without_order(error, FEWER_SAMPLES));
         }
         let len = self.len.expect("clap insists on --len unless there is --classes or --mix");
         if let Some(path) = &self.weights {
-            let weights: Vec<f64> = input::read_numbers(path, "weight").with_hint(hint::NUMBERS)?;
-            return Ok(DistributedSampler::weighted(&weights, len, placement, self.config())?);
+            let weights = numbers::weights(path).with_hint(hint::NUMBERS)?;
+            return DistributedSampler::weighted(&weights, len, placement, self.config())
+                .map_err(|error| without_order(error, FEWER_WEIGHTS));
         }
         Ok(DistributedSampler::new(len, placement, self.config())?)
     }
@@ -257,6 +259,21 @@ impl Args {
     }
 }
 
+const FEWER_SAMPLES: &str =
+    "--capped, or a smaller --fixed, leaves fewer samples in an epoch: each takes 20 bytes";
+const FEWER_WEIGHTS: &str = "each weight takes 16 bytes: split the data set, or use --mix";
+
+/// The error of an order that --order does not choose: where the advice would be another --order, it
+/// is `advice` instead.
+fn without_order(error: sampler::Error, advice: &'static str) -> Error {
+    let is_too_large = matches!(
+        error,
+        sampler::Error::TooLongToShuffle { .. } | sampler::Error::OutOfMemory { .. }
+    );
+    let error = Error::from(error);
+    if is_too_large { error.hinted(advice) } else { error }
+}
+
 fn read_state(path: &Path) -> Result<SamplerState> {
     input::read_json(path, "the state of a sampler").with_hint(hint::STATE)
 }
@@ -276,7 +293,19 @@ struct Answer<'a> {
     per_rank_len: u64,
     indices: Printed<'a>,
     #[serde(skip_serializing_if = "Option::is_none")]
-    padding: Option<Vec<bool>>,
+    padding: Option<Padding<'a>>,
+}
+
+/// Whether each of the indices to print is padding.
+struct Padding<'a> {
+    sampler: &'a DistributedSampler,
+    numbers: Range<u64>,
+}
+
+impl Serialize for Padding<'_> {
+    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        serializer.collect_seq(self.numbers.clone().map(|n| is_padding(self.sampler, n)))
+    }
 }
 
 /// The indices to print.
@@ -330,7 +359,7 @@ fn print_indices(args: &Args, sampler: &DistributedSampler) -> Result<()> {
             rank: args.rank,
             per_rank_len: sampler.len(),
             indices: printed,
-            padding: args.mark_padding.then(|| numbers.map(|n| is_padding(sampler, n)).collect()),
+            padding: args.mark_padding.then_some(Padding { sampler, numbers }),
         }),
     }?;
     match &args.save_state {

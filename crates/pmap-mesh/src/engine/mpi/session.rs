@@ -177,10 +177,11 @@ impl Session {
         })
     }
 
-    /// Fills `bytes` on all processes with those of rank 0.
+    /// Fills `bytes` on all processes with those of a rank.
     #[cfg(feature = "nccl")]
-    pub(crate) fn broadcast(&self, bytes: &mut [u8]) -> Result<()> {
-        self.world.broadcast(bytes, 0).map_err(|error| failed(error.to_string()))
+    pub(crate) fn broadcast(&self, bytes: &mut [u8], from: usize) -> Result<()> {
+        let from = super::rank_of(from);
+        self.world.broadcast(bytes, from).map_err(|error| failed(error.to_string()))
     }
 
     /// Says why, and ends all processes.

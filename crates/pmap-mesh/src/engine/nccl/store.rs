@@ -1,5 +1,5 @@
-//! How the processes of a mesh over NCCL find each other: rank 0 leaves an id where the others look
-//! for it.
+//! How the processes of a mesh over NCCL find each other: each says who it is, and rank 0 leaves ids
+//! where the others look for them.
 
 use std::{
     ffi::OsString,
@@ -12,6 +12,7 @@ use std::{
 
 use core_types::{Placement, Rank};
 
+use super::peers::Peer;
 #[cfg(feature = "mpi")]
 use crate::engine::mpi::Session;
 use crate::error::{ProcessError, Result};
@@ -19,9 +20,11 @@ use crate::error::{ProcessError, Result};
 /// The id of a communicator, which NCCL makes and reads.
 pub(super) type Id = [u8; 128];
 
+/// The ids of the communicators of a mesh.
+pub(super) type Ids = [Id; 2];
+
 /// What a file of ours begins with.
-const MAGIC: [u8; 8] = *b"nccl-id1";
-const RECORD_BYTES: usize = MAGIC.len() + size_of::<u64>() + size_of::<Id>();
+const MAGIC: [u8; 8] = *b"nccl-id2";
 /// How long to wait before looking again: not noticed beside the seconds that NCCL takes to start,
 /// and easy on a shared file system.
 const LOOK: Duration = Duration::from_millis(20);
@@ -33,9 +36,10 @@ pub enum NcclStore {
     /// A file that all processes see, on a file system that their machines share, and that does not
     /// exist yet.
     ///
-    /// Rank 0 makes it, and removes it when all have joined. Put something into the name that no
-    /// other run has, such as the id of the job: rank 0 refuses a file that an earlier run has
-    /// left, but the others cannot tell.
+    /// Each rank but the first makes a file of this name with its rank behind it, `name.3`, and rank
+    /// 0, when it has read them all, the file itself; each removes its own when all have joined.
+    /// Put something into the name that no other run has, such as the id of the job: files that an
+    /// earlier run has left are refused.
     File(PathBuf),
     /// The MPI program that these processes are, if `mpirun` or `srun` has started them as one.
     ///
@@ -44,40 +48,44 @@ pub enum NcclStore {
     Mpi,
 }
 
-/// An id that all processes of a mesh have, until they have joined.
+/// What all processes of a mesh know, until they have joined.
 #[derive(Debug)]
 pub(super) struct Bootstrap {
-    pub(super) id: Id,
-    /// The file, if it is this process's to remove.
-    _id_file: Option<IdFile>,
+    pub(super) ids: Ids,
+    /// The processes, by rank.
+    pub(super) peers: Vec<Peer>,
+    /// The file that is this process's to remove.
+    _own_file: Option<OwnFile>,
+    /// On rank 0 the files of the others, who remove them when they have read its own.
+    of_others: Vec<PathBuf>,
     #[cfg(feature = "mpi")]
     pub(super) session: Option<std::sync::Arc<Session>>,
 }
 
+impl Bootstrap {
+    /// Waits until all have read what rank 0 has written, before it is removed: who joins has read it,
+    /// this is for when nobody will.
+    pub(super) fn wait_for_readers(&self, within: Duration) {
+        let start = Instant::now();
+        while self.of_others.iter().any(|path| path.exists()) && start.elapsed() < within {
+            thread::sleep(LOOK);
+        }
+    }
+}
+
 impl NcclStore {
-    /// The id that rank 0 makes.
+    /// The ids that rank 0 makes, and all processes, of which this one is `peer`.
     pub(super) fn bootstrap(
         &self,
         place: Placement,
+        peer: &Peer,
         within: Duration,
-        make: impl FnOnce() -> Result<Id>,
+        make: impl FnOnce() -> Result<Ids>,
     ) -> Result<Bootstrap> {
         match self {
-            Self::File(path) => {
-                let (id, id_file) = by_file(path, place, within, make)?;
-                Ok(Bootstrap {
-                    id,
-                    _id_file: id_file,
-                    #[cfg(feature = "mpi")]
-                    session: None,
-                })
-            }
+            Self::File(path) => by_file(path, place, peer, within, make),
             #[cfg(feature = "mpi")]
-            Self::Mpi => {
-                let session = Session::start()?;
-                let id = by_mpi(&session, place, make)?;
-                Ok(Bootstrap { id, _id_file: None, session: Some(session) })
-            }
+            Self::Mpi => by_mpi(place, peer, make),
         }
     }
 }
@@ -85,86 +93,145 @@ impl NcclStore {
 fn by_file(
     path: &Path,
     place: Placement,
+    peer: &Peer,
     within: Duration,
-    make: impl FnOnce() -> Result<Id>,
-) -> Result<(Id, Option<IdFile>)> {
-    let store = |cause| ProcessError::Store { path: path.to_owned(), cause };
+    make: impl FnOnce() -> Result<Ids>,
+) -> Result<Bootstrap> {
+    let store = |path: &Path, cause| ProcessError::Store { path: path.to_owned(), cause };
     let world_size = place.world_size().as_u64();
-    if place.rank() == Rank::ZERO {
-        let id = make()?;
-        let id_file = IdFile::new(path, world_size, &id).map_err(store)?;
-        Ok((id, Some(id_file)))
+    let start = Instant::now();
+    let read = |path: &Path, n_bytes| {
+        read(path, world_size, n_bytes, start, within).map_err(|cause| store(path, cause))
+    };
+    let mut of_others = Vec::new();
+    let (own_file, record) = if place.rank() == Rank::ZERO {
+        let mut record = make()?.concat();
+        // Claimed first: this tells whether the file is another mesh's.
+        let own_file = OwnFile::claim(path).map_err(|cause| store(path, cause))?;
+        record.extend(peer.to_bytes());
+        of_others.extend((1..world_size).map(|rank| of_rank(path, rank)));
+        for of_other in &of_others {
+            record.extend(read(of_other, Peer::BYTES)?);
+        }
+        own_file.fill(world_size, &record).map_err(|cause| store(path, cause))?;
+        (own_file, record)
     } else {
-        Ok((read(path, world_size, within).map_err(store)?, None))
-    }
+        let own_path = of_rank(path, place.rank().as_u64());
+        let own_file = OwnFile::claim(&own_path)
+            .and_then(|own_file| own_file.fill(world_size, &peer.to_bytes()).map(|()| own_file))
+            .map_err(|cause| store(&own_path, cause))?;
+        let n_bytes = size_of::<Ids>() + place.world_size().as_usize() * Peer::BYTES;
+        (own_file, read(path, n_bytes)?)
+    };
+    let (ids, peers) = record.split_at(size_of::<Ids>());
+    Ok(Bootstrap {
+        ids: ids_of(ids),
+        peers: peers.as_chunks().0.iter().map(Peer::from_bytes).collect(),
+        _own_file: Some(own_file),
+        of_others,
+        #[cfg(feature = "mpi")]
+        session: None,
+    })
+}
+
+/// The file in which a rank says who it is.
+fn of_rank(path: &Path, rank: u64) -> PathBuf {
+    let mut name = OsString::from(path);
+    name.push(format!(".{rank}"));
+    PathBuf::from(name)
+}
+
+#[expect(clippy::expect_used, reason = "the length of records is checked")]
+fn ids_of(bytes: &[u8]) -> Ids {
+    let ids: &[Id] = bytes.as_chunks().0;
+    ids.try_into().expect("a record begins with all ids")
 }
 
 #[cfg(feature = "mpi")]
-fn by_mpi(session: &Session, place: Placement, make: impl FnOnce() -> Result<Id>) -> Result<Id> {
-    let rank = session.rank();
+fn by_mpi(place: Placement, peer: &Peer, make: impl FnOnce() -> Result<Ids>) -> Result<Bootstrap> {
+    let session = Session::start()?;
+    let own_rank = session.rank();
     let size = session.size();
-    if rank != place.rank().as_usize() || size != place.world_size().as_usize() {
-        // The others wait for the id.
-        session.end(&format!("this process is rank {rank} of {size}, not {place}"));
+    if own_rank != place.rank().as_usize() || size != place.world_size().as_usize() {
+        // The others wait for the ids.
+        session.end(&format!("this process is rank {own_rank} of {size}, not {place}"));
     }
-    let mut id = [0; size_of::<Id>()];
+    let mut ids = [0; size_of::<Ids>()];
     if place.rank() == Rank::ZERO {
         match make() {
-            Ok(made) => id = made,
+            Ok(made) => ids.copy_from_slice(&made.concat()),
             Err(error) => session.end(&error.to_string()),
         }
     }
-    session.broadcast(&mut id)?;
-    Ok(id)
+    session.broadcast(&mut ids, 0)?;
+    let mut peers = Vec::new();
+    for rank in 0..size {
+        let mut bytes = peer.to_bytes();
+        session.broadcast(&mut bytes, rank)?;
+        peers.push(Peer::from_bytes(&bytes));
+    }
+    Ok(Bootstrap {
+        ids: ids_of(&ids),
+        peers,
+        _own_file: None,
+        of_others: Vec::new(),
+        session: Some(session),
+    })
 }
 
-/// A file with an id, which is removed when this is dropped.
+/// A file that this process has made, which is removed when this is dropped.
 #[derive(Debug)]
-struct IdFile(PathBuf);
+struct OwnFile(PathBuf);
 
-impl IdFile {
-    /// Makes the file, which must not exist.
-    fn new(path: &Path, world_size: u64, id: &Id) -> io::Result<Self> {
+impl OwnFile {
+    /// Makes the file, which must not exist: empty, and so not taken for what it is to hold.
+    fn claim(path: &Path) -> io::Result<Self> {
         let used = |error: io::Error| match error.kind() {
             ErrorKind::AlreadyExists => {
                 io::Error::new(error.kind(), "the file exists; every mesh needs one of its own")
             }
             _ => error,
         };
-        // Empty, and so not taken for an id; this tells who was first.
         OpenOptions::new().write(true).create_new(true).open(path).map_err(used)?;
-        let id_file = Self(path.to_owned());
-        let mut partial = OsString::from(path);
+        Ok(Self(path.to_owned()))
+    }
+
+    /// Writes what the others look for; nobody sees half of it.
+    fn fill(&self, world_size: u64, contents: &[u8]) -> io::Result<()> {
+        let mut partial = OsString::from(&self.0);
         partial.push(".partial");
-        fs::write(&partial, record(world_size, id))?;
-        // Nobody sees half of it.
-        fs::rename(&partial, path)?;
-        Ok(id_file)
+        fs::write(&partial, record(world_size, contents))?;
+        fs::rename(&partial, &self.0)
     }
 }
 
-impl Drop for IdFile {
+impl Drop for OwnFile {
     fn drop(&mut self) {
-        // What stays is refused by the next rank 0.
+        // What stays is refused by the next process that is to make it.
         drop(fs::remove_file(&self.0));
     }
 }
 
-fn record(world_size: u64, id: &Id) -> Vec<u8> {
-    [&MAGIC[..], &world_size.to_le_bytes(), id].concat()
+fn record(world_size: u64, contents: &[u8]) -> Vec<u8> {
+    [&MAGIC[..], &world_size.to_le_bytes(), contents].concat()
 }
 
-/// The id in a file, as soon as there is one.
-fn read(path: &Path, world_size: u64, within: Duration) -> io::Result<Id> {
-    let start = Instant::now();
+/// The contents of a file, as soon as there are any.
+fn read(
+    path: &Path,
+    world_size: u64,
+    n_bytes: usize,
+    start: Instant,
+    within: Duration,
+) -> io::Result<Vec<u8>> {
     loop {
         match fs::read(path) {
-            Ok(bytes) if !bytes.is_empty() => return id_of(&bytes, world_size),
+            Ok(bytes) if !bytes.is_empty() => return contents(&bytes, world_size, n_bytes),
             Err(error) if error.kind() != ErrorKind::NotFound => return Err(error),
             _ if start.elapsed() >= within => {
                 return Err(io::Error::new(
                     ErrorKind::TimedOut,
-                    format!("rank 0 left no id within {within:?}"),
+                    format!("nobody has written it within {within:?}"),
                 ));
             }
             _ => thread::sleep(LOOK),
@@ -172,31 +239,30 @@ fn read(path: &Path, world_size: u64, within: Duration) -> io::Result<Id> {
     }
 }
 
-fn id_of(bytes: &[u8], world_size: u64) -> io::Result<Id> {
+fn contents(bytes: &[u8], world_size: u64, n_bytes: usize) -> io::Result<Vec<u8>> {
     let wrong = |why: String| Err(io::Error::new(ErrorKind::InvalidData, why));
-    match bytes.last_chunk() {
-        Some(id) if bytes.len() == RECORD_BYTES && bytes.starts_with(&MAGIC) => {
-            if *bytes == *record(world_size, id) {
-                Ok(*id)
-            } else {
-                wrong(format!("the id is not of a world of {world_size}"))
-            }
-        }
-        Some(_) | None => wrong("the file holds no id".into()),
+    let Some(of_world) = bytes.strip_prefix(&MAGIC) else {
+        return wrong("the file is no part of a mesh's start, or of another version's".into());
+    };
+    match of_world.strip_prefix(&world_size.to_le_bytes()) {
+        Some(contents) if contents.len() == n_bytes => Ok(contents.to_vec()),
+        Some(contents) => wrong(format!("{} bytes for the {n_bytes} expected", contents.len())),
+        None => wrong(format!("the file is not of a world of {world_size}")),
     }
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::error::Error;
+    use crate::{engine::nccl::peers::tests::peer, error::Error};
 
-    const ID: Id = [7; 128];
+    const IDS: Ids = [[7; 128], [8; 128]];
     const SOON: Duration = Duration::from_millis(100);
 
-    fn join(path: &Path, rank: u64, within: Duration) -> Result<Bootstrap> {
-        let place = Placement::new(rank, 2).unwrap();
-        NcclStore::File(path.to_owned()).bootstrap(place, within, || Ok(ID))
+    fn join(path: &Path, rank: u8, within: Duration) -> Result<Bootstrap> {
+        let place = Placement::new(u64::from(rank), 2).unwrap();
+        let peer = peer(rank, "here");
+        NcclStore::File(path.to_owned()).bootstrap(place, &peer, within, || Ok(IDS))
     }
 
     fn kind_of(outcome: Result<Bootstrap>) -> ErrorKind {
@@ -207,54 +273,92 @@ mod tests {
     }
 
     #[test]
-    fn all_get_the_id_that_rank_0_has_made() {
+    fn all_get_the_ids_that_rank_0_has_made_and_know_each_other() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("id");
+        let late = Duration::from_mins(1);
         thread::scope(|scope| {
-            let other = scope.spawn(|| join(&path, 1, Duration::from_mins(1)).unwrap().id);
-            thread::sleep(SOON);
-            let id_file = join(&path, 0, SOON).unwrap();
-            assert_eq!((id_file.id, other.join().unwrap()), (ID, ID));
+            let other = scope.spawn(|| join(&path, 1, late).unwrap());
+            let own = join(&path, 0, late).unwrap();
+            // Kept until the other has read what this one has written.
+            for bootstrap in &[own, other.join().unwrap()] {
+                assert_eq!(bootstrap.ids, IDS);
+                assert_eq!(bootstrap.peers, [peer(0, "here"), peer(1, "here")]);
+            }
         });
-        assert_eq!(fs::read_dir(&folder).unwrap().count(), 0, "rank 0 removes what it has written");
+        assert_eq!(fs::read_dir(&folder).unwrap().count(), 0, "each removes what it has made");
     }
 
     #[test]
-    fn rank_0_refuses_the_file_of_another_run_and_leaves_it() {
+    fn rank_0_leaves_its_file_until_the_others_have_read_it() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("id");
-        fs::write(&path, "an old one").unwrap();
-        assert_eq!(kind_of(join(&path, 0, SOON)), ErrorKind::AlreadyExists);
-        assert_eq!(fs::read(&path).unwrap(), b"an old one");
+        let late = Duration::from_mins(1);
+        thread::scope(|scope| {
+            let first = scope.spawn(|| join(&path, 0, late).unwrap().wait_for_readers(late));
+            // Whenever it comes, it finds what it looks for.
+            assert_eq!(join(&path, 1, late).unwrap().ids, IDS);
+            first.join().unwrap();
+        });
+        fs::write(of_rank(&path, 1), "one that does not come").unwrap();
+        let bootstrap = Bootstrap {
+            ids: IDS,
+            peers: Vec::new(),
+            _own_file: None,
+            of_others: vec![of_rank(&path, 1)],
+            #[cfg(feature = "mpi")]
+            session: None,
+        };
+        bootstrap.wait_for_readers(SOON);
     }
 
     #[test]
-    fn the_others_wait_until_their_deadline() {
+    fn files_of_another_run_are_refused_and_left() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("id");
-        assert_eq!(kind_of(join(&path, 1, SOON)), ErrorKind::TimedOut);
+        for (rank, path_of_rank) in [(0, path.clone()), (1, of_rank(&path, 1))] {
+            fs::write(&path_of_rank, "an old one").unwrap();
+            assert_eq!(kind_of(join(&path, rank, SOON)), ErrorKind::AlreadyExists);
+            assert_eq!(fs::read(&path_of_rank).unwrap(), b"an old one");
+            fs::remove_file(&path_of_rank).unwrap();
+        }
+    }
+
+    #[test]
+    fn all_wait_until_their_deadline() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("id");
+        for rank in [0, 1] {
+            assert_eq!(kind_of(join(&path, rank, SOON)), ErrorKind::TimedOut);
+        }
         // Rank 0 has begun, and not ended.
         fs::write(&path, "").unwrap();
         assert_eq!(kind_of(join(&path, 1, SOON)), ErrorKind::TimedOut);
     }
 
     #[test]
-    fn what_is_no_id_of_this_world_is_refused() {
+    fn what_is_no_record_of_this_world_is_refused() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("id");
-        for bytes in
-            [record(3, &ID), b"something else".to_vec(), [record(2, &ID), vec![0]].concat()]
-        {
+        let peers = [peer(4, "there").to_bytes(), peer(5, "there").to_bytes()].concat();
+        let good = [IDS.concat(), peers].concat();
+        let long = [&good[..], &[0]].concat();
+        for bytes in [record(3, &good), b"something else".to_vec(), record(2, &long)] {
             fs::write(&path, bytes).unwrap();
             assert_eq!(kind_of(join(&path, 1, SOON)), ErrorKind::InvalidData);
         }
-        fs::write(&path, record(2, &ID)).unwrap();
-        assert_eq!(join(&path, 1, SOON).unwrap().id, ID);
+        fs::write(&path, record(2, &good)).unwrap();
+        let bootstrap = join(&path, 1, SOON).unwrap();
+        assert_eq!(bootstrap.ids, IDS);
+        assert_eq!(bootstrap.peers, [peer(4, "there"), peer(5, "there")]);
     }
 
     #[test]
-    fn a_folder_that_is_not_there_is_an_error_on_rank_0() {
+    fn a_folder_that_is_not_there_is_an_error() {
         let folder = tempfile::tempdir().unwrap();
-        assert_eq!(kind_of(join(&folder.path().join("nowhere/id"), 0, SOON)), ErrorKind::NotFound);
+        for rank in [0, 1] {
+            let outcome = join(&folder.path().join("nowhere/id"), rank, SOON);
+            assert_eq!(kind_of(outcome), ErrorKind::NotFound);
+        }
     }
 }

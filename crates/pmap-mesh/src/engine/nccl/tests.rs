@@ -1,15 +1,19 @@
 //! The engine without its devices: processes are threads, and what they send goes through memory.
 
 use std::{
-    collections::{BTreeMap, VecDeque},
+    collections::BTreeMap,
+    ops::Range,
     sync::{Condvar, Mutex},
     thread,
 };
 
-use candle_core::DType;
+use candle_core::{DType, Var};
 use core_types::Seed;
 
-use super::*;
+use super::{
+    link::{Broken, Carrier, Moving, Transfer},
+    *,
+};
 use crate::{
     engine::layout::{Run, RunLayout},
     mesh::axes::MeshAxes,
@@ -21,11 +25,38 @@ use crate::{
 const SEED: Seed = Seed::new(1);
 const LIMIT: Duration = Duration::from_mins(1);
 
-/// What was sent and has not been received, by sender and receiver.
+/// Sender, receiver, and how many messages went before from the one to the other.
+type Key = (usize, usize, usize);
+
+/// What was sent and has not been received.
+#[derive(Debug)]
+struct Messages<T>(Mutex<BTreeMap<Key, T>>, Condvar);
+
+impl<T> Messages<T> {
+    fn send(&self, key: Key, message: T) {
+        assert!(lock(&self.0).insert(key, message).is_none());
+        self.1.notify_all();
+    }
+
+    fn receive(&self, key: Key) -> T {
+        let is_missing = |messages: &mut BTreeMap<_, T>| !messages.contains_key(&key);
+        // A rank that has failed sends nothing more.
+        let mut messages = self.1.wait_timeout_while(lock(&self.0), LIMIT, is_missing).unwrap().0;
+        messages.remove(&key).unwrap()
+    }
+}
+
+impl<T> Default for Messages<T> {
+    fn default() -> Self {
+        Self(Mutex::default(), Condvar::new())
+    }
+}
+
+/// What all communicators of one id have under way.
 #[derive(Debug, Default)]
 struct Network {
-    messages: Mutex<BTreeMap<(usize, usize), VecDeque<Tensor>>>,
-    sent: Condvar,
+    bytes: Messages<Vec<u8>>,
+    tensors: Messages<Tensor>,
 }
 
 /// The network as seen from one rank.
@@ -33,36 +64,93 @@ struct Network {
 struct Port {
     network: Arc<Network>,
     rank: usize,
+    /// How many messages have been sent to, and awaited from, each rank.
+    n_bytes: Mutex<BTreeMap<usize, (usize, usize)>>,
+    n_tensors: Mutex<BTreeMap<usize, (usize, usize)>>,
+}
+
+impl Port {
+    fn new(network: &Arc<Network>, rank: usize) -> Self {
+        let (n_bytes, n_tensors) = Default::default();
+        Self { network: Arc::clone(network), rank, n_bytes, n_tensors }
+    }
+}
+
+/// Counts one more.
+fn next(count: &mut usize) -> usize {
+    *count += 1;
+    *count - 1
 }
 
 impl Carrier for Port {
+    fn exchange(
+        &self,
+        bytes: Vec<u8>,
+        slots: &[usize],
+        _: Duration,
+    ) -> std::result::Result<Vec<Vec<u8>>, Broken> {
+        let mut counts = lock(&self.n_bytes);
+        for &slot in slots {
+            let n = next(&mut counts.entry(slot).or_default().0);
+            self.network.bytes.send((self.rank, slot, n), bytes.clone());
+        }
+        let receive = |&slot: &usize| {
+            let n = next(&mut counts.entry(slot).or_default().1);
+            self.network.bytes.receive((slot, self.rank, n))
+        };
+        let arrived: Vec<Vec<u8>> = slots.iter().map(receive).collect();
+        assert!(arrived.iter().all(|arrived| arrived.len() == bytes.len()));
+        Ok(arrived)
+    }
+
+    /// What is received arrives when the device is told to wait for it, and no earlier.
     fn transfer(
         &self,
         transfer: Transfer,
         _: Duration,
-    ) -> std::result::Result<Vec<Tensor>, Broken> {
-        let mut messages = lock(&self.network.messages);
-        let Transfer { source, outgoing, incoming } = transfer;
+    ) -> std::result::Result<Box<dyn Moving>, Broken> {
+        let Transfer { source, outgoing, destination, incoming, .. } = transfer;
         assert!(source.is_contiguous());
+        assert!(!outgoing.is_empty() || !incoming.is_empty());
+        let mut counts = lock(&self.n_tensors);
         for (to, part) in outgoing {
             assert!(!part.is_empty());
-            let x = source.narrow(0, part.start, part.len()).unwrap();
-            messages.entry((self.rank, to)).or_default().push_back(x);
+            let x = source.narrow(0, part.start, part.len()).unwrap().copy().unwrap();
+            let n = next(&mut counts.entry(to).or_default().0);
+            self.network.tensors.send((self.rank, to, n), x);
         }
-        self.network.sent.notify_all();
-        let mut arrived = Vec::new();
-        for (from, items) in incoming {
-            let key = (from, self.rank);
-            let is_empty = |messages: &mut BTreeMap<_, VecDeque<Tensor>>| {
-                messages.get(&key).is_none_or(VecDeque::is_empty)
-            };
-            // A rank that has failed sends nothing more.
-            messages = self.network.sent.wait_timeout_while(messages, LIMIT, is_empty).unwrap().0;
-            let x = messages.get_mut(&key).and_then(VecDeque::pop_front).unwrap();
-            assert_eq!((x.dtype(), x.dims()), (source.dtype(), &[items][..]));
-            arrived.push(x.copy().unwrap());
+        let mut end = 0;
+        let incoming = incoming.into_iter().map(|(from, place)| {
+            assert!(!place.is_empty() && place.start >= end && place.start % 16 == 0);
+            end = place.end;
+            ((from, self.rank, next(&mut counts.entry(from).or_default().1)), place)
+        });
+        let incoming = incoming.collect();
+        let network = Arc::clone(&self.network);
+        Ok(Box::new(InMemory { network, destination, incoming: Mutex::new(incoming) }))
+    }
+}
+
+/// A transfer that has been started.
+#[derive(Debug)]
+struct InMemory {
+    network: Arc<Network>,
+    destination: Tensor,
+    incoming: Mutex<Vec<(Key, Range<usize>)>>,
+}
+
+impl Moving for InMemory {
+    fn order(&self) -> Result<()> {
+        for (key, place) in lock(&self.incoming).drain(..) {
+            let x = self.network.tensors.receive(key);
+            assert_eq!((x.dtype(), x.dims()), (self.destination.dtype(), &[place.len()][..]));
+            self.destination.slice_set(&x, 0, place.start)?;
         }
-        Ok(arrived)
+        Ok(())
+    }
+
+    fn finish(&self) {
+        self.order().unwrap();
     }
 }
 
@@ -72,18 +160,30 @@ type Axes = [(&'static str, usize)];
 fn run<T: Send>(axes: &Axes, f: impl Fn(&Replica) -> T + Sync) -> Vec<T> {
     let axes = axes.iter().map(|(name, size)| ((*name).to_owned(), *size)).collect();
     let topology = Arc::new(Topology::new(axes, 64).unwrap());
-    let network = Arc::<Network>::default();
+    let networks = [Arc::<Network>::default(), Arc::default()];
     let replica = |slot| {
+        let ending = Ending {
+            slot,
+            #[cfg(feature = "mpi")]
+            session: None,
+        };
+        let [called, started] = networks.each_ref().map(|network| Wire {
+            link: Box::new(Port::new(network, slot)),
+            is_beside: false,
+            patience: LIMIT,
+            deadline: LIMIT,
+            ending: ending.clone(),
+        });
         let engine = Nccl(Arc::new(Inner {
             topology: Arc::clone(&topology),
             slot,
-            deadline: Duration::from_mins(10),
             device: Device::Cpu,
             counters: Default::default(),
             current: Current::default(),
-            link: Box::new(Port { network: Arc::clone(&network), rank: slot }),
-            #[cfg(feature = "mpi")]
-            session: None,
+            called,
+            lane: Lane::new().unwrap(),
+            started: Arc::new(Wire { is_beside: true, ..started }),
+            ending,
         }));
         Replica::new(Identity {
             slot,
@@ -101,8 +201,10 @@ fn run<T: Send>(axes: &Axes, f: impl Fn(&Replica) -> T + Sync) -> Vec<T> {
             (0..topology.slots()).map(|slot| scope.spawn(move || f(&replica(slot)))).collect();
         ranks.into_iter().map(|rank| rank.join().unwrap()).collect()
     });
-    let messages = lock(&network.messages);
-    assert!(messages.values().all(VecDeque::is_empty), "all that is sent is received");
+    for network in networks {
+        assert!(lock(&network.bytes.0).is_empty(), "all that is sent is received");
+        assert!(lock(&network.tensors.0).is_empty(), "all that is sent is received");
+    }
     results
 }
 

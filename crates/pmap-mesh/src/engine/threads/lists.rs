@@ -12,7 +12,7 @@ use candle_core::{Device, Result, Shape, Tensor, Var, bail};
 use super::{
     SMALL_BYTES,
     exchange::{Contribution, Exchange, ListWork, nths},
-    frozen, n_bytes,
+    frozen,
     rendezvous::Rendezvous,
 };
 use crate::{
@@ -20,7 +20,7 @@ use crate::{
         Site, Wanted, Work,
         layout::{Owned, Run, RunLayout},
     },
-    mesh::place::{on_host, placed},
+    mesh::place::{n_bytes, on_host, placed},
     reduce::{
         self, Reduction,
         joint::JointWork,

@@ -19,7 +19,7 @@ use crate::{
         traffic::Counter,
     },
     error::{self, Error},
-    mesh::place::{copied, on_host},
+    mesh::place::{copied, n_bytes, on_host},
     reduce::{self, Reduction},
 };
 
@@ -175,8 +175,4 @@ impl Engine for ThreadsEngine {
 /// A copy on the processor, which the owner of the original cannot change while others still read.
 fn frozen(x: &Tensor) -> Result<Tensor> {
     if x.device().is_cpu() { copied(x) } else { on_host(x) }
-}
-
-fn n_bytes(x: &Tensor) -> usize {
-    x.elem_count() * x.dtype().size_in_bytes()
 }

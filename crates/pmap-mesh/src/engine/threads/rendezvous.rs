@@ -218,8 +218,8 @@ impl Rendezvous {
         self.wait(site, exchange, || work.is_finished())
     }
 
-    /// Says that a replica waits which has come to the collective before; another of its threads may
-    /// have begun to wait elsewhere since, and would never be woken if this one took its place.
+    /// Says that a replica waits which has come to the collective before; another of its threads
+    /// may have begun to wait elsewhere since, and would never be woken if this one took its place.
     fn begin_wait_again(
         &self,
         state: &mut State,

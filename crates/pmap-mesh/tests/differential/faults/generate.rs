@@ -3,24 +3,50 @@
 use candle_core::DType;
 
 use crate::{
-    faults::{Call, Fault, Kind, Scenario},
+    faults::{Call, Fault, Kind, Scenario, Step},
     grid::Grid,
     op::Op,
     random::Random,
 };
 
-const MAX_CALLS: usize = 6;
+const MAX_STEPS: usize = 6;
 /// Divides by the size of every group there is.
 const ROWS: usize = 60;
+/// One scenario in so many has a slot that comes too late: the call ends at a deadline.
+const LATE_ONE_IN: usize = 40;
 
 pub(crate) fn scenario(random: &mut Random) -> Scenario {
     let grid = Grid::random(random);
-    let calls: Vec<Call> = (0..random.within(1, MAX_CALLS)).map(|_| call(random, &grid)).collect();
-    let faults = (0..random.within(1, 2)).map(|_| fault(random, &grid, &calls)).collect();
+    let steps = steps(random, &grid);
+    let mut faults: Vec<Fault> =
+        (0..random.within(1, 2)).map(|_| fault(random, &grid, &steps)).collect();
+    // One slot alone is waited for by nobody.
+    if grid.slots() > 1 && random.one_in(LATE_ONE_IN) {
+        faults[0].kind = Kind::Late;
+    }
     let stubborn = (0..grid.slots()).filter(|_| random.one_in(3)).collect();
-    let axes = grid.some(random);
-    let under_way = (grid.size(&axes) > 1).then_some(axes);
-    Scenario { grid, under_way, calls, faults, stubborn }
+    Scenario { grid, steps, faults, stubborn }
+}
+
+/// Calls, and sums that are under way beside them.
+fn steps(random: &mut Random, grid: &Grid) -> Vec<Step> {
+    let mut steps = Vec::new();
+    let mut started = Vec::new();
+    for at in 0..random.within(1, MAX_STEPS) {
+        let step = match random.below(6) {
+            0 | 1 => {
+                started.push(at);
+                Step::Start(grid.some(random))
+            }
+            2 if !started.is_empty() => {
+                Step::Wait(started.swap_remove(random.below(started.len())))
+            }
+            _ => Step::Call(call(random, grid)),
+        };
+        steps.push(step);
+    }
+    steps.extend(random.shuffled(started).into_iter().map(Step::Wait));
+    steps
 }
 
 fn call(random: &mut Random, grid: &Grid) -> Call {
@@ -43,9 +69,17 @@ fn call(random: &mut Random, grid: &Grid) -> Call {
     Call { op, axes, dtype: random.pick(&[DType::F32, DType::F64]), shape }
 }
 
-fn fault(random: &mut Random, grid: &Grid, calls: &[Call]) -> Fault {
-    let at = random.below(calls.len());
-    let kind = match random.below(16) {
+fn fault(random: &mut Random, grid: &Grid, steps: &[Step]) -> Fault {
+    let at = random.below(steps.len());
+    let kind = match &steps[at] {
+        Step::Call(call) => instead_of_call(random, grid, call),
+        Step::Start(_) | Step::Wait(_) => instead_of_start_or_wait(random, grid),
+    };
+    Fault { slot: random.below(grid.slots()), at, kind }
+}
+
+fn instead_of_call(random: &mut Random, grid: &Grid, call: &Call) -> Kind {
+    match random.below(16) {
         0 => Kind::Error,
         1 => Kind::Panic,
         2 => Kind::Return,
@@ -57,9 +91,19 @@ fn fault(random: &mut Random, grid: &Grid, calls: &[Call]) -> Fault {
         8 => Kind::Nested,
         9 => Kind::OtherThread,
         10 | 11 => Kind::TwoThreads,
-        _ => Kind::Other(other(random, grid, &calls[at])),
-    };
-    Fault { slot: random.below(grid.slots()), at, kind }
+        _ => Kind::Other(other(random, grid, call)),
+    }
+}
+
+fn instead_of_start_or_wait(random: &mut Random, grid: &Grid) -> Kind {
+    match random.below(8) {
+        0 => Kind::Error,
+        1 => Kind::Panic,
+        2 => Kind::Return,
+        3 | 4 => Kind::Skip,
+        5 => Kind::Twice,
+        _ => Kind::Other(call(random, grid)),
+    }
 }
 
 /// Another call than this one, in one respect.

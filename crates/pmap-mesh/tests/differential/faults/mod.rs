@@ -5,7 +5,7 @@ mod generate;
 mod simulation;
 mod tested;
 
-use std::fmt;
+use std::{collections::BTreeSet, fmt};
 
 use candle_core::DType;
 use pmap_mesh::DeviceMesh;
@@ -17,16 +17,23 @@ use crate::{
 
 pub(crate) use self::generate::scenario;
 
-/// What all replicas are to call, and who does something else.
+/// What all replicas are to do, and who does something else.
 #[derive(Clone, Debug)]
 pub(crate) struct Scenario {
     grid: Grid,
-    /// Axes of a sum that all start before the calls and wait for after them.
-    under_way: Option<Axes>,
-    calls: Vec<Call>,
+    steps: Vec<Step>,
     faults: Vec<Fault>,
     /// Slots that go on after an error.
     stubborn: Vec<usize>,
+}
+
+#[derive(Clone, Debug)]
+enum Step {
+    Call(Call),
+    /// Starts a sum along these axes.
+    Start(Axes),
+    /// Waits for the sum that was started in the step of this number; does nothing if it was not.
+    Wait(usize),
 }
 
 /// A collective of a tensor of ones.
@@ -38,7 +45,7 @@ struct Call {
     shape: Vec<usize>,
 }
 
-/// A slot does something else instead of call number `at`.
+/// A slot does something else instead of step number `at`.
 #[derive(Clone, Debug)]
 struct Fault {
     slot: usize,
@@ -54,6 +61,7 @@ enum Kind {
     /// Another collective, type, shape or other axes.
     Other(Call),
     Skip,
+    /// The step is done twice; who starts twice waits for the first of the two only.
     Twice,
     NoSuchDim,
     NoSuchAxis,
@@ -64,10 +72,12 @@ enum Kind {
     OtherThread,
     /// It comes from two threads at once.
     TwoThreads,
+    /// It does not come before the call has ended.
+    Late,
 }
 
 /// How a call may end.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 enum Failure {
     /// The replica's own error, with a part of its text.
     Failed(usize, &'static str),
@@ -82,6 +92,7 @@ enum Failure {
     Deadlock,
     /// A replica has not waited for what it had started.
     NotWaited(usize),
+    Deadline,
 }
 
 /// What errors and panics of replicas say.
@@ -91,14 +102,9 @@ const NO_DATA: &str = "no more data";
 pub(crate) fn check(scenario: &Scenario, mesh: &DeviceMesh) -> Result<(), String> {
     let found = tested::failure(scenario, mesh)?;
     let may_be = simulation::failures(scenario);
-    // Two threads at once may be found out, or have come one after the other.
-    let mut two_threads = scenario.faults.iter().filter_map(|fault| match fault.kind {
-        Kind::TwoThreads => Some(Failure::Mismatch(fault.slot, fault.slot)),
-        _ => None,
-    });
     let is_right = match found {
         None => may_be.is_empty(),
-        Some(failure) => may_be.contains(&failure) || two_threads.any(|of| of == failure),
+        Some(failure) => may_be.contains(&failure) || scenario.may_also_be(failure),
     };
     if !is_right {
         return Err(format!("it ends with {found:?}\nfor one of {may_be:?}"));
@@ -111,11 +117,34 @@ impl Scenario {
         &self.grid
     }
 
+    /// Whether it needs a mesh with a deadline.
+    pub(crate) fn is_late(&self) -> bool {
+        self.faults.iter().any(|fault| matches!(fault.kind, Kind::Late))
+    }
+
+    fn fault(&self, slot: usize, at: usize) -> Option<&Kind> {
+        let fault = self.faults.iter().find(|fault| fault.slot == slot && fault.at == at)?;
+        Some(&fault.kind)
+    }
+
+    /// Whether it depends on time that this is found out.
+    fn may_also_be(&self, failure: Failure) -> bool {
+        match failure {
+            // Two threads at once may also have come one after the other.
+            Failure::Mismatch(left, right) => self.faults.iter().any(|fault| {
+                matches!(fault.kind, Kind::TwoThreads) && [left, right] == [fault.slot; 2]
+            }),
+            // The deadline is short, and the machine may be busy.
+            Failure::Deadline => self.is_late(),
+            _ => false,
+        }
+    }
+
     /// The names of the kinds of failure with which the call may end.
-    pub(crate) fn ends(&self) -> Vec<String> {
+    pub(crate) fn ends(&self) -> BTreeSet<String> {
         let failures = simulation::failures(self);
         if failures.is_empty() {
-            return vec!["Ok".to_owned()];
+            return BTreeSet::from(["Ok".to_owned()]);
         }
         let name = |failure: &Failure| {
             let text = format!("{failure:?}");
@@ -123,16 +152,24 @@ impl Scenario {
         };
         failures.iter().map(name).collect()
     }
+
+    /// Whether some replicas start a sum that others do not.
+    pub(crate) fn starts_differ(&self) -> bool {
+        self.faults.iter().any(|fault| {
+            matches!(self.steps[fault.at], Step::Start(_))
+                && matches!(fault.kind, Kind::Skip | Kind::Twice | Kind::Other(_))
+        })
+    }
 }
 
 impl fmt::Display for Scenario {
-    /// A line for each call and each fault.
+    /// A line for each step and each fault.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Self { grid, under_way, stubborn, .. } = self;
-        write!(f, "mesh {:?}, under way: {under_way:?}, stubborn: {stubborn:?}", grid.0)?;
-        for (number, call) in self.calls.iter().enumerate() {
-            write!(f, "\n{number}: {call:?}")?;
+        let Self { grid, steps, faults, stubborn } = self;
+        write!(f, "mesh {:?}, stubborn: {stubborn:?}", grid.0)?;
+        for (number, step) in steps.iter().enumerate() {
+            write!(f, "\n{number}: {step:?}")?;
         }
-        self.faults.iter().try_for_each(|fault| write!(f, "\n{fault:?}"))
+        faults.iter().try_for_each(|fault| write!(f, "\n{fault:?}"))
     }
 }

@@ -1,7 +1,9 @@
 //! What must come of a scenario: the replicas do one thing after the other until nobody can go on.
 
+use std::collections::{BTreeMap, BTreeSet};
+
 use crate::{
-    faults::{Call, Failure, Fault, Kind, NO_DATA, Scenario},
+    faults::{Call, Failure, Kind, NO_DATA, Scenario, Step},
     grid::{Axes, Grid, sorted},
     op::Op,
 };
@@ -10,8 +12,13 @@ use crate::{
 #[derive(Clone, Debug)]
 enum Act {
     Call(Call),
+    /// Starts a sum, and keeps it under this number.
+    Start(usize, Axes),
+    Wait(usize),
     Fail(Failure),
     Return,
+    /// Does nothing until the call has ended.
+    StayAway,
 }
 
 /// A replica under way.
@@ -20,112 +27,209 @@ struct Runner {
     /// In reverse, so that the next one is the last.
     rest: Vec<Act>,
     state: State,
+    /// To how many collectives along each set of axes it has come.
+    counts: BTreeMap<Axes, usize>,
+    /// What it has started and not waited for.
+    pending: BTreeMap<usize, Option<Place>>,
 }
 
 #[derive(Clone, Debug, PartialEq, Eq)]
 enum State {
     Running,
-    Waiting(Site),
+    Waiting(Place),
     Returned,
     Failed,
+    Late,
 }
 
-/// Where and with what a replica waits.
-#[derive(Clone, Debug, PartialEq, Eq)]
-struct Site {
-    axes: Axes,
-    members: Vec<usize>,
-    /// What must agree.
-    call: String,
+/// A collective: its axes, the members of its group, and which of the group's it is.
+type Place = (Axes, Vec<usize>, usize);
+
+/// What each slot that has come to a collective calls there.
+type Arrivals = BTreeMap<usize, String>;
+
+/// The replicas, and the collectives that any of them has come to.
+struct World<'a> {
+    grid: &'a Grid,
+    runners: Vec<Runner>,
+    arrivals: BTreeMap<Place, Arrivals>,
+    failures: BTreeSet<Failure>,
 }
 
 /// The failures of which the call tells one; none if it succeeds.
 ///
 /// Which one is first depends on time. What is waited for in vain stays so, whatever else happens:
 /// so it is enough to look at the end.
-pub(crate) fn failures(scenario: &Scenario) -> Vec<Failure> {
+pub(crate) fn failures(scenario: &Scenario) -> BTreeSet<Failure> {
     let grid = &scenario.grid;
-    let mut runners: Vec<Runner> = (0..grid.slots())
-        .map(|slot| Runner { rest: acts(scenario, slot), state: State::Running })
-        .collect();
-    let mut failures = Vec::new();
-    while runners.iter().any(|runner| runner.state == State::Running) {
-        let each = runners.iter_mut().enumerate();
-        failures.extend(each.filter_map(|(slot, runner)| runner.run(grid, slot)));
-        release(&mut runners);
-    }
-    failures.extend(disagreements(&runners));
-    failures.extend(desertions(&runners));
-    if failures.is_empty() && runners.iter().any(|runner| runner.site().is_some()) {
-        failures.push(Failure::Deadlock);
-    }
-    failures
+    let runner = |slot| Runner {
+        rest: acts(scenario, slot),
+        state: State::Running,
+        counts: BTreeMap::new(),
+        pending: BTreeMap::new(),
+    };
+    let runners = (0..grid.slots()).map(runner).collect();
+    let mut world = World { grid, runners, arrivals: BTreeMap::new(), failures: BTreeSet::new() };
+    world.run();
+    world.note_end();
+    world.failures
 }
 
 /// What a slot does, in reverse.
 fn acts(scenario: &Scenario, slot: usize) -> Vec<Act> {
-    let of_call = |(at, call): (usize, &Call)| {
-        let fault = scenario.faults.iter().find(|fault| fault.slot == slot && fault.at == at);
-        instead(scenario, fault, call)
-    };
-    let mut acts: Vec<Act> = scenario.calls.iter().enumerate().flat_map(of_call).collect();
+    let each = scenario.steps.iter().enumerate();
+    let mut acts: Vec<Act> = each
+        .flat_map(|(at, step)| match scenario.fault(slot, at) {
+            None => vec![as_usual(at, step)],
+            Some(kind) => instead(scenario, slot, at, kind),
+        })
+        .collect();
     acts.push(Act::Return);
     acts.reverse();
     acts
 }
 
-fn instead(scenario: &Scenario, fault: Option<&Fault>, call: &Call) -> Vec<Act> {
-    let Some(Fault { slot, kind, .. }) = fault else { return vec![Act::Call(call.clone())] };
+fn as_usual(at: usize, step: &Step) -> Act {
+    match step {
+        Step::Call(call) => Act::Call(call.clone()),
+        Step::Start(axes) => Act::Start(at, axes.clone()),
+        Step::Wait(started) => Act::Wait(*started),
+    }
+}
+
+fn instead(scenario: &Scenario, slot: usize, at: usize, kind: &Kind) -> Vec<Act> {
+    let step = &scenario.steps[at];
     // An error that only the replica itself knows of.
     let own_error = |text| {
-        let failure = Act::Fail(Failure::Failed(*slot, text));
-        if scenario.stubborn.contains(slot) { Vec::new() } else { vec![failure] }
+        let failure = Act::Fail(Failure::Failed(slot, text));
+        if scenario.stubborn.contains(&slot) { Vec::new() } else { vec![failure] }
     };
     match kind {
-        Kind::Error => vec![Act::Fail(Failure::Failed(*slot, NO_DATA))],
-        Kind::Panic => vec![Act::Fail(Failure::Panicked(*slot))],
-        Kind::Return if scenario.under_way.is_some() => {
-            vec![Act::Fail(Failure::NotWaited(*slot))]
-        }
+        Kind::Error => vec![Act::Fail(Failure::Failed(slot, NO_DATA))],
+        Kind::Panic => vec![Act::Fail(Failure::Panicked(slot))],
         Kind::Return => vec![Act::Return],
         Kind::Other(other) => vec![Act::Call(other.clone())],
         Kind::Skip => Vec::new(),
-        Kind::Twice | Kind::TwoThreads => vec![Act::Call(call.clone()); 2],
+        Kind::Twice | Kind::TwoThreads => {
+            let again = match step {
+                // Kept where nobody looks for it.
+                Step::Start(axes) => Act::Start(at + scenario.steps.len(), axes.clone()),
+                step => as_usual(at, step),
+            };
+            vec![as_usual(at, step), again]
+        }
         Kind::NoSuchDim => own_error("out of range"),
         Kind::NoSuchAxis => vec![Act::Fail(Failure::UnknownAxis)],
         Kind::NoSuchRoot => own_error("of a group of"),
         Kind::Nested => own_error("cannot be called inside a replica"),
-        Kind::OtherThread => vec![Act::Call(call.clone())],
+        Kind::OtherThread => vec![as_usual(at, step)],
+        Kind::Late => vec![Act::StayAway],
     }
 }
 
-impl Runner {
-    /// Runs until it waits or ends; returns its failure.
-    fn run(&mut self, grid: &Grid, slot: usize) -> Option<Failure> {
-        while self.state == State::Running {
-            match self.rest.pop().expect("the last act is to return") {
-                Act::Call(call) => {
-                    let members = grid.members(&call.axes, slot);
-                    if members.len() > 1 {
-                        let axes = sorted(&call.axes);
-                        self.state = State::Waiting(Site { axes, members, call: agreed(&call) });
-                    }
-                }
-                Act::Return => self.state = State::Returned,
-                Act::Fail(failure) => {
-                    self.state = State::Failed;
-                    return Some(failure);
-                }
-            }
+impl World<'_> {
+    /// Lets every replica go on until it waits in vain or has ended.
+    fn run(&mut self) {
+        while let Some(slot) = (0..self.runners.len()).find(|&slot| self.can_go_on(slot)) {
+            self.runners[slot].state = State::Running;
+            let act = self.runners[slot].rest.pop().expect("the last act is to return");
+            self.runners[slot].state = self.after(slot, act);
         }
-        None
     }
 
-    fn site(&self) -> Option<&Site> {
-        match &self.state {
-            State::Waiting(site) => Some(site),
-            _ => None,
+    fn can_go_on(&self, slot: usize) -> bool {
+        match &self.runners[slot].state {
+            State::Running => true,
+            State::Waiting(place) => self.is_complete(place),
+            State::Returned | State::Failed | State::Late => false,
         }
+    }
+
+    /// Whether all members have come and call the same.
+    fn is_complete(&self, place: &Place) -> bool {
+        let calls = &self.arrivals[place];
+        calls.len() == place.1.len()
+            && calls.values().all(|call| Some(call) == calls.values().next())
+    }
+
+    fn after(&mut self, slot: usize, act: Act) -> State {
+        match act {
+            Act::Call(call) => {
+                let come = self.come(slot, &call.axes, agreed(&call));
+                come.map_or(State::Running, State::Waiting)
+            }
+            Act::Start(number, axes) => {
+                let come = self.come(slot, &axes, "start".to_owned());
+                self.runners[slot].pending.insert(number, come);
+                State::Running
+            }
+            Act::Wait(number) => {
+                let pending = self.runners[slot].pending.remove(&number).flatten();
+                pending.map_or(State::Running, State::Waiting)
+            }
+            Act::Fail(failure) => {
+                self.failures.insert(failure);
+                State::Failed
+            }
+            Act::Return if !self.runners[slot].pending.is_empty() => {
+                self.failures.insert(Failure::NotWaited(slot));
+                State::Failed
+            }
+            Act::Return => State::Returned,
+            Act::StayAway => State::Late,
+        }
+    }
+
+    /// Has a slot come to its next collective along these axes; none in a group of one.
+    fn come(&mut self, slot: usize, axes: &Axes, call: String) -> Option<Place> {
+        let members = self.grid.members(axes, slot);
+        if members.len() == 1 {
+            return None;
+        }
+        let axes = sorted(axes);
+        let count = self.runners[slot].counts.entry(axes.clone()).or_default();
+        *count += 1;
+        let place = (axes, members, *count);
+        self.arrivals.entry(place.clone()).or_default().insert(slot, call);
+        Some(place)
+    }
+
+    /// Notes what is wrong when nobody can go on.
+    fn note_end(&mut self) {
+        let found = [self.disagreements(), self.desertions()].concat();
+        self.failures.extend(found);
+        let is = |what: fn(&State) -> bool| self.runners.iter().any(|runner| what(&runner.state));
+        if is(|state| *state == State::Late) {
+            self.failures.insert(Failure::Deadline);
+        } else if self.failures.is_empty() && is(|state| matches!(state, State::Waiting(_))) {
+            self.failures.insert(Failure::Deadlock);
+        }
+    }
+
+    fn disagreements(&self) -> Vec<Failure> {
+        let of_place = |calls: &Arrivals| {
+            let mut found = Vec::new();
+            for (left, call) in calls {
+                let others = calls.range(left + 1..).filter(|(_, other)| *other != call);
+                found.extend(others.map(|(right, _)| Failure::Mismatch(*left, *right)));
+            }
+            found
+        };
+        self.arrivals.values().flat_map(of_place).collect()
+    }
+
+    /// Slots that have returned, and those that have come where they will not.
+    fn desertions(&self) -> Vec<Failure> {
+        let mut found = Vec::new();
+        for ((_, members, _), calls) in &self.arrivals {
+            let has_gone = |slot: &&usize| {
+                !calls.contains_key(slot) && self.runners[**slot].state == State::Returned
+            };
+            for &slot in members.iter().filter(has_gone) {
+                found.extend(calls.keys().map(|&waiting| Failure::Deserted { slot, waiting }));
+            }
+        }
+        found
     }
 }
 
@@ -138,39 +242,4 @@ fn agreed(call: &Call) -> String {
         Op::AllGather { dim: 0 } => format!("{op:?} {dtype:?} {:?}", &shape[1..]),
         _ => format!("{op:?} {dtype:?} {shape:?}"),
     }
-}
-
-/// Lets those run on whose group is complete and agrees.
-fn release(runners: &mut [Runner]) {
-    for slot in 0..runners.len() {
-        let Some(site) = runners[slot].site().cloned() else { continue };
-        if site.members.iter().all(|&member| runners[member].site() == Some(&site)) {
-            site.members.iter().for_each(|&member| runners[member].state = State::Running);
-        }
-    }
-}
-
-fn disagreements(runners: &[Runner]) -> Vec<Failure> {
-    let mut found = Vec::new();
-    for (left, site) in waiting(runners) {
-        for (right, other) in waiting(runners).filter(|(right, _)| left < *right) {
-            let is_one_group = site.axes == other.axes && site.members == other.members;
-            if is_one_group && site.call != other.call {
-                found.push(Failure::Mismatch(left, right));
-            }
-        }
-    }
-    found
-}
-
-fn desertions(runners: &[Runner]) -> Vec<Failure> {
-    let of_waiting = waiting(runners).flat_map(|(waiting, site)| {
-        let gone = |slot: &&usize| runners[**slot].state == State::Returned;
-        site.members.iter().filter(gone).map(move |&slot| Failure::Deserted { slot, waiting })
-    });
-    of_waiting.collect()
-}
-
-fn waiting(runners: &[Runner]) -> impl Iterator<Item = (usize, &Site)> {
-    runners.iter().enumerate().filter_map(|(slot, runner)| Some((slot, runner.site()?)))
 }

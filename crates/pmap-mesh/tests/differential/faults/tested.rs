@@ -1,12 +1,19 @@
 //! What the crate makes of a scenario.
 
-use std::{panic::resume_unwind, sync::Arc, thread};
+use std::{
+    collections::BTreeMap,
+    panic::resume_unwind,
+    sync::{Arc, Condvar, Mutex},
+    thread,
+};
 
 use candle_core::{DType, Device, Error as CandleError, Result, Tensor, bail};
-use pmap_mesh::{ALL, CollectiveError, DeviceMesh, Error, MeshError, Replica, ReplicaError};
+use pmap_mesh::{
+    ALL, CollectiveError, DeviceMesh, Error, MeshError, Pending, Replica, ReplicaError,
+};
 
 use crate::{
-    faults::{Call, Failure, Fault, Kind, NO_DATA, Scenario},
+    faults::{Call, Failure, Kind, NO_DATA, Scenario, Step},
     grid::Grid,
     op::Op,
 };
@@ -20,8 +27,15 @@ pub(crate) fn failure(
 ) -> std::result::Result<Option<Failure>, String> {
     let nested = mesh.pmap(|_, ()| Ok(()));
     let inner: Inner = Arc::new(move || nested.call_sharded(()).map(drop));
-    let shared = scenario.clone();
-    match mesh.pmap(move |ctx, ()| of_replica(&shared, &inner, ctx)).call_sharded(()) {
+    let call_has_ended = Arc::<Gate>::default();
+    let (shared, gate) = (scenario.clone(), Arc::clone(&call_has_ended));
+    let function = mesh.pmap(move |ctx, ()| {
+        let pending = BTreeMap::new();
+        Run { scenario: &shared, inner: &inner, call_has_ended: &gate, ctx, pending }.run()
+    });
+    let outcome = function.call_sharded(());
+    call_has_ended.open();
+    match outcome {
         Ok(_) => Ok(None),
         Err(error) => kind(scenario, &error).map(Some).ok_or_else(|| format!("{error}: {error:?}")),
     }
@@ -46,6 +60,7 @@ fn kind(scenario: &Scenario, error: &Error) -> Option<Failure> {
             Failure::Deserted { slot: *slot, waiting: *waiting }
         }
         Error::Collective(CollectiveError::NotWaited { slot, .. }) => Failure::NotWaited(*slot),
+        Error::Collective(CollectiveError::Deadline { .. }) => Failure::Deadline,
         Error::Collective(CollectiveError::Deadlock { waiting })
             if waiting.len() <= scenario.grid.slots() =>
         {
@@ -55,13 +70,23 @@ fn kind(scenario: &Scenario, error: &Error) -> Option<Failure> {
     })
 }
 
-/// Whether the mesh still does what it is for.
+/// Whether the mesh still does what it is for, once the replica that was late has returned.
 pub(crate) fn works(mesh: &DeviceMesh) -> std::result::Result<(), String> {
     let ones = |len: usize| Tensor::ones(len, DType::F64, &Device::Cpu);
-    let sum = mesh.pmap(move |ctx, ()| ctx.psum(&ones(3)?, ALL)).call_sharded(());
-    let sum = sum.map_err(|error| format!("afterwards: {error}"))?;
+    let sum = mesh.pmap(move |ctx, ()| ctx.psum(&ones(3)?, ALL));
+    let sums = loop {
+        match sum.call_sharded(()) {
+            Ok(sums) => break sums,
+            Err(
+                Error::Replica(ReplicaError::Stuck { .. })
+                // The machine is busy, and the deadline short.
+                | Error::Collective(CollectiveError::Deadline { .. }),
+            ) => thread::yield_now(),
+            Err(error) => return Err(format!("afterwards: {error}")),
+        }
+    };
     let slots = mesh.len() as f64;
-    for of_slot in sum.shards() {
+    for of_slot in sums.shards() {
         let sum: Vec<f64> = of_slot.to_vec1().unwrap();
         if sum.iter().any(|item| item.to_bits() != slots.to_bits()) {
             return Err(format!("afterwards the sum of {slots} ones is {sum:?}"));
@@ -70,50 +95,112 @@ pub(crate) fn works(mesh: &DeviceMesh) -> std::result::Result<(), String> {
     Ok(())
 }
 
-fn of_replica(scenario: &Scenario, inner: &Inner, ctx: &Replica) -> Result<()> {
-    let slot = ctx.slot();
-    let ones = Tensor::ones(3, DType::F32, &Device::Cpu)?;
-    let start = |axes| ctx.start_psum(&ones, scenario.grid.named(axes));
-    let under_way = scenario.under_way.as_ref().map(start).transpose()?;
-    for (at, call) in scenario.calls.iter().enumerate() {
-        let fault = scenario.faults.iter().find(|fault| fault.slot == slot && fault.at == at);
-        let outcome = match fault {
-            None => run(ctx, &scenario.grid, call),
-            Some(Fault { kind: Kind::Error, .. }) => bail!("{NO_DATA}"),
-            // As a panic, but without a line on standard error for each.
-            Some(Fault { kind: Kind::Panic, .. }) => resume_unwind(Box::new(NO_DATA)),
-            Some(Fault { kind: Kind::Return, .. }) => return Ok(()),
-            Some(fault) => instead(ctx, &scenario.grid, &fault.kind, call, inner),
-        };
-        if !scenario.stubborn.contains(&slot) {
-            outcome?;
-        }
-    }
-    under_way.map_or(Ok(()), |sum| sum.wait().map(drop))
+/// Something that is waited for until it is opened.
+#[derive(Default)]
+struct Gate {
+    is_open: Mutex<bool>,
+    opened: Condvar,
 }
 
-fn instead(ctx: &Replica, grid: &Grid, kind: &Kind, call: &Call, inner: &Inner) -> Result<()> {
-    let axes = || grid.named(&call.axes);
-    let as_usual = || run(ctx, grid, call);
-    match kind {
-        Kind::Other(other) => run(ctx, grid, other),
-        Kind::Twice => {
-            let first = as_usual();
-            // The second call is made whether the first one failed or not.
-            as_usual().and(first)
+impl Gate {
+    fn pass(&self) {
+        drop(self.opened.wait_while(self.is_open.lock().unwrap(), |is_open| !*is_open).unwrap());
+    }
+
+    fn open(&self) {
+        *self.is_open.lock().unwrap() = true;
+        self.opened.notify_all();
+    }
+}
+
+/// One replica's run of a scenario.
+struct Run<'a> {
+    scenario: &'a Scenario,
+    inner: &'a Inner,
+    call_has_ended: &'a Gate,
+    ctx: &'a Replica,
+    /// What it has started and not waited for, by the number of the step.
+    pending: BTreeMap<usize, Pending<Tensor>>,
+}
+
+impl Run<'_> {
+    fn run(mut self) -> Result<()> {
+        let Self { scenario, ctx, .. } = self;
+        let slot = ctx.slot();
+        for (at, step) in scenario.steps.iter().enumerate() {
+            let outcome = match scenario.fault(slot, at) {
+                None => self.as_usual(at, step),
+                Some(Kind::Error) => bail!("{NO_DATA}"),
+                // As a panic, but without a line on standard error for each.
+                Some(Kind::Panic) => resume_unwind(Box::new(NO_DATA)),
+                Some(Kind::Return) => return Ok(()),
+                Some(kind) => self.instead(at, step, kind),
+            };
+            if !scenario.stubborn.contains(&slot) {
+                outcome?;
+            }
         }
-        Kind::NoSuchDim => ctx.all_gather(&call.ones()?, 7, axes()).map(drop),
-        Kind::NoSuchAxis => ctx.psum(&call.ones()?, "z").map(drop),
-        Kind::NoSuchRoot => {
-            Op::Broadcast { root: grid.size(&call.axes) }.run(ctx, &call.ones()?, axes()).map(drop)
+        Ok(())
+    }
+
+    fn as_usual(&mut self, at: usize, step: &Step) -> Result<()> {
+        match step {
+            Step::Call(call) => self.call(call),
+            Step::Start(axes) => {
+                let ones = Tensor::ones(3, DType::F32, &Device::Cpu)?;
+                let sum = self.ctx.start_psum(&ones, self.scenario.grid.named(axes))?;
+                self.pending.insert(at, sum);
+                Ok(())
+            }
+            Step::Wait(started) => {
+                self.pending.remove(started).map_or(Ok(()), |sum| sum.wait().map(drop))
+            }
         }
-        Kind::Nested => inner().map_err(CandleError::msg),
-        Kind::OtherThread => thread::scope(|scope| scope.spawn(as_usual).join().unwrap()),
-        Kind::TwoThreads => thread::scope(|scope| {
-            let both = [scope.spawn(as_usual), scope.spawn(as_usual)];
-            both.into_iter().try_for_each(|thread| thread.join().unwrap())
-        }),
-        Kind::Skip | Kind::Error | Kind::Panic | Kind::Return => Ok(()),
+    }
+
+    fn instead(&mut self, at: usize, step: &Step, kind: &Kind) -> Result<()> {
+        match (kind, step) {
+            (Kind::Other(other), _) => self.call(other),
+            (Kind::Twice, _) => {
+                let first = self.as_usual(at, step);
+                // It is done again whether it has failed or not.
+                let again = at + self.scenario.steps.len();
+                self.as_usual(again, step).and(first)
+            }
+            (Kind::Nested, _) => (self.inner)().map_err(CandleError::msg),
+            (Kind::Late, _) => {
+                self.call_has_ended.pass();
+                Ok(())
+            }
+            (_, Step::Call(call)) => self.instead_of_call(call, kind),
+            _ => Ok(()),
+        }
+    }
+
+    fn instead_of_call(&self, call: &Call, kind: &Kind) -> Result<()> {
+        let Scenario { grid, .. } = self.scenario;
+        let axes = || grid.named(&call.axes);
+        let ones = call.ones()?;
+        match kind {
+            Kind::NoSuchDim => self.ctx.all_gather(&ones, 7, axes()).map(drop),
+            Kind::NoSuchAxis => self.ctx.psum(&ones, "z").map(drop),
+            Kind::NoSuchRoot => {
+                let root = grid.size(&call.axes);
+                Op::Broadcast { root }.run(self.ctx, &ones, axes()).map(drop)
+            }
+            Kind::OtherThread => {
+                thread::scope(|scope| scope.spawn(|| run(self.ctx, grid, call)).join().unwrap())
+            }
+            Kind::TwoThreads => thread::scope(|scope| {
+                let both = [0; 2].map(|_| scope.spawn(|| run(self.ctx, grid, call)));
+                both.into_iter().try_for_each(|thread| thread.join().unwrap())
+            }),
+            _ => Ok(()),
+        }
+    }
+
+    fn call(&self, call: &Call) -> Result<()> {
+        run(self.ctx, &self.scenario.grid, call)
     }
 }
 

@@ -1,0 +1,112 @@
+//! What checksums cost: a checkpoint of 400 MB, and the same tensors in a file without them.
+//!
+//! ```text
+//! cargo bench -p benches --bench checkpoint -- [folder] [rounds]
+//! ```
+//!
+//! Both are written in turn, and brought to disk. Prints a line per round, and the medians. A
+//! folder in memory (`/dev/shm`) shows the cost beside nothing but copies.
+
+#![allow(clippy::print_stdout, reason = "the lines are the result")]
+
+use std::{
+    env,
+    error::Error,
+    fs::{self, File},
+    io::{BufWriter, Write},
+    path::{Path, PathBuf},
+    process,
+    time::Instant,
+};
+
+use candle_core::{DType, Device, Tensor};
+use candle_distributed::{
+    mesh::DeviceMesh,
+    plan::strategy::{Full, Layout, ShardingStrategy},
+    train::{Checkpoints, ShardedVars, parameter_infos},
+    types::WorldSize,
+};
+
+#[global_allocator]
+static ALLOCATOR: mimalloc::MiMalloc = mimalloc::MiMalloc;
+
+type Result<T> = std::result::Result<T, Box<dyn Error>>;
+
+const N_TENSORS: usize = 50;
+
+fn main() -> Result<()> {
+    let is_test = env::args().any(|arg| arg == "--test");
+    let args: Vec<String> = env::args().skip(1).filter(|arg| !arg.starts_with("--")).collect();
+    let parent = args.first().map_or_else(env::temp_dir, PathBuf::from);
+    let rounds = match args.get(1) {
+        Some(rounds) => rounds.parse()?,
+        None if is_test => 1,
+        None => 11,
+    };
+    // `cargo test --benches` only wants to know whether it runs.
+    let rows = if is_test { 2 } else { 2000 };
+    let folder = parent.join(format!("checkpoint-bench-{}", process::id()));
+    fs::create_dir_all(&folder)?;
+    let measured = measure(&folder, rows, rounds);
+    fs::remove_dir_all(&folder)?;
+    measured
+}
+
+/// The seconds that a round took: writing a plain file, saving a checkpoint, loading it.
+type Round = [f64; 3];
+
+fn measure(folder: &Path, rows: usize, rounds: usize) -> Result<()> {
+    let mesh = DeviceMesh::cpu(1)?;
+    let tensors: Vec<(String, Tensor)> = (0..N_TENSORS)
+        .map(|n| {
+            let values = Tensor::rand(-1_f32, 1., (rows, 1000), &Device::Cpu)?;
+            Ok((format!("layers.{n}.weight"), values.to_dtype(DType::F32)?))
+        })
+        .collect::<candle_core::Result<_>>()?;
+    let named = || tensors.iter().map(|(name, tensor)| (name.as_str(), tensor));
+    let plan = Full::new(Layout::Dim0).plan(&parameter_infos(named())?, WorldSize::new(1)?)?;
+    let state = ShardedVars::shard(&mesh, &plan, named())?.state_dict()?;
+    let mut all = Vec::new();
+    for _ in 0..rounds {
+        let written = write_plain(&folder.join("plain"), &tensors)?;
+        let checkpoints = Checkpoints::new(folder.join("checkpoints"));
+        let start = Instant::now();
+        checkpoints.save(&mesh, 1, &state, &())?;
+        let saved = start.elapsed().as_secs_f64();
+        let start = Instant::now();
+        let load = |checkpoint: &_| ShardedVars::load(&mesh, &plan, checkpoint);
+        let (_, vars) = checkpoints.load_latest(&mesh, load)?.ok_or("no checkpoint")?;
+        let loaded = start.elapsed().as_secs_f64();
+        assert_eq!(vars.bytes(0)?, (N_TENSORS * rows * 4000) as u64);
+        fs::remove_dir_all(folder.join("checkpoints"))?;
+        all.push([written, saved, loaded]);
+        print("round", [written, saved, loaded]);
+    }
+    print("medians", [0, 1, 2].map(|column| median(&all, column)));
+    Ok(())
+}
+
+fn print(name: &str, [plain, saved, loaded]: Round) {
+    let ratio = saved / plain;
+    println!("{name}: plain {plain:.3} s, saved {saved:.3} s ({ratio:.3}), loaded {loaded:.3} s");
+}
+
+/// Writes the items of tensors, and nothing else, to one file; returns the seconds that it took.
+fn write_plain(path: &Path, tensors: &[(String, Tensor)]) -> Result<f64> {
+    let start = Instant::now();
+    let mut file = BufWriter::with_capacity(1 << 20, File::create(path)?);
+    for (_, tensor) in tensors {
+        tensor.write_bytes(&mut file)?;
+    }
+    file.flush()?;
+    file.get_ref().sync_all()?;
+    let seconds = start.elapsed().as_secs_f64();
+    fs::remove_file(path)?;
+    Ok(seconds)
+}
+
+fn median(rounds: &[Round], column: usize) -> f64 {
+    let mut times: Vec<f64> = rounds.iter().map(|round| round[column]).collect();
+    times.sort_by(f64::total_cmp);
+    times[times.len() / 2]
+}

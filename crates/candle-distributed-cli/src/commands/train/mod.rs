@@ -1,0 +1,210 @@
+//! `train`: everything together, on real text.
+
+mod start;
+
+use std::path::{Path, PathBuf};
+
+use candle_core::Device;
+use candle_distributed::{
+    mesh::DeviceMesh,
+    plan::{cost::CostModel, report::PlanReport},
+    types::{Rank, Seed},
+};
+use candle_nn::{VarBuilder, VarMap};
+
+use self::start::{Beginning, Start};
+use crate::{
+    bytes,
+    devices::{DEFAULT_WORLD_SIZE, DeviceArgs, Place},
+    error::Result,
+    help::examples,
+    output,
+    train::{
+        agreement,
+        data::INIT_STREAM,
+        journal::Journal,
+        model::{MODEL, Transformer},
+        parameters,
+        run_dir::{self, RunDir},
+        session::Session,
+        sharding::{self, Needs},
+        stop,
+        trainer::{self, Job},
+    },
+};
+
+/// Train a small byte-level transformer on text, on several devices at once.
+#[derive(Debug, clap::Args)]
+#[command(after_help = examples![
+    "# About a minute on this program's own sources; the run is saved in the next free folder under runs"
+    "candle-distributed train"
+    "# On the text files of a folder"
+    "candle-distributed train --data docs --world-size 2 --steps 100 --out docs-run"
+    "# On the texts of a .jsonl file: each line is a JSON string, or an object whose `text` is one"
+    "candle-distributed train --data texts.jsonl --steps 100"
+    "# After a crash: resume from the last checkpoint, here on more devices"
+    "candle-distributed train --out docs-run --resume --world-size 4"
+    "# What would its model cost on 8 ranks?"
+    "candle-distributed plan docs-run --world-size 8"
+])]
+pub(crate) struct Args {
+    /// Text file, .jsonl file, or folder of such files [default: this program's own sources]
+    #[arg(long, value_name = "PATH")]
+    data: Option<PathBuf>,
+    #[command(flatten)]
+    devices: DeviceArgs,
+    /// Number of optimizer steps [default: 400, or those of the run that is resumed]
+    #[arg(long)]
+    steps: Option<u64>,
+    /// Seed of the parameters and the shuffles [default: 0, or that of the run that is resumed]
+    #[arg(long)]
+    seed: Option<u64>,
+    /// Folder for metrics, checkpoints and the model; without --resume it must not hold a run yet
+    /// [default: the next free runs/NUMBER]
+    #[arg(long, value_name = "DIR")]
+    out: Option<PathBuf>,
+    /// Resume the run in --out from its last checkpoint, on any number of devices; start it if
+    /// there is none
+    #[arg(long, requires = "out")]
+    resume: bool,
+    /// Write a checkpoint every N steps; the newest two are kept
+    #[arg(long, value_name = "N", default_value_t = 50)]
+    checkpoint_every: u64,
+    /// Most memory that this process may take, such as 4GiB: a run that would take more is refused
+    /// [default: the limits that the system sets]
+    #[arg(long, value_name = "BYTES", value_parser = bytes::parse)]
+    memory_limit: Option<u64>,
+    /// Train on when the loss of a step is infinite or not a number, which otherwise ends the run
+    #[arg(long)]
+    allow_non_finite: bool,
+    /// Before the first step, compare the gradients of its batch with differences of the loss, for
+    /// each part of the model; a wrong gradient ends the run
+    #[arg(long)]
+    check: bool,
+}
+
+pub(crate) fn run(args: &Args) -> Result<()> {
+    let place = args.devices.place(DEFAULT_WORLD_SIZE)?;
+    place.share_cores()?;
+    let start = args.start(place);
+    // A process alone decides alone, without a device; several must hear of each other first, or
+    // some would wait for one that has ended.
+    if place.is_alone() {
+        match &start {
+            Ok(Start::Train(_)) => {}
+            Ok(Start::Complete(path)) => return say_complete(place, path),
+            Err(_) => return start.map(drop),
+        }
+    }
+    let grid =
+        DeviceMesh::builder().axis(DeviceMesh::AXIS, place.placement.world_size().as_usize());
+    args.devices.run_on(place, grid, |mesh| args.train(mesh, place, start))
+}
+
+impl Args {
+    /// Trains, if all processes are to, and reports if this process is the first.
+    fn train(&self, mesh: &DeviceMesh, place: Place, start: Result<Start>) -> Result<()> {
+        let agreed = agreement::compare(mesh, &self.words(&start));
+        // What a process cannot start for says more than that it cannot.
+        let start = start?;
+        agreed?;
+        let beginning = match start {
+            Start::Train(beginning) => *beginning,
+            Start::Complete(path) => return say_complete(place, &path),
+        };
+        let path = self.path(mesh)?;
+        agreement::check_shared(mesh, &path)?;
+        let Beginning { settings, corpus, schedule, from } = beginning;
+        let vars = initial_parameters(mesh, Seed::new(settings.seed))?;
+        let job = Job {
+            mesh,
+            corpus: &corpus,
+            schedule: &schedule,
+            settings: &settings,
+            checkpoint_every: self.checkpoint_every,
+            check: self.check,
+            path: &path,
+            checkpoints: &run_dir::checkpoints(&path, &settings),
+            from: from.as_ref(),
+            stop: stop::flag(),
+        };
+        // Whatever can be refused has been when the folder changes for the first time.
+        let model = job.start(&vars)?;
+        job.checkpoints.lock(mesh)?;
+        let journal = match place.placement.rank() {
+            Rank::ZERO => Some(self.journal(&job, &vars, place)?),
+            _ => None,
+        };
+        job.run(model, &vars, journal)
+    }
+
+    /// Says what the run starts with, and opens its folder.
+    fn journal(&self, job: &Job<'_>, vars: &VarMap, place: Place) -> Result<Journal> {
+        let needs = announce(job, vars, place)?;
+        let first = job.first_step();
+        let session = session(job.mesh, place, first);
+        let settings = job.settings.clone().with_session(session);
+        let run_dir = if self.resume {
+            RunDir::resume(job.path, &settings, first)?
+        } else {
+            RunDir::create(job.path, &settings)?
+        };
+        Ok(Journal::new(first, job.settings.steps, run_dir, needs))
+    }
+
+    /// The folder of the run, the same in every process. Where `--out` names none, the first process
+    /// makes one.
+    fn path(&self, mesh: &DeviceMesh) -> Result<PathBuf> {
+        if let Some(out) = &self.out {
+            return Ok(out.clone());
+        }
+        let is_first = mesh.local_slots().start == 0;
+        let number = if is_first { run_dir::claim_number()? } else { 0 };
+        Ok(run_dir::numbered(trainer::largest(mesh, number)?))
+    }
+
+    /// The folder of the run to resume.
+    fn resumed(&self) -> Option<&Path> {
+        self.out.as_deref().filter(|_| self.resume)
+    }
+}
+
+/// Says that there is nothing to do for the run in `path`.
+fn say_complete(place: Place, path: &Path) -> Result<()> {
+    place.print(|out| writeln!(out, "the run in {} is complete", path.display()))
+}
+
+/// The parameters before the first step, the same in every process.
+fn initial_parameters(mesh: &DeviceMesh, seed: Seed) -> Result<VarMap> {
+    let build = |vb: VarBuilder<'_>| Transformer::new(MODEL, &vb);
+    Ok(parameters::initialized(seed.derive(INIT_STREAM), &mesh.devices()[0], build)?)
+}
+
+/// The session of this process, which starts after `first_step` steps.
+fn session(mesh: &DeviceMesh, place: Place, first_step: u64) -> Session {
+    Session {
+        first_step,
+        world_size: place.placement.world_size().as_u64(),
+        devices_here: mesh.devices().len() as u64,
+        on_processors: mesh.devices().iter().all(Device::is_cpu),
+        peak_bytes: None,
+    }
+}
+
+/// Prints what each rank would hold if the parameters were sharded, and how an epoch is batched;
+/// returns what the model needs.
+fn announce(job: &Job<'_>, vars: &VarMap, place: Place) -> Result<Needs> {
+    let parameters = sharding::parameters_in(vars)?;
+    let plan = sharding::plan(&parameters, place.placement.world_size())?;
+    let report = PlanReport::new(&plan, &CostModel::default(), None)?;
+    let (first_epoch, _) = job.schedule.first_epoch()?;
+    let first = job.first_step();
+    let steps = job.settings.steps;
+    output::text(|out| {
+        if first > 0 {
+            writeln!(out, "resuming after step {first} of {steps}")?;
+        }
+        writeln!(out, "{report}\neach epoch: {first_epoch}")
+    })?;
+    Needs::of(&parameters, &plan.cost(&CostModel::default())?)
+}

@@ -1,0 +1,237 @@
+//! What a run starts with: found out from its folder, its text and the arguments before anything is
+//! changed.
+
+use std::path::{Path, PathBuf};
+
+use candle_distributed::{
+    mesh::DeviceMesh,
+    types::{WorldSize, human::HumanBytes},
+};
+
+use crate::{
+    commands::train::Args,
+    devices::Place,
+    error::{Error, ErrorKind, Result},
+    hint, output,
+    train::{
+        corpus::Corpus,
+        data::{self, Schedule},
+        limits::{self, Limit},
+        memory,
+        model::MODEL,
+        resumed::Resumed,
+        run_dir,
+        settings::{FORMAT_VERSION, Settings},
+        sharding,
+    },
+};
+
+const DEFAULT_STEPS: u64 = 400;
+
+/// How a run starts.
+#[derive(Debug)]
+pub(super) enum Start {
+    /// The run in this folder has ended before.
+    Complete(PathBuf),
+    Train(Box<Beginning>),
+}
+
+/// What a run that trains starts with.
+#[derive(Debug)]
+pub(super) struct Beginning {
+    pub(super) settings: Settings,
+    pub(super) corpus: Corpus,
+    pub(super) schedule: Schedule,
+    pub(super) from: Option<Resumed>,
+}
+
+impl Args {
+    /// What the run starts with, or why it cannot.
+    pub(super) fn start(&self, place: Place) -> Result<Start> {
+        if self.checkpoint_every == 0 {
+            return Err(Error::usage(
+                "--checkpoint-every 0 would write no checkpoint, it must be at least 1",
+            ));
+        }
+        let mut known = None;
+        if let Some(path) = self.resumed() {
+            known = Settings::read(path)?;
+        } else if let Some(out) = &self.out {
+            run_dir::refuse_contents(out)?;
+        }
+        if let Some(known) = &known {
+            self.agrees_with(known)?;
+        }
+        // Before the text is read: a complete run needs none.
+        if let (Some(path), Some(known)) = (self.resumed(), &known)
+            && run_dir::is_complete(path, known)?
+        {
+            return Ok(Start::Complete(path.into()));
+        }
+        let beginning = self.beginning(known, place.placement.world_size())?;
+        // A mesh that is too large for any machine is refused when it is made.
+        let n_devices = place.placement.world_size().as_usize();
+        if self.devices.is_cpu() && n_devices <= DeviceMesh::MAX_DEVICES {
+            self.check_memory(place, &beginning)?;
+        }
+        Ok(Start::Train(Box::new(beginning)))
+    }
+
+    fn beginning(&self, known: Option<Settings>, world_size: WorldSize) -> Result<Beginning> {
+        let is_known = known.is_some();
+        let data = self.data.clone().or_else(|| known.as_ref()?.data.clone());
+        let corpus = match &data {
+            Some(path) => Corpus::read(path)?,
+            None => Corpus::embedded(),
+        };
+        let settings = self.settings(known, data, &corpus, world_size)?;
+        let mut from = None;
+        if let Some(path) = self.resumed() {
+            from = Resumed::latest(&run_dir::checkpoints(path, &settings), settings.steps)?;
+            if !is_known {
+                refuse_unknown(path, from.as_ref())?;
+            }
+        }
+        let schedule = Schedule::of(&settings, &corpus)?;
+        // A position that is not one in these batches is refused here; the batches come later.
+        drop(schedule.batches(from.as_ref().map(|from| &from.batches))?);
+        Ok(Beginning { settings, corpus, schedule, from })
+    }
+
+    /// Checks that the arguments do not contradict those that the run started with.
+    fn agrees_with(&self, known: &Settings) -> Result<()> {
+        for (name, asked, known) in
+            [("steps", self.steps, known.steps), ("seed", self.seed, known.seed)]
+        {
+            if asked.is_some_and(|asked| asked != known) {
+                let other = Error::usage(format!(
+                    "the run started with --{name} {known}, and can only be resumed with that"
+                ));
+                return Err(other.hinted("another number needs a new run, in another folder"));
+            }
+        }
+        Ok(())
+    }
+
+    /// The settings of the run: those that it started with, if it is resumed.
+    fn settings(
+        &self,
+        known: Option<Settings>,
+        data: Option<PathBuf>,
+        corpus: &Corpus,
+        world_size: WorldSize,
+    ) -> Result<Settings> {
+        if let Some(path) = data.as_ref().filter(|path| path.to_str().is_none()) {
+            return Err(Error::usage(format!(
+                "--data {} is not UTF-8, and run.json cannot name it",
+                path.display()
+            )));
+        }
+        let text = corpus.fingerprint();
+        let settings = match known {
+            Some(known) if text != known.text => {
+                let changed = Error::usage("the text is not the one that the run started with");
+                return Err(changed.hinted(hint::TEXT));
+            }
+            Some(known) => known,
+            None => self.new_settings(text, world_size)?,
+        };
+        let settings = Settings {
+            data,
+            // Checkpoints of another model are refused.
+            model: Some(MODEL),
+            allow_non_finite: settings.allow_non_finite || self.allow_non_finite,
+            // The model that is there, if any, is not that of a run with steps left.
+            model_fingerprint: None,
+            ..settings
+        };
+        Ok(Settings { identity: Some(settings.identity()), ..settings })
+    }
+
+    /// The settings of a new run.
+    fn new_settings(&self, text: String, world_size: WorldSize) -> Result<Settings> {
+        let steps = self.steps.unwrap_or(DEFAULT_STEPS);
+        if steps == 0 {
+            return Err(Error::usage("--steps 0 trains nothing, it must be at least 1"));
+        }
+        Ok(Settings {
+            format_version: FORMAT_VERSION,
+            seed: self.seed.unwrap_or(0),
+            steps,
+            data: None,
+            text,
+            max_tokens: data::max_tokens(world_size),
+            allow_non_finite: false,
+            model: None,
+            sessions: vec![],
+            identity: None,
+            model_fingerprint: None,
+        })
+    }
+
+    /// Checks that the memory that this process will probably take is there.
+    fn check_memory(&self, place: Place, beginning: &Beginning) -> Result<()> {
+        let (_, batches) = beginning.schedule.first_epoch()?;
+        let parameters = sharding::parameters_of(MODEL)?;
+        let needed = memory::predicted(MODEL, sharding::whole_bytes(&parameters)?, &batches, place);
+        tracing::info!("this process will take about {}", HumanBytes(needed.into()));
+        let limits = match self.memory_limit {
+            Some(bytes) => vec![Limit::of_process(bytes, "--memory-limit")],
+            None => limits::of_system(place.processes_here()),
+        };
+        if let Some(limit) = limits.into_iter().min_by_key(Limit::share)
+            && limit.share() < needed
+        {
+            return Err(ErrorKind::Memory { needed, limit }.into());
+        }
+        // What the system does then, it does not say: it may have room elsewhere.
+        let together = needed.saturating_mul(place.processes_here());
+        if let Some(bytes) = limits::of_machine().filter(|&bytes| bytes < together) {
+            output::warning(format_args!(
+                "the run will take about {} on this machine, which has {}",
+                HumanBytes(together.into()),
+                HumanBytes(bytes.into())
+            ));
+        }
+        Ok(())
+    }
+
+    /// What all processes must say alike, of what they start with and of their arguments.
+    pub(super) fn words(&self, start: &Result<Start>) -> Vec<String> {
+        let beginning = match start {
+            Err(_) => return vec!["cannot start".into()],
+            Ok(Start::Complete(_)) => return vec!["finds the run complete".into()],
+            Ok(Start::Train(beginning)) => beginning,
+        };
+        let Settings { seed, steps, text, max_tokens, allow_non_finite, .. } = &beginning.settings;
+        let out = self.out.as_deref().map_or("a new folder".into(), Path::to_string_lossy);
+        let first = beginning.from.as_ref().map_or(0, |from| from.checkpoint.step());
+        vec![
+            format!("starts after step {first}"),
+            format!("has --steps {steps}"),
+            format!("has --seed {seed}"),
+            format!("has the text {text}"),
+            format!("has batches of {max_tokens} tokens"),
+            format!("has --out {out}"),
+            format!("has --checkpoint-every {}", self.checkpoint_every),
+            format!("has --check {}", self.check),
+            format!("has --allow-non-finite {allow_non_finite}"),
+            format!("has version {}", env!("CARGO_PKG_VERSION")),
+        ]
+    }
+}
+
+/// Refuses a folder that holds parts of a run but not what run it is, unless its checkpoint says
+/// that it is this one.
+fn refuse_unknown(path: &Path, from: Option<&Resumed>) -> Result<()> {
+    let found = run_dir::contents(path)?;
+    if found.is_empty() {
+        return Ok(());
+    }
+    let lacks = format!("{} holds {}, but no run.json", path.display(), found.join(" and "));
+    if from.is_some_and(Resumed::is_known) {
+        output::warning(format_args!("{lacks}; it is written anew"));
+        return Ok(());
+    }
+    Err(Error::usage(lacks).hinted(hint::NO_SETTINGS))
+}

@@ -1,0 +1,154 @@
+//! What the processes of a run must have in common, compared before anything is written.
+
+use std::{
+    fs, io,
+    path::Path,
+    thread,
+    time::{Duration, Instant},
+};
+
+use candle_core::{Device, Tensor};
+use candle_distributed::mesh::DeviceMesh;
+
+use crate::{
+    error::{self, Error, ErrorKind, Result},
+    hint,
+};
+
+/// Checks that every process of a mesh says the same, in as many `words`: what it has and does,
+/// such as `has --steps 12`. What differs is an error in all of them, which the first one reports.
+pub(crate) fn compare(mesh: &DeviceMesh, words: &[String]) -> Result<()> {
+    let said = gather(mesh, words)?;
+    let difference = differences(&said);
+    if difference.is_empty() {
+        return Ok(());
+    }
+    Err(of_first(mesh, || {
+        let different = format!("the processes do not start the same run: {difference}");
+        Error::usage(different).hinted(hint::SAME_RUN)
+    }))
+}
+
+/// What the processes of these ranks do not say alike.
+fn differences(said: &[(usize, Vec<String>)]) -> String {
+    let Some(((first, of_first), others)) = said.split_first() else { return String::new() };
+    let mut differences = Vec::new();
+    for (rank, words) in others {
+        for (here, there) in of_first.iter().zip(words).filter(|(here, there)| here != there) {
+            differences.push(format!("rank {first} {here}, rank {rank} {there}"));
+        }
+    }
+    differences.join("; ")
+}
+
+/// Checks that all processes reach the folder in which the first one is about to write, by a file
+/// that it makes there for a moment.
+pub(crate) fn check_shared(mesh: &DeviceMesh, path: &Path) -> Result<()> {
+    if mesh.local_slots().len() == mesh.len() {
+        return Ok(());
+    }
+    let token = if is_first(mesh) { Some(token(path)?) } else { None };
+    let word = match &token {
+        Some(token) => token.path().display().to_string(),
+        None => "somebody else makes it".into(),
+    };
+    let told = gather(mesh, &[word])?;
+    // The first process may call the folder otherwise.
+    let name = told.first().and_then(|(_, words)| Path::new(&words[0]).file_name());
+    let is_there = name.is_some_and(|name| appears(&path.join(name)));
+    let word = if is_there { "sees it" } else { "does not" };
+    let said = gather(mesh, &[word.into()])?;
+    match said.iter().find(|(_, words)| *words != said[0].1) {
+        None => Ok(()),
+        Some((rank, _)) => Err(of_first(mesh, || {
+            let apart =
+                format!("rank {rank} does not see what rank 0 writes into {}", path.display());
+            Error::usage(apart).hinted(hint::SHARED)
+        })),
+    }
+}
+
+/// A new file in the folder, which is made if there is none.
+fn token(path: &Path) -> Result<tempfile::NamedTempFile> {
+    let made = fs::create_dir_all(path)
+        .and_then(|()| tempfile::Builder::new().prefix(".shared-").tempfile_in(path));
+    made.map_err(|source: io::Error| Error::write(path, source))
+}
+
+/// Whether there is this file, or will soon be: systems that share files over a network show new
+/// ones late.
+fn appears(path: &Path) -> bool {
+    /// Longer than NFS keeps what it knows of a folder, by default (`acdirmin`).
+    const LATEST: Duration = Duration::from_secs(40);
+    const PAUSE: Duration = Duration::from_millis(50);
+    let start = Instant::now();
+    while !path.exists() {
+        if start.elapsed() > LATEST {
+            return false;
+        }
+        thread::sleep(PAUSE);
+    }
+    true
+}
+
+/// The error of a process if it is the first; the others end without a word.
+fn of_first(mesh: &DeviceMesh, error: impl FnOnce() -> Error) -> Error {
+    if is_first(mesh) {
+        error()
+    } else {
+        ErrorKind::SaidByFirst { exit_code: error::BAD_INPUT, is_of_all: false }.into()
+    }
+}
+
+fn is_first(mesh: &DeviceMesh) -> bool {
+    mesh.local_slots().start == 0
+}
+
+/// What each process says, by the rank of its first device.
+fn gather(mesh: &DeviceMesh, words: &[String]) -> Result<Vec<(usize, Vec<String>)>> {
+    let mut lists: Vec<Vec<Tensor>> = vec![Vec::new(); mesh.local_slots().len()];
+    for word in words {
+        lists[0].push(Tensor::new(word.as_bytes(), &Device::Cpu)?);
+    }
+    let mut said = Vec::new();
+    for (rank, list) in mesh.process_allgather(lists)?.iter().enumerate() {
+        let words = list.iter().map(Tensor::to_vec1::<u8>);
+        let words = words.map(|word| Ok(String::from_utf8_lossy(&word?).into_owned()));
+        said.push((rank, words.collect::<candle_core::Result<Vec<String>>>()?));
+    }
+    // Only the first device of each process speaks.
+    said.retain(|(_, words)| !words.is_empty());
+    Ok(said)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_differs_is_said_with_the_rank() {
+        let words = |words: &[&str]| words.iter().map(ToString::to_string).collect::<Vec<_>>();
+        let same = words(&["starts after step 0", "has --steps 12", "writes into run"]);
+        let other = words(&["starts after step 0", "has --steps 9", "writes into elsewhere"]);
+        let complete = words(&["finds the run complete"]);
+        assert_eq!(differences(&[(0, same.clone()), (1, same.clone())]), "");
+        assert_eq!(
+            differences(&[(0, same.clone()), (1, same.clone()), (2, other)]),
+            "rank 0 has --steps 12, rank 2 has --steps 9; \
+             rank 0 writes into run, rank 2 writes into elsewhere"
+        );
+        assert_eq!(
+            differences(&[(0, same), (1, complete)]),
+            "rank 0 starts after step 0, rank 1 finds the run complete"
+        );
+    }
+
+    #[test]
+    fn a_process_alone_agrees_with_itself() {
+        let mesh = DeviceMesh::cpu(3).unwrap();
+        let words = [String::from("has --steps 12"), String::from("writes into \u{fc}")];
+        assert_eq!(gather(&mesh, &words).unwrap(), [(0, words.to_vec())]);
+        compare(&mesh, &words).unwrap();
+        check_shared(&mesh, Path::new("/no/such/folder")).unwrap();
+    }
+}

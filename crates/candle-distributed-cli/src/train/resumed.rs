@@ -1,0 +1,39 @@
+//! The checkpoint that a run resumes from.
+
+use candle_distributed::{
+    batch::BatchState,
+    train::{Checkpoint, Checkpoints},
+};
+
+use crate::{
+    error::{Error, Result},
+    hint,
+};
+
+/// The checkpoint that a run resumes from.
+#[derive(Debug)]
+pub(crate) struct Resumed {
+    pub(crate) checkpoint: Checkpoint,
+    /// Where the run was in its batches.
+    pub(crate) batches: BatchState,
+}
+
+impl Resumed {
+    /// The latest of `checkpoints`, if there is one; it must be of a run of this many steps.
+    pub(crate) fn latest(checkpoints: &Checkpoints, steps: u64) -> Result<Option<Self>> {
+        let Some(checkpoint) = checkpoints.latest()? else { return Ok(None) };
+        let step = checkpoint.step();
+        if step > steps {
+            let name = checkpoint.path().display();
+            let later =
+                format!("{name} was written after step {step}, but the run has {steps} steps");
+            return Err(Error::usage(later).hinted(hint::OTHER_RUN));
+        }
+        Ok(Some(Self { batches: checkpoint.state()?, checkpoint }))
+    }
+
+    /// Whether it says of which run it is: a checkpoint of an early version does not.
+    pub(crate) fn is_known(&self) -> bool {
+        self.checkpoint.run().is_some()
+    }
+}

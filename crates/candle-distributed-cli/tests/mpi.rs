@@ -1,0 +1,102 @@
+//! Runs of several processes that do not begin alike. `mpirun` starts them.
+
+#![cfg(feature = "mpi")]
+#![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
+
+mod support;
+
+use std::{
+    fs,
+    path::{Path, PathBuf},
+    process::{Command, Output, Stdio},
+    thread,
+    time::{Duration, Instant},
+};
+
+/// Long enough for any of these runs, and far shorter than the deadline of processes.
+const LIMIT: Duration = Duration::from_secs(60);
+
+/// A folder with a text.
+fn home() -> (tempfile::TempDir, PathBuf) {
+    let home = tempfile::tempdir().unwrap();
+    let text = home.path().join("text.txt");
+    fs::write(&text, "to be or not to be, that is the question.\n\n".repeat(40)).unwrap();
+    (home, text)
+}
+
+/// Trains in two processes, each with arguments of its own.
+fn train(data: &Path, ranks: [&[&str]; 2]) -> Output {
+    let mut mpirun = Command::new("mpirun");
+    mpirun.args(["--allow-run-as-root", "--oversubscribe", "--bind-to", "none"]);
+    for (rank, args) in ranks.into_iter().enumerate() {
+        if rank > 0 {
+            mpirun.arg(":");
+        }
+        mpirun.args(["-n", "1", env!("CARGO_BIN_EXE_candle-distributed"), "train"]);
+        mpirun.args(["--engine", "mpi", "--steps", "6", "--deadline", "30", "--data"]);
+        mpirun.arg(data).args(args);
+    }
+    let mpirun = mpirun.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped());
+    let mut started = mpirun.spawn().unwrap();
+    let start = Instant::now();
+    while started.try_wait().unwrap().is_none() {
+        if start.elapsed() > LIMIT {
+            started.kill().unwrap();
+            panic!("the processes wait for each other");
+        }
+        thread::sleep(Duration::from_millis(20));
+    }
+    started.wait_with_output().unwrap()
+}
+
+/// Checks that the processes end with a fault of their input that is named in these words.
+fn differ(data: &Path, ranks: [&[&str]; 2], words: &[&str]) {
+    let ended = train(data, ranks);
+    let said = String::from_utf8(ended.stderr).unwrap();
+    assert_eq!(ended.status.code(), Some(2), "{said}");
+    for word in words {
+        assert!(said.contains(word), "no {word:?} in {said}");
+    }
+}
+
+#[test]
+fn processes_say_what_they_do_not_have_in_common() {
+    let (home, data) = home();
+    let at = |name: &str| home.path().join(name).to_str().unwrap().to_owned();
+    let (run, other) = (at("run"), at("other"));
+    let out = ["--out", &run];
+    for (more, words) in [
+        (
+            &["--checkpoint-every", "2"][..],
+            ["--checkpoint-every 50, rank 1", "--checkpoint-every 2"],
+        ),
+        (&["--seed", "3"], ["--seed 0, rank 1", "--seed 3"]),
+        (&["--check"], ["--check false, rank 1", "--check true"]),
+        (&["--allow-non-finite"], ["--allow-non-finite false, rank 1", "true"]),
+    ] {
+        let second = [&out[..], more].concat();
+        differ(&data, [&out, &second], &["do not start the same run", words[0], words[1]]);
+        assert!(!Path::new(&run).exists());
+    }
+    differ(&data, [&out, &["--out", &other]], &["rank 0 has --out", "rank 1 has --out"]);
+    let missing = [&out[..], &["--resume", "--seed", "9"]].concat();
+    assert!(train(&data, [&out, &out]).status.success());
+    differ(&data, [&[&out[..], &["--resume"]].concat(), &missing], &["--seed 0"]);
+}
+
+#[test]
+fn a_run_is_complete_if_all_processes_find_it_so() {
+    let (home, data) = home();
+    let at = |name: &str| home.path().join(name).to_str().unwrap().to_owned();
+    let (run, other) = (at("run"), at("other"));
+    let first = ["--resume", "--out", &run];
+    assert!(train(&data, [&first, &first]).status.success());
+    let complete = train(&data, [&first, &first]);
+    assert!(complete.status.success());
+    assert!(String::from_utf8(complete.stdout).unwrap().contains("is complete"));
+    differ(
+        &data,
+        [&first, &["--resume", "--out", &other]],
+        &["rank 0 finds the run complete, rank 1 starts after step 0"],
+    );
+}

@@ -1,0 +1,230 @@
+//! One run, one group of processes: who writes into a folder of checkpoints has claimed it.
+//!
+//! The first process of the mesh locks a file in the folder for as long as it lives; the system
+//! releases the lock however it ends. A second file says which process that is. Other processes of
+//! the mesh may outlive it, so all of them write under a name that no later group has: that of
+//! their *incarnation*. Readers claim nothing.
+
+use std::{
+    fmt,
+    fs::{self, File, TryLockError},
+    hash::{BuildHasher, RandomState},
+    io,
+    path::{Path, PathBuf},
+    process,
+    sync::{Arc, Mutex, PoisonError},
+    time::SystemTime,
+};
+
+use pmap_mesh::DeviceMesh;
+use serde::{Deserialize, Serialize};
+
+use crate::{
+    checkpoint::{disk::At, index::json_error, is_first},
+    error::{Result, checkpoint::CheckpointError},
+    processes::{agreed, gather_numbers},
+};
+
+/// The file that is locked; it is empty, and stays.
+const LOCK: &str = "lock";
+/// Which process has locked it. A file of its own, because some systems let nobody read what is
+/// locked.
+const HOLDER: &str = "holder.json";
+
+/// What this process has claimed, if it has; clones share it.
+#[derive(Clone, Debug, Default)]
+pub(super) struct Claims(Arc<Mutex<Option<Claim>>>);
+
+impl Claims {
+    /// The claim to a folder, taken unless this was called before. Every process of the mesh calls
+    /// it.
+    ///
+    /// # Errors
+    ///
+    /// [`CheckpointError::Locked`], [`CheckpointError::Lost`], [`CheckpointError::Io`]; all
+    /// processes fail if one does.
+    pub(super) fn take(&self, mesh: &DeviceMesh, folder: &Path) -> Result<Claim> {
+        // Held for as long as it takes: a second thread must not find its own process's lock.
+        let mut claimed = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(claim) = &*claimed {
+            agreed(mesh, claim.check())?;
+            return Ok(claim.clone());
+        }
+        let held = if is_first(mesh) { Held::take(folder).map(Some) } else { Ok(None) };
+        let held = agreed(mesh, held)?;
+        let number = held.as_ref().map_or(0, |held| held.incarnation);
+        let numbers = gather_numbers(mesh, &vec![[number]; mesh.local_slots().len()])?;
+        let [incarnation] = numbers[0];
+        let claim = Claim { incarnation, held: held.map(Arc::new) };
+        Ok(claimed.insert(claim).clone())
+    }
+}
+
+/// The right to write into a folder.
+#[derive(Clone, Debug)]
+pub(super) struct Claim {
+    /// The group of processes that has it: a random number, which the first process draws.
+    pub(super) incarnation: u64,
+    /// In the first process, what it holds.
+    held: Option<Arc<Held>>,
+}
+
+impl Claim {
+    /// Checks that no other process has taken the folder, as one may where there are no locks, or
+    /// after the folder was removed.
+    fn check(&self) -> Result<()> {
+        match &self.held {
+            Some(held) if !held.is_named() => {
+                Err(CheckpointError::Lost { path: held.folder.clone() }.into())
+            }
+            _ => Ok(()),
+        }
+    }
+
+    /// Whether nobody can be writing what an incarnation left: it is this one, or the lock says
+    /// that there is no other.
+    pub(super) fn is_over(&self, incarnation: Option<u64>) -> bool {
+        let is_locked = self.held.as_ref().is_some_and(|held| held.lock.is_some());
+        is_locked || incarnation == Some(self.incarnation)
+    }
+}
+
+/// What the first process holds.
+#[derive(Debug)]
+struct Held {
+    folder: PathBuf,
+    incarnation: u64,
+    /// Nothing on a file system without locks.
+    lock: Option<File>,
+}
+
+impl Held {
+    fn take(folder: &Path) -> Result<Self> {
+        fs::create_dir_all(folder).at(folder)?;
+        let path = folder.join(LOCK);
+        // Not truncated: what it is for is its name, and somebody may have planted a link there.
+        let file = File::options().create(true).truncate(false).write(true).open(&path);
+        let file = file.at(&path)?;
+        let lock = if is_locked(folder, file.try_lock())? { Some(file) } else { None };
+        let holder = Holder::here();
+        holder.write(folder)?;
+        Ok(Self { folder: folder.to_owned(), incarnation: holder.incarnation, lock })
+    }
+
+    /// Whether the folder still says that this is its holder.
+    fn is_named(&self) -> bool {
+        Holder::read(&self.folder).is_some_and(|holder| holder.incarnation == self.incarnation)
+    }
+}
+
+impl Drop for Held {
+    /// Before the lock is released. A file that stays, since it cannot be removed or the process
+    /// was killed, does no harm: the next process that gets the lock replaces it.
+    fn drop(&mut self) {
+        if self.is_named() {
+            drop(fs::remove_file(self.folder.join(HOLDER)));
+        }
+    }
+}
+
+/// Whether a file is locked now; it is not where there are no locks.
+fn is_locked(folder: &Path, tried: Result<(), TryLockError>) -> Result<bool, CheckpointError> {
+    match tried {
+        Ok(()) => Ok(true),
+        Err(TryLockError::WouldBlock) => {
+            let path = folder.to_owned();
+            let holder = Holder::read(folder).as_ref().map(Holder::to_string);
+            let holder = holder.unwrap_or_else(|| "another process".to_owned());
+            Err(CheckpointError::Locked { path, holder })
+        }
+        Err(TryLockError::Error(cause)) => {
+            warn_without_lock(folder, &cause);
+            Ok(false)
+        }
+    }
+}
+
+/// A run must not end because its file system has no locks.
+fn warn_without_lock(folder: &Path, cause: &io::Error) {
+    tracing::warn!(
+        "{} cannot be locked: {cause}. Nothing but its checkpoints tells a second run that this \
+         one is under way",
+        folder.display()
+    );
+}
+
+/// Which process has claimed a folder.
+#[derive(Debug, Serialize, Deserialize)]
+struct Holder {
+    incarnation: u64,
+    pid: u32,
+    host: String,
+    /// When it claimed the folder.
+    since: String,
+}
+
+impl Holder {
+    fn here() -> Self {
+        let now = humantime::format_rfc3339_seconds(SystemTime::now());
+        Self {
+            // The keys of a `RandomState` are the system's random numbers.
+            incarnation: RandomState::new().hash_one(process::id()),
+            pid: process::id(),
+            host: gethostname::gethostname().to_string_lossy().into_owned(),
+            since: now.to_string(),
+        }
+    }
+
+    fn write(&self, folder: &Path) -> Result<()> {
+        let path = folder.join(HOLDER);
+        let text = serde_json::to_vec_pretty(self).map_err(|cause| json_error(&path, cause))?;
+        fs::write(&path, text).at(&path)
+    }
+
+    /// Who has claimed a folder, if a file says so.
+    fn read(folder: &Path) -> Option<Self> {
+        serde_json::from_slice(&fs::read(folder.join(HOLDER)).ok()?).ok()
+    }
+}
+
+impl fmt::Display for Holder {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self { pid, host, since, .. } = self;
+        write!(f, "process {pid} on host {host} since {since}")
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_file_system_without_locks_is_passed() {
+        let folder = tempfile::tempdir().unwrap();
+        let cause = io::Error::from(io::ErrorKind::Unsupported);
+        assert!(!is_locked(folder.path(), Err(TryLockError::Error(cause))).unwrap());
+        let refused = is_locked(folder.path(), Err(TryLockError::WouldBlock)).unwrap_err();
+        assert!(refused.to_string().ends_with("is being trained by another process"), "{refused}");
+    }
+
+    #[test]
+    fn only_who_has_the_lock_knows_that_others_have_ended() {
+        let folder = tempfile::tempdir().unwrap();
+        let mut held = Held::take(folder.path()).unwrap();
+        let incarnation = held.incarnation;
+        let others = [Some(incarnation ^ 1), None];
+        let lock = held.lock.take();
+        let claim = Claim { incarnation, held: Some(Arc::new(held)) };
+        assert!(claim.is_over(Some(incarnation)));
+        assert!(others.iter().all(|&other| !claim.is_over(other)));
+
+        let held = Held { folder: folder.path().to_owned(), incarnation, lock };
+        let claim = Claim { incarnation, held: Some(Arc::new(held)) };
+        assert!(others.iter().all(|&other| claim.is_over(other)));
+    }
+
+    #[test]
+    fn every_incarnation_has_another_number() {
+        assert_ne!(Holder::here().incarnation, Holder::here().incarnation);
+    }
+}

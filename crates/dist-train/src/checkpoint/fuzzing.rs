@@ -1,0 +1,73 @@
+//! Readers of bytes that may come from anywhere: what fuzz targets call, built for them and for
+//! tests alone.
+
+use std::path::Path;
+
+use crate::{
+    checkpoint::{
+        checksum::Summing,
+        index::{INDEX, Index},
+        seal,
+        shard::{self, Origin, read},
+    },
+    error::Result,
+    stored,
+};
+
+/// Reads the text of a checkpoint's index: as it is, and with a checksum that is right.
+///
+/// # Errors
+///
+/// What is wrong with the text.
+pub fn index(text: &[u8]) -> Result<()> {
+    let path = Path::new(INDEX);
+    if text.ends_with(b"\n}") {
+        drop(Index::parse(path, &seal::add(text.to_vec())));
+    }
+    Index::parse(path, text).map(drop)
+}
+
+/// Reads the beginning of a slot's file: as one of format version 1, and as the file that the index
+/// of version 2 expects.
+///
+/// # Errors
+///
+/// What is wrong with the header.
+pub fn shard(bytes: &[u8]) -> Result<()> {
+    let path = Path::new("shard");
+    read::parse(path, bytes, None)?;
+    let mut read_bytes = Summing::new(bytes);
+    stored::parse(path, &mut read_bytes)?;
+    let origin = Origin { run: None, step: 0, file: shard::name(0, 1) };
+    read::parse(path, bytes, Some(&(origin, read_bytes.checksum()))).map(drop)
+}
+
+#[cfg(test)]
+mod tests {
+    use std::{collections::BTreeMap, fs};
+
+    use candle_core::{Device, Tensor};
+    use serde_json::Value;
+
+    use super::*;
+    use crate::checkpoint::{finite::Values, shard::write::write};
+
+    #[test]
+    fn whole_bytes_are_read_and_others_are_refused() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("shard");
+        let origin = Origin { run: None, step: 0, file: shard::name(0, 1) };
+        let tensor = Tensor::new(&[1_f32, 2.0], &Device::Cpu).unwrap();
+        let tensors = BTreeMap::from([("model/a@0".to_owned(), tensor)]);
+        write(&path, &origin, &tensors, Values::Finite).unwrap();
+        let bytes = fs::read(&path).unwrap();
+        shard(&bytes).unwrap();
+        assert!(shard(&bytes[..9]).is_err());
+
+        let parameters = [("a".to_owned(), vec![2])].into();
+        let index_path = folder.path().join(INDEX);
+        Index::new(None, 0, parameters, vec![], None, Value::Null).write(&index_path).unwrap();
+        index(&fs::read(&index_path).unwrap()).unwrap();
+        assert!(index(b"{\n}").is_err());
+    }
+}

@@ -1,0 +1,240 @@
+//! Reading the file of a slot: its header at first, later the items that are asked for.
+
+use std::{
+    collections::BTreeMap,
+    fs::{self, File},
+    io::Read,
+    ops::Range,
+    path::Path,
+    sync::Arc,
+};
+
+use candle_core::Tensor;
+use fsdp_plan::source::{SafetensorsHeader, StoredTensor};
+
+use crate::{
+    checkpoint::{
+        checksum::{BLOCK, Checksum, Summing, of_digits},
+        disk::At,
+        finite::Values,
+        key::{Owner, TensorKey},
+        shard::Origin,
+    },
+    error::{
+        Result,
+        checkpoint::{CheckpointError, FilePart},
+    },
+    stored::{self, StoredItems},
+};
+
+/// What the index says of a file.
+#[derive(Clone, Debug)]
+pub(in crate::checkpoint) struct Expected {
+    /// Its length.
+    pub(in crate::checkpoint) bytes: u64,
+    /// What it belongs to and the checksum of its header, of which format version 1 knows nothing.
+    pub(in crate::checkpoint) header: Option<(Origin, Checksum)>,
+}
+
+/// What a file holds, if it is the one that is expected.
+///
+/// # Errors
+///
+/// [`CheckpointError::Length`], [`CheckpointError::Extent`], [`CheckpointError::Io`] and those of
+/// [`parse`].
+pub(in crate::checkpoint) fn open(path: &Path, expected: &Expected) -> Result<Vec<(Owner, Piece)>> {
+    let metadata = fs::metadata(path).at(path)?;
+    let found = metadata.len();
+    if !metadata.is_file() || found != expected.bytes {
+        let expected = expected.bytes;
+        return Err(CheckpointError::Length { path: path.to_owned(), found, expected }.into());
+    }
+    let (header, pieces) = parse(path, File::open(path).at(path)?, expected.header.as_ref())?;
+    stored::check_extent(path, &header, found)?;
+    Ok(pieces)
+}
+
+/// What the header of the file at `path`, which is read from `file`, says that it holds.
+///
+/// # Errors
+///
+/// [`CheckpointError::Header`], [`CheckpointError::OtherFile`], [`CheckpointError::Checksum`],
+/// [`CheckpointError::NoChecksum`], [`CheckpointError::Key`] and
+/// [`ParameterError::UnknownDtype`](crate::ParameterError::UnknownDtype).
+pub(in crate::checkpoint) fn parse(
+    path: &Path,
+    file: impl Read,
+    expected: Option<&(Origin, Checksum)>,
+) -> Result<(SafetensorsHeader, Vec<(Owner, Piece)>)> {
+    let mut file = Summing::new(file);
+    let header = stored::parse(path, &mut file)?;
+    let texts = match expected {
+        None => None,
+        Some((origin, checksum)) => {
+            let texts = header
+                .metadata()
+                .map_err(|cause| CheckpointError::Header { path: path.to_owned(), cause })?;
+            check_origin(path, texts, origin)?;
+            check(path, *checksum, file.checksum(), || FilePart::Header)?;
+            Some(texts)
+        }
+    };
+    let file: Arc<Path> = path.into();
+    let pieces: Result<_> =
+        header.tensors().iter().map(|tensor| Piece::new(&file, tensor, texts)).collect();
+    let pieces = pieces?;
+    Ok((header, pieces))
+}
+
+/// Refuses a whole file of another step, run or slot.
+fn check_origin(
+    path: &Path,
+    texts: &BTreeMap<String, String>,
+    expected: &Origin,
+) -> Result<(), CheckpointError> {
+    match Origin::of_texts(texts) {
+        Some(found) if found != *expected => Err(CheckpointError::OtherFile {
+            path: path.to_owned(),
+            found: found.to_string(),
+            expected: expected.to_string(),
+        }),
+        // A header that does not say it has another checksum, too.
+        _ => Ok(()),
+    }
+}
+
+fn check(
+    path: &Path,
+    expected: Checksum,
+    found: Checksum,
+    part: impl FnOnce() -> FilePart,
+) -> Result<(), CheckpointError> {
+    if found == expected {
+        return Ok(());
+    }
+    Err(CheckpointError::Checksum {
+        path: path.to_owned(),
+        part: part(),
+        expected: expected.get(),
+        found: found.get(),
+    })
+}
+
+/// Some items of a parameter, in a file.
+#[derive(Debug)]
+pub(in crate::checkpoint) struct Piece {
+    /// What the tensor is called in the file.
+    name: String,
+    /// The first item, in the parameter.
+    start: usize,
+    len: usize,
+    stored: StoredItems,
+    /// Those of the blocks; format version 1 has none.
+    checksums: Option<Vec<Checksum>>,
+}
+
+impl Piece {
+    /// A tensor in `file`, of which `texts` have the checksums, and what it is a part of.
+    fn new(
+        file: &Arc<Path>,
+        tensor: &StoredTensor,
+        texts: Option<&BTreeMap<String, String>>,
+    ) -> Result<(Owner, Self)> {
+        let name = tensor.info.name().to_owned();
+        let Some((key, len)) = run(tensor) else {
+            return Err(CheckpointError::Key { path: file.to_path_buf(), key: name }.into());
+        };
+        let stored = StoredItems::new(file, tensor)?;
+        let checksums = match texts {
+            None => None,
+            Some(texts) => {
+                let n_bytes = len * stored.item_bytes();
+                let found = texts.get(&name).and_then(|digits| of_digits(digits, n_bytes));
+                Some(found.ok_or_else(|| no_checksum(file, &name))?)
+            }
+        };
+        Ok((key.owner(), Self { name, start: key.start, len, stored, checksums }))
+    }
+
+    /// The items of the parameter that it holds.
+    pub(in crate::checkpoint) fn items(&self) -> Range<usize> {
+        self.start..self.start + self.len
+    }
+
+    /// Reads items of the parameter, all of which lie in this piece: one dimension, on the
+    /// processor. The blocks in which they lie are checked.
+    ///
+    /// # Errors
+    ///
+    /// [`CheckpointError::Checksum`], [`CheckpointError::NotFinite`], [`CheckpointError::Io`].
+    pub(in crate::checkpoint) fn read(
+        &self,
+        items: Range<usize>,
+        values: Values,
+    ) -> Result<Tensor> {
+        let size = self.stored.item_bytes();
+        let wanted = (items.start - self.start) * size..(items.end - self.start) * size;
+        let blocks = wanted.start / BLOCK..wanted.end.div_ceil(BLOCK);
+        let begin = blocks.start * BLOCK;
+        let mut bytes = vec![0; (self.len * size).min(blocks.end * BLOCK) - begin];
+        let mut file = self.stored.bytes_from(begin)?;
+        for (block, bytes) in blocks.zip(bytes.chunks_mut(BLOCK)) {
+            self.read_block(&mut file, block, bytes, values)?;
+        }
+        self.stored.tensor(&bytes[wanted.start - begin..wanted.end - begin])
+    }
+
+    /// Reads all of it, and keeps nothing.
+    ///
+    /// # Errors
+    ///
+    /// Those of [`read`](Self::read).
+    pub(in crate::checkpoint) fn verify(&self, values: Values) -> Result<()> {
+        let n_bytes = self.len * self.stored.item_bytes();
+        let mut bytes = vec![0; n_bytes.min(BLOCK)];
+        let mut file = self.stored.bytes_from(0)?;
+        for block in 0..n_bytes.div_ceil(BLOCK) {
+            let len = (n_bytes - block * BLOCK).min(BLOCK);
+            self.read_block(&mut file, block, &mut bytes[..len], values)?;
+        }
+        Ok(())
+    }
+
+    /// Reads a block, and checks it while it is in the processor's caches.
+    fn read_block(
+        &self,
+        file: &mut File,
+        block: usize,
+        bytes: &mut [u8],
+        values: Values,
+    ) -> Result<()> {
+        let path = self.stored.path();
+        file.read_exact(bytes).at(path)?;
+        if let Some(checksums) = &self.checksums {
+            let found = Checksum::of(bytes);
+            check(path, checksums[block], found, || FilePart::Tensor(self.name.clone()))?;
+        }
+        match values.first_refused(self.stored.dtype(), bytes) {
+            None => Ok(()),
+            Some(item) => Err(CheckpointError::NotFinite {
+                path: path.to_owned(),
+                tensor: self.name.clone(),
+                item: block * BLOCK / self.stored.item_bytes() + item,
+            }
+            .into()),
+        }
+    }
+}
+
+/// Where a tensor begins, and how many items it has, if it has an end.
+fn run(stored: &StoredTensor) -> Option<(TensorKey<'_>, usize)> {
+    let key = TensorKey::parse(stored.info.name())?;
+    let len = usize::try_from(stored.info.numel()).ok()?;
+    usize::try_from(stored.info.bytes()).ok()?;
+    key.start.checked_add(len)?;
+    Some((key, len))
+}
+
+fn no_checksum(path: &Path, tensor: &str) -> CheckpointError {
+    CheckpointError::NoChecksum { path: path.to_owned(), part: FilePart::Tensor(tensor.to_owned()) }
+}

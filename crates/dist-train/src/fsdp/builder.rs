@@ -1,0 +1,532 @@
+//! The options of a sharded model.
+
+use std::{
+    collections::BTreeMap,
+    fmt,
+    path::PathBuf,
+    sync::{Arc, Mutex},
+};
+
+use candle_core::DType;
+use candle_nn::{Optimizer, VarBuilder};
+use core_types::{Seed, WorldSize};
+use fsdp_plan::{
+    ParameterInfo, ShardingPlan,
+    strategy::{Full, ShardingStrategy},
+};
+use pmap_mesh::{DeviceMesh, Specs, Uneven};
+
+use crate::{
+    data_parallel::{builder::Group, sync, vars::Sharing},
+    error::{Error, Result, sharding::ShardingError},
+    fsdp::{
+        FullyShard,
+        keep::{Keep, KeepRules},
+        lock,
+        model::{Model, Unit, UnitMember},
+        slot::{GroupOptimizer, Part, Slot},
+    },
+    parameters::{
+        InitialValues,
+        declare::{Declared, declare},
+    },
+    processes::agreed,
+    progress::Progress,
+    sharded::{OwnedPart, ShardedVars, describe::declared_infos},
+    step::{
+        inventory::Inventory,
+        options::Options,
+        roles::{Choices, Role},
+    },
+    units::rules::{Member, UnitRules},
+};
+
+/// Builds a [`FullyShard`]: made by [`FullyShard::builder`].
+///
+/// Patterns are those of [`DataParallelBuilder`](crate::DataParallelBuilder), over the names of
+/// parameters or, where they are about units, of units.
+#[must_use = "a model is made by `build`"]
+pub struct FullyShardBuilder<'a, B> {
+    mesh: &'a DeviceMesh,
+    model: B,
+    dtype: DType,
+    init: Seed,
+    weights: Option<PathBuf>,
+    units: UnitRules,
+    keeps: KeepRules,
+    plan: Plan,
+    choices: Choices,
+    options: Options,
+    seed: Seed,
+}
+
+/// What a process knows before it hears of the others.
+struct Prepared {
+    /// In the order of names.
+    declared: Vec<Declared>,
+    inventory: Inventory,
+    units: Vec<(String, Vec<Member>)>,
+    keeps: BTreeMap<String, Keep>,
+    plan: ShardingPlan,
+}
+
+/// Where the plan comes from.
+enum Plan {
+    By(Box<dyn ShardingStrategy>),
+    Ready(Box<ShardingPlan>),
+}
+
+impl<'a, B> FullyShardBuilder<'a, B> {
+    pub(super) fn new(mesh: &'a DeviceMesh, model: B) -> Self {
+        Self {
+            mesh,
+            model,
+            dtype: DType::F32,
+            init: Seed::new(0),
+            weights: None,
+            units: UnitRules::new(),
+            keeps: KeepRules::default(),
+            plan: Plan::By(Box::new(Full::default())),
+            choices: Choices::default(),
+            options: Options::default(),
+            seed: Seed::new(0),
+        }
+    }
+
+    /// Puts parameters into a unit by the beginnings of their names, as [`UnitRules::unit`].
+    pub fn unit<S: Into<String>>(
+        mut self,
+        name: impl Into<String>,
+        prefixes: impl IntoIterator<Item = S>,
+    ) -> Self {
+        self.units = self.units.unit(name, prefixes);
+        self
+    }
+
+    /// Sets the rules by which parameters are put into units, those of
+    /// [`Units::by`](crate::Units::by) with [`DataParallel`](crate::DataParallel); in place of those
+    /// that were set before.
+    pub fn unit_rules(self, rules: UnitRules) -> Self {
+        Self { units: rules, ..self }
+    }
+
+    /// Sets how parameters are cut; by default [`Full`]: every one in dimension 0, as FSDP2 does.
+    pub fn strategy(self, strategy: impl ShardingStrategy + 'static) -> Self {
+        Self { plan: Plan::By(Box::new(strategy)), ..self }
+    }
+
+    /// Cuts parameters by a plan that was made elsewhere, of the parameters that the model has and
+    /// with the units of the [rules](Self::unit).
+    pub fn plan(self, plan: ShardingPlan) -> Self {
+        Self { plan: Plan::Ready(Box::new(plan)), ..self }
+    }
+
+    /// Sets what units keep between the forward and the backward pass; by default
+    /// [`Keep::Inputs`].
+    pub fn keep(mut self, keep: Keep) -> Self {
+        self.keeps.set_default(keep);
+        self
+    }
+
+    /// Sets what the units keep whose names a pattern matches. Of several that match, the last
+    /// decides.
+    pub fn keep_unit(mut self, pattern: impl Into<String>, keep: Keep) -> Self {
+        self.keeps.add(pattern.into(), keep);
+        self
+    }
+
+    /// Sets the seed of initial values; 0 by default. They are those that
+    /// [`DataParallelBuilder::init`](crate::DataParallelBuilder::init) gives whole parameters, made
+    /// part by part.
+    pub fn init(self, seed: Seed) -> Self {
+        Self { init: seed, ..self }
+    }
+
+    /// Begins with pretrained weights, as
+    /// [`DataParallelBuilder::weights`](crate::DataParallelBuilder::weights). Each slot reads its own
+    /// items, no more.
+    pub fn weights(self, path: impl Into<PathBuf>) -> Self {
+        Self { weights: Some(path.into()), ..self }
+    }
+
+    /// Allows the parameters that a pattern matches to be missing from the
+    /// [`weights`](Self::weights): they are initialized from the [seed](Self::init).
+    pub fn allow_missing<S: Into<String>>(mut self, patterns: impl IntoIterator<Item = S>) -> Self {
+        self.choices.missing.extend(patterns.into_iter().map(Into::into));
+        self
+    }
+
+    /// Passes over the tensors of the [`weights`](Self::weights) that a pattern matches, if the
+    /// model does not have them.
+    pub fn allow_unexpected<S: Into<String>>(
+        mut self,
+        patterns: impl IntoIterator<Item = S>,
+    ) -> Self {
+        self.choices.unexpected.extend(patterns.into_iter().map(Into::into));
+        self
+    }
+
+    /// Sets the type of parameters; [`DType::F32`] by default.
+    pub fn dtype(self, dtype: DType) -> Self {
+        Self { dtype, ..self }
+    }
+
+    /// Leaves the parameters that a pattern matches as they are: they are gathered, and have no
+    /// gradient.
+    pub fn freeze<S: Into<String>>(mut self, patterns: impl IntoIterator<Item = S>) -> Self {
+        self.choices.frozen.extend(patterns.into_iter().map(Into::into));
+        self
+    }
+
+    /// Allows the parameters that a pattern matches to have no gradient in the first step, which is
+    /// an error otherwise: also those of a unit that is not entered. Without a gradient an optimizer
+    /// leaves them alone.
+    pub fn allow_unused<S: Into<String>>(mut self, patterns: impl IntoIterator<Item = S>) -> Self {
+        self.choices.unused.extend(patterns.into_iter().map(Into::into));
+        self
+    }
+
+    /// Puts the parameters that a pattern matches into a group that has an optimizer of its own, as
+    /// [`DataParallelBuilder::group`](crate::DataParallelBuilder::group).
+    pub fn group<S: Into<String>>(
+        mut self,
+        name: impl Into<String>,
+        patterns: impl IntoIterator<Item = S>,
+    ) -> Self {
+        let patterns = patterns.into_iter().map(Into::into).collect();
+        self.choices.groups.push((name.into(), patterns));
+        self
+    }
+
+    /// Sets how a batch is cut for the slots, as [`PMap::in_axes`](pmap_mesh::PMap::in_axes). By
+    /// default every tensor is cut in dimension 0.
+    pub fn in_axes(mut self, specs: impl Into<Specs>) -> Self {
+        self.options.in_axes = specs.into();
+        self
+    }
+
+    /// Sets what happens to a batch that the slots do not divide, as
+    /// [`PMap::uneven`](pmap_mesh::PMap::uneven). By default it is refused.
+    pub fn uneven(mut self, uneven: Uneven) -> Self {
+        self.options.uneven = uneven;
+        self
+    }
+
+    /// Sets the largest norm of the gradients of all parameters taken together: above it they are
+    /// scaled down, as by PyTorch's `clip_grad_norm_`. By default they are not.
+    pub fn clip_grad_norm(mut self, max_norm: f64) -> Self {
+        self.options.max_norm = Some(max_norm);
+        self
+    }
+
+    /// Sets the seed of [`Replica::rng`](pmap_mesh::Replica::rng) in losses; 0 by default.
+    pub fn seed(self, seed: Seed) -> Self {
+        Self { seed, ..self }
+    }
+
+    /// Trains on with a loss or gradients that are infinite or NaN. By default such a step is an
+    /// error, and changes nothing.
+    pub fn allow_non_finite(mut self) -> Self {
+        self.options.allow_non_finite = true;
+        self
+    }
+
+    /// Plans the parameters, fills each slot's parts, and makes the optimizers.
+    ///
+    /// A unit that has over half of all parameters is warned of in the log: where it is gathered
+    /// little is saved.
+    ///
+    /// The model's constructor is called once, with parameters that take no memory. `optimizer` is
+    /// called for each slot and group with the slot's parts, variables of one dimension; it is given
+    /// the gradients of halves in single precision.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Setting`] if the largest norm is negative or NaN; [`Error::Model`] with what the
+    /// constructor and `optimizer` return; [`Error::Sharding`] if a parameter is in no unit or is a
+    /// buffer, or a plan is not for this model and mesh; [`Error::Training`] if a pattern matches
+    /// nothing, groups overlap or nothing is trained; [`Error::Plan`] for a pattern that is none or
+    /// parameters that cannot be planned; [`Error::Checkpoint`] and [`Error::Parameter`] if weights
+    /// cannot be read or are not the model's; [`Error::OtherProcess`] and [`Error::Mesh`] if another
+    /// process fails or does not answer.
+    pub fn build<M, O>(
+        self,
+        optimizer: impl Fn(Group) -> candle_core::Result<O>,
+    ) -> Result<FullyShard<O>>
+    where
+        B: Fn(VarBuilder<'_>) -> candle_core::Result<M>,
+        O: Optimizer,
+    {
+        let mesh = self.mesh;
+        let Prepared { declared, inventory, units, keeps, plan } = agreed(mesh, self.prepared())?;
+        self.check_alike(&declared, &inventory, &keeps, &plan)?;
+        let model = agreed(mesh, self.filled(&declared, inventory, units, &keeps, &plan))?;
+        let slots =
+            mesh.local_slots().map(|slot| of_slot(&model, slot, &optimizer).map(Mutex::new));
+        let slots: Vec<_> = agreed(mesh, slots.collect())?;
+        let rates = sync::of_numbers(learning_rates(&slots[0]));
+        sync::check_settings(mesh, &[("the optimizers' learning rates", rates)])?;
+        Ok(FullyShard {
+            slots,
+            mesh: mesh.clone(),
+            model: Arc::new(model),
+            options: self.options,
+            progress: Progress { steps: 0, batches: 0, seed: self.seed },
+        })
+    }
+
+    /// What this process can prepare without the others, and without memory for the model.
+    fn prepared<M>(&self) -> Result<Prepared>
+    where
+        B: Fn(VarBuilder<'_>) -> candle_core::Result<M>,
+    {
+        self.options.check()?;
+        let home = &self.mesh.devices()[0];
+        let mut declared = declare(&self.model, self.dtype, home).map_err(cannot_build)?;
+        declared.sort_by(|left, right| left.name.cmp(&right.name));
+        let inventory = self.inventory(&declared)?;
+        let infos = declared_infos(&declared, &inventory.roles)?;
+        let units = self.units.units(&infos)?;
+        let keeps = self.keeps.of_units(&unit_names(&units))?;
+        let with_unit = |info: &ParameterInfo| {
+            let unit = self.units.units_of(info)[0].to_owned();
+            info.clone().with_unit(unit)
+        };
+        let infos: Vec<ParameterInfo> = infos.iter().map(with_unit).collect();
+        let plan = self.planned(&infos)?;
+        let plan = with_kept_units(&plan, &keeps)?;
+        if let (Some(unit), true) = (over_half(&plan), self.mesh.len() > 1) {
+            tracing::warn!("unit {unit} has over half of all parameters, and is gathered whole");
+        }
+        Ok(Prepared { declared, inventory, units, keeps, plan })
+    }
+
+    /// Checks that all processes make the same model with the same options.
+    fn check_alike(
+        &self,
+        declared: &[Declared],
+        inventory: &Inventory,
+        keeps: &BTreeMap<String, Keep>,
+        plan: &ShardingPlan,
+    ) -> Result<()> {
+        let dtypes = declared.iter().map(|declared| declared.dtype);
+        // Slots never share what they keep.
+        let sharing = Sharing::PerSlot;
+        let settings = sync::settings(inventory, dtypes, &self.options, sharing, self.seed);
+        sync::check_settings(self.mesh, &settings)?;
+        let settings = [
+            ("unit", sync::of_debug(&self.units)),
+            // Before the plan, which has it too.
+            ("keep", sync::of_debug(keeps)),
+            ("strategy", sync::of_debug(plan)),
+            ("init", self.init.as_u64()),
+        ];
+        sync::check_settings(self.mesh, &settings)
+    }
+
+    /// The model with the values of this process's parts.
+    fn filled(
+        &self,
+        declared: &[Declared],
+        inventory: Inventory,
+        units: Vec<(String, Vec<Member>)>,
+        keeps: &BTreeMap<String, Keep>,
+        plan: &ShardingPlan,
+    ) -> Result<Model> {
+        let home = &self.mesh.devices()[0];
+        let open = declared.iter().map(|declared| (declared, true));
+        let initial = InitialValues::new(self.init, self.weights.as_deref(), &self.choices, open)?;
+        let vars = ShardedVars::cut(self.mesh, plan, |info| {
+            let declared = &declared[position(&inventory, info.name())];
+            let initial = &initial;
+            Ok(move |run| initial.items(declared, run, home))
+        })?;
+        let vars =
+            vars.with_units(units.iter().map(|(unit, members)| (unit, names_of(members))))?;
+        let unit = |(name, members): (String, Vec<Member>)| {
+            let unit = Unit { members: of_roles(members, &inventory), keep: keeps[&name] };
+            (name, unit)
+        };
+        let units = units.into_iter().map(unit).collect();
+        Ok(Model { vars, units, inventory: Arc::new(inventory), dtype: self.dtype })
+    }
+
+    fn inventory(&self, declared: &[Declared]) -> Result<Inventory> {
+        let names: Vec<&str> = declared.iter().map(|declared| declared.name.as_str()).collect();
+        let roles = self.choices.roles(&names)?;
+        if let Some(&buffer) = roles.buffers().first() {
+            return Err(ShardingError::Buffer { name: names[buffer].to_owned() }.into());
+        }
+        let described =
+            |declared: &Declared| (declared.name.clone(), declared.shape.dims().to_vec());
+        Ok(Inventory { parameters: declared.iter().map(described).collect(), roles })
+    }
+
+    fn planned(&self, infos: &[ParameterInfo]) -> Result<ShardingPlan> {
+        match &self.plan {
+            Plan::By(strategy) => {
+                let world_size =
+                    WorldSize::new(self.mesh.len() as u64).map_err(fsdp_plan::Error::from)?;
+                Ok(strategy.plan(infos, world_size)?)
+            }
+            Plan::Ready(plan) => {
+                check_fits(plan, infos)?;
+                Ok((**plan).clone())
+            }
+        }
+    }
+}
+
+impl<B> fmt::Debug for FullyShardBuilder<'_, B> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self { mesh, dtype, init, weights, units, keeps, choices, options, seed, .. } = self;
+        f.debug_struct("FullyShardBuilder")
+            .field("mesh", mesh)
+            .field("dtype", dtype)
+            .field("init", init)
+            .field("weights", weights)
+            .field("units", units)
+            .field("keeps", keeps)
+            .field("choices", choices)
+            .field("options", options)
+            .field("seed", seed)
+            .finish_non_exhaustive()
+    }
+}
+
+fn unit_names(units: &[(String, Vec<Member>)]) -> Vec<&str> {
+    units.iter().map(|(name, _)| name.as_str()).collect()
+}
+
+fn names_of(members: &[Member]) -> impl Iterator<Item = &str> {
+    members.iter().map(|member| member.name.as_str())
+}
+
+/// The plan with the units that stay gathered. One whose parameters are all counted for others is
+/// none of the plan's.
+fn with_kept_units(plan: &ShardingPlan, keeps: &BTreeMap<String, Keep>) -> Result<ShardingPlan> {
+    let is_kept = |unit: &&str| keeps.get(*unit) == Some(&Keep::Gathered);
+    let kept: Vec<&str> = plan.units().into_iter().filter(is_kept).collect();
+    Ok(plan.clone().with_kept_units(kept)?)
+}
+
+/// The unit that has over half of all parameters, if one has.
+fn over_half(plan: &ShardingPlan) -> Option<&str> {
+    let mut sizes: BTreeMap<&str, u128> = BTreeMap::new();
+    for parameter in plan.parameters() {
+        *sizes.entry(parameter.info().unit()).or_default() += u128::from(parameter.info().numel());
+    }
+    sizes.into_iter().find(|(_, size)| 2 * size > plan.numel()).map(|(unit, _)| unit)
+}
+
+/// Refuses a plan of other parameters than these, or with other units.
+fn check_fits(plan: &ShardingPlan, infos: &[ParameterInfo]) -> Result<(), ShardingError> {
+    let other = |reason: String| Err(ShardingError::OtherPlan { reason });
+    for info in infos {
+        let Some(position) = plan.index_of(info.name()) else {
+            return other(format!("it has no parameter {}", info.name()));
+        };
+        let planned = plan.parameters()[position].info();
+        let says = |what: &str, planned: &dyn fmt::Debug, expected: &dyn fmt::Debug| {
+            other(format!("{what} of {} is {planned:?}, not {expected:?}", info.name()))
+        };
+        if planned.shape() != info.shape() {
+            return says("the shape", &planned.shape(), &info.shape());
+        }
+        if planned.dtype() != info.dtype() {
+            return says("the type", &planned.dtype(), &info.dtype());
+        }
+        if planned.unit() != info.unit() {
+            return says("the unit", &planned.unit(), &info.unit());
+        }
+        if planned.requires_grad() != info.requires_grad() {
+            return says(
+                "whether a gradient is required",
+                &planned.requires_grad(),
+                &info.requires_grad(),
+            );
+        }
+        if planned.tied_to().is_some() {
+            return other(format!("{} is tied to another parameter", info.name()));
+        }
+    }
+    if plan.parameters().len() > infos.len() {
+        let reason =
+            format!("it has {} parameters, the model {}", plan.parameters().len(), infos.len());
+        return other(reason);
+    }
+    Ok(())
+}
+
+/// The position of a parameter in the order of names.
+#[expect(clippy::expect_used, reason = "a plan has the parameters that the model has")]
+fn position(inventory: &Inventory, name: &str) -> usize {
+    let found = inventory.parameters.binary_search_by(|(other, _)| other.as_str().cmp(name));
+    found.expect("a parameter of the plan is one of the model")
+}
+
+fn of_roles(members: Vec<Member>, inventory: &Inventory) -> Vec<UnitMember> {
+    let member = |names: Member| {
+        let role = inventory.roles.of[position(inventory, &names.name)];
+        UnitMember { names, is_trained: matches!(role, Role::Trained(_)) }
+    };
+    members.into_iter().map(member).collect()
+}
+
+/// What a slot keeps.
+fn of_slot<O>(
+    model: &Model,
+    slot: usize,
+    optimizer: impl Fn(Group) -> candle_core::Result<O>,
+) -> Result<Slot<O>> {
+    let Model { vars, inventory, .. } = model;
+    let trained = inventory.roles.trained();
+    let part = |owned: OwnedPart| {
+        let OwnedPart { param_idx, start, var, is_told } = owned;
+        let param = position(inventory, vars.plan().parameters()[param_idx].info().name());
+        Part { var, start, param, trained: trained.binary_search(&param).ok(), is_told }
+    };
+    let parts: Vec<Part> = vars.owned_parts(slot)?.into_iter().map(part).collect();
+    let of_group = |(group, name): (usize, &String)| {
+        let is_of = |part: &usize| inventory.roles.of[parts[*part].param] == Role::Trained(group);
+        let own: Vec<usize> = (0..parts.len()).filter(is_of).collect();
+        let given = own.iter().map(|&part| parts[part].var.clone()).collect();
+        let optimizer = optimizer(Group { name: name.clone(), vars: given })?;
+        Ok(GroupOptimizer { parts: own, optimizer })
+    };
+    let optimizers = inventory.roles.groups.iter().enumerate().map(of_group);
+    let optimizers: candle_core::Result<_> = optimizers.collect();
+    let optimizers = optimizers.map_err(cannot_build)?;
+    Ok(Slot::new(parts, optimizers, trained.len()))
+}
+
+/// The bits of the learning rates of all groups.
+fn learning_rates<O: Optimizer>(slot: &Mutex<Slot<O>>) -> Vec<u64> {
+    let rate = |group: &GroupOptimizer<O>| group.optimizer.learning_rate().to_bits();
+    lock(slot).optimizers.iter().map(rate).collect()
+}
+
+fn cannot_build(cause: candle_core::Error) -> Error {
+    Error::Model { cause }
+}
+
+#[cfg(test)]
+mod tests {
+    use fsdp_plan::ElemType;
+
+    use super::*;
+
+    #[test]
+    fn a_unit_with_over_half_of_the_parameters_is_found() {
+        let found = |sizes: [u64; 3]| {
+            let info = |(n, &size): (usize, &u64)| {
+                ParameterInfo::new(format!("{n}.w"), [size], ElemType::F32).unwrap()
+            };
+            let infos: Vec<_> = sizes.iter().enumerate().map(info).collect();
+            let plan = Full::default().plan(&infos, WorldSize::new(2).unwrap()).unwrap();
+            over_half(&plan).map(str::to_owned)
+        };
+        assert_eq!(found([2, 4, 2]), None);
+        assert_eq!(found([2, 5, 2]).as_deref(), Some("1"));
+    }
+}

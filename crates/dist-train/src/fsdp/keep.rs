@@ -1,0 +1,90 @@
+//! What a unit keeps between the forward and the backward pass.
+
+use std::collections::BTreeMap;
+
+use fsdp_plan::Pattern;
+
+use crate::error::{Result, sharding::ShardingError};
+
+/// What a unit of a [`FullyShard`](crate::FullyShard) keeps between the forward and the backward
+/// pass.
+///
+/// Values and gradients have the same bits either way.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+#[non_exhaustive]
+pub enum Keep {
+    /// Its inputs alone: parameters are gathered twice, and its function is run again in the backward
+    /// pass. The least memory, for about a third more computation. (`reshard_after_forward=True` with
+    /// `checkpoint_wrapper` in PyTorch.)
+    #[default]
+    Inputs,
+    /// Its gathered parameters and what its function has computed: nothing is gathered or computed
+    /// twice. (`reshard_after_forward=False`, ZeRO stage 2.)
+    Gathered,
+}
+
+/// What the builder says of units.
+#[derive(Clone, Debug, Default)]
+pub(super) struct KeepRules {
+    default: Keep,
+    /// The last that matches decides.
+    rules: Vec<(String, Keep)>,
+}
+
+impl KeepRules {
+    pub(super) fn set_default(&mut self, keep: Keep) {
+        self.default = keep;
+    }
+
+    pub(super) fn add(&mut self, pattern: String, keep: Keep) {
+        self.rules.push((pattern, keep));
+    }
+
+    /// What each unit keeps.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Plan`](crate::Error::Plan) for a pattern that is none,
+    /// [`ShardingError::UnmatchedUnit`] for one that matches no unit.
+    pub(super) fn of_units(&self, units: &[&str]) -> Result<BTreeMap<String, Keep>> {
+        let default = |&unit: &&str| (unit.to_owned(), self.default);
+        let mut keeps: BTreeMap<String, Keep> = units.iter().map(default).collect();
+        for (text, keep) in &self.rules {
+            let pattern: Pattern = text.parse()?;
+            let mut is_used = false;
+            for (_, of_unit) in keeps.iter_mut().filter(|(unit, _)| pattern.matches(unit)) {
+                *of_unit = *keep;
+                is_used = true;
+            }
+            if !is_used {
+                let pattern = text.clone();
+                return Err(ShardingError::UnmatchedUnit { option: "keep_unit", pattern }.into());
+            }
+        }
+        Ok(keeps)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::error::Error;
+
+    #[test]
+    fn the_last_pattern_that_matches_decides() {
+        let mut rules = KeepRules::default();
+        rules.add("h.*".to_owned(), Keep::Gathered);
+        rules.add("h.1".to_owned(), Keep::Inputs);
+        let keeps = rules.of_units(&["embed", "h.0", "h.1"]).unwrap();
+        let found: Vec<Keep> = keeps.into_values().collect();
+        assert_eq!(found, [Keep::Inputs, Keep::Gathered, Keep::Inputs]);
+        rules.add("head".to_owned(), Keep::Inputs);
+        let refused = rules.of_units(&["embed", "h.0", "h.1"]);
+        let is_refused = matches!(
+            refused,
+            Err(Error::Sharding(ShardingError::UnmatchedUnit { option: "keep_unit", pattern }))
+                if pattern == "head"
+        );
+        assert!(is_refused);
+    }
+}

@@ -1,0 +1,338 @@
+//! Fully sharded training: each slot keeps its part of every parameter, and units are put together
+//! where a loss enters them.
+
+pub(crate) mod builder;
+mod checked;
+pub(crate) mod keep;
+mod model;
+pub(crate) mod operation;
+pub(crate) mod session;
+mod slot;
+mod state;
+
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
+
+use candle_core::Tensor;
+use candle_nn::{Optimizer, VarBuilder};
+use fsdp_plan::ShardingPlan;
+use pmap_mesh::{DeviceMesh, Replica, TensorTree};
+
+use self::{
+    builder::FullyShardBuilder,
+    model::Model,
+    session::{Purpose, Session},
+    slot::Slot,
+};
+use crate::{
+    batch::Layout,
+    error::{Error, Result, training::TrainingError},
+    loss::Loss,
+    progress::Progress,
+    step::{
+        options::{EVALUATION, Options, check_rate},
+        rules::{Evaluation, Report, Rules, Step, Then},
+    },
+    units::Units,
+};
+
+/// A model whose parameters, gradients and optimizer state are cut over the devices of a mesh;
+/// PyTorch's `fully_shard` (FSDP2), DeepSpeed's ZeRO stage 3.
+///
+/// Each slot keeps its part of every parameter. A loss is written by [units](Units::unit): entering
+/// one gathers its parameters for as long as its function runs, and its backward gathers them again
+/// and hands each slot its part of the summed gradients. So a slot holds one unit's parameters and
+/// gradients, and of all others its part.
+///
+/// The face is that of [`DataParallel`](crate::DataParallel), and a loss by units runs with either.
+///
+/// # What is refused
+///
+/// What [`DataParallel`](crate::DataParallel#what-is-refused) refuses, and
+/// - a parameter in no unit, when the model is built;
+/// - buffers, such as a running mean: the forward pass changes them;
+/// - in the first step, a unit that has another result when it is run again
+///   ([`TrainingError::NotRepeatable`]);
+/// - replicas that enter different units, or in another order:
+///   [`CollectiveError::Mismatch`](pmap_mesh::CollectiveError::Mismatch) names both.
+///
+/// # Determinism
+///
+/// Losses and parameters have the bits that [`DataParallel`](crate::DataParallel) on as many slots
+/// has, whatever units keep and however a plan cuts them. To rounding the same are: a value or
+/// parameter that several units use, batches that are [accumulated](Self::accumulate) and gradients
+/// that are clipped, whose sums are formed in another order.
+///
+/// # Examples
+///
+/// ```
+/// use candle_core::{Device, Tensor};
+/// use candle_nn::{Module, ParamsAdamW, VarBuilder, linear};
+/// use dist_train::{AdamW, FullyShard, Units};
+/// use candle_nn::Optimizer;
+/// use pmap_mesh::{DeviceMesh, Replica};
+///
+/// // The constructor as for plain candle: names, shapes and initializers are read off it.
+/// let build = |vb: VarBuilder<'_>| {
+///     for n in 0..3 {
+///         linear(4, 4, vb.pp(format!("blocks.{n}")))?;
+///     }
+///     linear(4, 1, vb.pp("head"))
+/// };
+/// let loss = |_: &Replica, model: &Units, (x, y): (Tensor, Tensor)| {
+///     let mut x = x;
+///     for n in 0..3 {
+///         let block = |vb: VarBuilder<'_>, x: &Tensor| linear(4, 4, vb)?.forward(x)?.tanh();
+///         x = model.unit(&format!("blocks.{n}"), &x, block)?;
+///     }
+///     let found = model.unit("head", &x, |vb, x| linear(4, 1, vb)?.forward(x))?;
+///     (found - y)?.sqr()?.mean_all()
+/// };
+///
+/// let mesh = DeviceMesh::cpu(2)?;
+/// let params = ParamsAdamW { lr: 0.1, ..ParamsAdamW::default() };
+/// let mut model = FullyShard::builder(&mesh, build)
+///     .unit("head", ["head"])
+///     .build(|group| AdamW::new(group.vars, params.clone()))?;
+/// let x = Tensor::randn(0_f32, 1., (8, 4), &Device::Cpu)?;
+/// let y = x.mean_keepdim(1)?;
+/// let first = model.step((x.clone(), y.clone()), loss)?.loss;
+/// for _ in 0..20 {
+///     model.step((x.clone(), y.clone()), loss)?;
+/// }
+/// assert!(model.evaluate((x, y), loss)?.loss < first / 2.);
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
+#[derive(Debug)]
+pub struct FullyShard<O> {
+    mesh: DeviceMesh,
+    model: Arc<Model>,
+    /// Of this process. Each is locked by its own replica alone while a step runs.
+    slots: Vec<Mutex<Slot<O>>>,
+    options: Options,
+    progress: Progress,
+}
+
+impl FullyShard<()> {
+    /// A model to be cut over the slots of `mesh`, of the parameters that `model`, a constructor as
+    /// for plain candle, asks its builder for. What it returns is dropped: units make their layers
+    /// themselves.
+    ///
+    /// Options are set on what is returned; [`build`](FullyShardBuilder::build) asks for the
+    /// optimizers.
+    pub fn builder<M, B>(mesh: &DeviceMesh, model: B) -> FullyShardBuilder<'_, B>
+    where
+        B: Fn(VarBuilder<'_>) -> candle_core::Result<M>,
+    {
+        FullyShardBuilder::new(mesh, model)
+    }
+}
+
+impl<O: Optimizer + Send> FullyShard<O> {
+    /// Differentiates the batch's loss and updates the parameters.
+    ///
+    /// As [`DataParallel::step`](crate::DataParallel::step), with a loss by [units](Units::unit).
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Training`](crate::Error::Training) if the step [would train something
+    /// wrong](Self#what-is-refused); [`Error::Mesh`](crate::Error::Mesh) with those of
+    /// [`PMap::call`](pmap_mesh::PMap::call). If the step fails before the optimizers run, no
+    /// parameter has changed, and accumulated gradients are dropped; if an optimizer fails,
+    /// parameters may be changed in part.
+    #[track_caller]
+    pub fn step<I, A, L, F>(&mut self, batch: I, loss: F) -> Result<Step<A>>
+    where
+        I: TensorTree,
+        A: TensorTree,
+        L: Into<Loss<A>>,
+        F: Fn(&Replica, &Units, I) -> candle_core::Result<L> + Send + Sync,
+    {
+        let (Report { loss, grad_norm }, aux) = self.train(batch, loss, Then::Update)?;
+        self.progress.steps += 1;
+        Ok(Step { loss: loss.mean(), grad_norm, weight: loss.weight(), aux })
+    }
+
+    /// Differentiates the batch's loss and adds the gradients to those for the next
+    /// [`step`](Self::step); returns the loss of this batch.
+    ///
+    /// Gradients are summed over the slots in every batch, so that a slot keeps its part of them
+    /// alone. (PyTorch's `set_requires_gradient_sync(False)` keeps the whole ones.)
+    ///
+    /// # Errors
+    ///
+    /// Those of [`step`](Self::step); accumulated gradients are dropped.
+    #[track_caller]
+    pub fn accumulate<I, A, L, F>(&mut self, batch: I, loss: F) -> Result<Evaluation<A>>
+    where
+        I: TensorTree,
+        A: TensorTree,
+        L: Into<Loss<A>>,
+        F: Fn(&Replica, &Units, I) -> candle_core::Result<L> + Send + Sync,
+    {
+        let (Report { loss, .. }, aux) = self.train(batch, loss, Then::Keep)?;
+        Ok(Evaluation { loss: loss.mean(), weight: loss.weight(), aux })
+    }
+
+    /// The loss of a batch, without gradients: units are gathered once, and no operation is
+    /// recorded.
+    ///
+    /// All evaluations between two steps draw the same random numbers.
+    ///
+    /// # Errors
+    ///
+    /// As [`DataParallel::evaluate`](crate::DataParallel::evaluate), and those of
+    /// [`Units::unit`].
+    #[expect(clippy::expect_used, reason = "a call that succeeded has run every replica")]
+    #[track_caller]
+    pub fn evaluate<I, A, L, F>(&mut self, batch: I, loss: F) -> Result<Evaluation<A>>
+    where
+        I: TensorTree,
+        A: TensorTree,
+        L: Into<Loss<A>>,
+        F: Fn(&Replica, &Units, I) -> candle_core::Result<L> + Send + Sync,
+    {
+        let layout = Layout::of(&batch);
+        let rules = Arc::new(self.rules(Then::Keep));
+        let mean = OnceLock::new();
+        let call = self.mesh.pmap_scoped(|ctx, shard: I| {
+            let session = Session::new(ctx, &self.model, &rules, Purpose::Evaluation)?;
+            let units = Units::sharded(session);
+            let here = layout.explain(shard, |shard| loss(ctx, &units, shard))?.into();
+            let evaluated = here.evaluate(ctx, rules.allow_non_finite, &rules.refusal);
+            rules.refusal.outcome(evaluated.map(|(whole, aux)| {
+                mean.get_or_init(|| whole);
+                aux
+            }))
+        });
+        let call = self.options.cut(call).seed(self.progress.seed.derive(EVALUATION));
+        let aux = rules.refusal.of(call.call_at(self.progress.batches, batch))?;
+        let whole = mean.get().expect("every replica has set the mean");
+        Ok(Evaluation { loss: whole.mean(), weight: whole.weight(), aux })
+    }
+
+    #[expect(clippy::expect_used, reason = "a call that succeeded has run every replica")]
+    #[track_caller]
+    fn train<I, A, L, F>(&mut self, batch: I, loss: F, then: Then) -> Result<(Report, A)>
+    where
+        I: TensorTree,
+        A: TensorTree,
+        L: Into<Loss<A>>,
+        F: Fn(&Replica, &Units, I) -> candle_core::Result<L> + Send + Sync,
+    {
+        let layout = Layout::of(&batch);
+        let rules = Arc::new(self.rules(then));
+        let report = OnceLock::new();
+        let call = self.mesh.pmap_scoped(|ctx, shard: I| {
+            let slot = &mut *lock(&self.slots[ctx.local_index()]);
+            let session = Session::new(ctx, &self.model, &rules, Purpose::Training)?;
+            let units = Units::sharded(Arc::clone(&session));
+            let here = layout.explain(shard, |shard| loss(ctx, &units, shard))?;
+            let trained = slot.train(ctx, &session, &rules, here.into());
+            rules.refusal.outcome(trained.map(|(whole, aux)| {
+                report.get_or_init(|| whole);
+                aux
+            }))
+        });
+        let call = self.options.cut(call).seed(self.progress.seed);
+        let outcome = rules.refusal.of(call.call_at(self.progress.batches, batch));
+        if outcome.is_err() {
+            self.slots.iter().for_each(|slot| lock(slot).forget());
+        }
+        let aux = outcome?;
+        self.progress.batches += 1;
+        Ok((*report.get().expect("every replica has set the report"), aux))
+    }
+
+    fn rules(&self, then: Then) -> Rules {
+        Rules::new(&self.model.inventory, &self.options, &self.progress, then)
+    }
+}
+
+impl<O: Optimizer> FullyShard<O> {
+    /// Sets the learning rate of all optimizers.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Setting`](crate::Error::Setting) if it is negative or no number.
+    pub fn set_learning_rate(&mut self, learning_rate: f64) -> Result<()> {
+        check_rate(learning_rate)?;
+        (0..self.model.inventory.roles.groups.len())
+            .for_each(|group| self.set_rate(group, learning_rate));
+        Ok(())
+    }
+
+    /// Sets the learning rate of a [group](FullyShardBuilder::group).
+    ///
+    /// # Errors
+    ///
+    /// [`TrainingError::UnknownGroup`] if no group of that name has a variable,
+    /// [`Error::Setting`](crate::Error::Setting) if the rate is negative or no number.
+    pub fn set_group_learning_rate(&mut self, name: &str, learning_rate: f64) -> Result<()> {
+        let groups = &self.model.inventory.roles.groups;
+        let Some(group) = groups.iter().position(|group| group == name) else {
+            return Err(TrainingError::UnknownGroup { name: name.to_owned() }.into());
+        };
+        check_rate(learning_rate)?;
+        self.set_rate(group, learning_rate);
+        Ok(())
+    }
+
+    fn set_rate(&self, group: usize, learning_rate: f64) {
+        for slot in &self.slots {
+            lock(slot).optimizers[group].optimizer.set_learning_rate(learning_rate);
+        }
+    }
+}
+
+impl<O> FullyShard<O> {
+    /// The number of updates since the start of training, those before a checkpoint included.
+    pub fn steps(&self) -> u64 {
+        self.progress.steps
+    }
+
+    /// The plan by which parameters are cut.
+    pub fn plan(&self) -> &ShardingPlan {
+        self.model.vars.plan()
+    }
+
+    /// The units of the model, in the order of names.
+    pub fn units(&self) -> impl ExactSizeIterator<Item = &str> {
+        self.model.units.keys().map(String::as_str)
+    }
+
+    /// The whole of a parameter, on this process's first device. Every process of the mesh calls it.
+    ///
+    /// # Errors
+    ///
+    /// [`ParameterError::Unknown`](crate::ParameterError::Unknown),
+    /// [`Error::Tensor`](crate::Error::Tensor) if candle fails, [`Error::Mesh`](crate::Error::Mesh)
+    /// if a process does not answer.
+    pub fn gather(&self, name: &str) -> Result<Tensor> {
+        self.model.vars.gather(name)
+    }
+
+    /// Hands the whole of each parameter to `f`, one after the other in the order of names: a model
+    /// that fills all devices can be written out by one. Every process of the mesh calls it.
+    ///
+    /// # Errors
+    ///
+    /// The first error of `f`, and those of [`gather`](Self::gather).
+    pub fn for_each_whole<E: From<Error>>(
+        &self,
+        mut f: impl FnMut(&str, Tensor) -> Result<(), E>,
+    ) -> Result<(), E> {
+        for (name, _) in &self.model.inventory.parameters {
+            f(name, self.gather(name)?)?;
+        }
+        Ok(())
+    }
+}
+
+/// Locks what a slot keeps. A step locks it in the slot's own worker alone, and everything else
+/// between steps, so that nobody waits.
+///
+/// A panic fails the step as an error does, and a failed step leaves a slot that can be used, so a
+/// poisoned lock says nothing that the caller was not told.
+fn lock<T>(slot: &Mutex<T>) -> MutexGuard<'_, T> {
+    slot.lock().unwrap_or_else(PoisonError::into_inner)
+}

@@ -1,0 +1,216 @@
+//! A unit as one operation of candle's graph.
+//!
+//! Forward: the unit's parameters are gathered, its function is run without a graph, they are let
+//! go, and the result gets a place in the graph whose inputs are those of the unit. Backward: they
+//! are gathered again, the function is run again with a graph that ends at the unit's inputs and
+//! parameters, this is differentiated, and the gradients of the parameters are summed and
+//! scattered. candle's own `backward` calls the units in the reverse of the order in which they
+//! were entered, so the graph of one unit is there at a time. (Chen, Xu, Zhang and Guestrin,
+//! "Training Deep Nets with Sublinear Memory Cost", arXiv 1604.06174, and Zhao et al., "PyTorch
+//! FSDP", arXiv 2304.11277.)
+
+use std::{
+    collections::BTreeMap,
+    mem,
+    sync::{Arc, Mutex, MutexGuard, PoisonError},
+};
+
+use candle_core::{Result, Tensor, Var};
+use candle_nn::VarBuilder;
+use fused_ops::{backward_from, with_backward};
+use pmap_mesh::TensorTree;
+
+use crate::{
+    error::training::TrainingError,
+    fsdp::{keep::Keep, model::Unit, session::Session},
+    loss, tree,
+};
+
+/// A pass through a unit.
+struct Operation<X, F> {
+    session: Arc<Session>,
+    name: String,
+    f: F,
+    /// The inputs without their history, in their form. (A tree need not be `Sync`.)
+    x: Mutex<X>,
+    inputs: Vec<Input>,
+    graph: Mutex<Graph>,
+}
+
+/// One tensor of the inputs, without its history.
+struct Input {
+    tensor: Tensor,
+    /// Whether it gets a gradient.
+    is_tracked: bool,
+}
+
+/// Where the unit's own graph is.
+enum Graph {
+    /// It is made in the backward pass.
+    Later,
+    /// It was kept from the forward pass.
+    Kept(Differentiable),
+    /// It was differentiated.
+    Done,
+}
+
+/// A unit's own graph.
+struct Differentiable {
+    gathered: BTreeMap<String, Var>,
+    /// A leaf in place of each tracked input.
+    inputs: Vec<Option<Var>>,
+    output: Tensor,
+}
+
+/// What `f` computes from `x` by the parameters of a unit; with a place in the graph if it is to be
+/// differentiated.
+pub(crate) fn enter<X, F>(session: &Arc<Session>, name: &str, x: &X, f: F) -> Result<Tensor>
+where
+    X: TensorTree,
+    F: Fn(VarBuilder<'_>, &X) -> Result<Tensor> + Send + Sync + 'static,
+{
+    let unit = session.find(name)?;
+    Operation::new(Arc::clone(session), name, x, f).enter(unit, x)
+}
+
+impl<X, F> Operation<X, F>
+where
+    X: TensorTree,
+    F: Fn(VarBuilder<'_>, &X) -> Result<Tensor> + Send + Sync + 'static,
+{
+    fn new(session: Arc<Session>, name: &str, x: &X, f: F) -> Self {
+        let mut inputs = Vec::new();
+        let x = tree::map(x, |tensor| {
+            let detached = tensor.detach();
+            inputs.push(Input { tensor: detached.clone(), is_tracked: tensor.track_op() });
+            detached
+        });
+        Self {
+            session,
+            name: name.to_owned(),
+            f,
+            x: Mutex::new(x),
+            inputs,
+            graph: Mutex::new(Graph::Later),
+        }
+    }
+
+    /// The result of the forward pass; `x` are the inputs with their history.
+    fn enter(self, unit: &Unit, x: &X) -> Result<Tensor> {
+        let is_tracked = unit.is_trained() || self.inputs.iter().any(|input| input.is_tracked);
+        let is_recorded = self.session.is_training() && is_tracked;
+        let output = match unit.keep {
+            Keep::Gathered if is_recorded => {
+                let graph = self.differentiable("forward")?;
+                let output = graph.output.detach();
+                *lock(&self.graph) = Graph::Kept(graph);
+                output
+            }
+            Keep::Inputs | Keep::Gathered => self.result(unit)?,
+        };
+        if !is_recorded {
+            return Ok(output);
+        }
+        let anchor = self.session.anchor().clone();
+        let tracked = tree::each(x, Tensor::clone).into_iter().filter(Tensor::track_op);
+        let inputs: Vec<Tensor> = [anchor].into_iter().chain(tracked).collect();
+        let inputs: Vec<&Tensor> = inputs.iter().collect();
+        Ok(with_backward(&inputs, &output, move |output, grad| self.backward(output, grad))?)
+    }
+
+    /// What the function computes, without a graph.
+    fn result(&self, unit: &Unit) -> Result<Tensor> {
+        let gathered = self.session.gather(&self.name)?;
+        let builder = self.session.builder(unit, &gathered, false);
+        let output = self.call(builder, &lock(&self.x), "forward")?;
+        if output.track_op() {
+            return Err(self.captured());
+        }
+        Ok(output)
+    }
+
+    /// What the function computes, with a graph that ends at the unit's inputs and parameters.
+    fn differentiable(&self, pass: &str) -> Result<Differentiable> {
+        let gathered = self.session.gather(&self.name)?;
+        let unit = self.session.find(&self.name)?;
+        let leaf =
+            |input: &Input| input.is_tracked.then(|| Var::from_tensor(&input.tensor)).transpose();
+        let inputs: Vec<Option<Var>> = self.inputs.iter().map(leaf).collect::<Result<_>>()?;
+        let with_leaves = self.inputs.iter().zip(&inputs).map(|(input, leaf)| match leaf {
+            Some(leaf) => leaf.as_tensor().clone(),
+            None => input.tensor.clone(),
+        });
+        let x = loss::with_leaves(&*lock(&self.x), with_leaves.collect());
+        let builder = self.session.builder(unit, &gathered, true);
+        let output = self.call(builder, &x, pass)?;
+        let graph = Differentiable { gathered, inputs, output };
+        if graph.depends_on_others() { Err(self.captured()) } else { Ok(graph) }
+    }
+
+    fn call(&self, builder: VarBuilder<'_>, x: &X, pass: &str) -> Result<Tensor> {
+        (self.f)(builder, x)
+            .map_err(|error| error.context(format!("unit {}, {pass} pass", self.name)))
+    }
+
+    /// The gradients of the anchor, which has none, and of the tracked inputs.
+    fn backward(&self, before: &Tensor, grad: Tensor) -> Result<Vec<Option<Tensor>>> {
+        self.session.check_under_way(&self.name)?;
+        let state = mem::replace(&mut *lock(&self.graph), Graph::Done);
+        let Differentiable { gathered, inputs, output } = match state {
+            Graph::Kept(graph) => graph,
+            Graph::Later => {
+                let graph = self.differentiable("backward")?;
+                self.compare(before, &graph.output)?;
+                graph
+            }
+            Graph::Done => return Err(self.session.differentiated(&self.name, "twice")),
+        };
+        let mut grads = backward_from(&output, grad)?;
+        drop(output);
+        let of_input = |input: &Var| grads.remove(input).map_or_else(|| input.zeros_like(), Ok);
+        let of_inputs: Vec<Option<Tensor>> = inputs
+            .iter()
+            .flatten()
+            .map(of_input)
+            .map(|grad| grad.map(Some))
+            .collect::<Result<_>>()?;
+        drop(inputs);
+        self.session.reduce(&self.name, gathered, grads)?;
+        Ok([None].into_iter().chain(of_inputs).collect())
+    }
+
+    /// Refuses a function that has another result the second time.
+    fn compare(&self, before: &Tensor, again: &Tensor) -> Result<()> {
+        if !self.session.compares() || bytes(before)? == bytes(again)? {
+            return Ok(());
+        }
+        Err(self.session.refuse(TrainingError::NotRepeatable { unit: self.name.clone() }))
+    }
+
+    fn captured(&self) -> candle_core::Error {
+        self.session.refuse(TrainingError::Captured { unit: self.name.clone() })
+    }
+}
+
+impl Differentiable {
+    /// Whether its graph reaches a variable that is none of its own.
+    fn depends_on_others(&self) -> bool {
+        let is_own = |node: &Tensor| {
+            let mut own = self.gathered.values().chain(self.inputs.iter().flatten());
+            own.any(|var| var.id() == node.id())
+        };
+        self.output.sorted_nodes().iter().any(|node| node.is_variable() && !is_own(node))
+    }
+}
+
+/// A tensor's bits: NaN equals itself, and zeros of two signs differ.
+fn bytes(tensor: &Tensor) -> Result<(Vec<usize>, Vec<u8>)> {
+    let mut bytes = Vec::new();
+    tensor.force_contiguous()?.write_bytes(&mut bytes)?;
+    Ok((tensor.dims().to_vec(), bytes))
+}
+
+/// Whoever panicked with the lock has ended the step, and with it this operation.
+fn lock<T>(guarded: &Mutex<T>) -> MutexGuard<'_, T> {
+    guarded.lock().unwrap_or_else(PoisonError::into_inner)
+}

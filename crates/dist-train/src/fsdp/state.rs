@@ -1,0 +1,126 @@
+//! Saving and loading a sharded model in training.
+
+use std::collections::BTreeMap;
+
+use candle_core::{Tensor, Var};
+
+use crate::{
+    checkpoint::{key::TensorKey, read::Checkpoint, state_dict::StateDict},
+    error::{Doing, Result},
+    fsdp::{
+        FullyShard, lock,
+        slot::{Part, Slot},
+    },
+    optim::StatefulOptimizer,
+    processes::agreed,
+    progress::{Progress, TrainerState},
+    step::inventory::Inventory,
+};
+
+impl<O: StatefulOptimizer> FullyShard<O> {
+    /// The parameters, what the optimizers keep for them, and how far training is, for
+    /// [`Checkpoints::save`](crate::Checkpoints::save): each slot of the mesh, in whatever process,
+    /// writes its parts. Accumulated gradients are not among them. Every process of the mesh calls it.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Optimizer`](crate::Error::Optimizer) if an optimizer cannot tell its state,
+    /// [`CheckpointError::Kind`](crate::CheckpointError::Kind) if its state has a name that cannot be
+    /// written, [`Error::OtherProcess`](crate::Error::OtherProcess) if another process fails.
+    pub fn state_dict(&self) -> Result<StateDict> {
+        agreed(&self.mesh, self.state_of_slots())
+    }
+
+    /// What the slots of this process keep.
+    fn state_of_slots(&self) -> Result<StateDict> {
+        let inventory = &self.model.inventory;
+        let mut state =
+            StateDict::new(&self.mesh, inventory.shapes()).with_trainer(self.trainer_state());
+        for (local_slot, slot) in self.slots.iter().enumerate() {
+            let slot = lock(slot);
+            for (position, part) in slot.parts.iter().enumerate().filter(|(_, part)| part.is_told) {
+                let key = key(inventory, part);
+                state.add(local_slot, key, part.var.as_detached_tensor())?;
+                if let Some((optimizer, position)) = slot.optimizer_of(position) {
+                    state.add_optimizer(local_slot, key, optimizer, position)?;
+                }
+            }
+        }
+        Ok(state)
+    }
+
+    /// Gives all parameters and optimizers the values of a checkpoint, whatever number of slots and
+    /// plan it was written under, [`DataParallel`](crate::DataParallel)'s among them, and resumes
+    /// its count of steps, random numbers and learning rates; accumulated gradients are dropped.
+    /// Every slot reads its own items. Every process of the mesh calls this, with the same
+    /// checkpoint.
+    ///
+    /// # Errors
+    ///
+    /// Those of [`DataParallel::load`](crate::DataParallel::load).
+    pub fn load(&mut self, checkpoint: &Checkpoint) -> Result<()> {
+        checkpoint.check_fits(&self.mesh, &self.model.inventory.shapes())?;
+        agreed(&self.mesh, self.load_slots(checkpoint))?;
+        self.resume(checkpoint);
+        Ok(())
+    }
+
+    /// Gives the parts and optimizers of this process their values.
+    fn load_slots(&self, checkpoint: &Checkpoint) -> Result<()> {
+        let inventory = &self.model.inventory;
+        for slot in &self.slots {
+            let slot = &mut *lock(slot);
+            slot.forget();
+            for part in &slot.parts {
+                let value = checkpoint.like(key(inventory, part), &part.var)?;
+                assign(&part.var, &value).doing("loading a parameter")?;
+            }
+            load_optimizers(slot, inventory, checkpoint)?;
+        }
+        Ok(())
+    }
+
+    fn resume(&mut self, checkpoint: &Checkpoint) {
+        let Some(TrainerState { progress, learning_rates }) = checkpoint.trainer() else {
+            let step = checkpoint.step();
+            self.progress = Progress { steps: step, batches: step, ..self.progress };
+            return;
+        };
+        self.progress = *progress;
+        for (group, name) in self.model.inventory.roles.groups.iter().enumerate() {
+            if let Some(&rate) = learning_rates.get(name) {
+                self.set_rate(group, rate);
+            }
+        }
+    }
+
+    fn trainer_state(&self) -> TrainerState {
+        let slot = lock(&self.slots[0]);
+        let rates = slot.optimizers.iter().map(|group| group.optimizer.learning_rate());
+        let groups = self.model.inventory.roles.groups.iter().cloned();
+        let learning_rates: BTreeMap<String, f64> = groups.zip(rates).collect();
+        TrainerState { progress: self.progress, learning_rates }
+    }
+}
+
+fn load_optimizers<O: StatefulOptimizer>(
+    slot: &mut Slot<O>,
+    inventory: &Inventory,
+    checkpoint: &Checkpoint,
+) -> Result<()> {
+    for group in &mut slot.optimizers {
+        for (position, &part) in group.parts.iter().enumerate() {
+            let key = key(inventory, &slot.parts[part]);
+            checkpoint.load_optimizer(key, &mut group.optimizer, position)?;
+        }
+    }
+    Ok(())
+}
+
+fn key<'a>(inventory: &'a Inventory, part: &Part) -> TensorKey<'a> {
+    TensorKey::model(inventory.name(part.param), part.start)
+}
+
+fn assign(var: &Var, value: &Tensor) -> candle_core::Result<()> {
+    var.set(&value.to_device(var.device())?)
+}

@@ -1,0 +1,62 @@
+//! What a builder says of every step.
+
+use pmap_mesh::{P, PMap, Replica, Specs, TensorTree, Uneven};
+
+use crate::{error::setting::SettingError, optim::clip};
+
+/// The stream of random numbers that evaluations draw from, beside those of the batches.
+pub(crate) const EVALUATION: u64 = u64::MAX;
+
+/// What a builder says of every step.
+#[derive(Clone, Debug)]
+pub(crate) struct Options {
+    pub(crate) in_axes: Specs,
+    pub(crate) uneven: Uneven,
+    pub(crate) max_norm: Option<f64>,
+    pub(crate) allow_non_finite: bool,
+    /// After so many steps, it is checked that all slots have the same variables.
+    pub(crate) check_every: Option<u64>,
+}
+
+impl Default for Options {
+    fn default() -> Self {
+        Self {
+            in_axes: Some(0).into(),
+            uneven: Uneven::default(),
+            max_norm: None,
+            allow_non_finite: false,
+            check_every: None,
+        }
+    }
+}
+
+impl Options {
+    /// Refuses numbers that a setting cannot be.
+    pub(crate) fn check(&self) -> Result<(), SettingError> {
+        self.max_norm.map_or(Ok(()), clip::check_max_norm)?;
+        if self.check_every == Some(0) {
+            let name = "the number of steps from one check of the variables to the next";
+            return Err(SettingError { name, value: 0.0, expected: "at least 1" });
+        }
+        Ok(())
+    }
+
+    /// A function of shards of a model's batches, of which all replicas return the same.
+    pub(crate) fn cut<I, A, F>(&self, call: PMap<I, A, F>) -> PMap<I, A, F>
+    where
+        I: TensorTree,
+        A: TensorTree,
+        F: Fn(&Replica, I) -> candle_core::Result<A> + Send + Sync,
+    {
+        call.in_axes(self.in_axes.clone())
+            .uneven(self.uneven)
+            .out_axes(P::replicate())
+            .trust_replicated()
+    }
+}
+
+/// Refuses learning rates that optimizers refuse, and those that a checkpoint cannot be read with
+/// again: JSON has no number for them.
+pub(crate) fn check_rate(learning_rate: f64) -> Result<(), SettingError> {
+    SettingError::check_at_least_zero("the learning rate", learning_rate)
+}

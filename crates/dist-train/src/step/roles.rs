@@ -1,0 +1,245 @@
+//! What becomes of each variable of a model: trained in a group, frozen, or a buffer.
+
+use fsdp_plan::Pattern;
+
+use crate::error::{Result, training::TrainingError};
+
+/// The group of what no pattern puts into another.
+pub(crate) const DEFAULT_GROUP: &str = "default";
+
+/// What layers keep under these names is no parameter, wherever they stand in a model.
+const BUFFERS: [&str; 3] = ["**.running_mean", "**.running_var", "**.num_batches_tracked"];
+
+/// Which variables are meant by the options of a builder.
+#[derive(Clone, Debug, Default)]
+pub(crate) struct Choices {
+    pub(crate) frozen: Vec<String>,
+    pub(crate) unused: Vec<String>,
+    pub(crate) buffers: Vec<String>,
+    /// Parameters that pretrained weights may lack, and tensors of theirs that the model may.
+    pub(crate) missing: Vec<String>,
+    pub(crate) unexpected: Vec<String>,
+    pub(crate) groups: Vec<(String, Vec<String>)>,
+}
+
+/// What becomes of a variable.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Role {
+    /// It is updated by the optimizer of a group, of this number.
+    Trained(usize),
+    /// It stays as it is.
+    Frozen,
+    /// The forward pass changes it; each slot has its own.
+    Buffer,
+}
+
+/// The roles of all variables, in the order of their names.
+#[derive(Debug)]
+pub(crate) struct Roles {
+    pub(crate) of: Vec<Role>,
+    /// Whether a variable may have no gradient.
+    pub(crate) may_be_unused: Vec<bool>,
+    /// The names of the groups that have a variable; roles have their positions.
+    pub(crate) groups: Vec<String>,
+}
+
+impl Choices {
+    /// # Errors
+    ///
+    /// [`Error::Plan`](crate::Error::Plan) for a pattern that is none, [`TrainingError`] for one that
+    /// matches nothing and for groups that overlap.
+    pub(crate) fn roles(&self, names: &[&str]) -> Result<Roles> {
+        let frozen = Selection::new("freeze", &self.frozen, names)?;
+        let unused = Selection::new("allow_unused", &self.unused, names)?;
+        let mut buffers = Selection::new("buffers", &self.buffers, names)?;
+        for pattern in BUFFERS {
+            buffers.0.push(pattern.parse()?);
+        }
+        let mut groups = vec![(DEFAULT_GROUP, Selection(Vec::new()))];
+        for (name, patterns) in &self.groups {
+            if groups.iter().any(|(other, _)| other == name) {
+                return Err(TrainingError::SameGroup { name: name.clone() }.into());
+            }
+            groups.push((name, Selection::new("group", patterns, names)?));
+        }
+        let role = |&name: &&str| {
+            if buffers.has(name) {
+                Ok(Role::Buffer)
+            } else if frozen.has(name) {
+                Ok(Role::Frozen)
+            } else {
+                group_of(name, &groups).map(Role::Trained)
+            }
+        };
+        let of: Vec<Role> = names.iter().map(role).collect::<Result<_, TrainingError>>()?;
+        let may_be_unused = names.iter().map(|name| unused.has(name)).collect();
+        let groups = groups.into_iter().map(|(name, _)| name.to_owned()).collect();
+        Roles { of, may_be_unused, groups }.with_used_groups()
+    }
+
+    /// The patterns of parameters that pretrained weights may lack.
+    ///
+    /// # Errors
+    ///
+    /// Those of [`roles`](Self::roles) about patterns.
+    pub(crate) fn missing(&self, names: &[&str]) -> Result<Vec<Pattern>> {
+        Ok(Selection::new("allow_missing", &self.missing, names)?.0)
+    }
+
+    /// The patterns of tensors that pretrained weights may have besides; some weights have none.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Plan`](crate::Error::Plan) for a pattern that is none.
+    pub(crate) fn unexpected(&self) -> Result<Vec<Pattern>> {
+        parsed(&self.unexpected)
+    }
+}
+
+impl Roles {
+    /// Without groups that have no variable.
+    fn with_used_groups(self) -> Result<Self> {
+        let has = |group: usize| self.of.contains(&Role::Trained(group));
+        let used: Vec<usize> = (0..self.groups.len()).filter(|&group| has(group)).collect();
+        if used.is_empty() {
+            return Err(TrainingError::NothingTrained { variables: self.of.len() }.into());
+        }
+        let number = |role| match role {
+            Role::Trained(group) => {
+                Role::Trained(used.iter().take_while(|&&other| other != group).count())
+            }
+            role => role,
+        };
+        Ok(Self {
+            of: self.of.iter().copied().map(number).collect(),
+            groups: used.iter().map(|&group| self.groups[group].clone()).collect(),
+            may_be_unused: self.may_be_unused,
+        })
+    }
+
+    /// The positions of the variables that are trained.
+    pub(crate) fn trained(&self) -> Vec<usize> {
+        self.positions(|role| matches!(role, Role::Trained(_)))
+    }
+
+    /// The positions of the variables of a group.
+    pub(crate) fn of_group(&self, group: usize) -> Vec<usize> {
+        self.positions(|role| role == Role::Trained(group))
+    }
+
+    pub(crate) fn buffers(&self) -> Vec<usize> {
+        self.positions(|role| role == Role::Buffer)
+    }
+
+    fn positions(&self, is_meant: impl Fn(Role) -> bool) -> Vec<usize> {
+        (0..self.of.len()).filter(|&var| is_meant(self.of[var])).collect()
+    }
+}
+
+/// The patterns of one option.
+struct Selection(Vec<Pattern>);
+
+impl Selection {
+    fn new(option: &'static str, patterns: &[String], names: &[&str]) -> Result<Self> {
+        let patterns = parsed(patterns)?;
+        let matches_none = |pattern: &&Pattern| !names.iter().any(|name| pattern.matches(name));
+        match patterns.iter().find(matches_none) {
+            Some(pattern) => {
+                Err(TrainingError::Unmatched { option, pattern: pattern.to_string() }.into())
+            }
+            None => Ok(Self(patterns)),
+        }
+    }
+
+    fn has(&self, name: &str) -> bool {
+        self.0.iter().any(|pattern| pattern.matches(name))
+    }
+}
+
+fn parsed(patterns: &[String]) -> Result<Vec<Pattern>> {
+    Ok(patterns.iter().map(|text| text.parse()).collect::<fsdp_plan::Result<_>>()?)
+}
+
+/// The position of the one group that has the variable; the first is for those that no other has.
+fn group_of(name: &str, groups: &[(&str, Selection)]) -> Result<usize, TrainingError> {
+    let mut meant = (0..groups.len()).filter(|&group| groups[group].1.has(name));
+    match (meant.next(), meant.next()) {
+        (None, _) => Ok(0),
+        (Some(group), None) => Ok(group),
+        (Some(first), Some(second)) => Err(TrainingError::TwoGroups {
+            name: name.to_owned(),
+            first: groups[first].0.to_owned(),
+            second: groups[second].0.to_owned(),
+        }),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::error::Error;
+
+    const NAMES: [&str; 6] =
+        ["bn.running_mean", "bn.weight", "head.bias", "head.weight", "norm.bias", "running_var"];
+
+    fn texts(patterns: &[&str]) -> Vec<String> {
+        patterns.iter().map(|&pattern| pattern.to_owned()).collect()
+    }
+
+    #[test]
+    fn patterns_say_what_becomes_of_a_variable() {
+        let choices = Choices {
+            frozen: texts(&["bn"]),
+            unused: texts(&["head.*"]),
+            groups: vec![("no_decay".to_owned(), texts(&["**.bias"]))],
+            ..Choices::default()
+        };
+        let roles = choices.roles(&NAMES).unwrap();
+        let (default, no_decay) = (Role::Trained(0), Role::Trained(1));
+        let expected = [Role::Buffer, Role::Frozen, no_decay, default, no_decay, Role::Buffer];
+        assert_eq!(roles.of, expected);
+        assert_eq!(roles.groups, ["default", "no_decay"]);
+        assert_eq!(roles.may_be_unused, [false, false, true, true, false, false]);
+        assert_eq!((roles.trained(), roles.of_group(1)), (vec![2, 3, 4], vec![2, 4]));
+    }
+
+    #[test]
+    fn groups_without_variables_are_none() {
+        let all = ("all".to_owned(), texts(&["**"]));
+        let choices = Choices { groups: vec![all], ..Choices::default() };
+        let roles = choices.roles(&NAMES[1..5]).unwrap();
+        assert_eq!((roles.groups, roles.of), (vec!["all".to_owned()], vec![Role::Trained(0); 4]));
+    }
+
+    #[test]
+    fn what_cannot_be_meant_is_refused() {
+        let refused = |choices: Choices| match choices.roles(&NAMES) {
+            Err(Error::Training(error)) => error,
+            other => panic!("{other:?}"),
+        };
+        let pattern = "haed.*".to_owned();
+        let frozen = Choices { frozen: vec![pattern.clone()], ..Choices::default() };
+        assert_eq!(refused(frozen), TrainingError::Unmatched { option: "freeze", pattern });
+
+        let group = |name: &str, pattern| (name.to_owned(), texts(&[pattern]));
+        let overlap = Choices {
+            groups: vec![group("a", "head"), group("b", "**.bias")],
+            ..Choices::default()
+        };
+        let expected = TrainingError::TwoGroups {
+            name: "head.bias".to_owned(),
+            first: "a".to_owned(),
+            second: "b".to_owned(),
+        };
+        assert_eq!(refused(overlap), expected);
+
+        let same = Choices { groups: vec![group("default", "head")], ..Choices::default() };
+        assert_eq!(refused(same), TrainingError::SameGroup { name: "default".to_owned() });
+
+        let nothing = Choices { frozen: texts(&["**"]), ..Choices::default() };
+        assert_eq!(refused(nothing), TrainingError::NothingTrained { variables: 6 });
+
+        let none = Choices { unused: texts(&["a.["]), ..Choices::default() };
+        assert!(matches!(none.roles(&NAMES), Err(Error::Plan(_))));
+    }
+}

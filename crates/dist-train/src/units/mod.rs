@@ -1,0 +1,145 @@
+//! A model that is made a unit at a time, where its parts are used.
+
+pub(crate) mod rules;
+
+use std::{collections::BTreeMap, sync::Arc};
+
+use candle_core::{DType, Device, Error, Result, Tensor};
+use candle_nn::VarBuilder;
+use pmap_mesh::TensorTree;
+
+use self::rules::{Member, UnitRules};
+use crate::{
+    fsdp::{operation::enter, session::Session},
+    parameters::declare::declare,
+};
+
+/// The variables of a model whose layers are made where a loss uses them: what a loss is given by a
+/// [`FullyShard`](crate::FullyShard), which puts together those of one unit at a time, and by a
+/// [`DataParallel`](crate::DataParallel) of [`Units::of`], which has all of them.
+///
+/// A *unit* is a part of the model with a name: the variables `blocks.3.*` are those of the unit
+/// `blocks.3`, and [`UnitRules`] say of what others consist. One loss that is written by units runs
+/// with either, and has the same bits. (What `fully_shard(module)` marks in PyTorch.)
+///
+/// # Examples
+///
+/// ```
+/// use candle_core::{Device, Tensor};
+/// use candle_nn::{Module, Optimizer, VarBuilder, linear};
+/// use dist_train::{DataParallel, Sgd, Units};
+/// use pmap_mesh::{DeviceMesh, Replica};
+///
+/// let layers = |vb: VarBuilder<'_>| {
+///     for n in 0..3 {
+///         linear(4, 4, vb.pp(n))?;
+///     }
+///     Ok(())
+/// };
+/// let loss = |_: &Replica, model: &Units, x: Tensor| {
+///     let mut x = x;
+///     for n in 0..3 {
+///         x = model.unit(&n.to_string(), &x, |vb, x| linear(4, 4, vb)?.forward(x)?.tanh())?;
+///     }
+///     x.sqr()?.mean_all()
+/// };
+/// let mesh = DeviceMesh::cpu(2)?;
+/// let mut model = DataParallel::builder(&mesh, Units::of(layers))
+///     .build(|group| Sgd::new(group.vars, Default::default()))?;
+/// let x = Tensor::randn(0_f32, 1., (8, 4), &Device::Cpu)?;
+/// let first = model.step(x.clone(), loss)?.loss;
+/// assert!(model.step(x, loss)?.loss < first);
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
+#[derive(Debug)]
+pub struct Units(Source);
+
+#[derive(Debug)]
+enum Source {
+    Whole(Whole),
+    Sharded(Arc<Session>),
+}
+
+/// All variables of a model.
+#[derive(Debug)]
+struct Whole {
+    rules: UnitRules,
+    variables: BTreeMap<String, Tensor>,
+    dtype: DType,
+    device: Device,
+}
+
+impl Units {
+    /// Returns a constructor for [`DataParallel::builder`](crate::DataParallel::builder), of the
+    /// variables that `build`, a constructor as for plain candle, asks for. A unit has those under
+    /// its own name.
+    pub fn of<M>(
+        build: impl Fn(VarBuilder<'_>) -> Result<M>,
+    ) -> impl Fn(VarBuilder<'_>) -> Result<Self> {
+        Self::by(UnitRules::new(), build)
+    }
+
+    /// [`of`](Self::of), with rules for units that consist of more than one place.
+    pub fn by<M>(
+        rules: UnitRules,
+        build: impl Fn(VarBuilder<'_>) -> Result<M>,
+    ) -> impl Fn(VarBuilder<'_>) -> Result<Self> {
+        move |vb| {
+            let mut variables = BTreeMap::new();
+            for declared in declare(&build, vb.dtype(), vb.device())? {
+                let vb = vb.to_dtype(declared.dtype);
+                let variable = vb.get_with_hints(declared.shape, &declared.name, declared.init)?;
+                variables.insert(declared.name, variable);
+            }
+            Ok(Self(Source::Whole(Whole {
+                rules: rules.clone(),
+                variables,
+                dtype: vb.dtype(),
+                device: vb.device().clone(),
+            })))
+        }
+    }
+
+    pub(crate) fn sharded(session: Arc<Session>) -> Self {
+        Self(Source::Sharded(session))
+    }
+
+    /// What `f` computes from `x` by the layers that it makes of a unit's variables: its builder
+    /// has those whose names begin with `name.`, without that, or those that the
+    /// [rules](UnitRules::unit) say.
+    ///
+    /// A model that is sharded runs `f` again in the backward pass, so `f` owns what it captures, and
+    /// has the same result both times: what is random in it follows from a key that was made before
+    /// ([`Replica::batch_keys`](pmap_mesh::Replica::batch_keys)). What is differentiated reaches `f`
+    /// by `x`, several tensors as a tuple; what is captured has no gradient.
+    ///
+    /// # Errors
+    ///
+    /// If there is no such unit, and what `f` returns. In a sharded model
+    /// [`TrainingError::Captured`](crate::TrainingError::Captured) if `f` captures what is
+    /// differentiated, and those of [`Replica::gather_runs`](pmap_mesh::Replica::gather_runs): all
+    /// replicas enter the same units in the same order.
+    pub fn unit<X, F>(&self, name: &str, x: &X, f: F) -> Result<Tensor>
+    where
+        X: TensorTree,
+        F: Fn(VarBuilder<'_>, &X) -> Result<Tensor> + Send + Sync + 'static,
+    {
+        match &self.0 {
+            Source::Whole(whole) => f(whole.builder(name)?, x),
+            Source::Sharded(session) => enter(session, name, x, f),
+        }
+    }
+}
+
+impl Whole {
+    fn builder(&self, unit: &str) -> Result<VarBuilder<'static>> {
+        let members = self.rules.members(unit, self.variables.keys().map(String::as_str));
+        if members.is_empty() {
+            return Err(Error::CannotFindTensor { path: format!("{unit}.") }.bt());
+        }
+        let inner =
+            |Member { name, inner_name }: Member| (inner_name, self.variables[&name].clone());
+        let variables = members.into_iter().map(inner).collect();
+        Ok(VarBuilder::from_tensors(variables, self.dtype, &self.device))
+    }
+}

@@ -1,0 +1,157 @@
+//! A sharded model over processes: its bits are those of threads and of data parallel.
+
+use candle_core::{DType, Device, Result, Tensor};
+use candle_nn::{Module, Optimizer, ParamsAdamW, VarBuilder, embedding, linear};
+use dist_train::{
+    AdamW, Checkpoints, DataParallel, Error, FullyShard, Group, Keep, ShardingError, TrainingError,
+    UnitRules, Units,
+};
+use fsdp_plan::strategy::{Full, LayerWise, Layout, ShardingStrategy};
+use pmap_mesh::{DeviceMesh, Replica};
+use process_tests::{Engine, assert_same, folder, mesh, threads};
+
+use super::number;
+
+const BLOCKS: usize = 2;
+
+fn build(vb: VarBuilder<'_>) -> Result<()> {
+    embedding(7, 6, vb.pp("embed"))?;
+    (0..BLOCKS).try_for_each(|block| linear(6, 6, vb.pp("blocks").pp(block)).map(drop))?;
+    linear(6, 1, vb.pp("head")).map(drop)
+}
+
+fn rules() -> UnitRules {
+    UnitRules::new().unit("embed", ["embed"]).unit("head", ["head"])
+}
+
+fn loss(_: &Replica, model: &Units, ids: Tensor) -> Result<Tensor> {
+    let mut x = model.unit("embed", &ids, |vb, ids| embedding(7, 6, vb)?.forward(ids))?;
+    for block in 0..BLOCKS {
+        let name = format!("blocks.{block}");
+        x = model.unit(&name, &x, |vb, x| x + linear(6, 6, vb)?.forward(x)?.tanh()?)?;
+    }
+    model.unit("head", &x, |vb, x| linear(6, 1, vb)?.forward(x))?.sqr()?.mean_all()
+}
+
+fn batch(mesh: &DeviceMesh, step: usize) -> Tensor {
+    let ids: Vec<u32> = (0..mesh.len() * 4).map(|n| ((n * n + step) % 7) as u32).collect();
+    Tensor::from_vec(ids, (mesh.len() * 2, 2), &Device::Cpu).unwrap()
+}
+
+fn adam(group: Group) -> Result<AdamW> {
+    AdamW::new(group.vars, ParamsAdamW { lr: 0.05, ..ParamsAdamW::default() })
+}
+
+fn names() -> Vec<String> {
+    let mut declared = dist_train::declare(build, DType::F32, &Device::Cpu).unwrap();
+    declared.sort_by(|left, right| left.name.cmp(&right.name));
+    declared.into_iter().map(|declared| declared.name).collect()
+}
+
+/// The losses of some steps, and the parameters.
+fn trained(
+    mesh: &DeviceMesh,
+    strategy: impl ShardingStrategy + 'static,
+    keep: Keep,
+) -> (Vec<Tensor>, FullyShard<AdamW>) {
+    let mut model = FullyShard::builder(mesh, build)
+        .unit_rules(rules())
+        .strategy(strategy)
+        .keep(keep)
+        .build(adam)
+        .unwrap();
+    let mut all: Vec<Tensor> =
+        (0..5).map(|step| number(model.step(batch(mesh, step), loss).unwrap().loss)).collect();
+    all.push(number(model.evaluate(batch(mesh, 9), loss).unwrap().loss));
+    all.extend(names().iter().map(|name| model.gather(name).unwrap()));
+    (all, model)
+}
+
+pub(super) fn run(engine: &impl Engine, ranks: usize) {
+    let (tested, threads) =
+        (mesh(engine, &[], None), threads(&[(DeviceMesh::AXIS, ranks)], &engine.device()));
+    let mut whole = DataParallel::builder(&threads, Units::by(rules(), build)).build(adam).unwrap();
+    let step = |step| number(whole.step(batch(&threads, step), loss).unwrap().loss);
+    let mut expected: Vec<Tensor> = (0..5).map(step).collect();
+    expected.push(number(whole.evaluate(batch(&threads, 9), loss).unwrap().loss));
+    expected.extend(whole.variables().into_values());
+    for keep in [Keep::Inputs, Keep::Gathered] {
+        for layout in [Layout::Dim0, Layout::Flat, Layout::BlockRagged { block: 4 }] {
+            assert_same(&trained(&tested, Full::new(layout), keep).0, &expected);
+        }
+        assert_same(&trained(&tested, LayerWise::default(), keep).0, &expected);
+    }
+    assert_same(&trained(&threads, Full::default(), Keep::Inputs).0, &expected);
+    checkpoints(&tested, &threads);
+    refusals(&tested);
+}
+
+/// What processes write, threads resume, and the other way round.
+fn checkpoints(tested: &DeviceMesh, threads: &DeviceMesh) {
+    let folder = folder();
+    let rank = tested.local_slots().start;
+    let resumed = |mesh: &DeviceMesh, from: &Checkpoints| {
+        let mut model = FullyShard::builder(mesh, build).unit_rules(rules()).build(adam).unwrap();
+        model.load(&from.latest().unwrap().unwrap()).unwrap();
+        let losses: Vec<Tensor> =
+            (5..8).map(|step| number(model.step(batch(mesh, step), loss).unwrap().loss)).collect();
+        losses
+    };
+    let of_processes = Checkpoints::new(folder.join("fully-sharded"));
+    let (_, mut model) = trained(tested, Full::new(Layout::Flat), Keep::Inputs);
+    of_processes.save(tested, 5, &model.state_dict().unwrap(), &()).unwrap();
+    let expected: Vec<Tensor> =
+        (5..8).map(|step| number(model.step(batch(tested, step), loss).unwrap().loss)).collect();
+    assert_same(&resumed(threads, &of_processes), &expected);
+    let of_threads = Checkpoints::new(folder.join(format!("fully-sharded-threads-{rank}")));
+    let (_, model) = trained(threads, Full::default(), Keep::Inputs);
+    of_threads.save(threads, 5, &model.state_dict().unwrap(), &()).unwrap();
+    assert_same(&resumed(tested, &of_threads), &expected);
+}
+
+/// What all refuse ends the step in every process, and not the processes.
+fn refusals(tested: &DeviceMesh) {
+    let ranks = tested.len();
+    let rank = tested.local_slots().start;
+    let (_, mut model) = trained(tested, Full::default(), Keep::Inputs);
+    let infinite = move |ctx: &Replica, model: &Units, ids: Tensor| {
+        let scale = if ctx.slot() + 1 == ranks { f64::INFINITY } else { 1.0 };
+        loss(ctx, model, ids)? * scale
+    };
+    let error = model.step(batch(tested, 0), infinite).unwrap_err();
+    assert!(matches!(error, Error::Training(TrainingError::NonFiniteLoss { .. })), "{error}");
+    model.step(batch(tested, 0), loss).unwrap();
+
+    let only_head = |_: &Replica, model: &Units, ids: Tensor| {
+        let x = ids.to_dtype(DType::F32)?.unsqueeze(2)?.broadcast_as((2, 2, 6))?.contiguous()?;
+        model.unit("head", &x, |vb, x| linear(6, 1, vb)?.forward(x))?.sqr()?.mean_all()
+    };
+    let build_one = || FullyShard::builder(tested, build).unit_rules(rules()).build(adam).unwrap();
+    let error = build_one().step(batch(tested, 0), only_head).unwrap_err();
+    let is_refused = matches!(
+        &error,
+        Error::Training(TrainingError::NoGradient { missing, trained: 7 }) if missing.len() == 5
+    );
+    assert!(is_refused, "{error}");
+
+    // The processes cut another way, keep something else, or freeze something else.
+    let built = |builder: dist_train::FullyShardBuilder<'_, _>| builder.build(adam).map(drop);
+    let builder = || FullyShard::builder(tested, build).unit_rules(rules());
+    let layout = if rank == 1 { Layout::Flat } else { Layout::Dim0 };
+    let keep = if rank == 1 { Keep::Gathered } else { Keep::Inputs };
+    let frozen = ["embed"].into_iter().filter(|_| rank == 1);
+    for (outcome, expected) in [
+        (built(builder().strategy(Full::new(layout))), "strategy"),
+        (built(builder().keep(keep)), "keep"),
+        (built(builder().freeze(frozen)), "freeze"),
+    ] {
+        let is_refused = matches!(
+            outcome,
+            Err(Error::Training(TrainingError::OtherOption { option, replica: 1 }))
+                if option == expected
+        );
+        assert_eq!(is_refused, ranks > 1, "{outcome:?}");
+    }
+    let homeless = FullyShard::builder(tested, build).build(adam).map(drop);
+    assert!(matches!(homeless, Err(Error::Sharding(ShardingError::NoUnit { .. }))));
+}

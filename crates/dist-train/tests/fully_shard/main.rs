@@ -1,0 +1,13 @@
+//! A sharded model: the bits of data parallel and plain candle, what it refuses, how it fails.
+
+#![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
+#![allow(clippy::needless_pass_by_value, reason = "losses and builders are given by value")]
+
+mod bits;
+mod faults;
+mod model;
+mod options;
+mod plans;
+mod refusals;
+mod resume;
+mod traffic;

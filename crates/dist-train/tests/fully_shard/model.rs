@@ -1,0 +1,228 @@
+//! A small model by units, trained in three ways.
+
+use std::collections::BTreeMap;
+
+use candle_core::{DType, Device, Result, Tensor, Var, backprop::GradStore};
+use candle_nn::{
+    Embedding, Linear, Module, Optimizer, ParamsAdamW, RmsNorm, VarBuilder, VarMap, embedding,
+    linear, linear_no_bias, ops::log_softmax, rms_norm,
+};
+use core_types::Seed;
+use dist_train::{
+    AdamW, DataParallel, DataParallelBuilder, FullyShard, FullyShardBuilder, Group, UnitRules,
+    Units,
+};
+use pmap_mesh::{DeviceMesh, Replica};
+
+pub(crate) const N_BLOCKS: usize = 3;
+const WIDTH: usize = 6;
+const VOCABULARY: usize = 11;
+const LENGTH: usize = 5;
+
+/// Tokens and their places, unequal to the widths of other layers.
+struct Embed {
+    tokens: Embedding,
+    positions: Embedding,
+}
+
+impl Embed {
+    fn new(vb: VarBuilder<'_>) -> Result<Self> {
+        let tokens = embedding(VOCABULARY, WIDTH, vb.pp("tokens"))?;
+        Ok(Self { tokens, positions: embedding(LENGTH, WIDTH, vb.pp("positions"))? })
+    }
+
+    fn forward(&self, ids: &Tensor) -> Result<Tensor> {
+        self.tokens.forward(ids)?.broadcast_add(self.positions.embeddings())
+    }
+}
+
+/// Mixes places and widths, both beside a residual.
+struct Block {
+    norm: RmsNorm,
+    mix: Linear,
+    up: Linear,
+    down: Linear,
+}
+
+impl Block {
+    fn new(vb: VarBuilder<'_>) -> Result<Self> {
+        Ok(Self {
+            norm: rms_norm(WIDTH, 1e-5, vb.pp("norm"))?,
+            mix: linear_no_bias(LENGTH, LENGTH, vb.pp("mix"))?,
+            up: linear(WIDTH, 3 * WIDTH, vb.pp("up"))?,
+            down: linear(3 * WIDTH, WIDTH, vb.pp("down"))?,
+        })
+    }
+
+    fn forward(&self, x: &Tensor) -> Result<Tensor> {
+        let mixed = self.norm.forward_diff(x)?.transpose(1, 2)?.contiguous()?;
+        let x = (x + self.mix.forward(&mixed)?.transpose(1, 2)?)?;
+        &x + self.down.forward(&self.up.forward(&x)?.silu()?)?
+    }
+}
+
+struct Head {
+    norm: RmsNorm,
+    out: Linear,
+}
+
+impl Head {
+    fn new(vb: VarBuilder<'_>) -> Result<Self> {
+        let norm = rms_norm(WIDTH, 1e-5, vb.pp("norm"))?;
+        Ok(Self { norm, out: linear_no_bias(WIDTH, VOCABULARY, vb.pp("out"))? })
+    }
+
+    fn loss(&self, x: &Tensor, targets: &Tensor) -> Result<Tensor> {
+        let logits = self.out.forward(&self.norm.forward_diff(x)?)?.flatten_to(1)?;
+        let picked = log_softmax(&logits, 1)?.gather(&targets.flatten_all()?.unsqueeze(1)?, 1)?;
+        picked.mean_all()?.neg()
+    }
+}
+
+/// The constructor of the whole model.
+pub(crate) fn build(vb: VarBuilder<'_>) -> Result<()> {
+    Embed::new(vb.clone())?;
+    for block in 0..N_BLOCKS {
+        Block::new(vb.pp(format!("blocks.{block}")))?;
+    }
+    Head::new(vb)?;
+    Ok(())
+}
+
+pub(crate) fn rules() -> UnitRules {
+    UnitRules::new().unit("embed", ["tokens", "positions"]).unit("head", ["norm", "out"])
+}
+
+/// The loss of rows of tokens.
+pub(crate) fn loss(_: &Replica, model: &Units, ids: Tensor) -> Result<Tensor> {
+    of_units(model, &ids)
+}
+
+pub(crate) fn of_units(model: &Units, ids: &Tensor) -> Result<Tensor> {
+    let tokens = ids.narrow(1, 0, LENGTH)?.contiguous()?;
+    let mut x = model.unit("embed", &tokens, |vb, ids| Embed::new(vb)?.forward(ids))?;
+    for block in 0..N_BLOCKS {
+        x = model.unit(&format!("blocks.{block}"), &x, |vb, x| Block::new(vb)?.forward(x))?;
+    }
+    let targets = ids.narrow(1, 1, LENGTH)?.contiguous()?;
+    model.unit("head", &(x, targets), |vb, (x, targets)| Head::new(vb)?.loss(x, targets))
+}
+
+/// Rows of tokens, other ones in each step.
+pub(crate) fn batch(rows: usize, step: usize) -> Tensor {
+    let token = |n: usize| ((n * n + 7 * step + n / 3) % VOCABULARY) as u32;
+    let ids: Vec<u32> = (0..rows * (LENGTH + 1)).map(token).collect();
+    Tensor::from_vec(ids, (rows, LENGTH + 1), &Device::Cpu).unwrap()
+}
+
+pub(crate) fn adam(group: Group) -> Result<AdamW> {
+    adam_of(group.vars)
+}
+
+fn adam_of(vars: Vec<Var>) -> Result<AdamW> {
+    let params = ParamsAdamW { lr: 0.01, weight_decay: 0.1, ..ParamsAdamW::default() };
+    AdamW::new(vars, params)
+}
+
+pub(crate) fn sharded(
+    mesh: &DeviceMesh,
+) -> FullyShardBuilder<'_, impl Fn(VarBuilder<'_>) -> Result<()>> {
+    FullyShard::builder(mesh, build).unit_rules(rules()).init(Seed::new(3))
+}
+
+pub(crate) fn data_parallel(
+    mesh: &DeviceMesh,
+) -> DataParallelBuilder<'_, impl Fn(VarBuilder<'_>) -> Result<Units>> {
+    DataParallel::builder(mesh, Units::by(rules(), build)).init(Seed::new(3))
+}
+
+/// What training leaves: the losses of all steps, and the parameters, to the bit.
+#[derive(Debug, PartialEq, Eq)]
+pub(crate) struct Trained {
+    pub(crate) losses: Vec<u64>,
+    pub(crate) parameters: BTreeMap<String, Vec<u32>>,
+}
+
+pub(crate) fn bits(tensor: &Tensor) -> Vec<u32> {
+    let items: Vec<f32> = tensor.flatten_all().unwrap().to_vec1().unwrap();
+    items.into_iter().map(f32::to_bits).collect()
+}
+
+/// The names of the model's parameters.
+pub(crate) fn names() -> Vec<String> {
+    let declared = dist_train::declare(build, DType::F32, &Device::Cpu).unwrap();
+    declared.into_iter().map(|declared| declared.name).collect()
+}
+
+pub(crate) fn parameters(model: &FullyShard<AdamW>) -> BTreeMap<String, Vec<u32>> {
+    let mut parameters = BTreeMap::new();
+    let insert = |name: &str, whole: Tensor| {
+        parameters.insert(name.to_owned(), bits(&whole));
+        Ok::<_, dist_train::Error>(())
+    };
+    model.for_each_whole(insert).unwrap();
+    assert_eq!(parameters.len(), names().len());
+    parameters
+}
+
+/// Some steps of a sharded model.
+pub(crate) fn train_sharded(mut model: FullyShard<AdamW>, rows: usize, steps: usize) -> Trained {
+    let step = |step| model.step(batch(rows, step), loss).unwrap().loss.to_bits();
+    let losses = (0..steps).map(step).collect();
+    Trained { losses, parameters: parameters(&model) }
+}
+
+/// Some steps of a data-parallel model.
+pub(crate) fn train_data_parallel(
+    mut model: DataParallel<Units, AdamW>,
+    rows: usize,
+    steps: usize,
+) -> Trained {
+    let step = |step| model.step(batch(rows, step), loss).unwrap().loss.to_bits();
+    let losses = (0..steps).map(step).collect();
+    let parameters = model.variables().into_iter().map(|(name, value)| (name, bits(&value)));
+    Trained { losses, parameters: parameters.collect() }
+}
+
+/// Some steps of plain candle: of each batch, `parts` micro-batches one after the other.
+pub(crate) fn train_plain(parts: usize, rows: usize, steps: usize) -> Trained {
+    let vars = initial_variables();
+    let vb = VarBuilder::from_varmap(&vars, DType::F32, &Device::Cpu);
+    let model = Units::by(rules(), build)(vb).unwrap();
+    let named: BTreeMap<_, _> = vars.data().lock().unwrap().clone().into_iter().collect();
+    let mut optimizer = adam_of(named.values().cloned().collect()).unwrap();
+    let mut losses = Vec::new();
+    for step in 0..steps {
+        let ids = batch(rows, step);
+        let per_part = rows / parts;
+        let mut sums = GradStore::default();
+        let mut total = 0.0;
+        for part in 0..parts {
+            let ids = ids.narrow(0, part * per_part, per_part).unwrap();
+            let mean = of_units(&model, &ids).unwrap();
+            total += f64::from(mean.to_scalar::<f32>().unwrap()) * per_part as f64;
+            let share = (mean * (per_part as f64 / rows as f64)).unwrap();
+            let grads = share.backward().unwrap();
+            for var in named.values() {
+                let grad = grads.get(var).unwrap().clone();
+                let sum = match sums.remove(var) {
+                    Some(before) => (before + grad).unwrap(),
+                    None => grad,
+                };
+                sums.insert(var, sum);
+            }
+        }
+        losses.push((total / rows as f64).to_bits());
+        optimizer.step(&sums).unwrap();
+    }
+    let parameters = named.iter().map(|(name, var)| (name.clone(), bits(var)));
+    Trained { losses, parameters: parameters.collect() }
+}
+
+/// The variables with which every model begins.
+fn initial_variables() -> VarMap {
+    let vars = VarMap::new();
+    let mesh = DeviceMesh::cpu(1).unwrap();
+    data_parallel(&mesh).variables(&vars).build(adam).unwrap();
+    vars
+}

@@ -1,0 +1,195 @@
+//! Operations with a backward of one's own.
+//!
+//! `torch.autograd.Function` and `jax.custom_vjp` do the same.
+
+use candle_core::{Tensor, backprop::GradStore};
+
+use crate::{
+    autograd::{MultiBackward, record_copy, seeded},
+    error::Result,
+};
+
+/// A copy of `output` whose gradient becomes those of `inputs` by `backward`.
+///
+/// candle's own custom operations have at most three inputs, and compute when they are applied.
+/// Here any number of tensors have become `output` before, by whatever means, on any device;
+/// nothing of its history is kept. `backward` is called during candle's backward pass, at most once
+/// in each, without a lock. It is given the output and its gradient, and returns a gradient for each
+/// input in turn, of the input's shape. For an input that does not
+/// [track](Tensor::track_op) operations what it returns is dropped, for a variable it may be `None`.
+///
+/// If no input tracks operations, neither does the result.
+///
+/// # Errors
+///
+/// [`Candle`](crate::Error::Candle) if candle cannot copy the output. In the backward pass, what
+/// `backward` returns, and if it leaves out the gradient of a tracked input that is no variable, or
+/// returns another number of gradients than there are inputs.
+///
+/// # Examples
+///
+/// A product whose gradient is counted double:
+///
+/// ```
+/// use candle_core::{Device, Var};
+/// use fused_ops::with_backward;
+///
+/// let x = Var::new(3.0_f64, &Device::Cpu)?;
+/// let y = Var::new(5.0_f64, &Device::Cpu)?;
+/// let x_here = x.as_detached_tensor();
+/// let y_here = y.as_detached_tensor();
+/// let product = x_here.mul(&y_here)?;
+/// let z = with_backward(&[&x, &y], &product, move |_, grad| {
+///     let double = (grad * 2.0)?;
+///     Ok(vec![Some(double.mul(&y_here)?), Some(double.mul(&x_here)?)])
+/// })?;
+/// let grads = z.backward()?;
+/// assert_eq!(grads.get(&x).unwrap().to_scalar::<f64>()?, 10.0);
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
+pub fn with_backward<F>(inputs: &[&Tensor], output: &Tensor, backward: F) -> Result<Tensor>
+where
+    F: Fn(&Tensor, Tensor) -> candle_core::Result<Vec<Option<Tensor>>> + Send + Sync + 'static,
+{
+    if !inputs.iter().any(|input| input.track_op()) {
+        return Ok(output.detach());
+    }
+    let needed = inputs.iter().map(|input| input.track_op() && !input.is_variable()).collect();
+    record_copy(inputs, output, Custom { backward, needed })
+}
+
+/// The gradients of all variables that `output` depends on, where `grad` is that of `output`: what
+/// `output.backward(grad)` is in PyTorch.
+///
+/// # Shapes
+///
+/// `grad` is of the shape of `output`.
+///
+/// # Errors
+///
+/// [`Candle`](crate::Error::Candle) with what candle's backward pass returns.
+///
+/// # Examples
+///
+/// ```
+/// use candle_core::{Device, Tensor, Var};
+///
+/// let x = Var::new(&[1.0_f64, 2.0], &Device::Cpu)?;
+/// let grads = fused_ops::backward_from(&x.sqr()?, Tensor::new(&[10.0_f64, 1.0], &Device::Cpu)?)?;
+/// assert_eq!(grads.get(&x).unwrap().to_vec1::<f64>()?, [20.0, 4.0]);
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
+pub fn backward_from(output: &Tensor, grad: Tensor) -> Result<GradStore> {
+    if grad.shape() != output.shape() {
+        return Err(candle_core::Error::msg(format!(
+            "a gradient of shape {:?} for an output of shape {:?}",
+            grad.dims(),
+            output.dims()
+        ))
+        .into());
+    }
+    Ok(seeded(output, grad)?.backward()?)
+}
+
+struct Custom<F> {
+    backward: F,
+    /// Whether candle panics without a gradient of this input.
+    needed: Vec<bool>,
+}
+
+impl<F> MultiBackward<1> for Custom<F>
+where
+    F: Fn(&Tensor, Tensor) -> candle_core::Result<Vec<Option<Tensor>>> + Send + Sync + 'static,
+{
+    const NAME: &'static str = "with_backward";
+
+    fn backward(
+        &self,
+        [output]: &[Tensor; 1],
+        [grad]: [Option<Tensor>; 1],
+    ) -> Result<Vec<Option<Tensor>>> {
+        // candle calls an operation only for a gradient of its output.
+        let grad = grad.ok_or_else(|| candle_core::Error::msg("an output has no gradient"))?;
+        let grads = (self.backward)(output, grad)?;
+        if grads.len() != self.needed.len() {
+            return Err(candle_core::Error::msg(format!(
+                "{} gradients for an operation of {} inputs",
+                grads.len(),
+                self.needed.len()
+            ))
+            .into());
+        }
+        let is_missing = |(grad, &needed): (&Option<Tensor>, &bool)| needed && grad.is_none();
+        match grads.iter().zip(&self.needed).position(is_missing) {
+            None => Ok(grads),
+            Some(input) => {
+                Err(candle_core::Error::msg(format!("input {input} got no gradient")).into())
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use candle_core::{Device, Var};
+
+    use super::*;
+
+    fn var(value: f64) -> Var {
+        Var::new(value, &Device::Cpu).unwrap()
+    }
+
+    #[test]
+    fn every_input_gets_the_gradient_of_its_place() {
+        for n_inputs in 1..9_usize {
+            let vars: Vec<Var> = (0..n_inputs).map(|n| var(n as f64)).collect();
+            // Every other one is not a variable itself.
+            let inputs: Vec<Tensor> = vars
+                .iter()
+                .enumerate()
+                .map(
+                    |(n, var)| {
+                        if n % 2 == 0 { var.as_tensor().clone() } else { var.sqr().unwrap() }
+                    },
+                )
+                .collect();
+            let refs: Vec<&Tensor> = inputs.iter().collect();
+            let output = Tensor::new(7.0_f64, &Device::Cpu).unwrap();
+            let y = with_backward(&refs, &output, move |output, grad| {
+                assert_eq!(output.to_vec0::<f64>()?.to_bits(), 7_f64.to_bits());
+                (0..n_inputs).map(|n| (&grad * (n as f64 + 1.0)).map(Some)).collect()
+            });
+            let grads = (y.unwrap() * 10.0).unwrap().backward().unwrap();
+            for (n, var) in vars.iter().enumerate() {
+                let inner = if n % 2 == 0 { 1.0 } else { 2.0 * n as f64 };
+                let found: f64 = grads.get(var).unwrap().to_scalar().unwrap();
+                let off = found - 10.0 * (n as f64 + 1.0) * inner;
+                assert!(off.abs() < 1e-12, "input {n} of {n_inputs}: {found}");
+            }
+        }
+    }
+
+    #[test]
+    fn without_a_history_nothing_is_recorded() {
+        let x = var(1.0).as_detached_tensor();
+        let y = with_backward(&[&x], &x, |_, _| unreachable!("nothing is differentiated")).unwrap();
+        assert!(!y.track_op());
+    }
+
+    #[test]
+    fn gradients_that_are_missing_are_errors() {
+        let x = var(2.0);
+        let squared = x.sqr().unwrap();
+        let error = |inputs: &[&Tensor], count: usize| {
+            let y =
+                with_backward(inputs, &x.as_detached_tensor(), move |_, _| Ok(vec![None; count]));
+            y.unwrap().backward().unwrap_err().to_string()
+        };
+        assert!(error(&[&x, &squared], 2).contains("input 1 got no gradient"));
+        assert!(error(&[&x, &squared], 1).contains("1 gradients for an operation of 2 inputs"));
+        let wrong = backward_from(&squared, Tensor::new(&[1.0_f64], &Device::Cpu).unwrap());
+        assert!(wrong.unwrap_err().to_string().contains("of shape [1]"));
+        let y = with_backward(&[&x], &squared, |_, _| Ok(vec![None])).unwrap();
+        assert!(y.backward().unwrap().get(&x).is_none());
+    }
+}

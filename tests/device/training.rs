@@ -1,0 +1,157 @@
+//! Steps, and what models are made of, on every device as on a processor.
+
+use candle_core::{D, DType, Device, Result, Tensor, Var};
+use candle_distributed::{
+    mesh::DeviceMesh,
+    ops::{self, Activation, AttentionConfig, CrossEntropyConfig, DropoutKey},
+    train::{AdamW, DataParallel, ParamsSgd, Sgd},
+};
+use candle_nn::{Linear, Module, Optimizer, ParamsAdamW, VarMap, linear};
+
+use super::meshes;
+
+/// Numbers without a pattern, between −2 and 2.
+fn numbers(shape: &[usize], salt: usize) -> Tensor {
+    let n_items = shape.iter().product::<usize>();
+    let number = |n: usize| ((n * 7919 + salt * 104_729) % 2003) as f32 * 0.002 - 2.0;
+    let numbers: Vec<f32> = (0..n_items).map(number).collect();
+    Tensor::from_vec(numbers, shape, &Device::Cpu).unwrap()
+}
+
+/// Whether numbers are those of a processor, as far as their type goes.
+#[track_caller]
+fn assert_close(found: &Tensor, expected: &Tensor) {
+    assert_eq!((found.dims(), found.dtype()), (expected.dims(), expected.dtype()));
+    let digit = if found.dtype() == DType::F32 { 1e-5 } else { 2e-2 };
+    let host = |x: &Tensor| -> Vec<f32> {
+        let host = x.to_device(&Device::Cpu).unwrap().to_dtype(DType::F32).unwrap();
+        host.flatten_all().unwrap().to_vec1().unwrap()
+    };
+    for (found, expected) in host(found).iter().zip(host(expected)) {
+        assert!(
+            (found - expected).abs() <= digit * (1.0 + expected.abs()),
+            "{found} for {expected}"
+        );
+    }
+}
+
+/// Trains for some steps, with gradients that are clipped; returns the weight.
+fn trained<O: Optimizer + Send + 'static>(
+    mesh: &DeviceMesh,
+    dtype: DType,
+    make: impl Fn(Vec<Var>) -> Result<O>,
+) -> Tensor {
+    let vars = VarMap::new();
+    let mut model = DataParallel::builder(mesh, |vb| linear(6, 5, vb))
+        .variables(&vars)
+        .dtype(dtype)
+        .clip_grad_norm(0.5)
+        .build(|group| make(group.vars))
+        .unwrap();
+    for step in 0..4 {
+        let x = numbers(&[8, 6], step).to_dtype(dtype).unwrap();
+        let step = model.step(x, |_, model: &Linear, x: Tensor| {
+            model.forward(&x)?.to_dtype(DType::F32)?.sqr()?.mean_all()
+        });
+        let report = step.unwrap();
+        assert!(report.grad_norm > 0.5, "it is clipped");
+    }
+    model.check_in_sync().unwrap();
+    vars.data().lock().unwrap()["weight"].as_detached_tensor()
+}
+
+#[test]
+fn optimizers_and_clipping_are_those_of_a_processor() {
+    let cpu = DeviceMesh::cpu(2).unwrap();
+    for mesh in meshes() {
+        for dtype in [DType::F32, DType::BF16] {
+            let params = ParamsAdamW { lr: 0.05, weight_decay: 0.1, ..ParamsAdamW::default() };
+            let adam = |vars| AdamW::new(vars, params.clone());
+            assert_close(&trained(&mesh, dtype, adam), &trained(&cpu, dtype, adam));
+            let params = ParamsSgd { lr: 0.5, momentum: 0.9, ..ParamsSgd::default() };
+            let sgd = |vars| Sgd::new(vars, params.clone());
+            assert_close(&trained(&mesh, dtype, sgd), &trained(&cpu, dtype, sgd));
+        }
+    }
+}
+
+/// What an operation makes of `x`, and the gradient of the sum of its squares.
+fn with_gradient(
+    x: &Tensor,
+    device: &Device,
+    dtype: DType,
+    f: impl Fn(&Tensor) -> ops::Result<Tensor>,
+) -> [Tensor; 2] {
+    let x = Var::from_tensor(&x.to_dtype(dtype).unwrap().to_device(device).unwrap()).unwrap();
+    let y = f(&x).unwrap();
+    let loss = y.to_dtype(DType::F32).unwrap().sqr().unwrap().sum_all().unwrap();
+    let gradient = loss.backward().unwrap().get(&x).unwrap().clone();
+    [y.detach(), gradient]
+}
+
+type Operation = Box<dyn Fn(&Tensor) -> ops::Result<Tensor>>;
+
+/// Every operation of an argument [2, 5, 24], with parameters beside it on its device.
+fn operations(device: &Device, dtype: DType) -> Vec<(&'static str, Operation)> {
+    let on = |shape: &[usize], salt| {
+        numbers(shape, salt).to_dtype(dtype).unwrap().to_device(device).unwrap()
+    };
+    let [weight, bias] = [on(&[24], 1), on(&[24], 2)];
+    let (also_weight, square, row) = (weight.clone(), on(&[24, 24], 3), on(&[24], 4));
+    let [cos, sin] = [on(&[5, 6], 5), on(&[5, 6], 6)];
+    let targets = Tensor::new(&[3_u32, 0, 23, 7, 7, 1, 2, 9, 11, 5], device).unwrap();
+    let config = CrossEntropyConfig::default()
+        .with_ignore_index(9)
+        .with_label_smoothing(0.1)
+        .with_class_weights(numbers(&[24], 7).abs().unwrap().to_device(device).unwrap());
+    let causal = AttentionConfig::causal().with_key_lengths(vec![5, 3]);
+    let key = DropoutKey { seed: 1, call: 2, offset: 0 };
+    vec![
+        ("rms_norm", Box::new(move |x| ops::rms_norm(x, &weight, 1e-5))),
+        ("layer_norm", Box::new(move |x| ops::layer_norm(x, &also_weight, Some(&bias), 1e-5))),
+        ("linear", Box::new(move |x| ops::linear(x, &square, Some(&row), Some(Activation::Gelu)))),
+        ("silu", Box::new(ops::silu)),
+        ("gelu_tanh", Box::new(ops::gelu_tanh)),
+        ("swiglu", Box::new(|x| ops::swiglu(x, &x.affine(0.5, 0.1)?))),
+        ("softmax", Box::new(|x| ops::softmax(x, D::Minus1))),
+        ("log_softmax", Box::new(|x| ops::log_softmax(x, 1))),
+        ("rope", Box::new(move |x| ops::rope(&x.reshape((2, 2, 5, 12))?, &cos, &sin))),
+        ("dropout", Box::new(move |x| ops::dropout(x, 0.3, key))),
+        (
+            "attention",
+            Box::new(move |x| {
+                let x = x.reshape((2, 5, 4, 6))?;
+                ops::attention(&x, &x.affine(0.7, 0.0)?, &x, &causal)
+            }),
+        ),
+        (
+            "cross_entropy",
+            Box::new(move |x| ops::cross_entropy(&x.reshape((10, 24))?, &targets, &config)?.mean()),
+        ),
+        (
+            "embedding",
+            Box::new(|x| {
+                let rows = Tensor::new(&[[4_u32, 0], [9, 4]], x.device())?;
+                ops::embedding(&x.reshape((10, 24))?, &rows)
+            }),
+        ),
+    ]
+}
+
+#[test]
+fn fused_operations_and_their_gradients_are_those_of_a_processor() {
+    let x = numbers(&[2, 5, 24], 9);
+    for mesh in meshes() {
+        let device = &mesh.devices()[0];
+        for dtype in [DType::F32, DType::BF16, DType::F16] {
+            let here = operations(device, dtype);
+            for ((name, here), (_, there)) in here.iter().zip(operations(&Device::Cpu, dtype)) {
+                eprintln!("{name} of {dtype:?} on {:?}", device.location());
+                let found = with_gradient(&x, device, dtype, here);
+                let expected = with_gradient(&x, &Device::Cpu, dtype, there);
+                assert_close(&found[0], &expected[0]);
+                assert_close(&found[1], &expected[1]);
+            }
+        }
+    }
+}
