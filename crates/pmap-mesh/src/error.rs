@@ -368,6 +368,19 @@ pub enum CollectiveError {
         /// What it waits in.
         call: Arc<CollectiveCall>,
     },
+    /// The process of a replica has dropped its last mesh while another one waits for it in a
+    /// collective.
+    #[error(
+        "the process of replica {slot} has left while replica {waiting} waits for it in {call}"
+    )]
+    Left {
+        /// The replica whose process has left.
+        slot: usize,
+        /// The replica that waits.
+        waiting: usize,
+        /// What it waits in.
+        call: Arc<CollectiveCall>,
+    },
     /// A replica calls a collective after the call of the parallel function has ended for it.
     #[error("replica {slot} calls {call} after its function has returned")]
     Ended {
@@ -453,8 +466,9 @@ pub enum ProcessError {
     },
     /// A second thread of a process called a function on a mesh that spans several processes; over
     /// them calls meet in the order in which each process makes them, which two threads do not keep.
+    /// Over MPI one thread calls on all meshes of a process.
     #[error(
-        "thread {name} calls on a mesh of several processes that another thread has called on: one thread makes all \
+        "thread {name} uses a mesh of several processes after another thread has called on one: one thread makes all \
          calls, since those of two would come in another order in every process"
     )]
     OtherThread {

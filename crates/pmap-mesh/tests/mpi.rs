@@ -4,20 +4,41 @@
 //! The program starts itself under `mpirun`, once for each case; what runs there is one of several
 //! ranks.
 
+#![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
+
 mod conformance;
 
-use std::process::ExitCode;
+use std::{process::ExitCode, thread, time::Duration};
 
-use candle_core::Device;
-use pmap_mesh::{DeviceMesh, DeviceMeshBuilder, Error, ProcessError, ValueError};
-use process_tests::{Case, Engine, mpirun};
+use candle_core::{DType, Device, Result, Tensor};
+use core_types::Launched;
+use peak_alloc::PeakAlloc;
+use pmap_mesh::{
+    ALL, DeviceMesh, DeviceMeshBuilder, Error, ProcessError, Replica, Run, RunLayout, ValueError,
+};
+use process_tests::{Case, Engine, mpirun, nothing};
 
-const CASES: [Case; 22] = [
+#[global_allocator]
+static MEMORY: PeakAlloc = PeakAlloc;
+
+/// How long a process waits for one that does not come.
+const DEADLINE: Duration = Duration::from_millis(500);
+
+const CASES: [Case; 27] = [
     Case::succeeds("collectives", 2),
     Case::succeeds("collectives", 4),
     Case::succeeds("calls", 2),
     Case::succeeds("calls", 3),
     Case::succeeds("refusals", 2),
+    Case::succeeds("two threads", 2),
+    Case::succeeds("memory", 3),
+    Case::fails("never started", 2, "not all processes have come to make a mesh"),
+    Case::fails(
+        "left",
+        2,
+        "the process of replica 1 has left while replica 0 waits for it in barrier",
+    ),
+    Case::fails("swallowed", 2, "replica 1 calls psum of f32 [4]"),
     Case::succeeds("replicated", 2),
     Case::succeeds("replicated", 4),
     Case::succeeds("lists", 3),
@@ -40,7 +61,6 @@ const CASES: [Case; 22] = [
 struct Mpi;
 
 impl Engine for Mpi {
-    #[allow(clippy::unwrap_used, reason = "a test fails by panicking")]
     fn open(&self, builder: DeviceMeshBuilder) -> DeviceMesh {
         builder.mpi(self.device()).unwrap()
     }
@@ -53,6 +73,11 @@ impl Engine for Mpi {
 fn main() -> ExitCode {
     mpirun::main(&CASES, |case, ranks| match case {
         "refusals" => refusals(),
+        "two threads" => two_threads(),
+        "memory" => memory(),
+        "never started" => never_started(),
+        "left" => left(),
+        "swallowed" => swallowed(),
         _ => conformance::run(&Mpi, case, ranks),
     })
 }
@@ -72,4 +97,97 @@ fn refusals() {
     ));
     let lists = mesh.process_allgather(Vec::new());
     assert!(matches!(lists, Err(Error::Value(ValueError::ListCount { lists: 0, slots: 1 }))));
+}
+
+/// A second thread is refused, whichever mesh it calls on, and so is a mesh that it makes.
+fn two_threads() {
+    let refused = |error: &Error| matches!(error, Error::Process(ProcessError::OtherThread { name }) if name == "two");
+    let (first, second) = (Mpi.open(DeviceMesh::builder()), Mpi.open(DeviceMesh::builder()));
+    let sum = |mesh: &DeviceMesh| {
+        let run = mesh.pmap(|ctx, x: Tensor| ctx.psum(&x, ALL));
+        run.in_axes(None).call_sharded(nothing()).map(drop)
+    };
+    sum(&first).unwrap();
+    thread::scope(|scope| {
+        let second = thread::Builder::new().name("two".into()).spawn_scoped(scope, move || {
+            assert!(refused(&sum(&second).unwrap_err()));
+            assert!(refused(&DeviceMesh::builder().mpi(Device::Cpu).unwrap_err()));
+            // Here, while the first thread is in MPI.
+            drop(second);
+        });
+        for _ in 0..100 {
+            sum(&first).unwrap();
+        }
+        second.unwrap().join().unwrap();
+    });
+    sum(&Mpi.open(DeviceMesh::builder())).unwrap();
+}
+
+/// What is under way holds its results, and besides only what is on its way in pieces.
+fn memory() {
+    const ITEMS: usize = 12 << 20;
+    let mesh = Mpi.open(DeviceMesh::builder());
+    let ranks = mesh.len();
+    let run = move |rank: usize| Run {
+        tensor: 0,
+        items: rank * ITEMS / ranks..(rank + 1) * ITEMS / ranks,
+    };
+    let layout =
+        RunLayout::new("layer", [(ITEMS, DType::F32)], (0..ranks).map(|rank| vec![run(rank)]));
+    let layout = layout.unwrap();
+    let peak = |f: &dyn Fn(&Replica, &Tensor) -> Result<()>, ctx: &Replica, x: &Tensor| {
+        ctx.barrier(ALL)?;
+        let before = MEMORY.current_usage();
+        MEMORY.reset_peak_usage();
+        f(ctx, x)?;
+        Ok::<_, candle_core::Error>((MEMORY.peak_usage() - before) as f64 / (4 * ITEMS) as f64)
+    };
+    let measured = mesh.pmap(move |ctx, _: Tensor| {
+        let x = Tensor::ones(ITEMS, DType::F32, ctx.device())?;
+        let own = run(ctx.slot()).items;
+        let own = x.narrow(0, own.start, own.len())?;
+        let gather = |ctx: &Replica, _: &Tensor| {
+            ctx.start_gather_runs(vec![own.clone()], &layout, ALL)?.wait().map(drop)
+        };
+        let reduce = |ctx: &Replica, x: &Tensor| {
+            ctx.start_reduce_runs(vec![x.clone()], &layout, ALL)?.wait().map(drop)
+        };
+        let sum = |ctx: &Replica, x: &Tensor| ctx.start_psum(x, ALL)?.wait().map(drop);
+        // The whole; a third of it; a third and then the whole. What is on its way is a sixth.
+        let gathered = peak(&gather, ctx, &x)?;
+        assert!((1.0..1.3).contains(&gathered), "{gathered} copies are gathered");
+        let reduced = peak(&reduce, ctx, &x)?;
+        assert!((0.33..0.6).contains(&reduced), "{reduced} copies are reduced");
+        let summed = peak(&sum, ctx, &x)?;
+        assert!((1.0..1.6).contains(&summed), "{summed} copies are summed");
+        Ok(())
+    });
+    measured.in_axes(None).call(nothing()).unwrap();
+}
+
+/// One process ends before it makes a mesh.
+fn never_started() {
+    let rank = Launched::from_env().unwrap().unwrap().placement().rank().as_u64();
+    if rank == 0 {
+        Mpi.open(DeviceMesh::builder().deadline(DEADLINE));
+    }
+}
+
+/// One process drops its mesh while the other one calls.
+fn left() {
+    let mesh = Mpi.open(DeviceMesh::builder());
+    if mesh.local_slots().start == 0 {
+        let run = mesh.pmap(|ctx, _: Tensor| ctx.barrier(ALL));
+        drop(run.in_axes(None).call(nothing()));
+    }
+}
+
+/// Replicas that go on after they did not agree.
+fn swallowed() {
+    let run = Mpi.open(DeviceMesh::builder()).pmap(|ctx, _: Tensor| {
+        let x = Tensor::ones(3 + ctx.slot(), DType::F32, ctx.device())?;
+        assert!(ctx.psum(&x, ALL).is_err());
+        ctx.barrier(ALL)
+    });
+    drop(run.in_axes(None).call(nothing()));
 }

@@ -20,19 +20,35 @@ use crate::{Case, LIMIT};
 /// The `main` of a test: starts every case under `mpirun`, and in a process that it has started
 /// calls `run` with the name of the case and the number of ranks.
 pub fn main(cases: &[Case], run: impl FnOnce(&str, usize)) -> ExitCode {
+    main_and_then(cases, run, || ())
+}
+
+/// [`main`], with more to be done after the cases where they are started.
+pub fn main_and_then(
+    cases: &[Case],
+    run: impl FnOnce(&str, usize),
+    more: impl FnOnce(),
+) -> ExitCode {
     if let Some(launched) = Launched::from_env().unwrap() {
         run(&env::args().nth(1).unwrap(), launched.placement().world_size().as_usize());
     } else if Command::new("mpirun").arg("--version").output().is_err() {
         eprintln!("SKIPPED: there is no mpirun; nothing was checked");
     } else {
-        cases.iter().for_each(launch);
+        for case in cases {
+            let (succeeded, stderr) = outcome(case.name, case.ranks);
+            case.check(case.ranks, succeeded, &stderr);
+        }
+        more();
     }
     ExitCode::SUCCESS
 }
 
-/// Runs a case, and checks how it ends.
-fn launch(case: &Case) {
-    let Case { name, ranks, .. } = *case;
+/// Whether so many processes run a case with success, and what they say on standard error.
+///
+/// # Panics
+///
+/// If they do not end.
+pub fn outcome(name: &str, ranks: usize) -> (bool, String) {
     let folder = tempfile::tempdir().unwrap();
     let mut command = Command::new("mpirun");
     command
@@ -55,5 +71,5 @@ fn launch(case: &Case) {
         child.kill().unwrap();
         panic!("{name} on {ranks} ranks has not ended after {LIMIT:?}");
     };
-    case.check(ranks, child.wait().unwrap().success(), &text);
+    (child.wait().unwrap().success(), text)
 }

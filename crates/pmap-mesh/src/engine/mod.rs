@@ -22,7 +22,7 @@ use crate::{
         layout::{Run, RunLayout},
         traffic::Counter,
     },
-    error::{self, Error, MeshError},
+    error::{self, Error, MeshError, ProcessError},
     mesh::{
         axes::{AxisSet, MeshAxes},
         topology::Topology,
@@ -34,6 +34,15 @@ use crate::{
 pub(crate) trait Backend: fmt::Debug + Send + Sync {
     /// Begins a call of a parallel function: an engine for each slot of this process, in order.
     fn begin(&self) -> Vec<Arc<dyn Engine>>;
+
+    /// Refuses a call from a thread that must not make it since another one calls other meshes.
+    ///
+    /// # Errors
+    ///
+    /// [`ProcessError::OtherThread`].
+    fn check_caller(&self) -> error::Result<(), ProcessError> {
+        Ok(())
+    }
 
     /// What counts the collectives of each slot of this process, in order.
     fn counters(&self) -> &[Counter];

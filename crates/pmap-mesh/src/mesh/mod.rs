@@ -274,7 +274,7 @@ impl DeviceMesh {
         }
         let current = thread::current();
         if *self.0.caller.get_or_init(|| current.id()) == current.id() {
-            return Ok(());
+            return self.0.backend.check_caller();
         }
         let name = current.name().unwrap_or("without a name").to_owned();
         Err(ProcessError::OtherThread { name })

@@ -3,6 +3,7 @@
 use std::{
     env,
     fmt::Display,
+    ops::Range,
     panic::resume_unwind,
     sync::{
         Arc,
@@ -43,20 +44,19 @@ impl<C: Display + 'static> Cases<C> {
     where
         F: FnMut(&C) -> Result<(), String>,
     {
-        let first = variable("DIFFERENTIAL_SEED").unwrap_or(0);
-        let count = variable("DIFFERENTIAL_CASES").unwrap_or(usual);
+        let Range { start: first, end } = seeds(usual);
         let make = Arc::clone(&self.make);
         let (sender, outcomes) = mpsc::channel();
         let thread = thread::spawn(move || {
             let mut check = checker();
-            for case in first..first + count {
+            for case in first..end {
                 // Nobody listens after a failure.
                 if sender.send(check(&make(&mut Random::new(case)))).is_err() {
                     return;
                 }
             }
         });
-        for case in first..first + count {
+        for case in first..end {
             match outcomes.recv_timeout(LIMIT) {
                 Ok(Ok(())) => {}
                 Ok(Err(failure)) => panic!("{failure}\n{}", self.describe(case)),
@@ -84,6 +84,12 @@ impl<C: Display + 'static> Cases<C> {
              pmap-mesh {arguments}"
         )
     }
+}
+
+/// The seeds of `usual` cases, or of those that the environment says.
+pub(crate) fn seeds(usual: u64) -> Range<u64> {
+    let first = variable("DIFFERENTIAL_SEED").unwrap_or(0);
+    first..first + variable("DIFFERENTIAL_CASES").unwrap_or(usual)
 }
 
 /// The number that a variable of the environment holds, if it is set.

@@ -9,11 +9,14 @@
 mod array;
 mod bits;
 mod cases;
+#[allow(dead_code, reason = "what is asked of faults over threads")]
+mod faults;
 mod generate;
 mod gradients;
 mod grid;
 mod layout;
 mod op;
+mod processes;
 mod program;
 mod random;
 mod reference;
@@ -27,7 +30,13 @@ use candle_core::Device;
 use pmap_mesh::DeviceMesh;
 use process_tests::{Case, mpirun};
 
-use crate::{cases::Cases, gradients::Chain, grid::Grid, program::Program, tested::Meshes};
+use crate::{
+    cases::{Cases, seeds},
+    gradients::Chain,
+    grid::Grid,
+    program::Program,
+    tested::Meshes,
+};
 
 const CASES: [Case; 5] = [
     Case::succeeds("programs", 2),
@@ -39,12 +48,31 @@ const CASES: [Case; 5] = [
 
 /// How many cases, unless it is told: more processes than cores are slow.
 const USUAL: u64 = 100;
+/// How many seeds of faults, of which each second or so is one of few processes: each ends these, and
+/// they take half a second to start.
+const USUAL_FAULTS: u64 = 24;
+/// What the case of a fault is called, before its seed.
+const FAULT: &str = "fault ";
 
 fn main() -> ExitCode {
-    mpirun::main(&CASES, |case, ranks| match case {
-        "programs" => programs(ranks),
-        _ => gradients(ranks),
-    })
+    let run = |case: &str, ranks| match case.strip_prefix(FAULT) {
+        Some(seed) => processes::run(&processes::scenario(seed.parse().unwrap()).unwrap()),
+        None if case == "programs" => programs(ranks),
+        None => gradients(ranks),
+    };
+    mpirun::main_and_then(&CASES, run, faults)
+}
+
+/// Faults, each in processes of its own.
+fn faults() {
+    for seed in seeds(USUAL_FAULTS) {
+        let Some(scenario) = processes::scenario(seed) else { continue };
+        let ranks = scenario.grid().slots();
+        let (succeeded, stderr) = mpirun::outcome(&format!("{FAULT}{seed}"), ranks);
+        if let Err(failure) = processes::check(&scenario, succeeded, &stderr) {
+            panic!("{failure}\nfault {seed} on {ranks} ranks: {scenario}");
+        }
+    }
 }
 
 fn programs(ranks: usize) {

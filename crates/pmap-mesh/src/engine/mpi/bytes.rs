@@ -1,11 +1,13 @@
 //! Tensors as the bytes that MPI moves, and back.
 
+use std::ops::Range;
+
 use bytemuck::{Pod, cast_slice, cast_slice_mut, zeroed_vec};
 use candle_core::{CpuStorage, DType, Device, Result, Storage, Tensor, Var, WithDType, bail};
 use half::{bf16, f16};
 
 /// Items that arrive as bytes and become a tensor without another copy.
-pub(super) trait Buffer {
+pub(super) trait Buffer: Send {
     fn bytes_mut(&mut self) -> &mut [u8];
     fn tensor(self: Box<Self>, dims: &[usize]) -> Result<Tensor>;
     /// As a leaf of candle's graph.
@@ -62,33 +64,43 @@ pub(super) fn buffer(dtype: DType, items: usize) -> Result<Box<dyn Buffer>> {
 
 /// Lends the bytes of a contiguous tensor on the processor.
 pub(super) fn with_bytes<R>(x: &Tensor, work: impl FnOnce(&[u8]) -> Result<R>) -> Result<R> {
+    with_part(x, 0..x.elem_count() * x.dtype().size_in_bytes(), work)
+}
+
+/// Lends some of its bytes.
+pub(super) fn with_part<R>(
+    x: &Tensor,
+    part: Range<usize>,
+    work: impl FnOnce(&[u8]) -> Result<R>,
+) -> Result<R> {
     let (storage, layout) = x.storage_and_layout();
     let Storage::Cpu(storage) = &*storage else { bail!("a tensor is not on the processor") };
-    let bits: Vec<u8>;
+    let start = layout.start_offset() * x.dtype().size_in_bytes();
+    let part = start + part.start..start + part.end;
+    let bits: Option<Vec<u8>>;
     let bytes = match storage {
-        CpuStorage::U8(items) => cast_slice(items),
-        CpuStorage::U32(items) => cast_slice(items),
-        CpuStorage::I16(items) => cast_slice(items),
-        CpuStorage::I32(items) => cast_slice(items),
-        CpuStorage::I64(items) => cast_slice(items),
-        CpuStorage::BF16(items) => cast_slice(items),
-        CpuStorage::F16(items) => cast_slice(items),
-        CpuStorage::F32(items) => cast_slice(items),
-        CpuStorage::F64(items) => cast_slice(items),
+        CpuStorage::U8(items) => cast_slice(items).get(part),
+        CpuStorage::U32(items) => cast_slice(items).get(part),
+        CpuStorage::I16(items) => cast_slice(items).get(part),
+        CpuStorage::I32(items) => cast_slice(items).get(part),
+        CpuStorage::I64(items) => cast_slice(items).get(part),
+        CpuStorage::BF16(items) => cast_slice(items).get(part),
+        CpuStorage::F16(items) => cast_slice(items).get(part),
+        CpuStorage::F32(items) => cast_slice(items).get(part),
+        CpuStorage::F64(items) => cast_slice(items).get(part),
         CpuStorage::F8E4M3(items) => {
             #[expect(
                 clippy::redundant_closure_for_method_calls,
                 reason = "the crate of the type is no dependency"
             )]
-            let of_items = items.iter().map(|item| item.to_bits()).collect();
+            let of_items =
+                items.get(part).map(|items| items.iter().map(|item| item.to_bits()).collect());
             bits = of_items;
-            &bits
+            bits.as_deref()
         }
         _ => bail!("tensors of type {} cannot be moved between processes", x.dtype().as_str()),
     };
-    let item = x.dtype().size_in_bytes();
-    let start = layout.start_offset() * item;
-    match bytes.get(start..start + x.elem_count() * item) {
+    match bytes {
         Some(bytes) => work(bytes),
         None => bail!("a tensor of shape {:?} is not contiguous", x.dims()),
     }

@@ -10,6 +10,7 @@ mod lists;
 mod messages;
 mod moves;
 mod session;
+mod stream;
 mod sums;
 mod transfer;
 mod underway;
@@ -17,25 +18,24 @@ mod wire;
 
 use std::{
     collections::BTreeMap,
-    fmt, slice,
+    fmt, mem, slice,
     sync::{Arc, Mutex, atomic::AtomicUsize},
     time::Duration,
 };
 
-use candle_core::{Device, Result, Tensor, Var};
+use candle_core::{Device, Result, Tensor};
 use ferrompi::Communicator;
 
 pub(crate) use self::session::Session;
 use self::{
     bytes::{buffer, with_bytes},
-    jobs::Job,
+    jobs::{Gathering, Job, Reducing},
     transfer::{Call, rank_of},
     underway::Entries,
 };
 use crate::{
     engine::{
         Backend, Engine, Finished, Gathered, Message, Site, Underway, Wanted, Work,
-        layout::RunLayout,
         processes::{self, Current},
         traffic::Counter,
     },
@@ -43,10 +43,11 @@ use crate::{
     mesh::{
         DeviceMesh, DeviceMeshBuilder,
         axes::AxisSet,
-        place::{copied, on_host, placed},
+        place::{copied, on_host},
         topology::Topology,
     },
     reduce::{self, Reduction},
+    sync::lock,
 };
 
 /// Each set of axes longer than 1 has a communicator of its own: 63 of the 256 that ferrompi holds,
@@ -68,18 +69,24 @@ impl DeviceMeshBuilder {
     /// [`catch_unwind`](std::panic::catch_unwind) or by joining its thread. A rank that unwinds
     /// would wait for the others when MPI ends, and they for it.
     ///
-    /// One thread of a process calls all its meshes over MPI: it has begun with support for one
-    /// thread at a time, and two meshes that two threads call are not kept apart.
+    /// One thread of a process calls all its meshes over MPI, which has begun with support for one
+    /// thread at a time. A call from a second thread is refused, whichever mesh it is of, and so is a
+    /// mesh that a second thread makes once another one calls.
+    ///
+    /// A process that drops its last mesh waits there for the others to do so. Those that still wait
+    /// for it in a collective end the program at once, with an error that names it.
     ///
     /// A mesh without axes is a row named [`DeviceMesh::AXIS`].
     ///
     /// # Errors
     ///
-    /// Those of [`devices`](Self::devices), and [`ProcessError::Mpi`] if MPI cannot be started, or
-    /// a second time, has not as many processes as the mesh has slots, or grants its calls to one
-    /// thread only.
+    /// Those of [`devices`](Self::devices), [`ProcessError::OtherThread`], and [`ProcessError::Mpi`] if
+    /// MPI cannot be started, or a second time, if not all processes come within the mesh's
+    /// [deadline](Self::deadline), if they are not as many as the mesh has slots, or if MPI grants its
+    /// calls to one thread only.
     pub fn mpi(self, device: Device) -> error::Result<DeviceMesh> {
-        let session = Session::start()?;
+        let deadline = self.options.deadline.unwrap_or(DeviceMesh::PROCESS_DEADLINE);
+        let session = Session::start_within(deadline)?;
         let slot = session.rank();
         let processes = session.size();
         processes::mesh(self, slot, processes, device, |topology, deadline, _| {
@@ -101,6 +108,9 @@ struct Inner {
     counters: [Counter; 1],
     /// MPI takes one call at a time.
     current: Current,
+    /// What members of this call have found out that they do not agree in: a replica may go on after
+    /// the error, but the call must not succeed.
+    disagreement: Mutex<Option<String>>,
     /// What arrives with headers. Kept from call to call, as `parts`; in words, so that any items
     /// may lie in it. Of the two locks, this one is taken first; neither is ever contended, since
     /// one collective runs at a time.
@@ -124,6 +134,12 @@ impl fmt::Debug for Inner {
     }
 }
 
+impl Drop for Inner {
+    fn drop(&mut self) {
+        self.session.discard(mem::take(&mut self.groups).into_values());
+    }
+}
+
 impl Mpi {
     /// The backend of this process's slot, and a communicator for each group it is in. All
     /// processes call this.
@@ -142,16 +158,7 @@ impl Mpi {
             return Err(mpi(format!("a mesh has up to {MAX_AXES} axes longer than 1")));
         }
         let slot = session.rank();
-        let mut groups = BTreeMap::new();
-        // In the same order everywhere, the numbers of sets.
-        for set in (1..=long).filter(|set| set & !long == 0) {
-            let place = topology.groups(set).place(slot);
-            let comm = session
-                .world
-                .split(Some(rank_of(place.group)), rank_of(place.rank))
-                .map_err(|error| mpi(error.to_string()))?;
-            groups.insert(set, comm.ok_or_else(|| mpi("no communicator was made".into()))?);
-        }
+        let groups = session.while_nobody_calls(|| groups(&session, &topology, slot))?;
         Ok(Self(Arc::new(Inner {
             topology,
             slot,
@@ -159,6 +166,7 @@ impl Mpi {
             groups,
             counters: Default::default(),
             current: Current::default(),
+            disagreement: Mutex::default(),
             inbox: Mutex::default(),
             parts: Mutex::default(),
             underway: Mutex::default(),
@@ -179,47 +187,69 @@ impl Mpi {
         Ok(Some(Call { engine, site, comm: &engine.groups[&set], _guard: guard }))
     }
 
-    /// Enters a collective of lists, which no group of one comes to.
+    /// The reductions of those of a list's tensors that this rank wants.
     #[expect(clippy::expect_used, reason = "groups of one are served by `replica::alone`")]
-    fn enter_lists<'a>(&'a self, site: &'a Site) -> Result<Call<'a>> {
-        Ok(self.enter(site)?.expect("a group of several members"))
-    }
-
-    fn gather(&self, site: &Site, own: &[Tensor], layout: &RunLayout) -> Result<Vec<Var>> {
-        let own: Vec<Tensor> = own.iter().map(on_host).collect::<Result<_>>()?;
-        self.enter_lists(site)?.gather_runs(&own, layout)
-    }
-
-    fn reduce(
+    fn reduce_wanted(
         &self,
         site: &Site,
         list: &[Tensor],
-        wanted: &Wanted,
+        own: &[usize],
         reduction: Reduction,
     ) -> Result<Vec<Tensor>> {
         let host: Vec<Tensor> = list.iter().map(on_host).collect::<Result<_>>()?;
-        let call = self.enter_lists(site)?;
-        match wanted {
-            Wanted::Everything => {
-                call.exchange_headers(&host, 0, &[])?;
-                let sum = |(x, on): (&Tensor, &Tensor)| {
-                    call.reduce_tensor(x, reduction)?.to_device(on.device())
-                };
-                host.iter().zip(list).map(sum).collect()
-            }
-            Wanted::Own(own) => {
-                let wanted = call.exchange_wanted(&host, own)?;
-                let sums = call.reduce_wanted(&host, &wanted, reduction)?;
-                own.iter().map(|n| sums[n].to_device(list[*n].device())).collect()
-            }
-            Wanted::ByRank(runs) => {
-                call.exchange_headers(&host, 0, &[])?;
-                let sums = call.reduce_runs(&host, runs, reduction)?;
-                let devices = runs[site.rank].iter().map(|run| list[run.tensor].device());
-                sums.iter().zip(devices).map(|(sum, device)| sum.to_device(device)).collect()
-            }
-        }
+        let call = self.enter(site)?.expect("a group of several members");
+        let wanted = call.exchange_wanted(&host, own)?;
+        let sums = call.reduce_wanted(&host, &wanted, reduction)?;
+        own.iter().map(|n| sums[n].to_device(list[*n].device())).collect()
     }
+}
+
+/// How a collective of lists is carried out.
+enum Lists {
+    /// By rounds of messages, for which all members pass these tensors alike.
+    Round { job: Box<dyn Job>, tensors: Vec<Tensor> },
+    /// By asking first who wants what.
+    Wanted { list: Vec<Tensor>, own: Vec<usize>, reduction: Reduction },
+}
+
+impl Lists {
+    fn of(site: &Site, work: Work) -> Result<Self> {
+        let rank = site.rank;
+        let (job, tensors): (Box<dyn Job>, Vec<Tensor>) = match work {
+            // All have the same layout; their runs differ.
+            Work::Gather { own, layout, device } => {
+                (Box::new(Gathering::of_layout(&own, rank, &layout, &device)?), Vec::new())
+            }
+            Work::Reduce { list, wanted: Wanted::ByRank(runs), reduction } => {
+                (Box::new(Reducing::of_runs(&list, rank, runs, reduction)?), list)
+            }
+            Work::Reduce { list, wanted: Wanted::Everything, reduction } => {
+                (Box::new(Reducing::for_all(&list, rank, site.size(), reduction)?), list)
+            }
+            Work::Reduce { list, wanted: Wanted::Own(own), reduction } => {
+                return Ok(Self::Wanted { list, own, reduction });
+            }
+        };
+        Ok(Self::Round { job, tensors })
+    }
+}
+
+/// The communicator of a slot's group along each set of axes longer than 1.
+fn groups(
+    session: &Session,
+    topology: &Topology,
+    slot: usize,
+) -> error::Result<BTreeMap<AxisSet, Communicator>> {
+    let long = topology.long_axes();
+    // In the same order everywhere, the numbers of sets.
+    let sets = (1..=long).filter(|set| set & !long == 0);
+    let group = |set| {
+        let place = topology.groups(set).place(slot);
+        let comm = session.world.split(Some(rank_of(place.group)), rank_of(place.rank));
+        let comm = comm.map_err(|error| mpi(error.to_string()))?;
+        Ok((set, comm.ok_or_else(|| mpi("no communicator was made".into()))?))
+    };
+    sets.map(group).collect()
 }
 
 fn mpi(reason: String) -> Error {
@@ -228,11 +258,16 @@ fn mpi(reason: String) -> Error {
 
 impl Backend for Mpi {
     fn begin(&self) -> Vec<Arc<dyn Engine>> {
+        *lock(&self.0.disagreement) = None;
         vec![Arc::new(self.clone())]
     }
 
     fn counters(&self) -> &[Counter] {
         &self.0.counters
+    }
+
+    fn check_caller(&self) -> error::Result<(), ProcessError> {
+        self.0.session.check_caller()
     }
 
     fn process_allgather(&self, lists: Vec<Vec<Tensor>>) -> error::Result<Vec<Vec<Tensor>>> {
@@ -293,35 +328,22 @@ impl Engine for Mpi {
     }
 
     fn run(&self, site: &Site, work: Work) -> Result<Vec<Tensor>> {
-        match work {
-            Work::Gather { own, layout, device } => {
-                let leaves = self.gather(site, &own, &layout)?;
-                leaves.into_iter().map(|leaf| placed(leaf, &device)).collect()
-            }
-            Work::Reduce { list, wanted, reduction } => {
-                self.reduce(site, &list, &wanted, reduction)
+        match Lists::of(site, work)? {
+            Lists::Round { job, tensors } => self.run_job(site, &tensors, job),
+            Lists::Wanted { list, own, reduction } => {
+                self.reduce_wanted(site, &list, &own, reduction)
             }
         }
     }
 
     fn start(&self, site: &Site, work: Work) -> Result<Box<dyn Underway>> {
-        let handle = match work {
-            // All have the same layout; their runs differ.
-            Work::Gather { own, layout, device } => {
-                self.start_job(site, &[], Job::gather(&own, site.rank, &layout, &device)?)?
-            }
-            Work::Reduce { list, wanted: Wanted::ByRank(runs), reduction } => {
-                self.start_job(site, &list, Job::reduce_runs(&list, runs, reduction)?)?
-            }
-            Work::Reduce { list, wanted: Wanted::Everything, reduction } => {
-                self.start_job(site, &list, Job::reduce_all(&list, site.size(), reduction)?)?
-            }
+        Ok(match Lists::of(site, work)? {
+            Lists::Round { job, tensors } => Box::new(self.start_job(site, &tensors, job)?),
             // What the others want must be known before anything can be sent.
-            work @ Work::Reduce { wanted: Wanted::Own(_), .. } => {
-                return Ok(Box::new(Finished(self.run(site, work)?)));
+            Lists::Wanted { list, own, reduction } => {
+                Box::new(Finished(self.reduce_wanted(site, &list, &own, reduction)?))
             }
-        };
-        Ok(Box::new(handle))
+        })
     }
 
     fn barrier(&self, site: &Site) -> Result<()> {
@@ -334,6 +356,9 @@ impl Engine for Mpi {
     }
 
     fn finish(&self) {
+        if let Some(why) = lock(&self.0.disagreement).take() {
+            session::end(&self.0.session.world, &why);
+        }
         if let Err(error) = processes::leave(self, &self.0.topology, self.0.slot) {
             session::end(&self.0.session.world, &error.to_string());
         }

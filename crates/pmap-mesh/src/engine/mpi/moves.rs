@@ -1,16 +1,15 @@
 //! Collectives that move tensors.
 
-use std::{iter, slice};
+use std::slice;
 
-use candle_core::{Result, Tensor, Var};
+use candle_core::{Result, Tensor};
 
 use super::{
-    bytes::{Buffer, buffer, with_all_bytes, with_bytes},
+    bytes::{Buffer, buffer, with_all_bytes},
     sums::split,
-    transfer::{Call, Kind, MAX_REQUESTS},
+    transfer::{Call, Kind},
     wire::Header,
 };
-use crate::engine::layout::{Owned, RunLayout};
 
 /// Nobody, as the rank in a header that a member wants to receive from.
 const NOBODY: u64 = u64::MAX;
@@ -47,47 +46,6 @@ impl Call<'_> {
         let own = if received.headers[self.site.rank].inline { &[] } else { bytes };
         self.transfer(late, self.others().map(|to| (to, Kind::Data, own)));
         Ok((all.tensor(&[total])?, shapes))
-    }
-
-    /// The tensors of a layout, of which this rank has `own` runs: all go straight to their places,
-    /// as many at a time as there may be requests.
-    pub(super) fn gather_runs(&self, own: &[Tensor], layout: &RunLayout) -> Result<Vec<Var>> {
-        self.exchange_headers(&[], 0, &[])?;
-        // What nobody takes must not be sent: the next collective would receive it.
-        let own = &own[..layout.gathered_by_rank()[self.site.rank].len()];
-        let own: Vec<Vec<u8>> =
-            own.iter().map(|x| with_bytes(x, |bytes| Ok(bytes.to_vec()))).collect::<Result<_>>()?;
-        let mut wholes: Vec<Box<dyn Buffer>> = layout
-            .tensors()
-            .iter()
-            .map(|(shape, dtype)| buffer(*dtype, shape.elem_count()))
-            .collect::<Result<_>>()?;
-        let mut incoming = Vec::new();
-        for (Owned { rank, n_th, .. }, place) in places(&mut wholes, layout) {
-            if *rank == self.site.rank {
-                place.copy_from_slice(&own[*n_th]);
-            } else {
-                incoming.push((*rank, *n_th, place));
-            }
-        }
-        // In the order in which their rank sends them.
-        incoming.sort_unstable_by_key(|(rank, n_th, _)| (*n_th, *rank));
-        let mut incoming = incoming.into_iter().peekable();
-        // By the numbers of the runs: what a rank waits for, the others send at the same step.
-        let at_once = (MAX_REQUESTS / (2 * self.site.size())).max(1);
-        let n_runs = layout.gathered_by_rank().iter().fold(0, |most, runs| most.max(runs.len()));
-        for start in (0..n_runs).step_by(at_once) {
-            let end = start + at_once;
-            let arriving = iter::from_fn(|| incoming.next_if(|(_, n_th, _)| *n_th < end));
-            let sent = own.iter().skip(start).take(at_once);
-            self.transfer(
-                arriving.map(|(from, _, place)| (from, Kind::Data, place)),
-                self.others()
-                    .flat_map(|to| sent.clone().map(move |run| (to, Kind::Data, &run[..]))),
-            );
-        }
-        let shapes = layout.tensors().iter().map(|(shape, _)| shape);
-        wholes.into_iter().zip(shapes).map(|(whole, shape)| whole.leaf(shape.dims())).collect()
     }
 
     /// The shape of what the member with this header contributes to a gathering.
@@ -168,16 +126,4 @@ impl Call<'_> {
             }
         }
     }
-}
-
-/// The bytes of each run in tensors of a layout, and whose it is.
-fn places<'a>(
-    wholes: &'a mut [Box<dyn Buffer>],
-    layout: &'a RunLayout,
-) -> impl Iterator<Item = (&'a Owned, &'a mut [u8])> {
-    let tensors = layout.tensors().iter().zip(layout.owners());
-    wholes.iter_mut().zip(tensors).flat_map(|(whole, ((_, dtype), owners))| {
-        let n_bytes = owners.iter().map(|owned| owned.items.len() * dtype.size_in_bytes());
-        owners.iter().zip(split(whole.bytes_mut(), n_bytes))
-    })
 }

@@ -1,18 +1,28 @@
 //! A process's membership in an MPI program, from its first call to its last.
 
 use std::{
-    fmt,
-    sync::{Arc, Mutex, Weak, mpsc},
-    thread::{self, JoinHandle},
+    fmt, mem,
+    sync::{
+        Arc, Mutex, Weak,
+        mpsc::{self, RecvTimeoutError},
+    },
+    thread::{self, JoinHandle, ThreadId},
+    time::Duration,
 };
 
-use ferrompi::{Communicator, ThreadLevel};
+use ferrompi::{Communicator, Request, Source, ThreadLevel};
 
+use super::transfer::{Motion, Patience, rank_of};
+#[cfg(feature = "nccl")]
+use crate::mesh::DeviceMesh;
 use crate::{
     engine::processes,
     error::{Error, ProcessError, Result},
     sync::lock,
 };
+
+/// The tag of what a process that has no mesh any more tells the others, on the communicator of all.
+const FAREWELL: i32 = 1;
 
 /// This process's membership in the MPI program: initialized once, finalized when the last clone is
 /// dropped.
@@ -21,25 +31,37 @@ use crate::{
 /// communicators may go anywhere.
 pub(crate) struct Session {
     pub(super) world: Arc<Communicator>,
+    /// The thread that calls functions of meshes, once one has. Locked while a mesh is made, which
+    /// takes calls to MPI too.
+    caller: Mutex<Option<ThreadId>>,
+    /// The communicators of meshes that are gone: a mesh may be dropped by any thread at any time, and
+    /// to free them is a call to MPI.
+    unused: Mutex<Vec<Communicator>>,
     release: Option<mpsc::Sender<()>>,
     holder: Option<JoinHandle<()>>,
 }
 
 impl Session {
-    /// This process's session: the one that meshes already use, or a new one, which can be had
-    /// once.
+    /// [`start_within`](Self::start_within) the time that meshes of several processes have.
+    #[cfg(feature = "nccl")]
     pub(crate) fn start() -> Result<Arc<Self>> {
+        Self::start_within(DeviceMesh::PROCESS_DEADLINE)
+    }
+
+    /// This process's session: the one that meshes already use, or a new one, which can be had
+    /// once, when all processes have come, for which it waits for so long.
+    pub(crate) fn start_within(deadline: Duration) -> Result<Arc<Self>> {
         static CURRENT: Mutex<Weak<Session>> = Mutex::new(Weak::new());
         let mut current = lock(&CURRENT);
         if let Some(session) = current.upgrade() {
             return Ok(session);
         }
-        let session = Self::init()?;
+        let session = Self::init(deadline)?;
         *current = Arc::downgrade(&session);
         Ok(session)
     }
 
-    fn init() -> Result<Arc<Self>> {
+    fn init(deadline: Duration) -> Result<Arc<Self>> {
         let (started, start) = mpsc::sync_channel(1);
         let (release, released) = mpsc::channel::<()>();
         let hold = move || match ferrompi::Mpi::init_thread(ThreadLevel::Serialized) {
@@ -58,8 +80,25 @@ impl Session {
             .name("mpi".into())
             .spawn(hold)
             .map_err(|error| failed(error.to_string()))?;
-        let world = start.recv().map_err(|error| failed(error.to_string()))?.map_err(failed)?;
-        let session = Self { world: Arc::new(world), release: Some(release), holder: Some(holder) };
+        let world = match start.recv_timeout(deadline) {
+            Ok(world) => world.map_err(failed)?,
+            // Its thread stays behind in MPI, which cannot be left from there.
+            Err(RecvTimeoutError::Timeout) => {
+                return Err(failed(format!(
+                    "after {deadline:?} not all processes have come to make a mesh; one may have ended before"
+                )));
+            }
+            Err(RecvTimeoutError::Disconnected) => {
+                return Err(failed("the thread that starts it has panicked".into()));
+            }
+        };
+        let session = Self {
+            world: Arc::new(world),
+            caller: Mutex::default(),
+            unused: Mutex::default(),
+            release: Some(release),
+            holder: Some(holder),
+        };
         session.end_with_panics();
         Ok(Arc::new(session))
     }
@@ -71,6 +110,71 @@ impl Session {
 
     pub(crate) fn size(&self) -> usize {
         index(self.world.size())
+    }
+
+    /// Refuses a call of a function of any mesh from a second thread: MPI has begun with support for
+    /// one at a time.
+    pub(super) fn check_caller(&self) -> Result<(), ProcessError> {
+        let current = thread::current().id();
+        if *lock(&self.caller).get_or_insert(current) == current {
+            Ok(())
+        } else {
+            Err(other_thread())
+        }
+    }
+
+    /// Makes what a mesh needs of MPI, while no thread calls a function of another mesh.
+    ///
+    /// # Errors
+    ///
+    /// [`ProcessError::OtherThread`] if another thread calls functions, and those of `make`.
+    pub(super) fn while_nobody_calls<T>(&self, make: impl FnOnce() -> Result<T>) -> Result<T> {
+        let caller = lock(&self.caller);
+        if caller.is_some_and(|caller| caller != thread::current().id()) {
+            return Err(other_thread().into());
+        }
+        lock(&self.unused).clear();
+        make()
+    }
+
+    /// Keeps communicators until nobody can be in MPI.
+    pub(super) fn discard(&self, communicators: impl IntoIterator<Item = Communicator>) {
+        lock(&self.unused).extend(communicators);
+    }
+
+    /// Whether a process has dropped its last mesh: it will come to no collective any more.
+    pub(super) fn has_left(&self, rank: usize) -> ferrompi::Result<bool> {
+        let message = self.world.iprobe::<u8>(Source::Rank(rank_of(rank)), FAREWELL)?;
+        Ok(message.is_some())
+    }
+
+    /// Tells the others that this process comes to no collective any more, and waits until none of
+    /// them does: MPI does not end before.
+    fn take_leave(&self) -> ferrompi::Result<()> {
+        let own = self.rank();
+        let mut places = vec![0_u8; self.size()];
+        ferrompi::scope(|scope| {
+            let mut requests: Vec<Request<'_>> = Vec::new();
+            for (rank, place) in places.chunks_mut(1).enumerate().filter(|(rank, _)| *rank != own) {
+                requests.push(self.world.irecv(scope, place, rank_of(rank), FAREWELL)?);
+            }
+            for rank in (0..self.size()).filter(|&rank| rank != own) {
+                requests.push(self.world.isend(scope, &[1_u8], rank_of(rank), FAREWELL)?);
+            }
+            // For ever, as MPI's own end does: another rank may have much to do without a mesh.
+            let mut patience = Patience::new(Duration::MAX);
+            while !requests.is_empty() {
+                let mut left = Vec::new();
+                for mut request in mem::take(&mut requests) {
+                    if request.test()?.is_none() {
+                        left.push(request);
+                    }
+                }
+                requests = left;
+                patience.pause(Motion::default());
+            }
+            Ok(())
+        })
     }
 
     /// Fills `bytes` on all processes with those of a rank.
@@ -103,6 +207,10 @@ impl Session {
 
 impl Drop for Session {
     fn drop(&mut self) {
+        lock(&self.unused).clear();
+        if let Err(error) = self.take_leave() {
+            end(&self.world, &error.to_string());
+        }
         drop(self.release.take());
         if let Some(holder) = self.holder.take() {
             drop(holder.join());
@@ -122,6 +230,11 @@ impl fmt::Debug for Session {
 /// Says why, and ends all processes.
 pub(super) fn end(world: &Communicator, why: &str) -> ! {
     processes::end(index(world.rank()), why, || world.abort(1))
+}
+
+fn other_thread() -> ProcessError {
+    let name = thread::current().name().unwrap_or("without a name").to_owned();
+    ProcessError::OtherThread { name }
 }
 
 fn failed(reason: String) -> Error {

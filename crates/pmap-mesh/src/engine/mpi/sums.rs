@@ -2,13 +2,10 @@
 
 use std::mem;
 
-use bytemuck::{cast_slice, cast_slice_mut};
+use bytemuck::cast_slice_mut;
 use candle_core::{DType, Result};
 
-use super::{
-    lists::Joined,
-    transfer::{Call, Kind},
-};
+use super::transfer::{Call, Kind};
 use crate::{
     reduce::{self, Reduction, parts::balanced},
     sync::lock,
@@ -59,35 +56,6 @@ impl Call<'_> {
             others.map(|(from, part)| (from, Kind::Data, part)),
             self.others().map(|to| (to, Kind::Data, own)),
         );
-        Ok(())
-    }
-
-    /// Reduces, for each rank n, what belongs to this rank: all members have it as `x[n]`.
-    pub(super) fn reduce_to_each(
-        &self,
-        dtype: DType,
-        x: &[Joined<'_>],
-        sums: &mut [u8],
-        reduction: Reduction,
-    ) -> Result<()> {
-        let n_bytes: Vec<usize> = x.iter().map(Joined::n_bytes).collect();
-        let longest = n_bytes.iter().fold(0, |longest, &bytes| longest.max(bytes));
-        let mut copies = vec![Vec::new(); x.len()];
-        let mut parts = lock(&self.engine.parts);
-        for start in (0..longest).step_by(PART_BYTES) {
-            let part = |rank: usize| {
-                let bytes = n_bytes[rank];
-                start.min(bytes)..(start + PART_BYTES).min(bytes)
-            };
-            for (rank, copy) in copies.iter_mut().enumerate() {
-                let words = part(rank).len().div_ceil(size_of::<u64>());
-                copy.resize(words, 0_u64);
-                x[rank].copy(part(rank), &mut cast_slice_mut(copy)[..part(rank).len()])?;
-            }
-            let copy = |rank: usize| &cast_slice(&copies[rank])[..part(rank).len()];
-            let summands = self.collect(copy, &mut parts);
-            reduce::bytes(dtype, &summands, reduction, &mut sums[part(self.site.rank)])?;
-        }
         Ok(())
     }
 

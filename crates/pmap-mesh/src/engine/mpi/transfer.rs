@@ -21,13 +21,18 @@ pub(super) const MESSAGE_BYTES: usize = 1 << 30;
 pub(super) const MAX_REQUESTS: usize = 8192;
 /// How often a wait looks for messages before it looks at the clock and gives way. A look takes
 /// some 100 ns: what arrives within microseconds finds its receiver awake.
-const TRIES: u32 = 64;
+pub(super) const TRIES: u32 = 64;
 /// How long a member that waits for others to come stays awake: about as long as they take if they
-/// do the same work. One that comes later has it slept, an eighth of the time that it has waited,
+/// do the same work. One that comes later has it slept, an eighth of the time that nothing has come,
 /// so that the wait becomes longer by no more than that.
 const AWAKE: Duration = Duration::from_micros(200);
 /// The longest sleep.
 const NAP: Duration = Duration::from_millis(1);
+/// How long nothing arrives of data on their way before a member sleeps: it carries them on whenever
+/// it looks, unless those who send them compute. A piece takes less.
+const STALLED: Duration = Duration::from_millis(2);
+/// The sleep meanwhile: a look at shared memory moves as much as it holds, some 100 µs' worth.
+const SHORT_NAP: Duration = Duration::from_micros(50);
 
 /// What a message is; messages of one kind between two processes arrive in order.
 #[derive(Clone, Copy)]
@@ -69,7 +74,7 @@ impl Call<'_> {
         incoming: impl IntoIterator<Item = Incoming<'t>>,
         outgoing: impl IntoIterator<Item = Outgoing<'t>>,
     ) {
-        self.carry_out(incoming, outgoing, false);
+        self.carry_out(incoming, outgoing, true);
     }
 
     /// [`transfer`](Self::transfer) of the first messages of a collective, for which a member that
@@ -79,14 +84,14 @@ impl Call<'_> {
         incoming: impl IntoIterator<Item = Incoming<'t>>,
         outgoing: impl IntoIterator<Item = Outgoing<'t>>,
     ) {
-        self.carry_out(incoming, outgoing, true);
+        self.carry_out(incoming, outgoing, false);
     }
 
     fn carry_out<'t>(
         &self,
         incoming: impl IntoIterator<Item = Incoming<'t>>,
         outgoing: impl IntoIterator<Item = Outgoing<'t>>,
-        may_sleep: bool,
+        are_data: bool,
     ) {
         let done = ferrompi::scope(|scope| {
             let mut requests = Vec::new();
@@ -102,7 +107,7 @@ impl Call<'_> {
                     requests.push((to, self.check(request)));
                 }
             }
-            self.wait(requests, may_sleep);
+            self.wait(requests, are_data);
             Ok(())
         });
         self.check(done);
@@ -113,27 +118,29 @@ impl Call<'_> {
         let done = ferrompi::scope(|scope| {
             let start =
                 |piece| (root, self.check(self.comm.ibroadcast(scope, piece, rank_of(root))));
-            self.wait(bytes.chunks_mut(MESSAGE_BYTES).map(start).collect(), false);
+            self.wait(bytes.chunks_mut(MESSAGE_BYTES).map(start).collect(), true);
             Ok(())
         });
         self.check(done);
     }
 
-    /// Waits for messages from and to these ranks, until the deadline.
-    pub(super) fn wait(&self, mut requests: Vec<(usize, Request<'_>)>, may_sleep: bool) {
+    /// Waits for messages from and to these ranks, until the deadline; they are data, or only tell
+    /// that a member has come.
+    pub(super) fn wait(&self, mut requests: Vec<(usize, Request<'_>)>, are_data: bool) {
         let mut patience = Patience::new(self.engine.deadline);
         loop {
+            let n_requests = requests.len();
             for _ in 0..TRIES {
                 requests.retain_mut(|(_, request)| self.check(request.test()).is_none());
                 if requests.is_empty() {
                     return;
                 }
             }
-            self.engine.progress();
-            if !patience.pause(may_sleep) {
-                let ranks = requests.iter().map(|(rank, _)| *rank).collect();
-                self.engine.end_late(self.site, ranks);
-            }
+            let mut motion = self.engine.progress();
+            motion.has_moved |= requests.len() < n_requests;
+            motion.is_moving |= are_data;
+            let ranks = || requests.iter().map(|(rank, _)| *rank).collect();
+            self.engine.pause(self.site, &mut patience, motion, ranks);
         }
     }
 
@@ -148,11 +155,40 @@ impl Call<'_> {
 }
 
 impl Inner {
-    /// Ends all processes because members of these ranks have not come in time.
-    pub(super) fn end_late(&self, site: &Site, mut ranks: Vec<usize>) -> ! {
-        ranks.sort_unstable();
-        ranks.dedup();
-        let missing = ranks.into_iter().map(|rank| site.members()[rank]).collect();
+    /// Lets some time pass in a wait for members of some ranks.
+    ///
+    /// Ends all processes if their time is over, or if one of them will not come.
+    pub(super) fn pause(
+        &self,
+        site: &Site,
+        patience: &mut Patience,
+        motion: Motion,
+        ranks: impl FnOnce() -> Vec<usize>,
+    ) {
+        match patience.pause(motion) {
+            Pause::Short => {}
+            Pause::Long => self.end_if_left(site, patience, &missing(site, ranks())),
+            Pause::Over => self.end_late(site, missing(site, ranks())),
+        }
+    }
+
+    /// Ends all processes if the process of one of these slots has dropped its meshes.
+    fn end_if_left(&self, site: &Site, patience: &mut Patience, missing: &[usize]) {
+        let has_left = |slot: &usize| {
+            let has_left = self.session.has_left(*slot);
+            has_left.unwrap_or_else(|error| end(&self.session.world, &error.to_string()))
+        };
+        let Some(&slot) = missing.iter().find(|slot| has_left(slot)) else { return };
+        // What it sent before it left may have come since the last look: there is one more.
+        if patience.absent.replace(slot) == Some(slot) {
+            let (waiting, call) = (site.slot(), Arc::clone(&site.call));
+            let left = CollectiveError::Left { slot, waiting, call };
+            end(&self.session.world, &left.to_string());
+        }
+    }
+
+    /// Ends all processes because members have not come in time.
+    fn end_late(&self, site: &Site, missing: Vec<usize>) -> ! {
         let call = Arc::clone(&site.call);
         let after = self.deadline;
         let late = CollectiveError::Deadline { slot: site.slot(), missing, call, after };
@@ -160,27 +196,81 @@ impl Inner {
     }
 }
 
+/// The slots of these ranks.
+fn missing(site: &Site, mut ranks: Vec<usize>) -> Vec<usize> {
+    ranks.sort_unstable();
+    ranks.dedup();
+    ranks.into_iter().map(|rank| site.members()[rank]).collect()
+}
+
+/// What the messages of a process do.
+#[derive(Clone, Copy, Debug, Default)]
+pub(super) struct Motion {
+    /// Whether one has arrived, here or there, since the last look.
+    pub(super) has_moved: bool,
+    /// Whether data are on their way.
+    pub(super) is_moving: bool,
+}
+
+impl Motion {
+    /// What they have done after two looks.
+    pub(super) fn then(self, next: Self) -> Self {
+        Self { has_moved: self.has_moved | next.has_moved, is_moving: next.is_moving }
+    }
+}
+
 /// How long a wait lasts, and what its thread does meanwhile.
 pub(super) struct Patience {
     deadline: Duration,
     start: Option<Instant>,
+    /// The last look at which something had arrived, or the first one.
+    quiet_since: Option<Instant>,
+    /// The slot of a process that has left, as was seen in the last pause.
+    absent: Option<usize>,
 }
 
 impl Patience {
     pub(super) fn new(deadline: Duration) -> Self {
-        Self { deadline, start: None }
+        Self { deadline, start: None, quiet_since: None, absent: None }
     }
 
-    /// Gives way, or sleeps; returns whether there is time left.
-    pub(super) fn pause(&mut self, may_sleep: bool) -> bool {
-        let waited = self.start.get_or_insert_with(Instant::now).elapsed();
-        if may_sleep && waited > AWAKE {
-            // Only where nothing moves: data are carried on by those who look at them.
-            thread::sleep(NAP.min(waited / 8));
-        } else {
-            thread::yield_now();
+    /// Gives way, or sleeps.
+    pub(super) fn pause(&mut self, motion: Motion) -> Pause {
+        let now = Instant::now();
+        if motion.has_moved {
+            self.quiet_since = Some(now);
         }
-        waited <= self.deadline
+        let quiet = now - *self.quiet_since.get_or_insert(now);
+        let nap = nap(quiet, motion.is_moving);
+        match nap {
+            Some(nap) => thread::sleep(nap),
+            None => thread::yield_now(),
+        }
+        match nap {
+            _ if now - *self.start.get_or_insert(now) > self.deadline => Pause::Over,
+            Some(_) => Pause::Long,
+            None => Pause::Short,
+        }
+    }
+}
+
+/// A pause in a wait.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Pause {
+    /// Others were given way to.
+    Short,
+    /// The thread has slept.
+    Long,
+    /// It was the last one: the time is over.
+    Over,
+}
+
+/// How long to sleep when nothing has arrived for so long.
+fn nap(quiet: Duration, is_moving: bool) -> Option<Duration> {
+    if is_moving {
+        (quiet > STALLED).then_some(SHORT_NAP)
+    } else {
+        (quiet > AWAKE).then(|| NAP.min(quiet / 8))
     }
 }
 
@@ -188,4 +278,37 @@ impl Patience {
 #[expect(clippy::expect_used, reason = "a mesh has fewer slots than 32 bits count")]
 pub(super) fn rank_of(rank: usize) -> i32 {
     i32::try_from(rank).expect("ranks are below the number of slots")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn who_waits_sleeps_the_longer_the_longer_nothing_comes() {
+        let micros = Duration::from_micros;
+        let naps = |quiet| [nap(micros(quiet), false), nap(micros(quiet), true)];
+        assert_eq!(naps(200), [None, None]);
+        assert_eq!(naps(400), [Some(micros(50)), None]);
+        assert_eq!(naps(4000), [Some(micros(500)), Some(micros(50))]);
+        assert_eq!(naps(10_000_000), [Some(NAP), Some(micros(50))]);
+    }
+
+    #[test]
+    fn what_arrives_is_followed_awake() {
+        let mut patience = Patience::new(Duration::from_secs(1));
+        let quiet = Motion { has_moved: false, is_moving: true };
+        assert_eq!(patience.pause(quiet), Pause::Short);
+        let first = patience.quiet_since;
+        assert_eq!((patience.pause(quiet), patience.quiet_since), (Pause::Short, first));
+        assert_eq!(patience.pause(Motion { has_moved: true, ..quiet }), Pause::Short);
+        assert!(patience.quiet_since > first);
+    }
+
+    #[test]
+    fn patience_ends_with_its_deadline_though_messages_arrive() {
+        let mut patience = Patience::new(Duration::ZERO);
+        let moving = Motion { has_moved: true, is_moving: true };
+        assert_eq!([patience.pause(moving), patience.pause(moving)], [Pause::Short, Pause::Over]);
+    }
 }

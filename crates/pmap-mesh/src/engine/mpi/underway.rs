@@ -5,16 +5,18 @@
 //! process is in MPI for any reason. No second thread makes calls beside it: MPI would have to lock
 //! for it, which costs every message of the first (ADR 17).
 
-use std::{collections::BTreeMap, mem, sync::atomic::Ordering};
+use std::{collections::BTreeMap, fmt::Display, mem, sync::atomic::Ordering};
 
 use candle_core::{Result, Tensor, bail};
+use ferrompi::Communicator;
 
 use super::{
     Inner, Mpi,
     jobs::{Job, Next},
     messages::Messages,
     session::end,
-    transfer::{Kind, MAX_REQUESTS, Patience},
+    stream::Stream,
+    transfer::{Call, Kind, MAX_REQUESTS, Motion, Patience, TRIES},
     wire::{FIRST_BYTES, Header},
 };
 use crate::{
@@ -45,41 +47,31 @@ struct Entry {
 enum Stage {
     /// The members tell each other what they have started.
     Headers {
-        messages: Messages<u8>,
+        messages: Messages,
         own: Header,
-        text: Vec<u8>,
-        outgoing: Outgoing,
-        job: Job,
+        /// What the members must pass alike.
+        tensors: Vec<Tensor>,
+        job: Box<dyn Job>,
     },
     /// They do not agree, and tell each other in words; this one and that of rank `other` differ.
     Texts {
-        messages: Messages<u8>,
+        messages: Messages,
         /// What else members have sent with their headers that have not started this one but called
         /// another: they tell nothing before somebody has taken it.
-        rests: Messages<u8>,
+        rests: Messages,
         own: Vec<u8>,
         other: usize,
     },
     /// A round of data.
     Data {
-        messages: Messages<u64>,
-        job: Job,
+        stream: Stream,
+        job: Box<dyn Job>,
         n_th: i32,
     },
     Over(Results),
 }
 
 type Results = Result<Vec<Tensor>>;
-
-impl Stage {
-    fn failed(error: candle_core::Error) -> Self {
-        Self::Over(Err(error))
-    }
-}
-
-/// What is sent to each rank in the first round: packed at the start, as what was handed in may be
-/// changed later.
-type Outgoing = Vec<(usize, Vec<u64>)>;
 
 /// The collectives of a process that are under way, in the order in which they were started.
 #[derive(Default)]
@@ -88,6 +80,14 @@ pub(super) struct Entries {
     next_ticket: u64,
     /// How many were started in the group along each set of axes.
     n_started: BTreeMap<AxisSet, u64>,
+}
+
+impl Entries {
+    #[expect(clippy::expect_used, reason = "who waits for a collective has not done so before")]
+    fn position(&self, ticket: u64) -> usize {
+        let position = self.list.iter().position(|entry| entry.ticket == ticket);
+        position.expect("a collective is listed until it has been waited for")
+    }
 }
 
 /// A collective that was started, as its replica has it.
@@ -102,43 +102,46 @@ impl engine::Underway for Handle {
     fn wait(self: Box<Self>) -> Result<Vec<Tensor>> {
         let engine = &*self.mpi.0;
         let _guard = engine.current.enter(&self.site)?;
-        let mut patience = Patience::new(engine.deadline);
-        loop {
-            engine.progress();
-            let (ranks, is_only_to_hear) = match engine.outcome(self.ticket) {
-                Ok(results) => return results,
-                Err(waits_for) => waits_for,
-            };
-            if !patience.pause(is_only_to_hear) {
-                engine.end_late(&self.site, ranks);
-            }
-        }
+        engine.wait_for(&self.site, self.ticket)
     }
 }
 
 impl Mpi {
     /// Starts a collective: its headers are sent, and its data follow when all members have been
-    /// heard of.
-    pub(super) fn start_job(&self, site: &Site, tensors: &[Tensor], job: Job) -> Result<Handle> {
+    /// heard of. All must pass these tensors alike.
+    pub(super) fn start_job(
+        &self,
+        site: &Site,
+        tensors: &[Tensor],
+        job: Box<dyn Job>,
+    ) -> Result<Handle> {
         let engine = &*self.0;
         let _guard = engine.current.enter(site)?;
         engine.refuse_too_many(site)?;
-        let others = (0..site.size()).filter(|&rank| rank != site.rank);
-        let outgoing = job.outgoing(others.clone())?;
-        let set = engine.topology.long_axes() & site.call.set;
-        let own = Header::of(agreement(&site.call, tensors));
-        let messages = Messages::start(
-            &engine.groups[&set],
-            Kind::Header as i32,
-            others.clone().map(|from| (from, FIRST_BYTES)),
-            others.map(|to| (to, own.bytes())),
-        );
-        let messages = engine.checked(site, messages);
-        let text = description(&site.call, tensors);
-        let stage = Stage::Headers { messages, own, text, outgoing, job };
-        let ticket = engine.add_entry(site, set, stage);
-        engine.progress();
+        let ticket = engine.begin(site, tensors, job);
         Ok(Handle { mpi: self.clone(), site: site.clone(), ticket })
+    }
+
+    /// Carries out a collective, of which the call has its own place beside those under way.
+    pub(super) fn run_job(
+        &self,
+        site: &Site,
+        tensors: &[Tensor],
+        job: Box<dyn Job>,
+    ) -> Result<Vec<Tensor>> {
+        let engine = &*self.0;
+        let _guard = engine.current.enter(site)?;
+        let ticket = engine.begin(site, tensors, job);
+        engine.wait_for(site, ticket)
+    }
+}
+
+impl Call<'_> {
+    /// Carries out what follows in this collective, on which its members have agreed.
+    pub(super) fn run_agreed(&self, job: Box<dyn Job>) -> Result<Vec<Tensor>> {
+        let engine = self.engine;
+        let ticket = engine.add_entry(self.site, |entry| entry.round(engine, job, 0));
+        engine.wait_for(self.site, ticket)
     }
 }
 
@@ -158,44 +161,89 @@ impl Inner {
         Ok(())
     }
 
+    /// Sends the headers of a collective.
+    fn begin(&self, site: &Site, tensors: &[Tensor], job: Box<dyn Job>) -> u64 {
+        let own = Header::of(agreement(&site.call, tensors));
+        let ticket = self.add_entry(site, |entry| {
+            let messages = Messages::start(
+                entry.comm(self),
+                Kind::Header as i32,
+                entry.others().map(|from| (from, FIRST_BYTES)),
+                entry.others().map(|to| (to, own.bytes())),
+            );
+            let messages = self.checked(site, messages);
+            Stage::Headers { messages, own, tensors: tensors.to_vec(), job }
+        });
+        self.progress();
+        ticket
+    }
+
     #[expect(clippy::expect_used, reason = "tags are below `2 * N_TAGS`")]
-    fn add_entry(&self, site: &Site, set: AxisSet, stage: Stage) -> u64 {
+    fn add_entry(&self, site: &Site, stage: impl FnOnce(&Entry) -> Stage) -> u64 {
         let mut underway = lock(&self.underway);
+        let set = self.topology.long_axes() & site.call.set;
         let count = underway.n_started.entry(set).or_default();
         // In the same order on all members, so that a collective has the same tags on all of them.
         let tag = FIRST_TAG + 2 * i32::try_from(*count % N_TAGS).expect("a tag fits");
         *count += 1;
         let ticket = underway.next_ticket;
         underway.next_ticket += 1;
-        underway.list.push(Entry { ticket, site: site.clone(), set, tag, stage });
+        let over = Stage::Over(Ok(Vec::new()));
+        let mut entry = Entry { ticket, site: site.clone(), set, tag, stage: over };
+        entry.stage = stage(&entry);
+        underway.list.push(entry);
         // Read by this thread alone, or by one that has taken a lock since.
         self.n_underway.store(underway.list.len(), Ordering::Relaxed);
         ticket
     }
 
     /// Carries on what is under way, as far as it goes without waiting.
-    pub(super) fn progress(&self) {
+    pub(super) fn progress(&self) -> Motion {
+        let mut motion = Motion::default();
         if self.n_underway.load(Ordering::Relaxed) > 0 {
-            lock(&self.underway).list.iter_mut().for_each(|entry| entry.advance(self));
+            for entry in &mut lock(&self.underway).list {
+                motion.has_moved |= entry.advance(self);
+                motion.is_moving |= entry.is_moving();
+            }
+        }
+        motion
+    }
+
+    /// Waits for a collective that was begun.
+    fn wait_for(&self, site: &Site, ticket: u64) -> Results {
+        let mut patience = Patience::new(self.deadline);
+        loop {
+            let mut motion = Motion::default();
+            for _ in 0..TRIES {
+                motion = motion.then(self.progress());
+                if let Some(results) = self.outcome(ticket) {
+                    return results;
+                }
+            }
+            self.pause(site, &mut patience, motion, || self.missing(ticket));
         }
     }
 
-    /// The results of a collective that is over, which is then forgotten; or which members it waits
-    /// for, and whether only to hear of them.
-    #[expect(clippy::expect_used, reason = "who waits for a collective has not done so before")]
-    fn outcome(&self, ticket: u64) -> std::result::Result<Results, (Vec<usize>, bool)> {
+    /// The results of a collective, which is then forgotten, if it is over.
+    fn outcome(&self, ticket: u64) -> Option<Results> {
         let mut underway = lock(&self.underway);
-        let position = underway.list.iter().position(|entry| entry.ticket == ticket);
-        let position = position.expect("a collective is listed until it has been waited for");
-        let entry = &mut underway.list[position];
-        let Stage::Over(results) = &mut entry.stage else { return Err(entry.waits_for()) };
+        let position = underway.position(ticket);
+        let Stage::Over(results) = &mut underway.list[position].stage else { return None };
         let results = mem::replace(results, Ok(Vec::new()));
         underway.list.remove(position);
         self.n_underway.store(underway.list.len(), Ordering::Relaxed);
-        Ok(results)
+        Some(results)
     }
 
-    fn checked<T>(&self, site: &Site, result: ferrompi::Result<T>) -> T {
+    /// The ranks that a collective waits for.
+    fn missing(&self, ticket: u64) -> Vec<usize> {
+        let underway = lock(&self.underway);
+        underway.list[underway.position(ticket)].missing()
+    }
+
+    /// What goes wrong with messages ends the program: those that were started could not be taken
+    /// back.
+    fn checked<T, E: Display>(&self, site: &Site, result: std::result::Result<T, E>) -> T {
         match result {
             Ok(value) => value,
             Err(error) => end(&self.session.world, &format!("{error} in {}", site.call)),
@@ -204,11 +252,26 @@ impl Inner {
 }
 
 impl Entry {
-    /// Goes from stage to stage, as far as what it waits for has arrived.
-    fn advance(&mut self, engine: &Inner) {
+    /// Goes from stage to stage, as far as what it waits for has arrived; returns whether anything
+    /// has.
+    fn advance(&mut self, engine: &Inner) -> bool {
+        let mut has_moved = self.carry_on(engine);
         while self.has_arrived(engine) {
             let stage = mem::replace(&mut self.stage, Stage::Over(Ok(Vec::new())));
             self.stage = self.next_stage(stage, engine);
+            has_moved = true;
+        }
+        has_moved
+    }
+
+    /// Carries data on within a round.
+    fn carry_on(&mut self, engine: &Inner) -> bool {
+        match &mut self.stage {
+            Stage::Data { stream, job, .. } => {
+                let has_moved = stream.advance(&mut **job);
+                engine.checked(&self.site, has_moved)
+            }
+            Stage::Headers { .. } | Stage::Texts { .. } | Stage::Over(_) => false,
         }
     }
 
@@ -218,7 +281,7 @@ impl Entry {
             Stage::Texts { messages, rests, .. } => rests
                 .have_arrived()
                 .and_then(|have_rests| Ok(have_rests && messages.have_arrived()?)),
-            Stage::Data { messages, .. } => messages.have_arrived(),
+            Stage::Data { stream, .. } => return stream.is_over(),
             Stage::Over(_) => return false,
         };
         engine.checked(&self.site, arrived)
@@ -226,11 +289,11 @@ impl Entry {
 
     fn next_stage(&self, stage: Stage, engine: &Inner) -> Stage {
         match stage {
-            Stage::Headers { messages, own, text, outgoing, job } => {
+            Stage::Headers { messages, own, tensors, job } => {
                 let arrived = engine.checked(&self.site, messages.arrived());
                 match self.disagreeing(&own, &arrived) {
-                    None => self.round(engine, job, outgoing, 0),
-                    Some(other) => self.texts(engine, text, other, &arrived),
+                    None => self.round(engine, job, 0),
+                    Some(other) => self.texts(engine, &tensors, other, &arrived),
                 }
             }
             Stage::Texts { messages, own, other, .. } => {
@@ -240,10 +303,14 @@ impl Entry {
                     |rank| if rank == own_rank { own.clone() } else { arrived[&rank].clone() };
                 end(&engine.session.world, &disagreement(&self.site, other, text).to_string())
             }
-            Stage::Data { messages, job, n_th } => {
-                let arrived = engine.checked(&self.site, messages.arrived());
-                let next = job.finish(self.site.rank, &arrived);
-                next.and_then(|next| self.after(engine, next, n_th)).unwrap_or_else(Stage::failed)
+            Stage::Data { stream, job, n_th } => {
+                // Its buffers are not needed beside those of the next round.
+                drop(stream);
+                match job.finish() {
+                    Ok(Next::Round(job)) => self.round(engine, job, n_th + 1),
+                    Ok(Next::Results(results)) => Stage::Over(Ok(results)),
+                    Err(error) => Stage::Over(Err(error)),
+                }
             }
             Stage::Over(results) => Stage::Over(results),
         }
@@ -257,40 +324,28 @@ impl Entry {
         (1..self.site.size()).find(|&rank| hash(rank) != hash(0))
     }
 
-    /// The stage after round `n_th`.
-    fn after(&self, engine: &Inner, next: Next, n_th: i32) -> Result<Stage> {
-        match next {
-            Next::Results(results) => Ok(Stage::Over(Ok(results))),
-            Next::Round(job) => {
-                let outgoing = job.outgoing(self.others())?;
-                Ok(self.round(engine, job, outgoing, n_th + 1))
-            }
-        }
-    }
-
     /// The stage of a round of data.
-    fn round(&self, engine: &Inner, job: Job, outgoing: Outgoing, n_th: i32) -> Stage {
-        let incoming = self.others().map(|from| (from, job.incoming(from, self.site.rank)));
-        let comm = &engine.groups[&self.set];
-        let messages = Messages::start(comm, self.tag + n_th, incoming, outgoing);
-        Stage::Data { messages: engine.checked(&self.site, messages), job, n_th }
+    fn round(&self, engine: &Inner, job: Box<dyn Job>, n_th: i32) -> Stage {
+        let stream = Stream::start(self.comm(engine), self.tag + n_th, self.others(), &*job);
+        Stage::Data { stream: engine.checked(&self.site, stream), job, n_th }
     }
 
     fn texts(
         &self,
         engine: &Inner,
-        own: Vec<u8>,
+        tensors: &[Tensor],
         other: usize,
         headers: &BTreeMap<usize, Vec<u8>>,
     ) -> Stage {
+        let own = description(&self.site.call, tensors);
         let rests = Messages::start(
-            &engine.groups[&self.set],
+            self.comm(engine),
             Kind::Rest as i32,
             headers.iter().map(|(from, header)| (*from, Header::read(header).rest_bytes())),
             [],
         );
         let messages = Messages::start(
-            &engine.groups[&self.set],
+            self.comm(engine),
             Kind::Text as i32,
             self.others().map(|from| (from, TEXT_BYTES)),
             self.others().map(|to| (to, own.clone())),
@@ -299,18 +354,29 @@ impl Entry {
         Stage::Texts { messages: engine.checked(&self.site, messages), rests, own, other }
     }
 
-    fn others(&self) -> impl Iterator<Item = usize> + use<> {
+    fn comm<'a>(&self, engine: &'a Inner) -> &'a Communicator {
+        &engine.groups[&self.set]
+    }
+
+    /// The other ranks of the group.
+    fn others(&self) -> impl Iterator<Item = usize> + Clone + use<> {
         let own_rank = self.site.rank;
         (0..self.site.size()).filter(move |&rank| rank != own_rank)
     }
 
-    fn waits_for(&self) -> (Vec<usize>, bool) {
+    /// Whether data are on their way, or what is more than a word.
+    fn is_moving(&self) -> bool {
+        matches!(self.stage, Stage::Texts { .. } | Stage::Data { .. })
+    }
+
+    /// The ranks to or from which something is still on its way.
+    fn missing(&self) -> Vec<usize> {
         match &self.stage {
             Stage::Headers { messages, .. } | Stage::Texts { messages, .. } => {
-                (messages.missing().collect(), true)
+                messages.missing().collect()
             }
-            Stage::Data { messages, .. } => (messages.missing().collect(), false),
-            Stage::Over(_) => (Vec::new(), false),
+            Stage::Data { stream, .. } => stream.missing().collect(),
+            Stage::Over(_) => Vec::new(),
         }
     }
 }

@@ -142,7 +142,7 @@ impl<'a> Call<'a> {
                 (from, Kind::Rest, &mut place[FIRST_BYTES..][..rest])
             });
             self.transfer(rests, []);
-            self.wait(late, false);
+            self.wait(late, true);
             Ok(())
         });
         self.check(done);
@@ -156,7 +156,10 @@ impl<'a> Call<'a> {
             .map(|(from, place)| (from, Kind::Text, place))
             .collect();
         self.transfer(incoming, self.others().map(|to| (to, Kind::Text, &own[..])));
-        disagreement(self.site, other, |rank| texts[rank * TEXT_BYTES..][..TEXT_BYTES].to_vec())
+        let text = |rank| texts[rank * TEXT_BYTES..][..TEXT_BYTES].to_vec();
+        let error = disagreement(self.site, other, text);
+        *lock(&self.engine.disagreement) = Some(error.to_string());
+        error
     }
 }
 
