@@ -6,6 +6,7 @@ use crate::{
     checkpoint::{key::TensorKey, read::Checkpoint, state_dict::StateDict},
     data_parallel::{DataParallel, slot::lock},
     error::{Doing, Result},
+    moving::moved,
     optim::StatefulOptimizer,
     processes::agreed,
     progress::{Progress, TrainerState},
@@ -112,5 +113,5 @@ impl<M, O: StatefulOptimizer> DataParallel<M, O> {
 }
 
 fn assign(var: &Var, value: &Tensor) -> candle_core::Result<()> {
-    var.set(&value.to_device(var.device())?)
+    var.set(&moved(value, var.device())?)
 }

@@ -20,6 +20,7 @@ use crate::{
     },
     gradient_report::GradientReport,
     loss::Loss,
+    moving::moved,
     step::rules::{Rules, Then},
     tree,
     units::Units,
@@ -189,7 +190,8 @@ where
             let of_var = |name: &str| name == self.names[var];
             for part in slot.parts.iter().filter(|part| of_var(inventory.name(part.param))) {
                 let run = items.narrow(0, part.start, part.var.elem_count());
-                let run = run.and_then(|run| run.to_device(part.var.device()));
+                // Copied first: candle moves all that a view looks at.
+                let run = run.and_then(|run| moved(&run.force_contiguous()?, part.var.device()));
                 run.and_then(|run| part.var.set(&run)).doing(SETTING)?;
             }
         }

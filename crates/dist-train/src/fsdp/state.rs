@@ -11,6 +11,7 @@ use crate::{
         FullyShard, lock,
         slot::{Part, Slot},
     },
+    moving::moved,
     optim::StatefulOptimizer,
     processes::agreed,
     progress::{Progress, TrainerState},
@@ -122,5 +123,5 @@ fn key<'a>(inventory: &'a Inventory, part: &Part) -> TensorKey<'a> {
 }
 
 fn assign(var: &Var, value: &Tensor) -> candle_core::Result<()> {
-    var.set(&value.to_device(var.device())?)
+    var.set(&moved(value, var.device())?)
 }

@@ -148,7 +148,7 @@ fn ids_of(bytes: &[u8]) -> Ids {
 }
 
 #[cfg(feature = "mpi")]
-fn by_mpi(place: Placement, own: &Peer, make: impl FnOnce() -> Result<Ids>) -> Result<Bootstrap> {
+fn by_mpi(place: Placement, this: &Peer, make: impl FnOnce() -> Result<Ids>) -> Result<Bootstrap> {
     let session = Session::start()?;
     let own_rank = session.rank();
     let size = session.size();
@@ -159,14 +159,14 @@ fn by_mpi(place: Placement, own: &Peer, make: impl FnOnce() -> Result<Ids>) -> R
     let mut ids = [0; size_of::<Ids>()];
     if place.rank() == Rank::ZERO {
         match make() {
-            Ok(made) => ids.copy_from_slice(&made.concat()),
+            Ok(new) => ids.copy_from_slice(&new.concat()),
             Err(error) => session.end(&error.to_string()),
         }
     }
     session.broadcast(&mut ids, 0)?;
     let mut peers = Vec::new();
     for rank in 0..size {
-        let mut bytes = own.to_bytes();
+        let mut bytes = this.to_bytes();
         session.broadcast(&mut bytes, rank)?;
         peers.push(Peer::from_bytes(&bytes));
     }
