@@ -1,10 +1,10 @@
 //! Token means, dropout and batch norm: what one device computes, two, three and four compute too.
 
-use candle_core::{Device, Result, Tensor, Var};
+use candle_core::{Device, Result, Tensor};
 use candle_distributed::{
-    mesh::{ALL, BatchKeys, DeviceMesh, Replica, TensorTree, Uneven},
+    mesh::{BatchKeys, DeviceMesh, Replica, TensorTree, Uneven},
     ops::{self, CrossEntropyConfig, DropoutKey},
-    train::{AdamW, DataParallel, Loss},
+    train::{AdamW, DataParallel, Loss, SyncBatchNorm},
     types::Seed,
 };
 use candle_nn::{
@@ -121,53 +121,6 @@ fn dropout_drops_the_same_on_any_number_of_devices() {
     }
 }
 
-/// Batch norm over the rows of all devices: PyTorch's `SyncBatchNorm`.
-struct BatchNorm {
-    weight: Tensor,
-    bias: Tensor,
-    running_mean: Tensor,
-    running_var: Tensor,
-}
-
-impl BatchNorm {
-    fn new(size: usize, vb: &VarBuilder<'_>) -> Result<Self> {
-        let filled = |name, value| vb.get_with_hints(size, name, candle_nn::Init::Const(value));
-        Ok(Self {
-            weight: filled("weight", 1.0)?,
-            bias: filled("bias", 0.0)?,
-            running_mean: filled("running_mean", 0.0)?,
-            running_var: filled("running_var", 1.0)?,
-        })
-    }
-
-    fn forward(&self, ctx: &Replica, x: &Tensor) -> Result<Tensor> {
-        // The parameters of an evaluation are no variables.
-        let (mean, var) = if self.weight.is_variable() {
-            let mean = mean_of_all(ctx, x)?;
-            let var = mean_of_all(ctx, &x.broadcast_sub(&mean)?.sqr()?)?;
-            follow(&self.running_mean, &mean)?;
-            follow(&self.running_var, &var)?;
-            (mean, var)
-        } else {
-            (self.running_mean.clone(), self.running_var.clone())
-        };
-        let y = x.broadcast_sub(&mean)?.broadcast_div(&(var + 1e-5)?.sqrt()?)?;
-        y.broadcast_mul(&self.weight)?.broadcast_add(&self.bias)
-    }
-}
-
-/// The mean over the rows of all devices, which each of them uses for its own rows: hence `pvary`.
-fn mean_of_all(ctx: &Replica, x: &Tensor) -> Result<Tensor> {
-    let rows = Tensor::new(x.dim(0)? as f32, x.device())?;
-    let mean = ctx.psum(&x.sum(0)?, ALL)?.broadcast_div(&ctx.psum(&rows, ALL)?)?;
-    ctx.pvary(&mean, ALL)
-}
-
-/// Moves a running statistic a tenth of the way.
-fn follow(running: &Tensor, now: &Tensor) -> Result<()> {
-    Var::from_tensor(running)?.set(&((running * 0.9)? + (now * 0.1)?)?.detach())
-}
-
 #[test]
 fn batch_norm_over_all_devices_is_that_of_one() {
     // A bias before the norm has no effect, so its gradient is rounding error alone, which Adam makes
@@ -175,14 +128,16 @@ fn batch_norm_over_all_devices_is_that_of_one() {
     let build = |vb: VarBuilder<'_>| {
         Ok((
             linear_no_bias(FEATURES, 16, vb.pp("up"))?,
-            BatchNorm::new(16, &vb.pp("norm"))?,
+            SyncBatchNorm::new(16, 1e-5, vb.pp("norm"))?,
             linear(16, 1, vb.pp("down"))?,
         ))
     };
     let loss = |ctx: &Replica,
-                (up, norm, down): &(Linear, BatchNorm, Linear),
+                (up, norm, down): &(Linear, SyncBatchNorm, Linear),
                 (x, y): (Tensor, Tensor)| {
-        let hidden = norm.forward(ctx, &up.forward(&x)?)?.tanh()?;
+        // The parameters of an evaluation are no variables.
+        let train = up.weight().is_variable();
+        let hidden = norm.forward_t(ctx, &up.forward(&x)?, train)?.tanh()?;
         Ok(Loss::mean(mse(&down.forward(&hidden)?, &y)?))
     };
     check(|slots| losses(slots, Uneven::Balanced, build, rows, loss));

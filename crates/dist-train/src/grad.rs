@@ -139,7 +139,7 @@ impl<I: TensorTree> ValueAndGrad<I> {
                 let sums = here.agree(ctx, allow, refusal).and_then(|whole| {
                     let whole = whole.with_weight(refusal)?;
                     mean.get_or_init(|| whole.mean());
-                    let grads = differentiate(&here, &params, whole.weight())?;
+                    let grads = differentiate(here, &params, whole.weight())?;
                     sums(ctx, &params, grads, &owned[ctx.local_index()])
                 });
                 refusal.outcome(sums)
@@ -175,17 +175,21 @@ impl<I> fmt::Debug for ValueAndGrad<I> {
 
 /// The gradients of a shard's sum over `scale`: of each variable that the loss depends on. Those of
 /// half precision come in single precision, in which they are added up.
+///
+/// What the forward pass has kept for them is given free before they are summed.
 pub(crate) fn differentiate(
-    shard: &ShardLoss,
+    shard: ShardLoss,
     vars: &[Var],
     scale: f64,
 ) -> candle_core::Result<Vec<Option<Tensor>>> {
     let halves = is_half(shard.dtype()) || vars.iter().any(|var| is_half(var.dtype()));
+    let is_empty = shard.is_empty();
     let (sum, rest) = shard.share(scale, halves)?;
     let mut store = sum.backward()?;
+    drop(sum);
     let gradient = |var: &Var| match store.remove(var) {
         None => Ok(None),
-        Some(gradient) if shard.is_empty() => without_nan(widened(&gradient)?).map(Some),
+        Some(gradient) if is_empty => without_nan(widened(&gradient)?).map(Some),
         Some(gradient) => scaled(widened(&gradient)?, rest).map(Some),
     };
     vars.iter().map(gradient).collect()
@@ -239,6 +243,11 @@ pub(crate) fn sums_of(
     somewhere: &[bool],
     wanted: &[usize],
 ) -> candle_core::Result<Vec<Option<Tensor>>> {
+    if ctx.count() == 1 {
+        // A sum is a copy, even of one summand: as much memory as the gradients once more.
+        let mut grads = grads;
+        return Ok(wanted.iter().map(|&var| grads[var].take()).collect());
+    }
     let mut list = Vec::new();
     let mut positions = vec![None; vars.len()];
     for (n, (var, gradient)) in vars.iter().zip(grads).enumerate() {

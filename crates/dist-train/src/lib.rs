@@ -4,6 +4,7 @@
 
 mod agreement;
 mod batch;
+mod batch_norm;
 mod check;
 mod checkpoint;
 mod data_parallel;
@@ -28,6 +29,7 @@ mod units;
 #[cfg(any(test, fuzzing))]
 pub use crate::checkpoint::fuzzing;
 pub use crate::{
+    batch_norm::SyncBatchNorm,
     checkpoint::{Checkpoints, read::Checkpoint, state_dict::StateDict},
     data_parallel::{
         DataParallel,

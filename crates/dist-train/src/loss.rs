@@ -104,7 +104,10 @@ impl<A> Loss<A> {
     }
 
     /// The loss as a sum, and the rest.
-    pub(crate) fn of_shard(self, ctx: &Replica) -> candle_core::Result<(ShardLoss, A)> {
+    pub(crate) fn of_shard(self, ctx: &Replica) -> candle_core::Result<(ShardLoss, A)>
+    where
+        A: TensorTree,
+    {
         let Self { value, weight, aux } = self;
         let mut unfit = None;
         let (times, weight) = match weight.0 {
@@ -123,7 +126,8 @@ impl<A> Loss<A> {
         if value.rank() != 0 || !value.dtype().is_float() {
             unfit = Some((LOSS, value.clone()));
         }
-        Ok((ShardLoss { value, times, weight, unfit }, aux))
+        // Without the graph, which what comes with a loss would keep.
+        Ok((ShardLoss { value, times, weight, unfit }, tree::map(&aux, Tensor::detach)))
     }
 }
 
@@ -242,7 +246,7 @@ impl ShardLoss {
     /// On its way to parameters in `halves` the factor of a sum becomes a half. As a power of 2 it
     /// stays what it is; the rest is left to the gradients, which are in single precision: of three
     /// slots in bf16, all would be off by 0.2 %.
-    pub(crate) fn share(&self, scale: f64, halves: bool) -> candle_core::Result<(Tensor, f64)> {
+    pub(crate) fn share(self, scale: f64, halves: bool) -> candle_core::Result<(Tensor, f64)> {
         if self.is_empty() {
             // Not times the number 0, at which candle ends the gradient: the backward of a
             // collective would wait for this replica.
@@ -286,7 +290,7 @@ impl BatchLoss {
 
 /// The tensors of `aux` summed over all replicas, in the order of the tree.
 pub(crate) fn summed(ctx: &Replica, aux: &impl TensorTree) -> candle_core::Result<Vec<Tensor>> {
-    let leaves = tree::each(aux, Tensor::detach);
+    let leaves = tree::each(aux, Tensor::clone);
     if leaves.is_empty() {
         return Ok(leaves);
     }

@@ -3,7 +3,12 @@
 //! The program starts itself under `mpirun`, once for each case; what runs there is one of several
 //! ranks.
 
+#![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
+#![allow(clippy::cast_possible_truncation, reason = "sizes are small")]
+#![allow(clippy::needless_pass_by_value, reason = "models are built of builders by value")]
+
 mod conformance;
+mod random;
 
 use std::process::ExitCode;
 
@@ -11,7 +16,7 @@ use candle_core::Device;
 use pmap_mesh::{DeviceMesh, DeviceMeshBuilder};
 use process_tests::{Case, Engine, mpirun};
 
-const CASES: [Case; 14] = [
+const CASES: [Case; 16] = [
     Case::succeeds("training", 2),
     Case::succeeds("training", 3),
     Case::succeeds("beginnings", 1),
@@ -19,6 +24,8 @@ const CASES: [Case; 14] = [
     Case::succeeds("refusals", 3),
     Case::succeeds("losses", 2),
     Case::succeeds("losses", 3),
+    Case::succeeds("random", 2),
+    Case::succeeds("random", 3),
     Case::succeeds("checkpoints", 2),
     Case::succeeds("checkpoints", 3),
     Case::succeeds("sharded", 2),
@@ -31,7 +38,6 @@ const CASES: [Case; 14] = [
 struct Mpi;
 
 impl Engine for Mpi {
-    #[allow(clippy::unwrap_used, reason = "a test fails by panicking")]
     fn open(&self, builder: DeviceMeshBuilder) -> DeviceMesh {
         builder.mpi(self.device()).unwrap()
     }

@@ -5,8 +5,11 @@
 //! is sent.
 
 #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
+#![allow(clippy::cast_possible_truncation, reason = "sizes are small")]
+#![allow(clippy::needless_pass_by_value, reason = "models are built of builders by value")]
 
 mod conformance;
+mod random;
 
 use std::{cell::Cell, process::ExitCode};
 

@@ -163,7 +163,7 @@ impl<M, O> Slot<M, O> {
         let mut gradients = Vec::new();
         if wanted == Wanted::Gradients {
             let all: Vec<usize> = (0..self.trained.len()).collect();
-            let here = differentiate(&here, &self.trained, whole.weight())?;
+            let here = differentiate(here, &self.trained, whole.weight())?;
             gradients = sums(ctx, &self.trained, here, &all)?;
         }
         Ok((whole.mean(), gradients))

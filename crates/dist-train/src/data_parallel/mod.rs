@@ -12,7 +12,7 @@ use std::{
     sync::{Arc, Mutex, MutexGuard, OnceLock},
 };
 
-use candle_core::Tensor;
+use candle_core::{Tensor, Var};
 use candle_nn::{Optimizer, VarBuilder};
 use pmap_mesh::{DeviceMesh, Replica, TensorTree};
 
@@ -183,7 +183,9 @@ impl<M: Send, O: Optimizer + Send> DataParallel<M, O> {
     /// The loss of a batch, without gradients: the model is given the same variables, by which no
     /// operation is recorded. What the forward pass makes of buffers is taken back.
     ///
-    /// All evaluations between two steps draw the same random numbers.
+    /// All evaluations between two steps draw the same random numbers, so that one of the same batch
+    /// has the same loss, and that a run draws the same whether it was evaluated on the way or not.
+    /// They are others than those of steps.
     ///
     /// # Errors
     ///
@@ -318,7 +320,7 @@ impl<M, O> DataParallel<M, O> {
     pub fn variables(&self) -> BTreeMap<String, Tensor> {
         let slot = lock(&self.workers[0].slot);
         let names = self.inventory.parameters.iter().map(|(name, _)| name.clone());
-        names.zip(slot.vars.iter().map(candle_core::Var::as_detached_tensor)).collect()
+        names.zip(slot.vars.iter().map(Var::as_detached_tensor)).collect()
     }
 
     /// Checks that all devices still have the same variables, to the bit: fingerprints of them are
@@ -334,8 +336,8 @@ impl<M, O> DataParallel<M, O> {
         if self.n_sets == 1 && self.inventory.roles.buffers().is_empty() {
             return Ok(());
         }
-        let of_slot = |worker: &Worker<M, O>| sync::of_values(&lock(&worker.slot).vars);
-        let here = self.workers.iter().map(of_slot).collect::<Result<_>>()?;
-        sync::check(&self.mesh, &self.inventory, here)
+        let slots: Vec<_> = self.workers.iter().map(|worker| lock(&worker.slot)).collect();
+        let vars: Vec<&[Var]> = slots.iter().map(|slot| &slot.vars[..]).collect();
+        sync::check(&self.mesh, &self.inventory, sync::of_slots(&vars)?)
     }
 }

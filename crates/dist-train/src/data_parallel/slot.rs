@@ -137,8 +137,8 @@ impl<M, O: Optimizer> Slot<M, O> {
         rules: &Rules,
         loss: Loss<A>,
     ) -> Result<(Report, A)> {
-        let batch = Batch::agree(ctx, rules, loss, self.accumulated.take())?;
-        let grads = differentiate(&batch.shard, &self.trained, batch.scale)?;
+        let (shard, batch) = Batch::agree(ctx, rules, loss, self.accumulated.take())?;
+        let grads = differentiate(shard, &self.trained, batch.scale)?;
         self.average_buffers(ctx, rules)?;
         let mut batch = batch.with_gradients(ctx, grads)?;
         match rules.then {

@@ -94,8 +94,8 @@ pub(super) fn begin_alike(mesh: &DeviceMesh, inventory: &Inventory, sets: &[VarS
         Ok(())
     });
     broadcast.call(())?;
-    let values = slot_sets(mesh, sets).map(|set| of_values(&set.vars));
-    check(mesh, inventory, values.collect::<Result<_>>()?)
+    let vars: Vec<&[Var]> = slot_sets(mesh, sets).map(|set| &set.vars[..]).collect();
+    check(mesh, inventory, of_slots(&vars)?)
 }
 
 /// The set of each slot of this process.
@@ -105,7 +105,7 @@ fn slot_sets<'a>(mesh: &DeviceMesh, sets: &'a [VarSet]) -> impl Iterator<Item = 
 }
 
 /// Checks that the variables of all slots are the same to the bit, given the
-/// [fingerprints](of_values) of those of this process.
+/// [fingerprints](of_slots) of those of this process.
 pub(super) fn check(mesh: &DeviceMesh, inventory: &Inventory, here: Vec<Vec<u64>>) -> Result<()> {
     let slots = gathered(mesh, here)?;
     for (replica, vars) in slots.iter().enumerate() {
@@ -116,9 +116,21 @@ pub(super) fn check(mesh: &DeviceMesh, inventory: &Inventory, here: Vec<Vec<u64>
     Ok(())
 }
 
-/// A fingerprint of the bits of each variable.
-pub(super) fn of_values(vars: &[Var]) -> Result<Vec<u64>> {
-    vars.iter().map(|var| of_value(var).doing("comparing variables")).collect()
+/// Fingerprints of the bits of each slot's variables; what slots share is read once.
+pub(super) fn of_slots(slots: &[&[Var]]) -> Result<Vec<Vec<u64>>> {
+    let mut known: Vec<Vec<u64>> = Vec::new();
+    for vars in slots {
+        let mut numbers = Vec::new();
+        for (n, var) in vars.iter().enumerate() {
+            let shared = slots.iter().zip(&known).find(|(other, _)| other[n].id() == var.id());
+            numbers.push(match shared {
+                Some((_, known)) => known[n],
+                None => of_value(var).doing("comparing variables")?,
+            });
+        }
+        known.push(numbers);
+    }
+    Ok(known)
 }
 
 /// The fingerprint of a variable's bits: NaN equals itself, and zeros of two signs differ.

@@ -98,7 +98,7 @@ fn compute<A: TensorTree>(
     let whole = whole.with_weight(&rules.refusal)?;
     let mut computed = Computed { mean: whole.mean(), used: Vec::new(), sums: Vec::new() };
     if wanted == Wanted::Gradients {
-        let gradients = session.differentiate(&here, whole.weight())?;
+        let gradients = session.differentiate(here, whole.weight())?;
         computed.used = agreement::any(ctx, &gradients.used)?;
         computed.sums = gradients.sums;
     }

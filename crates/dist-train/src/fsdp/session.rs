@@ -170,16 +170,18 @@ impl Session {
     }
 
     /// Differentiates a shard's sum over `scale`, through all units that it has entered.
-    pub(super) fn differentiate(&self, shard: &ShardLoss, scale: f64) -> Result<Gradients> {
+    pub(super) fn differentiate(&self, shard: ShardLoss, scale: f64) -> Result<Gradients> {
         let halves = is_half(shard.dtype()) || self.model.has_halves();
+        let is_empty = shard.is_empty();
         let (sum, rest) = shard.share(scale, halves)?;
         {
             let mut backward = self.backward();
             backward.is_under_way = true;
-            backward.is_empty = shard.is_empty();
+            backward.is_empty = is_empty;
             backward.rest = rest;
         }
         sum.backward()?;
+        drop(sum);
         let Backward { mut sums, used, .. } = std::mem::take(&mut *self.backward());
         let n_parts = self.model.vars.vars(self.ctx.slot())?.len();
         let inventory = &self.model.inventory;

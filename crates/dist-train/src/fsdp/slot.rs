@@ -85,8 +85,8 @@ impl<O: Optimizer> Slot<O> {
         rules: &Rules,
         loss: Loss<A>,
     ) -> Result<(Report, A)> {
-        let batch = Batch::agree(ctx, rules, loss, self.accumulated.take())?;
-        let gradients = session.differentiate(&batch.shard, batch.scale)?;
+        let (shard, batch) = Batch::agree(ctx, rules, loss, self.accumulated.take())?;
+        let gradients = session.differentiate(shard, batch.scale)?;
         let used = agreement::any(ctx, &gradients.used)?;
         let sums = self.without_unused(gradients.sums, &used);
         self.used.iter_mut().zip(used).for_each(|(any, used)| *any |= used);

@@ -10,7 +10,6 @@ use crate::{
 
 /// One replica's part of a batch, whose loss is known and not yet differentiated.
 pub(crate) struct Batch<A> {
-    pub(crate) shard: ShardLoss,
     /// What the gradients of the shard's sum are to be divided by.
     pub(crate) scale: f64,
     loss: BatchLoss,
@@ -41,12 +40,15 @@ pub(crate) struct Differentiated<A> {
 
 impl<A: TensorTree> Batch<A> {
     /// Agrees with all replicas on the loss of a batch that follows on `before`.
+    ///
+    /// The loss of this slot's part comes beside the batch, so that its graph can end before the
+    /// gradients are summed.
     pub(crate) fn agree(
         ctx: &Replica,
         rules: &Rules,
         loss: Loss<A>,
         before: Option<Accumulated>,
-    ) -> Result<Self> {
+    ) -> Result<(ShardLoss, Self)> {
         let (shard, aux) = loss.of_shard(ctx)?;
         let loss = shard.agree(ctx, rules.allow_non_finite, &rules.refusal)?;
         if let Then::Update = rules.then {
@@ -55,7 +57,7 @@ impl<A: TensorTree> Batch<A> {
         }
         let weighed = before.as_ref().map(|before| before.scale).filter(|&scale| scale > 0.0);
         let scale = weighed.unwrap_or(loss.weight());
-        Ok(Self { shard, scale, loss, before, aux })
+        Ok((shard, Self { scale, loss, before, aux }))
     }
 
     /// Adds the batch's gradients to those before it.
@@ -64,7 +66,7 @@ impl<A: TensorTree> Batch<A> {
         ctx: &Replica,
         grads: Vec<Option<Tensor>>,
     ) -> Result<Differentiated<A>> {
-        let Self { scale, loss, before, aux, .. } = self;
+        let Self { scale, loss, before, aux } = self;
         let sums = loss::summed(ctx, &aux)?;
         let aux = loss::with_leaves(&aux, sums.clone());
         let this = Accumulated { grads, scale, loss, aux: sums };

@@ -22,6 +22,8 @@ use fsdp_plan::strategy::{Full, LayerWise, Layout, ShardingStrategy};
 use pmap_mesh::{ALL, DeviceMesh, P, Replica, Uneven};
 use process_tests::{Engine, assert_same, folder, mesh, threads};
 
+use crate::random::{Case, assert_near};
+
 /// Runs a case, as one of so many processes.
 pub(crate) fn run(engine: &impl Engine, case: &str, ranks: usize) {
     match case {
@@ -29,6 +31,7 @@ pub(crate) fn run(engine: &impl Engine, case: &str, ranks: usize) {
         "beginnings" => beginnings(engine, ranks),
         "refusals" => refusals(engine, ranks),
         "losses" => weighted(engine, ranks),
+        "random" => random_models(engine, ranks),
         "checkpoints" => checkpoints(engine, ranks),
         "sharded" => sharded(engine, ranks),
         "fully-sharded" => fully_sharded::run(engine, ranks),
@@ -221,6 +224,27 @@ fn weighted(engine: &impl Engine, ranks: usize) {
     let (tested, threads) =
         (mesh(engine, &[], None), threads(&[(DeviceMesh::AXIS, ranks)], &engine.device()));
     assert_same(&weighted_steps(&tested), &weighted_steps(&threads));
+}
+
+/// Random models over processes train as over threads, to the bit, and as on one device in double
+/// precision.
+fn random_models(engine: &impl Engine, ranks: usize) {
+    let (tested, threads) =
+        (mesh(engine, &[], None), threads(&[(DeviceMesh::AXIS, ranks)], &engine.device()));
+    for seed in 0..60 {
+        let case = Case::new(1000 * ranks as u64 + seed, ranks, DType::F64);
+        let found = case.on_mesh(&tested);
+        let name = format!("case {seed} on {ranks} ranks");
+        assert_near(&found, &case.on_one_device(), 1e-11, &name);
+        let bits = |numbers: Vec<f64>| numbers.into_iter().map(f64::to_bits).collect::<Vec<_>>();
+        assert_eq!(bits(found), bits(case.on_mesh(&threads)), "{name}");
+    }
+    for dtype in [DType::BF16, DType::F16] {
+        for seed in 0..10 {
+            let case = Case::new(seed, ranks, dtype);
+            assert_near(&case.on_mesh(&tested), &case.on_mesh(&threads), 0.0, "halves");
+        }
+    }
 }
 
 fn weighted_steps(mesh: &DeviceMesh) -> Vec<Tensor> {

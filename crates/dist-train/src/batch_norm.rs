@@ -1,0 +1,149 @@
+//! Batch norm over the rows of all replicas.
+
+use candle_core::{Result, Tensor, Var, bail};
+use candle_nn::{BatchNorm, BatchNormConfig, ModuleT, VarBuilder, batch_norm};
+use pmap_mesh::{ALL, Replica};
+
+use crate::{agreement, grad::widened};
+
+/// A batch norm that normalizes by the statistics of the whole batch, not of one shard: PyTorch's
+/// `SyncBatchNorm`, over candle's [`BatchNorm`]. So the loss of W slots is that of one.
+///
+/// Its parameters have the names of candle's: one can be put in the place of the other, also on
+/// their checkpoints.
+///
+/// # Examples
+///
+/// ```
+/// use candle_core::{Device, Tensor};
+/// use candle_nn::{BatchNormConfig, Linear, Module, Optimizer, VarBuilder, linear};
+/// use dist_train::{DataParallel, Sgd, SyncBatchNorm};
+/// use pmap_mesh::{DeviceMesh, Replica};
+///
+/// let layers = |vb: VarBuilder<'_>| {
+///     let norm = SyncBatchNorm::new(3, BatchNormConfig::default(), vb.pp("norm"))?;
+///     Ok((norm, linear(3, 1, vb.pp("head"))?))
+/// };
+/// let mesh = DeviceMesh::cpu(2)?;
+/// let mut model =
+///     DataParallel::builder(&mesh, layers).build(|group| Sgd::new(group.vars, Default::default()))?;
+/// let loss = |train| {
+///     move |ctx: &Replica, (norm, head): &(SyncBatchNorm, Linear), x: Tensor| {
+///         head.forward(&norm.forward_t(ctx, &x, train)?)?.sqr()?.mean_all()
+///     }
+/// };
+/// let x = Tensor::randn(5_f32, 2., (8, 3), &Device::Cpu)?;
+/// model.step(x.clone(), loss(true))?;
+/// model.evaluate(x, loss(false))?;
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
+#[derive(Clone, Debug)]
+pub struct SyncBatchNorm {
+    norm: BatchNorm,
+    remove_mean: bool,
+}
+
+impl SyncBatchNorm {
+    /// A norm of so many features, with the variables `weight` and `bias`, if the configuration says
+    /// so, and the buffers `running_mean` and `running_var`.
+    ///
+    /// # Errors
+    ///
+    /// Those of [`candle_nn::batch_norm()`].
+    pub fn new(
+        n_features: usize,
+        config: impl Into<BatchNormConfig>,
+        vb: VarBuilder<'_>,
+    ) -> Result<Self> {
+        let config = config.into();
+        Ok(Self { norm: batch_norm(n_features, config, vb)?, remove_mean: config.remove_mean })
+    }
+
+    /// The normalized features; in training by the statistics of all replicas' rows, which the
+    /// running ones follow, and otherwise by the running ones.
+    ///
+    /// In training every replica calls it, also one whose shard is empty. Rows of padding
+    /// ([`Replica::valid_len`]) do not count.
+    ///
+    /// # Shapes
+    ///
+    /// `x` [rows of the shard, features] or [rows of the shard, features, ...]; the result is of the
+    /// same shape. Halves are normalized in single precision.
+    ///
+    /// # Errors
+    ///
+    /// If `x` has another number of rows than the shard, or of features; in training, if there is
+    /// but one item of each feature in the whole batch; those of [`Replica::psum`].
+    #[track_caller]
+    pub fn forward_t(&self, ctx: &Replica, x: &Tensor, train: bool) -> Result<Tensor> {
+        if !train {
+            return self.norm.forward_t(x, false);
+        }
+        let n_features = self.norm.running_mean().dim(0)?;
+        if x.rank() < 2 || x.dim(1)? != n_features {
+            bail!("a batch norm of {n_features} features, in dimension 1, for {:?}", x.dims())
+        }
+        let rows = real_rows(ctx, x.dim(0)?)?;
+        let n_items = items_of_all(ctx, rows * x.dims()[2..].iter().product::<usize>())?;
+        let mut centered = widened(x)?;
+        if self.remove_mean {
+            let mean = mean_of_all(ctx, &centered.narrow(0, 0, rows)?, n_items)?;
+            follow(self.norm.running_mean(), &mean, self.norm.momentum())?;
+            centered = centered.broadcast_sub(&by_feature(&mean, x)?)?;
+        }
+        let variance = mean_of_all(ctx, &centered.narrow(0, 0, rows)?.sqr()?, n_items)?;
+        // As PyTorch and candle do: the running variance is the unbiased one.
+        let unbiased = (&variance * (n_items / (n_items - 1.0)))?;
+        follow(self.norm.running_var(), &unbiased, self.norm.momentum())?;
+        let deviation = (variance + self.norm.eps())?.sqrt()?;
+        let normed = centered.broadcast_div(&by_feature(&deviation, x)?)?.to_dtype(x.dtype())?;
+        match self.norm.weight_and_bias() {
+            None => Ok(normed),
+            Some((weight, bias)) => {
+                normed.broadcast_mul(&by_feature(weight, x)?)?.broadcast_add(&by_feature(bias, x)?)
+            }
+        }
+    }
+}
+
+/// How many of the rows of a shard are real.
+fn real_rows(ctx: &Replica, rows: usize) -> Result<usize> {
+    let Some(real) = ctx.valid_len().filter(|&real| real != rows) else { return Ok(rows) };
+    // The mean size of the shards, rounded up, is what the smaller ones are padded to.
+    let padded = (real as f64 / ctx.weight()).ceil();
+    if real == 0 || (rows as f64 - padded).abs() < 0.5 {
+        return Ok(real);
+    }
+    bail!("a batch norm of {rows} rows, where the shard has {real}: it counts whole rows")
+}
+
+/// The number of items of each feature on all replicas.
+fn items_of_all(ctx: &Replica, here: usize) -> Result<f64> {
+    let n_items: f64 = agreement::numbers(ctx, [here as f64])?.iter().flatten().sum();
+    if n_items > 1.0 {
+        return Ok(n_items);
+    }
+    bail!("a batch norm in training needs more than one item of each feature, there is {n_items}")
+}
+
+/// The mean of each feature over all replicas, which each of them uses for its own rows: hence
+/// `pvary`, which adds up their gradients.
+#[track_caller]
+fn mean_of_all(ctx: &Replica, x: &Tensor, n_items: f64) -> Result<Tensor> {
+    let sum = x.transpose(0, 1)?.flatten_from(1)?.sum(1)?;
+    ctx.pvary(&(ctx.psum(&sum, ALL)? / n_items)?, ALL)
+}
+
+/// A number for each feature, to be broadcast over `x`.
+fn by_feature(numbers: &Tensor, x: &Tensor) -> Result<Tensor> {
+    let mut dims = vec![1; x.rank()];
+    dims[1] = numbers.dim(0)?;
+    numbers.reshape(dims)
+}
+
+/// Moves a running statistic a part of the way.
+fn follow(running: &Tensor, now: &Tensor, momentum: f64) -> Result<()> {
+    let now = now.detach().to_dtype(running.dtype())?;
+    let moved = ((running.detach() * (1.0 - momentum))? + (now * momentum)?)?;
+    Var::from_tensor(running)?.set(&moved)
+}

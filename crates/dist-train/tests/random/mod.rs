@@ -1,0 +1,228 @@
+//! Random models, batches and options, and what one device makes of them: a reference that knows
+//! nothing of the crate.
+
+use candle_core::{DType, Device, Result, Tensor, Var, backprop::GradStore};
+use candle_nn::{Linear, Module, Optimizer, VarBuilder, VarMap, linear, linear_no_bias};
+use core_types::Seed;
+use dist_train::{DataParallel, Loss, ParamsSgd, Sgd};
+use pmap_mesh::{DeviceMesh, Replica, Uneven};
+
+const WIDTH: usize = 4;
+const RATE: f64 = 0.2;
+const MOMENTUM: f64 = 0.5;
+
+/// Numbers drawn one after the other.
+struct Draw(Seed, u64);
+
+impl Draw {
+    fn below(&mut self, n: u64) -> u64 {
+        self.1 += 1;
+        self.0.derive(self.1).as_u64() % n
+    }
+
+    fn coin(&mut self) -> bool {
+        self.below(2) == 1
+    }
+
+    fn items(&mut self, n: usize) -> Vec<f64> {
+        (0..n).map(|_| self.below(2001) as f64 / 1000.0 - 1.0).collect()
+    }
+}
+
+/// What a case consists of.
+pub(crate) struct Case {
+    dtype: DType,
+    /// The name of each layer: those of one name are tied.
+    layers: Vec<usize>,
+    has_bias: bool,
+    has_residual: bool,
+    has_unused: bool,
+    frozen: Option<usize>,
+    weighted: bool,
+    uneven: Uneven,
+    max_norm: Option<f64>,
+    /// The batches of each update, all but the last of which are accumulated.
+    updates: Vec<Vec<Batch>>,
+}
+
+/// Rows, and how much each weighs.
+struct Batch {
+    x: Tensor,
+    weights: Tensor,
+}
+
+impl Case {
+    /// A case for so many slots.
+    pub(crate) fn new(seed: u64, slots: usize, dtype: DType) -> Self {
+        let mut draw = Draw(Seed::new(seed), 0);
+        let depth = 1 + draw.below(4);
+        let layers: Vec<usize> = (0..depth).map(|_| draw.below(3) as usize).collect();
+        let frozen = layers.iter().copied().find(|_| draw.below(4) == 0);
+        // Something must be trained, and reached by the gradient.
+        let frozen = frozen.filter(|frozen| layers.iter().any(|layer| layer != frozen));
+        let uneven = if draw.coin() { Uneven::Pad } else { Uneven::Balanced };
+        let n_updates = 1 + draw.below(3);
+        let updates = (0..n_updates).map(|_| {
+            let n_batches = 1 + draw.below(3);
+            (0..n_batches).map(|_| Batch::new(&mut draw, slots, uneven, dtype)).collect()
+        });
+        let updates = updates.collect();
+        Self {
+            dtype,
+            layers,
+            frozen,
+            uneven,
+            updates,
+            has_bias: draw.coin(),
+            has_residual: draw.coin(),
+            has_unused: draw.coin(),
+            weighted: draw.coin(),
+            max_norm: draw.coin().then(|| 0.01 + draw.below(100) as f64 / 100.0),
+        }
+    }
+
+    fn model(&self, vb: VarBuilder<'_>) -> Result<Vec<Linear>> {
+        let layer = |name: usize| {
+            let vb = vb.pp(format!("layer{name}"));
+            if self.has_bias { linear(WIDTH, WIDTH, vb) } else { linear_no_bias(WIDTH, WIDTH, vb) }
+        };
+        if self.has_unused {
+            linear(2, 3, vb.pp("unused"))?;
+        }
+        self.layers.iter().map(|&name| layer(name)).collect()
+    }
+
+    /// The losses of single rows.
+    fn of_rows(&self, model: &[Linear], x: &Tensor) -> Result<Tensor> {
+        let mut x = x.clone();
+        for layer in model {
+            let y = layer.forward(&x)?.tanh()?;
+            x = if self.has_residual { (x + y)? } else { y };
+        }
+        (x - 0.3)?.sqr()?.sum(1)
+    }
+
+    /// The loss of a shard.
+    fn loss(&self, ctx: &Replica, model: &[Linear], x: &Tensor, weights: &Tensor) -> Result<Loss> {
+        let of_rows = self.of_rows(model, x)?;
+        if self.weighted {
+            return Ok(Loss::sum((of_rows * weights)?.sum_all()?, weights.sum_all()?));
+        }
+        Ok(Loss::mean(of_rows.narrow(0, 0, ctx.valid_len().unwrap())?.mean_all()?))
+    }
+
+    /// Losses and norms of all updates, and the variables after them, on a mesh.
+    pub(crate) fn on_mesh(&self, mesh: &DeviceMesh) -> Vec<f64> {
+        let mut builder = DataParallel::builder(mesh, |vb: VarBuilder<'_>| self.model(vb))
+            .dtype(self.dtype)
+            .uneven(self.uneven)
+            .allow_unused(self.has_unused.then_some("unused"))
+            .freeze(self.frozen.map(|frozen| format!("layer{frozen}")));
+        if let Some(max_norm) = self.max_norm {
+            builder = builder.clip_grad_norm(max_norm);
+        }
+        let params = ParamsSgd { lr: RATE, momentum: MOMENTUM, ..ParamsSgd::default() };
+        let mut model = builder.build(|group| Sgd::new(group.vars, params.clone())).unwrap();
+        let loss = |ctx: &Replica, model: &Vec<Linear>, (x, weights): (Tensor, Tensor)| {
+            self.loss(ctx, model, &x, &weights)
+        };
+        let mut all = Vec::new();
+        for batches in &self.updates {
+            let (last, accumulated) = batches.split_last().unwrap();
+            for Batch { x, weights } in accumulated {
+                model.accumulate((x.clone(), weights.clone()), loss).unwrap();
+            }
+            let step = model.step((last.x.clone(), last.weights.clone()), loss).unwrap();
+            all.extend([step.loss, step.grad_norm]);
+        }
+        model.check_in_sync().unwrap();
+        model.variables().values().for_each(|variable| all.extend(items(variable)));
+        all
+    }
+
+    /// The same in double precision on one device, by candle alone.
+    pub(crate) fn on_one_device(&self) -> Vec<f64> {
+        let mesh = DeviceMesh::cpu(1).unwrap();
+        let initial = DataParallel::builder(&mesh, |vb: VarBuilder<'_>| self.model(vb))
+            .dtype(self.dtype)
+            .build(|group| Sgd::new(group.vars, ParamsSgd::default()))
+            .unwrap()
+            .variables();
+        let map = VarMap::new();
+        for (name, value) in &initial {
+            let var = Var::from_tensor(&value.to_dtype(DType::F64).unwrap()).unwrap();
+            map.data().lock().unwrap().insert(name.clone(), var);
+        }
+        let model = self.model(VarBuilder::from_varmap(&map, DType::F64, &Device::Cpu)).unwrap();
+        let named = map.data().lock().unwrap();
+        let is_frozen = |name: &str| {
+            self.frozen.is_some_and(|frozen| name.starts_with(&format!("layer{frozen}.")))
+        };
+        let trained = initial.keys().filter(|name| !is_frozen(name)).map(|name| &named[name]);
+        let mut moved: Vec<(&Var, Option<Tensor>)> = trained.map(|var| (var, None)).collect();
+        let mut all = Vec::new();
+        for batches in &self.updates {
+            let (loss, grads) = self.mean_of(&model, batches).unwrap();
+            all.push(loss);
+            all.push(self.descend(&mut moved, &grads).unwrap());
+        }
+        initial.keys().for_each(|name| all.extend(items(&named[name])));
+        all
+    }
+
+    fn mean_of(&self, model: &[Linear], batches: &[Batch]) -> Result<(f64, GradStore)> {
+        let (mut sum, mut weight) = (Tensor::zeros((), DType::F64, &Device::Cpu)?, 0.0);
+        for Batch { x, weights } in batches {
+            let (x, weights) = (x.to_dtype(DType::F64)?, weights.to_dtype(DType::F64)?);
+            let weights = if self.weighted { weights } else { weights.ones_like()? };
+            sum = (sum + (self.of_rows(model, &x)? * &weights)?.sum_all()?)?;
+            weight += weights.sum_all()?.to_scalar::<f64>()?;
+        }
+        let mean = (sum / weight)?;
+        Ok((mean.to_scalar()?, mean.backward()?))
+    }
+
+    /// A step of SGD with momentum along clipped gradients; returns their norm before.
+    fn descend(&self, vars: &mut [(&Var, Option<Tensor>)], grads: &GradStore) -> Result<f64> {
+        let squares = vars.iter().filter_map(|(var, _)| grads.get(var)).flat_map(items);
+        let norm = squares.map(|item| item * item).sum::<f64>().sqrt();
+        let factor = self.max_norm.map_or(1.0, |max_norm| (max_norm / (norm + 1e-6)).min(1.0));
+        for (var, velocity) in vars {
+            let Some(grad) = grads.get(var) else { continue };
+            let grad = (grad * factor)?;
+            let now = match velocity.take() {
+                Some(before) => ((before * MOMENTUM)? + grad)?,
+                None => grad,
+            };
+            var.set(&(var.as_tensor() - (&now * RATE)?)?.detach())?;
+            *velocity = Some(now.detach());
+        }
+        Ok(norm)
+    }
+}
+
+impl Batch {
+    fn new(draw: &mut Draw, slots: usize, uneven: Uneven, dtype: DType) -> Self {
+        // With padding, fewer rows than slots leave some of them empty.
+        let least = if uneven == Uneven::Pad { 1 } else { slots };
+        let rows = least + draw.below(9) as usize;
+        let x = Tensor::from_vec(draw.items(rows * WIDTH), (rows, WIDTH), &Device::Cpu).unwrap();
+        // Some rows weigh nothing, but for the first.
+        let weights = (0..rows).map(|row| (draw.below(4) + u64::from(row == 0)) as f64 / 2.0);
+        let weights = Tensor::from_iter(weights, &Device::Cpu).unwrap();
+        Self { x: x.to_dtype(dtype).unwrap(), weights: weights.to_dtype(dtype).unwrap() }
+    }
+}
+
+fn items(tensor: &Tensor) -> Vec<f64> {
+    tensor.flatten_all().unwrap().to_dtype(DType::F64).unwrap().to_vec1().unwrap()
+}
+
+/// Checks that numbers are the same but for some rounding.
+pub(crate) fn assert_near(found: &[f64], expected: &[f64], tolerance: f64, case: &str) {
+    assert_eq!(found.len(), expected.len(), "{case}");
+    for (found, expected) in found.iter().zip(expected) {
+        let off = (found - expected).abs();
+        assert!(off <= tolerance * (1.0 + expected.abs()), "{case}: {found} for {expected}");
+    }
+}
