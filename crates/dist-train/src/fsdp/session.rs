@@ -156,7 +156,9 @@ impl Session {
             let grad = match grads.remove(var) {
                 Some(grad) => {
                     used.push(name.clone());
-                    let grad = widened(&grad)?;
+                    // One at a time: gradients of a linear layer's weights are transposed views,
+                    // which the sum would make contiguous all together, beside themselves.
+                    let grad = widened(&grad)?.contiguous()?;
                     if is_empty { without_nan(grad)? } else { scaled(grad, rest)? }
                 }
                 None => widened(&var.zeros_like()?)?,

@@ -95,7 +95,7 @@ fn sgd(group: Group) -> Result<Sgd> {
     Sgd::new(group.vars, ParamsSgd { lr: 0.1, momentum: 0.9, ..ParamsSgd::default() })
 }
 
-/// The sum over the rows that are not padding, of two layers whose value skips one of them.
+/// The sum over the rows that are not padding.
 fn padded(ctx: &Replica, model: &Units, x: Tensor) -> Result<Loss<Tensor>> {
     let rows = ctx.valid_len().unwrap_or(x.dim(0)?);
     let layer = |vb: VarBuilder<'_>, x: &Tensor| -> Result<Tensor> {
@@ -106,7 +106,9 @@ fn padded(ctx: &Replica, model: &Units, x: Tensor) -> Result<Loss<Tensor>> {
     let mask: Vec<f32> = (0..x.dim(0)?).map(|row| if row < rows { 1.0 } else { 0.0 }).collect();
     let mask = Tensor::from_vec(mask, (x.dim(0)?, 1), x.device())?;
     let sum = y.sqr()?.broadcast_mul(&mask)?.sum_all()?;
-    Ok(Loss::sum(sum.clone(), rows).with(sum))
+    // No number where there are no rows, as a mean over them would be.
+    let factor = if rows == 0 { f64::NAN } else { 1.0 };
+    Ok(Loss::sum((&sum * factor)?, rows).with(sum))
 }
 
 #[test]

@@ -6,7 +6,7 @@ use fsdp_plan::strategy::{
 };
 use pmap_mesh::DeviceMesh;
 
-use crate::model::{adam, sharded, train_plain, train_sharded};
+use crate::model::{adam, batch, data_parallel, loss, sharded, train_plain, train_sharded};
 
 const STEPS: usize = 6;
 
@@ -48,4 +48,19 @@ fn groups_that_repeat_the_parts_have_the_same_bits() {
     let model = sharded(&mesh).strategy(Hsdp::new(Full::default(), 2)).build(adam).unwrap();
     assert_eq!(model.plan().shard_group(), WorldSize::new(2).unwrap());
     assert_eq!(train_sharded(model, 8, STEPS), expected);
+}
+
+#[test]
+fn the_norm_counts_once_what_several_slots_have() {
+    let line = DeviceMesh::cpu(4).unwrap();
+    let grid = DeviceMesh::builder().axis("replicas", 2).axis("shards", 2).cpu().unwrap();
+    let mut whole = data_parallel(&line).build(adam).unwrap();
+    let expected = whole.step(batch(4, 0), loss).unwrap().grad_norm;
+    let repeated: Box<dyn ShardingStrategy> = Box::new(Hsdp::new(Full::default(), 2));
+    let on_line = strategies().into_iter().map(|(name, strategy)| (&line, name, strategy));
+    for (mesh, name, strategy) in on_line.chain([(&grid, "replicas", repeated)]) {
+        let mut model = sharded(mesh).strategy(strategy).build(adam).unwrap();
+        let found = model.step(batch(4, 0), loss).unwrap().grad_norm;
+        assert!((found / expected - 1.0).abs() < 1e-9, "{name}: {found} for {expected}");
+    }
 }

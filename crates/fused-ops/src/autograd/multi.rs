@@ -51,8 +51,9 @@ pub(crate) fn record_copy(
     output: &Tensor,
     backward: impl MultiBackward<1>,
 ) -> Result<Tensor> {
-    let output = (Output::Copy(output.detach()), output.shape().clone());
-    let [output] = record_outputs(inputs, [output], backward)?;
+    let shape = output.shape().clone();
+    let output = Output::Copy(Mutex::new(Some(output.detach())));
+    let [output] = record_outputs(inputs, [(output, shape)], backward)?;
     Ok(output)
 }
 

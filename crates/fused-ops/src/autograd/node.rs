@@ -21,8 +21,9 @@ pub(super) struct Node<B> {
 pub(super) enum Output {
     /// Computed by a kernel; it is there until candle asks for it.
     Computed(Mutex<Option<CpuStorage>>),
-    /// A copy of this tensor, on any device.
-    Copy(Tensor),
+    /// A copy of this tensor, on any device; it is there until candle asks for it, since the graph
+    /// would hold it beside the copy.
+    Copy(Mutex<Option<Tensor>>),
     /// A zero that nobody reads, where the first input lies.
     Token,
 }
@@ -33,6 +34,12 @@ where
     S::Device: BackendDevice<Storage = S>,
 {
     input.device().zeros_impl(&Shape::from(()), DType::F32)
+}
+
+/// What is handed over once.
+fn taken<T>(output: &Mutex<Option<T>>) -> Result<T> {
+    let output = output.lock().unwrap_or_else(PoisonError::into_inner).take();
+    output.ok_or_else(|| Error::msg("an operation ran twice"))
 }
 
 /// The elements of a view, one after another.
@@ -48,6 +55,7 @@ macro_rules! hand_over {
                 Output::Computed(output) => $computed(output)?,
                 Output::Token => zero(input)?,
                 Output::Copy(tensor) => {
+                    let tensor = taken(tensor)?;
                     let (storage, layout) = tensor.storage_and_layout();
                     match &*storage {
                         Storage::$kind(storage) => copy(storage, layout)?,
@@ -61,10 +69,7 @@ macro_rules! hand_over {
 }
 
 impl<B: Backward> Node<B> {
-    hand_over!(on_cpu, CpuStorage, Cpu, |output: &Mutex<Option<CpuStorage>>| {
-        let output = output.lock().unwrap_or_else(PoisonError::into_inner).take();
-        output.ok_or_else(|| Error::msg("an operation ran twice"))
-    });
+    hand_over!(on_cpu, CpuStorage, Cpu, taken);
     hand_over!(on_cuda, CudaStorage, Cuda, |_| Err(Error::msg("computed on the processor")));
     hand_over!(on_metal, MetalStorage, Metal, |_| Err(Error::msg("computed on the processor")));
 
