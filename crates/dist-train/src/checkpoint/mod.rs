@@ -125,7 +125,7 @@ impl Checkpoints {
     ///
     /// ```
     /// # use candle_core::{DType, Device};
-    /// # use candle_nn::linear;
+    /// # use candle_nn::{Optimizer, linear};
     /// # use dist_train::{Checkpoints, DataParallel, ParamsSgd, Sgd};
     /// # use pmap_mesh::DeviceMesh;
     /// # let mesh = DeviceMesh::cpu(1)?;
@@ -189,7 +189,7 @@ impl Checkpoints {
     /// # Examples
     ///
     /// ```
-    /// # use candle_nn::linear;
+    /// # use candle_nn::{Optimizer, linear};
     /// # use dist_train::{Checkpoints, DataParallel, ParamsSgd, Sgd};
     /// # use pmap_mesh::DeviceMesh;
     /// # let mesh = DeviceMesh::cpu(1)?;
