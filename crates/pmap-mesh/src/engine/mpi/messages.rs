@@ -5,7 +5,7 @@ use std::collections::BTreeMap;
 
 use ferrompi::{Communicator, PersistentRequest, Result};
 
-use super::transfer::rank_of;
+use super::session::rank_of;
 
 /// Messages to and from the other members of a group.
 pub(super) struct Messages {

@@ -9,6 +9,7 @@ mod jobs;
 mod lists;
 mod messages;
 mod moves;
+mod patience;
 mod session;
 mod stream;
 mod sums;
@@ -30,7 +31,8 @@ pub(crate) use self::session::Session;
 use self::{
     bytes::{buffer, with_bytes},
     jobs::{Gathering, Job, Reducing},
-    transfer::{Call, rank_of},
+    session::rank_of,
+    transfer::Call,
     underway::Entries,
 };
 use crate::{

@@ -12,7 +12,7 @@ use std::{
 
 use ferrompi::{Communicator, Request, Source, ThreadLevel};
 
-use super::transfer::{Motion, Patience, rank_of};
+use super::patience::{Motion, Patience};
 #[cfg(feature = "nccl")]
 use crate::mesh::DeviceMesh;
 use crate::{
@@ -239,6 +239,12 @@ fn other_thread() -> ProcessError {
 
 fn failed(reason: String) -> Error {
     ProcessError::Mpi { reason }.into()
+}
+
+/// A rank as MPI counts it.
+#[expect(clippy::expect_used, reason = "a mesh has fewer slots than 32 bits count")]
+pub(super) fn rank_of(rank: usize) -> i32 {
+    i32::try_from(rank).expect("ranks are below the number of slots")
 }
 
 /// A rank, or a number of them, that MPI counts.

@@ -8,7 +8,7 @@ use ferrompi::{Communicator, PersistentRequest};
 
 use super::{
     jobs::{Job, Piece},
-    transfer::rank_of,
+    session::rank_of,
 };
 
 /// How much a collective has on its way in each direction. Pieces of a megabyte and more are as fast

@@ -14,9 +14,10 @@ use super::{
     Inner, Mpi,
     jobs::{Job, Next},
     messages::Messages,
+    patience::{Motion, Patience},
     session::end,
     stream::Stream,
-    transfer::{Call, Kind, MAX_REQUESTS, Motion, Patience, TRIES},
+    transfer::{Call, Kind, MAX_REQUESTS, TRIES},
     wire::{FIRST_BYTES, Header},
 };
 use crate::{

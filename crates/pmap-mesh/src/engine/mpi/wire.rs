@@ -6,7 +6,10 @@ use std::sync::MutexGuard;
 use bytemuck::{cast_slice, cast_slice_mut, pod_read_unaligned};
 use candle_core::{Result, Tensor};
 
-use super::transfer::{Call, Incoming, Kind, rank_of};
+use super::{
+    session::rank_of,
+    transfer::{Call, Incoming, Kind},
+};
 use crate::{
     engine::processes::{TEXT_BYTES, agreement, description, disagreement},
     sync::lock,

@@ -34,8 +34,8 @@ pub(super) enum Job {
 }
 
 impl Job {
-    /// Packs what this member hands in.
-    pub(super) fn new(site: &Site, work: Work) -> Result<Self> {
+    /// Packs what this member hands in; `transfers` is how often sums travel at most.
+    pub(super) fn new(site: &Site, work: Work, transfers: Transfers) -> Result<Self> {
         match work {
             Work::Gather { own, layout, device } => {
                 Ok(Self::Gather(Gathering::new(site, &own, layout, device)?))
@@ -45,10 +45,10 @@ impl Job {
             }
             Work::Reduce { list, wanted: Wanted::Everything, reduction } => {
                 let all = (0..list.len()).collect();
-                Ok(Self::Reduce(ListReduction::new(site, &list, all, reduction)?))
+                Ok(Self::Reduce(ListReduction::new(site, &list, all, (reduction, transfers))?))
             }
             Work::Reduce { list, wanted: Wanted::Own(wanted), reduction } => {
-                Ok(Self::Reduce(ListReduction::new(site, &list, wanted, reduction)?))
+                Ok(Self::Reduce(ListReduction::new(site, &list, wanted, (reduction, transfers))?))
             }
         }
     }
@@ -197,9 +197,14 @@ pub(super) struct ListReduction {
 }
 
 impl ListReduction {
-    fn new(site: &Site, list: &[Tensor], wanted: Vec<usize>, reduction: Reduction) -> Result<Self> {
+    fn new(
+        site: &Site,
+        list: &[Tensor],
+        wanted: Vec<usize>,
+        (reduction, transfers): (Reduction, Transfers),
+    ) -> Result<Self> {
         let sum = |bucket: Vec<usize>| {
-            let sum = Sum::new(site, joined(list, &bucket)?, reduction)?;
+            let sum = Sum::new(site, joined(list, &bucket)?, reduction, transfers)?;
             Ok((bucket, sum))
         };
         Ok(Self {
@@ -222,34 +227,52 @@ impl ListReduction {
     }
 }
 
-/// The reduction of one tensor of one dimension, for all members; of a large one each makes a part.
+/// How often sums travel.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Transfers {
+    /// Every member gets all summands and adds them up itself.
+    One,
+    /// Of a large tensor every member adds up a part, and the parts travel again.
+    ///
+    /// Not of what was started: its second transfer waits for the device to have added up, in the
+    /// stream of what the replica computes, into which the replica may by then have put a
+    /// collective that it called. Where another member waits for the sum before it calls that
+    /// collective, each of the two would wait for the other for ever.
+    Two,
+}
+
+/// The reduction of one tensor of one dimension, for all members.
 #[derive(Debug)]
 pub(super) struct Sum {
     n_items: usize,
-    is_small: bool,
-    /// Of what is reduced; then, if it is large, of its parts.
+    /// Whether each member makes a part, which then travels.
+    is_in_parts: bool,
+    /// Of what is reduced; then of its parts.
     swap: Swap,
     reduction: Reduction,
 }
 
 impl Sum {
-    pub(super) fn new(site: &Site, x: Tensor, reduction: Reduction) -> Result<Self> {
+    pub(super) fn new(
+        site: &Site,
+        x: Tensor,
+        reduction: Reduction,
+        transfers: Transfers,
+    ) -> Result<Self> {
         let n_items = x.elem_count();
-        let is_small = n_items * x.dtype().size_in_bytes() <= SMALL_BYTES;
-        let part = |rank| if is_small { 0..n_items } else { balanced(n_items, rank, site.size()) };
+        let is_large = n_items * x.dtype().size_in_bytes() > SMALL_BYTES;
+        let is_in_parts = is_large && transfers == Transfers::Two;
+        let part =
+            |rank| if is_in_parts { balanced(n_items, rank, site.size()) } else { 0..n_items };
         let own_items = part(site.rank).len();
-        Ok(Self { n_items, is_small, swap: Swap::new(site, x, part, |_| own_items)?, reduction })
+        Ok(Self { n_items, is_in_parts, swap: Swap::new(site, x, part, |_| own_items)?, reduction })
     }
 
     /// Starts its last transfer.
     pub(super) fn start(&mut self, call: &Call<'_>) -> Result<()> {
         self.swap.start(call);
-        if self.is_small {
+        if !self.is_in_parts {
             return Ok(());
-        }
-        if call.wire.is_beside {
-            // The device adds up between two things that it computes: the second one would wait.
-            self.swap.finish();
         }
         let sum = reduced(&self.swap, self.reduction)?;
         let part = |rank| balanced(self.n_items, rank, call.site.size());
@@ -260,10 +283,10 @@ impl Sum {
     }
 
     pub(super) fn finish(self) -> Result<Tensor> {
-        if self.is_small {
-            reduced(&self.swap, self.reduction)
-        } else {
+        if self.is_in_parts {
             Tensor::cat(&self.swap.wait()?, 0)
+        } else {
+            reduced(&self.swap, self.reduction)
         }
     }
 }

@@ -72,7 +72,7 @@ mod tests {
 
     use super::*;
     use crate::{
-        engine::{Site, Wanted, Work},
+        engine::{Site, Wanted, Work, nccl::jobs::Transfers},
         mesh::{axes::ALL, topology::Topology},
         reduce::Reduction,
         sync::lock,
@@ -84,7 +84,7 @@ mod tests {
         let site = Site::along(ALL, &topology, 0, "start_psum", None).unwrap();
         let reduction = Reduction::Sum;
         let work = Work::Reduce { list: Vec::new(), wanted: Wanted::Everything, reduction };
-        Job::new(&site, work).unwrap()
+        Job::new(&site, work, Transfers::One).unwrap()
     }
 
     #[test]

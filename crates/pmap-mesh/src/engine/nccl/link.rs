@@ -96,9 +96,6 @@ pub(super) trait Carrier: fmt::Debug + Send + Sync {
 pub(super) trait Moving: fmt::Debug + Send {
     /// Lets everything that the device begins from now on come after the transfer.
     fn order(&self) -> Result<()>;
-
-    /// Waits until the transfer is over.
-    fn finish(&self);
 }
 
 /// What the holder is asked to do, and where its answer is waited for.
@@ -210,14 +207,6 @@ struct Event {
 impl Moving for Event {
     fn order(&self) -> Result<()> {
         self.stream.wait(&self.done).map_err(candle_core::Error::wrap)
-    }
-
-    fn finish(&self) {
-        let mut waiting = Waiting::begin();
-        // If it fails, the holder ends the process.
-        while !self.done.is_complete() {
-            waiting.pause();
-        }
     }
 }
 

@@ -31,7 +31,7 @@ use core_types::Placement;
 
 pub use self::store::NcclStore;
 use self::{
-    jobs::{Job, Sum, end_to_end, flat},
+    jobs::{Job, Sum, Transfers, end_to_end, flat},
     lane::{Lane, Started},
     link::{Link, carries, new_id},
     peers::{Peer, refuse_shared},
@@ -166,7 +166,6 @@ impl Nccl {
         // A replica that computes does not wait: the time counts from `wait` on.
         started.patience = Duration::MAX;
         started.deadline = deadline;
-        started.is_beside = true;
         Ok(Self(Arc::new(Inner {
             topology,
             slot: ending.slot,
@@ -187,7 +186,6 @@ fn join(cuda: &CudaDevice, place: Placement, id: Id, ending: &Ending) -> error::
     let link = Link::join(cuda, place, id, JOIN_TIME, move |why| end.end(why)).map_err(nccl)?;
     Ok(Wire {
         link: Box::new(link),
-        is_beside: false,
         patience: JOIN_TIME,
         deadline: JOIN_TIME,
         ending: ending.clone(),
@@ -268,7 +266,12 @@ impl Inner {
 
     /// Checks what is handed in for a collective of lists, and packs it; returns it with the number
     /// and the words in which the members must agree.
-    fn prepare(&self, site: &Site, work: Work) -> Result<(Job, u64, Vec<u8>)> {
+    fn prepare(
+        &self,
+        site: &Site,
+        work: Work,
+        transfers: Transfers,
+    ) -> Result<(Job, u64, Vec<u8>)> {
         let list = match &work {
             Work::Gather { own, .. } => {
                 own.iter().try_for_each(|x| self.check_sendable(site, x))?;
@@ -282,7 +285,7 @@ impl Inner {
         };
         let agreement = agreement(&site.call, list);
         let text = description(&site.call, list);
-        Ok((Job::new(site, work)?, agreement, text))
+        Ok((Job::new(site, work, transfers)?, agreement, text))
     }
 }
 
@@ -316,7 +319,7 @@ impl Engine for Nccl {
         let Some((call, _, _guard)) = self.0.enter(site, slice::from_ref(x), 0)? else {
             return copied(x);
         };
-        let mut sum = Sum::new(site, flat(x)?, reduction)?;
+        let mut sum = Sum::new(site, flat(x)?, reduction, Transfers::Two)?;
         sum.start(&call)?;
         sum.finish()?.reshape(x.shape())
     }
@@ -377,7 +380,7 @@ impl Engine for Nccl {
 
     fn run(&self, site: &Site, work: Work) -> Result<Vec<Tensor>> {
         let _guard = self.0.current.enter(site)?;
-        let (mut job, agreement, text) = self.0.prepare(site, work)?;
+        let (mut job, agreement, text) = self.0.prepare(site, work, Transfers::Two)?;
         let call = Call { wire: &self.0.called, site };
         call.exchange_headers(agreement, 0, || text)?;
         job.start(&call)?;
@@ -386,7 +389,7 @@ impl Engine for Nccl {
 
     fn start(&self, site: &Site, work: Work) -> Result<Box<dyn Underway>> {
         let _guard = self.0.current.enter(site)?;
-        let (job, agreement, text) = self.0.prepare(site, work)?;
+        let (job, agreement, text) = self.0.prepare(site, work, Transfers::One)?;
         let wire = Arc::clone(&self.0.started);
         let of_lane = site.clone();
         let started = self.0.lane.carry_out(job, move |job| {

@@ -42,8 +42,6 @@ impl Ending {
 #[derive(Debug)]
 pub(super) struct Wire {
     pub(super) link: Box<dyn Carrier>,
-    /// Whether a replica computes while this carries something.
-    pub(super) is_beside: bool,
     /// How long to wait for what others call.
     pub(super) patience: Duration,
     /// How long a transfer may take, with the computation that makes what is sent.
@@ -200,13 +198,6 @@ impl Swap {
         }
         let moving = call.wire.link.transfer(transfer, call.wire.deadline);
         self.moving = Some(moving.unwrap_or_else(|broken| call.end(broken)));
-    }
-
-    /// Waits until what was started is over.
-    pub(super) fn finish(&self) {
-        if let Some(moving) = &self.moving {
-            moving.finish();
-        }
     }
 
     /// What each rank has for this one, by rank, once it has been started: on the device, what

@@ -148,10 +148,6 @@ impl Moving for InMemory {
         }
         Ok(())
     }
-
-    fn finish(&self) {
-        self.order().unwrap();
-    }
 }
 
 type Axes = [(&'static str, usize)];
@@ -169,7 +165,6 @@ fn run<T: Send>(axes: &Axes, f: impl Fn(&Replica) -> T + Sync) -> Vec<T> {
         };
         let [called, started] = networks.each_ref().map(|network| Wire {
             link: Box::new(Port::new(network, slot)),
-            is_beside: false,
             patience: LIMIT,
             deadline: LIMIT,
             ending: ending.clone(),
@@ -182,7 +177,7 @@ fn run<T: Send>(axes: &Axes, f: impl Fn(&Replica) -> T + Sync) -> Vec<T> {
             current: Current::default(),
             called,
             lane: Lane::new().unwrap(),
-            started: Arc::new(Wire { is_beside: true, ..started }),
+            started: Arc::new(started),
             ending,
         }));
         Replica::new(Identity {
