@@ -42,10 +42,10 @@ impl Exchange<'_> {
         let mut of_slots = self.mesh.process_allgather(told)?;
         let words: Vec<Vec<u64>> =
             of_slots.iter_mut().map(|list| words(&list.remove(0))).collect::<Result<_>>()?;
+        check_counts(&of_slots)?;
         if let Some(slot) = words.iter().position(|of_slot| of_slot[0] != words[0][0]) {
             return Err(ValueError::OutAxes { slot }.into());
         }
-        check_counts(&of_slots)?;
         for results in &mut of_slots {
             let unjoined = results.iter_mut().zip(&own[0]).enumerate();
             for (_, (result, own)) in unjoined.filter(|(index, _)| !self.is_joined(*index)) {
@@ -93,7 +93,9 @@ impl Exchange<'_> {
 
     /// A number that differs if two processes treat their results in different ways.
     fn agreement(&self) -> u64 {
-        let text = format!("{:?}, trusted: {}", self.specs, self.trust);
+        // The specs as they are written, and for each result: the same ones mean another thing for
+        // trees of another form.
+        let text = format!("{:?}, {:?}, trusted: {}", self.specs, self.resolved, self.trust);
         Fingerprint::new().bytes(text.as_bytes()).finish()
     }
 

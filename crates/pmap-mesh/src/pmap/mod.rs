@@ -226,7 +226,9 @@ where
     /// model.
     ///
     /// Processes compare a fingerprint of 64 bits of each result, in one collective of some bytes
-    /// at the end of the call; where results are joined as well, these travel in the same one.
+    /// at the end of the call; where results are joined as well, these travel in the same one. All
+    /// processes must trust alike: one that does, of results that are all replicated, does not come
+    /// to that collective, and the others wait for it.
     ///
     /// # Examples
     ///

@@ -150,19 +150,22 @@ impl<T: TensorTree> Sharded<T> {
         let resolved = self.resolved(specs);
         // The same on all processes, whatever their results are: all come to the exchange, or none.
         let is_exchanged = self.mesh.spans_processes() && !(trust && specs.are_replicated());
-        let (of_slots, comparison) = if is_exchanged {
+        let exchanged = if is_exchanged {
             let resolved = resolved.as_deref().ok();
-            Exchange { mesh: &self.mesh, specs, resolved, trust }.run(&own)?
+            Exchange { mesh: &self.mesh, specs, resolved, trust }.run(&own)
         } else {
-            (own, if trust { Comparison::Trusted } else { Comparison::Bits })
+            Ok((own, if trust { Comparison::Trusted } else { Comparison::Bits }))
         };
+        // What is wrong here says more than what the others found of it.
+        let specs = resolved?;
+        let (of_slots, comparison) = exchanged?;
         let join = Join {
             topology: self.mesh.topology(),
             home: &self.mesh.devices()[0],
             cut: self.cut.as_deref(),
             comparison,
         };
-        Ok(Outputs { of_slots, specs: resolved?, join })
+        Ok(Outputs { of_slots, specs, join })
     }
 
     /// How each result is treated.

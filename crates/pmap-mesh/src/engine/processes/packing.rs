@@ -3,7 +3,7 @@
 use candle_core::{Device, Result, Tensor, safetensors::Load};
 use safetensors::SafeTensors;
 
-use crate::mesh::place::copied;
+use crate::mesh::place::{copied, on_host};
 
 /// A safetensors file, whose names are the numbers of the tensors.
 pub(super) fn packed(list: &[Tensor]) -> Result<Tensor> {
@@ -18,7 +18,7 @@ pub(super) fn packed(list: &[Tensor]) -> Result<Tensor> {
 }
 
 pub(super) fn unpacked(bytes: &Tensor) -> Result<Vec<Tensor>> {
-    let bytes: Vec<u8> = bytes.to_vec1()?;
+    let bytes: Vec<u8> = on_host(bytes)?.to_vec1()?;
     let file = SafeTensors::deserialize(&bytes)?;
     (0..file.len()).map(|n| file.tensor(&n.to_string())?.load(&Device::Cpu)).collect()
 }
