@@ -150,15 +150,13 @@ impl<T: TensorTree> Sharded<T> {
         let resolved = self.resolved(specs);
         // The same on all processes, whatever their results are: all come to the exchange, or none.
         let is_exchanged = self.mesh.spans_processes() && !(trust && specs.are_replicated());
-        let exchanged = if is_exchanged {
+        let (of_slots, comparison) = if is_exchanged {
             let resolved = resolved.as_deref().ok();
-            Exchange { mesh: &self.mesh, specs, resolved, trust }.run(&own)
+            Exchange { mesh: &self.mesh, specs, resolved, trust }.run(&own)?
         } else {
-            Ok((own, if trust { Comparison::Trusted } else { Comparison::Bits }))
+            (own, if trust { Comparison::Trusted } else { Comparison::Bits })
         };
-        // What is wrong here says more than what the others found of it.
         let specs = resolved?;
-        let (of_slots, comparison) = exchanged?;
         let join = Join {
             topology: self.mesh.topology(),
             home: &self.mesh.devices()[0],
