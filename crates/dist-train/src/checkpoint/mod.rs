@@ -4,6 +4,7 @@
 mod checksum;
 mod claim;
 pub(crate) mod disk;
+mod fault;
 mod finite;
 mod folder;
 #[cfg(any(test, fuzzing))]

@@ -15,6 +15,7 @@ use crate::{
         checksum::Checksum,
         claim::Claim,
         disk::{At, remove, sync_folder},
+        fault::Fault,
         folder,
         index::{INDEX, Index, Listed, json_error},
         is_first,
@@ -181,8 +182,10 @@ impl<'a> Save<'a> {
         Ok(())
     }
 
-    /// Removes the checkpoints before this one that have enough newer ones which are whole. What
-    /// cannot be removed stays, with a warning in the log: the new one is whole all the same.
+    /// Removes the checkpoints before this one that have enough newer ones which are whole, and
+    /// those that are damaged. What cannot be opened for any other reason is not ours to remove: it
+    /// may be of another run. What cannot be removed stays, too, with a warning in the log: the new
+    /// one is whole all the same.
     fn remove_old(&self) {
         let complete = match folder::complete(&self.checkpoints.folder) {
             Ok(complete) => complete,
@@ -190,9 +193,19 @@ impl<'a> Save<'a> {
         };
         let mut n_newer = 1;
         for (&step, path) in complete.range(..self.step).rev() {
-            if n_newer < self.checkpoints.keep && self.checkpoints.open(path).is_ok() {
-                n_newer += 1;
-            } else if let Err(error) = self.retire(step, path) {
+            match self.checkpoints.open(path) {
+                Ok(_) if n_newer < self.checkpoints.keep => {
+                    n_newer += 1;
+                    continue;
+                }
+                Err(error) if Fault::of(&error) != Fault::Damage => {
+                    tracing::warn!("an old checkpoint stays: {error}");
+                    continue;
+                }
+                Ok(_) => {}
+                Err(error) => tracing::warn!("a damaged checkpoint is removed: {error}"),
+            }
+            if let Err(error) = self.retire(step, path) {
                 tracing::warn!("an old checkpoint stays: {error}");
             }
         }

@@ -364,3 +364,26 @@ fn a_model_that_is_not_finite_is_not_saved() {
     assert!(matches!(refused, Err(Error::Checkpoint(CheckpointError::NotFinite { .. }))));
     run.model.load(&Checkpoint::open(checkpoint.path()).unwrap().allow_non_finite()).unwrap();
 }
+
+#[test]
+fn checkpoints_of_another_run_are_not_removed() {
+    let runs = Runs::new();
+    let folder = runs.folder.path().join("this");
+    // One that another version has written, and one that is damaged.
+    let later = folder.join(name(6));
+    fs::create_dir(&later).unwrap();
+    fs::write(later.join("index.json"), r#"{"format_version": 3}"#).unwrap();
+    copy_all(&runs.step("this", OLDER), &folder.join(name(7)));
+    fs::remove_file(folder.join(name(7)).join("index.json")).unwrap();
+
+    let checkpoints = Checkpoints::new(&folder).run("another").keep(1);
+    let state = runs.run.model.state_dict().unwrap();
+    for step in [9, 10] {
+        checkpoints.save(&runs.run.mesh, step, &state, &()).unwrap();
+    }
+    assert_eq!(checkpoints.steps().unwrap(), [10]);
+    for step in [OLDER, NEWER] {
+        Checkpoint::open(folder.join(name(step))).unwrap().verify().unwrap();
+    }
+    assert!(later.exists() && !folder.join(name(7)).exists());
+}
