@@ -25,7 +25,7 @@ use crate::{
         },
         state_dict::StateDict,
     },
-    error::{Error, Result, checkpoint::CheckpointError},
+    error::{Result, checkpoint::CheckpointError},
     processes::{agreed, find_other, gather_numbers},
 };
 
@@ -111,8 +111,8 @@ impl<'a> Save<'a> {
         Ok(())
     }
 
-    /// Removes a damaged checkpoint in the place of the new one. One that is whole, but of another
-    /// run or step, is moved: somebody has put it there, and may miss it.
+    /// Removes a damaged checkpoint in the place of the new one. One that is not proven to be
+    /// damaged is moved, whatever is wrong with it: somebody may miss it.
     fn make_room(&self) -> Result<()> {
         let path = &self.whole;
         if !path.is_dir() {
@@ -120,16 +120,14 @@ impl<'a> Save<'a> {
         }
         match self.checkpoints.open_whole(path) {
             Ok(_) => Err(CheckpointError::Exists { path: path.clone(), step: self.step }.into()),
-            Err(Error::Checkpoint(
-                error @ (CheckpointError::OtherRun { .. } | CheckpointError::Renamed { .. }),
-            )) => {
+            Err(error) if Fault::of(&error) == Fault::Damage => {
+                tracing::warn!("{} is written again: {error}", path.display());
+                remove(path)
+            }
+            Err(error) => {
                 let name = folder::moved_name(self.step, self.claim.incarnation);
                 tracing::warn!("{} is renamed to {name}: {error}", path.display());
                 fs::rename(path, path.with_file_name(name)).at(path)
-            }
-            Err(error) => {
-                tracing::warn!("{} is written again: {error}", path.display());
-                remove(path)
             }
         }
     }

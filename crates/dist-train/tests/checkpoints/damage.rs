@@ -280,15 +280,23 @@ fn a_whole_checkpoint_in_the_place_of_another_is_kept_under_another_name() {
     copy_all(&runs.step("other", OLDER), &folder.join(name(5)));
     let checkpoints = Checkpoints::new(&folder).run("this").keep(9);
     assert_eq!(checkpoints.latest().unwrap().unwrap().step(), NEWER);
-    for step in [5, 6] {
+    // And one that another version of this crate has written.
+    fs::create_dir(folder.join(name(7))).unwrap();
+    let later_version = r#"{"format_version": 3}"#;
+    fs::write(folder.join(name(7)).join("index.json"), later_version).unwrap();
+    for step in [5, 6, 7] {
         runs.run.steps(step..step + 1);
         let state = runs.run.model.state_dict().unwrap();
         checkpoints.save(&runs.run.mesh, step, &state, &()).unwrap();
     }
-    assert_eq!(checkpoints.steps().unwrap(), [5, 6, NEWER]);
+    assert_eq!(checkpoints.steps().unwrap(), [5, 6, 7, NEWER]);
     let moved = fs::read_dir(&folder).unwrap().map(|entry| entry.unwrap().path());
     let moved = moved.filter(|path| path.extension().is_some_and(|end| end == "moved"));
+    let (later, moved): (Vec<_>, Vec<_>) =
+        moved.partition(|path| path.to_string_lossy().contains(&name(7)));
+    assert_eq!(fs::read_to_string(later[0].join("index.json")).unwrap(), later_version);
     let mut steps: Vec<_> = moved
+        .into_iter()
         .map(|path| (Checkpoint::open(&path).unwrap().step(), path))
         .map(|(step, path)| (step, path.file_name().unwrap().to_string_lossy()[..15].to_owned()))
         .collect();
