@@ -395,3 +395,29 @@ fn checkpoints_of_another_run_are_not_removed() {
     }
     assert!(later.exists() && !folder.join(name(7)).exists());
 }
+
+/// What cannot be read now may be whole. Passed over, it would lie in the way of the same step.
+#[cfg(target_os = "linux")]
+#[test]
+fn a_checkpoint_that_the_system_cannot_read_is_not_passed_over() {
+    let mut runs = Runs::new();
+    let folder = runs.folder.path().join("this");
+    let checkpoints = Checkpoints::new(&folder).run("this");
+    let index = runs.step("this", NEWER).join("index.json");
+    let original = fs::read(&index).unwrap();
+    fs::remove_file(&index).unwrap();
+    // Nobody, not even root, gets through a link to itself.
+    std::os::unix::fs::symlink("index.json", &index).unwrap();
+    let mesh = runs.run.mesh.clone();
+    let load = |checkpoint: &Checkpoint| runs.run.model.load(checkpoint);
+    let errors = [checkpoints.load_latest(&mesh, load).err(), checkpoints.latest().err()];
+    for error in errors.map(Option::unwrap) {
+        assert!(
+            matches!(&error, Error::Checkpoint(CheckpointError::Io { path, .. }) if *path == index),
+            "{error}"
+        );
+    }
+    fs::remove_file(&index).unwrap();
+    fs::write(&index, original).unwrap();
+    assert_eq!(checkpoints.latest().unwrap().unwrap().step(), NEWER);
+}
