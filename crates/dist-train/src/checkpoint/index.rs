@@ -14,7 +14,7 @@ use serde_json::Value;
 use crate::{
     checkpoint::{
         checksum::Checksum,
-        disk::At,
+        disk::{At, check_file},
         seal,
         shard::{self, Origin, read::Expected, write::Written},
     },
@@ -174,6 +174,7 @@ pub(super) fn json_error(path: &Path, cause: serde_json::Error) -> CheckpointErr
 
 fn read_text(path: &Path) -> io::Result<Vec<u8>> {
     let mut text = Vec::new();
+    check_file(path)?;
     File::open(path)?.take(MAX_BYTES).read_to_end(&mut text)?;
     Ok(text)
 }
