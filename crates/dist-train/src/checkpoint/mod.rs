@@ -10,6 +10,7 @@ mod folder;
 #[cfg(any(test, fuzzing))]
 pub mod fuzzing;
 mod index;
+mod json;
 pub(crate) mod key;
 pub(crate) mod read;
 mod save;
@@ -295,7 +296,8 @@ impl Checkpoints {
     /// [`CheckpointError::Exists`] if there is a whole checkpoint of this step,
     /// [`CheckpointError::NotFinite`] if a tensor has a number that is not finite,
     /// [`CheckpointError::Slots`] if `tensors` are those of another mesh, [`CheckpointError::Json`]
-    /// if `state` cannot be written, those of [`lock`](Self::lock), [`CheckpointError::OtherStep`],
+    /// if `state` cannot be written, or would not be read again as JSON has no infinite numbers,
+    /// those of [`lock`](Self::lock), [`CheckpointError::OtherStep`],
     /// [`CheckpointError::RunsDiffer`] or [`CheckpointError::NotShared`] if processes do not write
     /// the same checkpoint, [`CheckpointError::Io`] with the path and what the system says.
     /// Earlier checkpoints are untouched.

@@ -18,7 +18,7 @@ use crate::{
         fault::Fault,
         folder,
         index::{INDEX, Index, Listed, json_error},
-        is_first,
+        is_first, json,
         shard::{
             self, Origin,
             write::{Written, write},
@@ -87,8 +87,8 @@ impl<'a> Save<'a> {
         if found != expected {
             return Err(CheckpointError::Slots { found, expected }.into());
         }
-        let state = serde_json::to_value(state)
-            .map_err(|cause| json_error(&self.whole.join(INDEX), cause))?;
+        let state =
+            json::to_value(state).map_err(|cause| json_error(&self.whole.join(INDEX), cause))?;
         if is_first(self.mesh) {
             self.remove_partial()?;
             self.make_room()?;
