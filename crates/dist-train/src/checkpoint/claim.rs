@@ -9,7 +9,7 @@ use std::{
     fmt,
     fs::{self, File, TryLockError},
     hash::{BuildHasher, RandomState},
-    io,
+    io::{self, Write},
     path::{Path, PathBuf},
     process,
     sync::{Arc, Mutex, PoisonError},
@@ -20,7 +20,11 @@ use pmap_mesh::DeviceMesh;
 use serde::{Deserialize, Serialize};
 
 use crate::{
-    checkpoint::{disk::At, index::json_error, is_first},
+    checkpoint::{
+        disk::{At, check_file},
+        index::json_error,
+        is_first,
+    },
     error::{Result, checkpoint::CheckpointError},
     processes::{agreed, gather_numbers},
 };
@@ -102,6 +106,10 @@ impl Held {
     fn take(folder: &Path) -> Result<Self> {
         fs::create_dir_all(folder).at(folder)?;
         let path = folder.join(LOCK);
+        match check_file(&path) {
+            Err(error) if error.kind() == io::ErrorKind::NotFound => {}
+            checked => checked.at(&path)?,
+        }
         // Not truncated: what it is for is its name, and somebody may have planted a link there.
         let file = File::options().create(true).truncate(false).write(true).open(&path);
         let file = file.at(&path)?;
@@ -178,12 +186,21 @@ impl Holder {
     fn write(&self, folder: &Path) -> Result<()> {
         let path = folder.join(HOLDER);
         let text = serde_json::to_vec_pretty(self).map_err(|cause| json_error(&path, cause))?;
-        fs::write(&path, text).at(&path)
+        // Not written in its place, where somebody may have planted a link to another file.
+        let new = folder.join(format!("holder.{:016x}.json", self.incarnation));
+        let mut file = File::create_new(&new).at(&new)?;
+        let written = file.write_all(&text).and_then(|()| fs::rename(&new, &path)).at(&path);
+        if written.is_err() {
+            drop(fs::remove_file(&new));
+        }
+        written
     }
 
     /// Who has claimed a folder, if a file says so.
     fn read(folder: &Path) -> Option<Self> {
-        serde_json::from_slice(&fs::read(folder.join(HOLDER)).ok()?).ok()
+        let path = folder.join(HOLDER);
+        check_file(&path).ok()?;
+        serde_json::from_slice(&fs::read(path).ok()?).ok()
     }
 }
 

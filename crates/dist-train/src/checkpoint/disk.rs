@@ -20,6 +20,14 @@ impl<T> At<T> for io::Result<T> {
     }
 }
 
+/// Refuses what is there and is no file: to open a named pipe would wait for ever.
+pub(super) fn check_file(path: &Path) -> io::Result<()> {
+    if fs::metadata(path)?.is_file() {
+        return Ok(());
+    }
+    Err(io::Error::new(io::ErrorKind::InvalidInput, "this is not a file"))
+}
+
 /// Brings the names in a folder to disk, where the system has a way to do so.
 pub(super) fn sync_folder(path: &Path) -> Result<()> {
     if cfg!(unix) {

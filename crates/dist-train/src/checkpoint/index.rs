@@ -14,7 +14,7 @@ use serde_json::Value;
 use crate::{
     checkpoint::{
         checksum::Checksum,
-        disk::At,
+        disk::{At, check_file},
         seal,
         shard::{self, Origin, read::Expected, write::Written},
     },
@@ -100,6 +100,8 @@ impl Index {
             let path = path.to_owned();
             return Err(CheckpointError::IndexTooLong { path, found, max: MAX_BYTES }.into());
         }
+        // Nor what is nested too deep.
+        Self::parse(path, &text)?;
         let mut file = File::create_new(path).at(path)?;
         file.write_all(&text).at(path)?;
         file.sync_all().at(path)
@@ -174,6 +176,7 @@ pub(super) fn json_error(path: &Path, cause: serde_json::Error) -> CheckpointErr
 
 fn read_text(path: &Path) -> io::Result<Vec<u8>> {
     let mut text = Vec::new();
+    check_file(path)?;
     File::open(path)?.take(MAX_BYTES).read_to_end(&mut text)?;
     Ok(text)
 }
@@ -202,6 +205,18 @@ mod tests {
             panic!("{error}")
         };
         assert!(found > max && !path.exists());
+    }
+
+    #[test]
+    fn an_index_that_is_nested_too_deep_is_not_written() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join(INDEX);
+        let nested = |depth| (0..depth).fold(Value::Null, |inner, _| Value::Array(vec![inner]));
+        let refused = index(nested(200)).write(&path);
+        assert!(matches!(refused, Err(Error::Checkpoint(CheckpointError::Json { .. }))));
+        assert!(!path.exists());
+        index(nested(100)).write(&path).unwrap();
+        assert_eq!(Index::read(&path).unwrap().0.state, nested(100));
     }
 
     #[test]

@@ -4,11 +4,13 @@
 mod checksum;
 mod claim;
 pub(crate) mod disk;
+mod fault;
 mod finite;
 mod folder;
 #[cfg(any(test, fuzzing))]
 pub mod fuzzing;
 mod index;
+mod json;
 pub(crate) mod key;
 pub(crate) mod read;
 mod save;
@@ -21,7 +23,10 @@ use std::path::{Path, PathBuf};
 use pmap_mesh::DeviceMesh;
 use serde::Serialize;
 
-use self::{claim::Claims, finite::Values, read::Checkpoint, save::Save, state_dict::StateDict};
+use self::{
+    claim::Claims, fault::Fault, finite::Values, read::Checkpoint, save::Save,
+    state_dict::StateDict,
+};
 use crate::{
     error::{
         Error, Result,
@@ -154,20 +159,23 @@ impl Checkpoints {
 
     /// The newest checkpoint that is whole; `None` if none was ever written.
     ///
-    /// One that is damaged or cannot be read, or is of another run, is passed over, with a warning
-    /// in the log and in [`Checkpoint::passed_over`], if there is an earlier one. All of its bytes
-    /// are read for this. [`load_latest`](Self::load_latest) reads them once, when they are loaded,
-    /// and sees to it that all processes of a mesh load the same checkpoint.
+    /// One that is damaged, or is of another run, is passed over, with a warning in the log and in
+    /// [`Checkpoint::passed_over`], if there is an earlier one. All of its bytes are read for this.
+    /// [`load_latest`](Self::load_latest) reads them once, when they are loaded, and sees to it
+    /// that all processes of a mesh load the same checkpoint.
     ///
     /// # Errors
     ///
     /// [`CheckpointError::NoneLeft`] if there are checkpoints and none can be used, with what is
-    /// wrong with each; [`CheckpointError::Io`] if the folder cannot be read.
+    /// wrong with each; [`CheckpointError::Io`] or [`CheckpointError::Header`] if the folder or a
+    /// file that is there cannot be read: the checkpoint may be whole, and steps would be lost with
+    /// it.
     pub fn latest(&self) -> Result<Option<Checkpoint>> {
         let mut passed_over = Vec::new();
         for path in folder::complete(&self.folder)?.into_values().rev() {
             match self.open_whole(&path) {
                 Ok(checkpoint) => return Ok(Some(taken(checkpoint, passed_over))),
+                Err(error) if Fault::of(&error) == Fault::Passing => return Err(error),
                 Err(error) => pass_over(&mut passed_over, path, error),
             }
         }
@@ -183,8 +191,9 @@ impl Checkpoints {
     /// # Errors
     ///
     /// [`CheckpointError::NoneLeft`] if there are checkpoints and none can be used, with what is
-    /// wrong with each: then some variables may be changed. [`CheckpointError::Io`] if the folder
-    /// cannot be read, [`Error::Mesh`] if a process does not answer.
+    /// wrong with each: then some variables may be changed. [`CheckpointError::Io`] or
+    /// [`CheckpointError::Header`] if the folder or a file that is there cannot be read, and
+    /// [`Error::OtherProcess`] in the other processes; [`Error::Mesh`] if a process does not answer.
     ///
     /// # Examples
     ///
@@ -232,6 +241,7 @@ impl Checkpoints {
                 }
                 // Nothing is wrong with the checkpoint, and the others are not there to agree.
                 Err(error @ Error::Mesh(_)) => return Err(error),
+                Err(error) if is_passing_anywhere(mesh, &error)? => return Err(error),
                 Err(error) => pass_over(&mut passed_over, path, error),
             }
             below = Some(step);
@@ -286,7 +296,8 @@ impl Checkpoints {
     /// [`CheckpointError::Exists`] if there is a whole checkpoint of this step,
     /// [`CheckpointError::NotFinite`] if a tensor has a number that is not finite,
     /// [`CheckpointError::Slots`] if `tensors` are those of another mesh, [`CheckpointError::Json`]
-    /// if `state` cannot be written, those of [`lock`](Self::lock), [`CheckpointError::OtherStep`],
+    /// if `state` cannot be written, or would not be read again as JSON has no infinite numbers,
+    /// those of [`lock`](Self::lock), [`CheckpointError::OtherStep`],
     /// [`CheckpointError::RunsDiffer`] or [`CheckpointError::NotShared`] if processes do not write
     /// the same checkpoint, [`CheckpointError::Io`] with the path and what the system says.
     /// Earlier checkpoints are untouched.
@@ -333,6 +344,13 @@ fn pass_over(passed_over: &mut Vec<PassedOver>, path: PathBuf, error: Error) {
     let passed = PassedOver { path, error };
     tracing::warn!("{passed}");
     passed_over.push(passed);
+}
+
+/// Whether the system failed to read, in any process: the others only know that one has failed.
+fn is_passing_anywhere(mesh: &DeviceMesh, error: &Error) -> Result<bool> {
+    let here = u64::from(Fault::of(error) == Fault::Passing);
+    let all = gather_numbers(mesh, &vec![[here]; mesh.local_slots().len()])?;
+    Ok(all.contains(&[1]))
 }
 
 /// A checkpoint that is used in the place of others.

@@ -15,16 +15,17 @@ use crate::{
         checksum::Checksum,
         claim::Claim,
         disk::{At, remove, sync_folder},
+        fault::Fault,
         folder,
         index::{INDEX, Index, Listed, json_error},
-        is_first,
+        is_first, json,
         shard::{
             self, Origin,
             write::{Written, write},
         },
         state_dict::StateDict,
     },
-    error::{Error, Result, checkpoint::CheckpointError},
+    error::{Result, checkpoint::CheckpointError},
     processes::{agreed, find_other, gather_numbers},
 };
 
@@ -86,8 +87,8 @@ impl<'a> Save<'a> {
         if found != expected {
             return Err(CheckpointError::Slots { found, expected }.into());
         }
-        let state = serde_json::to_value(state)
-            .map_err(|cause| json_error(&self.whole.join(INDEX), cause))?;
+        let state =
+            json::to_value(state).map_err(|cause| json_error(&self.whole.join(INDEX), cause))?;
         if is_first(self.mesh) {
             self.remove_partial()?;
             self.make_room()?;
@@ -110,8 +111,8 @@ impl<'a> Save<'a> {
         Ok(())
     }
 
-    /// Removes a damaged checkpoint in the place of the new one. One that is whole, but of another
-    /// run or step, is moved: somebody has put it there, and may miss it.
+    /// Removes a damaged checkpoint in the place of the new one. One that is not proven to be
+    /// damaged is moved, whatever is wrong with it: somebody may miss it.
     fn make_room(&self) -> Result<()> {
         let path = &self.whole;
         if !path.is_dir() {
@@ -119,16 +120,14 @@ impl<'a> Save<'a> {
         }
         match self.checkpoints.open_whole(path) {
             Ok(_) => Err(CheckpointError::Exists { path: path.clone(), step: self.step }.into()),
-            Err(Error::Checkpoint(
-                error @ (CheckpointError::OtherRun { .. } | CheckpointError::Renamed { .. }),
-            )) => {
+            Err(error) if Fault::of(&error) == Fault::Damage => {
+                tracing::warn!("{} is written again: {error}", path.display());
+                remove(path)
+            }
+            Err(error) => {
                 let name = folder::moved_name(self.step, self.claim.incarnation);
                 tracing::warn!("{} is renamed to {name}: {error}", path.display());
                 fs::rename(path, path.with_file_name(name)).at(path)
-            }
-            Err(error) => {
-                tracing::warn!("{} is written again: {error}", path.display());
-                remove(path)
             }
         }
     }
@@ -181,8 +180,10 @@ impl<'a> Save<'a> {
         Ok(())
     }
 
-    /// Removes the checkpoints before this one that have enough newer ones which are whole. What
-    /// cannot be removed stays, with a warning in the log: the new one is whole all the same.
+    /// Removes the checkpoints before this one that have enough newer ones which are whole, and
+    /// those that are damaged. What cannot be opened for any other reason is not ours to remove: it
+    /// may be of another run. What cannot be removed stays, too, with a warning in the log: the new
+    /// one is whole all the same.
     fn remove_old(&self) {
         let complete = match folder::complete(&self.checkpoints.folder) {
             Ok(complete) => complete,
@@ -190,9 +191,19 @@ impl<'a> Save<'a> {
         };
         let mut n_newer = 1;
         for (&step, path) in complete.range(..self.step).rev() {
-            if n_newer < self.checkpoints.keep && self.checkpoints.open(path).is_ok() {
-                n_newer += 1;
-            } else if let Err(error) = self.retire(step, path) {
+            match self.checkpoints.open(path) {
+                Ok(_) if n_newer < self.checkpoints.keep => {
+                    n_newer += 1;
+                    continue;
+                }
+                Err(error) if Fault::of(&error) != Fault::Damage => {
+                    tracing::warn!("an old checkpoint stays: {error}");
+                    continue;
+                }
+                Ok(_) => {}
+                Err(error) => tracing::warn!("a damaged checkpoint is removed: {error}"),
+            }
+            if let Err(error) = self.retire(step, path) {
                 tracing::warn!("an old checkpoint stays: {error}");
             }
         }

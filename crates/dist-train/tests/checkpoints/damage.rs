@@ -280,15 +280,23 @@ fn a_whole_checkpoint_in_the_place_of_another_is_kept_under_another_name() {
     copy_all(&runs.step("other", OLDER), &folder.join(name(5)));
     let checkpoints = Checkpoints::new(&folder).run("this").keep(9);
     assert_eq!(checkpoints.latest().unwrap().unwrap().step(), NEWER);
-    for step in [5, 6] {
+    // And one that another version of this crate has written.
+    fs::create_dir(folder.join(name(7))).unwrap();
+    let later_version = r#"{"format_version": 3}"#;
+    fs::write(folder.join(name(7)).join("index.json"), later_version).unwrap();
+    for step in [5, 6, 7] {
         runs.run.steps(step..step + 1);
         let state = runs.run.model.state_dict().unwrap();
         checkpoints.save(&runs.run.mesh, step, &state, &()).unwrap();
     }
-    assert_eq!(checkpoints.steps().unwrap(), [5, 6, NEWER]);
+    assert_eq!(checkpoints.steps().unwrap(), [5, 6, 7, NEWER]);
     let moved = fs::read_dir(&folder).unwrap().map(|entry| entry.unwrap().path());
     let moved = moved.filter(|path| path.extension().is_some_and(|end| end == "moved"));
+    let (later, moved): (Vec<_>, Vec<_>) =
+        moved.partition(|path| path.to_string_lossy().contains(&name(7)));
+    assert_eq!(fs::read_to_string(later[0].join("index.json")).unwrap(), later_version);
     let mut steps: Vec<_> = moved
+        .into_iter()
         .map(|path| (Checkpoint::open(&path).unwrap().step(), path))
         .map(|(step, path)| (step, path.file_name().unwrap().to_string_lossy()[..15].to_owned()))
         .collect();
@@ -363,4 +371,53 @@ fn a_model_that_is_not_finite_is_not_saved() {
     let refused = run.model.load(&Checkpoint::open(checkpoint.path()).unwrap());
     assert!(matches!(refused, Err(Error::Checkpoint(CheckpointError::NotFinite { .. }))));
     run.model.load(&Checkpoint::open(checkpoint.path()).unwrap().allow_non_finite()).unwrap();
+}
+
+#[test]
+fn checkpoints_of_another_run_are_not_removed() {
+    let runs = Runs::new();
+    let folder = runs.folder.path().join("this");
+    // One that another version has written, and one that is damaged.
+    let later = folder.join(name(6));
+    fs::create_dir(&later).unwrap();
+    fs::write(later.join("index.json"), r#"{"format_version": 3}"#).unwrap();
+    copy_all(&runs.step("this", OLDER), &folder.join(name(7)));
+    fs::remove_file(folder.join(name(7)).join("index.json")).unwrap();
+
+    let checkpoints = Checkpoints::new(&folder).run("another").keep(1);
+    let state = runs.run.model.state_dict().unwrap();
+    for step in [9, 10] {
+        checkpoints.save(&runs.run.mesh, step, &state, &()).unwrap();
+    }
+    assert_eq!(checkpoints.steps().unwrap(), [10]);
+    for step in [OLDER, NEWER] {
+        Checkpoint::open(folder.join(name(step))).unwrap().verify().unwrap();
+    }
+    assert!(later.exists() && !folder.join(name(7)).exists());
+}
+
+/// What cannot be read now may be whole. Passed over, it would lie in the way of the same step.
+#[cfg(target_os = "linux")]
+#[test]
+fn a_checkpoint_that_the_system_cannot_read_is_not_passed_over() {
+    let mut runs = Runs::new();
+    let folder = runs.folder.path().join("this");
+    let checkpoints = Checkpoints::new(&folder).run("this");
+    let index = runs.step("this", NEWER).join("index.json");
+    let original = fs::read(&index).unwrap();
+    fs::remove_file(&index).unwrap();
+    // Nobody, not even root, gets through a link to itself.
+    std::os::unix::fs::symlink("index.json", &index).unwrap();
+    let mesh = runs.run.mesh.clone();
+    let load = |checkpoint: &Checkpoint| runs.run.model.load(checkpoint);
+    let errors = [checkpoints.load_latest(&mesh, load).err(), checkpoints.latest().err()];
+    for error in errors.map(Option::unwrap) {
+        assert!(
+            matches!(&error, Error::Checkpoint(CheckpointError::Io { path, .. }) if *path == index),
+            "{error}"
+        );
+    }
+    fs::remove_file(&index).unwrap();
+    fs::write(&index, original).unwrap();
+    assert_eq!(checkpoints.latest().unwrap().unwrap().step(), NEWER);
 }

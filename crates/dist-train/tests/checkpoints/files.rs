@@ -459,3 +459,19 @@ fn a_folder_that_cannot_be_written_is_an_error() {
         Err(Error::Checkpoint(CheckpointError::Slots { found: 1, expected: 3 }))
     ));
 }
+
+#[test]
+fn a_state_that_would_not_be_read_as_it_is_is_refused() {
+    let folder = tempfile::tempdir().unwrap();
+    let run = Run::cpu(1);
+    let checkpoints = Checkpoints::new(folder.path());
+    let tensors = run.model.state_dict().unwrap();
+    for best in [f64::INFINITY, f64::NAN] {
+        let error = checkpoints.save(&run.mesh, 1, &tensors, &("best loss", best)).unwrap_err();
+        assert!(matches!(&error, Error::Checkpoint(CheckpointError::Json { .. })), "{error}");
+    }
+    assert!(checkpoints.latest().unwrap().is_none());
+    checkpoints.save(&run.mesh, 1, &tensors, &("best loss", f64::MAX)).unwrap();
+    let state: (String, f64) = checkpoints.latest().unwrap().unwrap().state().unwrap();
+    assert_eq!(state.1.to_bits(), f64::MAX.to_bits());
+}

@@ -77,6 +77,54 @@ fn a_folder_that_is_removed_or_taken_over_is_noticed() {
     save(&other, &run, 2).unwrap();
 }
 
+#[cfg(unix)]
+#[test]
+fn a_planted_link_leads_nowhere() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("checkpoints");
+    let outside = folder.path().join("outside");
+    fs::create_dir(&path).unwrap();
+    fs::write(&outside, "precious").unwrap();
+    for name in ["lock", "holder.json"] {
+        std::os::unix::fs::symlink(&outside, path.join(name)).unwrap();
+    }
+    let run = Run::cpu(1);
+    save(&Checkpoints::new(&path), &run, 1).unwrap();
+    assert_eq!(fs::read_to_string(&outside).unwrap(), "precious");
+    let names = fs::read_dir(&path).unwrap().map(|entry| entry.unwrap().file_name());
+    let names: std::collections::BTreeSet<_> = names.collect();
+    assert_eq!(names.into_iter().collect::<Vec<_>>(), ["lock", "step-0000000001"]);
+}
+
+#[cfg(unix)]
+#[test]
+fn named_pipes_are_refused_and_nobody_waits_for_them() {
+    let folder = tempfile::tempdir().unwrap();
+    let pipe = |path: &Path| {
+        assert!(Command::new("mkfifo").arg(path).status().unwrap().success());
+    };
+    let is_refused = |error: Error, path: &Path| matches!(error, Error::Checkpoint(CheckpointError::Io { path: refused, .. }) if refused == path);
+    let run = Run::cpu(1);
+    let checkpoints = Checkpoints::new(folder.path());
+    save(&checkpoints, &run, 1).unwrap();
+    let index = folder.path().join("step-0000000002/index.json");
+    fs::create_dir(index.parent().unwrap()).unwrap();
+    pipe(&index);
+    assert!(is_refused(Checkpoint::open(index.parent().unwrap()).unwrap_err(), &index));
+    assert_eq!(checkpoints.latest().unwrap().unwrap().step(), 1);
+
+    let other = folder.path().join("other");
+    fs::create_dir(&other).unwrap();
+    let lock = other.join("lock");
+    pipe(&lock);
+    let checkpoints = Checkpoints::new(&other);
+    assert!(is_refused(checkpoints.lock(&run.mesh).unwrap_err(), &lock));
+    // Nor does who claims the folder read what is in the place of its holder.
+    fs::remove_file(&lock).unwrap();
+    pipe(&other.join("holder.json"));
+    save(&checkpoints, &run, 1).unwrap();
+}
+
 /// A child of this program, which runs one of the tests below.
 struct Other {
     child: Child,
