@@ -147,7 +147,11 @@ impl<I: TensorTree> ValueAndGrad<I> {
         });
         let step = step.in_axes(self.in_axes.clone()).uneven(self.uneven);
         let (refusal, mean) = &*outcome;
-        let results = refusal.of(step.call_sharded(batch).map(Some))?;
+        let results = step.call_sharded(batch).map(|results| {
+            // Where all refuse, none has sums.
+            results.shards().iter().all(Option::is_some).then_some(results)
+        });
+        let results = refusal.of(results)?;
         let mut grads = GradStore::default();
         for (owned, sums) in owned.iter().zip(results.shards()) {
             for (&param, sum) in owned.iter().zip(sums.iter().flatten()) {

@@ -134,7 +134,7 @@ pub(super) fn of_slots(slots: &[&[Var]]) -> Result<Vec<Vec<u64>>> {
 }
 
 /// The fingerprint of a variable's bits: NaN equals itself, and zeros of two signs differ.
-pub(super) fn of_value(var: &Var) -> candle_core::Result<u64> {
+pub(crate) fn of_value(var: &Var) -> candle_core::Result<u64> {
     let mut bytes = Vec::new();
     var.as_detached_tensor().force_contiguous()?.write_bytes(&mut bytes)?;
     Ok(Fingerprint::new().bytes(&bytes).finish())
@@ -175,7 +175,7 @@ pub(crate) fn of_numbers(numbers: impl IntoIterator<Item = u64>) -> u64 {
 }
 
 /// The numbers of all slots, given those of this process's slots.
-fn gathered(mesh: &DeviceMesh, here: Vec<Vec<u64>>) -> Result<Vec<Vec<u64>>> {
+pub(crate) fn gathered(mesh: &DeviceMesh, here: Vec<Vec<u64>>) -> Result<Vec<Vec<u64>>> {
     // Tensors have no unsigned numbers of 64 bits: the same bits travel as signed ones.
     let sent = here.into_iter().map(|numbers| {
         let signed: Vec<i64> = numbers.into_iter().map(u64::cast_signed).collect();

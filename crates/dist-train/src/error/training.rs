@@ -1,6 +1,9 @@
 //! What ends a training step, or cannot be trained as it was asked for.
 
-use std::{fmt, sync::OnceLock};
+use std::{
+    fmt,
+    sync::{Mutex, MutexGuard, PoisonError},
+};
 
 use crate::error::{Result, listed::Listed};
 
@@ -203,31 +206,36 @@ impl fmt::Display for Culprit<'_> {
 
 /// Where the replicas of this process leave what they refuse, since candle's errors can only carry
 /// its text.
+///
+/// What is here need not have ended anything: a loss may pass over the error of a unit and go on.
 #[derive(Debug, Default)]
-pub(crate) struct Refusal(OnceLock<Refused>);
+pub(crate) struct Refusal(Mutex<Refused>);
 
-#[derive(Debug)]
+#[derive(Debug, Default)]
 struct Refused {
-    error: TrainingError,
-    /// Whether all replicas of the mesh refuse the same at the same place.
-    is_agreed: bool,
+    /// What all replicas of the mesh refuse at the same place.
+    agreed: Option<TrainingError>,
+    /// What single replicas refuse, each once.
+    alone: Vec<TrainingError>,
 }
 
 impl Refusal {
     /// Refuses what all replicas refuse, by what they know of each other. Returns an error for the
     /// replica to end with.
     pub(crate) fn agreed(&self, error: TrainingError) -> candle_core::Error {
-        self.keep(Refused { error, is_agreed: true })
+        // All replicas of this process bring the same, and the first is kept.
+        candle_core::Error::msg(self.refused().agreed.get_or_insert(error))
     }
 
-    /// Refuses what this replica alone knows of, which ends the call for the others.
+    /// Refuses what this replica alone knows of. The error that is returned ends the call for the
+    /// others, unless the loss passes over it.
     pub(crate) fn alone(&self, error: TrainingError) -> candle_core::Error {
-        self.keep(Refused { error, is_agreed: false })
-    }
-
-    fn keep(&self, refused: Refused) -> candle_core::Error {
-        // Of an agreed one all replicas of this process bring the same, and the first is kept.
-        candle_core::Error::msg(&self.0.get_or_init(|| refused).error)
+        let ending = candle_core::Error::msg(&error);
+        let alone = &mut self.refused().alone;
+        if !alone.contains(&error) {
+            alone.push(error);
+        }
+        ending
     }
 
     /// What a replica returns: nothing, where all refuse. Its call succeeds then, since over
@@ -237,17 +245,78 @@ impl Refusal {
         outcome: candle_core::Result<T>,
     ) -> candle_core::Result<Option<T>> {
         match outcome {
-            Err(_) if self.0.get().is_some_and(|refused| refused.is_agreed) => Ok(None),
+            Err(_) if self.refused().agreed.is_some() => Ok(None),
             outcome => outcome.map(Some),
         }
     }
 
-    /// The outcome of a call whose replicas return [outcomes](Self::outcome).
+    /// The outcome of a call whose replicas return [outcomes](Self::outcome): what was refused only
+    /// where it ended the call.
     #[expect(clippy::expect_used, reason = "a replica returns nothing only where all refuse")]
     pub(crate) fn of<T>(&self, outcome: pmap_mesh::Result<Option<T>>) -> Result<T> {
-        match self.0.get() {
-            Some(refused) => Err(refused.error.clone().into()),
-            None => Ok(outcome?.expect("nothing was refused")),
+        let refused = self.refused();
+        match outcome {
+            Ok(Some(value)) => Ok(value),
+            Ok(None) => Err(refused.agreed.clone().expect("something was refused").into()),
+            Err(error) => {
+                let said = error.to_string();
+                let ended = refused.alone.iter().find(|refused| is_said(&said, refused));
+                Err(ended.map_or_else(|| error.into(), |refused| refused.clone().into()))
+            }
         }
+    }
+
+    /// Whoever panicked with the lock had changed nothing yet.
+    fn refused(&self) -> MutexGuard<'_, Refused> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// Whether an error's text has that of a refusal. Some of candle's contexts quote what they are of.
+fn is_said(text: &str, refused: &TrainingError) -> bool {
+    let refused = refused.to_string();
+    text.contains(&refused) || text.contains(&refused.escape_debug().to_string())
+}
+
+#[cfg(test)]
+mod tests {
+    use candle_core::{Context, Device};
+    use pmap_mesh::ReplicaError;
+
+    use super::*;
+    use crate::error::Error;
+
+    fn unknown(unit: &str) -> TrainingError {
+        TrainingError::UnknownUnit { unit: unit.to_owned(), units: vec!["0".to_owned()] }
+    }
+
+    fn failed(cause: candle_core::Error) -> pmap_mesh::Result<Option<u8>> {
+        Err(ReplicaError::Failed { slot: 0, device: Device::Cpu, cause }.into())
+    }
+
+    #[test]
+    fn what_was_refused_and_passed_over_ends_nothing() {
+        let refusal = Refusal::default();
+        refusal.alone(unknown("a"));
+        assert_eq!(refusal.of(Ok(Some(7))).unwrap(), 7);
+        let other = refusal.of(failed(candle_core::Error::msg("no such file"))).unwrap_err();
+        assert!(other.to_string().contains("no such file"), "{other}");
+        let ending = refusal.alone(unknown("b"));
+        let found = refusal.of(failed(ending.context("unit b, forward pass"))).unwrap_err();
+        assert!(matches!(found, Error::Training(found) if found == unknown("b")));
+        let quoted = Err::<(), _>(refusal.alone(unknown("c"))).context("quoted").unwrap_err();
+        let found = refusal.of(failed(quoted)).unwrap_err();
+        assert!(matches!(found, Error::Training(found) if found == unknown("c")));
+    }
+
+    #[test]
+    fn what_all_refuse_is_told_though_something_was_passed_over() {
+        let refusal = Refusal::default();
+        refusal.alone(unknown("a"));
+        let ending = refusal.agreed(TrainingError::NoWeight);
+        let outcome = refusal.outcome::<u8>(Err(ending)).unwrap();
+        assert_eq!(outcome, None);
+        let found = refusal.of(Ok(outcome)).unwrap_err();
+        assert!(matches!(found, Error::Training(TrainingError::NoWeight)));
     }
 }

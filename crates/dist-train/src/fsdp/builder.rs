@@ -9,16 +9,16 @@ use std::{
 
 use candle_core::DType;
 use candle_nn::{Optimizer, VarBuilder};
-use core_types::{Seed, WorldSize};
+use core_types::{Fingerprint, Seed, WorldSize};
 use fsdp_plan::{
-    ParameterInfo, ShardingPlan,
+    Cut, ParameterInfo, PlannedParameter, ShardingPlan,
     strategy::{Full, ShardingStrategy},
 };
 use pmap_mesh::{DeviceMesh, Specs, Uneven};
 
 use crate::{
     data_parallel::{builder::Group, sync, vars::Sharing},
-    error::{Error, Result, sharding::ShardingError},
+    error::{Doing, Error, Result, sharding::ShardingError},
     fsdp::{
         FullyShard,
         keep::{Keep, KeepRules},
@@ -68,6 +68,9 @@ struct Prepared {
     units: Vec<(String, Vec<Member>)>,
     keeps: BTreeMap<String, Keep>,
     plan: ShardingPlan,
+    initial: InitialValues,
+    /// Of the weights, where other processes have theirs.
+    weights: Option<u64>,
 }
 
 /// Where the plan comes from.
@@ -144,7 +147,12 @@ impl<'a, B> FullyShardBuilder<'a, B> {
 
     /// Begins with pretrained weights, as
     /// [`DataParallelBuilder::weights`](crate::DataParallelBuilder::weights). Each slot reads its own
-    /// items, no more.
+    /// items.
+    ///
+    /// All processes must have the same weights, and none has all of them in memory: compared are
+    /// which parameters they have, and some items from all over each, all of those of up to 256. So
+    /// weights of another training run are found, and a copy of which a few items differ may not be.
+    /// What several processes keep is compared to the bit.
     pub fn weights(self, path: impl Into<PathBuf>) -> Self {
         Self { weights: Some(path.into()), ..self }
     }
@@ -245,7 +253,9 @@ impl<'a, B> FullyShardBuilder<'a, B> {
     /// [`Error::Setting`] if the largest norm is negative or NaN; [`Error::Model`] with what the
     /// constructor and `optimizer` return; [`Error::Sharding`] if a parameter is in no unit or is a
     /// buffer, or a plan is not for this model and mesh; [`Error::Training`] if a pattern matches
-    /// nothing, groups overlap or nothing is trained; [`Error::Plan`] for a pattern that is none or
+    /// nothing, groups overlap, nothing is trained, or processes build other models or set other
+    /// options or weights; [`Error::Diverged`] if they begin with other values of what several
+    /// slots keep; [`Error::Plan`] for a pattern that is none or
     /// parameters that cannot be planned; [`Error::Checkpoint`] and [`Error::Parameter`] if weights
     /// cannot be read or are not the model's; [`Error::OtherProcess`] and [`Error::Mesh`] if another
     /// process fails or does not answer.
@@ -258,9 +268,10 @@ impl<'a, B> FullyShardBuilder<'a, B> {
         O: Optimizer,
     {
         let mesh = self.mesh;
-        let Prepared { declared, inventory, units, keeps, plan } = agreed(mesh, self.prepared())?;
-        self.check_alike(&declared, &inventory, &keeps, &plan)?;
-        let model = agreed(mesh, self.filled(&declared, inventory, units, &keeps, &plan))?;
+        let prepared = agreed(mesh, self.prepared())?;
+        self.check_alike(&prepared)?;
+        let model = agreed(mesh, self.filled(prepared))?;
+        check_repeated(mesh, &model)?;
         let slots =
             mesh.local_slots().map(|slot| of_slot(&model, slot, &optimizer).map(Mutex::new));
         let slots: Vec<_> = agreed(mesh, slots.collect())?;
@@ -298,17 +309,16 @@ impl<'a, B> FullyShardBuilder<'a, B> {
         if let (Some(unit), true) = (over_half(&plan), self.mesh.len() > 1) {
             tracing::warn!("unit {unit} has over half of all parameters, and is gathered whole");
         }
-        Ok(Prepared { declared, inventory, units, keeps, plan })
+        let open = declared.iter().map(|declared| (declared, true));
+        let initial = InitialValues::new(self.init, self.weights.as_deref(), &self.choices, open)?;
+        let weights = has_others(self.mesh).then(|| initial.fingerprint(&declared)).transpose()?;
+        Ok(Prepared { declared, inventory, units, keeps, plan, initial, weights })
     }
 
     /// Checks that all processes make the same model with the same options.
-    fn check_alike(
-        &self,
-        declared: &[Declared],
-        inventory: &Inventory,
-        keeps: &BTreeMap<String, Keep>,
-        plan: &ShardingPlan,
-    ) -> Result<()> {
+    fn check_alike(&self, prepared: &Prepared) -> Result<()> {
+        let Prepared { declared, inventory, keeps, plan, weights, .. } = prepared;
+        let Some(weights) = *weights else { return Ok(()) };
         let dtypes = declared.iter().map(|declared| declared.dtype);
         // Slots never share what they keep.
         let sharing = Sharing::PerSlot;
@@ -320,23 +330,16 @@ impl<'a, B> FullyShardBuilder<'a, B> {
             ("keep", sync::of_debug(keeps)),
             ("strategy", sync::of_debug(plan)),
             ("init", self.init.as_u64()),
+            ("weights", weights),
         ];
         sync::check_settings(self.mesh, &settings)
     }
 
     /// The model with the values of this process's parts.
-    fn filled(
-        &self,
-        declared: &[Declared],
-        inventory: Inventory,
-        units: Vec<(String, Vec<Member>)>,
-        keeps: &BTreeMap<String, Keep>,
-        plan: &ShardingPlan,
-    ) -> Result<Model> {
+    fn filled(&self, prepared: Prepared) -> Result<Model> {
+        let Prepared { declared, inventory, units, keeps, plan, initial, .. } = prepared;
         let home = &self.mesh.devices()[0];
-        let open = declared.iter().map(|declared| (declared, true));
-        let initial = InitialValues::new(self.init, self.weights.as_deref(), &self.choices, open)?;
-        let vars = ShardedVars::cut(self.mesh, plan, |info| {
+        let vars = ShardedVars::cut(self.mesh, &plan, |info| {
             let declared = &declared[position(&inventory, info.name())];
             let initial = &initial;
             Ok(move |run| initial.items(declared, run, home))
@@ -392,6 +395,52 @@ impl<B> fmt::Debug for FullyShardBuilder<'_, B> {
             .field("seed", seed)
             .finish_non_exhaustive()
     }
+}
+
+/// Whether other processes have slots of the mesh.
+fn has_others(mesh: &DeviceMesh) -> bool {
+    mesh.local_slots().len() < mesh.len()
+}
+
+/// Checks that parts which slots of several processes keep, of parameters that are not cut and those
+/// of other groups, begin alike.
+fn check_repeated(mesh: &DeviceMesh, model: &Model) -> Result<()> {
+    let Model { vars, inventory, .. } = model;
+    let plan = vars.plan();
+    let group = plan.shard_group().as_usize();
+    let repeats = |planned: &PlannedParameter| {
+        matches!(planned.cut(), Cut::Replicated)
+            .then_some(1)
+            .or((group < mesh.len()).then_some(group))
+    };
+    // After how many slots the parts of each parameter come again, in the order of names.
+    let mut periods = vec![None; inventory.parameters.len()];
+    for planned in plan.parameters() {
+        periods[position(inventory, planned.info().name())] = repeats(planned);
+    }
+    if !has_others(mesh) || periods.iter().all(Option::is_none) {
+        return Ok(());
+    }
+    let of_slot = |slot| {
+        let mut found = vec![Fingerprint::new(); periods.len()];
+        for OwnedPart { param_idx, var, .. } in vars.owned_parts(slot)? {
+            let param = position(inventory, plan.parameters()[param_idx].info().name());
+            if periods[param].is_some() {
+                found[param].word(sync::of_value(&var).doing("comparing parameters")?);
+            }
+        }
+        Ok(found.iter().map(Fingerprint::finish).collect())
+    };
+    let here = agreed(mesh, mesh.local_slots().map(of_slot).collect())?;
+    let slots = sync::gathered(mesh, here)?;
+    for (param, period) in periods.into_iter().enumerate() {
+        let Some(period) = period else { continue };
+        let differs = |&slot: &usize| slots[slot][param] != slots[slot % period][param];
+        if let Some(replica) = (0..slots.len()).find(differs) {
+            return Err(Error::Diverged { name: inventory.name(param).to_owned(), replica });
+        }
+    }
+    Ok(())
 }
 
 fn unit_names(units: &[(String, Vec<Member>)]) -> Vec<&str> {

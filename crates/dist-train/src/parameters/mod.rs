@@ -8,7 +8,7 @@ pub(crate) mod weights;
 use std::{ops::Range, path::Path};
 
 use candle_core::{Device, Tensor};
-use core_types::Seed;
+use core_types::{Fingerprint, Seed};
 
 use self::{
     declare::Declared,
@@ -55,6 +55,17 @@ impl InitialValues {
         let open: Vec<Declared> = open.into_iter().map(|(declared, _)| declared.clone()).collect();
         weights.check_fits(&open, Allowed { missing: &missing, unexpected: &unexpected })?;
         Ok(Self { seed, weights: Some(weights) })
+    }
+
+    /// A fingerprint of the [weights](Weights::fingerprint), or of their absence.
+    ///
+    /// # Errors
+    ///
+    /// Those of [`Weights::fingerprint`].
+    pub(crate) fn fingerprint(&self, declared: &[Declared]) -> Result<u64> {
+        let weights = self.weights.as_ref().map(|weights| weights.fingerprint(declared));
+        let weights = weights.transpose()?;
+        Ok(Fingerprint::new().word(weights.is_some().into()).word(weights.unwrap_or(0)).finish())
     }
 
     /// The whole value of a parameter.

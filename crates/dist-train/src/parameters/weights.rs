@@ -9,6 +9,7 @@ use std::{
 };
 
 use candle_core::{Device, Tensor};
+use core_types::Fingerprint;
 use fsdp_plan::{ParameterInfo, Pattern, source};
 
 use crate::{
@@ -121,6 +122,28 @@ impl Weights {
             .map(Some)
     }
 
+    /// A fingerprint of what a model gets of these weights: which parameters, and of each some
+    /// items from all over it, all of them if there are few. Weights that were trained further
+    /// differ nearly everywhere; a few items that differ between those that are read stay unseen.
+    ///
+    /// # Errors
+    ///
+    /// Those of [`items`](Self::items).
+    pub(crate) fn fingerprint(&self, model: &[Declared]) -> Result<u64> {
+        let mut found = Fingerprint::new();
+        for declared in model {
+            let len = declared.shape.elem_count();
+            found.bytes(declared.name.as_bytes()).word(self.has(&declared.name).into());
+            for run in sampled(len) {
+                let Some(items) = self.items(declared, run, &Device::Cpu)? else { break };
+                let mut bytes = Vec::new();
+                items.write_bytes(&mut bytes).doing("comparing pretrained weights")?;
+                found.bytes(&bytes);
+            }
+        }
+        Ok(found.finish())
+    }
+
     /// Adds the tensors of a file; returns what a planner knows of them.
     fn add_file(&mut self, path: &Path) -> Result<Vec<ParameterInfo>> {
         let file: Arc<Path> = path.into();
@@ -174,6 +197,18 @@ impl Shaped {
             expected: declared.dtype.as_str(),
         })
     }
+}
+
+/// Runs of items that are compared of a tensor of `len`: evenly spread, the first items and the last
+/// among them.
+fn sampled(len: usize) -> impl Iterator<Item = Range<usize>> {
+    const RUNS: usize = 8;
+    const ITEMS: usize = 32;
+    let is_whole = len <= RUNS * ITEMS;
+    let (runs, items) = if is_whole { (1, len) } else { (RUNS, ITEMS) };
+    // In two terms, which do not overflow.
+    let (step, rest) = ((len - items) / (RUNS - 1), (len - items) % (RUNS - 1));
+    (0..runs).map(move |run| run * step + run * rest / (RUNS - 1)).map(move |at| at..at + items)
 }
 
 fn matches_any(patterns: &[Pattern], name: &str) -> bool {
@@ -262,6 +297,35 @@ mod tests {
         assert!(values(&model[0], 3..3).is_empty());
         let other = declared("classifier.weight", &[2], DType::F32);
         assert!(weights.items(&other, 0..2, &Device::Cpu).unwrap().is_none());
+    }
+
+    #[test]
+    fn items_from_all_over_a_tensor_are_compared() {
+        for len in [0, 1, 255, 256] {
+            assert_eq!(sampled(len).collect::<Vec<_>>(), [0..len]);
+        }
+        for len in [257, 300, 1000, 1001, usize::MAX] {
+            let runs: Vec<_> = sampled(len).collect();
+            assert_eq!((runs.len(), runs[0].start, runs[7].end), (8, 0, len));
+            assert!(runs.is_sorted_by(|left, right| left.end <= right.start), "{runs:?}");
+        }
+    }
+
+    #[test]
+    fn fingerprints_are_those_of_what_a_model_gets() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("model.safetensors");
+        let fingerprint = |factor: f64, dtype: DType, model: &[Declared]| {
+            let a = Tensor::arange(0_f32, 3000., &Device::Cpu).unwrap().to_dtype(dtype).unwrap();
+            let tensors = [("a".to_owned(), (a * factor).unwrap())];
+            save(&tensors.into(), &path).unwrap();
+            Weights::open(&path).unwrap().fingerprint(model).unwrap()
+        };
+        let model = [declared("a", &[3000], DType::F32), declared("b", &[2], DType::F32)];
+        let first = fingerprint(1.0, DType::F32, &model);
+        assert_eq!(fingerprint(1.0, DType::F64, &model), first);
+        assert_ne!(fingerprint(1.001, DType::F32, &model), first);
+        assert_ne!(fingerprint(1.0, DType::F32, &model[..1]), first);
     }
 
     #[test]

@@ -78,6 +78,35 @@ fn units_that_do_not_exist_are_named() {
     assert_eq!(refused(model.evaluate(input(), missing)), expected);
 }
 
+#[test]
+fn an_error_of_a_unit_that_the_loss_passes_over_ends_nothing() {
+    let mesh = DeviceMesh::cpu(2).unwrap();
+    let build = || FullyShard::builder(&mesh, layers).build(adam).unwrap();
+    let whole = second(|vb, x| linear(3, 3, vb)?.forward(x));
+    let trying = |ctx: &Replica, model: &Units, x: Tensor| {
+        let missing = model.unit("2", &x, |vb, x| linear(3, 3, vb)?.forward(x));
+        missing.or_else(|_| whole(ctx, model, x))
+    };
+    let (mut expected, mut found) = (build(), build());
+    for _ in 0..2 {
+        let expected = expected.step(input(), &whole).unwrap().loss;
+        assert_eq!(found.step(input(), trying).unwrap().loss.to_bits(), expected.to_bits());
+    }
+    assert_eq!(found.steps(), 2);
+    let evaluated = expected.evaluate(input(), &whole).unwrap().loss;
+    assert_eq!(found.evaluate(input(), trying).unwrap().loss.to_bits(), evaluated.to_bits());
+    // What does end a step is told, not what was passed over before.
+    let infinite = |ctx: &Replica, model: &Units, x: Tensor| trying(ctx, model, x)? * f64::INFINITY;
+    let error = refused(found.step(input(), infinite));
+    assert!(matches!(error, TrainingError::NonFiniteLoss { slot: 0, .. }), "{error}");
+    let failing = |ctx: &Replica, model: &Units, x: Tensor| {
+        trying(ctx, model, x)?;
+        Err::<Tensor, _>(candle_core::Error::msg("no such file"))
+    };
+    let error = found.step(input(), failing).unwrap_err();
+    assert!(error.to_string().contains("no such file"), "{error}");
+}
+
 /// Two layers, of which the second is what a test is about.
 fn second(
     f: impl Fn(VarBuilder<'_>, &Tensor) -> Result<Tensor> + Send + Sync + Clone + 'static,
