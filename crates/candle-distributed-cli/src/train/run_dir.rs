@@ -1,9 +1,12 @@
 //! The folder of a run: what it is, its metrics, its checkpoints and its model.
 
 use std::{
+    collections::BTreeMap,
+    ffi::OsString,
     fs::{self, File},
     io::{self, Write},
     path::{Path, PathBuf},
+    time::SystemTime,
 };
 
 use candle_distributed::{plan::ParameterInfo, train::Checkpoints, types::Fingerprint};
@@ -84,6 +87,58 @@ fn has_steps(checkpoints: &Path) -> Result<bool> {
         }
     }
     Ok(false)
+}
+
+/// What decides how a run is resumed, as it lies in its folder: another process that trains the run
+/// changes some of it when it saves a checkpoint or ends.
+#[derive(Debug, PartialEq, Eq)]
+pub(crate) struct Seen {
+    settings: Option<Vec<u8>>,
+    /// The length of the model's file, and when it was written.
+    model: Option<(u64, Option<SystemTime>)>,
+    /// The checkpoints, and when each was written: one that is damaged may be replaced.
+    checkpoints: BTreeMap<OsString, Option<SystemTime>>,
+}
+
+impl Seen {
+    /// What there is now. Call it before the rest is read: what changes meanwhile is then noticed by
+    /// a second call, which is to come once the run is locked.
+    pub(crate) fn in_folder(path: &Path) -> Result<Self> {
+        let settings = input::read_if_there(&path.join(settings::FILE))?;
+        let model = path.join(MODEL_FILE);
+        let model = match fs::symlink_metadata(&model) {
+            // Some systems know no times; then the length alone is compared.
+            Ok(known) => Some((known.len(), known.modified().ok())),
+            Err(error) if is_nothing(&error) => None,
+            Err(source) => return Err(Error::read(model, source)),
+        };
+        Ok(Self { settings, model, checkpoints: saved(&path.join(CHECKPOINTS))? })
+    }
+}
+
+/// The checkpoints in their folder, and when each was written. What is not whole yet has another
+/// name; what has gone while it is looked at was no longer there.
+fn saved(folder: &Path) -> Result<BTreeMap<OsString, Option<SystemTime>>> {
+    let entries = match fs::read_dir(folder) {
+        Ok(entries) => entries,
+        Err(error) if is_nothing(&error) => return Ok(BTreeMap::new()),
+        Err(source) => return Err(Error::read(folder, source)),
+    };
+    let mut saved = BTreeMap::new();
+    for entry in entries {
+        let entry = entry.map_err(|source| Error::read(folder, source))?;
+        let name = entry.file_name();
+        let digits = name.as_encoded_bytes().strip_prefix(b"step-");
+        if !digits.is_some_and(|digits| digits.iter().all(u8::is_ascii_digit)) {
+            continue;
+        }
+        match entry.metadata() {
+            Ok(known) => drop(saved.insert(name, known.modified().ok())),
+            Err(error) if is_nothing(&error) => {}
+            Err(source) => return Err(Error::read(entry.path(), source)),
+        }
+    }
+    Ok(saved)
 }
 
 /// Whether an error says that there is nothing, because of what is missing or is no folder.
