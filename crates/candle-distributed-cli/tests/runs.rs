@@ -308,6 +308,34 @@ fn lost_and_damaged_metrics_are_said_and_kept() {
 }
 
 #[test]
+fn metrics_without_a_checkpoint_are_said_and_kept() {
+    let home = Home::new();
+    home.killed("run");
+    let whole = fs::read(home.at("run").join("metrics.jsonl")).unwrap();
+    let model = {
+        home.complete("whole");
+        home.model("whole")
+    };
+    for beside in ["metrics.unsaved-0001.jsonl", "metrics.unsaved-0002.jsonl"] {
+        fs::remove_dir_all(home.at("run").join("checkpoints")).unwrap();
+        let before = fs::read(home.at("run").join("metrics.jsonl")).unwrap();
+        let resumed = home.resume("run", &[]);
+        assert!(resumed.status.success(), "{}", said(&resumed));
+        let checkpoints = home.path("run/checkpoints");
+        for words in ["warning: ", "ends with step 12", &checkpoints, "starts anew", beside] {
+            assert!(said(&resumed).contains(words), "no {words:?} in {}", said(&resumed));
+        }
+        assert_eq!(fs::read(home.at("run").join(beside)).unwrap(), before);
+        assert!(home.model("run") == model);
+        fs::remove_file(home.at("run").join("model.safetensors")).unwrap();
+    }
+    assert_eq!(fs::read(home.at("run").join("metrics.unsaved-0001.jsonl")).unwrap(), whole);
+    // With a checkpoint nothing is set aside.
+    assert!(home.resume("run", &[]).status.success());
+    assert!(!home.at("run").join("metrics.unsaved-0003.jsonl").exists());
+}
+
+#[test]
 fn a_damaged_checkpoint_is_said_and_the_one_before_it_taken() {
     let home = Home::new();
     home.complete("whole");

@@ -240,7 +240,8 @@ impl RunDir {
     }
 
     /// Opens the folder `path` to resume at `step`: metrics from there on are dropped, because the
-    /// steps are about to be done again. Damaged ones are kept beside.
+    /// steps are about to be done again. Damaged ones are kept beside, and so are all where no
+    /// checkpoint is left: nothing else tells that these steps were ever done.
     pub(crate) fn resume(path: &Path, settings: &Settings, step: u64) -> Result<Self> {
         fs::create_dir_all(path).map_err(|source| Error::write(path, source))?;
         let metrics = path.join(METRICS);
@@ -248,11 +249,24 @@ impl RunDir {
         let known = input::read_if_there(&metrics)?.unwrap_or_default();
         let mut kept = Metrics::parse(&known);
         if !kept.damaged().is_empty() {
-            let beside = keep_beside(path, &known)?;
+            let beside = keep_beside(path, "damaged", &known)?;
             output::warning(format_args!(
                 "{} {}; the whole file is kept as {}",
                 metrics.display(),
                 damage(&kept),
+                beside.display()
+            ));
+        }
+        if step == 0 && kept.done() > 0 {
+            // A run that is killed before its first checkpoint leaves the same, and must go on
+            // without anybody's help.
+            let beside = keep_beside(path, "unsaved", &known)?;
+            output::warning(format_args!(
+                "{} ends with step {}, but there is no checkpoint in {}: the run starts anew, and \
+                 the whole file is kept as {}",
+                metrics.display(),
+                kept.done(),
+                path.join(CHECKPOINTS).display(),
                 beside.display()
             ));
         }
@@ -346,11 +360,11 @@ pub(crate) fn refuse_contents(path: &Path) -> Result<()> {
     Err(held.hinted("resume that run with --resume, or choose another folder"))
 }
 
-/// Keeps damaged metrics in a file of their own, and returns its path.
-fn keep_beside(path: &Path, metrics: &[u8]) -> Result<PathBuf> {
+/// Keeps metrics in a file of their own, which says in a word what they are, and returns its path.
+fn keep_beside(path: &Path, what: &str, metrics: &[u8]) -> Result<PathBuf> {
     let mut number = 1_u32;
     loop {
-        let beside = path.join(format!("metrics.damaged-{number:04}.jsonl"));
+        let beside = path.join(format!("metrics.{what}-{number:04}.jsonl"));
         match File::create_new(&beside).and_then(|mut file| file.write_all(metrics)) {
             Ok(()) => return Ok(beside),
             Err(error) if error.kind() == io::ErrorKind::AlreadyExists => number += 1,
