@@ -177,6 +177,33 @@ fn a_run_that_trains_is_not_trained_twice() {
     home.is_refused("run", &["--steps", "9"], &["--steps 100000"]);
 }
 
+#[cfg(target_os = "linux")]
+#[test]
+fn a_run_that_is_told_twice_to_end_saves_itself_all_the_same() {
+    let home = Home::new();
+    let (data, out) = (home.path("text.txt"), home.path("run"));
+    let train = command(&["train", "--data", &data, "--steps", "100000", "--out", &out])
+        .stdout(Stdio::null())
+        .stderr(Stdio::piped())
+        .spawn()
+        .unwrap();
+    let metrics = home.at("run").join("metrics.jsonl");
+    while fs::read(&metrics).map_or(0, |metrics| metrics.len()) == 0 {
+        std::thread::yield_now();
+    }
+    // While it is held still, two signals gather that it then gets at once. They differ, since the
+    // system makes one of two that are the same.
+    for signal in ["-STOP", "-TERM", "-HUP", "-CONT"] {
+        let mut kill = std::process::Command::new("kill");
+        assert!(kill.args([signal, &train.id().to_string()]).status().unwrap().success());
+    }
+    let ended = train.wait_with_output().unwrap();
+    assert_eq!(ended.status.code(), Some(130));
+    assert!(said(&ended).contains("--resume"), "{}", said(&ended));
+    let saved = contents(&home.at("run").join("checkpoints"));
+    assert!(saved.keys().any(|path| path.ends_with("index.json")), "{:?}", saved.keys());
+}
+
 #[test]
 fn a_run_that_lost_its_settings_is_known_by_its_checkpoint() {
     let home = Home::new();
