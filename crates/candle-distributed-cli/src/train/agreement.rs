@@ -69,8 +69,8 @@ pub(crate) fn check_shared(mesh: &DeviceMesh, path: &Path) -> Result<()> {
     }
 }
 
-/// Checks, once the run in `path` is locked, that no process has found it changed since it was `seen`
-/// there: another one may have trained it until now, and what it saved must not be trained anew.
+/// Checks, once the run in `path` is locked, that no process finds it changed since it was `seen`:
+/// another run of it may have ended only now, and what that saved must not be trained anew.
 pub(crate) fn check_unchanged(mesh: &DeviceMesh, path: &Path, seen: &Seen) -> Result<()> {
     let is_changed = Seen::in_folder(path)? != *seen;
     // One that writes must not be ahead of another that still compares.

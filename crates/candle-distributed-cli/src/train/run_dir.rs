@@ -101,8 +101,8 @@ pub(crate) struct Seen {
 }
 
 impl Seen {
-    /// What there is now. Call it before the rest is read: what changes meanwhile is then noticed by
-    /// a second call, which is to come once the run is locked.
+    /// What there is now. Call it before the rest is read: what changes meanwhile is then noticed
+    /// by a second call, which is to come once the run is locked.
     pub(crate) fn in_folder(path: &Path) -> Result<Self> {
         let settings = input::read_if_there(&path.join(settings::FILE))?;
         let model = path.join(MODEL_FILE);

@@ -34,7 +34,8 @@ use crate::{
 /// not exist yet, by which the processes of a mesh over NCCL find each other. What rank 1 prints
 /// appears as "[1] ...". If a process fails, the others are ended, and its exit code is that of
 /// `launch`. SIGINT, SIGTERM and SIGHUP are passed on, and what has not ended --stop-grace seconds
-/// later is killed.
+/// later is killed. What a process has started ends with it. If the launcher itself is killed,
+/// Linux ends the processes too, but not what they have started, such as the workers of a script.
 #[derive(Debug, clap::Args)]
 #[expect(clippy::doc_markdown, reason = "clap shows it as it is")]
 #[command(after_help = examples![
