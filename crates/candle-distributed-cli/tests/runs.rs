@@ -226,6 +226,10 @@ fn a_run_that_cannot_start_leaves_nothing_behind() {
     let out = home.path("run");
     let train = ["train", "--data", &data, "--steps", "1", "--out", &out];
     refuses(&[&train[..], &["--memory-limit", "10MiB"]].concat(), &["10.00 MiB", "--memory-limit"]);
+    for device in ["cuda", "metal"] {
+        let limited = ["--device", device, "--memory-limit", "4GiB"];
+        refuses(&[&train[..], &limited].concat(), &["--memory-limit is for --device cpu"]);
+    }
     assert!(!home.at("run").exists());
 
     #[cfg(target_os = "linux")]

@@ -70,8 +70,8 @@ pub(crate) struct Args {
     /// Write a checkpoint every N steps; the newest two are kept
     #[arg(long, value_name = "N", default_value_t = 50)]
     checkpoint_every: u64,
-    /// Most memory that this process may take, such as 4GiB: a run that would take more is refused
-    /// [default: the limits that the system sets]
+    /// Most memory that this process may take, such as 4GiB: a run that would take more is refused;
+    /// for --device cpu alone [default: the limits that the system sets]
     #[arg(long, value_name = "BYTES", value_parser = bytes::parse)]
     memory_limit: Option<u64>,
     /// Train on when the loss of a step is infinite or not a number, which otherwise ends the run

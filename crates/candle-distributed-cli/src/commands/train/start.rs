@@ -55,6 +55,11 @@ impl Args {
                 "--checkpoint-every 0 would write no checkpoint, it must be at least 1",
             ));
         }
+        if self.memory_limit.is_some() && !self.devices.is_cpu() {
+            let other = "--memory-limit is for --device cpu, whose memory is that of the process: \
+                         what a run takes of another device's is not known beforehand";
+            return Err(Error::usage(other));
+        }
         let mut known = None;
         let mut seen = None;
         if let Some(path) = self.resumed() {
