@@ -32,6 +32,8 @@ pub(crate) const NO_SETTINGS: &str =
     "start a new run in another folder, or bring back the file that tells which run this is";
 pub(crate) const SHARED: &str =
     "--out must name a folder that all processes share, such as one of a network file system";
+pub(crate) const WENT_ON: &str =
+    "another process has just trained it: the same command resumes it from where it is now";
 const NONE_LEFT: &str = "restore one of these checkpoints, or start a new run in another folder";
 const LOCKED: &str = "two processes would ruin the run: end the other one, or wait for it";
 const MEMORY: &str =

@@ -61,3 +61,11 @@ fn read_bytes(source: impl Read, path: &Path) -> Result<Vec<u8>> {
 pub(crate) fn read_json<T: DeserializeOwned>(path: &Path, what: &'static str) -> Result<T> {
     serde_json::from_str(&read_file(path)?).map_err(|source| Error::json(path, what, source))
 }
+
+/// A text that was read, in quotes, as far as a line of an error has room for it.
+pub(crate) fn excerpt(text: &str) -> String {
+    const SHOWN_CHARS: usize = 40;
+    let shown: String = text.chars().take(SHOWN_CHARS).collect();
+    let more = if shown.len() < text.len() { "…" } else { "" };
+    format!("{shown:?}{more}")
+}

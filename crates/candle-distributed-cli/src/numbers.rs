@@ -207,12 +207,9 @@ impl List<'_> {
     }
 
     fn not_read(&self, n: u64, word: &str, fault: &str) -> Error {
-        /// As much of a word as a line has room for.
-        const SHOWN_CHARS: usize = 40;
         let name = self.name();
-        let shown: String = word.chars().take(SHOWN_CHARS).collect();
-        let more = if shown.len() < word.len() { "…" } else { "" };
-        Error::usage(format!("{} {n} in {name} is {fault}: {shown:?}{more}", self.what))
+        let shown = input::excerpt(word);
+        Error::usage(format!("{} {n} in {name} is {fault}: {shown}", self.what))
     }
 
     fn too_long(&self, n_read: u64) -> Error {

@@ -190,6 +190,19 @@ fn what_ignores_its_end_is_killed_after_the_grace_period() {
 }
 
 #[test]
+fn what_hangs_after_a_signal_is_killed() {
+    let script = "trap '' TERM; echo ready; while :; do tail -f /dev/null; done";
+    // Not one of them ends before, which would start the other period.
+    let options = ["--stop-grace", "0", "--grace", "600"];
+    let mut running = Running::start(launch(2, &options, script));
+    assert_eq!(running.next_lines(2), ["[0] ready", "[1] ready"]);
+    running.signal("-TERM");
+    let (code, _, message) = running.end();
+    assert_eq!(code, Some(137), "{message}");
+    assert!(message.contains("signal 9 (SIGKILL)"), "{message}");
+}
+
+#[test]
 fn what_a_process_leaves_behind_ends_with_it() {
     // It would keep the output open.
     let Output { status, stdout, .. } = output(2, "tail -f /dev/null & echo started");

@@ -177,6 +177,33 @@ fn a_run_that_trains_is_not_trained_twice() {
     home.is_refused("run", &["--steps", "9"], &["--steps 100000"]);
 }
 
+#[cfg(target_os = "linux")]
+#[test]
+fn a_run_that_is_told_twice_to_end_saves_itself_all_the_same() {
+    let home = Home::new();
+    let (data, out) = (home.path("text.txt"), home.path("run"));
+    let train = command(&["train", "--data", &data, "--steps", "100000", "--out", &out])
+        .stdout(Stdio::null())
+        .stderr(Stdio::piped())
+        .spawn()
+        .unwrap();
+    let metrics = home.at("run").join("metrics.jsonl");
+    while fs::read(&metrics).map_or(0, |metrics| metrics.len()) == 0 {
+        std::thread::yield_now();
+    }
+    // While it is held still, two signals gather that it then gets at once. They differ, since the
+    // system makes one of two that are the same.
+    for signal in ["-STOP", "-TERM", "-HUP", "-CONT"] {
+        let mut kill = std::process::Command::new("kill");
+        assert!(kill.args([signal, &train.id().to_string()]).status().unwrap().success());
+    }
+    let ended = train.wait_with_output().unwrap();
+    assert_eq!(ended.status.code(), Some(130));
+    assert!(said(&ended).contains("--resume"), "{}", said(&ended));
+    let saved = contents(&home.at("run").join("checkpoints"));
+    assert!(saved.keys().any(|path| path.ends_with("index.json")), "{:?}", saved.keys());
+}
+
 #[test]
 fn a_run_that_lost_its_settings_is_known_by_its_checkpoint() {
     let home = Home::new();
@@ -199,6 +226,10 @@ fn a_run_that_cannot_start_leaves_nothing_behind() {
     let out = home.path("run");
     let train = ["train", "--data", &data, "--steps", "1", "--out", &out];
     refuses(&[&train[..], &["--memory-limit", "10MiB"]].concat(), &["10.00 MiB", "--memory-limit"]);
+    for device in ["cuda", "metal"] {
+        let limited = ["--device", device, "--memory-limit", "4GiB"];
+        refuses(&[&train[..], &limited].concat(), &["--memory-limit is for --device cpu"]);
+    }
     assert!(!home.at("run").exists());
 
     #[cfg(target_os = "linux")]
@@ -305,6 +336,34 @@ fn lost_and_damaged_metrics_are_said_and_kept() {
     let resumed = home.resume("lost", &[]);
     assert!(said(&resumed).contains("lacks the metrics of steps 1 to 8"), "{}", said(&resumed));
     assert!(home.model("lost") == model);
+}
+
+#[test]
+fn metrics_without_a_checkpoint_are_said_and_kept() {
+    let home = Home::new();
+    home.killed("run");
+    let whole = fs::read(home.at("run").join("metrics.jsonl")).unwrap();
+    let model = {
+        home.complete("whole");
+        home.model("whole")
+    };
+    for beside in ["metrics.unsaved-0001.jsonl", "metrics.unsaved-0002.jsonl"] {
+        fs::remove_dir_all(home.at("run").join("checkpoints")).unwrap();
+        let before = fs::read(home.at("run").join("metrics.jsonl")).unwrap();
+        let resumed = home.resume("run", &[]);
+        assert!(resumed.status.success(), "{}", said(&resumed));
+        let checkpoints = home.path("run/checkpoints");
+        for words in ["warning: ", "ends with step 12", &checkpoints, "starts anew", beside] {
+            assert!(said(&resumed).contains(words), "no {words:?} in {}", said(&resumed));
+        }
+        assert_eq!(fs::read(home.at("run").join(beside)).unwrap(), before);
+        assert!(home.model("run") == model);
+        fs::remove_file(home.at("run").join("model.safetensors")).unwrap();
+    }
+    assert_eq!(fs::read(home.at("run").join("metrics.unsaved-0001.jsonl")).unwrap(), whole);
+    // With a checkpoint nothing is set aside.
+    assert!(home.resume("run", &[]).status.success());
+    assert!(!home.at("run").join("metrics.unsaved-0003.jsonl").exists());
 }
 
 #[test]

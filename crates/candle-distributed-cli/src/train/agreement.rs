@@ -13,6 +13,7 @@ use candle_distributed::mesh::DeviceMesh;
 use crate::{
     error::{self, Error, ErrorKind, Result},
     hint,
+    train::{run_dir::Seen, trainer},
 };
 
 /// Checks that every process of a mesh says the same, in as many `words`: what it has and does,
@@ -66,6 +67,20 @@ pub(crate) fn check_shared(mesh: &DeviceMesh, path: &Path) -> Result<()> {
             Error::usage(apart).hinted(hint::SHARED)
         })),
     }
+}
+
+/// Checks, once the run in `path` is locked, that no process finds it changed since it was `seen`:
+/// another run of it may have ended only now, and what that saved must not be trained anew.
+pub(crate) fn check_unchanged(mesh: &DeviceMesh, path: &Path, seen: &Seen) -> Result<()> {
+    let is_changed = Seen::in_folder(path)? != *seen;
+    // One that writes must not be ahead of another that still compares.
+    if trainer::largest(mesh, is_changed.into())? == 0 {
+        return Ok(());
+    }
+    Err(of_first(mesh, || {
+        let changed = format!("the run in {} went on while it was read", path.display());
+        Error::usage(changed).hinted(hint::WENT_ON)
+    }))
 }
 
 /// A new file in the folder, which is made if there is none.

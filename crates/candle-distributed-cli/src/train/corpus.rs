@@ -10,7 +10,7 @@ use serde::Deserialize;
 
 use crate::{
     error::{Error, Result},
-    hint,
+    hint, input,
 };
 
 /// The longest sequence, in bytes.
@@ -196,7 +196,8 @@ fn texts_in_lines(lines: &str, path: &Path) -> Result<Vec<String>> {
         }
         let Ok(Line::Text(text) | Line::Object { text }) = serde_json::from_str(line) else {
             let name = path.display();
-            let wrong = Error::usage(format!("line {n} of {name} holds no text: {line:.40?}"));
+            let shown = input::excerpt(line);
+            let wrong = Error::usage(format!("line {n} of {name} holds no text: {shown}"));
             return Err(wrong.hinted(hint::JSON_LINES));
         };
         texts.push(text);
@@ -263,6 +264,15 @@ mod tests {
                 "{wrong}: {error}"
             );
         }
+    }
+
+    #[test]
+    fn a_long_line_without_a_text_is_shown_shortened() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("long.jsonl");
+        fs::write(&path, "x".repeat(1 << 20)).unwrap();
+        let error = Corpus::read(&path).unwrap_err().to_string();
+        assert!(error.ends_with(&format!("no text: \"{}\"…", "x".repeat(40))), "{}", error.len());
     }
 
     #[test]

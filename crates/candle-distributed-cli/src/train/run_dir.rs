@@ -1,9 +1,12 @@
 //! The folder of a run: what it is, its metrics, its checkpoints and its model.
 
 use std::{
+    collections::BTreeMap,
+    ffi::OsString,
     fs::{self, File},
     io::{self, Write},
     path::{Path, PathBuf},
+    time::SystemTime,
 };
 
 use candle_distributed::{plan::ParameterInfo, train::Checkpoints, types::Fingerprint};
@@ -84,6 +87,58 @@ fn has_steps(checkpoints: &Path) -> Result<bool> {
         }
     }
     Ok(false)
+}
+
+/// What decides how a run is resumed, as it lies in its folder: another process that trains the run
+/// changes some of it when it saves a checkpoint or ends.
+#[derive(Debug, PartialEq, Eq)]
+pub(crate) struct Seen {
+    settings: Option<Vec<u8>>,
+    /// The length of the model's file, and when it was written.
+    model: Option<(u64, Option<SystemTime>)>,
+    /// The checkpoints, and when each was written: one that is damaged may be replaced.
+    checkpoints: BTreeMap<OsString, Option<SystemTime>>,
+}
+
+impl Seen {
+    /// What there is now. Call it before the rest is read: what changes meanwhile is then noticed
+    /// by a second call, which is to come once the run is locked.
+    pub(crate) fn in_folder(path: &Path) -> Result<Self> {
+        let settings = input::read_if_there(&path.join(settings::FILE))?;
+        let model = path.join(MODEL_FILE);
+        let model = match fs::symlink_metadata(&model) {
+            // Some systems know no times; then the length alone is compared.
+            Ok(known) => Some((known.len(), known.modified().ok())),
+            Err(error) if is_nothing(&error) => None,
+            Err(source) => return Err(Error::read(model, source)),
+        };
+        Ok(Self { settings, model, checkpoints: saved(&path.join(CHECKPOINTS))? })
+    }
+}
+
+/// The checkpoints in their folder, and when each was written. What is not whole yet has another
+/// name; what has gone while it is looked at was no longer there.
+fn saved(folder: &Path) -> Result<BTreeMap<OsString, Option<SystemTime>>> {
+    let entries = match fs::read_dir(folder) {
+        Ok(entries) => entries,
+        Err(error) if is_nothing(&error) => return Ok(BTreeMap::new()),
+        Err(source) => return Err(Error::read(folder, source)),
+    };
+    let mut saved = BTreeMap::new();
+    for entry in entries {
+        let entry = entry.map_err(|source| Error::read(folder, source))?;
+        let name = entry.file_name();
+        let digits = name.as_encoded_bytes().strip_prefix(b"step-");
+        if !digits.is_some_and(|digits| digits.iter().all(u8::is_ascii_digit)) {
+            continue;
+        }
+        match entry.metadata() {
+            Ok(known) => drop(saved.insert(name, known.modified().ok())),
+            Err(error) if is_nothing(&error) => {}
+            Err(source) => return Err(Error::read(entry.path(), source)),
+        }
+    }
+    Ok(saved)
 }
 
 /// Whether an error says that there is nothing, because of what is missing or is no folder.
@@ -185,7 +240,8 @@ impl RunDir {
     }
 
     /// Opens the folder `path` to resume at `step`: metrics from there on are dropped, because the
-    /// steps are about to be done again. Damaged ones are kept beside.
+    /// steps are about to be done again. Damaged ones are kept beside, and so are all where no
+    /// checkpoint is left: nothing else tells that these steps were ever done.
     pub(crate) fn resume(path: &Path, settings: &Settings, step: u64) -> Result<Self> {
         fs::create_dir_all(path).map_err(|source| Error::write(path, source))?;
         let metrics = path.join(METRICS);
@@ -193,11 +249,24 @@ impl RunDir {
         let known = input::read_if_there(&metrics)?.unwrap_or_default();
         let mut kept = Metrics::parse(&known);
         if !kept.damaged().is_empty() {
-            let beside = keep_beside(path, &known)?;
+            let beside = keep_beside(path, "damaged", &known)?;
             output::warning(format_args!(
                 "{} {}; the whole file is kept as {}",
                 metrics.display(),
                 damage(&kept),
+                beside.display()
+            ));
+        }
+        if step == 0 && kept.done() > 0 {
+            // A run that is killed before its first checkpoint leaves the same, and must go on
+            // without anybody's help.
+            let beside = keep_beside(path, "unsaved", &known)?;
+            output::warning(format_args!(
+                "{} ends with step {}, but there is no checkpoint in {}: the run starts anew, and \
+                 the whole file is kept as {}",
+                metrics.display(),
+                kept.done(),
+                path.join(CHECKPOINTS).display(),
                 beside.display()
             ));
         }
@@ -291,11 +360,11 @@ pub(crate) fn refuse_contents(path: &Path) -> Result<()> {
     Err(held.hinted("resume that run with --resume, or choose another folder"))
 }
 
-/// Keeps damaged metrics in a file of their own, and returns its path.
-fn keep_beside(path: &Path, metrics: &[u8]) -> Result<PathBuf> {
+/// Keeps metrics in a file of their own, which says in a word what they are, and returns its path.
+fn keep_beside(path: &Path, what: &str, metrics: &[u8]) -> Result<PathBuf> {
     let mut number = 1_u32;
     loop {
-        let beside = path.join(format!("metrics.damaged-{number:04}.jsonl"));
+        let beside = path.join(format!("metrics.{what}-{number:04}.jsonl"));
         match File::create_new(&beside).and_then(|mut file| file.write_all(metrics)) {
             Ok(()) => return Ok(beside),
             Err(error) if error.kind() == io::ErrorKind::AlreadyExists => number += 1,

@@ -12,16 +12,23 @@ use signal_hook::{
 use crate::error;
 
 /// A flag that is set by Ctrl-C, by a scheduler, and by the end of the terminal that the program
-/// was started in. A second signal ends the program at once.
+/// was started in.
+///
+/// A second Ctrl-C ends the program at once, but no other signal does: whoever sends SIGTERM to all
+/// processes of a job reaches the ranks twice, once directly and once by way of their launcher, and
+/// the checkpoint would be lost.
 pub(crate) fn flag() -> Arc<AtomicBool> {
     let stop = Arc::new(AtomicBool::new(false));
+    let interrupted = Arc::new(AtomicBool::new(false));
+    // Without a handler the signal ends the program at once, as it would any other. This one comes
+    // before the one that sets its flag, so the first signal does not find it set.
+    drop(flag::register_conditional_shutdown(
+        SIGINT,
+        error::INTERRUPTED.into(),
+        Arc::clone(&interrupted),
+    ));
+    drop(flag::register(SIGINT, interrupted));
     for signal in signals() {
-        // Without its handler the signal ends the program at once, as it would any other.
-        drop(flag::register_conditional_shutdown(
-            signal,
-            error::INTERRUPTED.into(),
-            Arc::clone(&stop),
-        ));
         drop(flag::register(signal, Arc::clone(&stop)));
     }
     stop

@@ -29,7 +29,9 @@ pub(super) fn command(program: &OsStr, arguments: &[OsString]) -> Command {
     command
 }
 
-/// Replaces this process by `program`, which is killed when `launcher`, its parent, ends.
+/// Replaces this process by `program`, which is killed when `launcher`, its parent, ends. Its own
+/// children do not inherit that, and outlive a launcher that can no longer end them: the help says
+/// so.
 pub(super) fn become_program(launcher: u32, program: &OsStr, arguments: &[OsString]) -> Result<()> {
     let failed =
         |source| Error::usage(format!("cannot start {}: {source}", Printable(program.display())));

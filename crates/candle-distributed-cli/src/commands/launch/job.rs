@@ -35,6 +35,15 @@ enum Event {
     Signaled(Signal),
 }
 
+/// How long processes may take to end before they are killed.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Patience {
+    /// After one of them has ended: the others may wait for it in vain.
+    pub(super) grace: Duration,
+    /// After a signal that is passed on: all of them may be busy with what they save.
+    pub(super) stop_grace: Duration,
+}
+
 /// The processes of a program.
 pub(super) struct Job {
     /// By rank.
@@ -44,7 +53,7 @@ pub(super) struct Job {
     sender: Sender<Event>,
     /// How many of their outputs are not closed yet.
     n_open: usize,
-    grace: Duration,
+    patience: Patience,
     /// When to kill what has not ended by then; when nothing runs, when to say what is waited for.
     deadline: Option<Instant>,
     /// Whether the processes have been sent a signal and should end by themselves.
@@ -56,7 +65,7 @@ pub(super) struct Job {
 impl Job {
     /// Starts the processes. Call it from the main thread: the system ends them when the thread ends
     /// that has started them.
-    pub(super) fn start(program: &Program<'_>, grace: Duration) -> Result<Self> {
+    pub(super) fn start(program: &Program<'_>, patience: Patience) -> Result<Self> {
         let (sender, events) = mpsc::channel();
         // Before the first process, which a signal must not leave behind.
         watch_signals(&sender).map_err(ErrorKind::Launcher)?;
@@ -65,7 +74,7 @@ impl Job {
             events,
             sender,
             n_open: 0,
-            grace,
+            patience,
             deadline: None,
             is_ending: false,
             fault: None,
@@ -138,6 +147,7 @@ impl Job {
             Event::Signaled(signal) => {
                 self.is_ending = true;
                 self.signal(signal);
+                self.expect_end(self.patience.stop_grace);
             }
             Event::Ended(rank) => {
                 let status = self.processes[rank].reap().map_err(ErrorKind::Launcher)?;
@@ -147,7 +157,7 @@ impl Job {
                 if !self.is_running() {
                     self.deadline = Some(Instant::now() + OUTPUT_PATIENCE);
                 } else if self.is_ending {
-                    self.expect_end();
+                    self.expect_end(self.patience.grace);
                 }
             }
         }
@@ -157,20 +167,21 @@ impl Job {
     /// Asks all processes to end, unless they are about to.
     fn end_because(&mut self, fault: ErrorKind) {
         if !self.is_ending && self.is_running() {
-            let seconds = self.grace.as_secs();
+            let seconds = self.patience.grace.as_secs();
             output::warning(format_args!(
                 "{fault}; the others get SIGTERM, and SIGKILL after {seconds} s"
             ));
             self.is_ending = true;
             self.signal(Signal::TERM);
-            self.expect_end();
+            self.expect_end(self.patience.grace);
         }
         self.fault.get_or_insert(fault);
     }
 
-    /// From now on the grace period runs.
-    fn expect_end(&mut self) {
-        self.deadline.get_or_insert_with(|| Instant::now() + self.grace);
+    /// From now on the processes have this long at most: what comes later does not give them more.
+    fn expect_end(&mut self, within: Duration) {
+        let deadline = Instant::now() + within;
+        self.deadline = Some(self.deadline.map_or(deadline, |known| known.min(deadline)));
     }
 
     /// Kills what runs.

@@ -18,7 +18,10 @@ use std::{
 
 use candle_distributed::types::{Launched, human::Printable};
 
-use self::{job::Job, process::Program};
+use self::{
+    job::{Job, Patience},
+    process::Program,
+};
 use crate::{
     error::{Error, ErrorKind, Result},
     help::examples,
@@ -30,7 +33,9 @@ use crate::{
 /// in its environment, as under torchrun, and in CANDLE_DISTRIBUTED_STORE the path of a file that does
 /// not exist yet, by which the processes of a mesh over NCCL find each other. What rank 1 prints
 /// appears as "[1] ...". If a process fails, the others are ended, and its exit code is that of
-/// `launch`. SIGINT, SIGTERM and SIGHUP are passed on.
+/// `launch`. SIGINT, SIGTERM and SIGHUP are passed on, and what has not ended --stop-grace seconds
+/// later is killed. What a process has started ends with it. If the launcher itself is killed,
+/// Linux ends the processes too, but not what they have started, such as the workers of a script.
 #[derive(Debug, clap::Args)]
 #[expect(clippy::doc_markdown, reason = "clap shows it as it is")]
 #[command(after_help = examples![
@@ -48,11 +53,21 @@ pub(crate) struct Args {
         required_unless_present = "guarded_by"
     )]
     processes: Option<u16>,
-    /// How long processes that are asked to end may take before they are killed
+    /// How long the other processes may take to end when one of them has failed, or has ended after
+    /// a signal, before they are killed
     #[arg(long, value_name = "SECONDS", default_value_t = 30)]
     grace: u32,
+    /// How long processes may take to end after a signal that is passed on, such as Ctrl-C, before
+    /// they are killed: enough for a step and a checkpoint
+    #[arg(long, value_name = "SECONDS", default_value_t = 600)]
+    stop_grace: u32,
     /// The process id of the launcher: this process is to become the program, and to end with it
-    #[arg(long, value_name = "PID", hide = true, conflicts_with_all = ["processes", "grace"])]
+    #[arg(
+        long,
+        value_name = "PID",
+        hide = true,
+        conflicts_with_all = ["processes", "grace", "stop_grace"]
+    )]
     guarded_by: Option<u32>,
     /// Program to start, and its arguments
     #[arg(last = true, required = true, value_name = "PROGRAM")]
@@ -77,7 +92,11 @@ pub(crate) fn run(args: &Args) -> Result<()> {
         port: free_port()?,
         store: folder.path().join("store"),
     };
-    Job::start(&program, Duration::from_secs(args.grace.into()))?.watch()
+    let patience = Patience {
+        grace: Duration::from_secs(args.grace.into()),
+        stop_grace: Duration::from_secs(args.stop_grace.into()),
+    };
+    Job::start(&program, patience)?.watch()
 }
 
 impl Args {

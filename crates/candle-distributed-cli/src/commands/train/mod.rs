@@ -70,8 +70,8 @@ pub(crate) struct Args {
     /// Write a checkpoint every N steps; the newest two are kept
     #[arg(long, value_name = "N", default_value_t = 50)]
     checkpoint_every: u64,
-    /// Most memory that this process may take, such as 4GiB: a run that would take more is refused
-    /// [default: the limits that the system sets]
+    /// Most memory that this process may take, such as 4GiB: a run that would take more is refused;
+    /// for --device cpu alone [default: the limits that the system sets]
     #[arg(long, value_name = "BYTES", value_parser = bytes::parse)]
     memory_limit: Option<u64>,
     /// Train on when the loss of a step is infinite or not a number, which otherwise ends the run
@@ -114,7 +114,7 @@ impl Args {
         };
         let path = self.path(mesh)?;
         agreement::check_shared(mesh, &path)?;
-        let Beginning { settings, corpus, schedule, from } = beginning;
+        let Beginning { settings, corpus, schedule, from, seen } = beginning;
         let vars = initial_parameters(mesh, Seed::new(settings.seed))?;
         let job = Job {
             mesh,
@@ -131,6 +131,11 @@ impl Args {
         // Whatever can be refused has been when the folder changes for the first time.
         let model = job.start(&vars)?;
         job.checkpoints.lock(mesh)?;
+        // The lock needs the mesh, which comes after the run is read: only now nobody else changes
+        // it any more.
+        if let Some(seen) = &seen {
+            agreement::check_unchanged(mesh, &path, seen)?;
+        }
         let journal = match place.placement.rank() {
             Rank::ZERO => Some(self.journal(&job, &vars, place)?),
             _ => None,
@@ -207,4 +212,64 @@ fn announce(job: &Job<'_>, vars: &VarMap, place: Place) -> Result<Needs> {
         writeln!(out, "{report}\neach epoch: {first_epoch}")
     })?;
     Needs::of(&parameters, &plan.cost(&CostModel::default())?)
+}
+
+#[cfg(test)]
+mod tests {
+    use std::fs;
+
+    use clap::Parser;
+
+    use super::*;
+
+    #[derive(Parser)]
+    struct Line {
+        #[command(flatten)]
+        train: Args,
+    }
+
+    #[test]
+    fn a_run_that_went_on_while_it_was_read_is_refused() {
+        let home = tempfile::tempdir().unwrap();
+        let out = home.path().join("run");
+        let data = home.path().join("text.txt");
+        fs::write(&data, "to be or\n\nnot to be\n\n".repeat(9)).unwrap();
+        let line = ["train", "--steps", "3", "--checkpoint-every", "1", "--resume"];
+        let line = line.map(std::ffi::OsStr::new).into_iter();
+        let line = line.chain(["--out".as_ref(), out.as_os_str()]);
+        let args = Line::parse_from(line.chain(["--data".as_ref(), data.as_os_str()])).train;
+        let place = args.devices.place(DEFAULT_WORLD_SIZE).unwrap();
+        let mesh = DeviceMesh::cpu(2).unwrap();
+        args.train(&mesh, place, args.start(place)).unwrap();
+        let model = out.join("model.safetensors");
+        let killed = || fs::remove_file(&model).unwrap();
+        let metrics = || fs::read(out.join("metrics.jsonl")).unwrap();
+
+        let second = out.join("checkpoints/step-0000000002");
+        let aside = home.path().join("aside");
+        let run_json = out.join("run.json");
+        let settings = fs::read_to_string(&run_json).unwrap();
+        let before = metrics();
+        let is_refused = |start, what| {
+            let error = args.train(&mesh, place, start).unwrap_err();
+            assert!(error.to_string().contains("went on while it was read"), "{what}: {error}");
+            assert_eq!(metrics(), before, "{what}");
+        };
+        // Another process saves a checkpoint, ends its session, and completes the run.
+        killed();
+        fs::rename(&second, &aside).unwrap();
+        let start = args.start(place);
+        fs::rename(&aside, &second).unwrap();
+        is_refused(start, "a checkpoint");
+        let start = args.start(place);
+        fs::write(&run_json, format!("{settings}\n")).unwrap();
+        is_refused(start, "the settings");
+        let start = args.start(place);
+        fs::write(&model, "a model").unwrap();
+        is_refused(start, "a model");
+
+        killed();
+        args.train(&mesh, place, args.start(place)).unwrap();
+        assert!(model.exists());
+    }
 }

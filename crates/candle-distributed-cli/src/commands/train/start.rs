@@ -20,7 +20,7 @@ use crate::{
         memory,
         model::MODEL,
         resumed::Resumed,
-        run_dir,
+        run_dir::{self, Seen},
         settings::{FORMAT_VERSION, Settings},
         sharding,
     },
@@ -43,6 +43,8 @@ pub(super) struct Beginning {
     pub(super) corpus: Corpus,
     pub(super) schedule: Schedule,
     pub(super) from: Option<Resumed>,
+    /// The run to resume, as it was before any of it was read.
+    pub(super) seen: Option<Seen>,
 }
 
 impl Args {
@@ -53,8 +55,15 @@ impl Args {
                 "--checkpoint-every 0 would write no checkpoint, it must be at least 1",
             ));
         }
+        if self.memory_limit.is_some() && !self.devices.is_cpu() {
+            let other = "--memory-limit is for --device cpu, whose memory is that of the process: \
+                         what a run takes of another device's is not known beforehand";
+            return Err(Error::usage(other));
+        }
         let mut known = None;
+        let mut seen = None;
         if let Some(path) = self.resumed() {
+            seen = Some(Seen::in_folder(path)?);
             known = Settings::read(path)?;
         } else if let Some(out) = &self.out {
             run_dir::refuse_contents(out)?;
@@ -68,7 +77,8 @@ impl Args {
         {
             return Ok(Start::Complete(path.into()));
         }
-        let beginning = self.beginning(known, place.placement.world_size())?;
+        let mut beginning = self.beginning(known, place.placement.world_size())?;
+        beginning.seen = seen;
         // A mesh that is too large for any machine is refused when it is made.
         let n_devices = place.placement.world_size().as_usize();
         if self.devices.is_cpu() && n_devices <= DeviceMesh::MAX_DEVICES {
@@ -95,7 +105,7 @@ impl Args {
         let schedule = Schedule::of(&settings, &corpus)?;
         // A position that is not one in these batches is refused here; the batches come later.
         drop(schedule.batches(from.as_ref().map(|from| &from.batches))?);
-        Ok(Beginning { settings, corpus, schedule, from })
+        Ok(Beginning { settings, corpus, schedule, from, seen: None })
     }
 
     /// Checks that the arguments do not contradict those that the run started with.
