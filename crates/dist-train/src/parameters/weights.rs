@@ -302,7 +302,7 @@ mod tests {
     #[test]
     fn items_from_all_over_a_tensor_are_compared() {
         for len in [0, 1, 255, 256] {
-            assert_eq!(sampled(len).collect::<Vec<_>>(), [0..len]);
+            assert!(sampled(len).eq(std::iter::once(0..len)), "{len}");
         }
         for len in [257, 300, 1000, 1001, usize::MAX] {
             let runs: Vec<_> = sampled(len).collect();

@@ -30,6 +30,7 @@ impl Draw {
 }
 
 /// What a case consists of.
+#[expect(clippy::struct_excessive_bools, reason = "each is drawn by itself")]
 pub(crate) struct Case {
     dtype: DType,
     /// The name of each layer: those of one name are tied.
@@ -166,7 +167,9 @@ impl Case {
             all.push(loss);
             all.push(self.descend(&mut moved, &grads).unwrap());
         }
-        initial.keys().for_each(|name| all.extend(items(&named[name])));
+        for name in initial.keys() {
+            all.extend(items(&named[name]));
+        }
         all
     }
 
