@@ -253,7 +253,7 @@ mod tests {
         let path = folder.path().join("blocks");
         let len = 3 * BLOCK + 5;
         let tensor = Tensor::zeros(len, DType::U8, &Device::Cpu).unwrap();
-        let bytes: Vec<_> = (0..len).map(|at| (at % 251) as u8).collect();
+        let bytes: Vec<u8> = (0..251).cycle().take(len).collect();
         let expected: Vec<_> = bytes.chunks(BLOCK).map(Checksum::of).collect();
         for cut in [1 << 10, 4097, BLOCK - 1, BLOCK, BLOCK + 1, 2 * BLOCK, len] {
             let file = File::create(&path).unwrap();
