@@ -193,7 +193,8 @@ impl Checkpoints {
     /// [`CheckpointError::NoneLeft`] if there are checkpoints and none can be used, with what is
     /// wrong with each: then some variables may be changed. [`CheckpointError::Io`] or
     /// [`CheckpointError::Header`] if the folder or a file that is there cannot be read, and
-    /// [`Error::OtherProcess`] in the other processes; [`Error::Mesh`] if a process does not answer.
+    /// [`Error::OtherProcess`] in the other processes; [`Error::Mesh`] if a process does not
+    /// answer.
     ///
     /// # Examples
     ///

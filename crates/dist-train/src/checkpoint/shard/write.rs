@@ -5,6 +5,7 @@ use std::{
     collections::BTreeMap,
     fs::File,
     io::{self, Seek, Write},
+    mem,
     path::Path,
 };
 
@@ -185,28 +186,84 @@ impl<'a> Blocks<'a> {
         if self.bytes.is_empty() {
             return Ok(());
         }
+        let mut bytes = mem::take(&mut self.bytes);
+        self.write_block(&bytes)?;
+        bytes.clear();
+        self.bytes = bytes;
+        Ok(())
+    }
+
+    fn write_block(&mut self, bytes: &[u8]) -> io::Result<()> {
         let first = self.checksums.len() * BLOCK / self.dtype.size_in_bytes();
-        let refused = self.values.first_refused(self.dtype, &self.bytes);
+        let refused = self.values.first_refused(self.dtype, bytes);
         self.refused = self.refused.or(refused.map(|item| first + item));
-        self.checksums.push(Checksum::of(&self.bytes));
-        self.file.write_all(&self.bytes)?;
-        self.bytes.clear();
+        self.checksums.push(Checksum::of(bytes));
+        self.file.write_all(bytes)
+    }
+
+    /// Takes bytes that fill a block at least. Whole blocks are written from where they lie.
+    #[cold]
+    fn write_blocks(&mut self, mut bytes: &[u8]) -> io::Result<()> {
+        if !self.bytes.is_empty() {
+            let (first, rest) = bytes.split_at(BLOCK - self.bytes.len());
+            self.bytes.extend_from_slice(first);
+            self.end_block()?;
+            bytes = rest;
+        }
+        let blocks = bytes.chunks_exact(BLOCK);
+        self.bytes.extend_from_slice(blocks.remainder());
+        for block in blocks {
+            self.write_block(block)?;
+        }
         Ok(())
     }
 }
 
 impl Write for Blocks<'_> {
     fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
-        let len = bytes.len().min(BLOCK - self.bytes.len());
-        self.bytes.extend_from_slice(&bytes[..len]);
-        if self.bytes.len() == BLOCK {
-            self.end_block()?;
+        self.write_all(bytes)?;
+        Ok(bytes.len())
+    }
+
+    /// candle hands over item by item: this must be no more than the copy of one.
+    #[inline]
+    fn write_all(&mut self, bytes: &[u8]) -> io::Result<()> {
+        if bytes.len() >= BLOCK - self.bytes.len() {
+            return self.write_blocks(bytes);
         }
-        Ok(len)
+        self.bytes.extend_from_slice(bytes);
+        Ok(())
     }
 
     /// Does nothing: a block ends when it is full.
     fn flush(&mut self) -> io::Result<()> {
         Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::fs;
+
+    use super::*;
+
+    #[test]
+    fn blocks_are_the_same_however_they_come() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("blocks");
+        let len = 3 * BLOCK + 5;
+        let tensor = Tensor::zeros(len, DType::U8, &Device::Cpu).unwrap();
+        let bytes: Vec<u8> = (0..251).cycle().take(len).collect();
+        let expected: Vec<_> = bytes.chunks(BLOCK).map(Checksum::of).collect();
+        for cut in [1 << 10, 4097, BLOCK - 1, BLOCK, BLOCK + 1, 2 * BLOCK, len] {
+            let file = File::create(&path).unwrap();
+            let mut blocks = Blocks::new(&file, &tensor, Values::Finite);
+            for bytes in bytes.chunks(cut) {
+                blocks.write_all(bytes).unwrap();
+            }
+            blocks.end_block().unwrap();
+            assert_eq!(blocks.checksums, expected, "{cut} bytes at once");
+            assert!(fs::read(&path).unwrap() == bytes, "{cut} bytes at once");
+        }
     }
 }
