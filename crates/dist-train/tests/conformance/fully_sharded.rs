@@ -1,13 +1,13 @@
 //! A sharded model over processes: its bits are those of threads and of data parallel.
 
 use candle_core::{DType, Device, Result, Tensor};
-use candle_nn::{Module, Optimizer, ParamsAdamW, VarBuilder, embedding, linear};
+use candle_nn::{Module, Optimizer, ParamsAdamW, VarBuilder, embedding, linear, linear_no_bias};
 use core_types::Seed;
 use dist_train::{
     AdamW, Checkpoints, DataParallel, Error, FullyShard, Group, Keep, ShardingError, TrainingError,
     UnitRules, Units,
 };
-use fsdp_plan::strategy::{Choice, Full, Hybrid, LayerWise, Layout, ShardingStrategy};
+use fsdp_plan::strategy::{Choice, Full, Hsdp, Hybrid, LayerWise, Layout, ShardingStrategy};
 use pmap_mesh::{DeviceMesh, Replica};
 use process_tests::{Engine, assert_same, folder, mesh, threads};
 
@@ -86,6 +86,34 @@ pub(super) fn run(engine: &impl Engine, ranks: usize) {
     checkpoints(&tested, &threads);
     refusals(&tested);
     weights(&tested);
+}
+
+/// Pairs of processes that share the parameters, each pair all of them: they must begin alike.
+pub(super) fn groups(engine: &impl Engine, ranks: usize) {
+    let axes = [("replicate", ranks / 2), ("shard", 2)];
+    let (tested, threads) = (mesh(engine, &axes, None), threads(&axes, &engine.device()));
+    let strategy = || Hsdp::new(Full::default(), ranks as u64 / 2);
+    let expected = trained(&threads, strategy(), Keep::Inputs).0;
+    assert_same(&trained(&tested, strategy(), Keep::Inputs).0, &expected);
+
+    // An item that is not among those that are compared, in the part of the first of each pair.
+    let rank = tested.local_slots().start;
+    let path = folder().join(format!("weights-groups-{rank}.safetensors"));
+    let mut items = vec![0_f32; 1600];
+    items[100] = if rank == 2 { 1.0 } else { 0.0 };
+    let weight = Tensor::from_vec(items, (40, 40), &Device::Cpu).unwrap();
+    candle_core::safetensors::save(&[("layer.weight", weight)].into(), path.clone()).unwrap();
+    let outcome = FullyShard::builder(&tested, |vb| linear_no_bias(40, 40, vb.pp("layer")))
+        .unit("layer", ["layer"])
+        .weights(path)
+        .strategy(strategy())
+        .build(adam)
+        .map(drop);
+    let is_refused = matches!(
+        &outcome,
+        Err(Error::Diverged { name, replica: 2 }) if name == "layer.weight"
+    );
+    assert!(is_refused, "{outcome:?}");
 }
 
 /// What processes write, threads resume, and the other way round.
