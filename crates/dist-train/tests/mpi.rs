@@ -16,7 +16,7 @@ use candle_core::Device;
 use pmap_mesh::{DeviceMesh, DeviceMeshBuilder};
 use process_tests::{Case, Engine, mpirun};
 
-const CASES: [Case; 16] = [
+const CASES: [Case; 17] = [
     Case::succeeds("training", 2),
     Case::succeeds("training", 3),
     Case::succeeds("beginnings", 1),
@@ -33,6 +33,7 @@ const CASES: [Case; 16] = [
     Case::succeeds("fully-sharded", 1),
     Case::succeeds("fully-sharded", 2),
     Case::succeeds("fully-sharded", 3),
+    Case::succeeds("fully-sharded-groups", 4),
 ];
 
 struct Mpi;

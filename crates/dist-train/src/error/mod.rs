@@ -87,11 +87,12 @@ pub enum Error {
         reason: String,
     },
     /// Variables that should be the same on all devices are not.
-    #[error("variable {name} of replica {replica} differs from that of replica 0")]
+    #[error("variable {name} of replica {replica} differs from that of the first that has it")]
     Diverged {
         /// The first variable that differs, in the order of names.
         name: String,
-        /// The replica that has another value.
+        /// The replica that has another value than the first that has this variable, or of one that
+        /// is cut this part of it.
         replica: usize,
     },
 }

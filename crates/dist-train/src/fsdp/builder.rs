@@ -151,7 +151,7 @@ impl<'a, B> FullyShardBuilder<'a, B> {
     ///
     /// All processes must have the same weights, and none has all of them in memory: compared are
     /// which parameters they have, and some items from all over each, all of those of up to 256. So
-    /// weights of another training run are found, and a copy of which a few items differ may not be.
+    /// weights of another training run are found, and a copy of which few items differ may not be.
     /// What several processes keep is compared to the bit.
     pub fn weights(self, path: impl Into<PathBuf>) -> Self {
         Self { weights: Some(path.into()), ..self }
@@ -402,8 +402,8 @@ fn has_others(mesh: &DeviceMesh) -> bool {
     mesh.local_slots().len() < mesh.len()
 }
 
-/// Checks that parts which slots of several processes keep, of parameters that are not cut and those
-/// of other groups, begin alike.
+/// Checks that parts which slots of several processes keep begin alike: those of parameters that are
+/// not cut, and those of other groups.
 fn check_repeated(mesh: &DeviceMesh, model: &Model) -> Result<()> {
     let Model { vars, inventory, .. } = model;
     let plan = vars.plan();

@@ -1,12 +1,13 @@
 //! A sharded model over processes: its bits are those of threads and of data parallel.
 
 use candle_core::{DType, Device, Result, Tensor};
-use candle_nn::{Module, Optimizer, ParamsAdamW, VarBuilder, embedding, linear};
+use candle_nn::{Module, Optimizer, ParamsAdamW, VarBuilder, embedding, linear, linear_no_bias};
+use core_types::Seed;
 use dist_train::{
     AdamW, Checkpoints, DataParallel, Error, FullyShard, Group, Keep, ShardingError, TrainingError,
     UnitRules, Units,
 };
-use fsdp_plan::strategy::{Full, LayerWise, Layout, ShardingStrategy};
+use fsdp_plan::strategy::{Choice, Full, Hsdp, Hybrid, LayerWise, Layout, ShardingStrategy};
 use pmap_mesh::{DeviceMesh, Replica};
 use process_tests::{Engine, assert_same, folder, mesh, threads};
 
@@ -84,6 +85,35 @@ pub(super) fn run(engine: &impl Engine, ranks: usize) {
     assert_same(&trained(&threads, Full::default(), Keep::Inputs).0, &expected);
     checkpoints(&tested, &threads);
     refusals(&tested);
+    weights(&tested);
+}
+
+/// Pairs of processes that share the parameters, each pair all of them: they must begin alike.
+pub(super) fn groups(engine: &impl Engine, ranks: usize) {
+    let axes = [("replicate", ranks / 2), ("shard", 2)];
+    let (tested, threads) = (mesh(engine, &axes, None), threads(&axes, &engine.device()));
+    let strategy = || Hsdp::new(Full::default(), ranks as u64 / 2);
+    let expected = trained(&threads, strategy(), Keep::Inputs).0;
+    assert_same(&trained(&tested, strategy(), Keep::Inputs).0, &expected);
+
+    // An item that is not among those that are compared, in the part of the first of each pair.
+    let rank = tested.local_slots().start;
+    let path = folder().join(format!("weights-groups-{rank}.safetensors"));
+    let mut items = vec![0_f32; 1600];
+    items[100] = if rank == 2 { 1.0 } else { 0.0 };
+    let weight = Tensor::from_vec(items, (40, 40), &Device::Cpu).unwrap();
+    candle_core::safetensors::save(&[("layer.weight", weight)].into(), path.clone()).unwrap();
+    let outcome = FullyShard::builder(&tested, |vb| linear_no_bias(40, 40, vb.pp("layer")))
+        .unit("layer", ["layer"])
+        .weights(path)
+        .strategy(strategy())
+        .build(adam)
+        .map(drop);
+    let is_refused = matches!(
+        &outcome,
+        Err(Error::Diverged { name, replica: 2 }) if name == "layer.weight"
+    );
+    assert!(is_refused, "{outcome:?}");
 }
 
 /// What processes write, threads resume, and the other way round.
@@ -154,4 +184,52 @@ fn refusals(tested: &DeviceMesh) {
     }
     let homeless = FullyShard::builder(tested, build).build(adam).map(drop);
     assert!(matches!(homeless, Err(Error::Sharding(ShardingError::NoUnit { .. }))));
+}
+
+/// Pretrained weights must be the same in all processes.
+fn weights(tested: &DeviceMesh) {
+    let (ranks, rank) = (tested.len(), tested.local_slots().start);
+    let folder = folder();
+    let alone = DeviceMesh::cpu(1).unwrap();
+    // Several hundred items, so that not all are compared.
+    let build = |vb: VarBuilder<'_>| linear(40, 40, vb.pp("layer"));
+    let saved = |name: &str, seed: u64| {
+        let path = folder.join(format!("weights-{name}-{rank}.safetensors"));
+        let model = DataParallel::builder(&alone, build).init(Seed::new(seed)).build(adam).unwrap();
+        #[expect(clippy::disallowed_types, reason = "what candle writes")]
+        let tensors: std::collections::HashMap<_, _> = model.variables().into_iter().collect();
+        candle_core::safetensors::save(&tensors, &path).unwrap();
+        path
+    };
+    let (same, other) = (saved("same", 7), saved("other", 8 + rank as u64));
+    let builder = || FullyShard::builder(tested, build).unit("layer", ["layer"]);
+    let model = builder().weights(&same).build(adam).unwrap();
+    let whole = DataParallel::builder(&alone, build).init(Seed::new(7)).build(adam).unwrap();
+    for (name, expected) in whole.variables() {
+        assert_same(&[model.gather(&name).unwrap()], &[expected]);
+    }
+    let absent = if rank == 1 { builder() } else { builder().weights(&same) };
+    for builder in [absent, builder().weights(other)] {
+        let outcome = builder.build(adam).map(drop);
+        let is_refused = matches!(
+            outcome,
+            Err(Error::Training(TrainingError::OtherOption { option: "weights", replica: 1 }))
+        );
+        assert_eq!(is_refused, ranks > 1, "{outcome:?}");
+    }
+
+    // An item that is not among those that are compared differs, in parts that all processes keep.
+    let mut tensors = candle_core::safetensors::load(&same, &Device::Cpu).unwrap();
+    let mut items: Vec<f32> = tensors["layer.weight"].flatten_all().unwrap().to_vec1().unwrap();
+    items[100] += rank as f32;
+    let weight = Tensor::from_vec(items, (40, 40), &Device::Cpu).unwrap();
+    tensors.insert("layer.weight".to_owned(), weight);
+    candle_core::safetensors::save(&tensors, &same).unwrap();
+    let strategy = Hybrid::default().with_rule("layer", Choice::Replicate).unwrap();
+    let outcome = builder().weights(&same).strategy(strategy).build(adam).map(drop);
+    let is_refused = matches!(
+        &outcome,
+        Err(Error::Diverged { name, replica: 1 }) if name == "layer.weight"
+    );
+    assert_eq!(is_refused, ranks > 1, "{outcome:?}");
 }

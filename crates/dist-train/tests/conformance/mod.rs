@@ -35,6 +35,7 @@ pub(crate) fn run(engine: &impl Engine, case: &str, ranks: usize) {
         "checkpoints" => checkpoints(engine, ranks),
         "sharded" => sharded(engine, ranks),
         "fully-sharded" => fully_sharded::run(engine, ranks),
+        "fully-sharded-groups" => fully_sharded::groups(engine, ranks),
         other => panic!("no case is named {other}"),
     }
 }
