@@ -361,6 +361,16 @@ fn metrics_without_a_checkpoint_are_said_and_kept() {
         fs::remove_file(home.at("run").join("model.safetensors")).unwrap();
     }
     assert_eq!(fs::read(home.at("run").join("metrics.unsaved-0001.jsonl")).unwrap(), whole);
+    // A model that does not complete the run is kept too.
+    copy(&home.at("whole"), &home.at("other"));
+    fs::remove_dir_all(home.at("other").join("checkpoints")).unwrap();
+    fs::write(home.at("other").join("model.safetensors"), "a model").unwrap();
+    let resumed = home.resume("other", &[]);
+    let beside = home.at("other").join("model.unsaved-0001.safetensors");
+    assert!(said(&resumed).contains(&home.path("other/model.unsaved-0001")), "{}", said(&resumed));
+    assert_eq!(fs::read(beside).unwrap(), b"a model");
+    assert!(home.model("other") == model);
+
     // With a checkpoint nothing is set aside.
     assert!(home.resume("run", &[]).status.success());
     assert!(!home.at("run").join("metrics.unsaved-0003.jsonl").exists());

@@ -270,6 +270,14 @@ impl RunDir {
                 beside.display()
             ));
         }
+        if step == 0
+            && let Some(beside) = move_model(path)?
+        {
+            output::warning(format_args!(
+                "the run starts anew, and the model that was there is kept as {}",
+                beside.display()
+            ));
+        }
         kept.truncate(step);
         for gap in kept.missing(step) {
             let name = metrics.display();
@@ -369,6 +377,27 @@ fn keep_beside(path: &Path, what: &str, metrics: &[u8]) -> Result<PathBuf> {
             Ok(()) => return Ok(beside),
             Err(error) if error.kind() == io::ErrorKind::AlreadyExists => number += 1,
             Err(source) => return Err(Error::write(beside, source)),
+        }
+    }
+}
+
+/// Gives a model that does not complete its run another name, if there is one: what made it is
+/// gone, and the run will end with one of its own. Nobody else does so meanwhile, the run is locked.
+fn move_model(path: &Path) -> Result<Option<PathBuf>> {
+    let model = path.join(MODEL_FILE);
+    let mut number = 1_u32;
+    loop {
+        let beside = path.join(format!("model.unsaved-{number:04}.safetensors"));
+        match fs::symlink_metadata(&beside) {
+            Ok(_) => number += 1,
+            Err(error) if is_nothing(&error) => {
+                return match fs::rename(&model, &beside) {
+                    Ok(()) => Ok(Some(beside)),
+                    Err(error) if is_nothing(&error) => Ok(None),
+                    Err(source) => Err(Error::write(model, source)),
+                };
+            }
+            Err(source) => return Err(Error::read(beside, source)),
         }
     }
 }
