@@ -188,6 +188,10 @@ impl Checkpoints {
     /// Every process of the mesh calls this, and all load the same checkpoint. One that any of them
     /// finds damaged or cannot load is passed over by all, as by [`latest`](Self::latest).
     ///
+    /// Every process must come to the same collectives: what may fail on one process alone, such as
+    /// reading a file of its own, belongs before this call or after it, not into `load` ahead of
+    /// the model's own `load`, where the others would wait for it.
+    ///
     /// # Errors
     ///
     /// [`CheckpointError::NoneLeft`] if there are checkpoints and none can be used, with what is
