@@ -40,7 +40,7 @@ const TO_A_KILLED_RUN: [(&str, Damage); 25] = [
     ("tokens", |run, _| replace(run.join("run.json"), "4096", "4097")),
     ("sizes", |run, _| replace(run.join("run.json"), "\"heads\": 4", "\"heads\": 2")),
     ("path of the text", |run, _| replace(run.join("run.json"), "text.txt", "text.txu")),
-    ("name of a field", |run, _| replace(run.join("run.json"), "\"seed\"", "\"seee\"")),
+    ("name of a field", |run, _| replace(run.join("run.json"), "\"seed\"", "\"teee\"")),
     ("half the settings", |run, _| cut(&run.join("run.json"), 1, 2)),
     ("no settings", |run, _| fs::remove_file(run.join("run.json")).unwrap()),
     ("settings of another run", |run, other| {
