@@ -14,7 +14,7 @@ use std::{
 };
 
 /// Long enough for any of these runs, and far shorter than the deadline of processes.
-const LIMIT: Duration = Duration::from_secs(60);
+const LIMIT: Duration = Duration::from_mins(1);
 
 /// A folder with a text.
 fn home() -> (tempfile::TempDir, PathBuf) {
