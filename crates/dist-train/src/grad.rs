@@ -135,7 +135,7 @@ impl<I: TensorTree> ValueAndGrad<I> {
             move |ctx, shard: I| {
                 let (refusal, mean) = &*outcome;
                 let here = layout.explain(shard, |shard| loss(ctx, shard))?;
-                let (here, ()) = here.of_shard(ctx)?;
+                let (mut here, ()) = here.of_shard(ctx)?;
                 let sums = here.agree(ctx, allow, refusal).and_then(|whole| {
                     let whole = whole.with_weight(refusal)?;
                     mean.get_or_init(|| whole.mean());
@@ -193,10 +193,20 @@ pub(crate) fn differentiate(
     drop(sum);
     let gradient = |var: &Var| match store.remove(var) {
         None => Ok(None),
-        Some(gradient) if is_empty => without_nan(widened(&gradient)?).map(Some),
-        Some(gradient) => scaled(widened(&gradient)?, rest).map(Some),
+        Some(gradient) => corrected(widened(&gradient)?, is_empty, rest).map(Some),
     };
     vars.iter().map(gradient).collect()
+}
+
+/// A gradient as it comes out of a shard's backward, without the factor that the shard's loss did not
+/// have.
+pub(crate) fn corrected(
+    gradient: Tensor,
+    is_empty: bool,
+    rest: f64,
+) -> candle_core::Result<Tensor> {
+    let gradient = if is_empty { without_nan(gradient)? } else { gradient };
+    scaled(gradient, rest)
 }
 
 /// A gradient times a factor, without a pass over it where that is 1: in most steps.
@@ -205,9 +215,9 @@ pub(crate) fn scaled(gradient: Tensor, factor: f64) -> candle_core::Result<Tenso
     if factor == 1.0 { Ok(gradient) } else { gradient * factor }
 }
 
-/// A gradient of a shard of which nothing counts. What is not finite in it comes of its own rows, a
-/// mean over none of them; what came from other replicas stays.
-pub(crate) fn without_nan(gradient: Tensor) -> candle_core::Result<Tensor> {
+/// A gradient of a shard of which nothing counts: what came from other replicas, or zeros where
+/// anything in it is not finite, which comes of its own rows, a mean over none of them.
+fn without_nan(gradient: Tensor) -> candle_core::Result<Tensor> {
     let sum: f64 = gradient.sum_all()?.to_dtype(DType::F64)?.to_scalar()?;
     if sum.is_finite() { Ok(gradient) } else { gradient.zeros_like() }
 }

@@ -157,7 +157,7 @@ impl<M, O> Slot<M, O> {
         loss: Loss<A>,
         wanted: Wanted,
     ) -> candle_core::Result<(f64, Vec<Option<Tensor>>)> {
-        let (here, _) = loss.of_shard(ctx)?;
+        let (mut here, _) = loss.of_shard(ctx)?;
         let whole = here.agree(ctx, rules.allow_non_finite, &rules.refusal)?;
         let whole = whole.with_weight(&rules.refusal)?;
         let mut gradients = Vec::new();

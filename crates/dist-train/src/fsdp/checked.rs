@@ -93,7 +93,7 @@ fn compute<A: TensorTree>(
     loss: Loss<A>,
     wanted: Wanted,
 ) -> candle_core::Result<Computed<SlotSums>> {
-    let (here, _) = loss.of_shard(ctx)?;
+    let (mut here, _) = loss.of_shard(ctx)?;
     let whole = here.agree(ctx, rules.allow_non_finite, &rules.refusal)?;
     let whole = whole.with_weight(&rules.refusal)?;
     let mut computed = Computed { mean: whole.mean(), used: Vec::new(), sums: Vec::new() };

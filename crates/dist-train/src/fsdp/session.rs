@@ -13,7 +13,7 @@ use pmap_mesh::Replica;
 use crate::{
     error::training::TrainingError,
     fsdp::model::{Model, Unit},
-    grad::{is_half, scaled, widened, without_nan},
+    grad::{corrected, is_half, widened},
     loss::ShardLoss,
     step::rules::Rules,
 };
@@ -159,7 +159,7 @@ impl Session {
                     // One at a time: gradients of a linear layer's weights are transposed views,
                     // which the sum would make contiguous all together, beside themselves.
                     let grad = widened(&grad)?.contiguous()?;
-                    if is_empty { without_nan(grad)? } else { scaled(grad, rest)? }
+                    corrected(grad, is_empty, rest)?
                 }
                 None => widened(&var.zeros_like()?)?,
             };
