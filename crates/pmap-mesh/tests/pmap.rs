@@ -4,6 +4,7 @@
 #![allow(clippy::float_cmp, reason = "small whole numbers are exact")]
 
 use std::{
+    collections::{BTreeMap, HashMap},
     sync::{Mutex, mpsc},
     time::Duration,
 };
@@ -108,6 +109,24 @@ fn results_may_be_nothing_several_tensors_or_a_struct() {
     assert_eq!(moments.sum.to_scalar::<f32>().unwrap(), 3.0);
     assert_eq!(rows(&moments.squares[0]), [[0.0, 1.0], [4.0, 9.0]]);
     assert_eq!(rows(&moments.squares[1]), [[16.0, 82.0]]);
+}
+
+/// Whatever the order in which each process's map has its entries: hash maps have a random one.
+#[test]
+fn maps_are_taken_in_the_order_of_their_keys() {
+    let mesh = DeviceMesh::cpu(2).unwrap();
+    let sums = mesh.pmap(|ctx, x: HashMap<&'static str, Tensor>| {
+        x.into_iter()
+            .map(|(key, x)| Ok((key, ctx.pmean(&x, ALL)?)))
+            .collect::<Result<BTreeMap<_, _>, _>>()
+    });
+    for _ in 0..20 {
+        let names = ["c", "a", "b"].into_iter().zip(1..);
+        let x: HashMap<_, _> = names.map(|(name, columns)| (name, iota((2, columns)))).collect();
+        let specs = [P::shard(0, ALL), P::replicate(), P::shard(0, ALL)];
+        let means = sums.clone().in_axes(specs).call(x).unwrap();
+        assert_eq!(rows(&means["a"]), [[1.0, 2.0]]);
+    }
 }
 
 /// Each replica waits for a sign of life from the other: run one after the other, they would time
