@@ -46,7 +46,7 @@ pub use crate::{
         training::TrainingError,
     },
     feed::{Feed, Feeding, feed},
-    fsdp::{FullyShard, builder::FullyShardBuilder, keep::Keep},
+    fsdp::{FullyShard, accumulation::Accumulation, builder::FullyShardBuilder, keep::Keep},
     grad::{ValueAndGrad, value_and_grad},
     gradient_report::{GradientReport, PrefixCheck, Verdict},
     loss::{Loss, Weight},
