@@ -99,6 +99,8 @@ impl<K: Ord + Clone + Send + 'static, T: TensorTree> TensorTree for BTreeMap<K, 
     }
 }
 
+/// In the order of the keys. A function that runs a collective for each entry has to take them in
+/// such an order as well: that of the map is another in each process.
 impl<K, T, S> TensorTree for HashMap<K, T, S>
 where
     K: Ord + Hash + Clone + Send + 'static,
@@ -107,7 +109,6 @@ where
 {
     fn try_map<E>(&self, f: &mut impl FnMut(&Tensor) -> Result<Tensor, E>) -> Result<Self, E> {
         let mut mapped = Self::with_capacity_and_hasher(self.len(), self.hasher().clone());
-        // A map's own order is another on every rank.
         for (key, tree) in self.iter().collect::<BTreeMap<_, _>>() {
             mapped.insert(key.clone(), tree.try_map(f)?);
         }
