@@ -124,7 +124,7 @@ fn gathered_at_once(slots: usize, keep: Keep) -> usize {
         })
     };
     let make = || {
-        let builder = FullyShard::builder(&mesh, build).freeze(["**.fixed"]).keep(keep);
+        let builder = FullyShard::builder(&mesh, build).freeze(["**.weight"]).keep(keep);
         builder.build(adam).unwrap()
     };
     let loss = |_: &Replica, model: &Units, mut x: Tensor| {

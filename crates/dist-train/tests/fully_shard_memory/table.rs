@@ -126,7 +126,7 @@ fn a_model_of_29_million_parameters_stays_within_its_limits() {
 #[test]
 fn optimizers_inside_the_backward_pass_leave_no_gradients() {
     let _alone = alone();
-    let (found, _) = measured(2, FullyShardBuilder::optimizer_in_backward);
+    let (found, _) = measured(2, |builder| builder.optimizer_in_backward());
     println!("2 slots: {found} MiB");
     assert!(found <= 431, "{found} MiB");
 }
