@@ -155,7 +155,7 @@ impl Session {
         mut grads: GradStore,
     ) -> Result<()> {
         let mut own = BTreeMap::new();
-        for member in self.model.units[unit].trained() {
+        for (_, member) in self.model.units[unit].trained() {
             let name = &member.names.name;
             if let Some(grad) = grads.remove(&gathered[name]) {
                 own.insert(name.clone(), self.share(&grad)?);
@@ -201,7 +201,7 @@ impl Session {
         let mut whole = mem::take(&mut self.backward().whole);
         whole.units.remove(unit);
         let mut all = BTreeMap::new();
-        for member in self.model.units[unit].trained() {
+        for (_, member) in self.model.units[unit].trained() {
             let name = &member.names.name;
             let grad = match (whole.grads.remove(name), own.remove(name)) {
                 (Some(before), Some(grad)) => (before + grad)?,
