@@ -297,11 +297,71 @@ mod tests {
         }
     }
 
+    /// Three outputs of three inputs, of which each output is the sum.
+    fn sums(vars: &[Var; 3]) -> Vec<Tensor> {
+        let [a, b, c] = vars.each_ref().map(Var::as_detached_tensor);
+        let sum = ((a + b).unwrap() + c).unwrap();
+        let count = Tensor::new(3_u32, &Device::Cpu).unwrap();
+        let outputs = [sum.clone(), (&sum * 2.0).unwrap(), count, (&sum * 3.0).unwrap()];
+        let inputs = vars.each_ref().map(Var::as_tensor);
+        with_backward_many(&inputs, &outputs, |outputs, grads| {
+            assert_eq!(outputs.len(), grads.len());
+            let mut all = outputs[0].zeros_like()?;
+            for (grad, factor) in grads.into_iter().zip([1.0, 2.0, f64::NAN, 3.0]) {
+                all = match grad {
+                    Some(grad) => (all + (grad * factor)?)?,
+                    None => all,
+                };
+            }
+            Ok(vec![Some(all.clone()), Some((&all * 10.0)?), Some((all * 100.0)?)])
+        })
+        .unwrap()
+    }
+
+    #[test]
+    fn every_used_output_counts_in_one_backward() {
+        let vars = [1.0, 2.0, 3.0].map(var);
+        let used: [(&[usize], f64); 5] =
+            [(&[0], 1.0), (&[1], 2.0), (&[0, 3], 4.0), (&[0, 1, 3], 6.0), (&[3, 3], 6.0)];
+        for (used, slope) in used {
+            let outputs = sums(&vars);
+            assert!(!outputs[2].track_op(), "integers have no gradient");
+            let one = Tensor::new(1.0_f64, &Device::Cpu).unwrap();
+            let seeds = used.iter().map(|&output| (outputs[output].clone(), one.clone()));
+            let grads = backward_from_many(seeds).unwrap();
+            for (var, factor) in vars.iter().zip([1.0, 10.0, 100.0]) {
+                let found: f64 = grads.get(var).unwrap().to_scalar().unwrap();
+                assert!((found - slope * factor).abs() < 1e-9, "{used:?}: {found}");
+            }
+            // A second pass begins anew.
+            let again = outputs[used[0]].backward().unwrap();
+            assert!(again.get(&vars[0]).is_some());
+        }
+        assert!(backward_from_many([]).unwrap().get(&vars[0]).is_none());
+    }
+
+    #[test]
+    fn several_outputs_do_not_hold_each_other() {
+        let alive = Arc::new(());
+        let x = var(1.0);
+        let held = Arc::clone(&alive);
+        let outputs = [x.as_detached_tensor(), x.as_detached_tensor()];
+        let outputs = with_backward_many(&[&x], &outputs, move |_, grads| {
+            let _ = &held;
+            Ok(vec![grads.into_iter().flatten().next()])
+        });
+        assert_eq!(Arc::strong_count(&alive), 2);
+        drop(outputs.unwrap());
+        assert_eq!(Arc::strong_count(&alive), 1);
+    }
+
     #[test]
     fn without_a_history_nothing_is_recorded() {
         let x = var(1.0).as_detached_tensor();
         let y = with_backward(&[&x], &x, |_, _| unreachable!("nothing is differentiated")).unwrap();
         assert!(!y.track_op());
+        let y = with_backward_many(&[&x], std::slice::from_ref(&x), |_, _| unreachable!());
+        assert!(!y.unwrap()[0].track_op());
     }
 
     #[test]

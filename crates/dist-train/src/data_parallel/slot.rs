@@ -148,7 +148,6 @@ impl<M, O: Optimizer> Slot<M, O> {
         let (shard, batch) = Batch::agree(ctx, rules, loss, self.totals.take())?;
         let grads = differentiate(shard, &self.trained, batch.scale)?;
         self.average_buffers(ctx, rules)?;
-        let batch = batch.counted(ctx)?;
         let grads = added(before, grads)?;
         match rules.then {
             Then::Keep => {

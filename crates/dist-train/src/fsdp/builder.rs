@@ -285,9 +285,8 @@ impl<'a, B> FullyShardBuilder<'a, B> {
     /// constructor and `optimizer` return; [`Error::Sharding`] if a parameter is in no unit or is a
     /// buffer, or a plan is not for this model and mesh; [`Error::Training`] if a pattern matches
     /// nothing, groups overlap, nothing is trained, options exclude each other, or processes build
-    /// other models or set other options or weights; [`Error::Diverged`] if they begin with other values of what several
-    /// slots keep; [`Error::Plan`] for a pattern that is none or
-    /// parameters that cannot be planned; [`Error::Checkpoint`] and [`Error::Parameter`] if weights
+    /// other models or set other options or weights; [`Error::Diverged`] if they begin with other
+    /// values of what several slots keep; [`Error::Plan`] for a pattern that is none or parameters that cannot be planned; [`Error::Checkpoint`] and [`Error::Parameter`] if weights
     /// cannot be read or are not the model's; [`Error::OtherProcess`] and [`Error::Mesh`] if another
     /// process fails or does not answer.
     pub fn build<M, O>(
@@ -620,9 +619,10 @@ fn updated_together(model: &Model) -> Vec<(usize, Vec<usize>)> {
     let mut together: BTreeMap<(usize, Vec<&String>), Vec<usize>> = BTreeMap::new();
     for (param, role) in roles.of.iter().enumerate() {
         let Role::Trained(group) = *role else { continue };
-        let units = match model.updates_in_backward {
-            true => model.units_of(model.inventory.name(param)).collect(),
-            false => Vec::new(),
+        let units = if model.updates_in_backward {
+            model.units_of(model.inventory.name(param)).collect()
+        } else {
+            Vec::new()
         };
         together.entry((group, units)).or_default().push(param);
     }

@@ -54,7 +54,8 @@ use crate::{
 /// - a parameter in no unit, when the model is built;
 /// - buffers, such as a running mean: the forward pass changes them;
 /// - in the first step, a unit that has another result when it is run again
-///   ([`TrainingError::NotRepeatable`]);
+///   ([`TrainingError::NotRepeatable`]), and one that is not entered
+///   ([`TrainingError::NotEntered`]);
 /// - replicas that enter different units, or in another order:
 ///   [`CollectiveError::Mismatch`](pmap_mesh::CollectiveError::Mismatch) names both.
 ///
@@ -62,8 +63,9 @@ use crate::{
 ///
 /// Losses and parameters have the bits that [`DataParallel`](crate::DataParallel) on as many slots
 /// has, whatever units keep and however a plan cuts them. To rounding the same are: a value or
-/// parameter that several units use, batches that are [accumulated](Self::accumulate) and gradients
-/// that are clipped, whose sums are formed in another order.
+/// parameter that several units use, gradients that are clipped, and batches that are
+/// [accumulated](Self::accumulate) and [summed in each](crate::Accumulation::ReduceEach), whose sums
+/// are formed in another order.
 ///
 /// # Examples
 ///
@@ -261,9 +263,10 @@ impl<O: Optimizer + Send + 'static> FullyShard<O> {
 
     /// What a replica is to do with gradients.
     fn purpose(&self, slot: &Arc<Mutex<Slot<O>>>) -> Purpose {
-        match self.model.updates_in_backward {
-            true => Purpose::InBackward(Arc::clone(slot) as _),
-            false => Purpose::Training,
+        if self.model.updates_in_backward {
+            Purpose::InBackward(Arc::clone(slot) as _)
+        } else {
+            Purpose::Training
         }
     }
 

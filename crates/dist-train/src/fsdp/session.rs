@@ -155,10 +155,10 @@ impl Session {
         mut grads: GradStore,
     ) -> Result<()> {
         let mut own = BTreeMap::new();
-        for member in self.model.units[unit].trained() {
+        for (_, member) in self.model.units[unit].trained() {
             let name = &member.names.name;
             if let Some(grad) = grads.remove(&gathered[name]) {
-                own.insert(name.clone(), self.share(grad)?);
+                own.insert(name.clone(), self.share(&grad)?);
             }
         }
         // Not held any longer than need be: this is when a step holds the most.
@@ -171,22 +171,21 @@ impl Session {
         match &self.purpose {
             Purpose::InBackward(updates) => {
                 let known = self.backward().known(&self.model, unit);
-                self.update(&**updates, known)
+                self.update(&**updates, &known)
             }
             _ => Ok(()),
         }
     }
 
     /// What a gradient on this slot adds to the sum.
-    fn share(&self, grad: Tensor) -> Result<Tensor> {
+    fn share(&self, grad: &Tensor) -> Result<Tensor> {
         let (is_empty, rest) = {
             let backward = self.backward();
             (backward.is_empty, backward.rest)
         };
         // One at a time: gradients of a linear layer's weights may be transposed views, which the
         // sum would make contiguous all together, beside themselves.
-        let grad = widened(&grad)?.contiguous()?;
-        corrected(grad, is_empty, rest)
+        corrected(widened(grad)?.contiguous()?, is_empty, rest)
     }
 
     /// Whether gradients are not summed yet.
@@ -201,7 +200,7 @@ impl Session {
         let mut whole = mem::take(&mut self.backward().whole);
         whole.units.remove(unit);
         let mut all = BTreeMap::new();
-        for member in self.model.units[unit].trained() {
+        for (_, member) in self.model.units[unit].trained() {
             let name = &member.names.name;
             let grad = match (whole.grads.remove(name), own.remove(name)) {
                 (Some(before), Some(grad)) => (before + grad)?,
@@ -249,7 +248,7 @@ impl Session {
         match &self.purpose {
             Purpose::InBackward(updates) => {
                 let rest = self.backward().rest_of(&self.model);
-                self.update(&**updates, rest)?;
+                self.update(&**updates, &rest)?;
                 updates.finish()
             }
             _ => Ok(()),
@@ -257,12 +256,12 @@ impl Session {
     }
 
     /// Updates the parameters whose gradients are known.
-    fn update(&self, updates: &dyn UpdatesInBackward, known: Known) -> Result<()> {
+    fn update(&self, updates: &dyn UpdatesInBackward, known: &Known) -> Result<()> {
         if known.trained.is_empty() {
             return Ok(());
         }
         let mut sums = mem::take(&mut self.backward().sums);
-        updates.update(&self.ctx, &self.rules, &known, &mut sums)?;
+        updates.update(&self.ctx, &self.rules, known, &mut sums)?;
         self.backward().sums = sums;
         Ok(())
     }

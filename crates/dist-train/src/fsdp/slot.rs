@@ -16,7 +16,7 @@ use crate::{
     loss::Loss,
     optim::clip,
     step::{
-        batch::{Batch, Counted, Totals, added},
+        batch::{Batch, Totals, added},
         rules::{Report, Rules, Then},
         update::{clipped, norm, update},
     },
@@ -174,7 +174,7 @@ impl<O: Optimizer> Slot<O> {
         &mut self,
         ctx: &Replica,
         rules: &Rules,
-        batch: Counted<A>,
+        batch: Batch<A>,
         gradients: Gradients,
         is_updated: bool,
     ) -> Result<(Report, A)> {
@@ -250,7 +250,6 @@ pub(super) fn train<O: Optimizer, A: TensorTree>(
     let (shard, batch) = Batch::agree(ctx, rules, loss, totals)?;
     session.check_entered(&lock(slot).accumulated.entered)?;
     let gradients = session.differentiate(shard, batch.scale, whole)?;
-    let batch = batch.counted(ctx)?;
     lock(slot).finish(ctx, rules, batch, gradients, session.updates_in_backward())
 }
 

@@ -12,8 +12,10 @@ use crate::{
 pub(crate) struct Batch<A> {
     /// What the gradients of the shard's sum are to be divided by.
     pub(crate) scale: f64,
+    /// What is known of it and of those before it.
+    all: Totals,
     loss: BatchLoss,
-    before: Option<Totals>,
+    /// What came with its loss, summed over the slots.
     aux: A,
 }
 
@@ -29,16 +31,9 @@ pub(crate) struct Totals {
     aux: Vec<Tensor>,
 }
 
-/// A batch that was added to those before it.
-pub(crate) struct Counted<A> {
-    all: Totals,
-    loss: BatchLoss,
-    /// What came with the loss of this batch, summed over the slots.
-    aux: A,
-}
-
 impl<A: TensorTree> Batch<A> {
-    /// Agrees with all replicas on the loss of a batch that follows on `before`.
+    /// Agrees with all replicas on the loss of a batch that follows on `before`, and on what comes
+    /// with it.
     ///
     /// The loss of this slot's part comes beside the batch, so that its graph can end before the
     /// gradients are summed.
@@ -56,27 +51,19 @@ impl<A: TensorTree> Batch<A> {
         }
         let weighed = before.as_ref().map(|before| before.scale).filter(|&scale| scale > 0.0);
         let scale = weighed.unwrap_or(loss.weight());
-        Ok((shard, Self { scale, loss, before, aux }))
-    }
-
-    /// Adds what is known of the batch to what is known of those before it.
-    pub(crate) fn counted(self, ctx: &Replica) -> Result<Counted<A>> {
-        let Self { scale, loss, before, aux } = self;
         let sums = loss::summed(ctx, &aux)?;
         let aux = loss::with_leaves(&aux, sums.clone());
         let this = Totals { scale, loss, aux: sums };
         let all = match before {
-            Some(before) => before.plus(this)?,
+            Some(before) => before.plus(&this)?,
             None => this,
         };
-        Ok(Counted { all, loss, aux })
+        Ok((shard, Self { scale, all, loss, aux }))
     }
-}
 
-impl<A: TensorTree> Counted<A> {
     /// What gradients are multiplied by, so that they are those of the mean.
     pub(crate) fn factor(&self) -> f64 {
-        self.all.scale / self.all.loss.weight()
+        self.scale / self.all.loss.weight()
     }
 
     /// What is kept for the next update, and what all replicas know of this batch.
@@ -92,7 +79,7 @@ impl<A: TensorTree> Counted<A> {
 }
 
 impl Totals {
-    fn plus(self, other: Self) -> Result<Self> {
+    fn plus(self, other: &Self) -> Result<Self> {
         if self.aux.len() != other.aux.len() {
             candle_core::bail!(
                 "{} tensors come with the loss, {} came with that of the batch before",

@@ -59,7 +59,9 @@ fn less_is_sent_where_it_is_summed_last() {
     let reductions = |accumulation| {
         let mut model = sharded(&mesh).accumulation(accumulation).build(adam).unwrap();
         let before = mesh.traffic()[0].reduce_scatter.calls;
-        (0..3).for_each(|step| drop(model.accumulate(batch(2, step), loss).unwrap()));
+        for step in 0..3 {
+            model.accumulate(batch(2, step), loss).unwrap();
+        }
         let accumulated = mesh.traffic()[0].reduce_scatter.calls - before;
         model.step(batch(2, 3), loss).unwrap();
         (accumulated, mesh.traffic()[0].reduce_scatter.calls - before)
@@ -95,11 +97,10 @@ fn units_of_some_batches_count_in_the_update() {
     let mesh = DeviceMesh::cpu(3).unwrap();
     let batches: [&[&str]; 3] = [&["0", "1"], &["0"], &["0", "2"]];
     let mut expected = DataParallel::builder(&mesh, Units::of(layers)).build(adam).unwrap();
-    for step in 0..3 {
+    for _ in 0..3 {
         expected.accumulate(input(3), through(batches[0])).unwrap();
         expected.accumulate(input(6), through(batches[1])).unwrap();
         expected.step(input(3), through(batches[2])).unwrap();
-        let _ = step;
     }
     for keep in [Keep::Inputs, Keep::Gathered] {
         for accumulation in [Accumulation::ReduceEach, Accumulation::ReduceLast] {
