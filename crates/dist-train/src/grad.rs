@@ -139,7 +139,7 @@ impl<I: TensorTree> ValueAndGrad<I> {
                 let sums = here.agree(ctx, allow, refusal).and_then(|whole| {
                     let whole = whole.with_weight(refusal)?;
                     mean.get_or_init(|| whole.mean());
-                    let grads = differentiate(here, &params, whole.weight())?;
+                    let grads = differentiate(here, &params, whole.weight(), has_halves(&params))?;
                     sums(ctx, &params, grads, &owned[ctx.local_index()])
                 });
                 refusal.outcome(sums)
@@ -178,15 +178,17 @@ impl<I> fmt::Debug for ValueAndGrad<I> {
 }
 
 /// The gradients of a shard's sum over `scale`: of each variable that the loss depends on. Those of
-/// half precision come in single precision, in which they are added up.
+/// half precision come in single precision, in which they are added up; `halves` says whether any
+/// variable of the model, a frozen one too, is of half precision.
 ///
 /// What the forward pass has kept for them is given free before they are summed.
 pub(crate) fn differentiate(
     shard: ShardLoss,
     vars: &[Var],
     scale: f64,
+    halves: bool,
 ) -> candle_core::Result<Vec<Option<Tensor>>> {
-    let halves = is_half(shard.dtype()) || vars.iter().any(|var| is_half(var.dtype()));
+    let halves = halves || is_half(shard.dtype());
     let is_empty = shard.is_empty();
     let (sum, rest) = shard.share(scale, halves)?;
     let mut store = sum.backward()?;
@@ -230,6 +232,10 @@ pub(crate) fn widened(gradient: &Tensor) -> candle_core::Result<Tensor> {
 /// The type in which gradients of this type are added up.
 pub(crate) fn widened_dtype(dtype: DType) -> DType {
     if is_half(dtype) { DType::F32 } else { dtype }
+}
+
+pub(crate) fn has_halves(vars: &[Var]) -> bool {
+    vars.iter().any(|var| is_half(var.dtype()))
 }
 
 pub(crate) fn is_half(dtype: DType) -> bool {

@@ -4,7 +4,6 @@
 #![allow(clippy::float_cmp, reason = "small whole numbers are exact")]
 
 use std::{
-    collections::HashMap,
     sync::{Mutex, mpsc},
     time::Duration,
 };
@@ -111,11 +110,12 @@ fn results_may_be_nothing_several_tensors_or_a_struct() {
     assert_eq!(rows(&moments.squares[1]), [[16.0, 82.0]]);
 }
 
-/// Whatever the order in which each process's map has its entries: hash maps have a random one.
+#[expect(clippy::disallowed_types, reason = "users have them")]
 #[test]
 fn maps_are_taken_in_the_order_of_their_keys() {
+    type Entries = std::collections::HashMap<&'static str, Tensor>;
     let mesh = DeviceMesh::cpu(2).unwrap();
-    let means = mesh.pmap(|ctx, mut x: HashMap<&'static str, Tensor>| {
+    let means = mesh.pmap(|ctx, mut x: Entries| {
         let mean = ctx.pmean(&x["a"], ALL)?;
         x.insert("a", mean);
         Ok(x)
@@ -123,7 +123,7 @@ fn maps_are_taken_in_the_order_of_their_keys() {
     let means = means.in_axes([P::shard(0, ALL), P::replicate(), P::shard(0, ALL)]);
     for _ in 0..20 {
         let names = ["c", "a", "b"].into_iter().zip(1..);
-        let x: HashMap<_, _> = names.map(|(name, columns)| (name, iota((2, columns)))).collect();
+        let x: Entries = names.map(|(name, columns)| (name, iota((2, columns)))).collect();
         assert_eq!(rows(&means.call(x).unwrap()["a"]), [[1.0, 2.0], [1.0, 2.0]]);
     }
 }

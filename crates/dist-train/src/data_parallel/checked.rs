@@ -14,7 +14,7 @@ use crate::{
         slot::{Slot, lock},
     },
     error::{Doing, Result},
-    grad::{differentiate, sums},
+    grad::{differentiate, has_halves, sums},
     gradient_report::GradientReport,
     loss::Loss,
     moving::moved,
@@ -163,7 +163,7 @@ impl<M, O> Slot<M, O> {
         let mut gradients = Vec::new();
         if wanted == Wanted::Gradients {
             let all: Vec<usize> = (0..self.trained.len()).collect();
-            let here = differentiate(here, &self.trained, whole.weight())?;
+            let here = differentiate(here, &self.trained, whole.weight(), has_halves(&self.vars))?;
             gradients = sums(ctx, &self.trained, here, &all)?;
         }
         Ok((whole.mean(), gradients))

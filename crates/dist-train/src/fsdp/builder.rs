@@ -419,17 +419,17 @@ impl<'a, B> FullyShardBuilder<'a, B> {
     }
 
     fn planned(&self, infos: &[ParameterInfo]) -> Result<ShardingPlan> {
-        match &self.plan {
+        let plan = match &self.plan {
             Plan::By(strategy) => {
                 let world_size =
                     WorldSize::new(self.mesh.len() as u64).map_err(fsdp_plan::Error::from)?;
-                Ok(strategy.plan(infos, world_size)?)
+                strategy.plan(infos, world_size)?
             }
-            Plan::Ready(plan) => {
-                check_fits(plan, infos)?;
-                Ok((**plan).clone())
-            }
-        }
+            Plan::Ready(plan) => (**plan).clone(),
+        };
+        // A strategy of somebody else may plan for other parameters than it was given.
+        check_fits(&plan, infos)?;
+        Ok(plan)
     }
 }
 

@@ -219,7 +219,7 @@ impl<O: Optimizer + Send + 'static> FullyShard<O> {
             }))
         });
         let call = self.options.cut(call).seed(self.progress.seed.derive(EVALUATION));
-        let aux = rules.refusal.of(call.call_at(self.progress.batches, batch))?;
+        let aux = rules.refusal.of(call.call_at(self.progress.steps, batch))?;
         let whole = mean.get().expect("every replica has set the mean");
         Ok(Evaluation { loss: whole.mean(), weight: whole.weight(), aux })
     }

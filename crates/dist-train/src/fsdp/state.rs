@@ -72,9 +72,10 @@ impl<O: StatefulOptimizer> FullyShard<O> {
     /// Gives the parts and optimizers of this process their values.
     fn load_slots(&self, checkpoint: &Checkpoint) -> Result<()> {
         let inventory = &self.model.inventory;
+        // On all slots before the first is read: some would go on with what the others have dropped.
+        self.slots.iter().for_each(|slot| lock(slot).forget());
         for slot in &self.slots {
             let slot = &mut *lock(slot);
-            slot.forget();
             for part in &slot.parts {
                 let value = checkpoint.like(key(inventory, part), &part.var)?;
                 assign(&part.var, &value).doing("loading a parameter")?;

@@ -1,7 +1,7 @@
 //! Arguments and results: one tensor or several, in any nesting of tuples, vectors and maps.
 
 use std::{
-    collections::{BTreeMap, HashMap},
+    collections::BTreeMap,
     convert::Infallible,
     hash::{BuildHasher, Hash},
 };
@@ -101,7 +101,8 @@ impl<K: Ord + Clone + Send + 'static, T: TensorTree> TensorTree for BTreeMap<K, 
 
 /// In the order of the keys. A function that runs a collective for each entry has to take them in
 /// such an order as well: that of the map is another in each process.
-impl<K, T, S> TensorTree for HashMap<K, T, S>
+#[expect(clippy::disallowed_types, reason = "its own order is not used")]
+impl<K, T, S> TensorTree for std::collections::HashMap<K, T, S>
 where
     K: Ord + Hash + Clone + Send + 'static,
     T: TensorTree,
