@@ -487,6 +487,22 @@ fn numbers_of_threads_that_are_none_are_said() {
 }
 
 #[test]
+fn more_devices_than_cores_can_serve_are_said() {
+    let cores = std::thread::available_parallelism().unwrap().get();
+    let said = |n_devices: usize| {
+        let size = n_devices.to_string();
+        said(
+            &command(&["mesh", "--bytes", "1", "--repetitions", "1", "--world-size", &size])
+                .output()
+                .unwrap(),
+        )
+    };
+    assert_eq!(said(8 * cores), "");
+    let many = format!("warning: {} devices share {cores} cores", 8 * cores + 1);
+    assert!(said(8 * cores + 1).starts_with(&many));
+}
+
+#[test]
 fn a_deadline_is_a_number_of_seconds() {
     refuses(&["mesh", "--deadline", "0"], &["--deadline", "0"]);
     text(&["mesh", "--deadline", "60", "--bytes", "1", "--repetitions", "1"]);
