@@ -120,9 +120,8 @@ impl Held {
     fn take(folder: &Path, incarnation: u64) -> Result<Self> {
         fs::create_dir_all(folder).at(folder)?;
         let path = folder.join(LOCK);
-        match check_file(&path) {
-            Err(error) if error.kind() == io::ErrorKind::NotFound => {}
-            checked => checked.at(&path)?,
+        if path.exists() {
+            check_file(&path).at(&path)?;
         }
         // Not truncated: what it is for is its name, and somebody may have planted a link there.
         let file = File::options().create(true).truncate(false).write(true).open(&path);
