@@ -88,9 +88,11 @@ impl Claim {
     }
 
     /// Logs a warning about a checkpoint, unless it has been logged before: each checkpoint that is
-    /// saved would say again what lies beside it.
+    /// saved would say again what lies beside it. For the first process, which alone removes what is
+    /// not to be kept.
+    #[expect(clippy::expect_used, reason = "says why it cannot fail")]
     pub(super) fn warn_once(&self, path: &Path, what: fmt::Arguments<'_>) {
-        let Some(held) = &self.held else { return };
+        let held = self.held.as_ref().expect("the first process holds the folder");
         let mut warned = held.warned.lock().unwrap_or_else(PoisonError::into_inner);
         if warned.insert(path.to_owned()) {
             tracing::warn!("{what}");
