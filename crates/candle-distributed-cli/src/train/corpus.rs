@@ -29,8 +29,9 @@ macro_rules! own_sources {
     };
 }
 
-const EMBEDDED: [(&str, &str); 62] = own_sources![
+const EMBEDDED: [(&str, &str); 64] = own_sources![
     "README.md",
+    "src/bin/candle-distributed.rs",
     "src/bytes.rs",
     "src/commands/batch/args.rs",
     "src/commands/batch/chart.rs",
@@ -66,11 +67,12 @@ const EMBEDDED: [(&str, &str); 62] = own_sources![
     "src/commands/train/start.rs",
     "src/devices.rs",
     "src/error.rs",
+    "src/fuzzing.rs",
     "src/help.rs",
     "src/hint.rs",
     "src/input.rs",
+    "src/lib.rs",
     "src/log.rs",
-    "src/main.rs",
     "src/numbers.rs",
     "src/output.rs",
     "src/picture.rs",

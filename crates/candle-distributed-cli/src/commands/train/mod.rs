@@ -101,6 +101,12 @@ pub(crate) fn run(args: &Args) -> Result<()> {
     args.devices.run_on(place, grid, |mesh| args.train(mesh, place, start))
 }
 
+/// Finds out what a run starts with, and does not start it.
+#[cfg(any(test, fuzzing))]
+pub(crate) fn start(args: &Args) -> Result<()> {
+    args.start(args.devices.place(DEFAULT_WORLD_SIZE)?).map(drop)
+}
+
 impl Args {
     /// Trains, if all processes are to, and reports if this process is the first.
     fn train(&self, mesh: &DeviceMesh, place: Place, start: Result<Start>) -> Result<()> {
