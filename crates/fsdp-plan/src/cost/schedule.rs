@@ -26,6 +26,10 @@ use crate::{
 /// gradients are summed in one `reduce_scatter`, after which each rank has the sums of its own
 /// parts; replicas add these up among themselves, and replicated parameters are added up by all.
 ///
+/// The backward pass is taken to go through every unit. (A runtime gathers frozen units that it
+/// enters before all trained ones once: nothing is differentiated there, and a plan does not know
+/// which come first.)
+///
 /// The order of units is that in which their parameters first occur. A runtime enters them in the
 /// order of the model's forward pass, which may be another one: the totals are the same.
 ///
@@ -106,8 +110,9 @@ pub struct Transfer {
     pub count: u64,
     /// The positions of its parameters in the plan, in the order given.
     pub parameters: Vec<usize>,
-    /// The bytes of the whole buffer each time, padding included if the runtime pads: what `all_gather` puts out, what
-    /// `reduce_scatter` takes in, and what the rank that has the most adds to an `all_reduce`.
+    /// The bytes of the whole buffer each time, padding included if the runtime pads: what
+    /// `all_gather` puts out, what `reduce_scatter` takes in, and what the rank that has the most
+    /// adds to an `all_reduce`.
     pub bytes: u64,
     /// The same without padding: what is sent where parts of unequal sizes are.
     pub payload_bytes: u64,
@@ -144,9 +149,9 @@ pub enum Collective {
 
 /// What one rank hands over to the others in a step.
 ///
-/// It is what [`DeviceMesh::traffic`](https://docs.rs/pmap-mesh) counts of parameters and
-/// gradients while a plan is carried out by dist-train: of gathered parameters the rank's own parts,
-/// of summed gradients the whole.
+/// It is what [`DeviceMesh::traffic`](https://docs.rs/pmap-mesh) counts of parameters and gradients
+/// while a plan is carried out by dist-train: of gathered parameters the rank's own parts, of
+/// summed gradients the whole.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, Serialize)]
 #[non_exhaustive]
 pub struct HandedOver {
