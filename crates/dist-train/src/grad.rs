@@ -7,7 +7,7 @@ use std::{
 };
 
 use candle_core::{DType, Tensor, Var, backprop::GradStore};
-use pmap_mesh::{DeviceMesh, Replica, Specs, TensorTree, Uneven};
+use pmap_mesh::{ALL, DeviceMesh, Replica, Specs, TensorTree, Uneven};
 
 use crate::{
     agreement,
@@ -280,6 +280,6 @@ pub(crate) fn sums_of(
         }
     }
     let listed: Vec<usize> = wanted.iter().filter_map(|&var| positions[var]).collect();
-    let mut sums = ctx.psum_list(list, &listed)?.into_iter();
+    let mut sums = ctx.psum_list(list, &listed, ALL)?.into_iter();
     Ok(wanted.iter().map(|&var| positions[var].and_then(|_| sums.next())).collect())
 }

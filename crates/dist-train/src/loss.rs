@@ -1,7 +1,7 @@
 //! What a step minimizes: a loss with the weight it has among those of other shards and batches.
 
 use candle_core::{DType, Device, Tensor};
-use pmap_mesh::{Replica, TensorTree};
+use pmap_mesh::{ALL, Replica, TensorTree};
 
 use crate::{
     agreement,
@@ -309,7 +309,7 @@ pub(crate) fn summed(ctx: &Replica, aux: &impl TensorTree) -> candle_core::Resul
         return Ok(leaves);
     }
     let all: Vec<usize> = (0..leaves.len()).collect();
-    ctx.psum_list(leaves, &all)
+    ctx.psum_list(leaves, &all, ALL)
 }
 
 /// A tree of the form of `tree` with these tensors, as many as it has.

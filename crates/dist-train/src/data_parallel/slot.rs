@@ -121,7 +121,7 @@ impl<M, O> Slot<M, O> {
         let share = ctx.weight() / ctx.count() as f64;
         let shares = floats.iter().map(|&var| self.buffer_share(var, share));
         let all: Vec<usize> = (0..floats.len()).collect();
-        let means = ctx.psum_list(shares.collect::<Result<_>>()?, &all)?;
+        let means = ctx.psum_list(shares.collect::<Result<_>>()?, &all, ALL)?;
         for (&var, mean) in floats.iter().zip(means) {
             if !rules.allow_non_finite && !clip::squares(&mean)?.is_finite() {
                 let name = rules.inventory.name(var).to_owned();
