@@ -119,6 +119,11 @@ impl Place {
         self.devices_in_process as u64
     }
 
+    /// The same, to count in memory by.
+    pub(crate) fn devices(self) -> usize {
+        self.devices_in_process
+    }
+
     /// The number of processes of the run that share this machine.
     pub(crate) fn processes_here(self) -> u64 {
         self.devices_here.div_ceil(self.devices_in_process) as u64

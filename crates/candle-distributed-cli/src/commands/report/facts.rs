@@ -4,10 +4,7 @@ use std::path::{Path, PathBuf};
 
 use candle_distributed::{
     batch::{Batch, PaddingReport},
-    plan::{
-        ParameterInfo, ShardingPlan,
-        cost::{CostModel, PlanCost},
-    },
+    plan::{ParameterInfo, ShardingPlan, cost::PlanCost},
     types::WorldSize,
 };
 
@@ -19,7 +16,6 @@ use crate::{
         corpus::Corpus,
         data::Schedule,
         metrics::Metrics,
-        model::MODEL,
         run_dir,
         session::Session,
         settings::Settings,
@@ -88,18 +84,16 @@ impl Facts {
 
 impl Sharding {
     fn of(path: &Path, settings: &Settings, is_complete: bool) -> Result<Option<Self>> {
-        let parameters = match settings.model {
-            _ if is_complete => model::read(path)?,
-            // A file may hold any sizes, and building the model takes memory; this is the one model
-            // that `train` has.
-            Some(config) if config == MODEL => sharding::parameters_of(config)?,
-            _ => return Ok(None),
+        let parameters: Vec<ParameterInfo> = match settings.model {
+            _ if is_complete => model::read(path)?.into_iter().map(sharding::with_unit).collect(),
+            Some(config) => sharding::parameters_of(config)?,
+            None => return Ok(None),
         };
         let Some(session) = settings.sessions.last() else { return Ok(None) };
         let world_size = WorldSize::new(session.world_size)?;
-        let plan = sharding::plan(&parameters, world_size)?;
-        let cost = plan.cost(&CostModel::default())?;
-        let needs = Needs::of(&parameters, &cost)?;
+        let plan = sharding::plan(session.sharding.as_ref(), &parameters, world_size)?;
+        let cost = plan.cost(&sharding::cost_model())?;
+        let needs = Needs::of(&parameters, &cost, session.sharding.is_some())?;
         Ok(Some(Self { parameters, plan, cost, needs }))
     }
 }
@@ -107,9 +101,12 @@ impl Sharding {
 impl Reading {
     /// The batches of a run, if its text is still there and unchanged.
     fn of(settings: &Settings) -> Result<Result<Self, String>> {
+        let longest = settings.config().longest_sequence();
         let (name, corpus) = match &settings.data {
-            None => (String::from("the text built into this program"), Ok(Corpus::embedded())),
-            Some(path) => (format!("the text in {}", path.display()), Corpus::read(path)),
+            None => {
+                (String::from("the text built into this program"), Ok(Corpus::embedded(longest)))
+            }
+            Some(path) => (format!("the text in {}", path.display()), Corpus::read(path, longest)),
         };
         let corpus = match corpus {
             Ok(corpus) if corpus.fingerprint() == settings.text => corpus,

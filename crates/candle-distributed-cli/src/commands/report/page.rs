@@ -280,14 +280,19 @@ fn sharded(facts: &Facts, Sharding { parameters, plan, cost, needs }: &Sharding)
         .collect();
     Ok(html! {
         p.note {
-            "The run keeps the whole model on every device. The plan shows what each rank would \
-             hold if the model were sharded over that many ranks; activations are not counted."
+            @if needs.is_sharded {
+                "Each rank holds its part of the model; activations are not counted."
+            } @else {
+                "The run keeps the whole model on every device. The plan shows what each rank \
+                 would hold if the model were sharded over that many ranks; activations are not \
+                 counted."
+            }
         }
         (numbers(&heads, &rank_rows(&cost.ranks)))
         @if let Some(memory) = memory { p { (sentence(&memory.to_string())) } }
         (figure(
             &svg::draw(plan, cost, None)?,
-            "What each rank would hold: at its peak, and between two steps."
+            "What a rank holds under this plan: at its peak, and between two steps."
         ))
         (numbers(&["parameter", "shape", "type", "elements"], &of_parameters))
     })
