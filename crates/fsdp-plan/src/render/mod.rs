@@ -188,13 +188,11 @@ fn balance(balance: &LayerBalance) -> String {
 
 /// The collectives that are used.
 fn calls(collectives: &Collectives) -> String {
-    let Collectives { all_gather, reduce_scatter, all_reduce, broadcast, reduce } = *collectives;
+    let Collectives { all_gather, reduce_scatter, all_reduce } = *collectives;
     let named = [
         ("all_gather", all_gather),
         ("reduce_scatter", reduce_scatter),
         ("all_reduce", all_reduce),
-        ("broadcast", broadcast),
-        ("reduce", reduce),
     ];
     let used = named.into_iter().filter(|(_, traffic)| traffic.count > 0);
     let calls: Vec<_> = used.map(|(name, traffic)| call(name, traffic)).collect();
@@ -202,11 +200,12 @@ fn calls(collectives: &Collectives) -> String {
 }
 
 fn call(name: &str, traffic: Traffic) -> String {
-    format!(
-        "{} {name}, {} in all",
-        grouped(traffic.count.into()),
-        counted(traffic.bytes.into(), "byte")
-    )
+    let Traffic { count, bytes, payload_bytes, .. } = traffic;
+    let payload = match payload_bytes {
+        all if all == bytes => String::new(),
+        _ => format!(" ({} without padding)", grouped(payload_bytes.into())),
+    };
+    format!("{} {name}, {} in all{payload}", grouped(count.into()), counted(bytes.into(), "byte"))
 }
 
 /// Lays out `rows` under `header`; the columns at `numbers` are aligned to the right.
