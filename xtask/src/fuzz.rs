@@ -8,8 +8,8 @@ use crate::{
     tools::{self, Tool},
 };
 
-/// Feeds damaged headers, manifests, indices, rules and states to what reads them; needs nightly Rust
-/// and cargo-fuzz.
+/// Feeds damaged headers, manifests, indices, patterns, rules, states, checkpoints and runs to what
+/// reads them; needs nightly Rust and cargo-fuzz.
 #[derive(clap::Args)]
 pub(crate) struct Args {
     /// The target to run [default: one after the other]
@@ -30,7 +30,8 @@ const CARGO_FUZZ: Tool = Tool {
 };
 
 /// The targets, in `fuzz/fuzz_targets`. Each has its seeds and a dictionary of its words.
-const TARGETS: [&str; 3] = ["readers", "rules", "states"];
+const TARGETS: [&str; 7] =
+    ["checkpoint_header", "checkpoint_index", "patterns", "readers", "rules", "run", "states"];
 
 pub(crate) fn run(args: &Args) -> Result {
     for target in TARGETS {

@@ -123,7 +123,9 @@ impl StrategyArgs {
             ("rules", self.rules.as_ref().map(|path| path.display().to_string())),
         ];
         let given = options.into_iter().filter_map(|(name, value)| Some((name, value?)));
-        given.map(|(name, value)| format!(" --{name} {value}")).collect()
+        given
+            .flat_map(|(name, value)| [String::from(" --"), name.into(), String::from(" "), value])
+            .collect()
     }
 
     /// Refuses the options that the strategy would leave without effect.
@@ -180,6 +182,7 @@ impl StrategyArgs {
 
 /// A value as it is typed on the command line.
 #[expect(clippy::expect_used, reason = "says why it cannot fail")]
+#[expect(clippy::needless_pass_by_value, reason = "it is a word")]
 fn typed(value: impl ValueEnum) -> String {
     let value = value.to_possible_value().expect("no value is hidden from the command line");
     value.get_name().to_owned()

@@ -26,8 +26,9 @@ macro_rules! own_sources {
     };
 }
 
-const EMBEDDED: [(&str, &str); 65] = own_sources![
+const EMBEDDED: [(&str, &str); 67] = own_sources![
     "README.md",
+    "src/bin/candle-distributed.rs",
     "src/bytes.rs",
     "src/commands/batch/args.rs",
     "src/commands/batch/chart.rs",
@@ -63,11 +64,12 @@ const EMBEDDED: [(&str, &str); 65] = own_sources![
     "src/commands/train/start.rs",
     "src/devices.rs",
     "src/error.rs",
+    "src/fuzzing.rs",
     "src/help.rs",
     "src/hint.rs",
     "src/input.rs",
+    "src/lib.rs",
     "src/log.rs",
-    "src/main.rs",
     "src/numbers.rs",
     "src/output.rs",
     "src/picture.rs",

@@ -95,18 +95,20 @@ impl Distributed {
     }
 
     pub(crate) fn set_learning_rate(&mut self, learning_rate: f64) -> Result<()> {
-        Ok(match self {
+        match self {
             Self::Whole(model) => model.set_learning_rate(learning_rate)?,
             Self::Sharded(model) => model.set_learning_rate(learning_rate)?,
-        })
+        }
+        Ok(())
     }
 
     /// Takes up what a checkpoint has, however its model was distributed.
     pub(crate) fn load(&mut self, checkpoint: &Checkpoint) -> Result<()> {
-        Ok(match self {
+        match self {
             Self::Whole(model) => model.load(checkpoint)?,
             Self::Sharded(model) => model.load(checkpoint)?,
-        })
+        }
+        Ok(())
     }
 
     pub(crate) fn state_dict(&self) -> Result<StateDict> {

@@ -90,7 +90,9 @@ mod tests {
         });
         let mut written = Vec::new();
         write_head(&mut written, &infos.collect::<Vec<_>>()).unwrap();
-        tensors.iter().for_each(|(_, tensor)| write_items(&mut written, tensor).unwrap());
+        for (_, tensor) in &tensors {
+            write_items(&mut written, tensor).unwrap();
+        }
         let tensors = tensors.iter().map(|(name, tensor)| (name, tensor));
         assert_eq!(written, safetensors::serialize(tensors, None).unwrap());
     }

@@ -4,7 +4,7 @@ use candle_core::{DType, Device};
 use candle_distributed::{
     plan::{
         ElemType, ParameterInfo, ShardingPlan,
-        cost::{CostModel, PlanCost, RankCost},
+        cost::{CostModel, PlanCost, RankCost, Runtime},
         strategy::{Full, ShardingStrategy},
     },
     train,
@@ -72,9 +72,9 @@ pub(crate) fn plan(
     }
 }
 
-/// What a plan is priced by: nothing is gathered ahead of its use.
+/// What a plan is priced by: the runtime that carries it out here.
 pub(crate) fn cost_model() -> CostModel {
-    CostModel::default().with_prefetch(0)
+    CostModel::default().with_runtime(Runtime::Candle)
 }
 
 /// The bytes of parameters, gradients and optimizer state.

@@ -271,6 +271,7 @@ fn learning_rate(step: u64, steps: u64) -> f64 {
 #[cfg(test)]
 mod tests {
     use candle_distributed::{
+        plan::strategy::Layout,
         train::{DataParallel, GradientError},
         types::Seed,
     };
@@ -326,7 +327,7 @@ mod tests {
     }
 
     fn full() -> Sharding {
-        Sharding { strategy: Strategy::Full(Default::default()), keep: Keep::Inputs }
+        Sharding { strategy: Strategy::Full(Layout::Dim0), keep: Keep::Inputs }
     }
 
     #[test]

@@ -78,7 +78,7 @@ impl Facts {
 
     /// The number of steps that are done.
     pub(super) fn done(&self) -> u64 {
-        self.metrics.steps().last().map_or(0, |step| step.step + 1)
+        self.metrics.done()
     }
 }
 

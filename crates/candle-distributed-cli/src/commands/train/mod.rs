@@ -28,6 +28,7 @@ use crate::{
 
 /// Train a small byte-level transformer on text, on several devices at once.
 #[derive(Debug, clap::Args)]
+#[expect(clippy::struct_excessive_bools, reason = "each is a switch of its own")]
 #[command(after_help = examples![
     "# About a minute on this program's own sources; the run is saved in the next free folder under runs"
     "candle-distributed train"
@@ -120,6 +121,12 @@ pub(crate) fn run(args: &Args) -> Result<()> {
     let grid =
         DeviceMesh::builder().axis(DeviceMesh::AXIS, place.placement.world_size().as_usize());
     args.devices.run_on(place, grid, |mesh| args.train(mesh, place, start))
+}
+
+/// Finds out what a run starts with, and does not start it.
+#[cfg(any(test, fuzzing))]
+pub(crate) fn start(args: &Args) -> Result<()> {
+    args.start(args.devices.place(DEFAULT_WORLD_SIZE)?).map(drop)
 }
 
 impl Args {
