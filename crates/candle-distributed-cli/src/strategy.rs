@@ -84,6 +84,16 @@ pub(crate) enum Strategy {
 }
 
 impl Strategy {
+    /// Its name on the command line.
+    pub(crate) fn name(&self) -> &'static str {
+        match self {
+            Self::Full(_) => "full",
+            Self::LayerWise { .. } => "layer-wise",
+            Self::WholeTensor => "whole-tensor",
+            Self::Hybrid(_) => "hybrid",
+        }
+    }
+
     /// What plans by it.
     pub(crate) fn planner(&self) -> Box<dyn ShardingStrategy> {
         match self {
@@ -186,4 +196,45 @@ impl StrategyArgs {
 fn typed(value: impl ValueEnum) -> String {
     let value = value.to_possible_value().expect("no value is hidden from the command line");
     value.get_name().to_owned()
+}
+
+#[cfg(test)]
+mod tests {
+    use clap::Parser;
+
+    use super::*;
+
+    #[derive(Parser)]
+    #[command(no_binary_name = true)]
+    struct Line {
+        #[command(flatten)]
+        what: StrategyArgs,
+    }
+
+    #[test]
+    fn options_are_typed_again_as_they_were() {
+        for line in [
+            "",
+            " --strategy full --layout row-ragged --block-size 4",
+            " --strategy layer-wise --layer-order contiguous",
+            " --strategy hybrid --rules rules.json",
+        ] {
+            let args = Line::parse_from(line.split_whitespace()).what;
+            assert_eq!(args.typed(), line);
+        }
+    }
+
+    #[test]
+    fn strategies_are_read_as_they_were_written() {
+        for strategy in [
+            Strategy::Full(Layout::RowRagged { rows: 3 }),
+            Strategy::LayerWise { contiguous: true },
+            Strategy::WholeTensor,
+            Strategy::Hybrid(Hybrid::default()),
+        ] {
+            let json = serde_json::to_string(&strategy).unwrap();
+            assert_eq!(serde_json::from_str::<Strategy>(&json).unwrap(), strategy, "{json}");
+            assert!(strategy.planner().name().starts_with(&strategy.name()[..4]), "{json}");
+        }
+    }
 }

@@ -26,7 +26,7 @@ macro_rules! own_sources {
     };
 }
 
-const EMBEDDED: [(&str, &str); 67] = own_sources![
+const EMBEDDED: [(&str, &str); 69] = own_sources![
     "README.md",
     "src/bin/candle-distributed.rs",
     "src/bytes.rs",
@@ -60,6 +60,7 @@ const EMBEDDED: [(&str, &str); 67] = own_sources![
     "src/commands/report/style.css",
     "src/commands/sample/mixture.rs",
     "src/commands/sample/mod.rs",
+    "src/commands/train/dry_run.rs",
     "src/commands/train/mod.rs",
     "src/commands/train/start.rs",
     "src/devices.rs",
@@ -81,6 +82,7 @@ const EMBEDDED: [(&str, &str); 67] = own_sources![
     "src/train/distributed.rs",
     "src/train/journal.rs",
     "src/train/limits.rs",
+    "src/train/measured.rs",
     "src/train/memory.rs",
     "src/train/metrics.rs",
     "src/train/mod.rs",

@@ -10,6 +10,7 @@ use crate::{
     error::Result,
     output::{self, Partial},
     train::{
+        measured::StepTraffic,
         memory::Memory,
         metrics::{MeanLoss, StepMetrics},
         run_dir::RunDir,
@@ -87,6 +88,11 @@ impl Journal {
             self.bar.suspend(|| output::message(|out| writeln!(out, "{line}")));
         }
         Ok(())
+    }
+
+    /// Remembers what the first device handed over in a step.
+    pub(crate) fn set_step_traffic(&mut self, traffic: StepTraffic) {
+        self.run_dir.set_step_traffic(traffic);
     }
 
     /// Whether a line is printed after this many steps.

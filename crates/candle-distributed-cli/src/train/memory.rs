@@ -4,17 +4,19 @@ use std::{fmt, fs};
 
 use candle_distributed::{
     batch::Batch,
-    plan::{ParameterInfo, cost::RankCost},
-    types::human::HumanBytes,
+    plan::{
+        ParameterInfo,
+        cost::{Activations, RankCost},
+    },
+    types::{WorldSize, human::HumanBytes},
 };
 
 use crate::{
-    devices::Place,
     error::Result,
     train::{
         model::Config,
         session::Session,
-        sharding::{self, Keep, Needs, Sharding},
+        sharding::{self, Needs, Sharding},
     },
 };
 
@@ -50,18 +52,20 @@ pub(crate) struct Work<'a> {
     pub(crate) parameters: &'a [ParameterInfo],
     /// `None` if every device has the whole model.
     pub(crate) sharding: Option<&'a Sharding>,
+    /// Those of an epoch.
     pub(crate) batches: &'a [Batch],
-    pub(crate) place: Place,
+    pub(crate) world_size: u64,
+    /// The ranks of the process.
+    pub(crate) ranks: (u64, u64),
+    /// What the process takes before training: the program, the text and its batches.
+    pub(crate) base_bytes: u64,
 }
 
 impl Work<'_> {
-    /// How much memory this process will probably take.
-    ///
-    /// What is there before training is measured: the program, the text and its batches. What a
-    /// device computes with follows from constants that were.
+    /// How much memory the process will probably take. What a device computes with follows from
+    /// constants that were measured.
     pub(crate) fn predicted(&self) -> Result<Prediction> {
-        let program = peak_bytes().unwrap_or(0);
-        let mut terms = vec![("program, text and batches", u128::from(program))];
+        let mut terms = vec![("program, text and batches", u128::from(self.base_bytes))];
         terms.extend(match self.sharding {
             None => self.of_whole(),
             Some(sharding) => self.of_parts(sharding)?,
@@ -73,55 +77,61 @@ impl Work<'_> {
     /// The model whole: slots of a process share its variables, and divide the optimizer's state.
     fn of_whole(&self) -> Vec<(&'static str, u128)> {
         let all: u128 = self.parameters.iter().map(bytes_of).sum();
-        let devices = u128::from(self.place.devices_in_process());
+        let devices = u128::from(self.devices());
+        // What backward has beside the gradients that it returns: zeros to which a gradient is
+        // added, and the sum.
+        let largest = self.parameters.iter().map(bytes_of).fold(0, u128::max);
         vec![
             ("parameters", all),
             ("gradients of each device, and their sum", all * (devices + 1)),
             ("optimizer state", 2 * all),
-            ("gradients under way", devices * self.temporaries()),
-            ("activations", self.tokens(|length| bytes_per_token(self.config, length))),
+            ("gradients under way", devices * 2 * largest),
+            (
+                "activations",
+                devices * self.most_tokens(|length| bytes_per_token(self.config, length)),
+            ),
         ]
     }
 
     /// The model in parts, by the cost of its plan.
     fn of_parts(&self, sharding: &Sharding) -> Result<Vec<(&'static str, u128)>> {
-        let world_size = self.place.placement.world_size();
-        let cost = sharding.plan(self.parameters, world_size)?.cost(&sharding::cost_model())?;
-        let first = self.place.placement.rank().as_usize();
-        let devices = self.place.devices_in_process();
-        let own: Vec<&RankCost> =
-            cost.ranks.iter().skip(first).take(self.place.devices()).collect();
+        let plan = sharding.plan(self.parameters, WorldSize::new(self.world_size)?)?;
+        let fit = |bytes: u128| u64::try_from(bytes).unwrap_or(u64::MAX);
+        let width = (self.config.hidden * size_of::<f32>()) as u64;
+        let of_unit = Config { layers: 1, ..self.config };
+        let activations = Activations {
+            input_bytes: fit(self.most_tokens(|_| width)),
+            unit_bytes: fit(self.most_tokens(|length| bytes_per_token(of_unit, length))),
+        };
+        let cost = plan.cost(&sharding::cost_model().with_activations(activations))?;
+        let is_own = |rank: &&RankCost| {
+            let rank = rank.rank.as_u64();
+            self.ranks.0 <= rank && rank < self.ranks.1
+        };
+        let own: Vec<&RankCost> = cost.ranks.iter().filter(is_own).collect();
         let sum = |of: fn(&RankCost) -> u64| own.iter().map(|rank| u128::from(of(rank))).sum();
         // The slots of a process share what is gathered.
         let gathered = own.iter().map(|rank| rank.gathered_bytes).fold(0, u64::max);
-        let layers = if sharding.keep == Keep::Gathered { self.config.layers } else { 1 };
-        let at_once = Config { layers, ..self.config };
-        let inputs = ((self.config.layers + 2) * self.config.hidden * size_of::<f32>()) as u64;
         Ok(vec![
             ("parameters", sum(|rank| rank.storage_bytes)),
             ("gradients", sum(|rank| rank.grad_bytes)),
             ("optimizer state", sum(|rank| rank.optimizer_bytes)),
             ("gathered parameters", gathered.into()),
             ("gradients of a unit", sum(|rank| rank.unreduced_bytes)),
-            ("gradients under way", u128::from(devices) * self.temporaries()),
-            ("inputs of units", self.tokens(|_| inputs)),
-            ("activations", self.tokens(|length| bytes_per_token(at_once, length))),
+            ("gradients under way", sum(|rank| rank.backward_bytes)),
+            ("activations", sum(|rank| rank.activation_bytes)),
         ])
     }
 
-    /// What backward has beside the gradients that it returns: zeros that a gradient is added to,
-    /// and the sum, of the largest parameter.
-    fn temporaries(&self) -> u128 {
-        2 * self.parameters.iter().map(bytes_of).fold(0, u128::max)
+    fn devices(&self) -> u64 {
+        self.ranks.1 - self.ranks.0
     }
 
-    /// What the tokens of the largest batch take in this process, `of` bytes each.
-    fn tokens(&self, of: impl Fn(u64) -> u64) -> u128 {
-        let world_size = self.place.placement.world_size().as_u64();
-        let devices = self.place.devices_in_process();
+    /// What the tokens of a device take in the largest batch, `of` bytes each.
+    fn most_tokens(&self, of: impl Fn(u64) -> u64) -> u128 {
         let of_batch = |batch: &Batch| {
-            let rows = (batch.len() as u64).div_ceil(world_size);
-            let tokens = rows.saturating_mul(batch.padded_length).saturating_mul(devices);
+            let rows = (batch.len() as u64).div_ceil(self.world_size);
+            let tokens = rows.saturating_mul(batch.padded_length);
             u128::from(tokens) * u128::from(of(batch.padded_length))
         };
         self.batches.iter().map(of_batch).fold(0, u128::max)

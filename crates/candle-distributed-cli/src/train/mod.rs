@@ -7,6 +7,7 @@ pub(crate) mod data;
 pub(crate) mod distributed;
 pub(crate) mod journal;
 pub(crate) mod limits;
+pub(crate) mod measured;
 pub(crate) mod memory;
 pub(crate) mod metrics;
 pub(crate) mod model;

@@ -17,7 +17,9 @@ use crate::{
     input,
     output::{self, Partial},
     train::{
-        curve, memory,
+        curve,
+        measured::StepTraffic,
+        memory,
         metrics::Metrics,
         model::MODEL,
         model_file,
@@ -315,6 +317,13 @@ impl RunDir {
         }
         self.settings.write(&self.path)?;
         output::file(&self.path.join(CURVE), curve::draw(&metrics(&self.path)?)?.as_bytes())
+    }
+
+    /// Remembers what the first device handed over in a step.
+    pub(crate) fn set_step_traffic(&mut self, traffic: StepTraffic) {
+        if let Some(session) = self.settings.sessions.last_mut() {
+            session.step_traffic = Some(traffic);
+        }
     }
 
     /// Appends one line to the metrics.

@@ -131,6 +131,8 @@ pub(crate) mod tests {
             devices_here: 2,
             on_processors: true,
             sharding: None,
+            base_bytes: None,
+            step_traffic: None,
             peak_bytes: None,
         }
     }

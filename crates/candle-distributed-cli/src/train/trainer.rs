@@ -30,6 +30,7 @@ use crate::{
         data::{self, Schedule, Scheduled},
         distributed::Distributed,
         journal::Journal,
+        measured::StepTraffic,
         metrics::StepMetrics,
         model, model_file,
         resumed::Resumed,
@@ -99,12 +100,14 @@ impl Job<'_> {
             let Scheduled { epoch, batch, state } = scheduled?;
             let learning_rate = learning_rate(step, steps);
             let at = At { step, epoch, batch: state.step, learning_rate };
+            let before = StepTraffic::so_far(self.mesh);
             let loss = match self.step(&mut model, &batch, learning_rate) {
                 Ok(loss) => loss,
                 Err(error) => return Err(self.failed(error, &at, journal)?),
             };
             let seconds = start.elapsed().as_secs_f64();
             if let Some(journal) = &mut journal {
+                journal.set_step_traffic(StepTraffic::since(self.mesh, before));
                 let metrics = StepMetrics::new(step, epoch, loss, learning_rate, &batch, seconds);
                 journal.log(&metrics, &batch)?;
             }
@@ -127,6 +130,19 @@ impl Job<'_> {
             }
         }
         self.finish(&model, journal)
+    }
+
+    /// Trains two steps, and returns what the first device of this process sent in the second.
+    pub(crate) fn rehearse(&self) -> Result<StepTraffic> {
+        let mut model = self.start()?;
+        let steps = self.settings.steps;
+        let mut counted = StepTraffic::default();
+        for (step, scheduled) in (0..2).zip(self.schedule.batches(None)?) {
+            let before = StepTraffic::so_far(self.mesh);
+            self.step(&mut model, &scheduled?.batch, learning_rate(step, steps))?;
+            counted = StepTraffic::since(self.mesh, before);
+        }
+        Ok(counted)
     }
 
     /// Has the process with the journal write the model, of which each may have a part.

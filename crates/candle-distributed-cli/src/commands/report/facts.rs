@@ -15,6 +15,8 @@ use crate::{
     train::{
         corpus::Corpus,
         data::Schedule,
+        measured::{self, Comparison},
+        memory::Work,
         metrics::Metrics,
         run_dir,
         session::Session,
@@ -35,6 +37,9 @@ pub(super) struct Facts {
     pub(super) sharding: Option<Sharding>,
     /// What the run reads, or why that is no longer known.
     pub(super) reading: Result<Reading, String>,
+    /// What was predicted of the latest session, and what was measured; `None` if either is not
+    /// known.
+    pub(super) comparison: Option<Comparison>,
 }
 
 /// The model in shards.
@@ -60,11 +65,14 @@ impl Facts {
             no_run.hinted(hint::RUN)
         })?;
         let is_complete = run_dir::is_complete(path, &settings)?;
+        let sharding = Sharding::of(path, &settings, is_complete)?;
+        let reading = Reading::of(&settings)?;
         Ok(Self {
             metrics: run_dir::metrics(path)?,
             checkpoints: run_dir::checkpoints(path, &settings).steps()?,
-            sharding: Sharding::of(path, &settings, is_complete)?,
-            reading: Reading::of(&settings)?,
+            comparison: comparison(&settings, sharding.as_ref(), reading.as_ref().ok())?,
+            sharding,
+            reading,
             path: path.into(),
             settings,
             is_complete,
@@ -80,6 +88,36 @@ impl Facts {
     pub(super) fn done(&self) -> u64 {
         self.metrics.done()
     }
+}
+
+fn comparison(
+    settings: &Settings,
+    sharding: Option<&Sharding>,
+    reading: Option<&Reading>,
+) -> Result<Option<Comparison>> {
+    let (Some(session), Some(sharding), Some(reading)) =
+        (settings.sessions.last(), sharding, reading)
+    else {
+        return Ok(None);
+    };
+    let (Some(counted), Some(base_bytes)) = (session.step_traffic, session.base_bytes) else {
+        return Ok(None);
+    };
+    let work = Work {
+        config: settings.config(),
+        parameters: &sharding.parameters,
+        sharding: session.sharding.as_ref(),
+        batches: &reading.batches,
+        world_size: session.world_size,
+        ranks: (0, session.devices_here),
+        base_bytes,
+    };
+    Ok(Some(Comparison {
+        memory: work.predicted()?,
+        peak_bytes: session.peak_bytes,
+        planned: measured::planned(&work)?,
+        counted,
+    }))
 }
 
 impl Sharding {

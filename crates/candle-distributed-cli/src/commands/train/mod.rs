@@ -1,11 +1,17 @@
 //! `train`: everything together, on real text.
 
+mod dry_run;
 mod start;
 
 use std::path::{Path, PathBuf};
 
 use candle_core::Device;
-use candle_distributed::{mesh::DeviceMesh, plan::report::PlanReport, types::Rank};
+use candle_distributed::{
+    batch::Batch,
+    mesh::DeviceMesh,
+    plan::{ParameterInfo, report::PlanReport},
+    types::Rank,
+};
 
 use self::start::{Beginning, Start};
 use crate::{
@@ -18,6 +24,7 @@ use crate::{
     train::{
         agreement,
         journal::Journal,
+        memory::Work,
         run_dir::{self, RunDir},
         session::Session,
         sharding::{self, Keep, Needs},
@@ -140,9 +147,12 @@ impl Args {
             Start::Train(beginning) => *beginning,
             Start::Complete(path) => return say_complete(place, &path),
         };
+        if self.dry_run {
+            return self.rehearse(mesh, place, &beginning);
+        }
         let path = self.path(mesh)?;
         agreement::check_shared(mesh, &path)?;
-        let Beginning { settings, sharding, corpus, schedule, from, seen } = beginning;
+        let Beginning { settings, sharding, corpus, schedule, from, seen, base_bytes } = beginning;
         let job = Job {
             mesh,
             corpus: &corpus,
@@ -166,7 +176,7 @@ impl Args {
             agreement::check_unchanged(mesh, &path, seen)?;
         }
         let journal = match place.placement.rank() {
-            Rank::ZERO => Some(self.journal(&job, place)?),
+            Rank::ZERO => Some(self.journal(&job, place, base_bytes)?),
             _ => None,
         };
         job.run(model, journal)
@@ -182,10 +192,10 @@ impl Args {
     }
 
     /// Says what the run starts with, and opens its folder.
-    fn journal(&self, job: &Job<'_>, place: Place) -> Result<Journal> {
+    fn journal(&self, job: &Job<'_>, place: Place, base_bytes: Option<u64>) -> Result<Journal> {
         let needs = announce(job, place)?;
         let first = job.first_step();
-        let session = session(job, place, first);
+        let session = Session { base_bytes, ..session(job, place, first) };
         let settings = job.settings.clone().with_session(session);
         let run_dir = if self.resume {
             RunDir::resume(job.path, &settings, first)?
@@ -212,6 +222,25 @@ impl Args {
     }
 }
 
+/// What decides how much memory this process takes for a run.
+fn work_of<'a>(
+    beginning: &'a Beginning,
+    parameters: &'a [ParameterInfo],
+    batches: &'a [Batch],
+    place: Place,
+) -> Work<'a> {
+    Work {
+        config: beginning.settings.config(),
+        parameters,
+        sharding: beginning.sharding.as_ref(),
+        batches,
+        world_size: place.placement.world_size().as_u64(),
+        ranks: place.ranks(),
+        // Some systems do not say.
+        base_bytes: beginning.base_bytes.unwrap_or(0),
+    }
+}
+
 /// Says that there is nothing to do for the run in `path`.
 fn say_complete(place: Place, path: &Path) -> Result<()> {
     place.print(|out| writeln!(out, "the run in {} is complete", path.display()))
@@ -226,6 +255,8 @@ fn session(job: &Job<'_>, place: Place, first_step: u64) -> Session {
         devices_here: devices.len() as u64,
         on_processors: devices.iter().all(Device::is_cpu),
         sharding: job.sharding.cloned(),
+        base_bytes: None,
+        step_traffic: None,
         peak_bytes: None,
     }
 }

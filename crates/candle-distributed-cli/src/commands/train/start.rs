@@ -9,7 +9,7 @@ use candle_distributed::{
 };
 
 use crate::{
-    commands::train::Args,
+    commands::train::{Args, work_of},
     devices::Place,
     error::{Error, ErrorKind, Result},
     hint, output,
@@ -17,7 +17,7 @@ use crate::{
         corpus::Corpus,
         data::{self, Schedule},
         limits::{self, Limit},
-        memory::Work,
+        memory,
         model::{Config, MODEL},
         resumed::Resumed,
         run_dir::{self, Seen},
@@ -47,6 +47,8 @@ pub(super) struct Beginning {
     pub(super) from: Option<Resumed>,
     /// The run to resume, as it was before any of it was read.
     pub(super) seen: Option<Seen>,
+    /// What the process takes now, if the system says so.
+    pub(super) base_bytes: Option<u64>,
 }
 
 impl Args {
@@ -148,7 +150,15 @@ impl Args {
         let schedule = Schedule::of(&settings, &corpus)?;
         // A position that is not one in these batches is refused here; the batches come later.
         drop(schedule.batches(from.as_ref().map(|from| &from.batches))?);
-        Ok(Beginning { settings, sharding: None, corpus, schedule, from, seen: None })
+        Ok(Beginning {
+            settings,
+            sharding: None,
+            corpus,
+            schedule,
+            from,
+            seen: None,
+            base_bytes: memory::peak_bytes(),
+        })
     }
 
     /// Checks that the arguments do not contradict those that the run started with.
@@ -233,10 +243,8 @@ impl Args {
     /// Checks that the memory that this process will probably take is there.
     fn check_memory(&self, place: Place, beginning: &Beginning) -> Result<()> {
         let (_, batches) = beginning.schedule.first_epoch()?;
-        let config = beginning.settings.config();
-        let parameters = sharding::parameters_of(config)?;
-        let sharding = beginning.sharding.as_ref();
-        let work = Work { config, parameters: &parameters, sharding, batches: &batches, place };
+        let parameters = sharding::parameters_of(beginning.settings.config())?;
+        let work = work_of(beginning, &parameters, &batches, place);
         let needed = work.predicted()?.total();
         tracing::info!("this process will take about {}", HumanBytes(needed.into()));
         let limits = match self.memory_limit {
