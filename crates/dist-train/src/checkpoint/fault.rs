@@ -14,7 +14,10 @@ pub(super) enum Fault {
     /// It may be whole for somebody else: another run, another version of this crate, another
     /// model. It stays.
     Other,
-    /// The system could not read it this time, which says nothing about it.
+    /// The system could not read it this time, which says nothing about it. Should that last, a
+    /// person is to decide: the disk may be read elsewhere, the permissions may be wrong, and who
+    /// trains the steps since the checkpoint before it again without a word loses more than an
+    /// error costs.
     Passing,
 }
 

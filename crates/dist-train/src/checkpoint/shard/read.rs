@@ -18,7 +18,10 @@ use crate::{
         disk::At,
         finite::Values,
         key::{Owner, TensorKey},
-        shard::Origin,
+        shard::{
+            Origin,
+            scan::{PIECE, Scan, Scanned},
+        },
     },
     error::{
         Result,
@@ -200,7 +203,7 @@ impl Piece {
         Ok(())
     }
 
-    /// Reads a block, and checks it while it is in the processor's caches.
+    /// Reads a block, and checks it.
     fn read_block(
         &self,
         file: &mut File,
@@ -209,12 +212,16 @@ impl Piece {
         values: Values,
     ) -> Result<()> {
         let path = self.stored.path();
-        file.read_exact(bytes).at(path)?;
-        if let Some(checksums) = &self.checksums {
-            let found = Checksum::of(bytes);
-            check(path, checksums[block], found, || FilePart::Tensor(self.name.clone()))?;
+        let mut scan = Scan::new(self.stored.dtype(), values);
+        for piece in bytes.chunks_mut(PIECE) {
+            file.read_exact(piece).at(path)?;
+            scan.add(piece);
         }
-        match values.first_refused(self.stored.dtype(), bytes) {
+        let Scanned { checksum, refused } = scan.finish();
+        if let Some(checksums) = &self.checksums {
+            check(path, checksums[block], checksum, || FilePart::Tensor(self.name.clone()))?;
+        }
+        match refused {
             None => Ok(()),
             Some(item) => Err(CheckpointError::NotFinite {
                 path: path.to_owned(),

@@ -21,7 +21,10 @@ use crate::{
         checksum::{BLOCK, Checksum, to_digits},
         disk::At,
         finite::Values,
-        shard::Origin,
+        shard::{
+            Origin,
+            scan::{PIECE, Scan, Scanned},
+        },
     },
     error::{Doing, Result, checkpoint::CheckpointError},
 };
@@ -197,8 +200,7 @@ fn bytes_of(storage: &CpuStorage, items: Range<usize>) -> Option<&[u8]> {
     })
 }
 
-/// Collects the bytes of a tensor, and writes them block by block. Each block is summed up, and
-/// searched for what is not finite, while it is in the processor's caches.
+/// Collects the bytes of a tensor, writes them block by block, and scans each.
 struct Blocks<'a> {
     file: &'a File,
     dtype: DType,
@@ -231,11 +233,16 @@ impl<'a> Blocks<'a> {
     }
 
     fn write_block(&mut self, bytes: &[u8]) -> io::Result<()> {
+        let mut scan = Scan::new(self.dtype, self.values);
+        for piece in bytes.chunks(PIECE) {
+            self.file.write_all(piece)?;
+            scan.add(piece);
+        }
+        let Scanned { checksum, refused } = scan.finish();
         let first = self.checksums.len() * BLOCK / self.dtype.size_in_bytes();
-        let refused = self.values.first_refused(self.dtype, bytes);
         self.refused = self.refused.or(refused.map(|item| first + item));
-        self.checksums.push(Checksum::of(bytes));
-        self.file.write_all(bytes)
+        self.checksums.push(checksum);
+        Ok(())
     }
 
     /// Takes bytes that fill a block at least. Whole blocks are written from where they lie.
