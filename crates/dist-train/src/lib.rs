@@ -44,7 +44,7 @@ pub use crate::{
         sharding::ShardingError,
         training::TrainingError,
     },
-    fsdp::{FullyShard, builder::FullyShardBuilder, keep::Keep},
+    fsdp::{FullyShard, accumulation::Accumulation, builder::FullyShardBuilder, keep::Keep},
     grad::{ValueAndGrad, value_and_grad},
     gradient_report::{GradientReport, PrefixCheck, Verdict},
     loss::{Loss, Weight},

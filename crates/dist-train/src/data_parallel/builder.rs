@@ -428,7 +428,8 @@ fn slot<M, O>(
         saved: part.saved,
         loaded: part.loaded,
         optimizers,
-        accumulated: None,
+        totals: None,
+        grads: Vec::new(),
         buffers_before: Vec::new(),
     })
 }

@@ -74,7 +74,8 @@ impl<M, O: StatefulOptimizer> DataParallel<M, O> {
     fn load_slots(&self, checkpoint: &Checkpoint) -> Result<()> {
         for worker in &self.workers {
             let slot = &mut *lock(&worker.slot);
-            slot.accumulated = None;
+            slot.totals = None;
+            slot.grads.clear();
             for &var in &slot.loaded {
                 let key = TensorKey::model(self.inventory.name(var), 0);
                 let value = checkpoint.like(key, &slot.vars[var])?;

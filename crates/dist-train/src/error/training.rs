@@ -92,6 +92,34 @@ pub enum TrainingError {
         /// The units of the model.
         units: Vec<String>,
     },
+    /// No batch of the first update has entered a unit, so its parameters would never learn.
+    #[error(
+        "the loss does not enter unit {unit}, so {} of its parameters got no gradient: {}. Enter it, \
+         `freeze` them, or `allow_unused`",
+        parameters.len(), Listed(parameters)
+    )]
+    NotEntered {
+        /// The first such unit, in the order of names.
+        unit: String,
+        /// Its parameters that are trained and in no other unit that was entered.
+        parameters: Vec<String>,
+    },
+    /// An option needs the gradients of the whole model, which are never there at once when
+    /// optimizers run inside the backward pass.
+    #[error(
+        "`{option}` needs the gradients of the whole model at once, and with \
+         `optimizer_in_backward` those of a unit are gone when the next ones come"
+    )]
+    NeedsAllGradients {
+        /// The option or method.
+        option: &'static str,
+    },
+    /// A step of a [`FullyShard`](crate::FullyShard) has failed after its optimizers had begun to run.
+    #[error(
+        "a step has failed when some parameters were updated and others not: `load` a checkpoint, \
+         or build the model anew"
+    )]
+    HalfUpdated,
     /// A unit's function uses a tensor from outside that is differentiated, and its gradient would
     /// be lost.
     #[error(

@@ -19,14 +19,15 @@ use pmap_mesh::{DeviceMesh, Specs, Uneven};
 
 use crate::{
     data_parallel::{builder::Group, sync, vars::Sharing},
-    error::{Doing, Error, Result, sharding::ShardingError},
+    error::{Doing, Error, Result, sharding::ShardingError, training::TrainingError},
     fsdp::{
         FullyShard,
+        accumulation::Accumulation,
         keep::{Keep, KeepRules},
-        lock,
         model::{Model, Unit, UnitMember},
-        slot::{GroupOptimizer, Part, Slot},
+        slot::{Part, PartsOptimizer, Slot},
     },
+    grad::widened_dtype,
     parameters::{
         InitialValues, Initializer,
         declare::{Declared, declare},
@@ -55,6 +56,8 @@ pub struct FullyShardBuilder<'a, B> {
     weights: Option<PathBuf>,
     units: UnitRules,
     keeps: KeepRules,
+    accumulation: Accumulation,
+    updates_in_backward: bool,
     plan: Plan,
     choices: Choices,
     options: Options,
@@ -97,6 +100,8 @@ impl<'a, B> FullyShardBuilder<'a, B> {
             weights: None,
             units: UnitRules::new(),
             keeps: KeepRules::default(),
+            accumulation: Accumulation::default(),
+            updates_in_backward: false,
             plan: Plan::By(Box::new(Full::default())),
             choices: Choices::default(),
             options: Options::default(),
@@ -144,6 +149,31 @@ impl<'a, B> FullyShardBuilder<'a, B> {
     pub fn keep_unit(mut self, pattern: impl Into<String>, keep: Keep) -> Self {
         self.keeps.add(pattern.into(), keep);
         self
+    }
+
+    /// Sets when the gradients of [accumulated](FullyShard::accumulate) batches are summed; by default
+    /// [`Accumulation::ReduceEach`].
+    pub fn accumulation(self, accumulation: Accumulation) -> Self {
+        Self { accumulation, ..self }
+    }
+
+    /// Lets optimizers update the parameters of a unit in the backward pass, as soon as their
+    /// gradients are summed, and drops these: a slot keeps 12 bytes for each of its parameters under
+    /// AdamW, instead of 16. The bits are the same. (What PyTorch's
+    /// `register_post_accumulate_grad_hook` is used for.)
+    ///
+    /// The price is what is known too late, and so this is for the one who asks for it:
+    /// - there is no moment at which all gradients are there, so nothing can be
+    ///   [clipped](Self::clip_grad_norm) or [accumulated](FullyShard::accumulate)
+    ///   ([`TrainingError::NeedsAllGradients`]);
+    /// - a step that fails in its backward pass, by a gradient that is not finite, say, may have
+    ///   updated some units and not others. Then the model refuses everything but
+    ///   [`load`](FullyShard::load) ([`TrainingError::HalfUpdated`]). A loss that is not finite, or a
+    ///   unit that is not entered, is found before;
+    /// - in [`build`](Self::build) each unit has an optimizer of its own for each group, so that all of
+    ///   them count the same steps. A parameter of several units is updated after the last of them.
+    pub fn optimizer_in_backward(self) -> Self {
+        Self { updates_in_backward: true, ..self }
     }
 
     /// Sets the seed of initial values; 0 by default. They are those that
@@ -283,18 +313,18 @@ impl<'a, B> FullyShardBuilder<'a, B> {
     /// little is saved.
     ///
     /// The model's constructor is called once, with parameters that take no memory. `optimizer` is
-    /// called for each slot and group with the slot's parts, variables of one dimension; it is given
-    /// the gradients of halves in single precision.
+    /// called for each slot and group, and with [`optimizer_in_backward`](Self::optimizer_in_backward)
+    /// for each unit besides, with the slot's parts, variables of one dimension; it is given the
+    /// gradients of halves in single precision.
     ///
     /// # Errors
     ///
     /// [`Error::Setting`] if the largest norm is negative or NaN; [`Error::Model`] with what the
     /// constructor and `optimizer` return; [`Error::Sharding`] if a parameter is in no unit or is a
     /// buffer, or a plan is not for this model and mesh; [`Error::Training`] if a pattern matches
-    /// nothing, groups overlap, nothing is trained, or processes build other models or set other
-    /// options or weights; [`Error::Diverged`] if they begin with other values of what several
-    /// slots keep; [`Error::Plan`] for a pattern that is none or
-    /// parameters that cannot be planned; [`Error::Checkpoint`] and [`Error::Parameter`] if weights
+    /// nothing, groups overlap, nothing is trained, options exclude each other, or processes build
+    /// other models or set other options or weights; [`Error::Diverged`] if they begin with other
+    /// values of what several slots keep; [`Error::Plan`] for a pattern that is none or parameters that cannot be planned; [`Error::Checkpoint`] and [`Error::Parameter`] if weights
     /// cannot be read or are not the model's; [`Error::OtherProcess`] and [`Error::Mesh`] if another
     /// process fails or does not answer.
     pub fn build<M, O>(
@@ -310,13 +340,14 @@ impl<'a, B> FullyShardBuilder<'a, B> {
         self.check_alike(&prepared)?;
         let model = agreed(mesh, self.filled(prepared))?;
         check_repeated(mesh, &model)?;
-        let slots =
-            mesh.local_slots().map(|slot| of_slot(&model, slot, &optimizer).map(Mutex::new));
-        let slots: Vec<_> = agreed(mesh, slots.collect())?;
-        let rates = sync::of_numbers(learning_rates(&slots[0]));
+        let slots = mesh.local_slots().map(|slot| of_slot(&model, slot, &optimizer));
+        let slots: Vec<Slot<O>> = agreed(mesh, slots.collect())?;
+        let groups = 0..model.inventory.roles.groups.len();
+        let rates = groups.map(|group| slots[0].learning_rate(group).to_bits());
+        let rates = sync::of_numbers(rates);
         sync::check_settings(mesh, &[("the optimizers' learning rates", rates)])?;
         Ok(FullyShard {
-            slots,
+            slots: slots.into_iter().map(|slot| Arc::new(Mutex::new(slot))).collect(),
             mesh: mesh.clone(),
             model: Arc::new(model),
             options: self.options,
@@ -330,6 +361,7 @@ impl<'a, B> FullyShardBuilder<'a, B> {
         B: Fn(VarBuilder<'_>) -> candle_core::Result<M>,
     {
         self.options.check()?;
+        self.check_in_backward()?;
         let home = &self.mesh.devices()[0];
         let mut declared = declare(&self.model, self.dtype, home).map_err(cannot_build)?;
         declared.sort_by(|left, right| left.name.cmp(&right.name));
@@ -358,6 +390,17 @@ impl<'a, B> FullyShardBuilder<'a, B> {
         Ok(Prepared { declared, inventory, units, keeps, plan, initial, values })
     }
 
+    /// Refuses what cannot be while optimizers run inside the backward pass.
+    fn check_in_backward(&self) -> Result<(), TrainingError> {
+        let option = match self {
+            Self { updates_in_backward: false, .. } => return Ok(()),
+            Self { options: Options { max_norm: Some(_), .. }, .. } => "clip_grad_norm",
+            Self { accumulation: Accumulation::ReduceLast, .. } => "accumulation",
+            _ => return Ok(()),
+        };
+        Err(TrainingError::NeedsAllGradients { option })
+    }
+
     /// Checks that all processes make the same model with the same options.
     fn check_alike(&self, prepared: &Prepared) -> Result<()> {
         let Prepared { declared, inventory, keeps, plan, values, .. } = prepared;
@@ -371,6 +414,8 @@ impl<'a, B> FullyShardBuilder<'a, B> {
             ("unit", sync::of_debug(&self.units)),
             // Before the plan, which has it too.
             ("keep", sync::of_debug(keeps)),
+            ("accumulation", sync::of_debug(&self.accumulation)),
+            ("optimizer_in_backward", self.updates_in_backward.into()),
             ("strategy", sync::of_debug(plan)),
             ("init", init),
             ("weights", weights),
@@ -390,11 +435,19 @@ impl<'a, B> FullyShardBuilder<'a, B> {
         let vars =
             vars.with_units(units.iter().map(|(unit, members)| (unit, names_of(members))))?;
         let unit = |(name, members): (String, Vec<Member>)| {
-            let unit = Unit { members: of_roles(members, &inventory), keep: keeps[&name] };
+            let members = of_roles(members, &inventory, &declared);
+            let unit = Unit { members, keep: keeps[&name] };
             (name, unit)
         };
         let units = units.into_iter().map(unit).collect();
-        Ok(Model { vars, units, inventory: Arc::new(inventory), dtype: self.dtype })
+        Ok(Model {
+            vars,
+            units,
+            inventory: Arc::new(inventory),
+            dtype: self.dtype,
+            accumulation: self.accumulation,
+            updates_in_backward: self.updates_in_backward,
+        })
     }
 
     fn inventory(&self, declared: &[Declared]) -> Result<Inventory> {
@@ -425,17 +478,18 @@ impl<'a, B> FullyShardBuilder<'a, B> {
 
 impl<B> fmt::Debug for FullyShardBuilder<'_, B> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Self { mesh, dtype, init, weights, units, keeps, choices, options, seed, .. } = self;
         f.debug_struct("FullyShardBuilder")
-            .field("mesh", mesh)
-            .field("dtype", dtype)
-            .field("init", init)
-            .field("weights", weights)
-            .field("units", units)
-            .field("keeps", keeps)
-            .field("choices", choices)
-            .field("options", options)
-            .field("seed", seed)
+            .field("mesh", &self.mesh)
+            .field("dtype", &self.dtype)
+            .field("init", &self.init)
+            .field("weights", &self.weights)
+            .field("units", &self.units)
+            .field("keeps", &self.keeps)
+            .field("accumulation", &self.accumulation)
+            .field("updates_in_backward", &self.updates_in_backward)
+            .field("choices", &self.choices)
+            .field("options", &self.options)
+            .field("seed", &self.seed)
             .finish_non_exhaustive()
     }
 }
@@ -557,10 +611,18 @@ fn position(inventory: &Inventory, name: &str) -> usize {
     found.expect("a parameter of the plan is one of the model")
 }
 
-fn of_roles(members: Vec<Member>, inventory: &Inventory) -> Vec<UnitMember> {
+/// The parameters of a unit; those that are declared are in the order of names.
+fn of_roles(members: Vec<Member>, inventory: &Inventory, declared: &[Declared]) -> Vec<UnitMember> {
+    let trained = inventory.roles.trained();
     let member = |names: Member| {
-        let role = inventory.roles.of[position(inventory, &names.name)];
-        UnitMember { names, is_trained: matches!(role, Role::Trained(_)) }
+        let param = position(inventory, &names.name);
+        UnitMember {
+            names,
+            trained: trained.binary_search(&param).ok(),
+            may_be_unused: inventory.roles.may_be_unused[param],
+            shape: declared[param].shape.dims().to_vec(),
+            dtype: widened_dtype(declared[param].dtype),
+        }
     };
     members.into_iter().map(member).collect()
 }
@@ -579,23 +641,35 @@ fn of_slot<O>(
         Part { var, start, param, trained: trained.binary_search(&param).ok(), is_told }
     };
     let parts: Vec<Part> = vars.owned_parts(slot)?.into_iter().map(part).collect();
-    let of_group = |(group, name): (usize, &String)| {
-        let is_of = |part: &usize| inventory.roles.of[parts[*part].param] == Role::Trained(group);
+    let of_params = |(group, params): (usize, Vec<usize>)| {
+        let is_of = |part: &usize| params.contains(&parts[*part].param);
         let own: Vec<usize> = (0..parts.len()).filter(is_of).collect();
-        let given = own.iter().map(|&part| parts[part].var.clone()).collect();
-        let optimizer = optimizer(Group { name: name.clone(), vars: given })?;
-        Ok(GroupOptimizer { parts: own, optimizer })
+        let vars = own.iter().map(|&part| parts[part].var.clone()).collect();
+        let name = inventory.roles.groups[group].clone();
+        let optimizer = optimizer(Group { name, vars })?;
+        Ok(PartsOptimizer { group, parts: own, optimizer, has_stepped: false })
     };
-    let optimizers = inventory.roles.groups.iter().enumerate().map(of_group);
+    let optimizers = updated_together(model).into_iter().map(of_params);
     let optimizers: candle_core::Result<_> = optimizers.collect();
     let optimizers = optimizers.map_err(cannot_build)?;
     Ok(Slot::new(parts, optimizers, trained.len()))
 }
 
-/// The bits of the learning rates of all groups.
-fn learning_rates<O: Optimizer>(slot: &Mutex<Slot<O>>) -> Vec<u64> {
-    let rate = |group: &GroupOptimizer<O>| group.optimizer.learning_rate().to_bits();
-    lock(slot).optimizers.iter().map(rate).collect()
+/// The parameters, by their positions in the model, that one optimizer updates, each with its group:
+/// those of a group, or those of a group that are known at the same time in the backward pass.
+fn updated_together(model: &Model) -> Vec<(usize, Vec<usize>)> {
+    let Inventory { roles, .. } = &*model.inventory;
+    let mut together: BTreeMap<(usize, Vec<&String>), Vec<usize>> = BTreeMap::new();
+    for (param, role) in roles.of.iter().enumerate() {
+        let Role::Trained(group) = *role else { continue };
+        let units = if model.updates_in_backward {
+            model.units_of(model.inventory.name(param)).collect()
+        } else {
+            Vec::new()
+        };
+        together.entry((group, units)).or_default().push(param);
+    }
+    together.into_iter().map(|((group, _), params)| (group, params)).collect()
 }
 
 fn cannot_build(cause: candle_core::Error) -> Error {

@@ -25,10 +25,12 @@ impl<O: StatefulOptimizer> FullyShard<O> {
     ///
     /// # Errors
     ///
-    /// [`Error::Optimizer`](crate::Error::Optimizer) if an optimizer cannot tell its state,
+    /// [`TrainingError::HalfUpdated`](crate::TrainingError::HalfUpdated) after a step that failed on
+    /// its way, [`Error::Optimizer`](crate::Error::Optimizer) if an optimizer cannot tell its state,
     /// [`CheckpointError::Kind`](crate::CheckpointError::Kind) if its state has a name that cannot be
     /// written, [`Error::OtherProcess`](crate::Error::OtherProcess) if another process fails.
     pub fn state_dict(&self) -> Result<StateDict> {
+        self.check_whole()?;
         agreed(&self.mesh, self.state_of_slots())
     }
 
@@ -62,6 +64,7 @@ impl<O: StatefulOptimizer> FullyShard<O> {
     pub fn load(&mut self, checkpoint: &Checkpoint) -> Result<()> {
         checkpoint.check_fits(&self.mesh, &self.model.inventory.shapes())?;
         agreed(&self.mesh, self.load_slots(checkpoint))?;
+        self.slots.iter().for_each(|slot| lock(slot).is_half_updated = false);
         self.resume(checkpoint);
         Ok(())
     }
@@ -97,9 +100,9 @@ impl<O: StatefulOptimizer> FullyShard<O> {
 
     fn trainer_state(&self) -> TrainerState {
         let slot = lock(&self.slots[0]);
-        let rates = slot.optimizers.iter().map(|group| group.optimizer.learning_rate());
-        let groups = self.model.inventory.roles.groups.iter().cloned();
-        let learning_rates: BTreeMap<String, f64> = groups.zip(rates).collect();
+        let groups = self.model.inventory.roles.groups.iter().enumerate();
+        let rate = |(group, name): (usize, &String)| (name.clone(), slot.learning_rate(group));
+        let learning_rates: BTreeMap<String, f64> = groups.map(rate).collect();
         TrainerState { progress: self.progress, learning_rates }
     }
 }
@@ -109,10 +112,10 @@ fn load_optimizers<O: StatefulOptimizer>(
     inventory: &Inventory,
     checkpoint: &Checkpoint,
 ) -> Result<()> {
-    for group in &mut slot.optimizers {
-        for (position, &part) in group.parts.iter().enumerate() {
+    for of_parts in &mut slot.optimizers {
+        for (position, &part) in of_parts.parts.iter().enumerate() {
             let key = key(inventory, &slot.parts[part]);
-            checkpoint.load_optimizer(key, &mut group.optimizer, position)?;
+            checkpoint.load_optimizer(key, &mut of_parts.optimizer, position)?;
         }
     }
     Ok(())

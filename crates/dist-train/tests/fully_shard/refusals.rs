@@ -129,8 +129,8 @@ fn parameters_without_a_gradient_are_named_and_may_be_allowed() {
     let missing = vec!["1.bias".to_owned()];
     assert_eq!(error, TrainingError::NoGradient { missing, trained: 4 });
     let error = refused(build().build(adam).unwrap().step(input(), not_entered));
-    let missing = vec!["1.bias".to_owned(), "1.weight".to_owned()];
-    assert_eq!(error, TrainingError::NoGradient { missing, trained: 4 });
+    let parameters = vec!["1.bias".to_owned(), "1.weight".to_owned()];
+    assert_eq!(error, TrainingError::NotEntered { unit: "1".to_owned(), parameters });
 
     let mut model = build().allow_unused(["1"]).build(adam).unwrap();
     let values = |model: &FullyShard<_>| {
