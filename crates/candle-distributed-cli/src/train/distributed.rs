@@ -1,15 +1,18 @@
 //! The model on the devices: whole on each of them, or in parts.
 
+use std::ops::Range;
+
 use candle_core::Tensor;
 use candle_distributed::{
     mesh::{DeviceMesh, Replica, Uneven},
+    plan::ParameterInfo,
     train::{
-        AdamW, Checkpoint, DataParallel, FullyShard, GradientReport, Group, Keep, Loss, StateDict,
-        Units,
+        AdamW, Checkpoint, DataParallel, Declared, FullyShard, GradientReport, Group, Loss,
+        StateDict, Units,
     },
     types::{Seed, WorldSize},
 };
-use candle_nn::{Optimizer, ParamsAdamW};
+use candle_nn::{Optimizer, ParamsAdamW, VarBuilder};
 
 use crate::{
     error::Result,
@@ -38,31 +41,32 @@ impl Distributed {
         settings: &Settings,
         sharding: Option<&Sharding>,
     ) -> Result<Self> {
-        let config = settings.config();
-        let parameters = sharding::parameters_of(config)?;
-        let names = parameters.iter().map(|info| info.name().to_owned());
-        let seed = Seed::new(settings.seed).derive(INIT_STREAM);
-        let values = parameters::initial_values(seed, names);
-        let build = move |vb: candle_nn::VarBuilder<'_>| model::build(config, &vb);
-        let Some(sharding) = sharding else {
-            let mut builder = DataParallel::builder(mesh, Units::by(model::units(), build))
-                .init_with(values)
-                .uneven(Uneven::Pad);
-            if settings.allow_non_finite {
-                builder = builder.allow_non_finite();
-            }
-            return Ok(Self::Whole(builder.build(adam)?));
-        };
-        let keep = match sharding.keep {
-            sharding::Keep::Gathered => Keep::Gathered,
-            sharding::Keep::Inputs | sharding::Keep::Graph => Keep::Inputs,
-        };
+        match sharding {
+            None => Self::whole(mesh, settings),
+            Some(sharding) => Self::sharded(mesh, settings, sharding),
+        }
+    }
+
+    fn whole(mesh: &DeviceMesh, settings: &Settings) -> Result<Self> {
+        let parameters = sharding::parameters_of(settings.config())?;
+        let build = build(settings.config());
+        let mut builder = DataParallel::builder(mesh, Units::by(model::units(), build))
+            .init_with(initial_values(settings, &parameters))
+            .uneven(Uneven::Pad);
+        if settings.allow_non_finite {
+            builder = builder.allow_non_finite();
+        }
+        Ok(Self::Whole(builder.build(adam)?))
+    }
+
+    fn sharded(mesh: &DeviceMesh, settings: &Settings, sharding: &Sharding) -> Result<Self> {
+        let parameters = sharding::parameters_of(settings.config())?;
         let world_size = WorldSize::new(mesh.len() as u64)?;
-        let mut builder = FullyShard::builder(mesh, build)
+        let mut builder = FullyShard::builder(mesh, build(settings.config()))
             .unit_rules(model::units())
             .plan(sharding.plan(&parameters, world_size)?)
-            .keep(keep)
-            .init_with(values)
+            .keep(sharding.keep.into())
+            .init_with(initial_values(settings, &parameters))
             .uneven(Uneven::Pad);
         if settings.allow_non_finite {
             builder = builder.allow_non_finite();
@@ -126,6 +130,18 @@ impl Distributed {
             Self::Sharded(model) => model.for_each_whole(|_, tensor| f(tensor)),
         }
     }
+}
+
+fn build(config: Config) -> impl Fn(VarBuilder<'_>) -> candle_core::Result<()> {
+    move |vb| model::build(config, &vb)
+}
+
+fn initial_values(
+    settings: &Settings,
+    parameters: &[ParameterInfo],
+) -> impl Fn(&Declared, Range<usize>) -> candle_core::Result<Tensor> + Send + Sync + use<> {
+    let names = parameters.iter().map(|info| info.name().to_owned());
+    parameters::initial_values(Seed::new(settings.seed).derive(INIT_STREAM), names.collect())
 }
 
 /// AdamW with PyTorch's defaults; the learning rate is set before each step.

@@ -12,7 +12,7 @@ use candle_distributed::{train::Declared, types::Seed};
 /// a part has the values that it has in the whole.
 pub(crate) fn initial_values(
     seed: Seed,
-    names: impl IntoIterator<Item = String>,
+    names: Vec<String>,
 ) -> impl Fn(&Declared, Range<usize>) -> Result<Tensor> + Send + Sync + 'static {
     let seeds: BTreeMap<String, Seed> =
         names.into_iter().zip((0..).map(|index| seed.derive(index))).collect();

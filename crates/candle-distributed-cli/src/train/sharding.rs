@@ -10,7 +10,6 @@ use candle_distributed::{
     train,
     types::WorldSize,
 };
-use clap::ValueEnum;
 use serde::{Deserialize, Serialize};
 
 use crate::{
@@ -27,18 +26,22 @@ pub(crate) struct Sharding {
 }
 
 /// What units keep between the forward and the backward pass.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, ValueEnum, Serialize, Deserialize)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub(crate) enum Keep {
-    /// Their inputs: parameters are gathered twice, and the forward pass is run again
-    #[default]
+    /// Their inputs: parameters are gathered twice, and the forward pass is run again.
     Inputs,
-    /// Their parameters and all that they compute
+    /// Their parameters and all that they compute.
     Gathered,
-    /// Not built yet: it is refused with more to say than that there is no such value.
-    #[value(hide = true)]
-    #[serde(skip)]
-    Graph,
+}
+
+impl From<Keep> for train::Keep {
+    fn from(keep: Keep) -> Self {
+        match keep {
+            Keep::Inputs => Self::Inputs,
+            Keep::Gathered => Self::Gathered,
+        }
+    }
 }
 
 impl Sharding {
@@ -54,7 +57,7 @@ impl Sharding {
                 let all: Vec<String> = plan.units().into_iter().map(str::to_owned).collect();
                 plan.with_kept_units(all)?
             }
-            Keep::Inputs | Keep::Graph => plan,
+            Keep::Inputs => plan,
         })
     }
 }

@@ -246,7 +246,7 @@ fn of_session(session: &Session) -> String {
 /// How a session was sharded, after its devices.
 fn how_sharded(sharding: &sharding::Sharding) -> String {
     let keep = match sharding.keep {
-        sharding::Keep::Inputs | sharding::Keep::Graph => "inputs",
+        sharding::Keep::Inputs => "inputs",
         sharding::Keep::Gathered => "parameters",
     };
     format!(", sharded by {}, where units keep their {keep},", sharding.strategy.name())

@@ -12,6 +12,7 @@ use candle_distributed::{
     plan::{ParameterInfo, report::PlanReport},
     types::Rank,
 };
+use clap::ValueEnum;
 
 use self::start::{Beginning, Start};
 use crate::{
@@ -27,7 +28,7 @@ use crate::{
         memory::Work,
         run_dir::{self, RunDir},
         session::Session,
-        sharding::{self, Keep, Needs},
+        sharding::{self, Needs},
         stop,
         trainer::{self, Job},
     },
@@ -95,7 +96,7 @@ pub(crate) struct Args {
     /// What each unit of a sharded model keeps from its forward to its backward pass [default:
     /// inputs]
     #[arg(long, value_enum, help_heading = "What goes where")]
-    keep: Option<Keep>,
+    keep: Option<KeepArg>,
 
     /// Number of blocks [default: 2, or those of the run that is resumed]
     #[arg(long, value_name = "N", help_heading = "The model")]
@@ -110,6 +111,18 @@ pub(crate) struct Args {
     /// The longest input, in bytes [default: 128, or that of the run that is resumed]
     #[arg(long, value_name = "N", help_heading = "The model")]
     context: Option<usize>,
+}
+
+/// What each unit keeps.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+enum KeepArg {
+    /// Its inputs: parameters are gathered twice, and it is computed again
+    Inputs,
+    /// Its parameters and all that it computes
+    Gathered,
+    /// Not built yet: it is refused with more to say than that there is no such value.
+    #[value(hide = true)]
+    Graph,
 }
 
 pub(crate) fn run(args: &Args) -> Result<()> {
@@ -185,8 +198,8 @@ impl Args {
     /// How the model is sharded, as it is typed when the run is resumed.
     fn typed(&self) -> String {
         let keep = match self.keep {
-            Some(Keep::Gathered) => " --keep gathered",
-            Some(Keep::Inputs | Keep::Graph) | None => "",
+            Some(KeepArg::Gathered) => " --keep gathered",
+            Some(KeepArg::Inputs | KeepArg::Graph) | None => "",
         };
         self.what.typed() + keep
     }

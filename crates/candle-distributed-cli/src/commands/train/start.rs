@@ -9,7 +9,7 @@ use candle_distributed::{
 };
 
 use crate::{
-    commands::train::{Args, work_of},
+    commands::train::{Args, KeepArg, work_of},
     devices::Place,
     error::{Error, ErrorKind, Result},
     hint, output,
@@ -103,7 +103,7 @@ impl Args {
             )));
         }
         match (self.what.asked()?, self.keep) {
-            (_, Some(Keep::Graph)) => Err(Error::usage(
+            (_, Some(KeepArg::Graph)) => Err(Error::usage(
                 "--keep graph is not there yet: `inputs` takes the least memory, `gathered` the \
                  least time",
             )),
@@ -111,8 +111,11 @@ impl Args {
                 Err(Error::usage("--keep needs a --strategy: without one nothing is gathered"))
             }
             (None, None) => Ok(None),
-            (Some(strategy), keep) => {
-                Ok(Some(Sharding { strategy, keep: keep.unwrap_or(Keep::Inputs) }))
+            (Some(strategy), None | Some(KeepArg::Inputs)) => {
+                Ok(Some(Sharding { strategy, keep: Keep::Inputs }))
+            }
+            (Some(strategy), Some(KeepArg::Gathered)) => {
+                Ok(Some(Sharding { strategy, keep: Keep::Gathered }))
             }
         }
     }
