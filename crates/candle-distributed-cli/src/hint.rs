@@ -38,8 +38,9 @@ pub(crate) const WENT_ON: &str =
     "another process has just trained it: the same command resumes it from where it is now";
 const NONE_LEFT: &str = "restore one of these checkpoints, or start a new run in another folder";
 const LOCKED: &str = "two processes would ruin the run: end the other one, or wait for it";
-const MEMORY: &str =
-    "a smaller --world-size takes less; --memory-limit replaces what the system says";
+const MEMORY: &str = "--strategy full keeps a part of the model on each device instead of all of it; \
+                      a smaller --world-size takes less in one process; --memory-limit replaces \
+                      what the system says";
 pub(crate) const MODEL: &str = "a model is a .safetensors file, a model.safetensors.index.json, a \
                                 folder with either, or a manifest such as \
                                 {\"w\": {\"dtype\": \"F32\", \"shape\": [10, 4]}}";

@@ -20,6 +20,7 @@ mod log;
 mod numbers;
 mod output;
 mod picture;
+mod strategy;
 mod train;
 
 use std::process::ExitCode;

@@ -3,11 +3,12 @@
 use std::{
     collections::BTreeMap,
     fmt,
+    ops::Range,
     path::PathBuf,
     sync::{Arc, Mutex},
 };
 
-use candle_core::DType;
+use candle_core::{DType, Tensor};
 use candle_nn::{Optimizer, VarBuilder};
 use core_types::{Fingerprint, Seed, WorldSize};
 use fsdp_plan::{
@@ -28,7 +29,7 @@ use crate::{
     },
     grad::widened_dtype,
     parameters::{
-        InitialValues,
+        InitialValues, Initializer,
         declare::{Declared, declare},
     },
     processes::agreed,
@@ -51,7 +52,7 @@ pub struct FullyShardBuilder<'a, B> {
     mesh: &'a DeviceMesh,
     model: B,
     dtype: DType,
-    init: Seed,
+    init: Initializer,
     weights: Option<PathBuf>,
     units: UnitRules,
     keeps: KeepRules,
@@ -72,8 +73,15 @@ struct Prepared {
     keeps: BTreeMap<String, Keep>,
     plan: ShardingPlan,
     initial: InitialValues,
-    /// Of the weights, where other processes have theirs.
-    weights: Option<u64>,
+    /// Where other processes have theirs.
+    values: Option<Fingerprints>,
+}
+
+/// What processes compare of the values that they begin with.
+#[derive(Clone, Copy)]
+struct Fingerprints {
+    init: u64,
+    weights: u64,
 }
 
 /// Where the plan comes from.
@@ -88,7 +96,7 @@ impl<'a, B> FullyShardBuilder<'a, B> {
             mesh,
             model,
             dtype: DType::F32,
-            init: Seed::new(0),
+            init: Initializer::Seeded(Seed::new(0)),
             weights: None,
             units: UnitRules::new(),
             keeps: KeepRules::default(),
@@ -172,7 +180,37 @@ impl<'a, B> FullyShardBuilder<'a, B> {
     /// [`DataParallelBuilder::init`](crate::DataParallelBuilder::init) gives whole parameters, made
     /// part by part.
     pub fn init(self, seed: Seed) -> Self {
-        Self { init: seed, ..self }
+        Self { init: Initializer::Seeded(seed), ..self }
+    }
+
+    /// Takes initial values from a function in place of the [seed](Self::init). Given a parameter
+    /// and a range of its items, counted in row-major order, it returns these items as one
+    /// dimension, of the parameter's type: a part of a slot.
+    ///
+    /// It is a function of its arguments alone, so that a part has the values that it has in the
+    /// whole.
+    ///
+    /// # Examples
+    ///
+    /// ```
+    /// use candle_core::{Device, Tensor};
+    /// use candle_nn::{Optimizer, ParamsAdamW, linear};
+    /// use dist_train::{AdamW, FullyShard};
+    /// use pmap_mesh::DeviceMesh;
+    ///
+    /// let mesh = DeviceMesh::cpu(2)?;
+    /// let model = FullyShard::builder(&mesh, |vb| linear(3, 1, vb))
+    ///     .unit("all", ["weight", "bias"])
+    ///     .init_with(|_, items| Tensor::arange(items.start as f32, items.end as f32, &Device::Cpu))
+    ///     .build(|group| AdamW::new(group.vars, ParamsAdamW::default()))?;
+    /// assert_eq!(model.gather("weight")?.to_vec2::<f32>()?, [[0., 1., 2.]]);
+    /// # Ok::<(), Box<dyn std::error::Error>>(())
+    /// ```
+    pub fn init_with(
+        self,
+        values: impl Fn(&Declared, Range<usize>) -> candle_core::Result<Tensor> + Send + Sync + 'static,
+    ) -> Self {
+        Self { init: Initializer::Given(Arc::new(values)), ..self }
     }
 
     /// Begins with pretrained weights, as
@@ -342,9 +380,14 @@ impl<'a, B> FullyShardBuilder<'a, B> {
             tracing::warn!("unit {unit} has over half of all parameters, and is gathered whole");
         }
         let open = declared.iter().map(|declared| (declared, true));
-        let initial = InitialValues::new(self.init, self.weights.as_deref(), &self.choices, open)?;
-        let weights = has_others(self.mesh).then(|| initial.fingerprint(&declared)).transpose()?;
-        Ok(Prepared { declared, inventory, units, keeps, plan, initial, weights })
+        let initial =
+            InitialValues::new(self.init.clone(), self.weights.as_deref(), &self.choices, open)?;
+        let fingerprints = || -> Result<Fingerprints> {
+            let init = initial.init.fingerprint(&declared)?;
+            Ok(Fingerprints { init, weights: initial.fingerprint(&declared)? })
+        };
+        let values = has_others(self.mesh).then(fingerprints).transpose()?;
+        Ok(Prepared { declared, inventory, units, keeps, plan, initial, values })
     }
 
     /// Refuses what cannot be while optimizers run inside the backward pass.
@@ -360,8 +403,8 @@ impl<'a, B> FullyShardBuilder<'a, B> {
 
     /// Checks that all processes make the same model with the same options.
     fn check_alike(&self, prepared: &Prepared) -> Result<()> {
-        let Prepared { declared, inventory, keeps, plan, weights, .. } = prepared;
-        let Some(weights) = *weights else { return Ok(()) };
+        let Prepared { declared, inventory, keeps, plan, values, .. } = prepared;
+        let Some(Fingerprints { init, weights }) = *values else { return Ok(()) };
         let dtypes = declared.iter().map(|declared| declared.dtype);
         // Slots never share what they keep.
         let sharing = Sharing::PerSlot;
@@ -374,7 +417,7 @@ impl<'a, B> FullyShardBuilder<'a, B> {
             ("accumulation", sync::of_debug(&self.accumulation)),
             ("optimizer_in_backward", self.updates_in_backward.into()),
             ("strategy", sync::of_debug(plan)),
-            ("init", self.init.as_u64()),
+            ("init", init),
             ("weights", weights),
         ];
         sync::check_settings(self.mesh, &settings)

@@ -1,12 +1,18 @@
 //! Every way to cut parameters has the same bits.
 
+use std::ops::Range;
+
+use candle_core::{Device, Result, Tensor};
 use core_types::WorldSize;
+use dist_train::Declared;
 use fsdp_plan::strategy::{
     Choice, Full, Hsdp, Hybrid, LayerWise, Layout, ShardingStrategy, WholeTensor,
 };
 use pmap_mesh::DeviceMesh;
 
-use crate::model::{adam, batch, data_parallel, loss, sharded, train_plain, train_sharded};
+use crate::model::{
+    adam, batch, bits, data_parallel, loss, parameters, sharded, train_plain, train_sharded,
+};
 
 const STEPS: usize = 6;
 
@@ -76,5 +82,26 @@ fn the_norm_counts_once_what_several_slots_have() {
         let mut model = sharded(mesh).strategy(strategy).build(adam).unwrap();
         let found = model.step(batch(4, 0), loss).unwrap().grad_norm;
         assert!((found / expected - 1.0).abs() < off, "{name}: {found} for {expected}");
+    }
+}
+
+/// Numbers that differ from item to item and from parameter to parameter.
+fn numbered(declared: &Declared, items: Range<usize>) -> Result<Tensor> {
+    let first = declared.name.len() as f32;
+    let values: Vec<f32> = items.map(|item| (first + item as f32).sin()).collect();
+    Tensor::new(values, &Device::Cpu)
+}
+
+#[test]
+fn given_values_are_the_same_in_parts() {
+    for slots in [1, 3] {
+        let mesh = DeviceMesh::cpu(slots).unwrap();
+        let whole = data_parallel(&mesh).init_with(numbered).build(adam).unwrap();
+        let whole = whole.variables().into_iter();
+        let expected = whole.map(|(name, value)| (name, bits(&value))).collect();
+        for (name, strategy) in strategies() {
+            let builder = sharded(&mesh).strategy(strategy).init_with(numbered);
+            assert_eq!(parameters(&builder.build(adam).unwrap()), expected, "{name}");
+        }
     }
 }
