@@ -177,7 +177,7 @@ fn failing(at: &'static str) -> impl Fn(&Replica, &Units, Tensor) -> Result<Tens
 }
 
 #[test]
-fn after_a_failure_on_the_way_nothing_goes_but_loading() {
+fn after_a_failure_on_the_way_the_model_must_be_loaded() {
     let mesh = DeviceMesh::cpu(2).unwrap();
     let folder = tempfile::tempdir().unwrap();
     let checkpoints = Checkpoints::new(folder.path());
