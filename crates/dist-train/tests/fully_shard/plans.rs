@@ -1,6 +1,7 @@
 //! Every way to cut parameters has the same bits.
 
 use core_types::WorldSize;
+use dist_train::Keep;
 use fsdp_plan::strategy::{
     Choice, Full, Hsdp, Hybrid, LayerWise, Layout, ShardingStrategy, WholeTensor,
 };
@@ -37,6 +38,12 @@ fn however_parameters_are_cut_the_bits_are_the_same() {
             let model = sharded(&mesh).strategy(strategy).build(adam).unwrap();
             let found = train_sharded(model, 2 * slots, STEPS);
             assert_eq!(found, expected, "{name} on {slots} slots");
+        }
+        for (name, strategy) in strategies() {
+            let builder = sharded(&mesh).keep(Keep::Gathered);
+            let model = builder.strategy(strategy).build(adam).unwrap();
+            let found = train_sharded(model, 2 * slots, STEPS);
+            assert_eq!(found, expected, "{name} on {slots} slots, kept gathered");
         }
     }
 }
