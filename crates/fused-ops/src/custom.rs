@@ -16,9 +16,9 @@ use crate::{
 /// candle's own custom operations have at most three inputs, and compute when they are applied.
 /// Here any number of tensors have become `output` before, by whatever means, on any device;
 /// nothing of its history is kept. `backward` is called during candle's backward pass, at most once
-/// in each, without a lock. It is given the output and its gradient, and returns a gradient for each
-/// input in turn, of the input's shape. For an input that does not
-/// [track](Tensor::track_op) operations what it returns is dropped, for a variable it may be `None`.
+/// in each, without a lock. It is given the output and its gradient, and returns a gradient for
+/// each input in turn, of the input's shape. For an input that does not [track](Tensor::track_op)
+/// operations what it returns is dropped, for a variable it may be `None`.
 ///
 /// If no input tracks operations, neither does the result.
 ///

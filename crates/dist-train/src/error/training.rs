@@ -117,7 +117,8 @@ pub enum TrainingError {
         /// The option or method.
         option: &'static str,
     },
-    /// A step of a [`FullyShard`](crate::FullyShard) has failed after its optimizers had begun to run.
+    /// A step of a [`FullyShard`](crate::FullyShard) has failed after its optimizers had begun to
+    /// run.
     #[error(
         "a step has failed when some parameters were updated and others not: `load` a checkpoint, \
          or build the model anew"

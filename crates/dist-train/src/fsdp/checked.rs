@@ -33,8 +33,8 @@ impl<O: Optimizer + Send + 'static> FullyShard<O> {
     /// [`DataParallel::check_gradients`](crate::DataParallel::check_gradients): the first thing to
     /// run on a new model.
     ///
-    /// Every process holds the gradients of all parameters for it, and the parameters of a block, so
-    /// check a model of fewer or smaller blocks if yours fills its memory.
+    /// Every process holds the gradients of all parameters for it, and the parameters of a block,
+    /// so check a model of fewer or smaller blocks if yours fills its memory.
     ///
     /// # Errors
     ///

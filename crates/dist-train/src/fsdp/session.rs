@@ -31,7 +31,8 @@ pub(crate) struct Session {
     model: Arc<Model>,
     rules: Arc<Rules>,
     purpose: Purpose,
-    /// An input of every operation that has a gradient to leave: candle records nothing of integers.
+    /// An input of every operation that has a gradient to leave: candle records nothing of
+    /// integers.
     anchor: Var,
     backward: Mutex<Backward>,
 }
@@ -214,8 +215,8 @@ impl Session {
         self.backward().add(sums)
     }
 
-    /// Differentiates a shard's sum over `scale`, through all units that it has entered; `whole` are
-    /// gradients that were kept before.
+    /// Differentiates a shard's sum over `scale`, through all units that it has entered; `whole`
+    /// are gradients that were kept before.
     pub(super) fn differentiate(
         &self,
         shard: ShardLoss,

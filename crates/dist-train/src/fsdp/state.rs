@@ -21,14 +21,16 @@ use crate::{
 impl<O: StatefulOptimizer> FullyShard<O> {
     /// The parameters, what the optimizers keep for them, and how far training is, for
     /// [`Checkpoints::save`](crate::Checkpoints::save): each slot of the mesh, in whatever process,
-    /// writes its parts. Accumulated gradients are not among them. Every process of the mesh calls it.
+    /// writes its parts. Accumulated gradients are not among them. Every process of the mesh calls
+    /// it.
     ///
     /// # Errors
     ///
-    /// [`TrainingError::HalfUpdated`](crate::TrainingError::HalfUpdated) after a step that failed on
-    /// its way, [`Error::Optimizer`](crate::Error::Optimizer) if an optimizer cannot tell its state,
-    /// [`CheckpointError::Kind`](crate::CheckpointError::Kind) if its state has a name that cannot be
-    /// written, [`Error::OtherProcess`](crate::Error::OtherProcess) if another process fails.
+    /// [`TrainingError::HalfUpdated`](crate::TrainingError::HalfUpdated) after a step that failed
+    /// on its way, [`Error::Optimizer`](crate::Error::Optimizer) if an optimizer cannot tell its
+    /// state, [`CheckpointError::Kind`](crate::CheckpointError::Kind) if its state has a name that
+    /// cannot be written, [`Error::OtherProcess`](crate::Error::OtherProcess) if another process
+    /// fails.
     pub fn state_dict(&self) -> Result<StateDict> {
         self.check_whole()?;
         agreed(&self.mesh, self.state_of_slots())

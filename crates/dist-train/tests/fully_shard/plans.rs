@@ -4,7 +4,7 @@ use std::ops::Range;
 
 use candle_core::{Device, Result, Tensor};
 use core_types::WorldSize;
-use dist_train::Declared;
+use dist_train::{Declared, Keep};
 use fsdp_plan::strategy::{
     Choice, Full, Hsdp, Hybrid, LayerWise, Layout, ShardingStrategy, WholeTensor,
 };
@@ -43,6 +43,12 @@ fn however_parameters_are_cut_the_bits_are_the_same() {
             let model = sharded(&mesh).strategy(strategy).build(adam).unwrap();
             let found = train_sharded(model, 2 * slots, STEPS);
             assert_eq!(found, expected, "{name} on {slots} slots");
+        }
+        for (name, strategy) in strategies() {
+            let builder = sharded(&mesh).keep(Keep::Gathered);
+            let model = builder.strategy(strategy).build(adam).unwrap();
+            let found = train_sharded(model, 2 * slots, STEPS);
+            assert_eq!(found, expected, "{name} on {slots} slots, kept gathered");
         }
     }
 }
