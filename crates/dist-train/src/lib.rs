@@ -21,6 +21,7 @@ mod ownership;
 mod parameters;
 mod processes;
 mod progress;
+mod schedule;
 mod sharded;
 mod step;
 mod stored;
@@ -56,6 +57,7 @@ pub use crate::{
         sgd::{ParamsSgd, Sgd},
     },
     parameters::declare::{Declared, declare},
+    schedule::Schedule,
     sharded::{ShardedVars, describe::parameter_infos},
     step::rules::{Evaluation, Step},
     units::{Units, rules::UnitRules},

@@ -34,10 +34,12 @@ use crate::{
     },
     processes::agreed,
     progress::Progress,
+    schedule::Schedule,
     sharded::{OwnedPart, ShardedVars, describe::declared_infos},
     step::{
         inventory::Inventory,
         options::Options,
+        rates::Rates,
         roles::{Choices, Role},
     },
     units::rules::{Member, UnitRules},
@@ -295,6 +297,13 @@ impl<'a, B> FullyShardBuilder<'a, B> {
         self
     }
 
+    /// Multiplies the learning rates by a factor that follows the number of updates; by default they
+    /// stay as they are set. It is kept in checkpoints.
+    pub fn schedule(mut self, schedule: Schedule) -> Self {
+        self.options.schedule = schedule;
+        self
+    }
+
     /// Sets the seed of [`Replica::rng`](pmap_mesh::Replica::rng) in losses; 0 by default.
     pub fn seed(self, seed: Seed) -> Self {
         Self { seed, ..self }
@@ -344,13 +353,14 @@ impl<'a, B> FullyShardBuilder<'a, B> {
         check_repeated(mesh, &model)?;
         let slots = mesh.local_slots().map(|slot| of_slot(&model, slot, &optimizer));
         let slots: Vec<Slot<O>> = agreed(mesh, slots.collect())?;
-        let groups = 0..model.inventory.roles.groups.len();
-        let rates = groups.map(|group| slots[0].learning_rate(group).to_bits());
-        let rates = sync::of_numbers(rates);
-        sync::check_settings(mesh, &[("the optimizers' learning rates", rates)])?;
+        let groups = &model.inventory.roles.groups;
+        let own: Vec<f64> = (0..groups.len()).map(|group| slots[0].learning_rate(group)).collect();
+        let bits = sync::of_numbers(own.iter().map(|rate| rate.to_bits()));
+        sync::check_settings(mesh, &[("the optimizers' learning rates", bits)])?;
         Ok(FullyShard {
             slots: slots.into_iter().map(|slot| Arc::new(Mutex::new(slot))).collect(),
             mesh: mesh.clone(),
+            rates: Rates::new(groups, own, self.options.schedule),
             model: Arc::new(model),
             options: self.options,
             progress: Progress { steps: 0, batches: 0, seed: self.seed },

@@ -31,8 +31,10 @@ use crate::{
     error::{Error, Result, training::TrainingError},
     loss::Loss,
     progress::Progress,
+    schedule::Schedule,
     step::{
-        options::{EVALUATION, Options, check_rate},
+        options::{EVALUATION, Options},
+        rates::Rates,
         rules::{Evaluation, Report, Rules, Step, Then},
     },
     units::Units,
@@ -116,6 +118,7 @@ pub struct FullyShard<O> {
     slots: Vec<Arc<Mutex<Slot<O>>>>,
     options: Options,
     progress: Progress,
+    rates: Rates,
 }
 
 impl FullyShard<()> {
@@ -234,6 +237,7 @@ impl<O: Optimizer + Send + 'static> FullyShard<O> {
         F: Fn(&Replica, &Units, I) -> candle_core::Result<L> + Send + Sync,
     {
         self.check_whole()?;
+        self.set_rates(self.rates.after(self.progress.steps));
         let layout = Layout::of(&batch);
         let rules = Arc::new(self.rules(then));
         let report = OnceLock::new();
@@ -270,48 +274,51 @@ impl<O: Optimizer + Send + 'static> FullyShard<O> {
         }
     }
 
+    /// Gives the optimizers the learning rate of each group.
+    fn set_rates(&self, rates: Vec<f64>) {
+        for (group, rate) in rates.into_iter().enumerate() {
+            self.slots.iter().for_each(|slot| lock(slot).set_learning_rate(group, rate));
+        }
+    }
+
     fn rules(&self, then: Then) -> Rules {
         Rules::new(&self.model.inventory, &self.options, &self.progress, then)
     }
 }
 
-impl<O: Optimizer> FullyShard<O> {
-    /// Sets the learning rate of all optimizers.
+impl<O> FullyShard<O> {
+    /// Sets the learning rate of all groups, by which the factor of the
+    /// [schedule](Self::set_schedule) is multiplied.
     ///
     /// # Errors
     ///
     /// [`Error::Setting`](crate::Error::Setting) if it is negative or no number.
     pub fn set_learning_rate(&mut self, learning_rate: f64) -> Result<()> {
-        check_rate(learning_rate)?;
-        (0..self.model.inventory.roles.groups.len())
-            .for_each(|group| self.set_rate(group, learning_rate));
-        Ok(())
+        self.rates.set_all(learning_rate)
     }
 
     /// Sets the learning rate of a [group](FullyShardBuilder::group).
     ///
     /// # Errors
     ///
-    /// [`TrainingError::UnknownGroup`] if no group of that name has a variable,
-    /// [`Error::Setting`](crate::Error::Setting) if the rate is negative or no number.
+    /// [`TrainingError::UnknownGroup`](crate::TrainingError::UnknownGroup) if no group of that name
+    /// has a variable, [`Error::Setting`](crate::Error::Setting) if the rate is negative or no
+    /// number.
     pub fn set_group_learning_rate(&mut self, name: &str, learning_rate: f64) -> Result<()> {
-        let groups = &self.model.inventory.roles.groups;
-        let Some(group) = groups.iter().position(|group| group == name) else {
-            return Err(TrainingError::UnknownGroup { name: name.to_owned() }.into());
-        };
-        check_rate(learning_rate)?;
-        self.set_rate(group, learning_rate);
-        Ok(())
+        self.rates.set_group(name, learning_rate)
     }
 
-    fn set_rate(&self, group: usize, learning_rate: f64) {
-        for slot in &self.slots {
-            lock(slot).set_learning_rate(group, learning_rate);
-        }
+    /// Sets how learning rates follow the number of updates from now on, in place of what the
+    /// [builder](FullyShardBuilder::schedule) or a checkpoint said.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Setting`](crate::Error::Setting) if the warm-up is not over before the schedule, or
+    /// the floor is not from 0 to 1.
+    pub fn set_schedule(&mut self, schedule: Schedule) -> Result<()> {
+        self.rates.set_schedule(schedule)
     }
-}
 
-impl<O> FullyShard<O> {
     /// The number of updates since the start of training, those before a checkpoint included.
     pub fn steps(&self) -> u64 {
         self.progress.steps
