@@ -53,7 +53,10 @@ pub use crate::{
         adamw::AdamW,
         sgd::{ParamsSgd, Sgd},
     },
-    parameters::declare::{Declared, declare},
+    parameters::{
+        declare::{Declared, declare},
+        save::PretrainedFiles,
+    },
     sharded::{ShardedVars, describe::parameter_infos},
     step::rules::{Evaluation, Step},
     units::{Units, rules::UnitRules},
