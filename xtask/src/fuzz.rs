@@ -8,8 +8,8 @@ use crate::{
     tools::{self, Tool},
 };
 
-/// Feeds damaged headers, manifests, indices, rules and states to what reads them; needs nightly Rust
-/// and cargo-fuzz.
+/// Feeds damaged headers, manifests, indices, patterns, rules, states, checkpoints and runs to what
+/// reads them; needs nightly Rust and cargo-fuzz.
 #[derive(clap::Args)]
 pub(crate) struct Args {
     /// The target to run [default: one after the other]
@@ -30,7 +30,8 @@ const CARGO_FUZZ: Tool = Tool {
 };
 
 /// The targets, in `fuzz/fuzz_targets`. Each has its seeds and a dictionary of its words.
-const TARGETS: [&str; 3] = ["readers", "rules", "states"];
+const TARGETS: [&str; 7] =
+    ["checkpoint_header", "checkpoint_index", "patterns", "readers", "rules", "run", "states"];
 
 pub(crate) fn run(args: &Args) -> Result {
     for target in TARGETS {
@@ -64,5 +65,8 @@ fn command(target: &str, seconds: NonZeroU32) -> Call {
     let options = "-- -max_len=8192 -timeout=10 -rss_limit_mb=1024 -print_funcs=0 \
                    -print_final_stats=1";
     let cargo = options.split_whitespace().fold(cargo, Call::arg);
+    // What this program says of damaged runs would hide what the fuzzer says, which it writes to the
+    // terminal all the same.
+    let cargo = if target == "run" { cargo.arg("-close_fd_mask=2") } else { cargo };
     cargo.arg(format!("-dict=fuzz/{target}.dict")).arg(format!("-max_total_time={seconds}"))
 }

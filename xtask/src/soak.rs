@@ -25,7 +25,8 @@ pub(crate) struct Args {
     /// How many processes train.
     #[arg(long, default_value_t = 4)]
     ranks: usize,
-    /// How often one of them is killed.
+    /// How often one of them is killed. In the first half the run is started a second time, too,
+    /// before every third kill.
     #[arg(long, default_value_t = 20)]
     kills: usize,
     /// How many steps the run has.
@@ -43,8 +44,8 @@ pub(crate) struct Args {
 const LIMIT: Duration = Duration::from_secs(60);
 /// How long a run may take to make its next step.
 const PATIENCE: Duration = Duration::from_secs(240);
-/// The run is started a second time before every so many kills.
-const SECOND_EVERY: usize = 4;
+/// Before every so many kills the run is started a second time while it trains.
+const SECOND_EVERY: usize = 3;
 /// Often, so that many kills fall into the writing of a checkpoint.
 const CHECKPOINT_EVERY: &str = "2";
 
@@ -56,11 +57,15 @@ pub(crate) fn run(args: &Args) -> Result {
     println!("== {} steps on {} ranks, undisturbed", args.steps, args.ranks);
     soak.finish("undisturbed")?;
     let mut slowest = Duration::ZERO;
+    let (mut n_refused, mut n_damaged) = (0, 0);
     for kill in 0..args.kills {
         let report = soak.disturb("disturbed", kill)?;
         let damage = soak.damage("disturbed", kill)?;
-        println!("== kill {} of {}: {report}; {damage}", kill + 1, args.kills);
         slowest = slowest.max(report.ended_after);
+        n_refused += usize::from(report.is_second_refused);
+        n_damaged += usize::from(damage.is_some());
+        let damage = damage.unwrap_or_else(|| "nothing is damaged".into());
+        println!("== kill {} of {}: {report}; {damage}", kill + 1, args.kills);
     }
     soak.finish("disturbed")?;
     if soak.losses("disturbed")? != soak.losses("undisturbed")? {
@@ -70,7 +75,8 @@ pub(crate) fn run(args: &Args) -> Result {
         return Err("the model is not that of the undisturbed run".into());
     }
     println!(
-        "== {} kills on {} ranks: all processes ended within {:.1} s, losses and model are those of the undisturbed run",
+        "== {} kills on {} ranks, {n_refused} second starts refused, {n_damaged} files damaged: all \
+         processes ended within {:.1} s, losses and model are those of the undisturbed run",
         args.kills,
         args.ranks,
         slowest.as_secs_f64()
@@ -90,16 +96,18 @@ struct Report {
     rank: usize,
     step: usize,
     ended_after: Duration,
+    /// Whether the run was started a second time before, which was refused.
+    is_second_refused: bool,
 }
 
 impl std::fmt::Display for Report {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        let Self { rank, step, ended_after } = self;
-        write!(
-            f,
-            "process {rank} after step {step}, all ended after {:.1} s",
-            ended_after.as_secs_f64()
-        )
+        let Self { rank, step, ended_after, is_second_refused } = self;
+        if *is_second_refused {
+            write!(f, "a second start refused, ")?;
+        }
+        let seconds = ended_after.as_secs_f64();
+        write!(f, "process {rank} after step {step}, all ended after {seconds:.1} s")
     }
 }
 
@@ -118,7 +126,7 @@ impl<'a> Soak<'a> {
         Ok(Self { args, program, home })
     }
 
-    /// Starts the run, or goes on with it.
+    /// Starts the run, or resumes it.
     fn start(&self, name: &str) -> Result<Child> {
         let mut command = Command::new("mpirun");
         command.args(["--allow-run-as-root", "--oversubscribe", "--bind-to", "none", "-n"]);
@@ -155,7 +163,7 @@ impl<'a> Soak<'a> {
         if run.wait()?.success() { Ok(()) } else { Err(self.failed("the run failed")) }
     }
 
-    /// Goes on with the run until a random moment, and kills one of its processes.
+    /// Resumes the run until a random moment, and kills one of its processes.
     fn disturb(&self, name: &str, kill: usize) -> Result<Report> {
         let random = |what: &str, below: usize| random(self.args.seed, kill, what, below);
         let (share, rank) =
@@ -176,8 +184,8 @@ impl<'a> Soak<'a> {
                 return Err(format!("step {step} was not reached in {PATIENCE:?}").into());
             }
         }
-        // Only while the run has long to go: a second start takes as long as some steps.
-        if kill.is_multiple_of(SECOND_EVERY) && kill + 1 < self.args.kills / 2 {
+        let is_second_refused = self.has_second_start(kill);
+        if is_second_refused {
             self.refuse_second(name)?;
         }
         thread::sleep(pause);
@@ -195,7 +203,15 @@ impl<'a> Soak<'a> {
         if run.wait()?.success() {
             return Err(self.failed("the run came to its end though a process was killed"));
         }
-        Ok(Report { rank, step: self.steps(name), ended_after: killed.elapsed() })
+        let ended_after = killed.elapsed();
+        Ok(Report { rank, step: self.steps(name), ended_after, is_second_refused })
+    }
+
+    /// Whether the run is started a second time before this kill: in the first half of them, since
+    /// it makes several steps until the second start is refused, and must not end meanwhile. For the
+    /// same reason a soak of fewer than four kills has no second start.
+    fn has_second_start(&self, kill: usize) -> bool {
+        kill.is_multiple_of(SECOND_EVERY) && kill + 1 < self.args.kills / 2
     }
 
     /// Starts the run a second time while it trains, which must be refused and harm nothing.
@@ -217,14 +233,14 @@ impl<'a> Soak<'a> {
 
     /// Flips a bit in a file of the newest checkpoint, if there is an older one to fall back on and
     /// chance will have it; says what was done.
-    fn damage(&self, name: &str, kill: usize) -> Result<String> {
+    fn damage(&self, name: &str, kill: usize) -> Result<Option<String>> {
         let random = |what: &str, below: usize| random(self.args.seed, kill, what, below);
         let mut checkpoints = folders(&self.home.join(name).join("checkpoints"))?;
         checkpoints.retain(|path| path.extension().is_none());
         checkpoints.sort();
-        let [.., _, newest] = &checkpoints[..] else { return Ok("nothing is damaged".into()) };
+        let [.., _, newest] = &checkpoints[..] else { return Ok(None) };
         if random("damage", 2) == 0 {
-            return Ok("nothing is damaged".into());
+            return Ok(None);
         }
         let mut files: Vec<PathBuf> = entries(newest)?;
         files.sort();
@@ -233,7 +249,7 @@ impl<'a> Soak<'a> {
         let at = random("byte", bytes.len());
         bytes[at] ^= 1 << random("bit", 8);
         fs::write(file, bytes)?;
-        Ok(format!("byte {at} of {} is damaged", file.display()))
+        Ok(Some(format!("byte {at} of {} is damaged", file.display())))
     }
 
     /// How many steps the metrics speak of.

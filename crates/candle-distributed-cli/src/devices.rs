@@ -114,9 +114,10 @@ impl Place {
         self.devices_in_process == self.placement.world_size().as_usize()
     }
 
-    /// The number of devices of this process.
-    pub(crate) fn devices_in_process(self) -> u64 {
-        self.devices_in_process as u64
+    /// The ranks of this process: the first, and the one after the last.
+    pub(crate) fn ranks(self) -> (u64, u64) {
+        let first = self.placement.rank().as_u64();
+        (first, first + self.devices_in_process as u64)
     }
 
     /// The number of processes of the run that share this machine.
@@ -196,6 +197,9 @@ impl DeviceArgs {
             Some(seconds) => grid.deadline(Duration::from_secs(seconds)),
             None => grid,
         };
+        if self.is_cpu() && place.is_first() {
+            warn_of_devices(place.devices_here);
+        }
         let mesh = self.open(grid)?;
         let outcome = place.agrees_with(&mesh).and_then(|()| job(&mesh));
         if outcome.as_ref().is_err_and(|error| !error.is_of_all()) {
@@ -247,11 +251,23 @@ impl DeviceArgs {
     }
 }
 
+/// Beyond this many threads on each core, kernels do little but wait for each other.
+const MOST_PER_CORE: usize = 8;
+
+/// Says that there are many virtual devices for the cores of this machine: each needs a thread, and
+/// in training a copy of the model.
+fn warn_of_devices(n_devices: usize) {
+    let Ok(cores) = thread::available_parallelism().map(usize::from) else { return };
+    if n_devices > MOST_PER_CORE * cores {
+        output::warning(format_args!(
+            "{n_devices} devices share {cores} cores, and the memory of this machine"
+        ));
+    }
+}
+
 /// Says what is wrong with the value of a variable that sets a number of threads. candle takes what
 /// is no such number for the number of cores, and any number as it is.
 fn warn_of_threads(variable: &str) {
-    /// Beyond this many threads on each core, kernels do little but wait for each other.
-    const MOST_PER_CORE: usize = 8;
     let Some(value) = env::var_os(variable) else { return };
     // Where the system does not say how many there are, no number is known to be too large.
     let Ok(cores) = thread::available_parallelism().map(usize::from) else { return };

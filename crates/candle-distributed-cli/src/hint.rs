@@ -28,6 +28,8 @@ pub(crate) const SAME_RUN: &str = "every process needs the same arguments, the s
                                    same folder of the run";
 pub(crate) const OTHER_RUN: &str =
     "remove the checkpoint that does not belong here, or give --out the folder that it belongs to";
+pub(crate) const UNREADABLE: &str = "it may be whole, so no other is used in its place: make it readable, or move its folder \
+     away to resume from the checkpoint before it";
 pub(crate) const NO_SETTINGS: &str =
     "start a new run in another folder, or bring back the file that tells which run this is";
 pub(crate) const SHARED: &str =
@@ -36,8 +38,9 @@ pub(crate) const WENT_ON: &str =
     "another process has just trained it: the same command resumes it from where it is now";
 const NONE_LEFT: &str = "restore one of these checkpoints, or start a new run in another folder";
 const LOCKED: &str = "two processes would ruin the run: end the other one, or wait for it";
-const MEMORY: &str =
-    "a smaller --world-size takes less; --memory-limit replaces what the system says";
+const MEMORY: &str = "--strategy full keeps a part of the model on each device instead of all of it; \
+                      a smaller --world-size takes less in one process; --memory-limit replaces \
+                      what the system says";
 pub(crate) const MODEL: &str = "a model is a .safetensors file, a model.safetensors.index.json, a \
                                 folder with either, or a manifest such as \
                                 {\"w\": {\"dtype\": \"F32\", \"shape\": [10, 4]}}";

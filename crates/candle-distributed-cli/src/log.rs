@@ -88,8 +88,8 @@ where
             Level::DEBUG => (styles.get_valid(), "debug"),
             Level::TRACE => (styles.get_valid(), "trace"),
         };
-        write!(out, "{style}{label}:{style:#} ")?;
-        context.format_fields(out.by_ref(), event)?;
-        writeln!(out)
+        let mut text = String::new();
+        context.format_fields(Writer::new(&mut text), event)?;
+        writeln!(out, "{style}{label}:{style:#} {}", output::printable(&text))
     }
 }

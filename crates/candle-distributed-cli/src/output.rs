@@ -3,13 +3,13 @@
 
 use std::{
     fmt,
-    fs::{self, File, Metadata, Permissions},
+    fs::{self, File, Metadata},
     io::{self, BufWriter, Write},
     path::{Path, PathBuf},
 };
 
 use candle_distributed::types::human::Printable;
-use clap::builder::Styles;
+use clap::builder::{Styles, styling::Style};
 use indicatif::{ProgressBar, ProgressStyle};
 use serde::Serialize;
 use tempfile::NamedTempFile;
@@ -48,8 +48,9 @@ pub(crate) fn json(value: &impl Serialize) -> Result<()> {
 /// Writes `content` to what `path` names, whatever that is.
 ///
 /// A file is replaced in one piece, or made: of any number of programs that write it at once, one
-/// has its whole content there. A link stays a link, and what it leads to is replaced. Pipes,
-/// devices and this program's own standard streams are written to, since they cannot be replaced.
+/// has its whole content there. It keeps its permissions and, where the system allows it, its owner
+/// and group. A link stays a link, and what it leads to is replaced. Pipes, devices and this
+/// program's own standard streams are written to, since they cannot be replaced.
 pub(crate) fn file(path: &Path, content: &[u8]) -> Result<()> {
     write(path, content).map_err(|source| Error::write(path, source))
 }
@@ -65,7 +66,7 @@ fn write(path: &Path, content: &[u8]) -> io::Result<()> {
     if let Some(mut stream) = standard_stream(&known)? {
         stream.write_all(content)
     } else if known.is_file() {
-        replace(path, content, Some(known.permissions()))
+        replace(path, content, Some(&known))
     } else {
         File::options().write(true).open(path)?.write_all(content)
     }
@@ -80,22 +81,111 @@ pub(crate) fn new_file(path: &Path, content: &[u8]) -> Result<()> {
 }
 
 /// Replaces the file at the end of the links that `path` may be.
-fn replace(path: &Path, content: &[u8], known: Option<Permissions>) -> io::Result<()> {
-    let target = followed(path)?;
-    let partial = written_beside(&target, content)?;
-    if let Some(known) = known {
-        partial.as_file().set_permissions(known)?;
+fn replace(path: &Path, content: &[u8], known: Option<&Metadata>) -> io::Result<()> {
+    let mut partial = Partial::of(path, known)?;
+    partial.file.write_all(content)?;
+    partial.persisted()
+}
+
+/// A file that is written a part at a time, under another name: an interrupted program never leaves
+/// half of the one that it is to become.
+#[derive(Debug)]
+pub(crate) struct Partial {
+    file: NamedTempFile,
+    target: PathBuf,
+}
+
+impl Partial {
+    /// One that is to become the file at `path`, which need not be there yet.
+    pub(crate) fn new(path: &Path) -> Result<Self> {
+        let known = match fs::metadata(path) {
+            Ok(known) => Ok(Some(known)),
+            Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(None),
+            Err(error) => Err(error),
+        };
+        let opened = known.and_then(|known| Self::of(path, known.as_ref()));
+        opened.map_err(|source| Error::write(path, source))
     }
-    partial.persist(&target)?;
+
+    fn of(path: &Path, known: Option<&Metadata>) -> io::Result<Self> {
+        let target = followed(path)?;
+        let file = beside(&target)?;
+        if let Some(known) = known {
+            // First, as another owner takes some permissions away.
+            keep_owner(file.as_file(), known)?;
+            file.as_file().set_permissions(known.permissions())?;
+        }
+        Ok(Self { file, target })
+    }
+
+    /// Where it is until it is whole.
+    pub(crate) fn path(&self) -> &Path {
+        self.file.path()
+    }
+
+    /// The file to write to.
+    pub(crate) fn file(&mut self) -> &mut File {
+        self.file.as_file_mut()
+    }
+
+    /// Gives the file its name, once all of it is on disk.
+    pub(crate) fn persist(self) -> Result<()> {
+        let target = self.target.clone();
+        self.persisted().map_err(|source| Error::write(target, source))
+    }
+
+    fn persisted(self) -> io::Result<()> {
+        self.file.as_file().sync_all()?;
+        self.file.persist(&self.target)?;
+        Ok(())
+    }
+}
+
+/// Gives a file the owner and the group of another one, as far as the system allows: mostly root
+/// alone may give files away.
+#[cfg(unix)]
+fn keep_owner(file: &File, known: &Metadata) -> io::Result<()> {
+    use std::os::unix::fs::{MetadataExt, fchown};
+
+    let made = file.metadata()?;
+    for (owner, group) in [
+        ((made.uid() != known.uid()).then_some(known.uid()), None),
+        (None, (made.gid() != known.gid()).then_some(known.gid())),
+    ] {
+        match fchown(file, owner, group) {
+            // It is not ours to give, or this file system knows no owners.
+            Err(error) if is_refused(&error) => {}
+            changed => changed?,
+        }
+    }
     Ok(())
 }
 
-/// A file of this content beside the target, on disk: when it gets the name of the target, an
-/// interrupted program never leaves half a file.
+#[cfg(unix)]
+fn is_refused(error: &io::Error) -> bool {
+    use io::ErrorKind::{InvalidInput, PermissionDenied, Unsupported};
+
+    matches!(error.kind(), PermissionDenied | InvalidInput | Unsupported)
+}
+
+#[cfg(not(unix))]
+fn keep_owner(_: &File, _: &Metadata) -> io::Result<()> {
+    Ok(())
+}
+
+/// A file of this content beside the target, on disk.
+fn written_beside(target: &Path, content: &[u8]) -> io::Result<NamedTempFile> {
+    let mut partial = beside(target)?;
+    partial.write_all(content)?;
+    partial.as_file().sync_all()?;
+    Ok(partial)
+}
+
+/// An empty file beside the target.
 ///
 /// Its own name is random and was nobody's before: a name that others know is one that they write
 /// to as well, or have made a link of.
-fn written_beside(target: &Path, content: &[u8]) -> io::Result<NamedTempFile> {
+fn beside(target: &Path) -> io::Result<NamedTempFile> {
     let folder = match target.parent() {
         Some(folder) if !folder.as_os_str().is_empty() => folder,
         _ => Path::new("."),
@@ -105,10 +195,7 @@ fn written_beside(target: &Path, content: &[u8]) -> io::Result<NamedTempFile> {
     // The permissions that the system gives new files; without this they would be their owner's.
     #[cfg(unix)]
     builder.permissions(std::os::unix::fs::PermissionsExt::from_mode(0o666));
-    let mut partial = builder.tempfile_in(folder)?;
-    partial.write_all(content)?;
-    partial.as_file().sync_all()?;
-    Ok(partial)
+    builder.tempfile_in(folder)
 }
 
 /// The path without the links that it is, if any; there need not be a file at their end.
@@ -165,14 +252,8 @@ pub(crate) fn printed(written: io::Result<()>) -> Result<()> {
 }
 
 /// Prints what went wrong, and what to do about it.
-///
-/// Whatever a message quotes from a file, it cannot act on the terminal.
 pub(crate) fn error(error: &Error) {
-    let style = Styles::styled();
-    let label = style.get_error();
-    let chain = error.chain();
-    let lines: Vec<_> = chain.lines().map(|line| Printable(line).to_string()).collect();
-    message(|out| writeln!(out, "{label}error:{label:#} {}", lines.join("\n")));
+    labelled(Styles::styled().get_error(), "error", error.chain());
     if let Some(advice) = error.hint() {
         hint(advice);
     }
@@ -180,16 +261,24 @@ pub(crate) fn error(error: &Error) {
 
 /// Prints what a user should know though nothing failed.
 pub(crate) fn warning(text: impl fmt::Display) {
-    let style = Styles::styled();
-    let label = style.get_invalid();
-    message(|out| writeln!(out, "{label}warning:{label:#} {text}"));
+    labelled(Styles::styled().get_invalid(), "warning", text);
 }
 
 /// Prints advice, which need not be about an error.
 pub(crate) fn hint(advice: impl fmt::Display) {
-    let style = Styles::styled();
-    let label = style.get_valid();
-    message(|out| writeln!(out, "{label}hint:{label:#} {advice}"));
+    labelled(Styles::styled().get_valid(), "hint", advice);
+}
+
+/// Prints a text behind the word that says what it is.
+fn labelled(style: &Style, label: &str, text: impl fmt::Display) {
+    let text = printable(&text.to_string());
+    message(|out| writeln!(out, "{style}{label}:{style:#} {text}"));
+}
+
+/// The lines of a message. Whatever it quotes from a file, it cannot act on the terminal.
+pub(crate) fn printable(text: &str) -> String {
+    let lines: Vec<_> = text.lines().map(|line| Printable(line).to_string()).collect();
+    lines.join("\n")
 }
 
 /// Writes to stderr, in colors where they are shown. A failure is ignored: there is no other place

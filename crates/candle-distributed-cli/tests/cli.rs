@@ -1052,21 +1052,23 @@ fn train_checks_gradients_first_and_trains_as_if_it_had_not() {
     assert!(trained("plain") == plain);
 }
 
-/// How a run ends that gets a signal after its first step.
+/// How a run ends that gets signals, some after each of its first steps.
 #[cfg(unix)]
 fn interrupted(mut train: Command, signals: &[&str], out: &Path) -> Output {
     let steps = || {
         fs::read_to_string(out.join("metrics.jsonl")).map_or(0, |metrics| metrics.lines().count())
     };
     let child = train.stdout(Stdio::null()).stderr(Stdio::piped()).spawn().unwrap();
-    for signal in signals {
+    for signals in signals {
         // After a step its handler is surely there, and one more is made of a signal ignored.
         let before = steps();
         while steps() <= before {
             std::thread::yield_now();
         }
-        let kill = Command::new("kill").args([*signal, &child.id().to_string()]).status();
-        assert!(kill.unwrap().success());
+        for signal in signals.split(' ') {
+            let kill = Command::new("kill").args([signal, &child.id().to_string()]).status();
+            assert!(kill.unwrap().success());
+        }
     }
     child.wait_with_output().unwrap()
 }
@@ -1085,6 +1087,19 @@ fn train_that_is_interrupted_saves_itself_and_says_how_to_resume() {
         assert_eq!(folders(&out.join("checkpoints")), 1);
         assert!(fs::read_to_string(out.join("loss.svg")).unwrap().contains("<circle "));
     }
+}
+
+#[test]
+#[cfg(unix)]
+fn an_interrupt_that_comes_by_two_ways_does_not_cost_the_checkpoint() {
+    let dir = tempfile::tempdir().unwrap();
+    let out = dir.path().join("run");
+    let train = command(&["train", "--steps", "100000", "--out", out.to_str().unwrap()]);
+    let ended = interrupted(train, &["-INT -INT -INT"], &out);
+    assert_eq!(ended.status.code(), Some(130));
+    let said = String::from_utf8(ended.stderr).unwrap();
+    assert!(said.contains("--resume"), "{said}");
+    assert_eq!(folders(&out.join("checkpoints")), 1);
 }
 
 #[test]

@@ -126,6 +126,23 @@ fn a_checkpoint_of_another_run_is_never_taken() {
     }
 }
 
+#[test]
+fn a_checkpoint_of_another_run_is_said_once_however_many_are_saved() {
+    let home = Home::new();
+    home.killed("run");
+    home.train("other", &["--steps", STEPS, "--seed", "3"]);
+    let foreign = home.at("run").join("checkpoints/step-0000000004");
+    fs::remove_dir_all(&foreign).unwrap();
+    copy(&home.at("other/checkpoints/step-0000000004"), &foreign);
+    let out = home.path("run");
+    let args = ["train", "--checkpoint-every", "1", "--resume", "--out", &out];
+    let resumed = command(&args).output().unwrap();
+    assert!(resumed.status.success());
+    let said = said(&resumed);
+    assert_eq!(said.matches("an old checkpoint stays").count(), 1, "{said}");
+    assert!(foreign.exists());
+}
+
 /// Makes the index of a checkpoint one of format version 1, which knew neither runs nor checksums.
 fn make_early(checkpoint: &Path) {
     let index = checkpoint.join("index.json");
@@ -175,6 +192,33 @@ fn a_run_that_trains_is_not_trained_twice() {
     first.wait().unwrap();
     assert!(steps() > before);
     home.is_refused("run", &["--steps", "9"], &["--steps 100000"]);
+}
+
+#[test]
+fn of_three_that_start_at_once_one_trains() {
+    let home = Home::new();
+    let (data, out) = (home.path("text.txt"), home.path("run"));
+    let args = ["train", "--data", &data, "--steps", STEPS, "--resume", "--out", &out];
+    let start = || command(&args).stdout(Stdio::null()).stderr(Stdio::piped()).spawn().unwrap();
+    let started = [start(), start(), start()];
+    let ended = started.map(|process| process.wait_with_output().unwrap());
+    for process in &ended {
+        let said = said(process);
+        match process.status.code() {
+            Some(0) => {}
+            Some(2) => assert!(
+                said.contains("is being trained by") || said.contains("went on while it was read"),
+                "{said}"
+            ),
+            _ => panic!("{said}"),
+        }
+    }
+    // One that comes when the first has ended finds the run complete.
+    assert!(ended.iter().any(|process| process.status.success()));
+    home.train("alone", &["--steps", STEPS]);
+    assert!(home.model("run") == home.model("alone"));
+    let steps = fs::read_to_string(home.at("run").join("metrics.jsonl")).unwrap().lines().count();
+    assert_eq!(steps.to_string(), STEPS);
 }
 
 #[cfg(target_os = "linux")]
@@ -254,8 +298,8 @@ fn memory_is_compared_with_the_limit_before_it_is_taken() {
     let (data, out) = (home.path("text.txt"), home.path("run"));
     let train = ["train", "--data", &data, "--steps", "1", "--out", &out];
     refuses(
-        &[&train[..], &["--world-size", "1000", "--memory-limit", "4GiB"]].concat(),
-        &["would take about", "GiB", "4.00 GiB", "--memory-limit", "hint: a smaller --world-size"],
+        &[&train[..], &["--world-size", "1000", "--memory-limit", "1GiB"]].concat(),
+        &["would take about", "GiB", "1.00 GiB", "--memory-limit", "hint: --strategy full"],
     );
     assert!(!home.at("run").exists());
     let said = {
@@ -281,11 +325,11 @@ fn a_limit_of_the_process_is_found() {
     let home = Home::new();
     let mut limited = std::process::Command::new("sh");
     let program = env!("CARGO_BIN_EXE_candle-distributed");
-    limited.args(["-c", "ulimit -v 4000000; exec \"$0\" \"$@\"", program, "train", "--out"]);
+    limited.args(["-c", "ulimit -v 1500000; exec \"$0\" \"$@\"", program, "train", "--out"]);
     limited.arg(home.at("run")).arg("--data").arg(home.at("text.txt"));
     let output = limited.args(["--world-size", "1000"]).output().unwrap();
     assert_eq!(output.status.code(), Some(2), "{}", said(&output));
-    assert!(said(&output).contains("3.81 GiB because of its address space"), "{}", said(&output));
+    assert!(said(&output).contains("1.43 GiB because of its address space"), "{}", said(&output));
 }
 
 #[test]
@@ -395,6 +439,41 @@ fn a_damaged_checkpoint_is_said_and_the_one_before_it_taken() {
 }
 
 #[test]
+fn what_is_said_of_a_checkpoint_cannot_act_on_the_terminal() {
+    let home = Home::new();
+    let name = "\u{1b}[2Jrun\u{202e}";
+    home.killed(name);
+    let checkpoints = home.at(name).join("checkpoints");
+    fs::remove_file(checkpoints.join("step-0000000008/index.json")).unwrap();
+    let resumed = home.resume(name, &[]);
+    let lines = said(&resumed);
+    assert!(resumed.status.success(), "{lines}");
+    assert!(lines.contains("\\u{1b}[2Jrun\\u{202e}/checkpoints/step-0000000008"), "{lines}");
+    assert!(!lines.contains(['\u{1b}', '\u{202e}']), "{lines:?}");
+}
+
+#[cfg(target_os = "linux")]
+#[test]
+fn a_checkpoint_that_cannot_be_read_ends_the_run_and_the_hint_says_what_to_do() {
+    let home = Home::new();
+    home.complete("whole");
+    home.killed("run");
+    let newest = home.at("run").join("checkpoints/step-0000000008");
+    let index = newest.join("index.json");
+    fs::remove_file(&index).unwrap();
+    // Nobody, not even root, gets through a link to itself.
+    std::os::unix::fs::symlink("index.json", &index).unwrap();
+    let refused = home.resume("run", &[]);
+    assert_eq!(refused.status.code(), Some(1));
+    assert!(said(&refused).contains("move its folder away"), "{}", said(&refused));
+
+    fs::rename(&newest, home.at("away")).unwrap();
+    let resumed = home.resume("run", &[]);
+    assert!(resumed.status.success(), "{}", said(&resumed));
+    assert!(home.model("run") == home.model("whole"));
+}
+
+#[test]
 fn numbers_of_threads_that_are_none_are_said() {
     let said = |value: &str| {
         let mut mesh = command(&["mesh", "--bytes", "1", "--repetitions", "1"]);
@@ -405,6 +484,22 @@ fn numbers_of_threads_that_are_none_are_said() {
         assert!(said.contains("warning: RAYON_NUM_THREADS is \"") && said.contains("no number"));
     }
     assert_eq!(said("1"), "");
+}
+
+#[test]
+fn more_devices_than_cores_can_serve_are_said() {
+    let cores = std::thread::available_parallelism().unwrap().get();
+    let said = |n_devices: usize| {
+        let size = n_devices.to_string();
+        said(
+            &command(&["mesh", "--bytes", "1", "--repetitions", "1", "--world-size", &size])
+                .output()
+                .unwrap(),
+        )
+    };
+    assert_eq!(said(8 * cores), "");
+    let many = format!("warning: {} devices share {cores} cores", 8 * cores + 1);
+    assert!(said(8 * cores + 1).starts_with(&many));
 }
 
 #[test]

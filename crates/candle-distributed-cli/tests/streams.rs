@@ -6,7 +6,7 @@
 mod support;
 
 #[cfg(unix)]
-use std::os::unix::fs::{PermissionsExt, symlink};
+use std::os::unix::fs::{MetadataExt, PermissionsExt, chown, symlink};
 use std::{
     collections::BTreeSet,
     fs::{self, File},
@@ -181,6 +181,24 @@ fn a_file_keeps_its_permissions_and_a_new_one_gets_the_usual_ones() {
     let new = dir.path().join("new.json");
     assert_eq!(save(&new).0, Some(0));
     assert_eq!(mode(&new), usual);
+}
+
+#[cfg(unix)]
+#[test]
+fn a_file_keeps_its_owner_where_the_system_allows_it() {
+    let (_dir, state) = file("state.json", "old");
+    let owner = || {
+        let known = fs::metadata(&state).unwrap();
+        (known.uid(), known.gid(), known.permissions().mode() & 0o7777)
+    };
+    // Only root gives files away; for others the owner stays who it was.
+    drop(chown(&state, Some(12345), Some(54321)));
+    // The system takes this bit from a file that gets another owner.
+    fs::set_permissions(&state, fs::Permissions::from_mode(0o4640)).unwrap();
+    let before = owner();
+    assert_eq!(save(&state).0, Some(0));
+    assert!(is_state(&state));
+    assert_eq!(owner(), before);
 }
 
 #[test]

@@ -50,9 +50,19 @@ impl StepMetrics {
         }
     }
 
+    /// How many steps are done after it.
+    pub(crate) fn end(&self) -> u64 {
+        self.step + 1
+    }
+
     /// The number of bytes predicted: all but the first of each sequence.
     pub(crate) fn predictions(&self) -> u64 {
-        self.real_tokens.saturating_sub(self.sequences)
+        self.real_tokens - self.sequences
+    }
+
+    /// Whether a step can have such numbers: there is one after it, and no sequence is empty.
+    fn is_possible(&self) -> bool {
+        self.step < u64::MAX && self.sequences <= self.real_tokens
     }
 }
 
@@ -129,7 +139,10 @@ impl Metrics {
 
     /// How many steps were done when the last of these was.
     pub(crate) fn done(&self) -> u64 {
-        self.steps.last().map_or(0, |step| step.step.saturating_add(1))
+        match self.steps.last() {
+            None => 0,
+            Some(last) => last.end(),
+        }
     }
 
     /// The numbers of the damaged lines, from 1.
@@ -146,8 +159,7 @@ impl Metrics {
 
     /// The steps before `end` of which there are no metrics.
     pub(crate) fn missing(&self, end: u64) -> Vec<Range<u64>> {
-        let starts =
-            [0].into_iter().chain(self.steps.iter().map(|step| step.step.saturating_add(1)));
+        let starts = [0].into_iter().chain(self.steps.iter().map(StepMetrics::end));
         let ends = self.steps.iter().map(|step| step.step).chain([end]);
         starts.zip(ends).map(|(start, end)| start..end).filter(|gap| !gap.is_empty()).collect()
     }
@@ -185,7 +197,7 @@ impl Metrics {
 }
 
 fn read_line(line: &[u8]) -> Option<StepMetrics> {
-    serde_json::from_slice(line).ok()
+    serde_json::from_slice(line).ok().filter(StepMetrics::is_possible)
 }
 
 /// The mean loss of several steps, each weighted by the number of its predictions.
@@ -258,6 +270,15 @@ pub(crate) mod tests {
             let mut lines = lines.clone();
             lines[at] = damage.into();
             assert_eq!(steps(&lines), (kept, damaged), "{damage:?}");
+        }
+        // A step after which there can be none, and one of empty sequences.
+        for damage in [
+            line(u64::MAX, "1", 1.0),
+            line(5, "1", 1.0).replace("\"sequences\": 1", "\"sequences\": 6"),
+        ] {
+            let mut lines = lines.clone();
+            lines[5] = damage;
+            assert_eq!(steps(&lines), ((0..5).collect(), vec![6]));
         }
         // A step of another place hides none of its neighbors.
         for (at, step, kept) in [(2, 9, [0, 1, 3, 4, 5]), (2, 0, [0, 1, 3, 4, 5])] {

@@ -2,7 +2,7 @@
 
 use candle_distributed::{
     batch::BatchState,
-    train::{Checkpoint, Checkpoints},
+    train::{self, Checkpoint, CheckpointError, Checkpoints},
 };
 
 use crate::{
@@ -21,7 +21,8 @@ pub(crate) struct Resumed {
 impl Resumed {
     /// The latest of `checkpoints`, if there is one; it must be of a run of this many steps.
     pub(crate) fn latest(checkpoints: &Checkpoints, steps: u64) -> Result<Option<Self>> {
-        let Some(checkpoint) = checkpoints.latest()? else { return Ok(None) };
+        let latest = checkpoints.latest().map_err(refused)?;
+        let Some(checkpoint) = latest else { return Ok(None) };
         let step = checkpoint.step();
         if step > steps {
             let name = checkpoint.path().display();
@@ -36,4 +37,14 @@ impl Resumed {
     pub(crate) fn is_known(&self) -> bool {
         self.checkpoint.run().is_some()
     }
+}
+
+/// The error if no checkpoint is taken.
+fn refused(error: train::Error) -> Error {
+    use CheckpointError::{Header, Io};
+
+    // One that is damaged is passed over, so this one cannot be read at all.
+    let is_unreadable = matches!(error, train::Error::Checkpoint(Io { .. } | Header { .. }));
+    let error = Error::from(error);
+    if is_unreadable { error.hinted(hint::UNREADABLE) } else { error }
 }

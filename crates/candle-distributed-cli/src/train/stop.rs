@@ -1,14 +1,20 @@
 //! The signals that stop a run in order.
 
 use std::sync::{Arc, atomic::AtomicBool};
+#[cfg(unix)]
+use std::{
+    thread,
+    time::{Duration, Instant},
+};
 
 #[cfg(unix)]
-use signal_hook::consts::SIGHUP;
+use signal_hook::{consts::SIGHUP, iterator::Signals, low_level};
 use signal_hook::{
     consts::{SIGINT, SIGTERM},
     flag,
 };
 
+#[cfg(unix)]
 use crate::error;
 
 /// A flag that is set by Ctrl-C, by a scheduler, and by the end of the terminal that the program
@@ -16,22 +22,42 @@ use crate::error;
 ///
 /// A second Ctrl-C ends the program at once, but no other signal does: whoever sends SIGTERM to all
 /// processes of a job reaches the ranks twice, once directly and once by way of their launcher, and
-/// the checkpoint would be lost.
+/// the checkpoint would be lost. For the same reason a SIGINT that comes right after the first one
+/// is not a second Ctrl-C.
 pub(crate) fn flag() -> Arc<AtomicBool> {
     let stop = Arc::new(AtomicBool::new(false));
-    let interrupted = Arc::new(AtomicBool::new(false));
-    // Without a handler the signal ends the program at once, as it would any other. This one comes
-    // before the one that sets its flag, so the first signal does not find it set.
-    drop(flag::register_conditional_shutdown(
-        SIGINT,
-        error::INTERRUPTED.into(),
-        Arc::clone(&interrupted),
-    ));
-    drop(flag::register(SIGINT, interrupted));
+    // Without a handler the signal ends the program at once, as it would any other.
     for signal in signals() {
         drop(flag::register(signal, Arc::clone(&stop)));
     }
+    #[cfg(unix)]
+    if let Ok(interrupts) = Signals::new([SIGINT]) {
+        // Without this thread a second Ctrl-C does nothing, and other signals still end the program.
+        drop(thread::Builder::new().spawn(move || end_when_asked_again(interrupts)));
+    }
     stop
+}
+
+/// Within this time after the first SIGINT others are the same one, which came by several ways: a
+/// launcher passes on what its processes get as well, if they are in one process group, and so does
+/// `timeout`. Nobody who sees that a program goes on to its next step is that quick.
+#[cfg(unix)]
+const SAME_REQUEST: Duration = Duration::from_secs(1);
+
+#[cfg(unix)]
+fn end_when_asked_again(mut interrupts: Signals) {
+    let mut first = None;
+    for _ in interrupts.forever() {
+        if is_asked_again(&mut first, Instant::now()) {
+            low_level::exit(error::INTERRUPTED.into());
+        }
+    }
+}
+
+/// Whether a SIGINT that comes now is another one than the first.
+#[cfg(unix)]
+fn is_asked_again(first: &mut Option<Instant>, now: Instant) -> bool {
+    now.duration_since(*first.get_or_insert(now)) >= SAME_REQUEST
 }
 
 /// The signals that ask a program to end, but for those that it was started to ignore.
@@ -65,6 +91,18 @@ fn is_ignored(status: &str, signal: i32) -> bool {
 #[cfg(all(test, unix))]
 mod tests {
     use super::*;
+
+    #[test]
+    fn an_interrupt_that_comes_by_two_ways_is_one() {
+        let start = Instant::now();
+        let mut first = None;
+        let mut is_asked_again = |millis| {
+            let now = start + Duration::from_millis(millis);
+            super::is_asked_again(&mut first, now)
+        };
+        assert!(!is_asked_again(0) && !is_asked_again(0) && !is_asked_again(999));
+        assert!(is_asked_again(1000));
+    }
 
     #[test]
     fn a_mask_tells_which_signals_are_ignored() {

@@ -12,8 +12,7 @@ use std::{
 use serde::{Deserialize, Deserializer, Serialize, Serializer, de::Error};
 
 /// A tensor has a checksum for every so many bytes, so that some of its items can be checked
-/// without reading the others. A block fits into the caches nearest to a core, where it is looked
-/// at more than once; its checksum takes 8 bytes of the header.
+/// without reading the others. Its checksum takes 8 bytes of the header.
 pub(super) const BLOCK: usize = 1 << 20;
 
 /// The checksum of some bytes: 8 hexadecimal digits where it is written.

@@ -6,6 +6,7 @@
 //! their *incarnation*. Readers claim nothing.
 
 use std::{
+    collections::BTreeSet,
     fmt,
     fs::{self, File, TryLockError},
     hash::{BuildHasher, RandomState},
@@ -54,10 +55,11 @@ impl Claims {
             agreed(mesh, claim.check())?;
             return Ok(claim.clone());
         }
-        let held = if is_first(mesh) { Held::take(folder).map(Some) } else { Ok(None) };
+        let drawn = random_number();
+        let held = if is_first(mesh) { Held::take(folder, drawn).map(Some) } else { Ok(None) };
         let held = agreed(mesh, held)?;
-        let number = held.as_ref().map_or(0, |held| held.incarnation);
-        let numbers = gather_numbers(mesh, &vec![[number]; mesh.local_slots().len()])?;
+        // Every process draws one, and that of the first counts.
+        let numbers = gather_numbers(mesh, &vec![[drawn]; mesh.local_slots().len()])?;
         let [incarnation] = numbers[0];
         let claim = Claim { incarnation, held: held.map(Arc::new) };
         Ok(claimed.insert(claim).clone())
@@ -85,6 +87,18 @@ impl Claim {
         }
     }
 
+    /// Logs a warning about a checkpoint, unless it has been logged before: each checkpoint that is
+    /// saved would say again what lies beside it. For the first process, which alone removes what is
+    /// not to be kept.
+    #[expect(clippy::expect_used, reason = "says why it cannot fail")]
+    pub(super) fn warn_once(&self, path: &Path, what: fmt::Arguments<'_>) {
+        let held = self.held.as_ref().expect("the first process holds the folder");
+        let mut warned = held.warned.lock().unwrap_or_else(PoisonError::into_inner);
+        if warned.insert(path.to_owned()) {
+            tracing::warn!("{what}");
+        }
+    }
+
     /// Whether nobody can be writing what an incarnation left: it is this one, or the lock says
     /// that there is no other.
     pub(super) fn is_over(&self, incarnation: Option<u64>) -> bool {
@@ -100,23 +114,26 @@ struct Held {
     incarnation: u64,
     /// Nothing on a file system without locks.
     lock: Option<File>,
+    /// The checkpoints that a warning was about.
+    warned: Mutex<BTreeSet<PathBuf>>,
 }
 
 impl Held {
-    fn take(folder: &Path) -> Result<Self> {
+    fn take(folder: &Path, incarnation: u64) -> Result<Self> {
         fs::create_dir_all(folder).at(folder)?;
         let path = folder.join(LOCK);
-        match check_file(&path) {
-            Err(error) if error.kind() == io::ErrorKind::NotFound => {}
-            checked => checked.at(&path)?,
+        if path.exists() {
+            check_file(&path).at(&path)?;
         }
         // Not truncated: what it is for is its name, and somebody may have planted a link there.
         let file = File::options().create(true).truncate(false).write(true).open(&path);
         let file = file.at(&path)?;
         let lock = if is_locked(folder, file.try_lock())? { Some(file) } else { None };
-        let holder = Holder::here();
-        holder.write(folder)?;
-        Ok(Self { folder: folder.to_owned(), incarnation: holder.incarnation, lock })
+        if lock.is_some() {
+            remove_new_holders(folder);
+        }
+        Holder::here(incarnation).write(folder)?;
+        Ok(Self { folder: folder.to_owned(), incarnation, lock, warned: Mutex::default() })
     }
 
     /// Whether the folder still says that this is its holder.
@@ -152,6 +169,17 @@ fn is_locked(folder: &Path, tried: Result<(), TryLockError>) -> Result<bool, Che
     }
 }
 
+/// Removes what processes have left that were killed while they claimed the folder. What cannot be
+/// removed harms nobody.
+fn remove_new_holders(folder: &Path) {
+    let Ok(entries) = fs::read_dir(folder) else { return };
+    for entry in entries.flatten() {
+        if entry.file_name().to_str().is_some_and(is_new_holder) {
+            drop(fs::remove_file(entry.path()));
+        }
+    }
+}
+
 /// A run must not end because its file system has no locks.
 fn warn_without_lock(folder: &Path, cause: &io::Error) {
     tracing::warn!(
@@ -171,12 +199,29 @@ struct Holder {
     since: String,
 }
 
+/// The name of [`HOLDER`] until it is written.
+fn new_holder(incarnation: u64) -> String {
+    format!("holder.{incarnation:016x}.json")
+}
+
+/// Whether this is such a name.
+fn is_new_holder(name: &str) -> bool {
+    let digits = name.strip_prefix("holder.").and_then(|rest| rest.strip_suffix(".json"));
+    let incarnation = digits.and_then(|digits| u64::from_str_radix(digits, 16).ok());
+    incarnation.is_some_and(|incarnation| new_holder(incarnation) == name)
+}
+
+/// A number that no other process draws.
+fn random_number() -> u64 {
+    // The keys of a `RandomState` are the system's random numbers.
+    RandomState::new().hash_one(process::id())
+}
+
 impl Holder {
-    fn here() -> Self {
+    fn here(incarnation: u64) -> Self {
         let now = humantime::format_rfc3339_seconds(SystemTime::now());
         Self {
-            // The keys of a `RandomState` are the system's random numbers.
-            incarnation: RandomState::new().hash_one(process::id()),
+            incarnation,
             pid: process::id(),
             host: gethostname::gethostname().to_string_lossy().into_owned(),
             since: now.to_string(),
@@ -187,7 +232,7 @@ impl Holder {
         let path = folder.join(HOLDER);
         let text = serde_json::to_vec_pretty(self).map_err(|cause| json_error(&path, cause))?;
         // Not written in its place, where somebody may have planted a link to another file.
-        let new = folder.join(format!("holder.{:016x}.json", self.incarnation));
+        let new = folder.join(new_holder(self.incarnation));
         let mut file = File::create_new(&new).at(&new)?;
         let written = file.write_all(&text).and_then(|()| fs::rename(&new, &path)).at(&path);
         if written.is_err() {
@@ -227,21 +272,36 @@ mod tests {
     #[test]
     fn only_who_has_the_lock_knows_that_others_have_ended() {
         let folder = tempfile::tempdir().unwrap();
-        let mut held = Held::take(folder.path()).unwrap();
-        let incarnation = held.incarnation;
+        let incarnation = 7;
+        let mut held = Held::take(folder.path(), incarnation).unwrap();
         let others = [Some(incarnation ^ 1), None];
         let lock = held.lock.take();
         let claim = Claim { incarnation, held: Some(Arc::new(held)) };
         assert!(claim.is_over(Some(incarnation)));
         assert!(others.iter().all(|&other| !claim.is_over(other)));
 
-        let held = Held { folder: folder.path().to_owned(), incarnation, lock };
+        let warned = Mutex::default();
+        let held = Held { folder: folder.path().to_owned(), incarnation, lock, warned };
         let claim = Claim { incarnation, held: Some(Arc::new(held)) };
         assert!(others.iter().all(|&other| claim.is_over(other)));
     }
 
     #[test]
     fn every_incarnation_has_another_number() {
-        assert_ne!(Holder::here().incarnation, Holder::here().incarnation);
+        assert_ne!(random_number(), random_number());
+    }
+
+    #[test]
+    fn what_was_left_of_a_claim_is_removed_by_the_next_one() {
+        let folder = tempfile::tempdir().unwrap();
+        let left = new_holder(0xcafe);
+        for name in [&left, "holder.cafe.json", "holder.json.json", "notes.json"] {
+            fs::write(folder.path().join(name), "{}").unwrap();
+        }
+        let held = Held::take(folder.path(), 7).unwrap();
+        assert!(held.is_named() && !folder.path().join(left).exists());
+        for name in ["holder.cafe.json", "holder.json.json", "notes.json"] {
+            assert!(folder.path().join(name).exists(), "{name} is not ours");
+        }
     }
 }

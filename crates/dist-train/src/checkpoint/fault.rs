@@ -14,7 +14,9 @@ pub(super) enum Fault {
     /// It may be whole for somebody else: another run, another version of this crate, another
     /// model. It stays.
     Other,
-    /// The system could not read it this time, which says nothing about it.
+    /// The system could not read it this time, which says nothing about it. Should that last, a
+    /// person decides: the disk may be readable elsewhere, or the permissions may be wrong, and to
+    /// train the steps since the checkpoint before it again costs more than an error does.
     Passing,
 }
 

@@ -19,12 +19,25 @@ use crate::{
 /// # Errors
 ///
 /// What is wrong with the text.
+///
+/// # Panics
+///
+/// If what was read is not read again as it was written.
 pub fn index(text: &[u8]) -> Result<()> {
     let path = Path::new(INDEX);
     if text.ends_with(b"\n}") {
-        drop(Index::parse(path, &seal::add(text.to_vec())));
+        drop(parse_twice(path, &seal::add(text.to_vec())));
     }
-    Index::parse(path, text).map(drop)
+    parse_twice(path, text)
+}
+
+/// Reads the text of an index, and what it is written as.
+fn parse_twice(path: &Path, text: &[u8]) -> Result<()> {
+    let first = Index::parse(path, text)?;
+    let written = first.to_text(path)?;
+    let second = Index::parse(path, &written)?;
+    assert_eq!(written, second.to_text(path)?, "what was read was written otherwise");
+    Ok(())
 }
 
 /// Reads the beginning of a slot's file: as one of format version 1, and as the file that the index

@@ -92,8 +92,7 @@ impl Index {
 
     /// Writes it, and waits until it is on disk.
     pub(super) fn write(&self, path: &Path) -> Result<()> {
-        let text = serde_json::to_vec_pretty(self).map_err(|cause| json_error(path, cause))?;
-        let text = seal::add(text);
+        let text = self.to_text(path)?;
         let found = text.len() as u64;
         // What would be refused when it is read must not replace an older checkpoint.
         if found > MAX_BYTES {
@@ -105,6 +104,12 @@ impl Index {
         let mut file = File::create_new(path).at(path)?;
         file.write_all(&text).at(path)?;
         file.sync_all().at(path)
+    }
+
+    /// What is written to `path`.
+    pub(super) fn to_text(&self, path: &Path) -> Result<Vec<u8>> {
+        let text = serde_json::to_vec_pretty(self).map_err(|cause| json_error(path, cause))?;
+        Ok(seal::add(text))
     }
 
     /// The index at `path`, and the checksum of its text, which is that of all that the checkpoint

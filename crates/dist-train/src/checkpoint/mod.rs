@@ -347,7 +347,7 @@ impl Checkpoints {
 
 fn pass_over(passed_over: &mut Vec<PassedOver>, path: PathBuf, error: Error) {
     let passed = PassedOver { path, error };
-    tracing::warn!("{passed}");
+    tracing::warn!("a checkpoint is passed over: {passed}");
     passed_over.push(passed);
 }
 

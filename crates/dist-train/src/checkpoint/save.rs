@@ -105,7 +105,8 @@ impl<'a> Save<'a> {
                 continue;
             }
             if let Err(error) = self.retire(partial.step, &partial.path) {
-                tracing::warn!("what an interrupted run has left stays: {error}");
+                let stays = format_args!("what an interrupted run has left stays: {error}");
+                self.claim.warn_once(&partial.path, stays);
             }
         }
         Ok(())
@@ -197,14 +198,14 @@ impl<'a> Save<'a> {
                     continue;
                 }
                 Err(error) if Fault::of(&error) != Fault::Damage => {
-                    tracing::warn!("an old checkpoint stays: {error}");
+                    self.claim.warn_once(path, format_args!("an old checkpoint stays: {error}"));
                     continue;
                 }
                 Ok(_) => {}
                 Err(error) => tracing::warn!("a damaged checkpoint is removed: {error}"),
             }
             if let Err(error) = self.retire(step, path) {
-                tracing::warn!("an old checkpoint stays: {error}");
+                self.claim.warn_once(path, format_args!("an old checkpoint stays: {error}"));
             }
         }
     }

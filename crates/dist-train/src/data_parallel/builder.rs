@@ -2,11 +2,12 @@
 
 use std::{
     fmt,
+    ops::Range,
     path::PathBuf,
     sync::{Arc, Mutex},
 };
 
-use candle_core::{DType, Var};
+use candle_core::{DType, Tensor, Var};
 use candle_nn::{Optimizer, VarBuilder, VarMap};
 use core_types::Seed;
 use pmap_mesh::{DeviceMesh, Specs, Uneven};
@@ -20,7 +21,7 @@ use crate::{
     },
     error::{Error, Result, training::TrainingError},
     parameters::{
-        InitialValues,
+        InitialValues, Initializer,
         declare::{Declared, declare},
     },
     processes::agreed,
@@ -39,7 +40,7 @@ pub struct DataParallelBuilder<'a, B> {
     model: B,
     vars: VarMap,
     dtype: Option<DType>,
-    init: Seed,
+    init: Initializer,
     weights: Option<PathBuf>,
     sharing: Sharing,
     choices: Choices,
@@ -64,7 +65,7 @@ impl<'a, B> DataParallelBuilder<'a, B> {
             model,
             vars: VarMap::new(),
             dtype: None,
-            init: Seed::new(0),
+            init: Initializer::Seeded(Seed::new(0)),
             weights: None,
             sharing: Sharing::default(),
             choices: Choices::default(),
@@ -77,7 +78,36 @@ impl<'a, B> DataParallelBuilder<'a, B> {
     /// seed, the parameter's name and i, distributed as the layer's constructor says: the same on
     /// every device, in every process and for every number of slots.
     pub fn init(self, seed: Seed) -> Self {
-        Self { init: seed, ..self }
+        Self { init: Initializer::Seeded(seed), ..self }
+    }
+
+    /// Takes initial values from a function in place of the [seed](Self::init). Given a parameter
+    /// and a range of its items, counted in row-major order, it returns these items as one
+    /// dimension, of the parameter's type: the whole parameter, so all.
+    ///
+    /// It is a function of its arguments alone, so that a part has the values that it has in the
+    /// whole.
+    ///
+    /// # Examples
+    ///
+    /// ```
+    /// use candle_core::{Device, Tensor};
+    /// use candle_nn::{Optimizer, ParamsAdamW, linear};
+    /// use dist_train::{AdamW, DataParallel};
+    /// use pmap_mesh::DeviceMesh;
+    ///
+    /// let mesh = DeviceMesh::cpu(2)?;
+    /// let model = DataParallel::builder(&mesh, |vb| linear(3, 1, vb))
+    ///     .init_with(|_, items| Tensor::arange(items.start as f32, items.end as f32, &Device::Cpu))
+    ///     .build(|group| AdamW::new(group.vars, ParamsAdamW::default()))?;
+    /// assert_eq!(model.variables()["weight"].to_vec2::<f32>()?, [[0., 1., 2.]]);
+    /// # Ok::<(), Box<dyn std::error::Error>>(())
+    /// ```
+    pub fn init_with(
+        self,
+        values: impl Fn(&Declared, Range<usize>) -> candle_core::Result<Tensor> + Send + Sync + 'static,
+    ) -> Self {
+        Self { init: Initializer::Given(Arc::new(values)), ..self }
     }
 
     /// Begins with pretrained weights: a safetensors file, a Hugging Face index, whose name ends in
@@ -232,7 +262,8 @@ impl<'a, B> DataParallelBuilder<'a, B> {
     /// options; [`Error::Plan`] for a pattern that is none; [`Error::Checkpoint`] and
     /// [`Error::Parameter`] if weights cannot be read or are not the model's;
     /// [`Error::OtherProcess`] with the message of another process that fails; [`Error::Mesh`] if a
-    /// process does not answer. Nothing is added to the [`variables`](Self::variables) then.
+    /// process does not answer. The [`variables`](Self::variables) may then have the values of the first
+    /// process, and this model's new ones.
     pub fn build<M, O>(
         self,
         optimizer: impl Fn(Group) -> candle_core::Result<O>,
@@ -268,7 +299,6 @@ impl<'a, B> DataParallelBuilder<'a, B> {
         let parts = vars::parts(&sets, &inventory, n_sets, first_set);
         let workers: candle_core::Result<Vec<_>> = parts.into_iter().map(worker).collect();
         let workers = workers.and_then(|workers| {
-            // Last of all, so that a builder that fails has added nothing.
             vars::add(&self.vars, &inventory, &vars)?;
             Ok(workers)
         });
@@ -315,7 +345,8 @@ impl<'a, B> DataParallelBuilder<'a, B> {
             .map_err(cannot_build)?;
         check_distinct(declared, &known)?;
         let open = declared.iter().zip(&known).map(|(declared, known)| (declared, known.is_none()));
-        let initial = InitialValues::new(self.init, self.weights.as_deref(), &self.choices, open)?;
+        let initial =
+            InitialValues::new(self.init.clone(), self.weights.as_deref(), &self.choices, open)?;
         let variable = |(declared, known): (&Declared, Option<Var>)| match known {
             Some(var) => Ok(var),
             None => Var::from_tensor(&initial.tensor(declared, home)?).map_err(cannot_build),
@@ -399,7 +430,8 @@ fn slot<M, O>(
         saved: part.saved,
         loaded: part.loaded,
         optimizers,
-        accumulated: None,
+        totals: None,
+        grads: Vec::new(),
         buffers_before: Vec::new(),
     })
 }

@@ -2,16 +2,18 @@
 
 use std::fmt;
 
+use core_types::human::Printable;
+
 /// How many of a list are shown.
 const SHOWN: usize = 8;
 
-/// The first of a list, and how many more there are.
+/// The first of a list, and how many more there are. Names may be those of a file.
 pub(super) struct Listed<'a, T>(pub(super) &'a [T]);
 
 impl<T: fmt::Display> fmt::Display for Listed<'_, T> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         for (position, item) in self.0.iter().take(SHOWN).enumerate() {
-            write!(f, "{}{item}", if position == 0 { "" } else { ", " })?;
+            write!(f, "{}{}", if position == 0 { "" } else { ", " }, Printable(item))?;
         }
         match self.0.len().saturating_sub(SHOWN) {
             0 => Ok(()),

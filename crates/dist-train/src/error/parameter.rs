@@ -2,6 +2,8 @@
 
 use std::path::PathBuf;
 
+use core_types::human::Printable;
+
 use crate::error::listed::Bracketed;
 
 /// Why the parameters that are there are not those that were expected.
@@ -9,19 +11,23 @@ use crate::error::listed::Bracketed;
 #[non_exhaustive]
 pub enum ParameterError {
     /// The plan or the model has no parameter or unit of this name.
-    #[error("there is no parameter or unit named {name}")]
+    #[error("there is no parameter or unit named {name}", name = Printable(name))]
     Unknown {
         /// The name that was asked for, or that a checkpoint has.
         name: String,
     },
     /// The plan or the model has a parameter that is not among those that are given.
-    #[error("parameter {name} is missing")]
+    #[error("parameter {name} is missing", name = Printable(name))]
     Missing {
         /// The parameter.
         name: String,
     },
     /// A checkpoint has only some items of a parameter, or of its optimizer's state.
-    #[error("parameter {name} is incomplete: item {item} of its {kind} is missing")]
+    #[error(
+        "parameter {} is incomplete: item {item} of its {} is missing",
+        Printable(name),
+        Printable(kind)
+    )]
     Incomplete {
         /// The parameter.
         name: String,
@@ -31,7 +37,10 @@ pub enum ParameterError {
         item: usize,
     },
     /// A parameter has another shape than it should.
-    #[error("parameter {name} has the shape {found:?}, {expected:?} was expected")]
+    #[error(
+        "parameter {name} has the shape {found:?}, {expected:?} was expected",
+        name = Printable(name)
+    )]
     Shape {
         /// The parameter.
         name: String,
@@ -40,21 +49,21 @@ pub enum ParameterError {
         /// The shape in the model or plan.
         expected: Vec<usize>,
     },
-    /// The items of a parameter are of another type than the plan says.
-    #[error("parameter {name} is of {found}, the plan says {expected}")]
+    /// The items of a parameter are of another type than the plan or the model says.
+    #[error("parameter {name} is of {found}, {expected} was expected", name = Printable(name))]
     Dtype {
         /// The parameter.
         name: String,
         /// The type of what was given.
         found: &'static str,
-        /// The type in the plan.
+        /// The type in the plan or the model.
         expected: &'static str,
     },
     /// Pretrained weights have other names than the model, and not those that may differ.
     #[error(
         "{}: {} of {n_parameters} parameters are missing{}, {} of {n_tensors} tensors are not the \
          model's{}",
-        path.display(), missing.len(), Bracketed(missing), unexpected.len(), Bracketed(unexpected)
+        Printable(path.display()), missing.len(), Bracketed(missing), unexpected.len(), Bracketed(unexpected)
     )]
     Weights {
         /// The file or index.
@@ -69,7 +78,10 @@ pub enum ParameterError {
         n_tensors: usize,
     },
     /// Pretrained weights have a parameter in a type that cannot be converted to its own.
-    #[error("parameter {name} is of {expected}, and {found} in the file is not converted to it")]
+    #[error(
+        "parameter {name} is of {expected}, and {found} in the file is not converted to it",
+        name = Printable(name)
+    )]
     Conversion {
         /// The parameter.
         name: String,
@@ -80,7 +92,7 @@ pub enum ParameterError {
     },
     /// A parameter cannot be initialized as the constructor wants it to be: a bound is no number, a
     /// width is negative, or integers are to be drawn.
-    #[error("parameter {name} of {dtype} cannot be initialized by {init}")]
+    #[error("parameter {name} of {dtype} cannot be initialized by {init}", name = Printable(name))]
     Init {
         /// The parameter.
         name: String,
@@ -90,7 +102,7 @@ pub enum ParameterError {
         dtype: &'static str,
     },
     /// The planner and candle do not both know the type of a parameter's items.
-    #[error("parameter {name} is of {dtype}, which variables cannot be")]
+    #[error("parameter {name} is of {dtype}, which variables cannot be", name = Printable(name))]
     UnknownDtype {
         /// The parameter.
         name: String,

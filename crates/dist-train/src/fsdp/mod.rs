@@ -1,8 +1,11 @@
 //! Fully sharded training: each slot keeps its part of every parameter, and units are put together
 //! where a loss enters them.
 
+pub(crate) mod accumulation;
+mod backward;
 pub(crate) mod builder;
 mod checked;
+mod in_backward;
 pub(crate) mod keep;
 mod model;
 pub(crate) mod operation;
@@ -55,7 +58,8 @@ use crate::{
 /// - a parameter in no unit, when the model is built;
 /// - buffers, such as a running mean: the forward pass changes them;
 /// - in the first step, a unit that has another result when it is run again
-///   ([`TrainingError::NotRepeatable`]);
+///   ([`TrainingError::NotRepeatable`]), and one that is not entered
+///   ([`TrainingError::NotEntered`]);
 /// - replicas that enter different units, or in another order:
 ///   [`CollectiveError::Mismatch`](pmap_mesh::CollectiveError::Mismatch) names both.
 ///
@@ -63,8 +67,9 @@ use crate::{
 ///
 /// Losses and parameters have the bits that [`DataParallel`](crate::DataParallel) on as many slots
 /// has, whatever units keep and however a plan cuts them. To rounding the same are: a value or
-/// parameter that several units use, batches that are [accumulated](Self::accumulate) and gradients
-/// that are clipped, whose sums are formed in another order.
+/// parameter that several units use, gradients that are clipped, and batches that are
+/// [accumulated](Self::accumulate) and [summed in each](crate::Accumulation::ReduceEach), whose
+/// sums are formed in another order.
 ///
 /// # Examples
 ///
@@ -110,8 +115,9 @@ use crate::{
 pub struct FullyShard<O> {
     mesh: DeviceMesh,
     model: Arc<Model>,
-    /// Of this process. Each is locked by its own replica alone while a step runs.
-    slots: Vec<Mutex<Slot<O>>>,
+    /// Of this process. Each is locked by its own replica alone while a step runs, and shared with
+    /// the operations of its graph.
+    slots: Vec<Arc<Mutex<Slot<O>>>>,
     options: Options,
     progress: Progress,
 }
@@ -131,7 +137,7 @@ impl FullyShard<()> {
     }
 }
 
-impl<O: Optimizer + Send> FullyShard<O> {
+impl<O: Optimizer + Send + 'static> FullyShard<O> {
     /// Differentiates the batch's loss and updates the parameters.
     ///
     /// As [`DataParallel::step`](crate::DataParallel::step), with a loss by [units](Units::unit).
@@ -141,8 +147,11 @@ impl<O: Optimizer + Send> FullyShard<O> {
     /// [`Error::Training`](crate::Error::Training) if the step [would train something
     /// wrong](Self#what-is-refused); [`Error::Mesh`](crate::Error::Mesh) with those of
     /// [`PMap::call`](pmap_mesh::PMap::call). If the step fails before the optimizers run, no
-    /// parameter has changed, and accumulated gradients are dropped; if an optimizer fails,
-    /// parameters may be changed in part.
+    /// parameter has changed, and accumulated gradients are dropped. If it fails later, by an
+    /// optimizer's own error or when they run [inside the backward
+    /// pass](FullyShardBuilder::optimizer_in_backward), some parameters may be updated and others
+    /// not: from then on the model refuses everything but [`load`](Self::load)
+    /// ([`TrainingError::HalfUpdated`]).
     #[track_caller]
     pub fn step<I, A, L, F>(&mut self, batch: I, loss: F) -> Result<Step<A>>
     where
@@ -160,11 +169,12 @@ impl<O: Optimizer + Send> FullyShard<O> {
     /// [`step`](Self::step); returns the loss of this batch.
     ///
     /// Gradients are summed over the slots in every batch, so that a slot keeps its part of them
-    /// alone. (PyTorch's `set_requires_gradient_sync(False)` keeps the whole ones.)
+    /// alone, unless the builder says [otherwise](FullyShardBuilder::accumulation).
     ///
     /// # Errors
     ///
     /// Those of [`step`](Self::step); accumulated gradients are dropped.
+    /// [`TrainingError::NeedsAllGradients`] if optimizers run inside the backward pass.
     #[track_caller]
     pub fn accumulate<I, A, L, F>(&mut self, batch: I, loss: F) -> Result<Evaluation<A>>
     where
@@ -173,6 +183,9 @@ impl<O: Optimizer + Send> FullyShard<O> {
         L: Into<Loss<A>>,
         F: Fn(&Replica, &Units, I) -> candle_core::Result<L> + Send + Sync,
     {
+        if self.model.updates_in_backward {
+            return Err(TrainingError::NeedsAllGradients { option: "accumulate" }.into());
+        }
         let (Report { loss, .. }, aux) = self.train(batch, loss, Then::Keep)?;
         Ok(Evaluation { loss: loss.mean(), weight: loss.weight(), aux })
     }
@@ -195,6 +208,7 @@ impl<O: Optimizer + Send> FullyShard<O> {
         L: Into<Loss<A>>,
         F: Fn(&Replica, &Units, I) -> candle_core::Result<L> + Send + Sync,
     {
+        self.check_whole()?;
         let layout = Layout::of(&batch);
         let rules = Arc::new(self.rules(Then::Keep));
         let mean = OnceLock::new();
@@ -209,7 +223,7 @@ impl<O: Optimizer + Send> FullyShard<O> {
             }))
         });
         let call = self.options.cut(call).seed(self.progress.seed.derive(EVALUATION));
-        let aux = rules.refusal.of(call.call_at(self.progress.batches, batch))?;
+        let aux = rules.refusal.of(call.call_at(self.progress.steps, batch))?;
         let whole = mean.get().expect("every replica has set the mean");
         Ok(Evaluation { loss: whole.mean(), weight: whole.weight(), aux })
     }
@@ -223,15 +237,16 @@ impl<O: Optimizer + Send> FullyShard<O> {
         L: Into<Loss<A>>,
         F: Fn(&Replica, &Units, I) -> candle_core::Result<L> + Send + Sync,
     {
+        self.check_whole()?;
         let layout = Layout::of(&batch);
         let rules = Arc::new(self.rules(then));
         let report = OnceLock::new();
         let call = self.mesh.pmap_scoped(|ctx, shard: I| {
-            let slot = &mut *lock(&self.slots[ctx.local_index()]);
-            let session = Session::new(ctx, &self.model, &rules, Purpose::Training)?;
+            let slot = &self.slots[ctx.local_index()];
+            let session = Session::new(ctx, &self.model, &rules, self.purpose(slot))?;
             let units = Units::sharded(Arc::clone(&session));
             let here = layout.explain(shard, |shard| loss(ctx, &units, shard))?;
-            let trained = slot.train(ctx, &session, &rules, here.into());
+            let trained = slot::train(slot, ctx, &session, &rules, here.into());
             rules.refusal.outcome(trained.map(|(whole, aux)| {
                 report.get_or_init(|| whole);
                 aux
@@ -239,12 +254,24 @@ impl<O: Optimizer + Send> FullyShard<O> {
         });
         let call = self.options.cut(call).seed(self.progress.seed);
         let outcome = rules.refusal.of(call.call_at(self.progress.batches, batch));
-        if outcome.is_err() {
-            self.slots.iter().for_each(|slot| lock(slot).forget());
+        for slot in &self.slots {
+            match outcome {
+                Ok(_) => lock(slot).is_half_updated = false,
+                Err(_) => lock(slot).forget(),
+            }
         }
         let aux = outcome?;
         self.progress.batches += 1;
         Ok((*report.get().expect("every replica has set the report"), aux))
+    }
+
+    /// What a replica is to do with gradients.
+    fn purpose(&self, slot: &Arc<Mutex<Slot<O>>>) -> Purpose {
+        if self.model.updates_in_backward {
+            Purpose::InBackward(Arc::clone(slot) as _)
+        } else {
+            Purpose::Training
+        }
     }
 
     fn rules(&self, then: Then) -> Rules {
@@ -283,7 +310,7 @@ impl<O: Optimizer> FullyShard<O> {
 
     fn set_rate(&self, group: usize, learning_rate: f64) {
         for slot in &self.slots {
-            lock(slot).optimizers[group].optimizer.set_learning_rate(learning_rate);
+            lock(slot).set_learning_rate(group, learning_rate);
         }
     }
 }
@@ -304,14 +331,23 @@ impl<O> FullyShard<O> {
         self.model.units.keys().map(String::as_str)
     }
 
-    /// The whole of a parameter, on this process's first device. Every process of the mesh calls it.
+    /// Refuses a model of which a step has updated some parameters and not others.
+    fn check_whole(&self) -> Result<(), TrainingError> {
+        let is_half_updated = self.slots.iter().any(|slot| lock(slot).is_half_updated);
+        if is_half_updated { Err(TrainingError::HalfUpdated) } else { Ok(()) }
+    }
+
+    /// The whole of a parameter, on this process's first device. Every process of the mesh calls
+    /// it.
     ///
     /// # Errors
     ///
+    /// [`TrainingError::HalfUpdated`] after a step that failed on its way,
     /// [`ParameterError::Unknown`](crate::ParameterError::Unknown),
     /// [`Error::Tensor`](crate::Error::Tensor) if candle fails, [`Error::Mesh`](crate::Error::Mesh)
     /// if a process does not answer.
     pub fn gather(&self, name: &str) -> Result<Tensor> {
+        self.check_whole()?;
         self.model.vars.gather(name)
     }
 

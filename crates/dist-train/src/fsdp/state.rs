@@ -21,14 +21,18 @@ use crate::{
 impl<O: StatefulOptimizer> FullyShard<O> {
     /// The parameters, what the optimizers keep for them, and how far training is, for
     /// [`Checkpoints::save`](crate::Checkpoints::save): each slot of the mesh, in whatever process,
-    /// writes its parts. Accumulated gradients are not among them. Every process of the mesh calls it.
+    /// writes its parts. Accumulated gradients are not among them. Every process of the mesh calls
+    /// it.
     ///
     /// # Errors
     ///
-    /// [`Error::Optimizer`](crate::Error::Optimizer) if an optimizer cannot tell its state,
-    /// [`CheckpointError::Kind`](crate::CheckpointError::Kind) if its state has a name that cannot be
-    /// written, [`Error::OtherProcess`](crate::Error::OtherProcess) if another process fails.
+    /// [`TrainingError::HalfUpdated`](crate::TrainingError::HalfUpdated) after a step that failed
+    /// on its way, [`Error::Optimizer`](crate::Error::Optimizer) if an optimizer cannot tell its
+    /// state, [`CheckpointError::Kind`](crate::CheckpointError::Kind) if its state has a name that
+    /// cannot be written, [`Error::OtherProcess`](crate::Error::OtherProcess) if another process
+    /// fails.
     pub fn state_dict(&self) -> Result<StateDict> {
+        self.check_whole()?;
         agreed(&self.mesh, self.state_of_slots())
     }
 
@@ -62,6 +66,7 @@ impl<O: StatefulOptimizer> FullyShard<O> {
     pub fn load(&mut self, checkpoint: &Checkpoint) -> Result<()> {
         checkpoint.check_fits(&self.mesh, &self.model.inventory.shapes())?;
         agreed(&self.mesh, self.load_slots(checkpoint))?;
+        self.slots.iter().for_each(|slot| lock(slot).is_half_updated = false);
         self.resume(checkpoint);
         Ok(())
     }
@@ -69,9 +74,10 @@ impl<O: StatefulOptimizer> FullyShard<O> {
     /// Gives the parts and optimizers of this process their values.
     fn load_slots(&self, checkpoint: &Checkpoint) -> Result<()> {
         let inventory = &self.model.inventory;
+        // On all slots before the first is read: some would go on with what the others have dropped.
+        self.slots.iter().for_each(|slot| lock(slot).forget());
         for slot in &self.slots {
             let slot = &mut *lock(slot);
-            slot.forget();
             for part in &slot.parts {
                 let value = checkpoint.like(key(inventory, part), &part.var)?;
                 assign(&part.var, &value).doing("loading a parameter")?;
@@ -97,9 +103,9 @@ impl<O: StatefulOptimizer> FullyShard<O> {
 
     fn trainer_state(&self) -> TrainerState {
         let slot = lock(&self.slots[0]);
-        let rates = slot.optimizers.iter().map(|group| group.optimizer.learning_rate());
-        let groups = self.model.inventory.roles.groups.iter().cloned();
-        let learning_rates: BTreeMap<String, f64> = groups.zip(rates).collect();
+        let groups = self.model.inventory.roles.groups.iter().enumerate();
+        let rate = |(group, name): (usize, &String)| (name.clone(), slot.learning_rate(group));
+        let learning_rates: BTreeMap<String, f64> = groups.map(rate).collect();
         TrainerState { progress: self.progress, learning_rates }
     }
 }
@@ -109,10 +115,10 @@ fn load_optimizers<O: StatefulOptimizer>(
     inventory: &Inventory,
     checkpoint: &Checkpoint,
 ) -> Result<()> {
-    for group in &mut slot.optimizers {
-        for (position, &part) in group.parts.iter().enumerate() {
+    for of_parts in &mut slot.optimizers {
+        for (position, &part) in of_parts.parts.iter().enumerate() {
             let key = key(inventory, &slot.parts[part]);
-            checkpoint.load_optimizer(key, &mut group.optimizer, position)?;
+            checkpoint.load_optimizer(key, &mut of_parts.optimizer, position)?;
         }
     }
     Ok(())

@@ -211,7 +211,7 @@ impl Shaped {
 
 /// Runs of items that are compared of a tensor of `len`: evenly spread, among them the first items
 /// and the last.
-fn sampled(len: usize) -> impl Iterator<Item = Range<usize>> {
+pub(crate) fn sampled(len: usize) -> impl Iterator<Item = Range<usize>> {
     const RUNS: usize = 8;
     const ITEMS: usize = 32;
     let is_whole = len <= RUNS * ITEMS;

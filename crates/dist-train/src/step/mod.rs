@@ -5,3 +5,4 @@ pub(crate) mod inventory;
 pub(crate) mod options;
 pub(crate) mod roles;
 pub(crate) mod rules;
+pub(crate) mod update;

@@ -6,20 +6,12 @@ use candle_distributed::{
     plan::{
         ElemType, Pattern,
         cost::{CostModel, Link, Links, Optimizer},
-        strategy::{
-            Full, Hsdp, Hybrid, LayerOrder, LayerWise, Layout, ShardingStrategy, WholeTensor,
-        },
     },
     types::{Placement, Rank, WorldSize},
 };
 use clap::ValueEnum;
 
-use crate::{
-    bytes,
-    error::{Error, Result, WithHint},
-    help::examples,
-    hint, input,
-};
+use crate::{bytes, error::Result, help::examples, strategy::StrategyArgs};
 
 /// Plan which rank owns which part of a model, and print what each rank holds and sends.
 ///
@@ -43,25 +35,8 @@ pub(crate) struct Args {
     #[arg(long)]
     pub(super) world_size: u64,
 
-    /// How parameters are distributed over ranks [default: full, or hybrid with --rules]
-    #[arg(long, value_enum, help_heading = "What goes where")]
-    strategy: Option<StrategyArg>,
-    /// How `full` cuts parameters [default: dim0]
-    #[arg(long, value_enum, help_heading = "What goes where")]
-    layout: Option<LayoutArg>,
-    /// Number of rows that `row-ragged` keeps together [default: 1], or of elements that
-    /// `block-ragged` does [default: 128]
-    #[arg(long, value_name = "N", help_heading = "What goes where")]
-    block_size: Option<u64>,
-    /// Which layers may share a rank under `layer-wise` [default: any]
-    #[arg(long, value_enum, help_heading = "What goes where")]
-    layer_order: Option<OrderArg>,
-    /// JSON file with the rules of `hybrid`: {"rules": [{"pattern", "choice"}], "default"}
-    #[arg(long, value_name = "FILE", help_heading = "What goes where")]
-    rules: Option<PathBuf>,
-    /// Number of copies of the model, each sharded over its own part of the ranks (HSDP)
-    #[arg(long, value_name = "G", default_value_t = 1, help_heading = "What goes where")]
-    replicas: u64,
+    #[command(flatten)]
+    pub(super) what: StrategyArgs,
     /// Pattern that layers match, such as model.layers.*.mlp.experts.* [default: names up to their
     /// first number]
     #[arg(long, value_name = "PATTERN", help_heading = "What goes where")]
@@ -124,40 +99,6 @@ pub(crate) struct Args {
     pub(super) format: FormatArg,
 }
 
-#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
-enum StrategyArg {
-    /// Every parameter over all ranks
-    Full,
-    /// Whole layers
-    LayerWise,
-    /// Whole tensors, as few of them cut as exact balance allows
-    WholeTensor,
-    /// By rules; without --rules, classifier and head whole, the rest over all ranks
-    Hybrid,
-}
-
-#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
-enum LayoutArg {
-    /// Rows of each parameter, as FSDP2 does
-    Dim0,
-    /// Elements of each unit end to end, as FSDP1 does
-    Flat,
-    /// The same with aligned parameters, as FSDP1 does with `use_orig_params`
-    FlatAligned,
-    /// Each unit in equal parts, cut between rows
-    RowRagged,
-    /// Each unit in equal parts, cut between blocks of elements
-    BlockRagged,
-}
-
-#[derive(Clone, Copy, Debug, ValueEnum)]
-enum OrderArg {
-    /// Any
-    Any,
-    /// Neighbors only, like the stages of a pipeline
-    Contiguous,
-}
-
 #[derive(Clone, Copy, Debug, Default, ValueEnum)]
 enum OptimizerArg {
     /// Two moments and a step count (Adam, AdamW)
@@ -205,72 +146,6 @@ impl Args {
         Ok(rank.map(|rank| Placement::new(rank, self.world_size)).transpose()?.map(Placement::rank))
     }
 
-    /// The rules of the file, or the default ones, if the strategy goes by rules.
-    pub(super) fn rules(&self) -> Result<Option<Hybrid>> {
-        match (self.strategy, &self.rules) {
-            (_, Some(path)) => input::read_json(path, "rules").map(Some).with_hint(hint::RULES),
-            (Some(StrategyArg::Hybrid), None) => Ok(Some(Hybrid::default())),
-            (_, None) => Ok(None),
-        }
-    }
-
-    /// The strategy: that of the `rules` where there are any.
-    pub(super) fn strategy(
-        &self,
-        rules: Option<Hybrid>,
-    ) -> Result<Hsdp<Box<dyn ShardingStrategy>>> {
-        let inner: Box<dyn ShardingStrategy> = match (self.strategy, rules) {
-            (_, Some(rules)) => Box::new(rules),
-            (None | Some(StrategyArg::Full), None) => Box::new(Full::new(self.layout()?)),
-            (Some(StrategyArg::LayerWise), None) => {
-                Box::new(LayerWise::default().with_order(self.layer_order()))
-            }
-            (Some(StrategyArg::WholeTensor), None) => Box::new(WholeTensor),
-            (Some(StrategyArg::Hybrid), None) => Box::new(Hybrid::default()),
-        };
-        Ok(Hsdp::new(inner, self.replicas))
-    }
-
-    /// Refuses the options that the strategy would leave without effect.
-    pub(super) fn check(&self) -> Result<()> {
-        let default = if self.rules.is_some() { StrategyArg::Hybrid } else { StrategyArg::Full };
-        let strategy = self.strategy.unwrap_or(default);
-        let of_one_strategy = [
-            ("--layout", self.layout.is_some(), StrategyArg::Full),
-            ("--block-size", self.block_size.is_some(), StrategyArg::Full),
-            ("--layer-order", self.layer_order.is_some(), StrategyArg::LayerWise),
-            ("--rules", self.rules.is_some(), StrategyArg::Hybrid),
-        ];
-        for (option, is_given, needed) in of_one_strategy {
-            if is_given && strategy != needed {
-                return Err(Error::usage(format!("{option} needs --strategy {}", name(needed))));
-            }
-        }
-        Ok(())
-    }
-
-    fn layer_order(&self) -> LayerOrder {
-        match self.layer_order {
-            None | Some(OrderArg::Any) => LayerOrder::Any,
-            Some(OrderArg::Contiguous) => LayerOrder::Contiguous,
-        }
-    }
-
-    fn layout(&self) -> Result<Layout> {
-        let layout = match (self.layout, self.block_size) {
-            (Some(LayoutArg::RowRagged), rows) => Layout::RowRagged { rows: rows.unwrap_or(1) },
-            (Some(LayoutArg::BlockRagged), None) => Layout::BLOCKS,
-            (Some(LayoutArg::BlockRagged), Some(block)) => Layout::BlockRagged { block },
-            (_, Some(_)) => {
-                return Err(Error::usage("--block-size needs a ragged --layout"));
-            }
-            (None | Some(LayoutArg::Dim0), None) => Layout::Dim0,
-            (Some(LayoutArg::Flat), None) => Layout::Flat,
-            (Some(LayoutArg::FlatAligned), None) => Layout::FlatAligned,
-        };
-        Ok(layout)
-    }
-
     pub(super) fn cost_model(&self) -> CostModel {
         let optimizer = match self.optimizer {
             OptimizerArg::Adam => Optimizer::Adam,
@@ -286,13 +161,6 @@ impl Args {
             .into_iter()
             .fold(model, |model, (param, reduce)| model.with_mixed_precision(param, reduce))
     }
-}
-
-/// The name of the strategy on the command line.
-#[expect(clippy::expect_used, reason = "says why it cannot fail")]
-fn name(strategy: StrategyArg) -> String {
-    let value = strategy.to_possible_value().expect("no strategy is hidden from the command line");
-    value.get_name().to_owned()
 }
 
 fn dtype(text: &str) -> Result<ElemType, String> {

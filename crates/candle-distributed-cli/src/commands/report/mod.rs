@@ -4,7 +4,7 @@ mod coverage;
 mod facts;
 mod page;
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 use self::facts::Facts;
 use crate::{error::Result, help::examples, output};
@@ -31,8 +31,13 @@ pub(crate) struct Args {
 }
 
 pub(crate) fn run(args: &Args) -> Result<()> {
-    let facts = Facts::read(&args.run)?;
+    let page = page(&args.run)?;
     let path = args.out.clone().unwrap_or_else(|| args.run.join("report.html"));
-    output::file(&path, page::page(&facts)?.as_bytes())?;
+    output::file(&path, page.as_bytes())?;
     output::text(|out| writeln!(out, "report written to {}", path.display()))
+}
+
+/// The page of the run in a folder.
+pub(crate) fn page(run: &Path) -> Result<String> {
+    page::page(&Facts::read(run)?)
 }

@@ -4,6 +4,7 @@
 //! checksums of its tensors under their names. The index has the checksum of the header.
 
 pub(super) mod read;
+mod scan;
 pub(super) mod write;
 
 use std::{collections::BTreeMap, fmt};
@@ -121,6 +122,30 @@ mod tests {
             assert_eq!(ours.len(), tensors.len());
             for name in tensors.keys() {
                 assert_eq!(ours.tensor(name).unwrap(), expected.tensor(name).unwrap(), "{name}");
+            }
+        }
+    }
+
+    #[test]
+    fn items_of_every_type_are_written_as_candle_writes_them() {
+        use DType::{BF16, F8E4M3, F16, F32, F64, I16, I32, I64, U8, U32};
+        let folder = tempfile::tempdir().unwrap();
+        let numbers = Tensor::arange(0_f32, 60., &Device::Cpu).unwrap().reshape((5, 12)).unwrap();
+        for dtype in [U8, U32, I16, I32, I64, BF16, F16, F32, F64, F8E4M3] {
+            let all = numbers.to_dtype(dtype).unwrap();
+            let views = [
+                all.clone(),
+                // One that begins in the middle of its storage, and one that has gaps.
+                all.narrow(0, 2, 2).unwrap(),
+                all.narrow(1, 3, 4).unwrap(),
+                all.t().unwrap(),
+            ];
+            for (n, view) in views.into_iter().enumerate() {
+                let path = folder.path().join(format!("{dtype:?}-{n}"));
+                let mut expected = Vec::new();
+                view.contiguous().unwrap().write_bytes(&mut expected).unwrap();
+                write_all(&path, &[("model/a@0".to_owned(), view)].into());
+                assert!(fs::read(&path).unwrap().ends_with(&expected), "{dtype:?}, view {n}");
             }
         }
     }

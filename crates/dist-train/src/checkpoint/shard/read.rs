@@ -1,13 +1,6 @@
 //! Reading the file of a slot: its header at first, later the items that are asked for.
 
-use std::{
-    collections::BTreeMap,
-    fs::{self, File},
-    io::Read,
-    ops::Range,
-    path::Path,
-    sync::Arc,
-};
+use std::{collections::BTreeMap, fs::File, io::Read, ops::Range, path::Path, sync::Arc};
 
 use candle_core::Tensor;
 use fsdp_plan::source::{SafetensorsHeader, StoredTensor};
@@ -15,10 +8,13 @@ use fsdp_plan::source::{SafetensorsHeader, StoredTensor};
 use crate::{
     checkpoint::{
         checksum::{BLOCK, Checksum, Summing, of_digits},
-        disk::At,
+        disk::{At, check_file},
         finite::Values,
         key::{Owner, TensorKey},
-        shard::Origin,
+        shard::{
+            Origin,
+            scan::{PIECE, Scan, Scanned},
+        },
     },
     error::{
         Result,
@@ -43,9 +39,8 @@ pub(in crate::checkpoint) struct Expected {
 /// [`CheckpointError::Length`], [`CheckpointError::Extent`], [`CheckpointError::Io`] and those of
 /// [`parse`].
 pub(in crate::checkpoint) fn open(path: &Path, expected: &Expected) -> Result<Vec<(Owner, Piece)>> {
-    let metadata = fs::metadata(path).at(path)?;
-    let found = metadata.len();
-    if !metadata.is_file() || found != expected.bytes {
+    let found = check_file(path).at(path)?.len();
+    if found != expected.bytes {
         let expected = expected.bytes;
         return Err(CheckpointError::Length { path: path.to_owned(), found, expected }.into());
     }
@@ -200,7 +195,7 @@ impl Piece {
         Ok(())
     }
 
-    /// Reads a block, and checks it while it is in the processor's caches.
+    /// Reads a block, and checks it.
     fn read_block(
         &self,
         file: &mut File,
@@ -209,12 +204,16 @@ impl Piece {
         values: Values,
     ) -> Result<()> {
         let path = self.stored.path();
-        file.read_exact(bytes).at(path)?;
-        if let Some(checksums) = &self.checksums {
-            let found = Checksum::of(bytes);
-            check(path, checksums[block], found, || FilePart::Tensor(self.name.clone()))?;
+        let mut scan = Scan::new(self.stored.dtype(), values);
+        for piece in bytes.chunks_mut(PIECE) {
+            file.read_exact(piece).at(path)?;
+            scan.add(piece);
         }
-        match values.first_refused(self.stored.dtype(), bytes) {
+        let Scanned { checksum, refused } = scan.finish();
+        if let Some(checksums) = &self.checksums {
+            check(path, checksums[block], checksum, || FilePart::Tensor(self.name.clone()))?;
+        }
+        match refused {
             None => Ok(()),
             Some(item) => Err(CheckpointError::NotFinite {
                 path: path.to_owned(),

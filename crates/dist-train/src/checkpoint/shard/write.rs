@@ -6,10 +6,12 @@ use std::{
     fs::File,
     io::{self, Seek, Write},
     mem,
+    ops::Range,
     path::Path,
 };
 
-use candle_core::{DType, Device, Tensor};
+use bytemuck::cast_slice;
+use candle_core::{CpuStorage, DType, Device, Storage, Tensor};
 use fsdp_plan::source::SafetensorsHeader;
 use safetensors::tensor::{Dtype, TensorInfo};
 use serde::{Serialize, Serializer, ser::SerializeMap};
@@ -19,7 +21,10 @@ use crate::{
         checksum::{BLOCK, Checksum, to_digits},
         disk::At,
         finite::Values,
-        shard::Origin,
+        shard::{
+            Origin,
+            scan::{PIECE, Scan, Scanned},
+        },
     },
     error::{Doing, Result, checkpoint::CheckpointError},
 };
@@ -146,7 +151,7 @@ fn write_items(
 ) -> Result<Vec<Checksum>> {
     let mut blocks = Blocks::new(file, tensor, values);
     let here = tensor.contiguous().and_then(|items| items.to_device(&Device::Cpu));
-    match here.and_then(|items| items.write_bytes(&mut blocks)) {
+    match here.and_then(|items| copy_items(&items, &mut blocks)) {
         Err(candle_core::Error::Io(cause)) => return Err(cause).at(path),
         written => written.doing("copying a tensor for a checkpoint")?,
     }
@@ -160,8 +165,42 @@ fn write_items(
     }
 }
 
-/// Collects the bytes of a tensor, and writes them block by block. Each block is summed up, and
-/// searched for what is not finite, while it is in the processor's caches.
+/// Writes the items of a contiguous tensor on the processor.
+fn copy_items(items: &Tensor, blocks: &mut Blocks<'_>) -> candle_core::Result<()> {
+    let (storage, layout) = items.storage_and_layout();
+    if let Storage::Cpu(storage) = &*storage
+        && let Some((start, end)) = layout.contiguous_offsets()
+        && let Some(bytes) = bytes_of(storage, start..end)
+    {
+        return Ok(blocks.write_all(bytes)?);
+    }
+    // candle locks it again. It copies the tensor, and hands over item by item: that takes several
+    // times as long as to write them.
+    drop(storage);
+    items.write_bytes(blocks)
+}
+
+/// Some items as a file has them, if they lie in memory so.
+fn bytes_of(storage: &CpuStorage, items: Range<usize>) -> Option<&[u8]> {
+    if cfg!(target_endian = "big") {
+        return None;
+    }
+    Some(match storage {
+        CpuStorage::U8(all) => &all[items],
+        CpuStorage::U32(all) => cast_slice(&all[items]),
+        CpuStorage::I16(all) => cast_slice(&all[items]),
+        CpuStorage::I32(all) => cast_slice(&all[items]),
+        CpuStorage::I64(all) => cast_slice(&all[items]),
+        CpuStorage::BF16(all) => cast_slice(&all[items]),
+        CpuStorage::F16(all) => cast_slice(&all[items]),
+        CpuStorage::F32(all) => cast_slice(&all[items]),
+        CpuStorage::F64(all) => cast_slice(&all[items]),
+        // The crates of other types do not promise it.
+        _ => return None,
+    })
+}
+
+/// Collects the bytes of a tensor, writes them block by block, and scans each.
 struct Blocks<'a> {
     file: &'a File,
     dtype: DType,
@@ -194,11 +233,16 @@ impl<'a> Blocks<'a> {
     }
 
     fn write_block(&mut self, bytes: &[u8]) -> io::Result<()> {
+        let mut scan = Scan::new(self.dtype, self.values);
+        for piece in bytes.chunks(PIECE) {
+            self.file.write_all(piece)?;
+            scan.add(piece);
+        }
+        let Scanned { checksum, refused } = scan.finish();
         let first = self.checksums.len() * BLOCK / self.dtype.size_in_bytes();
-        let refused = self.values.first_refused(self.dtype, bytes);
         self.refused = self.refused.or(refused.map(|item| first + item));
-        self.checksums.push(Checksum::of(bytes));
-        self.file.write_all(bytes)
+        self.checksums.push(checksum);
+        Ok(())
     }
 
     /// Takes bytes that fill a block at least. Whole blocks are written from where they lie.

@@ -3,11 +3,16 @@
 //! Each subcommand is one file under `commands`, which turns arguments into a call of the library
 //! and its answer into text or JSON. Results go to stdout, everything else to stderr. Exit code 2
 //! means that the input was at fault.
+//!
+//! This is a library so that fuzz targets reach what reads the folder of a run; the program is
+//! [`main`].
 
 mod bytes;
 mod commands;
 mod devices;
 mod error;
+#[cfg(any(test, fuzzing))]
+pub mod fuzzing;
 mod help;
 mod hint;
 mod input;
@@ -15,6 +20,7 @@ mod log;
 mod numbers;
 mod output;
 mod picture;
+mod strategy;
 mod train;
 
 use std::process::ExitCode;
@@ -26,9 +32,6 @@ use crate::{
     help::examples,
     log::LogArgs,
 };
-
-#[global_allocator]
-static ALLOCATOR: mimalloc::MiMalloc = mimalloc::MiMalloc;
 
 /// Distributed training for candle: which samples, in which batches, on which device.
 #[derive(Debug, Parser)]
@@ -62,7 +65,8 @@ enum Command {
     Man(commands::man::Args),
 }
 
-fn main() -> ExitCode {
+/// Does what the arguments of the process ask for, and returns its exit code.
+pub fn main() -> ExitCode {
     let outcome = match Cli::try_parse() {
         Ok(cli) => {
             cli.log.start();

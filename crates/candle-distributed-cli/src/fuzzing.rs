@@ -1,0 +1,78 @@
+//! Readers of files that may come from anywhere: what fuzz targets call, built for them and for
+//! tests alone.
+
+use std::{fs, path::Path};
+
+use clap::Parser;
+
+use crate::{
+    commands::{report, train},
+    error::Result,
+    train::settings::Settings,
+};
+
+/// What the run learns from, if its settings name the file `text.txt`.
+const TEXT: &str = "text.txt";
+const PARAGRAPHS: &str = "to be or\n\nnot to be\n\nthat is\n\n";
+
+/// Reads the folder of a run with these files, as `report` and `train --resume` do.
+pub fn run(run_json: &[u8], metrics: &[u8]) {
+    // Whether the run is refused is a matter of the files.
+    let _ = outcome(run_json, metrics);
+}
+
+fn outcome(run_json: &[u8], metrics: &[u8]) -> Result<()> {
+    let folder = tempfile::tempdir()?;
+    let run = folder.path().join("run");
+    let text = folder.path().join(TEXT);
+    fs::create_dir(&run)?;
+    fs::write(&text, PARAGRAPHS)?;
+    fs::write(run.join("run.json"), in_folder(run_json, &text))?;
+    fs::write(run.join("metrics.jsonl"), metrics)?;
+    // A run may learn from any file of this machine, which is not for targets to read.
+    let known = Settings::read(&run)?;
+    if known.is_some_and(|known| known.data.is_some_and(|data| data != text)) {
+        return Ok(());
+    }
+    let args = Line::parse_from(["--resume".as_ref(), "--out".as_ref(), run.as_os_str()]);
+    let page = report::page(&run).map(drop);
+    page.and(train::start(&args.train))
+}
+
+/// The settings with the path of the text in place of its name.
+fn in_folder(run_json: &[u8], text: &Path) -> Vec<u8> {
+    let name = format!("\"{TEXT}\"");
+    let Some(at) = run_json.windows(name.len()).position(|bytes| bytes == name.as_bytes()) else {
+        return run_json.into();
+    };
+    let path = format!("{:?}", text.display().to_string());
+    [&run_json[..at], path.as_bytes(), &run_json[at + name.len()..]].concat()
+}
+
+/// The arguments of `train`.
+#[derive(Debug, Parser)]
+#[command(no_binary_name = true)]
+struct Line {
+    #[command(flatten)]
+    train: train::Args,
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::train::{corpus::Corpus, metrics, model::MODEL, settings::tests::settings};
+
+    #[test]
+    fn a_whole_run_is_read_and_others_are_refused() {
+        let settings = Settings {
+            data: Some(TEXT.into()),
+            text: Corpus::new([PARAGRAPHS], MODEL.longest_sequence()).fingerprint(),
+            ..settings()
+        };
+        let run_json = serde_json::to_vec(&settings).unwrap();
+        let metrics = metrics::tests::line(0, "1", 1.0);
+        outcome(&run_json, metrics.as_bytes()).unwrap();
+        assert!(outcome(b"{}", metrics.as_bytes()).is_err());
+        run(b"", b"");
+    }
+}

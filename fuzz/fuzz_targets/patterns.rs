@@ -1,0 +1,39 @@
+//! Patterns that nobody checked: no text panics or overflows the stack, what one takes is in
+//! proportion to it, and what is read obeys laws.
+//!
+//! What lies before the first NUL of an input is a pattern. The words of the whole input, cut at
+//! everything that is no name, are names of parameters to match.
+
+#![no_main]
+
+use fsdp_plan::{Error, Pattern};
+use libfuzzer_sys::fuzz_target;
+
+fuzz_target!(|bytes: &[u8]| {
+    let text = String::from_utf8_lossy(bytes);
+    let pattern = text.split('\0').next().unwrap_or(&text);
+    check(pattern, fuzz::names(&text));
+});
+
+fn check<'a>(text: &str, names: impl Iterator<Item = &'a str>) {
+    let json = serde_json::to_string(text).expect("a text can be written");
+    let from_json = serde_json::from_str::<Pattern>(&json);
+    match text.parse::<Pattern>() {
+        Ok(pattern) => {
+            assert!(text.len() <= Pattern::MAX_BYTES);
+            assert_eq!(pattern.to_string(), text);
+            assert_eq!(from_json.expect("it can be read both ways"), pattern);
+            for name in names {
+                if let Some(prefix) = pattern.prefix_of(name) {
+                    assert!(name.starts_with(prefix) && pattern.matches(prefix));
+                }
+            }
+        }
+        Err(error) => {
+            let message = error.to_string();
+            assert!(matches!(error, Error::BadPattern { .. }), "{message}");
+            assert!(message.len() < 4096 && !message.contains(char::is_control), "{message:?}");
+            assert_eq!(from_json.map_err(|error| error.to_string()), Err(message));
+        }
+    }
+}
