@@ -56,7 +56,10 @@ pub use crate::{
         adamw::AdamW,
         sgd::{ParamsSgd, Sgd},
     },
-    parameters::declare::{Declared, declare},
+    parameters::{
+        declare::{Declared, declare},
+        save::PretrainedFiles,
+    },
     schedule::Schedule,
     sharded::{ShardedVars, describe::parameter_infos},
     step::rules::{Evaluation, Step},

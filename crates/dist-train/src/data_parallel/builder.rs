@@ -111,11 +111,13 @@ impl<'a, B> DataParallelBuilder<'a, B> {
         Self { init: Initializer::Given(Arc::new(values)), ..self }
     }
 
-    /// Begins with pretrained weights: a safetensors file, or a Hugging Face index, whose name ends
-    /// in `.json`. Names are matched exactly. A parameter that is not there is an error unless
+    /// Begins with pretrained weights: a safetensors file, a Hugging Face index, whose name ends in
+    /// `.json`, or a folder with `model.safetensors` or `model.safetensors.index.json`, as
+    /// [`save_pretrained`](super::DataParallel::save_pretrained) writes it. Names are matched
+    /// exactly. A parameter that is not there is an error unless
     /// [`allow_missing`](Self::allow_missing) names it or it [has a value](Self::variables), and so
-    /// is one that has both, and a tensor that the model does not
-    /// have, unless [`allow_unexpected`](Self::allow_unexpected) does.
+    /// is one that has both, and a tensor that the model does not have, unless
+    /// [`allow_unexpected`](Self::allow_unexpected) does.
     pub fn weights(self, path: impl Into<PathBuf>) -> Self {
         Self { weights: Some(path.into()), ..self }
     }

@@ -9,6 +9,7 @@ pub(crate) mod vars;
 
 use std::{
     collections::BTreeMap,
+    path::Path,
     sync::{Arc, Mutex, MutexGuard, OnceLock},
 };
 
@@ -24,8 +25,10 @@ use crate::{
     batch::Layout,
     error::{Doing, Result, training::Refusal},
     loss::Loss,
+    parameters::save::{PretrainedFiles, save},
     progress::Progress,
     schedule::Schedule,
+    sharded::describe::parameter_infos,
     step::{
         inventory::Inventory,
         options::{EVALUATION, Options},
@@ -327,6 +330,48 @@ impl<M, O> DataParallel<M, O> {
         let slot = lock(&self.workers[0].slot);
         let names = self.inventory.parameters.iter().map(|(name, _)| name.clone());
         names.zip(slot.vars.iter().map(Var::as_detached_tensor)).collect()
+    }
+
+    /// Writes the variables as pretrained weights into `folder`, beside what is there: files with
+    /// the names and the index that Hugging Face's libraries look for, which
+    /// [`weights`](DataParallelBuilder::weights) of that folder reads, too. A model that is there is
+    /// replaced: if the new one is a single file, in one step, and otherwise so that a reader finds
+    /// the old one, none for a moment, or the new one.
+    ///
+    /// Every process of the mesh calls it, with the same arguments, and the first one writes.
+    ///
+    /// # Errors
+    ///
+    /// On all processes: those of [`check_in_sync`](Self::check_in_sync), with which it begins;
+    /// [`CheckpointError::NotFinite`](crate::CheckpointError::NotFinite) unless they are
+    /// [allowed](PretrainedFiles::allow_non_finite);
+    /// [`CheckpointError::Io`](crate::CheckpointError::Io) if a file cannot be written, and
+    /// [`Error::OtherProcess`](crate::Error::OtherProcess) on the others.
+    ///
+    /// # Examples
+    ///
+    /// ```
+    /// use candle_nn::{Optimizer, ParamsAdamW, linear};
+    /// use dist_train::{AdamW, DataParallel, PretrainedFiles};
+    /// use pmap_mesh::DeviceMesh;
+    ///
+    /// let mesh = DeviceMesh::cpu(2)?;
+    /// let adam = |group: dist_train::Group| AdamW::new(group.vars, ParamsAdamW::default());
+    /// let model = DataParallel::builder(&mesh, |vb| linear(3, 1, vb)).build(adam)?;
+    /// # let folder = tempfile::tempdir()?;
+    /// # let folder = folder.path();
+    /// model.save_pretrained(folder, PretrainedFiles::default())?;
+    /// assert!(folder.join("model.safetensors").exists());
+    /// let again = DataParallel::builder(&mesh, |vb| linear(3, 1, vb)).weights(folder).build(adam)?;
+    /// # let first = |model: &DataParallel<_, AdamW>| model.variables()["bias"].to_vec1::<f32>();
+    /// assert_eq!(first(&again)?, first(&model)?);
+    /// # Ok::<(), Box<dyn std::error::Error>>(())
+    /// ```
+    pub fn save_pretrained(&self, folder: impl AsRef<Path>, files: PretrainedFiles) -> Result<()> {
+        self.check_in_sync()?;
+        let variables = self.variables();
+        let parameters = parameter_infos(&variables)?;
+        save(&self.mesh, folder.as_ref(), files, &parameters, |name| Ok(variables[name].clone()))
     }
 
     /// Checks that all devices still have the same variables, to the bit: fingerprints of them are

@@ -13,7 +13,10 @@ pub(crate) mod session;
 mod slot;
 mod state;
 
-use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
+use std::{
+    path::Path,
+    sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError},
+};
 
 use candle_core::Tensor;
 use candle_nn::{Optimizer, VarBuilder};
@@ -30,6 +33,7 @@ use crate::{
     batch::Layout,
     error::{Error, Result, training::TrainingError},
     loss::Loss,
+    parameters::save::{PretrainedFiles, save},
     progress::Progress,
     schedule::Schedule,
     step::{
@@ -352,6 +356,19 @@ impl<O> FullyShard<O> {
     pub fn gather(&self, name: &str) -> Result<Tensor> {
         self.check_whole()?;
         self.model.vars.gather(name)
+    }
+
+    /// Writes the model as pretrained weights, one parameter in memory after the other; as
+    /// [`DataParallel::save_pretrained`](crate::DataParallel::save_pretrained), whose bytes it writes.
+    ///
+    /// # Errors
+    ///
+    /// Those of [`DataParallel::save_pretrained`](crate::DataParallel::save_pretrained) and of
+    /// [`gather`](Self::gather).
+    pub fn save_pretrained(&self, folder: impl AsRef<Path>, files: PretrainedFiles) -> Result<()> {
+        let parameters = self.plan().parameters().iter().map(|part| part.info().clone());
+        let parameters: Vec<_> = parameters.collect();
+        save(&self.mesh, folder.as_ref(), files, &parameters, |name| self.gather(name))
     }
 
     /// Hands the whole of each parameter to `f`, one after the other in the order of names: a model
