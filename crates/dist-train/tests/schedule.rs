@@ -1,6 +1,7 @@
 //! A schedule sets the learning rates that one would set oneself, and is resumed.
 
 #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
+#![allow(clippy::needless_pass_by_value, reason = "as models and losses are called")]
 
 use candle_core::{Device, Result, Tensor};
 use candle_nn::{Linear, Module, Optimizer, VarBuilder, linear};

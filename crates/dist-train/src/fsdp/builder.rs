@@ -135,6 +135,9 @@ impl<'a, B> FullyShardBuilder<'a, B> {
 
     /// Cuts parameters by a plan that was made elsewhere, of the parameters that the model has and
     /// with the units of the [rules](Self::unit).
+    ///
+    /// The units that [stay gathered](ShardingPlan::with_kept_units) in it do so here, unless the
+    /// builder says what units [keep](Self::keep).
     pub fn plan(self, plan: ShardingPlan) -> Self {
         Self { plan: Plan::Ready(Box::new(plan)), ..self }
     }
@@ -387,6 +390,10 @@ impl<'a, B> FullyShardBuilder<'a, B> {
         };
         let infos: Vec<ParameterInfo> = infos.iter().map(with_unit).collect();
         let plan = self.planned(&infos)?;
+        let keeps = match &self.plan {
+            Plan::Ready(plan) if self.keeps.is_silent() => kept_by(plan, keeps),
+            Plan::Ready(_) | Plan::By(_) => keeps,
+        };
         let plan = with_kept_units(&plan, &keeps)?;
         if let (Some(unit), true) = (over_half(&plan), self.mesh.len() > 1) {
             tracing::warn!("unit {unit} has over half of all parameters, and is gathered whole");
@@ -459,6 +466,7 @@ impl<'a, B> FullyShardBuilder<'a, B> {
             dtype: self.dtype,
             accumulation: self.accumulation,
             updates_in_backward: self.updates_in_backward,
+            repeatable: Mutex::default(),
         })
     }
 
@@ -558,6 +566,12 @@ fn unit_names(units: &[(String, Vec<Member>)]) -> Vec<&str> {
 
 fn names_of(members: &[Member]) -> impl Iterator<Item = &str> {
     members.iter().map(|member| member.name.as_str())
+}
+
+/// What units keep by a plan that says which stay gathered.
+fn kept_by(plan: &ShardingPlan, keeps: BTreeMap<String, Keep>) -> BTreeMap<String, Keep> {
+    let keep = |unit: &str| if plan.keeps_gathered(unit) { Keep::Gathered } else { Keep::Inputs };
+    keeps.into_keys().map(|unit| (unit.clone(), keep(&unit))).collect()
 }
 
 /// The plan with the units that stay gathered. One whose parameters are all counted for others is

@@ -59,7 +59,8 @@ use crate::{
 /// What [`DataParallel`](crate::DataParallel#what-is-refused) refuses, and
 /// - a parameter in no unit, when the model is built;
 /// - buffers, such as a running mean: the forward pass changes them;
-/// - in the first step, a unit that has another result when it is run again
+/// - in the first step of a model that enters it, also of one that was
+///   [loaded](FullyShard::load), a unit that has another result when it is run again
 ///   ([`TrainingError::NotRepeatable`]), and one that is not entered
 ///   ([`TrainingError::NotEntered`]);
 /// - replicas that enter different units, or in another order:
@@ -245,11 +246,13 @@ impl<O: Optimizer + Send + 'static> FullyShard<O> {
         let layout = Layout::of(&batch);
         let rules = Arc::new(self.rules(then));
         let report = OnceLock::new();
+        let entered = OnceLock::new();
         let call = self.mesh.pmap_scoped(|ctx, shard: I| {
             let slot = &self.slots[ctx.local_index()];
             let session = Session::new(ctx, &self.model, &rules, self.purpose(slot))?;
             let units = Units::sharded(Arc::clone(&session));
             let here = layout.explain(shard, |shard| loss(ctx, &units, shard))?;
+            entered.get_or_init(|| session.entered());
             let trained = slot::train(slot, ctx, &session, &rules, here.into());
             rules.refusal.outcome(trained.map(|(whole, aux)| {
                 report.get_or_init(|| whole);
@@ -265,6 +268,9 @@ impl<O: Optimizer + Send + 'static> FullyShard<O> {
             }
         }
         let aux = outcome?;
+        if let (Then::Update, Some(units)) = (then, entered.into_inner()) {
+            self.model.note_repeatable(units);
+        }
         self.progress.batches += 1;
         Ok((*report.get().expect("every replica has set the report"), aux))
     }
@@ -376,15 +382,18 @@ impl<O> FullyShard<O> {
     ///
     /// # Errors
     ///
-    /// The first error of `f`, and those of [`gather`](Self::gather).
+    /// Those of [`gather`](Self::gather), and the first of `f`, in the process that has it: the rest
+    /// is put together for the others all the same.
     pub fn for_each_whole<E: From<Error>>(
         &self,
         mut f: impl FnMut(&str, Tensor) -> Result<(), E>,
     ) -> Result<(), E> {
+        let mut outcome = Ok(());
         for (name, _) in &self.model.inventory.parameters {
-            f(name, self.gather(name)?)?;
+            let whole = self.gather(name)?;
+            outcome = outcome.and_then(|()| f(name, whole));
         }
-        Ok(())
+        outcome
     }
 }
 

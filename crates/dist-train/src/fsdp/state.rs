@@ -78,7 +78,12 @@ impl<O: StatefulOptimizer> FullyShard<O> {
     fn load_slots(&self, checkpoint: &Checkpoint) -> Result<()> {
         let inventory = &self.model.inventory;
         // On all slots before the first is read: some would go on with what the others have dropped.
-        self.slots.iter().for_each(|slot| lock(slot).forget());
+        // One that fails on its way has given some parameters their values and others not.
+        self.slots.iter().for_each(|slot| {
+            let slot = &mut *lock(slot);
+            slot.forget();
+            slot.is_half_updated = true;
+        });
         for slot in &self.slots {
             let slot = &mut *lock(slot);
             for part in &slot.parts {

@@ -95,8 +95,7 @@ pub(crate) fn save(
     let mut parameters: Vec<&ParameterInfo> = parameters.iter().collect();
     parameters.sort_by(|left, right| natural_order(left.name(), right.name()));
     let planned = planned(&parameters, files.max_bytes);
-    let writes = mesh.local_slots().start == 0;
-    let writer = Writer { folder, values: files.values, writes };
+    let writer = Writer { folder, values: files.values, writes: mesh.local_slots().start == 0 };
     let written = writer.write_all(mesh, &planned, whole);
     if written.is_err() {
         // What cannot be removed now is overwritten when the next model is saved here.
