@@ -28,8 +28,8 @@ pub(crate) const SAME_RUN: &str = "every process needs the same arguments, the s
                                    same folder of the run";
 pub(crate) const OTHER_RUN: &str =
     "remove the checkpoint that does not belong here, or give --out the folder that it belongs to";
-pub(crate) const UNREADABLE: &str = "it may be whole, so none is used in its place: make it readable, or move its folder away to \
-     resume from the checkpoint before it";
+pub(crate) const UNREADABLE: &str = "it may be whole, so no other is used in its place: make it readable, or move its folder \
+     away to resume from the checkpoint before it";
 pub(crate) const NO_SETTINGS: &str =
     "start a new run in another folder, or bring back the file that tells which run this is";
 pub(crate) const SHARED: &str =

@@ -49,7 +49,8 @@ pub(crate) fn json(value: &impl Serialize) -> Result<()> {
 ///
 /// A file is replaced in one piece, or made: of any number of programs that write it at once, one
 /// has its whole content there. It keeps its permissions and, where the system allows it, its owner
-/// and group. A link stays a link, and what it leads to is replaced. Pipes, devices and this program's own standard streams are written to, since they cannot be replaced.
+/// and group. A link stays a link, and what it leads to is replaced. Pipes, devices and this
+/// program's own standard streams are written to, since they cannot be replaced.
 pub(crate) fn file(path: &Path, content: &[u8]) -> Result<()> {
     write(path, content).map_err(|source| Error::write(path, source))
 }

@@ -10,6 +10,7 @@ mod checkpoint;
 mod data_parallel;
 mod dtype;
 mod error;
+mod feed;
 mod fsdp;
 mod grad;
 mod gradient_report;
@@ -44,6 +45,7 @@ pub use crate::{
         sharding::ShardingError,
         training::TrainingError,
     },
+    feed::{Feed, Feeding, feed},
     fsdp::{FullyShard, accumulation::Accumulation, builder::FullyShardBuilder, keep::Keep},
     grad::{ValueAndGrad, value_and_grad},
     gradient_report::{GradientReport, PrefixCheck, Verdict},

@@ -16,9 +16,9 @@ use crate::{
 /// candle's own custom operations have at most three inputs, and compute when they are applied.
 /// Here any number of tensors have become `output` before, by whatever means, on any device;
 /// nothing of its history is kept. `backward` is called during candle's backward pass, at most once
-/// in each, without a lock. It is given the output and its gradient, and returns a gradient for each
-/// input in turn, of the input's shape. For an input that does not
-/// [track](Tensor::track_op) operations what it returns is dropped, for a variable it may be `None`.
+/// in each, without a lock. It is given the output and its gradient, and returns a gradient for
+/// each input in turn, of the input's shape. For an input that does not [track](Tensor::track_op)
+/// operations what it returns is dropped, for a variable it may be `None`.
 ///
 /// If no input tracks operations, neither does the result.
 ///
@@ -56,8 +56,8 @@ where
     if !inputs.iter().any(|input| input.track_op()) {
         return Ok(output.detach());
     }
-    let needed = inputs.iter().map(|input| input.track_op() && !input.is_variable()).collect();
-    record_copy(inputs, output, Custom { backward, needed })
+    let wanted = inputs.iter().map(|input| Wanted::of(input)).collect();
+    record_copy(inputs, output, Custom { backward, wanted })
 }
 
 /// The gradients of all variables that `output` depends on, where `grad` is that of `output`: what
@@ -221,8 +221,28 @@ impl Together {
 
 struct Custom<F> {
     backward: F,
-    /// Whether candle panics without a gradient of this input.
-    needed: Vec<bool>,
+    wanted: Vec<Wanted>,
+}
+
+/// What candle's backward pass makes of an input's gradient.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Wanted {
+    /// It would keep it, for nobody.
+    No,
+    /// A variable's is handed to whoever differentiates.
+    Optional,
+    /// It panics without.
+    Yes,
+}
+
+impl Wanted {
+    fn of(input: &Tensor) -> Self {
+        match (input.track_op(), input.is_variable()) {
+            (false, _) => Self::No,
+            (true, true) => Self::Optional,
+            (true, false) => Self::Yes,
+        }
+    }
 }
 
 impl<F> MultiBackward<1> for Custom<F>
@@ -238,22 +258,26 @@ where
     ) -> Result<Vec<Option<Tensor>>> {
         // candle calls an operation only for a gradient of its output.
         let grad = grad.ok_or_else(|| candle_core::Error::msg("an output has no gradient"))?;
-        let grads = (self.backward)(output, grad)?;
-        if grads.len() != self.needed.len() {
+        let mut grads = (self.backward)(output, grad)?;
+        if grads.len() != self.wanted.len() {
             return Err(candle_core::Error::msg(format!(
                 "{} gradients for an operation of {} inputs",
                 grads.len(),
-                self.needed.len()
+                self.wanted.len()
             ))
             .into());
         }
-        let is_missing = |(grad, &needed): (&Option<Tensor>, &bool)| needed && grad.is_none();
-        match grads.iter().zip(&self.needed).position(is_missing) {
-            None => Ok(grads),
-            Some(input) => {
-                Err(candle_core::Error::msg(format!("input {input} got no gradient")).into())
+        for (input, (grad, wanted)) in grads.iter_mut().zip(&self.wanted).enumerate() {
+            match wanted {
+                Wanted::No => *grad = None,
+                Wanted::Yes if grad.is_none() => {
+                    let message = format!("input {input} got no gradient");
+                    return Err(candle_core::Error::msg(message).into());
+                }
+                Wanted::Optional | Wanted::Yes => {}
             }
         }
+        Ok(grads)
     }
 }
 

@@ -88,9 +88,11 @@ impl Claim {
     }
 
     /// Logs a warning about a checkpoint, unless it has been logged before: each checkpoint that is
-    /// saved would say again what lies beside it.
+    /// saved would say again what lies beside it. For the first process, which alone removes what is
+    /// not to be kept.
+    #[expect(clippy::expect_used, reason = "says why it cannot fail")]
     pub(super) fn warn_once(&self, path: &Path, what: fmt::Arguments<'_>) {
-        let Some(held) = &self.held else { return };
+        let held = self.held.as_ref().expect("the first process holds the folder");
         let mut warned = held.warned.lock().unwrap_or_else(PoisonError::into_inner);
         if warned.insert(path.to_owned()) {
             tracing::warn!("{what}");
@@ -120,9 +122,8 @@ impl Held {
     fn take(folder: &Path, incarnation: u64) -> Result<Self> {
         fs::create_dir_all(folder).at(folder)?;
         let path = folder.join(LOCK);
-        match check_file(&path) {
-            Err(error) if error.kind() == io::ErrorKind::NotFound => {}
-            checked => checked.at(&path)?,
+        if path.exists() {
+            check_file(&path).at(&path)?;
         }
         // Not truncated: what it is for is its name, and somebody may have planted a link there.
         let file = File::options().create(true).truncate(false).write(true).open(&path);

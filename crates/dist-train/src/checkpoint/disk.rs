@@ -1,7 +1,7 @@
 //! What the system is asked to do with files and folders, with the path in every error.
 
 use std::{
-    fs::{self, File},
+    fs::{self, File, Metadata},
     io,
     path::Path,
 };
@@ -20,10 +20,12 @@ impl<T> At<T> for io::Result<T> {
     }
 }
 
-/// Refuses what is there and is no file: to open a named pipe would wait for ever.
-pub(super) fn check_file(path: &Path) -> io::Result<()> {
-    if fs::metadata(path)?.is_file() {
-        return Ok(());
+/// What is known of a file. What is there and is no file is refused: to open a named pipe would wait
+/// for ever.
+pub(super) fn check_file(path: &Path) -> io::Result<Metadata> {
+    let known = fs::metadata(path)?;
+    if known.is_file() {
+        return Ok(known);
     }
     Err(io::Error::new(io::ErrorKind::InvalidInput, "this is not a file"))
 }

@@ -15,9 +15,8 @@ pub(super) enum Fault {
     /// model. It stays.
     Other,
     /// The system could not read it this time, which says nothing about it. Should that last, a
-    /// person is to decide: the disk may be read elsewhere, the permissions may be wrong, and who
-    /// trains the steps since the checkpoint before it again without a word loses more than an
-    /// error costs.
+    /// person decides: the disk may be readable elsewhere, or the permissions may be wrong, and to
+    /// train the steps since the checkpoint before it again costs more than an error does.
     Passing,
 }
 

@@ -260,7 +260,8 @@ impl<'a, B> DataParallelBuilder<'a, B> {
     /// options; [`Error::Plan`] for a pattern that is none; [`Error::Checkpoint`] and
     /// [`Error::Parameter`] if weights cannot be read or are not the model's;
     /// [`Error::OtherProcess`] with the message of another process that fails; [`Error::Mesh`] if a
-    /// process does not answer. Nothing is added to the [`variables`](Self::variables) then.
+    /// process does not answer. The [`variables`](Self::variables) may then have the values of the first
+    /// process, and this model's new ones.
     pub fn build<M, O>(
         self,
         optimizer: impl Fn(Group) -> candle_core::Result<O>,
@@ -296,7 +297,6 @@ impl<'a, B> DataParallelBuilder<'a, B> {
         let parts = vars::parts(&sets, &inventory, n_sets, first_set);
         let workers: candle_core::Result<Vec<_>> = parts.into_iter().map(worker).collect();
         let workers = workers.and_then(|workers| {
-            // Last of all, so that a builder that fails has added nothing.
             vars::add(&self.vars, &inventory, &vars)?;
             Ok(workers)
         });

@@ -217,7 +217,7 @@ impl<M: Send, O: Optimizer + Send> DataParallel<M, O> {
             }))
         });
         let call = self.options.cut(call).seed(self.progress.seed.derive(EVALUATION));
-        let outcome = refusal.of(call.call_at(self.progress.batches, batch));
+        let outcome = refusal.of(call.call_at(self.progress.steps, batch));
         for worker in &self.workers {
             lock(&worker.slot).take_back_buffers().doing("taking back a buffer")?;
         }

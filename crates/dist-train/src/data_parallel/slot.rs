@@ -12,7 +12,7 @@ use pmap_mesh::{ALL, Replica, TensorTree};
 use crate::{
     agreement,
     error::training::TrainingError,
-    grad::{differentiate, sums_of, widened},
+    grad::{differentiate, has_halves, sums_of, widened},
     loss::Loss,
     optim::clip,
     step::{
@@ -91,9 +91,14 @@ impl<M, O> Slot<M, O> {
 
     /// Takes back what a step that failed may have changed on some slots and not on others.
     pub(super) fn roll_back(&mut self) -> Result<()> {
+        self.forget();
+        self.take_back_buffers()
+    }
+
+    /// Drops what was accumulated.
+    pub(super) fn forget(&mut self) {
         self.totals = None;
         self.grads.clear();
-        self.take_back_buffers()
     }
 
     /// Gives the buffers the values that they had at the beginning.
@@ -116,7 +121,7 @@ impl<M, O> Slot<M, O> {
         let share = ctx.weight() / ctx.count() as f64;
         let shares = floats.iter().map(|&var| self.buffer_share(var, share));
         let all: Vec<usize> = (0..floats.len()).collect();
-        let means = ctx.psum_list(shares.collect::<Result<_>>()?, &all)?;
+        let means = ctx.psum_list(shares.collect::<Result<_>>()?, &all, ALL)?;
         for (&var, mean) in floats.iter().zip(means) {
             if !rules.allow_non_finite && !clip::squares(&mean)?.is_finite() {
                 let name = rules.inventory.name(var).to_owned();
@@ -146,7 +151,8 @@ impl<M, O: Optimizer> Slot<M, O> {
     ) -> Result<(Report, A)> {
         let before = mem::take(&mut self.grads);
         let (shard, batch) = Batch::agree(ctx, rules, loss, self.totals.take())?;
-        let grads = differentiate(shard, &self.trained, batch.scale)?;
+        let halves = has_halves(&self.vars);
+        let grads = differentiate(shard, &self.trained, batch.scale, halves)?;
         self.average_buffers(ctx, rules)?;
         let grads = added(before, grads)?;
         match rules.then {

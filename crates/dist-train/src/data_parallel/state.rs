@@ -72,10 +72,10 @@ impl<M, O: StatefulOptimizer> DataParallel<M, O> {
 
     /// Gives the variables and optimizers of this process their values.
     fn load_slots(&self, checkpoint: &Checkpoint) -> Result<()> {
+        // On all slots before the first is read: some would go on with what the others have dropped.
+        self.workers.iter().for_each(|worker| lock(&worker.slot).forget());
         for worker in &self.workers {
             let slot = &mut *lock(&worker.slot);
-            slot.totals = None;
-            slot.grads.clear();
             for &var in &slot.loaded {
                 let key = TensorKey::model(self.inventory.name(var), 0);
                 let value = checkpoint.like(key, &slot.vars[var])?;

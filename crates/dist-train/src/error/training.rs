@@ -10,7 +10,10 @@ use crate::error::{Result, listed::Listed};
 /// Why a step would train something wrong, or a model cannot be trained as the options say.
 ///
 /// All replicas of all processes decide alike, so each process gets the error and may take the next
-/// step; no variable has changed.
+/// step; no variable has changed. What a replica finds out alone, in a unit that it enters
+/// ([`UnknownUnit`](Self::UnknownUnit), [`Captured`](Self::Captured),
+/// [`NotRepeatable`](Self::NotRepeatable), [`Differentiated`](Self::Differentiated)), is such an error
+/// on a mesh of one process; one of several ends as with any error of a replica.
 #[derive(Clone, Debug, PartialEq, thiserror::Error)]
 #[non_exhaustive]
 pub enum TrainingError {
@@ -114,7 +117,8 @@ pub enum TrainingError {
         /// The option or method.
         option: &'static str,
     },
-    /// A step of a [`FullyShard`](crate::FullyShard) has failed after its optimizers had begun to run.
+    /// A step of a [`FullyShard`](crate::FullyShard) has failed after its optimizers had begun to
+    /// run.
     #[error(
         "a step has failed when some parameters were updated and others not: `load` a checkpoint, \
          or build the model anew"

@@ -4,7 +4,11 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use candle_core::{Result, Tensor};
 
-use crate::fsdp::{accumulation::Whole, in_backward::Known, model::Model};
+use crate::fsdp::{
+    accumulation::Whole,
+    in_backward::Known,
+    model::{Model, UnitMember},
+};
 
 /// How far the backward pass of a batch is on one slot, from the first unit that its loss enters.
 #[derive(Debug, Default)]
@@ -40,10 +44,9 @@ impl Backward {
     }
 
     /// Notes that one of the passes through a unit has left gradients of these parameters.
+    #[expect(clippy::expect_used, reason = "a unit's backward pass is that of a recorded one")]
     pub(super) fn leave<'a>(&mut self, unit: &str, used: impl IntoIterator<Item = &'a String>) {
-        if let Some(expected) = self.expected.get_mut(unit) {
-            *expected -= 1;
-        }
+        *self.expected.get_mut(unit).expect("the pass was recorded") -= 1;
         self.used.extend(used.into_iter().cloned());
     }
 
@@ -63,9 +66,9 @@ impl Backward {
     /// their units have left their gradients.
     pub(super) fn known(&mut self, model: &Model, unit: &str) -> Known {
         let is_done = |unit: &String| self.expected.get(unit).is_none_or(|&passes| passes == 0);
-        let members = model.units[unit].trained();
-        let known = members.filter(|member| model.units_of(&member.names.name).all(is_done));
-        let trained = known.filter_map(|member| member.trained).collect();
+        let is_known = |member: &UnitMember| model.units_of(&member.names.name).all(is_done);
+        let known = model.units[unit].trained().filter(|(_, member)| is_known(member));
+        let trained = known.map(|(trained, _)| trained).collect();
         self.taken(model, trained)
     }
 

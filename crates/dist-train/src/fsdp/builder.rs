@@ -120,8 +120,8 @@ impl<'a, B> FullyShardBuilder<'a, B> {
     }
 
     /// Sets the rules by which parameters are put into units, those of
-    /// [`Units::by`](crate::Units::by) with [`DataParallel`](crate::DataParallel); in place of those
-    /// that were set before.
+    /// [`Units::by`](crate::Units::by) with [`DataParallel`](crate::DataParallel); in place of
+    /// those that were set before.
     pub fn unit_rules(self, rules: UnitRules) -> Self {
         Self { units: rules, ..self }
     }
@@ -151,27 +151,27 @@ impl<'a, B> FullyShardBuilder<'a, B> {
         self
     }
 
-    /// Sets when the gradients of [accumulated](FullyShard::accumulate) batches are summed; by default
-    /// [`Accumulation::ReduceEach`].
+    /// Sets when the gradients of [accumulated](FullyShard::accumulate) batches are summed; by
+    /// default [`Accumulation::ReduceEach`].
     pub fn accumulation(self, accumulation: Accumulation) -> Self {
         Self { accumulation, ..self }
     }
 
     /// Lets optimizers update the parameters of a unit in the backward pass, as soon as their
-    /// gradients are summed, and drops these: a slot keeps 12 bytes for each of its parameters under
-    /// AdamW, instead of 16. The bits are the same. (What PyTorch's
+    /// gradients are summed, and drops these: a slot keeps 12 bytes for each of its parameters
+    /// under AdamW, instead of 16. The bits are the same. (What PyTorch's
     /// `register_post_accumulate_grad_hook` is used for.)
     ///
-    /// The price is what is known too late, and so this is for the one who asks for it:
-    /// - there is no moment at which all gradients are there, so nothing can be
+    /// It is not the default, since such a step cannot be taken back:
+    /// - all gradients are never there at once, so nothing can be
     ///   [clipped](Self::clip_grad_norm) or [accumulated](FullyShard::accumulate)
     ///   ([`TrainingError::NeedsAllGradients`]);
     /// - a step that fails in its backward pass, by a gradient that is not finite, say, may have
     ///   updated some units and not others. Then the model refuses everything but
-    ///   [`load`](FullyShard::load) ([`TrainingError::HalfUpdated`]). A loss that is not finite, or a
-    ///   unit that is not entered, is found before;
-    /// - in [`build`](Self::build) each unit has an optimizer of its own for each group, so that all of
-    ///   them count the same steps. A parameter of several units is updated after the last of them.
+    ///   [`load`](FullyShard::load) ([`TrainingError::HalfUpdated`]). A loss that is not finite, or
+    ///   a unit that is not entered, is found before;
+    /// - [`build`](Self::build) makes an optimizer for each unit and group, and each makes one
+    ///   update per step. A parameter of several units is updated after the last of them.
     pub fn optimizer_in_backward(self) -> Self {
         Self { updates_in_backward: true, ..self }
     }
@@ -214,8 +214,8 @@ impl<'a, B> FullyShardBuilder<'a, B> {
     }
 
     /// Begins with pretrained weights, as
-    /// [`DataParallelBuilder::weights`](crate::DataParallelBuilder::weights). Each slot reads its own
-    /// items.
+    /// [`DataParallelBuilder::weights`](crate::DataParallelBuilder::weights). Each slot reads its
+    /// own items.
     ///
     /// All processes must have the same weights, and none has all of them in memory: compared are
     /// which parameters they have, and some items from all over each, all of those of up to 256. So
@@ -255,8 +255,8 @@ impl<'a, B> FullyShardBuilder<'a, B> {
     }
 
     /// Allows the parameters that a pattern matches to have no gradient in the first step, which is
-    /// an error otherwise: also those of a unit that is not entered. Without a gradient an optimizer
-    /// leaves them alone.
+    /// an error otherwise: also those of a unit that is not entered. Without a gradient an
+    /// optimizer leaves them alone.
     pub fn allow_unused<S: Into<String>>(mut self, patterns: impl IntoIterator<Item = S>) -> Self {
         self.choices.unused.extend(patterns.into_iter().map(Into::into));
         self
@@ -313,9 +313,10 @@ impl<'a, B> FullyShardBuilder<'a, B> {
     /// little is saved.
     ///
     /// The model's constructor is called once, with parameters that take no memory. `optimizer` is
-    /// called for each slot and group, and with [`optimizer_in_backward`](Self::optimizer_in_backward)
-    /// for each unit besides, with the slot's parts, variables of one dimension; it is given the
-    /// gradients of halves in single precision.
+    /// called for each slot and group, and with
+    /// [`optimizer_in_backward`](Self::optimizer_in_backward) for each unit besides, with the
+    /// slot's parts, variables of one dimension; it is given the gradients of halves in single
+    /// precision.
     ///
     /// # Errors
     ///
@@ -324,9 +325,10 @@ impl<'a, B> FullyShardBuilder<'a, B> {
     /// buffer, or a plan is not for this model and mesh; [`Error::Training`] if a pattern matches
     /// nothing, groups overlap, nothing is trained, options exclude each other, or processes build
     /// other models or set other options or weights; [`Error::Diverged`] if they begin with other
-    /// values of what several slots keep; [`Error::Plan`] for a pattern that is none or parameters that cannot be planned; [`Error::Checkpoint`] and [`Error::Parameter`] if weights
-    /// cannot be read or are not the model's; [`Error::OtherProcess`] and [`Error::Mesh`] if another
-    /// process fails or does not answer.
+    /// values of what several slots keep; [`Error::Plan`] for a pattern that is none or parameters
+    /// that cannot be planned; [`Error::Checkpoint`] and [`Error::Parameter`] if weights cannot be
+    /// read or are not the model's; [`Error::OtherProcess`] and [`Error::Mesh`] if another process
+    /// fails or does not answer.
     pub fn build<M, O>(
         self,
         optimizer: impl Fn(Group) -> candle_core::Result<O>,
@@ -462,17 +464,17 @@ impl<'a, B> FullyShardBuilder<'a, B> {
     }
 
     fn planned(&self, infos: &[ParameterInfo]) -> Result<ShardingPlan> {
-        match &self.plan {
+        let plan = match &self.plan {
             Plan::By(strategy) => {
                 let world_size =
                     WorldSize::new(self.mesh.len() as u64).map_err(fsdp_plan::Error::from)?;
-                Ok(strategy.plan(infos, world_size)?)
+                strategy.plan(infos, world_size)?
             }
-            Plan::Ready(plan) => {
-                check_fits(plan, infos)?;
-                Ok((**plan).clone())
-            }
-        }
+            Plan::Ready(plan) => (**plan).clone(),
+        };
+        // A strategy of somebody else may plan for other parameters than it was given.
+        check_fits(&plan, infos)?;
+        Ok(plan)
     }
 }
 
@@ -499,8 +501,8 @@ fn has_others(mesh: &DeviceMesh) -> bool {
     mesh.local_slots().len() < mesh.len()
 }
 
-/// Checks that parts which slots of several processes keep begin alike: those of parameters that are
-/// not cut, and those of other groups.
+/// Checks that parts which slots of several processes keep begin alike: those of parameters that
+/// are not cut, and those of other groups.
 fn check_repeated(mesh: &DeviceMesh, model: &Model) -> Result<()> {
     let Model { vars, inventory, .. } = model;
     let plan = vars.plan();
@@ -655,8 +657,9 @@ fn of_slot<O>(
     Ok(Slot::new(parts, optimizers, trained.len()))
 }
 
-/// The parameters, by their positions in the model, that one optimizer updates, each with its group:
-/// those of a group, or those of a group that are known at the same time in the backward pass.
+/// The parameters, by their positions in the model, that one optimizer updates, each with its
+/// group: those of a group, or those of a group that are known at the same time in the backward
+/// pass.
 fn updated_together(model: &Model) -> Vec<(usize, Vec<usize>)> {
     let Inventory { roles, .. } = &*model.inventory;
     let mut together: BTreeMap<(usize, Vec<&String>), Vec<usize>> = BTreeMap::new();

@@ -33,8 +33,8 @@ impl<O: Optimizer + Send + 'static> FullyShard<O> {
     /// [`DataParallel::check_gradients`](crate::DataParallel::check_gradients): the first thing to
     /// run on a new model.
     ///
-    /// Every process holds the gradients of all parameters for it, and the parameters of a block, so
-    /// check a model of fewer or smaller blocks if yours fills its memory.
+    /// Every process holds the gradients of all parameters for it, and the parameters of a block,
+    /// so check a model of fewer or smaller blocks if yours fills its memory.
     ///
     /// # Errors
     ///
@@ -96,7 +96,7 @@ fn compute<A: TensorTree>(
     loss: Loss<A>,
     wanted: Wanted,
 ) -> candle_core::Result<Computed<SlotSums>> {
-    let (here, _) = loss.of_shard(ctx)?;
+    let (mut here, _) = loss.of_shard(ctx)?;
     let whole = here.agree(ctx, rules.allow_non_finite, &rules.refusal)?;
     let whole = whole.with_weight(&rules.refusal)?;
     let mut computed = Computed { mean: whole.mean(), used: Vec::new(), sums: Vec::new() };

@@ -13,9 +13,9 @@ use crate::error::{Result, sharding::ShardingError};
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum Keep {
-    /// Its inputs alone: parameters are gathered twice, and its function is run again in the backward
-    /// pass. The least memory, for about a third more computation. (`reshard_after_forward=True` with
-    /// `checkpoint_wrapper` in PyTorch.)
+    /// Its inputs alone: parameters are gathered twice, and its function is run again in the
+    /// backward pass. The least memory, for about a third more computation.
+    /// (`reshard_after_forward=True` with `checkpoint_wrapper` in PyTorch.)
     #[default]
     Inputs,
     /// Its gathered parameters and what its function has computed: nothing is gathered or computed

@@ -64,8 +64,8 @@ use crate::{
 /// Losses and parameters have the bits that [`DataParallel`](crate::DataParallel) on as many slots
 /// has, whatever units keep and however a plan cuts them. To rounding the same are: a value or
 /// parameter that several units use, gradients that are clipped, and batches that are
-/// [accumulated](Self::accumulate) and [summed in each](crate::Accumulation::ReduceEach), whose sums
-/// are formed in another order.
+/// [accumulated](Self::accumulate) and [summed in each](crate::Accumulation::ReduceEach), whose
+/// sums are formed in another order.
 ///
 /// # Examples
 ///
@@ -111,8 +111,8 @@ use crate::{
 pub struct FullyShard<O> {
     mesh: DeviceMesh,
     model: Arc<Model>,
-    /// Of this process. Each is locked by its own replica alone while a step runs, and shared with the
-    /// operations of its graph.
+    /// Of this process. Each is locked by its own replica alone while a step runs, and shared with
+    /// the operations of its graph.
     slots: Vec<Arc<Mutex<Slot<O>>>>,
     options: Options,
     progress: Progress,
@@ -219,7 +219,7 @@ impl<O: Optimizer + Send + 'static> FullyShard<O> {
             }))
         });
         let call = self.options.cut(call).seed(self.progress.seed.derive(EVALUATION));
-        let aux = rules.refusal.of(call.call_at(self.progress.batches, batch))?;
+        let aux = rules.refusal.of(call.call_at(self.progress.steps, batch))?;
         let whole = mean.get().expect("every replica has set the mean");
         Ok(Evaluation { loss: whole.mean(), weight: whole.weight(), aux })
     }
@@ -333,7 +333,8 @@ impl<O> FullyShard<O> {
         if is_half_updated { Err(TrainingError::HalfUpdated) } else { Ok(()) }
     }
 
-    /// The whole of a parameter, on this process's first device. Every process of the mesh calls it.
+    /// The whole of a parameter, on this process's first device. Every process of the mesh calls
+    /// it.
     ///
     /// # Errors
     ///

@@ -66,14 +66,15 @@ impl Model {
 
     /// Why batches that have entered these units alone train less than the model, if they do.
     pub(super) fn not_entered(&self, entered: &BTreeSet<String>) -> Option<TrainingError> {
-        let is_reached = |member: &&UnitMember| {
-            self.units_of(&member.names.name).any(|unit| entered.contains(unit))
+        let is_missing = |member: &UnitMember| {
+            let mut units = self.units_of(&member.names.name);
+            !member.may_be_unused && !units.any(|unit| entered.contains(unit))
         };
-        self.units.iter().find_map(|(name, unit)| {
-            let missing =
-                unit.trained().filter(|member| !member.may_be_unused && !is_reached(member));
+        self.units.iter().find_map(|(unit, Unit { members, .. })| {
+            let trained = members.iter().filter(|member| member.trained.is_some());
+            let missing = trained.filter(|member| is_missing(member));
             let parameters: Vec<String> = missing.map(|member| member.names.name.clone()).collect();
-            let unit = name.clone();
+            let unit = unit.clone();
             (!parameters.is_empty()).then_some(TrainingError::NotEntered { unit, parameters })
         })
     }
@@ -84,8 +85,8 @@ impl Unit {
         self.trained().next().is_some()
     }
 
-    /// Its parameters that are trained.
-    pub(super) fn trained(&self) -> impl Iterator<Item = &UnitMember> {
-        self.members.iter().filter(|member| member.trained.is_some())
+    /// Its parameters that are trained, with their positions among all that are.
+    pub(super) fn trained(&self) -> impl Iterator<Item = (usize, &UnitMember)> {
+        self.members.iter().filter_map(|member| Some((member.trained?, member)))
     }
 }

@@ -18,7 +18,7 @@ use crate::{
         in_backward::{Known, UpdatesInBackward},
         model::{Model, Unit},
     },
-    grad::{is_half, scaled, widened, without_nan},
+    grad::{corrected, is_half, widened},
     loss::ShardLoss,
     step::rules::{Rules, Then},
 };
@@ -31,7 +31,8 @@ pub(crate) struct Session {
     model: Arc<Model>,
     rules: Arc<Rules>,
     purpose: Purpose,
-    /// An input of every operation that has a gradient to leave: candle records nothing of integers.
+    /// An input of every operation that has a gradient to leave: candle records nothing of
+    /// integers.
     anchor: Var,
     backward: Mutex<Backward>,
 }
@@ -155,7 +156,7 @@ impl Session {
         mut grads: GradStore,
     ) -> Result<()> {
         let mut own = BTreeMap::new();
-        for member in self.model.units[unit].trained() {
+        for (_, member) in self.model.units[unit].trained() {
             let name = &member.names.name;
             if let Some(grad) = grads.remove(&gathered[name]) {
                 own.insert(name.clone(), self.share(&grad)?);
@@ -185,8 +186,7 @@ impl Session {
         };
         // One at a time: gradients of a linear layer's weights may be transposed views, which the
         // sum would make contiguous all together, beside themselves.
-        let grad = widened(grad)?.contiguous()?;
-        if is_empty { without_nan(grad) } else { scaled(grad, rest) }
+        corrected(widened(grad)?.contiguous()?, is_empty, rest)
     }
 
     /// Whether gradients are not summed yet.
@@ -201,7 +201,7 @@ impl Session {
         let mut whole = mem::take(&mut self.backward().whole);
         whole.units.remove(unit);
         let mut all = BTreeMap::new();
-        for member in self.model.units[unit].trained() {
+        for (_, member) in self.model.units[unit].trained() {
             let name = &member.names.name;
             let grad = match (whole.grads.remove(name), own.remove(name)) {
                 (Some(before), Some(grad)) => (before + grad)?,
@@ -215,8 +215,8 @@ impl Session {
         self.backward().add(sums)
     }
 
-    /// Differentiates a shard's sum over `scale`, through all units that it has entered; `whole` are
-    /// gradients that were kept before.
+    /// Differentiates a shard's sum over `scale`, through all units that it has entered; `whole`
+    /// are gradients that were kept before.
     pub(super) fn differentiate(
         &self,
         shard: ShardLoss,

@@ -50,8 +50,8 @@ pub(super) struct Part {
     pub(super) is_told: bool,
 }
 
-/// The optimizer of some of a group's parts: of all of them, or where it runs in the backward pass of
-/// those of one unit.
+/// The optimizer of some of a group's parts: of all of them, or where it runs in the backward pass
+/// of those of one unit.
 #[derive(Debug)]
 pub(super) struct PartsOptimizer<O> {
     pub(super) group: usize,

@@ -21,14 +21,16 @@ use crate::{
 impl<O: StatefulOptimizer> FullyShard<O> {
     /// The parameters, what the optimizers keep for them, and how far training is, for
     /// [`Checkpoints::save`](crate::Checkpoints::save): each slot of the mesh, in whatever process,
-    /// writes its parts. Accumulated gradients are not among them. Every process of the mesh calls it.
+    /// writes its parts. Accumulated gradients are not among them. Every process of the mesh calls
+    /// it.
     ///
     /// # Errors
     ///
-    /// [`TrainingError::HalfUpdated`](crate::TrainingError::HalfUpdated) after a step that failed on
-    /// its way, [`Error::Optimizer`](crate::Error::Optimizer) if an optimizer cannot tell its state,
-    /// [`CheckpointError::Kind`](crate::CheckpointError::Kind) if its state has a name that cannot be
-    /// written, [`Error::OtherProcess`](crate::Error::OtherProcess) if another process fails.
+    /// [`TrainingError::HalfUpdated`](crate::TrainingError::HalfUpdated) after a step that failed
+    /// on its way, [`Error::Optimizer`](crate::Error::Optimizer) if an optimizer cannot tell its
+    /// state, [`CheckpointError::Kind`](crate::CheckpointError::Kind) if its state has a name that
+    /// cannot be written, [`Error::OtherProcess`](crate::Error::OtherProcess) if another process
+    /// fails.
     pub fn state_dict(&self) -> Result<StateDict> {
         self.check_whole()?;
         agreed(&self.mesh, self.state_of_slots())
@@ -72,9 +74,10 @@ impl<O: StatefulOptimizer> FullyShard<O> {
     /// Gives the parts and optimizers of this process their values.
     fn load_slots(&self, checkpoint: &Checkpoint) -> Result<()> {
         let inventory = &self.model.inventory;
+        // On all slots before the first is read: some would go on with what the others have dropped.
+        self.slots.iter().for_each(|slot| lock(slot).forget());
         for slot in &self.slots {
             let slot = &mut *lock(slot);
-            slot.forget();
             for part in &slot.parts {
                 let value = checkpoint.like(key(inventory, part), &part.var)?;
                 assign(&part.var, &value).doing("loading a parameter")?;

@@ -43,7 +43,7 @@ impl<A: TensorTree> Batch<A> {
         loss: Loss<A>,
         before: Option<Totals>,
     ) -> Result<(ShardLoss, Self)> {
-        let (shard, aux) = loss.of_shard(ctx)?;
+        let (mut shard, aux) = loss.of_shard(ctx)?;
         let loss = shard.agree(ctx, rules.allow_non_finite, &rules.refusal)?;
         if let Then::Update = rules.then {
             let all = before.as_ref().map_or(loss, |before| before.loss.plus(loss));

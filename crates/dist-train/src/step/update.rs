@@ -5,8 +5,8 @@ use candle_nn::Optimizer;
 
 use crate::{grad::scaled, optim::clip, step::rules::Rules};
 
-/// The norm of all gradients, which are `factor` times sums with these squares, one for each trained
-/// variable.
+/// The norm of all gradients, which are `factor` times sums with these squares, one for each
+/// trained variable.
 ///
 /// # Errors
 ///

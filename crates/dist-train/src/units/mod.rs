@@ -109,11 +109,11 @@ impl Units {
     /// [rules](UnitRules::unit) say. Inputs and results are tensors of any types or
     /// [trees](TensorTree) of them; integers among them have no gradient.
     ///
-    /// A model that is sharded runs `f` again in the backward pass, so `f` owns what it captures, and
-    /// has the same result both times: what is random in it follows from a key that was made before
-    /// ([`Replica::batch_keys`](pmap_mesh::Replica::batch_keys)). What is differentiated reaches `f`
-    /// by `x`, several tensors as a tuple; what is captured has no gradient. And no unit can be
-    /// entered inside another, since the model is only lent to a loss:
+    /// A model that is sharded runs `f` again in the backward pass, so `f` owns what it captures,
+    /// and has the same result both times: what is random in it follows from a key that was made
+    /// before ([`Replica::batch_keys`](pmap_mesh::Replica::batch_keys)). What is differentiated
+    /// reaches `f` by `x`, several tensors as a tuple; what is captured has no gradient. And no
+    /// unit can be entered inside another, since the model is only lent to a loss:
     ///
     /// ```compile_fail,E0521
     /// # use candle_core::{Result, Tensor};

@@ -113,6 +113,17 @@ fn named_pipes_are_refused_and_nobody_waits_for_them() {
     assert!(is_refused(Checkpoint::open(index.parent().unwrap()).unwrap_err(), &index));
     assert_eq!(checkpoints.latest().unwrap().unwrap().step(), 1);
 
+    // Nor is a shard that is as long as the index says.
+    let early = folder.path().join("step-0000000003");
+    let shard = "shard-00001-of-00001.safetensors";
+    fs::create_dir(&early).unwrap();
+    let files = format!(r#"[{{"name": "{shard}", "bytes": 0}}]"#);
+    let head = r#"{"format_version": 1, "step": 3, "parameters": {}, "state": null, "files": "#;
+    fs::write(early.join("index.json"), format!("{head}{files}}}")).unwrap();
+    pipe(&early.join(shard));
+    assert!(is_refused(Checkpoint::open(&early).unwrap_err(), &early.join(shard)));
+    assert_eq!(checkpoints.latest().unwrap().unwrap().step(), 1);
+
     let other = folder.path().join("other");
     fs::create_dir(&other).unwrap();
     let lock = other.join("lock");

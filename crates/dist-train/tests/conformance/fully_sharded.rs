@@ -2,12 +2,15 @@
 
 use candle_core::{DType, Device, Result, Tensor};
 use candle_nn::{Module, Optimizer, ParamsAdamW, VarBuilder, embedding, linear, linear_no_bias};
-use core_types::Seed;
+use core_types::{Placement, Seed};
 use dist_train::{
     Accumulation, AdamW, Checkpoints, DataParallel, Error, FullyShard, Group, Keep, ShardingError,
     TrainingError, UnitRules, Units,
 };
-use fsdp_plan::strategy::{Choice, Full, Hsdp, Hybrid, LayerWise, Layout, ShardingStrategy};
+use fsdp_plan::{
+    cost::{CostModel, Runtime},
+    strategy::{Choice, Full, Hsdp, Hybrid, LayerWise, Layout, ShardingStrategy},
+};
 use pmap_mesh::{DeviceMesh, Replica};
 use process_tests::{Engine, assert_same, folder, mesh, threads};
 
@@ -85,6 +88,8 @@ pub(super) fn run(engine: &impl Engine, ranks: usize) {
     assert_same(&trained(&threads, Full::default(), Keep::Inputs).0, &expected);
     in_backward(&tested, &expected);
     accumulated(&tested, &threads);
+    traffic(&tested, Box::new(Full::default()));
+    traffic(&tested, Box::new(LayerWise::default()));
     checkpoints(&tested, &threads);
     refusals(&tested);
     weights(&tested);
@@ -125,6 +130,7 @@ pub(super) fn groups(engine: &impl Engine, ranks: usize) {
     let strategy = || Hsdp::new(Full::default(), ranks as u64 / 2);
     let expected = trained(&threads, strategy(), Keep::Inputs).0;
     assert_same(&trained(&tested, strategy(), Keep::Inputs).0, &expected);
+    traffic(&tested, Box::new(strategy()));
 
     // An item that is not among those that are compared, in the part of the first of each pair.
     let rank = tested.local_slots().start;
@@ -144,6 +150,32 @@ pub(super) fn groups(engine: &impl Engine, ranks: usize) {
         Err(Error::Diverged { name, replica: 2 }) if name == "layer.weight"
     );
     assert!(is_refused, "{outcome:?}");
+}
+
+/// A step hands over what the plan's schedule says.
+fn traffic(mesh: &DeviceMesh, strategy: Box<dyn ShardingStrategy>) {
+    let builder = FullyShard::builder(mesh, build).unit_rules(rules()).strategy(strategy);
+    let mut model = builder.build(adam).unwrap();
+    let before = mesh.traffic();
+    model.step(batch(mesh, 0), loss).unwrap();
+    let step = mesh.traffic().into_iter().zip(before).map(|(after, before)| after - before);
+    let schedule = model.plan().schedule(&CostModel::default().with_runtime(Runtime::Candle));
+    let schedule = schedule.unwrap();
+    // The loss with its weight, which parameters have a gradient, and their squares.
+    let scalars = (3, 4 * 8 + 4 + 8 * names().len() as u64);
+    let scalars = if mesh.len() == 1 { (0, 0) } else { scalars };
+    for (slot, found) in mesh.local_slots().zip(step) {
+        let rank = Placement::new(slot as u64, mesh.len() as u64).unwrap().rank();
+        let expected = schedule.handed_over(rank).unwrap();
+        for (found, expected, more) in [
+            (found.all_gather, expected.all_gather, scalars),
+            (found.reduce_scatter, expected.reduce_scatter, (0, 0)),
+            (found.all_reduce, expected.all_reduce, (0, 0)),
+        ] {
+            let expected = (expected.count + more.0, expected.bytes + more.1);
+            assert_eq!((found.calls, found.bytes), expected, "slot {slot}");
+        }
+    }
 }
 
 /// What processes write, threads resume, and the other way round.

@@ -177,7 +177,7 @@ fn failing(at: &'static str) -> impl Fn(&Replica, &Units, Tensor) -> Result<Tens
 }
 
 #[test]
-fn after_a_failure_on_the_way_nothing_goes_but_loading() {
+fn after_a_failure_on_the_way_the_model_must_be_loaded() {
     let mesh = DeviceMesh::cpu(2).unwrap();
     let folder = tempfile::tempdir().unwrap();
     let checkpoints = Checkpoints::new(folder.path());
@@ -242,6 +242,25 @@ fn gradients_that_are_missing_or_not_finite_are_named_before_their_unit_is_updat
     };
     assert_eq!(refused(model.step(input(), alternating(1))), expected);
     model.step(input(), alternating(0)).unwrap();
+}
+
+#[test]
+fn a_parameter_that_may_be_unused_stays_as_it_is() {
+    let mesh = DeviceMesh::cpu(2).unwrap();
+    let builder = FullyShard::builder(&mesh, layers).allow_unused(["1.bias"]);
+    let mut model = builder.optimizer_in_backward().build(adam).unwrap();
+    let bias = |model: &FullyShard<AdamW>| crate::model::bits(&model.gather("1.bias").unwrap());
+    let before = bias(&model);
+    let without_bias = |_: &Replica, model: &Units, x: Tensor| {
+        let x = enter(model, "0", &x)?;
+        let x = model.unit("1", &x, |vb, x| candle_nn::linear_no_bias(3, 3, vb)?.forward(x))?;
+        enter(model, "2", &x)?.sqr()?.mean_all()
+    };
+    model.step(input(), without_bias).unwrap();
+    // Not even decayed.
+    assert_eq!(bias(&model), before);
+    model.step(input(), alternating(0)).unwrap();
+    assert_ne!(bias(&model), before);
 }
 
 #[test]

@@ -1,7 +1,9 @@
 //! What cannot be trained is refused, with a reason.
 
 use candle_core::{Device, Result, Tensor, Var};
-use candle_nn::{Linear, Module, VarBuilder, batch_norm, linear, linear_no_bias, ops::dropout};
+use candle_nn::{
+    Linear, Module, RmsNorm, VarBuilder, batch_norm, linear, linear_no_bias, ops::dropout, rms_norm,
+};
 use dist_train::{Error, FullyShard, Keep, ShardingError, TrainingError, Units};
 use fsdp_plan::strategy::{Full, Layout, ShardingStrategy};
 use pmap_mesh::{CollectiveError, DeviceMesh, Replica};
@@ -147,6 +149,36 @@ fn parameters_without_a_gradient_are_named_and_may_be_allowed() {
     model.step(input(), unused).unwrap();
     assert_ne!(values(&model)[2], before[2]);
     assert_eq!(values(&model)[1], before[1]);
+}
+
+/// The residual carries a gradient to what comes before, so nothing but the parameters shows it.
+#[test]
+fn an_operation_without_a_backward_is_seen_by_its_parameters() {
+    let mesh = DeviceMesh::cpu(2).unwrap();
+    let build = |vb: VarBuilder<'_>| {
+        (0..2).try_for_each(|block| {
+            rms_norm(3, 1e-5, vb.pp(block).pp("norm"))?;
+            linear(3, 3, vb.pp(block).pp("out")).map(drop)
+        })
+    };
+    let by = |norm: fn(&RmsNorm, &Tensor) -> Result<Tensor>| {
+        move |_: &Replica, model: &Units, mut x: Tensor| {
+            for block in ["0", "1"] {
+                x = model.unit(block, &x, move |vb, x| {
+                    let normed = norm(&rms_norm(3, 1e-5, vb.pp("norm"))?, x)?;
+                    x + linear(3, 3, vb.pp("out"))?.forward(&normed)?
+                })?;
+            }
+            x.sqr()?.mean_all()
+        }
+    };
+    for keep in [Keep::Inputs, Keep::Gathered] {
+        let model = || FullyShard::builder(&mesh, build).keep(keep).build(adam).unwrap();
+        let error = refused(model().step(input(), by(|norm, x| norm.forward(x))));
+        let missing = vec!["0.norm.weight".to_owned(), "1.norm.weight".to_owned()];
+        assert_eq!(error, TrainingError::NoGradient { missing, trained: 6 });
+        model().step(input(), by(RmsNorm::forward_diff)).unwrap();
+    }
 }
 
 #[test]

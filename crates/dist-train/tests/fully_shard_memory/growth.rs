@@ -82,7 +82,8 @@ fn a_step_holds_what_the_plan_says_and_one_unit_s_work() {
         // zeros and one that is added to it.
         let mut work = slots * (BLOCKS * VALUE_BYTES + 16 * VALUE_BYTES + BLOCK_BYTES);
         if slots == 1 {
-            // A plan of one rank has nothing gathered and nothing to reduce: here it is all the same.
+            // A plan of one rank has nothing gathered and nothing to reduce: here it is all the
+            // same.
             work += 2 * BLOCK_BYTES;
         }
         assert!(found <= plan + work, "{slots} slots: {found} bytes, {plan} planned and {work}");

@@ -32,7 +32,7 @@ pub use self::{
 use self::{
     loads::Load,
     tally::{Tally, Units},
-    within::{Peak, WithinStep},
+    within::WithinStep,
 };
 use crate::{
     arithmetic::index,
@@ -52,7 +52,8 @@ pub struct RankCost {
     /// under [`Cut::Dim0`](crate::Cut::Dim0) and of each unit under flat and ragged cuts.
     pub storage_bytes: u64,
     /// Gradients, in the dtype in which parameters are held, but for halves of [`Runtime::Candle`].
-    /// The padding of [`Cut::Flat`](crate::Cut::Flat) has gradients too.
+    /// The padding of [`Cut::Flat`](crate::Cut::Flat) has gradients too. 0 if they are
+    /// [used at once](CostModel::with_optimizer_in_backward).
     pub grad_bytes: u64,
     /// What the optimizer remembers.
     ///
@@ -199,7 +200,7 @@ impl ShardingPlan {
     /// ```
     pub fn cost(&self, model: &CostModel) -> Result<PlanCost> {
         let tally = Tally::of(self, model, &Units::of(self));
-        let within = Peak::of(self, model, &tally, |unit| self.keeps_gathered(unit)).fit()?;
+        let within = WithinStep::of(self, model, &tally, |unit| self.keeps_gathered(unit)).fit()?;
         let members = tally.members();
         let mut ranks = Vec::with_capacity(self.world_size().as_usize());
         for place in self.world_size().placements() {
@@ -236,7 +237,7 @@ pub(crate) fn max_kept_units(plan: &ShardingPlan, model: &CostModel, budget_byte
         let stays = |unit: &str| {
             unit.is_empty() || positions.get(unit).is_some_and(|at| at + n_kept >= units.len())
         };
-        let peak = Peak::of(plan, model, &tally, stays).sum();
+        let peak = WithinStep::of(plan, model, &tally, stays).sum();
         i128::try_from(peak).is_ok_and(|peak| peak <= rest)
     };
     let mut fitting = 0;
@@ -253,19 +254,17 @@ pub(crate) fn max_kept_units(plan: &ShardingPlan, model: &CostModel, budget_byte
 }
 
 impl RankCost {
-    fn new(rank: Rank, load: Load, within: WithinStep) -> Result<Self> {
-        let WithinStep { gathered_bytes, unreduced_bytes, backward_bytes, activation_bytes } =
-            within;
+    fn new(rank: Rank, load: Load, within: WithinStep<u64>) -> Result<Self> {
         Ok(Self {
             rank,
             param_bytes: fit(load.owned, "the bytes of a rank's parameters")?,
             storage_bytes: fit(load.stored, "the bytes that a rank stores")?,
             grad_bytes: fit(load.grad, "the bytes of a rank's gradients")?,
             optimizer_bytes: fit(load.optimizer, "the bytes of a rank's optimizer state")?,
-            gathered_bytes,
-            unreduced_bytes,
-            backward_bytes,
-            activation_bytes,
+            gathered_bytes: within.gathered,
+            unreduced_bytes: within.unreduced,
+            backward_bytes: within.backward,
+            activation_bytes: within.activations,
         })
     }
 }

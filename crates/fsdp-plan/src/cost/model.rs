@@ -19,6 +19,7 @@ use crate::{elem::ElemType, param::ParameterInfo};
 #[non_exhaustive]
 pub struct CostModel {
     pub(super) optimizer: Optimizer,
+    pub(super) optimizer_in_backward: bool,
     pub(super) runtime: Runtime,
     prefetch: Option<u64>,
     pub(super) activations: Option<Activations>,
@@ -49,6 +50,14 @@ impl CostModel {
     #[must_use]
     pub fn with_optimizer(mut self, optimizer: Optimizer) -> Self {
         self.optimizer = optimizer;
+        self
+    }
+
+    /// Updates the parameters of a unit as soon as their gradients are reduced, after which these are
+    /// freed: gradients of one unit are there at a time. Default: they stay until the end of the step.
+    #[must_use]
+    pub fn with_optimizer_in_backward(mut self) -> Self {
+        self.optimizer_in_backward = true;
         self
     }
 

@@ -9,8 +9,8 @@ pub(super) struct Pricing {
     held: ElemType,
     pub(super) gather: ElemType,
     pub(super) reduce: ElemType,
-    /// The dtype in which gradients are held once they are reduced.
-    grad: ElemType,
+    /// The dtype in which gradients are held once they are reduced, if they are.
+    grad: Option<ElemType>,
     /// `None` if the parameter is not trained.
     optimizer: Option<Optimizer>,
 }
@@ -20,6 +20,7 @@ impl Pricing {
         let (gather, reduce) = model.wire_dtypes(info);
         let held = model.held_dtype(info);
         let grad = if model.holds_grads_as_reduced() { reduce } else { held };
+        let grad = (!model.optimizer_in_backward).then_some(grad);
         let optimizer = info.requires_grad().then_some(model.optimizer);
         Self { held, gather, reduce, grad, optimizer }
     }
@@ -30,7 +31,7 @@ impl Pricing {
         match self.optimizer {
             None => Load { owned, stored: owned, ..Load::default() },
             Some(optimizer) => {
-                let grad = signed(self.grad.bytes(numel.into()));
+                let grad = self.grad.map_or(0, |grad| signed(grad.bytes(numel.into())));
                 let optimizer = signed(optimizer.state_bytes(self.held, numel.into()));
                 Load { owned, stored: owned, grad, optimizer }
             }

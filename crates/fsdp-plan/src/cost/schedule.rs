@@ -26,6 +26,10 @@ use crate::{
 /// gradients are summed in one `reduce_scatter`, after which each rank has the sums of its own
 /// parts; replicas add these up among themselves, and replicated parameters are added up by all.
 ///
+/// The backward pass is taken to go through every unit. (A runtime gathers frozen units that it
+/// enters before all trained ones once: nothing is differentiated there, and a plan does not know
+/// which come first.)
+///
 /// The order of units is that in which their parameters first occur. A runtime enters them in the
 /// order of the model's forward pass, which may be another one: the totals are the same.
 ///
@@ -106,8 +110,9 @@ pub struct Transfer {
     pub count: u64,
     /// The positions of its parameters in the plan, in the order given.
     pub parameters: Vec<usize>,
-    /// The bytes of the whole buffer each time, padding included: what `all_gather` puts out, what
-    /// `reduce_scatter` takes in, and what the rank that has the most adds to an `all_reduce`.
+    /// The bytes of the whole buffer each time, padding included if the runtime pads: what
+    /// `all_gather` puts out, what `reduce_scatter` takes in, and what the rank that has the most
+    /// adds to an `all_reduce`.
     pub bytes: u64,
     /// The same without padding: what is sent where parts of unequal sizes are.
     pub payload_bytes: u64,
@@ -144,9 +149,9 @@ pub enum Collective {
 
 /// What one rank hands over to the others in a step.
 ///
-/// It is what [`DeviceMesh::traffic`](https://docs.rs/pmap-mesh) counts of parameters and
-/// gradients while a plan is carried out by dist-train: of gathered parameters the rank's own parts,
-/// of summed gradients the whole.
+/// It is what [`DeviceMesh::traffic`](https://docs.rs/pmap-mesh) counts of parameters and gradients
+/// while a plan is carried out by dist-train: of gathered parameters the rank's own parts, of
+/// summed gradients the whole.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, Serialize)]
 #[non_exhaustive]
 pub struct HandedOver {
@@ -210,7 +215,7 @@ impl<'a> Schedule<'a> {
         model: &CostModel,
         units: Vec<UnitTally<'a>>,
     ) -> Result<Self> {
-        let units = units.into_iter().map(|unit| UnitSchedule::new(plan, unit));
+        let units = units.into_iter().map(|unit| UnitSchedule::new(plan, model, unit));
         Ok(Self { plan, model: *model, units: units.collect::<Result<_>>()? })
     }
 
@@ -291,19 +296,21 @@ impl<'a> Schedule<'a> {
 }
 
 impl<'a> UnitSchedule<'a> {
-    fn new(plan: &ShardingPlan, unit: UnitTally<'a>) -> Result<Self> {
+    fn new(plan: &ShardingPlan, model: &CostModel, unit: UnitTally<'a>) -> Result<Self> {
+        let transfer =
+            |scope, count, buffer: &Buffer| Transfer::new(plan, scope, count, buffer, model.pads());
         let UnitTally { name, gathered, reduced, copies, .. } = unit;
         let passes = if plan.keeps_gathered(name) { 1 } else { 2 };
         let all_reduce_parts = match plan.replicas() {
             1 => None,
-            _ => Transfer::new(plan, Scope::Replicas, 1, &reduced.largest_part(plan))?,
+            _ => transfer(Scope::Replicas, 1, &reduced.largest_part(plan))?,
         };
         Ok(Self {
             unit: name,
-            all_gather: Transfer::new(plan, Scope::ShardGroup, passes, &gathered)?,
-            reduce_scatter: Transfer::new(plan, Scope::ShardGroup, 1, &reduced)?,
+            all_gather: transfer(Scope::ShardGroup, passes, &gathered)?,
+            reduce_scatter: transfer(Scope::ShardGroup, 1, &reduced)?,
             all_reduce_parts,
-            all_reduce_copies: Transfer::new(plan, Scope::World, 1, &copies)?,
+            all_reduce_copies: transfer(Scope::World, 1, &copies)?,
         })
     }
 
@@ -323,7 +330,13 @@ impl<'a> UnitSchedule<'a> {
 
 impl Transfer {
     /// The transfer of a buffer, if there is anything in it.
-    fn new(plan: &ShardingPlan, scope: Scope, count: u64, buffer: &Buffer) -> Result<Option<Self>> {
+    fn new(
+        plan: &ShardingPlan,
+        scope: Scope,
+        count: u64,
+        buffer: &Buffer,
+        is_padded: bool,
+    ) -> Result<Option<Self>> {
         if buffer.parameters.is_empty() {
             return Ok(None);
         }
@@ -333,9 +346,9 @@ impl Transfer {
             ranks: scope.ranks(plan),
             count,
             parameters: buffer.parameters.clone(),
-            bytes: fit(buffer.bytes())?,
+            bytes: fit(if is_padded { buffer.bytes() } else { buffer.payload_bytes })?,
             payload_bytes: fit(buffer.payload_bytes)?,
-            smallest_part_bytes: fit(buffer.smallest_part_bytes(plan.shard_group()))?,
+            smallest_part_bytes: fit(buffer.smallest_part_bytes(plan, is_padded))?,
         }))
     }
 

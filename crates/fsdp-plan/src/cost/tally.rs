@@ -86,12 +86,16 @@ impl Buffer {
         Self { parameters, payload_bytes: bytes, even_bytes: bytes, ..Self::default() }
     }
 
-    /// What the member with the least has.
-    pub(super) fn smallest_part_bytes(&self, group: WorldSize) -> u128 {
-        let even = self.even_bytes / u128::from(group.as_u64());
+    /// What the member with the least has, at least, where parts are padded to equal sizes or not.
+    pub(super) fn smallest_part_bytes(&self, plan: &ShardingPlan, is_padded: bool) -> u128 {
+        let members = u128::from(plan.shard_group().as_u64());
+        let chunk = self.even_bytes / members;
+        let owned: u128 = self.of_owner.values().sum();
+        // What the others leave to the last one, if all of them have as much as they can.
+        let left_over = (self.payload_bytes - owned).saturating_sub((members - 1) * chunk);
+        let even = if is_padded { chunk } else { left_over };
         // Whoever is not among the owners owns nothing.
-        let least =
-            self.of_owner.values().min().filter(|_| self.of_owner.len() == group.as_usize());
+        let least = self.of_owner.values().min().filter(|_| self.of_owner.len() as u128 == members);
         even + least.map_or(0, |&bytes| bytes)
     }
 
@@ -122,7 +126,9 @@ impl<'a> Tally<'a> {
     pub(super) fn members(&self) -> Vec<Load> {
         let mut members = self.loads.of_members();
         if !self.model.pads() {
-            members.iter_mut().for_each(|load| load.stored = load.owned);
+            for load in &mut members {
+                load.stored = load.owned;
+            }
         }
         members
     }

@@ -8,25 +8,16 @@ use super::{
 };
 use crate::{arithmetic::index, error::Result, plan::ShardingPlan};
 
-/// The bytes of each kind, at most.
+/// What a rank holds for a while within a step, at most: in 64 bits once it is known to fit.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct WithinStep {
-    pub(super) gathered_bytes: u64,
-    pub(super) unreduced_bytes: u64,
-    pub(super) backward_bytes: u64,
-    pub(super) activation_bytes: u64,
+pub(super) struct WithinStep<T> {
+    pub(super) gathered: T,
+    pub(super) unreduced: T,
+    pub(super) backward: T,
+    pub(super) activations: T,
 }
 
-/// The same before it is known to fit into 64 bits.
-#[derive(Clone, Copy, Debug)]
-pub(super) struct Peak {
-    gathered: u128,
-    unreduced: u128,
-    backward: u128,
-    activations: u128,
-}
-
-impl Peak {
+impl WithinStep<u128> {
     /// What there is if the units stay gathered that `stays` names.
     pub(super) fn of(
         plan: &ShardingPlan,
@@ -53,12 +44,12 @@ impl Peak {
         self.gathered + self.unreduced + self.backward + self.activations
     }
 
-    pub(super) fn fit(self) -> Result<WithinStep> {
+    pub(super) fn fit(self) -> Result<WithinStep<u64>> {
         Ok(WithinStep {
-            gathered_bytes: fit(self.gathered, "the bytes gathered at the same time")?,
-            unreduced_bytes: fit(self.unreduced, "the bytes of a unit's gradients")?,
-            backward_bytes: fit(self.backward, "the bytes of a parameter's gradients")?,
-            activation_bytes: fit(self.activations, "the bytes of activations")?,
+            gathered: fit(self.gathered, "the bytes gathered at the same time")?,
+            unreduced: fit(self.unreduced, "the bytes of a unit's gradients")?,
+            backward: fit(self.backward, "the bytes of a parameter's gradients")?,
+            activations: fit(self.activations, "the bytes of activations")?,
         })
     }
 }
@@ -98,12 +89,17 @@ fn gathered_bytes(model: &CostModel, units: &[Gathered]) -> u128 {
     sum(&kept) + passing.windows(run).map(sum).fold(0, u128::max)
 }
 
-/// The gradients of a unit that are to be reduced.
+/// The gradients of a unit that are to be reduced; with a rank's part of their sums, if it is updated
+/// at once and counts as held nowhere else.
 fn unreduced_bytes(plan: &ShardingPlan, model: &CostModel, unit: &UnitTally<'_>) -> u128 {
-    match model.runtime {
+    let unreduced = match model.runtime {
         Runtime::Torch => sent_bytes(plan, &unit.reduced),
         Runtime::Candle => unit.reduced.payload_bytes + unit.copies.payload_bytes,
+    };
+    if !model.optimizer_in_backward {
+        return unreduced;
     }
+    unreduced + unit.reduced.largest_part(plan).bytes() + unit.copies.payload_bytes
 }
 
 /// PyTorch sends nothing, and has no buffer for it, in a group of one.

@@ -1,13 +1,6 @@
 //! Reading the file of a slot: its header at first, later the items that are asked for.
 
-use std::{
-    collections::BTreeMap,
-    fs::{self, File},
-    io::Read,
-    ops::Range,
-    path::Path,
-    sync::Arc,
-};
+use std::{collections::BTreeMap, fs::File, io::Read, ops::Range, path::Path, sync::Arc};
 
 use candle_core::Tensor;
 use fsdp_plan::source::{SafetensorsHeader, StoredTensor};
@@ -15,7 +8,7 @@ use fsdp_plan::source::{SafetensorsHeader, StoredTensor};
 use crate::{
     checkpoint::{
         checksum::{BLOCK, Checksum, Summing, of_digits},
-        disk::At,
+        disk::{At, check_file},
         finite::Values,
         key::{Owner, TensorKey},
         shard::{
@@ -46,9 +39,8 @@ pub(in crate::checkpoint) struct Expected {
 /// [`CheckpointError::Length`], [`CheckpointError::Extent`], [`CheckpointError::Io`] and those of
 /// [`parse`].
 pub(in crate::checkpoint) fn open(path: &Path, expected: &Expected) -> Result<Vec<(Owner, Piece)>> {
-    let metadata = fs::metadata(path).at(path)?;
-    let found = metadata.len();
-    if !metadata.is_file() || found != expected.bytes {
+    let found = check_file(path).at(path)?.len();
+    if found != expected.bytes {
         let expected = expected.bytes;
         return Err(CheckpointError::Length { path: path.to_owned(), found, expected }.into());
     }
