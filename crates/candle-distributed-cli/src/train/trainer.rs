@@ -19,6 +19,7 @@ use candle_distributed::{
         self, CheckpointError, Checkpoints, GradientReport, Loss,
         TrainingError::{NonFiniteBuffer, NonFiniteLoss, NonFiniteNorm},
         Units,
+        traffic::StepTraffic,
     },
 };
 
@@ -30,7 +31,6 @@ use crate::{
         data::{self, Schedule, Scheduled},
         distributed::Distributed,
         journal::Journal,
-        measured::StepTraffic,
         metrics::StepMetrics,
         model, model_file,
         resumed::Resumed,

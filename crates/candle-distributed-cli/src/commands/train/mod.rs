@@ -208,7 +208,7 @@ impl Args {
     fn journal(&self, job: &Job<'_>, place: Place, base_bytes: Option<u64>) -> Result<Journal> {
         let needs = announce(job, place)?;
         let first = job.first_step();
-        let session = Session { base_bytes, ..session(job, place, first) };
+        let session = session(job, place, base_bytes);
         let settings = job.settings.clone().with_session(session);
         let run_dir = if self.resume {
             RunDir::resume(job.path, &settings, first)?
@@ -259,16 +259,16 @@ fn say_complete(place: Place, path: &Path) -> Result<()> {
     place.print(|out| writeln!(out, "the run in {} is complete", path.display()))
 }
 
-/// The session of this process, which starts after `first_step` steps.
-fn session(job: &Job<'_>, place: Place, first_step: u64) -> Session {
+/// The session of this process, which took so much before training.
+fn session(job: &Job<'_>, place: Place, base_bytes: Option<u64>) -> Session {
     let devices = job.mesh.devices();
     Session {
-        first_step,
+        first_step: job.first_step(),
         world_size: place.placement.world_size().as_u64(),
         devices_here: devices.len() as u64,
         on_processors: devices.iter().all(Device::is_cpu),
         sharding: job.sharding.cloned(),
-        base_bytes: None,
+        base_bytes,
         step_traffic: None,
         peak_bytes: None,
     }
