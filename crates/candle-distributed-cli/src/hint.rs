@@ -9,6 +9,7 @@ use candle_distributed::{
     train::{self, CheckpointError},
     types,
 };
+use clap::error::ContextKind;
 
 use crate::error::{Error, ErrorKind};
 
@@ -58,6 +59,22 @@ impl Error {
     pub(crate) fn hint(&self) -> Option<Cow<'static, str>> {
         self.advice.clone().or_else(|| of(&self.kind))
     }
+}
+
+/// Options of `plan` by their old names, which say too little beside those of `train`.
+const RENAMED: [(&str, &str); 2] = [
+    ("--keep", "`plan` calls it --stay-gathered PATTERN"),
+    ("--layers", "`plan` calls it --layer-pattern PATTERN"),
+];
+
+/// What to write instead of an option of `plan` that there is no more.
+pub(crate) fn of_arguments(fault: &clap::Error) -> Option<&'static str> {
+    let context = |kind| fault.get(kind).map(ToString::to_string);
+    let is_of_plan = context(ContextKind::Usage)?.contains(" plan ");
+    let option = context(ContextKind::InvalidArg)?;
+    let is_unknown = fault.kind() == clap::error::ErrorKind::UnknownArgument;
+    let renamed = RENAMED.iter().find(|(old, _)| is_of_plan && is_unknown && option == *old);
+    renamed.map(|(_, advice)| *advice)
 }
 
 /// What to do about an error of this kind.

@@ -77,7 +77,7 @@ fn explain(args: &Args, plan: &ShardingPlan) -> Result<Option<String>> {
     let explanation = match (&args.explain, args.explain_rank()?) {
         (None, None) => return Ok(None),
         (Some(name), _) => plan.explain_parameter(name)?,
-        (None, Some(rank)) => plan.explain_rank(rank, &args.cost_model())?,
+        (None, Some(rank)) => plan.explain_rank(rank, &args.cost_model()?)?,
     };
     match args.format {
         FormatArg::Text => Ok(Some(explanation)),
@@ -88,8 +88,9 @@ fn explain(args: &Args, plan: &ShardingPlan) -> Result<Option<String>> {
 }
 
 fn report(args: &Args, plan: &ShardingPlan, rules: Option<Matches<'_>>) -> Result<()> {
-    let report = PlanReport::new(plan, &args.cost_model(), args.rank()?)?;
+    let report = PlanReport::new(plan, &args.cost_model()?, args.rank()?)?;
     let report = args.budget.into_iter().fold(report, PlanReport::with_budget);
+    let report = args.slots.into_iter().fold(report, PlanReport::with_process);
     let answer = Answer { report, rules };
     match args.format {
         FormatArg::Text => {
@@ -112,7 +113,7 @@ fn advise(args: &Args, report: &PlanReport<'_>) {
 
 fn read_model(args: &Args) -> Result<Vec<ParameterInfo>> {
     let parameters = model::read(&args.model)?;
-    Ok(match &args.layers {
+    Ok(match &args.layer_pattern {
         Some(pattern) => {
             parameters.into_iter().map(|info| info.with_layer_pattern(pattern)).collect()
         }
@@ -126,7 +127,7 @@ fn make_plan(
     strategy: &Strategy,
 ) -> Result<ShardingPlan> {
     if let (true, Some(budget)) = (args.search, args.budget) {
-        let search = Search::new(args.world_size()?, budget).with_model(args.cost_model());
+        let search = Search::new(args.world_size()?, budget).with_model(args.cost_model()?);
         return Ok(model::in_file(&args.model, search.run(parameters))?.into_candidate().plan);
     }
     let strategy = Hsdp::new(strategy.planner(), args.what.replicas);
@@ -135,7 +136,7 @@ fn make_plan(
     let kept = plan
         .units()
         .into_iter()
-        .filter(|unit| args.keep.iter().any(|pattern| pattern.matches(unit)));
+        .filter(|unit| args.stay_gathered.iter().any(|pattern| pattern.matches(unit)));
     let kept: Vec<String> = kept.map(str::to_owned).collect();
     Ok(plan.with_kept_units(kept)?)
 }
