@@ -42,6 +42,8 @@ const LOCKED: &str = "two processes would ruin the run: end the other one, or wa
 const MEMORY: &str = "--strategy full keeps a part of the model on each device instead of all of it; \
                       a smaller --world-size takes less in one process; --memory-limit replaces \
                       what the system says";
+pub(crate) const MEMORY_OF_PARTS: &str = "more processes, --keep inputs, a smaller model or a shorter --context take less in each; \
+     --memory-limit replaces what the system says";
 pub(crate) const MODEL: &str = "a model is a .safetensors file, a model.safetensors.index.json, a \
                                 folder with either, or a manifest such as \
                                 {\"w\": {\"dtype\": \"F32\", \"shape\": [10, 4]}}";

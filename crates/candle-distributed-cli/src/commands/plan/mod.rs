@@ -23,7 +23,7 @@ use self::args::FormatArg;
 use crate::{
     error::{Error, Result},
     output,
-    strategy::Strategy,
+    strategy::{self, Strategy},
 };
 
 /// The JSON result; text and drawing show parts of it.
@@ -60,15 +60,7 @@ pub(crate) fn run(args: &Args) -> Result<()> {
     }
     match explain(args, &plan)? {
         Some(explanation) => output::text(|out| writeln!(out, "{explanation}")),
-        None => report(args, &plan, matches(&strategy, &parameters)),
-    }
-}
-
-/// Which rules pick which parameters, if the strategy goes by rules.
-fn matches<'a>(strategy: &Strategy, parameters: &'a [ParameterInfo]) -> Option<Matches<'a>> {
-    match strategy {
-        Strategy::Hybrid(rules) => Some(rules.matches(parameters)),
-        Strategy::Full(_) | Strategy::LayerWise { .. } | Strategy::WholeTensor => None,
+        None => report(args, &plan, strategy.matches(&parameters)),
     }
 }
 
@@ -144,37 +136,9 @@ fn make_plan(
 fn write_text(answer: &Answer<'_>, out: &mut dyn Write) -> io::Result<()> {
     writeln!(out, "{}", answer.report)?;
     if let Some(rules) = &answer.rules {
-        write_rules(rules, out)?;
+        strategy::write_matches(rules, out)?;
     }
     Ok(())
-}
-
-/// The number of names that are listed at most.
-const MAX_NAMES: usize = 8;
-
-fn write_rules(rules: &Matches<'_>, out: &mut dyn Write) -> io::Result<()> {
-    let decided: Vec<_> =
-        rules.decided.iter().enumerate().map(|(rule, n)| format!("{n} by rule {rule}")).collect();
-    writeln!(
-        out,
-        "parameters decided: {}; {} by default",
-        decided.join(", "),
-        rules.unmatched.len()
-    )?;
-    if !rules.unmatched.is_empty() {
-        writeln!(out, "no rule matches {}", listed(&rules.unmatched))?;
-    }
-    if !rules.overlaps.is_empty() {
-        let overlaps: Vec<_> = rules.overlaps.iter().map(|(name, _)| *name).collect();
-        writeln!(out, "several rules match {}; the first one decides", listed(&overlaps))?;
-    }
-    Ok(())
-}
-
-/// The first names of a list.
-fn listed(names: &[&str]) -> String {
-    let more = if names.len() > MAX_NAMES { ", …" } else { "" };
-    format!("{:?}{more}", &names[..names.len().min(MAX_NAMES)])
 }
 
 fn compare(old: &ShardingPlan, new: &ShardingPlan, format: FormatArg) -> Result<()> {
