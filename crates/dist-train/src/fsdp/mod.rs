@@ -12,6 +12,7 @@ pub(crate) mod operation;
 pub(crate) mod session;
 mod slot;
 mod state;
+mod updates;
 
 use std::{
     path::Path,
