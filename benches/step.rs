@@ -3,8 +3,12 @@
 //! `peers/jax_train.py`, with the same model and arguments.
 //!
 //! ```text
-//! cargo bench -p benches --bench step -- [fused|composed] [slots] [hidden] [layers] [heads] [context] [rows] [steps]
+//! cargo bench -p benches --bench step -- [form] [slots] [hidden] [layers] [heads] [context] [rows] [steps]
 //! ```
+//!
+//! Forms are `fused` and `composed` operations under data parallel, and one loss by units, of fused
+//! operations, under data parallel (`units`) and fully sharded (`sharded`, `gathered` with
+//! parameters and graphs kept, `in-backward` with optimizers that run inside the backward pass).
 //!
 //! Prints one line: the least and the median time of a step, processor time per step, the memory of
 //! the process at its peak, and the losses of the first two steps and the last.
@@ -20,16 +24,42 @@ use candle_distributed::{
         self, Activation, AttentionConfig, CrossEntropyConfig,
         layers::{Embedding, Linear, RmsNorm, embedding, linear_no_bias, rms_norm},
     },
-    train::{AdamW, DataParallel, Loss},
+    train::{
+        AdamW, DataParallel, FullyShard, FullyShardBuilder, Group, Keep, Loss, UnitRules, Units,
+    },
 };
 use candle_nn::{Module, Optimizer, ParamsAdamW, VarBuilder};
 
 #[global_allocator]
 static ALLOCATOR: mimalloc::MiMalloc = mimalloc::MiMalloc;
 
+#[derive(Clone, Copy, Debug, PartialEq)]
+enum Form {
+    Fused,
+    Composed,
+    Units,
+    Sharded,
+    Gathered,
+    InBackward,
+}
+
+impl Form {
+    fn of_name(name: Option<&String>) -> Self {
+        match name.map(String::as_str) {
+            None | Some("fused") => Self::Fused,
+            Some("composed") => Self::Composed,
+            Some("units") => Self::Units,
+            Some("sharded") => Self::Sharded,
+            Some("gathered") => Self::Gathered,
+            Some("in-backward") => Self::InBackward,
+            Some(other) => panic!("there is no form {other}"),
+        }
+    }
+}
+
 #[derive(Clone, Copy)]
 struct Config {
-    fused: bool,
+    form: Form,
     slots: usize,
     hidden: usize,
     layers: usize,
@@ -47,7 +77,7 @@ impl Config {
             args.get(index).and_then(|arg| arg.parse().ok()).unwrap_or(default)
         };
         Self {
-            fused: args.first().is_none_or(|form| form == "fused"),
+            form: Form::of_name(args.first()),
             slots: number(1, 2),
             hidden: number(2, 128),
             layers: number(3, 2),
@@ -90,6 +120,42 @@ impl Block {
             down: linear_no_bias(4 * hidden, hidden, vb.pp("down"))?,
         })
     }
+
+    /// The block as a unit: with its own norm, and not that of the next one.
+    fn forward(&self, heads: usize, x: &Tensor) -> Result<Tensor> {
+        let qkv = self.qkv.forward(&self.attention_norm.forward(x)?)?;
+        let mixed = ops::attention_packed(&qkv, heads, heads, &AttentionConfig::causal())?;
+        let (x, normed) = self.mlp_norm.forward_add(x, &self.out.forward(&mixed)?)?;
+        let (up, down) = (self.up.weight(), self.down.weight());
+        x + ops::mlp(&normed, up, None, Activation::Relu, down, None)?
+    }
+}
+
+fn rules() -> UnitRules {
+    UnitRules::new().unit("embed", ["tokens", "positions"]).unit("head", ["norm", "head"])
+}
+
+/// The loss by units, of the same layers.
+fn by_units(config: Config, model: &Units, ids: &Tensor, weights: Tensor) -> Result<Tensor> {
+    let Config { hidden, layers, heads, context, .. } = config;
+    let inputs = ids.narrow(1, 0, context)?.contiguous()?;
+    let targets = ids.narrow(1, 1, context)?.contiguous()?;
+    let mut x = model.unit("embed", &inputs, move |vb, inputs| {
+        let positions = embedding(context, hidden, vb.pp("positions"))?;
+        let tokens = embedding(VOCABULARY, hidden, vb.pp("tokens"))?;
+        tokens.forward(inputs)?.broadcast_add(positions.embeddings())
+    })?;
+    for layer in 0..layers {
+        let block =
+            move |vb: VarBuilder<'_>, x: &Tensor| Block::new(config, &vb)?.forward(heads, x);
+        x = model.unit(&format!("blocks.{layer}"), &x, block)?;
+    }
+    model.unit("head", &(x, targets, weights), move |vb, (x, targets, weights)| {
+        let normed = rms_norm(hidden, 1e-5, vb.pp("norm"))?.forward(x)?;
+        let logits = linear_no_bias(hidden, VOCABULARY, vb.pp("head"))?.forward(&normed)?;
+        let config = CrossEntropyConfig::default().with_row_weights(weights.clone());
+        Ok(ops::cross_entropy(&logits, targets, &config)?.sum)
+    })
 }
 
 impl Model {
@@ -109,10 +175,10 @@ impl Model {
     fn loss(&self, ids: &Tensor, weights: &Tensor) -> Result<Tensor> {
         let inputs = ids.narrow(1, 0, self.config.context)?.contiguous()?;
         let targets = ids.narrow(1, 1, self.config.context)?.contiguous()?;
-        if self.config.fused {
-            self.fused(&inputs, &targets, weights)
-        } else {
+        if self.config.form == Form::Composed {
             self.composed(&inputs, &targets, weights)
+        } else {
+            self.fused(&inputs, &targets, weights)
         }
     }
 
@@ -220,32 +286,64 @@ fn loss(_: &Replica, model: &Model, (ids, weights): (Tensor, Tensor)) -> Result<
     Ok(Loss::sum(model.loss(&ids, &weights)?, tokens))
 }
 
-fn main() -> std::result::Result<(), Box<dyn std::error::Error>> {
+type Outcome<T> = std::result::Result<T, Box<dyn std::error::Error>>;
+
+/// What trains on a batch and returns its loss.
+type Trained = Box<dyn FnMut((Tensor, Tensor)) -> Outcome<f64>>;
+
+fn adam(group: Group) -> Result<AdamW> {
+    AdamW::new(group.vars, ParamsAdamW { lr: 1e-3, ..ParamsAdamW::default() })
+}
+
+fn trained(config: Config, mesh: &DeviceMesh) -> Outcome<Trained> {
+    let of_units = move |_: &Replica, model: &Units, (ids, weights): (Tensor, Tensor)| {
+        let tokens = weights.sum_all()?;
+        Ok(Loss::sum(by_units(config, model, &ids, weights)?, tokens))
+    };
+    let layers = move |vb: VarBuilder<'_>| Model::new(config, &vb);
+    let with_options: fn(FullyShardBuilder<'_, _>) -> FullyShardBuilder<'_, _> = match config.form {
+        Form::Fused | Form::Composed => {
+            let builder = DataParallel::builder(mesh, layers).uneven(Uneven::Pad);
+            let mut model = builder.build(adam)?;
+            return Ok(Box::new(move |batch| Ok(model.step(batch, loss)?.loss)));
+        }
+        Form::Units => {
+            let builder = DataParallel::builder(mesh, Units::by(rules(), layers));
+            let mut model = builder.uneven(Uneven::Pad).build(adam)?;
+            return Ok(Box::new(move |batch| Ok(model.step(batch, of_units)?.loss)));
+        }
+        Form::Sharded => |builder| builder,
+        Form::Gathered => |builder| builder.keep(Keep::Gathered),
+        Form::InBackward => |builder| builder.optimizer_in_backward(),
+    };
+    let builder = FullyShard::builder(mesh, layers).unit_rules(rules()).uneven(Uneven::Pad);
+    let mut model = with_options(builder).build(adam)?;
+    Ok(Box::new(move |batch| Ok(model.step(batch, of_units)?.loss)))
+}
+
+fn main() -> Outcome<()> {
     let config = Config::from_args();
-    let params = ParamsAdamW { lr: 1e-3, ..ParamsAdamW::default() };
     let mesh = DeviceMesh::cpu(config.slots)?;
-    let mut model = DataParallel::builder(&mesh, |vb| Model::new(config, &vb))
-        .uneven(Uneven::Pad)
-        .build(|group| AdamW::new(group.vars, params.clone()))?;
+    let mut step = trained(config, &mesh)?;
     let (ids, weights) = data(config)?;
     let (mut times, mut losses) = (Vec::new(), Vec::new());
     let warm_up = config.steps / 4;
     let mut processor = 0.0;
-    for step in 0..config.steps {
-        if step == warm_up {
+    for number in 0..config.steps {
+        if number == warm_up {
             processor = processor_seconds();
         }
         let start = Instant::now();
-        let loss = model.step((ids.clone(), weights.clone()), loss)?.loss;
+        let loss = step((ids.clone(), weights.clone()))?;
         times.push(start.elapsed().as_secs_f64() * 1e3);
         losses.push(loss);
     }
     let processor = (processor_seconds() - processor) / (config.steps - warm_up) as f64 * 1e3;
     let mut times = times.split_off(warm_up);
     times.sort_by(f64::total_cmp);
-    let form = if config.fused { "fused" } else { "composed" };
     println!(
-        "{form} on {}: {:.1} / {:.1} ms, {processor:.0} ms of processor, {} MiB, losses {:?}",
+        "{:?} on {}: {:.1} / {:.1} ms, {processor:.0} ms of processor, {} MiB, losses {:?}",
+        config.form,
         config.slots,
         times[0],
         times[times.len() / 2],

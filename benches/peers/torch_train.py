@@ -1,10 +1,13 @@
 """A training step of the transformer of `benches/step.rs` in PyTorch.
 
-    python torch_train.py [eager|ddp] [threads] [hidden] [layers] [heads] [context] [rows] [steps]
+    python torch_train.py [eager|ddp|fsdp|fsdp-checkpoint] [threads] [hidden] [layers] [heads] [context] [rows] [steps]
 
-`ddp` starts as many processes as `threads` says, of one thread each. Attention is `scaled_dot_product_attention`, the
-optimizer the fused AdamW. Prints one line: the least and the median time of a step, processor time per step over all
-processes, and the losses of the first two steps and the last.
+`ddp` starts as many processes as `threads` says, of one thread each, and so does `fsdp`, with `fully_shard` of each block
+and of the model; `fsdp-checkpoint` computes blocks again in the backward pass. Attention is
+`scaled_dot_product_attention`, the optimizer the fused AdamW. Prints one line: the least and the median time of a step,
+processor time per step over all processes, the memory of the process, and the losses of the first two steps and the
+last. Of several processes it is their memory together, less what they take once torch is loaded and a small model was
+trained.
 """
 
 import os
@@ -80,14 +83,42 @@ def processor_seconds():
     return usage.ru_utime + usage.ru_stime
 
 
-def run(sizes, rows, steps, rank=0, world=1):
+def resident(key):
+    """A size in `/proc/self/status`, in MiB."""
+    with open("/proc/self/status") as status:
+        return next(int(line.split()[1]) for line in status if line.startswith(key)) / 1024
+
+
+def fully_sharded(sizes, is_checkpointed):
+    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+    from torch.distributed.fsdp import fully_shard
+
+    with torch.device("meta"):
+        model = Model(*sizes)
+    for index, block in enumerate(model.blocks):
+        if is_checkpointed:
+            model.blocks[index] = block = checkpoint_wrapper(block)
+        fully_shard(block)
+    fully_shard(model)
+    model.to_empty(device="cpu")
+    for parameter in model.parameters():
+        local = parameter.to_local()
+        nn.init.ones_(local) if parameter.dim() == 1 else nn.init.normal_(local, std=0.02)
+    return model
+
+
+def run(sizes, rows, steps, rank=0, world=1, mode="eager"):
     torch.manual_seed(0)
-    model = Model(*sizes)
     ids, weights = data(rows, sizes[3])
     if world > 1:
         part = slice(rank * rows // world, (rank + 1) * rows // world)
         ids, weights = ids[part].contiguous(), weights[part] * world
-        model = nn.parallel.DistributedDataParallel(model)
+    if mode.startswith("fsdp"):
+        model = fully_sharded(sizes, mode == "fsdp-checkpoint")
+    else:
+        model = Model(*sizes)
+        if world > 1:
+            model = nn.parallel.DistributedDataParallel(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
     warm_up, times, losses = steps // 4, [], []
     for step in range(steps):
@@ -103,9 +134,8 @@ def run(sizes, rows, steps, rank=0, world=1):
     return sorted(times[warm_up:]), (processor_seconds() - processor) / (steps - warm_up), losses
 
 
-def report(name, times, processor, losses):
+def report(name, times, processor, losses, memory):
     least, median = times[0] * 1e3, times[len(times) // 2] * 1e3
-    memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024
     losses = [round(losses[index], 6) for index in (0, 1, -1)]
     print(
         f"{name}: {least:.1f} / {median:.1f} ms, {processor * 1e3:.0f} ms of processor, "
@@ -114,17 +144,23 @@ def report(name, times, processor, losses):
     )
 
 
-def worker(rank, world, port, sizes, rows, steps):
+def worker(rank, mode, world, port, sizes, rows, steps):
     import torch.distributed as dist
 
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), GLOO_SOCKET_IFNAME="lo")
     torch.set_num_threads(1)
     dist.init_process_group("gloo", rank=rank, world_size=world)
-    times, processor, losses = run(sizes, rows, steps, rank, world)
-    total = torch.tensor(processor, dtype=torch.float64)
+    # What libraries keep is there before the measurement.
+    run([16, 1, 2, 8], world, 2, rank, world, mode)
+    before = resident("VmRSS")
+    with open("/proc/self/clear_refs", "w") as marks:
+        marks.write("5")  # The high-water mark is that of what follows.
+    times, processor, losses = run(sizes, rows, steps, rank, world, mode)
+    total = torch.tensor([processor, resident("VmHWM") - before], dtype=torch.float64)
     dist.all_reduce(total)
     if rank == 0:
-        report(f"torch ddp on {world}", times, total.item(), losses)
+        processor, memory = total.tolist()
+        report(f"torch {mode} on {world}", times, processor, losses, round(memory))
     dist.destroy_process_group()
 
 
@@ -133,13 +169,15 @@ def main():
     numbers = [int(number) for number in sys.argv[2:]]
     defaults = [2, 128, 2, 4, 128, 32, 24]
     threads, *sizes, rows, steps = numbers + defaults[len(numbers):]
-    if mode == "ddp":
+    if mode != "eager":
         port = 29500 + os.getpid() % 400
-        arguments = (threads, port, sizes, rows, steps)
+        arguments = (mode, threads, port, sizes, rows, steps)
         torch.multiprocessing.spawn(worker, arguments, nprocs=threads)
     else:
         torch.set_num_threads(threads)
-        report(f"torch eager on {threads}", *run(sizes, rows, steps))
+        measured = run(sizes, rows, steps)
+        memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024
+        report(f"torch eager on {threads}", *measured, memory)
 
 
 if __name__ == "__main__":

@@ -15,6 +15,8 @@ pages! {
     TwoNodes: "../../docs/multi-node.md";
     Resume: "../../docs/guide/resume.md";
     TrainYourOwnModel: "../../docs/guide/train-your-own-model.md";
+    Sharded: "../../docs/guide/from-one-device-to-a-sharded-model.md";
+    ComingFromFsdp: "../../docs/guide/coming-from-fsdp.md";
     TrainableModels: "../../docs/guide/trainable-models.md";
     ComingFromPyTorch: "../../docs/guide/coming-from-pytorch.md";
     Formats: "../../docs/guide/formats.md";

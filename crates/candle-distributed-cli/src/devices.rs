@@ -114,9 +114,10 @@ impl Place {
         self.devices_in_process == self.placement.world_size().as_usize()
     }
 
-    /// The number of devices of this process.
-    pub(crate) fn devices_in_process(self) -> u64 {
-        self.devices_in_process as u64
+    /// The ranks of this process: the first, and the one after the last.
+    pub(crate) fn ranks(self) -> (u64, u64) {
+        let first = self.placement.rank().as_u64();
+        (first, first + self.devices_in_process as u64)
     }
 
     /// The number of processes of the run that share this machine.

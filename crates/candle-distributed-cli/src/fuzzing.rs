@@ -60,13 +60,13 @@ struct Line {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::train::{corpus::Corpus, metrics, settings::tests::settings};
+    use crate::train::{corpus::Corpus, metrics, model::MODEL, settings::tests::settings};
 
     #[test]
     fn a_whole_run_is_read_and_others_are_refused() {
         let settings = Settings {
             data: Some(TEXT.into()),
-            text: Corpus::new([PARAGRAPHS]).fingerprint(),
+            text: Corpus::new([PARAGRAPHS], MODEL.longest_sequence()).fingerprint(),
             ..settings()
         };
         let run_json = serde_json::to_vec(&settings).unwrap();

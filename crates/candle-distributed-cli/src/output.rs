@@ -82,15 +82,63 @@ pub(crate) fn new_file(path: &Path, content: &[u8]) -> Result<()> {
 
 /// Replaces the file at the end of the links that `path` may be.
 fn replace(path: &Path, content: &[u8], known: Option<&Metadata>) -> io::Result<()> {
-    let target = followed(path)?;
-    let partial = written_beside(&target, content)?;
-    if let Some(known) = known {
-        // First, as another owner takes some permissions away.
-        keep_owner(partial.as_file(), known)?;
-        partial.as_file().set_permissions(known.permissions())?;
+    let mut partial = Partial::of(path, known)?;
+    partial.file.write_all(content)?;
+    partial.persisted()
+}
+
+/// A file that is written a part at a time, under another name: an interrupted program never leaves
+/// half of the one that it is to become.
+#[derive(Debug)]
+pub(crate) struct Partial {
+    file: NamedTempFile,
+    target: PathBuf,
+}
+
+impl Partial {
+    /// One that is to become the file at `path`, which need not be there yet.
+    pub(crate) fn new(path: &Path) -> Result<Self> {
+        let known = match fs::metadata(path) {
+            Ok(known) => Ok(Some(known)),
+            Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(None),
+            Err(error) => Err(error),
+        };
+        let opened = known.and_then(|known| Self::of(path, known.as_ref()));
+        opened.map_err(|source| Error::write(path, source))
     }
-    partial.persist(&target)?;
-    Ok(())
+
+    fn of(path: &Path, known: Option<&Metadata>) -> io::Result<Self> {
+        let target = followed(path)?;
+        let file = beside(&target)?;
+        if let Some(known) = known {
+            // First, as another owner takes some permissions away.
+            keep_owner(file.as_file(), known)?;
+            file.as_file().set_permissions(known.permissions())?;
+        }
+        Ok(Self { file, target })
+    }
+
+    /// Where it is until it is whole.
+    pub(crate) fn path(&self) -> &Path {
+        self.file.path()
+    }
+
+    /// The file to write to.
+    pub(crate) fn file(&mut self) -> &mut File {
+        self.file.as_file_mut()
+    }
+
+    /// Gives the file its name, once all of it is on disk.
+    pub(crate) fn persist(self) -> Result<()> {
+        let target = self.target.clone();
+        self.persisted().map_err(|source| Error::write(target, source))
+    }
+
+    fn persisted(self) -> io::Result<()> {
+        self.file.as_file().sync_all()?;
+        self.file.persist(&self.target)?;
+        Ok(())
+    }
 }
 
 /// Gives a file the owner and the group of another one, as far as the system allows: mostly root
@@ -125,12 +173,19 @@ fn keep_owner(_: &File, _: &Metadata) -> io::Result<()> {
     Ok(())
 }
 
-/// A file of this content beside the target, on disk: when it gets the name of the target, an
-/// interrupted program never leaves half a file.
+/// A file of this content beside the target, on disk.
+fn written_beside(target: &Path, content: &[u8]) -> io::Result<NamedTempFile> {
+    let mut partial = beside(target)?;
+    partial.write_all(content)?;
+    partial.as_file().sync_all()?;
+    Ok(partial)
+}
+
+/// An empty file beside the target.
 ///
 /// Its own name is random and was nobody's before: a name that others know is one that they write
 /// to as well, or have made a link of.
-fn written_beside(target: &Path, content: &[u8]) -> io::Result<NamedTempFile> {
+fn beside(target: &Path) -> io::Result<NamedTempFile> {
     let folder = match target.parent() {
         Some(folder) if !folder.as_os_str().is_empty() => folder,
         _ => Path::new("."),
@@ -140,10 +195,7 @@ fn written_beside(target: &Path, content: &[u8]) -> io::Result<NamedTempFile> {
     // The permissions that the system gives new files; without this they would be their owner's.
     #[cfg(unix)]
     builder.permissions(std::os::unix::fs::PermissionsExt::from_mode(0o666));
-    let mut partial = builder.tempfile_in(folder)?;
-    partial.write_all(content)?;
-    partial.as_file().sync_all()?;
-    Ok(partial)
+    builder.tempfile_in(folder)
 }
 
 /// The path without the links that it is, if any; there need not be a file at their end.

@@ -24,10 +24,15 @@ fn home() -> (tempfile::TempDir, PathBuf) {
     (home, text)
 }
 
-/// Trains in two processes, each with arguments of its own.
-fn train(data: &Path, ranks: [&[&str]; 2]) -> Output {
+fn mpirun() -> Command {
     let mut mpirun = Command::new("mpirun");
     mpirun.args(["--allow-run-as-root", "--oversubscribe", "--bind-to", "none"]);
+    mpirun
+}
+
+/// Trains in two processes, each with arguments of its own.
+fn train(data: &Path, ranks: [&[&str]; 2]) -> Output {
+    let mut mpirun = mpirun();
     for (rank, args) in ranks.into_iter().enumerate() {
         if rank > 0 {
             mpirun.arg(":");
@@ -36,6 +41,11 @@ fn train(data: &Path, ranks: [&[&str]; 2]) -> Output {
         mpirun.args(["--engine", "mpi", "--steps", "6", "--deadline", "30", "--data"]);
         mpirun.arg(data).args(args);
     }
+    ended(mpirun)
+}
+
+/// What a job prints until it ends.
+fn ended(mut mpirun: Command) -> Output {
     let mpirun = mpirun.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped());
     let mut started = mpirun.spawn().unwrap();
     let start = Instant::now();
@@ -99,4 +109,37 @@ fn a_run_is_complete_if_all_processes_find_it_so() {
         [&first, &["--resume", "--out", &other]],
         &["rank 0 finds the run complete, rank 1 starts after step 0"],
     );
+}
+
+/// What each of four processes may take: more than it needs of a model in parts, and less than of all
+/// of it. Open MPI maps some hundred MiB into each.
+const LIMIT_KIB: u32 = 1_400_000;
+
+/// Trains a model of 77 million parameters, 295 MiB, in four processes under that limit.
+fn train_large(data: &Path, out: &str, more: &[&str]) -> Output {
+    let mut mpirun = mpirun();
+    let limit = format!("ulimit -v {LIMIT_KIB}; exec \"$0\" \"$@\"");
+    mpirun.args(["-n", "4", "sh", "-c", &limit, env!("CARGO_BIN_EXE_candle-distributed"), "train"]);
+    mpirun.args(["--engine", "mpi", "--steps", "3", "--deadline", "30", "--out", out, "--data"]);
+    mpirun.arg(data).args(["--n-layers", "8", "--hidden", "896"]).args(more);
+    ended(mpirun)
+}
+
+#[test]
+fn a_model_that_fits_no_process_trains_in_parts() {
+    let (home, data) = home();
+    let at = |name: &str| home.path().join(name).to_str().unwrap().to_owned();
+    let refused = train_large(&data, &at("whole"), &[]);
+    let said = String::from_utf8(refused.stderr).unwrap();
+    assert_eq!(refused.status.code(), Some(2), "{said}");
+    for words in ["would take about", "because of its address space", "--strategy full"] {
+        assert!(said.contains(words), "no {words:?} in {said}");
+    }
+    // With that check off the processes die.
+    assert!(!train_large(&data, &at("killed"), &["--memory-limit", "1TiB"]).status.success());
+
+    let trained = train_large(&data, &at("parts"), &["--strategy", "full"]);
+    assert!(trained.status.success(), "{}", String::from_utf8_lossy(&trained.stderr));
+    let metrics = fs::read_to_string(home.path().join("parts/metrics.jsonl")).unwrap();
+    assert_eq!(metrics.lines().count(), 3);
 }

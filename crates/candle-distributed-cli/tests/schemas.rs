@@ -179,8 +179,20 @@ fn plans(dir: &Path) -> [Form; 4] {
             "1KiB",
             "--links",
             "h100",
-            "--keep",
+            "--stay-gathered",
             "h.1",
+        ]),
+        plan(&[
+            "--world-size",
+            "4",
+            "--runtime",
+            "candle",
+            "--tokens",
+            "9",
+            "--width",
+            "8",
+            "--slots",
+            "2",
         ]),
         plan(&["--world-size", "4", "--replicas", "2", "--layout", "flat"]),
         plan(&["--world-size", "4", "--layout", "flat-aligned"]),
@@ -244,7 +256,8 @@ fn run_of(dir: &Path) -> [Form; 4] {
         sample(&["--preset", "torch"]),
     ];
     fs::write(&data, "What a run writes.\n\nAnd what it has written.").unwrap();
-    text(&["train", "--data", &data, "--steps", "3", "--checkpoint-every", "1", "--out", &out]);
+    let train = ["train", "--data", &data, "--steps", "3", "--checkpoint-every", "1"];
+    text(&[&train[..], &["--strategy", "full", "--out", &out]].concat());
     let run = Path::new(&out);
     let metrics = fs::read_to_string(run.join("metrics.jsonl")).unwrap();
     let mut checkpoints: Vec<_> = fs::read_dir(run.join("checkpoints"))

@@ -7,7 +7,7 @@ use std::{
 };
 
 use candle_core::{DType, Tensor, Var, backprop::GradStore};
-use pmap_mesh::{DeviceMesh, Replica, Specs, TensorTree, Uneven};
+use pmap_mesh::{ALL, DeviceMesh, Replica, Specs, TensorTree, Uneven};
 
 use crate::{
     agreement,
@@ -135,11 +135,11 @@ impl<I: TensorTree> ValueAndGrad<I> {
             move |ctx, shard: I| {
                 let (refusal, mean) = &*outcome;
                 let here = layout.explain(shard, |shard| loss(ctx, shard))?;
-                let (here, ()) = here.of_shard(ctx)?;
+                let (mut here, ()) = here.of_shard(ctx)?;
                 let sums = here.agree(ctx, allow, refusal).and_then(|whole| {
                     let whole = whole.with_weight(refusal)?;
                     mean.get_or_init(|| whole.mean());
-                    let grads = differentiate(here, &params, whole.weight())?;
+                    let grads = differentiate(here, &params, whole.weight(), has_halves(&params))?;
                     sums(ctx, &params, grads, &owned[ctx.local_index()])
                 });
                 refusal.outcome(sums)
@@ -178,25 +178,37 @@ impl<I> fmt::Debug for ValueAndGrad<I> {
 }
 
 /// The gradients of a shard's sum over `scale`: of each variable that the loss depends on. Those of
-/// half precision come in single precision, in which they are added up.
+/// half precision come in single precision, in which they are added up; `halves` says whether any
+/// variable of the model, a frozen one too, is of half precision.
 ///
 /// What the forward pass has kept for them is given free before they are summed.
 pub(crate) fn differentiate(
     shard: ShardLoss,
     vars: &[Var],
     scale: f64,
+    halves: bool,
 ) -> candle_core::Result<Vec<Option<Tensor>>> {
-    let halves = is_half(shard.dtype()) || vars.iter().any(|var| is_half(var.dtype()));
+    let halves = halves || is_half(shard.dtype());
     let is_empty = shard.is_empty();
     let (sum, rest) = shard.share(scale, halves)?;
     let mut store = sum.backward()?;
     drop(sum);
     let gradient = |var: &Var| match store.remove(var) {
         None => Ok(None),
-        Some(gradient) if is_empty => without_nan(widened(&gradient)?).map(Some),
-        Some(gradient) => scaled(widened(&gradient)?, rest).map(Some),
+        Some(gradient) => corrected(widened(&gradient)?, is_empty, rest).map(Some),
     };
     vars.iter().map(gradient).collect()
+}
+
+/// A gradient as it comes out of a shard's backward, without the factor that the shard's loss did not
+/// have.
+pub(crate) fn corrected(
+    gradient: Tensor,
+    is_empty: bool,
+    rest: f64,
+) -> candle_core::Result<Tensor> {
+    let gradient = if is_empty { without_nan(gradient)? } else { gradient };
+    scaled(gradient, rest)
 }
 
 /// A gradient times a factor, without a pass over it where that is 1: in most steps.
@@ -205,9 +217,9 @@ pub(crate) fn scaled(gradient: Tensor, factor: f64) -> candle_core::Result<Tenso
     if factor == 1.0 { Ok(gradient) } else { gradient * factor }
 }
 
-/// A gradient of a shard of which nothing counts. What is not finite in it comes of its own rows, a
-/// mean over none of them; what came from other replicas stays.
-pub(crate) fn without_nan(gradient: Tensor) -> candle_core::Result<Tensor> {
+/// A gradient of a shard of which nothing counts: what came from other replicas, or zeros where
+/// anything in it is not finite, which comes of its own rows, a mean over none of them.
+fn without_nan(gradient: Tensor) -> candle_core::Result<Tensor> {
     let sum: f64 = gradient.sum_all()?.to_dtype(DType::F64)?.to_scalar()?;
     if sum.is_finite() { Ok(gradient) } else { gradient.zeros_like() }
 }
@@ -220,6 +232,10 @@ pub(crate) fn widened(gradient: &Tensor) -> candle_core::Result<Tensor> {
 /// The type in which gradients of this type are added up.
 pub(crate) fn widened_dtype(dtype: DType) -> DType {
     if is_half(dtype) { DType::F32 } else { dtype }
+}
+
+pub(crate) fn has_halves(vars: &[Var]) -> bool {
+    vars.iter().any(|var| is_half(var.dtype()))
 }
 
 pub(crate) fn is_half(dtype: DType) -> bool {
@@ -264,6 +280,6 @@ pub(crate) fn sums_of(
         }
     }
     let listed: Vec<usize> = wanted.iter().filter_map(|&var| positions[var]).collect();
-    let mut sums = ctx.psum_list(list, &listed)?.into_iter();
+    let mut sums = ctx.psum_list(list, &listed, ALL)?.into_iter();
     Ok(wanted.iter().map(|&var| positions[var].and_then(|_| sums.next())).collect())
 }

@@ -10,6 +10,7 @@ mod checkpoint;
 mod data_parallel;
 mod dtype;
 mod error;
+mod feed;
 mod fsdp;
 mod grad;
 mod gradient_report;
@@ -20,6 +21,7 @@ mod ownership;
 mod parameters;
 mod processes;
 mod progress;
+mod schedule;
 mod sharded;
 mod step;
 mod stored;
@@ -44,7 +46,8 @@ pub use crate::{
         sharding::ShardingError,
         training::TrainingError,
     },
-    fsdp::{FullyShard, builder::FullyShardBuilder, keep::Keep},
+    feed::{Feed, Feeding, feed},
+    fsdp::{FullyShard, accumulation::Accumulation, builder::FullyShardBuilder, keep::Keep},
     grad::{ValueAndGrad, value_and_grad},
     gradient_report::{GradientReport, PrefixCheck, Verdict},
     loss::{Loss, Weight},
@@ -53,7 +56,11 @@ pub use crate::{
         adamw::AdamW,
         sgd::{ParamsSgd, Sgd},
     },
-    parameters::declare::{Declared, declare},
+    parameters::{
+        declare::{Declared, declare},
+        save::PretrainedFiles,
+    },
+    schedule::Schedule,
     sharded::{ShardedVars, describe::parameter_infos},
     step::rules::{Evaluation, Step},
     units::{Units, rules::UnitRules},

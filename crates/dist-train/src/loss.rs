@@ -1,7 +1,7 @@
 //! What a step minimizes: a loss with the weight it has among those of other shards and batches.
 
 use candle_core::{DType, Device, Tensor};
-use pmap_mesh::{Replica, TensorTree};
+use pmap_mesh::{ALL, Replica, TensorTree};
 
 use crate::{
     agreement,
@@ -98,7 +98,7 @@ impl<A> Loss<A> {
     where
         A: TensorTree,
     {
-        let (shard, aux) = self.of_shard(ctx)?;
+        let (mut shard, aux) = self.of_shard(ctx)?;
         let batch = shard.agree(ctx, allow_non_finite, refusal)?.with_weight(refusal)?;
         Ok((batch, with_leaves(&aux, summed(ctx, &aux)?)))
     }
@@ -127,7 +127,8 @@ impl<A> Loss<A> {
             unfit = Some((LOSS, value.clone()));
         }
         // Without the graph, which what comes with a loss would keep.
-        Ok((ShardLoss { value, times, weight, unfit }, tree::map(&aux, Tensor::detach)))
+        let shard = ShardLoss { value, times, times_of_all: 1.0, weight, unfit };
+        Ok((shard, tree::map(&aux, Tensor::detach)))
     }
 }
 
@@ -161,6 +162,8 @@ pub(crate) struct ShardLoss {
     value: Tensor,
     /// The sum is so many times `value`.
     times: f64,
+    /// The same of every shard, if they have one; otherwise 1.
+    times_of_all: f64,
     weight: f64,
     /// What is no scalar, and of which part of a loss.
     unfit: Option<(f64, Tensor)>,
@@ -184,7 +187,7 @@ impl ShardLoss {
     /// Every replica learns every other's loss and weight before its backward, so that what cannot
     /// be trained on ends the step everywhere at the same place.
     pub(crate) fn agree(
-        &self,
+        &mut self,
         ctx: &Replica,
         allow_non_finite: bool,
         refusal: &Refusal,
@@ -211,6 +214,8 @@ impl ShardLoss {
             batch.sum += value * times;
             batch.weight += weight;
         }
+        self.times_of_all =
+            common(shards.iter().filter(|[.., weight]| *weight > 0.0)).unwrap_or(1.0);
         Ok(batch)
     }
 
@@ -240,21 +245,30 @@ impl ShardLoss {
         })
     }
 
-    /// The tensor to differentiate, and what its gradients are to be multiplied by: together they
-    /// make the sum over `scale`.
+    /// The tensor to differentiate, and what the gradients of all parameters are to be multiplied
+    /// by, also where nothing of the batch is here: together they make the sum over `scale`.
     ///
     /// On its way to parameters in `halves` the factor of a sum becomes a half. As a power of 2 it
     /// stays what it is; the rest is left to the gradients, which are in single precision: of three
-    /// slots in bf16, all would be off by 0.2 %.
+    /// slots in bf16, all would be off by 0.2 %. That rest is one for all slots, because what comes
+    /// through a collective has the factor of the slot that it comes from. Where shards have
+    /// numbers of rows that differ, these numbers are left in the factor, which a half of 8 bits
+    /// holds up to 256.
     pub(crate) fn share(self, scale: f64, halves: bool) -> candle_core::Result<(Tensor, f64)> {
-        if self.is_empty() {
-            // Not times the number 0, at which candle ends the gradient: the backward of a
-            // collective would wait for this replica.
-            return Ok(((&self.value * self.value.zeros_like()?)?, 1.0));
-        }
-        let factor = self.times / scale;
-        let seed = if halves { power_of_two(factor) } else { factor };
-        Ok(((&self.value * seed)?, factor / seed))
+        let (seed, rest) = if halves {
+            let power = power_of_two(self.times_of_all / scale);
+            (self.times / self.times_of_all * power, self.times_of_all / scale / power)
+        } else {
+            (self.times / scale, 1.0)
+        };
+        // Not times the number 0, at which candle ends the gradient: the backward of a collective
+        // would wait for this replica.
+        let sum = if self.is_empty() {
+            &self.value * self.value.zeros_like()?
+        } else {
+            self.value * seed
+        };
+        Ok((sum?, rest))
     }
 
     pub(crate) fn dtype(&self) -> DType {
@@ -295,7 +309,7 @@ pub(crate) fn summed(ctx: &Replica, aux: &impl TensorTree) -> candle_core::Resul
         return Ok(leaves);
     }
     let all: Vec<usize> = (0..leaves.len()).collect();
-    ctx.psum_list(leaves, &all)
+    ctx.psum_list(leaves, &all, ALL)
 }
 
 /// A tree of the form of `tree` with these tensors, as many as it has.
@@ -303,6 +317,14 @@ pub(crate) fn with_leaves<A: TensorTree>(tree: &A, leaves: Vec<Tensor>) -> A {
     let mut leaves = leaves.into_iter();
     #[expect(clippy::expect_used, reason = "they are the sums of the tree's own tensors")]
     tree::map(tree, |_| leaves.next().expect("a tree has as many tensors each time"))
+}
+
+/// How many times its value every one of some shards counts, if they agree.
+#[expect(clippy::float_cmp, reason = "numbers of rows, or 1")]
+fn common<'a>(shards: impl IntoIterator<Item = &'a [f64; 4]>) -> Option<f64> {
+    let mut times = shards.into_iter().map(|&[_, _, times, _]| times);
+    let first = times.next()?;
+    times.all(|times| times == first).then_some(first)
 }
 
 /// The largest power of 2 that is not larger than a positive number.

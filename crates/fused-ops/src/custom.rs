@@ -2,11 +2,13 @@
 //!
 //! `torch.autograd.Function` and `jax.custom_vjp` do the same.
 
-use candle_core::{Tensor, backprop::GradStore};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
+
+use candle_core::{DType, Tensor, backprop::GradStore};
 
 use crate::{
     autograd::{MultiBackward, record_copy, seeded},
-    error::Result,
+    error::{Error, Result},
 };
 
 /// A copy of `output` whose gradient becomes those of `inputs` by `backward`.
@@ -14,9 +16,9 @@ use crate::{
 /// candle's own custom operations have at most three inputs, and compute when they are applied.
 /// Here any number of tensors have become `output` before, by whatever means, on any device;
 /// nothing of its history is kept. `backward` is called during candle's backward pass, at most once
-/// in each, without a lock. It is given the output and its gradient, and returns a gradient for each
-/// input in turn, of the input's shape. For an input that does not
-/// [track](Tensor::track_op) operations what it returns is dropped, for a variable it may be `None`.
+/// in each, without a lock. It is given the output and its gradient, and returns a gradient for
+/// each input in turn, of the input's shape. For an input that does not [track](Tensor::track_op)
+/// operations what it returns is dropped, for a variable it may be `None`.
 ///
 /// If no input tracks operations, neither does the result.
 ///
@@ -54,8 +56,8 @@ where
     if !inputs.iter().any(|input| input.track_op()) {
         return Ok(output.detach());
     }
-    let needed = inputs.iter().map(|input| input.track_op() && !input.is_variable()).collect();
-    record_copy(inputs, output, Custom { backward, needed })
+    let wanted = inputs.iter().map(|input| Wanted::of(input)).collect();
+    record_copy(inputs, output, Custom { backward, wanted })
 }
 
 /// The gradients of all variables that `output` depends on, where `grad` is that of `output`: what
@@ -80,6 +82,39 @@ where
 /// # Ok::<(), Box<dyn std::error::Error>>(())
 /// ```
 pub fn backward_from(output: &Tensor, grad: Tensor) -> Result<GradStore> {
+    Ok(seed(output, grad)?.backward()?)
+}
+
+/// [`backward_from`] several outputs at once, each with its gradient: what
+/// `torch.autograd.backward(outputs, grads)` is in PyTorch.
+///
+/// # Errors
+///
+/// As [`backward_from`].
+///
+/// # Examples
+///
+/// ```
+/// use candle_core::{Device, Tensor, Var};
+///
+/// let x = Var::new(3.0_f64, &Device::Cpu)?;
+/// let one = Tensor::new(1.0_f64, &Device::Cpu)?;
+/// let grads = fused_ops::backward_from_many([(x.sqr()?, one.clone()), ((&*x * 10.0)?, one)])?;
+/// assert_eq!(grads.get(&x).unwrap().to_scalar::<f64>()?, 16.0);
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
+pub fn backward_from_many(
+    outputs: impl IntoIterator<Item = (Tensor, Tensor)>,
+) -> Result<GradStore> {
+    let mut seeds = outputs.into_iter().map(|(output, grad)| seed(&output, grad));
+    let Some(first) = seeds.next() else { return Ok(GradStore::default()) };
+    let all = seeds.try_fold(first?, |all, seed| Ok::<_, Error>((all + seed?)?))?;
+    Ok(all.backward()?)
+}
+
+/// A scalar that nobody reads, from which candle's backward starts with `grad` as the gradient of
+/// `output`.
+fn seed(output: &Tensor, grad: Tensor) -> Result<Tensor> {
     if grad.shape() != output.shape() {
         return Err(candle_core::Error::msg(format!(
             "a gradient of shape {:?} for an output of shape {:?}",
@@ -88,13 +123,126 @@ pub fn backward_from(output: &Tensor, grad: Tensor) -> Result<GradStore> {
         ))
         .into());
     }
-    Ok(seeded(output, grad)?.backward()?)
+    seeded(output, grad)
+}
+
+/// [`with_backward`] for several outputs: copies of `outputs`, whose gradients become those of
+/// `inputs` together.
+///
+/// `backward` is given the outputs, and the gradient of each of which candle's backward pass has
+/// one. Outputs of integers are handed back as they are, and have none.
+///
+/// # Errors
+///
+/// As [`with_backward`].
+///
+/// # Examples
+///
+/// A sum and a difference that are differentiated together:
+///
+/// ```
+/// use candle_core::{Device, Var};
+/// use fused_ops::with_backward_many;
+///
+/// let x = Var::new(3.0_f64, &Device::Cpu)?;
+/// let y = Var::new(5.0_f64, &Device::Cpu)?;
+/// let (a, b) = (x.as_detached_tensor(), y.as_detached_tensor());
+/// let outputs = with_backward_many(&[&x, &y], &[(&a + &b)?, (&a - &b)?], |_, grads| {
+///     let [Some(sum), Some(difference)] = &grads[..] else { panic!("both are used") };
+///     Ok(vec![Some((sum + difference)?), Some((sum - difference)?)])
+/// })?;
+/// let grads = outputs[0].mul(&outputs[1])?.backward()?;
+/// assert_eq!(grads.get(&x).unwrap().to_scalar::<f64>()?, 6.0);
+/// assert_eq!(grads.get(&y).unwrap().to_scalar::<f64>()?, -10.0);
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
+pub fn with_backward_many<F>(
+    inputs: &[&Tensor],
+    outputs: &[Tensor],
+    backward: F,
+) -> Result<Vec<Tensor>>
+where
+    F: Fn(&[Tensor], Vec<Option<Tensor>>) -> candle_core::Result<Vec<Option<Tensor>>>
+        + Send
+        + Sync
+        + 'static,
+{
+    let Some(tracked) = inputs.iter().find(|input| input.track_op()) else {
+        return Ok(outputs.iter().map(Tensor::detach).collect());
+    };
+    let together = Arc::new(Together {
+        outputs: OnceLock::new(),
+        grads: Mutex::new(vec![None; outputs.len()]),
+    });
+    let nothing = Tensor::zeros((), DType::F32, tracked.device())?;
+    // candle comes to it when it has been to all outputs, which start from it.
+    let token = with_backward(inputs, &nothing, {
+        let together = Arc::clone(&together);
+        move |_, _| {
+            let outputs = together.outputs.get();
+            let outputs = outputs.ok_or_else(|| candle_core::Error::msg("an output is missing"))?;
+            backward(outputs, together.taken())
+        }
+    })?;
+    let output = |(index, output): (usize, &Tensor)| {
+        if !output.dtype().is_float() {
+            return Ok(output.detach());
+        }
+        let (together, nothing) = (Arc::clone(&together), nothing.clone());
+        with_backward(&[&token], output, move |_, grad| {
+            together.grads()[index] = Some(grad);
+            Ok(vec![Some(nothing.clone())])
+        })
+    };
+    let results: Vec<Tensor> = outputs.iter().enumerate().map(output).collect::<Result<_>>()?;
+    // Without a history, or each output would hold itself.
+    together.outputs.get_or_init(|| results.iter().map(Tensor::detach).collect());
+    Ok(results)
+}
+
+/// Several outputs of one operation.
+struct Together {
+    /// There when the backward pass begins.
+    outputs: OnceLock<Vec<Tensor>>,
+    /// Left by the outputs, until all are there.
+    grads: Mutex<Vec<Option<Tensor>>>,
+}
+
+impl Together {
+    fn taken(&self) -> Vec<Option<Tensor>> {
+        self.grads().iter_mut().map(Option::take).collect()
+    }
+
+    /// Whoever panicked with the lock had left a gradient or none.
+    fn grads(&self) -> MutexGuard<'_, Vec<Option<Tensor>>> {
+        self.grads.lock().unwrap_or_else(PoisonError::into_inner)
+    }
 }
 
 struct Custom<F> {
     backward: F,
-    /// Whether candle panics without a gradient of this input.
-    needed: Vec<bool>,
+    wanted: Vec<Wanted>,
+}
+
+/// What candle's backward pass makes of an input's gradient.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Wanted {
+    /// It would keep it, for nobody.
+    No,
+    /// A variable's is handed to whoever differentiates.
+    Optional,
+    /// It panics without.
+    Yes,
+}
+
+impl Wanted {
+    fn of(input: &Tensor) -> Self {
+        match (input.track_op(), input.is_variable()) {
+            (false, _) => Self::No,
+            (true, true) => Self::Optional,
+            (true, false) => Self::Yes,
+        }
+    }
 }
 
 impl<F> MultiBackward<1> for Custom<F>
@@ -110,22 +258,26 @@ where
     ) -> Result<Vec<Option<Tensor>>> {
         // candle calls an operation only for a gradient of its output.
         let grad = grad.ok_or_else(|| candle_core::Error::msg("an output has no gradient"))?;
-        let grads = (self.backward)(output, grad)?;
-        if grads.len() != self.needed.len() {
+        let mut grads = (self.backward)(output, grad)?;
+        if grads.len() != self.wanted.len() {
             return Err(candle_core::Error::msg(format!(
                 "{} gradients for an operation of {} inputs",
                 grads.len(),
-                self.needed.len()
+                self.wanted.len()
             ))
             .into());
         }
-        let is_missing = |(grad, &needed): (&Option<Tensor>, &bool)| needed && grad.is_none();
-        match grads.iter().zip(&self.needed).position(is_missing) {
-            None => Ok(grads),
-            Some(input) => {
-                Err(candle_core::Error::msg(format!("input {input} got no gradient")).into())
+        for (input, (grad, wanted)) in grads.iter_mut().zip(&self.wanted).enumerate() {
+            match wanted {
+                Wanted::No => *grad = None,
+                Wanted::Yes if grad.is_none() => {
+                    let message = format!("input {input} got no gradient");
+                    return Err(candle_core::Error::msg(message).into());
+                }
+                Wanted::Optional | Wanted::Yes => {}
             }
         }
+        Ok(grads)
     }
 }
 
@@ -169,11 +321,71 @@ mod tests {
         }
     }
 
+    /// Three outputs of three inputs, of which each output is the sum.
+    fn sums(vars: &[Var; 3]) -> Vec<Tensor> {
+        let [a, b, c] = vars.each_ref().map(Var::as_detached_tensor);
+        let sum = ((a + b).unwrap() + c).unwrap();
+        let count = Tensor::new(3_u32, &Device::Cpu).unwrap();
+        let outputs = [sum.clone(), (&sum * 2.0).unwrap(), count, (&sum * 3.0).unwrap()];
+        let inputs = vars.each_ref().map(Var::as_tensor);
+        with_backward_many(&inputs, &outputs, |outputs, grads| {
+            assert_eq!(outputs.len(), grads.len());
+            let mut all = outputs[0].zeros_like()?;
+            for (grad, factor) in grads.into_iter().zip([1.0, 2.0, f64::NAN, 3.0]) {
+                all = match grad {
+                    Some(grad) => (all + (grad * factor)?)?,
+                    None => all,
+                };
+            }
+            Ok(vec![Some(all.clone()), Some((&all * 10.0)?), Some((all * 100.0)?)])
+        })
+        .unwrap()
+    }
+
+    #[test]
+    fn every_used_output_counts_in_one_backward() {
+        let vars = [1.0, 2.0, 3.0].map(var);
+        let used: [(&[usize], f64); 5] =
+            [(&[0], 1.0), (&[1], 2.0), (&[0, 3], 4.0), (&[0, 1, 3], 6.0), (&[3, 3], 6.0)];
+        for (used, slope) in used {
+            let outputs = sums(&vars);
+            assert!(!outputs[2].track_op(), "integers have no gradient");
+            let one = Tensor::new(1.0_f64, &Device::Cpu).unwrap();
+            let seeds = used.iter().map(|&output| (outputs[output].clone(), one.clone()));
+            let grads = backward_from_many(seeds).unwrap();
+            for (var, factor) in vars.iter().zip([1.0, 10.0, 100.0]) {
+                let found: f64 = grads.get(var).unwrap().to_scalar().unwrap();
+                assert!((found - slope * factor).abs() < 1e-9, "{used:?}: {found}");
+            }
+            // A second pass begins anew.
+            let again = outputs[used[0]].backward().unwrap();
+            assert!(again.get(&vars[0]).is_some());
+        }
+        assert!(backward_from_many([]).unwrap().get(&vars[0]).is_none());
+    }
+
+    #[test]
+    fn several_outputs_do_not_hold_each_other() {
+        let alive = Arc::new(());
+        let x = var(1.0);
+        let held = Arc::clone(&alive);
+        let outputs = [x.as_detached_tensor(), x.as_detached_tensor()];
+        let outputs = with_backward_many(&[&x], &outputs, move |_, grads| {
+            let _ = &held;
+            Ok(vec![grads.into_iter().flatten().next()])
+        });
+        assert_eq!(Arc::strong_count(&alive), 2);
+        drop(outputs.unwrap());
+        assert_eq!(Arc::strong_count(&alive), 1);
+    }
+
     #[test]
     fn without_a_history_nothing_is_recorded() {
         let x = var(1.0).as_detached_tensor();
         let y = with_backward(&[&x], &x, |_, _| unreachable!("nothing is differentiated")).unwrap();
         assert!(!y.track_op());
+        let y = with_backward_many(&[&x], std::slice::from_ref(&x), |_, _| unreachable!());
+        assert!(!y.unwrap()[0].track_op());
     }
 
     #[test]

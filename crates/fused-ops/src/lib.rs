@@ -29,7 +29,7 @@ pub use crate::{
     checkpoint::checkpoint,
     config::{Activation, AttentionConfig, DropoutKey},
     cross_entropy::{CrossEntropy, CrossEntropyConfig, cross_entropy},
-    custom::{backward_from, with_backward},
+    custom::{backward_from, backward_from_many, with_backward, with_backward_many},
     dropout::dropout,
     embedding::embedding,
     error::{Error, Result},

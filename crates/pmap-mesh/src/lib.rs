@@ -42,6 +42,10 @@ pub use crate::{
     },
 };
 
+/// For [`tensor_tree!`], whose callers may have candle under another name.
+#[doc(hidden)]
+pub use candle_core::Tensor as __Tensor;
+
 // The README links to the file; the line above it, which comes first, to this page instead.
 #[cfg(doc)]
 #[doc = include_str!("../docs/coming-from-jax.md")]

@@ -137,7 +137,7 @@ fn sums_of_a_list_go_to_those_who_want_them_in_the_order_in_which_they_do() {
             let of = |n: usize, len| Tensor::full((10 * n + ctx.slot()) as u32, len, &Device::Cpu);
             let list = vec![of(0, 1)?, of(1, 2)?, of(2, 3)?, of(3, last)?];
             let wanted = [&[3, 0][..], &[2], &[0, 1, 3, 2]][ctx.slot()];
-            let sums = ctx.psum_list(list, wanted)?;
+            let sums = ctx.psum_list(list, wanted, ALL)?;
             assert_eq!(sums.len(), wanted.len());
             for (&n, sum) in wanted.iter().zip(&sums) {
                 let len = [1, 2, 3, last][n];
@@ -148,9 +148,26 @@ fn sums_of_a_list_go_to_those_who_want_them_in_the_order_in_which_they_do() {
         .unwrap();
     }
     let missing = everywhere(&[("a", 2)], |ctx| {
-        ctx.psum_list(vec![Tensor::zeros(1, DType::F32, &Device::Cpu)?], &[1]).map(drop)
+        ctx.psum_list(vec![Tensor::zeros(1, DType::F32, &Device::Cpu)?], &[1], ALL).map(drop)
     });
     assert!(missing.unwrap_err().to_string().contains("there is no tensor 1 to sum"));
+}
+
+#[test]
+fn a_list_is_summed_along_the_axes_that_are_named() {
+    // Of six slots, those along `a` are three apart.
+    for (axis, members, sums) in [("a", 2, [3, 5, 7, 3, 5, 7]), ("b", 3, [3, 3, 3, 12, 12, 12])] {
+        everywhere(&[("a", 2), ("b", 3)], move |ctx| {
+            let slot = ctx.slot() as u32;
+            let list = [slot, slot + 1].map(|number| Tensor::new(number, &Device::Cpu));
+            let list = list.into_iter().collect::<Result<_>>()?;
+            let found = ctx.psum_list(list, &[1, 0], axis)?;
+            let found: Vec<u32> = found.iter().map(Tensor::to_scalar).collect::<Result<_>>()?;
+            assert_eq!(found, [sums[ctx.slot()] + members, sums[ctx.slot()]]);
+            Ok(())
+        })
+        .unwrap();
+    }
 }
 
 #[test]

@@ -110,6 +110,24 @@ fn results_may_be_nothing_several_tensors_or_a_struct() {
     assert_eq!(rows(&moments.squares[1]), [[16.0, 82.0]]);
 }
 
+#[expect(clippy::disallowed_types, reason = "users have them")]
+#[test]
+fn maps_are_taken_in_the_order_of_their_keys() {
+    type Entries = std::collections::HashMap<&'static str, Tensor>;
+    let mesh = DeviceMesh::cpu(2).unwrap();
+    let means = mesh.pmap(|ctx, mut x: Entries| {
+        let mean = ctx.pmean(&x["a"], ALL)?;
+        x.insert("a", mean);
+        Ok(x)
+    });
+    let means = means.in_axes([P::shard(0, ALL), P::replicate(), P::shard(0, ALL)]);
+    for _ in 0..20 {
+        let names = ["c", "a", "b"].into_iter().zip(1..);
+        let x: Entries = names.map(|(name, columns)| (name, iota((2, columns)))).collect();
+        assert_eq!(rows(&means.call(x).unwrap()["a"]), [[1.0, 2.0], [1.0, 2.0]]);
+    }
+}
+
 /// Each replica waits for a sign of life from the other: run one after the other, they would time
 /// out.
 #[test]

@@ -24,7 +24,7 @@ fn every_kind_is_counted_with_what_the_slot_handed_over() {
         ctx.psum(&x, ALL)?;
         ctx.pmean(&x, "a")?;
         ctx.start_psum(&x.narrow(0, 0, 1)?, ALL)?.wait()?;
-        ctx.psum_list(vec![x.clone(), x.to_dtype(DType::F64)?], &[1])?;
+        ctx.psum_list(vec![x.clone(), x.to_dtype(DType::F64)?], &[1], ALL)?;
         ctx.all_gather(&x.narrow(0, 0, ctx.slot())?, 0, ALL)?;
         ctx.psum_scatter(&x, 0, ALL)?;
         ctx.all_to_all(&x, 0, 1, ALL)?;

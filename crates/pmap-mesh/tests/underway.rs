@@ -211,7 +211,7 @@ fn waits_that_cannot_end_are_a_deadlock() {
 fn a_list_that_differs_fails_for_all_and_hangs_nobody() {
     let error = failure(2, |ctx| {
         let x = if ctx.slot() == 0 { large() } else { large().to_dtype(DType::F64)? };
-        ctx.psum_list(vec![x], &[0]).map(drop)
+        ctx.psum_list(vec![x], &[0], ALL).map(drop)
     });
     assert!(error.to_string().contains("tensor 0 is f32 [16384] on rank 0 and f64"), "{error}");
 }

@@ -13,10 +13,7 @@ use crate::{
     hint, input,
 };
 
-/// The longest sequence, in bytes.
-pub(crate) const MAX_SEQUENCE_LENGTH: usize = 129;
-
-/// Sequences of 2 to [`MAX_SEQUENCE_LENGTH`] bytes: all but the first byte of each are predicted.
+/// Sequences of at least 2 bytes: all but the first byte of each are predicted.
 #[derive(Debug)]
 pub(crate) struct Corpus {
     sequences: Vec<Vec<u8>>,
@@ -29,7 +26,7 @@ macro_rules! own_sources {
     };
 }
 
-const EMBEDDED: [(&str, &str); 64] = own_sources![
+const EMBEDDED: [(&str, &str); 70] = own_sources![
     "README.md",
     "src/bin/candle-distributed.rs",
     "src/bytes.rs",
@@ -63,6 +60,7 @@ const EMBEDDED: [(&str, &str); 64] = own_sources![
     "src/commands/report/style.css",
     "src/commands/sample/mixture.rs",
     "src/commands/sample/mod.rs",
+    "src/commands/train/dry_run.rs",
     "src/commands/train/mod.rs",
     "src/commands/train/start.rs",
     "src/devices.rs",
@@ -76,16 +74,20 @@ const EMBEDDED: [(&str, &str); 64] = own_sources![
     "src/numbers.rs",
     "src/output.rs",
     "src/picture.rs",
+    "src/strategy.rs",
     "src/train/agreement.rs",
     "src/train/corpus.rs",
     "src/train/curve.rs",
     "src/train/data.rs",
+    "src/train/distributed.rs",
     "src/train/journal.rs",
     "src/train/limits.rs",
+    "src/train/measured.rs",
     "src/train/memory.rs",
     "src/train/metrics.rs",
     "src/train/mod.rs",
     "src/train/model.rs",
+    "src/train/model_file.rs",
     "src/train/parameters.rs",
     "src/train/resumed.rs",
     "src/train/run_dir.rs",
@@ -93,36 +95,37 @@ const EMBEDDED: [(&str, &str); 64] = own_sources![
     "src/train/settings.rs",
     "src/train/sharding.rs",
     "src/train/stop.rs",
+    "src/train/traffic.rs",
     "src/train/trainer.rs",
 ];
 
 impl Corpus {
-    /// This project's own text.
-    pub(crate) fn embedded() -> Self {
-        Self::new(EMBEDDED.iter().map(|(_, text)| *text))
+    /// This project's own text, in sequences of at most `longest` bytes.
+    pub(crate) fn embedded(longest: usize) -> Self {
+        Self::new(EMBEDDED.iter().map(|(_, text)| *text), longest)
     }
 
     /// The text files under `path`, in the order of their names; or `path` itself, if it is a file.
-    /// A file whose name ends in `.jsonl` holds a text in each line.
+    /// A file whose name ends in `.jsonl` holds a text in each line. Sequences have at most
+    /// `longest` bytes.
     ///
     /// Hidden files and files that are not UTF-8 are skipped.
-    pub(crate) fn read(path: &Path) -> Result<Self> {
+    pub(crate) fn read(path: &Path, longest: usize) -> Result<Self> {
         let mut files = Vec::new();
         list_files(path, &mut files)?;
         let texts: Vec<Vec<String>> =
             files.iter().map(|file| read_texts(file)).collect::<Result<_>>()?;
-        let corpus = Self::new(texts.iter().flatten().map(String::as_str));
+        let corpus = Self::new(texts.iter().flatten().map(String::as_str), longest);
         if corpus.sequences.is_empty() {
             return Err(Error::usage(format!("no text to learn from in {}", path.display())));
         }
         Ok(corpus)
     }
 
-    /// The paragraphs of `texts`, cut to size.
-    pub(crate) fn new<'a>(texts: impl IntoIterator<Item = &'a str>) -> Self {
+    /// The paragraphs of `texts`, cut after every `longest` bytes.
+    pub(crate) fn new<'a>(texts: impl IntoIterator<Item = &'a str>, longest: usize) -> Self {
         let paragraphs = texts.into_iter().flat_map(|text| text.split("\n\n"));
-        let pieces =
-            paragraphs.flat_map(|paragraph| paragraph.as_bytes().chunks(MAX_SEQUENCE_LENGTH));
+        let pieces = paragraphs.flat_map(|paragraph| paragraph.as_bytes().chunks(longest));
         Self { sequences: pieces.filter(|piece| piece.len() >= 2).map(<[u8]>::to_vec).collect() }
     }
 
@@ -212,6 +215,8 @@ mod tests {
     use super::*;
     use crate::error::ErrorKind;
 
+    const LONGEST: usize = 129;
+
     #[test]
     fn every_source_file_is_embedded() {
         let root = Path::new(env!("CARGO_MANIFEST_DIR"));
@@ -222,13 +227,13 @@ mod tests {
 
     #[test]
     fn paragraphs_are_cut_at_the_longest_sequence() {
-        let long = "x".repeat(MAX_SEQUENCE_LENGTH + 5);
-        let corpus = Corpus::new(["ab\n\nc\n\n", &long]);
-        assert_eq!(corpus.lengths(), [2, MAX_SEQUENCE_LENGTH as u64, 5]);
+        let long = "x".repeat(LONGEST + 5);
+        let corpus = Corpus::new(["ab\n\nc\n\n", &long], LONGEST);
+        assert_eq!(corpus.lengths(), [2, LONGEST as u64, 5]);
         assert_eq!(corpus.sequence(0), b"ab");
         let others = ["ab\n\nc", "ab\n\ncd", "abcd", "ab\n\n\ncd"];
         let fingerprints: std::collections::BTreeSet<_> =
-            others.map(|text| Corpus::new([text]).fingerprint()).into();
+            others.map(|text| Corpus::new([text], LONGEST).fingerprint()).into();
         assert_eq!(fingerprints.len(), others.len());
     }
 
@@ -245,7 +250,7 @@ mod tests {
         ] {
             fs::write(dir.path().join(name), content).unwrap();
         }
-        let corpus = Corpus::read(dir.path()).unwrap();
+        let corpus = Corpus::read(dir.path(), LONGEST).unwrap();
         assert_eq!(corpus.sequences, [&b"first"[..], b"second", b"third"]);
     }
 
@@ -255,12 +260,12 @@ mod tests {
         let lines = "\"first\"\n\n  \n{\"id\": 3, \"text\": \"second\\n\\nthird\"}\r\n\"\"\n";
         fs::write(dir.path().join("a.jsonl"), lines).unwrap();
         fs::write(dir.path().join("b.json"), "[1]").unwrap();
-        let corpus = Corpus::read(dir.path()).unwrap();
+        let corpus = Corpus::read(dir.path(), LONGEST).unwrap();
         assert_eq!(corpus.sequences, [&b"first"[..], b"second", b"third", b"[1]"]);
         for wrong in ["3", "{\"text\": 3}", "{}", "[\"text\"]", "\"text", "first"] {
             let path = dir.path().join("wrong.jsonl");
             fs::write(&path, format!("\"right\"\n\n{wrong}\n")).unwrap();
-            let error = Corpus::read(&path).unwrap_err().to_string();
+            let error = Corpus::read(&path, LONGEST).unwrap_err().to_string();
             assert!(
                 error.starts_with("line 3 of ") && error.contains("wrong.jsonl"),
                 "{wrong}: {error}"
@@ -273,23 +278,23 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("long.jsonl");
         fs::write(&path, "x".repeat(1 << 20)).unwrap();
-        let error = Corpus::read(&path).unwrap_err().to_string();
+        let error = Corpus::read(&path, LONGEST).unwrap_err().to_string();
         assert!(error.ends_with(&format!("no text: \"{}\"…", "x".repeat(40))), "{}", error.len());
     }
 
     #[test]
     fn missing_and_empty_folders_are_refused() {
         let dir = tempfile::tempdir().unwrap();
-        let missing = Corpus::read(&dir.path().join("none")).unwrap_err();
+        let missing = Corpus::read(&dir.path().join("none"), LONGEST).unwrap_err();
         assert!(matches!(*missing.kind, ErrorKind::Read { .. }));
         #[cfg(unix)]
         {
             std::os::unix::fs::symlink("nowhere", dir.path().join("dangling")).unwrap();
-            let dangling = Corpus::read(dir.path()).unwrap_err().to_string();
+            let dangling = Corpus::read(dir.path(), LONGEST).unwrap_err().to_string();
             assert!(dangling.ends_with("dangling"), "{dangling}");
             fs::remove_file(dir.path().join("dangling")).unwrap();
         }
-        let empty = Corpus::read(dir.path()).unwrap_err();
+        let empty = Corpus::read(dir.path(), LONGEST).unwrap_err();
         assert!(matches!(*empty.kind, ErrorKind::Usage(_)));
     }
 }

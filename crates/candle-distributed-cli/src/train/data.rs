@@ -12,10 +12,7 @@ use candle_distributed::{
 
 use crate::{
     error::Result,
-    train::{
-        corpus::{Corpus, MAX_SEQUENCE_LENGTH},
-        settings::Settings,
-    },
+    train::{corpus::Corpus, model::Config, settings::Settings},
 };
 
 /// The most padded tokens in a batch, over all devices.
@@ -34,8 +31,8 @@ const BATCH_STREAM: u64 = 1;
 
 /// The most padded tokens in a batch of a run that starts on this many devices: enough for one
 /// longest sequence each.
-pub(crate) fn max_tokens(world_size: WorldSize) -> u64 {
-    MAX_TOKENS.max(world_size.as_u64() * MAX_SEQUENCE_LENGTH as u64)
+pub(crate) fn max_tokens(world_size: WorldSize, config: Config) -> u64 {
+    MAX_TOKENS.max(world_size.as_u64() * config.longest_sequence() as u64)
 }
 
 /// The batches of a run, epoch by epoch.
@@ -170,7 +167,7 @@ mod tests {
 
     #[test]
     fn padding_has_no_weight() {
-        let corpus = Corpus::new(["ab\n\ncdef"]);
+        let corpus = Corpus::new(["ab\n\ncdef"], 129);
         let config = BatchConfig::default().with_max_batch_size(2);
         let sampler = DynamicBatchSampler::new(corpus.lengths(), config).unwrap();
         let batch = sampler.iter_in([1, 0]).next().unwrap().unwrap();
@@ -182,7 +179,8 @@ mod tests {
     #[test]
     fn a_schedule_resumes_where_it_was() {
         let text = (10..60).map(|length| "x".repeat(length)).collect::<Vec<_>>().join("\n\n");
-        let schedule = Schedule::new(&Corpus::new([text.as_str()]), Seed::new(0), 128).unwrap();
+        let schedule =
+            Schedule::new(&Corpus::new([text.as_str()], 129), Seed::new(0), 128).unwrap();
         let all: Vec<Scheduled> =
             schedule.batches(None).unwrap().take(60).map(Result::unwrap).collect();
         assert!(all[59].epoch > 0);
@@ -192,7 +190,7 @@ mod tests {
                 assert_eq!((next.epoch, next.batch), (expected.epoch, expected.batch.clone()));
             }
         }
-        let other = Schedule::new(&Corpus::new(["abc\n\nde"]), Seed::new(0), 128).unwrap();
+        let other = Schedule::new(&Corpus::new(["abc\n\nde"], 129), Seed::new(0), 128).unwrap();
         assert!(other.batches(Some(&all[3].state)).is_err());
     }
 }

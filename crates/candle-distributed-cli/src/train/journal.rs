@@ -4,17 +4,17 @@ use candle_distributed::{
     batch::{Batch, PaddingReport},
     train::GradientReport,
 };
-use candle_nn::VarMap;
 use indicatif::ProgressBar;
 
 use crate::{
     error::Result,
-    output,
+    output::{self, Partial},
     train::{
         memory::Memory,
         metrics::{MeanLoss, StepMetrics},
         run_dir::RunDir,
         sharding::Needs,
+        traffic::StepTraffic,
     },
 };
 
@@ -90,14 +90,24 @@ impl Journal {
         Ok(())
     }
 
+    /// Remembers what the first device handed over in a step.
+    pub(crate) fn set_step_traffic(&mut self, traffic: StepTraffic) {
+        self.run_dir.set_step_traffic(traffic);
+    }
+
     /// Whether a line is printed after this many steps.
     fn is_line(&self, done: u64) -> bool {
         done == self.steps || done.is_multiple_of(self.steps.div_ceil(LINES))
     }
 
-    /// Saves the parameters and prints a summary of the run.
-    pub(crate) fn finish(&mut self, vars: &VarMap) -> Result<()> {
-        self.run_dir.save(vars)?;
+    /// Opens the file of the model.
+    pub(crate) fn open_model(&self) -> Result<Partial> {
+        self.run_dir.open_model()
+    }
+
+    /// Saves the model that was written, and prints a summary of the run.
+    pub(crate) fn finish(&mut self, model: Partial) -> Result<()> {
+        self.run_dir.save(model)?;
         self.pause()?;
         self.bar.finish_and_clear();
         let last = self.recent.mean();

@@ -2,11 +2,19 @@
 
 use std::{fmt, fs};
 
-use candle_distributed::{batch::Batch, types::human::HumanBytes};
+use candle_distributed::{
+    batch::Batch,
+    plan::{ParameterInfo, cost::RankCost},
+    types::{WorldSize, human::HumanBytes},
+};
 
 use crate::{
-    devices::Place,
-    train::{model::Config, session::Session, sharding::Needs},
+    error::Result,
+    train::{
+        model::Config,
+        session::Session,
+        sharding::{self, Keep, Needs, Sharding},
+    },
 };
 
 /// The peak memory of this process so far in bytes, where the system reports it: on Linux.
@@ -20,43 +28,139 @@ fn peak_in(status: &str) -> Option<u64> {
     mark.trim().strip_suffix(" kB")?.parse::<u64>().ok()?.checked_mul(1024)
 }
 
-/// How much memory this process will probably take in all for a run with these `batches`, of a
-/// model that takes `whole_bytes` with its gradients and the optimizer's state.
-///
-/// What a device computes with is measured: two cores, 4,096 tokens per batch, MiB measured and
-/// predicted.
-///
-/// | devices | 1 | 2 | 4 | 16 |
-/// |---|---|---|---|---|
-/// | sequences of 15 bytes | 275, 290 | 333, 304 | 331, 333 | 672, 507 |
-/// | sequences of 128 bytes | 445, 449 | 451, 463 | 499, 492 | 833, 666 |
-pub(crate) fn predicted(config: Config, whole_bytes: u128, batches: &[Batch], place: Place) -> u64 {
-    /// Each parameter, gradient and moment has a second copy while it is summed over the devices
-    /// and updated.
-    const COPIES: u128 = 2;
-    let devices = place.devices_in_process();
-    let activations = |batch: &Batch| {
-        let rows = (batch.len() as u64).div_ceil(place.placement.world_size().as_u64());
-        let tokens = rows.saturating_mul(batch.padded_length).saturating_mul(devices);
-        u128::from(tokens) * u128::from(bytes_per_token(config, batch.padded_length))
-    };
-    let activations = batches.iter().map(activations).fold(0, u128::max);
-    let state = COPIES * whole_bytes * u128::from(devices);
-    // What is there before training: the program, the text and its batches.
-    let program = peak_bytes().map_or(0, u128::from);
-    u64::try_from(program + state + activations).unwrap_or(u64::MAX)
+/// What a process will probably take at most, term by term.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct Prediction {
+    /// What each is, and how many bytes.
+    pub(crate) terms: Vec<(&'static str, u64)>,
 }
 
-/// The bytes that the forward and the backward pass need at once for a token of a sequence of this
-/// `length`.
-fn bytes_per_token(config: Config, length: u64) -> u64 {
-    /// Numbers per layer for each of the hidden sizes, measured.
-    const WIDTHS: usize = 56;
-    /// Numbers per layer and head for each other token that it attends to, measured.
-    const SCORES: u64 = 12;
-    let widths = (config.layers * config.hidden * WIDTHS) as u64;
-    let scores = ((config.layers * config.heads) as u64).saturating_mul(SCORES * length);
-    widths.saturating_add(scores).saturating_mul(size_of::<f32>() as u64)
+impl Prediction {
+    /// All terms together.
+    pub(crate) fn total(&self) -> u64 {
+        self.terms.iter().fold(0, |total, (_, bytes)| total.saturating_add(*bytes))
+    }
+}
+
+/// What decides how much memory a process takes.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Work<'a> {
+    pub(crate) config: Config,
+    pub(crate) parameters: &'a [ParameterInfo],
+    /// `None` if every device has the whole model.
+    pub(crate) sharding: Option<&'a Sharding>,
+    /// Those of an epoch.
+    pub(crate) batches: &'a [Batch],
+    pub(crate) world_size: u64,
+    /// The ranks of the process.
+    pub(crate) ranks: (u64, u64),
+    /// What the process takes before training: the program, the text and its batches.
+    pub(crate) base_bytes: u64,
+}
+
+impl Work<'_> {
+    /// How much memory the process will probably take. What a device computes with follows from
+    /// constants that were measured.
+    pub(crate) fn predicted(&self) -> Result<Prediction> {
+        let mut terms = vec![("program, text and batches", u128::from(self.base_bytes))];
+        terms.extend(match self.sharding {
+            None => self.of_whole(),
+            Some(sharding) => self.of_parts(sharding)?,
+        });
+        terms.push(("kernels and allocator", kept_bytes(self.devices())));
+        let bytes = |(name, bytes)| (name, u64::try_from(bytes).unwrap_or(u64::MAX));
+        Ok(Prediction { terms: terms.into_iter().map(bytes).collect() })
+    }
+
+    /// The model whole: slots of a process share its variables, and divide the optimizer's state.
+    fn of_whole(&self) -> Vec<(&'static str, u128)> {
+        let all: u128 = self.parameters.iter().map(bytes_of).sum();
+        let devices = self.devices();
+        // What backward has beside the gradients that it returns: zeros to which a gradient is
+        // added, and the sum.
+        let largest = self.parameters.iter().map(bytes_of).fold(0, u128::max);
+        vec![
+            ("parameters", all),
+            ("gradients of each device, and their sum", all * (devices + 1)),
+            ("optimizer state", 2 * all),
+            ("gradients under way", devices * 2 * largest),
+            ("activations", devices * self.tokens() * computed_bytes(self.config)),
+        ]
+    }
+
+    /// The model in parts, by the cost of its plan.
+    fn of_parts(&self, sharding: &Sharding) -> Result<Vec<(&'static str, u128)>> {
+        let plan = sharding.plan(self.parameters, WorldSize::new(self.world_size)?)?;
+        let cost = plan.cost(&sharding::cost_model())?;
+        let is_own = |rank: &&RankCost| {
+            let rank = rank.rank.as_u64();
+            self.ranks.0 <= rank && rank < self.ranks.1
+        };
+        let own: Vec<&RankCost> = cost.ranks.iter().filter(is_own).collect();
+        let sum = |of: fn(&RankCost) -> u64| own.iter().map(|rank| u128::from(of(rank))).sum();
+        // The slots of a process share what is gathered.
+        let gathered = own.iter().map(|rank| rank.gathered_bytes).fold(0, u64::max);
+        let of_token = match sharding.keep {
+            Keep::Inputs => {
+                let inputs = (self.config.layers + 1) * self.config.hidden * size_of::<f32>();
+                inputs as u128 + computed_bytes(Config { layers: 1, ..self.config })
+            }
+            Keep::Gathered => computed_bytes(self.config),
+        };
+        Ok(vec![
+            ("parameters", sum(|rank| rank.storage_bytes)),
+            ("gradients", sum(|rank| rank.grad_bytes)),
+            ("optimizer state", sum(|rank| rank.optimizer_bytes)),
+            ("gathered parameters", gathered.into()),
+            ("gradients of a unit", sum(|rank| rank.unreduced_bytes)),
+            ("gradients under way", sum(|rank| rank.backward_bytes)),
+            ("activations", self.devices() * self.tokens() * of_token),
+        ])
+    }
+
+    fn devices(&self) -> u128 {
+        (self.ranks.1 - self.ranks.0).into()
+    }
+
+    /// The tokens of a device in the largest batch, padding included.
+    fn tokens(&self) -> u128 {
+        let of_batch = |batch: &Batch| {
+            let rows = (batch.len() as u64).div_ceil(self.world_size);
+            u128::from(rows) * u128::from(batch.padded_length)
+        };
+        self.batches.iter().map(of_batch).fold(0, u128::max)
+    }
+}
+
+fn bytes_of(parameter: &ParameterInfo) -> u128 {
+    u128::from(parameter.numel()) * size_of::<f32>() as u128
+}
+
+/// What the forward and the backward pass of so many layers need at once for a token, in bytes.
+///
+/// Measured: two cores, peaks in MiB, predicted and measured with everything else.
+///
+/// | | 2 layers of 128, 4,096 tokens | 6 layers of 384, 2,700 tokens |
+/// |---|---|---|
+/// | whole, 1 device | 167, 159 | 601, 556 |
+/// | whole, 4 devices | 209, 204 | |
+/// | in parts, 1 device | 151, 144 | 367, 360 |
+/// | in parts, 4 devices | 191, 186 | |
+fn computed_bytes(config: Config) -> u128 {
+    /// Numbers per layer for each of the hidden sizes.
+    const WIDTHS: usize = 12;
+    /// Numbers for each token that may follow: its logit, its probability, and a gradient.
+    const LOGITS: usize = 3;
+    let widths = config.layers * config.hidden * WIDTHS + config.vocabulary * LOGITS;
+    (widths * size_of::<f32>()) as u128
+}
+
+/// What kernels keep for their next call, and the allocator for the next tensor: some of it in each
+/// process, and some for each device.
+fn kept_bytes(devices: u128) -> u128 {
+    const PER_PROCESS: u128 = 65 << 20;
+    const PER_DEVICE: u128 = 12 << 20;
+    PER_PROCESS + devices * PER_DEVICE
 }
 
 /// The memory that a process took for its devices, and how much of it the model needs.
@@ -78,7 +182,9 @@ impl Memory {
 
 impl fmt::Display for Memory {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Self { peak_bytes, n_devices, needs: Needs { whole_bytes, sharded_bytes } } = *self;
+        let Self { peak_bytes, n_devices, needs } = *self;
+        let Needs { whole_bytes, sharded_bytes, is_sharded } = needs;
+        let (whole, sharded) = if is_sharded { ("", ", as here") } else { (", as here", "") };
         let each = u128::from(peak_bytes) / u128::from(n_devices.max(1));
         let devices = if n_devices == 1 {
             "its device".into()
@@ -92,16 +198,18 @@ impl fmt::Display for Memory {
             HumanBytes(each)
         )?;
         write!(f, "for {devices}; parameters, gradients and optimizer state: ")?;
-        write!(f, "{} per device whole, as here, ", HumanBytes(whole_bytes))?;
-        write!(f, "{} per rank sharded by the plan; ", HumanBytes(sharded_bytes))?;
+        write!(f, "{} per device whole{whole}, ", HumanBytes(whole_bytes))?;
+        write!(f, "{} per rank sharded by the plan{sharded}; ", HumanBytes(sharded_bytes))?;
         write!(f, "activations are in neither")
     }
 }
 
 #[cfg(test)]
 mod tests {
+    use candle_distributed::plan::strategy::Layout;
+
     use super::*;
-    use crate::train::model::MODEL;
+    use crate::{strategy::Strategy, train::model::MODEL};
 
     #[test]
     fn the_high_water_mark_is_found() {
@@ -116,17 +224,57 @@ mod tests {
 
     #[test]
     fn a_line_says_what_is_whole_and_what_is_sharded() {
-        let needs = Needs { whole_bytes: 2048, sharded_bytes: 1024 };
+        let needs = Needs { whole_bytes: 2048, sharded_bytes: 1024, is_sharded: false };
         let memory = Memory { peak_bytes: 4096, n_devices: 2, needs };
         let words = "peak memory of the process: 4.00 KiB, 2.00 KiB for each of its 2 devices; \
                      parameters, gradients and optimizer state: 2.00 KiB per device whole, as \
                      here, 1.00 KiB per rank sharded by the plan; activations are in neither";
         assert_eq!(memory.to_string(), words);
+        let sharded = Memory { needs: Needs { is_sharded: true, ..needs }, ..memory };
+        let words = "2.00 KiB per device whole, 1.00 KiB per rank sharded by the plan, as here;";
+        assert!(sharded.to_string().contains(words), "{sharded}");
+    }
+
+    /// What a model of this many parameters takes in a process of four devices, without batches.
+    fn predicted(config: Config, sharding: Option<&Sharding>) -> Prediction {
+        let parameters = &sharding::parameters_of(config).unwrap();
+        let work = Work {
+            config,
+            parameters,
+            sharding,
+            batches: &[],
+            world_size: 4,
+            ranks: (0, 4),
+            base_bytes: 1,
+        };
+        work.predicted().unwrap()
     }
 
     #[test]
-    fn a_token_of_a_longer_sequence_takes_more() {
-        let bytes = [15, 128].map(|length| bytes_per_token(MODEL, length));
-        assert_eq!(bytes, [63_104, 106_496]);
+    fn devices_of_a_process_share_a_whole_model_and_divide_one_in_parts() {
+        let all = 475_776 * 4;
+        let largest = 512 * 128 * 4;
+        let whole = predicted(MODEL, None);
+        let kept = (65 + 4 * 12) << 20;
+        assert_eq!(whole.total(), 1 + all * (1 + 5 + 2) + 4 * 2 * largest + kept);
+
+        let sharding = |keep| Sharding { strategy: Strategy::Full(Layout::Dim0), keep };
+        let parts = predicted(MODEL, Some(&sharding(Keep::Inputs)));
+        let block = 12 * 128 * 128 + 2 * 128;
+        let terms: Vec<u64> = parts.terms.iter().map(|(_, bytes)| *bytes).collect();
+        // Each of 16 parameters has a count of steps on each device.
+        let state = 2 * all + 4 * 16 * 4;
+        let unit = block * 4;
+        let expected = [1, all, all, state, unit, 4 * unit, 4 * 2 * largest, 0, kept];
+        assert_eq!(terms, expected);
+
+        let gathered = predicted(MODEL, Some(&sharding(Keep::Gathered)));
+        assert_eq!(gathered.terms[4], ("gathered parameters", all));
+    }
+
+    #[test]
+    fn what_a_token_takes_grows_with_layers() {
+        let layers = |layers| computed_bytes(Config { layers, ..MODEL });
+        assert_eq!((layers(1), layers(2)), (9_216, 15_360));
     }
 }

@@ -1,14 +1,19 @@
-//! A decoder-only transformer over bytes: rotary-free, pre-norm, learned positions.
+//! A decoder-only transformer over bytes: rotary-free, pre-norm, learned positions. It is made a
+//! unit at a time, where its loss enters it.
 
 use candle_core::{Result, Tensor};
-use candle_distributed::ops::{
-    self, Activation, AttentionConfig, CrossEntropyConfig,
-    layers::{Embedding, Linear, Mlp, RmsNorm, embedding, linear_no_bias, rms_norm},
+use candle_distributed::{
+    mesh::Replica,
+    ops::{
+        self, Activation, AttentionConfig, CrossEntropyConfig,
+        layers::{Embedding, Linear, Mlp, RmsNorm, embedding, linear_no_bias, rms_norm},
+    },
+    train::{Loss, UnitRules, Units},
 };
 use candle_nn::{Module, VarBuilder};
 use serde::{Deserialize, Serialize};
 
-use crate::train::corpus::MAX_SEQUENCE_LENGTH;
+use crate::error::{self, Error};
 
 /// The sizes of a transformer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -23,67 +28,163 @@ pub(crate) struct Config {
     pub(crate) hidden: usize,
 }
 
-/// The model that is trained.
+/// The model that is trained unless the user asks for other sizes.
 pub(crate) const MODEL: Config =
-    Config { vocabulary: 256, context: MAX_SEQUENCE_LENGTH - 1, layers: 2, heads: 4, hidden: 128 };
+    Config { vocabulary: 256, context: 128, layers: 2, heads: 4, hidden: 128 };
 
-/// Predicts the next token at every position.
-#[derive(Debug)]
-pub(crate) struct Transformer {
-    tokens: Embedding,
-    positions: Embedding,
-    blocks: Vec<Block>,
-    norm: RmsNorm,
-    head: Linear,
+impl Config {
+    /// The most layers, and the largest of all other sizes: beyond any model of bytes, and far from
+    /// overflow in whatever is computed from them.
+    const MOST_LAYERS: usize = 1 << 12;
+    const LARGEST: usize = 1 << 16;
+
+    /// The longest sequence to learn from, in bytes: its last byte is predicted and is no input.
+    pub(crate) fn longest_sequence(&self) -> usize {
+        self.context + 1
+    }
+
+    /// Refuses sizes of no transformer.
+    pub(crate) fn check(&self) -> error::Result<()> {
+        let &Self { vocabulary, context, layers, heads, hidden } = self;
+        for (what, size, most) in [
+            ("the vocabulary", vocabulary, Self::LARGEST),
+            ("--context", context, Self::LARGEST),
+            ("--n-layers", layers, Self::MOST_LAYERS),
+            ("--n-heads", heads, Self::LARGEST),
+            ("--hidden", hidden, Self::LARGEST),
+        ] {
+            if !(1..=most).contains(&size) {
+                return Err(Error::usage(format!("{what} is {size}, must be 1 to {most}")));
+            }
+        }
+        if hidden % heads > 0 {
+            let uneven = format!("--hidden {hidden} does not split evenly over --n-heads {heads}");
+            return Err(Error::usage(uneven));
+        }
+        // Every byte is a token.
+        if vocabulary < 256 {
+            return Err(Error::usage(format!(
+                "the vocabulary is {vocabulary}, must be at least 256"
+            )));
+        }
+        Ok(())
+    }
 }
 
-impl Transformer {
-    pub(crate) fn new(config: Config, vb: &VarBuilder<'_>) -> Result<Self> {
-        let block = |layer| Block::new(config, &vb.pp(format!("blocks.{layer}")));
+/// Asks for all parameters of a model.
+pub(crate) fn build(config: Config, vb: &VarBuilder<'_>) -> Result<()> {
+    Embed::new(config, vb)?;
+    for layer in 0..config.layers {
+        Block::new(config, &vb.pp(block_name(layer)))?;
+    }
+    Head::new(config, vb)?;
+    Ok(())
+}
+
+/// Which parameters form which unit: blocks do by their numbers.
+pub(crate) fn units() -> UnitRules {
+    UnitRules::new().unit(EMBED, ["tokens", "positions"]).unit(HEAD, ["norm", "head"])
+}
+
+/// The unit of a parameter.
+pub(crate) fn unit_of(name: &str) -> String {
+    let mut parts = name.split('.');
+    match (parts.next(), parts.next()) {
+        (Some("blocks"), Some(layer)) => format!("blocks.{layer}"),
+        (Some("tokens" | "positions"), _) => EMBED.to_owned(),
+        _ => HEAD.to_owned(),
+    }
+}
+
+const EMBED: &str = "embed";
+const HEAD: &str = "head";
+
+fn block_name(layer: usize) -> String {
+    format!("blocks.{layer}")
+}
+
+/// The loss of a shard of token ids and weights: a sum over its predictions, of which a shard may
+/// have more per row than others.
+pub(crate) fn loss(
+    config: Config,
+    _: &Replica,
+    model: &Units,
+    (ids, weights): (Tensor, Tensor),
+) -> Result<Loss> {
+    let predictions = weights.sum_all()?;
+    Ok(Loss::sum(summed_loss(config, model, &ids, weights)?, predictions))
+}
+
+/// The cross-entropy of the tokens after the first, each multiplied by its weight, summed.
+///
+/// # Shapes
+///
+/// `ids` [batch, length + 1] u32, `weights` [batch, length] f32; the result is a scalar.
+pub(crate) fn summed_loss(
+    config: Config,
+    model: &Units,
+    ids: &Tensor,
+    weights: Tensor,
+) -> Result<Tensor> {
+    let length = ids.dim(1)? - 1;
+    let targets = ids.narrow(1, 1, length)?;
+    let inputs = ids.narrow(1, 0, length)?.contiguous()?;
+    let embed = move |vb: VarBuilder<'_>, ids: &Tensor| Embed::new(config, &vb)?.forward(ids);
+    let mut x = model.unit(EMBED, &inputs, embed)?;
+    for layer in 0..config.layers {
+        let block = move |vb: VarBuilder<'_>, x: &Tensor| Block::new(config, &vb)?.forward(x);
+        x = model.unit(&block_name(layer), &x, block)?;
+    }
+    model.unit(HEAD, &x, move |vb, x| {
+        let logits = Head::new(config, &vb)?.forward(x)?;
+        let config = CrossEntropyConfig::default().with_row_weights(weights.clone());
+        Ok(ops::cross_entropy(&logits, &targets, &config)?.sum)
+    })
+}
+
+/// Tokens and their places.
+struct Embed {
+    tokens: Embedding,
+    positions: Embedding,
+}
+
+impl Embed {
+    fn new(config: Config, vb: &VarBuilder<'_>) -> Result<Self> {
         Ok(Self {
             tokens: embedding(config.vocabulary, config.hidden, vb.pp("tokens"))?,
             positions: embedding(config.context, config.hidden, vb.pp("positions"))?,
-            blocks: (0..config.layers).map(block).collect::<Result<_>>()?,
-            norm: rms_norm(config.hidden, NORM_EPSILON, vb.pp("norm"))?,
-            head: linear_no_bias(config.hidden, config.vocabulary, vb.pp("head"))?,
         })
     }
 
-    /// The cross-entropy of the tokens after the first, each multiplied by its weight, summed.
-    ///
-    /// # Shapes
-    ///
-    /// `ids` [batch, length + 1] u32, `weights` [batch, length] f32; the result is a scalar.
-    pub(crate) fn loss(&self, ids: &Tensor, weights: &Tensor) -> Result<Tensor> {
-        let length = ids.dim(1)? - 1;
-        let logits = self.logits(&ids.narrow(1, 0, length)?.contiguous()?)?;
-        let config = CrossEntropyConfig::default().with_row_weights(weights.clone());
-        Ok(ops::cross_entropy(&logits, &ids.narrow(1, 1, length)?, &config)?.sum)
+    /// `ids` [batch, length] to [batch, length, hidden].
+    fn forward(&self, ids: &Tensor) -> Result<Tensor> {
+        let positions = self.positions.embeddings().narrow(0, 0, ids.dim(1)?)?;
+        self.tokens.forward(ids)?.broadcast_add(&positions)
+    }
+}
+
+/// The last norm, and a logit for every token.
+struct Head {
+    norm: RmsNorm,
+    out: Linear,
+}
+
+impl Head {
+    fn new(config: Config, vb: &VarBuilder<'_>) -> Result<Self> {
+        Ok(Self {
+            norm: rms_norm(config.hidden, NORM_EPSILON, vb.pp("norm"))?,
+            out: linear_no_bias(config.hidden, config.vocabulary, vb.pp("head"))?,
+        })
     }
 
-    /// `ids` [batch, length] to logits [batch, length, vocabulary].
-    fn logits(&self, ids: &Tensor) -> Result<Tensor> {
-        let length = ids.dim(1)?;
-        let positions = self.positions.embeddings().narrow(0, 0, length)?;
-        let mut x = self.tokens.forward(ids)?.broadcast_add(&positions)?;
-        let mut normed = self.norm_before(0).forward(&x)?;
-        for (layer, block) in self.blocks.iter().enumerate() {
-            let (attended, added) = block.forward(&x, &normed)?;
-            (x, normed) = self.norm_before(layer + 1).forward_add(&attended, &added)?;
-        }
-        self.head.forward(&normed)
-    }
-
-    /// The norm that a block begins with; the last one stands before the head.
-    fn norm_before(&self, layer: usize) -> &RmsNorm {
-        self.blocks.get(layer).map_or(&self.norm, |block| &block.attention_norm)
+    fn forward(&self, x: &Tensor) -> Result<Tensor> {
+        self.out.forward(&self.norm.forward(x)?)
     }
 }
 
 const NORM_EPSILON: f64 = 1e-5;
 
 /// Attention and a feed-forward network, each added to its input.
-#[derive(Debug)]
 struct Block {
     attention_norm: RmsNorm,
     attention: Attention,
@@ -107,16 +208,14 @@ impl Block {
         })
     }
 
-    /// What the block adds to `x` in the end is added by the norm that follows it.
-    fn forward(&self, x: &Tensor, normed: &Tensor) -> Result<(Tensor, Tensor)> {
-        let (x, normed) = self.mlp_norm.forward_add(x, &self.attention.forward(normed)?)?;
-        let added = self.mlp.forward(&normed)?;
-        Ok((x, added))
+    fn forward(&self, x: &Tensor) -> Result<Tensor> {
+        let attended = self.attention.forward(&self.attention_norm.forward(x)?)?;
+        let (x, normed) = self.mlp_norm.forward_add(x, &attended)?;
+        x + self.mlp.forward(&normed)?
     }
 }
 
 /// Causal multi-head attention.
-#[derive(Debug)]
 struct Attention {
     heads: usize,
     qkv: Linear,

@@ -9,21 +9,22 @@ use std::{
     time::SystemTime,
 };
 
-use candle_distributed::{plan::ParameterInfo, train::Checkpoints, types::Fingerprint};
-use candle_nn::VarMap;
+use candle_distributed::{plan::ParameterInfo, train::Checkpoints};
 use serde::Serialize;
 
 use crate::{
     error::{Error, Result},
-    input, output,
+    input,
+    output::{self, Partial},
     train::{
         curve, memory,
         metrics::Metrics,
         model::MODEL,
-        parameters,
+        model_file,
         session::Session,
         settings::{self, Settings},
         sharding,
+        traffic::StepTraffic,
     },
 };
 
@@ -172,12 +173,18 @@ fn incomplete(path: &Path, settings: &Settings) -> Result<Option<String>> {
     if done != steps {
         return Ok(Some(format!("there are metrics of {done} of {steps} steps")));
     }
-    let Some(bytes) = input::read_if_there(&model)? else { return Ok(Some("it is gone".into())) };
-    match &settings.model_fingerprint {
-        Some(known) if *known == fingerprint(&bytes) => Ok(None),
-        Some(_) => Ok(Some("it is not as the run wrote it".into())),
-        // An early version wrote the run.
-        None => other_model(&bytes),
+    let Some(known) = &settings.model_fingerprint else {
+        // An early version wrote the run, with a small model.
+        return match input::read_if_there(&model)? {
+            Some(bytes) => other_model(&bytes),
+            None => Ok(Some("it is gone".into())),
+        };
+    };
+    match model_file::fingerprint(&model) {
+        Ok(found) if found == *known => Ok(None),
+        Ok(_) => Ok(Some("it is not as the run wrote it".into())),
+        Err(error) if is_nothing(&error) => Ok(Some("it is gone".into())),
+        Err(source) => Err(Error::read(model, source)),
     }
 }
 
@@ -195,12 +202,6 @@ fn other_model(bytes: &[u8]) -> Result<Option<String>> {
     };
     let is_model = found.len() == expected.len() && expected.iter().all(is_there);
     Ok((!is_model).then(|| "it has other parameters".into()))
-}
-
-fn fingerprint(bytes: &[u8]) -> String {
-    let mut fingerprint = Fingerprint::new();
-    fingerprint.bytes(bytes);
-    format!("{:016x}", fingerprint.finish())
 }
 
 /// Makes the first folder of those that [`numbered`] names which is not there yet, and returns its
@@ -317,6 +318,13 @@ impl RunDir {
         output::file(&self.path.join(CURVE), curve::draw(&metrics(&self.path)?)?.as_bytes())
     }
 
+    /// Remembers what the first device handed over in a step.
+    pub(crate) fn set_step_traffic(&mut self, traffic: StepTraffic) {
+        if let Some(session) = self.settings.sessions.last_mut() {
+            session.step_traffic = Some(traffic);
+        }
+    }
+
     /// Appends one line to the metrics.
     pub(crate) fn append(&mut self, line: &impl Serialize) -> Result<()> {
         let line = serde_json::to_string(line).map_err(io::Error::from);
@@ -348,14 +356,19 @@ impl RunDir {
         Ok(())
     }
 
-    /// Writes the model, which completes the run.
-    pub(crate) fn save(&mut self, vars: &VarMap) -> Result<()> {
-        let path = self.path.join(MODEL_FILE);
-        let bytes = serialized(vars).map_err(|source| Error::write(&path, source))?;
+    /// Opens the file of the model.
+    pub(crate) fn open_model(&self) -> Result<Partial> {
+        Partial::new(&self.path.join(MODEL_FILE))
+    }
+
+    /// Gives the file of the model, which is written, its name; that completes the run.
+    pub(crate) fn save(&mut self, model: Partial) -> Result<()> {
+        let fingerprint = model_file::fingerprint(model.path());
+        let fingerprint = fingerprint.map_err(|source| Error::read(model.path(), source))?;
         // First, so that a model is never there without it.
-        self.settings.model_fingerprint = Some(fingerprint(&bytes));
+        self.settings.model_fingerprint = Some(fingerprint);
         self.settings.write(&self.path)?;
-        output::file(&path, &bytes)
+        model.persist()
     }
 }
 
@@ -400,13 +413,6 @@ fn move_model(path: &Path) -> Result<Option<PathBuf>> {
             Err(source) => return Err(Error::read(beside, source)),
         }
     }
-}
-
-/// The parameters as a safetensors file.
-fn serialized(vars: &VarMap) -> io::Result<Vec<u8>> {
-    let vars = parameters::by_name(vars).map_err(io::Error::other)?;
-    let tensors = vars.iter().map(|(name, var)| (name, var.as_tensor()));
-    safetensors::serialize(tensors, None).map_err(io::Error::other)
 }
 
 #[cfg(test)]

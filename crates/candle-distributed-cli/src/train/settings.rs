@@ -8,7 +8,10 @@ use serde::{Deserialize, Serialize};
 use crate::{
     error::{Error, Result},
     input, output,
-    train::{model::Config, session::Session},
+    train::{
+        model::{Config, MODEL},
+        session::Session,
+    },
 };
 
 pub(crate) const FILE: &str = "run.json";
@@ -70,6 +73,7 @@ impl Settings {
                 "{name} is damaged: seed, steps, text, max_tokens or model is not what was written"
             )));
         }
+        self.config().check()?;
         Ok(())
     }
 
@@ -87,6 +91,11 @@ impl Settings {
 
     fn encoded(&self, path: &Path) -> Result<Vec<u8>> {
         serde_json::to_vec_pretty(self).map_err(|source| Error::write(path, source.into()))
+    }
+
+    /// The sizes of the model. Early versions, which do not record them, trained this one alone.
+    pub(crate) fn config(&self) -> Config {
+        self.model.unwrap_or(MODEL)
     }
 
     /// A hash of all that decides about the parameters after each step, in hexadecimal digits.
@@ -114,7 +123,6 @@ pub(crate) mod tests {
     use std::{collections::BTreeSet, fs};
 
     use super::*;
-    use crate::train::model::MODEL;
 
     fn session(first_step: u64) -> Session {
         Session {
@@ -122,6 +130,9 @@ pub(crate) mod tests {
             world_size: 2,
             devices_here: 2,
             on_processors: true,
+            sharding: None,
+            base_bytes: None,
+            step_traffic: None,
             peak_bytes: None,
         }
     }

@@ -1,44 +1,106 @@
-//! What each rank would hold if the model were sharded.
+//! How a run is sharded, and what each rank holds, or would hold if it were.
 
 use candle_core::{DType, Device};
 use candle_distributed::{
     plan::{
-        ParameterInfo, ShardingPlan,
-        cost::{CostModel, PlanCost, RankCost},
+        ElemType, ParameterInfo, ShardingPlan,
+        cost::{CostModel, PlanCost, RankCost, Runtime},
         strategy::{Full, ShardingStrategy},
     },
     train,
     types::WorldSize,
 };
-use candle_nn::{VarBuilder, VarMap};
+use serde::{Deserialize, Serialize};
 
 use crate::{
     error::Result,
-    train::{
-        model::{Config, Transformer},
-        parameters,
-    },
+    strategy::Strategy,
+    train::model::{self, Config},
 };
+
+/// How a run is sharded, as `run.json` records it.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub(crate) struct Sharding {
+    pub(crate) strategy: Strategy,
+    pub(crate) keep: Keep,
+}
+
+/// What units keep between the forward and the backward pass.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub(crate) enum Keep {
+    /// Their inputs: parameters are gathered twice, and the forward pass is run again.
+    Inputs,
+    /// Their parameters and all that they compute.
+    Gathered,
+}
+
+impl From<Keep> for train::Keep {
+    fn from(keep: Keep) -> Self {
+        match keep {
+            Keep::Inputs => Self::Inputs,
+            Keep::Gathered => Self::Gathered,
+        }
+    }
+}
+
+impl Sharding {
+    /// The plan of parameters that have their units.
+    pub(crate) fn plan(
+        &self,
+        parameters: &[ParameterInfo],
+        world_size: WorldSize,
+    ) -> Result<ShardingPlan> {
+        let plan = self.strategy.planner().plan(parameters, world_size)?;
+        Ok(match self.keep {
+            Keep::Gathered => {
+                let all: Vec<String> = plan.units().into_iter().map(str::to_owned).collect();
+                plan.with_kept_units(all)?
+            }
+            Keep::Inputs => plan,
+        })
+    }
+}
+
+/// The plan of a run; of one that is not sharded, what each rank would hold if every one owned a
+/// part of every parameter.
+pub(crate) fn plan(
+    sharding: Option<&Sharding>,
+    parameters: &[ParameterInfo],
+    world_size: WorldSize,
+) -> Result<ShardingPlan> {
+    match sharding {
+        Some(sharding) => sharding.plan(parameters, world_size),
+        None => Ok(Full::default().plan(parameters, world_size)?),
+    }
+}
+
+/// What a plan is priced by: the runtime that carries it out here.
+pub(crate) fn cost_model() -> CostModel {
+    CostModel::default().with_runtime(Runtime::Candle)
+}
 
 /// The bytes of parameters, gradients and optimizer state.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Needs {
-    /// On a device that holds all of it, as every device of a run does.
+    /// On a device that holds all of it.
     pub(crate) whole_bytes: u128,
     /// On the rank of a plan that holds the most.
     pub(crate) sharded_bytes: u128,
+    /// Whether the run is sharded by that plan.
+    pub(crate) is_sharded: bool,
 }
 
 impl Needs {
-    /// The needs of a model whose [`plan`] costs `sharded`.
-    pub(crate) fn of(parameters: &[ParameterInfo], sharded: &PlanCost) -> Result<Self> {
-        Ok(Self { whole_bytes: whole_bytes(parameters)?, sharded_bytes: largest(sharded) })
+    /// The needs of a model whose plan costs `sharded`.
+    pub(crate) fn of(
+        parameters: &[ParameterInfo],
+        sharded: &PlanCost,
+        is_sharded: bool,
+    ) -> Result<Self> {
+        let whole = plan(None, parameters, WorldSize::ONE)?.cost(&cost_model())?;
+        Ok(Self { whole_bytes: largest(&whole), sharded_bytes: largest(sharded), is_sharded })
     }
-}
-
-/// The bytes of parameters, gradients and optimizer state on a device that holds all of it.
-pub(crate) fn whole_bytes(parameters: &[ParameterInfo]) -> Result<u128> {
-    Ok(largest(&plan(parameters, WorldSize::ONE)?.cost(&CostModel::default())?))
 }
 
 /// The bytes on the rank that holds the most.
@@ -46,20 +108,20 @@ fn largest(cost: &PlanCost) -> u128 {
     cost.ranks.iter().map(RankCost::total_bytes).fold(0, u128::max)
 }
 
-/// The plan of a run: every rank owns a part of every parameter.
-pub(crate) fn plan(parameters: &[ParameterInfo], world_size: WorldSize) -> Result<ShardingPlan> {
-    Ok(Full::default().plan(parameters, world_size)?)
-}
-
-/// The parameters in `vars`, as a planner sees them.
-pub(crate) fn parameters_in(vars: &VarMap) -> Result<Vec<ParameterInfo>> {
-    let vars = parameters::by_name(vars)?;
-    Ok(train::parameter_infos(vars.iter().map(|(name, var)| (name, var.as_tensor())))?)
-}
-
-/// The parameters of a model of these sizes.
+/// The parameters of a model of these sizes, in the order of their names. They take no memory.
 pub(crate) fn parameters_of(config: Config) -> Result<Vec<ParameterInfo>> {
-    let vars = VarMap::new();
-    Transformer::new(config, &VarBuilder::from_varmap(&vars, DType::F32, &Device::Cpu))?;
-    parameters_in(&vars)
+    let mut declared = train::declare(|vb| model::build(config, &vb), DType::F32, &Device::Cpu)?;
+    declared.sort_by(|left, right| left.name.cmp(&right.name));
+    let info = |declared: train::Declared| {
+        let shape = declared.shape.dims().iter().map(|&size| size as u64);
+        let info = ParameterInfo::new(declared.name, shape.collect::<Vec<_>>(), ElemType::F32)?;
+        Ok(with_unit(info))
+    };
+    declared.into_iter().map(info).collect()
+}
+
+/// A parameter of the model in its unit.
+pub(crate) fn with_unit(info: ParameterInfo) -> ParameterInfo {
+    let unit = model::unit_of(info.name());
+    info.with_unit(unit)
 }

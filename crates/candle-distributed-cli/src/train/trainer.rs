@@ -2,6 +2,7 @@
 //! checkpoint.
 
 use std::{
+    io::{BufWriter, Write},
     path::Path,
     sync::{
         Arc,
@@ -13,34 +14,33 @@ use std::{
 use candle_core::{DType, Device, Tensor};
 use candle_distributed::{
     batch::{Batch, BatchState},
-    mesh::{ALL, DeviceMesh, P, Replica, Uneven},
+    mesh::{ALL, DeviceMesh, P, Replica},
     train::{
-        self, AdamW, CheckpointError, Checkpoints, DataParallel, GradientReport, Loss,
+        self, CheckpointError, Checkpoints, GradientReport, Loss,
         TrainingError::{NonFiniteBuffer, NonFiniteLoss, NonFiniteNorm},
+        Units,
+        traffic::StepTraffic,
     },
 };
-use candle_nn::{Optimizer, ParamsAdamW, VarMap};
 
 use crate::{
     error::{Error, ErrorKind, Result},
+    output::Partial,
     train::{
         corpus::Corpus,
         data::{self, Schedule, Scheduled},
+        distributed::Distributed,
         journal::Journal,
         metrics::StepMetrics,
-        model::{MODEL, Transformer},
+        model, model_file,
         resumed::Resumed,
         settings::Settings,
+        sharding::{self, Sharding},
     },
 };
 
 const PEAK_LEARNING_RATE: f64 = 3e-3;
 const WARMUP_STEPS: u64 = 10;
-
-pub(crate) type Model = DataParallel<Transformer, AdamW>;
-
-/// The loss of a shard of token ids and weights.
-type LossFn = fn(&Replica, &Transformer, (Tensor, Tensor)) -> candle_core::Result<Loss>;
 
 /// What to train, on what, and for how long; the same in every process.
 #[derive(Debug)]
@@ -49,6 +49,10 @@ pub(crate) struct Job<'a> {
     pub(crate) corpus: &'a Corpus,
     pub(crate) schedule: &'a Schedule,
     pub(crate) settings: &'a Settings,
+    /// How the model is sharded; every device has all of it if there is nothing here.
+    pub(crate) sharding: Option<&'a Sharding>,
+    /// What a resumed run is to be typed with again, beside its folder.
+    pub(crate) typed: &'a str,
     /// The number of steps from one checkpoint to the next.
     pub(crate) checkpoint_every: u64,
     /// Whether to check the gradients before the first step.
@@ -68,25 +72,22 @@ impl Job<'_> {
         self.from.map_or(0, |from| from.checkpoint.step())
     }
 
-    /// The model with the parameters `vars`, as the checkpoint has them if there is one.
-    pub(crate) fn start(&self, vars: &VarMap) -> Result<Model> {
-        let mut model = self.model(vars)?;
+    /// The model, as the checkpoint has it if there is one.
+    pub(crate) fn start(&self) -> Result<Distributed> {
+        let mut model = Distributed::new(self.mesh, self.settings, self.sharding)?;
         if let Some(from) = self.from {
             model.load(&from.checkpoint)?;
         }
         Ok(model)
     }
 
-    /// Trains the model of `vars` for the remaining steps, each on one batch that all devices share.
-    /// The process that has a journal writes it.
-    pub(crate) fn run(
-        &self,
-        mut model: Model,
-        vars: &VarMap,
-        mut journal: Option<Journal>,
-    ) -> Result<()> {
+    /// Trains the model for the remaining steps, each on one batch that all devices share. The
+    /// process that has a journal writes it.
+    pub(crate) fn run(&self, mut model: Distributed, mut journal: Option<Journal>) -> Result<()> {
         let state = self.from.map(|from| &from.batches);
         if self.check {
+            let config = self.settings.config();
+            let loss = |ctx: &Replica, model: &Units, batch| model::loss(config, ctx, model, batch);
             let report = self.check_gradients(&mut model, state, loss)?;
             if let Some(journal) = &journal {
                 journal.show(&report);
@@ -99,12 +100,14 @@ impl Job<'_> {
             let Scheduled { epoch, batch, state } = scheduled?;
             let learning_rate = learning_rate(step, steps);
             let at = At { step, epoch, batch: state.step, learning_rate };
+            let before = StepTraffic::so_far(self.mesh);
             let loss = match self.step(&mut model, &batch, learning_rate) {
                 Ok(loss) => loss,
                 Err(error) => return Err(self.failed(error, &at, journal)?),
             };
             let seconds = start.elapsed().as_secs_f64();
             if let Some(journal) = &mut journal {
+                journal.set_step_traffic(StepTraffic::since(self.mesh, before));
                 let metrics = StepMetrics::new(step, epoch, loss, learning_rate, &batch, seconds);
                 journal.log(&metrics, &batch)?;
             }
@@ -126,47 +129,70 @@ impl Job<'_> {
                 return Err(self.stopped(done, journal)?);
             }
         }
-        match journal {
-            Some(mut journal) => journal.finish(vars),
-            None => Ok(()),
+        self.finish(&model, journal)
+    }
+
+    /// Trains two steps, and returns what the first device of this process sent in the second.
+    pub(crate) fn rehearse(&self) -> Result<StepTraffic> {
+        let mut model = self.start()?;
+        let steps = self.settings.steps;
+        let mut counted = StepTraffic::default();
+        for (step, scheduled) in (0..2).zip(self.schedule.batches(None)?) {
+            let before = StepTraffic::so_far(self.mesh);
+            self.step(&mut model, &scheduled?.batch, learning_rate(step, steps))?;
+            counted = StepTraffic::since(self.mesh, before);
         }
+        Ok(counted)
+    }
+
+    /// Has the process with the journal write the model, of which each may have a part.
+    fn finish(&self, model: &Distributed, journal: Option<Journal>) -> Result<()> {
+        let Some(mut journal) = journal else { return model.for_each_whole(|_| Ok(())) };
+        let mut partial = journal.open_model()?;
+        self.write(model, &mut partial)?;
+        journal.finish(partial)
+    }
+
+    fn write(&self, model: &Distributed, partial: &mut Partial) -> Result<()> {
+        let path = partial.path().to_owned();
+        let failed = |source| Error::write(&path, source);
+        let mut out = BufWriter::new(partial.file());
+        let parameters = sharding::parameters_of(self.settings.config())?;
+        model_file::write_head(&mut out, &parameters).map_err(failed)?;
+        model.for_each_whole(|parameter| {
+            model_file::write_items(&mut out, &parameter).map_err(failed)
+        })?;
+        out.flush().map_err(failed)
     }
 
     /// Trains on one batch, and returns its loss.
     #[expect(clippy::cast_possible_truncation, reason = "the journal is in single precision")]
-    fn step(&self, model: &mut Model, batch: &Batch, learning_rate: f64) -> Result<f32> {
+    fn step(&self, model: &mut Distributed, batch: &Batch, learning_rate: f64) -> Result<f32> {
         model.set_learning_rate(learning_rate)?;
         let tensors = data::collate(batch, self.corpus, &self.mesh.devices()[0])?;
-        Ok(model.step(tensors, loss)?.loss as f32)
+        Ok(model.step(self.settings.config(), tensors)? as f32)
     }
 
     /// Writes a checkpoint after `done` steps, of which `state` is the last.
-    fn save(&self, model: &Model, done: u64, state: &BatchState) -> Result<()> {
+    fn save(&self, model: &Distributed, done: u64, state: &BatchState) -> Result<()> {
         Ok(self.checkpoints.save(self.mesh, done, &model.state_dict()?, state)?)
-    }
-
-    fn model(&self, vars: &VarMap) -> Result<Model> {
-        let mut builder = DataParallel::builder(self.mesh, |vb| Transformer::new(MODEL, &vb))
-            .variables(vars)
-            .uneven(Uneven::Pad);
-        if self.settings.allow_non_finite {
-            builder = builder.allow_non_finite();
-        }
-        Ok(builder.build(|group| AdamW::new(group.vars, ParamsAdamW::default()))?)
     }
 
     /// Compares the gradients of the batch after `state` with differences of its loss.
     #[expect(clippy::expect_used, reason = "says why it cannot fail")]
-    fn check_gradients(
+    fn check_gradients<F>(
         &self,
-        model: &mut Model,
+        model: &mut Distributed,
         state: Option<&BatchState>,
-        loss: LossFn,
-    ) -> Result<GradientReport> {
+        loss: F,
+    ) -> Result<GradientReport>
+    where
+        F: Fn(&Replica, &Units, (Tensor, Tensor)) -> candle_core::Result<Loss> + Send + Sync,
+    {
         let next = self.schedule.batches(state)?.next();
         let batch = next.expect("batches are endless")?.batch;
         let tensors = data::collate(&batch, self.corpus, &self.mesh.devices()[0])?;
-        Ok(model.check_gradients(tensors, loss)?)
+        model.check_gradients(tensors, loss)
     }
 
     /// Whether a process was told to stop. A signal may reach the processes in different steps, and
@@ -180,7 +206,8 @@ impl Job<'_> {
     /// The error of a run that was stopped from outside.
     fn stopped(&self, done: u64, journal: Option<Journal>) -> Result<Error> {
         let path = self.path.display();
-        let hint = format!("to resume: candle-distributed train --out {path} --resume");
+        let typed = self.typed;
+        let hint = format!("to resume: candle-distributed train --out {path} --resume{typed}");
         let stopped = ErrorKind::Stopped { done, steps: self.settings.steps };
         ended(journal, Error::from(stopped).hinted(hint))
     }
@@ -250,17 +277,6 @@ pub(crate) fn largest(mesh: &DeviceMesh, number: u32) -> Result<u32> {
     Ok(pmax.call(number)?.to_scalar()?)
 }
 
-/// The loss of a shard: a sum over its predictions, of which a shard may have more per row than
-/// others.
-fn loss(
-    _: &Replica,
-    model: &Transformer,
-    (ids, weights): (Tensor, Tensor),
-) -> candle_core::Result<Loss> {
-    let predictions = weights.sum_all()?;
-    Ok(Loss::sum(model.loss(&ids, &weights)?, predictions))
-}
-
 /// A linear warm-up over the first steps, then a linear decay to a tenth of the peak.
 fn learning_rate(step: u64, steps: u64) -> f64 {
     let warmup = (step + 1) as f64 / WARMUP_STEPS as f64;
@@ -270,70 +286,117 @@ fn learning_rate(step: u64, steps: u64) -> f64 {
 
 #[cfg(test)]
 mod tests {
-    use candle_distributed::{train::GradientError, types::Seed};
+    use candle_distributed::{
+        plan::strategy::Layout,
+        train::{DataParallel, GradientError},
+        types::Seed,
+    };
+    use candle_nn::{Optimizer, ParamsAdamW};
 
     use super::*;
-    use crate::train::{parameters, run_dir, settings::tests::settings, sharding::Needs};
+    use crate::{
+        strategy::Strategy,
+        train::{
+            model::MODEL,
+            run_dir,
+            settings::tests::settings,
+            sharding::{Keep, Needs},
+        },
+    };
+
+    /// What the jobs of these tests have in common.
+    struct Fixture {
+        mesh: DeviceMesh,
+        corpus: Corpus,
+        schedule: Schedule,
+    }
+
+    impl Fixture {
+        fn new() -> Self {
+            let corpus = Corpus::new(["to be or\n\nnot to be"], MODEL.longest_sequence());
+            let schedule = Schedule::new(&corpus, Seed::new(0), 64).unwrap();
+            Self { mesh: DeviceMesh::cpu(2).unwrap(), corpus, schedule }
+        }
+
+        fn job<'a>(
+            &'a self,
+            settings: &'a Settings,
+            path: &'a Path,
+            checkpoints: &'a Checkpoints,
+            sharding: Option<&'a Sharding>,
+        ) -> Job<'a> {
+            Job {
+                mesh: &self.mesh,
+                corpus: &self.corpus,
+                schedule: &self.schedule,
+                settings,
+                sharding,
+                typed: "",
+                checkpoint_every: 5,
+                check: false,
+                path,
+                checkpoints,
+                from: None,
+                stop: Arc::default(),
+            }
+        }
+    }
+
+    fn full() -> Sharding {
+        Sharding { strategy: Strategy::Full(Layout::Dim0), keep: Keep::Inputs }
+    }
 
     #[test]
     fn a_wrong_gradient_ends_the_check_with_a_hint() {
-        let mesh = DeviceMesh::cpu(2).unwrap();
-        let corpus = Corpus::new(["to be or\n\nnot to be"]);
-        let schedule = Schedule::new(&corpus, Seed::new(0), 64).unwrap();
-        let job = Job {
-            mesh: &mesh,
-            corpus: &corpus,
-            schedule: &schedule,
-            settings: &settings(),
-            checkpoint_every: 1,
-            check: true,
-            path: Path::new(""),
-            checkpoints: &Checkpoints::new(""),
-            from: None,
-            stop: Arc::default(),
+        let fixture = Fixture::new();
+        let (settings, checkpoints) = (settings(), Checkpoints::new(""));
+        let full = full();
+        for sharding in [None, Some(&full)] {
+            let job = fixture.job(&settings, Path::new(""), &checkpoints, sharding);
+            let mut model = job.start().unwrap();
+            let half_without_backward = |_: &Replica, model: &Units, batch: (Tensor, Tensor)| {
+                let (ids, weights) = batch;
+                let sum = model::summed_loss(MODEL, model, &ids, weights.clone())?;
+                Ok(Loss::sum((&sum + sum.detach())?, weights.sum_all()?))
+            };
+            let error = job.check_gradients(&mut model, None, half_without_backward).unwrap_err();
+            let ErrorKind::Training(train::Error::Gradient(GradientError::Wrong {
+                wrong,
+                prefixes,
+            })) = &*error.kind
+            else {
+                panic!("{error}")
+            };
+            assert_eq!((wrong.len(), *prefixes), (6, 6), "{error}");
+            assert_eq!(error.exit_code(), 1);
+            assert!(error.hint().unwrap().contains("--device cpu"));
+        }
+    }
+
+    /// A model with a parameter that is no number.
+    fn of_nan(fixture: &Fixture, settings: &Settings) -> Distributed {
+        let build = |vb: candle_nn::VarBuilder<'_>| model::build(MODEL, &vb);
+        let values = |declared: &train::Declared, items: std::ops::Range<usize>| {
+            let value = if declared.name == "norm.weight" { f32::NAN } else { 1.0 };
+            Tensor::full(value, items.len(), &Device::Cpu)
         };
-        let vars =
-            parameters::initialized(Seed::new(0), &Device::Cpu, |vb| Transformer::new(MODEL, &vb));
-        let mut model = job.model(&vars.unwrap()).unwrap();
-        let half_without_backward: LossFn = |_, model, (ids, weights)| {
-            let sum = model.loss(&ids, &weights)?;
-            Ok(Loss::sum((&sum + sum.detach())?, weights.sum_all()?))
-        };
-        let error = job.check_gradients(&mut model, None, half_without_backward).unwrap_err();
-        let ErrorKind::Training(train::Error::Gradient(GradientError::Wrong { wrong, prefixes })) =
-            &*error.kind
-        else {
-            panic!("{error}")
-        };
-        assert_eq!((wrong.len(), *prefixes), (6, 6), "{error}");
-        assert_eq!(error.exit_code(), 1);
-        assert!(error.hint().unwrap().contains("--device cpu"));
+        let builder = DataParallel::builder(&fixture.mesh, Units::by(model::units(), build));
+        let builder = builder.init_with(values).uneven(candle_distributed::mesh::Uneven::Pad);
+        let builder = if settings.allow_non_finite { builder.allow_non_finite() } else { builder };
+        let adam = |group: train::Group| train::AdamW::new(group.vars, ParamsAdamW::default());
+        Distributed::Whole(builder.build(adam).unwrap())
     }
 
     /// Trains a model with a parameter that is no number, until the run ends.
     fn run_on_nan(settings: &Settings, path: &Path, journal: Option<Journal>) -> Result<()> {
-        let mesh = DeviceMesh::cpu(2).unwrap();
-        let corpus = Corpus::new(["to be or\n\nnot to be"]);
-        let schedule = Schedule::new(&corpus, Seed::new(0), 64).unwrap();
-        let job = Job {
-            mesh: &mesh,
-            corpus: &corpus,
-            schedule: &schedule,
-            settings,
-            checkpoint_every: 5,
-            check: false,
-            path,
-            checkpoints: &run_dir::checkpoints(path, settings),
-            from: None,
-            stop: Arc::default(),
-        };
-        let build = |vb: candle_nn::VarBuilder<'_>| Transformer::new(MODEL, &vb);
-        let vars = parameters::initialized(Seed::new(0), &Device::Cpu, build).unwrap();
-        let norm = &parameters::by_name(&vars).unwrap()["norm.weight"];
-        norm.set(&Tensor::full(f32::NAN, norm.shape(), &Device::Cpu).unwrap()).unwrap();
-        let model = job.start(&vars).unwrap();
-        job.run(model, &vars, journal)
+        let fixture = Fixture::new();
+        let checkpoints = run_dir::checkpoints(path, settings);
+        let job = fixture.job(settings, path, &checkpoints, None);
+        job.run(of_nan(&fixture, settings), journal)
     }
+
+    /// Nobody looks at these.
+    const NEEDS: Needs = Needs { whole_bytes: 1, sharded_bytes: 1, is_sharded: false };
 
     #[test]
     fn a_loss_that_is_no_number_ends_the_run_where_it_is() {
@@ -342,7 +405,7 @@ mod tests {
         let settings = settings();
         let journal = || {
             let run_dir = run_dir::RunDir::create(&path, &settings).unwrap();
-            Journal::new(0, settings.steps, run_dir, Needs { whole_bytes: 1, sharded_bytes: 1 })
+            Journal::new(0, settings.steps, run_dir, NEEDS)
         };
         let error = run_on_nan(&settings, &path, Some(journal())).unwrap_err();
         assert!(error.is_of_all() && error.exit_code() == 1, "{error}");
@@ -369,8 +432,7 @@ mod tests {
         let path = parent.path().join("run");
         let settings = Settings { allow_non_finite: true, steps: 2, ..settings() };
         let run_dir = run_dir::RunDir::create(&path, &settings).unwrap();
-        let needs = Needs { whole_bytes: 1, sharded_bytes: 1 };
-        let journal = Journal::new(0, settings.steps, run_dir, needs);
+        let journal = Journal::new(0, settings.steps, run_dir, NEEDS);
         run_on_nan(&settings, &path, Some(journal)).unwrap();
         assert_eq!(run_dir::metrics(&path).unwrap().done(), 2);
         assert!(run_dir::metrics(&path).unwrap().steps()[1].loss.is_nan());

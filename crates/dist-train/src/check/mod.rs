@@ -177,7 +177,7 @@ mod tests {
     use super::*;
     use crate::{
         error::Error,
-        parameters::{InitialValues, declare::declare},
+        parameters::{InitialValues, Initializer, declare::declare},
     };
 
     /// Variables by name, and a loss of them.
@@ -277,7 +277,7 @@ mod tests {
 
     /// A network of seeded weights with its variables, and a batch.
     fn net(dtype: DType) -> (Net, Vec<(String, Var)>, Tensor) {
-        let values = InitialValues { seed: Seed::new(3), weights: None };
+        let values = InitialValues { init: Initializer::Seeded(Seed::new(3)), weights: None };
         let map = VarMap::new();
         for declared in declare(Net::new, dtype, &Device::Cpu).unwrap() {
             let value = values.tensor(&declared, &Device::Cpu).unwrap();

@@ -4,7 +4,7 @@ use candle_core::DType;
 
 /// Which numbers a checkpoint may hold.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub(super) enum Values {
+pub(crate) enum Values {
     /// Finite numbers alone.
     #[default]
     Finite,
@@ -14,7 +14,7 @@ pub(super) enum Values {
 
 impl Values {
     /// The first item of `bytes` that is refused.
-    pub(super) fn first_refused(self, dtype: DType, bytes: &[u8]) -> Option<usize> {
+    pub(crate) fn first_refused(self, dtype: DType, bytes: &[u8]) -> Option<usize> {
         match self {
             Self::Finite => first_non_finite(dtype, bytes),
             Self::Any => None,

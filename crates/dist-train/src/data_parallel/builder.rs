@@ -2,11 +2,12 @@
 
 use std::{
     fmt,
+    ops::Range,
     path::PathBuf,
     sync::{Arc, Mutex},
 };
 
-use candle_core::{DType, Var};
+use candle_core::{DType, Tensor, Var};
 use candle_nn::{Optimizer, VarBuilder, VarMap};
 use core_types::Seed;
 use pmap_mesh::{DeviceMesh, Specs, Uneven};
@@ -20,12 +21,13 @@ use crate::{
     },
     error::{Error, Result, training::TrainingError},
     parameters::{
-        InitialValues,
+        InitialValues, Initializer,
         declare::{Declared, declare},
     },
     processes::agreed,
     progress::Progress,
-    step::{inventory::Inventory, options::Options, roles::Choices},
+    schedule::Schedule,
+    step::{inventory::Inventory, options::Options, rates::Rates, roles::Choices},
 };
 
 /// Builds a [`DataParallel`]: made by [`DataParallel::builder`].
@@ -39,7 +41,7 @@ pub struct DataParallelBuilder<'a, B> {
     model: B,
     vars: VarMap,
     dtype: Option<DType>,
-    init: Seed,
+    init: Initializer,
     weights: Option<PathBuf>,
     sharing: Sharing,
     choices: Choices,
@@ -64,7 +66,7 @@ impl<'a, B> DataParallelBuilder<'a, B> {
             model,
             vars: VarMap::new(),
             dtype: None,
-            init: Seed::new(0),
+            init: Initializer::Seeded(Seed::new(0)),
             weights: None,
             sharing: Sharing::default(),
             choices: Choices::default(),
@@ -77,14 +79,45 @@ impl<'a, B> DataParallelBuilder<'a, B> {
     /// seed, the parameter's name and i, distributed as the layer's constructor says: the same on
     /// every device, in every process and for every number of slots.
     pub fn init(self, seed: Seed) -> Self {
-        Self { init: seed, ..self }
+        Self { init: Initializer::Seeded(seed), ..self }
     }
 
-    /// Begins with pretrained weights: a safetensors file, or a Hugging Face index, whose name ends
-    /// in `.json`. Names are matched exactly. A parameter that is not there is an error unless
+    /// Takes initial values from a function in place of the [seed](Self::init). Given a parameter
+    /// and a range of its items, counted in row-major order, it returns these items as one
+    /// dimension, of the parameter's type: the whole parameter, so all.
+    ///
+    /// It is a function of its arguments alone, so that a part has the values that it has in the
+    /// whole.
+    ///
+    /// # Examples
+    ///
+    /// ```
+    /// use candle_core::{Device, Tensor};
+    /// use candle_nn::{Optimizer, ParamsAdamW, linear};
+    /// use dist_train::{AdamW, DataParallel};
+    /// use pmap_mesh::DeviceMesh;
+    ///
+    /// let mesh = DeviceMesh::cpu(2)?;
+    /// let model = DataParallel::builder(&mesh, |vb| linear(3, 1, vb))
+    ///     .init_with(|_, items| Tensor::arange(items.start as f32, items.end as f32, &Device::Cpu))
+    ///     .build(|group| AdamW::new(group.vars, ParamsAdamW::default()))?;
+    /// assert_eq!(model.variables()["weight"].to_vec2::<f32>()?, [[0., 1., 2.]]);
+    /// # Ok::<(), Box<dyn std::error::Error>>(())
+    /// ```
+    pub fn init_with(
+        self,
+        values: impl Fn(&Declared, Range<usize>) -> candle_core::Result<Tensor> + Send + Sync + 'static,
+    ) -> Self {
+        Self { init: Initializer::Given(Arc::new(values)), ..self }
+    }
+
+    /// Begins with pretrained weights: a safetensors file, a Hugging Face index, whose name ends in
+    /// `.json`, or a folder with `model.safetensors` or `model.safetensors.index.json`, as
+    /// [`save_pretrained`](super::DataParallel::save_pretrained) writes it. Names are matched
+    /// exactly. A parameter that is not there is an error unless
     /// [`allow_missing`](Self::allow_missing) names it or it [has a value](Self::variables), and so
-    /// is one that has both, and a tensor that the model does not
-    /// have, unless [`allow_unexpected`](Self::allow_unexpected) does.
+    /// is one that has both, and a tensor that the model does not have, unless
+    /// [`allow_unexpected`](Self::allow_unexpected) does.
     pub fn weights(self, path: impl Into<PathBuf>) -> Self {
         Self { weights: Some(path.into()), ..self }
     }
@@ -188,6 +221,13 @@ impl<'a, B> DataParallelBuilder<'a, B> {
         self
     }
 
+    /// Multiplies the learning rates by a factor that follows the number of updates; by default they
+    /// stay as they are set. It is kept in checkpoints.
+    pub fn schedule(mut self, schedule: Schedule) -> Self {
+        self.options.schedule = schedule;
+        self
+    }
+
     /// Sets the seed of [`Replica::rng`](pmap_mesh::Replica::rng) in losses; 0 by default. The
     /// numbers depend on the seed, the number of the batch since the start of training, and the
     /// slot.
@@ -230,7 +270,8 @@ impl<'a, B> DataParallelBuilder<'a, B> {
     /// options; [`Error::Plan`] for a pattern that is none; [`Error::Checkpoint`] and
     /// [`Error::Parameter`] if weights cannot be read or are not the model's;
     /// [`Error::OtherProcess`] with the message of another process that fails; [`Error::Mesh`] if a
-    /// process does not answer. Nothing is added to the [`variables`](Self::variables) then.
+    /// process does not answer. The [`variables`](Self::variables) may then have the values of the first
+    /// process, and this model's new ones.
     pub fn build<M, O>(
         self,
         optimizer: impl Fn(Group) -> candle_core::Result<O>,
@@ -266,15 +307,16 @@ impl<'a, B> DataParallelBuilder<'a, B> {
         let parts = vars::parts(&sets, &inventory, n_sets, first_set);
         let workers: candle_core::Result<Vec<_>> = parts.into_iter().map(worker).collect();
         let workers = workers.and_then(|workers| {
-            // Last of all, so that a builder that fails has added nothing.
             vars::add(&self.vars, &inventory, &vars)?;
             Ok(workers)
         });
         let workers = agreed(mesh, workers.map_err(cannot_build))?;
-        let rates = sync::of_numbers(learning_rates(&workers[0]));
-        sync::check_settings(mesh, &[("the optimizers' learning rates", rates)])?;
+        let own = learning_rates(&workers[0]);
+        let bits = sync::of_numbers(own.iter().map(|rate| rate.to_bits()));
+        sync::check_settings(mesh, &[("the optimizers' learning rates", bits)])?;
         Ok(DataParallel {
             mesh: mesh.clone(),
+            rates: Rates::new(&inventory.roles.groups, own, self.options.schedule),
             inventory: Arc::new(inventory),
             workers,
             n_sets,
@@ -313,7 +355,8 @@ impl<'a, B> DataParallelBuilder<'a, B> {
             .map_err(cannot_build)?;
         check_distinct(declared, &known)?;
         let open = declared.iter().zip(&known).map(|(declared, known)| (declared, known.is_none()));
-        let initial = InitialValues::new(self.init, self.weights.as_deref(), &self.choices, open)?;
+        let initial =
+            InitialValues::new(self.init.clone(), self.weights.as_deref(), &self.choices, open)?;
         let variable = |(declared, known): (&Declared, Option<Var>)| match known {
             Some(var) => Ok(var),
             None => Var::from_tensor(&initial.tensor(declared, home)?).map_err(cannot_build),
@@ -364,9 +407,9 @@ fn check_distinct(declared: &[Declared], known: &[Option<Var>]) -> Result<(), Tr
 }
 
 /// The bits of the learning rates of a worker's optimizers.
-fn learning_rates<M, O: Optimizer>(worker: &Worker<M, O>) -> Vec<u64> {
+fn learning_rates<M, O: Optimizer>(worker: &Worker<M, O>) -> Vec<f64> {
     let optimizers = &lock(&worker.slot).optimizers;
-    optimizers.iter().map(|group| group.optimizer.learning_rate().to_bits()).collect()
+    optimizers.iter().map(|group| group.optimizer.learning_rate()).collect()
 }
 
 /// What a slot keeps.
@@ -397,7 +440,8 @@ fn slot<M, O>(
         saved: part.saved,
         loaded: part.loaded,
         optimizers,
-        accumulated: None,
+        totals: None,
+        grads: Vec::new(),
         buffers_before: Vec::new(),
     })
 }

@@ -14,7 +14,7 @@ use crate::{
         slot::{Slot, lock},
     },
     error::{Doing, Result},
-    grad::{differentiate, sums},
+    grad::{differentiate, has_halves, sums},
     gradient_report::GradientReport,
     loss::Loss,
     moving::moved,
@@ -157,13 +157,13 @@ impl<M, O> Slot<M, O> {
         loss: Loss<A>,
         wanted: Wanted,
     ) -> candle_core::Result<(f64, Vec<Option<Tensor>>)> {
-        let (here, _) = loss.of_shard(ctx)?;
+        let (mut here, _) = loss.of_shard(ctx)?;
         let whole = here.agree(ctx, rules.allow_non_finite, &rules.refusal)?;
         let whole = whole.with_weight(&rules.refusal)?;
         let mut gradients = Vec::new();
         if wanted == Wanted::Gradients {
             let all: Vec<usize> = (0..self.trained.len()).collect();
-            let here = differentiate(here, &self.trained, whole.weight())?;
+            let here = differentiate(here, &self.trained, whole.weight(), has_halves(&self.vars))?;
             gradients = sums(ctx, &self.trained, here, &all)?;
         }
         Ok((whole.mean(), gradients))

@@ -1,20 +1,24 @@
 //! What one worker keeps between steps, and how it trains on its part of a batch.
 
-use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::{
+    mem,
+    sync::{Mutex, MutexGuard, PoisonError},
+};
 
-use candle_core::{Result, Tensor, Var, backprop::GradStore};
+use candle_core::{Result, Tensor, Var};
 use candle_nn::Optimizer;
 use pmap_mesh::{ALL, Replica, TensorTree};
 
 use crate::{
     agreement,
     error::training::TrainingError,
-    grad::{differentiate, scaled, sums_of, widened},
+    grad::{differentiate, has_halves, sums_of, widened},
     loss::Loss,
     optim::clip,
     step::{
-        batch::{Accumulated, Batch},
+        batch::{Batch, Totals, added},
         rules::{Report, Rules, Then},
+        update::{clipped, norm, update},
     },
 };
 
@@ -36,8 +40,10 @@ pub(super) struct Slot<M, O> {
     pub(super) loaded: Vec<usize>,
     /// An optimizer for each group, in their order.
     pub(super) optimizers: Vec<GroupOptimizer<O>>,
-    /// What there is since the last update.
-    pub(super) accumulated: Option<Accumulated>,
+    /// What is known of the batches since the last update.
+    pub(super) totals: Option<Totals>,
+    /// Their gradients on this slot, for each variable that is trained; none at all before the first.
+    pub(super) grads: Vec<Option<Tensor>>,
     /// Copies of the buffers as they were before the step or evaluation that is under way.
     pub(super) buffers_before: Vec<(usize, Tensor)>,
 }
@@ -85,8 +91,14 @@ impl<M, O> Slot<M, O> {
 
     /// Takes back what a step that failed may have changed on some slots and not on others.
     pub(super) fn roll_back(&mut self) -> Result<()> {
-        self.accumulated = None;
+        self.forget();
         self.take_back_buffers()
+    }
+
+    /// Drops what was accumulated.
+    pub(super) fn forget(&mut self) {
+        self.totals = None;
+        self.grads.clear();
     }
 
     /// Gives the buffers the values that they had at the beginning.
@@ -109,7 +121,7 @@ impl<M, O> Slot<M, O> {
         let share = ctx.weight() / ctx.count() as f64;
         let shares = floats.iter().map(|&var| self.buffer_share(var, share));
         let all: Vec<usize> = (0..floats.len()).collect();
-        let means = ctx.psum_list(shares.collect::<Result<_>>()?, &all)?;
+        let means = ctx.psum_list(shares.collect::<Result<_>>()?, &all, ALL)?;
         for (&var, mean) in floats.iter().zip(means) {
             if !rules.allow_non_finite && !clip::squares(&mean)?.is_finite() {
                 let name = rules.inventory.name(var).to_owned();
@@ -137,19 +149,21 @@ impl<M, O: Optimizer> Slot<M, O> {
         rules: &Rules,
         loss: Loss<A>,
     ) -> Result<(Report, A)> {
-        let (shard, batch) = Batch::agree(ctx, rules, loss, self.accumulated.take())?;
-        let grads = differentiate(shard, &self.trained, batch.scale)?;
+        let before = mem::take(&mut self.grads);
+        let (shard, batch) = Batch::agree(ctx, rules, loss, self.totals.take())?;
+        let halves = has_halves(&self.vars);
+        let grads = differentiate(shard, &self.trained, batch.scale, halves)?;
         self.average_buffers(ctx, rules)?;
-        let mut batch = batch.with_gradients(ctx, grads)?;
+        let grads = added(before, grads)?;
         match rules.then {
             Then::Keep => {
-                let (accumulated, report, aux) = batch.kept();
-                self.accumulated = Some(accumulated);
+                let (totals, report, aux) = batch.kept();
+                self.totals = Some(totals);
+                self.grads = grads;
                 Ok((report, aux))
             }
             Then::Update => {
-                let grads = std::mem::take(&mut batch.all.grads);
-                let grad_norm = self.update(ctx, rules, grads, batch.all.factor())?;
+                let grad_norm = self.update(ctx, rules, grads, batch.factor())?;
                 Ok(batch.updated(grad_norm))
             }
         }
@@ -168,44 +182,25 @@ impl<M, O: Optimizer> Slot<M, O> {
         let somewhere = agreement::any(ctx, &here)?;
         rules.check_used(&somewhere)?;
         let sums = sums_of(ctx, &self.trained, grads, &somewhere, &self.owned)?;
-        let norm = self.norm(ctx, rules, &sums, factor)?;
-        let factor = factor * rules.max_norm.map_or(1.0, |max_norm| clip::factor(norm, max_norm));
-        let mut store = GradStore::default();
-        for (&var, sum) in self.owned.iter().zip(sums) {
-            let Some(sum) = sum else { continue };
-            // As it is: what a half cannot hold, an optimizer with masters can use.
-            store.insert(&self.trained[var], scaled(sum, factor)?);
-        }
-        for group in &mut self.optimizers {
-            group.optimizer.step(&store)?;
-        }
+        let norm = norm(rules, &self.squares(ctx, &sums)?, factor)?;
+        let own = self.owned.iter().map(|&var| &self.trained[var]);
+        let sums = own.zip(sums).filter_map(|(var, sum)| Some((var, sum?)));
+        let optimizers = self.optimizers.iter_mut().map(|group| &mut group.optimizer);
+        update(optimizers, sums, clipped(rules, norm, factor))?;
         Ok(norm)
     }
 
-    /// The norm of all gradients, which are `factor` times the sums that the slots have.
+    /// The squares of the sums of each trained variable, of which the slots have their own.
     ///
-    /// The squares of each variable are told by one slot and added up in the order of names, so the
-    /// norm is the same to the bit however variables are divided among slots, devices and
-    /// processes.
-    fn norm(
-        &self,
-        ctx: &Replica,
-        rules: &Rules,
-        sums: &[Option<Tensor>],
-        factor: f64,
-    ) -> Result<f64> {
+    /// Those of each are told by one slot, so they are the same to the bit however variables are
+    /// divided among slots, devices and processes.
+    fn squares(&self, ctx: &Replica, sums: &[Option<Tensor>]) -> Result<Vec<f64>> {
         let mut here = vec![0.0; self.trained.len()];
         for (&var, sum) in self.owned.iter().zip(sums) {
             if let (true, Some(sum)) = (self.is_first_set, sum) {
                 here[var] = clip::squares(sum)?;
             }
         }
-        let squares = agreement::combined(ctx, &here)?;
-        let norm = factor * squares.iter().sum::<f64>().sqrt();
-        if norm.is_finite() || rules.allow_non_finite {
-            return Ok(norm);
-        }
-        let cause = squares.iter().position(|squares| !squares.is_finite());
-        Err(rules.non_finite_norm(norm, cause))
+        agreement::combined(ctx, &here)
     }
 }

@@ -86,6 +86,14 @@ pub enum Error {
         /// Its error, in its words.
         reason: String,
     },
+    /// The threads of a [`feed`](crate::feed) could not be started.
+    #[error("{threads} threads that make batches cannot be started: {cause}")]
+    Threads {
+        /// How many there should be.
+        threads: usize,
+        /// What the operating system says of it.
+        cause: rayon::ThreadPoolBuildError,
+    },
     /// Variables that should be the same on all devices are not.
     #[error("variable {name} of replica {replica} differs from that of the first that has it")]
     Diverged {

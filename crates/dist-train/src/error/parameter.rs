@@ -49,14 +49,14 @@ pub enum ParameterError {
         /// The shape in the model or plan.
         expected: Vec<usize>,
     },
-    /// The items of a parameter are of another type than the plan says.
-    #[error("parameter {name} is of {found}, the plan says {expected}", name = Printable(name))]
+    /// The items of a parameter are of another type than the plan or the model says.
+    #[error("parameter {name} is of {found}, {expected} was expected", name = Printable(name))]
     Dtype {
         /// The parameter.
         name: String,
         /// The type of what was given.
         found: &'static str,
-        /// The type in the plan.
+        /// The type in the plan or the model.
         expected: &'static str,
     },
     /// Pretrained weights have other names than the model, and not those that may differ.

@@ -10,7 +10,11 @@ use crate::error::{Result, listed::Listed};
 /// Why a step would train something wrong, or a model cannot be trained as the options say.
 ///
 /// All replicas of all processes decide alike, so each process gets the error and may take the next
-/// step; no variable has changed.
+/// step; no variable has changed, unless optimizers run [inside the backward
+/// pass](crate::FullyShardBuilder::optimizer_in_backward). What a replica finds out alone, in a unit that it enters
+/// ([`UnknownUnit`](Self::UnknownUnit), [`Captured`](Self::Captured),
+/// [`NotRepeatable`](Self::NotRepeatable), [`Differentiated`](Self::Differentiated)), is such an error
+/// on a mesh of one process; one of several ends as with any error of a replica.
 #[derive(Clone, Debug, PartialEq, thiserror::Error)]
 #[non_exhaustive]
 pub enum TrainingError {
@@ -92,6 +96,35 @@ pub enum TrainingError {
         /// The units of the model.
         units: Vec<String>,
     },
+    /// No batch of the first update has entered a unit, so its parameters would never learn.
+    #[error(
+        "the loss does not enter unit {unit}, so {} of its parameters got no gradient: {}. Enter it, \
+         `freeze` them, or `allow_unused`",
+        parameters.len(), Listed(parameters)
+    )]
+    NotEntered {
+        /// The first such unit, in the order of names.
+        unit: String,
+        /// Its parameters that are trained and in no other unit that was entered.
+        parameters: Vec<String>,
+    },
+    /// An option needs the gradients of the whole model, which are never there at once when
+    /// optimizers run inside the backward pass.
+    #[error(
+        "`{option}` needs the gradients of the whole model at once, and with \
+         `optimizer_in_backward` those of a unit are gone when the next ones come"
+    )]
+    NeedsAllGradients {
+        /// The option or method.
+        option: &'static str,
+    },
+    /// A step of a [`FullyShard`](crate::FullyShard) has failed after its optimizers had begun to
+    /// run.
+    #[error(
+        "a step or a load failed after some parameters had been changed and others had not: `load` a \
+         checkpoint, or build the model anew"
+    )]
+    HalfUpdated,
     /// A unit's function uses a tensor from outside that is differentiated, and its gradient would
     /// be lost.
     #[error(

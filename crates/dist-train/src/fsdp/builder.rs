@@ -3,11 +3,12 @@
 use std::{
     collections::BTreeMap,
     fmt,
+    ops::Range,
     path::PathBuf,
     sync::{Arc, Mutex},
 };
 
-use candle_core::DType;
+use candle_core::{DType, Tensor};
 use candle_nn::{Optimizer, VarBuilder};
 use core_types::{Fingerprint, Seed, WorldSize};
 use fsdp_plan::{
@@ -18,24 +19,27 @@ use pmap_mesh::{DeviceMesh, Specs, Uneven};
 
 use crate::{
     data_parallel::{builder::Group, sync, vars::Sharing},
-    error::{Doing, Error, Result, sharding::ShardingError},
+    error::{Doing, Error, Result, sharding::ShardingError, training::TrainingError},
     fsdp::{
         FullyShard,
+        accumulation::Accumulation,
         keep::{Keep, KeepRules},
-        lock,
         model::{Model, Unit, UnitMember},
-        slot::{GroupOptimizer, Part, Slot},
+        slot::{Part, PartsOptimizer, Slot},
     },
+    grad::widened_dtype,
     parameters::{
-        InitialValues,
+        InitialValues, Initializer,
         declare::{Declared, declare},
     },
     processes::agreed,
     progress::Progress,
+    schedule::Schedule,
     sharded::{OwnedPart, ShardedVars, describe::declared_infos},
     step::{
         inventory::Inventory,
         options::Options,
+        rates::Rates,
         roles::{Choices, Role},
     },
     units::rules::{Member, UnitRules},
@@ -50,10 +54,12 @@ pub struct FullyShardBuilder<'a, B> {
     mesh: &'a DeviceMesh,
     model: B,
     dtype: DType,
-    init: Seed,
+    init: Initializer,
     weights: Option<PathBuf>,
     units: UnitRules,
     keeps: KeepRules,
+    accumulation: Accumulation,
+    updates_in_backward: bool,
     plan: Plan,
     choices: Choices,
     options: Options,
@@ -69,8 +75,15 @@ struct Prepared {
     keeps: BTreeMap<String, Keep>,
     plan: ShardingPlan,
     initial: InitialValues,
-    /// Of the weights, where other processes have theirs.
-    weights: Option<u64>,
+    /// Where other processes have theirs.
+    values: Option<Fingerprints>,
+}
+
+/// What processes compare of the values that they begin with.
+#[derive(Clone, Copy)]
+struct Fingerprints {
+    init: u64,
+    weights: u64,
 }
 
 /// Where the plan comes from.
@@ -85,10 +98,12 @@ impl<'a, B> FullyShardBuilder<'a, B> {
             mesh,
             model,
             dtype: DType::F32,
-            init: Seed::new(0),
+            init: Initializer::Seeded(Seed::new(0)),
             weights: None,
             units: UnitRules::new(),
             keeps: KeepRules::default(),
+            accumulation: Accumulation::default(),
+            updates_in_backward: false,
             plan: Plan::By(Box::new(Full::default())),
             choices: Choices::default(),
             options: Options::default(),
@@ -107,8 +122,8 @@ impl<'a, B> FullyShardBuilder<'a, B> {
     }
 
     /// Sets the rules by which parameters are put into units, those of
-    /// [`Units::by`](crate::Units::by) with [`DataParallel`](crate::DataParallel); in place of those
-    /// that were set before.
+    /// [`Units::by`](crate::Units::by) with [`DataParallel`](crate::DataParallel); in place of
+    /// those that were set before.
     pub fn unit_rules(self, rules: UnitRules) -> Self {
         Self { units: rules, ..self }
     }
@@ -120,6 +135,9 @@ impl<'a, B> FullyShardBuilder<'a, B> {
 
     /// Cuts parameters by a plan that was made elsewhere, of the parameters that the model has and
     /// with the units of the [rules](Self::unit).
+    ///
+    /// The units that [stay gathered](ShardingPlan::with_kept_units) in it do so here, unless the
+    /// builder says what units [keep](Self::keep).
     pub fn plan(self, plan: ShardingPlan) -> Self {
         Self { plan: Plan::Ready(Box::new(plan)), ..self }
     }
@@ -138,16 +156,71 @@ impl<'a, B> FullyShardBuilder<'a, B> {
         self
     }
 
+    /// Sets when the gradients of [accumulated](FullyShard::accumulate) batches are summed; by
+    /// default [`Accumulation::ReduceEach`].
+    pub fn accumulation(self, accumulation: Accumulation) -> Self {
+        Self { accumulation, ..self }
+    }
+
+    /// Lets optimizers update the parameters of a unit in the backward pass, as soon as their
+    /// gradients are summed, and drops these: a slot keeps 12 bytes for each of its parameters
+    /// under AdamW, instead of 16. The bits are the same. (What PyTorch's
+    /// `register_post_accumulate_grad_hook` is used for.)
+    ///
+    /// It is not the default, since such a step cannot be taken back:
+    /// - all gradients are never there at once, so nothing can be
+    ///   [clipped](Self::clip_grad_norm) or [accumulated](FullyShard::accumulate)
+    ///   ([`TrainingError::NeedsAllGradients`]);
+    /// - a step that fails in its backward pass, by a gradient that is not finite, say, may have
+    ///   updated some units and not others. Then the model refuses everything but
+    ///   [`load`](FullyShard::load) ([`TrainingError::HalfUpdated`]). A loss that is not finite, or
+    ///   a unit that is not entered, is found before;
+    /// - [`build`](Self::build) makes an optimizer for each unit and group, and each makes one
+    ///   update per step. A parameter of several units is updated after the last of them.
+    pub fn optimizer_in_backward(self) -> Self {
+        Self { updates_in_backward: true, ..self }
+    }
+
     /// Sets the seed of initial values; 0 by default. They are those that
     /// [`DataParallelBuilder::init`](crate::DataParallelBuilder::init) gives whole parameters, made
     /// part by part.
     pub fn init(self, seed: Seed) -> Self {
-        Self { init: seed, ..self }
+        Self { init: Initializer::Seeded(seed), ..self }
+    }
+
+    /// Takes initial values from a function in place of the [seed](Self::init). Given a parameter
+    /// and a range of its items, counted in row-major order, it returns these items as one
+    /// dimension, of the parameter's type: a part of a slot.
+    ///
+    /// It is a function of its arguments alone, so that a part has the values that it has in the
+    /// whole.
+    ///
+    /// # Examples
+    ///
+    /// ```
+    /// use candle_core::{Device, Tensor};
+    /// use candle_nn::{Optimizer, ParamsAdamW, linear};
+    /// use dist_train::{AdamW, FullyShard};
+    /// use pmap_mesh::DeviceMesh;
+    ///
+    /// let mesh = DeviceMesh::cpu(2)?;
+    /// let model = FullyShard::builder(&mesh, |vb| linear(3, 1, vb))
+    ///     .unit("all", ["weight", "bias"])
+    ///     .init_with(|_, items| Tensor::arange(items.start as f32, items.end as f32, &Device::Cpu))
+    ///     .build(|group| AdamW::new(group.vars, ParamsAdamW::default()))?;
+    /// assert_eq!(model.gather("weight")?.to_vec2::<f32>()?, [[0., 1., 2.]]);
+    /// # Ok::<(), Box<dyn std::error::Error>>(())
+    /// ```
+    pub fn init_with(
+        self,
+        values: impl Fn(&Declared, Range<usize>) -> candle_core::Result<Tensor> + Send + Sync + 'static,
+    ) -> Self {
+        Self { init: Initializer::Given(Arc::new(values)), ..self }
     }
 
     /// Begins with pretrained weights, as
-    /// [`DataParallelBuilder::weights`](crate::DataParallelBuilder::weights). Each slot reads its own
-    /// items.
+    /// [`DataParallelBuilder::weights`](crate::DataParallelBuilder::weights). Each slot reads its
+    /// own items.
     ///
     /// All processes must have the same weights, and none has all of them in memory: compared are
     /// which parameters they have, and some items from all over each, all of those of up to 256. So
@@ -187,8 +260,8 @@ impl<'a, B> FullyShardBuilder<'a, B> {
     }
 
     /// Allows the parameters that a pattern matches to have no gradient in the first step, which is
-    /// an error otherwise: also those of a unit that is not entered. Without a gradient an optimizer
-    /// leaves them alone.
+    /// an error otherwise: also those of a unit that is not entered. Without a gradient an
+    /// optimizer leaves them alone.
     pub fn allow_unused<S: Into<String>>(mut self, patterns: impl IntoIterator<Item = S>) -> Self {
         self.choices.unused.extend(patterns.into_iter().map(Into::into));
         self
@@ -227,6 +300,13 @@ impl<'a, B> FullyShardBuilder<'a, B> {
         self
     }
 
+    /// Multiplies the learning rates by a factor that follows the number of updates; by default they
+    /// stay as they are set. It is kept in checkpoints.
+    pub fn schedule(mut self, schedule: Schedule) -> Self {
+        self.options.schedule = schedule;
+        self
+    }
+
     /// Sets the seed of [`Replica::rng`](pmap_mesh::Replica::rng) in losses; 0 by default.
     pub fn seed(self, seed: Seed) -> Self {
         Self { seed, ..self }
@@ -245,20 +325,22 @@ impl<'a, B> FullyShardBuilder<'a, B> {
     /// little is saved.
     ///
     /// The model's constructor is called once, with parameters that take no memory. `optimizer` is
-    /// called for each slot and group with the slot's parts, variables of one dimension; it is given
-    /// the gradients of halves in single precision.
+    /// called for each slot and group, and with
+    /// [`optimizer_in_backward`](Self::optimizer_in_backward) for each unit besides, with the
+    /// slot's parts, variables of one dimension; it is given the gradients of halves in single
+    /// precision.
     ///
     /// # Errors
     ///
     /// [`Error::Setting`] if the largest norm is negative or NaN; [`Error::Model`] with what the
     /// constructor and `optimizer` return; [`Error::Sharding`] if a parameter is in no unit or is a
     /// buffer, or a plan is not for this model and mesh; [`Error::Training`] if a pattern matches
-    /// nothing, groups overlap, nothing is trained, or processes build other models or set other
-    /// options or weights; [`Error::Diverged`] if they begin with other values of what several
-    /// slots keep; [`Error::Plan`] for a pattern that is none or
-    /// parameters that cannot be planned; [`Error::Checkpoint`] and [`Error::Parameter`] if weights
-    /// cannot be read or are not the model's; [`Error::OtherProcess`] and [`Error::Mesh`] if another
-    /// process fails or does not answer.
+    /// nothing, groups overlap, nothing is trained, options exclude each other, or processes build
+    /// other models or set other options or weights; [`Error::Diverged`] if they begin with other
+    /// values of what several slots keep; [`Error::Plan`] for a pattern that is none or parameters
+    /// that cannot be planned; [`Error::Checkpoint`] and [`Error::Parameter`] if weights cannot be
+    /// read or are not the model's; [`Error::OtherProcess`] and [`Error::Mesh`] if another process
+    /// fails or does not answer.
     pub fn build<M, O>(
         self,
         optimizer: impl Fn(Group) -> candle_core::Result<O>,
@@ -272,14 +354,16 @@ impl<'a, B> FullyShardBuilder<'a, B> {
         self.check_alike(&prepared)?;
         let model = agreed(mesh, self.filled(prepared))?;
         check_repeated(mesh, &model)?;
-        let slots =
-            mesh.local_slots().map(|slot| of_slot(&model, slot, &optimizer).map(Mutex::new));
-        let slots: Vec<_> = agreed(mesh, slots.collect())?;
-        let rates = sync::of_numbers(learning_rates(&slots[0]));
-        sync::check_settings(mesh, &[("the optimizers' learning rates", rates)])?;
+        let slots = mesh.local_slots().map(|slot| of_slot(&model, slot, &optimizer));
+        let slots: Vec<Slot<O>> = agreed(mesh, slots.collect())?;
+        let groups = &model.inventory.roles.groups;
+        let own: Vec<f64> = (0..groups.len()).map(|group| slots[0].learning_rate(group)).collect();
+        let bits = sync::of_numbers(own.iter().map(|rate| rate.to_bits()));
+        sync::check_settings(mesh, &[("the optimizers' learning rates", bits)])?;
         Ok(FullyShard {
-            slots,
+            slots: slots.into_iter().map(|slot| Arc::new(Mutex::new(slot))).collect(),
             mesh: mesh.clone(),
+            rates: Rates::new(groups, own, self.options.schedule),
             model: Arc::new(model),
             options: self.options,
             progress: Progress { steps: 0, batches: 0, seed: self.seed },
@@ -292,6 +376,7 @@ impl<'a, B> FullyShardBuilder<'a, B> {
         B: Fn(VarBuilder<'_>) -> candle_core::Result<M>,
     {
         self.options.check()?;
+        self.check_in_backward()?;
         let home = &self.mesh.devices()[0];
         let mut declared = declare(&self.model, self.dtype, home).map_err(cannot_build)?;
         declared.sort_by(|left, right| left.name.cmp(&right.name));
@@ -305,20 +390,40 @@ impl<'a, B> FullyShardBuilder<'a, B> {
         };
         let infos: Vec<ParameterInfo> = infos.iter().map(with_unit).collect();
         let plan = self.planned(&infos)?;
+        let keeps = match &self.plan {
+            Plan::Ready(plan) if self.keeps.is_silent() => kept_by(plan, keeps),
+            Plan::Ready(_) | Plan::By(_) => keeps,
+        };
         let plan = with_kept_units(&plan, &keeps)?;
         if let (Some(unit), true) = (over_half(&plan), self.mesh.len() > 1) {
             tracing::warn!("unit {unit} has over half of all parameters, and is gathered whole");
         }
         let open = declared.iter().map(|declared| (declared, true));
-        let initial = InitialValues::new(self.init, self.weights.as_deref(), &self.choices, open)?;
-        let weights = has_others(self.mesh).then(|| initial.fingerprint(&declared)).transpose()?;
-        Ok(Prepared { declared, inventory, units, keeps, plan, initial, weights })
+        let initial =
+            InitialValues::new(self.init.clone(), self.weights.as_deref(), &self.choices, open)?;
+        let fingerprints = || -> Result<Fingerprints> {
+            let init = initial.init.fingerprint(&declared)?;
+            Ok(Fingerprints { init, weights: initial.fingerprint(&declared)? })
+        };
+        let values = has_others(self.mesh).then(fingerprints).transpose()?;
+        Ok(Prepared { declared, inventory, units, keeps, plan, initial, values })
+    }
+
+    /// Refuses what cannot be while optimizers run inside the backward pass.
+    fn check_in_backward(&self) -> Result<(), TrainingError> {
+        let option = match self {
+            Self { updates_in_backward: false, .. } => return Ok(()),
+            Self { options: Options { max_norm: Some(_), .. }, .. } => "clip_grad_norm",
+            Self { accumulation: Accumulation::ReduceLast, .. } => "accumulation",
+            _ => return Ok(()),
+        };
+        Err(TrainingError::NeedsAllGradients { option })
     }
 
     /// Checks that all processes make the same model with the same options.
     fn check_alike(&self, prepared: &Prepared) -> Result<()> {
-        let Prepared { declared, inventory, keeps, plan, weights, .. } = prepared;
-        let Some(weights) = *weights else { return Ok(()) };
+        let Prepared { declared, inventory, keeps, plan, values, .. } = prepared;
+        let Some(Fingerprints { init, weights }) = *values else { return Ok(()) };
         let dtypes = declared.iter().map(|declared| declared.dtype);
         // Slots never share what they keep.
         let sharing = Sharing::PerSlot;
@@ -328,8 +433,10 @@ impl<'a, B> FullyShardBuilder<'a, B> {
             ("unit", sync::of_debug(&self.units)),
             // Before the plan, which has it too.
             ("keep", sync::of_debug(keeps)),
+            ("accumulation", sync::of_debug(&self.accumulation)),
+            ("optimizer_in_backward", self.updates_in_backward.into()),
             ("strategy", sync::of_debug(plan)),
-            ("init", self.init.as_u64()),
+            ("init", init),
             ("weights", weights),
         ];
         sync::check_settings(self.mesh, &settings)
@@ -347,11 +454,20 @@ impl<'a, B> FullyShardBuilder<'a, B> {
         let vars =
             vars.with_units(units.iter().map(|(unit, members)| (unit, names_of(members))))?;
         let unit = |(name, members): (String, Vec<Member>)| {
-            let unit = Unit { members: of_roles(members, &inventory), keep: keeps[&name] };
+            let members = of_roles(members, &inventory, &declared);
+            let unit = Unit { members, keep: keeps[&name] };
             (name, unit)
         };
         let units = units.into_iter().map(unit).collect();
-        Ok(Model { vars, units, inventory: Arc::new(inventory), dtype: self.dtype })
+        Ok(Model {
+            vars,
+            units,
+            inventory: Arc::new(inventory),
+            dtype: self.dtype,
+            accumulation: self.accumulation,
+            updates_in_backward: self.updates_in_backward,
+            repeatable: Mutex::default(),
+        })
     }
 
     fn inventory(&self, declared: &[Declared]) -> Result<Inventory> {
@@ -366,33 +482,34 @@ impl<'a, B> FullyShardBuilder<'a, B> {
     }
 
     fn planned(&self, infos: &[ParameterInfo]) -> Result<ShardingPlan> {
-        match &self.plan {
+        let plan = match &self.plan {
             Plan::By(strategy) => {
                 let world_size =
                     WorldSize::new(self.mesh.len() as u64).map_err(fsdp_plan::Error::from)?;
-                Ok(strategy.plan(infos, world_size)?)
+                strategy.plan(infos, world_size)?
             }
-            Plan::Ready(plan) => {
-                check_fits(plan, infos)?;
-                Ok((**plan).clone())
-            }
-        }
+            Plan::Ready(plan) => (**plan).clone(),
+        };
+        // A strategy of somebody else may plan for other parameters than it was given.
+        check_fits(&plan, infos)?;
+        Ok(plan)
     }
 }
 
 impl<B> fmt::Debug for FullyShardBuilder<'_, B> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Self { mesh, dtype, init, weights, units, keeps, choices, options, seed, .. } = self;
         f.debug_struct("FullyShardBuilder")
-            .field("mesh", mesh)
-            .field("dtype", dtype)
-            .field("init", init)
-            .field("weights", weights)
-            .field("units", units)
-            .field("keeps", keeps)
-            .field("choices", choices)
-            .field("options", options)
-            .field("seed", seed)
+            .field("mesh", &self.mesh)
+            .field("dtype", &self.dtype)
+            .field("init", &self.init)
+            .field("weights", &self.weights)
+            .field("units", &self.units)
+            .field("keeps", &self.keeps)
+            .field("accumulation", &self.accumulation)
+            .field("updates_in_backward", &self.updates_in_backward)
+            .field("choices", &self.choices)
+            .field("options", &self.options)
+            .field("seed", &self.seed)
             .finish_non_exhaustive()
     }
 }
@@ -402,8 +519,8 @@ fn has_others(mesh: &DeviceMesh) -> bool {
     mesh.local_slots().len() < mesh.len()
 }
 
-/// Checks that parts which slots of several processes keep begin alike: those of parameters that are
-/// not cut, and those of other groups.
+/// Checks that parts which slots of several processes keep begin alike: those of parameters that
+/// are not cut, and those of other groups.
 fn check_repeated(mesh: &DeviceMesh, model: &Model) -> Result<()> {
     let Model { vars, inventory, .. } = model;
     let plan = vars.plan();
@@ -449,6 +566,12 @@ fn unit_names(units: &[(String, Vec<Member>)]) -> Vec<&str> {
 
 fn names_of(members: &[Member]) -> impl Iterator<Item = &str> {
     members.iter().map(|member| member.name.as_str())
+}
+
+/// What units keep by a plan that says which stay gathered.
+fn kept_by(plan: &ShardingPlan, keeps: BTreeMap<String, Keep>) -> BTreeMap<String, Keep> {
+    let keep = |unit: &str| if plan.keeps_gathered(unit) { Keep::Gathered } else { Keep::Inputs };
+    keeps.into_keys().map(|unit| (unit.clone(), keep(&unit))).collect()
 }
 
 /// The plan with the units that stay gathered. One whose parameters are all counted for others is
@@ -514,10 +637,18 @@ fn position(inventory: &Inventory, name: &str) -> usize {
     found.expect("a parameter of the plan is one of the model")
 }
 
-fn of_roles(members: Vec<Member>, inventory: &Inventory) -> Vec<UnitMember> {
+/// The parameters of a unit; those that are declared are in the order of names.
+fn of_roles(members: Vec<Member>, inventory: &Inventory, declared: &[Declared]) -> Vec<UnitMember> {
+    let trained = inventory.roles.trained();
     let member = |names: Member| {
-        let role = inventory.roles.of[position(inventory, &names.name)];
-        UnitMember { names, is_trained: matches!(role, Role::Trained(_)) }
+        let param = position(inventory, &names.name);
+        UnitMember {
+            names,
+            trained: trained.binary_search(&param).ok(),
+            may_be_unused: inventory.roles.may_be_unused[param],
+            shape: declared[param].shape.dims().to_vec(),
+            dtype: widened_dtype(declared[param].dtype),
+        }
     };
     members.into_iter().map(member).collect()
 }
@@ -536,23 +667,36 @@ fn of_slot<O>(
         Part { var, start, param, trained: trained.binary_search(&param).ok(), is_told }
     };
     let parts: Vec<Part> = vars.owned_parts(slot)?.into_iter().map(part).collect();
-    let of_group = |(group, name): (usize, &String)| {
-        let is_of = |part: &usize| inventory.roles.of[parts[*part].param] == Role::Trained(group);
+    let of_params = |(group, params): (usize, Vec<usize>)| {
+        let is_of = |part: &usize| params.contains(&parts[*part].param);
         let own: Vec<usize> = (0..parts.len()).filter(is_of).collect();
-        let given = own.iter().map(|&part| parts[part].var.clone()).collect();
-        let optimizer = optimizer(Group { name: name.clone(), vars: given })?;
-        Ok(GroupOptimizer { parts: own, optimizer })
+        let vars = own.iter().map(|&part| parts[part].var.clone()).collect();
+        let name = inventory.roles.groups[group].clone();
+        let optimizer = optimizer(Group { name, vars })?;
+        Ok(PartsOptimizer { group, parts: own, optimizer, has_stepped: false })
     };
-    let optimizers = inventory.roles.groups.iter().enumerate().map(of_group);
+    let optimizers = updated_together(model).into_iter().map(of_params);
     let optimizers: candle_core::Result<_> = optimizers.collect();
     let optimizers = optimizers.map_err(cannot_build)?;
     Ok(Slot::new(parts, optimizers, trained.len()))
 }
 
-/// The bits of the learning rates of all groups.
-fn learning_rates<O: Optimizer>(slot: &Mutex<Slot<O>>) -> Vec<u64> {
-    let rate = |group: &GroupOptimizer<O>| group.optimizer.learning_rate().to_bits();
-    lock(slot).optimizers.iter().map(rate).collect()
+/// The parameters, by their positions in the model, that one optimizer updates, each with its
+/// group: those of a group, or those of a group that are known at the same time in the backward
+/// pass.
+fn updated_together(model: &Model) -> Vec<(usize, Vec<usize>)> {
+    let Inventory { roles, .. } = &*model.inventory;
+    let mut together: BTreeMap<(usize, Vec<&String>), Vec<usize>> = BTreeMap::new();
+    for (param, role) in roles.of.iter().enumerate() {
+        let Role::Trained(group) = *role else { continue };
+        let units = if model.updates_in_backward {
+            model.units_of(model.inventory.name(param)).collect()
+        } else {
+            Vec::new()
+        };
+        together.entry((group, units)).or_default().push(param);
+    }
+    together.into_iter().map(|((group, _), params)| (group, params)).collect()
 }
 
 fn cannot_build(cause: candle_core::Error) -> Error {

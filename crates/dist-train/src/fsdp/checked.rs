@@ -15,7 +15,9 @@ use crate::{
     check::{Checked, check_gradients},
     error::{Doing, Result},
     fsdp::{
-        FullyShard, lock,
+        FullyShard,
+        accumulation::Whole,
+        lock,
         session::{Purpose, Session},
     },
     gradient_report::GradientReport,
@@ -26,13 +28,13 @@ use crate::{
     units::Units,
 };
 
-impl<O: Optimizer + Send> FullyShard<O> {
+impl<O: Optimizer + Send + 'static> FullyShard<O> {
     /// Compares the gradients of a batch's loss with differences of it, as
     /// [`DataParallel::check_gradients`](crate::DataParallel::check_gradients): the first thing to
     /// run on a new model.
     ///
-    /// Every process holds the gradients of all parameters for it, and the parameters of a block, so
-    /// check a model of fewer or smaller blocks if yours fills its memory.
+    /// Every process holds the gradients of all parameters for it, and the parameters of a block,
+    /// so check a model of fewer or smaller blocks if yours fills its memory.
     ///
     /// # Errors
     ///
@@ -47,6 +49,7 @@ impl<O: Optimizer + Send> FullyShard<O> {
         L: Into<Loss<A>>,
         F: Fn(&Replica, &Units, I) -> candle_core::Result<L> + Send + Sync,
     {
+        self.check_whole()?;
         let loss = |ctx: &Replica, model: &Units, shard: I| loss(ctx, model, shard).map(Into::into);
         let inventory = Arc::clone(&self.model.inventory);
         let trained = inventory.roles.trained();
@@ -93,12 +96,12 @@ fn compute<A: TensorTree>(
     loss: Loss<A>,
     wanted: Wanted,
 ) -> candle_core::Result<Computed<SlotSums>> {
-    let (here, _) = loss.of_shard(ctx)?;
+    let (mut here, _) = loss.of_shard(ctx)?;
     let whole = here.agree(ctx, rules.allow_non_finite, &rules.refusal)?;
     let whole = whole.with_weight(&rules.refusal)?;
     let mut computed = Computed { mean: whole.mean(), used: Vec::new(), sums: Vec::new() };
     if wanted == Wanted::Gradients {
-        let gradients = session.differentiate(here, whole.weight())?;
+        let gradients = session.differentiate(here, whole.weight(), Whole::default())?;
         computed.used = agreement::any(ctx, &gradients.used)?;
         computed.sums = gradients.sums;
     }
@@ -107,7 +110,7 @@ fn compute<A: TensorTree>(
 
 impl<O, I, A, F> Subject<'_, O, I, F>
 where
-    O: Optimizer + Send,
+    O: Optimizer + Send + 'static,
     I: TensorTree,
     A: TensorTree,
     F: Fn(&Replica, &Units, I) -> candle_core::Result<Loss<A>> + Send + Sync,
@@ -120,13 +123,13 @@ where
         let rules = Arc::new(Rules { allow_non_finite, ..model.rules(Then::Keep) });
         let purpose = match wanted {
             Wanted::Loss => Purpose::Evaluation,
-            Wanted::Gradients => Purpose::Training,
+            Wanted::Gradients => Purpose::Gradients,
         };
         let layout = Layout::of(batch);
         let found = OnceLock::new();
         let sums: Vec<Mutex<SlotSums>> = model.slots.iter().map(|_| Mutex::default()).collect();
         let call = model.mesh.pmap_scoped(|ctx, shard: I| {
-            let session = Session::new(ctx, &model.model, &rules, purpose)?;
+            let session = Session::new(ctx, &model.model, &rules, purpose.clone())?;
             let units = Units::sharded(Arc::clone(&session));
             let here = layout.explain(shard, |shard| loss(ctx, &units, shard))?;
             let computed = compute(ctx, &session, &rules, here, wanted);
@@ -163,7 +166,7 @@ where
 
 impl<O, I, A, F> Checked for Subject<'_, O, I, F>
 where
-    O: Optimizer + Send,
+    O: Optimizer + Send + 'static,
     I: TensorTree,
     A: TensorTree,
     F: Fn(&Replica, &Units, I) -> candle_core::Result<Loss<A>> + Send + Sync,

@@ -1,8 +1,11 @@
 //! Fully sharded training: each slot keeps its part of every parameter, and units are put together
 //! where a loss enters them.
 
+pub(crate) mod accumulation;
+mod backward;
 pub(crate) mod builder;
 mod checked;
+mod in_backward;
 pub(crate) mod keep;
 mod model;
 pub(crate) mod operation;
@@ -10,7 +13,10 @@ pub(crate) mod session;
 mod slot;
 mod state;
 
-use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
+use std::{
+    path::Path,
+    sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError},
+};
 
 use candle_core::Tensor;
 use candle_nn::{Optimizer, VarBuilder};
@@ -27,9 +33,12 @@ use crate::{
     batch::Layout,
     error::{Error, Result, training::TrainingError},
     loss::Loss,
+    parameters::save::{PretrainedFiles, save},
     progress::Progress,
+    schedule::Schedule,
     step::{
-        options::{EVALUATION, Options, check_rate},
+        options::{EVALUATION, Options},
+        rates::Rates,
         rules::{Evaluation, Report, Rules, Step, Then},
     },
     units::Units,
@@ -50,8 +59,10 @@ use crate::{
 /// What [`DataParallel`](crate::DataParallel#what-is-refused) refuses, and
 /// - a parameter in no unit, when the model is built;
 /// - buffers, such as a running mean: the forward pass changes them;
-/// - in the first step, a unit that has another result when it is run again
-///   ([`TrainingError::NotRepeatable`]);
+/// - in the first step of a model that enters it, also of one that was
+///   [loaded](FullyShard::load), a unit that has another result when it is run again
+///   ([`TrainingError::NotRepeatable`]), and one that is not entered
+///   ([`TrainingError::NotEntered`]);
 /// - replicas that enter different units, or in another order:
 ///   [`CollectiveError::Mismatch`](pmap_mesh::CollectiveError::Mismatch) names both.
 ///
@@ -59,8 +70,9 @@ use crate::{
 ///
 /// Losses and parameters have the bits that [`DataParallel`](crate::DataParallel) on as many slots
 /// has, whatever units keep and however a plan cuts them. To rounding the same are: a value or
-/// parameter that several units use, batches that are [accumulated](Self::accumulate) and gradients
-/// that are clipped, whose sums are formed in another order.
+/// parameter that several units use, gradients that are clipped, and batches that are
+/// [accumulated](Self::accumulate) and [summed in each](crate::Accumulation::ReduceEach), whose
+/// sums are formed in another order.
 ///
 /// # Examples
 ///
@@ -106,10 +118,12 @@ use crate::{
 pub struct FullyShard<O> {
     mesh: DeviceMesh,
     model: Arc<Model>,
-    /// Of this process. Each is locked by its own replica alone while a step runs.
-    slots: Vec<Mutex<Slot<O>>>,
+    /// Of this process. Each is locked by its own replica alone while a step runs, and shared with
+    /// the operations of its graph.
+    slots: Vec<Arc<Mutex<Slot<O>>>>,
     options: Options,
     progress: Progress,
+    rates: Rates,
 }
 
 impl FullyShard<()> {
@@ -127,7 +141,7 @@ impl FullyShard<()> {
     }
 }
 
-impl<O: Optimizer + Send> FullyShard<O> {
+impl<O: Optimizer + Send + 'static> FullyShard<O> {
     /// Differentiates the batch's loss and updates the parameters.
     ///
     /// As [`DataParallel::step`](crate::DataParallel::step), with a loss by [units](Units::unit).
@@ -137,8 +151,11 @@ impl<O: Optimizer + Send> FullyShard<O> {
     /// [`Error::Training`](crate::Error::Training) if the step [would train something
     /// wrong](Self#what-is-refused); [`Error::Mesh`](crate::Error::Mesh) with those of
     /// [`PMap::call`](pmap_mesh::PMap::call). If the step fails before the optimizers run, no
-    /// parameter has changed, and accumulated gradients are dropped; if an optimizer fails,
-    /// parameters may be changed in part.
+    /// parameter has changed, and accumulated gradients are dropped. If it fails later, by an
+    /// optimizer's own error or when they run [inside the backward
+    /// pass](FullyShardBuilder::optimizer_in_backward), some parameters may be updated and others
+    /// not: from then on the model refuses everything but [`load`](Self::load)
+    /// ([`TrainingError::HalfUpdated`]).
     #[track_caller]
     pub fn step<I, A, L, F>(&mut self, batch: I, loss: F) -> Result<Step<A>>
     where
@@ -156,11 +173,12 @@ impl<O: Optimizer + Send> FullyShard<O> {
     /// [`step`](Self::step); returns the loss of this batch.
     ///
     /// Gradients are summed over the slots in every batch, so that a slot keeps its part of them
-    /// alone. (PyTorch's `set_requires_gradient_sync(False)` keeps the whole ones.)
+    /// alone, unless the builder says [otherwise](FullyShardBuilder::accumulation).
     ///
     /// # Errors
     ///
     /// Those of [`step`](Self::step); accumulated gradients are dropped.
+    /// [`TrainingError::NeedsAllGradients`] if optimizers run inside the backward pass.
     #[track_caller]
     pub fn accumulate<I, A, L, F>(&mut self, batch: I, loss: F) -> Result<Evaluation<A>>
     where
@@ -169,6 +187,9 @@ impl<O: Optimizer + Send> FullyShard<O> {
         L: Into<Loss<A>>,
         F: Fn(&Replica, &Units, I) -> candle_core::Result<L> + Send + Sync,
     {
+        if self.model.updates_in_backward {
+            return Err(TrainingError::NeedsAllGradients { option: "accumulate" }.into());
+        }
         let (Report { loss, .. }, aux) = self.train(batch, loss, Then::Keep)?;
         Ok(Evaluation { loss: loss.mean(), weight: loss.weight(), aux })
     }
@@ -191,6 +212,7 @@ impl<O: Optimizer + Send> FullyShard<O> {
         L: Into<Loss<A>>,
         F: Fn(&Replica, &Units, I) -> candle_core::Result<L> + Send + Sync,
     {
+        self.check_whole()?;
         let layout = Layout::of(&batch);
         let rules = Arc::new(self.rules(Then::Keep));
         let mean = OnceLock::new();
@@ -205,7 +227,7 @@ impl<O: Optimizer + Send> FullyShard<O> {
             }))
         });
         let call = self.options.cut(call).seed(self.progress.seed.derive(EVALUATION));
-        let aux = rules.refusal.of(call.call_at(self.progress.batches, batch))?;
+        let aux = rules.refusal.of(call.call_at(self.progress.steps, batch))?;
         let whole = mean.get().expect("every replica has set the mean");
         Ok(Evaluation { loss: whole.mean(), weight: whole.weight(), aux })
     }
@@ -219,15 +241,19 @@ impl<O: Optimizer + Send> FullyShard<O> {
         L: Into<Loss<A>>,
         F: Fn(&Replica, &Units, I) -> candle_core::Result<L> + Send + Sync,
     {
+        self.check_whole()?;
+        self.set_rates(self.rates.after(self.progress.steps));
         let layout = Layout::of(&batch);
         let rules = Arc::new(self.rules(then));
         let report = OnceLock::new();
+        let entered = OnceLock::new();
         let call = self.mesh.pmap_scoped(|ctx, shard: I| {
-            let slot = &mut *lock(&self.slots[ctx.local_index()]);
-            let session = Session::new(ctx, &self.model, &rules, Purpose::Training)?;
+            let slot = &self.slots[ctx.local_index()];
+            let session = Session::new(ctx, &self.model, &rules, self.purpose(slot))?;
             let units = Units::sharded(Arc::clone(&session));
             let here = layout.explain(shard, |shard| loss(ctx, &units, shard))?;
-            let trained = slot.train(ctx, &session, &rules, here.into());
+            entered.get_or_init(|| session.entered());
+            let trained = slot::train(slot, ctx, &session, &rules, here.into());
             rules.refusal.outcome(trained.map(|(whole, aux)| {
                 report.get_or_init(|| whole);
                 aux
@@ -235,12 +261,34 @@ impl<O: Optimizer + Send> FullyShard<O> {
         });
         let call = self.options.cut(call).seed(self.progress.seed);
         let outcome = rules.refusal.of(call.call_at(self.progress.batches, batch));
-        if outcome.is_err() {
-            self.slots.iter().for_each(|slot| lock(slot).forget());
+        for slot in &self.slots {
+            match outcome {
+                Ok(_) => lock(slot).is_half_updated = false,
+                Err(_) => lock(slot).forget(),
+            }
         }
         let aux = outcome?;
+        if let (Then::Update, Some(units)) = (then, entered.into_inner()) {
+            self.model.note_repeatable(units);
+        }
         self.progress.batches += 1;
         Ok((*report.get().expect("every replica has set the report"), aux))
+    }
+
+    /// What a replica is to do with gradients.
+    fn purpose(&self, slot: &Arc<Mutex<Slot<O>>>) -> Purpose {
+        if self.model.updates_in_backward {
+            Purpose::InBackward(Arc::clone(slot) as _)
+        } else {
+            Purpose::Training
+        }
+    }
+
+    /// Gives the optimizers the learning rate of each group.
+    fn set_rates(&self, rates: Vec<f64>) {
+        for (group, rate) in rates.into_iter().enumerate() {
+            self.slots.iter().for_each(|slot| lock(slot).set_learning_rate(group, rate));
+        }
     }
 
     fn rules(&self, then: Then) -> Rules {
@@ -248,43 +296,39 @@ impl<O: Optimizer + Send> FullyShard<O> {
     }
 }
 
-impl<O: Optimizer> FullyShard<O> {
-    /// Sets the learning rate of all optimizers.
+impl<O> FullyShard<O> {
+    /// Sets the learning rate of all groups, by which the factor of the
+    /// [schedule](Self::set_schedule) is multiplied.
     ///
     /// # Errors
     ///
     /// [`Error::Setting`](crate::Error::Setting) if it is negative or no number.
     pub fn set_learning_rate(&mut self, learning_rate: f64) -> Result<()> {
-        check_rate(learning_rate)?;
-        (0..self.model.inventory.roles.groups.len())
-            .for_each(|group| self.set_rate(group, learning_rate));
-        Ok(())
+        self.rates.set_all(learning_rate)
     }
 
     /// Sets the learning rate of a [group](FullyShardBuilder::group).
     ///
     /// # Errors
     ///
-    /// [`TrainingError::UnknownGroup`] if no group of that name has a variable,
-    /// [`Error::Setting`](crate::Error::Setting) if the rate is negative or no number.
+    /// [`TrainingError::UnknownGroup`](crate::TrainingError::UnknownGroup) if no group of that name
+    /// has a variable, [`Error::Setting`](crate::Error::Setting) if the rate is negative or no
+    /// number.
     pub fn set_group_learning_rate(&mut self, name: &str, learning_rate: f64) -> Result<()> {
-        let groups = &self.model.inventory.roles.groups;
-        let Some(group) = groups.iter().position(|group| group == name) else {
-            return Err(TrainingError::UnknownGroup { name: name.to_owned() }.into());
-        };
-        check_rate(learning_rate)?;
-        self.set_rate(group, learning_rate);
-        Ok(())
+        self.rates.set_group(name, learning_rate)
     }
 
-    fn set_rate(&self, group: usize, learning_rate: f64) {
-        for slot in &self.slots {
-            lock(slot).optimizers[group].optimizer.set_learning_rate(learning_rate);
-        }
+    /// Sets how learning rates follow the number of updates from now on, in place of what the
+    /// [builder](FullyShardBuilder::schedule) or a checkpoint said.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Setting`](crate::Error::Setting) if the warm-up is not over before the schedule, or
+    /// the floor is not from 0 to 1.
+    pub fn set_schedule(&mut self, schedule: Schedule) -> Result<()> {
+        self.rates.set_schedule(schedule)
     }
-}
 
-impl<O> FullyShard<O> {
     /// The number of updates since the start of training, those before a checkpoint included.
     pub fn steps(&self) -> u64 {
         self.progress.steps
@@ -300,15 +344,37 @@ impl<O> FullyShard<O> {
         self.model.units.keys().map(String::as_str)
     }
 
-    /// The whole of a parameter, on this process's first device. Every process of the mesh calls it.
+    /// Refuses a model of which a step has updated some parameters and not others.
+    fn check_whole(&self) -> Result<(), TrainingError> {
+        let is_half_updated = self.slots.iter().any(|slot| lock(slot).is_half_updated);
+        if is_half_updated { Err(TrainingError::HalfUpdated) } else { Ok(()) }
+    }
+
+    /// The whole of a parameter, on this process's first device. Every process of the mesh calls
+    /// it.
     ///
     /// # Errors
     ///
+    /// [`TrainingError::HalfUpdated`] after a step that failed on its way,
     /// [`ParameterError::Unknown`](crate::ParameterError::Unknown),
     /// [`Error::Tensor`](crate::Error::Tensor) if candle fails, [`Error::Mesh`](crate::Error::Mesh)
     /// if a process does not answer.
     pub fn gather(&self, name: &str) -> Result<Tensor> {
+        self.check_whole()?;
         self.model.vars.gather(name)
+    }
+
+    /// Writes the model as pretrained weights, one parameter in memory after the other; as
+    /// [`DataParallel::save_pretrained`](crate::DataParallel::save_pretrained), whose bytes it writes.
+    ///
+    /// # Errors
+    ///
+    /// Those of [`DataParallel::save_pretrained`](crate::DataParallel::save_pretrained) and of
+    /// [`gather`](Self::gather).
+    pub fn save_pretrained(&self, folder: impl AsRef<Path>, files: PretrainedFiles) -> Result<()> {
+        let parameters = self.plan().parameters().iter().map(|part| part.info().clone());
+        let parameters: Vec<_> = parameters.collect();
+        save(&self.mesh, folder.as_ref(), files, &parameters, |name| self.gather(name))
     }
 
     /// Hands the whole of each parameter to `f`, one after the other in the order of names: a model
@@ -316,15 +382,18 @@ impl<O> FullyShard<O> {
     ///
     /// # Errors
     ///
-    /// The first error of `f`, and those of [`gather`](Self::gather).
+    /// Those of [`gather`](Self::gather), and the first of `f`, in the process that has it: the rest
+    /// is put together for the others all the same.
     pub fn for_each_whole<E: From<Error>>(
         &self,
         mut f: impl FnMut(&str, Tensor) -> Result<(), E>,
     ) -> Result<(), E> {
+        let mut outcome = Ok(());
         for (name, _) in &self.model.inventory.parameters {
-            f(name, self.gather(name)?)?;
+            let whole = self.gather(name)?;
+            outcome = outcome.and_then(|()| f(name, whole));
         }
-        Ok(())
+        outcome
     }
 }
 

@@ -1,12 +1,19 @@
 //! A sharded model as every replica knows it.
 
-use std::{collections::BTreeMap, sync::Arc};
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    sync::{Arc, Mutex, MutexGuard, PoisonError},
+};
 
 use candle_core::DType;
 use fsdp_plan::ElemType;
 
 use crate::{
-    fsdp::keep::Keep, sharded::ShardedVars, step::inventory::Inventory, units::rules::Member,
+    error::training::TrainingError,
+    fsdp::{accumulation::Accumulation, keep::Keep},
+    sharded::ShardedVars,
+    step::inventory::Inventory,
+    units::rules::Member,
 };
 
 /// A sharded model: the same on every slot but for the parts that each keeps.
@@ -17,6 +24,11 @@ pub(crate) struct Model {
     pub(super) inventory: Arc<Inventory>,
     /// The type that builders have.
     pub(super) dtype: DType,
+    pub(super) accumulation: Accumulation,
+    /// Whether optimizers run inside the backward pass.
+    pub(super) updates_in_backward: bool,
+    /// The units that had the same result both times in all passes of a step.
+    pub(super) repeatable: Mutex<BTreeSet<String>>,
 }
 
 /// Parameters that are gathered together.
@@ -30,10 +42,31 @@ pub(super) struct Unit {
 #[derive(Debug)]
 pub(super) struct UnitMember {
     pub(super) names: Member,
-    pub(super) is_trained: bool,
+    /// Its position among the parameters that are trained, if it is.
+    pub(super) trained: Option<usize>,
+    /// Whether it may have no gradient.
+    pub(super) may_be_unused: bool,
+    /// The shape of the whole, and the type in which its gradients are summed.
+    pub(super) shape: Vec<usize>,
+    pub(super) dtype: DType,
 }
 
 impl Model {
+    /// Whether a unit is known to have the same result when it is run again.
+    pub(super) fn is_repeatable(&self, unit: &str) -> bool {
+        self.repeatable().contains(unit)
+    }
+
+    /// Notes the units of a step in which all of them were seen to be repeatable.
+    pub(super) fn note_repeatable(&self, units: Vec<String>) {
+        self.repeatable().extend(units);
+    }
+
+    /// A set is whole whoever panicked beside it.
+    fn repeatable(&self) -> MutexGuard<'_, BTreeSet<String>> {
+        self.repeatable.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
     /// Whether a parameter is of half precision.
     pub(super) fn has_halves(&self) -> bool {
         let parameters = self.vars.plan().parameters();
@@ -41,10 +74,36 @@ impl Model {
             .iter()
             .any(|parameter| matches!(parameter.info().dtype(), ElemType::F16 | ElemType::Bf16))
     }
+
+    /// The units that have a parameter: several, if it is tied.
+    pub(super) fn units_of(&self, name: &str) -> impl Iterator<Item = &String> {
+        let has = move |unit: &Unit| unit.members.iter().any(|member| member.names.name == name);
+        self.units.iter().filter(move |(_, unit)| has(unit)).map(|(unit, _)| unit)
+    }
+
+    /// Why batches that have entered these units alone train less than the model, if they do.
+    pub(super) fn not_entered(&self, entered: &BTreeSet<String>) -> Option<TrainingError> {
+        let is_missing = |member: &UnitMember| {
+            let mut units = self.units_of(&member.names.name);
+            !member.may_be_unused && !units.any(|unit| entered.contains(unit))
+        };
+        self.units.iter().find_map(|(unit, Unit { members, .. })| {
+            let trained = members.iter().filter(|member| member.trained.is_some());
+            let missing = trained.filter(|member| is_missing(member));
+            let parameters: Vec<String> = missing.map(|member| member.names.name.clone()).collect();
+            let unit = unit.clone();
+            (!parameters.is_empty()).then_some(TrainingError::NotEntered { unit, parameters })
+        })
+    }
 }
 
 impl Unit {
     pub(super) fn is_trained(&self) -> bool {
-        self.members.iter().any(|member| member.is_trained)
+        self.trained().next().is_some()
+    }
+
+    /// Its parameters that are trained, with their positions among all that are.
+    pub(super) fn trained(&self) -> impl Iterator<Item = (usize, &UnitMember)> {
+        self.members.iter().filter_map(|member| Some((member.trained?, member)))
     }
 }

@@ -1,7 +1,7 @@
 //! A unit as one operation of candle's graph.
 //!
 //! Forward: the unit's parameters are gathered, its function is run without a graph, they are let
-//! go, and the result gets a place in the graph whose inputs are those of the unit. Backward: they
+//! go, and the results get a place in the graph whose inputs are those of the unit. Backward: they
 //! are gathered again, the function is run again with a graph that ends at the unit's inputs and
 //! parameters, this is differentiated, and the gradients of the parameters are summed and
 //! scattered. candle's own `backward` calls the units in the reverse of the order in which they
@@ -10,14 +10,16 @@
 //! FSDP", arXiv 2304.11277.)
 
 use std::{
+    any::Any,
     collections::BTreeMap,
-    mem,
+    iter, mem,
+    panic::{AssertUnwindSafe, catch_unwind, resume_unwind},
     sync::{Arc, Mutex, MutexGuard, PoisonError},
 };
 
 use candle_core::{Result, Tensor, Var};
 use candle_nn::VarBuilder;
-use fused_ops::{backward_from, with_backward};
+use fused_ops::{backward_from_many, with_backward_many};
 use pmap_mesh::TensorTree;
 
 use crate::{
@@ -59,24 +61,27 @@ struct Differentiable {
     gathered: BTreeMap<String, Var>,
     /// A leaf in place of each tracked input.
     inputs: Vec<Option<Var>>,
-    output: Tensor,
+    /// The tensors of the result.
+    outputs: Vec<Tensor>,
 }
 
 /// What `f` computes from `x` by the parameters of a unit; with a place in the graph if it is to be
 /// differentiated.
-pub(crate) fn enter<X, F>(session: &Arc<Session>, name: &str, x: &X, f: F) -> Result<Tensor>
+pub(crate) fn enter<X, R, F>(session: &Arc<Session>, name: &str, x: &X, f: F) -> Result<R>
 where
     X: TensorTree,
-    F: Fn(VarBuilder<'_>, &X) -> Result<Tensor> + Send + Sync + 'static,
+    R: TensorTree,
+    F: Fn(VarBuilder<'_>, &X) -> Result<R> + Send + Sync + 'static,
 {
-    let unit = session.find(name)?;
+    let unit = session.enter(name)?;
     Operation::new(Arc::clone(session), name, x, f).enter(unit, x)
 }
 
-impl<X, F> Operation<X, F>
+impl<X, R, F> Operation<X, F>
 where
     X: TensorTree,
-    F: Fn(VarBuilder<'_>, &X) -> Result<Tensor> + Send + Sync + 'static,
+    R: TensorTree,
+    F: Fn(VarBuilder<'_>, &X) -> Result<R> + Send + Sync + 'static,
 {
     fn new(session: Arc<Session>, name: &str, x: &X, f: F) -> Self {
         let mut inputs = Vec::new();
@@ -96,41 +101,45 @@ where
     }
 
     /// The result of the forward pass; `x` are the inputs with their history.
-    fn enter(self, unit: &Unit, x: &X) -> Result<Tensor> {
+    fn enter(self, unit: &Unit, x: &X) -> Result<R> {
         let is_tracked = unit.is_trained() || self.inputs.iter().any(|input| input.is_tracked);
         let is_recorded = self.session.is_training() && is_tracked;
-        let output = match unit.keep {
+        let result = match unit.keep {
             Keep::Gathered if is_recorded => {
-                let graph = self.differentiable("forward")?;
-                let output = graph.output.detach();
+                let (graph, result) = self.differentiable("forward")?;
                 *lock(&self.graph) = Graph::Kept(graph);
-                output
+                tree::map(&result, Tensor::detach)
             }
             Keep::Inputs | Keep::Gathered => self.result(unit)?,
         };
-        if !is_recorded {
-            return Ok(output);
-        }
+        if is_recorded { self.recorded(&result, x) } else { Ok(result) }
+    }
+
+    /// The result with a place in the graph.
+    fn recorded(self, result: &R, x: &X) -> Result<R> {
+        self.session.expect_gradients(&self.name);
         let anchor = self.session.anchor().clone();
         let tracked = tree::each(x, Tensor::clone).into_iter().filter(Tensor::track_op);
-        let inputs: Vec<Tensor> = [anchor].into_iter().chain(tracked).collect();
+        let inputs: Vec<Tensor> = iter::once(anchor).chain(tracked).collect();
         let inputs: Vec<&Tensor> = inputs.iter().collect();
-        Ok(with_backward(&inputs, &output, move |output, grad| self.backward(output, grad))?)
+        let outputs = tree::each(result, Tensor::clone);
+        let backward = move |outputs: &[Tensor], grads| self.backward(outputs, grads);
+        Ok(loss::with_leaves(result, with_backward_many(&inputs, &outputs, backward)?))
     }
 
     /// What the function computes, without a graph.
-    fn result(&self, unit: &Unit) -> Result<Tensor> {
+    fn result(&self, unit: &Unit) -> Result<R> {
         let gathered = self.session.gather(&self.name)?;
         let builder = self.session.builder(unit, &gathered, false);
-        let output = self.call(builder, &lock(&self.x), "forward")?;
-        if output.track_op() {
+        let result = self.call(builder, &lock(&self.x), "forward")?;
+        if tree::each(&result, Tensor::track_op).contains(&true) {
             return Err(self.captured());
         }
-        Ok(output)
+        Ok(result)
     }
 
     /// What the function computes, with a graph that ends at the unit's inputs and parameters.
-    fn differentiable(&self, pass: &str) -> Result<Differentiable> {
+    fn differentiable(&self, pass: &str) -> Result<(Differentiable, R)> {
         let gathered = self.session.gather(&self.name)?;
         let unit = self.session.find(&self.name)?;
         let leaf =
@@ -142,31 +151,45 @@ where
         });
         let x = loss::with_leaves(&*lock(&self.x), with_leaves.collect());
         let builder = self.session.builder(unit, &gathered, true);
-        let output = self.call(builder, &x, pass)?;
-        let graph = Differentiable { gathered, inputs, output };
-        if graph.depends_on_others() { Err(self.captured()) } else { Ok(graph) }
+        let result = self.call(builder, &x, pass)?;
+        let graph =
+            Differentiable { gathered, inputs, outputs: tree::each(&result, Tensor::clone) };
+        if graph.depends_on_others() { Err(self.captured()) } else { Ok((graph, result)) }
     }
 
-    fn call(&self, builder: VarBuilder<'_>, x: &X, pass: &str) -> Result<Tensor> {
-        (self.f)(builder, x)
-            .map_err(|error| error.context(format!("unit {}, {pass} pass", self.name)))
+    /// Runs the function. What it fails with says where.
+    fn call(&self, builder: VarBuilder<'_>, x: &X, pass: &str) -> Result<R> {
+        let place = format!("unit {}, {pass} pass", self.name);
+        match catch_unwind(AssertUnwindSafe(|| (self.f)(builder, x))) {
+            Ok(result) => result.map_err(|error| error.context(place)),
+            // The panic goes on, as the replica's own.
+            Err(payload) => match panic_message(&*payload) {
+                Some(message) => resume_unwind(Box::new(format!("{place}: {message}"))),
+                None => resume_unwind(payload),
+            },
+        }
     }
 
     /// The gradients of the anchor, which has none, and of the tracked inputs.
-    fn backward(&self, before: &Tensor, grad: Tensor) -> Result<Vec<Option<Tensor>>> {
+    fn backward(
+        &self,
+        before: &[Tensor],
+        grads: Vec<Option<Tensor>>,
+    ) -> Result<Vec<Option<Tensor>>> {
         self.session.check_under_way(&self.name)?;
         let state = mem::replace(&mut *lock(&self.graph), Graph::Done);
-        let Differentiable { gathered, inputs, output } = match state {
+        let Differentiable { gathered, inputs, outputs } = match state {
             Graph::Kept(graph) => graph,
             Graph::Later => {
-                let graph = self.differentiable("backward")?;
-                self.compare(before, &graph.output)?;
+                let (graph, _) = self.differentiable("backward")?;
+                self.compare(before, &graph.outputs)?;
                 graph
             }
             Graph::Done => return Err(self.session.differentiated(&self.name, "twice")),
         };
-        let mut grads = backward_from(&output, grad)?;
-        drop(output);
+        let seeds =
+            outputs.into_iter().zip(grads).filter_map(|(output, grad)| Some((output, grad?)));
+        let mut grads = backward_from_many(seeds)?;
         let of_input = |input: &Var| grads.remove(input).map_or_else(|| input.zeros_like(), Ok);
         let of_inputs: Vec<Option<Tensor>> = inputs
             .iter()
@@ -175,13 +198,13 @@ where
             .map(|grad| grad.map(Some))
             .collect::<Result<_>>()?;
         drop(inputs);
-        self.session.reduce(&self.name, gathered, grads)?;
-        Ok([None].into_iter().chain(of_inputs).collect())
+        self.session.leave(&self.name, gathered, grads)?;
+        Ok(iter::once(None).chain(of_inputs).collect())
     }
 
     /// Refuses a function that has another result the second time.
-    fn compare(&self, before: &Tensor, again: &Tensor) -> Result<()> {
-        if !self.session.compares() || bytes(before)? == bytes(again)? {
+    fn compare(&self, before: &[Tensor], again: &[Tensor]) -> Result<()> {
+        if !self.session.compares(&self.name) || all_bytes(before)? == all_bytes(again)? {
             return Ok(());
         }
         Err(self.session.refuse(TrainingError::NotRepeatable { unit: self.name.clone() }))
@@ -199,8 +222,13 @@ impl Differentiable {
             let mut own = self.gathered.values().chain(self.inputs.iter().flatten());
             own.any(|var| var.id() == node.id())
         };
-        self.output.sorted_nodes().iter().any(|node| node.is_variable() && !is_own(node))
+        let mut nodes = self.outputs.iter().flat_map(|output| output.sorted_nodes());
+        nodes.any(|node| node.is_variable() && !is_own(node))
     }
+}
+
+fn all_bytes(tensors: &[Tensor]) -> Result<Vec<(Vec<usize>, Vec<u8>)>> {
+    tensors.iter().map(bytes).collect()
 }
 
 /// A tensor's bits: NaN equals itself, and zeros of two signs differ.
@@ -208,6 +236,12 @@ fn bytes(tensor: &Tensor) -> Result<(Vec<usize>, Vec<u8>)> {
     let mut bytes = Vec::new();
     tensor.force_contiguous()?.write_bytes(&mut bytes)?;
     Ok((tensor.dims().to_vec(), bytes))
+}
+
+/// What `panic!` was given.
+fn panic_message(payload: &(dyn Any + Send)) -> Option<&str> {
+    let text = payload.downcast_ref::<String>().map(String::as_str);
+    text.or_else(|| payload.downcast_ref::<&str>().copied())
 }
 
 /// Whoever panicked with the lock has ended the step, and with it this operation.

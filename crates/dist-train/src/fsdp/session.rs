@@ -2,7 +2,7 @@
 
 use std::{
     collections::{BTreeMap, BTreeSet},
-    fmt,
+    fmt, mem,
     sync::{Arc, Mutex, MutexGuard, PoisonError},
 };
 
@@ -12,10 +12,15 @@ use pmap_mesh::Replica;
 
 use crate::{
     error::training::TrainingError,
-    fsdp::model::{Model, Unit},
-    grad::{is_half, scaled, widened, without_nan},
+    fsdp::{
+        accumulation::{Accumulation, Whole},
+        backward::Backward,
+        in_backward::{Known, UpdatesInBackward},
+        model::{Model, Unit},
+    },
+    grad::{corrected, is_half, widened},
     loss::ShardLoss,
-    step::rules::Rules,
+    step::rules::{Rules, Then},
 };
 
 /// One replica's way through a batch: entering units, and collecting the gradients that they leave.
@@ -26,37 +31,31 @@ pub(crate) struct Session {
     model: Arc<Model>,
     rules: Arc<Rules>,
     purpose: Purpose,
-    /// An input of every operation that has a gradient to leave: candle records nothing of integers.
+    /// An input of every operation that has a gradient to leave: candle records nothing of
+    /// integers.
     anchor: Var,
     backward: Mutex<Backward>,
 }
 
-/// Whether what units compute is differentiated.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+/// What becomes of what units compute.
+#[derive(Clone)]
 pub(super) enum Purpose {
-    Training,
+    /// Nothing is differentiated.
     Evaluation,
-}
-
-/// What is known of the backward pass.
-#[derive(Debug, Default)]
-struct Backward {
-    /// Whether it has begun: a loss that differentiates for itself would have gradients summed.
-    is_under_way: bool,
-    /// Whether nothing of the batch is here.
-    is_empty: bool,
-    /// What gradients are multiplied by: in halves the loss has a part of its factor alone.
-    rest: f64,
-    /// The sums over all slots, by the position of this slot's part.
-    sums: BTreeMap<usize, Tensor>,
-    /// The parameters that have a gradient on this slot.
-    used: BTreeSet<String>,
+    /// The gradients are returned.
+    Gradients,
+    /// The gradients are kept for an update, or returned for one.
+    Training,
+    /// Parameters are updated as soon as their gradients are known.
+    InBackward(Arc<dyn UpdatesInBackward>),
 }
 
 /// What the backward pass of a batch leaves on a slot.
 pub(super) struct Gradients {
-    /// The sums over all slots, for each of this slot's parts.
+    /// The sums over all slots, for each of this slot's parts whose parameter is not updated yet.
     pub(super) sums: Vec<Option<Tensor>>,
+    /// What is not summed yet.
+    pub(super) whole: Whole,
     /// Whether each trained variable of the model has a gradient here, in the order of names.
     pub(super) used: Vec<bool>,
 }
@@ -78,6 +77,13 @@ impl Session {
         }))
     }
 
+    /// The unit of this name, which is entered.
+    pub(super) fn enter(&self, name: &str) -> Result<&Unit> {
+        let unit = self.find(name)?;
+        self.backward().entered.insert(name.to_owned());
+        Ok(unit)
+    }
+
     /// The unit of this name.
     pub(super) fn find(&self, name: &str) -> Result<&Unit> {
         self.model.units.get(name).ok_or_else(|| {
@@ -91,12 +97,13 @@ impl Session {
     }
 
     pub(super) fn is_training(&self) -> bool {
-        self.purpose == Purpose::Training
+        !matches!(self.purpose, Purpose::Evaluation)
     }
 
-    /// Whether it is to be seen that units have the same result twice: in the first step.
-    pub(super) fn compares(&self) -> bool {
-        self.rules.all_used
+    /// Whether it is to be seen that a unit has the same result twice. A run that is resumed may have
+    /// been trained by a model that runs units once, so the number of its steps does not tell.
+    pub(super) fn compares(&self, unit: &str) -> bool {
+        !self.model.is_repeatable(unit)
     }
 
     /// An error that this replica alone knows of.
@@ -118,7 +125,7 @@ impl Session {
     ) -> VarBuilder<'static> {
         let inner = unit.members.iter().map(|member| {
             let var = &gathered[&member.names.name];
-            let is_leaf = records && member.is_trained;
+            let is_leaf = records && member.trained.is_some();
             let tensor = if is_leaf { var.as_tensor().clone() } else { var.as_detached_tensor() };
             (member.names.inner_name.clone(), tensor)
         });
@@ -137,61 +144,149 @@ impl Session {
         self.refuse(TrainingError::Differentiated { unit: unit.to_owned(), how })
     }
 
-    /// Sums the gradients of a unit's parameters over all slots.
-    pub(super) fn reduce(
+    /// Notes that a pass through a unit was recorded, whose gradients are to come.
+    pub(super) fn expect_gradients(&self, unit: &str) {
+        *self.backward().expected.entry(unit.to_owned()).or_default() += 1;
+    }
+
+    /// Takes what a pass through a unit leaves on this slot: its parameters, and their gradients.
+    pub(super) fn leave(
         &self,
-        name: &str,
+        unit: &str,
         gathered: BTreeMap<String, Var>,
         mut grads: GradStore,
     ) -> Result<()> {
+        let mut own = BTreeMap::new();
+        for (_, member) in self.model.units[unit].trained() {
+            let name = &member.names.name;
+            if let Some(grad) = grads.remove(&gathered[name]) {
+                own.insert(name.clone(), self.share(&grad)?);
+            }
+        }
+        // Not held any longer than need be: this is when a step holds the most.
+        drop((gathered, grads));
+        self.backward().leave(unit, own.keys());
+        if self.keeps_whole() {
+            return self.backward().whole.add(unit, own);
+        }
+        self.reduce(unit, own)?;
+        match &self.purpose {
+            Purpose::InBackward(updates) => {
+                let known = self.backward().known(&self.model, unit);
+                self.update(&**updates, &known)
+            }
+            _ => Ok(()),
+        }
+    }
+
+    /// What a gradient on this slot adds to the sum.
+    fn share(&self, grad: &Tensor) -> Result<Tensor> {
         let (is_empty, rest) = {
             let backward = self.backward();
             (backward.is_empty, backward.rest)
         };
-        let mut of_params = BTreeMap::new();
-        let mut used = Vec::new();
-        for member in self.model.units[name].members.iter().filter(|member| member.is_trained) {
-            let name = &member.names.name;
-            let var = &gathered[name];
-            let grad = match grads.remove(var) {
-                Some(grad) => {
-                    used.push(name.clone());
-                    // One at a time: gradients of a linear layer's weights are transposed views,
-                    // which the sum would make contiguous all together, beside themselves.
-                    let grad = widened(&grad)?.contiguous()?;
-                    if is_empty { without_nan(grad)? } else { scaled(grad, rest)? }
-                }
-                None => widened(&var.zeros_like()?)?,
-            };
-            of_params.insert(name.clone(), grad);
-        }
-        // Not held any longer than need be: this is when a step holds the most.
-        drop((gathered, grads));
-        let sums = self.model.vars.reduce_parts(&self.ctx, name, |name| of_params.remove(name))?;
-        self.backward().add(sums, used)
+        // One at a time: gradients of a linear layer's weights may be transposed views, which the
+        // sum would make contiguous all together, beside themselves.
+        corrected(widened(grad)?.contiguous()?, is_empty, rest)
     }
 
-    /// Differentiates a shard's sum over `scale`, through all units that it has entered.
-    pub(super) fn differentiate(&self, shard: ShardLoss, scale: f64) -> Result<Gradients> {
+    /// Whether gradients are not summed yet.
+    fn keeps_whole(&self) -> bool {
+        matches!(self.purpose, Purpose::Training)
+            && matches!(self.rules.then, Then::Keep)
+            && self.model.accumulation == Accumulation::ReduceLast
+    }
+
+    /// Sums the gradients of a unit's parameters over all slots, with those that were kept whole.
+    fn reduce(&self, unit: &str, mut own: BTreeMap<String, Tensor>) -> Result<()> {
+        let mut whole = mem::take(&mut self.backward().whole);
+        whole.units.remove(unit);
+        let mut all = BTreeMap::new();
+        for (_, member) in self.model.units[unit].trained() {
+            let name = &member.names.name;
+            let grad = match (whole.grads.remove(name), own.remove(name)) {
+                (Some(before), Some(grad)) => (before + grad)?,
+                (Some(grad), None) | (None, Some(grad)) => grad,
+                (None, None) => Tensor::zeros(&*member.shape, member.dtype, self.ctx.device())?,
+            };
+            all.insert(name.clone(), grad);
+        }
+        self.backward().whole = whole;
+        let sums = self.model.vars.reduce_parts(&self.ctx, unit, |name| all.remove(name))?;
+        self.backward().add(sums)
+    }
+
+    /// Differentiates a shard's sum over `scale`, through all units that it has entered; `whole`
+    /// are gradients that were kept before.
+    pub(super) fn differentiate(
+        &self,
+        shard: ShardLoss,
+        scale: f64,
+        whole: Whole,
+    ) -> Result<Gradients> {
         let halves = is_half(shard.dtype()) || self.model.has_halves();
         let is_empty = shard.is_empty();
         let (sum, rest) = shard.share(scale, halves)?;
-        {
-            let mut backward = self.backward();
-            backward.is_under_way = true;
-            backward.is_empty = is_empty;
-            backward.rest = rest;
-        }
+        self.backward().begin(whole, is_empty, rest);
         sum.backward()?;
         drop(sum);
-        let Backward { mut sums, used, .. } = std::mem::take(&mut *self.backward());
+        self.finish()?;
+        let mut backward = mem::take(&mut *self.backward());
         let n_parts = self.model.vars.vars(self.ctx.slot())?.len();
-        let inventory = &self.model.inventory;
-        let trained = inventory.roles.trained();
         Ok(Gradients {
-            sums: (0..n_parts).map(|part| sums.remove(&part)).collect(),
-            used: trained.iter().map(|&var| used.contains(inventory.name(var))).collect(),
+            sums: (0..n_parts).map(|part| backward.sums.remove(&part)).collect(),
+            used: backward.used_flags(&self.model),
+            whole: backward.whole,
         })
+    }
+
+    /// Does what waits for the end of the backward pass.
+    fn finish(&self) -> Result<()> {
+        if !self.keeps_whole() {
+            // Of units that only batches before this one have entered.
+            let units = self.backward().whole.units.clone();
+            units.iter().try_for_each(|unit| self.reduce(unit, BTreeMap::new()))?;
+        }
+        match &self.purpose {
+            Purpose::InBackward(updates) => {
+                let rest = self.backward().rest_of(&self.model);
+                self.update(&**updates, &rest)?;
+                updates.finish()
+            }
+            _ => Ok(()),
+        }
+    }
+
+    /// Updates the parameters whose gradients are known.
+    fn update(&self, updates: &dyn UpdatesInBackward, known: &Known) -> Result<()> {
+        if known.trained.is_empty() {
+            return Ok(());
+        }
+        let mut sums = mem::take(&mut self.backward().sums);
+        updates.update(&self.ctx, &self.rules, known, &mut sums)?;
+        self.backward().sums = sums;
+        Ok(())
+    }
+
+    /// Whether parameters are updated during the backward pass.
+    pub(super) fn updates_in_backward(&self) -> bool {
+        matches!(self.purpose, Purpose::InBackward(_))
+    }
+
+    /// Refuses an update, the first one, by batches that have not entered all units that are
+    /// trained: `entered` are the units of all of them.
+    pub(super) fn check_entered(&self, entered: &BTreeSet<String>) -> Result<()> {
+        let refused = match self.rules.then {
+            Then::Update if self.rules.all_used => self.model.not_entered(entered),
+            Then::Update | Then::Keep => None,
+        };
+        // All slots have entered the same units.
+        refused.map_or(Ok(()), |error| Err(self.rules.refusal.agreed(error)))
+    }
+
+    /// The names of the units that the loss has entered.
+    pub(super) fn entered(&self) -> Vec<String> {
+        self.backward().entered.iter().cloned().collect()
     }
 
     /// Not held while anything is computed or waited for.
@@ -200,26 +295,8 @@ impl Session {
     }
 }
 
-impl Backward {
-    /// Adds what one pass through a unit leaves: it may be entered several times.
-    fn add(&mut self, sums: Vec<(usize, Tensor)>, used: Vec<String>) -> Result<()> {
-        for (part, sum) in sums {
-            let sum = match self.sums.remove(&part) {
-                Some(before) => (before + sum)?,
-                None => sum,
-            };
-            self.sums.insert(part, sum);
-        }
-        self.used.extend(used);
-        Ok(())
-    }
-}
-
 impl fmt::Debug for Session {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Session")
-            .field("ctx", &self.ctx)
-            .field("purpose", &self.purpose)
-            .finish_non_exhaustive()
+        f.debug_struct("Session").field("ctx", &self.ctx).finish_non_exhaustive()
     }
 }

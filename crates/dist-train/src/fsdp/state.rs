@@ -1,7 +1,5 @@
 //! Saving and loading a sharded model in training.
 
-use std::collections::BTreeMap;
-
 use candle_core::{Tensor, Var};
 
 use crate::{
@@ -14,29 +12,33 @@ use crate::{
     moving::moved,
     optim::StatefulOptimizer,
     processes::agreed,
-    progress::{Progress, TrainerState},
+    progress::Progress,
     step::inventory::Inventory,
 };
 
 impl<O: StatefulOptimizer> FullyShard<O> {
     /// The parameters, what the optimizers keep for them, and how far training is, for
     /// [`Checkpoints::save`](crate::Checkpoints::save): each slot of the mesh, in whatever process,
-    /// writes its parts. Accumulated gradients are not among them. Every process of the mesh calls it.
+    /// writes its parts. Accumulated gradients are not among them. Every process of the mesh calls
+    /// it.
     ///
     /// # Errors
     ///
-    /// [`Error::Optimizer`](crate::Error::Optimizer) if an optimizer cannot tell its state,
-    /// [`CheckpointError::Kind`](crate::CheckpointError::Kind) if its state has a name that cannot be
-    /// written, [`Error::OtherProcess`](crate::Error::OtherProcess) if another process fails.
+    /// [`TrainingError::HalfUpdated`](crate::TrainingError::HalfUpdated) after a step that failed
+    /// on its way, [`Error::Optimizer`](crate::Error::Optimizer) if an optimizer cannot tell its
+    /// state, [`CheckpointError::Kind`](crate::CheckpointError::Kind) if its state has a name that
+    /// cannot be written, [`Error::OtherProcess`](crate::Error::OtherProcess) if another process
+    /// fails.
     pub fn state_dict(&self) -> Result<StateDict> {
+        self.check_whole()?;
         agreed(&self.mesh, self.state_of_slots())
     }
 
     /// What the slots of this process keep.
     fn state_of_slots(&self) -> Result<StateDict> {
         let inventory = &self.model.inventory;
-        let mut state =
-            StateDict::new(&self.mesh, inventory.shapes()).with_trainer(self.trainer_state());
+        let mut state = StateDict::new(&self.mesh, inventory.shapes())
+            .with_trainer(self.rates.state(self.progress));
         for (local_slot, slot) in self.slots.iter().enumerate() {
             let slot = lock(slot);
             for (position, part) in slot.parts.iter().enumerate().filter(|(_, part)| part.is_told) {
@@ -61,7 +63,13 @@ impl<O: StatefulOptimizer> FullyShard<O> {
     /// Those of [`DataParallel::load`](crate::DataParallel::load).
     pub fn load(&mut self, checkpoint: &Checkpoint) -> Result<()> {
         checkpoint.check_fits(&self.mesh, &self.model.inventory.shapes())?;
+        let rates = match checkpoint.trainer() {
+            Some(state) => self.rates.resumed(state)?,
+            None => self.rates.clone(),
+        };
         agreed(&self.mesh, self.load_slots(checkpoint))?;
+        self.slots.iter().for_each(|slot| lock(slot).is_half_updated = false);
+        self.rates = rates;
         self.resume(checkpoint);
         Ok(())
     }
@@ -69,9 +77,15 @@ impl<O: StatefulOptimizer> FullyShard<O> {
     /// Gives the parts and optimizers of this process their values.
     fn load_slots(&self, checkpoint: &Checkpoint) -> Result<()> {
         let inventory = &self.model.inventory;
-        for slot in &self.slots {
+        // On all slots before the first is read: some would go on with what the others have dropped.
+        // One that fails on its way has given some parameters their values and others not.
+        self.slots.iter().for_each(|slot| {
             let slot = &mut *lock(slot);
             slot.forget();
+            slot.is_half_updated = true;
+        });
+        for slot in &self.slots {
+            let slot = &mut *lock(slot);
             for part in &slot.parts {
                 let value = checkpoint.like(key(inventory, part), &part.var)?;
                 assign(&part.var, &value).doing("loading a parameter")?;
@@ -81,26 +95,13 @@ impl<O: StatefulOptimizer> FullyShard<O> {
         Ok(())
     }
 
+    /// Resumes the count of steps and of random numbers.
     fn resume(&mut self, checkpoint: &Checkpoint) {
-        let Some(TrainerState { progress, learning_rates }) = checkpoint.trainer() else {
-            let step = checkpoint.step();
-            self.progress = Progress { steps: step, batches: step, ..self.progress };
-            return;
+        let step = checkpoint.step();
+        self.progress = match checkpoint.trainer() {
+            Some(state) => state.progress,
+            None => Progress { steps: step, batches: step, ..self.progress },
         };
-        self.progress = *progress;
-        for (group, name) in self.model.inventory.roles.groups.iter().enumerate() {
-            if let Some(&rate) = learning_rates.get(name) {
-                self.set_rate(group, rate);
-            }
-        }
-    }
-
-    fn trainer_state(&self) -> TrainerState {
-        let slot = lock(&self.slots[0]);
-        let rates = slot.optimizers.iter().map(|group| group.optimizer.learning_rate());
-        let groups = self.model.inventory.roles.groups.iter().cloned();
-        let learning_rates: BTreeMap<String, f64> = groups.zip(rates).collect();
-        TrainerState { progress: self.progress, learning_rates }
     }
 }
 
@@ -109,10 +110,10 @@ fn load_optimizers<O: StatefulOptimizer>(
     inventory: &Inventory,
     checkpoint: &Checkpoint,
 ) -> Result<()> {
-    for group in &mut slot.optimizers {
-        for (position, &part) in group.parts.iter().enumerate() {
+    for of_parts in &mut slot.optimizers {
+        for (position, &part) in of_parts.parts.iter().enumerate() {
             let key = key(inventory, &slot.parts[part]);
-            checkpoint.load_optimizer(key, &mut group.optimizer, position)?;
+            checkpoint.load_optimizer(key, &mut of_parts.optimizer, position)?;
         }
     }
     Ok(())

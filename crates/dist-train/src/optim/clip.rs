@@ -24,8 +24,8 @@ pub(crate) fn check_max_norm(max_norm: f64) -> std::result::Result<(), SettingEr
 
 /// The sum of the squares of a tensor's floating-point items, in double precision.
 ///
-/// On the processor what each addition rounds off is added as well, so the sum is the exact one
-/// rounded once, and does not depend on the order. Nothing of the tensor's size is allocated.
+/// On the processor what each addition rounds off is added as well, so the order of the items changes
+/// the sum by less than its last digits. Nothing of the tensor's size is allocated.
 pub(crate) fn squares(tensor: &Tensor) -> Result<f64> {
     match tensor.device() {
         Device::Cpu => {

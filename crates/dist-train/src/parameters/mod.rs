@@ -1,36 +1,112 @@
-//! The parameters of a model before it is made: what its constructor asks for, and where the values
-//! come from, a seed or a file.
+//! The parameters of a model: what its constructor asks for, where the first values come from, a
+//! seed or files, and the files that the trained ones are saved in.
 
 pub(crate) mod declare;
 pub(crate) mod init;
+pub(crate) mod save;
 pub(crate) mod weights;
 
-use std::{ops::Range, path::Path};
+use std::{fmt, ops::Range, path::Path, sync::Arc};
 
 use candle_core::{Device, Tensor};
 use core_types::{Fingerprint, Seed};
 
 use self::{
     declare::Declared,
-    weights::{Allowed, Weights},
+    weights::{Allowed, Weights, sampled},
 };
 use crate::{
-    error::{Doing, Result, training::TrainingError},
+    error::{Doing, Result, parameter::ParameterError, training::TrainingError},
     step::roles::Choices,
 };
+
+/// What decides on the first values of parameters that no weights have.
+#[derive(Clone)]
+pub(crate) enum Initializer {
+    /// The distributions that the constructor names, drawn from a seed.
+    Seeded(Seed),
+    /// A function of the caller.
+    Given(Arc<ItemsFn>),
+}
+
+/// Items of a parameter, counted in row-major order, as one dimension.
+pub(crate) type ItemsFn =
+    dyn Fn(&Declared, Range<usize>) -> candle_core::Result<Tensor> + Send + Sync;
+
+impl Initializer {
+    /// Items `range` of a parameter, as one dimension on `device`.
+    fn items(&self, declared: &Declared, range: Range<usize>, device: &Device) -> Result<Tensor> {
+        match self {
+            Self::Seeded(seed) => init::seeded(*seed, declared, range, device),
+            Self::Given(values) => {
+                let items = values(declared, range.clone()).doing("initializing a parameter")?;
+                check_items(declared, range, &items)?;
+                items.to_device(device).doing("initializing a parameter")
+            }
+        }
+    }
+
+    /// What processes compare: of a function, some items from all over each parameter.
+    ///
+    /// # Errors
+    ///
+    /// Those of the function, and if candle fails.
+    pub(crate) fn fingerprint(&self, declared: &[Declared]) -> Result<u64> {
+        if let Self::Seeded(seed) = self {
+            return Ok(seed.as_u64());
+        }
+        let mut found = Fingerprint::new();
+        for declared in declared {
+            for run in sampled(declared.shape.elem_count()) {
+                let items = self.items(declared, run, &Device::Cpu)?;
+                let mut bytes = Vec::new();
+                items.write_bytes(&mut bytes).doing("comparing initial values")?;
+                found.bytes(&bytes);
+            }
+        }
+        Ok(found.finish())
+    }
+}
+
+impl fmt::Debug for Initializer {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Seeded(seed) => seed.fmt(f),
+            Self::Given(_) => f.write_str("a function"),
+        }
+    }
+}
+
+/// Refuses items that are not those asked for.
+fn check_items(
+    declared: &Declared,
+    range: Range<usize>,
+    items: &Tensor,
+) -> Result<(), ParameterError> {
+    let name = || declared.name.clone();
+    if items.dims() != [range.len()] {
+        let (found, expected) = (items.dims().to_vec(), vec![range.len()]);
+        return Err(ParameterError::Shape { name: name(), found, expected });
+    }
+    if items.dtype() != declared.dtype {
+        let (found, expected) = (items.dtype().as_str(), declared.dtype.as_str());
+        return Err(ParameterError::Dtype { name: name(), found, expected });
+    }
+    Ok(())
+}
 
 /// Where the first values of a model's parameters come from.
 #[derive(Clone, Debug)]
 pub(crate) struct InitialValues {
     /// Decides on all that the weights do not have.
-    pub(crate) seed: Seed,
+    pub(crate) init: Initializer,
     /// Pretrained weights.
     pub(crate) weights: Option<Weights>,
 }
 
 impl InitialValues {
     /// The values of parameters: from pretrained weights, which must be those of the model but for
-    /// what the choices allow, and else from a seed. With each parameter stands whether it is open:
+    /// what the choices allow, and else from `init`. With each parameter stands whether it is open:
     /// others have a value already.
     ///
     /// # Errors
@@ -38,7 +114,7 @@ impl InitialValues {
     /// [`TrainingError::TwoValues`] if the weights have one that is not open, and those of
     /// [`Weights::open`], [`Weights::check_fits`] and of the choices' patterns.
     pub(crate) fn new<'a>(
-        seed: Seed,
+        init: Initializer,
         weights: Option<&Path>,
         choices: &Choices,
         declared: impl Iterator<Item = (&'a Declared, bool)>,
@@ -47,14 +123,14 @@ impl InitialValues {
         let all = open.iter().chain(&there).map(|(declared, _)| declared.name.as_str());
         let missing = choices.missing(&all.collect::<Vec<_>>())?;
         let unexpected = choices.unexpected()?;
-        let Some(path) = weights else { return Ok(Self { seed, weights: None }) };
+        let Some(path) = weights else { return Ok(Self { init, weights: None }) };
         let weights = Weights::open(path)?;
         if let Some((twice, _)) = there.iter().find(|(declared, _)| weights.has(&declared.name)) {
             return Err(TrainingError::TwoValues { name: twice.name.clone() }.into());
         }
         let open: Vec<Declared> = open.into_iter().map(|(declared, _)| declared.clone()).collect();
         weights.check_fits(&open, Allowed { missing: &missing, unexpected: &unexpected })?;
-        Ok(Self { seed, weights: Some(weights) })
+        Ok(Self { init, weights: Some(weights) })
     }
 
     /// A fingerprint of the [weights](Weights::fingerprint), or of their absence.
@@ -79,11 +155,12 @@ impl InitialValues {
     }
 
     /// Items `range` of a parameter, counted in row-major order, as one dimension on `device`: from
-    /// the weights if they have the parameter, and otherwise from the seed.
+    /// the weights if they have the parameter, and otherwise from the initializer.
     ///
     /// # Errors
     ///
-    /// Those of [`Weights::items`] and [`init::seeded`].
+    /// Those of [`Weights::items`] and [`init::seeded`]; what a function returns, and
+    /// [`ParameterError::Shape`] or [`ParameterError::Dtype`] if that is something else.
     pub(crate) fn items(
         &self,
         declared: &Declared,
@@ -95,6 +172,63 @@ impl InitialValues {
         {
             return Ok(items);
         }
-        init::seeded(self.seed, declared, range, device)
+        self.init.items(declared, range, device)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use candle_core::DType;
+    use candle_nn::Init;
+
+    use super::*;
+    use crate::error::Error;
+
+    fn declared() -> Declared {
+        Declared {
+            name: "w".to_owned(),
+            shape: (2, 3).into(),
+            dtype: DType::F32,
+            init: Init::Const(0.0),
+        }
+    }
+
+    fn given(
+        values: impl Fn(&Declared, Range<usize>) -> candle_core::Result<Tensor> + Send + Sync + 'static,
+    ) -> InitialValues {
+        InitialValues { init: Initializer::Given(Arc::new(values)), weights: None }
+    }
+
+    #[test]
+    fn items_that_were_not_asked_for_are_refused() {
+        let refused = |values: InitialValues| match values
+            .items(&declared(), 1..4, &Device::Cpu)
+            .unwrap_err()
+        {
+            Error::Parameter(error) => error,
+            error => panic!("{error}"),
+        };
+        let all = given(|declared, _| Tensor::zeros(&declared.shape, DType::F32, &Device::Cpu));
+        assert!(matches!(
+            refused(all),
+            ParameterError::Shape { found, expected, .. } if (&*found, &*expected) == (&[2, 3], &[3])
+        ));
+        let wide = given(|_, range| Tensor::zeros(range.len(), DType::F64, &Device::Cpu));
+        assert!(matches!(refused(wide), ParameterError::Dtype { found: "f64", .. }));
+    }
+
+    #[test]
+    fn processes_tell_functions_apart_by_what_they_return() {
+        let fingerprint = |factor: f32| {
+            let values = given(move |_, range: Range<usize>| {
+                let values: Vec<f32> = range.map(|item| factor * item as f32).collect();
+                Tensor::new(values, &Device::Cpu)
+            });
+            values.init.fingerprint(&[declared()]).unwrap()
+        };
+        assert_eq!(fingerprint(1.0), fingerprint(1.0));
+        assert_ne!(fingerprint(1.0), fingerprint(2.0));
+        let seeded = |seed| Initializer::Seeded(Seed::new(seed)).fingerprint(&[]).unwrap();
+        assert_ne!(seeded(1), seeded(2));
     }
 }

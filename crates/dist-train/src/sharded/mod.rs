@@ -467,8 +467,7 @@ impl ShardedVars {
             return Ok(parts.map(|part| (part.var.clone(), sum.clone())).collect());
         }
         let layout = units::layout(&self.0.plan, name, &[param_idx], widened_dtype)?;
-        let layout = layout.repeated(runs::index(self.0.plan.replicas()));
-        let sums = ctx.reduce_runs(vec![widened(grad)?], &layout, ALL)?;
+        let sums = self.reduce_runs(ctx, vec![widened(grad)?], &layout)?;
         Ok(parts.map(|part| part.var.clone()).zip(sums).collect())
     }
 

@@ -1,9 +1,13 @@
-//! The parameters of a unit, which are gathered and reduced in one collective.
+//! The plan's schedule, carried out: the parameters of a unit are put together in one collective, and
+//! their gradients are summed in one.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet, btree_map::Entry};
 
 use candle_core::{DType, Tensor, Var};
-use fsdp_plan::{Cut, ShardingPlan};
+use fsdp_plan::{
+    ShardingPlan,
+    cost::{CostModel, Runtime, Transfer, UnitSchedule},
+};
 use pmap_mesh::{ALL, Replica, Run, RunLayout};
 
 use super::{ShardedVars, check_shape, runs, unknown};
@@ -12,25 +16,29 @@ use crate::{
     grad::{widened, widened_dtype},
 };
 
-/// How the parameters of a unit lie on the ranks.
+/// What the plan's schedule says of a unit, ready to be carried out.
 #[derive(Clone, Debug)]
 pub(super) struct Unit {
     /// The names of the unit's parameters, and which parameter each is: a tied one is that which it
     /// is tied to.
     names: Vec<(String, usize)>,
-    /// The parameters that are cut, in the order of the layouts.
-    cut: Vec<usize>,
-    /// Those of which every rank keeps the whole.
-    whole: Vec<usize>,
-    /// Of a shard group.
-    gathered: RunLayout,
-    /// Those that are cut and trained, in the order of the layout.
-    trained_cut: Vec<usize>,
-    /// Those that are kept whole and trained.
-    trained_whole: Vec<usize>,
-    /// The gradients, of all ranks: in every shard group, somebody wants each run.
-    reduced: RunLayout,
+    /// The parameters that are put together, and their runs on the ranks of a shard group.
+    gathered: Option<Lists>,
+    /// The gradients that are summed, and the same for them.
+    reduced: Option<Lists>,
+    /// The replicated parameters whose gradients are summed.
+    copies: Vec<usize>,
 }
+
+/// Parameters, and a layout of them in the same order.
+#[derive(Clone, Debug)]
+struct Lists {
+    params: Vec<usize>,
+    layout: RunLayout,
+}
+
+/// A unit's parameters, by all of their names.
+type Names<'a> = (&'a str, Vec<(String, usize)>);
 
 /// The units of a plan, by name.
 pub(super) fn of_plan(plan: &ShardingPlan) -> Result<BTreeMap<String, Unit>> {
@@ -40,10 +48,7 @@ pub(super) fn of_plan(plan: &ShardingPlan) -> Result<BTreeMap<String, Unit>> {
         let param_idx = index_of(plan, info.name())?;
         names.entry(info.unit()).or_default().push((info.name().to_owned(), param_idx));
     }
-    names
-        .into_iter()
-        .map(|(unit, names)| Ok((unit.to_owned(), Unit::new(plan, unit, names)?)))
-        .collect()
+    scheduled(plan, names.into_iter().collect())
 }
 
 /// Units of other parameters than the plan says, each with the names of its own.
@@ -51,11 +56,25 @@ pub(super) fn of_names<'a, N: Iterator<Item = &'a str>>(
     plan: &ShardingPlan,
     units: impl Iterator<Item = (&'a String, N)>,
 ) -> Result<BTreeMap<String, Unit>> {
-    let unit = |(unit, names): (&String, N)| {
+    let unit = |(unit, names): (&'a String, N)| {
         let names = names.map(|name| Ok((name.to_owned(), index_of(plan, name)?)));
-        Ok((unit.clone(), Unit::new(plan, unit, names.collect::<Result<_>>()?)?))
+        Ok((unit.as_str(), names.collect::<Result<Vec<_>>>()?))
     };
-    units.map(unit).collect()
+    scheduled(plan, units.map(unit).collect::<Result<_>>()?)
+}
+
+/// Each unit by its name, with what its part of the schedule says.
+fn scheduled<'a>(plan: &'a ShardingPlan, units: Vec<Names<'a>>) -> Result<BTreeMap<String, Unit>> {
+    let params = |(unit, names): &Names<'a>| {
+        let params: BTreeSet<usize> = names.iter().map(|(_, param_idx)| *param_idx).collect();
+        (*unit, params.into_iter().collect())
+    };
+    let model = CostModel::default().with_runtime(Runtime::Candle);
+    let schedule = plan.schedule_of(&model, units.iter().map(params))?;
+    let unit = |(schedule, (unit, names)): (&UnitSchedule<'_>, Names<'_>)| {
+        Ok((unit.to_owned(), Unit::new(plan, schedule, names)?))
+    };
+    schedule.units.iter().zip(units).map(unit).collect()
 }
 
 /// The position of a parameter, or of the one that it is tied to.
@@ -94,20 +113,25 @@ pub(super) fn layout(
 }
 
 impl Unit {
-    fn new(plan: &ShardingPlan, unit: &str, names: Vec<(String, usize)>) -> Result<Self> {
-        let mut params: Vec<usize> = names.iter().map(|(_, param_idx)| *param_idx).collect();
-        params.sort_unstable();
-        params.dedup();
-        let is_whole = |param_idx: &usize| plan.parameters()[*param_idx].cut() == Cut::Replicated;
-        let (whole, cut): (Vec<usize>, Vec<usize>) = params.into_iter().partition(is_whole);
-        let is_trained = |param_idx: &usize| plan.parameters()[*param_idx].info().requires_grad();
-        let trained = |params: &[usize]| params.iter().copied().filter(is_trained).collect();
-        let trained_cut: Vec<usize> = trained(&cut);
-        let trained_whole = trained(&whole);
-        let gathered = layout(plan, unit, &cut, |dtype| dtype)?;
-        let reduced = layout(plan, unit, &trained_cut, widened_dtype)?;
-        let reduced = reduced.repeated(runs::index(plan.replicas()));
-        Ok(Self { names, cut, whole, gathered, trained_cut, trained_whole, reduced })
+    fn new(
+        plan: &ShardingPlan,
+        schedule: &UnitSchedule<'_>,
+        names: Vec<(String, usize)>,
+    ) -> Result<Self> {
+        let lists = |transfer: &Transfer, dtype: fn(DType) -> DType| {
+            let params = transfer.parameters.clone();
+            let layout = layout(plan, schedule.unit, &params, dtype)?;
+            Ok::<_, Error>(Lists { params, layout })
+        };
+        let gathered = schedule.all_gather.as_ref();
+        let reduced = schedule.reduce_scatter.as_ref();
+        let copies = schedule.all_reduce_copies.as_ref();
+        Ok(Self {
+            names,
+            gathered: gathered.map(|gathered| lists(gathered, |dtype| dtype)).transpose()?,
+            reduced: reduced.map(|reduced| lists(reduced, widened_dtype)).transpose()?,
+            copies: copies.map_or_else(Vec::new, |copies| copies.parameters.clone()),
+        })
     }
 }
 
@@ -156,24 +180,36 @@ impl ShardedVars {
         ctx: &Replica,
         unit: &str,
     ) -> candle_core::Result<BTreeMap<String, Var>> {
-        let runs = self.unit(unit)?;
+        let unit = self.unit(unit)?;
         let mut wholes: BTreeMap<usize, Var> = BTreeMap::new();
-        if !runs.cut.is_empty() {
-            let own = self.own_runs(ctx, &runs.cut)?;
-            let gathered = ctx.gather_runs(own, &runs.gathered, &self.0.axes.shard)?;
-            wholes.extend(runs.cut.iter().copied().zip(gathered));
+        if let Some(Lists { params, layout }) = &unit.gathered {
+            let own = self.own_runs(ctx, params)?;
+            let gathered = ctx.gather_runs(own, layout, &self.0.axes.shard)?;
+            wholes.extend(params.iter().copied().zip(gathered));
         }
-        for &param_idx in &runs.whole {
-            let mine = self.mine(ctx, param_idx)?.reshape(runs::shape(self.info(param_idx)))?;
-            wholes.insert(param_idx, Var::from_tensor(&mine.detach())?);
+        let mut named = BTreeMap::new();
+        for (name, param_idx) in &unit.names {
+            let whole = match wholes.entry(*param_idx) {
+                Entry::Occupied(whole) => whole.get().clone(),
+                Entry::Vacant(place) => place.insert(self.copy(ctx, *param_idx)?).clone(),
+            };
+            named.insert(name.clone(), whole);
         }
-        let named = runs.names.iter();
-        Ok(named.map(|(name, param_idx)| (name.clone(), wholes[param_idx].clone())).collect())
+        Ok(named)
     }
 
-    /// Sums the gradients of a unit's whole parameters over all slots, in one collective; returns
-    /// this slot's variables with their parts of the sums. Those of halves are summed in single
-    /// precision.
+    /// A variable of what every slot keeps whole.
+    fn copy(&self, ctx: &Replica, param_idx: usize) -> candle_core::Result<Var> {
+        let mine = self.mine(ctx, param_idx)?.reshape(runs::shape(self.info(param_idx)))?;
+        Var::from_tensor(&mine.detach())
+    }
+
+    /// Sums the gradients of a unit's whole parameters over all slots; returns this slot's variables
+    /// with their parts of the sums. Those of halves are summed in single precision.
+    ///
+    /// They are summed over a shard group in one collective, and where a plan has replicas, each
+    /// slot's parts over these in another: in the order of ranks within a group, and then in the
+    /// order of groups.
     ///
     /// `grad` is asked for the gradient of each parameter that the unit keeps or is tied to, and that
     /// the plan [trains](fsdp_plan::ParameterInfo::requires_grad), by each of its names in this unit until there
@@ -204,22 +240,41 @@ impl ShardedVars {
         unit: &str,
         mut grad: impl FnMut(&str) -> Option<Tensor>,
     ) -> candle_core::Result<Vec<(usize, Tensor)>> {
-        let runs = self.unit(unit)?;
+        let unit = self.unit(unit)?;
         let mut sums = Vec::new();
-        if !runs.trained_cut.is_empty() {
-            let grads = self.grads(&runs.names, &runs.trained_cut, &mut grad)?;
-            let reduced = ctx.reduce_runs(grads, &runs.reduced, ALL)?;
-            sums.extend(self.own_positions(ctx, &runs.trained_cut)?.into_iter().zip(reduced));
+        if let Some(Lists { params, layout }) = &unit.reduced {
+            let grads = self.grads(&unit.names, params, &mut grad)?;
+            let reduced = self.reduce_runs(ctx, grads, layout)?;
+            sums.extend(self.own_positions(ctx, params)?.into_iter().zip(reduced));
         }
-        if !runs.trained_whole.is_empty() {
-            let grads = self.grads(&runs.names, &runs.trained_whole, &mut grad)?;
+        if !unit.copies.is_empty() {
+            let grads = self.grads(&unit.names, &unit.copies, &mut grad)?;
             let all: Vec<usize> = (0..grads.len()).collect();
-            let positions = self.own_positions(ctx, &runs.trained_whole)?;
-            for (position, sum) in positions.into_iter().zip(ctx.psum_list(grads, &all)?) {
+            let positions = self.own_positions(ctx, &unit.copies)?;
+            for (position, sum) in positions.into_iter().zip(ctx.psum_list(grads, &all, ALL)?) {
                 sums.push((position, sum.flatten_all()?));
             }
         }
         Ok(sums)
+    }
+
+    /// The sums of gradients over all slots, for this slot's runs of a layout.
+    #[track_caller]
+    pub(super) fn reduce_runs(
+        &self,
+        ctx: &Replica,
+        grads: Vec<Tensor>,
+        layout: &RunLayout,
+    ) -> candle_core::Result<Vec<Tensor>> {
+        let sums = ctx.reduce_runs(grads, layout, &self.0.axes.shard)?;
+        match &self.0.axes.replica {
+            // Whoever has nothing is not waited for: the same slots of other groups have nothing.
+            Some(axes) if !sums.is_empty() => {
+                let all: Vec<usize> = (0..sums.len()).collect();
+                ctx.psum_list(sums, &all, axes)
+            }
+            Some(_) | None => Ok(sums),
+        }
     }
 
     fn unit(&self, unit: &str) -> Result<&Unit> {

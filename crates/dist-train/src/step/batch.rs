@@ -12,34 +12,28 @@ use crate::{
 pub(crate) struct Batch<A> {
     /// What the gradients of the shard's sum are to be divided by.
     pub(crate) scale: f64,
+    /// What is known of it and of those before it.
+    all: Totals,
     loss: BatchLoss,
-    before: Option<Accumulated>,
+    /// What came with its loss, summed over the slots.
     aux: A,
 }
 
-/// Some batches that are not yet trained on.
+/// What is known, beside their gradients, of batches that are not yet trained on.
 #[derive(Debug)]
-pub(crate) struct Accumulated {
-    /// Gradients of the batches' sums over `scale`, of whatever the one who accumulates counts.
-    pub(crate) grads: Vec<Option<Tensor>>,
-    /// The weight of the first batch that has any: divided by it, gradients are about as large as
-    /// those of a mean, so that the sums of many tokens stay within the range of half precision.
+pub(crate) struct Totals {
+    /// What the gradients of their sums were divided by: the weight of the first batch that has
+    /// any. So they are about as large as those of a mean, and sums of many tokens stay within the
+    /// range of half precision.
     scale: f64,
-    pub(crate) loss: BatchLoss,
+    loss: BatchLoss,
     /// The sums of what came with the losses.
     aux: Vec<Tensor>,
 }
 
-/// A batch whose gradients were added to those before it.
-pub(crate) struct Differentiated<A> {
-    pub(crate) all: Accumulated,
-    loss: BatchLoss,
-    /// What came with the loss of this batch, summed over the slots.
-    aux: A,
-}
-
 impl<A: TensorTree> Batch<A> {
-    /// Agrees with all replicas on the loss of a batch that follows on `before`.
+    /// Agrees with all replicas on the loss of a batch that follows on `before`, and on what comes
+    /// with it.
     ///
     /// The loss of this slot's part comes beside the batch, so that its graph can end before the
     /// gradients are summed.
@@ -47,9 +41,9 @@ impl<A: TensorTree> Batch<A> {
         ctx: &Replica,
         rules: &Rules,
         loss: Loss<A>,
-        before: Option<Accumulated>,
+        before: Option<Totals>,
     ) -> Result<(ShardLoss, Self)> {
-        let (shard, aux) = loss.of_shard(ctx)?;
+        let (mut shard, aux) = loss.of_shard(ctx)?;
         let loss = shard.agree(ctx, rules.allow_non_finite, &rules.refusal)?;
         if let Then::Update = rules.then {
             let all = before.as_ref().map_or(loss, |before| before.loss.plus(loss));
@@ -57,51 +51,35 @@ impl<A: TensorTree> Batch<A> {
         }
         let weighed = before.as_ref().map(|before| before.scale).filter(|&scale| scale > 0.0);
         let scale = weighed.unwrap_or(loss.weight());
-        Ok((shard, Self { scale, loss, before, aux }))
-    }
-
-    /// Adds the batch's gradients to those before it.
-    pub(crate) fn with_gradients(
-        self,
-        ctx: &Replica,
-        grads: Vec<Option<Tensor>>,
-    ) -> Result<Differentiated<A>> {
-        let Self { scale, loss, before, aux } = self;
         let sums = loss::summed(ctx, &aux)?;
         let aux = loss::with_leaves(&aux, sums.clone());
-        let this = Accumulated { grads, scale, loss, aux: sums };
+        let this = Totals { scale, loss, aux: sums };
         let all = match before {
-            Some(before) => before.plus(this)?,
+            Some(before) => before.plus(&this)?,
             None => this,
         };
-        Ok(Differentiated { all, loss, aux })
+        Ok((shard, Self { scale, all, loss, aux }))
     }
-}
 
-impl<A: TensorTree> Differentiated<A> {
+    /// What gradients are multiplied by, so that they are those of the mean.
+    pub(crate) fn factor(&self) -> f64 {
+        self.scale / self.all.loss.weight()
+    }
+
     /// What is kept for the next update, and what all replicas know of this batch.
-    pub(crate) fn kept(self) -> (Accumulated, Report, A) {
+    pub(crate) fn kept(self) -> (Totals, Report, A) {
         (self.all, Report { loss: self.loss, grad_norm: 0.0 }, self.aux)
     }
 
     /// What all replicas know of an update of this norm.
     pub(crate) fn updated(self, grad_norm: f64) -> (Report, A) {
-        let Accumulated { loss, aux, .. } = self.all;
+        let Totals { loss, aux, .. } = self.all;
         (Report { loss, grad_norm }, loss::with_leaves(&self.aux, aux))
     }
 }
 
-impl Accumulated {
-    /// What gradients are multiplied by, so that they are those of the mean.
-    pub(crate) fn factor(&self) -> f64 {
-        self.scale / self.loss.weight()
-    }
-
-    fn plus(self, other: Self) -> Result<Self> {
-        let grads = self.grads.into_iter().zip(other.grads).map(|pair| match pair {
-            (Some(left), Some(right)) => (left + right).map(Some),
-            (left, right) => Ok(left.or(right)),
-        });
+impl Totals {
+    fn plus(self, other: &Self) -> Result<Self> {
         if self.aux.len() != other.aux.len() {
             candle_core::bail!(
                 "{} tensors come with the loss, {} came with that of the batch before",
@@ -111,11 +89,25 @@ impl Accumulated {
         }
         let aux = self.aux.iter().zip(&other.aux).map(|(left, right)| left + right);
         Ok(Self {
-            grads: grads.collect::<Result<_>>()?,
             // Of batches without weight there are zeros, whatever they are divided by.
             scale: other.scale,
             loss: self.loss.plus(other.loss),
             aux: aux.collect::<Result<_>>()?,
         })
     }
+}
+
+/// The sums of gradients and of those of the batches before, of which there may be none.
+pub(crate) fn added(
+    before: Vec<Option<Tensor>>,
+    grads: Vec<Option<Tensor>>,
+) -> Result<Vec<Option<Tensor>>> {
+    if before.is_empty() {
+        return Ok(grads);
+    }
+    let sum = |pair: (Option<Tensor>, Option<Tensor>)| match pair {
+        (Some(left), Some(right)) => (left + right).map(Some),
+        (left, right) => Ok(left.or(right)),
+    };
+    before.into_iter().zip(grads).map(sum).collect()
 }

@@ -46,8 +46,8 @@ pub(crate) struct Roles {
 impl Choices {
     /// # Errors
     ///
-    /// [`Error::Plan`](crate::Error::Plan) for a pattern that is none, [`TrainingError`] for one that
-    /// matches nothing and for groups that overlap.
+    /// [`Error::Plan`](crate::Error::Plan) for a pattern that is none, [`TrainingError`] for one
+    /// that matches nothing and for groups that overlap.
     pub(crate) fn roles(&self, names: &[&str]) -> Result<Roles> {
         let frozen = Selection::new("freeze", &self.frozen, names)?;
         let unused = Selection::new("allow_unused", &self.unused, names)?;

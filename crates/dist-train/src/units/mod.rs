@@ -106,12 +106,22 @@ impl Units {
 
     /// What `f` computes from `x` by the layers that it makes of a unit's variables: its builder
     /// has those whose names begin with `name.`, without that, or those that the
-    /// [rules](UnitRules::unit) say.
+    /// [rules](UnitRules::unit) say. Inputs and results are tensors of any types or
+    /// [trees](TensorTree) of them; integers among them have no gradient.
     ///
-    /// A model that is sharded runs `f` again in the backward pass, so `f` owns what it captures, and
-    /// has the same result both times: what is random in it follows from a key that was made before
-    /// ([`Replica::batch_keys`](pmap_mesh::Replica::batch_keys)). What is differentiated reaches `f`
-    /// by `x`, several tensors as a tuple; what is captured has no gradient.
+    /// A model that is sharded runs `f` again in the backward pass, so `f` owns what it captures,
+    /// and has the same result both times: what is random in it follows from a key that was made
+    /// before ([`Replica::batch_keys`](pmap_mesh::Replica::batch_keys)). What is differentiated
+    /// reaches `f` by `x`, several tensors as a tuple; what is captured has no gradient. And no
+    /// unit can be entered inside another, since the model is only lent to a loss:
+    ///
+    /// ```compile_fail,E0521
+    /// # use candle_core::{Result, Tensor};
+    /// # use dist_train::Units;
+    /// fn nested(model: &Units, x: &Tensor) -> Result<Tensor> {
+    ///     model.unit("outer", x, |_, x| model.unit("inner", x, |_, x| x.sqr()))
+    /// }
+    /// ```
     ///
     /// # Errors
     ///
@@ -119,10 +129,11 @@ impl Units {
     /// [`TrainingError::Captured`](crate::TrainingError::Captured) if `f` captures what is
     /// differentiated, and those of [`Replica::gather_runs`](pmap_mesh::Replica::gather_runs): all
     /// replicas enter the same units in the same order.
-    pub fn unit<X, F>(&self, name: &str, x: &X, f: F) -> Result<Tensor>
+    pub fn unit<X, R, F>(&self, name: &str, x: &X, f: F) -> Result<R>
     where
         X: TensorTree,
-        F: Fn(VarBuilder<'_>, &X) -> Result<Tensor> + Send + Sync + 'static,
+        R: TensorTree,
+        F: Fn(VarBuilder<'_>, &X) -> Result<R> + Send + Sync + 'static,
     {
         match &self.0 {
             Source::Whole(whole) => f(whole.builder(name)?, x),

@@ -2,12 +2,15 @@
 
 use candle_core::{DType, Device, Result, Tensor};
 use candle_nn::{Module, Optimizer, ParamsAdamW, VarBuilder, embedding, linear, linear_no_bias};
-use core_types::Seed;
+use core_types::{Placement, Seed};
 use dist_train::{
-    AdamW, Checkpoints, DataParallel, Error, FullyShard, Group, Keep, ShardingError, TrainingError,
-    UnitRules, Units,
+    Accumulation, AdamW, Checkpoints, DataParallel, Error, FullyShard, Group, Keep, ShardingError,
+    TrainingError, UnitRules, Units,
 };
-use fsdp_plan::strategy::{Choice, Full, Hsdp, Hybrid, LayerWise, Layout, ShardingStrategy};
+use fsdp_plan::{
+    cost::{CostModel, Runtime},
+    strategy::{Choice, Full, Hsdp, Hybrid, LayerWise, Layout, ShardingStrategy},
+};
 use pmap_mesh::{DeviceMesh, Replica};
 use process_tests::{Engine, assert_same, folder, mesh, threads};
 
@@ -83,9 +86,41 @@ pub(super) fn run(engine: &impl Engine, ranks: usize) {
         assert_same(&trained(&tested, LayerWise::default(), keep).0, &expected);
     }
     assert_same(&trained(&threads, Full::default(), Keep::Inputs).0, &expected);
+    in_backward(&tested, &expected);
+    accumulated(&tested, &threads);
+    traffic(&tested, Box::new(Full::default()));
+    traffic(&tested, Box::new(LayerWise::default()));
     checkpoints(&tested, &threads);
     refusals(&tested);
     weights(&tested);
+}
+
+/// Optimizers that run inside the backward pass leave the bits of those that run after it.
+fn in_backward(tested: &DeviceMesh, expected: &[Tensor]) {
+    let builder = FullyShard::builder(tested, build).unit_rules(rules());
+    let mut model = builder.optimizer_in_backward().build(adam).unwrap();
+    let step = |step| number(model.step(batch(tested, step), loss).unwrap().loss);
+    let mut found: Vec<Tensor> = (0..5).map(step).collect();
+    found.push(number(model.evaluate(batch(tested, 9), loss).unwrap().loss));
+    found.extend(names().iter().map(|name| model.gather(name).unwrap()));
+    assert_same(&found, expected);
+}
+
+/// What is summed in the step alone has the bits of data parallel.
+fn accumulated(tested: &DeviceMesh, threads: &DeviceMesh) {
+    let mut whole = DataParallel::builder(threads, Units::by(rules(), build)).build(adam).unwrap();
+    let builder = FullyShard::builder(tested, build).unit_rules(rules());
+    let mut model = builder.accumulation(Accumulation::ReduceLast).build(adam).unwrap();
+    for step in 0..3 {
+        let expected = whole.accumulate(batch(threads, step), loss).unwrap().loss;
+        let found = model.accumulate(batch(tested, step), loss).unwrap().loss;
+        assert_same(&[number(found)], &[number(expected)]);
+        whole.step(batch(threads, 10 + step), loss).unwrap();
+        model.step(batch(tested, 10 + step), loss).unwrap();
+    }
+    for (name, expected) in whole.variables() {
+        assert_same(&[model.gather(&name).unwrap()], &[expected]);
+    }
 }
 
 /// Pairs of processes that share the parameters, each pair all of them: they must begin alike.
@@ -95,6 +130,7 @@ pub(super) fn groups(engine: &impl Engine, ranks: usize) {
     let strategy = || Hsdp::new(Full::default(), ranks as u64 / 2);
     let expected = trained(&threads, strategy(), Keep::Inputs).0;
     assert_same(&trained(&tested, strategy(), Keep::Inputs).0, &expected);
+    traffic(&tested, Box::new(strategy()));
 
     // An item that is not among those that are compared, in the part of the first of each pair.
     let rank = tested.local_slots().start;
@@ -114,6 +150,32 @@ pub(super) fn groups(engine: &impl Engine, ranks: usize) {
         Err(Error::Diverged { name, replica: 2 }) if name == "layer.weight"
     );
     assert!(is_refused, "{outcome:?}");
+}
+
+/// A step hands over what the plan's schedule says.
+fn traffic(mesh: &DeviceMesh, strategy: Box<dyn ShardingStrategy>) {
+    let builder = FullyShard::builder(mesh, build).unit_rules(rules()).strategy(strategy);
+    let mut model = builder.build(adam).unwrap();
+    let before = mesh.traffic();
+    model.step(batch(mesh, 0), loss).unwrap();
+    let step = mesh.traffic().into_iter().zip(before).map(|(after, before)| after - before);
+    let schedule = model.plan().schedule(&CostModel::default().with_runtime(Runtime::Candle));
+    let schedule = schedule.unwrap();
+    // The loss with its weight, which parameters have a gradient, and their squares.
+    let scalars = (3, 4 * 8 + 4 + 8 * names().len() as u64);
+    let scalars = if mesh.len() == 1 { (0, 0) } else { scalars };
+    for (slot, found) in mesh.local_slots().zip(step) {
+        let rank = Placement::new(slot as u64, mesh.len() as u64).unwrap().rank();
+        let expected = schedule.handed_over(rank).unwrap();
+        for (found, expected, more) in [
+            (found.all_gather, expected.all_gather, scalars),
+            (found.reduce_scatter, expected.reduce_scatter, (0, 0)),
+            (found.all_reduce, expected.all_reduce, (0, 0)),
+        ] {
+            let expected = (expected.count + more.0, expected.bytes + more.1);
+            assert_eq!((found.calls, found.bytes), expected, "slot {slot}");
+        }
+    }
 }
 
 /// What processes write, threads resume, and the other way round.
@@ -160,7 +222,8 @@ fn refusals(tested: &DeviceMesh) {
     let error = build_one().step(batch(tested, 0), only_head).unwrap_err();
     let is_refused = matches!(
         &error,
-        Error::Training(TrainingError::NoGradient { missing, trained: 7 }) if missing.len() == 5
+        Error::Training(TrainingError::NotEntered { unit, parameters })
+            if unit == "blocks.0" && parameters.len() == 2
     );
     assert!(is_refused, "{error}");
 

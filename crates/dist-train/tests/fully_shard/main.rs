@@ -3,10 +3,13 @@
 #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
 #![allow(clippy::needless_pass_by_value, reason = "losses and builders are given by value")]
 
+mod accumulation;
 mod bits;
 mod faults;
+mod in_backward;
 mod model;
 mod options;
+mod outputs;
 mod plans;
 mod refusals;
 mod resume;

@@ -1,8 +1,10 @@
 //! What cannot be trained is refused, with a reason.
 
 use candle_core::{Device, Result, Tensor, Var};
-use candle_nn::{Linear, Module, VarBuilder, batch_norm, linear, linear_no_bias, ops::dropout};
-use dist_train::{Error, FullyShard, Keep, ShardingError, TrainingError, Units};
+use candle_nn::{
+    Linear, Module, RmsNorm, VarBuilder, batch_norm, linear, linear_no_bias, ops::dropout, rms_norm,
+};
+use dist_train::{Checkpoints, Error, FullyShard, Keep, ShardingError, TrainingError, Units};
 use fsdp_plan::strategy::{Full, Layout, ShardingStrategy};
 use pmap_mesh::{CollectiveError, DeviceMesh, Replica};
 
@@ -129,8 +131,8 @@ fn parameters_without_a_gradient_are_named_and_may_be_allowed() {
     let missing = vec!["1.bias".to_owned()];
     assert_eq!(error, TrainingError::NoGradient { missing, trained: 4 });
     let error = refused(build().build(adam).unwrap().step(input(), not_entered));
-    let missing = vec!["1.bias".to_owned(), "1.weight".to_owned()];
-    assert_eq!(error, TrainingError::NoGradient { missing, trained: 4 });
+    let parameters = vec!["1.bias".to_owned(), "1.weight".to_owned()];
+    assert_eq!(error, TrainingError::NotEntered { unit: "1".to_owned(), parameters });
 
     let mut model = build().allow_unused(["1"]).build(adam).unwrap();
     let values = |model: &FullyShard<_>| {
@@ -147,6 +149,36 @@ fn parameters_without_a_gradient_are_named_and_may_be_allowed() {
     model.step(input(), unused).unwrap();
     assert_ne!(values(&model)[2], before[2]);
     assert_eq!(values(&model)[1], before[1]);
+}
+
+/// The residual carries a gradient to what comes before, so nothing but the parameters shows it.
+#[test]
+fn an_operation_without_a_backward_is_seen_by_its_parameters() {
+    let mesh = DeviceMesh::cpu(2).unwrap();
+    let build = |vb: VarBuilder<'_>| {
+        (0..2).try_for_each(|block| {
+            rms_norm(3, 1e-5, vb.pp(block).pp("norm"))?;
+            linear(3, 3, vb.pp(block).pp("out")).map(drop)
+        })
+    };
+    let by = |norm: fn(&RmsNorm, &Tensor) -> Result<Tensor>| {
+        move |_: &Replica, model: &Units, mut x: Tensor| {
+            for block in ["0", "1"] {
+                x = model.unit(block, &x, move |vb, x| {
+                    let normed = norm(&rms_norm(3, 1e-5, vb.pp("norm"))?, x)?;
+                    x + linear(3, 3, vb.pp("out"))?.forward(&normed)?
+                })?;
+            }
+            x.sqr()?.mean_all()
+        }
+    };
+    for keep in [Keep::Inputs, Keep::Gathered] {
+        let model = || FullyShard::builder(&mesh, build).keep(keep).build(adam).unwrap();
+        let error = refused(model().step(input(), by(Module::forward)));
+        let missing = vec!["0.norm.weight".to_owned(), "1.norm.weight".to_owned()];
+        assert_eq!(error, TrainingError::NoGradient { missing, trained: 6 });
+        model().step(input(), by(RmsNorm::forward_diff)).unwrap();
+    }
 }
 
 #[test]
@@ -177,6 +209,35 @@ fn a_unit_that_cannot_be_repeated_is_named() {
         [0, 1, 2].map(|_| model.step(input(), with_keys).unwrap().loss.to_bits())
     };
     assert_eq!(losses(Keep::Inputs), losses(Keep::Gathered));
+}
+
+/// A run may come from a model that runs units once.
+#[test]
+fn a_unit_that_cannot_be_repeated_is_named_after_loading_too() {
+    let (mesh, folder) = (DeviceMesh::cpu(2).unwrap(), tempfile::tempdir().unwrap());
+    let dropping = second(|vb, x| dropout(&linear(3, 3, vb)?.forward(x)?, 0.5));
+    let build = |keep| FullyShard::builder(&mesh, layers).keep(keep).build(adam).unwrap();
+    let mut once = build(Keep::Gathered);
+    once.step(input(), &dropping).unwrap();
+    let checkpoints = Checkpoints::new(folder.path());
+    checkpoints.save(&mesh, 1, &once.state_dict().unwrap(), &()).unwrap();
+
+    let mut model = build(Keep::Inputs);
+    model.load(&checkpoints.latest().unwrap().unwrap()).unwrap();
+    let expected = TrainingError::NotRepeatable { unit: "1".to_owned() };
+    assert!((0..8).any(|_| refused(model.step(input(), &dropping)) == expected));
+}
+
+#[test]
+fn what_a_plan_keeps_gathered_stays_so_unless_the_builder_says_otherwise() {
+    let mesh = DeviceMesh::cpu(2).unwrap();
+    let plan = sharded(&mesh).build(adam).unwrap().plan().clone();
+    let kept = plan.units()[1].to_owned();
+    let keeping = plan.clone().with_kept_units([&*kept]).unwrap();
+    let silent = sharded(&mesh).plan(keeping.clone()).build(adam).unwrap();
+    assert_eq!(silent.plan(), &keeping);
+    let said = sharded(&mesh).plan(keeping).keep(Keep::Inputs).build(adam).unwrap();
+    assert_eq!(said.plan(), &plan);
 }
 
 #[test]

@@ -1,11 +1,15 @@
 //! Checkpoints between numbers of slots, plans and kinds of models.
 
-use dist_train::{AdamW, Checkpoint, Checkpoints, FullyShard, StateDict};
+use candle_nn::{VarBuilder, linear};
+use dist_train::{
+    AdamW, Checkpoint, Checkpoints, Error, FullyShard, ParameterError, StateDict, UnitRules,
+};
 use fsdp_plan::strategy::{Full, Layout};
 use pmap_mesh::DeviceMesh;
 
 use crate::model::{
-    adam, batch, data_parallel, loss, parameters, sharded, train_data_parallel, train_sharded,
+    N_BLOCKS, adam, batch, build, data_parallel, loss, parameters, sharded, train_data_parallel,
+    train_sharded,
 };
 
 /// Six rows: for two slots and for three.
@@ -57,6 +61,26 @@ fn a_checkpoint_is_loaded_under_another_plan_and_by_data_parallel_and_back() {
     whole.load(&by_three).unwrap();
     let step = |step| whole.step(batch(ROWS, step), loss).unwrap().loss.to_bits();
     assert_eq!((3..6).map(step).collect::<Vec<_>>(), expected);
+}
+
+/// A checkpoint knows parameters by name and shape, and nothing of units.
+#[test]
+fn a_checkpoint_is_loaded_into_other_units_and_not_into_other_parameters() {
+    let mesh = DeviceMesh::cpu(2).unwrap();
+    let folder = tempfile::tempdir().unwrap();
+    let mut model = sharded(&mesh).build(adam).unwrap();
+    stepped(&mut model, 0..2);
+    let checkpoint = saved(&mesh, &model.state_dict().unwrap(), folder.path());
+    let rules = UnitRules::new().unit("ends", ["tokens", "positions", "norm", "out"]);
+    let mut other = FullyShard::builder(&mesh, build).unit_rules(rules).build(adam).unwrap();
+    assert_eq!(other.units().count(), N_BLOCKS + 1);
+    other.load(&checkpoint).unwrap();
+    assert_eq!(parameters(&other), parameters(&model));
+
+    let small = |vb: VarBuilder<'_>| linear(3, 3, vb.pp("blocks.0.up")).map(drop);
+    let mut small = FullyShard::builder(&mesh, small).build(adam).unwrap();
+    let refused = small.load(&checkpoint);
+    assert!(matches!(refused, Err(Error::Parameter(ParameterError::Unknown { .. }))));
 }
 
 #[test]

@@ -1,6 +1,6 @@
 //! How long collectives take, by the alpha–beta model.
 
-use super::schedule::{Calls, Operation, Scope};
+use super::schedule::{Collective, Scope, Transfer};
 use crate::{
     error::{Error, Result},
     plan::ShardingPlan,
@@ -65,18 +65,26 @@ impl Links {
         Err(Error::Zero { what })
     }
 
-    /// The seconds that `calls` take as rings.
+    /// The seconds that a step's calls of a transfer take as rings.
     ///
     /// `n` ranks pass chunks on in n − 1 steps, each as slow as the slowest link in it; of a ring
-    /// through several nodes as many links lead from node to node as there are nodes.
-    pub(super) fn seconds(&self, plan: &ShardingPlan, calls: Calls) -> f64 {
-        let n = calls.scope.size(plan);
-        let (rounds, portion) = match calls.operation {
-            Operation::AllGather | Operation::ReduceScatter => (1.0, ratio(n - 1, n)),
-            Operation::AllReduce => (2.0, ratio(n - 1, n)),
-            Operation::Broadcast | Operation::Reduce => (1.0, 1.0),
+    /// through several nodes as many links lead from node to node as there are nodes. To the rank
+    /// that has the smallest part comes all but that: (n − 1) / n of equal parts.
+    pub(super) fn seconds(
+        &self,
+        plan: &ShardingPlan,
+        collective: Collective,
+        transfer: &Transfer,
+    ) -> f64 {
+        let n = transfer.ranks;
+        let bytes = float(transfer.bytes);
+        let (rounds, passed) = match collective {
+            Collective::AllGather | Collective::ReduceScatter => {
+                (1.0, float(transfer.bytes - transfer.smallest_part_bytes))
+            }
+            Collective::AllReduce => (2.0, float(n - 1) / float(n) * bytes),
         };
-        let n_nodes = self.nodes(plan, calls.scope);
+        let n_nodes = self.nodes(plan, transfer);
         let crossings = if n_nodes > 1 { n_nodes.min(n - 1) } else { 0 };
         let steps_ns = float(self.intra.latency_ns) * float(n - 1 - crossings)
             + float(self.inter.latency_ns) * float(crossings);
@@ -85,16 +93,15 @@ impl Links {
         } else {
             self.intra.bytes_per_s
         };
-        rounds
-            * (float(calls.count) * steps_ns * 1e-9 + portion * wide(calls.bytes) / float(slowest))
+        rounds * float(transfer.count) * (steps_ns * 1e-9 + passed / float(slowest))
     }
 
     /// The nodes that the ranks of a call are in.
-    fn nodes(&self, plan: &ShardingPlan, scope: Scope) -> u64 {
-        let n = scope.size(plan);
+    fn nodes(&self, plan: &ShardingPlan, transfer: &Transfer) -> u64 {
+        let n = transfer.ranks;
         let group = plan.shard_group().as_u64();
-        match scope {
-            Scope::Group | Scope::World => n.div_ceil(self.ranks_per_node),
+        match transfer.scope {
+            Scope::ShardGroup | Scope::World => n.div_ceil(self.ranks_per_node),
             // The same member of each group: a group apart.
             Scope::Replicas if group >= self.ranks_per_node => n,
             Scope::Replicas => (n * group).div_ceil(self.ranks_per_node),
@@ -102,16 +109,7 @@ impl Links {
     }
 }
 
-fn ratio(part: u64, whole: u64) -> f64 {
-    float(part) / float(whole)
-}
-
 #[expect(clippy::cast_precision_loss, reason = "a time for people; 53 bits are enough of it")]
 fn float(number: u64) -> f64 {
-    number as f64
-}
-
-#[expect(clippy::cast_precision_loss, reason = "a time for people; 53 bits are enough of it")]
-fn wide(number: u128) -> f64 {
     number as f64
 }

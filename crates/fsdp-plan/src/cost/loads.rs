@@ -76,9 +76,9 @@ impl Loads {
     }
 
     /// The load of each member, from the first to the last.
-    pub(super) fn into_members(self) -> Vec<Load> {
+    pub(super) fn of_members(&self) -> Vec<Load> {
         let mut sum = Load::default();
-        let members = self.own.into_iter().zip(self.changes).map(|(own, change)| {
+        let members = self.own.iter().zip(&self.changes).map(|(&own, &change)| {
             sum += change;
             let mut load = sum;
             load += own;

@@ -1,9 +1,10 @@
 //! What a plan costs: bytes on every rank, and what one training step sends.
 //!
 //! The formulas are those of PyTorch's `fully_shard` (FSDP2) and `FullyShardedDataParallel`
-//! (FSDP1); tests compare them to the byte with what torch answers. Nothing here grows with
-//! parameters × ranks: see `loads.rs`.
+//! (FSDP1); tests compare them to the byte with what torch answers. [`Runtime::Candle`] gives those
+//! of dist-train's `FullyShard` instead. Nothing here grows with parameters × ranks: see `loads.rs`.
 
+mod activations;
 mod collectives;
 mod links;
 mod loads;
@@ -13,22 +14,25 @@ mod pricing;
 mod ragged;
 mod schedule;
 mod tally;
+mod within;
 
-use std::collections::BTreeMap;
+use std::{collections::BTreeMap, num::NonZeroUsize};
 
-use core_types::{Placement, Rank, WorldSize};
+use core_types::{Rank, WorldSize};
 use serde::Serialize;
 
 pub use self::{
+    activations::Activations,
     collectives::{Collectives, Traffic},
     links::{Link, Links},
-    model::CostModel,
+    model::{CostModel, Runtime},
     optimizer::Optimizer,
+    schedule::{Calls, Collective, HandedOver, Schedule, Scope, Transfer, UnitSchedule},
 };
 use self::{
     loads::Load,
-    schedule::{Kind, Message},
-    tally::Tally,
+    tally::{Tally, Units},
+    within::WithinStep,
 };
 use crate::{
     arithmetic::index,
@@ -44,11 +48,12 @@ pub struct RankCost {
     pub rank: Rank,
     /// Parameters it owns or keeps a copy of, without padding.
     pub param_bytes: u64,
-    /// Memory in which it stores them: room for the largest share of any rank, of each parameter
+    /// Memory in which it stores them. Where parts are padded: room for the largest share of any rank, of each parameter
     /// under [`Cut::Dim0`](crate::Cut::Dim0) and of each unit under flat and ragged cuts.
     pub storage_bytes: u64,
-    /// Gradients, in the dtype in which parameters are held. The padding of
-    /// [`Cut::Flat`](crate::Cut::Flat) has gradients too.
+    /// Gradients, in the dtype in which parameters are held, but for halves of [`Runtime::Candle`].
+    /// The padding of [`Cut::Flat`](crate::Cut::Flat) has gradients too. 0 if they are
+    /// [used at once](CostModel::with_optimizer_in_backward).
     pub grad_bytes: u64,
     /// What the optimizer remembers.
     ///
@@ -56,12 +61,20 @@ pub struct RankCost {
     /// flat unit as one tensor, because that is what PyTorch's optimizers are given.
     pub optimizer_bytes: u64,
     /// Parameters gathered at the same time, at most: the root unit and those that stay gathered,
-    /// and the largest run of a unit and those that are gathered ahead of it; all as they travel,
-    /// with padding. 0 in a shard group of one.
+    /// and the largest run of a unit and those that are gathered ahead of it; all as they travel.
+    /// 0 in a shard group of one, but for [`Runtime::Candle`].
     pub gathered_bytes: u64,
-    /// Gradients of the largest unit before they are reduced, as they travel, with padding. 0 in a
-    /// shard group of one.
+    /// Gradients of the largest unit before they are reduced, as they travel. 0 in a shard group of
+    /// one, but for [`Runtime::Candle`].
     pub unreduced_bytes: u64,
+    /// What the backward pass makes of the largest gradient beside it: twice as much for
+    /// [`Runtime::Candle`], else 0.
+    #[serde(skip_serializing_if = "is_zero")]
+    pub backward_bytes: u64,
+    /// The inputs that units keep, and what the largest of them computes; 0 unless
+    /// [told](CostModel::with_activations).
+    #[serde(skip_serializing_if = "is_zero")]
+    pub activation_bytes: u64,
 }
 
 impl RankCost {
@@ -70,10 +83,17 @@ impl RankCost {
         [self.storage_bytes, self.grad_bytes, self.optimizer_bytes].map(u128::from).iter().sum()
     }
 
-    /// What the rank holds at most, but for activations: [`total_bytes`](Self::total_bytes),
-    /// gathered parameters and unreduced gradients.
+    /// What the rank holds at most: [`total_bytes`](Self::total_bytes), gathered parameters and
+    /// unreduced gradients, and what the backward pass and activations take where that is known.
     pub fn peak_bytes(&self) -> u128 {
-        self.total_bytes() + u128::from(self.gathered_bytes) + u128::from(self.unreduced_bytes)
+        self.own_peak_bytes() + u128::from(self.gathered_bytes)
+    }
+
+    /// The same without gathered parameters, which others may share.
+    fn own_peak_bytes(&self) -> u128 {
+        let Self { unreduced_bytes, backward_bytes, activation_bytes, .. } = *self;
+        let within = [unreduced_bytes, backward_bytes, activation_bytes].map(u128::from);
+        self.total_bytes() + within.iter().sum::<u128>()
     }
 }
 
@@ -91,12 +111,54 @@ pub struct PlanCost {
     /// [links](CostModel::with_links).
     #[serde(skip_serializing_if = "Option::is_none")]
     pub step_seconds: Option<f64>,
+    #[serde(skip)]
+    shard_group: WorldSize,
 }
 
 impl PlanCost {
-    /// The most that a rank holds at any time, but for activations.
+    /// The most that a rank holds at any time.
     pub fn peak_bytes(&self) -> u128 {
         self.ranks.iter().map(RankCost::peak_bytes).fold(0, u128::max)
+    }
+
+    /// The most that a process of so many neighboring ranks holds at any time, if those of a shard
+    /// group share what is gathered: as the slots of a [`Runtime::Candle`] mesh do whose device is
+    /// the processor.
+    ///
+    /// The first process has the first `slots` ranks, and so on; the last one may have fewer.
+    ///
+    /// # Examples
+    ///
+    /// ```
+    /// use std::num::NonZeroUsize;
+    ///
+    /// use core_types::WorldSize;
+    /// use fsdp_plan::{
+    ///     ElemType, ParameterInfo,
+    ///     cost::{CostModel, Runtime},
+    ///     strategy::{Full, ShardingStrategy},
+    /// };
+    ///
+    /// let parameters = [ParameterInfo::new("h.0.weight", [8, 4], ElemType::F32)?];
+    /// let plan = Full::default().plan(&parameters, WorldSize::new(4)?)?;
+    /// let cost = plan.cost(&CostModel::default().with_runtime(Runtime::Candle))?;
+    ///
+    /// let all_in_one = cost.process_peak_bytes(NonZeroUsize::new(4).unwrap());
+    /// let apart: u128 = cost.ranks.iter().map(|rank| rank.peak_bytes()).sum();
+    /// assert_eq!(all_in_one, apart - 3 * 128); // the weight is gathered once instead of four times
+    /// assert_eq!(cost.process_peak_bytes(NonZeroUsize::MIN), cost.peak_bytes());
+    /// # Ok::<(), fsdp_plan::Error>(())
+    /// ```
+    pub fn process_peak_bytes(&self, slots: NonZeroUsize) -> u128 {
+        let group = self.shard_group.as_usize();
+        let of_process = |ranks: &[RankCost]| {
+            let own: u128 = ranks.iter().map(RankCost::own_peak_bytes).sum();
+            let groups = ranks.chunk_by(|left, right| {
+                left.rank.as_usize() / group == right.rank.as_usize() / group
+            });
+            own + groups.map(|ranks| u128::from(ranks[0].gathered_bytes)).sum::<u128>()
+        };
+        self.ranks.chunks(slots.get()).map(of_process).fold(0, u128::max)
     }
 }
 
@@ -137,42 +199,45 @@ impl ShardingPlan {
     /// # Ok::<(), fsdp_plan::Error>(())
     /// ```
     pub fn cost(&self, model: &CostModel) -> Result<PlanCost> {
-        let Tally { loads, messages, .. } = Tally::of(self, model);
-        let gathered = gathered_bytes(self, model, &messages, |unit| self.keeps_gathered(unit));
-        let gathered = fit(gathered, "the bytes gathered at the same time")?;
-        let unreduced = fit(unreduced_bytes(self, &messages), "the bytes of a unit's gradients")?;
-        let members = loads.into_members();
-        let ranks = self.world_size().placements().map(Placement::rank).zip(members.iter().cycle());
-        let ranks = ranks.map(|(rank, &load)| RankCost::new(rank, load, gathered, unreduced));
-        let ranks = ranks.collect::<Result<Vec<_>>>()?;
-        let mut collectives = Collectives::default();
-        let mut step_seconds = model.links().map(|_| 0.0);
-        for calls in messages.iter().flat_map(|message| message.collectives(self)) {
-            collectives.add(calls)?;
-            if let (Some(seconds), Some(links)) = (&mut step_seconds, model.links()) {
-                *seconds += links.seconds(self, calls);
-            }
+        let tally = Tally::of(self, model, &Units::of(self));
+        let within = WithinStep::of(self, model, &tally, |unit| self.keeps_gathered(unit)).fit()?;
+        let members = tally.members();
+        let mut ranks = Vec::with_capacity(self.world_size().as_usize());
+        for place in self.world_size().placements() {
+            let member = place.rank().as_u64() % self.shard_group().as_u64();
+            ranks.push(RankCost::new(place.rank(), members[index(member)], within)?);
         }
-        let max_over_mean = max_over_mean(&ranks);
-        Ok(PlanCost { ranks, max_over_mean, collectives, step_seconds })
+        let schedule = Schedule::new(self, model, tally.units)?;
+        let seconds = |links: Links| {
+            let sent = schedule.sent();
+            sent.map(|(collective, transfer)| links.seconds(self, collective, transfer))
+                .fold(0.0, |sum, seconds| sum + seconds)
+        };
+        Ok(PlanCost {
+            max_over_mean: max_over_mean(&ranks),
+            ranks,
+            collectives: schedule.collectives()?,
+            step_seconds: model.links().map(seconds),
+            shard_group: self.shard_group(),
+        })
     }
 }
 
 /// How many of the last units of `plan` can stay gathered so that no rank ever holds more than
 /// `budget_bytes`; 0 if not even none can.
 pub(crate) fn max_kept_units(plan: &ShardingPlan, model: &CostModel, budget_bytes: u64) -> usize {
-    let Tally { loads, messages, .. } = Tally::of(plan, model);
+    let tally = Tally::of(plan, model, &Units::of(plan));
     let units = plan.units();
     let positions: BTreeMap<&str, usize> =
         units.iter().zip(0..).map(|(&unit, position)| (unit, position)).collect();
     #[expect(clippy::expect_used, reason = "a shard group has at least one member")]
-    let total = loads.into_members().iter().map(Load::total).max().expect("a member");
+    let total = tally.members().iter().map(Load::total).max().expect("a member");
     let rest = i128::from(budget_bytes) - total;
     let fits = |n_kept: usize| {
         let stays = |unit: &str| {
             unit.is_empty() || positions.get(unit).is_some_and(|at| at + n_kept >= units.len())
         };
-        let peak = gathered_bytes(plan, model, &messages, stays) + unreduced_bytes(plan, &messages);
+        let peak = WithinStep::of(plan, model, &tally, stays).sum();
         i128::try_from(peak).is_ok_and(|peak| peak <= rest)
     };
     let mut fitting = 0;
@@ -189,15 +254,17 @@ pub(crate) fn max_kept_units(plan: &ShardingPlan, model: &CostModel, budget_byte
 }
 
 impl RankCost {
-    fn new(rank: Rank, load: Load, gathered_bytes: u64, unreduced_bytes: u64) -> Result<Self> {
+    fn new(rank: Rank, load: Load, within: WithinStep<u64>) -> Result<Self> {
         Ok(Self {
             rank,
             param_bytes: fit(load.owned, "the bytes of a rank's parameters")?,
             storage_bytes: fit(load.stored, "the bytes that a rank stores")?,
             grad_bytes: fit(load.grad, "the bytes of a rank's gradients")?,
             optimizer_bytes: fit(load.optimizer, "the bytes of a rank's optimizer state")?,
-            gathered_bytes,
-            unreduced_bytes,
+            gathered_bytes: within.gathered,
+            unreduced_bytes: within.unreduced,
+            backward_bytes: within.backward,
+            activation_bytes: within.activations,
         })
     }
 }
@@ -206,32 +273,9 @@ fn fit<T: TryInto<u64>>(bytes: T, what: &'static str) -> Result<u64> {
     bytes.try_into().map_err(|_| Error::TotalTooLarge { what })
 }
 
-/// The most parameters gathered at the same time: those that stay, and the largest run of others.
-fn gathered_bytes(
-    plan: &ShardingPlan,
-    model: &CostModel,
-    messages: &[Message<'_>],
-    stays: impl Fn(&str) -> bool,
-) -> u128 {
-    if plan.shard_group() == WorldSize::ONE {
-        return 0;
-    }
-    let travelling = messages.iter().filter(|message| message.kind != Kind::Replicated);
-    let (kept, passing): (Vec<_>, Vec<_>) = travelling.partition(|message| stays(message.unit));
-    let run = index(model.prefetch.saturating_add(1).min(passing.len() as u64)).max(1);
-    let sum = |messages: &[&Message<'_>]| {
-        messages.iter().map(|message| message.gather_bytes).sum::<u128>()
-    };
-    sum(&kept) + passing.windows(run).map(sum).fold(0, u128::max)
-}
-
-/// The largest buffer of gradients that are to be reduced to their owners.
-fn unreduced_bytes(plan: &ShardingPlan, messages: &[Message<'_>]) -> u128 {
-    if plan.shard_group() == WorldSize::ONE {
-        return 0;
-    }
-    let reduced = messages.iter().filter(|message| message.kind != Kind::Replicated);
-    reduced.map(|message| message.reduce_bytes).fold(0, u128::max)
+#[expect(clippy::trivially_copy_pass_by_ref, reason = "serde hands out a reference")]
+fn is_zero(bytes: &u64) -> bool {
+    *bytes == 0
 }
 
 #[expect(clippy::cast_precision_loss, reason = "a ratio is for people; 53 bits are enough of it")]

@@ -1,6 +1,6 @@
 //! What the cost of a plan depends on besides the plan.
 
-use super::{Links, Optimizer};
+use super::{Activations, Links, Optimizer};
 use crate::{elem::ElemType, param::ParameterInfo};
 
 /// What the cost of a plan depends on besides the plan.
@@ -15,26 +15,34 @@ use crate::{elem::ElemType, param::ParameterInfo};
 ///     .with_mixed_precision(ElemType::Bf16, ElemType::F32);
 /// # let _ = model;
 /// ```
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub struct CostModel {
     pub(super) optimizer: Optimizer,
-    pub(super) prefetch: u64,
+    pub(super) optimizer_in_backward: bool,
+    pub(super) runtime: Runtime,
+    prefetch: Option<u64>,
+    pub(super) activations: Option<Activations>,
     links: Option<Links>,
     param_dtype: Option<ElemType>,
     mixed_precision: Option<(ElemType, ElemType)>,
 }
 
-impl Default for CostModel {
-    fn default() -> Self {
-        Self {
-            optimizer: Optimizer::default(),
-            prefetch: 1,
-            links: None,
-            param_dtype: None,
-            mixed_precision: None,
-        }
-    }
+/// The runtime that carries out a plan.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash)]
+#[non_exhaustive]
+pub enum Runtime {
+    /// PyTorch's `fully_shard` and `FullyShardedDataParallel`: parts are padded to equal sizes, one
+    /// unit is gathered ahead, and the graphs of all units are kept for the backward pass.
+    #[default]
+    Torch,
+    /// dist-train's `FullyShard` on candle: no padding, nothing ahead. Gradients of halves are
+    /// reduced and held as [`ElemType::F32`]. Replicated parameters are copied like the others while
+    /// their unit computes, and so is everything where a shard group has one rank. Units that do not
+    /// stay gathered keep their inputs and are computed again. candle's `backward` makes a
+    /// parameter's gradient of zeros, to which it adds the first contribution: the largest gradient
+    /// is there two times more for a moment.
+    Candle,
 }
 
 impl CostModel {
@@ -42,6 +50,14 @@ impl CostModel {
     #[must_use]
     pub fn with_optimizer(mut self, optimizer: Optimizer) -> Self {
         self.optimizer = optimizer;
+        self
+    }
+
+    /// Updates the parameters of a unit as soon as their gradients are reduced, after which these are
+    /// freed: gradients of one unit are there at a time. Default: they stay until the end of the step.
+    #[must_use]
+    pub fn with_optimizer_in_backward(mut self) -> Self {
+        self.optimizer_in_backward = true;
         self
     }
 
@@ -63,10 +79,26 @@ impl CostModel {
         self
     }
 
-    /// Gathers so many units ahead of the one in use. Default: 1, as PyTorch does.
+    /// Sets the runtime whose memory and traffic are counted. Default: [`Runtime::Torch`].
+    #[must_use]
+    pub fn with_runtime(mut self, runtime: Runtime) -> Self {
+        self.runtime = runtime;
+        self
+    }
+
+    /// Gathers so many units ahead of the one in use. Default: 1 as PyTorch does, 0 for
+    /// [`Runtime::Candle`].
     #[must_use]
     pub fn with_prefetch(mut self, units: u64) -> Self {
-        self.prefetch = units;
+        self.prefetch = Some(units);
+        self
+    }
+
+    /// Also counts what a rank's part of a batch takes. Default: it does not, because a plan knows
+    /// no batch.
+    #[must_use]
+    pub fn with_activations(mut self, activations: Activations) -> Self {
+        self.activations = Some(activations);
         self
     }
 
@@ -90,6 +122,28 @@ impl CostModel {
     /// The dtypes in which a parameter and its gradient travel.
     pub(super) fn wire_dtypes(&self, info: &ParameterInfo) -> (ElemType, ElemType) {
         let held = self.held_dtype(info);
-        self.mixed_precision.filter(|_| held.is_trainable()).unwrap_or((held, held))
+        let unless_mixed = match (self.runtime, held) {
+            (Runtime::Candle, ElemType::F16 | ElemType::Bf16) => (held, ElemType::F32),
+            (Runtime::Torch | Runtime::Candle, _) => (held, held),
+        };
+        self.mixed_precision.filter(|_| held.is_trainable()).unwrap_or(unless_mixed)
+    }
+
+    /// The number of units that are gathered ahead of the one in use.
+    pub(super) fn prefetch(&self) -> u64 {
+        self.prefetch.unwrap_or(match self.runtime {
+            Runtime::Torch => 1,
+            Runtime::Candle => 0,
+        })
+    }
+
+    /// Whether parts are padded to equal sizes.
+    pub(super) fn pads(&self) -> bool {
+        self.runtime == Runtime::Torch
+    }
+
+    /// Whether gradients stay in the dtype in which they were reduced.
+    pub(super) fn holds_grads_as_reduced(&self) -> bool {
+        self.runtime == Runtime::Candle
     }
 }

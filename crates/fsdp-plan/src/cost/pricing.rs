@@ -8,7 +8,9 @@ use crate::{elem::ElemType, param::ParameterInfo};
 pub(super) struct Pricing {
     held: ElemType,
     pub(super) gather: ElemType,
-    reduce: ElemType,
+    pub(super) reduce: ElemType,
+    /// The dtype in which gradients are held once they are reduced, if they are.
+    grad: Option<ElemType>,
     /// `None` if the parameter is not trained.
     optimizer: Option<Optimizer>,
 }
@@ -16,8 +18,11 @@ pub(super) struct Pricing {
 impl Pricing {
     pub(super) fn of(model: &CostModel, info: &ParameterInfo) -> Self {
         let (gather, reduce) = model.wire_dtypes(info);
+        let held = model.held_dtype(info);
+        let grad = if model.holds_grads_as_reduced() { reduce } else { held };
+        let grad = (!model.optimizer_in_backward).then_some(grad);
         let optimizer = info.requires_grad().then_some(model.optimizer);
-        Self { held: model.held_dtype(info), gather, reduce, optimizer }
+        Self { held, gather, reduce, grad, optimizer }
     }
 
     /// The load of a tensor of `numel` elements that is all a member has of the parameter.
@@ -26,8 +31,9 @@ impl Pricing {
         match self.optimizer {
             None => Load { owned, stored: owned, ..Load::default() },
             Some(optimizer) => {
+                let grad = self.grad.map_or(0, |grad| signed(grad.bytes(numel.into())));
                 let optimizer = signed(optimizer.state_bytes(self.held, numel.into()));
-                Load { owned, stored: owned, grad: owned, optimizer }
+                Load { owned, stored: owned, grad, optimizer }
             }
         }
     }

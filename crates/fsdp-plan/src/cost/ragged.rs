@@ -6,6 +6,8 @@
 
 use std::{mem, ops::AddAssign};
 
+use core_types::WorldSize;
+
 use super::{
     CostModel,
     loads::{Load, Loads},
@@ -18,44 +20,56 @@ use crate::{
     shares::Shares,
 };
 
-/// The parameters of a unit, in order.
-pub(super) type Unit<'a> = Vec<(&'a ParameterInfo, Ragged)>;
-
-/// Loads each member with its parts of all units, and returns the largest share of each unit, in
-/// their order.
-pub(super) fn measure(
-    units: &[Unit<'_>],
-    shares: &Shares,
-    model: &CostModel,
-    loads: &mut Loads,
-) -> Vec<Share> {
-    let mut sums =
-        Sums { of_member: vec![Share::default(); shares.group().as_usize()], touched: Vec::new() };
-    units.iter().map(|unit| measure_unit(unit, shares, model, loads, &mut sums)).collect()
+/// What members have of a unit, but for those in the middle of a parameter; kept from unit to unit,
+/// because it has a place for each member of a group.
+pub(super) struct Scratch {
+    of_member: Vec<Share>,
+    /// The members that have anything, some repeatedly.
+    touched: Vec<usize>,
 }
 
-/// Adds the parts of a unit to `loads`, and returns the largest share in each respect.
-fn measure_unit(
-    unit: &Unit<'_>,
-    shares: &Shares,
-    model: &CostModel,
-    loads: &mut Loads,
-    sums: &mut Sums,
-) -> Share {
-    let mut largest = Share::default();
-    for &(info, parts) in unit {
-        let pricing = Pricing::of(model, info);
-        let middle = parts.middle(shares);
-        if let Some(middle) = &middle {
-            largest = largest.max(add_middle(middle, pricing, loads));
-        }
-        for (owner, part) in parts.outer_parts(shares, middle.as_ref()) {
-            let numel = part.end - part.start;
-            loads.add_one(owner, load(pricing, numel));
-            sums.add(owner, Share::of(pricing, numel));
-        }
+/// The ragged parameters of a unit, in order.
+pub(super) type Unit<'a> = Vec<(&'a ParameterInfo, Ragged)>;
+
+impl Scratch {
+    pub(super) fn new(group: WorldSize) -> Self {
+        Self { of_member: vec![Share::default(); group.as_usize()], touched: Vec::new() }
     }
-    largest.max(sums.take_largest())
+
+    /// Loads each member with its parts of a unit, and returns the largest share in each respect.
+    pub(super) fn measure(
+        &mut self,
+        unit: &[(&ParameterInfo, Ragged)],
+        shares: &Shares,
+        model: &CostModel,
+        loads: &mut Loads,
+    ) -> Share {
+        let mut largest = Share::default();
+        for &(info, parts) in unit {
+            let pricing = Pricing::of(model, info);
+            let middle = parts.middle(shares);
+            if let Some(middle) = &middle {
+                largest = largest.max(add_middle(middle, pricing, loads));
+            }
+            for (owner, part) in parts.outer_parts(shares, middle.as_ref()) {
+                let numel = part.end - part.start;
+                loads.add_one(owner, load(pricing, numel));
+                self.add(owner, Share::of(pricing, numel));
+            }
+        }
+        largest.max(self.take_largest())
+    }
+
+    fn add(&mut self, member: u64, share: Share) {
+        self.touched.push(index(member));
+        self.of_member[index(member)] += share;
+    }
+
+    /// Returns the largest in each respect, and forgets them all.
+    fn take_largest(&mut self) -> Share {
+        let shares = self.touched.drain(..).map(|member| mem::take(&mut self.of_member[member]));
+        shares.fold(Share::default(), Share::max)
+    }
 }
 
 /// Loads the members in the middle of a parameter, all at once with the least they have, and
@@ -77,26 +91,6 @@ fn add_middle(middle: &Middle, pricing: Pricing, loads: &mut Loads) -> Share {
 /// What a part costs its owner, but for the room to store it, which depends on the largest share.
 fn load(pricing: Pricing, numel: u64) -> Load {
     if numel == 0 { Load::default() } else { Load { stored: 0, ..pricing.piece(numel) } }
-}
-
-/// What members have of a unit, but for those in the middle of a parameter.
-struct Sums {
-    of_member: Vec<Share>,
-    /// The members that have anything, some repeatedly.
-    touched: Vec<usize>,
-}
-
-impl Sums {
-    fn add(&mut self, member: u64, share: Share) {
-        self.touched.push(index(member));
-        self.of_member[index(member)] += share;
-    }
-
-    /// Returns the largest in each respect, and forgets them all.
-    fn take_largest(&mut self) -> Share {
-        let shares = self.touched.drain(..).map(|member| mem::take(&mut self.of_member[member]));
-        shares.fold(Share::default(), Share::max)
-    }
 }
 
 /// What one member has of a ragged unit, in bytes.

@@ -9,96 +9,223 @@ use super::{
     loads::{Load, Loads},
     pricing::Pricing,
     ragged::{self, Share},
-    schedule::{Kind, Message},
 };
 use crate::{
     cut::{Chunks, Cut, Division, Ragged},
     groups::NamedGroups,
     param::ParameterInfo,
-    plan::{PlannedParameter, ShardingPlan},
+    plan::ShardingPlan,
     shares::Shares,
 };
 
+/// The units to walk over, each with the positions of its parameters.
+pub(super) struct Units<'a>(pub(super) Vec<(&'a str, Vec<usize>)>);
+
+impl<'a> Units<'a> {
+    /// Those of a plan, in the order in which their parameters first occur.
+    pub(super) fn of(plan: &'a ShardingPlan) -> Self {
+        let groups =
+            NamedGroups::of(plan.parameters().iter().map(|parameter| parameter.info().unit()));
+        let mut units: Vec<_> = groups.names.into_iter().map(|name| (name, Vec::new())).collect();
+        for (position, unit) in groups.of_item.into_iter().enumerate() {
+            units[unit].1.push(position);
+        }
+        Self(units)
+    }
+}
+
 /// What a walk over a plan finds.
 pub(super) struct Tally<'a> {
-    model: &'a CostModel,
+    model: CostModel,
     shares: &'a Shares,
-    pub(super) loads: Loads,
-    /// In the order in which their parameters first occur.
-    pub(super) messages: Vec<Message<'a>>,
-    positions: BTreeMap<(Kind, &'a str), usize>,
+    /// What members hold, if the units are those of the plan: a parameter counts for each of its
+    /// units.
+    loads: Loads,
+    pub(super) units: Vec<UnitTally<'a>>,
+    /// The bytes of the largest gradient of a parameter, before it is reduced.
+    pub(super) largest_grad_bytes: u128,
+    scratch: ragged::Scratch,
+}
+
+/// What of a unit travels.
+#[derive(Debug, Default)]
+pub(super) struct UnitTally<'a> {
+    pub(super) name: &'a str,
+    /// Parameters that a shard group puts together.
+    pub(super) gathered: Buffer,
+    /// Their gradients.
+    pub(super) reduced: Buffer,
+    /// Gradients of replicated parameters.
+    pub(super) copies: Buffer,
+    /// The bytes of replicated parameters.
+    pub(super) replicated_bytes: u128,
+}
+
+/// Parameters or gradients that travel in one call.
+#[derive(Debug, Default)]
+pub(super) struct Buffer {
+    pub(super) parameters: Vec<usize>,
+    pub(super) payload_bytes: u128,
+    /// That of which every member has an equal part, with padding.
+    even_bytes: u128,
+    /// What single members own besides.
+    of_owner: BTreeMap<u64, u128>,
+}
+
+impl Buffer {
+    /// The bytes of all parts, padding included.
+    pub(super) fn bytes(&self) -> u128 {
+        self.even_bytes + self.of_owner.values().sum::<u128>()
+    }
+
+    /// What the member with the most has, as each brings it to a sum of such parts.
+    pub(super) fn largest_part(&self, plan: &ShardingPlan) -> Self {
+        let even = self.even_bytes / u128::from(plan.shard_group().as_u64());
+        let bytes = even + self.of_owner.values().fold(0, |most, &bytes| most.max(bytes));
+        let parameters = self.parameters.clone();
+        Self { parameters, payload_bytes: bytes, even_bytes: bytes, ..Self::default() }
+    }
+
+    /// What the member with the least has, at least, where parts are padded to equal sizes or not.
+    pub(super) fn smallest_part_bytes(&self, plan: &ShardingPlan, is_padded: bool) -> u128 {
+        let members = u128::from(plan.shard_group().as_u64());
+        let chunk = self.even_bytes / members;
+        let owned: u128 = self.of_owner.values().sum();
+        // What the others leave to the last one, if all of them have as much as they can.
+        let left_over = (self.payload_bytes - owned).saturating_sub((members - 1) * chunk);
+        let even = if is_padded { chunk } else { left_over };
+        // Whoever is not among the owners owns nothing.
+        let least = self.of_owner.values().min().filter(|_| self.of_owner.len() as u128 == members);
+        even + least.map_or(0, |&bytes| bytes)
+    }
+
+    fn add_payload(&mut self, position: usize, bytes: u128) {
+        self.parameters.push(position);
+        self.payload_bytes += bytes;
+    }
 }
 
 impl<'a> Tally<'a> {
-    pub(super) fn of(plan: &'a ShardingPlan, model: &'a CostModel) -> Self {
-        let loads = Loads::new(plan.shard_group());
+    pub(super) fn of(plan: &'a ShardingPlan, model: &CostModel, units: &Units<'a>) -> Self {
         let mut tally = Self {
-            model,
+            model: *model,
             shares: plan.shares(),
-            loads,
-            messages: Vec::new(),
-            positions: BTreeMap::new(),
+            loads: Loads::new(plan.shard_group()),
+            units: Vec::with_capacity(units.0.len()),
+            largest_grad_bytes: 0,
+            scratch: ragged::Scratch::new(plan.shard_group()),
         };
-        let units =
-            NamedGroups::of(plan.parameters().iter().map(|parameter| parameter.info().unit()));
-        let mut ragged: Vec<ragged::Unit<'_>> = vec![Vec::new(); units.names.len()];
-        for (parameter, unit) in plan.parameters().iter().zip(units.of_item) {
-            match (parameter.cut(), parameter.division()) {
-                (Cut::Ragged { .. }, Division::Ragged(parts)) => {
-                    if ragged[unit].is_empty() {
-                        // Measured below, unit by unit, but sent in the order of the parameters.
-                        tally.message(Kind::Sharded, parameter.info(), parameter.info().unit());
-                    }
-                    ragged[unit].push((parameter.info(), parts));
-                }
-                (_, division) => tally.add(parameter, division),
-            }
-        }
-        ragged.retain(|unit| !unit.is_empty());
-        let shares = ragged::measure(&ragged, plan.shares(), model, &mut tally.loads);
-        for (unit, largest) in ragged.iter().zip(shares) {
-            tally.add_ragged_unit(unit, largest);
+        for (name, members) in &units.0 {
+            let unit = tally.unit(plan, name, members);
+            tally.units.push(unit);
         }
         tally
+    }
+
+    /// What each member holds between two steps.
+    pub(super) fn members(&self) -> Vec<Load> {
+        let mut members = self.loads.of_members();
+        if !self.model.pads() {
+            for load in &mut members {
+                load.stored = load.owned;
+            }
+        }
+        members
     }
 
     fn group(&self) -> WorldSize {
         self.shares.group()
     }
 
-    fn add(&mut self, parameter: &'a PlannedParameter, division: Division) {
-        let info = parameter.info();
-        match division {
-            Division::Chunks(chunks) => self.add_chunks(info, parameter.cut(), chunks),
-            Division::Ragged(parts) => self.add_wrapped(info, parts),
-            Division::Whole { owner, numel } => {
-                self.loads.add_one(owner, Pricing::of(self.model, info).piece(numel));
-                self.add_owner(info, owner);
-                self.add_bytes(Kind::Owned, info, info.layer(), numel.into());
+    fn unit(&mut self, plan: &'a ShardingPlan, name: &'a str, members: &[usize]) -> UnitTally<'a> {
+        let mut unit = UnitTally { name, ..UnitTally::default() };
+        let mut ragged: ragged::Unit<'_> = Vec::new();
+        for &position in members {
+            let parameter = &plan.parameters()[position];
+            let info = parameter.info();
+            let division = parameter.division();
+            self.add_payload(&mut unit, position, info, &division);
+            match (parameter.cut(), division) {
+                // Measured below, all of the unit together.
+                (Cut::Ragged { .. }, Division::Ragged(parts)) => ragged.push((info, parts)),
+                (_, division) => self.add(&mut unit, info, parameter.cut(), division),
             }
+        }
+        if !ragged.is_empty() {
+            self.add_ragged(&mut unit, &ragged);
+        }
+        unit
+    }
+
+    /// Notes which parameters travel how, and what they weigh without padding.
+    fn add_payload(
+        &mut self,
+        unit: &mut UnitTally<'_>,
+        position: usize,
+        info: &ParameterInfo,
+        division: &Division,
+    ) {
+        let pricing = Pricing::of(&self.model, info);
+        let param_bytes = pricing.gather.bytes(info.numel().into());
+        let grad_bytes = pricing.reduced_bytes(info.numel().into());
+        let reduced = match division {
+            Division::Nothing => return,
+            Division::Replicated { .. } => {
+                unit.replicated_bytes += param_bytes;
+                &mut unit.copies
+            }
+            Division::Chunks(_) | Division::Ragged(_) | Division::Whole { .. } => {
+                unit.gathered.add_payload(position, param_bytes);
+                &mut unit.reduced
+            }
+        };
+        if info.requires_grad() {
+            reduced.add_payload(position, grad_bytes);
+            self.largest_grad_bytes = self.largest_grad_bytes.max(grad_bytes);
+        }
+    }
+
+    /// Adds what a parameter weighs with padding, and what members hold of it.
+    fn add(
+        &mut self,
+        unit: &mut UnitTally<'_>,
+        info: &ParameterInfo,
+        cut: Cut,
+        division: Division,
+    ) {
+        let pricing = Pricing::of(&self.model, info);
+        match division {
+            Division::Chunks(chunks) => self.add_chunks(unit, pricing, cut, chunks),
+            Division::Ragged(parts) => {
+                for (owner, part) in parts.parts(self.shares, 0..info.numel()) {
+                    self.add_owned(unit, pricing, owner, part.end - part.start);
+                }
+            }
+            Division::Whole { owner, numel } => self.add_owned(unit, pricing, owner, numel),
             Division::Replicated { numel } => {
-                let load = Pricing::of(self.model, info).piece(numel);
-                self.loads.add_all(load);
-                self.add_bytes(Kind::Replicated, info, info.unit(), numel.into());
+                self.loads.add_all(pricing.piece(numel));
+                unit.copies.even_bytes += pricing.reduced_bytes(numel.into());
             }
             Division::Nothing => {}
         }
     }
 
-    fn add_chunks(&mut self, info: &'a ParameterInfo, cut: Cut, chunks: Chunks) {
+    fn add_owned(&mut self, unit: &mut UnitTally<'_>, pricing: Pricing, owner: u64, numel: u64) {
+        self.loads.add_one(owner, pricing.piece(numel));
+        *unit.gathered.of_owner.entry(owner).or_default() += pricing.gather.bytes(numel.into());
+        *unit.reduced.of_owner.entry(owner).or_default() += pricing.reduced_bytes(numel.into());
+    }
+
+    fn add_chunks(&mut self, unit: &mut UnitTally<'_>, pricing: Pricing, cut: Cut, chunks: Chunks) {
         let group = self.group();
-        let pricing = Pricing::of(self.model, info);
+        // Where there is padding, a flat unit is one tensor, which its first parameter stands for.
+        let is_one_tensor = matches!(cut, Cut::Flat { .. }) && self.model.pads();
         for (members, numel) in chunks.runs(group) {
-            let load = match cut {
-                // The unit is one tensor, which the first parameter stands for.
-                Cut::Flat { .. } => Load { owned: pricing.piece(numel).owned, ..Load::default() },
-                Cut::Dim0
-                | Cut::FlatAligned { .. }
-                | Cut::Ragged { .. }
-                | Cut::Wrapped { .. }
-                | Cut::Whole { .. }
-                | Cut::Replicated
-                | Cut::Tied => Load { stored: 0, ..pricing.piece(numel) },
+            let piece = pricing.piece(numel);
+            let load = if is_one_tensor {
+                Load { owned: piece.owned, ..Load::default() }
+            } else {
+                Load { stored: 0, ..piece }
             };
             self.loads.add_run(members, load);
         }
@@ -106,16 +233,15 @@ impl<'a> Tally<'a> {
             return;
         }
         let chunk_numel = chunks.chunk_numel(group);
-        let mut padded = Load { owned: 0, ..pricing.piece(chunk_numel) };
-        if !matches!(cut, Cut::Flat { .. }) {
-            padded = Load { grad: 0, optimizer: 0, ..padded };
-        }
-        self.loads.add_all(padded);
-        if cut == Cut::Dim0 {
+        let padded = Load { owned: 0, ..pricing.piece(chunk_numel) };
+        let stored = Load { grad: 0, optimizer: 0, ..padded };
+        self.loads.add_all(if is_one_tensor { padded } else { stored });
+        if cut == Cut::Dim0 && self.model.pads() {
             self.add_states_of_empty_shards(chunks, pricing);
         }
         let buffer_numel = u128::from(chunk_numel) * u128::from(group.as_u64());
-        self.add_bytes(Kind::Sharded, info, info.unit(), buffer_numel);
+        unit.gathered.even_bytes += pricing.gather.bytes(buffer_numel);
+        unit.reduced.even_bytes += pricing.reduced_bytes(buffer_numel);
     }
 
     /// `fully_shard` gives the optimizer a tensor on every rank, also where that has no rows.
@@ -126,58 +252,14 @@ impl<'a> Tally<'a> {
         self.loads.add_run(n_owners..self.group().as_u64(), pricing.piece(0));
     }
 
-    fn add_wrapped(&mut self, info: &'a ParameterInfo, parts: Ragged) {
-        let pricing = Pricing::of(self.model, info);
-        for (owner, part) in parts.parts(self.shares, 0..info.numel()) {
-            self.loads.add_one(owner, pricing.piece(part.end - part.start));
-            self.add_owner(info, owner);
-        }
-        self.add_bytes(Kind::Owned, info, info.layer(), info.numel().into());
-    }
-
-    /// Counts a call for what `owner` sends of the layer of `info`, unless it sent of it just
-    /// before.
-    fn add_owner(&mut self, info: &'a ParameterInfo, owner: u64) {
-        let message = self.message(Kind::Owned, info, info.layer());
-        if message.last_owner != Some(owner) {
-            message.calls += u64::from(message.last_owner.is_some());
-            message.last_owner = Some(owner);
-        }
-    }
-
-    /// Counts what was measured of a unit: the room for its largest share, and what travels.
-    fn add_ragged_unit(&mut self, unit: &[(&'a ParameterInfo, Ragged)], largest: Share) {
-        self.loads.add_all(Load { stored: largest.stored, ..Load::default() });
-        if let Some(&(info, _)) = unit.first() {
-            let members = u128::from(self.group().as_u64());
-            let message = self.message(Kind::Sharded, info, info.unit());
-            message.gather_bytes += largest.gather * members;
-            message.reduce_bytes += largest.reduce * members;
-        }
-    }
-
-    /// Lengthens the message of `info` by `numel` elements.
-    fn add_bytes(&mut self, kind: Kind, info: &'a ParameterInfo, name: &'a str, numel: u128) {
-        let pricing = Pricing::of(self.model, info);
-        let message = self.message(kind, info, name);
-        message.gather_bytes += pricing.gather.bytes(numel);
-        message.reduce_bytes += pricing.reduced_bytes(numel);
-    }
-
-    fn message(&mut self, kind: Kind, info: &'a ParameterInfo, name: &'a str) -> &mut Message<'a> {
-        let next = self.messages.len();
-        let position = *self.positions.entry((kind, name)).or_insert(next);
-        if position == next {
-            let unit = info.unit();
-            self.messages.push(Message {
-                kind,
-                unit,
-                calls: 1,
-                gather_bytes: 0,
-                reduce_bytes: 0,
-                last_owner: None,
-            });
-        }
-        &mut self.messages[position]
+    /// Measures the ragged parameters of a unit: the room for the largest share of them, and what
+    /// travels.
+    fn add_ragged(&mut self, unit: &mut UnitTally<'_>, parameters: &[(&ParameterInfo, Ragged)]) {
+        let largest = self.scratch.measure(parameters, self.shares, &self.model, &mut self.loads);
+        let Share { stored, gather, reduce } = largest;
+        self.loads.add_all(Load { stored, ..Load::default() });
+        let members = u128::from(self.group().as_u64());
+        unit.gathered.even_bytes += gather * members;
+        unit.reduced.even_bytes += reduce * members;
     }
 }

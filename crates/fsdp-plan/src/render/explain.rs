@@ -120,9 +120,34 @@ pub(super) fn rank(plan: &ShardingPlan, cost: &PlanCost, rank: &RankCost) -> Res
     Ok(format!("rank {}{place}\n\n{table}\n\n{}", rank.rank, categories(cost, rank).join("\n")))
 }
 
+/// What there is, how many bytes it takes, and why.
+pub(super) type Term<'a> = (&'a str, u128, &'a str);
+
+/// What a rank holds for a while within a step; without what it holds nothing of for want of a
+/// batch, or because the runtime has none of it.
+pub(super) fn within_step(rank: &RankCost) -> Vec<Term<'static>> {
+    let RankCost { gathered_bytes, unreduced_bytes, backward_bytes, activation_bytes, .. } = *rank;
+    let mut terms = vec![
+        (
+            "gathered units",
+            gathered_bytes.into(),
+            "those that stay, and the largest with the ones gathered ahead",
+        ),
+        ("unreduced gradients", unreduced_bytes.into(), "of the largest unit"),
+    ];
+    let backward = "a gradient of zeros and its first contribution, beside the largest one";
+    let activations = "the inputs of units, and what the largest computes";
+    let optional = [
+        ("gradients that are made", u128::from(backward_bytes), backward),
+        ("activations", activation_bytes.into(), activations),
+    ];
+    terms.extend(optional.into_iter().filter(|&(_, bytes, _)| bytes > 0));
+    terms
+}
+
 fn categories(cost: &PlanCost, rank: &RankCost) -> Vec<String> {
     let padding = rank.storage_bytes - rank.param_bytes.min(rank.storage_bytes);
-    let lines = [
+    let stored = [
         ("owned parameters", rank.param_bytes.into(), ""),
         (
             "padding",
@@ -132,18 +157,13 @@ fn categories(cost: &PlanCost, rank: &RankCost) -> Vec<String> {
         ("gradients", rank.grad_bytes.into(), ""),
         ("optimizer state", rank.optimizer_bytes.into(), ""),
         ("between steps", rank.total_bytes(), "the sum of these"),
-        (
-            "gathered units",
-            rank.gathered_bytes.into(),
-            "those that stay, and the largest with the ones gathered ahead",
-        ),
-        ("unreduced gradients", rank.unreduced_bytes.into(), "of the largest unit"),
-        ("at most", rank.peak_bytes(), "activations not counted"),
-        ("at most on any rank", cost.peak_bytes(), ""),
     ];
-    let line = |(what, bytes, why): (&str, u128, &str)| {
+    let but = if rank.activation_bytes == 0 { "activations not counted" } else { "" };
+    let most =
+        [("at most", rank.peak_bytes(), but), ("at most on any rank", cost.peak_bytes(), "")];
+    let line = |(what, bytes, why): Term<'_>| {
         let why = if why.is_empty() { String::new() } else { format!(": {why}") };
         format!("{what}: {} ({}){why}", counted(bytes, "byte"), HumanBytes(bytes))
     };
-    lines.into_iter().map(line).collect()
+    stored.into_iter().chain(within_step(rank)).chain(most).map(line).collect()
 }

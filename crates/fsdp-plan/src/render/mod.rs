@@ -18,18 +18,17 @@ use core_types::{
 
 use self::text::{counted, grouped};
 use crate::{
-    cost::{Collectives, CostModel, Traffic},
+    cost::{Collectives, CostModel, RankCost, Traffic},
     error::{Error, Result},
     plan::ShardingPlan,
-    report::PlanDiff,
-    report::{Budget, PlanReport},
+    report::{Budget, PlanDiff, PlanReport, Process},
     strategy::LayerBalance,
 };
 
 /// The whole report, without a line break at the end.
 impl fmt::Display for PlanReport<'_> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let PlanReport { plan, cost, layer_balance, budget, of_rank } = self;
+        let PlanReport { plan, cost, layer_balance, budget, process, of_rank } = self;
         write!(
             f,
             "{}\n\n{}\n\n{}\n\n",
@@ -49,8 +48,10 @@ impl fmt::Display for PlanReport<'_> {
         let more = [
             kept_units(plan),
             seconds,
+            within_step(&cost.ranks[0]),
             layer_balance.as_ref().map(balance),
-            budget.as_ref().map(fitting),
+            process.as_ref().map(sharing),
+            budget.as_ref().map(|budget| fitting(budget, &cost.ranks[0])),
         ];
         more.into_iter().flatten().try_for_each(|line| write!(f, "\n{line}"))?;
         match of_rank {
@@ -77,13 +78,31 @@ fn kept_units(plan: &ShardingPlan) -> Option<String> {
     ))
 }
 
-fn fitting(budget: &Budget) -> String {
+/// What every rank holds for a while within a step, term by term, if there is more than what is
+/// gathered and reduced.
+fn within_step(rank: &RankCost) -> Option<String> {
+    let terms = explain::within_step(rank);
+    let has_more = rank.backward_bytes > 0 || rank.activation_bytes > 0;
+    let term = |&(what, bytes, _): &explain::Term<'_>| format!("{what} {}", grouped(bytes));
+    let terms: Vec<_> = terms.iter().map(term).collect();
+    has_more.then(|| format!("bytes for a while within a step: {}", terms.join(", ")))
+}
+
+fn sharing(process: &Process) -> String {
+    let Process { slots, peak_bytes } = *process;
+    let ranks = counted(slots.get() as u128, "rank");
+    let peak = counted(peak_bytes, "byte");
+    format!("a process of {ranks} that share what is gathered needs at most {peak}")
+}
+
+fn fitting(budget: &Budget, rank: &RankCost) -> String {
     let verdict = match budget.missing_bytes {
         0 => String::from("it fits"),
         missing => format!("{} ({}) are missing", counted(missing, "byte"), HumanBytes(missing)),
     };
     let [peak, bytes] = [budget.peak_bytes, budget.bytes.into()].map(grouped);
-    format!("a rank needs at most {peak} of {bytes} bytes, activations not counted: {verdict}")
+    let but = if rank.activation_bytes == 0 { ", activations not counted" } else { "" };
+    format!("a rank needs at most {peak} of {bytes} bytes{but}: {verdict}")
 }
 
 /// A line for each difference, without a line break at the end.
@@ -188,13 +207,11 @@ fn balance(balance: &LayerBalance) -> String {
 
 /// The collectives that are used.
 fn calls(collectives: &Collectives) -> String {
-    let Collectives { all_gather, reduce_scatter, all_reduce, broadcast, reduce } = *collectives;
+    let Collectives { all_gather, reduce_scatter, all_reduce } = *collectives;
     let named = [
         ("all_gather", all_gather),
         ("reduce_scatter", reduce_scatter),
         ("all_reduce", all_reduce),
-        ("broadcast", broadcast),
-        ("reduce", reduce),
     ];
     let used = named.into_iter().filter(|(_, traffic)| traffic.count > 0);
     let calls: Vec<_> = used.map(|(name, traffic)| call(name, traffic)).collect();
@@ -202,11 +219,12 @@ fn calls(collectives: &Collectives) -> String {
 }
 
 fn call(name: &str, traffic: Traffic) -> String {
-    format!(
-        "{} {name}, {} in all",
-        grouped(traffic.count.into()),
-        counted(traffic.bytes.into(), "byte")
-    )
+    let Traffic { count, bytes, payload_bytes, .. } = traffic;
+    let payload = match payload_bytes {
+        all if all == bytes => String::new(),
+        _ => format!(" ({} without padding)", grouped(payload_bytes.into())),
+    };
+    format!("{} {name}, {} in all{payload}", grouped(count.into()), counted(bytes.into(), "byte"))
 }
 
 /// Lays out `rows` under `header`; the columns at `numbers` are aligned to the right.

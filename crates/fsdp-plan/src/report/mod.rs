@@ -2,6 +2,8 @@
 
 mod diff;
 
+use std::num::NonZeroUsize;
+
 use core_types::Rank;
 use serde::{Serialize, Serializer};
 
@@ -19,8 +21,8 @@ use crate::{
 ///
 /// [`Display`](std::fmt::Display) gives the text, [`Serialize`] the JSON, both from the same
 /// numbers. The JSON object is that of the [`ShardingPlan`] with `ranks`, `max_over_mean` and
-/// `collectives` added, so it can be read back as a plan; `layer_balance`, `step_seconds` and
-/// `budget` where they are known; with one rank asked for also `rank` and `shards`, the parts it
+/// `collectives` added, so it can be read back as a plan; `layer_balance`, `step_seconds`, `budget`
+/// and `process` where they are known; with one rank asked for also `rank` and `shards`, the parts it
 /// holds.
 ///
 /// # Examples
@@ -57,6 +59,8 @@ pub struct PlanReport<'a> {
     pub(crate) layer_balance: Option<LayerBalance>,
     #[serde(skip_serializing_if = "Option::is_none")]
     pub(crate) budget: Option<Budget>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(crate) process: Option<Process>,
     #[serde(flatten)]
     pub(crate) of_rank: Option<RankReport<'a>>,
 }
@@ -67,6 +71,13 @@ pub(crate) struct Budget {
     pub(crate) bytes: u64,
     pub(crate) peak_bytes: u128,
     pub(crate) missing_bytes: u128,
+}
+
+/// What a process of several ranks holds.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+pub(crate) struct Process {
+    pub(crate) slots: NonZeroUsize,
+    pub(crate) peak_bytes: u128,
 }
 
 /// What one rank holds.
@@ -103,6 +114,7 @@ impl<'a> PlanReport<'a> {
             cost: plan.cost(model)?,
             layer_balance: plan.layer_balance(),
             budget: None,
+            process: None,
             of_rank,
         })
     }
@@ -117,6 +129,14 @@ impl<'a> PlanReport<'a> {
             peak_bytes,
             missing_bytes: peak_bytes.saturating_sub(bytes.into()),
         });
+        self
+    }
+
+    /// Also tells what a process of so many ranks needs that share what is gathered: field `process`
+    /// with `slots` and [`peak_bytes`](PlanCost::process_peak_bytes).
+    #[must_use]
+    pub fn with_process(mut self, slots: NonZeroUsize) -> Self {
+        self.process = Some(Process { slots, peak_bytes: self.cost.process_peak_bytes(slots) });
         self
     }
 

@@ -4,3 +4,4 @@
 
 mod plan;
 mod reshard;
+mod schedule;

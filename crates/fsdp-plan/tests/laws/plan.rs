@@ -42,13 +42,15 @@ fn parameter(name: &str, shape: &[u64]) -> ParameterInfo {
     ParameterInfo::new(name, shape, ElemType::Bf16).unwrap()
 }
 
-fn ranks(plan: &ShardingPlan) -> impl Iterator<Item = Rank> + use<> {
+pub(crate) fn ranks(plan: &ShardingPlan) -> impl Iterator<Item = Rank> + use<> {
     plan.world_size().placements().map(Placement::rank)
 }
 
 /// Calls `check` with the plan of every strategy for every three shapes of the grid on every small
 /// world, the second of the parameters gathered always or not.
-fn for_each_plan(check: impl Fn(&[ParameterInfo], &dyn ShardingStrategy, &ShardingPlan)) {
+pub(crate) fn for_each_plan(
+    check: impl Fn(&[ParameterInfo], &dyn ShardingStrategy, &ShardingPlan),
+) {
     let worlds: Vec<_> = (1..=6).chain([64]).map(|size| WorldSize::new(size).unwrap()).collect();
     let pairs = SHAPES.iter().flat_map(|first| SHAPES.iter().map(move |second| (first, second)));
     for ((first, second), third) in

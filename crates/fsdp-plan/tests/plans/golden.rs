@@ -311,7 +311,6 @@ fn a_step_of_fsdp2_with_adamw_holds_and_sends_the_same_bytes() {
         let found = [sent.all_gather, sent.reduce_scatter, sent.all_reduce]
             .map(|sent| (sent.count, sent.bytes));
         assert_eq!(found, ["all_gather", "reduce_scatter", "all_reduce"].map(expected), "{at}");
-        assert_eq!([sent.broadcast, sent.reduce].map(|traffic| traffic.count), [0; 2], "{at}");
     }
 }
 

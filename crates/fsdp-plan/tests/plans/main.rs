@@ -7,5 +7,6 @@ mod golden;
 mod inputs;
 mod json_lines;
 mod large;
+mod schedules;
 mod snapshots;
 mod sources;

@@ -15,7 +15,7 @@ use core_types::Seed;
 use crate::{
     engine::Site,
     mesh::{
-        axes::{ALL, AxisSet, MeshAxes},
+        axes::{AxisSet, MeshAxes},
         topology::Topology,
     },
     reduce::Reduction,
@@ -421,19 +421,24 @@ impl Replica {
         self.0.collectives.barrier(&site)
     }
 
-    /// Returns sums over all replicas of the mesh, in one collective for a whole list: of `list[n]`
-    /// for each n of `wanted`, in this order.
+    /// Returns sums over the replicas along `axes`, in one collective for a whole list: of
+    /// `list[n]` for each n of `wanted`, in this order.
     ///
-    /// All replicas pass lists of the same types and shapes; what each wants is its own choice.
+    /// All of them pass lists of the same types and shapes; what each wants is its own choice.
     /// Gradients do not pass.
     ///
     /// # Errors
     ///
     /// As [`psum`](Self::psum).
     #[track_caller]
-    pub fn psum_list(&self, list: Vec<Tensor>, wanted: &[usize]) -> Result<Vec<Tensor>> {
-        let site =
-            self.site("psum_list", None, ALL)?.with_detail(format!(" of {} tensors", list.len()));
+    pub fn psum_list(
+        &self,
+        list: Vec<Tensor>,
+        wanted: &[usize],
+        axes: impl Into<MeshAxes>,
+    ) -> Result<Vec<Tensor>> {
+        let detail = format!(" of {} tensors", list.len());
+        let site = self.site("psum_list", None, axes.into())?.with_detail(detail);
         self.0.collectives.sum_list(&site, list, wanted)
     }
 

@@ -1,31 +1,18 @@
 //! Arguments and results: one tensor or several, in any nesting of tuples, vectors and maps.
 
-use std::{collections::BTreeMap, convert::Infallible};
+use std::{
+    collections::BTreeMap,
+    convert::Infallible,
+    hash::{BuildHasher, Hash},
+};
 
 use candle_core::Tensor;
 
 /// A value made of tensors, which can be cut and put together tensor by tensor.
 ///
-/// Implemented for [`Tensor`], `()`, tuples of up to six, vectors, ordered maps and options;
-/// implement it for your own struct to pass that.
-///
-/// # Examples
-///
-/// ```
-/// use candle_core::Tensor;
-/// use pmap_mesh::TensorTree;
-///
-/// struct Batch {
-///     ids: Tensor,
-///     mask: Tensor,
-/// }
-///
-/// impl TensorTree for Batch {
-///     fn try_map<E>(&self, f: &mut impl FnMut(&Tensor) -> Result<Tensor, E>) -> Result<Self, E> {
-///         Ok(Self { ids: f(&self.ids)?, mask: f(&self.mask)? })
-///     }
-/// }
-/// ```
+/// Implemented for [`Tensor`], `()`, tuples of up to six, vectors, maps in the order of their keys
+/// and options; [`tensor_tree!`](crate::tensor_tree) implements it for a struct of your own. (A
+/// pytree of JAX, whose dictionaries are in the order of their keys too.)
 pub trait TensorTree: Sized + Send + 'static {
     /// Returns a value of the same structure with every tensor replaced by what `f` makes of it.
     ///
@@ -110,6 +97,71 @@ impl<K: Ord + Clone + Send + 'static, T: TensorTree> TensorTree for BTreeMap<K, 
     fn try_map<E>(&self, f: &mut impl FnMut(&Tensor) -> Result<Tensor, E>) -> Result<Self, E> {
         self.iter().map(|(key, tree)| Ok((key.clone(), tree.try_map(f)?))).collect()
     }
+}
+
+/// In the order of the keys. A function that runs a collective for each entry has to take them in
+/// such an order as well: that of the map is another in each process.
+#[expect(clippy::disallowed_types, reason = "its own order is not used")]
+impl<K, T, S> TensorTree for std::collections::HashMap<K, T, S>
+where
+    K: Ord + Hash + Clone + Send + 'static,
+    T: TensorTree,
+    S: BuildHasher + Clone + Send + 'static,
+{
+    fn try_map<E>(&self, f: &mut impl FnMut(&Tensor) -> Result<Tensor, E>) -> Result<Self, E> {
+        let mut mapped = Self::with_capacity_and_hasher(self.len(), self.hasher().clone());
+        for (key, tree) in self.iter().collect::<BTreeMap<_, _>>() {
+            mapped.insert(key.clone(), tree.try_map(f)?);
+        }
+        Ok(mapped)
+    }
+}
+
+/// Implements [`TensorTree`](crate::TensorTree) for a struct: `data` fields are trees, and those
+/// after `meta` are cloned. (`jax.tree_util.register_dataclass`, whose words these are.)
+///
+/// All fields must be named.
+///
+/// # Examples
+///
+/// ```
+/// use candle_core::{Device, Tensor};
+/// use pmap_mesh::{DeviceMesh, tensor_tree};
+///
+/// struct Batch {
+///     ids: Tensor,
+///     masks: Vec<Tensor>,
+///     split: String,
+/// }
+/// tensor_tree!(Batch { data: [ids, masks], meta: [split] });
+///
+/// let ids = Tensor::arange(0_u32, 8, &Device::Cpu)?;
+/// let batch = Batch { masks: vec![ids.ones_like()?], ids, split: "train".to_owned() };
+/// let mesh = DeviceMesh::cpu(2)?;
+/// let first = mesh.pmap(|_, batch: Batch| {
+///     assert_eq!(batch.split, "train");
+///     batch.ids.narrow(0, 0, 1)?.mul(&batch.masks[0].narrow(0, 0, 1)?)
+/// });
+/// assert_eq!(first.call(batch)?.to_vec1::<u32>()?, [0, 4]);
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
+#[macro_export]
+macro_rules! tensor_tree {
+    ($name:ident { data: [$($data:ident),* $(,)?] $(, meta: [$($meta:ident),* $(,)?])? $(,)? }) => {
+        impl $crate::TensorTree for $name {
+            fn try_map<E>(
+                &self,
+                f: &mut impl ::core::ops::FnMut(
+                    &$crate::__Tensor,
+                ) -> ::core::result::Result<$crate::__Tensor, E>,
+            ) -> ::core::result::Result<Self, E> {
+                ::core::result::Result::Ok(Self {
+                    $($data: $crate::TensorTree::try_map(&self.$data, f)?,)*
+                    $($($meta: ::core::clone::Clone::clone(&self.$meta),)*)?
+                })
+            }
+        }
+    };
 }
 
 macro_rules! tuple_of_trees {

@@ -267,13 +267,13 @@ fn lists_of_any_length(engine: &impl Engine) {
             .collect::<Result<_>>()?;
         let wanted: Vec<usize> =
             (0..LEN).filter(|n| n % 10 == 0 || n % ctx.count() == ctx.slot()).collect();
-        let sums = ctx.psum_list(list, &wanted)?;
+        let sums = ctx.psum_list(list, &wanted, ALL)?;
         let of_slots = (ctx.count() * (ctx.count() - 1) / 2) as u32;
         for (&n, sum) in wanted.iter().zip(&sums) {
             let expected = vec![(n * ctx.count()) as u32 + of_slots; 1 + n % 2];
             assert_eq!(sum.to_vec1::<u32>()?, expected);
         }
-        ctx.psum_list(Vec::new(), &[]).map(|none| assert!(none.is_empty()))
+        ctx.psum_list(Vec::new(), &[], ALL).map(|none| assert!(none.is_empty()))
     });
     run.in_axes(None).call(nothing()).unwrap();
 }

@@ -3,7 +3,7 @@
 use std::{collections::BTreeMap, mem, sync::Arc};
 
 use candle_core::{Result, Tensor};
-use pmap_mesh::{DeviceMesh, Error, Replica, Sharded, ValueError};
+use pmap_mesh::{ALL, DeviceMesh, Error, Replica, Sharded, ValueError};
 
 use crate::{
     array::Array,
@@ -214,7 +214,7 @@ fn value(
         Step::Collective { op, of, axes } => op.run(ctx, &values[*of][0], named(axes))?,
         Step::Sums { of, wanted } => {
             let list = of.iter().map(|of| values[*of][0].clone()).collect();
-            return ctx.psum_list(list, &wanted[ctx.slot()]);
+            return ctx.psum_list(list, &wanted[ctx.slot()], ALL);
         }
         Step::Job(job) => return job.run(ctx, &program.grid, values),
         Step::Start(_) | Step::Wait { .. } => panic!("what is under way is not known here"),

@@ -1,25 +1,17 @@
 //! The arguments of `plan`, and the planner's types that they stand for.
 
-use std::path::PathBuf;
+use std::{num::NonZeroUsize, path::PathBuf};
 
 use candle_distributed::{
     plan::{
         ElemType, Pattern,
-        cost::{CostModel, Link, Links, Optimizer},
-        strategy::{
-            Full, Hsdp, Hybrid, LayerOrder, LayerWise, Layout, ShardingStrategy, WholeTensor,
-        },
+        cost::{Activations, CostModel, Link, Links, Optimizer, Runtime},
     },
     types::{Placement, Rank, WorldSize},
 };
 use clap::ValueEnum;
 
-use crate::{
-    bytes,
-    error::{Error, Result, WithHint},
-    help::examples,
-    hint, input,
-};
+use crate::{bytes, error::Result, help::examples, strategy::StrategyArgs};
 
 /// Plan which rank owns which part of a model, and print what each rank holds and sends.
 ///
@@ -43,36 +35,23 @@ pub(crate) struct Args {
     #[arg(long)]
     pub(super) world_size: u64,
 
-    /// How parameters are distributed over ranks [default: full, or hybrid with --rules]
-    #[arg(long, value_enum, help_heading = "What goes where")]
-    strategy: Option<StrategyArg>,
-    /// How `full` cuts parameters [default: dim0]
-    #[arg(long, value_enum, help_heading = "What goes where")]
-    layout: Option<LayoutArg>,
-    /// Number of rows that `row-ragged` keeps together [default: 1], or of elements that
-    /// `block-ragged` does [default: 128]
-    #[arg(long, value_name = "N", help_heading = "What goes where")]
-    block_size: Option<u64>,
-    /// Which layers may share a rank under `layer-wise` [default: any]
-    #[arg(long, value_enum, help_heading = "What goes where")]
-    layer_order: Option<OrderArg>,
-    /// JSON file with the rules of `hybrid`: {"rules": [{"pattern", "choice"}], "default"}
-    #[arg(long, value_name = "FILE", help_heading = "What goes where")]
-    rules: Option<PathBuf>,
-    /// Number of copies of the model, each sharded over its own part of the ranks (HSDP)
-    #[arg(long, value_name = "G", default_value_t = 1, help_heading = "What goes where")]
-    replicas: u64,
+    #[command(flatten)]
+    pub(super) what: StrategyArgs,
     /// Pattern that layers match, such as model.layers.*.mlp.experts.* [default: names up to their
     /// first number]
     #[arg(long, value_name = "PATTERN", help_heading = "What goes where")]
-    pub(super) layers: Option<Pattern>,
+    pub(super) layer_pattern: Option<Pattern>,
     /// Units that stay gathered between forward and backward pass; may be repeated
     #[arg(long, value_name = "PATTERN", help_heading = "What goes where")]
-    pub(super) keep: Vec<Pattern>,
+    pub(super) stay_gathered: Vec<Pattern>,
 
     /// Optimizer whose state is counted
     #[arg(long, value_enum, default_value_t, help_heading = "What it costs")]
     optimizer: OptimizerArg,
+    /// Update each unit as soon as its gradients are reduced, so that those of one unit are there at
+    /// a time
+    #[arg(long, help_heading = "What it costs")]
+    optimizer_in_backward: bool,
     /// Dtype of trained parameters [default: that of the file]
     #[arg(long, value_name = "DTYPE", value_parser = dtype, help_heading = "What it costs")]
     param_dtype: Option<ElemType>,
@@ -80,9 +59,22 @@ pub(crate) struct Args {
     /// those in which they are held]
     #[arg(long, value_name = "DTYPE,DTYPE", value_parser = dtypes, help_heading = "What it costs")]
     mixed_precision: Option<(ElemType, ElemType)>,
-    /// Number of units gathered ahead of the one in use
-    #[arg(long, value_name = "UNITS", default_value_t = 1, help_heading = "What it costs")]
-    prefetch: u64,
+    /// What carries out the plan, and so decides what is held and sent
+    #[arg(long, value_enum, default_value_t, help_heading = "What it costs")]
+    runtime: RuntimeArg,
+    /// Number of units gathered ahead of the one in use [default: 1 for torch, 0 for candle]
+    #[arg(long, value_name = "UNITS", help_heading = "What it costs")]
+    prefetch: Option<u64>,
+    /// Number of tokens in a rank's part of a batch, to estimate what activations take
+    #[arg(long, value_name = "N", requires = "width", help_heading = "What it costs")]
+    tokens: Option<u64>,
+    /// Width of the values between the blocks of the model
+    #[arg(long, value_name = "N", requires = "tokens", help_heading = "What it costs")]
+    width: Option<u64>,
+    /// Number of ranks in a process that share what they gather, as those on one processor do: also
+    /// say what the process needs
+    #[arg(long, value_name = "RANKS", help_heading = "What it costs")]
+    pub(super) slots: Option<NonZeroUsize>,
     /// Links, to estimate communication time: h100, or ranks per node and GB/s within and between
     /// nodes, such as 8:450:50
     #[arg(long, value_parser = links, help_heading = "What it costs")]
@@ -97,7 +89,8 @@ pub(crate) struct Args {
         long,
         requires = "budget",
         conflicts_with_all = [
-            "strategy", "layout", "block_size", "layer_order", "rules", "replicas", "keep"
+            "strategy", "layout", "block_size", "layer_order", "rules", "replicas",
+            "stay_gathered"
         ],
         help_heading = "What to print"
     )]
@@ -124,40 +117,6 @@ pub(crate) struct Args {
     pub(super) format: FormatArg,
 }
 
-#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
-enum StrategyArg {
-    /// Every parameter over all ranks
-    Full,
-    /// Whole layers
-    LayerWise,
-    /// Whole tensors, as few of them cut as exact balance allows
-    WholeTensor,
-    /// By rules; without --rules, classifier and head whole, the rest over all ranks
-    Hybrid,
-}
-
-#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
-enum LayoutArg {
-    /// Rows of each parameter, as FSDP2 does
-    Dim0,
-    /// Elements of each unit end to end, as FSDP1 does
-    Flat,
-    /// The same with aligned parameters, as FSDP1 does with `use_orig_params`
-    FlatAligned,
-    /// Each unit in equal parts, cut between rows
-    RowRagged,
-    /// Each unit in equal parts, cut between blocks of elements
-    BlockRagged,
-}
-
-#[derive(Clone, Copy, Debug, ValueEnum)]
-enum OrderArg {
-    /// Any
-    Any,
-    /// Neighbors only, like the stages of a pipeline
-    Contiguous,
-}
-
 #[derive(Clone, Copy, Debug, Default, ValueEnum)]
 enum OptimizerArg {
     /// Two moments and a step count (Adam, AdamW)
@@ -172,6 +131,15 @@ enum OptimizerArg {
     Sgd,
     /// Nothing
     None,
+}
+
+#[derive(Clone, Copy, Debug, Default, ValueEnum)]
+enum RuntimeArg {
+    /// PyTorch's FSDP
+    #[default]
+    Torch,
+    /// This project's `FullyShard` on candle, which pads nothing and computes units again
+    Candle,
 }
 
 /// The form of the result.
@@ -205,73 +173,7 @@ impl Args {
         Ok(rank.map(|rank| Placement::new(rank, self.world_size)).transpose()?.map(Placement::rank))
     }
 
-    /// The rules of the file, or the default ones, if the strategy goes by rules.
-    pub(super) fn rules(&self) -> Result<Option<Hybrid>> {
-        match (self.strategy, &self.rules) {
-            (_, Some(path)) => input::read_json(path, "rules").map(Some).with_hint(hint::RULES),
-            (Some(StrategyArg::Hybrid), None) => Ok(Some(Hybrid::default())),
-            (_, None) => Ok(None),
-        }
-    }
-
-    /// The strategy: that of the `rules` where there are any.
-    pub(super) fn strategy(
-        &self,
-        rules: Option<Hybrid>,
-    ) -> Result<Hsdp<Box<dyn ShardingStrategy>>> {
-        let inner: Box<dyn ShardingStrategy> = match (self.strategy, rules) {
-            (_, Some(rules)) => Box::new(rules),
-            (None | Some(StrategyArg::Full), None) => Box::new(Full::new(self.layout()?)),
-            (Some(StrategyArg::LayerWise), None) => {
-                Box::new(LayerWise::default().with_order(self.layer_order()))
-            }
-            (Some(StrategyArg::WholeTensor), None) => Box::new(WholeTensor),
-            (Some(StrategyArg::Hybrid), None) => Box::new(Hybrid::default()),
-        };
-        Ok(Hsdp::new(inner, self.replicas))
-    }
-
-    /// Refuses the options that the strategy would leave without effect.
-    pub(super) fn check(&self) -> Result<()> {
-        let default = if self.rules.is_some() { StrategyArg::Hybrid } else { StrategyArg::Full };
-        let strategy = self.strategy.unwrap_or(default);
-        let of_one_strategy = [
-            ("--layout", self.layout.is_some(), StrategyArg::Full),
-            ("--block-size", self.block_size.is_some(), StrategyArg::Full),
-            ("--layer-order", self.layer_order.is_some(), StrategyArg::LayerWise),
-            ("--rules", self.rules.is_some(), StrategyArg::Hybrid),
-        ];
-        for (option, is_given, needed) in of_one_strategy {
-            if is_given && strategy != needed {
-                return Err(Error::usage(format!("{option} needs --strategy {}", name(needed))));
-            }
-        }
-        Ok(())
-    }
-
-    fn layer_order(&self) -> LayerOrder {
-        match self.layer_order {
-            None | Some(OrderArg::Any) => LayerOrder::Any,
-            Some(OrderArg::Contiguous) => LayerOrder::Contiguous,
-        }
-    }
-
-    fn layout(&self) -> Result<Layout> {
-        let layout = match (self.layout, self.block_size) {
-            (Some(LayoutArg::RowRagged), rows) => Layout::RowRagged { rows: rows.unwrap_or(1) },
-            (Some(LayoutArg::BlockRagged), None) => Layout::BLOCKS,
-            (Some(LayoutArg::BlockRagged), Some(block)) => Layout::BlockRagged { block },
-            (_, Some(_)) => {
-                return Err(Error::usage("--block-size needs a ragged --layout"));
-            }
-            (None | Some(LayoutArg::Dim0), None) => Layout::Dim0,
-            (Some(LayoutArg::Flat), None) => Layout::Flat,
-            (Some(LayoutArg::FlatAligned), None) => Layout::FlatAligned,
-        };
-        Ok(layout)
-    }
-
-    pub(super) fn cost_model(&self) -> CostModel {
+    pub(super) fn cost_model(&self) -> Result<CostModel> {
         let optimizer = match self.optimizer {
             OptimizerArg::Adam => Optimizer::Adam,
             OptimizerArg::AdamMixed => Optimizer::AdamMixed,
@@ -279,20 +181,35 @@ impl Args {
             OptimizerArg::Sgd => Optimizer::Sgd,
             OptimizerArg::None => Optimizer::None,
         };
-        let model = CostModel::default().with_optimizer(optimizer).with_prefetch(self.prefetch);
+        let mut model =
+            CostModel::default().with_optimizer(optimizer).with_runtime(self.runtime.into());
+        if self.optimizer_in_backward {
+            model = model.with_optimizer_in_backward();
+        }
+        let model = self.prefetch.into_iter().fold(model, CostModel::with_prefetch);
         let model = self.param_dtype.into_iter().fold(model, CostModel::with_param_dtype);
         let model = self.links.into_iter().fold(model, CostModel::with_links);
-        self.mixed_precision
-            .into_iter()
-            .fold(model, |model, (param, reduce)| model.with_mixed_precision(param, reduce))
+        let model = self.activations()?.into_iter().fold(model, CostModel::with_activations);
+        let dtypes = self.mixed_precision.into_iter();
+        Ok(dtypes.fold(model, |model, (param, reduce)| model.with_mixed_precision(param, reduce)))
+    }
+
+    fn activations(&self) -> Result<Option<Activations>> {
+        let Some((tokens, width)) = self.tokens.zip(self.width) else { return Ok(None) };
+        let communicated = self.mixed_precision.map(|(param, _)| param);
+        let dtype = communicated.or(self.param_dtype).unwrap_or(ElemType::F32);
+        let runtime = self.runtime.into();
+        Ok(Some(Activations::of_transformer(tokens, width, dtype, runtime)?))
     }
 }
 
-/// The name of the strategy on the command line.
-#[expect(clippy::expect_used, reason = "says why it cannot fail")]
-fn name(strategy: StrategyArg) -> String {
-    let value = strategy.to_possible_value().expect("no strategy is hidden from the command line");
-    value.get_name().to_owned()
+impl From<RuntimeArg> for Runtime {
+    fn from(runtime: RuntimeArg) -> Self {
+        match runtime {
+            RuntimeArg::Torch => Self::Torch,
+            RuntimeArg::Candle => Self::Candle,
+        }
+    }
 }
 
 fn dtype(text: &str) -> Result<ElemType, String> {

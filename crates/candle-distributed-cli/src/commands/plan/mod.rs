@@ -12,7 +12,7 @@ use candle_distributed::{
         report::{PlanDiff, PlanReport},
         reshard::{Reshard, Volume},
         search::Search,
-        strategy::{Hybrid, Matches, ShardingStrategy},
+        strategy::{Hsdp, Matches, ShardingStrategy},
     },
     types::human::HumanCount,
 };
@@ -23,6 +23,7 @@ use self::args::FormatArg;
 use crate::{
     error::{Error, Result},
     output,
+    strategy::Strategy,
 };
 
 /// The JSON result; text and drawing show parts of it.
@@ -51,16 +52,23 @@ const NOTHING_FITS: &str =
     "more ranks, --param-dtype BF16 or --optimizer adam-8bit make each rank hold less";
 
 pub(crate) fn run(args: &Args) -> Result<()> {
-    args.check()?;
-    let rules = args.rules()?;
+    let strategy = args.what.or_default()?;
     let parameters = read_model(args)?;
-    let plan = make_plan(args, &parameters, rules.clone())?;
+    let plan = make_plan(args, &parameters, &strategy)?;
     if let Some(path) = &args.against {
         return compare(&model::read_plan(path)?, &plan, args.format);
     }
     match explain(args, &plan)? {
         Some(explanation) => output::text(|out| writeln!(out, "{explanation}")),
-        None => report(args, &plan, rules.map(|rules| rules.matches(&parameters))),
+        None => report(args, &plan, matches(&strategy, &parameters)),
+    }
+}
+
+/// Which rules pick which parameters, if the strategy goes by rules.
+fn matches<'a>(strategy: &Strategy, parameters: &'a [ParameterInfo]) -> Option<Matches<'a>> {
+    match strategy {
+        Strategy::Hybrid(rules) => Some(rules.matches(parameters)),
+        Strategy::Full(_) | Strategy::LayerWise { .. } | Strategy::WholeTensor => None,
     }
 }
 
@@ -69,7 +77,7 @@ fn explain(args: &Args, plan: &ShardingPlan) -> Result<Option<String>> {
     let explanation = match (&args.explain, args.explain_rank()?) {
         (None, None) => return Ok(None),
         (Some(name), _) => plan.explain_parameter(name)?,
-        (None, Some(rank)) => plan.explain_rank(rank, &args.cost_model())?,
+        (None, Some(rank)) => plan.explain_rank(rank, &args.cost_model()?)?,
     };
     match args.format {
         FormatArg::Text => Ok(Some(explanation)),
@@ -80,8 +88,9 @@ fn explain(args: &Args, plan: &ShardingPlan) -> Result<Option<String>> {
 }
 
 fn report(args: &Args, plan: &ShardingPlan, rules: Option<Matches<'_>>) -> Result<()> {
-    let report = PlanReport::new(plan, &args.cost_model(), args.rank()?)?;
+    let report = PlanReport::new(plan, &args.cost_model()?, args.rank()?)?;
     let report = args.budget.into_iter().fold(report, PlanReport::with_budget);
+    let report = args.slots.into_iter().fold(report, PlanReport::with_process);
     let answer = Answer { report, rules };
     match args.format {
         FormatArg::Text => {
@@ -104,7 +113,7 @@ fn advise(args: &Args, report: &PlanReport<'_>) {
 
 fn read_model(args: &Args) -> Result<Vec<ParameterInfo>> {
     let parameters = model::read(&args.model)?;
-    Ok(match &args.layers {
+    Ok(match &args.layer_pattern {
         Some(pattern) => {
             parameters.into_iter().map(|info| info.with_layer_pattern(pattern)).collect()
         }
@@ -115,18 +124,19 @@ fn read_model(args: &Args) -> Result<Vec<ParameterInfo>> {
 fn make_plan(
     args: &Args,
     parameters: &[ParameterInfo],
-    rules: Option<Hybrid>,
+    strategy: &Strategy,
 ) -> Result<ShardingPlan> {
     if let (true, Some(budget)) = (args.search, args.budget) {
-        let search = Search::new(args.world_size()?, budget).with_model(args.cost_model());
+        let search = Search::new(args.world_size()?, budget).with_model(args.cost_model()?);
         return Ok(model::in_file(&args.model, search.run(parameters))?.into_candidate().plan);
     }
-    let planned = args.strategy(rules)?.plan(parameters, args.world_size()?);
+    let strategy = Hsdp::new(strategy.planner(), args.what.replicas);
+    let planned = strategy.plan(parameters, args.world_size()?);
     let plan = model::in_file(&args.model, planned)?;
     let kept = plan
         .units()
         .into_iter()
-        .filter(|unit| args.keep.iter().any(|pattern| pattern.matches(unit)));
+        .filter(|unit| args.stay_gathered.iter().any(|pattern| pattern.matches(unit)));
     let kept: Vec<String> = kept.map(str::to_owned).collect();
     Ok(plan.with_kept_units(kept)?)
 }

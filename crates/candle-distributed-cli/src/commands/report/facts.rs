@@ -4,10 +4,7 @@ use std::path::{Path, PathBuf};
 
 use candle_distributed::{
     batch::{Batch, PaddingReport},
-    plan::{
-        ParameterInfo, ShardingPlan,
-        cost::{CostModel, PlanCost},
-    },
+    plan::{ParameterInfo, ShardingPlan, cost::PlanCost},
     types::WorldSize,
 };
 
@@ -18,8 +15,9 @@ use crate::{
     train::{
         corpus::Corpus,
         data::Schedule,
+        measured::{self, Comparison},
+        memory::Work,
         metrics::Metrics,
-        model::MODEL,
         run_dir,
         session::Session,
         settings::Settings,
@@ -39,6 +37,9 @@ pub(super) struct Facts {
     pub(super) sharding: Option<Sharding>,
     /// What the run reads, or why that is no longer known.
     pub(super) reading: Result<Reading, String>,
+    /// What was predicted of the latest session, and what was measured; `None` if either is not
+    /// known.
+    pub(super) comparison: Option<Comparison>,
 }
 
 /// The model in shards.
@@ -64,11 +65,14 @@ impl Facts {
             no_run.hinted(hint::RUN)
         })?;
         let is_complete = run_dir::is_complete(path, &settings)?;
+        let sharding = Sharding::of(path, &settings, is_complete)?;
+        let reading = Reading::of(&settings)?;
         Ok(Self {
             metrics: run_dir::metrics(path)?,
             checkpoints: run_dir::checkpoints(path, &settings).steps()?,
-            sharding: Sharding::of(path, &settings, is_complete)?,
-            reading: Reading::of(&settings)?,
+            comparison: comparison(&settings, sharding.as_ref(), reading.as_ref().ok())?,
+            sharding,
+            reading,
             path: path.into(),
             settings,
             is_complete,
@@ -86,20 +90,49 @@ impl Facts {
     }
 }
 
+fn comparison(
+    settings: &Settings,
+    sharding: Option<&Sharding>,
+    reading: Option<&Reading>,
+) -> Result<Option<Comparison>> {
+    let (Some(session), Some(sharding), Some(reading)) =
+        (settings.sessions.last(), sharding, reading)
+    else {
+        return Ok(None);
+    };
+    let (Some(counted), Some(base_bytes)) = (session.step_traffic, session.base_bytes) else {
+        return Ok(None);
+    };
+    let work = Work {
+        config: settings.config(),
+        parameters: &sharding.parameters,
+        sharding: session.sharding.as_ref(),
+        batches: &reading.batches,
+        world_size: session.world_size,
+        // A file may say anything.
+        ranks: (0, session.devices_here.min(session.world_size)),
+        base_bytes,
+    };
+    Ok(Some(Comparison {
+        memory: work.predicted()?,
+        peak_bytes: session.peak_bytes,
+        planned: measured::planned(&work)?,
+        counted,
+    }))
+}
+
 impl Sharding {
     fn of(path: &Path, settings: &Settings, is_complete: bool) -> Result<Option<Self>> {
-        let parameters = match settings.model {
-            _ if is_complete => model::read(path)?,
-            // A file may hold any sizes, and building the model takes memory; this is the one model
-            // that `train` has.
-            Some(config) if config == MODEL => sharding::parameters_of(config)?,
-            _ => return Ok(None),
+        let parameters: Vec<ParameterInfo> = match settings.model {
+            _ if is_complete => model::read(path)?.into_iter().map(sharding::with_unit).collect(),
+            Some(config) => sharding::parameters_of(config)?,
+            None => return Ok(None),
         };
         let Some(session) = settings.sessions.last() else { return Ok(None) };
         let world_size = WorldSize::new(session.world_size)?;
-        let plan = sharding::plan(&parameters, world_size)?;
-        let cost = plan.cost(&CostModel::default())?;
-        let needs = Needs::of(&parameters, &cost)?;
+        let plan = sharding::plan(session.sharding.as_ref(), &parameters, world_size)?;
+        let cost = plan.cost(&sharding::cost_model())?;
+        let needs = Needs::of(&parameters, &cost, session.sharding.is_some())?;
         Ok(Some(Self { parameters, plan, cost, needs }))
     }
 }
@@ -107,9 +140,12 @@ impl Sharding {
 impl Reading {
     /// The batches of a run, if its text is still there and unchanged.
     fn of(settings: &Settings) -> Result<Result<Self, String>> {
+        let longest = settings.config().longest_sequence();
         let (name, corpus) = match &settings.data {
-            None => (String::from("the text built into this program"), Ok(Corpus::embedded())),
-            Some(path) => (format!("the text in {}", path.display()), Corpus::read(path)),
+            None => {
+                (String::from("the text built into this program"), Ok(Corpus::embedded(longest)))
+            }
+            Some(path) => (format!("the text in {}", path.display()), Corpus::read(path, longest)),
         };
         let corpus = match corpus {
             Ok(corpus) if corpus.fingerprint() == settings.text => corpus,

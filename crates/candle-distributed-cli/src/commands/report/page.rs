@@ -17,7 +17,15 @@ use crate::{
     commands::{batch::chart, plan::svg},
     error::Result,
     picture,
-    train::{curve, data::BUCKET_WIDTH, memory::Memory, metrics::StepMetrics, session::Session},
+    train::{
+        curve,
+        data::BUCKET_WIDTH,
+        measured::{Comparison, MEMORY_HEADS, TRAFFIC_HEADS},
+        memory::Memory,
+        metrics::StepMetrics,
+        session::Session,
+        sharding,
+    },
 };
 
 const STYLE: &str = include_str!("style.css");
@@ -230,7 +238,18 @@ fn of_session(session: &Session) -> String {
     let peak = session.peak_bytes.map_or_else(String::new, |bytes| {
         format!(", peak memory of the process {}", HumanBytes(bytes.into()))
     });
-    format!("{} from step {} on{peak}", devices(session), count(u128::from(session.first_step) + 1))
+    let sharded = session.sharding.as_ref().map_or_else(String::new, how_sharded);
+    let first = count(u128::from(session.first_step) + 1);
+    format!("{}{sharded} from step {first} on{peak}", devices(session))
+}
+
+/// How a session was sharded, after its devices.
+fn how_sharded(sharding: &sharding::Sharding) -> String {
+    let keep = match sharding.keep {
+        sharding::Keep::Inputs => "inputs",
+        sharding::Keep::Gathered => "parameters",
+    };
+    format!(", sharded by {}, where units keep their {keep},", sharding.strategy.name())
 }
 
 fn training(facts: &Facts) -> Result<Markup> {
@@ -280,17 +299,34 @@ fn sharded(facts: &Facts, Sharding { parameters, plan, cost, needs }: &Sharding)
         .collect();
     Ok(html! {
         p.note {
-            "The run keeps the whole model on every device. The plan shows what each rank would \
-             hold if the model were sharded over that many ranks; activations are not counted."
+            @if needs.is_sharded {
+                "Each rank holds its part of the model; activations are not counted."
+            } @else {
+                "The run keeps the whole model on every device. The plan shows what each rank \
+                 would hold if the model were sharded over that many ranks; activations are not \
+                 counted."
+            }
         }
         (numbers(&heads, &rank_rows(&cost.ranks)))
         @if let Some(memory) = memory { p { (sentence(&memory.to_string())) } }
         (figure(
             &svg::draw(plan, cost, None)?,
-            "What each rank would hold: at its peak, and between two steps."
+            "What a rank holds under this plan: at its peak, and between two steps."
         ))
         (numbers(&["parameter", "shape", "type", "elements"], &of_parameters))
+        @if let Some(comparison) = &facts.comparison { (measured(comparison)) }
     })
+}
+
+/// What was predicted, beside what was measured.
+fn measured(comparison: &Comparison) -> Markup {
+    let [memory, traffic] = comparison.notes();
+    html! {
+        (numbers(&MEMORY_HEADS, &comparison.memory_rows()))
+        p.note { (sentence(memory)) }
+        (numbers(&TRAFFIC_HEADS, &comparison.traffic_rows()))
+        p.note { (sentence(traffic)) }
+    }
 }
 
 /// A row for each run of ranks that hold the same.

@@ -1,16 +1,18 @@
 //! `train`: everything together, on real text.
 
+mod dry_run;
 mod start;
 
 use std::path::{Path, PathBuf};
 
 use candle_core::Device;
 use candle_distributed::{
+    batch::Batch,
     mesh::DeviceMesh,
-    plan::{cost::CostModel, report::PlanReport},
-    types::{Rank, Seed},
+    plan::{ParameterInfo, report::PlanReport},
+    types::Rank,
 };
-use candle_nn::{VarBuilder, VarMap};
+use clap::ValueEnum;
 
 use self::start::{Beginning, Start};
 use crate::{
@@ -19,12 +21,11 @@ use crate::{
     error::Result,
     help::examples,
     output,
+    strategy::StrategyArgs,
     train::{
         agreement,
-        data::INIT_STREAM,
         journal::Journal,
-        model::{MODEL, Transformer},
-        parameters,
+        memory::Work,
         run_dir::{self, RunDir},
         session::Session,
         sharding::{self, Needs},
@@ -35,6 +36,7 @@ use crate::{
 
 /// Train a small byte-level transformer on text, on several devices at once.
 #[derive(Debug, clap::Args)]
+#[expect(clippy::struct_excessive_bools, reason = "each is a switch of its own")]
 #[command(after_help = examples![
     "# About a minute on this program's own sources; the run is saved in the next free folder under runs"
     "candle-distributed train"
@@ -42,6 +44,9 @@ use crate::{
     "candle-distributed train --data docs --world-size 2 --steps 100 --out docs-run"
     "# On the texts of a .jsonl file: each line is a JSON string, or an object whose `text` is one"
     "candle-distributed train --data texts.jsonl --steps 100"
+    "# A larger model, of which every device keeps a part; first, what would it take and send?"
+    "candle-distributed train --n-layers 8 --hidden 256 --strategy full --world-size 4 --dry-run"
+    "candle-distributed train --n-layers 8 --hidden 256 --strategy full --world-size 4"
     "# After a crash: resume from the last checkpoint, here on more devices"
     "candle-distributed train --out docs-run --resume --world-size 4"
     "# What would its model cost on 8 ranks?"
@@ -81,6 +86,43 @@ pub(crate) struct Args {
     /// each part of the model; a wrong gradient ends the run
     #[arg(long)]
     check: bool,
+    /// Train two steps without writing anything, and print what was predicted of their memory and
+    /// traffic beside what was measured
+    #[arg(long, conflicts_with_all = ["out", "steps", "check"])]
+    dry_run: bool,
+
+    #[command(flatten)]
+    what: StrategyArgs,
+    /// What each unit of a sharded model keeps from its forward to its backward pass [default:
+    /// inputs]
+    #[arg(long, value_enum, help_heading = "What goes where")]
+    keep: Option<KeepArg>,
+
+    /// Number of blocks [default: 2, or those of the run that is resumed]
+    #[arg(long, value_name = "N", help_heading = "The model")]
+    n_layers: Option<usize>,
+    /// Width of the residual stream [default: 128, or that of the run that is resumed]
+    #[arg(long, value_name = "N", help_heading = "The model")]
+    hidden: Option<usize>,
+    /// Number of attention heads, which divide the width [default: 4, or those of the run that is
+    /// resumed]
+    #[arg(long, value_name = "N", help_heading = "The model")]
+    n_heads: Option<usize>,
+    /// The longest input, in bytes [default: 128, or that of the run that is resumed]
+    #[arg(long, value_name = "N", help_heading = "The model")]
+    context: Option<usize>,
+}
+
+/// What each unit keeps.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+enum KeepArg {
+    /// Its inputs: parameters are gathered twice, and it is computed again
+    Inputs,
+    /// Its parameters and all that it computes
+    Gathered,
+    /// Not built yet: it is refused with more to say than that there is no such value.
+    #[value(hide = true)]
+    Graph,
 }
 
 pub(crate) fn run(args: &Args) -> Result<()> {
@@ -118,15 +160,19 @@ impl Args {
             Start::Train(beginning) => *beginning,
             Start::Complete(path) => return say_complete(place, &path),
         };
+        if self.dry_run {
+            return self.rehearse(mesh, place, &beginning);
+        }
         let path = self.path(mesh)?;
         agreement::check_shared(mesh, &path)?;
-        let Beginning { settings, corpus, schedule, from, seen } = beginning;
-        let vars = initial_parameters(mesh, Seed::new(settings.seed))?;
+        let Beginning { settings, sharding, corpus, schedule, from, seen, base_bytes } = beginning;
         let job = Job {
             mesh,
             corpus: &corpus,
             schedule: &schedule,
             settings: &settings,
+            sharding: sharding.as_ref(),
+            typed: &self.typed(),
             checkpoint_every: self.checkpoint_every,
             check: self.check,
             path: &path,
@@ -135,7 +181,7 @@ impl Args {
             stop: stop::flag(),
         };
         // Whatever can be refused has been when the folder changes for the first time.
-        let model = job.start(&vars)?;
+        let model = job.start()?;
         job.checkpoints.lock(mesh)?;
         // The lock needs the mesh, which comes after the run is read: only now nobody else changes
         // it any more.
@@ -143,17 +189,26 @@ impl Args {
             agreement::check_unchanged(mesh, &path, seen)?;
         }
         let journal = match place.placement.rank() {
-            Rank::ZERO => Some(self.journal(&job, &vars, place)?),
+            Rank::ZERO => Some(self.journal(&job, place, base_bytes)?),
             _ => None,
         };
-        job.run(model, &vars, journal)
+        job.run(model, journal)
+    }
+
+    /// How the model is sharded, as it is typed when the run is resumed.
+    fn typed(&self) -> String {
+        let keep = match self.keep {
+            Some(KeepArg::Gathered) => " --keep gathered",
+            Some(KeepArg::Inputs | KeepArg::Graph) | None => "",
+        };
+        self.what.typed() + keep
     }
 
     /// Says what the run starts with, and opens its folder.
-    fn journal(&self, job: &Job<'_>, vars: &VarMap, place: Place) -> Result<Journal> {
-        let needs = announce(job, vars, place)?;
+    fn journal(&self, job: &Job<'_>, place: Place, base_bytes: Option<u64>) -> Result<Journal> {
+        let needs = announce(job, place)?;
         let first = job.first_step();
-        let session = session(job.mesh, place, first);
+        let session = session(job, place, base_bytes);
         let settings = job.settings.clone().with_session(session);
         let run_dir = if self.resume {
             RunDir::resume(job.path, &settings, first)?
@@ -180,34 +235,51 @@ impl Args {
     }
 }
 
+/// What decides how much memory this process takes for a run.
+fn work_of<'a>(
+    beginning: &'a Beginning,
+    parameters: &'a [ParameterInfo],
+    batches: &'a [Batch],
+    place: Place,
+) -> Work<'a> {
+    Work {
+        config: beginning.settings.config(),
+        parameters,
+        sharding: beginning.sharding.as_ref(),
+        batches,
+        world_size: place.placement.world_size().as_u64(),
+        ranks: place.ranks(),
+        // Some systems do not say.
+        base_bytes: beginning.base_bytes.unwrap_or(0),
+    }
+}
+
 /// Says that there is nothing to do for the run in `path`.
 fn say_complete(place: Place, path: &Path) -> Result<()> {
     place.print(|out| writeln!(out, "the run in {} is complete", path.display()))
 }
 
-/// The parameters before the first step, the same in every process.
-fn initial_parameters(mesh: &DeviceMesh, seed: Seed) -> Result<VarMap> {
-    let build = |vb: VarBuilder<'_>| Transformer::new(MODEL, &vb);
-    Ok(parameters::initialized(seed.derive(INIT_STREAM), &mesh.devices()[0], build)?)
-}
-
-/// The session of this process, which starts after `first_step` steps.
-fn session(mesh: &DeviceMesh, place: Place, first_step: u64) -> Session {
+/// The session of this process, which took so much before training.
+fn session(job: &Job<'_>, place: Place, base_bytes: Option<u64>) -> Session {
+    let devices = job.mesh.devices();
     Session {
-        first_step,
+        first_step: job.first_step(),
         world_size: place.placement.world_size().as_u64(),
-        devices_here: mesh.devices().len() as u64,
-        on_processors: mesh.devices().iter().all(Device::is_cpu),
+        devices_here: devices.len() as u64,
+        on_processors: devices.iter().all(Device::is_cpu),
+        sharding: job.sharding.cloned(),
+        base_bytes,
+        step_traffic: None,
         peak_bytes: None,
     }
 }
 
-/// Prints what each rank would hold if the parameters were sharded, and how an epoch is batched;
-/// returns what the model needs.
-fn announce(job: &Job<'_>, vars: &VarMap, place: Place) -> Result<Needs> {
-    let parameters = sharding::parameters_in(vars)?;
-    let plan = sharding::plan(&parameters, place.placement.world_size())?;
-    let report = PlanReport::new(&plan, &CostModel::default(), None)?;
+/// Prints what each rank holds, or would hold if the parameters were sharded, and how an epoch is
+/// batched; returns what the model needs.
+fn announce(job: &Job<'_>, place: Place) -> Result<Needs> {
+    let parameters = sharding::parameters_of(job.settings.config())?;
+    let plan = sharding::plan(job.sharding, &parameters, place.placement.world_size())?;
+    let report = PlanReport::new(&plan, &sharding::cost_model(), None)?;
     let (first_epoch, _) = job.schedule.first_epoch()?;
     let first = job.first_step();
     let steps = job.settings.steps;
@@ -217,7 +289,7 @@ fn announce(job: &Job<'_>, vars: &VarMap, place: Place) -> Result<Needs> {
         }
         writeln!(out, "{report}\neach epoch: {first_epoch}")
     })?;
-    Needs::of(&parameters, &plan.cost(&CostModel::default())?)
+    Needs::of(&parameters, report.cost(), job.sharding.is_some())
 }
 
 #[cfg(test)]

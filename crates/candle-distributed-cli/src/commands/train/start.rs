@@ -9,7 +9,7 @@ use candle_distributed::{
 };
 
 use crate::{
-    commands::train::Args,
+    commands::train::{Args, KeepArg, work_of},
     devices::Place,
     error::{Error, ErrorKind, Result},
     hint, output,
@@ -18,11 +18,11 @@ use crate::{
         data::{self, Schedule},
         limits::{self, Limit},
         memory,
-        model::MODEL,
+        model::{Config, MODEL},
         resumed::Resumed,
         run_dir::{self, Seen},
         settings::{FORMAT_VERSION, Settings},
-        sharding,
+        sharding::{self, Keep, Sharding},
     },
 };
 
@@ -40,11 +40,15 @@ pub(super) enum Start {
 #[derive(Debug)]
 pub(super) struct Beginning {
     pub(super) settings: Settings,
+    /// How the model is sharded; every device has all of it if there is nothing here.
+    pub(super) sharding: Option<Sharding>,
     pub(super) corpus: Corpus,
     pub(super) schedule: Schedule,
     pub(super) from: Option<Resumed>,
     /// The run to resume, as it was before any of it was read.
     pub(super) seen: Option<Seen>,
+    /// What the process takes now, if the system says so.
+    pub(super) base_bytes: Option<u64>,
 }
 
 impl Args {
@@ -60,6 +64,7 @@ impl Args {
                          what a run takes of another device's is not known beforehand";
             return Err(Error::usage(other));
         }
+        let sharding = self.sharding()?;
         let mut known = None;
         let mut seen = None;
         if let Some(path) = self.resumed() {
@@ -79,6 +84,7 @@ impl Args {
         }
         let mut beginning = self.beginning(known, place.placement.world_size())?;
         beginning.seen = seen;
+        beginning.sharding = sharding;
         // A mesh that is too large for any machine is refused when it is made.
         let n_devices = place.placement.world_size().as_usize();
         if self.devices.is_cpu() && n_devices <= DeviceMesh::MAX_DEVICES {
@@ -87,14 +93,56 @@ impl Args {
         Ok(Start::Train(Box::new(beginning)))
     }
 
+    /// How the model is to be sharded, if it is.
+    fn sharding(&self) -> Result<Option<Sharding>> {
+        if self.what.replicas != 1 {
+            return Err(Error::usage(format!(
+                "--replicas {} can be planned but not trained yet: the model is sharded over all \
+                 devices",
+                self.what.replicas
+            )));
+        }
+        match (self.what.asked()?, self.keep) {
+            (_, Some(KeepArg::Graph)) => Err(Error::usage(
+                "--keep graph is not there yet: `inputs` takes the least memory, `gathered` the \
+                 least time",
+            )),
+            (None, Some(_)) => {
+                Err(Error::usage("--keep needs a --strategy: without one nothing is gathered"))
+            }
+            (None, None) => Ok(None),
+            (Some(strategy), None | Some(KeepArg::Inputs)) => {
+                Ok(Some(Sharding { strategy, keep: Keep::Inputs }))
+            }
+            (Some(strategy), Some(KeepArg::Gathered)) => {
+                Ok(Some(Sharding { strategy, keep: Keep::Gathered }))
+            }
+        }
+    }
+
+    /// The sizes of the model: those that are asked for, and else those of the run.
+    fn config(&self, known: Option<&Settings>) -> Result<Config> {
+        let default = known.map_or(MODEL, Settings::config);
+        let config = Config {
+            layers: self.n_layers.unwrap_or(default.layers),
+            hidden: self.hidden.unwrap_or(default.hidden),
+            heads: self.n_heads.unwrap_or(default.heads),
+            context: self.context.unwrap_or(default.context),
+            ..default
+        };
+        config.check()?;
+        Ok(config)
+    }
+
     fn beginning(&self, known: Option<Settings>, world_size: WorldSize) -> Result<Beginning> {
         let is_known = known.is_some();
         let data = self.data.clone().or_else(|| known.as_ref()?.data.clone());
+        let config = self.config(known.as_ref())?;
         let corpus = match &data {
-            Some(path) => Corpus::read(path)?,
-            None => Corpus::embedded(),
+            Some(path) => Corpus::read(path, config.longest_sequence())?,
+            None => Corpus::embedded(config.longest_sequence()),
         };
-        let settings = self.settings(known, data, &corpus, world_size)?;
+        let settings = self.settings(known, data, &corpus, config, world_size)?;
         let mut from = None;
         if let Some(path) = self.resumed() {
             from = Resumed::latest(&run_dir::checkpoints(path, &settings), settings.steps)?;
@@ -105,14 +153,29 @@ impl Args {
         let schedule = Schedule::of(&settings, &corpus)?;
         // A position that is not one in these batches is refused here; the batches come later.
         drop(schedule.batches(from.as_ref().map(|from| &from.batches))?);
-        Ok(Beginning { settings, corpus, schedule, from, seen: None })
+        Ok(Beginning {
+            settings,
+            sharding: None,
+            corpus,
+            schedule,
+            from,
+            seen: None,
+            base_bytes: memory::peak_bytes(),
+        })
     }
 
     /// Checks that the arguments do not contradict those that the run started with.
     fn agrees_with(&self, known: &Settings) -> Result<()> {
-        for (name, asked, known) in
-            [("steps", self.steps, known.steps), ("seed", self.seed, known.seed)]
-        {
+        let Config { context, layers, heads, hidden, .. } = known.config();
+        let size = |asked: Option<usize>| asked.map(|asked| asked as u64);
+        for (name, asked, known) in [
+            ("steps", self.steps, known.steps),
+            ("seed", self.seed, known.seed),
+            ("n-layers", size(self.n_layers), layers as u64),
+            ("hidden", size(self.hidden), hidden as u64),
+            ("n-heads", size(self.n_heads), heads as u64),
+            ("context", size(self.context), context as u64),
+        ] {
             if asked.is_some_and(|asked| asked != known) {
                 let other = Error::usage(format!(
                     "the run started with --{name} {known}, and can only be resumed with that"
@@ -129,6 +192,7 @@ impl Args {
         known: Option<Settings>,
         data: Option<PathBuf>,
         corpus: &Corpus,
+        config: Config,
         world_size: WorldSize,
     ) -> Result<Settings> {
         if let Some(path) = data.as_ref().filter(|path| path.to_str().is_none()) {
@@ -144,12 +208,12 @@ impl Args {
                 return Err(changed.hinted(hint::TEXT));
             }
             Some(known) => known,
-            None => self.new_settings(text, world_size)?,
+            None => self.new_settings(text, data::max_tokens(world_size, config))?,
         };
         let settings = Settings {
             data,
             // Checkpoints of another model are refused.
-            model: Some(MODEL),
+            model: Some(config),
             allow_non_finite: settings.allow_non_finite || self.allow_non_finite,
             // The model that is there, if any, is not that of a run with steps left.
             model_fingerprint: None,
@@ -159,7 +223,7 @@ impl Args {
     }
 
     /// The settings of a new run.
-    fn new_settings(&self, text: String, world_size: WorldSize) -> Result<Settings> {
+    fn new_settings(&self, text: String, max_tokens: u64) -> Result<Settings> {
         let steps = self.steps.unwrap_or(DEFAULT_STEPS);
         if steps == 0 {
             return Err(Error::usage("--steps 0 trains nothing, it must be at least 1"));
@@ -170,7 +234,7 @@ impl Args {
             steps,
             data: None,
             text,
-            max_tokens: data::max_tokens(world_size),
+            max_tokens,
             allow_non_finite: false,
             model: None,
             sessions: vec![],
@@ -182,8 +246,9 @@ impl Args {
     /// Checks that the memory that this process will probably take is there.
     fn check_memory(&self, place: Place, beginning: &Beginning) -> Result<()> {
         let (_, batches) = beginning.schedule.first_epoch()?;
-        let parameters = sharding::parameters_of(MODEL)?;
-        let needed = memory::predicted(MODEL, sharding::whole_bytes(&parameters)?, &batches, place);
+        let parameters = sharding::parameters_of(beginning.settings.config())?;
+        let work = work_of(beginning, &parameters, &batches, place);
+        let needed = work.predicted()?.total();
         tracing::info!("this process will take about {}", HumanBytes(needed.into()));
         let limits = match self.memory_limit {
             Some(bytes) => vec![Limit::of_process(bytes, "--memory-limit")],
@@ -216,6 +281,7 @@ impl Args {
         let Settings { seed, steps, text, max_tokens, allow_non_finite, .. } = &beginning.settings;
         let out = self.out.as_deref().map_or("a new folder".into(), Path::to_string_lossy);
         let first = beginning.from.as_ref().map_or(0, |from| from.checkpoint.step());
+        let Config { context, layers, heads, hidden, .. } = beginning.settings.config();
         vec![
             format!("starts after step {first}"),
             format!("has --steps {steps}"),
@@ -226,6 +292,11 @@ impl Args {
             format!("has --checkpoint-every {}", self.checkpoint_every),
             format!("has --check {}", self.check),
             format!("has --allow-non-finite {allow_non_finite}"),
+            format!(
+                "has --n-layers {layers} --hidden {hidden} --n-heads {heads} --context {context}"
+            ),
+            format!("is sharded by {:?}", beginning.sharding),
+            format!("has --dry-run {}", self.dry_run),
             format!("has version {}", env!("CARGO_PKG_VERSION")),
         ]
     }

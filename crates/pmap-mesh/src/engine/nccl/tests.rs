@@ -289,7 +289,7 @@ fn lists_are_summed_as_over_threads() {
             of(&[300, 200], DType::F32)?,
             of(&[], DType::F32)?,
         ];
-        ctx.psum_list(list, &[2, 0, 1, 3])
+        ctx.psum_list(list, &[2, 0, 1, 3], ALL)
     });
 }
 

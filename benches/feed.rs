@@ -1,0 +1,90 @@
+//! How much of the time in which batches are made a thread hides behind the steps that take them:
+//! one slot, whose step leaves a core free, and a batch that takes half as long as its step.
+//!
+//! ```text
+//! cargo bench -p benches --bench feed -- [batches]
+//! ```
+//!
+//! Prints the time of a batch, of a step, of both in turn and of both with a thread that makes
+//! batches ahead; the last by what share of the batches' time it is shorter.
+
+#![allow(clippy::print_stdout, reason = "the lines are the result")]
+
+use std::{
+    hint::black_box,
+    time::{Duration, Instant},
+};
+
+use candle_core::{DType, Device, Result, Tensor};
+use candle_distributed::{
+    mesh::{DeviceMesh, Replica, init_threads},
+    train::{AdamW, DataParallel, feed},
+};
+use candle_nn::{Linear, Module, Optimizer, ParamsAdamW, linear};
+
+const ROWS: usize = 64;
+const HIDDEN: usize = 512;
+
+type Model = DataParallel<Linear, AdamW>;
+
+fn main() -> std::result::Result<(), Box<dyn std::error::Error>> {
+    // A share of two for the one slot: on two cores, it leaves the other to the feed.
+    init_threads(2)?;
+    let args: Vec<String> = std::env::args().skip(1).filter(|arg| !arg.starts_with("--")).collect();
+    let n = args.first().map_or(Ok(100), |arg| arg.parse())?;
+    let mesh = DeviceMesh::cpu(1)?;
+    let mut model = DataParallel::builder(&mesh, |vb| linear(HIDDEN, HIDDEN, vb))
+        .build(|group| AdamW::new(group.vars, ParamsAdamW::default()))?;
+    let rounds = calibrated(&mut model)?;
+
+    let batch = time(n, || black_box(collated(0, rounds)).map(drop))?;
+    let ready = collated(0, rounds)?;
+    let step = time(n, || trained(&mut model, ready.clone()))?;
+    let mut serial = (0..n).map(|index| collated(index, rounds));
+    let serial = time(n, || serial.next().map_or(Ok(()), |batch| trained(&mut model, batch?)))?;
+    let mut fed = feed(0..n).threads(1).collate(move |index| collated(index, rounds))?;
+    let fed = time(n, || fed.next().map_or(Ok(()), |batch| trained(&mut model, batch?)))?;
+
+    let hidden = (serial.as_secs_f64() - fed.as_secs_f64()) / batch.as_secs_f64();
+    println!("batch {batch:.2?}  step {step:.2?}  in turn {serial:.2?}  fed {fed:.2?}");
+    println!("hidden: {:.0} % of the batches' time", 100. * hidden);
+    Ok(())
+}
+
+/// As many rounds as make a batch take half as long as its step.
+fn calibrated(model: &mut Model) -> Result<usize> {
+    let ready = collated(0, 1)?;
+    let step = time(20, || trained(model, ready.clone()))?;
+    let rounds = 4;
+    let batch = time(20, || black_box(collated(0, rounds)).map(drop))?;
+    let wanted = rounds as f64 * step.as_secs_f64() / 2. / batch.as_secs_f64();
+    Ok((wanted.round() as usize).max(1))
+}
+
+fn trained(model: &mut Model, batch: Tensor) -> Result<()> {
+    let loss = |_: &Replica, model: &Linear, x: Tensor| model.forward(&x)?.sqr()?.mean_all();
+    model.step(batch, loss).map(drop).map_err(candle_core::Error::wrap)
+}
+
+/// A batch that takes longer the more rounds its numbers are mixed in.
+fn collated(index: usize, rounds: usize) -> Result<Tensor> {
+    let mut state = index as u32;
+    let mut values = vec![0_u32; ROWS * HIDDEN];
+    for _ in 0..rounds {
+        for value in &mut values {
+            state = state.wrapping_mul(1_664_525).wrapping_add(1_013_904_223);
+            *value ^= state.rotate_left(*value & 31);
+        }
+    }
+    let values = values.into_iter().map(|value| value as f32 / u32::MAX as f32);
+    Tensor::from_iter(values, &Device::Cpu)?.reshape((ROWS, HIDDEN))?.to_dtype(DType::F32)
+}
+
+/// The mean time of a call of `f`.
+fn time(n: usize, mut f: impl FnMut() -> Result<()>) -> Result<Duration> {
+    let start = Instant::now();
+    for _ in 0..n {
+        f()?;
+    }
+    Ok(start.elapsed() / n as u32)
+}

@@ -1,0 +1,64 @@
+//! `train --dry-run`: two steps that write nothing, and what was predicted of them.
+
+use std::path::Path;
+
+use candle_distributed::{mesh::DeviceMesh, train::Checkpoints};
+
+use crate::{
+    commands::train::{Args, start::Beginning, work_of},
+    devices::Place,
+    error::Result,
+    train::{
+        measured::{self, Comparison},
+        memory, sharding, stop,
+        trainer::{self, Job},
+    },
+};
+
+impl Args {
+    /// Trains two steps of a run that is never saved, and prints what they took and sent.
+    pub(super) fn rehearse(
+        &self,
+        mesh: &DeviceMesh,
+        place: Place,
+        beginning: &Beginning,
+    ) -> Result<()> {
+        let Beginning { settings, sharding, corpus, schedule, .. } = beginning;
+        let job = Job {
+            mesh,
+            corpus,
+            schedule,
+            settings,
+            sharding: sharding.as_ref(),
+            typed: "",
+            checkpoint_every: self.checkpoint_every,
+            check: false,
+            path: Path::new(""),
+            checkpoints: &Checkpoints::new(""),
+            from: None,
+            stop: stop::flag(),
+        };
+        let counted = job.rehearse()?;
+        let parameters = sharding::parameters_of(settings.config())?;
+        let (_, batches) = schedule.first_epoch()?;
+        let work = work_of(beginning, &parameters, &batches, place);
+        let comparison = Comparison {
+            memory: work.predicted()?,
+            peak_bytes: largest_peak(mesh)?,
+            planned: measured::planned(&work)?,
+            counted,
+        };
+        place.print(|out| writeln!(out, "{comparison}"))
+    }
+}
+
+/// The largest peak of any process, if all of their systems report it.
+fn largest_peak(mesh: &DeviceMesh) -> Result<Option<u64>> {
+    const KIB: u64 = 1024;
+    let here = memory::peak_bytes();
+    let are_unknown = trainer::largest(mesh, here.is_none().into())?;
+    let kib = here.map_or(0, |bytes| bytes / KIB);
+    // 4 TiB and more are shown as 4 TiB.
+    let largest = trainer::largest(mesh, u32::try_from(kib).unwrap_or(u32::MAX))?;
+    Ok((are_unknown == 0).then_some(u64::from(largest) * KIB))
+}

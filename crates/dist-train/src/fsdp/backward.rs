@@ -1,0 +1,93 @@
+//! How far the backward pass of a batch is on one slot.
+
+use std::collections::{BTreeMap, BTreeSet};
+
+use candle_core::{Result, Tensor};
+
+use crate::fsdp::{
+    accumulation::Whole,
+    in_backward::Known,
+    model::{Model, UnitMember},
+};
+
+/// How far the backward pass of a batch is on one slot, from the first unit that its loss enters.
+#[derive(Debug, Default)]
+pub(super) struct Backward {
+    /// The units that the loss has entered.
+    pub(super) entered: BTreeSet<String>,
+    /// How many passes through each unit are recorded whose gradients are to come.
+    pub(super) expected: BTreeMap<String, usize>,
+    /// Whether it has begun: a loss that differentiates for itself would have gradients summed.
+    pub(super) is_under_way: bool,
+    /// Whether nothing of the batch is here.
+    pub(super) is_empty: bool,
+    /// What gradients are multiplied by: in halves the loss has a part of its factor alone.
+    pub(super) rest: f64,
+    /// What is not summed yet.
+    pub(super) whole: Whole,
+    /// The sums over all slots, by the position of this slot's part.
+    pub(super) sums: BTreeMap<usize, Tensor>,
+    /// The parameters that have a gradient on this slot.
+    used: BTreeSet<String>,
+    /// The positions of the parameters that were updated already, among those that are trained.
+    updated: BTreeSet<usize>,
+}
+
+impl Backward {
+    /// Begins, with gradients that were kept of the batches before.
+    pub(super) fn begin(&mut self, whole: Whole, is_empty: bool, rest: f64) {
+        self.used.extend(whole.grads.keys().cloned());
+        self.whole = whole;
+        self.is_empty = is_empty;
+        self.rest = rest;
+        self.is_under_way = true;
+    }
+
+    /// Notes that one of the passes through a unit has left gradients of these parameters.
+    #[expect(clippy::expect_used, reason = "a unit's backward pass is that of a recorded one")]
+    pub(super) fn leave<'a>(&mut self, unit: &str, used: impl IntoIterator<Item = &'a String>) {
+        *self.expected.get_mut(unit).expect("the pass was recorded") -= 1;
+        self.used.extend(used.into_iter().cloned());
+    }
+
+    /// Adds the sums of one pass through a unit: it may be entered several times.
+    pub(super) fn add(&mut self, sums: Vec<(usize, Tensor)>) -> Result<()> {
+        for (part, sum) in sums {
+            let sum = match self.sums.remove(&part) {
+                Some(before) => (before + sum)?,
+                None => sum,
+            };
+            self.sums.insert(part, sum);
+        }
+        Ok(())
+    }
+
+    /// The parameters of a unit to whose sums nothing more will be added: all passes through all of
+    /// their units have left their gradients.
+    pub(super) fn known(&mut self, model: &Model, unit: &str) -> Known {
+        let is_done = |unit: &String| self.expected.get(unit).is_none_or(|&passes| passes == 0);
+        let is_known = |member: &UnitMember| model.units_of(&member.names.name).all(is_done);
+        let known = model.units[unit].trained().filter(|(_, member)| is_known(member));
+        let trained = known.map(|(trained, _)| trained).collect();
+        self.taken(model, trained)
+    }
+
+    /// The parameters that were not updated during the backward pass.
+    pub(super) fn rest_of(&mut self, model: &Model) -> Known {
+        let all = 0..model.inventory.roles.trained().len();
+        let rest = all.filter(|trained| !self.updated.contains(trained)).collect();
+        self.taken(model, rest)
+    }
+
+    fn taken(&mut self, model: &Model, trained: Vec<usize>) -> Known {
+        self.updated.extend(&trained);
+        let flags = self.used_flags(model);
+        Known { used: trained.iter().map(|&trained| flags[trained]).collect(), trained }
+    }
+
+    /// Whether each trained variable of the model has a gradient here, in the order of names.
+    pub(super) fn used_flags(&self, model: &Model) -> Vec<bool> {
+        let trained = model.inventory.roles.trained();
+        trained.iter().map(|&var| self.used.contains(model.inventory.name(var))).collect()
+    }
+}

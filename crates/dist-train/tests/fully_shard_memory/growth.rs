@@ -1,0 +1,157 @@
+//! A model of more blocks holds more of its parameters and of units' inputs, and nothing else.
+
+use candle_core::{DType, Device, Result, Tensor};
+use candle_nn::{Linear, Module, VarBuilder, linear_no_bias};
+use dist_train::{AdamW, FullyShard, Keep, Units};
+use pmap_mesh::{DeviceMesh, Replica};
+
+use crate::{Held, adam, alone, held, planned};
+
+const WIDTH: usize = 128;
+const ROWS: usize = 16;
+
+struct Block {
+    up: Linear,
+    down: Linear,
+}
+
+impl Block {
+    fn new(vb: VarBuilder<'_>) -> Result<Self> {
+        let up = linear_no_bias(WIDTH, 4 * WIDTH, vb.pp("up"))?;
+        Ok(Self { up, down: linear_no_bias(4 * WIDTH, WIDTH, vb.pp("down"))? })
+    }
+
+    fn forward(&self, x: &Tensor) -> Result<Tensor> {
+        x + self.down.forward(&self.up.forward(x)?.relu()?)?
+    }
+}
+
+fn build(blocks: usize) -> impl Fn(VarBuilder<'_>) -> Result<()> {
+    move |vb| (0..blocks).try_for_each(|block| Block::new(vb.pp(block)).map(drop))
+}
+
+fn loss(blocks: usize) -> impl Fn(&Replica, &Units, Tensor) -> Result<Tensor> {
+    move |_, model, mut x| {
+        for block in 0..blocks {
+            x = model.unit(&block.to_string(), &x, |vb, x| Block::new(vb)?.forward(x))?;
+        }
+        x.sqr()?.mean_all()
+    }
+}
+
+const BLOCKS: usize = 12;
+const BLOCK_BYTES: usize = 8 * WIDTH * WIDTH * 4;
+/// What a slot has of a value between two blocks.
+const VALUE_BYTES: usize = ROWS * WIDTH * 4;
+
+fn batch(slots: usize) -> Tensor {
+    Tensor::ones((slots * ROWS, WIDTH), DType::F32, &Device::Cpu).unwrap()
+}
+
+#[derive(Clone, Copy, Debug, PartialEq)]
+enum Optimizers {
+    AtTheEnd,
+    InBackward,
+}
+
+fn model(mesh: &DeviceMesh, blocks: usize, optimizers: Optimizers) -> FullyShard<AdamW> {
+    let builder = FullyShard::builder(mesh, build(blocks));
+    match optimizers {
+        Optimizers::AtTheEnd => builder.build(adam).unwrap(),
+        Optimizers::InBackward => builder.optimizer_in_backward().build(adam).unwrap(),
+    }
+}
+
+fn at_most(slots: usize, blocks: usize, optimizers: Optimizers) -> usize {
+    let mesh = DeviceMesh::cpu(slots).unwrap();
+    let x = batch(slots);
+    let step = |model: &mut FullyShard<AdamW>| {
+        model.step(x.clone(), loss(blocks)).unwrap();
+    };
+    held(|| model(&mesh, blocks, optimizers), step).at_most
+}
+
+#[test]
+fn a_step_holds_what_the_plan_says_and_one_unit_s_work() {
+    let _alone = alone();
+    for slots in [1, 2, 4] {
+        let found = at_most(slots, BLOCKS, Optimizers::AtTheEnd);
+        let mesh = DeviceMesh::cpu(slots).unwrap();
+        let plan = planned(&model(&mesh, BLOCKS, Optimizers::AtTheEnd));
+        // The values between blocks, those within one, and of one of its two weights a gradient of
+        // zeros and one that is added to it.
+        let mut work = slots * (BLOCKS * VALUE_BYTES + 16 * VALUE_BYTES + BLOCK_BYTES);
+        if slots == 1 {
+            // A plan of one rank has nothing gathered and nothing to reduce: here it is all the
+            // same.
+            work += 2 * BLOCK_BYTES;
+        }
+        assert!(found <= plan + work, "{slots} slots: {found} bytes, {plan} planned and {work}");
+    }
+}
+
+/// What a block adds besides: the nodes of the graph, names, and where its parts lie.
+const BOOKKEEPING_BYTES: usize = 12 << 10;
+
+#[test]
+fn a_model_of_more_blocks_holds_more_of_its_parameters_and_inputs_alone() {
+    let _alone = alone();
+    // Of each parameter itself, two moments, and the gradient if it waits for the end of the step.
+    for (optimizers, copies) in [(Optimizers::AtTheEnd, 4), (Optimizers::InBackward, 3)] {
+        for slots in [1, 3] {
+            let [few, many] = [8, 24].map(|blocks| at_most(slots, blocks, optimizers));
+            let added = (many - few) / 16;
+            let expected = copies * BLOCK_BYTES + slots * VALUE_BYTES;
+            let most = expected + slots * BOOKKEEPING_BYTES;
+            let what = format!("{optimizers:?}, {slots} slots: {added} bytes for a block");
+            assert!(added <= most, "{what}, {expected} expected");
+        }
+    }
+}
+
+/// A frozen matrix has no gradient and no moments: what a step holds beside its parts is gathered.
+/// (candle computes gradients for both sides of a product, wanted or not, so there is none here.)
+const FROZEN_BYTES: usize = 512 * 512 * 4;
+
+fn frozen(vb: VarBuilder<'_>, x: &Tensor) -> Result<Tensor> {
+    let fixed = vb.get((512, 512), "fixed")?.mean(0)?;
+    x.broadcast_mul(&fixed)?.broadcast_add(&vb.get(512, "bias")?)
+}
+
+/// How many units are gathered at the same time, at most.
+fn gathered_at_once(slots: usize, keep: Keep) -> usize {
+    let blocks = 6;
+    let mesh = DeviceMesh::cpu(slots).unwrap();
+    let build = |vb: VarBuilder<'_>| {
+        (0..blocks).try_for_each(|block| {
+            vb.pp(block).get((512, 512), "fixed")?;
+            vb.pp(block).get(512, "bias").map(drop)
+        })
+    };
+    let make = || {
+        let builder = FullyShard::builder(&mesh, build).freeze(["**.fixed"]).keep(keep);
+        builder.build(adam).unwrap()
+    };
+    let loss = |_: &Replica, model: &Units, mut x: Tensor| {
+        for block in 0..blocks {
+            x = model.unit(&block.to_string(), &x, frozen)?;
+        }
+        x.sqr()?.mean_all()
+    };
+    let x = Tensor::ones((slots, 512), DType::F32, &Device::Cpu).unwrap();
+    let step = |model: &mut FullyShard<AdamW>| {
+        model.step(x.clone(), loss).unwrap();
+    };
+    let Held { at_rest, at_most } = held(make, step);
+    // All else together is smaller than one matrix.
+    (at_most - at_rest) / FROZEN_BYTES
+}
+
+#[test]
+fn one_unit_is_gathered_at_a_time_unless_it_is_kept() {
+    let _alone = alone();
+    for slots in [2, 3] {
+        assert_eq!(gathered_at_once(slots, Keep::Inputs), 1, "{slots} slots");
+        assert_eq!(gathered_at_once(slots, Keep::Gathered), 6, "{slots} slots");
+    }
+}

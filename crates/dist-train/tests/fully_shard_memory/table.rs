@@ -1,0 +1,151 @@
+//! 29.4 million parameters on slots of one process.
+
+use std::num::NonZeroUsize;
+
+use candle_core::{D, Device, Result, Tensor};
+use candle_nn::{
+    Embedding, Linear, Module, RmsNorm, VarBuilder, embedding, linear_no_bias,
+    ops::{log_softmax, softmax},
+    rms_norm,
+};
+use dist_train::{AdamW, FullyShard, FullyShardBuilder, UnitRules, Units};
+use fsdp_plan::{
+    ElemType,
+    cost::{Activations, CostModel, Runtime},
+};
+use pmap_mesh::{DeviceMesh, Replica};
+
+use crate::{adam, alone, held};
+
+const WIDTH: usize = 512;
+const BLOCKS: usize = 8;
+const HEADS: usize = 8;
+const VOCABULARY: usize = 4096;
+const LENGTH: usize = 8;
+
+struct Block {
+    attention_norm: RmsNorm,
+    qkv: Linear,
+    out: Linear,
+    mlp_norm: RmsNorm,
+    up: Linear,
+    down: Linear,
+}
+
+impl Block {
+    fn new(vb: VarBuilder<'_>) -> Result<Self> {
+        Ok(Self {
+            attention_norm: rms_norm(WIDTH, 1e-5, vb.pp("attention_norm"))?,
+            qkv: linear_no_bias(WIDTH, 3 * WIDTH, vb.pp("qkv"))?,
+            out: linear_no_bias(WIDTH, WIDTH, vb.pp("out"))?,
+            mlp_norm: rms_norm(WIDTH, 1e-5, vb.pp("mlp_norm"))?,
+            up: linear_no_bias(WIDTH, 4 * WIDTH, vb.pp("up"))?,
+            down: linear_no_bias(4 * WIDTH, WIDTH, vb.pp("down"))?,
+        })
+    }
+
+    fn forward(&self, x: &Tensor) -> Result<Tensor> {
+        let x = (x + self.attend(&self.attention_norm.forward_diff(x)?)?)?;
+        let up = self.up.forward(&self.mlp_norm.forward_diff(&x)?)?.relu()?;
+        &x + self.down.forward(&up)?
+    }
+
+    fn attend(&self, x: &Tensor) -> Result<Tensor> {
+        let (rows, length, _) = x.dims3()?;
+        let qkv = self.qkv.forward(x)?.reshape((rows, length, 3, HEADS, WIDTH / HEADS))?;
+        let qkv = qkv.permute((2, 0, 3, 1, 4))?.contiguous()?;
+        let scores = (qkv.get(0)?.matmul(&qkv.get(1)?.t()?)? / 8.0)?;
+        let mixed = softmax(&scores, D::Minus1)?.matmul(&qkv.get(2)?)?;
+        self.out.forward(&mixed.transpose(1, 2)?.reshape((rows, length, WIDTH))?)
+    }
+}
+
+fn tokens(vb: VarBuilder<'_>) -> Result<Embedding> {
+    embedding(VOCABULARY, WIDTH, vb.pp("tokens"))
+}
+
+struct Head {
+    norm: RmsNorm,
+    out: Linear,
+}
+
+impl Head {
+    fn new(vb: VarBuilder<'_>) -> Result<Self> {
+        let norm = rms_norm(WIDTH, 1e-5, vb.pp("norm"))?;
+        Ok(Self { norm, out: linear_no_bias(WIDTH, VOCABULARY, vb.pp("head"))? })
+    }
+
+    fn loss(&self, x: &Tensor, targets: &Tensor) -> Result<Tensor> {
+        let logits = self.out.forward(&self.norm.forward_diff(x)?)?.flatten_to(1)?;
+        let picked = log_softmax(&logits, 1)?.gather(&targets.flatten_all()?.unsqueeze(1)?, 1)?;
+        picked.mean_all()?.neg()
+    }
+}
+
+fn build(vb: VarBuilder<'_>) -> Result<()> {
+    tokens(vb.clone())?;
+    (0..BLOCKS).try_for_each(|block| Block::new(vb.pp("blocks").pp(block)).map(drop))?;
+    Head::new(vb).map(drop)
+}
+
+fn loss(_: &Replica, model: &Units, ids: Tensor) -> Result<Tensor> {
+    let inputs = ids.narrow(1, 0, LENGTH)?.contiguous()?;
+    let mut x = model.unit("embed", &inputs, |vb, ids| tokens(vb)?.forward(ids))?;
+    for block in 0..BLOCKS {
+        x = model.unit(&format!("blocks.{block}"), &x, |vb, x| Block::new(vb)?.forward(x))?;
+    }
+    let targets = ids.narrow(1, 1, LENGTH)?.contiguous()?;
+    model.unit("head", &(x, targets), |vb, (x, targets)| Head::new(vb)?.loss(x, targets))
+}
+
+const MIB: usize = 1 << 20;
+
+type Builder<'a> = FullyShardBuilder<'a, fn(VarBuilder<'_>) -> Result<()>>;
+
+/// What steps hold at most and what the plan says, in MiB.
+fn measured(slots: usize, options: fn(Builder<'_>) -> Builder<'_>) -> (usize, usize) {
+    let mesh = DeviceMesh::cpu(slots).unwrap();
+    let make = || {
+        let build: fn(VarBuilder<'_>) -> Result<()> = build;
+        let rules = UnitRules::new().unit("embed", ["tokens"]).unit("head", ["norm", "head"]);
+        options(FullyShard::builder(&mesh, build).unit_rules(rules)).build(adam).unwrap()
+    };
+    let rows = slots.max(4);
+    let token = |n: usize| u32::try_from(n * 37 % VOCABULARY).unwrap();
+    let ids: Vec<u32> = (0..rows * (LENGTH + 1)).map(token).collect();
+    let ids = Tensor::from_vec(ids, (rows, LENGTH + 1), &Device::Cpu).unwrap();
+    let step = |model: &mut FullyShard<AdamW>| {
+        model.step(ids.clone(), loss).unwrap();
+    };
+    let tokens = (rows / slots * LENGTH) as u64;
+    let activations =
+        Activations::of_transformer(tokens, WIDTH as u64, ElemType::F32, Runtime::Candle);
+    let cost =
+        CostModel::default().with_runtime(Runtime::Candle).with_activations(activations.unwrap());
+    let cost = make().plan().cost(&cost).unwrap();
+    let planned = cost.process_peak_bytes(NonZeroUsize::new(slots).unwrap());
+    (held(make, step).at_most / MIB, usize::try_from(planned).unwrap() / MIB)
+}
+
+/// As many devices of data parallel hold 1,131 MiB on 2 slots and 2,269 on 4.
+#[test]
+fn a_model_of_29_million_parameters_stays_within_its_limits() {
+    let _alone = alone();
+    for (slots, most) in [(2, 500), (4, 540), (8, 645)] {
+        let (found, planned) = measured(slots, |builder| builder);
+        println!("{slots} slots: {found} MiB, {planned} planned, at most {most}");
+        assert!(found <= most, "{slots} slots: {found} MiB");
+        assert!(100 * found <= 105 * planned, "{slots} slots: {found} MiB, {planned} planned");
+        assert!(100 * planned <= 125 * found, "{slots} slots: {found} MiB, {planned} planned");
+    }
+}
+
+/// 12 bytes for each parameter: itself and two moments.
+#[expect(clippy::redundant_closure_for_method_calls, reason = "the method is of one lifetime")]
+#[test]
+fn optimizers_inside_the_backward_pass_leave_no_gradients() {
+    let _alone = alone();
+    let (found, _) = measured(2, |builder| builder.optimizer_in_backward());
+    println!("2 slots: {found} MiB");
+    assert!(found <= 431, "{found} MiB");
+}
