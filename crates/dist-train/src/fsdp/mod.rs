@@ -71,9 +71,9 @@ use crate::{
 ///
 /// Losses and parameters have the bits that [`DataParallel`](crate::DataParallel) on as many slots
 /// has, whatever units keep and however a plan cuts them. To rounding the same are: a value or
-/// parameter that several units use, gradients that are clipped, and batches that are
-/// [accumulated](Self::accumulate) and [summed in each](crate::Accumulation::ReduceEach), whose
-/// sums are formed in another order.
+/// parameter that several units use, groups of slots that repeat the parts, gradients that are
+/// clipped, and batches that are [accumulated](Self::accumulate) and
+/// [summed in each](crate::Accumulation::ReduceEach), whose sums are formed in another order.
 ///
 /// # Examples
 ///
