@@ -95,8 +95,7 @@ pub(crate) fn save(
     let mut parameters: Vec<&ParameterInfo> = parameters.iter().collect();
     parameters.sort_by(|left, right| natural_order(left.name(), right.name()));
     let planned = planned(&parameters, files.max_bytes);
-    let writes = mesh.local_slots().start == 0;
-    let writer = Writer { folder, values: files.values, writes };
+    let writer = Writer { folder, values: files.values, is_first: mesh.local_slots().start == 0 };
     let written = writer.write_all(mesh, &planned, whole);
     if written.is_err() {
         // What cannot be removed now is overwritten when the next model is saved here.
@@ -160,7 +159,8 @@ fn stored_as(info: &ParameterInfo) -> Dtype {
 struct Writer<'a> {
     folder: &'a Path,
     values: Values,
-    writes: bool,
+    /// Whether it is the one that writes.
+    is_first: bool,
 }
 
 impl Writer<'_> {
@@ -179,7 +179,7 @@ impl Writer<'_> {
 
     /// Does something in the process that writes alone.
     fn here(&self, f: impl FnOnce() -> Result<()>) -> Result<()> {
-        if self.writes { f() } else { Ok(()) }
+        if self.is_first { f() } else { Ok(()) }
     }
 
     /// Where a file is until it is whole.
@@ -210,7 +210,7 @@ impl Writer<'_> {
 
     /// A file with its header, in the process that writes.
     fn begin(&self, path: &Path, planned: &Planned<'_>) -> Result<Option<File>> {
-        if !self.writes {
+        if !self.is_first {
             return Ok(None);
         }
         let header = header(path, &planned.parameters)?;
