@@ -1,5 +1,5 @@
-//! A trained model as pretrained weights: the same files however it was trained, and what is read of
-//! them is what was saved.
+//! A trained model as pretrained weights: the same files however it was trained, and what is read
+//! of them is what was saved.
 
 #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
 #![allow(clippy::needless_pass_by_value, reason = "models are built of builders by value")]

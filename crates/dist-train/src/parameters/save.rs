@@ -1,10 +1,10 @@
-//! Writing a model's parameters as pretrained weights: safetensors files with the names that Hugging
-//! Face's libraries look for.
+//! Writing a model's parameters as pretrained weights: safetensors files with the names that
+//! Hugging Face's libraries look for.
 //!
-//! A model of one file is replaced in one step: whoever reads the folder finds the old one or the new
-//! one. Several files cannot be: their index, without which nobody looks for them, is removed before
-//! the first of them is replaced, and written when all are there, so that nobody takes parts of two
-//! models for one.
+//! A model of one file is replaced in one step: whoever reads the folder finds the old one or the
+//! new one. Several files cannot be: their index, without which nobody looks for them, is removed
+//! before the first of them is replaced, and written when all are there, so that nobody takes parts
+//! of two models for one.
 
 use std::{
     cmp::Reverse,
@@ -60,8 +60,8 @@ impl Default for PretrainedFiles {
 
 impl PretrainedFiles {
     /// Sets how many bytes of parameters a file has at most, 5 GB by default; a larger parameter
-    /// has one of its own. A model of no more is one file, `model.safetensors`; one of more several,
-    /// beside an index, `model.safetensors.index.json`.
+    /// has one of its own. A model of no more is one file, `model.safetensors`; one of more
+    /// several, beside an index, `model.safetensors.index.json`.
     #[must_use]
     pub fn max_bytes(self, max_bytes: u64) -> Self {
         Self { max_bytes, ..self }
@@ -77,8 +77,8 @@ impl PretrainedFiles {
 /// Writes the parameters of a model into `folder`, which is made if it is not there; every process
 /// calls it, and the first one writes.
 ///
-/// `whole` is called in all processes in the same order, once for each parameter, and each result is
-/// dropped before the next is made.
+/// `whole` is called in all processes in the same order, once for each parameter, and each result
+/// is dropped before the next is made.
 ///
 /// # Errors
 ///

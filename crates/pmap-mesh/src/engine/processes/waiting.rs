@@ -2,14 +2,14 @@
 
 use std::{thread, time::Duration};
 
-/// How long it stays awake: about as long as a message takes whose sender is there, or as members of
-/// a group need to come if they do the same work.
+/// How long it stays awake: about as long as a message takes whose sender is there, or as members
+/// of a group need to come if they do the same work.
 const AWAKE: Duration = Duration::from_micros(200);
 /// The longest sleep.
 const NAP: Duration = Duration::from_millis(1);
 
-/// How long to sleep when nothing has come for so long, if at all: an eighth of it, so that the wait
-/// becomes longer by no more than that.
+/// How long to sleep when nothing has come for so long, if at all: an eighth of it, so that the
+/// wait becomes longer by no more than that.
 pub(crate) fn nap(quiet: Duration) -> Option<Duration> {
     (quiet > AWAKE).then(|| NAP.min(quiet / 8))
 }
