@@ -194,3 +194,45 @@ fn a_dry_run_writes_nothing_and_compares() {
     assert!(support::run::contents(&home.at("")) == before);
     assert!(run(&["report", &home.path("")]).status.code() == Some(2));
 }
+
+/// A model of 39 million parameters, 151 MiB: they outweigh everything else.
+#[cfg(target_os = "linux")]
+const LARGE: [&str; 4] = ["--n-layers", "8", "--hidden", "640"];
+
+/// What four devices in one process may take: more than they need of a model in parts, and less than
+/// they need if each has gradients of all of it.
+#[cfg(target_os = "linux")]
+const LIMIT_KIB: u32 = 1_400_000;
+
+/// Trains the large model on four devices in a process that may take no more memory than that.
+#[cfg(target_os = "linux")]
+fn train_limited(home: &Home, name: &str, more: &[&str]) -> std::process::Output {
+    let limit = format!("ulimit -v {LIMIT_KIB}; exec \"$0\" \"$@\"");
+    let mut limited = std::process::Command::new("sh");
+    limited.args(["-c", &limit, env!("CARGO_BIN_EXE_candle-distributed"), "train"]);
+    limited.args(["--data", &home.path("text.txt"), "--out", &home.path(name), "--steps", "3"]);
+    limited.args(["--world-size", "4"]).args(LARGE).args(more).output().unwrap()
+}
+
+#[cfg(target_os = "linux")]
+#[test]
+fn a_model_that_does_not_fit_trains_in_parts() {
+    let home = Home::new();
+    // It is refused before the first step, with both numbers and what to do.
+    let refused = train_limited(&home, "whole", &[]);
+    assert_eq!(refused.status.code(), Some(2), "{}", said(&refused));
+    for words in ["would take about", "MiB because of its address space", "hint: --strategy full"] {
+        assert!(said(&refused).contains(words), "{}", said(&refused));
+    }
+    assert!(!home.at("whole").exists());
+
+    // With that check off it dies.
+    let killed = train_limited(&home, "killed", &["--memory-limit", "1TiB"]);
+    assert!(!killed.status.success(), "{}", said(&killed));
+    assert!(!home.at("killed").join("model.safetensors").exists());
+
+    let trained = train_limited(&home, "parts", &["--strategy", "full"]);
+    assert!(trained.status.success(), "{}", said(&trained));
+    assert_eq!(losses(&home, "parts").len(), 3);
+    assert!(losses(&home, "parts").iter().all(|loss| loss.is_finite()));
+}

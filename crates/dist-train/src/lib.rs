@@ -21,6 +21,7 @@ mod ownership;
 mod parameters;
 mod processes;
 mod progress;
+mod schedule;
 mod sharded;
 mod step;
 mod stored;
@@ -59,6 +60,7 @@ pub use crate::{
         declare::{Declared, declare},
         save::PretrainedFiles,
     },
+    schedule::Schedule,
     sharded::{ShardedVars, describe::parameter_infos},
     step::rules::{Evaluation, Step},
     units::{Units, rules::UnitRules},

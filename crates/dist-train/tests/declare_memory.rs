@@ -2,6 +2,7 @@
 //! in its process, so that nothing else counts.
 
 #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
+#![allow(clippy::needless_pass_by_value, reason = "models are built of builders by value")]
 
 use candle_core::{DType, Device, Result};
 use candle_nn::{VarBuilder, embedding, linear_no_bias, rms_norm};

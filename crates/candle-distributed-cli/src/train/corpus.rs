@@ -26,7 +26,7 @@ macro_rules! own_sources {
     };
 }
 
-const EMBEDDED: [(&str, &str); 69] = own_sources![
+const EMBEDDED: [(&str, &str); 70] = own_sources![
     "README.md",
     "src/bin/candle-distributed.rs",
     "src/bytes.rs",
@@ -95,6 +95,7 @@ const EMBEDDED: [(&str, &str); 69] = own_sources![
     "src/train/settings.rs",
     "src/train/sharding.rs",
     "src/train/stop.rs",
+    "src/train/traffic.rs",
     "src/train/trainer.rs",
 ];
 

@@ -10,11 +10,11 @@ use crate::{
     error::Result,
     output::{self, Partial},
     train::{
-        measured::StepTraffic,
         memory::Memory,
         metrics::{MeanLoss, StepMetrics},
         run_dir::RunDir,
         sharding::Needs,
+        traffic::StepTraffic,
     },
 };
 

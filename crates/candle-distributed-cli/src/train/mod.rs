@@ -19,4 +19,5 @@ pub(crate) mod session;
 pub(crate) mod settings;
 pub(crate) mod sharding;
 pub(crate) mod stop;
+pub(crate) mod traffic;
 pub(crate) mod trainer;

@@ -17,15 +17,14 @@ use crate::{
     input,
     output::{self, Partial},
     train::{
-        curve,
-        measured::StepTraffic,
-        memory,
+        curve, memory,
         metrics::Metrics,
         model::MODEL,
         model_file,
         session::Session,
         settings::{self, Settings},
         sharding,
+        traffic::StepTraffic,
     },
 };
 

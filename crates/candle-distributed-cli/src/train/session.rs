@@ -2,7 +2,7 @@
 
 use serde::{Deserialize, Serialize};
 
-use crate::train::{measured::StepTraffic, sharding::Sharding};
+use crate::train::{sharding::Sharding, traffic::StepTraffic};
 
 /// Where a stretch of a run was computed.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]

@@ -23,17 +23,16 @@ use self::{
 };
 use crate::{
     batch::Layout,
-    error::{
-        Doing, Result,
-        training::{Refusal, TrainingError},
-    },
+    error::{Doing, Result, training::Refusal},
     loss::Loss,
     parameters::save::{PretrainedFiles, save},
     progress::Progress,
+    schedule::Schedule,
     sharded::describe::parameter_infos,
     step::{
         inventory::Inventory,
-        options::{EVALUATION, Options, check_rate},
+        options::{EVALUATION, Options},
+        rates::Rates,
         rules::{Evaluation, Report, Rules, Step, Then},
     },
 };
@@ -105,6 +104,7 @@ pub struct DataParallel<M, O> {
     n_sets: usize,
     options: Options,
     progress: Progress,
+    rates: Rates,
 }
 
 /// What one slot works on.
@@ -238,6 +238,7 @@ impl<M: Send, O: Optimizer + Send> DataParallel<M, O> {
         L: Into<Loss<A>>,
         F: Fn(&Replica, &M, I) -> candle_core::Result<L> + Send + Sync,
     {
+        self.set_rates(self.rates.after(self.progress.steps));
         let layout = Layout::of(&batch);
         let rules = self.rules(then);
         let report = OnceLock::new();
@@ -265,48 +266,53 @@ impl<M: Send, O: Optimizer + Send> DataParallel<M, O> {
         Ok((*report.get().expect("every replica has set the report"), aux))
     }
 
+    /// Gives the optimizers the learning rate of each group.
+    fn set_rates(&self, rates: Vec<f64>) {
+        for (group, rate) in rates.into_iter().enumerate() {
+            for worker in &self.workers {
+                lock(&worker.slot).optimizers[group].optimizer.set_learning_rate(rate);
+            }
+        }
+    }
+
     fn rules(&self, then: Then) -> Rules {
         Rules::new(&self.inventory, &self.options, &self.progress, then)
     }
 }
 
-impl<M, O: Optimizer> DataParallel<M, O> {
-    /// Sets the learning rate of all optimizers.
+impl<M, O> DataParallel<M, O> {
+    /// Sets the learning rate of all groups, by which the factor of the
+    /// [schedule](Self::set_schedule) is multiplied.
     ///
     /// # Errors
     ///
     /// [`Error::Setting`](crate::Error::Setting) if it is negative or no number.
     pub fn set_learning_rate(&mut self, learning_rate: f64) -> Result<()> {
-        check_rate(learning_rate)?;
-        (0..self.inventory.roles.groups.len())
-            .for_each(|group| self.set_rate(group, learning_rate));
-        Ok(())
+        self.rates.set_all(learning_rate)
     }
 
     /// Sets the learning rate of a [group](DataParallelBuilder::group).
     ///
     /// # Errors
     ///
-    /// [`TrainingError::UnknownGroup`] if no group of that name has a variable,
-    /// [`Error::Setting`](crate::Error::Setting) if the rate is negative or no number.
+    /// [`TrainingError::UnknownGroup`](crate::TrainingError::UnknownGroup) if no group of that name
+    /// has a variable, [`Error::Setting`](crate::Error::Setting) if the rate is negative or no
+    /// number.
     pub fn set_group_learning_rate(&mut self, name: &str, learning_rate: f64) -> Result<()> {
-        let groups = &self.inventory.roles.groups;
-        let Some(group) = groups.iter().position(|group| group == name) else {
-            return Err(TrainingError::UnknownGroup { name: name.to_owned() }.into());
-        };
-        check_rate(learning_rate)?;
-        self.set_rate(group, learning_rate);
-        Ok(())
+        self.rates.set_group(name, learning_rate)
     }
 
-    fn set_rate(&self, group: usize, learning_rate: f64) {
-        for worker in &self.workers {
-            lock(&worker.slot).optimizers[group].optimizer.set_learning_rate(learning_rate);
-        }
+    /// Sets how learning rates follow the number of updates from now on, in place of what the
+    /// [builder](DataParallelBuilder::schedule) or a checkpoint said.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Setting`](crate::Error::Setting) if the warm-up is not over before the schedule, or
+    /// the floor is not from 0 to 1.
+    pub fn set_schedule(&mut self, schedule: Schedule) -> Result<()> {
+        self.rates.set_schedule(schedule)
     }
-}
 
-impl<M, O> DataParallel<M, O> {
     /// The number of updates since the start of training, those before a checkpoint included.
     pub fn steps(&self) -> u64 {
         self.progress.steps

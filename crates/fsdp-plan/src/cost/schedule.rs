@@ -17,6 +17,8 @@ use crate::{
     plan::ShardingPlan,
 };
 
+const OF_A_UNIT: &str = "the bytes of a unit";
+
 /// What every unit of a plan sends in a training step, and how.
 ///
 /// Before a unit computes, its parameters are put together on every rank of a shard group, in one
@@ -149,9 +151,8 @@ pub enum Collective {
 
 /// What one rank hands over to the others in a step.
 ///
-/// It is what [`DeviceMesh::traffic`](https://docs.rs/pmap-mesh) counts of parameters and gradients
-/// while a plan is carried out by dist-train: of gathered parameters the rank's own parts, of
-/// summed gradients the whole.
+/// It is what pmap-mesh's `DeviceMesh::traffic` counts of parameters and gradients while dist-train
+/// carries out a plan: of gathered parameters the rank's own parts, of summed gradients the whole.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, Serialize)]
 #[non_exhaustive]
 pub struct HandedOver {
@@ -340,15 +341,15 @@ impl Transfer {
         if buffer.parameters.is_empty() {
             return Ok(None);
         }
-        let fit = |bytes| fit(bytes, "the bytes of a unit");
+        let bytes = if is_padded { buffer.bytes() } else { buffer.payload_bytes };
         Ok(Some(Self {
             scope,
             ranks: scope.ranks(plan),
             count,
             parameters: buffer.parameters.clone(),
-            bytes: fit(if is_padded { buffer.bytes() } else { buffer.payload_bytes })?,
-            payload_bytes: fit(buffer.payload_bytes)?,
-            smallest_part_bytes: fit(buffer.smallest_part_bytes(plan, is_padded))?,
+            bytes: fit(bytes, OF_A_UNIT)?,
+            payload_bytes: fit(buffer.payload_bytes, OF_A_UNIT)?,
+            smallest_part_bytes: fit(buffer.smallest_part_bytes(plan, is_padded), OF_A_UNIT)?,
         }))
     }
 

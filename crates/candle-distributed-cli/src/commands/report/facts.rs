@@ -104,12 +104,14 @@ fn comparison(
         return Ok(None);
     };
     let work = Work {
+        check: false,
         config: settings.config(),
         parameters: &sharding.parameters,
         sharding: session.sharding.as_ref(),
         batches: &reading.batches,
         world_size: session.world_size,
-        ranks: (0, session.devices_here),
+        // A file may say anything.
+        ranks: (0, session.devices_here.min(session.world_size)),
         base_bytes,
     };
     Ok(Some(Comparison {

@@ -21,7 +21,7 @@ use crate::{
     error::Result,
     help::examples,
     output,
-    strategy::StrategyArgs,
+    strategy::{self, StrategyArgs},
     train::{
         agreement,
         journal::Journal,
@@ -88,7 +88,7 @@ pub(crate) struct Args {
     check: bool,
     /// Train two steps without writing anything, and print what was predicted of their memory and
     /// traffic beside what was measured
-    #[arg(long, conflicts_with_all = ["out", "steps", "check"])]
+    #[arg(long, conflicts_with_all = ["out", "steps", "check", "checkpoint_every"])]
     dry_run: bool,
 
     #[command(flatten)]
@@ -208,7 +208,7 @@ impl Args {
     fn journal(&self, job: &Job<'_>, place: Place, base_bytes: Option<u64>) -> Result<Journal> {
         let needs = announce(job, place)?;
         let first = job.first_step();
-        let session = Session { base_bytes, ..session(job, place, first) };
+        let session = session(job, place, base_bytes);
         let settings = job.settings.clone().with_session(session);
         let run_dir = if self.resume {
             RunDir::resume(job.path, &settings, first)?
@@ -241,12 +241,14 @@ fn work_of<'a>(
     parameters: &'a [ParameterInfo],
     batches: &'a [Batch],
     place: Place,
+    check: bool,
 ) -> Work<'a> {
     Work {
         config: beginning.settings.config(),
         parameters,
         sharding: beginning.sharding.as_ref(),
         batches,
+        check,
         world_size: place.placement.world_size().as_u64(),
         ranks: place.ranks(),
         // Some systems do not say.
@@ -259,16 +261,16 @@ fn say_complete(place: Place, path: &Path) -> Result<()> {
     place.print(|out| writeln!(out, "the run in {} is complete", path.display()))
 }
 
-/// The session of this process, which starts after `first_step` steps.
-fn session(job: &Job<'_>, place: Place, first_step: u64) -> Session {
+/// The session of this process, which took so much before training.
+fn session(job: &Job<'_>, place: Place, base_bytes: Option<u64>) -> Session {
     let devices = job.mesh.devices();
     Session {
-        first_step,
+        first_step: job.first_step(),
         world_size: place.placement.world_size().as_u64(),
         devices_here: devices.len() as u64,
         on_processors: devices.iter().all(Device::is_cpu),
         sharding: job.sharding.cloned(),
-        base_bytes: None,
+        base_bytes,
         step_traffic: None,
         peak_bytes: None,
     }
@@ -287,7 +289,10 @@ fn announce(job: &Job<'_>, place: Place) -> Result<Needs> {
         if first > 0 {
             writeln!(out, "resuming after step {first} of {steps}")?;
         }
-        writeln!(out, "{report}\neach epoch: {first_epoch}")
+        writeln!(out, "{report}")?;
+        let rules = job.sharding.and_then(|sharding| sharding.strategy.matches(&parameters));
+        rules.map_or(Ok(()), |rules| strategy::write_matches(&rules, out))?;
+        writeln!(out, "each epoch: {first_epoch}")
     })?;
     Needs::of(&parameters, report.cost(), job.sharding.is_some())
 }
