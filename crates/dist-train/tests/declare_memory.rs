@@ -1,5 +1,5 @@
-//! What it takes to declare a model that no machine here can hold, counted by the allocator; alone in
-//! its process, so that nothing else counts.
+//! What it takes to declare a model that no machine here can hold, counted by the allocator; alone
+//! in its process, so that nothing else counts.
 
 #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
 #![allow(clippy::needless_pass_by_value, reason = "models are built of builders by value")]

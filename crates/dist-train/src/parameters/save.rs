@@ -1,10 +1,10 @@
-//! Writing a model's parameters as pretrained weights: safetensors files with the names that Hugging
-//! Face's libraries look for.
+//! Writing a model's parameters as pretrained weights: safetensors files with the names that
+//! Hugging Face's libraries look for.
 //!
-//! A model of one file is replaced in one step: whoever reads the folder finds the old one or the new
-//! one. Several files cannot be: their index, without which nobody looks for them, is removed before
-//! the first of them is replaced, and written when all are there, so that nobody takes parts of two
-//! models for one.
+//! A model of one file is replaced in one step: whoever reads the folder finds the old one or the
+//! new one. Several files cannot be: their index, without which nobody looks for them, is removed
+//! before the first of them is replaced, and written when all are there, so that nobody takes parts
+//! of two models for one.
 
 use std::{
     cmp::Reverse,
@@ -60,8 +60,8 @@ impl Default for PretrainedFiles {
 
 impl PretrainedFiles {
     /// Sets how many bytes of parameters a file has at most, 5 GB by default; a larger parameter
-    /// has one of its own. A model of no more is one file, `model.safetensors`; one of more several,
-    /// beside an index, `model.safetensors.index.json`.
+    /// has one of its own. A model of no more is one file, `model.safetensors`; one of more
+    /// several, beside an index, `model.safetensors.index.json`.
     #[must_use]
     pub fn max_bytes(self, max_bytes: u64) -> Self {
         Self { max_bytes, ..self }
@@ -77,8 +77,8 @@ impl PretrainedFiles {
 /// Writes the parameters of a model into `folder`, which is made if it is not there; every process
 /// calls it, and the first one writes.
 ///
-/// `whole` is called in all processes in the same order, once for each parameter, and each result is
-/// dropped before the next is made.
+/// `whole` is called in all processes in the same order, once for each parameter, and each result
+/// is dropped before the next is made.
 ///
 /// # Errors
 ///
@@ -95,7 +95,7 @@ pub(crate) fn save(
     let mut parameters: Vec<&ParameterInfo> = parameters.iter().collect();
     parameters.sort_by(|left, right| natural_order(left.name(), right.name()));
     let planned = planned(&parameters, files.max_bytes);
-    let writer = Writer { folder, values: files.values, writes: mesh.local_slots().start == 0 };
+    let writer = Writer { folder, values: files.values, is_first: mesh.local_slots().start == 0 };
     let written = writer.write_all(mesh, &planned, whole);
     if written.is_err() {
         // What cannot be removed now is overwritten when the next model is saved here.
@@ -159,7 +159,8 @@ fn stored_as(info: &ParameterInfo) -> Dtype {
 struct Writer<'a> {
     folder: &'a Path,
     values: Values,
-    writes: bool,
+    /// Whether it is the one that writes.
+    is_first: bool,
 }
 
 impl Writer<'_> {
@@ -178,7 +179,7 @@ impl Writer<'_> {
 
     /// Does something in the process that writes alone.
     fn here(&self, f: impl FnOnce() -> Result<()>) -> Result<()> {
-        if self.writes { f() } else { Ok(()) }
+        if self.is_first { f() } else { Ok(()) }
     }
 
     /// Where a file is until it is whole.
@@ -209,7 +210,7 @@ impl Writer<'_> {
 
     /// A file with its header, in the process that writes.
     fn begin(&self, path: &Path, planned: &Planned<'_>) -> Result<Option<File>> {
-        if !self.writes {
+        if !self.is_first {
             return Ok(None);
         }
         let header = header(path, &planned.parameters)?;

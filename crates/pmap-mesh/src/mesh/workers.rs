@@ -300,7 +300,8 @@ impl Workers {
         self.stuck(number).filter_map(over).min()
     }
 
-    /// Takes a job back from those of these slots that have not begun it, all that have not ended it.
+    /// Takes a job back from those of these slots that have not begun it, all that have not ended
+    /// it.
     fn take_back(
         &self,
         pending: &Arc<Pending>,
