@@ -174,7 +174,7 @@ fn an_operation_without_a_backward_is_seen_by_its_parameters() {
     };
     for keep in [Keep::Inputs, Keep::Gathered] {
         let model = || FullyShard::builder(&mesh, build).keep(keep).build(adam).unwrap();
-        let error = refused(model().step(input(), by(|norm, x| norm.forward(x))));
+        let error = refused(model().step(input(), by(RmsNorm::forward)));
         let missing = vec!["0.norm.weight".to_owned(), "1.norm.weight".to_owned()];
         assert_eq!(error, TrainingError::NoGradient { missing, trained: 6 });
         model().step(input(), by(RmsNorm::forward_diff)).unwrap();
