@@ -101,14 +101,14 @@ pub(crate) fn process_allgather(
     let sent = lists.and_then(|lists| packed(&lists[0], place.device).map_err(exchange));
     let (message, failure) = match sent {
         Ok(message) => (message, None),
-        Err(error) => match packed_reason(&error.to_string(), place.device) {
-            Ok(message) => (message, Some(error)),
-            // Not even that: the end of this process tells them.
-            Err(_) => {
+        Err(error) => {
+            let Ok(message) = packed_reason(&error.to_string(), place.device) else {
+                // Not even that: the end of this process tells them.
                 engine.fail(error);
                 unreachable!("an engine of several processes ends this one when it fails")
-            }
-        },
+            };
+            (message, Some(error))
+        }
     };
     let op = match purpose {
         Purpose::User => "process_allgather",
