@@ -141,7 +141,6 @@ fn a_model_of_29_million_parameters_stays_within_its_limits() {
 }
 
 /// 12 bytes for each parameter: itself and two moments.
-#[expect(clippy::redundant_closure_for_method_calls, reason = "the method is of one lifetime")]
 #[test]
 fn optimizers_inside_the_backward_pass_leave_no_gradients() {
     let _alone = alone();
