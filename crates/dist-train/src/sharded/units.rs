@@ -240,7 +240,8 @@ impl ShardedVars {
         unit: &str,
         mut grad: impl FnMut(&str) -> Option<Tensor>,
     ) -> candle_core::Result<Vec<(usize, Tensor)>> {
-        let unit = self.unit(unit)?;
+        let name = unit;
+        let unit = self.unit(name)?;
         let mut sums = Vec::new();
         if let Some(Lists { params, layout }) = &unit.reduced {
             let grads = self.grads(&unit.names, params, &mut grad)?;
@@ -251,7 +252,10 @@ impl ShardedVars {
             let grads = self.grads(&unit.names, &unit.copies, &mut grad)?;
             let all: Vec<usize> = (0..grads.len()).collect();
             let positions = self.own_positions(ctx, &unit.copies)?;
-            for (position, sum) in positions.into_iter().zip(ctx.psum_list(grads, &all, ALL)?) {
+            // The name: nothing of a unit that is not cut is gathered, so nothing before has told a
+            // replica that others have entered another one.
+            let copies = ctx.psum_named(name, grads, &all, ALL)?;
+            for (position, sum) in positions.into_iter().zip(copies) {
                 sums.push((position, sum.flatten_all()?));
             }
         }
@@ -271,7 +275,7 @@ impl ShardedVars {
             // Whoever has nothing is not waited for: the same slots of other groups have nothing.
             Some(axes) if !sums.is_empty() => {
                 let all: Vec<usize> = (0..sums.len()).collect();
-                ctx.psum_list(sums, &all, axes)
+                ctx.psum_named(layout.name(), sums, &all, axes)
             }
             Some(_) | None => Ok(sums),
         }

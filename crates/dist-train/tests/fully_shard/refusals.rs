@@ -5,7 +5,7 @@ use candle_nn::{
     Linear, Module, RmsNorm, VarBuilder, batch_norm, linear, linear_no_bias, ops::dropout, rms_norm,
 };
 use dist_train::{Checkpoints, Error, FullyShard, Keep, ShardingError, TrainingError, Units};
-use fsdp_plan::strategy::{Full, Layout, ShardingStrategy};
+use fsdp_plan::strategy::{Choice, Full, Hybrid, Layout, ShardingStrategy};
 use pmap_mesh::{CollectiveError, DeviceMesh, Replica};
 
 use crate::model::{adam, batch, loss, sharded};
@@ -281,6 +281,29 @@ fn only_the_step_differentiates() {
     let expected = TrainingError::Differentiated { unit: "1".to_owned(), how };
     assert_eq!(refused(model.step(input(), penalized)), expected);
     model.step(input(), second(|vb, x| linear(3, 3, vb)?.forward(x))).unwrap();
+}
+
+/// Nothing of them is gathered, and their gradients have the same shapes.
+#[test]
+fn another_order_of_units_that_are_not_cut_is_refused_too() {
+    let mesh = DeviceMesh::cpu(2).unwrap();
+    let replicated = Hybrid::default().with_rule("**", Choice::Replicate).unwrap();
+    let builder = FullyShard::builder(&mesh, layers).strategy(replicated);
+    let mut model = builder.allow_unused(["**"]).build(adam).unwrap();
+    let experts = |ctx: &Replica, model: &Units, x: Tensor| {
+        let expert = ["0", "1"][ctx.slot()];
+        model.unit(expert, &x, |vb, x| linear(3, 3, vb)?.forward(x))?.sqr()?.mean_all()
+    };
+    let error = model.step(input(), experts).unwrap_err();
+    let is_mismatch = matches!(
+        &error,
+        Error::Mesh(pmap_mesh::Error::Collective(CollectiveError::Mismatch { .. }))
+    );
+    assert!(is_mismatch, "{error}");
+    let alike = |_: &Replica, model: &Units, x: Tensor| {
+        model.unit("0", &x, |vb, x| linear(3, 3, vb)?.forward(x))?.sqr()?.mean_all()
+    };
+    model.step(input(), alike).unwrap();
 }
 
 #[test]

@@ -442,6 +442,25 @@ impl Replica {
         self.0.collectives.sum_list(&site, list, wanted)
     }
 
+    /// [`psum_list`](Self::psum_list) of what has a name, such as a part of a model: replicas that sum
+    /// something else of the same shapes are refused.
+    ///
+    /// # Errors
+    ///
+    /// As [`psum`](Self::psum).
+    #[track_caller]
+    pub fn psum_named(
+        &self,
+        name: &str,
+        list: Vec<Tensor>,
+        wanted: &[usize],
+        axes: impl Into<MeshAxes>,
+    ) -> Result<Vec<Tensor>> {
+        let detail = format!(" of {} tensors of {name}", list.len());
+        let site = self.site("psum_list", None, axes.into())?.with_detail(detail);
+        self.0.collectives.sum_list(&site, list, wanted)
+    }
+
     /// Says how the function has ended here.
     pub(crate) fn end(&self, outcome: crate::error::Result<()>) {
         self.0.collectives.end(self.0.slot, outcome);
