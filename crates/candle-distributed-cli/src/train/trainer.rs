@@ -19,7 +19,6 @@ use candle_distributed::{
         self, CheckpointError, Checkpoints, GradientReport, Loss,
         TrainingError::{NonFiniteBuffer, NonFiniteLoss, NonFiniteNorm},
         Units,
-        traffic::StepTraffic,
     },
 };
 
@@ -36,6 +35,7 @@ use crate::{
         resumed::Resumed,
         settings::Settings,
         sharding::{self, Sharding},
+        traffic::StepTraffic,
     },
 };
 
