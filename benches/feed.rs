@@ -9,6 +9,7 @@
 //! batches ahead; the last by what share of the batches' time it is shorter.
 
 #![allow(clippy::print_stdout, reason = "the lines are the result")]
+#![allow(clippy::cast_possible_truncation, clippy::cast_sign_loss, reason = "numbers are small")]
 
 use std::{
     hint::black_box,

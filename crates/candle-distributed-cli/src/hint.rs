@@ -9,6 +9,7 @@ use candle_distributed::{
     train::{self, CheckpointError},
     types,
 };
+use clap::error::ContextKind;
 
 use crate::error::{Error, ErrorKind};
 
@@ -41,6 +42,8 @@ const LOCKED: &str = "two processes would ruin the run: end the other one, or wa
 const MEMORY: &str = "--strategy full keeps a part of the model on each device instead of all of it; \
                       a smaller --world-size takes less in one process; --memory-limit replaces \
                       what the system says";
+pub(crate) const MEMORY_OF_PARTS: &str = "more processes, --keep inputs, a smaller model or a shorter --context take less in each; \
+     --memory-limit replaces what the system says";
 pub(crate) const MODEL: &str = "a model is a .safetensors file, a model.safetensors.index.json, a \
                                 folder with either, or a manifest such as \
                                 {\"w\": {\"dtype\": \"F32\", \"shape\": [10, 4]}}";
@@ -58,6 +61,22 @@ impl Error {
     pub(crate) fn hint(&self) -> Option<Cow<'static, str>> {
         self.advice.clone().or_else(|| of(&self.kind))
     }
+}
+
+/// Options of `plan` by their old names, which say too little beside those of `train`.
+const RENAMED: [(&str, &str); 2] = [
+    ("--keep", "`plan` calls it --stay-gathered PATTERN"),
+    ("--layers", "`plan` calls it --layer-pattern PATTERN"),
+];
+
+/// What to write instead of an option of `plan` that there is no more.
+pub(crate) fn of_arguments(fault: &clap::Error) -> Option<&'static str> {
+    let context = |kind| fault.get(kind).map(ToString::to_string);
+    let is_of_plan = context(ContextKind::Usage)?.contains(" plan ");
+    let option = context(ContextKind::InvalidArg)?;
+    let is_unknown = fault.kind() == clap::error::ErrorKind::UnknownArgument;
+    let renamed = RENAMED.iter().find(|(old, _)| is_of_plan && is_unknown && option == *old);
+    renamed.map(|(_, advice)| *advice)
 }
 
 /// What to do about an error of this kind.

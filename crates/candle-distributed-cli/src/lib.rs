@@ -74,6 +74,7 @@ pub fn main() -> ExitCode {
         }
         Err(fault) if fault.use_stderr() => {
             output::message(|_| fault.print());
+            hint::of_arguments(&fault).into_iter().for_each(output::hint);
             return ExitCode::from(error::BAD_INPUT);
         }
         // The help that was asked for is a result.

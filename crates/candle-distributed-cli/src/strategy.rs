@@ -1,10 +1,16 @@
 //! What goes where: the options by which `plan` and `train` decide which rank owns what, and the
 //! planner's types that they stand for.
 
-use std::path::PathBuf;
+use std::{
+    io::{self, Write},
+    path::PathBuf,
+};
 
-use candle_distributed::plan::strategy::{
-    Full, Hybrid, LayerOrder, LayerWise, Layout, ShardingStrategy, WholeTensor,
+use candle_distributed::plan::{
+    ParameterInfo,
+    strategy::{
+        Full, Hybrid, LayerOrder, LayerWise, Layout, Matches, ShardingStrategy, WholeTensor,
+    },
 };
 use clap::ValueEnum;
 use serde::{Deserialize, Serialize};
@@ -91,6 +97,14 @@ impl Strategy {
             Self::LayerWise { .. } => "layer-wise",
             Self::WholeTensor => "whole-tensor",
             Self::Hybrid(_) => "hybrid",
+        }
+    }
+
+    /// Which rules pick which parameters, if it goes by rules.
+    pub(crate) fn matches<'a>(&self, parameters: &'a [ParameterInfo]) -> Option<Matches<'a>> {
+        match self {
+            Self::Hybrid(rules) => Some(rules.matches(parameters)),
+            Self::Full(_) | Self::LayerWise { .. } | Self::WholeTensor => None,
         }
     }
 
@@ -196,6 +210,35 @@ impl StrategyArgs {
 fn typed(value: impl ValueEnum) -> String {
     let value = value.to_possible_value().expect("no value is hidden from the command line");
     value.get_name().to_owned()
+}
+
+/// The number of names that are listed at most.
+const MAX_NAMES: usize = 8;
+
+/// Says which rules decide how many parameters, and which decide none.
+pub(crate) fn write_matches(rules: &Matches<'_>, out: &mut dyn Write) -> io::Result<()> {
+    let decided: Vec<_> =
+        rules.decided.iter().enumerate().map(|(rule, n)| format!("{n} by rule {rule}")).collect();
+    writeln!(
+        out,
+        "parameters decided: {}; {} by default",
+        decided.join(", "),
+        rules.unmatched.len()
+    )?;
+    if !rules.unmatched.is_empty() {
+        writeln!(out, "no rule matches {}", listed(&rules.unmatched))?;
+    }
+    if !rules.overlaps.is_empty() {
+        let overlaps: Vec<_> = rules.overlaps.iter().map(|(name, _)| *name).collect();
+        writeln!(out, "several rules match {}; the first one decides", listed(&overlaps))?;
+    }
+    Ok(())
+}
+
+/// The first names of a list.
+fn listed(names: &[&str]) -> String {
+    let more = if names.len() > MAX_NAMES { ", …" } else { "" };
+    format!("{:?}{more}", &names[..names.len().min(MAX_NAMES)])
 }
 
 #[cfg(test)]

@@ -757,14 +757,16 @@ fn plan_knows_replicas_ragged_layouts_and_whole_tensors() {
     };
     let replicas = plan(&["--replicas", "2"]);
     assert_eq!((owned(&replicas), &replicas["replicas"]), ([88; 4], &json!(2)));
-    assert_eq!(replicas["collectives"]["all_reduce"], json!({"count": 1, "bytes": 88}));
+    let all_reduce = json!({"count": 1, "bytes": 88, "payload_bytes": 88});
+    assert_eq!(replicas["collectives"]["all_reduce"], all_reduce);
     assert_eq!(owned(&plan(&["--layout", "row-ragged"])).iter().sum::<u64>(), 176);
     assert_eq!(owned(&plan(&["--layout", "block-ragged", "--block-size", "1"])), [44; 4]);
     assert_eq!(owned(&plan(&["--strategy", "whole-tensor"])), [44; 4]);
     assert_eq!(plan(&["--optimizer", "adam-mixed"])["ranks"][0]["optimizer_bytes"], 12 * 13 + 8);
     let half = plan(&["--param-dtype", "bf16", "--mixed-precision", "F16,F32"]);
     assert_eq!(owned(&half), [26, 26, 26, 10]);
-    assert_eq!(half["collectives"]["reduce_scatter"], json!({"count": 1, "bytes": 4 * 52}));
+    let reduce_scatter = json!({"count": 1, "bytes": 4 * 52, "payload_bytes": 4 * 44});
+    assert_eq!(half["collectives"]["reduce_scatter"], reduce_scatter);
     let times = |links| plan(&["--links", links])["step_seconds"].as_f64().unwrap();
     assert!(times("h100") < times("2:450:1"));
 }
@@ -783,14 +785,59 @@ fn plan_follows_rules_and_patterns() {
     );
     assert!(text(&plan).contains("several rules match [\"h.0.b\"]"));
 
-    let layers =
-        json(&["plan", &model, "--world-size", "2", "--layers", "h.*.?", "--keep", "h.0.w"]);
+    let layers = json(&[
+        "plan",
+        &model,
+        "--world-size",
+        "2",
+        "--layer-pattern",
+        "h.*.?",
+        "--stay-gathered",
+        "h.0.w",
+    ]);
     assert_eq!(
         (&layers["parameters"][0]["layer"], &layers["kept_units"]),
         (&json!("h.0.w"), &json!(["h.0.w"]))
     );
     // Each of the two units would be gathered twice, but one of them stays.
     assert_eq!(layers["collectives"]["all_gather"]["count"], 3);
+}
+
+#[test]
+fn plan_tells_what_the_runtime_on_candle_takes_term_by_term() {
+    let (_dir, model) = file("model.json", MANIFEST);
+    let plan = ["plan", &model, "--world-size", "4", "--runtime", "candle"];
+    let told = [&plan[..], &["--tokens", "10", "--width", "8", "--slots", "2"]].concat();
+    let report = json(&told);
+    let rank = &report["ranks"][0];
+    assert_eq!(rank["storage_bytes"], rank["param_bytes"]);
+    let bytes = |field: &str| rank[field].as_u64().unwrap();
+    let once = bytes("gathered_bytes");
+    let others = ["unreduced_bytes", "backward_bytes", "activation_bytes"].map(bytes);
+    let of_rank = |rank: &Value| {
+        let stored = ["storage_bytes", "grad_bytes", "optimizer_bytes"];
+        stored.iter().map(|field| rank[field].as_u64().unwrap()).sum::<u64>()
+    };
+    let both: u64 = report["ranks"].as_array().unwrap()[..2].iter().map(of_rank).sum();
+    let expected = both + once + 2 * others.iter().sum::<u64>();
+    assert_eq!(report["process"], json!({"slots": 2, "peak_bytes": expected}));
+
+    let words = text(&told).replace(',', "");
+    assert!(words.contains("a process of 2 ranks that share what is gathered needs"), "{words}");
+    for (term, bytes) in [
+        ("gathered units", once),
+        ("unreduced gradients", others[0]),
+        ("gradients that are made", others[1]),
+        ("activations", others[2]),
+    ] {
+        assert!(words.contains(&format!("{term} {bytes}")), "{term}: {words}");
+    }
+    // Without a batch there are no activations to tell of.
+    assert!(json(&plan)["ranks"][0].get("activation_bytes").is_none());
+    refuses(&["plan", &model, "--world-size", "4", "--tokens", "10"], &["--width"]);
+
+    let in_backward = json(&[&plan[..], &["--optimizer-in-backward"]].concat());
+    assert_eq!(in_backward["ranks"][0]["grad_bytes"], 0);
 }
 
 #[test]
@@ -897,7 +944,7 @@ fn plan_refuses_bad_input() {
     plan(&["--search"], &["--budget"]);
     plan(&["--budget", "3 apples"], &["KiB"]);
     plan(&["--budget", "99999999999TiB"], &["18446744073709551615"]);
-    plan(&["--layers", "a.["], &["malformed pattern", "a.["]);
+    plan(&["--layer-pattern", "a.["], &["malformed pattern", "a.["]);
     plan(&["--links", "8:450"], &["three whole numbers"]);
     plan(&["--links", "8:450:50:x"], &["three whole numbers"]);
     plan(&["--links", "8:0:1"], &["bytes per second of a link is 0"]);

@@ -139,7 +139,7 @@ fn hostile_patterns_are_refused_wherever_they_come_from() {
     for (pattern, words) in
         [(&nested, ["250 braces", "limit is 16"]), (&long, ["100001 bytes", "limit is 4096"])]
     {
-        for option in ["--keep", "--layers"] {
+        for option in ["--stay-gathered", "--layer-pattern"] {
             refuses(&["plan", &model, "--world-size", "2", option, pattern], &words);
         }
         let rules = format!(r#"{{"rules": [{{"pattern": "{pattern}", "choice": "replicate"}}]}}"#);
@@ -157,6 +157,23 @@ fn hostile_patterns_are_refused_wherever_they_come_from() {
         file("rules.json", format!(r#"{{"rules": [{}]}}"#, vec![&*long; 257].join(",")));
     let words = ["patterns of the rules", "more than 1048576 bytes"];
     refuses(&["plan", &model, "--world-size", "2", "--rules", &rules], &words);
+}
+
+#[test]
+fn options_by_their_old_names_are_refused_with_the_new_ones() {
+    let (_dir, model) = file("m.json", MANIFEST);
+    for (old, new) in
+        [("--keep", "--stay-gathered PATTERN"), ("--layers", "--layer-pattern PATTERN")]
+    {
+        advises(&["plan", &model, "--world-size", "2", old, "h.*"], &[old, new]);
+        advises(&["plan", &model, "--world-size", "2", &format!("{old}=h.*")], &[old, new]);
+    }
+    // Another option that does not exist has no new name.
+    for other in
+        [&["plan", &model, "--world-size", "2", "--kept", "h.*"][..], &["mesh", "--layers"]]
+    {
+        assert!(!String::from_utf8(run(other).stderr).unwrap().contains("hint:"), "{other:?}");
+    }
 }
 
 #[cfg(unix)]

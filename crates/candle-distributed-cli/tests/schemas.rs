@@ -179,8 +179,20 @@ fn plans(dir: &Path) -> [Form; 4] {
             "1KiB",
             "--links",
             "h100",
-            "--keep",
+            "--stay-gathered",
             "h.1",
+        ]),
+        plan(&[
+            "--world-size",
+            "4",
+            "--runtime",
+            "candle",
+            "--tokens",
+            "9",
+            "--width",
+            "8",
+            "--slots",
+            "2",
         ]),
         plan(&["--world-size", "4", "--replicas", "2", "--layout", "flat"]),
         plan(&["--world-size", "4", "--layout", "flat-aligned"]),
@@ -257,30 +269,10 @@ fn run_of(dir: &Path) -> [Form; 4] {
     let mut of_own_text = read(&run.join("run.json"));
     of_own_text["data"] = Value::Null;
     of_own_text["allow_non_finite"] = true.into();
-    let sharded = [
-        json!({"full": "flat_aligned"}),
-        json!({"full": {"row_ragged": {"rows": 2}}}),
-        json!({"full": {"block_ragged": {"block": 128}}}),
-        json!({"layer_wise": {"contiguous": true}}),
-        json!("whole_tensor"),
-        json!({"hybrid": {"rules": [], "default": {"full": "dim0"}}}),
-    ];
-    let of_strategy = |strategy: Value| {
-        let mut run = of_own_text.clone();
-        run["sessions"][0]["sharding"]["strategy"] = strategy;
-        run
-    };
-    let mut runs: Vec<_> = sharded.into_iter().map(of_strategy).collect();
-    runs.extend([read(&run.join("run.json")), of_own_text]);
     let indices: Vec<_> = checkpoints.iter().map(|path| read(path)).collect();
     [
         Form { name: "sampler-state", documents: states, free: &[] },
-        Form {
-            name: "run",
-            documents: runs,
-            // It is a file of rules, which has a schema of its own.
-            free: &["/sessions/0/sharding/strategy/hybrid"],
-        },
+        Form { name: "run", documents: vec![read(&run.join("run.json")), of_own_text], free: &[] },
         Form {
             name: "metrics",
             documents: metrics.lines().map(|line| serde_json::from_str(line).unwrap()).collect(),

@@ -21,6 +21,7 @@ mod ownership;
 mod parameters;
 mod processes;
 mod progress;
+mod schedule;
 mod sharded;
 mod step;
 mod stored;
@@ -55,7 +56,11 @@ pub use crate::{
         adamw::AdamW,
         sgd::{ParamsSgd, Sgd},
     },
-    parameters::declare::{Declared, declare},
+    parameters::{
+        declare::{Declared, declare},
+        save::PretrainedFiles,
+    },
+    schedule::Schedule,
     sharded::{ShardedVars, describe::parameter_infos},
     step::rules::{Evaluation, Step},
     units::{Units, rules::UnitRules},

@@ -5,6 +5,8 @@ use std::collections::BTreeMap;
 use core_types::Seed;
 use serde::{Deserialize, Serialize};
 
+use crate::schedule::Schedule;
+
 /// How far training is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct Progress {
@@ -20,6 +22,9 @@ pub(crate) struct Progress {
 pub(crate) struct TrainerState {
     #[serde(flatten)]
     pub(crate) progress: Progress,
-    /// The learning rate of each group.
+    /// The learning rate of each group, without the schedule's factor.
     pub(crate) learning_rates: BTreeMap<String, f64>,
+    /// Absent in checkpoints of versions that had none.
+    #[serde(default)]
+    pub(crate) schedule: Option<Schedule>,
 }

@@ -475,6 +475,23 @@ pub enum ProcessError {
         /// The name of the thread that was refused.
         name: String,
     },
+    /// The processes of a mesh cannot tell each other something, at the end of a call or in
+    /// [`DeviceMesh::process_allgather`](crate::DeviceMesh::process_allgather); also because one of
+    /// them has come to the one and another to the other.
+    #[error("the processes cannot tell each other what they have: {}", one_line(cause))]
+    Exchange {
+        /// What went wrong.
+        cause: candle_core::Error,
+    },
+    /// Another process has failed where all processes tell each other something, at the end of a
+    /// call or in [`DeviceMesh::process_allgather`](crate::DeviceMesh::process_allgather).
+    #[error("the process of slot {slot} has failed: {reason}")]
+    Peer {
+        /// Its slot.
+        slot: usize,
+        /// Its error's message.
+        reason: String,
+    },
     /// Meshes that span several processes do not have this yet.
     #[error("{what} of a mesh that spans several processes is not supported")]
     Unsupported {

@@ -14,7 +14,7 @@ use candle_core::{DType, Device, Result, Tensor};
 use core_types::Launched;
 use peak_alloc::PeakAlloc;
 use pmap_mesh::{
-    ALL, DeviceMesh, DeviceMeshBuilder, Error, ProcessError, Replica, Run, RunLayout, ValueError,
+    ALL, DeviceMesh, DeviceMeshBuilder, Error, P, ProcessError, Replica, Run, RunLayout, ValueError,
 };
 use process_tests::{Case, Engine, mpirun, nothing};
 
@@ -24,7 +24,7 @@ static MEMORY: PeakAlloc = PeakAlloc;
 /// How long a process waits for one that does not come.
 const DEADLINE: Duration = Duration::from_millis(500);
 
-const CASES: [Case; 27] = [
+const CASES: [Case; 29] = [
     Case::succeeds("collectives", 2),
     Case::succeeds("collectives", 4),
     Case::succeeds("calls", 2),
@@ -39,6 +39,8 @@ const CASES: [Case; 27] = [
         "the process of replica 1 has left while replica 0 waits for it in barrier",
     ),
     Case::fails("swallowed", 2, "replica 1 calls psum of f32 [4]"),
+    Case::succeeds("unsendable", 3),
+    Case::succeeds("two purposes", 2),
     Case::succeeds("replicated", 2),
     Case::succeeds("replicated", 4),
     Case::succeeds("lists", 3),
@@ -78,6 +80,8 @@ fn main() -> ExitCode {
         "never started" => never_started(),
         "left" => left(),
         "swallowed" => swallowed(),
+        "unsendable" => unsendable(),
+        "two purposes" => two_purposes(),
         _ => conformance::run(&Mpi, case, ranks),
     })
 }
@@ -180,6 +184,46 @@ fn left() {
         let run = mesh.pmap(|ctx, _: Tensor| ctx.barrier(ALL));
         drop(run.in_axes(None).call(nothing()));
     }
+}
+
+/// What one process cannot send, or take a fingerprint of, ends the call on all of them.
+fn unsendable() {
+    let mesh = Mpi.open(DeviceMesh::builder());
+    let has_failed = |failed: Error| match mesh.local_slots().start {
+        1 => !matches!(failed, Error::Process(ProcessError::Peer { .. })),
+        _ => matches!(failed, Error::Process(ProcessError::Peer { slot: 1, .. })),
+    };
+    // candle stores these numbers, and does nothing with them.
+    let numbers = |slot: usize| match slot {
+        1 => Tensor::from_raw_buffer(&[1, 2], DType::F4, &[2], &Device::Cpu),
+        _ => Tensor::zeros(2, DType::F32, &Device::Cpu),
+    };
+    for out_axes in [P::replicate(), P::shard(0, ALL)] {
+        let run = mesh.pmap(move |ctx, _: Tensor| numbers(ctx.slot()));
+        let failed = run.in_axes(None).out_axes(out_axes).call(nothing()).unwrap_err();
+        assert!(has_failed(failed));
+    }
+    let own = numbers(mesh.local_slots().start).unwrap();
+    assert!(has_failed(mesh.process_allgather(vec![vec![own]]).unwrap_err()));
+
+    let sum = mesh.pmap(|ctx, x: Tensor| ctx.psum(&x, ALL));
+    sum.in_axes(None).out_axes(P::replicate()).call(nothing()).unwrap();
+}
+
+/// One process puts the results of a call together while the other one gathers something else.
+fn two_purposes() {
+    let mesh = Mpi.open(DeviceMesh::builder());
+    let sum = mesh.pmap(|ctx, x: Tensor| ctx.psum(&x, ALL)).in_axes(None);
+    let refused = if mesh.local_slots().start == 0 {
+        sum.call_sharded(nothing()).unwrap();
+        mesh.process_allgather(vec![Vec::new()]).map(drop)
+    } else {
+        sum.call(nothing()).map(drop)
+    };
+    let text = refused.unwrap_err().to_string();
+    assert!(text.contains("replica 0 calls process_allgather"), "{text}");
+    assert!(text.contains("replica 1 calls the results of the function"), "{text}");
+    sum.call(nothing()).unwrap();
 }
 
 /// Replicas that go on after they did not agree.

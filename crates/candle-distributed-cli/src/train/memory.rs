@@ -51,6 +51,9 @@ pub(crate) struct Work<'a> {
     pub(crate) sharding: Option<&'a Sharding>,
     /// Those of an epoch.
     pub(crate) batches: &'a [Batch],
+    /// Whether gradients are compared with differences of the loss first, for which a process has
+    /// them whole.
+    pub(crate) check: bool,
     pub(crate) world_size: u64,
     /// The ranks of the process.
     pub(crate) ranks: (u64, u64),
@@ -107,7 +110,8 @@ impl Work<'_> {
             }
             Keep::Gathered => computed_bytes(self.config),
         };
-        Ok(vec![
+        let whole: u128 = self.parameters.iter().map(bytes_of).sum();
+        let mut terms = vec![
             ("parameters", sum(|rank| rank.storage_bytes)),
             ("gradients", sum(|rank| rank.grad_bytes)),
             ("optimizer state", sum(|rank| rank.optimizer_bytes)),
@@ -115,7 +119,9 @@ impl Work<'_> {
             ("gradients of a unit", sum(|rank| rank.unreduced_bytes)),
             ("gradients under way", sum(|rank| rank.backward_bytes)),
             ("activations", self.devices() * self.tokens() * of_token),
-        ])
+        ];
+        terms.extend(self.check.then_some(("gradients that are checked", whole)));
+        Ok(terms)
     }
 
     fn devices(&self) -> u128 {
@@ -239,6 +245,7 @@ mod tests {
     fn predicted(config: Config, sharding: Option<&Sharding>) -> Prediction {
         let parameters = &sharding::parameters_of(config).unwrap();
         let work = Work {
+            check: false,
             config,
             parameters,
             sharding,

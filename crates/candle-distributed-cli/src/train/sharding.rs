@@ -45,6 +45,12 @@ impl From<Keep> for train::Keep {
 }
 
 impl Sharding {
+    /// What other processes must say alike.
+    #[expect(clippy::expect_used, reason = "its fields are names and numbers")]
+    pub(crate) fn words(&self) -> String {
+        serde_json::to_string(self).expect("it is made of what JSON has")
+    }
+
     /// The plan of parameters that have their units.
     pub(crate) fn plan(
         &self,

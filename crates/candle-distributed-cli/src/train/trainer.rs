@@ -231,9 +231,11 @@ impl Job<'_> {
             learning_rate: at.learning_rate,
             source,
         };
+        let typed = self.typed;
         let hint = format!(
-            "{last}; the same steps end alike, so look at the gradients with --resume --check, try \
-             another --seed, or train on with --resume --allow-non-finite"
+            "{last}; the same steps end alike, so look at the gradients with \
+             --resume{typed} --check, try another --seed, or train on with \
+             --resume{typed} --allow-non-finite"
         );
         ended(journal, Error::from(diverged).hinted(hint))
     }

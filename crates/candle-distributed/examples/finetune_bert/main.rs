@@ -21,7 +21,7 @@ use candle_distributed::{
     mesh::{BatchKeys, DeviceMesh, Replica, Uneven, init_threads},
     ops::{self, CrossEntropyConfig},
     sampler::{DistributedSampler, SamplerConfig},
-    train::{AdamW, Checkpoints, DataParallel, Loss},
+    train::{AdamW, Checkpoints, DataParallel, Loss, Schedule},
     types::{Epoch, Placement, Seed},
 };
 use candle_nn::{Optimizer, ParamsAdamW};
@@ -51,10 +51,11 @@ fn model(mesh: &DeviceMesh, frozen: &[&str]) -> Result<Model> {
         .freeze(frozen.iter().copied())
         .group("no_decay", ["bias", "LayerNorm"])
         .clip_grad_norm(1.0)
+        .schedule(Schedule::linear(STEPS).warmup(20))
         .uneven(Uneven::Balanced)
         .build(|group| {
             let weight_decay = if group.name == "no_decay" { 0.0 } else { 0.01 };
-            AdamW::new(group.vars, ParamsAdamW { weight_decay, ..ParamsAdamW::default() })
+            AdamW::new(group.vars, ParamsAdamW { lr: 5e-3, weight_decay, ..ParamsAdamW::default() })
         })?)
 }
 
@@ -81,9 +82,6 @@ fn train(mesh: &DeviceMesh, model: &mut Model, checkpoints: &Checkpoints, last: 
             steps = batches.epoch(order.epoch(), &order)?;
             continue;
         };
-        let done = model.steps() as f64;
-        let (warmup, decay) = ((done + 1.0) / 20.0, 1.0 - done / STEPS as f64);
-        model.set_learning_rate(5e-3 * warmup.min(decay))?;
         let batch = texts.collate(&step.batch)?;
         let done =
             model.step(batch, |ctx, model, batch| loss(model, batch, Some(ctx.batch_keys())))?;

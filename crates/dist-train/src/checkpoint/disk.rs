@@ -31,7 +31,7 @@ pub(super) fn check_file(path: &Path) -> io::Result<Metadata> {
 }
 
 /// Brings the names in a folder to disk, where the system has a way to do so.
-pub(super) fn sync_folder(path: &Path) -> Result<()> {
+pub(crate) fn sync_folder(path: &Path) -> Result<()> {
     if cfg!(unix) {
         File::open(path).and_then(|folder| folder.sync_all()).at(path)?;
     }

@@ -4,7 +4,7 @@ use candle_core::DType;
 
 /// Which numbers a checkpoint may hold.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub(super) enum Values {
+pub(crate) enum Values {
     /// Finite numbers alone.
     #[default]
     Finite,
@@ -14,7 +14,7 @@ pub(super) enum Values {
 
 impl Values {
     /// The first item of `bytes` that is refused.
-    pub(super) fn first_refused(self, dtype: DType, bytes: &[u8]) -> Option<usize> {
+    pub(crate) fn first_refused(self, dtype: DType, bytes: &[u8]) -> Option<usize> {
         match self {
             Self::Finite => first_non_finite(dtype, bytes),
             Self::Any => None,
@@ -69,8 +69,17 @@ mod tests {
         for dtype in [U8, U32, I16, I32, I64] {
             assert_eq!(first_non_finite(dtype, &[0xff; 64]), None, "{dtype:?}");
         }
-        let largest = [f32::MAX, f32::MIN, f32::MIN_POSITIVE].map(f32::to_le_bytes);
-        assert_eq!(first_non_finite(F32, largest.as_flattened()), None);
+        let smallest = f32::MIN_POSITIVE.to_le_bytes();
+        assert_eq!(first_non_finite(F32, &smallest), None);
+        for (dtype, largest) in [
+            (F16, &[0xff, 0x7b][..]),
+            (BF16, &[0x7f, 0x7f]),
+            (F32, &f32::MAX.to_le_bytes()),
+            (F64, &f64::MIN.to_le_bytes()),
+            (F8E4M3, &[0x7e, 0xfe]),
+        ] {
+            assert_eq!(first_non_finite(dtype, largest), None, "{dtype:?}");
+        }
         assert_eq!(Values::Any.first_refused(F32, &[0xff; 8]), None);
         assert_eq!(Values::Finite.first_refused(F32, &[0xff; 8]), Some(0));
     }

@@ -5,7 +5,7 @@ mod checksum;
 mod claim;
 pub(crate) mod disk;
 mod fault;
-mod finite;
+pub(crate) mod finite;
 mod folder;
 #[cfg(any(test, fuzzing))]
 pub mod fuzzing;

@@ -26,7 +26,8 @@ use crate::{
     },
     processes::agreed,
     progress::Progress,
-    step::{inventory::Inventory, options::Options, roles::Choices},
+    schedule::Schedule,
+    step::{inventory::Inventory, options::Options, rates::Rates, roles::Choices},
 };
 
 /// Builds a [`DataParallel`]: made by [`DataParallel::builder`].
@@ -110,11 +111,13 @@ impl<'a, B> DataParallelBuilder<'a, B> {
         Self { init: Initializer::Given(Arc::new(values)), ..self }
     }
 
-    /// Begins with pretrained weights: a safetensors file, or a Hugging Face index, whose name ends
-    /// in `.json`. Names are matched exactly. A parameter that is not there is an error unless
+    /// Begins with pretrained weights: a safetensors file, a Hugging Face index, whose name ends in
+    /// `.json`, or a folder with `model.safetensors` or `model.safetensors.index.json`, as
+    /// [`save_pretrained`](super::DataParallel::save_pretrained) writes it. Names are matched
+    /// exactly. A parameter that is not there is an error unless
     /// [`allow_missing`](Self::allow_missing) names it or it [has a value](Self::variables), and so
-    /// is one that has both, and a tensor that the model does not
-    /// have, unless [`allow_unexpected`](Self::allow_unexpected) does.
+    /// is one that has both, and a tensor that the model does not have, unless
+    /// [`allow_unexpected`](Self::allow_unexpected) does.
     pub fn weights(self, path: impl Into<PathBuf>) -> Self {
         Self { weights: Some(path.into()), ..self }
     }
@@ -218,6 +221,13 @@ impl<'a, B> DataParallelBuilder<'a, B> {
         self
     }
 
+    /// Multiplies the learning rates by a factor that follows the number of updates; by default they
+    /// stay as they are set. It is kept in checkpoints.
+    pub fn schedule(mut self, schedule: Schedule) -> Self {
+        self.options.schedule = schedule;
+        self
+    }
+
     /// Sets the seed of [`Replica::rng`](pmap_mesh::Replica::rng) in losses; 0 by default. The
     /// numbers depend on the seed, the number of the batch since the start of training, and the
     /// slot.
@@ -301,10 +311,12 @@ impl<'a, B> DataParallelBuilder<'a, B> {
             Ok(workers)
         });
         let workers = agreed(mesh, workers.map_err(cannot_build))?;
-        let rates = sync::of_numbers(learning_rates(&workers[0]));
-        sync::check_settings(mesh, &[("the optimizers' learning rates", rates)])?;
+        let own = learning_rates(&workers[0]);
+        let bits = sync::of_numbers(own.iter().map(|rate| rate.to_bits()));
+        sync::check_settings(mesh, &[("the optimizers' learning rates", bits)])?;
         Ok(DataParallel {
             mesh: mesh.clone(),
+            rates: Rates::new(&inventory.roles.groups, own, self.options.schedule),
             inventory: Arc::new(inventory),
             workers,
             n_sets,
@@ -395,9 +407,9 @@ fn check_distinct(declared: &[Declared], known: &[Option<Var>]) -> Result<(), Tr
 }
 
 /// The bits of the learning rates of a worker's optimizers.
-fn learning_rates<M, O: Optimizer>(worker: &Worker<M, O>) -> Vec<u64> {
+fn learning_rates<M, O: Optimizer>(worker: &Worker<M, O>) -> Vec<f64> {
     let optimizers = &lock(&worker.slot).optimizers;
-    optimizers.iter().map(|group| group.optimizer.learning_rate().to_bits()).collect()
+    optimizers.iter().map(|group| group.optimizer.learning_rate()).collect()
 }
 
 /// What a slot keeps.

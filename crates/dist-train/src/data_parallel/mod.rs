@@ -9,6 +9,7 @@ pub(crate) mod vars;
 
 use std::{
     collections::BTreeMap,
+    path::Path,
     sync::{Arc, Mutex, MutexGuard, OnceLock},
 };
 
@@ -22,15 +23,16 @@ use self::{
 };
 use crate::{
     batch::Layout,
-    error::{
-        Doing, Result,
-        training::{Refusal, TrainingError},
-    },
+    error::{Doing, Result, training::Refusal},
     loss::Loss,
+    parameters::save::{PretrainedFiles, save},
     progress::Progress,
+    schedule::Schedule,
+    sharded::describe::parameter_infos,
     step::{
         inventory::Inventory,
-        options::{EVALUATION, Options, check_rate},
+        options::{EVALUATION, Options},
+        rates::Rates,
         rules::{Evaluation, Report, Rules, Step, Then},
     },
 };
@@ -102,6 +104,7 @@ pub struct DataParallel<M, O> {
     n_sets: usize,
     options: Options,
     progress: Progress,
+    rates: Rates,
 }
 
 /// What one slot works on.
@@ -235,6 +238,7 @@ impl<M: Send, O: Optimizer + Send> DataParallel<M, O> {
         L: Into<Loss<A>>,
         F: Fn(&Replica, &M, I) -> candle_core::Result<L> + Send + Sync,
     {
+        self.set_rates(self.rates.after(self.progress.steps));
         let layout = Layout::of(&batch);
         let rules = self.rules(then);
         let report = OnceLock::new();
@@ -262,48 +266,53 @@ impl<M: Send, O: Optimizer + Send> DataParallel<M, O> {
         Ok((*report.get().expect("every replica has set the report"), aux))
     }
 
+    /// Gives the optimizers the learning rate of each group.
+    fn set_rates(&self, rates: Vec<f64>) {
+        for (group, rate) in rates.into_iter().enumerate() {
+            for worker in &self.workers {
+                lock(&worker.slot).optimizers[group].optimizer.set_learning_rate(rate);
+            }
+        }
+    }
+
     fn rules(&self, then: Then) -> Rules {
         Rules::new(&self.inventory, &self.options, &self.progress, then)
     }
 }
 
-impl<M, O: Optimizer> DataParallel<M, O> {
-    /// Sets the learning rate of all optimizers.
+impl<M, O> DataParallel<M, O> {
+    /// Sets the learning rate of all groups, by which the factor of the
+    /// [schedule](Self::set_schedule) is multiplied.
     ///
     /// # Errors
     ///
     /// [`Error::Setting`](crate::Error::Setting) if it is negative or no number.
     pub fn set_learning_rate(&mut self, learning_rate: f64) -> Result<()> {
-        check_rate(learning_rate)?;
-        (0..self.inventory.roles.groups.len())
-            .for_each(|group| self.set_rate(group, learning_rate));
-        Ok(())
+        self.rates.set_all(learning_rate)
     }
 
     /// Sets the learning rate of a [group](DataParallelBuilder::group).
     ///
     /// # Errors
     ///
-    /// [`TrainingError::UnknownGroup`] if no group of that name has a variable,
-    /// [`Error::Setting`](crate::Error::Setting) if the rate is negative or no number.
+    /// [`TrainingError::UnknownGroup`](crate::TrainingError::UnknownGroup) if no group of that name
+    /// has a variable, [`Error::Setting`](crate::Error::Setting) if the rate is negative or no
+    /// number.
     pub fn set_group_learning_rate(&mut self, name: &str, learning_rate: f64) -> Result<()> {
-        let groups = &self.inventory.roles.groups;
-        let Some(group) = groups.iter().position(|group| group == name) else {
-            return Err(TrainingError::UnknownGroup { name: name.to_owned() }.into());
-        };
-        check_rate(learning_rate)?;
-        self.set_rate(group, learning_rate);
-        Ok(())
+        self.rates.set_group(name, learning_rate)
     }
 
-    fn set_rate(&self, group: usize, learning_rate: f64) {
-        for worker in &self.workers {
-            lock(&worker.slot).optimizers[group].optimizer.set_learning_rate(learning_rate);
-        }
+    /// Sets how learning rates follow the number of updates from now on, in place of what the
+    /// [builder](DataParallelBuilder::schedule) or a checkpoint said.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Setting`](crate::Error::Setting) if the warm-up is not over before the schedule, or
+    /// the floor is not from 0 to 1.
+    pub fn set_schedule(&mut self, schedule: Schedule) -> Result<()> {
+        self.rates.set_schedule(schedule)
     }
-}
 
-impl<M, O> DataParallel<M, O> {
     /// The number of updates since the start of training, those before a checkpoint included.
     pub fn steps(&self) -> u64 {
         self.progress.steps
@@ -321,6 +330,48 @@ impl<M, O> DataParallel<M, O> {
         let slot = lock(&self.workers[0].slot);
         let names = self.inventory.parameters.iter().map(|(name, _)| name.clone());
         names.zip(slot.vars.iter().map(Var::as_detached_tensor)).collect()
+    }
+
+    /// Writes the variables as pretrained weights into `folder`, beside what is there: files with
+    /// the names and the index that Hugging Face's libraries look for, which
+    /// [`weights`](DataParallelBuilder::weights) of that folder reads, too. A model that is there is
+    /// replaced: if the new one is a single file, in one step, and otherwise so that a reader finds
+    /// the old one, none for a moment, or the new one.
+    ///
+    /// Every process of the mesh calls it, with the same arguments, and the first one writes.
+    ///
+    /// # Errors
+    ///
+    /// On all processes: those of [`check_in_sync`](Self::check_in_sync), with which it begins;
+    /// [`CheckpointError::NotFinite`](crate::CheckpointError::NotFinite) unless they are
+    /// [allowed](PretrainedFiles::allow_non_finite);
+    /// [`CheckpointError::Io`](crate::CheckpointError::Io) if a file cannot be written, and
+    /// [`Error::OtherProcess`](crate::Error::OtherProcess) on the others.
+    ///
+    /// # Examples
+    ///
+    /// ```
+    /// use candle_nn::{Optimizer, ParamsAdamW, linear};
+    /// use dist_train::{AdamW, DataParallel, PretrainedFiles};
+    /// use pmap_mesh::DeviceMesh;
+    ///
+    /// let mesh = DeviceMesh::cpu(2)?;
+    /// let adam = |group: dist_train::Group| AdamW::new(group.vars, ParamsAdamW::default());
+    /// let model = DataParallel::builder(&mesh, |vb| linear(3, 1, vb)).build(adam)?;
+    /// # let folder = tempfile::tempdir()?;
+    /// # let folder = folder.path();
+    /// model.save_pretrained(folder, PretrainedFiles::default())?;
+    /// assert!(folder.join("model.safetensors").exists());
+    /// let again = DataParallel::builder(&mesh, |vb| linear(3, 1, vb)).weights(folder).build(adam)?;
+    /// # let first = |model: &DataParallel<_, AdamW>| model.variables()["bias"].to_vec1::<f32>();
+    /// assert_eq!(first(&again)?, first(&model)?);
+    /// # Ok::<(), Box<dyn std::error::Error>>(())
+    /// ```
+    pub fn save_pretrained(&self, folder: impl AsRef<Path>, files: PretrainedFiles) -> Result<()> {
+        self.check_in_sync()?;
+        let variables = self.variables();
+        let parameters = parameter_infos(&variables)?;
+        save(&self.mesh, folder.as_ref(), files, &parameters, |name| Ok(variables[name].clone()))
     }
 
     /// Checks that all devices still have the same variables, to the bit: fingerprints of them are

@@ -9,7 +9,7 @@ use crate::{
     moving::moved,
     optim::StatefulOptimizer,
     processes::agreed,
-    progress::{Progress, TrainerState},
+    progress::Progress,
 };
 
 impl<M, O: StatefulOptimizer> DataParallel<M, O> {
@@ -32,8 +32,8 @@ impl<M, O: StatefulOptimizer> DataParallel<M, O> {
 
     /// What the slots of this process keep.
     fn state_of_slots(&self) -> Result<StateDict> {
-        let mut state =
-            StateDict::new(&self.mesh, self.inventory.shapes()).with_trainer(self.trainer_state());
+        let mut state = StateDict::new(&self.mesh, self.inventory.shapes())
+            .with_trainer(self.rates.state(self.progress));
         for (local_slot, worker) in self.workers.iter().enumerate() {
             let slot = lock(&worker.slot);
             for &var in &slot.saved {
@@ -65,7 +65,12 @@ impl<M, O: StatefulOptimizer> DataParallel<M, O> {
     /// may then be changed.
     pub fn load(&mut self, checkpoint: &Checkpoint) -> Result<()> {
         checkpoint.check_fits(&self.mesh, &self.inventory.shapes())?;
+        let rates = match checkpoint.trainer() {
+            Some(state) => self.rates.resumed(state)?,
+            None => self.rates.clone(),
+        };
         agreed(&self.mesh, self.load_slots(checkpoint))?;
+        self.rates = rates;
         self.resume(checkpoint);
         Ok(())
     }
@@ -91,25 +96,13 @@ impl<M, O: StatefulOptimizer> DataParallel<M, O> {
         Ok(())
     }
 
+    /// Resumes the count of steps and of random numbers.
     fn resume(&mut self, checkpoint: &Checkpoint) {
-        let Some(TrainerState { progress, learning_rates }) = checkpoint.trainer() else {
-            let step = checkpoint.step();
-            self.progress = Progress { steps: step, batches: step, ..self.progress };
-            return;
+        let step = checkpoint.step();
+        self.progress = match checkpoint.trainer() {
+            Some(state) => state.progress,
+            None => Progress { steps: step, batches: step, ..self.progress },
         };
-        self.progress = *progress;
-        for (group, name) in self.inventory.roles.groups.iter().enumerate() {
-            if let Some(&rate) = learning_rates.get(name) {
-                self.set_rate(group, rate);
-            }
-        }
-    }
-
-    fn trainer_state(&self) -> TrainerState {
-        let slot = lock(&self.workers[0].slot);
-        let rates = slot.optimizers.iter().map(|group| group.optimizer.learning_rate());
-        let groups = self.inventory.roles.groups.iter().cloned();
-        TrainerState { progress: self.progress, learning_rates: groups.zip(rates).collect() }
     }
 }
 

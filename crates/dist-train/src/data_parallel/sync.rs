@@ -52,8 +52,8 @@ pub(crate) fn settings(
     options: &Options,
     sharing: Sharing,
     seed: Seed,
-) -> Settings<12> {
-    let Options { in_axes, uneven, max_norm, allow_non_finite, check_every } = options;
+) -> Settings<13> {
+    let Options { in_axes, uneven, max_norm, schedule, allow_non_finite, check_every } = options;
     let Inventory { roles, .. } = inventory;
     let in_role = |role: fn(Role) -> u64| of_numbers(roles.of.iter().map(|&of| role(of)));
     // Neither the bits of a norm, which is a number, nor a number of steps that are ever made.
@@ -68,6 +68,7 @@ pub(crate) fn settings(
         ("in_axes", of_debug(in_axes)),
         ("uneven", of_debug(uneven)),
         ("clip_grad_norm", max_norm.map_or(absent, f64::to_bits)),
+        ("schedule", of_debug(schedule)),
         ("allow_non_finite", (*allow_non_finite).into()),
         ("check_in_sync_every", check_every.unwrap_or(absent)),
         ("seed", seed.as_u64()),

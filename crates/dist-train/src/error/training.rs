@@ -10,7 +10,8 @@ use crate::error::{Result, listed::Listed};
 /// Why a step would train something wrong, or a model cannot be trained as the options say.
 ///
 /// All replicas of all processes decide alike, so each process gets the error and may take the next
-/// step; no variable has changed. What a replica finds out alone, in a unit that it enters
+/// step; no variable has changed, unless optimizers run [inside the backward
+/// pass](crate::FullyShardBuilder::optimizer_in_backward). What a replica finds out alone, in a unit that it enters
 /// ([`UnknownUnit`](Self::UnknownUnit), [`Captured`](Self::Captured),
 /// [`NotRepeatable`](Self::NotRepeatable), [`Differentiated`](Self::Differentiated)), is such an error
 /// on a mesh of one process; one of several ends as with any error of a replica.
@@ -120,8 +121,8 @@ pub enum TrainingError {
     /// A step of a [`FullyShard`](crate::FullyShard) has failed after its optimizers had begun to
     /// run.
     #[error(
-        "a step has failed when some parameters were updated and others not: `load` a checkpoint, \
-         or build the model anew"
+        "a step or a load failed after some parameters had been changed and others had not: `load` a \
+         checkpoint, or build the model anew"
     )]
     HalfUpdated,
     /// A unit's function uses a tensor from outside that is differentiated, and its gradient would

@@ -34,10 +34,12 @@ use crate::{
     },
     processes::agreed,
     progress::Progress,
+    schedule::Schedule,
     sharded::{OwnedPart, ShardedVars, describe::declared_infos},
     step::{
         inventory::Inventory,
         options::Options,
+        rates::Rates,
         roles::{Choices, Role},
     },
     units::rules::{Member, UnitRules},
@@ -133,6 +135,9 @@ impl<'a, B> FullyShardBuilder<'a, B> {
 
     /// Cuts parameters by a plan that was made elsewhere, of the parameters that the model has and
     /// with the units of the [rules](Self::unit).
+    ///
+    /// The units that [stay gathered](ShardingPlan::with_kept_units) in it do so here, unless the
+    /// builder says what units [keep](Self::keep).
     pub fn plan(self, plan: ShardingPlan) -> Self {
         Self { plan: Plan::Ready(Box::new(plan)), ..self }
     }
@@ -295,6 +300,13 @@ impl<'a, B> FullyShardBuilder<'a, B> {
         self
     }
 
+    /// Multiplies the learning rates by a factor that follows the number of updates; by default they
+    /// stay as they are set. It is kept in checkpoints.
+    pub fn schedule(mut self, schedule: Schedule) -> Self {
+        self.options.schedule = schedule;
+        self
+    }
+
     /// Sets the seed of [`Replica::rng`](pmap_mesh::Replica::rng) in losses; 0 by default.
     pub fn seed(self, seed: Seed) -> Self {
         Self { seed, ..self }
@@ -344,13 +356,14 @@ impl<'a, B> FullyShardBuilder<'a, B> {
         check_repeated(mesh, &model)?;
         let slots = mesh.local_slots().map(|slot| of_slot(&model, slot, &optimizer));
         let slots: Vec<Slot<O>> = agreed(mesh, slots.collect())?;
-        let groups = 0..model.inventory.roles.groups.len();
-        let rates = groups.map(|group| slots[0].learning_rate(group).to_bits());
-        let rates = sync::of_numbers(rates);
-        sync::check_settings(mesh, &[("the optimizers' learning rates", rates)])?;
+        let groups = &model.inventory.roles.groups;
+        let own: Vec<f64> = (0..groups.len()).map(|group| slots[0].learning_rate(group)).collect();
+        let bits = sync::of_numbers(own.iter().map(|rate| rate.to_bits()));
+        sync::check_settings(mesh, &[("the optimizers' learning rates", bits)])?;
         Ok(FullyShard {
             slots: slots.into_iter().map(|slot| Arc::new(Mutex::new(slot))).collect(),
             mesh: mesh.clone(),
+            rates: Rates::new(groups, own, self.options.schedule),
             model: Arc::new(model),
             options: self.options,
             progress: Progress { steps: 0, batches: 0, seed: self.seed },
@@ -377,6 +390,10 @@ impl<'a, B> FullyShardBuilder<'a, B> {
         };
         let infos: Vec<ParameterInfo> = infos.iter().map(with_unit).collect();
         let plan = self.planned(&infos)?;
+        let keeps = match &self.plan {
+            Plan::Ready(plan) if self.keeps.is_silent() => kept_by(plan, keeps),
+            Plan::Ready(_) | Plan::By(_) => keeps,
+        };
         let plan = with_kept_units(&plan, &keeps)?;
         if let (Some(unit), true) = (over_half(&plan), self.mesh.len() > 1) {
             tracing::warn!("unit {unit} has over half of all parameters, and is gathered whole");
@@ -449,6 +466,7 @@ impl<'a, B> FullyShardBuilder<'a, B> {
             dtype: self.dtype,
             accumulation: self.accumulation,
             updates_in_backward: self.updates_in_backward,
+            repeatable: Mutex::default(),
         })
     }
 
@@ -548,6 +566,12 @@ fn unit_names(units: &[(String, Vec<Member>)]) -> Vec<&str> {
 
 fn names_of(members: &[Member]) -> impl Iterator<Item = &str> {
     members.iter().map(|member| member.name.as_str())
+}
+
+/// What units keep by a plan that says which stay gathered.
+fn kept_by(plan: &ShardingPlan, keeps: BTreeMap<String, Keep>) -> BTreeMap<String, Keep> {
+    let keep = |unit: &str| if plan.keeps_gathered(unit) { Keep::Gathered } else { Keep::Inputs };
+    keeps.into_keys().map(|unit| (unit.clone(), keep(&unit))).collect()
 }
 
 /// The plan with the units that stay gathered. One whose parameters are all counted for others is

@@ -1,16 +1,11 @@
 //! Optimizers that run inside the backward pass: the gradients of one unit are there at a time.
 
-use std::{collections::BTreeMap, sync::Mutex};
+use std::collections::BTreeMap;
 
 use candle_core::{Result, Tensor};
-use candle_nn::Optimizer;
 use pmap_mesh::Replica;
 
-use crate::{
-    agreement,
-    fsdp::{lock, slot::Slot},
-    step::{rules::Rules, update::norm},
-};
+use crate::step::rules::Rules;
 
 /// Parameters whose gradients are known while the backward pass is under way.
 pub(super) struct Known {
@@ -38,67 +33,4 @@ pub(super) trait UpdatesInBackward: Send + Sync {
 
     /// Ends the pass: an optimizer none of whose parameters has a gradient makes its step as well.
     fn finish(&self) -> Result<()>;
-}
-
-impl<O: Optimizer + Send> UpdatesInBackward for Mutex<Slot<O>> {
-    fn update(
-        &self,
-        ctx: &Replica,
-        rules: &Rules,
-        known: &Known,
-        sums: &mut BTreeMap<usize, Tensor>,
-    ) -> Result<()> {
-        let mut slot = lock(self);
-        let own = slot.agreed_sums(ctx, rules, known, sums)?;
-        slot.is_half_updated = true;
-        slot.update(own, 1.0)
-    }
-
-    fn finish(&self) -> Result<()> {
-        lock(self).step_the_rest()
-    }
-}
-
-impl<O: Optimizer> Slot<O> {
-    /// The sums of this slot's parts of the parameters, if all slots agree that they can be updated
-    /// by them.
-    fn agreed_sums(
-        &mut self,
-        ctx: &Replica,
-        rules: &Rules,
-        known: &Known,
-        sums: &mut BTreeMap<usize, Tensor>,
-    ) -> Result<Vec<(usize, Tensor)>> {
-        let used = agreement::any(ctx, &known.used)?;
-        // Of the others nothing is known, and nothing is said.
-        let mut has_gradient = vec![true; self.squares.len()];
-        known.trained.iter().zip(used).for_each(|(&trained, used)| has_gradient[trained] = used);
-        rules.check_used(&has_gradient)?;
-        let own = self.parts_of(&known.trained);
-        let own = own.into_iter().filter_map(|(part, trained)| {
-            let sum = sums.remove(&part)?;
-            has_gradient[trained].then_some((part, sum))
-        });
-        let own: Vec<(usize, Tensor)> = own.collect();
-        self.agree_on_squares(ctx, rules, &known.trained, &own)?;
-        Ok(own)
-    }
-
-    /// Learns the squares of these parameters' sums, and refuses what is not finite.
-    fn agree_on_squares(
-        &mut self,
-        ctx: &Replica,
-        rules: &Rules,
-        trained: &[usize],
-        own: &[(usize, Tensor)],
-    ) -> Result<()> {
-        let here = self.squares_here(own)?;
-        let here: Vec<f64> = trained.iter().map(|&trained| here[trained]).collect();
-        let mut of_these = vec![0.0; self.squares.len()];
-        for (&trained, squares) in trained.iter().zip(agreement::sums(ctx, &here)?) {
-            of_these[trained] = squares;
-            self.squares[trained] = squares;
-        }
-        norm(rules, &of_these, 1.0).map(drop)
-    }
 }

@@ -26,18 +26,23 @@ pub enum Keep {
 /// What the builder says of units.
 #[derive(Clone, Debug, Default)]
 pub(super) struct KeepRules {
-    default: Keep,
+    default: Option<Keep>,
     /// The last that matches decides.
     rules: Vec<(String, Keep)>,
 }
 
 impl KeepRules {
     pub(super) fn set_default(&mut self, keep: Keep) {
-        self.default = keep;
+        self.default = Some(keep);
     }
 
     pub(super) fn add(&mut self, pattern: String, keep: Keep) {
         self.rules.push((pattern, keep));
+    }
+
+    /// Whether nothing was said.
+    pub(super) fn is_silent(&self) -> bool {
+        self.default.is_none() && self.rules.is_empty()
     }
 
     /// What each unit keeps.
@@ -47,7 +52,8 @@ impl KeepRules {
     /// [`Error::Plan`](crate::Error::Plan) for a pattern that is none,
     /// [`ShardingError::UnmatchedUnit`] for one that matches no unit.
     pub(super) fn of_units(&self, units: &[&str]) -> Result<BTreeMap<String, Keep>> {
-        let default = |&unit: &&str| (unit.to_owned(), self.default);
+        let default = self.default.unwrap_or_default();
+        let default = |&unit: &&str| (unit.to_owned(), default);
         let mut keeps: BTreeMap<String, Keep> = units.iter().map(default).collect();
         for (text, keep) in &self.rules {
             let pattern: Pattern = text.parse()?;

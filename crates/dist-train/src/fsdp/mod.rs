@@ -12,8 +12,12 @@ pub(crate) mod operation;
 pub(crate) mod session;
 mod slot;
 mod state;
+mod updates;
 
-use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
+use std::{
+    path::Path,
+    sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError},
+};
 
 use candle_core::Tensor;
 use candle_nn::{Optimizer, VarBuilder};
@@ -30,9 +34,12 @@ use crate::{
     batch::Layout,
     error::{Error, Result, training::TrainingError},
     loss::Loss,
+    parameters::save::{PretrainedFiles, save},
     progress::Progress,
+    schedule::Schedule,
     step::{
-        options::{EVALUATION, Options, check_rate},
+        options::{EVALUATION, Options},
+        rates::Rates,
         rules::{Evaluation, Report, Rules, Step, Then},
     },
     units::Units,
@@ -53,7 +60,8 @@ use crate::{
 /// What [`DataParallel`](crate::DataParallel#what-is-refused) refuses, and
 /// - a parameter in no unit, when the model is built;
 /// - buffers, such as a running mean: the forward pass changes them;
-/// - in the first step, a unit that has another result when it is run again
+/// - in the first step of a model that enters it, also of one that was
+///   [loaded](FullyShard::load), a unit that has another result when it is run again
 ///   ([`TrainingError::NotRepeatable`]), and one that is not entered
 ///   ([`TrainingError::NotEntered`]);
 /// - replicas that enter different units, or in another order:
@@ -63,9 +71,9 @@ use crate::{
 ///
 /// Losses and parameters have the bits that [`DataParallel`](crate::DataParallel) on as many slots
 /// has, whatever units keep and however a plan cuts them. To rounding the same are: a value or
-/// parameter that several units use, gradients that are clipped, and batches that are
-/// [accumulated](Self::accumulate) and [summed in each](crate::Accumulation::ReduceEach), whose
-/// sums are formed in another order.
+/// parameter that several units use, groups of slots that repeat the parts, gradients that are
+/// clipped, and batches that are [accumulated](Self::accumulate) and
+/// [summed in each](crate::Accumulation::ReduceEach), whose sums are formed in another order.
 ///
 /// # Examples
 ///
@@ -116,6 +124,7 @@ pub struct FullyShard<O> {
     slots: Vec<Arc<Mutex<Slot<O>>>>,
     options: Options,
     progress: Progress,
+    rates: Rates,
 }
 
 impl FullyShard<()> {
@@ -234,14 +243,17 @@ impl<O: Optimizer + Send + 'static> FullyShard<O> {
         F: Fn(&Replica, &Units, I) -> candle_core::Result<L> + Send + Sync,
     {
         self.check_whole()?;
+        self.set_rates(self.rates.after(self.progress.steps));
         let layout = Layout::of(&batch);
         let rules = Arc::new(self.rules(then));
         let report = OnceLock::new();
+        let entered = OnceLock::new();
         let call = self.mesh.pmap_scoped(|ctx, shard: I| {
             let slot = &self.slots[ctx.local_index()];
             let session = Session::new(ctx, &self.model, &rules, self.purpose(slot))?;
             let units = Units::sharded(Arc::clone(&session));
             let here = layout.explain(shard, |shard| loss(ctx, &units, shard))?;
+            entered.get_or_init(|| session.entered());
             let trained = slot::train(slot, ctx, &session, &rules, here.into());
             rules.refusal.outcome(trained.map(|(whole, aux)| {
                 report.get_or_init(|| whole);
@@ -257,6 +269,9 @@ impl<O: Optimizer + Send + 'static> FullyShard<O> {
             }
         }
         let aux = outcome?;
+        if let (Then::Update, Some(units)) = (then, entered.into_inner()) {
+            self.model.note_repeatable(units);
+        }
         self.progress.batches += 1;
         Ok((*report.get().expect("every replica has set the report"), aux))
     }
@@ -270,48 +285,51 @@ impl<O: Optimizer + Send + 'static> FullyShard<O> {
         }
     }
 
+    /// Gives the optimizers the learning rate of each group.
+    fn set_rates(&self, rates: Vec<f64>) {
+        for (group, rate) in rates.into_iter().enumerate() {
+            self.slots.iter().for_each(|slot| lock(slot).set_learning_rate(group, rate));
+        }
+    }
+
     fn rules(&self, then: Then) -> Rules {
         Rules::new(&self.model.inventory, &self.options, &self.progress, then)
     }
 }
 
-impl<O: Optimizer> FullyShard<O> {
-    /// Sets the learning rate of all optimizers.
+impl<O> FullyShard<O> {
+    /// Sets the learning rate of all groups, by which the factor of the
+    /// [schedule](Self::set_schedule) is multiplied.
     ///
     /// # Errors
     ///
     /// [`Error::Setting`](crate::Error::Setting) if it is negative or no number.
     pub fn set_learning_rate(&mut self, learning_rate: f64) -> Result<()> {
-        check_rate(learning_rate)?;
-        (0..self.model.inventory.roles.groups.len())
-            .for_each(|group| self.set_rate(group, learning_rate));
-        Ok(())
+        self.rates.set_all(learning_rate)
     }
 
     /// Sets the learning rate of a [group](FullyShardBuilder::group).
     ///
     /// # Errors
     ///
-    /// [`TrainingError::UnknownGroup`] if no group of that name has a variable,
-    /// [`Error::Setting`](crate::Error::Setting) if the rate is negative or no number.
+    /// [`TrainingError::UnknownGroup`](crate::TrainingError::UnknownGroup) if no group of that name
+    /// has a variable, [`Error::Setting`](crate::Error::Setting) if the rate is negative or no
+    /// number.
     pub fn set_group_learning_rate(&mut self, name: &str, learning_rate: f64) -> Result<()> {
-        let groups = &self.model.inventory.roles.groups;
-        let Some(group) = groups.iter().position(|group| group == name) else {
-            return Err(TrainingError::UnknownGroup { name: name.to_owned() }.into());
-        };
-        check_rate(learning_rate)?;
-        self.set_rate(group, learning_rate);
-        Ok(())
+        self.rates.set_group(name, learning_rate)
     }
 
-    fn set_rate(&self, group: usize, learning_rate: f64) {
-        for slot in &self.slots {
-            lock(slot).set_learning_rate(group, learning_rate);
-        }
+    /// Sets how learning rates follow the number of updates from now on, in place of what the
+    /// [builder](FullyShardBuilder::schedule) or a checkpoint said.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Setting`](crate::Error::Setting) if the warm-up is not over before the schedule, or
+    /// the floor is not from 0 to 1.
+    pub fn set_schedule(&mut self, schedule: Schedule) -> Result<()> {
+        self.rates.set_schedule(schedule)
     }
-}
 
-impl<O> FullyShard<O> {
     /// The number of updates since the start of training, those before a checkpoint included.
     pub fn steps(&self) -> u64 {
         self.progress.steps
@@ -347,20 +365,36 @@ impl<O> FullyShard<O> {
         self.model.vars.gather(name)
     }
 
+    /// Writes the model as pretrained weights, one parameter in memory after the other; as
+    /// [`DataParallel::save_pretrained`](crate::DataParallel::save_pretrained), whose bytes it writes.
+    ///
+    /// # Errors
+    ///
+    /// Those of [`DataParallel::save_pretrained`](crate::DataParallel::save_pretrained) and of
+    /// [`gather`](Self::gather).
+    pub fn save_pretrained(&self, folder: impl AsRef<Path>, files: PretrainedFiles) -> Result<()> {
+        let parameters = self.plan().parameters().iter().map(|part| part.info().clone());
+        let parameters: Vec<_> = parameters.collect();
+        save(&self.mesh, folder.as_ref(), files, &parameters, |name| self.gather(name))
+    }
+
     /// Hands the whole of each parameter to `f`, one after the other in the order of names: a model
     /// that fills all devices can be written out by one. Every process of the mesh calls it.
     ///
     /// # Errors
     ///
-    /// The first error of `f`, and those of [`gather`](Self::gather).
+    /// Those of [`gather`](Self::gather), and the first of `f`, in the process that has it: the rest
+    /// is put together for the others all the same.
     pub fn for_each_whole<E: From<Error>>(
         &self,
         mut f: impl FnMut(&str, Tensor) -> Result<(), E>,
     ) -> Result<(), E> {
+        let mut outcome = Ok(());
         for (name, _) in &self.model.inventory.parameters {
-            f(name, self.gather(name)?)?;
+            let whole = self.gather(name)?;
+            outcome = outcome.and_then(|()| f(name, whole));
         }
-        Ok(())
+        outcome
     }
 }
 

@@ -2,7 +2,7 @@
 
 use std::{
     collections::{BTreeMap, BTreeSet},
-    sync::Arc,
+    sync::{Arc, Mutex, MutexGuard, PoisonError},
 };
 
 use candle_core::DType;
@@ -27,6 +27,8 @@ pub(crate) struct Model {
     pub(super) accumulation: Accumulation,
     /// Whether optimizers run inside the backward pass.
     pub(super) updates_in_backward: bool,
+    /// The units that had the same result both times in all passes of a step.
+    pub(super) repeatable: Mutex<BTreeSet<String>>,
 }
 
 /// Parameters that are gathered together.
@@ -50,6 +52,21 @@ pub(super) struct UnitMember {
 }
 
 impl Model {
+    /// Whether a unit is known to have the same result when it is run again.
+    pub(super) fn is_repeatable(&self, unit: &str) -> bool {
+        self.repeatable().contains(unit)
+    }
+
+    /// Notes the units of a step in which all of them were seen to be repeatable.
+    pub(super) fn note_repeatable(&self, units: Vec<String>) {
+        self.repeatable().extend(units);
+    }
+
+    /// A set is whole whoever panicked beside it.
+    fn repeatable(&self) -> MutexGuard<'_, BTreeSet<String>> {
+        self.repeatable.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
     /// Whether a parameter is of half precision.
     pub(super) fn has_halves(&self) -> bool {
         let parameters = self.vars.plan().parameters();

@@ -100,9 +100,10 @@ impl Session {
         !matches!(self.purpose, Purpose::Evaluation)
     }
 
-    /// Whether it is to be seen that units have the same result twice: in the first step.
-    pub(super) fn compares(&self) -> bool {
-        self.rules.all_used
+    /// Whether it is to be seen that a unit has the same result twice. A run that is resumed may have
+    /// been trained by a model that runs units once, so the number of its steps does not tell.
+    pub(super) fn compares(&self, unit: &str) -> bool {
+        !self.model.is_repeatable(unit)
     }
 
     /// An error that this replica alone knows of.

@@ -1,7 +1,5 @@
 //! Saving and loading a sharded model in training.
 
-use std::collections::BTreeMap;
-
 use candle_core::{Tensor, Var};
 
 use crate::{
@@ -14,7 +12,7 @@ use crate::{
     moving::moved,
     optim::StatefulOptimizer,
     processes::agreed,
-    progress::{Progress, TrainerState},
+    progress::Progress,
     step::inventory::Inventory,
 };
 
@@ -39,8 +37,8 @@ impl<O: StatefulOptimizer> FullyShard<O> {
     /// What the slots of this process keep.
     fn state_of_slots(&self) -> Result<StateDict> {
         let inventory = &self.model.inventory;
-        let mut state =
-            StateDict::new(&self.mesh, inventory.shapes()).with_trainer(self.trainer_state());
+        let mut state = StateDict::new(&self.mesh, inventory.shapes())
+            .with_trainer(self.rates.state(self.progress));
         for (local_slot, slot) in self.slots.iter().enumerate() {
             let slot = lock(slot);
             for (position, part) in slot.parts.iter().enumerate().filter(|(_, part)| part.is_told) {
@@ -65,8 +63,13 @@ impl<O: StatefulOptimizer> FullyShard<O> {
     /// Those of [`DataParallel::load`](crate::DataParallel::load).
     pub fn load(&mut self, checkpoint: &Checkpoint) -> Result<()> {
         checkpoint.check_fits(&self.mesh, &self.model.inventory.shapes())?;
+        let rates = match checkpoint.trainer() {
+            Some(state) => self.rates.resumed(state)?,
+            None => self.rates.clone(),
+        };
         agreed(&self.mesh, self.load_slots(checkpoint))?;
         self.slots.iter().for_each(|slot| lock(slot).is_half_updated = false);
+        self.rates = rates;
         self.resume(checkpoint);
         Ok(())
     }
@@ -75,7 +78,12 @@ impl<O: StatefulOptimizer> FullyShard<O> {
     fn load_slots(&self, checkpoint: &Checkpoint) -> Result<()> {
         let inventory = &self.model.inventory;
         // On all slots before the first is read: some would go on with what the others have dropped.
-        self.slots.iter().for_each(|slot| lock(slot).forget());
+        // One that fails on its way has given some parameters their values and others not.
+        self.slots.iter().for_each(|slot| {
+            let slot = &mut *lock(slot);
+            slot.forget();
+            slot.is_half_updated = true;
+        });
         for slot in &self.slots {
             let slot = &mut *lock(slot);
             for part in &slot.parts {
@@ -87,26 +95,13 @@ impl<O: StatefulOptimizer> FullyShard<O> {
         Ok(())
     }
 
+    /// Resumes the count of steps and of random numbers.
     fn resume(&mut self, checkpoint: &Checkpoint) {
-        let Some(TrainerState { progress, learning_rates }) = checkpoint.trainer() else {
-            let step = checkpoint.step();
-            self.progress = Progress { steps: step, batches: step, ..self.progress };
-            return;
+        let step = checkpoint.step();
+        self.progress = match checkpoint.trainer() {
+            Some(state) => state.progress,
+            None => Progress { steps: step, batches: step, ..self.progress },
         };
-        self.progress = *progress;
-        for (group, name) in self.model.inventory.roles.groups.iter().enumerate() {
-            if let Some(&rate) = learning_rates.get(name) {
-                self.set_rate(group, rate);
-            }
-        }
-    }
-
-    fn trainer_state(&self) -> TrainerState {
-        let slot = lock(&self.slots[0]);
-        let groups = self.model.inventory.roles.groups.iter().enumerate();
-        let rate = |(group, name): (usize, &String)| (name.clone(), slot.learning_rate(group));
-        let learning_rates: BTreeMap<String, f64> = groups.map(rate).collect();
-        TrainerState { progress: self.progress, learning_rates }
     }
 }
 

@@ -1,8 +1,9 @@
-//! The parameters of a model before it is made: what its constructor asks for, and where the values
-//! come from, a seed or a file.
+//! The parameters of a model: what its constructor asks for, where the first values come from, a
+//! seed or files, and the files that the trained ones are saved in.
 
 pub(crate) mod declare;
 pub(crate) mod init;
+pub(crate) mod save;
 pub(crate) mod weights;
 
 use std::{fmt, ops::Range, path::Path, sync::Arc};

@@ -19,6 +19,11 @@ use crate::{
     stored::{self, StoredItems},
 };
 
+/// The name of a model's weights in one file, as Hugging Face's libraries give it.
+pub(crate) const ONE_FILE: &str = "model.safetensors";
+/// The name of the index of a model's weights in several files.
+pub(crate) const INDEX: &str = "model.safetensors.index.json";
+
 /// The tensors of pretrained weights by their names, in files that are read a part at a time.
 #[derive(Clone, Debug)]
 pub(crate) struct Weights {
@@ -44,7 +49,8 @@ pub(crate) struct Allowed<'a> {
 
 impl Weights {
     /// Opens a safetensors file, or an index, whose name ends in `.json` and beside which its files
-    /// lie. Headers are read, and nothing else yet.
+    /// lie, or a folder with either, of which one file comes first. Headers are read, and nothing
+    /// else yet.
     ///
     /// # Errors
     ///
@@ -52,7 +58,11 @@ impl Weights {
     /// or if the index places tensors where they are not; [`ParameterError::UnknownDtype`] for
     /// tensors that candle cannot hold.
     pub(crate) fn open(path: impl Into<PathBuf>) -> Result<Self> {
-        let path = path.into();
+        let mut path = path.into();
+        if path.is_dir() {
+            let one_file = path.join(ONE_FILE);
+            path = if one_file.exists() { one_file } else { path.join(INDEX) };
+        }
         let mut weights = Self { path: path.clone(), tensors: BTreeMap::new() };
         if path.extension().is_some_and(|extension| extension == "json") {
             weights.add_index(&path)?;

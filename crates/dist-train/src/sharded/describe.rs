@@ -80,7 +80,7 @@ pub(crate) fn declared_infos(declared: &[Declared], roles: &Roles) -> Result<Vec
 }
 
 /// Compares names component by component, numbers by value.
-fn natural_order(left: &str, right: &str) -> Ordering {
+pub(crate) fn natural_order(left: &str, right: &str) -> Ordering {
     left.split('.').map(component_key).cmp(right.split('.').map(component_key))
 }
 

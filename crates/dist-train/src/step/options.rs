@@ -2,7 +2,7 @@
 
 use pmap_mesh::{P, PMap, Replica, Specs, TensorTree, Uneven};
 
-use crate::{error::setting::SettingError, optim::clip};
+use crate::{error::setting::SettingError, optim::clip, schedule::Schedule};
 
 /// The stream of random numbers that evaluations draw from, beside those of the batches.
 pub(crate) const EVALUATION: u64 = u64::MAX;
@@ -13,6 +13,7 @@ pub(crate) struct Options {
     pub(crate) in_axes: Specs,
     pub(crate) uneven: Uneven,
     pub(crate) max_norm: Option<f64>,
+    pub(crate) schedule: Schedule,
     pub(crate) allow_non_finite: bool,
     /// After so many steps, it is checked that all slots have the same variables.
     pub(crate) check_every: Option<u64>,
@@ -24,6 +25,7 @@ impl Default for Options {
             in_axes: Some(0).into(),
             uneven: Uneven::default(),
             max_norm: None,
+            schedule: Schedule::constant(),
             allow_non_finite: false,
             check_every: None,
         }
@@ -34,6 +36,7 @@ impl Options {
     /// Refuses numbers that a setting cannot be.
     pub(crate) fn check(&self) -> Result<(), SettingError> {
         self.max_norm.map_or(Ok(()), clip::check_max_norm)?;
+        self.schedule.check()?;
         if self.check_every == Some(0) {
             let name = "the number of steps from one check of the variables to the next";
             return Err(SettingError { name, value: 0.0, expected: "at least 1" });

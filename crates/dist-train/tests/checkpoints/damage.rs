@@ -70,7 +70,8 @@ impl Runs {
         let folder = tempfile::tempdir().unwrap();
         let mut other = Run::cpu(2);
         other.steps(20..21);
-        save(&mut other, &folder.path().join("other"), "other");
+        // Its name is as long as that of the first one.
+        save(&mut other, &folder.path().join("other"), "that");
         let mut run = Run::cpu(2);
         let older = save(&mut run, &folder.path().join("this"), "this");
         Self { folder, run, older }
@@ -258,7 +259,7 @@ fn what_is_wrong_is_said_with_file_and_tensor() {
     copy(&runs.step("other", NEWER).join(shard(0)), &path);
     let text = error().to_string();
     let expected = format!(
-        "{}: the file was written as {file} of step 8 of run other, not as {file} of step 8 of run this",
+        "{}: the file was written as {file} of step 8 of run that, not as {file} of step 8 of run this",
         path.display(),
         file = shard(0)
     );

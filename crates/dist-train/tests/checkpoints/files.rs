@@ -265,6 +265,16 @@ fn hostile_indices_are_refused() {
         matches!(&error, CheckpointError::NoChecksum { part: FilePart::Header, .. }),
         "{error}"
     );
+
+    // Version 1 had no checksums, so an index of it that has some is another one.
+    let early = r#"{"format_version": 1, "step": 1, "parameters": {}, "state": null, "files":
+        [{"name": "shard-00001-of-00001.safetensors", "bytes": 0, "header": "00000000"}]}"#;
+    fs::write(&index, early).unwrap();
+    let error = refused(checkpoint.path());
+    assert!(
+        matches!(&error, CheckpointError::NoChecksum { part: FilePart::Header, .. }),
+        "{error}"
+    );
 }
 
 #[test]

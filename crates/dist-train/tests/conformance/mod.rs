@@ -5,6 +5,7 @@
 #![allow(clippy::cast_possible_truncation, reason = "sizes are small")]
 
 mod fully_sharded;
+mod pretrained;
 
 use std::{collections::BTreeMap, path::Path};
 
@@ -34,6 +35,7 @@ pub(crate) fn run(engine: &impl Engine, case: &str, ranks: usize) {
         "random" => random_models(engine, ranks),
         "checkpoints" => checkpoints(engine, ranks),
         "sharded" => sharded(engine, ranks),
+        "pretrained" => pretrained::run(engine, ranks),
         "fully-sharded" => fully_sharded::run(engine, ranks),
         "fully-sharded-groups" => fully_sharded::groups(engine, ranks),
         other => panic!("no case is named {other}"),

@@ -4,7 +4,7 @@ use candle_core::{Device, Result, Tensor, Var};
 use candle_nn::{
     Linear, Module, RmsNorm, VarBuilder, batch_norm, linear, linear_no_bias, ops::dropout, rms_norm,
 };
-use dist_train::{Error, FullyShard, Keep, ShardingError, TrainingError, Units};
+use dist_train::{Checkpoints, Error, FullyShard, Keep, ShardingError, TrainingError, Units};
 use fsdp_plan::strategy::{Full, Layout, ShardingStrategy};
 use pmap_mesh::{CollectiveError, DeviceMesh, Replica};
 
@@ -174,7 +174,7 @@ fn an_operation_without_a_backward_is_seen_by_its_parameters() {
     };
     for keep in [Keep::Inputs, Keep::Gathered] {
         let model = || FullyShard::builder(&mesh, build).keep(keep).build(adam).unwrap();
-        let error = refused(model().step(input(), by(|norm, x| norm.forward(x))));
+        let error = refused(model().step(input(), by(Module::forward)));
         let missing = vec!["0.norm.weight".to_owned(), "1.norm.weight".to_owned()];
         assert_eq!(error, TrainingError::NoGradient { missing, trained: 6 });
         model().step(input(), by(RmsNorm::forward_diff)).unwrap();
@@ -209,6 +209,35 @@ fn a_unit_that_cannot_be_repeated_is_named() {
         [0, 1, 2].map(|_| model.step(input(), with_keys).unwrap().loss.to_bits())
     };
     assert_eq!(losses(Keep::Inputs), losses(Keep::Gathered));
+}
+
+/// A run may come from a model that runs units once.
+#[test]
+fn a_unit_that_cannot_be_repeated_is_named_after_loading_too() {
+    let (mesh, folder) = (DeviceMesh::cpu(2).unwrap(), tempfile::tempdir().unwrap());
+    let dropping = second(|vb, x| dropout(&linear(3, 3, vb)?.forward(x)?, 0.5));
+    let build = |keep| FullyShard::builder(&mesh, layers).keep(keep).build(adam).unwrap();
+    let mut once = build(Keep::Gathered);
+    once.step(input(), &dropping).unwrap();
+    let checkpoints = Checkpoints::new(folder.path());
+    checkpoints.save(&mesh, 1, &once.state_dict().unwrap(), &()).unwrap();
+
+    let mut model = build(Keep::Inputs);
+    model.load(&checkpoints.latest().unwrap().unwrap()).unwrap();
+    let expected = TrainingError::NotRepeatable { unit: "1".to_owned() };
+    assert!((0..8).any(|_| refused(model.step(input(), &dropping)) == expected));
+}
+
+#[test]
+fn what_a_plan_keeps_gathered_stays_so_unless_the_builder_says_otherwise() {
+    let mesh = DeviceMesh::cpu(2).unwrap();
+    let plan = sharded(&mesh).build(adam).unwrap().plan().clone();
+    let kept = plan.units()[1].to_owned();
+    let keeping = plan.clone().with_kept_units([&*kept]).unwrap();
+    let silent = sharded(&mesh).plan(keeping.clone()).build(adam).unwrap();
+    assert_eq!(silent.plan(), &keeping);
+    let said = sharded(&mesh).plan(keeping).keep(Keep::Inputs).build(adam).unwrap();
+    assert_eq!(said.plan(), &plan);
 }
 
 #[test]

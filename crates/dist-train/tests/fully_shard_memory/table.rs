@@ -1,5 +1,7 @@
 //! 29.4 million parameters on slots of one process.
 
+use std::num::NonZeroUsize;
+
 use candle_core::{D, Device, Result, Tensor};
 use candle_nn::{
     Embedding, Linear, Module, RmsNorm, VarBuilder, embedding, linear_no_bias,
@@ -7,9 +9,13 @@ use candle_nn::{
     rms_norm,
 };
 use dist_train::{AdamW, FullyShard, FullyShardBuilder, UnitRules, Units};
+use fsdp_plan::{
+    ElemType,
+    cost::{Activations, CostModel, Runtime},
+};
 use pmap_mesh::{DeviceMesh, Replica};
 
-use crate::{adam, alone, held, planned};
+use crate::{adam, alone, held};
 
 const WIDTH: usize = 512;
 const BLOCKS: usize = 8;
@@ -111,7 +117,14 @@ fn measured(slots: usize, options: fn(Builder<'_>) -> Builder<'_>) -> (usize, us
     let step = |model: &mut FullyShard<AdamW>| {
         model.step(ids.clone(), loss).unwrap();
     };
-    (held(make, step).at_most / MIB, planned(&make()) / MIB)
+    let tokens = (rows / slots * LENGTH) as u64;
+    let activations =
+        Activations::of_transformer(tokens, WIDTH as u64, ElemType::F32, Runtime::Candle);
+    let cost =
+        CostModel::default().with_runtime(Runtime::Candle).with_activations(activations.unwrap());
+    let cost = make().plan().cost(&cost).unwrap();
+    let planned = cost.process_peak_bytes(NonZeroUsize::new(slots).unwrap());
+    (held(make, step).at_most / MIB, usize::try_from(planned).unwrap() / MIB)
 }
 
 /// As many devices of data parallel hold 1,131 MiB on 2 slots and 2,269 on 4.
@@ -122,6 +135,8 @@ fn a_model_of_29_million_parameters_stays_within_its_limits() {
         let (found, planned) = measured(slots, |builder| builder);
         println!("{slots} slots: {found} MiB, {planned} planned, at most {most}");
         assert!(found <= most, "{slots} slots: {found} MiB");
+        assert!(100 * found <= 105 * planned, "{slots} slots: {found} MiB, {planned} planned");
+        assert!(100 * planned <= 125 * found, "{slots} slots: {found} MiB, {planned} planned");
     }
 }
 
@@ -129,6 +144,7 @@ fn a_model_of_29_million_parameters_stays_within_its_limits() {
 #[test]
 fn optimizers_inside_the_backward_pass_leave_no_gradients() {
     let _alone = alone();
+    #[expect(clippy::redundant_closure_for_method_calls, reason = "the method has one lifetime")]
     let (found, _) = measured(2, |builder| builder.optimizer_in_backward());
     println!("2 slots: {found} MiB");
     assert!(found <= 431, "{found} MiB");

@@ -171,6 +171,30 @@ impl<'a, L: SequenceLengths> Steps<'a, L> {
         self.state_at(self.remaining.start)
     }
 
+    /// Each step with the state to [resume](DistributedBatchSampler::resume) by after it: for steps
+    /// that are read before they are taken, whose own [`state`](Self::state) is ahead.
+    ///
+    /// # Examples
+    ///
+    /// ```
+    /// # use core_types::{Epoch, Placement};
+    /// # use dyn_batch::*;
+    /// let batches = DynamicBatchSampler::new([3_u32, 4, 5], BatchConfig::default().with_max_batch_size(1))?;
+    /// let sampler =
+    ///     DistributedBatchSampler::new(batches, Placement::SINGLE, DistributedConfig::default())?;
+    /// let steps = sampler.epoch(Epoch::ZERO, 0..3)?;
+    /// let ahead: Vec<_> = steps.with_states().collect();
+    /// let (_, after_first) = &ahead[0];
+    /// assert_eq!(sampler.resume(after_first, 0..3)?.next().as_ref(), Some(&ahead[1].0));
+    /// # Ok::<(), Box<dyn std::error::Error>>(())
+    /// ```
+    pub fn with_states(mut self) -> impl Iterator<Item = (Step, BatchState)> {
+        std::iter::from_fn(move || {
+            let step = self.next()?;
+            Some((step, self.state()))
+        })
+    }
+
     fn state_at(&self, step: usize) -> BatchState {
         BatchState { step: step as u64, ..self.start.clone() }
     }

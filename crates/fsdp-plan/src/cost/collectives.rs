@@ -2,7 +2,7 @@
 
 use serde::Serialize;
 
-use super::{fit, schedule::Transfer};
+use super::{fit, transfer::Transfer};
 use crate::error::Result;
 
 pub(super) const IN_A_STEP: &str = "the bytes sent in a step";

@@ -1,6 +1,6 @@
 //! How long collectives take, by the alpha–beta model.
 
-use super::schedule::{Collective, Scope, Transfer};
+use super::transfer::{Collective, Scope, Transfer};
 use crate::{
     error::{Error, Result},
     plan::ShardingPlan,

@@ -12,8 +12,10 @@ mod model;
 mod optimizer;
 mod pricing;
 mod ragged;
+mod runtime;
 mod schedule;
 mod tally;
+mod transfer;
 mod within;
 
 use std::{collections::BTreeMap, num::NonZeroUsize};
@@ -25,9 +27,11 @@ pub use self::{
     activations::Activations,
     collectives::{Collectives, Traffic},
     links::{Link, Links},
-    model::{CostModel, Runtime},
+    model::CostModel,
     optimizer::Optimizer,
-    schedule::{Calls, Collective, HandedOver, Schedule, Scope, Transfer, UnitSchedule},
+    runtime::Runtime,
+    schedule::{Calls, HandedOver, Schedule, UnitSchedule},
+    transfer::{Collective, Scope, Transfer},
 };
 use self::{
     loads::Load,

@@ -10,12 +10,15 @@ use super::{
     fit,
     pricing::Pricing,
     tally::{Buffer, Tally, UnitTally, Units},
+    transfer::{Collective, Scope, Transfer},
 };
 use crate::{
     elem::ElemType,
     error::{Error, Result},
     plan::ShardingPlan,
 };
+
+const OF_A_UNIT: &str = "the bytes of a unit";
 
 /// What every unit of a plan sends in a training step, and how.
 ///
@@ -98,60 +101,10 @@ pub struct UnitSchedule<'a> {
     pub all_reduce_copies: Option<Transfer>,
 }
 
-/// A collective of several parameters, or of their gradients.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
-#[non_exhaustive]
-pub struct Transfer {
-    /// Which ranks take part.
-    pub scope: Scope,
-    /// How many they are. A transfer among one sends nothing.
-    pub ranks: u64,
-    /// How often it is carried out in a step.
-    pub count: u64,
-    /// The positions of its parameters in the plan, in the order given.
-    pub parameters: Vec<usize>,
-    /// The bytes of the whole buffer each time, padding included if the runtime pads: what
-    /// `all_gather` puts out, what `reduce_scatter` takes in, and what the rank that has the most
-    /// adds to an `all_reduce`.
-    pub bytes: u64,
-    /// The same without padding: what is sent where parts of unequal sizes are.
-    pub payload_bytes: u64,
-    /// How much of `bytes` the rank with the smallest part has already: it receives the most.
-    #[serde(skip)]
-    pub(super) smallest_part_bytes: u64,
-}
-
-/// Ranks that take part in a collective.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize)]
-#[serde(rename_all = "snake_case")]
-#[non_exhaustive]
-pub enum Scope {
-    /// A shard group: neighbors.
-    ShardGroup,
-    /// Ranks that hold the same parts: one of each shard group.
-    Replicas,
-    /// All ranks.
-    World,
-}
-
-/// A kind of collective.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize)]
-#[serde(rename_all = "snake_case")]
-#[non_exhaustive]
-pub enum Collective {
-    /// Everyone's parts, to everyone.
-    AllGather,
-    /// Sums, to each rank those of its parts.
-    ReduceScatter,
-    /// Sums, to everyone.
-    AllReduce,
-}
-
 /// What one rank hands over to the others in a step.
 ///
-/// It is what [`DeviceMesh::traffic`](https://docs.rs/pmap-mesh) counts of parameters and gradients
-/// while a plan is carried out by dist-train: of gathered parameters the rank's own parts, of
-/// summed gradients the whole.
+/// It is what pmap-mesh's `DeviceMesh::traffic` counts of parameters and gradients while dist-train
+/// carries out a plan: of gathered parameters the rank's own parts, of summed gradients the whole.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, Serialize)]
 #[non_exhaustive]
 pub struct HandedOver {
@@ -297,20 +250,19 @@ impl<'a> Schedule<'a> {
 
 impl<'a> UnitSchedule<'a> {
     fn new(plan: &ShardingPlan, model: &CostModel, unit: UnitTally<'a>) -> Result<Self> {
-        let transfer =
-            |scope, count, buffer: &Buffer| Transfer::new(plan, scope, count, buffer, model.pads());
+        let of = |scope, count, buffer: &Buffer| transfer(plan, scope, count, buffer, model.pads());
         let UnitTally { name, gathered, reduced, copies, .. } = unit;
         let passes = if plan.keeps_gathered(name) { 1 } else { 2 };
         let all_reduce_parts = match plan.replicas() {
             1 => None,
-            _ => transfer(Scope::Replicas, 1, &reduced.largest_part(plan))?,
+            _ => of(Scope::Replicas, 1, &reduced.largest_part(plan))?,
         };
         Ok(Self {
             unit: name,
-            all_gather: transfer(Scope::ShardGroup, passes, &gathered)?,
-            reduce_scatter: transfer(Scope::ShardGroup, 1, &reduced)?,
+            all_gather: of(Scope::ShardGroup, passes, &gathered)?,
+            reduce_scatter: of(Scope::ShardGroup, 1, &reduced)?,
             all_reduce_parts,
-            all_reduce_copies: transfer(Scope::World, 1, &copies)?,
+            all_reduce_copies: of(Scope::World, 1, &copies)?,
         })
     }
 
@@ -328,44 +280,27 @@ impl<'a> UnitSchedule<'a> {
     }
 }
 
-impl Transfer {
-    /// The transfer of a buffer, if there is anything in it.
-    fn new(
-        plan: &ShardingPlan,
-        scope: Scope,
-        count: u64,
-        buffer: &Buffer,
-        is_padded: bool,
-    ) -> Result<Option<Self>> {
-        if buffer.parameters.is_empty() {
-            return Ok(None);
-        }
-        let fit = |bytes| fit(bytes, "the bytes of a unit");
-        Ok(Some(Self {
-            scope,
-            ranks: scope.ranks(plan),
-            count,
-            parameters: buffer.parameters.clone(),
-            bytes: fit(if is_padded { buffer.bytes() } else { buffer.payload_bytes })?,
-            payload_bytes: fit(buffer.payload_bytes)?,
-            smallest_part_bytes: fit(buffer.smallest_part_bytes(plan, is_padded))?,
-        }))
+/// The transfer of a buffer, if there is anything in it.
+fn transfer(
+    plan: &ShardingPlan,
+    scope: Scope,
+    count: u64,
+    buffer: &Buffer,
+    is_padded: bool,
+) -> Result<Option<Transfer>> {
+    if buffer.parameters.is_empty() {
+        return Ok(None);
     }
-
-    /// Whether anything is sent: not among a single rank.
-    pub fn is_sent(&self) -> bool {
-        self.ranks > 1
-    }
-}
-
-impl Scope {
-    fn ranks(self, plan: &ShardingPlan) -> u64 {
-        match self {
-            Self::ShardGroup => plan.shard_group().as_u64(),
-            Self::Replicas => plan.replicas(),
-            Self::World => plan.world_size().as_u64(),
-        }
-    }
+    let bytes = if is_padded { buffer.bytes() } else { buffer.payload_bytes };
+    Ok(Some(Transfer {
+        scope,
+        ranks: scope.ranks(plan),
+        count,
+        parameters: buffer.parameters.clone(),
+        bytes: fit(bytes, OF_A_UNIT)?,
+        payload_bytes: fit(buffer.payload_bytes, OF_A_UNIT)?,
+        smallest_part_bytes: fit(buffer.smallest_part_bytes(plan, is_padded), OF_A_UNIT)?,
+    }))
 }
 
 impl Calls {

@@ -47,9 +47,27 @@ pub(crate) trait Backend: fmt::Debug + Send + Sync {
     /// What counts the collectives of each slot of this process, in order.
     fn counters(&self) -> &[Counter];
 
-    /// The lists of all slots, given those of this process's slots; called between two calls, by
-    /// every process.
-    fn process_allgather(&self, lists: Vec<Vec<Tensor>>) -> error::Result<Vec<Vec<Tensor>>>;
+    /// The lists of all slots, given those of this process's slots, or why it has none: then all
+    /// processes fail, this one with its error. Called between two calls by every process, for
+    /// the same `purpose`.
+    ///
+    /// # Errors
+    ///
+    /// That of `lists`, and [`ProcessError::Peer`] if another process has none.
+    fn process_allgather(
+        &self,
+        purpose: Purpose,
+        lists: error::Result<Vec<Vec<Tensor>>>,
+    ) -> error::Result<Vec<Vec<Tensor>>>;
+}
+
+/// For what processes tell each other something between two calls.
+#[derive(Clone, Copy, Debug)]
+pub(crate) enum Purpose {
+    /// Their user asked for it.
+    User,
+    /// The results of a call are put together.
+    Results,
 }
 
 /// Moves tensors between the replicas of a group, for one replica in one call.

@@ -18,7 +18,7 @@ use std::{
 use candle_core::{Device, Tensor};
 
 use crate::{
-    engine::{Backend, threads::Threads},
+    engine::{Backend, Purpose, threads::Threads},
     error::{MeshError, ProcessError, ReplicaError, Result, ValueError},
     mesh::{place::settle, topology::Topology, workers::Workers},
 };
@@ -247,15 +247,26 @@ impl DeviceMesh {
     ///
     /// # Errors
     ///
-    /// [`ValueError::ListCount`] for another number of lists; over several processes, those of
-    /// [`PMap::call`](crate::PMap::call).
+    /// [`ValueError::ListCount`] for another number of lists; over several processes
+    /// [`ProcessError::OtherThread`] for a second calling thread, [`ProcessError::Exchange`] if what
+    /// a process has cannot be sent, and [`ProcessError::Peer`] on all others then.
     pub fn process_allgather(&self, lists: Vec<Vec<Tensor>>) -> Result<Vec<Vec<Tensor>>> {
         let slots = self.devices().len();
         if lists.len() != slots {
             return Err(ValueError::ListCount { lists: lists.len(), slots }.into());
         }
         self.refuse_other_thread()?;
-        self.0.backend.process_allgather(lists)
+        self.0.backend.process_allgather(Purpose::User, Ok(lists))
+    }
+
+    /// The lists of all slots at the end of a call, given those of this process's slots, or why it
+    /// has none.
+    pub(crate) fn exchange_results(
+        &self,
+        lists: Result<Vec<Vec<Tensor>>>,
+    ) -> Result<Vec<Vec<Tensor>>> {
+        self.refuse_other_thread()?;
+        self.0.backend.process_allgather(Purpose::Results, lists)
     }
 
     /// Whether some of its slots run in other processes.

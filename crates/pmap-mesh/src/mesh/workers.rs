@@ -67,7 +67,8 @@ pub(crate) struct Workers {
     /// Held while a job is handed out: all slots must see jobs in the same order, or collectives of
     /// two calls would wait for each other.
     dispatch: Mutex<Dispatch>,
-    /// How long slots that have not ended are waited for when another one has; for ever without.
+    /// How long a slot that has begun a job is waited for when another one has ended it; for ever
+    /// without.
     deadline: Option<Duration>,
 }
 
@@ -96,13 +97,27 @@ struct GivenUp {
 
 /// Why a job has not ended.
 struct Stuck {
-    /// The slots that have not ended their part this long after another one did.
+    /// The slots that have not ended their part.
     slots: Vec<usize>,
+    /// How long a slot was waited for.
     after: Duration,
-    /// Those among them that have begun it; from the others it was taken back.
-    running: Vec<usize>,
-    /// One that has not begun it since it is busy with an earlier call, and that call.
-    busy: Option<(usize, &'static Location<'static>)>,
+    /// Whether some of them have begun it; from the others it was taken back.
+    is_running: bool,
+    /// One that has not begun it since it is busy with an earlier call, which was given up.
+    behind: Option<Behind>,
+}
+
+/// What keeps a slot from beginning a job: a call that was given up, and has not returned there.
+#[derive(Clone, Copy)]
+struct Behind {
+    slot: usize,
+    call: &'static Location<'static>,
+}
+
+impl From<Behind> for ReplicaError {
+    fn from(Behind { slot, call }: Behind) -> Self {
+        Self::Stuck { slot, call }
+    }
 }
 
 /// A job that has been handed out.
@@ -153,9 +168,9 @@ impl Workers {
         call: &'static Location<'static>,
     ) -> Result<()> {
         let job_of_workers: Arc<dyn Job> = Arc::<J>::clone(job);
-        let posted = self.post(&job_of_workers, call)?;
+        let posted = self.post(&job_of_workers)?;
         self.wait(&posted, &**job).map_err(|stuck| {
-            if !stuck.running.is_empty() {
+            if stuck.is_running {
                 let given_up = GivenUp { number: posted.number, call };
                 lock(&self.dispatch).given_up.push_back(given_up);
             }
@@ -164,7 +179,8 @@ impl Workers {
     }
 
     /// Runs a job that may borrow: returns when all workers that have begun it have ended it. If
-    /// one of these has not when the deadline has passed, it ends the process.
+    /// one of these has not when the deadline has passed, and neither does when all have learned
+    /// that the job has failed, it ends the process.
     ///
     /// # Errors
     ///
@@ -172,7 +188,7 @@ impl Workers {
     pub(crate) fn run_scoped<J: Job>(
         &self,
         job: &Arc<J>,
-        call: &'static Location<'static>,
+        _: &'static Location<'static>,
     ) -> Result<()> {
         let borrowing: Arc<dyn Job + '_> = Arc::<J>::clone(job);
         #[expect(unsafe_code, reason = "a type cannot say that a thread waits for others")]
@@ -185,11 +201,13 @@ impl Workers {
         // function, so that no worker drops the last clone, and with it what the job owns.
         let job_of_workers: Arc<dyn Job> =
             unsafe { mem::transmute::<Arc<dyn Job + '_>, Arc<dyn Job>>(borrowing) };
-        let posted = self.post(&job_of_workers, call)?;
+        let posted = self.post(&job_of_workers)?;
         let _all = WaitForAll(&posted.pending);
         self.wait(&posted, &**job).map_err(|stuck| {
             let error = stuck.error(&**job);
-            if !stuck.running.is_empty() {
+            // Who has learned of it in a collective returns, and who was about to return has.
+            let grace = Instant::now() + GRACE;
+            if !sync::until(Some(grace), || posted.pending.all_have_ended()) {
                 ending::end(&format!("{error}; {NO_RETURN}"), || process::exit(1));
             }
             error
@@ -197,7 +215,7 @@ impl Workers {
     }
 
     /// Hands a job out to all workers.
-    fn post(&self, job: &Arc<dyn Job>, call: &'static Location<'static>) -> Result<Posted> {
+    fn post(&self, job: &Arc<dyn Job>) -> Result<Posted> {
         let pending = Arc::new(Pending {
             of: self.slots.len(),
             left: AtomicUsize::new(self.slots.len()),
@@ -210,20 +228,26 @@ impl Workers {
         dispatch.n_jobs += 1;
         for slot in &self.slots {
             let part = Part { job: Arc::clone(job), pending: Arc::clone(&pending) };
-            slot.mailbox.post(Task { part: Some(part), call });
+            slot.mailbox.post(Task(Some(part)));
         }
         mem::forget(handing_out);
         Ok(Posted { number: dispatch.n_jobs, pending })
     }
 
     fn refuse_if_stuck(&self, dispatch: &mut Dispatch) -> Result<(), ReplicaError> {
-        while let Some(&GivenUp { number, call }) = dispatch.given_up.front() {
-            if let Some(slot) = self.stuck(number).next() {
-                return Err(ReplicaError::Stuck { slot, call });
-            }
-            dispatch.given_up.pop_front();
+        dispatch.given_up.retain(|job| self.stuck(job.number).next().is_some());
+        match self.behind(dispatch, dispatch.n_jobs) {
+            None => Ok(()),
+            Some(behind) => Err(behind.into()),
         }
-        Ok(())
+    }
+
+    /// A slot that is busy with one of the first `number` jobs though that was given up.
+    fn behind(&self, dispatch: &Dispatch, number: u64) -> Option<Behind> {
+        let mut given_up = dispatch.given_up.iter().filter(|job| job.number <= number);
+        given_up.find_map(|&GivenUp { number, call }| {
+            self.stuck(number).next().map(|slot| Behind { slot, call })
+        })
     }
 
     /// The slots that have not ended their parts of the first `number` jobs.
@@ -234,48 +258,84 @@ impl Workers {
     }
 
     /// Waits until all workers have ended a job; fails with those that have not in time.
+    ///
+    /// The time of a slot counts from when it has begun the job: what an earlier call took, of
+    /// another thread, is that call's. But if that call is given up, this one does not begin.
     fn wait(&self, posted: &Posted, job: &dyn Job) -> Result<(), Stuck> {
         let pending = &posted.pending;
-        if let Some(after) = self.deadline {
-            // Replicas wait for each other only until the deadline: one of them ends, or all
-            // compute.
-            sync::until(None, || pending.one_has_ended());
-            let patience = if job.is_late() { GRACE } else { after };
+        let Some(after) = self.deadline else {
+            sync::until(None, || pending.all_have_ended());
+            return Ok(());
+        };
+        // Replicas wait for each other only until the deadline: one of them ends, or all compute.
+        sync::until(None, || pending.one_has_ended());
+        let is_late = job.is_late();
+        let patience = if is_late { GRACE } else { after };
+        let start = Instant::now();
+        loop {
             // A deadline beyond all time is none.
-            let in_time =
-                sync::until(Instant::now().checked_add(patience), || pending.all_have_ended());
+            let look = self.next_look(posted.number, start, patience);
+            if sync::until(look, || pending.all_have_ended()) {
+                return Ok(());
+            }
             let slots: Vec<usize> = self.stuck(posted.number).collect();
-            if !in_time && !slots.is_empty() {
-                return Err(self.take_back(pending, slots, after));
+            let behind = self.behind(&lock(&self.dispatch), posted.number - 1);
+            let begun = slots.iter().map(|&slot| self.slots[slot].mailbox.begin_of(posted.number));
+            let spent: Vec<_> =
+                begun.map(|begun| begun.map(|begun| begun.max(start).elapsed())).collect();
+            if is_over(&spent, patience, is_late || behind.is_some()) {
+                return Err(self.take_back(pending, slots, after, behind));
             }
         }
-        sync::until(None, || pending.all_have_ended());
-        Ok(())
     }
 
-    /// Takes a job back from those of these slots that have not begun it.
-    fn take_back(&self, pending: &Arc<Pending>, slots: Vec<usize>, after: Duration) -> Stuck {
-        let mut running = Vec::new();
-        let mut busy = None;
+    /// When to look whether slots that have not ended job `number` have had their time, if one of
+    /// them ends it at all; `start` is when the first one has ended it.
+    fn next_look(&self, number: u64, start: Instant, patience: Duration) -> Option<Instant> {
+        let over = |slot: usize| match self.slots[slot].mailbox.begin_of(number) {
+            Some(begun) => begun.max(start).checked_add(patience),
+            // It is behind an earlier call, of which we are not told when it is given up.
+            None => start.checked_add(patience).map(|over| over.max(Instant::now() + GRACE)),
+        };
+        self.stuck(number).filter_map(over).min()
+    }
+
+    /// Takes a job back from those of these slots that have not begun it, all that have not ended
+    /// it.
+    fn take_back(
+        &self,
+        pending: &Arc<Pending>,
+        slots: Vec<usize>,
+        after: Duration,
+        behind: Option<Behind>,
+    ) -> Stuck {
+        let mut is_running = false;
         for &slot in &slots {
-            match self.slots[slot].mailbox.take_back(pending) {
-                None => running.push(slot),
-                Some(TakenBack { behind }) => busy = busy.or(behind.map(|call| (slot, call))),
-            }
+            is_running |= !self.slots[slot].mailbox.take_back(pending);
         }
-        Stuck { slots, after, running, busy }
+        Stuck { slots, after, is_running, behind }
+    }
+}
+
+/// Whether slots that have not ended a job have had their time, given how long each has had it, if
+/// it has begun it. Where all others wait to begin, that is so if there is no more use in it.
+fn is_over(spent: &[Option<Duration>], patience: Duration, is_in_vain: bool) -> bool {
+    let mut begun = spent.iter().flatten();
+    match begun.clone().next() {
+        Some(_) => begun.any(|spent| *spent >= patience),
+        None => is_in_vain && !spent.is_empty(),
     }
 }
 
 impl Stuck {
     /// What the call fails with, which ends for all of its slots.
     fn error(&self, job: &dyn Job) -> Error {
-        match (job.give_up(&self.slots, self.after), self.busy) {
+        match (job.give_up(&self.slots, self.after), self.behind) {
             // It did not get from the busy slot what it waited for.
-            (Error::Collective(CollectiveError::Deadline { .. }), Some((slot, call)))
-                if self.running.is_empty() =>
+            (Error::Collective(CollectiveError::Deadline { .. }), Some(behind))
+                if !self.is_running =>
             {
-                ReplicaError::Stuck { slot, call }.into()
+                ReplicaError::from(behind).into()
             }
             (failure, _) => failure,
         }
@@ -420,13 +480,8 @@ impl Drop for WaitForAll<'_> {
     }
 }
 
-/// What a worker is to do next.
-struct Task {
-    /// None if the caller has taken it back.
-    part: Option<Part>,
-    /// Where the function was called.
-    call: &'static Location<'static>,
-}
+/// What a worker is to do next; nothing if the caller has taken it back.
+struct Task(Option<Part>);
 
 /// A worker's part of a job.
 struct Part {
@@ -443,12 +498,6 @@ impl Part {
         drop(catch(|| drop(job)));
         pending
     }
-}
-
-/// A part that its worker has not begun, and will not.
-struct TakenBack {
-    /// The call that the worker is busy with; none if it is only about to take the part.
-    behind: Option<&'static Location<'static>>,
 }
 
 /// Where a worker finds its tasks.
@@ -469,10 +518,10 @@ struct Mailbox {
 struct Tasks {
     /// Those that have not begun, oldest first.
     queue: VecDeque<Task>,
-    /// How many have begun.
+    /// How many have begun: the last of them is the job of that number.
     n_begun: u64,
-    /// The call of the last one that has.
-    last_begun: Option<&'static Location<'static>>,
+    /// When the last one has.
+    last_begun: Option<Instant>,
 }
 
 impl fmt::Debug for Tasks {
@@ -497,7 +546,7 @@ impl Mailbox {
 
     /// Does tasks as they come, until the mailbox is closed.
     fn serve(&self, local_index: usize) {
-        while let Some(Task { part, .. }) = self.next() {
+        while let Some(Task(part)) = self.next() {
             // What was taken back has been counted by who took it.
             let pending = part.map(|part| {
                 part.job.run(local_index);
@@ -519,7 +568,7 @@ impl Mailbox {
         let mut tasks = lock(&self.tasks);
         let task = tasks.queue.pop_front()?;
         tasks.n_begun += 1;
-        tasks.last_begun = Some(task.call);
+        tasks.last_begun = Some(Instant::now());
         self.count.fetch_sub(1, Ordering::AcqRel);
         Some(task)
     }
@@ -531,19 +580,27 @@ impl Mailbox {
         self.worker.unpark();
     }
 
-    /// Takes back a part, if it has not begun.
-    fn take_back(&self, pending: &Arc<Pending>) -> Option<TakenBack> {
+    /// When this worker has begun a job that it has not ended; none if it has not begun it.
+    fn begin_of(&self, number: u64) -> Option<Instant> {
+        let tasks = lock(&self.tasks);
+        tasks.last_begun.filter(|_| tasks.n_begun >= number)
+    }
+
+    /// Takes back a part, if it has not begun; returns whether it had not.
+    fn take_back(&self, pending: &Arc<Pending>) -> bool {
         let mut tasks = lock(&self.tasks);
         let is_its = |part: &mut Part| Arc::ptr_eq(&part.pending, pending);
         // The task stays, and is counted when its turn comes: those behind it keep their numbers.
-        let part = tasks.queue.iter_mut().find_map(|task| task.part.take_if(is_its))?;
-        // Only the number counts.
-        let is_busy = self.n_ended.load(Ordering::Relaxed) < tasks.n_begun;
-        let behind = tasks.last_begun.filter(|_| is_busy);
-        // What the job owns is dropped here.
+        let part = tasks.queue.iter_mut().find_map(|Task(part)| part.take_if(is_its));
+        // What the job owns is dropped without the lock.
         drop(tasks);
-        part.let_go().count_down();
-        Some(TakenBack { behind })
+        match part {
+            None => false,
+            Some(part) => {
+                part.let_go().count_down();
+                true
+            }
+        }
     }
 
     fn close(&self) {
@@ -618,6 +675,70 @@ mod tests {
         }
     }
 
+    /// Slot 1 returns when the caller has given it up.
+    #[derive(Default)]
+    struct Late {
+        is_given_up: AtomicBool,
+    }
+
+    impl Job for Late {
+        fn run(&self, local_index: usize) {
+            while local_index == 1 && !self.is_given_up.load(Ordering::Acquire) {
+                thread::yield_now();
+            }
+        }
+
+        fn is_late(&self) -> bool {
+            false
+        }
+
+        fn give_up(&self, stuck: &[usize], _: Duration) -> Error {
+            assert_eq!(stuck, [1]);
+            self.is_given_up.store(true, Ordering::Release);
+            ReplicaError::Nested.into()
+        }
+    }
+
+    #[test]
+    fn a_scoped_job_that_ends_when_it_is_given_up_ends_no_process() {
+        let workers = Workers::start(2, false, Some(Duration::ZERO)).unwrap();
+        let outcome = workers.run_scoped(&Arc::new(Late::default()), Location::caller());
+        assert!(matches!(outcome, Err(Error::Replica(ReplicaError::Nested))));
+        // Nobody is busy with it.
+        assert!(workers.refuse_if_stuck(&mut lock(&workers.dispatch)).is_ok());
+    }
+
+    #[test]
+    fn a_slot_has_its_time_from_when_it_has_begun() {
+        let patience = Duration::from_secs(5);
+        let [short, long] = [4, 5].map(|seconds| Some(Duration::from_secs(seconds)));
+        for is_in_vain in [false, true] {
+            assert!(is_over(&[None, short, long], patience, is_in_vain));
+            assert!(!is_over(&[None, short], patience, is_in_vain));
+            assert!(!is_over(&[], patience, is_in_vain));
+            assert_eq!(is_over(&[None, None], patience, is_in_vain), is_in_vain);
+        }
+    }
+
+    #[test]
+    fn a_job_is_behind_one_that_was_given_up_before_it_and_not_behind_a_slow_one() {
+        let workers = Workers::start(1, false, None).unwrap();
+        // None of the three has ended.
+        let mut dispatch = lock(&workers.dispatch);
+        dispatch.n_jobs = 3;
+        assert!(workers.refuse_if_stuck(&mut dispatch).is_ok());
+        let call = Location::caller();
+        dispatch.given_up.push_back(GivenUp { number: 2, call });
+        assert!(workers.behind(&dispatch, 1).is_none());
+        assert_eq!(workers.behind(&dispatch, 2).unwrap().call, call);
+        let refused = workers.refuse_if_stuck(&mut dispatch);
+        assert!(matches!(refused, Err(ReplicaError::Stuck { slot: 0, .. })));
+        workers.slots[0].mailbox.n_ended.store(2, Ordering::Relaxed);
+        assert!(workers.refuse_if_stuck(&mut dispatch).is_ok());
+        // So that dropping them waits for nobody.
+        dispatch.n_jobs = 0;
+    }
+
     static COUNTS: [AtomicUsize; 1] = [AtomicUsize::new(0)];
 
     /// Posts a part of a job of one slot; returns what its end is counted in.
@@ -625,7 +746,7 @@ mod tests {
         let caller = thread::current();
         let pending = Arc::new(Pending { of: 1, left: AtomicUsize::new(1), caller });
         let part = Part { job: Arc::clone(job), pending: Arc::clone(&pending) };
-        mailbox.post(Task { part: Some(part), call: Location::caller() });
+        mailbox.post(Task(Some(part)));
         pending
     }
 
@@ -635,23 +756,17 @@ mod tests {
         let job: Arc<dyn Job> = Arc::new(Add(&COUNTS));
         let first = post(&mailbox, &job);
         let second = post(&mailbox, &job);
-        let begun = mailbox.next().unwrap();
+        assert!(mailbox.begin_of(1).is_none());
+        let _begun = mailbox.next().unwrap();
+        assert!(mailbox.begin_of(1).is_some() && mailbox.begin_of(2).is_none());
 
-        assert!(mailbox.take_back(&first).is_none());
-        assert_eq!(mailbox.take_back(&second).unwrap().behind, Some(begun.call));
+        assert!(!mailbox.take_back(&first));
+        assert!(mailbox.take_back(&second));
         assert!(second.all_have_ended() && !first.all_have_ended());
         // Here, and in the part that has begun.
         assert_eq!(Arc::strong_count(&job), 2);
         // Its turn comes all the same.
-        assert!(mailbox.next().unwrap().part.is_none());
-        assert!(mailbox.take_back(&second).is_none());
-    }
-
-    #[test]
-    fn a_part_of_a_worker_that_is_not_busy_was_behind_nothing() {
-        let mailbox = Mailbox::new(thread::current());
-        let pending = post(&mailbox, &(Arc::new(Add(&COUNTS)) as Arc<dyn Job>));
-        assert!(mailbox.take_back(&pending).unwrap().behind.is_none());
-        assert!(pending.all_have_ended());
+        assert!(mailbox.next().unwrap().0.is_none());
+        assert!(!mailbox.take_back(&second));
     }
 }

@@ -35,15 +35,23 @@ impl Exchange<'_> {
     ///
     /// # Errors
     ///
-    /// [`ValueError::OutAxes`] and [`ValueError::OutputCount`], on all processes alike.
+    /// [`ValueError::OutAxes`] and [`ValueError::OutputCount`], on all processes alike; if one of
+    /// them fails, its error there and [`ProcessError::Peer`](crate::ProcessError::Peer) on the
+    /// others.
     pub(super) fn run(&self, own: &[Vec<Tensor>]) -> Result<(Vec<Vec<Tensor>>, Comparison)> {
         let slots = self.mesh.local_slots().zip(own);
-        let told = slots.map(|(slot, results)| self.told(slot, results)).collect::<Result<_>>()?;
-        let mut of_slots = self.mesh.process_allgather(told)?;
-        let words: Vec<Vec<u64>> =
-            of_slots.iter_mut().map(|list| words(&list.remove(0))).collect::<Result<_>>()?;
+        let told = slots.map(|(slot, results)| self.told(slot, results)).collect();
+        let mut of_slots = Vec::new();
+        let mut agreements = Vec::new();
+        let mut prints = Vec::new();
+        for list in self.mesh.exchange_results(told)? {
+            let (agreement, of_slot, results) = taken_apart(list)?;
+            agreements.push(agreement);
+            prints.push(of_slot);
+            of_slots.push(results);
+        }
         check_counts(&of_slots)?;
-        if let Some(slot) = words.iter().position(|of_slot| of_slot[0] != words[0][0]) {
+        if let Some(slot) = agreements.iter().position(|other| *other != agreements[0]) {
             return Err(ValueError::OutAxes { slot }.into());
         }
         for results in &mut of_slots {
@@ -52,7 +60,6 @@ impl Exchange<'_> {
                 *result = own.clone();
             }
         }
-        let prints = words.into_iter().map(|of_slot| of_slot[1..].to_vec()).collect();
         let comparison =
             if self.trust { Comparison::Trusted } else { Comparison::Fingerprints(prints) };
         Ok((of_slots, comparison))
@@ -117,7 +124,14 @@ pub(super) fn check_counts(of_slots: &[Vec<Tensor>]) -> Result<()> {
     }
 }
 
-fn words(tensor: &Tensor) -> Result<Vec<u64>> {
-    let words: Vec<i64> = tensor.to_vec1().map_err(Error::gather(0))?;
-    Ok(words.into_iter().map(i64::cast_unsigned).collect())
+/// What a slot has been [`told`](Exchange::told) of another one: the word that must agree, a word
+/// for each result, and the results.
+#[expect(clippy::expect_used, reason = "only lists of `told` come under the name of results")]
+fn taken_apart(list: Vec<Tensor>) -> Result<(u64, Vec<u64>, Vec<Tensor>)> {
+    let mut list = list.into_iter();
+    let words = list.next().expect("a list begins with its words");
+    let words: Vec<i64> = words.to_vec1().map_err(Error::gather(0))?;
+    let mut words = words.into_iter().map(i64::cast_unsigned);
+    let agreement = words.next().expect("words begin with the one that must agree");
+    Ok((agreement, words.collect(), list.collect()))
 }

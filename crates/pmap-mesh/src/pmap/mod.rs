@@ -290,11 +290,14 @@ where
     /// replica has not returned by the mesh's [deadline], the call returns without it, and those
     /// that are queued behind it or follow are refused with [`ReplicaError::Stuck`] until it does.
     /// Afterwards: [`Error::Specs`], [`ValueError::OutputCount`], [`ValueError::NotReplicated`],
-    /// [`ValueError::Gather`] and, over several processes, [`ValueError::OutAxes`].
+    /// [`ValueError::Gather`] and, over several processes, [`ValueError::OutAxes`],
+    /// [`ProcessError::Exchange`] and [`ProcessError::Peer`].
     ///
     /// [deadline]: crate::DeviceMeshBuilder::deadline
     /// [`Error::Specs`]: crate::Error::Specs
+    /// [`ProcessError::Exchange`]: crate::ProcessError::Exchange
     /// [`ProcessError::OtherThread`]: crate::ProcessError::OtherThread
+    /// [`ProcessError::Peer`]: crate::ProcessError::Peer
     /// [`ReplicaError::Failed`]: crate::ReplicaError::Failed
     /// [`ReplicaError::Nested`]: crate::ReplicaError::Nested
     /// [`ReplicaError::Panicked`]: crate::ReplicaError::Panicked

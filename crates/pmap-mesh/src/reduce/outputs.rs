@@ -1,7 +1,7 @@
 //! What members of a group make together: reductions of what all have, and tensors put together of
 //! what each has.
 
-use std::{iter, ops::Range};
+use std::{iter, ops::Range, sync::OnceLock};
 
 use candle_core::{CpuStorage, DType, Device, Result, Shape, Tensor, Var, WithDType, bail};
 use half::{bf16, f16};
@@ -34,8 +34,10 @@ fn reduced_of<T: Element>(
 ) -> Result<Output> {
     let pieces: Vec<Range<usize>> =
         pieces(0..items.len(), joint::piece_items(items.len(), size_of::<T>())).collect();
-    let buffer = SharedBuffer::<T>::new(pieces);
-    Ok(Output::new(buffer.n_parts(), move |piece| {
+    let n_pieces = pieces.len();
+    let buffer = LazyBuffer::<T>::new(pieces);
+    Ok(Output::new(n_pieces, move |piece| {
+        let buffer = buffer.get();
         let part = buffer.part(piece);
         let items = items.start + part.start..items.start + part.end;
         let filled =
@@ -97,8 +99,10 @@ fn assembled_of<T: WithDType>(_type: Vec<T>, assembly: Assembly) -> Result<Outpu
     if places.is_empty() {
         places.push(0..0);
     }
-    let buffer = SharedBuffer::<T>::new(places);
-    Ok(Output::new(buffer.n_parts(), move |piece| {
+    let n_pieces = places.len();
+    let buffer = LazyBuffer::<T>::new(places);
+    Ok(Output::new(n_pieces, move |piece| {
+        let buffer = buffer.get();
         let place = buffer.part(piece);
         let filled = buffer.fill(piece, |items| match sources.get(piece) {
             None => Ok(()),
@@ -118,6 +122,24 @@ fn tensor<T: WithDType>(items: Vec<T>, shape: &Shape, is_leaf: bool) -> Result<T
         Var::from_vec(items, shape, &Device::Cpu).map(Var::into_inner)
     } else {
         Tensor::from_vec(items, shape, &Device::Cpu)
+    }
+}
+
+/// A buffer that who fills its first part allocates: of what is for one member alone that is mostly
+/// the member itself, to whom the allocator then gives, round after round, memory that its caches
+/// hold.
+struct LazyBuffer<T> {
+    parts: Vec<Range<usize>>,
+    buffer: OnceLock<SharedBuffer<T>>,
+}
+
+impl<T: Copy> LazyBuffer<T> {
+    fn new(parts: Vec<Range<usize>>) -> Self {
+        Self { parts, buffer: OnceLock::new() }
+    }
+
+    fn get(&self) -> &SharedBuffer<T> {
+        self.buffer.get_or_init(|| SharedBuffer::new(self.parts.clone()))
     }
 }
 

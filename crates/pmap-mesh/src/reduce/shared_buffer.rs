@@ -56,11 +56,6 @@ impl<T: Copy> SharedBuffer<T> {
         Self { items: UnsafeCell::new(items), base, len, parts, taken, unfilled }
     }
 
-    /// How many parts there are.
-    pub(crate) fn n_parts(&self) -> usize {
-        self.parts.len()
-    }
-
     /// The place of a part in the buffer.
     pub(crate) fn part(&self, part: usize) -> Range<usize> {
         self.parts[part].clone()

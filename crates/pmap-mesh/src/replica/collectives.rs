@@ -17,6 +17,10 @@ use crate::{
     replica::{alone, pending::Outstanding},
 };
 
+/// Up to how many bytes every member makes all of a sum of which it keeps a part: to say what each
+/// wants would take longer.
+const SMALL_BYTES: usize = 16 << 10;
+
 /// What one replica asks of its engine, in one call.
 #[derive(Clone, Debug)]
 pub(crate) struct Collectives {
@@ -93,6 +97,11 @@ impl Collectives {
         sizes: &[usize],
     ) -> Result<Tensor> {
         self.count(site, Kind::ReduceScatter, n_bytes(x));
+        if site.size() > 1 && n_bytes(x) <= SMALL_BYTES {
+            let sum = self.engine.all_reduce(site, &x.detach(), Reduction::Sum)?;
+            let start = sizes[..site.rank].iter().sum();
+            return copied(&sum.narrow(dim, start, sizes[site.rank])?);
+        }
         // Parts along the first dimension are runs of items.
         let rows_first = in_one_piece(&x.detach().transpose(0, dim)?)?;
         let row_items: usize = rows_first.dims()[1..].iter().product();

@@ -1,11 +1,11 @@
 //! The arguments of `plan`, and the planner's types that they stand for.
 
-use std::path::PathBuf;
+use std::{num::NonZeroUsize, path::PathBuf};
 
 use candle_distributed::{
     plan::{
         ElemType, Pattern,
-        cost::{CostModel, Link, Links, Optimizer},
+        cost::{Activations, CostModel, Link, Links, Optimizer, Runtime},
     },
     types::{Placement, Rank, WorldSize},
 };
@@ -40,14 +40,18 @@ pub(crate) struct Args {
     /// Pattern that layers match, such as model.layers.*.mlp.experts.* [default: names up to their
     /// first number]
     #[arg(long, value_name = "PATTERN", help_heading = "What goes where")]
-    pub(super) layers: Option<Pattern>,
+    pub(super) layer_pattern: Option<Pattern>,
     /// Units that stay gathered between forward and backward pass; may be repeated
     #[arg(long, value_name = "PATTERN", help_heading = "What goes where")]
-    pub(super) keep: Vec<Pattern>,
+    pub(super) stay_gathered: Vec<Pattern>,
 
     /// Optimizer whose state is counted
     #[arg(long, value_enum, default_value_t, help_heading = "What it costs")]
     optimizer: OptimizerArg,
+    /// Update each unit as soon as its gradients are reduced, so that those of one unit are there at
+    /// a time
+    #[arg(long, help_heading = "What it costs")]
+    optimizer_in_backward: bool,
     /// Dtype of trained parameters [default: that of the file]
     #[arg(long, value_name = "DTYPE", value_parser = dtype, help_heading = "What it costs")]
     param_dtype: Option<ElemType>,
@@ -55,9 +59,22 @@ pub(crate) struct Args {
     /// those in which they are held]
     #[arg(long, value_name = "DTYPE,DTYPE", value_parser = dtypes, help_heading = "What it costs")]
     mixed_precision: Option<(ElemType, ElemType)>,
-    /// Number of units gathered ahead of the one in use
-    #[arg(long, value_name = "UNITS", default_value_t = 1, help_heading = "What it costs")]
-    prefetch: u64,
+    /// What carries out the plan, and so decides what is held and sent
+    #[arg(long, value_enum, default_value_t, help_heading = "What it costs")]
+    runtime: RuntimeArg,
+    /// Number of units gathered ahead of the one in use [default: 1 for torch, 0 for candle]
+    #[arg(long, value_name = "UNITS", help_heading = "What it costs")]
+    prefetch: Option<u64>,
+    /// Number of tokens in a rank's part of a batch, to estimate what activations take
+    #[arg(long, value_name = "N", requires = "width", help_heading = "What it costs")]
+    tokens: Option<u64>,
+    /// Width of the values between the blocks of the model
+    #[arg(long, value_name = "N", requires = "tokens", help_heading = "What it costs")]
+    width: Option<u64>,
+    /// Number of ranks in a process that share what they gather, as those on one processor do: also
+    /// say what the process needs
+    #[arg(long, value_name = "RANKS", help_heading = "What it costs")]
+    pub(super) slots: Option<NonZeroUsize>,
     /// Links, to estimate communication time: h100, or ranks per node and GB/s within and between
     /// nodes, such as 8:450:50
     #[arg(long, value_parser = links, help_heading = "What it costs")]
@@ -72,7 +89,8 @@ pub(crate) struct Args {
         long,
         requires = "budget",
         conflicts_with_all = [
-            "strategy", "layout", "block_size", "layer_order", "rules", "replicas", "keep"
+            "strategy", "layout", "block_size", "layer_order", "rules", "replicas",
+            "stay_gathered"
         ],
         help_heading = "What to print"
     )]
@@ -115,6 +133,15 @@ enum OptimizerArg {
     None,
 }
 
+#[derive(Clone, Copy, Debug, Default, ValueEnum)]
+enum RuntimeArg {
+    /// PyTorch's FSDP
+    #[default]
+    Torch,
+    /// This project's `FullyShard` on candle, which pads nothing and computes units again
+    Candle,
+}
+
 /// The form of the result.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, ValueEnum)]
 pub(super) enum FormatArg {
@@ -146,7 +173,7 @@ impl Args {
         Ok(rank.map(|rank| Placement::new(rank, self.world_size)).transpose()?.map(Placement::rank))
     }
 
-    pub(super) fn cost_model(&self) -> CostModel {
+    pub(super) fn cost_model(&self) -> Result<CostModel> {
         let optimizer = match self.optimizer {
             OptimizerArg::Adam => Optimizer::Adam,
             OptimizerArg::AdamMixed => Optimizer::AdamMixed,
@@ -154,12 +181,34 @@ impl Args {
             OptimizerArg::Sgd => Optimizer::Sgd,
             OptimizerArg::None => Optimizer::None,
         };
-        let model = CostModel::default().with_optimizer(optimizer).with_prefetch(self.prefetch);
+        let mut model =
+            CostModel::default().with_optimizer(optimizer).with_runtime(self.runtime.into());
+        if self.optimizer_in_backward {
+            model = model.with_optimizer_in_backward();
+        }
+        let model = self.prefetch.into_iter().fold(model, CostModel::with_prefetch);
         let model = self.param_dtype.into_iter().fold(model, CostModel::with_param_dtype);
         let model = self.links.into_iter().fold(model, CostModel::with_links);
-        self.mixed_precision
-            .into_iter()
-            .fold(model, |model, (param, reduce)| model.with_mixed_precision(param, reduce))
+        let model = self.activations()?.into_iter().fold(model, CostModel::with_activations);
+        let dtypes = self.mixed_precision.into_iter();
+        Ok(dtypes.fold(model, |model, (param, reduce)| model.with_mixed_precision(param, reduce)))
+    }
+
+    fn activations(&self) -> Result<Option<Activations>> {
+        let Some((tokens, width)) = self.tokens.zip(self.width) else { return Ok(None) };
+        let communicated = self.mixed_precision.map(|(param, _)| param);
+        let dtype = communicated.or(self.param_dtype).unwrap_or(ElemType::F32);
+        let runtime = self.runtime.into();
+        Ok(Some(Activations::of_transformer(tokens, width, dtype, runtime)?))
+    }
+}
+
+impl From<RuntimeArg> for Runtime {
+    fn from(runtime: RuntimeArg) -> Self {
+        match runtime {
+            RuntimeArg::Torch => Self::Torch,
+            RuntimeArg::Candle => Self::Candle,
+        }
     }
 }
 

@@ -23,7 +23,7 @@ use self::args::FormatArg;
 use crate::{
     error::{Error, Result},
     output,
-    strategy::Strategy,
+    strategy::{self, Strategy},
 };
 
 /// The JSON result; text and drawing show parts of it.
@@ -60,15 +60,7 @@ pub(crate) fn run(args: &Args) -> Result<()> {
     }
     match explain(args, &plan)? {
         Some(explanation) => output::text(|out| writeln!(out, "{explanation}")),
-        None => report(args, &plan, matches(&strategy, &parameters)),
-    }
-}
-
-/// Which rules pick which parameters, if the strategy goes by rules.
-fn matches<'a>(strategy: &Strategy, parameters: &'a [ParameterInfo]) -> Option<Matches<'a>> {
-    match strategy {
-        Strategy::Hybrid(rules) => Some(rules.matches(parameters)),
-        Strategy::Full(_) | Strategy::LayerWise { .. } | Strategy::WholeTensor => None,
+        None => report(args, &plan, strategy.matches(&parameters)),
     }
 }
 
@@ -77,7 +69,7 @@ fn explain(args: &Args, plan: &ShardingPlan) -> Result<Option<String>> {
     let explanation = match (&args.explain, args.explain_rank()?) {
         (None, None) => return Ok(None),
         (Some(name), _) => plan.explain_parameter(name)?,
-        (None, Some(rank)) => plan.explain_rank(rank, &args.cost_model())?,
+        (None, Some(rank)) => plan.explain_rank(rank, &args.cost_model()?)?,
     };
     match args.format {
         FormatArg::Text => Ok(Some(explanation)),
@@ -88,8 +80,9 @@ fn explain(args: &Args, plan: &ShardingPlan) -> Result<Option<String>> {
 }
 
 fn report(args: &Args, plan: &ShardingPlan, rules: Option<Matches<'_>>) -> Result<()> {
-    let report = PlanReport::new(plan, &args.cost_model(), args.rank()?)?;
+    let report = PlanReport::new(plan, &args.cost_model()?, args.rank()?)?;
     let report = args.budget.into_iter().fold(report, PlanReport::with_budget);
+    let report = args.slots.into_iter().fold(report, PlanReport::with_process);
     let answer = Answer { report, rules };
     match args.format {
         FormatArg::Text => {
@@ -112,7 +105,7 @@ fn advise(args: &Args, report: &PlanReport<'_>) {
 
 fn read_model(args: &Args) -> Result<Vec<ParameterInfo>> {
     let parameters = model::read(&args.model)?;
-    Ok(match &args.layers {
+    Ok(match &args.layer_pattern {
         Some(pattern) => {
             parameters.into_iter().map(|info| info.with_layer_pattern(pattern)).collect()
         }
@@ -126,7 +119,7 @@ fn make_plan(
     strategy: &Strategy,
 ) -> Result<ShardingPlan> {
     if let (true, Some(budget)) = (args.search, args.budget) {
-        let search = Search::new(args.world_size()?, budget).with_model(args.cost_model());
+        let search = Search::new(args.world_size()?, budget).with_model(args.cost_model()?);
         return Ok(model::in_file(&args.model, search.run(parameters))?.into_candidate().plan);
     }
     let strategy = Hsdp::new(strategy.planner(), args.what.replicas);
@@ -135,7 +128,7 @@ fn make_plan(
     let kept = plan
         .units()
         .into_iter()
-        .filter(|unit| args.keep.iter().any(|pattern| pattern.matches(unit)));
+        .filter(|unit| args.stay_gathered.iter().any(|pattern| pattern.matches(unit)));
     let kept: Vec<String> = kept.map(str::to_owned).collect();
     Ok(plan.with_kept_units(kept)?)
 }
@@ -143,37 +136,9 @@ fn make_plan(
 fn write_text(answer: &Answer<'_>, out: &mut dyn Write) -> io::Result<()> {
     writeln!(out, "{}", answer.report)?;
     if let Some(rules) = &answer.rules {
-        write_rules(rules, out)?;
+        strategy::write_matches(rules, out)?;
     }
     Ok(())
-}
-
-/// The number of names that are listed at most.
-const MAX_NAMES: usize = 8;
-
-fn write_rules(rules: &Matches<'_>, out: &mut dyn Write) -> io::Result<()> {
-    let decided: Vec<_> =
-        rules.decided.iter().enumerate().map(|(rule, n)| format!("{n} by rule {rule}")).collect();
-    writeln!(
-        out,
-        "parameters decided: {}; {} by default",
-        decided.join(", "),
-        rules.unmatched.len()
-    )?;
-    if !rules.unmatched.is_empty() {
-        writeln!(out, "no rule matches {}", listed(&rules.unmatched))?;
-    }
-    if !rules.overlaps.is_empty() {
-        let overlaps: Vec<_> = rules.overlaps.iter().map(|(name, _)| *name).collect();
-        writeln!(out, "several rules match {}; the first one decides", listed(&overlaps))?;
-    }
-    Ok(())
-}
-
-/// The first names of a list.
-fn listed(names: &[&str]) -> String {
-    let more = if names.len() > MAX_NAMES { ", …" } else { "" };
-    format!("{:?}{more}", &names[..names.len().min(MAX_NAMES)])
 }
 
 fn compare(old: &ShardingPlan, new: &ShardingPlan, format: FormatArg) -> Result<()> {

@@ -104,6 +104,7 @@ fn comparison(
         return Ok(None);
     };
     let work = Work {
+        check: false,
         config: settings.config(),
         parameters: &sharding.parameters,
         sharding: session.sharding.as_ref(),

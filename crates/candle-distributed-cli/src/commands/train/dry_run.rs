@@ -1,6 +1,6 @@
 //! `train --dry-run`: two steps that write nothing, and what was predicted of them.
 
-use std::path::Path;
+use std::{path::Path, sync::Arc};
 
 use candle_distributed::{mesh::DeviceMesh, train::Checkpoints};
 
@@ -10,7 +10,7 @@ use crate::{
     error::Result,
     train::{
         measured::{self, Comparison},
-        memory, sharding, stop,
+        memory, sharding,
         trainer::{self, Job},
     },
 };
@@ -36,12 +36,13 @@ impl Args {
             path: Path::new(""),
             checkpoints: &Checkpoints::new(""),
             from: None,
-            stop: stop::flag(),
+            // Nothing is there to be saved: a signal ends it as it ends any program.
+            stop: Arc::default(),
         };
         let counted = job.rehearse()?;
         let parameters = sharding::parameters_of(settings.config())?;
         let (_, batches) = schedule.first_epoch()?;
-        let work = work_of(beginning, &parameters, &batches, place);
+        let work = work_of(beginning, &parameters, &batches, place, false);
         let comparison = Comparison {
             memory: work.predicted()?,
             peak_bytes: largest_peak(mesh)?,

@@ -21,7 +21,7 @@ use crate::{
     error::Result,
     help::examples,
     output,
-    strategy::StrategyArgs,
+    strategy::{self, StrategyArgs},
     train::{
         agreement,
         journal::Journal,
@@ -88,7 +88,7 @@ pub(crate) struct Args {
     check: bool,
     /// Train two steps without writing anything, and print what was predicted of their memory and
     /// traffic beside what was measured
-    #[arg(long, conflicts_with_all = ["out", "steps", "check"])]
+    #[arg(long, conflicts_with_all = ["out", "steps", "check", "checkpoint_every"])]
     dry_run: bool,
 
     #[command(flatten)]
@@ -241,12 +241,14 @@ fn work_of<'a>(
     parameters: &'a [ParameterInfo],
     batches: &'a [Batch],
     place: Place,
+    check: bool,
 ) -> Work<'a> {
     Work {
         config: beginning.settings.config(),
         parameters,
         sharding: beginning.sharding.as_ref(),
         batches,
+        check,
         world_size: place.placement.world_size().as_u64(),
         ranks: place.ranks(),
         // Some systems do not say.
@@ -287,7 +289,10 @@ fn announce(job: &Job<'_>, place: Place) -> Result<Needs> {
         if first > 0 {
             writeln!(out, "resuming after step {first} of {steps}")?;
         }
-        writeln!(out, "{report}\neach epoch: {first_epoch}")
+        writeln!(out, "{report}")?;
+        let rules = job.sharding.and_then(|sharding| sharding.strategy.matches(&parameters));
+        rules.map_or(Ok(()), |rules| strategy::write_matches(&rules, out))?;
+        writeln!(out, "each epoch: {first_epoch}")
     })?;
     Needs::of(&parameters, report.cost(), job.sharding.is_some())
 }

@@ -247,7 +247,7 @@ impl Args {
     fn check_memory(&self, place: Place, beginning: &Beginning) -> Result<()> {
         let (_, batches) = beginning.schedule.first_epoch()?;
         let parameters = sharding::parameters_of(beginning.settings.config())?;
-        let work = work_of(beginning, &parameters, &batches, place);
+        let work = work_of(beginning, &parameters, &batches, place, self.check);
         let needed = work.predicted()?.total();
         tracing::info!("this process will take about {}", HumanBytes(needed.into()));
         let limits = match self.memory_limit {
@@ -257,7 +257,9 @@ impl Args {
         if let Some(limit) = limits.into_iter().min_by_key(Limit::share)
             && limit.share() < needed
         {
-            return Err(ErrorKind::Memory { needed, limit }.into());
+            let error = Error::from(ErrorKind::Memory { needed, limit });
+            let is_sharded = beginning.sharding.is_some();
+            return Err(if is_sharded { error.hinted(hint::MEMORY_OF_PARTS) } else { error });
         }
         // What the system does then, it does not say: it may have room elsewhere.
         let together = needed.saturating_mul(place.processes_here());
@@ -295,7 +297,10 @@ impl Args {
             format!(
                 "has --n-layers {layers} --hidden {hidden} --n-heads {heads} --context {context}"
             ),
-            format!("is sharded by {:?}", beginning.sharding),
+            match &beginning.sharding {
+                Some(sharding) => format!("is sharded by {}", sharding.words()),
+                None => "is not sharded".into(),
+            },
             format!("has --dry-run {}", self.dry_run),
             format!("has version {}", env!("CARGO_PKG_VERSION")),
         ]

@@ -71,7 +71,10 @@ mod tests {
         write::{Written, write},
         *,
     };
-    use crate::checkpoint::{checksum::BLOCK, finite::Values};
+    use crate::{
+        checkpoint::{checksum::BLOCK, finite::Values},
+        error::{Error, checkpoint::CheckpointError},
+    };
 
     #[test]
     fn an_origin_is_read_as_it_is_written() {
@@ -174,6 +177,31 @@ mod tests {
         }
         for (_, piece) in &pieces {
             piece.verify(Values::Finite).unwrap();
+        }
+    }
+
+    #[test]
+    fn the_first_item_that_is_not_finite_is_named_in_whatever_block_it_is() {
+        let folder = tempfile::tempdir().unwrap();
+        let n_items = 2 * BLOCK / 8 + 1;
+        for item in [0, 7, BLOCK / 8 - 1, BLOCK / 8, BLOCK / 8 + 20_000, n_items - 1] {
+            let numbers = (0..n_items).map(|n| if n < item { 1.0 } else { f64::NAN });
+            let tensor = Tensor::from_iter(numbers, &Device::Cpu).unwrap();
+            let tensors = [("model/a@0".to_owned(), tensor)].into();
+            let is_named = |error: Error| matches!(error, Error::Checkpoint(CheckpointError::NotFinite { item: named, .. }) if named == item);
+            let refused =
+                write(&folder.path().join("refused"), &origin(), &tensors, Values::Finite);
+            assert!(is_named(refused.unwrap_err()), "{item}");
+            let path = folder.path().join("allowed");
+            let Written { bytes, header } = write(&path, &origin(), &tensors, Values::Any).unwrap();
+            let pieces = open(&path, &Expected { bytes, header: Some((origin(), header)) });
+            let (_, piece) = &pieces.unwrap()[0];
+            assert!(is_named(piece.verify(Values::Finite).unwrap_err()), "{item}");
+            assert!(is_named(piece.read(0..n_items, Values::Finite).unwrap_err()), "{item}");
+            piece.verify(Values::Any).unwrap();
+            for name in ["refused", "allowed"] {
+                fs::remove_file(folder.path().join(name)).unwrap();
+            }
         }
     }
 

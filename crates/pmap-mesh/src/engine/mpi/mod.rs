@@ -37,8 +37,8 @@ use self::{
 };
 use crate::{
     engine::{
-        Backend, Engine, Finished, Gathered, Message, Site, Underway, Wanted, Work,
-        processes::{self, Current},
+        Backend, Engine, Finished, Gathered, Message, Purpose, Site, Underway, Wanted, Work,
+        processes::{self, Current, ProcessPlace},
         traffic::Counter,
     },
     error::{self, Error, ProcessError},
@@ -272,8 +272,14 @@ impl Backend for Mpi {
         self.0.session.check_caller()
     }
 
-    fn process_allgather(&self, lists: Vec<Vec<Tensor>>) -> error::Result<Vec<Vec<Tensor>>> {
-        processes::process_allgather(self, &self.0.topology, self.0.slot, &Device::Cpu, &lists[0])
+    fn process_allgather(
+        &self,
+        purpose: Purpose,
+        lists: error::Result<Vec<Vec<Tensor>>>,
+    ) -> error::Result<Vec<Vec<Tensor>>> {
+        let Inner { topology, slot, .. } = &*self.0;
+        let place = ProcessPlace { topology, slot: *slot, device: &Device::Cpu };
+        processes::process_allgather(self, &place, purpose, lists)
     }
 }
 

@@ -1,16 +1,9 @@
 //! How a rank waits: awake while something moves, then asleep.
 
-use std::{
-    thread,
-    time::{Duration, Instant},
-};
+use std::time::{Duration, Instant};
 
-/// How long a member that waits for others to come stays awake: about as long as they take if they
-/// do the same work. One that comes later has it slept, an eighth of the time that nothing has come,
-/// so that the wait becomes longer by no more than that.
-const AWAKE: Duration = Duration::from_micros(200);
-/// The longest sleep.
-const NAP: Duration = Duration::from_millis(1);
+use crate::engine::processes::waiting;
+
 /// How long nothing arrives of data on their way before a member sleeps: it carries them on whenever
 /// it looks, unless those who send them compute. A piece takes less.
 const STALLED: Duration = Duration::from_millis(2);
@@ -56,10 +49,7 @@ impl Patience {
         }
         let quiet = now - *self.quiet_since.get_or_insert(now);
         let nap = nap(quiet, motion.is_moving);
-        match nap {
-            Some(nap) => thread::sleep(nap),
-            None => thread::yield_now(),
-        }
+        waiting::pause(nap);
         match nap {
             _ if now - *self.start.get_or_insert(now) > self.deadline => Pause::Over,
             Some(_) => Pause::Long,
@@ -81,11 +71,7 @@ pub(super) enum Pause {
 
 /// How long to sleep when nothing has arrived for so long.
 fn nap(quiet: Duration, is_moving: bool) -> Option<Duration> {
-    if is_moving {
-        (quiet > STALLED).then_some(SHORT_NAP)
-    } else {
-        (quiet > AWAKE).then(|| NAP.min(quiet / 8))
-    }
+    if is_moving { (quiet > STALLED).then_some(SHORT_NAP) } else { waiting::nap(quiet) }
 }
 
 #[cfg(test)]
@@ -93,13 +79,10 @@ mod tests {
     use super::*;
 
     #[test]
-    fn who_waits_sleeps_the_longer_the_longer_nothing_comes() {
-        let micros = Duration::from_micros;
-        let naps = |quiet| [nap(micros(quiet), false), nap(micros(quiet), true)];
-        assert_eq!(naps(200), [None, None]);
-        assert_eq!(naps(400), [Some(micros(50)), None]);
-        assert_eq!(naps(4000), [Some(micros(500)), Some(micros(50))]);
-        assert_eq!(naps(10_000_000), [Some(NAP), Some(micros(50))]);
+    fn who_waits_for_data_on_their_way_sleeps_later_and_shorter() {
+        let millis = Duration::from_millis;
+        assert_eq!([nap(millis(2), true), nap(millis(3), true)], [None, Some(SHORT_NAP)]);
+        assert!(nap(millis(2), false) > Some(SHORT_NAP));
     }
 
     #[test]

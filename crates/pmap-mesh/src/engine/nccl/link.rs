@@ -39,7 +39,10 @@ use core_types::Placement;
 use half::{bf16, f16};
 
 use super::store::Id;
-use crate::{engine::call::CollectiveCall, mesh::workers};
+use crate::{
+    engine::{call::CollectiveCall, processes::waiting},
+    mesh::workers,
+};
 
 /// How long a communicator is kept when its mesh is gone: what this process has sent last may still
 /// be on its way, and cudarc ends communicators without waiting for it. The last that is sent are
@@ -48,10 +51,6 @@ const LINGER: Duration = Duration::from_millis(200);
 
 /// How often the holder looks whether transfers have ended while it has nothing else to do.
 const LOOK: Duration = Duration::from_millis(1);
-
-/// For how long the holder does not sleep while it waits for a message: as long as one takes whose
-/// sender is there.
-const AWAKE: Duration = Duration::from_micros(200);
 
 /// What one process sends and receives at once, all of one type, in tensors of one dimension on the
 /// device of this process, each in one piece.
@@ -210,25 +209,6 @@ impl Moving for Event {
     }
 }
 
-/// A thread that waits for the device, which cannot wake it: awake at first, then asleep for an eighth
-/// of the time that it has waited.
-struct Waiting(Instant);
-
-impl Waiting {
-    fn begin() -> Self {
-        Self(Instant::now())
-    }
-
-    fn pause(&mut self) {
-        let waited = self.0.elapsed();
-        if waited < AWAKE {
-            thread::yield_now();
-        } else {
-            thread::sleep((waited / 8).min(LOOK));
-        }
-    }
-}
-
 /// The thread's own.
 struct Holder<E> {
     comm: Comm,
@@ -314,11 +294,11 @@ impl<E: Fn(&str)> Holder<E> {
             .collect();
         send_and_receive(&self.comm, sends.collect(), all.as_view_mut(), &incoming)?;
         let done = stream.record_event(None).map_err(|error| error.to_string())?;
-        let mut waiting = Waiting::begin();
+        let start = Instant::now();
         while !done.try_is_complete().map_err(|error| error.to_string())? {
             // What was started before may be what it waits for.
             self.is_busy();
-            waiting.pause();
+            waiting::pause(waiting::nap(start.elapsed()));
         }
         let all = stream.clone_dtoh(&all).map_err(|error| error.to_string())?;
         Ok(incoming.into_iter().map(|(_, place)| all[place].to_vec()).collect())

@@ -40,8 +40,8 @@ use self::{
 };
 use crate::{
     engine::{
-        Backend, Engine, Gathered, Message, Site, Underway, Work,
-        processes::{self, Current, Guard, agreement, description},
+        Backend, Engine, Gathered, Message, Purpose, Site, Underway, Work,
+        processes::{self, Current, Guard, ProcessPlace, agreement, description},
         traffic::Counter,
     },
     error::{self, CollectiveError, Error, MeshError, ProcessError},
@@ -217,9 +217,14 @@ impl Backend for Nccl {
         &self.0.counters
     }
 
-    fn process_allgather(&self, lists: Vec<Vec<Tensor>>) -> error::Result<Vec<Vec<Tensor>>> {
+    fn process_allgather(
+        &self,
+        purpose: Purpose,
+        lists: error::Result<Vec<Vec<Tensor>>>,
+    ) -> error::Result<Vec<Vec<Tensor>>> {
         let Inner { topology, slot, device, .. } = &*self.0;
-        processes::process_allgather(self, topology, *slot, device, &lists[0])
+        let place = ProcessPlace { topology, slot: *slot, device };
+        processes::process_allgather(self, &place, purpose, lists)
     }
 }
 

@@ -1,8 +1,9 @@
 //! What engines of many processes have in common: how their mesh is made, one collective at a time,
-//! agreement on it, results of all, and an end.
+//! agreement on it, how it is waited for, results of all, and an end.
 
 mod agreement;
 mod packing;
+pub(crate) mod waiting;
 
 use std::{
     sync::{Arc, Mutex},
@@ -12,11 +13,11 @@ use std::{
 use candle_core::{Device, Result, Tensor};
 
 pub(crate) use self::agreement::{TEXT_BYTES, agreement, description, disagreement};
-use self::packing::{packed, unpacked};
+use self::packing::{packed, packed_reason, unpacked};
 use crate::{
     ending,
-    engine::{Backend, Engine, Site, call::CollectiveCall},
-    error::{self, CollectiveError, Error},
+    engine::{Backend, Engine, Gathered, Purpose, Site, call::CollectiveCall},
+    error::{self, CollectiveError, Error, ProcessError},
     mesh::{DeviceMesh, DeviceMeshBuilder, axes::ALL, topology::Topology},
     sync::lock,
 };
@@ -79,21 +80,60 @@ impl Drop for Guard<'_> {
     }
 }
 
-/// The lists of all processes, given this one's; tensors may be of any types and shapes. They
-/// travel on `device`.
+/// A process of a mesh, by its one slot.
+pub(crate) struct ProcessPlace<'a> {
+    pub(crate) topology: &'a Topology,
+    pub(crate) slot: usize,
+    /// On which what it sends to others must lie.
+    pub(crate) device: &'a Device,
+}
+
+/// The lists of all processes, given this one's; tensors may be of any types and shapes.
+///
+/// A process that has none, or cannot send it, says so instead: the others would wait for it until
+/// their deadline.
 pub(crate) fn process_allgather(
     engine: &impl Engine,
-    topology: &Topology,
-    slot: usize,
-    device: &Device,
-    list: &[Tensor],
+    place: &ProcessPlace<'_>,
+    purpose: Purpose,
+    lists: error::Result<Vec<Vec<Tensor>>>,
 ) -> error::Result<Vec<Vec<Tensor>>> {
-    let packed = packed(list).and_then(|packed| packed.to_device(device));
-    let packed = packed.map_err(Error::gather(0))?;
-    let site = Site::along(ALL, topology, slot, "results", Some(&packed))?.with_free_dim(0);
-    let of_all = engine.all_gather(&site, &packed).map_err(Error::gather(0))?;
-    let lists = of_all.into_parts().and_then(|packed| packed.iter().map(unpacked).collect());
-    lists.map_err(Error::gather(0))
+    let sent = lists.and_then(|lists| packed(&lists[0], place.device).map_err(exchange));
+    let (message, failure) = match sent {
+        Ok(message) => (message, None),
+        Err(error) => {
+            let Ok(message) = packed_reason(&error.to_string(), place.device) else {
+                // Not even that: the end of this process tells them.
+                engine.fail(error);
+                unreachable!("an engine of several processes ends this one when it fails")
+            };
+            (message, Some(error))
+        }
+    };
+    let op = match purpose {
+        Purpose::User => "process_allgather",
+        Purpose::Results => "the results of the function",
+    };
+    let site = Site::along(ALL, place.topology, place.slot, op, Some(&message))?.with_free_dim(0);
+    let of_all = engine.all_gather(&site, &message).and_then(Gathered::into_parts);
+    // What went wrong here comes first, also if the others could not be told.
+    match failure {
+        Some(error) => Err(error),
+        None => unpacked_lists(&of_all.map_err(exchange)?),
+    }
+}
+
+fn exchange(cause: candle_core::Error) -> Error {
+    ProcessError::Exchange { cause }.into()
+}
+
+/// What all processes have sent, by slot.
+fn unpacked_lists(messages: &[Tensor]) -> error::Result<Vec<Vec<Tensor>>> {
+    let list = |(slot, message)| match unpacked(message).map_err(exchange)? {
+        Ok(list) => Ok(list),
+        Err(reason) => Err(ProcessError::Peer { slot, reason }.into()),
+    };
+    messages.iter().enumerate().map(list).collect()
 }
 
 /// Meets the others once more, so that one that still calls a collective along all axes learns that

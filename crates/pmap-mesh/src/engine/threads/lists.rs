@@ -83,29 +83,16 @@ impl Job {
         site: &Site,
         exchange: &Arc<Exchange>,
     ) -> Result<Vec<Tensor>> {
-        let Some(ListWork { work, outputs }) = exchange.work()? else {
-            return self.own_results(site, exchange);
-        };
-        rendezvous.work(site, exchange, work)?;
-        match self {
-            Self::Gather { layout, device } => {
-                let leaf = |n| placed(Var::from_tensor(&work.result(n)?)?, device);
-                (0..layout.tensors().len()).map(leaf).collect()
-            }
-            Self::Reduce(job) => {
-                let result = |Want { run, .. }: &Want| {
-                    work.result(outputs[&key(run)])?.to_device(&job.devices[run.tensor])
-                };
-                job.wants(site.rank, exchange.contributions()).iter().map(result).collect()
-            }
+        let joint = exchange.work()?;
+        if let Some(ListWork { work, .. }) = joint {
+            rendezvous.work(site, exchange, work)?;
         }
-    }
-
-    /// The results where each member makes them by itself.
-    fn own_results(&self, site: &Site, exchange: &Exchange) -> Result<Vec<Tensor>> {
         match self {
-            Self::Gather { .. } => bail!("what is gathered is made together"),
-            Self::Reduce(job) => job.own_results(site, exchange),
+            Self::Gather { layout, device } => gathered(layout, device, joint),
+            Self::Reduce(job) => match joint {
+                Some(joint) => job.joint_results(site, exchange, joint),
+                None => job.own_results(site, exchange),
+            },
         }
     }
 }
@@ -127,6 +114,20 @@ impl ListReduction {
         Ok((Self { wanted, reduction, devices, is_small }, Contribution { tensors, wanted: own }))
     }
 
+    /// The results that all have made together.
+    fn joint_results(
+        &self,
+        site: &Site,
+        exchange: &Exchange,
+        ListWork { work, outputs }: &ListWork,
+    ) -> Result<Vec<Tensor>> {
+        let result = |Want { run, .. }: &Want| {
+            work.result(outputs[&key(run)])?.to_device(&self.devices[run.tensor])
+        };
+        self.wants(site.rank, exchange.contributions()).iter().map(result).collect()
+    }
+
+    /// The results, made by this member alone.
     fn own_results(&self, site: &Site, exchange: &Exchange) -> Result<Vec<Tensor>> {
         let contributions = exchange.contributions();
         check_alike(contributions)?;
@@ -195,7 +196,15 @@ fn check_alike(contributions: &[Contribution]) -> Result<()> {
     Ok(())
 }
 
-/// The tensors of a layout, in its order.
+/// The tensors of a layout, as all have made them together.
+#[expect(clippy::expect_used, reason = "`Job::lay_out` lays out every gathering")]
+fn gathered(layout: &RunLayout, device: &Device, joint: Option<&ListWork>) -> Result<Vec<Tensor>> {
+    let work = &joint.expect("what is gathered is made together").work;
+    let leaf = |n| placed(Var::from_tensor(&work.result(n)?)?, device);
+    (0..layout.tensors().len()).map(leaf).collect()
+}
+
+/// The making of a layout's tensors, in its order.
 fn gathering(layout: &RunLayout, contributions: &[Contribution]) -> Result<ListWork> {
     let tensors = layout.tensors().iter().zip(layout.owners());
     let assemblies = tensors.map(|((shape, dtype), owners)| {

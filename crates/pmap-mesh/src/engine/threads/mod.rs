@@ -10,7 +10,7 @@ use candle_core::{Result, Tensor};
 
 use crate::{
     engine::{
-        Backend, Engine, Gathered, Message, Site, Underway, Wanted, Work,
+        Backend, Engine, Gathered, Message, Purpose, Site, Underway, Wanted, Work,
         threads::{
             exchange::{Contribution, Exchange, ListWork, nths},
             lists::{Job, end_to_end},
@@ -55,8 +55,12 @@ impl Backend for Threads {
         &self.counters
     }
 
-    fn process_allgather(&self, lists: Vec<Vec<Tensor>>) -> error::Result<Vec<Vec<Tensor>>> {
-        Ok(lists)
+    fn process_allgather(
+        &self,
+        _: Purpose,
+        lists: error::Result<Vec<Vec<Tensor>>>,
+    ) -> error::Result<Vec<Vec<Tensor>>> {
+        lists
     }
 }
 

@@ -37,6 +37,7 @@ pub(super) enum Part {
     Gradients,
     Optimizer,
     Gathered,
+    Activations,
 }
 
 impl<'a> Columns<'a> {
@@ -111,12 +112,14 @@ impl Column {
 
     /// Everything that it holds at its peak, from the bottom up.
     pub(super) fn blocks(&self) -> impl Iterator<Item = (Part, f64)> {
-        let RankCost { grad_bytes, optimizer_bytes, gathered_bytes, unreduced_bytes, .. } =
-            self.cost;
+        let RankCost { grad_bytes, optimizer_bytes, activation_bytes, .. } = self.cost;
+        let within_step = self.cost.peak_bytes() - self.cost.total_bytes();
+        let gathered = within_step - u128::from(activation_bytes);
         self.stored().chain([
             (Part::Gradients, grad_bytes as f64),
             (Part::Optimizer, optimizer_bytes as f64),
-            (Part::Gathered, gathered_bytes as f64 + unreduced_bytes as f64),
+            (Part::Gathered, gathered as f64),
+            (Part::Activations, activation_bytes as f64),
         ])
     }
 }

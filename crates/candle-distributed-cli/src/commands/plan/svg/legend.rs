@@ -26,7 +26,8 @@ const RAMP: i32 = 190;
 /// Names the colors that occur, from the top of a column down.
 pub(super) fn draw(canvas: &Canvas<'_, '_>, columns: &Columns<'_>) -> Drawn {
     let mut y = TOP;
-    for part in [Part::Gathered, Part::Optimizer, Part::Gradients, Part::Padding] {
+    for part in [Part::Activations, Part::Gathered, Part::Optimizer, Part::Gradients, Part::Padding]
+    {
         if columns.have(part) {
             y = entry(canvas, part, y)?;
         }

@@ -29,6 +29,7 @@ const GRADIENTS: RGBColor = RGBColor(252, 221, 143);
 const OPTIMIZER: RGBColor = RGBColor(247, 190, 150);
 const GATHERED: RGBColor = RGBColor(240, 234, 248);
 const GATHERED_EDGE: RGBColor = RGBColor(160, 140, 196);
+const ACTIVATIONS: RGBColor = RGBColor(204, 226, 203);
 
 /// What everything is drawn on, and the units that have colors.
 pub(super) struct Canvas<'a, 'b> {
@@ -98,6 +99,7 @@ impl Canvas<'_, '_> {
             Part::Gradients => String::from("gradients"),
             Part::Optimizer => String::from("optimizer state"),
             Part::Gathered => String::from("gathered at the peak"),
+            Part::Activations => String::from("activations"),
         }
     }
 
@@ -108,6 +110,7 @@ impl Canvas<'_, '_> {
             Part::Gradients => GRADIENTS,
             Part::Optimizer => OPTIMIZER,
             Part::Gathered => GATHERED_EDGE,
+            Part::Activations => ACTIVATIONS,
         }
     }
 

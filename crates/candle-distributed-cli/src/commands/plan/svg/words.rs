@@ -7,10 +7,9 @@ use candle_distributed::{
 
 /// What the rank that holds the most needs, and whether every rank fits in `budget`.
 pub(super) fn verdict(cost: &PlanCost, budget: Option<u64>) -> String {
-    let most = format!(
-        "at most {} per rank at the peak, activations not counted",
-        HumanBytes(cost.peak_bytes())
-    );
+    let has_activations = cost.ranks.iter().any(|rank| rank.activation_bytes > 0);
+    let but = if has_activations { "" } else { ", activations not counted" };
+    let most = format!("at most {} per rank at the peak{but}", HumanBytes(cost.peak_bytes()));
     let Some(budget) = budget else { return most };
     match cost.ranks.iter().filter(|rank| rank.peak_bytes() > budget.into()).count() {
         0 => format!("{most}: every rank fits in {}", HumanBytes(budget.into())),

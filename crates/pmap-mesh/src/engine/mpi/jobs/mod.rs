@@ -118,7 +118,8 @@ mod tests {
     use super::*;
     use crate::reduce::Reduction;
 
-    /// What all ranks get if everything arrives, in pieces of so many words.
+    /// What all ranks, of which there are several, get if everything arrives, in pieces of so many
+    /// words.
     fn exchanged(mut jobs: Vec<Box<dyn Job>>, piece_words: usize) -> Vec<Vec<Tensor>> {
         let n_ranks = jobs.len();
         for rank in 0..n_ranks {
@@ -126,7 +127,7 @@ mod tests {
             for from in others() {
                 assert_eq!(jobs[from].n_outgoing(rank), jobs[rank].n_incoming(from));
             }
-            let most = others().map(|from| jobs[rank].n_incoming(from)).max().unwrap_or(0);
+            let most = others().map(|from| jobs[rank].n_incoming(from)).max().unwrap();
             for start in (0..most).step_by(piece_words) {
                 let mut arrived = Vec::new();
                 for from in others().filter(|&from| start < jobs[rank].n_incoming(from)) {

@@ -1,0 +1,219 @@
+//! Learning rates that depend on the step.
+
+use std::f64::consts::PI;
+
+use serde::{Deserialize, Serialize};
+
+use crate::error::setting::SettingError;
+
+/// How learning rates rise and fall: a factor for each update, by which the rate of every group is
+/// multiplied.
+///
+/// A warm-up rises in equal steps to 1, and then the factor follows one of the curves of Hugging
+/// Face's `get_scheduler`, whose numbers these are but for two: the first update of a warm-up has a
+/// rate above 0, and a cosine stays down after its last step.
+///
+/// # Determinism
+///
+/// A function of the number of updates alone, the same to the bit on every platform.
+///
+/// # Examples
+///
+/// ```
+/// use dist_train::Schedule;
+///
+/// let schedule = Schedule::cosine(1000).warmup(100).floor(0.1);
+/// assert_eq!(schedule.factor(0), 0.01); // of the first update
+/// assert_eq!(schedule.factor(99), 1.0);
+/// assert_eq!(schedule.factor(550), 0.55);
+/// assert_eq!(schedule.factor(5000), 0.1);
+/// ```
+#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
+pub struct Schedule {
+    warmup: u64,
+    curve: Curve,
+    floor: f64,
+}
+
+/// What follows on the warm-up.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+enum Curve {
+    Constant,
+    /// Down to the floor, which it reaches after so many updates.
+    Linear(u64),
+    Cosine(u64),
+    InverseSqrt,
+}
+
+impl Schedule {
+    /// A factor of 1.
+    pub fn constant() -> Self {
+        Self::new(Curve::Constant)
+    }
+
+    /// A straight line from 1 at the end of the warm-up to the floor after `steps` updates, those of
+    /// the warm-up among them.
+    pub fn linear(steps: u64) -> Self {
+        Self::new(Curve::Linear(steps))
+    }
+
+    /// Half a wave of the cosine from 1 at the end of the warm-up to the floor after `steps`
+    /// updates, those of the warm-up among them. (Loshchilov and Hutter, SGDR, arXiv 1608.03983,
+    /// without restarts.)
+    pub fn cosine(steps: u64) -> Self {
+        Self::new(Curve::Cosine(steps))
+    }
+
+    /// One over the root of the number of updates, in units of the warm-up's length; of 10,000
+    /// without one. (Vaswani et al., "Attention Is All You Need", arXiv 1706.03762.)
+    pub fn inverse_sqrt() -> Self {
+        Self::new(Curve::InverseSqrt)
+    }
+
+    fn new(curve: Curve) -> Self {
+        Self { warmup: 0, curve, floor: 0.0 }
+    }
+
+    /// Sets the number of updates in which the factor rises to 1; none by default.
+    #[must_use]
+    pub fn warmup(self, steps: u64) -> Self {
+        Self { warmup: steps, ..self }
+    }
+
+    /// Sets the least factor after the warm-up, to which a curve is flattened; 0 by default.
+    #[must_use]
+    pub fn floor(self, floor: f64) -> Self {
+        Self { floor, ..self }
+    }
+
+    /// The factor of the update that `steps` others come before.
+    pub fn factor(&self, steps: u64) -> f64 {
+        if steps < self.warmup {
+            return (steps + 1) as f64 / self.warmup as f64;
+        }
+        self.floor + (1.0 - self.floor) * self.height(steps - self.warmup)
+    }
+
+    /// The height of the curve between 0 and 1, so many updates after the warm-up.
+    fn height(&self, after: u64) -> f64 {
+        let progress = |steps: u64| {
+            let length = steps.saturating_sub(self.warmup);
+            if after < length { after as f64 / length as f64 } else { 1.0 }
+        };
+        match self.curve {
+            Curve::Constant => 1.0,
+            Curve::Linear(steps) => 1.0 - progress(steps),
+            Curve::Cosine(steps) => 0.5 * (1.0 + libm::cos(PI * progress(steps))),
+            Curve::InverseSqrt => {
+                let unit = if self.warmup == 0 { 10_000.0 } else { self.warmup as f64 };
+                (unit / (after as f64 + unit)).sqrt()
+            }
+        }
+    }
+
+    /// Refuses floors that are no fraction, and warm-ups that are not over before the end.
+    pub(crate) fn check(&self) -> Result<(), SettingError> {
+        if !(0.0..=1.0).contains(&self.floor) {
+            let name = "the least factor of the learning rate";
+            return Err(SettingError { name, value: self.floor, expected: "from 0 to 1" });
+        }
+        match self.curve {
+            Curve::Linear(steps) | Curve::Cosine(steps) if self.warmup >= steps => {
+                let name = "the number of warm-up steps";
+                let expected = "less than the steps of the schedule";
+                Err(SettingError { name, value: self.warmup as f64, expected })
+            }
+            Curve::Constant | Curve::Linear(_) | Curve::Cosine(_) | Curve::InverseSqrt => Ok(()),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Of the functions behind `get_scheduler` of transformers 5.23.0, ten steps of warm-up and 50
+    /// in all.
+    const STEPS: [u64; 7] = [10, 11, 17, 30, 42, 49, 50];
+    const LINEAR: [f64; 7] = [1.0, 0.975, 0.825, 0.5, 0.2, 0.025, 0.0];
+    const COSINE: [f64; 7] = [
+        1.0,
+        0.998_458_666_866_564,
+        0.926_320_082_177_046_1,
+        0.5,
+        0.095_491_502_812_526_33,
+        0.001_541_333_133_436_018,
+        0.0,
+    ];
+    const INVERSE_SQRT: [f64; 7] = [
+        1.0,
+        0.953_462_589_245_592_2,
+        0.766_964_988_847_370_4,
+        0.577_350_269_189_625_8,
+        0.487_950_036_474_266_55,
+        0.451_753_951_452_625_65,
+        0.447_213_595_499_957_9,
+    ];
+
+    fn assert_curve(schedule: Schedule, expected: [f64; 7]) {
+        for (step, expected) in STEPS.into_iter().zip(expected) {
+            let found = schedule.warmup(10).factor(step);
+            assert!((found - expected).abs() < 1e-15, "{schedule:?}, {step}: {found}, {expected}");
+        }
+    }
+
+    #[test]
+    fn curves_are_those_of_hugging_face() {
+        assert_curve(Schedule::constant(), [1.0; 7]);
+        assert_curve(Schedule::linear(50), LINEAR);
+        assert_curve(Schedule::cosine(50), COSINE);
+        assert_curve(Schedule::inverse_sqrt(), INVERSE_SQRT);
+        for (step, expected) in [(1, 0.999_950_003_749_687_7), (39_999, 0.447_218_067_702_996_1)] {
+            assert!((Schedule::inverse_sqrt().factor(step) - expected).abs() < 1e-15);
+        }
+        assert_curve(Schedule::cosine(50).floor(0.1), COSINE.map(|height| 0.1 + 0.9 * height));
+    }
+
+    #[test]
+    fn a_warm_up_rises_in_equal_steps_to_one() {
+        for schedule in [Schedule::constant(), Schedule::linear(9), Schedule::cosine(9).floor(0.5)]
+        {
+            let factors: Vec<f64> = (0..5).map(|step| schedule.warmup(4).factor(step)).collect();
+            assert_eq!(factors, [0.25, 0.5, 0.75, 1.0, 1.0]);
+        }
+    }
+
+    #[test]
+    fn after_the_last_step_the_factor_stays_at_the_floor() {
+        for schedule in [Schedule::linear(50), Schedule::cosine(50)] {
+            for step in [50, 60, 100, u64::MAX] {
+                assert!(schedule.factor(step).abs() < 1e-15);
+                assert!((schedule.floor(0.25).factor(step) - 0.25).abs() < 1e-15);
+            }
+        }
+    }
+
+    #[test]
+    fn what_cannot_be_followed_is_refused() {
+        for floor in [-0.1, 1.5, f64::NAN] {
+            Schedule::constant().floor(floor).check().unwrap_err();
+        }
+        let error = Schedule::linear(10).warmup(10).check().unwrap_err();
+        assert_eq!(
+            error.to_string(),
+            "the number of warm-up steps is 10, it must be less than the steps of the schedule"
+        );
+        Schedule::cosine(0).check().unwrap_err();
+        Schedule::cosine(10).warmup(9).check().unwrap();
+        Schedule::inverse_sqrt().warmup(10).floor(1.0).check().unwrap();
+    }
+
+    #[test]
+    fn schedules_are_written_in_words() {
+        let schedule = Schedule::cosine(50).warmup(10).floor(0.1);
+        let json = serde_json::to_string(&schedule).unwrap();
+        assert_eq!(json, r#"{"warmup":10,"curve":{"cosine":50},"floor":0.1}"#);
+        assert_eq!(serde_json::from_str::<Schedule>(&json).unwrap(), schedule);
+    }
+}

@@ -1,0 +1,68 @@
+//! The learning rates of a model's groups.
+
+use crate::{
+    error::{Result, training::TrainingError},
+    progress::{Progress, TrainerState},
+    schedule::Schedule,
+    step::options::check_rate,
+};
+
+/// The learning rates of a model's groups, the same in every process.
+#[derive(Clone, Debug)]
+pub(crate) struct Rates {
+    /// Each group's own, by which the schedule's factor is multiplied; in the order of groups.
+    of_groups: Vec<(String, f64)>,
+    schedule: Schedule,
+}
+
+impl Rates {
+    pub(crate) fn new(groups: &[String], own: Vec<f64>, schedule: Schedule) -> Self {
+        Self { of_groups: groups.iter().cloned().zip(own).collect(), schedule }
+    }
+
+    pub(crate) fn set_all(&mut self, rate: f64) -> Result<()> {
+        check_rate(rate)?;
+        self.of_groups.iter_mut().for_each(|(_, own)| *own = rate);
+        Ok(())
+    }
+
+    pub(crate) fn set_group(&mut self, name: &str, rate: f64) -> Result<()> {
+        let Some((_, own)) = self.of_groups.iter_mut().find(|(group, _)| group == name) else {
+            return Err(TrainingError::UnknownGroup { name: name.to_owned() }.into());
+        };
+        check_rate(rate)?;
+        *own = rate;
+        Ok(())
+    }
+
+    pub(crate) fn set_schedule(&mut self, schedule: Schedule) -> Result<()> {
+        schedule.check()?;
+        self.schedule = schedule;
+        Ok(())
+    }
+
+    /// The rate of each group in the update that `steps` others come before.
+    pub(crate) fn after(&self, steps: u64) -> Vec<f64> {
+        let factor = self.schedule.factor(steps);
+        self.of_groups.iter().map(|(_, own)| own * factor).collect()
+    }
+
+    /// These with what a checkpoint says of them.
+    pub(crate) fn resumed(&self, state: &TrainerState) -> Result<Self> {
+        let mut rates = self.clone();
+        for (group, own) in &mut rates.of_groups {
+            if let Some(&rate) = state.learning_rates.get(group) {
+                check_rate(rate)?;
+                *own = rate;
+            }
+        }
+        state.schedule.map_or(Ok(()), |schedule| rates.set_schedule(schedule))?;
+        Ok(rates)
+    }
+
+    /// What a checkpoint keeps.
+    pub(crate) fn state(&self, progress: Progress) -> TrainerState {
+        let learning_rates = self.of_groups.iter().cloned().collect();
+        TrainerState { progress, learning_rates, schedule: Some(self.schedule) }
+    }
+}
