@@ -33,8 +33,9 @@ fn adam(group: Group) -> Result<AdamW> {
 struct Held {
     /// Between steps.
     at_rest: usize,
-    /// In a step at most: the median of some steps.
-    at_most: usize,
+    /// In some steps at most, the least first: it is chance how many slots hold the most at the same
+    /// moment.
+    peaks: [usize; 3],
 }
 
 fn held<M>(make: impl Fn() -> M, step: impl Fn(&mut M)) -> Held {
@@ -51,10 +52,9 @@ fn held<M>(make: impl Fn() -> M, step: impl Fn(&mut M)) -> Held {
         step(&mut model);
         MEMORY.peak_usage() - before
     };
-    // It is chance how many slots hold the most at the same moment.
-    let mut peaks: Vec<usize> = (0..3).map(peak).collect();
+    let mut peaks = [0, 1, 2].map(peak);
     peaks.sort_unstable();
-    Held { at_rest, at_most: peaks[1] }
+    Held { at_rest, peaks }
 }
 
 /// What the plan says that all ranks hold together, at the worst moment of each.

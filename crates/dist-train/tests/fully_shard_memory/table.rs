@@ -124,7 +124,7 @@ fn measured(slots: usize, options: fn(Builder<'_>) -> Builder<'_>) -> (usize, us
         CostModel::default().with_runtime(Runtime::Candle).with_activations(activations.unwrap());
     let cost = make().plan().cost(&cost).unwrap();
     let planned = cost.process_peak_bytes(NonZeroUsize::new(slots).unwrap());
-    (held(make, step).at_most / MIB, usize::try_from(planned).unwrap() / MIB)
+    (held(make, step).peaks[1] / MIB, usize::try_from(planned).unwrap() / MIB)
 }
 
 /// As many devices of data parallel hold 1,131 MiB on 2 slots and 2,269 on 4.
