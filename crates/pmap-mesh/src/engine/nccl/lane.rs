@@ -30,7 +30,8 @@ impl Lane {
         Ok(Self { tasks: Some(tasks), carrier: Some(carrier) })
     }
 
-    /// Has a job carried out after those that were given before.
+    /// Has a job carried out after those that were given before; what one of them has left undone,
+    /// its wire knows.
     pub(super) fn carry_out(
         &self,
         mut job: Job,

@@ -22,7 +22,7 @@ mod tests;
 
 use std::{
     slice,
-    sync::{Arc, mpsc::RecvTimeoutError},
+    sync::{Arc, OnceLock, mpsc::RecvTimeoutError},
     time::Duration,
 };
 
@@ -34,7 +34,7 @@ use self::{
     jobs::{Job, Sum, Transfers, end_to_end, flat},
     lane::{Lane, Started},
     link::{Link, carries, new_id},
-    peers::{Peer, refuse_shared},
+    peers::Peer,
     store::{Bootstrap, Id},
     swap::{Call, Ending, Wire, late, nothing},
 };
@@ -52,10 +52,6 @@ use crate::{
 /// How long the processes of a mesh wait for each other at its start, where connections are made
 /// too: as long as they would wait in a collective.
 const JOIN_TIME: Duration = DeviceMesh::PROCESS_DEADLINE;
-
-/// How long rank 0 waits at most until all have read that they cannot be a mesh: they look for it
-/// many times a second, where they have come so far.
-const READ_TIME: Duration = Duration::from_secs(10);
 
 /// Nobody, as the rank that a member wants to receive from.
 const NOBODY: i64 = -1;
@@ -138,13 +134,8 @@ impl Nccl {
             return Err(nccl(format!("{processes} processes do not fill a mesh of {slots} slots")));
         }
         let cuda = device.as_cuda_device().map_err(|error| nccl(error.to_string()))?;
-        let peer = Peer::on(cuda).map_err(nccl)?;
         let new_ids = || Ok([new_id().map_err(nccl)?, new_id().map_err(nccl)?]);
-        let bootstrap = store.bootstrap(place, &peer, JOIN_TIME, new_ids)?;
-        if let Err(reason) = refuse_shared(&bootstrap.peers) {
-            bootstrap.wait_for_readers(READ_TIME);
-            return Err(nccl(reason));
-        }
+        let bootstrap = store.bootstrap(place, Peer::on(cuda), JOIN_TIME, new_ids)?;
         let ending = Ending {
             slot: place.rank().as_usize(),
             #[cfg(feature = "mpi")]
@@ -189,6 +180,7 @@ fn join(cuda: &CudaDevice, place: Placement, id: Id, ending: &Ending) -> error::
         patience: JOIN_TIME,
         deadline: JOIN_TIME,
         ending: ending.clone(),
+        broken: OnceLock::new(),
     })
 }
 
@@ -324,9 +316,11 @@ impl Engine for Nccl {
         let Some((call, _, _guard)) = self.0.enter(site, slice::from_ref(x), 0)? else {
             return copied(x);
         };
-        let mut sum = Sum::new(site, flat(x)?, reduction, Transfers::Two)?;
-        sum.start(&call)?;
-        sum.finish()?.reshape(x.shape())
+        call.carry_out(|| {
+            let mut sum = Sum::new(site, flat(x)?, reduction, Transfers::Two)?;
+            sum.start(&call)?;
+            sum.finish()?.reshape(x.shape())
+        })
     }
 
     fn all_gather(&self, site: &Site, x: &Tensor) -> Result<Gathered> {
@@ -337,25 +331,29 @@ impl Engine for Nccl {
         let Some((call, sizes, _guard)) = self.0.enter(site, slice::from_ref(x), own_size)? else {
             return Ok(Gathered::Parts(vec![copied(x)?]));
         };
-        let shapes: Vec<Vec<usize>> =
-            sizes.iter().map(|&size| shape(site, x, size)).collect::<Result<_>>()?;
-        let own_items = x.elem_count();
-        let n_items = |from: usize| shapes[from].iter().product();
-        let parts = call.swap(flat(x)?, |_| 0..own_items, n_items)?;
-        let parts = parts.iter().zip(shapes).map(|(part, shape)| part.reshape(shape));
-        Ok(Gathered::Parts(parts.collect::<Result<_>>()?))
+        call.carry_out(|| {
+            let shapes: Vec<Vec<usize>> =
+                sizes.iter().map(|&size| shape(site, x, size)).collect::<Result<_>>()?;
+            let own_items = x.elem_count();
+            let n_items = |from: usize| shapes[from].iter().product();
+            let parts = call.swap(flat(x)?, |_| 0..own_items, n_items)?;
+            let parts = parts.iter().zip(shapes).map(|(part, shape)| part.reshape(shape));
+            Ok(Gathered::Parts(parts.collect::<Result<_>>()?))
+        })
     }
 
     fn all_to_all(&self, site: &Site, parts: Vec<Tensor>) -> Result<Vec<Tensor>> {
         let Some((call, _, _guard)) = self.0.enter(site, &parts, 0)? else {
             return parts.iter().map(copied).collect();
         };
-        let shape = parts[site.rank].shape();
-        let n_items = shape.elem_count();
-        let flat: Vec<Tensor> = parts.iter().map(flat).collect::<Result<_>>()?;
-        let source = end_to_end(&flat, parts[0].dtype(), &self.0.device)?;
-        let arrived = call.swap(source, |to| to * n_items..(to + 1) * n_items, |_| n_items)?;
-        arrived.into_iter().map(|part| part.reshape(shape)).collect()
+        call.carry_out(|| {
+            let shape = parts[site.rank].shape();
+            let n_items = shape.elem_count();
+            let flat: Vec<Tensor> = parts.iter().map(flat).collect::<Result<_>>()?;
+            let source = end_to_end(&flat, parts[0].dtype(), &self.0.device)?;
+            let arrived = call.swap(source, |to| to * n_items..(to + 1) * n_items, |_| n_items)?;
+            arrived.into_iter().map(|part| part.reshape(shape)).collect()
+        })
     }
 
     fn receive(&self, site: &Site, message: &Message<'_>) -> Result<Option<Tensor>> {
@@ -368,13 +366,15 @@ impl Engine for Nccl {
             return from.map(|_| copied(x)).transpose();
         };
         let n_items = x.elem_count();
-        let source = if is_sent { flat(x)? } else { nothing(x.dtype(), x.device())? };
         let own_rank = number(site.rank);
-        let arrived = call.swap(
-            source,
-            |to| if senders[to] == own_rank { 0..n_items } else { 0..0 },
-            |sender| if from == Some(sender) { n_items } else { 0 },
-        )?;
+        let arrived = call.carry_out(|| {
+            let source = if is_sent { flat(x)? } else { nothing(x.dtype(), x.device())? };
+            call.swap(
+                source,
+                |to| if senders[to] == own_rank { 0..n_items } else { 0..0 },
+                |sender| if from == Some(sender) { n_items } else { 0 },
+            )
+        })?;
         match from {
             None => Ok(None),
             // Its own would change with the argument.
@@ -388,7 +388,7 @@ impl Engine for Nccl {
         let (mut job, agreement, text) = self.0.prepare(site, work, Transfers::Two)?;
         let call = Call { wire: &self.0.called, site };
         call.exchange_headers(agreement, 0, || text)?;
-        job.start(&call)?;
+        call.carry_out(|| job.start(&call))?;
         job.finish()
     }
 
@@ -400,7 +400,7 @@ impl Engine for Nccl {
         let started = self.0.lane.carry_out(job, move |job| {
             let call = Call { wire: &wire, site: &of_lane };
             call.exchange_headers(agreement, 0, || text)?;
-            job.start(&call)
+            call.carry_out(|| job.start(&call))
         });
         Ok(Box::new(Handle { nccl: self.clone(), site: site.clone(), started }))
     }

@@ -1,8 +1,13 @@
-//! How the processes of a mesh over NCCL find each other: each says who it is, and rank 0 leaves ids
-//! where the others look for them.
+//! How the processes of a mesh over NCCL find each other: rank 0 calls, each of the others answers
+//! who it is, and rank 0 leaves ids where the others look for them.
+//!
+//! An answer repeats a number of the call, and what rank 0 leaves repeats a number of each answer,
+//! so that nobody takes what an earlier start has left for that of a process which is there. A
+//! process that cannot take part says so, and all of them end.
 
 use std::{
     ffi::OsString,
+    fmt::Display,
     fs::{self, OpenOptions},
     io::{self, ErrorKind},
     path::{Path, PathBuf},
@@ -11,11 +16,12 @@ use std::{
 };
 
 use core_types::{Placement, Rank};
+use serde::{Deserialize, Serialize, de::DeserializeOwned};
 
-use super::peers::Peer;
+use super::peers::{Peer, refuse_shared, token};
 #[cfg(feature = "mpi")]
 use crate::engine::mpi::Session;
-use crate::error::{ProcessError, Result};
+use crate::error::{Error, ProcessError, Result};
 
 /// The id of a communicator, which NCCL makes and reads.
 pub(super) type Id = [u8; 128];
@@ -23,11 +29,16 @@ pub(super) type Id = [u8; 128];
 /// The ids of the communicators of a mesh.
 pub(super) type Ids = [Id; 2];
 
-/// What a file of ours begins with.
-const MAGIC: [u8; 8] = *b"nccl-id2";
+/// The version of what the files hold.
+const VERSION: u32 = 3;
+
 /// How long to wait before looking again: not noticed beside the seconds that NCCL takes to start,
 /// and easy on a shared file system.
 const LOOK: Duration = Duration::from_millis(20);
+
+/// How long rank 0 waits at most until all have read that they cannot be a mesh: they look for it
+/// many times a second.
+const READ_TIME: Duration = Duration::from_secs(10);
 
 /// Where the processes of a mesh over NCCL find each other before they can talk.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -36,10 +47,10 @@ pub enum NcclStore {
     /// A file that all processes see, on a file system that their machines share, and that does not
     /// exist yet.
     ///
-    /// Each rank but the first makes a file of this name with its rank behind it, `name.3`, and rank
-    /// 0, when it has read them all, the file itself; each removes its own when all have joined.
-    /// Put something into the name that no other run has, such as the id of the job: files that an
-    /// earlier run has left are refused.
+    /// Each rank makes a file of this name with its rank behind it, `name.3`, and rank 0, when it
+    /// has read them all, the file itself; each removes its own when all have joined. Put something
+    /// into the name that no other run has, such as the id of the job: files that an earlier run
+    /// has left are refused.
     File(PathBuf),
     /// The MPI program that these processes are, if `mpirun` or `srun` has started them as one.
     ///
@@ -52,131 +63,272 @@ pub enum NcclStore {
 #[derive(Debug)]
 pub(super) struct Bootstrap {
     pub(super) ids: Ids,
-    /// The processes, by rank.
-    pub(super) peers: Vec<Peer>,
-    /// The file that is this process's to remove.
-    _own_file: Option<OwnFile>,
-    /// On rank 0 the files of the others, who remove them when they have read its own.
-    of_others: Vec<PathBuf>,
+    /// The files that are this process's to remove.
+    _own_files: Vec<OwnFile>,
     #[cfg(feature = "mpi")]
     pub(super) session: Option<std::sync::Arc<Session>>,
 }
 
-impl Bootstrap {
-    /// Waits until all have read what rank 0 has written, before it is removed: who joins has read it,
-    /// this is for when nobody will.
-    pub(super) fn wait_for_readers(&self, within: Duration) {
-        let start = Instant::now();
-        while self.of_others.iter().any(|path| path.exists()) && start.elapsed() < within {
-            thread::sleep(LOOK);
-        }
-    }
-}
-
 impl NcclStore {
-    /// The ids that rank 0 makes, and all processes, of which this one is `peer`.
+    /// The ids that rank 0 makes, if all processes can take part, of which this one is `peer`, or
+    /// cannot for this reason.
     pub(super) fn bootstrap(
         &self,
         place: Placement,
-        peer: &Peer,
+        peer: std::result::Result<Peer, String>,
         within: Duration,
         make: impl FnOnce() -> Result<Ids>,
     ) -> Result<Bootstrap> {
         match self {
-            Self::File(path) => by_file(path, place, peer, within, make),
+            Self::File(path) => {
+                let files = Files { path, place, start: Instant::now(), within };
+                if place.rank() == Rank::ZERO { files.lead(peer, make) } else { files.follow(peer) }
+            }
             #[cfg(feature = "mpi")]
             Self::Mpi => by_mpi(place, peer, make),
         }
     }
 }
 
-fn by_file(
-    path: &Path,
+/// What a file holds.
+#[derive(Serialize, Deserialize)]
+struct Record<T> {
+    version: u32,
+    world_size: u64,
+    contents: T,
+}
+
+/// What each rank but the first says.
+#[derive(Serialize, Deserialize)]
+struct Answer {
+    /// The number of the call that it answers.
+    call: u64,
+    peer: std::result::Result<Peer, String>,
+}
+
+/// What rank 0 says when all have answered.
+#[derive(Serialize, Deserialize)]
+struct Roll {
+    /// One after the other.
+    ids: Vec<u8>,
+    /// By rank.
+    peers: Vec<Peer>,
+}
+
+/// The files of a mesh's start, as one process sees them.
+struct Files<'a> {
+    path: &'a Path,
     place: Placement,
-    peer: &Peer,
+    start: Instant,
     within: Duration,
-    make: impl FnOnce() -> Result<Ids>,
-) -> Result<Bootstrap> {
-    let store = |path: &Path, cause| ProcessError::Store { path: path.to_owned(), cause };
-    let world_size = place.world_size().as_u64();
-    let start = Instant::now();
-    let read = |path: &Path, n_bytes| {
-        read(path, world_size, n_bytes, start, within).map_err(|cause| store(path, cause))
-    };
-    let mut of_others = Vec::new();
-    let (own_file, record) = if place.rank() == Rank::ZERO {
-        let mut record = make()?.concat();
+}
+
+impl Files<'_> {
+    /// What rank 0 does.
+    fn lead(
+        &self,
+        peer: std::result::Result<Peer, String>,
+        make: impl FnOnce() -> Result<Ids>,
+    ) -> Result<Bootstrap> {
         // Claimed first: this tells whether the file is another mesh's.
-        let own_file = OwnFile::claim(path).map_err(|cause| store(path, cause))?;
-        record.extend(peer.to_bytes());
-        of_others.extend((1..world_size).map(|rank| of_rank(path, rank)));
-        for of_other in &of_others {
-            record.extend(read(of_other, Peer::BYTES)?);
+        let file = OwnFile::claim(self.path)?;
+        let call = token();
+        let call_file = OwnFile::claim(&self.of_rank(0))?;
+        self.fill(&call_file, call)?;
+        let answers: Vec<_> = (1..self.world_size()).map(|rank| self.answer(rank, call)).collect();
+        // Those that have come read what becomes of the start; then they remove their answers.
+        let came = (1..).zip(&answers).filter(|(_, answer)| answer.is_ok());
+        let came: Vec<PathBuf> = came.map(|(rank, _)| self.of_rank(rank)).collect();
+        match all_of(peer, answers).and_then(|peers| Ok((make()?, peers))) {
+            Ok((ids, peers)) => {
+                self.fill(&file, Ok::<_, String>(Roll { ids: ids.concat(), peers }))?;
+                Ok(Bootstrap {
+                    ids,
+                    _own_files: vec![file, call_file],
+                    #[cfg(feature = "mpi")]
+                    session: None,
+                })
+            }
+            Err(error) => {
+                self.fill(&file, Err::<Roll, _>(error.to_string()))?;
+                wait_for_readers(&came, READ_TIME);
+                Err(error)
+            }
         }
-        own_file.fill(world_size, &record).map_err(|cause| store(path, cause))?;
-        (own_file, record)
-    } else {
-        let own_path = of_rank(path, place.rank().as_u64());
-        let own_file = OwnFile::claim(&own_path)
-            .and_then(|own_file| own_file.fill(world_size, &peer.to_bytes()).map(|()| own_file))
-            .map_err(|cause| store(&own_path, cause))?;
-        let n_bytes = size_of::<Ids>() + place.world_size().as_usize() * Peer::BYTES;
-        (own_file, read(path, n_bytes)?)
+    }
+
+    /// What the process of a rank has answered to that call, in time.
+    fn answer(&self, rank: u64, call: u64) -> Result<std::result::Result<Peer, String>> {
+        let path = self.of_rank(rank);
+        let answer: Answer = self.read(&path, || Ok(()))?;
+        if answer.call == call { Ok(answer.peer) } else { Err(stale(&path)) }
+    }
+
+    /// What the other ranks do.
+    fn follow(&self, peer: std::result::Result<Peer, String>) -> Result<Bootstrap> {
+        // Claimed first: this tells whether there is a place for it.
+        let own_file = OwnFile::claim(&self.of_rank(self.place.rank().as_u64()))?;
+        let call: u64 = self.read(&self.of_rank(0), || Ok(()))?;
+        self.fill(&own_file, Answer { call, peer: peer.clone() })?;
+        let rank_0_is_there = || match self.path.try_exists() {
+            Ok(false) => Err(nccl("rank 0 has ended while the others joined it")),
+            _ => Ok(()),
+        };
+        let roll: std::result::Result<Roll, String> = self.read(self.path, rank_0_is_there)?;
+        // What went wrong here is known better here.
+        let peer = peer.map_err(nccl)?;
+        let Roll { ids, peers } = roll.map_err(|reason| ProcessError::Peer { slot: 0, reason })?;
+        if peers.get(self.place.rank().as_usize()) != Some(&peer) {
+            return Err(stale(self.path));
+        }
+        Ok(Bootstrap {
+            ids: ids_of(&ids).ok_or_else(|| stale(self.path))?,
+            _own_files: vec![own_file],
+            #[cfg(feature = "mpi")]
+            session: None,
+        })
+    }
+
+    fn world_size(&self) -> u64 {
+        self.place.world_size().as_u64()
+    }
+
+    /// The file in which a rank says who it is.
+    fn of_rank(&self, rank: u64) -> PathBuf {
+        let mut name = OsString::from(self.path);
+        name.push(format!(".{rank}"));
+        PathBuf::from(name)
+    }
+
+    fn fill(&self, file: &OwnFile, contents: impl Serialize) -> Result<()> {
+        let record = Record { version: VERSION, world_size: self.world_size(), contents };
+        let bytes = serde_json::to_vec(&record).map_err(io::Error::from);
+        bytes.and_then(|bytes| file.fill(&bytes)).map_err(|cause| store(&file.0, cause))
+    }
+
+    /// The contents of a file, as soon as there are any, unless that is given up first.
+    fn read<T: DeserializeOwned>(&self, path: &Path, go_on: impl Fn() -> Result<()>) -> Result<T> {
+        loop {
+            match fs::read(path) {
+                Ok(bytes) if !bytes.is_empty() => {
+                    let contents = contents(&bytes, self.world_size());
+                    return contents.map_err(|cause| store(path, cause));
+                }
+                Err(error) if error.kind() != ErrorKind::NotFound => {
+                    return Err(store(path, error));
+                }
+                _ => go_on()?,
+            }
+            if self.start.elapsed() >= self.within {
+                let why = format!("nobody has written it within {:?}", self.within);
+                return Err(store(path, io::Error::new(ErrorKind::TimedOut, why)));
+            }
+            thread::sleep(LOOK);
+        }
+    }
+}
+
+/// The processes, by rank: rank 0, and what the others have answered.
+fn all_of(
+    rank_0: std::result::Result<Peer, String>,
+    answers: Vec<Result<std::result::Result<Peer, String>>>,
+) -> Result<Vec<Peer>> {
+    let mut peers = vec![rank_0.map_err(|reason| nccl(format!("rank 0: {reason}")))?];
+    for (rank, answer) in (1..).zip(answers) {
+        peers.push(answer?.map_err(|reason| nccl(format!("rank {rank}: {reason}")))?);
+    }
+    refuse_shared(&peers).map_err(nccl)?;
+    Ok(peers)
+}
+
+/// Waits until all have read what rank 0 has written, before it is removed: who joins has read it,
+/// this is for when nobody will.
+fn wait_for_readers(answers: &[PathBuf], within: Duration) {
+    let start = Instant::now();
+    while answers.iter().any(|path| path.exists()) && start.elapsed() < within {
+        thread::sleep(LOOK);
+    }
+}
+
+fn contents<T: DeserializeOwned>(bytes: &[u8], expected: u64) -> io::Result<T> {
+    let no_part = |error: serde_json::Error| {
+        invalid(format!("the file is no part of a mesh's start, or of another version's: {error}"))
     };
-    let (ids, peers) = record.split_at(size_of::<Ids>());
-    Ok(Bootstrap {
-        ids: ids_of(ids),
-        peers: peers.as_chunks().0.iter().map(Peer::from_bytes).collect(),
-        _own_file: Some(own_file),
-        of_others,
-        #[cfg(feature = "mpi")]
-        session: None,
-    })
+    let Record { version, world_size, contents } =
+        serde_json::from_slice::<Record<serde_json::Value>>(bytes).map_err(no_part)?;
+    if version != VERSION {
+        return Err(invalid(format!("the file is of version {version}, not {VERSION}")));
+    }
+    if world_size != expected {
+        return Err(invalid(format!("the file is of a world of {world_size}, not {expected}")));
+    }
+    serde_json::from_value(contents).map_err(no_part)
 }
 
-/// The file in which a rank says who it is.
-fn of_rank(path: &Path, rank: u64) -> PathBuf {
-    let mut name = OsString::from(path);
-    name.push(format!(".{rank}"));
-    PathBuf::from(name)
+fn invalid(why: String) -> io::Error {
+    io::Error::new(ErrorKind::InvalidData, why)
 }
 
-#[expect(clippy::expect_used, reason = "the length of records is checked")]
-fn ids_of(bytes: &[u8]) -> Ids {
-    let ids: &[Id] = bytes.as_chunks().0;
-    ids.try_into().expect("a record begins with all ids")
+fn stale(path: &Path) -> Error {
+    let why = "an earlier start has left the file; remove it";
+    store(path, io::Error::new(ErrorKind::AlreadyExists, why))
+}
+
+fn store(path: &Path, cause: io::Error) -> Error {
+    ProcessError::Store { path: path.to_owned(), cause }.into()
+}
+
+fn nccl(reason: impl Display) -> Error {
+    ProcessError::Nccl { reason: reason.to_string() }.into()
+}
+
+/// The ids in these bytes, if there are as many.
+fn ids_of(bytes: &[u8]) -> Option<Ids> {
+    let (ids, rest): (&[Id], _) = bytes.as_chunks();
+    ids.try_into().ok().filter(|_| rest.is_empty())
 }
 
 #[cfg(feature = "mpi")]
-fn by_mpi(place: Placement, this: &Peer, make: impl FnOnce() -> Result<Ids>) -> Result<Bootstrap> {
+#[expect(clippy::expect_used, reason = "what a process says of itself can be written")]
+fn by_mpi(
+    place: Placement,
+    peer: std::result::Result<Peer, String>,
+    make: impl FnOnce() -> Result<Ids>,
+) -> Result<Bootstrap> {
     let session = Session::start()?;
     let own_rank = session.rank();
     let size = session.size();
+    // Who cannot take part ends all: the others wait for the ids, and for who this process is.
     if own_rank != place.rank().as_usize() || size != place.world_size().as_usize() {
-        // The others wait for the ids.
         session.end(&format!("this process is rank {own_rank} of {size}, not {place}"));
     }
-    let mut ids = [0; size_of::<Ids>()];
+    let peer = peer.unwrap_or_else(|reason| session.end(&reason));
+    let own_bytes = serde_json::to_vec(&peer).expect("numbers and a name have a form in JSON");
+    let mut ids = [[0; size_of::<Id>()]; 2];
     if place.rank() == Rank::ZERO {
-        match make() {
-            Ok(new) => ids.copy_from_slice(&new.concat()),
-            Err(error) => session.end(&error.to_string()),
-        }
+        ids = make().unwrap_or_else(|error| session.end(&error.to_string()));
     }
-    session.broadcast(&mut ids, 0)?;
+    for id in &mut ids {
+        session.broadcast(id, 0)?;
+    }
     let mut peers = Vec::new();
     for rank in 0..size {
-        let mut bytes = this.to_bytes();
-        session.broadcast(&mut bytes, rank)?;
-        peers.push(Peer::from_bytes(&bytes));
+        let bytes = broadcast(&session, own_bytes.clone(), rank)?;
+        peers.push(serde_json::from_slice(&bytes).map_err(nccl)?);
     }
-    Ok(Bootstrap {
-        ids: ids_of(&ids),
-        peers,
-        _own_file: None,
-        of_others: Vec::new(),
-        session: Some(session),
-    })
+    refuse_shared(&peers).map_err(nccl)?;
+    Ok(Bootstrap { ids, _own_files: Vec::new(), session: Some(session) })
+}
+
+/// The bytes of a rank, of which others do not know how many there are.
+#[cfg(feature = "mpi")]
+#[expect(clippy::expect_used, reason = "who a process is takes less than 2^64 bytes")]
+fn broadcast(session: &Session, mut bytes: Vec<u8>, from: usize) -> Result<Vec<u8>> {
+    let mut len = (bytes.len() as u64).to_le_bytes();
+    session.broadcast(&mut len, from)?;
+    bytes.resize(usize::try_from(u64::from_le_bytes(len)).expect("a length in memory"), 0);
+    session.broadcast(&mut bytes, from)?;
+    Ok(bytes)
 }
 
 /// A file that this process has made, which is removed when this is dropped.
@@ -185,22 +337,23 @@ struct OwnFile(PathBuf);
 
 impl OwnFile {
     /// Makes the file, which must not exist: empty, and so not taken for what it is to hold.
-    fn claim(path: &Path) -> io::Result<Self> {
+    fn claim(path: &Path) -> Result<Self> {
         let used = |error: io::Error| match error.kind() {
             ErrorKind::AlreadyExists => {
                 io::Error::new(error.kind(), "the file exists; every mesh needs one of its own")
             }
             _ => error,
         };
-        OpenOptions::new().write(true).create_new(true).open(path).map_err(used)?;
+        let made = OpenOptions::new().write(true).create_new(true).open(path).map_err(used);
+        made.map_err(|cause| store(path, cause))?;
         Ok(Self(path.to_owned()))
     }
 
     /// Writes what the others look for; nobody sees half of it.
-    fn fill(&self, world_size: u64, contents: &[u8]) -> io::Result<()> {
+    fn fill(&self, bytes: &[u8]) -> io::Result<()> {
         let mut partial = OsString::from(&self.0);
         partial.push(".partial");
-        fs::write(&partial, record(world_size, contents))?;
+        fs::write(&partial, bytes)?;
         fs::rename(&partial, &self.0)
     }
 }
@@ -212,125 +365,136 @@ impl Drop for OwnFile {
     }
 }
 
-fn record(world_size: u64, contents: &[u8]) -> Vec<u8> {
-    [&MAGIC[..], &world_size.to_le_bytes(), contents].concat()
-}
-
-/// The contents of a file, as soon as there are any.
-fn read(
-    path: &Path,
-    world_size: u64,
-    n_bytes: usize,
-    start: Instant,
-    within: Duration,
-) -> io::Result<Vec<u8>> {
-    loop {
-        match fs::read(path) {
-            Ok(bytes) if !bytes.is_empty() => return contents(&bytes, world_size, n_bytes),
-            Err(error) if error.kind() != ErrorKind::NotFound => return Err(error),
-            _ if start.elapsed() >= within => {
-                return Err(io::Error::new(
-                    ErrorKind::TimedOut,
-                    format!("nobody has written it within {within:?}"),
-                ));
-            }
-            _ => thread::sleep(LOOK),
-        }
-    }
-}
-
-fn contents(bytes: &[u8], world_size: u64, n_bytes: usize) -> io::Result<Vec<u8>> {
-    let wrong = |why: String| Err(io::Error::new(ErrorKind::InvalidData, why));
-    let Some(of_world) = bytes.strip_prefix(&MAGIC) else {
-        return wrong("the file is no part of a mesh's start, or of another version's".into());
-    };
-    match of_world.strip_prefix(&world_size.to_le_bytes()) {
-        Some(contents) if contents.len() == n_bytes => Ok(contents.to_vec()),
-        Some(contents) => wrong(format!("{} bytes for the {n_bytes} expected", contents.len())),
-        None => wrong(format!("the file is not of a world of {world_size}")),
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::{engine::nccl::peers::tests::peer, error::Error};
+    use crate::engine::nccl::peers::tests::peer;
 
     const IDS: Ids = [[7; 128], [8; 128]];
     const SOON: Duration = Duration::from_millis(100);
+    const LATE: Duration = Duration::from_mins(1);
 
-    fn join(path: &Path, rank: u8, within: Duration) -> Result<Bootstrap> {
+    fn join_as(
+        path: &Path,
+        rank: u8,
+        peer: std::result::Result<Peer, String>,
+        within: Duration,
+    ) -> Result<Ids> {
         let place = Placement::new(u64::from(rank), 2).unwrap();
-        let peer = peer(rank, "here");
-        NcclStore::File(path.to_owned()).bootstrap(place, &peer, within, || Ok(IDS))
+        let store = NcclStore::File(path.to_owned());
+        store.bootstrap(place, peer, within, || Ok(IDS)).map(|bootstrap| bootstrap.ids)
     }
 
-    fn kind_of(outcome: Result<Bootstrap>) -> ErrorKind {
+    fn join(path: &Path, rank: u8, within: Duration) -> Result<Ids> {
+        join_as(path, rank, Ok(peer(rank, "here")), within)
+    }
+
+    fn kind_of(outcome: Result<Ids>) -> ErrorKind {
         match outcome {
             Err(Error::Process(ProcessError::Store { cause, .. })) => cause.kind(),
             other => panic!("{other:?}"),
         }
     }
 
+    /// What both ranks get, of which one may come in whatever order.
+    fn both(
+        path: &Path,
+        of_rank_0: std::result::Result<Peer, String>,
+        of_rank_1: std::result::Result<Peer, String>,
+    ) -> [Result<Ids>; 2] {
+        thread::scope(|scope| {
+            let other = scope.spawn(|| join_as(path, 1, of_rank_1, LATE));
+            [join_as(path, 0, of_rank_0, LATE), other.join().unwrap()]
+        })
+    }
+
+    fn write<T: Serialize>(path: &Path, world_size: u64, contents: T) {
+        let record = Record { version: VERSION, world_size, contents };
+        fs::write(path, serde_json::to_vec(&record).unwrap()).unwrap();
+    }
+
     #[test]
-    fn all_get_the_ids_that_rank_0_has_made_and_know_each_other() {
+    fn all_get_the_ids_that_rank_0_has_made_and_leave_nothing() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("id");
-        let late = Duration::from_mins(1);
+        let store = NcclStore::File(path.clone());
+        let start = |rank: u8| {
+            let place = Placement::new(u64::from(rank), 2).unwrap();
+            store.bootstrap(place, Ok(peer(rank, "here")), LATE, || Ok(IDS)).unwrap()
+        };
         thread::scope(|scope| {
-            let other = scope.spawn(|| join(&path, 1, late).unwrap());
-            let own = join(&path, 0, late).unwrap();
+            let other = scope.spawn(|| start(1));
             // Kept until the other has read what this one has written.
-            for bootstrap in &[own, other.join().unwrap()] {
-                assert_eq!(bootstrap.ids, IDS);
-                assert_eq!(bootstrap.peers, [peer(0, "here"), peer(1, "here")]);
-            }
+            let own = start(0);
+            assert_eq!([own.ids, other.join().unwrap().ids], [IDS, IDS]);
         });
         assert_eq!(fs::read_dir(&folder).unwrap().count(), 0, "each removes what it has made");
     }
 
     #[test]
-    fn rank_0_leaves_its_file_until_the_others_have_read_it() {
+    fn one_that_cannot_take_part_ends_all_with_its_reason() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("id");
-        let late = Duration::from_mins(1);
-        thread::scope(|scope| {
-            let first = scope.spawn(|| join(&path, 0, late).unwrap().wait_for_readers(late));
-            // Whenever it comes, it finds what it looks for.
-            assert_eq!(join(&path, 1, late).unwrap().ids, IDS);
-            first.join().unwrap();
-        });
-        fs::write(of_rank(&path, 1), "one that does not come").unwrap();
-        let bootstrap = Bootstrap {
-            ids: IDS,
-            peers: Vec::new(),
-            _own_file: None,
-            of_others: vec![of_rank(&path, 1)],
-            #[cfg(feature = "mpi")]
-            session: None,
-        };
-        bootstrap.wait_for_readers(SOON);
+        let fails = || Err("no such device".to_owned());
+        let [first, second] = both(&path, fails(), Ok(peer(1, "here")));
+        assert_eq!(first.unwrap_err().to_string(), "NCCL: rank 0: no such device");
+        assert!(second.unwrap_err().to_string().contains("rank 0: no such device"));
+
+        let [first, second] = both(&path, Ok(peer(0, "here")), fails());
+        assert_eq!(first.unwrap_err().to_string(), "NCCL: rank 1: no such device");
+        assert_eq!(second.unwrap_err().to_string(), "NCCL: no such device");
+
+        let [first, second] = both(&path, Ok(peer(1, "here")), Ok(peer(1, "here")));
+        for refused in [first, second] {
+            assert!(refused.unwrap_err().to_string().contains("take the same GPU"));
+        }
+        assert_eq!(fs::read_dir(&folder).unwrap().count(), 0);
     }
 
     #[test]
     fn files_of_another_run_are_refused_and_left() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("id");
-        for (rank, path_of_rank) in [(0, path.clone()), (1, of_rank(&path, 1))] {
-            fs::write(&path_of_rank, "an old one").unwrap();
-            assert_eq!(kind_of(join(&path, rank, SOON)), ErrorKind::AlreadyExists);
-            assert_eq!(fs::read(&path_of_rank).unwrap(), b"an old one");
-            fs::remove_file(&path_of_rank).unwrap();
+        let of_rank = |rank: u64| folder.path().join(format!("id.{rank}"));
+        for stale in [path.clone(), of_rank(0)] {
+            fs::write(&stale, "an old one").unwrap();
+            assert_eq!(kind_of(join(&path, 0, SOON)), ErrorKind::AlreadyExists);
+            assert_eq!(fs::read(&stale).unwrap(), b"an old one");
+            fs::remove_file(&stale).unwrap();
         }
+        fs::write(of_rank(1), "an old one").unwrap();
+        assert_eq!(kind_of(join(&path, 1, SOON)), ErrorKind::AlreadyExists);
     }
 
     #[test]
-    fn all_wait_until_their_deadline() {
+    fn an_answer_to_an_earlier_call_is_not_taken_for_a_process() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("id");
+        write(&folder.path().join("id.1"), 2, Answer { call: 5, peer: Ok(peer(1, "here")) });
+        assert_eq!(kind_of(join(&path, 0, LATE)), ErrorKind::AlreadyExists);
+    }
+
+    #[test]
+    fn ids_of_an_earlier_start_are_not_taken_for_this_one() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("id");
+        write(&folder.path().join("id.0"), 2, 5);
+        let peers = vec![peer(0, "here"), peer(1, "here")];
+        let roll = Roll { ids: IDS.concat(), peers };
+        write(&path, 2, Ok::<_, String>(roll));
+        assert_eq!(kind_of(join(&path, 1, LATE)), ErrorKind::AlreadyExists);
+    }
+
+    #[test]
+    fn all_wait_until_their_deadline_and_no_longer_than_rank_0_is_there() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("id");
         for rank in [0, 1] {
             assert_eq!(kind_of(join(&path, rank, SOON)), ErrorKind::TimedOut);
         }
+        write(&folder.path().join("id.0"), 2, 5);
+        let text = join(&path, 1, LATE).unwrap_err().to_string();
+        assert!(text.contains("rank 0 has ended"), "{text}");
         // Rank 0 has begun, and not ended.
         fs::write(&path, "").unwrap();
         assert_eq!(kind_of(join(&path, 1, SOON)), ErrorKind::TimedOut);
@@ -340,25 +504,33 @@ mod tests {
     fn what_is_no_record_of_this_world_is_refused() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("id");
-        let peers = [peer(4, "there").to_bytes(), peer(5, "there").to_bytes()].concat();
-        let good = [IDS.concat(), peers].concat();
-        let long = [&good[..], &[0]].concat();
-        for bytes in [record(3, &good), b"something else".to_vec(), record(2, &long)] {
-            fs::write(&path, bytes).unwrap();
-            assert_eq!(kind_of(join(&path, 1, SOON)), ErrorKind::InvalidData);
-        }
-        fs::write(&path, record(2, &good)).unwrap();
-        let bootstrap = join(&path, 1, SOON).unwrap();
-        assert_eq!(bootstrap.ids, IDS);
-        assert_eq!(bootstrap.peers, [peer(4, "there"), peer(5, "there")]);
+        let of_rank_0 = folder.path().join("id.0");
+        let refused = || kind_of(join(&path, 1, SOON)) == ErrorKind::InvalidData;
+        fs::write(&of_rank_0, "something else").unwrap();
+        assert!(refused());
+        write(&of_rank_0, 3, 5);
+        assert!(refused());
+        write(&of_rank_0, 2, "five");
+        assert!(refused());
+        let record = Record { version: VERSION + 1, world_size: 2, contents: 5 };
+        fs::write(&of_rank_0, serde_json::to_vec(&record).unwrap()).unwrap();
+        assert!(refused());
+    }
+
+    #[test]
+    fn ids_are_as_many_bytes_as_they_are() {
+        assert_eq!(ids_of(&IDS.concat()), Some(IDS));
+        assert_eq!(ids_of(&IDS.concat()[1..]), None);
+        assert_eq!(ids_of(&[&IDS.concat()[..], &[0]].concat()), None);
+        assert_eq!(ids_of(&IDS[0]), None);
     }
 
     #[test]
     fn a_folder_that_is_not_there_is_an_error() {
         let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("nowhere/id");
         for rank in [0, 1] {
-            let outcome = join(&folder.path().join("nowhere/id"), rank, SOON);
-            assert_eq!(kind_of(outcome), ErrorKind::NotFound);
+            assert_eq!(kind_of(join(&path, rank, SOON)), ErrorKind::NotFound);
         }
     }
 }

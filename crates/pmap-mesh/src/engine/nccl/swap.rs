@@ -1,9 +1,14 @@
 //! The two steps of every collective: the members of a group tell each other what they call, and
 //! swap items.
 
-use std::{ops::Range, process, sync::Arc, time::Duration};
+use std::{
+    ops::Range,
+    process,
+    sync::{Arc, OnceLock},
+    time::Duration,
+};
 
-use candle_core::{DType, Device, Result, Tensor, cuda_backend::cudarc::driver::CudaEvent};
+use candle_core::{DType, Device, Result, Tensor, bail, cuda_backend::cudarc::driver::CudaEvent};
 
 use super::link::{Broken, Carrier, Moving, Transfer};
 use crate::{
@@ -11,7 +16,8 @@ use crate::{
         Site,
         processes::{self, TEXT_BYTES, disagreement},
     },
-    error::CollectiveError,
+    error::{CollectiveError, one_line},
+    mesh::workers,
 };
 
 /// What arrives from a rank begins at a multiple of so many items: at 16 bytes in all types, as NCCL
@@ -47,6 +53,8 @@ pub(super) struct Wire {
     /// How long a transfer may take, with the computation that makes what is sent.
     pub(super) deadline: Duration,
     pub(super) ending: Ending,
+    /// Why this process has not carried out what all had agreed on, if it has not.
+    pub(super) broken: OnceLock<String>,
 }
 
 /// A collective while this slot takes part in it.
@@ -61,13 +69,17 @@ impl Call<'_> {
     /// # Errors
     ///
     /// On all members alike, if the numbers differ, in the words of the first that does and of
-    /// rank 0; `text` is this one's.
+    /// rank 0; `text` is this one's. On this one, if it has not [carried out](Self::carry_out) what
+    /// went before.
     pub(super) fn exchange_headers(
         &self,
         agreement: u64,
         aux: i64,
         text: impl FnOnce() -> Vec<u8>,
     ) -> Result<Vec<i64>> {
+        if let Some(why) = self.wire.broken.get() {
+            bail!("{why}, and nothing can follow: the others still wait for it");
+        }
         let own = [agreement.to_le_bytes(), aux.to_le_bytes()].concat();
         let headers = self.exchange(own);
         let agreements = headers.iter().map(|header| word(header, 0));
@@ -80,6 +92,21 @@ impl Call<'_> {
                 Err(disagreement(self.site, other, |rank| texts[rank].clone()))
             }
         }
+    }
+
+    /// Carries out what all have agreed on.
+    ///
+    /// If it fails here, the others wait for what does not come, and would take what this process
+    /// sends next for it. So that is nothing, whether its replica returns the error or not.
+    pub(super) fn carry_out<T>(&self, steps: impl FnOnce() -> Result<T>) -> Result<T> {
+        let outcome = workers::catch(steps);
+        let outcome = outcome.unwrap_or_else(|panic| Err(candle_core::Error::msg(panic)));
+        if let Err(error) = &outcome {
+            let why = format!("{} has failed here: {}", self.site.call, one_line(error));
+            // What failed first is what the others wait for.
+            drop(self.wire.broken.set(why));
+        }
+        outcome
     }
 
     /// What each member hands to all, by rank: as many bytes as this one's.

@@ -150,6 +150,24 @@ impl Moving for InMemory {
     }
 }
 
+fn ending(slot: usize) -> Ending {
+    Ending {
+        slot,
+        #[cfg(feature = "mpi")]
+        session: None,
+    }
+}
+
+fn wire(network: &Arc<Network>, ending: &Ending) -> Wire {
+    Wire {
+        link: Box::new(Port::new(network, ending.slot)),
+        patience: LIMIT,
+        deadline: LIMIT,
+        ending: ending.clone(),
+        broken: OnceLock::new(),
+    }
+}
+
 type Axes = [(&'static str, usize)];
 
 /// Runs `f` as one process for each slot of a grid; returns the results in the order of the ranks.
@@ -158,17 +176,8 @@ fn run<T: Send>(axes: &Axes, f: impl Fn(&Replica) -> T + Sync) -> Vec<T> {
     let topology = Arc::new(Topology::new(axes, 64).unwrap());
     let networks = [Arc::<Network>::default(), Arc::default()];
     let replica = |slot| {
-        let ending = Ending {
-            slot,
-            #[cfg(feature = "mpi")]
-            session: None,
-        };
-        let [called, started] = networks.each_ref().map(|network| Wire {
-            link: Box::new(Port::new(network, slot)),
-            patience: LIMIT,
-            deadline: LIMIT,
-            ending: ending.clone(),
-        });
+        let ending = ending(slot);
+        let [called, started] = networks.each_ref().map(|network| wire(network, &ending));
         let engine = Nccl(Arc::new(Inner {
             topology: Arc::clone(&topology),
             slot,
@@ -355,6 +364,28 @@ fn calls_that_do_not_agree_are_named_on_all() {
     for error in errors {
         assert!(error.contains("replica 0 calls psum of f32 [3]"), "{error}");
         assert!(error.contains("replica 1 calls psum of f32 [4]"), "{error}");
+    }
+}
+
+#[test]
+fn nothing_follows_what_all_agreed_on_and_one_has_not_carried_out() {
+    let network = Arc::<Network>::default();
+    let topology = Topology::new(vec![("a".into(), 2)], 2).unwrap();
+    let site = Site::along(ALL, &topology, 0, "psum", None).unwrap();
+    let fails: [fn() -> Result<()>; 2] = [|| bail!("no memory"), || panic!("no memory")];
+    for fail in fails {
+        let wire = wire(&network, &ending(0));
+        let call = Call { wire: &wire, site: &site };
+        call.carry_out(|| Ok(())).unwrap();
+        assert!(wire.broken.get().is_none());
+        assert!(call.carry_out(fail).unwrap_err().to_string().contains("no memory"));
+        let refused = call.exchange_headers(0, 0, Vec::new).unwrap_err().to_string();
+        assert!(
+            refused.contains("psum over all axes") && refused.contains("no memory"),
+            "{refused}"
+        );
+        // Its peer waits for data: it must not get a header in their place.
+        assert!(lock(&network.bytes.0).is_empty());
     }
 }
 
