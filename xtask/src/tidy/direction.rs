@@ -7,7 +7,10 @@ use cargo_metadata::{DependencyKind, Metadata, Package};
 use crate::{tidy::Violation, workspace};
 
 /// What the mesh runs is any function on tensors: layers, plans and files are its users' business.
-const NOT_OF_THE_MESH: [&str; 4] = ["candle-nn", "fsdp-plan", "serde", "serde_json"];
+const NOT_OF_THE_MESH: [&str; 2] = ["candle-nn", "fsdp-plan"];
+
+/// What a mesh may need behind a feature alone: processes over NCCL meet by files.
+const OPTIONAL_IN_THE_MESH: [&str; 2] = ["serde", "serde_json"];
 
 /// The page that says what a user of the umbrella gets beyond candle's own dependencies.
 const ARCHITECTURE: &str = "ARCHITECTURE.md";
@@ -25,12 +28,16 @@ pub(super) fn check(metadata: &Metadata, read: &dyn Fn(&str) -> Option<String>) 
     violations
 }
 
-/// The dependencies of a package, behind whatever feature, that it must do without.
+/// The dependencies of a package that it must do without, unless a rule says otherwise behind whatever
+/// feature.
 fn direct(package: &Package) -> Vec<Violation> {
     let normal = package.dependencies.iter().filter(|edge| edge.kind == DependencyKind::Normal);
     let rules = normal.filter_map(|edge| match (package.name.as_str(), edge.name.as_str()) {
         ("pmap-mesh", name) if NOT_OF_THE_MESH.contains(&name) => {
             Some(format!("the mesh does without `{name}`"))
+        }
+        ("pmap-mesh", name) if OPTIONAL_IN_THE_MESH.contains(&name) && !edge.optional => {
+            Some(format!("the mesh does without `{name}` unless a feature asks for it"))
         }
         ("dyn-batch", "candle-core") if !makes_tensors(package) => {
             Some("batches become tensors behind the feature `candle` alone".to_owned())
