@@ -103,7 +103,9 @@ fn a_model_of_more_blocks_holds_more_of_its_parameters_and_inputs_alone() {
             let [few, many] = [8, 24].map(|blocks| at_most(slots, blocks, optimizers));
             let added = (many - few) / 16;
             let expected = copies * BLOCK_BYTES + slots * VALUE_BYTES;
-            let most = expected + slots * BOOKKEEPING_BYTES;
+            // How many slots hold a block's gradients at the same moment is chance, in either model.
+            let by_chance = (slots - 1) * BLOCK_BYTES / 16;
+            let most = expected + slots * BOOKKEEPING_BYTES + by_chance;
             let what = format!("{optimizers:?}, {slots} slots: {added} bytes for a block");
             assert!(added <= most, "{what}, {expected} expected");
         }
