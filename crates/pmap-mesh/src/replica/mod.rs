@@ -437,9 +437,7 @@ impl Replica {
         wanted: &[usize],
         axes: impl Into<MeshAxes>,
     ) -> Result<Vec<Tensor>> {
-        let detail = format!(" of {} tensors", list.len());
-        let site = self.site("psum_list", None, axes.into())?.with_detail(detail);
-        self.0.collectives.sum_list(&site, list, wanted)
+        self.sum_list(format!(" of {} tensors", list.len()), list, wanted, axes.into())
     }
 
     /// [`psum_list`](Self::psum_list) of what has a name, such as a part of a model: replicas that sum
@@ -456,8 +454,18 @@ impl Replica {
         wanted: &[usize],
         axes: impl Into<MeshAxes>,
     ) -> Result<Vec<Tensor>> {
-        let detail = format!(" of {} tensors of {name}", list.len());
-        let site = self.site("psum_list", None, axes.into())?.with_detail(detail);
+        self.sum_list(format!(" of {} tensors of {name}", list.len()), list, wanted, axes.into())
+    }
+
+    #[track_caller]
+    fn sum_list(
+        &self,
+        detail: String,
+        list: Vec<Tensor>,
+        wanted: &[usize],
+        axes: MeshAxes,
+    ) -> Result<Vec<Tensor>> {
+        let site = self.site("psum_list", None, axes)?.with_detail(detail);
         self.0.collectives.sum_list(&site, list, wanted)
     }
 
