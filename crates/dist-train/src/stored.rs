@@ -128,3 +128,21 @@ pub(crate) fn check_extent(
     }
     Err(CheckpointError::Extent { path: path.to_owned(), described, found })
 }
+
+/// Headers begin and end at multiples of this, so that tensors are aligned.
+pub(crate) const ALIGNMENT: usize = 8;
+
+/// The beginning of a safetensors file: the length of its header, and the header.
+///
+/// # Errors
+///
+/// [`CheckpointError::Header`] for one that would be refused when it is read: it is too long.
+pub(crate) fn beginning(json: &[u8], path: &Path) -> Result<Vec<u8>> {
+    let padded_len = json.len().next_multiple_of(ALIGNMENT);
+    let mut bytes = (padded_len as u64).to_le_bytes().to_vec();
+    bytes.extend_from_slice(json);
+    bytes.resize(size_of::<u64>() + padded_len, b' ');
+    SafetensorsHeader::parse(&bytes)
+        .map_err(|cause| CheckpointError::Header { path: path.to_owned(), cause })?;
+    Ok(bytes)
+}

@@ -16,7 +16,7 @@ use std::{
 };
 
 use candle_core::{Device, Tensor};
-use fsdp_plan::{ParameterInfo, source::SafetensorsHeader};
+use fsdp_plan::ParameterInfo;
 use pmap_mesh::DeviceMesh;
 use safetensors::tensor::{Dtype, Metadata, TensorInfo};
 use serde_json::json;
@@ -31,10 +31,8 @@ use crate::{
     parameters::weights::{INDEX, ONE_FILE},
     processes::agreed,
     sharded::describe::natural_order,
+    stored::beginning,
 };
-
-/// Headers begin and end at multiples of this, so that tensors are aligned.
-const ALIGNMENT: usize = 8;
 
 /// How [`DataParallel::save_pretrained`](crate::DataParallel::save_pretrained) and
 /// [`FullyShard::save_pretrained`](crate::FullyShard::save_pretrained) write a model.
@@ -301,14 +299,7 @@ fn header(path: &Path, parameters: &[&ParameterInfo]) -> Result<Vec<u8>> {
     let metadata =
         Metadata::new(Some(metadata.into()), tensors).expect("tensors follow each other");
     let json = serde_json::to_vec(&metadata).expect("names and numbers have a form in JSON");
-    let padded_len = json.len().next_multiple_of(ALIGNMENT);
-    let mut bytes = (padded_len as u64).to_le_bytes().to_vec();
-    bytes.extend(json);
-    bytes.resize(size_of::<u64>() + padded_len, b' ');
-    // What would be refused when it is read must not be written: a header that is too long.
-    SafetensorsHeader::parse(&bytes)
-        .map_err(|cause| CheckpointError::Header { path: path.to_owned(), cause })?;
-    Ok(bytes)
+    beginning(&json, path)
 }
 
 /// The index of several files.
@@ -450,7 +441,7 @@ mod tests {
         save_in(folder.path(), 100).unwrap();
         let bytes = fs::read(folder.path().join(ONE_FILE)).unwrap();
         let (len, metadata) = safetensors::SafeTensors::read_metadata(&bytes).unwrap();
-        assert_eq!(len % ALIGNMENT, 0);
+        assert_eq!(len % crate::stored::ALIGNMENT, 0);
         assert_eq!(metadata.metadata().as_ref().unwrap()["format"], "pt");
         for name in ["a", "b", "c", "d"] {
             let info = metadata.info(name).unwrap();

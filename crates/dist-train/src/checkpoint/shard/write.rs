@@ -12,7 +12,6 @@ use std::{
 
 use bytemuck::cast_slice;
 use candle_core::{CpuStorage, DType, Device, Storage, Tensor};
-use fsdp_plan::source::SafetensorsHeader;
 use safetensors::tensor::{Dtype, TensorInfo};
 use serde::{Serialize, Serializer, ser::SerializeMap};
 
@@ -27,10 +26,8 @@ use crate::{
         },
     },
     error::{Doing, Result, checkpoint::CheckpointError},
+    stored::beginning,
 };
-
-/// Headers begin and end at multiples of this, so that tensors are aligned.
-const ALIGNMENT: usize = 8;
 
 /// What the index says of a file.
 #[derive(Clone, Copy, Debug)]
@@ -115,14 +112,7 @@ impl<'a> Header<'a> {
     fn to_bytes(&self, path: &Path) -> Result<Vec<u8>> {
         let json = serde_json::to_vec(self)
             .map_err(|cause| CheckpointError::Json { path: path.to_owned(), cause })?;
-        let padded_len = json.len().next_multiple_of(ALIGNMENT);
-        let mut bytes = (padded_len as u64).to_le_bytes().to_vec();
-        bytes.extend(json);
-        bytes.resize(size_of::<u64>() + padded_len, b' ');
-        // What would be refused when it is read must not be written: a header that is too long.
-        SafetensorsHeader::parse(&bytes)
-            .map_err(|cause| CheckpointError::Header { path: path.to_owned(), cause })?;
-        Ok(bytes)
+        beginning(&json, path)
     }
 }
 
