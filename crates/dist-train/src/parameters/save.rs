@@ -385,17 +385,19 @@ mod tests {
     #[test]
     fn a_file_is_full_before_the_next_one_begins() {
         for (max_bytes, expected) in [
-            (100, vec!["badc"]),
-            (99, vec!["bac", "d"]),
-            (80, vec!["ba", "dc"]),
-            (50, vec!["a", "bc", "d"]),
-            (20, vec!["a", "b", "dc"]),
+            (100, vec!["b a d c"]),
+            (99, vec!["b a c", "d"]),
+            (80, vec!["b a", "d c"]),
+            (50, vec!["a", "b c", "d"]),
+            (20, vec!["a", "b", "d c"]),
             (0, vec!["a", "b", "c", "d"]),
         ] {
             let model = model();
             let files = planned(&model.iter().collect::<Vec<_>>(), max_bytes);
-            let of = |file: &Planned<'_>| file.parameters.iter().map(|info| info.name()).collect();
-            assert_eq!(files.iter().map(of).collect::<Vec<String>>(), expected, "{max_bytes}");
+            let of = |file: &Planned<'_>| {
+                file.parameters.iter().map(|info| info.name()).collect::<Vec<_>>().join(" ")
+            };
+            assert_eq!(files.iter().map(of).collect::<Vec<_>>(), expected, "{max_bytes}");
         }
         assert_eq!(planned(&[], 5).len(), 1);
     }
