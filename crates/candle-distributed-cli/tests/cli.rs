@@ -1126,7 +1126,8 @@ fn train_that_is_interrupted_saves_itself_and_says_how_to_resume() {
     for signal in ["-INT", "-TERM", "-HUP"] {
         let dir = tempfile::tempdir().unwrap();
         let out = dir.path().join("my run");
-        let sharded = ["train", "--strategy", "full", "--keep", "gathered", "--optimizer-in-bwd"];
+        let sharded =
+            ["train", "--strategy", "full", "--keep", "gathered", "--optimizer-in-backward"];
         let steps = ["--steps", "100000", "--out", out.to_str().unwrap()];
         let ended = interrupted(command(&[&sharded[..], &steps].concat()), &[signal], &out);
         assert_eq!(ended.status.code(), Some(130), "{signal}");
@@ -1134,7 +1135,7 @@ fn train_that_is_interrupted_saves_itself_and_says_how_to_resume() {
         // What a shell takes as it stands.
         let hint = format!(
             "hint: to resume: candle-distributed train --out '{}' --resume --strategy full --keep \
-             gathered --optimizer-in-bwd\n",
+             gathered --optimizer-in-backward\n",
             out.display()
         );
         assert!(said.contains(&hint), "{said}");

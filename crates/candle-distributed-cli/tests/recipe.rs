@@ -105,8 +105,8 @@ fn what_cannot_be_followed_is_refused() {
         (&["--max-grad-norm", "0"], &["--max-grad-norm is 0, must be above 0"]),
         (&["--max-grad-norm", "inf"], &["--max-grad-norm is inf"]),
         (
-            &["--strategy", "full", "--optimizer-in-bwd", "--max-grad-norm", "2"],
-            &["--optimizer-in-bwd cannot be used with --max-grad-norm 2"],
+            &["--strategy", "full", "--optimizer-in-backward", "--max-grad-norm", "2"],
+            &["--optimizer-in-backward cannot be used with --max-grad-norm 2"],
         ),
     ] {
         refuses(&[&["train"][..], args].concat(), words);

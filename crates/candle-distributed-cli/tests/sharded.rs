@@ -47,7 +47,7 @@ fn losses_and_model_do_not_depend_on_what_goes_where() {
             &["--strategy", "layer-wise", "--layer-order", "contiguous"],
             &["--strategy", "whole-tensor"],
             &["--strategy", "hybrid", "--rules", &rules],
-            &["--strategy", "full", "--replicas", "1", "--optimizer-in-bwd"],
+            &["--strategy", "full", "--replicas", "1", "--optimizer-in-backward"],
         ]
         .into_iter()
         .enumerate()
@@ -68,7 +68,7 @@ fn copies_of_a_sharded_model_learn_the_same() {
     home.train("whole", &four);
     let copies = ["--strategy", "full", "--replicas", "2"];
     for (name, more) in
-        [("two", &[][..]), ("two-in-bwd", &["--optimizer-in-bwd", "--keep", "gathered"])]
+        [("two", &[][..]), ("two-in-bwd", &["--optimizer-in-backward", "--keep", "gathered"])]
     {
         home.train(name, &[&four[..], &copies, more].concat());
         for (found, expected) in losses(&home, name).iter().zip(losses(&home, "whole")) {
@@ -100,7 +100,7 @@ fn an_optimizer_in_the_backward_pass_keeps_no_gradients() {
     let data = home.path("text.txt");
     let train = ["train", "--data", &data, "--strategy", "full", "--dry-run"];
     let after = text(&train);
-    let within = text(&[&train[..], &["--optimizer-in-bwd"]].concat());
+    let within = text(&[&train[..], &["--optimizer-in-backward"]].concat());
     assert_ne!(row(&after, "gradients ")[1], "0.00 B", "{after}");
     assert_eq!(row(&within, "gradients ")[1], "0.00 B", "{within}");
 
@@ -112,7 +112,7 @@ fn an_optimizer_in_the_backward_pass_keeps_no_gradients() {
         let resumed = home.resume(name, &[&["--strategy", "full"], more].concat());
         assert!(resumed.status.success(), "{name}: {}", said(&resumed));
     };
-    resumed("after", &["--optimizer-in-bwd", "--check"]);
+    resumed("after", &["--optimizer-in-backward", "--check"]);
     resumed("within", &[]);
     assert!(home.model("after") == home.model("within"));
 }
@@ -203,7 +203,7 @@ fn options_that_make_no_sense_together_are_refused() {
     for (args, words) in [
         (&["--keep", "inputs"][..], &["--keep needs a --strategy"][..]),
         (&["--replicas", "1"], &["--replicas needs a --strategy"]),
-        (&["--optimizer-in-bwd"], &["--optimizer-in-bwd needs a --strategy"]),
+        (&["--optimizer-in-backward"], &["--optimizer-in-backward needs a --strategy"]),
         (&["--layout", "flat"], &["--layout needs --strategy full"]),
         (&["--rules", "rules.json"], &["--rules needs --strategy hybrid"]),
         (&["--strategy", "layer-wise", "--layout", "flat"], &["--layout needs --strategy full"]),

@@ -74,7 +74,7 @@ impl Distributed {
         if let Some(norm) = settings.recipe.max_grad_norm {
             builder = builder.clip_grad_norm(norm);
         }
-        if sharding.optimizer_in_bwd {
+        if sharding.optimizer_in_backward {
             builder = builder.optimizer_in_backward();
         }
         if settings.allow_non_finite {

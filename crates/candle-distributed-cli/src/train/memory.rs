@@ -291,6 +291,31 @@ mod tests {
     }
 
     #[test]
+    fn the_largest_process_need_not_be_the_first() {
+        let whole_tensors =
+            Sharding { strategy: crate::strategy::Strategy::WholeTensor, ..Sharding::full() };
+        let parameters = &sharding::parameters_of(MODEL).unwrap();
+        let of_ranks = |ranks| Work {
+            check: false,
+            config: MODEL,
+            parameters,
+            sharding: Some(&whole_tensors),
+            batches: &[],
+            world_size: 4,
+            ranks,
+            base_bytes: 1,
+        };
+        let predicted = |rank| of_ranks((rank, rank + 1)).predicted().unwrap();
+        assert!(predicted(3).total() > predicted(0).total());
+        for rank in 0..4 {
+            let largest = of_ranks((rank, rank + 1)).predicted_of_largest().unwrap();
+            assert_eq!(largest, predicted(3));
+        }
+        let all = of_ranks((0, 4));
+        assert_eq!(all.predicted_of_largest().unwrap(), all.predicted().unwrap());
+    }
+
+    #[test]
     fn what_a_token_takes_grows_with_layers() {
         let layers = |layers| computed_bytes(Config { layers, ..MODEL });
         assert_eq!((layers(1), layers(2)), (9_216, 15_360));

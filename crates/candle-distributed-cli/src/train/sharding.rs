@@ -28,7 +28,7 @@ pub(crate) struct Sharding {
     pub(crate) replicas: u64,
     /// Whether optimizers ran inside the backward pass.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
-    pub(crate) optimizer_in_bwd: bool,
+    pub(crate) optimizer_in_backward: bool,
 }
 
 fn one() -> u64 {
@@ -100,7 +100,7 @@ pub(crate) fn plan(
 /// What the plan of a run is priced by: the runtime that carries it out here.
 pub(crate) fn cost_model(sharding: Option<&Sharding>) -> CostModel {
     let model = CostModel::default().with_runtime(Runtime::Candle);
-    if sharding.is_some_and(|sharding| sharding.optimizer_in_bwd) {
+    if sharding.is_some_and(|sharding| sharding.optimizer_in_backward) {
         model.with_optimizer_in_backward()
     } else {
         model
@@ -166,7 +166,7 @@ mod tests {
                 strategy: Strategy::Full(Layout::Dim0),
                 keep: Keep::Inputs,
                 replicas: 1,
-                optimizer_in_bwd: false,
+                optimizer_in_backward: false,
             }
         }
     }
@@ -175,7 +175,7 @@ mod tests {
     fn what_is_as_usual_is_not_recorded() {
         let full = Sharding::full();
         assert_eq!(full.words(), r#"{"strategy":{"full":"dim0"},"keep":"inputs"}"#);
-        let other = Sharding { replicas: 2, optimizer_in_bwd: true, ..full.clone() };
+        let other = Sharding { replicas: 2, optimizer_in_backward: true, ..full.clone() };
         for sharding in [full, other] {
             assert_eq!(serde_json::from_str::<Sharding>(&sharding.words()).unwrap(), sharding);
         }

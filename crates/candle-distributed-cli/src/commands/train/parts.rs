@@ -23,8 +23,8 @@ pub(super) struct ShardingArgs {
     keep: Option<KeepArg>,
     /// Run the optimizer of each unit of a sharded model inside the backward pass, so that
     /// gradients of all of it are never there at once
-    #[arg(long, help_heading = "What goes where")]
-    optimizer_in_bwd: bool,
+    #[arg(long, visible_alias = "optimizer-in-bwd", help_heading = "What goes where")]
+    optimizer_in_backward: bool,
 }
 
 /// What each unit keeps.
@@ -60,7 +60,7 @@ impl ShardingArgs {
             strategy,
             keep: self.keep()?,
             replicas,
-            optimizer_in_bwd: self.optimizer_in_bwd,
+            optimizer_in_backward: self.optimizer_in_backward,
         }))
     }
 
@@ -92,7 +92,7 @@ impl ShardingArgs {
         let options = [
             ("--replicas", self.what.replicas.is_some()),
             ("--keep", self.keep.is_some()),
-            ("--optimizer-in-bwd", self.optimizer_in_bwd),
+            ("--optimizer-in-backward", self.optimizer_in_backward),
         ];
         options.into_iter().find_map(|(option, is_given)| is_given.then_some(option))
     }
@@ -114,8 +114,8 @@ impl ShardingArgs {
         if let Some(KeepArg::Gathered) = self.keep {
             typed += " --keep gathered";
         }
-        if self.optimizer_in_bwd {
-            typed += " --optimizer-in-bwd";
+        if self.optimizer_in_backward {
+            typed += " --optimizer-in-backward";
         }
         typed
     }

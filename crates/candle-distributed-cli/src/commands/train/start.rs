@@ -58,10 +58,11 @@ pub(super) struct Beginning {
 impl Beginning {
     /// Refuses an optimizer inside the backward pass that would have to wait for its end.
     fn check_optimizer(&self) -> Result<()> {
-        let is_in_bwd = self.sharding.as_ref().is_some_and(|sharding| sharding.optimizer_in_bwd);
+        let is_in_bwd =
+            self.sharding.as_ref().is_some_and(|sharding| sharding.optimizer_in_backward);
         match self.settings.recipe.max_grad_norm {
             Some(norm) if is_in_bwd => Err(Error::usage(format!(
-                "--optimizer-in-bwd cannot be used with --max-grad-norm {norm}: the norm of all \
+                "--optimizer-in-backward cannot be used with --max-grad-norm {norm}: the norm of all \
                  gradients is known after the backward pass"
             ))),
             Some(_) | None => Ok(()),
