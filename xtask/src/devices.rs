@@ -64,13 +64,15 @@ fn metal() -> Check {
 fn mpi() -> Check {
     let clippy = "clippy --workspace --all-targets \
         --features candle-distributed-cli/mpi,benches/mpi -- -D warnings";
+    let test = "test --workspace \
+        --features pmap-mesh/mpi,dist-train/mpi,candle-distributed-cli/mpi --test mpi";
     Check {
         probe: Call::new("mpicc", "-show"),
         answer: "mpi",
         install: "apt-get install libopenmpi-dev openmpi-bin",
         calls: vec![
             Call::cargo(clippy),
-            Call::cargo("test --workspace --features pmap-mesh/mpi,dist-train/mpi --test mpi"),
+            Call::cargo(test),
             Call::cargo("xtask soak --ranks 2 --kills 2 --steps 12 --profile dev"),
         ],
     }

@@ -1,6 +1,6 @@
 //! What to do about an error, where its message does not say it in the words of the command line.
 
-use std::borrow::Cow;
+use std::{borrow::Cow, fmt};
 
 use candle_distributed::{
     batch, mesh,
@@ -55,6 +55,13 @@ pub(crate) const PLAN: &str =
 const GRADIENT: &str = "the model and its operations are this program's own, so the fault is the \
                         program's or the device's: --device cpu tells which";
 pub(crate) const STATE: &str = "candle-distributed sample … --save-state FILE writes a state";
+
+/// A word of a command, such as a path, as a shell takes it.
+#[expect(clippy::expect_used, reason = "says why it cannot fail")]
+pub(crate) fn in_shell(word: impl fmt::Display) -> String {
+    let word = word.to_string();
+    shlex::try_quote(&word).expect("arguments have no zero bytes").into_owned()
+}
 
 impl Error {
     /// What to do about it.

@@ -41,8 +41,9 @@ pub(crate) struct StrategyArgs {
     #[arg(long, value_name = "FILE", help_heading = "What goes where")]
     rules: Option<PathBuf>,
     /// Number of copies of the model, each sharded over its own part of the ranks (HSDP)
-    #[arg(long, value_name = "G", default_value_t = 1, help_heading = "What goes where")]
-    pub(crate) replicas: u64,
+    /// [default: 1]
+    #[arg(long, value_name = "G", help_heading = "What goes where")]
+    pub(crate) replicas: Option<u64>,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
@@ -137,6 +138,11 @@ impl StrategyArgs {
         self.strategy(strategy)
     }
 
+    /// The number of copies of the model.
+    pub(crate) fn replicas(&self) -> u64 {
+        self.replicas.unwrap_or(1)
+    }
+
     /// The options as they would be typed again, each with a space before it.
     pub(crate) fn typed(&self) -> String {
         let options = [
@@ -144,7 +150,8 @@ impl StrategyArgs {
             ("layout", self.layout.map(typed)),
             ("block-size", self.block_size.map(|size| size.to_string())),
             ("layer-order", self.layer_order.map(typed)),
-            ("rules", self.rules.as_ref().map(|path| path.display().to_string())),
+            ("rules", self.rules.as_ref().map(|path| hint::in_shell(path.display()))),
+            ("replicas", self.replicas.map(|replicas| replicas.to_string())),
         ];
         let given = options.into_iter().filter_map(|(name, value)| Some((name, value?)));
         given
@@ -238,7 +245,7 @@ pub(crate) fn write_matches(rules: &Matches<'_>, out: &mut dyn Write) -> io::Res
 /// The first names of a list.
 fn listed(names: &[&str]) -> String {
     let more = if names.len() > MAX_NAMES { ", …" } else { "" };
-    format!("{:?}{more}", &names[..names.len().min(MAX_NAMES)])
+    names[..names.len().min(MAX_NAMES)].join(", ") + more
 }
 
 #[cfg(test)]
@@ -260,9 +267,10 @@ mod tests {
             "",
             " --strategy full --layout row-ragged --block-size 4",
             " --strategy layer-wise --layer-order contiguous",
-            " --strategy hybrid --rules rules.json",
+            " --strategy hybrid --rules rules.json --replicas 2",
+            " --strategy hybrid --rules 'my rules.json'",
         ] {
-            let args = Line::parse_from(line.split_whitespace()).what;
+            let args = Line::parse_from(shlex::split(line).unwrap()).what;
             assert_eq!(args.typed(), line);
         }
     }

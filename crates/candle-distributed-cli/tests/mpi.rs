@@ -111,6 +111,44 @@ fn a_run_is_complete_if_all_processes_find_it_so() {
     );
 }
 
+/// Two copies of a model, each in parts on two processes.
+#[test]
+fn copies_of_a_sharded_model_learn_over_processes() {
+    let (home, data) = home();
+    let at = |name: &str| home.path().join(name).to_str().unwrap().to_owned();
+    let train = |more: &[&str]| {
+        let mut mpirun = mpirun();
+        mpirun.args(["-n", "4", env!("CARGO_BIN_EXE_candle-distributed"), "train", "--data"]);
+        mpirun.arg(&data).args(["--engine", "mpi", "--deadline", "30"]).args(more);
+        let trained = ended(mpirun);
+        assert!(trained.status.success(), "{}", String::from_utf8_lossy(&trained.stderr));
+        String::from_utf8(trained.stdout).unwrap()
+    };
+    let (whole, copies) = (at("whole"), at("copies"));
+    train(&["--steps", "6", "--out", &whole]);
+    let sharded = ["--strategy", "full", "--replicas", "2"];
+    train(&[&sharded[..], &["--steps", "6", "--out", &copies]].concat());
+    let losses = |run: &str| -> Vec<f64> {
+        let metrics = fs::read_to_string(Path::new(run).join("metrics.jsonl")).unwrap();
+        let step = |line: &str| serde_json::from_str::<serde_json::Value>(line).unwrap();
+        metrics.lines().map(|line| step(line)["loss"].as_f64().unwrap()).collect()
+    };
+    assert_eq!(losses(&whole).len(), 6);
+    for (found, expected) in losses(&copies).iter().zip(losses(&whole)) {
+        assert!((found - expected).abs() < 1e-6 * expected, "{found}, {expected}");
+    }
+
+    // A dry run predicts the process that has the most.
+    let uneven = ["--strategy", "layer-wise", "--optimizer-in-backward", "--dry-run"];
+    let printed = train(&uneven);
+    let row = |name: &str| {
+        let row = printed.lines().find(|line| line.trim_start().starts_with(name)).unwrap();
+        row.split("  ").map(str::trim).filter(|cell| !cell.is_empty()).nth(1).unwrap().to_owned()
+    };
+    // A block of the two: 12 · 128² + 2 · 128 parameters of 4 bytes.
+    assert_eq!(row("parameters"), "769.00 KiB", "{printed}");
+}
+
 /// What each of four processes may take: more than it needs of a model in parts, and less than of all
 /// of it. Open MPI maps some hundred MiB into each.
 const LIMIT_KIB: u32 = 1_400_000;

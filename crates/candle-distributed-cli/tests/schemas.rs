@@ -257,7 +257,10 @@ fn run_of(dir: &Path) -> [Form; 4] {
     ];
     fs::write(&data, "What a run writes.\n\nAnd what it has written.").unwrap();
     let train = ["train", "--data", &data, "--steps", "3", "--checkpoint-every", "1"];
-    text(&[&train[..], &["--strategy", "full", "--out", &out]].concat());
+    let sharded = ["--strategy", "full", "--replicas", "2"];
+    let learns = ["--lr-schedule", "cosine", "--warmup-steps", "1", "--min-lr-rate", "0.1"];
+    let clipped = ["--max-grad-norm", "1", "--out", &out];
+    text(&[&train[..], &sharded, &learns, &clipped].concat());
     let run = Path::new(&out);
     let metrics = fs::read_to_string(run.join("metrics.jsonl")).unwrap();
     let mut checkpoints: Vec<_> = fs::read_dir(run.join("checkpoints"))
@@ -269,6 +272,7 @@ fn run_of(dir: &Path) -> [Form; 4] {
     let mut of_own_text = read(&run.join("run.json"));
     of_own_text["data"] = Value::Null;
     of_own_text["allow_non_finite"] = true.into();
+    of_own_text["sessions"][0]["sharding"]["optimizer_in_backward"] = true.into();
     let indices: Vec<_> = checkpoints.iter().map(|path| read(path)).collect();
     [
         Form { name: "sampler-state", documents: states, free: &[] },

@@ -47,6 +47,7 @@ fn losses_and_model_do_not_depend_on_what_goes_where() {
             &["--strategy", "layer-wise", "--layer-order", "contiguous"],
             &["--strategy", "whole-tensor"],
             &["--strategy", "hybrid", "--rules", &rules],
+            &["--strategy", "full", "--replicas", "1", "--optimizer-in-backward"],
         ]
         .into_iter()
         .enumerate()
@@ -57,6 +58,63 @@ fn losses_and_model_do_not_depend_on_what_goes_where() {
             assert!(home.model(&name) == home.model(&whole), "{what:?}");
         }
     }
+}
+
+/// Gradients of two copies are added in another order than those of four devices.
+#[test]
+fn copies_of_a_sharded_model_learn_the_same() {
+    let home = Home::new();
+    let four = ["--steps", STEPS, "--world-size", "4"];
+    home.train("whole", &four);
+    let copies = ["--strategy", "full", "--replicas", "2"];
+    for (name, more) in
+        [("two", &[][..]), ("two-in-bwd", &["--optimizer-in-backward", "--keep", "gathered"])]
+    {
+        home.train(name, &[&four[..], &copies, more].concat());
+        for (found, expected) in losses(&home, name).iter().zip(losses(&home, "whole")) {
+            assert!((found - expected).abs() < 1e-6 * expected, "{name}: {found}, {expected}");
+        }
+    }
+    assert!(home.model("two") == home.model("two-in-bwd"));
+    assert_eq!(run_json(&home, "two")["sessions"][0]["sharding"]["replicas"], 2);
+
+    // It is resumed on one copy, and one copy on it.
+    for (name, more) in [("two", &["--strategy", "full"][..]), ("two-in-bwd", &copies)] {
+        fs::remove_file(home.at(name).join("model.safetensors")).unwrap();
+        let resumed = home.resume(name, &[&["--world-size", "4"][..], more].concat());
+        assert!(resumed.status.success(), "{name}: {}", said(&resumed));
+        assert_eq!(losses(&home, name).len(), losses(&home, "whole").len());
+    }
+    let copies = [&["train", "--data", &home.path("text.txt"), "--dry-run"], &four[2..], &copies];
+    let printed = text(&copies.concat());
+    for kind in ["all_gather", "reduce_scatter", "all_reduce"] {
+        assert!(row(&printed, kind)[1] != "0", "{printed}");
+    }
+    let reduced = row(&printed, "reduce_scatter");
+    assert_eq!((reduced[1], reduced[3]), (reduced[2], reduced[4]), "{printed}");
+}
+
+#[test]
+fn an_optimizer_in_the_backward_pass_keeps_no_gradients() {
+    let home = Home::new();
+    let data = home.path("text.txt");
+    let train = ["train", "--data", &data, "--strategy", "full", "--dry-run"];
+    let after = text(&train);
+    let within = text(&[&train[..], &["--optimizer-in-backward"]].concat());
+    assert_ne!(row(&after, "gradients ")[1], "0.00 B", "{after}");
+    assert_eq!(row(&within, "gradients ")[1], "0.00 B", "{within}");
+
+    home.train("after", &["--steps", STEPS, "--strategy", "full"]);
+    home.train("within", &["--steps", STEPS, "--strategy", "full", "--optimizer-in-bwd"]);
+    assert!(home.model("after") == home.model("within"));
+    let resumed = |name: &str, more: &[&str]| {
+        fs::remove_file(home.at(name).join("model.safetensors")).unwrap();
+        let resumed = home.resume(name, &[&["--strategy", "full"], more].concat());
+        assert!(resumed.status.success(), "{name}: {}", said(&resumed));
+    };
+    resumed("after", &["--optimizer-in-backward", "--check"]);
+    resumed("within", &[]);
+    assert!(home.model("after") == home.model("within"));
 }
 
 #[test]
@@ -131,7 +189,11 @@ fn a_model_has_the_sizes_that_are_asked_for() {
     let resumed = home.resume("small", &["--strategy", "full"]);
     assert!(resumed.status.success(), "{}", said(&resumed));
     assert!(home.model("small") == file);
-    home.is_refused("small", &["--hidden", "48"], &["--hidden 24", "only be resumed with that"]);
+    home.is_refused(
+        "small",
+        &["--hidden", "48"],
+        &["--hidden 24", "only be resumed with the same"],
+    );
     home.is_refused("small", &["--n-layers", "2"], &["--n-layers 3"]);
     home.is_refused("small", &["--context", "128"], &["--context 16"]);
 }
@@ -140,6 +202,8 @@ fn a_model_has_the_sizes_that_are_asked_for() {
 fn options_that_make_no_sense_together_are_refused() {
     for (args, words) in [
         (&["--keep", "inputs"][..], &["--keep needs a --strategy"][..]),
+        (&["--replicas", "1"], &["--replicas needs a --strategy"]),
+        (&["--optimizer-in-backward"], &["--optimizer-in-backward needs a --strategy"]),
         (&["--layout", "flat"], &["--layout needs --strategy full"]),
         (&["--rules", "rules.json"], &["--rules needs --strategy hybrid"]),
         (&["--strategy", "layer-wise", "--layout", "flat"], &["--layout needs --strategy full"]),
@@ -149,7 +213,14 @@ fn options_that_make_no_sense_together_are_refused() {
             &["--strategy", "full", "--keep", "graph"],
             &["--keep graph is not there yet", "gathered"],
         ),
-        (&["--strategy", "full", "--replicas", "2"], &["--replicas 2", "not trained yet"]),
+        (
+            &["--strategy", "full", "--replicas", "2", "--world-size", "3"],
+            &["--replicas 2 does not divide the 3 devices"],
+        ),
+        (
+            &["--strategy", "full", "--replicas", "0", "--device", "cuda"],
+            &["--replicas 0 does not divide the 2 devices"],
+        ),
         (&["--n-heads", "3"], &["--hidden 128 does not split evenly over --n-heads 3"]),
         (&["--n-layers", "0"], &["--n-layers is 0, must be 1 to 4096"]),
         (&["--hidden", "1000000"], &["--hidden is 1000000, must be 1 to 65536"]),

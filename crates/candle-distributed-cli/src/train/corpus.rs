@@ -26,7 +26,7 @@ macro_rules! own_sources {
     };
 }
 
-const EMBEDDED: [(&str, &str); 70] = own_sources![
+const EMBEDDED: [(&str, &str); 72] = own_sources![
     "README.md",
     "src/bin/candle-distributed.rs",
     "src/bytes.rs",
@@ -62,6 +62,7 @@ const EMBEDDED: [(&str, &str); 70] = own_sources![
     "src/commands/sample/mod.rs",
     "src/commands/train/dry_run.rs",
     "src/commands/train/mod.rs",
+    "src/commands/train/parts.rs",
     "src/commands/train/start.rs",
     "src/devices.rs",
     "src/error.rs",
@@ -89,6 +90,7 @@ const EMBEDDED: [(&str, &str); 70] = own_sources![
     "src/train/model.rs",
     "src/train/model_file.rs",
     "src/train/parameters.rs",
+    "src/train/recipe.rs",
     "src/train/resumed.rs",
     "src/train/run_dir.rs",
     "src/train/session.rs",

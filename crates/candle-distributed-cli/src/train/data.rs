@@ -1,17 +1,19 @@
 //! From a corpus to the tensors of a training step: sampler, batcher, collation.
 
-use candle_core::{Device, Tensor};
+use std::{collections::BTreeMap, iter};
+
+use candle_core::{DType, Device, Tensor};
 use candle_distributed::{
     batch::{
-        Batch, BatchConfig, BatchState, Buckets, DistributedBatchSampler, DistributedConfig,
-        DynamicBatchSampler, DynamicBatchStrategy, PaddingReport, Steps,
+        Batch, BatchConfig, BatchState, Buckets, Collator, DistributedBatchSampler,
+        DistributedConfig, DynamicBatchSampler, DynamicBatchStrategy, PaddingReport, Steps,
     },
     sampler::{DistributedSampler, SamplerConfig},
     types::{Epoch, Placement, Seed, WorldSize},
 };
 
 use crate::{
-    error::Result,
+    error::{Error, Result},
     train::{corpus::Corpus, model::Config, settings::Settings},
 };
 
@@ -96,12 +98,13 @@ impl Schedule {
             None => self.epoch(Epoch::ZERO)?,
             Some(state) => self.batches.resume(state, &self.order_in(state.epoch))?,
         };
-        let next = first.state().epoch.as_u64() + 1..;
-        let later = next.flat_map(|epoch| match self.epoch(Epoch::new(epoch)) {
+        let later = (first.state().epoch.as_u64()..=u64::MAX).skip(1);
+        let later = later.flat_map(|epoch| match self.epoch(Epoch::new(epoch)) {
             Ok(steps) => scheduled(steps),
             Err(error) => vec![Err(error)],
         });
-        Ok(scheduled(first).into_iter().chain(later))
+        let end = iter::once_with(|| Err(Error::usage("no epoch comes after the last of 2^64")));
+        Ok(scheduled(first).into_iter().chain(later).chain(end))
     }
 
     fn epoch(&self, epoch: Epoch) -> Result<Steps<'_, Vec<u64>>> {
@@ -136,29 +139,13 @@ pub(crate) fn collate(
     corpus: &Corpus,
     device: &Device,
 ) -> candle_core::Result<(Tensor, Tensor)> {
-    let sequences: Vec<&[u8]> = batch.indices.iter().map(|&index| corpus.sequence(index)).collect();
-    let rows = sequences.len();
-    let length = sequences.iter().map(|sequence| sequence.len()).fold(0, usize::max);
-    let ids: Vec<u32> =
-        sequences.iter().flat_map(|sequence| padded(sequence, length, u32::from, 0)).collect();
-    let weights: Vec<f32> = sequences
-        .iter()
-        .flat_map(|sequence| padded(&sequence[1..], length - 1, |_| 1.0, 0.0))
-        .collect();
-    Ok((
-        Tensor::from_vec(ids, (rows, length), device)?,
-        Tensor::from_vec(weights, (rows, length - 1), device)?,
-    ))
-}
-
-/// `of` each byte, then `padding` up to `length`.
-fn padded<T: Clone>(
-    bytes: &[u8],
-    length: usize,
-    of: impl Fn(u8) -> T,
-    padding: T,
-) -> impl Iterator<Item = T> {
-    bytes.iter().map(move |&byte| of(byte)).chain(std::iter::repeat(padding)).take(length)
+    let tokens = |index: u64| corpus.sequence(index).iter().map(|&byte| byte.into()).collect();
+    let sequences: BTreeMap<u64, Vec<u32>> =
+        batch.indices.iter().map(|&index| (index, tokens(index))).collect();
+    let padded = Collator::default().pad(batch, |index| &sequences[&index], device)?;
+    // What predicts a token is the one before it.
+    let weights = padded.mask.narrow(1, 1, padded.mask.dim(1)? - 1)?.to_dtype(DType::F32)?;
+    Ok((padded.ids, weights))
 }
 
 #[cfg(test)]
@@ -190,6 +177,12 @@ mod tests {
                 assert_eq!((next.epoch, next.batch), (expected.epoch, expected.batch.clone()));
             }
         }
+        // A checkpoint may say anything, and there is nothing after the last epoch.
+        let last = schedule.epoch(Epoch::new(u64::MAX)).unwrap().state();
+        let mut rest = schedule.batches(Some(&last)).unwrap();
+        let end = rest.find_map(Result::err).unwrap().to_string();
+        assert!(end.contains("no epoch comes after"), "{end}");
+        assert!(rest.next().is_none());
         let other = Schedule::new(&Corpus::new(["abc\n\nde"], 129), Seed::new(0), 128).unwrap();
         assert!(other.batches(Some(&all[3].state)).is_err());
     }

@@ -53,6 +53,9 @@ impl Distributed {
         let mut builder = DataParallel::builder(mesh, Units::by(model::units(), build))
             .init_with(initial_values(settings, &parameters))
             .uneven(Uneven::Pad);
+        if let Some(norm) = settings.recipe.max_grad_norm {
+            builder = builder.clip_grad_norm(norm);
+        }
         if settings.allow_non_finite {
             builder = builder.allow_non_finite();
         }
@@ -68,6 +71,12 @@ impl Distributed {
             .keep(sharding.keep.into())
             .init_with(initial_values(settings, &parameters))
             .uneven(Uneven::Pad);
+        if let Some(norm) = settings.recipe.max_grad_norm {
+            builder = builder.clip_grad_norm(norm);
+        }
+        if sharding.optimizer_in_backward {
+            builder = builder.optimizer_in_backward();
+        }
         if settings.allow_non_finite {
             builder = builder.allow_non_finite();
         }

@@ -21,7 +21,7 @@ use crate::{
 pub(crate) fn planned(work: &Work<'_>) -> Result<Option<StepTraffic>> {
     let Some(sharding) = work.sharding else { return Ok(None) };
     let plan = sharding.plan(work.parameters, WorldSize::new(work.world_size)?)?;
-    Ok(Some(plan.schedule(&sharding::cost_model())?.handed_over(Rank::ZERO)?.into()))
+    Ok(Some(plan.schedule(&sharding::cost_model(Some(sharding)))?.handed_over(Rank::ZERO)?.into()))
 }
 
 /// What was predicted, beside what was measured.
@@ -30,6 +30,8 @@ pub(crate) struct Comparison {
     pub(crate) memory: Prediction,
     /// The peak of a process's resident memory, where the system reports it.
     pub(crate) peak_bytes: Option<u64>,
+    /// Whether the devices are processors, whose memory is that of the process.
+    pub(crate) on_processors: bool,
     /// Nothing is planned of a run that is not sharded.
     pub(crate) planned: Option<StepTraffic>,
     pub(crate) counted: StepTraffic,
@@ -85,7 +87,13 @@ impl Comparison {
         } else {
             "the plan of a run that is not sharded sends nothing"
         };
-        ["measured is the largest resident memory that the system reports of a process", traffic]
+        let memory = if self.on_processors {
+            "measured is the largest resident memory that the system reports of a process"
+        } else {
+            "predicted is a process whose devices are processors; measured is the resident memory \
+             of the process alone, without that of its devices"
+        };
+        [memory, traffic]
     }
 }
 

@@ -75,6 +75,19 @@ impl Work<'_> {
         Ok(Prediction { terms: terms.into_iter().map(bytes).collect() })
     }
 
+    /// How much memory the process will probably take that takes the most of all processes with as
+    /// many ranks as this one.
+    #[expect(clippy::expect_used, reason = "says why it cannot fail")]
+    pub(crate) fn predicted_of_largest(&self) -> Result<Prediction> {
+        let n_ranks = self.ranks.1 - self.ranks.0;
+        let firsts = (0..self.world_size).filter(|first| first.is_multiple_of(n_ranks));
+        let processes = firsts.map(|first| Self { ranks: (first, first + n_ranks), ..*self });
+        let predictions: Vec<Prediction> =
+            processes.map(|process| process.predicted()).collect::<Result<_>>()?;
+        let largest = predictions.into_iter().max_by_key(Prediction::total);
+        Ok(largest.expect("a world has ranks"))
+    }
+
     /// The model whole: slots of a process share its variables, and divide the optimizer's state.
     fn of_whole(&self) -> Vec<(&'static str, u128)> {
         let all: u128 = self.parameters.iter().map(bytes_of).sum();
@@ -94,7 +107,7 @@ impl Work<'_> {
     /// The model in parts, by the cost of its plan.
     fn of_parts(&self, sharding: &Sharding) -> Result<Vec<(&'static str, u128)>> {
         let plan = sharding.plan(self.parameters, WorldSize::new(self.world_size)?)?;
-        let cost = plan.cost(&sharding::cost_model())?;
+        let cost = plan.cost(&sharding::cost_model(Some(sharding)))?;
         let is_own = |rank: &&RankCost| {
             let rank = rank.rank.as_u64();
             self.ranks.0 <= rank && rank < self.ranks.1
@@ -212,10 +225,8 @@ impl fmt::Display for Memory {
 
 #[cfg(test)]
 mod tests {
-    use candle_distributed::plan::strategy::Layout;
-
     use super::*;
-    use crate::{strategy::Strategy, train::model::MODEL};
+    use crate::train::model::MODEL;
 
     #[test]
     fn the_high_water_mark_is_found() {
@@ -265,7 +276,7 @@ mod tests {
         let kept = (65 + 4 * 12) << 20;
         assert_eq!(whole.total(), 1 + all * (1 + 5 + 2) + 4 * 2 * largest + kept);
 
-        let sharding = |keep| Sharding { strategy: Strategy::Full(Layout::Dim0), keep };
+        let sharding = |keep| Sharding { keep, ..Sharding::full() };
         let parts = predicted(MODEL, Some(&sharding(Keep::Inputs)));
         let block = 12 * 128 * 128 + 2 * 128;
         let terms: Vec<u64> = parts.terms.iter().map(|(_, bytes)| *bytes).collect();
@@ -277,6 +288,31 @@ mod tests {
 
         let gathered = predicted(MODEL, Some(&sharding(Keep::Gathered)));
         assert_eq!(gathered.terms[4], ("gathered parameters", all));
+    }
+
+    #[test]
+    fn the_largest_process_need_not_be_the_first() {
+        let whole_tensors =
+            Sharding { strategy: crate::strategy::Strategy::WholeTensor, ..Sharding::full() };
+        let parameters = &sharding::parameters_of(MODEL).unwrap();
+        let of_ranks = |ranks| Work {
+            check: false,
+            config: MODEL,
+            parameters,
+            sharding: Some(&whole_tensors),
+            batches: &[],
+            world_size: 4,
+            ranks,
+            base_bytes: 1,
+        };
+        let predicted = |rank| of_ranks((rank, rank + 1)).predicted().unwrap();
+        assert!(predicted(3).total() > predicted(0).total());
+        for rank in 0..4 {
+            let largest = of_ranks((rank, rank + 1)).predicted_of_largest().unwrap();
+            assert_eq!(largest, predicted(3));
+        }
+        let all = of_ranks((0, 4));
+        assert_eq!(all.predicted_of_largest().unwrap(), all.predicted().unwrap());
     }
 
     #[test]

@@ -10,6 +10,7 @@ use crate::{
     input, output,
     train::{
         model::{Config, MODEL},
+        recipe::Recipe,
         session::Session,
     },
 };
@@ -20,7 +21,7 @@ pub(crate) const FILE: &str = "run.json";
 pub(crate) const FORMAT_VERSION: u32 = 1;
 
 /// What makes a run the same run when it is resumed.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub(crate) struct Settings {
     pub(crate) format_version: u32,
     pub(crate) seed: u64,
@@ -36,6 +37,9 @@ pub(crate) struct Settings {
     /// The sizes of the model; runs of early versions do not record them.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub(crate) model: Option<Config>,
+    /// How it learns.
+    #[serde(default, skip_serializing_if = "Recipe::is_default")]
+    pub(crate) recipe: Recipe,
     /// Where it ran, in order; runs of early versions do not record it.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub(crate) sessions: Vec<Session>,
@@ -70,11 +74,12 @@ impl Settings {
         }
         if self.identity.as_ref().is_some_and(|known| *known != self.identity()) {
             return Err(Error::usage(format!(
-                "{name} is damaged: seed, steps, text, max_tokens or model is not what was written"
+                "{name} is damaged: seed, steps, text, max_tokens, model or recipe is not what was \
+                 written"
             )));
         }
         self.config().check()?;
-        Ok(())
+        self.recipe.check(self.steps)
     }
 
     /// Writes the settings of the run in `path`.
@@ -106,6 +111,10 @@ impl Settings {
         if let Some(Config { vocabulary, context, layers, heads, hidden }) = self.model {
             let sizes = [vocabulary, context, layers, heads, hidden];
             fingerprint.extend(sizes.map(|size| size as u64));
+        }
+        // Runs of earlier versions keep their identity.
+        if !self.recipe.is_default() {
+            fingerprint.bytes(self.recipe.words().as_bytes());
         }
         format!("{:016x}", fingerprint.finish())
     }
@@ -147,6 +156,7 @@ pub(crate) mod tests {
             max_tokens: 4096,
             allow_non_finite: false,
             model: None,
+            recipe: Recipe::default(),
             sessions: vec![session(0)],
             identity: None,
             model_fingerprint: None,
@@ -173,16 +183,18 @@ pub(crate) mod tests {
     #[test]
     fn an_identity_tells_runs_apart() {
         let run = settings();
+        let clipped = serde_json::from_str(r#"{"max_grad_norm": 1}"#).unwrap();
         let others = [
             Settings { seed: 8, ..run.clone() },
             Settings { steps: 21, ..run.clone() },
             Settings { max_tokens: 4097, ..run.clone() },
             Settings { text: String::from("0"), ..run.clone() },
             Settings { model: Some(MODEL), ..run.clone() },
+            Settings { recipe: clipped, ..run.clone() },
         ];
         let mut identities: BTreeSet<String> = others.iter().map(Settings::identity).collect();
         identities.insert(run.identity());
-        assert_eq!(identities.len(), 6);
+        assert_eq!(identities.len(), 7);
         // The same run elsewhere, or on other devices, is the same run.
         let moved = Settings { data: Some("text".into()), sessions: vec![], ..run.clone() };
         assert_eq!(moved.identity(), run.identity());

@@ -5,7 +5,7 @@ use candle_distributed::{
     plan::{
         ElemType, ParameterInfo, ShardingPlan,
         cost::{CostModel, PlanCost, RankCost, Runtime},
-        strategy::{Full, ShardingStrategy},
+        strategy::{Full, Hsdp, ShardingStrategy},
     },
     train,
     types::WorldSize,
@@ -23,6 +23,21 @@ use crate::{
 pub(crate) struct Sharding {
     pub(crate) strategy: Strategy,
     pub(crate) keep: Keep,
+    /// The number of copies of the model, each sharded over its own part of the devices.
+    #[serde(default = "one", skip_serializing_if = "is_one")]
+    pub(crate) replicas: u64,
+    /// Whether optimizers ran inside the backward pass.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub(crate) optimizer_in_backward: bool,
+}
+
+fn one() -> u64 {
+    1
+}
+
+#[expect(clippy::trivially_copy_pass_by_ref, reason = "serde passes references")]
+fn is_one(number: &u64) -> bool {
+    *number == 1
 }
 
 /// What units keep between the forward and the backward pass.
@@ -57,7 +72,8 @@ impl Sharding {
         parameters: &[ParameterInfo],
         world_size: WorldSize,
     ) -> Result<ShardingPlan> {
-        let plan = self.strategy.planner().plan(parameters, world_size)?;
+        let strategy = Hsdp::new(self.strategy.planner(), self.replicas);
+        let plan = strategy.plan(parameters, world_size)?;
         Ok(match self.keep {
             Keep::Gathered => {
                 let all: Vec<String> = plan.units().into_iter().map(str::to_owned).collect();
@@ -81,9 +97,14 @@ pub(crate) fn plan(
     }
 }
 
-/// What a plan is priced by: the runtime that carries it out here.
-pub(crate) fn cost_model() -> CostModel {
-    CostModel::default().with_runtime(Runtime::Candle)
+/// What the plan of a run is priced by: the runtime that carries it out here.
+pub(crate) fn cost_model(sharding: Option<&Sharding>) -> CostModel {
+    let model = CostModel::default().with_runtime(Runtime::Candle);
+    if sharding.is_some_and(|sharding| sharding.optimizer_in_backward) {
+        model.with_optimizer_in_backward()
+    } else {
+        model
+    }
 }
 
 /// The bytes of parameters, gradients and optimizer state.
@@ -104,7 +125,7 @@ impl Needs {
         sharded: &PlanCost,
         is_sharded: bool,
     ) -> Result<Self> {
-        let whole = plan(None, parameters, WorldSize::ONE)?.cost(&cost_model())?;
+        let whole = plan(None, parameters, WorldSize::ONE)?.cost(&cost_model(None))?;
         Ok(Self { whole_bytes: largest(&whole), sharded_bytes: largest(sharded), is_sharded })
     }
 }
@@ -130,4 +151,33 @@ pub(crate) fn parameters_of(config: Config) -> Result<Vec<ParameterInfo>> {
 pub(crate) fn with_unit(info: ParameterInfo) -> ParameterInfo {
     let unit = model::unit_of(info.name());
     info.with_unit(unit)
+}
+
+#[cfg(test)]
+mod tests {
+    use candle_distributed::plan::strategy::Layout;
+
+    use super::*;
+
+    impl Sharding {
+        /// As by `--strategy full`.
+        pub(crate) fn full() -> Self {
+            Self {
+                strategy: Strategy::Full(Layout::Dim0),
+                keep: Keep::Inputs,
+                replicas: 1,
+                optimizer_in_backward: false,
+            }
+        }
+    }
+
+    #[test]
+    fn what_is_as_usual_is_not_recorded() {
+        let full = Sharding::full();
+        assert_eq!(full.words(), r#"{"strategy":{"full":"dim0"},"keep":"inputs"}"#);
+        let other = Sharding { replicas: 2, optimizer_in_backward: true, ..full.clone() };
+        for sharding in [full, other] {
+            assert_eq!(serde_json::from_str::<Sharding>(&sharding.words()).unwrap(), sharding);
+        }
+    }
 }

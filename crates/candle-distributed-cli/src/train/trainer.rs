@@ -13,7 +13,7 @@ use std::{
 
 use candle_core::{DType, Device, Tensor};
 use candle_distributed::{
-    batch::{Batch, BatchState},
+    batch::BatchState,
     mesh::{ALL, DeviceMesh, P, Replica},
     train::{
         self, CheckpointError, Checkpoints, GradientReport, Loss,
@@ -24,6 +24,7 @@ use candle_distributed::{
 
 use crate::{
     error::{Error, ErrorKind, Result},
+    hint,
     output::Partial,
     train::{
         corpus::Corpus,
@@ -39,14 +40,12 @@ use crate::{
     },
 };
 
-const PEAK_LEARNING_RATE: f64 = 3e-3;
-const WARMUP_STEPS: u64 = 10;
-
 /// What to train, on what, and for how long; the same in every process.
 #[derive(Debug)]
 pub(crate) struct Job<'a> {
     pub(crate) mesh: &'a DeviceMesh,
-    pub(crate) corpus: &'a Corpus,
+    /// Threads that make batches share it.
+    pub(crate) corpus: &'a Arc<Corpus>,
     pub(crate) schedule: &'a Schedule,
     pub(crate) settings: &'a Settings,
     /// How the model is sharded; every device has all of it if there is nothing here.
@@ -96,12 +95,12 @@ impl Job<'_> {
         let first = self.first_step();
         let steps = self.settings.steps;
         let start = Instant::now();
-        for (step, scheduled) in (first..steps).zip(self.schedule.batches(state)?) {
-            let Scheduled { epoch, batch, state } = scheduled?;
-            let learning_rate = learning_rate(step, steps);
+        for (step, made) in (first..steps).zip(self.batches(state)?) {
+            let Made { scheduled: Scheduled { epoch, batch, state }, tensors } = made?;
+            let learning_rate = self.settings.recipe.learning_rate(step, steps);
             let at = At { step, epoch, batch: state.step, learning_rate };
             let before = StepTraffic::so_far(self.mesh);
-            let loss = match self.step(&mut model, &batch, learning_rate) {
+            let loss = match self.step(&mut model, tensors, learning_rate) {
                 Ok(loss) => loss,
                 Err(error) => return Err(self.failed(error, &at, journal)?),
             };
@@ -137,9 +136,10 @@ impl Job<'_> {
         let mut model = self.start()?;
         let steps = self.settings.steps;
         let mut counted = StepTraffic::default();
-        for (step, scheduled) in (0..2).zip(self.schedule.batches(None)?) {
+        for (step, made) in (0..2).zip(self.batches(None)?) {
             let before = StepTraffic::so_far(self.mesh);
-            self.step(&mut model, &scheduled?.batch, learning_rate(step, steps))?;
+            let learning_rate = self.settings.recipe.learning_rate(step, steps);
+            self.step(&mut model, made?.tensors, learning_rate)?;
             counted = StepTraffic::since(self.mesh, before);
         }
         Ok(counted)
@@ -165,11 +165,27 @@ impl Job<'_> {
         out.flush().map_err(failed)
     }
 
+    /// The batches after `state`, which a thread makes while steps run.
+    fn batches(&self, state: Option<&BatchState>) -> Result<impl Iterator<Item = Result<Made>>> {
+        let corpus = Arc::clone(self.corpus);
+        let device = self.mesh.devices()[0].clone();
+        let made = move |scheduled: Result<Scheduled>| {
+            let scheduled = scheduled?;
+            let tensors = data::collate(&scheduled.batch, &corpus, &device)?;
+            Ok(Made { scheduled, tensors })
+        };
+        Ok(train::feed(self.schedule.batches(state)?).collate(made)?)
+    }
+
     /// Trains on one batch, and returns its loss.
     #[expect(clippy::cast_possible_truncation, reason = "the journal is in single precision")]
-    fn step(&self, model: &mut Distributed, batch: &Batch, learning_rate: f64) -> Result<f32> {
+    fn step(
+        &self,
+        model: &mut Distributed,
+        tensors: (Tensor, Tensor),
+        learning_rate: f64,
+    ) -> Result<f32> {
         model.set_learning_rate(learning_rate)?;
-        let tensors = data::collate(batch, self.corpus, &self.mesh.devices()[0])?;
         Ok(model.step(self.settings.config(), tensors)? as f32)
     }
 
@@ -189,9 +205,8 @@ impl Job<'_> {
     where
         F: Fn(&Replica, &Units, (Tensor, Tensor)) -> candle_core::Result<Loss> + Send + Sync,
     {
-        let next = self.schedule.batches(state)?.next();
-        let batch = next.expect("batches are endless")?.batch;
-        let tensors = data::collate(&batch, self.corpus, &self.mesh.devices()[0])?;
+        let next = self.batches(state)?.next();
+        let tensors = next.expect("batches end with an error")?.tensors;
         model.check_gradients(tensors, loss)
     }
 
@@ -205,7 +220,7 @@ impl Job<'_> {
 
     /// The error of a run that was stopped from outside.
     fn stopped(&self, done: u64, journal: Option<Journal>) -> Result<Error> {
-        let path = self.path.display();
+        let path = hint::in_shell(self.path.display());
         let typed = self.typed;
         let hint = format!("to resume: candle-distributed train --out {path} --resume{typed}");
         let stopped = ErrorKind::Stopped { done, steps: self.settings.steps };
@@ -239,6 +254,12 @@ impl Job<'_> {
         );
         ended(journal, Error::from(diverged).hinted(hint))
     }
+}
+
+/// A batch with its tensors.
+struct Made {
+    scheduled: Scheduled,
+    tensors: (Tensor, Tensor),
 }
 
 /// A step that is under way.
@@ -279,37 +300,21 @@ pub(crate) fn largest(mesh: &DeviceMesh, number: u32) -> Result<u32> {
     Ok(pmax.call(number)?.to_scalar()?)
 }
 
-/// A linear warm-up over the first steps, then a linear decay to a tenth of the peak.
-fn learning_rate(step: u64, steps: u64) -> f64 {
-    let warmup = (step + 1) as f64 / WARMUP_STEPS as f64;
-    let decay = 1.0 - 0.9 * step as f64 / steps as f64;
-    PEAK_LEARNING_RATE * warmup.min(decay)
-}
-
 #[cfg(test)]
 mod tests {
     use candle_distributed::{
-        plan::strategy::Layout,
         train::{DataParallel, GradientError},
         types::Seed,
     };
     use candle_nn::{Optimizer, ParamsAdamW};
 
     use super::*;
-    use crate::{
-        strategy::Strategy,
-        train::{
-            model::MODEL,
-            run_dir,
-            settings::tests::settings,
-            sharding::{Keep, Needs},
-        },
-    };
+    use crate::train::{model::MODEL, run_dir, settings::tests::settings, sharding::Needs};
 
     /// What the jobs of these tests have in common.
     struct Fixture {
         mesh: DeviceMesh,
-        corpus: Corpus,
+        corpus: Arc<Corpus>,
         schedule: Schedule,
     }
 
@@ -317,7 +322,7 @@ mod tests {
         fn new() -> Self {
             let corpus = Corpus::new(["to be or\n\nnot to be"], MODEL.longest_sequence());
             let schedule = Schedule::new(&corpus, Seed::new(0), 64).unwrap();
-            Self { mesh: DeviceMesh::cpu(2).unwrap(), corpus, schedule }
+            Self { mesh: DeviceMesh::cpu(2).unwrap(), corpus: Arc::new(corpus), schedule }
         }
 
         fn job<'a>(
@@ -344,15 +349,11 @@ mod tests {
         }
     }
 
-    fn full() -> Sharding {
-        Sharding { strategy: Strategy::Full(Layout::Dim0), keep: Keep::Inputs }
-    }
-
     #[test]
     fn a_wrong_gradient_ends_the_check_with_a_hint() {
         let fixture = Fixture::new();
         let (settings, checkpoints) = (settings(), Checkpoints::new(""));
-        let full = full();
+        let full = Sharding::full();
         for sharding in [None, Some(&full)] {
             let job = fixture.job(&settings, Path::new(""), &checkpoints, sharding);
             let mut model = job.start().unwrap();

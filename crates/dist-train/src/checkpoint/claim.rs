@@ -122,12 +122,7 @@ impl Held {
     fn take(folder: &Path, incarnation: u64) -> Result<Self> {
         fs::create_dir_all(folder).at(folder)?;
         let path = folder.join(LOCK);
-        if path.exists() {
-            check_file(&path).at(&path)?;
-        }
-        // Not truncated: what it is for is its name, and somebody may have planted a link there.
-        let file = File::options().create(true).truncate(false).write(true).open(&path);
-        let file = file.at(&path)?;
+        let file = open_lock(&path).at(&path)?;
         let lock = if is_locked(folder, file.try_lock())? { Some(file) } else { None };
         if lock.is_some() {
             remove_new_holders(folder);
@@ -149,6 +144,19 @@ impl Drop for Held {
         if self.is_named() {
             drop(fs::remove_file(self.folder.join(HOLDER)));
         }
+    }
+}
+
+/// Opens the file that is locked, and makes it if it is missing.
+fn open_lock(path: &Path) -> io::Result<File> {
+    // Somebody may have planted a link in its place. A new file is not made where a link leads, and
+    // what is there is not truncated: the file is for its name alone.
+    match File::create_new(path) {
+        Err(error) if error.kind() == io::ErrorKind::AlreadyExists => {
+            check_file(path)?;
+            File::options().write(true).open(path)
+        }
+        made => made,
     }
 }
 

@@ -98,6 +98,23 @@ fn a_planted_link_leads_nowhere() {
 
 #[cfg(unix)]
 #[test]
+fn no_file_is_made_where_a_planted_link_leads() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("checkpoints");
+    let outside = folder.path().join("outside");
+    let lock = path.join("lock");
+    fs::create_dir(&path).unwrap();
+    std::os::unix::fs::symlink(&outside, &lock).unwrap();
+    let refused = save(&Checkpoints::new(&path), &Run::cpu(1), 1);
+    let is_refused = matches!(
+        refused,
+        Err(Error::Checkpoint(CheckpointError::Io { path: refused, .. })) if refused == lock
+    );
+    assert!(is_refused && !outside.exists());
+}
+
+#[cfg(unix)]
+#[test]
 fn named_pipes_are_refused_and_nobody_waits_for_them() {
     let folder = tempfile::tempdir().unwrap();
     let pipe = |path: &Path| {

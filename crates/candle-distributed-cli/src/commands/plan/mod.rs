@@ -122,7 +122,7 @@ fn make_plan(
         let search = Search::new(args.world_size()?, budget).with_model(args.cost_model()?);
         return Ok(model::in_file(&args.model, search.run(parameters))?.into_candidate().plan);
     }
-    let strategy = Hsdp::new(strategy.planner(), args.what.replicas);
+    let strategy = Hsdp::new(strategy.planner(), args.what.replicas());
     let planned = strategy.plan(parameters, args.world_size()?);
     let plan = model::in_file(&args.model, planned)?;
     let kept = plan

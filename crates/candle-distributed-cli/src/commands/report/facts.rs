@@ -117,6 +117,7 @@ fn comparison(
     Ok(Some(Comparison {
         memory: work.predicted()?,
         peak_bytes: session.peak_bytes,
+        on_processors: session.on_processors,
         planned: measured::planned(&work)?,
         counted,
     }))
@@ -132,7 +133,7 @@ impl Sharding {
         let Some(session) = settings.sessions.last() else { return Ok(None) };
         let world_size = WorldSize::new(session.world_size)?;
         let plan = sharding::plan(session.sharding.as_ref(), &parameters, world_size)?;
-        let cost = plan.cost(&sharding::cost_model())?;
+        let cost = plan.cost(&sharding::cost_model(session.sharding.as_ref()))?;
         let needs = Needs::of(&parameters, &cost, session.sharding.is_some())?;
         Ok(Some(Self { parameters, plan, cost, needs }))
     }

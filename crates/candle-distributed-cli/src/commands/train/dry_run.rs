@@ -10,7 +10,8 @@ use crate::{
     error::Result,
     train::{
         measured::{self, Comparison},
-        memory, sharding,
+        memory::{self, Work},
+        sharding,
         trainer::{self, Job},
     },
 };
@@ -43,9 +44,12 @@ impl Args {
         let parameters = sharding::parameters_of(settings.config())?;
         let (_, batches) = schedule.first_epoch()?;
         let work = work_of(beginning, &parameters, &batches, place, false);
+        // What is there before training differs from process to process.
+        let base_bytes = largest_bytes(mesh, beginning.base_bytes)?.unwrap_or(0);
         let comparison = Comparison {
-            memory: work.predicted()?,
-            peak_bytes: largest_peak(mesh)?,
+            memory: Work { base_bytes, ..work }.predicted_of_largest()?,
+            peak_bytes: largest_bytes(mesh, memory::peak_bytes())?,
+            on_processors: self.devices.is_cpu(),
             planned: measured::planned(&work)?,
             counted,
         };
@@ -53,10 +57,9 @@ impl Args {
     }
 }
 
-/// The largest peak of any process, if all of their systems report it.
-fn largest_peak(mesh: &DeviceMesh) -> Result<Option<u64>> {
+/// The largest memory of any process in whole KiB, if all of their systems report it.
+fn largest_bytes(mesh: &DeviceMesh, here: Option<u64>) -> Result<Option<u64>> {
     const KIB: u64 = 1024;
-    let here = memory::peak_bytes();
     let are_unknown = trainer::largest(mesh, here.is_none().into())?;
     let kib = here.map_or(0, |bytes| bytes / KIB);
     // 4 TiB and more are shown as 4 TiB.

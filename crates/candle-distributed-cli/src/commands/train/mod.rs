@@ -1,6 +1,7 @@
 //! `train`: everything together, on real text.
 
 mod dry_run;
+mod parts;
 mod start;
 
 use std::path::{Path, PathBuf};
@@ -12,20 +13,22 @@ use candle_distributed::{
     plan::{ParameterInfo, report::PlanReport},
     types::Rank,
 };
-use clap::ValueEnum;
 
-use self::start::{Beginning, Start};
+use self::{
+    parts::ShardingArgs,
+    start::{Beginning, Start},
+};
 use crate::{
     bytes,
     devices::{DEFAULT_WORLD_SIZE, DeviceArgs, Place},
     error::Result,
     help::examples,
-    output,
-    strategy::{self, StrategyArgs},
+    output, strategy,
     train::{
         agreement,
         journal::Journal,
         memory::Work,
+        recipe::Recipe,
         run_dir::{self, RunDir},
         session::Session,
         sharding::{self, Needs},
@@ -92,11 +95,9 @@ pub(crate) struct Args {
     dry_run: bool,
 
     #[command(flatten)]
-    what: StrategyArgs,
-    /// What each unit of a sharded model keeps from its forward to its backward pass [default:
-    /// inputs]
-    #[arg(long, value_enum, help_heading = "What goes where")]
-    keep: Option<KeepArg>,
+    sharding: ShardingArgs,
+    #[command(flatten)]
+    recipe: Recipe,
 
     /// Number of blocks [default: 2, or those of the run that is resumed]
     #[arg(long, value_name = "N", help_heading = "The model")]
@@ -113,18 +114,6 @@ pub(crate) struct Args {
     context: Option<usize>,
 }
 
-/// What each unit keeps.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
-enum KeepArg {
-    /// Its inputs: parameters are gathered twice, and it is computed again
-    Inputs,
-    /// Its parameters and all that it computes
-    Gathered,
-    /// Not built yet: it is refused with more to say than that there is no such value.
-    #[value(hide = true)]
-    Graph,
-}
-
 pub(crate) fn run(args: &Args) -> Result<()> {
     let place = args.devices.place(DEFAULT_WORLD_SIZE)?;
     place.share_cores()?;
@@ -138,8 +127,7 @@ pub(crate) fn run(args: &Args) -> Result<()> {
             Err(_) => return start.map(drop),
         }
     }
-    let grid =
-        DeviceMesh::builder().axis(DeviceMesh::AXIS, place.placement.world_size().as_usize());
+    let grid = args.sharding.grid(place.placement.world_size());
     args.devices.run_on(place, grid, |mesh| args.train(mesh, place, start))
 }
 
@@ -172,7 +160,7 @@ impl Args {
             schedule: &schedule,
             settings: &settings,
             sharding: sharding.as_ref(),
-            typed: &self.typed(),
+            typed: &self.sharding.typed(),
             checkpoint_every: self.checkpoint_every,
             check: self.check,
             path: &path,
@@ -193,15 +181,6 @@ impl Args {
             _ => None,
         };
         job.run(model, journal)
-    }
-
-    /// How the model is sharded, as it is typed when the run is resumed.
-    fn typed(&self) -> String {
-        let keep = match self.keep {
-            Some(KeepArg::Gathered) => " --keep gathered",
-            Some(KeepArg::Inputs | KeepArg::Graph) | None => "",
-        };
-        self.what.typed() + keep
     }
 
     /// Says what the run starts with, and opens its folder.
@@ -281,7 +260,7 @@ fn session(job: &Job<'_>, place: Place, base_bytes: Option<u64>) -> Session {
 fn announce(job: &Job<'_>, place: Place) -> Result<Needs> {
     let parameters = sharding::parameters_of(job.settings.config())?;
     let plan = sharding::plan(job.sharding, &parameters, place.placement.world_size())?;
-    let report = PlanReport::new(&plan, &sharding::cost_model(), None)?;
+    let report = PlanReport::new(&plan, &sharding::cost_model(job.sharding), None)?;
     let (first_epoch, _) = job.schedule.first_epoch()?;
     let first = job.first_step();
     let steps = job.settings.steps;

@@ -1,7 +1,11 @@
 //! What a run starts with: found out from its folder, its text and the arguments before anything is
 //! changed.
 
-use std::path::{Path, PathBuf};
+use std::{
+    iter,
+    path::{Path, PathBuf},
+    sync::Arc,
+};
 
 use candle_distributed::{
     mesh::DeviceMesh,
@@ -9,7 +13,7 @@ use candle_distributed::{
 };
 
 use crate::{
-    commands::train::{Args, KeepArg, work_of},
+    commands::train::{Args, work_of},
     devices::Place,
     error::{Error, ErrorKind, Result},
     hint, output,
@@ -22,7 +26,7 @@ use crate::{
         resumed::Resumed,
         run_dir::{self, Seen},
         settings::{FORMAT_VERSION, Settings},
-        sharding::{self, Keep, Sharding},
+        sharding::{self, Sharding},
     },
 };
 
@@ -42,13 +46,28 @@ pub(super) struct Beginning {
     pub(super) settings: Settings,
     /// How the model is sharded; every device has all of it if there is nothing here.
     pub(super) sharding: Option<Sharding>,
-    pub(super) corpus: Corpus,
+    pub(super) corpus: Arc<Corpus>,
     pub(super) schedule: Schedule,
     pub(super) from: Option<Resumed>,
     /// The run to resume, as it was before any of it was read.
     pub(super) seen: Option<Seen>,
     /// What the process takes now, if the system says so.
     pub(super) base_bytes: Option<u64>,
+}
+
+impl Beginning {
+    /// Refuses an optimizer inside the backward pass that would have to wait for its end.
+    fn check_optimizer(&self) -> Result<()> {
+        let is_in_bwd =
+            self.sharding.as_ref().is_some_and(|sharding| sharding.optimizer_in_backward);
+        match self.settings.recipe.max_grad_norm {
+            Some(norm) if is_in_bwd => Err(Error::usage(format!(
+                "--optimizer-in-backward cannot be used with --max-grad-norm {norm}: the norm of all \
+                 gradients is known after the backward pass"
+            ))),
+            Some(_) | None => Ok(()),
+        }
+    }
 }
 
 impl Args {
@@ -64,7 +83,7 @@ impl Args {
                          what a run takes of another device's is not known beforehand";
             return Err(Error::usage(other));
         }
-        let sharding = self.sharding()?;
+        let sharding = self.sharding.asked(place.placement.world_size())?;
         let mut known = None;
         let mut seen = None;
         if let Some(path) = self.resumed() {
@@ -85,39 +104,13 @@ impl Args {
         let mut beginning = self.beginning(known, place.placement.world_size())?;
         beginning.seen = seen;
         beginning.sharding = sharding;
+        beginning.check_optimizer()?;
         // A mesh that is too large for any machine is refused when it is made.
         let n_devices = place.placement.world_size().as_usize();
         if self.devices.is_cpu() && n_devices <= DeviceMesh::MAX_DEVICES {
             self.check_memory(place, &beginning)?;
         }
         Ok(Start::Train(Box::new(beginning)))
-    }
-
-    /// How the model is to be sharded, if it is.
-    fn sharding(&self) -> Result<Option<Sharding>> {
-        if self.what.replicas != 1 {
-            return Err(Error::usage(format!(
-                "--replicas {} can be planned but not trained yet: the model is sharded over all \
-                 devices",
-                self.what.replicas
-            )));
-        }
-        match (self.what.asked()?, self.keep) {
-            (_, Some(KeepArg::Graph)) => Err(Error::usage(
-                "--keep graph is not there yet: `inputs` takes the least memory, `gathered` the \
-                 least time",
-            )),
-            (None, Some(_)) => {
-                Err(Error::usage("--keep needs a --strategy: without one nothing is gathered"))
-            }
-            (None, None) => Ok(None),
-            (Some(strategy), None | Some(KeepArg::Inputs)) => {
-                Ok(Some(Sharding { strategy, keep: Keep::Inputs }))
-            }
-            (Some(strategy), Some(KeepArg::Gathered)) => {
-                Ok(Some(Sharding { strategy, keep: Keep::Gathered }))
-            }
-        }
     }
 
     /// The sizes of the model: those that are asked for, and else those of the run.
@@ -156,7 +149,7 @@ impl Args {
         Ok(Beginning {
             settings,
             sharding: None,
-            corpus,
+            corpus: Arc::new(corpus),
             schedule,
             from,
             seen: None,
@@ -168,20 +161,21 @@ impl Args {
     fn agrees_with(&self, known: &Settings) -> Result<()> {
         let Config { context, layers, heads, hidden, .. } = known.config();
         let size = |asked: Option<usize>| asked.map(|asked| asked as u64);
-        for (name, asked, known) in [
+        let numbers = [
             ("steps", self.steps, known.steps),
             ("seed", self.seed, known.seed),
             ("n-layers", size(self.n_layers), layers as u64),
             ("hidden", size(self.hidden), hidden as u64),
             ("n-heads", size(self.n_heads), heads as u64),
             ("context", size(self.context), context as u64),
-        ] {
-            if asked.is_some_and(|asked| asked != known) {
-                let other = Error::usage(format!(
-                    "the run started with --{name} {known}, and can only be resumed with that"
-                ));
-                return Err(other.hinted("another number needs a new run, in another folder"));
-            }
+        ];
+        for (name, asked, known) in numbers {
+            let asked = asked.map(|asked| asked.to_string());
+            agrees(name, asked.as_deref(), Some(&known.to_string()))?;
+        }
+        for ((name, asked), (_, known)) in iter::zip(self.recipe.options(), known.recipe.options())
+        {
+            agrees(name, asked.as_deref(), known.as_deref())?;
         }
         Ok(())
     }
@@ -228,6 +222,7 @@ impl Args {
         if steps == 0 {
             return Err(Error::usage("--steps 0 trains nothing, it must be at least 1"));
         }
+        self.recipe.check(steps)?;
         Ok(Settings {
             format_version: FORMAT_VERSION,
             seed: self.seed.unwrap_or(0),
@@ -237,6 +232,7 @@ impl Args {
             max_tokens,
             allow_non_finite: false,
             model: None,
+            recipe: self.recipe.clone(),
             sessions: vec![],
             identity: None,
             model_fingerprint: None,
@@ -280,7 +276,8 @@ impl Args {
             Ok(Start::Complete(_)) => return vec!["finds the run complete".into()],
             Ok(Start::Train(beginning)) => beginning,
         };
-        let Settings { seed, steps, text, max_tokens, allow_non_finite, .. } = &beginning.settings;
+        let Settings { seed, steps, text, max_tokens, allow_non_finite, recipe, .. } =
+            &beginning.settings;
         let out = self.out.as_deref().map_or("a new folder".into(), Path::to_string_lossy);
         let first = beginning.from.as_ref().map_or(0, |from| from.checkpoint.step());
         let Config { context, layers, heads, hidden, .. } = beginning.settings.config();
@@ -294,6 +291,7 @@ impl Args {
             format!("has --checkpoint-every {}", self.checkpoint_every),
             format!("has --check {}", self.check),
             format!("has --allow-non-finite {allow_non_finite}"),
+            format!("learns by {}", recipe.words()),
             format!(
                 "has --n-layers {layers} --hidden {hidden} --n-heads {heads} --context {context}"
             ),
@@ -305,6 +303,20 @@ impl Args {
             format!("has version {}", env!("CARGO_PKG_VERSION")),
         ]
     }
+}
+
+/// Checks that an option of a run that is resumed is not given another value than it started with.
+fn agrees(name: &str, asked: Option<&str>, known: Option<&str>) -> Result<()> {
+    if asked.is_none() || asked == known {
+        return Ok(());
+    }
+    let with = match known {
+        Some(known) => format!("with --{name} {known}"),
+        None => format!("without --{name}"),
+    };
+    let other =
+        Error::usage(format!("the run started {with}, and can only be resumed with the same"));
+    Err(other.hinted("another value needs a new run, in another folder"))
 }
 
 /// Refuses a folder that holds parts of a run but not what run it is, unless its checkpoint says

@@ -1,0 +1,122 @@
+//! The options of `train` for a model in parts.
+
+use candle_distributed::{
+    mesh::{DeviceMesh, DeviceMeshBuilder},
+    types::WorldSize,
+};
+use clap::ValueEnum;
+
+use crate::{
+    error::{Error, Result},
+    strategy::StrategyArgs,
+    train::sharding::{Keep, Sharding},
+};
+
+/// How the model is sharded, if it is.
+#[derive(Clone, Debug, clap::Args)]
+pub(super) struct ShardingArgs {
+    #[command(flatten)]
+    what: StrategyArgs,
+    /// What each unit of a sharded model keeps from its forward to its backward pass [default:
+    /// inputs]
+    #[arg(long, value_enum, help_heading = "What goes where")]
+    keep: Option<KeepArg>,
+    /// Run the optimizer of each unit of a sharded model inside the backward pass, so that
+    /// gradients of all of it are never there at once
+    #[arg(long, visible_alias = "optimizer-in-bwd", help_heading = "What goes where")]
+    optimizer_in_backward: bool,
+}
+
+/// What each unit keeps.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+enum KeepArg {
+    /// Its inputs: parameters are gathered twice, and it is computed again
+    Inputs,
+    /// Its parameters and all that it computes
+    Gathered,
+    /// Not built yet: it is refused with more to say than that there is no such value.
+    #[value(hide = true)]
+    Graph,
+}
+
+impl ShardingArgs {
+    /// How the model is to be sharded over so many devices, if it is.
+    pub(super) fn asked(&self, world_size: WorldSize) -> Result<Option<Sharding>> {
+        let Some(strategy) = self.what.asked()? else {
+            return match self.option_of_parts() {
+                Some(option) => Err(Error::usage(format!(
+                    "{option} needs a --strategy: without one every device has the whole model"
+                ))),
+                None => Ok(None),
+            };
+        };
+        let replicas = self.what.replicas();
+        if self.devices_of_copy(world_size).is_none() {
+            return Err(Error::usage(format!(
+                "--replicas {replicas} does not divide the {world_size} devices"
+            )));
+        }
+        Ok(Some(Sharding {
+            strategy,
+            keep: self.keep()?,
+            replicas,
+            optimizer_in_backward: self.optimizer_in_backward,
+        }))
+    }
+
+    /// How many of the devices share a copy of the model, if copies divide them.
+    fn devices_of_copy(&self, world_size: WorldSize) -> Option<usize> {
+        let replicas = usize::try_from(self.what.replicas()).ok()?;
+        let devices = world_size.as_usize().checked_div(replicas)?;
+        (devices * replicas == world_size.as_usize()).then_some(devices)
+    }
+
+    /// The axes of the devices: those that share a copy of the model are neighbors, along the last
+    /// one.
+    ///
+    /// They follow from the options alone. A process that cannot start meets those that can.
+    pub(super) fn grid(&self, world_size: WorldSize) -> DeviceMeshBuilder {
+        let grid = DeviceMesh::builder();
+        let devices = world_size.as_usize();
+        match self.devices_of_copy(world_size) {
+            Some(of_copy) if of_copy < devices => {
+                grid.axis("replicas", devices / of_copy).axis("shards", of_copy)
+            }
+            // What does not divide them is refused when the run starts.
+            Some(_) | None => grid.axis(DeviceMesh::AXIS, devices),
+        }
+    }
+
+    /// An option that has no meaning for a model that is whole, if one is given.
+    fn option_of_parts(&self) -> Option<&'static str> {
+        let options = [
+            ("--replicas", self.what.replicas.is_some()),
+            ("--keep", self.keep.is_some()),
+            ("--optimizer-in-backward", self.optimizer_in_backward),
+        ];
+        options.into_iter().find_map(|(option, is_given)| is_given.then_some(option))
+    }
+
+    fn keep(&self) -> Result<Keep> {
+        match self.keep {
+            None | Some(KeepArg::Inputs) => Ok(Keep::Inputs),
+            Some(KeepArg::Gathered) => Ok(Keep::Gathered),
+            Some(KeepArg::Graph) => Err(Error::usage(
+                "--keep graph is not there yet: `inputs` takes the least memory, `gathered` the \
+                 least time",
+            )),
+        }
+    }
+
+    /// The options as they are typed when the run is resumed, each with a space before it.
+    pub(super) fn typed(&self) -> String {
+        let mut typed = self.what.typed();
+        if let Some(KeepArg::Gathered) = self.keep {
+            typed += " --keep gathered";
+        }
+        if self.optimizer_in_backward {
+            typed += " --optimizer-in-backward";
+        }
+        typed
+    }
+}

@@ -1,0 +1,181 @@
+//! How a run learns: options that decide about the parameters after each step.
+
+use candle_distributed::train::Schedule;
+use clap::ValueEnum;
+use serde::{Deserialize, Serialize};
+
+use crate::error::{Error, Result};
+
+/// How a run learns, as it is asked for and as `run.json` records it.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize, clap::Args)]
+#[command(next_help_heading = "How it learns")]
+pub(crate) struct Recipe {
+    /// How the learning rate falls from its peak [default: along a straight line through all steps
+    /// to a tenth, cut off by 10 steps of warm-up]
+    #[arg(long, value_enum)]
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    lr_schedule: Option<Curve>,
+    /// Number of steps in which the learning rate of --lr-schedule first rises to its peak
+    /// [default: 0]
+    #[arg(long, value_name = "N", requires = "lr_schedule")]
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    warmup_steps: Option<u64>,
+    /// The least learning rate of --lr-schedule after that, as a fraction of its peak [default: 0]
+    #[arg(long, value_name = "FRACTION", requires = "lr_schedule")]
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    min_lr_rate: Option<f64>,
+    /// The largest norm of the gradients of all parameters together, to which larger ones are
+    /// clipped [default: they are not clipped]
+    #[arg(long, value_name = "NORM")]
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub(crate) max_grad_norm: Option<f64>,
+}
+
+/// The curves of the learning rate, by the names that Hugging Face gives them.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, ValueEnum)]
+#[serde(rename_all = "kebab-case")]
+enum Curve {
+    /// It stays at its peak
+    Constant,
+    /// A straight line down to the least rate at the last step
+    Linear,
+    /// Half a wave of the cosine down to the least rate at the last step
+    Cosine,
+    /// One over the root of the number of steps
+    InverseSqrt,
+}
+
+impl Recipe {
+    /// Refuses what cannot be followed in so many steps.
+    pub(crate) fn check(&self, steps: u64) -> Result<()> {
+        let ends = matches!(self.lr_schedule, Some(Curve::Linear | Curve::Cosine));
+        if let Some(warmup) = self.warmup_steps.filter(|&warmup| ends && warmup >= steps) {
+            return Err(Error::usage(format!(
+                "--warmup-steps {warmup} must be less than the {steps} steps of the run"
+            )));
+        }
+        if let Some(rate) = self.min_lr_rate.filter(|rate| !(0.0..=1.0).contains(rate)) {
+            return Err(Error::usage(format!("--min-lr-rate is {rate}, must be from 0 to 1")));
+        }
+        if let Some(norm) = self.max_grad_norm.filter(|&norm| !(norm > 0.0 && norm.is_finite())) {
+            return Err(Error::usage(format!("--max-grad-norm is {norm}, must be above 0")));
+        }
+        Ok(())
+    }
+
+    /// The learning rate of the step that `step` others come before, of `steps` in all.
+    pub(crate) fn learning_rate(&self, step: u64, steps: u64) -> f64 {
+        let factor = match self.schedule(steps) {
+            Some(schedule) => schedule.factor(step),
+            None => default_factor(step, steps),
+        };
+        PEAK_LEARNING_RATE * factor
+    }
+
+    fn schedule(&self, steps: u64) -> Option<Schedule> {
+        let schedule = match self.lr_schedule? {
+            Curve::Constant => Schedule::constant(),
+            Curve::Linear => Schedule::linear(steps),
+            Curve::Cosine => Schedule::cosine(steps),
+            Curve::InverseSqrt => Schedule::inverse_sqrt(),
+        };
+        let warmup = self.warmup_steps.unwrap_or(0);
+        Some(schedule.warmup(warmup).floor(self.min_lr_rate.unwrap_or(0.0)))
+    }
+
+    /// The options by their names, as they are typed.
+    pub(crate) fn options(&self) -> [(&'static str, Option<String>); 4] {
+        let number = |number: Option<f64>| number.map(|number| number.to_string());
+        [
+            ("lr-schedule", self.lr_schedule.map(Curve::name)),
+            ("warmup-steps", self.warmup_steps.map(|steps| steps.to_string())),
+            ("min-lr-rate", number(self.min_lr_rate)),
+            ("max-grad-norm", number(self.max_grad_norm)),
+        ]
+    }
+
+    /// Whether nothing is asked for.
+    pub(crate) fn is_default(&self) -> bool {
+        *self == Self::default()
+    }
+
+    /// All of it in a form that other recipes do not have.
+    #[expect(clippy::expect_used, reason = "its fields are names and numbers")]
+    pub(crate) fn words(&self) -> String {
+        serde_json::to_string(self).expect("it is made of what JSON has")
+    }
+}
+
+impl Curve {
+    #[expect(clippy::expect_used, reason = "says why it cannot fail")]
+    fn name(self) -> String {
+        let value = self.to_possible_value().expect("no curve is hidden from the command line");
+        value.get_name().to_owned()
+    }
+}
+
+const PEAK_LEARNING_RATE: f64 = 3e-3;
+const WARMUP_STEPS: u64 = 10;
+
+/// A linear warm-up over the first steps, and a linear decay to a tenth that begins with it: the
+/// lesser of both. (Schedules of the library let the decay begin after the warm-up, and runs of
+/// earlier versions are resumed with the same numbers.)
+fn default_factor(step: u64, steps: u64) -> f64 {
+    let warmup = (step + 1) as f64 / WARMUP_STEPS as f64;
+    let decay = 1.0 - 0.9 * step as f64 / steps as f64;
+    warmup.min(decay)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn rates(recipe: &Recipe, steps: u64) -> Vec<f64> {
+        (0..steps).map(|step| recipe.learning_rate(step, steps) / PEAK_LEARNING_RATE).collect()
+    }
+
+    fn assert_near(found: &[f64], expected: &[f64]) {
+        let is_near = |(found, expected): (&f64, &f64)| (found - expected).abs() < 1e-12;
+        assert_eq!(found.len(), expected.len());
+        assert!(found.iter().zip(expected).all(is_near), "{found:?}, {expected:?}");
+    }
+
+    #[test]
+    fn the_default_rises_and_falls() {
+        let found = rates(&Recipe::default(), 20);
+        assert_near(&found[..3], &[0.1, 0.2, 0.3]);
+        assert_near(&found[9..12], &[0.595, 0.55, 0.505]);
+        assert_near(&found[19..], &[0.145]);
+    }
+
+    #[test]
+    fn the_learning_rate_follows_its_schedule() {
+        let recipe = |curve, warmup_steps, min_lr_rate| Recipe {
+            lr_schedule: Some(curve),
+            warmup_steps,
+            min_lr_rate,
+            max_grad_norm: None,
+        };
+        assert_near(&rates(&recipe(Curve::Constant, Some(2), None), 4), &[0.5, 1., 1., 1.]);
+        assert_near(&rates(&recipe(Curve::Linear, None, Some(0.5)), 4), &[1., 0.875, 0.75, 0.625]);
+        let half = 0.5_f64.sqrt();
+        let cosine = [1., 0.5 + 0.5 * half, 0.5, 0.5 - 0.5 * half];
+        assert_near(&rates(&recipe(Curve::Cosine, None, None), 4), &cosine);
+        assert_near(&rates(&recipe(Curve::InverseSqrt, Some(1), None), 3), &[1., 1., half]);
+    }
+
+    #[test]
+    fn recipes_are_read_as_they_were_written() {
+        let recipe = Recipe {
+            lr_schedule: Some(Curve::InverseSqrt),
+            warmup_steps: Some(3),
+            min_lr_rate: Some(0.1),
+            max_grad_norm: Some(1e-3),
+        };
+        let words = recipe.words();
+        assert!(words.contains(r#""lr_schedule":"inverse-sqrt""#), "{words}");
+        assert_eq!(serde_json::from_str::<Recipe>(&words).unwrap(), recipe);
+        assert_eq!(Recipe::default().words(), "{}");
+        assert!(!recipe.is_default() && Recipe::default().is_default());
+    }
+}
