@@ -2,17 +2,21 @@
 
 use std::{
     fs::{self, File},
-    io::Write,
+    io::{self, Write},
     path::{Path, PathBuf},
     time::Instant,
 };
 
-use crate::{checkpoint::disk::At, error::Result, metrics::StepMetrics};
+use crate::{
+    checkpoint::disk::At,
+    error::Result,
+    metrics::{StepMetrics, read::Metrics},
+};
 
 /// A file that gets a line of JSON for each step: what `candle-distributed train` writes as
 /// `metrics.jsonl`, and its pictures and reports read.
 ///
-/// One process of a run writes it. A session that resumes a run appends to the same file; that its
+/// One process of a run writes it. A session that resumes a run goes on in the same file; that its
 /// clock begins at 0 again tells it apart.
 ///
 /// # Examples
@@ -28,7 +32,7 @@ use crate::{checkpoint::disk::At, error::Result, metrics::StepMetrics};
 /// let mesh = DeviceMesh::cpu(2)?;
 /// let mut model = DataParallel::builder(&mesh, |vb| linear(3, 1, vb))
 ///     .build(|group| AdamW::new(group.vars, ParamsAdamW::default()))?;
-/// let mut log = MetricsLog::append(&path)?;
+/// let mut log = MetricsLog::open(&path, model.steps())?;
 /// for step in 0..5 {
 ///     let x = Tensor::randn(0_f32, 1., (8, 3), &Device::Cpu)?;
 ///     let done = model.step(x, |_: &Replica, model: &candle_nn::Linear, x: Tensor| {
@@ -49,13 +53,16 @@ pub struct MetricsLog {
 }
 
 impl MetricsLog {
-    /// Opens a file to append to it, or makes it. The clock of the session starts.
+    /// Opens a file to go on after `done` steps, or makes it. The lines of later steps, which the run
+    /// that it resumes has taken after its checkpoint, are dropped, and with them those that are
+    /// [damaged](Metrics::damaged). The clock of the session starts.
     ///
     /// # Errors
     ///
-    /// [`CheckpointError::Io`](crate::CheckpointError::Io) if it cannot be opened.
-    pub fn append(path: impl Into<PathBuf>) -> Result<Self> {
+    /// [`CheckpointError::Io`](crate::CheckpointError::Io) if it cannot be opened or changed.
+    pub fn open(path: impl Into<PathBuf>, done: u64) -> Result<Self> {
         let path = path.into();
+        keep_before(&path, done)?;
         let file = File::options().create(true).append(true).open(&path).at(&path)?;
         Ok(Self { path, file, start: Instant::now() })
     }
@@ -69,7 +76,7 @@ impl MetricsLog {
     pub fn write(&mut self, step: StepMetrics) -> Result<()> {
         let seconds = self.start.elapsed().as_secs_f64();
         let step = StepMetrics { seconds, peak_bytes: peak_bytes(), ..step };
-        let line = serde_json::to_string(&step).map_err(std::io::Error::from).at(&self.path)?;
+        let line = serde_json::to_string(&step).map_err(io::Error::from).at(&self.path)?;
         writeln!(self.file, "{line}").at(&self.path)
     }
 
@@ -87,6 +94,24 @@ impl MetricsLog {
     pub fn path(&self) -> &Path {
         &self.path
     }
+}
+
+/// Drops the lines of the steps from `end` on, if there are any.
+fn keep_before(path: &Path, end: u64) -> Result<()> {
+    let text = match fs::read(path) {
+        Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(()),
+        text => text.at(path)?,
+    };
+    let mut metrics = Metrics::parse(&text);
+    metrics.truncate(end);
+    let kept = metrics.lines(&text);
+    if kept == text {
+        return Ok(());
+    }
+    // In one step: whoever reads the file finds the old lines or the new ones.
+    let partial = path.with_extension("partial");
+    fs::write(&partial, kept).at(&partial)?;
+    fs::rename(&partial, path).at(path)
 }
 
 /// The largest resident memory of this process so far, where the system tells it.
@@ -109,9 +134,10 @@ mod tests {
     fn sessions_append_and_their_clocks_begin_anew() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("metrics.jsonl");
-        for first in [0, 2] {
-            let mut log = MetricsLog::append(&path).unwrap();
-            for step in [first, first + 1] {
+        // The second resumes at step 2, after which the first has taken another one.
+        for (first, end) in [(0, 3), (2, 4)] {
+            let mut log = MetricsLog::open(&path, first).unwrap();
+            for step in first..end {
                 log.write(StepMetrics::new(step, 0.5).batch(1, 2, 2)).unwrap();
             }
             log.sync().unwrap();
