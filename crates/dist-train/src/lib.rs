@@ -14,7 +14,9 @@ mod feed;
 mod fsdp;
 mod grad;
 mod gradient_report;
+mod lora;
 mod loss;
+mod metrics;
 mod moving;
 mod optim;
 mod ownership;
@@ -41,6 +43,7 @@ pub use crate::{
         Error, Result,
         checkpoint::{CheckpointError, FilePart, PassedOver},
         gradient::GradientError,
+        lora::LoraError,
         parameter::ParameterError,
         setting::SettingError,
         sharding::ShardingError,
@@ -50,7 +53,13 @@ pub use crate::{
     fsdp::{FullyShard, accumulation::Accumulation, builder::FullyShardBuilder, keep::Keep},
     grad::{ValueAndGrad, value_and_grad},
     gradient_report::{GradientReport, PrefixCheck, Verdict},
+    lora::{Lora, linear::LoraLinear},
     loss::{Loss, Weight},
+    metrics::{
+        MeanLoss, StepMetrics,
+        log::MetricsLog,
+        read::{Metrics, TimedStep},
+    },
     optim::{
         StatefulOptimizer,
         adamw::AdamW,
