@@ -103,6 +103,8 @@ fn an_optimizer_in_the_backward_pass_keeps_no_gradients() {
     let within = text(&[&train[..], &["--optimizer-in-backward"]].concat());
     assert_ne!(row(&after, "gradients ")[1], "0.00 B", "{after}");
     assert_eq!(row(&within, "gradients ")[1], "0.00 B", "{within}");
+    // Devices agree on each unit's gradients in the place of all at once.
+    assert_ne!(row(&within, "all_gather")[2], row(&after, "all_gather")[2], "{within}");
 
     home.train("after", &["--steps", STEPS, "--strategy", "full"]);
     home.train("within", &["--steps", STEPS, "--strategy", "full", "--optimizer-in-bwd"]);
