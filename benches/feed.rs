@@ -5,14 +5,18 @@
 //! cargo bench -p benches --bench feed -- [batches]
 //! ```
 //!
-//! Prints the time of a batch, of a step, of both in turn and of both with a thread that makes
-//! batches ahead; the last by what share of the batches' time it is shorter.
+//! Prints the time of a batch, of a step, of a step beside a thread that makes batches for nobody
+//! (what the machine gives to two threads that know nothing of each other), of both in turn and of
+//! both with a thread that makes batches ahead; the last by what share of the batches' time it is
+//! shorter.
 
 #![allow(clippy::print_stdout, reason = "the lines are the result")]
 #![allow(clippy::cast_possible_truncation, clippy::cast_sign_loss, reason = "numbers are small")]
 
 use std::{
     hint::black_box,
+    sync::atomic::{AtomicBool, Ordering},
+    thread,
     time::{Duration, Instant},
 };
 
@@ -41,13 +45,15 @@ fn main() -> std::result::Result<(), Box<dyn std::error::Error>> {
     let batch = time(n, || black_box(collated(0, rounds)).map(drop))?;
     let ready = collated(0, rounds)?;
     let step = time(n, || trained(&mut model, ready.clone()))?;
+    let beside = beside_another(rounds, || time(n, || trained(&mut model, ready.clone())))?;
     let mut serial = (0..n).map(|index| collated(index, rounds));
     let serial = time(n, || serial.next().map_or(Ok(()), |batch| trained(&mut model, batch?)))?;
     let mut fed = feed(0..n).threads(1).collate(move |index| collated(index, rounds))?;
     let fed = time(n, || fed.next().map_or(Ok(()), |batch| trained(&mut model, batch?)))?;
 
     let hidden = (serial.as_secs_f64() - fed.as_secs_f64()) / batch.as_secs_f64();
-    println!("batch {batch:.2?}  step {step:.2?}  in turn {serial:.2?}  fed {fed:.2?}");
+    println!("batch {batch:.2?}  step {step:.2?}, beside another thread {beside:.2?}");
+    println!("in turn {serial:.2?}  fed {fed:.2?}");
     println!("hidden: {:.0} % of the batches' time", 100. * hidden);
     Ok(())
 }
@@ -65,6 +71,23 @@ fn calibrated(model: &mut Model) -> Result<usize> {
 fn trained(model: &mut Model, batch: Tensor) -> Result<()> {
     let loss = |_: &Replica, model: &Linear, x: Tensor| model.forward(&x)?.sqr()?.mean_all();
     model.step(batch, loss).map(drop).map_err(candle_core::Error::wrap)
+}
+
+/// What `f` returns, run beside a thread that makes a batch and rests as long, over and over.
+fn beside_another<R>(rounds: usize, f: impl FnOnce() -> R) -> R {
+    let is_over = AtomicBool::new(false);
+    thread::scope(|scope| {
+        scope.spawn(|| {
+            while !is_over.load(Ordering::Relaxed) {
+                let start = Instant::now();
+                drop(black_box(collated(0, rounds)));
+                thread::sleep(start.elapsed());
+            }
+        });
+        let outcome = f();
+        is_over.store(true, Ordering::Relaxed);
+        outcome
+    })
 }
 
 /// A batch that takes longer the more rounds its numbers are mixed in.

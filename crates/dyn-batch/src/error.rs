@@ -198,6 +198,16 @@ pub enum Error {
         /// The number of rows.
         rows: u64,
     },
+    /// A field has a number of items that is not that of the tokens they belong to.
+    #[error("sequence {index} has {items} items and {tokens} tokens, it must have one for each")]
+    FieldLength {
+        /// Which sequence.
+        index: u64,
+        /// The items that the field has for it.
+        items: u64,
+        /// The tokens of the sequence.
+        tokens: u64,
+    },
     /// The sequences are longer than their lengths said.
     #[error("sequences of {tokens} tokens do not fit a row of {row_length}")]
     RowOverflow {

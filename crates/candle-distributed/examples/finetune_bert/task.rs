@@ -45,8 +45,8 @@ impl Texts {
     pub(crate) fn collate(&self, batch: &batch::Batch) -> Result<Batch> {
         let tokens = |n: u64| &self.tokens[n as usize][..];
         let padded = Collator::default().pad(batch, tokens, &Device::Cpu)?;
-        let labels = batch.indices.iter().map(|&n| self.labels[n as usize]);
-        Ok((padded.ids, padded.mask, Tensor::from_iter(labels, &Device::Cpu)?))
+        let labels = padded.per_sequence(|n| self.labels[n as usize])?;
+        Ok((padded.ids, padded.mask, labels))
     }
 }
 

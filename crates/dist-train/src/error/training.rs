@@ -139,7 +139,7 @@ pub enum TrainingError {
     #[error(
         "unit {unit} has another result in the backward pass than it had in the forward pass: \
          draw random numbers by keys that are made before the unit and moved into it \
-         (`ctx.batch_keys()`), or set `Keep::Gathered` for it"
+         (`ctx.batch_keys()`), or set `Keep::Graph` for it"
     )]
     NotRepeatable {
         /// The unit.

@@ -17,6 +17,8 @@ pub(super) struct Backward {
     pub(super) entered: BTreeSet<String>,
     /// How many passes through each unit are recorded whose gradients are to come.
     pub(super) expected: BTreeMap<String, usize>,
+    /// How many passes have kept graphs whose parameters are emptied.
+    n_emptied: usize,
     /// Whether it has begun: a loss that differentiates for itself would have gradients summed.
     pub(super) is_under_way: bool,
     /// Whether nothing of the batch is here.
@@ -41,6 +43,12 @@ impl Backward {
         self.is_empty = is_empty;
         self.rest = rest;
         self.is_under_way = true;
+    }
+
+    /// The number of the next pass whose parameters are emptied.
+    pub(super) fn next_emptied(&mut self) -> usize {
+        self.n_emptied += 1;
+        self.n_emptied - 1
     }
 
     /// Notes that one of the passes through a unit has left gradients of these parameters.

@@ -18,7 +18,7 @@ use crate::{
         FullyShard,
         accumulation::Whole,
         lock,
-        session::{Purpose, Session},
+        session::{Common, Purpose, Session},
     },
     gradient_report::GradientReport,
     loss::Loss,
@@ -120,7 +120,9 @@ where
     #[track_caller]
     fn run(&mut self, wanted: Wanted, allow_non_finite: bool) -> Result<Computed<Vec<SlotSums>>> {
         let Self { model, batch, loss, .. } = self;
-        let rules = Arc::new(Rules { allow_non_finite, ..model.rules(Then::Keep) });
+        let rules = Rules { allow_non_finite, ..model.rules(Then::Keep) };
+        let common = Common::new(&model.model, rules);
+        let rules = &common.rules;
         let purpose = match wanted {
             Wanted::Loss => Purpose::Evaluation,
             Wanted::Gradients => Purpose::Gradients,
@@ -129,10 +131,10 @@ where
         let found = OnceLock::new();
         let sums: Vec<Mutex<SlotSums>> = model.slots.iter().map(|_| Mutex::default()).collect();
         let call = model.mesh.pmap_scoped(|ctx, shard: I| {
-            let session = Session::new(ctx, &model.model, &rules, purpose.clone())?;
+            let session = Session::new(ctx, &common, purpose.clone())?;
             let units = Units::sharded(Arc::clone(&session));
             let here = layout.explain(shard, |shard| loss(ctx, &units, shard))?;
-            let computed = compute(ctx, &session, &rules, here, wanted);
+            let computed = compute(ctx, &session, rules, here, wanted);
             rules.refusal.outcome(computed.map(|Computed { mean, used, sums: of_slot }| {
                 *lock(&sums[ctx.local_index()]) = of_slot;
                 found.get_or_init(|| (mean, used));

@@ -18,6 +18,14 @@ pub enum Keep {
     /// (`reshard_after_forward=True` with `checkpoint_wrapper` in PyTorch.)
     #[default]
     Inputs,
+    /// What its function has computed, and not its gathered parameters: their memory is freed after
+    /// the forward pass, and they are gathered into it again before the backward pass. The least
+    /// computation, and the memory of all activations. (`reshard_after_forward=True` in PyTorch.)
+    ///
+    /// A view of a parameter that the function returns is copied. One that it hands to others in
+    /// another way, through a lock, say, cannot be read after it has returned: candle refuses
+    /// whatever reads it.
+    Graph,
     /// Its gathered parameters and what its function has computed: nothing is gathered or computed
     /// twice. (`reshard_after_forward=False`, ZeRO stage 2.)
     Gathered,

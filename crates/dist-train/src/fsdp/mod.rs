@@ -5,6 +5,8 @@ pub(crate) mod accumulation;
 mod backward;
 pub(crate) mod builder;
 mod checked;
+mod emptied;
+mod exchange;
 mod in_backward;
 pub(crate) mod keep;
 mod model;
@@ -21,13 +23,17 @@ use std::{
 
 use candle_core::Tensor;
 use candle_nn::{Optimizer, VarBuilder};
-use fsdp_plan::ShardingPlan;
+use fsdp_plan::{
+    ShardingPlan,
+    cost::{CostModel, Runtime},
+};
 use pmap_mesh::{DeviceMesh, Replica, TensorTree};
 
 use self::{
     builder::FullyShardBuilder,
-    model::Model,
-    session::{Purpose, Session},
+    keep::Keep,
+    model::{Model, Unit},
+    session::{Common, Purpose, Session},
     slot::Slot,
 };
 use crate::{
@@ -215,10 +221,11 @@ impl<O: Optimizer + Send + 'static> FullyShard<O> {
     {
         self.check_whole()?;
         let layout = Layout::of(&batch);
-        let rules = Arc::new(self.rules(Then::Keep));
+        let common = Common::new(&self.model, self.rules(Then::Keep));
+        let rules = &common.rules;
         let mean = OnceLock::new();
         let call = self.mesh.pmap_scoped(|ctx, shard: I| {
-            let session = Session::new(ctx, &self.model, &rules, Purpose::Evaluation)?;
+            let session = Session::new(ctx, &common, Purpose::Evaluation)?;
             let units = Units::sharded(session);
             let here = layout.explain(shard, |shard| loss(ctx, &units, shard))?.into();
             let evaluated = here.evaluate(ctx, rules.allow_non_finite, &rules.refusal);
@@ -245,16 +252,17 @@ impl<O: Optimizer + Send + 'static> FullyShard<O> {
         self.check_whole()?;
         self.set_rates(self.rates.after(self.progress.steps));
         let layout = Layout::of(&batch);
-        let rules = Arc::new(self.rules(then));
+        let common = Common::new(&self.model, self.rules(then));
+        let rules = &common.rules;
         let report = OnceLock::new();
         let entered = OnceLock::new();
         let call = self.mesh.pmap_scoped(|ctx, shard: I| {
             let slot = &self.slots[ctx.local_index()];
-            let session = Session::new(ctx, &self.model, &rules, self.purpose(slot))?;
+            let session = Session::new(ctx, &common, self.purpose(slot))?;
             let units = Units::sharded(Arc::clone(&session));
             let here = layout.explain(shard, |shard| loss(ctx, &units, shard))?;
             entered.get_or_init(|| session.entered());
-            let trained = slot::train(slot, ctx, &session, &rules, here.into());
+            let trained = slot::train(slot, ctx, &session, rules, here.into());
             rules.refusal.outcome(trained.map(|(whole, aux)| {
                 report.get_or_init(|| whole);
                 aux
@@ -338,6 +346,31 @@ impl<O> FullyShard<O> {
     /// The plan by which parameters are cut.
     pub fn plan(&self) -> &ShardingPlan {
         self.model.vars.plan()
+    }
+
+    /// What the cost of the [plan](Self::plan) depends on besides it, as this model carries it out:
+    /// what its units keep, and when its optimizers run. The optimizer is taken to be Adam, and the
+    /// activations are [to be told](CostModel::with_activations).
+    ///
+    /// # Examples
+    ///
+    /// ```
+    /// # use candle_nn::{Optimizer, ParamsAdamW, linear};
+    /// # use dist_train::{AdamW, FullyShard};
+    /// # use pmap_mesh::DeviceMesh;
+    /// # let mesh = DeviceMesh::cpu(2)?;
+    /// let model = FullyShard::builder(&mesh, |vb| linear(4, 4, vb.pp(0)))
+    ///     .build(|group| AdamW::new(group.vars, ParamsAdamW::default()))?;
+    /// let cost = model.plan().cost(&model.cost_model())?;
+    /// assert_eq!(cost.ranks[0].param_bytes, 4 * (2 * 4 + 2));
+    /// # Ok::<(), Box<dyn std::error::Error>>(())
+    /// ```
+    pub fn cost_model(&self) -> CostModel {
+        let keeps_graph = |unit: &&Unit| unit.keep == Keep::Graph;
+        let n_graphs = self.model.units.values().filter(keeps_graph).count();
+        let cost =
+            CostModel::default().with_runtime(Runtime::Candle).with_kept_graphs(n_graphs as u64);
+        if self.model.updates_in_backward { cost.with_optimizer_in_backward() } else { cost }
     }
 
     /// The units of the model, in the order of names.

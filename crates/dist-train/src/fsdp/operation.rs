@@ -24,7 +24,7 @@ use pmap_mesh::TensorTree;
 
 use crate::{
     error::training::TrainingError,
-    fsdp::{keep::Keep, model::Unit, session::Session},
+    fsdp::{emptied::Pass, exchange::shares_memory, keep::Keep, model::Unit, session::Session},
     loss, tree,
 };
 
@@ -52,6 +52,8 @@ enum Graph {
     Later,
     /// It was kept from the forward pass.
     Kept(Differentiable),
+    /// It was kept, and its parameters were emptied.
+    Emptied(Differentiable, Pass),
     /// It was differentiated.
     Done,
 }
@@ -110,7 +112,14 @@ where
                 *lock(&self.graph) = Graph::Kept(graph);
                 tree::map(&result, Tensor::detach)
             }
-            Keep::Inputs | Keep::Gathered => self.result(unit)?,
+            Keep::Graph if is_recorded => {
+                let (graph, result) = self.differentiable("forward")?;
+                let result = apart(&result, &graph.gathered)?;
+                let pass = self.session.empty(&self.name, &graph.gathered)?;
+                *lock(&self.graph) = Graph::Emptied(graph, pass);
+                result
+            }
+            Keep::Inputs | Keep::Graph | Keep::Gathered => self.result(unit)?,
         };
         if is_recorded { self.recorded(&result, x) } else { Ok(result) }
     }
@@ -180,6 +189,10 @@ where
         let state = mem::replace(&mut *lock(&self.graph), Graph::Done);
         let Differentiable { gathered, inputs, outputs } = match state {
             Graph::Kept(graph) => graph,
+            Graph::Emptied(graph, pass) => {
+                self.session.refill(&self.name, pass, &graph.gathered)?;
+                graph
+            }
             Graph::Later => {
                 let (graph, _) = self.differentiable("backward")?;
                 self.compare(before, &graph.outputs)?;
@@ -225,6 +238,15 @@ impl Differentiable {
         let mut nodes = self.outputs.iter().flat_map(|output| output.sorted_nodes());
         nodes.any(|node| node.is_variable() && !is_own(node))
     }
+}
+
+/// A unit's result without its history, which stays when the unit's parameters are emptied: what is a
+/// view of one of them is copied.
+fn apart<R: TensorTree>(result: &R, gathered: &BTreeMap<String, Var>) -> Result<R> {
+    result.try_map(&mut |output: &Tensor| {
+        let is_view = gathered.values().any(|var| shares_memory(output, var));
+        if is_view { output.detach().copy() } else { Ok(output.detach()) }
+    })
 }
 
 fn all_bytes(tensors: &[Tensor]) -> Result<Vec<(Vec<usize>, Vec<u8>)>> {

@@ -15,6 +15,8 @@ use crate::{
     fsdp::{
         accumulation::{Accumulation, Whole},
         backward::Backward,
+        emptied::{Emptied, Pass},
+        exchange::{empty, exchange},
         in_backward::{Known, UpdatesInBackward},
         model::{Model, Unit},
     },
@@ -28,13 +30,20 @@ use crate::{
 /// The operations of a batch's graph hold it, and it holds none of them.
 pub(crate) struct Session {
     ctx: Replica,
-    model: Arc<Model>,
-    rules: Arc<Rules>,
+    common: Arc<Common>,
     purpose: Purpose,
     /// An input of every operation that has a gradient to leave: candle records nothing of
     /// integers.
     anchor: Var,
     backward: Mutex<Backward>,
+}
+
+/// What the replicas of a process have in common while a batch is computed.
+#[derive(Debug)]
+pub(super) struct Common {
+    pub(super) model: Arc<Model>,
+    pub(super) rules: Rules,
+    emptied: Emptied,
 }
 
 /// What becomes of what units compute.
@@ -60,17 +69,17 @@ pub(super) struct Gradients {
     pub(super) used: Vec<bool>,
 }
 
+impl Common {
+    pub(super) fn new(model: &Arc<Model>, rules: Rules) -> Arc<Self> {
+        Arc::new(Self { model: Arc::clone(model), rules, emptied: Emptied::default() })
+    }
+}
+
 impl Session {
-    pub(super) fn new(
-        ctx: &Replica,
-        model: &Arc<Model>,
-        rules: &Arc<Rules>,
-        purpose: Purpose,
-    ) -> Result<Arc<Self>> {
+    pub(super) fn new(ctx: &Replica, common: &Arc<Common>, purpose: Purpose) -> Result<Arc<Self>> {
         Ok(Arc::new(Self {
             ctx: ctx.clone(),
-            model: Arc::clone(model),
-            rules: Arc::clone(rules),
+            common: Arc::clone(common),
             purpose,
             anchor: Var::zeros((), DType::F32, ctx.device())?,
             backward: Mutex::default(),
@@ -86,10 +95,18 @@ impl Session {
 
     /// The unit of this name.
     pub(super) fn find(&self, name: &str) -> Result<&Unit> {
-        self.model.units.get(name).ok_or_else(|| {
-            let units = self.model.units.keys().cloned().collect();
+        self.model().units.get(name).ok_or_else(|| {
+            let units = self.model().units.keys().cloned().collect();
             self.refuse(TrainingError::UnknownUnit { unit: name.to_owned(), units })
         })
+    }
+
+    fn model(&self) -> &Model {
+        &self.common.model
+    }
+
+    fn rules(&self) -> &Rules {
+        &self.common.rules
     }
 
     pub(super) fn anchor(&self) -> &Tensor {
@@ -103,17 +120,44 @@ impl Session {
     /// Whether it is to be seen that a unit has the same result twice. A run that is resumed may have
     /// been trained by a model that runs units once, so the number of its steps does not tell.
     pub(super) fn compares(&self, unit: &str) -> bool {
-        !self.model.is_repeatable(unit)
+        !self.model().is_repeatable(unit)
     }
 
     /// An error that this replica alone knows of.
     pub(super) fn refuse(&self, error: TrainingError) -> candle_core::Error {
-        self.rules.refusal.alone(error)
+        self.rules().refusal.alone(error)
     }
 
     /// The whole parameters of a unit, by their names.
     pub(super) fn gather(&self, unit: &str) -> Result<BTreeMap<String, Var>> {
-        self.model.vars.gather_unit(&self.ctx, unit)
+        self.model().vars.gather_unit(&self.ctx, unit)
+    }
+
+    /// Frees the parameters of a unit whose graph is kept, as soon as no slot of this process
+    /// computes with them.
+    pub(super) fn empty(&self, name: &str, gathered: &BTreeMap<String, Var>) -> Result<Pass> {
+        let vars = &self.model().vars;
+        let group = vars.shard_group_of(&self.ctx);
+        let pass = Pass { group, n_before: self.backward().next_emptied() };
+        let (shared, own) = vars.split_shared(name, gathered)?;
+        own.into_iter().try_for_each(|name| empty(&gathered[name]))?;
+        let shared = shared.into_iter().map(|name| &gathered[name]);
+        self.common.emptied.leave(pass, vars.n_sharing(&self.ctx), shared)?;
+        Ok(pass)
+    }
+
+    /// Gives the parameters that a graph has kept their memory back.
+    pub(super) fn refill(
+        &self,
+        name: &str,
+        pass: Pass,
+        kept: &BTreeMap<String, Var>,
+    ) -> Result<()> {
+        let again = self.gather(name)?;
+        let (shared, own) = self.model().vars.split_shared(name, kept)?;
+        own.into_iter().try_for_each(|name| exchange(&kept[name], &again[name]))?;
+        let shared = shared.into_iter().map(|name| (&kept[name], &again[name]));
+        self.common.emptied.come_back(pass, shared)
     }
 
     /// The builder of a unit's layers. What is trained is in the graph if it `records`.
@@ -129,7 +173,7 @@ impl Session {
             let tensor = if is_leaf { var.as_tensor().clone() } else { var.as_detached_tensor() };
             (member.names.inner_name.clone(), tensor)
         });
-        VarBuilder::from_tensors(inner.collect(), self.model.dtype, self.ctx.device())
+        VarBuilder::from_tensors(inner.collect(), self.model().dtype, self.ctx.device())
     }
 
     /// Refuses the backward pass of a unit that the step has not begun.
@@ -157,7 +201,7 @@ impl Session {
         mut grads: GradStore,
     ) -> Result<()> {
         let mut own = BTreeMap::new();
-        for (_, member) in self.model.units[unit].trained() {
+        for (_, member) in self.model().units[unit].trained() {
             let name = &member.names.name;
             if let Some(grad) = grads.remove(&gathered[name]) {
                 own.insert(name.clone(), self.share(&grad)?);
@@ -172,7 +216,7 @@ impl Session {
         self.reduce(unit, own)?;
         match &self.purpose {
             Purpose::InBackward(updates) => {
-                let known = self.backward().known(&self.model, unit);
+                let known = self.backward().known(self.model(), unit);
                 self.update(&**updates, &known)
             }
             _ => Ok(()),
@@ -193,8 +237,8 @@ impl Session {
     /// Whether gradients are not summed yet.
     fn keeps_whole(&self) -> bool {
         matches!(self.purpose, Purpose::Training)
-            && matches!(self.rules.then, Then::Keep)
-            && self.model.accumulation == Accumulation::ReduceLast
+            && matches!(self.rules().then, Then::Keep)
+            && self.model().accumulation == Accumulation::ReduceLast
     }
 
     /// Sums the gradients of a unit's parameters over all slots, with those that were kept whole.
@@ -202,7 +246,7 @@ impl Session {
         let mut whole = mem::take(&mut self.backward().whole);
         whole.units.remove(unit);
         let mut all = BTreeMap::new();
-        for (_, member) in self.model.units[unit].trained() {
+        for (_, member) in self.model().units[unit].trained() {
             let name = &member.names.name;
             let grad = match (whole.grads.remove(name), own.remove(name)) {
                 (Some(before), Some(grad)) => (before + grad)?,
@@ -212,7 +256,7 @@ impl Session {
             all.insert(name.clone(), grad);
         }
         self.backward().whole = whole;
-        let sums = self.model.vars.reduce_parts(&self.ctx, unit, |name| all.remove(name))?;
+        let sums = self.model().vars.reduce_parts(&self.ctx, unit, |name| all.remove(name))?;
         self.backward().add(sums)
     }
 
@@ -224,7 +268,7 @@ impl Session {
         scale: f64,
         whole: Whole,
     ) -> Result<Gradients> {
-        let halves = is_half(shard.dtype()) || self.model.has_halves();
+        let halves = is_half(shard.dtype()) || self.model().has_halves();
         let is_empty = shard.is_empty();
         let (sum, rest) = shard.share(scale, halves)?;
         self.backward().begin(whole, is_empty, rest);
@@ -232,10 +276,10 @@ impl Session {
         drop(sum);
         self.finish()?;
         let mut backward = mem::take(&mut *self.backward());
-        let n_parts = self.model.vars.vars(self.ctx.slot())?.len();
+        let n_parts = self.model().vars.vars(self.ctx.slot())?.len();
         Ok(Gradients {
             sums: (0..n_parts).map(|part| backward.sums.remove(&part)).collect(),
-            used: backward.used_flags(&self.model),
+            used: backward.used_flags(self.model()),
             whole: backward.whole,
         })
     }
@@ -249,7 +293,7 @@ impl Session {
         }
         match &self.purpose {
             Purpose::InBackward(updates) => {
-                let rest = self.backward().rest_of(&self.model);
+                let rest = self.backward().rest_of(self.model());
                 self.update(&**updates, &rest)?;
                 updates.finish()
             }
@@ -263,7 +307,7 @@ impl Session {
             return Ok(());
         }
         let mut sums = mem::take(&mut self.backward().sums);
-        updates.update(&self.ctx, &self.rules, known, &mut sums)?;
+        updates.update(&self.ctx, self.rules(), known, &mut sums)?;
         self.backward().sums = sums;
         Ok(())
     }
@@ -276,12 +320,12 @@ impl Session {
     /// Refuses an update, the first one, by batches that have not entered all units that are
     /// trained: `entered` are the units of all of them.
     pub(super) fn check_entered(&self, entered: &BTreeSet<String>) -> Result<()> {
-        let refused = match self.rules.then {
-            Then::Update if self.rules.all_used => self.model.not_entered(entered),
+        let refused = match self.rules().then {
+            Then::Update if self.rules().all_used => self.model().not_entered(entered),
             Then::Update | Then::Keep => None,
         };
         // All slots have entered the same units.
-        refused.map_or(Ok(()), |error| Err(self.rules.refusal.agreed(error)))
+        refused.map_or(Ok(()), |error| Err(self.rules().refusal.agreed(error)))
     }
 
     /// The names of the units that the loss has entered.

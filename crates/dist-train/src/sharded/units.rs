@@ -204,6 +204,42 @@ impl ShardedVars {
         Var::from_tensor(&mine.detach())
     }
 
+    /// Which of a unit's parameters, given by their names, the slots of a process share when they are
+    /// gathered, and of which each has its own.
+    pub(crate) fn split_shared<'a, T>(
+        &self,
+        unit: &str,
+        named: &'a BTreeMap<String, T>,
+    ) -> Result<(Vec<&'a str>, Vec<&'a str>)> {
+        let unit = self.unit(unit)?;
+        let params = unit.gathered.as_ref().map_or(&[][..], |lists| &lists.params);
+        let is_shared = |name: &&str| {
+            unit.names.iter().any(|(other, param)| other == name && params.contains(param))
+        };
+        Ok(named.keys().map(String::as_str).partition(is_shared))
+    }
+
+    /// How many slots of this process share what a replica gathers.
+    pub(crate) fn n_sharing(&self, ctx: &Replica) -> usize {
+        if !ctx.device().is_cpu() {
+            return 1;
+        }
+        let mesh = &self.0.mesh;
+        let group = self.shard_group_of(ctx);
+        let slots = mesh.local_slots().zip(mesh.devices());
+        let on_processor = slots.filter(|(_, device)| device.is_cpu());
+        on_processor.filter(|(slot, _)| slot / self.group_size() == group).count()
+    }
+
+    /// The number of a replica's shard group.
+    pub(crate) fn shard_group_of(&self, ctx: &Replica) -> usize {
+        ctx.slot() / self.group_size()
+    }
+
+    fn group_size(&self) -> usize {
+        self.0.plan.shard_group().as_usize()
+    }
+
     /// Sums the gradients of a unit's whole parameters over all slots; returns this slot's variables
     /// with their parts of the sums. Those of halves are summed in single precision.
     ///

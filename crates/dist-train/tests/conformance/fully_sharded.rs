@@ -79,7 +79,7 @@ pub(super) fn run(engine: &impl Engine, ranks: usize) {
     let mut expected: Vec<Tensor> = (0..5).map(step).collect();
     expected.push(number(whole.evaluate(batch(&threads, 9), loss).unwrap().loss));
     expected.extend(whole.variables().into_values());
-    for keep in [Keep::Inputs, Keep::Gathered] {
+    for keep in [Keep::Inputs, Keep::Graph, Keep::Gathered] {
         for layout in [Layout::Dim0, Layout::Flat, Layout::BlockRagged { block: 4 }] {
             assert_same(&trained(&tested, Full::new(layout), keep).0, &expected);
         }

@@ -2,11 +2,11 @@
 
 use candle_core::{Device, Result, Tensor};
 use candle_nn::{Module, VarBuilder, linear};
-use dist_train::{Accumulation, DataParallel, FullyShard, Keep, Loss, Units};
+use dist_train::{Accumulation, DataParallel, FullyShard, Loss, Units};
 use fsdp_plan::strategy::{Full, LayerWise, Layout, ShardingStrategy};
 use pmap_mesh::{DeviceMesh, Replica};
 
-use crate::model::{Trained, adam, batch, bits, data_parallel, loss, parameters, sharded};
+use crate::model::{KEEPS, Trained, adam, batch, bits, data_parallel, loss, parameters, sharded};
 
 /// Losses and parameters after steps of three batches each; the last has half as many rows.
 macro_rules! trained {
@@ -42,7 +42,7 @@ fn what_is_summed_last_has_the_bits_of_data_parallel() {
             variables.map(|(name, value)| (name, bits(&value))).collect()
         };
         let expected = trained!(data_parallel(&mesh).build(adam).unwrap(), slots, whole);
-        for keep in [Keep::Inputs, Keep::Gathered] {
+        for keep in KEEPS {
             for strategy in strategies() {
                 let builder = sharded(&mesh).keep(keep).strategy(strategy);
                 let model = builder.accumulation(Accumulation::ReduceLast).build(adam).unwrap();
@@ -102,7 +102,7 @@ fn units_of_some_batches_count_in_the_update() {
         expected.accumulate(input(6), through(batches[1])).unwrap();
         expected.step(input(3), through(batches[2])).unwrap();
     }
-    for keep in [Keep::Inputs, Keep::Gathered] {
+    for keep in KEEPS {
         for accumulation in [Accumulation::ReduceEach, Accumulation::ReduceLast] {
             let builder = FullyShard::builder(&mesh, layers).keep(keep);
             let mut model = builder.accumulation(accumulation).build(adam).unwrap();

@@ -1,9 +1,10 @@
 //! Losses and parameters to the bit.
 
-use dist_train::Keep;
 use pmap_mesh::DeviceMesh;
 
-use crate::model::{adam, data_parallel, sharded, train_data_parallel, train_plain, train_sharded};
+use crate::model::{
+    KEEPS, adam, data_parallel, sharded, train_data_parallel, train_plain, train_sharded,
+};
 
 const STEPS: usize = 20;
 
@@ -15,7 +16,7 @@ fn twenty_steps_have_the_bits_of_data_parallel_and_of_plain_candle() {
         let expected = train_plain(slots, rows, STEPS);
         let found = train_data_parallel(data_parallel(&mesh).build(adam).unwrap(), rows, STEPS);
         assert_eq!(found, expected, "data parallel, {slots} slots");
-        for keep in [Keep::Inputs, Keep::Gathered] {
+        for keep in KEEPS {
             let model = sharded(&mesh).keep(keep).build(adam).unwrap();
             assert_eq!(train_sharded(model, rows, STEPS), expected, "{keep:?}, {slots} slots");
         }

@@ -125,7 +125,7 @@ fn every_fault_ends_the_step_at_once_and_the_model_trains_on() {
     let mesh = mesh();
     let start = Instant::now();
     let mut n_faults = 0;
-    for (keep, runs) in [(Keep::Inputs, 2), (Keep::Gathered, 1)] {
+    for (keep, runs) in [(Keep::Inputs, 2), (Keep::Graph, 1), (Keep::Gathered, 1)] {
         let expected = trained(&mesh, keep, None);
         for slot in 0..SLOTS {
             for unit in 0..UNITS {

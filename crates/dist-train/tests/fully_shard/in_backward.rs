@@ -3,18 +3,16 @@
 use candle_core::{Device, Result, Tensor, bail};
 use candle_nn::{Module, Optimizer, ParamsAdamW, VarBuilder, linear};
 use dist_train::{
-    Accumulation, AdamW, Checkpoints, Error, FullyShard, FullyShardBuilder, Group, Keep,
-    TrainingError, UnitRules, Units,
+    Accumulation, AdamW, Checkpoints, Error, FullyShard, FullyShardBuilder, Group, TrainingError,
+    UnitRules, Units,
 };
 use fsdp_plan::strategy::{Full, Hsdp, LayerWise, Layout};
 use pmap_mesh::{DeviceMesh, Replica};
 
 use crate::model::{
-    adam, batch, data_parallel, loss, parameters, sharded, train_data_parallel, train_plain,
+    KEEPS, adam, batch, data_parallel, loss, parameters, sharded, train_data_parallel, train_plain,
     train_sharded,
 };
-
-const KEEPS: [Keep; 2] = [Keep::Inputs, Keep::Gathered];
 
 #[test]
 fn the_bits_are_those_of_a_step_whose_optimizers_run_at_its_end() {

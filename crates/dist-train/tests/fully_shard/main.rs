@@ -7,6 +7,7 @@ mod accumulation;
 mod bits;
 mod faults;
 mod in_backward;
+mod kept_graphs;
 mod model;
 mod options;
 mod outputs;

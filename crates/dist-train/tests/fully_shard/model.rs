@@ -9,10 +9,13 @@ use candle_nn::{
 };
 use core_types::Seed;
 use dist_train::{
-    AdamW, DataParallel, DataParallelBuilder, FullyShard, FullyShardBuilder, Group, UnitRules,
-    Units,
+    AdamW, DataParallel, DataParallelBuilder, FullyShard, FullyShardBuilder, Group, Keep,
+    UnitRules, Units,
 };
 use pmap_mesh::{DeviceMesh, Replica};
+
+/// Everything that units may keep.
+pub(crate) const KEEPS: [Keep; 3] = [Keep::Inputs, Keep::Graph, Keep::Gathered];
 
 pub(crate) const N_BLOCKS: usize = 3;
 const WIDTH: usize = 6;

@@ -73,6 +73,7 @@ fn several_outputs_train_like_the_whole_model() {
             (losses, bits(&model.gather("0.weight").unwrap()))
         };
         let found = of_keep(Keep::Inputs, false);
+        assert_eq!(found, of_keep(Keep::Graph, false), "{name}, to the bit");
         assert_eq!(found, of_keep(Keep::Gathered, false), "{name}, to the bit");
         assert_eq!(found, of_keep(Keep::Inputs, true), "{name}, to the bit");
         for (found, expected) in found.0.iter().zip(&expected) {

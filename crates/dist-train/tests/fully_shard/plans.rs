@@ -44,11 +44,13 @@ fn however_parameters_are_cut_the_bits_are_the_same() {
             let found = train_sharded(model, 2 * slots, STEPS);
             assert_eq!(found, expected, "{name} on {slots} slots");
         }
-        for (name, strategy) in strategies() {
-            let builder = sharded(&mesh).keep(Keep::Gathered);
-            let model = builder.strategy(strategy).build(adam).unwrap();
-            let found = train_sharded(model, 2 * slots, STEPS);
-            assert_eq!(found, expected, "{name} on {slots} slots, kept gathered");
+        for keep in [Keep::Graph, Keep::Gathered] {
+            for (name, strategy) in strategies() {
+                let builder = sharded(&mesh).keep(keep);
+                let model = builder.strategy(strategy).build(adam).unwrap();
+                let found = train_sharded(model, 2 * slots, STEPS);
+                assert_eq!(found, expected, "{name} on {slots} slots, {keep:?}");
+            }
         }
     }
 }

@@ -8,7 +8,7 @@ use dist_train::{Checkpoints, Error, FullyShard, Keep, ShardingError, TrainingEr
 use fsdp_plan::strategy::{Choice, Full, Hybrid, Layout, ShardingStrategy};
 use pmap_mesh::{CollectiveError, DeviceMesh, Replica};
 
-use crate::model::{adam, batch, loss, sharded};
+use crate::model::{KEEPS, adam, batch, loss, sharded};
 
 fn layers(vb: VarBuilder<'_>) -> Result<Vec<Linear>> {
     (0..2).map(|layer| linear(3, 3, vb.pp(layer))).collect()
@@ -172,7 +172,7 @@ fn an_operation_without_a_backward_is_seen_by_its_parameters() {
             x.sqr()?.mean_all()
         }
     };
-    for keep in [Keep::Inputs, Keep::Gathered] {
+    for keep in KEEPS {
         let model = || FullyShard::builder(&mesh, build).keep(keep).build(adam).unwrap();
         let error = refused(model().step(input(), by(Module::forward)));
         let missing = vec!["0.norm.weight".to_owned(), "1.norm.weight".to_owned()];
@@ -191,8 +191,10 @@ fn a_unit_that_cannot_be_repeated_is_named() {
     let expected = TrainingError::NotRepeatable { unit: "1".to_owned() };
     assert!(outcomes.into_iter().any(|outcome| refused(outcome) == expected));
     // With what it has drawn it is differentiated.
-    let keeping = FullyShard::builder(&mesh, layers).keep_unit("1", Keep::Gathered);
-    keeping.build(adam).unwrap().step(input(), dropping).unwrap();
+    for keep in [Keep::Graph, Keep::Gathered] {
+        let keeping = FullyShard::builder(&mesh, layers).keep_unit("1", keep);
+        keeping.build(adam).unwrap().step(input(), &dropping).unwrap();
+    }
 
     let with_keys = |ctx: &Replica, model: &Units, x: Tensor| {
         let seed = ctx.rng().next_seed();
@@ -208,6 +210,7 @@ fn a_unit_that_cannot_be_repeated_is_named() {
         let mut model = FullyShard::builder(&mesh, layers).keep(keep).build(adam).unwrap();
         [0, 1, 2].map(|_| model.step(input(), with_keys).unwrap().loss.to_bits())
     };
+    assert_eq!(losses(Keep::Inputs), losses(Keep::Graph));
     assert_eq!(losses(Keep::Inputs), losses(Keep::Gathered));
 }
 
@@ -256,7 +259,7 @@ fn a_tensor_that_is_differentiated_must_be_an_input() {
             last.sqr()?.mean_all()
         }
     };
-    for keep in [Keep::Inputs, Keep::Gathered] {
+    for keep in KEEPS {
         let mut model = FullyShard::builder(&mesh, layers).keep(keep).build(adam).unwrap();
         let expected = TrainingError::Captured { unit: "1".to_owned() };
         assert_eq!(refused(model.step(input(), skipping(true))), expected, "{keep:?}");

@@ -5,14 +5,14 @@ use std::iter;
 use candle_core::{DType, Device, Result, Tensor};
 use candle_nn::{Module, VarBuilder, linear};
 use core_types::{Placement, Rank, WorldSize};
-use dist_train::{FullyShard, Keep, UnitRules, Units};
+use dist_train::{FullyShard, UnitRules, Units};
 use fsdp_plan::{
     cost::{Calls, CostModel, HandedOver, Runtime, Schedule},
     strategy::{Choice, Full, Hsdp, Hybrid, LayerWise, Layout, ShardingStrategy, WholeTensor},
 };
 use pmap_mesh::{DeviceMesh, Replica, Tally, Traffic};
 
-use crate::model::{adam, batch, loss, sharded};
+use crate::model::{KEEPS, adam, batch, loss, sharded};
 
 /// Every way to cut parameters, by names that say what fails.
 fn strategies() -> Vec<(&'static str, Box<dyn ShardingStrategy>)> {
@@ -82,7 +82,7 @@ fn a_step_sends_what_the_schedule_says_however_parameters_are_cut() {
     for slots in 1..5 {
         let mesh = DeviceMesh::cpu(slots).unwrap();
         for (name, strategy) in strategies() {
-            check_both_keeps(&mesh, strategy, name);
+            check_every_keep(&mesh, strategy, name);
         }
     }
     for (replicas, shards) in [(2, 2), (1, 2), (3, 1)] {
@@ -90,18 +90,18 @@ fn a_step_sends_what_the_schedule_says_however_parameters_are_cut() {
         let mesh = builder.cpu().unwrap();
         for (name, strategy) in strategies() {
             let name = format!("{name}, {replicas} groups of {shards}");
-            check_both_keeps(&mesh, Box::new(Hsdp::new(strategy, replicas as u64)), &name);
+            check_every_keep(&mesh, Box::new(Hsdp::new(strategy, replicas as u64)), &name);
         }
     }
 }
 
 /// A step where no unit stays gathered, and one where two of five do.
-fn check_both_keeps(mesh: &DeviceMesh, strategy: Box<dyn ShardingStrategy>, name: &str) {
+fn check_every_keep(mesh: &DeviceMesh, strategy: Box<dyn ShardingStrategy>, name: &str) {
     let infos = sharded(mesh).build(adam).unwrap().plan().parameters().to_vec();
     let infos: Vec<_> = infos.iter().map(|parameter| parameter.info().clone()).collect();
     let world = WorldSize::new(mesh.len() as u64).unwrap();
     let plan = strategy.plan(&infos, world).unwrap();
-    for keep in [Keep::Inputs, Keep::Gathered] {
+    for keep in KEEPS {
         let builder = sharded(mesh).plan(plan.clone()).keep_unit("{embed,blocks.1}", keep);
         let mut model = builder.build(adam).unwrap();
         let batch = batch(2 * mesh.len(), 0);

@@ -155,6 +155,7 @@ fn one_unit_is_gathered_at_a_time_unless_it_is_kept() {
     let _alone = alone();
     for slots in [2, 3] {
         assert_eq!(gathered_at_once(slots, Keep::Inputs), 1, "{slots} slots");
+        assert_eq!(gathered_at_once(slots, Keep::Graph), 1, "{slots} slots");
         assert_eq!(gathered_at_once(slots, Keep::Gathered), 6, "{slots} slots");
     }
 }

@@ -8,10 +8,10 @@ use candle_nn::{
     ops::{log_softmax, softmax},
     rms_norm,
 };
-use dist_train::{AdamW, FullyShard, FullyShardBuilder, UnitRules, Units};
+use dist_train::{AdamW, FullyShard, FullyShardBuilder, Keep, UnitRules, Units};
 use fsdp_plan::{
     ElemType,
-    cost::{Activations, CostModel, Runtime},
+    cost::{Activations, Runtime},
 };
 use pmap_mesh::{DeviceMesh, Replica};
 
@@ -120,9 +120,10 @@ fn measured(slots: usize, options: fn(Builder<'_>) -> Builder<'_>) -> (usize, us
     let tokens = (rows / slots * LENGTH) as u64;
     let activations =
         Activations::of_transformer(tokens, WIDTH as u64, ElemType::F32, Runtime::Candle);
-    let cost =
-        CostModel::default().with_runtime(Runtime::Candle).with_activations(activations.unwrap());
-    let cost = make().plan().cost(&cost).unwrap();
+    let model = make();
+    let cost = model.cost_model().with_activations(activations.unwrap());
+    let cost = model.plan().cost(&cost).unwrap();
+    drop(model);
     let planned = cost.process_peak_bytes(NonZeroUsize::new(slots).unwrap());
     (held(make, step).peaks[1] / MIB, usize::try_from(planned).unwrap() / MIB)
 }
@@ -138,6 +139,16 @@ fn a_model_of_29_million_parameters_stays_within_its_limits() {
         assert!(100 * found <= 105 * planned, "{slots} slots: {found} MiB, {planned} planned");
         assert!(100 * planned <= 125 * found, "{slots} slots: {found} MiB, {planned} planned");
     }
+}
+
+/// The graphs of all units, of four rows, and the parameters of one.
+#[test]
+fn kept_graphs_hold_the_parameters_of_one_unit() {
+    let _alone = alone();
+    let (found, planned) = measured(2, |builder| builder.keep(Keep::Graph));
+    println!("2 slots: {found} MiB, {planned} planned");
+    assert!(found <= 500, "{found} MiB");
+    assert!(100 * found <= 105 * planned, "{found} MiB, {planned} planned");
 }
 
 /// 12 bytes for each parameter: itself and two moments.

@@ -21,6 +21,7 @@ pub struct CostModel {
     pub(super) optimizer: Optimizer,
     pub(super) optimizer_in_backward: bool,
     pub(super) runtime: Runtime,
+    pub(super) kept_graphs: u64,
     prefetch: Option<u64>,
     pub(super) activations: Option<Activations>,
     links: Option<Links>,
@@ -74,6 +75,15 @@ impl CostModel {
     #[must_use]
     pub fn with_prefetch(mut self, units: u64) -> Self {
         self.prefetch = Some(units);
+        self
+    }
+
+    /// Keeps the graphs of so many of the units that do not [stay
+    /// gathered](crate::ShardingPlan::with_kept_units), while their parameters are freed and
+    /// gathered again: what is kept of the others are their inputs. Default: 0. PyTorch keeps all.
+    #[must_use]
+    pub fn with_kept_graphs(mut self, units: u64) -> Self {
+        self.kept_graphs = units;
         self
     }
 

@@ -110,8 +110,9 @@ fn sent_bytes(plan: &ShardingPlan, buffer: &Buffer) -> u128 {
 /// The inputs that units keep, and the graphs that are there at the same time.
 fn activation_bytes(model: &CostModel, units: &[Gathered]) -> u128 {
     let Some(activations) = model.activations else { return 0 };
-    let is_recomputed = |unit: &&Gathered| model.runtime == Runtime::Candle && !unit.stays;
-    let n_recomputed = units.iter().filter(is_recomputed).count();
+    let is_passing = |unit: &&Gathered| model.runtime == Runtime::Candle && !unit.stays;
+    let n_passing = units.iter().filter(is_passing).count();
+    let n_recomputed = n_passing - index(model.kept_graphs.min(n_passing as u64));
     // Of those that are computed again one is there at a time.
     let n_graphs = units.len() - n_recomputed + n_recomputed.min(1);
     n_recomputed as u128 * u128::from(activations.input_bytes)

@@ -115,6 +115,13 @@ fn the_runtime_on_candle_holds_whole_units_without_padding() {
         let passing = plan.units().into_iter().map(unit_bytes).max().unwrap();
         let reduced = passing.max(unit_bytes(""));
         let largest = (0..3).map(|param_idx| bytes(plan, param_idx)).max().unwrap();
+        // The root stays gathered, with its graph.
+        for (n_graphs, bytes) in [(1, 10 + 3 * 1000), (2, 3 * 1000), (3, 3 * 1000)] {
+            let model = candle().with_activations(activations).with_kept_graphs(n_graphs);
+            let kept = plan.cost(&model).unwrap();
+            assert!(kept.ranks.iter().all(|rank| rank.activation_bytes == bytes), "{n_graphs}");
+            assert_eq!(kept.collectives, cost.collectives, "nothing else is sent");
+        }
         for rank in &cost.ranks {
             assert_eq!(rank.storage_bytes, rank.param_bytes, "{plan:?}");
             // In single precision once they are reduced.

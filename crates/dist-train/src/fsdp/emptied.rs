@@ -1,0 +1,75 @@
+//! Parameters that the graphs of units hold, emptied between the forward and the backward pass.
+
+use std::{
+    collections::BTreeMap,
+    mem,
+    sync::{Mutex, PoisonError},
+};
+
+use candle_core::{Result, Var};
+
+use crate::fsdp::exchange::{empty, exchange};
+
+/// What the slots of a process tell each other of the parameters that their graphs have in common,
+/// while a batch is differentiated.
+///
+/// On a processor the slots of a shard group share what is gathered. The last of them to leave a
+/// unit's forward pass frees it. The first to come back has gathered it again, as have the others,
+/// since they take part: none of them still is in the forward pass.
+#[derive(Debug, Default)]
+pub(super) struct Emptied(Mutex<BTreeMap<Pass, Progress>>);
+
+/// A pass through a unit.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub(super) struct Pass {
+    /// The shard group.
+    pub(super) group: usize,
+    /// How many passes that keep their graphs this group has begun before, in this batch: all of
+    /// its slots enter the same units in the same order.
+    pub(super) n_before: usize,
+}
+
+#[derive(Debug, Default)]
+struct Progress {
+    n_left: usize,
+    is_filled: bool,
+}
+
+impl Emptied {
+    /// Notes that a slot has left the forward pass, and frees the parameters if it was the last of
+    /// `n_sharing`.
+    pub(super) fn leave<'a>(
+        &self,
+        pass: Pass,
+        n_sharing: usize,
+        shared: impl Iterator<Item = &'a Var>,
+    ) -> Result<()> {
+        self.with(pass, |progress| {
+            progress.n_left += 1;
+            let is_last = progress.n_left == n_sharing;
+            shared.filter(|_| is_last).try_for_each(|var| empty(var))
+        })
+    }
+
+    /// Gives the parameters, each beside what was gathered of it again, their memory back, unless
+    /// another slot has.
+    pub(super) fn come_back<'a>(
+        &self,
+        pass: Pass,
+        mut shared: impl Iterator<Item = (&'a Var, &'a Var)>,
+    ) -> Result<()> {
+        self.with(pass, |progress| {
+            if mem::replace(&mut progress.is_filled, true) {
+                return Ok(());
+            }
+            shared.try_for_each(|(var, again)| exchange(var, again))
+        })
+    }
+
+    /// The lock is held while memory is exchanged, so that whoever finds it given back can read it.
+    /// A slot that panics with it has ended the step for all.
+    fn with<R>(&self, pass: Pass, f: impl FnOnce(&mut Progress) -> R) -> R {
+        let mut passes = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        f(passes.entry(pass).or_default())
+    }
+}

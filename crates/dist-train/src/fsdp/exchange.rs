@@ -1,0 +1,167 @@
+//! What two tensors hold, exchanged: memory that a graph of candle's names is taken away from it
+//! and given back.
+
+use std::{cell::Cell, mem, ptr};
+
+use candle_core::{
+    CpuStorage, CudaStorage, DType, Device, InplaceOp1, Layout, MetalStorage, Result, Storage,
+    Tensor, bail, op::BackpropOp,
+};
+
+/// Exchanges the memory of two tensors of one device, for everything that shares it with either: for
+/// views of them, and for the operations that have read them.
+///
+/// candle lends the memory of a tensor to an operation in place, and of one tensor at a time: so the
+/// operation on the first starts the one on the second.
+///
+/// # Errors
+///
+/// If the tensors lie on different kinds of devices.
+pub(super) fn exchange(first: &Tensor, second: &Tensor) -> Result<()> {
+    first.inplace_op1(&First { second })
+}
+
+/// Frees the memory of a tensor, and of everything that shares it.
+///
+/// On a processor what is left has a type that no operation takes, so whatever reads the tensor
+/// before its memory is [given back](exchange) fails: candle multiplies matrices through pointers,
+/// and would read beyond an empty one of the right type.
+pub(super) fn empty(tensor: &Tensor) -> Result<()> {
+    let nothing = match tensor.device() {
+        Device::Cpu => {
+            let storage = Storage::Cpu(CpuStorage::F4(Vec::new()));
+            Tensor::from_storage(storage, 0, BackpropOp::none(), false)
+        }
+        device => Tensor::zeros(1, DType::U8, device)?,
+    };
+    exchange(tensor, &nothing)
+}
+
+/// Whether two tensors share their memory, as views of one do.
+pub(super) fn shares_memory(left: &Tensor, right: &Tensor) -> bool {
+    let (left, _) = left.storage_and_layout();
+    let left = ptr::from_ref(&*left);
+    // One after the other, so that no thread has two locks.
+    let (right, _) = right.storage_and_layout();
+    ptr::eq(left, &raw const *right)
+}
+
+const NAME: &str = "exchange";
+
+struct First<'a> {
+    second: &'a Tensor,
+}
+
+/// The memory of the first tensor, until the operation on the second runs.
+struct Second<'a, S>(Cell<Option<&'a mut S>>);
+
+impl<'a, S> Second<'a, S> {
+    fn new(first: &'a mut S) -> Self {
+        Self(Cell::new(Some(first)))
+    }
+
+    fn run(&self, second: &mut S) -> Result<()> {
+        let Some(first) = self.0.take() else { bail!("an operation in place runs once") };
+        mem::swap(first, second);
+        Ok(())
+    }
+}
+
+impl InplaceOp1 for First<'_> {
+    fn name(&self) -> &'static str {
+        NAME
+    }
+
+    fn cpu_fwd(&self, first: &mut CpuStorage, _: &Layout) -> Result<()> {
+        self.second.inplace_op1(&Second::new(first))
+    }
+
+    fn cuda_fwd(&self, first: &mut CudaStorage, _: &Layout) -> Result<()> {
+        self.second.inplace_op1(&Second::new(first))
+    }
+
+    fn metal_fwd(&self, first: &mut MetalStorage, _: &Layout) -> Result<()> {
+        self.second.inplace_op1(&Second::new(first))
+    }
+}
+
+impl InplaceOp1 for Second<'_, CpuStorage> {
+    fn name(&self) -> &'static str {
+        NAME
+    }
+
+    fn cpu_fwd(&self, second: &mut CpuStorage, _: &Layout) -> Result<()> {
+        self.run(second)
+    }
+}
+
+impl InplaceOp1 for Second<'_, CudaStorage> {
+    fn name(&self) -> &'static str {
+        NAME
+    }
+
+    fn cpu_fwd(&self, _: &mut CpuStorage, _: &Layout) -> Result<()> {
+        bail!("{OTHER_DEVICE}")
+    }
+
+    fn cuda_fwd(&self, second: &mut CudaStorage, _: &Layout) -> Result<()> {
+        self.run(second)
+    }
+}
+
+impl InplaceOp1 for Second<'_, MetalStorage> {
+    fn name(&self) -> &'static str {
+        NAME
+    }
+
+    fn cpu_fwd(&self, _: &mut CpuStorage, _: &Layout) -> Result<()> {
+        bail!("{OTHER_DEVICE}")
+    }
+
+    fn metal_fwd(&self, second: &mut MetalStorage, _: &Layout) -> Result<()> {
+        self.run(second)
+    }
+}
+
+const OTHER_DEVICE: &str = "memory is not exchanged between different kinds of devices";
+
+#[cfg(test)]
+mod tests {
+    use candle_core::Var;
+
+    use super::*;
+
+    fn items(tensor: &Tensor) -> Vec<f32> {
+        tensor.flatten_all().unwrap().to_vec1().unwrap()
+    }
+
+    #[test]
+    fn a_graph_finds_its_memory_again() {
+        let device = Device::Cpu;
+        let w = Var::from_vec(vec![1_f32, 2., 3., 4.], (2, 2), &device).unwrap();
+        let view = w.t().unwrap();
+        let x = Tensor::new(&[[5_f32, 6.]], &device).unwrap();
+        let y = x.matmul(&view).unwrap().sqr().unwrap();
+        let expected = y.backward().unwrap();
+        let kept = w.as_detached_tensor().copy().unwrap();
+
+        empty(&w).unwrap();
+        for read in [x.matmul(&view), view.sqr(), view.contiguous(), w.add(&w), w.matmul(&w)] {
+            read.unwrap_err();
+        }
+        assert!(y.backward().is_err());
+        exchange(&w, &kept).unwrap();
+        kept.sqr().unwrap_err();
+        assert_eq!(items(&w), [1., 2., 3., 4.]);
+        let found = y.backward().unwrap();
+        assert_eq!(items(found.get(&w).unwrap()), items(expected.get(&w).unwrap()));
+    }
+
+    #[test]
+    fn views_share_their_memory_and_copies_do_not() {
+        let x = Tensor::zeros((2, 3), DType::F32, &Device::Cpu).unwrap();
+        assert!(shares_memory(&x, &x.t().unwrap()) && shares_memory(&x.detach(), &x));
+        assert!(shares_memory(&x, &x.narrow(1, 1, 1).unwrap()));
+        assert!(!shares_memory(&x, &x.copy().unwrap()));
+    }
+}

@@ -1,0 +1,493 @@
+//! Batches become tensors.
+
+mod layout;
+
+use candle_core::{Device, Result, Tensor, WithDType};
+
+use crate::{
+    batch::Batch,
+    collate::layout::{Layout, wrapped},
+    error::Error,
+    pack::Segments,
+};
+
+/// On which side of a sequence its padding is.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+#[non_exhaustive]
+pub enum PaddingSide {
+    /// Before it, so that all sequences end together: for generation.
+    Left,
+    /// Behind it: for training.
+    #[default]
+    Right,
+}
+
+/// How sequences of token ids become tensors.
+///
+/// # Examples
+///
+/// ```
+/// use candle_core::Device;
+/// use dyn_batch::{BatchConfig, Collator, DynamicBatchSampler};
+///
+/// let texts: [&[u32]; 3] = [&[5, 6, 7], &[8], &[9, 10]];
+/// let lengths = texts.map(|text| text.len());
+/// let sampler = DynamicBatchSampler::new(lengths, BatchConfig::default().with_max_batch_size(2))?;
+/// let collator = Collator::default().with_pad_id(0);
+///
+/// for batch in sampler.iter() {
+///     let batch = batch?;
+///     let tensors = collator.pad(&batch, |index| texts[index as usize], &Device::Cpu)?;
+///     if batch.len() == 2 {
+///         assert_eq!(tensors.ids.to_vec2::<u32>()?, [[5, 6, 7], [8, 0, 0]]);
+///         assert_eq!(tensors.mask.to_vec2::<u8>()?, [[1, 1, 1], [1, 0, 0]]);
+///         assert_eq!(tensors.labels.to_vec2::<i64>()?, [[5, 6, 7], [8, -100, -100]]);
+///     }
+/// }
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
+///
+/// What else is known of each sequence is laid out like its tokens: by
+/// [`per_sequence`](PaddedTensors::per_sequence) (the label of a class),
+/// [`per_token`](PaddedTensors::per_token) (token types, the label of each token) and
+/// [`labels_where`](PaddedTensors::labels_where) (a mask of answers). These are what Hugging Face's
+/// `DataCollatorWithPadding`, `DataCollatorForTokenClassification` and TRL's `completion_mask` do.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[non_exhaustive]
+pub struct Collator {
+    /// The token that fills up; 0 by default.
+    pub pad_id: u32,
+    /// The label of padding, which a loss leaves out; −100 by default, as in PyTorch.
+    pub ignore_index: i64,
+    /// Where padding goes; [`PaddingSide::Right`] by default. Packed rows have it at their end
+    /// always.
+    pub side: PaddingSide,
+}
+
+impl Default for Collator {
+    fn default() -> Self {
+        Self { pad_id: 0, ignore_index: -100, side: PaddingSide::default() }
+    }
+}
+
+/// A batch of padded sequences, all tensors of shape `[rows, padded_length]`.
+#[derive(Clone, Debug)]
+#[non_exhaustive]
+pub struct PaddedTensors {
+    /// The token ids, `U32`.
+    pub ids: Tensor,
+    /// 1 where there is a token, 0 where there is padding, `U8`.
+    pub mask: Tensor,
+    /// The token ids again, `I64`, with the ignore index for padding. They are not shifted: compare
+    /// the logits of token i with label i + 1.
+    pub labels: Tensor,
+    ignore_index: i64,
+    layout: Layout,
+}
+
+/// A packed row; tensors of shape `[1, padded_length]` but the last.
+///
+/// # Examples
+///
+/// ```
+/// use candle_core::Device;
+/// use dyn_batch::{BatchConfig, Collator, DynamicBatchSampler, DynamicBatchStrategy, Packing};
+///
+/// let texts: [&[u32]; 2] = [&[5, 6, 7], &[8, 9]];
+/// let answers: [&[u8]; 2] = [&[0, 1, 1], &[0, 1]]; // the rest is the prompt
+/// let packed = DynamicBatchStrategy::Pack(Packing::BestFit);
+/// let config = BatchConfig::default().with_strategy(packed).with_max_tokens(6);
+/// let sampler = DynamicBatchSampler::new(texts.map(<[u32]>::len), config)?;
+///
+/// let batch = sampler.iter().next().ok_or("no batch")??;
+/// let row = Collator::default().pack(&batch, |index| texts[index as usize], &Device::Cpu)?;
+/// assert_eq!(row.ids.to_vec2::<u32>()?, [[5, 6, 7, 8, 9, 0]]);
+/// let labels = row.labels_where(|index| answers[index as usize])?;
+/// assert_eq!(labels.to_vec2::<i64>()?, [[-100, 6, 7, -100, 9, -100]]);
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
+#[derive(Clone, Debug)]
+#[non_exhaustive]
+pub struct PackedTensors {
+    /// The token ids, `U32`.
+    pub ids: Tensor,
+    /// The number of the sequence that a token belongs to, from 1, and 0 for padding, `U32`: attend
+    /// where they are equal.
+    pub segment_ids: Tensor,
+    /// Where in its sequence a token is, `U32`.
+    pub position_ids: Tensor,
+    /// The token ids again, `I64`, with the ignore index for padding and for the first token of
+    /// each sequence, which the one before it, of another sequence, is not to predict.
+    pub labels: Tensor,
+    /// The tokens before each sequence, and those of all, `U32` of shape `[sequences + 1]`.
+    pub cu_seqlens: Tensor,
+    ignore_index: i64,
+    layout: Layout,
+}
+
+impl Collator {
+    /// Sets the token that fills up; 0 by default.
+    #[must_use]
+    pub fn with_pad_id(self, pad_id: u32) -> Self {
+        Self { pad_id, ..self }
+    }
+
+    /// Sets the label of padding; −100 by default.
+    #[must_use]
+    pub fn with_ignore_index(self, ignore_index: i64) -> Self {
+        Self { ignore_index, ..self }
+    }
+
+    /// Sets where padding goes; [`PaddingSide::Right`] by default.
+    #[must_use]
+    pub fn with_side(self, side: PaddingSide) -> Self {
+        Self { side, ..self }
+    }
+
+    /// Pads the sequences of a batch, a row each; `tokens` gives the token ids of an index.
+    ///
+    /// Each token is copied once for each tensor, and to another device at once. Sequences that are
+    /// longer than the rows, because the batcher was told to truncate them, are cut at their end.
+    ///
+    /// # Errors
+    ///
+    /// Candle's own for the device. Wrapped in one of candle's: [`Error::TensorTooLarge`] if the
+    /// batch is larger than the address space, and [`Error::PackedBatch`] if it has more sequences
+    /// than rows.
+    pub fn pad<'a>(
+        &self,
+        batch: &Batch,
+        mut tokens: impl FnMut(u64) -> &'a [u32],
+        device: &Device,
+    ) -> Result<PaddedTensors> {
+        let tokens: Vec<&[u32]> = batch.indices.iter().map(|&index| tokens(index)).collect();
+        let layout = Layout::padded(batch, &tokens, self.side, device)?;
+        let ids = layout.lay(self.pad_id, tokens.iter().copied())?;
+        let mut mask = vec![0_u8; ids.len()];
+        let mut labels = vec![self.ignore_index; ids.len()];
+        for place in layout.places() {
+            let here = place.range();
+            mask[here.clone()].fill(1);
+            for (label, &token) in labels[here.clone()].iter_mut().zip(&ids[here]) {
+                *label = token.into();
+            }
+        }
+        Ok(PaddedTensors {
+            ids: layout.tensor(ids)?,
+            mask: layout.tensor(mask)?,
+            labels: layout.tensor(labels)?,
+            ignore_index: self.ignore_index,
+            layout,
+        })
+    }
+
+    /// Puts the sequences of a packed batch into its row, one behind the other; `tokens` gives the
+    /// token ids of an index.
+    ///
+    /// # Errors
+    ///
+    /// Candle's own for the device. Wrapped in one of candle's: [`Error::TensorTooLarge`] if the
+    /// row is larger than the address space, and [`Error::RowOverflow`] if the sequences are longer
+    /// than the row, so longer than the batcher was told.
+    pub fn pack<'a>(
+        &self,
+        batch: &Batch,
+        mut tokens: impl FnMut(u64) -> &'a [u32],
+        device: &Device,
+    ) -> Result<PackedTensors> {
+        let tokens: Vec<&[u32]> = batch.indices.iter().map(|&index| tokens(index)).collect();
+        let layout = Layout::packed(batch, &tokens, device)?;
+        let row_len = layout.row_len();
+        let too_long = || {
+            let tokens = layout.lengths().sum();
+            wrapped(Error::RowOverflow { tokens, row_length: row_len as u64 })
+        };
+        let segments = Segments::new(layout.lengths()).ok_or_else(too_long)?;
+        let ids = layout.lay(self.pad_id, tokens.iter().copied())?;
+        let mut labels = vec![self.ignore_index; ids.len()];
+        for place in layout.places() {
+            // What comes before the first token is another sequence, which must not predict it.
+            for position in place.range().skip(1) {
+                labels[position] = ids[position].into();
+            }
+        }
+        Ok(PackedTensors {
+            ids: layout.tensor(ids)?,
+            segment_ids: layout.tensor(segments.segment_ids(row_len))?,
+            position_ids: layout.tensor(segments.position_ids(row_len))?,
+            labels: layout.tensor(labels)?,
+            cu_seqlens: Tensor::new(segments.cu_seqlens(), device)?,
+            ignore_index: self.ignore_index,
+            layout,
+        })
+    }
+}
+
+impl PaddedTensors {
+    /// A value of each sequence: the label of its class, a number to predict, its weight. Of shape
+    /// `[rows]`, on the device of the others.
+    ///
+    /// # Errors
+    ///
+    /// Candle's own for the device.
+    ///
+    /// # Examples
+    ///
+    /// ```
+    /// use candle_core::Device;
+    /// use dyn_batch::{BatchConfig, Collator, DynamicBatchSampler};
+    ///
+    /// let (texts, classes): ([&[u32]; 2], [u32; 2]) = ([&[5, 6, 7], &[8]], [1, 0]);
+    /// let config = BatchConfig::default().with_max_batch_size(2);
+    /// let sampler = DynamicBatchSampler::new(texts.map(<[u32]>::len), config)?;
+    ///
+    /// let batch = sampler.iter().next().ok_or("no batch")??;
+    /// let tensors = Collator::default().pad(&batch, |index| texts[index as usize], &Device::Cpu)?;
+    /// let labels = tensors.per_sequence(|index| classes[index as usize])?;
+    /// assert_eq!(labels.to_vec1::<u32>()?, [1, 0]);
+    /// # Ok::<(), Box<dyn std::error::Error>>(())
+    /// ```
+    pub fn per_sequence<T: WithDType>(&self, value: impl FnMut(u64) -> T) -> Result<Tensor> {
+        self.layout.per_sequence(value)
+    }
+
+    /// A value of each token: its type, its label, its weight; `fill` for padding. Of shape
+    /// `[rows, padded_length]`, on the device of the others, and cut where the tokens are.
+    ///
+    /// Labels of tokens want the ignore index as `fill`, −100 if a loss is to know it as PyTorch's.
+    ///
+    /// # Errors
+    ///
+    /// Candle's own for the device. Wrapped in one of candle's: [`Error::FieldLength`] if a sequence
+    /// has not as many items as tokens.
+    ///
+    /// # Examples
+    ///
+    /// ```
+    /// use candle_core::Device;
+    /// use dyn_batch::{BatchConfig, Collator, DynamicBatchSampler};
+    ///
+    /// let (texts, tags): ([&[u32]; 2], [&[i64]; 2]) = ([&[5, 6, 7], &[8]], [&[2, 0, 1], &[3]]);
+    /// let config = BatchConfig::default().with_max_batch_size(2);
+    /// let sampler = DynamicBatchSampler::new(texts.map(<[u32]>::len), config)?;
+    ///
+    /// let batch = sampler.iter().next().ok_or("no batch")??;
+    /// let tensors = Collator::default().pad(&batch, |index| texts[index as usize], &Device::Cpu)?;
+    /// let labels = tensors.per_token(-100, |index| tags[index as usize])?;
+    /// assert_eq!(labels.to_vec2::<i64>()?, [[2, 0, 1], [3, -100, -100]]);
+    /// # Ok::<(), Box<dyn std::error::Error>>(())
+    /// ```
+    pub fn per_token<'a, T: WithDType>(
+        &self,
+        fill: T,
+        items: impl FnMut(u64) -> &'a [T],
+    ) -> Result<Tensor> {
+        self.layout.per_token(fill, items)
+    }
+
+    /// The [`labels`](Self::labels) of the tokens whose `mask` is not 0, and the ignore index
+    /// everywhere else: so that the answers are learned, and the prompts are not.
+    ///
+    /// # Errors
+    ///
+    /// As [`per_token`](Self::per_token).
+    pub fn labels_where<'a>(&self, mask: impl FnMut(u64) -> &'a [u8]) -> Result<Tensor> {
+        labels_where(&self.layout, &self.labels, self.ignore_index, mask)
+    }
+}
+
+impl PackedTensors {
+    /// A value of each sequence, in the order of [`cu_seqlens`](Self::cu_seqlens). Of shape
+    /// `[sequences]`; otherwise as [`PaddedTensors::per_sequence`].
+    ///
+    /// # Errors
+    ///
+    /// Candle's own for the device.
+    pub fn per_sequence<T: WithDType>(&self, value: impl FnMut(u64) -> T) -> Result<Tensor> {
+        self.layout.per_sequence(value)
+    }
+
+    /// A value of each token, `fill` for padding, as [`PaddedTensors::per_token`].
+    ///
+    /// The first token of a sequence keeps its value. Labels that the token before it predicts are
+    /// therefore those of [`labels_where`](Self::labels_where).
+    ///
+    /// # Errors
+    ///
+    /// As [`PaddedTensors::per_token`].
+    pub fn per_token<'a, T: WithDType>(
+        &self,
+        fill: T,
+        items: impl FnMut(u64) -> &'a [T],
+    ) -> Result<Tensor> {
+        self.layout.per_token(fill, items)
+    }
+
+    /// The [`labels`](Self::labels) of the tokens whose `mask` is not 0, and the ignore index
+    /// everywhere else, so also for the first token of each sequence.
+    ///
+    /// # Errors
+    ///
+    /// As [`PaddedTensors::per_token`].
+    pub fn labels_where<'a>(&self, mask: impl FnMut(u64) -> &'a [u8]) -> Result<Tensor> {
+        labels_where(&self.layout, &self.labels, self.ignore_index, mask)
+    }
+}
+
+fn labels_where<'a>(
+    layout: &Layout,
+    labels: &Tensor,
+    ignore_index: i64,
+    mask: impl FnMut(u64) -> &'a [u8],
+) -> Result<Tensor> {
+    let ignored = Tensor::full(ignore_index, labels.shape(), labels.device())?;
+    layout.per_token(0, mask)?.where_cond(labels, &ignored)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::{
+        config::{BatchConfig, DynamicBatchStrategy, Overlong, Packing},
+        sampler::DynamicBatchSampler,
+    };
+
+    const TEXTS: [&[u32]; 4] = [&[1, 2, 3], &[4, 5], &[6], &[7, 8, 9, 10]];
+
+    fn batches(config: BatchConfig) -> Vec<Batch> {
+        let sampler = DynamicBatchSampler::new(TEXTS.map(<[u32]>::len), config).unwrap();
+        sampler.iter().collect::<crate::error::Result<_>>().unwrap()
+    }
+
+    fn text(index: u64) -> &'static [u32] {
+        TEXTS[usize::try_from(index).unwrap()]
+    }
+
+    #[test]
+    fn padding_goes_to_the_left_if_asked() {
+        let batches =
+            batches(BatchConfig::default().with_max_batch_size(2).with_length_multiple(4));
+        let collator =
+            Collator::default().with_pad_id(99).with_side(PaddingSide::Left).with_ignore_index(-1);
+        let tensors = collator.pad(&batches[0], text, &Device::Cpu).unwrap();
+        assert_eq!(tensors.ids.to_vec2::<u32>().unwrap(), [[99, 1, 2, 3], [99, 99, 4, 5]]);
+        assert_eq!(tensors.mask.to_vec2::<u8>().unwrap(), [[0, 1, 1, 1], [0, 0, 1, 1]]);
+        assert_eq!(tensors.labels.to_vec2::<i64>().unwrap(), [[-1, 1, 2, 3], [-1, -1, 4, 5]]);
+    }
+
+    #[test]
+    fn truncated_sequences_are_cut_at_their_end() {
+        let config = BatchConfig::default().with_max_batch_size(4).with_max_sequence_length(2);
+        let batches = batches(config.with_overlong(Overlong::Truncate));
+        let tensors = Collator::default().pad(&batches[0], text, &Device::Cpu).unwrap();
+        assert_eq!(tensors.ids.to_vec2::<u32>().unwrap(), [[1, 2], [4, 5], [6, 0], [7, 8]]);
+    }
+
+    #[test]
+    fn packed_rows_know_their_sequences() {
+        let pack = DynamicBatchStrategy::Pack(Packing::BestFit);
+        let batches = batches(BatchConfig::default().with_strategy(pack).with_max_tokens(6));
+        assert_eq!(
+            batches.iter().map(|batch| batch.indices.clone()).collect::<Vec<_>>(),
+            [vec![3, 1], vec![0, 2]]
+        );
+        let tensors = Collator::default().pack(&batches[1], text, &Device::Cpu).unwrap();
+        assert_eq!(tensors.ids.to_vec2::<u32>().unwrap(), [[1, 2, 3, 6, 0, 0]]);
+        assert_eq!(tensors.segment_ids.to_vec2::<u32>().unwrap(), [[1, 1, 1, 2, 0, 0]]);
+        assert_eq!(tensors.position_ids.to_vec2::<u32>().unwrap(), [[0, 1, 2, 0, 0, 0]]);
+        assert_eq!(tensors.labels.to_vec2::<i64>().unwrap(), [[-100, 2, 3, -100, -100, -100]]);
+        assert_eq!(tensors.cu_seqlens.to_vec1::<u32>().unwrap(), [0, 3, 4]);
+    }
+
+    /// Ten times each token, and whether it is even.
+    const TENFOLD: [&[i64]; 4] = [&[10, 20, 30], &[40, 50], &[60], &[70, 80, 90, 100]];
+    const EVEN: [&[u8]; 4] = [&[0, 1, 0], &[1, 0], &[1], &[0, 1, 0, 1]];
+
+    fn at<T>(items: [&'static [T]; 4]) -> impl Fn(u64) -> &'static [T] {
+        move |index| items[usize::try_from(index).unwrap()]
+    }
+
+    #[test]
+    fn fields_stand_where_the_tokens_do() {
+        let config = BatchConfig::default().with_max_batch_size(4).with_max_sequence_length(3);
+        let batches = batches(config.with_overlong(Overlong::Truncate));
+        let collator = Collator::default().with_side(PaddingSide::Left).with_ignore_index(-1);
+        let tensors = collator.pad(&batches[0], text, &Device::Cpu).unwrap();
+        assert_eq!(
+            tensors.per_token(-7, at(TENFOLD)).unwrap().to_vec2::<i64>().unwrap(),
+            [[10, 20, 30], [-7, 40, 50], [-7, -7, 60], [70, 80, 90]]
+        );
+        assert_eq!(
+            tensors.labels_where(at(EVEN)).unwrap().to_vec2::<i64>().unwrap(),
+            [[-1, 2, -1], [-1, 4, -1], [-1, -1, 6], [-1, 8, -1]]
+        );
+        let halves = tensors.per_sequence(|index| f64::from(u32::try_from(index).unwrap()) / 2.0);
+        assert_eq!(halves.unwrap().to_vec1::<f64>().unwrap(), [0.0, 0.5, 1.0, 1.5]);
+    }
+
+    #[test]
+    fn fields_of_packed_rows_are_packed() {
+        let pack = DynamicBatchStrategy::Pack(Packing::BestFit);
+        let batches = batches(BatchConfig::default().with_strategy(pack).with_max_tokens(6));
+        let tensors = Collator::default().pack(&batches[0], text, &Device::Cpu).unwrap();
+        assert_eq!(tensors.ids.to_vec2::<u32>().unwrap(), [[7, 8, 9, 10, 4, 5]]);
+        let tenfold = tensors.per_token(0, at(TENFOLD)).unwrap();
+        assert_eq!(tenfold.to_vec2::<i64>().unwrap(), [[70, 80, 90, 100, 40, 50]]);
+        // The 4 is even, but the first token of its sequence.
+        let labels = tensors.labels_where(at(EVEN)).unwrap();
+        assert_eq!(labels.to_vec2::<i64>().unwrap(), [[-100, 8, -100, 10, -100, -100]]);
+        let indices = tensors.per_sequence(|index| u32::try_from(index).unwrap()).unwrap();
+        assert_eq!(indices.to_vec1::<u32>().unwrap(), [3, 1]);
+    }
+
+    #[test]
+    fn a_field_of_another_length_than_the_tokens_is_refused() {
+        let pack = DynamicBatchStrategy::Pack(Packing::BestFit);
+        let packed = batches(BatchConfig::default().with_strategy(pack).with_max_tokens(6));
+        let packed = Collator::default().pack(&packed[0], text, &Device::Cpu).unwrap();
+        let padded = batches(BatchConfig::default().with_max_batch_size(4));
+        let padded = Collator::default().pad(&padded[0], text, &Device::Cpu).unwrap();
+        for (length, items) in [(1, &[1_u8; 1][..]), (5, &[1; 5])] {
+            let wrong = |index| if index == 3 { items } else { at(EVEN)(index) };
+            let expected = format!("sequence 3 has {length} items and 4 tokens");
+            for found in [
+                packed.per_token(0, wrong),
+                packed.labels_where(wrong),
+                padded.per_token(0, wrong),
+                padded.labels_where(wrong),
+            ] {
+                let error = found.unwrap_err().to_string();
+                assert!(error.contains(&expected), "{error}");
+            }
+        }
+    }
+
+    #[test]
+    fn packed_batches_are_not_padded() {
+        let pack = DynamicBatchStrategy::Pack(Packing::BestFit);
+        let batches = batches(BatchConfig::default().with_strategy(pack).with_max_tokens(6));
+        let error = Collator::default().pad(&batches[0], text, &Device::Cpu).unwrap_err();
+        assert!(error.to_string().contains("1 rows cannot hold 2 sequences"), "{error}");
+    }
+
+    #[test]
+    fn rows_that_do_not_hold_their_sequences_are_refused() {
+        let pack = DynamicBatchStrategy::Pack(Packing::BestFit);
+        let batches = batches(BatchConfig::default().with_strategy(pack).with_max_tokens(6));
+        let error =
+            Collator::default().pack(&batches[0], |_| &[1, 2, 3, 4, 5], &Device::Cpu).unwrap_err();
+        assert!(
+            error.to_string().contains("sequences of 10 tokens do not fit a row of 6"),
+            "{error}"
+        );
+        let huge =
+            Batch { indices: vec![0], rows: 1 << 40, padded_length: 1 << 40, real_tokens: 0 };
+        let error = Collator::default().pad(&huge, text, &Device::Cpu).unwrap_err();
+        assert!(
+            error
+                .to_string()
+                .contains("a tensor of 1099511627776 x 1099511627776 tokens is larger than"),
+            "{error}"
+        );
+    }
+}
