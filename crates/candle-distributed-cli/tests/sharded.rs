@@ -39,6 +39,7 @@ fn losses_and_model_do_not_depend_on_what_goes_where() {
         for (n, what) in [
             &["--strategy", "full"][..],
             &["--strategy", "full", "--keep", "gathered"],
+            &["--strategy", "layer-wise", "--keep", "graph"],
             &["--strategy", "full", "--layout", "flat"],
             &["--strategy", "full", "--layout", "flat-aligned"],
             &["--strategy", "full", "--layout", "row-ragged", "--block-size", "3"],
@@ -163,10 +164,18 @@ fn a_report_says_how_a_run_was_sharded() {
     let data = home.path("text.txt");
     let out = home.path("run");
     let args = ["train", "--data", &data, "--steps", "2", "--out", &out];
-    text(&[&args[..], &["--strategy", "full", "--layout", "row-ragged"]].concat());
+    let sharded = ["--strategy", "full", "--layout", "row-ragged", "--keep", "graph"];
+    let copies = ["--replicas", "2", "--optimizer-in-backward"];
+    text(&[&args[..], &sharded, &copies, &["--lr-schedule", "cosine"]].concat());
     text(&["report", &out]);
     let page = fs::read_to_string(home.at("run").join("report.html")).unwrap();
-    for words in ["2 devices, sharded by full", "planned calls", "gathered parameters"] {
+    for words in [
+        "2 devices, sharded by full in 2 copies, where units keep their graphs and are updated",
+        "planned calls",
+        "gathered parameters",
+        "lr-schedule",
+        "cosine",
+    ] {
         assert!(page.contains(words), "no {words:?} in {page}");
     }
 }
@@ -212,10 +221,6 @@ fn options_that_make_no_sense_together_are_refused() {
         (&["--strategy", "full", "--layer-order", "any"], &["needs --strategy layer-wise"]),
         (&["--strategy", "full", "--block-size", "2"], &["needs a ragged --layout"]),
         (
-            &["--strategy", "full", "--keep", "graph"],
-            &["--keep graph is not there yet", "gathered"],
-        ),
-        (
             &["--strategy", "full", "--replicas", "2", "--world-size", "3"],
             &["--replicas 2 does not divide the 3 devices"],
         ),
@@ -246,7 +251,7 @@ fn a_dry_run_writes_nothing_and_compares() {
     let data = home.path("text.txt");
     let train = ["train", "--data", &data, "--world-size", "3", "--dry-run"];
     let before = support::run::contents(&home.at(""));
-    for keep in ["inputs", "gathered"] {
+    for keep in ["inputs", "graph", "gathered"] {
         let printed = text(&[&train[..], &["--strategy", "full", "--keep", keep]].concat());
         // What is planned is what is counted: calls, and bytes.
         let reduced = row(&printed, "reduce_scatter");

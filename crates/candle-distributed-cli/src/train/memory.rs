@@ -121,7 +121,7 @@ impl Work<'_> {
                 let inputs = (self.config.layers + 1) * self.config.hidden * size_of::<f32>();
                 inputs as u128 + computed_bytes(Config { layers: 1, ..self.config })
             }
-            Keep::Gathered => computed_bytes(self.config),
+            Keep::Graph | Keep::Gathered => computed_bytes(self.config),
         };
         let whole: u128 = self.parameters.iter().map(bytes_of).sum();
         let mut terms = vec![

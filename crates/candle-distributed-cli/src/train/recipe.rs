@@ -4,7 +4,10 @@ use candle_distributed::train::Schedule;
 use clap::ValueEnum;
 use serde::{Deserialize, Serialize};
 
-use crate::error::{Error, Result};
+use crate::{
+    error::{Error, Result},
+    help::typed,
+};
 
 /// How a run learns, as it is asked for and as `run.json` records it.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize, clap::Args)]
@@ -87,7 +90,7 @@ impl Recipe {
     pub(crate) fn options(&self) -> [(&'static str, Option<String>); 4] {
         let number = |number: Option<f64>| number.map(|number| number.to_string());
         [
-            ("lr-schedule", self.lr_schedule.map(Curve::name)),
+            ("lr-schedule", self.lr_schedule.map(typed)),
             ("warmup-steps", self.warmup_steps.map(|steps| steps.to_string())),
             ("min-lr-rate", number(self.min_lr_rate)),
             ("max-grad-norm", number(self.max_grad_norm)),
@@ -103,14 +106,6 @@ impl Recipe {
     #[expect(clippy::expect_used, reason = "its fields are names and numbers")]
     pub(crate) fn words(&self) -> String {
         serde_json::to_string(self).expect("it is made of what JSON has")
-    }
-}
-
-impl Curve {
-    #[expect(clippy::expect_used, reason = "says why it cannot fail")]
-    fn name(self) -> String {
-        let value = self.to_possible_value().expect("no curve is hidden from the command line");
-        value.get_name().to_owned()
     }
 }
 

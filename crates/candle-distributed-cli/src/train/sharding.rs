@@ -10,6 +10,7 @@ use candle_distributed::{
     train,
     types::WorldSize,
 };
+use clap::ValueEnum;
 use serde::{Deserialize, Serialize};
 
 use crate::{
@@ -41,12 +42,15 @@ fn is_one(number: &u64) -> bool {
 }
 
 /// What units keep between the forward and the backward pass.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, ValueEnum)]
 #[serde(rename_all = "snake_case")]
 pub(crate) enum Keep {
-    /// Their inputs: parameters are gathered twice, and the forward pass is run again.
+    /// Its inputs: parameters are gathered twice, and it is computed again
+    #[default]
     Inputs,
-    /// Their parameters and all that they compute.
+    /// All that it computes: parameters are gathered twice
+    Graph,
+    /// Its parameters and all that it computes
     Gathered,
 }
 
@@ -54,6 +58,7 @@ impl From<Keep> for train::Keep {
     fn from(keep: Keep) -> Self {
         match keep {
             Keep::Inputs => Self::Inputs,
+            Keep::Graph => Self::Graph,
             Keep::Gathered => Self::Gathered,
         }
     }
@@ -79,7 +84,7 @@ impl Sharding {
                 let all: Vec<String> = plan.units().into_iter().map(str::to_owned).collect();
                 plan.with_kept_units(all)?
             }
-            Keep::Inputs => plan,
+            Keep::Inputs | Keep::Graph => plan,
         })
     }
 }

@@ -219,6 +219,8 @@ fn settings(facts: &Facts) -> Markup {
         );
         rows.push(("model", model));
     }
+    let recipe = settings.recipe.options().into_iter();
+    rows.extend(recipe.filter_map(|(name, value)| Some((name, value?))));
     rows.extend(settings.sessions.iter().map(|session| ("ran on", of_session(session))));
     let checkpoints: Vec<String> = facts.checkpoints.iter().map(|&step| count(step)).collect();
     let checkpoints = if checkpoints.is_empty() {
@@ -247,9 +249,17 @@ fn of_session(session: &Session) -> String {
 fn how_sharded(sharding: &sharding::Sharding) -> String {
     let keep = match sharding.keep {
         sharding::Keep::Inputs => "inputs",
+        sharding::Keep::Graph => "graphs",
         sharding::Keep::Gathered => "parameters",
     };
-    format!(", sharded by {}, where units keep their {keep},", sharding.strategy.name())
+    let copies = match sharding.replicas {
+        1 => String::new(),
+        replicas => format!(" in {replicas} copies"),
+    };
+    let updated =
+        if sharding.optimizer_in_backward { " and are updated on the way back" } else { "" };
+    let strategy = sharding.strategy.name();
+    format!(", sharded by {strategy}{copies}, where units keep their {keep}{updated},")
 }
 
 fn training(facts: &Facts) -> Result<Markup> {

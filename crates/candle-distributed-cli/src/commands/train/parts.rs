@@ -4,10 +4,10 @@ use candle_distributed::{
     mesh::{DeviceMesh, DeviceMeshBuilder},
     types::WorldSize,
 };
-use clap::ValueEnum;
 
 use crate::{
     error::{Error, Result},
+    help,
     strategy::StrategyArgs,
     train::sharding::{Keep, Sharding},
 };
@@ -20,23 +20,11 @@ pub(super) struct ShardingArgs {
     /// What each unit of a sharded model keeps from its forward to its backward pass [default:
     /// inputs]
     #[arg(long, value_enum, help_heading = "What goes where")]
-    keep: Option<KeepArg>,
+    keep: Option<Keep>,
     /// Run the optimizer of each unit of a sharded model inside the backward pass, so that
     /// gradients of all of it are never there at once
     #[arg(long, visible_alias = "optimizer-in-bwd", help_heading = "What goes where")]
     optimizer_in_backward: bool,
-}
-
-/// What each unit keeps.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
-enum KeepArg {
-    /// Its inputs: parameters are gathered twice, and it is computed again
-    Inputs,
-    /// Its parameters and all that it computes
-    Gathered,
-    /// Not built yet: it is refused with more to say than that there is no such value.
-    #[value(hide = true)]
-    Graph,
 }
 
 impl ShardingArgs {
@@ -58,7 +46,7 @@ impl ShardingArgs {
         }
         Ok(Some(Sharding {
             strategy,
-            keep: self.keep()?,
+            keep: self.keep.unwrap_or_default(),
             replicas,
             optimizer_in_backward: self.optimizer_in_backward,
         }))
@@ -97,22 +85,11 @@ impl ShardingArgs {
         options.into_iter().find_map(|(option, is_given)| is_given.then_some(option))
     }
 
-    fn keep(&self) -> Result<Keep> {
-        match self.keep {
-            None | Some(KeepArg::Inputs) => Ok(Keep::Inputs),
-            Some(KeepArg::Gathered) => Ok(Keep::Gathered),
-            Some(KeepArg::Graph) => Err(Error::usage(
-                "--keep graph is not there yet: `inputs` takes the least memory, `gathered` the \
-                 least time",
-            )),
-        }
-    }
-
     /// The options as they are typed when the run is resumed, each with a space before it.
     pub(super) fn typed(&self) -> String {
         let mut typed = self.what.typed();
-        if let Some(KeepArg::Gathered) = self.keep {
-            typed += " --keep gathered";
+        if let Some(keep) = self.keep {
+            typed += &format!(" --keep {}", help::typed(keep));
         }
         if self.optimizer_in_backward {
             typed += " --optimizer-in-backward";
