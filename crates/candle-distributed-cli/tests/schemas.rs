@@ -259,7 +259,9 @@ fn run_of(dir: &Path) -> [Form; 4] {
     let train = ["train", "--data", &data, "--steps", "3", "--checkpoint-every", "1"];
     let sharded = ["--strategy", "full", "--replicas", "2"];
     let learns = ["--lr-schedule", "cosine", "--warmup-steps", "1", "--min-lr-rate", "0.1"];
-    let clipped = ["--max-grad-norm", "1", "--out", &out];
+    let first = at("first");
+    text(&[&train[..], &["--out", &first]].concat());
+    let clipped = ["--max-grad-norm", "1", "--weights", &first, "--out", &out];
     text(&[&train[..], &sharded, &learns, &clipped].concat());
     let run = Path::new(&out);
     let metrics = fs::read_to_string(run.join("metrics.jsonl")).unwrap();

@@ -53,6 +53,9 @@ impl Distributed {
         let mut builder = DataParallel::builder(mesh, Units::by(model::units(), build))
             .init_with(initial_values(settings, &parameters))
             .uneven(Uneven::Pad);
+        if let Some(weights) = &settings.weights {
+            builder = builder.weights(&weights.path);
+        }
         if let Some(norm) = settings.recipe.max_grad_norm {
             builder = builder.clip_grad_norm(norm);
         }
@@ -71,6 +74,9 @@ impl Distributed {
             .keep(sharding.keep.into())
             .init_with(initial_values(settings, &parameters))
             .uneven(Uneven::Pad);
+        if let Some(weights) = &settings.weights {
+            builder = builder.weights(&weights.path);
+        }
         if let Some(norm) = settings.recipe.max_grad_norm {
             builder = builder.clip_grad_norm(norm);
         }

@@ -38,6 +38,11 @@ pub(crate) fn numbered(number: u32) -> PathBuf {
     Path::new("runs").join(format!("{number:04}"))
 }
 
+/// The model of the run in `path`, once it has ended.
+pub(crate) fn model_in(path: &Path) -> PathBuf {
+    path.join(MODEL_FILE)
+}
+
 /// The checkpoints of the run with these settings in `path`; those of other runs are refused.
 pub(crate) fn checkpoints(path: &Path, settings: &Settings) -> Checkpoints {
     let checkpoints = Checkpoints::new(path.join(CHECKPOINTS)).run(settings.identity());

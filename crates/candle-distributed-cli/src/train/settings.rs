@@ -10,6 +10,7 @@ use crate::{
     input, output,
     train::{
         model::{Config, MODEL},
+        pretrained::Pretrained,
         recipe::Recipe,
         session::Session,
     },
@@ -37,6 +38,9 @@ pub(crate) struct Settings {
     /// The sizes of the model; runs of early versions do not record them.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub(crate) model: Option<Config>,
+    /// The model that it began with; new parameters by its seed if there is none.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub(crate) weights: Option<Pretrained>,
     /// How it learns.
     #[serde(default, skip_serializing_if = "Recipe::is_default")]
     pub(crate) recipe: Recipe,
@@ -74,8 +78,8 @@ impl Settings {
         }
         if self.identity.as_ref().is_some_and(|known| *known != self.identity()) {
             return Err(Error::usage(format!(
-                "{name} is damaged: seed, steps, text, max_tokens, model or recipe is not what was \
-                 written"
+                "{name} is damaged: seed, steps, text, max_tokens, model, weights or recipe is not \
+                 what was written"
             )));
         }
         self.config().check()?;
@@ -111,6 +115,9 @@ impl Settings {
         if let Some(Config { vocabulary, context, layers, heads, hidden }) = self.model {
             let sizes = [vocabulary, context, layers, heads, hidden];
             fingerprint.extend(sizes.map(|size| size as u64));
+        }
+        if let Some(Pretrained { fingerprint: weights, .. }) = &self.weights {
+            fingerprint.bytes(weights.as_bytes());
         }
         // Runs of earlier versions keep their identity.
         if !self.recipe.is_default() {
@@ -156,6 +163,7 @@ pub(crate) mod tests {
             max_tokens: 4096,
             allow_non_finite: false,
             model: None,
+            weights: None,
             recipe: Recipe::default(),
             sessions: vec![session(0)],
             identity: None,
@@ -183,6 +191,7 @@ pub(crate) mod tests {
     #[test]
     fn an_identity_tells_runs_apart() {
         let run = settings();
+        let weights = Pretrained { path: "a".into(), fingerprint: String::from("0") };
         let clipped = serde_json::from_str(r#"{"max_grad_norm": 1}"#).unwrap();
         let others = [
             Settings { seed: 8, ..run.clone() },
@@ -191,10 +200,11 @@ pub(crate) mod tests {
             Settings { text: String::from("0"), ..run.clone() },
             Settings { model: Some(MODEL), ..run.clone() },
             Settings { recipe: clipped, ..run.clone() },
+            Settings { weights: Some(weights.clone()), ..run.clone() },
         ];
         let mut identities: BTreeSet<String> = others.iter().map(Settings::identity).collect();
         identities.insert(run.identity());
-        assert_eq!(identities.len(), 7);
+        assert_eq!(identities.len(), 8);
         // The same run elsewhere, or on other devices, is the same run.
         let moved = Settings { data: Some("text".into()), sessions: vec![], ..run.clone() };
         assert_eq!(moved.identity(), run.identity());

@@ -219,6 +219,8 @@ fn settings(facts: &Facts) -> Markup {
         );
         rows.push(("model", model));
     }
+    let weights = settings.weights.as_ref().map(|weights| weights.path.display().to_string());
+    rows.extend(weights.map(|weights| ("began with", weights)));
     let recipe = settings.recipe.options().into_iter();
     rows.extend(recipe.filter_map(|(name, value)| Some((name, value?))));
     rows.extend(settings.sessions.iter().map(|session| ("ran on", of_session(session))));

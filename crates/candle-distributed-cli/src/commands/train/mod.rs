@@ -99,6 +99,10 @@ pub(crate) struct Args {
     #[command(flatten)]
     recipe: Recipe,
 
+    /// Begin with the parameters of a model of these sizes, a .safetensors file or the folder of a
+    /// run that has ended [default: new ones by --seed]
+    #[arg(long, value_name = "PATH", help_heading = "The model")]
+    weights: Option<PathBuf>,
     /// Number of blocks [default: 2, or those of the run that is resumed]
     #[arg(long, value_name = "N", help_heading = "The model")]
     n_layers: Option<usize>,

@@ -23,6 +23,7 @@ use crate::{
         limits::{self, Limit},
         memory,
         model::{Config, MODEL},
+        pretrained::Pretrained,
         resumed::Resumed,
         run_dir::{self, Seen},
         settings::{FORMAT_VERSION, Settings},
@@ -201,7 +202,7 @@ impl Args {
                 let changed = Error::usage("the text is not the one that the run started with");
                 return Err(changed.hinted(hint::TEXT));
             }
-            Some(known) => known,
+            Some(known) => self.again(known)?,
             None => self.new_settings(text, data::max_tokens(world_size, config))?,
         };
         let settings = Settings {
@@ -214,6 +215,19 @@ impl Args {
             ..settings
         };
         Ok(Settings { identity: Some(settings.identity()), ..settings })
+    }
+
+    /// The settings of a run that is resumed, where its files are now.
+    fn again(&self, known: Settings) -> Result<Settings> {
+        let moved = self.weights.as_deref();
+        let weights = match &known.weights {
+            Some(weights) => Some(weights.again(moved)?),
+            None => {
+                agrees("weights", moved.map(Path::to_string_lossy).as_deref(), None)?;
+                None
+            }
+        };
+        Ok(Settings { weights, ..known })
     }
 
     /// The settings of a new run.
@@ -232,6 +246,7 @@ impl Args {
             max_tokens,
             allow_non_finite: false,
             model: None,
+            weights: self.weights.as_deref().map(Pretrained::read).transpose()?,
             recipe: self.recipe.clone(),
             sessions: vec![],
             identity: None,
@@ -276,8 +291,9 @@ impl Args {
             Ok(Start::Complete(_)) => return vec!["finds the run complete".into()],
             Ok(Start::Train(beginning)) => beginning,
         };
-        let Settings { seed, steps, text, max_tokens, allow_non_finite, recipe, .. } =
+        let Settings { seed, steps, text, max_tokens, allow_non_finite, weights, recipe, .. } =
             &beginning.settings;
+        let weights = weights.as_ref().map_or("none", |weights| &weights.fingerprint);
         let out = self.out.as_deref().map_or("a new folder".into(), Path::to_string_lossy);
         let first = beginning.from.as_ref().map_or(0, |from| from.checkpoint.step());
         let Config { context, layers, heads, hidden, .. } = beginning.settings.config();
@@ -291,6 +307,7 @@ impl Args {
             format!("has --checkpoint-every {}", self.checkpoint_every),
             format!("has --check {}", self.check),
             format!("has --allow-non-finite {allow_non_finite}"),
+            format!("has --weights {weights}"),
             format!("learns by {}", recipe.words()),
             format!(
                 "has --n-layers {layers} --hidden {hidden} --n-heads {heads} --context {context}"
