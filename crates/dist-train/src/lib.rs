@@ -14,6 +14,7 @@ mod feed;
 mod fsdp;
 mod grad;
 mod gradient_report;
+mod lora;
 mod loss;
 mod moving;
 mod optim;
@@ -41,6 +42,7 @@ pub use crate::{
         Error, Result,
         checkpoint::{CheckpointError, FilePart, PassedOver},
         gradient::GradientError,
+        lora::LoraError,
         parameter::ParameterError,
         setting::SettingError,
         sharding::ShardingError,
@@ -50,6 +52,7 @@ pub use crate::{
     fsdp::{FullyShard, accumulation::Accumulation, builder::FullyShardBuilder, keep::Keep},
     grad::{ValueAndGrad, value_and_grad},
     gradient_report::{GradientReport, PrefixCheck, Verdict},
+    lora::{Lora, linear::LoraLinear},
     loss::{Loss, Weight},
     optim::{
         StatefulOptimizer,

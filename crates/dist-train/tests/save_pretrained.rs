@@ -88,7 +88,7 @@ fn a_model_has_the_same_files_however_it_is_cut() {
         };
         for slots in [2, 3] {
             let whole = data_parallel(slots);
-            let expected = saved(&|folder| whole.save_pretrained(folder, size));
+            let expected = saved(&|folder| whole.save_pretrained(folder, size.clone()));
             let strategies: [(Box<dyn ShardingStrategy>, _); 3] = [
                 (Box::new(Full::default()), Keep::Inputs),
                 (Box::new(Full::new(Layout::Flat)), Keep::Gathered),
@@ -96,7 +96,7 @@ fn a_model_has_the_same_files_however_it_is_cut() {
             ];
             for (strategy, keep) in strategies {
                 let model = sharded(slots, strategy, keep);
-                assert!(saved(&|folder| model.save_pretrained(folder, size)) == expected);
+                assert!(saved(&|folder| model.save_pretrained(folder, size.clone())) == expected);
             }
             assert_eq!(expected.len() > 1, size != PretrainedFiles::default());
         }

@@ -170,6 +170,15 @@ impl<'a, B> DataParallelBuilder<'a, B> {
         self
     }
 
+    /// Trains the variables that a pattern matches, and [freezes](Self::freeze) all others. They come
+    /// from pretrained [weights](Self::weights), so checkpoints do without them: a model that loads
+    /// one begins with the same weights. (A new head on a frozen model; the adapters of
+    /// [`Lora`](crate::Lora).)
+    pub fn train_only<S: Into<String>>(mut self, patterns: impl IntoIterator<Item = S>) -> Self {
+        self.choices.trained.extend(patterns.into_iter().map(Into::into));
+        self
+    }
+
     /// Allows the variables that a pattern matches to have no gradient in the first step, which is
     /// an error otherwise. Without a gradient an optimizer leaves them alone.
     pub fn allow_unused<S: Into<String>>(mut self, patterns: impl IntoIterator<Item = S>) -> Self {

@@ -32,7 +32,7 @@ impl<M, O: StatefulOptimizer> DataParallel<M, O> {
 
     /// What the slots of this process keep.
     fn state_of_slots(&self) -> Result<StateDict> {
-        let mut state = StateDict::new(&self.mesh, self.inventory.shapes())
+        let mut state = StateDict::new(&self.mesh, self.inventory.saved_shapes())
             .with_trainer(self.rates.state(self.progress));
         for (local_slot, worker) in self.workers.iter().enumerate() {
             let slot = lock(&worker.slot);
@@ -64,7 +64,7 @@ impl<M, O: StatefulOptimizer> DataParallel<M, O> {
     /// [`Error::OtherProcess`](crate::Error::OtherProcess) if another process fails. Some variables
     /// may then be changed.
     pub fn load(&mut self, checkpoint: &Checkpoint) -> Result<()> {
-        checkpoint.check_fits(&self.mesh, &self.inventory.shapes())?;
+        checkpoint.check_fits(&self.mesh, &self.inventory.saved_shapes())?;
         let rates = match checkpoint.trainer() {
             Some(state) => self.rates.resumed(state)?,
             None => self.rates.clone(),

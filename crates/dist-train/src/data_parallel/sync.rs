@@ -52,7 +52,7 @@ pub(crate) fn settings(
     options: &Options,
     sharing: Sharing,
     seed: Seed,
-) -> Settings<13> {
+) -> Settings<14> {
     let Options { in_axes, uneven, max_norm, schedule, allow_non_finite, check_every } = options;
     let Inventory { roles, .. } = inventory;
     let in_role = |role: fn(Role) -> u64| of_numbers(roles.of.iter().map(|&of| role(of)));
@@ -61,6 +61,7 @@ pub(crate) fn settings(
     [
         (VARIABLES, of_form(inventory, dtypes)),
         ("freeze", in_role(|role| (role == Role::Frozen).into())),
+        ("train_only", roles.leaves_out_frozen.into()),
         ("buffers", in_role(|role| (role == Role::Buffer).into())),
         ("group", of_groups(inventory)),
         ("allow_unused", of_numbers(roles.may_be_unused.iter().map(|&unused| unused.into()))),

@@ -192,7 +192,7 @@ pub(super) fn parts(
             // What nobody updates is the first slot's.
             let is_here = |var: &usize| match inventory.roles.of[*var] {
                 Role::Trained(_) => owned.contains(var),
-                Role::Frozen | Role::Buffer => place == 0,
+                Role::Frozen | Role::Buffer => place == 0 && inventory.roles.is_saved(*var),
             };
             let saved = saved_here.iter().copied().filter(is_here).collect();
             let is_read = |var: &usize| is_here(var) || inventory.roles.of[*var] == Role::Buffer;

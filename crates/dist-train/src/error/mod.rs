@@ -3,6 +3,7 @@
 pub(crate) mod checkpoint;
 pub(crate) mod gradient;
 mod listed;
+pub(crate) mod lora;
 pub(crate) mod parameter;
 pub(crate) mod setting;
 pub(crate) mod sharding;
@@ -11,8 +12,9 @@ pub(crate) mod training;
 use pmap_mesh::one_line;
 
 use self::{
-    checkpoint::CheckpointError, gradient::GradientError, parameter::ParameterError,
-    setting::SettingError, sharding::ShardingError, training::TrainingError,
+    checkpoint::CheckpointError, gradient::GradientError, lora::LoraError,
+    parameter::ParameterError, setting::SettingError, sharding::ShardingError,
+    training::TrainingError,
 };
 
 /// The result of training on a mesh.
@@ -49,6 +51,9 @@ pub enum Error {
     /// Gradients are not those of the loss.
     #[error(transparent)]
     Gradient(#[from] GradientError),
+    /// Adapters do not fit the model, or cannot be those of the folder.
+    #[error(transparent)]
+    Lora(#[from] LoraError),
     /// A setting is a number that it cannot be.
     #[error(transparent)]
     Setting(#[from] SettingError),

@@ -259,6 +259,15 @@ impl<'a, B> FullyShardBuilder<'a, B> {
         self
     }
 
+    /// Trains the parameters that a pattern matches, and [freezes](Self::freeze) all others. They come
+    /// from pretrained [weights](Self::weights), so checkpoints do without them: a model that loads
+    /// one begins with the same weights. (A new head on a frozen model; the adapters of
+    /// [`Lora`](crate::Lora).)
+    pub fn train_only<S: Into<String>>(mut self, patterns: impl IntoIterator<Item = S>) -> Self {
+        self.choices.trained.extend(patterns.into_iter().map(Into::into));
+        self
+    }
+
     /// Allows the parameters that a pattern matches to have no gradient in the first step, which is
     /// an error otherwise: also those of a unit that is not entered. Without a gradient an
     /// optimizer leaves them alone.

@@ -37,11 +37,13 @@ impl<O: StatefulOptimizer> FullyShard<O> {
     /// What the slots of this process keep.
     fn state_of_slots(&self) -> Result<StateDict> {
         let inventory = &self.model.inventory;
-        let mut state = StateDict::new(&self.mesh, inventory.shapes())
+        let mut state = StateDict::new(&self.mesh, inventory.saved_shapes())
             .with_trainer(self.rates.state(self.progress));
         for (local_slot, slot) in self.slots.iter().enumerate() {
             let slot = lock(slot);
-            for (position, part) in slot.parts.iter().enumerate().filter(|(_, part)| part.is_told) {
+            let is_saved = |part: &Part| part.is_told && inventory.roles.is_saved(part.param);
+            for (position, part) in slot.parts.iter().enumerate().filter(|(_, part)| is_saved(part))
+            {
                 let key = key(inventory, part);
                 state.add(local_slot, key, part.var.as_detached_tensor())?;
                 if let Some((optimizer, position)) = slot.optimizer_of(position) {
@@ -62,7 +64,7 @@ impl<O: StatefulOptimizer> FullyShard<O> {
     ///
     /// Those of [`DataParallel::load`](crate::DataParallel::load).
     pub fn load(&mut self, checkpoint: &Checkpoint) -> Result<()> {
-        checkpoint.check_fits(&self.mesh, &self.model.inventory.shapes())?;
+        checkpoint.check_fits(&self.mesh, &self.model.inventory.saved_shapes())?;
         let rates = match checkpoint.trainer() {
             Some(state) => self.rates.resumed(state)?,
             None => self.rates.clone(),
@@ -86,7 +88,7 @@ impl<O: StatefulOptimizer> FullyShard<O> {
         });
         for slot in &self.slots {
             let slot = &mut *lock(slot);
-            for part in &slot.parts {
+            for part in slot.parts.iter().filter(|part| inventory.roles.is_saved(part.param)) {
                 let value = checkpoint.like(key(inventory, part), &part.var)?;
                 assign(&part.var, &value).doing("loading a parameter")?;
             }

@@ -4,7 +4,8 @@
 //! A model of one file is replaced in one step: whoever reads the folder finds the old one or the
 //! new one. Several files cannot be: their index, without which nobody looks for them, is removed
 //! before the first of them is replaced, and written when all are there, so that nobody takes parts
-//! of two models for one.
+//! of two models for one. Adapters are two files, of which the configuration is removed first and
+//! written last.
 
 use std::{
     cmp::Reverse,
@@ -27,7 +28,12 @@ use crate::{
         finite::Values,
     },
     dtype::dtype_of,
-    error::{Doing, Result, checkpoint::CheckpointError},
+    error::{Doing, Result, checkpoint::CheckpointError, lora::LoraError},
+    lora::{
+        Lora,
+        config::{CONFIG, Config},
+        matrices::{self, FILE, FILE_PREFIX},
+    },
     parameters::weights::{INDEX, ONE_FILE},
     processes::agreed,
     sharded::describe::natural_order,
@@ -41,25 +47,41 @@ use crate::{
 ///
 /// ```
 /// let files = dist_train::PretrainedFiles::default().max_bytes(2_000_000_000);
-/// assert_eq!(format!("{files:?}"), "PretrainedFiles { max_bytes: 2000000000, values: Finite }");
+/// assert_ne!(files, dist_train::PretrainedFiles::default());
 /// ```
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq)]
 pub struct PretrainedFiles {
+    content: Content,
     max_bytes: u64,
     values: Values,
+}
+
+/// What of a model is written.
+#[derive(Clone, Debug, PartialEq)]
+pub(crate) enum Content {
+    /// Its parameters.
+    All,
+    /// The matrices of its adapters.
+    Adapters(Lora),
+    /// The parameters that it would have without adapters, and with their effect.
+    Merged(Lora),
 }
 
 impl Default for PretrainedFiles {
     /// Files of 5 GB, as Hugging Face's have, of finite numbers.
     fn default() -> Self {
-        Self { max_bytes: 5_000_000_000, values: Values::default() }
+        Self::of(Content::All)
     }
 }
 
 impl PretrainedFiles {
+    pub(crate) fn of(content: Content) -> Self {
+        Self { content, max_bytes: 5_000_000_000, values: Values::default() }
+    }
+
     /// Sets how many bytes of parameters a file has at most, 5 GB by default; a larger parameter
     /// has one of its own. A model of no more is one file, `model.safetensors`; one of more
-    /// several, beside an index, `model.safetensors.index.json`.
+    /// several, beside an index, `model.safetensors.index.json`. Adapters are always one file.
     #[must_use]
     pub fn max_bytes(self, max_bytes: u64) -> Self {
         Self { max_bytes, ..self }
@@ -81,8 +103,8 @@ impl PretrainedFiles {
 /// # Errors
 ///
 /// On all processes, if one fails: the errors of `whole`, [`CheckpointError::NotFinite`],
-/// [`CheckpointError::Header`] for a file of more parameters than could be read again, and
-/// [`CheckpointError::Io`].
+/// [`CheckpointError::Header`] for a file of more parameters than could be read again,
+/// [`CheckpointError::Io`], and [`LoraError::NoAdapters`] where adapters are asked for.
 pub(crate) fn save(
     mesh: &DeviceMesh,
     folder: &Path,
@@ -90,17 +112,50 @@ pub(crate) fn save(
     parameters: &[ParameterInfo],
     whole: impl Fn(&str) -> Result<Tensor>,
 ) -> Result<()> {
-    let mut parameters: Vec<&ParameterInfo> = parameters.iter().collect();
-    parameters.sort_by(|left, right| natural_order(left.name(), right.name()));
-    let planned = planned(&parameters, files.max_bytes);
-    let writer = Writer { folder, values: files.values, is_first: mesh.local_slots().start == 0 };
-    let written = writer.write_all(mesh, &planned, whole);
-    if written.is_err() {
-        // What cannot be removed now is overwritten when the next model is saved here.
-        let mut partial = planned.iter().map(|file| writer.partial(&file.name));
-        drop(writer.here(|| partial.try_for_each(|path| remove(&path))));
+    let PretrainedFiles { content, max_bytes, values } = files;
+    let writer = Writer { folder, values, is_first: mesh.local_slots().start == 0 };
+    match content {
+        Content::All => writer.write_model(mesh, parameters.iter().collect(), max_bytes, whole),
+        Content::Merged(lora) => {
+            let (_, base) = with_adapters(parameters)?;
+            let scale = lora.scale();
+            let merged = |name: &str| merged(name, scale, parameters, &whole);
+            writer.write_model(mesh, base, max_bytes, merged)
+        }
+        Content::Adapters(lora) => {
+            let (adapters, _) = with_adapters(parameters)?;
+            writer.write_adapters(mesh, &lora, &adapters, whole)
+        }
     }
-    written
+}
+
+/// The parameters of adapters, and the others.
+fn with_adapters(
+    parameters: &[ParameterInfo],
+) -> Result<(Vec<&ParameterInfo>, Vec<&ParameterInfo>), LoraError> {
+    let (adapters, others): (Vec<_>, Vec<_>) =
+        parameters.iter().partition(|info| matrices::is_matrix(info.name()));
+    if adapters.is_empty() {
+        return Err(LoraError::NoAdapters { parameters: parameters.len() });
+    }
+    Ok((adapters, others))
+}
+
+/// A parameter with the effect of its adapter, if it has one.
+fn merged(
+    name: &str,
+    scale: f64,
+    parameters: &[ParameterInfo],
+    whole: impl Fn(&str) -> Result<Tensor>,
+) -> Result<Tensor> {
+    let matrices = matrices::layer_of(name).map(matrices::names_of);
+    let has = |matrix: &String| parameters.iter().any(|info| info.name() == matrix);
+    let Some([a, b]) = matrices.filter(|matrices| matrices.iter().all(has)) else {
+        return whole(name);
+    };
+    // All three are asked for before one fails: all processes put them together.
+    let [weight, a, b] = [name, &a, &b].map(whole);
+    matrices::merged(&weight?, &a?, &b?, scale).doing("merging an adapter")
 }
 
 /// A file that is to be written.
@@ -162,17 +217,69 @@ struct Writer<'a> {
 }
 
 impl Writer<'_> {
+    /// Writes the files of a model.
+    fn write_model(
+        &self,
+        mesh: &DeviceMesh,
+        mut parameters: Vec<&ParameterInfo>,
+        max_bytes: u64,
+        whole: impl Fn(&str) -> Result<Tensor>,
+    ) -> Result<()> {
+        parameters.sort_by(|left, right| natural_order(left.name(), right.name()));
+        let planned = planned(&parameters, max_bytes);
+        self.write_all(mesh, &planned, whole, || self.put_in_place(&planned))
+    }
+
+    /// Writes the files of adapters.
+    fn write_adapters(
+        &self,
+        mesh: &DeviceMesh,
+        lora: &Lora,
+        adapters: &[&ParameterInfo],
+        whole: impl Fn(&str) -> Result<Tensor>,
+    ) -> Result<()> {
+        let in_file = |info: &&ParameterInfo| {
+            let name = format!("{FILE_PREFIX}{}", info.name());
+            ParameterInfo::new(name, info.shape().to_vec(), info.dtype())
+        };
+        let mut renamed: Vec<ParameterInfo> =
+            adapters.iter().map(in_file).collect::<fsdp_plan::Result<_>>()?;
+        renamed.sort_by(|left, right| natural_order(left.name(), right.name()));
+        let file = Planned { name: FILE.to_owned(), parameters: renamed.iter().collect() };
+        // Names begin with it, as they were made so.
+        let whole = |name: &str| whole(&name[FILE_PREFIX.len()..]);
+        self.write_all(mesh, &[file], whole, || {
+            remove(&self.folder.join(CONFIG))?;
+            sync_folder(self.folder)?;
+            self.rename(FILE)?;
+            self.write_text(CONFIG, &Config::json(lora))?;
+            sync_folder(self.folder)
+        })
+    }
+
+    /// Writes files, gives them their names by `put_in_place`, and removes what is left if that
+    /// fails.
     fn write_all(
         &self,
         mesh: &DeviceMesh,
         planned: &[Planned<'_>],
         whole: impl Fn(&str) -> Result<Tensor>,
+        put_in_place: impl FnOnce() -> Result<()>,
     ) -> Result<()> {
-        agreed(mesh, self.here(|| fs::create_dir_all(self.folder).at(self.folder)))?;
-        for file in planned {
-            agreed(mesh, self.write(file, &whole))?;
+        let write = || {
+            agreed(mesh, self.here(|| fs::create_dir_all(self.folder).at(self.folder)))?;
+            for file in planned {
+                agreed(mesh, self.write(file, &whole))?;
+            }
+            agreed(mesh, self.here(put_in_place))
+        };
+        let written = write();
+        if written.is_err() {
+            // What cannot be removed now is overwritten when the next model is saved here.
+            let mut partial = planned.iter().map(|file| self.partial(&file.name));
+            drop(self.here(|| partial.try_for_each(|path| remove(&path))));
         }
-        agreed(mesh, self.here(|| self.put_in_place(planned)))
+        written
     }
 
     /// Does something in the process that writes alone.
@@ -239,21 +346,25 @@ impl Writer<'_> {
             self.rename(&file.name)?;
             remove(&index)?;
         } else {
-            let json = index_of(planned);
-            let partial = self.partial(INDEX);
             remove(&index)?;
             sync_folder(self.folder)?;
             for file in planned {
                 self.rename(&file.name)?;
             }
-            File::create(&partial)
-                .and_then(|mut file| file.write_all(json.as_bytes()).and_then(|()| file.sync_all()))
-                .at(&partial)?;
-            self.rename(INDEX)?;
+            self.write_text(INDEX, &index_of(planned))?;
             remove(&self.folder.join(ONE_FILE))?;
         }
         self.remove_parts_but(planned)?;
         sync_folder(self.folder)
+    }
+
+    /// Writes a file that is in place when it is whole.
+    fn write_text(&self, name: &str, text: &str) -> Result<()> {
+        let partial = self.partial(name);
+        File::create(&partial)
+            .and_then(|mut file| file.write_all(text.as_bytes()).and_then(|()| file.sync_all()))
+            .at(&partial)?;
+        self.rename(name)
     }
 
     fn rename(&self, name: &str) -> Result<()> {
@@ -466,7 +577,8 @@ mod tests {
                 _ => whole(name),
             };
             let files = PretrainedFiles::default().max_bytes(max_bytes);
-            let refused = save(&mesh, folder.path(), files, &model(), infinite).unwrap_err();
+            let refused =
+                save(&mesh, folder.path(), files.clone(), &model(), infinite).unwrap_err();
             assert!(
                 matches!(&refused, Error::Checkpoint(CheckpointError::NotFinite { tensor, item: 0, .. }) if tensor == "d"),
                 "{refused}"

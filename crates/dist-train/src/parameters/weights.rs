@@ -72,6 +72,16 @@ impl Weights {
         Ok(weights)
     }
 
+    /// The same tensors without a beginning that their names have in the files; those without it
+    /// keep their names.
+    pub(crate) fn without_prefix(self, prefix: &str) -> Self {
+        let shorter = |(name, tensor): (String, Shaped)| match name.strip_prefix(prefix) {
+            Some(rest) => (rest.to_owned(), tensor),
+            None => (name, tensor),
+        };
+        Self { tensors: self.tensors.into_iter().map(shorter).collect(), ..self }
+    }
+
     /// Whether there is a tensor of this name.
     pub(crate) fn has(&self, name: &str) -> bool {
         self.tensors.contains_key(name)

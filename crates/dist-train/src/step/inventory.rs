@@ -17,9 +17,11 @@ impl Inventory {
         &self.parameters[var].0
     }
 
-    /// The shapes of the variables, by name.
-    pub(crate) fn shapes(&self) -> BTreeMap<String, Vec<usize>> {
-        self.parameters.iter().cloned().collect()
+    /// The shapes of the variables that checkpoints have, by name.
+    pub(crate) fn saved_shapes(&self) -> BTreeMap<String, Vec<usize>> {
+        let all = self.parameters.iter().enumerate();
+        let saved = all.filter(|&(var, _)| self.roles.is_saved(var));
+        saved.map(|(_, parameter)| parameter.clone()).collect()
     }
 
     pub(crate) fn sizes(&self) -> Vec<u64> {

@@ -13,6 +13,8 @@ const BUFFERS: [&str; 3] = ["**.running_mean", "**.running_var", "**.num_batches
 /// Which variables are meant by the options of a builder.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Choices {
+    /// If there are any, all others are frozen, and checkpoints do without them.
+    pub(crate) trained: Vec<String>,
     pub(crate) frozen: Vec<String>,
     pub(crate) unused: Vec<String>,
     pub(crate) buffers: Vec<String>,
@@ -39,6 +41,8 @@ pub(crate) struct Roles {
     pub(crate) of: Vec<Role>,
     /// Whether a variable may have no gradient.
     pub(crate) may_be_unused: Vec<bool>,
+    /// Whether checkpoints do without what is frozen.
+    pub(crate) leaves_out_frozen: bool,
     /// The names of the groups that have a variable; roles have their positions.
     pub(crate) groups: Vec<String>,
 }
@@ -49,6 +53,8 @@ impl Choices {
     /// [`Error::Plan`](crate::Error::Plan) for a pattern that is none, [`TrainingError`] for one
     /// that matches nothing and for groups that overlap.
     pub(crate) fn roles(&self, names: &[&str]) -> Result<Roles> {
+        let trained = Selection::new("train_only", &self.trained, names)?;
+        let is_left = |name: &str| !self.trained.is_empty() && !trained.has(name);
         let frozen = Selection::new("freeze", &self.frozen, names)?;
         let unused = Selection::new("allow_unused", &self.unused, names)?;
         let mut buffers = Selection::new("buffers", &self.buffers, names)?;
@@ -65,7 +71,7 @@ impl Choices {
         let role = |&name: &&str| {
             if buffers.has(name) {
                 Ok(Role::Buffer)
-            } else if frozen.has(name) {
+            } else if frozen.has(name) || is_left(name) {
                 Ok(Role::Frozen)
             } else {
                 group_of(name, &groups).map(Role::Trained)
@@ -74,7 +80,8 @@ impl Choices {
         let of: Vec<Role> = names.iter().map(role).collect::<Result<_, TrainingError>>()?;
         let may_be_unused = names.iter().map(|name| unused.has(name)).collect();
         let groups = groups.into_iter().map(|(name, _)| name.to_owned()).collect();
-        Roles { of, may_be_unused, groups }.with_used_groups()
+        let leaves_out_frozen = !self.trained.is_empty();
+        Roles { of, may_be_unused, leaves_out_frozen, groups }.with_used_groups()
     }
 
     /// The patterns of parameters that pretrained weights may lack.
@@ -113,7 +120,7 @@ impl Roles {
         Ok(Self {
             of: self.of.iter().copied().map(number).collect(),
             groups: used.iter().map(|&group| self.groups[group].clone()).collect(),
-            may_be_unused: self.may_be_unused,
+            ..self
         })
     }
 
@@ -129,6 +136,11 @@ impl Roles {
 
     pub(crate) fn buffers(&self) -> Vec<usize> {
         self.positions(|role| role == Role::Buffer)
+    }
+
+    /// Whether checkpoints have a variable.
+    pub(crate) fn is_saved(&self, var: usize) -> bool {
+        !(self.leaves_out_frozen && self.of[var] == Role::Frozen)
     }
 
     fn positions(&self, is_meant: impl Fn(Role) -> bool) -> Vec<usize> {
@@ -201,6 +213,20 @@ mod tests {
         assert_eq!(roles.groups, ["default", "no_decay"]);
         assert_eq!(roles.may_be_unused, [false, false, true, true, false, false]);
         assert_eq!((roles.trained(), roles.of_group(1)), (vec![2, 3, 4], vec![2, 4]));
+    }
+
+    #[test]
+    fn what_is_not_to_be_trained_is_frozen_and_left_out_of_checkpoints() {
+        let choices = Choices { trained: texts(&["head", "bn"]), ..Choices::default() };
+        let roles = choices.roles(&NAMES).unwrap();
+        let (trained, buffer) = (Role::Trained(0), Role::Buffer);
+        assert_eq!(roles.of, [buffer, trained, trained, trained, Role::Frozen, buffer]);
+        let saved: Vec<bool> = (0..NAMES.len()).map(|var| roles.is_saved(var)).collect();
+        assert_eq!(saved, [true, true, true, true, false, true]);
+
+        let choices = Choices { frozen: texts(&["bn"]), ..choices };
+        let roles = choices.roles(&NAMES).unwrap();
+        assert_eq!(roles.of, [buffer, Role::Frozen, trained, trained, Role::Frozen, buffer]);
     }
 
     #[test]

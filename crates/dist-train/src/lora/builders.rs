@@ -1,0 +1,170 @@
+//! What hands out the parameters of a model with adapters, in place of what hands out those of the
+//! model.
+
+use std::{
+    collections::BTreeSet,
+    sync::{Mutex, PoisonError},
+};
+
+use candle_core::{DType, Device, Result, Shape, Tensor};
+use candle_nn::{Init, VarBuilder, var_builder::SimpleBackend};
+
+use crate::{
+    error::lora::LoraError,
+    lora::{
+        Lora,
+        matrices::{declared, layer_of, names_of, sum},
+    },
+    parameters::declare::Declared,
+};
+
+/// Asks for the adapter of each layer that is meant, and hands out its weight as it is.
+pub(crate) struct Declaring<'a> {
+    lora: &'a Lora,
+    inner: VarBuilder<'a>,
+    /// What was asked for, and the targets that were met. A constructor may ask from several threads.
+    found: Mutex<Found>,
+}
+
+#[derive(Default)]
+struct Found {
+    adapters: Vec<Declared>,
+    targets: BTreeSet<String>,
+}
+
+impl<'a> Declaring<'a> {
+    pub(crate) fn new(lora: &'a Lora, inner: VarBuilder<'a>) -> Self {
+        Self { lora, inner, found: Mutex::default() }
+    }
+
+    pub(crate) fn builder(&self) -> VarBuilder<'_> {
+        let (dtype, device) = (self.inner.dtype(), self.inner.device().clone());
+        VarBuilder::from_backend(Box::new(self), dtype, device)
+    }
+
+    /// The matrices that were asked for, of all targets.
+    pub(crate) fn into_adapters(self) -> Result<Vec<Declared>> {
+        // Whoever panicked with the lock had not changed anything yet.
+        let found = self.found.into_inner().unwrap_or_else(PoisonError::into_inner);
+        let targets = self.lora.targets();
+        let is_unmatched = |target: &&String| !found.targets.contains(*target);
+        let unmatched: Vec<String> = targets.iter().filter(is_unmatched).cloned().collect();
+        if unmatched.is_empty() {
+            Ok(found.adapters)
+        } else {
+            Err(LoraError::Unmatched { targets: unmatched }.into())
+        }
+    }
+
+    /// The targets that mean a layer.
+    fn targets_of(&self, layer: &str) -> Vec<&String> {
+        let is_meant = |target: &&String| {
+            layer
+                .strip_suffix(target.as_str())
+                .is_some_and(|rest| rest.is_empty() || rest.ends_with('.'))
+        };
+        self.lora.targets().iter().filter(is_meant).collect()
+    }
+
+    /// The name of a parameter in the whole model.
+    fn full_name(&self, name: &str) -> String {
+        let prefix = self.inner.prefix();
+        if prefix.is_empty() { name.to_owned() } else { format!("{prefix}.{name}") }
+    }
+
+    /// Asks for the matrices of a layer.
+    fn declare(&self, layer: &str, shape: &Shape, dtype: DType) -> Result<()> {
+        let [n_out, n_in] = *shape.dims() else {
+            let (name, shape) = (self.full_name(layer), shape.dims().to_vec());
+            return Err(LoraError::NoMatrix { name, shape }.into());
+        };
+        for matrix in declared(layer, self.lora.rank(), [n_out, n_in], dtype) {
+            let Declared { name, shape, init, .. } = &matrix;
+            self.inner.get_with_hints_dtype(shape.clone(), name, *init, dtype)?;
+            let mut found = self.found.lock().unwrap_or_else(PoisonError::into_inner);
+            found.adapters.push(Declared { name: self.full_name(name), ..matrix });
+        }
+        Ok(())
+    }
+}
+
+impl SimpleBackend for &Declaring<'_> {
+    fn get(
+        &self,
+        shape: Shape,
+        name: &str,
+        init: Init,
+        dtype: DType,
+        _: &Device,
+    ) -> Result<Tensor> {
+        let weight = self.inner.get_with_hints_dtype(shape.clone(), name, init, dtype)?;
+        let Some(layer) = layer_of(name) else { return Ok(weight) };
+        let targets = self.targets_of(layer);
+        if !targets.is_empty() {
+            self.declare(layer, &shape, dtype)?;
+            let mut found = self.found.lock().unwrap_or_else(PoisonError::into_inner);
+            found.targets.extend(targets.into_iter().cloned());
+        }
+        Ok(weight)
+    }
+
+    fn get_unchecked(&self, name: &str, dtype: DType, _: &Device) -> Result<Tensor> {
+        self.inner.get_unchecked_dtype(name, dtype)
+    }
+
+    fn contains_tensor(&self, name: &str) -> bool {
+        self.inner.contains_tensor(name)
+    }
+}
+
+/// Hands out the sum of weight and adapter for each layer that has an adapter.
+///
+/// Which ones have is seen by the parameters that are there, so a unit that knows its layers by the
+/// ends of their names alone has the same ones that were declared.
+pub(crate) struct Composing<'a> {
+    inner: VarBuilder<'a>,
+    rank: usize,
+    scale: f64,
+}
+
+impl<'a> Composing<'a> {
+    pub(crate) fn builder(inner: VarBuilder<'a>, rank: usize, scale: f64) -> VarBuilder<'a> {
+        let (dtype, device) = (inner.dtype(), inner.device().clone());
+        VarBuilder::from_backend(Box::new(Self { inner, rank, scale }), dtype, device)
+    }
+
+    /// What a parameter is used as.
+    fn composed(&self, name: &str, parameter: Tensor) -> Result<Tensor> {
+        let Some(layer) = layer_of(name) else { return Ok(parameter) };
+        let [a, b] = names_of(layer);
+        if !self.inner.contains_tensor(&a) {
+            return Ok(parameter);
+        }
+        let (n_out, n_in) = parameter.dims2()?;
+        let dtype = parameter.dtype();
+        let a = self.inner.get_with_hints_dtype((self.rank, n_in), &a, Init::default(), dtype)?;
+        let b = self.inner.get_with_hints_dtype((n_out, self.rank), &b, Init::default(), dtype)?;
+        sum(&parameter, &a, &b, self.scale)
+    }
+}
+
+impl SimpleBackend for Composing<'_> {
+    fn get(
+        &self,
+        shape: Shape,
+        name: &str,
+        init: Init,
+        dtype: DType,
+        _: &Device,
+    ) -> Result<Tensor> {
+        self.composed(name, self.inner.get_with_hints_dtype(shape, name, init, dtype)?)
+    }
+
+    fn get_unchecked(&self, name: &str, dtype: DType, _: &Device) -> Result<Tensor> {
+        self.composed(name, self.inner.get_unchecked_dtype(name, dtype)?)
+    }
+
+    fn contains_tensor(&self, name: &str) -> bool {
+        self.inner.contains_tensor(name)
+    }
+}

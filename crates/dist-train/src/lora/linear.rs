@@ -1,0 +1,41 @@
+//! A linear layer with an adapter.
+
+use candle_core::{Result, Tensor};
+use candle_nn::{Module, VarBuilder};
+use fused_ops::layers::Linear;
+
+use crate::{
+    lora::{Lora, matrices::declared},
+    parameters::declare::Declared,
+};
+
+/// A linear layer with an adapter: `x · Wᵀ + bias + alpha / rank · (x · Aᵀ) · Bᵀ`. Made by
+/// [`Lora::linear`].
+#[derive(Clone, Debug)]
+pub struct LoraLinear {
+    base: Linear,
+    a: Linear,
+    b: Linear,
+    scale: f64,
+}
+
+impl LoraLinear {
+    /// The layer `base` with the adapter that `vb` has.
+    pub(super) fn new(lora: &Lora, base: Linear, vb: &VarBuilder<'_>) -> Result<Self> {
+        let weight = base.weight();
+        let (n_out, n_in) = weight.dims2()?;
+        let matrices = declared("", lora.rank(), [n_out, n_in], weight.dtype());
+        let [a, b] = matrices.map(|Declared { name, shape, init, dtype }| {
+            vb.get_with_hints_dtype(shape, &name, init, dtype)
+        });
+        let [a, b] = [Linear::new(a?, None), Linear::new(b?, None)];
+        Ok(Self { base, a, b, scale: lora.scale() })
+    }
+}
+
+impl Module for LoraLinear {
+    fn forward(&self, x: &Tensor) -> Result<Tensor> {
+        let adapted = self.b.forward(&self.a.forward(x)?)?;
+        self.base.forward(x)? + (adapted * self.scale)?
+    }
+}

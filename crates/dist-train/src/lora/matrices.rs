@@ -1,0 +1,91 @@
+//! The two matrices of an adapter: names, shapes, initial values and their sum with the weight.
+
+use candle_core::{DType, Result, Tensor};
+use candle_nn::{Init, init::ZERO};
+
+use crate::parameters::declare::Declared;
+
+/// The file of adapters, as PEFT names it.
+pub(crate) const FILE: &str = "adapter_model.safetensors";
+/// What PEFT puts before the names of the model.
+pub(crate) const FILE_PREFIX: &str = "base_model.model.";
+
+const WEIGHT: &str = "weight";
+const A: &str = "lora_A.weight";
+const B: &str = "lora_B.weight";
+
+/// The layer whose weight a parameter is: what its name has before `.weight`.
+pub(crate) fn layer_of(name: &str) -> Option<&str> {
+    if name == WEIGHT { Some("") } else { name.strip_suffix(WEIGHT)?.strip_suffix('.') }
+}
+
+/// The names of the two matrices of a layer.
+pub(crate) fn names_of(layer: &str) -> [String; 2] {
+    [A, B].map(|inner| if layer.is_empty() { inner.to_owned() } else { format!("{layer}.{inner}") })
+}
+
+/// Whether a parameter is a matrix of an adapter.
+pub(crate) fn is_matrix(name: &str) -> bool {
+    [A, B].iter().any(|inner| {
+        name.strip_suffix(inner).is_some_and(|layer| layer.is_empty() || layer.ends_with('.'))
+    })
+}
+
+/// The matrices of a layer whose weight is [`n_out`, `n_in`].
+pub(crate) fn declared(
+    layer: &str,
+    rank: usize,
+    [n_out, n_in]: [usize; 2],
+    dtype: DType,
+) -> [Declared; 2] {
+    // Kaiming's uniform distribution for a leaky slope of √5, as in PyTorch's linear layers.
+    let bound = (n_in as f64).sqrt().recip();
+    let [a, b] = names_of(layer);
+    [
+        Declared {
+            name: a,
+            shape: (rank, n_in).into(),
+            dtype,
+            init: Init::Uniform { lo: -bound, up: bound },
+        },
+        Declared { name: b, shape: (n_out, rank).into(), dtype, init: ZERO },
+    ]
+}
+
+/// `weight + scale · b · a`.
+pub(crate) fn sum(weight: &Tensor, a: &Tensor, b: &Tensor, scale: f64) -> Result<Tensor> {
+    // The smaller matrix is scaled, so that fewer large ones are in the graph.
+    weight + b.matmul(&(a * scale)?)?
+}
+
+/// [`sum`] of tensors that have no gradient, rounded once.
+pub(crate) fn merged(weight: &Tensor, a: &Tensor, b: &Tensor, scale: f64) -> Result<Tensor> {
+    let dtype = weight.dtype();
+    let computed_in = if dtype == DType::F64 { DType::F64 } else { DType::F32 };
+    let [wide, a, b] = [weight, a, b].map(|tensor| tensor.to_dtype(computed_in));
+    sum(&wide?, &a?, &b?, scale)?.to_dtype(dtype)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn names_are_those_of_peft() {
+        assert_eq!(layer_of("h.0.q.weight"), Some("h.0.q"));
+        assert_eq!(
+            [layer_of("weight"), layer_of("h.bias"), layer_of("h.overweight")],
+            [Some(""), None, None]
+        );
+        assert_eq!(names_of("h.0.q"), ["h.0.q.lora_A.weight", "h.0.q.lora_B.weight"]);
+        assert_eq!(names_of(""), ["lora_A.weight", "lora_B.weight"]);
+        for (name, expected) in [
+            ("q.lora_A.weight", true),
+            ("lora_B.weight", true),
+            ("flora_A.weight", false),
+            ("q.weight", false),
+        ] {
+            assert_eq!(is_matrix(name), expected, "{name}");
+        }
+    }
+}

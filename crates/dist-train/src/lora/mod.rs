@@ -1,0 +1,285 @@
+//! Adapters of low rank: small matrices that are trained beside the frozen weights of a model.
+//!
+//! The weight `W` [outputs, inputs] of a linear layer is used as `W + alpha / rank · B · A` (Hu and
+//! others, arXiv 2106.09685). Names, initial values and files are those of Hugging Face's PEFT.
+
+mod builders;
+pub(crate) mod config;
+pub(crate) mod linear;
+pub(crate) mod matrices;
+
+use std::{ops::Range, path::Path, sync::Arc};
+
+use candle_core::{Device, Result as CandleResult, Tensor};
+use candle_nn::VarBuilder;
+
+use self::{
+    builders::{Composing, Declaring},
+    config::Config,
+    linear::LoraLinear,
+    matrices::{FILE, FILE_PREFIX},
+};
+use crate::{
+    error::{Error, Result, lora::LoraError, parameter::ParameterError, setting::SettingError},
+    parameters::{
+        declare::Declared,
+        save::{Content, PretrainedFiles},
+        weights::{Allowed, Weights},
+    },
+};
+
+/// Adapters of low rank for the linear layers of a model, whose own parameters stay as they are.
+///
+/// Beside the weight `q_proj.weight` [outputs, inputs] stand `q_proj.lora_A.weight` [rank, inputs]
+/// and `q_proj.lora_B.weight` [outputs, rank]; the layer computes with
+/// `weight + alpha / rank · B · A`. B begins with zeros, and A uniformly within ±1 / √inputs, as in
+/// Hugging Face's PEFT, whose `target_modules` are the `targets` here: names of layers, whole or from
+/// some dot on to the end.
+///
+/// There are two ways, of the same results up to rounding:
+///
+/// - **Any model**, without a change of its code: it is made where a loss uses it, as the
+///   [`Units`](crate::Units) of [`DataParallel`](crate::DataParallel) or
+///   [`FullyShard`](crate::FullyShard). [`adapt`](Self::adapt) declares the adapters,
+///   [`unit`](Self::unit) lets layers find the sum in place of the weight. While the graph of a unit
+///   is there it has two matrices more of the size of each weight, and the backward pass makes the
+///   gradient of the whole sum, as without adapters: one and a half times the multiplications of
+///   the other way, for many tokens.
+/// - **A model of one's own** with the layer [`linear`](Self::linear), which multiplies by A and then
+///   by B: a few hundred kilobytes per layer, and no gradient as large as the weight.
+///
+/// # Examples
+///
+/// ```
+/// use candle_core::{Device, Tensor};
+/// use candle_nn::{Module, Optimizer, ParamsAdamW, VarBuilder, linear};
+/// use dist_train::{AdamW, FullyShard, Lora};
+/// use pmap_mesh::{DeviceMesh, Replica};
+///
+/// # let folder = tempfile::tempdir()?;
+/// # let folder = folder.path();
+/// let model = |vb: VarBuilder<'_>| Ok((linear(4, 4, vb.pp("0.up"))?, linear(4, 4, vb.pp("1.up"))?));
+/// let block = |vb: VarBuilder<'_>, x: &Tensor| linear(4, 4, vb.pp("up"))?.forward(x);
+///
+/// let mesh = DeviceMesh::cpu(2)?;
+/// let lora = Lora::new(["up"], 2, 4.0)?;
+/// let mut model = FullyShard::builder(&mesh, lora.adapt(model))
+///     .train_only(Lora::PATTERNS) // and `.weights("model").allow_missing(Lora::PATTERNS)`
+///     .build(|group| AdamW::new(group.vars, ParamsAdamW { lr: 0.1, ..Default::default() }))?;
+/// let block = lora.unit(block);
+/// let loss = move |_: &Replica, model: &dist_train::Units, x: Tensor| {
+///     let hidden = model.unit("0", &x, block.clone())?;
+///     model.unit("1", &hidden, block.clone())?.sqr()?.mean_all()
+/// };
+/// let x = Tensor::randn(0_f32, 1., (8, 4), &Device::Cpu)?;
+/// let first = model.step(x.clone(), loss.clone())?.loss;
+/// assert!(model.step(x, loss)?.loss < first);
+///
+/// model.save_pretrained(folder.join("adapter"), lora.adapters())?; // for PEFT, and `Lora::open`
+/// model.save_pretrained(folder.join("merged"), lora.merged())?; // for everybody
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
+#[derive(Clone, Debug)]
+pub struct Lora {
+    targets: Arc<[String]>,
+    rank: usize,
+    alpha: f64,
+    /// The matrices that a folder has.
+    saved: Option<Arc<Weights>>,
+}
+
+impl Lora {
+    /// What adapters are named in every model: patterns for
+    /// [`train_only`](crate::DataParallelBuilder::train_only) and
+    /// [`allow_missing`](crate::DataParallelBuilder::allow_missing).
+    pub const PATTERNS: [&'static str; 2] = ["lora_A", "lora_B"];
+
+    /// Adapters of the layers that `targets` name, with the factor `alpha / rank`.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Setting`] for a rank of 0 and for an `alpha` that is not a positive number,
+    /// [`LoraError::NoTargets`] without targets.
+    pub fn new<S: Into<String>>(
+        targets: impl IntoIterator<Item = S>,
+        rank: usize,
+        alpha: f64,
+    ) -> Result<Self> {
+        SettingError::check_positive("the rank of adapters", rank as f64)?;
+        SettingError::check_positive("the alpha of adapters", alpha)?;
+        let targets: Arc<[String]> = targets.into_iter().map(Into::into).collect();
+        if targets.is_empty() {
+            return Err(LoraError::NoTargets.into());
+        }
+        Ok(Self { targets, rank, alpha, saved: None })
+    }
+
+    /// The adapters in a folder, as [`adapters`](Self::adapters) or PEFT saves them. Their
+    /// [`values`](Self::values) are read when a model is built.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Checkpoint`] if a file cannot be read, [`LoraError::Config`]
+    /// if the adapters are none of this kind (`DoRA`, biases, dropout, ranks by pattern), and those of
+    /// [`new`](Self::new).
+    pub fn open(folder: impl AsRef<Path>) -> Result<Self> {
+        let folder = folder.as_ref();
+        let Config { targets, rank, alpha } = Config::read(folder)?;
+        let saved = Weights::open(folder.join(FILE))?.without_prefix(FILE_PREFIX);
+        Ok(Self { saved: Some(Arc::new(saved)), ..Self::new(targets, rank, alpha)? })
+    }
+
+    /// The names of the layers that have adapters.
+    pub fn targets(&self) -> &[String] {
+        &self.targets
+    }
+
+    /// The rank of the adapters: the rows of A, and the columns of B.
+    pub fn rank(&self) -> usize {
+        self.rank
+    }
+
+    /// The `alpha` of the factor `alpha / rank`.
+    pub fn alpha(&self) -> f64 {
+        self.alpha
+    }
+
+    /// The factor of `B · A`.
+    pub(crate) fn scale(&self) -> f64 {
+        self.alpha / self.rank as f64
+    }
+
+    /// The constructor of a model with adapters, of the constructor of the model: for
+    /// [`FullyShard::builder`](crate::FullyShard::builder) and [`Units::of`](crate::Units::of).
+    ///
+    /// It makes no model, since the sum in it would not follow what is trained: [`unit`](Self::unit)
+    /// makes it anew wherever it is used.
+    ///
+    /// # Errors
+    ///
+    /// In the returned function, those of `build`, and wrapped in candle's error
+    /// [`LoraError::Unmatched`] and
+    /// [`LoraError::NoMatrix`]; of adapters that were
+    /// [opened](Self::open) also [`ParameterError::Weights`] and [`ParameterError::Shape`], if they are
+    /// not those of the model.
+    pub fn adapt<M>(
+        &self,
+        build: impl Fn(VarBuilder<'_>) -> CandleResult<M>,
+    ) -> impl Fn(VarBuilder<'_>) -> CandleResult<()> {
+        let lora = self.clone();
+        move |vb| {
+            let declaring = Declaring::new(&lora, vb);
+            build(declaring.builder())?;
+            let adapters = declaring.into_adapters()?;
+            match &lora.saved {
+                Some(saved) => Ok(saved.check_fits(&adapters, Allowed::default())?),
+                None => Ok(()),
+            }
+        }
+    }
+
+    /// A function for [`Units::unit`](crate::Units::unit) whose layers find the sum of weight and
+    /// adapter where `f` asks for the weight.
+    pub fn unit<X, R, F>(
+        &self,
+        f: F,
+    ) -> impl Fn(VarBuilder<'_>, &X) -> CandleResult<R> + Clone + Send + Sync + use<X, R, F>
+    where
+        F: Fn(VarBuilder<'_>, &X) -> CandleResult<R> + Clone + Send + Sync,
+    {
+        let (rank, scale) = (self.rank, self.scale());
+        move |vb, x| f(Composing::builder(vb, rank, scale), x)
+    }
+
+    /// A linear layer of weight, bias and adapter, for models of one's own: whatever its name, it has
+    /// an adapter.
+    ///
+    /// # Errors
+    ///
+    /// If the parameters cannot be loaded.
+    ///
+    /// # Examples
+    ///
+    /// ```
+    /// use candle_core::{DType, Device};
+    /// use dist_train::{Lora, declare};
+    ///
+    /// let lora = Lora::new(["up"], 2, 4.0)?;
+    /// let parameters = declare(|vb| lora.linear(8, 3, vb.pp("up")), DType::F32, &Device::Cpu)?;
+    /// let names: Vec<&str> = parameters.iter().map(|declared| declared.name.as_str()).collect();
+    /// assert_eq!(names, ["up.weight", "up.bias", "up.lora_A.weight", "up.lora_B.weight"]);
+    /// # Ok::<(), Box<dyn std::error::Error>>(())
+    /// ```
+    #[expect(clippy::needless_pass_by_value, reason = "as candle's layers are made")]
+    pub fn linear(
+        &self,
+        in_dim: usize,
+        out_dim: usize,
+        vb: VarBuilder<'_>,
+    ) -> CandleResult<LoraLinear> {
+        let base = fused_ops::layers::linear(in_dim, out_dim, vb.clone())?;
+        LoraLinear::new(self, base, &vb)
+    }
+
+    /// [`linear`](Self::linear) without a bias.
+    ///
+    /// # Errors
+    ///
+    /// If the parameters cannot be loaded.
+    #[expect(clippy::needless_pass_by_value, reason = "as candle's layers are made")]
+    pub fn linear_no_bias(
+        &self,
+        in_dim: usize,
+        out_dim: usize,
+        vb: VarBuilder<'_>,
+    ) -> CandleResult<LoraLinear> {
+        let base = fused_ops::layers::linear_no_bias(in_dim, out_dim, vb.clone())?;
+        LoraLinear::new(self, base, &vb)
+    }
+
+    /// The values of adapters that were [opened](Self::open), for
+    /// [`init_with`](crate::DataParallelBuilder::init_with); all else is to come from
+    /// [`weights`](crate::DataParallelBuilder::weights).
+    ///
+    /// # Errors
+    ///
+    /// In the returned function [`ParameterError::Missing`] for a parameter that is none of theirs,
+    /// and if the file cannot be read.
+    pub fn values(
+        &self,
+    ) -> impl Fn(&Declared, Range<usize>) -> CandleResult<Tensor> + Send + Sync + 'static {
+        let saved = self.saved.clone();
+        move |declared, range| {
+            let items = match &saved {
+                Some(saved) => saved.items(declared, range, &Device::Cpu)?,
+                None => None,
+            };
+            let name = || declared.name.clone();
+            items.ok_or_else(|| Error::from(ParameterError::Missing { name: name() }).into())
+        }
+    }
+
+    /// The files of the adapters alone, which PEFT reads: for
+    /// [`DataParallel::save_pretrained`](crate::DataParallel::save_pretrained) and
+    /// [`FullyShard::save_pretrained`](crate::FullyShard::save_pretrained), `adapter_model.safetensors`
+    /// and `adapter_config.json`.
+    #[must_use]
+    pub fn adapters(&self) -> PretrainedFiles {
+        PretrainedFiles::of(Content::Adapters(self.clone()))
+    }
+
+    /// The files of a model whose weights are the sums, with the names and shapes of one without
+    /// adapters (PEFT's `merge_and_unload`). Halves are added up in single precision.
+    #[must_use]
+    pub fn merged(&self) -> PretrainedFiles {
+        PretrainedFiles::of(Content::Merged(self.clone()))
+    }
+}
+
+impl PartialEq for Lora {
+    /// Whether the same layers have the same adapters, whatever values they begin with.
+    fn eq(&self, other: &Self) -> bool {
+        let Self { targets, rank, alpha, saved: _ } = self;
+        (targets, rank, alpha) == (&other.targets, &other.rank, &other.alpha)
+    }
+}
