@@ -262,7 +262,8 @@ fn run_of(dir: &Path) -> [Form; 4] {
     let first = at("first");
     text(&[&train[..], &["--out", &first]].concat());
     let clipped = ["--max-grad-norm", "1", "--weights", &first, "--out", &out];
-    text(&[&train[..], &sharded, &learns, &clipped].concat());
+    let adapted = ["--lora", "2", "--lora-alpha", "3"];
+    text(&[&train[..], &sharded, &learns, &clipped, &adapted].concat());
     let run = Path::new(&out);
     let metrics = fs::read_to_string(run.join("metrics.jsonl")).unwrap();
     let mut checkpoints: Vec<_> = fs::read_dir(run.join("checkpoints"))

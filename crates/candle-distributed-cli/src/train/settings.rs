@@ -7,9 +7,9 @@ use serde::{Deserialize, Serialize};
 
 use crate::{
     error::{Error, Result},
-    input, output,
+    hint, input, output,
     train::{
-        model::{Config, MODEL},
+        model::{Config, MODEL, Transformer},
         pretrained::Pretrained,
         recipe::Recipe,
         session::Session,
@@ -83,7 +83,20 @@ impl Settings {
             )));
         }
         self.config().check()?;
-        self.recipe.check(self.steps)
+        self.recipe.check(self.steps)?;
+        self.check_weights()
+    }
+
+    /// Refuses adapters of parameters that have learnt nothing.
+    pub(crate) fn check_weights(&self) -> Result<()> {
+        match (self.recipe.lora, &self.weights) {
+            (Some(rank), None) => {
+                let missing =
+                    format!("--lora {rank} needs the --weights that its adapters are for");
+                Err(Error::usage(missing).hinted(hint::WEIGHTS))
+            }
+            _ => Ok(()),
+        }
     }
 
     /// Writes the settings of the run in `path`.
@@ -105,6 +118,11 @@ impl Settings {
     /// The sizes of the model. Early versions, which do not record them, trained this one alone.
     pub(crate) fn config(&self) -> Config {
         self.model.unwrap_or(MODEL)
+    }
+
+    /// The model.
+    pub(crate) fn transformer(&self) -> Result<Transformer> {
+        Ok(Transformer { config: self.config(), lora: self.recipe.adapters()? })
     }
 
     /// A hash of all that decides about the parameters after each step, in hexadecimal digits.

@@ -7,7 +7,7 @@ use candle_distributed::{
         cost::{CostModel, PlanCost, RankCost, Runtime},
         strategy::{Full, Hsdp, ShardingStrategy},
     },
-    train,
+    train::{self, Lora},
     types::WorldSize,
 };
 use clap::ValueEnum;
@@ -16,7 +16,7 @@ use serde::{Deserialize, Serialize};
 use crate::{
     error::Result,
     strategy::Strategy,
-    train::model::{self, Config},
+    train::model::{self, Transformer},
 };
 
 /// How a run is sharded, as `run.json` records it.
@@ -140,16 +140,22 @@ fn largest(cost: &PlanCost) -> u128 {
     cost.ranks.iter().map(RankCost::total_bytes).fold(0, u128::max)
 }
 
-/// The parameters of a model of these sizes, in the order of their names. They take no memory.
-pub(crate) fn parameters_of(config: Config) -> Result<Vec<ParameterInfo>> {
-    let mut declared = train::declare(|vb| model::build(config, &vb), DType::F32, &Device::Cpu)?;
+/// The parameters of a model, in the order of their names. They take no memory.
+pub(crate) fn parameters_of(model: &Transformer) -> Result<Vec<ParameterInfo>> {
+    let mut declared = train::declare(|vb| model.build(&vb), DType::F32, &Device::Cpu)?;
     declared.sort_by(|left, right| left.name.cmp(&right.name));
     let info = |declared: train::Declared| {
         let shape = declared.shape.dims().iter().map(|&size| size as u64);
         let info = ParameterInfo::new(declared.name, shape.collect::<Vec<_>>(), ElemType::F32)?;
-        Ok(with_unit(info))
+        let is_trained = model.lora.is_none() || is_of_adapter(info.name());
+        Ok(with_unit(info.with_requires_grad(is_trained)))
     };
     declared.into_iter().map(info).collect()
+}
+
+/// Whether a parameter belongs to an adapter.
+fn is_of_adapter(name: &str) -> bool {
+    name.split('.').any(|part| Lora::PATTERNS.contains(&part))
 }
 
 /// A parameter of the model in its unit.

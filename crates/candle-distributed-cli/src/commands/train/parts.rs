@@ -87,13 +87,9 @@ impl ShardingArgs {
 
     /// The options as they are typed when the run is resumed, each with a space before it.
     pub(super) fn typed(&self) -> String {
-        let mut typed = self.what.typed();
-        if let Some(keep) = self.keep {
-            typed += &format!(" --keep {}", help::typed(keep));
-        }
-        if self.optimizer_in_backward {
-            typed += " --optimizer-in-backward";
-        }
-        typed
+        let keep = self.keep.map(|keep| format!(" --keep {}", help::typed(keep)));
+        let in_backward = self.optimizer_in_backward.then(|| " --optimizer-in-backward".to_owned());
+        let options = [Some(self.what.typed()), keep, in_backward];
+        options.into_iter().flatten().collect()
     }
 }

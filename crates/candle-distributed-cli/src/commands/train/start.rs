@@ -220,14 +220,12 @@ impl Args {
     /// The settings of a run that is resumed, where its files are now.
     fn again(&self, known: Settings) -> Result<Settings> {
         let moved = self.weights.as_deref();
-        let weights = match &known.weights {
-            Some(weights) => Some(weights.again(moved)?),
-            None => {
-                agrees("weights", moved.map(Path::to_string_lossy).as_deref(), None)?;
-                None
-            }
-        };
-        Ok(Settings { weights, ..known })
+        if let Some(weights) = &known.weights {
+            let weights = Some(weights.again(moved)?);
+            return Ok(Settings { weights, ..known });
+        }
+        agrees("weights", moved.map(Path::to_string_lossy).as_deref(), None)?;
+        Ok(known)
     }
 
     /// The settings of a new run.
@@ -237,7 +235,7 @@ impl Args {
             return Err(Error::usage("--steps 0 trains nothing, it must be at least 1"));
         }
         self.recipe.check(steps)?;
-        Ok(Settings {
+        let settings = Settings {
             format_version: FORMAT_VERSION,
             seed: self.seed.unwrap_or(0),
             steps,
@@ -251,13 +249,15 @@ impl Args {
             sessions: vec![],
             identity: None,
             model_fingerprint: None,
-        })
+        };
+        settings.check_weights()?;
+        Ok(settings)
     }
 
     /// Checks that the memory that this process will probably take is there.
     fn check_memory(&self, place: Place, beginning: &Beginning) -> Result<()> {
         let (_, batches) = beginning.schedule.first_epoch()?;
-        let parameters = sharding::parameters_of(beginning.settings.config())?;
+        let parameters = sharding::parameters_of(&beginning.settings.transformer()?)?;
         let work = work_of(beginning, &parameters, &batches, place, self.check);
         let needed = work.predicted()?.total();
         tracing::info!("this process will take about {}", HumanBytes(needed.into()));
