@@ -58,6 +58,7 @@ pub struct FullyShardBuilder<'a, B> {
     weights: Option<PathBuf>,
     units: UnitRules,
     keeps: KeepRules,
+    prefetch: usize,
     accumulation: Accumulation,
     updates_in_backward: bool,
     plan: Plan,
@@ -102,6 +103,7 @@ impl<'a, B> FullyShardBuilder<'a, B> {
             weights: None,
             units: UnitRules::new(),
             keeps: KeepRules::default(),
+            prefetch: 0,
             accumulation: Accumulation::default(),
             updates_in_backward: false,
             plan: Plan::By(Box::new(Full::default())),
@@ -154,6 +156,20 @@ impl<'a, B> FullyShardBuilder<'a, B> {
     pub fn keep_unit(mut self, pattern: impl Into<String>, keep: Keep) -> Self {
         self.keeps.add(pattern.into(), keep);
         self
+    }
+
+    /// Sets how many units are gathered ahead of the one in use; 0 by default.
+    ///
+    /// The next ones are those that the batch before has gathered after this one, in the forward and
+    /// in the backward pass, so from the second batch on. One that goes another way has nothing
+    /// gathered ahead. Gradients of a unit are then summed while the backward pass of the next one
+    /// runs. Up to so many units more are in memory. The bits are the same.
+    ///
+    /// It hides the time of a network behind the computation. Between threads of one process there
+    /// is no network, and nothing is gained. (`forward_prefetch` and `backward_prefetch` in PyTorch,
+    /// `stage3_prefetch_bucket_size` in DeepSpeed.)
+    pub fn prefetch(self, units: usize) -> Self {
+        Self { prefetch: units, ..self }
     }
 
     /// Sets when the gradients of [accumulated](FullyShard::accumulate) batches are summed; by
@@ -442,6 +458,7 @@ impl<'a, B> FullyShardBuilder<'a, B> {
             ("unit", sync::of_debug(&self.units)),
             // Before the plan, which has it too.
             ("keep", sync::of_debug(keeps)),
+            ("prefetch", self.prefetch as u64),
             ("accumulation", sync::of_debug(&self.accumulation)),
             ("optimizer_in_backward", self.updates_in_backward.into()),
             ("strategy", sync::of_debug(plan)),
@@ -475,6 +492,8 @@ impl<'a, B> FullyShardBuilder<'a, B> {
             dtype: self.dtype,
             accumulation: self.accumulation,
             updates_in_backward: self.updates_in_backward,
+            prefetch: self.prefetch,
+            orders: Mutex::default(),
             repeatable: Mutex::default(),
         })
     }
@@ -514,6 +533,7 @@ impl<B> fmt::Debug for FullyShardBuilder<'_, B> {
             .field("weights", &self.weights)
             .field("units", &self.units)
             .field("keeps", &self.keeps)
+            .field("prefetch", &self.prefetch)
             .field("accumulation", &self.accumulation)
             .field("updates_in_backward", &self.updates_in_backward)
             .field("choices", &self.choices)

@@ -10,7 +10,7 @@ use fsdp_plan::ElemType;
 
 use crate::{
     error::training::TrainingError,
-    fsdp::{accumulation::Accumulation, keep::Keep},
+    fsdp::{accumulation::Accumulation, ahead::Order, keep::Keep},
     sharded::ShardedVars,
     step::inventory::Inventory,
     units::rules::Member,
@@ -27,8 +27,19 @@ pub(crate) struct Model {
     pub(super) accumulation: Accumulation,
     /// Whether optimizers run inside the backward pass.
     pub(super) updates_in_backward: bool,
+    /// How many units are gathered ahead of the one in use.
+    pub(super) prefetch: usize,
+    /// What the last batches have gathered.
+    pub(super) orders: Mutex<Orders>,
     /// The units that had the same result both times in all passes of a step.
     pub(super) repeatable: Mutex<BTreeSet<String>>,
+}
+
+/// The units that batches gather one after the other.
+#[derive(Debug, Default)]
+pub(super) struct Orders {
+    training: Order,
+    evaluation: Order,
 }
 
 /// Parameters that are gathered together.
@@ -60,6 +71,24 @@ impl Model {
     /// Notes the units of a step in which all of them were seen to be repeatable.
     pub(super) fn note_repeatable(&self, units: Vec<String>) {
         self.repeatable().extend(units);
+    }
+
+    /// What the last batch that was differentiated, or was not, has gathered.
+    pub(super) fn order(&self, is_training: bool) -> Order {
+        let orders = self.orders();
+        Arc::clone(if is_training { &orders.training } else { &orders.evaluation })
+    }
+
+    /// Notes what a batch has gathered; nothing if it failed, since other processes may have come
+    /// further, and all expect the same.
+    pub(super) fn note_order(&self, is_training: bool, order: Option<Order>) {
+        let mut orders = self.orders();
+        let noted = if is_training { &mut orders.training } else { &mut orders.evaluation };
+        *noted = order.unwrap_or_default();
+    }
+
+    fn orders(&self) -> MutexGuard<'_, Orders> {
+        self.orders.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// A set is whole whoever panicked beside it.

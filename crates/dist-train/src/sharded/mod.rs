@@ -3,7 +3,7 @@
 mod axes;
 pub(crate) mod describe;
 mod runs;
-mod units;
+pub(crate) mod units;
 
 use std::{collections::BTreeMap, ops::Range, sync::Arc};
 

@@ -8,7 +8,7 @@ use fsdp_plan::{
     ShardingPlan,
     cost::{CostModel, Runtime, Transfer, UnitSchedule},
 };
-use pmap_mesh::{ALL, Replica, Run, RunLayout};
+use pmap_mesh::{ALL, Pending, Replica, Run, RunLayout};
 
 use super::{ShardedVars, check_shape, runs, unknown};
 use crate::{
@@ -35,6 +35,32 @@ pub(super) struct Unit {
 struct Lists {
     params: Vec<usize>,
     layout: RunLayout,
+}
+
+/// A unit that is being gathered.
+#[derive(Debug)]
+pub(crate) struct UnderWay {
+    unit: String,
+    /// Nothing where none of its parameters is cut.
+    pending: Option<Pending<Vec<Var>>>,
+}
+
+/// A unit's gradients that are being summed.
+#[derive(Debug)]
+pub(crate) struct UnitSums {
+    pub(crate) unit: String,
+    /// The sums over a shard group for this slot's runs; nothing where none of the trained
+    /// parameters is cut.
+    of_runs: Option<Summing>,
+    /// The gradients of replicated parameters, which are summed at the end.
+    copies: Vec<Tensor>,
+}
+
+/// Sums over a shard group.
+#[derive(Debug)]
+enum Summing {
+    Done(Vec<Tensor>),
+    UnderWay(Pending<Vec<Tensor>>),
 }
 
 /// A unit's parameters, by all of their names.
@@ -180,13 +206,53 @@ impl ShardedVars {
         ctx: &Replica,
         unit: &str,
     ) -> candle_core::Result<BTreeMap<String, Var>> {
+        let gathered = match &self.unit(unit)?.gathered {
+            Some(Lists { params, layout }) => {
+                ctx.gather_runs(self.own_runs(ctx, params)?, layout, &self.0.axes.shard)?
+            }
+            None => Vec::new(),
+        };
+        self.named(ctx, unit, gathered)
+    }
+
+    /// Starts [`gather_unit`](Self::gather_unit), and does not wait for the others.
+    #[track_caller]
+    pub(crate) fn start_gather_unit(
+        &self,
+        ctx: &Replica,
+        name: &str,
+    ) -> candle_core::Result<UnderWay> {
+        let pending = match &self.unit(name)?.gathered {
+            Some(Lists { params, layout }) => {
+                let own = self.own_runs(ctx, params)?;
+                Some(ctx.start_gather_runs(own, layout, &self.0.axes.shard)?)
+            }
+            None => None,
+        };
+        Ok(UnderWay { unit: name.to_owned(), pending })
+    }
+
+    /// Every parameter of a unit by its name, when all have come.
+    pub(crate) fn finish_gather_unit(
+        &self,
+        ctx: &Replica,
+        under_way: UnderWay,
+    ) -> candle_core::Result<BTreeMap<String, Var>> {
+        let UnderWay { unit, pending } = under_way;
+        let gathered = pending.map_or_else(|| Ok(Vec::new()), Pending::wait)?;
+        self.named(ctx, &unit, gathered)
+    }
+
+    /// The variables of a unit by their names, given those that were gathered.
+    fn named(
+        &self,
+        ctx: &Replica,
+        unit: &str,
+        gathered: Vec<Var>,
+    ) -> candle_core::Result<BTreeMap<String, Var>> {
         let unit = self.unit(unit)?;
-        let mut wholes: BTreeMap<usize, Var> = BTreeMap::new();
-        if let Some(Lists { params, layout }) = &unit.gathered {
-            let own = self.own_runs(ctx, params)?;
-            let gathered = ctx.gather_runs(own, layout, &self.0.axes.shard)?;
-            wholes.extend(params.iter().copied().zip(gathered));
-        }
+        let params = unit.gathered.as_ref().map_or(&[][..], |lists| &lists.params);
+        let mut wholes: BTreeMap<usize, Var> = params.iter().copied().zip(gathered).collect();
         let mut named = BTreeMap::new();
         for (name, param_idx) in &unit.names {
             let whole = match wholes.entry(*param_idx) {
@@ -274,23 +340,70 @@ impl ShardedVars {
         &self,
         ctx: &Replica,
         unit: &str,
-        mut grad: impl FnMut(&str) -> Option<Tensor>,
+        grad: impl FnMut(&str) -> Option<Tensor>,
     ) -> candle_core::Result<Vec<(usize, Tensor)>> {
-        let name = unit;
+        let sums = self.begin_sums(unit, grad, |grads, layout| {
+            Ok(Summing::Done(ctx.reduce_runs(grads, layout, &self.0.axes.shard)?))
+        })?;
+        self.finish_reduce_parts(ctx, sums)
+    }
+
+    /// Starts [`reduce_parts`](Self::reduce_parts), and does not wait for the others.
+    #[track_caller]
+    pub(crate) fn start_reduce_parts(
+        &self,
+        ctx: &Replica,
+        unit: &str,
+        grad: impl FnMut(&str) -> Option<Tensor>,
+    ) -> candle_core::Result<UnitSums> {
+        self.begin_sums(unit, grad, |grads, layout| {
+            Ok(Summing::UnderWay(ctx.start_reduce_runs(grads, layout, &self.0.axes.shard)?))
+        })
+    }
+
+    /// Hands in the gradients of a unit's parameters: those that are cut, for a shard group to sum.
+    fn begin_sums(
+        &self,
+        name: &str,
+        mut grad: impl FnMut(&str) -> Option<Tensor>,
+        sum: impl FnOnce(Vec<Tensor>, &RunLayout) -> candle_core::Result<Summing>,
+    ) -> candle_core::Result<UnitSums> {
         let unit = self.unit(name)?;
+        let of_runs = match &unit.reduced {
+            Some(Lists { params, layout }) => {
+                Some(sum(self.grads(&unit.names, params, &mut grad)?, layout)?)
+            }
+            None => None,
+        };
+        let copies = self.grads(&unit.names, &unit.copies, &mut grad)?;
+        Ok(UnitSums { unit: name.to_owned(), of_runs, copies })
+    }
+
+    /// The sums of a unit's gradients, when all have come; with the positions of this slot's
+    /// variables.
+    #[track_caller]
+    pub(crate) fn finish_reduce_parts(
+        &self,
+        ctx: &Replica,
+        sums: UnitSums,
+    ) -> candle_core::Result<Vec<(usize, Tensor)>> {
+        let UnitSums { unit: name, of_runs, copies } = sums;
+        let unit = self.unit(&name)?;
         let mut sums = Vec::new();
-        if let Some(Lists { params, layout }) = &unit.reduced {
-            let grads = self.grads(&unit.names, params, &mut grad)?;
-            let reduced = self.reduce_runs(ctx, grads, layout)?;
+        if let (Some(Lists { params, layout }), Some(of_runs)) = (&unit.reduced, of_runs) {
+            let of_group = match of_runs {
+                Summing::Done(sums) => sums,
+                Summing::UnderWay(pending) => pending.wait()?,
+            };
+            let reduced = self.over_replicas(ctx, of_group, layout)?;
             sums.extend(self.own_positions(ctx, params)?.into_iter().zip(reduced));
         }
-        if !unit.copies.is_empty() {
-            let grads = self.grads(&unit.names, &unit.copies, &mut grad)?;
-            let all: Vec<usize> = (0..grads.len()).collect();
+        if !copies.is_empty() {
+            let all: Vec<usize> = (0..copies.len()).collect();
             let positions = self.own_positions(ctx, &unit.copies)?;
             // The name: nothing of a unit that is not cut is gathered, so nothing before has told a
             // replica that others have entered another one.
-            let copies = ctx.psum_named(name, grads, &all, ALL)?;
+            let copies = ctx.psum_named(&name, copies, &all, ALL)?;
             for (position, sum) in positions.into_iter().zip(copies) {
                 sums.push((position, sum.flatten_all()?));
             }
@@ -307,6 +420,17 @@ impl ShardedVars {
         layout: &RunLayout,
     ) -> candle_core::Result<Vec<Tensor>> {
         let sums = ctx.reduce_runs(grads, layout, &self.0.axes.shard)?;
+        self.over_replicas(ctx, sums, layout)
+    }
+
+    /// The sums of all shard groups, given those of this replica's, for its runs of a layout.
+    #[track_caller]
+    fn over_replicas(
+        &self,
+        ctx: &Replica,
+        sums: Vec<Tensor>,
+        layout: &RunLayout,
+    ) -> candle_core::Result<Vec<Tensor>> {
         match &self.0.axes.replica {
             // Whoever has nothing is not waited for: the same slots of other groups have nothing.
             Some(axes) if !sums.is_empty() => {

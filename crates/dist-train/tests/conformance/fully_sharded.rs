@@ -86,6 +86,11 @@ pub(super) fn run(engine: &impl Engine, ranks: usize) {
         assert_same(&trained(&tested, LayerWise::default(), keep).0, &expected);
     }
     assert_same(&trained(&threads, Full::default(), Keep::Inputs).0, &expected);
+    for prefetch in [1, 2] {
+        for keep in [Keep::Inputs, Keep::Graph, Keep::Gathered] {
+            assert_same(&ahead(&tested, keep, prefetch), &expected);
+        }
+    }
     in_backward(&tested, &expected);
     accumulated(&tested, &threads);
     traffic(&tested, Box::new(Full::default()));
@@ -93,6 +98,17 @@ pub(super) fn run(engine: &impl Engine, ranks: usize) {
     checkpoints(&tested, &threads);
     refusals(&tested);
     weights(&tested);
+}
+
+/// The losses of some steps with units gathered ahead, and the parameters.
+fn ahead(mesh: &DeviceMesh, keep: Keep, prefetch: usize) -> Vec<Tensor> {
+    let builder = FullyShard::builder(mesh, build).unit_rules(rules()).keep(keep);
+    let mut model = builder.prefetch(prefetch).build(adam).unwrap();
+    let step = |step| number(model.step(batch(mesh, step), loss).unwrap().loss);
+    let mut all: Vec<Tensor> = (0..5).map(step).collect();
+    all.push(number(model.evaluate(batch(mesh, 9), loss).unwrap().loss));
+    all.extend(names().iter().map(|name| model.gather(name).unwrap()));
+    all
 }
 
 /// Optimizers that run inside the backward pass leave the bits of those that run after it.

@@ -122,7 +122,7 @@ fn frozen(vb: VarBuilder<'_>, x: &Tensor) -> Result<Tensor> {
 }
 
 /// How many units are gathered at the same time, at most.
-fn gathered_at_once(slots: usize, keep: Keep) -> usize {
+fn gathered_at_once(slots: usize, keep: Keep, prefetch: usize) -> usize {
     let blocks = 6;
     let mesh = DeviceMesh::cpu(slots).unwrap();
     let build = |vb: VarBuilder<'_>| {
@@ -133,6 +133,7 @@ fn gathered_at_once(slots: usize, keep: Keep) -> usize {
     };
     let make = || {
         let builder = FullyShard::builder(&mesh, build).freeze(["**.fixed"]).keep(keep);
+        let builder = builder.prefetch(prefetch);
         builder.build(adam).unwrap()
     };
     let loss = |_: &Replica, model: &Units, mut x: Tensor| {
@@ -154,8 +155,14 @@ fn gathered_at_once(slots: usize, keep: Keep) -> usize {
 fn one_unit_is_gathered_at_a_time_unless_it_is_kept() {
     let _alone = alone();
     for slots in [2, 3] {
-        assert_eq!(gathered_at_once(slots, Keep::Inputs), 1, "{slots} slots");
-        assert_eq!(gathered_at_once(slots, Keep::Graph), 1, "{slots} slots");
-        assert_eq!(gathered_at_once(slots, Keep::Gathered), 6, "{slots} slots");
+        assert_eq!(gathered_at_once(slots, Keep::Inputs, 0), 1, "{slots} slots");
+        assert_eq!(gathered_at_once(slots, Keep::Graph, 0), 1, "{slots} slots");
+        assert_eq!(gathered_at_once(slots, Keep::Gathered, 0), 6, "{slots} slots");
+        for prefetch in [1, 2] {
+            for keep in [Keep::Inputs, Keep::Graph] {
+                let found = gathered_at_once(slots, keep, prefetch);
+                assert!(found <= prefetch + 1, "{slots} slots, {keep:?}: {found} for {prefetch}");
+            }
+        }
     }
 }
