@@ -257,7 +257,7 @@ fn run_of(dir: &Path) -> [Form; 4] {
     ];
     fs::write(&data, "What a run writes.\n\nAnd what it has written.").unwrap();
     let train = ["train", "--data", &data, "--steps", "3", "--checkpoint-every", "1"];
-    let sharded = ["--strategy", "full", "--replicas", "2"];
+    let sharded = ["--strategy", "full", "--replicas", "2", "--prefetch", "1"];
     let learns = ["--lr-schedule", "cosine", "--warmup-steps", "1", "--min-lr-rate", "0.1"];
     let first = at("first");
     text(&[&train[..], &["--out", &first]].concat());

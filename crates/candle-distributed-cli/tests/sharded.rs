@@ -40,6 +40,8 @@ fn losses_and_model_do_not_depend_on_what_goes_where() {
             &["--strategy", "full"][..],
             &["--strategy", "full", "--keep", "gathered"],
             &["--strategy", "layer-wise", "--keep", "graph"],
+            &["--strategy", "full", "--prefetch", "1"],
+            &["--strategy", "full", "--keep", "graph", "--prefetch", "2"],
             &["--strategy", "full", "--layout", "flat"],
             &["--strategy", "full", "--layout", "flat-aligned"],
             &["--strategy", "full", "--layout", "row-ragged", "--block-size", "3"],
@@ -165,12 +167,13 @@ fn a_report_says_how_a_run_was_sharded() {
     let out = home.path("run");
     let args = ["train", "--data", &data, "--steps", "2", "--out", &out];
     let sharded = ["--strategy", "full", "--layout", "row-ragged", "--keep", "graph"];
-    let copies = ["--replicas", "2", "--optimizer-in-backward"];
+    let copies = ["--replicas", "2", "--optimizer-in-backward", "--prefetch", "2"];
     text(&[&args[..], &sharded, &copies, &["--lr-schedule", "cosine"]].concat());
     text(&["report", &out]);
     let page = fs::read_to_string(home.at("run").join("report.html")).unwrap();
     for words in [
-        "2 devices, sharded by full in 2 copies, where units keep their graphs and are updated",
+        "2 devices, sharded by full, where units keep their graphs, in 2 copies, with 2 units \
+         gathered ahead, with the optimizer inside",
         "planned calls",
         "gathered parameters",
         "lr-schedule",
@@ -214,6 +217,7 @@ fn options_that_make_no_sense_together_are_refused() {
     for (args, words) in [
         (&["--keep", "inputs"][..], &["--keep needs a --strategy"][..]),
         (&["--replicas", "1"], &["--replicas needs a --strategy"]),
+        (&["--prefetch", "1"], &["--prefetch needs a --strategy"]),
         (&["--optimizer-in-backward"], &["--optimizer-in-backward needs a --strategy"]),
         (&["--layout", "flat"], &["--layout needs --strategy full"]),
         (&["--rules", "rules.json"], &["--rules needs --strategy hybrid"]),

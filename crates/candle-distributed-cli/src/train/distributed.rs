@@ -181,7 +181,8 @@ impl Held {
         let mut builder = FullyShard::builder(mesh, build(transformer))
             .unit_rules(model::units())
             .plan(sharding.plan(&parameters, world_size)?)
-            .keep(sharding.keep.into());
+            .keep(sharding.keep.into())
+            .prefetch(sharding.prefetch);
         if sharding.optimizer_in_backward {
             builder = builder.optimizer_in_backward();
         }

@@ -27,6 +27,9 @@ pub(crate) struct Sharding {
     /// The number of copies of the model, each sharded over its own part of the devices.
     #[serde(default = "one", skip_serializing_if = "is_one")]
     pub(crate) replicas: u64,
+    /// The number of units gathered ahead.
+    #[serde(default, skip_serializing_if = "is_zero")]
+    pub(crate) prefetch: usize,
     /// Whether optimizers ran inside the backward pass.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub(crate) optimizer_in_backward: bool,
@@ -39,6 +42,11 @@ fn one() -> u64 {
 #[expect(clippy::trivially_copy_pass_by_ref, reason = "serde passes references")]
 fn is_one(number: &u64) -> bool {
     *number == 1
+}
+
+#[expect(clippy::trivially_copy_pass_by_ref, reason = "serde passes references")]
+fn is_zero(number: &usize) -> bool {
+    *number == 0
 }
 
 /// What units keep between the forward and the backward pass.
@@ -105,11 +113,9 @@ pub(crate) fn plan(
 /// What the plan of a run is priced by: the runtime that carries it out here.
 pub(crate) fn cost_model(sharding: Option<&Sharding>) -> CostModel {
     let model = CostModel::default().with_runtime(Runtime::Candle);
-    if sharding.is_some_and(|sharding| sharding.optimizer_in_backward) {
-        model.with_optimizer_in_backward()
-    } else {
-        model
-    }
+    let Some(sharding) = sharding else { return model };
+    let model = model.with_prefetch(sharding.prefetch as u64);
+    if sharding.optimizer_in_backward { model.with_optimizer_in_backward() } else { model }
 }
 
 /// The bytes of parameters, gradients and optimizer state.
@@ -177,6 +183,7 @@ mod tests {
                 strategy: Strategy::Full(Layout::Dim0),
                 keep: Keep::Inputs,
                 replicas: 1,
+                prefetch: 0,
                 optimizer_in_backward: false,
             }
         }
@@ -186,7 +193,8 @@ mod tests {
     fn what_is_as_usual_is_not_recorded() {
         let full = Sharding::full();
         assert_eq!(full.words(), r#"{"strategy":{"full":"dim0"},"keep":"inputs"}"#);
-        let other = Sharding { replicas: 2, optimizer_in_backward: true, ..full.clone() };
+        let other =
+            Sharding { replicas: 2, prefetch: 1, optimizer_in_backward: true, ..full.clone() };
         for sharding in [full, other] {
             assert_eq!(serde_json::from_str::<Sharding>(&sharding.words()).unwrap(), sharding);
         }

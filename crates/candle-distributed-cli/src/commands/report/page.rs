@@ -254,14 +254,23 @@ fn how_sharded(sharding: &sharding::Sharding) -> String {
         sharding::Keep::Graph => "graphs",
         sharding::Keep::Gathered => "parameters",
     };
-    let copies = match sharding.replicas {
-        1 => String::new(),
-        replicas => format!(" in {replicas} copies"),
-    };
-    let updated =
-        if sharding.optimizer_in_backward { " and are updated on the way back" } else { "" };
     let strategy = sharding.strategy.name();
-    format!(", sharded by {strategy}{copies}, where units keep their {keep}{updated},")
+    let of_copies = match sharding.replicas {
+        1 => String::new(),
+        replicas => format!(", in {replicas} copies"),
+    };
+    let ahead = match sharding.prefetch {
+        0 => String::new(),
+        units => format!(", with {units} units gathered ahead"),
+    };
+    let in_backward = if sharding.optimizer_in_backward {
+        ", with the optimizer inside the backward pass"
+    } else {
+        ""
+    };
+    format!(
+        ", sharded by {strategy}, where units keep their {keep}{of_copies}{ahead}{in_backward},"
+    )
 }
 
 fn training(facts: &Facts) -> Result<Markup> {

@@ -21,6 +21,9 @@ pub(super) struct ShardingArgs {
     /// inputs]
     #[arg(long, value_enum, help_heading = "What goes where")]
     keep: Option<Keep>,
+    /// Number of units gathered ahead of the one in use, while that is computed [default: 0]
+    #[arg(long, value_name = "UNITS", help_heading = "What goes where")]
+    prefetch: Option<usize>,
     /// Run the optimizer of each unit of a sharded model inside the backward pass, so that
     /// gradients of all of it are never there at once
     #[arg(long, visible_alias = "optimizer-in-bwd", help_heading = "What goes where")]
@@ -48,6 +51,7 @@ impl ShardingArgs {
             strategy,
             keep: self.keep.unwrap_or_default(),
             replicas,
+            prefetch: self.prefetch.unwrap_or(0),
             optimizer_in_backward: self.optimizer_in_backward,
         }))
     }
@@ -80,6 +84,7 @@ impl ShardingArgs {
         let options = [
             ("--replicas", self.what.replicas.is_some()),
             ("--keep", self.keep.is_some()),
+            ("--prefetch", self.prefetch.is_some()),
             ("--optimizer-in-backward", self.optimizer_in_backward),
         ];
         options.into_iter().find_map(|(option, is_given)| is_given.then_some(option))
@@ -88,8 +93,9 @@ impl ShardingArgs {
     /// The options as they are typed when the run is resumed, each with a space before it.
     pub(super) fn typed(&self) -> String {
         let keep = self.keep.map(|keep| format!(" --keep {}", help::typed(keep)));
+        let prefetch = self.prefetch.map(|units| format!(" --prefetch {units}"));
         let in_backward = self.optimizer_in_backward.then(|| " --optimizer-in-backward".to_owned());
-        let options = [Some(self.what.typed()), keep, in_backward];
+        let options = [Some(self.what.typed()), keep, prefetch, in_backward];
         options.into_iter().flatten().collect()
     }
 }
