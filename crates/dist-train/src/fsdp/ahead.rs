@@ -87,7 +87,9 @@ mod tests {
             let Turn { begun, dropped, next } = ahead.turn(unit);
             assert!(begun.is_none_or(|begun| begun == *unit));
             let text = format!("{unit}: -{} +{}", dropped.join(" "), next.join(" "));
-            next.into_iter().for_each(|unit| ahead.begin(unit));
+            for unit in next {
+                ahead.begin(unit);
+            }
             assert!(ahead.under_way.len() <= ahead.depth);
             text
         };

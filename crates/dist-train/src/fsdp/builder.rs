@@ -35,7 +35,7 @@ use crate::{
     processes::agreed,
     progress::Progress,
     schedule::Schedule,
-    sharded::{OwnedPart, ShardedVars, describe::declared_infos},
+    sharded::{OwnedPart, ShardedVars, describe::declared_infos, precision::Precision},
     step::{
         inventory::Inventory,
         options::Options,
@@ -59,6 +59,7 @@ pub struct FullyShardBuilder<'a, B> {
     units: UnitRules,
     keeps: KeepRules,
     prefetch: usize,
+    precision: Precision,
     accumulation: Accumulation,
     updates_in_backward: bool,
     plan: Plan,
@@ -104,6 +105,7 @@ impl<'a, B> FullyShardBuilder<'a, B> {
             units: UnitRules::new(),
             keeps: KeepRules::default(),
             prefetch: 0,
+            precision: Precision::default(),
             accumulation: Accumulation::default(),
             updates_in_backward: false,
             plan: Plan::By(Box::new(Full::default())),
@@ -268,6 +270,47 @@ impl<'a, B> FullyShardBuilder<'a, B> {
         Self { dtype, ..self }
     }
 
+    /// Gathers parameters as `param_dtype`, in which units compute with them, and sums gradients as
+    /// `reduce_dtype`; what slots keep stays in the [type](Self::dtype) of parameters: parts, sums
+    /// and the optimizers' moments. (PyTorch's `MixedPrecisionPolicy(param_dtype, reduce_dtype)`.)
+    ///
+    /// With [`DType::BF16`] and [`DType::F32`] what is gathered takes half the memory and half the
+    /// time of a network. Builders in units then have `param_dtype`, and a loss casts what else it
+    /// computes with: `x.to_dtype(vb.dtype())`, and the logits before a cross-entropy to
+    /// [`DType::F32`].
+    ///
+    /// [`DataParallel`](crate::DataParallel) has the same bits with variables of
+    /// [`dtype`](crate::DataParallelBuilder::dtype) [`DType::BF16`]: [`AdamW`](crate::AdamW) and
+    /// [`Sgd`](crate::Sgd) round them from masters in single precision, and their gradients are
+    /// summed in it.
+    ///
+    /// # Examples
+    ///
+    /// ```
+    /// use candle_core::{DType, Device, Tensor};
+    /// use candle_nn::{Module, Optimizer, ParamsAdamW, VarBuilder, linear};
+    /// use dist_train::{AdamW, FullyShard, Units};
+    /// use pmap_mesh::{DeviceMesh, Replica};
+    ///
+    /// let mesh = DeviceMesh::cpu(2)?;
+    /// let mut model = FullyShard::builder(&mesh, |vb| linear(4, 4, vb.pp("0")))
+    ///     .mixed_precision(DType::BF16, DType::F32)
+    ///     .build(|group| AdamW::new(group.vars, ParamsAdamW::default()))?;
+    /// let loss = |_: &Replica, model: &Units, x: Tensor| {
+    ///     let layer = |vb: VarBuilder<'_>, x: &Tensor| {
+    ///         let dtype = vb.dtype();
+    ///         linear(4, 4, vb)?.forward(&x.to_dtype(dtype)?)
+    ///     };
+    ///     model.unit("0", &x, layer)?.to_dtype(DType::F32)?.sqr()?.mean_all()
+    /// };
+    /// model.step(Tensor::ones((6, 4), DType::F32, &Device::Cpu)?, loss)?;
+    /// assert_eq!(model.gather("0.weight")?.dtype(), DType::F32);
+    /// # Ok::<(), Box<dyn std::error::Error>>(())
+    /// ```
+    pub fn mixed_precision(self, param_dtype: DType, reduce_dtype: DType) -> Self {
+        Self { precision: Precision::mixed(param_dtype, reduce_dtype), ..self }
+    }
+
     /// Leaves the parameters that a pattern matches as they are: they are gathered, and have no
     /// gradient.
     pub fn freeze<S: Into<String>>(mut self, patterns: impl IntoIterator<Item = S>) -> Self {
@@ -402,6 +445,7 @@ impl<'a, B> FullyShardBuilder<'a, B> {
     {
         self.options.check()?;
         self.check_in_backward()?;
+        self.precision.check(self.options.allow_non_finite)?;
         let home = &self.mesh.devices()[0];
         let mut declared = declare(&self.model, self.dtype, home).map_err(cannot_build)?;
         declared.sort_by(|left, right| left.name.cmp(&right.name));
@@ -459,6 +503,7 @@ impl<'a, B> FullyShardBuilder<'a, B> {
             // Before the plan, which has it too.
             ("keep", sync::of_debug(keeps)),
             ("prefetch", self.prefetch as u64),
+            ("mixed_precision", sync::of_debug(&self.precision)),
             ("accumulation", sync::of_debug(&self.accumulation)),
             ("optimizer_in_backward", self.updates_in_backward.into()),
             ("strategy", sync::of_debug(plan)),
@@ -477,8 +522,10 @@ impl<'a, B> FullyShardBuilder<'a, B> {
             let initial = &initial;
             Ok(move |run| initial.items(declared, run, home))
         })?;
-        let vars =
-            vars.with_units(units.iter().map(|(unit, members)| (unit, names_of(members))))?;
+        let vars = vars.with_units(
+            units.iter().map(|(unit, members)| (unit, names_of(members))),
+            self.precision,
+        )?;
         let unit = |(name, members): (String, Vec<Member>)| {
             let members = of_roles(members, &inventory, &declared);
             let unit = Unit { members, keep: keeps[&name] };
@@ -489,7 +536,8 @@ impl<'a, B> FullyShardBuilder<'a, B> {
             vars,
             units,
             inventory: Arc::new(inventory),
-            dtype: self.dtype,
+            dtype: self.precision.gathered(self.dtype),
+            precision: self.precision,
             accumulation: self.accumulation,
             updates_in_backward: self.updates_in_backward,
             prefetch: self.prefetch,
@@ -534,6 +582,7 @@ impl<B> fmt::Debug for FullyShardBuilder<'_, B> {
             .field("units", &self.units)
             .field("keeps", &self.keeps)
             .field("prefetch", &self.prefetch)
+            .field("precision", &self.precision)
             .field("accumulation", &self.accumulation)
             .field("updates_in_backward", &self.updates_in_backward)
             .field("choices", &self.choices)

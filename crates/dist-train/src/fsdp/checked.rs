@@ -138,10 +138,13 @@ where
                 session.finish_gathering()?;
             }
             let computed = compute(ctx, &session, rules, here, wanted);
-            rules.refusal.outcome(computed.map(|Computed { mean, used, sums: of_slot }| {
-                *lock(&sums[ctx.local_index()]) = of_slot;
-                found.get_or_init(|| (mean, used));
-            }))
+            let outcome =
+                rules.refusal.outcome(computed.map(|Computed { mean, used, sums: of_slot }| {
+                    *lock(&sums[ctx.local_index()]) = of_slot;
+                    found.get_or_init(|| (mean, used));
+                }))?;
+            session.abandon()?;
+            Ok(outcome)
         });
         let call = model.options.cut(call).seed(model.progress.seed);
         let batch = tree::map(batch, Tensor::clone);

@@ -273,10 +273,12 @@ impl<O: Optimizer + Send + 'static> FullyShard<O> {
             entered.get_or_init(|| session.entered());
             let trained = slot::train(slot, ctx, &session, rules, here.into());
             note(&order, ctx, &session);
-            rules.refusal.outcome(trained.map(|(whole, aux)| {
+            let outcome = rules.refusal.outcome(trained.map(|(whole, aux)| {
                 report.get_or_init(|| whole);
                 aux
-            }))
+            }))?;
+            session.abandon()?;
+            Ok(outcome)
         });
         let call = self.options.cut(call).seed(self.progress.seed);
         let outcome = rules.refusal.of(call.call_at(self.progress.batches, batch));
@@ -361,7 +363,7 @@ impl<O> FullyShard<O> {
     }
 
     /// What the cost of the [plan](Self::plan) depends on besides it, as this model carries it out:
-    /// what its units keep, how many are gathered ahead, and when its optimizers run. The optimizer is taken to be Adam, and the
+    /// what its units keep, how many are gathered ahead, in which types, and when its optimizers run. The optimizer is taken to be Adam, and the
     /// activations are [to be told](CostModel::with_activations).
     ///
     /// # Examples
@@ -384,6 +386,7 @@ impl<O> FullyShard<O> {
             .with_runtime(Runtime::Candle)
             .with_prefetch(self.model.prefetch as u64)
             .with_kept_graphs(n_graphs as u64);
+        let cost = self.model.precision.of_cost(cost);
         if self.model.updates_in_backward { cost.with_optimizer_in_backward() } else { cost }
     }
 

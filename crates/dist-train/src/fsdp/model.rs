@@ -6,12 +6,13 @@ use std::{
 };
 
 use candle_core::DType;
-use fsdp_plan::ElemType;
 
 use crate::{
+    dtype::dtype_of,
     error::training::TrainingError,
     fsdp::{accumulation::Accumulation, ahead::Order, keep::Keep},
-    sharded::ShardedVars,
+    grad::is_half,
+    sharded::{ShardedVars, precision::Precision},
     step::inventory::Inventory,
     units::rules::Member,
 };
@@ -24,6 +25,7 @@ pub(crate) struct Model {
     pub(super) inventory: Arc<Inventory>,
     /// The type that builders have.
     pub(super) dtype: DType,
+    pub(super) precision: Precision,
     pub(super) accumulation: Accumulation,
     /// Whether optimizers run inside the backward pass.
     pub(super) updates_in_backward: bool,
@@ -96,12 +98,13 @@ impl Model {
         self.repeatable.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Whether a parameter is of half precision.
+    /// Whether a parameter is computed with in half precision.
     pub(super) fn has_halves(&self) -> bool {
         let parameters = self.vars.plan().parameters();
-        parameters
-            .iter()
-            .any(|parameter| matches!(parameter.info().dtype(), ElemType::F16 | ElemType::Bf16))
+        parameters.iter().any(|parameter| {
+            let held = dtype_of(parameter.info().dtype());
+            held.is_some_and(|held| is_half(self.precision.gathered(held)))
+        })
     }
 
     /// The units that have a parameter: several, if it is tied.

@@ -169,6 +169,16 @@ impl Session {
         self.drop_gathered(rest)
     }
 
+    /// Waits for all that is under way and of no use any more, where all replicas end a batch before
+    /// its end.
+    pub(super) fn abandon(&self) -> Result<()> {
+        self.finish_gathering()?;
+        match self.backward().under_way.take() {
+            Some(sums) => self.model().vars.finish_reduce_parts(&self.ctx, sums).map(drop),
+            None => Ok(()),
+        }
+    }
+
     /// The units that this batch has gathered, in their order.
     pub(super) fn order(&self) -> Order {
         self.ahead().order()

@@ -13,7 +13,8 @@ use pmap_mesh::{ALL, Pending, Replica, Run, RunLayout};
 use super::{ShardedVars, check_shape, runs, unknown};
 use crate::{
     error::{Error, Result, parameter::ParameterError},
-    grad::{widened, widened_dtype},
+    grad::widened_dtype,
+    sharded::precision::Precision,
 };
 
 /// What the plan's schedule says of a unit, ready to be carried out.
@@ -74,31 +75,36 @@ pub(super) fn of_plan(plan: &ShardingPlan) -> Result<BTreeMap<String, Unit>> {
         let param_idx = index_of(plan, info.name())?;
         names.entry(info.unit()).or_default().push((info.name().to_owned(), param_idx));
     }
-    scheduled(plan, names.into_iter().collect())
+    scheduled(plan, names.into_iter().collect(), Precision::default())
 }
 
 /// Units of other parameters than the plan says, each with the names of its own.
 pub(super) fn of_names<'a, N: Iterator<Item = &'a str>>(
     plan: &ShardingPlan,
     units: impl Iterator<Item = (&'a String, N)>,
+    precision: Precision,
 ) -> Result<BTreeMap<String, Unit>> {
     let unit = |(unit, names): (&'a String, N)| {
         let names = names.map(|name| Ok((name.to_owned(), index_of(plan, name)?)));
         Ok((unit.as_str(), names.collect::<Result<Vec<_>>>()?))
     };
-    scheduled(plan, units.map(unit).collect::<Result<_>>()?)
+    scheduled(plan, units.map(unit).collect::<Result<_>>()?, precision)
 }
 
 /// Each unit by its name, with what its part of the schedule says.
-fn scheduled<'a>(plan: &'a ShardingPlan, units: Vec<Names<'a>>) -> Result<BTreeMap<String, Unit>> {
+fn scheduled<'a>(
+    plan: &'a ShardingPlan,
+    units: Vec<Names<'a>>,
+    precision: Precision,
+) -> Result<BTreeMap<String, Unit>> {
     let params = |(unit, names): &Names<'a>| {
         let params: BTreeSet<usize> = names.iter().map(|(_, param_idx)| *param_idx).collect();
         (*unit, params.into_iter().collect())
     };
-    let model = CostModel::default().with_runtime(Runtime::Candle);
+    let model = precision.of_cost(CostModel::default().with_runtime(Runtime::Candle));
     let schedule = plan.schedule_of(&model, units.iter().map(params))?;
     let unit = |(schedule, (unit, names)): (&UnitSchedule<'_>, Names<'_>)| {
-        Ok((unit.to_owned(), Unit::new(plan, schedule, names)?))
+        Ok((unit.to_owned(), Unit::new(plan, schedule, names, precision)?))
     };
     schedule.units.iter().zip(units).map(unit).collect()
 }
@@ -143,8 +149,9 @@ impl Unit {
         plan: &ShardingPlan,
         schedule: &UnitSchedule<'_>,
         names: Vec<(String, usize)>,
+        precision: Precision,
     ) -> Result<Self> {
-        let lists = |transfer: &Transfer, dtype: fn(DType) -> DType| {
+        let lists = |transfer: &Transfer, dtype: &dyn Fn(DType) -> DType| {
             let params = transfer.parameters.clone();
             let layout = layout(plan, schedule.unit, &params, dtype)?;
             Ok::<_, Error>(Lists { params, layout })
@@ -154,8 +161,12 @@ impl Unit {
         let copies = schedule.all_reduce_copies.as_ref();
         Ok(Self {
             names,
-            gathered: gathered.map(|gathered| lists(gathered, |dtype| dtype)).transpose()?,
-            reduced: reduced.map(|reduced| lists(reduced, widened_dtype)).transpose()?,
+            gathered: gathered
+                .map(|gathered| lists(gathered, &|held| precision.gathered(held)))
+                .transpose()?,
+            reduced: reduced
+                .map(|reduced| lists(reduced, &|held| precision.reduced(held)))
+                .transpose()?,
             copies: copies.map_or_else(Vec::new, |copies| copies.parameters.clone()),
         })
     }
@@ -267,7 +278,8 @@ impl ShardedVars {
     /// A variable of what every slot keeps whole.
     fn copy(&self, ctx: &Replica, param_idx: usize) -> candle_core::Result<Var> {
         let mine = self.mine(ctx, param_idx)?.reshape(runs::shape(self.info(param_idx)))?;
-        Var::from_tensor(&mine.detach())
+        let dtype = self.0.precision.gathered(mine.dtype());
+        Var::from_tensor(&mine.detach().to_dtype(dtype)?)
     }
 
     /// Which of a unit's parameters, given by their names, the slots of a process share when they are
@@ -396,7 +408,9 @@ impl ShardedVars {
                 Summing::UnderWay(pending) => pending.wait()?,
             };
             let reduced = self.over_replicas(ctx, of_group, layout)?;
-            sums.extend(self.own_positions(ctx, params)?.into_iter().zip(reduced));
+            for (position, sum) in self.own_positions(ctx, params)?.into_iter().zip(reduced) {
+                sums.push((position, self.held(ctx, position, &sum)?));
+            }
         }
         if !copies.is_empty() {
             let all: Vec<usize> = (0..copies.len()).collect();
@@ -405,7 +419,7 @@ impl ShardedVars {
             // replica that others have entered another one.
             let copies = ctx.psum_named(&name, copies, &all, ALL)?;
             for (position, sum) in positions.into_iter().zip(copies) {
-                sums.push((position, sum.flatten_all()?));
+                sums.push((position, self.held(ctx, position, &sum.flatten_all()?)?));
             }
         }
         Ok(sums)
@@ -421,6 +435,12 @@ impl ShardedVars {
     ) -> candle_core::Result<Vec<Tensor>> {
         let sums = ctx.reduce_runs(grads, layout, &self.0.axes.shard)?;
         self.over_replicas(ctx, sums, layout)
+    }
+
+    /// A sum in the type in which the gradient of a part is held.
+    fn held(&self, ctx: &Replica, position: usize, sum: &Tensor) -> candle_core::Result<Tensor> {
+        let parts = self.parts(ctx.slot()).map_err(Error::from)?;
+        sum.to_dtype(widened_dtype(parts[position].var.dtype()))
     }
 
     /// The sums of all shard groups, given those of this replica's, for its runs of a layout.
@@ -455,11 +475,15 @@ impl ShardedVars {
         Ok(params.iter().flat_map(of_param).collect())
     }
 
-    fn own_runs(&self, ctx: &Replica, params: &[usize]) -> Result<Vec<Tensor>> {
+    /// This slot's parts of some parameters, in the type in which they are gathered.
+    fn own_runs(&self, ctx: &Replica, params: &[usize]) -> candle_core::Result<Vec<Tensor>> {
         let positions = self.own_positions(ctx, params)?;
-        let parts = self.parts(ctx.slot())?;
-        let run = |position: usize| parts[position].var.as_detached_tensor();
-        Ok(positions.into_iter().map(run).collect())
+        let parts = self.parts(ctx.slot()).map_err(Error::from)?;
+        let run = |position: usize| {
+            let part = parts[position].var.as_detached_tensor();
+            part.to_dtype(self.0.precision.gathered(part.dtype()))
+        };
+        positions.into_iter().map(run).collect()
     }
 
     /// The gradients of some parameters, each under one of these names.
@@ -477,7 +501,7 @@ impl ShardedVars {
                 })
             })?;
             check_shape(self.info(param_idx), &found)?;
-            widened(&found)
+            found.to_dtype(self.0.precision.reduced(self.dtype(param_idx)?))
         };
         params.iter().map(&mut of_param).collect()
     }

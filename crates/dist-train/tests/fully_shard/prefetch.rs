@@ -3,7 +3,9 @@
 use candle_core::{Device, Result, Tensor};
 use candle_nn::{Module, VarBuilder, linear};
 use core_types::Placement;
-use dist_train::{Accumulation, DataParallel, FullyShard, Keep, UnitRules, Units};
+use dist_train::{
+    Accumulation, DataParallel, Error, FullyShard, Keep, TrainingError, UnitRules, Units,
+};
 use fsdp_plan::strategy::{Choice, Hsdp, Hybrid};
 use pmap_mesh::{DeviceMesh, Replica};
 
@@ -113,7 +115,8 @@ fn a_batch_that_goes_another_way_is_trained_all_the_same() {
                     // Fails after it has begun to gather.
                     let failing = move |ctx: &Replica, model: &Units, x: Tensor| {
                         let loss = through(ROUTES[2])(ctx, model, x)?;
-                        if ctx.slot() == 0 { candle_core::bail!("it fails") } else { Ok(loss) }
+                        let fails = ctx.slot() == 0;
+                        if fails { Err(candle_core::Error::msg("it fails")) } else { Ok(loss) }
                     };
                     model.step(input(), failing).unwrap_err();
                 }
@@ -123,6 +126,42 @@ fn a_batch_that_goes_another_way_is_trained_all_the_same() {
             for prefetch in [1, 3] {
                 assert_eq!(trained(prefetch), expected, "{keep:?}, {prefetch}, {slots} slots");
             }
+        }
+    }
+}
+
+/// What all replicas refuse ends a step while units are under way: those are waited for.
+#[test]
+fn a_step_that_all_refuse_says_why() {
+    let mesh = DeviceMesh::cpu(2).unwrap();
+    // A factor of the gradients of two units, whose product is infinite, or of the loss.
+    let scaled = |of_gradients: f64, of_loss: f64| {
+        move |_: &Replica, model: &Units, mut x: Tensor| {
+            for unit in ROUTES[0] {
+                let factor = if ["1", "2"].contains(unit) { of_gradients } else { 1.0 };
+                x = model.unit(unit, &x, move |vb, x| {
+                    let y = linear(3, 3, vb)?.forward(x)?.tanh()?;
+                    let zero = (&y - y.detach())?;
+                    y.detach() + (zero * factor)?
+                })?;
+            }
+            x.sqr()?.mean_all()? * of_loss
+        }
+    };
+    for is_late in [false, true] {
+        for is_in_backward in [false, true] {
+            let builder = FullyShard::builder(&mesh, layers).prefetch(2);
+            let builder = if is_in_backward { builder.optimizer_in_backward() } else { builder };
+            let mut model = builder.build(adam).unwrap();
+            model.step(input(), scaled(1.0, 1.0)).unwrap();
+            let failing = if is_late { scaled(1e38, 1.0) } else { scaled(1.0, f64::INFINITY) };
+            let error = model.step(input(), failing).unwrap_err();
+            let is_said = match &error {
+                Error::Training(TrainingError::NonFiniteLoss { .. }) => !is_late,
+                Error::Training(TrainingError::NonFiniteNorm { .. }) => is_late,
+                _ => false,
+            };
+            assert!(is_said, "{error}");
         }
     }
 }
