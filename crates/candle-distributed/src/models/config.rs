@@ -1,10 +1,11 @@
 //! The sizes and properties of a model.
 
-use std::fmt::Display;
-
 use candle_core::DType;
 
-use crate::models::{error::ModelError, read::read, rope::RopeScaling};
+use crate::models::{
+    error::{ModelError, refused},
+    scaling::RopeScaling,
+};
 
 /// What a `config.json` of the Llama family says: of the architectures `LlamaForCausalLM`,
 /// `Qwen2ForCausalLM` and `MistralForCausalLM`. Fields have the names that they have there.
@@ -51,36 +52,6 @@ impl LlamaConfig {
     /// computed from them.
     const LARGEST: usize = 1 << 24;
     const MOST_LAYERS: usize = 1 << 14;
-
-    /// Reads a `config.json`, in the layout of transformers 4 (`rope_theta`, `rope_scaling`,
-    /// `torch_dtype`) or 5 (`rope_parameters`, `dtype`).
-    ///
-    /// # Errors
-    ///
-    /// [`ModelError::Json`] if it cannot be read; [`ModelError::Field`], [`ModelError::Differ`] and
-    /// [`ModelError::Quantized`] for what would be another model: an architecture, an activation, a
-    /// bias or a scaling that is not here. Sizes are checked by
-    /// [`Llama::from_config`](crate::models::Llama::from_config).
-    ///
-    /// # Examples
-    ///
-    /// ```
-    /// use candle_distributed::models::LlamaConfig;
-    ///
-    /// let config = r#"{
-    ///     "architectures": ["MistralForCausalLM"], "vocab_size": 320, "hidden_size": 40,
-    ///     "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
-    ///     "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 128,
-    ///     "rms_norm_eps": 1e-5, "dtype": "bfloat16", "sliding_window": null,
-    ///     "rope_parameters": {"rope_type": "default", "rope_theta": 1000000.0}
-    /// }"#;
-    /// let config = LlamaConfig::from_json(config)?;
-    /// assert_eq!((config.head_dim, config.rope_theta), (8, 1e6));
-    /// # Ok::<(), candle_distributed::models::ModelError>(())
-    /// ```
-    pub fn from_json(json: &str) -> Result<Self, ModelError> {
-        read(json)
-    }
 
     /// Refuses sizes of no model.
     pub(super) fn check(&self) -> Result<(), ModelError> {
@@ -130,9 +101,4 @@ impl LlamaConfig {
             _ => Ok(()),
         }
     }
-}
-
-/// What is said of a field that has a value that it cannot have.
-pub(super) fn refused(field: &'static str, value: &dyn Display, expected: String) -> ModelError {
-    ModelError::Field { field, value: value.to_string(), expected }
 }

@@ -1,5 +1,7 @@
 //! What a model cannot be made of, and what it cannot read.
 
+use std::fmt::Display;
+
 /// Why a model cannot be made of a `config.json`, or cannot read its input.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
@@ -60,4 +62,9 @@ impl From<ModelError> for candle_core::Error {
     fn from(error: ModelError) -> Self {
         Self::wrap(error)
     }
+}
+
+/// What is said of a field that has a value that it cannot have.
+pub(super) fn refused(field: &'static str, value: &dyn Display, expected: String) -> ModelError {
+    ModelError::Field { field, value: value.to_string(), expected }
 }

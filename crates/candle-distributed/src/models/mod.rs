@@ -46,8 +46,9 @@ mod error;
 mod llama;
 mod read;
 mod rope;
+mod scaling;
 mod tokens;
 
 pub use self::{
-    config::LlamaConfig, error::ModelError, llama::Llama, rope::RopeScaling, tokens::Tokens,
+    config::LlamaConfig, error::ModelError, llama::Llama, scaling::RopeScaling, tokens::Tokens,
 };

@@ -100,34 +100,61 @@ const ARCHITECTURES: [(&str, Architecture); 3] = [
 /// The base of the rotary frequencies where none is given, as in the first Llama.
 const ROPE_THETA: f64 = 10_000.;
 
-/// Reads the text of a `config.json`.
-pub(super) fn read(json: &str) -> Result<LlamaConfig, ModelError> {
-    let kind: Kind = serde_json::from_str(json)?;
-    let architecture = architecture(&kind.architectures)?;
-    if kind.quantization_config.is_some_and(|config| !config.is_null()) {
-        return Err(ModelError::Quantized);
+impl LlamaConfig {
+    /// Reads a `config.json`, in the layout of transformers 4 (`rope_theta`, `rope_scaling`,
+    /// `torch_dtype`) or 5 (`rope_parameters`, `dtype`).
+    ///
+    /// # Errors
+    ///
+    /// [`ModelError::Json`] if it cannot be read; [`ModelError::Field`], [`ModelError::Differ`] and
+    /// [`ModelError::Quantized`] for what would be another model: an architecture, an activation, a
+    /// bias or a scaling that is not here. Sizes are checked by
+    /// [`Llama::from_config`](crate::models::Llama::from_config).
+    ///
+    /// # Examples
+    ///
+    /// ```
+    /// use candle_distributed::models::LlamaConfig;
+    ///
+    /// let config = r#"{
+    ///     "architectures": ["MistralForCausalLM"], "vocab_size": 320, "hidden_size": 40,
+    ///     "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
+    ///     "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 128,
+    ///     "rms_norm_eps": 1e-5, "dtype": "bfloat16", "sliding_window": null,
+    ///     "rope_parameters": {"rope_type": "default", "rope_theta": 1000000.0}
+    /// }"#;
+    /// let config = LlamaConfig::from_json(config)?;
+    /// assert_eq!((config.head_dim, config.rope_theta), (8, 1e6));
+    /// # Ok::<(), candle_distributed::models::ModelError>(())
+    /// ```
+    pub fn from_json(json: &str) -> Result<Self, ModelError> {
+        let kind: Kind = serde_json::from_str(json)?;
+        let architecture = architecture(&kind.architectures)?;
+        if kind.quantization_config.is_some_and(|config| !config.is_null()) {
+            return Err(ModelError::Quantized);
+        }
+        let fields: Fields = serde_json::from_str(json)?;
+        refuse_others(&fields, architecture)?;
+        let rope = rope(&fields)?;
+        Ok(LlamaConfig {
+            vocab_size: fields.vocab_size,
+            hidden_size: fields.hidden_size,
+            intermediate_size: fields.intermediate_size,
+            num_hidden_layers: fields.num_hidden_layers,
+            num_attention_heads: fields.num_attention_heads,
+            num_key_value_heads: key_value_heads(&fields, architecture)?,
+            head_dim: head_dim(&fields)?,
+            max_position_embeddings: fields.max_position_embeddings,
+            rms_norm_eps: fields.rms_norm_eps,
+            rope_theta: theta(&fields, rope)?,
+            rope_scaling: rope.map_or(Ok(RopeScaling::Default), scaling)?,
+            tie_word_embeddings: fields.tie_word_embeddings,
+            attention_bias: architecture == Architecture::Qwen2,
+            sliding_window: sliding_window(&fields, architecture)?,
+            initializer_range: fields.initializer_range.unwrap_or(0.02),
+            dtype: dtype(&fields)?,
+        })
     }
-    let fields: Fields = serde_json::from_str(json)?;
-    refuse_others(&fields, architecture)?;
-    let rope = rope(&fields)?;
-    Ok(LlamaConfig {
-        vocab_size: fields.vocab_size,
-        hidden_size: fields.hidden_size,
-        intermediate_size: fields.intermediate_size,
-        num_hidden_layers: fields.num_hidden_layers,
-        num_attention_heads: fields.num_attention_heads,
-        num_key_value_heads: key_value_heads(&fields, architecture)?,
-        head_dim: head_dim(&fields)?,
-        max_position_embeddings: fields.max_position_embeddings,
-        rms_norm_eps: fields.rms_norm_eps,
-        rope_theta: theta(&fields, rope)?,
-        rope_scaling: rope.map_or(Ok(RopeScaling::Default), scaling)?,
-        tie_word_embeddings: fields.tie_word_embeddings,
-        attention_bias: architecture == Architecture::Qwen2,
-        sliding_window: sliding_window(&fields, architecture)?,
-        initializer_range: fields.initializer_range.unwrap_or(0.02),
-        dtype: dtype(&fields)?,
-    })
 }
 
 fn architecture(found: &[String]) -> Result<Architecture, ModelError> {

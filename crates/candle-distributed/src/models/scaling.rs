@@ -1,0 +1,81 @@
+//! How rotary frequencies are scaled.
+
+use std::f64::consts::PI;
+
+use crate::models::error::{ModelError, refused};
+
+/// What becomes of the rotary frequencies of a model that has learned from shorter sequences first:
+/// `rope_scaling`, or `rope_parameters`, of `config.json`.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+#[non_exhaustive]
+pub enum RopeScaling {
+    /// They stay as they are.
+    #[default]
+    Default,
+    /// All are divided by a factor (Chen et al., arXiv 2306.15595).
+    Linear {
+        /// By what.
+        factor: f64,
+    },
+    /// Low ones are divided by a factor, high ones stay, and those between are between: Llama 3.1's.
+    Llama3 {
+        /// By what.
+        factor: f64,
+        /// Frequencies that turn less often than this over the original length are low.
+        low_freq_factor: f64,
+        /// Those that turn more often are high.
+        high_freq_factor: f64,
+        /// The length of the sequences of the first training, in tokens.
+        original_max_position_embeddings: usize,
+    },
+}
+
+impl RopeScaling {
+    pub(super) fn check(&self) -> Result<(), ModelError> {
+        let factor = match *self {
+            Self::Default => return Ok(()),
+            Self::Linear { factor } => factor,
+            Self::Llama3 {
+                factor,
+                low_freq_factor: low,
+                high_freq_factor: high,
+                original_max_position_embeddings: original,
+            } => {
+                if !(low > 0. && high > low && high.is_finite()) {
+                    let expected =
+                        format!("a number above low_freq_factor {low}, which is positive");
+                    return Err(refused("rope_scaling.high_freq_factor", &high, expected));
+                }
+                if original == 0 {
+                    let field = "rope_scaling.original_max_position_embeddings";
+                    return Err(refused(field, &original, "at least 1".into()));
+                }
+                factor
+            }
+        };
+        if factor >= 1. && factor.is_finite() {
+            Ok(())
+        } else {
+            Err(refused("rope_scaling.factor", &factor, "a number of at least 1".into()))
+        }
+    }
+
+    /// A frequency as it is used.
+    pub(super) fn scaled(&self, frequency: f64) -> f64 {
+        match *self {
+            Self::Default => frequency,
+            Self::Linear { factor } => frequency / factor,
+            Self::Llama3 {
+                factor,
+                low_freq_factor: low,
+                high_freq_factor: high,
+                original_max_position_embeddings: original,
+            } => {
+                let turns = original as f64 * frequency / (2. * PI);
+                // 0 where it is low, 1 where it is high.
+                let highness = ((turns - low) / (high - low)).clamp(0., 1.);
+                frequency / factor * (1. - highness) + frequency * highness
+            }
+        }
+    }
+}
