@@ -175,7 +175,7 @@ impl Error {
             ErrorKind::Stopped { .. } => INTERRUPTED,
             ErrorKind::SaidByFirst { exit_code, .. } => *exit_code,
             ErrorKind::Mesh(error) if is_bad_input(error) => BAD_INPUT,
-            ErrorKind::Training(error) if is_bad_checkpoint(error) => BAD_INPUT,
+            ErrorKind::Training(error) if is_bad_setting_or_file(error) => BAD_INPUT,
             ErrorKind::Mesh(_)
             | ErrorKind::Training(_)
             | ErrorKind::Diverged { .. }
@@ -231,8 +231,9 @@ fn is_bad_input(error: &mesh::Error) -> bool {
     )
 }
 
-/// Whether the fault is in the files of a checkpoint, rather than in reading or writing them.
-fn is_bad_checkpoint(error: &train::Error) -> bool {
+/// Whether the fault is in an argument or in the files of a checkpoint, rather than in reading or
+/// writing them.
+fn is_bad_setting_or_file(error: &train::Error) -> bool {
     match error {
         train::Error::Checkpoint(fault) => {
             use CheckpointError::{Io, Lost, NotFinite};
@@ -240,7 +241,7 @@ fn is_bad_checkpoint(error: &train::Error) -> bool {
             !matches!(fault, Io { .. } | Lost { .. } | NotFinite { .. })
         }
         // The model is this program's own, so it is the checkpoint that is of another one.
-        train::Error::Parameter(_) => true,
+        train::Error::Parameter(_) | train::Error::Setting(_) => true,
         _ => false,
     }
 }

@@ -44,6 +44,11 @@ const MEMORY: &str = "--strategy full keeps a part of the model on each device i
                       what the system says";
 pub(crate) const MEMORY_OF_PARTS: &str = "more processes, --keep inputs, a smaller model or a shorter --context take less in each; \
      --memory-limit replaces what the system says";
+pub(crate) const WEIGHTS: &str = "--weights takes a .safetensors file, or the folder of a run that \
+                                  has ended: --n-layers, --hidden, --n-heads and --context must be \
+                                  those of its model";
+pub(crate) const OTHER_WEIGHTS: &str =
+    "give --weights the file that it was, or start a new run in another folder";
 pub(crate) const MODEL: &str = "a model is a .safetensors file, a model.safetensors.index.json, a \
                                 folder with either, or a manifest such as \
                                 {\"w\": {\"dtype\": \"F32\", \"shape\": [10, 4]}}";

@@ -17,6 +17,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::{
     error::{Error, Result, WithHint},
+    help::typed,
     hint, input,
 };
 
@@ -209,14 +210,6 @@ impl StrategyArgs {
         };
         Ok(layout)
     }
-}
-
-/// A value as it is typed on the command line.
-#[expect(clippy::expect_used, reason = "says why it cannot fail")]
-#[expect(clippy::needless_pass_by_value, reason = "it is a word")]
-fn typed(value: impl ValueEnum) -> String {
-    let value = value.to_possible_value().expect("no value is hidden from the command line");
-    value.get_name().to_owned()
 }
 
 /// The number of names that are listed at most.

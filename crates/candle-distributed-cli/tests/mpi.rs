@@ -82,12 +82,22 @@ fn processes_say_what_they_do_not_have_in_common() {
         ),
         (&["--seed", "3"], ["--seed 0, rank 1", "--seed 3"]),
         (&["--check"], ["--check false, rank 1", "--check true"]),
+        (&["--max-grad-norm", "1"], ["learns by {}, rank 1", "learns by {\"max_grad_norm\":1.0}"]),
+        (
+            &["--strategy", "full", "--optimizer-in-backward"],
+            ["is not sharded, rank 1", "is sharded by"],
+        ),
         (&["--allow-non-finite"], ["--allow-non-finite false, rank 1", "true"]),
     ] {
         let second = [&out[..], more].concat();
         differ(&data, [&out, &second], &["do not start the same run", words[0], words[1]]);
         assert!(!Path::new(&run).exists());
     }
+    let replicas = [&out[..], &["--strategy", "full", "--replicas", "2"]].concat();
+    let ended = train(&data, [&out, &replicas]);
+    let said = String::from_utf8(ended.stderr).unwrap();
+    assert!(!ended.status.success() && !Path::new(&run).exists(), "{said}");
+    assert!(said.contains("hint: every process needs the same arguments"), "{said}");
     differ(&data, [&out, &["--out", &other]], &["rank 0 has --out", "rank 1 has --out"]);
     let missing = [&out[..], &["--resume", "--seed", "9"]].concat();
     assert!(train(&data, [&out, &out]).status.success());

@@ -71,6 +71,43 @@ fn a_run_is_resumed_as_it_began() {
 }
 
 #[test]
+fn a_run_begins_with_the_model_of_another() {
+    let home = Home::new();
+    let short = ["--steps", "4"];
+    home.train("first", &short);
+    let first = home.path("first");
+    let file = home.path("first/model.safetensors");
+    let more = ["--steps", "8", "--lr-schedule", "constant"];
+    for (name, weights, sharded) in
+        [("whole", &first, &[][..]), ("parts", &file, &["--strategy", "full"])]
+    {
+        home.train(name, &[&more[..], &["--weights", weights], sharded].concat());
+    }
+    assert!(home.model("whole") == home.model("parts"));
+    let last = *of_steps(&home, "first", "loss").last().unwrap();
+    let next = of_steps(&home, "whole", "loss")[0];
+    assert!(next < last, "{next} is not below {last}");
+
+    // It is resumed with the same model, wherever that is now, and with no other.
+    for name in ["whole", "parts"] {
+        fs::remove_file(home.at(name).join("model.safetensors")).unwrap();
+    }
+    fs::rename(&file, home.at("moved.safetensors")).unwrap();
+    let moved = home.path("moved.safetensors");
+    home.is_refused("whole", &[], &["model.safetensors is no file of a model", "hint: --weights"]);
+    home.is_refused("whole", &["--weights", &home.path("text.txt")], &["is not the model that"]);
+    let resumed = home.resume("whole", &["--weights", &moved]);
+    assert!(resumed.status.success(), "{}", said(&resumed));
+    home.is_refused("first", &["--weights", &moved], &["without --weights"]);
+
+    // Of other sizes it is no model to begin with.
+    let sizes = ["train", "--data", &home.path("text.txt"), "--weights", &moved, "--out"];
+    let out = home.path("wide");
+    refuses(&[&sizes[..], &[&out, "--hidden", "64"]].concat(), &["has the shape", "expected"]);
+    assert!(!home.at("wide").exists());
+}
+
+#[test]
 fn large_gradients_are_clipped() {
     let home = Home::new();
     let short = ["--steps", "3"];

@@ -257,10 +257,13 @@ fn run_of(dir: &Path) -> [Form; 4] {
     ];
     fs::write(&data, "What a run writes.\n\nAnd what it has written.").unwrap();
     let train = ["train", "--data", &data, "--steps", "3", "--checkpoint-every", "1"];
-    let sharded = ["--strategy", "full", "--replicas", "2"];
+    let sharded = ["--strategy", "full", "--replicas", "2", "--prefetch", "1"];
     let learns = ["--lr-schedule", "cosine", "--warmup-steps", "1", "--min-lr-rate", "0.1"];
-    let clipped = ["--max-grad-norm", "1", "--out", &out];
-    text(&[&train[..], &sharded, &learns, &clipped].concat());
+    let first = at("first");
+    text(&[&train[..], &["--out", &first]].concat());
+    let clipped = ["--max-grad-norm", "1", "--weights", &first, "--out", &out];
+    let adapted = ["--lora", "2", "--lora-alpha", "3"];
+    text(&[&train[..], &sharded, &learns, &clipped, &adapted].concat());
     let run = Path::new(&out);
     let metrics = fs::read_to_string(run.join("metrics.jsonl")).unwrap();
     let mut checkpoints: Vec<_> = fs::read_dir(run.join("checkpoints"))

@@ -39,6 +39,9 @@ fn losses_and_model_do_not_depend_on_what_goes_where() {
         for (n, what) in [
             &["--strategy", "full"][..],
             &["--strategy", "full", "--keep", "gathered"],
+            &["--strategy", "layer-wise", "--keep", "graph"],
+            &["--strategy", "full", "--prefetch", "1"],
+            &["--strategy", "full", "--keep", "graph", "--prefetch", "2"],
             &["--strategy", "full", "--layout", "flat"],
             &["--strategy", "full", "--layout", "flat-aligned"],
             &["--strategy", "full", "--layout", "row-ragged", "--block-size", "3"],
@@ -103,6 +106,8 @@ fn an_optimizer_in_the_backward_pass_keeps_no_gradients() {
     let within = text(&[&train[..], &["--optimizer-in-backward"]].concat());
     assert_ne!(row(&after, "gradients ")[1], "0.00 B", "{after}");
     assert_eq!(row(&within, "gradients ")[1], "0.00 B", "{within}");
+    // Devices agree on each unit's gradients in the place of all at once.
+    assert_ne!(row(&within, "all_gather")[2], row(&after, "all_gather")[2], "{within}");
 
     home.train("after", &["--steps", STEPS, "--strategy", "full"]);
     home.train("within", &["--steps", STEPS, "--strategy", "full", "--optimizer-in-bwd"]);
@@ -161,10 +166,19 @@ fn a_report_says_how_a_run_was_sharded() {
     let data = home.path("text.txt");
     let out = home.path("run");
     let args = ["train", "--data", &data, "--steps", "2", "--out", &out];
-    text(&[&args[..], &["--strategy", "full", "--layout", "row-ragged"]].concat());
+    let sharded = ["--strategy", "full", "--layout", "row-ragged", "--keep", "graph"];
+    let copies = ["--replicas", "2", "--optimizer-in-backward", "--prefetch", "2"];
+    text(&[&args[..], &sharded, &copies, &["--lr-schedule", "cosine"]].concat());
     text(&["report", &out]);
     let page = fs::read_to_string(home.at("run").join("report.html")).unwrap();
-    for words in ["2 devices, sharded by full", "planned calls", "gathered parameters"] {
+    for words in [
+        "2 devices, sharded by full, where units keep their graphs, in 2 copies, with 2 units \
+         gathered ahead, with the optimizer inside",
+        "planned calls",
+        "gathered parameters",
+        "lr-schedule",
+        "cosine",
+    ] {
         assert!(page.contains(words), "no {words:?} in {page}");
     }
 }
@@ -203,16 +217,13 @@ fn options_that_make_no_sense_together_are_refused() {
     for (args, words) in [
         (&["--keep", "inputs"][..], &["--keep needs a --strategy"][..]),
         (&["--replicas", "1"], &["--replicas needs a --strategy"]),
+        (&["--prefetch", "1"], &["--prefetch needs a --strategy"]),
         (&["--optimizer-in-backward"], &["--optimizer-in-backward needs a --strategy"]),
         (&["--layout", "flat"], &["--layout needs --strategy full"]),
         (&["--rules", "rules.json"], &["--rules needs --strategy hybrid"]),
         (&["--strategy", "layer-wise", "--layout", "flat"], &["--layout needs --strategy full"]),
         (&["--strategy", "full", "--layer-order", "any"], &["needs --strategy layer-wise"]),
         (&["--strategy", "full", "--block-size", "2"], &["needs a ragged --layout"]),
-        (
-            &["--strategy", "full", "--keep", "graph"],
-            &["--keep graph is not there yet", "gathered"],
-        ),
         (
             &["--strategy", "full", "--replicas", "2", "--world-size", "3"],
             &["--replicas 2 does not divide the 3 devices"],
@@ -244,7 +255,7 @@ fn a_dry_run_writes_nothing_and_compares() {
     let data = home.path("text.txt");
     let train = ["train", "--data", &data, "--world-size", "3", "--dry-run"];
     let before = support::run::contents(&home.at(""));
-    for keep in ["inputs", "gathered"] {
+    for keep in ["inputs", "graph", "gathered"] {
         let printed = text(&[&train[..], &["--strategy", "full", "--keep", keep]].concat());
         // What is planned is what is counted: calls, and bytes.
         let reduced = row(&printed, "reduce_scatter");

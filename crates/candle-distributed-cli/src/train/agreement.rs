@@ -11,7 +11,7 @@ use candle_core::{Device, Tensor};
 use candle_distributed::mesh::DeviceMesh;
 
 use crate::{
-    error::{self, Error, ErrorKind, Result},
+    error::{self, Error, ErrorKind, Result, WithHint},
     hint,
     train::{run_dir::Seen, trainer},
 };
@@ -19,7 +19,8 @@ use crate::{
 /// Checks that every process of a mesh says the same, in as many `words`: what it has and does,
 /// such as `has --steps 12`. What differs is an error in all of them, which the first one reports.
 pub(crate) fn compare(mesh: &DeviceMesh, words: &[String]) -> Result<()> {
-    let said = gather(mesh, words)?;
+    // Processes whose --replicas differ have meshes that differ, and cannot even compare.
+    let said = gather(mesh, words).with_hint(hint::SAME_RUN)?;
     let difference = differences(&said);
     if difference.is_empty() {
         return Ok(());

@@ -70,6 +70,7 @@ impl Work<'_> {
             None => self.of_whole(),
             Some(sharding) => self.of_parts(sharding)?,
         });
+        terms.extend(self.adapted_bytes().map(|bytes| ("weights with adapters", bytes)));
         terms.push(("kernels and allocator", kept_bytes(self.devices())));
         let bytes = |(name, bytes)| (name, u64::try_from(bytes).unwrap_or(u64::MAX));
         Ok(Prediction { terms: terms.into_iter().map(bytes).collect() })
@@ -91,14 +92,16 @@ impl Work<'_> {
     /// The model whole: slots of a process share its variables, and divide the optimizer's state.
     fn of_whole(&self) -> Vec<(&'static str, u128)> {
         let all: u128 = self.parameters.iter().map(bytes_of).sum();
+        let trained = || self.parameters.iter().filter(|parameter| parameter.requires_grad());
+        let all_trained: u128 = trained().map(bytes_of).sum();
         let devices = self.devices();
         // What backward has beside the gradients that it returns: zeros to which a gradient is
         // added, and the sum.
         let largest = self.parameters.iter().map(bytes_of).fold(0, u128::max);
         vec![
             ("parameters", all),
-            ("gradients of each device, and their sum", all * (devices + 1)),
-            ("optimizer state", 2 * all),
+            ("gradients of each device, and their sum", all_trained * (devices + 1)),
+            ("optimizer state", 2 * all_trained),
             ("gradients under way", devices * 2 * largest),
             ("activations", devices * self.tokens() * computed_bytes(self.config)),
         ]
@@ -121,7 +124,7 @@ impl Work<'_> {
                 let inputs = (self.config.layers + 1) * self.config.hidden * size_of::<f32>();
                 inputs as u128 + computed_bytes(Config { layers: 1, ..self.config })
             }
-            Keep::Gathered => computed_bytes(self.config),
+            Keep::Graph | Keep::Gathered => computed_bytes(self.config),
         };
         let whole: u128 = self.parameters.iter().map(bytes_of).sum();
         let mut terms = vec![
@@ -135,6 +138,20 @@ impl Work<'_> {
         ];
         terms.extend(self.check.then_some(("gradients that are checked", whole)));
         Ok(terms)
+    }
+
+    /// If there are adapters, the sums of weights and products that the graphs of blocks have, and
+    /// these products.
+    fn adapted_bytes(&self) -> Option<u128> {
+        let Config { layers, hidden, .. } = self.config;
+        let n_graphs = match self.sharding {
+            Some(Sharding { keep: Keep::Inputs, .. }) => 1,
+            Some(Sharding { keep: Keep::Graph | Keep::Gathered, .. }) | None => layers,
+        };
+        let of_block = 12 * hidden * hidden * size_of::<f32>();
+        let bytes = self.devices() * 2 * n_graphs as u128 * of_block as u128;
+        let has_adapters = self.parameters.iter().any(|parameter| !parameter.requires_grad());
+        has_adapters.then_some(bytes)
     }
 
     fn devices(&self) -> u128 {
@@ -226,7 +243,7 @@ impl fmt::Display for Memory {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::train::model::MODEL;
+    use crate::train::model::{MODEL, Transformer};
 
     #[test]
     fn the_high_water_mark_is_found() {
@@ -254,7 +271,7 @@ mod tests {
 
     /// What a model of this many parameters takes in a process of four devices, without batches.
     fn predicted(config: Config, sharding: Option<&Sharding>) -> Prediction {
-        let parameters = &sharding::parameters_of(config).unwrap();
+        let parameters = &sharding::parameters_of(&Transformer { config, lora: None }).unwrap();
         let work = Work {
             check: false,
             config,
@@ -294,7 +311,8 @@ mod tests {
     fn the_largest_process_need_not_be_the_first() {
         let whole_tensors =
             Sharding { strategy: crate::strategy::Strategy::WholeTensor, ..Sharding::full() };
-        let parameters = &sharding::parameters_of(MODEL).unwrap();
+        let parameters =
+            &sharding::parameters_of(&Transformer { config: MODEL, lora: None }).unwrap();
         let of_ranks = |ranks| Work {
             check: false,
             config: MODEL,

@@ -8,7 +8,7 @@ use candle_distributed::{
         self, Activation, AttentionConfig, CrossEntropyConfig,
         layers::{Embedding, Linear, Mlp, RmsNorm, embedding, linear_no_bias, rms_norm},
     },
-    train::{Loss, UnitRules, Units},
+    train::{Lora, Loss, UnitRules, Units},
 };
 use candle_nn::{Module, VarBuilder};
 use serde::{Deserialize, Serialize};
@@ -71,14 +71,46 @@ impl Config {
     }
 }
 
-/// Asks for all parameters of a model.
-pub(crate) fn build(config: Config, vb: &VarBuilder<'_>) -> Result<()> {
-    Embed::new(config, vb)?;
-    for layer in 0..config.layers {
-        Block::new(config, &vb.pp(block_name(layer)))?;
+/// A transformer of these sizes.
+#[derive(Clone, Debug)]
+pub(crate) struct Transformer {
+    pub(crate) config: Config,
+    /// Adapters of its blocks, if these alone are trained.
+    pub(crate) lora: Option<Lora>,
+}
+
+/// The linear layers of a block, which may have adapters.
+pub(crate) const LINEAR_LAYERS: [&str; 4] = ["qkv", "out", "up", "down"];
+
+impl Transformer {
+    /// Asks for all parameters.
+    pub(crate) fn build(&self, vb: &VarBuilder<'_>) -> Result<()> {
+        let build = |vb: VarBuilder<'_>| self.build_own(&vb);
+        match &self.lora {
+            Some(lora) => lora.adapt(build)(vb.clone()),
+            None => build(vb.clone()),
+        }
     }
-    Head::new(config, vb)?;
-    Ok(())
+
+    fn build_own(&self, vb: &VarBuilder<'_>) -> Result<()> {
+        let config = self.config;
+        Embed::new(config, vb)?;
+        for layer in 0..config.layers {
+            Block::new(config, &vb.pp(block_name(layer)))?;
+        }
+        Head::new(config, vb)?;
+        Ok(())
+    }
+
+    /// Runs a block, with its adapters if it has some.
+    fn block(&self, model: &Units, layer: usize, x: &Tensor) -> Result<Tensor> {
+        let config = self.config;
+        let block = move |vb: VarBuilder<'_>, x: &Tensor| Block::new(config, &vb)?.forward(x);
+        match &self.lora {
+            Some(lora) => model.unit(&block_name(layer), x, lora.unit(block)),
+            None => model.unit(&block_name(layer), x, block),
+        }
+    }
 }
 
 /// Which parameters form which unit: blocks do by their numbers.
@@ -106,13 +138,13 @@ fn block_name(layer: usize) -> String {
 /// The loss of a shard of token ids and weights: a sum over its predictions, of which a shard may
 /// have more per row than others.
 pub(crate) fn loss(
-    config: Config,
+    transformer: &Transformer,
     _: &Replica,
     model: &Units,
     (ids, weights): (Tensor, Tensor),
 ) -> Result<Loss> {
     let predictions = weights.sum_all()?;
-    Ok(Loss::sum(summed_loss(config, model, &ids, weights)?, predictions))
+    Ok(Loss::sum(summed_loss(transformer, model, &ids, weights)?, predictions))
 }
 
 /// The cross-entropy of the tokens after the first, each multiplied by its weight, summed.
@@ -121,19 +153,19 @@ pub(crate) fn loss(
 ///
 /// `ids` [batch, length + 1] u32, `weights` [batch, length] f32; the result is a scalar.
 pub(crate) fn summed_loss(
-    config: Config,
+    transformer: &Transformer,
     model: &Units,
     ids: &Tensor,
     weights: Tensor,
 ) -> Result<Tensor> {
+    let config = transformer.config;
     let length = ids.dim(1)? - 1;
     let targets = ids.narrow(1, 1, length)?;
     let inputs = ids.narrow(1, 0, length)?.contiguous()?;
     let embed = move |vb: VarBuilder<'_>, ids: &Tensor| Embed::new(config, &vb)?.forward(ids);
     let mut x = model.unit(EMBED, &inputs, embed)?;
     for layer in 0..config.layers {
-        let block = move |vb: VarBuilder<'_>, x: &Tensor| Block::new(config, &vb)?.forward(x);
-        x = model.unit(&block_name(layer), &x, block)?;
+        x = transformer.block(model, layer, &x)?;
     }
     model.unit(HEAD, &x, move |vb, x| {
         let logits = Head::new(config, &vb)?.forward(x)?;

@@ -1,10 +1,14 @@
 //! How a run learns: options that decide about the parameters after each step.
 
-use candle_distributed::train::Schedule;
+use candle_distributed::train::{Lora, Schedule};
 use clap::ValueEnum;
 use serde::{Deserialize, Serialize};
 
-use crate::error::{Error, Result};
+use crate::{
+    error::{Error, Result},
+    help::typed,
+    train::model::LINEAR_LAYERS,
+};
 
 /// How a run learns, as it is asked for and as `run.json` records it.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize, clap::Args)]
@@ -29,6 +33,15 @@ pub(crate) struct Recipe {
     #[arg(long, value_name = "NORM")]
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub(crate) max_grad_norm: Option<f64>,
+    /// Train low-rank adapters of this rank for the linear layers of the blocks, while the
+    /// parameters of --weights stay as they are
+    #[arg(long, value_name = "RANK")]
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub(crate) lora: Option<usize>,
+    /// The factor of adapters, times their rank [default: twice the rank]
+    #[arg(long, value_name = "ALPHA", requires = "lora")]
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    lora_alpha: Option<f64>,
 }
 
 /// The curves of the learning rate, by the names that Hugging Face gives them.
@@ -60,7 +73,14 @@ impl Recipe {
         if let Some(norm) = self.max_grad_norm.filter(|&norm| !(norm > 0.0 && norm.is_finite())) {
             return Err(Error::usage(format!("--max-grad-norm is {norm}, must be above 0")));
         }
-        Ok(())
+        self.adapters().map(drop)
+    }
+
+    /// The adapters that are trained, if the model itself is not.
+    pub(crate) fn adapters(&self) -> Result<Option<Lora>> {
+        let Some(rank) = self.lora else { return Ok(None) };
+        let alpha = self.lora_alpha.unwrap_or(2.0 * rank as f64);
+        Ok(Some(Lora::new(LINEAR_LAYERS, rank, alpha)?))
     }
 
     /// The learning rate of the step that `step` others come before, of `steps` in all.
@@ -84,13 +104,15 @@ impl Recipe {
     }
 
     /// The options by their names, as they are typed.
-    pub(crate) fn options(&self) -> [(&'static str, Option<String>); 4] {
+    pub(crate) fn options(&self) -> [(&'static str, Option<String>); 6] {
         let number = |number: Option<f64>| number.map(|number| number.to_string());
         [
-            ("lr-schedule", self.lr_schedule.map(Curve::name)),
+            ("lr-schedule", self.lr_schedule.map(typed)),
             ("warmup-steps", self.warmup_steps.map(|steps| steps.to_string())),
             ("min-lr-rate", number(self.min_lr_rate)),
             ("max-grad-norm", number(self.max_grad_norm)),
+            ("lora", self.lora.map(|rank| rank.to_string())),
+            ("lora-alpha", number(self.lora_alpha)),
         ]
     }
 
@@ -103,14 +125,6 @@ impl Recipe {
     #[expect(clippy::expect_used, reason = "its fields are names and numbers")]
     pub(crate) fn words(&self) -> String {
         serde_json::to_string(self).expect("it is made of what JSON has")
-    }
-}
-
-impl Curve {
-    #[expect(clippy::expect_used, reason = "says why it cannot fail")]
-    fn name(self) -> String {
-        let value = self.to_possible_value().expect("no curve is hidden from the command line");
-        value.get_name().to_owned()
     }
 }
 
@@ -154,7 +168,7 @@ mod tests {
             lr_schedule: Some(curve),
             warmup_steps,
             min_lr_rate,
-            max_grad_norm: None,
+            ..Recipe::default()
         };
         assert_near(&rates(&recipe(Curve::Constant, Some(2), None), 4), &[0.5, 1., 1., 1.]);
         assert_near(&rates(&recipe(Curve::Linear, None, Some(0.5)), 4), &[1., 0.875, 0.75, 0.625]);
@@ -171,6 +185,8 @@ mod tests {
             warmup_steps: Some(3),
             min_lr_rate: Some(0.1),
             max_grad_norm: Some(1e-3),
+            lora: Some(4),
+            lora_alpha: Some(0.7),
         };
         let words = recipe.words();
         assert!(words.contains(r#""lr_schedule":"inverse-sqrt""#), "{words}");

@@ -19,7 +19,7 @@ use crate::{
     train::{
         curve, memory,
         metrics::Metrics,
-        model::MODEL,
+        model::{MODEL, Transformer},
         model_file,
         session::Session,
         settings::{self, Settings},
@@ -36,6 +36,21 @@ const CHECKPOINTS: &str = "checkpoints";
 /// The folder of run `number`, where `--out` names none.
 pub(crate) fn numbered(number: u32) -> PathBuf {
     Path::new("runs").join(format!("{number:04}"))
+}
+
+/// The model of the run in `path`, once it has ended.
+pub(crate) fn model_in(path: &Path) -> PathBuf {
+    path.join(MODEL_FILE)
+}
+
+/// The folder of the adapters that a run has trained, once it has ended.
+pub(crate) fn adapter_in(path: &Path) -> PathBuf {
+    path.join("adapter")
+}
+
+/// A folder in which a model is merged with its adapters before it gets its name.
+pub(crate) fn merged_in(path: &Path) -> PathBuf {
+    path.join("merged.partial")
 }
 
 /// The checkpoints of the run with these settings in `path`; those of other runs are refused.
@@ -194,7 +209,7 @@ fn other_model(bytes: &[u8]) -> Result<Option<String>> {
         Ok(found) => found,
         Err(fault) => return Ok(Some(fault.to_string())),
     };
-    let expected = sharding::parameters_of(MODEL)?;
+    let expected = sharding::parameters_of(&Transformer { config: MODEL, lora: None })?;
     let is_there = |parameter: &ParameterInfo| {
         found.tensor(parameter.name()).is_ok_and(|tensor| {
             tensor.shape().iter().map(|&size| size as u64).eq(parameter.shape().iter().copied())

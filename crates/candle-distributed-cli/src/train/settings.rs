@@ -7,9 +7,10 @@ use serde::{Deserialize, Serialize};
 
 use crate::{
     error::{Error, Result},
-    input, output,
+    hint, input, output,
     train::{
-        model::{Config, MODEL},
+        model::{Config, MODEL, Transformer},
+        pretrained::Pretrained,
         recipe::Recipe,
         session::Session,
     },
@@ -37,6 +38,9 @@ pub(crate) struct Settings {
     /// The sizes of the model; runs of early versions do not record them.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub(crate) model: Option<Config>,
+    /// The model that it began with; new parameters by its seed if there is none.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub(crate) weights: Option<Pretrained>,
     /// How it learns.
     #[serde(default, skip_serializing_if = "Recipe::is_default")]
     pub(crate) recipe: Recipe,
@@ -74,12 +78,25 @@ impl Settings {
         }
         if self.identity.as_ref().is_some_and(|known| *known != self.identity()) {
             return Err(Error::usage(format!(
-                "{name} is damaged: seed, steps, text, max_tokens, model or recipe is not what was \
-                 written"
+                "{name} is damaged: seed, steps, text, max_tokens, model, weights or recipe is not \
+                 what was written"
             )));
         }
         self.config().check()?;
-        self.recipe.check(self.steps)
+        self.recipe.check(self.steps)?;
+        self.check_weights()
+    }
+
+    /// Refuses adapters of parameters that have learnt nothing.
+    pub(crate) fn check_weights(&self) -> Result<()> {
+        match (self.recipe.lora, &self.weights) {
+            (Some(rank), None) => {
+                let missing =
+                    format!("--lora {rank} needs the --weights that its adapters are for");
+                Err(Error::usage(missing).hinted(hint::WEIGHTS))
+            }
+            _ => Ok(()),
+        }
     }
 
     /// Writes the settings of the run in `path`.
@@ -103,6 +120,11 @@ impl Settings {
         self.model.unwrap_or(MODEL)
     }
 
+    /// The model.
+    pub(crate) fn transformer(&self) -> Result<Transformer> {
+        Ok(Transformer { config: self.config(), lora: self.recipe.adapters()? })
+    }
+
     /// A hash of all that decides about the parameters after each step, in hexadecimal digits.
     pub(crate) fn identity(&self) -> String {
         let mut fingerprint: Fingerprint =
@@ -111,6 +133,9 @@ impl Settings {
         if let Some(Config { vocabulary, context, layers, heads, hidden }) = self.model {
             let sizes = [vocabulary, context, layers, heads, hidden];
             fingerprint.extend(sizes.map(|size| size as u64));
+        }
+        if let Some(Pretrained { fingerprint: weights, .. }) = &self.weights {
+            fingerprint.bytes(weights.as_bytes());
         }
         // Runs of earlier versions keep their identity.
         if !self.recipe.is_default() {
@@ -156,6 +181,7 @@ pub(crate) mod tests {
             max_tokens: 4096,
             allow_non_finite: false,
             model: None,
+            weights: None,
             recipe: Recipe::default(),
             sessions: vec![session(0)],
             identity: None,
@@ -183,6 +209,7 @@ pub(crate) mod tests {
     #[test]
     fn an_identity_tells_runs_apart() {
         let run = settings();
+        let weights = Pretrained { path: "a".into(), fingerprint: String::from("0") };
         let clipped = serde_json::from_str(r#"{"max_grad_norm": 1}"#).unwrap();
         let others = [
             Settings { seed: 8, ..run.clone() },
@@ -191,10 +218,11 @@ pub(crate) mod tests {
             Settings { text: String::from("0"), ..run.clone() },
             Settings { model: Some(MODEL), ..run.clone() },
             Settings { recipe: clipped, ..run.clone() },
+            Settings { weights: Some(weights.clone()), ..run.clone() },
         ];
         let mut identities: BTreeSet<String> = others.iter().map(Settings::identity).collect();
         identities.insert(run.identity());
-        assert_eq!(identities.len(), 7);
+        assert_eq!(identities.len(), 8);
         // The same run elsewhere, or on other devices, is the same run.
         let moved = Settings { data: Some("text".into()), sessions: vec![], ..run.clone() };
         assert_eq!(moved.identity(), run.identity());

@@ -7,15 +7,16 @@ use candle_distributed::{
         cost::{CostModel, PlanCost, RankCost, Runtime},
         strategy::{Full, Hsdp, ShardingStrategy},
     },
-    train,
+    train::{self, Lora},
     types::WorldSize,
 };
+use clap::ValueEnum;
 use serde::{Deserialize, Serialize};
 
 use crate::{
     error::Result,
     strategy::Strategy,
-    train::model::{self, Config},
+    train::model::{self, Transformer},
 };
 
 /// How a run is sharded, as `run.json` records it.
@@ -26,6 +27,9 @@ pub(crate) struct Sharding {
     /// The number of copies of the model, each sharded over its own part of the devices.
     #[serde(default = "one", skip_serializing_if = "is_one")]
     pub(crate) replicas: u64,
+    /// The number of units gathered ahead.
+    #[serde(default, skip_serializing_if = "is_zero")]
+    pub(crate) prefetch: usize,
     /// Whether optimizers ran inside the backward pass.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub(crate) optimizer_in_backward: bool,
@@ -40,13 +44,21 @@ fn is_one(number: &u64) -> bool {
     *number == 1
 }
 
+#[expect(clippy::trivially_copy_pass_by_ref, reason = "serde passes references")]
+fn is_zero(number: &usize) -> bool {
+    *number == 0
+}
+
 /// What units keep between the forward and the backward pass.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, ValueEnum)]
 #[serde(rename_all = "snake_case")]
 pub(crate) enum Keep {
-    /// Their inputs: parameters are gathered twice, and the forward pass is run again.
+    /// Its inputs: parameters are gathered twice, and it is computed again
+    #[default]
     Inputs,
-    /// Their parameters and all that they compute.
+    /// All that it computes: parameters are gathered twice
+    Graph,
+    /// Its parameters and all that it computes
     Gathered,
 }
 
@@ -54,6 +66,7 @@ impl From<Keep> for train::Keep {
     fn from(keep: Keep) -> Self {
         match keep {
             Keep::Inputs => Self::Inputs,
+            Keep::Graph => Self::Graph,
             Keep::Gathered => Self::Gathered,
         }
     }
@@ -79,7 +92,7 @@ impl Sharding {
                 let all: Vec<String> = plan.units().into_iter().map(str::to_owned).collect();
                 plan.with_kept_units(all)?
             }
-            Keep::Inputs => plan,
+            Keep::Inputs | Keep::Graph => plan,
         })
     }
 }
@@ -100,11 +113,9 @@ pub(crate) fn plan(
 /// What the plan of a run is priced by: the runtime that carries it out here.
 pub(crate) fn cost_model(sharding: Option<&Sharding>) -> CostModel {
     let model = CostModel::default().with_runtime(Runtime::Candle);
-    if sharding.is_some_and(|sharding| sharding.optimizer_in_backward) {
-        model.with_optimizer_in_backward()
-    } else {
-        model
-    }
+    let Some(sharding) = sharding else { return model };
+    let model = model.with_prefetch(sharding.prefetch as u64);
+    if sharding.optimizer_in_backward { model.with_optimizer_in_backward() } else { model }
 }
 
 /// The bytes of parameters, gradients and optimizer state.
@@ -135,16 +146,22 @@ fn largest(cost: &PlanCost) -> u128 {
     cost.ranks.iter().map(RankCost::total_bytes).fold(0, u128::max)
 }
 
-/// The parameters of a model of these sizes, in the order of their names. They take no memory.
-pub(crate) fn parameters_of(config: Config) -> Result<Vec<ParameterInfo>> {
-    let mut declared = train::declare(|vb| model::build(config, &vb), DType::F32, &Device::Cpu)?;
+/// The parameters of a model, in the order of their names. They take no memory.
+pub(crate) fn parameters_of(model: &Transformer) -> Result<Vec<ParameterInfo>> {
+    let mut declared = train::declare(|vb| model.build(&vb), DType::F32, &Device::Cpu)?;
     declared.sort_by(|left, right| left.name.cmp(&right.name));
     let info = |declared: train::Declared| {
         let shape = declared.shape.dims().iter().map(|&size| size as u64);
         let info = ParameterInfo::new(declared.name, shape.collect::<Vec<_>>(), ElemType::F32)?;
-        Ok(with_unit(info))
+        let is_trained = model.lora.is_none() || is_of_adapter(info.name());
+        Ok(with_unit(info.with_requires_grad(is_trained)))
     };
     declared.into_iter().map(info).collect()
+}
+
+/// Whether a parameter belongs to an adapter.
+fn is_of_adapter(name: &str) -> bool {
+    name.split('.').any(|part| Lora::PATTERNS.contains(&part))
 }
 
 /// A parameter of the model in its unit.
@@ -166,6 +183,7 @@ mod tests {
                 strategy: Strategy::Full(Layout::Dim0),
                 keep: Keep::Inputs,
                 replicas: 1,
+                prefetch: 0,
                 optimizer_in_backward: false,
             }
         }
@@ -175,7 +193,8 @@ mod tests {
     fn what_is_as_usual_is_not_recorded() {
         let full = Sharding::full();
         assert_eq!(full.words(), r#"{"strategy":{"full":"dim0"},"keep":"inputs"}"#);
-        let other = Sharding { replicas: 2, optimizer_in_backward: true, ..full.clone() };
+        let other =
+            Sharding { replicas: 2, prefetch: 1, optimizer_in_backward: true, ..full.clone() };
         for sharding in [full, other] {
             assert_eq!(serde_json::from_str::<Sharding>(&sharding.words()).unwrap(), sharding);
         }

@@ -2,7 +2,8 @@
 //! checkpoint.
 
 use std::{
-    io::{BufWriter, Write},
+    fs::{self, File},
+    io::{self, BufWriter, Write},
     path::Path,
     sync::{
         Arc,
@@ -14,11 +15,10 @@ use std::{
 use candle_core::{DType, Device, Tensor};
 use candle_distributed::{
     batch::BatchState,
-    mesh::{ALL, DeviceMesh, P, Replica},
+    mesh::{ALL, DeviceMesh, P},
     train::{
-        self, CheckpointError, Checkpoints, GradientReport, Loss,
+        self, CheckpointError, Checkpoints, Lora, PretrainedFiles,
         TrainingError::{NonFiniteBuffer, NonFiniteLoss, NonFiniteNorm},
-        Units,
     },
 };
 
@@ -32,8 +32,9 @@ use crate::{
         distributed::Distributed,
         journal::Journal,
         metrics::StepMetrics,
-        model, model_file,
+        model_file,
         resumed::Resumed,
+        run_dir,
         settings::Settings,
         sharding::{self, Sharding},
         traffic::StepTraffic,
@@ -85,9 +86,7 @@ impl Job<'_> {
     pub(crate) fn run(&self, mut model: Distributed, mut journal: Option<Journal>) -> Result<()> {
         let state = self.from.map(|from| &from.batches);
         if self.check {
-            let config = self.settings.config();
-            let loss = |ctx: &Replica, model: &Units, batch| model::loss(config, ctx, model, batch);
-            let report = self.check_gradients(&mut model, state, loss)?;
+            let report = model.check(self.next_batch(state)?)?;
             if let Some(journal) = &journal {
                 journal.show(&report);
             }
@@ -100,7 +99,7 @@ impl Job<'_> {
             let learning_rate = self.settings.recipe.learning_rate(step, steps);
             let at = At { step, epoch, batch: state.step, learning_rate };
             let before = StepTraffic::so_far(self.mesh);
-            let loss = match self.step(&mut model, tensors, learning_rate) {
+            let loss = match train_on(&mut model, tensors, learning_rate) {
                 Ok(loss) => loss,
                 Err(error) => return Err(self.failed(error, &at, journal)?),
             };
@@ -139,7 +138,7 @@ impl Job<'_> {
         for (step, made) in (0..2).zip(self.batches(None)?) {
             let before = StepTraffic::so_far(self.mesh);
             let learning_rate = self.settings.recipe.learning_rate(step, steps);
-            self.step(&mut model, made?.tensors, learning_rate)?;
+            train_on(&mut model, made?.tensors, learning_rate)?;
             counted = StepTraffic::since(self.mesh, before);
         }
         Ok(counted)
@@ -147,9 +146,34 @@ impl Job<'_> {
 
     /// Has the process with the journal write the model, of which each may have a part.
     fn finish(&self, model: &Distributed, journal: Option<Journal>) -> Result<()> {
+        if let Some(lora) = model.adapters() {
+            return self.finish_adapters(model, lora, journal);
+        }
         let Some(mut journal) = journal else { return model.for_each_whole(|_| Ok(())) };
         let mut partial = journal.open_model()?;
         self.write(model, &mut partial)?;
+        journal.finish(partial)
+    }
+
+    /// The same of adapters: their own files, and the model with their effect.
+    fn finish_adapters(
+        &self,
+        model: &Distributed,
+        lora: &Lora,
+        journal: Option<Journal>,
+    ) -> Result<()> {
+        let files = |files: PretrainedFiles| {
+            if self.settings.allow_non_finite { files.allow_non_finite() } else { files }
+        };
+        model.save_pretrained(&run_dir::adapter_in(self.path), files(lora.adapters()))?;
+        let merged = run_dir::merged_in(self.path);
+        model.save_pretrained(&merged, files(lora.merged().max_bytes(u64::MAX)))?;
+        let Some(mut journal) = journal else { return Ok(()) };
+        let mut partial = journal.open_model()?;
+        let file = run_dir::model_in(&merged);
+        let copied = File::open(&file).and_then(|mut from| io::copy(&mut from, partial.file()));
+        copied.map_err(|source| Error::write(&file, source))?;
+        fs::remove_dir_all(&merged).map_err(|source| Error::write(&merged, source))?;
         journal.finish(partial)
     }
 
@@ -157,7 +181,7 @@ impl Job<'_> {
         let path = partial.path().to_owned();
         let failed = |source| Error::write(&path, source);
         let mut out = BufWriter::new(partial.file());
-        let parameters = sharding::parameters_of(self.settings.config())?;
+        let parameters = sharding::parameters_of(&self.settings.transformer()?)?;
         model_file::write_head(&mut out, &parameters).map_err(failed)?;
         model.for_each_whole(|parameter| {
             model_file::write_items(&mut out, &parameter).map_err(failed)
@@ -177,37 +201,16 @@ impl Job<'_> {
         Ok(train::feed(self.schedule.batches(state)?).collate(made)?)
     }
 
-    /// Trains on one batch, and returns its loss.
-    #[expect(clippy::cast_possible_truncation, reason = "the journal is in single precision")]
-    fn step(
-        &self,
-        model: &mut Distributed,
-        tensors: (Tensor, Tensor),
-        learning_rate: f64,
-    ) -> Result<f32> {
-        model.set_learning_rate(learning_rate)?;
-        Ok(model.step(self.settings.config(), tensors)? as f32)
-    }
-
     /// Writes a checkpoint after `done` steps, of which `state` is the last.
     fn save(&self, model: &Distributed, done: u64, state: &BatchState) -> Result<()> {
         Ok(self.checkpoints.save(self.mesh, done, &model.state_dict()?, state)?)
     }
 
-    /// Compares the gradients of the batch after `state` with differences of its loss.
+    /// The tensors of the batch after `state`.
     #[expect(clippy::expect_used, reason = "says why it cannot fail")]
-    fn check_gradients<F>(
-        &self,
-        model: &mut Distributed,
-        state: Option<&BatchState>,
-        loss: F,
-    ) -> Result<GradientReport>
-    where
-        F: Fn(&Replica, &Units, (Tensor, Tensor)) -> candle_core::Result<Loss> + Send + Sync,
-    {
+    fn next_batch(&self, state: Option<&BatchState>) -> Result<(Tensor, Tensor)> {
         let next = self.batches(state)?.next();
-        let tensors = next.expect("batches end with an error")?.tensors;
-        model.check_gradients(tensors, loss)
+        Ok(next.expect("batches end with an error")?.tensors)
     }
 
     /// Whether a process was told to stop. A signal may reach the processes in different steps, and
@@ -254,6 +257,13 @@ impl Job<'_> {
         );
         ended(journal, Error::from(diverged).hinted(hint))
     }
+}
+
+/// Trains on one batch, and returns its loss.
+#[expect(clippy::cast_possible_truncation, reason = "the journal is in single precision")]
+fn train_on(model: &mut Distributed, tensors: (Tensor, Tensor), learning_rate: f64) -> Result<f32> {
+    model.set_learning_rate(learning_rate)?;
+    Ok(model.step(tensors)? as f32)
 }
 
 /// A batch with its tensors.
@@ -303,13 +313,21 @@ pub(crate) fn largest(mesh: &DeviceMesh, number: u32) -> Result<u32> {
 #[cfg(test)]
 mod tests {
     use candle_distributed::{
-        train::{DataParallel, GradientError},
+        mesh::Replica,
+        train::{DataParallel, GradientError, Loss, Units},
         types::Seed,
     };
     use candle_nn::{Optimizer, ParamsAdamW};
 
     use super::*;
-    use crate::train::{model::MODEL, run_dir, settings::tests::settings, sharding::Needs};
+    use crate::train::{
+        distributed::Held,
+        model::{self, MODEL, Transformer},
+        settings::tests::settings,
+        sharding::Needs,
+    };
+
+    const PLAIN: Transformer = Transformer { config: MODEL, lora: None };
 
     /// What the jobs of these tests have in common.
     struct Fixture {
@@ -359,10 +377,11 @@ mod tests {
             let mut model = job.start().unwrap();
             let half_without_backward = |_: &Replica, model: &Units, batch: (Tensor, Tensor)| {
                 let (ids, weights) = batch;
-                let sum = model::summed_loss(MODEL, model, &ids, weights.clone())?;
+                let sum = model::summed_loss(&PLAIN, model, &ids, weights.clone())?;
                 Ok(Loss::sum((&sum + sum.detach())?, weights.sum_all()?))
             };
-            let error = job.check_gradients(&mut model, None, half_without_backward).unwrap_err();
+            let batch = job.next_batch(None).unwrap();
+            let error = model.check_gradients(batch, half_without_backward).unwrap_err();
             let ErrorKind::Training(train::Error::Gradient(GradientError::Wrong {
                 wrong,
                 prefixes,
@@ -378,7 +397,7 @@ mod tests {
 
     /// A model with a parameter that is no number.
     fn of_nan(fixture: &Fixture, settings: &Settings) -> Distributed {
-        let build = |vb: candle_nn::VarBuilder<'_>| model::build(MODEL, &vb);
+        let build = |vb: candle_nn::VarBuilder<'_>| PLAIN.build(&vb);
         let values = |declared: &train::Declared, items: std::ops::Range<usize>| {
             let value = if declared.name == "norm.weight" { f32::NAN } else { 1.0 };
             Tensor::full(value, items.len(), &Device::Cpu)
@@ -387,7 +406,7 @@ mod tests {
         let builder = builder.init_with(values).uneven(candle_distributed::mesh::Uneven::Pad);
         let builder = if settings.allow_non_finite { builder.allow_non_finite() } else { builder };
         let adam = |group: train::Group| train::AdamW::new(group.vars, ParamsAdamW::default());
-        Distributed::Whole(builder.build(adam).unwrap())
+        Distributed::of(PLAIN, Held::Whole(builder.build(adam).unwrap()))
     }
 
     /// Trains a model with a parameter that is no number, until the run ends.

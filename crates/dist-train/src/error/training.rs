@@ -118,6 +118,16 @@ pub enum TrainingError {
         /// The option or method.
         option: &'static str,
     },
+    /// A type in which a [`FullyShard`](crate::FullyShard) cannot gather parameters or sum gradients.
+    #[error("`mixed_precision` has {dtype} as {option}: {hint}")]
+    UnfitDtype {
+        /// `param_dtype` or `reduce_dtype`.
+        option: &'static str,
+        /// The type.
+        dtype: &'static str,
+        /// What to take instead.
+        hint: &'static str,
+    },
     /// A step of a [`FullyShard`](crate::FullyShard) has failed after its optimizers had begun to
     /// run.
     #[error(

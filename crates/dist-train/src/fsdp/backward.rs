@@ -4,10 +4,13 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use candle_core::{Result, Tensor};
 
-use crate::fsdp::{
-    accumulation::Whole,
-    in_backward::Known,
-    model::{Model, UnitMember},
+use crate::{
+    fsdp::{
+        accumulation::Whole,
+        in_backward::Known,
+        model::{Model, UnitMember},
+    },
+    sharded::units::UnitSums,
 };
 
 /// How far the backward pass of a batch is on one slot, from the first unit that its loss enters.
@@ -15,7 +18,7 @@ use crate::fsdp::{
 pub(super) struct Backward {
     /// The units that the loss has entered.
     pub(super) entered: BTreeSet<String>,
-    /// How many passes through each unit are recorded whose gradients are to come.
+    /// How many passes through each unit are recorded whose sums are to come.
     pub(super) expected: BTreeMap<String, usize>,
     /// How many passes have kept graphs whose parameters are emptied.
     n_emptied: usize,
@@ -27,6 +30,8 @@ pub(super) struct Backward {
     pub(super) rest: f64,
     /// What is not summed yet.
     pub(super) whole: Whole,
+    /// The unit whose gradients are being summed while the backward pass goes on.
+    pub(super) under_way: Option<UnitSums>,
     /// The sums over all slots, by the position of this slot's part.
     pub(super) sums: BTreeMap<usize, Tensor>,
     /// The parameters that have a gradient on this slot.
@@ -51,11 +56,15 @@ impl Backward {
         self.n_emptied - 1
     }
 
-    /// Notes that one of the passes through a unit has left gradients of these parameters.
-    #[expect(clippy::expect_used, reason = "a unit's backward pass is that of a recorded one")]
-    pub(super) fn leave<'a>(&mut self, unit: &str, used: impl IntoIterator<Item = &'a String>) {
-        *self.expected.get_mut(unit).expect("the pass was recorded") -= 1;
+    /// Notes that there are gradients of these parameters.
+    pub(super) fn use_all<'a>(&mut self, used: impl IntoIterator<Item = &'a String>) {
         self.used.extend(used.into_iter().cloned());
+    }
+
+    /// Notes that the gradients of one of the passes through a unit are summed.
+    #[expect(clippy::expect_used, reason = "a unit's backward pass is that of a recorded one")]
+    pub(super) fn leave(&mut self, unit: &str) {
+        *self.expected.get_mut(unit).expect("the pass was recorded") -= 1;
     }
 
     /// Adds the sums of one pass through a unit: it may be entered several times.
@@ -71,7 +80,7 @@ impl Backward {
     }
 
     /// The parameters of a unit to whose sums nothing more will be added: all passes through all of
-    /// their units have left their gradients.
+    /// their units are summed.
     pub(super) fn known(&mut self, model: &Model, unit: &str) -> Known {
         let is_done = |unit: &String| self.expected.get(unit).is_none_or(|&passes| passes == 0);
         let is_known = |member: &UnitMember| model.units_of(&member.names.name).all(is_done);

@@ -35,7 +35,7 @@ use crate::{
     processes::agreed,
     progress::Progress,
     schedule::Schedule,
-    sharded::{OwnedPart, ShardedVars, describe::declared_infos},
+    sharded::{OwnedPart, ShardedVars, describe::declared_infos, precision::Precision},
     step::{
         inventory::Inventory,
         options::Options,
@@ -58,6 +58,8 @@ pub struct FullyShardBuilder<'a, B> {
     weights: Option<PathBuf>,
     units: UnitRules,
     keeps: KeepRules,
+    prefetch: usize,
+    precision: Precision,
     accumulation: Accumulation,
     updates_in_backward: bool,
     plan: Plan,
@@ -102,6 +104,8 @@ impl<'a, B> FullyShardBuilder<'a, B> {
             weights: None,
             units: UnitRules::new(),
             keeps: KeepRules::default(),
+            prefetch: 0,
+            precision: Precision::default(),
             accumulation: Accumulation::default(),
             updates_in_backward: false,
             plan: Plan::By(Box::new(Full::default())),
@@ -154,6 +158,20 @@ impl<'a, B> FullyShardBuilder<'a, B> {
     pub fn keep_unit(mut self, pattern: impl Into<String>, keep: Keep) -> Self {
         self.keeps.add(pattern.into(), keep);
         self
+    }
+
+    /// Sets how many units are gathered ahead of the one in use; 0 by default.
+    ///
+    /// The next ones are those that the batch before has gathered after this one, in the forward and
+    /// in the backward pass, so from the second batch on. One that goes another way has nothing
+    /// gathered ahead. Gradients of a unit are then summed while the backward pass of the next one
+    /// runs. Up to so many units more are in memory. The bits are the same.
+    ///
+    /// It hides the time of a network behind the computation. Between threads of one process there
+    /// is no network, and nothing is gained. (`forward_prefetch` and `backward_prefetch` in PyTorch,
+    /// `stage3_prefetch_bucket_size` in DeepSpeed.)
+    pub fn prefetch(self, units: usize) -> Self {
+        Self { prefetch: units, ..self }
     }
 
     /// Sets when the gradients of [accumulated](FullyShard::accumulate) batches are summed; by
@@ -250,6 +268,47 @@ impl<'a, B> FullyShardBuilder<'a, B> {
     /// Sets the type of parameters; [`DType::F32`] by default.
     pub fn dtype(self, dtype: DType) -> Self {
         Self { dtype, ..self }
+    }
+
+    /// Gathers parameters as `param_dtype`, in which units compute with them, and sums gradients as
+    /// `reduce_dtype`; what slots keep stays in the [type](Self::dtype) of parameters: parts, sums
+    /// and the optimizers' moments. (PyTorch's `MixedPrecisionPolicy(param_dtype, reduce_dtype)`.)
+    ///
+    /// With [`DType::BF16`] and [`DType::F32`] what is gathered takes half the memory and half the
+    /// time of a network. Builders in units then have `param_dtype`, and a loss casts what else it
+    /// computes with: `x.to_dtype(vb.dtype())`, and the logits before a cross-entropy to
+    /// [`DType::F32`].
+    ///
+    /// [`DataParallel`](crate::DataParallel) has the same bits with variables of
+    /// [`dtype`](crate::DataParallelBuilder::dtype) [`DType::BF16`]: [`AdamW`](crate::AdamW) and
+    /// [`Sgd`](crate::Sgd) round them from masters in single precision, and their gradients are
+    /// summed in it.
+    ///
+    /// # Examples
+    ///
+    /// ```
+    /// use candle_core::{DType, Device, Tensor};
+    /// use candle_nn::{Module, Optimizer, ParamsAdamW, VarBuilder, linear};
+    /// use dist_train::{AdamW, FullyShard, Units};
+    /// use pmap_mesh::{DeviceMesh, Replica};
+    ///
+    /// let mesh = DeviceMesh::cpu(2)?;
+    /// let mut model = FullyShard::builder(&mesh, |vb| linear(4, 4, vb.pp("0")))
+    ///     .mixed_precision(DType::BF16, DType::F32)
+    ///     .build(|group| AdamW::new(group.vars, ParamsAdamW::default()))?;
+    /// let loss = |_: &Replica, model: &Units, x: Tensor| {
+    ///     let layer = |vb: VarBuilder<'_>, x: &Tensor| {
+    ///         let dtype = vb.dtype();
+    ///         linear(4, 4, vb)?.forward(&x.to_dtype(dtype)?)
+    ///     };
+    ///     model.unit("0", &x, layer)?.to_dtype(DType::F32)?.sqr()?.mean_all()
+    /// };
+    /// model.step(Tensor::ones((6, 4), DType::F32, &Device::Cpu)?, loss)?;
+    /// assert_eq!(model.gather("0.weight")?.dtype(), DType::F32);
+    /// # Ok::<(), Box<dyn std::error::Error>>(())
+    /// ```
+    pub fn mixed_precision(self, param_dtype: DType, reduce_dtype: DType) -> Self {
+        Self { precision: Precision::mixed(param_dtype, reduce_dtype), ..self }
     }
 
     /// Leaves the parameters that a pattern matches as they are: they are gathered, and have no
@@ -386,6 +445,7 @@ impl<'a, B> FullyShardBuilder<'a, B> {
     {
         self.options.check()?;
         self.check_in_backward()?;
+        self.precision.check(self.options.allow_non_finite)?;
         let home = &self.mesh.devices()[0];
         let mut declared = declare(&self.model, self.dtype, home).map_err(cannot_build)?;
         declared.sort_by(|left, right| left.name.cmp(&right.name));
@@ -442,6 +502,8 @@ impl<'a, B> FullyShardBuilder<'a, B> {
             ("unit", sync::of_debug(&self.units)),
             // Before the plan, which has it too.
             ("keep", sync::of_debug(keeps)),
+            ("prefetch", self.prefetch as u64),
+            ("mixed_precision", sync::of_debug(&self.precision)),
             ("accumulation", sync::of_debug(&self.accumulation)),
             ("optimizer_in_backward", self.updates_in_backward.into()),
             ("strategy", sync::of_debug(plan)),
@@ -460,8 +522,10 @@ impl<'a, B> FullyShardBuilder<'a, B> {
             let initial = &initial;
             Ok(move |run| initial.items(declared, run, home))
         })?;
-        let vars =
-            vars.with_units(units.iter().map(|(unit, members)| (unit, names_of(members))))?;
+        let vars = vars.with_units(
+            units.iter().map(|(unit, members)| (unit, names_of(members))),
+            self.precision,
+        )?;
         let unit = |(name, members): (String, Vec<Member>)| {
             let members = of_roles(members, &inventory, &declared);
             let unit = Unit { members, keep: keeps[&name] };
@@ -472,9 +536,12 @@ impl<'a, B> FullyShardBuilder<'a, B> {
             vars,
             units,
             inventory: Arc::new(inventory),
-            dtype: self.dtype,
+            dtype: self.precision.gathered(self.dtype),
+            precision: self.precision,
             accumulation: self.accumulation,
             updates_in_backward: self.updates_in_backward,
+            prefetch: self.prefetch,
+            orders: Mutex::default(),
             repeatable: Mutex::default(),
         })
     }
@@ -514,6 +581,8 @@ impl<B> fmt::Debug for FullyShardBuilder<'_, B> {
             .field("weights", &self.weights)
             .field("units", &self.units)
             .field("keeps", &self.keeps)
+            .field("prefetch", &self.prefetch)
+            .field("precision", &self.precision)
             .field("accumulation", &self.accumulation)
             .field("updates_in_backward", &self.updates_in_backward)
             .field("choices", &self.choices)

@@ -121,7 +121,7 @@ where
     fn run(&mut self, wanted: Wanted, allow_non_finite: bool) -> Result<Computed<Vec<SlotSums>>> {
         let Self { model, batch, loss, .. } = self;
         let rules = Rules { allow_non_finite, ..model.rules(Then::Keep) };
-        let common = Common::new(&model.model, rules);
+        let common = Common::new(&model.model, rules, wanted == Wanted::Gradients);
         let rules = &common.rules;
         let purpose = match wanted {
             Wanted::Loss => Purpose::Evaluation,
@@ -134,11 +134,17 @@ where
             let session = Session::new(ctx, &common, purpose.clone())?;
             let units = Units::sharded(Arc::clone(&session));
             let here = layout.explain(shard, |shard| loss(ctx, &units, shard))?;
+            if wanted == Wanted::Loss {
+                session.finish_gathering()?;
+            }
             let computed = compute(ctx, &session, rules, here, wanted);
-            rules.refusal.outcome(computed.map(|Computed { mean, used, sums: of_slot }| {
-                *lock(&sums[ctx.local_index()]) = of_slot;
-                found.get_or_init(|| (mean, used));
-            }))
+            let outcome =
+                rules.refusal.outcome(computed.map(|Computed { mean, used, sums: of_slot }| {
+                    *lock(&sums[ctx.local_index()]) = of_slot;
+                    found.get_or_init(|| (mean, used));
+                }))?;
+            session.abandon()?;
+            Ok(outcome)
         });
         let call = model.options.cut(call).seed(model.progress.seed);
         let batch = tree::map(batch, Tensor::clone);

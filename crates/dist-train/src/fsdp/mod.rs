@@ -2,6 +2,7 @@
 //! where a loss enters them.
 
 pub(crate) mod accumulation;
+mod ahead;
 mod backward;
 pub(crate) mod builder;
 mod checked;
@@ -30,6 +31,7 @@ use fsdp_plan::{
 use pmap_mesh::{DeviceMesh, Replica, TensorTree};
 
 use self::{
+    ahead::Order,
     builder::FullyShardBuilder,
     keep::Keep,
     model::{Model, Unit},
@@ -221,13 +223,16 @@ impl<O: Optimizer + Send + 'static> FullyShard<O> {
     {
         self.check_whole()?;
         let layout = Layout::of(&batch);
-        let common = Common::new(&self.model, self.rules(Then::Keep));
+        let common = Common::new(&self.model, self.rules(Then::Keep), false);
         let rules = &common.rules;
+        let order = OnceLock::new();
         let mean = OnceLock::new();
         let call = self.mesh.pmap_scoped(|ctx, shard: I| {
             let session = Session::new(ctx, &common, Purpose::Evaluation)?;
-            let units = Units::sharded(session);
+            let units = Units::sharded(Arc::clone(&session));
             let here = layout.explain(shard, |shard| loss(ctx, &units, shard))?.into();
+            session.finish_gathering()?;
+            note(&order, ctx, &session);
             let evaluated = here.evaluate(ctx, rules.allow_non_finite, &rules.refusal);
             rules.refusal.outcome(evaluated.map(|(whole, aux)| {
                 mean.get_or_init(|| whole);
@@ -235,7 +240,10 @@ impl<O: Optimizer + Send + 'static> FullyShard<O> {
             }))
         });
         let call = self.options.cut(call).seed(self.progress.seed.derive(EVALUATION));
-        let aux = rules.refusal.of(call.call_at(self.progress.steps, batch))?;
+        let outcome = rules.refusal.of(call.call_at(self.progress.steps, batch));
+        let order = order.into_inner().filter(|_| outcome.is_ok());
+        self.model.note_order(false, order);
+        let aux = outcome?;
         let whole = mean.get().expect("every replica has set the mean");
         Ok(Evaluation { loss: whole.mean(), weight: whole.weight(), aux })
     }
@@ -252,8 +260,9 @@ impl<O: Optimizer + Send + 'static> FullyShard<O> {
         self.check_whole()?;
         self.set_rates(self.rates.after(self.progress.steps));
         let layout = Layout::of(&batch);
-        let common = Common::new(&self.model, self.rules(then));
+        let common = Common::new(&self.model, self.rules(then), true);
         let rules = &common.rules;
+        let order = OnceLock::new();
         let report = OnceLock::new();
         let entered = OnceLock::new();
         let call = self.mesh.pmap_scoped(|ctx, shard: I| {
@@ -263,10 +272,13 @@ impl<O: Optimizer + Send + 'static> FullyShard<O> {
             let here = layout.explain(shard, |shard| loss(ctx, &units, shard))?;
             entered.get_or_init(|| session.entered());
             let trained = slot::train(slot, ctx, &session, rules, here.into());
-            rules.refusal.outcome(trained.map(|(whole, aux)| {
+            note(&order, ctx, &session);
+            let outcome = rules.refusal.outcome(trained.map(|(whole, aux)| {
                 report.get_or_init(|| whole);
                 aux
-            }))
+            }))?;
+            session.abandon()?;
+            Ok(outcome)
         });
         let call = self.options.cut(call).seed(self.progress.seed);
         let outcome = rules.refusal.of(call.call_at(self.progress.batches, batch));
@@ -276,6 +288,8 @@ impl<O: Optimizer + Send + 'static> FullyShard<O> {
                 Err(_) => lock(slot).forget(),
             }
         }
+        let order = order.into_inner().filter(|_| outcome.is_ok());
+        self.model.note_order(true, order);
         let aux = outcome?;
         if let (Then::Update, Some(units)) = (then, entered.into_inner()) {
             self.model.note_repeatable(units);
@@ -349,7 +363,7 @@ impl<O> FullyShard<O> {
     }
 
     /// What the cost of the [plan](Self::plan) depends on besides it, as this model carries it out:
-    /// what its units keep, and when its optimizers run. The optimizer is taken to be Adam, and the
+    /// what its units keep, how many are gathered ahead, in which types, and when its optimizers run. The optimizer is taken to be Adam, and the
     /// activations are [to be told](CostModel::with_activations).
     ///
     /// # Examples
@@ -368,8 +382,11 @@ impl<O> FullyShard<O> {
     pub fn cost_model(&self) -> CostModel {
         let keeps_graph = |unit: &&Unit| unit.keep == Keep::Graph;
         let n_graphs = self.model.units.values().filter(keeps_graph).count();
-        let cost =
-            CostModel::default().with_runtime(Runtime::Candle).with_kept_graphs(n_graphs as u64);
+        let cost = CostModel::default()
+            .with_runtime(Runtime::Candle)
+            .with_prefetch(self.model.prefetch as u64)
+            .with_kept_graphs(n_graphs as u64);
+        let cost = self.model.precision.of_cost(cost);
         if self.model.updates_in_backward { cost.with_optimizer_in_backward() } else { cost }
     }
 
@@ -428,6 +445,14 @@ impl<O> FullyShard<O> {
             outcome = outcome.and_then(|()| f(name, whole));
         }
         outcome
+    }
+}
+
+/// Notes what a batch has gathered, as the first slot of this process has: groups of slots that go
+/// other ways expect the same.
+fn note(order: &OnceLock<Order>, ctx: &Replica, session: &Session) {
+    if ctx.local_index() == 0 {
+        order.get_or_init(|| session.order());
     }
 }
 

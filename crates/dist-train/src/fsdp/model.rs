@@ -6,12 +6,13 @@ use std::{
 };
 
 use candle_core::DType;
-use fsdp_plan::ElemType;
 
 use crate::{
+    dtype::dtype_of,
     error::training::TrainingError,
-    fsdp::{accumulation::Accumulation, keep::Keep},
-    sharded::ShardedVars,
+    fsdp::{accumulation::Accumulation, ahead::Order, keep::Keep},
+    grad::is_half,
+    sharded::{ShardedVars, precision::Precision},
     step::inventory::Inventory,
     units::rules::Member,
 };
@@ -24,11 +25,23 @@ pub(crate) struct Model {
     pub(super) inventory: Arc<Inventory>,
     /// The type that builders have.
     pub(super) dtype: DType,
+    pub(super) precision: Precision,
     pub(super) accumulation: Accumulation,
     /// Whether optimizers run inside the backward pass.
     pub(super) updates_in_backward: bool,
+    /// How many units are gathered ahead of the one in use.
+    pub(super) prefetch: usize,
+    /// What the last batches have gathered.
+    pub(super) orders: Mutex<Orders>,
     /// The units that had the same result both times in all passes of a step.
     pub(super) repeatable: Mutex<BTreeSet<String>>,
+}
+
+/// The units that batches gather one after the other.
+#[derive(Debug, Default)]
+pub(super) struct Orders {
+    training: Order,
+    evaluation: Order,
 }
 
 /// Parameters that are gathered together.
@@ -62,17 +75,36 @@ impl Model {
         self.repeatable().extend(units);
     }
 
+    /// What the last batch that was differentiated, or was not, has gathered.
+    pub(super) fn order(&self, is_training: bool) -> Order {
+        let orders = self.orders();
+        Arc::clone(if is_training { &orders.training } else { &orders.evaluation })
+    }
+
+    /// Notes what a batch has gathered; nothing if it failed, since other processes may have come
+    /// further, and all expect the same.
+    pub(super) fn note_order(&self, is_training: bool, order: Option<Order>) {
+        let mut orders = self.orders();
+        let noted = if is_training { &mut orders.training } else { &mut orders.evaluation };
+        *noted = order.unwrap_or_default();
+    }
+
+    fn orders(&self) -> MutexGuard<'_, Orders> {
+        self.orders.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
     /// A set is whole whoever panicked beside it.
     fn repeatable(&self) -> MutexGuard<'_, BTreeSet<String>> {
         self.repeatable.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Whether a parameter is of half precision.
+    /// Whether a parameter is computed with in half precision.
     pub(super) fn has_halves(&self) -> bool {
         let parameters = self.vars.plan().parameters();
-        parameters
-            .iter()
-            .any(|parameter| matches!(parameter.info().dtype(), ElemType::F16 | ElemType::Bf16))
+        parameters.iter().any(|parameter| {
+            let held = dtype_of(parameter.info().dtype());
+            held.is_some_and(|held| is_half(self.precision.gathered(held)))
+        })
     }
 
     /// The units that have a parameter: several, if it is tied.

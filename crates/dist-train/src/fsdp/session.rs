@@ -14,6 +14,7 @@ use crate::{
     error::training::TrainingError,
     fsdp::{
         accumulation::{Accumulation, Whole},
+        ahead::{Ahead, Order, Turn},
         backward::Backward,
         emptied::{Emptied, Pass},
         exchange::{empty, exchange},
@@ -22,6 +23,7 @@ use crate::{
     },
     grad::{corrected, is_half, widened},
     loss::ShardLoss,
+    sharded::units::UnderWay,
     step::rules::{Rules, Then},
 };
 
@@ -35,6 +37,7 @@ pub(crate) struct Session {
     /// An input of every operation that has a gradient to leave: candle records nothing of
     /// integers.
     anchor: Var,
+    ahead: Mutex<Ahead<UnderWay>>,
     backward: Mutex<Backward>,
 }
 
@@ -43,6 +46,8 @@ pub(crate) struct Session {
 pub(super) struct Common {
     pub(super) model: Arc<Model>,
     pub(super) rules: Rules,
+    /// What an earlier batch has gathered, in its order.
+    order: Order,
     emptied: Emptied,
 }
 
@@ -70,8 +75,10 @@ pub(super) struct Gradients {
 }
 
 impl Common {
-    pub(super) fn new(model: &Arc<Model>, rules: Rules) -> Arc<Self> {
-        Arc::new(Self { model: Arc::clone(model), rules, emptied: Emptied::default() })
+    /// For a batch that is differentiated or not.
+    pub(super) fn new(model: &Arc<Model>, rules: Rules, is_training: bool) -> Arc<Self> {
+        let order = model.order(is_training);
+        Arc::new(Self { model: Arc::clone(model), rules, order, emptied: Emptied::default() })
     }
 }
 
@@ -82,6 +89,7 @@ impl Session {
             common: Arc::clone(common),
             purpose,
             anchor: Var::zeros((), DType::F32, ctx.device())?,
+            ahead: Mutex::new(Ahead::new(common.model.prefetch, Arc::clone(&common.order))),
             backward: Mutex::default(),
         }))
     }
@@ -129,8 +137,51 @@ impl Session {
     }
 
     /// The whole parameters of a unit, by their names.
+    ///
+    /// Begins with those of the units that are expected next, where units are gathered ahead.
     pub(super) fn gather(&self, unit: &str) -> Result<BTreeMap<String, Var>> {
-        self.model().vars.gather_unit(&self.ctx, unit)
+        let Model { vars, .. } = self.model();
+        let Turn { begun, dropped, next } = self.ahead().turn(unit);
+        if !self.ahead().is_on() {
+            return vars.gather_unit(&self.ctx, unit);
+        }
+        self.drop_gathered(dropped)?;
+        let under_way = match begun {
+            Some(begun) => begun,
+            None => vars.start_gather_unit(&self.ctx, unit)?,
+        };
+        for unit in &next {
+            let under_way = vars.start_gather_unit(&self.ctx, unit)?;
+            self.ahead().begin(under_way);
+        }
+        vars.finish_gather_unit(&self.ctx, under_way)
+    }
+
+    /// Waits for what was gathered ahead and not used, as a collective that was started demands.
+    fn drop_gathered(&self, dropped: Vec<UnderWay>) -> Result<()> {
+        let vars = &self.model().vars;
+        dropped.into_iter().try_for_each(|unit| vars.finish_gather_unit(&self.ctx, unit).map(drop))
+    }
+
+    /// Ends the gathering of a batch: what was expected and has not come is not needed.
+    pub(super) fn finish_gathering(&self) -> Result<()> {
+        let rest = self.ahead().rest();
+        self.drop_gathered(rest)
+    }
+
+    /// Waits for all that is under way and of no use any more, where all replicas end a batch before
+    /// its end.
+    pub(super) fn abandon(&self) -> Result<()> {
+        self.finish_gathering()?;
+        match self.backward().under_way.take() {
+            Some(sums) => self.model().vars.finish_reduce_parts(&self.ctx, sums).map(drop),
+            None => Ok(()),
+        }
+    }
+
+    /// The units that this batch has gathered, in their order.
+    pub(super) fn order(&self) -> Order {
+        self.ahead().order()
     }
 
     /// Frees the parameters of a unit whose graph is kept, as soon as no slot of this process
@@ -209,18 +260,11 @@ impl Session {
         }
         // Not held any longer than need be: this is when a step holds the most.
         drop((gathered, grads));
-        self.backward().leave(unit, own.keys());
+        self.backward().use_all(own.keys());
         if self.keeps_whole() {
             return self.backward().whole.add(unit, own);
         }
-        self.reduce(unit, own)?;
-        match &self.purpose {
-            Purpose::InBackward(updates) => {
-                let known = self.backward().known(self.model(), unit);
-                self.update(&**updates, &known)
-            }
-            _ => Ok(()),
-        }
+        self.reduce(unit, own)
     }
 
     /// What a gradient on this slot adds to the sum.
@@ -241,7 +285,8 @@ impl Session {
             && self.model().accumulation == Accumulation::ReduceLast
     }
 
-    /// Sums the gradients of a unit's parameters over all slots, with those that were kept whole.
+    /// Sums the gradients of a unit's parameters over all slots, with those that were kept whole:
+    /// while the backward pass goes on, if units are gathered ahead.
     fn reduce(&self, unit: &str, mut own: BTreeMap<String, Tensor>) -> Result<()> {
         let mut whole = mem::take(&mut self.backward().whole);
         whole.units.remove(unit);
@@ -256,8 +301,37 @@ impl Session {
             all.insert(name.clone(), grad);
         }
         self.backward().whole = whole;
-        let sums = self.model().vars.reduce_parts(&self.ctx, unit, |name| all.remove(name))?;
-        self.backward().add(sums)
+        let vars = &self.model().vars;
+        if !self.ahead().is_on() {
+            let sums = vars.reduce_parts(&self.ctx, unit, |name| all.remove(name))?;
+            return self.settle(unit, sums);
+        }
+        // One at a time, so that the gradients of one unit wait and no more.
+        self.finish_reducing()?;
+        let under_way = vars.start_reduce_parts(&self.ctx, unit, |name| all.remove(name))?;
+        self.backward().under_way = Some(under_way);
+        Ok(())
+    }
+
+    /// Waits for the sums that are under way.
+    fn finish_reducing(&self) -> Result<()> {
+        let Some(under_way) = self.backward().under_way.take() else { return Ok(()) };
+        let unit = under_way.unit.clone();
+        let sums = self.model().vars.finish_reduce_parts(&self.ctx, under_way)?;
+        self.settle(&unit, sums)
+    }
+
+    /// Does what is to be done with the sums of a unit.
+    fn settle(&self, unit: &str, sums: Vec<(usize, Tensor)>) -> Result<()> {
+        self.backward().add(sums)?;
+        match &self.purpose {
+            Purpose::InBackward(updates) => {
+                self.backward().leave(unit);
+                let known = self.backward().known(self.model(), unit);
+                self.update(&**updates, &known)
+            }
+            _ => Ok(()),
+        }
     }
 
     /// Differentiates a shard's sum over `scale`, through all units that it has entered; `whole`
@@ -286,11 +360,13 @@ impl Session {
 
     /// Does what waits for the end of the backward pass.
     fn finish(&self) -> Result<()> {
+        self.finish_gathering()?;
         if !self.keeps_whole() {
             // Of units that only batches before this one have entered.
             let units = self.backward().whole.units.clone();
             units.iter().try_for_each(|unit| self.reduce(unit, BTreeMap::new()))?;
         }
+        self.finish_reducing()?;
         match &self.purpose {
             Purpose::InBackward(updates) => {
                 let rest = self.backward().rest_of(self.model());
@@ -331,6 +407,11 @@ impl Session {
     /// The names of the units that the loss has entered.
     pub(super) fn entered(&self) -> Vec<String> {
         self.backward().entered.iter().cloned().collect()
+    }
+
+    /// Not held while anything is gathered.
+    fn ahead(&self) -> MutexGuard<'_, Ahead<UnderWay>> {
+        self.ahead.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Not held while anything is computed or waited for.

@@ -2,8 +2,9 @@
 
 mod axes;
 pub(crate) mod describe;
+pub(crate) mod precision;
 mod runs;
-mod units;
+pub(crate) mod units;
 
 use std::{collections::BTreeMap, ops::Range, sync::Arc};
 
@@ -11,7 +12,7 @@ use candle_core::{DType, Device, Tensor, Var};
 use fsdp_plan::{Cut, ParameterInfo, ShardingPlan};
 use pmap_mesh::{ALL, DeviceMesh, Replica};
 
-use self::{axes::PlanAxes, runs::GatheredRun, units::Unit};
+use self::{axes::PlanAxes, precision::Precision, runs::GatheredRun, units::Unit};
 use crate::{
     checkpoint::{
         key::{MODEL, TensorKey},
@@ -77,6 +78,7 @@ struct Inner {
     plan: ShardingPlan,
     mesh: DeviceMesh,
     axes: PlanAxes,
+    precision: Precision,
     units: BTreeMap<String, Unit>,
     /// The parts of each slot of this process, in the order of the plan.
     slots: Vec<Vec<Part>>,
@@ -192,20 +194,30 @@ impl ShardedVars {
             }
         }
         let units = units::of_plan(plan)?;
-        Ok(Self(Arc::new(Inner { plan: plan.clone(), mesh: mesh.clone(), axes, units, slots })))
+        Ok(Self(Arc::new(Inner {
+            plan: plan.clone(),
+            mesh: mesh.clone(),
+            axes,
+            precision: Precision::default(),
+            units,
+            slots,
+        })))
     }
 
-    /// The same with units of other parameters than the plan says: one may be in several.
+    /// The same with units of other parameters than the plan says, one of which may be in several,
+    /// gathered and summed in these types.
     pub(crate) fn with_units<'a, N: Iterator<Item = &'a str>>(
         self,
         units: impl Iterator<Item = (&'a String, N)>,
+        precision: Precision,
     ) -> Result<Self> {
-        let units = units::of_names(&self.0.plan, units)?;
+        let units = units::of_names(&self.0.plan, units, precision)?;
         let Inner { plan, mesh, axes, slots, .. } = &*self.0;
         Ok(Self(Arc::new(Inner {
             plan: plan.clone(),
             mesh: mesh.clone(),
             axes: axes.clone(),
+            precision,
             units,
             slots: slots.clone(),
         })))

@@ -8,12 +8,13 @@ use fsdp_plan::{
     ShardingPlan,
     cost::{CostModel, Runtime, Transfer, UnitSchedule},
 };
-use pmap_mesh::{ALL, Replica, Run, RunLayout};
+use pmap_mesh::{ALL, Pending, Replica, Run, RunLayout};
 
 use super::{ShardedVars, check_shape, runs, unknown};
 use crate::{
     error::{Error, Result, parameter::ParameterError},
-    grad::{widened, widened_dtype},
+    grad::widened_dtype,
+    sharded::precision::Precision,
 };
 
 /// What the plan's schedule says of a unit, ready to be carried out.
@@ -37,6 +38,32 @@ struct Lists {
     layout: RunLayout,
 }
 
+/// A unit that is being gathered.
+#[derive(Debug)]
+pub(crate) struct UnderWay {
+    unit: String,
+    /// Nothing where none of its parameters is cut.
+    pending: Option<Pending<Vec<Var>>>,
+}
+
+/// A unit's gradients that are being summed.
+#[derive(Debug)]
+pub(crate) struct UnitSums {
+    pub(crate) unit: String,
+    /// The sums over a shard group for this slot's runs; nothing where none of the trained
+    /// parameters is cut.
+    of_runs: Option<Summing>,
+    /// The gradients of replicated parameters, which are summed at the end.
+    copies: Vec<Tensor>,
+}
+
+/// Sums over a shard group.
+#[derive(Debug)]
+enum Summing {
+    Done(Vec<Tensor>),
+    UnderWay(Pending<Vec<Tensor>>),
+}
+
 /// A unit's parameters, by all of their names.
 type Names<'a> = (&'a str, Vec<(String, usize)>);
 
@@ -48,31 +75,36 @@ pub(super) fn of_plan(plan: &ShardingPlan) -> Result<BTreeMap<String, Unit>> {
         let param_idx = index_of(plan, info.name())?;
         names.entry(info.unit()).or_default().push((info.name().to_owned(), param_idx));
     }
-    scheduled(plan, names.into_iter().collect())
+    scheduled(plan, names.into_iter().collect(), Precision::default())
 }
 
 /// Units of other parameters than the plan says, each with the names of its own.
 pub(super) fn of_names<'a, N: Iterator<Item = &'a str>>(
     plan: &ShardingPlan,
     units: impl Iterator<Item = (&'a String, N)>,
+    precision: Precision,
 ) -> Result<BTreeMap<String, Unit>> {
     let unit = |(unit, names): (&'a String, N)| {
         let names = names.map(|name| Ok((name.to_owned(), index_of(plan, name)?)));
         Ok((unit.as_str(), names.collect::<Result<Vec<_>>>()?))
     };
-    scheduled(plan, units.map(unit).collect::<Result<_>>()?)
+    scheduled(plan, units.map(unit).collect::<Result<_>>()?, precision)
 }
 
 /// Each unit by its name, with what its part of the schedule says.
-fn scheduled<'a>(plan: &'a ShardingPlan, units: Vec<Names<'a>>) -> Result<BTreeMap<String, Unit>> {
+fn scheduled<'a>(
+    plan: &'a ShardingPlan,
+    units: Vec<Names<'a>>,
+    precision: Precision,
+) -> Result<BTreeMap<String, Unit>> {
     let params = |(unit, names): &Names<'a>| {
         let params: BTreeSet<usize> = names.iter().map(|(_, param_idx)| *param_idx).collect();
         (*unit, params.into_iter().collect())
     };
-    let model = CostModel::default().with_runtime(Runtime::Candle);
+    let model = precision.of_cost(CostModel::default().with_runtime(Runtime::Candle));
     let schedule = plan.schedule_of(&model, units.iter().map(params))?;
     let unit = |(schedule, (unit, names)): (&UnitSchedule<'_>, Names<'_>)| {
-        Ok((unit.to_owned(), Unit::new(plan, schedule, names)?))
+        Ok((unit.to_owned(), Unit::new(plan, schedule, names, precision)?))
     };
     schedule.units.iter().zip(units).map(unit).collect()
 }
@@ -117,8 +149,9 @@ impl Unit {
         plan: &ShardingPlan,
         schedule: &UnitSchedule<'_>,
         names: Vec<(String, usize)>,
+        precision: Precision,
     ) -> Result<Self> {
-        let lists = |transfer: &Transfer, dtype: fn(DType) -> DType| {
+        let lists = |transfer: &Transfer, dtype: &dyn Fn(DType) -> DType| {
             let params = transfer.parameters.clone();
             let layout = layout(plan, schedule.unit, &params, dtype)?;
             Ok::<_, Error>(Lists { params, layout })
@@ -128,8 +161,12 @@ impl Unit {
         let copies = schedule.all_reduce_copies.as_ref();
         Ok(Self {
             names,
-            gathered: gathered.map(|gathered| lists(gathered, |dtype| dtype)).transpose()?,
-            reduced: reduced.map(|reduced| lists(reduced, widened_dtype)).transpose()?,
+            gathered: gathered
+                .map(|gathered| lists(gathered, &|held| precision.gathered(held)))
+                .transpose()?,
+            reduced: reduced
+                .map(|reduced| lists(reduced, &|held| precision.reduced(held)))
+                .transpose()?,
             copies: copies.map_or_else(Vec::new, |copies| copies.parameters.clone()),
         })
     }
@@ -180,13 +217,53 @@ impl ShardedVars {
         ctx: &Replica,
         unit: &str,
     ) -> candle_core::Result<BTreeMap<String, Var>> {
+        let gathered = match &self.unit(unit)?.gathered {
+            Some(Lists { params, layout }) => {
+                ctx.gather_runs(self.own_runs(ctx, params)?, layout, &self.0.axes.shard)?
+            }
+            None => Vec::new(),
+        };
+        self.named(ctx, unit, gathered)
+    }
+
+    /// Starts [`gather_unit`](Self::gather_unit), and does not wait for the others.
+    #[track_caller]
+    pub(crate) fn start_gather_unit(
+        &self,
+        ctx: &Replica,
+        name: &str,
+    ) -> candle_core::Result<UnderWay> {
+        let pending = match &self.unit(name)?.gathered {
+            Some(Lists { params, layout }) => {
+                let own = self.own_runs(ctx, params)?;
+                Some(ctx.start_gather_runs(own, layout, &self.0.axes.shard)?)
+            }
+            None => None,
+        };
+        Ok(UnderWay { unit: name.to_owned(), pending })
+    }
+
+    /// Every parameter of a unit by its name, when all have come.
+    pub(crate) fn finish_gather_unit(
+        &self,
+        ctx: &Replica,
+        under_way: UnderWay,
+    ) -> candle_core::Result<BTreeMap<String, Var>> {
+        let UnderWay { unit, pending } = under_way;
+        let gathered = pending.map_or_else(|| Ok(Vec::new()), Pending::wait)?;
+        self.named(ctx, &unit, gathered)
+    }
+
+    /// The variables of a unit by their names, given those that were gathered.
+    fn named(
+        &self,
+        ctx: &Replica,
+        unit: &str,
+        gathered: Vec<Var>,
+    ) -> candle_core::Result<BTreeMap<String, Var>> {
         let unit = self.unit(unit)?;
-        let mut wholes: BTreeMap<usize, Var> = BTreeMap::new();
-        if let Some(Lists { params, layout }) = &unit.gathered {
-            let own = self.own_runs(ctx, params)?;
-            let gathered = ctx.gather_runs(own, layout, &self.0.axes.shard)?;
-            wholes.extend(params.iter().copied().zip(gathered));
-        }
+        let params = unit.gathered.as_ref().map_or(&[][..], |lists| &lists.params);
+        let mut wholes: BTreeMap<usize, Var> = params.iter().copied().zip(gathered).collect();
         let mut named = BTreeMap::new();
         for (name, param_idx) in &unit.names {
             let whole = match wholes.entry(*param_idx) {
@@ -201,7 +278,8 @@ impl ShardedVars {
     /// A variable of what every slot keeps whole.
     fn copy(&self, ctx: &Replica, param_idx: usize) -> candle_core::Result<Var> {
         let mine = self.mine(ctx, param_idx)?.reshape(runs::shape(self.info(param_idx)))?;
-        Var::from_tensor(&mine.detach())
+        let dtype = self.0.precision.gathered(mine.dtype());
+        Var::from_tensor(&mine.detach().to_dtype(dtype)?)
     }
 
     /// Which of a unit's parameters, given by their names, the slots of a process share when they are
@@ -274,25 +352,74 @@ impl ShardedVars {
         &self,
         ctx: &Replica,
         unit: &str,
-        mut grad: impl FnMut(&str) -> Option<Tensor>,
+        grad: impl FnMut(&str) -> Option<Tensor>,
     ) -> candle_core::Result<Vec<(usize, Tensor)>> {
-        let name = unit;
+        let sums = self.begin_sums(unit, grad, |grads, layout| {
+            Ok(Summing::Done(ctx.reduce_runs(grads, layout, &self.0.axes.shard)?))
+        })?;
+        self.finish_reduce_parts(ctx, sums)
+    }
+
+    /// Starts [`reduce_parts`](Self::reduce_parts), and does not wait for the others.
+    #[track_caller]
+    pub(crate) fn start_reduce_parts(
+        &self,
+        ctx: &Replica,
+        unit: &str,
+        grad: impl FnMut(&str) -> Option<Tensor>,
+    ) -> candle_core::Result<UnitSums> {
+        self.begin_sums(unit, grad, |grads, layout| {
+            Ok(Summing::UnderWay(ctx.start_reduce_runs(grads, layout, &self.0.axes.shard)?))
+        })
+    }
+
+    /// Hands in the gradients of a unit's parameters: those that are cut, for a shard group to sum.
+    fn begin_sums(
+        &self,
+        name: &str,
+        mut grad: impl FnMut(&str) -> Option<Tensor>,
+        sum: impl FnOnce(Vec<Tensor>, &RunLayout) -> candle_core::Result<Summing>,
+    ) -> candle_core::Result<UnitSums> {
         let unit = self.unit(name)?;
+        let of_runs = match &unit.reduced {
+            Some(Lists { params, layout }) => {
+                Some(sum(self.grads(&unit.names, params, &mut grad)?, layout)?)
+            }
+            None => None,
+        };
+        let copies = self.grads(&unit.names, &unit.copies, &mut grad)?;
+        Ok(UnitSums { unit: name.to_owned(), of_runs, copies })
+    }
+
+    /// The sums of a unit's gradients, when all have come; with the positions of this slot's
+    /// variables.
+    #[track_caller]
+    pub(crate) fn finish_reduce_parts(
+        &self,
+        ctx: &Replica,
+        sums: UnitSums,
+    ) -> candle_core::Result<Vec<(usize, Tensor)>> {
+        let UnitSums { unit: name, of_runs, copies } = sums;
+        let unit = self.unit(&name)?;
         let mut sums = Vec::new();
-        if let Some(Lists { params, layout }) = &unit.reduced {
-            let grads = self.grads(&unit.names, params, &mut grad)?;
-            let reduced = self.reduce_runs(ctx, grads, layout)?;
-            sums.extend(self.own_positions(ctx, params)?.into_iter().zip(reduced));
+        if let (Some(Lists { params, layout }), Some(of_runs)) = (&unit.reduced, of_runs) {
+            let of_group = match of_runs {
+                Summing::Done(sums) => sums,
+                Summing::UnderWay(pending) => pending.wait()?,
+            };
+            let reduced = self.over_replicas(ctx, of_group, layout)?;
+            for (position, sum) in self.own_positions(ctx, params)?.into_iter().zip(reduced) {
+                sums.push((position, self.held(ctx, position, &sum)?));
+            }
         }
-        if !unit.copies.is_empty() {
-            let grads = self.grads(&unit.names, &unit.copies, &mut grad)?;
-            let all: Vec<usize> = (0..grads.len()).collect();
+        if !copies.is_empty() {
+            let all: Vec<usize> = (0..copies.len()).collect();
             let positions = self.own_positions(ctx, &unit.copies)?;
             // The name: nothing of a unit that is not cut is gathered, so nothing before has told a
             // replica that others have entered another one.
-            let copies = ctx.psum_named(name, grads, &all, ALL)?;
+            let copies = ctx.psum_named(&name, copies, &all, ALL)?;
             for (position, sum) in positions.into_iter().zip(copies) {
-                sums.push((position, sum.flatten_all()?));
+                sums.push((position, self.held(ctx, position, &sum.flatten_all()?)?));
             }
         }
         Ok(sums)
@@ -307,6 +434,23 @@ impl ShardedVars {
         layout: &RunLayout,
     ) -> candle_core::Result<Vec<Tensor>> {
         let sums = ctx.reduce_runs(grads, layout, &self.0.axes.shard)?;
+        self.over_replicas(ctx, sums, layout)
+    }
+
+    /// A sum in the type in which the gradient of a part is held.
+    fn held(&self, ctx: &Replica, position: usize, sum: &Tensor) -> candle_core::Result<Tensor> {
+        let parts = self.parts(ctx.slot()).map_err(Error::from)?;
+        sum.to_dtype(widened_dtype(parts[position].var.dtype()))
+    }
+
+    /// The sums of all shard groups, given those of this replica's, for its runs of a layout.
+    #[track_caller]
+    fn over_replicas(
+        &self,
+        ctx: &Replica,
+        sums: Vec<Tensor>,
+        layout: &RunLayout,
+    ) -> candle_core::Result<Vec<Tensor>> {
         match &self.0.axes.replica {
             // Whoever has nothing is not waited for: the same slots of other groups have nothing.
             Some(axes) if !sums.is_empty() => {
@@ -331,11 +475,15 @@ impl ShardedVars {
         Ok(params.iter().flat_map(of_param).collect())
     }
 
-    fn own_runs(&self, ctx: &Replica, params: &[usize]) -> Result<Vec<Tensor>> {
+    /// This slot's parts of some parameters, in the type in which they are gathered.
+    fn own_runs(&self, ctx: &Replica, params: &[usize]) -> candle_core::Result<Vec<Tensor>> {
         let positions = self.own_positions(ctx, params)?;
-        let parts = self.parts(ctx.slot())?;
-        let run = |position: usize| parts[position].var.as_detached_tensor();
-        Ok(positions.into_iter().map(run).collect())
+        let parts = self.parts(ctx.slot()).map_err(Error::from)?;
+        let run = |position: usize| {
+            let part = parts[position].var.as_detached_tensor();
+            part.to_dtype(self.0.precision.gathered(part.dtype()))
+        };
+        positions.into_iter().map(run).collect()
     }
 
     /// The gradients of some parameters, each under one of these names.
@@ -353,7 +501,7 @@ impl ShardedVars {
                 })
             })?;
             check_shape(self.info(param_idx), &found)?;
-            widened(&found)
+            found.to_dtype(self.0.precision.reduced(self.dtype(param_idx)?))
         };
         params.iter().map(&mut of_param).collect()
     }

@@ -86,6 +86,12 @@ pub(super) fn run(engine: &impl Engine, ranks: usize) {
         assert_same(&trained(&tested, LayerWise::default(), keep).0, &expected);
     }
     assert_same(&trained(&threads, Full::default(), Keep::Inputs).0, &expected);
+    for prefetch in [1, 2] {
+        for keep in [Keep::Inputs, Keep::Graph, Keep::Gathered] {
+            assert_same(&ahead(&tested, keep, prefetch), &expected);
+        }
+    }
+    assert_same(&mixed(&tested), &mixed(&threads));
     in_backward(&tested, &expected);
     accumulated(&tested, &threads);
     traffic(&tested, Box::new(Full::default()));
@@ -93,6 +99,28 @@ pub(super) fn run(engine: &impl Engine, ranks: usize) {
     checkpoints(&tested, &threads);
     refusals(&tested);
     weights(&tested);
+}
+
+/// The losses of some steps with units gathered ahead, and the parameters.
+fn ahead(mesh: &DeviceMesh, keep: Keep, prefetch: usize) -> Vec<Tensor> {
+    let builder = FullyShard::builder(mesh, build).unit_rules(rules()).keep(keep);
+    let mut model = builder.prefetch(prefetch).build(adam).unwrap();
+    let step = |step| number(model.step(batch(mesh, step), loss).unwrap().loss);
+    let mut all: Vec<Tensor> = (0..5).map(step).collect();
+    all.push(number(model.evaluate(batch(mesh, 9), loss).unwrap().loss));
+    all.extend(names().iter().map(|name| model.gather(name).unwrap()));
+    all
+}
+
+/// Parameters that are gathered in half precision, with one unit ahead.
+fn mixed(mesh: &DeviceMesh) -> Vec<Tensor> {
+    let builder = FullyShard::builder(mesh, build).unit_rules(rules()).keep(Keep::Graph);
+    let builder = builder.mixed_precision(DType::BF16, DType::F32).prefetch(1);
+    let mut model = builder.build(adam).unwrap();
+    let step = |step| number(model.step(batch(mesh, step), loss).unwrap().loss);
+    let mut all: Vec<Tensor> = (0..5).map(step).collect();
+    all.extend(names().iter().map(|name| model.gather(name).unwrap()));
+    all
 }
 
 /// Optimizers that run inside the backward pass leave the bits of those that run after it.
@@ -129,8 +157,19 @@ pub(super) fn groups(engine: &impl Engine, ranks: usize) {
     let (tested, threads) = (mesh(engine, &axes, None), threads(&axes, &engine.device()));
     let strategy = || Hsdp::new(Full::default(), ranks as u64 / 2);
     let expected = trained(&threads, strategy(), Keep::Inputs).0;
-    assert_same(&trained(&tested, strategy(), Keep::Inputs).0, &expected);
+    for keep in [Keep::Inputs, Keep::Graph] {
+        assert_same(&trained(&tested, strategy(), keep).0, &expected);
+    }
     traffic(&tested, Box::new(strategy()));
+
+    // One device, with the whole batch.
+    let alone = DeviceMesh::cpu(1).unwrap();
+    let mut whole = DataParallel::builder(&alone, Units::by(rules(), build)).build(adam).unwrap();
+    for (step, found) in expected.iter().take(5).enumerate() {
+        let expected = whole.step(batch(&tested, step), loss).unwrap().loss;
+        let found = found.to_scalar::<f64>().unwrap();
+        assert!((found / expected - 1.0).abs() < 1e-6, "{found} for {expected}");
+    }
 
     // An item that is not among those that are compared, in the part of the first of each pair.
     let rank = tested.local_slots().start;

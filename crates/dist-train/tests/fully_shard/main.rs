@@ -12,6 +12,8 @@ mod model;
 mod options;
 mod outputs;
 mod plans;
+mod precision;
+mod prefetch;
 mod refusals;
 mod resume;
 mod traffic;

@@ -126,8 +126,10 @@ fn comparison(
 impl Sharding {
     fn of(path: &Path, settings: &Settings, is_complete: bool) -> Result<Option<Self>> {
         let parameters: Vec<ParameterInfo> = match settings.model {
-            _ if is_complete => model::read(path)?.into_iter().map(sharding::with_unit).collect(),
-            Some(config) => sharding::parameters_of(config)?,
+            Some(_) => sharding::parameters_of(&settings.transformer()?)?,
+            None if is_complete => {
+                model::read(path)?.into_iter().map(sharding::with_unit).collect()
+            }
             None => return Ok(None),
         };
         let Some(session) = settings.sessions.last() else { return Ok(None) };

@@ -219,6 +219,10 @@ fn settings(facts: &Facts) -> Markup {
         );
         rows.push(("model", model));
     }
+    let weights = settings.weights.as_ref().map(|weights| weights.path.display().to_string());
+    rows.extend(weights.map(|weights| ("began with", weights)));
+    let recipe = settings.recipe.options().into_iter();
+    rows.extend(recipe.filter_map(|(name, value)| Some((name, value?))));
     rows.extend(settings.sessions.iter().map(|session| ("ran on", of_session(session))));
     let checkpoints: Vec<String> = facts.checkpoints.iter().map(|&step| count(step)).collect();
     let checkpoints = if checkpoints.is_empty() {
@@ -247,9 +251,26 @@ fn of_session(session: &Session) -> String {
 fn how_sharded(sharding: &sharding::Sharding) -> String {
     let keep = match sharding.keep {
         sharding::Keep::Inputs => "inputs",
+        sharding::Keep::Graph => "graphs",
         sharding::Keep::Gathered => "parameters",
     };
-    format!(", sharded by {}, where units keep their {keep},", sharding.strategy.name())
+    let strategy = sharding.strategy.name();
+    let of_copies = match sharding.replicas {
+        1 => String::new(),
+        replicas => format!(", in {replicas} copies"),
+    };
+    let ahead = match sharding.prefetch {
+        0 => String::new(),
+        units => format!(", with {units} units gathered ahead"),
+    };
+    let in_backward = if sharding.optimizer_in_backward {
+        ", with the optimizer inside the backward pass"
+    } else {
+        ""
+    };
+    format!(
+        ", sharded by {strategy}, where units keep their {keep}{of_copies}{ahead}{in_backward},"
+    )
 }
 
 fn training(facts: &Facts) -> Result<Markup> {

@@ -41,7 +41,7 @@ impl Args {
             stop: Arc::default(),
         };
         let counted = job.rehearse()?;
-        let parameters = sharding::parameters_of(settings.config())?;
+        let parameters = sharding::parameters_of(&settings.transformer()?)?;
         let (_, batches) = schedule.first_epoch()?;
         let work = work_of(beginning, &parameters, &batches, place, false);
         // What is there before training differs from process to process.

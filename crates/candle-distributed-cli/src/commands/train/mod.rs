@@ -99,6 +99,10 @@ pub(crate) struct Args {
     #[command(flatten)]
     recipe: Recipe,
 
+    /// Begin with the parameters of a model of these sizes, a .safetensors file or the folder of a
+    /// run that has ended [default: new ones by --seed]
+    #[arg(long, value_name = "PATH", help_heading = "The model")]
+    weights: Option<PathBuf>,
     /// Number of blocks [default: 2, or those of the run that is resumed]
     #[arg(long, value_name = "N", help_heading = "The model")]
     n_layers: Option<usize>,
@@ -258,7 +262,7 @@ fn session(job: &Job<'_>, place: Place, base_bytes: Option<u64>) -> Session {
 /// Prints what each rank holds, or would hold if the parameters were sharded, and how an epoch is
 /// batched; returns what the model needs.
 fn announce(job: &Job<'_>, place: Place) -> Result<Needs> {
-    let parameters = sharding::parameters_of(job.settings.config())?;
+    let parameters = sharding::parameters_of(&job.settings.transformer()?)?;
     let plan = sharding::plan(job.sharding, &parameters, place.placement.world_size())?;
     let report = PlanReport::new(&plan, &sharding::cost_model(job.sharding), None)?;
     let (first_epoch, _) = job.schedule.first_epoch()?;

@@ -4,10 +4,10 @@ use candle_distributed::{
     mesh::{DeviceMesh, DeviceMeshBuilder},
     types::WorldSize,
 };
-use clap::ValueEnum;
 
 use crate::{
     error::{Error, Result},
+    help,
     strategy::StrategyArgs,
     train::sharding::{Keep, Sharding},
 };
@@ -20,23 +20,14 @@ pub(super) struct ShardingArgs {
     /// What each unit of a sharded model keeps from its forward to its backward pass [default:
     /// inputs]
     #[arg(long, value_enum, help_heading = "What goes where")]
-    keep: Option<KeepArg>,
+    keep: Option<Keep>,
+    /// Number of units gathered ahead of the one in use, while that is computed [default: 0]
+    #[arg(long, value_name = "UNITS", help_heading = "What goes where")]
+    prefetch: Option<usize>,
     /// Run the optimizer of each unit of a sharded model inside the backward pass, so that
     /// gradients of all of it are never there at once
     #[arg(long, visible_alias = "optimizer-in-bwd", help_heading = "What goes where")]
     optimizer_in_backward: bool,
-}
-
-/// What each unit keeps.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
-enum KeepArg {
-    /// Its inputs: parameters are gathered twice, and it is computed again
-    Inputs,
-    /// Its parameters and all that it computes
-    Gathered,
-    /// Not built yet: it is refused with more to say than that there is no such value.
-    #[value(hide = true)]
-    Graph,
 }
 
 impl ShardingArgs {
@@ -58,8 +49,9 @@ impl ShardingArgs {
         }
         Ok(Some(Sharding {
             strategy,
-            keep: self.keep()?,
+            keep: self.keep.unwrap_or_default(),
             replicas,
+            prefetch: self.prefetch.unwrap_or(0),
             optimizer_in_backward: self.optimizer_in_backward,
         }))
     }
@@ -92,31 +84,18 @@ impl ShardingArgs {
         let options = [
             ("--replicas", self.what.replicas.is_some()),
             ("--keep", self.keep.is_some()),
+            ("--prefetch", self.prefetch.is_some()),
             ("--optimizer-in-backward", self.optimizer_in_backward),
         ];
         options.into_iter().find_map(|(option, is_given)| is_given.then_some(option))
     }
 
-    fn keep(&self) -> Result<Keep> {
-        match self.keep {
-            None | Some(KeepArg::Inputs) => Ok(Keep::Inputs),
-            Some(KeepArg::Gathered) => Ok(Keep::Gathered),
-            Some(KeepArg::Graph) => Err(Error::usage(
-                "--keep graph is not there yet: `inputs` takes the least memory, `gathered` the \
-                 least time",
-            )),
-        }
-    }
-
     /// The options as they are typed when the run is resumed, each with a space before it.
     pub(super) fn typed(&self) -> String {
-        let mut typed = self.what.typed();
-        if let Some(KeepArg::Gathered) = self.keep {
-            typed += " --keep gathered";
-        }
-        if self.optimizer_in_backward {
-            typed += " --optimizer-in-backward";
-        }
-        typed
+        let keep = self.keep.map(|keep| format!(" --keep {}", help::typed(keep)));
+        let prefetch = self.prefetch.map(|units| format!(" --prefetch {units}"));
+        let in_backward = self.optimizer_in_backward.then(|| " --optimizer-in-backward".to_owned());
+        let options = [Some(self.what.typed()), keep, prefetch, in_backward];
+        options.into_iter().flatten().collect()
     }
 }

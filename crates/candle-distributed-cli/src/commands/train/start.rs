@@ -23,6 +23,7 @@ use crate::{
         limits::{self, Limit},
         memory,
         model::{Config, MODEL},
+        pretrained::Pretrained,
         resumed::Resumed,
         run_dir::{self, Seen},
         settings::{FORMAT_VERSION, Settings},
@@ -201,7 +202,7 @@ impl Args {
                 let changed = Error::usage("the text is not the one that the run started with");
                 return Err(changed.hinted(hint::TEXT));
             }
-            Some(known) => known,
+            Some(known) => self.again(known)?,
             None => self.new_settings(text, data::max_tokens(world_size, config))?,
         };
         let settings = Settings {
@@ -216,6 +217,17 @@ impl Args {
         Ok(Settings { identity: Some(settings.identity()), ..settings })
     }
 
+    /// The settings of a run that is resumed, where its files are now.
+    fn again(&self, known: Settings) -> Result<Settings> {
+        let moved = self.weights.as_deref();
+        if let Some(weights) = &known.weights {
+            let weights = Some(weights.again(moved)?);
+            return Ok(Settings { weights, ..known });
+        }
+        agrees("weights", moved.map(Path::to_string_lossy).as_deref(), None)?;
+        Ok(known)
+    }
+
     /// The settings of a new run.
     fn new_settings(&self, text: String, max_tokens: u64) -> Result<Settings> {
         let steps = self.steps.unwrap_or(DEFAULT_STEPS);
@@ -223,7 +235,7 @@ impl Args {
             return Err(Error::usage("--steps 0 trains nothing, it must be at least 1"));
         }
         self.recipe.check(steps)?;
-        Ok(Settings {
+        let settings = Settings {
             format_version: FORMAT_VERSION,
             seed: self.seed.unwrap_or(0),
             steps,
@@ -232,17 +244,20 @@ impl Args {
             max_tokens,
             allow_non_finite: false,
             model: None,
+            weights: self.weights.as_deref().map(Pretrained::read).transpose()?,
             recipe: self.recipe.clone(),
             sessions: vec![],
             identity: None,
             model_fingerprint: None,
-        })
+        };
+        settings.check_weights()?;
+        Ok(settings)
     }
 
     /// Checks that the memory that this process will probably take is there.
     fn check_memory(&self, place: Place, beginning: &Beginning) -> Result<()> {
         let (_, batches) = beginning.schedule.first_epoch()?;
-        let parameters = sharding::parameters_of(beginning.settings.config())?;
+        let parameters = sharding::parameters_of(&beginning.settings.transformer()?)?;
         let work = work_of(beginning, &parameters, &batches, place, self.check);
         let needed = work.predicted()?.total();
         tracing::info!("this process will take about {}", HumanBytes(needed.into()));
@@ -276,8 +291,9 @@ impl Args {
             Ok(Start::Complete(_)) => return vec!["finds the run complete".into()],
             Ok(Start::Train(beginning)) => beginning,
         };
-        let Settings { seed, steps, text, max_tokens, allow_non_finite, recipe, .. } =
+        let Settings { seed, steps, text, max_tokens, allow_non_finite, weights, recipe, .. } =
             &beginning.settings;
+        let weights = weights.as_ref().map_or("none", |weights| &weights.fingerprint);
         let out = self.out.as_deref().map_or("a new folder".into(), Path::to_string_lossy);
         let first = beginning.from.as_ref().map_or(0, |from| from.checkpoint.step());
         let Config { context, layers, heads, hidden, .. } = beginning.settings.config();
@@ -291,6 +307,7 @@ impl Args {
             format!("has --checkpoint-every {}", self.checkpoint_every),
             format!("has --check {}", self.check),
             format!("has --allow-non-finite {allow_non_finite}"),
+            format!("has --weights {weights}"),
             format!("learns by {}", recipe.words()),
             format!(
                 "has --n-layers {layers} --hidden {hidden} --n-heads {heads} --context {context}"

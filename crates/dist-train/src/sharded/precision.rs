@@ -1,0 +1,96 @@
+//! In which types parameters are gathered, and gradients summed.
+
+use candle_core::DType;
+use fsdp_plan::cost::CostModel;
+
+use crate::{dtype::elem_of, error::training::TrainingError, grad::widened_dtype};
+
+/// In which types the parameters of a sharded model are gathered, and their gradients summed.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(crate) struct Precision(Option<Mixed>);
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+struct Mixed {
+    param_dtype: DType,
+    reduce_dtype: DType,
+}
+
+impl Precision {
+    pub(crate) fn mixed(param_dtype: DType, reduce_dtype: DType) -> Self {
+        Self(Some(Mixed { param_dtype, reduce_dtype }))
+    }
+
+    /// The type in which a parameter is gathered that is held in `held`.
+    pub(crate) fn gathered(self, held: DType) -> DType {
+        self.0.filter(|_| is_real(held)).map_or(held, |mixed| mixed.param_dtype)
+    }
+
+    /// The type in which its gradients are summed.
+    pub(crate) fn reduced(self, held: DType) -> DType {
+        self.0.filter(|_| is_real(held)).map_or(widened_dtype(held), |mixed| mixed.reduce_dtype)
+    }
+
+    /// The same for what a plan costs.
+    #[expect(clippy::expect_used, reason = "`check` lets through what the planner knows")]
+    pub(crate) fn of_cost(self, model: CostModel) -> CostModel {
+        let Some(Mixed { param_dtype, reduce_dtype }) = self.0 else { return model };
+        let elem = |dtype| elem_of(dtype).expect("the planner knows numbers of all sizes");
+        model.with_mixed_precision(elem(param_dtype), elem(reduce_dtype))
+    }
+
+    /// Refuses types in which nothing can be trained; `is_scaled` says whether losses may be scaled
+    /// so that gradients in half precision do not vanish.
+    pub(crate) fn check(self, is_scaled: bool) -> Result<(), TrainingError> {
+        let Some(Mixed { param_dtype, reduce_dtype }) = self.0 else { return Ok(()) };
+        for (option, dtype) in [("param_dtype", param_dtype), ("reduce_dtype", reduce_dtype)] {
+            let dtype_name = dtype.as_str();
+            if !is_real(dtype) {
+                return Err(TrainingError::UnfitDtype {
+                    option,
+                    dtype: dtype_name,
+                    hint: ANY_REAL,
+                });
+            }
+            if dtype == DType::F16 && !is_scaled {
+                return Err(TrainingError::UnfitDtype { option, dtype: dtype_name, hint: SCALE });
+            }
+        }
+        Ok(())
+    }
+}
+
+fn is_real(dtype: DType) -> bool {
+    matches!(dtype, DType::BF16 | DType::F16 | DType::F32 | DType::F64)
+}
+
+const ANY_REAL: &str = "it must be bf16, f32 or f64";
+
+const SCALE: &str = "gradients below 6e-8 vanish in it: take bf16, or scale the loss up and the \
+                     gradients down, and set `allow_non_finite`";
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn floats_are_converted_and_others_are_not() {
+        let mixed = Precision::mixed(DType::BF16, DType::F32);
+        assert_eq!(mixed.gathered(DType::F64), DType::BF16);
+        assert_eq!(mixed.reduced(DType::F64), DType::F32);
+        assert_eq!(mixed.gathered(DType::U8), DType::U8);
+        let none = Precision::default();
+        assert_eq!(none.gathered(DType::F16), DType::F16);
+        assert_eq!(none.reduced(DType::F16), DType::F32);
+    }
+
+    #[test]
+    fn types_in_which_nothing_can_be_trained_are_refused() {
+        let refused = |param, reduce| Precision::mixed(param, reduce).check(false).unwrap_err();
+        let of = |option, dtype, hint| TrainingError::UnfitDtype { option, dtype, hint };
+        assert_eq!(refused(DType::F16, DType::F32), of("param_dtype", "f16", SCALE));
+        assert_eq!(refused(DType::BF16, DType::F16), of("reduce_dtype", "f16", SCALE));
+        assert_eq!(refused(DType::U8, DType::F32), of("param_dtype", "u8", ANY_REAL));
+        Precision::mixed(DType::F16, DType::F32).check(true).unwrap();
+        Precision::mixed(DType::BF16, DType::BF16).check(false).unwrap();
+    }
+}
