@@ -39,7 +39,8 @@ pub struct LlamaConfig {
     pub attention_bias: bool,
     /// The positions that a token sees, if that is fewer than all before it.
     pub sliding_window: Option<usize>,
-    /// The standard deviation of random weights.
+    /// The standard deviation of random weights: see
+    /// [`Llama::declare`](crate::models::Llama::declare).
     pub initializer_range: f64,
     /// The type of the weights.
     pub dtype: DType,
@@ -70,7 +71,7 @@ impl LlamaConfig {
     ///     "architectures": ["MistralForCausalLM"], "vocab_size": 320, "hidden_size": 40,
     ///     "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
     ///     "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 128,
-    ///     "rms_norm_eps": 1e-5, "dtype": "bfloat16",
+    ///     "rms_norm_eps": 1e-5, "dtype": "bfloat16", "sliding_window": null,
     ///     "rope_parameters": {"rope_type": "default", "rope_theta": 1000000.0}
     /// }"#;
     /// let config = LlamaConfig::from_json(config)?;
@@ -103,6 +104,11 @@ impl LlamaConfig {
         if !self.num_attention_heads.is_multiple_of(self.num_key_value_heads) {
             let expected = format!("a divisor of num_attention_heads {}", self.num_attention_heads);
             return Err(refused("num_key_value_heads", &self.num_key_value_heads, expected));
+        }
+        let width = self.num_attention_heads * self.head_dim;
+        if width > Self::LARGEST {
+            let expected = format!("at most {} / head_dim {}", Self::LARGEST, self.head_dim);
+            return Err(refused("num_attention_heads", &self.num_attention_heads, expected));
         }
         for (field, value) in [
             ("rms_norm_eps", self.rms_norm_eps),

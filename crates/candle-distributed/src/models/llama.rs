@@ -3,7 +3,7 @@
 //! The layers are those of fused-ops, whose names are Hugging Face's.
 
 use candle_core::{DType, Result, Tensor};
-use candle_nn::{Module, VarBuilder};
+use candle_nn::{Init, Module, VarBuilder, init};
 use dist_train::{Loss, UnitRules, Units};
 use fused_ops::{
     AttentionConfig, CrossEntropyConfig, cross_entropy,
@@ -26,6 +26,10 @@ const IGNORED: i64 = -100;
 const EMBEDDING: &str = "model.embed_tokens";
 const NORM: &str = "model.norm";
 const HEAD: &str = "lm_head";
+const INPUT_NORM: &str = "input_layernorm";
+const ATTENTION: &str = "self_attn";
+const POST_ATTENTION_NORM: &str = "post_attention_layernorm";
+const MLP: &str = "mlp";
 
 /// Names of the units that are no blocks.
 const EMBED_UNIT: &str = "embed";
@@ -61,17 +65,51 @@ impl Llama {
     /// Asks for all variables, by their names in a folder of Hugging Face: the constructor that
     /// [`Units::by`] and [`FullyShard::builder`](dist_train::FullyShard::builder) take.
     ///
+    /// Random values are those of transformers: matrices are normal with the standard deviation
+    /// [`initializer_range`](LlamaConfig::initializer_range), norms 1, biases 0. Folders of the first
+    /// Llamas hold frequencies beside the weights, which
+    /// `.allow_unexpected(["rotary_emb"])` of a builder passes over.
+    ///
     /// # Errors
     ///
     /// Those of the builder.
     pub fn declare(&self, vb: &VarBuilder<'_>) -> Result<()> {
-        self.embedding(vb)?;
+        let LlamaConfig { vocab_size, hidden_size, .. } = self.config;
+        self.matrix(&vb.pp(EMBEDDING), vocab_size, hidden_size)?;
         for layer in 0..self.config.num_hidden_layers {
-            Block::new(&self.config, &vb.pp(block_name(layer)))?;
+            self.declare_block(&vb.pp(block_name(layer)))?;
         }
-        self.norm(vb)?;
-        self.head(vb)?;
+        vb.pp(NORM).get_with_hints(hidden_size, "weight", init::ONE)?;
+        if !self.config.tie_word_embeddings {
+            self.matrix(&vb.pp(HEAD), vocab_size, hidden_size)?;
+        }
         Ok(())
+    }
+
+    fn declare_block(&self, vb: &VarBuilder<'_>) -> Result<()> {
+        let &LlamaConfig { hidden_size, intermediate_size, head_dim, .. } = &self.config;
+        let queries = self.config.num_attention_heads * head_dim;
+        let keys = self.config.num_key_value_heads * head_dim;
+        for norm in [INPUT_NORM, POST_ATTENTION_NORM] {
+            vb.pp(norm).get_with_hints(hidden_size, "weight", init::ONE)?;
+        }
+        let attention = vb.pp(ATTENTION);
+        for (name, rows) in [("q_proj", queries), ("k_proj", keys), ("v_proj", keys)] {
+            self.matrix(&attention.pp(name), rows, hidden_size)?;
+            if self.config.attention_bias {
+                attention.pp(name).get_with_hints(rows, "bias", init::ZERO)?;
+            }
+        }
+        self.matrix(&attention.pp("o_proj"), hidden_size, queries)?;
+        let mlp = vb.pp(MLP);
+        self.matrix(&mlp.pp("gate_proj"), intermediate_size, hidden_size)?;
+        self.matrix(&mlp.pp("up_proj"), intermediate_size, hidden_size)?;
+        self.matrix(&mlp.pp("down_proj"), hidden_size, intermediate_size)
+    }
+
+    fn matrix(&self, vb: &VarBuilder<'_>, rows: usize, columns: usize) -> Result<()> {
+        let random = Init::Randn { mean: 0., stdev: self.config.initializer_range };
+        vb.get_with_hints((rows, columns), "weight", random).map(drop)
     }
 
     /// Which variables form which unit; blocks do by their numbers.
@@ -232,10 +270,10 @@ impl Block {
             .with_head_size(config.head_dim)
             .with_bias(config.attention_bias);
         Ok(Self {
-            input_norm: norm("input_layernorm")?,
-            attention: Attention::new(sizes, &vb.pp("self_attn"))?,
-            post_attention_norm: norm("post_attention_layernorm")?,
-            mlp: SwiGlu::new(hidden, config.intermediate_size, &vb.pp("mlp"))?,
+            input_norm: norm(INPUT_NORM)?,
+            attention: Attention::new(sizes, &vb.pp(ATTENTION))?,
+            post_attention_norm: norm(POST_ATTENTION_NORM)?,
+            mlp: SwiGlu::new(hidden, config.intermediate_size, &vb.pp(MLP))?,
         })
     }
 

@@ -6,7 +6,7 @@
 //!
 //! # Examples
 //!
-//! A model with random weights; `.weights("folder")` in place of `.init_with(…)` loads those of a
+//! A model with random weights; `.weights("folder")` in place of `.init(…)` loads those of a
 //! folder:
 //!
 //! ```

@@ -15,8 +15,8 @@ use crate::models::{
 
 /// The fields that count, of all layouts.
 #[derive(Debug, Deserialize)]
+#[expect(clippy::struct_excessive_bools, reason = "as the file has them")]
 struct Fields {
-    architectures: Vec<String>,
     vocab_size: usize,
     hidden_size: usize,
     intermediate_size: usize,
@@ -40,15 +40,36 @@ struct Fields {
     rope_scaling: Option<Positions>,
     rope_parameters: Option<Positions>,
     partial_rotary_factor: Option<f64>,
-    sliding_window: Option<usize>,
-    use_sliding_window: Option<bool>,
+    #[serde(default)]
+    sliding_window: Window,
+    #[serde(default)]
+    use_sliding_window: bool,
     torch_dtype: Option<String>,
     dtype: Option<String>,
+}
+
+/// The window of attention: not to say is something else than to say that there is none.
+#[derive(Clone, Copy, Debug, Default, Deserialize)]
+#[serde(untagged)]
+enum Window {
+    #[default]
+    #[serde(skip)]
+    Missing,
+    Given(Option<usize>),
+}
+
+/// What decides whether the other fields are read at all.
+#[derive(Debug, Deserialize)]
+struct Kind {
+    #[serde(default)]
+    architectures: Vec<String>,
     quantization_config: Option<Value>,
 }
 
-/// What is said of rotary positions.
+/// What is said of rotary positions. Others than these would turn them in another way, and so would
+/// what is said for some layers.
 #[derive(Debug, PartialEq, Deserialize)]
+#[serde(deny_unknown_fields)]
 struct Positions {
     rope_type: Option<String>,
     /// The older name of the same.
@@ -81,8 +102,12 @@ const ROPE_THETA: f64 = 10_000.;
 
 /// Reads the text of a `config.json`.
 pub(super) fn read(json: &str) -> Result<LlamaConfig, ModelError> {
+    let kind: Kind = serde_json::from_str(json)?;
+    let architecture = architecture(&kind.architectures)?;
+    if kind.quantization_config.is_some_and(|config| !config.is_null()) {
+        return Err(ModelError::Quantized);
+    }
     let fields: Fields = serde_json::from_str(json)?;
-    let architecture = architecture(&fields.architectures)?;
     refuse_others(&fields, architecture)?;
     let rope = rope(&fields)?;
     Ok(LlamaConfig {
@@ -99,7 +124,7 @@ pub(super) fn read(json: &str) -> Result<LlamaConfig, ModelError> {
         rope_scaling: rope.map_or(Ok(RopeScaling::Default), scaling)?,
         tie_word_embeddings: fields.tie_word_embeddings,
         attention_bias: architecture == Architecture::Qwen2,
-        sliding_window: fields.sliding_window.filter(|_| fields.use_sliding_window.unwrap_or(true)),
+        sliding_window: sliding_window(&fields, architecture)?,
         initializer_range: fields.initializer_range.unwrap_or(0.02),
         dtype: dtype(&fields)?,
     })
@@ -117,9 +142,6 @@ fn architecture(found: &[String]) -> Result<Architecture, ModelError> {
 /// Refuses what another model would have.
 #[expect(clippy::float_cmp, reason = "only exactly 1 is all of a head")]
 fn refuse_others(fields: &Fields, architecture: Architecture) -> Result<(), ModelError> {
-    if fields.quantization_config.as_ref().is_some_and(|config| !config.is_null()) {
-        return Err(ModelError::Quantized);
-    }
     if let Some(activation) = fields.hidden_act.as_ref().filter(|name| *name != "silu") {
         return Err(refused("hidden_act", &activation, "silu".into()));
     }
@@ -149,6 +171,22 @@ fn key_value_heads(fields: &Fields, architecture: Architecture) -> Result<usize,
         // transformers takes a number of its own for them, which may change.
         (None, Architecture::Qwen2 | Architecture::Mistral) => {
             Err(refused("num_key_value_heads", &"missing", "given in this architecture".into()))
+        }
+    }
+}
+
+/// The window, if attention is within one, by the rules of the architecture.
+fn sliding_window(
+    fields: &Fields,
+    architecture: Architecture,
+) -> Result<Option<usize>, ModelError> {
+    match (architecture, fields.sliding_window) {
+        (Architecture::Llama, _) => Ok(None),
+        (Architecture::Qwen2, _) if !fields.use_sliding_window => Ok(None),
+        (_, Window::Given(window)) => Ok(window),
+        (_, Window::Missing) => {
+            let expected = "given in this architecture, null for none".into();
+            Err(refused("sliding_window", &"missing", expected))
         }
     }
 }

@@ -20,7 +20,8 @@ impl Tokens {
     /// A sequence in each row of `ids` [rows, length], `u32`, with its padding behind it: no token
     /// sees what comes after it, so padding needs no mask.
     ///
-    /// Those of [`PaddedTensors`](crate::batch::PaddedTensors), for example.
+    /// Those of `dyn_batch::PaddedTensors`, for example, unless padding is on the left: positions
+    /// count from a row's beginning.
     pub fn rows(ids: Tensor) -> Self {
         Self { ids, packing: None }
     }
@@ -28,7 +29,7 @@ impl Tokens {
     /// Several sequences in a row: `ids`, `segment_ids` and `position_ids` [1, length], `u32`. A
     /// token sees those before it that have its segment id.
     ///
-    /// Those of [`PackedTensors`](crate::batch::PackedTensors), for example.
+    /// Those of `dyn_batch::PackedTensors`, for example.
     pub fn packed(ids: Tensor, segment_ids: Tensor, position_ids: Tensor) -> Self {
         Self { ids, packing: Some(Packing { segment_ids, position_ids }) }
     }

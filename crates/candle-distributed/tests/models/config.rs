@@ -53,15 +53,24 @@ fn what_is_left_out_is_what_it_is_in_transformers() {
 }
 
 #[test]
-fn a_window_that_is_not_used_hides_nothing() {
-    let qwen = [
-        ("architectures", json!(["Qwen2ForCausalLM"])),
-        ("sliding_window", json!(8)),
-        ("use_sliding_window", json!(false)),
-    ];
-    let config = LlamaConfig::from_json(&changed(&qwen)).unwrap();
-    assert_eq!((config.sliding_window, config.attention_bias), (None, true));
-    Llama::from_config(config).unwrap();
+fn windows_are_those_of_the_architecture() {
+    let window = |architecture: &str, fields: &[(&str, Value)]| {
+        let architecture = [("architectures", json!([architecture]))];
+        let config = LlamaConfig::from_json(&changed(&[&architecture[..], fields].concat()));
+        config.map(|config| config.sliding_window).map_err(|error| error.to_string())
+    };
+    let given = |window: Value| ("sliding_window", window);
+    let used = |used: bool| ("use_sliding_window", json!(used));
+    let missing = "sliding_window is missing, it must be given in this architecture, null for none";
+    let (llama, qwen, mistral) = ("LlamaForCausalLM", "Qwen2ForCausalLM", "MistralForCausalLM");
+    assert_eq!(window(llama, &[given(json!(8))]), Ok(None));
+    assert_eq!(window(qwen, &[given(json!(8))]), Ok(None));
+    assert_eq!(window(qwen, &[given(json!(8)), used(false)]), Ok(None));
+    assert_eq!(window(qwen, &[given(json!(8)), used(true)]), Ok(Some(8)));
+    assert_eq!(window(qwen, &[used(true)]), Err(missing.to_owned()));
+    assert_eq!(window(mistral, &[given(json!(8)), used(false)]), Ok(Some(8)));
+    assert_eq!(window(mistral, &[given(Value::Null)]), Ok(None));
+    assert_eq!(window(mistral, &[]), Err(missing.to_owned()));
 }
 
 #[test]
@@ -114,14 +123,22 @@ fn what_would_be_another_model_is_refused_by_name() {
         ("vocab_size", json!(0), "vocab_size is 0, it must be 1 to 16777216"),
         ("hidden_size", json!(1_u64 << 62), "hidden_size is 4611686018427387904"),
         ("num_hidden_layers", json!(u64::MAX), "num_hidden_layers is 18446744073709551615"),
+        (
+            "head_dim",
+            json!(1 << 24),
+            "num_attention_heads is 4, it must be at most 16777216 / head_dim",
+        ),
         ("rms_norm_eps", json!(0.0), "rms_norm_eps is 0, it must be a positive number"),
         ("rope_theta", json!(-1.0), "rope_theta is -1, it must be a positive number"),
-        ("sliding_window", json!(32), "sliding_window is 32, less than max_position_embeddings 64"),
     ] {
         let found = refusal(&[(field, value)]);
         assert!(found.contains(expected), "{field}: {found}");
     }
-    let missing = LlamaConfig::from_json("{}").unwrap_err();
+    let per_layer = json!({"full_attention": {"rope_theta": 1e6, "rope_type": "default"}});
+    assert!(refusal(&[("rope_parameters", per_layer)]).contains("unknown field `full_attention`"));
+    let other = LlamaConfig::from_json(r#"{"architectures": ["GPT2LMHeadModel"], "n_embd": 8}"#);
+    assert!(other.unwrap_err().to_string().starts_with("architectures is"));
+    let missing = LlamaConfig::from_json(r#"{"architectures": ["LlamaForCausalLM"]}"#).unwrap_err();
     assert!(
         matches!(missing, ModelError::Json(_)) && missing.to_string().contains("missing field")
     );
@@ -129,7 +146,8 @@ fn what_would_be_another_model_is_refused_by_name() {
 
 #[test]
 fn a_window_counts_for_the_positions_that_are_used() {
-    let text = changed(&[("sliding_window", json!(32))]);
+    let text =
+        changed(&[("architectures", json!(["MistralForCausalLM"])), ("sliding_window", json!(32))]);
     let mut config = LlamaConfig::from_json(&text).unwrap();
     assert!(matches!(
         Llama::from_config(config.clone()),

@@ -8,6 +8,7 @@ use candle_distributed::{
     models::{Llama, Tokens},
     plan::strategy::{Full, Layout},
     train::{AdamW, DataParallel, FullyShard, Group, Keep, Loss, Units},
+    types::Seed,
 };
 use candle_nn::{Optimizer, ParamsAdamW};
 
@@ -49,6 +50,25 @@ fn a_sharded_model_has_the_losses_of_data_parallel() {
                 let most = if golden.llama.config().tie_word_embeddings { 1e-6 } else { 0. };
                 assert!(distance <= most, "{model}, {slots} slots, {keep:?}: {distance}");
             }
+        }
+    }
+}
+
+#[test]
+fn random_weights_are_spread_as_those_of_transformers() {
+    let mesh = DeviceMesh::cpu(1).unwrap();
+    let llama = Golden::open("qwen2").llama;
+    let model = DataParallel::builder(&mesh, Units::by(llama.units(), |vb| llama.declare(&vb)))
+        .init(Seed::new(1))
+        .build(optimizer)
+        .unwrap();
+    for (name, tensor) in model.variables() {
+        let mean = tensor.mean_all().unwrap().to_scalar::<f32>().unwrap();
+        let square = tensor.sqr().unwrap().mean_all().unwrap().to_scalar::<f32>().unwrap();
+        match name.rsplit_once('.').unwrap() {
+            (layer, "weight") if layer.ends_with("norm") => assert_eq!((mean, square), (1., 1.)),
+            (_, "weight") => assert!((square.sqrt() - 0.1).abs() < 0.01, "{name}: {square}"),
+            _ => assert_eq!((mean, square), (0., 0.)),
         }
     }
 }
