@@ -1,16 +1,15 @@
-//! The file beside saved adapters that says what they are, in the form of PEFT's.
+//! What adapters are, and the file beside saved ones that says so, in the form of PEFT's.
 
-use std::{fs, path::Path};
+use std::{fs, path::Path, sync::Arc};
 
 use serde_json::{Map, Value, json};
 
 use crate::{
     checkpoint::disk::At,
     error::{Result, lora::LoraError},
-    lora::Lora,
 };
 
-/// Its name.
+/// The name of the file.
 pub(crate) const CONFIG: &str = "adapter_config.json";
 
 /// The fields with which adapters would be something else. They may be there and say nothing.
@@ -39,9 +38,10 @@ const OTHERS: [&str; 22] = [
     "megatron_config",
 ];
 
-/// What adapters are.
+/// Which layers have adapters, and which ones.
+#[derive(Clone, Debug, PartialEq)]
 pub(crate) struct Config {
-    pub(crate) targets: Vec<String>,
+    pub(crate) targets: Arc<[String]>,
     pub(crate) rank: usize,
     pub(crate) alpha: f64,
 }
@@ -94,18 +94,23 @@ impl Config {
         })
     }
 
-    /// The file of adapters.
-    pub(crate) fn json(lora: &Lora) -> String {
+    /// The factor of `B · A`.
+    pub(crate) fn scale(&self) -> f64 {
+        self.alpha / self.rank as f64
+    }
+
+    /// The content of the file.
+    pub(crate) fn json(&self) -> String {
         let config = json!({
             "base_model_name_or_path": null,
             "bias": "none",
             "fan_in_fan_out": false,
             "inference_mode": true,
-            "lora_alpha": lora.alpha(),
+            "lora_alpha": self.alpha,
             "lora_dropout": 0.0,
             "peft_type": "LORA",
-            "r": lora.rank(),
-            "target_modules": lora.targets(),
+            "r": self.rank,
+            "target_modules": &*self.targets,
             "task_type": null,
         });
         format!("{config:#}\n")

@@ -29,7 +29,7 @@ impl LoraLinear {
             vb.get_with_hints_dtype(shape, &name, init, dtype)
         });
         let [a, b] = [Linear::new(a?, None), Linear::new(b?, None)];
-        Ok(Self { base, a, b, scale: lora.scale() })
+        Ok(Self { base, a, b, scale: lora.config.scale() })
     }
 }
 

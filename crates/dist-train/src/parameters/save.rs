@@ -30,7 +30,6 @@ use crate::{
     dtype::dtype_of,
     error::{Doing, Result, checkpoint::CheckpointError, lora::LoraError},
     lora::{
-        Lora,
         config::{CONFIG, Config},
         matrices::{self, FILE, FILE_PREFIX},
     },
@@ -62,9 +61,9 @@ pub(crate) enum Content {
     /// Its parameters.
     All,
     /// The matrices of its adapters.
-    Adapters(Lora),
+    Adapters(Config),
     /// The parameters that it would have without adapters, and with their effect.
-    Merged(Lora),
+    Merged(Config),
 }
 
 impl Default for PretrainedFiles {
@@ -116,15 +115,15 @@ pub(crate) fn save(
     let writer = Writer { folder, values, is_first: mesh.local_slots().start == 0 };
     match content {
         Content::All => writer.write_model(mesh, parameters.iter().collect(), max_bytes, whole),
-        Content::Merged(lora) => {
+        Content::Merged(config) => {
             let (_, base) = with_adapters(parameters)?;
-            let scale = lora.scale();
+            let scale = config.scale();
             let merged = |name: &str| merged(name, scale, parameters, &whole);
             writer.write_model(mesh, base, max_bytes, merged)
         }
-        Content::Adapters(lora) => {
+        Content::Adapters(config) => {
             let (adapters, _) = with_adapters(parameters)?;
-            writer.write_adapters(mesh, &lora, &adapters, whole)
+            writer.write_adapters(mesh, &config, &adapters, whole)
         }
     }
 }
@@ -234,7 +233,7 @@ impl Writer<'_> {
     fn write_adapters(
         &self,
         mesh: &DeviceMesh,
-        lora: &Lora,
+        config: &Config,
         adapters: &[&ParameterInfo],
         whole: impl Fn(&str) -> Result<Tensor>,
     ) -> Result<()> {
@@ -252,7 +251,7 @@ impl Writer<'_> {
             remove(&self.folder.join(CONFIG))?;
             sync_folder(self.folder)?;
             self.rename(FILE)?;
-            self.write_text(CONFIG, &Config::json(lora))?;
+            self.write_text(CONFIG, &config.json())?;
             sync_folder(self.folder)
         })
     }
