@@ -3,19 +3,22 @@
 //! `peers/jax_train.py`, with the same model and arguments.
 //!
 //! ```text
-//! cargo bench -p benches --bench step -- [form] [slots] [hidden] [layers] [heads] [context] [rows] [steps]
+//! cargo bench -p benches --bench step -- [form] [slots] [hidden] [layers] [heads] [context] [rows] [steps] \
+//!     [prefetch] [bytes per second]
 //! ```
 //!
 //! Forms are `fused` and `composed` operations under data parallel, and one loss by units, of fused
-//! operations, under data parallel (`units`) and fully sharded (`sharded`, `gathered` with
-//! parameters and graphs kept, `in-backward` with optimizers that run inside the backward pass).
+//! operations, under data parallel (`units`) and fully sharded (`sharded`, `graph` with graphs kept,
+//! `gathered` with parameters and graphs kept, `in-backward` with optimizers that run inside the
+//! backward pass). With `prefetch`, units are gathered ahead; with a bandwidth, a network of it is
+//! simulated between the slots, and waited for by sleeping.
 //!
 //! Prints one line: the least and the median time of a step, processor time per step, the memory of
 //! the process at its peak, and the losses of the first two steps and the last.
 
 #![allow(clippy::print_stdout, reason = "the line is the result")]
 
-use std::{fs, time::Instant};
+use std::{fs, num::NonZeroU64, time::Instant};
 
 use candle_core::{D, Device, Result, Tensor};
 use candle_distributed::{
@@ -39,6 +42,7 @@ enum Form {
     Composed,
     Units,
     Sharded,
+    Graph,
     Gathered,
     InBackward,
 }
@@ -50,6 +54,7 @@ impl Form {
             Some("composed") => Self::Composed,
             Some("units") => Self::Units,
             Some("sharded") => Self::Sharded,
+            Some("graph") => Self::Graph,
             Some("gathered") => Self::Gathered,
             Some("in-backward") => Self::InBackward,
             Some(other) => panic!("there is no form {other}"),
@@ -67,6 +72,8 @@ struct Config {
     context: usize,
     rows: usize,
     steps: usize,
+    prefetch: usize,
+    bytes_per_second: usize,
 }
 
 impl Config {
@@ -85,6 +92,8 @@ impl Config {
             context: number(5, 128),
             rows: number(6, 32),
             steps: number(7, 24),
+            prefetch: number(8, 0),
+            bytes_per_second: number(9, 0),
         }
     }
 }
@@ -313,17 +322,22 @@ fn trained(config: Config, mesh: &DeviceMesh) -> Outcome<Trained> {
             return Ok(Box::new(move |batch| Ok(model.step(batch, of_units)?.loss)));
         }
         Form::Sharded => |builder| builder,
+        Form::Graph => |builder| builder.keep(Keep::Graph),
         Form::Gathered => |builder| builder.keep(Keep::Gathered),
         Form::InBackward => |builder| builder.optimizer_in_backward(),
     };
     let builder = FullyShard::builder(mesh, layers).unit_rules(rules()).uneven(Uneven::Pad);
-    let mut model = with_options(builder).build(adam)?;
+    let mut model = with_options(builder).prefetch(config.prefetch).build(adam)?;
     Ok(Box::new(move |batch| Ok(model.step(batch, of_units)?.loss)))
 }
 
 fn main() -> Outcome<()> {
     let config = Config::from_args();
-    let mesh = DeviceMesh::cpu(config.slots)?;
+    let mesh = DeviceMesh::builder().axis(DeviceMesh::AXIS, config.slots);
+    let mesh = match NonZeroU64::new(config.bytes_per_second as u64) {
+        Some(bytes_per_second) => mesh.simulated_bandwidth(bytes_per_second).cpu()?,
+        None => mesh.cpu()?,
+    };
     let mut step = trained(config, &mesh)?;
     let (ids, weights) = data(config)?;
     let (mut times, mut losses) = (Vec::new(), Vec::new());

@@ -21,3 +21,6 @@ pub use fused_ops as ops;
 #[cfg(feature = "mesh")]
 #[doc(inline)]
 pub use pmap_mesh as mesh;
+
+#[cfg(feature = "models")]
+pub mod models;

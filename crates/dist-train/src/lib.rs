@@ -16,6 +16,7 @@ mod grad;
 mod gradient_report;
 mod lora;
 mod loss;
+mod metrics;
 mod moving;
 mod optim;
 mod ownership;
@@ -54,6 +55,11 @@ pub use crate::{
     gradient_report::{GradientReport, PrefixCheck, Verdict},
     lora::{Lora, linear::LoraLinear},
     loss::{Loss, Weight},
+    metrics::{
+        MeanLoss, StepMetrics,
+        log::MetricsLog,
+        read::{Metrics, TimedStep},
+    },
     optim::{
         StatefulOptimizer,
         adamw::AdamW,

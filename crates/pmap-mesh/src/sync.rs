@@ -3,14 +3,16 @@
 use std::{
     sync::{Mutex, MutexGuard, PoisonError},
     thread,
-    time::Instant,
+    time::{Duration, Instant},
 };
 
-/// How often a waiting thread gives way before it sleeps: some 30 µs, longer than the wake-up costs
-/// that a sleeping thread would have to wait for. (A third of it was too short where giving way
-/// takes 0.1 µs: two threads that do 3 µs of work each between two meetings slept in turns, and took
-/// 19 µs for each.)
-const YIELDS: u32 = 300;
+/// How long a waiting thread gives way before it sleeps: longer than the wake-up costs that a
+/// sleeping thread would have to wait for. (A fifth of it was too short: two threads that do 3 µs of
+/// work each between two meetings slept in turns, and took 19 µs for each.)
+///
+/// A time, and not a number of attempts: one takes 0.1 µs where nobody else wants the core, and many
+/// where somebody does, who then loses half of it to a thread that has nothing to do.
+const PATIENCE: Duration = Duration::from_micros(50);
 
 /// Waits until `ready`, or until `deadline` has passed; returns whether it became ready.
 ///
@@ -32,12 +34,16 @@ pub(crate) fn until(deadline: Option<Instant>, ready: impl Fn() -> bool) -> bool
 
 /// Waits for a while until `ready`, without sleeping; returns whether it became ready.
 pub(crate) fn soon(ready: impl Fn() -> bool) -> bool {
-    for _ in 0..YIELDS {
+    if ready() {
+        return true;
+    }
+    let start = Instant::now();
+    while start.elapsed() < PATIENCE {
+        // Not a spin: with more slots than cores the thread that is waited for may need this one's.
+        thread::yield_now();
         if ready() {
             return true;
         }
-        // Not a spin: with more slots than cores the thread that is waited for may need this one's.
-        thread::yield_now();
     }
     false
 }

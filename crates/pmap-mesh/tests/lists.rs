@@ -4,7 +4,7 @@
 #![allow(clippy::cast_possible_truncation, reason = "sizes are small")]
 
 use candle_core::{DType, Device, Result, Tensor, Var};
-use pmap_mesh::{ALL, DeviceMesh, Error, MeshAxes, Replica, ReplicaError, Run, RunLayout};
+use pmap_mesh::{ALL, DeviceMesh, Error, MeshAxes, Replica, ReplicaError, Run, RunLayout, Tally};
 use process_tests::{assert_same, lists, nothing};
 
 const SUMMED: [DType; 9] = [
@@ -185,4 +185,48 @@ fn an_empty_run_is_not_the_run_that_ends_where_it_is() {
         Ok(())
     })
     .unwrap();
+}
+
+#[test]
+fn a_tree_is_reduced_in_one_collective_and_its_gradients_are_those_of_its_tensors() {
+    let mesh = DeviceMesh::builder().axis("a", 2).pin(false).cpu().unwrap();
+    let run = mesh.pmap(|ctx, _: Tensor| {
+        let x = Var::new(&[1_f32 + ctx.slot() as f32, 3.], &Device::Cpu)?;
+        let y = Var::new(2_f64, &Device::Cpu)?;
+        let counts = Tensor::new(&[7_u32, ctx.slot() as u32], &Device::Cpu)?;
+        let tree = (x.sqr()?, vec![(y.as_tensor() * 5.)?]);
+        let (sums, means) = (ctx.psum(&(tree.clone(), counts), ALL)?, ctx.pmean(&tree, ALL)?);
+        let ((x_sum, y_sum), counts) = sums;
+        assert_eq!(x_sum.to_vec1::<f32>()?, [5., 18.]);
+        assert_eq!((y_sum[0].to_scalar::<f64>()?, counts.to_vec1::<u32>()?), (20., vec![14, 1]));
+        assert_eq!(means.0.to_vec1::<f32>()?, [2.5, 9.]);
+
+        let loss = (x_sum.sum_all()?.to_dtype(DType::F64)? * y_sum[0].to_scalar::<f64>()?)?;
+        let grads = (loss + (&means.1[0] * 4.)?)?.backward()?;
+        let of_x = grads.get(&x).map(Tensor::to_vec1::<f32>).transpose()?;
+        assert_eq!(of_x, Some(vec![40. * (1. + ctx.slot() as f32), 120.]));
+        let of_y = grads.get(&y).map(Tensor::to_scalar::<f64>).transpose()?;
+        assert_eq!(of_y, Some(10.));
+        Ok(())
+    });
+    run.in_axes(None).call(process_tests::nothing()).unwrap();
+    for traffic in mesh.traffic() {
+        let bytes = (2 * 4 + 8) + 2 * 4 + (2 * 4 + 8);
+        assert_eq!(traffic.all_reduce, Tally { calls: 2, bytes });
+    }
+}
+
+#[test]
+fn trees_that_differ_are_told_both_and_integers_have_no_mean() {
+    let error = everywhere(&[("a", 2)], |ctx| {
+        let x = Tensor::zeros(2, DType::F32, &Device::Cpu)?;
+        ctx.psum(&vec![x; 2 + ctx.slot()], ALL).map(drop)
+    });
+    let error = error.unwrap_err().to_string();
+    assert!(error.contains("psum of 2 tensors") && error.contains("psum of 3 tensors"), "{error}");
+    let error = everywhere(&[("a", 2)], |ctx| {
+        let x = Tensor::zeros(2, DType::F32, &Device::Cpu)?;
+        ctx.pmean(&(x.to_dtype(DType::U32)?, x), ALL).map(drop)
+    });
+    assert!(error.unwrap_err().to_string().contains("pmean of type u32 is not possible"));
 }

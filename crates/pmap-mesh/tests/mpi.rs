@@ -44,6 +44,7 @@ const CASES: [Case; 29] = [
     Case::succeeds("replicated", 2),
     Case::succeeds("replicated", 4),
     Case::succeeds("lists", 3),
+    Case::succeeds("trees", 3),
     Case::succeeds("repeated layout", 4),
     Case::succeeds("runs", 3),
     Case::fails("too many", 3, "2048 collectives are under way already"),

@@ -21,6 +21,7 @@ const CASES: [Case; 19] = [
     Case::succeeds("calls", 1),
     Case::succeeds("replicated", 2),
     Case::succeeds("lists", 2),
+    Case::succeeds("trees", 2),
     Case::succeeds("underway", 1),
     Case::succeeds("runs", 2),
     Case::succeeds("set afterwards", 1),

@@ -21,8 +21,8 @@ pub(super) fn run(engine: &impl Engine, ranks: usize) {
         let files = PretrainedFiles::default().max_bytes(max_bytes);
         let saved = ["whole", "cut"].map(|kind| folder().join(format!("{kind}-{max_bytes}")));
         let [whole, cut] = &saved;
-        data_parallel(&tested).save_pretrained(whole, files).unwrap();
-        sharded(&tested).save_pretrained(cut, files).unwrap();
+        data_parallel(&tested).save_pretrained(whole, files.clone()).unwrap();
+        sharded(&tested).save_pretrained(cut, files.clone()).unwrap();
         if rank == 0 {
             let expected = folder().join(format!("threads-{max_bytes}"));
             data_parallel(&threads).save_pretrained(&expected, files).unwrap();

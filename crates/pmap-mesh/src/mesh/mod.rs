@@ -9,6 +9,7 @@ pub(crate) mod workers;
 
 use std::{
     fmt,
+    num::NonZeroU64,
     ops::Range,
     sync::{Arc, OnceLock},
     thread::{self, ThreadId},
@@ -71,6 +72,8 @@ pub(crate) struct Options {
     pub(crate) pin: bool,
     /// How long a replica waits in a collective; for ever without.
     pub(crate) deadline: Option<Duration>,
+    /// How fast lists of tensors travel between threads, if not at once.
+    pub(crate) bytes_per_second: Option<NonZeroU64>,
 }
 
 /// The axes and options of a mesh to be made.
@@ -105,7 +108,10 @@ impl DeviceMesh {
 
     /// Starts a mesh with axes of its own.
     pub fn builder() -> DeviceMeshBuilder {
-        DeviceMeshBuilder { axes: Vec::new(), options: Options { pin: true, deadline: None } }
+        DeviceMeshBuilder {
+            axes: Vec::new(),
+            options: Options { pin: true, deadline: None, bytes_per_second: None },
+        }
     }
 
     /// Returns a row of these devices, in this order; they may be of different kinds, or the same
@@ -360,6 +366,30 @@ impl DeviceMeshBuilder {
         self
     }
 
+    /// Lets the lists of tensors that threads of one process hand each other, such as the parameters
+    /// and gradients of a sharded model, take their time, as over a network of this bandwidth: each
+    /// slot receives one after the other. By default they are there at once.
+    ///
+    /// It is for experiments on one machine: what a slower network would cost, and how much of that
+    /// is hidden by collectives that are [started](crate::Replica::start_gather_runs) ahead. Results
+    /// do not change. Processes have the network that they have.
+    ///
+    /// # Examples
+    ///
+    /// ```
+    /// use std::num::NonZeroU64;
+    ///
+    /// use pmap_mesh::DeviceMesh;
+    ///
+    /// let gigabyte = NonZeroU64::new(1_000_000_000).unwrap();
+    /// let mesh = DeviceMesh::builder().axis("data", 2).simulated_bandwidth(gigabyte).cpu()?;
+    /// # Ok::<(), pmap_mesh::Error>(())
+    /// ```
+    pub fn simulated_bandwidth(mut self, bytes_per_second: NonZeroU64) -> Self {
+        self.options.bytes_per_second = Some(bytes_per_second);
+        self
+    }
+
     /// Makes the mesh of virtual devices, all of them this machine's processor.
     ///
     /// # Errors
@@ -402,7 +432,8 @@ impl DeviceMeshBuilder {
         if devices.len() != slots {
             return Err(MeshError::DeviceCount { devices: devices.len(), slots }.into());
         }
-        let backend = Arc::new(Threads::new(slots, self.options.deadline));
+        let backend =
+            Arc::new(Threads::new(slots, self.options.deadline, self.options.bytes_per_second));
         DeviceMesh::start(devices, 0, Arc::new(topology), self.options, backend)
     }
 
@@ -449,8 +480,8 @@ mod tests {
     /// The process of slot 0 of two, without the other one: functions without collectives can run.
     fn one_of_two_processes() -> DeviceMesh {
         let topology = Arc::new(Topology::new(vec![("a".into(), 2)], 2).unwrap());
-        let options = Options { pin: false, deadline: None };
-        let backend = Arc::new(Threads::new(2, None));
+        let options = Options { pin: false, deadline: None, bytes_per_second: None };
+        let backend = Arc::new(Threads::new(2, None, None));
         DeviceMesh::start(vec![Device::Cpu], 0, topology, options, backend).unwrap()
     }
 

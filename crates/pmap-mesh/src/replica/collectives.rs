@@ -54,6 +54,17 @@ impl Collectives {
         self.start(site, sums(vec![x.detach()], Wanted::Everything))
     }
 
+    /// The reductions of all tensors of a list.
+    pub(crate) fn reduce_list(
+        &self,
+        site: &Site,
+        list: Vec<Tensor>,
+        reduction: Reduction,
+    ) -> Result<Vec<Tensor>> {
+        self.count(site, Kind::AllReduce, list.iter().map(n_bytes).sum());
+        self.run(site, reductions(list, Wanted::Everything, reduction))
+    }
+
     /// The sums of those of the list's tensors that are `wanted` here.
     pub(crate) fn sum_list(
         &self,
@@ -276,8 +287,12 @@ pub(crate) fn even_parts(x: &Tensor, dim: usize, site: &Site) -> Result<Vec<usiz
 }
 
 fn sums(list: Vec<Tensor>, wanted: Wanted) -> Work {
+    reductions(list, wanted, Reduction::Sum)
+}
+
+fn reductions(list: Vec<Tensor>, wanted: Wanted, reduction: Reduction) -> Work {
     let list = list.into_iter().map(|x| x.detach()).collect();
-    Work::Reduce { list, wanted, reduction: Reduction::Sum }
+    Work::Reduce { list, wanted, reduction }
 }
 
 /// What was gathered, side by side in `dim`, where the sizes of the parts are these.

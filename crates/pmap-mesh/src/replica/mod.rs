@@ -25,7 +25,11 @@ use crate::{
         rng::{BatchKeys, ReplicaRng},
         transpose::Transpose,
     },
-    spec::{cut::Valid, normalize},
+    spec::{
+        cut::Valid,
+        normalize,
+        tree::{TensorTree, leaves, with_leaves},
+    },
 };
 
 /// The running copy of a parallel function on one device: its place in the mesh, and collectives
@@ -185,7 +189,8 @@ impl Replica {
         BatchKeys::new(self.0.seed.derive(WHOLE_BATCH), self.0.valid)
     }
 
-    /// The sum of `x` over the replicas along `axes`, the same on all of them.
+    /// The sum of `x` over the replicas along `axes`, the same on all of them; of a tree that of each
+    /// of its tensors, in one collective.
     ///
     /// # Errors
     ///
@@ -202,14 +207,18 @@ impl Replica {
     /// let mesh = DeviceMesh::cpu(2)?;
     /// let normalize = mesh.pmap(|ctx, x: Tensor| x.broadcast_div(&ctx.psum(&x.sum_all()?, ALL)?));
     /// let x = Tensor::new(&[1_f32, 2., 3., 4.], &Device::Cpu)?;
-    /// assert_eq!(normalize.call(x)?.to_vec1::<f32>()?, [0.1, 0.2, 0.3, 0.4]);
+    /// assert_eq!(normalize.call(x.clone())?.to_vec1::<f32>()?, [0.1, 0.2, 0.3, 0.4]);
+    ///
+    /// let moments = mesh.pmap(|ctx, x: Tensor| {
+    ///     ctx.psum(&(x.sum_all()?, x.sqr()?.sum_all()?), ALL)
+    /// });
+    /// let (sum, squares) = moments.out_axes(P::replicate()).call(x)?;
+    /// assert_eq!((sum.to_scalar::<f32>()?, squares.to_scalar::<f32>()?), (10., 30.));
     /// # Ok::<(), Box<dyn std::error::Error>>(())
     /// ```
     #[track_caller]
-    pub fn psum(&self, x: &Tensor, axes: impl Into<MeshAxes>) -> Result<Tensor> {
-        let site = self.site("psum", Some(x), axes.into())?;
-        let sum = self.0.collectives.all_reduce(&site, x, Reduction::Sum)?;
-        transpose::linked(x, sum, || Transpose::Identity)
+    pub fn psum<T: TensorTree>(&self, x: &T, axes: impl Into<MeshAxes>) -> Result<T> {
+        self.reduced("psum", x, axes.into(), Reduction::Sum, |_| Transpose::Identity)
     }
 
     /// Starts [`psum`](Self::psum): hands in `x` and does not wait for the others.
@@ -245,46 +254,73 @@ impl Replica {
         Ok(Pending::new(underway, finish))
     }
 
-    /// The mean of `x` over the replicas along `axes`, the same on all of them.
+    /// The mean of `x` over the replicas along `axes`, the same on all of them; of a tree that of each
+    /// of its tensors, in one collective.
     ///
     /// # Errors
     ///
     /// As [`psum`](Self::psum), and for integers, whose mean would have to be rounded.
     #[track_caller]
-    pub fn pmean(&self, x: &Tensor, axes: impl Into<MeshAxes>) -> Result<Tensor> {
-        let site = self.site("pmean", Some(x), axes.into())?;
-        if !x.dtype().is_float() {
+    pub fn pmean<T: TensorTree>(&self, x: &T, axes: impl Into<MeshAxes>) -> Result<T> {
+        if let Some(integers) = leaves(x).iter().find(|leaf| !leaf.dtype().is_float()) {
             bail!(
                 "pmean of type {} is not possible, only floats have a mean; psum it",
-                x.dtype().as_str()
+                integers.dtype().as_str()
             );
         }
-        let mean = self.0.collectives.all_reduce(&site, x, Reduction::Mean)?;
-        transpose::linked(x, mean, || Transpose::Scale(1.0 / site.size() as f64))
+        let transpose = |size| Transpose::Scale(1.0 / size as f64);
+        self.reduced("pmean", x, axes.into(), Reduction::Mean, transpose)
     }
 
-    /// The largest of each element of `x` over the replicas along `axes`; NaN if one is.
+    /// The largest of each element of `x`, a tensor or a tree, over the replicas along `axes`; NaN if
+    /// one is.
     ///
     /// # Errors
     ///
     /// As [`psum`](Self::psum).
     #[track_caller]
-    pub fn pmax(&self, x: &Tensor, axes: impl Into<MeshAxes>) -> Result<Tensor> {
-        let site = self.site("pmax", Some(x), axes.into())?;
-        let extreme = self.0.collectives.all_reduce(&site, x, Reduction::Max)?;
-        transpose::linked(x, extreme, || Transpose::None("pmax"))
+    pub fn pmax<T: TensorTree>(&self, x: &T, axes: impl Into<MeshAxes>) -> Result<T> {
+        self.reduced("pmax", x, axes.into(), Reduction::Max, |_| Transpose::None("pmax"))
     }
 
-    /// The smallest of each element of `x` over the replicas along `axes`; NaN if one is.
+    /// The smallest of each element of `x`, a tensor or a tree, over the replicas along `axes`; NaN if
+    /// one is.
     ///
     /// # Errors
     ///
     /// As [`psum`](Self::psum).
     #[track_caller]
-    pub fn pmin(&self, x: &Tensor, axes: impl Into<MeshAxes>) -> Result<Tensor> {
-        let site = self.site("pmin", Some(x), axes.into())?;
-        let extreme = self.0.collectives.all_reduce(&site, x, Reduction::Min)?;
-        transpose::linked(x, extreme, || Transpose::None("pmin"))
+    pub fn pmin<T: TensorTree>(&self, x: &T, axes: impl Into<MeshAxes>) -> Result<T> {
+        self.reduced("pmin", x, axes.into(), Reduction::Min, |_| Transpose::None("pmin"))
+    }
+
+    /// A tree with the reduction of each of its tensors; what runs backward is made of the number of
+    /// replicas.
+    #[track_caller]
+    fn reduced<T: TensorTree>(
+        &self,
+        op: &'static str,
+        tree: &T,
+        axes: MeshAxes,
+        reduction: Reduction,
+        transpose: impl Fn(usize) -> Transpose,
+    ) -> Result<T> {
+        let list = leaves(tree);
+        let (site, results) = if let [x] = &list[..] {
+            let site = self.site(op, Some(x), axes)?;
+            let result = self.0.collectives.all_reduce(&site, x, reduction)?;
+            (site, vec![result])
+        } else {
+            let site =
+                self.site(op, None, axes)?.with_detail(format!(" of {} tensors", list.len()));
+            let results = self.0.collectives.reduce_list(&site, list.clone(), reduction)?;
+            (site, results)
+        };
+        let linked = |(x, result): (&Tensor, Tensor)| {
+            transpose::linked(x, result, || transpose(site.size()))
+        };
+        let linked: Vec<Tensor> = list.iter().zip(results).map(linked).collect::<Result<_>>()?;
+        Ok(with_leaves(tree, &linked))
     }
 
     /// `x` itself, whose gradient will be summed over the replicas along `axes`.

@@ -70,6 +70,7 @@ pub(crate) fn run(engine: &impl Engine, case: &str, ranks: usize) {
         }
         "replicated" => replicated(engine, ranks),
         "lists" => lists_of_any_length(engine),
+        "trees" => trees(engine),
         "runs" => runs_of_any_number(engine),
         "underway" => grids(ranks).iter().for_each(|axes| underway(engine, axes)),
         "too many" => {
@@ -255,6 +256,33 @@ fn moves(ctx: &Replica, set: &MeshAxes, dtype: DType, fewest: usize) -> Result<V
         all.extend([ctx.ppermute(&x, &turn, set)?, ctx.all_to_all(&x, 0, 1, set)?]);
     }
     Ok(all)
+}
+
+/// A tree is reduced as its tensors are one by one, of several types and sizes, and none.
+fn trees(engine: &impl Engine) {
+    type Tree = (Vec<Tensor>, Option<Tensor>);
+    let run = mesh(engine, &[], None).pmap(|ctx, _: Tensor| {
+        let of = |n: usize, dtype| {
+            let items = Tensor::arange(0_f32, (n * n) as f32, ctx.device())?;
+            items.affine(0.3, ctx.slot() as f64)?.sin()?.reshape((n, n))?.to_dtype(dtype)
+        };
+        let list = vec![of(3, DType::F32)?, of(0, DType::F32)?, of(90, DType::BF16)?];
+        let tree: Tree = (list, Some(of(2, DType::F64)?));
+        let each = |reduced: fn(&Replica, &Tensor) -> Result<Tensor>| {
+            tree.try_map(&mut |x| reduced(ctx, x))
+        };
+        let pairs = [
+            (ctx.psum(&tree, ALL)?, each(|ctx, x| ctx.psum(x, ALL))?),
+            (ctx.pmean(&tree, ALL)?, each(|ctx, x| ctx.pmean(x, ALL))?),
+            (ctx.pmax(&tree, ALL)?, each(|ctx, x| ctx.pmax(x, ALL))?),
+            (ctx.pmin(&tree, ALL)?, each(|ctx, x| ctx.pmin(x, ALL))?),
+        ];
+        for (found, expected) in pairs {
+            assert_same(&leaves(&found), &leaves(&expected));
+        }
+        ctx.psum(&(), ALL)
+    });
+    run.in_axes(None).call(nothing()).unwrap();
 }
 
 /// More tensors than flags that would travel with a header, some of which one rank wants alone, and

@@ -3,8 +3,13 @@
 mod exchange;
 mod lists;
 mod rendezvous;
+mod wire;
 
-use std::{sync::Arc, time::Duration};
+use std::{
+    num::NonZeroU64,
+    sync::Arc,
+    time::{Duration, Instant},
+};
 
 use candle_core::{Result, Tensor};
 
@@ -15,6 +20,7 @@ use crate::{
             exchange::{Contribution, Exchange, ListWork, nths},
             lists::{Job, end_to_end},
             rendezvous::Rendezvous,
+            wire::{Wire, wait_until},
         },
         traffic::Counter,
     },
@@ -32,11 +38,18 @@ const SMALL_BYTES: usize = 16 << 10;
 pub(crate) struct Threads {
     counters: Arc<[Counter]>,
     deadline: Option<Duration>,
+    /// Of each slot, if a network is simulated.
+    wires: Option<Arc<[Wire]>>,
 }
 
 impl Threads {
-    pub(crate) fn new(slots: usize, deadline: Option<Duration>) -> Self {
-        Self { counters: (0..slots).map(|_| Counter::default()).collect(), deadline }
+    pub(crate) fn new(
+        slots: usize,
+        deadline: Option<Duration>,
+        bytes_per_second: Option<NonZeroU64>,
+    ) -> Self {
+        let wires = bytes_per_second.map(|rate| (0..slots).map(|_| Wire::new(rate)).collect());
+        Self { counters: (0..slots).map(|_| Counter::default()).collect(), deadline, wires }
     }
 }
 
@@ -46,7 +59,8 @@ impl Backend for Threads {
         let rendezvous = Arc::new(Rendezvous::new(slots, self.deadline));
         let engine = |slot| -> Arc<dyn Engine> {
             let counters = Arc::clone(&self.counters);
-            Arc::new(ThreadsEngine { rendezvous: Arc::clone(&rendezvous), slot, counters })
+            let rendezvous = Arc::clone(&rendezvous);
+            Arc::new(ThreadsEngine { rendezvous, slot, counters, wires: self.wires.clone() })
         };
         (0..slots).map(engine).collect()
     }
@@ -70,6 +84,14 @@ struct ThreadsEngine {
     rendezvous: Arc<Rendezvous>,
     slot: usize,
     counters: Arc<[Counter]>,
+    wires: Option<Arc<[Wire]>>,
+}
+
+impl ThreadsEngine {
+    /// When what is handed in now has arrived, if a network is simulated.
+    fn arrival(&self, work: &Work) -> Option<Instant> {
+        self.wires.as_ref().map(|wires| wires[self.slot].arrival(work))
+    }
 }
 
 /// A collective of lists that one member has contributed to.
@@ -79,13 +101,16 @@ struct Started {
     site: Site,
     exchange: Arc<Exchange>,
     job: Job,
+    arrival: Option<Instant>,
 }
 
 impl Underway for Started {
     fn wait(self: Box<Self>) -> Result<Vec<Tensor>> {
-        let Self { rendezvous, site, exchange, job } = *self;
+        let Self { rendezvous, site, exchange, job, arrival } = *self;
         rendezvous.complete(&site, &exchange)?;
-        job.results(&rendezvous, &site, &exchange)
+        let results = job.results(&rendezvous, &site, &exchange);
+        arrival.into_iter().for_each(wait_until);
+        results
     }
 }
 
@@ -137,18 +162,22 @@ impl Engine for ThreadsEngine {
     }
 
     fn run(&self, site: &Site, work: Work) -> Result<Vec<Tensor>> {
+        let arrival = self.arrival(&work);
         let (job, contribution) = Job::new(work)?;
         let lay_out = |contributions: &[Contribution]| job.lay_out(contributions);
         let exchange = self.rendezvous.meet(site, contribution, Some(&lay_out))?;
-        job.results(&self.rendezvous, site, &exchange)
+        let results = job.results(&self.rendezvous, site, &exchange);
+        arrival.into_iter().for_each(wait_until);
+        results
     }
 
     fn start(&self, site: &Site, work: Work) -> Result<Box<dyn Underway>> {
+        let arrival = self.arrival(&work);
         let (job, contribution) = Job::new(work)?;
         let lay_out = |contributions: &[Contribution]| job.lay_out(contributions);
         let exchange = self.rendezvous.start(site, contribution, &lay_out)?;
         let rendezvous = Arc::clone(&self.rendezvous);
-        Ok(Box::new(Started { rendezvous, site: site.clone(), exchange, job }))
+        Ok(Box::new(Started { rendezvous, site: site.clone(), exchange, job, arrival }))
     }
 
     fn barrier(&self, site: &Site) -> Result<()> {

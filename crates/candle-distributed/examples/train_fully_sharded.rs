@@ -1,0 +1,149 @@
+//! Trains a small language model fully sharded: every device has a part of it, and a part of each
+//! batch. `train_data_parallel` is the same program with a model that is whole everywhere.
+//!
+//! Interrupt it and start it again: it resumes in the middle of the epoch.
+//!
+//! ```sh
+//! cargo run -p candle-distributed --features candle,ops,serde --example train_fully_sharded -- run
+//! ```
+
+#![allow(clippy::print_stdout, reason = "an example shows what it does")]
+#![allow(clippy::needless_pass_by_value, reason = "models are built of builders by value")]
+#![allow(clippy::cast_possible_truncation, reason = "the numbers are small")]
+
+use std::{path::Path, sync::Arc};
+
+use candle_core::{Device, Tensor};
+use candle_distributed::{
+    batch::{
+        BatchConfig, BatchState, Collator, DistributedBatchSampler, DistributedConfig,
+        DynamicBatchSampler, DynamicBatchStrategy, Step,
+    },
+    mesh::{DeviceMesh, Replica, Uneven, init_threads},
+    ops::{self, CrossEntropyConfig},
+    sampler::{DistributedSampler, SamplerConfig},
+    train::{
+        AdamW, Checkpoints, FullyShard, Group, Loss, MetricsLog, Schedule, StepMetrics, UnitRules,
+        Units, feed,
+    },
+    types::{Epoch, Placement, Seed},
+};
+use candle_nn::{Module, Optimizer, ParamsAdamW, VarBuilder, embedding, linear};
+
+pub(crate) type Result<T> = std::result::Result<T, Box<dyn std::error::Error>>;
+pub(crate) type Model = FullyShard<AdamW>;
+const STEPS: u64 = 120;
+const RATE: f64 = 2e-2;
+const TEXTS: u64 = 1024;
+const VOCABULARY: usize = 61;
+const HIDDEN: usize = 32;
+const BLOCKS: usize = 2;
+
+fn main() -> Result<()> {
+    init_threads(2)?; // before anything starts a thread
+    let folder = std::env::args().nth(1).ok_or("name a folder for the run")?;
+    let mesh = DeviceMesh::cpu(2)?; // two virtual ones; `DeviceMesh::cuda(2)` for two cards
+    let mut model = model(&mesh)?;
+    println!("loss {:.3} after {STEPS} steps", train(&mesh, &mut model, folder.as_ref(), STEPS)?);
+    Ok(())
+}
+
+/// The constructor, as for plain candle: it says which parameters there are.
+fn layers(vb: VarBuilder<'_>) -> candle_core::Result<()> {
+    embedding(VOCABULARY, HIDDEN, vb.pp("tokens"))?;
+    for n in 0..BLOCKS {
+        linear(HIDDEN, HIDDEN, vb.pp(format!("blocks.{n}")))?;
+    }
+    linear(HIDDEN, VOCABULARY, vb.pp("head")).map(drop)
+}
+
+pub(crate) fn model(mesh: &DeviceMesh) -> Result<Model> {
+    // Numbered blocks are units by themselves.
+    let rules = UnitRules::new().unit("tokens", ["tokens"]).unit("head", ["head"]);
+    Ok(FullyShard::builder(mesh, layers)
+        .unit_rules(rules)
+        .init(Seed::new(1))
+        .clip_grad_norm(1.0)
+        .schedule(schedule())
+        .uneven(Uneven::Balanced)
+        .build(|group: Group| {
+            AdamW::new(group.vars, ParamsAdamW { lr: RATE, ..ParamsAdamW::default() })
+        })?)
+}
+
+fn schedule() -> Schedule {
+    Schedule::cosine(STEPS).warmup(10)
+}
+
+/// The loss of a batch, of token ids and labels [texts, length]: each token predicts the next.
+fn loss(_: &Replica, model: &Units, batch: (Tensor, Tensor)) -> candle_core::Result<Loss> {
+    let (ids, labels) = batch;
+    let mut x = model
+        .unit("tokens", &ids, |vb, ids: &Tensor| embedding(VOCABULARY, HIDDEN, vb)?.forward(ids))?;
+    for n in 0..BLOCKS {
+        x = model.unit(&format!("blocks.{n}"), &x, |vb, x: &Tensor| {
+            x + linear(HIDDEN, HIDDEN, vb)?.forward(x)?.gelu()?
+        })?;
+    }
+    let logits =
+        model.unit("head", &x, |vb, x: &Tensor| linear(HIDDEN, VOCABULARY, vb)?.forward(x))?;
+    let predicted = ids.dim(1)? - 1;
+    let (logits, labels) = (logits.narrow(1, 0, predicted)?, labels.narrow(1, 1, predicted)?);
+    let config = CrossEntropyConfig::default().with_ignore_index(-100);
+    let all = ops::cross_entropy(&logits, &labels, &config)?;
+    Ok(Loss::sum(all.sum, all.weight))
+}
+
+/// Trains up to step `last`, from the newest checkpoint on, or from the start; returns the last loss.
+pub(crate) fn train(mesh: &DeviceMesh, model: &mut Model, folder: &Path, last: u64) -> Result<f64> {
+    let texts: Arc<Vec<Vec<u32>>> = Arc::new((0..TEXTS).map(text).collect());
+    let lengths: Vec<usize> = texts.iter().map(Vec::len).collect();
+    let collate = move |(step, state): (Step, BatchState)| {
+        let text = |n: u64| &texts[n as usize][..];
+        let padded = Collator::default().pad(&step.batch, text, &Device::Cpu)?;
+        Ok::<_, candle_core::Error>((step.batch, (padded.ids, padded.labels), state))
+    };
+    let mut order = DistributedSampler::new(TEXTS, Placement::SINGLE, SamplerConfig::default())?;
+    let config = BatchConfig::default().with_strategy(DynamicBatchStrategy::Dynamic);
+    let batches = DynamicBatchSampler::new(lengths, config.with_max_tokens(1024))?;
+    let config = DistributedConfig::default().with_shuffle(Seed::new(2));
+    let batches = DistributedBatchSampler::new(batches, Placement::SINGLE, config)?;
+
+    let checkpoints = Checkpoints::new(folder);
+    let mut steps = batches.epoch(Epoch::ZERO, &order)?;
+    if let Some(checkpoint) = checkpoints.latest()? {
+        model.load(&checkpoint)?;
+        let state: BatchState = checkpoint.state()?;
+        order.set_epoch(state.epoch);
+        steps = batches.resume(&state, &order)?;
+    }
+    let mut log = MetricsLog::open(folder.join("metrics.jsonl"), model.steps())?;
+    loop {
+        for made in feed(steps.with_states()).threads(1).collate(collate.clone())? {
+            let (batch, tensors, state) = made?;
+            let rate = RATE * schedule().factor(model.steps());
+            let done = model.step(tensors, loss)?;
+            let metrics = StepMetrics::of(model.steps() - 1, &done).learning_rate(rate);
+            let metrics = metrics.epoch(state.epoch.as_u64());
+            let sequences = batch.len() as u64;
+            log.write(metrics.batch(sequences, batch.real_tokens, batch.padded_tokens()))?;
+            if model.steps().is_multiple_of(20) {
+                log.sync()?;
+                checkpoints.save(mesh, model.steps(), &model.state_dict()?, &state)?;
+            }
+            if model.steps() == last {
+                return Ok(done.loss);
+            }
+        }
+        order.set_epoch(Epoch::new(order.epoch().as_u64() + 1));
+        steps = batches.epoch(order.epoch(), &order)?;
+    }
+}
+
+/// A text of 8 to 39 tokens, in which each follows from the one before.
+fn text(n: u64) -> Vec<u32> {
+    let seed = Seed::new(3).derive(n).as_u64();
+    let next = |token: &u32| Some((7 * token + 5) % VOCABULARY as u32);
+    let first = (seed >> 32) as u32 % VOCABULARY as u32;
+    std::iter::successors(Some(first), next).take(8 + (seed % 32) as usize).collect()
+}

@@ -1,0 +1,249 @@
+//! The Llama family: Llama 2 and 3, Qwen 2 and 2.5, Mistral.
+//!
+//! The layers are those of fused-ops, whose names are Hugging Face's.
+
+use candle_core::{DType, Result, Tensor};
+use candle_nn::{Module, VarBuilder};
+use dist_train::{Loss, UnitRules, Units};
+use fused_ops::{
+    AttentionConfig, CrossEntropyConfig, cross_entropy,
+    layers::{
+        Attention, AttentionSizes, Embedding, Linear, RmsNorm, SwiGlu, embedding, linear_no_bias,
+        rms_norm,
+    },
+};
+
+use crate::models::{
+    config::LlamaConfig,
+    error::ModelError,
+    rope::tables,
+    tokens::{Packing, Tokens},
+};
+
+/// The label of a token that is not to be predicted, as in PyTorch.
+const IGNORED: i64 = -100;
+
+const EMBEDDING: &str = "model.embed_tokens";
+const NORM: &str = "model.norm";
+const HEAD: &str = "lm_head";
+
+/// Names of the units that are no blocks.
+const EMBED_UNIT: &str = "embed";
+const HEAD_UNIT: &str = "head";
+
+/// A decoder of the Llama family, whose variables lie in [`Units`]: the embedding is the unit
+/// `embed`, each block one of its own (`model.layers.0`), the last norm and the head are `head`.
+///
+/// See the [module's](crate::models) example.
+#[derive(Clone, Debug)]
+pub struct Llama {
+    config: LlamaConfig,
+}
+
+impl Llama {
+    /// The model of these sizes.
+    ///
+    /// # Errors
+    ///
+    /// [`ModelError::Field`] if a size is none that a model can have, [`ModelError::Window`] if a
+    /// token would see fewer positions than there are.
+    pub fn from_config(config: LlamaConfig) -> std::result::Result<Self, ModelError> {
+        config.check()?;
+        Ok(Self { config })
+    }
+
+    /// The sizes.
+    #[must_use]
+    pub fn config(&self) -> &LlamaConfig {
+        &self.config
+    }
+
+    /// Asks for all variables, by their names in a folder of Hugging Face: the constructor that
+    /// [`Units::by`] and [`FullyShard::builder`](dist_train::FullyShard::builder) take.
+    ///
+    /// # Errors
+    ///
+    /// Those of the builder.
+    pub fn declare(&self, vb: &VarBuilder<'_>) -> Result<()> {
+        self.embedding(vb)?;
+        for layer in 0..self.config.num_hidden_layers {
+            Block::new(&self.config, &vb.pp(block_name(layer)))?;
+        }
+        self.norm(vb)?;
+        self.head(vb)?;
+        Ok(())
+    }
+
+    /// Which variables form which unit; blocks do by their numbers.
+    pub fn units(&self) -> UnitRules {
+        UnitRules::new().unit(EMBED_UNIT, [EMBEDDING]).unit(HEAD_UNIT, [NORM, self.head_name()])
+    }
+
+    /// What the model says of the token after each: logits [rows, length, vocabulary].
+    ///
+    /// # Errors
+    ///
+    /// [`ModelError::TooLong`] for more tokens than there are positions, and those of
+    /// [`Units::unit`].
+    pub fn logits(&self, model: &Units, tokens: &Tokens) -> Result<Tensor> {
+        let x = self.hidden(model, tokens)?;
+        let llama = self.clone();
+        model.unit(HEAD_UNIT, &x, move |vb, x| llama.head_of(&vb, x))
+    }
+
+    /// The cross-entropy of each token's label given the tokens before it, summed, with the number of
+    /// labels that count.
+    ///
+    /// `labels` [rows, length], `i64`, are those of the tokens, and not shifted, as Hugging Face's:
+    /// the first of a row is predicted by nobody, and −100 is not to be predicted.
+    ///
+    /// # Errors
+    ///
+    /// As of [`logits`](Self::logits); if labels are not of the shape of the tokens, or are not
+    /// below the vocabulary's size.
+    pub fn loss(&self, model: &Units, tokens: &Tokens, labels: &Tensor) -> Result<Loss> {
+        let targets = shifted(labels)?;
+        let n_targets = targets.ne(IGNORED)?.to_dtype(DType::F32)?.sum_all()?;
+        let x = self.hidden(model, tokens)?;
+        let llama = self.clone();
+        let sum = model.unit(HEAD_UNIT, &x, move |vb, x| {
+            let logits = llama.head_of(&vb, x)?.to_dtype(DType::F32)?;
+            let config = CrossEntropyConfig::default().with_ignore_index(IGNORED);
+            Ok(cross_entropy(&logits, &targets, &config)?.sum)
+        })?;
+        Ok(Loss::sum(sum, n_targets))
+    }
+
+    /// What the blocks make of the tokens [rows, length, hidden].
+    fn hidden(&self, model: &Units, tokens: &Tokens) -> Result<Tensor> {
+        self.check_length(tokens)?;
+        let llama = self.clone();
+        let mut x = model
+            .unit(EMBED_UNIT, &tokens.ids, move |vb, ids| llama.embedding(&vb)?.forward(ids))?;
+        let context = Context::new(&self.config, tokens, x.dtype())?;
+        for layer in 0..self.config.num_hidden_layers {
+            let (config, context) = (self.config.clone(), context.clone());
+            x = model.unit(&block_name(layer), &x, move |vb, x| {
+                Block::new(&config, &vb)?.forward(x, &context)
+            })?;
+        }
+        Ok(x)
+    }
+
+    fn check_length(&self, tokens: &Tokens) -> Result<()> {
+        let length = match &tokens.packing {
+            None => tokens.ids.dim(1)?,
+            Some(Packing { position_ids, .. }) => {
+                position_ids.max_all()?.to_scalar::<u32>()? as usize + 1
+            }
+        };
+        let context = self.config.max_position_embeddings;
+        if length > context {
+            return Err(ModelError::TooLong { length, context }.into());
+        }
+        Ok(())
+    }
+
+    fn embedding(&self, vb: &VarBuilder<'_>) -> Result<Embedding> {
+        embedding(self.config.vocab_size, self.config.hidden_size, vb.pp(EMBEDDING))
+    }
+
+    fn norm(&self, vb: &VarBuilder<'_>) -> Result<RmsNorm> {
+        rms_norm(self.config.hidden_size, self.config.rms_norm_eps, vb.pp(NORM))
+    }
+
+    fn head(&self, vb: &VarBuilder<'_>) -> Result<Linear> {
+        linear_no_bias(self.config.hidden_size, self.config.vocab_size, vb.pp(self.head_name()))
+    }
+
+    /// Where the head's weight lies.
+    fn head_name(&self) -> &'static str {
+        if self.config.tie_word_embeddings { EMBEDDING } else { HEAD }
+    }
+
+    /// The logits, by the variables of the head.
+    fn head_of(&self, vb: &VarBuilder<'_>, x: &Tensor) -> Result<Tensor> {
+        self.head(vb)?.forward(&self.norm(vb)?.forward(x)?)
+    }
+}
+
+fn block_name(layer: usize) -> String {
+    format!("model.layers.{layer}")
+}
+
+/// The labels of the tokens that come next; of the last one there is none.
+fn shifted(labels: &Tensor) -> Result<Tensor> {
+    let (rows, length) = labels.dims2()?;
+    let none = Tensor::full(IGNORED, (rows, 1), labels.device())?;
+    Tensor::cat(&[&labels.narrow(1, 1, length.saturating_sub(1))?, &none], 1)
+}
+
+/// What all blocks have to know of the tokens.
+#[derive(Clone, Debug)]
+struct Context {
+    cos: Tensor,
+    sin: Tensor,
+    attention: AttentionConfig,
+}
+
+impl Context {
+    fn new(config: &LlamaConfig, tokens: &Tokens, dtype: DType) -> Result<Self> {
+        let (_, length) = tokens.ids.dims2()?;
+        let (cos, sin) = tables(config, length, dtype, tokens.ids.device())?;
+        let attention = AttentionConfig::causal();
+        let Some(Packing { segment_ids, position_ids }) = &tokens.packing else {
+            return Ok(Self { cos, sin, attention });
+        };
+        let positions = position_ids.squeeze(0)?;
+        Ok(Self {
+            cos: cos.index_select(&positions, 0)?,
+            sin: sin.index_select(&positions, 0)?,
+            attention: attention.with_mask(within_segments(segment_ids, dtype)?),
+        })
+    }
+}
+
+/// 0 where a token and another one are of one segment, and −∞ elsewhere: [1, 1, length, length].
+fn within_segments(segment_ids: &Tensor, dtype: DType) -> Result<Tensor> {
+    let (_, length) = segment_ids.dims2()?;
+    let shape = (1, 1, length, length);
+    let of_query = segment_ids.reshape((1, 1, length, 1))?.broadcast_as(shape)?;
+    let of_key = segment_ids.reshape((1, 1, 1, length))?.broadcast_as(shape)?;
+    let device = segment_ids.device();
+    let seen = Tensor::zeros(shape, dtype, device)?;
+    let hidden = Tensor::full(f32::NEG_INFINITY, shape, device)?.to_dtype(dtype)?;
+    of_query.eq(&of_key)?.where_cond(&seen, &hidden)
+}
+
+/// Attention and a gated feed-forward network, each added to its input.
+struct Block {
+    input_norm: RmsNorm,
+    attention: Attention,
+    post_attention_norm: RmsNorm,
+    mlp: SwiGlu,
+}
+
+impl Block {
+    fn new(config: &LlamaConfig, vb: &VarBuilder<'_>) -> Result<Self> {
+        let hidden = config.hidden_size;
+        let norm = |name| rms_norm(hidden, config.rms_norm_eps, vb.pp(name));
+        let sizes = AttentionSizes::new(hidden, config.num_attention_heads)
+            .with_key_heads(config.num_key_value_heads)
+            .with_head_size(config.head_dim)
+            .with_bias(config.attention_bias);
+        Ok(Self {
+            input_norm: norm("input_layernorm")?,
+            attention: Attention::new(sizes, &vb.pp("self_attn"))?,
+            post_attention_norm: norm("post_attention_layernorm")?,
+            mlp: SwiGlu::new(hidden, config.intermediate_size, &vb.pp("mlp"))?,
+        })
+    }
+
+    fn forward(&self, x: &Tensor, context: &Context) -> Result<Tensor> {
+        let Context { cos, sin, attention } = context;
+        let attended =
+            self.attention.forward(&self.input_norm.forward(x)?, Some((cos, sin)), attention)?;
+        let (sum, normed) = self.post_attention_norm.forward_add(&attended, x)?;
+        &sum + self.mlp.forward(&normed)?
+    }
+}

@@ -1,0 +1,230 @@
+//! `config.json`, as transformers writes it.
+//!
+//! Whatever changes what a model computes is read, or refused: a reader that skips a field it does
+//! not know gives other numbers than the model's author had, and no error.
+
+use candle_core::DType;
+use serde::Deserialize;
+use serde_json::Value;
+
+use crate::models::{
+    config::{LlamaConfig, refused},
+    error::ModelError,
+    rope::RopeScaling,
+};
+
+/// The fields that count, of all layouts.
+#[derive(Debug, Deserialize)]
+struct Fields {
+    architectures: Vec<String>,
+    vocab_size: usize,
+    hidden_size: usize,
+    intermediate_size: usize,
+    num_hidden_layers: usize,
+    num_attention_heads: usize,
+    num_key_value_heads: Option<usize>,
+    head_dim: Option<usize>,
+    max_position_embeddings: usize,
+    rms_norm_eps: f64,
+    hidden_act: Option<String>,
+    #[serde(default)]
+    tie_word_embeddings: bool,
+    #[serde(default)]
+    attention_bias: bool,
+    #[serde(default)]
+    mlp_bias: bool,
+    #[serde(default)]
+    attention_dropout: f64,
+    initializer_range: Option<f64>,
+    rope_theta: Option<f64>,
+    rope_scaling: Option<Positions>,
+    rope_parameters: Option<Positions>,
+    partial_rotary_factor: Option<f64>,
+    sliding_window: Option<usize>,
+    use_sliding_window: Option<bool>,
+    torch_dtype: Option<String>,
+    dtype: Option<String>,
+    quantization_config: Option<Value>,
+}
+
+/// What is said of rotary positions.
+#[derive(Debug, PartialEq, Deserialize)]
+struct Positions {
+    rope_type: Option<String>,
+    /// The older name of the same.
+    #[serde(rename = "type")]
+    old_type: Option<String>,
+    rope_theta: Option<f64>,
+    factor: Option<f64>,
+    low_freq_factor: Option<f64>,
+    high_freq_factor: Option<f64>,
+    original_max_position_embeddings: Option<usize>,
+    partial_rotary_factor: Option<f64>,
+}
+
+/// Models that compute the same but for what is said here.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Architecture {
+    Llama,
+    Qwen2,
+    Mistral,
+}
+
+const ARCHITECTURES: [(&str, Architecture); 3] = [
+    ("LlamaForCausalLM", Architecture::Llama),
+    ("Qwen2ForCausalLM", Architecture::Qwen2),
+    ("MistralForCausalLM", Architecture::Mistral),
+];
+
+/// The base of the rotary frequencies where none is given, as in the first Llama.
+const ROPE_THETA: f64 = 10_000.;
+
+/// Reads the text of a `config.json`.
+pub(super) fn read(json: &str) -> Result<LlamaConfig, ModelError> {
+    let fields: Fields = serde_json::from_str(json)?;
+    let architecture = architecture(&fields.architectures)?;
+    refuse_others(&fields, architecture)?;
+    let rope = rope(&fields)?;
+    Ok(LlamaConfig {
+        vocab_size: fields.vocab_size,
+        hidden_size: fields.hidden_size,
+        intermediate_size: fields.intermediate_size,
+        num_hidden_layers: fields.num_hidden_layers,
+        num_attention_heads: fields.num_attention_heads,
+        num_key_value_heads: key_value_heads(&fields, architecture)?,
+        head_dim: head_dim(&fields)?,
+        max_position_embeddings: fields.max_position_embeddings,
+        rms_norm_eps: fields.rms_norm_eps,
+        rope_theta: theta(&fields, rope)?,
+        rope_scaling: rope.map_or(Ok(RopeScaling::Default), scaling)?,
+        tie_word_embeddings: fields.tie_word_embeddings,
+        attention_bias: architecture == Architecture::Qwen2,
+        sliding_window: fields.sliding_window.filter(|_| fields.use_sliding_window.unwrap_or(true)),
+        initializer_range: fields.initializer_range.unwrap_or(0.02),
+        dtype: dtype(&fields)?,
+    })
+}
+
+fn architecture(found: &[String]) -> Result<Architecture, ModelError> {
+    let known = |name: &String| ARCHITECTURES.iter().find(|(known, _)| known == name);
+    let [(_, architecture)] = found.iter().filter_map(known).collect::<Vec<_>>()[..] else {
+        let names = ARCHITECTURES.map(|(name, _)| name).join(", ");
+        return Err(refused("architectures", &format!("{found:?}"), format!("one of {names}")));
+    };
+    Ok(*architecture)
+}
+
+/// Refuses what another model would have.
+#[expect(clippy::float_cmp, reason = "only exactly 1 is all of a head")]
+fn refuse_others(fields: &Fields, architecture: Architecture) -> Result<(), ModelError> {
+    if fields.quantization_config.as_ref().is_some_and(|config| !config.is_null()) {
+        return Err(ModelError::Quantized);
+    }
+    if let Some(activation) = fields.hidden_act.as_ref().filter(|name| *name != "silu") {
+        return Err(refused("hidden_act", &activation, "silu".into()));
+    }
+    // Qwen 2 has its biases whatever this says.
+    let has_bias = fields.attention_bias && architecture != Architecture::Qwen2;
+    for (field, bias) in [("attention_bias", has_bias), ("mlp_bias", fields.mlp_bias)] {
+        if bias {
+            return Err(refused(field, &bias, "false in this architecture".into()));
+        }
+    }
+    if fields.attention_dropout != 0. {
+        let expected = "0: attention drops nothing here".into();
+        return Err(refused("attention_dropout", &fields.attention_dropout, expected));
+    }
+    let of_rope = [&fields.rope_scaling, &fields.rope_parameters];
+    let of_rope = of_rope.into_iter().flatten().filter_map(|rope| rope.partial_rotary_factor);
+    match of_rope.chain(fields.partial_rotary_factor).find(|&factor| factor != 1.) {
+        Some(factor) => Err(refused("partial_rotary_factor", &factor, "1".into())),
+        None => Ok(()),
+    }
+}
+
+fn key_value_heads(fields: &Fields, architecture: Architecture) -> Result<usize, ModelError> {
+    match (fields.num_key_value_heads, architecture) {
+        (Some(heads), _) => Ok(heads),
+        (None, Architecture::Llama) => Ok(fields.num_attention_heads),
+        // transformers takes a number of its own for them, which may change.
+        (None, Architecture::Qwen2 | Architecture::Mistral) => {
+            Err(refused("num_key_value_heads", &"missing", "given in this architecture".into()))
+        }
+    }
+}
+
+fn head_dim(fields: &Fields) -> Result<usize, ModelError> {
+    let (hidden, heads) = (fields.hidden_size, fields.num_attention_heads);
+    match fields.head_dim {
+        Some(size) => Ok(size),
+        None if heads > 0 && hidden.is_multiple_of(heads) => Ok(hidden / heads),
+        None => {
+            let expected = format!("a divisor of hidden_size {hidden}, or head_dim given");
+            Err(refused("num_attention_heads", &heads, expected))
+        }
+    }
+}
+
+/// What is said of rotary positions, in either layout.
+fn rope(fields: &Fields) -> Result<Option<&Positions>, ModelError> {
+    match (&fields.rope_scaling, &fields.rope_parameters) {
+        (Some(scaling), Some(parameters)) if scaling != parameters => {
+            Err(ModelError::Differ { first: "rope_scaling", second: "rope_parameters" })
+        }
+        (first, second) => Ok(second.as_ref().or(first.as_ref())),
+    }
+}
+
+fn theta(fields: &Fields, rope: Option<&Positions>) -> Result<f64, ModelError> {
+    match (fields.rope_theta, rope.and_then(|rope| rope.rope_theta)) {
+        (Some(outer), Some(inner)) if outer.to_bits() != inner.to_bits() => {
+            Err(ModelError::Differ { first: "rope_theta", second: "rope_parameters.rope_theta" })
+        }
+        (outer, inner) => Ok(inner.or(outer).unwrap_or(ROPE_THETA)),
+    }
+}
+
+fn scaling(rope: &Positions) -> Result<RopeScaling, ModelError> {
+    if let (Some(new), Some(old)) = (&rope.rope_type, &rope.old_type)
+        && new != old
+    {
+        return Err(ModelError::Differ {
+            first: "rope_scaling.rope_type",
+            second: "rope_scaling.type",
+        });
+    }
+    let factor = || given("rope_scaling.factor", rope.factor);
+    match rope.rope_type.as_ref().or(rope.old_type.as_ref()).map_or("default", String::as_str) {
+        "default" => Ok(RopeScaling::Default),
+        "linear" => Ok(RopeScaling::Linear { factor: factor()? }),
+        "llama3" => Ok(RopeScaling::Llama3 {
+            factor: factor()?,
+            low_freq_factor: given("rope_scaling.low_freq_factor", rope.low_freq_factor)?,
+            high_freq_factor: given("rope_scaling.high_freq_factor", rope.high_freq_factor)?,
+            original_max_position_embeddings: given(
+                "rope_scaling.original_max_position_embeddings",
+                rope.original_max_position_embeddings,
+            )?,
+        }),
+        other => Err(refused("rope_scaling.type", &other, "default, linear or llama3".into())),
+    }
+}
+
+fn given<T>(field: &'static str, value: Option<T>) -> Result<T, ModelError> {
+    value.ok_or_else(|| refused(field, &"missing", "given for this type of scaling".into()))
+}
+
+fn dtype(fields: &Fields) -> Result<DType, ModelError> {
+    let name = match (&fields.torch_dtype, &fields.dtype) {
+        (Some(old), Some(new)) if old != new => {
+            return Err(ModelError::Differ { first: "torch_dtype", second: "dtype" });
+        }
+        (old, new) => new.as_ref().or(old.as_ref()),
+    };
+    match name.map_or("float32", String::as_str) {
+        "float32" => Ok(DType::F32),
+        "bfloat16" => Ok(DType::BF16),
+        "float16" => Ok(DType::F16),
+        other => Err(refused("dtype", &other, "float32, bfloat16 or float16".into())),
+    }
+}

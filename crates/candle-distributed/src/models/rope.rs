@@ -1,0 +1,157 @@
+//! Rotary positions: frequencies, their scaling, and the tables of a sequence.
+
+use std::f64::consts::PI;
+
+use candle_core::{DType, Device, Tensor};
+
+use crate::models::{
+    config::{LlamaConfig, refused},
+    error::ModelError,
+};
+
+/// What becomes of the rotary frequencies of a model that has learned from shorter sequences first:
+/// `rope_scaling`, or `rope_parameters`, of `config.json`.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+#[non_exhaustive]
+pub enum RopeScaling {
+    /// They stay as they are.
+    #[default]
+    Default,
+    /// All are divided by a factor (Chen et al., arXiv 2306.15595).
+    Linear {
+        /// By what.
+        factor: f64,
+    },
+    /// Low ones are divided by a factor, high ones stay, and those between are between: Llama 3.1's.
+    Llama3 {
+        /// By what.
+        factor: f64,
+        /// Frequencies that turn less often than this over the original length are low.
+        low_freq_factor: f64,
+        /// Those that turn more often are high.
+        high_freq_factor: f64,
+        /// The length of the sequences of the first training, in tokens.
+        original_max_position_embeddings: usize,
+    },
+}
+
+impl RopeScaling {
+    pub(super) fn check(&self) -> Result<(), ModelError> {
+        let factor = match *self {
+            Self::Default => return Ok(()),
+            Self::Linear { factor } => factor,
+            Self::Llama3 {
+                factor,
+                low_freq_factor: low,
+                high_freq_factor: high,
+                original_max_position_embeddings: original,
+            } => {
+                if !(low > 0. && high > low && high.is_finite()) {
+                    let expected =
+                        format!("a number above low_freq_factor {low}, which is positive");
+                    return Err(refused("rope_scaling.high_freq_factor", &high, expected));
+                }
+                if original == 0 {
+                    let field = "rope_scaling.original_max_position_embeddings";
+                    return Err(refused(field, &original, "at least 1".into()));
+                }
+                factor
+            }
+        };
+        if factor >= 1. && factor.is_finite() {
+            Ok(())
+        } else {
+            Err(refused("rope_scaling.factor", &factor, "a number of at least 1".into()))
+        }
+    }
+
+    fn scaled(&self, frequency: f64) -> f64 {
+        match *self {
+            Self::Default => frequency,
+            Self::Linear { factor } => frequency / factor,
+            Self::Llama3 {
+                factor,
+                low_freq_factor: low,
+                high_freq_factor: high,
+                original_max_position_embeddings: original,
+            } => {
+                let turns = original as f64 * frequency / (2. * PI);
+                // 0 where it is low, 1 where it is high.
+                let highness = ((turns - low) / (high - low)).clamp(0., 1.);
+                frequency / factor * (1. - highness) + frequency * highness
+            }
+        }
+    }
+}
+
+/// By how much each pair of a head's elements turns from one position to the next, in radians.
+///
+/// Rounded to single precision, as the models were trained with.
+#[expect(clippy::cast_possible_truncation, reason = "numbers are rounded")]
+pub(super) fn frequencies(config: &LlamaConfig) -> Vec<f32> {
+    let frequency = |pair: usize| {
+        let exponent = -2. * pair as f64 / config.head_dim as f64;
+        config.rope_scaling.scaled(config.rope_theta.powf(exponent)) as f32
+    };
+    (0..config.head_dim / 2).map(frequency).collect()
+}
+
+/// The cosines and sines of the first positions, [length, head size / 2] each.
+#[expect(clippy::cast_possible_truncation, reason = "numbers are rounded")]
+pub(super) fn tables(
+    config: &LlamaConfig,
+    length: usize,
+    dtype: DType,
+    device: &Device,
+) -> candle_core::Result<(Tensor, Tensor)> {
+    let frequencies = frequencies(config);
+    let angles = (0..length).flat_map(|position| {
+        frequencies.iter().map(move |frequency| f64::from(position as f32 * frequency))
+    });
+    let (cos, sin): (Vec<f32>, Vec<f32>) =
+        angles.map(|angle| (angle.cos() as f32, angle.sin() as f32)).unzip();
+    let table =
+        |items| Tensor::from_vec(items, (length, frequencies.len()), device)?.to_dtype(dtype);
+    Ok((table(cos)?, table(sin)?))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn of(head_dim: usize, rope_theta: f64, rope_scaling: RopeScaling) -> Vec<f32> {
+        let json = r#"{
+            "architectures": ["LlamaForCausalLM"], "vocab_size": 320, "hidden_size": 48,
+            "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
+            "max_position_embeddings": 128, "rms_norm_eps": 1e-5
+        }"#;
+        let config = LlamaConfig::from_json(json).unwrap();
+        frequencies(&LlamaConfig { head_dim, rope_theta, rope_scaling, ..config })
+    }
+
+    fn check(found: &[f32], expected: &[f32]) {
+        assert_eq!(found.len(), expected.len());
+        for (found, expected) in found.iter().zip(expected) {
+            // transformers computes them in single precision.
+            assert!((found / expected - 1.).abs() < 4e-7, "{found} for {expected}");
+        }
+    }
+
+    #[test]
+    fn frequencies_are_those_of_transformers() {
+        let scaling = RopeScaling::Llama3 {
+            factor: 8.,
+            low_freq_factor: 1.,
+            high_freq_factor: 4.,
+            original_max_position_embeddings: 64,
+        };
+        check(
+            &of(12, 5e5, scaling),
+            &[1.0, 0.018_723_19, 0.001_574_901, 0.000_176_776_68, 1.984_250_8e-5, 2.227_247_5e-6],
+        );
+        let default = [1.0, 0.031_622_78, 0.001, 3.162_277_4e-5];
+        check(&of(8, 1e6, RopeScaling::Default), &default);
+        let halved = default.map(|frequency: f32| frequency / 2.);
+        check(&of(8, 1e6, RopeScaling::Linear { factor: 2. }), &halved);
+    }
+}

@@ -1,0 +1,84 @@
+//! What transformers computed; see `tests/golden/README.md`.
+
+use std::{collections::BTreeMap, fs, path::PathBuf};
+
+use candle_core::{DType, Device, Tensor, Var, safetensors};
+use candle_distributed::{
+    models::{Llama, LlamaConfig},
+    train::Units,
+};
+use candle_nn::VarBuilder;
+use serde_json::Value;
+
+pub(crate) const MODELS: [&str; 4] = ["llama", "llama3", "qwen2", "mistral"];
+
+/// A model and what is expected of it.
+pub(crate) struct Golden {
+    pub(crate) folder: PathBuf,
+    pub(crate) llama: Llama,
+    pub(crate) expected: Value,
+    pub(crate) tensors: BTreeMap<String, Tensor>,
+}
+
+impl Golden {
+    pub(crate) fn open(model: &str) -> Self {
+        let folder = PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("tests/golden").join(model);
+        let text = |name: &str| fs::read_to_string(folder.join(name)).unwrap();
+        let config = LlamaConfig::from_json(&text("config.json")).unwrap();
+        let alternative = LlamaConfig::from_json(&text("config.alt.json")).unwrap();
+        assert_eq!(config, alternative, "{model}: both layouts say the same");
+        let tensors = safetensors::load(folder.join("expected.safetensors"), &Device::Cpu).unwrap();
+        Self {
+            llama: Llama::from_config(config).unwrap(),
+            expected: serde_json::from_str(&text("expected.json")).unwrap(),
+            tensors: tensors.into_iter().collect(),
+            folder,
+        }
+    }
+
+    /// The weights of the folder.
+    pub(crate) fn variables(&self) -> BTreeMap<String, Var> {
+        let files = fs::read_dir(&self.folder).unwrap().map(|entry| entry.unwrap().path());
+        let is_weights = |path: &PathBuf| {
+            let name = path.file_name().unwrap().to_str().unwrap();
+            name.starts_with("model") && name.ends_with(".safetensors")
+        };
+        let of_file = |path: PathBuf| safetensors::load(path, &Device::Cpu).unwrap();
+        let all = files.filter(is_weights).flat_map(of_file);
+        all.map(|(name, tensor)| (name, Var::from_tensor(&tensor).unwrap())).collect()
+    }
+
+    /// The model with these weights, in plain candle.
+    pub(crate) fn units(&self, variables: &BTreeMap<String, Var>) -> Units {
+        let named = variables.iter().map(|(name, var)| (name.clone(), var.as_tensor().clone()));
+        let vb = VarBuilder::from_tensors(named.collect(), DType::F32, &Device::Cpu);
+        Units::by(self.llama.units(), |vb| self.llama.declare(&vb))(vb).unwrap()
+    }
+
+    /// Token ids or labels, as they stand under a name.
+    pub(crate) fn rows(value: &Value) -> Vec<Vec<i64>> {
+        let rows = value.as_array().unwrap().iter().map(|row| row.as_array().unwrap());
+        rows.map(|row| row.iter().map(|id| id.as_i64().unwrap()).collect()).collect()
+    }
+
+    pub(crate) fn numbers(value: &Value) -> Vec<f64> {
+        value.as_array().unwrap().iter().map(|number| number.as_f64().unwrap()).collect()
+    }
+}
+
+/// Rows of token ids as a tensor.
+pub(crate) fn ids(rows: &[Vec<i64>]) -> Tensor {
+    labels(rows).to_dtype(DType::U32).unwrap()
+}
+
+/// Rows of labels as a tensor.
+pub(crate) fn labels(rows: &[Vec<i64>]) -> Tensor {
+    let flat: Vec<i64> = rows.concat();
+    Tensor::from_vec(flat, (rows.len(), rows[0].len()), &Device::Cpu).unwrap()
+}
+
+/// The greatest difference of two tensors.
+pub(crate) fn distance(left: &Tensor, right: &Tensor) -> f64 {
+    let difference = (left - right).unwrap().abs().unwrap().flatten_all().unwrap();
+    f64::from(difference.max(0).unwrap().to_scalar::<f32>().unwrap())
+}

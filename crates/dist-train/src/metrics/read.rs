@@ -1,0 +1,269 @@
+//! Reading the numbers of a run, and sums and means over them.
+
+use std::{fs, ops::Range, path::Path};
+
+use crate::{
+    checkpoint::disk::At,
+    error::Result,
+    metrics::{MeanLoss, StepMetrics},
+};
+
+/// The steps of a run, in order: what a [log](crate::MetricsLog) has of them.
+///
+/// # Examples
+///
+/// ```
+/// use dist_train::Metrics;
+///
+/// let line = |step: u64, seconds: f64| {
+///     format!(
+///         r#"{{"step":{step},"epoch":0,"loss":2.0,"learning_rate":0.1,"sequences":1,"#
+///     ) + &format!(r#""real_tokens":50,"padded_tokens":64,"seconds":{seconds}}}"#) + "\n"
+/// };
+/// let text = line(0, 0.5) + &line(1, 1.0) + "half a line\n" + &line(2, 0.25);
+/// let metrics = Metrics::parse(text.as_bytes());
+/// assert_eq!((metrics.done(), metrics.damaged()), (3, &[3][..]));
+/// let resumed: Vec<bool> = metrics.timed().map(|step| step.is_resumed).collect();
+/// assert_eq!(resumed, [false, false, true]);
+/// assert_eq!(metrics.timed().last().map(|step| step.tokens_per_second()), Some(200.0));
+/// ```
+#[derive(Clone, Debug, Default)]
+pub struct Metrics {
+    steps: Vec<StepMetrics>,
+    /// The line of each step, from 0.
+    places: Vec<usize>,
+    /// The numbers of the damaged lines, from 1.
+    damaged: Vec<u64>,
+}
+
+/// A step and how long it took.
+#[derive(Clone, Copy, Debug, PartialEq)]
+#[non_exhaustive]
+pub struct TimedStep {
+    /// The numbers of the step.
+    pub metrics: StepMetrics,
+    /// How long it took; the first of a session from the start of the session.
+    pub seconds: f64,
+    /// Whether a session other than the first starts with it.
+    pub is_resumed: bool,
+}
+
+impl TimedStep {
+    /// The tokens per second, without padding.
+    pub fn tokens_per_second(&self) -> f64 {
+        self.metrics.real_tokens as f64 / self.seconds
+    }
+}
+
+impl Metrics {
+    /// The steps in a file.
+    ///
+    /// # Errors
+    ///
+    /// [`CheckpointError::Io`](crate::CheckpointError::Io) if it cannot be read.
+    pub fn read(path: impl AsRef<Path>) -> Result<Self> {
+        let path = path.as_ref();
+        Ok(Self::parse(&fs::read(path).at(path)?))
+    }
+
+    /// The steps in the content of a file.
+    ///
+    /// Lines that are no steps, or whose step is not between those around it, are
+    /// [damaged](Self::damaged). Only a last line without an end is as a run leaves it that is
+    /// killed.
+    pub fn parse(text: &[u8]) -> Self {
+        let is_cut = text.last().is_some_and(|&last| last != b'\n');
+        let mut lines: Vec<&[u8]> = text.split(|&byte| byte == b'\n').collect();
+        // What stands behind the last end of a line: nothing, or half a line.
+        let last = lines.pop().filter(|last| is_cut && step_of(last).is_some());
+        let steps: Vec<Option<StepMetrics>> = lines.into_iter().chain(last).map(step_of).collect();
+        let mut metrics = Self::default();
+        for (place, step) in steps.iter().enumerate() {
+            let next = steps.get(place + 1).copied().flatten();
+            match step.filter(|step| metrics.is_between(step, next)) {
+                Some(step) => {
+                    metrics.steps.push(step);
+                    metrics.places.push(place);
+                }
+                None => metrics.damaged.push(place as u64 + 1),
+            }
+        }
+        metrics
+    }
+
+    /// Whether a step comes after those so far, and before the next one, unless it is the next one
+    /// that is out of place.
+    fn is_between(&self, step: &StepMetrics, next: Option<StepMetrics>) -> bool {
+        let done = self.done();
+        let is_next_misplaced = next.is_some_and(|next| next.step < done);
+        let is_before_next = next.is_none_or(|next| step.step < next.step);
+        step.step >= done && (is_before_next || is_next_misplaced || step.step == done)
+    }
+
+    /// The steps.
+    pub fn steps(&self) -> &[StepMetrics] {
+        &self.steps
+    }
+
+    /// How many steps were done when the last of these was.
+    pub fn done(&self) -> u64 {
+        match self.steps.last() {
+            None => 0,
+            Some(last) => last.end(),
+        }
+    }
+
+    /// The numbers of the damaged lines, from 1.
+    pub fn damaged(&self) -> &[u64] {
+        &self.damaged
+    }
+
+    /// The lines of these steps, as they stand in the `text` that they were
+    /// [parsed](Self::parse) from.
+    pub fn lines(&self, text: &[u8]) -> Vec<u8> {
+        let lines: Vec<&[u8]> = text.split(|&byte| byte == b'\n').collect();
+        self.places.iter().flat_map(|&place| [lines[place], b"\n"].concat()).collect()
+    }
+
+    /// Drops the steps from `end` on, which a run that is resumed there takes again.
+    pub fn truncate(&mut self, end: u64) {
+        let n_kept = self.steps.partition_point(|step| step.step < end);
+        self.steps.truncate(n_kept);
+        self.places.truncate(n_kept);
+    }
+
+    /// The steps before `end` of which there are no numbers.
+    pub fn missing(&self, end: u64) -> Vec<Range<u64>> {
+        let starts = [0].into_iter().chain(self.steps.iter().map(StepMetrics::end));
+        let ends = self.steps.iter().map(|step| step.step).chain([end]);
+        starts.zip(ends).map(|(start, end)| start..end).filter(|gap| !gap.is_empty()).collect()
+    }
+
+    /// The steps with their times. Where the clock goes back, a new session starts.
+    pub fn timed(&self) -> impl Iterator<Item = TimedStep> {
+        let before = [0.0].into_iter().chain(self.steps.iter().map(|step| step.seconds));
+        self.steps.iter().zip(before).map(|(&metrics, before)| {
+            let is_resumed = metrics.seconds < before;
+            let seconds = if is_resumed { metrics.seconds } else { metrics.seconds - before };
+            TimedStep { metrics, seconds, is_resumed }
+        })
+    }
+
+    /// The duration of all steps, without the time between sessions.
+    pub fn seconds(&self) -> f64 {
+        self.timed().map(|step| step.seconds).sum()
+    }
+
+    /// The sum over all steps of what `count` says of each.
+    pub fn sum(&self, count: impl Fn(&StepMetrics) -> u64) -> u128 {
+        self.steps.iter().map(|step| u128::from(count(step))).sum()
+    }
+
+    /// The mean loss of the last `n_steps`.
+    pub fn last_loss(&self, n_steps: usize) -> f64 {
+        let mut mean = MeanLoss::default();
+        self.steps.iter().rev().take(n_steps).for_each(|step| mean.add(step));
+        mean.mean()
+    }
+}
+
+fn step_of(line: &[u8]) -> Option<StepMetrics> {
+    serde_json::from_slice(line).ok().filter(StepMetrics::is_possible)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// A line as `candle-distributed train` writes it, to the byte.
+    const LINE: &str = r#"{"step":7,"epoch":1,"loss":2.1,"learning_rate":0.003,"sequences":12,"real_tokens":3000,"padded_tokens":3072,"seconds":1.25}"#;
+
+    fn line(step: u64, loss: &str, seconds: f64) -> String {
+        format!(
+            "{{\"step\": {step}, \"epoch\": 0, \"loss\": {loss}, \"learning_rate\": 0.1, \
+             \"sequences\": 1, \
+             \"real_tokens\": 5, \"padded_tokens\": 8, \"seconds\": {seconds}}}\n"
+        )
+    }
+
+    #[test]
+    fn a_line_is_written_as_it_was_read() {
+        let all = LINE.replace('}', r#","grad_norm":0.5,"weight":12.0,"peak_bytes":4096}"#);
+        for line in [LINE, &all, &LINE.replace("2.1", "null")] {
+            let metrics = Metrics::parse(line.as_bytes());
+            assert_eq!(serde_json::to_string(&metrics.steps()[0]).unwrap(), *line);
+        }
+        let known = Metrics::parse(LINE.replace('}', r#","later":[1]}"#).as_bytes());
+        assert_eq!(known.steps(), Metrics::parse(LINE.as_bytes()).steps());
+        let said = Metrics::parse(all.as_bytes());
+        let weights = (known.steps()[0].loss_weight(), said.steps()[0].loss_weight());
+        assert_eq!(weights, (2988.0, 12.0));
+    }
+
+    #[test]
+    fn sessions_are_timed_one_by_one() {
+        let lines =
+            [line(0, "3", 1.0), line(1, "2", 1.5), line(2, "null", 0.25), line(3, "1", 0.75)];
+        let metrics = Metrics::parse((lines.concat() + "{\"step\": 4, ").as_bytes());
+        let timed: Vec<_> = metrics.timed().map(|step| (step.seconds, step.is_resumed)).collect();
+        assert_eq!(timed, [(1.0, false), (0.5, false), (0.25, true), (0.5, false)]);
+        assert!(metrics.steps()[2].loss.is_nan());
+        assert_eq!(
+            (metrics.seconds(), metrics.sum(|step| step.real_tokens), metrics.last_loss(1)),
+            (2.25, 20, 1.0)
+        );
+        assert_eq!(metrics.lines(lines.concat().as_bytes()), lines.concat().as_bytes());
+    }
+
+    fn steps(lines: &[String]) -> (Vec<u64>, Vec<u64>) {
+        let metrics = Metrics::parse(lines.concat().as_bytes());
+        (metrics.steps().iter().map(|step| step.step).collect(), metrics.damaged)
+    }
+
+    #[test]
+    fn damaged_lines_are_counted_and_the_others_kept() {
+        let lines: Vec<String> = (0..6).map(|step| line(step, "1", 1.0)).collect();
+        assert_eq!(steps(&lines), ((0..6).collect(), vec![]));
+        for (at, damage, kept, damaged) in [
+            (2, "not a step\n", vec![0, 1, 3, 4, 5], vec![3]),
+            (2, "\n", vec![0, 1, 3, 4, 5], vec![3]),
+            (5, "{\"step\": 5, ", vec![0, 1, 2, 3, 4], vec![]),
+            (5, "{\"step\": 5, \n", vec![0, 1, 2, 3, 4], vec![6]),
+            (0, "\u{fffd}\n", vec![1, 2, 3, 4, 5], vec![1]),
+        ] {
+            let mut lines = lines.clone();
+            lines[at] = damage.into();
+            assert_eq!(steps(&lines), (kept, damaged), "{damage:?}");
+        }
+        // A step after which there can be none, and one of empty sequences.
+        for damage in [
+            line(u64::MAX, "1", 1.0),
+            line(5, "1", 1.0).replace("\"sequences\": 1", "\"sequences\": 6"),
+        ] {
+            let mut lines = lines.clone();
+            lines[5] = damage;
+            assert_eq!(steps(&lines), ((0..5).collect(), vec![6]));
+        }
+        // A step of another place hides none of its neighbors.
+        for (at, step, kept) in [(2, 9, [0, 1, 3, 4, 5]), (2, 0, [0, 1, 3, 4, 5])] {
+            let mut lines = lines.clone();
+            lines[at] = line(step, "1", 1.0);
+            assert_eq!(steps(&lines), (kept.into(), vec![3]));
+        }
+        // The end of the last line alone is missing.
+        let mut uncut = lines.concat();
+        uncut.pop();
+        assert_eq!(Metrics::parse(uncut.as_bytes()).done(), 6);
+    }
+
+    #[test]
+    fn steps_without_numbers_are_found() {
+        let lines: String = [1, 2, 5].map(|step| line(step, "1", 1.0)).concat();
+        let mut metrics = Metrics::parse(lines.as_bytes());
+        assert_eq!(metrics.missing(7), [0..1, 3..5, 6..7]);
+        metrics.truncate(3);
+        assert_eq!(metrics.done(), 3);
+        assert_eq!(metrics.missing(3).first(), Some(&(0..1)));
+        assert_eq!(Metrics::default().missing(0), []);
+    }
+}
