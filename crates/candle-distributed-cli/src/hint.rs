@@ -84,6 +84,10 @@ const RENAMED: [(&str, &str); 2] = [
 /// What to write instead of an option of `plan` that there is no more.
 pub(crate) fn of_arguments(fault: &clap::Error) -> Option<&'static str> {
     let context = |kind| fault.get(kind).map(ToString::to_string);
+    let is_f16 = context(ContextKind::InvalidValue).is_some_and(|value| value == "f16");
+    if is_f16 && context(ContextKind::InvalidArg)?.starts_with("--dtype") {
+        return Some("f16 loses small gradients without a loss scaler: bf16 has the range of f32");
+    }
     let is_of_plan = context(ContextKind::Usage)?.contains(" plan ");
     let option = context(ContextKind::InvalidArg)?;
     let is_unknown = fault.kind() == clap::error::ErrorKind::UnknownArgument;

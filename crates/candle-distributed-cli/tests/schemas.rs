@@ -262,7 +262,7 @@ fn run_of(dir: &Path) -> [Form; 4] {
     let first = at("first");
     text(&[&train[..], &["--out", &first]].concat());
     let clipped = ["--max-grad-norm", "1", "--weights", &first, "--out", &out];
-    let adapted = ["--lora", "2", "--lora-alpha", "3"];
+    let adapted = ["--lora", "2", "--lora-alpha", "3", "--dtype", "bf16"];
     text(&[&train[..], &sharded, &learns, &clipped, &adapted].concat());
     let run = Path::new(&out);
     let metrics = fs::read_to_string(run.join("metrics.jsonl")).unwrap();

@@ -2,7 +2,7 @@
 
 use std::{ops::Range, path::Path};
 
-use candle_core::Tensor;
+use candle_core::{DType, Tensor};
 use candle_distributed::{
     mesh::{DeviceMesh, Replica, Uneven},
     train::{
@@ -167,7 +167,7 @@ impl Held {
         let model = Units::by(model::units(), build(transformer));
         let builder = DataParallel::builder(mesh, model);
         let builder = with_settings!(builder, settings, transformer);
-        Ok(Self::Whole(builder.build(adam)?))
+        Ok(Self::Whole(builder.dtype(transformer.precision.dtype()).build(adam)?))
     }
 
     fn sharded(
@@ -187,6 +187,7 @@ impl Held {
             builder = builder.optimizer_in_backward();
         }
         let builder = with_settings!(builder, settings, transformer);
+        let builder = builder.mixed_precision(transformer.precision.dtype(), DType::F32);
         Ok(Self::Sharded(builder.build(adam)?))
     }
 }
@@ -206,7 +207,8 @@ fn initial_values(
 ) -> Result<impl Fn(&Declared, Range<usize>) -> candle_core::Result<Tensor> + Send + Sync + use<>> {
     let parameters = sharding::parameters_of(transformer)?;
     let names = parameters.iter().map(|info| info.name().to_owned());
-    Ok(parameters::initial_values(init_seed(settings), names.collect()))
+    let dtype = transformer.precision.dtype();
+    Ok(parameters::initial_values(init_seed(settings), names.collect(), dtype))
 }
 
 #[cfg(test)]

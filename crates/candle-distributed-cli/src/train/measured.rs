@@ -21,7 +21,11 @@ use crate::{
 pub(crate) fn planned(work: &Work<'_>) -> Result<Option<StepTraffic>> {
     let Some(sharding) = work.sharding else { return Ok(None) };
     let plan = sharding.plan(work.parameters, WorldSize::new(work.world_size)?)?;
-    Ok(Some(plan.schedule(&sharding::cost_model(Some(sharding)))?.handed_over(Rank::ZERO)?.into()))
+    Ok(Some(
+        plan.schedule(&sharding::cost_model(Some(sharding), work.precision))?
+            .handed_over(Rank::ZERO)?
+            .into(),
+    ))
 }
 
 /// What was predicted, beside what was measured.

@@ -12,6 +12,7 @@ use crate::{
     error::Result,
     train::{
         model::Config,
+        recipe::Precision,
         session::Session,
         sharding::{self, Keep, Needs, Sharding},
     },
@@ -46,6 +47,7 @@ impl Prediction {
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Work<'a> {
     pub(crate) config: Config,
+    pub(crate) precision: Precision,
     pub(crate) parameters: &'a [ParameterInfo],
     /// `None` if every device has the whole model.
     pub(crate) sharding: Option<&'a Sharding>,
@@ -91,26 +93,30 @@ impl Work<'_> {
 
     /// The model whole: slots of a process share its variables, and divide the optimizer's state.
     fn of_whole(&self) -> Vec<(&'static str, u128)> {
-        let all: u128 = self.parameters.iter().map(bytes_of).sum();
-        let trained = || self.parameters.iter().filter(|parameter| parameter.requires_grad());
-        let all_trained: u128 = trained().map(bytes_of).sum();
+        let numel = |parameter: &ParameterInfo| u128::from(parameter.numel());
+        let all: u128 = self.parameters.iter().map(numel).sum();
+        let trained = self.parameters.iter().filter(|parameter| parameter.requires_grad());
+        let trained: u128 = trained.map(numel).sum();
         let devices = self.devices();
         // What backward has beside the gradients that it returns: zeros to which a gradient is
         // added, and the sum.
-        let largest = self.parameters.iter().map(bytes_of).fold(0, u128::max);
+        let largest = self.parameters.iter().map(numel).fold(0, u128::max);
+        let (single, item) = (Precision::F32.bytes(), self.precision.bytes());
+        // Beside halves the optimizer has its own numbers in single precision.
+        let masters = if item < single { single } else { 0 };
         vec![
-            ("parameters", all),
-            ("gradients of each device, and their sum", all_trained * (devices + 1)),
-            ("optimizer state", 2 * all_trained),
-            ("gradients under way", devices * 2 * largest),
-            ("activations", devices * self.tokens() * computed_bytes(self.config)),
+            ("parameters", all * item),
+            ("gradients of each device, and their sum", trained * (devices * item + single)),
+            ("optimizer state", trained * (2 * single + masters)),
+            ("gradients under way", devices * 2 * largest * item),
+            ("activations", devices * self.tokens() * self.computed_bytes(self.config.layers)),
         ]
     }
 
     /// The model in parts, by the cost of its plan.
     fn of_parts(&self, sharding: &Sharding) -> Result<Vec<(&'static str, u128)>> {
         let plan = sharding.plan(self.parameters, WorldSize::new(self.world_size)?)?;
-        let cost = plan.cost(&sharding::cost_model(Some(sharding)))?;
+        let cost = plan.cost(&sharding::cost_model(Some(sharding), self.precision))?;
         let is_own = |rank: &&RankCost| {
             let rank = rank.rank.as_u64();
             self.ranks.0 <= rank && rank < self.ranks.1
@@ -121,10 +127,10 @@ impl Work<'_> {
         let gathered = own.iter().map(|rank| rank.gathered_bytes).fold(0, u64::max);
         let of_token = match sharding.keep {
             Keep::Inputs => {
-                let inputs = (self.config.layers + 1) * self.config.hidden * size_of::<f32>();
-                inputs as u128 + computed_bytes(Config { layers: 1, ..self.config })
+                let inputs = (self.config.layers + 1) * self.config.hidden;
+                inputs as u128 * self.precision.bytes() + self.computed_bytes(1)
             }
-            Keep::Graph | Keep::Gathered => computed_bytes(self.config),
+            Keep::Graph | Keep::Gathered => self.computed_bytes(self.config.layers),
         };
         let whole: u128 = self.parameters.iter().map(bytes_of).sum();
         let mut terms = vec![
@@ -140,18 +146,44 @@ impl Work<'_> {
         Ok(terms)
     }
 
-    /// If there are adapters, the sums of weights and products that the graphs of blocks have, and
-    /// these products.
+    /// If there are adapters, what graphs of blocks have of each weight beside it: the product, that
+    /// with its factor, the sum, and its gradient.
     fn adapted_bytes(&self) -> Option<u128> {
         let Config { layers, hidden, .. } = self.config;
         let n_graphs = match self.sharding {
             Some(Sharding { keep: Keep::Inputs, .. }) => 1,
             Some(Sharding { keep: Keep::Graph | Keep::Gathered, .. }) | None => layers,
         };
-        let of_block = 12 * hidden * hidden * size_of::<f32>();
-        let bytes = self.devices() * 2 * n_graphs as u128 * of_block as u128;
+        let of_block = (12 * hidden * hidden) as u128 * self.precision.bytes();
+        let bytes = self.devices() * 4 * n_graphs as u128 * of_block;
         let has_adapters = self.parameters.iter().any(|parameter| !parameter.requires_grad());
         has_adapters.then_some(bytes)
+    }
+
+    /// What the forward and the backward pass of so many layers need at once for a token, in bytes.
+    ///
+    /// Measured: two cores, peaks in MiB, predicted and measured with everything else.
+    ///
+    /// | | 2 layers of 128, 4,096 tokens | 6 layers of 384, 2,700 tokens |
+    /// |---|---|---|
+    /// | whole, 1 device | 167, 159 | 601, 556 |
+    /// | whole, 4 devices | 209, 204 | |
+    /// | in parts, 1 device | 151, 144 | 367, 360 |
+    /// | in parts, 4 devices | 191, 186 | |
+    fn computed_bytes(&self, layers: usize) -> u128 {
+        /// Numbers per layer for each of the hidden sizes.
+        const WIDTHS: usize = 12;
+        /// Numbers for each token that may follow: its logit, its probability, and a gradient.
+        const LOGITS: usize = 3;
+        let Config { hidden, vocabulary, .. } = self.config;
+        let (widths, logits) = (layers * hidden * WIDTHS, vocabulary * LOGITS);
+        let single = Precision::F32.bytes();
+        let of_width = match self.precision {
+            Precision::F32 => single,
+            // Kernels compute halves in single precision.
+            Precision::Bf16 => single + self.precision.bytes(),
+        };
+        widths as u128 * of_width + logits as u128 * single
     }
 
     fn devices(&self) -> u128 {
@@ -170,25 +202,6 @@ impl Work<'_> {
 
 fn bytes_of(parameter: &ParameterInfo) -> u128 {
     u128::from(parameter.numel()) * size_of::<f32>() as u128
-}
-
-/// What the forward and the backward pass of so many layers need at once for a token, in bytes.
-///
-/// Measured: two cores, peaks in MiB, predicted and measured with everything else.
-///
-/// | | 2 layers of 128, 4,096 tokens | 6 layers of 384, 2,700 tokens |
-/// |---|---|---|
-/// | whole, 1 device | 167, 159 | 601, 556 |
-/// | whole, 4 devices | 209, 204 | |
-/// | in parts, 1 device | 151, 144 | 367, 360 |
-/// | in parts, 4 devices | 191, 186 | |
-fn computed_bytes(config: Config) -> u128 {
-    /// Numbers per layer for each of the hidden sizes.
-    const WIDTHS: usize = 12;
-    /// Numbers for each token that may follow: its logit, its probability, and a gradient.
-    const LOGITS: usize = 3;
-    let widths = config.layers * config.hidden * WIDTHS + config.vocabulary * LOGITS;
-    (widths * size_of::<f32>()) as u128
 }
 
 /// What kernels keep for their next call, and the allocator for the next tensor: some of it in each
@@ -271,10 +284,11 @@ mod tests {
 
     /// What a model of this many parameters takes in a process of four devices, without batches.
     fn predicted(config: Config, sharding: Option<&Sharding>) -> Prediction {
-        let parameters = &sharding::parameters_of(&Transformer { config, lora: None }).unwrap();
+        let parameters = &sharding::parameters_of(&Transformer::plain(config)).unwrap();
         let work = Work {
             check: false,
             config,
+            precision: Precision::F32,
             parameters,
             sharding,
             batches: &[],
@@ -311,11 +325,11 @@ mod tests {
     fn the_largest_process_need_not_be_the_first() {
         let whole_tensors =
             Sharding { strategy: crate::strategy::Strategy::WholeTensor, ..Sharding::full() };
-        let parameters =
-            &sharding::parameters_of(&Transformer { config: MODEL, lora: None }).unwrap();
+        let parameters = &sharding::parameters_of(&Transformer::plain(MODEL)).unwrap();
         let of_ranks = |ranks| Work {
             check: false,
             config: MODEL,
+            precision: Precision::F32,
             parameters,
             sharding: Some(&whole_tensors),
             batches: &[],
@@ -335,7 +349,19 @@ mod tests {
 
     #[test]
     fn what_a_token_takes_grows_with_layers() {
-        let layers = |layers| computed_bytes(Config { layers, ..MODEL });
+        let parameters = &[];
+        let work = Work {
+            check: false,
+            config: MODEL,
+            precision: Precision::F32,
+            parameters,
+            sharding: None,
+            batches: &[],
+            world_size: 1,
+            ranks: (0, 1),
+            base_bytes: 0,
+        };
+        let layers = |layers| work.computed_bytes(layers);
         assert_eq!((layers(1), layers(2)), (9_216, 15_360));
     }
 }

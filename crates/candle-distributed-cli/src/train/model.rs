@@ -1,7 +1,7 @@
 //! A decoder-only transformer over bytes: rotary-free, pre-norm, learned positions. It is made a
 //! unit at a time, where its loss enters it.
 
-use candle_core::{Result, Tensor};
+use candle_core::{DType, Result, Tensor};
 use candle_distributed::{
     mesh::Replica,
     ops::{
@@ -13,7 +13,10 @@ use candle_distributed::{
 use candle_nn::{Module, VarBuilder};
 use serde::{Deserialize, Serialize};
 
-use crate::error::{self, Error};
+use crate::{
+    error::{self, Error},
+    train::recipe::Precision,
+};
 
 /// The sizes of a transformer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -77,12 +80,19 @@ pub(crate) struct Transformer {
     pub(crate) config: Config,
     /// Adapters of its blocks, if these alone are trained.
     pub(crate) lora: Option<Lora>,
+    /// In which it computes.
+    pub(crate) precision: Precision,
 }
 
 /// The linear layers of a block, which may have adapters.
 pub(crate) const LINEAR_LAYERS: [&str; 4] = ["qkv", "out", "up", "down"];
 
 impl Transformer {
+    /// One without adapters, in single precision.
+    pub(crate) const fn plain(config: Config) -> Self {
+        Self { config, lora: None, precision: Precision::F32 }
+    }
+
     /// Asks for all parameters.
     pub(crate) fn build(&self, vb: &VarBuilder<'_>) -> Result<()> {
         let build = |vb: VarBuilder<'_>| self.build_own(&vb);
@@ -169,6 +179,8 @@ pub(crate) fn summed_loss(
     }
     model.unit(HEAD, &x, move |vb, x| {
         let logits = Head::new(config, &vb)?.forward(x)?;
+        // A mean over many tokens needs more digits than halves have.
+        let logits = logits.to_dtype(DType::F32)?;
         let config = CrossEntropyConfig::default().with_row_weights(weights.clone());
         Ok(ops::cross_entropy(&logits, &targets, &config)?.sum)
     })

@@ -13,20 +13,27 @@ use safetensors::{
     tensor::{Metadata, TensorInfo},
 };
 
+use crate::train::recipe::Precision;
+
 /// Writes the head of the file: names and shapes of the parameters, which follow in this order.
-pub(crate) fn write_head(out: &mut impl Write, parameters: &[ParameterInfo]) -> io::Result<()> {
+pub(crate) fn write_head(
+    out: &mut impl Write,
+    parameters: &[ParameterInfo],
+    precision: Precision,
+) -> io::Result<()> {
+    let dtype = match precision {
+        Precision::F32 => Dtype::F32,
+        Precision::Bf16 => Dtype::BF16,
+    };
     let mut offset = 0;
     let mut infos = Vec::with_capacity(parameters.len());
     for parameter in parameters {
         let shape: Result<Vec<usize>, _> =
             parameter.shape().iter().map(|&size| usize::try_from(size)).collect();
         let shape = shape.map_err(io::Error::other)?;
-        let end = offset + shape.iter().product::<usize>() * size_of::<f32>();
+        let end = offset + shape.iter().product::<usize>() * precision.dtype().size_in_bytes();
         let data_offsets = (offset, end);
-        infos.push((
-            parameter.name().to_owned(),
-            TensorInfo { dtype: Dtype::F32, shape, data_offsets },
-        ));
+        infos.push((parameter.name().to_owned(), TensorInfo { dtype, shape, data_offsets }));
         offset = end;
     }
     let metadata = Metadata::new(None, infos).map_err(io::Error::other)?;
@@ -38,7 +45,12 @@ pub(crate) fn write_head(out: &mut impl Write, parameters: &[ParameterInfo]) -> 
 }
 
 /// Writes the items of the next parameter.
-pub(crate) fn write_items(out: &mut impl Write, parameter: &Tensor) -> io::Result<()> {
+pub(crate) fn write_items(
+    out: &mut impl Write,
+    parameter: &Tensor,
+    precision: Precision,
+) -> io::Result<()> {
+    let parameter = parameter.to_dtype(precision.dtype()).map_err(io::Error::other)?;
     parameter.write_bytes(out).map_err(io::Error::other)
 }
 
@@ -89,9 +101,10 @@ mod tests {
             ParameterInfo::new(*name, shape.collect::<Vec<_>>(), ElemType::F32).unwrap()
         });
         let mut written = Vec::new();
-        write_head(&mut written, &infos.collect::<Vec<_>>()).unwrap();
+        let precision = Precision::F32;
+        write_head(&mut written, &infos.collect::<Vec<_>>(), precision).unwrap();
         for (_, tensor) in &tensors {
-            write_items(&mut written, tensor).unwrap();
+            write_items(&mut written, tensor, precision).unwrap();
         }
         let tensors = tensors.iter().map(|(name, tensor)| (name, tensor));
         assert_eq!(written, safetensors::serialize(tensors, None).unwrap());

@@ -2,24 +2,29 @@
 
 use std::{collections::BTreeMap, ops::Range};
 
-use candle_core::{Device, Result, Tensor, bail};
+use candle_core::{DType, Device, Result, Tensor, bail};
 use candle_distributed::{train::Declared, types::Seed};
 
 /// The first values of the parameters of these names, in their order.
 ///
 /// Matrices are uniform with variance 1 / fan-in; everything else, the weights of norms, is one.
 /// Item i of a parameter is a function of the seed, the parameter's place among the names and i, so
-/// a part has the values that it has in the whole.
+/// a part has the values that it has in the whole. They are numbers of `dtype`, whatever type they
+/// are asked for in.
 pub(crate) fn initial_values(
     seed: Seed,
     names: Vec<String>,
+    dtype: DType,
 ) -> impl Fn(&Declared, Range<usize>) -> Result<Tensor> + Send + Sync + 'static {
     let seeds: BTreeMap<String, Seed> =
         names.into_iter().zip((0..).map(|index| seed.derive(index))).collect();
-    move |declared, items| match (declared.shape.dims(), seeds.get(&declared.name)) {
-        (&[_, fan_in], Some(seed)) => uniform(*seed, items, (3.0 / fan_in as f32).sqrt()),
-        (_, Some(_)) => Tensor::ones(items.len(), declared.dtype, &Device::Cpu),
-        (_, None) => bail!("parameter {} has no first value", declared.name),
+    move |declared, items| {
+        let values = match (declared.shape.dims(), seeds.get(&declared.name)) {
+            (&[_, fan_in], Some(seed)) => uniform(*seed, items, (3.0 / fan_in as f32).sqrt())?,
+            (_, Some(_)) => Tensor::ones(items.len(), dtype, &Device::Cpu)?,
+            (_, None) => bail!("parameter {} has no first value", declared.name),
+        };
+        values.to_dtype(dtype)?.to_dtype(declared.dtype)
     }
 }
 

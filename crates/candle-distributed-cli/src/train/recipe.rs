@@ -1,5 +1,6 @@
 //! How a run learns: options that decide about the parameters after each step.
 
+use candle_core::DType;
 use candle_distributed::train::{Lora, Schedule};
 use clap::ValueEnum;
 use serde::{Deserialize, Serialize};
@@ -33,6 +34,11 @@ pub(crate) struct Recipe {
     #[arg(long, value_name = "NORM")]
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub(crate) max_grad_norm: Option<f64>,
+    /// Type in which the model computes: parameters are kept, summed and updated in f32 all the same
+    /// [default: f32]
+    #[arg(long, value_enum)]
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    dtype: Option<Precision>,
     /// Train low-rank adapters of this rank for the linear layers of the blocks, while the
     /// parameters of --weights stay as they are
     #[arg(long, value_name = "RANK")]
@@ -42,6 +48,31 @@ pub(crate) struct Recipe {
     #[arg(long, value_name = "ALPHA", requires = "lora")]
     #[serde(default, skip_serializing_if = "Option::is_none")]
     lora_alpha: Option<f64>,
+}
+
+/// The types in which a model may compute.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, ValueEnum)]
+#[serde(rename_all = "lowercase")]
+pub(crate) enum Precision {
+    /// Single precision
+    #[default]
+    F32,
+    /// Half precision with the range of f32: half the memory of what is gathered and computed
+    Bf16,
+}
+
+impl Precision {
+    pub(crate) fn dtype(self) -> DType {
+        match self {
+            Self::F32 => DType::F32,
+            Self::Bf16 => DType::BF16,
+        }
+    }
+
+    /// Of a number.
+    pub(crate) fn bytes(self) -> u128 {
+        self.dtype().size_in_bytes() as u128
+    }
 }
 
 /// The curves of the learning rate, by the names that Hugging Face gives them.
@@ -76,6 +107,11 @@ impl Recipe {
         self.adapters().map(drop)
     }
 
+    /// The type in which the model computes.
+    pub(crate) fn precision(&self) -> Precision {
+        self.dtype.unwrap_or_default()
+    }
+
     /// The adapters that are trained, if the model itself is not.
     pub(crate) fn adapters(&self) -> Result<Option<Lora>> {
         let Some(rank) = self.lora else { return Ok(None) };
@@ -104,13 +140,14 @@ impl Recipe {
     }
 
     /// The options by their names, as they are typed.
-    pub(crate) fn options(&self) -> [(&'static str, Option<String>); 6] {
+    pub(crate) fn options(&self) -> [(&'static str, Option<String>); 7] {
         let number = |number: Option<f64>| number.map(|number| number.to_string());
         [
             ("lr-schedule", self.lr_schedule.map(typed)),
             ("warmup-steps", self.warmup_steps.map(|steps| steps.to_string())),
             ("min-lr-rate", number(self.min_lr_rate)),
             ("max-grad-norm", number(self.max_grad_norm)),
+            ("dtype", self.dtype.map(typed)),
             ("lora", self.lora.map(|rank| rank.to_string())),
             ("lora-alpha", number(self.lora_alpha)),
         ]
@@ -185,6 +222,7 @@ mod tests {
             warmup_steps: Some(3),
             min_lr_rate: Some(0.1),
             max_grad_norm: Some(1e-3),
+            dtype: Some(Precision::Bf16),
             lora: Some(4),
             lora_alpha: Some(0.7),
         };

@@ -209,7 +209,7 @@ fn other_model(bytes: &[u8]) -> Result<Option<String>> {
         Ok(found) => found,
         Err(fault) => return Ok(Some(fault.to_string())),
     };
-    let expected = sharding::parameters_of(&Transformer { config: MODEL, lora: None })?;
+    let expected = sharding::parameters_of(&Transformer::plain(MODEL))?;
     let is_there = |parameter: &ParameterInfo| {
         found.tensor(parameter.name()).is_ok_and(|tensor| {
             tensor.shape().iter().map(|&size| size as u64).eq(parameter.shape().iter().copied())

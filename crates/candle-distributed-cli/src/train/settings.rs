@@ -122,7 +122,11 @@ impl Settings {
 
     /// The model.
     pub(crate) fn transformer(&self) -> Result<Transformer> {
-        Ok(Transformer { config: self.config(), lora: self.recipe.adapters()? })
+        Ok(Transformer {
+            config: self.config(),
+            lora: self.recipe.adapters()?,
+            precision: self.recipe.precision(),
+        })
     }
 
     /// A hash of all that decides about the parameters after each step, in hexadecimal digits.

@@ -16,7 +16,10 @@ use serde::{Deserialize, Serialize};
 use crate::{
     error::Result,
     strategy::Strategy,
-    train::model::{self, Transformer},
+    train::{
+        model::{self, Transformer},
+        recipe::Precision,
+    },
 };
 
 /// How a run is sharded, as `run.json` records it.
@@ -111,8 +114,12 @@ pub(crate) fn plan(
 }
 
 /// What the plan of a run is priced by: the runtime that carries it out here.
-pub(crate) fn cost_model(sharding: Option<&Sharding>) -> CostModel {
+pub(crate) fn cost_model(sharding: Option<&Sharding>, precision: Precision) -> CostModel {
     let model = CostModel::default().with_runtime(Runtime::Candle);
+    let model = match precision {
+        Precision::F32 => model,
+        Precision::Bf16 => model.with_mixed_precision(ElemType::Bf16, ElemType::F32),
+    };
     let Some(sharding) = sharding else { return model };
     let model = model.with_prefetch(sharding.prefetch as u64);
     if sharding.optimizer_in_backward { model.with_optimizer_in_backward() } else { model }
@@ -136,7 +143,8 @@ impl Needs {
         sharded: &PlanCost,
         is_sharded: bool,
     ) -> Result<Self> {
-        let whole = plan(None, parameters, WorldSize::ONE)?.cost(&cost_model(None))?;
+        let whole =
+            plan(None, parameters, WorldSize::ONE)?.cost(&cost_model(None, Precision::F32))?;
         Ok(Self { whole_bytes: largest(&whole), sharded_bytes: largest(sharded), is_sharded })
     }
 }

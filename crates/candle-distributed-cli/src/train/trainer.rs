@@ -182,9 +182,10 @@ impl Job<'_> {
         let failed = |source| Error::write(&path, source);
         let mut out = BufWriter::new(partial.file());
         let parameters = sharding::parameters_of(&self.settings.transformer()?)?;
-        model_file::write_head(&mut out, &parameters).map_err(failed)?;
+        let precision = self.settings.recipe.precision();
+        model_file::write_head(&mut out, &parameters, precision).map_err(failed)?;
         model.for_each_whole(|parameter| {
-            model_file::write_items(&mut out, &parameter).map_err(failed)
+            model_file::write_items(&mut out, &parameter, precision).map_err(failed)
         })?;
         out.flush().map_err(failed)
     }
@@ -327,7 +328,7 @@ mod tests {
         sharding::Needs,
     };
 
-    const PLAIN: Transformer = Transformer { config: MODEL, lora: None };
+    const PLAIN: Transformer = Transformer::plain(MODEL);
 
     /// What the jobs of these tests have in common.
     struct Fixture {

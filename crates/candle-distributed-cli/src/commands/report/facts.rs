@@ -106,6 +106,7 @@ fn comparison(
     let work = Work {
         check: false,
         config: settings.config(),
+        precision: settings.recipe.precision(),
         parameters: &sharding.parameters,
         sharding: session.sharding.as_ref(),
         batches: &reading.batches,
@@ -135,7 +136,8 @@ impl Sharding {
         let Some(session) = settings.sessions.last() else { return Ok(None) };
         let world_size = WorldSize::new(session.world_size)?;
         let plan = sharding::plan(session.sharding.as_ref(), &parameters, world_size)?;
-        let cost = plan.cost(&sharding::cost_model(session.sharding.as_ref()))?;
+        let cost = plan
+            .cost(&sharding::cost_model(session.sharding.as_ref(), settings.recipe.precision()))?;
         let needs = Needs::of(&parameters, &cost, session.sharding.is_some())?;
         Ok(Some(Self { parameters, plan, cost, needs }))
     }

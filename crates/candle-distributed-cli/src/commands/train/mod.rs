@@ -228,6 +228,7 @@ fn work_of<'a>(
 ) -> Work<'a> {
     Work {
         config: beginning.settings.config(),
+        precision: beginning.settings.recipe.precision(),
         parameters,
         sharding: beginning.sharding.as_ref(),
         batches,
@@ -264,7 +265,11 @@ fn session(job: &Job<'_>, place: Place, base_bytes: Option<u64>) -> Session {
 fn announce(job: &Job<'_>, place: Place) -> Result<Needs> {
     let parameters = sharding::parameters_of(&job.settings.transformer()?)?;
     let plan = sharding::plan(job.sharding, &parameters, place.placement.world_size())?;
-    let report = PlanReport::new(&plan, &sharding::cost_model(job.sharding), None)?;
+    let report = PlanReport::new(
+        &plan,
+        &sharding::cost_model(job.sharding, job.settings.recipe.precision()),
+        None,
+    )?;
     let (first_epoch, _) = job.schedule.first_epoch()?;
     let first = job.first_step();
     let steps = job.settings.steps;

@@ -24,6 +24,7 @@ use crate::{
         memory,
         model::{Config, MODEL},
         pretrained::Pretrained,
+        recipe::Precision,
         resumed::Resumed,
         run_dir::{self, Seen},
         settings::{FORMAT_VERSION, Settings},
@@ -69,6 +70,22 @@ impl Beginning {
             Some(_) | None => Ok(()),
         }
     }
+
+    /// Refuses a checkpoint that holds halves for a model in parts, which keeps single precision,
+    /// and the other way round.
+    fn check_precision(&self) -> Result<()> {
+        let Settings { recipe, sessions, .. } = &self.settings;
+        let (Some(last), Some(_)) = (sessions.last(), &self.from) else { return Ok(()) };
+        let is_sharded = self.sharding.is_some();
+        if recipe.precision() == Precision::F32 || last.sharding.is_some() == is_sharded {
+            return Ok(());
+        }
+        let (was, is) = if is_sharded { ("without", "with") } else { ("with", "without") };
+        Err(Error::usage(format!(
+            "the run was trained {was} --strategy, and with --dtype bf16 it cannot be resumed {is} \
+             one: its checkpoints hold other types"
+        )))
+    }
 }
 
 impl Args {
@@ -106,6 +123,7 @@ impl Args {
         beginning.seen = seen;
         beginning.sharding = sharding;
         beginning.check_optimizer()?;
+        beginning.check_precision()?;
         // A mesh that is too large for any machine is refused when it is made.
         let n_devices = place.placement.world_size().as_usize();
         if self.devices.is_cpu() && n_devices <= DeviceMesh::MAX_DEVICES {
