@@ -13,19 +13,20 @@ use crate::fsdp::exchange::{empty, exchange};
 /// What the slots of a process tell each other of the parameters that their graphs have in common,
 /// while a batch is differentiated.
 ///
-/// On a processor the slots of a shard group share what is gathered. The last of them to leave a
-/// unit's forward pass frees it. The first to come back has gathered it again, as have the others,
-/// since they take part: none of them still is in the forward pass.
+/// On a processor the slots of a shard group share what is gathered, and on other devices each has
+/// its own. The last of those that share it to leave a unit's forward pass frees it. The first to
+/// come back has gathered it again, as have the others, since they take part: none of them still is
+/// in the forward pass.
 #[derive(Debug, Default)]
 pub(super) struct Emptied(Mutex<BTreeMap<Pass, Progress>>);
 
 /// A pass through a unit.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(super) struct Pass {
-    /// The shard group.
-    pub(super) group: usize,
-    /// How many passes that keep their graphs this group has begun before, in this batch: all of
-    /// its slots enter the same units in the same order.
+    /// The first of the slots that share its parameters.
+    pub(super) first: usize,
+    /// How many passes that keep their graphs these slots have begun before, in this batch: all of
+    /// them enter the same units in the same order.
     pub(super) n_before: usize,
 }
 

@@ -188,12 +188,12 @@ impl Session {
     /// computes with them.
     pub(super) fn empty(&self, name: &str, gathered: &BTreeMap<String, Var>) -> Result<Pass> {
         let vars = &self.model().vars;
-        let group = vars.shard_group_of(&self.ctx);
-        let pass = Pass { group, n_before: self.backward().next_emptied() };
+        let sharing = vars.sharing(&self.ctx);
+        let pass = Pass { first: sharing[0], n_before: self.backward().next_emptied() };
         let (shared, own) = vars.split_shared(name, gathered)?;
         own.into_iter().try_for_each(|name| empty(&gathered[name]))?;
         let shared = shared.into_iter().map(|name| &gathered[name]);
-        self.common.emptied.leave(pass, vars.n_sharing(&self.ctx), shared)?;
+        self.common.emptied.leave(pass, sharing.len(), shared)?;
         Ok(pass)
     }
 

@@ -144,6 +144,18 @@ pub(super) fn layout(
     Ok(RunLayout::new(name, tensors, by_rank)?)
 }
 
+/// The slots that share the memory of what `slot` gathers: those of its shard group on the
+/// processor. On another device each has a copy of its own.
+fn sharing(
+    slot: usize,
+    group_size: usize,
+    on_processor: impl Iterator<Item = usize>,
+) -> Vec<usize> {
+    let of_group = |other: &usize| other / group_size == slot / group_size;
+    let sharing: Vec<usize> = on_processor.filter(of_group).collect();
+    if sharing.contains(&slot) { sharing } else { vec![slot] }
+}
+
 impl Unit {
     fn new(
         plan: &ShardingPlan,
@@ -297,25 +309,14 @@ impl ShardedVars {
         Ok(named.keys().map(String::as_str).partition(is_shared))
     }
 
-    /// How many slots of this process share what a replica gathers.
-    pub(crate) fn n_sharing(&self, ctx: &Replica) -> usize {
-        if !ctx.device().is_cpu() {
-            return 1;
-        }
+    /// The slots of this process that share the memory of what a replica gathers, itself among them,
+    /// in their order.
+    pub(crate) fn sharing(&self, ctx: &Replica) -> Vec<usize> {
         let mesh = &self.0.mesh;
-        let group = self.shard_group_of(ctx);
         let slots = mesh.local_slots().zip(mesh.devices());
-        let on_processor = slots.filter(|(_, device)| device.is_cpu());
-        on_processor.filter(|(slot, _)| slot / self.group_size() == group).count()
-    }
-
-    /// The number of a replica's shard group.
-    pub(crate) fn shard_group_of(&self, ctx: &Replica) -> usize {
-        ctx.slot() / self.group_size()
-    }
-
-    fn group_size(&self) -> usize {
-        self.0.plan.shard_group().as_usize()
+        let on_processor = slots.filter(|(_, device)| device.is_cpu()).map(|(slot, _)| slot);
+        let group_size = self.0.plan.shard_group().as_usize();
+        sharing(ctx.slot(), group_size, on_processor)
     }
 
     /// Sums the gradients of a unit's whole parameters over all slots; returns this slot's variables
@@ -504,5 +505,20 @@ impl ShardedVars {
             found.to_dtype(self.0.precision.reduced(self.dtype(param_idx)?))
         };
         params.iter().map(&mut of_param).collect()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn slots_on_the_processor_share_within_their_group_and_others_do_not() {
+        let shared = |on_processor: &[usize]| -> Vec<Vec<usize>> {
+            (0..4).map(|slot| sharing(slot, 2, on_processor.iter().copied())).collect()
+        };
+        assert_eq!(shared(&[0, 1, 2, 3]), [[0, 1], [0, 1], [2, 3], [2, 3]]);
+        assert_eq!(shared(&[]), [[0], [1], [2], [3]]);
+        assert_eq!(shared(&[1, 2, 3]), [&[0][..], &[1], &[2, 3], &[2, 3]]);
     }
 }
