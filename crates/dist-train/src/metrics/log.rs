@@ -53,7 +53,7 @@ pub struct MetricsLog {
 }
 
 impl MetricsLog {
-    /// Opens a file to go on after `done` steps, or makes it. The lines of later steps, which the run
+    /// Opens a file to go on after `done` steps, or makes it and its folder. The lines of later steps, which the run
     /// that it resumes has taken after its checkpoint, are dropped, and with them those that are
     /// [damaged](Metrics::damaged). The clock of the session starts.
     ///
@@ -62,6 +62,9 @@ impl MetricsLog {
     /// [`CheckpointError::Io`](crate::CheckpointError::Io) if it cannot be opened or changed.
     pub fn open(path: impl Into<PathBuf>, done: u64) -> Result<Self> {
         let path = path.into();
+        if let Some(folder) = path.parent() {
+            fs::create_dir_all(folder).at(folder)?;
+        }
         keep_before(&path, done)?;
         let file = File::options().create(true).append(true).open(&path).at(&path)?;
         Ok(Self { path, file, start: Instant::now() })
@@ -133,7 +136,7 @@ mod tests {
     #[test]
     fn sessions_append_and_their_clocks_begin_anew() {
         let folder = tempfile::tempdir().unwrap();
-        let path = folder.path().join("metrics.jsonl");
+        let path = folder.path().join("new/run/metrics.jsonl");
         // The second resumes at step 2, after which the first has taken another one.
         for (first, end) in [(0, 3), (2, 4)] {
             let mut log = MetricsLog::open(&path, first).unwrap();
