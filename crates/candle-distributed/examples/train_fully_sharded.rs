@@ -44,7 +44,10 @@ fn main() -> Result<()> {
     let folder = std::env::args().nth(1).ok_or("name a folder for the run")?;
     let mesh = DeviceMesh::cpu(2)?; // two virtual ones; `DeviceMesh::cuda(2)` for two cards
     let mut model = model(&mesh)?;
-    println!("loss {:.3} after {STEPS} steps", train(&mesh, &mut model, folder.as_ref(), STEPS)?);
+    match train(&mesh, &mut model, folder.as_ref(), STEPS)? {
+        Some(loss) => println!("loss {loss:.3} after {STEPS} steps"),
+        None => println!("all {STEPS} steps are done already"),
+    }
     Ok(())
 }
 
@@ -94,8 +97,14 @@ fn loss(_: &Replica, model: &Units, batch: (Tensor, Tensor)) -> candle_core::Res
     Ok(Loss::sum(all.sum, all.weight))
 }
 
-/// Trains up to step `last`, from the newest checkpoint on, or from the start; returns the last loss.
-pub(crate) fn train(mesh: &DeviceMesh, model: &mut Model, folder: &Path, last: u64) -> Result<f64> {
+/// Trains up to step `last`, from the newest checkpoint on, or from the start; returns the last loss,
+/// or none if no step was left.
+pub(crate) fn train(
+    mesh: &DeviceMesh,
+    model: &mut Model,
+    folder: &Path,
+    last: u64,
+) -> Result<Option<f64>> {
     let texts: Arc<Vec<Vec<u32>>> = Arc::new((0..TEXTS).map(text).collect());
     let lengths: Vec<usize> = texts.iter().map(Vec::len).collect();
     let collate = move |(step, state): (Step, BatchState)| {
@@ -118,7 +127,7 @@ pub(crate) fn train(mesh: &DeviceMesh, model: &mut Model, folder: &Path, last: u
         steps = batches.resume(&state, &order)?;
     }
     let mut log = MetricsLog::open(folder.join("metrics.jsonl"), model.steps())?;
-    loop {
+    while model.steps() < last {
         for made in feed(steps.with_states()).threads(1).collate(collate.clone())? {
             let (batch, tensors, state) = made?;
             let rate = RATE * schedule().factor(model.steps());
@@ -132,12 +141,13 @@ pub(crate) fn train(mesh: &DeviceMesh, model: &mut Model, folder: &Path, last: u
                 checkpoints.save(mesh, model.steps(), &model.state_dict()?, &state)?;
             }
             if model.steps() == last {
-                return Ok(done.loss);
+                return Ok(Some(done.loss));
             }
         }
         order.set_epoch(Epoch::new(order.epoch().as_u64() + 1));
         steps = batches.epoch(order.epoch(), &order)?;
     }
+    Ok(None)
 }
 
 /// A text of 8 to 39 tokens, in which each follows from the one before.

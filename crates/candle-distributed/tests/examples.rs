@@ -41,17 +41,17 @@ fn both_learn_the_same_and_resume_within_an_epoch() {
     let [whole, sharded, resumed] = [(); 3].map(|()| tempfile::tempdir().unwrap());
     let mesh = DeviceMesh::cpu(2).unwrap();
     let mut model = train_data_parallel::model(&mesh).unwrap();
-    let last = train_data_parallel::train(&mesh, &mut model, whole.path(), 60).unwrap();
+    let last = train_data_parallel::train(&mesh, &mut model, whole.path(), 60).unwrap().unwrap();
     assert!(last < 1.0, "{last}");
     let mut model = train_fully_sharded::model(&mesh).unwrap();
-    let found = train_fully_sharded::train(&mesh, &mut model, sharded.path(), 60).unwrap();
+    let found = train_fully_sharded::train(&mesh, &mut model, sharded.path(), 60).unwrap().unwrap();
     assert_eq!(found.to_bits(), last.to_bits(), "{found} and {last}");
 
     // Stopped some steps after a checkpoint, and resumed by the other program.
     let mut model = train_fully_sharded::model(&mesh).unwrap();
     train_fully_sharded::train(&mesh, &mut model, resumed.path(), 47).unwrap();
     let mut model = train_data_parallel::model(&mesh).unwrap();
-    let found = train_data_parallel::train(&mesh, &mut model, resumed.path(), 60).unwrap();
+    let found = train_data_parallel::train(&mesh, &mut model, resumed.path(), 60).unwrap().unwrap();
     assert_eq!(found.to_bits(), last.to_bits(), "{found} and {last}");
 
     let losses = |folder: &tempfile::TempDir| -> Vec<u32> {
@@ -61,4 +61,24 @@ fn both_learn_the_same_and_resume_within_an_epoch() {
     };
     assert_eq!(losses(&sharded), losses(&whole));
     assert_eq!(losses(&resumed), losses(&whole));
+}
+
+#[test]
+fn a_run_that_has_ended_is_left_as_it_is() {
+    let folder = tempfile::tempdir().unwrap();
+    let mesh = DeviceMesh::cpu(2).unwrap();
+    let mut model = train_data_parallel::model(&mesh).unwrap();
+    train_data_parallel::train(&mesh, &mut model, folder.path(), 20).unwrap().unwrap();
+    let metrics = || std::fs::read(folder.path().join("metrics.jsonl")).unwrap();
+    let written = metrics();
+    // Of 20 steps and of fewer none is left.
+    for last in [20, 3] {
+        let mut model = train_data_parallel::model(&mesh).unwrap();
+        let again = train_data_parallel::train(&mesh, &mut model, folder.path(), last).unwrap();
+        assert_eq!((again, model.steps()), (None, 20));
+        let mut model = train_fully_sharded::model(&mesh).unwrap();
+        let again = train_fully_sharded::train(&mesh, &mut model, folder.path(), last).unwrap();
+        assert_eq!((again, model.steps()), (None, 20));
+        assert_eq!(metrics(), written);
+    }
 }

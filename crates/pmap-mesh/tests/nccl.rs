@@ -16,7 +16,7 @@ use core_types::Launched;
 use pmap_mesh::{ALL, DeviceMesh, DeviceMeshBuilder, NcclStore};
 use process_tests::{Case, Engine, ranks};
 
-const CASES: [Case; 19] = [
+const CASES: &[Case] = &[
     Case::succeeds("collectives", 1),
     Case::succeeds("calls", 1),
     Case::succeeds("replicated", 2),
@@ -70,7 +70,7 @@ impl Engine for Nccl {
 
 fn main() -> ExitCode {
     let devices = Device::new_cuda(0).map_or(0, |_| CudaContext::device_count().unwrap());
-    ranks::main(&CASES, usize::try_from(devices).unwrap(), |launched, case, ranks| {
+    ranks::main(CASES, usize::try_from(devices).unwrap(), |launched, case, ranks| {
         let engine = Nccl { launched, n_meshes: Cell::new(0) };
         match case {
             "host tensor" => host_tensor(&engine),
