@@ -8,9 +8,9 @@ use serde::Deserialize;
 use serde_json::Value;
 
 use crate::models::{
-    config::{LlamaConfig, refused},
-    error::ModelError,
-    rope::RopeScaling,
+    config::LlamaConfig,
+    error::{ModelError, refused},
+    scaling::RopeScaling,
 };
 
 /// The fields that count, of all layouts.

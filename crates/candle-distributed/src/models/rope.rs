@@ -2,10 +2,7 @@
 
 use candle_core::{DType, Device, Tensor};
 
-use crate::models::{
-    config::{LlamaConfig, refused},
-    error::ModelError,
-};
+use crate::models::config::LlamaConfig;
 
 /// By how much each pair of a head's elements turns from one position to the next, in radians.
 ///
