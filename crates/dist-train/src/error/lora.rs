@@ -2,6 +2,7 @@
 
 use std::path::PathBuf;
 
+use candle_core::DType;
 use core_types::human::Printable;
 
 use crate::error::listed::Listed;
@@ -26,6 +27,33 @@ pub enum LoraError {
         name: String,
         /// Its shape.
         shape: Vec<usize>,
+    },
+    /// A target has a weight of half precision, which its sum with an adapter would be rounded to.
+    #[error(
+        "{} is of {}, in which the effect of an adapter may vanish: use Lora::linear, or a type of \
+         32 bits", Printable(name), dtype.as_str()
+    )]
+    Rounded {
+        /// The layer.
+        name: String,
+        /// The type of its weight.
+        dtype: DType,
+    },
+    /// A layer has an adapter that is none of those to be saved.
+    #[error("{} has an adapter, and no target names it", Printable(layer))]
+    NotTargeted {
+        /// The layer.
+        layer: String,
+    },
+    /// A matrix is of adapters of another rank than those to be saved.
+    #[error("{} has the shape {shape:?}, which is not of rank {rank}", Printable(name))]
+    OtherRank {
+        /// The matrix.
+        name: String,
+        /// Its shape.
+        shape: Vec<u64>,
+        /// The rank of the adapters to be saved.
+        rank: usize,
     },
     /// The model has no adapters that could be saved.
     #[error("none of the {parameters} parameters belongs to an adapter")]

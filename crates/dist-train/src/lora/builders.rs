@@ -13,7 +13,7 @@ use crate::{
     error::lora::LoraError,
     lora::{
         Lora,
-        matrices::{declared, layer_of, names_of, sum},
+        matrices::{declared, layer_of, names_of, sum, wide},
     },
     parameters::declare::Declared,
 };
@@ -46,24 +46,8 @@ impl<'a> Declaring<'a> {
     pub(crate) fn into_adapters(self) -> Result<Vec<Declared>> {
         // Whoever panicked with the lock had not changed anything yet.
         let found = self.found.into_inner().unwrap_or_else(PoisonError::into_inner);
-        let targets = self.lora.targets();
-        let is_unmatched = |target: &&String| !found.targets.contains(*target);
-        let unmatched: Vec<String> = targets.iter().filter(is_unmatched).cloned().collect();
-        if unmatched.is_empty() {
-            Ok(found.adapters)
-        } else {
-            Err(LoraError::Unmatched { targets: unmatched }.into())
-        }
-    }
-
-    /// The targets that mean a layer.
-    fn targets_of(&self, layer: &str) -> Vec<&String> {
-        let is_meant = |target: &&String| {
-            layer
-                .strip_suffix(target.as_str())
-                .is_some_and(|rest| rest.is_empty() || rest.ends_with('.'))
-        };
-        self.lora.targets().iter().filter(is_meant).collect()
+        self.lora.config.check_all_met(&found.targets)?;
+        Ok(found.adapters)
     }
 
     /// The name of a parameter in the whole model.
@@ -78,6 +62,9 @@ impl<'a> Declaring<'a> {
             let (name, shape) = (self.full_name(layer), shape.dims().to_vec());
             return Err(LoraError::NoMatrix { name, shape }.into());
         };
+        if wide(dtype) != dtype {
+            return Err(LoraError::Rounded { name: self.full_name(layer), dtype }.into());
+        }
         for matrix in declared(layer, self.lora.rank(), [n_out, n_in], dtype) {
             let Declared { name, shape, init, .. } = &matrix;
             self.inner.get_with_hints_dtype(shape.clone(), name, *init, dtype)?;
@@ -99,7 +86,7 @@ impl SimpleBackend for &Declaring<'_> {
     ) -> Result<Tensor> {
         let weight = self.inner.get_with_hints_dtype(shape.clone(), name, init, dtype)?;
         let Some(layer) = layer_of(name) else { return Ok(weight) };
-        let targets = self.targets_of(layer);
+        let targets = self.lora.config.targets_of(layer);
         if !targets.is_empty() {
             self.declare(layer, &shape, dtype)?;
             let mut found = self.found.lock().unwrap_or_else(PoisonError::into_inner);

@@ -1,19 +1,21 @@
 //! What adapters are, and the file beside saved ones that says so, in the form of PEFT's.
 
-use std::{fs, path::Path, sync::Arc};
+use std::{collections::BTreeSet, fs, path::Path, sync::Arc};
 
+use fsdp_plan::ParameterInfo;
 use serde_json::{Map, Value, json};
 
 use crate::{
     checkpoint::disk::At,
     error::{Result, lora::LoraError},
+    lora::matrices::adapted_by,
 };
 
 /// The name of the file.
 pub(crate) const CONFIG: &str = "adapter_config.json";
 
 /// The fields with which adapters would be something else. They may be there and say nothing.
-const OTHERS: [&str; 22] = [
+const OTHERS: [&str; 21] = [
     "alora_invocation_tokens",
     "alpha_pattern",
     "arrow_config",
@@ -24,7 +26,6 @@ const OTHERS: [&str; 22] = [
     "layers_pattern",
     "layers_to_transform",
     "lora_bias",
-    "lora_dropout",
     "modules_to_save",
     "monteclora_config",
     "rank_pattern",
@@ -37,6 +38,10 @@ const OTHERS: [&str; 22] = [
     "velora_config",
     "megatron_config",
 ];
+
+/// The ways to begin that leave the weights of the model as they are. With others (`pissa`, `olora`,
+/// `corda`, `loftq`) adapters belong to weights that are not those of the model.
+const BEGINNINGS: [&str; 3] = ["gaussian", "eva", "orthogonal"];
 
 /// Which layers have adapters, and which ones.
 #[derive(Clone, Debug, PartialEq)]
@@ -81,6 +86,9 @@ impl Config {
         if let Some(other) = OTHERS.into_iter().find(|other| !is_silent(field(other))) {
             return Err(refuse(other, "nothing"));
         }
+        if !keeps_weights(field("init_lora_weights")) {
+            return Err(refuse("init_lora_weights", "a way that leaves the weights as they are"));
+        }
         let rank = field("r").as_u64().and_then(|rank| usize::try_from(rank).ok());
         let targets = field("target_modules").as_array().map(|targets| {
             targets.iter().map(|target| target.as_str().map(str::to_owned)).collect()
@@ -92,6 +100,52 @@ impl Config {
             rank: rank.ok_or_else(|| refuse("r", "a whole number"))?,
             alpha: field("lora_alpha").as_f64().ok_or_else(|| refuse("lora_alpha", "a number"))?,
         })
+    }
+
+    /// The targets that mean a layer.
+    pub(crate) fn targets_of(&self, layer: &str) -> Vec<&String> {
+        let is_meant = |target: &&String| {
+            layer
+                .strip_suffix(target.as_str())
+                .is_some_and(|rest| rest.is_empty() || rest.ends_with('.'))
+        };
+        self.targets.iter().filter(is_meant).collect()
+    }
+
+    /// # Errors
+    ///
+    /// [`LoraError::Unmatched`] if some targets are not among those that were met.
+    pub(crate) fn check_all_met(&self, met: &BTreeSet<String>) -> Result<(), LoraError> {
+        let unmatched: Vec<String> =
+            self.targets.iter().filter(|target| !met.contains(*target)).cloned().collect();
+        if unmatched.is_empty() { Ok(()) } else { Err(LoraError::Unmatched { targets: unmatched }) }
+    }
+
+    /// Whether matrices, all those of a model, are those of these adapters, as the file says.
+    ///
+    /// # Errors
+    ///
+    /// [`LoraError::NotTargeted`], [`LoraError::OtherRank`] and [`LoraError::Unmatched`] if not.
+    #[expect(clippy::expect_used, reason = "says why it cannot fail")]
+    pub(crate) fn check_are_mine(&self, matrices: &[&ParameterInfo]) -> Result<(), LoraError> {
+        let mut met = BTreeSet::new();
+        for matrix in matrices {
+            let (layer, rank_dim) = adapted_by(matrix.name()).expect("it is named as a matrix");
+            let targets = self.targets_of(layer);
+            if targets.is_empty() {
+                return Err(LoraError::NotTargeted { layer: layer.to_owned() });
+            }
+            if matrix.shape().get(rank_dim) != Some(&(self.rank as u64)) {
+                let shape = matrix.shape().to_vec();
+                return Err(LoraError::OtherRank {
+                    name: matrix.name().to_owned(),
+                    shape,
+                    rank: self.rank,
+                });
+            }
+            met.extend(targets.into_iter().cloned());
+        }
+        self.check_all_met(&met)
     }
 
     /// The factor of `B · A`.
@@ -121,6 +175,15 @@ impl Config {
 struct Refused {
     field: &'static str,
     expected: &'static str,
+}
+
+/// Whether adapters that began in this way belong to the weights of the model.
+fn keeps_weights(beginning: &Value) -> bool {
+    match beginning {
+        Value::Null | Value::Bool(_) => true,
+        Value::String(way) => BEGINNINGS.contains(&way.as_str()),
+        Value::Number(_) | Value::Array(_) | Value::Object(_) => false,
+    }
 }
 
 /// Whether a field says no more than if it were not there.

@@ -5,12 +5,18 @@ use candle_nn::{Module, VarBuilder};
 use fused_ops::layers::Linear;
 
 use crate::{
-    lora::{Lora, matrices::declared},
+    lora::{
+        Lora,
+        matrices::{declared, wide},
+    },
     parameters::declare::Declared,
 };
 
 /// A linear layer with an adapter: `x · Wᵀ + bias + alpha / rank · (x · Aᵀ) · Bᵀ`. Made by
 /// [`Lora::linear`].
+///
+/// A and B are in single precision, in double precision beside a weight of that. Beside a weight of
+/// halves their product is computed in single precision, added to the layer's, and rounded.
 #[derive(Clone, Debug)]
 pub struct LoraLinear {
     base: Linear,
@@ -24,7 +30,7 @@ impl LoraLinear {
     pub(super) fn new(lora: &Lora, base: Linear, vb: &VarBuilder<'_>) -> Result<Self> {
         let weight = base.weight();
         let (n_out, n_in) = weight.dims2()?;
-        let matrices = declared("", lora.rank(), [n_out, n_in], weight.dtype());
+        let matrices = declared("", lora.rank(), [n_out, n_in], wide(weight.dtype()));
         let [a, b] = matrices.map(|Declared { name, shape, init, dtype }| {
             vb.get_with_hints_dtype(shape, &name, init, dtype)
         });
@@ -35,7 +41,10 @@ impl LoraLinear {
 
 impl Module for LoraLinear {
     fn forward(&self, x: &Tensor) -> Result<Tensor> {
-        let adapted = self.b.forward(&self.a.forward(x)?)?;
-        self.base.forward(x)? + (adapted * self.scale)?
+        let dtype = self.a.weight().dtype();
+        let adapted = self.b.forward(&self.a.forward(&x.to_dtype(dtype)?)?)?;
+        let y = self.base.forward(x)?;
+        // The sum is rounded once.
+        (y.to_dtype(dtype)? + (adapted * self.scale)?)?.to_dtype(y.dtype())
     }
 }

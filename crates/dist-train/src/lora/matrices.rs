@@ -26,9 +26,22 @@ pub(crate) fn names_of(layer: &str) -> [String; 2] {
 
 /// Whether a parameter is a matrix of an adapter.
 pub(crate) fn is_matrix(name: &str) -> bool {
-    [A, B].iter().any(|inner| {
-        name.strip_suffix(inner).is_some_and(|layer| layer.is_empty() || layer.ends_with('.'))
+    adapted_by(name).is_some()
+}
+
+/// The layer that a matrix adapts, and which of its dimensions is the rank.
+pub(crate) fn adapted_by(name: &str) -> Option<(&str, usize)> {
+    [(A, 0), (B, 1)].into_iter().find_map(|(inner, rank_dim)| {
+        let before = name.strip_suffix(inner)?;
+        let layer = if before.is_empty() { before } else { before.strip_suffix('.')? };
+        Some((layer, rank_dim))
     })
+}
+
+/// The type in which the matrices are held and their product is computed: as in PEFT, halves have
+/// too few digits for what an update adds.
+pub(crate) fn wide(dtype: DType) -> DType {
+    if dtype == DType::F64 { DType::F64 } else { DType::F32 }
 }
 
 /// The matrices of a layer whose weight is [`n_out`, `n_in`].
@@ -61,9 +74,8 @@ pub(crate) fn sum(weight: &Tensor, a: &Tensor, b: &Tensor, scale: f64) -> Result
 /// [`sum`] of tensors that have no gradient, rounded once.
 pub(crate) fn merged(weight: &Tensor, a: &Tensor, b: &Tensor, scale: f64) -> Result<Tensor> {
     let dtype = weight.dtype();
-    let computed_in = if dtype == DType::F64 { DType::F64 } else { DType::F32 };
-    let [wide, a, b] = [weight, a, b].map(|tensor| tensor.to_dtype(computed_in));
-    sum(&wide?, &a?, &b?, scale)?.to_dtype(dtype)
+    let [weight, a, b] = [weight, a, b].map(|tensor| tensor.to_dtype(wide(dtype)));
+    sum(&weight?, &a?, &b?, scale)?.to_dtype(dtype)
 }
 
 #[cfg(test)]

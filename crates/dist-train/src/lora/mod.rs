@@ -43,7 +43,8 @@ use crate::{
 ///   [`FullyShard`](crate::FullyShard). [`adapt`](Self::adapt) declares the adapters,
 ///   [`unit`](Self::unit) lets layers find the sum in place of the weight. While the graph of a unit
 ///   is there it has two matrices more of the size of each weight, and the backward pass makes the
-///   gradient of the whole sum: a step takes the time of one that trains all weights.
+///   gradient of the whole sum: a step takes the time of one that trains all weights. Weights of half
+///   precision are refused, since the sum would be rounded to their type.
 /// - **A model of one's own** with the layer [`linear`](Self::linear), which multiplies by A and then
 ///   by B. It has two tensors more of the size of its result, and no gradient as large as the
 ///   weight. With four layers of 1024 inputs and outputs on one core a step on 128 tokens takes 46 ms
@@ -95,6 +96,9 @@ impl Lora {
 
     /// Adapters of the layers that `targets` name, with the factor `alpha / rank`.
     ///
+    /// Only linear layers are to be named. The weight of an embedding is a matrix too, and is adapted
+    /// like one, but PEFT looks for its adapter under other names.
+    ///
     /// # Errors
     ///
     /// [`Error::Setting`] for a rank of 0 and for an `alpha` that is not a positive number,
@@ -116,10 +120,14 @@ impl Lora {
     /// The adapters in a folder, as [`adapters`](Self::adapters) or PEFT saves them. Their
     /// [`values`](Self::values) are read when a model is built.
     ///
+    /// Dropout, which has no effect but in training, is left out: training that resumes from these
+    /// adapters goes without.
+    ///
     /// # Errors
     ///
     /// [`Error::Checkpoint`] if a file cannot be read, [`LoraError::Config`]
-    /// if the adapters are none of this kind (`DoRA`, biases, dropout, ranks by pattern), and those of
+    /// if the adapters are none of this kind (`DoRA`, biases, ranks by pattern) or belong to a base
+    /// whose weights were changed when they began (`PiSSA`, `OLoRA`), and those of
     /// [`new`](Self::new).
     pub fn open(folder: impl AsRef<Path>) -> Result<Self> {
         let folder = folder.as_ref();
@@ -152,8 +160,8 @@ impl Lora {
     /// # Errors
     ///
     /// In the returned function, those of `build`, and wrapped in candle's error
-    /// [`LoraError::Unmatched`] and
-    /// [`LoraError::NoMatrix`]; of adapters that were
+    /// [`LoraError::Unmatched`], [`LoraError::NoMatrix`], and [`LoraError::Rounded`] for weights of
+    /// half precision; of adapters that were
     /// [opened](Self::open) also [`ParameterError::Weights`] and [`ParameterError::Shape`], if they are
     /// not those of the model.
     pub fn adapt<M>(
@@ -186,7 +194,10 @@ impl Lora {
     }
 
     /// A linear layer of weight, bias and adapter, for models of one's own: whatever its name, it has
-    /// an adapter.
+    /// an adapter, but files of [`adapters`](Self::adapters) want it among the targets.
+    ///
+    /// Its weight and bias have the type of `vb`, A and B that of `vb` or single precision, whichever
+    /// is the more precise: what an update adds to a half would often be nothing.
     ///
     /// # Errors
     ///
@@ -256,14 +267,16 @@ impl Lora {
     /// The files of the adapters alone, which PEFT reads: for
     /// [`DataParallel::save_pretrained`](crate::DataParallel::save_pretrained) and
     /// [`FullyShard::save_pretrained`](crate::FullyShard::save_pretrained), `adapter_model.safetensors`
-    /// and `adapter_config.json`.
+    /// and `adapter_config.json`. A model is refused whose adapters are of other layers or another
+    /// rank; `alpha` must be the one that it was trained with.
     #[must_use]
     pub fn adapters(&self) -> PretrainedFiles {
         PretrainedFiles::of(Content::Adapters(self.config.clone()))
     }
 
     /// The files of a model whose weights are the sums, with the names and shapes of one without
-    /// adapters (PEFT's `merge_and_unload`). Halves are added up in single precision.
+    /// adapters (PEFT's `merge_and_unload`). Halves are added up in single precision. The same models
+    /// are refused as for [`adapters`](Self::adapters).
     #[must_use]
     pub fn merged(&self) -> PretrainedFiles {
         PretrainedFiles::of(Content::Merged(self.config.clone()))

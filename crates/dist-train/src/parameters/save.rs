@@ -103,7 +103,8 @@ impl PretrainedFiles {
 ///
 /// On all processes, if one fails: the errors of `whole`, [`CheckpointError::NotFinite`],
 /// [`CheckpointError::Header`] for a file of more parameters than could be read again,
-/// [`CheckpointError::Io`], and [`LoraError::NoAdapters`] where adapters are asked for.
+/// [`CheckpointError::Io`], and where adapters are asked for [`LoraError::NoAdapters`] and those of
+/// [`Config::check_are_mine`].
 pub(crate) fn save(
     mesh: &DeviceMesh,
     folder: &Path,
@@ -116,27 +117,29 @@ pub(crate) fn save(
     match content {
         Content::All => writer.write_model(mesh, parameters.iter().collect(), max_bytes, whole),
         Content::Merged(config) => {
-            let (_, base) = with_adapters(parameters)?;
+            let (_, base) = with_adapters(parameters, &config)?;
             let scale = config.scale();
             let merged = |name: &str| merged(name, scale, parameters, &whole);
             writer.write_model(mesh, base, max_bytes, merged)
         }
         Content::Adapters(config) => {
-            let (adapters, _) = with_adapters(parameters)?;
+            let (adapters, _) = with_adapters(parameters, &config)?;
             writer.write_adapters(mesh, &config, &adapters, whole)
         }
     }
 }
 
 /// The parameters of adapters, and the others.
-fn with_adapters(
-    parameters: &[ParameterInfo],
-) -> Result<(Vec<&ParameterInfo>, Vec<&ParameterInfo>), LoraError> {
+fn with_adapters<'a>(
+    parameters: &'a [ParameterInfo],
+    config: &Config,
+) -> Result<(Vec<&'a ParameterInfo>, Vec<&'a ParameterInfo>), LoraError> {
     let (adapters, others): (Vec<_>, Vec<_>) =
         parameters.iter().partition(|info| matrices::is_matrix(info.name()));
     if adapters.is_empty() {
         return Err(LoraError::NoAdapters { parameters: parameters.len() });
     }
+    config.check_are_mine(&adapters)?;
     Ok((adapters, others))
 }
 

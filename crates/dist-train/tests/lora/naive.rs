@@ -3,8 +3,8 @@
 
 use std::collections::BTreeMap;
 
-use candle_core::{DType, Result, Tensor, Var};
-use candle_nn::{Module, VarBuilder};
+use candle_core::{DType, Device, Result, Tensor, Var};
+use candle_nn::{Module, Optimizer, VarBuilder};
 use dist_train::{DataParallel, Lora, LoraLinear};
 use fused_ops::layers::Linear;
 use pmap_mesh::{DeviceMesh, Replica};
@@ -126,6 +126,39 @@ fn a_layer_with_an_adapter_trains_as_the_formula_says() {
     let step = |step| model.step(batch(step), of_blocks).unwrap().loss;
     let losses = (0..STEPS).map(step).collect();
     check_close(&(losses, model.variables()), &expected);
+}
+
+#[test]
+fn beside_halves_an_adapter_of_single_precision_is_trained() {
+    let lora = Lora::new(["up"], 1, 1.0).unwrap();
+    let mesh = DeviceMesh::cpu(2).unwrap();
+    // The weight alternates in sign, so the layer gives what its adapter does: 64 times 2⁻⁹. A step
+    // changes that by less than a half knows beside 1.
+    let value = |declared: &dist_train::Declared, items: std::ops::Range<usize>| {
+        let value = |item: usize| match declared.name.as_str() {
+            "up.weight" if item % 2 == 1 => -1.0,
+            "up.lora_B.weight" => 1.0 / 512.0,
+            _ => 1.0,
+        };
+        Tensor::from_iter(items.map(value), &Device::Cpu)?.to_dtype(declared.dtype)
+    };
+    let builder = DataParallel::builder(&mesh, |vb| lora.linear_no_bias(64, 2, vb.pp("up")));
+    let builder = builder.dtype(DType::BF16).init_with(value).train_only(Lora::PATTERNS);
+    let mut model = builder.build(|group| candle_nn::SGD::new(group.vars, 0.05)).unwrap();
+    let types = |name: &str| model.variables()[name].dtype();
+    assert_eq!(
+        ["up.weight", "up.lora_A.weight", "up.lora_B.weight"].map(types),
+        [DType::BF16, DType::F32, DType::F32]
+    );
+    let x = Tensor::ones((4, 64), DType::BF16, &Device::Cpu).unwrap();
+    let of_layer = |_: &Replica, layer: &LoraLinear, x: Tensor| {
+        let y = layer.forward(&x)?;
+        assert_eq!(y.dtype(), DType::BF16);
+        y.to_dtype(DType::F32)?.mean_all()
+    };
+    assert_eq!(model.step(x, of_layer).unwrap().loss, 0.125);
+    let a = model.variables()["up.lora_A.weight"].to_vec2::<f32>().unwrap()[0][0];
+    assert!(0.999_9 < a && a < 1.0, "{a}");
 }
 
 #[test]

@@ -2,6 +2,7 @@
 
 use std::fs;
 
+use candle_core::DType;
 use candle_nn::{VarBuilder, linear};
 use dist_train::{DataParallel, Error, FullyShard, Lora, LoraError, PretrainedFiles, Units};
 use pmap_mesh::DeviceMesh;
@@ -69,10 +70,26 @@ fn adapters_of_another_model_or_kind_are_refused() {
     let text = refused(&Lora::open(folder.path()).unwrap());
     assert!(text.contains("4 of 4 parameters are missing (h.0.mlp.down.lora_A.weight"), "{text}");
 
+    let others = ["pissa", "pissa_niter_16", "olora", "corda", "loftq", "lora_ga"].map(|way| {
+        let field = format!("\"r\": 2, \"init_lora_weights\": \"{way}\"");
+        (field, format!("init_lora_weights is \"{way}\", a way that leaves the weights as"))
+    });
+    for (to, expected) in &others {
+        with("\"r\": 2", to);
+        let text = Lora::open(folder.path()).map(drop).unwrap_err().to_string();
+        assert!(text.contains(expected), "{text}");
+    }
+    for way in ["null", "true", "false", "\"gaussian\"", "\"eva\"", "\"orthogonal\""] {
+        with("\"r\": 2", &format!("\"r\": 2, \"init_lora_weights\": {way}"));
+        assert_eq!(Lora::open(folder.path()).unwrap().rank(), 2);
+    }
+    // It has no effect but in training.
+    with("\"lora_dropout\": 0.0", "\"lora_dropout\": 0.1");
+    assert_eq!(Lora::open(folder.path()).unwrap().targets(), lora.targets());
+
     for (from, to, expected) in [
         ("\"bias\": \"none\"", "\"bias\": \"all\"", "bias is \"all\", \"none\" was expected"),
         ("\"peft_type\": \"LORA\"", "\"peft_type\": \"LOHA\"", "peft_type is \"LOHA\", \"LORA\""),
-        ("\"lora_dropout\": 0.0", "\"lora_dropout\": 0.1", "lora_dropout is 0.1, nothing was"),
         ("\"r\": 2", "\"r\": 2, \"use_dora\": true", "use_dora is true, nothing was expected"),
         ("\"r\": 2", "\"r\": -2", "r is -2, a whole number was expected"),
         ("\"lora_alpha\": 3.0", "\"lora_alpha\": null", "lora_alpha is null, a number was"),
@@ -98,6 +115,41 @@ fn a_model_without_adapters_has_none_to_save() {
         assert!(matches!(saved, Err(Error::Lora(LoraError::NoAdapters { parameters: 6 }))));
     }
     model.save_pretrained(folder.path(), PretrainedFiles::default()).unwrap();
+}
+
+#[test]
+fn adapters_of_other_layers_or_another_rank_are_not_saved() {
+    let mesh = DeviceMesh::cpu(1).unwrap();
+    let model = DataParallel::builder(&mesh, |vb| {
+        let lora = lora();
+        Ok((lora.linear(4, 4, vb.pp("0.up"))?, lora.linear(4, 4, vb.pp("1.down"))?))
+    });
+    let model = model.build(sgd).unwrap();
+    let folder = tempfile::tempdir().unwrap();
+    for (targets, rank, expected) in [
+        (&["up"][..], 2, "1.down has an adapter, and no target names it"),
+        (&["up", "down", "out"], 2, "no linear layer of the model is named out"),
+        (&["up", "down"], 8, "0.up.lora_A.weight has the shape [2, 4], which is not of rank 8"),
+    ] {
+        let lora = Lora::new(targets.iter().copied(), rank, 3.0).unwrap();
+        for files in [lora.adapters(), lora.merged()] {
+            let error = model.save_pretrained(folder.path(), files).unwrap_err().to_string();
+            assert!(error.ends_with(expected), "{error}");
+        }
+    }
+    assert_eq!(fs::read_dir(folder.path()).unwrap().count(), 0);
+    let lora = Lora::new(["up", "1.down"], 2, 3.0).unwrap();
+    model.save_pretrained(folder.path(), lora.adapters()).unwrap();
+}
+
+#[test]
+fn sums_that_would_be_rounded_to_halves_are_refused() {
+    let (mesh, lora) = (DeviceMesh::cpu(1).unwrap(), lora());
+    for (dtype, name) in [(DType::BF16, "bf16"), (DType::F16, "f16")] {
+        let builder = DataParallel::builder(&mesh, Units::of(lora.adapt(model)));
+        let text = builder.dtype(dtype).build(sgd).map(drop).unwrap_err().to_string();
+        assert!(text.contains(&format!("h.0.mlp.up is of {name}, in which the effect")), "{text}");
+    }
 }
 
 #[test]
