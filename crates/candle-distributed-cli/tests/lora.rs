@@ -112,5 +112,16 @@ fn adapters_of_nothing_are_refused() {
     ] {
         refuses(&[&["train", "--weights", &base], options].concat(), &[words]);
     }
-    drop(home);
+    // Shapes do not tell the number of heads.
+    home.train("eight", &["--steps", "1", "--n-heads", "8"]);
+    let eight = home.path("eight");
+    refuses(&["train", "--weights", &eight], &["was trained with --n-heads 8, this run has 4"]);
+    home.train("again", &["--steps", "1", "--n-heads", "8", "--weights", &eight]);
+}
+
+#[test]
+fn adapters_of_somebody_are_not_overwritten() {
+    let (home, base) = home_with_model();
+    fs::create_dir_all(home.at("taken").join("adapter")).unwrap();
+    home.is_refused("taken", &["--weights", &base, "--lora", "2"], &["adapter"]);
 }

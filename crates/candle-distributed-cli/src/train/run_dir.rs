@@ -31,6 +31,7 @@ use crate::{
 const METRICS: &str = "metrics.jsonl";
 const CURVE: &str = "loss.svg";
 const CHECKPOINTS: &str = "checkpoints";
+const ADAPTER: &str = "adapter";
 
 /// The folder of run `number`, where `--out` names none.
 pub(crate) fn numbered(number: u32) -> PathBuf {
@@ -39,7 +40,7 @@ pub(crate) fn numbered(number: u32) -> PathBuf {
 
 /// The folder of the adapters that a run has trained, once it has ended.
 pub(crate) fn adapter_in(path: &Path) -> PathBuf {
-    path.join("adapter")
+    path.join(ADAPTER)
 }
 
 /// A folder in which a model is merged with its adapters before it gets its name.
@@ -73,7 +74,7 @@ fn damage(metrics: &Metrics) -> String {
 /// The names of what the folder `path` holds of a run.
 pub(crate) fn contents(path: &Path) -> Result<Vec<&'static str>> {
     let mut found = Vec::new();
-    for name in [settings::FILE, METRICS, model_file::FILE, CHECKPOINTS] {
+    for name in [settings::FILE, METRICS, model_file::FILE, ADAPTER, CHECKPOINTS] {
         let path = path.join(name);
         // A link counts wherever it leads.
         match fs::symlink_metadata(&path) {
@@ -181,6 +182,9 @@ fn incomplete(path: &Path, settings: &Settings) -> Result<Option<String>> {
     let steps = settings.steps;
     if done != steps {
         return Ok(Some(format!("there are metrics of {done} of {steps} steps")));
+    }
+    if settings.recipe.lora.is_some() && !adapter_in(path).is_dir() {
+        return Ok(Some("its adapter is gone".into()));
     }
     let Some(known) = &settings.model_fingerprint else {
         // An early version wrote the run, with a small model.

@@ -10,6 +10,7 @@ use crate::{
     hint, input, output,
     train::{
         model::{Config, MODEL, Transformer},
+        model_file,
         pretrained::Pretrained,
         recipe::Recipe,
         session::Session,
@@ -97,6 +98,22 @@ impl Settings {
             }
             _ => Ok(()),
         }
+    }
+
+    /// Refuses the model of another run that has other heads: their number leaves no trace in the
+    /// shapes of its parameters, and it would be another model in silence.
+    pub(crate) fn check_heads(&self) -> Result<()> {
+        let Some(weights) = &self.weights else { return Ok(()) };
+        let folder =
+            weights.path.parent().filter(|path| model_file::in_folder(path) == weights.path);
+        let Some(run) = folder.map(Self::read).transpose()?.flatten() else { return Ok(()) };
+        let (found, own) = (run.config().heads, self.config().heads);
+        if found == own {
+            return Ok(());
+        }
+        let path = weights.path.display();
+        let other = format!("{path} was trained with --n-heads {found}, this run has {own}");
+        Err(Error::usage(other).hinted(hint::WEIGHTS))
     }
 
     /// Writes the settings of the run in `path`.

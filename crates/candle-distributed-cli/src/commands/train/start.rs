@@ -232,6 +232,7 @@ impl Args {
             model_fingerprint: None,
             ..settings
         };
+        settings.check_heads()?;
         Ok(Settings { identity: Some(settings.identity()), ..settings })
     }
 
