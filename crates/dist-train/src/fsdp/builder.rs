@@ -421,7 +421,9 @@ impl<'a, B> FullyShardBuilder<'a, B> {
         let prepared = agreed(mesh, self.prepared())?;
         self.check_alike(&prepared)?;
         let model = agreed(mesh, self.filled(prepared))?;
-        check_repeated(mesh, &model)?;
+        if has_others(mesh) {
+            check_repeated(mesh, &model)?;
+        }
         let slots = mesh.local_slots().map(|slot| of_slot(&model, slot, &optimizer));
         let slots: Vec<Slot<O>> = agreed(mesh, slots.collect())?;
         let groups = &model.inventory.roles.groups;
@@ -597,9 +599,9 @@ fn has_others(mesh: &DeviceMesh) -> bool {
     mesh.local_slots().len() < mesh.len()
 }
 
-/// Checks that parts which slots of several processes keep begin alike: those of parameters that
-/// are not cut, and those of other groups.
-fn check_repeated(mesh: &DeviceMesh, model: &Model) -> Result<()> {
+/// Checks that parts which several slots keep are the same: those of parameters that are not cut,
+/// and those of other groups.
+pub(super) fn check_repeated(mesh: &DeviceMesh, model: &Model) -> Result<()> {
     let Model { vars, inventory, .. } = model;
     let plan = vars.plan();
     let group = plan.shard_group().as_usize();
@@ -613,7 +615,7 @@ fn check_repeated(mesh: &DeviceMesh, model: &Model) -> Result<()> {
     for planned in plan.parameters() {
         periods[position(inventory, planned.info().name())] = repeats(planned);
     }
-    if !has_others(mesh) || periods.iter().all(Option::is_none) {
+    if periods.iter().all(Option::is_none) {
         return Ok(());
     }
     let of_slot = |slot| {

@@ -357,7 +357,28 @@ impl<O> FullyShard<O> {
         self.progress.steps
     }
 
+    /// Compares to the bit what several slots keep of the parameters: parts of other groups of slots
+    /// (HSDP), and parameters that a plan replicates. They are updated alike, so they differ only if
+    /// something has gone wrong: memory, or an optimizer that does not do the same everywhere. Every
+    /// process of the mesh calls it.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Diverged`](crate::Error::Diverged) with the first parameter and the first slot that
+    /// has other values, [`TrainingError::HalfUpdated`] after a step that failed on its way,
+    /// [`Error::Tensor`](crate::Error::Tensor) if candle fails, [`Error::Mesh`](crate::Error::Mesh)
+    /// if a process does not answer.
+    pub fn check_in_sync(&self) -> Result<()> {
+        self.check_whole()?;
+        builder::check_repeated(&self.mesh, &self.model)
+    }
+
     /// The plan by which parameters are cut.
+    ///
+    /// A parameter that is in several units counts in its cost and schedule for the first of them,
+    /// though it is gathered and summed for each; and whole gradients that
+    /// [`Accumulation::ReduceLast`](crate::Accumulation::ReduceLast) keeps between batches, as many
+    /// bytes as the model on every slot, are not counted.
     pub fn plan(&self) -> &ShardingPlan {
         self.model.vars.plan()
     }

@@ -1,10 +1,14 @@
 //! Every way to cut parameters has the same bits.
 
-use std::ops::Range;
+use std::{
+    ops::Range,
+    sync::atomic::{AtomicUsize, Ordering},
+};
 
 use candle_core::{Device, Result, Tensor};
+use candle_nn::{Optimizer, ParamsAdamW};
 use core_types::WorldSize;
-use dist_train::{Declared, Keep};
+use dist_train::{AdamW, Declared, Error, Keep};
 use fsdp_plan::strategy::{
     Choice, Full, Hsdp, Hybrid, LayerWise, Layout, ShardingStrategy, WholeTensor,
 };
@@ -75,6 +79,29 @@ fn groups_that_repeat_the_parts_agree_to_rounding_and_groups_of_one_to_the_bit()
         let (found, expected) = (f64::from_bits(*found), f64::from_bits(*expected));
         assert!((found / expected - 1.0).abs() < 1e-6, "{found} for {expected}");
     }
+}
+
+#[test]
+fn parts_that_other_groups_have_otherwise_are_found() {
+    let mesh = DeviceMesh::builder().axis("replicas", 2).axis("shards", 2).cpu().unwrap();
+    let build = |last_decays: bool| {
+        let made = AtomicUsize::new(0);
+        let builder = sharded(&mesh).strategy(Hsdp::new(Full::default(), 2));
+        let model = builder.build(|group| {
+            let is_last = made.fetch_add(1, Ordering::Relaxed) == 3;
+            let weight_decay = if is_last && last_decays { 0.9 } else { 0.1 };
+            AdamW::new(group.vars, ParamsAdamW { lr: 0.01, weight_decay, ..Default::default() })
+        });
+        model.unwrap()
+    };
+    let mut alike = build(false);
+    alike.step(batch(8, 0), loss).unwrap();
+    alike.check_in_sync().unwrap();
+    let mut other = build(true);
+    other.check_in_sync().unwrap();
+    other.step(batch(8, 0), loss).unwrap();
+    let found = other.check_in_sync();
+    assert!(matches!(found, Err(Error::Diverged { replica: 3, .. })), "{found:?}");
 }
 
 #[test]
