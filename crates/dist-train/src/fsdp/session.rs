@@ -215,9 +215,9 @@ impl Session {
             |unit: &String| names.binary_search(&unit).expect("a unit of the model") as u64;
         let here: Vec<u64> = order.iter().map(position).collect();
         let orders = agreement::lists(&self.ctx, &here)?;
-        let units_of = |slot: usize| -> Vec<String> {
-            orders[slot].iter().map(|&at| names[at as usize].clone()).collect()
-        };
+        let name =
+            |&at: &u64| names[usize::try_from(at).expect("it was sent as a position")].clone();
+        let units_of = |slot: usize| orders[slot].iter().map(name).collect();
         let error = TrainingError::OtherUnits {
             left,
             left_units: units_of(left),
