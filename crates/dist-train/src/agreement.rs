@@ -23,7 +23,7 @@ pub(crate) fn numbers<const N: usize>(ctx: &Replica, here: [f64; N]) -> Result<V
 }
 
 /// The halves of a number, the lower one first.
-fn halves(number: u64) -> [u32; 2] {
+pub(crate) fn halves(number: u64) -> [u32; 2] {
     let [a, b, c, d, upper @ ..] = number.to_le_bytes();
     [u32::from_le_bytes([a, b, c, d]), u32::from_le_bytes(upper)]
 }

@@ -155,6 +155,22 @@ pub enum TrainingError {
         /// The unit.
         unit: String,
     },
+    /// Two slots of a shard group have entered other units, or in another order, where units are
+    /// [gathered ahead](crate::FullyShardBuilder::prefetch).
+    #[error(
+        "replica {left} enters the units {}, replica {right} enters {}",
+        left_units.join(", "), right_units.join(", ")
+    )]
+    OtherUnits {
+        /// The first slot of the shard group.
+        left: usize,
+        /// The units that it has entered, in their order.
+        left_units: Vec<String>,
+        /// The first slot of the group that has entered others.
+        right: usize,
+        /// The units that this one has entered.
+        right_units: Vec<String>,
+    },
     /// A unit is differentiated by something else than the step, or twice.
     #[error("unit {unit} is differentiated {how}: only the step differentiates a loss, and once")]
     Differentiated {

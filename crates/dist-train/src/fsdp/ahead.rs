@@ -35,7 +35,8 @@ pub(super) struct Turn<P> {
 
 impl<P> Ahead<P> {
     pub(super) fn new(depth: usize, expected: Order) -> Self {
-        let under_way = VecDeque::with_capacity(depth);
+        // Not with room for `depth` units, which may be more than there are.
+        let under_way = VecDeque::new();
         Self { depth, expected, n_begun: 0, under_way, gathered: Vec::new() }
     }
 
@@ -44,8 +45,8 @@ impl<P> Ahead<P> {
         self.depth > 0
     }
 
-    /// Notes that a unit is gathered. All replicas of a group gather the same ones in the same
-    /// order, so all decide alike.
+    /// Notes that a unit is gathered. All slots of a shard group gather the same units in the same
+    /// order, so all of them begin the same ones.
     pub(super) fn turn(&mut self, unit: &str) -> Turn<P> {
         let position = self.gathered.len();
         self.gathered.push(unit.to_owned());
@@ -56,7 +57,7 @@ impl<P> Ahead<P> {
         }
         let begun = self.under_way.pop_front();
         let from = self.n_begun.max(position + 1).min(self.expected.len());
-        let to = position.saturating_add(1 + self.depth).min(self.expected.len());
+        let to = (position + 1).saturating_add(self.depth).min(self.expected.len());
         self.n_begun = to;
         Turn { begun, dropped, next: self.expected[from..to].to_vec() }
     }
@@ -127,6 +128,13 @@ mod tests {
         assert_eq!(shorter.rest(), ["c"]);
         let mut longer = Ahead::new(1, order(&["a"]));
         assert_eq!(run(&mut longer, &["a", "b"]), ["a: - +", "b: - +"]);
+    }
+
+    #[test]
+    fn any_number_of_units_may_be_ahead() {
+        let mut all = Ahead::new(usize::MAX, order(&BOTH));
+        let expected = ["a: - +b c c b a", "b: - +", "c: - +", "c: - +", "b: - +", "a: - +"];
+        assert_eq!(run(&mut all, &BOTH), expected);
     }
 
     #[test]

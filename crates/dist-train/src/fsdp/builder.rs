@@ -162,14 +162,14 @@ impl<'a, B> FullyShardBuilder<'a, B> {
 
     /// Sets how many units are gathered ahead of the one in use; 0 by default.
     ///
-    /// The next ones are those that the batch before has gathered after this one, in the forward and
-    /// in the backward pass, so from the second batch on. One that goes another way has nothing
+    /// The next ones are those that the batch before has gathered after this one, in the forward
+    /// and in the backward pass, so from the second batch on. One that goes another way has nothing
     /// gathered ahead. Gradients of a unit are then summed while the backward pass of the next one
     /// runs. Up to so many units more are in memory. The bits are the same.
     ///
     /// It hides the time of a network behind the computation. Between threads of one process there
-    /// is no network, and nothing is gained. (`forward_prefetch` and `backward_prefetch` in PyTorch,
-    /// `stage3_prefetch_bucket_size` in DeepSpeed.)
+    /// is no network, and nothing is gained. (`forward_prefetch` and `backward_prefetch` in
+    /// PyTorch, `stage3_prefetch_bucket_size` in DeepSpeed.)
     pub fn prefetch(self, units: usize) -> Self {
         Self { prefetch: units, ..self }
     }
@@ -279,10 +279,10 @@ impl<'a, B> FullyShardBuilder<'a, B> {
     /// computes with: `x.to_dtype(vb.dtype())`, and the logits before a cross-entropy to
     /// [`DType::F32`].
     ///
-    /// [`DataParallel`](crate::DataParallel) has the same bits with variables of
-    /// [`dtype`](crate::DataParallelBuilder::dtype) [`DType::BF16`]: [`AdamW`](crate::AdamW) and
-    /// [`Sgd`](crate::Sgd) round them from masters in single precision, and their gradients are
-    /// summed in it.
+    /// Where all initial values are numbers of bf16, [`DataParallel`](crate::DataParallel) has the
+    /// same bits with variables of [`dtype`](crate::DataParallelBuilder::dtype) [`DType::BF16`]:
+    /// [`AdamW`](crate::AdamW) and [`Sgd`](crate::Sgd) round them from masters in single precision,
+    /// and their gradients are summed in it.
     ///
     /// # Examples
     ///
@@ -318,10 +318,17 @@ impl<'a, B> FullyShardBuilder<'a, B> {
         self
     }
 
+<<<<<<< HEAD
     /// Trains the parameters that a pattern matches, and [freezes](Self::freeze) all others. They come
     /// from pretrained [weights](Self::weights), so checkpoints do without them. A model that loads
     /// one must begin with the same weights, which nothing compares. (A new head on a frozen model;
     /// the adapters of [`Lora`](crate::Lora).)
+=======
+    /// Trains the parameters that a pattern matches, and [freezes](Self::freeze) all others. They
+    /// come from pretrained [weights](Self::weights), so checkpoints do without them: a model that
+    /// loads one begins with the same weights. (A new head on a frozen model; the adapters of
+    /// [`Lora`](crate::Lora).)
+>>>>>>> fix-fsdp
     pub fn train_only<S: Into<String>>(mut self, patterns: impl IntoIterator<Item = S>) -> Self {
         self.choices.trained.extend(patterns.into_iter().map(Into::into));
         self
@@ -368,8 +375,8 @@ impl<'a, B> FullyShardBuilder<'a, B> {
         self
     }
 
-    /// Multiplies the learning rates by a factor that follows the number of updates; by default they
-    /// stay as they are set. It is kept in checkpoints.
+    /// Multiplies the learning rates by a factor that follows the number of updates; by default
+    /// they stay as they are set. It is kept in checkpoints.
     pub fn schedule(mut self, schedule: Schedule) -> Self {
         self.options.schedule = schedule;
         self

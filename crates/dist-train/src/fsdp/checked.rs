@@ -96,6 +96,7 @@ fn compute<A: TensorTree>(
     loss: Loss<A>,
     wanted: Wanted,
 ) -> candle_core::Result<Computed<SlotSums>> {
+    session.check_order()?;
     let (mut here, _) = loss.of_shard(ctx)?;
     let whole = here.agree(ctx, rules.allow_non_finite, &rules.refusal)?;
     let whole = whole.with_weight(&rules.refusal)?;

@@ -39,11 +39,14 @@ pub(super) fn empty(tensor: &Tensor) -> Result<()> {
 
 /// Whether two tensors share their memory, as views of one do.
 pub(super) fn shares_memory(left: &Tensor, right: &Tensor) -> bool {
-    let (left, _) = left.storage_and_layout();
-    let left = ptr::from_ref(&*left);
-    // One after the other, so that no thread has two locks.
-    let (right, _) = right.storage_and_layout();
-    ptr::eq(left, &raw const *right)
+    address(left) == address(right)
+}
+
+/// Where a tensor's memory is kept. The lock is let go before another one is taken: a thread that
+/// has one and waits for another may wait for itself, if a writer came between.
+fn address(tensor: &Tensor) -> *const Storage {
+    let (storage, _) = tensor.storage_and_layout();
+    ptr::from_ref(&*storage)
 }
 
 const NAME: &str = "exchange";

@@ -23,8 +23,8 @@ pub enum Keep {
     /// computation, and the memory of all activations. (`reshard_after_forward=True` in PyTorch.)
     ///
     /// A view of a parameter that the function returns is copied. One that it hands to others in
-    /// another way, through a lock, say, cannot be read after it has returned: candle refuses
-    /// whatever reads it.
+    /// another way, through a lock, say, must not be read after it has returned: what reads it may be
+    /// refused by candle, and on devices other than a processor need not be.
     Graph,
     /// Its gathered parameters and what its function has computed: nothing is gathered or computed
     /// twice. (`reshard_after_forward=False`, ZeRO stage 2.)

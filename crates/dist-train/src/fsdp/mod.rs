@@ -73,7 +73,9 @@ use crate::{
 ///   ([`TrainingError::NotRepeatable`]), and one that is not entered
 ///   ([`TrainingError::NotEntered`]);
 /// - replicas that enter different units, or in another order:
-///   [`CollectiveError::Mismatch`](pmap_mesh::CollectiveError::Mismatch) names both.
+///   [`CollectiveError::Mismatch`](pmap_mesh::CollectiveError::Mismatch) names both. Where units
+///   are [gathered ahead](FullyShardBuilder::prefetch), it names what each gathers then, or
+///   [`TrainingError::OtherUnits`] all units that both have entered.
 ///
 /// # Determinism
 ///
@@ -233,7 +235,9 @@ impl<O: Optimizer + Send + 'static> FullyShard<O> {
             let here = layout.explain(shard, |shard| loss(ctx, &units, shard))?.into();
             session.finish_gathering()?;
             note(&order, ctx, &session);
-            let evaluated = here.evaluate(ctx, rules.allow_non_finite, &rules.refusal);
+            let evaluated = session
+                .check_order()
+                .and_then(|()| here.evaluate(ctx, rules.allow_non_finite, &rules.refusal));
             rules.refusal.outcome(evaluated.map(|(whole, aux)| {
                 mean.get_or_init(|| whole);
                 aux
@@ -357,10 +361,10 @@ impl<O> FullyShard<O> {
         self.progress.steps
     }
 
-    /// Compares to the bit what several slots keep of the parameters: parts of other groups of slots
-    /// (HSDP), and parameters that a plan replicates. They are updated alike, so they differ only if
-    /// something has gone wrong: memory, or an optimizer that does not do the same everywhere. Every
-    /// process of the mesh calls it.
+    /// Compares to the bit what several slots keep of the parameters: parts of other groups of
+    /// slots (HSDP), and parameters that a plan replicates. They are updated alike, so they differ
+    /// only if something has gone wrong: memory, or an optimizer that does not do the same
+    /// everywhere. Every process of the mesh calls it.
     ///
     /// # Errors
     ///
@@ -384,8 +388,9 @@ impl<O> FullyShard<O> {
     }
 
     /// What the cost of the [plan](Self::plan) depends on besides it, as this model carries it out:
-    /// what its units keep, how many are gathered ahead, in which types, and when its optimizers run. The optimizer is taken to be Adam, and the
-    /// activations are [to be told](CostModel::with_activations).
+    /// what its units keep, how many are gathered ahead, in which types, and when its optimizers
+    /// run. The optimizer is taken to be Adam, and the activations are [to be
+    /// told](CostModel::with_activations).
     ///
     /// # Examples
     ///
@@ -437,7 +442,8 @@ impl<O> FullyShard<O> {
     }
 
     /// Writes the model as pretrained weights, one parameter in memory after the other; as
-    /// [`DataParallel::save_pretrained`](crate::DataParallel::save_pretrained), whose bytes it writes.
+    /// [`DataParallel::save_pretrained`](crate::DataParallel::save_pretrained), whose bytes it
+    /// writes.
     ///
     /// # Errors
     ///
@@ -454,8 +460,8 @@ impl<O> FullyShard<O> {
     ///
     /// # Errors
     ///
-    /// Those of [`gather`](Self::gather), and the first of `f`, in the process that has it: the rest
-    /// is put together for the others all the same.
+    /// Those of [`gather`](Self::gather), and the first of `f`, in the process that has it: the
+    /// rest is put together for the others all the same.
     pub fn for_each_whole<E: From<Error>>(
         &self,
         mut f: impl FnMut(&str, Tensor) -> Result<(), E>,

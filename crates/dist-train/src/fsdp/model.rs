@@ -59,7 +59,7 @@ pub(super) struct UnitMember {
     pub(super) trained: Option<usize>,
     /// Whether it may have no gradient.
     pub(super) may_be_unused: bool,
-    /// The shape of the whole, and the type in which its gradients are summed.
+    /// The shape of the whole, and the type in which its gradients are held.
     pub(super) shape: Vec<usize>,
     pub(super) dtype: DType,
 }

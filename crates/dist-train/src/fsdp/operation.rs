@@ -241,11 +241,11 @@ impl Differentiable {
 }
 
 /// A unit's result without its history, which stays when the unit's parameters are emptied: what is a
-/// view of one of them is copied.
+/// view of one of them is copied, and not with all that it is a view of, as `Tensor::copy` would.
 fn apart<R: TensorTree>(result: &R, gathered: &BTreeMap<String, Var>) -> Result<R> {
     result.try_map(&mut |output: &Tensor| {
         let is_view = gathered.values().any(|var| shares_memory(output, var));
-        if is_view { output.detach().copy() } else { Ok(output.detach()) }
+        if is_view { output.detach().force_contiguous() } else { Ok(output.detach()) }
     })
 }
 
@@ -269,4 +269,22 @@ fn panic_message(payload: &(dyn Any + Send)) -> Option<&str> {
 /// Whoever panicked with the lock has ended the step, and with it this operation.
 fn lock<T>(guarded: &Mutex<T>) -> MutexGuard<'_, T> {
     guarded.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+#[cfg(test)]
+mod tests {
+    use candle_core::{CpuStorage, DType, Device, Storage};
+
+    use super::*;
+
+    #[test]
+    fn a_view_of_a_parameter_is_kept_without_the_parameter() {
+        let whole = Var::zeros((5, 4), DType::F32, &Device::Cpu).unwrap();
+        let row = whole.t().unwrap().narrow(0, 1, 1).unwrap();
+        let kept = apart(&row, &BTreeMap::from([("w".to_owned(), whole)])).unwrap();
+        assert_eq!(kept.dims(), row.dims());
+        let (storage, _) = kept.storage_and_layout();
+        let Storage::Cpu(CpuStorage::F32(items)) = &*storage else { panic!("another storage") };
+        assert_eq!(items.len(), 5);
+    }
 }

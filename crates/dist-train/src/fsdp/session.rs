@@ -8,9 +8,11 @@ use std::{
 
 use candle_core::{DType, Result, Tensor, Var, backprop::GradStore};
 use candle_nn::VarBuilder;
+use core_types::Fingerprint;
 use pmap_mesh::Replica;
 
 use crate::{
+    agreement::{self, halves},
     error::training::TrainingError,
     fsdp::{
         accumulation::{Accumulation, Whole},
@@ -173,10 +175,56 @@ impl Session {
     /// its end.
     pub(super) fn abandon(&self) -> Result<()> {
         self.finish_gathering()?;
-        match self.backward().under_way.take() {
+        // Taken before, so that the lock is not held while this waits.
+        let under_way = self.backward().under_way.take();
+        match under_way {
             Some(sums) => self.model().vars.finish_reduce_parts(&self.ctx, sums).map(drop),
             None => Ok(()),
         }
+    }
+
+    /// Refuses, on all slots, a loss for which the slots of a shard group have entered other units.
+    ///
+    /// Where units are gathered ahead, their collectives do not show it: a unit that one slot has
+    /// left out was begun by all, and what it begins instead the others begin ahead.
+    pub(super) fn check_order(&self) -> Result<()> {
+        if !self.ahead().is_on() {
+            return Ok(());
+        }
+        let order = self.order();
+        let mut fingerprint = Fingerprint::new();
+        for unit in order.iter() {
+            fingerprint.bytes(unit.as_bytes());
+        }
+        let orders = agreement::words(&self.ctx, &halves(fingerprint.finish()))?;
+        let group_size = self.model().vars.plan().shard_group().as_usize();
+        let first_of_group = |slot: usize| slot / group_size * group_size;
+        let differs = |&slot: &usize| orders[slot] != orders[first_of_group(slot)];
+        match (0..orders.len()).find(differs) {
+            Some(slot) => Err(self.other_units(&order, first_of_group(slot), slot)?),
+            None => Ok(()),
+        }
+    }
+
+    /// The error of two slots that have entered other units, which all slots tell each other:
+    /// `order` are those of this one.
+    #[expect(clippy::expect_used, reason = "positions of units, sent by other slots")]
+    fn other_units(&self, order: &Order, left: usize, right: usize) -> Result<candle_core::Error> {
+        let names: Vec<&String> = self.model().units.keys().collect();
+        let position =
+            |unit: &String| names.binary_search(&unit).expect("a unit of the model") as u64;
+        let here: Vec<u64> = order.iter().map(position).collect();
+        let orders = agreement::lists(&self.ctx, &here)?;
+        let name =
+            |&at: &u64| names[usize::try_from(at).expect("it was sent as a position")].clone();
+        let units_of = |slot: usize| orders[slot].iter().map(name).collect();
+        let error = TrainingError::OtherUnits {
+            left,
+            left_units: units_of(left),
+            right,
+            right_units: units_of(right),
+        };
+        Ok(self.rules().refusal.agreed(error))
     }
 
     /// The units that this batch has gathered, in their order.

@@ -247,6 +247,7 @@ pub(super) fn train<O: Optimizer, A: TensorTree>(
     loss: Loss<A>,
 ) -> Result<(Report, A)> {
     let (totals, whole) = lock(slot).begin(session.entered());
+    session.check_order()?;
     let (shard, batch) = Batch::agree(ctx, rules, loss, totals)?;
     session.check_entered(&lock(slot).accumulated.entered)?;
     let gradients = session.differentiate(shard, batch.scale, whole)?;

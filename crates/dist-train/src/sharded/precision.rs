@@ -63,7 +63,7 @@ fn is_real(dtype: DType) -> bool {
     matches!(dtype, DType::BF16 | DType::F16 | DType::F32 | DType::F64)
 }
 
-const ANY_REAL: &str = "it must be bf16, f32 or f64";
+const ANY_REAL: &str = "it must be bf16, f16, f32 or f64";
 
 const SCALE: &str = "gradients below 6e-8 vanish in it: take bf16, or scale the loss up and the \
                      gradients down, and set `allow_non_finite`";

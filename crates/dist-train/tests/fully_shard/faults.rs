@@ -103,7 +103,7 @@ fn check(error: &str, fault: Fault, is_ahead: bool) {
     let parts = match kind {
         Kind::Error => vec![place, format!("run {run} fails")],
         Kind::Panic => vec![place, format!("run {run} breaks")],
-        // Where the others are when they see it depends on what they have gathered ahead.
+        // Which unit the others begin then depends on what they have gathered ahead.
         Kind::Return | Kind::Order if is_ahead => Vec::new(),
         // What the others enter, beside what this one does instead.
         Kind::Return => vec![format!("({unit}, layout"), "all_gather".to_owned()],
@@ -111,6 +111,11 @@ fn check(error: &str, fault: Fault, is_ahead: bool) {
             vec![format!("({unit}, layout"), format!("({}, layout", (unit + 1) % UNITS)]
         }
     };
+    if is_ahead && matches!(kind, Kind::Return | Kind::Order) {
+        // What slots begin there, a unit or the end of the loss, or all that both have entered.
+        let says = ["(0, layout", "(1, layout", "(2, layout", "enters the units"];
+        assert!(says.iter().any(|says| error.contains(says)), "{fault:?}: {error}");
+    }
     assert!(error.contains(&format!("replica {slot}")), "{fault:?}: {error}");
     for part in parts {
         assert!(error.contains(&part), "{fault:?}: {part} in {error}");

@@ -1,6 +1,6 @@
 //! Units that are gathered ahead of their use.
 
-use candle_core::{Device, Result, Tensor};
+use candle_core::{Device, Result, Tensor, bail};
 use candle_nn::{Module, VarBuilder, linear};
 use core_types::Placement;
 use dist_train::{
@@ -16,7 +16,7 @@ fn however_many_units_are_ahead_the_bits_are_the_same() {
     for slots in 1..5 {
         let mesh = DeviceMesh::cpu(slots).unwrap();
         let expected = train_plain(slots, 2 * slots, 6);
-        for prefetch in [1, 2, 100] {
+        for prefetch in [1, 2, usize::MAX] {
             for keep in KEEPS {
                 let builder = || sharded(&mesh).keep(keep).prefetch(prefetch);
                 let found = train_sharded(builder().build(adam).unwrap(), 2 * slots, 6);
@@ -58,8 +58,8 @@ fn nothing_more_is_sent_than_the_schedule_says() {
                     let rank = Placement::new(slot as u64, 3).unwrap().rank();
                     let handed = schedule.handed_over(rank).unwrap();
                     let found = after - before;
-                    // The loss, which parameters are used, and their squares.
-                    assert_eq!(found.all_gather.calls, handed.all_gather.count + 3, "{keep:?}");
+                    // The units, the loss, which parameters are used, and their squares.
+                    assert_eq!(found.all_gather.calls, handed.all_gather.count + 4, "{keep:?}");
                     assert_eq!(found.reduce_scatter.calls, handed.reduce_scatter.count);
                     assert_eq!(found.reduce_scatter.bytes, handed.reduce_scatter.bytes);
                 }
@@ -99,6 +99,71 @@ const ROUTES: [&[&str]; 6] = [
     &["0", "1", "2", "3"],
 ];
 
+fn failing(ctx: &Replica, model: &Units, x: Tensor) -> Result<Tensor> {
+    let loss = through(ROUTES[2])(ctx, model, x)?;
+    if ctx.slot() == 0 {
+        bail!("it fails")
+    }
+    Ok(loss)
+}
+
+/// What the first slot enters in another order than the others.
+fn apart(
+    first: &'static [&'static str],
+    others: &'static [&'static str],
+) -> impl Fn(&Replica, &Units, Tensor) -> Result<Tensor> + Send + Sync {
+    move |ctx: &Replica, model: &Units, x: Tensor| {
+        through(if ctx.slot() == 0 { first } else { others })(ctx, model, x)
+    }
+}
+
+/// The error says what is called by whoever goes on where another one ends.
+#[test]
+fn units_are_gathered_ahead_of_their_use() {
+    let mesh = DeviceMesh::cpu(2).unwrap();
+    for (prefetch, called) in [(0, "(1, layout"), (1, "(2, layout"), (2, "(3, layout")] {
+        let builder = FullyShard::builder(&mesh, layers).prefetch(prefetch);
+        let mut model = builder.build(adam).unwrap();
+        model.step(input(), through(ROUTES[0])).unwrap();
+        model.evaluate(input(), through(ROUTES[0])).unwrap();
+        let ended = apart(&["0"], ROUTES[0]);
+        let evaluated = model.evaluate(input(), &ended).unwrap_err().to_string();
+        assert!(evaluated.contains(called), "{prefetch} ahead: {evaluated}");
+        let trained = model.step(input(), &ended).unwrap_err().to_string();
+        assert!(trained.contains(called), "{prefetch} ahead: {trained}");
+    }
+}
+
+#[test]
+fn slots_that_enter_other_units_are_refused_though_their_collectives_are_the_same() {
+    const LEFT_OUT: [&str; 3] = ["0", "2", "3"];
+    let mesh = DeviceMesh::cpu(2).unwrap();
+    let check = |error: Error| {
+        let Error::Training(TrainingError::OtherUnits { left_units, right_units, .. }) = &error
+        else {
+            panic!("{error}")
+        };
+        assert_eq!(*left_units, LEFT_OUT);
+        assert_eq!(*right_units, ROUTES[0]);
+        assert!(error.to_string().contains("replica 0 enters the units 0, 2, 3"), "{error}");
+    };
+    // What stays gathered has no collectives in the backward pass, in which they would differ.
+    let build = || {
+        let builder = FullyShard::builder(&mesh, layers).prefetch(1).keep(Keep::Gathered);
+        let mut model = builder.freeze(["1.*"]).build(adam).unwrap();
+        model.step(input(), through(ROUTES[0])).unwrap();
+        model.evaluate(input(), through(ROUTES[0])).unwrap();
+        model
+    };
+    let mut model = build();
+    check(model.evaluate(input(), apart(&LEFT_OUT, ROUTES[0])).unwrap_err());
+    check(model.step(input(), apart(&LEFT_OUT, ROUTES[0])).unwrap_err());
+    // Nothing has changed, and it trains on.
+    let [found, expected] = [model, build()]
+        .map(|mut model| model.step(input(), through(ROUTES[0])).unwrap().loss.to_bits());
+    assert_eq!(found, expected);
+}
+
 #[test]
 fn a_batch_that_goes_another_way_is_trained_all_the_same() {
     for slots in [1, 3] {
@@ -112,13 +177,11 @@ fn a_batch_that_goes_another_way_is_trained_all_the_same() {
                     losses.push(model.step(input(), through(route)).unwrap().loss.to_bits());
                     let evaluated = model.evaluate(input(), through(route)).unwrap();
                     losses.push(evaluated.loss.to_bits());
-                    // Fails after it has begun to gather.
-                    let failing = move |ctx: &Replica, model: &Units, x: Tensor| {
-                        let loss = through(ROUTES[2])(ctx, model, x)?;
-                        let fails = ctx.slot() == 0;
-                        if fails { Err(candle_core::Error::msg("it fails")) } else { Ok(loss) }
-                    };
+                }
+                // After a step that fails when it has begun to gather, too.
+                for route in ROUTES {
                     model.step(input(), failing).unwrap_err();
+                    losses.push(model.step(input(), through(route)).unwrap().loss.to_bits());
                 }
                 (losses, bits(&model.gather("0.weight").unwrap()))
             };

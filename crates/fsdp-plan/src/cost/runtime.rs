@@ -8,7 +8,7 @@ pub enum Runtime {
     /// unit is gathered ahead, and the graphs of all units are kept for the backward pass.
     #[default]
     Torch,
-    /// dist-train's `FullyShard` on candle: no padding, nothing ahead. Gradients of halves are
+    /// dist-train's `FullyShard` on candle: no padding, nothing ahead by default. Gradients of halves are
     /// reduced and held as [`F32`](crate::ElemType::F32). Replicated parameters are copied like the others while
     /// their unit computes, and so is everything where a shard group has one rank. Units that do not
     /// stay gathered keep their inputs and are computed again, unless [their graphs are
