@@ -26,7 +26,7 @@ macro_rules! own_sources {
     };
 }
 
-const EMBEDDED: [(&str, &str); 73] = own_sources![
+const EMBEDDED: [(&str, &str); 74] = own_sources![
     "README.md",
     "src/bin/candle-distributed.rs",
     "src/bytes.rs",
@@ -90,6 +90,7 @@ const EMBEDDED: [(&str, &str); 73] = own_sources![
     "src/train/model.rs",
     "src/train/model_file.rs",
     "src/train/parameters.rs",
+    "src/train/precision.rs",
     "src/train/pretrained.rs",
     "src/train/recipe.rs",
     "src/train/resumed.rs",

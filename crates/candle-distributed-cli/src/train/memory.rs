@@ -12,7 +12,7 @@ use crate::{
     error::Result,
     train::{
         model::Config,
-        recipe::Precision,
+        precision::Precision,
         session::Session,
         sharding::{self, Keep, Needs, Sharding},
     },

@@ -13,6 +13,7 @@ pub(crate) mod metrics;
 pub(crate) mod model;
 pub(crate) mod model_file;
 pub(crate) mod parameters;
+pub(crate) mod precision;
 pub(crate) mod pretrained;
 pub(crate) mod recipe;
 pub(crate) mod resumed;

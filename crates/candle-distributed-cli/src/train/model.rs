@@ -15,7 +15,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::{
     error::{self, Error},
-    train::recipe::Precision,
+    train::precision::Precision,
 };
 
 /// The sizes of a transformer.

@@ -3,7 +3,7 @@
 use std::{
     fs::File,
     io::{self, Read, Write},
-    path::Path,
+    path::{Path, PathBuf},
 };
 
 use candle_core::Tensor;
@@ -13,7 +13,15 @@ use safetensors::{
     tensor::{Metadata, TensorInfo},
 };
 
-use crate::train::recipe::Precision;
+use crate::train::precision::Precision;
+
+/// The name of the model in the folder of its run.
+pub(crate) const FILE: &str = "model.safetensors";
+
+/// The model of the run in a folder, once it has ended.
+pub(crate) fn in_folder(path: &Path) -> PathBuf {
+    path.join(FILE)
+}
 
 /// Writes the head of the file: names and shapes of the parameters, which follow in this order.
 pub(crate) fn write_head(

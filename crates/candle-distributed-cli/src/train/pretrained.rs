@@ -7,7 +7,7 @@ use serde::{Deserialize, Serialize};
 use crate::{
     error::{Error, Result},
     hint,
-    train::{model_file, run_dir},
+    train::model_file,
 };
 
 /// The model that a run begins with, as `run.json` records it.
@@ -22,7 +22,7 @@ pub(crate) struct Pretrained {
 impl Pretrained {
     /// The model in `path`: a safetensors file, or the folder of a run that has ended.
     pub(crate) fn read(path: &Path) -> Result<Self> {
-        let path = if path.is_dir() { run_dir::model_in(path) } else { path.to_owned() };
+        let path = if path.is_dir() { model_file::in_folder(path) } else { path.to_owned() };
         if path.to_str().is_none() {
             return Err(Error::usage(format!(
                 "--weights {} is not UTF-8, and run.json cannot name it",

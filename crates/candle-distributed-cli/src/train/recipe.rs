@@ -1,6 +1,5 @@
 //! How a run learns: options that decide about the parameters after each step.
 
-use candle_core::DType;
 use candle_distributed::train::{Lora, Schedule};
 use clap::ValueEnum;
 use serde::{Deserialize, Serialize};
@@ -8,7 +7,7 @@ use serde::{Deserialize, Serialize};
 use crate::{
     error::{Error, Result},
     help::typed,
-    train::model::LINEAR_LAYERS,
+    train::{model::LINEAR_LAYERS, precision::Precision},
 };
 
 /// How a run learns, as it is asked for and as `run.json` records it.
@@ -48,31 +47,6 @@ pub(crate) struct Recipe {
     #[arg(long, value_name = "ALPHA", requires = "lora")]
     #[serde(default, skip_serializing_if = "Option::is_none")]
     lora_alpha: Option<f64>,
-}
-
-/// The types in which a model may compute.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, ValueEnum)]
-#[serde(rename_all = "lowercase")]
-pub(crate) enum Precision {
-    /// Single precision
-    #[default]
-    F32,
-    /// Half precision with the range of f32: half the memory of what is gathered and computed
-    Bf16,
-}
-
-impl Precision {
-    pub(crate) fn dtype(self) -> DType {
-        match self {
-            Self::F32 => DType::F32,
-            Self::Bf16 => DType::BF16,
-        }
-    }
-
-    /// Of a number.
-    pub(crate) fn bytes(self) -> u128 {
-        self.dtype().size_in_bytes() as u128
-    }
 }
 
 /// The curves of the learning rate, by the names that Hugging Face gives them.

@@ -29,18 +29,12 @@ use crate::{
 };
 
 const METRICS: &str = "metrics.jsonl";
-const MODEL_FILE: &str = "model.safetensors";
 const CURVE: &str = "loss.svg";
 const CHECKPOINTS: &str = "checkpoints";
 
 /// The folder of run `number`, where `--out` names none.
 pub(crate) fn numbered(number: u32) -> PathBuf {
     Path::new("runs").join(format!("{number:04}"))
-}
-
-/// The model of the run in `path`, once it has ended.
-pub(crate) fn model_in(path: &Path) -> PathBuf {
-    path.join(MODEL_FILE)
 }
 
 /// The folder of the adapters that a run has trained, once it has ended.
@@ -79,7 +73,7 @@ fn damage(metrics: &Metrics) -> String {
 /// The names of what the folder `path` holds of a run.
 pub(crate) fn contents(path: &Path) -> Result<Vec<&'static str>> {
     let mut found = Vec::new();
-    for name in [settings::FILE, METRICS, MODEL_FILE, CHECKPOINTS] {
+    for name in [settings::FILE, METRICS, model_file::FILE, CHECKPOINTS] {
         let path = path.join(name);
         // A link counts wherever it leads.
         match fs::symlink_metadata(&path) {
@@ -121,7 +115,7 @@ impl Seen {
     /// by a second call, which is to come once the run is locked.
     pub(crate) fn in_folder(path: &Path) -> Result<Self> {
         let settings = input::read_if_there(&path.join(settings::FILE))?;
-        let model = path.join(MODEL_FILE);
+        let model = model_file::in_folder(path);
         let model = match fs::symlink_metadata(&model) {
             // Some systems know no times; then the length alone is compared.
             Ok(known) => Some((known.len(), known.modified().ok())),
@@ -165,12 +159,12 @@ fn is_nothing(error: &io::Error) -> bool {
 /// Whether the run of these settings in `path` is complete: there are metrics up to its last step,
 /// and the model that it ended with. A model that is not that one is said.
 pub(crate) fn is_complete(path: &Path, settings: &Settings) -> Result<bool> {
-    if !contents(path)?.contains(&MODEL_FILE) {
+    if !contents(path)?.contains(&model_file::FILE) {
         return Ok(false);
     }
     let fault = incomplete(path, settings)?;
     if let Some(fault) = &fault {
-        let model = path.join(MODEL_FILE);
+        let model = model_file::in_folder(path);
         output::warning(format_args!("{} does not complete the run: {fault}", model.display()));
     }
     Ok(fault.is_none())
@@ -178,7 +172,7 @@ pub(crate) fn is_complete(path: &Path, settings: &Settings) -> Result<bool> {
 
 /// Why the model in `path` does not complete the run of these settings, if it does not.
 fn incomplete(path: &Path, settings: &Settings) -> Result<Option<String>> {
-    let model = path.join(MODEL_FILE);
+    let model = model_file::in_folder(path);
     if !model.is_file() {
         // The model of the run could not take its place.
         return Err(Error::usage(format!("{} is not a file", model.display())));
@@ -373,7 +367,7 @@ impl RunDir {
 
     /// Opens the file of the model.
     pub(crate) fn open_model(&self) -> Result<Partial> {
-        Partial::new(&self.path.join(MODEL_FILE))
+        Partial::new(&model_file::in_folder(&self.path))
     }
 
     /// Gives the file of the model, which is written, its name; that completes the run.
@@ -412,7 +406,7 @@ fn keep_beside(path: &Path, what: &str, metrics: &[u8]) -> Result<PathBuf> {
 /// Gives a model that does not complete its run another name, if there is one: what made it is
 /// gone, and the run will end with one of its own. Nobody else does so meanwhile, the run is locked.
 fn move_model(path: &Path) -> Result<Option<PathBuf>> {
-    let model = path.join(MODEL_FILE);
+    let model = model_file::in_folder(path);
     let mut number = 1_u32;
     loop {
         let beside = path.join(format!("model.unsaved-{number:04}.safetensors"));
@@ -452,7 +446,7 @@ mod tests {
         assert!(is_refused(&run));
         assert!(RunDir::create(&run, &settings()).is_err(), "another program made it meanwhile");
 
-        for name in [MODEL_FILE, METRICS, settings::FILE, CHECKPOINTS] {
+        for name in [model_file::FILE, METRICS, settings::FILE, CHECKPOINTS] {
             let other = parent.path().join(name.replace('.', "-"));
             fs::create_dir(&other).unwrap();
             fs::write(other.join(name), "kept").unwrap();

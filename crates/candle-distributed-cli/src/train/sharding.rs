@@ -18,7 +18,7 @@ use crate::{
     strategy::Strategy,
     train::{
         model::{self, Transformer},
-        recipe::Precision,
+        precision::Precision,
     },
 };
 

@@ -170,7 +170,7 @@ impl Job<'_> {
         model.save_pretrained(&merged, files(lora.merged().max_bytes(u64::MAX)))?;
         let Some(mut journal) = journal else { return Ok(()) };
         let mut partial = journal.open_model()?;
-        let file = run_dir::model_in(&merged);
+        let file = model_file::in_folder(&merged);
         let copied = File::open(&file).and_then(|mut from| io::copy(&mut from, partial.file()));
         copied.map_err(|source| Error::write(&file, source))?;
         fs::remove_dir_all(&merged).map_err(|source| Error::write(&merged, source))?;
