@@ -208,8 +208,22 @@ pub enum Error {
         /// The tokens of the sequence.
         tokens: u64,
     },
+    /// The sequences of a batch have more tokens than it counts.
+    #[error(
+        "sequences of {tokens} tokens, {counted} are counted: longer sequences are cut by \
+         Collator::with_max_sequence_length"
+    )]
+    Uncounted {
+        /// The tokens that there are.
+        tokens: u64,
+        /// The tokens of the batch.
+        counted: u64,
+    },
     /// The sequences are longer than their lengths said.
-    #[error("sequences of {tokens} tokens do not fit a row of {row_length}")]
+    #[error(
+        "sequences of {tokens} tokens do not fit a row of {row_length}: longer sequences are cut by \
+         Collator::with_max_sequence_length"
+    )]
     RowOverflow {
         /// The tokens of all sequences of the row.
         tokens: u64,

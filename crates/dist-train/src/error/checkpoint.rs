@@ -187,6 +187,12 @@ pub enum CheckpointError {
         /// The length in the index.
         expected: u64,
     },
+    /// A file that steps are to be written to has something else in it.
+    #[error("{}: no line of it is a step", Printable(path.display()))]
+    NoMetrics {
+        /// The file.
+        path: PathBuf,
+    },
     /// The header of a file cannot be read, or would be one that cannot.
     #[error("{}: {cause}", Printable(path.display()))]
     Header {

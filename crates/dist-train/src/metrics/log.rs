@@ -9,7 +9,7 @@ use std::{
 
 use crate::{
     checkpoint::disk::At,
-    error::Result,
+    error::{Result, checkpoint::CheckpointError},
     metrics::{StepMetrics, read::Metrics},
 };
 
@@ -53,13 +53,17 @@ pub struct MetricsLog {
 }
 
 impl MetricsLog {
-    /// Opens a file to go on after `done` steps, or makes it and its folder. The lines of later steps, which the run
-    /// that it resumes has taken after its checkpoint, are dropped, and with them those that are
-    /// [damaged](Metrics::damaged). The clock of the session starts.
+    /// Opens a file to resume it after `done` steps, or makes it and its folder. The lines of later
+    /// steps, which the run that is resumed has taken after its checkpoint, are dropped, and with
+    /// them those that are [damaged](Metrics::damaged). The clock of the session starts.
+    ///
+    /// The whole file is kept beside it if lines are damaged, as `metrics.damaged-0001.jsonl`, and if
+    /// a run without a checkpoint starts anew, as `metrics.unsaved-0001.jsonl`.
     ///
     /// # Errors
     ///
-    /// [`CheckpointError::Io`](crate::CheckpointError::Io) if it cannot be opened or changed.
+    /// [`CheckpointError::NoMetrics`] for a file that has no step in it, and is something else
+    /// therefore; [`CheckpointError::Io`] if it cannot be opened or changed.
     pub fn open(path: impl Into<PathBuf>, done: u64) -> Result<Self> {
         let path = path.into();
         if let Some(folder) = path.parent() {
@@ -106,14 +110,50 @@ fn keep_before(path: &Path, end: u64) -> Result<()> {
         text => text.at(path)?,
     };
     let mut metrics = Metrics::parse(&text);
+    if metrics.steps().is_empty() && !is_begun(&text) {
+        return Err(CheckpointError::NoMetrics { path: path.to_owned() }.into());
+    }
+    if !metrics.damaged().is_empty() {
+        keep_beside(path, "damaged", &text)?;
+    }
+    if end == 0 && metrics.done() > 0 {
+        keep_beside(path, "unsaved", &text)?;
+    }
     metrics.truncate(end);
     let kept = metrics.lines(&text);
-    if kept == text {
-        return Ok(());
+    if kept == text { Ok(()) } else { replace(path, &kept) }
+}
+
+/// Whether a file without a step is what a run leaves that is killed in the line of its first.
+fn is_begun(text: &[u8]) -> bool {
+    let start: &[u8] = br#"{"step":"#;
+    text.is_empty() || (text.starts_with(start) && !text.contains(&b'\n'))
+}
+
+/// Writes what a file had into another one, under a name that is free.
+fn keep_beside(path: &Path, what: &str, text: &[u8]) -> Result<()> {
+    for number in 1_u64.. {
+        let beside = path.with_extension(format!("{what}-{number:04}.jsonl"));
+        let mut file = match File::create_new(&beside) {
+            Err(error) if error.kind() == io::ErrorKind::AlreadyExists => continue,
+            file => file.at(&beside)?,
+        };
+        file.write_all(text).and_then(|()| file.sync_all()).at(&beside)?;
+        let (path, beside) = (path.display(), beside.display());
+        tracing::warn!("{path} has {what} lines, and is kept as {beside}");
+        break;
     }
-    // In one step: whoever reads the file finds the old lines or the new ones.
-    let partial = path.with_extension("partial");
-    fs::write(&partial, kept).at(&partial)?;
+    Ok(())
+}
+
+/// Gives a file another content in one step: whoever reads it finds the old lines or the new ones,
+/// after a failure of the machine too.
+fn replace(path: &Path, text: &[u8]) -> Result<()> {
+    let mut partial = path.as_os_str().to_owned();
+    partial.push(".partial");
+    let partial = PathBuf::from(partial);
+    let mut file = File::create(&partial).at(&partial)?;
+    file.write_all(text).and_then(|()| file.sync_all()).at(&partial)?;
     fs::rename(&partial, path).at(path)
 }
 
@@ -158,6 +198,70 @@ mod tests {
         assert!(!cfg!(target_os = "linux") || peaks.flatten().all(|bytes| bytes > 1 << 16));
         let text = fs::read_to_string(&path).unwrap();
         assert_eq!(text.lines().count(), 4, "{text}");
+    }
+
+    fn names(folder: &Path) -> Vec<String> {
+        let name = |entry: fs::DirEntry| entry.file_name().into_string().unwrap();
+        let mut names: Vec<_> =
+            fs::read_dir(folder).unwrap().map(|entry| name(entry.unwrap())).collect();
+        names.sort();
+        names
+    }
+
+    #[test]
+    fn a_file_that_is_no_log_is_left_as_it_is() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("texts.jsonl");
+        for text in ["{\"text\": \"a\"}\n{\"text\": \"b\"}\n", "no end of a line", "\n"] {
+            fs::write(&path, text).unwrap();
+            let error = MetricsLog::open(&path, 0).unwrap_err();
+            assert!(error.to_string().ends_with("texts.jsonl: no line of it is a step"), "{error}");
+            assert_eq!(fs::read_to_string(&path).unwrap(), text);
+        }
+        // The first line of a run that was killed in it.
+        fs::write(&path, "{\"step\":0,\"epo").unwrap();
+        MetricsLog::open(&path, 0).unwrap();
+        assert_eq!(fs::read_to_string(&path).unwrap(), "");
+        assert_eq!(names(folder.path()), ["texts.jsonl"]);
+    }
+
+    #[test]
+    fn what_no_checkpoint_or_line_vouches_for_is_kept_beside() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("metrics.jsonl");
+        // A file of the name that a careless writer would take.
+        fs::write(folder.path().join("metrics.partial"), "mine").unwrap();
+        let written = || {
+            let mut log = MetricsLog::open(&path, 0).unwrap();
+            (0..2).for_each(|step| log.write(StepMetrics::new(step, 0.5)).unwrap());
+            fs::read_to_string(&path).unwrap()
+        };
+        let text = written();
+        assert_eq!(text.lines().count(), 2);
+        assert_eq!(written().lines().count(), 2, "the run starts anew");
+        let read = |name: &str| fs::read_to_string(folder.path().join(name)).unwrap();
+        assert_eq!(read("metrics.unsaved-0001.jsonl"), text);
+        for number in 1..=2 {
+            let damaged = text.replacen('\n', "\ndamage\n", 1);
+            fs::write(&path, &damaged).unwrap();
+            MetricsLog::open(&path, 2).unwrap();
+            assert_eq!(read(&format!("metrics.damaged-000{number}.jsonl")), damaged);
+            assert_eq!(fs::read_to_string(&path).unwrap(), text);
+        }
+        // Steps after the checkpoint are taken again, and nothing is lost.
+        MetricsLog::open(&path, 1).unwrap();
+        assert_eq!(Metrics::read(&path).unwrap().done(), 1);
+        assert_eq!(
+            names(folder.path()),
+            [
+                "metrics.damaged-0001.jsonl",
+                "metrics.damaged-0002.jsonl",
+                "metrics.jsonl",
+                "metrics.partial",
+                "metrics.unsaved-0001.jsonl"
+            ]
+        );
+        assert_eq!(read("metrics.partial"), "mine");
     }
 
     #[test]

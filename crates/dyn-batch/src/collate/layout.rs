@@ -4,7 +4,11 @@ use std::ops::Range;
 
 use candle_core::{Device, Error as CandleError, Result, Tensor, WithDType};
 
-use crate::{batch::Batch, collate::PaddingSide, error::Error};
+use crate::{
+    batch::Batch,
+    collate::{Collator, PaddingSide},
+    error::Error,
+};
 
 /// Rows of equal length, and the sequences in them.
 ///
@@ -25,7 +29,7 @@ pub(crate) struct Place {
     index: u64,
     /// The tokens before it, of all rows.
     start: usize,
-    /// How many tokens it has; those that do not fit the row are cut off its end.
+    /// How many tokens it has, and how many of them are kept: the others are cut off its end.
     n_tokens: usize,
     n_kept: usize,
 }
@@ -41,7 +45,7 @@ impl Layout {
     pub(crate) fn padded(
         batch: &Batch,
         tokens: &[&[u32]],
-        side: PaddingSide,
+        collator: &Collator,
         device: &Device,
     ) -> Result<Self> {
         let (rows, row_len) = shape(batch)?;
@@ -50,31 +54,38 @@ impl Layout {
             return Err(wrapped(Error::PackedBatch { sequences, rows: batch.rows }));
         }
         let place = |(row, (&index, tokens)): (usize, (&u64, &&[u32]))| {
-            let n_kept = tokens.len().min(row_len);
-            let padding_before = match side {
+            let n_kept = collator.n_kept(tokens);
+            check_row(n_kept, row_len)?;
+            let padding_before = match collator.side {
                 PaddingSide::Left => row_len - n_kept,
                 PaddingSide::Right => 0,
             };
-            Place { index, start: row * row_len + padding_before, n_tokens: tokens.len(), n_kept }
+            let start = row * row_len + padding_before;
+            Ok::<_, CandleError>(Place { index, start, n_tokens: tokens.len(), n_kept })
         };
-        let places = batch.indices.iter().zip(tokens).enumerate().map(place).collect();
+        let places = batch.indices.iter().zip(tokens).enumerate().map(place);
+        let places: Vec<Place> = places.collect::<Result<_>>()?;
+        check_counted(batch, &places)?;
         Ok(Self { rows, row_len, places, device: device.clone() })
     }
 
     /// One row for all sequences of a batch, one behind the other; `tokens` are theirs.
-    pub(crate) fn packed(batch: &Batch, tokens: &[&[u32]], device: &Device) -> Result<Self> {
+    pub(crate) fn packed(
+        batch: &Batch,
+        tokens: &[&[u32]],
+        collator: &Collator,
+        device: &Device,
+    ) -> Result<Self> {
         let (_, row_len) = shape(batch)?;
         let mut start = 0;
         let mut places = Vec::with_capacity(tokens.len());
         for (&index, tokens) in batch.indices.iter().zip(tokens) {
-            let n_kept = tokens.len().min(row_len);
+            let n_kept = collator.n_kept(tokens);
             places.push(Place { index, start, n_tokens: tokens.len(), n_kept });
             start += n_kept;
         }
-        if start > row_len {
-            let (tokens, row_length) = (start as u64, row_len as u64);
-            return Err(wrapped(Error::RowOverflow { tokens, row_length }));
-        }
+        check_row(start, row_len)?;
+        check_counted(batch, &places)?;
         Ok(Self { rows: 1, row_len, places, device: device.clone() })
     }
 
@@ -134,6 +145,23 @@ impl Layout {
     fn indices(&self) -> impl Iterator<Item = u64> {
         self.places.iter().map(|place| place.index)
     }
+}
+
+/// Refuses tokens that are more than a row has.
+fn check_row(n_tokens: usize, row_len: usize) -> Result<()> {
+    let (tokens, row_length) = (n_tokens as u64, row_len as u64);
+    if n_tokens <= row_len {
+        Ok(())
+    } else {
+        Err(wrapped(Error::RowOverflow { tokens, row_length }))
+    }
+}
+
+/// Refuses more tokens than the batch counts: its limits and reports would not be about them.
+fn check_counted(batch: &Batch, places: &[Place]) -> Result<()> {
+    let tokens = places.iter().map(|place| place.n_kept as u64).sum();
+    let counted = batch.real_tokens;
+    if tokens <= counted { Ok(()) } else { Err(wrapped(Error::Uncounted { tokens, counted })) }
 }
 
 /// Rows and their length, if a tensor can have so many elements of 8 bytes.

@@ -62,11 +62,18 @@ pub struct Collator {
     /// Where padding goes; [`PaddingSide::Right`] by default. Packed rows have it at their end
     /// always.
     pub side: PaddingSide,
+    /// How many tokens of a sequence are kept; all by default.
+    pub max_sequence_length: Option<u64>,
 }
 
 impl Default for Collator {
     fn default() -> Self {
-        Self { pad_id: 0, ignore_index: -100, side: PaddingSide::default() }
+        Self {
+            pad_id: 0,
+            ignore_index: -100,
+            side: PaddingSide::default(),
+            max_sequence_length: None,
+        }
     }
 }
 
@@ -144,16 +151,33 @@ impl Collator {
         Self { side, ..self }
     }
 
+    /// Cuts longer sequences at their end; by default none is. Where the batcher
+    /// [truncates](crate::Overlong::Truncate), this is its
+    /// [`max_sequence_length`](crate::BatchConfig::max_sequence_length).
+    #[must_use]
+    pub fn with_max_sequence_length(self, max_sequence_length: u64) -> Self {
+        Self { max_sequence_length: Some(max_sequence_length), ..self }
+    }
+
+    /// How many tokens of a sequence are kept.
+    fn n_kept(&self, tokens: &[u32]) -> usize {
+        // A limit beyond the address space is none.
+        let max = self.max_sequence_length.and_then(|max| usize::try_from(max).ok());
+        max.map_or(tokens.len(), |max| tokens.len().min(max))
+    }
+
     /// Pads the sequences of a batch, a row each; `tokens` gives the token ids of an index.
     ///
-    /// Each token is copied once for each tensor, and to another device at once. Sequences that are
-    /// longer than the rows, because the batcher was told to truncate them, are cut at their end.
+    /// Each token is copied once for each tensor, and to another device at once. Sequences that the
+    /// batcher truncates are cut by
+    /// [`with_max_sequence_length`](Self::with_max_sequence_length).
     ///
     /// # Errors
     ///
     /// Candle's own for the device. Wrapped in one of candle's: [`Error::TensorTooLarge`] if the
-    /// batch is larger than the address space, and [`Error::PackedBatch`] if it has more sequences
-    /// than rows.
+    /// batch is larger than the address space, [`Error::PackedBatch`] if it has more sequences than
+    /// rows, [`Error::RowOverflow`] if a sequence is longer than its row, and [`Error::Uncounted`] if
+    /// all are longer than the batch says.
     pub fn pad<'a>(
         &self,
         batch: &Batch,
@@ -161,7 +185,7 @@ impl Collator {
         device: &Device,
     ) -> Result<PaddedTensors> {
         let tokens: Vec<&[u32]> = batch.indices.iter().map(|&index| tokens(index)).collect();
-        let layout = Layout::padded(batch, &tokens, self.side, device)?;
+        let layout = Layout::padded(batch, &tokens, self, device)?;
         let ids = layout.lay(self.pad_id, tokens.iter().copied())?;
         let mut mask = vec![0_u8; ids.len()];
         let mut labels = vec![self.ignore_index; ids.len()];
@@ -188,7 +212,8 @@ impl Collator {
     ///
     /// Candle's own for the device. Wrapped in one of candle's: [`Error::TensorTooLarge`] if the
     /// row is larger than the address space, and [`Error::RowOverflow`] if the sequences are longer
-    /// than the row, so longer than the batcher was told.
+    /// than the row, so longer than the batcher was told; [`Error::Uncounted`] if they are longer
+    /// than the batch says.
     pub fn pack<'a>(
         &self,
         batch: &Batch,
@@ -196,7 +221,7 @@ impl Collator {
         device: &Device,
     ) -> Result<PackedTensors> {
         let tokens: Vec<&[u32]> = batch.indices.iter().map(|&index| tokens(index)).collect();
-        let layout = Layout::packed(batch, &tokens, device)?;
+        let layout = Layout::packed(batch, &tokens, self, device)?;
         let row_len = layout.row_len();
         let too_long = || {
             let tokens = layout.lengths().sum();
@@ -379,8 +404,42 @@ mod tests {
     fn truncated_sequences_are_cut_at_their_end() {
         let config = BatchConfig::default().with_max_batch_size(4).with_max_sequence_length(2);
         let batches = batches(config.with_overlong(Overlong::Truncate));
-        let tensors = Collator::default().pad(&batches[0], text, &Device::Cpu).unwrap();
+        let collator = Collator::default().with_max_sequence_length(2);
+        let tensors = collator.pad(&batches[0], text, &Device::Cpu).unwrap();
         assert_eq!(tensors.ids.to_vec2::<u32>().unwrap(), [[1, 2], [4, 5], [6, 0], [7, 8]]);
+        let error = Collator::default().pad(&batches[0], text, &Device::Cpu).unwrap_err();
+        assert!(error.to_string().contains("of 3 tokens do not fit a row of 2"), "{error}");
+    }
+
+    #[test]
+    fn sequences_are_cut_to_the_length_that_is_counted_not_to_the_row() {
+        let config = BatchConfig::default().with_max_sequence_length(3);
+        let config = config.with_overlong(Overlong::Truncate);
+        let collator = Collator::default().with_max_sequence_length(3);
+        let padded = batches(config.clone().with_max_batch_size(4).with_length_multiple(4));
+        let tensors = collator.pad(&padded[0], text, &Device::Cpu).unwrap();
+        assert_eq!(tensors.ids.to_vec2::<u32>().unwrap()[3], [7, 8, 9, 0]);
+        let kept: u8 = tensors.mask.flatten_all().unwrap().to_vec1::<u8>().unwrap().iter().sum();
+        assert_eq!((u64::from(kept), padded[0].real_tokens), (9, 9));
+        let error = Collator::default().pad(&padded[0], text, &Device::Cpu).unwrap_err();
+        assert!(error.to_string().contains("of 10 tokens, 9 are counted"), "{error}");
+
+        let pack = DynamicBatchStrategy::Pack(Packing::InOrder { open_rows: 1 });
+        let packed = batches(config.with_strategy(pack).with_max_tokens(12));
+        let tensors = collator.pack(&packed[0], text, &Device::Cpu).unwrap();
+        assert_eq!(tensors.ids.to_vec2::<u32>().unwrap(), [[1, 2, 3, 4, 5, 6, 7, 8, 9, 0, 0, 0]]);
+        let error = Collator::default().pack(&packed[0], text, &Device::Cpu).unwrap_err();
+        assert!(error.to_string().contains("of 10 tokens, 9 are counted"), "{error}");
+    }
+
+    #[test]
+    fn a_sequence_that_is_longer_than_its_packed_row_is_not_cut_in_silence() {
+        let pack = DynamicBatchStrategy::Pack(Packing::BestFit);
+        let packed = batches(BatchConfig::default().with_strategy(pack).with_max_tokens(4));
+        assert_eq!(packed[0].indices, [3]);
+        let longer = |_| &[1, 2, 3, 4, 5][..];
+        let error = Collator::default().pack(&packed[0], longer, &Device::Cpu).unwrap_err();
+        assert!(error.to_string().contains("of 5 tokens do not fit a row of 4"), "{error}");
     }
 
     #[test]
@@ -412,6 +471,7 @@ mod tests {
         let config = BatchConfig::default().with_max_batch_size(4).with_max_sequence_length(3);
         let batches = batches(config.with_overlong(Overlong::Truncate));
         let collator = Collator::default().with_side(PaddingSide::Left).with_ignore_index(-1);
+        let collator = collator.with_max_sequence_length(3);
         let tensors = collator.pad(&batches[0], text, &Device::Cpu).unwrap();
         assert_eq!(
             tensors.per_token(-7, at(TENFOLD)).unwrap().to_vec2::<i64>().unwrap(),

@@ -105,8 +105,8 @@ pub enum Overlong {
     /// The batches end with an error that names it.
     #[default]
     Error,
-    /// It counts as cut to `max_sequence_length`, and the report counts it; to cut the tokens is up
-    /// to the reader.
+    /// It counts as cut to `max_sequence_length`, and the report counts it. Whoever reads the tokens
+    /// cuts them: with the feature `candle`, `Collator::with_max_sequence_length`.
     Truncate,
     /// It is left out, and the report counts it.
     Skip,
