@@ -318,17 +318,10 @@ impl<'a, B> FullyShardBuilder<'a, B> {
         self
     }
 
-<<<<<<< HEAD
     /// Trains the parameters that a pattern matches, and [freezes](Self::freeze) all others. They come
     /// from pretrained [weights](Self::weights), so checkpoints do without them. A model that loads
     /// one must begin with the same weights, which nothing compares. (A new head on a frozen model;
     /// the adapters of [`Lora`](crate::Lora).)
-=======
-    /// Trains the parameters that a pattern matches, and [freezes](Self::freeze) all others. They
-    /// come from pretrained [weights](Self::weights), so checkpoints do without them: a model that
-    /// loads one begins with the same weights. (A new head on a frozen model; the adapters of
-    /// [`Lora`](crate::Lora).)
->>>>>>> fix-fsdp
     pub fn train_only<S: Into<String>>(mut self, patterns: impl IntoIterator<Item = S>) -> Self {
         self.choices.trained.extend(patterns.into_iter().map(Into::into));
         self
