@@ -69,7 +69,8 @@ pub struct RankCost {
     /// 0 in a shard group of one, but for [`Runtime::Candle`].
     pub gathered_bytes: u64,
     /// Gradients of the largest unit before they are reduced, as they travel. 0 in a shard group of
-    /// one, but for [`Runtime::Candle`].
+    /// one, but for [`Runtime::Candle`], which also sums those of one unit while it makes the
+    /// next one's if units are [gathered ahead](CostModel::with_prefetch): of two neighbors then.
     pub unreduced_bytes: u64,
     /// What the backward pass makes of the largest gradient beside it: twice as much for
     /// [`Runtime::Candle`], else 0.

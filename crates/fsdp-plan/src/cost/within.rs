@@ -27,10 +27,11 @@ impl WithinStep<u128> {
     ) -> Self {
         let gathered: Vec<Gathered> =
             tally.units.iter().map(|unit| Gathered::of(plan, model, unit, &stays)).collect();
-        let unreduced = tally.units.iter().map(|unit| unreduced_bytes(plan, model, unit));
+        let unreduced: Vec<u128> =
+            tally.units.iter().map(|unit| unreduced_bytes(plan, model, unit)).collect();
         Self {
             gathered: gathered_bytes(model, &gathered),
-            unreduced: unreduced.fold(0, u128::max),
+            unreduced: unreduced_at_once(model, &unreduced),
             backward: match model.runtime {
                 Runtime::Torch => 0,
                 Runtime::Candle => 2 * tally.largest_grad_bytes,
@@ -87,6 +88,14 @@ fn gathered_bytes(model: &CostModel, units: &[Gathered]) -> u128 {
     let run = index(model.prefetch().saturating_add(1).min(passing.len() as u64)).max(1);
     let sum = |units: &[&Gathered]| units.iter().map(|unit| unit.bytes).sum::<u128>();
     sum(&kept) + passing.windows(run).map(sum).fold(0, u128::max)
+}
+
+/// The most gradients that are to be reduced at the same time: those of a unit, and beside them those
+/// of the unit before, where candle's runtime sums them meanwhile.
+fn unreduced_at_once(model: &CostModel, units: &[u128]) -> u128 {
+    let overlaps = model.runtime == Runtime::Candle && model.prefetch() > 0;
+    let run = if overlaps { units.len().clamp(1, 2) } else { 1 };
+    units.windows(run).map(|units| units.iter().sum()).fold(0, u128::max)
 }
 
 /// The gradients of a unit that are to be reduced; with a rank's part of their sums, if it is updated

@@ -3,9 +3,11 @@
 
 use std::collections::BTreeSet;
 
+use core_types::WorldSize;
 use fsdp_plan::{
-    Cut, ParameterInfo, ShardingPlan,
+    Cut, ElemType, ParameterInfo, ShardingPlan,
     cost::{Activations, Calls, CostModel, Link, Links, RankCost, Runtime, Schedule, UnitSchedule},
+    strategy::{Full, ShardingStrategy},
 };
 
 use crate::plan::{for_each_plan, ranks};
@@ -17,6 +19,19 @@ fn candle() -> CostModel {
 /// The bytes of a parameter as it is held, in half precision.
 fn bytes(plan: &ShardingPlan, param_idx: usize) -> u64 {
     2 * plan.parameters()[param_idx].info().numel()
+}
+
+#[test]
+fn gradients_of_neighbors_are_there_at_once_where_sums_are_under_way() {
+    let units = [("h.0.w", 8), ("h.1.w", 16), ("h.2.w", 4)];
+    let parameters =
+        units.map(|(name, rows)| ParameterInfo::new(name, [rows, 4], ElemType::F32).unwrap());
+    let plan = Full::default().plan(&parameters, WorldSize::new(2).unwrap()).unwrap();
+    let unreduced = |model: CostModel, prefetch| {
+        plan.cost(&model.with_prefetch(prefetch)).unwrap().ranks[0].unreduced_bytes
+    };
+    assert_eq!([0, 1, 5].map(|prefetch| unreduced(candle(), prefetch)), [256, 384, 384]);
+    assert_eq!([0, 1].map(|prefetch| unreduced(CostModel::default(), prefetch)), [256, 256]);
 }
 
 #[test]
