@@ -45,6 +45,11 @@ pub struct Llama {
 }
 
 impl Llama {
+    /// Patterns of the norms, whose weights are usually not decayed:
+    /// `.group("no_decay", Llama::NORMS)` of a builder. (A pattern is whole components of a name, so
+    /// that `norm` alone is the last one.)
+    pub const NORMS: [&'static str; 3] = ["norm", INPUT_NORM, POST_ATTENTION_NORM];
+
     /// The model of these sizes.
     ///
     /// # Errors

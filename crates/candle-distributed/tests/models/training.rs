@@ -96,8 +96,7 @@ fn optimizer(group: Group) -> candle_core::Result<AdamW> {
 /// What has one dimension.
 fn no_decay(llama: &Llama) -> Vec<&'static str> {
     let biases = llama.config().attention_bias.then_some("bias");
-    let norms = ["norm", "input_layernorm", "post_attention_layernorm"];
-    norms.into_iter().chain(biases).collect()
+    Llama::NORMS.into_iter().chain(biases).collect()
 }
 
 /// Losses and norms of so many steps.
