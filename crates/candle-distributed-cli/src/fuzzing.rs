@@ -60,7 +60,7 @@ struct Line {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::train::{corpus::Corpus, metrics, model::MODEL, settings::tests::settings};
+    use crate::train::{corpus::Corpus, model::MODEL, run_dir, settings::tests::settings};
 
     #[test]
     fn a_whole_run_is_read_and_others_are_refused() {
@@ -70,7 +70,7 @@ mod tests {
             ..settings()
         };
         let run_json = serde_json::to_vec(&settings).unwrap();
-        let metrics = metrics::tests::line(0, "1", 1.0);
+        let metrics = run_dir::tests::line(0, "1", 1.0);
         outcome(&run_json, metrics.as_bytes()).unwrap();
         assert!(outcome(b"{}", metrics.as_bytes()).is_err());
         run(b"", b"");

@@ -26,7 +26,7 @@ macro_rules! own_sources {
     };
 }
 
-const EMBEDDED: [(&str, &str); 74] = own_sources![
+const EMBEDDED: [(&str, &str); 73] = own_sources![
     "README.md",
     "src/bin/candle-distributed.rs",
     "src/bytes.rs",
@@ -85,7 +85,6 @@ const EMBEDDED: [(&str, &str); 74] = own_sources![
     "src/train/limits.rs",
     "src/train/measured.rs",
     "src/train/memory.rs",
-    "src/train/metrics.rs",
     "src/train/mod.rs",
     "src/train/model.rs",
     "src/train/model_file.rs",

@@ -1,5 +1,6 @@
 //! A drawing of how a run went: loss and speed, step by step.
 
+use candle_distributed::train::{Metrics, TimedStep};
 use plotters::{
     coord::types::{RangedCoordf64, RangedCoordu64},
     prelude::*,
@@ -8,7 +9,6 @@ use plotters::{
 use crate::{
     error::Result,
     picture::{self, Area, BLUE, Drawn, FAINT, ORANGE, tick},
-    train::metrics::{Metrics, Timed},
 };
 
 const SIZE: (u32, u32) = (900, 540);
@@ -26,10 +26,10 @@ type Chart<'a, 'b> = ChartContext<'a, SVGBackend<'b>, Cartesian2d<RangedCoordu64
 /// An SVG document: above, the loss over the steps; below, the tokens per second; both as points
 /// and as a smooth line.
 pub(crate) fn draw(metrics: &Metrics) -> Result<String> {
-    let steps: Vec<Timed> = metrics.timed().collect();
+    let steps: Vec<TimedStep> = metrics.timed().collect();
     picture::document(SIZE, |area| {
         let (above, below) = area.split_vertically(MIDDLE);
-        let losses = Series::new(&steps, |Timed { metrics, .. }| Sum {
+        let losses = Series::new(&steps, |TimedStep { metrics, .. }| Sum {
             of: f64::from(metrics.loss) * metrics.predictions() as f64,
             over: metrics.predictions() as f64,
         });
@@ -52,7 +52,7 @@ struct Panel {
     from_zero: bool,
 }
 
-fn draw_panel(area: &Area<'_>, steps: &[Timed], series: &Series, panel: &Panel) -> Drawn {
+fn draw_panel(area: &Area<'_>, steps: &[TimedStep], series: &Series, panel: &Panel) -> Drawn {
     // An axis of no extent has no ticks.
     let last = steps.last().map_or(1, |step| step.metrics.step + 1);
     let (low, high) = series.range(panel.from_zero);
@@ -106,7 +106,7 @@ struct Series {
 
 impl Series {
     /// Means of `sum` where they are finite: of every step, and over the steps around it.
-    fn new(steps: &[Timed], sum: impl Fn(&Timed) -> Sum) -> Self {
+    fn new(steps: &[TimedStep], sum: impl Fn(&TimedStep) -> Sum) -> Self {
         let sums: Vec<(u64, Sum)> =
             steps.iter().map(|step| (step.metrics.step + 1, sum(step))).collect();
         let known: Vec<_> =
@@ -149,21 +149,14 @@ fn mean(sums: &[(u64, Sum)]) -> f64 {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::train::metrics::StepMetrics;
+    use crate::train::run_dir::tests::line;
 
+    /// The series of the losses of steps; JSON has no number for what is none.
     fn series(losses: &[f32]) -> Series {
-        let metrics = |(step, &loss)| StepMetrics {
-            step,
-            epoch: 0,
-            loss,
-            learning_rate: 0.0,
-            sequences: 0,
-            real_tokens: 1,
-            padded_tokens: 1,
-            seconds: 1.0,
-        };
-        let timed = |metrics| Timed { metrics, seconds: 1.0, is_resumed: false };
-        let steps: Vec<Timed> = (0..).zip(losses).map(metrics).map(timed).collect();
+        let text = |&loss: &f32| if loss.is_finite() { loss.to_string() } else { "null".into() };
+        let lines = (0..).zip(losses).map(|(step, loss)| line(step, &text(loss), 1.0));
+        let metrics = Metrics::parse(lines.collect::<String>().as_bytes());
+        let steps: Vec<TimedStep> = metrics.timed().collect();
         Series::new(&steps, |step| Sum { of: step.metrics.loss.into(), over: 1.0 })
     }
 

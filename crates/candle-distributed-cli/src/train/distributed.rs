@@ -7,7 +7,7 @@ use candle_distributed::{
     mesh::{DeviceMesh, Replica, Uneven},
     train::{
         AdamW, Checkpoint, DataParallel, Declared, FullyShard, GradientReport, Group, Lora, Loss,
-        PretrainedFiles, StateDict, Units,
+        PretrainedFiles, StateDict, Step, Units,
     },
     types::{Seed, WorldSize},
 };
@@ -79,15 +79,15 @@ impl Distributed {
         Ok(Self { transformer, held })
     }
 
-    /// Trains on a batch, and returns its loss.
-    pub(crate) fn step(&mut self, batch: (Tensor, Tensor)) -> Result<f64> {
+    /// Trains on a batch.
+    pub(crate) fn step(&mut self, batch: (Tensor, Tensor)) -> Result<Step> {
         let Self { transformer, held } = self;
         let transformer = &*transformer;
         let loss =
             |ctx: &Replica, model: &Units, batch| model::loss(transformer, ctx, model, batch);
         Ok(match held {
-            Held::Whole(model) => model.step(batch, loss)?.loss,
-            Held::Sharded(model) => model.step(batch, loss)?.loss,
+            Held::Whole(model) => model.step(batch, loss)?,
+            Held::Sharded(model) => model.step(batch, loss)?,
         })
     }
 

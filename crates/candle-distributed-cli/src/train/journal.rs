@@ -2,20 +2,14 @@
 
 use candle_distributed::{
     batch::{Batch, PaddingReport},
-    train::GradientReport,
+    train::{GradientReport, MeanLoss, StepMetrics},
 };
 use indicatif::ProgressBar;
 
 use crate::{
     error::Result,
     output::{self, Partial},
-    train::{
-        memory::Memory,
-        metrics::{MeanLoss, StepMetrics},
-        run_dir::RunDir,
-        sharding::Needs,
-        traffic::StepTraffic,
-    },
+    train::{memory::Memory, run_dir::RunDir, sharding::Needs, traffic::StepTraffic},
 };
 
 /// The number of progress lines that a run prints.

@@ -9,7 +9,6 @@ pub(crate) mod journal;
 pub(crate) mod limits;
 pub(crate) mod measured;
 pub(crate) mod memory;
-pub(crate) mod metrics;
 pub(crate) mod model;
 pub(crate) mod model_file;
 pub(crate) mod parameters;

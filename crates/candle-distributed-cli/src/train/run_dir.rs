@@ -9,7 +9,10 @@ use std::{
     time::SystemTime,
 };
 
-use candle_distributed::{plan::ParameterInfo, train::Checkpoints};
+use candle_distributed::{
+    plan::ParameterInfo,
+    train::{Checkpoints, Metrics},
+};
 use serde::Serialize;
 
 use crate::{
@@ -18,7 +21,6 @@ use crate::{
     output::{self, Partial},
     train::{
         curve, memory,
-        metrics::Metrics,
         model::{MODEL, Transformer},
         model_file,
         session::Session,
@@ -57,7 +59,7 @@ pub(crate) fn checkpoints(path: &Path, settings: &Settings) -> Checkpoints {
 /// The steps of the run in `path`. Damaged lines are left out, and said.
 pub(crate) fn metrics(path: &Path) -> Result<Metrics> {
     let path = path.join(METRICS);
-    let metrics = Metrics::read(&path)?;
+    let metrics = Metrics::parse(&input::read_if_there(&path)?.unwrap_or_default());
     if !metrics.damaged().is_empty() {
         output::warning(format_args!("{} {}", path.display(), damage(&metrics)));
     }
@@ -429,12 +431,18 @@ fn move_model(path: &Path) -> Result<Option<PathBuf>> {
 }
 
 #[cfg(test)]
-mod tests {
+pub(crate) mod tests {
     use super::*;
-    use crate::{
-        error::ErrorKind,
-        train::{metrics::tests::line, settings::tests::settings},
-    };
+    use crate::{error::ErrorKind, train::settings::tests::settings};
+
+    /// The line of a step.
+    pub(crate) fn line(step: u64, loss: &str, seconds: f64) -> String {
+        format!(
+            "{{\"step\": {step}, \"epoch\": 0, \"loss\": {loss}, \"learning_rate\": 0.1, \
+             \"sequences\": 1, \
+             \"real_tokens\": 5, \"padded_tokens\": 8, \"seconds\": {seconds}}}\n"
+        )
+    }
 
     fn is_refused(path: &Path) -> bool {
         refuse_contents(path).is_err_and(|error| error.hint().is_some())

@@ -17,7 +17,7 @@ use candle_distributed::{
     batch::BatchState,
     mesh::{ALL, DeviceMesh, P},
     train::{
-        self, CheckpointError, Checkpoints, Lora, PretrainedFiles,
+        self, CheckpointError, Checkpoints, Lora, PretrainedFiles, Step, StepMetrics,
         TrainingError::{NonFiniteBuffer, NonFiniteLoss, NonFiniteNorm},
     },
 };
@@ -31,8 +31,7 @@ use crate::{
         data::{self, Schedule, Scheduled},
         distributed::Distributed,
         journal::Journal,
-        metrics::StepMetrics,
-        model_file,
+        memory, model_file,
         resumed::Resumed,
         run_dir,
         settings::Settings,
@@ -99,14 +98,18 @@ impl Job<'_> {
             let learning_rate = self.settings.recipe.learning_rate(step, steps);
             let at = At { step, epoch, batch: state.step, learning_rate };
             let before = StepTraffic::so_far(self.mesh);
-            let loss = match train_on(&mut model, tensors, learning_rate) {
-                Ok(loss) => loss,
+            let trained = match train_on(&mut model, tensors, learning_rate) {
+                Ok(trained) => trained,
                 Err(error) => return Err(self.failed(error, &at, journal)?),
             };
             let seconds = start.elapsed().as_secs_f64();
             if let Some(journal) = &mut journal {
                 journal.set_step_traffic(StepTraffic::since(self.mesh, before));
-                let metrics = StepMetrics::new(step, epoch, loss, learning_rate, &batch, seconds);
+                let metrics = StepMetrics::of(step, &trained)
+                    .epoch(epoch)
+                    .learning_rate(learning_rate)
+                    .batch(batch.len() as u64, batch.real_tokens, batch.padded_tokens());
+                let metrics = measured(metrics, seconds);
                 journal.log(&metrics, &batch)?;
             }
             let done = step + 1;
@@ -261,10 +264,20 @@ impl Job<'_> {
 }
 
 /// Trains on one batch, and returns its loss.
-#[expect(clippy::cast_possible_truncation, reason = "the journal is in single precision")]
-fn train_on(model: &mut Distributed, tensors: (Tensor, Tensor), learning_rate: f64) -> Result<f32> {
+fn train_on(
+    model: &mut Distributed,
+    tensors: (Tensor, Tensor),
+    learning_rate: f64,
+) -> Result<Step> {
     model.set_learning_rate(learning_rate)?;
-    Ok(model.step(tensors)? as f32)
+    model.step(tensors)
+}
+
+/// The numbers of a step with its time, from the start of the session, and the memory so far.
+fn measured(mut metrics: StepMetrics, seconds: f64) -> StepMetrics {
+    metrics.seconds = seconds;
+    metrics.peak_bytes = memory::peak_bytes();
+    metrics
 }
 
 /// A batch with its tensors.

@@ -9,8 +9,8 @@ use crate::step::rules::Step;
 
 /// The numbers of one step, as one line of a [log](crate::MetricsLog).
 ///
-/// The fields that have no default stand in every line; the lines of `candle-distributed train` have
-/// these alone. Readers pass over fields that they do not know.
+/// The fields that are no options stand in every line. Readers pass over fields that they do not
+/// know.
 ///
 /// # Examples
 ///

@@ -5,6 +5,7 @@ use std::path::{Path, PathBuf};
 use candle_distributed::{
     batch::{Batch, PaddingReport},
     plan::{ParameterInfo, ShardingPlan, cost::PlanCost},
+    train::Metrics,
     types::WorldSize,
 };
 
@@ -17,7 +18,6 @@ use crate::{
         data::Schedule,
         measured::{self, Comparison},
         memory::Work,
-        metrics::Metrics,
         run_dir,
         session::Session,
         settings::Settings,

@@ -2,6 +2,7 @@
 
 use candle_distributed::{
     plan::cost::RankCost,
+    train::StepMetrics,
     types::{
         WorldSize,
         human::{HumanBytes, HumanCount},
@@ -22,7 +23,6 @@ use crate::{
         data::BUCKET_WIDTH,
         measured::{Comparison, MEMORY_HEADS, TRAFFIC_HEADS},
         memory::Memory,
-        metrics::StepMetrics,
         session::Session,
         sharding,
     },
