@@ -115,11 +115,16 @@ impl CostModel {
     /// The dtypes in which a parameter and its gradient travel.
     pub(super) fn wire_dtypes(&self, info: &ParameterInfo) -> (ElemType, ElemType) {
         let held = self.held_dtype(info);
-        let unless_mixed = match (self.runtime, held) {
-            (Runtime::Candle, ElemType::F16 | ElemType::Bf16) => (held, ElemType::F32),
-            (Runtime::Torch | Runtime::Candle, _) => (held, held),
-        };
+        let unless_mixed = (held, self.grad_dtype(info));
         self.mixed_precision.filter(|_| held.is_trainable()).unwrap_or(unless_mixed)
+    }
+
+    /// The dtype in which a gradient is held, whatever it was reduced in.
+    pub(super) fn grad_dtype(&self, info: &ParameterInfo) -> ElemType {
+        match (self.runtime, self.held_dtype(info)) {
+            (Runtime::Candle, ElemType::F16 | ElemType::Bf16) => ElemType::F32,
+            (Runtime::Torch | Runtime::Candle, held) => held,
+        }
     }
 
     /// The number of units that are gathered ahead of the one in use.
@@ -133,10 +138,5 @@ impl CostModel {
     /// Whether parts are padded to equal sizes.
     pub(super) fn pads(&self) -> bool {
         self.runtime == Runtime::Torch
-    }
-
-    /// Whether gradients stay in the dtype in which they were reduced.
-    pub(super) fn holds_grads_as_reduced(&self) -> bool {
-        self.runtime == Runtime::Candle
     }
 }

@@ -19,8 +19,7 @@ impl Pricing {
     pub(super) fn of(model: &CostModel, info: &ParameterInfo) -> Self {
         let (gather, reduce) = model.wire_dtypes(info);
         let held = model.held_dtype(info);
-        let grad = if model.holds_grads_as_reduced() { reduce } else { held };
-        let grad = (!model.optimizer_in_backward).then_some(grad);
+        let grad = (!model.optimizer_in_backward).then(|| model.grad_dtype(info));
         let optimizer = info.requires_grad().then_some(model.optimizer);
         Self { held, gather, reduce, grad, optimizer }
     }

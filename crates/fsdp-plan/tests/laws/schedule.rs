@@ -35,6 +35,20 @@ fn gradients_of_neighbors_are_there_at_once_where_sums_are_under_way() {
 }
 
 #[test]
+fn gradients_are_held_in_single_precision_whatever_they_were_reduced_in() {
+    let held = |dtype, reduce| {
+        let parameter = ParameterInfo::new("h.0.w", [8, 4], dtype).unwrap();
+        let plan = Full::default().plan(&[parameter], WorldSize::new(2).unwrap()).unwrap();
+        let model = candle().with_mixed_precision(ElemType::Bf16, reduce);
+        plan.cost(&model).unwrap().ranks[0].grad_bytes
+    };
+    for dtype in [ElemType::F32, ElemType::Bf16] {
+        assert_eq!([ElemType::Bf16, ElemType::F32].map(|reduce| held(dtype, reduce)), [64, 64]);
+    }
+    assert_eq!(held(ElemType::F64, ElemType::F32), 128);
+}
+
+#[test]
 fn every_parameter_with_elements_travels_with_its_unit_once() {
     for_each_plan(|_, _, plan| {
         let schedule = plan.schedule(&CostModel::default()).unwrap();
