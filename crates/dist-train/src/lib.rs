@@ -57,7 +57,7 @@ pub use crate::{
     loss::{Loss, Weight},
     metrics::{
         MeanLoss, StepMetrics,
-        log::MetricsLog,
+        log::{MetricsLog, peak_bytes},
         read::{Metrics, TimedStep},
     },
     optim::{

@@ -1,6 +1,6 @@
 //! How much memory a run took, beside what its plan predicts.
 
-use std::{fmt, fs};
+use std::fmt;
 
 use candle_distributed::{
     batch::Batch,
@@ -17,17 +17,6 @@ use crate::{
         sharding::{self, Keep, Needs, Sharding},
     },
 };
-
-/// The peak memory of this process so far in bytes, where the system reports it: on Linux.
-pub(crate) fn peak_bytes() -> Option<u64> {
-    peak_in(&fs::read_to_string("/proc/self/status").ok()?)
-}
-
-/// The high-water mark in a `/proc/PID/status`.
-fn peak_in(status: &str) -> Option<u64> {
-    let mark = status.lines().find_map(|line| line.strip_prefix("VmHWM:"))?;
-    mark.trim().strip_suffix(" kB")?.parse::<u64>().ok()?.checked_mul(1024)
-}
 
 /// What a process will probably take at most, term by term.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -257,17 +246,6 @@ impl fmt::Display for Memory {
 mod tests {
     use super::*;
     use crate::train::model::{MODEL, Transformer};
-
-    #[test]
-    fn the_high_water_mark_is_found() {
-        assert_eq!(
-            peak_in("Name:\tx\nVmPeak:\t  99 kB\nVmHWM:\t    12 kB\nVmRSS:\t 8 kB\n"),
-            Some(12 * 1024)
-        );
-        for status in ["", "VmHWM: 12", "VmHWM: x kB"] {
-            assert_eq!(peak_in(status), None);
-        }
-    }
 
     #[test]
     fn a_line_says_what_is_whole_and_what_is_sharded() {

@@ -11,7 +11,7 @@ use std::{
 
 use candle_distributed::{
     plan::ParameterInfo,
-    train::{Checkpoints, Metrics},
+    train::{Checkpoints, Metrics, peak_bytes},
 };
 use serde::Serialize;
 
@@ -20,7 +20,7 @@ use crate::{
     input,
     output::{self, Partial},
     train::{
-        curve, memory,
+        curve,
         model::{MODEL, Transformer},
         model_file,
         session::Session,
@@ -327,7 +327,7 @@ impl RunDir {
         if let Some(session) = self.settings.sessions.last_mut()
             && session.on_processors
         {
-            session.peak_bytes = memory::peak_bytes();
+            session.peak_bytes = peak_bytes();
         }
         self.settings.write(&self.path)?;
         output::file(&self.path.join(CURVE), curve::draw(&metrics(&self.path)?)?.as_bytes())

@@ -31,7 +31,7 @@ use crate::{
         data::{self, Schedule, Scheduled},
         distributed::Distributed,
         journal::Journal,
-        memory, model_file,
+        model_file,
         resumed::Resumed,
         run_dir,
         settings::Settings,
@@ -276,7 +276,7 @@ fn train_on(
 /// The numbers of a step with its time, from the start of the session, and the memory so far.
 fn measured(mut metrics: StepMetrics, seconds: f64) -> StepMetrics {
     metrics.seconds = seconds;
-    metrics.peak_bytes = memory::peak_bytes();
+    metrics.peak_bytes = train::peak_bytes();
     metrics
 }
 

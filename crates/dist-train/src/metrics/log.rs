@@ -157,8 +157,15 @@ fn replace(path: &Path, text: &[u8]) -> Result<()> {
     fs::rename(&partial, path).at(path)
 }
 
-/// The largest resident memory of this process so far, where the system tells it.
-fn peak_bytes() -> Option<u64> {
+/// The largest resident memory of this process so far, in bytes, where the system tells it: on Linux.
+///
+/// # Examples
+///
+/// ```
+/// let before = dist_train::peak_bytes();
+/// assert!(dist_train::peak_bytes() >= before);
+/// ```
+pub fn peak_bytes() -> Option<u64> {
     peak_in(&fs::read_to_string("/proc/self/status").ok()?)
 }
 
@@ -268,6 +275,8 @@ mod tests {
     fn the_peak_is_read_from_the_status_of_a_process() {
         let status = "Name:\ttrain\nVmPeak:\t   99 kB\nVmHWM:\t    1234 kB\nVmRSS:\t 5 kB\n";
         assert_eq!(peak_in(status), Some(1234 * 1024));
-        assert_eq!((peak_in("VmHWM: lots"), peak_in("")), (None, None));
+        for status in ["", "VmHWM: lots", "VmHWM: 12", "VmHWM: x kB"] {
+            assert_eq!(peak_in(status), None);
+        }
     }
 }

@@ -2,7 +2,10 @@
 
 use std::{path::Path, sync::Arc};
 
-use candle_distributed::{mesh::DeviceMesh, train::Checkpoints};
+use candle_distributed::{
+    mesh::DeviceMesh,
+    train::{Checkpoints, peak_bytes},
+};
 
 use crate::{
     commands::train::{Args, start::Beginning, work_of},
@@ -10,7 +13,7 @@ use crate::{
     error::Result,
     train::{
         measured::{self, Comparison},
-        memory::{self, Work},
+        memory::Work,
         sharding,
         trainer::{self, Job},
     },
@@ -48,7 +51,7 @@ impl Args {
         let base_bytes = largest_bytes(mesh, beginning.base_bytes)?.unwrap_or(0);
         let comparison = Comparison {
             memory: Work { base_bytes, ..work }.predicted_of_largest()?,
-            peak_bytes: largest_bytes(mesh, memory::peak_bytes())?,
+            peak_bytes: largest_bytes(mesh, peak_bytes())?,
             on_processors: self.devices.is_cpu(),
             planned: measured::planned(&work)?,
             counted,

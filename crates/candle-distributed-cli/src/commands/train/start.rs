@@ -9,6 +9,7 @@ use std::{
 
 use candle_distributed::{
     mesh::DeviceMesh,
+    train::peak_bytes,
     types::{WorldSize, human::HumanBytes},
 };
 
@@ -21,7 +22,6 @@ use crate::{
         corpus::Corpus,
         data::{self, Schedule},
         limits::{self, Limit},
-        memory,
         model::{Config, MODEL},
         precision::Precision,
         pretrained::Pretrained,
@@ -172,7 +172,7 @@ impl Args {
             schedule,
             from,
             seen: None,
-            base_bytes: memory::peak_bytes(),
+            base_bytes: peak_bytes(),
         })
     }
 
