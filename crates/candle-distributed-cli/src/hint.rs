@@ -20,6 +20,36 @@ pub(crate) const LENGTHS: &str = "--lengths takes a text file of whole numbers, 
                                   separated by white space; - is standard input";
 pub(crate) const JSON_LINES: &str =
     "each line of a .jsonl file must be a JSON string, or an object with a string field `text`";
+pub(crate) const EXAMPLE_LINES: &str = "each line of a .jsonl file must be a JSON string, or an object with \
+                                        strings \"text\", or \"prompt\" and \"completion\", or with \
+                                        \"messages\" that have \"role\" and \"content\"";
+pub(crate) const MIXED: &str = "all lines of a file must be of one kind: put the others into a file of \
+                                their own; a folder may have files of several kinds";
+pub(crate) const OVERLONG: &str = "--overlong truncate cuts such texts off there, --overlong skip leaves \
+                                   them out; --context N takes longer ones, as far as the model does";
+pub(crate) const NO_TARGET: &str = "--overlong skip leaves out what is longer than the context";
+pub(crate) const HF_FOLDER: &str = "a model is a folder as Hugging Face's tools write it, with config.json, \
+                                    tokenizer.json and model.safetensors: nothing is downloaded here, \
+                                    `hf download NAME --local-dir FOLDER` does that. A config.json \
+                                    alone, with an eos_token_id from 256 on, is a new model of bytes";
+pub(crate) const OTHER_FORMAT: &str = "only safetensors are read here: in Python, \
+                                       `AutoModelForCausalLM.from_pretrained(FOLDER).save_pretrained(NEW)` \
+                                       writes them";
+pub(crate) const NO_WEIGHTS: &str = "--init SEED makes random ones; otherwise the folder needs all files \
+                                     of its model";
+pub(crate) const NO_TOKENIZER: &str = "in Python, `AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER)` \
+                                       writes it beside the files of an older tokenizer";
+pub(crate) const OTHER_VOCABULARY: &str = "the tokenizer is another model's, or the model's embedding \
+                                           was not enlarged for its new tokens: `resize_token_embeddings` \
+                                           of transformers does that";
+pub(crate) const NO_END: &str = "set \"eos_token\" in tokenizer_config.json, such as \"</s>\", or \
+                                 \"eos_token_id\" in config.json";
+pub(crate) const NO_CHAT_TEMPLATE: &str = "take the folder of an instruction-tuned model, put a \
+                                           chat_template.jinja there, or give {\"prompt\", \"completion\"} \
+                                           in place of messages";
+pub(crate) const REWRITES: &str = "which tokens are an answer cannot be told then: give \
+                                   {\"prompt\", \"completion\"} in place of messages, or a template \
+                                   that appends";
 pub(crate) const RUN: &str = "candle-distributed train --out DIR creates a run in DIR; without \
                               --out it is created under runs";
 pub(crate) const TEXT: &str = "the text has changed, or an earlier version of this program started \

@@ -14,6 +14,8 @@ mod error;
 #[cfg(any(test, fuzzing))]
 pub mod fuzzing;
 mod help;
+#[expect(dead_code, reason = "`train --model` and `generate` are to come")]
+mod hf;
 mod hint;
 mod input;
 mod log;

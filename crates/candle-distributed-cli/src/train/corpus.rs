@@ -26,7 +26,7 @@ macro_rules! own_sources {
     };
 }
 
-const EMBEDDED: [(&str, &str); 73] = own_sources![
+const EMBEDDED: [(&str, &str); 80] = own_sources![
     "README.md",
     "src/bin/candle-distributed.rs",
     "src/bytes.rs",
@@ -68,6 +68,13 @@ const EMBEDDED: [(&str, &str); 73] = own_sources![
     "src/error.rs",
     "src/fuzzing.rs",
     "src/help.rs",
+    "src/hf/byte_tokenizer.rs",
+    "src/hf/chat.rs",
+    "src/hf/examples.rs",
+    "src/hf/folder.rs",
+    "src/hf/lines.rs",
+    "src/hf/mod.rs",
+    "src/hf/tokenizer.rs",
     "src/hint.rs",
     "src/input.rs",
     "src/lib.rs",
@@ -114,10 +121,8 @@ impl Corpus {
     ///
     /// Hidden files and files that are not UTF-8 are skipped.
     pub(crate) fn read(path: &Path, longest: usize) -> Result<Self> {
-        let mut files = Vec::new();
-        list_files(path, &mut files)?;
         let texts: Vec<Vec<String>> =
-            files.iter().map(|file| read_texts(file)).collect::<Result<_>>()?;
+            files(path)?.iter().map(|file| read_texts(file)).collect::<Result<_>>()?;
         let corpus = Self::new(texts.iter().flatten().map(String::as_str), longest);
         if corpus.sequences.is_empty() {
             return Err(Error::usage(format!("no text to learn from in {}", path.display())));
@@ -152,6 +157,14 @@ impl Corpus {
         let index = usize::try_from(index).expect("sequences in memory are counted by a usize");
         &self.sequences[index]
     }
+}
+
+/// The files under a folder, but for hidden ones, or the file itself, in the same order on every
+/// machine.
+pub(crate) fn files(path: &Path) -> Result<Vec<PathBuf>> {
+    let mut files = Vec::new();
+    list_files(path, &mut files)?;
+    Ok(files)
 }
 
 /// Adds the files under `path` to `files`, sorted, so that every machine reads the same corpus.
@@ -223,9 +236,9 @@ mod tests {
     #[test]
     fn every_source_file_is_embedded() {
         let root = Path::new(env!("CARGO_MANIFEST_DIR"));
-        let mut files = vec![root.join("README.md")];
-        list_files(&root.join("src"), &mut files).unwrap();
-        assert!(EMBEDDED.iter().map(|(path, _)| root.join(path)).eq(files));
+        let mut all = vec![root.join("README.md")];
+        all.extend(files(&root.join("src")).unwrap());
+        assert!(EMBEDDED.iter().map(|(path, _)| root.join(path)).eq(all));
     }
 
     #[test]

@@ -1,0 +1,211 @@
+//! Conversations as a model reads them: by the template of its tokenizer.
+//!
+//! A template is a program in Jinja, which transformers runs with blocks trimmed, the functions and
+//! filters below, and Python's methods of strings. What is an answer it does not say: that is what
+//! each turn of the assistant adds to the conversation before it.
+
+use std::{
+    collections::BTreeMap,
+    fmt,
+    io::{self, Write},
+    ops::Range,
+    path::PathBuf,
+};
+
+use minijinja::{
+    AutoEscape, Environment, ErrorKind, Value,
+    syntax::SyntaxConfig,
+    value::{Kwargs, Serde},
+};
+use minijinja_contrib::pycompat;
+use serde::{Deserialize, Serialize};
+use serde_json::ser::{Formatter, PrettyFormatter, Serializer};
+
+use crate::{
+    error::{Error, Result},
+    hf::folder::refused,
+    hint,
+};
+
+/// Who answers.
+const ASSISTANT: &str = "assistant";
+
+/// What rendering a conversation may cost: beyond any template, and bounded for one that never ends.
+const FUEL: u64 = 50_000_000;
+
+/// A turn of a conversation.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub(crate) struct Message {
+    /// Who says it: `system`, `user`, `assistant`, or whatever else the template knows.
+    pub(crate) role: String,
+    pub(crate) content: String,
+}
+
+impl Message {
+    /// Whether the assistant says it.
+    pub(crate) fn is_answer(&self) -> bool {
+        self.role == ASSISTANT
+    }
+}
+
+/// The template of a tokenizer.
+pub(crate) struct ChatTemplate {
+    environment: Environment<'static>,
+    /// The tokens that have a name in it.
+    special: BTreeMap<&'static str, String>,
+    /// Where it stands.
+    path: PathBuf,
+}
+
+/// A conversation as a text.
+#[derive(Debug, PartialEq, Eq)]
+pub(crate) struct Rendered {
+    pub(crate) text: String,
+    /// Its bytes that the assistant says.
+    pub(crate) answers: Vec<Range<usize>>,
+}
+
+/// What a template reads.
+#[derive(Serialize)]
+struct Context<'a> {
+    messages: &'a [Message],
+    add_generation_prompt: bool,
+    // Templates ask whether these are none.
+    tools: Option<()>,
+    documents: Option<()>,
+    #[serde(flatten)]
+    special: &'a BTreeMap<&'static str, String>,
+}
+
+impl ChatTemplate {
+    /// The only template of its environment.
+    const NAME: &'static str = "chat";
+
+    /// Compiles a template that stands in `path`.
+    ///
+    /// # Errors
+    ///
+    /// If it is no Jinja.
+    pub(crate) fn new(
+        path: PathBuf,
+        source: String,
+        special: BTreeMap<&'static str, String>,
+    ) -> Result<Self> {
+        let mut environment = environment();
+        let compiled = environment.add_template_owned(Self::NAME, source);
+        compiled.map_err(|fault| refused(&path, format!("the chat template fails: {fault}")))?;
+        Ok(Self { environment, special, path })
+    }
+
+    /// The text of a conversation; with `add_generation_prompt`, up to where the assistant begins to
+    /// answer.
+    ///
+    /// # Errors
+    ///
+    /// If the template fails, or does not end.
+    pub(crate) fn render(
+        &self,
+        messages: &[Message],
+        add_generation_prompt: bool,
+    ) -> Result<String> {
+        let failed = |fault| refused(&self.path, format!("the chat template fails: {fault}"));
+        let special = &self.special;
+        let context =
+            Context { messages, add_generation_prompt, tools: None, documents: None, special };
+        let template = self.environment.get_template(Self::NAME).map_err(failed)?;
+        template.render(Value::from(Serde(&context))).map_err(failed)
+    }
+
+    /// The text of a conversation, and what the assistant says in it.
+    ///
+    /// # Errors
+    ///
+    /// If the template fails, or writes the turns before one in another way because of it.
+    pub(crate) fn conversation(&self, messages: &[Message]) -> Result<Rendered> {
+        let text = self.render(messages, false)?;
+        let mut answers = Vec::new();
+        for (turn, message) in messages.iter().enumerate() {
+            if message.is_answer() {
+                let start = self.render(&messages[..turn], true)?;
+                let end = self.render(&messages[..=turn], false)?;
+                if !(end.starts_with(&start) && text.starts_with(&end)) {
+                    return Err(self.rewrites(turn));
+                }
+                answers.push(start.len()..end.len());
+            }
+        }
+        Ok(Rendered { text, answers })
+    }
+
+    fn rewrites(&self, turn: usize) -> Error {
+        let turn = turn + 1;
+        let fault = format!(
+            "the chat template does not append: with message {turn}, or with those after it, it \
+             writes the messages before otherwise"
+        );
+        refused(&self.path, fault).hinted(hint::REWRITES)
+    }
+}
+
+impl fmt::Debug for ChatTemplate {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("ChatTemplate").field("path", &self.path).finish_non_exhaustive()
+    }
+}
+
+/// Jinja as transformers has it for chat templates, but for `strftime_now`: with the day in it, a
+/// text would have other tokens tomorrow, and a run could not be resumed. Templates that know it
+/// have a day of their own where it is not defined.
+#[expect(clippy::expect_used, reason = "says why it cannot fail")]
+fn environment() -> Environment<'static> {
+    let mut environment = Environment::new();
+    let syntax = SyntaxConfig::builder().trim_blocks(true).lstrip_blocks(true).build();
+    environment.set_syntax(syntax.expect("the delimiters are the usual ones"));
+    environment.set_auto_escape_callback(|_| AutoEscape::None);
+    environment.set_unknown_method_callback(pycompat::unknown_method_callback);
+    environment.set_fuel(Some(FUEL));
+    environment.add_function("raise_exception", raise_exception);
+    environment.add_filter("tojson", to_json);
+    environment
+}
+
+/// How a template refuses a conversation.
+fn raise_exception(reason: String) -> std::result::Result<Value, minijinja::Error> {
+    Err(minijinja::Error::new(ErrorKind::InvalidOperation, reason))
+}
+
+/// JSON as Python's `json.dumps` writes it, with characters and the order of keys as they are.
+#[expect(clippy::needless_pass_by_value, reason = "a filter owns its arguments")]
+fn to_json(value: &Value, options: Kwargs) -> std::result::Result<String, minijinja::Error> {
+    let indent: Option<usize> = options.get("indent")?;
+    options.assert_all_used()?;
+    let mut out = Vec::new();
+    let written = match indent {
+        None => value.serialize(&mut Serializer::with_formatter(&mut out, Spaced)),
+        Some(width) => {
+            let indent = b" ".repeat(width);
+            let pretty = PrettyFormatter::with_indent(&indent);
+            value.serialize(&mut Serializer::with_formatter(&mut out, pretty))
+        }
+    };
+    let failed = |fault: String| minijinja::Error::new(ErrorKind::BadSerialization, fault);
+    written.map_err(|fault| failed(fault.to_string()))?;
+    String::from_utf8(out).map_err(|fault| failed(fault.to_string()))
+}
+
+/// A space behind each comma and colon.
+struct Spaced;
+
+impl Formatter for Spaced {
+    fn begin_array_value<W: ?Sized + Write>(&mut self, out: &mut W, first: bool) -> io::Result<()> {
+        if first { Ok(()) } else { out.write_all(b", ") }
+    }
+
+    fn begin_object_key<W: ?Sized + Write>(&mut self, out: &mut W, first: bool) -> io::Result<()> {
+        self.begin_array_value(out, first)
+    }
+
+    fn begin_object_value<W: ?Sized + Write>(&mut self, out: &mut W) -> io::Result<()> {
+        out.write_all(b": ")
+    }
+}
