@@ -106,7 +106,8 @@ impl Attention {
     /// Attends from each position of `x` [batch, length, hidden].
     ///
     /// `rotation` are the cosines and sines [at least length, head size / 2] by which queries and
-    /// keys are turned, as by [`rope_thd`](crate::rope_thd).
+    /// keys are turned, as by [`rope_thd`](crate::rope_thd); or [batch, length, head size / 2], if
+    /// the positions of each row are its own.
     ///
     /// # Errors
     ///
@@ -123,9 +124,7 @@ impl Attention {
         let value = self.split(x, &self.value, key_heads)?;
         let (query, key) = match rotation {
             None => (query, key),
-            Some((cos, sin)) => {
-                (crate::rope_thd(&query, cos, sin)?, crate::rope_thd(&key, cos, sin)?)
-            }
+            Some((cos, sin)) => (turned(&query, cos, sin)?, turned(&key, cos, sin)?),
         };
         let mixed = crate::attention(&query, &key, &value, config)?;
         self.output.forward(&mixed.flatten_from(2)?)
@@ -136,4 +135,17 @@ impl Attention {
         let (batch, length, _) = x.dims3()?;
         projection.forward(x)?.reshape((batch, length, heads, self.sizes.head_size))
     }
+}
+
+/// Turns each position of `x` [batch, length, heads, size] by its angles: those of its place in the
+/// row, or its own.
+fn turned(x: &Tensor, cos: &Tensor, sin: &Tensor) -> Result<Tensor> {
+    if cos.rank() < 3 {
+        return Ok(crate::rope_thd(x, cos, sin)?);
+    }
+    let (batch, length, heads, size) = x.dims4()?;
+    // As one row that is as long as all together.
+    let angles = |angles: &Tensor| angles.broadcast_as((batch, length, size / 2))?.flatten_to(1);
+    let row = x.reshape((1, batch * length, heads, size))?;
+    crate::rope_thd(&row, &angles(cos)?, &angles(sin)?)?.reshape(x.shape())
 }
