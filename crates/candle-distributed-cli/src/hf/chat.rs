@@ -209,3 +209,99 @@ impl Formatter for Spaced {
         out.write_all(b": ")
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::hf::golden;
+
+    fn template(source: &str) -> ChatTemplate {
+        let special = [("bos_token", String::from("<s>")), ("eos_token", String::from("</s>"))];
+        ChatTemplate::new("template".into(), source.into(), special.into()).unwrap()
+    }
+
+    fn messages(turns: &[(&str, &str)]) -> Vec<Message> {
+        let message = |&(role, content): &(&str, &str)| Message {
+            role: role.to_owned(),
+            content: content.to_owned(),
+        };
+        turns.iter().map(message).collect()
+    }
+
+    #[test]
+    fn texts_are_those_of_transformers() {
+        let chat = golden::chat();
+        for case in chat["rendered"].as_array().unwrap() {
+            let name = case["template"].as_str().unwrap();
+            let conversation = &chat["conversations"][case["conversation"].as_str().unwrap()];
+            let messages: Vec<Message> = serde_json::from_value(conversation.clone()).unwrap();
+            let template = template(chat["templates"][name].as_str().unwrap());
+            let found = template.render(&messages, case["add_generation_prompt"] == true);
+            match case["text"].as_str() {
+                Some(text) => assert_eq!(found.unwrap(), text, "{name}"),
+                None => assert!(found.unwrap_err().to_string().contains("must take turns")),
+            }
+        }
+    }
+
+    #[test]
+    fn answers_are_what_the_turns_of_the_assistant_add() {
+        let template = template(
+            "{% for m in messages %}{{ m.role[0] }}:{{ m.content }};{% endfor %}\
+             {% if add_generation_prompt %}a:{% endif %}",
+        );
+        let turns = [("user", "1"), ("assistant", "2"), ("user", "3"), ("assistant", "45")];
+        let found = template.conversation(&messages(&turns)).unwrap();
+        assert_eq!(found.text, "u:1;a:2;u:3;a:45;");
+        let answers: Vec<&str> =
+            found.answers.iter().map(|answer| &found.text[answer.clone()]).collect();
+        assert_eq!(answers, ["2;", "45;"]);
+    }
+
+    #[test]
+    fn a_template_that_does_not_append_is_refused() {
+        let turns = [("user", "1"), ("assistant", "2"), ("user", "3"), ("assistant", "4")];
+        for source in [
+            // The number of messages comes first.
+            "{{ messages | length }}{% for m in messages %}{{ m.content }}{% endfor %}",
+            // The last message comes first.
+            "{% for m in messages | reverse %}{{ m.content }}{% endfor %}",
+            // All answers but the last are left out.
+            "{% for m in messages %}{% if m.role == 'user' or loop.last %}{{ m.content }}\
+             {% endif %}{% endfor %}",
+            // What the assistant begins with is not what it is asked with.
+            "{% for m in messages %}{{ m.content }}{% endfor %}\
+             {% if add_generation_prompt %}!{% endif %}",
+        ] {
+            let fault = template(source).conversation(&messages(&turns)).unwrap_err();
+            assert!(fault.to_string().contains("does not append"), "{source}: {fault}");
+            assert!(fault.hint().unwrap().contains("completion"));
+        }
+    }
+
+    #[test]
+    fn a_template_that_fails_or_does_not_end_is_refused() {
+        let broken = ChatTemplate::new("a/template".into(), "{% if %}".into(), BTreeMap::new());
+        let fault = broken.unwrap_err().to_string();
+        assert!(fault.starts_with("a/template: the chat template fails"), "{fault}");
+        let turns = messages(&[("user", "1")]);
+        for (source, words) in [
+            ("{{ raise_exception('no such role') }}", "no such role"),
+            ("{{ messages[3].content }}", "undefined"),
+            ("{{ strftime_now('%Y') }}", "strftime_now"),
+            ("{{ 'x' * 1000000000000 }}", ""),
+            (
+                "{% for a in range(9999) %}{% for b in range(9999) %}{{ a }}{% endfor %}\
+                 {% endfor %}",
+                "fuel",
+            ),
+            ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "recursion"),
+        ] {
+            let fault = template(source).render(&turns, false).unwrap_err().to_string();
+            assert!(fault.starts_with("template: the chat template fails"), "{fault}");
+            assert!(fault.contains(words), "{source}: {fault}");
+        }
+        let day = "{% if strftime_now is defined %}{{ strftime_now() }}{% else %}1{% endif %}";
+        assert_eq!(template(day).render(&turns, false).unwrap(), "1");
+    }
+}

@@ -221,3 +221,171 @@ fn held_out(n_examples: usize, n_held_out: usize, seed: Seed) -> Result<Vec<bool
 fn word(number: usize) -> u64 {
     number as u64
 }
+
+#[cfg(test)]
+mod tests {
+    use std::collections::BTreeSet;
+
+    use serde_json::json;
+
+    use super::*;
+    use crate::hf::golden;
+
+    fn read(name: &str, content: &str, context: usize, overlong: Overlong) -> Result<Examples> {
+        let home = tempfile::tempdir().unwrap();
+        let path = home.path().join(name);
+        fs::write(&path, content).unwrap();
+        let folder = golden::folder("qwen2");
+        Examples::read(&path, folder.tokenizer(), context, overlong)
+    }
+
+    fn lines(content: &str) -> Result<Examples> {
+        read("a.jsonl", content, 128, Overlong::Error)
+    }
+
+    #[test]
+    fn answers_are_those_of_transformers() {
+        let home = tempfile::tempdir().unwrap();
+        for model in golden::MODELS {
+            let path = home.path().join("pairs.jsonl");
+            let pairs = golden::json(model, "tokens.json")["pairs"].clone();
+            let line = |pair: &serde_json::Value| {
+                json!({"prompt": pair[0], "completion": pair[1]}).to_string()
+            };
+            let content: Vec<String> = pairs.as_array().unwrap().iter().map(line).collect();
+            fs::write(&path, content.join("\n")).unwrap();
+            let folder = golden::folder(model);
+            let examples = Examples::read(&path, folder.tokenizer(), 128, Overlong::Error).unwrap();
+            let expected = golden::json(model, "expected.json")["answer_only"].clone();
+            for (n, len) in (0_u64..).zip(examples.lengths()) {
+                let (row, len) = (usize::try_from(n).unwrap(), usize::try_from(len).unwrap());
+                let ids = golden::ids(&expected["input_ids"][row]);
+                assert_eq!(examples.ids(n), &ids[..len], "{model}");
+                let labels = expected["labels"][row].as_array().unwrap();
+                let labels: Vec<i64> = labels.iter().map(|label| label.as_i64().unwrap()).collect();
+                assert_eq!(examples.labels(n), &labels[..len], "{model}");
+                assert!(labels[len..].iter().all(|&label| label == IGNORED), "{model}");
+            }
+            assert_eq!(examples.len(), 3);
+        }
+    }
+
+    #[test]
+    fn texts_are_lines_or_paragraphs_and_end() {
+        let examples = lines("\"first\"\n\n{\"id\": 3, \"text\": \"a\\n\\nb\"}\r\n").unwrap();
+        let tokenizer = golden::folder("qwen2");
+        let decoded = |examples: &Examples| -> Vec<String> {
+            let all = (0..examples.len()).map(|n| examples.ids(n));
+            all.map(|ids| tokenizer.tokenizer().decode(ids, true).unwrap()).collect()
+        };
+        assert_eq!(decoded(&examples), ["first<|im_end|>", "a\n\nb<|im_end|>"]);
+        let all: Vec<i64> = examples.ids(0).iter().map(|&id| id.into()).collect();
+        assert_eq!(examples.labels(0), all);
+        let paragraphs = "first\n\n  \n\nsec\nond\n\n";
+        let examples = read("a.txt", paragraphs, 128, Overlong::Error).unwrap();
+        assert_eq!(decoded(&examples), ["first<|im_end|>", "sec\nond<|im_end|>"]);
+    }
+
+    #[test]
+    fn lines_that_are_no_examples_are_named() {
+        for (line, words) in [
+            ("{\"text\": \"a", "is no JSON"),
+            ("3", "is neither a string nor an object"),
+            ("{}", "has no text, no prompt and completion, and no messages"),
+            ("{\"text\": 3}", "has a text that is no string"),
+            ("{\"prompt\": \"a\"}", "has no completion"),
+            ("{\"completion\": \"a\"}", "has no prompt"),
+            ("{\"prompt\": \"a\", \"completion\": \" \"}", "has an empty completion"),
+            ("{\"prompt\": [], \"completion\": \"a\"}", "has a prompt that is no string"),
+            ("{\"text\": \"a\", \"messages\": []}", "has fields of several kinds"),
+            ("{\"messages\": []}", "has no message of the assistant"),
+            ("{\"messages\": null}", "has messages that have no role and content"),
+            ("{\"messages\": [{\"role\": \"user\"}]}", "missing field `content`"),
+            (
+                "{\"messages\": [{\"role\": \"assistant\", \"content\": \"\\n\"}]}",
+                "has an empty message of the assistant",
+            ),
+            ("{\"prompt\": \"a\", \"completion\": \"b\"}", "and line 1 a text"),
+        ] {
+            let fault = lines(&format!("\"right\"\n\n{line}\n")).unwrap_err();
+            let message = fault.to_string();
+            assert!(message.starts_with("line 3 of ") && message.contains("a.jsonl"), "{message}");
+            assert!(message.contains(words), "{line}: {message}");
+            assert!(fault.hint().is_some(), "{line}");
+        }
+    }
+
+    #[test]
+    fn what_the_tokenizer_refuses_is_named_by_its_line() {
+        let line = r#"{"messages": [{"role": "assistant", "content": "a"}]}"#;
+        let fault = lines(line).unwrap_err();
+        assert!(fault.to_string().contains("line 1 of "), "{fault}");
+        assert!(fault.to_string().contains("has no chat template"), "{fault}");
+        assert!(fault.hint().unwrap().contains("completion"));
+    }
+
+    #[test]
+    fn longer_texts_are_refused_cut_or_left_out() {
+        let content = "\"abc\"\n\"abcdefghijkl\"\n";
+        let fault = read("a.jsonl", content, 8, Overlong::Error).unwrap_err();
+        assert!(fault.to_string().starts_with("line 2 of "), "{fault}");
+        assert!(fault.to_string().contains(" tokens, and the context is 8"), "{fault}");
+        assert!(fault.hint().unwrap().contains("--overlong"));
+        let whole = lines(content).unwrap();
+        let cut = read("a.jsonl", content, 8, Overlong::Truncate).unwrap();
+        assert_eq!((cut.n_overlong(), cut.ids(0)), (1, whole.ids(0)));
+        assert_eq!((cut.ids(1), cut.labels(1).len()), (&whole.ids(1)[..8], 8));
+        let rest = read("a.jsonl", content, 8, Overlong::Skip).unwrap();
+        assert_eq!((rest.n_overlong(), rest.len(), rest.ids(0)), (1, 1, whole.ids(0)));
+        // Exactly as long is not too long.
+        let len = usize::try_from(whole.lengths()[1]).unwrap();
+        assert_eq!(read("a.jsonl", content, len, Overlong::Error).unwrap().n_overlong(), 0);
+    }
+
+    #[test]
+    fn an_answer_that_is_cut_off_is_refused() {
+        let line = r#"{"prompt": "zqxjzqxj", "completion": "yes"}"#;
+        let prompt = golden::folder("qwen2").tokenizer().begin("zqxjzqxj").unwrap().len();
+        let fault = read("a.jsonl", line, prompt, Overlong::Truncate).unwrap_err().to_string();
+        assert!(
+            fault.starts_with("line 1 of ") && fault.contains("has no answer within"),
+            "{fault}"
+        );
+        let cut = read("a.jsonl", line, prompt + 1, Overlong::Truncate).unwrap();
+        let predicted = cut.labels(0).into_iter().filter(|&label| label != IGNORED);
+        assert_eq!(predicted.count(), 1);
+        let none = read("a.jsonl", line, prompt, Overlong::Skip).unwrap_err().to_string();
+        assert!(none.starts_with("no text to learn from"), "{none}");
+    }
+
+    #[test]
+    fn a_fingerprint_tells_tokens_and_labels_apart() {
+        let texts = ["\"ab\"", "\"ab\"\n\"ab\"", "\"ba\"", r#"{"prompt": "a", "completion": "b"}"#];
+        let all: BTreeSet<String> =
+            texts.iter().map(|text| lines(text).unwrap().fingerprint()).collect();
+        assert_eq!(all.len(), texts.len());
+    }
+
+    #[test]
+    fn a_split_holds_out_a_fraction_by_its_seed() {
+        let content: Vec<String> = (0..40).map(|n| format!("\"number {n}\"")).collect();
+        let all = lines(&content.join("\n")).unwrap();
+        let of = |examples: &Examples| -> Vec<Vec<u32>> {
+            (0..examples.len()).map(|n| examples.ids(n).to_vec()).collect()
+        };
+        let split =
+            |fraction, seed| lines(&content.join("\n")).unwrap().split(fraction, Seed::new(seed));
+        let (kept, held) = split(0.1, 1).unwrap();
+        assert_eq!((kept.len(), held.len()), (36, 4));
+        let (kept, held) = (of(&kept), of(&held));
+        let (mut rest, mut out) = (kept.iter().peekable(), held.iter().peekable());
+        let is_next = |ids: &Vec<u32>| rest.next_if_eq(&ids).or(out.next_if_eq(&ids)).is_some();
+        assert!(of(&all).iter().all(is_next), "both parts keep the order");
+        assert_eq!(of(&split(0.1, 1).unwrap().1), held);
+        assert_ne!(of(&split(0.1, 2).unwrap().1), held);
+        for fraction in [0., 0.01, 0.99, 1., -0.5, f64::NAN, f64::INFINITY] {
+            let fault = split(fraction, 1).unwrap_err().to_string();
+            assert!(fault.starts_with(&format!("--validation {fraction} of 40")), "{fault}");
+        }
+    }
+}

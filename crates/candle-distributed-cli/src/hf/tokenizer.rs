@@ -3,6 +3,7 @@
 use std::{
     collections::{BTreeMap, BTreeSet},
     ops::Range,
+    panic::{self, AssertUnwindSafe},
     path::{Path, PathBuf},
 };
 
@@ -193,7 +194,7 @@ impl Tokenizer {
     ///
     /// If the tokenizer cannot write them.
     pub(crate) fn decode(&self, ids: &[u32], with_special: bool) -> Result<String> {
-        self.inner.decode(ids, !with_special).map_err(|fault| refused(&self.path.join(FILE), fault))
+        guarded(&self.path, || self.inner.decode(ids, !with_special))
     }
 
     /// The files by name, as another folder with this tokenizer has them.
@@ -209,8 +210,7 @@ impl Tokenizer {
     }
 
     fn encode(&self, text: &str, with_added: bool) -> Result<Encoding> {
-        let encoded = self.inner.encode(text, with_added);
-        encoded.map_err(|fault| refused(&self.path.join(FILE), fault))
+        guarded(&self.path, || self.inner.encode(text, with_added))
     }
 }
 
@@ -220,19 +220,26 @@ fn inner(folder: &Path, files: &BTreeMap<String, Vec<u8>>) -> Result<tokenizers:
         let none = format!("{} has no {FILE}", folder.display());
         return Err(Error::usage(none).hinted(hint::NO_TOKENIZER));
     };
-    let path = folder.join(FILE);
-    let failed = |fault: tokenizers::Error| refused(&path, format!("it is no tokenizer: {fault}"));
-    let mut inner = tokenizers::Tokenizer::from_bytes(bytes).map_err(failed)?;
+    let mut inner = guarded(folder, || tokenizers::Tokenizer::from_bytes(bytes))?;
     if let ModelWrapper::BPE(model) = inner.get_model()
         && let Some(dropout) = model.dropout.filter(|&dropout| dropout > 0.)
     {
         let random = format!("its dropout {dropout} gives other tokens each time, it must be null");
-        return Err(refused(&path, random));
+        return Err(refused(&folder.join(FILE), random));
     }
     // Those of whoever wrote the file last: a text has all its tokens, and no others.
     inner.with_padding(None);
-    inner.with_truncation(None).map_err(failed)?;
+    guarded(folder, || inner.with_truncation(None).map(drop))?;
     Ok(inner)
+}
+
+/// What the library makes of a folder's tokenizer. Where the parts of a file do not fit together, it
+/// fails or panics.
+fn guarded<T>(folder: &Path, work: impl FnOnce() -> tokenizers::Result<T>) -> Result<T> {
+    match panic::catch_unwind(AssertUnwindSafe(work)) {
+        Ok(done) => done.map_err(|fault| refused(&folder.join(FILE), fault)),
+        Err(_) => Err(refused(&folder.join(FILE), "its parts do not fit together")),
+    }
 }
 
 /// Refuses tokens that the model does not know.
@@ -414,4 +421,241 @@ fn tokens_of(bytes: &Range<usize>, encoding: &Encoding) -> Range<usize> {
     let start = starts.clone().take_while(|&start| start < bytes.start).count();
     let end = starts.take_while(|&start| start < bytes.end).count();
     start..end
+}
+
+#[cfg(test)]
+mod tests {
+    use std::fs;
+
+    use serde_json::{Value, json};
+
+    use super::*;
+    use crate::hf::golden;
+
+    fn open(folder: &Path) -> Result<Tokenizer> {
+        Tokenizer::open(folder, 320)
+    }
+
+    fn refusal(model: &str, name: &str, change: impl FnOnce(&mut Value)) -> String {
+        let copy = golden::changed(model, name, change);
+        open(copy.path()).unwrap_err().to_string()
+    }
+
+    #[test]
+    fn tokens_and_texts_are_those_of_transformers() {
+        for model in golden::MODELS {
+            let tokenizer = open(&golden::path(model)).unwrap();
+            let cases = golden::json(model, "tokens.json")["tokenizer"].clone();
+            for case in cases.as_array().unwrap() {
+                let (text, ids) = (case["text"].as_str().unwrap(), golden::ids(&case["ids"]));
+                assert_eq!(tokenizer.begin(text).unwrap(), ids, "{model}: {text}");
+                let plain = golden::ids(&case["ids_without_added"]);
+                assert_eq!(tokenizer.encode_plain(text).unwrap(), plain, "{model}: {text}");
+                assert_eq!(tokenizer.decode(&ids, true).unwrap(), case["decoded"], "{model}");
+                let decoded = tokenizer.decode(&ids, false).unwrap();
+                assert_eq!(decoded, case["decoded_skip_special"], "{model}");
+            }
+            assert_eq!(cases.as_array().unwrap().len(), 8);
+        }
+    }
+
+    #[test]
+    fn answers_in_a_conversation_are_those_of_transformers() {
+        let chat = golden::chat();
+        for case in chat["tokens"].as_array().unwrap() {
+            let model = case["model"].as_str().unwrap();
+            let copy = golden::changed(model, "tokenizer_config.json", |config| {
+                config["chat_template"] =
+                    chat["templates"][case["template"].as_str().unwrap()].clone();
+            });
+            let conversation = &chat["conversations"][case["conversation"].as_str().unwrap()];
+            let messages: Vec<Message> = serde_json::from_value(conversation.clone()).unwrap();
+            let tokenizer = open(copy.path()).unwrap();
+            let Answered { ids, answers } = tokenizer.conversation(&messages).unwrap();
+            assert_eq!(ids, golden::ids(&case["ids"]), "{model}");
+            let labels: Vec<i64> = serde_json::from_value(case["labels"].clone()).unwrap();
+            let is_answer = |n: usize| answers.iter().any(|answer| answer.contains(&n));
+            let predicted: Vec<bool> = (0..ids.len()).map(is_answer).collect();
+            let expected: Vec<bool> = labels.iter().map(|&label| label != -100).collect();
+            assert_eq!(predicted, expected, "{model} {}", case["conversation"]);
+        }
+    }
+
+    #[test]
+    fn a_template_in_its_own_file_comes_first_and_the_default_of_several_is_taken() {
+        let named = json!([
+            {"name": "tools", "template": "tools"},
+            {"name": "default", "template": "{{ messages[0].content }}"},
+        ]);
+        let copy = golden::changed("qwen2", "tokenizer_config.json", |config| {
+            config["chat_template"] = named;
+        });
+        let messages = [Message { role: "user".into(), content: "ab".into() }];
+        let prompt = || {
+            let tokenizer = open(copy.path()).unwrap();
+            tokenizer.decode(&tokenizer.prompt(&messages).unwrap(), true).unwrap()
+        };
+        assert_eq!(prompt(), "ab");
+        fs::write(copy.path().join("chat_template.jinja"), "{{ eos_token }}b").unwrap();
+        assert_eq!(prompt(), "<|im_end|>b");
+        let fault = refusal("qwen2", "tokenizer_config.json", |config| {
+            config["chat_template"] = json!([{"name": "tools", "template": ""}]);
+        });
+        assert!(fault.contains("none of its chat templates is named \"default\""), "{fault}");
+        let none = open(&golden::path("qwen2")).unwrap().prompt(&messages).unwrap_err();
+        assert!(none.to_string().contains("has no chat template"), "{none}");
+    }
+
+    #[test]
+    fn the_tokenizer_names_the_end_and_other_files_name_more() {
+        let tokenizer = open(&golden::path("qwen2")).unwrap();
+        assert_eq!((tokenizer.end(), tokenizer.is_end(317)), (319, false));
+        let copy = golden::changed("qwen2", "config.json", |config| {
+            config["eos_token_id"] = json!([317, 319]);
+        });
+        let tokenizer = open(copy.path()).unwrap();
+        assert_eq!((tokenizer.end(), tokenizer.is_end(317)), (319, true));
+        let without_token = |config: &mut Value| config["eos_token"] = Value::Null;
+        let copy = golden::changed("qwen2", "tokenizer_config.json", without_token);
+        assert_eq!(open(copy.path()).unwrap().end(), 319);
+        fs::write(
+            copy.path().join("special_tokens_map.json"),
+            r#"{"eos_token": {"content": "h"}}"#,
+        )
+        .unwrap();
+        assert_eq!(open(copy.path()).unwrap().end(), tokenizer.encode_plain("h").unwrap()[0]);
+        let text = tokenizer.text("a<|im_end|>").unwrap();
+        assert_eq!(text.ids.iter().filter(|&&id| id == 319).count(), 1, "it is not ended twice");
+    }
+
+    #[test]
+    fn a_tokenizer_without_an_end_is_refused() {
+        let copy = golden::changed("llama", "tokenizer_config.json", |config| {
+            config["eos_token"] = Value::Null;
+        });
+        fs::write(copy.path().join("config.json"), "{}").unwrap();
+        let fault = open(copy.path()).unwrap_err();
+        assert!(fault.to_string().contains("no token of ") && fault.hint().is_some(), "{fault}");
+        let fault = refusal("llama", "tokenizer_config.json", |config| {
+            config["eos_token"] = "<end>".into();
+        });
+        assert!(fault.contains("eos_token \"<end>\" is not in tokenizer.json"), "{fault}");
+        let fault = refusal("llama", "config.json", |config| config["eos_token_id"] = 320.into());
+        assert!(fault.contains("eos_token_id 320 is not in tokenizer.json"), "{fault}");
+    }
+
+    #[test]
+    fn tokens_that_the_model_does_not_know_are_refused() {
+        assert!(Tokenizer::open(&golden::path("llama3"), 320).is_ok());
+        let fault = Tokenizer::open(&golden::path("llama3"), 319).unwrap_err().to_string();
+        assert!(fault.contains("<|eot_id|>"), "{fault}");
+        assert!(fault.ends_with("has number 319, and the model has 319 tokens"), "{fault}");
+    }
+
+    #[test]
+    fn dropout_is_refused_and_padding_and_truncation_are_passed_over() {
+        let fault = refusal("llama", FILE, |file| file["model"]["dropout"] = json!(0.1));
+        assert!(fault.contains("its dropout 0.1 gives other tokens each time"), "{fault}");
+        let copy = golden::changed("llama", FILE, |file| {
+            file["truncation"] = json!({
+                "direction": "Right", "max_length": 4, "strategy": "LongestFirst", "stride": 0,
+            });
+            file["padding"] = json!({
+                "strategy": {"Fixed": 64}, "direction": "Right", "pad_to_multiple_of": null,
+                "pad_id": 0, "pad_type_id": 0, "pad_token": "<unk>",
+            });
+        });
+        let text = "The lamp wanted oil.";
+        let expected = open(&golden::path("llama")).unwrap().begin(text).unwrap();
+        assert_eq!(open(copy.path()).unwrap().begin(text).unwrap(), expected);
+    }
+
+    #[test]
+    fn bytes_are_tokens_where_there_is_no_tokenizer() {
+        let home = tempfile::tempdir().unwrap();
+        let config = |end: &str| {
+            fs::write(home.path().join("config.json"), format!("{{\"eos_token_id\": {end}}}"))
+                .unwrap();
+        };
+        config("[256]");
+        let tokenizer = Tokenizer::bytes(home.path(), 260).unwrap();
+        let all = String::from_utf8_lossy(&(0..=255).collect::<Vec<u8>>()).into_owned();
+        for text in ["to be\n\n or not", "Straße 🗼", &all] {
+            let ids = tokenizer.begin(text).unwrap();
+            assert!(ids.iter().map(|&id| u8::try_from(id).unwrap()).eq(text.bytes()));
+            assert_eq!(tokenizer.decode(&ids, true).unwrap(), text);
+        }
+        assert_eq!(tokenizer.text("a").unwrap().ids, [97, 256]);
+        assert_eq!(tokenizer.begin("<|end|>").unwrap(), [256]);
+        // The same from the files that are written for it.
+        for (name, bytes) in tokenizer.files() {
+            fs::write(home.path().join(name), bytes).unwrap();
+        }
+        config("256");
+        let read = Tokenizer::open(home.path(), 257).unwrap();
+        assert_eq!(read.answer("a", "b").unwrap(), tokenizer.answer("a", "b").unwrap());
+        for end in ["255", "null", "[]"] {
+            config(end);
+            let fault = Tokenizer::bytes(home.path(), 257).unwrap_err().to_string();
+            assert!(fault.contains("eos_token_id must be one beyond them"), "{fault}");
+        }
+        config("[256, 257]");
+        let fault = Tokenizer::bytes(home.path(), 258).unwrap_err().to_string();
+        assert!(fault.contains("eos_token_id 257 is not in tokenizer.json"), "{fault}");
+        config("257");
+        assert!(Tokenizer::bytes(home.path(), 257).is_err());
+    }
+
+    /// Every value of a JSON document in turn is another one.
+    fn mutated(value: &Value) -> Vec<Value> {
+        let mut others = vec![json!(null), json!(-1), json!(7), json!("x"), json!([]), json!({})];
+        let mut put = |inner: Value, place: &dyn Fn(&mut Value) -> &mut Value| {
+            for other in mutated(&inner) {
+                let mut whole = value.clone();
+                *place(&mut whole) = other;
+                others.push(whole);
+            }
+        };
+        match value {
+            Value::Array(items) => {
+                for n in 0..items.len().min(2) {
+                    put(items[n].clone(), &|whole| &mut whole[n]);
+                }
+            }
+            Value::Object(fields) => {
+                for name in fields.keys().take(16) {
+                    put(fields[name].clone(), &|whole| &mut whole[name]);
+                }
+            }
+            _ => {}
+        }
+        others
+    }
+
+    #[test]
+    fn no_tokenizer_panics() {
+        let home = tempfile::tempdir().unwrap();
+        fs::write(home.path().join("config.json"), r#"{"eos_token_id": 2}"#).unwrap();
+        let (mut n_read, mut n_refused) = (0, 0);
+        for model in golden::MODELS {
+            for file in mutated(&golden::json(model, FILE)) {
+                fs::write(home.path().join(FILE), file.to_string()).unwrap();
+                match open(home.path()) {
+                    Ok(tokenizer) => {
+                        n_read += 1;
+                        if let Ok(ids) = tokenizer.begin("The lamp, Straße 🗼</s>\n\n 12") {
+                            drop(tokenizer.decode(&ids, true));
+                        }
+                        drop(tokenizer.decode(&[0, 5, 319, 320, u32::MAX], false));
+                    }
+                    Err(fault) => {
+                        n_refused += 1;
+                        let name = home.path().to_str().unwrap();
+                        assert!(fault.to_string().contains(name), "{fault}");
+                    }
+                }
+            }
+        }
+        assert!(n_read > 100 && n_refused > 100, "{n_read} {n_refused}");
+    }
 }
