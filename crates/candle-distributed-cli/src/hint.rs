@@ -52,10 +52,21 @@ pub(crate) const NO_CHAT_TEMPLATE: &str = "take the folder of an instruction-tun
 pub(crate) const REWRITES: &str = "which tokens are an answer cannot be told then: give \
                                    {\"prompt\", \"completion\"} in place of messages, or a template \
                                    that appends";
-pub(crate) const OTHER_MODEL: &str = "config.json and the weights must be of one model: take both from \
-                                      the same folder";
+pub(crate) const NOT_ITS_WEIGHTS: &str =
+    "config.json and the weights must be of one model: take both from the same folder";
 pub(crate) const LONG_PROMPT: &str = "max_position_embeddings of config.json is the most that this model \
                                       was made for: give a shorter text";
+pub(crate) const OTHER_MODEL: &str =
+    "give --model the folder as it was, or start a new run in another folder";
+pub(crate) const MODEL_OPTION: &str = "--model FOLDER names the model to fine-tune";
+pub(crate) const LORA_ON: &str = "--lora-on takes the names of linear layers, whole or their ends: \
+                                  q_proj,k_proj,v_proj,o_proj,gate_proj,up_proj,down_proj";
+pub(crate) const HALF_ADAPTERS: &str =
+    "--strategy full keeps them in single precision, and computes in halves";
+pub(crate) const SMALL_VALIDATION: &str =
+    "a larger --validation holds out more; --batch-size or --max-tokens makes smaller steps";
+pub(crate) const MAX_TOKENS: &str =
+    "a step holds at least one sequence: --context cuts sequences, or refuses longer ones";
 pub(crate) const RUN: &str = "candle-distributed train --out DIR creates a run in DIR; without \
                               --out it is created under runs";
 pub(crate) const TEXT: &str = "the text has changed, or an earlier version of this program started \

@@ -70,7 +70,9 @@ fn check(
         tensors.iter().map(|(name, tensor)| (name.as_str(), tensor)).collect();
     for Declared { name, shape, .. } in declared {
         let Some(tensor) = left.remove(name.as_str()) else {
-            return Err(refused(place, format!("no weights have {name}")).hinted(hint::OTHER_MODEL));
+            return Err(
+                refused(place, format!("no weights have {name}")).hinted(hint::NOT_ITS_WEIGHTS)
+            );
         };
         if tensor.shape() != shape {
             let fault = format!(
@@ -78,14 +80,14 @@ fn check(
                 tensor.dims(),
                 shape.dims()
             );
-            return Err(refused(place, fault).hinted(hint::OTHER_MODEL));
+            return Err(refused(place, fault).hinted(hint::NOT_ITS_WEIGHTS));
         }
     }
     match left.into_keys().find(|name| !is_passed_over(name)) {
         None => Ok(()),
         Some(name) => {
             let fault = format!("the model has no {name}, which the weights have");
-            Err(refused(place, fault).hinted(hint::OTHER_MODEL))
+            Err(refused(place, fault).hinted(hint::NOT_ITS_WEIGHTS))
         }
     }
 }

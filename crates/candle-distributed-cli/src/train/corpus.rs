@@ -26,7 +26,7 @@ macro_rules! own_sources {
     };
 }
 
-const EMBEDDED: [(&str, &str); 85] = own_sources![
+const EMBEDDED: [(&str, &str); 91] = own_sources![
     "README.md",
     "src/bin/candle-distributed.rs",
     "src/bytes.rs",
@@ -62,6 +62,7 @@ const EMBEDDED: [(&str, &str); 85] = own_sources![
     "src/commands/sample/mixture.rs",
     "src/commands/sample/mod.rs",
     "src/commands/train/dry_run.rs",
+    "src/commands/train/finetune.rs",
     "src/commands/train/mod.rs",
     "src/commands/train/parts.rs",
     "src/commands/train/start.rs",
@@ -92,7 +93,9 @@ const EMBEDDED: [(&str, &str); 85] = own_sources![
     "src/train/corpus.rs",
     "src/train/curve.rs",
     "src/train/data.rs",
+    "src/train/dataset.rs",
     "src/train/distributed.rs",
+    "src/train/finetune.rs",
     "src/train/journal.rs",
     "src/train/limits.rs",
     "src/train/measured.rs",
@@ -103,6 +106,7 @@ const EMBEDDED: [(&str, &str); 85] = own_sources![
     "src/train/parameters.rs",
     "src/train/precision.rs",
     "src/train/pretrained.rs",
+    "src/train/products.rs",
     "src/train/recipe.rs",
     "src/train/resumed.rs",
     "src/train/run_dir.rs",
@@ -112,6 +116,8 @@ const EMBEDDED: [(&str, &str); 85] = own_sources![
     "src/train/stop.rs",
     "src/train/traffic.rs",
     "src/train/trainer.rs",
+    "src/train/transformer.rs",
+    "src/train/validation.rs",
 ];
 
 impl Corpus {

@@ -2,6 +2,7 @@
 
 #![allow(dead_code, unreachable_pub, reason = "no test file uses all of it")]
 
+pub mod finetune;
 pub mod run;
 
 use std::{

@@ -164,7 +164,7 @@ mod tests {
                 .unwrap();
         let batches: Vec<Batch> = sampler.iter().map(Result::unwrap).collect();
         let report = PaddingReport::from_iter(&batches);
-        Reading { lengths, batches, report }
+        Reading { lengths, steps: vec![batches.clone()], batches, report }
     }
 
     #[test]

@@ -6,12 +6,13 @@ use candle_distributed::{
     batch::{Batch, PaddingReport},
     plan::{ParameterInfo, ShardingPlan, cost::PlanCost},
     train::Metrics,
-    types::WorldSize,
+    types::{Seed, WorldSize},
 };
 
 use crate::{
     commands::plan::model,
     error::{Error, Result},
+    hf::folder::Folder,
     hint,
     train::{
         corpus::Corpus,
@@ -22,6 +23,7 @@ use crate::{
         session::Session,
         settings::Settings,
         sharding::{self, Needs},
+        transformer,
     },
 };
 
@@ -53,6 +55,9 @@ pub(super) struct Sharding {
 /// The text, and the batches of the first epoch.
 pub(super) struct Reading {
     pub(super) lengths: Vec<u64>,
+    /// The batches of each step.
+    pub(super) steps: Vec<Vec<Batch>>,
+    /// All of them, one after the other.
     pub(super) batches: Vec<Batch>,
     pub(super) report: PaddingReport,
 }
@@ -105,11 +110,11 @@ fn comparison(
     };
     let work = Work {
         check: false,
-        config: settings.config(),
+        sizes: settings.trained_model()?.sizes(),
         precision: settings.recipe.precision(),
         parameters: &sharding.parameters,
         sharding: session.sharding.as_ref(),
-        batches: &reading.batches,
+        steps: &reading.steps,
         world_size: session.world_size,
         // A file may say anything.
         ranks: (0, session.devices_here.min(session.world_size)),
@@ -126,12 +131,13 @@ fn comparison(
 
 impl Sharding {
     fn of(path: &Path, settings: &Settings, is_complete: bool) -> Result<Option<Self>> {
-        let parameters: Vec<ParameterInfo> = match settings.model {
-            Some(_) => sharding::parameters_of(&settings.transformer()?)?,
-            None if is_complete => {
-                model::read(path)?.into_iter().map(sharding::with_unit).collect()
-            }
-            None => return Ok(None),
+        let is_recorded = settings.model.is_some() || settings.finetune.is_some();
+        let parameters: Vec<ParameterInfo> = if is_recorded {
+            settings.trained_model()?.parameters()?
+        } else if is_complete {
+            model::read(path)?.into_iter().map(transformer::with_unit).collect()
+        } else {
+            return Ok(None);
         };
         let Some(session) = settings.sessions.last() else { return Ok(None) };
         let world_size = WorldSize::new(session.world_size)?;
@@ -146,15 +152,12 @@ impl Sharding {
 impl Reading {
     /// The batches of a run, if its text is still there and unchanged.
     fn of(settings: &Settings) -> Result<Result<Self, String>> {
-        let longest = settings.config().longest_sequence();
-        let (name, corpus) = match &settings.data {
-            None => {
-                (String::from("the text built into this program"), Ok(Corpus::embedded(longest)))
-            }
-            Some(path) => (format!("the text in {}", path.display()), Corpus::read(path, longest)),
+        let name = match &settings.data {
+            None => String::from("the text built into this program"),
+            Some(path) => format!("the text in {}", path.display()),
         };
-        let corpus = match corpus {
-            Ok(corpus) if corpus.fingerprint() == settings.text => corpus,
+        let lengths = match fingerprint_and_lengths(settings) {
+            Ok((fingerprint, lengths)) if fingerprint == settings.text => lengths,
             Ok(_) => {
                 return Ok(Err(format!(
                     "{name} does not match the fingerprint of the run: it has changed since, or an \
@@ -165,8 +168,23 @@ impl Reading {
                 return Ok(Err(format!("{name} can no longer be read: {}", error.chain())));
             }
         };
-        let schedule = Schedule::of(settings, &corpus)?;
-        let (report, batches) = schedule.first_epoch()?;
-        Ok(Ok(Self { lengths: corpus.lengths(), batches, report }))
+        let (report, steps) = Schedule::of(settings, lengths.clone())?.first_epoch()?;
+        Ok(Ok(Self { lengths, batches: steps.concat(), steps, report }))
     }
+}
+
+/// The fingerprint of what a run learns from, and the lengths of its sequences.
+fn fingerprint_and_lengths(settings: &Settings) -> Result<(String, Vec<u64>)> {
+    let longest = settings.config().longest_sequence();
+    let corpus = match (&settings.finetune, &settings.data) {
+        (Some(finetune), Some(path)) => {
+            let folder = Folder::open(&finetune.folder)?;
+            let seed = Seed::new(settings.seed);
+            let (fingerprint, examples, _) = finetune.examples(&folder, path, seed)?;
+            return Ok((fingerprint, examples.lengths()));
+        }
+        (None, Some(path)) => Corpus::read(path, longest)?,
+        (_, None) => Corpus::embedded(longest),
+    };
+    Ok((corpus.fingerprint(), corpus.lengths()))
 }

@@ -390,7 +390,7 @@ fn sentence(words: &str) -> String {
 fn batches(facts: &Facts) -> Result<Markup> {
     let content = match &facts.reading {
         Err(why) => missing(&sentence(why)),
-        Ok(Reading { lengths, batches, report }) => html! {
+        Ok(Reading { lengths, batches, report, .. }) => html! {
             p { "In the first epoch: " (report) "." }
             (figure(
                 &chart::svg(lengths.iter().copied(), &batches.iter().collect::<Vec<_>>(), report)?,
