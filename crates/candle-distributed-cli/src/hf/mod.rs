@@ -53,6 +53,9 @@ pub(crate) mod golden {
         let copy = tempfile::tempdir().unwrap();
         for entry in fs::read_dir(path(model)).unwrap() {
             let entry = entry.unwrap();
+            if entry.file_type().unwrap().is_dir() {
+                continue;
+            }
             fs::copy(entry.path(), copy.path().join(entry.file_name())).unwrap();
         }
         let mut value = json(model, name);
