@@ -32,6 +32,8 @@ pub(crate) const HF_FOLDER: &str = "a model is a folder as Hugging Face's tools 
                                     tokenizer.json and model.safetensors: nothing is downloaded here, \
                                     `hf download NAME --local-dir FOLDER` does that. A config.json \
                                     alone, with an eos_token_id from 256 on, is a new model of bytes";
+pub(crate) const FAMILY: &str = "models of the Llama family are read here: Llama 2 and 3, Qwen 2 and 2.5, and \
+                                 Mistral, with unquantized weights and attention to the whole context";
 pub(crate) const OTHER_FORMAT: &str = "only safetensors are read here: in Python, \
                                        `AutoModelForCausalLM.from_pretrained(FOLDER).save_pretrained(NEW)` \
                                        writes them";
@@ -50,6 +52,10 @@ pub(crate) const NO_CHAT_TEMPLATE: &str = "take the folder of an instruction-tun
 pub(crate) const REWRITES: &str = "which tokens are an answer cannot be told then: give \
                                    {\"prompt\", \"completion\"} in place of messages, or a template \
                                    that appends";
+pub(crate) const NOT_ITS_WEIGHTS: &str =
+    "config.json and the weights must be of one model: take both from the same folder";
+pub(crate) const LONG_PROMPT: &str = "max_position_embeddings of config.json is the most that this model \
+                                      was made for: give a shorter text";
 pub(crate) const OTHER_MODEL: &str =
     "give --model the folder as it was, or start a new run in another folder";
 pub(crate) const MODEL_OPTION: &str = "--model FOLDER names the model to fine-tune";

@@ -13,8 +13,9 @@ mod devices;
 mod error;
 #[cfg(any(test, fuzzing))]
 pub mod fuzzing;
+mod generation;
 mod help;
-#[expect(dead_code, reason = "`train --model` and `generate` are to come")]
+#[allow(dead_code, reason = "`train --model` is to come")]
 mod hf;
 mod hint;
 mod input;
@@ -59,6 +60,7 @@ enum Command {
     Batch(commands::batch::Args),
     Plan(commands::plan::Args),
     Train(commands::train::Args),
+    Generate(commands::generate::Args),
     Report(commands::report::Args),
     Mesh(commands::mesh::Args),
     #[cfg(unix)]
@@ -99,6 +101,7 @@ fn run(command: Command) -> Result<()> {
         Command::Batch(args) => commands::batch::run(&args),
         Command::Plan(args) => commands::plan::run(&args),
         Command::Train(args) => commands::train::run(&args),
+        Command::Generate(args) => commands::generate::run(&args),
         Command::Report(args) => commands::report::run(&args),
         Command::Mesh(args) => commands::mesh::run(&args),
         #[cfg(unix)]

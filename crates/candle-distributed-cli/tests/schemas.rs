@@ -21,7 +21,7 @@ use candle_distributed::{
 use jsonschema::Validator;
 use serde_json::{Value, json};
 
-use crate::support::{file, finetune::Model, json, run, text};
+use crate::support::{file, finetune::Model, golden, json, run, text};
 
 /// A schema, and what the program really writes of its form.
 struct Form {
@@ -74,7 +74,7 @@ fn validator(schema: &Value) -> Validator {
 /// Every form, with outputs that have all of its fields between them.
 fn forms() -> Vec<Form> {
     let dir = tempfile::tempdir().unwrap();
-    let mut forms = vec![samples(dir.path()), batches(), mesh()];
+    let mut forms = vec![samples(dir.path()), batches(), written(), mesh()];
     forms.extend(plans(dir.path()));
     forms.extend(run_of(dir.path()));
     forms
@@ -144,6 +144,16 @@ fn mesh() -> Form {
         documents,
         free: &["/threads/CANDLE_NUM_THREADS", "/threads/RAYON_NUM_THREADS"],
     }
+}
+
+fn written() -> Form {
+    let llama = golden("llama");
+    let generate = |more: &[&str]| json(&[&["generate", &llama], more].concat());
+    let documents = vec![
+        generate(&["--prompt", "When the fog came in", "--max-tokens", "3"]),
+        generate(&["--prompt", "", "--max-tokens", "400", "--ignore-eos"]),
+    ];
+    Form { name: "generate", documents, free: &[] }
 }
 
 const MANIFEST: &str = r#"{

@@ -42,6 +42,11 @@ pub(crate) struct Message {
 }
 
 impl Message {
+    /// What `role` says.
+    pub(crate) fn new(role: &str, content: &str) -> Self {
+        Self { role: role.to_owned(), content: content.to_owned() }
+    }
+
     /// Whether the assistant says it.
     pub(crate) fn is_answer(&self) -> bool {
         self.role == ASSISTANT

@@ -231,10 +231,10 @@ mod tests {
     use super::*;
     use crate::hf::golden;
 
-    fn read(name: &str, content: &str, context: usize, overlong: Overlong) -> Result<Examples> {
+    fn read(name: &str, text: &str, context: usize, overlong: Overlong) -> Result<Examples> {
         let home = tempfile::tempdir().unwrap();
         let path = home.path().join(name);
-        fs::write(&path, content).unwrap();
+        fs::write(&path, text).unwrap();
         let folder = golden::folder("qwen2");
         Examples::read(&path, folder.tokenizer(), context, overlong)
     }
@@ -360,7 +360,7 @@ mod tests {
 
     #[test]
     fn a_fingerprint_tells_tokens_and_labels_apart() {
-        let texts = ["\"ab\"", "\"ab\"\n\"ab\"", "\"ba\"", r#"{"prompt": "a", "completion": "b"}"#];
+        let texts = ["\"ab\"", "\"ab\"\n\"ab\"", "\"cd\"", r#"{"prompt": "a", "completion": "b"}"#];
         let all: BTreeSet<String> =
             texts.iter().map(|text| lines(text).unwrap().fingerprint()).collect();
         assert_eq!(all.len(), texts.len());

@@ -54,7 +54,7 @@ impl Folder {
         }
         let config = input::read_file(&file).with_hint(hint::HF_FOLDER)?;
         let llama = LlamaConfig::from_json(&config).and_then(Llama::from_config);
-        let llama = llama.map_err(|fault| refused(&file, fault))?;
+        let llama = llama.map_err(|fault| refused(&file, fault).hinted(hint::FAMILY))?;
         let vocab_size = llama.config().vocab_size;
         let tokenizer = if path.join(tokenizer::FILE).exists() || has_weights(path)? {
             Tokenizer::open(path, vocab_size)?

@@ -26,7 +26,7 @@ macro_rules! own_sources {
     };
 }
 
-const EMBEDDED: [(&str, &str); 86] = own_sources![
+const EMBEDDED: [(&str, &str); 91] = own_sources![
     "README.md",
     "src/bin/candle-distributed.rs",
     "src/bytes.rs",
@@ -34,6 +34,7 @@ const EMBEDDED: [(&str, &str); 86] = own_sources![
     "src/commands/batch/chart.rs",
     "src/commands/batch/mod.rs",
     "src/commands/completions.rs",
+    "src/commands/generate/mod.rs",
     "src/commands/launch/guard.rs",
     "src/commands/launch/job.rs",
     "src/commands/launch/lines.rs",
@@ -68,6 +69,10 @@ const EMBEDDED: [(&str, &str); 86] = own_sources![
     "src/devices.rs",
     "src/error.rs",
     "src/fuzzing.rs",
+    "src/generation/mod.rs",
+    "src/generation/sampling.rs",
+    "src/generation/weights.rs",
+    "src/generation/writer.rs",
     "src/help.rs",
     "src/hf/byte_tokenizer.rs",
     "src/hf/chat.rs",
