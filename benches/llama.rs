@@ -42,19 +42,20 @@ struct Config {
 
 impl Config {
     /// The arguments, unless there is no folder.
-    fn from_args() -> Option<Self> {
+    fn from_args() -> Outcome<Option<Self>> {
         let args: Vec<String> = env::args().skip(1).filter(|arg| !arg.starts_with("--")).collect();
-        let number = |index: usize, default| {
-            args.get(index).map_or(default, |arg| arg.parse().expect("a number"))
+        let number = |index: usize, default| -> Outcome<usize> {
+            Ok(args.get(index).map_or(Ok(default), |arg| arg.parse())?)
         };
-        Some(Self {
-            folder: args.first()?.into(),
+        let Some(folder) = args.first() else { return Ok(None) };
+        Ok(Some(Self {
+            folder: folder.into(),
             form: args.get(1).map_or_else(|| "units".into(), Clone::clone),
-            slots: number(2, 2),
-            rows: number(3, 8),
-            length: number(4, 256),
-            steps: number(5, 24),
-        })
+            slots: number(2, 2)?,
+            rows: number(3, 8)?,
+            length: number(4, 256)?,
+            steps: number(5, 24)?,
+        }))
     }
 }
 
@@ -87,20 +88,20 @@ fn trained(config: &Config, llama: &Llama, mesh: &DeviceMesh) -> Outcome<Trained
     Ok(Box::new(move |batch| Ok(model.step(batch, loss.clone())?.loss)))
 }
 
-/// The same tokens as the peer's.
+/// The same tokens as the peer's: the labels are the ids.
 fn tokens(config: &Config, vocabulary: usize) -> Outcome<Tensor> {
     let mut state = 12345_u64;
     let mut next = || {
         state =
             state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
-        (state >> 33) as i64 % vocabulary as i64
+        Ok(u32::try_from((state >> 33) % vocabulary as u64)?)
     };
-    let ids: Vec<i64> = (0..config.rows * config.length).map(|_| next()).collect();
+    let ids: Vec<u32> = (0..config.rows * config.length).map(|_| next()).collect::<Outcome<_>>()?;
     Ok(Tensor::from_vec(ids, (config.rows, config.length), &Device::Cpu)?)
 }
 
 fn main() -> Outcome<()> {
-    let Some(config) = Config::from_args() else {
+    let Some(config) = Config::from_args()? else {
         println!("no folder is named, see the first lines of benches/llama.rs");
         return Ok(());
     };
@@ -109,8 +110,8 @@ fn main() -> Outcome<()> {
     init_threads(config.slots)?;
     let mesh = DeviceMesh::cpu(config.slots)?;
     let mut step = trained(&config, &llama, &mesh)?;
-    let labels = tokens(&config, llama.config().vocab_size)?;
-    let ids = labels.to_dtype(DType::U32)?;
+    let ids = tokens(&config, llama.config().vocab_size)?;
+    let labels = ids.to_dtype(DType::I64)?;
     let (mut times, mut losses) = (Vec::new(), Vec::new());
     let warm_up = config.steps / 4;
     let mut processor = 0.0;

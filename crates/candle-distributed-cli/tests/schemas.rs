@@ -256,7 +256,7 @@ fn finetuned(dir: &Path) -> (Vec<Value>, Vec<Value>) {
     let model = Model::new();
     let train = |out: &Path, more: &[&str]| {
         let out_name = out.to_str().unwrap();
-        model.train(out_name, &[&["--steps", "2", "--validation", "0.25"], more].concat());
+        model.train(out_name, &[&["--steps", "2", "--validation", "0.4"], more].concat());
         read(&out.join("run.json"))
     };
     let [first, second] = ["first-model", "second-model"].map(|name| dir.join(name));

@@ -241,3 +241,115 @@ fn adamw(
         AdamW::new(group.vars, ParamsAdamW { weight_decay, ..usual.clone() })
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use candle_core::Device;
+    use serde_json::{Value, json};
+
+    use super::*;
+    use crate::{
+        hf::{examples::Overlong, golden},
+        train::{
+            finetune::{self, Finetune, Rows},
+            settings::tests::settings,
+        },
+    };
+
+    #[test]
+    fn fine_tuning_has_the_losses_of_transformers() {
+        let full = Sharding::full();
+        for model in golden::MODELS {
+            let expected = &golden::json(model, "expected.json");
+            for sharding in [None, Some(&full)] {
+                let steps = steps(&fine_tuned(model, 50, &json!({})), sharding, expected);
+                assert_near(&expected["finetune"], &steps, [1e-5, 1e-5], model);
+            }
+        }
+    }
+
+    #[test]
+    fn halves_learn_as_in_transformers() {
+        let expected = &golden::json("llama", "expected.json");
+        let settings = fine_tuned("llama", 20, &json!({"dtype": "bf16"}));
+        assert_near(&expected["bf16"], &steps(&settings, None, expected), [0.02, 0.05], "halves");
+    }
+
+    /// The settings of a run that fine-tunes a model in so many steps.
+    fn fine_tuned(model: &str, steps: u64, more: &Value) -> Settings {
+        let folder = golden::folder(model);
+        let finetune = Finetune {
+            folder: folder.path().to_owned(),
+            config: finetune::config_of(&folder).unwrap(),
+            weights: None,
+            init: None,
+            tokenizer: String::new(),
+            context: 128,
+            rows: Rows::Padded,
+            overlong: Overlong::Error,
+            batch_size: None,
+            validation: None,
+            merge: false,
+        };
+        let mut recipe = json!({
+            "lr": 1e-3, "lr_schedule": "cosine", "warmup_steps": 5, "min_lr_rate": 0.1,
+            "max_grad_norm": 1.0, "weight_decay": 0.01,
+        });
+        for (option, value) in more.as_object().unwrap() {
+            recipe[option] = value.clone();
+        }
+        let recipe = serde_json::from_value(recipe).unwrap();
+        Settings { steps, finetune: Some(finetune), recipe, ..settings() }
+    }
+
+    /// The loss and the norm of the gradients of each step on the batches that `expected` has.
+    fn steps(
+        settings: &Settings,
+        sharding: Option<&Sharding>,
+        expected: &Value,
+    ) -> Vec<(f64, f64)> {
+        let mesh = DeviceMesh::cpu(2).unwrap();
+        let mut model = Distributed::new(&mesh, settings, sharding).unwrap();
+        let batches = expected["batches"].as_array().unwrap();
+        let steps = (0..settings.steps).zip(batches.iter().cycle());
+        steps
+            .map(|(step, batch)| {
+                let rate = settings.recipe.learning_rate(step, settings.steps);
+                model.set_learning_rate(rate).unwrap();
+                let step = model.step(tensors(batch)).unwrap();
+                (step.loss, step.grad_norm)
+            })
+            .collect()
+    }
+
+    /// A batch, of which all tokens but padding are predicted.
+    fn tensors(batch: &Value) -> Tensors {
+        let ids: Vec<Vec<u32>> = serde_json::from_value(batch["input_ids"].clone()).unwrap();
+        let lengths: Vec<usize> = serde_json::from_value(batch["lengths"].clone()).unwrap();
+        let labels = |(ids, length): (&Vec<u32>, usize)| -> Vec<i64> {
+            let real = |(n, &id)| if n < length { i64::from(id) } else { -100 };
+            ids.iter().enumerate().map(real).collect()
+        };
+        let targets: Vec<Vec<i64>> = ids.iter().zip(lengths).map(labels).collect();
+        Tensors {
+            ids: Tensor::new(ids, &Device::Cpu).unwrap(),
+            targets: Tensor::new(targets, &Device::Cpu).unwrap(),
+            packing: None,
+        }
+    }
+
+    /// Checks losses and norms of steps, which differ at most by so much.
+    fn assert_near(expected: &Value, steps: &[(f64, f64)], most: [f64; 2], what: &str) {
+        let numbers =
+            |name: &str| -> Vec<f64> { serde_json::from_value(expected[name].clone()).unwrap() };
+        let (losses, norms) = (numbers("loss"), numbers("grad_norm"));
+        assert_eq!(losses.len(), steps.len(), "{what}");
+        for (step, (&(loss, norm), (expected, expected_norm))) in
+            steps.iter().zip(losses.iter().zip(norms)).enumerate()
+        {
+            assert!((loss - expected).abs() < most[0], "{what}, step {step}: {loss}, {expected}");
+            let is_near = (norm - expected_norm).abs() < most[1];
+            assert!(is_near, "{what}, step {step}: norm {norm}, {expected_norm}");
+        }
+    }
+}

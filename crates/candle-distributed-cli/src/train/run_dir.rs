@@ -439,6 +439,13 @@ impl RunDir {
     pub(crate) fn save_folder(&mut self, partial: &Path) -> Result<()> {
         self.set_fingerprint(partial)?;
         let folder = product_of(&self.path, &self.settings);
+        if let Some(beside) = move_model(&folder)? {
+            output::warning(format_args!(
+                "what was in {} is kept as {}",
+                folder.display(),
+                beside.display()
+            ));
+        }
         fs::rename(partial, &folder).map_err(|source| Error::write(folder, source))
     }
 

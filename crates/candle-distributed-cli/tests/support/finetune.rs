@@ -43,11 +43,14 @@ impl Model {
         self.at(name).to_str().unwrap().into()
     }
 
-    /// The arguments of a run on the texts into the folder `out`, of the new model unless `more` name
-    /// another.
+    /// The arguments of a run on the texts into the folder `out`, of the new model, unless `more` name
+    /// others.
     pub fn arguments(&self, out: &str, more: &[&str]) -> Vec<String> {
         let (new, texts, out) = (self.path("new"), self.path("texts"), self.path(out));
-        let mut arguments = vec!["train", "--data", &texts, "--out", &out];
+        let mut arguments = vec!["train", "--out", &out];
+        if !more.contains(&"--data") {
+            arguments.extend(["--data", &texts]);
+        }
         if !more.contains(&"--model") {
             arguments.extend(["--model", &new]);
         }
