@@ -247,6 +247,7 @@ fn work_of<'a>(
         parameters,
         sharding: beginning.sharding.as_ref(),
         steps,
+        is_packed: beginning.settings.is_packed(),
         check,
         world_size: place.placement.world_size().as_u64(),
         ranks: place.ranks(),
