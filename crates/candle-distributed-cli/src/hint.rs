@@ -37,8 +37,12 @@ pub(crate) const FAMILY: &str = "models of the Llama family are read here: Llama
 pub(crate) const OTHER_FORMAT: &str = "only safetensors are read here: in Python, \
                                        `AutoModelForCausalLM.from_pretrained(FOLDER).save_pretrained(NEW)` \
                                        writes them";
-pub(crate) const NO_WEIGHTS: &str = "--init SEED makes random ones; otherwise the folder needs all files \
-                                     of its model";
+pub(crate) const NO_WEIGHTS: &str = "train --init SEED makes random ones; otherwise the folder needs all \
+                                     files of its model";
+pub(crate) const NOT_WHOLE: &str =
+    "the folder is not as it was made: copy or download it again, with all of its files";
+pub(crate) const CHAT_TEMPLATE: &str = "the template says which roles may follow each other: change the messages, \
+                                        or the template";
 pub(crate) const NO_TOKENIZER: &str = "in Python, `AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER)` \
                                        writes it beside the files of an older tokenizer";
 pub(crate) const OTHER_VOCABULARY: &str = "the tokenizer is another model's, or the model's embedding \
@@ -54,8 +58,15 @@ pub(crate) const REWRITES: &str = "which tokens are an answer cannot be told the
                                    that appends";
 pub(crate) const NOT_ITS_WEIGHTS: &str =
     "config.json and the weights must be of one model: take both from the same folder";
-pub(crate) const LONG_PROMPT: &str = "max_position_embeddings of config.json is the most that this model \
-                                      was made for: give a shorter text";
+pub(crate) const LONG_PROMPT: &str =
+    "that is the most that the model was made for: give a shorter text";
+pub(crate) const ADAPTER: &str = "candle-distributed generate FOLDER --adapter DIR takes the model \
+                                  of one folder and the adapters of another";
+pub(crate) const NOT_ITS_ADAPTERS: &str =
+    "adapters are of one model: adapter_config.json names it as base_model_name_or_path";
+pub(crate) const MERGE: &str = "--merge has it end with a model that has their effect, too";
+pub(crate) const UNFINISHED: &str = "candle-distributed train --out DIR --resume ends it; what did \
+                                     best so far is in the folder best, if there is a --validation";
 pub(crate) const OTHER_MODEL: &str =
     "give --model the folder as it was, or start a new run in another folder";
 pub(crate) const MODEL_OPTION: &str = "--model FOLDER names the model to fine-tune";

@@ -15,7 +15,6 @@ mod error;
 pub mod fuzzing;
 mod generation;
 mod help;
-#[allow(dead_code, reason = "`train --model` is to come")]
 mod hf;
 mod hint;
 mod input;

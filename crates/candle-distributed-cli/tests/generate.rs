@@ -8,7 +8,12 @@ use std::{fs, path::Path};
 
 use serde_json::{Value, json};
 
-use crate::support::{golden, json, refuses, run::copy, text};
+use crate::support::{
+    finetune::Model,
+    golden, json, refuses,
+    run::{Home, copy},
+    text,
+};
 
 const PROMPT: [&str; 2] = ["--prompt", "When the fog came in"];
 
@@ -133,6 +138,8 @@ fn models_that_would_compute_something_else_are_refused() {
     let copy = Copy::of("llama");
     copy.set("config.json", "num_hidden_layers", json!(1));
     copy.is_refused(&["the model has no model.layers.1."]);
+    let copy = Copy::of("llama");
+    copy.write("model.safetensors", "PK").is_refused(&["model.safetensors: "]);
 }
 
 #[test]
@@ -155,6 +162,8 @@ fn folders_that_lack_something_are_refused() {
     let copy = Copy::of("mistral");
     copy.set("model.safetensors.index.json", "weight_map", json!({"a": "../a.safetensors"}));
     copy.is_refused(&["\"../a.safetensors\", where it has weights, is no file beside it"]);
+    copy.set("model.safetensors.index.json", "weight_map", json!({}));
+    copy.is_refused(&["model.safetensors.index.json: it names no file"]);
 }
 
 #[test]
@@ -189,4 +198,109 @@ fn prompts_that_do_not_fit_are_refused() {
         generate(&golden("llama"), &["--prompt", "", "--max-tokens", "400", "--ignore-eos"]);
     assert_eq!((&found["stop"], &found["prompt_ids"]), (&json!("context"), &json!([1])));
     assert_eq!(found["ids"].as_array().unwrap().len(), 128);
+}
+
+#[test]
+fn a_run_of_bytes_writes_what_it_has_learnt() {
+    let home = Home::new();
+    home.train("run", &["--steps", "60", "--world-size", "1"]);
+    let run = home.path("run");
+    let found = generate(&run, &["--prompt", "Line 7 of a", "--max-tokens", "15"]);
+    assert_eq!(found["text"], "Line 7 of a text to learn.", "{found}");
+    assert_eq!(found["prompt_ids"], json!(b"Line 7 of a"));
+    let long = generate(&run, &["--prompt", "L", "--max-tokens", "400"]);
+    assert_eq!((&long["stop"], long["ids"].as_array().unwrap().len()), (&json!("context"), 128));
+    refuses(&["generate", &run, "--prompt", "a", "--chat"], &["has no chat template", "\nhint: "]);
+    refuses(&["generate", &run, "--prompt", ""], &["--prompt has no token", "\nhint: "]);
+    fs::remove_file(home.at("run/model.safetensors")).unwrap();
+    refuses(&["generate", &run, "--prompt", "a"], &["has not ended", "\nhint: "]);
+}
+
+#[test]
+fn a_run_on_a_folder_writes_with_its_model_and_with_its_adapters() {
+    let model = Model::new();
+    let learns = ["--steps", "4", "--lr", "0.01"];
+    model.train("base", &[&learns[..], &["--init", "7"]].concat());
+    let base = model.path("base/model");
+    let prompt = ["--prompt", "3 and 1 is", "--max-tokens", "12", "--ignore-eos"];
+    let whole = generate(&model.path("base"), &prompt);
+    assert_eq!(generate(&base, &prompt), whole);
+
+    let lora = ["--steps", "12", "--lr", "0.1", "--model", &base, "--lora", "4"];
+    model.train("lora", &lora);
+    model.train("merged", &[&lora[..], &["--merge"]].concat());
+    let (run, adapter) = (model.path("lora"), model.path("lora/adapter"));
+    let found = generate(&run, &prompt);
+    assert_ne!(found["ids"], whole["ids"]);
+    let others = [
+        generate(&base, &[&prompt[..], &["--adapter", &adapter]].concat()),
+        generate(&model.path("merged"), &prompt),
+        generate(&model.path("merged/model"), &prompt),
+    ];
+    assert!(others.iter().all(|other| *other == found), "{found} {others:?}");
+
+    refuses(&["generate", &adapter, "--prompt", "a"], &["holds adapters", "hint: ", "--adapter"]);
+    // They have more layers, or others.
+    for other in ["qwen2", "mistral"].map(golden) {
+        let other = [&["generate", &other, "--adapter", &adapter][..], &prompt].concat();
+        refuses(&other, &["\nhint: adapters are of one model"]);
+    }
+    let missing = [&["generate", &base, "--adapter", &base][..], &prompt].concat();
+    refuses(&missing, &["adapter_config.json", "\nhint: "]);
+    fs::rename(model.at("base"), model.at("moved")).unwrap();
+    refuses(&["generate", &run, "--prompt", "a"], &["is not a folder", "hint: ", "--adapter"]);
+    model.train("new", &["--steps", "1", "--init", "7", "--lora", "4"]);
+    let new = model.path("new");
+    refuses(
+        &["generate", &new, "--prompt", "a"],
+        &["ends with adapters of the weights of --init 7 alone", "hint: --merge"],
+    );
+}
+
+#[test]
+fn a_run_ends_with_a_line_that_generate_writes_too() {
+    let home = Home::new();
+    let (data, run) = (home.path("text.txt"), home.path("run"));
+    let train = |more: &[&str]| {
+        let args = ["train", "--data", &data, "--world-size", "1", "--steps", "60", "--out", &run];
+        text(&[&args[..], more].concat())
+    };
+    let printed = train(&["--prompt", "Line 12 of", "--seed", "3"]);
+    let line = text(&["generate", &run, "--prompt", "Line 12 of"]);
+    assert!(printed.ends_with(&format!("\n{line}")), "{printed}");
+    assert!(line.starts_with("Line 12 of a text to learn."), "{line}");
+    fs::remove_dir_all(&run).unwrap();
+    let warm = ["--prompt", "L", "--temperature", "2"];
+    let printed = train(&[&warm[..], &["--seed", "3"]].concat());
+    let line = text(&[&["generate", &run, "--seed", "3"], &warm[..]].concat());
+    assert!(printed.ends_with(&format!("\n{line}")), "{printed}{line}");
+
+    let model = Model::new();
+    let words = ["--prompt", "3 and 1 is "];
+    let learns = ["--steps", "2", "--init", "7", "--strategy", "full"];
+    let arguments = model.arguments("folder", &[&learns[..], &words].concat());
+    let printed = text(&arguments.iter().map(String::as_str).collect::<Vec<_>>());
+    let line = text(&[&["generate", &model.path("folder")], &words[..]].concat());
+    assert!(printed.ends_with(&format!("\n{line}")), "{printed}{line}");
+}
+
+#[test]
+fn a_line_that_could_not_be_written_is_refused_before_the_first_step() {
+    let home = Home::new();
+    let (data, run) = (home.path("text.txt"), home.path("run"));
+    let train = ["train", "--data", &data, "--steps", "2", "--out", &run];
+    let long = "a".repeat(129);
+    for (more, words) in [
+        (&["--prompt", &long][..], "--prompt has 129 tokens, and the model has 128 positions"),
+        (&["--prompt", ""], "--prompt has no token"),
+        (&["--prompt", "a", "--temperature", "0"], "--temperature is 0, must be above 0"),
+        (&["--temperature", "1"], "--prompt"),
+    ] {
+        refuses(&[&train[..], more].concat(), &[words]);
+        assert!(!home.at("run").exists(), "{words}");
+    }
+    let model = Model::new();
+    let arguments = model.arguments("new", &["--init", "7", "--lora", "2", "--prompt", "a"]);
+    let arguments: Vec<&str> = arguments.iter().map(String::as_str).collect();
+    refuses(&arguments, &["adapters of the weights of --init 7 alone", "hint: --merge"]);
 }

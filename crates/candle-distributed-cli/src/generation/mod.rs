@@ -4,11 +4,15 @@
 //! are by definition those of the model that is trained, and n of them take as long as n forward
 //! passes.
 
+mod folders;
+mod prompt;
 mod sampling;
 mod weights;
 mod writer;
 
 pub(crate) use self::{
+    folders::{check_product, open},
+    prompt::{Prompt, Words},
     sampling::Sampling,
-    writer::{Length, Prompt, Writer, Written},
+    writer::{Length, Written},
 };

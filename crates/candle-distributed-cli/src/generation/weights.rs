@@ -6,41 +6,38 @@ use std::{
 };
 
 use candle_core::{DType, Device, Tensor, safetensors};
-use candle_distributed::train::{Declared, Lora, UnitRules, Units, declare};
+use candle_distributed::train::{Declared, Lora, Units, declare};
 use candle_nn::VarBuilder;
 
-use crate::{error::Result, hf::folder::refused, hint};
+use crate::{
+    error::{Error, Result},
+    hf::folder::refused,
+    hint,
+    train::model::{Model, is_of_adapter},
+};
 
-/// The variables that `build` asks for, in single precision: those of the files, and of the adapters
-/// that were opened. `is_passed_over` names tensors that need not be asked for.
+/// The variables of a model, in single precision: those of the files, and of its adapters.
 ///
 /// # Errors
 ///
 /// If a file cannot be read, if a tensor is missing or left over, or has another shape.
-pub(crate) fn load(
-    files: &[PathBuf],
-    lora: Option<&Lora>,
-    rules: UnitRules,
-    is_passed_over: impl Fn(&str) -> bool,
-    build: impl Fn(&VarBuilder<'_>) -> candle_core::Result<()>,
-) -> Result<Units> {
-    let declared = declare(|vb| build(&vb), DType::F32, &Device::Cpu)?;
+pub(crate) fn load(model: &Model, files: &[PathBuf]) -> Result<Units> {
+    // Only adapters can be of another model here: it is that of its own configuration.
+    let declared = declare(|vb| model.declare(&vb), DType::F32, &Device::Cpu)
+        .map_err(|fault| Error::usage(fault.to_string()).hinted(hint::NOT_ITS_ADAPTERS))?;
     let mut tensors = BTreeMap::new();
     for file in files {
-        tensors.extend(read(file)?);
+        let read = safetensors::load(file, &Device::Cpu)
+            .map_err(|fault| refused(file, fault).hinted(hint::NOT_WHOLE))?;
+        tensors.extend(read);
     }
-    if let Some(lora) = lora {
+    if let Some(lora) = model.lora() {
         add_adapters(lora, &declared, &mut tensors)?;
     }
-    check(files, &declared, &tensors, is_passed_over)?;
+    check(model, files, &declared, &tensors)?;
     let tensors = tensors.into_iter().collect();
     let vb = VarBuilder::from_tensors(tensors, DType::F32, &Device::Cpu);
-    Ok(Units::by(rules, |vb| build(&vb))(vb)?)
-}
-
-fn read(file: &Path) -> Result<impl Iterator<Item = (String, Tensor)>> {
-    let tensors = safetensors::load(file, &Device::Cpu);
-    Ok(tensors.map_err(|fault| refused(file, fault))?.into_iter())
+    Ok(Units::by(model.units(), |vb| model.declare(&vb))(vb)?)
 }
 
 /// Adds the values of adapters under the names that the model has for them.
@@ -50,7 +47,6 @@ fn add_adapters(
     tensors: &mut BTreeMap<String, Tensor>,
 ) -> Result<()> {
     let values = lora.values();
-    let is_of_adapter = |name: &str| name.split('.').any(|part| Lora::PATTERNS.contains(&part));
     for adapter in declared.iter().filter(|declared| is_of_adapter(&declared.name)) {
         let items = values(adapter, 0..adapter.shape.elem_count())?;
         tensors.insert(adapter.name.clone(), items.reshape(&adapter.shape)?);
@@ -58,36 +54,43 @@ fn add_adapters(
     Ok(())
 }
 
-/// Checks that the model has all of its tensors, and no others.
+/// Checks that the files have all tensors of the model, and no others.
 fn check(
+    model: &Model,
     files: &[PathBuf],
     declared: &[Declared],
     tensors: &BTreeMap<String, Tensor>,
-    is_passed_over: impl Fn(&str) -> bool,
 ) -> Result<()> {
-    let place = files.first().and_then(|file| file.parent()).unwrap_or(Path::new("."));
+    let wrong = |fault: String| {
+        // Several files are shards of one folder.
+        let place = match files {
+            [file] => Some(file.as_path()),
+            _ => files.first().and_then(|file| file.parent()),
+        };
+        refused(place.unwrap_or(Path::new(".")), fault).hinted(hint::NOT_ITS_WEIGHTS)
+    };
     let mut left: BTreeMap<&str, &Tensor> =
         tensors.iter().map(|(name, tensor)| (name.as_str(), tensor)).collect();
     for Declared { name, shape, .. } in declared {
         let Some(tensor) = left.remove(name.as_str()) else {
-            return Err(
-                refused(place, format!("no weights have {name}")).hinted(hint::NOT_ITS_WEIGHTS)
-            );
+            return Err(wrong(format!("no weights have {name}")));
         };
         if tensor.shape() != shape {
-            let fault = format!(
-                "{name} has shape {:?}, and the model's is {:?}",
-                tensor.dims(),
-                shape.dims()
-            );
-            return Err(refused(place, fault).hinted(hint::NOT_ITS_WEIGHTS));
+            let (found, expected) = (tensor.dims(), shape.dims());
+            let fault = format!("{name} has shape {found:?}, and the model's is {expected:?}");
+            return Err(wrong(fault));
         }
     }
-    match left.into_keys().find(|name| !is_passed_over(name)) {
+    match left.into_keys().find(|name| !is_passed_over(model, name)) {
         None => Ok(()),
-        Some(name) => {
-            let fault = format!("the model has no {name}, which the weights have");
-            Err(refused(place, fault).hinted(hint::NOT_ITS_WEIGHTS))
-        }
+        Some(name) => Err(wrong(format!("the model has no {name}, which the weights have"))),
     }
+}
+
+/// Whether weights may have a tensor that the model does not ask for: frequencies, which the first
+/// Llamas were written with, and the head where it is the embedding.
+fn is_passed_over(model: &Model, name: &str) -> bool {
+    let Model::Llama(llama) = model else { return false };
+    let is_tied = llama.config().tie_word_embeddings;
+    name.ends_with("rotary_emb.inv_freq") || is_tied && name == "lm_head.weight"
 }

@@ -1,36 +1,29 @@
 //! A model that writes.
 
-use std::path::Path;
+use std::path::PathBuf;
 
 use candle_core::{Device, IndexOp, Tensor};
-use candle_distributed::{
-    models::{Llama, Tokens},
-    train::{Lora, Units},
-};
+use candle_distributed::train::Units;
 use serde::Serialize;
 
 use crate::{
-    error::{Error, Result},
-    generation::{sampling::Chooser, weights},
-    hf::{chat::Message, folder::Folder, tokenizer::Tokenizer},
-    hint,
+    error::Result,
+    generation::{
+        prompt::{Prompt, Words},
+        sampling::Chooser,
+        weights,
+    },
+    hf::folder::Folder,
+    train::model::Model,
 };
 
 /// A model with its weights, and what makes tokens of texts for it.
 #[derive(Debug)]
 pub(crate) struct Writer {
-    folder: Folder,
-    llama: Llama,
+    model: Model,
     units: Units,
-}
-
-/// What a model begins with.
-#[derive(Clone, Copy, Debug)]
-pub(crate) enum Prompt<'a> {
-    /// A text that it continues.
-    Text(&'a str),
-    /// A conversation that it answers.
-    Messages(&'a [Message]),
+    /// Where its tokenizer comes from; its tokens are bytes if there is none.
+    folder: Option<Folder>,
 }
 
 /// How much a model writes.
@@ -65,25 +58,19 @@ pub(crate) enum Stop {
     Context,
 }
 
+impl Length {
+    /// As much as is seen at a glance.
+    pub(crate) const GLANCE: Self = Self { max_tokens: 64, ignore_end: false };
+}
+
 impl Writer {
-    /// The model of a folder, with adapters if there is a folder of them.
+    /// A model with the weights of these files.
     ///
     /// # Errors
     ///
     /// If the weights, or the adapters, are not those of the model.
-    pub(crate) fn open(folder: Folder, adapter: Option<&Path>) -> Result<Self> {
-        let mut llama = folder.llama().clone();
-        if let Some(path) = adapter {
-            llama = llama.with_lora(Lora::open(path)?);
-        }
-        let is_tied = llama.config().tie_word_embeddings;
-        let is_passed_over = |name: &str| {
-            name.ends_with("rotary_emb.inv_freq") || is_tied && name == "lm_head.weight"
-        };
-        let (files, rules) = (folder.weights()?, llama.units());
-        let units =
-            weights::load(&files, llama.lora(), rules, is_passed_over, |vb| llama.declare(vb))?;
-        Ok(Self { folder, llama, units })
+    pub(crate) fn new(model: Model, files: &[PathBuf], folder: Option<Folder>) -> Result<Self> {
+        Ok(Self { units: weights::load(&model, files)?, model, folder })
     }
 
     /// What the model writes after a prompt.
@@ -98,38 +85,17 @@ impl Writer {
         length: Length,
         chooser: &mut Chooser,
     ) -> Result<Written> {
-        let prompt_ids = match prompt {
-            Prompt::Text(text) => self.tokenizer().begin(text)?,
-            Prompt::Messages(messages) => self.tokenizer().prompt(messages)?,
-        };
-        self.check_prompt(&prompt_ids)?;
+        let prompt_ids = prompt.ids(self.words(), self.model.context())?;
         let (ids, stop) = self.continued(&prompt_ids, length, chooser)?;
         let text = match prompt {
-            Prompt::Text(_) => self.tokenizer().decode(&[&prompt_ids[..], &ids].concat(), false)?,
-            Prompt::Messages(_) => self.tokenizer().decode(&ids, false)?,
+            Prompt::Text(_) => self.words().decode(&[&prompt_ids[..], &ids].concat())?,
+            Prompt::Messages(_) => self.words().decode(&ids)?,
         };
         Ok(Written { prompt_ids, ids, text, stop })
     }
 
-    fn tokenizer(&self) -> &Tokenizer {
-        self.folder.tokenizer()
-    }
-
-    fn context(&self) -> usize {
-        self.llama.config().max_position_embeddings
-    }
-
-    fn check_prompt(&self, ids: &[u32]) -> Result<()> {
-        if ids.is_empty() {
-            let none = Error::usage("--prompt has no token that a text could begin with");
-            return Err(none.hinted("this tokenizer sets no token before a text: give a word"));
-        }
-        if ids.len() > self.context() {
-            let (len, context) = (ids.len(), self.context());
-            let long = format!("--prompt has {len} tokens, and the model has {context} positions");
-            return Err(Error::usage(long).hinted(hint::LONG_PROMPT));
-        }
-        Ok(())
+    fn words(&self) -> Words<'_> {
+        Words(self.folder.as_ref().map(Folder::tokenizer))
     }
 
     fn continued(
@@ -140,11 +106,11 @@ impl Writer {
     ) -> Result<(Vec<u32>, Stop)> {
         let mut ids = prompt.to_vec();
         for _ in 0..length.max_tokens {
-            if ids.len() > self.context() {
+            if ids.len() > self.model.context() {
                 break;
             }
             let next = chooser.choose(&self.logits(&ids)?)?;
-            if self.tokenizer().is_end(next) && !length.ignore_end {
+            if self.words().is_end(next) && !length.ignore_end {
                 return Ok((ids.split_off(prompt.len()), Stop::End));
             }
             ids.push(next);
@@ -157,7 +123,7 @@ impl Writer {
     /// The logits [vocabulary] of the token after these.
     fn logits(&self, ids: &[u32]) -> Result<Tensor> {
         let ids = Tensor::new(ids, &Device::Cpu)?.unsqueeze(0)?;
-        let logits = self.llama.logits(&self.units, &Tokens::rows(ids))?;
+        let logits = self.model.logits(&self.units, ids)?;
         Ok(logits.i((0, logits.dim(1)? - 1))?)
     }
 }
@@ -170,7 +136,10 @@ mod tests {
     use candle_distributed::types::Seed;
 
     use super::*;
-    use crate::{generation::sampling::Sampling, hf::golden};
+    use crate::{
+        generation::{folders, sampling::Sampling},
+        hf::golden,
+    };
 
     fn greedy() -> Chooser {
         Sampling::default().chooser(Seed::new(0)).unwrap()
@@ -183,14 +152,14 @@ mod tests {
     #[test]
     fn the_likeliest_tokens_are_those_of_transformers() {
         for model in golden::MODELS {
-            let writer = Writer::open(golden::folder(model), None).unwrap();
+            let writer = folders::open(&golden::path(model), None).unwrap();
             let texts = golden::json(model, "tokens.json")["generation"].clone();
             let expected = golden::json(model, "expected.json")["generation"].clone();
             let prompt = texts["text"].as_str().unwrap();
             let found = writer.write(Prompt::Text(prompt), length(16), &mut greedy()).unwrap();
             assert_eq!(found.prompt_ids, golden::ids(&expected["prompt"]), "{model}");
             assert_eq!(found.ids, golden::ids(&expected["new"]), "{model}");
-            let new_text = writer.tokenizer().decode(&found.ids, true).unwrap();
+            let new_text = golden::folder(model).tokenizer().decode(&found.ids, true).unwrap();
             assert_eq!(new_text, texts["new_text"], "{model}");
             assert!(found.text.starts_with(prompt), "{}", found.text);
             assert_eq!(found.stop, Stop::MaxTokens);
@@ -204,7 +173,7 @@ mod tests {
         let copy = golden::changed("qwen2", "config.json", |config| {
             config["eos_token_id"] = new[n_before].into();
         });
-        let writer = Writer::open(Folder::open(copy.path()).unwrap(), None).unwrap();
+        let writer = folders::open(copy.path(), None).unwrap();
         let prompt = Prompt::Text("When the fog came in");
         let until_end = Length { max_tokens: 16, ignore_end: false };
         let found = writer.write(prompt, until_end, &mut greedy()).unwrap();
@@ -213,7 +182,7 @@ mod tests {
         let copy = golden::changed("qwen2", "config.json", |config| {
             config["max_position_embeddings"] = 12.into();
         });
-        let writer = Writer::open(Folder::open(copy.path()).unwrap(), None).unwrap();
+        let writer = folders::open(copy.path(), None).unwrap();
         let found = writer.write(prompt, length(16), &mut greedy()).unwrap();
         let n_prompt = found.prompt_ids.len();
         // The token after the last position can still be told.
@@ -237,8 +206,7 @@ mod tests {
             let mut tensors = tensors.clone();
             change(&mut tensors);
             safetensors::save(&tensors.into_iter().collect(), &file).unwrap();
-            let folder = Folder::open(copy.path()).unwrap();
-            Writer::open(folder, None).map(drop).map_err(|fault| fault.to_string())
+            folders::open(copy.path(), None).map(drop).map_err(|fault| fault.to_string())
         };
         let tensor = Tensor::zeros(3, candle_core::DType::F32, &Device::Cpu).unwrap();
         let norm = "model.norm.weight";
@@ -255,8 +223,7 @@ mod tests {
         let old = "model.layers.0.self_attn.rotary_emb.inv_freq";
         refusal(&|tensors| drop(tensors.insert(old.into(), tensor.clone()))).unwrap();
         fs::write(&file, "no tensors").unwrap();
-        let folder = Folder::open(copy.path()).unwrap();
-        let fault = Writer::open(folder, None).unwrap_err().to_string();
+        let fault = folders::open(copy.path(), None).unwrap_err().to_string();
         assert!(fault.contains("model.safetensors: "), "{fault}");
     }
 }

@@ -9,7 +9,7 @@ use std::{
     fmt,
     io::{self, Write},
     ops::Range,
-    path::PathBuf,
+    path::{Path, PathBuf},
 };
 
 use minijinja::{
@@ -98,7 +98,7 @@ impl ChatTemplate {
     ) -> Result<Self> {
         let mut environment = environment();
         let compiled = environment.add_template_owned(Self::NAME, source);
-        compiled.map_err(|fault| refused(&path, format!("the chat template fails: {fault}")))?;
+        compiled.map_err(|fault| failed(&path, &fault).hinted(hint::NOT_WHOLE))?;
         Ok(Self { environment, special, path })
     }
 
@@ -113,7 +113,7 @@ impl ChatTemplate {
         messages: &[Message],
         add_generation_prompt: bool,
     ) -> Result<String> {
-        let failed = |fault| refused(&self.path, format!("the chat template fails: {fault}"));
+        let failed = |fault| failed(&self.path, &fault).hinted(hint::CHAT_TEMPLATE);
         let special = &self.special;
         let context =
             Context { messages, add_generation_prompt, tools: None, documents: None, special };
@@ -156,6 +156,11 @@ impl fmt::Debug for ChatTemplate {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("ChatTemplate").field("path", &self.path).finish_non_exhaustive()
     }
+}
+
+/// What goes wrong in the template of this file.
+fn failed(path: &Path, fault: &minijinja::Error) -> Error {
+    refused(path, format!("the chat template fails: {fault}"))
 }
 
 /// Jinja as transformers has it for chat templates, but for `strftime_now`: with the day in it, a

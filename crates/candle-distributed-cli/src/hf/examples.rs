@@ -76,11 +76,6 @@ impl Examples {
         Ok(read)
     }
 
-    /// The number of examples.
-    pub(crate) fn len(&self) -> u64 {
-        self.examples.len() as u64
-    }
-
     /// The length of every example, in tokens.
     pub(crate) fn lengths(&self) -> Vec<u64> {
         self.examples.iter().map(|example| example.ids.len() as u64).collect()
@@ -230,6 +225,12 @@ mod tests {
 
     use super::*;
     use crate::hf::golden;
+
+    impl Examples {
+        fn len(&self) -> u64 {
+            self.examples.len() as u64
+        }
+    }
 
     fn read(name: &str, text: &str, context: usize, overlong: Overlong) -> Result<Examples> {
         let home = tempfile::tempdir().unwrap();

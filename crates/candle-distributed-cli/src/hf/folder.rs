@@ -98,24 +98,13 @@ impl Folder {
         if !index.is_file() {
             return Err(self.without_weights());
         }
-        let Index { weight_map } = input::read_json(&index, "where the weights of a model are")?;
+        let Index { weight_map } = input::read_json(&index, "where the weights of a model are")
+            .with_hint(hint::NOT_WHOLE)?;
         let names: BTreeSet<String> = weight_map.into_values().collect();
+        if names.is_empty() {
+            return Err(refused(&index, "it names no file").hinted(hint::NO_WEIGHTS));
+        }
         names.into_iter().map(|name| self.shard(&index, &name)).collect()
-    }
-
-    /// Whether there are weights of any kind.
-    ///
-    /// # Errors
-    ///
-    /// If the folder cannot be read.
-    pub(crate) fn has_weights(&self) -> Result<bool> {
-        has_weights(&self.path)
-    }
-
-    /// The files with which other programs read a model's texts, by name: a folder with the same
-    /// model has the same ones beside its `config.json` and its weights.
-    pub(crate) fn text_files(&self) -> &BTreeMap<String, Vec<u8>> {
-        self.tokenizer.files()
     }
 
     fn shard(&self, index: &Path, name: &str) -> Result<PathBuf> {
@@ -124,7 +113,8 @@ impl Folder {
         if is_beside && path.is_file() {
             return Ok(path);
         }
-        Err(refused(index, format!("{name:?}, where it has weights, is no file beside it")))
+        let fault = format!("{name:?}, where it has weights, is no file beside it");
+        Err(refused(index, fault).hinted(hint::NOT_WHOLE))
     }
 
     fn without_weights(&self) -> Error {

@@ -2,6 +2,7 @@
 
 use std::{
     collections::{BTreeMap, BTreeSet},
+    fmt::Display,
     ops::Range,
     panic::{self, AssertUnwindSafe},
     path::{Path, PathBuf},
@@ -41,7 +42,9 @@ pub(crate) struct Tokenizer {
     path: PathBuf,
     /// The files by name, as another folder with this tokenizer has them.
     files: BTreeMap<String, Vec<u8>>,
+    /// The token that ends a text.
     end: u32,
+    /// Those at which a model has ended one.
     ends: BTreeSet<u32>,
     chat: Option<ChatTemplate>,
 }
@@ -103,11 +106,6 @@ impl Tokenizer {
         let (end, ends) = special.ends(folder, &files, &inner)?;
         let chat = chat_template(folder, &files, &special)?;
         Ok(Self { inner, path: folder.to_owned(), files, end, ends, chat })
-    }
-
-    /// The token that ends a text.
-    pub(crate) fn end(&self) -> u32 {
-        self.end
     }
 
     /// Whether a model that writes this token has ended its text: there may be several such.
@@ -236,9 +234,10 @@ fn inner(folder: &Path, files: &BTreeMap<String, Vec<u8>>) -> Result<tokenizers:
 /// What the library makes of a folder's tokenizer. Where the parts of a file do not fit together, it
 /// fails or panics.
 fn guarded<T>(folder: &Path, work: impl FnOnce() -> tokenizers::Result<T>) -> Result<T> {
+    let refused = |fault: &dyn Display| refused(&folder.join(FILE), fault).hinted(hint::NOT_WHOLE);
     match panic::catch_unwind(AssertUnwindSafe(work)) {
-        Ok(done) => done.map_err(|fault| refused(&folder.join(FILE), fault)),
-        Err(_) => Err(refused(&folder.join(FILE), "its parts do not fit together")),
+        Ok(done) => done.map_err(|fault| refused(&fault)),
+        Err(_) => Err(refused(&"its parts do not fit together")),
     }
 }
 
@@ -509,21 +508,21 @@ mod tests {
     #[test]
     fn the_tokenizer_names_the_end_and_other_files_name_more() {
         let tokenizer = open(&golden::path("qwen2")).unwrap();
-        assert_eq!((tokenizer.end(), tokenizer.is_end(317)), (319, false));
+        assert_eq!((tokenizer.end, tokenizer.is_end(317)), (319, false));
         let copy = golden::changed("qwen2", "config.json", |config| {
             config["eos_token_id"] = json!([317, 319]);
         });
         let tokenizer = open(copy.path()).unwrap();
-        assert_eq!((tokenizer.end(), tokenizer.is_end(317)), (319, true));
+        assert_eq!((tokenizer.end, tokenizer.is_end(317)), (319, true));
         let without_token = |config: &mut Value| config["eos_token"] = Value::Null;
         let copy = golden::changed("qwen2", "tokenizer_config.json", without_token);
-        assert_eq!(open(copy.path()).unwrap().end(), 319);
+        assert_eq!(open(copy.path()).unwrap().end, 319);
         fs::write(
             copy.path().join("special_tokens_map.json"),
             r#"{"eos_token": {"content": "h"}}"#,
         )
         .unwrap();
-        assert_eq!(open(copy.path()).unwrap().end(), tokenizer.encode_plain("h").unwrap()[0]);
+        assert_eq!(open(copy.path()).unwrap().end, tokenizer.encode_plain("h").unwrap()[0]);
         let text = tokenizer.text("a<|im_end|>").unwrap();
         assert_eq!(text.ids.iter().filter(|&&id| id == 319).count(), 1, "it is not ended twice");
     }

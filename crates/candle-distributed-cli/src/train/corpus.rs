@@ -26,7 +26,7 @@ macro_rules! own_sources {
     };
 }
 
-const EMBEDDED: [(&str, &str); 91] = own_sources![
+const EMBEDDED: [(&str, &str); 93] = own_sources![
     "README.md",
     "src/bin/candle-distributed.rs",
     "src/bytes.rs",
@@ -69,7 +69,9 @@ const EMBEDDED: [(&str, &str); 91] = own_sources![
     "src/devices.rs",
     "src/error.rs",
     "src/fuzzing.rs",
+    "src/generation/folders.rs",
     "src/generation/mod.rs",
+    "src/generation/prompt.rs",
     "src/generation/sampling.rs",
     "src/generation/weights.rs",
     "src/generation/writer.rs",

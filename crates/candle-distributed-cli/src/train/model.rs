@@ -3,7 +3,7 @@
 //! Here and in [`data`](crate::train::data) is all that differs between them: whatever shards,
 //! trains, resumes or predicts knows a [`Model`] and its batches.
 
-use candle_core::{DType, Device, Result as CandleResult};
+use candle_core::{DType, Device, Result as CandleResult, Tensor};
 use candle_distributed::{
     models::{Llama, Tokens},
     plan::{ElemType, ParameterInfo},
@@ -71,6 +71,22 @@ impl Model {
                 };
                 llama.loss(units, &tokens, &labels)
             }
+        }
+    }
+
+    /// The logits [rows, length, vocabulary] of the token after each of `ids` [rows, length].
+    pub(crate) fn logits(&self, units: &Units, ids: Tensor) -> CandleResult<Tensor> {
+        match self {
+            Self::Bytes(transformer) => transformer::logits(transformer, units, &ids),
+            Self::Llama(llama) => llama.logits(units, &Tokens::rows(ids)),
+        }
+    }
+
+    /// The most tokens of a sequence.
+    pub(crate) fn context(&self) -> usize {
+        match self {
+            Self::Bytes(transformer) => transformer.config.context,
+            Self::Llama(llama) => llama.config().max_position_embeddings,
         }
     }
 
@@ -152,7 +168,7 @@ impl Model {
 }
 
 /// Whether a parameter belongs to an adapter.
-fn is_of_adapter(name: &str) -> bool {
+pub(crate) fn is_of_adapter(name: &str) -> bool {
     name.split('.').any(|part| Lora::PATTERNS.contains(&part))
 }
 

@@ -172,11 +172,7 @@ pub(crate) fn summed_loss(
     let length = ids.dim(1)? - 1;
     let targets = ids.narrow(1, 1, length)?;
     let inputs = ids.narrow(1, 0, length)?.contiguous()?;
-    let embed = move |vb: VarBuilder<'_>, ids: &Tensor| Embed::new(config, &vb)?.forward(ids);
-    let mut x = model.unit(EMBED, &inputs, embed)?;
-    for layer in 0..config.layers {
-        x = transformer.block(model, layer, &x)?;
-    }
+    let x = before_head(transformer, model, &inputs)?;
     model.unit(HEAD, &x, move |vb, x| {
         let logits = Head::new(config, &vb)?.forward(x)?;
         // A mean over many tokens needs more digits than halves have.
@@ -184,6 +180,28 @@ pub(crate) fn summed_loss(
         let config = CrossEntropyConfig::default().with_row_weights(weights.clone());
         Ok(ops::cross_entropy(&logits, &targets, &config)?.sum)
     })
+}
+
+/// The logits of the token after each.
+///
+/// # Shapes
+///
+/// `ids` [batch, length] u32; the result is [batch, length, vocabulary].
+pub(crate) fn logits(transformer: &Transformer, model: &Units, ids: &Tensor) -> Result<Tensor> {
+    let config = transformer.config;
+    let x = before_head(transformer, model, ids)?;
+    model.unit(HEAD, &x, move |vb, x| Head::new(config, &vb)?.forward(x))
+}
+
+/// What the head reads of tokens: `ids` [batch, length] to [batch, length, hidden].
+fn before_head(transformer: &Transformer, model: &Units, ids: &Tensor) -> Result<Tensor> {
+    let config = transformer.config;
+    let embed = move |vb: VarBuilder<'_>, ids: &Tensor| Embed::new(config, &vb)?.forward(ids);
+    let mut x = model.unit(EMBED, ids, embed)?;
+    for layer in 0..config.layers {
+        x = transformer.block(model, layer, &x)?;
+    }
+    Ok(x)
 }
 
 /// Tokens and their places.

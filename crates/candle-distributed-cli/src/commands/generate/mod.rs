@@ -8,9 +8,9 @@ use serde::Serialize;
 
 use crate::{
     error::Result,
-    generation::{Length, Prompt, Sampling, Writer, Written},
+    generation::{self, Length, Prompt, Sampling, Written},
     help::examples,
-    hf::{chat::Message, folder::Folder},
+    hf::chat::Message,
     output::{self, Format},
 };
 
@@ -25,7 +25,7 @@ use crate::{
     "candle-distributed generate llama --prompt 'When the fog came in' --temperature 0.8 --seed 7"
 ])]
 pub(crate) struct Args {
-    /// Folder with config.json, tokenizer.json and safetensors
+    /// Folder with config.json, tokenizer.json and safetensors, or of a run that has ended
     #[arg(value_name = "FOLDER")]
     folder: PathBuf,
     /// The text that the model continues
@@ -66,7 +66,7 @@ struct Answer {
 
 pub(crate) fn run(args: &Args) -> Result<()> {
     let mut chooser = args.sampling.chooser(Seed::new(args.seed))?;
-    let writer = Writer::open(Folder::open(&args.folder)?, args.adapter.as_deref())?;
+    let writer = generation::open(&args.folder, args.adapter.as_deref())?;
     let messages = args.messages();
     let prompt = if args.chat { Prompt::Messages(&messages) } else { Prompt::Text(&args.prompt) };
     let length = Length { max_tokens: args.max_tokens as usize, ignore_end: args.ignore_eos };
