@@ -37,7 +37,7 @@ pub(crate) const FAMILY: &str = "models of the Llama family are read here: Llama
 pub(crate) const OTHER_FORMAT: &str = "only safetensors are read here: in Python, \
                                        `AutoModelForCausalLM.from_pretrained(FOLDER).save_pretrained(NEW)` \
                                        writes them";
-pub(crate) const NO_WEIGHTS: &str = "train --init SEED makes random ones; otherwise the folder needs all \
+pub(crate) const NO_WEIGHTS: &str = "--init SEED of train makes random ones; otherwise the folder needs all \
                                      files of its model";
 pub(crate) const NOT_WHOLE: &str =
     "the folder is not as it was made: copy or download it again, with all of its files";

@@ -220,7 +220,7 @@ fn is_refused(model: &Model, options: &[&str], words: &[&str]) {
 #[test]
 fn what_cannot_be_trained_is_refused_by_name() {
     let model = Model::new();
-    is_refused(&model, &[], &["has no model.safetensors", "hint: --init SEED"]);
+    is_refused(&model, &[], &["has no model.safetensors", "hint: --init SEED of train"]);
     let init = ["--init", "3"];
     let with = |more: &[&'static str]| [&init[..], more].concat();
     is_refused(&model, &with(&["--context", "49"]), &["--context is 49, must be 2 to 48"]);

@@ -6,6 +6,7 @@ mod support;
 
 use std::{fs, path::Path};
 
+use candle_core::{Device, safetensors};
 use serde_json::{Value, json};
 
 use crate::support::{
@@ -77,6 +78,25 @@ fn the_likeliest_tokens_are_those_of_transformers() {
         let shown = text(&[&["generate", &golden(model)], &PROMPT[..], &length].concat());
         assert_eq!(shown, format!("{}\n", found["text"].as_str().unwrap()));
     }
+}
+
+#[test]
+fn logits_are_written_of_all_tokens() {
+    let home = tempfile::tempdir().unwrap();
+    let file = home.path().join("logits.safetensors");
+    let more = ["--max-tokens", "16", "--ignore-eos", "--logits", file.to_str().unwrap()];
+    let found = generate(&golden("llama"), &[&PROMPT[..], &more].concat());
+    let logits = safetensors::load(file, &Device::Cpu).unwrap().remove("logits").unwrap();
+    let ids = |field: &str| serde_json::from_value::<Vec<u32>>(found[field].clone()).unwrap();
+    let (prompt, new) = (ids("prompt_ids"), ids("ids"));
+    assert_eq!(logits.dims(), [prompt.len() + 16, 320]);
+    let likeliest: Vec<u32> = logits.argmax(1).unwrap().to_vec1().unwrap();
+    assert_eq!(likeliest[prompt.len() - 1..][..16], new);
+    let nowhere = ["--logits", "no/such/folder/logits"];
+    refuses(
+        &[&["generate", &golden("llama")], &PROMPT[..], &nowhere].concat(),
+        &["no/such/folder/logits"],
+    );
 }
 
 #[test]

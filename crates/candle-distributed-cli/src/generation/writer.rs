@@ -109,7 +109,7 @@ impl Writer {
             if ids.len() > self.model.context() {
                 break;
             }
-            let next = chooser.choose(&self.logits(&ids)?)?;
+            let next = chooser.choose(&self.logits(&ids)?.i(ids.len() - 1)?)?;
             if self.words().is_end(next) && !length.ignore_end {
                 return Ok((ids.split_off(prompt.len()), Stop::End));
             }
@@ -120,11 +120,22 @@ impl Writer {
         Ok((ids, stop))
     }
 
-    /// The logits [vocabulary] of the token after these.
+    /// The logits [tokens, vocabulary] after each token of the prompt and of what was written. A last
+    /// token beyond the positions has none.
+    ///
+    /// # Errors
+    ///
+    /// If the tokens are none of this model.
+    pub(crate) fn all_logits(&self, written: &Written) -> Result<Tensor> {
+        let mut ids = [&written.prompt_ids[..], &written.ids].concat();
+        ids.truncate(self.model.context());
+        self.logits(&ids)
+    }
+
+    /// The logits [tokens, vocabulary] after each of these.
     fn logits(&self, ids: &[u32]) -> Result<Tensor> {
         let ids = Tensor::new(ids, &Device::Cpu)?.unsqueeze(0)?;
-        let logits = self.model.logits(&self.units, ids)?;
-        Ok(logits.i((0, logits.dim(1)? - 1))?)
+        Ok(self.model.logits(&self.units, ids)?.squeeze(0)?)
     }
 }
 

@@ -10,7 +10,7 @@ use crate::{
     error::Result,
     generation::{self, Length, Prompt, Sampling, Written},
     help::examples,
-    hf::chat::Message,
+    hf::{chat::Message, folder::refused},
     output::{self, Format},
 };
 
@@ -46,6 +46,10 @@ pub(crate) struct Args {
     /// Write on after the token that ends a text
     #[arg(long)]
     ignore_eos: bool,
+    /// Write the logits of all tokens of the prompt and the text into this file, for other programs:
+    /// safetensors with `logits` [tokens, vocabulary], each row for the token after
+    #[arg(long, value_name = "FILE")]
+    logits: Option<PathBuf>,
     #[command(flatten)]
     sampling: Sampling,
     /// Seed of the choices of --temperature
@@ -71,6 +75,10 @@ pub(crate) fn run(args: &Args) -> Result<()> {
     let prompt = if args.chat { Prompt::Messages(&messages) } else { Prompt::Text(&args.prompt) };
     let length = Length { max_tokens: args.max_tokens as usize, ignore_end: args.ignore_eos };
     let written = writer.write(prompt, length, &mut chooser)?;
+    if let Some(file) = &args.logits {
+        let saved = writer.all_logits(&written)?.save_safetensors("logits", file);
+        saved.map_err(|fault| refused(file, fault))?;
+    }
     match args.format {
         Format::Text => output::text(|out| writeln!(out, "{}", written.text)),
         Format::Json => output::json(&Answer { format_version: 1, written }),
