@@ -64,7 +64,6 @@ pub(crate) const ADAPTER: &str = "candle-distributed generate FOLDER --adapter D
                                   of one folder and the adapters of another";
 pub(crate) const NOT_ITS_ADAPTERS: &str =
     "adapters are of one model: adapter_config.json names it as base_model_name_or_path";
-pub(crate) const MERGE: &str = "--merge has it end with a model that has their effect, too";
 pub(crate) const UNFINISHED: &str = "candle-distributed train --out DIR --resume ends it; what did \
                                      best so far is in the folder best, if there is a --validation";
 pub(crate) const OTHER_MODEL: &str =

@@ -58,7 +58,7 @@ enum Command {
     Sample(commands::sample::Args),
     Batch(commands::batch::Args),
     Plan(commands::plan::Args),
-    Train(commands::train::Args),
+    Train(Box<commands::train::Args>),
     Generate(commands::generate::Args),
     Report(commands::report::Args),
     Mesh(commands::mesh::Args),

@@ -9,9 +9,7 @@ use crate::{
     generation::writer::Writer,
     hf::folder::{CONFIG, Folder, refused},
     hint,
-    train::{
-        finetune::Finetune, model::Model, run_dir, settings::Settings, transformer::Transformer,
-    },
+    train::{model::Model, run_dir, settings::Settings, transformer::Transformer},
 };
 
 /// How PEFT describes adapters, in their folder.
@@ -34,21 +32,6 @@ pub(crate) fn open(path: &Path, adapter: Option<&Path>) -> Result<Writer> {
     of_folder(Folder::open(path)?, adapter)
 }
 
-/// Refuses a run that ends with adapters of a model that is in no folder.
-///
-/// # Errors
-///
-/// As it says.
-pub(crate) fn check_product(settings: &Settings) -> Result<()> {
-    match &settings.finetune {
-        Some(Finetune { init: Some(seed), merge: false, .. }) if settings.recipe.lora.is_some() => {
-            let fault = format!("the run ends with adapters of the weights of --init {seed} alone");
-            Err(Error::usage(fault).hinted(hint::MERGE))
-        }
-        _ => Ok(()),
-    }
-}
-
 fn of_run(path: &Path, settings: &Settings, adapter: Option<&Path>) -> Result<Writer> {
     let product = run_dir::product_of(path, settings);
     if !product.exists() {
@@ -59,7 +42,6 @@ fn of_run(path: &Path, settings: &Settings, adapter: Option<&Path>) -> Result<Wr
     if product != run_dir::adapter_in(path) {
         return of_folder(Folder::open(&product)?, adapter);
     }
-    check_product(settings)?;
     let folder = Folder::open(&finetune.folder).map_err(|error| error.hinted(hint::ADAPTER))?;
     finetune.check_folder(&folder).map_err(|error| error.hinted(hint::ADAPTER))?;
     of_folder(folder, Some(adapter.unwrap_or(&product)))

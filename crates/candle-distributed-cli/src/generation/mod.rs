@@ -11,7 +11,7 @@ mod weights;
 mod writer;
 
 pub(crate) use self::{
-    folders::{check_product, open},
+    folders::open,
     prompt::{Prompt, Words},
     sampling::Sampling,
     writer::{Length, Written},

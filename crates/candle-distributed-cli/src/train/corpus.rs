@@ -26,7 +26,7 @@ macro_rules! own_sources {
     };
 }
 
-const EMBEDDED: [(&str, &str); 93] = own_sources![
+const EMBEDDED: [(&str, &str); 94] = own_sources![
     "README.md",
     "src/bin/candle-distributed.rs",
     "src/bytes.rs",
@@ -66,6 +66,7 @@ const EMBEDDED: [(&str, &str); 93] = own_sources![
     "src/commands/train/mod.rs",
     "src/commands/train/parts.rs",
     "src/commands/train/start.rs",
+    "src/commands/train/writing.rs",
     "src/devices.rs",
     "src/error.rs",
     "src/fuzzing.rs",

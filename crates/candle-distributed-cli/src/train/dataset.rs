@@ -60,6 +60,16 @@ impl DataSet {
         }
     }
 
+    /// The first tokens of the first sequence, at most so many.
+    pub(crate) fn beginning(&self, n_tokens: usize) -> Vec<u32> {
+        match self {
+            Self::Bytes(corpus) => {
+                corpus.sequence(0).iter().take(n_tokens).map(|&byte| byte.into()).collect()
+            }
+            Self::Texts(texts) => texts.examples.ids(0).iter().take(n_tokens).copied().collect(),
+        }
+    }
+
     /// The tensors of a step: of a batch of padded rows, or of batches that are packed rows.
     pub(crate) fn collate(&self, batches: &[Batch], device: &Device) -> Result<Tensors> {
         match self {

@@ -48,7 +48,7 @@ pub(crate) struct Finetune {
     /// The examples by which it is seen how much was learnt.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub(crate) validation: Option<Validation>,
-    /// Whether a model with the effect of its adapters is written beside them.
+    /// Whether a model with the effect of its adapters is written beside them, if it has some.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub(crate) merge: bool,
 }

@@ -42,6 +42,8 @@ pub(crate) struct Work<'a> {
     pub(crate) sharding: Option<&'a Sharding>,
     /// The batches of the steps of an epoch.
     pub(crate) steps: &'a [Vec<Batch>],
+    /// Whether sequences share rows, and attention must be told which token sees which.
+    pub(crate) is_packed: bool,
     /// Whether gradients are compared with differences of the loss first, for which a process has
     /// them whole.
     pub(crate) check: bool,
@@ -62,6 +64,7 @@ impl Work<'_> {
             Some(sharding) => self.of_parts(sharding)?,
         });
         terms.extend(self.adapted_bytes().map(|bytes| ("weights with adapters", bytes)));
+        terms.extend(self.is_packed.then(|| ("masks of packed rows", self.mask_bytes())));
         terms.push(("kernels and allocator", kept_bytes(self.devices())));
         let bytes = |(name, bytes)| (name, u64::try_from(bytes).unwrap_or(u64::MAX));
         Ok(Prediction { terms: terms.into_iter().map(bytes).collect() })
@@ -177,6 +180,17 @@ impl Work<'_> {
         widths as u128 * of_width + logits as u128 * single
     }
 
+    /// What says of each pair of tokens in a row whether one sees the other: the mask, and what it is
+    /// made from.
+    fn mask_bytes(&self) -> u128 {
+        let of_pair = 1 + 2 * self.precision.bytes() + Precision::F32.bytes();
+        let pairs = |batches: &Vec<Batch>| {
+            let (rows, length) = self.rows_and_length(batches);
+            rows * length * length
+        };
+        self.devices() * of_pair * self.steps.iter().map(pairs).fold(0, u128::max)
+    }
+
     fn devices(&self) -> u128 {
         (self.ranks.1 - self.ranks.0).into()
     }
@@ -184,11 +198,17 @@ impl Work<'_> {
     /// The tokens of a device in the largest step, padding included.
     fn tokens(&self) -> u128 {
         let of_step = |batches: &Vec<Batch>| {
-            let rows: u64 = batches.iter().map(|batch| batch.rows).sum();
-            let length = batches.iter().map(|batch| batch.padded_length).fold(0, u64::max);
-            u128::from(rows.div_ceil(self.world_size)) * u128::from(length)
+            let (rows, length) = self.rows_and_length(batches);
+            rows * length
         };
         self.steps.iter().map(of_step).fold(0, u128::max)
+    }
+
+    /// The rows of a device in a step, and their length.
+    fn rows_and_length(&self, batches: &[Batch]) -> (u128, u128) {
+        let rows: u64 = batches.iter().map(|batch| batch.rows).sum();
+        let length = batches.iter().map(|batch| batch.padded_length).fold(0, u64::max);
+        (rows.div_ceil(self.world_size).into(), length.into())
     }
 }
 
@@ -285,6 +305,7 @@ mod tests {
             parameters,
             sharding,
             steps: &[],
+            is_packed: false,
             world_size: 4,
             ranks: (0, 4),
             base_bytes: 1,
@@ -326,6 +347,7 @@ mod tests {
             parameters,
             sharding: Some(&whole_tensors),
             steps: &[],
+            is_packed: false,
             world_size: 4,
             ranks,
             base_bytes: 1,
@@ -350,6 +372,7 @@ mod tests {
             parameters,
             sharding: None,
             steps: &[],
+            is_packed: false,
             world_size: 1,
             ranks: (0, 1),
             base_bytes: 0,

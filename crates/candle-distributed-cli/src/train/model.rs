@@ -156,10 +156,10 @@ impl Model {
                 let queries = config.num_attention_heads * config.head_dim;
                 let keys = config.num_key_value_heads * config.head_dim;
                 // Norms, sums and what projections give; queries and keys before and after they are
-                // turned, values, and what attention mixes; gate, up, and their product.
+                // turned, values, and what attention mixes; gate and up.
                 let hidden = config.hidden_size;
                 let of_attention = 3 * queries + 3 * keys;
-                let of_layer = 6 * hidden + of_attention + 4 * config.intermediate_size;
+                let of_layer = 6 * hidden + of_attention + 2 * config.intermediate_size;
                 let layers = config.num_hidden_layers;
                 Sizes { layers, hidden, of_layer, vocabulary: config.vocab_size }
             }

@@ -168,6 +168,11 @@ impl Settings {
         }
     }
 
+    /// Whether sequences share the rows of a batch.
+    pub(crate) fn is_packed(&self) -> bool {
+        self.finetune.as_ref().is_some_and(|finetune| finetune.rows == Rows::Packed)
+    }
+
     /// How sequences are put into steps.
     pub(crate) fn batching(&self) -> Batching {
         let bucketed = Batching::bucketed(self.max_tokens);

@@ -1,9 +1,9 @@
 //! Attention between its projections.
 
-use candle_core::{Result, Tensor};
+use candle_core::{D, Result, Tensor};
 use candle_nn::{Module, VarBuilder};
 
-use super::{Linear, linear_b};
+use super::{Linear, RmsNorm, linear_b};
 use crate::config::AttentionConfig;
 
 /// The sizes of an [`Attention`].
@@ -118,16 +118,45 @@ impl Attention {
         rotation: Option<(&Tensor, &Tensor)>,
         config: &AttentionConfig,
     ) -> Result<Tensor> {
+        self.output.forward(&self.mix(x, rotation, config)?)
+    }
+
+    /// `residual` + what [`forward`](Self::forward) returns, and the norm of that: the way into the
+    /// feed-forward network, see [`linear_add_rms_norm`](crate::linear_add_rms_norm()).
+    ///
+    /// # Errors
+    ///
+    /// As of [`forward`](Self::forward) and [`linear_add_rms_norm`](crate::linear_add_rms_norm()).
+    pub fn forward_add_norm(
+        &self,
+        x: &Tensor,
+        rotation: Option<(&Tensor, &Tensor)>,
+        config: &AttentionConfig,
+        residual: &Tensor,
+        norm: &RmsNorm,
+    ) -> Result<(Tensor, Tensor)> {
+        let mixed = self.mix(x, rotation, config)?;
+        let weight = self.output.weight();
+        let (norm_weight, epsilon) = (norm.weight(), norm.eps());
+        Ok(crate::linear_add_rms_norm(&mixed, weight, residual, norm_weight, epsilon)?)
+    }
+
+    /// What the heads make of `x`, beside each other, which the output projection takes.
+    fn mix(
+        &self,
+        x: &Tensor,
+        rotation: Option<(&Tensor, &Tensor)>,
+        config: &AttentionConfig,
+    ) -> Result<Tensor> {
         let AttentionSizes { heads, key_heads, .. } = self.sizes;
-        let query = self.split(x, &self.query, heads)?;
-        let key = self.split(x, &self.key, key_heads)?;
-        let value = self.split(x, &self.value, key_heads)?;
         let (query, key) = match rotation {
-            None => (query, key),
-            Some((cos, sin)) => (turned(&query, cos, sin)?, turned(&key, cos, sin)?),
+            None => (self.split(x, &self.query, heads)?, self.split(x, &self.key, key_heads)?),
+            Some((cos, sin)) => {
+                (turned(x, &self.query, (cos, sin))?, turned(x, &self.key, (cos, sin))?)
+            }
         };
-        let mixed = crate::attention(&query, &key, &value, config)?;
-        self.output.forward(&mixed.flatten_from(2)?)
+        let value = self.split(x, &self.value, key_heads)?;
+        crate::attention(&query, &key, &value, config)?.flatten_from(2)
     }
 
     /// A projection of `x`, cut into heads.
@@ -137,15 +166,20 @@ impl Attention {
     }
 }
 
-/// Turns each position of `x` [batch, length, heads, size] by its angles: those of its place in the
-/// row, or its own.
-fn turned(x: &Tensor, cos: &Tensor, sin: &Tensor) -> Result<Tensor> {
+/// A projection of `x`, cut into heads, of which each position is turned by its angles: those of its
+/// place in the row, or its own.
+fn turned(x: &Tensor, projection: &Linear, (cos, sin): (&Tensor, &Tensor)) -> Result<Tensor> {
+    let (weight, bias) = (projection.weight(), projection.bias());
     if cos.rank() < 3 {
-        return Ok(crate::rope_thd(x, cos, sin)?);
+        return Ok(crate::linear_rope(x, weight, bias, cos, sin)?);
     }
-    let (batch, length, heads, size) = x.dims4()?;
+    let (batch, length, inputs) = x.dims3()?;
     // As one row that is as long as all together.
-    let angles = |angles: &Tensor| angles.broadcast_as((batch, length, size / 2))?.flatten_to(1);
-    let row = x.reshape((1, batch * length, heads, size))?;
-    crate::rope_thd(&row, &angles(cos)?, &angles(sin)?)?.reshape(x.shape())
+    let angles = |angles: &Tensor| {
+        angles.broadcast_as((batch, length, angles.dim(D::Minus1)?))?.flatten_to(1)
+    };
+    let row = x.reshape((1, batch * length, inputs))?;
+    let turned = crate::linear_rope(&row, weight, bias, &angles(cos)?, &angles(sin)?)?;
+    let (_, _, heads, size) = turned.dims4()?;
+    turned.reshape((batch, length, heads, size))
 }

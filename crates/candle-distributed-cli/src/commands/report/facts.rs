@@ -115,6 +115,7 @@ fn comparison(
         parameters: &sharding.parameters,
         sharding: session.sharding.as_ref(),
         steps: &reading.steps,
+        is_packed: settings.is_packed(),
         world_size: session.world_size,
         // A file may say anything.
         ranks: (0, session.devices_here.min(session.world_size)),

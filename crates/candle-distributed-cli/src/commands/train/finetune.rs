@@ -47,7 +47,8 @@ pub(super) struct FinetuneArgs {
     /// Number of steps from one validation to the next [default: 50]
     #[arg(long, value_name = "N", requires = "validation")]
     validate_every: Option<u64>,
-    /// Write the model with the effect of its adapters, beside these
+    /// Write the model with the effect of its adapters beside these; --init does so by itself, as
+    /// nobody else has its random weights
     #[arg(long, requires = "lora")]
     merge: bool,
 }
@@ -102,7 +103,7 @@ impl FinetuneArgs {
             overlong: self.overlong.unwrap_or_default(),
             batch_size: self.batch_size,
             validation: self.validation()?,
-            merge: self.merge,
+            merge: self.merge || self.init.is_some(),
             folder: model.to_owned(),
         };
         Ok((folder, finetune))

@@ -4,6 +4,7 @@ mod dry_run;
 mod finetune;
 mod parts;
 mod start;
+mod writing;
 
 use std::path::{Path, PathBuf};
 
@@ -19,14 +20,13 @@ use self::{
     finetune::FinetuneArgs,
     parts::ShardingArgs,
     start::{Beginning, Start},
+    writing::WritingArgs,
 };
 use crate::{
     bytes,
     devices::{DEFAULT_WORLD_SIZE, DeviceArgs, Place},
     error::Result,
-    generation::{self, Length, Prompt, Sampling, Words},
     help::examples,
-    hf::folder::Folder,
     output, strategy,
     train::{
         agreement,
@@ -104,12 +104,8 @@ pub(crate) struct Args {
     #[arg(long, conflicts_with_all = ["out", "steps", "check", "checkpoint_every"])]
     dry_run: bool,
 
-    /// Let the model write on from this text at the end, as `generate` does with the folder of the run
-    #[arg(long, value_name = "TEXT", conflicts_with = "dry_run")]
-    prompt: Option<String>,
     #[command(flatten)]
-    sampling: Sampling,
-
+    writing: WritingArgs,
     #[command(flatten)]
     sharding: ShardingArgs,
     #[command(flatten)]
@@ -174,7 +170,6 @@ impl Args {
         if self.dry_run {
             return self.rehearse(mesh, place, &beginning);
         }
-        self.check_prompt(&beginning)?;
         let path = self.path(mesh)?;
         agreement::check_shared(mesh, &path)?;
         let Beginning { settings, sharding, data, schedule, .. } = beginning;
@@ -207,30 +202,12 @@ impl Args {
             Rank::ZERO => Some(self.journal(&job, place, base_bytes)?),
             _ => None,
         };
+        let prompt = self.writing.prompt(&data, folder.as_ref())?;
         job.run(model, journal)?;
-        self.write_on(place, &path, Seed::new(settings.seed))
-    }
-
-    /// Refuses a prompt that the model could not write on from, before it is trained.
-    fn check_prompt(&self, beginning: &Beginning) -> Result<()> {
-        let Some(prompt) = &self.prompt else { return Ok(()) };
-        let Beginning { settings, folder, .. } = beginning;
-        self.sampling.chooser(Seed::new(settings.seed))?;
-        generation::check_product(settings)?;
-        let words = Words(folder.as_ref().map(Folder::tokenizer));
-        Prompt::Text(prompt).ids(words, settings.trained_model()?.context()).map(drop)
-    }
-
-    /// Lets the model of the run that has ended in `path` write.
-    fn write_on(&self, place: Place, path: &Path, seed: Seed) -> Result<()> {
-        let Some(prompt) = self.prompt.as_ref().filter(|_| place.placement.rank() == Rank::ZERO)
-        else {
-            return Ok(());
-        };
-        let mut chooser = self.sampling.chooser(seed)?;
-        let model = generation::open(path, None)?;
-        let written = model.write(Prompt::Text(prompt), Length::GLANCE, &mut chooser)?;
-        output::text(|out| writeln!(out, "{}", written.text))
+        match prompt.filter(|_| place.placement.rank() == Rank::ZERO) {
+            Some(prompt) => self.writing.write(&path, &prompt, Seed::new(settings.seed)),
+            None => Ok(()),
+        }
     }
 
     /// Says what the run starts with, and opens its folder.
@@ -279,6 +256,7 @@ fn work_of<'a>(
         parameters,
         sharding: beginning.sharding.as_ref(),
         steps,
+        is_packed: beginning.settings.is_packed(),
         check,
         world_size: place.placement.world_size().as_u64(),
         ranks: place.ranks(),

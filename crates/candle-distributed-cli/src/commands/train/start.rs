@@ -150,6 +150,7 @@ impl Args {
         beginning.check_optimizer()?;
         beginning.check_adapters()?;
         beginning.check_precision()?;
+        self.writing.check(&beginning)?;
         // A mesh that is too large for any machine is refused when it is made.
         let n_devices = place.placement.world_size().as_usize();
         if self.devices.is_cpu() && n_devices <= DeviceMesh::MAX_DEVICES {
