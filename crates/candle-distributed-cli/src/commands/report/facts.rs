@@ -12,7 +12,7 @@ use candle_distributed::{
 use crate::{
     commands::plan::model,
     error::{Error, Result},
-    hint,
+    hint, input,
     train::{
         corpus::Corpus,
         data::Schedule,
@@ -40,7 +40,12 @@ pub(super) struct Facts {
     /// What was predicted of the latest session, and what was measured; `None` if either is not
     /// known.
     pub(super) comparison: Option<Comparison>,
+    /// A text that the model wrote, if the run has one.
+    pub(super) sample: Option<String>,
 }
+
+/// The file of a run with a text that its model wrote.
+const SAMPLE: &str = "sample.txt";
 
 /// The model in shards.
 pub(super) struct Sharding {
@@ -71,6 +76,7 @@ impl Facts {
             metrics: run_dir::metrics(path)?,
             checkpoints: run_dir::checkpoints(path, &settings).steps()?,
             comparison: comparison(&settings, sharding.as_ref(), reading.as_ref().ok())?,
+            sample: sample(path)?,
             sharding,
             reading,
             path: path.into(),
@@ -84,10 +90,48 @@ impl Facts {
         self.settings.sessions.last()
     }
 
+    /// The bytes of the units in the order of the forward pass: the embedding comes first, the others
+    /// in the order of the plan.
+    pub(super) fn units(&self) -> Vec<u128> {
+        let mut units: Vec<(&str, u128)> = Vec::new();
+        let parameters = self.sharding.iter().flat_map(|sharding| &sharding.parameters);
+        for parameter in parameters {
+            let bytes = parameter.bytes();
+            match units.iter_mut().find(|(name, _)| *name == parameter.unit()) {
+                Some((_, sum)) => *sum += u128::from(bytes),
+                None => units.push((parameter.unit(), bytes.into())),
+            }
+        }
+        units.sort_by_key(|(name, _)| !name.contains("embed"));
+        units.into_iter().map(|(_, bytes)| bytes).collect()
+    }
+
     /// The number of steps that are done.
     pub(super) fn done(&self) -> u64 {
         self.metrics.done()
     }
+}
+
+/// What the model wrote, its beginning if that is long. Characters that no page may have are
+/// escaped.
+fn sample(run: &Path) -> Result<Option<String>> {
+    /// Some pages of a book.
+    const MOST: usize = 10_000;
+
+    let Some(bytes) = input::read_if_there(&run.join(SAMPLE))? else { return Ok(None) };
+    let text = String::from_utf8_lossy(&bytes);
+    let shown = |char: char| match char {
+        '\n' | '\t' => char.to_string(),
+        char if char.is_control() || matches!(char, '\u{fffe}' | '\u{ffff}') => {
+            char.escape_default().to_string()
+        }
+        char => char.to_string(),
+    };
+    let mut written: String = text.chars().take(MOST).map(shown).collect();
+    if text.chars().nth(MOST).is_some() {
+        written.push('…');
+    }
+    Ok(Some(written))
 }
 
 fn comparison(
