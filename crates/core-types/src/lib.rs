@@ -1,3 +1,16 @@
+// The README's links go to the registry. Of two definitions the first one counts: here they go to
+// this crate.
+
+//! [`Epoch`]: crate::Epoch
+//! [`Fingerprint`]: crate::Fingerprint
+//! [`Launched`]: crate::Launched
+//! [`Launcher`]: crate::Launcher
+//! [`Placement`]: crate::Placement
+//! [`Rank`]: crate::Rank
+//! [`Seed`]: crate::Seed
+//! [`WorldSize`]: crate::WorldSize
+//! [`shuffle_ahead`]: crate::shuffle_ahead()
+//! [`swap_ahead`]: crate::swap_ahead()
 #![doc = include_str!("../README.md")]
 #![forbid(unsafe_code)]
 

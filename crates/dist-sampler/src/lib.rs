@@ -1,3 +1,13 @@
+// The README's links go to the registry. Of two definitions the first one counts: here they go to
+// this crate.
+
+//! [`DistributedSampler`]: crate::DistributedSampler
+//! [`Mixture`]: crate::Mixture
+//! [`Order`]: crate::Order
+//! [`Partition`]: crate::Partition
+//! [`Quota`]: crate::Quota
+//! [`SamplerConfig`]: crate::SamplerConfig
+//! [`Tail`]: crate::Tail
 #![doc = include_str!("../README.md")]
 
 mod config;

@@ -1,3 +1,24 @@
+// The README's links go to the registry. Of two definitions the first one counts: here they go to
+// this crate.
+
+//! [`Batch`]: crate::Batch
+//! [`BatchConfig`]: crate::BatchConfig
+//! [`BatchPlan`]: crate::BatchPlan
+//! [`BatchState`]: crate::BatchState
+//! [`Batches`]: crate::Batches
+//! [`Cost`]: crate::Cost
+//! [`DistributedBatchSampler`]: crate::DistributedBatchSampler
+//! [`DynamicBatchSampler`]: crate::DynamicBatchSampler
+//! [`Overlong`]: crate::Overlong
+//! [`PaddingReport`]: crate::PaddingReport
+//! [`Remainder`]: crate::Remainder
+//! [`Segments`]: crate::Segments
+//! [`Sequence`]: crate::Sequence
+//! [`SequenceLengths`]: crate::SequenceLengths
+//! [`ShapeReport`]: crate::ShapeReport
+//! [`Steps`]: crate::Steps
+//! [`balance`]: crate::balance()
+#![cfg_attr(feature = "candle", doc = "[`Collator`]: crate::Collator")]
 #![doc = include_str!("../README.md")]
 #![forbid(unsafe_code)]
 

@@ -1,3 +1,20 @@
+// The README's links go to the registry. Of two definitions the first one counts: here they go to
+// this crate.
+
+//! [`Cut`]: crate::Cut
+//! [`ElemType`]: crate::ElemType
+//! [`Full`]: crate::strategy::Full
+//! [`Hsdp`]: crate::strategy::Hsdp
+//! [`Hybrid`]: crate::strategy::Hybrid
+//! [`LayerWise`]: crate::strategy::LayerWise
+//! [`Layout`]: crate::strategy::Layout
+//! [`ParameterInfo`]: crate::ParameterInfo
+//! [`Pattern`]: crate::Pattern
+//! [`PlanCost`]: crate::cost::PlanCost
+//! [`Reshard`]: crate::reshard::Reshard
+//! [`ShardAssignment`]: crate::ShardAssignment
+//! [`ShardingPlan`]: crate::ShardingPlan
+//! [`WholeTensor`]: crate::strategy::WholeTensor
 #![doc = include_str!("../README.md")]
 #![forbid(unsafe_code)]
 

@@ -1,4 +1,15 @@
+// The README's links go to the registry. Of two definitions the first one counts: here they go to
+// this crate.
+
 //! [Coming from JAX]: crate::coming_from_jax
+//! [`DeviceMesh`]: crate::DeviceMesh
+//! [`Error`]: crate::Error
+//! [`P`]: crate::P
+//! [`PMap`]: crate::PMap
+//! [`Pending`]: crate::Pending
+//! [`Replica`]: crate::Replica
+//! [`Sharded`]: crate::Sharded
+//! [`TensorTree`]: crate::TensorTree
 #![doc = include_str!("../README.md")]
 
 mod ending;
