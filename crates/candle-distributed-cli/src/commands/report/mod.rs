@@ -48,6 +48,7 @@ pub(crate) fn run(args: &Args) -> Result<()> {
 }
 
 /// The page of the run in a folder.
+#[cfg(any(test, fuzzing))]
 pub(crate) fn page(run: &std::path::Path) -> Result<String> {
     page::page(&Facts::read(run)?)
 }

@@ -28,7 +28,9 @@ type Chart<'a, 'b> = ChartContext<'a, SVGBackend<'b>, Cartesian2d<RangedCoordf64
 pub(super) fn draw(units: &[u128], plan: &ShardingPlan, comparison: &Comparison) -> Result<String> {
     let stays = plan.units().iter().all(|unit| plan.keeps_gathered(unit));
     let step = Step { units, stays };
-    let terms: Vec<Term> = comparison.memory.terms.iter().map(Term::of).collect();
+    let mut terms: Vec<Term> = comparison.memory.terms.iter().map(Term::of).collect();
+    // What moves lies on what does not.
+    terms.sort_by_key(|term| term.course != Course::Always);
     let total = |moment: Moment| terms.iter().map(|term| term.bytes_at(&step, moment)).sum::<f64>();
     let highest = step.moments().map(total).fold(0.0, f64::max);
     let title = format!("memory of a process over a step: {} predicted", human(highest));
