@@ -25,6 +25,7 @@
 //! [`silu`]: crate::silu()
 //! [`softmax`]: crate::softmax()
 //! [`swiglu`]: crate::swiglu()
+//! [`swiglu_mlp`]: crate::swiglu_mlp()
 //! [`with_backward`]: crate::with_backward()
 //! [`with_backward_many`]: crate::with_backward_many()
 #![doc = include_str!("../README.md")]
@@ -47,6 +48,7 @@ mod norm;
 mod rope;
 mod route;
 mod softmax;
+mod swiglu_mlp;
 #[cfg(test)]
 mod tests;
 
@@ -67,4 +69,5 @@ pub use crate::{
     norm::{add_layer_norm, add_rms_norm, layer_norm, rms_norm},
     rope::{rope, rope_i, rope_i_thd, rope_thd},
     softmax::{log_softmax, softmax},
+    swiglu_mlp::swiglu_mlp,
 };
