@@ -53,7 +53,7 @@ fn run_blocks(page: &Page, shell: &Shell<'_>) {
                 eprintln!("{}:{}: SKIPPED, there is no {tool} here", page.name, block.line);
             }
             _ if block.is_script() => {
-                shell.run(&block.text, &format!("{}:{}", page.name, block.line))
+                shell.run(&block.text, &format!("{}:{}", page.name, block.line));
             }
             _ if block.is_run() => transcript::parse(&block.text, block.figures_vary)
                 .iter()
