@@ -286,7 +286,8 @@ fn sharded(facts: &Facts, Sharding { parameters, plan, cost, needs }: &Sharding)
             (figure(
                 &step::draw(&facts.units(), plan, comparison)?,
                 "What a process is predicted to hold while a step goes through the units of the \
-                 model and back, beside the peak that was measured."
+                 model and back, beside the peak that was measured. The table above adds up what \
+                 each part takes at its largest, which is not at one time."
             ))
         }
     })
