@@ -1,3 +1,15 @@
+// The README's links go to the registry. Of two definitions the first one counts: here they go to
+// this crate.
+
+//! [`types`]: crate::types
+#![cfg_attr(feature = "sampler", doc = "[`sampler`]: crate::sampler")]
+#![cfg_attr(feature = "batch", doc = "[`batch`]: crate::batch")]
+#![cfg_attr(feature = "plan", doc = "[`plan`]: crate::plan")]
+#![cfg_attr(feature = "mesh", doc = "[`mesh`]: crate::mesh")]
+#![cfg_attr(feature = "train", doc = "[`train`]: crate::train")]
+#![cfg_attr(feature = "ops", doc = "[`ops`]: crate::ops")]
+#![cfg_attr(feature = "models", doc = "[`models`]: crate::models")]
+#![cfg_attr(feature = "candle", doc = "[`Collator`]: crate::batch::Collator")]
 #![doc = include_str!("../README.md")]
 #![forbid(unsafe_code)]
 
