@@ -123,7 +123,7 @@ fn runs_are_compared_on_one_page() {
     let (dir, run) = run_on(&TEXT.repeat(200));
     let data = dir.path().join("text <&>.txt");
     let other = dir.path().join("other");
-    let steps = ["train", "--steps", "2", "--strategy", "full", "--learning-rate", "0.01"];
+    let steps = ["train", "--steps", "2", "--strategy", "full", "--max-grad-norm", "0.5"];
     let paths = ["--data", data.to_str().unwrap(), "--out", other.to_str().unwrap()];
     text(&[&steps[..], &paths].concat());
     fs::write(other.join("sample.txt"), "to be <or>\n\u{1b}[2J not").unwrap();

@@ -1,6 +1,3 @@
-// The README's links go to the registry. Of two definitions the first one counts: here they go to
-// this crate.
-
 //! [`types`]: crate::types
 #![cfg_attr(feature = "sampler", doc = "[`sampler`]: crate::sampler")]
 #![cfg_attr(feature = "batch", doc = "[`batch`]: crate::batch")]
@@ -10,6 +7,8 @@
 #![cfg_attr(feature = "ops", doc = "[`ops`]: crate::ops")]
 #![cfg_attr(feature = "models", doc = "[`models`]: crate::models")]
 #![cfg_attr(feature = "candle", doc = "[`Collator`]: crate::batch::Collator")]
+// The README's links go to the registry. The first of two definitions counts: on this page, where
+// those above come first, they go to the crate itself.
 #![doc = include_str!("../README.md")]
 #![forbid(unsafe_code)]
 

@@ -1,6 +1,3 @@
-// The README's links go to the registry. Of two definitions the first one counts: here they go to
-// this crate.
-
 //! [`Epoch`]: crate::Epoch
 //! [`Fingerprint`]: crate::Fingerprint
 //! [`Launched`]: crate::Launched
@@ -11,6 +8,8 @@
 //! [`WorldSize`]: crate::WorldSize
 //! [`shuffle_ahead`]: crate::shuffle_ahead()
 //! [`swap_ahead`]: crate::swap_ahead()
+// The README's links go to the registry. The first of two definitions counts: on this page, where
+// those above come first, they go to the crate itself.
 #![doc = include_str!("../README.md")]
 #![forbid(unsafe_code)]
 

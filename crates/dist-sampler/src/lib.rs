@@ -1,6 +1,3 @@
-// The README's links go to the registry. Of two definitions the first one counts: here they go to
-// this crate.
-
 //! [`DistributedSampler`]: crate::DistributedSampler
 //! [`Mixture`]: crate::Mixture
 //! [`Order`]: crate::Order
@@ -8,6 +5,8 @@
 //! [`Quota`]: crate::Quota
 //! [`SamplerConfig`]: crate::SamplerConfig
 //! [`Tail`]: crate::Tail
+// The README's links go to the registry. The first of two definitions counts: on this page, where
+// those above come first, they go to the crate itself.
 #![doc = include_str!("../README.md")]
 
 mod config;

@@ -1,6 +1,3 @@
-// The README's links go to the registry. Of two definitions the first one counts: here they go to
-// this crate.
-
 //! [Coming from PyTorch's DDP and FSDP]: crate::coming_from_ddp
 //! [`AdamW`]: crate::AdamW
 //! [`CheckpointError`]: crate::CheckpointError
@@ -25,6 +22,8 @@
 //! [`feed`]: crate::feed()
 //! [`parameter_infos`]: crate::parameter_infos()
 //! [`value_and_grad`]: crate::value_and_grad()
+// The README's links go to the registry. The first of two definitions counts: on this page, where
+// those above come first, they go to the crate itself.
 #![doc = include_str!("../README.md")]
 #![forbid(unsafe_code)]
 

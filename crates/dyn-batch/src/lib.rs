@@ -1,6 +1,3 @@
-// The README's links go to the registry. Of two definitions the first one counts: here they go to
-// this crate.
-
 //! [`Batch`]: crate::Batch
 //! [`BatchConfig`]: crate::BatchConfig
 //! [`BatchPlan`]: crate::BatchPlan
@@ -19,6 +16,8 @@
 //! [`Steps`]: crate::Steps
 //! [`balance`]: crate::balance()
 #![cfg_attr(feature = "candle", doc = "[`Collator`]: crate::Collator")]
+// The README's links go to the registry. The first of two definitions counts: on this page, where
+// those above come first, they go to the crate itself.
 #![doc = include_str!("../README.md")]
 #![forbid(unsafe_code)]
 

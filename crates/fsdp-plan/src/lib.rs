@@ -1,6 +1,3 @@
-// The README's links go to the registry. Of two definitions the first one counts: here they go to
-// this crate.
-
 //! [`Cut`]: crate::Cut
 //! [`ElemType`]: crate::ElemType
 //! [`Full`]: crate::strategy::Full
@@ -15,6 +12,8 @@
 //! [`ShardAssignment`]: crate::ShardAssignment
 //! [`ShardingPlan`]: crate::ShardingPlan
 //! [`WholeTensor`]: crate::strategy::WholeTensor
+// The README's links go to the registry. The first of two definitions counts: on this page, where
+// those above come first, they go to the crate itself.
 #![doc = include_str!("../README.md")]
 #![forbid(unsafe_code)]
 

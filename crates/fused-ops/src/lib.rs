@@ -1,6 +1,3 @@
-// The README's links go to the registry. Of two definitions the first one counts: here they go to
-// this crate.
-
 //! [`AttentionConfig`]: crate::AttentionConfig
 //! [`add_layer_norm`]: crate::add_layer_norm()
 //! [`add_rms_norm`]: crate::add_rms_norm()
@@ -28,6 +25,8 @@
 //! [`swiglu_mlp`]: crate::swiglu_mlp()
 //! [`with_backward`]: crate::with_backward()
 //! [`with_backward_many`]: crate::with_backward_many()
+// The README's links go to the registry. The first of two definitions counts: on this page, where
+// those above come first, they go to the crate itself.
 #![doc = include_str!("../README.md")]
 
 mod activation;

@@ -1,6 +1,3 @@
-// The README's links go to the registry. Of two definitions the first one counts: here they go to
-// this crate.
-
 //! [Coming from JAX]: crate::coming_from_jax
 //! [`DeviceMesh`]: crate::DeviceMesh
 //! [`Error`]: crate::Error
@@ -10,6 +7,8 @@
 //! [`Replica`]: crate::Replica
 //! [`Sharded`]: crate::Sharded
 //! [`TensorTree`]: crate::TensorTree
+// The README's links go to the registry. The first of two definitions counts: on this page, where
+// those above come first, they go to the crate itself.
 #![doc = include_str!("../README.md")]
 
 mod ending;

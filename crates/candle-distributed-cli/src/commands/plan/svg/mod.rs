@@ -15,8 +15,9 @@ use plotters::prelude::*;
 
 use self::{
     columns::Columns,
-    paint::{AFTER, BELOW, Canvas, fits},
+    paint::{AFTER, BELOW, Canvas},
     panel::{Panel, RIGHT},
+    words::fits,
 };
 use crate::{
     error::Result,

@@ -5,7 +5,10 @@ use plotters::{
     style::text_anchor::{HPos, Pos, VPos},
 };
 
-use super::{columns::Part, words::unit_name};
+use super::{
+    columns::Part,
+    words::{fits, unit_name},
+};
 use crate::picture::{
     self, ACTIVATIONS, Area, Drawn, FONT, GATHERED as GATHERED_EDGE, GRADIENTS, ON_LIGHT,
     OPTIMIZER, TEXT, text_width,
@@ -127,9 +130,4 @@ impl Canvas<'_, '_> {
     pub(super) fn text(&self, text: &str, at: Point, place: Pos, color: RGBColor) -> Drawn {
         self.area.draw(&Text::new(text, at, TextStyle::from((FONT, TEXT)).color(&color).pos(place)))
     }
-}
-
-/// Whether `text` has room in about `width` pixels.
-pub(super) fn fits(text: &str, width: i32) -> bool {
-    text_width(text) <= width
 }

@@ -7,7 +7,8 @@ use plotters::{coord::types::RangedCoordf64, prelude::*};
 
 use super::{
     columns::Part,
-    paint::{Canvas, Point, fits},
+    paint::{Canvas, Point},
+    words::fits,
 };
 use crate::picture::{self, Drawn, LEFT};
 

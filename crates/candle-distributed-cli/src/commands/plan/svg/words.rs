@@ -5,7 +5,7 @@ use candle_distributed::{
     types::human::{HumanBytes, HumanCount},
 };
 
-use super::paint::fits;
+use crate::picture::text_width;
 
 /// What the rank that holds the most needs, and whether every rank fits in `budget`.
 pub(super) fn verdict(cost: &PlanCost, budget: Option<u64>) -> String {
@@ -48,6 +48,11 @@ pub(super) fn unit_name(unit: &str, room: i32) -> String {
     let starts = components.filter(|start| *start < name.len()).chain(letters.into_iter().rev());
     let mut endings = starts.map(|start| format!("…{}", &name[start..]));
     endings.find(|ending| fits(ending, room)).unwrap_or_else(|| String::from("…"))
+}
+
+/// Whether `text` has room in about `width` pixels.
+pub(super) fn fits(text: &str, width: i32) -> bool {
+    text_width(text) <= width
 }
 
 /// The text with characters escaped that break a line or that XML forbids.
