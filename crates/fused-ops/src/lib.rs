@@ -12,6 +12,8 @@
 //! [`gelu_tanh`]: crate::gelu_tanh()
 //! [`layer_norm`]: crate::layer_norm()
 //! [`linear`]: crate::linear()
+//! [`linear_add_rms_norm`]: crate::linear_add_rms_norm()
+//! [`linear_rope`]: crate::linear_rope()
 //! [`log_softmax`]: crate::log_softmax()
 //! [`mlp`]: crate::mlp()
 //! [`rms_norm`]: crate::rms_norm()
