@@ -132,6 +132,9 @@ fn packed_rows_have_the_losses_of_padded_ones() {
     for (padded, packed) in padded.iter().zip(&packed) {
         assert!((padded - packed).abs() < 1e-5, "{padded}, {packed}");
     }
+    text(&["report", &model.path("packed")]);
+    let page = fs::read_to_string(model.at("packed/report.html")).unwrap();
+    assert!(page.contains("sequences packed into rows"));
     let tokens = |run: &str| model.numbers(&format!("{run}/metrics.jsonl"), "padded_tokens")[0];
     assert!(tokens("packed") < tokens("padded"));
 }
@@ -162,6 +165,17 @@ fn what_is_held_out_is_not_learnt() {
     // What did best is there: the last, here.
     assert!(losses[1] < losses[0], "{losses:?}");
     assert_eq!(files(&model.at("run/best")), files(&model.at("run/model")));
+    text(&["report", &model.path("run")]);
+    let page = fs::read_to_string(model.at("run/report.html")).unwrap();
+    for words in ["examples that were held out", "it was least after step 8"] {
+        assert!(page.contains(words), "{words}");
+    }
+    // A validation more changes nothing.
+    model.train(
+        "often",
+        &[&options[..], &["--validation", "0.25", "--validate-every", "3"]].concat(),
+    );
+    assert_eq!(model.losses("often"), model.losses("run"));
 
     let mut small = model.arguments("small", &["--init", "3", "--validation", "0.1"]);
     small.extend(["--steps", "1"].map(str::to_owned));

@@ -46,8 +46,10 @@ fn home() -> tempfile::TempDir {
     let model = [&(header.len() as u64).to_le_bytes()[..], header.as_bytes(), &[0; 1024]].concat();
     fs::write(home.path().join("model.safetensors"), model).unwrap();
     let run = r#"{"format_version": 1, "seed": 0, "steps": 7, "data": null, "text": "", "max_tokens": 4096}"#;
-    fs::create_dir_all(home.path().join("runs/0001")).unwrap();
-    fs::write(home.path().join("runs/0001/run.json"), run).unwrap();
+    for folder in ["runs/0001", "runs/0002"] {
+        fs::create_dir_all(home.path().join(folder)).unwrap();
+        fs::write(home.path().join(folder).join("run.json"), run).unwrap();
+    }
     fs::create_dir(home.path().join("llama")).unwrap();
     for name in ["config.json", "tokenizer.json", "tokenizer_config.json", "model.safetensors"] {
         let from = Path::new(&golden("llama")).join(name);
@@ -88,6 +90,7 @@ fn every_example_works_as_it_stands() {
         "packed.svg",
         "plan.json",
         "runs/0001/report.html",
+        "runs/0001/comparison.html",
         "candle-distributed.1",
         ".zfunc/_candle-distributed",
     ] {

@@ -26,7 +26,7 @@ macro_rules! own_sources {
     };
 }
 
-const EMBEDDED: [(&str, &str); 94] = own_sources![
+const EMBEDDED: [(&str, &str); 97] = own_sources![
     "README.md",
     "src/bin/candle-distributed.rs",
     "src/bytes.rs",
@@ -54,10 +54,13 @@ const EMBEDDED: [(&str, &str); 94] = own_sources![
     "src/commands/plan/svg/paint.rs",
     "src/commands/plan/svg/panel.rs",
     "src/commands/plan/svg/words.rs",
+    "src/commands/report/comparison.rs",
     "src/commands/report/coverage.rs",
     "src/commands/report/facts.rs",
+    "src/commands/report/markup.rs",
     "src/commands/report/mod.rs",
     "src/commands/report/page.rs",
+    "src/commands/report/step.rs",
     "src/commands/report/style.css",
     "src/commands/sample/mixture.rs",
     "src/commands/sample/mod.rs",

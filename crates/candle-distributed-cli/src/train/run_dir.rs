@@ -37,6 +37,7 @@ const CHECKPOINTS: &str = "checkpoints";
 const ADAPTER: &str = "adapter";
 const MODEL_FOLDER: &str = "model";
 const BEST: &str = "best";
+const SAMPLE: &str = "sample.txt";
 
 /// The folder of run `number`, where `--out` names none.
 pub(crate) fn numbered(number: u32) -> PathBuf {
@@ -61,6 +62,11 @@ pub(crate) fn product_of(path: &Path, settings: &Settings) -> PathBuf {
 /// The folder of what did best on the examples that were held out.
 pub(crate) fn best_in(path: &Path) -> PathBuf {
     path.join(BEST)
+}
+
+/// The file of what the model of a run wrote at the end.
+pub(crate) fn sample_in(path: &Path) -> PathBuf {
+    path.join(SAMPLE)
 }
 
 /// A folder beside another one, in which it is written before it gets its name.
@@ -374,7 +380,9 @@ impl RunDir {
             session.peak_bytes = peak_bytes();
         }
         self.settings.write(&self.path)?;
-        output::file(&self.path.join(CURVE), curve::draw(&metrics(&self.path)?)?.as_bytes())
+        let held_out = validation::found_in(&self.path, self.settings.steps)?;
+        let curve = curve::draw(&metrics(&self.path)?, &held_out)?;
+        output::file(&self.path.join(CURVE), curve.as_bytes())
     }
 
     /// Remembers what the first device handed over in a step.

@@ -57,9 +57,9 @@ impl Model {
         if !more.iter().any(|option| ["--max-tokens", "--batch-size"].contains(option)) {
             arguments.extend(["--max-tokens", "96"]);
         }
-        arguments.extend(["--checkpoint-every", "4", "--validate-every", "4"]);
-        if !more.contains(&"--validation") {
-            arguments.truncate(arguments.len() - 2);
+        arguments.extend(["--checkpoint-every", "4"]);
+        if more.contains(&"--validation") && !more.contains(&"--validate-every") {
+            arguments.extend(["--validate-every", "4"]);
         }
         arguments.extend(more);
         arguments.into_iter().map(str::to_owned).collect()

@@ -13,7 +13,7 @@ use crate::{
     commands::plan::model,
     error::{Error, Result},
     hf::folder::Folder,
-    hint,
+    hint, input,
     train::{
         corpus::Corpus,
         data::Schedule,
@@ -24,6 +24,7 @@ use crate::{
         settings::Settings,
         sharding::{self, Needs},
         transformer,
+        validation::{self, Validated},
     },
 };
 
@@ -42,6 +43,10 @@ pub(super) struct Facts {
     /// What was predicted of the latest session, and what was measured; `None` if either is not
     /// known.
     pub(super) comparison: Option<Comparison>,
+    /// What validations have found, if there were some.
+    pub(super) held_out: Vec<Validated>,
+    /// A text that the model wrote, if the run has one.
+    pub(super) sample: Option<String>,
 }
 
 /// The model in shards.
@@ -76,6 +81,8 @@ impl Facts {
             metrics: run_dir::metrics(path)?,
             checkpoints: run_dir::checkpoints(path, &settings).steps()?,
             comparison: comparison(&settings, sharding.as_ref(), reading.as_ref().ok())?,
+            held_out: validation::found_in(path, settings.steps)?,
+            sample: sample(path)?,
             sharding,
             reading,
             path: path.into(),
@@ -89,10 +96,48 @@ impl Facts {
         self.settings.sessions.last()
     }
 
+    /// The bytes of the units in the order of the forward pass: the embedding comes first, the others
+    /// in the order of the plan.
+    pub(super) fn units(&self) -> Vec<u128> {
+        let mut units: Vec<(&str, u128)> = Vec::new();
+        let parameters = self.sharding.iter().flat_map(|sharding| &sharding.parameters);
+        for parameter in parameters {
+            let bytes = parameter.bytes();
+            match units.iter_mut().find(|(name, _)| *name == parameter.unit()) {
+                Some((_, sum)) => *sum += u128::from(bytes),
+                None => units.push((parameter.unit(), bytes.into())),
+            }
+        }
+        units.sort_by_key(|(name, _)| !name.contains("embed"));
+        units.into_iter().map(|(_, bytes)| bytes).collect()
+    }
+
     /// The number of steps that are done.
     pub(super) fn done(&self) -> u64 {
         self.metrics.done()
     }
+}
+
+/// What the model wrote, its beginning if that is long. Characters that no page may have are
+/// escaped.
+fn sample(run: &Path) -> Result<Option<String>> {
+    /// Some pages of a book.
+    const MOST: usize = 10_000;
+
+    let Some(bytes) = input::read_if_there(&run_dir::sample_in(run))? else { return Ok(None) };
+    let text = String::from_utf8_lossy(&bytes);
+    let shown = |char: char| match char {
+        '\n' | '\t' => char.to_string(),
+        char if char.is_control() || matches!(char, '\u{fffe}' | '\u{ffff}') => {
+            char.escape_default().to_string()
+        }
+        char => char.to_string(),
+    };
+    let mut written: String = text.chars().take(MOST).map(shown).collect();
+    if text.chars().nth(MOST).is_some() {
+        written.push('…');
+    }
+    Ok(Some(written))
 }
 
 fn comparison(

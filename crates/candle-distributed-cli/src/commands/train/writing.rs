@@ -10,7 +10,7 @@ use crate::{
     generation::{self, Length, Prompt, Sampling, Words},
     hf::folder::Folder,
     output,
-    train::dataset::DataSet,
+    train::{dataset::DataSet, run_dir},
 };
 
 /// From what text the model writes on, and how.
@@ -47,11 +47,14 @@ impl WritingArgs {
         Ok((!whole.is_empty()).then(|| whole.to_owned()))
     }
 
-    /// Prints what the model of the run that has ended in `path` writes. The run is complete, whatever
-    /// becomes of that.
+    /// Prints what the model of the run that has ended in `path` writes, and keeps it for its report.
+    /// The run is complete, whatever becomes of that.
     pub(super) fn write(&self, path: &Path, prompt: &str, seed: Seed) -> Result<()> {
         match self.written(path, prompt, seed) {
-            Ok(text) => output::text(|out| writeln!(out, "the model writes:\n{text}")),
+            Ok(text) => {
+                output::file(&run_dir::sample_in(path), text.as_bytes())?;
+                output::text(|out| writeln!(out, "the model writes:\n{text}"))
+            }
             Err(error) => {
                 output::warning(format_args!("the model writes nothing: {}", error.chain()));
                 Ok(())
