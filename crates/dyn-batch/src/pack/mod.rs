@@ -8,7 +8,10 @@ mod segments;
 pub(crate) use in_order::OpenRows;
 pub use segments::Segments;
 
-use crate::{limits::Row, sort::histogram::Histogram};
+use crate::{
+    limits::Row,
+    sort::histogram::{Histogram, Run},
+};
 
 /// Rows that hold all sequences.
 #[derive(Debug)]
@@ -33,7 +36,7 @@ pub(crate) fn minimum_slack(histogram: &Histogram, empty: Row) -> Rows {
     let of_sequences = minimum_slack::CHOICES_PER_SEQUENCE * histogram.count();
     let mut choices = minimum_slack::CHOICES + of_sequences;
     for max_steps in minimum_slack::MAX_STEPS {
-        if fewest.left.len() as u64 <= bound {
+        if fewest.left.len() as u128 <= bound {
             break;
         }
         match minimum_slack::search(histogram, empty, max_steps, &mut choices) {
@@ -46,7 +49,9 @@ pub(crate) fn minimum_slack(histogram: &Histogram, empty: Row) -> Rows {
 }
 
 /// How many rows there are if none has room left for tokens, or for sequences: nobody needs fewer.
-fn fewest_possible(histogram: &Histogram, empty: Row) -> u64 {
-    let tokens: u64 = histogram.runs().iter().map(|run| run.length * run.count).sum();
-    tokens.div_ceil(empty.tokens).max(histogram.count().div_ceil(empty.sequences))
+fn fewest_possible(histogram: &Histogram, empty: Row) -> u128 {
+    let of_run = |run: &Run| u128::from(run.length) * u128::from(run.count);
+    let tokens: u128 = histogram.runs().iter().map(of_run).sum();
+    let by_count = histogram.count().div_ceil(empty.sequences);
+    tokens.div_ceil(empty.tokens.into()).max(by_count.into())
 }
