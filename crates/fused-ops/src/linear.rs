@@ -82,14 +82,25 @@ pub(crate) fn check_layer(
     (bias_name, bias): (&'static str, Option<&Tensor>),
     inputs: usize,
 ) -> Result<usize> {
-    let Some(&outputs) = weight.dims().first() else {
-        let expected = format!("[outputs, {inputs}]");
-        return Err(Error::Shape { op, input: weight_name, found: Vec::new(), expected });
-    };
-    check_shape(op, weight_name, weight, &[outputs, inputs])?;
+    let outputs = check_weight(op, weight_name, weight, inputs)?;
     if let Some(bias) = bias {
         check_shape(op, bias_name, bias, &[outputs])?;
     }
+    Ok(outputs)
+}
+
+/// The same of a layer without a bias.
+pub(crate) fn check_weight(
+    op: &'static str,
+    name: &'static str,
+    weight: &Tensor,
+    inputs: usize,
+) -> Result<usize> {
+    let Some(&outputs) = weight.dims().first() else {
+        let expected = format!("[outputs, {inputs}]");
+        return Err(Error::Shape { op, input: name, found: Vec::new(), expected });
+    };
+    check_shape(op, name, weight, &[outputs, inputs])?;
     Ok(outputs)
 }
 
@@ -143,6 +154,15 @@ impl Affine {
             add_bias(&mut y, Reading::new(bias).all()?);
         }
         Ok(y)
+    }
+
+    /// The gradients of x, the weight and, if there is one, the bias, where `grad` is that of the
+    /// result.
+    pub(crate) fn backward<T: Float>(&self, x: &Tensor, grad: &[T]) -> Result<Vec<Option<Tensor>>> {
+        let of_x = x.track_op().then(|| tensor(self.backward_x(grad, rows(x))?, x.shape()));
+        let mut all = vec![of_x.transpose()?];
+        all.extend(self.backward_parameters(Reading::new(x).all()?, grad, rows(x))?);
+        Ok(all)
     }
 
     /// The gradient of x, where `grad` is that of the result.
@@ -231,17 +251,12 @@ impl<T: Float> Backward for Linear<T> {
         y: &Tensor,
         grad: &Tensor,
     ) -> Result<Vec<Option<Tensor>>> {
-        let x = inputs[0];
         let read = Reading::new(grad);
         let before = self.before_activation(y, read.all()?)?;
         let grad = match &before {
             None => read.all()?,
             Some(before) => before,
         };
-        let affine = Affine::new(inputs[1], inputs.get(2).copied());
-        let of_x = x.track_op().then(|| tensor(affine.backward_x(grad, rows(x))?, x.shape()));
-        let mut all = vec![of_x.transpose()?];
-        all.extend(affine.backward_parameters(Reading::new(x).all()?, grad, rows(x))?);
-        Ok(all)
+        Affine::new(inputs[1], inputs.get(2).copied()).backward(inputs[0], grad)
     }
 }

@@ -5,7 +5,7 @@ use candle_nn::{Module, VarBuilder};
 
 use super::{Linear, linear_no_bias};
 
-/// down(silu(gate(x)) · up(x)), with the parameter names of Llama and its relatives: `gate_proj`,
+/// [`swiglu_mlp`](crate::swiglu_mlp()), with the parameter names of Llama and its relatives: `gate_proj`,
 /// `up_proj` and `down_proj`.
 ///
 /// # Examples
@@ -42,11 +42,24 @@ impl SwiGlu {
             down: linear_no_bias(width, hidden, vb.pp("down_proj"))?,
         })
     }
+
+    /// `residual` + the result for `x`, of one shape.
+    ///
+    /// # Errors
+    ///
+    /// As of [`swiglu_mlp`](crate::swiglu_mlp()).
+    pub fn forward_add(&self, x: &Tensor, residual: &Tensor) -> Result<Tensor> {
+        self.apply(x, Some(residual))
+    }
+
+    fn apply(&self, x: &Tensor, residual: Option<&Tensor>) -> Result<Tensor> {
+        let [gate, up, down] = [&self.gate, &self.up, &self.down].map(Linear::weight);
+        Ok(crate::swiglu_mlp(x, gate, up, down, residual)?)
+    }
 }
 
 impl Module for SwiGlu {
     fn forward(&self, x: &Tensor) -> Result<Tensor> {
-        let mixed = crate::swiglu(&self.gate.forward(x)?, &self.up.forward(x)?)?;
-        self.down.forward(&mixed)
+        self.apply(x, None)
     }
 }
