@@ -1,12 +1,12 @@
 //! The loads of ragged units, where every member has another part.
 //!
 //! Most members lie in the middle of a parameter and have one of two amounts of it. The middles of
-//! parameters that differ in nothing but where they are rounded, as those of the same name in all
-//! blocks of a model do, are loaded together. So only the edges of parameters take a step each, and
-//! the members once per kind of units: at most parameters + kinds × members. One at a time, t5-large
-//! on 16,384 ranks takes 570,000 steps, and together 82,000.
+//! units that differ in nothing but where they are rounded, as the blocks of a model do, are loaded
+//! together. So only the edges of parameters take a step each, and the members once per kind of
+//! units: at most parameters + kinds × members. One at a time, t5-large on 16,384 ranks takes
+//! 570,000 steps, and together 82,000.
 
-use std::{mem, ops::AddAssign};
+use std::{collections::BTreeMap, mem, ops::AddAssign};
 
 use core_types::WorldSize;
 
@@ -28,8 +28,8 @@ pub(super) struct Scratch {
     of_member: Vec<Share>,
     /// The members that have anything, some repeatedly.
     touched: Vec<usize>,
-    /// The middles of the parameters of all units, which are not loaded yet.
-    middles: Vec<(Pricing, Middle)>,
+    /// Middles of parameters that are not loaded yet: those of each unit, by what is alike in them.
+    middles: BTreeMap<Vec<(Pricing, Stride)>, Vec<Vec<Middle>>>,
 }
 
 /// The ragged parameters of a unit, in order.
@@ -38,7 +38,7 @@ pub(super) type Unit<'a> = Vec<(&'a ParameterInfo, Ragged)>;
 impl Scratch {
     pub(super) fn new(group: WorldSize) -> Self {
         let of_member = vec![Share::default(); group.as_usize()];
-        Self { of_member, touched: Vec::new(), middles: Vec::new() }
+        Self { of_member, touched: Vec::new(), middles: BTreeMap::new() }
     }
 
     /// Loads each member with its parts of a unit, but for the middles of parameters, and returns
@@ -51,6 +51,8 @@ impl Scratch {
         loads: &mut Loads,
     ) -> Share {
         let mut largest = Share::default();
+        let mut alike = Vec::with_capacity(unit.len());
+        let mut middles = Vec::with_capacity(unit.len());
         for &(info, parts) in unit {
             let pricing = Pricing::of(model, info);
             let middle = parts.middle(shares);
@@ -61,22 +63,21 @@ impl Scratch {
             }
             if let Some(middle) = middle {
                 largest = largest.max(largest_share(pricing, &middle));
-                self.middles.push((pricing, middle));
+                alike.push((pricing, middle.stride));
+                middles.push(middle);
             }
         }
+        self.middles.entry(alike).or_default().push(middles);
         largest.max(self.take_largest())
     }
 
     /// Loads the members in the middle of parameters.
-    pub(super) fn add_middles(mut self, loads: &mut Loads) {
-        self.middles.sort_unstable();
-        let alike = self.middles.chunk_by(|(pricing, middle), (next_pricing, next)| {
-            pricing == next_pricing && middle.stride == next.stride
-        });
-        for middles in alike {
-            let (pricing, Middle { stride, .. }) = middles[0];
-            let middles: Vec<Middle> = middles.iter().map(|&(_, middle)| middle).collect();
-            add_alike(pricing, stride, &middles, loads);
+    pub(super) fn add_middles(self, loads: &mut Loads) {
+        for (alike, units) in self.middles {
+            for (nth, (pricing, stride)) in alike.into_iter().enumerate() {
+                let middles: Vec<Middle> = units.iter().map(|middles| middles[nth]).collect();
+                add_alike(pricing, stride, &middles, loads);
+            }
         }
     }
 

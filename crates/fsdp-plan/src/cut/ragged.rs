@@ -23,7 +23,7 @@ pub(crate) struct Ragged {
 
 /// Neighbors in the middle of a parameter that hold nothing else of its buffer: all have equally
 /// many granules of it, or one more.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+#[derive(Clone, Copy, Debug)]
 pub(crate) struct Middle {
     pub(crate) stride: Stride,
     /// With which rest the first member begins.
