@@ -14,10 +14,14 @@ use clap::error::ContextKind;
 use crate::error::{Error, ErrorKind};
 
 /// What a file of numbers must look like.
-pub(crate) const NUMBERS: &str =
-    "it must be a text file of numbers, one per sample, separated by white space";
+pub(crate) const NUMBERS: &str = "it must have a number per sample: a text file of numbers, \
+                                  separated by white space, an .npy array, or a JSON list";
 pub(crate) const LENGTHS: &str = "--lengths takes a text file of whole numbers, one per sequence, \
-                                  separated by white space; - is standard input";
+                                  separated by white space, an .npy array, or a JSON list; with \
+                                  --field NAME the lines of a .jsonl file; - is standard input";
+pub(crate) const ORDER: &str = "--order takes positions in the list of lengths, counted from 0, as \
+                                `candle-distributed sample` prints them in any --format (those of \
+                                --mix with --concatenated); - is standard input";
 pub(crate) const JSON_LINES: &str =
     "each line of a .jsonl file must be a JSON string, or an object with a string field `text`";
 pub(crate) const RUN: &str = "candle-distributed train --out DIR creates a run in DIR; without \
@@ -60,6 +64,8 @@ pub(crate) const PLAN: &str =
 const GRADIENT: &str = "the model and its operations are this program's own, so the fault is the \
                         program's or the device's: --device cpu tells which";
 pub(crate) const STATE: &str = "candle-distributed sample … --save-state FILE writes a state";
+
+pub(crate) const BATCH_STATE: &str = "candle-distributed batch … --save-state FILE writes a state";
 
 /// A word of a command, such as a path, as a shell takes it.
 #[expect(clippy::expect_used, reason = "says why it cannot fail")]
@@ -171,6 +177,11 @@ fn batch(error: &batch::Error) -> Option<Cow<'static, str>> {
         batch::Error::CannotFillStep { .. } => Some(
             "a smaller --max-tokens or --max-batch-size makes more batches; --remainder drop leaves \
              the last ones out, --remainder repeat takes the first ones twice"
+                .into(),
+        ),
+        batch::Error::OtherBatches { .. } => Some(
+            "resume with the lengths, the order and the options that the state was written with; \
+             only --rank may differ"
                 .into(),
         ),
         batch::Error::TooManySequences { .. } => {

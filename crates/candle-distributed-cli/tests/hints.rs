@@ -30,7 +30,7 @@ fn files_are_described_that_cannot_be_read() {
         &["--lengths takes a text file"],
     );
     advises(&["sample", "--len", "9", "--weights", "/no/such"], &["text file of numbers"]);
-    advises(&["sample", "--classes", &model], &["class 1", "text file of numbers"]);
+    advises(&["sample", "--classes", &model], &["m.json", "text file of numbers"]);
     advises(&["sample", "--len", "9", "--resume", &model], &["m.json", "--save-state"]);
 }
 
