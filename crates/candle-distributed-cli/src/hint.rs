@@ -1,6 +1,6 @@
 //! What to do about an error, where its message does not say it in the words of the command line.
 
-use std::{borrow::Cow, fmt};
+use std::{borrow::Cow, error::Error as _, fmt, num::ParseIntError};
 
 use candle_distributed::{
     batch, mesh,
@@ -87,8 +87,40 @@ const RENAMED: [(&str, &str); 2] = [
     ("--layers", "`plan` calls it --layer-pattern PATTERN"),
 ];
 
+/// What to write instead of arguments that are refused.
+pub(crate) fn of_arguments(fault: &clap::Error) -> Option<Cow<'static, str>> {
+    of_whole_number(fault).or_else(|| of_option(fault).map(Cow::from))
+}
+
+/// What to write instead of what is no whole number, or none that an option takes.
+fn of_whole_number(fault: &clap::Error) -> Option<Cow<'static, str>> {
+    /// Below it, a number with an exponent is exactly the one that it says.
+    const EXACT: f64 = (1_u64 << f64::MANTISSA_DIGITS) as f64;
+
+    let context = |kind| fault.get(kind).map(ToString::to_string);
+    let argument = context(ContextKind::InvalidArg)?;
+    // clap takes what begins with a hyphen for an option.
+    if fault.kind() == clap::error::ErrorKind::UnknownArgument {
+        argument.parse::<f64>().ok()?;
+        return Some(Cow::from(NOT_NEGATIVE));
+    }
+    if !fault.source()?.is::<ParseIntError>() {
+        return None;
+    }
+    let value = context(ContextKind::InvalidValue)?;
+    let number: f64 = value.replace(['_', ','], "").parse().ok()?;
+    if number < 0.0 {
+        return Some(Cow::from(NOT_NEGATIVE));
+    }
+    let option = argument.split(' ').next()?;
+    let is_whole = number.fract() == 0.0 && number < EXACT;
+    is_whole.then(|| format!("write all digits, and nothing else: {option} {number:.0}").into())
+}
+
+const NOT_NEGATIVE: &str = "it is a number of something, at least 0";
+
 /// What to write instead of an option of `plan` that there is no more.
-pub(crate) fn of_arguments(fault: &clap::Error) -> Option<&'static str> {
+fn of_option(fault: &clap::Error) -> Option<&'static str> {
     let context = |kind| fault.get(kind).map(ToString::to_string);
     let is_f16 = context(ContextKind::InvalidValue).is_some_and(|value| value == "f16");
     if is_f16 && context(ContextKind::InvalidArg)?.starts_with("--dtype") {

@@ -72,6 +72,26 @@ fn ranks_and_devices_are_explained() {
 }
 
 #[test]
+fn numbers_are_written_out() {
+    for (args, words) in [
+        (&["sample", "--len", "1e7"][..], "--len 10000000\n"),
+        (&["sample", "--len", "1_000"], "--len 1000\n"),
+        (&["sample", "--len", "9", "--count", "5.0"], "--count 5\n"),
+        (&["mesh", "--world-size", "2,000"], "--world-size 2000\n"),
+        (&["sample", "--len", "-5"], "at least 0"),
+        (&["sample", "--len", "9", "--start", "-1e3"], "at least 0"),
+        (&["sample", "--len=-5"], "at least 0"),
+    ] {
+        advises(args, &[words]);
+    }
+    for value in ["1.5", "ten", "1e300", "nan", "inf", "18446744073709551616"] {
+        let output = run(&["sample", "--len", value]);
+        let message = String::from_utf8(output.stderr).unwrap();
+        assert!(!message.contains("hint:") && message.contains(value), "{message}");
+    }
+}
+
+#[test]
 fn limits_are_named_as_on_the_command_line() {
     let (_dir, lengths) = file("lengths.txt", "3 600 4");
     let batch = |strategy, more: &[&'static str], words: &[&str]| {
