@@ -40,8 +40,8 @@ struct Answer<T> {
     indices: Vec<T>,
 }
 
-/// The longest line that is read.
-const MAX_LINE_BYTES: u64 = 1 << 30;
+/// The longest line that is read: one of ten million token ids is shorter.
+const MAX_LINE_BYTES: u64 = 1 << 26;
 
 /// The numbers in a field of each line that is not blank. A list there counts as its length.
 pub(super) fn field_of_lines<T: Number>(
@@ -55,7 +55,7 @@ pub(super) fn field_of_lines<T: Number>(
         loop {
             line.clear();
             n_lines += 1;
-            let read = source.by_ref().take(MAX_LINE_BYTES).read_until(b'\n', &mut line);
+            let read = source.by_ref().take(MAX_LINE_BYTES + 1).read_until(b'\n', &mut line);
             match read {
                 Err(fault) => return Some(Err(list.unreadable(fault))),
                 Ok(0) => return None,
@@ -68,13 +68,16 @@ pub(super) fn field_of_lines<T: Number>(
 
 /// The number in a field of line `n`.
 fn in_line<T: Number>(list: &List, n: u64, line: &[u8], name: &str) -> Result<T> {
+    let place = format!("line {n} of {}", list.name());
+    if line.len() as u64 > MAX_LINE_BYTES {
+        return Err(list.error(format!("{place} is longer than {MAX_LINE_BYTES} bytes")));
+    }
     let mut json = serde_json::Deserializer::from_slice(line);
     let found = Field(name).deserialize(&mut json).and_then(|found| json.end().map(|()| found));
     let number =
         found.map_err(|fault| fault.to_string()).and_then(|count| T::of(Value::Unsigned(count)));
     number.map_err(|fault| {
         let shown = input::excerpt(String::from_utf8_lossy(line).trim_end());
-        let place = format!("line {n} of {}", list.name());
         list.error(format!("{place} has no {} in {name:?}: {fault}: {shown}", list.what))
     })
 }

@@ -1,8 +1,9 @@
 //! Lists of numbers, one per sample, as other programs write them: a text, a NumPy array, JSON, or
 //! nothing but the numbers' bytes.
 //!
-//! The form is recognized by the first bytes, so that a pipe needs no name. Numbers are read one at
-//! a time; who keeps them keeps them in no more bytes than they need.
+//! The form is recognized by the first bytes, so that a pipe needs no name. All forms but JSON lists
+//! are read one number at a time, and lengths that are held take no more bytes than the largest
+//! needs.
 
 mod json;
 pub(crate) mod npy;
@@ -136,12 +137,13 @@ impl List {
         let read = source.by_ref().take(n_bytes).read_to_end(&mut first);
         read.map_err(|fault| self.unreadable(fault))?;
         let source = io::Cursor::new(first.clone()).chain(source);
+        // Its first byte may be that of any other form, so that this is asked before.
+        if is_raw == IsRaw::WhereTextIsNot && first.contains(&0) && !npy::is_array(&first) {
+            return Ok(Box::new(npy::read_raw(self, source)));
+        }
         Ok(match first[..] {
             [npy::FIRST_BYTE, ..] => Box::new(npy::read(self, source)?),
             [b'[' | b'{', ..] => Box::new(json::whole(&self, source)?.into_iter().map(Ok)),
-            _ if first.contains(&0) && is_raw == IsRaw::WhereTextIsNot => {
-                Box::new(npy::read_raw(self, source))
-            }
             _ => Box::new(text::read(self, source)),
         })
     }
@@ -289,6 +291,8 @@ impl Room {
 
 #[cfg(test)]
 mod tests {
+    use proptest::{collection::vec, prelude::*, sample::select};
+
     use super::*;
 
     /// A reader that gives a few bytes at a time.
@@ -305,8 +309,13 @@ mod tests {
         List { what, path: "l\u{1b}.txt".into(), hint: hint::LENGTHS }
     }
 
-    /// The numbers that these bytes are, or the error that they end with.
-    fn read<T: Number>(bytes: &[u8], field: Option<&str>, is_raw: IsRaw) -> Result<Vec<T>, String> {
+    /// The numbers that these bytes are, or the error that they end with; however few bytes come at
+    /// a time.
+    fn read<T: Number + fmt::Debug + PartialEq>(
+        bytes: &[u8],
+        field: Option<&str>,
+        is_raw: IsRaw,
+    ) -> Result<Vec<T>, String> {
         let numbers = |source: Box<dyn Read>| -> Result<Vec<T>> {
             let list = list("length");
             let none = list.error("there is none");
@@ -316,7 +325,7 @@ mod tests {
         let [read, slowly]: [Result<Vec<T>>; 2] =
             [numbers(Box::new(bytes())), numbers(Box::new(Slow(bytes())))];
         let [read, slowly] = [read, slowly].map(|read| read.map_err(|error| error.to_string()));
-        assert_eq!(read.as_ref().map(Vec::len), slowly.as_ref().map(Vec::len));
+        assert_eq!(read, slowly);
         read
     }
 
@@ -490,6 +499,10 @@ mod tests {
             [7, 0x0a31, (1 << 56) - 1].iter().flat_map(|n: &u64| n.to_le_bytes()).collect();
         assert_eq!(raw(&bytes), Ok(vec![7, 0x0a31, (1 << 56) - 1]));
         assert!(raw(&bytes[..20]).unwrap_err().contains("ends after 2 numbers"));
+        // As they begin an array, a list and an object.
+        for first in *b"\x93[{" {
+            assert_eq!(raw(&u64::from(first).to_le_bytes()), Ok(vec![first.into()]));
+        }
         assert_eq!(raw(b"12345678 9"), Ok(vec![12_345_678, 9]));
         assert_eq!(raw(b"7"), Ok(vec![7]));
         assert!(lengths_in(&bytes).unwrap_err().contains("length 1"));
@@ -540,18 +553,102 @@ mod tests {
     }
 
     #[test]
-    fn no_bytes_make_a_reader_panic() {
+    fn an_array_that_is_cut_off_is_refused() {
         let whole = array_of("<i8", 2, &[1; 16]);
         for end in 0..whole.len() {
             assert!(lengths_in(&whole[..end]).is_err(), "{end} bytes");
         }
-        for at in 0..whole.len() {
-            for byte in [0, b'\'', b'(', b')', b',', 0x80, 0xff] {
-                let mut damaged = whole.clone();
-                damaged[at] = byte;
-                // Whether it is refused depends on where the damage is.
-                drop(lengths_in(&damaged));
+    }
+
+    #[test]
+    fn what_a_header_promises_takes_no_memory() {
+        let header = npy::header(&[u64::MAX]);
+        let source = io::Cursor::new(header).chain(io::repeat(0));
+        let numbers = list("length").numbers::<u64>(source, None, IsRaw::Never).unwrap();
+        assert!(numbers.take(3).all(|number| number.unwrap() == 0));
+    }
+
+    #[test]
+    fn a_line_that_never_ends_is_refused() {
+        let line = io::Cursor::new(b"{}\n").chain(io::repeat(b'['));
+        let mut numbers =
+            list("length").numbers::<u64>(line, Some("tokens"), IsRaw::Never).unwrap();
+        let mut error = || numbers.next().unwrap().unwrap_err().to_string();
+        assert!(error().contains("no such field"));
+        assert_eq!(error(), "line 2 of l\\u{1b}.txt is longer than 67108864 bytes");
+    }
+
+    /// These numbers in every form: the bytes, the field of their lines, and whether they are raw.
+    fn forms(numbers: &[u64]) -> Vec<(Vec<u8>, Option<&'static str>, IsRaw)> {
+        let words: Vec<String> = numbers.iter().map(u64::to_string).collect();
+        let lines: Vec<String> = words.iter().map(|n| format!(r#"{{"a":[[]],"n":{n}}}"#)).collect();
+        let answer = format!(r#"{{"indices":[{}],"format_version":1}}"#, words.join(", "));
+        let bytes: Vec<u8> = numbers.iter().flat_map(|n| n.to_le_bytes()).collect();
+        let array = array_of("<u8", numbers.len(), &bytes);
+        vec![
+            (words.join("\n").into(), None, IsRaw::WhereTextIsNot),
+            (format!("[{}]\n", words.join(",")).into(), None, IsRaw::Never),
+            (answer.into(), None, IsRaw::WhereTextIsNot),
+            (array, None, IsRaw::Never),
+            (bytes, None, IsRaw::WhereTextIsNot),
+            (lines.join("\n").into(), Some("n"), IsRaw::Never),
+        ]
+    }
+
+    /// A byte of a file, put there, left out or changed.
+    fn damage() -> impl Strategy<Value = (usize, u8, u8)> {
+        let meant = select(b"\x93\0\x01\xff[]{}(),:'\"-.0918eu<>|\n TF".to_vec());
+        (any::<usize>(), prop_oneof![meant, any::<u8>()], 0..3_u8)
+    }
+
+    fn damaged(mut bytes: Vec<u8>, damages: &[(usize, u8, u8)]) -> Vec<u8> {
+        for &(at, byte, kind) in damages {
+            let at = at % (bytes.len() + 1);
+            let end = if kind == 0 { at } else { bytes.len().min(at + 1) };
+            bytes.splice(at..end, (kind < 2).then_some(byte));
+        }
+        bytes
+    }
+
+    proptest! {
+        #[test]
+        fn every_form_holds_the_same_numbers(
+            numbers in vec(prop_oneof![0..300_u64, any::<u64>()], 1..20),
+        ) {
+            for (bytes, field, is_raw) in forms(&numbers) {
+                let is_known = is_raw == IsRaw::Never || numbers[0] < 1 << 56;
+                if is_known {
+                    prop_assert_eq!(read(&bytes, field, is_raw), Ok(numbers.clone()));
+                }
             }
         }
+
+        /// A damaged file is refused or read, never with more numbers than bytes, and what is said
+        /// of it is short.
+        #[test]
+        fn no_bytes_make_a_reader_panic(
+            numbers in vec(0..1000_u64, 1..4),
+            damages in vec(damage(), 1..6),
+        ) {
+            for (bytes, field, is_raw) in forms(&numbers) {
+                let bytes = damaged(bytes, &damages);
+                for field in [field, None] {
+                    match read::<u64>(&bytes, field, is_raw) {
+                        Ok(numbers) => prop_assert!(numbers.len() <= bytes.len()),
+                        Err(error) => prop_assert!(error.len() < 1000, "{}", error),
+                    }
+                    // Some of what is no number of one kind is one of another.
+                    drop(read::<u32>(&bytes, field, is_raw));
+                    drop(kept(&bytes, field, is_raw));
+                }
+            }
+        }
+    }
+
+    /// How many real numbers these bytes are, of which some may equal nothing.
+    fn kept(bytes: &[u8], field: Option<&str>, is_raw: IsRaw) -> Result<usize> {
+        let source = io::Cursor::new(bytes.to_vec());
+        let mut numbers = list("weight").numbers::<f64>(source, field, is_raw)?;
+        numbers.try_fold(0, |n, number| number.map(|_| n + 1))
     }
 }

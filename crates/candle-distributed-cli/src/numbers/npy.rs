@@ -22,6 +22,12 @@ pub(super) const FIRST_BYTE: u8 = MAGIC[0];
 
 const MAGIC: [u8; 6] = *b"\x93NUMPY";
 
+/// Whether a file that begins with these bytes, six or more, is an array. As a number they would be
+/// above 2^48.
+pub(super) fn is_array(first: &[u8]) -> bool {
+    first.starts_with(&MAGIC)
+}
+
 /// NumPy's own limit for headers that are read without trust.
 const MAX_HEADER_BYTES: u64 = 10_000;
 

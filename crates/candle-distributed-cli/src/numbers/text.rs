@@ -47,8 +47,8 @@ impl<R: BufRead> Words<R> {
         Ok(Some(&self.text[start..self.end]))
     }
 
-    /// Reads the next bytes that are no white space of ASCII; of more than a number has the
-    /// beginning, if not all. Returns whether there are any.
+    /// Reads up to the next white space of ASCII, and returns whether there is anything before it.
+    /// What is longer than any number is read in pieces.
     fn read(&mut self) -> io::Result<bool> {
         self.bytes.clear();
         loop {
