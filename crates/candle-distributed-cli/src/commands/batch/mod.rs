@@ -45,7 +45,7 @@ fn print_each(args: &Args) -> Result<Option<BatchState>> {
     let mut lines = Lines::new(args.is_live());
     let made = make(args, &mut |entry| lines.print(&Line::new(entry)))?;
     lines.finish()?;
-    made.warn();
+    print::warn(&made.left_out);
     Ok(made.state)
 }
 
@@ -143,7 +143,7 @@ fn of_rank(args: &Args, placement: Placement, each: Each<'_>) -> Result<Made> {
     Ok(Made { lengths: Some(lengths), left_out, share: Some(share), state: Some(state) })
 }
 
-/// The steps of the epoch, from the place on where an earlier run stopped.
+/// The steps of the epoch that are left where an earlier run stopped, or all of them.
 fn steps<'a>(
     args: &Args,
     sampler: &'a DistributedBatchSampler<&'a Lengths>,

@@ -81,15 +81,13 @@ pub(super) struct Made {
     pub(super) state: Option<BatchState>,
 }
 
-impl Made {
-    /// Says on standard error what the form of the result has no place for.
-    pub(super) fn warn(&self) {
-        let PaddingReport { skipped, truncated, dropped, .. } = self.left_out;
-        if skipped + truncated + dropped > 0 {
-            output::warning(format!(
-                "of the sequences {skipped} are skipped, {truncated} truncated, {dropped} dropped"
-            ));
-        }
+/// Says on standard error what the form of the result has no place for.
+pub(super) fn warn(left_out: &PaddingReport) {
+    let PaddingReport { skipped, truncated, dropped, .. } = left_out;
+    if skipped + truncated + dropped > 0 {
+        output::warning(format!(
+            "of the sequences {skipped} are skipped, {truncated} truncated, {dropped} dropped"
+        ));
     }
 }
 
@@ -111,7 +109,9 @@ pub(super) fn print(args: &Args, batches: Vec<Entry>, made: Made) -> Result<()> 
         FormatArg::Json | FormatArg::Jsonl => output::json(&answer),
         FormatArg::Npz => {
             let file = npz::file(&answer.batches)?;
-            output::bytes(|out| out.write_all(&file))
+            output::bytes(|out| out.write_all(&file))?;
+            warn(&made.left_out);
+            Ok(())
         }
         FormatArg::Svg => {
             let lengths = made.lengths.expect("only batches that are printed at once hold none");

@@ -33,10 +33,12 @@ pub(super) fn parse_part(text: &str) -> Result<Part, String> {
     Err("expected a length, a colon and a weight".into())
 }
 
-/// The JSON result of `--mix`.
+/// The JSON result of `--mix`; with `--concatenated` it looks like that of one data set.
 #[derive(Serialize)]
 struct Mixed<'a> {
     format_version: u32,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    len: Option<u64>,
     world_size: u64,
     rank: u64,
     per_rank_len: u64,
@@ -92,29 +94,29 @@ pub(super) fn print(args: &Args, parts: &[Part]) -> Result<()> {
     let mixture = Mixture::new(samplers.collect::<Result<_, _>>()?, &weights)?;
     let n_rows = args.count(mixture.len())?;
     let starts = if args.concatenated { starts(parts)? } else { Vec::new() };
+    let len = args.concatenated.then(|| parts.iter().map(|part| part.len).sum());
     let numbers = args.start..args.start + n_rows;
     let printed = Printed { mixture: &mixture, starts: &starts, numbers };
-    match (args.format, args.concatenated) {
-        (FormatArg::Json, is_concatenated) => output::json(&Mixed {
+    match (args.format, len) {
+        (FormatArg::Json, _) => output::json(&Mixed {
             format_version: 1,
+            len,
             world_size: args.world_size,
             rank: args.rank,
             per_rank_len: mixture.len(),
-            entries: if is_concatenated {
-                Entries::Concatenated(printed)
-            } else {
-                Entries::Pairs(printed)
+            entries: match len {
+                Some(_) => Entries::Concatenated(printed),
+                None => Entries::Pairs(printed),
             },
         }),
-        (FormatArg::Text | FormatArg::Npy | FormatArg::Raw, true) => {
-            let n_samples = parts.iter().map(|part| part.len).sum();
+        (FormatArg::Text | FormatArg::Npy | FormatArg::Raw, Some(len)) => {
             let indices = printed.concatenated().map(|index| [index]);
-            print_rows(args, n_samples, Rows { n_rows, fill: rows::from(indices) })
+            print_rows(args, len, Rows { n_rows, fill: rows::from(indices) })
         }
-        (FormatArg::Text | FormatArg::Npy | FormatArg::Raw, false) => {
-            let n_samples = parts.iter().map(|part| part.len).fold(0, u64::max);
+        (FormatArg::Text | FormatArg::Npy | FormatArg::Raw, None) => {
+            let longest = parts.iter().map(|part| part.len).fold(0, u64::max);
             let pairs = printed.pairs().map(|(source, index)| [source as u64, index]);
-            print_rows(args, n_samples, Rows { n_rows, fill: rows::from(pairs) })
+            print_rows(args, longest, Rows { n_rows, fill: rows::from(pairs) })
         }
     }
 }

@@ -275,15 +275,25 @@ impl Args {
         }
     }
 
-    /// Refuses what has no place in an array of indices.
+    /// Refuses what has no place in an array of indices, and options without the one that they are
+    /// about: clap forgives those, as `--len` excludes it.
     fn check(&self) -> Result<()> {
-        let others = [("--mark-padding", self.mark_padding), ("--locate", self.locate.is_some())];
-        match others.into_iter().find(|(_, is_given)| *is_given && self.format.is_binary()) {
-            Some((option, _)) => Err(Error::usage(format!(
+        let are_missing = [
+            ("--concatenated", self.concatenated && self.mix.is_none(), "--mix"),
+            ("--capped", self.capped.is_some() && self.classes.is_none(), "--classes"),
+            ("--fixed", self.fixed.is_some() && self.classes.is_none(), "--classes"),
+        ];
+        if let Some((option, _, needed)) = are_missing.into_iter().find(|(_, is_so, _)| *is_so) {
+            return Err(Error::usage(format!("{option} needs {needed}")));
+        }
+        let are_no_indices =
+            [("--mark-padding", self.mark_padding), ("--locate", self.locate.is_some())];
+        match are_no_indices.into_iter().find(|(_, is_given)| *is_given) {
+            Some((option, _)) if self.format.is_binary() => Err(Error::usage(format!(
                 "{option} needs --format text or json, not {}",
                 typed(self.format)
             ))),
-            None => Ok(()),
+            _ => Ok(()),
         }
     }
 
