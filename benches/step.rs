@@ -18,8 +18,9 @@
 
 #![allow(clippy::print_stdout, reason = "the line is the result")]
 
-use std::{fs, num::NonZeroU64, time::Instant};
+use std::{num::NonZeroU64, time::Instant};
 
+use benches::{peak_mib, processor_seconds};
 use candle_core::{D, Device, Result, Tensor};
 use candle_distributed::{
     mesh::{DeviceMesh, Replica, Uneven},
@@ -254,22 +255,6 @@ fn causal_mask(length: usize) -> Result<Tensor> {
         (length, length),
         &Device::Cpu,
     )
-}
-
-/// Processor time of this process, in seconds; its clock ticks a hundred times a second.
-fn processor_seconds() -> f64 {
-    let stat = fs::read_to_string("/proc/self/stat").unwrap_or_default();
-    let after_name = stat.rsplit(')').next().unwrap_or_default();
-    let ticks: Vec<f64> =
-        after_name.split_whitespace().skip(11).take(2).filter_map(|n| n.parse().ok()).collect();
-    ticks.iter().sum::<f64>() / 100.0
-}
-
-/// The most memory that this process has had, in MiB.
-fn peak_mib() -> u64 {
-    let status = fs::read_to_string("/proc/self/status").unwrap_or_default();
-    let line = status.lines().find(|line| line.starts_with("VmHWM")).unwrap_or_default();
-    line.split_whitespace().nth(1).and_then(|kib| kib.parse::<u64>().ok()).unwrap_or(0) / 1024
 }
 
 /// The same bytes as the peers'.

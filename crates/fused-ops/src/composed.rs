@@ -87,6 +87,17 @@ pub(crate) fn swiglu(gate: &Tensor, up: &Tensor) -> Result<Tensor> {
     widened([gate, up], |[gate, up]| activation(gate, Activation::Silu)? * up)
 }
 
+pub(crate) fn swiglu_mlp(
+    x: &Tensor,
+    gate_weight: &Tensor,
+    up_weight: &Tensor,
+    down_weight: &Tensor,
+) -> Result<Tensor> {
+    let gate = linear(x, gate_weight, None, None)?;
+    let up = linear(x, up_weight, None, None)?;
+    linear(&swiglu(&gate, &up)?, down_weight, None, None)
+}
+
 pub(crate) fn softmax(x: &Tensor) -> Result<Tensor> {
     widened([x], |[x]| candle_nn::ops::softmax(x, D::Minus1))
 }

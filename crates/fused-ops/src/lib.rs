@@ -18,6 +18,7 @@ mod norm;
 mod rope;
 mod route;
 mod softmax;
+mod swiglu_mlp;
 #[cfg(test)]
 mod tests;
 
@@ -38,4 +39,5 @@ pub use crate::{
     norm::{add_layer_norm, add_rms_norm, layer_norm, rms_norm},
     rope::{rope, rope_i, rope_i_thd, rope_thd},
     softmax::{log_softmax, softmax},
+    swiglu_mlp::swiglu_mlp,
 };

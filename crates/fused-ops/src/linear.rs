@@ -82,14 +82,25 @@ pub(crate) fn check_layer(
     (bias_name, bias): (&'static str, Option<&Tensor>),
     inputs: usize,
 ) -> Result<usize> {
-    let Some(&outputs) = weight.dims().first() else {
-        let expected = format!("[outputs, {inputs}]");
-        return Err(Error::Shape { op, input: weight_name, found: Vec::new(), expected });
-    };
-    check_shape(op, weight_name, weight, &[outputs, inputs])?;
+    let outputs = check_weight(op, weight_name, weight, inputs)?;
     if let Some(bias) = bias {
         check_shape(op, bias_name, bias, &[outputs])?;
     }
+    Ok(outputs)
+}
+
+/// The same of a layer without a bias.
+pub(crate) fn check_weight(
+    op: &'static str,
+    name: &'static str,
+    weight: &Tensor,
+    inputs: usize,
+) -> Result<usize> {
+    let Some(&outputs) = weight.dims().first() else {
+        let expected = format!("[outputs, {inputs}]");
+        return Err(Error::Shape { op, input: name, found: Vec::new(), expected });
+    };
+    check_shape(op, name, weight, &[outputs, inputs])?;
     Ok(outputs)
 }
 

@@ -4,7 +4,7 @@
 
 use candle_core::{DType, Result, Tensor};
 use candle_nn::{Init, Module, VarBuilder, init};
-use dist_train::{Loss, UnitRules, Units};
+use dist_train::{Lora, Loss, UnitRules, Units};
 use fused_ops::{
     AttentionConfig, CrossEntropyConfig, cross_entropy,
     layers::{
@@ -42,6 +42,7 @@ const HEAD_UNIT: &str = "head";
 #[derive(Clone, Debug)]
 pub struct Llama {
     config: LlamaConfig,
+    lora: Option<Lora>,
 }
 
 impl Llama {
@@ -58,7 +59,22 @@ impl Llama {
     /// token would see fewer positions than there are.
     pub fn from_config(config: LlamaConfig) -> std::result::Result<Self, ModelError> {
         config.check()?;
-        Ok(Self { config })
+        Ok(Self { config, lora: None })
+    }
+
+    /// The same model with adapters of the layers that they name (`q_proj`, `gate_proj`, …):
+    /// [`declare`](Self::declare) asks for them too, and [`logits`](Self::logits) and
+    /// [`loss`](Self::loss) compute with their sums. The embedding is not to be named: PEFT keeps its
+    /// adapters in another form.
+    #[must_use]
+    pub fn with_lora(self, lora: Lora) -> Self {
+        Self { lora: Some(lora), ..self }
+    }
+
+    /// The adapters, if it has any.
+    #[must_use]
+    pub fn lora(&self) -> Option<&Lora> {
+        self.lora.as_ref()
     }
 
     /// The sizes.
@@ -77,8 +93,15 @@ impl Llama {
     ///
     /// # Errors
     ///
-    /// Those of the builder.
+    /// Those of the builder, and of [`Lora::adapt`] with adapters.
     pub fn declare(&self, vb: &VarBuilder<'_>) -> Result<()> {
+        match &self.lora {
+            Some(lora) => lora.adapt(|vb| self.declare_base(&vb))(vb.clone()),
+            None => self.declare_base(vb),
+        }
+    }
+
+    fn declare_base(&self, vb: &VarBuilder<'_>) -> Result<()> {
         let LlamaConfig { vocab_size, hidden_size, .. } = self.config;
         self.matrix(&vb.pp(EMBEDDING), vocab_size, hidden_size)?;
         for layer in 0..self.config.num_hidden_layers {
@@ -131,7 +154,7 @@ impl Llama {
     pub fn logits(&self, model: &Units, tokens: &Tokens) -> Result<Tensor> {
         let x = self.hidden(model, tokens)?;
         let llama = self.clone();
-        model.unit(HEAD_UNIT, &x, move |vb, x| llama.head_of(&vb, x))
+        self.enter(model, HEAD_UNIT, &x, move |vb, x| llama.head_of(&vb, x))
     }
 
     /// The cross-entropy of each token's label given the tokens before it, summed, with the number of
@@ -149,7 +172,7 @@ impl Llama {
         let n_targets = targets.ne(IGNORED)?.to_dtype(DType::F32)?.sum_all()?;
         let x = self.hidden(model, tokens)?;
         let llama = self.clone();
-        let sum = model.unit(HEAD_UNIT, &x, move |vb, x| {
+        let sum = self.enter(model, HEAD_UNIT, &x, move |vb, x| {
             let logits = llama.head_of(&vb, x)?.to_dtype(DType::F32)?;
             let config = CrossEntropyConfig::default().with_ignore_index(IGNORED);
             Ok(cross_entropy(&logits, &targets, &config)?.sum)
@@ -166,11 +189,22 @@ impl Llama {
         let context = Context::new(&self.config, tokens, x.dtype())?;
         for layer in 0..self.config.num_hidden_layers {
             let (config, context) = (self.config.clone(), context.clone());
-            x = model.unit(&block_name(layer), &x, move |vb, x| {
+            x = self.enter(model, &block_name(layer), &x, move |vb, x| {
                 Block::new(&config, &vb)?.forward(x, &context)
             })?;
         }
         Ok(x)
+    }
+
+    /// A unit, whose layers find the sums with their adapters.
+    fn enter<F>(&self, model: &Units, name: &str, x: &Tensor, f: F) -> Result<Tensor>
+    where
+        F: Fn(VarBuilder<'_>, &Tensor) -> Result<Tensor> + Clone + Send + Sync + 'static,
+    {
+        match &self.lora {
+            Some(lora) => model.unit(name, x, lora.unit(f)),
+            None => model.unit(name, x, f),
+        }
     }
 
     fn check_length(&self, tokens: &Tokens) -> Result<()> {

@@ -6,4 +6,5 @@
 mod config;
 mod golden;
 mod logits;
+mod lora;
 mod training;

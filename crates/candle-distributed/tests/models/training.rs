@@ -1,8 +1,8 @@
-//! Fine-tuning, on one device and on several, whole and sharded.
+//! Fine-tuning, on one device and on several, whole and sharded, in single and in half precision.
 
 use std::f64::consts::PI;
 
-use candle_core::Tensor;
+use candle_core::{DType, Tensor};
 use candle_distributed::{
     mesh::{DeviceMesh, Replica, Uneven},
     models::{Llama, Tokens},
@@ -11,26 +11,29 @@ use candle_distributed::{
     types::Seed,
 };
 use candle_nn::{Optimizer, ParamsAdamW};
+use serde_json::Value;
 
 use crate::golden::{Golden, MODELS, ids, labels};
 
-const STEPS: usize = 50;
+pub(crate) const STEPS: usize = 50;
 
 #[test]
 fn fine_tuning_has_the_losses_of_transformers() {
     for model in MODELS {
         let golden = Golden::open(model);
         for slots in [1, 2] {
-            let steps = data_parallel(&golden, slots, STEPS, 1.);
-            for (name, found) in ["loss", "grad_norm"].into_iter().zip([0, 1]) {
-                let expected = Golden::numbers(&golden.expected["finetune"][name]);
-                assert_eq!((expected.len(), steps.len()), (STEPS, STEPS));
-                for (step, (expected, values)) in expected.iter().zip(&steps).enumerate() {
-                    let difference = ([values.0, values.1][found] - expected).abs();
-                    assert!(difference < 1e-5, "{model}, {slots} slots, step {step}: {name}");
-                }
-            }
+            let steps = data_parallel(&golden, slots, STEPS, 1., DType::F32);
+            assert_near(&golden.expected["finetune"], &steps, [1e-5, 1e-5], model);
         }
+    }
+}
+
+#[test]
+fn halves_learn_as_in_transformers() {
+    let golden = Golden::open("llama");
+    for slots in [1, 2] {
+        let steps = data_parallel(&golden, slots, 20, 1., DType::BF16);
+        assert_near(&golden.expected["bf16"], &steps, [0.02, 0.05], "halves");
     }
 }
 
@@ -40,7 +43,7 @@ fn a_sharded_model_has_the_losses_of_data_parallel() {
         let golden = Golden::open(model);
         for slots in [2, 3] {
             // A norm that clips is added up from other parts, in another order.
-            let expected = data_parallel(&golden, slots, 6, NEVER);
+            let expected = data_parallel(&golden, slots, 6, NEVER, DType::F32);
             for keep in [Keep::Inputs, Keep::Graph, Keep::Gathered] {
                 let found = sharded(&golden, slots, keep);
                 let pairs = found.iter().zip(&expected);
@@ -76,19 +79,33 @@ fn random_weights_are_spread_as_those_of_transformers() {
 /// A norm that no gradients have.
 const NEVER: f64 = 1e9;
 
-/// The rate of a step.
-fn rate(step: usize) -> f64 {
+/// Checks losses and norms of steps, which differ at most by so much.
+pub(crate) fn assert_near(expected: &Value, steps: &[(f64, f64)], most: [f64; 2], what: &str) {
+    let losses = Golden::numbers(&expected["loss"]);
+    let norms = Golden::numbers(&expected["grad_norm"]);
+    assert_eq!((losses.len(), norms.len()), (steps.len(), steps.len()), "{what}");
+    for (step, (&(loss, norm), (expected, expected_norm))) in
+        steps.iter().zip(losses.iter().zip(norms)).enumerate()
+    {
+        assert!((loss - expected).abs() < most[0], "{what}, step {step}: {loss}, {expected}");
+        let is_near = (norm - expected_norm).abs() < most[1];
+        assert!(is_near, "{what}, step {step}: norm {norm}, {expected_norm}");
+    }
+}
+
+/// The rate of a step of so many.
+pub(crate) fn rate(step: usize, steps: usize) -> f64 {
     let warmup = 5;
     let factor = if step < warmup {
         (step + 1) as f64 / warmup as f64
     } else {
-        let progress = (step - warmup) as f64 / (STEPS - warmup) as f64;
+        let progress = (step - warmup) as f64 / (steps - warmup) as f64;
         0.1 + 0.9 * 0.5 * (1. + (PI * progress).cos())
     };
     1e-3 * factor
 }
 
-fn optimizer(group: Group) -> candle_core::Result<AdamW> {
+pub(crate) fn optimizer(group: Group) -> candle_core::Result<AdamW> {
     let weight_decay = if group.name == "no_decay" { 0. } else { 0.01 };
     AdamW::new(group.vars, ParamsAdamW { weight_decay, ..ParamsAdamW::default() })
 }
@@ -100,11 +117,19 @@ fn no_decay(llama: &Llama) -> Vec<&'static str> {
 }
 
 /// Losses and norms of so many steps.
-fn data_parallel(golden: &Golden, slots: usize, steps: usize, max_norm: f64) -> Vec<(f64, f64)> {
+fn data_parallel(
+    golden: &Golden,
+    slots: usize,
+    steps: usize,
+    max_norm: f64,
+    dtype: DType,
+) -> Vec<(f64, f64)> {
     let mesh = DeviceMesh::cpu(slots).unwrap();
     let llama = golden.llama.clone();
+    let course = if dtype == DType::F32 { STEPS } else { steps };
     let mut model = DataParallel::builder(&mesh, Units::by(llama.units(), |vb| llama.declare(&vb)))
         .weights(&golden.folder)
+        .dtype(dtype)
         .group("no_decay", no_decay(&llama))
         .clip_grad_norm(max_norm)
         .uneven(Uneven::Balanced)
@@ -112,7 +137,7 @@ fn data_parallel(golden: &Golden, slots: usize, steps: usize, max_norm: f64) -> 
         .unwrap();
     (0..steps)
         .map(|step| {
-            model.set_learning_rate(rate(step)).unwrap();
+            model.set_learning_rate(rate(step, course)).unwrap();
             let step = model.step(batch(golden, step), loss(&llama)).unwrap();
             (step.loss, step.grad_norm)
         })
@@ -135,14 +160,14 @@ fn sharded(golden: &Golden, slots: usize, keep: Keep) -> Vec<(f64, f64)> {
         .unwrap();
     (0..6)
         .map(|step| {
-            model.set_learning_rate(rate(step)).unwrap();
+            model.set_learning_rate(rate(step, STEPS)).unwrap();
             let step = model.step(batch(golden, step), loss(&llama)).unwrap();
             (step.loss, step.grad_norm)
         })
         .collect()
 }
 
-fn loss(
+pub(crate) fn loss(
     llama: &Llama,
 ) -> impl Fn(&Replica, &Units, (Tensor, Tensor)) -> candle_core::Result<Loss> + Send + Sync + 'static
 {
@@ -151,7 +176,7 @@ fn loss(
 }
 
 /// Token ids of a step, and its labels: all tokens but padding.
-fn batch(golden: &Golden, step: usize) -> (Tensor, Tensor) {
+pub(crate) fn batch(golden: &Golden, step: usize) -> (Tensor, Tensor) {
     let batches = golden.expected["batches"].as_array().unwrap();
     let batch = &batches[step % batches.len()];
     let tokens = Golden::rows(&batch["input_ids"]);

@@ -5,7 +5,7 @@ use candle_nn::{Module, VarBuilder};
 
 use super::{Linear, linear_no_bias};
 
-/// down(silu(gate(x)) · up(x)), with the parameter names of Llama and its relatives: `gate_proj`,
+/// [`swiglu_mlp`](crate::swiglu_mlp()), with the parameter names of Llama and its relatives: `gate_proj`,
 /// `up_proj` and `down_proj`.
 ///
 /// # Examples
@@ -46,7 +46,7 @@ impl SwiGlu {
 
 impl Module for SwiGlu {
     fn forward(&self, x: &Tensor) -> Result<Tensor> {
-        let mixed = crate::swiglu(&self.gate.forward(x)?, &self.up.forward(x)?)?;
-        self.down.forward(&mixed)
+        let [gate, up, down] = [&self.gate, &self.up, &self.down].map(Linear::weight);
+        Ok(crate::swiglu_mlp(x, gate, up, down)?)
     }
 }

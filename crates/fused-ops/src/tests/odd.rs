@@ -225,6 +225,13 @@ fn shapes_that_do_not_fit_are_refused() {
     assert!(middle(&[5, 3], &[3, 6], None));
     assert!(middle(&[5, 3], &[3, 5], Some(&bad)));
     assert!(is_shape(crate::swiglu(&x, &bad).unwrap_err()));
+    let gated = |gate: &[usize], up: &[usize], down: &[usize]| {
+        let [gate, up, down] = [gate, up, down].map(|shape| numbers(shape, 1));
+        is_shape(crate::swiglu_mlp(&x, &gate, &up, &down).unwrap_err())
+    };
+    assert!(gated(&[5, 4], &[5, 3], &[3, 5]));
+    assert!(gated(&[5, 3], &[6, 3], &[3, 5]));
+    assert!(gated(&[5, 3], &[5, 3], &[3, 6]));
     assert!(is_shape(crate::rope(&x, &x, &x).unwrap_err()));
     assert!(is_shape(crate::rope(&numbers(&[1, 1, 3, 4], 1), &x, &x).unwrap_err()));
     assert!(is_shape(crate::embedding(&bad, &bad).unwrap_err()));
@@ -336,4 +343,22 @@ fn an_mlp_with_frozen_parameters_gives_the_others_their_gradients() {
         assert_eq!(values(found.get(var).unwrap()), values(expected.get(var).unwrap()));
     }
     assert!(found.get(&up).is_none() && found.get(&down_bias).is_none());
+}
+
+#[test]
+fn a_gated_mlp_has_the_bits_of_its_parts_and_frozen_parameters_have_no_gradient() {
+    let var = |shape: &[usize], seed| Var::from_tensor(&numbers(shape, seed)).unwrap();
+    let (x, gate, down) = (var(&[2, 3], 1), var(&[4, 3], 2), var(&[2, 4], 3));
+    let up = numbers(&[4, 3], 4);
+    let y = crate::swiglu_mlp(&x, &gate, &up, &down).unwrap();
+    let linear = |x: &Tensor, weight: &Tensor| crate::linear(x, weight, None, None).unwrap();
+    let middle = crate::swiglu(&linear(&x, &gate), &linear(&x, &up)).unwrap();
+    let expected = linear(&middle, &down);
+    assert_eq!(values(&y), values(&expected));
+    let [found, expected] =
+        [y, expected].map(|y| y.sqr().unwrap().sum_all().unwrap().backward().unwrap());
+    for var in [&x, &gate, &down] {
+        assert_eq!(values(found.get(var).unwrap()), values(expected.get(var).unwrap()));
+    }
+    assert!(found.get(&up).is_none());
 }

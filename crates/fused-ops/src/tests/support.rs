@@ -113,6 +113,7 @@ pub(super) fn row_cases(rows: usize, width: usize) -> Vec<Case> {
     cases.extend(ACTIVATIONS.map(|form| activation_case(x, form)));
     cases.extend(linear_cases(rows, width));
     cases.extend(mlp_cases(rows, width));
+    cases.push(swiglu_mlp_case(rows, width));
     cases.extend(cross_entropy_cases(rows, width));
     cases
 }
@@ -210,6 +211,20 @@ fn linear_cases(rows: usize, width: usize) -> Vec<Case> {
         )
     }));
     cases
+}
+
+/// Beside the operations that it is made of, which have cases of their own.
+fn swiglu_mlp_case(rows: usize, width: usize) -> Case {
+    Case::new(
+        "swiglu_mlp",
+        &[&[rows, width], &[7, width], &[7, width], &[5, 7]],
+        |t| crate::swiglu_mlp(&t[0], &t[1], &t[2], &t[3]),
+        |t| {
+            let gate = crate::linear(&t[0], &t[1], None, None)?;
+            let up = crate::linear(&t[0], &t[2], None, None)?;
+            Ok(crate::linear(&crate::swiglu(&gate, &up)?, &t[3], None, None)?)
+        },
+    )
 }
 
 /// Beside two linear layers, which have cases of their own: the rounding is the same.

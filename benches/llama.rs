@@ -1,0 +1,142 @@
+//! Fine-tuning steps of a Llama from a folder of Hugging Face: the other half of
+//! `peers/hf_llama.py`, which makes the folder and trains the same model on the same tokens.
+//!
+//! ```text
+//! cargo bench -p benches --bench llama -- FOLDER [form] [slots] [rows] [length] [steps]
+//! ```
+//!
+//! Forms are `units` under data parallel, and `sharded`, `graph` and `gathered` as in `step.rs`.
+//! Prints one line: the least and the median time of a step, tokens per second by the median,
+//! processor time per step, the memory of the process at its peak, and the losses of the first two
+//! steps and the last.
+
+#![allow(clippy::print_stdout, reason = "the line is the result")]
+
+use std::{env, fs, path::PathBuf, time::Instant};
+
+use benches::{peak_mib, processor_seconds};
+use candle_core::{DType, Device, Tensor};
+use candle_distributed::{
+    mesh::{DeviceMesh, Replica, init_threads},
+    models::{Llama, LlamaConfig, Tokens},
+    train::{AdamW, DataParallel, FullyShard, Group, Keep, Units},
+};
+use candle_nn::{Optimizer, ParamsAdamW};
+
+#[global_allocator]
+static ALLOCATOR: mimalloc::MiMalloc = mimalloc::MiMalloc;
+
+type Outcome<T> = Result<T, Box<dyn std::error::Error>>;
+
+/// What trains on a batch and returns its loss.
+type Trained = Box<dyn FnMut((Tensor, Tensor)) -> Outcome<f64>>;
+
+struct Config {
+    folder: PathBuf,
+    form: String,
+    slots: usize,
+    rows: usize,
+    length: usize,
+    steps: usize,
+}
+
+impl Config {
+    /// The arguments, unless there is no folder.
+    fn from_args() -> Outcome<Option<Self>> {
+        let args: Vec<String> = env::args().skip(1).filter(|arg| !arg.starts_with("--")).collect();
+        let number = |index: usize, default| -> Outcome<usize> {
+            Ok(args.get(index).map_or(Ok(default), |arg| arg.parse())?)
+        };
+        let Some(folder) = args.first() else { return Ok(None) };
+        Ok(Some(Self {
+            folder: folder.into(),
+            form: args.get(1).map_or_else(|| "units".into(), Clone::clone),
+            slots: number(2, 2)?,
+            rows: number(3, 8)?,
+            length: number(4, 256)?,
+            steps: number(5, 24)?,
+        }))
+    }
+}
+
+fn adam(group: Group) -> candle_core::Result<AdamW> {
+    AdamW::new(group.vars, ParamsAdamW { lr: 1e-3, ..ParamsAdamW::default() })
+}
+
+fn trained(config: &Config, llama: &Llama, mesh: &DeviceMesh) -> Outcome<Trained> {
+    let of_rows = llama.clone();
+    let loss = move |_: &Replica, model: &Units, (ids, labels): (Tensor, Tensor)| {
+        of_rows.loss(model, &Tokens::rows(ids), &labels)
+    };
+    let keep = match config.form.as_str() {
+        "units" => {
+            let units = Units::by(llama.units(), |vb| llama.declare(&vb));
+            let mut model =
+                DataParallel::builder(mesh, units).weights(&config.folder).build(adam)?;
+            return Ok(Box::new(move |batch| Ok(model.step(batch, loss.clone())?.loss)));
+        }
+        "sharded" => Keep::Inputs,
+        "graph" => Keep::Graph,
+        "gathered" => Keep::Gathered,
+        other => return Err(format!("there is no form {other}").into()),
+    };
+    let mut model = FullyShard::builder(mesh, |vb| llama.declare(&vb))
+        .unit_rules(llama.units())
+        .keep(keep)
+        .weights(&config.folder)
+        .build(adam)?;
+    Ok(Box::new(move |batch| Ok(model.step(batch, loss.clone())?.loss)))
+}
+
+/// The same tokens as the peer's: the labels are the ids.
+fn tokens(config: &Config, vocabulary: usize) -> Outcome<Tensor> {
+    let mut state = 12345_u64;
+    let mut next = || {
+        state =
+            state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+        Ok(u32::try_from((state >> 33) % vocabulary as u64)?)
+    };
+    let ids: Vec<u32> = (0..config.rows * config.length).map(|_| next()).collect::<Outcome<_>>()?;
+    Ok(Tensor::from_vec(ids, (config.rows, config.length), &Device::Cpu)?)
+}
+
+fn main() -> Outcome<()> {
+    let Some(config) = Config::from_args()? else {
+        println!("no folder is named, see the first lines of benches/llama.rs");
+        return Ok(());
+    };
+    let text = fs::read_to_string(config.folder.join("config.json"))?;
+    let llama = Llama::from_config(LlamaConfig::from_json(&text)?)?;
+    init_threads(config.slots)?;
+    let mesh = DeviceMesh::cpu(config.slots)?;
+    let mut step = trained(&config, &llama, &mesh)?;
+    let ids = tokens(&config, llama.config().vocab_size)?;
+    let labels = ids.to_dtype(DType::I64)?;
+    let (mut times, mut losses) = (Vec::new(), Vec::new());
+    let warm_up = config.steps / 4;
+    let mut processor = 0.0;
+    for number in 0..config.steps {
+        if number == warm_up {
+            processor = processor_seconds();
+        }
+        let start = Instant::now();
+        losses.push(step((ids.clone(), labels.clone()))?);
+        times.push(start.elapsed().as_secs_f64() * 1e3);
+    }
+    let processor = (processor_seconds() - processor) / (config.steps - warm_up) as f64 * 1e3;
+    let mut times = times.split_off(warm_up);
+    times.sort_by(f64::total_cmp);
+    let median = times[times.len() / 2];
+    println!(
+        "{} on {}: {:.1} / {median:.1} ms, {:.0} tokens/s, {processor:.0} ms of processor, {} MiB, \
+         losses {:?}",
+        config.form,
+        config.slots,
+        times[0],
+        (config.rows * config.length) as f64 / median * 1e3,
+        peak_mib(),
+        [losses[0], losses[1], losses[losses.len() - 1]],
+    );
+    assert!(losses[losses.len() - 1] < losses[0], "it learns");
+    Ok(())
+}

@@ -1,0 +1,140 @@
+//! A gated feed-forward network in one step: two linear layers, SwiGLU, a linear layer.
+
+use candle_core::Tensor;
+
+use crate::{
+    autograd::{MultiBackward, Reading, record_many, tensor},
+    composed,
+    error::Result,
+    kernels::{activation as kernel, float::Float},
+    linear::{Affine, check_weight, rows},
+    route::{check_shape, last_dim, route},
+};
+
+const OP: &str = "swiglu_mlp";
+
+/// down(silu(gate(x)) · up(x)), the feed-forward network of Llama and its relatives: three
+/// [`linear`](crate::linear()) layers around [`swiglu`](crate::swiglu()), whose wide middle stays
+/// out of candle's graph.
+///
+/// Of the middle, the widest tensors of a block, the results of gate and up are kept; their product
+/// is computed again in the backward pass. The gradients are made once, and not added to zeros.
+///
+/// # Shapes
+///
+/// `x` [.., inputs], `gate_weight` and `up_weight` [width, inputs], `down_weight` [outputs, width];
+/// the result is [.., outputs].
+///
+/// # Determinism
+///
+/// As of [`linear`](crate::linear()).
+///
+/// # Errors
+///
+/// As of [`linear`](crate::linear()).
+///
+/// # Examples
+///
+/// ```
+/// use candle_core::{Device, Tensor};
+/// use fused_ops::swiglu_mlp;
+///
+/// let x = Tensor::new(&[[1.0_f32, 2.0]], &Device::Cpu)?;
+/// let gate = Tensor::new(&[[0.0_f32, 50.0], [0.0, 0.0]], &Device::Cpu)?;
+/// let up = Tensor::new(&[[3.0_f32, 4.0], [5.0, 1.0]], &Device::Cpu)?;
+/// let down = Tensor::new(&[[0.5_f32, 7.0]], &Device::Cpu)?;
+/// let y = swiglu_mlp(&x, &gate, &up, &down)?;
+/// assert_eq!(y.to_vec2::<f32>()?, [[550.0]]); // 100 and 0 times 11 and 7
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
+pub fn swiglu_mlp(
+    x: &Tensor,
+    gate_weight: &Tensor,
+    up_weight: &Tensor,
+    down_weight: &Tensor,
+) -> Result<Tensor> {
+    let inputs = last_dim(OP, "x", x)?;
+    let width = check_weight(OP, "gate_weight", gate_weight, inputs)?;
+    check_shape(OP, "up_weight", up_weight, &[width, inputs])?;
+    check_weight(OP, "down_weight", down_weight, width)?;
+    route!(
+        "swiglu_mlp",
+        [x, gate_weight, up_weight, down_weight],
+        fused([x, gate_weight, up_weight, down_weight]),
+        composed::swiglu_mlp(x, gate_weight, up_weight, down_weight),
+    )
+}
+
+fn fused<T: Float>(inputs: [&Tensor; 4]) -> Result<Tensor> {
+    let inputs: Vec<_> = inputs.iter().map(|input| input.contiguous()).collect::<Result<_, _>>()?;
+    let inputs: Vec<_> = inputs.iter().collect();
+    let x = inputs[0];
+    let [gate, up, down] = [1, 2, 3].map(|layer| Affine::new(inputs[layer], None));
+    let n_rows = rows(x);
+    let read = Reading::new(x);
+    let of_gate = gate.forward::<T>(read.all()?, n_rows)?;
+    let of_up = up.forward::<T>(read.all()?, n_rows)?;
+    let y = down.forward(&kernel::swiglu(&of_gate, &of_up), n_rows)?;
+    let shape = down.output_shape(x);
+    if !inputs.iter().any(|input| input.track_op()) {
+        return tensor(y, &shape);
+    }
+    let is_x_tracked = x.track_op();
+    let backward = SwiGluMlp { x: x.detach(), is_x_tracked, gate, of_gate, up, of_up, down };
+    let [y] = record_many(&inputs, [y], &shape, backward)?;
+    Ok(y)
+}
+
+struct SwiGluMlp<T> {
+    x: Tensor,
+    is_x_tracked: bool,
+    gate: Affine,
+    of_gate: Vec<T>,
+    up: Affine,
+    of_up: Vec<T>,
+    down: Affine,
+}
+
+impl<T: Float> SwiGluMlp<T> {
+    /// The gradients of what gate and up returned, from that of their product.
+    fn before_product(&self, grad: &[T]) -> (Vec<T>, Vec<T>) {
+        let of_gate = kernel::swiglu_gate_backward(&self.of_gate, &self.of_up, grad);
+        // silu(gate) · up is linear in `up`.
+        (of_gate, kernel::swiglu(&self.of_gate, grad))
+    }
+
+    /// The gradient of x: what it has by both layers, added up.
+    fn of_x(&self, of_gate: &[T], of_up: &[T], n_rows: usize) -> Result<Tensor> {
+        let by_gate = tensor(self.gate.backward_x(of_gate, n_rows)?, self.x.shape())?;
+        let by_up = tensor(self.up.backward_x(of_up, n_rows)?, self.x.shape())?;
+        Ok((by_gate + by_up)?)
+    }
+}
+
+impl<T: Float> MultiBackward<1> for SwiGluMlp<T> {
+    const NAME: &'static str = "fused-swiglu-mlp";
+
+    fn backward(
+        &self,
+        [y]: &[Tensor; 1],
+        [grad]: [Option<Tensor>; 1],
+    ) -> Result<Vec<Option<Tensor>>> {
+        let grad = grad.map_or_else(|| y.zeros_like(), Ok)?;
+        let n_rows = rows(&self.x);
+        let grad = Reading::new(&grad);
+        let of_product = self.down.backward_x(grad.all()?, n_rows)?;
+        let (of_gate, of_up) = self.before_product(&of_product);
+        drop(of_product);
+        let product = kernel::swiglu(&self.of_gate, &self.of_up);
+        let of_down = self.down.backward_parameters(&product, grad.all()?, n_rows)?;
+        drop(product);
+        let of_x = self.is_x_tracked.then(|| self.of_x(&of_gate, &of_up, n_rows));
+        let x = Reading::new(&self.x);
+        // In the order of the inputs.
+        let mut all = vec![of_x.transpose()?];
+        all.extend(self.gate.backward_parameters(x.all()?, &of_gate, n_rows)?);
+        all.extend(self.up.backward_parameters(x.all()?, &of_up, n_rows)?);
+        all.extend(of_down);
+        Ok(all)
+    }
+}
