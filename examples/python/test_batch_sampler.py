@@ -69,4 +69,5 @@ def main():
     print("all batches are as they must be")
 
 
-main()
+if __name__ == "__main__":
+    main()
