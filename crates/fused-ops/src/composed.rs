@@ -70,6 +70,17 @@ pub(crate) fn linear(
     activation.map_or(Ok(y.clone()), |form| self::activation(&y, form))
 }
 
+/// `cos` and `sin` [length, size / 2].
+pub(crate) fn linear_rope(
+    [x, weight, cos, sin]: [&Tensor; 4],
+    bias: Option<&Tensor>,
+    heads: usize,
+) -> Result<Tensor> {
+    let (batch, length, _) = x.dims3()?;
+    let y = linear(x, weight, bias, None)?.reshape((batch, length, heads, ()))?;
+    rope(&y.transpose(1, 2)?, cos, sin, Pairs::Halves)?.transpose(1, 2)?.contiguous()
+}
+
 pub(crate) fn activation(x: &Tensor, activation: Activation) -> Result<Tensor> {
     widened([x], |[x]| match activation {
         Activation::Relu => x.relu(),
@@ -92,10 +103,12 @@ pub(crate) fn swiglu_mlp(
     gate_weight: &Tensor,
     up_weight: &Tensor,
     down_weight: &Tensor,
+    residual: Option<&Tensor>,
 ) -> Result<Tensor> {
     let gate = linear(x, gate_weight, None, None)?;
     let up = linear(x, up_weight, None, None)?;
-    linear(&swiglu(&gate, &up)?, down_weight, None, None)
+    let y = linear(&swiglu(&gate, &up)?, down_weight, None, None)?;
+    residual.map_or(Ok(y.clone()), |residual| y + residual)
 }
 
 pub(crate) fn softmax(x: &Tensor) -> Result<Tensor> {

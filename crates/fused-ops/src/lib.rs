@@ -13,6 +13,8 @@ mod embedding;
 mod error;
 mod kernels;
 mod linear;
+mod linear_add_rms_norm;
+mod linear_rope;
 mod mlp;
 mod norm;
 mod rope;
@@ -35,6 +37,8 @@ pub use crate::{
     embedding::embedding,
     error::{Error, Result},
     linear::linear,
+    linear_add_rms_norm::linear_add_rms_norm,
+    linear_rope::linear_rope,
     mlp::mlp,
     norm::{add_layer_norm, add_rms_norm, layer_norm, rms_norm},
     rope::{rope, rope_i, rope_i_thd, rope_thd},

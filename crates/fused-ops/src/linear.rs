@@ -156,6 +156,15 @@ impl Affine {
         Ok(y)
     }
 
+    /// The gradients of x, the weight and, if there is one, the bias, where `grad` is that of the
+    /// result.
+    pub(crate) fn backward<T: Float>(&self, x: &Tensor, grad: &[T]) -> Result<Vec<Option<Tensor>>> {
+        let of_x = x.track_op().then(|| tensor(self.backward_x(grad, rows(x))?, x.shape()));
+        let mut all = vec![of_x.transpose()?];
+        all.extend(self.backward_parameters(Reading::new(x).all()?, grad, rows(x))?);
+        Ok(all)
+    }
+
     /// The gradient of x, where `grad` is that of the result.
     pub(crate) fn backward_x<T: Float>(&self, grad: &[T], rows: usize) -> Result<Vec<T>> {
         let (outputs, inputs) = self.weight.dims2()?;
@@ -242,17 +251,12 @@ impl<T: Float> Backward for Linear<T> {
         y: &Tensor,
         grad: &Tensor,
     ) -> Result<Vec<Option<Tensor>>> {
-        let x = inputs[0];
         let read = Reading::new(grad);
         let before = self.before_activation(y, read.all()?)?;
         let grad = match &before {
             None => read.all()?,
             Some(before) => before,
         };
-        let affine = Affine::new(inputs[1], inputs.get(2).copied());
-        let of_x = x.track_op().then(|| tensor(affine.backward_x(grad, rows(x))?, x.shape()));
-        let mut all = vec![of_x.transpose()?];
-        all.extend(affine.backward_parameters(Reading::new(x).all()?, grad, rows(x))?);
-        Ok(all)
+        Affine::new(inputs[1], inputs.get(2).copied()).backward(inputs[0], grad)
     }
 }

@@ -138,7 +138,7 @@ enum Rows {
 fn turn(x: &Tensor, cos: &Tensor, sin: &Tensor, pairs: Pairs, rows: Rows) -> Result<Tensor> {
     let (length, half) = check_x(x, rows)?;
     for (input, angles) in [("cos", cos), ("sin", sin)] {
-        check_angles(input, angles, length, half)?;
+        check_angles(OP, (input, angles), length, half)?;
     }
     let cos = &cos.narrow(0, 0, length)?;
     let sin = &sin.narrow(0, 0, length)?;
@@ -169,15 +169,20 @@ fn check_x(x: &Tensor, rows: Rows) -> Result<(usize, usize)> {
     }
 }
 
-fn check_angles(input: &'static str, angles: &Tensor, length: usize, half: usize) -> Result<()> {
+pub(crate) fn check_angles(
+    op: &'static str,
+    (input, angles): (&'static str, &Tensor),
+    length: usize,
+    half: usize,
+) -> Result<()> {
     if angles.track_op() {
-        return Err(Error::Gradient { op: OP, input });
+        return Err(Error::Gradient { op, input });
     }
     match *angles.dims() {
         [positions, pairs] if positions >= length && pairs == half => Ok(()),
         _ => {
             let expected = format!("[at least {length}, {half}]");
-            Err(Error::Shape { op: OP, input, found: angles.dims().to_vec(), expected })
+            Err(Error::Shape { op, input, found: angles.dims().to_vec(), expected })
         }
     }
 }
@@ -190,44 +195,53 @@ fn fused<T: Float>(
     rows: Rows,
 ) -> Result<Tensor> {
     let x = &x.contiguous()?;
-    let cos = cos.contiguous()?;
-    let sin = sin.contiguous()?;
-    let way = Turned { cos, sin, pairs, rows };
-    let y = way.apply::<T>(x, Turn::Forward)?;
-    record(&[x], y, x.shape().clone(), TurnedBack::<T> { way, float: std::marker::PhantomData })
+    let rows_per_position = match rows {
+        Rows::HeadsFirst => 1,
+        Rows::PositionsFirst => x.dims()[2],
+    };
+    let angles = Angles::new(cos, sin)?;
+    let y = angles.turn::<T>(Reading::new(x).all()?, pairs, rows_per_position, Turn::Forward)?;
+    let float = std::marker::PhantomData::<T>;
+    record(&[x], y, x.shape().clone(), Rope { angles, pairs, rows_per_position, float })
 }
 
-struct Turned {
+/// Cosines and sines [positions, size / 2], contiguous.
+pub(crate) struct Angles {
     cos: Tensor,
     sin: Tensor,
-    pairs: Pairs,
-    rows: Rows,
 }
 
-impl Turned {
-    fn apply<T: Float>(&self, x: &Tensor, turn: Turn) -> Result<Vec<T>> {
-        let (_, first, second, size) = x.dims4()?;
-        let (rows_per_position, positions) = match self.rows {
-            Rows::HeadsFirst => (1, second),
-            Rows::PositionsFirst => (second, first),
-        };
-        let read = Reading::new(x);
+impl Angles {
+    pub(crate) fn new(cos: &Tensor, sin: &Tensor) -> Result<Self> {
+        Ok(Self { cos: cos.contiguous()?, sin: sin.contiguous()? })
+    }
+
+    /// All rows of `x`, turned, of which so many one after another have one position.
+    pub(crate) fn turn<T: Float>(
+        &self,
+        x: &[T],
+        pairs: Pairs,
+        rows_per_position: usize,
+        turn: Turn,
+    ) -> Result<Vec<T>> {
+        let (positions, half) = self.cos.dims2()?;
         let cos = Reading::new(&self.cos);
         let sin = Reading::new(&self.sin);
         let cos = cos.all()?;
         let sin = sin.all()?;
-        let pairs = self.pairs;
-        let rotation = Rotation { pairs, size, rows_per_position, positions, cos, sin };
-        Ok(rotate(read.all()?, rotation, turn))
+        let rotation = Rotation { pairs, size: 2 * half, rows_per_position, positions, cos, sin };
+        Ok(rotate(x, rotation, turn))
     }
 }
 
-struct TurnedBack<T> {
-    way: Turned,
+struct Rope<T> {
+    angles: Angles,
+    pairs: Pairs,
+    rows_per_position: usize,
     float: std::marker::PhantomData<T>,
 }
 
-impl<T: Float> Backward for TurnedBack<T> {
+impl<T: Float> Backward for Rope<T> {
     const NAME: &'static str = "fused-rope";
 
     fn backward(
@@ -236,7 +250,9 @@ impl<T: Float> Backward for TurnedBack<T> {
         _: &Tensor,
         grad: &Tensor,
     ) -> Result<Vec<Option<Tensor>>> {
-        let back = self.way.apply::<T>(grad, Turn::Back)?;
+        let grad = Reading::new(grad);
+        let back =
+            self.angles.turn::<T>(grad.all()?, self.pairs, self.rows_per_position, Turn::Back)?;
         Ok(vec![Some(tensor(back, inputs[0].shape())?)])
     }
 }

@@ -6,7 +6,7 @@ use crate::{
     autograd::{MultiBackward, Reading, record_many, tensor},
     composed,
     error::Result,
-    kernels::{activation as kernel, float::Float},
+    kernels::{activation as kernel, float::Float, norm},
     linear::{Affine, check_weight, rows},
     route::{check_shape, last_dim, route},
 };
@@ -17,17 +17,19 @@ const OP: &str = "swiglu_mlp";
 /// [`linear`](crate::linear()) layers around [`swiglu`](crate::swiglu()), whose wide middle stays
 /// out of candle's graph.
 ///
+/// A `residual` is added to the result, before which nothing is kept of it either.
+///
 /// Of the middle, the widest tensors of a block, the results of gate and up are kept; their product
 /// is computed again in the backward pass. The gradients are made once, and not added to zeros.
 ///
 /// # Shapes
 ///
-/// `x` [.., inputs], `gate_weight` and `up_weight` [width, inputs], `down_weight` [outputs, width];
-/// the result is [.., outputs].
+/// `x` [.., inputs], `gate_weight` and `up_weight` [width, inputs], `down_weight` [outputs, width],
+/// `residual` [.., outputs]; the result is [.., outputs].
 ///
 /// # Determinism
 ///
-/// As of [`linear`](crate::linear()).
+/// As of [`linear`](crate::linear()); the bits are those of the operations it is made of.
 ///
 /// # Errors
 ///
@@ -43,7 +45,7 @@ const OP: &str = "swiglu_mlp";
 /// let gate = Tensor::new(&[[0.0_f32, 50.0], [0.0, 0.0]], &Device::Cpu)?;
 /// let up = Tensor::new(&[[3.0_f32, 4.0], [5.0, 1.0]], &Device::Cpu)?;
 /// let down = Tensor::new(&[[0.5_f32, 7.0]], &Device::Cpu)?;
-/// let y = swiglu_mlp(&x, &gate, &up, &down)?;
+/// let y = swiglu_mlp(&x, &gate, &up, &down, None)?;
 /// assert_eq!(y.to_vec2::<f32>()?, [[550.0]]); // 100 and 0 times 11 and 7
 /// # Ok::<(), Box<dyn std::error::Error>>(())
 /// ```
@@ -52,20 +54,31 @@ pub fn swiglu_mlp(
     gate_weight: &Tensor,
     up_weight: &Tensor,
     down_weight: &Tensor,
+    residual: Option<&Tensor>,
 ) -> Result<Tensor> {
     let inputs = last_dim(OP, "x", x)?;
     let width = check_weight(OP, "gate_weight", gate_weight, inputs)?;
     check_shape(OP, "up_weight", up_weight, &[width, inputs])?;
-    check_weight(OP, "down_weight", down_weight, width)?;
+    let outputs = check_weight(OP, "down_weight", down_weight, width)?;
+    let Some(residual) = residual else {
+        return route!(
+            "swiglu_mlp",
+            [x, gate_weight, up_weight, down_weight],
+            fused(&[x, gate_weight, up_weight, down_weight]),
+            composed::swiglu_mlp(x, gate_weight, up_weight, down_weight, None),
+        );
+    };
+    check_shape(OP, "residual", residual, &[&x.dims()[..x.rank() - 1], &[outputs]].concat())?;
     route!(
         "swiglu_mlp",
-        [x, gate_weight, up_weight, down_weight],
-        fused([x, gate_weight, up_weight, down_weight]),
-        composed::swiglu_mlp(x, gate_weight, up_weight, down_weight),
+        [x, gate_weight, up_weight, down_weight, residual],
+        fused(&[x, gate_weight, up_weight, down_weight, residual]),
+        composed::swiglu_mlp(x, gate_weight, up_weight, down_weight, Some(residual)),
     )
 }
 
-fn fused<T: Float>(inputs: [&Tensor; 4]) -> Result<Tensor> {
+/// `inputs` are x, the three weights and, if there is one, the residual.
+fn fused<T: Float>(inputs: &[&Tensor]) -> Result<Tensor> {
     let inputs: Vec<_> = inputs.iter().map(|input| input.contiguous()).collect::<Result<_, _>>()?;
     let inputs: Vec<_> = inputs.iter().collect();
     let x = inputs[0];
@@ -74,25 +87,28 @@ fn fused<T: Float>(inputs: [&Tensor; 4]) -> Result<Tensor> {
     let read = Reading::new(x);
     let of_gate = gate.forward::<T>(read.all()?, n_rows)?;
     let of_up = up.forward::<T>(read.all()?, n_rows)?;
-    let y = down.forward(&kernel::swiglu(&of_gate, &of_up), n_rows)?;
+    let mut y = down.forward(&kernel::swiglu(&of_gate, &of_up), n_rows)?;
+    if let Some(residual) = inputs.get(4) {
+        y = norm::add(&y, Reading::new(residual).all()?);
+    }
     let shape = down.output_shape(x);
     if !inputs.iter().any(|input| input.track_op()) {
         return tensor(y, &shape);
     }
-    let is_x_tracked = x.track_op();
-    let backward = SwiGluMlp { x: x.detach(), is_x_tracked, gate, of_gate, up, of_up, down };
+    let has_residual = inputs.len() == 5;
+    let backward = SwiGluMlp { x: x.clone(), gate, of_gate, up, of_up, down, has_residual };
     let [y] = record_many(&inputs, [y], &shape, backward)?;
     Ok(y)
 }
 
 struct SwiGluMlp<T> {
     x: Tensor,
-    is_x_tracked: bool,
     gate: Affine,
     of_gate: Vec<T>,
     up: Affine,
     of_up: Vec<T>,
     down: Affine,
+    has_residual: bool,
 }
 
 impl<T: Float> SwiGluMlp<T> {
@@ -121,20 +137,22 @@ impl<T: Float> MultiBackward<1> for SwiGluMlp<T> {
     ) -> Result<Vec<Option<Tensor>>> {
         let grad = grad.map_or_else(|| y.zeros_like(), Ok)?;
         let n_rows = rows(&self.x);
-        let grad = Reading::new(&grad);
-        let of_product = self.down.backward_x(grad.all()?, n_rows)?;
+        let read = Reading::new(&grad);
+        let grad_of_y = read.all()?;
+        let of_product = self.down.backward_x(grad_of_y, n_rows)?;
         let (of_gate, of_up) = self.before_product(&of_product);
         drop(of_product);
         let product = kernel::swiglu(&self.of_gate, &self.of_up);
-        let of_down = self.down.backward_parameters(&product, grad.all()?, n_rows)?;
+        let of_down = self.down.backward_parameters(&product, grad_of_y, n_rows)?;
         drop(product);
-        let of_x = self.is_x_tracked.then(|| self.of_x(&of_gate, &of_up, n_rows));
+        let of_x = self.x.track_op().then(|| self.of_x(&of_gate, &of_up, n_rows));
         let x = Reading::new(&self.x);
         // In the order of the inputs.
         let mut all = vec![of_x.transpose()?];
         all.extend(self.gate.backward_parameters(x.all()?, &of_gate, n_rows)?);
         all.extend(self.up.backward_parameters(x.all()?, &of_up, n_rows)?);
         all.extend(of_down);
+        all.extend(self.has_residual.then(|| Some(grad.clone())));
         Ok(all)
     }
 }

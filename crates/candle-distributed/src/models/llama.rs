@@ -318,9 +318,14 @@ impl Block {
 
     fn forward(&self, x: &Tensor, context: &Context) -> Result<Tensor> {
         let Context { cos, sin, attention } = context;
-        let attended =
-            self.attention.forward(&self.input_norm.forward(x)?, Some((cos, sin)), attention)?;
-        let (sum, normed) = self.post_attention_norm.forward_add(&attended, x)?;
-        &sum + self.mlp.forward(&normed)?
+        let normed = self.input_norm.forward(x)?;
+        let (sum, normed) = self.attention.forward_add_norm(
+            &normed,
+            Some((cos, sin)),
+            attention,
+            x,
+            &self.post_attention_norm,
+        )?;
+        self.mlp.forward_add(&normed, &sum)
     }
 }

@@ -3,7 +3,7 @@
 use candle_core::{Result, Tensor};
 use candle_nn::{Module, VarBuilder};
 
-use super::{Linear, linear_b};
+use super::{Linear, RmsNorm, linear_b};
 use crate::config::AttentionConfig;
 
 /// The sizes of an [`Attention`].
@@ -117,18 +117,45 @@ impl Attention {
         rotation: Option<(&Tensor, &Tensor)>,
         config: &AttentionConfig,
     ) -> Result<Tensor> {
+        self.output.forward(&self.mix(x, rotation, config)?)
+    }
+
+    /// `residual` + what [`forward`](Self::forward) returns, and the norm of that: the way into the
+    /// feed-forward network, see [`linear_add_rms_norm`](crate::linear_add_rms_norm()).
+    ///
+    /// # Errors
+    ///
+    /// As of [`forward`](Self::forward) and [`linear_add_rms_norm`](crate::linear_add_rms_norm()).
+    pub fn forward_add_norm(
+        &self,
+        x: &Tensor,
+        rotation: Option<(&Tensor, &Tensor)>,
+        config: &AttentionConfig,
+        residual: &Tensor,
+        norm: &RmsNorm,
+    ) -> Result<(Tensor, Tensor)> {
+        let mixed = self.mix(x, rotation, config)?;
+        let weight = self.output.weight();
+        let (norm_weight, epsilon) = (norm.weight(), norm.eps());
+        Ok(crate::linear_add_rms_norm(&mixed, weight, residual, norm_weight, epsilon)?)
+    }
+
+    /// What the heads make of `x`, beside each other, which the output projection takes.
+    fn mix(
+        &self,
+        x: &Tensor,
+        rotation: Option<(&Tensor, &Tensor)>,
+        config: &AttentionConfig,
+    ) -> Result<Tensor> {
         let AttentionSizes { heads, key_heads, .. } = self.sizes;
-        let query = self.split(x, &self.query, heads)?;
-        let key = self.split(x, &self.key, key_heads)?;
-        let value = self.split(x, &self.value, key_heads)?;
         let (query, key) = match rotation {
-            None => (query, key),
+            None => (self.split(x, &self.query, heads)?, self.split(x, &self.key, key_heads)?),
             Some((cos, sin)) => {
-                (crate::rope_thd(&query, cos, sin)?, crate::rope_thd(&key, cos, sin)?)
+                (turned(x, &self.query, (cos, sin))?, turned(x, &self.key, (cos, sin))?)
             }
         };
-        let mixed = crate::attention(&query, &key, &value, config)?;
-        self.output.forward(&mixed.flatten_from(2)?)
+        let value = self.split(x, &self.value, key_heads)?;
+        crate::attention(&query, &key, &value, config)?.flatten_from(2)
     }
 
     /// A projection of `x`, cut into heads.
@@ -136,4 +163,9 @@ impl Attention {
         let (batch, length, _) = x.dims3()?;
         projection.forward(x)?.reshape((batch, length, heads, self.sizes.head_size))
     }
+}
+
+/// A projection of `x`, cut into heads, which are rotated.
+fn turned(x: &Tensor, projection: &Linear, (cos, sin): (&Tensor, &Tensor)) -> Result<Tensor> {
+    Ok(crate::linear_rope(x, projection.weight(), projection.bias(), cos, sin)?)
 }

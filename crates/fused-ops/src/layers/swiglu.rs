@@ -42,11 +42,24 @@ impl SwiGlu {
             down: linear_no_bias(width, hidden, vb.pp("down_proj"))?,
         })
     }
+
+    /// `residual` + the result for `x`, of one shape.
+    ///
+    /// # Errors
+    ///
+    /// As of [`swiglu_mlp`](crate::swiglu_mlp()).
+    pub fn forward_add(&self, x: &Tensor, residual: &Tensor) -> Result<Tensor> {
+        self.apply(x, Some(residual))
+    }
+
+    fn apply(&self, x: &Tensor, residual: Option<&Tensor>) -> Result<Tensor> {
+        let [gate, up, down] = [&self.gate, &self.up, &self.down].map(Linear::weight);
+        Ok(crate::swiglu_mlp(x, gate, up, down, residual)?)
+    }
 }
 
 impl Module for SwiGlu {
     fn forward(&self, x: &Tensor) -> Result<Tensor> {
-        let [gate, up, down] = [&self.gate, &self.up, &self.down].map(Linear::weight);
-        Ok(crate::swiglu_mlp(x, gate, up, down)?)
+        self.apply(x, None)
     }
 }

@@ -227,11 +227,33 @@ fn shapes_that_do_not_fit_are_refused() {
     assert!(is_shape(crate::swiglu(&x, &bad).unwrap_err()));
     let gated = |gate: &[usize], up: &[usize], down: &[usize]| {
         let [gate, up, down] = [gate, up, down].map(|shape| numbers(shape, 1));
-        is_shape(crate::swiglu_mlp(&x, &gate, &up, &down).unwrap_err())
+        is_shape(crate::swiglu_mlp(&x, &gate, &up, &down, None).unwrap_err())
+            && is_shape(crate::swiglu_mlp(&x, &gate, &up, &down, Some(&x)).unwrap_err())
     };
     assert!(gated(&[5, 4], &[5, 3], &[3, 5]));
     assert!(gated(&[5, 3], &[6, 3], &[3, 5]));
     assert!(gated(&[5, 3], &[5, 3], &[3, 6]));
+    let [gate, down] = [[5, 3], [3, 5]].map(|shape| numbers(&shape, 1));
+    assert!(is_shape(crate::swiglu_mlp(&x, &gate, &gate, &down, Some(&bad)).unwrap_err()));
+    let joined = |weight: &[usize], residual: &[usize], norm: &[usize]| {
+        let [weight, residual, norm] = [weight, residual, norm].map(|shape| numbers(shape, 1));
+        let error = crate::linear_add_rms_norm(&x, &weight, &residual, &norm, 1e-5).unwrap_err();
+        is_shape(error)
+    };
+    assert!(joined(&[5, 4], &[2, 5], &[5]));
+    assert!(joined(&[5, 3], &[2, 3], &[5]));
+    assert!(joined(&[5, 3], &[2, 5], &[3]));
+    let projected = |x: &[usize], weight: &[usize], bias: Option<&Tensor>, cos: &[usize]| {
+        let [x, weight, cos] = [x, weight, cos].map(|shape| numbers(shape, 1));
+        is_shape(crate::linear_rope(&x, &weight, bias, &cos, &cos).unwrap_err())
+    };
+    assert!(projected(&[2, 3], &[4, 3], None, &[2, 1]));
+    assert!(projected(&[1, 2, 3], &[4, 2], None, &[2, 1]));
+    assert!(projected(&[1, 2, 3], &[6, 3], None, &[2, 2]));
+    assert!(projected(&[1, 2, 3], &[6, 3], Some(&bad), &[2, 1]));
+    assert!(projected(&[1, 2, 3], &[4, 3], None, &[1, 1]));
+    assert!(projected(&[1, 2, 3], &[4, 3], None, &[2, 0]));
+    assert!(projected(&[1, 2, 3], &[4, 3], None, &[2]));
     assert!(is_shape(crate::rope(&x, &x, &x).unwrap_err()));
     assert!(is_shape(crate::rope(&numbers(&[1, 1, 3, 4], 1), &x, &x).unwrap_err()));
     assert!(is_shape(crate::embedding(&bad, &bad).unwrap_err()));
@@ -348,17 +370,46 @@ fn an_mlp_with_frozen_parameters_gives_the_others_their_gradients() {
 #[test]
 fn a_gated_mlp_has_the_bits_of_its_parts_and_frozen_parameters_have_no_gradient() {
     let var = |shape: &[usize], seed| Var::from_tensor(&numbers(shape, seed)).unwrap();
-    let (x, gate, down) = (var(&[2, 3], 1), var(&[4, 3], 2), var(&[2, 4], 3));
+    let (x, gate, down, residual) =
+        (var(&[2, 3], 1), var(&[4, 3], 2), var(&[2, 4], 3), var(&[2, 2], 5));
     let up = numbers(&[4, 3], 4);
-    let y = crate::swiglu_mlp(&x, &gate, &up, &down).unwrap();
+    let y = crate::swiglu_mlp(&x, &gate, &up, &down, Some(&residual)).unwrap();
     let linear = |x: &Tensor, weight: &Tensor| crate::linear(x, weight, None, None).unwrap();
     let middle = crate::swiglu(&linear(&x, &gate), &linear(&x, &up)).unwrap();
-    let expected = linear(&middle, &down);
+    let expected = (linear(&middle, &down) + residual.as_tensor()).unwrap();
     assert_eq!(values(&y), values(&expected));
     let [found, expected] =
         [y, expected].map(|y| y.sqr().unwrap().sum_all().unwrap().backward().unwrap());
-    for var in [&x, &gate, &down] {
+    for var in [&x, &gate, &down, &residual] {
         assert_eq!(values(found.get(var).unwrap()), values(expected.get(var).unwrap()));
     }
     assert!(found.get(&up).is_none());
+}
+
+#[test]
+fn the_parts_of_attention_have_the_bits_of_their_operations() {
+    let var = |shape: &[usize], seed| Var::from_tensor(&numbers(shape, seed)).unwrap();
+    let [x, weight, residual, norm] =
+        [(&[1, 3, 5][..], 1), (&[4, 5], 2), (&[1, 3, 4], 3), (&[4], 4)]
+            .map(|(shape, seed)| var(shape, seed));
+    let angles = numbers(&[3, 1], 6);
+    let (cos, sin) = (angles.cos().unwrap(), angles.sin().unwrap());
+    let project = || crate::linear(&x, &weight, None, None).unwrap();
+    let rotated = crate::linear_rope(&x, &weight, None, &cos, &sin).unwrap();
+    let heads = project().reshape((1, 3, 2, 2)).unwrap();
+    let (sum, normed) = crate::linear_add_rms_norm(&x, &weight, &residual, &norm, 1e-5).unwrap();
+    let parts = crate::add_rms_norm(&project(), &residual, &norm, 1e-5).unwrap();
+    let pairs = [
+        (rotated, crate::rope_thd(&heads, &cos, &sin).unwrap()),
+        ((sum * normed).unwrap(), (parts.0 * parts.1).unwrap()),
+    ];
+    for (found, expected) in pairs {
+        assert_eq!(values(&found), values(&expected));
+        let [found, expected] =
+            [found, expected].map(|y| y.sqr().unwrap().sum_all().unwrap().backward().unwrap());
+        for var in [&x, &weight, &residual, &norm] {
+            let [found, expected] = [&found, &expected].map(|grads| grads.get(var).map(values));
+            assert_eq!(found, expected);
+        }
+    }
 }

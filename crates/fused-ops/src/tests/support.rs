@@ -113,26 +113,22 @@ pub(super) fn row_cases(rows: usize, width: usize) -> Vec<Case> {
     cases.extend(ACTIVATIONS.map(|form| activation_case(x, form)));
     cases.extend(linear_cases(rows, width));
     cases.extend(mlp_cases(rows, width));
-    cases.push(swiglu_mlp_case(rows, width));
+    cases.extend(swiglu_mlp_cases(rows, width));
+    cases.extend(linear_add_rms_norm_cases(rows, width));
     cases.extend(cross_entropy_cases(rows, width));
     cases
 }
 
 /// Sums with their norms; of the results only the sum, only the norm, or both are used.
 fn add_norm_cases(x: &[usize], width: usize) -> Vec<Case> {
-    let pick = |used: usize, (sum, norm): (Tensor, Tensor)| match used {
-        0 => Ok(sum),
-        1 => Ok(norm),
-        _ => Tensor::cat(&[sum, norm], 0),
-    };
     let of_rms = (0..3).map(|used| {
         Case::new(
             format!("add_rms_norm {used}"),
             &[x, x, &[width]],
-            move |t| Ok(pick(used, crate::add_rms_norm(&t[0], &t[1], &t[2], 1e-5)?)?),
+            move |t| Ok(one_or_both(used, crate::add_rms_norm(&t[0], &t[1], &t[2], 1e-5)?)?),
             move |t| {
                 let sum = (&t[0] + &t[1])?;
-                pick(used, (sum.clone(), composed::rms_norm(&sum, &t[2], 1e-5)?))
+                one_or_both(used, (sum.clone(), composed::rms_norm(&sum, &t[2], 1e-5)?))
             },
         )
     });
@@ -141,11 +137,17 @@ fn add_norm_cases(x: &[usize], width: usize) -> Vec<Case> {
             format!("add_layer_norm {used}"),
             &[x, x, &[width], &[width]],
             move |t| {
-                Ok(pick(used, crate::add_layer_norm(&t[0], &t[1], &t[2], Some(&t[3]), 1e-5)?)?)
+                Ok(one_or_both(
+                    used,
+                    crate::add_layer_norm(&t[0], &t[1], &t[2], Some(&t[3]), 1e-5)?,
+                )?)
             },
             move |t| {
                 let sum = (&t[0] + &t[1])?;
-                pick(used, (sum.clone(), composed::layer_norm(&sum, &t[2], Some(&t[3]), 1e-5)?))
+                one_or_both(
+                    used,
+                    (sum.clone(), composed::layer_norm(&sum, &t[2], Some(&t[3]), 1e-5)?),
+                )
             },
         )
     });
@@ -214,17 +216,58 @@ fn linear_cases(rows: usize, width: usize) -> Vec<Case> {
 }
 
 /// Beside the operations that it is made of, which have cases of their own.
-fn swiglu_mlp_case(rows: usize, width: usize) -> Case {
-    Case::new(
-        "swiglu_mlp",
-        &[&[rows, width], &[7, width], &[7, width], &[5, 7]],
-        |t| crate::swiglu_mlp(&t[0], &t[1], &t[2], &t[3]),
-        |t| {
-            let gate = crate::linear(&t[0], &t[1], None, None)?;
-            let up = crate::linear(&t[0], &t[2], None, None)?;
-            Ok(crate::linear(&crate::swiglu(&gate, &up)?, &t[3], None, None)?)
-        },
-    )
+fn swiglu_mlp_cases(rows: usize, width: usize) -> Vec<Case> {
+    let parts = |t: &[Tensor]| -> Result<Tensor> {
+        let gate = crate::linear(&t[0], &t[1], None, None)?;
+        let up = crate::linear(&t[0], &t[2], None, None)?;
+        crate::linear(&crate::swiglu(&gate, &up)?, &t[3], None, None)
+    };
+    let shapes = [&[rows, width][..], &[7, width], &[7, width], &[5, 7], &[rows, 5]];
+    vec![
+        Case::new(
+            "swiglu_mlp",
+            &shapes[..4],
+            |t| crate::swiglu_mlp(&t[0], &t[1], &t[2], &t[3], None),
+            move |t| Ok(parts(t)?),
+        ),
+        Case::new(
+            "swiglu_mlp with a residual",
+            &shapes,
+            |t| crate::swiglu_mlp(&t[0], &t[1], &t[2], &t[3], Some(&t[4])),
+            move |t| parts(t)? + &t[4],
+        ),
+    ]
+}
+
+/// Beside a linear layer and the norm, which have cases of their own; of the results only the sum,
+/// only the norm, or both are used.
+fn linear_add_rms_norm_cases(rows: usize, width: usize) -> Vec<Case> {
+    (0..3)
+        .map(|used| {
+            Case::new(
+                format!("linear_add_rms_norm {used}"),
+                &[&[rows, width], &[8, width], &[rows, 8], &[8]],
+                move |t| {
+                    let both = crate::linear_add_rms_norm(&t[0], &t[1], &t[2], &t[3], 1e-5)?;
+                    Ok(one_or_both(used, both)?)
+                },
+                move |t| {
+                    let product = crate::linear(&t[0], &t[1], None, None)?;
+                    let both = crate::add_rms_norm(&product, &t[2], &t[3], 1e-5)?;
+                    one_or_both(used, both)
+                },
+            )
+        })
+        .collect()
+}
+
+/// One of two results, or both.
+fn one_or_both(used: usize, (sum, norm): (Tensor, Tensor)) -> candle_core::Result<Tensor> {
+    match used {
+        0 => Ok(sum),
+        1 => Ok(norm),
+        _ => Tensor::cat(&[sum, norm], 0),
+    }
 }
 
 /// Beside two linear layers, which have cases of their own: the rounding is the same.
@@ -302,6 +345,33 @@ fn cross_entropy_case(
     )
 }
 
+/// Projections to heads that are rotated.
+fn linear_rope_cases(batch: usize, heads: usize, length: usize, half: usize) -> Vec<Case> {
+    let width = heads * 2 * half;
+    let shapes = [&[batch, length, 7][..], &[width, 7], &[width]];
+    let angles = move |t: &Tensor| -> candle_core::Result<[Tensor; 2]> {
+        let angles = numbers(&[length, half], 9);
+        // Numbers that all types have.
+        let like = |x: Tensor| x.to_dtype(DType::BF16)?.to_dtype(t.dtype())?.to_device(t.device());
+        Ok([like(angles.cos()?)?, like(angles.sin()?)?])
+    };
+    let case = |name: &str, n_inputs: usize| {
+        Case::new(
+            name,
+            &shapes[..n_inputs],
+            move |t| {
+                let [cos, sin] = angles(&t[0])?;
+                crate::linear_rope(&t[0], &t[1], t.get(2), &cos, &sin)
+            },
+            move |t| {
+                let [cos, sin] = angles(&t[0])?;
+                composed::linear_rope([&t[0], &t[1], &cos, &sin], t.get(2), heads)
+            },
+        )
+    };
+    vec![case("linear_rope without bias", 2), case("linear_rope", 3)]
+}
+
 /// Rotations of [batch, heads, length, size] in both layouts and conventions.
 pub(super) fn rope_cases(batch: usize, heads: usize, length: usize, half: usize) -> Vec<Case> {
     let shape = [batch, heads, length, 2 * half];
@@ -332,7 +402,7 @@ pub(super) fn rope_cases(batch: usize, heads: usize, length: usize, half: usize)
         }
         composed::rope(&t.transpose(1, 2)?, &cos, &sin, pairs)?.transpose(1, 2)
     };
-    let mut cases = Vec::new();
+    let mut cases = linear_rope_cases(batch, heads, length, half);
     for pairs in [Pairs::Halves, Pairs::Neighbors] {
         for heads_first in [true, false] {
             let apply = apply.clone();
