@@ -153,6 +153,25 @@ fn two_hundred() -> String {
     words((0..200).map(|n| n * 37 % 50 + 1))
 }
 
+#[cfg(target_os = "linux")]
+#[test]
+fn a_pipe_of_numbers_holds_more() {
+    use rustix::pipe::{fcntl_getpipe_size, fcntl_setpipe_size};
+
+    const PIPE_BYTES: usize = 1 << 20;
+    let (of_test, _) = std::io::pipe().unwrap();
+    if fcntl_setpipe_size(&of_test, PIPE_BYTES).is_err() {
+        eprintln!("SKIPPED, this user has no pipes of {PIPE_BYTES} bytes");
+        return;
+    }
+    for (format, is_widened) in [("raw", true), ("npy", true), ("text", false)] {
+        let (reader, writer) = std::io::pipe().unwrap();
+        let args = ["sample", "--len", "3", "--format", format];
+        assert!(command(&args).stdout(writer).status().unwrap().success());
+        assert_eq!(fcntl_getpipe_size(&reader).unwrap() == PIPE_BYTES, is_widened, "{format}");
+    }
+}
+
 /// The batches of three sequences each that are made of these lengths.
 fn threes(more: &[&str]) -> Value {
     let args = ["batch", "--strategy", "pad-to-max", "--max-batch-size", "3"];

@@ -5,31 +5,29 @@
 
 use std::io::{self, Cursor, Write};
 
+use candle_distributed::batch::Batch;
 use zip::{CompressionMethod, DateTime, ZipWriter, write::SimpleFileOptions};
 
-use super::print::Entry;
 use crate::{
     error::{Error, Result},
     numbers::npy,
 };
 
-/// The file of these batches.
-pub(super) fn file(batches: &[Entry]) -> Result<Vec<u8>> {
+/// The file of these batches; with ranks there are the real tokens of the step of each.
+pub(super) fn file(batches: &[&Batch], step_real_tokens: Option<Vec<u64>>) -> Result<Vec<u8>> {
     let mut offsets = vec![0];
     let mut indices = Vec::new();
-    for Entry { batch, .. } in batches {
+    for batch in batches {
         indices.extend(&batch.indices);
         offsets.push(indices.len() as u64);
     }
-    let of_each = |value: fn(&Entry) -> u64| batches.iter().map(value).collect::<Vec<_>>();
     let mut arrays = vec![
         ("indices", indices),
         ("offsets", offsets),
-        ("padded_length", of_each(|entry| entry.batch.padded_length)),
-        ("real_tokens", of_each(|entry| entry.batch.real_tokens)),
+        ("padded_length", batches.iter().map(|batch| batch.padded_length).collect()),
+        ("real_tokens", batches.iter().map(|batch| batch.real_tokens).collect()),
     ];
-    let of_steps = batches.iter().map(|entry| entry.step_real_tokens).collect::<Option<Vec<_>>>();
-    arrays.extend(of_steps.map(|tokens| ("step_real_tokens", tokens)));
+    arrays.extend(step_real_tokens.map(|tokens| ("step_real_tokens", tokens)));
     for (name, array) in &arrays {
         if let Some(large) = array.iter().find(|&&number| i64::try_from(number).is_err()) {
             let limit = i64::MAX;

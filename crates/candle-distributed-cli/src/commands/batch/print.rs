@@ -21,6 +21,12 @@ struct Answer {
     report: Report,
 }
 
+impl Answer {
+    fn batches(&self) -> Vec<&Batch> {
+        self.batches.iter().map(|entry| &entry.batch).collect()
+    }
+}
+
 /// The rank that these batches belong to, if ranks share them.
 #[derive(Serialize)]
 pub(super) struct Share {
@@ -108,15 +114,15 @@ pub(super) fn print(args: &Args, batches: Vec<Entry>, made: Made) -> Result<()> 
         FormatArg::Text => output::text(|out| write_text(&answer, out)),
         FormatArg::Json | FormatArg::Jsonl => output::json(&answer),
         FormatArg::Npz => {
-            let file = npz::file(&answer.batches)?;
+            let of_steps = answer.batches.iter().map(|entry| entry.step_real_tokens).collect();
+            let file = npz::file(&answer.batches(), of_steps)?;
             output::bytes(|out| out.write_all(&file))?;
             warn(&made.left_out);
             Ok(())
         }
         FormatArg::Svg => {
             let lengths = made.lengths.expect("only batches that are printed at once hold none");
-            let batches: Vec<&Batch> = answer.batches.iter().map(|entry| &entry.batch).collect();
-            let drawing = chart::svg(lengths.iter(), &batches, &answer.report.padding)?;
+            let drawing = chart::svg(lengths.iter(), &answer.batches(), &answer.report.padding)?;
             output::text(|out| out.write_all(drawing.as_bytes()))
         }
     }
