@@ -117,7 +117,7 @@ fn of_whole_number(fault: &clap::Error) -> Option<Cow<'static, str>> {
     is_whole.then(|| format!("write all digits, and nothing else: {option} {number:.0}").into())
 }
 
-const NOT_NEGATIVE: &str = "it is a number of something, at least 0";
+const NOT_NEGATIVE: &str = "it is a count, at least 0";
 
 /// What to write instead of an option of `plan` that there is no more.
 fn of_option(fault: &clap::Error) -> Option<&'static str> {

@@ -30,8 +30,7 @@ pub(super) trait Number: DeserializeOwned + 'static {
     /// The number that `word` is, or what is wrong with it.
     fn parse(word: &str) -> Result<Self, String>;
 
-    /// The number that a value is, or what is wrong with it; real values come for real numbers
-    /// alone.
+    /// The number that a value is, or what is wrong with it.
     fn of(value: Value) -> Result<Self, String>;
 }
 
