@@ -122,7 +122,9 @@ pub(super) fn print(args: &Args, batches: Vec<Entry>, made: Made) -> Result<()> 
         }
         FormatArg::Svg => {
             let lengths = made.lengths.expect("only batches that are printed at once hold none");
-            let drawing = chart::svg(lengths.iter(), &answer.batches(), &answer.report.padding)?;
+            let title = chart::title(&args.config(Some(&lengths))?);
+            let batches = answer.batches();
+            let drawing = chart::svg(lengths.iter(), &batches, &answer.report.padding, &title)?;
             output::text(|out| out.write_all(drawing.as_bytes()))
         }
     }
