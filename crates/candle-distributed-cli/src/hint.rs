@@ -1,6 +1,6 @@
 //! What to do about an error, where its message does not say it in the words of the command line.
 
-use std::{borrow::Cow, fmt};
+use std::{borrow::Cow, error::Error as _, fmt, num::ParseIntError};
 
 use candle_distributed::{
     batch, mesh,
@@ -14,10 +14,14 @@ use clap::error::ContextKind;
 use crate::error::{Error, ErrorKind};
 
 /// What a file of numbers must look like.
-pub(crate) const NUMBERS: &str =
-    "it must be a text file of numbers, one per sample, separated by white space";
+pub(crate) const NUMBERS: &str = "it must have a number per sample: a text file of numbers, \
+                                  separated by white space, an .npy array, or a JSON list";
 pub(crate) const LENGTHS: &str = "--lengths takes a text file of whole numbers, one per sequence, \
-                                  separated by white space; - is standard input";
+                                  separated by white space, an .npy array, or a JSON list; with \
+                                  --field NAME the lines of a .jsonl file; - is standard input";
+pub(crate) const ORDER: &str = "--order takes positions in the list of lengths, counted from 0, as \
+                                `candle-distributed sample` prints them in any --format (those of \
+                                --mix with --concatenated); - is standard input";
 pub(crate) const JSON_LINES: &str =
     "each line of a .jsonl file must be a JSON string, or an object with a string field `text`";
 pub(crate) const EXAMPLE_LINES: &str = "each line of a .jsonl file must be a JSON string, or an object with \
@@ -118,6 +122,8 @@ const GRADIENT: &str = "the model and its operations are this program's own, so 
                         program's or the device's: --device cpu tells which";
 pub(crate) const STATE: &str = "candle-distributed sample … --save-state FILE writes a state";
 
+pub(crate) const BATCH_STATE: &str = "candle-distributed batch … --save-state FILE writes a state";
+
 /// A word of a command, such as a path, as a shell takes it.
 #[expect(clippy::expect_used, reason = "says why it cannot fail")]
 pub(crate) fn in_shell(word: impl fmt::Display) -> String {
@@ -138,8 +144,40 @@ const RENAMED: [(&str, &str); 2] = [
     ("--layers", "`plan` calls it --layer-pattern PATTERN"),
 ];
 
+/// What to write instead of arguments that are refused.
+pub(crate) fn of_arguments(fault: &clap::Error) -> Option<Cow<'static, str>> {
+    of_whole_number(fault).or_else(|| of_option(fault).map(Cow::from))
+}
+
+/// What to write instead of what is no whole number, or none that an option takes.
+fn of_whole_number(fault: &clap::Error) -> Option<Cow<'static, str>> {
+    /// Below it, a number with an exponent is exactly the one that it says.
+    const EXACT: f64 = (1_u64 << f64::MANTISSA_DIGITS) as f64;
+
+    let context = |kind| fault.get(kind).map(ToString::to_string);
+    let argument = context(ContextKind::InvalidArg)?;
+    // clap takes what begins with a hyphen for an option.
+    if fault.kind() == clap::error::ErrorKind::UnknownArgument {
+        argument.parse::<f64>().ok()?;
+        return Some(Cow::from(NOT_NEGATIVE));
+    }
+    if !fault.source()?.is::<ParseIntError>() {
+        return None;
+    }
+    let value = context(ContextKind::InvalidValue)?;
+    let number: f64 = value.replace(['_', ','], "").parse().ok()?;
+    if number < 0.0 {
+        return Some(Cow::from(NOT_NEGATIVE));
+    }
+    let option = argument.split(' ').next()?;
+    let is_whole = number.fract() == 0.0 && number < EXACT;
+    is_whole.then(|| format!("write all digits, and nothing else: {option} {number:.0}").into())
+}
+
+const NOT_NEGATIVE: &str = "it is a count, at least 0";
+
 /// What to write instead of an option of `plan` that there is no more.
-pub(crate) fn of_arguments(fault: &clap::Error) -> Option<&'static str> {
+fn of_option(fault: &clap::Error) -> Option<&'static str> {
     let context = |kind| fault.get(kind).map(ToString::to_string);
     let is_f16 = context(ContextKind::InvalidValue).is_some_and(|value| value == "f16");
     if is_f16 && context(ContextKind::InvalidArg)?.starts_with("--dtype") {
@@ -228,6 +266,11 @@ fn batch(error: &batch::Error) -> Option<Cow<'static, str>> {
         batch::Error::CannotFillStep { .. } => Some(
             "a smaller --max-tokens or --max-batch-size makes more batches; --remainder drop leaves \
              the last ones out, --remainder repeat takes the first ones twice"
+                .into(),
+        ),
+        batch::Error::OtherBatches { .. } => Some(
+            "resume with the lengths, the order and the options that the state was written with; \
+             only --rank may differ"
                 .into(),
         ),
         batch::Error::TooManySequences { .. } => {

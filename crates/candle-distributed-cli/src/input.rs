@@ -47,7 +47,7 @@ pub(crate) fn read_text(source: impl Read, path: &Path) -> Result<String> {
 }
 
 /// The bytes that `source` holds; errors name it by `path`.
-fn read_bytes(source: impl Read, path: &Path) -> Result<Vec<u8>> {
+pub(crate) fn read_bytes(source: impl Read, path: &Path) -> Result<Vec<u8>> {
     let mut bytes = Vec::new();
     let read = source.take(MAX_BYTES + 1).read_to_end(&mut bytes);
     read.map_err(|source| Error::read(path, source))?;

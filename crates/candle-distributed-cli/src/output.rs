@@ -4,7 +4,8 @@
 use std::{
     fmt,
     fs::{self, File, Metadata},
-    io::{self, BufWriter, Write},
+    io::{self, BufWriter, IsTerminal, StdoutLock, Write},
+    ops::ControlFlow,
     path::{Path, PathBuf},
 };
 
@@ -26,9 +27,12 @@ pub(crate) enum Format {
     Json,
 }
 
+/// As much as a pipe holds: fewer bytes at a time wake its reader more often.
+const BUFFER_BYTES: usize = 1 << 16;
+
 /// Writes a result as text.
 pub(crate) fn text(write: impl FnOnce(&mut dyn Write) -> io::Result<()>) -> Result<()> {
-    let mut out = BufWriter::new(io::stdout().lock());
+    let mut out = BufWriter::with_capacity(BUFFER_BYTES, io::stdout().lock());
     let written = write(&mut out).and_then(|()| out.flush());
     if written.is_err() {
         // Dropping the buffer would write the rest again, and fail again.
@@ -43,6 +47,75 @@ pub(crate) fn json(value: &impl Serialize) -> Result<()> {
         serde_json::to_writer(&mut *out, value)?;
         writeln!(out)
     })
+}
+
+/// A result that is one JSON object per line, printed while it is computed.
+pub(crate) struct Lines {
+    out: BufWriter<StdoutLock<'static>>,
+    is_live: bool,
+    /// What became of the lines so far.
+    written: io::Result<()>,
+}
+
+impl Lines {
+    /// No lines yet. Whoever waits for a line may be the one to write what the next is computed
+    /// from: if the input `is_live`, no line waits for others.
+    pub(crate) fn new(is_live: bool) -> Self {
+        let out = BufWriter::with_capacity(BUFFER_BYTES, io::stdout().lock());
+        Self { out, is_live, written: Ok(()) }
+    }
+
+    /// Prints a line, and says whether another one will be.
+    pub(crate) fn print(&mut self, value: &impl Serialize) -> ControlFlow<()> {
+        self.written = self.write(value);
+        if self.written.is_ok() { ControlFlow::Continue(()) } else { ControlFlow::Break(()) }
+    }
+
+    fn write(&mut self, value: &impl Serialize) -> io::Result<()> {
+        serde_json::to_writer(&mut self.out, value)?;
+        writeln!(self.out)?;
+        if self.is_live { self.out.flush() } else { Ok(()) }
+    }
+
+    /// Prints what waits.
+    pub(crate) fn finish(mut self) -> Result<()> {
+        let written = self.written.and_then(|()| self.out.flush());
+        if written.is_err() {
+            // As in `text`.
+            drop(self.out.into_parts());
+        }
+        printed(written)
+    }
+}
+
+/// Writes a result as bytes, which no person can read and a terminal takes for commands.
+pub(crate) fn bytes(write: impl FnOnce(&mut dyn Write) -> io::Result<()>) -> Result<()> {
+    if io::stdout().is_terminal() {
+        let refused = Error::usage("this --format is binary, and standard output is a terminal");
+        return Err(
+            refused.hinted("send it to a file or another program: … > FILE, or … | PROGRAM")
+        );
+    }
+    widen(&io::stdout());
+    text(write)
+}
+
+/// Has a pipe hold 1 MiB instead of 64 KiB: its two ends take turns less often, and ten million
+/// numbers arrive in half the time. What the system refuses stays as it is, and so does no pipe.
+#[cfg(target_os = "linux")]
+fn widen(out: &impl std::os::fd::AsFd) {
+    /// What Linux grants every user.
+    const PIPE_BYTES: usize = 1 << 20;
+    let _ = rustix::pipe::fcntl_setpipe_size(out, PIPE_BYTES);
+}
+
+#[cfg(not(target_os = "linux"))]
+fn widen(_: &io::Stdout) {}
+
+/// Writes `value` as JSON to what `path` names.
+pub(crate) fn json_file(path: &Path, value: &impl Serialize) -> Result<()> {
+    let text = serde_json::to_vec(value).map_err(io::Error::from)?;
+    file(path, &text)
 }
 
 /// Writes `content` to what `path` names, whatever that is.

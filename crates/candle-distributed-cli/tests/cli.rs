@@ -185,6 +185,8 @@ fn sample_gives_every_rank_its_share_of_each_class() {
     assert_eq!(json(&["sample", "--classes", &path, "--capped", "3"])["len"], 6);
     assert_eq!(json(&["sample", "--classes", &path, "--fixed", "40"])["len"], 80);
     refuses(&["sample", "--classes", &path, "--fixed", "0"], &["length 0"]);
+    refuses(&["sample", "--len", "9", "--fixed", "3"], &["--fixed needs --classes"]);
+    refuses(&["sample", "--len", "9", "--capped", "3"], &["--capped needs --classes"]);
     refuses(
         &["sample", "--classes", &path, "--fixed", "3000000000"],
         &["6000000000", "4294967296"],

@@ -30,7 +30,7 @@ fn files_are_described_that_cannot_be_read() {
         &["--lengths takes a text file"],
     );
     advises(&["sample", "--len", "9", "--weights", "/no/such"], &["text file of numbers"]);
-    advises(&["sample", "--classes", &model], &["class 1", "text file of numbers"]);
+    advises(&["sample", "--classes", &model], &["m.json", "text file of numbers"]);
     advises(&["sample", "--len", "9", "--resume", &model], &["m.json", "--save-state"]);
 }
 
@@ -68,6 +68,26 @@ fn ranks_and_devices_are_explained() {
     advises(&["mesh", "--world-size", "1025"], &["1025", "1024", "--world-size"]);
     if cfg!(not(feature = "cuda")) {
         advises(&["mesh", "--device", "cuda"], &["device 0", "--device cpu"]);
+    }
+}
+
+#[test]
+fn numbers_are_written_out() {
+    for (args, words) in [
+        (&["sample", "--len", "1e7"][..], "--len 10000000\n"),
+        (&["sample", "--len", "1_000"], "--len 1000\n"),
+        (&["sample", "--len", "9", "--count", "5.0"], "--count 5\n"),
+        (&["mesh", "--world-size", "2,000"], "--world-size 2000\n"),
+        (&["sample", "--len", "-5"], "at least 0"),
+        (&["sample", "--len", "9", "--start", "-1e3"], "at least 0"),
+        (&["sample", "--len=-5"], "at least 0"),
+    ] {
+        advises(args, &[words]);
+    }
+    for value in ["1.5", "ten", "1e300", "nan", "inf", "18446744073709551616"] {
+        let output = run(&["sample", "--len", value]);
+        let message = String::from_utf8(output.stderr).unwrap();
+        assert!(!message.contains("hint:") && message.contains(value), "{message}");
     }
 }
 

@@ -74,7 +74,8 @@ fn validator(schema: &Value) -> Validator {
 /// Every form, with outputs that have all of its fields between them.
 fn forms() -> Vec<Form> {
     let dir = tempfile::tempdir().unwrap();
-    let mut forms = vec![samples(dir.path()), batches(), written(), mesh()];
+    let mut forms =
+        vec![samples(dir.path()), batches(), batch_states(dir.path()), written(), mesh()];
     forms.extend(plans(dir.path()));
     forms.extend(run_of(dir.path()));
     forms
@@ -102,6 +103,7 @@ fn samples(dir: &Path) -> Form {
             "10",
         ]),
         json(&["sample", "--mix", "9:1,5:2", "--count", "5"]),
+        json(&["sample", "--mix", "9:1,5:2", "--count", "5", "--concatenated"]),
     ];
     Form { name: "sample", documents, free: &[] }
 }
@@ -109,10 +111,16 @@ fn samples(dir: &Path) -> Form {
 fn batches() -> Form {
     let (_dir, lengths) = file("lengths.txt", "12 80 15 70 9");
     let batch = |more: &[&str]| json(&[&["batch", "--lengths", &lengths], more].concat());
-    let documents = vec![
+    let ranks = ["--strategy", "sorted", "--max-tokens", "100", "--world-size", "2", "--rank", "1"];
+    let lines = |more: &[&str]| {
+        text(&[&["batch", "--lengths", &lengths, "--format", "jsonl"], more].concat())
+    };
+    let [alone, of_rank] = [lines(&["--strategy", "pack", "--capacity", "100"]), lines(&ranks)];
+    let lines = alone.lines().chain(of_rank.lines());
+    let mut documents = vec![
         batch(&["--strategy", "bucket", "--max-tokens", "160"]),
         batch(&["--strategy", "pack", "--capacity", "100"]),
-        batch(&["--strategy", "sorted", "--max-tokens", "100", "--world-size", "2", "--rank", "1"]),
+        batch(&ranks),
         batch(&[
             "--strategy",
             "pad-to-max",
@@ -124,6 +132,7 @@ fn batches() -> Form {
             "skip",
         ]),
     ];
+    documents.extend(lines.map(|line| serde_json::from_str::<Value>(line).unwrap()));
     Form { name: "batch", documents, free: &[] }
 }
 
@@ -249,6 +258,20 @@ fn resized() -> Value {
         .plan(&parameters, WorldSize::new(4).unwrap())
         .unwrap();
     serde_json::to_value(four.resized(WorldSize::new(3).unwrap()).unwrap()).unwrap()
+}
+
+/// States of the batches of a rank.
+fn batch_states(dir: &Path) -> Form {
+    let (_dir, lengths) = file("lengths.txt", "12 80 15 70 9");
+    let state = dir.join("batches.json").to_str().unwrap().to_owned();
+    let batch = |more: &[&str]| {
+        let args = ["batch", "--lengths", &lengths, "--max-tokens", "100", "--world-size", "2"];
+        let rest = ["--rank", "1", "--count", "1", "--save-state", &state, "--strategy"];
+        text(&[&args[..], &rest, more].concat());
+        read(Path::new(&state))
+    };
+    let documents = vec![batch(&["sorted"]), batch(&["dynamic", "--shuffle", "--epoch", "7"])];
+    Form { name: "batch-state", documents, free: &[] }
 }
 
 /// The settings of runs that fine-tune, and what their validations have found.

@@ -36,18 +36,14 @@ fn every_result(check: impl Fn(&[&str])) {
         check(&["sample", "--mix", "9:1,5:2", "--format", format]);
         check(&["mesh", "--bytes", "1", "--repetitions", "1", "--format", format]);
     }
+    for format in ["npy", "raw"] {
+        check(&["sample", "--len", "100000", "--format", format]);
+    }
+    let batch = ["batch", "--lengths", &lengths, "--strategy", "dynamic", "--max-tokens", "160"];
+    for format in ["text", "json", "jsonl", "npz", "svg"] {
+        check(&[&batch[..], &["--format", format]].concat());
+    }
     for format in ["text", "json", "svg"] {
-        check(&[
-            "batch",
-            "--lengths",
-            &lengths,
-            "--strategy",
-            "sorted",
-            "--max-tokens",
-            "160",
-            "--format",
-            format,
-        ]);
         check(&["plan", model, "--world-size", "4", "--format", format]);
     }
     check(&["plan", model, "--world-size", "4", "--explain", "w"]);

@@ -26,13 +26,16 @@ macro_rules! own_sources {
     };
 }
 
-const EMBEDDED: [(&str, &str); 97] = own_sources![
+const EMBEDDED: [(&str, &str); 105] = own_sources![
     "README.md",
     "src/bin/candle-distributed.rs",
     "src/bytes.rs",
     "src/commands/batch/args.rs",
     "src/commands/batch/chart.rs",
     "src/commands/batch/mod.rs",
+    "src/commands/batch/npz.rs",
+    "src/commands/batch/order.rs",
+    "src/commands/batch/print.rs",
     "src/commands/completions.rs",
     "src/commands/generate/mod.rs",
     "src/commands/launch/guard.rs",
@@ -64,6 +67,7 @@ const EMBEDDED: [(&str, &str); 97] = own_sources![
     "src/commands/report/style.css",
     "src/commands/sample/mixture.rs",
     "src/commands/sample/mod.rs",
+    "src/commands/sample/rows.rs",
     "src/commands/train/dry_run.rs",
     "src/commands/train/finetune.rs",
     "src/commands/train/mod.rs",
@@ -91,7 +95,11 @@ const EMBEDDED: [(&str, &str); 97] = own_sources![
     "src/input.rs",
     "src/lib.rs",
     "src/log.rs",
-    "src/numbers.rs",
+    "src/numbers/json.rs",
+    "src/numbers/mod.rs",
+    "src/numbers/npy.rs",
+    "src/numbers/number.rs",
+    "src/numbers/text.rs",
     "src/output.rs",
     "src/picture.rs",
     "src/strategy.rs",

@@ -64,9 +64,15 @@ impl<'a> Shell<'a> {
         Self { folder, path }
     }
 
-    /// Whether there is a program of this name.
-    pub(crate) fn knows(&self, program: &str) -> bool {
-        self.path.split(':').any(|folder| fs::metadata(Path::new(folder).join(program)).is_ok())
+    /// Whether there is a program of this name or, after `python3-`, a module of Python.
+    pub(crate) fn knows(&self, tool: &str) -> bool {
+        if let Some(module) = tool.strip_prefix("python3-") {
+            let import = format!("import {module}");
+            let python =
+                Command::new("python3").args(["-c", &import]).stderr(Stdio::null()).status();
+            return python.is_ok_and(|status| status.success());
+        }
+        self.path.split(':').any(|folder| fs::metadata(Path::new(folder).join(tool)).is_ok())
     }
 
     /// Runs a command and compares what it prints.

@@ -1,22 +1,22 @@
 //! The options of `batch`, and which of them go together.
 
-use std::{io, path::PathBuf};
+use std::path::PathBuf;
 
 use candle_distributed::{
     batch::{
         BatchConfig, Buckets, Cost, Cut, DistributedConfig, DynamicBatchStrategy, Overlong,
         Packing, Remainder, StepLayout, StepRemainder,
     },
-    sampler::{DistributedSampler, Order, SamplerConfig},
+    sampler::{self, DistributedSampler, SamplerConfig},
     types::{Epoch, Placement, Seed},
 };
 use clap::ValueEnum;
 
+use super::order::Order;
 use crate::{
-    error::{Error, Result, WithHint},
-    help::examples,
-    hint, input,
-    numbers::Lengths,
+    error::{Error, Result},
+    help::{examples, typed},
+    numbers::{self, Lengths, Numbers},
 };
 
 /// Put sequences of the given lengths into batches, and report the padding.
@@ -28,11 +28,22 @@ use crate::{
     "candle-distributed batch --lengths lengths.txt --strategy sorted --max-tokens 16384 --world-size 8 --rank 3"
     "# Packed rows of 2048 tokens, as a picture of lengths and padding"
     "candle-distributed batch --lengths lengths.txt --strategy pack --capacity 2048 --format svg > packed.svg"
+    "# The order of PyTorch's sampler, batched; a batch per line, each as soon as it is full"
+    "candle-distributed sample --len 2000 --preset torch --format npy | candle-distributed batch --lengths lengths.txt --order - --strategy dynamic --max-tokens 16384 --format jsonl"
 ])]
 pub(crate) struct Args {
-    /// File of sequence lengths, separated by white space; - for standard input
+    /// File of sequence lengths: text with white space between them, an .npy array of integers, or a
+    /// JSON list; - for standard input. Given several times, one data set comes after the other
+    #[arg(long, value_name = "FILE", required = true)]
+    lengths: Vec<PathBuf>,
+    /// The lengths are in this field of each line of the files, which are .jsonl: as a number, or as
+    /// a list, such as one of tokens, whose length counts
+    #[arg(long, value_name = "NAME")]
+    field: Option<String>,
+    /// Read the sequences in this order: a file of positions, which `sample` prints in any --format;
+    /// - for standard input. With ranks it must be the order of all of them
     #[arg(long, value_name = "FILE")]
-    lengths: PathBuf,
+    order: Option<PathBuf>,
     /// Which sequences share a batch
     #[arg(long, value_enum)]
     strategy: StrategyArg,
@@ -103,7 +114,8 @@ pub(crate) struct Args {
     /// What to do with the batches that do not fill a step of all ranks [default: split]
     #[arg(long, value_enum, requires = "world_size")]
     remainder: Option<RemainderArg>,
-    /// Read the sequences in random order, and shuffle batches that are ready together
+    /// Read the sequences in random order, if there is no --order, and shuffle batches that are ready
+    /// together
     #[arg(long)]
     shuffle: bool,
     /// Seed of the shuffle
@@ -112,19 +124,37 @@ pub(crate) struct Args {
     /// Epoch of the shuffle, counted from 0
     #[arg(long, default_value_t = 0, requires = "shuffle")]
     epoch: u64,
-    /// Text with one batch per line, JSON, or a drawing
+    /// First of the batches to print, counted from 0
+    #[arg(long, value_name = "N", default_value_t = 0)]
+    pub(super) start: u64,
+    /// Maximum number of batches to print, which the report is then about [default: all]
+    #[arg(long, value_name = "N")]
+    pub(super) count: Option<u64>,
+    /// Resume from a file written by --save-state, with the same options but --rank
+    #[arg(long, value_name = "FILE", requires = "world_size", conflicts_with = "epoch")]
+    pub(super) resume: Option<PathBuf>,
+    /// Write how far the rank is after the printed batches to this file
+    #[arg(long, value_name = "FILE", requires = "world_size")]
+    pub(super) save_state: Option<PathBuf>,
+    /// How the batches are written
     #[arg(long, value_enum, default_value_t)]
     pub(super) format: FormatArg,
 }
 
-/// The form of the result: that of the other commands, and a drawing.
-#[derive(Clone, Copy, Debug, Default, ValueEnum)]
+/// The form of the result.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, ValueEnum)]
 pub(super) enum FormatArg {
-    /// Text for people
+    /// Text with a batch per line
     #[default]
     Text,
     /// One JSON object with a `format_version`
     Json,
+    /// A JSON object per batch, each as soon as its batch is full: without --order, --shuffle,
+    /// --buckets and ranks, only the sequences of unfinished batches are in memory
+    Jsonl,
+    /// Arrays of NumPy: `indices` of all batches, the `offsets` where each begins and the last one
+    /// ends, `padded_length`, `real_tokens`
+    Npz,
     /// Lengths, tokens and padding as an SVG document
     Svg,
 }
@@ -215,20 +245,43 @@ enum StepCostArg {
 }
 
 impl Args {
-    pub(super) fn read_lengths(&self) -> Result<Lengths> {
-        let path = &self.lengths;
-        let lengths = if path.as_os_str() == "-" {
-            Lengths::read(io::stdin(), path)
-        } else {
-            input::open(path).and_then(|file| Lengths::read(file, path))
+    /// The lengths, read as they are asked for.
+    pub(super) fn lengths(&self) -> Numbers<u64> {
+        numbers::lengths(&self.lengths, self.field.as_deref())
+    }
+
+    pub(super) fn hold_lengths(&self) -> Result<Lengths> {
+        let names: Vec<String> =
+            self.lengths.iter().map(|path| path.display().to_string()).collect();
+        Lengths::hold(self.lengths(), names.join(", "))
+    }
+
+    /// Whether batches can be made while lengths are still read, and printed before the last is.
+    pub(super) fn is_stream(&self) -> bool {
+        let is_own_order = self.order.is_none() && !self.shuffle;
+        let knows_all = match self.strategy {
+            StrategyArg::PadToMax | StrategyArg::Dynamic => false,
+            StrategyArg::Bucket => self.buckets.is_some(),
+            StrategyArg::Sorted => self.window.is_none(),
+            StrategyArg::Pack => self.packing != Some(PackingArg::InOrder),
         };
-        lengths.with_hint(hint::LENGTHS)
+        self.format == FormatArg::Jsonl && is_own_order && !knows_all
+    }
+
+    /// Whether the batches may depend on what another program has still to write.
+    pub(super) fn is_live(&self) -> bool {
+        let lengths = self.lengths.iter().filter(|_| self.is_stream());
+        lengths.chain(&self.order).any(|path| numbers::is_live(path))
     }
 
     /// Refuses the options that the others would leave without effect.
     pub(super) fn check(&self) -> Result<()> {
         use StrategyArg::{Bucket, Pack, Sorted};
 
+        let inputs = self.lengths.iter().chain(&self.order);
+        if inputs.filter(|path| numbers::is_stdin(path)).count() > 1 {
+            return Err(Error::usage("standard input, -, cannot be read twice"));
+        }
         let of_one_strategy = [
             ("--bucket-width", self.bucket_width.is_some(), Bucket),
             ("--buckets", self.buckets.is_some(), Bucket),
@@ -243,8 +296,8 @@ impl Args {
             if is_given && self.strategy != needed {
                 return Err(Error::usage(format!(
                     "{option} needs --strategy {}, not {}",
-                    name(needed),
-                    name(self.strategy)
+                    typed(needed),
+                    typed(self.strategy)
                 )));
             }
         }
@@ -266,7 +319,7 @@ impl Args {
         if let Some((option, _)) = refused.into_iter().find(|(_, is_refused)| *is_refused) {
             return Err(Error::usage(format!(
                 "{option} does not work with --strategy {}",
-                name(self.strategy)
+                typed(self.strategy)
             )));
         }
         if is_pack && self.capacity.or(self.max_tokens).is_none() {
@@ -279,7 +332,8 @@ impl Args {
         self.strategy == StrategyArg::Pack
     }
 
-    pub(super) fn config(&self, lengths: &Lengths) -> Result<BatchConfig> {
+    /// The configuration; `lengths` are those of all sequences, if they are held.
+    pub(super) fn config(&self, lengths: Option<&Lengths>) -> Result<BatchConfig> {
         let overlong = match self.overlong {
             OverlongArg::Error => Overlong::Error,
             OverlongArg::Truncate => Overlong::Truncate,
@@ -307,7 +361,7 @@ impl Args {
         Ok(config)
     }
 
-    fn strategy(&self, lengths: &Lengths) -> Result<DynamicBatchStrategy> {
+    fn strategy(&self, lengths: Option<&Lengths>) -> Result<DynamicBatchStrategy> {
         Ok(match self.strategy {
             StrategyArg::PadToMax => DynamicBatchStrategy::PadToMax,
             StrategyArg::Bucket => DynamicBatchStrategy::Bucket(self.buckets(lengths)?),
@@ -319,10 +373,13 @@ impl Args {
         })
     }
 
-    fn buckets(&self, lengths: &Lengths) -> Result<Buckets> {
+    #[expect(clippy::expect_used, reason = "says why it cannot fail")]
+    fn buckets(&self, lengths: Option<&Lengths>) -> Result<Buckets> {
         let Some(n_buckets) = self.buckets else {
             return Ok(Buckets::Width(self.bucket_width.unwrap_or(Buckets::DEFAULT_WIDTH)));
         };
+        let lengths =
+            lengths.expect("with --buckets nothing is printed before all lengths are read");
         // The lengths that end up in batches: boundaries for sequences that are in none would only
         // pad the others more.
         let max = self.max_sequence_length.unwrap_or(u64::MAX);
@@ -380,12 +437,17 @@ impl Args {
         self.shuffle_seed().map_or(config, |seed| config.with_shuffle(seed))
     }
 
-    /// The order in which `len` sequences are read.
-    pub(super) fn order(&self, len: u64) -> Result<DistributedSampler> {
-        let order = if self.shuffle { Order::Shuffled } else { Order::Sequential };
+    /// The order in which `len` sequences are read in an epoch.
+    pub(super) fn order(&self, len: u64, epoch: Epoch) -> Result<Order> {
+        if let Some(path) = &self.order {
+            return Ok(Order::Listed { positions: numbers::positions(path), path: path.clone() });
+        }
+        let order =
+            if self.shuffle { sampler::Order::Shuffled } else { sampler::Order::Sequential };
         let config = SamplerConfig::default().with_order(order);
-        let config = config.with_seed(Seed::new(self.seed)).with_epoch(self.epoch());
-        Ok(DistributedSampler::new(len, Placement::SINGLE, config)?)
+        let config = config.with_seed(Seed::new(self.seed)).with_epoch(epoch);
+        let sampler = DistributedSampler::new(len, Placement::SINGLE, config)?;
+        Ok(Order::Drawn(Box::new(sampler)))
     }
 
     pub(super) fn epoch(&self) -> Epoch {
@@ -396,9 +458,4 @@ impl Args {
     pub(super) fn shuffle_seed(&self) -> Option<Seed> {
         self.shuffle.then(|| Seed::new(self.seed))
     }
-}
-
-/// What the strategy is called on the command line.
-fn name(strategy: StrategyArg) -> String {
-    strategy.to_possible_value().map_or_else(String::new, |value| value.get_name().to_owned())
 }

@@ -8,10 +8,13 @@ use candle_distributed::{
 };
 use serde::{Serialize, Serializer};
 
-use super::Args;
+use super::{
+    Args, FormatArg, print_rows,
+    rows::{self, Rows},
+};
 use crate::{
-    error::Result,
-    output::{self, Format},
+    error::{Error, Result},
+    output,
 };
 
 /// One data set of a mixture.
@@ -30,32 +33,54 @@ pub(super) fn parse_part(text: &str) -> Result<Part, String> {
     Err("expected a length, a colon and a weight".into())
 }
 
-/// The JSON result of `--mix`; an entry is a data set and one of its samples.
+/// The JSON result of `--mix`; with `--concatenated` it looks like that of one data set.
 #[derive(Serialize)]
 struct Mixed<'a> {
     format_version: u32,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    len: Option<u64>,
     world_size: u64,
     rank: u64,
     per_rank_len: u64,
+    #[serde(flatten)]
     entries: Entries<'a>,
 }
 
 /// The entries to print. They are computed as they are written and never stored.
-struct Entries<'a> {
+#[derive(Serialize)]
+enum Entries<'a> {
+    /// Each is a data set and one of its samples.
+    #[serde(rename = "entries")]
+    Pairs(#[serde(serialize_with = "pairs")] Printed<'a>),
+    /// Each is a place in the data sets one after the other.
+    #[serde(rename = "indices")]
+    Concatenated(#[serde(serialize_with = "concatenated")] Printed<'a>),
+}
+
+/// Some entries of a mixture.
+struct Printed<'a> {
     mixture: &'a Mixture,
+    /// Where each data set begins if they are one after the other.
+    starts: &'a [u64],
     numbers: Range<u64>,
 }
 
-impl Entries<'_> {
-    fn iter(&self) -> impl Iterator<Item = (usize, u64)> {
+impl Printed<'_> {
+    fn pairs(&self) -> impl Iterator<Item = (usize, u64)> {
         self.numbers.clone().map(|n| entry(self.mixture, n))
+    }
+
+    fn concatenated(&self) -> impl Iterator<Item = u64> {
+        self.pairs().map(|(source, index)| self.starts[source] + index)
     }
 }
 
-impl Serialize for Entries<'_> {
-    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
-        serializer.collect_seq(self.iter())
-    }
+fn pairs<S: Serializer>(printed: &Printed<'_>, serializer: S) -> Result<S::Ok, S::Error> {
+    serializer.collect_seq(printed.pairs())
+}
+
+fn concatenated<S: Serializer>(printed: &Printed<'_>, serializer: S) -> Result<S::Ok, S::Error> {
+    serializer.collect_seq(printed.concatenated())
 }
 
 pub(super) fn print(args: &Args, parts: &[Part]) -> Result<()> {
@@ -67,20 +92,46 @@ pub(super) fn print(args: &Args, parts: &[Part]) -> Result<()> {
         .map(|(label, part)| DistributedSampler::new(part.len, placement, config(label)));
     let weights: Vec<u64> = parts.iter().map(|part| part.weight).collect();
     let mixture = Mixture::new(samplers.collect::<Result<_, _>>()?, &weights)?;
-    let numbers = args.start..args.start + args.count(mixture.len())?;
-    let entries = Entries { mixture: &mixture, numbers };
-    match args.format {
-        Format::Text => output::text(|out| {
-            entries.iter().try_for_each(|(source, index)| writeln!(out, "{source} {index}"))
-        }),
-        Format::Json => output::json(&Mixed {
+    let n_rows = args.count(mixture.len())?;
+    let starts = if args.concatenated { starts(parts)? } else { Vec::new() };
+    let len = args.concatenated.then(|| parts.iter().map(|part| part.len).sum());
+    let numbers = args.start..args.start + n_rows;
+    let printed = Printed { mixture: &mixture, starts: &starts, numbers };
+    match (args.format, len) {
+        (FormatArg::Json, _) => output::json(&Mixed {
             format_version: 1,
+            len,
             world_size: args.world_size,
             rank: args.rank,
             per_rank_len: mixture.len(),
-            entries,
+            entries: match len {
+                Some(_) => Entries::Concatenated(printed),
+                None => Entries::Pairs(printed),
+            },
         }),
+        (FormatArg::Text | FormatArg::Npy | FormatArg::Raw, Some(len)) => {
+            let indices = printed.concatenated().map(|index| [index]);
+            print_rows(args, len, Rows { n_rows, fill: rows::from(indices) })
+        }
+        (FormatArg::Text | FormatArg::Npy | FormatArg::Raw, None) => {
+            let longest = parts.iter().map(|part| part.len).fold(0, u64::max);
+            let pairs = printed.pairs().map(|(source, index)| [source as u64, index]);
+            print_rows(args, longest, Rows { n_rows, fill: rows::from(pairs) })
+        }
     }
+}
+
+/// Where each data set begins if they are one after the other.
+fn starts(parts: &[Part]) -> Result<Vec<u64>> {
+    let mut end = 0_u64;
+    let mut starts = Vec::new();
+    for part in parts {
+        starts.push(end);
+        end = end.checked_add(part.len).ok_or_else(|| {
+            Error::usage(format!("the data sets of --mix have more than {} samples", u64::MAX))
+        })?;
+    }
+    Ok(starts)
 }
 
 #[expect(clippy::expect_used, reason = "says why it cannot fail")]

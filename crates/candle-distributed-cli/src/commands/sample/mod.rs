@@ -1,11 +1,9 @@
 //! `sample`: the indices that one rank reads in one epoch.
 
 mod mixture;
+mod rows;
 
-use std::{
-    ops::Range,
-    path::{Path, PathBuf},
-};
+use std::{ops::Range, path::PathBuf};
 
 use candle_distributed::{
     sampler::{
@@ -17,11 +15,12 @@ use candle_distributed::{
 use clap::ValueEnum;
 use serde::{Serialize, Serializer};
 
+use self::rows::Rows;
 use crate::{
+    commands,
     error::{Error, Result, WithHint},
-    help::examples,
-    hint, input, numbers,
-    output::{self, Format},
+    help::{examples, typed},
+    hint, input, numbers, output,
 };
 
 /// Print the indices that one rank reads in one epoch.
@@ -36,6 +35,8 @@ use crate::{
     "# Five indices from the middle of a trillion, and which rank reads sample 7"
     "candle-distributed sample --len 1000000000000 --world-size 8 --rank 3 --start 70000000000 --count 5"
     "candle-distributed sample --len 1000000000000 --world-size 8 --locate 7"
+    "# Ten million indices for numpy.load"
+    "candle-distributed sample --len 10000000 --format npy > indices.npy"
 ])]
 pub(crate) struct Args {
     /// Number of samples in the data set; with --weights, number of draws per epoch
@@ -97,6 +98,10 @@ pub(crate) struct Args {
         ]
     )]
     mix: Option<Vec<mixture::Part>>,
+    /// Count the samples of --mix as if the data sets were one after the other, as PyTorch's
+    /// `ConcatDataset` does, and print one number for each
+    #[arg(long, requires = "mix")]
+    concatenated: bool,
     /// Seed of the shuffle; a negative one is cast to 64 bits, as PyTorch does
     #[arg(long, default_value = "0", value_parser = parse_seed, allow_negative_numbers = true)]
     seed: u64,
@@ -131,9 +136,28 @@ pub(crate) struct Args {
         conflicts_with_all = ["save_state", "workers", "mark_padding", "start", "count"]
     )]
     locate: Option<u64>,
-    /// Text with one index per line, or JSON
+    /// How the indices are written; whatever the form, they are never all in memory
     #[arg(long, value_enum, default_value_t)]
-    format: Format,
+    format: FormatArg,
+}
+
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, ValueEnum)]
+enum FormatArg {
+    /// An index per line
+    #[default]
+    Text,
+    /// One JSON object with a `format_version`
+    Json,
+    /// An array of NumPy, of dtype `<i8`
+    Npy,
+    /// 64-bit little-endian integers, and nothing else
+    Raw,
+}
+
+impl FormatArg {
+    fn is_binary(self) -> bool {
+        matches!(self, Self::Npy | Self::Raw)
+    }
 }
 
 fn parse_seed(text: &str) -> Result<u64, std::num::ParseIntError> {
@@ -218,7 +242,9 @@ impl Args {
             sampler = sampler.with_rank_weights(weights)?;
         }
         if let Some(path) = &self.resume {
-            sampler.resume(&read_state(path)?)?;
+            let state: SamplerState =
+                input::read_json(path, "the state of a sampler").with_hint(hint::STATE)?;
+            sampler.resume(&state)?;
         }
         Ok(sampler)
     }
@@ -227,14 +253,14 @@ impl Args {
     #[expect(clippy::expect_used, reason = "says why it cannot fail")]
     fn fresh_sampler(&self, placement: Placement) -> Result<DistributedSampler> {
         if let Some(path) = &self.classes {
-            let labels = numbers::classes(path).with_hint(hint::NUMBERS)?;
+            let labels = numbers::classes(path)?;
             let quota = self.quota();
             return DistributedSampler::stratified(&labels, quota, placement, self.config())
                 .map_err(|error| without_order(error, FEWER_SAMPLES));
         }
         let len = self.len.expect("clap insists on --len unless there is --classes or --mix");
         if let Some(path) = &self.weights {
-            let weights = numbers::weights(path).with_hint(hint::NUMBERS)?;
+            let weights = numbers::weights(path)?;
             return DistributedSampler::weighted(&weights, len, placement, self.config())
                 .map_err(|error| without_order(error, FEWER_WEIGHTS));
         }
@@ -249,13 +275,31 @@ impl Args {
         }
     }
 
+    /// Refuses what has no place in an array of indices, and options without the one that they are
+    /// about: clap forgives those, as `--len` excludes it.
+    fn check(&self) -> Result<()> {
+        let are_missing = [
+            ("--concatenated", self.concatenated && self.mix.is_none(), "--mix"),
+            ("--capped", self.capped.is_some() && self.classes.is_none(), "--classes"),
+            ("--fixed", self.fixed.is_some() && self.classes.is_none(), "--classes"),
+        ];
+        if let Some((option, _, needed)) = are_missing.into_iter().find(|(_, is_so, _)| *is_so) {
+            return Err(Error::usage(format!("{option} needs {needed}")));
+        }
+        let are_no_indices =
+            [("--mark-padding", self.mark_padding), ("--locate", self.locate.is_some())];
+        match are_no_indices.into_iter().find(|(_, is_given)| *is_given) {
+            Some((option, _)) if self.format.is_binary() => Err(Error::usage(format!(
+                "{option} needs --format text or json, not {}",
+                typed(self.format)
+            ))),
+            _ => Ok(()),
+        }
+    }
+
     /// The number of indices to print, out of `len`.
     fn count(&self, len: u64) -> Result<u64> {
-        let start = self.start;
-        let left = len
-            .checked_sub(start)
-            .ok_or_else(|| Error::usage(format!("start {start} is beyond {len} indices")))?;
-        Ok(self.count.map_or(left, |count| count.min(left)))
+        commands::count(self.start, self.count, len, "indices")
     }
 }
 
@@ -272,15 +316,6 @@ fn without_order(error: sampler::Error, advice: &'static str) -> Error {
     );
     let error = Error::from(error);
     if is_too_large { error.hinted(advice) } else { error }
-}
-
-fn read_state(path: &Path) -> Result<SamplerState> {
-    input::read_json(path, "the state of a sampler").with_hint(hint::STATE)
-}
-
-fn write_state(path: &Path, state: &SamplerState) -> Result<()> {
-    let text = serde_json::to_string(state).map_err(std::io::Error::from)?;
-    output::file(path, text.as_bytes())
 }
 
 /// The JSON result. The indices are computed as they are written and never stored.
@@ -329,6 +364,7 @@ impl Serialize for Printed<'_> {
 }
 
 pub(crate) fn run(args: &Args) -> Result<()> {
+    args.check()?;
     if let Some(parts) = &args.mix {
         return mixture::print(args, parts);
     }
@@ -343,16 +379,19 @@ fn print_indices(args: &Args, sampler: &DistributedSampler) -> Result<()> {
     let indices = sampler.iter_worker(Placement::new(args.worker, args.workers)?);
     let count = args.count(indices.len() as u64)?;
     let numbers = args.start..args.start + count;
-    let printed = Printed { indices, start: of_indices(args.start), count: of_indices(count) };
+    let printed = Printed {
+        indices,
+        start: commands::of_iterator(args.start),
+        count: commands::of_iterator(count),
+    };
     match args.format {
-        Format::Text => output::text(|out| {
+        FormatArg::Text if args.mark_padding => output::text(|out| {
             printed.iter().zip(numbers).try_for_each(|(index, n)| {
-                let mark =
-                    if args.mark_padding && is_padding(sampler, n) { " padding" } else { "" };
+                let mark = if is_padding(sampler, n) { " padding" } else { "" };
                 writeln!(out, "{index}{mark}")
             })
         }),
-        Format::Json => output::json(&Answer {
+        FormatArg::Json => output::json(&Answer {
             format_version: 1,
             len: sampler.data_set_len(),
             world_size: args.world_size,
@@ -361,10 +400,38 @@ fn print_indices(args: &Args, sampler: &DistributedSampler) -> Result<()> {
             indices: printed,
             padding: args.mark_padding.then_some(Padding { sampler, numbers }),
         }),
+        FormatArg::Text | FormatArg::Npy | FormatArg::Raw if args.workers == 1 => {
+            let mut start = args.start;
+            let fill = |rows: &mut [[u64; 1]]| {
+                start += sampler.fill(start, rows.as_flattened_mut()) as u64;
+            };
+            print_rows(args, sampler.data_set_len(), Rows { n_rows: count, fill })
+        }
+        FormatArg::Text | FormatArg::Npy | FormatArg::Raw => {
+            let fill = rows::from(printed.iter().map(|index| [index]));
+            print_rows(args, sampler.data_set_len(), Rows { n_rows: count, fill })
+        }
     }?;
     match &args.save_state {
-        Some(path) => write_state(path, &sampler.state(args.start + count)),
+        Some(path) => output::json_file(path, &sampler.state(args.start + count)),
         None => Ok(()),
+    }
+}
+
+/// Prints rows of indices below `n_samples` in a form that is nothing but them.
+fn print_rows<const WIDTH: usize>(
+    args: &Args,
+    n_samples: u64,
+    rows: Rows<WIDTH, impl FnMut(&mut [[u64; WIDTH]])>,
+) -> Result<()> {
+    match args.format {
+        // JSON has more than rows, and is printed elsewhere.
+        FormatArg::Text | FormatArg::Json => output::text(|out| rows.write_text(out)),
+        FormatArg::Raw => output::bytes(|out| rows.write_raw(out)),
+        FormatArg::Npy => {
+            rows::check_npy(n_samples)?;
+            output::bytes(|out| rows.write_npy(out))
+        }
     }
 }
 
@@ -373,12 +440,6 @@ fn print_indices(args: &Args, sampler: &DistributedSampler) -> Result<()> {
 fn is_padding(sampler: &DistributedSampler, n: u64) -> bool {
     let (_, is_padding) = sampler.entry(n).expect("`Args::count` ends the numbers at the length");
     is_padding
-}
-
-/// A number of indices that an iterator has.
-#[expect(clippy::expect_used, reason = "says why it cannot fail")]
-fn of_indices(n: u64) -> usize {
-    usize::try_from(n).expect("no more than the indices, whose number is a usize")
 }
 
 /// The JSON result of `--locate`.
@@ -403,7 +464,9 @@ fn print_place(args: &Args, sampler: &DistributedSampler, index: u64) -> Result<
         (None, _) => return Err(Error::usage(format!("sample {index} is not in the order"))),
     };
     match args.format {
-        Format::Text => output::text(|out| writeln!(out, "{text}")),
-        Format::Json => output::json(&Place { format_version: 1, index, position, rank }),
+        FormatArg::Json => output::json(&Place { format_version: 1, index, position, rank }),
+        FormatArg::Text | FormatArg::Npy | FormatArg::Raw => {
+            output::text(|out| writeln!(out, "{text}"))
+        }
     }
 }

@@ -1,0 +1,129 @@
+//! Numbers as text and as bytes, computed and written a block at a time: one by one, writing takes
+//! longer than computing.
+
+use std::io::{self, Write};
+
+use crate::{
+    error::{Error, Result},
+    numbers::npy,
+};
+
+/// How many numbers are computed together: they and their text stay in a processor's cache.
+const BLOCK: usize = 4096;
+
+/// Rows of `WIDTH` numbers each.
+pub(super) struct Rows<const WIDTH: usize, F> {
+    pub(super) n_rows: u64,
+    /// Writes the next rows to all of a slice.
+    pub(super) fill: F,
+}
+
+impl<const WIDTH: usize, F: FnMut(&mut [[u64; WIDTH]])> Rows<WIDTH, F> {
+    /// A line for each row, with spaces between its numbers.
+    pub(super) fn write_text(self, out: &mut dyn Write) -> io::Result<()> {
+        let mut digits = itoa::Buffer::new();
+        let mut text = Vec::new();
+        self.for_each_block(|rows| {
+            text.clear();
+            for row in rows {
+                for &number in row {
+                    text.extend_from_slice(digits.format(number).as_bytes());
+                    text.push(b' ');
+                }
+                // The last space of a row ends its line.
+                if let Some(end) = text.last_mut() {
+                    *end = b'\n';
+                }
+            }
+            out.write_all(&text)
+        })
+    }
+
+    /// An array of NumPy.
+    pub(super) fn write_npy(self, out: &mut dyn Write) -> io::Result<()> {
+        let shape = [self.n_rows, WIDTH as u64];
+        let n_dims = if WIDTH == 1 { 1 } else { shape.len() };
+        out.write_all(&npy::header(&shape[..n_dims]))?;
+        self.write_raw(out)
+    }
+
+    /// The numbers in 64 bits each, and nothing else.
+    pub(super) fn write_raw(self, out: &mut dyn Write) -> io::Result<()> {
+        let mut bytes = Vec::new();
+        self.for_each_block(|rows| {
+            bytes.clear();
+            bytes.extend(rows.as_flattened().iter().flat_map(|number| number.to_le_bytes()));
+            out.write_all(&bytes)
+        })
+    }
+
+    fn for_each_block(
+        mut self,
+        mut write: impl FnMut(&[[u64; WIDTH]]) -> io::Result<()>,
+    ) -> io::Result<()> {
+        let mut block = vec![[0; WIDTH]; BLOCK / WIDTH];
+        let mut n_left = self.n_rows;
+        while n_left > 0 {
+            #[expect(clippy::cast_possible_truncation, reason = "at most the length of a slice")]
+            let n_rows = n_left.min(block.len() as u64) as usize;
+            (self.fill)(&mut block[..n_rows]);
+            write(&block[..n_rows])?;
+            n_left -= n_rows as u64;
+        }
+        Ok(())
+    }
+}
+
+/// Fills rows from an iterator, which has as many as are asked for.
+pub(super) fn from<const WIDTH: usize>(
+    mut rows: impl Iterator<Item = [u64; WIDTH]>,
+) -> impl FnMut(&mut [[u64; WIDTH]]) {
+    move |block| block.iter_mut().zip(&mut rows).for_each(|(slot, row)| *slot = row)
+}
+
+/// Refuses a number of samples whose indices do not all fit the integers of `--format npy`.
+pub(super) fn check_npy(n_samples: u64) -> Result<()> {
+    const LIMIT: u64 = i64::MAX.cast_unsigned() + 1;
+    if n_samples <= LIMIT {
+        return Ok(());
+    }
+    let refused =
+        format!("--format npy has signed integers, and {n_samples} samples are above {LIMIT}");
+    Err(Error::usage(refused).hinted("--format raw has unsigned ones"))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn rows<const WIDTH: usize>(n_rows: u64) -> Rows<WIDTH, impl FnMut(&mut [[u64; WIDTH]])> {
+        let row = |n| std::array::from_fn(|column| n * WIDTH as u64 + column as u64);
+        Rows { n_rows, fill: from((0..).map(row)) }
+    }
+
+    #[test]
+    fn every_number_is_written_once_whatever_the_block() {
+        for n_rows in [0, 1, 3, BLOCK as u64 - 1, BLOCK as u64, BLOCK as u64 + 1, 3 * BLOCK as u64]
+        {
+            let mut raw = Vec::new();
+            rows::<1>(n_rows).write_raw(&mut raw).unwrap();
+            let expected: Vec<u8> = (0..n_rows).flat_map(u64::to_le_bytes).collect();
+            assert!(raw == expected, "{n_rows} rows");
+            let mut text = Vec::new();
+            rows::<2>(n_rows).write_text(&mut text).unwrap();
+            let expected: String = (0..n_rows)
+                .map(|n| {
+                    [(2 * n).to_string(), " ".into(), (2 * n + 1).to_string(), "\n".into()].concat()
+                })
+                .collect();
+            assert!(text == expected.as_bytes(), "{n_rows} rows");
+        }
+    }
+
+    #[test]
+    fn signed_integers_end_at_63_bits() {
+        assert!(check_npy(1 << 63).is_ok());
+        let error = check_npy((1 << 63) + 1).unwrap_err();
+        assert!(error.to_string().contains("9223372036854775809"), "{error}");
+    }
+}

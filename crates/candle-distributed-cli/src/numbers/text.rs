@@ -1,0 +1,73 @@
+//! Numbers as a text, separated by white space.
+
+use std::io::{self, BufRead, ErrorKind};
+
+use super::{List, number::Number};
+use crate::error::Result;
+
+/// The longest word that may be a number. Words that never end are none.
+const MAX_WORD_BYTES: usize = 4096;
+
+/// The numbers of a text.
+pub(super) fn read<T: Number>(
+    list: List,
+    source: impl BufRead + 'static,
+) -> impl Iterator<Item = Result<T>> {
+    let mut words = Words { source, bytes: Vec::new(), text: String::new(), end: 0 };
+    (1_u64..).map_while(move |n| match words.next() {
+        Ok(Some(word)) => Some(T::parse(word).map_err(|fault| list.fault(n, &fault, word))),
+        Ok(None) => None,
+        Err(fault) => Some(Err(list.unreadable(fault))),
+    })
+}
+
+/// The words of a source, of which no more than one is held.
+struct Words<R> {
+    source: R,
+    bytes: Vec<u8>,
+    /// What stands between two white spaces of ASCII: beside them there are those of Unicode.
+    text: String,
+    /// Where in there the last word ends.
+    end: usize,
+}
+
+impl<R: BufRead> Words<R> {
+    fn next(&mut self) -> io::Result<Option<&str>> {
+        while self.text[self.end..].trim_start().is_empty() {
+            if !self.read()? {
+                return Ok(None);
+            }
+            self.text.clear();
+            self.text.push_str(&String::from_utf8_lossy(&self.bytes));
+            self.end = 0;
+        }
+        let rest = self.text[self.end..].trim_start();
+        let start = self.text.len() - rest.len();
+        self.end = start + rest.find(char::is_whitespace).unwrap_or(rest.len());
+        Ok(Some(&self.text[start..self.end]))
+    }
+
+    /// Reads up to the next white space of ASCII, and returns whether there is anything before it.
+    /// What is longer than any number is read in pieces.
+    fn read(&mut self) -> io::Result<bool> {
+        self.bytes.clear();
+        loop {
+            let buffer = match self.source.fill_buf() {
+                Err(error) if error.kind() == ErrorKind::Interrupted => continue,
+                buffer => buffer?,
+            };
+            let end = buffer.iter().position(u8::is_ascii_whitespace);
+            let part = &buffer[..end.unwrap_or(buffer.len())];
+            self.bytes.extend_from_slice(part);
+            let is_last = buffer.is_empty() || MAX_WORD_BYTES < self.bytes.len();
+            let n_bytes = part.len() + usize::from(end.is_some());
+            self.source.consume(n_bytes);
+            if !self.bytes.is_empty() && (end.is_some() || is_last) {
+                return Ok(true);
+            }
+            if is_last {
+                return Ok(false);
+            }
+        }
+    }
+}
