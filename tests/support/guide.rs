@@ -18,6 +18,10 @@ pages! {
     Sharded: "../../docs/guide/from-one-device-to-a-sharded-model.md";
     ComingFromFsdp: "../../docs/guide/coming-from-fsdp.md";
     TrainableModels: "../../docs/guide/trainable-models.md";
+    ComingFromAccelerate: "../../docs/guide/coming-from-accelerate.md";
+    ComingFromLightning: "../../docs/guide/coming-from-lightning.md";
+    ComingFromDeepSpeed: "../../docs/guide/coming-from-deepspeed.md";
+    ComingFromTorchtune: "../../docs/guide/coming-from-torchtune.md";
     ComingFromPyTorch: "../../docs/guide/coming-from-pytorch.md";
     Formats: "../../docs/guide/formats.md";
     Measured: "../../docs/guide/measured.md";

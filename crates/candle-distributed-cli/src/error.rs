@@ -155,6 +155,12 @@ impl Error {
         Self { kind: Box::new(kind), advice: self.advice }
     }
 
+    /// The same error, which begins with where in a file it happened.
+    pub(crate) fn at(self, place: impl fmt::Display) -> Self {
+        let usage = Self::usage(format!("{place}: {}", self.chain()));
+        Self { advice: self.advice, ..usage }
+    }
+
     /// The same error with advice from the place that failed.
     pub(crate) fn hinted(self, advice: impl Into<Cow<'static, str>>) -> Self {
         Self { advice: Some(advice.into()), ..self }

@@ -60,7 +60,7 @@ struct Line {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::train::{corpus::Corpus, model::MODEL, run_dir, settings::tests::settings};
+    use crate::train::{corpus::Corpus, run_dir, settings::tests::settings, transformer::MODEL};
 
     #[test]
     fn a_whole_run_is_read_and_others_are_refused() {

@@ -20,6 +20,63 @@ pub(crate) const LENGTHS: &str = "--lengths takes a text file of whole numbers, 
                                   separated by white space; - is standard input";
 pub(crate) const JSON_LINES: &str =
     "each line of a .jsonl file must be a JSON string, or an object with a string field `text`";
+pub(crate) const EXAMPLE_LINES: &str = "each line of a .jsonl file must be a JSON string, or an object with \
+                                        strings \"text\", or \"prompt\" and \"completion\", or with \
+                                        \"messages\" that have \"role\" and \"content\"";
+pub(crate) const MIXED: &str = "all lines of a file must be of one kind: put the others into a file of \
+                                their own; a folder may have files of several kinds";
+pub(crate) const OVERLONG: &str = "--overlong truncate cuts such texts off there, --overlong skip leaves \
+                                   them out; --context N takes longer ones, as far as the model does";
+pub(crate) const NO_TARGET: &str = "--overlong skip leaves out what is longer than the context";
+pub(crate) const HF_FOLDER: &str = "a model is a folder as Hugging Face's tools write it, with config.json, \
+                                    tokenizer.json and model.safetensors: nothing is downloaded here, \
+                                    `hf download NAME --local-dir FOLDER` does that. A config.json \
+                                    alone, with an eos_token_id from 256 on, is a new model of bytes";
+pub(crate) const FAMILY: &str = "models of the Llama family are read here: Llama 2 and 3, Qwen 2 and 2.5, and \
+                                 Mistral, with unquantized weights and attention to the whole context";
+pub(crate) const OTHER_FORMAT: &str = "only safetensors are read here: in Python, \
+                                       `AutoModelForCausalLM.from_pretrained(FOLDER).save_pretrained(NEW)` \
+                                       writes them";
+pub(crate) const NO_WEIGHTS: &str = "--init SEED of train makes random ones; otherwise the folder needs all \
+                                     files of its model";
+pub(crate) const NOT_WHOLE: &str =
+    "the folder is not as it was made: copy or download it again, with all of its files";
+pub(crate) const CHAT_TEMPLATE: &str = "the template says which roles may follow each other: change the messages, \
+                                        or the template";
+pub(crate) const NO_TOKENIZER: &str = "in Python, `AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER)` \
+                                       writes it beside the files of an older tokenizer";
+pub(crate) const OTHER_VOCABULARY: &str = "the tokenizer is another model's, or the model's embedding \
+                                           was not enlarged for its new tokens: `resize_token_embeddings` \
+                                           of transformers does that";
+pub(crate) const NO_END: &str = "set \"eos_token\" in tokenizer_config.json, such as \"</s>\", or \
+                                 \"eos_token_id\" in config.json";
+pub(crate) const NO_CHAT_TEMPLATE: &str = "take the folder of an instruction-tuned model, put a \
+                                           chat_template.jinja there, or give {\"prompt\", \"completion\"} \
+                                           in place of messages";
+pub(crate) const REWRITES: &str = "which tokens are an answer cannot be told then: give \
+                                   {\"prompt\", \"completion\"} in place of messages, or a template \
+                                   that appends";
+pub(crate) const NOT_ITS_WEIGHTS: &str =
+    "config.json and the weights must be of one model: take both from the same folder";
+pub(crate) const LONG_PROMPT: &str =
+    "that is the most that the model was made for: give a shorter text";
+pub(crate) const ADAPTER: &str = "candle-distributed generate FOLDER --adapter DIR takes the model \
+                                  of one folder and the adapters of another";
+pub(crate) const NOT_ITS_ADAPTERS: &str =
+    "adapters are of one model: adapter_config.json names it as base_model_name_or_path";
+pub(crate) const UNFINISHED: &str = "candle-distributed train --out DIR --resume ends it; what did \
+                                     best so far is in the folder best, if there is a --validation";
+pub(crate) const OTHER_MODEL: &str =
+    "give --model the folder as it was, or start a new run in another folder";
+pub(crate) const MODEL_OPTION: &str = "--model FOLDER names the model to fine-tune";
+pub(crate) const LORA_ON: &str = "--lora-on takes the names of linear layers, whole or their ends: \
+                                  q_proj,k_proj,v_proj,o_proj,gate_proj,up_proj,down_proj";
+pub(crate) const HALF_ADAPTERS: &str =
+    "--strategy full keeps them in single precision, and computes in halves";
+pub(crate) const SMALL_VALIDATION: &str =
+    "a larger --validation holds out more; --batch-size or --max-tokens makes smaller steps";
+pub(crate) const MAX_TOKENS: &str =
+    "a step holds at least one sequence: --context cuts sequences, or refuses longer ones";
 pub(crate) const RUN: &str = "candle-distributed train --out DIR creates a run in DIR; without \
                               --out it is created under runs";
 pub(crate) const TEXT: &str = "the text has changed, or an earlier version of this program started \

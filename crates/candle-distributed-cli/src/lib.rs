@@ -13,7 +13,9 @@ mod devices;
 mod error;
 #[cfg(any(test, fuzzing))]
 pub mod fuzzing;
+mod generation;
 mod help;
+mod hf;
 mod hint;
 mod input;
 mod log;
@@ -56,7 +58,8 @@ enum Command {
     Sample(commands::sample::Args),
     Batch(commands::batch::Args),
     Plan(commands::plan::Args),
-    Train(commands::train::Args),
+    Train(Box<commands::train::Args>),
+    Generate(commands::generate::Args),
     Report(commands::report::Args),
     Mesh(commands::mesh::Args),
     #[cfg(unix)]
@@ -97,6 +100,7 @@ fn run(command: Command) -> Result<()> {
         Command::Batch(args) => commands::batch::run(&args),
         Command::Plan(args) => commands::plan::run(&args),
         Command::Train(args) => commands::train::run(&args),
+        Command::Generate(args) => commands::generate::run(&args),
         Command::Report(args) => commands::report::run(&args),
         Command::Mesh(args) => commands::mesh::run(&args),
         #[cfg(unix)]

@@ -1,12 +1,14 @@
-//! What all pictures have in common: fonts, colors in light and dark mode, numbers on axes.
+//! What all pictures have in common: headings, legends, fonts, colors in light and dark mode,
+//! numbers on axes.
 
-use std::{fmt::Write, io, sync::LazyLock};
+use std::{fmt::Write, io, ops::Range, sync::LazyLock};
 
 use plotters::{
     chart::MeshStyle,
     coord::{Shift, ranged1d::Ranged},
     drawing::DrawingAreaErrorKind,
     prelude::*,
+    style::text_anchor::{HPos, Pos, VPos},
 };
 
 use crate::error::Result;
@@ -17,6 +19,16 @@ pub(crate) type Area<'a> = DrawingArea<SVGBackend<'a>, Shift>;
 pub(crate) const FONT: &str = "sans-serif";
 /// The font size of names and numbers; plotters turns it into 13.7 pixels.
 pub(crate) const TEXT: f64 = 17.0;
+
+/// Where headings and the names of axes begin.
+pub(crate) const LEFT: i32 = 14;
+/// The height of a heading.
+pub(crate) const HEADING: u32 = 66;
+/// The height of a line of a legend.
+pub(crate) const LEGEND: u32 = 26;
+
+/// A text beside its point: behind it, in the middle of the line.
+const AFTER: Pos = Pos { h_pos: HPos::Left, v_pos: VPos::Center };
 
 pub(crate) const INK: RGBColor = RGBColor(45, 49, 58);
 pub(crate) const FAINT: RGBColor = RGBColor(105, 111, 123);
@@ -31,6 +43,15 @@ pub(crate) const ON_LIGHT: RGBColor = RGBColor(44, 48, 57);
 pub(crate) const SKY: RGBColor = RGBColor(86, 180, 233);
 pub(crate) const BLUE: RGBColor = RGBColor(0, 114, 178);
 pub(crate) const ORANGE: RGBColor = RGBColor(230, 159, 0);
+pub(crate) const GREEN: RGBColor = RGBColor(0, 158, 115);
+pub(crate) const PURPLE: RGBColor = RGBColor(204, 121, 167);
+
+// What a rank holds beside its parameters. These are dark and cool; what comes on top of them is
+// light, and mostly warm.
+pub(crate) const GRADIENTS: RGBColor = RGBColor(252, 221, 143);
+pub(crate) const OPTIMIZER: RGBColor = RGBColor(247, 190, 150);
+pub(crate) const GATHERED: RGBColor = RGBColor(160, 140, 196);
+pub(crate) const ACTIVATIONS: RGBColor = RGBColor(204, 226, 203);
 
 /// Colors that change in dark mode. The others are those of blocks, and stay.
 const IN_THE_DARK: [(RGBColor, RGBColor); 6] = [
@@ -99,6 +120,72 @@ fn hex(RGBColor(red, green, blue): RGBColor) -> String {
     format!("#{red:02X}{green:02X}{blue:02X}")
 }
 
+/// Writes at the top of a picture what it shows, and below that its figures.
+pub(crate) fn heading(area: &Area<'_>, title: &str, figures: &str, color: RGBColor) -> Drawn {
+    let (width, _) = area.dim_in_pixel();
+    // Smaller letters if the title is long, so that it stays on the line.
+    let size = (1.9 * f64::from(width) / title.chars().count().max(1) as f64).min(21.0);
+    let style = TextStyle::from((FONT, size, FontStyle::Bold)).color(&INK);
+    area.draw(&Text::new(title, (LEFT, 14), style))?;
+    let style = TextStyle::from((FONT, TEXT)).color(&color).pos(AFTER);
+    area.draw(&Text::new(figures, (LEFT, 50), style))
+}
+
+/// How something is drawn that a legend names.
+#[derive(Clone, Copy, Debug)]
+pub(crate) enum Mark {
+    Block,
+    Dot,
+    Line,
+}
+
+/// Names marks in one line that begins at a point.
+pub(crate) fn legend(
+    area: &Area<'_>,
+    (mut x, y): (i32, i32),
+    entries: &[(Mark, RGBColor, &str)],
+) -> Drawn {
+    for &(mark, color, name) in entries {
+        sample(area, mark, color, (x, y))?;
+        let style = TextStyle::from((FONT, TEXT)).color(&INK).pos(AFTER);
+        area.draw(&Text::new(name, (x + 24, y), style))?;
+        x += 24 + text_width(name) + 24;
+    }
+    Ok(())
+}
+
+/// A mark of a legend, before its name.
+fn sample(area: &Area<'_>, mark: Mark, color: RGBColor, (x, y): (i32, i32)) -> Drawn {
+    match mark {
+        Mark::Block => {
+            area.draw(&Rectangle::new([(x + 3, y - 6), (x + 16, y + 7)], color.filled()))
+        }
+        Mark::Dot => area.draw(&Circle::new((x + 10, y), 3, color.mix(0.45).filled())),
+        Mark::Line => area.draw(&PathElement::new([(x, y), (x + 18, y)], color.stroke_width(2))),
+    }
+}
+
+/// A dashed line.
+pub(crate) fn dashes(area: &Area<'_>, columns: Range<i32>, y: i32, color: RGBColor) -> Drawn {
+    for x in columns.clone().step_by(12) {
+        let dash = [(x, y), ((x + 7).min(columns.end), y)];
+        area.draw(&PathElement::new(dash, color.stroke_width(2)))?;
+    }
+    Ok(())
+}
+
+/// About the width of a text of the size [`TEXT`], in pixels: that of wide fonts.
+pub(crate) fn text_width(text: &str) -> i32 {
+    let width = |char| match char {
+        'i' | 'j' | 'l' | '.' | ',' | ':' | '|' | '\'' | ' ' => 5,
+        'f' | 'r' | 't' | '(' | ')' | '[' | ']' | '-' | '/' => 6,
+        'A'..='L' | 'N'..='V' | 'X'..='Z' => 10,
+        'm' | 'w' | 'M' | 'W' | '%' | '…' => 14,
+        _ => 8,
+    };
+    text.chars().map(width).sum()
+}
+
 /// How the axes of all pictures look: lines across for the numbers on the left, nothing else.
 pub(crate) fn plain<X: Ranged, Y: Ranged, B: DrawingBackend>(
     axes: &mut MeshStyle<'_, '_, X, Y, B>,
@@ -132,17 +219,44 @@ fn mix(from: u8, to: u8, part: usize, whole: usize) -> u8 {
     u8::try_from(sum / whole).expect("a mean of two bytes is a byte")
 }
 
-/// A number on an axis, in a short form.
-#[expect(clippy::trivially_copy_pass_by_ref, reason = "plotters asks for this signature")]
-pub(crate) fn tick(value: &f64) -> String {
-    const UNITS: [&str; 7] = ["", "k", "M", "G", "T", "P", "E"];
+/// How the numbers of an axis are written: all in one unit.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Ticks {
+    unit: f64,
+    name: &'static str,
+    decimals: usize,
+}
 
-    let (mut value, mut unit) = (*value, 0);
-    while value >= 1000.0 && unit + 1 < UNITS.len() {
-        value /= 1000.0;
-        unit += 1;
+impl Ticks {
+    /// Those of an axis up to this number.
+    #[expect(
+        clippy::cast_possible_truncation,
+        clippy::cast_sign_loss,
+        reason = "a logarithm is small, and not negative where it is cast"
+    )]
+    pub(crate) fn up_to(highest: f64) -> Self {
+        const UNITS: [(f64, &str); 6] =
+            [(1e18, "E"), (1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e4, "k")];
+
+        let is_reached = |(from, _): &&(f64, &str)| highest >= *from;
+        let (unit, name) = UNITS.iter().find(is_reached).map_or((1.0, ""), |&(from, name)| {
+            // Thousands begin at ten of them: four digits are read at a glance.
+            (if name == "k" { 1e3 } else { from }, name)
+        });
+        // Ticks are a tenth of the axis apart, or a fifth.
+        let decimals = (2.0 - (highest / unit).log10().floor()).clamp(0.0, 12.0) as usize;
+        Self { unit, name, decimals }
     }
-    format!("{}{}", (value * 1000.0).round() / 1000.0, UNITS[unit])
+
+    pub(crate) fn label(self, value: f64) -> String {
+        let number = format!("{:.*}", self.decimals, value / self.unit);
+        let number = if number.contains('.') {
+            number.trim_end_matches('0').trim_end_matches('.')
+        } else {
+            &number
+        };
+        if number == "0" { number.to_owned() } else { format!("{number}{}", self.name) }
+    }
 }
 
 #[cfg(test)]
@@ -150,10 +264,20 @@ mod tests {
     use super::*;
 
     #[test]
-    fn ticks_are_short() {
-        let ticks =
-            [0.0, 0.1 + 0.2, 999.0, 1000.0, 1_250_000.0, 4e18, 4e21].map(|value| tick(&value));
-        assert_eq!(ticks, ["0", "0.3", "999", "1k", "1.25M", "4E", "4000E"]);
+    fn ticks_of_an_axis_have_one_unit() {
+        for (highest, values, labels) in [
+            (0.35, [0.0, 0.1 + 0.2, 0.35], ["0", "0.3", "0.35"]),
+            (4e-4, [0.0, 1e-4, 2.5e-4], ["0", "0.0001", "0.00025"]),
+            (2048.0, [0.0, 500.0, 2000.0], ["0", "500", "2000"]),
+            (1.6e6, [0.0, 200_000.0, 1_250_000.0], ["0", "0.2M", "1.25M"]),
+            (16_384.0, [0.0, 500.0, 16_000.0], ["0", "0.5k", "16k"]),
+            (4e21, [0.0, 4e18, 4e21], ["0", "4E", "4000E"]),
+        ] {
+            let ticks = Ticks::up_to(highest);
+            assert_eq!(values.map(|value| ticks.label(value)), labels, "{highest}");
+        }
+        // An axis of no extent, and one of nothing known.
+        assert_eq!([0.0, f64::NAN].map(|highest| Ticks::up_to(highest).label(0.0)), ["0", "0"]);
     }
 
     #[test]

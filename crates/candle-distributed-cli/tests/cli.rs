@@ -519,11 +519,13 @@ fn batch_draws_one_svg_document() {
     assert!(svg.starts_with("<svg ") && svg.ends_with("</svg>\n"), "{svg}");
     assert_eq!((svg.matches("<svg").count(), n_bars(&svg, "#FFFFFF") > 0), (1, true));
     for words in [
-        "efficiency 0.9073, 2 batches",
+        "bucket, at most 160 tokens per batch",
+        "5 sequences in 2 batches, efficiency 0.9073: 186 of 205 tokens are real, at most 160 per batch",
         "length of a sequence (tokens)",
         "sequences",
-        "padded length of a batch (tokens)",
-        "real",
+        "batches, those of the longest sequences last",
+        "tokens of a batch",
+        "real tokens",
         "padding",
     ] {
         assert!(svg.lines().any(|line| line == words), "{words}");
@@ -535,22 +537,25 @@ fn batch_draws_one_svg_document() {
 }
 
 #[test]
-fn batch_draws_a_bar_for_each_bin() {
+fn batch_draws_a_bar_for_each_bin_and_each_batch() {
     let n_all_bars = |svg: &str| ["#56B4E9", "#0072B2", "#E69F00"].map(|color| n_bars(svg, color));
-    // Five lengths; two padded lengths, each with padding; and the squares of the legend.
+    // Five lengths; two batches, each with padding; and the squares of the legend.
     assert_eq!(
         n_all_bars(&drawing("12 80 15 70 9", &["bucket", "--max-tokens", "160"])),
         [5, 3, 3]
     );
     let many = lengths_up_to(2000);
-    // Bins of 50 from 0; the last one holds 2000 alone.
-    assert_eq!(n_all_bars(&drawing(&many, &["sorted", "--max-batch-size", "1"])), [41, 42, 1]);
-    assert_eq!(n_all_bars(&drawing(&many, &["pack", "--capacity", "2000"]))[0], 41);
+    // Bins of 50 from 0, the last of which holds 2000 alone; as many bars of batches as there is
+    // room for.
+    assert_eq!(n_all_bars(&drawing(&many, &["sorted", "--max-batch-size", "1"])), [41, 121, 1]);
+    let packed = drawing("6 5 3 2 1", &["pack", "--capacity", "8"]);
+    assert_eq!(n_all_bars(&packed), [5, 4, 2]);
+    assert!(packed.lines().any(|line| line == "rows, the fullest last"), "{packed}");
     // Nothing to draw, and more than there is room for in a number of 64 bits.
     let skip = ["dynamic", "--max-tokens", "9", "--max-sequence-length", "5", "--overlong", "skip"];
     assert_eq!(n_all_bars(&drawing("7", &skip)), [1, 1, 1]);
     let longest = "18446744073709551615 18446744073709551615";
-    assert_eq!(n_all_bars(&drawing(longest, &["pad-to-max", "--max-batch-size", "1"])), [1, 2, 1]);
+    assert_eq!(n_all_bars(&drawing(longest, &["pad-to-max", "--max-batch-size", "1"])), [1, 3, 1]);
     refuses(&["sample", "--len", "3", "--format", "svg"], &["svg"]);
 }
 
@@ -1181,12 +1186,15 @@ fn n_steps(out: &Path) -> usize {
 }
 
 #[test]
-fn train_prints_the_plan_first_and_where_the_run_is_last() {
+fn train_prints_the_plan_first_and_last_where_the_run_is_and_what_its_model_writes() {
     let dir = tempfile::tempdir().unwrap();
     let out = dir.path().join("run");
     let printed = text(&["train", "--steps", "1", "--out", out.to_str().unwrap()]);
     assert!(printed.starts_with("full over 2 ranks"), "{printed}");
-    assert!(printed.trim_end().ends_with(out.to_str().unwrap()), "{printed}");
+    let end = format!("\nmetrics and model are in {}\nthe model writes:\n", out.display());
+    let (_, written) = printed.split_once(&end).unwrap_or_else(|| panic!("{printed}"));
+    // The first file of the sources is this program's introduction.
+    assert!(written.starts_with('#'), "{written}");
 }
 
 #[test]

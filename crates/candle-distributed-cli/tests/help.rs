@@ -4,9 +4,9 @@
 
 mod support;
 
-use std::fs;
+use std::{fs, path::Path};
 
-use crate::support::{SUBCOMMANDS, command, refuses, run, text};
+use crate::support::{SUBCOMMANDS, command, golden, refuses, run, text};
 
 #[test]
 fn help_lists_every_subcommand() {
@@ -46,8 +46,15 @@ fn home() -> tempfile::TempDir {
     let model = [&(header.len() as u64).to_le_bytes()[..], header.as_bytes(), &[0; 1024]].concat();
     fs::write(home.path().join("model.safetensors"), model).unwrap();
     let run = r#"{"format_version": 1, "seed": 0, "steps": 7, "data": null, "text": "", "max_tokens": 4096}"#;
-    fs::create_dir_all(home.path().join("runs/0001")).unwrap();
-    fs::write(home.path().join("runs/0001/run.json"), run).unwrap();
+    for folder in ["runs/0001", "runs/0002"] {
+        fs::create_dir_all(home.path().join(folder)).unwrap();
+        fs::write(home.path().join(folder).join("run.json"), run).unwrap();
+    }
+    fs::create_dir(home.path().join("llama")).unwrap();
+    for name in ["config.json", "tokenizer.json", "tokenizer_config.json", "model.safetensors"] {
+        let from = Path::new(&golden("llama")).join(name);
+        fs::copy(from, home.path().join("llama").join(name)).unwrap();
+    }
     for folder in [".config/fish/completions", ".zfunc"] {
         fs::create_dir_all(home.path().join(folder)).unwrap();
     }
@@ -57,7 +64,7 @@ fn home() -> tempfile::TempDir {
 #[cfg(unix)]
 #[test]
 fn every_example_works_as_it_stands() {
-    use std::{env, iter, path::Path, process::Command};
+    use std::{env, iter, process::Command};
 
     let home = home();
     let bin = Path::new(env!("CARGO_BIN_EXE_candle-distributed")).parent().unwrap().to_owned();
@@ -83,6 +90,7 @@ fn every_example_works_as_it_stands() {
         "packed.svg",
         "plan.json",
         "runs/0001/report.html",
+        "runs/0001/comparison.html",
         "candle-distributed.1",
         ".zfunc/_candle-distributed",
     ] {

@@ -13,7 +13,8 @@ use std::{
 
 use crate::support::{file, refuses, text};
 
-const SECTIONS: [&str; 6] = ["summary", "settings", "training", "plan", "batches", "coverage"];
+const SECTIONS: [&str; 7] =
+    ["summary", "settings", "sample", "training", "plan", "batches", "coverage"];
 
 /// A run of a few steps on this text, in a folder `run` beside it; the folder of both lives as long
 /// as it.
@@ -34,8 +35,13 @@ fn page(run: &Path) -> String {
     fs::read_to_string(run.join("report.html")).unwrap()
 }
 
-/// The body of a page: all tags are closed, and it needs nothing from elsewhere.
+/// The body of a page about a run.
 fn checked(page: &str) -> &str {
+    of_sections(page, &SECTIONS)
+}
+
+/// The body of a page of these sections: all tags are closed, and it needs nothing from elsewhere.
+fn of_sections<'a>(page: &'a str, sections: &[&str]) -> &'a str {
     assert!(
         page.starts_with("<!DOCTYPE html>") && !page.contains("http") && !page.contains("<script"),
         "{page}"
@@ -44,7 +50,7 @@ fn checked(page: &str) -> &str {
     let document = roxmltree::Document::parse(body).unwrap();
     let ids: Vec<&str> =
         document.descendants().filter_map(|element| element.attribute("id")).collect();
-    assert_eq!(ids, SECTIONS);
+    assert_eq!(ids, sections);
     assert!(!page.contains("NaN") && !page.contains("inf<"), "{page}");
     body
 }
@@ -58,7 +64,7 @@ fn a_page_tells_all_of_a_run() {
     let (_dir, run) = run_on(&TEXT.repeat(200));
     let page = page(&run);
     let body = checked(&page);
-    assert_eq!(n_pictures(body), 4);
+    assert_eq!(n_pictures(body), 5);
     for words in [
         "Complete: 3 steps on 3 devices.",
         "text &lt;&amp;&gt;.txt",
@@ -114,6 +120,31 @@ fn a_page_can_lie_elsewhere_and_a_folder_without_a_run_has_none() {
 }
 
 #[test]
+fn runs_are_compared_on_one_page() {
+    let (dir, run) = run_on(&TEXT.repeat(200));
+    let data = dir.path().join("text <&>.txt");
+    let other = dir.path().join("other");
+    let steps = ["train", "--steps", "2", "--strategy", "full", "--max-grad-norm", "0.5"];
+    let paths = ["--data", data.to_str().unwrap(), "--out", other.to_str().unwrap()];
+    text(&[&steps[..], &paths].concat());
+    fs::write(other.join("sample.txt"), "to be <or>\n\u{1b}[2J not").unwrap();
+    let said = text(&["report", run.to_str().unwrap(), other.to_str().unwrap()]);
+    assert!(said.trim_end().ends_with("comparison.html"), "{said}");
+    let page = fs::read_to_string(run.join("comparison.html")).unwrap();
+    let body = of_sections(&page, &["summary", "settings", "training", "sample"]);
+    assert_eq!(n_pictures(body), 1);
+    for words in ["3 of 3", "2 of 2", "sharded by full", "to be &lt;or&gt;\n\\u{1b}[2J not"] {
+        assert!(body.contains(words), "no {words:?} in {body}");
+    }
+    assert!(!body.contains("fingerprint"), "the text is the same: {body}");
+
+    // A page about one run shows what its model wrote.
+    let alone = self::page(&other);
+    assert!(checked(&alone).contains("What the model wrote"));
+    refuses(&["report", "a", "b", "c", "d", "e"], &["RUN_DIR"]);
+}
+
+#[test]
 fn a_curve_shows_all_steps_of_a_resumed_run() {
     let (_dir, run) = run_on(&TEXT.repeat(200));
     let whole = fs::read_to_string(run.join("loss.svg")).unwrap();
@@ -121,7 +152,8 @@ fn a_curve_shows_all_steps_of_a_resumed_run() {
     text(&["train", "--resume", "--out", run.to_str().unwrap()]);
     let resumed = fs::read_to_string(run.join("loss.svg")).unwrap();
     let n_points = |svg: &str| svg.matches("<circle ").count();
-    assert_eq!((n_points(&whole), n_points(&resumed)), (6, 6));
+    // Losses, learning rates, norms and speeds of three steps, and the mark of the legend.
+    assert_eq!((n_points(&whole), n_points(&resumed)), (13, 13));
     assert!(checked(&page(&run)).contains("2 devices from step 3 on"));
 }
 
@@ -179,7 +211,7 @@ fn a_browser_shows_the_page_in_light_and_dark() {
     page(&run);
     let page = run.join("report.html");
     let mut means = Vec::new();
-    for view in [(800, "light"), (800, "dark"), (1200, "light")] {
+    for view in [(800, "light"), (800, "dark"), (1200, "light"), (500, "light")] {
         let pixels = screenshot(&chromium, &page, view);
         let mut shades = [0_u64; 256];
         for &shade in &pixels {

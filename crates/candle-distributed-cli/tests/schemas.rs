@@ -21,7 +21,7 @@ use candle_distributed::{
 use jsonschema::Validator;
 use serde_json::{Value, json};
 
-use crate::support::{file, json, run, text};
+use crate::support::{file, finetune::Model, golden, json, run, text};
 
 /// A schema, and what the program really writes of its form.
 struct Form {
@@ -74,7 +74,7 @@ fn validator(schema: &Value) -> Validator {
 /// Every form, with outputs that have all of its fields between them.
 fn forms() -> Vec<Form> {
     let dir = tempfile::tempdir().unwrap();
-    let mut forms = vec![samples(dir.path()), batches(), mesh()];
+    let mut forms = vec![samples(dir.path()), batches(), written(), mesh()];
     forms.extend(plans(dir.path()));
     forms.extend(run_of(dir.path()));
     forms
@@ -144,6 +144,16 @@ fn mesh() -> Form {
         documents,
         free: &["/threads/CANDLE_NUM_THREADS", "/threads/RAYON_NUM_THREADS"],
     }
+}
+
+fn written() -> Form {
+    let llama = golden("llama");
+    let generate = |more: &[&str]| json(&[&["generate", &llama], more].concat());
+    let documents = vec![
+        generate(&["--prompt", "When the fog came in", "--max-tokens", "3"]),
+        generate(&["--prompt", "", "--max-tokens", "400", "--ignore-eos"]),
+    ];
+    Form { name: "generate", documents, free: &[] }
 }
 
 const MANIFEST: &str = r#"{
@@ -241,8 +251,40 @@ fn resized() -> Value {
     serde_json::to_value(four.resized(WorldSize::new(3).unwrap()).unwrap()).unwrap()
 }
 
+/// The settings of runs that fine-tune, and what their validations have found.
+fn finetuned(dir: &Path) -> (Vec<Value>, Vec<Value>) {
+    let model = Model::new();
+    let train = |out: &Path, more: &[&str]| {
+        let out_name = out.to_str().unwrap();
+        model.train(out_name, &[&["--steps", "2", "--validation", "0.4"], more].concat());
+        read(&out.join("run.json"))
+    };
+    let [first, second] = ["first-model", "second-model"].map(|name| dir.join(name));
+    let settings = vec![
+        train(&first, &["--init", "1", "--weight-decay", "0.1", "--batch-size", "2"]),
+        train(
+            &second,
+            &[
+                "--model",
+                first.join("model").to_str().unwrap(),
+                "--lora",
+                "2",
+                "--lora-on",
+                "q_proj",
+                "--merge",
+                "--rows",
+                "packed",
+                "--max-tokens",
+                "64",
+            ],
+        ),
+    ];
+    let found = fs::read_to_string(first.join("validation.jsonl")).unwrap();
+    (settings, found.lines().map(|line| serde_json::from_str(line).unwrap()).collect())
+}
+
 /// The files that are written: states of samplers, and the folder of a run.
-fn run_of(dir: &Path) -> [Form; 4] {
+fn run_of(dir: &Path) -> [Form; 5] {
     let at = |name: &str| dir.join(name).to_str().unwrap().to_owned();
     let (state, data, out) = (at("state.json"), at("text.txt"), at("run"));
     let sample = |more: &[&str]| {
@@ -276,10 +318,13 @@ fn run_of(dir: &Path) -> [Form; 4] {
     of_own_text["data"] = Value::Null;
     of_own_text["allow_non_finite"] = true.into();
     of_own_text["sessions"][0]["sharding"]["optimizer_in_backward"] = true.into();
+    let (mut runs, validations) = finetuned(dir);
+    runs.extend([read(&run.join("run.json")), of_own_text]);
     let indices: Vec<_> = checkpoints.iter().map(|path| read(path)).collect();
     [
         Form { name: "sampler-state", documents: states, free: &[] },
-        Form { name: "run", documents: vec![read(&run.join("run.json")), of_own_text], free: &[] },
+        Form { name: "run", documents: runs, free: &["/finetune/config"] },
+        Form { name: "validation", documents: validations, free: &[] },
         Form {
             name: "metrics",
             documents: metrics.lines().map(|line| serde_json::from_str(line).unwrap()).collect(),

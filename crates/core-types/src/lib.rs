@@ -1,3 +1,13 @@
+//! [`Epoch`]: crate::Epoch
+//! [`Fingerprint`]: crate::Fingerprint
+//! [`Launched`]: crate::Launched
+//! [`Launcher`]: crate::Launcher
+//! [`Placement`]: crate::Placement
+//! [`Rank`]: crate::Rank
+//! [`Seed`]: crate::Seed
+//! [`WorldSize`]: crate::WorldSize
+// The README's links go to the registry. The first of two definitions counts: on this page, where
+// those above come first, they go to the crate itself.
 #![doc = include_str!("../README.md")]
 #![forbid(unsafe_code)]
 

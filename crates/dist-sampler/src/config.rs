@@ -98,14 +98,18 @@ pub struct SamplerConfig {
 }
 
 impl SamplerConfig {
-    /// The choices of SPDL's `DistributedDeterministicSampler`: sequential, strided.
+    /// The choices of SPDL's `DistributedDeterministicSampler` with its defaults: sequential,
+    /// strided, the incomplete last round dropped, so that all ranks read equally many samples.
     ///
-    /// `drop_last_distributed_round` (SPDL's default is true) drops the incomplete last round, so
-    /// that all ranks read equally many samples; without it every sample is read and some ranks
-    /// read one more.
-    pub fn spdl_deterministic(drop_last_distributed_round: bool) -> Self {
-        let tail = if drop_last_distributed_round { Tail::Drop } else { Tail::Spread };
-        Self { order: Order::Sequential, partition: Partition::Strided, tail, ..Self::default() }
+    /// `drop_last_distributed_round=False` is `with_tail(Tail::Spread)`: every sample is read, and
+    /// some ranks read one more.
+    pub fn spdl_deterministic() -> Self {
+        Self {
+            order: Order::Sequential,
+            partition: Partition::Strided,
+            tail: Tail::Drop,
+            ..Self::default()
+        }
     }
 
     /// The choices of SPDL's `DistributedRandomSampler`: shuffled, strided, the incomplete last
@@ -115,18 +119,21 @@ impl SamplerConfig {
     /// [`set_epoch`](crate::DistributedSampler::set_epoch) with the next number does that. The
     /// order is another one than SPDL's.
     pub fn spdl_random() -> Self {
-        Self::spdl_deterministic(true).with_order(Order::Shuffled)
+        Self::spdl_deterministic().with_order(Order::Shuffled)
     }
 
-    /// The choices of PyTorch's `DistributedSampler`, with whose index lists the sampler then
-    /// agrees to the bit.
+    /// The choices of PyTorch's `DistributedSampler` with its defaults, with whose index lists the
+    /// sampler then agrees to the bit: shuffled, strided, padded.
     ///
-    /// PyTorch's defaults are `shuffle` true and `drop_last` false. Its seeds are signed; here they
-    /// are cast to `u64`.
-    pub fn torch_compatible(shuffle: bool, drop_last: bool) -> Self {
-        let order = if shuffle { Order::Torch } else { Order::Sequential };
-        let tail = if drop_last { Tail::Drop } else { Tail::Pad };
-        Self { order, partition: Partition::Strided, tail, ..Self::default() }
+    /// `shuffle=False` is `with_order(Order::Sequential)`, `drop_last=True` is
+    /// `with_tail(Tail::Drop)`. PyTorch's seeds are signed; here they are cast to `u64`.
+    pub fn torch() -> Self {
+        Self {
+            order: Order::Torch,
+            partition: Partition::Strided,
+            tail: Tail::Pad,
+            ..Self::default()
+        }
     }
 
     /// Sets the order of the samples.

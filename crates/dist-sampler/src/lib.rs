@@ -1,3 +1,12 @@
+//! [`DistributedSampler`]: crate::DistributedSampler
+//! [`Mixture`]: crate::Mixture
+//! [`Order`]: crate::Order
+//! [`Partition`]: crate::Partition
+//! [`Quota`]: crate::Quota
+//! [`SamplerConfig`]: crate::SamplerConfig
+//! [`Tail`]: crate::Tail
+// The README's links go to the registry. The first of two definitions counts: on this page, where
+// those above come first, they go to the crate itself.
 #![doc = include_str!("../README.md")]
 
 mod config;

@@ -159,12 +159,12 @@ fn criterion_10_processes_that_never_talk_cover_every_epoch() {
 
 #[test]
 fn spdl_page_dropping_the_last_distributed_round() {
-    let ranks = read_all(11, 4, SamplerConfig::spdl_deterministic(true), 0);
+    let ranks = read_all(11, 4, SamplerConfig::spdl_deterministic(), 0);
     assert_eq!(ranks, [[0, 4], [1, 5], [2, 6], [3, 7]]);
 }
 
 #[test]
 fn spdl_page_keeping_the_last_distributed_round() {
-    let ranks = read_all(11, 4, SamplerConfig::spdl_deterministic(false), 0);
+    let ranks = read_all(11, 4, SamplerConfig::spdl_deterministic().with_tail(Tail::Spread), 0);
     assert_eq!(ranks, [vec![0, 4, 8], vec![1, 5, 9], vec![2, 6, 10], vec![3, 7]]);
 }

@@ -4,7 +4,7 @@
 #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
 
 use core_types::WorldSize;
-use dist_sampler::{DistributedSampler, SamplerConfig};
+use dist_sampler::{DistributedSampler, SamplerConfig, Tail};
 use serde_json::Value;
 
 /// n, world, `ddp_drop_last_distributed_round`, what each rank reads.
@@ -17,7 +17,8 @@ fn every_rank_reads_what_spdl_gives_it() {
     let cases: Vec<Case> = serde_json::from_value(file["cases"].take()).unwrap();
     assert_eq!(cases.len(), 140);
     for (len, world, drop_last_round, ranks) in cases {
-        let config = SamplerConfig::spdl_deterministic(drop_last_round);
+        let tail = if drop_last_round { Tail::Drop } else { Tail::Spread };
+        let config = SamplerConfig::spdl_deterministic().with_tail(tail);
         // The one difference: SPDL refuses a data set of which every rank would get nothing.
         let ranks = ranks.unwrap_or_else(|| vec![Vec::new(); usize::try_from(world).unwrap()]);
         for (placement, expected) in WorldSize::new(world).unwrap().placements().zip(ranks) {

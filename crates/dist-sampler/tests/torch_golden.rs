@@ -3,7 +3,7 @@
 #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
 
 use core_types::{Epoch, Placement, Seed, WorldSize};
-use dist_sampler::{DistributedSampler, Error, SamplerConfig};
+use dist_sampler::{DistributedSampler, Error, Order, SamplerConfig, Tail};
 use serde_json::Value;
 
 /// n, world, shuffle, `drop_last`, seed, epoch, what each rank reads.
@@ -21,7 +21,9 @@ fn distributed_sampler() -> Value {
 }
 
 fn config(shuffle: bool, drop_last: bool, seed: u64) -> SamplerConfig {
-    SamplerConfig::torch_compatible(shuffle, drop_last).with_seed(Seed::new(seed))
+    let config = SamplerConfig::torch().with_seed(Seed::new(seed));
+    let config = if shuffle { config } else { config.with_order(Order::Sequential) };
+    if drop_last { config.with_tail(Tail::Drop) } else { config }
 }
 
 /// The sampler at `epoch`, reached from epoch 0 as a training loop does.

@@ -1,4 +1,29 @@
 //! [Coming from PyTorch's DDP and FSDP]: crate::coming_from_ddp
+//! [`AdamW`]: crate::AdamW
+//! [`CheckpointError`]: crate::CheckpointError
+//! [`DataParallel`]: crate::DataParallel
+//! [`Error`]: crate::Error
+//! [`FullyShard`]: crate::FullyShard
+//! [`GradientError`]: crate::GradientError
+//! [`Keep`]: crate::Keep
+//! [`Loss`]: crate::Loss
+//! [`ParameterError`]: crate::ParameterError
+//! [`Schedule`]: crate::Schedule
+//! [`Sgd`]: crate::Sgd
+//! [`ShardedVars`]: crate::ShardedVars
+//! [`ShardingError`]: crate::ShardingError
+//! [`StateDict`]: crate::StateDict
+//! [`StatefulOptimizer`]: crate::StatefulOptimizer
+//! [`SyncBatchNorm`]: crate::SyncBatchNorm
+//! [`TrainingError`]: crate::TrainingError
+//! [`UnitRules`]: crate::UnitRules
+//! [`Units`]: crate::Units
+//! [`declare`]: crate::declare()
+//! [`feed`]: crate::feed()
+//! [`parameter_infos`]: crate::parameter_infos()
+//! [`value_and_grad`]: crate::value_and_grad()
+// The README's links go to the registry. The first of two definitions counts: on this page, where
+// those above come first, they go to the crate itself.
 #![doc = include_str!("../README.md")]
 #![forbid(unsafe_code)]
 

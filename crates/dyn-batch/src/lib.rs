@@ -1,3 +1,23 @@
+//! [`Batch`]: crate::Batch
+//! [`BatchConfig`]: crate::BatchConfig
+//! [`BatchPlan`]: crate::BatchPlan
+//! [`BatchState`]: crate::BatchState
+//! [`Batches`]: crate::Batches
+//! [`Cost`]: crate::Cost
+//! [`DistributedBatchSampler`]: crate::DistributedBatchSampler
+//! [`DynamicBatchSampler`]: crate::DynamicBatchSampler
+//! [`Overlong`]: crate::Overlong
+//! [`PaddingReport`]: crate::PaddingReport
+//! [`Remainder`]: crate::Remainder
+//! [`Segments`]: crate::Segments
+//! [`Sequence`]: crate::Sequence
+//! [`SequenceLengths`]: crate::SequenceLengths
+//! [`ShapeReport`]: crate::ShapeReport
+//! [`Steps`]: crate::Steps
+//! [`balance`]: crate::balance()
+#![cfg_attr(feature = "candle", doc = "[`Collator`]: crate::Collator")]
+// The README's links go to the registry. The first of two definitions counts: on this page, where
+// those above come first, they go to the crate itself.
 #![doc = include_str!("../README.md")]
 #![forbid(unsafe_code)]
 

@@ -1,3 +1,19 @@
+//! [`Cut`]: crate::Cut
+//! [`ElemType`]: crate::ElemType
+//! [`Full`]: crate::strategy::Full
+//! [`Hsdp`]: crate::strategy::Hsdp
+//! [`Hybrid`]: crate::strategy::Hybrid
+//! [`LayerWise`]: crate::strategy::LayerWise
+//! [`Layout`]: crate::strategy::Layout
+//! [`ParameterInfo`]: crate::ParameterInfo
+//! [`Pattern`]: crate::Pattern
+//! [`PlanCost`]: crate::cost::PlanCost
+//! [`Reshard`]: crate::reshard::Reshard
+//! [`ShardAssignment`]: crate::ShardAssignment
+//! [`ShardingPlan`]: crate::ShardingPlan
+//! [`WholeTensor`]: crate::strategy::WholeTensor
+// The README's links go to the registry. The first of two definitions counts: on this page, where
+// those above come first, they go to the crate itself.
 #![doc = include_str!("../README.md")]
 #![forbid(unsafe_code)]
 

@@ -1,3 +1,34 @@
+//! [`AttentionConfig`]: crate::AttentionConfig
+//! [`add_layer_norm`]: crate::add_layer_norm()
+//! [`add_rms_norm`]: crate::add_rms_norm()
+//! [`attention`]: crate::attention()
+//! [`attention_packed`]: crate::attention_packed()
+//! [`backward_from`]: crate::backward_from()
+//! [`checkpoint`]: crate::checkpoint()
+//! [`cross_entropy`]: crate::cross_entropy()
+//! [`dropout`]: crate::dropout()
+//! [`embedding`]: crate::embedding()
+//! [`gelu`]: crate::gelu()
+//! [`gelu_tanh`]: crate::gelu_tanh()
+//! [`layer_norm`]: crate::layer_norm()
+//! [`linear`]: crate::linear()
+//! [`linear_add_rms_norm`]: crate::linear_add_rms_norm()
+//! [`linear_rope`]: crate::linear_rope()
+//! [`log_softmax`]: crate::log_softmax()
+//! [`mlp`]: crate::mlp()
+//! [`rms_norm`]: crate::rms_norm()
+//! [`rope`]: crate::rope()
+//! [`rope_i`]: crate::rope_i()
+//! [`rope_i_thd`]: crate::rope_i_thd()
+//! [`rope_thd`]: crate::rope_thd()
+//! [`silu`]: crate::silu()
+//! [`softmax`]: crate::softmax()
+//! [`swiglu`]: crate::swiglu()
+//! [`swiglu_mlp`]: crate::swiglu_mlp()
+//! [`with_backward`]: crate::with_backward()
+//! [`with_backward_many`]: crate::with_backward_many()
+// The README's links go to the registry. The first of two definitions counts: on this page, where
+// those above come first, they go to the crate itself.
 #![doc = include_str!("../README.md")]
 
 mod activation;

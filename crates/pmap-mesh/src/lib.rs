@@ -1,4 +1,14 @@
 //! [Coming from JAX]: crate::coming_from_jax
+//! [`DeviceMesh`]: crate::DeviceMesh
+//! [`Error`]: crate::Error
+//! [`P`]: crate::P
+//! [`PMap`]: crate::PMap
+//! [`Pending`]: crate::Pending
+//! [`Replica`]: crate::Replica
+//! [`Sharded`]: crate::Sharded
+//! [`TensorTree`]: crate::TensorTree
+// The README's links go to the registry. The first of two definitions counts: on this page, where
+// those above come first, they go to the crate itself.
 #![doc = include_str!("../README.md")]
 
 mod ending;

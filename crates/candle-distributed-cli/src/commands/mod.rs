@@ -2,6 +2,7 @@
 
 pub(crate) mod batch;
 pub(crate) mod completions;
+pub(crate) mod generate;
 #[cfg(unix)]
 pub(crate) mod launch;
 pub(crate) mod man;

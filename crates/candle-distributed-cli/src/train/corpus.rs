@@ -26,7 +26,7 @@ macro_rules! own_sources {
     };
 }
 
-const EMBEDDED: [(&str, &str); 73] = own_sources![
+const EMBEDDED: [(&str, &str); 97] = own_sources![
     "README.md",
     "src/bin/candle-distributed.rs",
     "src/bytes.rs",
@@ -34,6 +34,7 @@ const EMBEDDED: [(&str, &str); 73] = own_sources![
     "src/commands/batch/chart.rs",
     "src/commands/batch/mod.rs",
     "src/commands/completions.rs",
+    "src/commands/generate/mod.rs",
     "src/commands/launch/guard.rs",
     "src/commands/launch/job.rs",
     "src/commands/launch/lines.rs",
@@ -53,21 +54,39 @@ const EMBEDDED: [(&str, &str); 73] = own_sources![
     "src/commands/plan/svg/paint.rs",
     "src/commands/plan/svg/panel.rs",
     "src/commands/plan/svg/words.rs",
+    "src/commands/report/comparison.rs",
     "src/commands/report/coverage.rs",
     "src/commands/report/facts.rs",
+    "src/commands/report/markup.rs",
     "src/commands/report/mod.rs",
     "src/commands/report/page.rs",
+    "src/commands/report/step.rs",
     "src/commands/report/style.css",
     "src/commands/sample/mixture.rs",
     "src/commands/sample/mod.rs",
     "src/commands/train/dry_run.rs",
+    "src/commands/train/finetune.rs",
     "src/commands/train/mod.rs",
     "src/commands/train/parts.rs",
     "src/commands/train/start.rs",
+    "src/commands/train/writing.rs",
     "src/devices.rs",
     "src/error.rs",
     "src/fuzzing.rs",
+    "src/generation/folders.rs",
+    "src/generation/mod.rs",
+    "src/generation/prompt.rs",
+    "src/generation/sampling.rs",
+    "src/generation/weights.rs",
+    "src/generation/writer.rs",
     "src/help.rs",
+    "src/hf/byte_tokenizer.rs",
+    "src/hf/chat.rs",
+    "src/hf/examples.rs",
+    "src/hf/folder.rs",
+    "src/hf/lines.rs",
+    "src/hf/mod.rs",
+    "src/hf/tokenizer.rs",
     "src/hint.rs",
     "src/input.rs",
     "src/lib.rs",
@@ -80,7 +99,9 @@ const EMBEDDED: [(&str, &str); 73] = own_sources![
     "src/train/corpus.rs",
     "src/train/curve.rs",
     "src/train/data.rs",
+    "src/train/dataset.rs",
     "src/train/distributed.rs",
+    "src/train/finetune.rs",
     "src/train/journal.rs",
     "src/train/limits.rs",
     "src/train/measured.rs",
@@ -91,6 +112,7 @@ const EMBEDDED: [(&str, &str); 73] = own_sources![
     "src/train/parameters.rs",
     "src/train/precision.rs",
     "src/train/pretrained.rs",
+    "src/train/products.rs",
     "src/train/recipe.rs",
     "src/train/resumed.rs",
     "src/train/run_dir.rs",
@@ -100,6 +122,8 @@ const EMBEDDED: [(&str, &str); 73] = own_sources![
     "src/train/stop.rs",
     "src/train/traffic.rs",
     "src/train/trainer.rs",
+    "src/train/transformer.rs",
+    "src/train/validation.rs",
 ];
 
 impl Corpus {
@@ -114,10 +138,8 @@ impl Corpus {
     ///
     /// Hidden files and files that are not UTF-8 are skipped.
     pub(crate) fn read(path: &Path, longest: usize) -> Result<Self> {
-        let mut files = Vec::new();
-        list_files(path, &mut files)?;
         let texts: Vec<Vec<String>> =
-            files.iter().map(|file| read_texts(file)).collect::<Result<_>>()?;
+            files(path)?.iter().map(|file| read_texts(file)).collect::<Result<_>>()?;
         let corpus = Self::new(texts.iter().flatten().map(String::as_str), longest);
         if corpus.sequences.is_empty() {
             return Err(Error::usage(format!("no text to learn from in {}", path.display())));
@@ -152,6 +174,14 @@ impl Corpus {
         let index = usize::try_from(index).expect("sequences in memory are counted by a usize");
         &self.sequences[index]
     }
+}
+
+/// The files under a folder, but for hidden ones, or the file itself, in the same order on every
+/// machine.
+pub(crate) fn files(path: &Path) -> Result<Vec<PathBuf>> {
+    let mut files = Vec::new();
+    list_files(path, &mut files)?;
+    Ok(files)
 }
 
 /// Adds the files under `path` to `files`, sorted, so that every machine reads the same corpus.
@@ -223,9 +253,9 @@ mod tests {
     #[test]
     fn every_source_file_is_embedded() {
         let root = Path::new(env!("CARGO_MANIFEST_DIR"));
-        let mut files = vec![root.join("README.md")];
-        list_files(&root.join("src"), &mut files).unwrap();
-        assert!(EMBEDDED.iter().map(|(path, _)| root.join(path)).eq(files));
+        let mut all = vec![root.join("README.md")];
+        all.extend(files(&root.join("src")).unwrap());
+        assert!(EMBEDDED.iter().map(|(path, _)| root.join(path)).eq(all));
     }
 
     #[test]

@@ -1,6 +1,9 @@
-//! A drawing of how a run went: loss and speed, step by step.
+//! A drawing of how runs went: losses, learning rates, norms of gradients and speeds, step by step.
 
-use candle_distributed::train::{Metrics, TimedStep};
+use candle_distributed::{
+    train::{Metrics, TimedStep},
+    types::human::HumanCount,
+};
 use plotters::{
     coord::types::{RangedCoordf64, RangedCoordu64},
     prelude::*,
@@ -8,12 +11,27 @@ use plotters::{
 
 use crate::{
     error::Result,
-    picture::{self, Area, BLUE, Drawn, FAINT, ORANGE, tick},
+    picture::{
+        self, Area, BLUE, Drawn, FAINT, GREEN, HEADING, LEGEND, Mark, ORANGE, PURPLE, Ticks,
+    },
+    train::validation::Validated,
 };
 
-const SIZE: (u32, u32) = (900, 540);
-/// Where the upper panel ends.
-const MIDDLE: u32 = 350;
+const WIDTH: u32 = 900;
+/// The height of the losses' panel, and of each one below it.
+const LOSSES: u32 = 290;
+const OTHERS: u32 = 125;
+/// The height of the numbers of the steps, below the last panel.
+const STEPS: u32 = 45;
+/// Where the vertical axes are.
+const LEFT_OF_AXIS: i32 = 80;
+
+/// The colors of runs that are compared.
+const COLORS: [RGBColor; MAX_RUNS] = [BLUE, ORANGE, GREEN, PURPLE];
+/// The color of what is known of examples that were held out.
+const HELD_OUT: RGBColor = ORANGE;
+/// As many runs as can be told apart.
+pub(crate) const MAX_RUNS: usize = 4;
 
 /// The number of points drawn of each series at most.
 const MAX_POINTS: usize = 1000;
@@ -23,46 +41,168 @@ const SMOOTH_OVER: usize = 40;
 
 type Chart<'a, 'b> = ChartContext<'a, SVGBackend<'b>, Cartesian2d<RangedCoordu64, RangedCoordf64>>;
 
-/// An SVG document: above, the loss over the steps; below, the tokens per second; both as points
-/// and as a smooth line.
-pub(crate) fn draw(metrics: &Metrics) -> Result<String> {
-    let steps: Vec<TimedStep> = metrics.timed().collect();
-    picture::document(SIZE, |area| {
-        let (above, below) = area.split_vertically(MIDDLE);
-        let losses = Series::new(&steps, |TimedStep { metrics, .. }| Sum {
-            of: f64::from(metrics.loss) * metrics.predictions() as f64,
-            over: metrics.predictions() as f64,
-        });
-        let speeds = Series::new(&steps, |step| Sum {
-            of: step.metrics.real_tokens as f64,
-            over: step.seconds,
-        });
-        let loss = Panel { name: "loss (nats per byte)", color: BLUE, from_zero: false };
-        let speed = Panel { name: "tokens/s", color: ORANGE, from_zero: true };
-        draw_panel(&above, &steps, &losses, &loss)?;
-        draw_panel(&below, &steps, &speeds, &speed)?;
+/// An SVG document about one run: each number as points and as a smooth line. A panel of which
+/// nothing is known is left out.
+pub(crate) fn draw(metrics: &Metrics, held_out: &[Validated]) -> Result<String> {
+    let held_out: Vec<(u64, f64)> = held_out.iter().map(|found| (found.step, found.loss)).collect();
+    let run = Run { steps: metrics.timed().collect(), held_out, color: BLUE, is_alone: true };
+    let mut legend =
+        vec![(Mark::Dot, BLUE, "a step"), (Mark::Line, BLUE, "mean of the steps around it")];
+    if run.steps.iter().any(|step| step.is_resumed) {
+        legend.push((Mark::Line, FAINT, "resumed"));
+    }
+    if !run.held_out.is_empty() {
+        legend.push((Mark::Line, HELD_OUT, "examples that were held out"));
+    }
+    let tokens = metrics.sum(|step| step.real_tokens);
+    let seconds = metrics.seconds();
+    let speed = if seconds > 0.0 { tokens as f64 / seconds } else { 0.0 };
+    let figures = format!("{} tokens in {seconds:.1} s: {speed:.0} tokens/s", HumanCount(tokens));
+    document([&title(metrics), &figures], &legend, &[run])
+}
+
+/// An SVG document about several runs, each with its name, as smooth lines.
+pub(crate) fn compare(runs: &[(&str, &Metrics)]) -> Result<String> {
+    let colored = || runs.iter().zip(COLORS);
+    let legend: Vec<_> = colored().map(|(&(name, _), color)| (Mark::Line, color, name)).collect();
+    let drawn: Vec<Run> = colored()
+        .map(|((_, metrics), color)| Run {
+            steps: metrics.timed().collect(),
+            held_out: Vec::new(),
+            color,
+            is_alone: false,
+        })
+        .collect();
+    let losses: Vec<String> =
+        runs.iter().map(|(_, metrics)| format!("{:.3}", last_loss(metrics))).collect();
+    let title = format!("loss {} nats per token over the last steps", losses.join(", "));
+    document([&title, "each line is the mean of the steps around it"], &legend, &drawn)
+}
+
+fn title(metrics: &Metrics) -> String {
+    let Some(first) = metrics.steps().first() else { return String::from("no step is done yet") };
+    let steps = HumanCount(metrics.done().into()).of("step");
+    format!("loss {:.3} → {:.3} nats per token, {steps}", first.loss, last_loss(metrics))
+}
+
+/// The mean loss of the last tenth of the steps.
+fn last_loss(metrics: &Metrics) -> f64 {
+    metrics.last_loss((metrics.steps().len() / 10).max(1))
+}
+
+/// A run that is drawn.
+struct Run {
+    steps: Vec<TimedStep>,
+    /// The losses of examples that were held out, each with the number of steps done.
+    held_out: Vec<(u64, f64)>,
+    color: RGBColor,
+    /// Whether there is no other one, so that each step has a point.
+    is_alone: bool,
+}
+
+/// A number that steps have.
+struct Quantity {
+    name: &'static str,
+    from_zero: bool,
+    /// Whether it is known of examples that were held out, too.
+    is_of_held_out: bool,
+    of: fn(&TimedStep) -> Option<Ratio>,
+}
+
+const QUANTITIES: [Quantity; 4] = [
+    Quantity {
+        name: "loss (nats per token)",
+        from_zero: false,
+        is_of_held_out: true,
+        of: |step| {
+            let over = step.metrics.loss_weight();
+            Some(Ratio { of: f64::from(step.metrics.loss) * over, over })
+        },
+    },
+    Quantity {
+        name: "learning rate",
+        from_zero: true,
+        is_of_held_out: false,
+        of: |step| Some(step.metrics.learning_rate).filter(|rate| *rate > 0.0).map(Ratio::of_one),
+    },
+    Quantity {
+        name: "gradient norm",
+        from_zero: true,
+        is_of_held_out: false,
+        of: |step| step.metrics.grad_norm.map(Ratio::of_one),
+    },
+    Quantity {
+        name: "tokens/s",
+        from_zero: true,
+        is_of_held_out: false,
+        of: |step| Some(Ratio { of: step.metrics.real_tokens as f64, over: step.seconds }),
+    },
+];
+
+fn document(
+    [title, figures]: [&str; 2],
+    legend: &[(Mark, RGBColor, &str)],
+    runs: &[Run],
+) -> Result<String> {
+    let series = |quantity: &Quantity| -> Vec<Series> {
+        let of_run = |run: &Run| Series {
+            held_out: run.held_out.iter().filter(|_| quantity.is_of_held_out).copied().collect(),
+            ..Series::new(&run.steps, quantity.of)
+        };
+        runs.iter().map(of_run).collect()
+    };
+    let panels = QUANTITIES.iter().map(|quantity| (quantity, series(quantity))).enumerate();
+    let is_known = |(n, (_, series)): &(usize, (&Quantity, Vec<Series>))| {
+        *n == 0 || series.iter().any(|series| !series.points.is_empty())
+    };
+    let panels: Vec<_> = panels.filter(is_known).map(|(_, panel)| panel).collect();
+    let heights = panels.iter().enumerate().map(|(n, _)| {
+        let steps = if n + 1 == panels.len() { STEPS } else { 0 };
+        (if n == 0 { LOSSES } else { OTHERS }) + steps
+    });
+    let heights: Vec<u32> = heights.collect();
+    let size = (WIDTH, HEADING + LEGEND + heights.iter().sum::<u32>());
+    picture::document(size, |area| {
+        picture::heading(&area, title, figures, FAINT)?;
+        picture::legend(&area, (LEFT_OF_AXIS, HEADING.cast_signed() + 8), legend)?;
+        let mut top = HEADING + LEGEND;
+        for (n, ((quantity, series), height)) in panels.iter().zip(heights).enumerate() {
+            let part = area.clone().shrink((0, top), (WIDTH, height));
+            draw_panel(&part, quantity, runs, series, n + 1 == panels.len())?;
+            top += height;
+        }
         area.present()
     })
 }
 
-/// How a series is shown.
-struct Panel {
-    name: &'static str,
-    color: RGBColor,
-    from_zero: bool,
-}
-
-fn draw_panel(area: &Area<'_>, steps: &[TimedStep], series: &Series, panel: &Panel) -> Drawn {
+fn draw_panel(
+    area: &Area<'_>,
+    quantity: &Quantity,
+    runs: &[Run],
+    series: &[Series],
+    has_steps: bool,
+) -> Drawn {
+    let ends = runs.iter().filter_map(|run| run.steps.last());
     // An axis of no extent has no ticks.
-    let last = steps.last().map_or(1, |step| step.metrics.step + 1);
-    let (low, high) = series.range(panel.from_zero);
-    let mut chart = axes(area, last, (low, high), panel.name)?;
-    for step in steps.iter().filter(|step| step.is_resumed).map(|step| step.metrics.step) {
-        chart.draw_series([PathElement::new([(step, low), (step, high)], FAINT)])?;
+    let last = ends.map(|step| step.metrics.end()).fold(1, u64::max);
+    let (low, high) = range(series, quantity.from_zero);
+    let mut chart = axes(area, last, (low, high), quantity.name, has_steps)?;
+    for (run, series) in runs.iter().zip(series) {
+        if run.is_alone {
+            let resumed = run.steps.iter().filter(|step| step.is_resumed);
+            for step in resumed.map(|step| step.metrics.step) {
+                chart.draw_series([PathElement::new([(step, low), (step, high)], FAINT)])?;
+            }
+            let color = run.color.mix(0.45).filled();
+            chart.draw_series(series.points.iter().map(|&at| Circle::new(at, 2, color)))?;
+        }
+        let line = PathElement::new(series.smooth.clone(), run.color.stroke_width(2));
+        chart.draw_series([line])?;
+        let held_out = PathElement::new(series.held_out.clone(), HELD_OUT.stroke_width(2));
+        chart.draw_series([held_out])?;
+        let dots = series.held_out.iter().map(|&at| Circle::new(at, 3, HELD_OUT.filled()));
+        chart.draw_series(dots)?;
     }
-    let points = series.points.iter().map(|&at| Circle::new(at, 2, panel.color.mix(0.45).filled()));
-    chart.draw_series(points)?;
-    chart.draw_series([PathElement::new(series.smooth.clone(), panel.color.stroke_width(2))])?;
     Ok(())
 }
 
@@ -72,45 +212,57 @@ fn axes<'a, 'b>(
     last: u64,
     (low, high): (f64, f64),
     name: &str,
+    has_steps: bool,
 ) -> Drawn<Chart<'a, 'b>> {
+    let [steps, values] = [last as f64, high].map(Ticks::up_to);
     let mut chart = ChartBuilder::on(area)
         .margin(10)
         .margin_right(30)
-        .x_label_area_size(45)
+        .x_label_area_size(if has_steps { STEPS } else { 0 })
         .y_label_area_size(70)
         .build_cartesian_2d(0..last, low..high)?;
     let mut axes = chart.configure_mesh();
     picture::plain(&mut axes);
-    axes.x_desc("steps")
-        .y_desc(name)
-        .y_labels(6)
-        .x_label_formatter(&|&step| tick(&(step as f64)))
-        .y_label_formatter(&tick)
+    if has_steps {
+        axes.x_desc("steps");
+    }
+    let (_, height) = area.dim_in_pixel();
+    axes.y_desc(name)
+        .y_labels(if height < LOSSES { 3 } else { 6 })
+        .x_label_formatter(&|&step| steps.label(step as f64))
+        .y_label_formatter(&|&value| values.label(value))
         .draw()?;
     Ok(chart)
 }
 
 /// The numerator and the denominator of a mean.
 #[derive(Clone, Copy, Debug)]
-struct Sum {
+struct Ratio {
     of: f64,
     over: f64,
 }
 
-/// The values of a panel, each with the number of steps done.
+impl Ratio {
+    fn of_one(of: f64) -> Self {
+        Self { of, over: 1.0 }
+    }
+}
+
+/// The values of a run in a panel, each with the number of steps done.
 #[derive(Debug)]
 struct Series {
     points: Vec<(u64, f64)>,
     smooth: Vec<(u64, f64)>,
+    held_out: Vec<(u64, f64)>,
 }
 
 impl Series {
-    /// Means of `sum` where they are finite: of every step, and over the steps around it.
-    fn new(steps: &[TimedStep], sum: impl Fn(&TimedStep) -> Sum) -> Self {
-        let sums: Vec<(u64, Sum)> =
-            steps.iter().map(|step| (step.metrics.step + 1, sum(step))).collect();
+    /// Means of `ratio` where they are known and finite: of every step, and over the steps around
+    /// it.
+    fn new(steps: &[TimedStep], ratio: impl Fn(&TimedStep) -> Option<Ratio>) -> Self {
+        let ratios = steps.iter().filter_map(|step| Some((step.metrics.end(), ratio(step)?)));
         let known: Vec<_> =
-            sums.into_iter().filter(|(_, sum)| (sum.of / sum.over).is_finite()).collect();
+            ratios.filter(|(_, ratio)| (ratio.of / ratio.over).is_finite()).collect();
         let every = known.len().div_ceil(MAX_POINTS).max(1);
         let at = |position: usize| {
             // The same number on both sides, or the line would lag where the values fall fast.
@@ -121,29 +273,32 @@ impl Series {
             points: known
                 .iter()
                 .step_by(every)
-                .map(|&(step, sum)| (step, sum.of / sum.over))
+                .map(|&(step, ratio)| (step, ratio.of / ratio.over))
                 .collect(),
             smooth: (0..known.len()).step_by(every).map(at).collect(),
-        }
-    }
-
-    /// The values of the axis, with a little room above and below.
-    fn range(&self, from_zero: bool) -> (f64, f64) {
-        let values = || self.points.iter().map(|&(_, value)| value);
-        let low = values().fold(f64::INFINITY, f64::min);
-        let high = values().fold(f64::NEG_INFINITY, f64::max);
-        match high - low {
-            // There is no point.
-            extent if !extent.is_finite() => (0.0, 1.0),
-            _ if from_zero => (0.0, (1.05 * high).max(1.0)),
-            extent => (low - 0.05 * extent.max(0.1), high + 0.05 * extent.max(0.1)),
+            held_out: Vec::new(),
         }
     }
 }
 
-fn mean(sums: &[(u64, Sum)]) -> f64 {
-    let total = |part: fn(&Sum) -> f64| sums.iter().map(|(_, sum)| part(sum)).sum::<f64>();
-    total(|sum| sum.of) / total(|sum| sum.over)
+/// The values of an axis, with a little room above and below.
+fn range(series: &[Series], from_zero: bool) -> (f64, f64) {
+    let points = |series: &'_ Series| [&series.points[..], &series.held_out].concat();
+    let values = || series.iter().flat_map(points).map(|(_, value)| value);
+    let low = values().fold(f64::INFINITY, f64::min);
+    let high = values().fold(f64::NEG_INFINITY, f64::max);
+    match high - low {
+        // There is no point.
+        extent if !extent.is_finite() => (0.0, 1.0),
+        _ if from_zero && high > 0.0 => (0.0, 1.05 * high),
+        _ if from_zero => (0.0, 1.0),
+        extent => (low - 0.05 * extent.max(0.1), high + 0.05 * extent.max(0.1)),
+    }
+}
+
+fn mean(ratios: &[(u64, Ratio)]) -> f64 {
+    let total = |part: fn(&Ratio) -> f64| ratios.iter().map(|(_, ratio)| part(ratio)).sum::<f64>();
+    total(|ratio| ratio.of) / total(|ratio| ratio.over)
 }
 
 #[cfg(test)]
@@ -151,13 +306,16 @@ mod tests {
     use super::*;
     use crate::train::run_dir::tests::line;
 
-    /// The series of the losses of steps; JSON has no number for what is none.
-    fn series(losses: &[f32]) -> Series {
+    /// The metrics of steps of these losses; JSON has no number for what is none.
+    fn metrics(losses: &[f32]) -> Metrics {
         let text = |&loss: &f32| if loss.is_finite() { loss.to_string() } else { "null".into() };
         let lines = (0..).zip(losses).map(|(step, loss)| line(step, &text(loss), 1.0));
-        let metrics = Metrics::parse(lines.collect::<String>().as_bytes());
-        let steps: Vec<TimedStep> = metrics.timed().collect();
-        Series::new(&steps, |step| Sum { of: step.metrics.loss.into(), over: 1.0 })
+        Metrics::parse(lines.collect::<String>().as_bytes())
+    }
+
+    fn series(losses: &[f32]) -> Series {
+        let steps: Vec<TimedStep> = metrics(losses).timed().collect();
+        Series::new(&steps, |step| Some(Ratio::of_one(step.metrics.loss.into())))
     }
 
     #[test]
@@ -175,6 +333,46 @@ mod tests {
         let unfinished = series(&[2.0, f32::NAN, f32::INFINITY, 1.0]);
         assert_eq!(unfinished.points, [(1, 2.0), (4, 1.0)]);
         assert!(series(&vec![1.0; 5500]).points.len() <= MAX_POINTS);
-        assert_eq!(series(&[]).range(false), (0.0, 1.0));
+        assert_eq!(range(&[series(&[])], false), (0.0, 1.0));
+    }
+
+    #[test]
+    fn axes_hold_all_runs() {
+        let both = [series(&[2.0, 1.0]), series(&[5.0])];
+        assert_eq!(range(&both, true), (0.0, 5.25));
+        let (low, high) = range(&both, false);
+        assert!((0.8, 5.2) == (low, high), "{low} {high}");
+    }
+
+    #[test]
+    fn panels_are_those_of_which_something_is_known() {
+        // The lines have no norm of the gradients.
+        let svg = draw(&metrics(&[3.0, 2.0]), &[]).unwrap();
+        for name in ["\nloss (nats per token)\n", "\nlearning rate\n", "\ntokens/s\n"] {
+            assert!(svg.contains(name), "no {name} in {svg}");
+        }
+        assert!(!svg.contains("gradient norm"), "{svg}");
+        assert!(svg.contains("\nloss 3.000 → 2.000 nats per token, 2 steps\n"), "{svg}");
+        let none = draw(&metrics(&[]), &[]).unwrap();
+        assert!(none.contains("no step is done yet") && !none.contains("NaN"), "{none}");
+    }
+
+    #[test]
+    fn runs_are_compared_in_their_colors() {
+        let (first, second) = (metrics(&[3.0, 2.0]), metrics(&[3.0, 1.0]));
+        let svg = compare(&[("a", &first), ("b", &second)]).unwrap();
+        assert!(svg.contains("\nloss 2.000, 1.000 nats per token over the last steps\n"), "{svg}");
+        assert!(!svg.contains("<circle") && svg.contains("#E69F00"), "{svg}");
+        assert!(svg.contains("\na\n") && svg.contains("\nb\n"), "{svg}");
+    }
+
+    #[test]
+    fn losses_of_what_was_held_out_are_drawn_among_the_others() {
+        let held_out = [Validated { step: 2, loss: 7.5, predictions: 4.0 }];
+        let svg = draw(&metrics(&[3.0, 2.0]), &held_out).unwrap();
+        assert!(svg.contains("\nexamples that were held out\n"), "{svg}");
+        let series = Series { held_out: vec![(2, 20.0)], ..series(&[2.0, 1.0]) };
+        assert_eq!(range(&[series], true), (0.0, 21.0));
+        assert!(!draw(&metrics(&[3.0, 2.0]), &[]).unwrap().contains("held out"));
     }
 }

@@ -1,12 +1,11 @@
-//! From a corpus to the tensors of a training step: sampler, batcher, collation.
+//! The batches of a run: from lengths to steps, by sampler and batcher.
 
-use std::{collections::BTreeMap, iter};
+use std::iter;
 
-use candle_core::{DType, Device, Tensor};
 use candle_distributed::{
     batch::{
-        Batch, BatchConfig, BatchState, Buckets, Collator, DistributedBatchSampler,
-        DistributedConfig, DynamicBatchSampler, DynamicBatchStrategy, PaddingReport, Steps,
+        Batch, BatchConfig, BatchState, Buckets, DistributedBatchSampler, DistributedConfig,
+        DynamicBatchSampler, DynamicBatchStrategy, PaddingReport, Steps,
     },
     sampler::{DistributedSampler, SamplerConfig},
     types::{Epoch, Placement, Seed, WorldSize},
@@ -14,7 +13,7 @@ use candle_distributed::{
 
 use crate::{
     error::{Error, Result},
-    train::{corpus::Corpus, model::Config, settings::Settings},
+    train::settings::Settings,
 };
 
 /// The most padded tokens in a batch, over all devices.
@@ -26,63 +25,87 @@ pub(crate) const BUCKET_WIDTH: u64 = 16;
 /// The streams of random numbers of a run, one for each purpose.
 pub(crate) const INIT_STREAM: u64 = 0;
 const ORDER_STREAM: u64 = 1;
+pub(crate) const VALIDATION_STREAM: u64 = 2;
 
 /// The streams of random numbers of a run's order.
 const SEQUENCE_STREAM: u64 = 0;
 const BATCH_STREAM: u64 = 1;
 
-/// The most padded tokens in a batch of a run that starts on this many devices: enough for one
+/// The most padded tokens in a step of a run that starts on this many devices: enough for one
 /// longest sequence each.
-pub(crate) fn max_tokens(world_size: WorldSize, config: Config) -> u64 {
-    MAX_TOKENS.max(world_size.as_u64() * config.longest_sequence() as u64)
+pub(crate) fn max_tokens(world_size: WorldSize, longest: usize) -> u64 {
+    MAX_TOKENS.max(world_size.as_u64() * longest as u64)
+}
+
+/// How sequences are put into the batches of a step.
+#[derive(Clone, Debug)]
+pub(crate) struct Batching {
+    pub(crate) strategy: DynamicBatchStrategy,
+    /// The most padded tokens of a batch.
+    pub(crate) max_tokens: u64,
+    /// The most sequences of a batch, if that is limited.
+    pub(crate) max_batch_size: Option<u64>,
+    /// The number of batches in a step: one, unless each is a packed row.
+    pub(crate) batches: u64,
+}
+
+impl Batching {
+    /// Batches of sequences of similar length, each of them a step.
+    pub(crate) fn bucketed(max_tokens: u64) -> Self {
+        let strategy = DynamicBatchStrategy::Bucket(Buckets::Width(BUCKET_WIDTH));
+        Self { strategy, max_tokens, max_batch_size: None, batches: 1 }
+    }
 }
 
 /// The batches of a run, epoch by epoch.
 ///
-/// Every process plans the batches of all devices and leaves it to the mesh to split them. So they
-/// do not depend on the number of devices, which may change when a run is resumed.
+/// Every process plans the steps of all devices and leaves it to the mesh to split them. So they do
+/// not depend on the number of devices, which may change when a run is resumed.
 #[derive(Debug)]
 pub(crate) struct Schedule {
     order: DistributedSampler,
     batches: DistributedBatchSampler<Vec<u64>>,
 }
 
-/// One batch of all devices.
+/// One step of all devices.
 #[derive(Debug)]
 pub(crate) struct Scheduled {
     pub(crate) epoch: u64,
-    pub(crate) batch: Batch,
+    /// One of padded rows, or several packed rows.
+    pub(crate) batches: Vec<Batch>,
     /// Where to resume after it.
     pub(crate) state: BatchState,
 }
 
 impl Schedule {
-    /// Batches of similar length, in random order, so that short ones do not all come at the end of
-    /// an epoch.
-    pub(crate) fn new(corpus: &Corpus, seed: Seed, max_tokens: u64) -> Result<Self> {
-        let lengths = corpus.lengths();
+    /// Steps of sequences of these lengths, in random order, so that short ones do not all come at
+    /// the end of an epoch.
+    pub(crate) fn new(lengths: Vec<u64>, seed: Seed, batching: &Batching) -> Result<Self> {
         let config = SamplerConfig::default().with_seed(seed.derive(SEQUENCE_STREAM));
         let order = DistributedSampler::new(lengths.len() as u64, Placement::SINGLE, config)?;
         let config = BatchConfig::default()
-            .with_strategy(DynamicBatchStrategy::Bucket(Buckets::Width(BUCKET_WIDTH)))
-            .with_max_tokens(max_tokens);
+            .with_strategy(batching.strategy.clone())
+            .with_max_tokens(batching.max_tokens);
+        let config = match batching.max_batch_size {
+            Some(most) => config.with_max_batch_size(most),
+            None => config,
+        };
         let shuffled = DistributedConfig::default().with_shuffle(seed.derive(BATCH_STREAM));
         let batches = DynamicBatchSampler::new(lengths, config)?;
-        Ok(Self {
-            order,
-            batches: DistributedBatchSampler::new(batches, Placement::SINGLE, shuffled)?,
-        })
+        let place = Placement::new(0, batching.batches)?;
+        Ok(Self { order, batches: DistributedBatchSampler::new(batches, place, shuffled)? })
     }
 
     /// The schedule of a run.
-    pub(crate) fn of(settings: &Settings, corpus: &Corpus) -> Result<Self> {
-        Self::new(corpus, Seed::new(settings.seed).derive(ORDER_STREAM), settings.max_tokens)
+    pub(crate) fn of(settings: &Settings, lengths: Vec<u64>) -> Result<Self> {
+        let seed = Seed::new(settings.seed).derive(ORDER_STREAM);
+        Self::new(lengths, seed, &settings.batching())
     }
 
-    /// The batches of the first epoch, and how much of them is padding.
-    pub(crate) fn first_epoch(&self) -> Result<(PaddingReport, Vec<Batch>)> {
+    /// The batches of the steps of the first epoch, and how much of them is padding.
+    pub(crate) fn first_epoch(&self) -> Result<(PaddingReport, Vec<Vec<Batch>>)> {
         let steps = self.epoch(Epoch::ZERO)?;
-        Ok((steps.report(), steps.map(|step| step.batch).collect()))
+        Ok((steps.report(), (0..steps.len()).map_while(|nth| steps.step(nth)).collect()))
     }
 
     /// Endless batches, from `state` or from the first epoch on. An error is the last item.
@@ -119,62 +142,46 @@ impl Schedule {
 }
 
 /// The rest of an epoch.
+#[expect(clippy::expect_used, reason = "says why it cannot fail")]
 fn scheduled(mut steps: Steps<'_, Vec<u64>>) -> Vec<Result<Scheduled>> {
+    let first = steps.state().step;
     let mut scheduled = Vec::with_capacity(steps.len());
-    while let Some(step) = steps.next() {
+    for nth in first.. {
+        if steps.next().is_none() {
+            break;
+        }
+        let nth = usize::try_from(nth).expect("steps in memory are counted by a usize");
+        let batches = steps.step(nth).expect("it is one of the steps");
         let state = steps.state();
-        scheduled.push(Ok(Scheduled { epoch: state.epoch.as_u64(), batch: step.batch, state }));
+        scheduled.push(Ok(Scheduled { epoch: state.epoch.as_u64(), batches, state }));
     }
     scheduled
 }
 
-/// The token ids of a batch and the weights of their predictions.
-///
-/// # Shapes
-///
-/// Ids [batch, `padded_length`] u32, padded with 0 on the right; weights
-/// [batch, `padded_length` − 1] f32: 1 where there is a prediction, 0 where there is padding.
-pub(crate) fn collate(
-    batch: &Batch,
-    corpus: &Corpus,
-    device: &Device,
-) -> candle_core::Result<(Tensor, Tensor)> {
-    let tokens = |index: u64| corpus.sequence(index).iter().map(|&byte| byte.into()).collect();
-    let sequences: BTreeMap<u64, Vec<u32>> =
-        batch.indices.iter().map(|&index| (index, tokens(index))).collect();
-    let padded = Collator::default().pad(batch, |index| &sequences[&index], device)?;
-    // What predicts a token is the one before it.
-    let weights = padded.mask.narrow(1, 1, padded.mask.dim(1)? - 1)?.to_dtype(DType::F32)?;
-    Ok((padded.ids, weights))
-}
-
 #[cfg(test)]
 mod tests {
+    use candle_distributed::batch::Packing;
+
     use super::*;
 
     #[test]
-    fn padding_has_no_weight() {
-        let corpus = Corpus::new(["ab\n\ncdef"], 129);
-        let config = BatchConfig::default().with_max_batch_size(2);
-        let sampler = DynamicBatchSampler::new(corpus.lengths(), config).unwrap();
-        let batch = sampler.iter_in([1, 0]).next().unwrap().unwrap();
-        let (ids, weights) = collate(&batch, &corpus, &Device::Cpu).unwrap();
-        assert_eq!(ids.to_vec2::<u32>().unwrap(), [[99, 100, 101, 102], [97, 98, 0, 0]]);
-        assert_eq!(weights.to_vec2::<f32>().unwrap(), [[1.0, 1.0, 1.0], [1.0, 0.0, 0.0]]);
+    fn a_schedule_resumes_where_it_was() {
+        let schedule = |lengths, batching| Schedule::new(lengths, Seed::new(0), batching).unwrap();
+        let bucketed = Batching::bucketed(128);
+        resumes(&schedule((10..60).collect(), &bucketed), &schedule(vec![3, 2], &bucketed));
+        let strategy = DynamicBatchStrategy::Pack(Packing::BestFit);
+        let packed = Batching { strategy, max_tokens: 64, max_batch_size: None, batches: 2 };
+        resumes(&schedule((10..60).collect(), &packed), &schedule(vec![3, 2], &packed));
     }
 
-    #[test]
-    fn a_schedule_resumes_where_it_was() {
-        let text = (10..60).map(|length| "x".repeat(length)).collect::<Vec<_>>().join("\n\n");
-        let schedule =
-            Schedule::new(&Corpus::new([text.as_str()], 129), Seed::new(0), 128).unwrap();
+    fn resumes(schedule: &Schedule, other: &Schedule) {
         let all: Vec<Scheduled> =
             schedule.batches(None).unwrap().take(60).map(Result::unwrap).collect();
         assert!(all[59].epoch > 0);
         for at in [0, 7, 58] {
             let rest = schedule.batches(Some(&all[at].state)).unwrap();
             for (next, expected) in rest.map(Result::unwrap).zip(&all[at + 1..]) {
-                assert_eq!((next.epoch, next.batch), (expected.epoch, expected.batch.clone()));
+                assert_eq!((next.epoch, &next.batches), (expected.epoch, &expected.batches));
             }
         }
         // A checkpoint may say anything, and there is nothing after the last epoch.
@@ -183,7 +190,6 @@ mod tests {
         let end = rest.find_map(Result::err).unwrap().to_string();
         assert!(end.contains("no epoch comes after"), "{end}");
         assert!(rest.next().is_none());
-        let other = Schedule::new(&Corpus::new(["abc\n\nde"], 129), Seed::new(0), 128).unwrap();
         assert!(other.batches(Some(&all[3].state)).is_err());
     }
 }

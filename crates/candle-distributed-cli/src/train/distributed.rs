@@ -6,8 +6,8 @@ use candle_core::{DType, Tensor};
 use candle_distributed::{
     mesh::{DeviceMesh, Replica, Uneven},
     train::{
-        AdamW, Checkpoint, DataParallel, Declared, FullyShard, GradientReport, Group, Lora, Loss,
-        PretrainedFiles, StateDict, Step, Units,
+        AdamW, Checkpoint, DataParallel, Declared, Evaluation, FullyShard, GradientReport, Group,
+        Lora, Loss, PretrainedFiles, StateDict, Step, Units,
     },
     types::{Seed, WorldSize},
 };
@@ -16,18 +16,15 @@ use candle_nn::{Optimizer, ParamsAdamW, VarBuilder};
 use crate::{
     error::Result,
     train::{
-        data::INIT_STREAM,
-        model::{self, Transformer},
-        parameters,
-        settings::Settings,
-        sharding::{self, Sharding},
+        data::INIT_STREAM, dataset::Tensors, model::Model, parameters, settings::Settings,
+        sharding::Sharding,
     },
 };
 
 /// The model of a run, on the devices of its mesh.
 #[derive(Debug)]
 pub(crate) struct Distributed {
-    transformer: Transformer,
+    model: Model,
     held: Held,
 }
 
@@ -42,17 +39,25 @@ pub(crate) enum Held {
 
 /// Tells a builder what a run has set. (Those of both kinds have the same methods, and no trait.)
 macro_rules! with_settings {
-    ($builder:expr, $settings:expr, $transformer:expr) => {{
+    ($builder:expr, $settings:expr, $model:expr) => {{
         let mut builder = $builder.uneven(Uneven::Pad);
-        builder = match &$transformer.lora {
-            Some(_) => builder
+        builder = match ($model.lora(), $model) {
+            (Some(_), _) => builder
                 .init(init_seed($settings))
                 .train_only(Lora::PATTERNS)
                 .allow_missing(Lora::PATTERNS),
-            None => builder.init_with(initial_values($settings, $transformer)?),
+            (None, Model::Bytes(_)) => builder.init_with(initial_values($settings, $model)?),
+            (None, Model::Llama(_)) => builder.init(init_seed($settings)),
         };
-        if let Some(weights) = &$settings.weights {
-            builder = builder.weights(&weights.path);
+        if let Some(weights) = $settings.pretrained() {
+            builder = builder.weights(weights);
+        }
+        if let Model::Llama(_) = $model {
+            // The first ones have frequencies beside their weights, which follow from the sizes.
+            builder = builder.allow_unexpected(["rotary_emb"]);
+        }
+        if !$model.undecayed().is_empty() {
+            builder = builder.group(UNDECAYED, $model.undecayed());
         }
         if let Some(norm) = $settings.recipe.max_grad_norm {
             builder = builder.clip_grad_norm(norm);
@@ -71,42 +76,44 @@ impl Distributed {
         settings: &Settings,
         sharding: Option<&Sharding>,
     ) -> Result<Self> {
-        let transformer = settings.transformer()?;
+        let model = settings.trained_model()?;
         let held = match sharding {
-            None => Held::whole(mesh, settings, &transformer)?,
-            Some(sharding) => Held::sharded(mesh, settings, &transformer, sharding)?,
+            None => Held::whole(mesh, settings, &model)?,
+            Some(sharding) => Held::sharded(mesh, settings, &model, sharding)?,
         };
-        Ok(Self { transformer, held })
+        Ok(Self { model, held })
     }
 
     /// Trains on a batch.
-    pub(crate) fn step(&mut self, batch: (Tensor, Tensor)) -> Result<Step> {
-        let Self { transformer, held } = self;
-        let transformer = &*transformer;
-        let loss =
-            |ctx: &Replica, model: &Units, batch| model::loss(transformer, ctx, model, batch);
+    pub(crate) fn step(&mut self, batch: Tensors) -> Result<Step> {
+        let Self { model, held } = self;
+        let loss = |_: &Replica, units: &Units, batch| model.loss(units, batch);
         Ok(match held {
             Held::Whole(model) => model.step(batch, loss)?,
             Held::Sharded(model) => model.step(batch, loss)?,
         })
     }
 
+    /// The loss of a batch, of which nothing is learnt.
+    pub(crate) fn evaluate(&mut self, batch: Tensors) -> Result<Evaluation> {
+        let Self { model, held } = self;
+        let loss = |_: &Replica, units: &Units, batch| model.loss(units, batch);
+        Ok(match held {
+            Held::Whole(model) => model.evaluate(batch, loss)?,
+            Held::Sharded(model) => model.evaluate(batch, loss)?,
+        })
+    }
+
     /// Compares the gradients of a batch with differences of its loss.
-    pub(crate) fn check(&mut self, batch: (Tensor, Tensor)) -> Result<GradientReport> {
-        let transformer = self.transformer.clone();
-        let loss =
-            |ctx: &Replica, model: &Units, batch| model::loss(&transformer, ctx, model, batch);
-        self.check_gradients(batch, loss)
+    pub(crate) fn check(&mut self, batch: Tensors) -> Result<GradientReport> {
+        let model = self.model.clone();
+        self.check_gradients(batch, |_: &Replica, units: &Units, batch| model.loss(units, batch))
     }
 
     /// Compares the gradients of a loss with differences of it.
-    pub(crate) fn check_gradients<F>(
-        &mut self,
-        batch: (Tensor, Tensor),
-        loss: F,
-    ) -> Result<GradientReport>
+    pub(crate) fn check_gradients<F>(&mut self, batch: Tensors, loss: F) -> Result<GradientReport>
     where
-        F: Fn(&Replica, &Units, (Tensor, Tensor)) -> candle_core::Result<Loss> + Send + Sync,
+        F: Fn(&Replica, &Units, Tensors) -> candle_core::Result<Loss> + Send + Sync,
     {
         Ok(match &mut self.held {
             Held::Whole(model) => model.check_gradients(batch, loss)?,
@@ -158,68 +165,191 @@ impl Distributed {
 
     /// The adapters that are trained, if the model itself is not.
     pub(crate) fn adapters(&self) -> Option<&Lora> {
-        self.transformer.lora.as_ref()
+        self.model.lora()
     }
 }
 
 impl Held {
-    fn whole(mesh: &DeviceMesh, settings: &Settings, transformer: &Transformer) -> Result<Self> {
-        let model = Units::by(model::units(), build(transformer));
-        let builder = DataParallel::builder(mesh, model);
-        let builder = with_settings!(builder, settings, transformer);
-        Ok(Self::Whole(builder.dtype(transformer.precision.dtype()).build(adam)?))
+    fn whole(mesh: &DeviceMesh, settings: &Settings, model: &Model) -> Result<Self> {
+        let builder = DataParallel::builder(mesh, Units::by(model.units(), build(model)));
+        let builder = with_settings!(builder, settings, model);
+        let builder = builder.dtype(settings.recipe.precision().dtype());
+        Ok(Self::Whole(builder.build(adamw(settings))?))
     }
 
     fn sharded(
         mesh: &DeviceMesh,
         settings: &Settings,
-        transformer: &Transformer,
+        model: &Model,
         sharding: &Sharding,
     ) -> Result<Self> {
-        let parameters = sharding::parameters_of(transformer)?;
+        let parameters = model.parameters()?;
         let world_size = WorldSize::new(mesh.len() as u64)?;
-        let mut builder = FullyShard::builder(mesh, build(transformer))
-            .unit_rules(model::units())
+        let mut builder = FullyShard::builder(mesh, build(model))
+            .unit_rules(model.units())
             .plan(sharding.plan(&parameters, world_size)?)
             .keep(sharding.keep.into())
             .prefetch(sharding.prefetch);
         if sharding.optimizer_in_backward {
             builder = builder.optimizer_in_backward();
         }
-        let builder = with_settings!(builder, settings, transformer);
-        let builder = builder.mixed_precision(transformer.precision.dtype(), DType::F32);
-        Ok(Self::Sharded(builder.build(adam)?))
+        let builder = with_settings!(builder, settings, model);
+        let precision = settings.recipe.precision().dtype();
+        let builder = builder.mixed_precision(precision, DType::F32);
+        Ok(Self::Sharded(builder.build(adamw(settings))?))
     }
 }
 
-fn build(transformer: &Transformer) -> impl Fn(VarBuilder<'_>) -> candle_core::Result<()> + use<> {
-    let transformer = transformer.clone();
-    move |vb| transformer.build(&vb)
+fn build(model: &Model) -> impl Fn(VarBuilder<'_>) -> candle_core::Result<()> + use<> {
+    let model = model.clone();
+    move |vb| model.declare(&vb)
 }
 
+/// The seed of what has no value yet.
 fn init_seed(settings: &Settings) -> Seed {
-    Seed::new(settings.seed).derive(INIT_STREAM)
+    let own = settings.finetune.as_ref().and_then(|finetune| finetune.init);
+    Seed::new(own.unwrap_or(settings.seed)).derive(INIT_STREAM)
 }
 
 fn initial_values(
     settings: &Settings,
-    transformer: &Transformer,
+    model: &Model,
 ) -> Result<impl Fn(&Declared, Range<usize>) -> candle_core::Result<Tensor> + Send + Sync + use<>> {
-    let parameters = sharding::parameters_of(transformer)?;
+    let parameters = model.parameters()?;
     let names = parameters.iter().map(|info| info.name().to_owned());
-    let dtype = transformer.precision.dtype();
+    let dtype = settings.recipe.precision().dtype();
     Ok(parameters::initial_values(init_seed(settings), names.collect(), dtype))
 }
 
 #[cfg(test)]
 impl Distributed {
     /// A model that was made in another way.
-    pub(crate) fn of(transformer: Transformer, held: Held) -> Self {
-        Self { transformer, held }
+    pub(crate) fn of(model: Model, held: Held) -> Self {
+        Self { model, held }
     }
 }
 
-/// AdamW with PyTorch's defaults; the learning rate is set before each step.
-fn adam(group: Group) -> candle_core::Result<AdamW> {
-    AdamW::new(group.vars, ParamsAdamW::default())
+/// The group of parameters that are not decayed.
+const UNDECAYED: &str = "undecayed";
+
+fn adamw(
+    settings: &Settings,
+) -> impl Fn(Group) -> candle_core::Result<AdamW> + Send + Sync + use<> {
+    let usual = settings.recipe.adamw();
+    move |group| {
+        let weight_decay = if group.name == UNDECAYED { 0. } else { usual.weight_decay };
+        AdamW::new(group.vars, ParamsAdamW { weight_decay, ..usual.clone() })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use candle_core::Device;
+    use serde_json::{Value, json};
+
+    use super::*;
+    use crate::{
+        hf::{examples::Overlong, golden},
+        train::{
+            finetune::{self, Finetune, Rows},
+            settings::tests::settings,
+        },
+    };
+
+    #[test]
+    fn fine_tuning_has_the_losses_of_transformers() {
+        let full = Sharding::full();
+        for model in golden::MODELS {
+            let expected = &golden::json(model, "expected.json");
+            for sharding in [None, Some(&full)] {
+                let steps = steps(&fine_tuned(model, 50, &json!({})), sharding, expected);
+                assert_near(&expected["finetune"], &steps, [1e-5, 1e-5], model);
+            }
+        }
+    }
+
+    #[test]
+    fn halves_learn_as_in_transformers() {
+        let expected = &golden::json("llama", "expected.json");
+        let settings = fine_tuned("llama", 20, &json!({"dtype": "bf16"}));
+        assert_near(&expected["bf16"], &steps(&settings, None, expected), [0.02, 0.05], "halves");
+    }
+
+    /// The settings of a run that fine-tunes a model in so many steps.
+    fn fine_tuned(model: &str, steps: u64, more: &Value) -> Settings {
+        let folder = golden::folder(model);
+        let finetune = Finetune {
+            folder: folder.path().to_owned(),
+            config: finetune::config_of(&folder).unwrap(),
+            weights: None,
+            init: None,
+            tokenizer: String::new(),
+            context: 128,
+            rows: Rows::Padded,
+            overlong: Overlong::Error,
+            batch_size: None,
+            validation: None,
+            merge: false,
+        };
+        let mut recipe = json!({
+            "lr": 1e-3, "lr_schedule": "cosine", "warmup_steps": 5, "min_lr_rate": 0.1,
+            "max_grad_norm": 1.0, "weight_decay": 0.01,
+        });
+        for (option, value) in more.as_object().unwrap() {
+            recipe[option] = value.clone();
+        }
+        let recipe = serde_json::from_value(recipe).unwrap();
+        Settings { steps, finetune: Some(finetune), recipe, ..settings() }
+    }
+
+    /// The loss and the norm of the gradients of each step on the batches that `expected` has.
+    fn steps(
+        settings: &Settings,
+        sharding: Option<&Sharding>,
+        expected: &Value,
+    ) -> Vec<(f64, f64)> {
+        let mesh = DeviceMesh::cpu(2).unwrap();
+        let mut model = Distributed::new(&mesh, settings, sharding).unwrap();
+        let batches = expected["batches"].as_array().unwrap();
+        let steps = (0..settings.steps).zip(batches.iter().cycle());
+        steps
+            .map(|(step, batch)| {
+                let rate = settings.recipe.learning_rate(step, settings.steps);
+                model.set_learning_rate(rate).unwrap();
+                let step = model.step(tensors(batch)).unwrap();
+                (step.loss, step.grad_norm)
+            })
+            .collect()
+    }
+
+    /// A batch, of which all tokens but padding are predicted.
+    fn tensors(batch: &Value) -> Tensors {
+        let ids: Vec<Vec<u32>> = serde_json::from_value(batch["input_ids"].clone()).unwrap();
+        let lengths: Vec<usize> = serde_json::from_value(batch["lengths"].clone()).unwrap();
+        let labels = |(ids, length): (&Vec<u32>, usize)| -> Vec<i64> {
+            let real = |(n, &id)| if n < length { i64::from(id) } else { -100 };
+            ids.iter().enumerate().map(real).collect()
+        };
+        let targets: Vec<Vec<i64>> = ids.iter().zip(lengths).map(labels).collect();
+        Tensors {
+            ids: Tensor::new(ids, &Device::Cpu).unwrap(),
+            targets: Tensor::new(targets, &Device::Cpu).unwrap(),
+            packing: None,
+        }
+    }
+
+    /// Checks losses and norms of steps, which differ at most by so much.
+    fn assert_near(expected: &Value, steps: &[(f64, f64)], most: [f64; 2], what: &str) {
+        let numbers =
+            |name: &str| -> Vec<f64> { serde_json::from_value(expected[name].clone()).unwrap() };
+        let (losses, norms) = (numbers("loss"), numbers("grad_norm"));
+        assert_eq!(losses.len(), steps.len(), "{what}");
+        for (step, (&(loss, norm), (expected, expected_norm))) in
+            steps.iter().zip(losses.iter().zip(norms)).enumerate()
+        {
+            assert!((loss - expected).abs() < most[0], "{what}, step {step}: {loss}, {expected}");
+            let is_near = (norm - expected_norm).abs() < most[1];
+            assert!(is_near, "{what}, step {step}: norm {norm}, {expected_norm}");
+        }
+    }
 }

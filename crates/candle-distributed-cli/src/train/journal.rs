@@ -1,5 +1,7 @@
 //! What a run shows to people and programs: progress bar, metrics, summary.
 
+use std::path::Path;
+
 use candle_distributed::{
     batch::{Batch, PaddingReport},
     train::{GradientReport, MeanLoss, StepMetrics},
@@ -9,7 +11,10 @@ use indicatif::ProgressBar;
 use crate::{
     error::Result,
     output::{self, Partial},
-    train::{memory::Memory, run_dir::RunDir, sharding::Needs, traffic::StepTraffic},
+    train::{
+        memory::Memory, run_dir::RunDir, sharding::Needs, traffic::StepTraffic,
+        validation::Validated,
+    },
 };
 
 /// The number of progress lines that a run prints.
@@ -62,10 +67,10 @@ impl Journal {
         });
     }
 
-    /// Records one more step, made of `batch`.
-    pub(crate) fn log(&mut self, step: &StepMetrics, batch: &Batch) -> Result<()> {
+    /// Records one more step, made of these batches.
+    pub(crate) fn log(&mut self, step: &StepMetrics, batches: &[Batch]) -> Result<()> {
         self.run_dir.append(step)?;
-        self.padding.add(batch);
+        self.padding.extend(batches);
         self.first.get_or_insert((step.step, step.loss));
         if self.is_line(step.step) {
             self.recent = MeanLoss::default();
@@ -84,6 +89,16 @@ impl Journal {
         Ok(())
     }
 
+    /// Records what a validation has found, and whether it is the best so far.
+    pub(crate) fn log_validation(&mut self, found: Validated, is_best: bool) -> Result<()> {
+        self.run_dir.append_validation(found)?;
+        let Validated { step, loss, .. } = found;
+        let best = if is_best { ", the least so far" } else { "" };
+        let line = format!("validation after step {step}: loss {loss:.3}{best}");
+        self.bar.suspend(|| output::message(|out| writeln!(out, "{line}")));
+        Ok(())
+    }
+
     /// Remembers what the first device handed over in a step.
     pub(crate) fn set_step_traffic(&mut self, traffic: StepTraffic) {
         self.run_dir.set_step_traffic(traffic);
@@ -99,9 +114,18 @@ impl Journal {
         self.run_dir.open_model()
     }
 
-    /// Saves the model that was written, and prints a summary of the run.
-    pub(crate) fn finish(&mut self, model: Partial) -> Result<()> {
-        self.run_dir.save(model)?;
+    /// Saves the model that was written.
+    pub(crate) fn save(&mut self, model: Partial) -> Result<()> {
+        self.run_dir.save(model)
+    }
+
+    /// Gives the folder of the model, which is written, its name.
+    pub(crate) fn save_folder(&mut self, partial: &Path) -> Result<()> {
+        self.run_dir.save_folder(partial)
+    }
+
+    /// Prints a summary of the run, whose model is saved.
+    pub(crate) fn finish(&mut self) -> Result<()> {
         self.pause()?;
         self.bar.finish_and_clear();
         let last = self.recent.mean();

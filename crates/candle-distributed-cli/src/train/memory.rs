@@ -1,6 +1,6 @@
 //! How much memory a run took, beside what its plan predicts.
 
-use std::fmt;
+use std::{collections::BTreeSet, fmt};
 
 use candle_distributed::{
     batch::Batch,
@@ -11,7 +11,7 @@ use candle_distributed::{
 use crate::{
     error::Result,
     train::{
-        model::Config,
+        model::Sizes,
         precision::Precision,
         session::Session,
         sharding::{self, Keep, Needs, Sharding},
@@ -35,13 +35,15 @@ impl Prediction {
 /// What decides how much memory a process takes.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Work<'a> {
-    pub(crate) config: Config,
+    pub(crate) sizes: Sizes,
     pub(crate) precision: Precision,
     pub(crate) parameters: &'a [ParameterInfo],
     /// `None` if every device has the whole model.
     pub(crate) sharding: Option<&'a Sharding>,
-    /// Those of an epoch.
-    pub(crate) batches: &'a [Batch],
+    /// The batches of the steps of an epoch.
+    pub(crate) steps: &'a [Vec<Batch>],
+    /// Whether sequences share rows, and attention must be told which token sees which.
+    pub(crate) is_packed: bool,
     /// Whether gradients are compared with differences of the loss first, for which a process has
     /// them whole.
     pub(crate) check: bool,
@@ -62,6 +64,7 @@ impl Work<'_> {
             Some(sharding) => self.of_parts(sharding)?,
         });
         terms.extend(self.adapted_bytes().map(|bytes| ("weights with adapters", bytes)));
+        terms.extend(self.is_packed.then(|| ("masks of packed rows", self.mask_bytes())));
         terms.push(("kernels and allocator", kept_bytes(self.devices())));
         let bytes = |(name, bytes)| (name, u64::try_from(bytes).unwrap_or(u64::MAX));
         Ok(Prediction { terms: terms.into_iter().map(bytes).collect() })
@@ -98,7 +101,7 @@ impl Work<'_> {
             ("gradients of each device, and their sum", trained * (devices * item + single)),
             ("optimizer state", trained * (2 * single + masters)),
             ("gradients under way", devices * 2 * largest * item),
-            ("activations", devices * self.tokens() * self.computed_bytes(self.config.layers)),
+            ("activations", devices * self.tokens() * self.computed_bytes(self.sizes.layers)),
         ]
     }
 
@@ -116,10 +119,10 @@ impl Work<'_> {
         let gathered = own.iter().map(|rank| rank.gathered_bytes).fold(0, u64::max);
         let of_token = match sharding.keep {
             Keep::Inputs => {
-                let inputs = (self.config.layers + 1) * self.config.hidden;
+                let inputs = (self.sizes.layers + 1) * self.sizes.hidden;
                 inputs as u128 * self.precision.bytes() + self.computed_bytes(1)
             }
-            Keep::Graph | Keep::Gathered => self.computed_bytes(self.config.layers),
+            Keep::Graph | Keep::Gathered => self.computed_bytes(self.sizes.layers),
         };
         let whole: u128 = self.parameters.iter().map(bytes_of).sum();
         let mut terms = vec![
@@ -138,15 +141,19 @@ impl Work<'_> {
     /// If there are adapters, what graphs of blocks have of each weight beside it: the product, that
     /// with its factor, the sum, and its gradient.
     fn adapted_bytes(&self) -> Option<u128> {
-        let Config { layers, hidden, .. } = self.config;
-        let n_graphs = match self.sharding {
-            Some(Sharding { keep: Keep::Inputs, .. }) => 1,
-            Some(Sharding { keep: Keep::Graph | Keep::Gathered, .. }) | None => layers,
+        let adapted: BTreeSet<&str> =
+            self.parameters.iter().filter_map(|parameter| layer_of(parameter.name())).collect();
+        let is_adapted = |parameter: &&ParameterInfo| {
+            parameter.name().strip_suffix(".weight").is_some_and(|layer| adapted.contains(layer))
         };
-        let of_block = (12 * hidden * hidden) as u128 * self.precision.bytes();
-        let bytes = self.devices() * 4 * n_graphs as u128 * of_block;
-        let has_adapters = self.parameters.iter().any(|parameter| !parameter.requires_grad());
-        has_adapters.then_some(bytes)
+        let all = self.parameters.iter().filter(is_adapted);
+        let all: u128 = all.map(|parameter| u128::from(parameter.numel())).sum();
+        let in_graphs = match self.sharding {
+            Some(Sharding { keep: Keep::Inputs, .. }) => all / self.sizes.layers as u128,
+            Some(Sharding { keep: Keep::Graph | Keep::Gathered, .. }) | None => all,
+        };
+        let bytes = self.devices() * 4 * in_graphs * self.precision.bytes();
+        (!adapted.is_empty()).then_some(bytes)
     }
 
     /// What the forward and the backward pass of so many layers need at once for a token, in bytes.
@@ -160,12 +167,10 @@ impl Work<'_> {
     /// | in parts, 1 device | 151, 144 | 367, 360 |
     /// | in parts, 4 devices | 191, 186 | |
     fn computed_bytes(&self, layers: usize) -> u128 {
-        /// Numbers per layer for each of the hidden sizes.
-        const WIDTHS: usize = 12;
         /// Numbers for each token that may follow: its logit, its probability, and a gradient.
         const LOGITS: usize = 3;
-        let Config { hidden, vocabulary, .. } = self.config;
-        let (widths, logits) = (layers * hidden * WIDTHS, vocabulary * LOGITS);
+        let Sizes { of_layer, vocabulary, .. } = self.sizes;
+        let (widths, logits) = (layers * of_layer, vocabulary * LOGITS);
         let single = Precision::F32.bytes();
         let of_width = match self.precision {
             Precision::F32 => single,
@@ -175,18 +180,41 @@ impl Work<'_> {
         widths as u128 * of_width + logits as u128 * single
     }
 
+    /// What says of each pair of tokens in a row whether one sees the other: the mask, and what it is
+    /// made from.
+    fn mask_bytes(&self) -> u128 {
+        let of_pair = 1 + 2 * self.precision.bytes() + Precision::F32.bytes();
+        let pairs = |batches: &Vec<Batch>| {
+            let (rows, length) = self.rows_and_length(batches);
+            rows * length * length
+        };
+        self.devices() * of_pair * self.steps.iter().map(pairs).fold(0, u128::max)
+    }
+
     fn devices(&self) -> u128 {
         (self.ranks.1 - self.ranks.0).into()
     }
 
-    /// The tokens of a device in the largest batch, padding included.
+    /// The tokens of a device in the largest step, padding included.
     fn tokens(&self) -> u128 {
-        let of_batch = |batch: &Batch| {
-            let rows = (batch.len() as u64).div_ceil(self.world_size);
-            u128::from(rows) * u128::from(batch.padded_length)
+        let of_step = |batches: &Vec<Batch>| {
+            let (rows, length) = self.rows_and_length(batches);
+            rows * length
         };
-        self.batches.iter().map(of_batch).fold(0, u128::max)
+        self.steps.iter().map(of_step).fold(0, u128::max)
     }
+
+    /// The rows of a device in a step, and their length.
+    fn rows_and_length(&self, batches: &[Batch]) -> (u128, u128) {
+        let rows: u64 = batches.iter().map(|batch| batch.rows).sum();
+        let length = batches.iter().map(|batch| batch.padded_length).fold(0, u64::max);
+        (rows.div_ceil(self.world_size).into(), length.into())
+    }
+}
+
+/// The layer whose adapter a parameter belongs to, if it does to one.
+fn layer_of(name: &str) -> Option<&str> {
+    name.strip_suffix(".lora_A.weight")
 }
 
 fn bytes_of(parameter: &ParameterInfo) -> u128 {
@@ -245,7 +273,10 @@ impl fmt::Display for Memory {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::train::model::{MODEL, Transformer};
+    use crate::train::{
+        model::Model,
+        transformer::{Config, MODEL, Transformer},
+    };
 
     #[test]
     fn a_line_says_what_is_whole_and_what_is_sharded() {
@@ -260,16 +291,21 @@ mod tests {
         assert!(sharded.to_string().contains(words), "{sharded}");
     }
 
+    fn model(config: Config) -> Model {
+        Model::Bytes(Transformer::plain(config))
+    }
+
     /// What a model of this many parameters takes in a process of four devices, without batches.
     fn predicted(config: Config, sharding: Option<&Sharding>) -> Prediction {
-        let parameters = &sharding::parameters_of(&Transformer::plain(config)).unwrap();
+        let parameters = &model(config).parameters().unwrap();
         let work = Work {
             check: false,
-            config,
+            sizes: model(config).sizes(),
             precision: Precision::F32,
             parameters,
             sharding,
-            batches: &[],
+            steps: &[],
+            is_packed: false,
             world_size: 4,
             ranks: (0, 4),
             base_bytes: 1,
@@ -303,14 +339,15 @@ mod tests {
     fn the_largest_process_need_not_be_the_first() {
         let whole_tensors =
             Sharding { strategy: crate::strategy::Strategy::WholeTensor, ..Sharding::full() };
-        let parameters = &sharding::parameters_of(&Transformer::plain(MODEL)).unwrap();
+        let parameters = &Model::PLAIN.parameters().unwrap();
         let of_ranks = |ranks| Work {
             check: false,
-            config: MODEL,
+            sizes: Model::PLAIN.sizes(),
             precision: Precision::F32,
             parameters,
             sharding: Some(&whole_tensors),
-            batches: &[],
+            steps: &[],
+            is_packed: false,
             world_size: 4,
             ranks,
             base_bytes: 1,
@@ -330,11 +367,12 @@ mod tests {
         let parameters = &[];
         let work = Work {
             check: false,
-            config: MODEL,
+            sizes: Model::PLAIN.sizes(),
             precision: Precision::F32,
             parameters,
             sharding: None,
-            batches: &[],
+            steps: &[],
+            is_packed: false,
             world_size: 1,
             ranks: (0, 1),
             base_bytes: 0,

@@ -1,10 +1,13 @@
-//! The training job of the `train` command: a byte-level transformer that learns to continue text.
+//! The training job of the `train` command: a model that learns to continue text, a small one over
+//! bytes or that of a Hugging Face folder.
 
 pub(crate) mod agreement;
 pub(crate) mod corpus;
 pub(crate) mod curve;
 pub(crate) mod data;
+pub(crate) mod dataset;
 pub(crate) mod distributed;
+pub(crate) mod finetune;
 pub(crate) mod journal;
 pub(crate) mod limits;
 pub(crate) mod measured;
@@ -14,6 +17,7 @@ pub(crate) mod model_file;
 pub(crate) mod parameters;
 pub(crate) mod precision;
 pub(crate) mod pretrained;
+pub(crate) mod products;
 pub(crate) mod recipe;
 pub(crate) mod resumed;
 pub(crate) mod run_dir;
@@ -23,3 +27,5 @@ pub(crate) mod sharding;
 pub(crate) mod stop;
 pub(crate) mod traffic;
 pub(crate) mod trainer;
+pub(crate) mod transformer;
+pub(crate) mod validation;

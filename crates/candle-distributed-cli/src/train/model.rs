@@ -1,285 +1,179 @@
-//! A decoder-only transformer over bytes: rotary-free, pre-norm, learned positions. It is made a
-//! unit at a time, where its loss enters it.
+//! What is trained: a small transformer over bytes, or the model of a Hugging Face folder.
+//!
+//! Here and in [`data`](crate::train::data) is all that differs between them: whatever shards,
+//! trains, resumes or predicts knows a [`Model`] and its batches.
 
-use candle_core::{DType, Result, Tensor};
+use candle_core::{DType, Device, Result as CandleResult, Tensor};
 use candle_distributed::{
-    mesh::Replica,
-    ops::{
-        self, Activation, AttentionConfig, CrossEntropyConfig,
-        layers::{Embedding, Linear, Mlp, RmsNorm, embedding, linear_no_bias, rms_norm},
-    },
-    train::{Lora, Loss, UnitRules, Units},
+    models::{Llama, Tokens},
+    plan::{ElemType, ParameterInfo},
+    train::{self, Lora, Loss, UnitRules, Units},
 };
-use candle_nn::{Module, VarBuilder};
-use serde::{Deserialize, Serialize};
+use candle_nn::VarBuilder;
 
 use crate::{
-    error::{self, Error},
-    train::precision::Precision,
+    error::{Error, Result},
+    hint,
+    train::{
+        dataset::{Packing, Tensors},
+        transformer::{self, Config, Transformer},
+    },
 };
 
-/// The sizes of a transformer.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub(crate) struct Config {
-    /// Number of different tokens.
-    pub(crate) vocabulary: usize,
-    /// The longest input, in tokens.
-    pub(crate) context: usize,
+/// A model that a run trains.
+#[derive(Clone, Debug)]
+pub(crate) enum Model {
+    /// A small transformer over bytes.
+    Bytes(Transformer),
+    /// The model of a Hugging Face folder.
+    Llama(Llama),
+}
+
+/// What decides how much memory a token takes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Sizes {
     pub(crate) layers: usize,
-    pub(crate) heads: usize,
     /// Width of the residual stream.
     pub(crate) hidden: usize,
+    /// Numbers that a layer computes for a token.
+    pub(crate) of_layer: usize,
+    pub(crate) vocabulary: usize,
 }
 
-/// The model that is trained unless the user asks for other sizes.
-pub(crate) const MODEL: Config =
-    Config { vocabulary: 256, context: 128, layers: 2, heads: 4, hidden: 128 };
-
-impl Config {
-    /// The most layers, and the largest of all other sizes: beyond any model of bytes, and far from
-    /// overflow in whatever is computed from them.
-    const MOST_LAYERS: usize = 1 << 12;
-    const LARGEST: usize = 1 << 16;
-
-    /// The longest sequence to learn from, in bytes: its last byte is predicted and is no input.
-    pub(crate) fn longest_sequence(&self) -> usize {
-        self.context + 1
+impl Model {
+    /// Asks for all parameters.
+    pub(crate) fn declare(&self, vb: &VarBuilder<'_>) -> CandleResult<()> {
+        match self {
+            Self::Bytes(transformer) => transformer.build(vb),
+            Self::Llama(llama) => llama.declare(vb),
+        }
     }
 
-    /// Refuses sizes of no transformer.
-    pub(crate) fn check(&self) -> error::Result<()> {
-        let &Self { vocabulary, context, layers, heads, hidden } = self;
-        for (what, size, most) in [
-            ("the vocabulary", vocabulary, Self::LARGEST),
-            ("--context", context, Self::LARGEST),
-            ("--n-layers", layers, Self::MOST_LAYERS),
-            ("--n-heads", heads, Self::LARGEST),
-            ("--hidden", hidden, Self::LARGEST),
-        ] {
-            if !(1..=most).contains(&size) {
-                return Err(Error::usage(format!("{what} is {size}, must be 1 to {most}")));
+    /// Which parameters form which unit: blocks do by their numbers.
+    pub(crate) fn units(&self) -> UnitRules {
+        match self {
+            Self::Bytes(_) => transformer::units(),
+            Self::Llama(llama) => llama.units(),
+        }
+    }
+
+    /// The loss of a shard.
+    pub(crate) fn loss(&self, units: &Units, batch: Tensors) -> CandleResult<Loss> {
+        match self {
+            Self::Bytes(transformer) => transformer::loss(transformer, units, batch),
+            Self::Llama(llama) => {
+                let Tensors { ids, targets: labels, packing } = batch;
+                let tokens = match packing {
+                    None => Tokens::rows(ids),
+                    Some(Packing { segment_ids, position_ids }) => {
+                        Tokens::packed(ids, segment_ids, position_ids)
+                    }
+                };
+                llama.loss(units, &tokens, &labels)
             }
         }
-        if hidden % heads > 0 {
-            let uneven = format!("--hidden {hidden} does not split evenly over --n-heads {heads}");
-            return Err(Error::usage(uneven));
-        }
-        // Every byte is a token.
-        if vocabulary < 256 {
-            return Err(Error::usage(format!(
-                "the vocabulary is {vocabulary}, must be at least 256"
-            )));
-        }
-        Ok(())
-    }
-}
-
-/// A transformer of these sizes.
-#[derive(Clone, Debug)]
-pub(crate) struct Transformer {
-    pub(crate) config: Config,
-    /// Adapters of its blocks, if these alone are trained.
-    pub(crate) lora: Option<Lora>,
-    /// In which it computes.
-    pub(crate) precision: Precision,
-}
-
-/// The linear layers of a block, which may have adapters.
-pub(crate) const LINEAR_LAYERS: [&str; 4] = ["qkv", "out", "up", "down"];
-
-impl Transformer {
-    /// One without adapters, in single precision.
-    pub(crate) const fn plain(config: Config) -> Self {
-        Self { config, lora: None, precision: Precision::F32 }
     }
 
-    /// Asks for all parameters.
-    pub(crate) fn build(&self, vb: &VarBuilder<'_>) -> Result<()> {
-        let build = |vb: VarBuilder<'_>| self.build_own(&vb);
-        match &self.lora {
-            Some(lora) => lora.adapt(build)(vb.clone()),
-            None => build(vb.clone()),
+    /// The logits [rows, length, vocabulary] of the token after each of `ids` [rows, length].
+    pub(crate) fn logits(&self, units: &Units, ids: Tensor) -> CandleResult<Tensor> {
+        match self {
+            Self::Bytes(transformer) => transformer::logits(transformer, units, &ids),
+            Self::Llama(llama) => llama.logits(units, &Tokens::rows(ids)),
         }
     }
 
-    fn build_own(&self, vb: &VarBuilder<'_>) -> Result<()> {
-        let config = self.config;
-        Embed::new(config, vb)?;
-        for layer in 0..config.layers {
-            Block::new(config, &vb.pp(block_name(layer)))?;
-        }
-        Head::new(config, vb)?;
-        Ok(())
-    }
-
-    /// Runs a block, with its adapters if it has some.
-    fn block(&self, model: &Units, layer: usize, x: &Tensor) -> Result<Tensor> {
-        let config = self.config;
-        let block = move |vb: VarBuilder<'_>, x: &Tensor| Block::new(config, &vb)?.forward(x);
-        match &self.lora {
-            Some(lora) => model.unit(&block_name(layer), x, lora.unit(block)),
-            None => model.unit(&block_name(layer), x, block),
+    /// The most tokens of a sequence.
+    pub(crate) fn context(&self) -> usize {
+        match self {
+            Self::Bytes(transformer) => transformer.config.context,
+            Self::Llama(llama) => llama.config().max_position_embeddings,
         }
     }
-}
 
-/// Which parameters form which unit: blocks do by their numbers.
-pub(crate) fn units() -> UnitRules {
-    UnitRules::new().unit(EMBED, ["tokens", "positions"]).unit(HEAD, ["norm", "head"])
-}
+    /// The adapters that are trained, if the model itself is not.
+    pub(crate) fn lora(&self) -> Option<&Lora> {
+        match self {
+            Self::Bytes(transformer) => transformer.lora.as_ref(),
+            Self::Llama(llama) => llama.lora(),
+        }
+    }
 
-/// The unit of a parameter.
-pub(crate) fn unit_of(name: &str) -> String {
-    let mut parts = name.split('.');
-    match (parts.next(), parts.next()) {
-        (Some("blocks"), Some(layer)) => format!("blocks.{layer}"),
-        (Some("tokens" | "positions"), _) => EMBED.to_owned(),
-        _ => HEAD.to_owned(),
+    /// Patterns of the parameters that are not decayed.
+    pub(crate) fn undecayed(&self) -> Vec<&'static str> {
+        match self {
+            // Adapters are matrices, and nothing else learns beside them.
+            Self::Llama(llama) if llama.lora().is_none() => {
+                let biases = llama.config().attention_bias.then_some("bias");
+                Llama::NORMS.into_iter().chain(biases).collect()
+            }
+            Self::Llama(_) | Self::Bytes(_) => Vec::new(),
+        }
+    }
+
+    /// The parameters in the order of their names. They take no memory.
+    pub(crate) fn parameters(&self) -> Result<Vec<ParameterInfo>> {
+        let declared = train::declare(|vb| self.declare(&vb), DType::F32, &Device::Cpu);
+        let mut declared = match (declared, self) {
+            (Ok(declared), _) => declared,
+            // Nothing else can be wrong with what is declared.
+            (Err(fault), Self::Llama(_)) => {
+                return Err(Error::usage(fault.to_string()).hinted(hint::LORA_ON));
+            }
+            (Err(fault), Self::Bytes(_)) => return Err(fault.into()),
+        };
+        declared.sort_by(|left, right| left.name.cmp(&right.name));
+        let info = |declared: train::Declared| {
+            let shape = declared.shape.dims().iter().map(|&size| size as u64);
+            let info = ParameterInfo::new(declared.name, shape.collect::<Vec<_>>(), ElemType::F32)?;
+            let is_trained = self.lora().is_none() || is_of_adapter(info.name());
+            let unit = self.unit_of(info.name());
+            Ok(info.with_requires_grad(is_trained).with_unit(unit))
+        };
+        declared.into_iter().map(info).collect()
+    }
+
+    /// The unit of a parameter.
+    fn unit_of(&self, name: &str) -> String {
+        match self {
+            Self::Bytes(_) => transformer::unit_of(name),
+            Self::Llama(_) => match name.split('.').collect::<Vec<_>>()[..] {
+                ["model", "layers", layer, ..] => format!("model.layers.{layer}"),
+                ["model", "embed_tokens", ..] => "embed".to_owned(),
+                _ => "head".to_owned(),
+            },
+        }
+    }
+
+    /// What decides how much memory a token takes.
+    pub(crate) fn sizes(&self) -> Sizes {
+        match self {
+            Self::Bytes(transformer) => {
+                let Config { layers, hidden, vocabulary, .. } = transformer.config;
+                Sizes { layers, hidden, of_layer: 12 * hidden, vocabulary }
+            }
+            Self::Llama(llama) => {
+                let config = llama.config();
+                let queries = config.num_attention_heads * config.head_dim;
+                let keys = config.num_key_value_heads * config.head_dim;
+                // Norms, sums and what projections give; queries and keys before and after they are
+                // turned, values, and what attention mixes; gate and up.
+                let hidden = config.hidden_size;
+                let of_attention = 3 * queries + 3 * keys;
+                let of_layer = 6 * hidden + of_attention + 2 * config.intermediate_size;
+                let layers = config.num_hidden_layers;
+                Sizes { layers, hidden, of_layer, vocabulary: config.vocab_size }
+            }
+        }
     }
 }
 
-const EMBED: &str = "embed";
-const HEAD: &str = "head";
-
-fn block_name(layer: usize) -> String {
-    format!("blocks.{layer}")
+/// Whether a parameter belongs to an adapter.
+pub(crate) fn is_of_adapter(name: &str) -> bool {
+    name.split('.').any(|part| Lora::PATTERNS.contains(&part))
 }
 
-/// The loss of a shard of token ids and weights: a sum over its predictions, of which a shard may
-/// have more per row than others.
-pub(crate) fn loss(
-    transformer: &Transformer,
-    _: &Replica,
-    model: &Units,
-    (ids, weights): (Tensor, Tensor),
-) -> Result<Loss> {
-    let predictions = weights.sum_all()?;
-    Ok(Loss::sum(summed_loss(transformer, model, &ids, weights)?, predictions))
-}
-
-/// The cross-entropy of the tokens after the first, each multiplied by its weight, summed.
-///
-/// # Shapes
-///
-/// `ids` [batch, length + 1] u32, `weights` [batch, length] f32; the result is a scalar.
-pub(crate) fn summed_loss(
-    transformer: &Transformer,
-    model: &Units,
-    ids: &Tensor,
-    weights: Tensor,
-) -> Result<Tensor> {
-    let config = transformer.config;
-    let length = ids.dim(1)? - 1;
-    let targets = ids.narrow(1, 1, length)?;
-    let inputs = ids.narrow(1, 0, length)?.contiguous()?;
-    let embed = move |vb: VarBuilder<'_>, ids: &Tensor| Embed::new(config, &vb)?.forward(ids);
-    let mut x = model.unit(EMBED, &inputs, embed)?;
-    for layer in 0..config.layers {
-        x = transformer.block(model, layer, &x)?;
-    }
-    model.unit(HEAD, &x, move |vb, x| {
-        let logits = Head::new(config, &vb)?.forward(x)?;
-        // A mean over many tokens needs more digits than halves have.
-        let logits = logits.to_dtype(DType::F32)?;
-        let config = CrossEntropyConfig::default().with_row_weights(weights.clone());
-        Ok(ops::cross_entropy(&logits, &targets, &config)?.sum)
-    })
-}
-
-/// Tokens and their places.
-struct Embed {
-    tokens: Embedding,
-    positions: Embedding,
-}
-
-impl Embed {
-    fn new(config: Config, vb: &VarBuilder<'_>) -> Result<Self> {
-        Ok(Self {
-            tokens: embedding(config.vocabulary, config.hidden, vb.pp("tokens"))?,
-            positions: embedding(config.context, config.hidden, vb.pp("positions"))?,
-        })
-    }
-
-    /// `ids` [batch, length] to [batch, length, hidden].
-    fn forward(&self, ids: &Tensor) -> Result<Tensor> {
-        let positions = self.positions.embeddings().narrow(0, 0, ids.dim(1)?)?;
-        self.tokens.forward(ids)?.broadcast_add(&positions)
-    }
-}
-
-/// The last norm, and a logit for every token.
-struct Head {
-    norm: RmsNorm,
-    out: Linear,
-}
-
-impl Head {
-    fn new(config: Config, vb: &VarBuilder<'_>) -> Result<Self> {
-        Ok(Self {
-            norm: rms_norm(config.hidden, NORM_EPSILON, vb.pp("norm"))?,
-            out: linear_no_bias(config.hidden, config.vocabulary, vb.pp("head"))?,
-        })
-    }
-
-    fn forward(&self, x: &Tensor) -> Result<Tensor> {
-        self.out.forward(&self.norm.forward(x)?)
-    }
-}
-
-const NORM_EPSILON: f64 = 1e-5;
-
-/// Attention and a feed-forward network, each added to its input.
-struct Block {
-    attention_norm: RmsNorm,
-    attention: Attention,
-    mlp_norm: RmsNorm,
-    mlp: Mlp,
-}
-
-impl Block {
-    fn new(config: Config, vb: &VarBuilder<'_>) -> Result<Self> {
-        let hidden = config.hidden;
-        Ok(Self {
-            attention_norm: rms_norm(hidden, NORM_EPSILON, vb.pp("attention_norm"))?,
-            attention: Attention::new(config, &vb.pp("attention"))?,
-            mlp_norm: rms_norm(hidden, NORM_EPSILON, vb.pp("mlp_norm"))?,
-            // ReLU costs less than GELU, and learns as well at this size.
-            mlp: Mlp::new(
-                linear_no_bias(hidden, 4 * hidden, vb.pp("mlp.up"))?
-                    .with_activation(Activation::Relu),
-                linear_no_bias(4 * hidden, hidden, vb.pp("mlp.down"))?,
-            ),
-        })
-    }
-
-    fn forward(&self, x: &Tensor) -> Result<Tensor> {
-        let attended = self.attention.forward(&self.attention_norm.forward(x)?)?;
-        let (x, normed) = self.mlp_norm.forward_add(x, &attended)?;
-        x + self.mlp.forward(&normed)?
-    }
-}
-
-/// Causal multi-head attention.
-struct Attention {
-    heads: usize,
-    qkv: Linear,
-    out: Linear,
-}
-
-impl Attention {
-    fn new(config: Config, vb: &VarBuilder<'_>) -> Result<Self> {
-        let hidden = config.hidden;
-        Ok(Self {
-            heads: config.heads,
-            qkv: linear_no_bias(hidden, 3 * hidden, vb.pp("qkv"))?,
-            out: linear_no_bias(hidden, hidden, vb.pp("out"))?,
-        })
-    }
-
-    /// Padding needs no mask: it stands on the right, where no real token looks.
-    fn forward(&self, x: &Tensor) -> Result<Tensor> {
-        let (heads, config) = (self.heads, AttentionConfig::causal());
-        let mixed = ops::attention_packed(&self.qkv.forward(x)?, heads, heads, &config)?;
-        self.out.forward(&mixed)
-    }
+#[cfg(test)]
+impl Model {
+    /// The transformer over bytes of the usual sizes, without adapters.
+    pub(crate) const PLAIN: Self = Self::Bytes(Transformer::plain(transformer::MODEL));
 }

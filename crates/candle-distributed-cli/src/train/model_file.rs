@@ -1,7 +1,7 @@
 //! The model that a run ends with: a safetensors file, written and read a part at a time.
 
 use std::{
-    fs::File,
+    fs::{self, File},
     io::{self, Read, Write},
     path::{Path, PathBuf},
 };
@@ -60,6 +60,22 @@ pub(crate) fn write_items(
 ) -> io::Result<()> {
     let parameter = parameter.to_dtype(precision.dtype()).map_err(io::Error::other)?;
     parameter.write_bytes(out).map_err(io::Error::other)
+}
+
+/// The fingerprint of a model: that of its file, or of all files of its folder by name.
+pub(crate) fn fingerprint_of_model(path: &Path) -> io::Result<String> {
+    if !path.is_dir() {
+        return fingerprint(path);
+    }
+    let entries = fs::read_dir(path)?.map(|entry| Ok(entry?.path()));
+    let mut files: Vec<PathBuf> = entries.collect::<io::Result<_>>()?;
+    files.sort();
+    let mut all = Fingerprint::new();
+    for file in files {
+        all.bytes(file.file_name().unwrap_or_default().as_encoded_bytes());
+        all.bytes(fingerprint(&file)?.as_bytes());
+    }
+    Ok(format!("{:016x}", all.finish()))
 }
 
 /// The fingerprint of the bytes of a file, in hexadecimal digits.

@@ -1,21 +1,27 @@
 //! How a run learns: options that decide about the parameters after each step.
 
 use candle_distributed::train::{Lora, Schedule};
+use candle_nn::ParamsAdamW;
 use clap::ValueEnum;
 use serde::{Deserialize, Serialize};
 
 use crate::{
     error::{Error, Result},
     help::typed,
-    train::{model::LINEAR_LAYERS, precision::Precision},
+    train::precision::Precision,
 };
 
 /// How a run learns, as it is asked for and as `run.json` records it.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize, clap::Args)]
 #[command(next_help_heading = "How it learns")]
 pub(crate) struct Recipe {
+    /// The learning rate at its peak [default: 0.003; with --model 0.00002, and 0.0002 of adapters]
+    #[arg(long, value_name = "RATE", visible_alias = "learning-rate")]
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    lr: Option<f64>,
     /// How the learning rate falls from its peak [default: along a straight line through all steps
-    /// to a tenth, cut off by 10 steps of warm-up]
+    /// to a tenth, cut off by 10 steps of warm-up; with --model along a cosine, after a warm-up of
+    /// a twentieth of the steps]
     #[arg(long, value_enum)]
     #[serde(default, skip_serializing_if = "Option::is_none")]
     lr_schedule: Option<Curve>,
@@ -29,17 +35,22 @@ pub(crate) struct Recipe {
     #[serde(default, skip_serializing_if = "Option::is_none")]
     min_lr_rate: Option<f64>,
     /// The largest norm of the gradients of all parameters together, to which larger ones are
-    /// clipped [default: they are not clipped]
+    /// clipped [default: they are not clipped; with --model 1]
     #[arg(long, value_name = "NORM")]
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub(crate) max_grad_norm: Option<f64>,
+    /// By how much of itself a parameter shrinks in each step, times the learning rate; norms and
+    /// biases of --model do not [default: 0.01]
+    #[arg(long, value_name = "DECAY")]
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    weight_decay: Option<f64>,
     /// Type in which the model computes: parameters are kept, summed and updated in f32 all the same
     /// [default: f32]
     #[arg(long, value_enum)]
     #[serde(default, skip_serializing_if = "Option::is_none")]
     dtype: Option<Precision>,
-    /// Train low-rank adapters of this rank for the linear layers of the blocks, while the
-    /// parameters of --weights stay as they are
+    /// Train low-rank adapters of this rank, while the parameters of --model or --weights stay as
+    /// they are
     #[arg(long, value_name = "RANK")]
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub(crate) lora: Option<usize>,
@@ -47,6 +58,11 @@ pub(crate) struct Recipe {
     #[arg(long, value_name = "ALPHA", requires = "lora")]
     #[serde(default, skip_serializing_if = "Option::is_none")]
     lora_alpha: Option<f64>,
+    /// The linear layers that have adapters, by the ends of their names [default: `q_proj,v_proj`;
+    /// of --weights all]
+    #[arg(long, value_name = "NAMES", value_delimiter = ',', requires = "lora")]
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    lora_on: Option<Vec<String>>,
 }
 
 /// The curves of the learning rate, by the names that Hugging Face gives them.
@@ -78,7 +94,31 @@ impl Recipe {
         if let Some(norm) = self.max_grad_norm.filter(|&norm| !(norm > 0.0 && norm.is_finite())) {
             return Err(Error::usage(format!("--max-grad-norm is {norm}, must be above 0")));
         }
-        self.adapters().map(drop)
+        if let Some(lr) = self.lr.filter(|&lr| !(lr > 0.0 && lr.is_finite())) {
+            return Err(Error::usage(format!("--lr is {lr}, must be above 0")));
+        }
+        if let Some(decay) = self.weight_decay.filter(|decay| !(0.0..1.0).contains(decay)) {
+            return Err(Error::usage(format!(
+                "--weight-decay is {decay}, must be from 0 to below 1"
+            )));
+        }
+        self.adapters(&["any"]).map(drop)
+    }
+
+    /// The recipe with what fine-tuning goes by where nothing else is asked for.
+    pub(crate) fn of_finetuning(self, steps: u64) -> Self {
+        let lr = if self.lora.is_some() { 2e-4 } else { 2e-5 };
+        let warmup_steps = match self.lr_schedule {
+            None => Some(steps / 20),
+            Some(_) => self.warmup_steps,
+        };
+        Self {
+            lr: self.lr.or(Some(lr)),
+            lr_schedule: self.lr_schedule.or(Some(Curve::Cosine)),
+            warmup_steps,
+            max_grad_norm: self.max_grad_norm.or(Some(1.0)),
+            ..self
+        }
     }
 
     /// The type in which the model computes.
@@ -86,11 +126,21 @@ impl Recipe {
         self.dtype.unwrap_or_default()
     }
 
-    /// The adapters that are trained, if the model itself is not.
-    pub(crate) fn adapters(&self) -> Result<Option<Lora>> {
+    /// The adapters that are trained, if the model itself is not; of `layers` unless others are asked
+    /// for.
+    pub(crate) fn adapters(&self, layers: &[&str]) -> Result<Option<Lora>> {
         let Some(rank) = self.lora else { return Ok(None) };
         let alpha = self.lora_alpha.unwrap_or(2.0 * rank as f64);
-        Ok(Some(Lora::new(LINEAR_LAYERS, rank, alpha)?))
+        Ok(Some(match &self.lora_on {
+            Some(asked) => Lora::new(asked.clone(), rank, alpha)?,
+            None => Lora::new(layers.iter().copied(), rank, alpha)?,
+        }))
+    }
+
+    /// AdamW with PyTorch's defaults but for the decay; the learning rate is set before each step.
+    pub(crate) fn adamw(&self) -> ParamsAdamW {
+        let usual = ParamsAdamW::default();
+        ParamsAdamW { weight_decay: self.weight_decay.unwrap_or(usual.weight_decay), ..usual }
     }
 
     /// The learning rate of the step that `step` others come before, of `steps` in all.
@@ -99,7 +149,7 @@ impl Recipe {
             Some(schedule) => schedule.factor(step),
             None => default_factor(step, steps),
         };
-        PEAK_LEARNING_RATE * factor
+        self.lr.unwrap_or(PEAK_LEARNING_RATE) * factor
     }
 
     fn schedule(&self, steps: u64) -> Option<Schedule> {
@@ -114,16 +164,19 @@ impl Recipe {
     }
 
     /// The options by their names, as they are typed.
-    pub(crate) fn options(&self) -> [(&'static str, Option<String>); 7] {
+    pub(crate) fn options(&self) -> [(&'static str, Option<String>); 10] {
         let number = |number: Option<f64>| number.map(|number| number.to_string());
         [
+            ("lr", number(self.lr)),
             ("lr-schedule", self.lr_schedule.map(typed)),
             ("warmup-steps", self.warmup_steps.map(|steps| steps.to_string())),
             ("min-lr-rate", number(self.min_lr_rate)),
             ("max-grad-norm", number(self.max_grad_norm)),
+            ("weight-decay", number(self.weight_decay)),
             ("dtype", self.dtype.map(typed)),
             ("lora", self.lora.map(|rank| rank.to_string())),
             ("lora-alpha", number(self.lora_alpha)),
+            ("lora-on", self.lora_on.as_ref().map(|layers| layers.join(","))),
         ]
     }
 
@@ -192,13 +245,16 @@ mod tests {
     #[test]
     fn recipes_are_read_as_they_were_written() {
         let recipe = Recipe {
+            lr: Some(2e-5),
             lr_schedule: Some(Curve::InverseSqrt),
             warmup_steps: Some(3),
             min_lr_rate: Some(0.1),
             max_grad_norm: Some(1e-3),
+            weight_decay: Some(0.1),
             dtype: Some(Precision::Bf16),
             lora: Some(4),
             lora_alpha: Some(0.7),
+            lora_on: Some(vec!["q_proj".to_owned()]),
         };
         let words = recipe.words();
         assert!(words.contains(r#""lr_schedule":"inverse-sqrt""#), "{words}");

@@ -21,12 +21,13 @@ use crate::{
     output::{self, Partial},
     train::{
         curve,
-        model::{MODEL, Transformer},
+        model::Model,
         model_file,
         session::Session,
         settings::{self, Settings},
-        sharding,
         traffic::StepTraffic,
+        transformer::{MODEL, Transformer},
+        validation::{self, Validated},
     },
 };
 
@@ -34,6 +35,9 @@ const METRICS: &str = "metrics.jsonl";
 const CURVE: &str = "loss.svg";
 const CHECKPOINTS: &str = "checkpoints";
 const ADAPTER: &str = "adapter";
+const MODEL_FOLDER: &str = "model";
+const BEST: &str = "best";
+const SAMPLE: &str = "sample.txt";
 
 /// The folder of run `number`, where `--out` names none.
 pub(crate) fn numbered(number: u32) -> PathBuf {
@@ -43,6 +47,31 @@ pub(crate) fn numbered(number: u32) -> PathBuf {
 /// The folder of the adapters that a run has trained, once it has ended.
 pub(crate) fn adapter_in(path: &Path) -> PathBuf {
     path.join(ADAPTER)
+}
+
+/// What a run ends with: the file of the transformer over bytes; of a model from a folder, a folder
+/// like it, or that of its adapters.
+pub(crate) fn product_of(path: &Path, settings: &Settings) -> PathBuf {
+    match &settings.finetune {
+        None => model_file::in_folder(path),
+        Some(finetune) if settings.recipe.lora.is_some() && !finetune.merge => adapter_in(path),
+        Some(_) => path.join(MODEL_FOLDER),
+    }
+}
+
+/// The folder of what did best on the examples that were held out.
+pub(crate) fn best_in(path: &Path) -> PathBuf {
+    path.join(BEST)
+}
+
+/// The file of what the model of a run wrote at the end.
+pub(crate) fn sample_in(path: &Path) -> PathBuf {
+    path.join(SAMPLE)
+}
+
+/// A folder beside another one, in which it is written before it gets its name.
+pub(crate) fn partial_of(folder: &Path) -> PathBuf {
+    folder.with_extension("partial")
 }
 
 /// A folder in which a model is merged with its adapters before it gets its name.
@@ -76,7 +105,16 @@ fn damage(metrics: &Metrics) -> String {
 /// The names of what the folder `path` holds of a run.
 pub(crate) fn contents(path: &Path) -> Result<Vec<&'static str>> {
     let mut found = Vec::new();
-    for name in [settings::FILE, METRICS, model_file::FILE, ADAPTER, CHECKPOINTS] {
+    for name in [
+        settings::FILE,
+        METRICS,
+        validation::FILE,
+        model_file::FILE,
+        MODEL_FOLDER,
+        BEST,
+        ADAPTER,
+        CHECKPOINTS,
+    ] {
         let path = path.join(name);
         // A link counts wherever it leads.
         match fs::symlink_metadata(&path) {
@@ -107,8 +145,8 @@ fn has_steps(checkpoints: &Path) -> Result<bool> {
 #[derive(Debug, PartialEq, Eq)]
 pub(crate) struct Seen {
     settings: Option<Vec<u8>>,
-    /// The length of the model's file, and when it was written.
-    model: Option<(u64, Option<SystemTime>)>,
+    /// The length of each file or folder that a run may end with, and when it was written.
+    products: Vec<Option<(u64, Option<SystemTime>)>>,
     /// The checkpoints, and when each was written: one that is damaged may be replaced.
     checkpoints: BTreeMap<OsString, Option<SystemTime>>,
 }
@@ -118,14 +156,19 @@ impl Seen {
     /// by a second call, which is to come once the run is locked.
     pub(crate) fn in_folder(path: &Path) -> Result<Self> {
         let settings = input::read_if_there(&path.join(settings::FILE))?;
-        let model = model_file::in_folder(path);
-        let model = match fs::symlink_metadata(&model) {
-            // Some systems know no times; then the length alone is compared.
-            Ok(known) => Some((known.len(), known.modified().ok())),
-            Err(error) if is_nothing(&error) => None,
-            Err(source) => return Err(Error::read(model, source)),
-        };
-        Ok(Self { settings, model, checkpoints: saved(&path.join(CHECKPOINTS))? })
+        let products = [model_file::FILE, MODEL_FOLDER, ADAPTER].map(|name| path.join(name));
+        let products = products.iter().map(|product| written(product)).collect::<Result<_>>()?;
+        Ok(Self { settings, products, checkpoints: saved(&path.join(CHECKPOINTS))? })
+    }
+}
+
+/// The length of a file or folder, and when it was written, if it is there.
+fn written(path: &Path) -> Result<Option<(u64, Option<SystemTime>)>> {
+    match fs::symlink_metadata(path) {
+        // Some systems know no times; then the length alone is compared.
+        Ok(known) => Ok(Some((known.len(), known.modified().ok()))),
+        Err(error) if is_nothing(&error) => Ok(None),
+        Err(source) => Err(Error::read(path, source)),
     }
 }
 
@@ -162,12 +205,12 @@ fn is_nothing(error: &io::Error) -> bool {
 /// Whether the run of these settings in `path` is complete: there are metrics up to its last step,
 /// and the model that it ended with. A model that is not that one is said.
 pub(crate) fn is_complete(path: &Path, settings: &Settings) -> Result<bool> {
-    if !contents(path)?.contains(&model_file::FILE) {
+    let model = product_of(path, settings);
+    if written(&model)?.is_none() {
         return Ok(false);
     }
     let fault = incomplete(path, settings)?;
     if let Some(fault) = &fault {
-        let model = model_file::in_folder(path);
         output::warning(format_args!("{} does not complete the run: {fault}", model.display()));
     }
     Ok(fault.is_none())
@@ -175,10 +218,14 @@ pub(crate) fn is_complete(path: &Path, settings: &Settings) -> Result<bool> {
 
 /// Why the model in `path` does not complete the run of these settings, if it does not.
 fn incomplete(path: &Path, settings: &Settings) -> Result<Option<String>> {
-    let model = model_file::in_folder(path);
-    if !model.is_file() {
+    let model = product_of(path, settings);
+    let (is_of_kind, kind) = match settings.finetune {
+        None => (model.is_file(), "file"),
+        Some(_) => (model.is_dir(), "folder"),
+    };
+    if !is_of_kind {
         // The model of the run could not take its place.
-        return Err(Error::usage(format!("{} is not a file", model.display())));
+        return Err(Error::usage(format!("{} is not a {kind}", model.display())));
     }
     let done = metrics(path)?.done();
     let steps = settings.steps;
@@ -195,7 +242,7 @@ fn incomplete(path: &Path, settings: &Settings) -> Result<Option<String>> {
             None => Ok(Some("it is gone".into())),
         };
     };
-    match model_file::fingerprint(&model) {
+    match model_file::fingerprint_of_model(&model) {
         Ok(found) if found == *known => Ok(None),
         Ok(_) => Ok(Some("it is not as the run wrote it".into())),
         Err(error) if is_nothing(&error) => Ok(Some("it is gone".into())),
@@ -209,7 +256,7 @@ fn other_model(bytes: &[u8]) -> Result<Option<String>> {
         Ok(found) => found,
         Err(fault) => return Ok(Some(fault.to_string())),
     };
-    let expected = sharding::parameters_of(&Transformer::plain(MODEL))?;
+    let expected = Model::Bytes(Transformer::plain(MODEL)).parameters()?;
     let is_there = |parameter: &ParameterInfo| {
         found.tensor(parameter.name()).is_ok_and(|tensor| {
             tensor.shape().iter().map(|&size| size as u64).eq(parameter.shape().iter().copied())
@@ -287,7 +334,7 @@ impl RunDir {
             ));
         }
         if step == 0
-            && let Some(beside) = move_model(path)?
+            && let Some(beside) = move_model(&product_of(path, settings))?
         {
             output::warning(format_args!(
                 "the run starts anew, and the model that was there is kept as {}",
@@ -304,6 +351,9 @@ impl RunDir {
             output::warning(format_args!("{name} lacks the metrics of {steps}"));
         }
         output::file(&metrics, &kept.lines(&known))?;
+        if settings.finetune.is_some() {
+            validation::keep_up_to(path, step)?;
+        }
         let file = File::options().append(true).open(&metrics);
         let file = file.map_err(|source| Error::write(&metrics, source))?;
         settings.write(path)?;
@@ -330,7 +380,9 @@ impl RunDir {
             session.peak_bytes = peak_bytes();
         }
         self.settings.write(&self.path)?;
-        output::file(&self.path.join(CURVE), curve::draw(&metrics(&self.path)?)?.as_bytes())
+        let held_out = validation::found_in(&self.path, self.settings.steps)?;
+        let curve = curve::draw(&metrics(&self.path)?, &held_out)?;
+        output::file(&self.path.join(CURVE), curve.as_bytes())
     }
 
     /// Remembers what the first device handed over in a step.
@@ -345,6 +397,15 @@ impl RunDir {
         let line = serde_json::to_string(line).map_err(io::Error::from);
         let written = line.and_then(|line| writeln!(self.metrics, "{line}"));
         written.map_err(|source| Error::write(self.path.join(METRICS), source))
+    }
+
+    /// Appends what a validation has found to its file.
+    pub(crate) fn append_validation(&self, found: Validated) -> Result<()> {
+        let path = self.path.join(validation::FILE);
+        let line = serde_json::to_string(&found).map_err(io::Error::from);
+        let file = File::options().create(true).append(true).open(&path);
+        let written = line.and_then(|line| writeln!(file?, "{line}"));
+        written.map_err(|source| Error::write(path, source))
     }
 
     /// Syncs the metrics to disk, so that they never have fewer steps than a checkpoint.
@@ -378,12 +439,30 @@ impl RunDir {
 
     /// Gives the file of the model, which is written, its name; that completes the run.
     pub(crate) fn save(&mut self, model: Partial) -> Result<()> {
-        let fingerprint = model_file::fingerprint(model.path());
-        let fingerprint = fingerprint.map_err(|source| Error::read(model.path(), source))?;
-        // First, so that a model is never there without it.
-        self.settings.model_fingerprint = Some(fingerprint);
-        self.settings.write(&self.path)?;
+        self.set_fingerprint(model.path())?;
         model.persist()
+    }
+
+    /// The same of a folder.
+    pub(crate) fn save_folder(&mut self, partial: &Path) -> Result<()> {
+        self.set_fingerprint(partial)?;
+        let folder = product_of(&self.path, &self.settings);
+        if let Some(beside) = move_model(&folder)? {
+            output::warning(format_args!(
+                "what was in {} is kept as {}",
+                folder.display(),
+                beside.display()
+            ));
+        }
+        fs::rename(partial, &folder).map_err(|source| Error::write(folder, source))
+    }
+
+    /// Records the model that is about to get its name: it is never there without that.
+    fn set_fingerprint(&mut self, model: &Path) -> Result<()> {
+        let fingerprint = model_file::fingerprint_of_model(model);
+        let fingerprint = fingerprint.map_err(|source| Error::read(model, source))?;
+        self.settings.model_fingerprint = Some(fingerprint);
+        self.settings.write(&self.path)
     }
 }
 
@@ -411,15 +490,18 @@ fn keep_beside(path: &Path, what: &str, metrics: &[u8]) -> Result<PathBuf> {
 
 /// Gives a model that does not complete its run another name, if there is one: what made it is
 /// gone, and the run will end with one of its own. Nobody else does so meanwhile, the run is locked.
-fn move_model(path: &Path) -> Result<Option<PathBuf>> {
-    let model = model_file::in_folder(path);
+fn move_model(model: &Path) -> Result<Option<PathBuf>> {
+    let ending = model.extension().map_or_else(OsString::new, |_| ".safetensors".into());
     let mut number = 1_u32;
     loop {
-        let beside = path.join(format!("model.unsaved-{number:04}.safetensors"));
+        let mut name = model.file_stem().map_or_else(OsString::new, OsString::from);
+        name.push(format!(".unsaved-{number:04}"));
+        name.push(&ending);
+        let beside = model.with_file_name(name);
         match fs::symlink_metadata(&beside) {
             Ok(_) => number += 1,
             Err(error) if is_nothing(&error) => {
-                return match fs::rename(&model, &beside) {
+                return match fs::rename(model, &beside) {
                     Ok(()) => Ok(Some(beside)),
                     Err(error) if is_nothing(&error) => Ok(None),
                     Err(source) => Err(Error::write(model, source)),

@@ -2,18 +2,24 @@
 
 use std::path::{Path, PathBuf};
 
-use candle_distributed::types::Fingerprint;
+use candle_distributed::{
+    batch::{DynamicBatchStrategy, Packing},
+    types::Fingerprint,
+};
 use serde::{Deserialize, Serialize};
 
 use crate::{
     error::{Error, Result},
     hint, input, output,
     train::{
-        model::{Config, MODEL, Transformer},
+        data::Batching,
+        finetune::{ADAPTED, Finetune, Rows},
+        model::Model,
         model_file,
         pretrained::Pretrained,
         recipe::Recipe,
         session::Session,
+        transformer::{Config, LINEAR_LAYERS, MODEL, Transformer},
     },
 };
 
@@ -42,6 +48,9 @@ pub(crate) struct Settings {
     /// The model that it began with; new parameters by its seed if there is none.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub(crate) weights: Option<Pretrained>,
+    /// The model of a folder that it fine-tunes; the transformer over bytes if there is none.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub(crate) finetune: Option<Finetune>,
     /// How it learns.
     #[serde(default, skip_serializing_if = "Recipe::is_default")]
     pub(crate) recipe: Recipe,
@@ -79,8 +88,8 @@ impl Settings {
         }
         if self.identity.as_ref().is_some_and(|known| *known != self.identity()) {
             return Err(Error::usage(format!(
-                "{name} is damaged: seed, steps, text, max_tokens, model, weights or recipe is not \
-                 what was written"
+                "{name} is damaged: seed, steps, text, max_tokens, model, weights, finetune or recipe \
+                 is not what was written"
             )));
         }
         self.config().check()?;
@@ -91,7 +100,7 @@ impl Settings {
     /// Refuses adapters of parameters that have learnt nothing.
     pub(crate) fn check_weights(&self) -> Result<()> {
         match (self.recipe.lora, &self.weights) {
-            (Some(rank), None) => {
+            (Some(rank), None) if self.finetune.is_none() => {
                 let missing =
                     format!("--lora {rank} needs the --weights that its adapters are for");
                 Err(Error::usage(missing).hinted(hint::WEIGHTS))
@@ -132,18 +141,58 @@ impl Settings {
         serde_json::to_vec_pretty(self).map_err(|source| Error::write(path, source.into()))
     }
 
-    /// The sizes of the model. Early versions, which do not record them, trained this one alone.
+    /// The sizes of the transformer over bytes. Early versions, which do not record them, trained this one alone.
     pub(crate) fn config(&self) -> Config {
         self.model.unwrap_or(MODEL)
     }
 
     /// The model.
-    pub(crate) fn transformer(&self) -> Result<Transformer> {
-        Ok(Transformer {
-            config: self.config(),
-            lora: self.recipe.adapters()?,
-            precision: self.recipe.precision(),
-        })
+    pub(crate) fn trained_model(&self) -> Result<Model> {
+        let Some(finetune) = &self.finetune else {
+            let lora = self.recipe.adapters(&LINEAR_LAYERS)?;
+            return Ok(Model::Bytes(Transformer { config: self.config(), lora }));
+        };
+        let llama = finetune.llama()?;
+        Ok(Model::Llama(match self.recipe.adapters(&ADAPTED)? {
+            Some(lora) => llama.with_lora(lora),
+            None => llama,
+        }))
+    }
+
+    /// The weights that it began with, a file or a folder; random ones if there are none.
+    pub(crate) fn pretrained(&self) -> Option<&Path> {
+        match &self.finetune {
+            Some(finetune) if finetune.init.is_some() => None,
+            Some(finetune) => Some(&finetune.folder),
+            None => self.weights.as_ref().map(|weights| weights.path.as_path()),
+        }
+    }
+
+    /// Whether sequences share the rows of a batch.
+    pub(crate) fn is_packed(&self) -> bool {
+        self.finetune.as_ref().is_some_and(|finetune| finetune.rows == Rows::Packed)
+    }
+
+    /// How sequences are put into steps.
+    pub(crate) fn batching(&self) -> Batching {
+        let bucketed = Batching::bucketed(self.max_tokens);
+        let Some(&Finetune { rows, batch_size, context, .. }) = self.finetune.as_ref() else {
+            return bucketed;
+        };
+        match (rows, batch_size) {
+            (Rows::Padded, None) => bucketed,
+            (Rows::Padded, Some(_)) => Batching {
+                strategy: DynamicBatchStrategy::PadToMax,
+                max_batch_size: batch_size,
+                ..bucketed
+            },
+            (Rows::Packed, _) => Batching {
+                strategy: DynamicBatchStrategy::Pack(Packing::BestFit),
+                max_tokens: context as u64,
+                max_batch_size: None,
+                batches: (self.max_tokens / context as u64).max(1),
+            },
+        }
     }
 
     /// A hash of all that decides about the parameters after each step, in hexadecimal digits.
@@ -157,6 +206,9 @@ impl Settings {
         }
         if let Some(Pretrained { fingerprint: weights, .. }) = &self.weights {
             fingerprint.bytes(weights.as_bytes());
+        }
+        if let Some(finetune) = &self.finetune {
+            fingerprint.bytes(finetune.words().as_bytes());
         }
         // Runs of earlier versions keep their identity.
         if !self.recipe.is_default() {
@@ -203,6 +255,7 @@ pub(crate) mod tests {
             allow_non_finite: false,
             model: None,
             weights: None,
+            finetune: None,
             recipe: Recipe::default(),
             sessions: vec![session(0)],
             identity: None,

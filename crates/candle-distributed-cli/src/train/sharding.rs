@@ -1,26 +1,18 @@
 //! How a run is sharded, and what each rank holds, or would hold if it were.
 
-use candle_core::{DType, Device};
 use candle_distributed::{
     plan::{
         ElemType, ParameterInfo, ShardingPlan,
         cost::{CostModel, PlanCost, RankCost, Runtime},
         strategy::{Full, Hsdp, ShardingStrategy},
     },
-    train::{self, Lora},
+    train,
     types::WorldSize,
 };
 use clap::ValueEnum;
 use serde::{Deserialize, Serialize};
 
-use crate::{
-    error::Result,
-    strategy::Strategy,
-    train::{
-        model::{self, Transformer},
-        precision::Precision,
-    },
-};
+use crate::{error::Result, strategy::Strategy, train::precision::Precision};
 
 /// How a run is sharded, as `run.json` records it.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -152,30 +144,6 @@ impl Needs {
 /// The bytes on the rank that holds the most.
 fn largest(cost: &PlanCost) -> u128 {
     cost.ranks.iter().map(RankCost::total_bytes).fold(0, u128::max)
-}
-
-/// The parameters of a model, in the order of their names. They take no memory.
-pub(crate) fn parameters_of(model: &Transformer) -> Result<Vec<ParameterInfo>> {
-    let mut declared = train::declare(|vb| model.build(&vb), DType::F32, &Device::Cpu)?;
-    declared.sort_by(|left, right| left.name.cmp(&right.name));
-    let info = |declared: train::Declared| {
-        let shape = declared.shape.dims().iter().map(|&size| size as u64);
-        let info = ParameterInfo::new(declared.name, shape.collect::<Vec<_>>(), ElemType::F32)?;
-        let is_trained = model.lora.is_none() || is_of_adapter(info.name());
-        Ok(with_unit(info.with_requires_grad(is_trained)))
-    };
-    declared.into_iter().map(info).collect()
-}
-
-/// Whether a parameter belongs to an adapter.
-fn is_of_adapter(name: &str) -> bool {
-    name.split('.').any(|part| Lora::PATTERNS.contains(&part))
-}
-
-/// A parameter of the model in its unit.
-pub(crate) fn with_unit(info: ParameterInfo) -> ParameterInfo {
-    let unit = model::unit_of(info.name());
-    info.with_unit(unit)
 }
 
 #[cfg(test)]

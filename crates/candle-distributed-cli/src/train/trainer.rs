@@ -14,7 +14,7 @@ use std::{
 
 use candle_core::{DType, Device, Tensor};
 use candle_distributed::{
-    batch::BatchState,
+    batch::{Batch, BatchState},
     mesh::{ALL, DeviceMesh, P},
     train::{
         self, CheckpointError, Checkpoints, Lora, PretrainedFiles, Step, StepMetrics,
@@ -24,19 +24,21 @@ use candle_distributed::{
 
 use crate::{
     error::{Error, ErrorKind, Result},
+    hf::folder::Folder,
     hint,
     output::Partial,
     train::{
-        corpus::Corpus,
-        data::{self, Schedule, Scheduled},
+        data::{Schedule, Scheduled},
+        dataset::{DataSet, Tensors},
         distributed::Distributed,
         journal::Journal,
-        model_file,
+        model_file, products,
         resumed::Resumed,
         run_dir,
         settings::Settings,
-        sharding::{self, Sharding},
+        sharding::Sharding,
         traffic::StepTraffic,
+        validation::{self, HeldOut},
     },
 };
 
@@ -45,8 +47,12 @@ use crate::{
 pub(crate) struct Job<'a> {
     pub(crate) mesh: &'a DeviceMesh,
     /// Threads that make batches share it.
-    pub(crate) corpus: &'a Arc<Corpus>,
+    pub(crate) data: &'a Arc<DataSet>,
     pub(crate) schedule: &'a Schedule,
+    /// Examples by which it is seen how much was learnt.
+    pub(crate) held_out: Option<&'a HeldOut>,
+    /// The folder of the model, if it comes from one.
+    pub(crate) folder: Option<&'a Folder>,
     pub(crate) settings: &'a Settings,
     /// How the model is sharded; every device has all of it if there is nothing here.
     pub(crate) sharding: Option<&'a Sharding>,
@@ -92,9 +98,10 @@ impl Job<'_> {
         }
         let first = self.first_step();
         let steps = self.settings.steps;
+        let mut best = self.best_before(first)?;
         let start = Instant::now();
         for (step, made) in (first..steps).zip(self.batches(state)?) {
-            let Made { scheduled: Scheduled { epoch, batch, state }, tensors } = made?;
+            let Made { scheduled: Scheduled { epoch, batches, state }, tensors } = made?;
             let learning_rate = self.settings.recipe.learning_rate(step, steps);
             let at = At { step, epoch, batch: state.step, learning_rate };
             let before = StepTraffic::so_far(self.mesh);
@@ -105,14 +112,14 @@ impl Job<'_> {
             let seconds = start.elapsed().as_secs_f64();
             if let Some(journal) = &mut journal {
                 journal.set_step_traffic(StepTraffic::since(self.mesh, before));
-                let metrics = StepMetrics::of(step, &trained)
-                    .epoch(epoch)
-                    .learning_rate(learning_rate)
-                    .batch(batch.len() as u64, batch.real_tokens, batch.padded_tokens());
-                let metrics = measured(metrics, seconds);
-                journal.log(&metrics, &batch)?;
+                let metrics = StepMetrics::of(step, &trained).epoch(epoch);
+                let metrics = counted(metrics.learning_rate(learning_rate), &batches);
+                journal.log(&measured(metrics, seconds), &batches)?;
             }
             let done = step + 1;
+            if let Err(error) = self.validate(&mut model, done, &mut best, &mut journal) {
+                return Err(self.failed(error, &at, journal)?);
+            }
             let is_stopped = self.is_stopped()?;
             if done == steps {
                 // The model itself is written now, which takes the place of a checkpoint.
@@ -147,15 +154,66 @@ impl Job<'_> {
         Ok(counted)
     }
 
+    /// The least loss that a validation has found before these steps.
+    fn best_before(&self, steps: u64) -> Result<Option<f64>> {
+        let found = validation::found_in(self.path, steps)?;
+        Ok(found.into_iter().map(|found| found.loss).reduce(f64::min))
+    }
+
+    /// Tries the model on the examples that were held out, if that is due, and saves it if it did
+    /// better than ever before.
+    fn validate(
+        &self,
+        model: &mut Distributed,
+        done: u64,
+        best: &mut Option<f64>,
+        journal: &mut Option<Journal>,
+    ) -> Result<()> {
+        let due = self.held_out.filter(|held_out| held_out.is_due(done, self.settings.steps));
+        let (Some(held_out), Some(folder)) = (due, self.folder) else { return Ok(()) };
+        let found = held_out.validate(model, done, &self.mesh.devices()[0])?;
+        let is_best = best.is_none_or(|best| found.loss < best);
+        if is_best {
+            *best = Some(found.loss);
+            products::save(self, model, folder, &run_dir::best_in(self.path))?;
+        }
+        match journal {
+            Some(journal) => journal.log_validation(found, is_best),
+            None => Ok(()),
+        }
+    }
+
     /// Has the process with the journal write the model, of which each may have a part.
     fn finish(&self, model: &Distributed, journal: Option<Journal>) -> Result<()> {
+        if let Some(folder) = self.folder {
+            return self.finish_folder(model, folder, journal);
+        }
         if let Some(lora) = model.adapters() {
             return self.finish_adapters(model, lora, journal);
         }
         let Some(mut journal) = journal else { return model.for_each_whole(|_| Ok(())) };
         let mut partial = journal.open_model()?;
         self.write(model, &mut partial)?;
-        journal.finish(partial)
+        journal.save(partial)?;
+        journal.finish()
+    }
+
+    /// The same of a model from a folder: another folder.
+    fn finish_folder(
+        &self,
+        model: &Distributed,
+        folder: &Folder,
+        journal: Option<Journal>,
+    ) -> Result<()> {
+        let merge = self.settings.finetune.as_ref().is_some_and(|finetune| finetune.merge);
+        if let Some(lora) = model.adapters().filter(|_| merge) {
+            products::save_adapters(self, model, lora, folder, &run_dir::adapter_in(self.path))?;
+        }
+        let partial = run_dir::partial_of(&run_dir::product_of(self.path, self.settings));
+        products::save(self, model, folder, &partial)?;
+        let Some(mut journal) = journal else { return Ok(()) };
+        journal.save_folder(&partial)?;
+        journal.finish()
     }
 
     /// The same of adapters: their own files, and the model with their effect.
@@ -177,14 +235,15 @@ impl Job<'_> {
         let copied = File::open(&file).and_then(|mut from| io::copy(&mut from, partial.file()));
         copied.map_err(|source| Error::write(&file, source))?;
         fs::remove_dir_all(&merged).map_err(|source| Error::write(&merged, source))?;
-        journal.finish(partial)
+        journal.save(partial)?;
+        journal.finish()
     }
 
     fn write(&self, model: &Distributed, partial: &mut Partial) -> Result<()> {
         let path = partial.path().to_owned();
         let failed = |source| Error::write(&path, source);
         let mut out = BufWriter::new(partial.file());
-        let parameters = sharding::parameters_of(&self.settings.transformer()?)?;
+        let parameters = self.settings.trained_model()?.parameters()?;
         let precision = self.settings.recipe.precision();
         model_file::write_head(&mut out, &parameters, precision).map_err(failed)?;
         model.for_each_whole(|parameter| {
@@ -195,11 +254,11 @@ impl Job<'_> {
 
     /// The batches after `state`, which a thread makes while steps run.
     fn batches(&self, state: Option<&BatchState>) -> Result<impl Iterator<Item = Result<Made>>> {
-        let corpus = Arc::clone(self.corpus);
+        let data = Arc::clone(self.data);
         let device = self.mesh.devices()[0].clone();
         let made = move |scheduled: Result<Scheduled>| {
             let scheduled = scheduled?;
-            let tensors = data::collate(&scheduled.batch, &corpus, &device)?;
+            let tensors = data.collate(&scheduled.batches, &device)?;
             Ok(Made { scheduled, tensors })
         };
         Ok(train::feed(self.schedule.batches(state)?).collate(made)?)
@@ -212,7 +271,7 @@ impl Job<'_> {
 
     /// The tensors of the batch after `state`.
     #[expect(clippy::expect_used, reason = "says why it cannot fail")]
-    fn next_batch(&self, state: Option<&BatchState>) -> Result<(Tensor, Tensor)> {
+    fn next_batch(&self, state: Option<&BatchState>) -> Result<Tensors> {
         let next = self.batches(state)?.next();
         Ok(next.expect("batches end with an error")?.tensors)
     }
@@ -264,13 +323,16 @@ impl Job<'_> {
 }
 
 /// Trains on one batch, and returns its loss.
-fn train_on(
-    model: &mut Distributed,
-    tensors: (Tensor, Tensor),
-    learning_rate: f64,
-) -> Result<Step> {
+fn train_on(model: &mut Distributed, tensors: Tensors, learning_rate: f64) -> Result<Step> {
     model.set_learning_rate(learning_rate)?;
     model.step(tensors)
+}
+
+/// The numbers of a step with those of its batches.
+fn counted(metrics: StepMetrics, batches: &[Batch]) -> StepMetrics {
+    let sum = |of: fn(&Batch) -> u64| batches.iter().map(of).sum();
+    let sequences = sum(|batch| batch.len() as u64);
+    metrics.batch(sequences, sum(|batch| batch.real_tokens), sum(Batch::padded_tokens))
 }
 
 /// The numbers of a step with its time, from the start of the session, and the memory so far.
@@ -283,7 +345,7 @@ fn measured(mut metrics: StepMetrics, seconds: f64) -> StepMetrics {
 /// A batch with its tensors.
 struct Made {
     scheduled: Scheduled,
-    tensors: (Tensor, Tensor),
+    tensors: Tensors,
 }
 
 /// A step that is under way.
@@ -335,26 +397,29 @@ mod tests {
 
     use super::*;
     use crate::train::{
+        corpus::Corpus,
+        data::Batching,
         distributed::Held,
-        model::{self, MODEL, Transformer},
+        model::Model,
         settings::tests::settings,
         sharding::Needs,
+        transformer::{self, MODEL, Transformer},
     };
-
-    const PLAIN: Transformer = Transformer::plain(MODEL);
 
     /// What the jobs of these tests have in common.
     struct Fixture {
         mesh: DeviceMesh,
-        corpus: Arc<Corpus>,
+        data: Arc<DataSet>,
         schedule: Schedule,
     }
 
     impl Fixture {
         fn new() -> Self {
             let corpus = Corpus::new(["to be or\n\nnot to be"], MODEL.longest_sequence());
-            let schedule = Schedule::new(&corpus, Seed::new(0), 64).unwrap();
-            Self { mesh: DeviceMesh::cpu(2).unwrap(), corpus: Arc::new(corpus), schedule }
+            let data = Arc::new(DataSet::Bytes(corpus));
+            let batching = Batching::bucketed(64);
+            let schedule = Schedule::new(data.lengths(), Seed::new(0), &batching).unwrap();
+            Self { mesh: DeviceMesh::cpu(2).unwrap(), data, schedule }
         }
 
         fn job<'a>(
@@ -366,8 +431,10 @@ mod tests {
         ) -> Job<'a> {
             Job {
                 mesh: &self.mesh,
-                corpus: &self.corpus,
+                data: &self.data,
                 schedule: &self.schedule,
+                held_out: None,
+                folder: None,
                 settings,
                 sharding,
                 typed: "",
@@ -389,9 +456,10 @@ mod tests {
         for sharding in [None, Some(&full)] {
             let job = fixture.job(&settings, Path::new(""), &checkpoints, sharding);
             let mut model = job.start().unwrap();
-            let half_without_backward = |_: &Replica, model: &Units, batch: (Tensor, Tensor)| {
-                let (ids, weights) = batch;
-                let sum = model::summed_loss(&PLAIN, model, &ids, weights.clone())?;
+            let half_without_backward = |_: &Replica, model: &Units, batch: Tensors| {
+                let Tensors { ids, targets: weights, .. } = batch;
+                let plain = Transformer::plain(MODEL);
+                let sum = transformer::summed_loss(&plain, model, &ids, weights.clone())?;
                 Ok(Loss::sum((&sum + sum.detach())?, weights.sum_all()?))
             };
             let batch = job.next_batch(None).unwrap();
@@ -411,16 +479,16 @@ mod tests {
 
     /// A model with a parameter that is no number.
     fn of_nan(fixture: &Fixture, settings: &Settings) -> Distributed {
-        let build = |vb: candle_nn::VarBuilder<'_>| PLAIN.build(&vb);
+        let build = |vb: candle_nn::VarBuilder<'_>| Model::PLAIN.declare(&vb);
         let values = |declared: &train::Declared, items: std::ops::Range<usize>| {
             let value = if declared.name == "norm.weight" { f32::NAN } else { 1.0 };
             Tensor::full(value, items.len(), &Device::Cpu)
         };
-        let builder = DataParallel::builder(&fixture.mesh, Units::by(model::units(), build));
+        let builder = DataParallel::builder(&fixture.mesh, Units::by(transformer::units(), build));
         let builder = builder.init_with(values).uneven(candle_distributed::mesh::Uneven::Pad);
         let builder = if settings.allow_non_finite { builder.allow_non_finite() } else { builder };
         let adam = |group: train::Group| train::AdamW::new(group.vars, ParamsAdamW::default());
-        Distributed::of(PLAIN, Held::Whole(builder.build(adam).unwrap()))
+        Distributed::of(Model::PLAIN, Held::Whole(builder.build(adam).unwrap()))
     }
 
     /// Trains a model with a parameter that is no number, until the run ends.

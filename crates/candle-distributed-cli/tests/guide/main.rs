@@ -45,12 +45,15 @@ fn pages() -> Vec<Page> {
         .collect()
 }
 
-/// Runs the consoles of a page one after the other, in one folder.
-fn run_consoles(page: &Page, shell: &Shell<'_>) {
+/// Runs the consoles and scripts of a page one after the other, in one folder.
+fn run_blocks(page: &Page, shell: &Shell<'_>) {
     for block in &page.blocks {
         match &block.needs {
             Some(tool) if !shell.knows(tool) => {
                 eprintln!("{}:{}: SKIPPED, there is no {tool} here", page.name, block.line);
+            }
+            _ if block.is_script() => {
+                shell.run(&block.text, &format!("{}:{}", page.name, block.line));
             }
             _ if block.is_run() => transcript::parse(&block.text, block.figures_vary)
                 .iter()
@@ -64,8 +67,59 @@ fn run_consoles(page: &Page, shell: &Shell<'_>) {
 fn every_command_prints_what_its_page_shows() {
     for page in pages().iter().filter(|page| page.name != FIRST_PAGE) {
         let folder = tempfile::tempdir().unwrap();
-        run_consoles(page, &Shell::new(folder.path()));
+        run_blocks(page, &Shell::new(folder.path()));
     }
+}
+
+/// A folder with what the READMEs take for granted: lengths, texts, the header of a model, a run.
+fn at_home() -> tempfile::TempDir {
+    let home = tempfile::tempdir().unwrap();
+    let write = |name: &str, content: &[u8]| fs::write(home.path().join(name), content).unwrap();
+    let lengths: Vec<String> = (1..=500).map(|n| (n * 37 % 2000 + 1).to_string()).collect();
+    write("lengths.txt", lengths.join(" ").as_bytes());
+    fs::create_dir(home.path().join("docs")).unwrap();
+    write("docs/text.txt", "A line of a text.\n\n".repeat(20).as_bytes());
+    let header =
+        r#"{"lm_head.weight": {"dtype": "F32", "shape": [64, 4], "data_offsets": [0, 1024]}}"#;
+    let length = (header.len() as u64).to_le_bytes();
+    write("model.safetensors", &[&length[..], header.as_bytes(), &[0; 1024]].concat());
+    Shell::new(home.path())
+        .run("candle-distributed train --data docs --steps 2 --out runs/0001", "a run");
+    home
+}
+
+#[test]
+fn every_command_of_the_readmes_runs() {
+    let root = docs().join("..");
+    for name in ["README.md", "crates/candle-distributed-cli/README.md"] {
+        let home = at_home();
+        let page = Page::parse(name, &fs::read_to_string(root.join(name)).unwrap());
+        let n_run = page.blocks.iter().filter(|block| block.is_run() || block.is_script()).count();
+        assert!(n_run > 0, "{name}");
+        run_blocks(&page, &Shell::new(home.path()));
+    }
+}
+
+#[test]
+fn dependencies_in_the_readme_have_their_paths_and_features() {
+    let root = docs().join("..");
+    let readme = Page::parse("README.md", &fs::read_to_string(root.join("README.md")).unwrap());
+    let lines = readme.blocks.iter().filter(|block| block.kind == "toml");
+    let lines = lines.flat_map(|block| block.text.lines()).filter(|line| line.contains("path = "));
+    let mut n_found = 0;
+    for line in lines {
+        let quoted: Vec<&str> = line.split('"').skip(1).step_by(2).collect();
+        let [path, features @ ..] = &quoted[..] else { panic!("{line}") };
+        let manifest = root.join(path.trim_start_matches("candle-distributed/")).join("Cargo.toml");
+        let manifest = fs::read_to_string(manifest).unwrap();
+        let name = line.split(' ').next().unwrap();
+        assert!(manifest.contains(&format!("name = \"{name}\"")), "{line}");
+        for feature in features {
+            assert!(manifest.contains(&format!("\n{feature} = [")), "{name} has no {feature}");
+        }
+        n_found += 1;
+    }
+    assert_eq!(n_found, 5);
 }
 
 /// The first steps of a newcomer. The commands before them, `cargo run` and
@@ -76,7 +130,7 @@ fn a_newcomer_gets_through_the_first_page() {
     let at = |name: &str| folder.path().join(name);
 
     let page = pages().into_iter().find(|page| page.name == FIRST_PAGE).unwrap();
-    run_consoles(&page, &Shell::new(folder.path()));
+    run_blocks(&page, &Shell::new(folder.path()));
 
     let steps = [
         "plan model.json",

@@ -65,6 +65,11 @@ impl Block {
         Self { line, kind, is_ignored, reason, needs, figures_vary, text: String::new() }
     }
 
+    /// Whether it is a script to be run: not what builds or tests the workspace itself.
+    pub(crate) fn is_script(&self) -> bool {
+        self.kind == "sh" && !self.is_ignored && !self.text.starts_with("cargo ")
+    }
+
     /// Whether its commands are to be run.
     pub(crate) fn is_run(&self) -> bool {
         self.kind == "console" && !self.is_ignored

@@ -103,6 +103,20 @@ impl<'a> Shell<'a> {
         assert_eq!(status.success(), !fails, "{place}: `{command}`: {status}, after\n{shown}");
     }
 
+    /// Runs a script up to its end, or to the first command that fails.
+    pub(crate) fn run(&self, script: &str, place: &str) {
+        let output = Command::new("bash")
+            .args(["-e", "-o", "pipefail", "-c", script])
+            .current_dir(self.folder)
+            .env("PATH", &self.path)
+            .env("HOME", self.folder)
+            .stdin(Stdio::null())
+            .output()
+            .unwrap();
+        let said = String::from_utf8_lossy(&output.stderr);
+        assert!(output.status.success(), "{place}: {}\n{said}", output.status);
+    }
+
     /// The process, and what it prints.
     fn start(&self, entry: &Entry) -> (Child, BufReader<io::PipeReader>) {
         let (reader, writer) = io::pipe().unwrap();

@@ -2,6 +2,7 @@
 
 #![allow(dead_code, unreachable_pub, reason = "no test file uses all of it")]
 
+pub mod finetune;
 pub mod run;
 
 use std::{
@@ -12,8 +13,18 @@ use std::{
 use serde_json::Value;
 
 /// Every subcommand.
-pub const SUBCOMMANDS: [&str; 9] =
-    ["sample", "batch", "plan", "train", "report", "mesh", "launch", "completions", "man"];
+pub const SUBCOMMANDS: [&str; 10] = [
+    "sample",
+    "batch",
+    "plan",
+    "train",
+    "generate",
+    "report",
+    "mesh",
+    "launch",
+    "completions",
+    "man",
+];
 
 pub fn command(args: &[&str]) -> Command {
     let mut command = Command::new(env!("CARGO_BIN_EXE_candle-distributed"));
@@ -54,4 +65,9 @@ pub fn file(name: &str, content: impl AsRef<[u8]>) -> (tempfile::TempDir, String
     let path = dir.path().join(name);
     fs::write(&path, content).unwrap();
     (dir, path.to_str().unwrap().into())
+}
+
+/// The folder of a small random model, which transformers has made.
+pub fn golden(model: &str) -> String {
+    format!("{}/../candle-distributed/tests/golden/{model}", env!("CARGO_MANIFEST_DIR"))
 }

@@ -265,27 +265,30 @@ struct Context {
 
 impl Context {
     fn new(config: &LlamaConfig, tokens: &Tokens, dtype: DType) -> Result<Self> {
-        let (_, length) = tokens.ids.dims2()?;
+        let (rows, length) = tokens.ids.dims2()?;
         let (cos, sin) = tables(config, length, dtype, tokens.ids.device())?;
         let attention = AttentionConfig::causal();
         let Some(Packing { segment_ids, position_ids }) = &tokens.packing else {
             return Ok(Self { cos, sin, attention });
         };
-        let positions = position_ids.squeeze(0)?;
+        let positions = position_ids.flatten_all()?;
+        let of_rows =
+            |table: Tensor| table.index_select(&positions, 0)?.reshape((rows, length, ()));
         Ok(Self {
-            cos: cos.index_select(&positions, 0)?,
-            sin: sin.index_select(&positions, 0)?,
+            cos: of_rows(cos)?,
+            sin: of_rows(sin)?,
             attention: attention.with_mask(within_segments(segment_ids, dtype)?),
         })
     }
 }
 
-/// 0 where a token and another one are of one segment, and −∞ elsewhere: [1, 1, length, length].
+/// 0 where a token and another one of its row are of one segment, and −∞ elsewhere:
+/// [rows, 1, length, length].
 fn within_segments(segment_ids: &Tensor, dtype: DType) -> Result<Tensor> {
-    let (_, length) = segment_ids.dims2()?;
-    let shape = (1, 1, length, length);
-    let of_query = segment_ids.reshape((1, 1, length, 1))?.broadcast_as(shape)?;
-    let of_key = segment_ids.reshape((1, 1, 1, length))?.broadcast_as(shape)?;
+    let (rows, length) = segment_ids.dims2()?;
+    let shape = (rows, 1, length, length);
+    let of_query = segment_ids.reshape((rows, 1, length, 1))?.broadcast_as(shape)?;
+    let of_key = segment_ids.reshape((rows, 1, 1, length))?.broadcast_as(shape)?;
     let device = segment_ids.device();
     let seen = Tensor::zeros(shape, dtype, device)?;
     let hidden = Tensor::full(f32::NEG_INFINITY, shape, device)?.to_dtype(dtype)?;

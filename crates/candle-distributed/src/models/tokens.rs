@@ -26,10 +26,10 @@ impl Tokens {
         Self { ids, packing: None }
     }
 
-    /// Several sequences in a row: `ids`, `segment_ids` and `position_ids` [1, length], `u32`. A
-    /// token sees those before it that have its segment id.
+    /// Several sequences in each row: `ids`, `segment_ids` and `position_ids` [rows, length], `u32`.
+    /// A token sees those before it in its row that have its segment id.
     ///
-    /// Those of `dyn_batch::PackedTensors`, for example.
+    /// Those of `dyn_batch::PackedTensors`, for example, one below the other.
     pub fn packed(ids: Tensor, segment_ids: Tensor, position_ids: Tensor) -> Self {
         Self { ids, packing: Some(Packing { segment_ids, position_ids }) }
     }

@@ -55,6 +55,25 @@ fn packed_sequences_have_the_logits_of_each_alone() {
 }
 
 #[test]
+fn rows_are_packed_each_for_itself() {
+    let golden = Golden::open("qwen2");
+    let units = golden.units(&golden.variables());
+    let rows = [[3_i64, 14, 15, 92, 65, 35], [79, 32, 38, 46, 26, 43]];
+    let segments = [[1_i64, 1, 1, 1, 2, 2], [1, 1, 2, 2, 2, 0]];
+    let positions = [[0_i64, 1, 2, 3, 0, 1], [0, 1, 0, 1, 2, 0]];
+    let both = |rows: [[i64; 6]; 2]| ids(&rows.map(|row| row.to_vec()));
+    let tokens = Tokens::packed(both(rows), both(segments), both(positions));
+    let logits = golden.llama.logits(&units, &tokens).unwrap();
+    for n in 0..2 {
+        let one = |rows: [[i64; 6]; 2]| ids(&[rows[n].to_vec()]);
+        let tokens = Tokens::packed(one(rows), one(segments), one(positions));
+        let alone = golden.llama.logits(&units, &tokens).unwrap();
+        let difference = distance(&logits.i(n..=n).unwrap(), &alone);
+        assert!(difference < 2e-6, "row {n}: {difference}");
+    }
+}
+
+#[test]
 fn losses_and_gradients_are_those_of_transformers() {
     for model in MODELS {
         let golden = Golden::open(model);

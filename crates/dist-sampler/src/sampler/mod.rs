@@ -410,8 +410,8 @@ impl DistributedSampler {
     ///
     /// ```
     /// # use core_types::Placement;
-    /// # use dist_sampler::{DistributedSampler, SamplerConfig};
-    /// let config = SamplerConfig::torch_compatible(false, false);
+    /// # use dist_sampler::{DistributedSampler, Order, SamplerConfig};
+    /// let config = SamplerConfig::torch().with_order(Order::Sequential);
     /// let sampler = DistributedSampler::new(5, Placement::new(2, 3)?, config)?;
     /// assert_eq!((sampler.entry(0), sampler.entry(1)), (Some((2, false)), Some((0, true))));
     /// # Ok::<(), Box<dyn std::error::Error>>(())

@@ -225,6 +225,7 @@ impl<'a, B> DataParallelBuilder<'a, B> {
 
     /// Sets the largest norm of the gradients of all variables taken together: above it they are
     /// scaled down, as by PyTorch's `clip_grad_norm_`. By default they are not.
+    #[doc(alias = "clip_grad_norm_")]
     pub fn clip_grad_norm(mut self, max_norm: f64) -> Self {
         self.options.max_norm = Some(max_norm);
         self

@@ -95,6 +95,8 @@ use crate::{
 /// # Ok::<(), Box<dyn std::error::Error>>(())
 /// ```
 #[derive(Debug)]
+#[doc(alias = "DistributedDataParallel")]
+#[doc(alias = "DDP")]
 pub struct DataParallel<M, O> {
     mesh: DeviceMesh,
     inventory: Arc<Inventory>,
@@ -172,6 +174,7 @@ impl<M: Send, O: Optimizer + Send> DataParallel<M, O> {
     ///
     /// Those of [`step`](Self::step); accumulated gradients are dropped.
     #[track_caller]
+    #[doc(alias = "no_sync")]
     pub fn accumulate<I, A, L, F>(&mut self, batch: I, loss: F) -> Result<Evaluation<A>>
     where
         I: TensorTree,

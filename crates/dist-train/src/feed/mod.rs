@@ -33,6 +33,7 @@ use crate::error::{Error, Result, setting::SettingError};
 /// }
 /// # Ok::<(), Box<dyn std::error::Error>>(())
 /// ```
+#[doc(alias = "DataLoader")]
 pub fn feed<I: IntoIterator>(batches: I) -> Feed<I::IntoIter> {
     Feed { batches: batches.into_iter(), threads: 1, depth: None }
 }

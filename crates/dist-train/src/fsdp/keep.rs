@@ -12,6 +12,7 @@ use crate::error::{Result, sharding::ShardingError};
 /// Values and gradients have the same bits either way.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 #[non_exhaustive]
+#[doc(alias = "reshard_after_forward")]
 pub enum Keep {
     /// Its inputs alone: parameters are gathered twice, and its function is run again in the
     /// backward pass. The least memory, for about a third more computation.

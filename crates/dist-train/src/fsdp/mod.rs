@@ -126,6 +126,8 @@ use crate::{
 /// # Ok::<(), Box<dyn std::error::Error>>(())
 /// ```
 #[derive(Debug)]
+#[doc(alias = "fully_shard")]
+#[doc(alias = "FSDP")]
 pub struct FullyShard<O> {
     mesh: DeviceMesh,
     model: Arc<Model>,
@@ -191,6 +193,7 @@ impl<O: Optimizer + Send + 'static> FullyShard<O> {
     /// Those of [`step`](Self::step); accumulated gradients are dropped.
     /// [`TrainingError::NeedsAllGradients`] if optimizers run inside the backward pass.
     #[track_caller]
+    #[doc(alias = "set_requires_gradient_sync")]
     pub fn accumulate<I, A, L, F>(&mut self, batch: I, loss: F) -> Result<Evaluation<A>>
     where
         I: TensorTree,

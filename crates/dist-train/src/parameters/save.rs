@@ -16,7 +16,7 @@ use std::{
     path::{Path, PathBuf},
 };
 
-use candle_core::{Device, Tensor};
+use candle_core::{DType, Device, Tensor};
 use fsdp_plan::ParameterInfo;
 use pmap_mesh::DeviceMesh;
 use safetensors::tensor::{Dtype, Metadata, TensorInfo};
@@ -27,8 +27,10 @@ use crate::{
         disk::{At, sync_folder},
         finite::Values,
     },
-    dtype::dtype_of,
-    error::{Doing, Result, checkpoint::CheckpointError, lora::LoraError},
+    dtype::{dtype_of, elem_of},
+    error::{
+        Doing, Result, checkpoint::CheckpointError, lora::LoraError, parameter::ParameterError,
+    },
     lora::{
         config::{CONFIG, Config},
         matrices::{self, FILE, FILE_PREFIX},
@@ -53,6 +55,8 @@ pub struct PretrainedFiles {
     content: Content,
     max_bytes: u64,
     values: Values,
+    /// The type of all parameters in the files; each keeps its own if there is none.
+    dtype: Option<DType>,
 }
 
 /// What of a model is written.
@@ -75,7 +79,7 @@ impl Default for PretrainedFiles {
 
 impl PretrainedFiles {
     pub(crate) fn of(content: Content) -> Self {
-        Self { content, max_bytes: 5_000_000_000, values: Values::default() }
+        Self { content, max_bytes: 5_000_000_000, values: Values::default(), dtype: None }
     }
 
     /// Sets how many bytes of parameters a file has at most, 5 GB by default; a larger parameter
@@ -84,6 +88,15 @@ impl PretrainedFiles {
     #[must_use]
     pub fn max_bytes(self, max_bytes: u64) -> Self {
         Self { max_bytes, ..self }
+    }
+
+    /// Writes all parameters in one type, whatever they are trained in: each keeps its own by default.
+    ///
+    /// A model of mixed precision is kept in single precision, and may be wanted in the half in which
+    /// it computes.
+    #[must_use]
+    pub fn dtype(self, dtype: DType) -> Self {
+        Self { dtype: Some(dtype), ..self }
     }
 
     /// Writes parameters that are infinite or not numbers, too, which are refused by default.
@@ -112,21 +125,43 @@ pub(crate) fn save(
     parameters: &[ParameterInfo],
     whole: impl Fn(&str) -> Result<Tensor>,
 ) -> Result<()> {
-    let PretrainedFiles { content, max_bytes, values } = files;
+    let PretrainedFiles { content, max_bytes, values, dtype } = files;
+    let parameters = &retyped(parameters, dtype)?;
+    let typed = |tensor: Result<Tensor>| match dtype {
+        Some(dtype) => tensor?.to_dtype(dtype).doing("converting a parameter"),
+        None => tensor,
+    };
     let writer = Writer { folder, values, is_first: mesh.local_slots().start == 0 };
     match content {
-        Content::All => writer.write_model(mesh, parameters.iter().collect(), max_bytes, whole),
+        Content::All => {
+            let all = parameters.iter().collect();
+            writer.write_model(mesh, all, max_bytes, |name| typed(whole(name)))
+        }
         Content::Merged(config) => {
             let (_, base) = with_adapters(parameters, &config)?;
             let scale = config.scale();
-            let merged = |name: &str| merged(name, scale, parameters, &whole);
+            let merged = |name: &str| typed(merged(name, scale, parameters, &whole));
             writer.write_model(mesh, base, max_bytes, merged)
         }
         Content::Adapters(config) => {
             let (adapters, _) = with_adapters(parameters, &config)?;
-            writer.write_adapters(mesh, &config, &adapters, whole)
+            writer.write_adapters(mesh, &config, &adapters, |name| typed(whole(name)))
         }
     }
+}
+
+/// The parameters, of one type if one is asked for.
+fn retyped(parameters: &[ParameterInfo], dtype: Option<DType>) -> Result<Vec<ParameterInfo>> {
+    let Some(dtype) = dtype else { return Ok(parameters.to_vec()) };
+    let unknown = |info: &ParameterInfo| ParameterError::UnknownDtype {
+        name: info.name().to_owned(),
+        dtype: dtype.as_str().to_owned(),
+    };
+    let of_type = |info: &ParameterInfo| -> Result<ParameterInfo> {
+        let elem = elem_of(dtype).ok_or_else(|| unknown(info))?;
+        Ok(ParameterInfo::new(info.name(), info.shape().to_vec(), elem)?)
+    };
+    parameters.iter().map(of_type).collect()
 }
 
 /// The parameters of adapters, and the others.
@@ -548,6 +583,22 @@ mod tests {
             "weight_map": { "a": first, "b": first, "c": second, "d": second },
         });
         assert_eq!(found, expected);
+    }
+
+    #[test]
+    fn all_parameters_are_written_in_one_type_if_one_is_asked_for() {
+        let folder = tempfile::tempdir().unwrap();
+        let mesh = DeviceMesh::cpu(1).unwrap();
+        let files = PretrainedFiles::default().dtype(DType::BF16);
+        save(&mesh, folder.path(), files, &model(), whole).unwrap();
+        let found = candle_core::safetensors::load(folder.path().join(ONE_FILE), &Device::Cpu);
+        for (name, tensor) in found.unwrap() {
+            assert_eq!(tensor.dtype(), DType::BF16, "{name}");
+            let expected = whole(&name).unwrap().to_dtype(DType::BF16).unwrap();
+            let pair = [tensor, expected].map(|tensor| tensor.flatten_all().unwrap());
+            let [found, expected] = pair.map(|tensor| tensor.to_dtype(DType::F32).unwrap());
+            assert_eq!(found.to_vec1::<f32>().unwrap(), expected.to_vec1::<f32>().unwrap());
+        }
     }
 
     #[test]

@@ -12,6 +12,7 @@ use crate::config::Cost;
 #[cfg_attr(feature = "serde", derive(serde::Serialize, serde::Deserialize))]
 #[cfg_attr(feature = "serde", serde(rename_all = "snake_case"))]
 #[non_exhaustive]
+#[doc(alias = "drop_last")]
 pub enum StepRemainder {
     /// The batches with the most padding are split in two: each sequence comes exactly once.
     #[default]

@@ -26,6 +26,7 @@ use crate::{error::Result, param::ParameterInfo, plan::ShardingPlan};
 /// # Ok::<(), fsdp_plan::Error>(())
 /// ```
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+#[doc(alias = "FULL_SHARD")]
 pub struct Full {
     layout: Layout,
 }

@@ -31,6 +31,7 @@ use crate::{
 /// # Ok::<(), fsdp_plan::Error>(())
 /// ```
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[doc(alias = "HYBRID_SHARD")]
 pub struct Hsdp<S> {
     inner: S,
     replicas: u64,

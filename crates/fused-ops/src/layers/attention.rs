@@ -1,6 +1,6 @@
 //! Attention between its projections.
 
-use candle_core::{Result, Tensor};
+use candle_core::{D, Result, Tensor};
 use candle_nn::{Module, VarBuilder};
 
 use super::{Linear, RmsNorm, linear_b};
@@ -106,7 +106,8 @@ impl Attention {
     /// Attends from each position of `x` [batch, length, hidden].
     ///
     /// `rotation` are the cosines and sines [at least length, head size / 2] by which queries and
-    /// keys are turned, as by [`rope_thd`](crate::rope_thd).
+    /// keys are turned, as by [`rope_thd`](crate::rope_thd); or [batch, length, head size / 2], if
+    /// the positions of each row are its own.
     ///
     /// # Errors
     ///
@@ -165,7 +166,20 @@ impl Attention {
     }
 }
 
-/// A projection of `x`, cut into heads, which are rotated.
+/// A projection of `x`, cut into heads, of which each position is turned by its angles: those of its
+/// place in the row, or its own.
 fn turned(x: &Tensor, projection: &Linear, (cos, sin): (&Tensor, &Tensor)) -> Result<Tensor> {
-    Ok(crate::linear_rope(x, projection.weight(), projection.bias(), cos, sin)?)
+    let (weight, bias) = (projection.weight(), projection.bias());
+    if cos.rank() < 3 {
+        return Ok(crate::linear_rope(x, weight, bias, cos, sin)?);
+    }
+    let (batch, length, inputs) = x.dims3()?;
+    // As one row that is as long as all together.
+    let angles = |angles: &Tensor| {
+        angles.broadcast_as((batch, length, angles.dim(D::Minus1)?))?.flatten_to(1)
+    };
+    let row = x.reshape((1, batch * length, inputs))?;
+    let turned = crate::linear_rope(&row, weight, bias, &angles(cos)?, &angles(sin)?)?;
+    let (_, _, heads, size) = turned.dims4()?;
+    turned.reshape((batch, length, heads, size))
 }

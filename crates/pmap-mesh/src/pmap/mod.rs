@@ -90,6 +90,7 @@ impl DeviceMesh {
     /// assert_eq!(total.call(x)?.to_scalar::<f32>()?, 28.);
     /// # Ok::<(), Box<dyn std::error::Error>>(())
     /// ```
+    #[doc(alias = "shard_map")]
     pub fn pmap<I, O, F>(&self, f: F) -> PMap<I, O, F>
     where
         I: TensorTree,

@@ -42,6 +42,7 @@ use crate::{
 /// # Ok::<(), Box<dyn std::error::Error>>(())
 /// ```
 #[derive(Clone, Debug)]
+#[doc(alias = "DTensor")]
 pub struct Sharded<T> {
     mesh: DeviceMesh,
     shards: Vec<T>,

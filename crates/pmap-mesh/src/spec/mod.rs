@@ -43,6 +43,7 @@ use crate::{
 /// # let _ = (rows_here_columns_there, loss);
 /// ```
 #[derive(Clone, Debug, PartialEq, Eq)]
+#[doc(alias = "PartitionSpec")]
 pub struct P(Vec<(MeshAxes, Treatment)>);
 
 /// What happens to a tensor along some axes of the mesh.

@@ -73,7 +73,8 @@ pub(crate) fn run(args: &Args) -> Result<()> {
         FormatArg::Json => output::json(&answer),
         FormatArg::Svg => {
             let batches: Vec<&Batch> = answer.batches.iter().map(|entry| &entry.batch).collect();
-            let drawing = chart::svg(lengths.iter(), &batches, &answer.report.padding)?;
+            let title = chart::title(&args.config(&lengths)?);
+            let drawing = chart::svg(lengths.iter(), &batches, &answer.report.padding, &title)?;
             output::text(|out| out.write_all(drawing.as_bytes()))
         }
     }

@@ -2,17 +2,17 @@
 
 use candle_distributed::{
     batch::Batch,
-    types::{WorldSize, split},
+    types::{WorldSize, human::HumanCount, split},
 };
 use plotters::prelude::*;
 
 use super::facts::Reading;
 use crate::{
     error::Result,
-    picture::{self, Area, Drawn, FONT, INK, TEXT},
+    picture::{self, Area, Drawn, FAINT, FONT, HEADING, INK, TEXT, Ticks},
 };
 
-const SIZE: (u32, u32) = (900, 330);
+const SIZE: (u32, u32) = (900, 330 + HEADING);
 
 /// The number of steps that can be told apart.
 const MAX_STEPS: usize = 60;
@@ -86,8 +86,14 @@ pub(super) fn draw(reading: &Reading, world_size: WorldSize) -> Result<String> {
     let steps = &reading.batches[..n_drawn(reading, world_size)];
     // An axis of no extent has no ticks.
     let highest = steps.iter().map(|batch| batch.indices.len()).fold(1, usize::max);
+    let shown = HumanCount(steps.len() as u128);
+    let all = HumanCount(reading.batches.len() as u128).of("step");
+    let title = format!("batches shared by {}", HumanCount(world_size.as_u64().into()).of("rank"));
+    let figures = format!("the first {shown} of {all} of an epoch");
     picture::document(SIZE, |area| {
-        let (left, right) = area.split_horizontally(790);
+        picture::heading(&area, &title, &figures, FAINT)?;
+        let (left, right) = area.margin(HEADING, 0, 0, 0).split_horizontally(790);
+        let ticks = Ticks::up_to(steps.len() as f64);
         let mut chart = ChartBuilder::on(&left)
             .margin(10)
             .x_label_area_size(45)
@@ -98,7 +104,7 @@ pub(super) fn draw(reading: &Reading, world_size: WorldSize) -> Result<String> {
         axes.x_desc("steps of the first epoch")
             .y_desc("sequences of the batch")
             .x_labels(steps.len().clamp(1, 10))
-            .x_label_formatter(&picture::tick)
+            .x_label_formatter(&|value| ticks.label(*value))
             .y_labels(6)
             .draw()?;
         for (step, batch) in steps.iter().enumerate() {
@@ -164,7 +170,7 @@ mod tests {
                 .unwrap();
         let batches: Vec<Batch> = sampler.iter().map(Result::unwrap).collect();
         let report = PaddingReport::from_iter(&batches);
-        Reading { lengths, batches, report }
+        Reading { lengths, steps: vec![batches.clone()], batches, report }
     }
 
     #[test]

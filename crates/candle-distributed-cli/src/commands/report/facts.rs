@@ -6,13 +6,14 @@ use candle_distributed::{
     batch::{Batch, PaddingReport},
     plan::{ParameterInfo, ShardingPlan, cost::PlanCost},
     train::Metrics,
-    types::WorldSize,
+    types::{Seed, WorldSize},
 };
 
 use crate::{
     commands::plan::model,
     error::{Error, Result},
-    hint,
+    hf::folder::Folder,
+    hint, input,
     train::{
         corpus::Corpus,
         data::Schedule,
@@ -22,6 +23,8 @@ use crate::{
         session::Session,
         settings::Settings,
         sharding::{self, Needs},
+        transformer,
+        validation::{self, Validated},
     },
 };
 
@@ -40,6 +43,10 @@ pub(super) struct Facts {
     /// What was predicted of the latest session, and what was measured; `None` if either is not
     /// known.
     pub(super) comparison: Option<Comparison>,
+    /// What validations have found, if there were some.
+    pub(super) held_out: Vec<Validated>,
+    /// A text that the model wrote, if the run has one.
+    pub(super) sample: Option<String>,
 }
 
 /// The model in shards.
@@ -53,6 +60,9 @@ pub(super) struct Sharding {
 /// The text, and the batches of the first epoch.
 pub(super) struct Reading {
     pub(super) lengths: Vec<u64>,
+    /// The batches of each step.
+    pub(super) steps: Vec<Vec<Batch>>,
+    /// All of them, one after the other.
     pub(super) batches: Vec<Batch>,
     pub(super) report: PaddingReport,
 }
@@ -71,6 +81,8 @@ impl Facts {
             metrics: run_dir::metrics(path)?,
             checkpoints: run_dir::checkpoints(path, &settings).steps()?,
             comparison: comparison(&settings, sharding.as_ref(), reading.as_ref().ok())?,
+            held_out: validation::found_in(path, settings.steps)?,
+            sample: sample(path)?,
             sharding,
             reading,
             path: path.into(),
@@ -84,10 +96,48 @@ impl Facts {
         self.settings.sessions.last()
     }
 
+    /// The bytes of the units in the order of the forward pass: the embedding comes first, the others
+    /// in the order of the plan.
+    pub(super) fn units(&self) -> Vec<u128> {
+        let mut units: Vec<(&str, u128)> = Vec::new();
+        let parameters = self.sharding.iter().flat_map(|sharding| &sharding.parameters);
+        for parameter in parameters {
+            let bytes = parameter.bytes();
+            match units.iter_mut().find(|(name, _)| *name == parameter.unit()) {
+                Some((_, sum)) => *sum += u128::from(bytes),
+                None => units.push((parameter.unit(), bytes.into())),
+            }
+        }
+        units.sort_by_key(|(name, _)| !name.contains("embed"));
+        units.into_iter().map(|(_, bytes)| bytes).collect()
+    }
+
     /// The number of steps that are done.
     pub(super) fn done(&self) -> u64 {
         self.metrics.done()
     }
+}
+
+/// What the model wrote, its beginning if that is long. Characters that no page may have are
+/// escaped.
+fn sample(run: &Path) -> Result<Option<String>> {
+    /// Some pages of a book.
+    const MOST: usize = 10_000;
+
+    let Some(bytes) = input::read_if_there(&run_dir::sample_in(run))? else { return Ok(None) };
+    let text = String::from_utf8_lossy(&bytes);
+    let shown = |char: char| match char {
+        '\n' | '\t' => char.to_string(),
+        char if char.is_control() || matches!(char, '\u{fffe}' | '\u{ffff}') => {
+            char.escape_default().to_string()
+        }
+        char => char.to_string(),
+    };
+    let mut written: String = text.chars().take(MOST).map(shown).collect();
+    if text.chars().nth(MOST).is_some() {
+        written.push('…');
+    }
+    Ok(Some(written))
 }
 
 fn comparison(
@@ -105,11 +155,12 @@ fn comparison(
     };
     let work = Work {
         check: false,
-        config: settings.config(),
+        sizes: settings.trained_model()?.sizes(),
         precision: settings.recipe.precision(),
         parameters: &sharding.parameters,
         sharding: session.sharding.as_ref(),
-        batches: &reading.batches,
+        steps: &reading.steps,
+        is_packed: settings.is_packed(),
         world_size: session.world_size,
         // A file may say anything.
         ranks: (0, session.devices_here.min(session.world_size)),
@@ -126,12 +177,13 @@ fn comparison(
 
 impl Sharding {
     fn of(path: &Path, settings: &Settings, is_complete: bool) -> Result<Option<Self>> {
-        let parameters: Vec<ParameterInfo> = match settings.model {
-            Some(_) => sharding::parameters_of(&settings.transformer()?)?,
-            None if is_complete => {
-                model::read(path)?.into_iter().map(sharding::with_unit).collect()
-            }
-            None => return Ok(None),
+        let is_recorded = settings.model.is_some() || settings.finetune.is_some();
+        let parameters: Vec<ParameterInfo> = if is_recorded {
+            settings.trained_model()?.parameters()?
+        } else if is_complete {
+            model::read(path)?.into_iter().map(transformer::with_unit).collect()
+        } else {
+            return Ok(None);
         };
         let Some(session) = settings.sessions.last() else { return Ok(None) };
         let world_size = WorldSize::new(session.world_size)?;
@@ -146,15 +198,12 @@ impl Sharding {
 impl Reading {
     /// The batches of a run, if its text is still there and unchanged.
     fn of(settings: &Settings) -> Result<Result<Self, String>> {
-        let longest = settings.config().longest_sequence();
-        let (name, corpus) = match &settings.data {
-            None => {
-                (String::from("the text built into this program"), Ok(Corpus::embedded(longest)))
-            }
-            Some(path) => (format!("the text in {}", path.display()), Corpus::read(path, longest)),
+        let name = match &settings.data {
+            None => String::from("the text built into this program"),
+            Some(path) => format!("the text in {}", path.display()),
         };
-        let corpus = match corpus {
-            Ok(corpus) if corpus.fingerprint() == settings.text => corpus,
+        let lengths = match fingerprint_and_lengths(settings) {
+            Ok((fingerprint, lengths)) if fingerprint == settings.text => lengths,
             Ok(_) => {
                 return Ok(Err(format!(
                     "{name} does not match the fingerprint of the run: it has changed since, or an \
@@ -165,8 +214,23 @@ impl Reading {
                 return Ok(Err(format!("{name} can no longer be read: {}", error.chain())));
             }
         };
-        let schedule = Schedule::of(settings, &corpus)?;
-        let (report, batches) = schedule.first_epoch()?;
-        Ok(Ok(Self { lengths: corpus.lengths(), batches, report }))
+        let (report, steps) = Schedule::of(settings, lengths.clone())?.first_epoch()?;
+        Ok(Ok(Self { lengths, batches: steps.concat(), steps, report }))
     }
+}
+
+/// The fingerprint of what a run learns from, and the lengths of its sequences.
+fn fingerprint_and_lengths(settings: &Settings) -> Result<(String, Vec<u64>)> {
+    let longest = settings.config().longest_sequence();
+    let corpus = match (&settings.finetune, &settings.data) {
+        (Some(finetune), Some(path)) => {
+            let folder = Folder::open(&finetune.folder)?;
+            let seed = Seed::new(settings.seed);
+            let (fingerprint, examples, _) = finetune.examples(&folder, path, seed)?;
+            return Ok((fingerprint, examples.lengths()));
+        }
+        (None, Some(path)) => Corpus::read(path, longest)?,
+        (_, None) => Corpus::embedded(longest),
+    };
+    Ok((corpus.fingerprint(), corpus.lengths()))
 }

@@ -1,6 +1,7 @@
 //! The page: a section for each question that a reader may have about a run.
 
 use candle_distributed::{
+    batch::DynamicBatchStrategy,
     plan::cost::RankCost,
     train::StepMetrics,
     types::{
@@ -8,61 +9,43 @@ use candle_distributed::{
         human::{HumanBytes, HumanCount},
     },
 };
-use maud::{DOCTYPE, Markup, PreEscaped, html};
+use maud::{Markup, html};
 
 use super::{
     coverage::{self, Coverage},
     facts::{Facts, Reading, Sharding},
+    markup::{self, count, figure, listed, missing, numbers, section, sentence},
+    step,
 };
 use crate::{
     commands::{batch::chart, plan::svg},
     error::Result,
-    picture,
     train::{
         curve,
-        data::BUCKET_WIDTH,
+        data::{BUCKET_WIDTH, Batching},
         measured::{Comparison, MEMORY_HEADS, TRAFFIC_HEADS},
         memory::Memory,
         session::Session,
         sharding,
+        validation::Validated,
     },
 };
-
-const STYLE: &str = include_str!("style.css");
 
 /// About the number of rows that a table has at most.
 const MAX_ROWS: usize = 16;
 
-/// The whole page.
+/// The whole page about one run.
 pub(super) fn page(facts: &Facts) -> Result<String> {
-    let title = format!("run {}", facts.path.display());
-    let page = html! {
-        (DOCTYPE)
-        html lang="en" {
-            head {
-                meta charset="utf-8";
-                meta name="viewport" content="width=device-width, initial-scale=1";
-                title { (title) }
-                style { (PreEscaped(STYLE)) (PreEscaped(picture::STYLE.as_str())) }
-            }
-            body {
-                header {
-                    h1 { (title) }
-                    p.lead { (state(facts)) }
-                }
-                main {
-                    (summary(facts))
-                    (settings(facts))
-                    (training(facts)?)
-                    (plan(facts)?)
-                    (batches(facts)?)
-                    (read_by(facts)?)
-                }
-                footer { "candle-distributed " (env!("CARGO_PKG_VERSION")) }
-            }
-        }
+    let sections = html! {
+        (summary(facts))
+        (settings(facts))
+        @if let Some(text) = &facts.sample { (written(text)) }
+        (training(facts)?)
+        (plan(facts)?)
+        (batches(facts)?)
+        (read_by(facts)?)
     };
-    Ok(page.into_string())
+    Ok(markup::page(&format!("run {}", facts.path.display()), &state(facts), &sections))
 }
 
 /// The progress of the run, in a sentence.
@@ -82,98 +65,53 @@ fn devices(session: &Session) -> String {
     HumanCount(session.world_size.into()).of("device")
 }
 
-/// A number in digits that are grouped.
-fn count(number: impl Into<u128>) -> String {
-    HumanCount(number.into()).to_string()
-}
-
-/// A section with its heading.
-fn section(id: &str, heading: &str, content: &Markup) -> Markup {
-    html! {
-        section id=(id) {
-            h2 { (heading) }
-            (content)
-        }
-    }
-}
-
-fn figure(picture: &str, caption: &str) -> Markup {
-    html! {
-        figure {
-            (PreEscaped(picture::inline(picture)))
-            figcaption { (caption) }
-        }
-    }
-}
-
-/// What is not known, and why.
-fn missing(why: &str) -> Markup {
-    html! { p.missing { (why) } }
-}
-
-/// A table of names and values.
-fn listed(rows: &[(&str, String)]) -> Markup {
-    html! {
-        table.facts {
-            tbody {
-                @for (name, value) in rows {
-                    tr { th scope="row" { (name) } td { (value) } }
-                }
-            }
-        }
-    }
-}
-
-/// A table of numbers whose first column holds names.
-fn numbers(heads: &[&str], rows: &[Vec<String>]) -> Markup {
-    html! {
-        div.scroll {
-            table {
-                thead { tr { @for head in heads { th scope="col" { (head) } } } }
-                tbody { @for row in rows { tr { @for cell in row { td { (cell) } } } } }
-            }
-        }
-    }
-}
-
 /// The figures that readers look for first.
 fn summary(facts: &Facts) -> Markup {
-    let steps = facts.metrics.steps();
-    let (Some(first), Some(last_step)) = (steps.first(), steps.last()) else {
+    let Some(figures) = figures(facts) else {
         return section("summary", "Summary", &missing("No step is done yet."));
     };
+    html! {
+        dl.figures id="summary" {
+            @for Figure { name, value, more } in figures {
+                div { dt { (name) } dd { (value) } dd.more { (more) } }
+            }
+        }
+    }
+}
+
+/// A figure of a run, and what it means.
+pub(super) struct Figure {
+    pub(super) name: &'static str,
+    pub(super) value: String,
+    pub(super) more: String,
+}
+
+/// The figures of a run of which some step is done.
+pub(super) fn figures(facts: &Facts) -> Option<[Figure; 6]> {
+    let steps = facts.metrics.steps();
+    let (first, last_step) = (steps.first()?, steps.last()?);
     let seconds = facts.metrics.seconds();
     let n_last = (steps.len() / 10).max(1);
     let real = facts.metrics.sum(|step| step.real_tokens);
     let padded = facts.metrics.sum(|step| step.padded_tokens);
     let last = HumanCount(n_last as u128).of("step");
-    let figures = [
-        ("first loss", format!("{:.3}", first.loss), String::from("nats per byte")),
-        (
+    let figure = |name, value, more: String| Figure { name, value, more };
+    Some([
+        figure("first loss", format!("{:.3}", first.loss), "nats per token".into()),
+        figure(
             "last loss",
             format!("{:.3}", facts.metrics.last_loss(n_last)),
             format!("mean of the last {last}"),
         ),
-        (
-            "speed",
-            picture::tick(&(real as f64 / seconds).round()),
-            String::from("real tokens per second"),
-        ),
-        (
+        figure("speed", format!("{:.0}", real as f64 / seconds), "real tokens per second".into()),
+        figure(
             "padding efficiency",
             format!("{:.4}", real as f64 / padded as f64),
             format!("{} of {} tokens are real", count(real), count(padded)),
         ),
-        ("time", duration(seconds), String::from("in training steps")),
-        ("sequences", count(facts.metrics.sum(|step| step.sequences)), epochs(last_step)),
-    ];
-    html! {
-        dl.figures id="summary" {
-            @for (name, value, more) in figures {
-                div { dt { (name) } dd { (value) } dd.more { (more) } }
-            }
-        }
-    }
+        figure("time", duration(seconds), "in training steps".into()),
+        figure("sequences", count(facts.metrics.sum(|step| step.sequences)), epochs(last_step)),
+    ])
 }
 
 fn epochs(last: &StepMetrics) -> String {
@@ -190,6 +128,11 @@ fn duration(seconds: f64) -> String {
 }
 
 fn settings(facts: &Facts) -> Markup {
+    section("settings", "Settings", &listed(&settings_of(facts)))
+}
+
+/// A row for each setting.
+pub(super) fn settings_of(facts: &Facts) -> Vec<(&'static str, String)> {
     let settings = &facts.settings;
     let data = settings.data.as_ref().map_or_else(
         || String::from("this program's own sources"),
@@ -235,7 +178,12 @@ fn settings(facts: &Facts) -> Markup {
         "model.safetensors",
         String::from(if facts.is_complete { "saved" } else { "not yet" }),
     ));
-    section("settings", "Settings", &listed(&rows))
+    rows
+}
+
+/// A text by the model.
+fn written(text: &str) -> Markup {
+    section("sample", "What the model wrote", &html! { pre.sample { (text) } })
 }
 
 fn of_session(session: &Session) -> String {
@@ -279,18 +227,30 @@ fn training(facts: &Facts) -> Result<Markup> {
         missing("No step is done yet.")
     } else {
         let strange = steps.iter().find(|step| !step.loss.is_finite()).map(|step| step.step + 1);
-        let means = "Loss and speed of every step, and their means over the steps around it.";
+        let means = "The numbers of every step, and their means over the steps around it.";
         let is_resumed = facts.metrics.timed().any(|step| step.is_resumed);
         let line =
             if is_resumed { " A vertical line marks where the run was resumed." } else { "" };
         html! {
-            (figure(&curve::draw(&facts.metrics)?, &format!("{means}{line}")))
+            (figure(
+                &curve::draw(&facts.metrics, &facts.held_out)?,
+                &format!("{means}{line}{}", least_of_held_out(facts)),
+            ))
             @if let Some(step) = strange {
                 (missing(&format!("The loss is not a number at step {}.", count(step))))
             }
         }
     };
     Ok(section("training", "Training", &content))
+}
+
+/// Where the loss of the examples that were held out was least, if some were.
+fn least_of_held_out(facts: &Facts) -> String {
+    let least = facts.held_out.iter().min_by(|left, right| left.loss.total_cmp(&right.loss));
+    least.map_or(String::new(), |least| {
+        let Validated { step, loss, .. } = least;
+        format!(" Of the examples that were held out it was least after step {step}: {loss:.3}.")
+    })
 }
 
 fn plan(facts: &Facts) -> Result<Markup> {
@@ -335,7 +295,15 @@ fn sharded(facts: &Facts, Sharding { parameters, plan, cost, needs }: &Sharding)
             "What a rank holds under this plan: at its peak, and between two steps."
         ))
         (numbers(&["parameter", "shape", "type", "elements"], &of_parameters))
-        @if let Some(comparison) = &facts.comparison { (measured(comparison)) }
+        @if let Some(comparison) = &facts.comparison {
+            (measured(comparison))
+            (figure(
+                &step::draw(&facts.units(), plan, comparison)?,
+                "What a process is predicted to hold while a step goes through the units of the \
+                 model and back, beside the peak that was measured. The table above adds up what \
+                 each part takes at its largest, which is not at one time."
+            ))
+        }
     })
 }
 
@@ -379,27 +347,30 @@ fn bytes_of(rank: &RankCost) -> [u128; 6] {
     ]
 }
 
-/// The words with a capital at the start and a full stop at the end.
-fn sentence(words: &str) -> String {
-    let mut letters = words.chars();
-    letters
-        .next()
-        .map_or_else(String::new, |first| format!("{}{}.", first.to_uppercase(), letters.as_str()))
-}
-
 fn batches(facts: &Facts) -> Result<Markup> {
     let content = match &facts.reading {
         Err(why) => missing(&sentence(why)),
-        Ok(Reading { lengths, batches, report }) => html! {
-            p { "In the first epoch: " (report) "." }
+        Ok(reading) => html! {
+            p { "In the first epoch: " (reading.report) "." }
             (figure(
-                &chart::svg(lengths.iter().copied(), &batches.iter().collect::<Vec<_>>(), report)?,
+                &batches_of(reading, &facts.settings.batching())?,
                 "How long the sequences are, and where the batches of the first epoch have \
                  their padding."
             ))
         },
     };
     Ok(section("batches", "Batches", &content))
+}
+
+fn batches_of(reading: &Reading, batching: &Batching) -> Result<String> {
+    let Reading { lengths, batches, report, .. } = reading;
+    let how = match batching.strategy {
+        DynamicBatchStrategy::Bucket(_) => "sequences of similar length",
+        DynamicBatchStrategy::Pack(_) => "sequences packed into rows",
+        _ => "sequences as they come",
+    };
+    let title = format!("{how}, at most {} tokens", count(batching.max_tokens));
+    chart::svg(lengths.iter().copied(), &batches.iter().collect::<Vec<_>>(), report, &title)
 }
 
 fn read_by(facts: &Facts) -> Result<Markup> {

@@ -183,8 +183,8 @@ impl Args {
     fn config(&self) -> SamplerConfig {
         let preset = match self.preset {
             Preset::Spec => SamplerConfig::default(),
-            Preset::Torch => SamplerConfig::torch_compatible(true, false),
-            Preset::Spdl => SamplerConfig::spdl_deterministic(true),
+            Preset::Torch => SamplerConfig::torch(),
+            Preset::Spdl => SamplerConfig::spdl_deterministic(),
         };
         let order = self.order.map_or(preset.order, |order| match order {
             OrderArg::Sequential => Order::Sequential,

@@ -14,7 +14,6 @@ use crate::{
     train::{
         measured::{self, Comparison},
         memory::Work,
-        sharding,
         trainer::{self, Job},
     },
 };
@@ -27,11 +26,13 @@ impl Args {
         place: Place,
         beginning: &Beginning,
     ) -> Result<()> {
-        let Beginning { settings, sharding, corpus, schedule, .. } = beginning;
+        let Beginning { settings, sharding, data, schedule, held_out, folder, .. } = beginning;
         let job = Job {
             mesh,
-            corpus,
+            data,
             schedule,
+            held_out: held_out.as_ref(),
+            folder: folder.as_ref(),
             settings,
             sharding: sharding.as_ref(),
             typed: "",
@@ -44,9 +45,10 @@ impl Args {
             stop: Arc::default(),
         };
         let counted = job.rehearse()?;
-        let parameters = sharding::parameters_of(&settings.transformer()?)?;
-        let (_, batches) = schedule.first_epoch()?;
-        let work = work_of(beginning, &parameters, &batches, place, false);
+        let model = settings.trained_model()?;
+        let parameters = model.parameters()?;
+        let (_, steps) = schedule.first_epoch()?;
+        let work = work_of(beginning, &model, &parameters, &steps, place, false);
         // What is there before training differs from process to process.
         let base_bytes = largest_bytes(mesh, beginning.base_bytes)?.unwrap_or(0);
         let comparison = Comparison {

@@ -1,8 +1,10 @@
 //! `train`: everything together, on real text.
 
 mod dry_run;
+mod finetune;
 mod parts;
 mod start;
+mod writing;
 
 use std::path::{Path, PathBuf};
 
@@ -11,12 +13,14 @@ use candle_distributed::{
     batch::Batch,
     mesh::DeviceMesh,
     plan::{ParameterInfo, report::PlanReport},
-    types::Rank,
+    types::{Rank, Seed},
 };
 
 use self::{
+    finetune::FinetuneArgs,
     parts::ShardingArgs,
     start::{Beginning, Start},
+    writing::WritingArgs,
 };
 use crate::{
     bytes,
@@ -28,6 +32,7 @@ use crate::{
         agreement,
         journal::Journal,
         memory::Work,
+        model::Model,
         recipe::Recipe,
         run_dir::{self, RunDir},
         session::Session,
@@ -56,7 +61,8 @@ use crate::{
     "candle-distributed plan docs-run --world-size 8"
 ])]
 pub(crate) struct Args {
-    /// Text file, .jsonl file, or folder of such files [default: this program's own sources]
+    /// Text file, .jsonl file, or folder of such files [default: this program's own sources, but not
+    /// with --model]
     #[arg(long, value_name = "PATH")]
     data: Option<PathBuf>,
     #[command(flatten)]
@@ -64,6 +70,10 @@ pub(crate) struct Args {
     /// Number of optimizer steps [default: 400, or those of the run that is resumed]
     #[arg(long)]
     steps: Option<u64>,
+    /// Most tokens in a step of all devices, padding included [default: 4096, or one longest sequence
+    /// per device if that is more]
+    #[arg(long, value_name = "N")]
+    max_tokens: Option<u64>,
     /// Seed of the parameters and the shuffles [default: 0, or that of the run that is resumed]
     #[arg(long)]
     seed: Option<u64>,
@@ -95,7 +105,11 @@ pub(crate) struct Args {
     dry_run: bool,
 
     #[command(flatten)]
+    writing: WritingArgs,
+    #[command(flatten)]
     sharding: ShardingArgs,
+    #[command(flatten)]
+    finetune: FinetuneArgs,
     #[command(flatten)]
     recipe: Recipe,
 
@@ -113,7 +127,8 @@ pub(crate) struct Args {
     /// resumed]
     #[arg(long, value_name = "N", help_heading = "The model")]
     n_heads: Option<usize>,
-    /// The longest input, in bytes [default: 128, or that of the run that is resumed]
+    /// The longest input, in bytes; with --model the longest sequence, in tokens [default: 128, all
+    /// positions of --model, or that of the run that is resumed]
     #[arg(long, value_name = "N", help_heading = "The model")]
     context: Option<usize>,
 }
@@ -157,11 +172,14 @@ impl Args {
         }
         let path = self.path(mesh)?;
         agreement::check_shared(mesh, &path)?;
-        let Beginning { settings, sharding, corpus, schedule, from, seen, base_bytes } = beginning;
+        let Beginning { settings, sharding, data, schedule, .. } = beginning;
+        let Beginning { held_out, folder, from, seen, base_bytes, .. } = beginning;
         let job = Job {
             mesh,
-            corpus: &corpus,
+            data: &data,
             schedule: &schedule,
+            held_out: held_out.as_ref(),
+            folder: folder.as_ref(),
             settings: &settings,
             sharding: sharding.as_ref(),
             typed: &self.sharding.typed(),
@@ -184,7 +202,12 @@ impl Args {
             Rank::ZERO => Some(self.journal(&job, place, base_bytes)?),
             _ => None,
         };
-        job.run(model, journal)
+        let prompt = self.writing.prompt(&data, folder.as_ref())?;
+        job.run(model, journal)?;
+        match prompt.filter(|_| place.placement.rank() == Rank::ZERO) {
+            Some(prompt) => self.writing.write(&path, &prompt, Seed::new(settings.seed)),
+            None => Ok(()),
+        }
     }
 
     /// Says what the run starts with, and opens its folder.
@@ -221,17 +244,19 @@ impl Args {
 /// What decides how much memory this process takes for a run.
 fn work_of<'a>(
     beginning: &'a Beginning,
+    model: &Model,
     parameters: &'a [ParameterInfo],
-    batches: &'a [Batch],
+    steps: &'a [Vec<Batch>],
     place: Place,
     check: bool,
 ) -> Work<'a> {
     Work {
-        config: beginning.settings.config(),
+        sizes: model.sizes(),
         precision: beginning.settings.recipe.precision(),
         parameters,
         sharding: beginning.sharding.as_ref(),
-        batches,
+        steps,
+        is_packed: beginning.settings.is_packed(),
         check,
         world_size: place.placement.world_size().as_u64(),
         ranks: place.ranks(),
@@ -263,7 +288,7 @@ fn session(job: &Job<'_>, place: Place, base_bytes: Option<u64>) -> Session {
 /// Prints what each rank holds, or would hold if the parameters were sharded, and how an epoch is
 /// batched; returns what the model needs.
 fn announce(job: &Job<'_>, place: Place) -> Result<Needs> {
-    let parameters = sharding::parameters_of(&job.settings.transformer()?)?;
+    let parameters = job.settings.trained_model()?.parameters()?;
     let plan = sharding::plan(job.sharding, &parameters, place.placement.world_size())?;
     let report = PlanReport::new(
         &plan,

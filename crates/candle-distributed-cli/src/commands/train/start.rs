@@ -10,25 +10,33 @@ use std::{
 use candle_distributed::{
     mesh::DeviceMesh,
     train::peak_bytes,
-    types::{WorldSize, human::HumanBytes},
+    types::{
+        Seed, WorldSize,
+        human::{HumanBytes, HumanCount},
+    },
 };
 
 use crate::{
     commands::train::{Args, work_of},
     devices::Place,
     error::{Error, ErrorKind, Result},
+    help::typed,
+    hf::{examples::Examples, folder::Folder},
     hint, output,
     train::{
         corpus::Corpus,
         data::{self, Schedule},
+        dataset::{DataSet, Texts},
+        finetune::Finetune,
         limits::{self, Limit},
-        model::{Config, MODEL},
         precision::Precision,
         pretrained::Pretrained,
         resumed::Resumed,
         run_dir::{self, Seen},
         settings::{FORMAT_VERSION, Settings},
-        sharding::{self, Sharding},
+        sharding::Sharding,
+        transformer::{Config, MODEL},
+        validation::HeldOut,
     },
 };
 
@@ -48,8 +56,12 @@ pub(super) struct Beginning {
     pub(super) settings: Settings,
     /// How the model is sharded; every device has all of it if there is nothing here.
     pub(super) sharding: Option<Sharding>,
-    pub(super) corpus: Arc<Corpus>,
+    pub(super) data: Arc<DataSet>,
     pub(super) schedule: Schedule,
+    /// Examples by which it is seen how much was learnt.
+    pub(super) held_out: Option<HeldOut>,
+    /// The folder of the model, if it comes from one.
+    pub(super) folder: Option<Folder>,
     pub(super) from: Option<Resumed>,
     /// The run to resume, as it was before any of it was read.
     pub(super) seen: Option<Seen>,
@@ -69,6 +81,19 @@ impl Beginning {
             ))),
             Some(_) | None => Ok(()),
         }
+    }
+
+    /// Refuses adapters of weights that are halves on every device: the sum of both would be rounded
+    /// to a half, and what an adapter adds is often less than that.
+    fn check_adapters(&self) -> Result<()> {
+        let Settings { recipe, .. } = &self.settings;
+        if recipe.lora.is_none() || recipe.precision() == Precision::F32 || self.sharding.is_some()
+        {
+            return Ok(());
+        }
+        let rounded = "--lora with --dtype bf16 needs a --strategy: without one the weights are halves, \
+                       in which the effect of adapters may vanish";
+        Err(Error::usage(rounded).hinted(hint::HALF_ADAPTERS))
     }
 
     /// Refuses a checkpoint that holds halves for a model in parts, which keeps single precision,
@@ -123,7 +148,9 @@ impl Args {
         beginning.seen = seen;
         beginning.sharding = sharding;
         beginning.check_optimizer()?;
+        beginning.check_adapters()?;
         beginning.check_precision()?;
+        self.writing.check(&beginning)?;
         // A mesh that is too large for any machine is refused when it is made.
         let n_devices = place.placement.world_size().as_usize();
         if self.devices.is_cpu() && n_devices <= DeviceMesh::MAX_DEVICES {
@@ -148,13 +175,16 @@ impl Args {
 
     fn beginning(&self, known: Option<Settings>, world_size: WorldSize) -> Result<Beginning> {
         let is_known = known.is_some();
-        let data = self.data.clone().or_else(|| known.as_ref()?.data.clone());
-        let config = self.config(known.as_ref())?;
-        let corpus = match &data {
-            Some(path) => Corpus::read(path, config.longest_sequence())?,
-            None => Corpus::embedded(config.longest_sequence()),
+        let text = self.text(known.as_ref(), world_size)?;
+        let settings = self.settings(known, &text, world_size)?;
+        let Text { read, held_out, folder, .. } = text;
+        let validation = settings.finetune.as_ref().and_then(|finetune| finetune.validation);
+        let held_out = match (held_out, validation) {
+            (Some(read), Some(validation)) => {
+                Some(HeldOut::new(read, &settings, validation.every)?)
+            }
+            (None | Some(_), None | Some(_)) => None,
         };
-        let settings = self.settings(known, data, &corpus, config, world_size)?;
         let mut from = None;
         if let Some(path) = self.resumed() {
             from = Resumed::latest(&run_dir::checkpoints(path, &settings), settings.steps)?;
@@ -162,33 +192,65 @@ impl Args {
                 refuse_unknown(path, from.as_ref())?;
             }
         }
-        let schedule = Schedule::of(&settings, &corpus)?;
+        let schedule = Schedule::of(&settings, read.lengths())?;
         // A position that is not one in these batches is refused here; the batches come later.
         drop(schedule.batches(from.as_ref().map(|from| &from.batches))?);
         Ok(Beginning {
             settings,
             sharding: None,
-            corpus: Arc::new(corpus),
+            data: Arc::new(read),
             schedule,
+            held_out,
+            folder,
             from,
             seen: None,
             base_bytes: peak_bytes(),
         })
     }
 
+    /// What the run learns from.
+    fn text(&self, known: Option<&Settings>, world_size: WorldSize) -> Result<Text> {
+        let data = self.data.clone().or_else(|| known?.data.clone());
+        let Some((folder, finetune)) = self.finetune.asked(known, self.context)? else {
+            return self.bytes(known, data);
+        };
+        let Some(path) = &data else {
+            return Err(Error::usage("--model needs --data, the texts to learn from")
+                .hinted(hint::EXAMPLE_LINES));
+        };
+        let seed = Seed::new(known.map_or(self.seed.unwrap_or(0), |known| known.seed));
+        let (fingerprint, train, held_out) = finetune.examples(&folder, path, seed)?;
+        say_overlong(&train, &finetune);
+        let texts = |examples| {
+            let devices = world_size.as_usize();
+            DataSet::Texts(Texts { examples, rows: finetune.rows, devices })
+        };
+        let (read, held_out) = (texts(train), held_out.map(texts));
+        let kind = Kind::Folder(finetune);
+        Ok(Text { data, read, held_out, fingerprint, kind, folder: Some(folder) })
+    }
+
+    /// The bytes of the texts.
+    fn bytes(&self, known: Option<&Settings>, data: Option<PathBuf>) -> Result<Text> {
+        let config = self.config(known)?;
+        let corpus = match &data {
+            Some(path) => Corpus::read(path, config.longest_sequence())?,
+            None => Corpus::embedded(config.longest_sequence()),
+        };
+        let fingerprint = corpus.fingerprint();
+        let (read, kind) = (DataSet::Bytes(corpus), Kind::Bytes(config));
+        Ok(Text { data, read, held_out: None, fingerprint, kind, folder: None })
+    }
+
     /// Checks that the arguments do not contradict those that the run started with.
     fn agrees_with(&self, known: &Settings) -> Result<()> {
-        let Config { context, layers, heads, hidden, .. } = known.config();
-        let size = |asked: Option<usize>| asked.map(|asked| asked as u64);
-        let numbers = [
+        self.agrees_with_sizes(known)?;
+        let options = [
             ("steps", self.steps, known.steps),
             ("seed", self.seed, known.seed),
-            ("n-layers", size(self.n_layers), layers as u64),
-            ("hidden", size(self.hidden), hidden as u64),
-            ("n-heads", size(self.n_heads), heads as u64),
-            ("context", size(self.context), context as u64),
+            ("max-tokens", self.max_tokens, known.max_tokens),
         ];
-        for (name, asked, known) in numbers {
+        for (name, asked, known) in options {
             let asked = asked.map(|asked| asked.to_string());
             agrees(name, asked.as_deref(), Some(&known.to_string()))?;
         }
@@ -199,34 +261,51 @@ impl Args {
         Ok(())
     }
 
+    /// The same of the sizes of a transformer over bytes.
+    fn agrees_with_sizes(&self, known: &Settings) -> Result<()> {
+        if known.finetune.is_some() {
+            return Ok(());
+        }
+        let Config { context, layers, heads, hidden, .. } = known.config();
+        for (name, asked, known) in [
+            ("n-layers", self.n_layers, layers),
+            ("hidden", self.hidden, hidden),
+            ("n-heads", self.n_heads, heads),
+            ("context", self.context, context),
+        ] {
+            let asked = asked.map(|asked| asked.to_string());
+            agrees(name, asked.as_deref(), Some(&known.to_string()))?;
+        }
+        Ok(())
+    }
+
     /// The settings of the run: those that it started with, if it is resumed.
     fn settings(
         &self,
         known: Option<Settings>,
-        data: Option<PathBuf>,
-        corpus: &Corpus,
-        config: Config,
+        read: &Text,
         world_size: WorldSize,
     ) -> Result<Settings> {
+        let Text { data, fingerprint: text, kind, .. } = read;
         if let Some(path) = data.as_ref().filter(|path| path.to_str().is_none()) {
             return Err(Error::usage(format!(
                 "--data {} is not UTF-8, and run.json cannot name it",
                 path.display()
             )));
         }
-        let text = corpus.fingerprint();
         let settings = match known {
-            Some(known) if text != known.text => {
+            Some(known) if *text != known.text => {
                 let changed = Error::usage("the text is not the one that the run started with");
                 return Err(changed.hinted(hint::TEXT));
             }
             Some(known) => self.again(known)?,
-            None => self.new_settings(text, data::max_tokens(world_size, config))?,
+            None => self.new_settings(read, world_size)?,
         };
         let settings = Settings {
-            data,
+            data: data.clone(),
             // Checkpoints of another model are refused.
-            model: Some(config),
+            model: kind.sizes(),
+            finetune: kind.finetune(),
             allow_non_finite: settings.allow_non_finite || self.allow_non_finite,
             // The model that is there, if any, is not that of a run with steps left.
             model_fingerprint: None,
@@ -248,23 +327,28 @@ impl Args {
     }
 
     /// The settings of a new run.
-    fn new_settings(&self, text: String, max_tokens: u64) -> Result<Settings> {
+    fn new_settings(&self, read: &Text, world_size: WorldSize) -> Result<Settings> {
         let steps = self.steps.unwrap_or(DEFAULT_STEPS);
         if steps == 0 {
             return Err(Error::usage("--steps 0 trains nothing, it must be at least 1"));
         }
         self.recipe.check(steps)?;
+        let recipe = self.recipe.clone();
         let settings = Settings {
             format_version: FORMAT_VERSION,
             seed: self.seed.unwrap_or(0),
             steps,
             data: None,
-            text,
-            max_tokens,
+            text: read.fingerprint.clone(),
+            max_tokens: self.checked_max_tokens(&read.kind, world_size)?,
             allow_non_finite: false,
             model: None,
             weights: self.weights.as_deref().map(Pretrained::read).transpose()?,
-            recipe: self.recipe.clone(),
+            finetune: read.kind.finetune(),
+            recipe: match read.kind {
+                Kind::Bytes(_) => recipe,
+                Kind::Folder(_) => recipe.of_finetuning(steps),
+            },
             sessions: vec![],
             identity: None,
             model_fingerprint: None,
@@ -273,11 +357,29 @@ impl Args {
         Ok(settings)
     }
 
+    /// The most tokens of a step: those that are asked for, if the longest sequence fits.
+    fn checked_max_tokens(&self, kind: &Kind, world_size: WorldSize) -> Result<u64> {
+        let longest = kind.longest_sequence();
+        let of_sequences = match kind {
+            Kind::Folder(finetune) => finetune.batch_size.map(|n| n.saturating_mul(longest as u64)),
+            Kind::Bytes(_) => None,
+        };
+        match self.max_tokens.or(of_sequences) {
+            None => Ok(data::max_tokens(world_size, longest)),
+            Some(asked) if asked >= longest as u64 => Ok(asked),
+            Some(asked) => {
+                let small = format!("--max-tokens is {asked}, must be at least {longest}");
+                Err(Error::usage(small).hinted(hint::MAX_TOKENS))
+            }
+        }
+    }
+
     /// Checks that the memory that this process will probably take is there.
     fn check_memory(&self, place: Place, beginning: &Beginning) -> Result<()> {
-        let (_, batches) = beginning.schedule.first_epoch()?;
-        let parameters = sharding::parameters_of(&beginning.settings.transformer()?)?;
-        let work = work_of(beginning, &parameters, &batches, place, self.check);
+        let (_, steps) = beginning.schedule.first_epoch()?;
+        let model = beginning.settings.trained_model()?;
+        let parameters = model.parameters()?;
+        let work = work_of(beginning, &model, &parameters, &steps, place, self.check);
         let needed = work.predicted()?.total();
         tracing::info!("this process will take about {}", HumanBytes(needed.into()));
         let limits = match self.memory_limit {
@@ -316,6 +418,7 @@ impl Args {
         let out = self.out.as_deref().map_or("a new folder".into(), Path::to_string_lossy);
         let first = beginning.from.as_ref().map_or(0, |from| from.checkpoint.step());
         let Config { context, layers, heads, hidden, .. } = beginning.settings.config();
+        let finetune = beginning.settings.finetune.as_ref();
         vec![
             format!("starts after step {first}"),
             format!("has --steps {steps}"),
@@ -327,6 +430,10 @@ impl Args {
             format!("has --check {}", self.check),
             format!("has --allow-non-finite {allow_non_finite}"),
             format!("has --weights {weights}"),
+            match finetune {
+                Some(finetune) => format!("fine-tunes {}", finetune.words()),
+                None => "has no --model".into(),
+            },
             format!("learns by {}", recipe.words()),
             format!(
                 "has --n-layers {layers} --hidden {hidden} --n-heads {heads} --context {context}"
@@ -341,12 +448,67 @@ impl Args {
     }
 }
 
+/// What a run learns from, and what learns from it.
+struct Text {
+    /// Where it is; this program's own sources if it is nowhere.
+    data: Option<PathBuf>,
+    read: DataSet,
+    held_out: Option<DataSet>,
+    /// That of all of it, in hexadecimal digits.
+    fingerprint: String,
+    kind: Kind,
+    folder: Option<Folder>,
+}
+
+/// The two kinds of models.
+enum Kind {
+    Bytes(Config),
+    Folder(Finetune),
+}
+
+impl Kind {
+    fn sizes(&self) -> Option<Config> {
+        match self {
+            Self::Bytes(config) => Some(*config),
+            Self::Folder(_) => None,
+        }
+    }
+
+    fn finetune(&self) -> Option<Finetune> {
+        match self {
+            Self::Bytes(_) => None,
+            Self::Folder(finetune) => Some(finetune.clone()),
+        }
+    }
+
+    fn longest_sequence(&self) -> usize {
+        match self {
+            Self::Bytes(config) => config.longest_sequence(),
+            Self::Folder(finetune) => finetune.context,
+        }
+    }
+}
+
+/// Says how many texts are cut off or left out.
+fn say_overlong(examples: &Examples, finetune: &Finetune) {
+    let n_overlong = examples.n_overlong();
+    if n_overlong > 0 {
+        output::warning(format_args!(
+            "{} longer than the context of {} tokens: --overlong {}",
+            HumanCount(n_overlong.into()).of("text"),
+            finetune.context,
+            typed(finetune.overlong)
+        ));
+    }
+}
+
 /// Checks that an option of a run that is resumed is not given another value than it started with.
-fn agrees(name: &str, asked: Option<&str>, known: Option<&str>) -> Result<()> {
+pub(super) fn agrees(name: &str, asked: Option<&str>, known: Option<&str>) -> Result<()> {
     if asked.is_none() || asked == known {
         return Ok(());
     }
     let with = match known {
+        Some("") => format!("with --{name}"),
         Some(known) => format!("with --{name} {known}"),
         None => format!("without --{name}"),
     };

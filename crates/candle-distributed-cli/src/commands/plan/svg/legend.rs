@@ -15,8 +15,8 @@ const TOP: i32 = 80;
 const LINE: i32 = 26;
 /// The extent of a sample of color.
 const SAMPLE: i32 = 15;
-/// The number of letters in a line.
-const N_LETTERS: usize = 22;
+/// The room for a name, in pixels.
+const ROOM: i32 = 180;
 
 /// The number of units that are named one by one at most.
 const MAX_NAMES: usize = 8;
@@ -53,7 +53,7 @@ fn entry(canvas: &Canvas<'_, '_>, part: Part, y: i32) -> Drawn<i32> {
 }
 
 fn name(canvas: &Canvas<'_, '_>, part: Part, at: Point) -> Drawn {
-    canvas.text(&canvas.name_of(part, N_LETTERS), at, AFTER, INK)
+    canvas.text(&canvas.name_of(part, ROOM), at, AFTER, INK)
 }
 
 /// All units stacked, with names for the first two and the last.

@@ -15,15 +15,20 @@ use plotters::prelude::*;
 
 use self::{
     columns::Columns,
-    paint::{AFTER, BELOW, Canvas, fits},
-    panel::{LEFT, Panel, RIGHT},
+    paint::{AFTER, BELOW, Canvas},
+    panel::{Panel, RIGHT},
+    words::fits,
 };
 use crate::{
     error::Result,
-    picture::{self, Drawn, FAINT, FITS, FONT, INK, LIMIT},
+    picture::{self, Drawn, FAINT, FITS, INK, LIMIT},
 };
 
 const SIZE: (u32, u32) = (1000, 700);
+
+/// A limit of more than so many times the highest peak is not on the axis, where all else would
+/// be too low to read.
+const FAR: u128 = 3;
 
 /// Draws what each rank of `plan` holds: above all of it at its peak, with the memory limit
 /// `budget` if there is one, and below the parameters that it stores, unit by unit.
@@ -60,23 +65,21 @@ fn heading(
     cost: &PlanCost,
     budget: Option<u64>,
 ) -> Drawn {
-    let title = plan.summary();
-    // Smaller letters if the title is long, so that it stays on the line.
-    let size = (1900.0 / title.chars().count() as f64).min(21.0);
-    let style = TextStyle::from((FONT, size, FontStyle::Bold)).color(&INK);
-    canvas.area.draw(&Text::new(title, (LEFT, 14), style))?;
     let color = match budget {
         None => FAINT,
         Some(budget) if cost.peak_bytes() <= budget.into() => FITS,
         Some(_) => LIMIT,
     };
-    canvas.text(&words::verdict(cost, budget), (LEFT, 50), AFTER, color)
+    let verdict = words::verdict(cost, budget);
+    picture::heading(&canvas.area, &plan.summary(), &verdict, color)
 }
 
-/// Draws all that the ranks hold at their peaks.
+/// Draws all that the ranks hold at their peaks. The axis ends with them if the limit is far above.
 fn memory(canvas: &Canvas<'_, '_>, columns: &Columns<'_>, limit: Option<u128>) -> Drawn {
     let peaks = columns.drawn.iter().map(|column| column.cost.peak_bytes());
-    let highest = peaks.chain(limit).fold(0, u128::max);
+    let peak = peaks.fold(0, u128::max);
+    let limit_on_axis = limit.filter(|limit| limit / FAR <= peak);
+    let highest = peak.max(limit_on_axis.unwrap_or(0));
     let panel = Panel::new(canvas, 66..400, "held at the peak", highest, columns.drawn.len())?;
     for (position, column) in columns.drawn.iter().enumerate() {
         panel.column(canvas, position, column.blocks())?;
@@ -87,16 +90,26 @@ fn memory(canvas: &Canvas<'_, '_>, columns: &Columns<'_>, limit: Option<u128>) -
         }
     }
     if let Some(limit) = limit {
-        let (start, y) = panel.at(0.0, limit as f64);
-        canvas.dashes(start..RIGHT + 4, y)?;
-        canvas.text("limit", (RIGHT + 10, y - 8), AFTER, LIMIT)?;
-        canvas.text(&HumanBytes(limit).to_string(), (RIGHT + 10, y + 8), AFTER, LIMIT)?;
+        name_limit(canvas, limit, limit_on_axis.map(|limit| panel.at(0.0, limit as f64)))?;
     }
     let peaks = columns.drawn.iter().map(|column| column.cost.peak_bytes());
     let is_over = |peak| limit.is_some_and(|limit| limit < peak);
     let totals: Vec<_> =
         peaks.map(|peak| (peak, if is_over(peak) { LIMIT } else { INK })).collect();
     panel.totals(canvas, &totals)
+}
+
+/// Draws the limit as a line from a point of the axis; one far above as a note where it would be.
+fn name_limit(canvas: &Canvas<'_, '_>, limit: u128, start: Option<paint::Point>) -> Drawn {
+    let mut y = 92;
+    if let Some((left, at)) = start {
+        picture::dashes(&canvas.area, left..RIGHT + 4, at, LIMIT)?;
+        y = at;
+    } else {
+        canvas.text("far above", (RIGHT + 10, y + 24), AFTER, LIMIT)?;
+    }
+    canvas.text("limit", (RIGHT + 10, y - 8), AFTER, LIMIT)?;
+    canvas.text(&HumanBytes(limit).to_string(), (RIGHT + 10, y + 8), AFTER, LIMIT)
 }
 
 /// Draws the parameters that the ranks store.

@@ -1,19 +1,25 @@
 //! Colors, letters, and the shapes that are more than a rectangle.
 
-use std::ops::Range;
-
 use plotters::{
     prelude::*,
     style::text_anchor::{HPos, Pos, VPos},
 };
 
-use super::{columns::Part, words::unit_name};
-use crate::picture::{self, Area, Drawn, FONT, LIMIT, ON_LIGHT, TEXT};
+use super::{
+    columns::Part,
+    words::{fits, unit_name},
+};
+use crate::picture::{
+    self, ACTIVATIONS, Area, Drawn, FONT, GATHERED as GATHERED_EDGE, GRADIENTS, ON_LIGHT,
+    OPTIMIZER, TEXT, text_width,
+};
 
 pub(super) type Point = (i32, i32);
 
-/// The width of most letters and the space behind them, in pixels.
-const LETTER: i32 = 8;
+/// The height of letters and the space around them, in pixels.
+const LINE: i32 = 16;
+/// The space at both sides of a name in its block.
+const SPACE: i32 = 1;
 
 /// Where a text lies beside its point.
 pub(super) const ABOVE: Pos = Pos { h_pos: HPos::Center, v_pos: VPos::Bottom };
@@ -21,15 +27,10 @@ pub(super) const BELOW: Pos = Pos { h_pos: HPos::Center, v_pos: VPos::Top };
 pub(super) const AFTER: Pos = Pos { h_pos: HPos::Left, v_pos: VPos::Center };
 pub(super) const AROUND: Pos = Pos { h_pos: HPos::Center, v_pos: VPos::Center };
 
-// Parameters are dark and cool; what comes on top of them is light, and mostly warm.
 const ROOT: RGBColor = RGBColor(74, 78, 105);
 const PADDING: RGBColor = RGBColor(240, 240, 240);
 const HATCH: RGBColor = RGBColor(165, 165, 165);
-const GRADIENTS: RGBColor = RGBColor(252, 221, 143);
-const OPTIMIZER: RGBColor = RGBColor(247, 190, 150);
 const GATHERED: RGBColor = RGBColor(240, 234, 248);
-const GATHERED_EDGE: RGBColor = RGBColor(160, 140, 196);
-const ACTIVATIONS: RGBColor = RGBColor(204, 226, 203);
 
 /// What everything is drawn on, and the units that have colors.
 pub(super) struct Canvas<'a, 'b> {
@@ -77,12 +78,12 @@ impl Canvas<'_, '_> {
 
     /// Draws the name of `part` into a block of it, if there is room.
     pub(super) fn name(&self, part: Part, [(left, top), (right, bottom)]: [Point; 2]) -> Drawn {
-        if bottom - top <= 2 * LETTER {
+        if bottom - top <= LINE {
             return Ok(());
         }
-        let room = right - left - LETTER;
-        let name = self.name_of(part, n_letters(room));
-        if !fits(&name, room) {
+        let room = right - left - 2 * SPACE;
+        let name = self.name_of(part, room);
+        if name == "…" || !fits(&name, room) {
             return Ok(());
         }
         let RGBColor(red, green, blue) = self.color(part);
@@ -91,10 +92,10 @@ impl Canvas<'_, '_> {
         self.text(&name, (left.midpoint(right), top.midpoint(bottom)), AROUND, color)
     }
 
-    /// What `part` is called, if it is a unit in not much more than `n_letters`.
-    pub(super) fn name_of(&self, part: Part, n_letters: usize) -> String {
+    /// What `part` is called, if it is a unit in not much more than `room` pixels.
+    pub(super) fn name_of(&self, part: Part, room: i32) -> String {
         match part {
-            Part::Unit(unit) => unit_name(self.units[unit], n_letters),
+            Part::Unit(unit) => unit_name(self.units[unit], room),
             Part::Padding => String::from("padding"),
             Part::Gradients => String::from("gradients"),
             Part::Optimizer => String::from("optimizer state"),
@@ -118,19 +119,10 @@ impl Canvas<'_, '_> {
         if self.units[unit].is_empty() { ROOT } else { picture::ramp(unit, self.units.len()) }
     }
 
-    /// A dashed line.
-    pub(super) fn dashes(&self, columns: Range<i32>, y: i32) -> Drawn {
-        for x in columns.clone().step_by(12) {
-            let dash = [(x, y), ((x + 7).min(columns.end), y)];
-            self.area.draw(&PathElement::new(dash, LIMIT.stroke_width(2)))?;
-        }
-        Ok(())
-    }
-
     /// Writes a number above a point, on paper, so that no line runs through it.
     pub(super) fn number(&self, text: &str, (x, y): Point, color: RGBColor) -> Drawn {
-        let width = width_of(text);
-        let paper = [(x - width / 2, y - 2 * LETTER), (x + width / 2, y)];
+        let width = text_width(text);
+        let paper = [(x - width / 2, y - LINE), (x + width / 2, y)];
         self.area.draw(&Rectangle::new(paper, WHITE.filled()))?;
         self.text(text, (x, y - 2), ABOVE, color)
     }
@@ -138,18 +130,4 @@ impl Canvas<'_, '_> {
     pub(super) fn text(&self, text: &str, at: Point, place: Pos, color: RGBColor) -> Drawn {
         self.area.draw(&Text::new(text, at, TextStyle::from((FONT, TEXT)).color(&color).pos(place)))
     }
-}
-
-/// Whether `text` has room in about `width` pixels.
-pub(super) fn fits(text: &str, width: i32) -> bool {
-    text.chars().count() <= n_letters(width)
-}
-
-#[expect(clippy::expect_used, reason = "says why it cannot fail")]
-fn width_of(number: &str) -> i32 {
-    i32::try_from(number.len()).expect("a number has some digits") * LETTER
-}
-
-fn n_letters(width: i32) -> usize {
-    (width.max(0) / LETTER).unsigned_abs() as usize
 }

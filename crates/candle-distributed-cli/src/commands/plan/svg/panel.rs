@@ -2,18 +2,17 @@
 
 use std::ops::Range;
 
-use candle_distributed::types::human::{BinaryUnit, HumanBytes};
+use candle_distributed::types::human::BinaryUnit;
 use plotters::{coord::types::RangedCoordf64, prelude::*};
 
 use super::{
     columns::Part,
-    paint::{Canvas, Point, fits},
+    paint::{Canvas, Point},
+    words::fits,
 };
-use crate::picture::{self, Drawn};
+use crate::picture::{self, Drawn, LEFT};
 
-/// Where the panels begin and end, the numbers of their axes included. The legend is to their
-/// right.
-pub(super) const LEFT: i32 = 14;
+/// Where the panels end. The legend is to their right.
 pub(super) const RIGHT: i32 = 690;
 
 /// The room for the numbers of the axis.
@@ -85,12 +84,11 @@ impl<'b> Panel<'b> {
         Ok(())
     }
 
-    /// Writes above the columns what they amount to, in the first form that fits over all of them:
-    /// with a unit of its own, in the unit of the axis, with one digit less; else not at all.
+    /// Writes above the columns what they amount to in the unit of the axis, with one digit less if
+    /// that fits over all of them, else not at all.
     pub(super) fn totals(&self, canvas: &Canvas<'_, '_>, totals: &[(u128, RGBColor)]) -> Drawn {
         let room = self.width(1) - SPACE;
-        let forms: [fn(BinaryUnit, u128) -> String; 3] = [
-            |_, bytes| HumanBytes(bytes).to_string(),
+        let forms: [fn(BinaryUnit, u128) -> String; 2] = [
             |unit, bytes| unit.count(bytes),
             |unit, bytes| {
                 let mut number = unit.count(bytes);

@@ -5,6 +5,8 @@ use candle_distributed::{
     types::human::{HumanBytes, HumanCount},
 };
 
+use crate::picture::text_width;
+
 /// What the rank that holds the most needs, and whether every rank fits in `budget`.
 pub(super) fn verdict(cost: &PlanCost, budget: Option<u64>) -> String {
     let has_activations = cost.ranks.iter().any(|rank| rank.activation_bytes > 0);
@@ -25,24 +27,32 @@ pub(super) fn verdict(cost: &PlanCost, budget: Option<u64>) -> String {
     }
 }
 
-/// The name of a unit, in at most `n_chars` characters: without its first components, or cut if
-/// that is not enough.
+/// The name of a unit, in at most `room` pixels if it can be: without its first components, or cut
+/// if that is not enough.
 ///
 /// The root unit has no name and is shown as `(root)`.
-pub(super) fn unit_name(unit: &str, n_chars: usize) -> String {
+pub(super) fn unit_name(unit: &str, room: i32) -> String {
+    /// More letters than there is ever room for.
+    const MOST: usize = 64;
+
     let name = printable(unit);
-    let len = name.chars().count();
     if name.is_empty() {
         return String::from("(root)");
     }
-    if len <= n_chars {
+    if fits(&name, room) {
         return name;
     }
-    let room = n_chars.saturating_sub(1);
-    let components =
-        name.chars().zip(1..len).filter(|&(char, _)| char == '.').map(|(_, start)| start);
-    let start = components.into_iter().find(|start| len - start <= room).unwrap_or(len - room);
-    format!("…{}", name.chars().skip(start).collect::<String>())
+    let components = name.match_indices('.').map(|(dot, _)| dot + 1);
+    let letters = name.char_indices().rev().take(MOST).map(|(start, _)| start);
+    let letters: Vec<usize> = letters.collect();
+    let starts = components.filter(|start| *start < name.len()).chain(letters.into_iter().rev());
+    let mut endings = starts.map(|start| format!("…{}", &name[start..]));
+    endings.find(|ending| fits(ending, room)).unwrap_or_else(|| String::from("…"))
+}
+
+/// Whether `text` has room in about `width` pixels.
+pub(super) fn fits(text: &str, width: i32) -> bool {
+    text_width(text) <= width
 }
 
 /// The text with characters escaped that break a line or that XML forbids.
@@ -62,13 +72,15 @@ mod tests {
 
     #[test]
     fn long_names_lose_their_first_components() {
-        for (n_chars, name) in
-            [(14, "model.layers.3"), (13, "…layers.3"), (8, "…3"), (2, "…3"), (1, "…")]
+        for (room, name) in
+            [(112, "model.layers.3"), (80, "…layers.3"), (30, "…3"), (22, "…3"), (14, "…")]
         {
-            assert_eq!(unit_name("model.layers.3", n_chars), name);
+            assert_eq!(unit_name("model.layers.3", room), name);
         }
-        assert_eq!(unit_name("abcdefgh", 4), "…fgh");
+        assert_eq!(unit_name("abcdefgh", 36), "…fgh");
+        assert_eq!(unit_name("a.", 12), "…");
         assert_eq!(unit_name("", 3), "(root)");
-        assert_eq!(unit_name("a\n\u{ffff}ö", 20), "a\\n\\u{ffff}ö");
+        assert_eq!(unit_name("a\n\u{ffff}ö", 200), "a\\n\\u{ffff}ö");
+        assert_eq!(unit_name(&"é".repeat(300), 62), "…éééééé");
     }
 }

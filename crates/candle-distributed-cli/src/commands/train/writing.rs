@@ -1,0 +1,74 @@
+//! What the model of a run writes at the end.
+
+use std::path::Path;
+
+use candle_distributed::types::Seed;
+
+use crate::{
+    commands::train::start::Beginning,
+    error::Result,
+    generation::{self, Length, Prompt, Sampling, Words},
+    hf::folder::Folder,
+    output,
+    train::{dataset::DataSet, run_dir},
+};
+
+/// From what text the model writes on, and how.
+#[derive(Clone, Debug, clap::Args)]
+pub(super) struct WritingArgs {
+    /// Let the model write on from this text at the end, as `generate` does with the folder of the run
+    /// [default: the beginning of the first text]
+    #[arg(long, value_name = "TEXT", conflicts_with = "dry_run")]
+    prompt: Option<String>,
+    #[command(flatten)]
+    sampling: Sampling,
+}
+
+impl WritingArgs {
+    /// Refuses a prompt that the model could not write on from, before it is trained.
+    pub(super) fn check(&self, beginning: &Beginning) -> Result<()> {
+        let Some(prompt) = &self.prompt else { return Ok(()) };
+        let Beginning { settings, folder, .. } = beginning;
+        self.sampling.chooser(Seed::new(settings.seed))?;
+        let context = settings.trained_model()?.context();
+        Prompt::Text(prompt).ids(words(folder.as_ref()), context).map(drop)
+    }
+
+    /// The text that the model writes on from, if there is one.
+    pub(super) fn prompt(&self, data: &DataSet, folder: Option<&Folder>) -> Result<Option<String>> {
+        /// As many as show what kind of text it is.
+        const N_TOKENS: usize = 16;
+        if let Some(prompt) = &self.prompt {
+            return Ok(Some(prompt.clone()));
+        }
+        let first = words(folder).decode(&data.beginning(N_TOKENS))?;
+        // A character that is cut through is none.
+        let whole = first.trim_end_matches(char::REPLACEMENT_CHARACTER);
+        Ok((!whole.is_empty()).then(|| whole.to_owned()))
+    }
+
+    /// Prints what the model of the run that has ended in `path` writes, and keeps it for its report.
+    /// The run is complete, whatever becomes of that.
+    pub(super) fn write(&self, path: &Path, prompt: &str, seed: Seed) -> Result<()> {
+        match self.written(path, prompt, seed) {
+            Ok(text) => {
+                output::file(&run_dir::sample_in(path), text.as_bytes())?;
+                output::text(|out| writeln!(out, "the model writes:\n{text}"))
+            }
+            Err(error) => {
+                output::warning(format_args!("the model writes nothing: {}", error.chain()));
+                Ok(())
+            }
+        }
+    }
+
+    fn written(&self, path: &Path, prompt: &str, seed: Seed) -> Result<String> {
+        let mut chooser = self.sampling.chooser(seed)?;
+        let model = generation::open(path, None)?;
+        Ok(model.write(Prompt::Text(prompt), Length::GLANCE, &mut chooser)?.text)
+    }
+}
+
+fn words(folder: Option<&Folder>) -> Words<'_> {
+    Words(folder.map(Folder::tokenizer))
+}

@@ -1,0 +1,154 @@
+//! Which of all tokens comes next.
+
+use candle_core::{Result, Tensor};
+use candle_distributed::types::Seed;
+
+use crate::error::{self, Error};
+
+/// How tokens are chosen.
+#[derive(Clone, Debug, Default, clap::Args)]
+pub(crate) struct Sampling {
+    /// Choose tokens at random, by their logits divided by this: 1 as the model says, less for the
+    /// likelier ones [default: the likeliest token each time]
+    #[arg(long, value_name = "T", requires = "prompt")]
+    temperature: Option<f64>,
+}
+
+/// Chooses a token after the other.
+#[derive(Clone, Debug)]
+pub(crate) struct Chooser {
+    temperature: Option<f64>,
+    seed: Seed,
+    n_chosen: u64,
+}
+
+impl Sampling {
+    /// The choices of a seed.
+    ///
+    /// # Errors
+    ///
+    /// If the temperature is no positive number.
+    pub(crate) fn chooser(&self, seed: Seed) -> error::Result<Chooser> {
+        let temperature = self.temperature;
+        if let Some(wrong) = temperature.filter(|&t| !(t > 0. && t.is_finite())) {
+            let fault = Error::usage(format!("--temperature is {wrong}, must be above 0"));
+            return Err(fault.hinted("without --temperature the likeliest token is taken"));
+        }
+        Ok(Chooser { temperature, seed, n_chosen: 0 })
+    }
+}
+
+impl Chooser {
+    /// The next token, by the logits [vocabulary] of all.
+    ///
+    /// # Errors
+    ///
+    /// If they are not those of a model: none is a number.
+    pub(crate) fn choose(&mut self, logits: &Tensor) -> Result<u32> {
+        let logits: Vec<f32> = logits.to_vec1()?;
+        let position = match self.temperature {
+            None => likeliest(&logits),
+            Some(temperature) => drawn(&logits, temperature, self.next_fraction()),
+        };
+        let Some(position) = position else { candle_core::bail!("no logit is a finite number") };
+        u32::try_from(position).map_err(candle_core::Error::wrap)
+    }
+
+    /// A number from 0 up to 1 that depends only on the seed and on how many came before it.
+    fn next_fraction(&mut self) -> f64 {
+        let random = self.seed.derive(self.n_chosen).as_u64();
+        self.n_chosen += 1;
+        // The upper 53 bits are exact in an f64.
+        (random >> 11) as f64 / (1_u64 << 53) as f64
+    }
+}
+
+/// Where the greatest logit is; the first of several.
+fn likeliest(logits: &[f32]) -> Option<usize> {
+    let finite = logits.iter().enumerate().filter(|(_, logit)| logit.is_finite());
+    let first_greatest = finite.reduce(|best, other| if other.1 > best.1 { other } else { best });
+    first_greatest.map(|(position, _)| position)
+}
+
+/// Where the probabilities, added up, exceed a fraction of their sum.
+fn drawn(logits: &[f32], temperature: f64, fraction: f64) -> Option<usize> {
+    let greatest = f64::from(logits[likeliest(logits)?]);
+    let weight = |logit: &f32| match f64::from(*logit) {
+        logit if logit.is_finite() => ((logit - greatest) / temperature).exp(),
+        _ => 0.,
+    };
+    let weights: Vec<f64> = logits.iter().map(weight).collect();
+    let mut left = fraction * weights.iter().sum::<f64>();
+    let beyond = weights.iter().position(|weight| {
+        left -= weight;
+        left < 0.
+    });
+    // What is left after rounding belongs to the last one that is possible.
+    beyond.or_else(|| weights.iter().rposition(|&weight| weight > 0.))
+}
+
+#[cfg(test)]
+mod tests {
+    use candle_core::Device;
+
+    use super::*;
+
+    fn choices(logits: &[f32], temperature: Option<f64>, seed: u64, n: usize) -> Vec<u32> {
+        let logits = Tensor::new(logits, &Device::Cpu).unwrap();
+        let mut chooser = Sampling { temperature }.chooser(Seed::new(seed)).unwrap();
+        (0..n).map(|_| chooser.choose(&logits).unwrap()).collect()
+    }
+
+    #[test]
+    fn the_first_of_the_likeliest_is_taken() {
+        assert_eq!(choices(&[0., 2., f32::NAN, 2., -1.], None, 0, 2), [1, 1]);
+        assert_eq!(choices(&[f32::NEG_INFINITY, -5.], None, 0, 1), [1]);
+    }
+
+    #[test]
+    fn tokens_are_drawn_as_often_as_their_logits_say() {
+        let logits = [0.5_f32.ln(), 0.25_f32.ln(), f32::NEG_INFINITY, 0.25_f32.ln()];
+        let drawn = choices(&logits, Some(1.), 7, 4000);
+        let n_of = |id: u32| drawn.iter().filter(|&&found| found == id).count();
+        assert_eq!(n_of(2), 0);
+        for (id, expected) in [(0, 2000), (1, 1000), (3, 1000)] {
+            assert!(n_of(id).abs_diff(expected) < 100, "{id}: {}", n_of(id));
+        }
+        // At half the temperature the probabilities are squared: 4 : 1 : 1.
+        let cold = choices(&logits, Some(0.5), 7, 4000);
+        let n_first = cold.iter().filter(|&&found| found == 0).count();
+        assert!(n_first.abs_diff(2667) < 100, "{n_first}");
+    }
+
+    #[test]
+    fn a_seed_draws_the_same_and_another_draws_others() {
+        let logits = [0.; 16];
+        assert_eq!(choices(&logits, Some(1.), 1, 20), choices(&logits, Some(1.), 1, 20));
+        assert_ne!(choices(&logits, Some(1.), 1, 20), choices(&logits, Some(1.), 2, 20));
+        assert_eq!(choices(&logits, Some(1.), 1, 6), [13, 12, 6, 3, 0, 7], "pinned");
+    }
+
+    #[test]
+    fn the_ends_of_the_fractions_are_tokens() {
+        assert_eq!(drawn(&[0., 0.], 1., 0.), Some(0));
+        assert_eq!(drawn(&[0., 0.], 1., 1.), Some(1));
+        assert_eq!(drawn(&[0., f32::NEG_INFINITY], 1., 1.), Some(0));
+        assert_eq!(drawn(&[f32::NAN], 1., 0.5), None);
+    }
+
+    #[test]
+    fn temperatures_that_are_none_are_refused() {
+        for temperature in [0., -1., f64::NAN, f64::INFINITY] {
+            let sampling = Sampling { temperature: Some(temperature) };
+            let fault = sampling.chooser(Seed::new(0)).unwrap_err().to_string();
+            assert_eq!(fault, format!("--temperature is {temperature}, must be above 0"));
+        }
+    }
+
+    #[test]
+    fn logits_that_are_no_numbers_are_refused() {
+        let logits = Tensor::new(&[f32::NAN, f32::NAN], &Device::Cpu).unwrap();
+        let mut chooser = Sampling { temperature: None }.chooser(Seed::new(0)).unwrap();
+        assert!(chooser.choose(&logits).is_err());
+    }
+}

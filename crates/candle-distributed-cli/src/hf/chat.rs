@@ -1,0 +1,317 @@
+//! Conversations as a model reads them: by the template of its tokenizer.
+//!
+//! A template is a program in Jinja, which transformers runs with blocks trimmed, the functions and
+//! filters below, and Python's methods of strings. What is an answer it does not say: that is what
+//! each turn of the assistant adds to the conversation before it.
+
+use std::{
+    collections::BTreeMap,
+    fmt,
+    io::{self, Write},
+    ops::Range,
+    path::{Path, PathBuf},
+};
+
+use minijinja::{
+    AutoEscape, Environment, ErrorKind, Value,
+    syntax::SyntaxConfig,
+    value::{Kwargs, Serde},
+};
+use minijinja_contrib::pycompat;
+use serde::{Deserialize, Serialize};
+use serde_json::ser::{Formatter, PrettyFormatter, Serializer};
+
+use crate::{
+    error::{Error, Result},
+    hf::folder::refused,
+    hint,
+};
+
+/// Who answers.
+const ASSISTANT: &str = "assistant";
+
+/// What rendering a conversation may cost: beyond any template, and bounded for one that never ends.
+const FUEL: u64 = 50_000_000;
+
+/// A turn of a conversation.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub(crate) struct Message {
+    /// Who says it: `system`, `user`, `assistant`, or whatever else the template knows.
+    pub(crate) role: String,
+    pub(crate) content: String,
+}
+
+impl Message {
+    /// What `role` says.
+    pub(crate) fn new(role: &str, content: &str) -> Self {
+        Self { role: role.to_owned(), content: content.to_owned() }
+    }
+
+    /// Whether the assistant says it.
+    pub(crate) fn is_answer(&self) -> bool {
+        self.role == ASSISTANT
+    }
+}
+
+/// The template of a tokenizer.
+pub(crate) struct ChatTemplate {
+    environment: Environment<'static>,
+    /// The tokens that have a name in it.
+    special: BTreeMap<&'static str, String>,
+    /// Where it stands.
+    path: PathBuf,
+}
+
+/// A conversation as a text.
+#[derive(Debug, PartialEq, Eq)]
+pub(crate) struct Rendered {
+    pub(crate) text: String,
+    /// Its bytes that the assistant says.
+    pub(crate) answers: Vec<Range<usize>>,
+}
+
+/// What a template reads.
+#[derive(Serialize)]
+struct Context<'a> {
+    messages: &'a [Message],
+    add_generation_prompt: bool,
+    // Templates ask whether these are none.
+    tools: Option<()>,
+    documents: Option<()>,
+    #[serde(flatten)]
+    special: &'a BTreeMap<&'static str, String>,
+}
+
+impl ChatTemplate {
+    /// The only template of its environment.
+    const NAME: &'static str = "chat";
+
+    /// Compiles a template that stands in `path`.
+    ///
+    /// # Errors
+    ///
+    /// If it is no Jinja.
+    pub(crate) fn new(
+        path: PathBuf,
+        source: String,
+        special: BTreeMap<&'static str, String>,
+    ) -> Result<Self> {
+        let mut environment = environment();
+        let compiled = environment.add_template_owned(Self::NAME, source);
+        compiled.map_err(|fault| failed(&path, &fault).hinted(hint::NOT_WHOLE))?;
+        Ok(Self { environment, special, path })
+    }
+
+    /// The text of a conversation; with `add_generation_prompt`, up to where the assistant begins to
+    /// answer.
+    ///
+    /// # Errors
+    ///
+    /// If the template fails, or does not end.
+    pub(crate) fn render(
+        &self,
+        messages: &[Message],
+        add_generation_prompt: bool,
+    ) -> Result<String> {
+        let failed = |fault| failed(&self.path, &fault).hinted(hint::CHAT_TEMPLATE);
+        let special = &self.special;
+        let context =
+            Context { messages, add_generation_prompt, tools: None, documents: None, special };
+        let template = self.environment.get_template(Self::NAME).map_err(failed)?;
+        template.render(Value::from(Serde(&context))).map_err(failed)
+    }
+
+    /// The text of a conversation, and what the assistant says in it.
+    ///
+    /// # Errors
+    ///
+    /// If the template fails, or writes the turns before one in another way because of it.
+    pub(crate) fn conversation(&self, messages: &[Message]) -> Result<Rendered> {
+        let text = self.render(messages, false)?;
+        let mut answers = Vec::new();
+        for (turn, message) in messages.iter().enumerate() {
+            if message.is_answer() {
+                let start = self.render(&messages[..turn], true)?;
+                let end = self.render(&messages[..=turn], false)?;
+                if !(end.starts_with(&start) && text.starts_with(&end)) {
+                    return Err(self.rewrites(turn));
+                }
+                answers.push(start.len()..end.len());
+            }
+        }
+        Ok(Rendered { text, answers })
+    }
+
+    fn rewrites(&self, turn: usize) -> Error {
+        let turn = turn + 1;
+        let fault = format!(
+            "the chat template does not append: with message {turn}, or with those after it, it \
+             writes the messages before otherwise"
+        );
+        refused(&self.path, fault).hinted(hint::REWRITES)
+    }
+}
+
+impl fmt::Debug for ChatTemplate {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("ChatTemplate").field("path", &self.path).finish_non_exhaustive()
+    }
+}
+
+/// What goes wrong in the template of this file.
+fn failed(path: &Path, fault: &minijinja::Error) -> Error {
+    refused(path, format!("the chat template fails: {fault}"))
+}
+
+/// Jinja as transformers has it for chat templates, but for `strftime_now`: with the day in it, a
+/// text would have other tokens tomorrow, and a run could not be resumed. Templates that know it
+/// have a day of their own where it is not defined.
+#[expect(clippy::expect_used, reason = "says why it cannot fail")]
+fn environment() -> Environment<'static> {
+    let mut environment = Environment::new();
+    let syntax = SyntaxConfig::builder().trim_blocks(true).lstrip_blocks(true).build();
+    environment.set_syntax(syntax.expect("the delimiters are the usual ones"));
+    environment.set_auto_escape_callback(|_| AutoEscape::None);
+    environment.set_unknown_method_callback(pycompat::unknown_method_callback);
+    environment.set_fuel(Some(FUEL));
+    environment.add_function("raise_exception", raise_exception);
+    environment.add_filter("tojson", to_json);
+    environment
+}
+
+/// How a template refuses a conversation.
+fn raise_exception(reason: String) -> std::result::Result<Value, minijinja::Error> {
+    Err(minijinja::Error::new(ErrorKind::InvalidOperation, reason))
+}
+
+/// JSON as Python's `json.dumps` writes it, with characters and the order of keys as they are.
+#[expect(clippy::needless_pass_by_value, reason = "a filter owns its arguments")]
+fn to_json(value: &Value, options: Kwargs) -> std::result::Result<String, minijinja::Error> {
+    let indent: Option<usize> = options.get("indent")?;
+    options.assert_all_used()?;
+    let mut out = Vec::new();
+    let written = match indent {
+        None => value.serialize(&mut Serializer::with_formatter(&mut out, Spaced)),
+        Some(width) => {
+            let indent = b" ".repeat(width);
+            let pretty = PrettyFormatter::with_indent(&indent);
+            value.serialize(&mut Serializer::with_formatter(&mut out, pretty))
+        }
+    };
+    let failed = |fault: String| minijinja::Error::new(ErrorKind::BadSerialization, fault);
+    written.map_err(|fault| failed(fault.to_string()))?;
+    String::from_utf8(out).map_err(|fault| failed(fault.to_string()))
+}
+
+/// A space behind each comma and colon.
+struct Spaced;
+
+impl Formatter for Spaced {
+    fn begin_array_value<W: ?Sized + Write>(&mut self, out: &mut W, first: bool) -> io::Result<()> {
+        if first { Ok(()) } else { out.write_all(b", ") }
+    }
+
+    fn begin_object_key<W: ?Sized + Write>(&mut self, out: &mut W, first: bool) -> io::Result<()> {
+        self.begin_array_value(out, first)
+    }
+
+    fn begin_object_value<W: ?Sized + Write>(&mut self, out: &mut W) -> io::Result<()> {
+        out.write_all(b": ")
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::hf::golden;
+
+    fn template(source: &str) -> ChatTemplate {
+        let special = [("bos_token", String::from("<s>")), ("eos_token", String::from("</s>"))];
+        ChatTemplate::new("template".into(), source.into(), special.into()).unwrap()
+    }
+
+    fn messages(turns: &[(&str, &str)]) -> Vec<Message> {
+        let message = |&(role, content): &(&str, &str)| Message {
+            role: role.to_owned(),
+            content: content.to_owned(),
+        };
+        turns.iter().map(message).collect()
+    }
+
+    #[test]
+    fn texts_are_those_of_transformers() {
+        let chat = golden::chat();
+        for case in chat["rendered"].as_array().unwrap() {
+            let name = case["template"].as_str().unwrap();
+            let conversation = &chat["conversations"][case["conversation"].as_str().unwrap()];
+            let messages: Vec<Message> = serde_json::from_value(conversation.clone()).unwrap();
+            let template = template(chat["templates"][name].as_str().unwrap());
+            let found = template.render(&messages, case["add_generation_prompt"] == true);
+            match case["text"].as_str() {
+                Some(text) => assert_eq!(found.unwrap(), text, "{name}"),
+                None => assert!(found.unwrap_err().to_string().contains("must take turns")),
+            }
+        }
+    }
+
+    #[test]
+    fn answers_are_what_the_turns_of_the_assistant_add() {
+        let template = template(
+            "{% for m in messages %}{{ m.role[0] }}:{{ m.content }};{% endfor %}\
+             {% if add_generation_prompt %}a:{% endif %}",
+        );
+        let turns = [("user", "1"), ("assistant", "2"), ("user", "3"), ("assistant", "45")];
+        let found = template.conversation(&messages(&turns)).unwrap();
+        assert_eq!(found.text, "u:1;a:2;u:3;a:45;");
+        let answers: Vec<&str> =
+            found.answers.iter().map(|answer| &found.text[answer.clone()]).collect();
+        assert_eq!(answers, ["2;", "45;"]);
+    }
+
+    #[test]
+    fn a_template_that_does_not_append_is_refused() {
+        let turns = [("user", "1"), ("assistant", "2"), ("user", "3"), ("assistant", "4")];
+        for source in [
+            // The number of messages comes first.
+            "{{ messages | length }}{% for m in messages %}{{ m.content }}{% endfor %}",
+            // The last message comes first.
+            "{% for m in messages | reverse %}{{ m.content }}{% endfor %}",
+            // All answers but the last are left out.
+            "{% for m in messages %}{% if m.role == 'user' or loop.last %}{{ m.content }}\
+             {% endif %}{% endfor %}",
+            // What the assistant begins with is not what it is asked with.
+            "{% for m in messages %}{{ m.content }}{% endfor %}\
+             {% if add_generation_prompt %}!{% endif %}",
+        ] {
+            let fault = template(source).conversation(&messages(&turns)).unwrap_err();
+            assert!(fault.to_string().contains("does not append"), "{source}: {fault}");
+            assert!(fault.hint().unwrap().contains("completion"));
+        }
+    }
+
+    #[test]
+    fn a_template_that_fails_or_does_not_end_is_refused() {
+        let broken = ChatTemplate::new("a/template".into(), "{% if %}".into(), BTreeMap::new());
+        let fault = broken.unwrap_err().to_string();
+        assert!(fault.starts_with("a/template: the chat template fails"), "{fault}");
+        let turns = messages(&[("user", "1")]);
+        for (source, words) in [
+            ("{{ raise_exception('no such role') }}", "no such role"),
+            ("{{ messages[3].content }}", "undefined"),
+            ("{{ strftime_now('%Y') }}", "strftime_now"),
+            ("{{ 'x' * 1000000000000 }}", ""),
+            (
+                "{% for a in range(9999) %}{% for b in range(9999) %}{{ a }}{% endfor %}\
+                 {% endfor %}",
+                "fuel",
+            ),
+            ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "recursion"),
+        ] {
+            let fault = template(source).render(&turns, false).unwrap_err().to_string();
+            assert!(fault.starts_with("template: the chat template fails"), "{fault}");
+            assert!(fault.contains(words), "{source}: {fault}");
+        }
+        let day = "{% if strftime_now is defined %}{{ strftime_now() }}{% else %}1{% endif %}";
+        assert_eq!(template(day).render(&turns, false).unwrap(), "1");
+    }
+}

@@ -1,0 +1,392 @@
+//! What a model learns from: sequences of tokens, and which of them it is to predict.
+
+use std::{fs, iter, ops::Range, path::Path};
+
+use candle_distributed::{
+    sampler::{DistributedSampler, SamplerConfig},
+    types::{Fingerprint, Placement, Seed},
+};
+use clap::ValueEnum;
+use serde::{Deserialize, Serialize};
+
+use crate::{
+    error::{Error, Result},
+    hf::{
+        lines::{self, Item, Place},
+        tokenizer::{Answered, Tokenizer},
+    },
+    hint,
+    train::corpus,
+};
+
+/// The label of a token that is not to be predicted, as in PyTorch.
+const IGNORED: i64 = -100;
+
+/// What becomes of texts that are longer than the context.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, ValueEnum)]
+#[serde(rename_all = "kebab-case")]
+pub(crate) enum Overlong {
+    /// Refuse them
+    #[default]
+    Error,
+    /// Cut them off there
+    Truncate,
+    /// Leave them out
+    Skip,
+}
+
+/// Sequences of tokens with their labels.
+#[derive(Debug)]
+pub(crate) struct Examples {
+    examples: Vec<Answered>,
+    n_overlong: u64,
+}
+
+impl Examples {
+    /// The examples of a file, or of all files under a folder in the order of their names, as tokens.
+    /// None is longer than `context` tokens.
+    ///
+    /// A file whose name ends in `.jsonl` holds an example in each line: a string or `{"text"}`, all
+    /// of which is to be predicted; `{"prompt", "completion"}`, of which the completion is; or
+    /// `{"messages"}`, of which the turns of the assistant are. Any other file holds texts, which
+    /// blank lines part. Hidden files and files that are not UTF-8 are skipped.
+    ///
+    /// # Errors
+    ///
+    /// With the file and the line, if one is no example or too long, or has nothing to predict.
+    pub(crate) fn read(
+        path: &Path,
+        tokenizer: &Tokenizer,
+        context: usize,
+        overlong: Overlong,
+    ) -> Result<Self> {
+        let mut read = Self { examples: Vec::new(), n_overlong: 0 };
+        for file in corpus::files(path)? {
+            let bytes = fs::read(&file).map_err(|source| Error::read(&file, source))?;
+            // What is no text is none to learn from.
+            let Ok(text) = String::from_utf8(bytes) else { continue };
+            for (place, item) in lines::items(&file, &text)? {
+                let example = encode(tokenizer, &item).map_err(|error| error.at(place))?;
+                read.add(example, &place, context, overlong)?;
+            }
+        }
+        if read.examples.is_empty() {
+            return Err(Error::usage(format!("no text to learn from in {}", path.display())));
+        }
+        Ok(read)
+    }
+
+    /// The length of every example, in tokens.
+    pub(crate) fn lengths(&self) -> Vec<u64> {
+        self.examples.iter().map(|example| example.ids.len() as u64).collect()
+    }
+
+    /// How many were longer than the context, and are cut off or left out.
+    pub(crate) fn n_overlong(&self) -> u64 {
+        self.n_overlong
+    }
+
+    /// The tokens of example `index`, which must be one of them.
+    pub(crate) fn ids(&self, index: u64) -> &[u32] {
+        &self.example(index).ids
+    }
+
+    /// The labels of its tokens: themselves, and −100 where they are not to be predicted. They are
+    /// not shifted.
+    pub(crate) fn labels(&self, index: u64) -> Vec<i64> {
+        let Answered { ids, answers } = self.example(index);
+        let mut labels = vec![IGNORED; ids.len()];
+        for answer in answers {
+            for (label, &id) in labels[answer.clone()].iter_mut().zip(&ids[answer.clone()]) {
+                *label = id.into();
+            }
+        }
+        labels
+    }
+
+    /// A hash of the tokens and the labels, in hexadecimal digits.
+    pub(crate) fn fingerprint(&self) -> String {
+        let mut fingerprint = Fingerprint::new();
+        for Answered { ids, answers } in &self.examples {
+            fingerprint.word(ids.len() as u64);
+            fingerprint.extend(ids.iter().map(|&id| id.into()));
+            fingerprint.word(answers.len() as u64);
+            fingerprint
+                .extend(answers.iter().flat_map(|answer| [answer.start, answer.end]).map(word));
+        }
+        format!("{:016x}", fingerprint.finish())
+    }
+
+    /// The examples in two parts: those to learn from, and a fraction of all, chosen by `seed`, by
+    /// which it is seen how much is learnt. Both keep their order.
+    ///
+    /// # Errors
+    ///
+    /// If one of the parts would be empty.
+    pub(crate) fn split(self, fraction: f64, seed: Seed) -> Result<(Self, Self)> {
+        let n_examples = self.examples.len();
+        #[expect(
+            clippy::cast_possible_truncation,
+            clippy::cast_sign_loss,
+            reason = "a fraction of a number of examples, which is checked below"
+        )]
+        let n_held_out = (fraction * n_examples as f64).round() as usize;
+        if !(fraction > 0. && fraction < 1.) || n_held_out == 0 || n_held_out == n_examples {
+            return Err(Error::usage(format!(
+                "--validation {fraction} of {n_examples} examples is {n_held_out}, must be 1 to {}",
+                n_examples.saturating_sub(1)
+            )));
+        }
+        let is_held_out = held_out(n_examples, n_held_out, seed)?;
+        let (mut kept, mut held) = (Vec::new(), Vec::new());
+        for (example, is_held) in iter::zip(self.examples, is_held_out) {
+            if is_held { held.push(example) } else { kept.push(example) }
+        }
+        let held = Self { examples: held, n_overlong: 0 };
+        Ok((Self { examples: kept, n_overlong: self.n_overlong }, held))
+    }
+
+    fn add(
+        &mut self,
+        mut example: Answered,
+        place: &Place<'_>,
+        context: usize,
+        overlong: Overlong,
+    ) -> Result<()> {
+        let len = example.ids.len();
+        if len > context {
+            self.n_overlong += 1;
+            match overlong {
+                Overlong::Skip => return Ok(()),
+                Overlong::Truncate => example = cut(example, context),
+                Overlong::Error => {
+                    let long = format!("{place} has {len} tokens, and the context is {context}");
+                    return Err(Error::usage(long).hinted(hint::OVERLONG));
+                }
+            }
+        }
+        // The first token has none before it that could predict it.
+        if example.answers.iter().any(|answer| answer.end > answer.start.max(1)) {
+            self.examples.push(example);
+            return Ok(());
+        }
+        let fault = if len > context {
+            format!("{place} has no answer within the context of {context} tokens")
+        } else {
+            format!("{place} has no token to predict")
+        };
+        Err(Error::usage(fault).hinted(hint::NO_TARGET))
+    }
+
+    #[expect(clippy::expect_used, reason = "says why it cannot fail")]
+    fn example(&self, index: u64) -> &Answered {
+        let index = usize::try_from(index).expect("examples in memory are counted by a usize");
+        &self.examples[index]
+    }
+}
+
+/// The tokens of an item.
+fn encode(tokenizer: &Tokenizer, item: &Item) -> Result<Answered> {
+    match item {
+        Item::Text(text) => tokenizer.text(text),
+        Item::Answer { prompt, completion } => tokenizer.answer(prompt, completion),
+        Item::Messages(messages) => tokenizer.conversation(messages),
+    }
+}
+
+/// The first tokens of an example.
+fn cut(mut example: Answered, n_tokens: usize) -> Answered {
+    let shorter = |answer: Range<usize>| answer.start.min(n_tokens)..answer.end.min(n_tokens);
+    example.ids.truncate(n_tokens);
+    example.answers = example.answers.into_iter().map(shorter).collect();
+    example
+}
+
+/// Which examples a model does not learn from: the first ones of a random order.
+fn held_out(n_examples: usize, n_held_out: usize, seed: Seed) -> Result<Vec<bool>> {
+    let config = SamplerConfig::default().with_seed(seed);
+    let order = DistributedSampler::new(n_examples as u64, Placement::SINGLE, config)?;
+    let mut is_held_out = vec![false; n_examples];
+    for index in order.iter().take(n_held_out) {
+        is_held_out[usize::try_from(index).map_err(|_| Error::usage("too many examples"))?] = true;
+    }
+    Ok(is_held_out)
+}
+
+fn word(number: usize) -> u64 {
+    number as u64
+}
+
+#[cfg(test)]
+mod tests {
+    use std::collections::BTreeSet;
+
+    use serde_json::json;
+
+    use super::*;
+    use crate::hf::golden;
+
+    impl Examples {
+        fn len(&self) -> u64 {
+            self.examples.len() as u64
+        }
+    }
+
+    fn read(name: &str, text: &str, context: usize, overlong: Overlong) -> Result<Examples> {
+        let home = tempfile::tempdir().unwrap();
+        let path = home.path().join(name);
+        fs::write(&path, text).unwrap();
+        let folder = golden::folder("qwen2");
+        Examples::read(&path, folder.tokenizer(), context, overlong)
+    }
+
+    fn lines(content: &str) -> Result<Examples> {
+        read("a.jsonl", content, 128, Overlong::Error)
+    }
+
+    #[test]
+    fn answers_are_those_of_transformers() {
+        let home = tempfile::tempdir().unwrap();
+        for model in golden::MODELS {
+            let path = home.path().join("pairs.jsonl");
+            let pairs = golden::json(model, "tokens.json")["pairs"].clone();
+            let line = |pair: &serde_json::Value| {
+                json!({"prompt": pair[0], "completion": pair[1]}).to_string()
+            };
+            let content: Vec<String> = pairs.as_array().unwrap().iter().map(line).collect();
+            fs::write(&path, content.join("\n")).unwrap();
+            let folder = golden::folder(model);
+            let examples = Examples::read(&path, folder.tokenizer(), 128, Overlong::Error).unwrap();
+            let expected = golden::json(model, "expected.json")["answer_only"].clone();
+            for (n, len) in (0_u64..).zip(examples.lengths()) {
+                let (row, len) = (usize::try_from(n).unwrap(), usize::try_from(len).unwrap());
+                let ids = golden::ids(&expected["input_ids"][row]);
+                assert_eq!(examples.ids(n), &ids[..len], "{model}");
+                let labels = expected["labels"][row].as_array().unwrap();
+                let labels: Vec<i64> = labels.iter().map(|label| label.as_i64().unwrap()).collect();
+                assert_eq!(examples.labels(n), &labels[..len], "{model}");
+                assert!(labels[len..].iter().all(|&label| label == IGNORED), "{model}");
+            }
+            assert_eq!(examples.len(), 3);
+        }
+    }
+
+    #[test]
+    fn texts_are_lines_or_paragraphs_and_end() {
+        let examples = lines("\"first\"\n\n{\"id\": 3, \"text\": \"a\\n\\nb\"}\r\n").unwrap();
+        let tokenizer = golden::folder("qwen2");
+        let decoded = |examples: &Examples| -> Vec<String> {
+            let all = (0..examples.len()).map(|n| examples.ids(n));
+            all.map(|ids| tokenizer.tokenizer().decode(ids, true).unwrap()).collect()
+        };
+        assert_eq!(decoded(&examples), ["first<|im_end|>", "a\n\nb<|im_end|>"]);
+        let all: Vec<i64> = examples.ids(0).iter().map(|&id| id.into()).collect();
+        assert_eq!(examples.labels(0), all);
+        let paragraphs = "first\n\n  \n\nsec\nond\n\n";
+        let examples = read("a.txt", paragraphs, 128, Overlong::Error).unwrap();
+        assert_eq!(decoded(&examples), ["first<|im_end|>", "sec\nond<|im_end|>"]);
+    }
+
+    #[test]
+    fn lines_that_are_no_examples_are_named() {
+        for (line, words) in [
+            ("{\"text\": \"a", "is no JSON"),
+            ("3", "is neither a string nor an object"),
+            ("{}", "has no text, no prompt and completion, and no messages"),
+            ("{\"text\": 3}", "has a text that is no string"),
+            ("{\"prompt\": \"a\"}", "has no completion"),
+            ("{\"completion\": \"a\"}", "has no prompt"),
+            ("{\"prompt\": \"a\", \"completion\": \" \"}", "has an empty completion"),
+            ("{\"prompt\": [], \"completion\": \"a\"}", "has a prompt that is no string"),
+            ("{\"text\": \"a\", \"messages\": []}", "has fields of several kinds"),
+            ("{\"messages\": []}", "has no message of the assistant"),
+            ("{\"messages\": null}", "has messages that have no role and content"),
+            ("{\"messages\": [{\"role\": \"user\"}]}", "missing field `content`"),
+            (
+                "{\"messages\": [{\"role\": \"assistant\", \"content\": \"\\n\"}]}",
+                "has an empty message of the assistant",
+            ),
+            ("{\"prompt\": \"a\", \"completion\": \"b\"}", "and line 1 a text"),
+        ] {
+            let fault = lines(&format!("\"right\"\n\n{line}\n")).unwrap_err();
+            let message = fault.to_string();
+            assert!(message.starts_with("line 3 of ") && message.contains("a.jsonl"), "{message}");
+            assert!(message.contains(words), "{line}: {message}");
+            assert!(fault.hint().is_some(), "{line}");
+        }
+    }
+
+    #[test]
+    fn what_the_tokenizer_refuses_is_named_by_its_line() {
+        let line = r#"{"messages": [{"role": "assistant", "content": "a"}]}"#;
+        let fault = lines(line).unwrap_err();
+        assert!(fault.to_string().contains("line 1 of "), "{fault}");
+        assert!(fault.to_string().contains("has no chat template"), "{fault}");
+        assert!(fault.hint().unwrap().contains("completion"));
+    }
+
+    #[test]
+    fn longer_texts_are_refused_cut_or_left_out() {
+        let content = "\"abc\"\n\"abcdefghijkl\"\n";
+        let fault = read("a.jsonl", content, 8, Overlong::Error).unwrap_err();
+        assert!(fault.to_string().starts_with("line 2 of "), "{fault}");
+        assert!(fault.to_string().contains(" tokens, and the context is 8"), "{fault}");
+        assert!(fault.hint().unwrap().contains("--overlong"));
+        let whole = lines(content).unwrap();
+        let cut = read("a.jsonl", content, 8, Overlong::Truncate).unwrap();
+        assert_eq!((cut.n_overlong(), cut.ids(0)), (1, whole.ids(0)));
+        assert_eq!((cut.ids(1), cut.labels(1).len()), (&whole.ids(1)[..8], 8));
+        let rest = read("a.jsonl", content, 8, Overlong::Skip).unwrap();
+        assert_eq!((rest.n_overlong(), rest.len(), rest.ids(0)), (1, 1, whole.ids(0)));
+        // Exactly as long is not too long.
+        let len = usize::try_from(whole.lengths()[1]).unwrap();
+        assert_eq!(read("a.jsonl", content, len, Overlong::Error).unwrap().n_overlong(), 0);
+    }
+
+    #[test]
+    fn an_answer_that_is_cut_off_is_refused() {
+        let line = r#"{"prompt": "zqxjzqxj", "completion": "yes"}"#;
+        let prompt = golden::folder("qwen2").tokenizer().begin("zqxjzqxj").unwrap().len();
+        let fault = read("a.jsonl", line, prompt, Overlong::Truncate).unwrap_err().to_string();
+        assert!(
+            fault.starts_with("line 1 of ") && fault.contains("has no answer within"),
+            "{fault}"
+        );
+        let cut = read("a.jsonl", line, prompt + 1, Overlong::Truncate).unwrap();
+        let predicted = cut.labels(0).into_iter().filter(|&label| label != IGNORED);
+        assert_eq!(predicted.count(), 1);
+        let none = read("a.jsonl", line, prompt, Overlong::Skip).unwrap_err().to_string();
+        assert!(none.starts_with("no text to learn from"), "{none}");
+    }
+
+    #[test]
+    fn a_fingerprint_tells_tokens_and_labels_apart() {
+        let texts = ["\"ab\"", "\"ab\"\n\"ab\"", "\"cd\"", r#"{"prompt": "a", "completion": "b"}"#];
+        let all: BTreeSet<String> =
+            texts.iter().map(|text| lines(text).unwrap().fingerprint()).collect();
+        assert_eq!(all.len(), texts.len());
+    }
+
+    #[test]
+    fn a_split_holds_out_a_fraction_by_its_seed() {
+        let content: Vec<String> = (0..40).map(|n| format!("\"number {n}\"")).collect();
+        let all = lines(&content.join("\n")).unwrap();
+        let of = |examples: &Examples| -> Vec<Vec<u32>> {
+            (0..examples.len()).map(|n| examples.ids(n).to_vec()).collect()
+        };
+        let split =
+            |fraction, seed| lines(&content.join("\n")).unwrap().split(fraction, Seed::new(seed));
+        let (kept, held) = split(0.1, 1).unwrap();
+        assert_eq!((kept.len(), held.len()), (36, 4));
+        let (kept, held) = (of(&kept), of(&held));
+        let (mut rest, mut out) = (kept.iter().peekable(), held.iter().peekable());
+        let is_next = |ids: &Vec<u32>| rest.next_if_eq(&ids).or(out.next_if_eq(&ids)).is_some();
+        assert!(of(&all).iter().all(is_next), "both parts keep the order");
+        assert_eq!(of(&split(0.1, 1).unwrap().1), held);
+        assert_ne!(of(&split(0.1, 2).unwrap().1), held);
+        for fraction in [0., 0.01, 0.99, 1., -0.5, f64::NAN, f64::INFINITY] {
+            let fault = split(fraction, 1).unwrap_err().to_string();
+            assert!(fault.starts_with(&format!("--validation {fraction} of 40")), "{fault}");
+        }
+    }
+}
