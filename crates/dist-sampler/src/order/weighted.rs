@@ -307,6 +307,19 @@ mod tests {
     }
 
     #[test]
+    fn draws_of_many_are_those_of_each() {
+        let table = AliasTable::new(&[1.0, 0.5, 3.0, 0.0, 7.25]).unwrap();
+        for (first, step) in [(0, 1), (3, 8)] {
+            for len in [0, 1, AHEAD - 1, AHEAD, 3 * AHEAD + 7] {
+                let mut out = vec![u64::MAX; len];
+                table.fill(Seed::new(4), first, step, &mut out);
+                let expected = (0..len as u64).map(|n| table.draw(Seed::new(4), first + n * step));
+                assert!(out.into_iter().eq(expected), "{len} from {first} on by {step}");
+            }
+        }
+    }
+
+    #[test]
     fn the_table_has_the_shares_of_the_weights() {
         for weights in distributions() {
             let total: f64 = weights.iter().sum();

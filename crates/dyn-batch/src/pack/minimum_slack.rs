@@ -32,6 +32,8 @@ struct Stock {
     /// For each entry, and for the end behind the last: itself if something is left of it, or else
     /// another one behind it, with nothing left in between.
     next: Vec<usize>,
+    /// The entries of which something is left.
+    n_left: usize,
 }
 
 /// Sequences of one length.
@@ -50,15 +52,24 @@ impl Stock {
             Entry { length: run.length, count: run.count, start: start - run.count as usize }
         });
         let entries: Vec<Entry> = entries.collect();
-        let next = (0..=entries.len()).collect();
-        Self { entries, next }
+        let n_left = entries.len();
+        Self { entries, next: (0..=n_left).collect(), n_left }
+    }
+
+    /// Drops the entries of which nothing is left, as soon as they are half of all.
+    fn compact(&mut self) {
+        if self.n_left <= self.entries.len() / 2 {
+            self.entries.retain(|entry| entry.count > 0);
+            self.next.truncate(self.n_left + 1);
+            (0..).zip(&mut self.next).for_each(|(entry, next)| *next = entry);
+        }
     }
 
     /// The first entry from this one on of which something is left.
     ///
-    /// Entries are never taken out of the list, which would cost as much as there are lengths for
-    /// each row. What is used up is stepped over, and each such walk halves the next (Tarjan and
-    /// van Leeuwen, "Worst-case analysis of set union algorithms", 1984).
+    /// To take entries out of the list at once would cost as much as there are lengths for each
+    /// row. What is used up is stepped over, and each such walk halves the next (Tarjan and van
+    /// Leeuwen, "Worst-case analysis of set union algorithms", 1984).
     fn left_from(&mut self, mut entry: usize) -> Option<usize> {
         while self.next[entry] != entry {
             self.next[entry] = self.next[self.next[entry]];
@@ -88,6 +99,7 @@ impl Stock {
         let place = *start + *count as usize;
         if *count == 0 {
             self.next[piece.entry] = piece.entry + 1;
+            self.n_left -= 1;
         }
         place
     }
@@ -116,6 +128,7 @@ pub(super) fn search(
         let Search { best, steps, .. } = search;
         *choices = choices.checked_sub((max_steps - steps).into())?;
         make(&best, &mut stock, &mut rows, empty);
+        stock.compact();
     }
     Some(rows)
 }

@@ -2,5 +2,6 @@
 
 pub(crate) mod cut;
 pub(crate) mod histogram;
+mod level;
 pub(crate) mod minima;
 mod optimal;

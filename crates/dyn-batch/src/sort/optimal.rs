@@ -20,7 +20,7 @@
 
 use std::ops::{Add, Mul, Range};
 
-use crate::sort::cut::Level;
+use crate::sort::level::Level;
 
 /// Where the batches end.
 pub(super) fn ends(levels: &[Level]) -> Vec<usize> {
