@@ -27,5 +27,5 @@ pub use crate::{
     index::{Epoch, Seed},
     launch::{Error as LaunchError, Launched, Launcher},
     rank::{Error, Placement, Rank, Result, WorldSize},
-    shuffle::{shuffle, shuffle_ahead, swap_ahead},
+    shuffle::shuffle,
 };

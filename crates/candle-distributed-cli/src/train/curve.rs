@@ -371,8 +371,8 @@ mod tests {
         let held_out = [Validated { step: 2, loss: 7.5, predictions: 4.0 }];
         let svg = draw(&metrics(&[3.0, 2.0]), &held_out).unwrap();
         assert!(svg.contains("\nexamples that were held out\n"), "{svg}");
-        let series = Series { held_out: vec![(2, 7.0)], ..series(&[2.0, 1.0]) };
-        assert_eq!(range(&[series], true), (0.0, 7.35));
+        let series = Series { held_out: vec![(2, 20.0)], ..series(&[2.0, 1.0]) };
+        assert_eq!(range(&[series], true), (0.0, 21.0));
         assert!(!draw(&metrics(&[3.0, 2.0]), &[]).unwrap().contains("held out"));
     }
 }
