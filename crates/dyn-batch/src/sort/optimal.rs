@@ -213,7 +213,7 @@ mod tests {
                 }
                 None => Vec::new(),
             };
-            assert_eq!(wide, [], "the same in 128 bits, seed {seed}");
+            assert_eq!(wide, [0_usize; 0], "the same in 128 bits, seed {seed}");
         }
     }
 }
