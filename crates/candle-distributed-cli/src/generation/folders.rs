@@ -7,7 +7,10 @@ use candle_distributed::{models::Llama, train::Lora};
 use crate::{
     error::{Error, Result},
     generation::writer::Writer,
-    hf::folder::{CONFIG, Folder, refused},
+    hf::{
+        files::{CONFIG, refused},
+        folder::Folder,
+    },
     hint,
     train::{model::Model, run_dir, settings::Settings, transformer::Transformer},
 };

@@ -11,7 +11,7 @@ use candle_nn::VarBuilder;
 
 use crate::{
     error::{Error, Result},
-    hf::folder::refused,
+    hf::files::refused,
     hint,
     train::model::{Model, is_of_adapter},
 };

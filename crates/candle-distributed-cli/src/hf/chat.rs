@@ -23,7 +23,7 @@ use serde_json::ser::{Formatter, PrettyFormatter, Serializer};
 
 use crate::{
     error::{Error, Result},
-    hf::folder::refused,
+    hf::files::refused,
     hint,
 };
 

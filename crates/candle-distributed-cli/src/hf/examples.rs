@@ -344,6 +344,15 @@ mod tests {
     }
 
     #[test]
+    fn a_text_of_its_end_alone_is_refused() {
+        let fault = lines("\"a\"\n\"\"").unwrap_err();
+        let message = fault.to_string();
+        assert!(message.starts_with("line 2 of "), "{message}");
+        assert!(message.ends_with("has no token to predict"), "{message}");
+        assert!(fault.hint().is_some());
+    }
+
+    #[test]
     fn an_answer_that_is_cut_off_is_refused() {
         let line = r#"{"prompt": "zqxjzqxj", "completion": "yes"}"#;
         let prompt = golden::folder("qwen2").tokenizer().begin("zqxjzqxj").unwrap().len();

@@ -3,7 +3,6 @@
 use std::{
     collections::{BTreeMap, BTreeSet},
     ffi::OsStr,
-    fmt::Display,
     fs,
     path::{Path, PathBuf},
 };
@@ -13,12 +12,12 @@ use serde::Deserialize;
 
 use crate::{
     error::{Error, Result, WithHint},
-    hf::tokenizer::{self, Tokenizer},
+    hf::{
+        files::{CONFIG, refused},
+        tokenizer::{self, Tokenizer},
+    },
     hint, input,
 };
-
-/// The sizes and properties of a model.
-pub(crate) const CONFIG: &str = "config.json";
 
 /// The weights, in one file or in those of an index.
 const ONE_FILE: &str = "model.safetensors";
@@ -155,9 +154,4 @@ fn other_weights(path: &Path) -> Result<Option<String>> {
         }
     }
     Ok(found.pop_first())
-}
-
-/// What is wrong with a file of a folder.
-pub(crate) fn refused(file: &Path, fault: impl Display) -> Error {
-    Error::usage(format!("{}: {fault}", file.display()))
 }

@@ -4,6 +4,7 @@
 pub(crate) mod byte_tokenizer;
 pub(crate) mod chat;
 pub(crate) mod examples;
+pub(crate) mod files;
 pub(crate) mod folder;
 pub(crate) mod lines;
 pub(crate) mod tokenizer;

@@ -17,7 +17,7 @@ use crate::{
     hf::{
         byte_tokenizer,
         chat::{ChatTemplate, Message},
-        folder::{self, refused},
+        files::{self, refused},
     },
     hint, input,
 };
@@ -80,7 +80,7 @@ impl Tokenizer {
     ///
     /// If `config.json` names no such token beyond the bytes.
     pub(crate) fn bytes(folder: &Path, vocab_size: usize) -> Result<Self> {
-        let config = folder.join(folder::CONFIG);
+        let config = folder.join(files::CONFIG);
         let Ids { eos_token_id } = input::read_json(&config, "the properties of a model")?;
         let end = eos_token_id.into_iter().flat_map(OneOrMore::into_vec).next();
         let Some(end) = end.filter(|&end| end >= byte_tokenizer::N_BYTES) else {
@@ -359,7 +359,7 @@ impl SpecialTokens {
             let unknown = || refused(folder, format!("eos_token {text:?} is not in {FILE}"));
             ends.push(inner.token_to_id(text).ok_or_else(unknown)?);
         }
-        let config = folder.join(folder::CONFIG);
+        let config = folder.join(files::CONFIG);
         let of_model: Ids = input::read_json(&config, "the properties of a model")?;
         let of_generation: Ids = read_part(folder, files, GENERATION)?;
         let more = [of_model, of_generation].into_iter().filter_map(|ids| ids.eos_token_id);

@@ -26,7 +26,7 @@ macro_rules! own_sources {
     };
 }
 
-const EMBEDDED: [(&str, &str); 105] = own_sources![
+const EMBEDDED: [(&str, &str); 106] = own_sources![
     "README.md",
     "src/bin/candle-distributed.rs",
     "src/bytes.rs",
@@ -87,6 +87,7 @@ const EMBEDDED: [(&str, &str); 105] = own_sources![
     "src/hf/byte_tokenizer.rs",
     "src/hf/chat.rs",
     "src/hf/examples.rs",
+    "src/hf/files.rs",
     "src/hf/folder.rs",
     "src/hf/lines.rs",
     "src/hf/mod.rs",

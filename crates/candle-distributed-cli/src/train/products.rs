@@ -8,7 +8,7 @@ use serde_json::{Value, json};
 
 use crate::{
     error::{Error, Result},
-    hf::folder::{CONFIG, Folder},
+    hf::{files::CONFIG, folder::Folder},
     output,
     train::{distributed::Distributed, finetune, trainer::Job},
 };

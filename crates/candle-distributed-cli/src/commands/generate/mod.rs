@@ -10,7 +10,7 @@ use crate::{
     error::Result,
     generation::{self, Length, Prompt, Sampling, Written},
     help::examples,
-    hf::{chat::Message, folder::refused},
+    hf::{chat::Message, files::refused},
     output::{self, Format},
 };
 
