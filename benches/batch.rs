@@ -71,14 +71,21 @@ fn strategies(criterion: &mut Criterion) {
 /// library and the rule of fairseq in plain Rust, which take no notice of a multiple.
 fn plans(criterion: &mut Criterion) {
     let sorted = |cut| DynamicBatchStrategy::Sorted { window: None, cut };
-    let cases = [
-        ("sorted_greedy", sorted(Cut::Greedy), 16_384),
-        ("sorted_optimal", sorted(Cut::Optimal), 16_384),
-        ("pack_best_fit", DynamicBatchStrategy::Pack(Packing::BestFit), 8192),
-        ("pack_minimum_slack", DynamicBatchStrategy::Pack(Packing::MinimumSlack), 8192),
+    // Beside the usual lengths those with a few hundred different ones, and a long tail of them.
+    let data_sets = [
+        ("web_1M", &lengths::WEB, N, 16_384, 8192),
+        ("web_10M", &lengths::WEB, 10 * N, 16_384, 8192),
+        ("squad_1M", &lengths::SQUAD, N, 16_384, 1024),
+        ("sft32k_1M", &lengths::SFT32K, N, 65_536, 32_768),
     ];
-    for (data, n) in [("web_1M", N), ("web_10M", 10 * N)] {
-        let lengths = lengths::WEB.draw(n);
+    for (data, recipe, n, max_tokens, row_length) in data_sets {
+        let cases = [
+            ("sorted_greedy", sorted(Cut::Greedy), max_tokens),
+            ("sorted_optimal", sorted(Cut::Optimal), max_tokens),
+            ("pack_best_fit", DynamicBatchStrategy::Pack(Packing::BestFit), row_length),
+            ("pack_minimum_slack", DynamicBatchStrategy::Pack(Packing::MinimumSlack), row_length),
+        ];
+        let lengths = recipe.draw(n);
         let mut group = criterion.benchmark_group("batch/plan");
         group.throughput(Throughput::Elements(n)).sample_size(10);
         for (operation, strategy, max_tokens) in &cases {
@@ -98,7 +105,7 @@ fn plans(criterion: &mut Criterion) {
                 let mut batches: Vec<Vec<u32>> = vec![Vec::new()];
                 for index in order {
                     let (last, length) = (batches.len() - 1, u64::from(lengths[index as usize]));
-                    if (batches[last].len() as u64 + 1) * length > 16_384 {
+                    if (batches[last].len() as u64 + 1) * length > max_tokens {
                         batches.push(Vec::new());
                     }
                     let last = batches.len() - 1;

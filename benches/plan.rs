@@ -1,5 +1,5 @@
-//! Planning DeepSeek-V3 (45,395 tensors) for 16,384 ranks: reading, planning, costing, resharding,
-//! searching.
+//! Planning DeepSeek-V3 (45,395 tensors), and small models, for 16,384 ranks: reading, planning,
+//! costing, resharding, searching.
 
 #![allow(clippy::unwrap_used, reason = "a bench that cannot be set up must not run")]
 
@@ -119,6 +119,24 @@ fn cost(criterion: &mut Criterion) {
     group.finish();
 }
 
+/// Small models on many ranks, most of which own nothing of a tensor.
+fn small(criterion: &mut Criterion) {
+    let mut group = criterion.benchmark_group("plan/cost_small");
+    for (model, manifest) in [("gpt2", fixtures::GPT2), ("llama_8b", fixtures::LLAMA)] {
+        let parameters = source::from_manifest(manifest).unwrap();
+        group.throughput(Throughput::Elements(parameters.len() as u64));
+        for (name, layout) in
+            [("full", Layout::Dim0), ("row_ragged", Layout::ROWS), ("block_ragged", Layout::BLOCKS)]
+        {
+            let plan = Full::new(layout).plan(&parameters, world(N_RANKS)).unwrap();
+            group.bench_function(format!("{name}_{model}_w16384"), |bencher| {
+                bencher.iter(|| black_box(&plan).cost(&CostModel::default()).unwrap());
+            });
+        }
+    }
+    group.finish();
+}
+
 fn shards(criterion: &mut Criterion) {
     let parameters = deepseek();
     let middle = Placement::new(N_RANKS / 2, N_RANKS).unwrap().rank();
@@ -197,5 +215,16 @@ fn render(criterion: &mut Criterion) {
     group.finish();
 }
 
-criterion_group!(benches, read, header_to_totals, make, cost, shards, reshard, search, render);
+criterion_group!(
+    benches,
+    read,
+    header_to_totals,
+    make,
+    cost,
+    small,
+    shards,
+    reshard,
+    search,
+    render
+);
 criterion_main!(benches);

@@ -60,6 +60,25 @@ fn epoch(c: &mut Criterion) {
     group.finish();
 }
 
+/// A run that resumes: make a sampler, go to its epoch, read all of the rank's indices.
+fn first_epoch(c: &mut Criterion) {
+    let share = len() / WORLD;
+    let mut buffer = vec![0; share as usize];
+    let mut group = c.benchmark_group("sampler/first_epoch");
+    group.throughput(Throughput::Elements(share)).sample_size(10);
+    for (variant, order) in [("exact", Order::Exact), ("torch", Order::Torch)] {
+        group.bench_function(variant, |b| {
+            b.iter(|| {
+                let mut sampler = sampler(len(), order);
+                sampler.set_epoch(Epoch::new(1));
+                assert_eq!(sampler.fill(0, &mut buffer), buffer.len());
+                black_box(&mut buffer);
+            });
+        });
+    }
+    group.finish();
+}
+
 /// The same through the iterator, as a loader reads it.
 fn iterate(c: &mut Criterion) {
     let sampler = sampler(len(), Order::Streaming);
@@ -133,5 +152,5 @@ fn weighted(c: &mut Criterion) {
     group.finish();
 }
 
-criterion_group!(benches, epoch, iterate, random_access, weighted);
+criterion_group!(benches, epoch, first_epoch, iterate, random_access, weighted);
 criterion_main!(benches);

@@ -327,11 +327,14 @@ fn lengths_up_to(longest: u64) -> String {
 #[test]
 fn batch_cuts_sorted_sequences() {
     let both = ["sorted", "--max-batch-size", "3"];
-    // The longest three hold a short one, the shortest three do not.
     let with = |cut| [&both[..], &["--cut", cut]].concat();
-    batches_are("1 9 1 9 1", &with("greedy"), &[(&[0, 2], 1), (&[4, 1, 3], 9)], (21, 29));
+    let lengths = "1 5 1 1 1 5 1";
+    // The batch that is not full comes first or last if the cut is greedy, and here in between.
+    let greedy: [(&[_], _); 3] = [(&[0], 1), (&[2, 3, 4], 1), (&[6, 1, 5], 5)];
+    batches_are(lengths, &with("greedy"), &greedy, (15, 19));
     for optimal in [&both[..], &with("optimal")] {
-        batches_are("1 9 1 9 1", optimal, &[(&[0, 2, 4], 1), (&[1, 3], 9)], (21, 21));
+        let batches: [(&[_], _); 3] = [(&[0, 2], 1), (&[3, 4, 6], 1), (&[1, 5], 5)];
+        batches_are(lengths, optimal, &batches, (15, 15));
     }
     batches_are(
         "12 80 15 70 9",

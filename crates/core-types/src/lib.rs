@@ -6,8 +6,6 @@
 //! [`Rank`]: crate::Rank
 //! [`Seed`]: crate::Seed
 //! [`WorldSize`]: crate::WorldSize
-//! [`shuffle_ahead`]: crate::shuffle_ahead()
-//! [`swap_ahead`]: crate::swap_ahead()
 // The README's links go to the registry. The first of two definitions counts: on this page, where
 // those above come first, they go to the crate itself.
 #![doc = include_str!("../README.md")]
@@ -27,5 +25,5 @@ pub use crate::{
     index::{Epoch, Seed},
     launch::{Error as LaunchError, Launched, Launcher},
     rank::{Error, Placement, Rank, Result, WorldSize},
-    shuffle::{shuffle, shuffle_ahead, swap_ahead},
+    shuffle::shuffle,
 };

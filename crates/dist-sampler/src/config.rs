@@ -19,7 +19,8 @@ pub enum Order {
     /// A uniformly random permutation, another one in every epoch.
     ///
     /// Each of the N! orders is equally likely (Fisher–Yates). The sampler holds it in memory, 4
-    /// bytes per sample of the whole data set, and computes it in `new` and `set_epoch`.
+    /// bytes per sample of the whole data set, and computes it when an epoch is first read: neither
+    /// in `new` nor in `set_epoch`, of which a run that resumes calls both.
     Exact,
     /// A keyed pseudorandom permutation, another one in every epoch, that is made at once and takes
     /// no memory.

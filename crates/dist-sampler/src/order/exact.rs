@@ -1,20 +1,25 @@
 //! The exact shuffle: every one of the N! orders is equally likely.
 //!
-//! Fisher and Yates' algorithm ([`core_types::shuffle_ahead`]) over PCG-DXSM (O'Neill, "PCG",
-//! 2014). Both the algorithm and the draws below `n` are ours and not a library's, which may change
-//! them between versions: an epoch that was begun must be resumable for years.
+//! Fisher and Yates' algorithm over PCG-DXSM (O'Neill, "PCG", 2014). Both the algorithm and the
+//! draws below `n` are ours and not a library's, which may change them between versions: an epoch
+//! that was begun must be resumable for years.
 
 use core_types::Seed;
 use rand::Rng;
 use rand_pcg::Pcg64Dxsm;
 
-use super::table;
+use super::{swaps, table};
 
-/// Fills `table` with a uniformly random permutation of its positions.
-pub(super) fn shuffle(table: &mut [u32], seed: Seed) {
-    table::reset(table);
+/// Makes `table` a uniformly random permutation of `len` positions.
+#[expect(clippy::cast_possible_truncation, reason = "a table has at most 2^32 slots")]
+pub(super) fn shuffle(table: &mut Vec<u32>, len: u64, seed: Seed) {
+    table::number(table, len);
     let mut rng = generator(seed);
-    core_types::shuffle_ahead(table, |n| below(&mut rng, n));
+    swaps::shuffle(table, |start, partners| {
+        for (slot, partner) in (start as u64..).zip(partners) {
+            *partner = (slot + below(&mut rng, len - slot)) as u32;
+        }
+    });
 }
 
 /// The generator of the shuffle under `seed`.
@@ -46,7 +51,7 @@ mod tests {
 
     fn shuffled(len: u64, seed: u64) -> Vec<u32> {
         let mut table = table::allocate(len).unwrap();
-        shuffle(&mut table, Seed::new(seed));
+        shuffle(&mut table, len, Seed::new(seed));
         table
     }
 

@@ -1,13 +1,16 @@
 //! The order of an epoch: which sample stands at each position.
 
 mod exact;
+mod held;
 mod stratified;
 mod streaming;
+mod swaps;
 mod table;
 mod torch;
 mod weighted;
 
 use core_types::{Epoch, Seed};
+use held::{Held, Rule};
 pub use stratified::Quota;
 pub(crate) use stratified::Strata;
 use streaming::{SHORTEST, Streaming};
@@ -27,10 +30,7 @@ pub(crate) enum Samples {
         len: u64,
         permutation: Streaming,
     },
-    Table {
-        table: Vec<u32>,
-        refill: Refill,
-    },
+    Held(Held),
     /// Draws by weight, `len` of them per epoch.
     Weighted {
         len: u64,
@@ -39,30 +39,20 @@ pub(crate) enum Samples {
     },
 }
 
-/// How a table gets the order of another epoch.
-#[derive(Clone, Debug)]
-pub(crate) enum Refill {
-    Exact,
-    Torch,
-    Stratified(Box<Strata>),
-}
-
 impl Samples {
     pub(crate) fn new(len: u64, order: Order, seed: Seed, epoch: Epoch) -> Result<Self> {
-        let mut samples = match order {
-            Order::Sequential => Self::Sequential,
-            Order::Exact => Self::Table { table: table::allocate(len)?, refill: Refill::Exact },
-            Order::Torch => Self::Table { table: table::allocate(len)?, refill: Refill::Torch },
-            Order::Shuffled if len < STREAMING_FROM => {
-                return Self::new(len, Order::Exact, seed, epoch);
-            }
-            Order::Streaming if len < SHORTEST => return Self::new(len, Order::Exact, seed, epoch),
+        let held = |rule| Held::new(rule, len, seed, epoch).map(Self::Held);
+        match order {
+            Order::Sequential => Ok(Self::Sequential),
+            Order::Exact => held(Rule::Exact),
+            Order::Torch => held(Rule::Torch),
+            Order::Shuffled if len < STREAMING_FROM => held(Rule::Exact),
+            Order::Streaming if len < SHORTEST => held(Rule::Exact),
             Order::Shuffled | Order::Streaming => {
-                Self::Streaming { len, permutation: Streaming::new(len, seed) }
+                let permutation = Streaming::new(len, seed.derive(epoch.as_u64()));
+                Ok(Self::Streaming { len, permutation })
             }
-        };
-        samples.reseed(seed, epoch);
-        Ok(samples)
+        }
     }
 
     /// An epoch of `len` draws by weight.
@@ -73,8 +63,8 @@ impl Samples {
 
     /// An epoch of what the strata hold.
     pub(crate) fn stratified(strata: Strata, seed: Seed, epoch: Epoch) -> Result<Self> {
-        let table = strata.table(seed.derive(epoch.as_u64()))?;
-        Ok(Self::Table { table, refill: Refill::Stratified(Box::new(strata)) })
+        let len = strata.len();
+        Held::new(Rule::Stratified(Box::new(strata)), len, seed, epoch).map(Self::Held)
     }
 
     /// Turns this into the order of another epoch, in the memory it has.
@@ -84,13 +74,7 @@ impl Samples {
             Self::Sequential => {}
             Self::Weighted { seed, .. } => *seed = epoch_seed,
             Self::Streaming { len, permutation } => *permutation = Streaming::new(*len, epoch_seed),
-            Self::Table { table, refill: Refill::Exact } => exact::shuffle(table, epoch_seed),
-            Self::Table { table, refill: Refill::Stratified(strata) } => {
-                strata.fill(table, epoch_seed);
-            }
-            Self::Table { table, refill: Refill::Torch } => {
-                torch::shuffle(table, seed.as_u64().wrapping_add(epoch.as_u64()));
-            }
+            Self::Held(held) => held.reseed(seed, epoch),
         }
     }
 
@@ -99,10 +83,8 @@ impl Samples {
     pub(crate) fn fingerprint(&self) -> u64 {
         match self {
             Self::Weighted { table, .. } => table.fingerprint(),
-            Self::Table { refill: Refill::Stratified(strata), .. } => strata.fingerprint(),
-            Self::Sequential
-            | Self::Streaming { .. }
-            | Self::Table { refill: Refill::Exact | Refill::Torch, .. } => 0,
+            Self::Held(held) => held.fingerprint(),
+            Self::Sequential | Self::Streaming { .. } => 0,
         }
     }
 
@@ -112,11 +94,7 @@ impl Samples {
             Self::Sequential => position,
             Self::Streaming { permutation, .. } => permutation.get(position),
             Self::Weighted { table, seed, .. } => table.draw(*seed, position),
-            #[expect(
-                clippy::cast_possible_truncation,
-                reason = "a position is below the table's length, a `usize`"
-            )]
-            Self::Table { table, .. } => u64::from(table[position as usize]),
+            Self::Held(held) => entry(held.samples(), position),
         }
     }
 
@@ -126,8 +104,10 @@ impl Samples {
         match self {
             Self::Streaming { permutation, .. } => permutation.fill(first, step, out),
             Self::Weighted { table, seed, .. } => table.fill(*seed, first, step, out),
-            Self::Sequential | Self::Table { .. } => {
-                (0..).zip(out).for_each(|(n, slot)| *slot = self.get(first + n * step));
+            Self::Sequential => write(out, |n| first + n * step),
+            Self::Held(held) => {
+                let samples = held.samples();
+                write(out, |n| entry(samples, first + n * step));
             }
         }
     }
@@ -142,10 +122,23 @@ impl Samples {
             Self::Weighted { len, table, seed } => {
                 (0..*len).find(|&position| table.draw(*seed, position) == sample)
             }
-            Self::Table { table, .. } => table
+            Self::Held(held) => held
+                .samples()
                 .iter()
                 .position(|&entry| u64::from(entry) == sample)
                 .map(|position| position as u64),
         }
     }
+}
+
+#[expect(
+    clippy::cast_possible_truncation,
+    reason = "a position is below the table's length, a `usize`"
+)]
+fn entry(samples: &[u32], position: u64) -> u64 {
+    u64::from(samples[position as usize])
+}
+
+fn write(out: &mut [u64], sample: impl Fn(u64) -> u64) {
+    (0..).zip(out).for_each(|(n, slot)| *slot = sample(n));
 }

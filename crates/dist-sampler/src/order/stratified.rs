@@ -64,7 +64,7 @@ impl Strata {
             return Err(Error::EmptyDataSet);
         }
         let mut samples = table::allocate(labels.len() as u64)?;
-        table::reset(&mut samples);
+        table::number(&mut samples, labels.len() as u64);
         // Not by a stable sort, which takes memory of its own.
         samples.sort_unstable_by_key(|&sample| (labels[sample as usize], sample));
         let mut end = 0;
@@ -89,29 +89,24 @@ impl Strata {
         self.fingerprint
     }
 
-    /// The order of the epoch of `seed`.
-    pub(super) fn table(&self, seed: Seed) -> Result<Vec<u32>> {
-        let mut table = table::allocate(self.len())?;
-        self.fill_with(table::reserve(self.len())?, &mut table, seed);
-        Ok(table)
+    /// Whether there is memory to sort an epoch's samples by key.
+    pub(super) fn check_memory(&self) -> Result<()> {
+        table::reserve::<(u64, u32)>(self.len())?;
+        Ok(())
     }
 
-    /// Writes the order of the epoch of `seed`.
-    pub(super) fn fill(&self, table: &mut [u32], seed: Seed) {
-        self.fill_with(Vec::with_capacity(table.len()), table, seed);
-    }
-
-    /// Writes the order of the epoch of `seed`, with room to sort it by keys.
-    fn fill_with(&self, mut keyed: Vec<(u64, u32)>, table: &mut [u32], seed: Seed) {
+    /// Makes `table` the order of the epoch of `seed`.
+    #[expect(clippy::cast_possible_truncation, reason = "there is memory for an epoch")]
+    pub(super) fn fill(&self, table: &mut Vec<u32>, seed: Seed) {
+        let mut keyed = Vec::with_capacity(self.len() as usize);
         let mut start = 0;
         for (class, seed) in self.classes.iter().zip((0..).map(|label| seed.derive(label))) {
             spread(&self.samples[start..class.end], class.quota, seed, &mut keyed);
             start = class.end;
         }
         keyed.sort_unstable();
-        for (slot, (_, sample)) in table.iter_mut().zip(keyed) {
-            *slot = sample;
-        }
+        table.clear();
+        table.extend(keyed.into_iter().map(|(_, sample)| sample));
     }
 }
 
@@ -132,8 +127,8 @@ fn key(k: u64, phase: u64, quota: u64) -> u64 {
 }
 
 fn shuffled(samples: &[u32], seed: Seed) -> Vec<u32> {
-    let mut order = vec![0; samples.len()];
-    exact::shuffle(&mut order, seed);
+    let mut order = Vec::with_capacity(samples.len());
+    exact::shuffle(&mut order, samples.len() as u64, seed);
     for place in &mut order {
         *place = samples[*place as usize];
     }
@@ -141,13 +136,12 @@ fn shuffled(samples: &[u32], seed: Seed) -> Vec<u32> {
 }
 
 #[cfg(test)]
-#[expect(clippy::cast_possible_truncation, reason = "the numbers are small")]
 mod tests {
     use super::*;
 
     fn order(labels: &[u32], quota: Quota, seed: u64) -> Vec<u32> {
         let strata = Strata::new(labels, quota).unwrap();
-        let mut table = vec![u32::MAX; strata.len() as usize];
+        let mut table = vec![u32::MAX; 3];
         strata.fill(&mut table, Seed::new(seed));
         table
     }

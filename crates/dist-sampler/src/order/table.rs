@@ -1,14 +1,14 @@
-//! An order that is held in memory.
+//! Memory for an order.
 
 use crate::error::{Error, Result};
 
 /// The longest table: its indices are held in 32 bits.
 pub(super) const MAX_LEN: u64 = 1 << 32;
 
-/// Memory for an order of `len` samples.
+/// Memory for an order of `len` samples, with none in it yet.
 pub(super) fn allocate(len: u64) -> Result<Vec<u32>> {
     check_len(len)?;
-    zeros(len)
+    reserve(len)
 }
 
 fn check_len(len: u64) -> Result<()> {
@@ -16,14 +16,6 @@ fn check_len(len: u64) -> Result<()> {
         return Err(Error::TooLongToShuffle { len, max: MAX_LEN });
     }
     Ok(())
-}
-
-/// `len` zeros.
-#[expect(clippy::cast_possible_truncation, reason = "there is memory for so many")]
-pub(super) fn zeros<T: Copy + Default>(len: u64) -> Result<Vec<T>> {
-    let mut table = reserve(len)?;
-    table.resize(len as usize, T::default());
-    Ok(table)
 }
 
 /// Memory for exactly `len` entries, or an error where a `Vec` would abort the process.
@@ -36,12 +28,11 @@ pub(super) fn reserve<T>(len: u64) -> Result<Vec<T>> {
     Ok(table)
 }
 
-/// Writes 0, 1, 2, … .
+/// Makes `table` 0, 1, 2, … , `len` − 1.
 #[expect(clippy::cast_possible_truncation, reason = "a table has at most 2^32 slots")]
-pub(super) fn reset(table: &mut [u32]) {
-    for (sample, slot) in table.iter_mut().enumerate() {
-        *slot = sample as u32;
-    }
+pub(super) fn number(table: &mut Vec<u32>, len: u64) {
+    table.clear();
+    table.extend((0..len as usize).map(|sample| sample as u32));
 }
 
 #[cfg(test)]
@@ -58,6 +49,6 @@ mod tests {
     #[test]
     fn memory_that_is_not_there_is_an_error() {
         let len = 1 << 60;
-        assert_eq!(zeros::<u64>(len), Err(Error::OutOfMemory { len, bytes: 1 << 63 }));
+        assert_eq!(reserve::<u64>(len), Err(Error::OutOfMemory { len, bytes: 1 << 63 }));
     }
 }

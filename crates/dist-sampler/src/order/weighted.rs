@@ -14,7 +14,7 @@
 //! same on every machine. PyTorch takes at most 2^24 weights and draws an epoch as a whole; here a
 //! position is hashed, so that a rank draws its own share alone and resumes anywhere.
 
-use std::slice;
+use std::sync::OnceLock;
 
 use core_types::{Fingerprint, Seed};
 
@@ -27,6 +27,9 @@ const MAX_LEN: u64 = 1 << 32;
 /// What weights are scaled to add up to about, before they become masses.
 const SCALE_BITS: u32 = 62;
 
+/// How many slots are read ahead of the draws that they decide.
+const AHEAD: usize = 128;
+
 /// The distribution that weights describe, 8 bytes per weight.
 ///
 /// # Accuracy
@@ -37,7 +40,8 @@ const SCALE_BITS: u32 = 62;
 pub(crate) struct AliasTable {
     slots: Vec<u64>,
     layout: Layout,
-    fingerprint: u64,
+    /// Made when a state is, which is seldom: it would be a sixth of the time to make the table.
+    fingerprint: OnceLock<u64>,
 }
 
 impl AliasTable {
@@ -45,7 +49,7 @@ impl AliasTable {
     ///
     /// # Complexity
     ///
-    /// O(n) time, and no memory beside the table.
+    /// O(n) time, and a bit per weight beside the table.
     ///
     /// # Errors
     ///
@@ -55,31 +59,57 @@ impl AliasTable {
     /// - [`Error::NoWeight`] and [`Error::WeightSumOverflow`], if their sum is 0 or infinite.
     pub(crate) fn new(weights: &[f64]) -> Result<Self> {
         let layout = Layout::new(weights.len() as u64)?;
-        let masses = Masses::new(weights, total(weights)?, layout);
-        let mut slots = table::zeros(weights.len() as u64)?;
-        sweep(&mut slots, &masses, layout);
-        let fingerprint: Fingerprint = slots.iter().copied().collect();
-        Ok(Self { slots, layout, fingerprint: fingerprint.finish() })
+        let total = total(weights)?;
+        let mut slots = table::reserve(weights.len() as u64)?;
+        slots.extend(weights.iter().map(|&weight| scaled(weight, total)));
+        let is_heavy = to_masses(&mut slots, layout);
+        sweep(&mut slots, &is_heavy, layout);
+        Ok(Self { slots, layout, fingerprint: OnceLock::new() })
     }
 
     /// The sample at `position`, which depends on the weights, `seed` and `position` alone.
+    #[inline]
+    pub(crate) fn draw(&self, seed: Seed, position: u64) -> u64 {
+        let (slot, place) = self.throw(seed, position);
+        self.layout.sample(self.word(slot), slot, place)
+    }
+
+    /// Which slot the draw at `position` hits, and where.
     #[expect(
         clippy::cast_possible_truncation,
         reason = "the halves of the product are what the method is about"
     )]
     #[inline]
-    pub(crate) fn draw(&self, seed: Seed, position: u64) -> u64 {
+    fn throw(&self, seed: Seed, position: u64) -> (u64, u64) {
         // The upper half chooses a slot; how far the product stands above that slot's first one,
         // the lower half, chooses within it, and is precise to 2^-64 over all slots together.
         let product = u128::from(seed.derive(position).as_u64()) * self.slots.len() as u128;
-        let slot = (product >> 64) as u64;
-        self.layout.sample(self.slots[slot as usize], slot, product as u64)
+        ((product >> 64) as u64, product as u64)
+    }
+
+    #[expect(clippy::cast_possible_truncation, reason = "the number of a slot of the table")]
+    #[inline]
+    fn word(&self, slot: u64) -> u64 {
+        self.slots[slot as usize]
     }
 
     /// Writes the samples at `first`, `first` + `step`, … .
+    ///
+    /// The slots of many draws are read before the first draw is decided, so that their loads
+    /// overlap: which of two samples a draw brings cannot be foreseen, and a processor that has
+    /// guessed wrong drops the loads that it has begun.
     pub(crate) fn fill(&self, seed: Seed, first: u64, step: u64, out: &mut [u64]) {
-        for (n, drawn) in (0..).zip(out) {
-            *drawn = self.draw(seed, first + n * step);
+        let mut words = [0; AHEAD];
+        for (block, out) in (0..).zip(out.chunks_mut(AHEAD)) {
+            let first = first + block * AHEAD as u64 * step;
+            let throw = |n| self.throw(seed, first + n * step);
+            for (n, word) in (0..).zip(&mut words[..out.len()]) {
+                *word = self.word(throw(n).0);
+            }
+            for ((n, drawn), &word) in (0..).zip(out).zip(&words) {
+                let (slot, place) = throw(n);
+                *drawn = self.layout.sample(word, slot, place);
+            }
         }
     }
 
@@ -88,7 +118,10 @@ impl AliasTable {
     /// Weights that make the same table have the same fingerprint, for example those that differ
     /// by a power of two.
     pub(crate) fn fingerprint(&self) -> u64 {
-        self.fingerprint
+        *self.fingerprint.get_or_init(|| {
+            let fingerprint: Fingerprint = self.slots.iter().copied().collect();
+            fingerprint.finish()
+        })
     }
 }
 
@@ -155,55 +188,33 @@ fn total(weights: &[f64]) -> Result<f64> {
     if 0.0 < total { Ok(total) } else { Err(Error::NoWeight { weights: weights.len() }) }
 }
 
-/// The weights as whole numbers in the same proportions, which add up to the capacity of all slots.
+/// Turns scaled weights into whole numbers in the same proportions, which add up to the capacity of
+/// all slots: masses. Returns which of them are larger than a slot, a bit for each.
 ///
 /// Each mass is the difference of two neighbors among rounded partial sums, not rounded itself. So
 /// nothing is lost on the way, and a weight of 0 has no mass.
-#[derive(Clone, Debug)]
-struct Masses<'a> {
-    weights: slice::Iter<'a, f64>,
-    weight_total: f64,
-    mass_total: u64,
-    /// The mass of one unit of a scaled weight, in units of 2^-62.
-    ratio: u64,
-    scaled_sum: u64,
-    mass_sum: u64,
-}
-
-impl<'a> Masses<'a> {
-    #[expect(
-        clippy::cast_possible_truncation,
-        reason = "the scaled sum is about 2^62 and the masses' at most 2^63"
-    )]
-    fn new(weights: &'a [f64], weight_total: f64, layout: Layout) -> Self {
-        let mass_total = layout.total();
-        let scaled_total: u64 = weights.iter().map(|&weight| scaled(weight, weight_total)).sum();
-        // Rounded up: the last sum reaches the total, to which it is cut, and so would any weight 0
-        // behind it.
-        let ratio =
-            (u128::from(mass_total) << SCALE_BITS).div_ceil(u128::from(scaled_total)) as u64;
-        Self {
-            weights: weights.iter(),
-            weight_total,
-            mass_total,
-            ratio,
-            scaled_sum: 0,
-            mass_sum: 0,
-        }
-    }
-}
-
-impl Iterator for Masses<'_> {
-    type Item = u64;
-
-    #[expect(clippy::cast_possible_truncation, reason = "the masses add up to at most 2^63, about")]
-    fn next(&mut self) -> Option<u64> {
-        self.scaled_sum += scaled(*self.weights.next()?, self.weight_total);
-        let sum = (u128::from(self.scaled_sum) * u128::from(self.ratio)) >> SCALE_BITS;
-        let before = self.mass_sum;
-        self.mass_sum = self.mass_total.min(sum as u64);
-        Some(self.mass_sum - before)
-    }
+#[expect(
+    clippy::cast_possible_truncation,
+    reason = "the scaled sum is about 2^62 and the masses' at most 2^63, about"
+)]
+fn to_masses(weights: &mut [u64], layout: Layout) -> Vec<u64> {
+    let (mass_total, capacity) = (layout.total(), layout.capacity());
+    let scaled_total: u64 = weights.iter().sum();
+    // Rounded up: the last sum reaches the total, to which it is cut, and so would any weight 0
+    // behind it.
+    let ratio = (u128::from(mass_total) << SCALE_BITS).div_ceil(u128::from(scaled_total)) as u64;
+    let (mut scaled_sum, mut mass_sum) = (0, 0);
+    let mut to_mass = |weight: &mut u64| {
+        scaled_sum += *weight;
+        let sum = (u128::from(scaled_sum) * u128::from(ratio)) >> SCALE_BITS;
+        let before = std::mem::replace(&mut mass_sum, mass_total.min(sum as u64));
+        *weight = mass_sum - before;
+        u64::from(capacity < *weight)
+    };
+    let words = weights.chunks_mut(u64::BITS as usize);
+    words
+        .map(|word| (0..).zip(word).fold(0, |bits, (nth, weight)| bits | to_mass(weight) << nth))
+        .collect()
 }
 
 /// A weight as a part of 2^62. Division and multiplication are rounded alike on all machines (IEEE
@@ -214,29 +225,29 @@ impl Iterator for Masses<'_> {
     reason = "a weight is at most the sum of them"
 )]
 fn scaled(weight: f64, total: f64) -> u64 {
-    (weight / total * (1_u64 << SCALE_BITS) as f64) as u64
+    // By way of `i64`, to which every processor converts in one step.
+    (weight / total * (1_u64 << SCALE_BITS) as f64) as i64 as u64
 }
 
-/// Deals the masses out to the slots.
+/// Deals the masses out to the slots, each of which holds that of its own sample until then.
 ///
 /// Two cursors go over the samples: one over the light ones, which leave room in their slots, one
 /// over the heavy ones, which have more than fits. A heavy sample fills up light slots until it
-/// fits its own, if need be with room to spare, which the next heavy one fills. The masses are
-/// computed anew for each cursor rather than stored.
-fn sweep(slots: &mut [u64], masses: &Masses<'_>, layout: Layout) {
-    let capacity = layout.capacity();
-    let mut light = (0..).zip(masses.clone()).filter(|&(_, mass)| mass <= capacity);
-    let mut heavy = (0..).zip(masses.clone()).filter(|&(_, mass)| capacity < mass);
-    let mut giver = heavy.next();
+/// fits its own, if need be with room to spare, which the next heavy one fills.
+fn sweep(slots: &mut [u64], is_heavy: &[u64], layout: Layout) {
+    let (n_slots, capacity) = (slots.len(), layout.capacity());
+    let mut light = ones(is_heavy.iter().map(|word| !word)).take_while(|&slot| slot < n_slots);
+    let mut heavy = ones(is_heavy.iter().copied());
+    let mut giver = heavy.next().map(|sample| (sample, slots[sample]));
     while let Some((sample, mass)) = giver {
         let rest = fill_up(slots, &mut light, (sample, mass), layout);
-        giver = heavy.next().map(|(next, mass)| (next, mass - (capacity - rest)));
+        giver = heavy.next().map(|next| (next, slots[next] - (capacity - rest)));
         // Room in the slot of the last heavy sample is its own.
         let alias = giver.map_or(sample, |(next, _)| next);
-        put(slots, sample, layout.pack(rest, alias));
+        slots[sample] = layout.pack(rest, alias as u64);
     }
     // As many masses are left as slots, and all fit: each is as large as its slot.
-    light.for_each(|(slot, mass)| put(slots, slot, layout.pack(mass, slot)));
+    light.for_each(|slot| slots[slot] = layout.pack(slots[slot], slot as u64));
 }
 
 /// Fills light slots up from a heavy sample, and returns what is left of its mass when that fits
@@ -244,21 +255,25 @@ fn sweep(slots: &mut [u64], masses: &Masses<'_>, layout: Layout) {
 #[expect(clippy::expect_used, reason = "the masses add up to exactly the capacity of all slots")]
 fn fill_up(
     slots: &mut [u64],
-    light: &mut impl Iterator<Item = (u64, u64)>,
-    (sample, mut mass): (u64, u64),
+    light: &mut impl Iterator<Item = usize>,
+    (sample, mut mass): (usize, u64),
     layout: Layout,
 ) -> u64 {
     while layout.capacity() < mass {
-        let (slot, own) = light.next().expect("where mass is in excess, there is room elsewhere");
-        put(slots, slot, layout.pack(own, sample));
-        mass -= layout.capacity() - own;
+        let slot = light.next().expect("where mass is in excess, there is room elsewhere");
+        mass -= layout.capacity() - slots[slot];
+        slots[slot] = layout.pack(slots[slot], sample as u64);
     }
     mass
 }
 
-#[expect(clippy::cast_possible_truncation, reason = "slots are numbered as the weights of a slice")]
-fn put(slots: &mut [u64], slot: u64, word: u64) {
-    slots[slot as usize] = word;
+/// The numbers of the bits that are set, ascending. A test of each bit would be guessed wrong every
+/// other time.
+fn ones(words: impl Iterator<Item = u64>) -> impl Iterator<Item = usize> {
+    (0..).step_by(u64::BITS as usize).zip(words).flat_map(|(first, word)| {
+        let rests = std::iter::successors(Some(word), |rest| Some(rest & rest.wrapping_sub(1)));
+        rests.take_while(|&rest| rest != 0).map(move |rest| first + rest.trailing_zeros() as usize)
+    })
 }
 
 #[cfg(test)]

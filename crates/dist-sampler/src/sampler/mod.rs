@@ -33,7 +33,9 @@ use crate::{
 /// [`Order`](crate::Order) says what an order costs. With
 /// [`Order::Streaming`](crate::Order::Streaming) and
 /// [`Order::Sequential`](crate::Order::Sequential) making a sampler, moving to an epoch and going
-/// to any place in it are O(1) in time and memory.
+/// to any place in it are O(1) in time and memory. An order that is held in memory is made by the
+/// first call that reads a sample of an epoch; if several threads do, one makes it while the others
+/// wait. A copy of a sampler has an order of its own.
 ///
 /// # Examples
 ///
@@ -155,13 +157,13 @@ impl DistributedSampler {
     /// # Complexity
     ///
     /// 4 bytes per label and 4 per sample of an epoch, and another 16 per sample of an epoch while
-    /// its order is made, by sorting: here and in [`set_epoch`](Self::set_epoch).
+    /// its order is made, by sorting: when it is first read.
     ///
     /// # Errors
     ///
     /// [`Error::EmptyDataSet`] for no labels or a quota of 0, [`Error::TooLongToShuffle`] and
-    /// [`Error::OutOfMemory`]. If the memory for sorting is there now but no longer in a later
-    /// epoch, the process aborts, as it does for every other allocation that fails.
+    /// [`Error::OutOfMemory`]. If the memory for sorting is there now but no longer when an epoch is
+    /// first read, the process aborts, as it does for every other allocation that fails.
     ///
     /// # Examples
     ///

@@ -69,7 +69,10 @@ impl DynamicBatchStrategy {
 #[cfg_attr(feature = "serde", serde(rename_all = "snake_case"))]
 #[non_exhaustive]
 pub enum Cut {
-    /// Each batch takes as many of the longest sequences that are left as it can.
+    /// Each batch takes as many of the longest sequences that are left as it can, or of the
+    /// shortest: whichever has fewer padded tokens over all batches.
+    ///
+    /// A window knows too little to choose. It is cut from its two ends in turn.
     #[default]
     Greedy,
     /// Of all cuts into the fewest batches the one with the fewest padded tokens, by dynamic
@@ -87,7 +90,10 @@ pub enum Packing {
     #[default]
     BestFit,
     /// Row by row, each as full as a bounded search can make it (Fleszar and Hindi, "New heuristics
-    /// for one-dimensional bin-packing", 2002), and never more rows than by best fit. Slower.
+    /// for one-dimensional bin-packing", 2002), and never more rows than by best fit. The best of
+    /// seven searches, of which each takes up to as long as best fit, and a few times as long where
+    /// rows are hard to fill; a search that would exceed 16 choices for each sequence and 2^24
+    /// besides is given up, and those after it.
     MinimumSlack,
     /// In the order in which they come, each into the fullest of a few open rows: for streams.
     InOrder {

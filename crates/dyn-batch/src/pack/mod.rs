@@ -8,7 +8,10 @@ mod segments;
 pub(crate) use in_order::OpenRows;
 pub use segments::Segments;
 
-use crate::{limits::Row, sort::histogram::Histogram};
+use crate::{
+    limits::Row,
+    sort::histogram::{Histogram, Run},
+};
 
 /// Rows that hold all sequences.
 #[derive(Debug)]
@@ -25,14 +28,30 @@ pub(crate) fn best_fit(histogram: &Histogram, empty: Row) -> Rows {
 }
 
 /// Assigns all sequences to rows, by the search that needs the fewest; those of best fit if no
-/// search needs fewer.
+/// search needs fewer. Searches end with the first that needs as few as there can be, or when their
+/// choices are used up.
 pub(crate) fn minimum_slack(histogram: &Histogram, empty: Row) -> Rows {
     let mut fewest = best_fit(histogram, empty);
+    let bound = fewest_possible(histogram, empty);
+    let of_sequences = minimum_slack::CHOICES_PER_SEQUENCE * histogram.count();
+    let mut choices = minimum_slack::CHOICES + of_sequences;
     for max_steps in minimum_slack::MAX_STEPS {
-        let rows = minimum_slack::search(histogram, empty, max_steps);
-        if rows.left.len() < fewest.left.len() {
-            fewest = rows;
+        if fewest.left.len() as u128 <= bound {
+            break;
+        }
+        match minimum_slack::search(histogram, empty, max_steps, &mut choices) {
+            Some(rows) if rows.left.len() < fewest.left.len() => fewest = rows,
+            Some(_) => {}
+            None => break,
         }
     }
     fewest
+}
+
+/// How many rows there are if none has room left for tokens, or for sequences: nobody needs fewer.
+fn fewest_possible(histogram: &Histogram, empty: Row) -> u128 {
+    let of_run = |run: &Run| u128::from(run.length) * u128::from(run.count);
+    let tokens: u128 = histogram.runs().iter().map(of_run).sum();
+    let by_count = histogram.count().div_ceil(empty.sequences);
+    tokens.div_ceil(empty.tokens.into()).max(by_count.into())
 }

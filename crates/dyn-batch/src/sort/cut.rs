@@ -3,30 +3,29 @@
 //! A batch whose longest row has length p may hold r(p) rows, and a batch of longer ones never
 //! more. So a batch may swap a sequence for a shorter one, and every set of batches can be turned
 //! into as many that are intervals of the sorted sequences. Of these, taking as many of the longest
-//! that are left as possible leaves the least to the others: the greedy cut makes the fewest
-//! batches there can be.
+//! that are left as possible leaves the least to the others, and so does taking as many of the
+//! shortest: both make the fewest batches there can be. fairseq's batches are the latter; the
+//! greedy cut is whichever of the two has fewer padded tokens.
 
 #![expect(
     clippy::cast_possible_truncation,
     reason = "at most 2^32 sequences are arranged together, and tables are as long"
 )]
 
-use std::ops::{Add, Mul};
-
 use crate::{
     config::Cut,
     limits::Limits,
-    sort::{histogram::Histogram, minima::row_minima},
+    sort::{histogram::Histogram, optimal},
 };
 
 /// Groups of sequences with the same padded length, by the longest of each group.
 #[derive(Clone, Copy, Debug)]
-struct Level {
+pub(super) struct Level {
     /// The number of groups up to the last of these.
-    end: usize,
-    padded_length: u64,
+    pub(super) end: usize,
+    pub(super) padded_length: u64,
     /// The most groups in a batch whose longest group is one of these.
-    max_groups: usize,
+    pub(super) max_groups: usize,
 }
 
 /// Sorted groups that wait to be cut; positions count groups, from the shortest.
@@ -42,6 +41,7 @@ impl Groups {
     /// theirs.
     pub(crate) fn new(histogram: &Histogram, limits: &Limits) -> Self {
         let group_len = limits.group_len() as u64;
+        let count = histogram.count();
         let mut levels = Vec::new();
         let mut n_sequences = 0;
         let mut len = 0;
@@ -52,7 +52,7 @@ impl Groups {
                 let padded_length = limits.padded_length(run.length);
                 // No batch holds more than all groups, of which there are fewer than 2^32.
                 let max_groups = limits.max_rows(padded_length) / group_len;
-                let max_groups = max_groups.min(histogram.count()) as usize;
+                let max_groups = max_groups.min(count) as usize;
                 levels.push(Level { end, padded_length, max_groups });
                 len = end;
             }
@@ -63,8 +63,8 @@ impl Groups {
     /// Where batches end, ascending.
     pub(crate) fn cut(&self, cut: Cut) -> Vec<usize> {
         match cut {
-            Cut::Greedy => self.longest_first(),
-            Cut::Optimal => self.optimal(),
+            Cut::Greedy => self.greedy(),
+            Cut::Optimal => optimal::ends(&self.levels),
         }
     }
 
@@ -83,6 +83,13 @@ impl Groups {
             start = end;
         }
         start == self.len
+    }
+
+    /// Batches that are full but for one, at that end where this costs less.
+    fn greedy(&self) -> Vec<usize> {
+        let (longest_first, shortest_first) = (self.longest_first(), self.shortest_first());
+        let saves = self.padded_tokens(&shortest_first) < self.padded_tokens(&longest_first);
+        if saves { shortest_first } else { longest_first }
     }
 
     /// Batches that take as many of the longest groups as they can; the shortest one gets what is
@@ -121,63 +128,16 @@ impl Groups {
         ends
     }
 
-    /// Of all cuts into the fewest batches the one with the fewest padded tokens.
-    ///
-    /// The prefixes of the groups that need n batches follow those that need n − 1. The last batch
-    /// of each of the former begins where one of the latter ends. The best such place is a totally
-    /// monotone choice: a longer group costs more for every other group in its batch.
-    fn optimal(&self) -> Vec<usize> {
-        let Some(longest) = self.levels.last() else { return Vec::new() };
-        // Costs in 64 bits take half of the time.
-        match longest.padded_length.checked_mul(self.len as u64 + 1) {
-            Some(_) => self.optimal_in::<u64>(),
-            None => self.optimal_in::<u128>(),
-        }
-    }
-
-    fn optimal_in<C>(&self) -> Vec<usize>
-    where
-        C: Copy + Ord + From<u64> + Add<Output = C> + Mul<Output = C>,
-    {
-        let n_groups = self.len;
-        let mut starts = vec![0_u32; n_groups + 1];
-        // The prefixes that need the batches so far, and the padded lengths of their groups as one
-        // number each.
-        let (mut shorter, mut shorter_cost) = (0..1, vec![C::from(0)]);
-        let mut lengths = Lengths { levels: &self.levels, nth: 0 };
-        let mut rows: Vec<Level> = Vec::new();
-        while shorter.end <= n_groups {
-            rows.clear();
-            let first = shorter.end;
-            rows.extend((first..=n_groups).map_while(|end| {
-                let level = lengths.of(end);
-                (end.saturating_sub(level.max_groups) < first).then_some(level)
-            }));
-            let mut costs = vec![C::from(0); rows.len()];
-            let candidates = |row: usize| {
-                (first + row).saturating_sub(rows[row].max_groups).max(shorter.start)..first
-            };
-            let cost = |row: usize, start: usize| {
-                let n_groups = C::from((first + row - start) as u64);
-                shorter_cost[start - shorter.start] + n_groups * C::from(rows[row].padded_length)
-            };
-            row_minima(
-                0..rows.len(),
-                shorter.clone(),
-                &candidates,
-                &cost,
-                &mut |row, start, cost| {
-                    costs[row] = cost;
-                    starts[first + row] = start as u32;
-                },
-            );
-            shorter = first..first + rows.len();
-            shorter_cost = costs;
-        }
-        let ends = std::iter::successors(Some(n_groups), |&end| Some(starts[end] as usize));
-        let mut ends: Vec<usize> = ends.take_while(|&end| end > 0).collect();
-        ends.reverse();
-        ends
+    /// The padded tokens of batches that end here, per sequence of a group.
+    fn padded_tokens(&self, ends: &[usize]) -> u128 {
+        let mut levels = Lengths { levels: &self.levels, nth: 0 };
+        let mut start = 0;
+        let batches = ends.iter().map(|&end| {
+            let tokens = (end - start) as u128 * u128::from(levels.of(end).padded_length);
+            start = end;
+            tokens
+        });
+        batches.sum()
     }
 }
 
@@ -188,7 +148,7 @@ struct Lengths<'a> {
 }
 
 impl Lengths<'_> {
-    /// The level of the last of `end` groups; `end` must not descend by more than one level.
+    /// The level of the last of `end` groups; `end` must not fall from one call to the next.
     fn of(&mut self, end: usize) -> Level {
         while self.levels[self.nth].end < end {
             self.nth += 1;
@@ -252,8 +212,10 @@ mod tests {
             ends.remove(ends.len() / 2);
             assert_eq!(groups.allows(&ends), price(&groups, &ends).is_some(), "{ends:?}");
             let greedy = price(&groups, &groups.cut(Cut::Greedy)).unwrap();
-            assert_eq!(greedy.0, best.0, "seed {seed}");
-            assert!(price(&groups, &groups.shortest_first()).is_some(), "seed {seed}");
+            let of_both = [groups.longest_first(), groups.shortest_first()]
+                .map(|ends| price(&groups, &ends).unwrap());
+            assert!(of_both.iter().all(|&(n_batches, _)| n_batches == best.0), "seed {seed}");
+            assert_eq!(Some(&greedy), of_both.iter().min(), "seed {seed}");
         }
     }
 

@@ -3,3 +3,4 @@
 pub(crate) mod cut;
 pub(crate) mod histogram;
 pub(crate) mod minima;
+mod optimal;

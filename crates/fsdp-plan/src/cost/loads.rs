@@ -5,7 +5,7 @@
 //! steps instead of parameters × members, which would be 744 million for DeepSeek-V3 on 16,384
 //! ranks.
 
-use std::ops::{AddAssign, Range, SubAssign};
+use std::ops::{AddAssign, Mul, Range, SubAssign};
 
 use core_types::WorldSize;
 
@@ -27,6 +27,21 @@ impl Load {
     }
 }
 
+impl Mul<i64> for Load {
+    type Output = Self;
+
+    /// That of so many tensors.
+    fn mul(self, count: i64) -> Self {
+        let count = i128::from(count);
+        Self {
+            owned: self.owned * count,
+            stored: self.stored * count,
+            grad: self.grad * count,
+            optimizer: self.optimizer * count,
+        }
+    }
+}
+
 impl AddAssign for Load {
     fn add_assign(&mut self, other: Self) {
         self.owned += other.owned;
@@ -45,45 +60,41 @@ impl SubAssign for Load {
     }
 }
 
-/// The loads of all members.
-pub(super) struct Loads {
-    /// The change from each member to the next.
-    changes: Vec<Load>,
-    /// What is known of a single member.
-    own: Vec<Load>,
-}
+/// The loads of all members, as the change from each to the next.
+pub(super) struct Loads(Vec<Load>);
 
 impl Loads {
     pub(super) fn new(group: WorldSize) -> Self {
-        let len = group.as_usize();
-        Self { changes: vec![Load::default(); len + 1], own: vec![Load::default(); len] }
+        Self(vec![Load::default(); group.as_usize() + 1])
     }
 
     /// Loads every member.
     pub(super) fn add_all(&mut self, load: Load) {
-        self.changes[0] += load;
+        self.0[0] += load;
     }
 
     /// Loads each of `members`.
     pub(super) fn add_run(&mut self, members: Range<u64>, load: Load) {
-        self.changes[index(members.start)] += load;
-        self.changes[index(members.end)] -= load;
+        self.add_from(members.start, load);
+        self.0[index(members.end)] -= load;
     }
 
     /// Loads one member.
     pub(super) fn add_one(&mut self, member: u64, load: Load) {
-        self.own[index(member)] += load;
+        self.add_run(member..member + 1, load);
+    }
+
+    /// Loads this member and all behind it.
+    pub(super) fn add_from(&mut self, member: u64, load: Load) {
+        self.0[index(member)] += load;
     }
 
     /// The load of each member, from the first to the last.
-    pub(super) fn of_members(&self) -> Vec<Load> {
-        let mut sum = Load::default();
-        let members = self.own.iter().zip(&self.changes).map(|(&own, &change)| {
-            sum += change;
-            let mut load = sum;
-            load += own;
-            load
-        });
-        members.collect()
+    pub(super) fn of_members(&self) -> impl Iterator<Item = Load> + Clone {
+        let members = &self.0[..self.0.len() - 1];
+        members.iter().scan(Load::default(), |sum, &change| {
+            *sum += change;
+            Some(*sum)
+        })
     }
 }

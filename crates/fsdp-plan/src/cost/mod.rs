@@ -39,7 +39,6 @@ use self::{
     within::WithinStep,
 };
 use crate::{
-    arithmetic::index,
     error::{Error, Result},
     plan::ShardingPlan,
 };
@@ -173,7 +172,7 @@ impl ShardingPlan {
     /// # Complexity
     ///
     /// Linear in parameters + ranks in memory, and in time as well but for ragged cuts, which take
-    /// up to units × ranks steps.
+    /// up to units × ranks steps, or as many fewer as units are alike.
     ///
     /// # Errors
     ///
@@ -206,11 +205,10 @@ impl ShardingPlan {
     pub fn cost(&self, model: &CostModel) -> Result<PlanCost> {
         let tally = Tally::of(self, model, &Units::of(self));
         let within = WithinStep::of(self, model, &tally, |unit| self.keeps_gathered(unit)).fit()?;
-        let members = tally.members();
         let mut ranks = Vec::with_capacity(self.world_size().as_usize());
-        for place in self.world_size().placements() {
-            let member = place.rank().as_u64() % self.shard_group().as_u64();
-            ranks.push(RankCost::new(place.rank(), members[index(member)], within)?);
+        // Shard groups are neighboring ranks.
+        for (place, load) in self.world_size().placements().zip(tally.members().cycle()) {
+            ranks.push(RankCost::new(place.rank(), load, within)?);
         }
         let schedule = Schedule::new(self, model, tally.units)?;
         let seconds = |links: Links| {
@@ -236,7 +234,7 @@ pub(crate) fn max_kept_units(plan: &ShardingPlan, model: &CostModel, budget_byte
     let positions: BTreeMap<&str, usize> =
         units.iter().zip(0..).map(|(&unit, position)| (unit, position)).collect();
     #[expect(clippy::expect_used, reason = "a shard group has at least one member")]
-    let total = tally.members().iter().map(Load::total).max().expect("a member");
+    let total = tally.members().map(|load| load.total()).max().expect("a member");
     let rest = i128::from(budget_bytes) - total;
     let fits = |n_kept: usize| {
         let stays = |unit: &str| {

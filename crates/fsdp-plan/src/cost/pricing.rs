@@ -4,7 +4,7 @@ use super::{CostModel, Optimizer, loads::Load};
 use crate::{elem::ElemType, param::ParameterInfo};
 
 /// What the elements of one parameter cost.
-#[derive(Clone, Copy)]
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub(super) struct Pricing {
     held: ElemType,
     pub(super) gather: ElemType,

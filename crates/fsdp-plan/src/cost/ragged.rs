@@ -1,10 +1,12 @@
 //! The loads of ragged units, where every member has another part.
 //!
-//! Most members lie in the middle of a parameter and have one of two amounts of it. They are loaded
-//! with the smaller one all at once, so that only the edges of parameters and the members with the
-//! larger one take a step each: at most parameters + units × members.
+//! Most members lie in the middle of a parameter and have one of two amounts of it. The middles of
+//! units that differ in nothing but where they are rounded, as the blocks of a model do, are loaded
+//! together. So only the edges of parameters take a step each, and the members once per kind of
+//! units: at most parameters + kinds × members. One at a time, t5-large on 16,384 ranks takes
+//! 570,000 steps, and together at most 82,000.
 
-use std::{mem, ops::AddAssign};
+use std::{collections::BTreeMap, mem, ops::AddAssign};
 
 use core_types::WorldSize;
 
@@ -15,17 +17,19 @@ use super::{
 };
 use crate::{
     arithmetic::index,
-    cut::{Middle, Ragged},
+    cut::{Middle, Ragged, Stride},
     param::ParameterInfo,
     shares::Shares,
 };
 
-/// What members have of a unit, but for those in the middle of a parameter; kept from unit to unit,
-/// because it has a place for each member of a group.
+/// What is measured from unit to unit.
 pub(super) struct Scratch {
+    /// What members have of one unit, but for those in the middle of a parameter.
     of_member: Vec<Share>,
     /// The members that have anything, some repeatedly.
     touched: Vec<usize>,
+    /// Middles of parameters that are not loaded yet: those of each unit, by what is alike in them.
+    middles: BTreeMap<Vec<(Pricing, Stride)>, Vec<Vec<Middle>>>,
 }
 
 /// The ragged parameters of a unit, in order.
@@ -33,10 +37,12 @@ pub(super) type Unit<'a> = Vec<(&'a ParameterInfo, Ragged)>;
 
 impl Scratch {
     pub(super) fn new(group: WorldSize) -> Self {
-        Self { of_member: vec![Share::default(); group.as_usize()], touched: Vec::new() }
+        let of_member = vec![Share::default(); group.as_usize()];
+        Self { of_member, touched: Vec::new(), middles: BTreeMap::new() }
     }
 
-    /// Loads each member with its parts of a unit, and returns the largest share in each respect.
+    /// Loads each member with its parts of a unit, but for the middles of parameters, and returns
+    /// the largest share in each respect.
     pub(super) fn measure(
         &mut self,
         unit: &[(&ParameterInfo, Ragged)],
@@ -45,19 +51,34 @@ impl Scratch {
         loads: &mut Loads,
     ) -> Share {
         let mut largest = Share::default();
+        let mut alike = Vec::with_capacity(unit.len());
+        let mut middles = Vec::with_capacity(unit.len());
         for &(info, parts) in unit {
             let pricing = Pricing::of(model, info);
             let middle = parts.middle(shares);
-            if let Some(middle) = &middle {
-                largest = largest.max(add_middle(middle, pricing, loads));
-            }
             for (owner, part) in parts.outer_parts(shares, middle.as_ref()) {
                 let numel = part.end - part.start;
                 loads.add_one(owner, load(pricing, numel));
                 self.add(owner, Share::of(pricing, numel));
             }
+            if let Some(middle) = middle {
+                largest = largest.max(largest_share(pricing, &middle));
+                alike.push((pricing, middle.stride));
+                middles.push(middle);
+            }
         }
+        self.middles.entry(alike).or_default().push(middles);
         largest.max(self.take_largest())
+    }
+
+    /// Loads the members in the middle of parameters.
+    pub(super) fn add_middles(self, loads: &mut Loads) {
+        for (alike, units) in self.middles {
+            for (nth, (pricing, stride)) in alike.into_iter().enumerate() {
+                let middles: Vec<Middle> = units.iter().map(|middles| middles[nth]).collect();
+                add_alike(pricing, stride, &middles, loads);
+            }
+        }
     }
 
     fn add(&mut self, member: u64, share: Share) {
@@ -72,20 +93,33 @@ impl Scratch {
     }
 }
 
-/// Loads the members in the middle of a parameter, all at once with the least they have, and
-/// returns their largest share.
-fn add_middle(middle: &Middle, pricing: Pricing, loads: &mut Loads) -> Share {
-    let mut largest = middle.numel;
-    let larger = middle.numel + middle.granule_numel;
-    let least = load(pricing, middle.numel);
-    loads.add_run(middle.members.clone(), least);
-    let mut more = load(pricing, larger);
-    more -= least;
-    for member in middle.larger() {
-        loads.add_one(member, more);
-        largest = larger;
+/// Of the members in the middle of a parameter.
+fn largest_share(pricing: Pricing, middle: &Middle) -> Share {
+    let Stride { numel, granule_numel, .. } = middle.stride;
+    Share::of(pricing, if middle.n_larger() > 0 { numel + granule_numel } else { numel })
+}
+
+/// Loads the members in these middles: all of them with the least that each has, and some with
+/// granules besides. If these are few, one at a time; else member by member, each with as many more
+/// or less than the one before it.
+#[expect(clippy::cast_possible_wrap, reason = "there are fewer middles than parameters")]
+fn add_alike(pricing: Pricing, stride: Stride, middles: &[Middle], loads: &mut Loads) {
+    let least = load(pricing, stride.numel);
+    loads.add_run(stride.members(), least * middles.len() as i64);
+    let mut granule = load(pricing, stride.numel + stride.granule_numel);
+    granule -= least;
+    if middles.iter().map(Middle::n_larger).sum::<u64>() < stride.members().count() as u64 {
+        middles.iter().flat_map(Middle::larger).for_each(|member| loads.add_one(member, granule));
+        return;
     }
-    Share::of(pricing, largest)
+    let mut before = 0;
+    for (member, n_granules) in stride.members().zip(stride.granules(middles)) {
+        if n_granules != before {
+            loads.add_from(member, granule * (n_granules as i64 - before as i64));
+            before = n_granules;
+        }
+    }
+    loads.add_from(stride.members().end, granule * -(before as i64));
 }
 
 /// What a part costs its owner, but for the room to store it, which depends on the largest share.

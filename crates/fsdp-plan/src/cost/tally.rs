@@ -11,7 +11,7 @@ use super::{
     ragged::{self, Share},
 };
 use crate::{
-    cut::{Chunks, Cut, Division, Ragged},
+    cut::{Chunks, Cut, Division},
     groups::NamedGroups,
     param::ParameterInfo,
     plan::ShardingPlan,
@@ -44,7 +44,6 @@ pub(super) struct Tally<'a> {
     pub(super) units: Vec<UnitTally<'a>>,
     /// The bytes of the largest gradient of a parameter, before it is reduced.
     pub(super) largest_grad_bytes: u128,
-    scratch: ragged::Scratch,
 }
 
 /// What of a unit travels.
@@ -113,33 +112,36 @@ impl<'a> Tally<'a> {
             loads: Loads::new(plan.shard_group()),
             units: Vec::with_capacity(units.0.len()),
             largest_grad_bytes: 0,
-            scratch: ragged::Scratch::new(plan.shard_group()),
         };
+        let mut ragged = ragged::Scratch::new(plan.shard_group());
         for (name, members) in &units.0 {
-            let unit = tally.unit(plan, name, members);
+            let unit = tally.unit(plan, name, members, &mut ragged);
             tally.units.push(unit);
         }
+        ragged.add_middles(&mut tally.loads);
         tally
     }
 
     /// What each member holds between two steps.
-    pub(super) fn members(&self) -> Vec<Load> {
-        let mut members = self.loads.of_members();
-        if !self.model.pads() {
-            for load in &mut members {
-                load.stored = load.owned;
-            }
-        }
-        members
+    pub(super) fn members(&self) -> impl Iterator<Item = Load> + Clone {
+        let pads = self.model.pads();
+        let without_padding = |load: Load| Load { stored: load.owned, ..load };
+        self.loads.of_members().map(move |load| if pads { load } else { without_padding(load) })
     }
 
     fn group(&self) -> WorldSize {
         self.shares.group()
     }
 
-    fn unit(&mut self, plan: &'a ShardingPlan, name: &'a str, members: &[usize]) -> UnitTally<'a> {
+    fn unit(
+        &mut self,
+        plan: &'a ShardingPlan,
+        name: &'a str,
+        members: &[usize],
+        ragged: &mut ragged::Scratch,
+    ) -> UnitTally<'a> {
         let mut unit = UnitTally { name, ..UnitTally::default() };
-        let mut ragged: ragged::Unit<'_> = Vec::new();
+        let mut of_unit: ragged::Unit<'_> = Vec::new();
         for &position in members {
             let parameter = &plan.parameters()[position];
             let info = parameter.info();
@@ -147,12 +149,13 @@ impl<'a> Tally<'a> {
             self.add_payload(&mut unit, position, info, &division);
             match (parameter.cut(), division) {
                 // Measured below, all of the unit together.
-                (Cut::Ragged { .. }, Division::Ragged(parts)) => ragged.push((info, parts)),
+                (Cut::Ragged { .. }, Division::Ragged(parts)) => of_unit.push((info, parts)),
                 (_, division) => self.add(&mut unit, info, parameter.cut(), division),
             }
         }
-        if !ragged.is_empty() {
-            self.add_ragged(&mut unit, &ragged);
+        if !of_unit.is_empty() {
+            let largest = ragged.measure(&of_unit, self.shares, &self.model, &mut self.loads);
+            self.add_ragged(&mut unit, largest);
         }
         unit
     }
@@ -252,10 +255,9 @@ impl<'a> Tally<'a> {
         self.loads.add_run(n_owners..self.group().as_u64(), pricing.piece(0));
     }
 
-    /// Measures the ragged parameters of a unit: the room for the largest share of them, and what
-    /// travels.
-    fn add_ragged(&mut self, unit: &mut UnitTally<'_>, parameters: &[(&ParameterInfo, Ragged)]) {
-        let largest = self.scratch.measure(parameters, self.shares, &self.model, &mut self.loads);
+    /// Adds what the ragged parameters of a unit weigh with padding: room for their largest share,
+    /// and what travels.
+    fn add_ragged(&mut self, unit: &mut UnitTally<'_>, largest: Share) {
         let Share { stored, gather, reduce } = largest;
         self.loads.add_all(Load { stored, ..Load::default() });
         let members = u128::from(self.group().as_u64());

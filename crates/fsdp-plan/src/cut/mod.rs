@@ -10,7 +10,7 @@ use serde::{Deserialize, Serialize};
 
 pub(crate) use self::{
     chunks::Chunks,
-    ragged::{Middle, Ragged},
+    ragged::{Middle, Ragged, Stride},
 };
 use crate::{
     param::ParameterInfo,

@@ -23,27 +23,66 @@ pub(crate) struct Ragged {
 
 /// Neighbors in the middle of a parameter that hold nothing else of its buffer: all have equally
 /// many granules of it, or one more.
-#[derive(Clone, Debug)]
+#[derive(Clone, Copy, Debug)]
 pub(crate) struct Middle {
-    pub(crate) members: Range<u64>,
+    pub(crate) stride: Stride,
+    /// With which rest the first member begins.
+    rest: u64,
+}
+
+/// How the members in the middle of a parameter take their granules, but for where they begin.
+///
+/// What is left of a granule grows by `step` from bound to bound, and whenever it reaches `granule`
+/// it is given to a member. Both are counted in fractions of a byte.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub(crate) struct Stride {
+    first: u64,
+    end: u64,
     /// The elements that each has at least.
     pub(crate) numel: u64,
     /// The elements that some have besides.
     pub(crate) granule_numel: u64,
-    /// What is left of a granule grows by `step` from bound to bound, and whenever it reaches
-    /// `granule` it is given to a member. It begins as `rest`; all are counted in fractions of a
-    /// byte.
     step: u64,
-    rest: u64,
     granule: u64,
 }
 
 impl Middle {
-    /// The members that have one granule more.
-    pub(crate) fn larger(&self) -> impl Iterator<Item = u64> {
-        let Self { members, step, rest, granule, .. } = self.clone();
-        let n_larger = (rest + step * (members.end - members.start)) / granule;
-        (1..=n_larger).map(move |nth| members.start - 1 + (nth * granule - rest).div_ceil(step))
+    /// How many members have a granule more than the others.
+    pub(crate) fn n_larger(&self) -> u64 {
+        let Stride { first, end, step, granule, .. } = self.stride;
+        (self.rest + step * (end - first)) / granule
+    }
+
+    /// The members that have a granule more than the others.
+    pub(crate) fn larger(&self) -> impl Iterator<Item = u64> + use<> {
+        let Self { stride: Stride { first, step, granule, .. }, rest } = *self;
+        (1..=self.n_larger()).map(move |nth| first - 1 + (nth * granule - rest).div_ceil(step))
+    }
+}
+
+impl Stride {
+    pub(crate) fn members(&self) -> Range<u64> {
+        self.first..self.end
+    }
+
+    /// For each member in turn, in how many of these it has a granule more. They have this stride.
+    ///
+    /// All rests grow alike, so one of them is enough: where it passes what another is short of a
+    /// granule, that one gives its granule.
+    pub(crate) fn granules(&self, middles: &[Middle]) -> impl Iterator<Item = usize> + use<> {
+        let Self { step, granule, .. } = *self;
+        let mut short: Vec<u64> = middles.iter().map(|middle| granule - middle.rest).collect();
+        short.sort_unstable();
+        let (mut grown, mut whole, mut given) = (0, 0, 0);
+        self.members().map(move |_| {
+            grown += step;
+            if granule <= grown {
+                grown -= granule;
+                whole += short.len();
+            }
+            let all = whole + short.partition_point(|&short| short <= grown);
+            all - std::mem::replace(&mut given, all)
+        })
     }
 }
 
@@ -126,14 +165,15 @@ impl Ragged {
         self.buffer_bytes.checked_mul(total)?.checked_add(granule)?; // nothing below is larger
         let at = self.buffer_bytes * first + (self.granule - self.round_up_from) * total
             - self.start * total;
-        Some(Middle {
-            members: first..last,
+        let stride = Stride {
+            first,
+            end: last,
             numel: self.elements(self.buffer_bytes / granule * self.granule),
             granule_numel: self.elements(self.granule),
             step: self.buffer_bytes % granule,
-            rest: at % granule,
             granule,
-        })
+        };
+        Some(Middle { stride, rest: at % granule })
     }
 
     /// The owners of what lies before and behind the `middle`, each with the elements it has, in
@@ -147,7 +187,7 @@ impl Ragged {
         let end = self.elements(self.end - self.start);
         let middle = match middle {
             None => first..first,
-            Some(middle) => middle.members.clone(),
+            Some(middle) => middle.stride.members(),
         };
         let before = self.parts_of_runs(shares, first..middle.start, end);
         let parts = before.chain(self.parts_of_runs(shares, middle.end..shares.len(), end));
@@ -182,11 +222,12 @@ impl Ragged {
 
 #[cfg(test)]
 mod tests {
-    use std::collections::BTreeMap;
+    use std::{collections::BTreeMap, slice};
 
     use core_types::WorldSize;
 
     use super::*;
+    use crate::arithmetic::index;
 
     /// The elements of each owner, from the middle and what lies around it.
     fn owned(ragged: Ragged, shares: &Shares) -> BTreeMap<u64, u64> {
@@ -194,17 +235,17 @@ mod tests {
         let outer = ragged
             .outer_parts(shares, middle.as_ref())
             .map(|(owner, part)| (owner, part.end - part.start));
-        let least = middle
-            .iter()
-            .flat_map(|middle| middle.members.clone().map(|member| (member, middle.numel)));
-        let more = middle
-            .iter()
-            .flat_map(|middle| middle.larger().map(|member| (member, middle.granule_numel)));
+        let inner = middle.iter().flat_map(|middle| {
+            let stride = &middle.stride;
+            let granules: Vec<usize> = stride.granules(slice::from_ref(middle)).collect();
+            let mut larger = vec![0; granules.len()];
+            middle.larger().for_each(|member| larger[index(member - stride.first)] += 1);
+            assert_eq!(granules, larger);
+            let numel = move |n_granules| stride.numel + n_granules as u64 * stride.granule_numel;
+            stride.members().zip(granules.into_iter().map(numel))
+        });
         let mut owned = BTreeMap::new();
-        outer
-            .chain(least)
-            .chain(more)
-            .for_each(|(member, numel)| *owned.entry(member).or_insert(0) += numel);
+        outer.chain(inner).for_each(|(member, numel)| *owned.entry(member).or_insert(0) += numel);
         owned.retain(|_, numel| *numel > 0);
         owned
     }
@@ -237,5 +278,27 @@ mod tests {
             }
         }
         assert!(n_middles > 1000);
+    }
+
+    #[test]
+    fn granules_of_several_are_those_of_each() {
+        for (members, numel, granule) in [(7, 40, 1), (7, 90, 11), (16, 40, 3), (4, 200, 7)] {
+            let shares = Shares::even(WorldSize::new(members).unwrap());
+            let info = ParameterInfo::new("w", [numel], ElemType::U8).unwrap();
+            let middles: Vec<Middle> = (1..=granule)
+                .chain(1..=granule)
+                .map(|round_up_from| Ragged::new(&info, 3, numel + 5, granule, round_up_from))
+                .map(|ragged| ragged.middle(&shares).unwrap())
+                .collect();
+            let stride = &middles[0].stride;
+            assert!(middles.iter().all(|middle| middle.stride == *stride));
+            let mut sums = vec![0; stride.members().count()];
+            for middle in &middles {
+                let granules = stride.granules(slice::from_ref(middle));
+                sums.iter_mut().zip(granules).for_each(|(sum, granules)| *sum += granules);
+            }
+            let together: Vec<usize> = stride.granules(&middles).collect();
+            assert_eq!(together, sums, "{members} members, {numel} elements, {granule} each");
+        }
     }
 }

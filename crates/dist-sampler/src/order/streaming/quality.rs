@@ -69,7 +69,7 @@ fn rounds<const N: usize>(len: u64, seed: Seed) -> Order {
 
 fn fisher_yates(len: u64, seed: Seed) -> Order {
     let mut table = table::allocate(len).unwrap();
-    exact::shuffle(&mut table, seed);
+    exact::shuffle(&mut table, len, seed);
     Box::new(move |position| u64::from(table[position as usize]))
 }
 

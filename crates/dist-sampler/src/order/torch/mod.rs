@@ -7,69 +7,65 @@
 //! much, two words choose among those up to i.
 //!
 //! We differ in cost, not in result. An index takes 4 bytes, not 8, with no list of Python integers
-//! on top, and the slots of many steps are computed first and fetched together, so that the cache
-//! misses overlap: 1e8 samples take 0.75 s, of which fetching alone takes 0.65 s. One step after
-//! the other takes 1.15 s, PyTorch's sampler 8 s.
+//! on top, and [`swaps`] has the slots of many steps at once, so that the cache misses overlap.
 
 mod mersenne;
 
-use core_types::swap_ahead;
 use mersenne::{BLOCK, Mt19937};
 
-use super::table;
+use super::{swaps, table};
 
 /// The length from which a step takes two words.
-const WIDE_FROM: usize = (u32::MAX / 20) as usize;
+const WIDE_FROM: u64 = u32::MAX as u64 / 20;
 
-/// Fills `table` with the permutation that PyTorch draws from a generator seeded with `seed`.
+const _: () = assert!(swaps::BATCH % BLOCK == 0, "a batch ends with a block of words");
+
+/// Makes `table` the permutation of `len` positions that PyTorch draws from a generator seeded with
+/// `seed`.
 ///
 /// `seed` is PyTorch's seed + epoch; its generator uses the low 32 bits.
-pub(super) fn shuffle(table: &mut [u32], seed: u64) {
+pub(super) fn shuffle(table: &mut Vec<u32>, len: u64, seed: u64) {
+    table::number(table, len);
     #[expect(clippy::cast_possible_truncation, reason = "as PyTorch does")]
     let generator = Mt19937::new(seed as u32);
-    let slots_of = slots_for(table.len());
-    swap_all(table, generator, slots_of);
+    if is_wide(len) { wide(table, generator) } else { narrow(table, generator) }
 }
 
-/// Turns the words of a block, in place, into the slots of as many steps as they suffice for, from
-/// step `start` on.
-type Slots = fn(words: &mut [u32; BLOCK], start: usize, len: usize) -> &[u32];
-
-fn slots_for(len: usize) -> Slots {
-    if len < WIDE_FROM { narrow } else { wide }
+fn is_wide(len: u64) -> bool {
+    WIDE_FROM <= len
 }
 
-fn swap_all(table: &mut [u32], mut generator: Mt19937, slots_of: Slots) {
-    table::reset(table);
-    let mut start = 0;
-    while start < table.len() {
-        let mut words = generator.block();
-        let slots = slots_of(&mut words, start, table.len());
-        swap_ahead(table, start, slots);
-        start += slots.len();
-    }
-}
-
-/// A slot from i on for each word: Fisher and Yates' shuffle from the front.
+/// A word for each step, which chooses a slot from i on: Fisher and Yates' shuffle from the front.
 #[expect(clippy::cast_possible_truncation, reason = "the length is below `WIDE_FROM`")]
-fn narrow(words: &mut [u32; BLOCK], start: usize, len: usize) -> &[u32] {
-    let steps = BLOCK.min(len - start);
-    for (word, i) in words[..steps].iter_mut().zip(start as u32..) {
-        *word = i + remainder(*word, len as u32 - i);
-    }
-    &words[..steps]
+fn narrow(table: &mut [u32], mut generator: Mt19937) {
+    let len = table.len() as u32;
+    swaps::shuffle(table, |start, slots| {
+        for (start, slots) in (start..).step_by(BLOCK).zip(slots.chunks_mut(BLOCK)) {
+            let words = generator.block();
+            for ((slot, word), i) in slots.iter_mut().zip(&words).zip(start as u32..) {
+                *slot = i + remainder(*word, len - i);
+            }
+        }
+    });
 }
 
-/// A slot up to i for each pair of words, the high one first: the shuffle inside out.
+/// Two words for each step, the high one first, which choose a slot up to i: the shuffle inside
+/// out.
 #[expect(clippy::cast_possible_truncation, reason = "a table has at most 2^32 slots")]
-fn wide(words: &mut [u32; BLOCK], start: usize, len: usize) -> &[u32] {
-    let steps = (BLOCK / 2).min(len - start);
-    for step in 0..steps {
-        let draw = u64::from(words[2 * step]) << 32 | u64::from(words[2 * step + 1]);
-        // A division, because it hides behind the cache misses: floating point was no faster here.
-        words[step] = (draw % (start + step + 1) as u64) as u32;
+fn wide(table: &mut [u32], mut generator: Mt19937) {
+    let len = table.len();
+    for start in (0..len).step_by(BLOCK / 2) {
+        let words = generator.block();
+        let steps = (start..len).zip(words.chunks_exact(2));
+        let mut slots = [(0, 0); BLOCK / 2];
+        let n_slots = steps.len();
+        for (slot, (i, pair)) in slots.iter_mut().zip(steps) {
+            let draw = u64::from(pair[0]) << 32 | u64::from(pair[1]);
+            // A division, because it hides behind the cache misses: floating point was no faster.
+            *slot = (i, (draw % (i + 1) as u64) as usize);
+        }
+        swaps::swap_ahead(table, slots[..n_slots].iter().copied());
     }
-    &words[..steps]
 }
 
 /// `word % divisor` for a divisor below 2^31, by floating point, of which processors divide several
@@ -96,8 +92,8 @@ mod tests {
     use super::*;
 
     fn permutation(len: usize, seed: u64) -> Vec<u32> {
-        let mut table = vec![0; len];
-        shuffle(&mut table, seed);
+        let mut table = Vec::new();
+        shuffle(&mut table, len as u64, seed);
         table
     }
 
@@ -144,8 +140,9 @@ mod tests {
     #[test]
     fn two_words_choose_among_the_slots_up_to_here() {
         for len in LENS {
-            let mut table = vec![7; len];
-            swap_all(&mut table, Mt19937::new(5), wide);
+            let mut table = Vec::new();
+            table::number(&mut table, len as u64);
+            wide(&mut table, Mt19937::new(5));
             let expected =
                 step_by_step(len as u64, 5, |draw, i, _| ((draw() << 32) + draw()) % (i + 1));
             assert_eq!(table, expected, "{len}");
@@ -154,7 +151,6 @@ mod tests {
 
     #[test]
     fn two_words_are_drawn_from_a_twentieth_of_their_range_on() {
-        let is_wide = |len| std::ptr::fn_addr_eq(slots_for(len), wide as Slots);
         assert!(!is_wide(214_748_363));
         assert!(is_wide(214_748_364));
     }
