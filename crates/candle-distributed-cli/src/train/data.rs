@@ -11,10 +11,7 @@ use candle_distributed::{
     types::{Epoch, Placement, Seed, WorldSize},
 };
 
-use crate::{
-    error::{Error, Result},
-    train::settings::Settings,
-};
+use crate::error::{Error, Result};
 
 /// The most padded tokens in a batch, over all devices.
 const MAX_TOKENS: u64 = 4096;
@@ -24,7 +21,7 @@ pub(crate) const BUCKET_WIDTH: u64 = 16;
 
 /// The streams of random numbers of a run, one for each purpose.
 pub(crate) const INIT_STREAM: u64 = 0;
-const ORDER_STREAM: u64 = 1;
+pub(crate) const ORDER_STREAM: u64 = 1;
 pub(crate) const VALIDATION_STREAM: u64 = 2;
 
 /// The streams of random numbers of a run's order.
@@ -94,12 +91,6 @@ impl Schedule {
         let batches = DynamicBatchSampler::new(lengths, config)?;
         let place = Placement::new(0, batching.batches)?;
         Ok(Self { order, batches: DistributedBatchSampler::new(batches, place, shuffled)? })
-    }
-
-    /// The schedule of a run.
-    pub(crate) fn of(settings: &Settings, lengths: Vec<u64>) -> Result<Self> {
-        let seed = Seed::new(settings.seed).derive(ORDER_STREAM);
-        Self::new(lengths, seed, &settings.batching())
     }
 
     /// The batches of the steps of the first epoch, and how much of them is padding.

@@ -10,55 +10,60 @@ use crate::{
     error::{Error, Result},
     hf::{files::CONFIG, folder::Folder},
     output,
-    train::{distributed::Distributed, finetune, trainer::Job},
+    train::{distributed::Distributed, finetune, settings::Settings},
 };
 
-/// Writes a folder of the model as it is now, or of its adapters if these alone were asked for.
-/// Every process calls it, and the first one writes.
-pub(crate) fn save(job: &Job<'_>, model: &Distributed, folder: &Folder, to: &Path) -> Result<()> {
-    let merge = job.settings.finetune.as_ref().is_some_and(|finetune| finetune.merge);
-    let dtype = job.settings.recipe.precision().dtype();
-    match model.adapters() {
-        Some(lora) if !merge => return save_adapters(job, model, lora, folder, to),
-        Some(lora) => write(job, model, lora.merged().dtype(dtype), to)?,
-        None => write(job, model, PretrainedFiles::default().dtype(dtype), to)?,
-    }
-    if is_first(job) {
-        output::file(&to.join(CONFIG), &config(folder, dtype)?)?;
-    }
-    copy_texts(job, folder, to)
+/// The folders that a run makes of a model from a folder. Every process calls each method, and the
+/// first one writes.
+#[derive(Debug)]
+pub(crate) struct Products<'a> {
+    pub(crate) settings: &'a Settings,
+    /// Where the model comes from.
+    pub(crate) folder: &'a Folder,
+    pub(crate) is_first: bool,
 }
 
-/// Writes a folder of adapters, as PEFT does. Every process calls it, and the first one writes.
-pub(crate) fn save_adapters(
-    job: &Job<'_>,
-    model: &Distributed,
-    lora: &Lora,
-    folder: &Folder,
-    to: &Path,
-) -> Result<()> {
-    write(job, model, lora.adapters(), to)?;
-    copy_texts(job, folder, to)
-}
-
-fn write(job: &Job<'_>, model: &Distributed, files: PretrainedFiles, to: &Path) -> Result<()> {
-    let files = if job.settings.allow_non_finite { files.allow_non_finite() } else { files };
-    model.save_pretrained(to, files)
-}
-
-/// Writes what the folder of the model has beside its weights to read texts with.
-fn copy_texts(job: &Job<'_>, folder: &Folder, to: &Path) -> Result<()> {
-    if !is_first(job) {
-        return Ok(());
+impl Products<'_> {
+    /// Writes a folder of the model as it is now, or of its adapters if these alone were asked for.
+    pub(crate) fn save(&self, model: &Distributed, to: &Path) -> Result<()> {
+        let dtype = self.settings.recipe.precision().dtype();
+        match model.adapters() {
+            Some(lora) if !self.merges() => return self.save_adapters(model, lora, to),
+            Some(lora) => self.write(model, lora.merged().dtype(dtype), to)?,
+            None => self.write(model, PretrainedFiles::default().dtype(dtype), to)?,
+        }
+        if self.is_first {
+            output::file(&to.join(CONFIG), &config(self.folder, dtype)?)?;
+        }
+        self.copy_texts(to)
     }
-    for (name, content) in folder.tokenizer().files() {
-        output::file(&to.join(name), content)?;
-    }
-    Ok(())
-}
 
-fn is_first(job: &Job<'_>) -> bool {
-    job.mesh.local_slots().start == 0
+    /// Writes a folder of adapters, as PEFT does.
+    pub(crate) fn save_adapters(&self, model: &Distributed, lora: &Lora, to: &Path) -> Result<()> {
+        self.write(model, lora.adapters(), to)?;
+        self.copy_texts(to)
+    }
+
+    /// Whether the model has the effect of its adapters, if it has some.
+    pub(crate) fn merges(&self) -> bool {
+        self.settings.finetune.as_ref().is_some_and(|finetune| finetune.merge)
+    }
+
+    fn write(&self, model: &Distributed, files: PretrainedFiles, to: &Path) -> Result<()> {
+        let is_allowed = self.settings.allow_non_finite;
+        model.save_pretrained(to, if is_allowed { files.allow_non_finite() } else { files })
+    }
+
+    /// Writes what the folder of the model has beside its weights to read texts with.
+    fn copy_texts(&self, to: &Path) -> Result<()> {
+        if !self.is_first {
+            return Ok(());
+        }
+        for (name, content) in self.folder.tokenizer().files() {
+            output::file(&to.join(name), content)?;
+        }
+        Ok(())
+    }
 }
 
 /// The `config.json` of a model of this type: that of its folder, if it is the same.

@@ -4,7 +4,7 @@ use std::path::{Path, PathBuf};
 
 use candle_distributed::{
     batch::{DynamicBatchStrategy, Packing},
-    types::Fingerprint,
+    types::{Fingerprint, Seed},
 };
 use serde::{Deserialize, Serialize};
 
@@ -12,7 +12,7 @@ use crate::{
     error::{Error, Result},
     hint, input, output,
     train::{
-        data::Batching,
+        data::{Batching, ORDER_STREAM, Schedule},
         finetune::{ADAPTED, Finetune, Rows},
         model::Model,
         model_file,
@@ -193,6 +193,12 @@ impl Settings {
                 batches: (self.max_tokens / context as u64).max(1),
             },
         }
+    }
+
+    /// The steps of sequences of these lengths.
+    pub(crate) fn schedule(&self, lengths: Vec<u64>) -> Result<Schedule> {
+        let seed = Seed::new(self.seed).derive(ORDER_STREAM);
+        Schedule::new(lengths, seed, &self.batching())
     }
 
     /// A hash of all that decides about the parameters after each step, in hexadecimal digits.

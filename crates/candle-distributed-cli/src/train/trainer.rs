@@ -32,7 +32,8 @@ use crate::{
         dataset::{DataSet, Tensors},
         distributed::Distributed,
         journal::Journal,
-        model_file, products,
+        model_file,
+        products::Products,
         resumed::Resumed,
         run_dir,
         settings::Settings,
@@ -175,7 +176,7 @@ impl Job<'_> {
         let is_best = best.is_none_or(|best| found.loss < best);
         if is_best {
             *best = Some(found.loss);
-            products::save(self, model, folder, &run_dir::best_in(self.path))?;
+            self.products(folder).save(model, &run_dir::best_in(self.path))?;
         }
         match journal {
             Some(journal) => journal.log_validation(found, is_best),
@@ -198,6 +199,11 @@ impl Job<'_> {
         journal.finish()
     }
 
+    fn products<'a>(&'a self, folder: &'a Folder) -> Products<'a> {
+        let is_first = self.mesh.local_slots().start == 0;
+        Products { settings: self.settings, folder, is_first }
+    }
+
     /// The same of a model from a folder: another folder.
     fn finish_folder(
         &self,
@@ -205,12 +211,12 @@ impl Job<'_> {
         folder: &Folder,
         journal: Option<Journal>,
     ) -> Result<()> {
-        let merge = self.settings.finetune.as_ref().is_some_and(|finetune| finetune.merge);
-        if let Some(lora) = model.adapters().filter(|_| merge) {
-            products::save_adapters(self, model, lora, folder, &run_dir::adapter_in(self.path))?;
+        let products = self.products(folder);
+        if let Some(lora) = model.adapters().filter(|_| products.merges()) {
+            products.save_adapters(model, lora, &run_dir::adapter_in(self.path))?;
         }
         let partial = run_dir::partial_of(&run_dir::product_of(self.path, self.settings));
-        products::save(self, model, folder, &partial)?;
+        products.save(model, &partial)?;
         let Some(mut journal) = journal else { return Ok(()) };
         journal.save_folder(&partial)?;
         journal.finish()

@@ -9,7 +9,7 @@ use serde::{Deserialize, Serialize};
 use crate::{
     error::{Error, Result},
     hint, input, output,
-    train::{data::Schedule, dataset::DataSet, distributed::Distributed, settings::Settings},
+    train::{dataset::DataSet, distributed::Distributed, settings::Settings},
 };
 
 /// The file of a run with what its validations have found, a line each.
@@ -51,7 +51,7 @@ impl HeldOut {
                 format!("--validation holds out {found} {unit}, less than the {least} of a step");
             return Err(Error::usage(few).hinted(hint::SMALL_VALIDATION));
         }
-        let (_, steps) = Schedule::of(settings, lengths)?.first_epoch()?;
+        let (_, steps) = settings.schedule(lengths)?.first_epoch()?;
         Ok(Self { data, steps, every })
     }
 

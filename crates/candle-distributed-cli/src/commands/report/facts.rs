@@ -16,7 +16,6 @@ use crate::{
     hint, input,
     train::{
         corpus::Corpus,
-        data::Schedule,
         measured::{self, Comparison},
         memory::Work,
         run_dir,
@@ -214,7 +213,7 @@ impl Reading {
                 return Ok(Err(format!("{name} can no longer be read: {}", error.chain())));
             }
         };
-        let (report, steps) = Schedule::of(settings, lengths.clone())?.first_epoch()?;
+        let (report, steps) = settings.schedule(lengths.clone())?.first_epoch()?;
         Ok(Ok(Self { lengths, batches: steps.concat(), steps, report }))
     }
 }

@@ -192,7 +192,7 @@ impl Args {
                 refuse_unknown(path, from.as_ref())?;
             }
         }
-        let schedule = Schedule::of(&settings, read.lengths())?;
+        let schedule = settings.schedule(read.lengths())?;
         // A position that is not one in these batches is refused here; the batches come later.
         drop(schedule.batches(from.as_ref().map(|from| &from.batches))?);
         Ok(Beginning {
