@@ -23,7 +23,7 @@ use clap::{ValueEnum, value_parser};
 
 use crate::{
     error::{Error, Result},
-    output,
+    help, output,
 };
 
 /// The variable by which `launch` names the rendezvous file of its processes.
@@ -143,6 +143,16 @@ impl Place {
 }
 
 impl DeviceArgs {
+    /// The options that say which devices there are, as they are typed, each with a space before it.
+    pub(crate) fn typed(&self) -> String {
+        let world_size = self.world_size.map(|world_size| format!(" --world-size {world_size}"));
+        let device = match self.device {
+            DeviceArg::Cpu => None,
+            other => Some(format!(" --device {}", help::typed(other))),
+        };
+        world_size.into_iter().chain(device).collect()
+    }
+
     /// The place of this process, in a world of `default` devices unless the user asks for another.
     pub(crate) fn place(&self, default: u64) -> Result<Place> {
         match self.engine {

@@ -1139,13 +1139,25 @@ fn train_that_is_interrupted_saves_itself_and_says_how_to_resume() {
         let sharded =
             ["train", "--strategy", "full", "--keep", "gathered", "--optimizer-in-backward"];
         let steps = ["--steps", "100000", "--out", out.to_str().unwrap()];
-        let ended = interrupted(command(&[&sharded[..], &steps].concat()), &[signal], &out);
+        let session = [
+            "--world-size",
+            "3",
+            "--checkpoint-every",
+            "20",
+            "--prompt",
+            "a b",
+            "--temperature",
+            "0.5",
+        ];
+        let ended =
+            interrupted(command(&[&sharded[..], &steps, &session].concat()), &[signal], &out);
         assert_eq!(ended.status.code(), Some(130), "{signal}");
         let said = String::from_utf8(ended.stderr).unwrap();
         // What a shell takes as it stands.
         let hint = format!(
-            "hint: to resume: candle-distributed train --out '{}' --resume --strategy full --keep \
-             gathered --optimizer-in-backward\n",
+            "hint: to resume: candle-distributed train --out '{}' --resume --world-size 3 \
+             --strategy full --keep gathered --optimizer-in-backward --checkpoint-every 20 \
+             --prompt 'a b' --temperature 0.5\n",
             out.display()
         );
         assert!(said.contains(&hint), "{said}");

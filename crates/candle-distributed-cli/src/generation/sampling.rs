@@ -23,6 +23,11 @@ pub(crate) struct Chooser {
 }
 
 impl Sampling {
+    /// The option as it is typed, with a space before it, if it was given.
+    pub(crate) fn typed(&self) -> Option<String> {
+        self.temperature.map(|temperature| format!(" --temperature {temperature}"))
+    }
+
     /// The choices of a seed.
     ///
     /// # Errors

@@ -42,6 +42,9 @@ use crate::{
     },
 };
 
+/// How many steps are lost at most, unless the user wants fewer or more to be.
+const CHECKPOINT_EVERY: u64 = 50;
+
 /// Train a small byte-level transformer on text, on several devices at once.
 #[derive(Debug, clap::Args)]
 #[expect(clippy::struct_excessive_bools, reason = "each is a switch of its own")]
@@ -86,7 +89,7 @@ pub(crate) struct Args {
     #[arg(long, requires = "out")]
     resume: bool,
     /// Write a checkpoint every N steps; the newest two are kept
-    #[arg(long, value_name = "N", default_value_t = 50)]
+    #[arg(long, value_name = "N", default_value_t = CHECKPOINT_EVERY)]
     checkpoint_every: u64,
     /// Most memory that this process may take, such as 4GiB: a run that would take more is refused;
     /// for --device cpu alone [default: the limits that the system sets]
@@ -182,7 +185,7 @@ impl Args {
             folder: folder.as_ref(),
             settings: &settings,
             sharding: sharding.as_ref(),
-            typed: &self.sharding.typed(),
+            typed: &self.typed(),
             checkpoint_every: self.checkpoint_every,
             check: self.check,
             path: &path,
@@ -222,6 +225,22 @@ impl Args {
             RunDir::create(job.path, &settings)?
         };
         Ok(Journal::new(first, job.settings.steps, run_dir, needs))
+    }
+
+    /// The options to type again when the run is resumed, so that it does what it would have done,
+    /// each with a space before it.
+    fn typed(&self) -> String {
+        let limit = self.memory_limit.map(|bytes| format!(" --memory-limit {bytes}"));
+        let every = (self.checkpoint_every != CHECKPOINT_EVERY)
+            .then(|| format!(" --checkpoint-every {}", self.checkpoint_every));
+        let parts = [
+            Some(self.devices.typed()),
+            Some(self.sharding.typed()),
+            every,
+            limit,
+            Some(self.writing.typed()),
+        ];
+        parts.into_iter().flatten().collect()
     }
 
     /// The folder of the run, the same in every process. Where `--out` names none, the first process

@@ -9,7 +9,7 @@ use crate::{
     error::Result,
     generation::{self, Length, Prompt, Sampling, Words},
     hf::folder::Folder,
-    output,
+    hint, output,
     train::{dataset::DataSet, run_dir},
 };
 
@@ -25,6 +25,13 @@ pub(super) struct WritingArgs {
 }
 
 impl WritingArgs {
+    /// The options as they are typed, each with a space before it.
+    pub(super) fn typed(&self) -> String {
+        let prompt = self.prompt.as_ref();
+        let prompt = prompt.map(|prompt| format!(" --prompt {}", hint::in_shell(prompt)));
+        prompt.into_iter().chain(self.sampling.typed()).collect()
+    }
+
     /// Refuses a prompt that the model could not write on from, before it is trained.
     pub(super) fn check(&self, beginning: &Beginning) -> Result<()> {
         let Some(prompt) = &self.prompt else { return Ok(()) };
