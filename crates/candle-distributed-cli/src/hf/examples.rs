@@ -282,9 +282,14 @@ mod tests {
         assert_eq!(decoded(&examples), ["first<|im_end|>", "a\n\nb<|im_end|>"]);
         let all: Vec<i64> = examples.ids(0).iter().map(|&id| id.into()).collect();
         assert_eq!(examples.labels(0), all);
-        let paragraphs = "first\n\n  \n\nsec\nond\n\n";
-        let examples = read("a.txt", paragraphs, 128, Overlong::Error).unwrap();
-        assert_eq!(decoded(&examples), ["first<|im_end|>", "sec\nond<|im_end|>"]);
+        for paragraphs in
+            ["first\n\n  \n\nsec\nond\n\n", "first\n\n\nsec\nond\n", "\nfirst\n\nsec\nond"]
+        {
+            for content in [paragraphs.to_owned(), paragraphs.replace('\n', "\r\n")] {
+                let examples = read("a.txt", &content, 128, Overlong::Error).unwrap();
+                assert_eq!(decoded(&examples), ["first<|im_end|>", "sec\nond<|im_end|>"]);
+            }
+        }
     }
 
     #[test]

@@ -38,7 +38,7 @@ impl fmt::Display for Place<'_> {
 }
 
 /// The items of the content of the file at `path`: lines if its name ends in `.jsonl`, and else
-/// paragraphs. What is blank is none.
+/// paragraphs, with the ends of lines of Unix. What is blank is none.
 ///
 /// # Errors
 ///
@@ -47,9 +47,11 @@ pub(crate) fn items<'a>(path: &'a Path, content: &str) -> Result<Vec<(Place<'a>,
     if path.extension().is_some_and(|extension| extension == "jsonl") {
         return lines(path, content);
     }
+    // With those of Windows, no line would seem blank.
+    let content = content.replace("\r\n", "\n");
     let paragraphs = (1..).zip(content.split("\n\n")).filter(|(_, text)| !text.trim().is_empty());
     let item = |(n, text): (u64, &str)| {
-        (Place { path, unit: "paragraph", n }, Item::Text(text.to_owned()))
+        (Place { path, unit: "paragraph", n }, Item::Text(text.trim_matches('\n').to_owned()))
     };
     Ok(paragraphs.map(item).collect())
 }
