@@ -211,6 +211,12 @@ fn folders_that_lack_something_are_refused() {
     copy.is_refused(&["\"../a.safetensors\", where it has weights, is no file beside it"]);
     copy.set("model.safetensors.index.json", "weight_map", json!({}));
     copy.is_refused(&["model.safetensors.index.json: it names no file"]);
+    let copy = Copy::of("mistral");
+    let shard = |n: u8| copy.0.path().join(format!("model-0000{n}-of-00002.safetensors"));
+    let [first, mut second] = [1, 2].map(|n| safetensors::load(shard(n), &Device::Cpu).unwrap());
+    second.insert("model.embed_tokens.weight".into(), first["model.embed_tokens.weight"].clone());
+    safetensors::save(&second, shard(2)).unwrap();
+    copy.is_refused(&["model-00002-of", "model.embed_tokens.weight is in another file"]);
 }
 
 #[test]
