@@ -44,7 +44,7 @@ impl fmt::Display for Place<'_> {
 ///
 /// With its place, if a line is no item, or one of another kind than the first.
 pub(crate) fn items<'a>(path: &'a Path, content: &str) -> Result<Vec<(Place<'a>, Item)>> {
-    if path.extension().is_some_and(|extension| extension == "jsonl") {
+    if is_of_lines(path) {
         return lines(path, content);
     }
     // With those of Windows, no line would seem blank.
@@ -54,6 +54,11 @@ pub(crate) fn items<'a>(path: &'a Path, content: &str) -> Result<Vec<(Place<'a>,
         (Place { path, unit: "paragraph", n }, Item::Text(text.trim_matches('\n').to_owned()))
     };
     Ok(paragraphs.map(item).collect())
+}
+
+/// Whether the lines of a file are its items.
+pub(crate) fn is_of_lines(path: &Path) -> bool {
+    path.extension().is_some_and(|extension| extension == "jsonl")
 }
 
 fn lines<'a>(path: &'a Path, content: &str) -> Result<Vec<(Place<'a>, Item)>> {
