@@ -356,6 +356,20 @@ mod tests {
                 "{\"messages\": [{\"role\": \"assistant\", \"content\": \"\\n\"}]}",
                 "has an empty message of the assistant",
             ),
+            (
+                "{\"messages\": [{\"role\": \"assistant\", \"content\": \"a\"}], \"tools\": [{}]}",
+                "has tools, which no chat template is given",
+            ),
+            (
+                "{\"messages\": [{\"role\": \"assistant\", \"content\": null, \"tool_calls\": [{}]}]}",
+                "has tool_calls, which no chat template is given",
+            ),
+            // Without any they are passed over.
+            (
+                "{\"messages\": [{\"role\": \"assistant\", \"content\": \"a\", \"tool_calls\": null}], \
+                 \"tools\": []}",
+                "and line 1 a text",
+            ),
             ("{\"prompt\": \"a\", \"completion\": \"b\"}", "and line 1 a text"),
         ] {
             let fault = lines(&format!("\"right\"\n\n{line}\n")).unwrap_err();
