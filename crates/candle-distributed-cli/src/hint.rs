@@ -27,6 +27,8 @@ pub(crate) const JSON_LINES: &str =
 pub(crate) const EXAMPLE_LINES: &str = "each line of a .jsonl file must be a JSON string, or an object with \
                                         strings \"text\", or \"prompt\" and \"completion\", or with \
                                         \"messages\" that have \"role\" and \"content\"";
+pub(crate) const WHOLE_JSON: &str = "write an example per line into a .jsonl file, as `jq -c '.[]'` does with a list; \
+                                     what describes a data set belongs beside its folder";
 pub(crate) const MIXED: &str = "all lines of a file must be of one kind: put the others into a file of \
                                 their own; a folder may have files of several kinds";
 pub(crate) const OVERLONG: &str = "--overlong truncate cuts such texts off there, --overlong skip leaves \

@@ -325,3 +325,17 @@ fn a_dry_run_predicts_memory_and_traffic() {
     let limited = [&dry[..], &["--memory-limit", "1MiB"]].concat();
     refuses(&limited, &["this process would take about", "--memory-limit"]);
 }
+
+#[test]
+fn files_that_may_be_no_examples_are_warned_of() {
+    let model = Model::new();
+    fs::write(model.at("texts/README.md"), "About it.").unwrap();
+    fs::write(model.at("texts/picture"), b"\xff").unwrap();
+    let arguments = model.arguments("run", &["--init", "1", "--steps", "1"]);
+    let output =
+        command(&arguments.iter().map(String::as_str).collect::<Vec<_>>()).output().unwrap();
+    let said = String::from_utf8(output.stderr).unwrap();
+    assert!(output.status.success(), "{said}");
+    assert!(said.contains("warning: 1 file of --data skipped, as not UTF-8"), "{said}");
+    assert!(said.contains("warning: 1 file of --data beside those of lines"), "{said}");
+}

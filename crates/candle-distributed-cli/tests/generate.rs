@@ -11,7 +11,7 @@ use serde_json::{Value, json};
 
 use crate::support::{
     finetune::Model,
-    golden, json, refuses,
+    golden, json, refuses, run,
     run::{Home, copy},
     text,
 };
@@ -93,10 +93,37 @@ fn logits_are_written_of_all_tokens() {
     let likeliest: Vec<u32> = logits.argmax(1).unwrap().to_vec1().unwrap();
     assert_eq!(likeliest[prompt.len() - 1..][..16], new);
     let nowhere = ["--logits", "no/such/folder/logits"];
-    refuses(
-        &[&["generate", &golden("llama")], &PROMPT[..], &nowhere].concat(),
-        &["no/such/folder/logits"],
-    );
+    let failed = run(&[&["generate", &golden("llama")], &PROMPT[..], &nowhere].concat());
+    let message = String::from_utf8(failed.stderr).unwrap();
+    assert_eq!(failed.status.code(), Some(1), "{message}");
+    assert!(message.contains("cannot write no/such/folder/logits"), "{message}");
+}
+
+#[test]
+#[cfg(unix)]
+fn logits_never_replace_a_file_of_the_model() {
+    let copy = Copy::of("llama");
+    let weights = copy.0.path().join("model.safetensors");
+    let before = fs::read(&weights).unwrap();
+    let more = [&PROMPT[..], &["--max-tokens", "1", "--logits"]].concat();
+    let (weights_path, new) = (weights.to_str().unwrap(), format!("{}/a", copy.path()));
+    let home = tempfile::tempdir().unwrap();
+    let link = home.path().join("link");
+    std::os::unix::fs::symlink(&weights, &link).unwrap();
+    for file in [weights_path, &new, link.to_str().unwrap()] {
+        refuses(
+            &[&["generate", copy.path()], &more[..], &[file]].concat(),
+            &["--logits", "which the model is read from", "\nhint: "],
+        );
+    }
+    assert!(fs::read(&weights).unwrap() == before);
+    // Others that hold the file keep what they have: it is replaced in one piece.
+    let file = home.path().join("logits");
+    fs::write(&file, "old").unwrap();
+    fs::hard_link(&file, home.path().join("other")).unwrap();
+    generate(copy.path(), &[&more[..], &[file.to_str().unwrap()]].concat());
+    assert!(safetensors::load(&file, &Device::Cpu).unwrap().contains_key("logits"));
+    assert_eq!(fs::read(home.path().join("other")).unwrap(), b"old");
 }
 
 #[test]
@@ -184,6 +211,12 @@ fn folders_that_lack_something_are_refused() {
     copy.is_refused(&["\"../a.safetensors\", where it has weights, is no file beside it"]);
     copy.set("model.safetensors.index.json", "weight_map", json!({}));
     copy.is_refused(&["model.safetensors.index.json: it names no file"]);
+    let copy = Copy::of("mistral");
+    let shard = |n: u8| copy.0.path().join(format!("model-0000{n}-of-00002.safetensors"));
+    let [first, mut second] = [1, 2].map(|n| safetensors::load(shard(n), &Device::Cpu).unwrap());
+    second.insert("model.embed_tokens.weight".into(), first["model.embed_tokens.weight"].clone());
+    safetensors::save(&second, shard(2)).unwrap();
+    copy.is_refused(&["model-00002-of", "model.embed_tokens.weight is in another file"]);
 }
 
 #[test]

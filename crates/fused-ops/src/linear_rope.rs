@@ -29,7 +29,8 @@ const OP: &str = "linear_rope";
 ///
 /// # Determinism
 ///
-/// As of [`linear`](crate::linear()); the bits are those of the two operations.
+/// As of [`linear`](crate::linear()); the bits are those of the two operations in `f32` and
+/// `f64`. `f16` and `bf16` are rounded once by the kernels, and twice by the two operations.
 ///
 /// # Errors
 ///

@@ -29,7 +29,8 @@ const OP: &str = "swiglu_mlp";
 ///
 /// # Determinism
 ///
-/// As of [`linear`](crate::linear()); the bits are those of the operations it is made of.
+/// As of [`linear`](crate::linear()); the bits are those of the operations it is made of in
+/// `f32` and `f64`. `f16` and `bf16` are rounded once by the kernels, and by each of the operations.
 ///
 /// # Errors
 ///

@@ -48,9 +48,14 @@ impl Chooser {
     ///
     /// # Errors
     ///
-    /// If they are not those of a model: none is a number.
+    /// If they are not those of a model: one is NaN or infinite, or all are −∞, which a token has
+    /// that is never to be chosen.
     pub(crate) fn choose(&mut self, logits: &Tensor) -> Result<u32> {
         let logits: Vec<f32> = logits.to_vec1()?;
+        let is_wrong = |logit: &f32| logit.is_nan() || *logit == f32::INFINITY;
+        if let Some(token) = logits.iter().position(is_wrong) {
+            candle_core::bail!("the logit of token {token} is {}", logits[token]);
+        }
         let position = match self.temperature {
             None => likeliest(&logits),
             Some(temperature) => drawn(&logits, temperature, self.next_fraction()),
@@ -78,10 +83,7 @@ fn likeliest(logits: &[f32]) -> Option<usize> {
 /// Where the probabilities, added up, exceed a fraction of their sum.
 fn drawn(logits: &[f32], temperature: f64, fraction: f64) -> Option<usize> {
     let greatest = f64::from(logits[likeliest(logits)?]);
-    let weight = |logit: &f32| match f64::from(*logit) {
-        logit if logit.is_finite() => ((logit - greatest) / temperature).exp(),
-        _ => 0.,
-    };
+    let weight = |&logit: &f32| ((f64::from(logit) - greatest) / temperature).exp();
     let weights: Vec<f64> = logits.iter().map(weight).collect();
     let mut left = fraction * weights.iter().sum::<f64>();
     let beyond = weights.iter().position(|weight| {
@@ -106,7 +108,7 @@ mod tests {
 
     #[test]
     fn the_first_of_the_likeliest_is_taken() {
-        assert_eq!(choices(&[0., 2., f32::NAN, 2., -1.], None, 0, 2), [1, 1]);
+        assert_eq!(choices(&[0., 2., f32::NEG_INFINITY, 2., -1.], None, 0, 2), [1, 1]);
         assert_eq!(choices(&[f32::NEG_INFINITY, -5.], None, 0, 1), [1]);
     }
 
@@ -138,7 +140,7 @@ mod tests {
         assert_eq!(drawn(&[0., 0.], 1., 0.), Some(0));
         assert_eq!(drawn(&[0., 0.], 1., 1.), Some(1));
         assert_eq!(drawn(&[0., f32::NEG_INFINITY], 1., 1.), Some(0));
-        assert_eq!(drawn(&[f32::NAN], 1., 0.5), None);
+        assert_eq!(drawn(&[f32::NEG_INFINITY], 1., 0.5), None);
     }
 
     #[test]
@@ -152,8 +154,17 @@ mod tests {
 
     #[test]
     fn logits_that_are_no_numbers_are_refused() {
-        let logits = Tensor::new(&[f32::NAN, f32::NAN], &Device::Cpu).unwrap();
-        let mut chooser = Sampling { temperature: None }.chooser(Seed::new(0)).unwrap();
-        assert!(chooser.choose(&logits).is_err());
+        for temperature in [None, Some(1.)] {
+            let mut chooser = Sampling { temperature }.chooser(Seed::new(0)).unwrap();
+            for (logits, words) in [
+                ([1., f32::NAN, 0.], "the logit of token 1 is NaN"),
+                ([1., 0., f32::INFINITY], "the logit of token 2 is inf"),
+                ([f32::NEG_INFINITY; 3], "no logit is a finite number"),
+            ] {
+                let logits = Tensor::new(&logits, &Device::Cpu).unwrap();
+                let fault = chooser.choose(&logits).unwrap_err().to_string();
+                assert!(fault.contains(words), "{fault}");
+            }
+        }
     }
 }

@@ -20,7 +20,8 @@ use crate::{
 ///
 /// # Errors
 ///
-/// If a file cannot be read, if a tensor is missing or left over, or has another shape.
+/// If a file cannot be read, if a tensor is missing or left over, is in two files, or has another
+/// shape.
 pub(crate) fn load(model: &Model, files: &[PathBuf]) -> Result<Units> {
     // Only adapters can be of another model here: it is that of its own configuration.
     let declared = declare(|vb| model.declare(&vb), DType::F32, &Device::Cpu)
@@ -29,7 +30,13 @@ pub(crate) fn load(model: &Model, files: &[PathBuf]) -> Result<Units> {
     for file in files {
         let read = safetensors::load(file, &Device::Cpu)
             .map_err(|fault| refused(file, fault).hinted(hint::NOT_WHOLE))?;
-        tensors.extend(read);
+        for (name, tensor) in read {
+            if tensors.contains_key(&name) {
+                let twice = format!("{name} is in another file of the weights too");
+                return Err(refused(file, twice).hinted(hint::NOT_WHOLE));
+            }
+            tensors.insert(name, tensor);
+        }
     }
     if let Some(lora) = model.lora() {
         add_adapters(lora, &declared, &mut tensors)?;

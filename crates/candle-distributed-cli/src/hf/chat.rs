@@ -6,6 +6,7 @@
 
 use std::{
     collections::BTreeMap,
+    error::Error as _,
     fmt,
     io::{self, Write},
     ops::Range,
@@ -30,8 +31,16 @@ use crate::{
 /// Who answers.
 const ASSISTANT: &str = "assistant";
 
-/// What rendering a conversation may cost: beyond any template, and bounded for one that never ends.
+/// How many instructions rendering a conversation may take: beyond any template, and bounded for one
+/// that never ends. What these keep in memory is not bounded: a template is a program, and must be
+/// trusted as one.
 const FUEL: u64 = 50_000_000;
+
+/// The longest text of a conversation.
+const MAX_TEXT_BYTES: usize = 1 << 26;
+
+/// The most spaces by which JSON is indented.
+const MAX_INDENT: usize = 64;
 
 /// A turn of a conversation.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -107,7 +116,7 @@ impl ChatTemplate {
     ///
     /// # Errors
     ///
-    /// If the template fails, or does not end.
+    /// If the template fails, does not end, or writes too much.
     pub(crate) fn render(
         &self,
         messages: &[Message],
@@ -118,7 +127,9 @@ impl ChatTemplate {
         let context =
             Context { messages, add_generation_prompt, tools: None, documents: None, special };
         let template = self.environment.get_template(Self::NAME).map_err(failed)?;
-        template.render(Value::from(Serde(&context))).map_err(failed)
+        let mut text = Bounded(Vec::new());
+        template.render_captured_to(Value::from(Serde(&context)), &mut text).map_err(failed)?;
+        String::from_utf8(text.0).map_err(|fault| refused(&self.path, fault))
     }
 
     /// The text of a conversation, and what the assistant says in it.
@@ -158,9 +169,31 @@ impl fmt::Debug for ChatTemplate {
     }
 }
 
+/// A text that is written, as far as it may become.
+struct Bounded(Vec<u8>);
+
+impl Write for Bounded {
+    fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
+        if bytes.len() > MAX_TEXT_BYTES - self.0.len() {
+            return Err(io::Error::other(format!("it is longer than {MAX_TEXT_BYTES} bytes")));
+        }
+        self.0.write(bytes)
+    }
+
+    fn flush(&mut self) -> io::Result<()> {
+        Ok(())
+    }
+}
+
 /// What goes wrong in the template of this file.
 fn failed(path: &Path, fault: &minijinja::Error) -> Error {
-    refused(path, format!("the chat template fails: {fault}"))
+    refused(
+        path,
+        match fault.source() {
+            Some(cause) => format!("the chat template fails: {fault}: {cause}"),
+            None => format!("the chat template fails: {fault}"),
+        },
+    )
 }
 
 /// Jinja as transformers has it for chat templates, but for `strftime_now`: with the day in it, a
@@ -192,6 +225,10 @@ fn to_json(value: &Value, options: Kwargs) -> std::result::Result<String, miniji
     let mut out = Vec::new();
     let written = match indent {
         None => value.serialize(&mut Serializer::with_formatter(&mut out, Spaced)),
+        Some(width) if width > MAX_INDENT => {
+            let wide = format!("indent is {width}, must be at most {MAX_INDENT}");
+            return Err(minijinja::Error::new(ErrorKind::InvalidOperation, wide));
+        }
         Some(width) => {
             let indent = b" ".repeat(width);
             let pretty = PrettyFormatter::with_indent(&indent);
@@ -305,12 +342,19 @@ mod tests {
                  {% endfor %}",
                 "fuel",
             ),
+            ("{{ messages | tojson(indent=1000000000000) }}", "indent is 1000000000000, must be"),
+            (
+                "{% for a in range(999) %}{{ 'x' * 100000 }}{% endfor %}",
+                "it is longer than 67108864 bytes",
+            ),
             ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "recursion"),
         ] {
             let fault = template(source).render(&turns, false).unwrap_err().to_string();
             assert!(fault.starts_with("template: the chat template fails"), "{fault}");
             assert!(fault.contains(words), "{source}: {fault}");
         }
+        let widest = template("{{ messages | tojson(indent=64) }}").render(&turns, false).unwrap();
+        assert!(widest.contains(&format!("\n{}\"role\"", " ".repeat(128))), "{widest}");
         let day = "{% if strftime_now is defined %}{{ strftime_now() }}{% else %}1{% endif %}";
         assert_eq!(template(day).render(&turns, false).unwrap(), "1");
     }

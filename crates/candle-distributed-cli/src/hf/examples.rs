@@ -1,6 +1,6 @@
 //! What a model learns from: sequences of tokens, and which of them it is to predict.
 
-use std::{fs, iter, ops::Range, path::Path};
+use std::{fs, io, iter, ops::Range, path::Path};
 
 use candle_distributed::{
     sampler::{DistributedSampler, SamplerConfig},
@@ -37,9 +37,23 @@ pub(crate) enum Overlong {
 
 /// Sequences of tokens with their labels.
 #[derive(Debug)]
+#[expect(clippy::struct_field_names, reason = "they are what the others are about")]
 pub(crate) struct Examples {
     examples: Vec<Answered>,
     n_overlong: u64,
+    files: Files,
+}
+
+/// Files by what was made of them.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[expect(clippy::struct_field_names, reason = "all are counts, which begin with n here")]
+pub(crate) struct Files {
+    /// Those whose lines are examples.
+    pub(crate) n_of_lines: u64,
+    /// Those whose paragraphs are.
+    pub(crate) n_of_texts: u64,
+    /// Those that are not UTF-8, and skipped.
+    pub(crate) n_skipped: u64,
 }
 
 impl Examples {
@@ -49,22 +63,21 @@ impl Examples {
     /// A file whose name ends in `.jsonl` holds an example in each line: a string or `{"text"}`, all
     /// of which is to be predicted; `{"prompt", "completion"}`, of which the completion is; or
     /// `{"messages"}`, of which the turns of the assistant are. Any other file holds texts, which
-    /// blank lines part. Hidden files and files that are not UTF-8 are skipped.
+    /// blank lines part. Hidden files are skipped, and so are those that are no lines and not UTF-8.
     ///
     /// # Errors
     ///
-    /// With the file and the line, if one is no example or too long, or has nothing to predict.
+    /// With the file and the line, if one is no example or too long, or has nothing to predict; if a
+    /// file is JSON as a whole, or one of lines is not UTF-8.
     pub(crate) fn read(
         path: &Path,
         tokenizer: &Tokenizer,
         context: usize,
         overlong: Overlong,
     ) -> Result<Self> {
-        let mut read = Self { examples: Vec::new(), n_overlong: 0 };
+        let mut read = Self { examples: Vec::new(), n_overlong: 0, files: Files::default() };
         for file in corpus::files(path)? {
-            let bytes = fs::read(&file).map_err(|source| Error::read(&file, source))?;
-            // What is no text is none to learn from.
-            let Ok(text) = String::from_utf8(bytes) else { continue };
+            let Some(text) = read.files.text(&file)? else { continue };
             for (place, item) in lines::items(&file, &text)? {
                 let example = encode(tokenizer, &item).map_err(|error| error.at(place))?;
                 read.add(example, &place, context, overlong)?;
@@ -84,6 +97,11 @@ impl Examples {
     /// How many were longer than the context, and are cut off or left out.
     pub(crate) fn n_overlong(&self) -> u64 {
         self.n_overlong
+    }
+
+    /// What was made of the files, of both parts if the examples were split.
+    pub(crate) fn files(&self) -> Files {
+        self.files
     }
 
     /// The tokens of example `index`, which must be one of them.
@@ -142,8 +160,8 @@ impl Examples {
         for (example, is_held) in iter::zip(self.examples, is_held_out) {
             if is_held { held.push(example) } else { kept.push(example) }
         }
-        let held = Self { examples: held, n_overlong: 0 };
-        Ok((Self { examples: kept, n_overlong: self.n_overlong }, held))
+        let held = Self { examples: held, n_overlong: 0, files: self.files };
+        Ok((Self { examples: kept, n_overlong: self.n_overlong, files: self.files }, held))
     }
 
     fn add(
@@ -182,6 +200,33 @@ impl Examples {
     fn example(&self, index: u64) -> &Answered {
         let index = usize::try_from(index).expect("examples in memory are counted by a usize");
         &self.examples[index]
+    }
+}
+
+impl Files {
+    /// Counts a file, and reads its text; none if it is skipped.
+    fn text(&mut self, file: &Path) -> Result<Option<String>> {
+        if file.extension().is_some_and(|extension| extension == "json") {
+            let whole = format!("{} is JSON as a whole, and no text", file.display());
+            return Err(Error::usage(whole).hinted(hint::WHOLE_JSON));
+        }
+        let bytes = fs::read(file).map_err(|source| Error::read(file, source))?;
+        match String::from_utf8(bytes) {
+            Err(fault) if lines::is_of_lines(file) => {
+                let fault = io::Error::new(io::ErrorKind::InvalidData, fault);
+                Err(Error::read(file, fault).hinted(hint::EXAMPLE_LINES))
+            }
+            Err(_) => {
+                self.n_skipped += 1;
+                Ok(None)
+            }
+            Ok(text) => {
+                let is_of_lines = lines::is_of_lines(file);
+                self.n_of_lines += u64::from(is_of_lines);
+                self.n_of_texts += u64::from(!is_of_lines);
+                Ok(Some(text))
+            }
+        }
     }
 }
 
@@ -282,9 +327,14 @@ mod tests {
         assert_eq!(decoded(&examples), ["first<|im_end|>", "a\n\nb<|im_end|>"]);
         let all: Vec<i64> = examples.ids(0).iter().map(|&id| id.into()).collect();
         assert_eq!(examples.labels(0), all);
-        let paragraphs = "first\n\n  \n\nsec\nond\n\n";
-        let examples = read("a.txt", paragraphs, 128, Overlong::Error).unwrap();
-        assert_eq!(decoded(&examples), ["first<|im_end|>", "sec\nond<|im_end|>"]);
+        for paragraphs in
+            ["first\n\n  \n\nsec\nond\n\n", "first\n\n\nsec\nond\n", "\nfirst\n\nsec\nond"]
+        {
+            for content in [paragraphs.to_owned(), paragraphs.replace('\n', "\r\n")] {
+                let examples = read("a.txt", &content, 128, Overlong::Error).unwrap();
+                assert_eq!(decoded(&examples), ["first<|im_end|>", "sec\nond<|im_end|>"]);
+            }
+        }
     }
 
     #[test]
@@ -306,6 +356,20 @@ mod tests {
                 "{\"messages\": [{\"role\": \"assistant\", \"content\": \"\\n\"}]}",
                 "has an empty message of the assistant",
             ),
+            (
+                "{\"messages\": [{\"role\": \"assistant\", \"content\": \"a\"}], \"tools\": [{}]}",
+                "has tools, which no chat template is given",
+            ),
+            (
+                "{\"messages\": [{\"role\": \"assistant\", \"content\": null, \"tool_calls\": [{}]}]}",
+                "has tool_calls, which no chat template is given",
+            ),
+            // Without any they are passed over.
+            (
+                "{\"messages\": [{\"role\": \"assistant\", \"content\": \"a\", \"tool_calls\": null}], \
+                 \"tools\": []}",
+                "and line 1 a text",
+            ),
             ("{\"prompt\": \"a\", \"completion\": \"b\"}", "and line 1 a text"),
         ] {
             let fault = lines(&format!("\"right\"\n\n{line}\n")).unwrap_err();
@@ -314,6 +378,33 @@ mod tests {
             assert!(message.contains(words), "{line}: {message}");
             assert!(fault.hint().is_some(), "{line}");
         }
+    }
+
+    #[test]
+    fn files_of_a_folder_are_examples_or_counted_or_refused() {
+        let home = tempfile::tempdir().unwrap();
+        let write =
+            |name: &str, content: &[u8]| fs::write(home.path().join(name), content).unwrap();
+        let read = || {
+            let folder = golden::folder("qwen2");
+            Examples::read(home.path(), folder.tokenizer(), 128, Overlong::Error)
+        };
+        write("a.jsonl", b"\"a\"\n\"b\"");
+        write("README.md", b"c");
+        write("picture.png", b"\x89PNG\xff");
+        let examples = read().unwrap();
+        assert_eq!(examples.len(), 3);
+        let files = Files { n_of_lines: 1, n_of_texts: 1, n_skipped: 1 };
+        assert_eq!(examples.files(), files);
+        let (kept, held) = examples.split(0.4, Seed::new(0)).unwrap();
+        assert_eq!((kept.files(), held.files()), (files, files));
+        write("dataset_info.json", b"{}");
+        let fault = read().unwrap_err();
+        assert!(fault.to_string().contains("dataset_info.json is JSON as a whole"), "{fault}");
+        assert!(fault.hint().unwrap().contains(".jsonl"));
+        write("b.jsonl", b"\"a\xe9\"");
+        let fault = read().unwrap_err();
+        assert!(fault.to_string().contains("b.jsonl") && fault.hint().is_some(), "{fault}");
     }
 
     #[test]

@@ -38,20 +38,27 @@ impl fmt::Display for Place<'_> {
 }
 
 /// The items of the content of the file at `path`: lines if its name ends in `.jsonl`, and else
-/// paragraphs. What is blank is none.
+/// paragraphs, with the ends of lines of Unix. What is blank is none.
 ///
 /// # Errors
 ///
 /// With its place, if a line is no item, or one of another kind than the first.
 pub(crate) fn items<'a>(path: &'a Path, content: &str) -> Result<Vec<(Place<'a>, Item)>> {
-    if path.extension().is_some_and(|extension| extension == "jsonl") {
+    if is_of_lines(path) {
         return lines(path, content);
     }
+    // With those of Windows, no line would seem blank.
+    let content = content.replace("\r\n", "\n");
     let paragraphs = (1..).zip(content.split("\n\n")).filter(|(_, text)| !text.trim().is_empty());
     let item = |(n, text): (u64, &str)| {
-        (Place { path, unit: "paragraph", n }, Item::Text(text.to_owned()))
+        (Place { path, unit: "paragraph", n }, Item::Text(text.trim_matches('\n').to_owned()))
     };
     Ok(paragraphs.map(item).collect())
+}
+
+/// Whether the lines of a file are its items.
+pub(crate) fn is_of_lines(path: &Path) -> bool {
+    path.extension().is_some_and(|extension| extension == "jsonl")
 }
 
 fn lines<'a>(path: &'a Path, content: &str) -> Result<Vec<(Place<'a>, Item)>> {
@@ -83,6 +90,11 @@ const PROMPT: &str = "prompt";
 const COMPLETION: &str = "completion";
 const MESSAGES: &str = "messages";
 
+/// What a conversation may say of tools: a line, and a message. Templates write it, but are not given
+/// it here, so that another text would be learnt from.
+const TOOLS: &str = "tools";
+const TOOL_CALLS: &str = "tool_calls";
+
 impl Item {
     /// The item of a line, or what is wrong with it.
     fn parse(line: &str) -> Result<Self, String> {
@@ -104,7 +116,10 @@ impl Item {
                 }
                 Ok(Self::Answer { prompt, completion })
             }
-            (false, false, true) => messages(fields.remove(MESSAGES)).map(Self::Messages),
+            (false, false, true) => {
+                check_tools(TOOLS, fields.get(TOOLS))?;
+                messages(fields.remove(MESSAGES)).map(Self::Messages)
+            }
             (false, false, false) => {
                 Err("has no text, no prompt and completion, and no messages".into())
             }
@@ -130,8 +145,20 @@ fn string(fields: &mut Map<String, Value>, name: &str) -> Result<String, String>
     }
 }
 
+/// Refuses tools, unless there are none.
+fn check_tools(name: &str, tools: Option<&Value>) -> Result<(), String> {
+    match tools {
+        None | Some(Value::Null) => Ok(()),
+        Some(Value::Array(tools)) if tools.is_empty() => Ok(()),
+        Some(_) => Err(format!("has {name}, which no chat template is given")),
+    }
+}
+
 /// The turns of a conversation, of which the assistant has some.
 fn messages(value: Option<Value>) -> Result<Vec<Message>, String> {
+    for message in value.iter().filter_map(Value::as_array).flatten() {
+        check_tools(TOOL_CALLS, message.get(TOOL_CALLS))?;
+    }
     let messages: Vec<Message> = serde_json::from_value(value.unwrap_or_default())
         .map_err(|fault| format!("has messages that have no role and content ({fault})"))?;
     let mut answers = messages.iter().filter(|message| message.is_answer()).peekable();

@@ -113,14 +113,24 @@ impl Tokenizer {
         self.ends.contains(&id)
     }
 
-    /// The tokens of a text that begins here, with those that the tokenizer sets around it, such as
-    /// the token of a beginning.
+    /// The tokens of a text that begins here and is continued: with those that the tokenizer sets
+    /// before it, such as the token of a beginning, but without an end that it sets after it. An end
+    /// that is in the text itself stays.
     ///
     /// # Errors
     ///
     /// If the tokenizer has none for it.
     pub(crate) fn begin(&self, text: &str) -> Result<Vec<u32>> {
-        self.encode(text, true).map(|encoding| encoding.get_ids().to_vec())
+        let mut ids = self.encode(text, true)?.get_ids().to_vec();
+        if let [before @ .., last] = &ids[..]
+            && *last == self.end
+            // Some tokenizers begin a text with the token that ends the one before.
+            && !before.is_empty()
+            && before.ends_with(&self.encode_plain(text)?)
+        {
+            ids.pop();
+        }
+        Ok(ids)
     }
 
     /// The tokens of a text alone.
@@ -138,7 +148,7 @@ impl Tokenizer {
     ///
     /// As of [`begin`](Self::begin).
     pub(crate) fn text(&self, text: &str) -> Result<Answered> {
-        let mut ids = self.begin(text)?;
+        let mut ids = self.encode(text, true)?.get_ids().to_vec();
         // Some tokenizers end a text themselves.
         if ids.last() != Some(&self.end) {
             ids.push(self.end);
@@ -155,8 +165,6 @@ impl Tokenizer {
     /// As of [`begin`](Self::begin).
     pub(crate) fn answer(&self, prompt: &str, answer: &str) -> Result<Answered> {
         let mut ids = self.begin(prompt)?;
-        // A prompt is not ended, whatever the tokenizer sets around a text.
-        ids.pop_if(|last| *last == self.end && !prompt.is_empty());
         let start = ids.len();
         ids.extend(self.encode_plain(answer)?);
         ids.push(self.end);
@@ -478,6 +486,28 @@ mod tests {
             let expected: Vec<bool> = labels.iter().map(|&label| label != -100).collect();
             assert_eq!(predicted, expected, "{model} {}", case["conversation"]);
         }
+    }
+
+    #[test]
+    fn a_prompt_is_not_ended_but_keeps_its_own_end() {
+        let plain = open(&golden::path("llama")).unwrap();
+        let copy = golden::changed("llama", FILE, |file| {
+            let processor = &mut file["post_processor"];
+            let end = json!({"SpecialToken": {"id": "</s>", "type_id": 0}});
+            processor["single"].as_array_mut().unwrap().push(end);
+            processor["special_tokens"]["</s>"] =
+                json!({"id": "</s>", "ids": [2], "tokens": ["</s>"]});
+        });
+        let ending = open(copy.path()).unwrap();
+        for prompt in ["", "hi", "hi</s>", "</s>", "hi</s></s>"] {
+            let ids = plain.begin(prompt).unwrap();
+            assert_eq!(ids.iter().filter(|&&id| id == 2).count(), prompt.matches("</s>").count());
+            assert_eq!(ending.begin(prompt).unwrap(), ids, "{prompt:?}");
+            let answer = ending.answer(prompt, "b").unwrap();
+            assert_eq!(answer, plain.answer(prompt, "b").unwrap());
+            assert!(answer.ids.starts_with(&ids), "{prompt:?}");
+        }
+        assert_eq!(ending.text("hi").unwrap(), plain.text("hi").unwrap());
     }
 
     #[test]

@@ -1,13 +1,16 @@
 //! `generate`: what a model writes after a prompt.
 
-use std::path::PathBuf;
+use std::{
+    iter,
+    path::{Path, PathBuf},
+};
 
 use candle_distributed::types::Seed;
 use clap::value_parser;
 use serde::Serialize;
 
 use crate::{
-    error::Result,
+    error::{Error, Result},
     generation::{self, Length, Prompt, Sampling, Written},
     help::examples,
     hf::{chat::Message, files::refused},
@@ -71,13 +74,15 @@ struct Answer {
 pub(crate) fn run(args: &Args) -> Result<()> {
     let mut chooser = args.sampling.chooser(Seed::new(args.seed))?;
     let writer = generation::open(&args.folder, args.adapter.as_deref())?;
+    args.check_logits()?;
     let messages = args.messages();
     let prompt = if args.chat { Prompt::Messages(&messages) } else { Prompt::Text(&args.prompt) };
     let length = Length { max_tokens: args.max_tokens as usize, ignore_end: args.ignore_eos };
     let written = writer.write(prompt, length, &mut chooser)?;
     if let Some(file) = &args.logits {
-        let saved = writer.all_logits(&written)?.save_safetensors("logits", file);
-        saved.map_err(|fault| refused(file, fault))?;
+        let logits = [("logits", writer.all_logits(&written)?)];
+        let content = safetensors::serialize(logits, None).map_err(|fault| refused(file, fault))?;
+        output::file(file, &content)?;
     }
     match args.format {
         Format::Text => output::text(|out| writeln!(out, "{}", written.text)),
@@ -86,9 +91,35 @@ pub(crate) fn run(args: &Args) -> Result<()> {
 }
 
 impl Args {
+    /// Refuses logits in a folder that the model is read from: they would replace a file of it, or be
+    /// taken for its weights.
+    fn check_logits(&self) -> Result<()> {
+        let Some(file) = &self.logits else { return Ok(()) };
+        for folder in iter::once(&self.folder).chain(&self.adapter) {
+            if leads_into(file, folder)? {
+                let (file, folder) = (file.display(), folder.display());
+                let fault = format!("--logits {file} is in {folder}, which the model is read from");
+                return Err(Error::usage(fault).hinted("name a file in another folder"));
+            }
+        }
+        Ok(())
+    }
+
     /// The conversation that is to be answered.
     fn messages(&self) -> Vec<Message> {
         let system = self.system.iter().map(|content| Message::new("system", content));
         system.chain([Message::new("user", &self.prompt)]).collect()
     }
+}
+
+/// Whether a file, which need not be there, is in a folder, or a link to what is.
+fn leads_into(file: &Path, folder: &Path) -> Result<bool> {
+    let folder = folder.canonicalize().map_err(|source| Error::read(folder, source))?;
+    let beside = match file.parent() {
+        Some(parent) if !parent.as_os_str().is_empty() => parent,
+        _ => Path::new("."),
+    };
+    let beside = beside.canonicalize().map_err(|source| Error::write(file, source))?;
+    let is_link_there = file.canonicalize().is_ok_and(|target| target.starts_with(&folder));
+    Ok(is_link_there || beside.starts_with(&folder))
 }

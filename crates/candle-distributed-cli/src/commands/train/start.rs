@@ -221,6 +221,7 @@ impl Args {
         let seed = Seed::new(known.map_or(self.seed.unwrap_or(0), |known| known.seed));
         let (fingerprint, train, held_out) = finetune.examples(&folder, path, seed)?;
         say_overlong(&train, &finetune);
+        say_files(&train);
         let texts = |examples| {
             let devices = world_size.as_usize();
             DataSet::Texts(Texts { examples, rows: finetune.rows, devices })
@@ -498,6 +499,21 @@ fn say_overlong(examples: &Examples, finetune: &Finetune) {
             HumanCount(n_overlong.into()).of("text"),
             finetune.context,
             typed(finetune.overlong)
+        ));
+    }
+}
+
+/// Says which files of a folder may not be meant as examples, or cannot be.
+fn say_files(examples: &Examples) {
+    let files = examples.files();
+    if files.n_skipped > 0 {
+        let skipped = HumanCount(files.n_skipped.into()).of("file");
+        output::warning(format_args!("{skipped} of --data skipped, as not UTF-8"));
+    }
+    if files.n_of_lines > 0 && files.n_of_texts > 0 {
+        let texts = HumanCount(files.n_of_texts.into()).of("file");
+        output::warning(format_args!(
+            "{texts} of --data beside those of lines: every paragraph there is an example"
         ));
     }
 }
