@@ -105,6 +105,8 @@ const MEMORY: &str = "--strategy full keeps a part of the model on each device i
                       what the system says";
 pub(crate) const MEMORY_OF_PARTS: &str = "more processes, --keep inputs, a smaller model or a shorter --context take less in each; \
      --memory-limit replaces what the system says";
+pub(crate) const WRITE_LATER: &str = "`candle-distributed generate` has the model of a run write, where there \
+                                      is room for it; --no-sample says nothing of it";
 pub(crate) const WEIGHTS: &str = "--weights takes a .safetensors file, or the folder of a run that \
                                   has ended: --n-layers, --hidden, --n-heads and --context must be \
                                   those of its model";

@@ -270,6 +270,27 @@ fn what_cannot_be_trained_is_refused_by_name() {
 }
 
 #[test]
+fn a_run_is_complete_whatever_becomes_of_its_text() {
+    let model = Model::new();
+    let run = |out: &str, more: &[&str]| {
+        let more = [&["--steps", "1", "--init", "3"][..], more].concat();
+        let arguments = model.arguments(out, &more);
+        let arguments: Vec<&str> = arguments.iter().map(String::as_str).collect();
+        let run = command(&arguments).output().unwrap();
+        assert!(run.status.success(), "{}", said(&run));
+        assert!(model.at(out).join("model/config.json").exists());
+        String::from_utf8(run.stdout.clone()).unwrap() + &said(&run)
+    };
+    assert!(run("usual", &[]).contains("the model writes:"));
+    assert!(model.at("usual/sample.txt").is_file());
+    assert!(!run("silent", &["--no-sample"]).contains("the model writes"));
+    assert!(!model.at("silent/sample.txt").exists());
+    // What is no file is not replaced.
+    fs::create_dir_all(model.at("taken/sample.txt")).unwrap();
+    assert!(run("taken", &[]).contains("the model writes nothing: "));
+}
+
+#[test]
 fn tensors_that_are_missing_or_left_over_are_named() {
     let model = Model::new();
     model.train("base", &["--steps", "1", "--init", "3"]);

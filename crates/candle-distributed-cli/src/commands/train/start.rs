@@ -374,6 +374,15 @@ impl Args {
         }
     }
 
+    /// The least of the limits of this process's memory, if there is one.
+    pub(super) fn limit(&self, place: Place) -> Option<Limit> {
+        let limits = match self.memory_limit {
+            Some(bytes) => vec![Limit::of_process(bytes, "--memory-limit")],
+            None => limits::of_system(place.processes_here()),
+        };
+        limits.into_iter().min_by_key(Limit::share)
+    }
+
     /// Checks that the memory that this process will probably take is there.
     fn check_memory(&self, place: Place, beginning: &Beginning) -> Result<()> {
         let (_, steps) = beginning.schedule.first_epoch()?;
