@@ -332,6 +332,25 @@ fn a_run_is_resumed_with_the_same_model_and_options() {
     assert!(resumed.status.success(), "{}", said(&resumed));
 }
 
+#[test]
+fn a_run_that_starts_anew_keeps_what_it_had() {
+    let model = Model::new();
+    let options = ["--steps", "8", "--init", "3", "--validation", "0.5", "--lora", "2", "--merge"];
+    model.train("run", &options);
+    let at = |name: &str| model.at(&format!("run/{name}"));
+    let folders = ["model", "adapter", "best"];
+    let before = folders.map(|name| files(&at(name)));
+    let found = fs::read(at("validation.jsonl")).unwrap();
+    // Neither a checkpoint nor all metrics are left.
+    fs::remove_dir_all(at("checkpoints")).unwrap();
+    fs::write(at("metrics.jsonl"), "").unwrap();
+    text(&resume(&model.path("run"), &[]));
+    assert!(before == folders.map(|name| files(&at(&format!("{name}.unsaved-0001")))));
+    assert!(before == folders.map(|name| files(&at(name))));
+    assert_eq!(fs::read(at("validation.unsaved-0001.jsonl")).unwrap(), found);
+    assert_eq!(fs::read(at("validation.jsonl")).unwrap(), found);
+}
+
 fn resume<'a>(out: &'a str, more: &[&'a str]) -> Vec<&'a str> {
     [&["train", "--resume", "--out", out][..], more].concat()
 }

@@ -312,7 +312,7 @@ impl RunDir {
         let known = input::read_if_there(&metrics)?.unwrap_or_default();
         let mut kept = Metrics::parse(&known);
         if !kept.damaged().is_empty() {
-            let beside = keep_beside(path, "damaged", &known)?;
+            let beside = keep_beside(&metrics, "damaged", &known)?;
             output::warning(format_args!(
                 "{} {}; the whole file is kept as {}",
                 metrics.display(),
@@ -323,7 +323,7 @@ impl RunDir {
         if step == 0 && kept.done() > 0 {
             // A run that is killed before its first checkpoint leaves the same, and must go on
             // without anybody's help.
-            let beside = keep_beside(path, "unsaved", &known)?;
+            let beside = keep_beside(&metrics, "unsaved", &known)?;
             output::warning(format_args!(
                 "{} ends with step {}, but there is no checkpoint in {}: the run starts anew, and \
                  the whole file is kept as {}",
@@ -333,13 +333,8 @@ impl RunDir {
                 beside.display()
             ));
         }
-        if step == 0
-            && let Some(beside) = move_model(&product_of(path, settings))?
-        {
-            output::warning(format_args!(
-                "the run starts anew, and the model that was there is kept as {}",
-                beside.display()
-            ));
+        if step == 0 {
+            keep_unsaved(path, settings)?;
         }
         kept.truncate(step);
         for gap in kept.missing(step) {
@@ -475,12 +470,30 @@ pub(crate) fn refuse_contents(path: &Path) -> Result<()> {
     Err(held.hinted("resume that run with --resume, or choose another folder"))
 }
 
-/// Keeps metrics in a file of their own, which says in a word what they are, and returns its path.
-fn keep_beside(path: &Path, what: &str, metrics: &[u8]) -> Result<PathBuf> {
+/// Keeps what a run that starts anew would replace: its models and its validations.
+fn keep_unsaved(path: &Path, settings: &Settings) -> Result<()> {
+    for model in [product_of(path, settings), adapter_in(path), best_in(path)] {
+        if let Some(beside) = move_model(&model)? {
+            output::warning(format_args!(
+                "the run starts anew, and the model that was there is kept as {}",
+                beside.display()
+            ));
+        }
+    }
+    let validations = path.join(validation::FILE);
+    match input::read_if_there(&validations)? {
+        Some(known) if !known.is_empty() => keep_beside(&validations, "unsaved", &known).map(drop),
+        Some(_) | None => Ok(()),
+    }
+}
+
+/// Keeps the content of the file at `path` in another one, whose name says in a word what it is, and
+/// returns where.
+pub(crate) fn keep_beside(path: &Path, what: &str, content: &[u8]) -> Result<PathBuf> {
     let mut number = 1_u32;
     loop {
-        let beside = path.join(format!("metrics.{what}-{number:04}.jsonl"));
-        match File::create_new(&beside).and_then(|mut file| file.write_all(metrics)) {
+        let beside = path.with_extension(format!("{what}-{number:04}.jsonl"));
+        match File::create_new(&beside).and_then(|mut file| file.write_all(content)) {
             Ok(()) => return Ok(beside),
             Err(error) if error.kind() == io::ErrorKind::AlreadyExists => number += 1,
             Err(source) => return Err(Error::write(beside, source)),
