@@ -315,6 +315,9 @@ fn a_run_is_resumed_with_the_same_model_and_options() {
         (&["--context", "32"], "the run started with --context 48"),
         (&["--lr", "1"], "the run started with --lr 0.00002"),
         (&["--max-tokens", "4096"], "the run started with --max-tokens 96"),
+        (&["--n-layers", "2"], "the run started without --n-layers"),
+        (&["--hidden", "32"], "the run started without --hidden"),
+        (&["--n-heads", "4"], "the run started without --n-heads"),
     ] {
         refuses(&resume(&out, more), &[words]);
     }

@@ -261,20 +261,19 @@ impl Args {
         Ok(())
     }
 
-    /// The same of the sizes of a transformer over bytes.
+    /// The same of the sizes of a transformer over bytes, which the model of a folder does not take.
     fn agrees_with_sizes(&self, known: &Settings) -> Result<()> {
-        if known.finetune.is_some() {
-            return Ok(());
-        }
-        let Config { context, layers, heads, hidden, .. } = known.config();
+        let of_bytes = known.finetune.is_none().then(|| known.config());
+        let context = of_bytes.as_ref().map(|config| config.context);
         for (name, asked, known) in [
-            ("n-layers", self.n_layers, layers),
-            ("hidden", self.hidden, hidden),
-            ("n-heads", self.n_heads, heads),
-            ("context", self.context, context),
+            ("n-layers", self.n_layers, of_bytes.map(|config| config.layers)),
+            ("hidden", self.hidden, of_bytes.map(|config| config.hidden)),
+            ("n-heads", self.n_heads, of_bytes.map(|config| config.heads)),
+            // That of a folder's model is compared with its other options.
+            ("context", self.context.filter(|_| context.is_some()), context),
         ] {
-            let asked = asked.map(|asked| asked.to_string());
-            agrees(name, asked.as_deref(), Some(&known.to_string()))?;
+            let words = |number: Option<usize>| number.map(|number| number.to_string());
+            agrees(name, words(asked).as_deref(), words(known).as_deref())?;
         }
         Ok(())
     }
@@ -391,11 +390,7 @@ impl Args {
         let work = work_of(beginning, &model, &parameters, &steps, place, self.check);
         let needed = work.predicted()?.total();
         tracing::info!("this process will take about {}", HumanBytes(needed.into()));
-        let limits = match self.memory_limit {
-            Some(bytes) => vec![Limit::of_process(bytes, "--memory-limit")],
-            None => limits::of_system(place.processes_here()),
-        };
-        if let Some(limit) = limits.into_iter().min_by_key(Limit::share)
+        if let Some(limit) = self.limit(place)
             && limit.share() < needed
         {
             let error = Error::from(ErrorKind::Memory { needed, limit });
