@@ -336,6 +336,21 @@ fn a_run_is_resumed_with_the_same_model_and_options() {
 }
 
 #[test]
+fn a_model_may_be_described_where_a_run_wrote_it() {
+    let model = Model::new();
+    model.train("run", &["--steps", "1", "--init", "3"]);
+    let at = |name: &str| model.at(&format!("run/model/{name}"));
+    fs::write(at("README.md"), "What it learnt.").unwrap();
+    fs::create_dir(at("notes")).unwrap();
+    let out = model.path("run");
+    assert!(text(&resume(&out, &[])).contains("is complete"));
+    replace(at("config.json"), "\"vocab_size\":260", "\"vocab_size\":261");
+    let resumed = command(&resume(&out, &[])).output().unwrap();
+    let fault = "does not complete the run: it is not as the run wrote it";
+    assert!(resumed.status.success() && said(&resumed).contains(fault), "{}", said(&resumed));
+}
+
+#[test]
 fn a_run_that_starts_anew_keeps_what_it_had() {
     let model = Model::new();
     let options = ["--steps", "8", "--init", "3", "--validation", "0.5", "--lora", "2", "--merge"];

@@ -242,7 +242,7 @@ fn incomplete(path: &Path, settings: &Settings) -> Result<Option<String>> {
             None => Ok(Some("it is gone".into())),
         };
     };
-    match model_file::fingerprint_of_model(&model) {
+    match model_file::fingerprint_of_model(&model, &settings.model_files) {
         Ok(found) if found == *known => Ok(None),
         Ok(_) => Ok(Some("it is not as the run wrote it".into())),
         Err(error) if is_nothing(&error) => Ok(Some("it is gone".into())),
@@ -454,8 +454,10 @@ impl RunDir {
 
     /// Records the model that is about to get its name: it is never there without that.
     fn set_fingerprint(&mut self, model: &Path) -> Result<()> {
-        let fingerprint = model_file::fingerprint_of_model(model);
-        let fingerprint = fingerprint.map_err(|source| Error::read(model, source))?;
+        let failed = |source| Error::read(model, source);
+        let names = model_file::names_in(model).map_err(failed)?;
+        let fingerprint = model_file::fingerprint_of_model(model, &names).map_err(failed)?;
+        self.settings.model_files = names;
         self.settings.model_fingerprint = Some(fingerprint);
         self.settings.write(&self.path)
     }

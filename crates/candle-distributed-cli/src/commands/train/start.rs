@@ -307,6 +307,7 @@ impl Args {
             finetune: kind.finetune(),
             allow_non_finite: settings.allow_non_finite || self.allow_non_finite,
             // The model that is there, if any, is not that of a run with steps left.
+            model_files: vec![],
             model_fingerprint: None,
             ..settings
         };
@@ -350,6 +351,7 @@ impl Args {
             },
             sessions: vec![],
             identity: None,
+            model_files: vec![],
             model_fingerprint: None,
         };
         settings.check_weights()?;
