@@ -184,6 +184,17 @@ fn what_is_held_out_is_not_learnt() {
 }
 
 #[test]
+fn a_loss_that_is_no_number_is_never_the_best() {
+    let model = Model::new();
+    let options = ["--steps", "4", "--init", "3", "--lr", "1e39", "--allow-non-finite"];
+    model.train("run", &[&options[..], &["--validation", "0.5", "--no-sample"]].concat());
+    let found = fs::read_to_string(model.at("run/validation.jsonl")).unwrap();
+    assert!(found.contains("\"loss\":null"), "{found}");
+    assert!(!model.at("run/best").exists());
+    text(&["report", &model.path("run")]);
+}
+
+#[test]
 fn adapters_are_written_as_peft_does() {
     let model = Model::new();
     model.train("base", &["--steps", "4", "--init", "3"]);

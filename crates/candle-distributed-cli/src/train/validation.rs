@@ -4,7 +4,7 @@ use std::{io, path::Path};
 
 use candle_core::Device;
 use candle_distributed::batch::Batch;
-use serde::{Deserialize, Serialize};
+use serde::{Deserialize, Deserializer, Serialize};
 
 use crate::{
     error::{Error, Result},
@@ -28,9 +28,21 @@ pub(crate) struct HeldOut {
 pub(crate) struct Validated {
     /// The number of steps that were done.
     pub(crate) step: u64,
-    /// The mean loss of all predictions.
+    /// The mean loss of all predictions; NaN, and `null` in JSON, if it is not finite.
+    #[serde(deserialize_with = "number")]
     pub(crate) loss: f64,
     pub(crate) predictions: f64,
+}
+
+/// A number; JSON writes `null` for NaN and the infinities.
+fn number<'de, D: Deserializer<'de>>(deserializer: D) -> std::result::Result<f64, D::Error> {
+    Ok(Option::deserialize(deserializer)?.unwrap_or(f64::NAN))
+}
+
+/// What did best, if something has a loss that is finite.
+pub(crate) fn best(found: &[Validated]) -> Option<Validated> {
+    let finite = found.iter().filter(|found| found.loss.is_finite());
+    finite.min_by(|left, right| left.loss.total_cmp(&right.loss)).copied()
 }
 
 impl HeldOut {
