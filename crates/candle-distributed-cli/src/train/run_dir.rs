@@ -90,14 +90,14 @@ pub(crate) fn metrics(path: &Path) -> Result<Metrics> {
     let path = path.join(METRICS);
     let metrics = Metrics::parse(&input::read_if_there(&path)?.unwrap_or_default());
     if !metrics.damaged().is_empty() {
-        output::warning(format_args!("{} {}", path.display(), damage(&metrics)));
+        output::warning(format_args!("{} {}", path.display(), damage(metrics.damaged())));
     }
     Ok(metrics)
 }
 
-/// What is damaged in the metrics, after the name of their file.
-fn damage(metrics: &Metrics) -> String {
-    let lines: Vec<String> = metrics.damaged().iter().map(u64::to_string).collect();
+/// What is damaged in a file, after its name.
+pub(crate) fn damage(lines: &[u64]) -> String {
+    let lines: Vec<String> = lines.iter().map(u64::to_string).collect();
     let word = if lines.len() == 1 { "line" } else { "lines" };
     format!("has damage in {word} {}", lines.join(", "))
 }
@@ -311,15 +311,7 @@ impl RunDir {
         // A run may be killed before its first step, and `--resume` may start one.
         let known = input::read_if_there(&metrics)?.unwrap_or_default();
         let mut kept = Metrics::parse(&known);
-        if !kept.damaged().is_empty() {
-            let beside = keep_beside(&metrics, "damaged", &known)?;
-            output::warning(format_args!(
-                "{} {}; the whole file is kept as {}",
-                metrics.display(),
-                damage(&kept),
-                beside.display()
-            ));
-        }
+        keep_damaged(&metrics, kept.damaged(), &known)?;
         if step == 0 && kept.done() > 0 {
             // A run that is killed before its first checkpoint leaves the same, and must go on
             // without anybody's help.
@@ -394,12 +386,16 @@ impl RunDir {
         written.map_err(|source| Error::write(self.path.join(METRICS), source))
     }
 
-    /// Appends what a validation has found to its file.
+    /// Appends what a validation has found to its file, and syncs that: no checkpoint is ahead of it.
     pub(crate) fn append_validation(&self, found: Validated) -> Result<()> {
         let path = self.path.join(validation::FILE);
         let line = serde_json::to_string(&found).map_err(io::Error::from);
         let file = File::options().create(true).append(true).open(&path);
-        let written = line.and_then(|line| writeln!(file?, "{line}"));
+        let written = line.and_then(|line| {
+            let mut file = file?;
+            writeln!(file, "{line}")?;
+            file.sync_data()
+        });
         written.map_err(|source| Error::write(path, source))
     }
 
@@ -489,9 +485,24 @@ fn keep_unsaved(path: &Path, settings: &Settings) -> Result<()> {
     }
 }
 
+/// Keeps the content of a file beside it, and says so, if some of its lines are damaged.
+pub(crate) fn keep_damaged(path: &Path, lines: &[u64], content: &[u8]) -> Result<()> {
+    if lines.is_empty() {
+        return Ok(());
+    }
+    let beside = keep_beside(path, "damaged", content)?;
+    output::warning(format_args!(
+        "{} {}; the whole file is kept as {}",
+        path.display(),
+        damage(lines),
+        beside.display()
+    ));
+    Ok(())
+}
+
 /// Keeps the content of the file at `path` in another one, whose name says in a word what it is, and
 /// returns where.
-pub(crate) fn keep_beside(path: &Path, what: &str, content: &[u8]) -> Result<PathBuf> {
+fn keep_beside(path: &Path, what: &str, content: &[u8]) -> Result<PathBuf> {
     let mut number = 1_u32;
     loop {
         let beside = path.with_extension(format!("{what}-{number:04}.jsonl"));
