@@ -101,8 +101,9 @@ pub(crate) const WENT_ON: &str =
 const NONE_LEFT: &str = "restore one of these checkpoints, or start a new run in another folder";
 const LOCKED: &str = "two processes would ruin the run: end the other one, or wait for it";
 const MEMORY: &str = "--strategy full keeps a part of the model on each device instead of all of it; \
-                      a smaller --world-size takes less in one process; --memory-limit replaces \
-                      what the system says";
+                      a smaller --world-size takes less in one process, a smaller --max-tokens or \
+                      --batch-size and a shorter --context in a step; --memory-limit replaces what \
+                      the system says";
 pub(crate) const MEMORY_OF_PARTS: &str = "more processes, --keep inputs, a smaller model or a shorter --context take less in each; \
      --memory-limit replaces what the system says";
 pub(crate) const WRITE_LATER: &str = "`candle-distributed generate` has the model of a run write, where there \

@@ -251,8 +251,8 @@ fn what_cannot_be_trained_is_refused_by_name() {
     is_refused(&model, &with(&["--context", "49"]), &["--context is 49, must be 2 to 48"]);
     is_refused(
         &model,
-        &with(&["--max-tokens", "47"]),
-        &["--max-tokens is 47, must be at least 48"],
+        &with(&["--max-tokens", "25"]),
+        &["--max-tokens is 25, must be at least 26"],
     );
     is_refused(&model, &with(&["--batch-size", "0"]), &["--batch-size is 0"]);
     is_refused(&model, &with(&["--lr", "0"]), &["--lr is 0"]);
@@ -323,7 +323,7 @@ fn a_run_is_resumed_with_the_same_model_and_options() {
     for (more, words) in [
         (&["--model", &new, "--init", "4"][..], "the run started with --init 3"),
         (&["--rows", "packed"], "the run started with --rows padded"),
-        (&["--context", "32"], "the run started with --context 48"),
+        (&["--context", "32"], "the run started with --context 26"),
         (&["--lr", "1"], "the run started with --lr 0.00002"),
         (&["--max-tokens", "4096"], "the run started with --max-tokens 96"),
         (&["--n-layers", "2"], "the run started without --n-layers"),
@@ -344,6 +344,25 @@ fn a_run_is_resumed_with_the_same_model_and_options() {
     let moved = model.path("moved");
     let resumed = command(&resume(&out, &["--model", &moved])).output().unwrap();
     assert!(resumed.status.success(), "{}", said(&resumed));
+}
+
+#[test]
+fn a_step_has_room_for_the_texts_and_not_for_all_positions() {
+    let model = Model::new();
+    let config = model.at("new/config.json");
+    replace(config, "\"max_position_embeddings\":48", "\"max_position_embeddings\":32768");
+    let (new, texts) = (model.path("new"), model.path("texts"));
+    for (rows, context) in [("padded", 26), ("packed", 2048)] {
+        let out = model.path(rows);
+        let train = ["train", "--model", &new, "--data", &texts, "--init", "3", "--steps", "1"];
+        text(&[&train[..], &["--rows", rows, "--out", &out]].concat());
+        let run = fs::read(model.at(&format!("{rows}/run.json"))).unwrap();
+        let run: Value = serde_json::from_slice(&run).unwrap();
+        assert_eq!(
+            (&run["finetune"]["context"], &run["max_tokens"]),
+            (&json!(context), &json!(4096))
+        );
+    }
 }
 
 #[test]

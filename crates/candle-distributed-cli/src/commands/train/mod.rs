@@ -127,8 +127,9 @@ pub(crate) struct Args {
     /// resumed]
     #[arg(long, value_name = "N", help_heading = "The model")]
     n_heads: Option<usize>,
-    /// The longest input, in bytes; with --model the longest sequence, in tokens [default: 128, all
-    /// positions of --model, or that of the run that is resumed]
+    /// The longest input, in bytes; with --model the longest sequence, in tokens [default: 128, the
+    /// longest text for --model, with packed rows 2048 if that is more and the model has as many
+    /// positions, or that of the run that is resumed]
     #[arg(long, value_name = "N", help_heading = "The model")]
     context: Option<usize>,
 }

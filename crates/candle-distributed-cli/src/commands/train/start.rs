@@ -221,6 +221,13 @@ impl Args {
         let seed = Seed::new(known.map_or(self.seed.unwrap_or(0), |known| known.seed));
         let (fingerprint, train, held_out) = finetune.examples(&folder, path, seed)?;
         say_overlong(&train, &finetune);
+        let finetune = match (known, self.context) {
+            (None, None) => {
+                let held_out = held_out.iter().flat_map(Examples::lengths);
+                finetune.for_longest(train.lengths().into_iter().chain(held_out).fold(0, u64::max))
+            }
+            (Some(_), _) | (_, Some(_)) => finetune,
+        };
         let texts = |examples| {
             let devices = world_size.as_usize();
             DataSet::Texts(Texts { examples, rows: finetune.rows, devices })
