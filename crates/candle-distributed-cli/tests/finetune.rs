@@ -6,7 +6,7 @@ mod support;
 
 use std::fs;
 
-use safetensors::Dtype;
+use safetensors::{Dtype, SafeTensors};
 use serde_json::{Value, json};
 
 use crate::support::{
@@ -278,6 +278,26 @@ fn what_cannot_be_trained_is_refused_by_name() {
     is_refused(&model, &init, &["rope_scaling.type is yarn"]);
     changed("quantization_config", json!({"bits": 4}));
     is_refused(&model, &init, &["quantized"]);
+}
+
+#[test]
+fn a_head_that_is_the_embedding_may_be_among_the_weights() {
+    let model = Model::new();
+    let mut tied = config();
+    tied["tie_word_embeddings"] = json!(true);
+    fs::write(model.at("new/config.json"), tied.to_string()).unwrap();
+    model.train("base", &["--steps", "1", "--init", "3"]);
+    let file = model.at("base/model/model.safetensors");
+    let bytes = fs::read(&file).unwrap();
+    let weights = SafeTensors::deserialize(&bytes).unwrap();
+    let mut tensors = weights.tensors();
+    let head = weights.tensor("model.embed_tokens.weight").unwrap();
+    tensors.push(("lm_head.weight".to_owned(), head));
+    fs::write(&file, safetensors::serialize(tensors, None).unwrap()).unwrap();
+    let base = model.path("base/model");
+    model.train("next", &["--steps", "1", "--model", &base]);
+    model.train("parts", &["--steps", "1", "--model", &base, "--strategy", "full"]);
+    text(&["generate", &base, "--prompt", "a", "--max-tokens", "1"]);
 }
 
 #[test]
