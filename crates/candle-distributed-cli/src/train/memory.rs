@@ -41,7 +41,7 @@ pub(crate) struct Work<'a> {
     pub(crate) parameters: &'a [ParameterInfo],
     /// `None` if every device has the whole model.
     pub(crate) sharding: Option<&'a Sharding>,
-    /// The batches of the steps of an epoch.
+    /// The batches of the steps of an epoch, and of a validation.
     pub(crate) steps: &'a [Vec<Batch>],
     /// Whether sequences share rows, and attention must be told which token sees which.
     pub(crate) is_packed: bool,

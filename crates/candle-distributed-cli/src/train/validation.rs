@@ -67,6 +67,11 @@ impl HeldOut {
         Ok(Self { data, steps, every })
     }
 
+    /// The batches of its steps.
+    pub(crate) fn steps(&self) -> &[Vec<Batch>] {
+        &self.steps
+    }
+
     /// Whether the model is tried after so many of all steps.
     pub(crate) fn is_due(&self, done: u64, steps: u64) -> bool {
         done == steps || done.is_multiple_of(self.every)

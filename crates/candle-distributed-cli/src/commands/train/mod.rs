@@ -218,7 +218,7 @@ impl Args {
 
     /// What the model of this run would take to write, if that is too much for this process.
     fn unwritten(&self, place: Place, beginning: &Beginning) -> Result<Option<u64>> {
-        let (_, steps) = beginning.schedule.first_epoch()?;
+        let steps = beginning.steps()?;
         let model = beginning.settings.trained_model()?;
         let parameters = model.parameters()?;
         let work = work_of(beginning, &model, &parameters, &steps, place, self.check);
@@ -359,14 +359,24 @@ mod tests {
             let line = line.chain(["--data".as_ref(), data.as_os_str()]);
             Line::parse_from(line.chain(["--out".as_ref(), out.as_os_str()])).train
         };
+        let begin = |args: &Args, place| match args.start(place).unwrap() {
+            Start::Train(beginning) => beginning,
+            Start::Complete(path) => panic!("{} is complete", path.display()),
+        };
         let unwritten = |more: &[&str]| {
             let args = train(more);
             let place = args.devices.place(DEFAULT_WORLD_SIZE).unwrap();
-            let Start::Train(beginning) = args.start(place).unwrap() else { panic!("is complete") };
-            args.unwritten(place, &beginning).unwrap()
+            args.unwritten(place, &begin(&args, place)).unwrap()
         };
         assert_eq!(unwritten(&[]), None);
         assert!(unwritten(&["--lora", "1", "--strategy", "full"]).is_some());
+
+        // What is held out takes memory as well.
+        let args = train(&["--batch-size", "1", "--validation", "0.5"]);
+        let place = args.devices.place(DEFAULT_WORLD_SIZE).unwrap();
+        let beginning = begin(&args, place);
+        let n_steps = beginning.schedule.first_epoch().unwrap().1.len();
+        assert_eq!((n_steps, beginning.steps().unwrap().len()), (1, 2));
     }
 
     #[test]

@@ -8,6 +8,7 @@ use std::{
 };
 
 use candle_distributed::{
+    batch::Batch,
     mesh::DeviceMesh,
     train::peak_bytes,
     types::{
@@ -70,6 +71,13 @@ pub(super) struct Beginning {
 }
 
 impl Beginning {
+    /// The batches of the steps of an epoch, and of a validation if there are some.
+    pub(super) fn steps(&self) -> Result<Vec<Vec<Batch>>> {
+        let (_, mut steps) = self.schedule.first_epoch()?;
+        steps.extend(self.held_out.iter().flat_map(HeldOut::steps).cloned());
+        Ok(steps)
+    }
+
     /// Refuses an optimizer inside the backward pass that would have to wait for its end.
     fn check_optimizer(&self) -> Result<()> {
         let is_in_bwd =
@@ -393,7 +401,7 @@ impl Args {
 
     /// Checks that the memory that this process will probably take is there.
     fn check_memory(&self, place: Place, beginning: &Beginning) -> Result<()> {
-        let (_, steps) = beginning.schedule.first_epoch()?;
+        let steps = beginning.steps()?;
         let model = beginning.settings.trained_model()?;
         let parameters = model.parameters()?;
         let work = work_of(beginning, &model, &parameters, &steps, place, self.check);
