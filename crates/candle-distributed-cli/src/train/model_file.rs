@@ -69,7 +69,7 @@ pub(crate) fn names_in(path: &Path) -> io::Result<Vec<String>> {
     }
     let name = |entry: io::Result<fs::DirEntry>| {
         let name = entry?.file_name().into_string();
-        name.map_err(|name| io::Error::other(format!("{name:?} is not UTF-8")))
+        name.map_err(|name| io::Error::other(format!("{} is not UTF-8", name.display())))
     };
     let mut names: Vec<String> = fs::read_dir(path)?.map(name).collect::<io::Result<_>>()?;
     names.sort();
