@@ -74,6 +74,8 @@ pub(crate) const UNFINISHED: &str = "candle-distributed train --out DIR --resume
                                      best so far is in the folder best, if there is a --validation";
 pub(crate) const OTHER_MODEL: &str =
     "give --model the folder as it was, or start a new run in another folder";
+pub(crate) const PACKED_ROWS: &str =
+    "a smaller --batch-size or --max-tokens makes steps of fewer rows";
 pub(crate) const MODEL_OPTION: &str = "--model FOLDER names the model to fine-tune";
 pub(crate) const LORA_ON: &str = "--lora-on takes the names of linear layers, whole or their ends: \
                                   q_proj,k_proj,v_proj,o_proj,gate_proj,up_proj,down_proj";
@@ -103,10 +105,13 @@ pub(crate) const WENT_ON: &str =
 const NONE_LEFT: &str = "restore one of these checkpoints, or start a new run in another folder";
 const LOCKED: &str = "two processes would ruin the run: end the other one, or wait for it";
 const MEMORY: &str = "--strategy full keeps a part of the model on each device instead of all of it; \
-                      a smaller --world-size takes less in one process; --memory-limit replaces \
-                      what the system says";
+                      a smaller --world-size takes less in one process, a smaller --max-tokens or \
+                      --batch-size and a shorter --context in a step; --memory-limit replaces what \
+                      the system says";
 pub(crate) const MEMORY_OF_PARTS: &str = "more processes, --keep inputs, a smaller model or a shorter --context take less in each; \
      --memory-limit replaces what the system says";
+pub(crate) const WRITE_LATER: &str = "`candle-distributed generate` has the model of a run write, where there \
+                                      is room for it; --no-sample says nothing of it";
 pub(crate) const WEIGHTS: &str = "--weights takes a .safetensors file, or the folder of a run that \
                                   has ended: --n-layers, --hidden, --n-heads and --context must be \
                                   those of its model";

@@ -6,7 +6,7 @@ mod support;
 
 use std::fs;
 
-use safetensors::Dtype;
+use safetensors::{Dtype, SafeTensors};
 use serde_json::{Value, json};
 
 use crate::support::{
@@ -184,6 +184,17 @@ fn what_is_held_out_is_not_learnt() {
 }
 
 #[test]
+fn a_loss_that_is_no_number_is_never_the_best() {
+    let model = Model::new();
+    let options = ["--steps", "4", "--init", "3", "--lr", "1e39", "--allow-non-finite"];
+    model.train("run", &[&options[..], &["--validation", "0.5", "--no-sample"]].concat());
+    let found = fs::read_to_string(model.at("run/validation.jsonl")).unwrap();
+    assert!(found.contains("\"loss\":null"), "{found}");
+    assert!(!model.at("run/best").exists());
+    text(&["report", &model.path("run")]);
+}
+
+#[test]
 fn adapters_are_written_as_peft_does() {
     let model = Model::new();
     model.train("base", &["--steps", "4", "--init", "3"]);
@@ -240,8 +251,8 @@ fn what_cannot_be_trained_is_refused_by_name() {
     is_refused(&model, &with(&["--context", "49"]), &["--context is 49, must be 2 to 48"]);
     is_refused(
         &model,
-        &with(&["--max-tokens", "47"]),
-        &["--max-tokens is 47, must be at least 48"],
+        &with(&["--max-tokens", "25"]),
+        &["--max-tokens is 25, must be at least 26"],
     );
     is_refused(&model, &with(&["--batch-size", "0"]), &["--batch-size is 0"]);
     is_refused(&model, &with(&["--lr", "0"]), &["--lr is 0"]);
@@ -270,6 +281,47 @@ fn what_cannot_be_trained_is_refused_by_name() {
 }
 
 #[test]
+fn a_head_that_is_the_embedding_may_be_among_the_weights() {
+    let model = Model::new();
+    let mut tied = config();
+    tied["tie_word_embeddings"] = json!(true);
+    fs::write(model.at("new/config.json"), tied.to_string()).unwrap();
+    model.train("base", &["--steps", "1", "--init", "3"]);
+    let file = model.at("base/model/model.safetensors");
+    let bytes = fs::read(&file).unwrap();
+    let weights = SafeTensors::deserialize(&bytes).unwrap();
+    let mut tensors = weights.tensors();
+    let head = weights.tensor("model.embed_tokens.weight").unwrap();
+    tensors.push(("lm_head.weight".to_owned(), head));
+    fs::write(&file, safetensors::serialize(tensors, None).unwrap()).unwrap();
+    let base = model.path("base/model");
+    model.train("next", &["--steps", "1", "--model", &base]);
+    model.train("parts", &["--steps", "1", "--model", &base, "--strategy", "full"]);
+    text(&["generate", &base, "--prompt", "a", "--max-tokens", "1"]);
+}
+
+#[test]
+fn a_run_is_complete_whatever_becomes_of_its_text() {
+    let model = Model::new();
+    let run = |out: &str, more: &[&str]| {
+        let more = [&["--steps", "1", "--init", "3"][..], more].concat();
+        let arguments = model.arguments(out, &more);
+        let arguments: Vec<&str> = arguments.iter().map(String::as_str).collect();
+        let run = command(&arguments).output().unwrap();
+        assert!(run.status.success(), "{}", said(&run));
+        assert!(model.at(out).join("model/config.json").exists());
+        String::from_utf8(run.stdout.clone()).unwrap() + &said(&run)
+    };
+    assert!(run("usual", &[]).contains("the model writes:"));
+    assert!(model.at("usual/sample.txt").is_file());
+    assert!(!run("silent", &["--no-sample"]).contains("the model writes"));
+    assert!(!model.at("silent/sample.txt").exists());
+    // What is no file is not replaced.
+    fs::create_dir_all(model.at("taken/sample.txt")).unwrap();
+    assert!(run("taken", &[]).contains("the model writes nothing: "));
+}
+
+#[test]
 fn tensors_that_are_missing_or_left_over_are_named() {
     let model = Model::new();
     model.train("base", &["--steps", "1", "--init", "3"]);
@@ -291,9 +343,12 @@ fn a_run_is_resumed_with_the_same_model_and_options() {
     for (more, words) in [
         (&["--model", &new, "--init", "4"][..], "the run started with --init 3"),
         (&["--rows", "packed"], "the run started with --rows padded"),
-        (&["--context", "32"], "the run started with --context 48"),
+        (&["--context", "32"], "the run started with --context 26"),
         (&["--lr", "1"], "the run started with --lr 0.00002"),
         (&["--max-tokens", "4096"], "the run started with --max-tokens 96"),
+        (&["--n-layers", "2"], "the run started without --n-layers"),
+        (&["--hidden", "32"], "the run started without --hidden"),
+        (&["--n-heads", "4"], "the run started without --n-heads"),
     ] {
         refuses(&resume(&out, more), &[words]);
     }
@@ -309,6 +364,59 @@ fn a_run_is_resumed_with_the_same_model_and_options() {
     let moved = model.path("moved");
     let resumed = command(&resume(&out, &["--model", &moved])).output().unwrap();
     assert!(resumed.status.success(), "{}", said(&resumed));
+}
+
+#[test]
+fn a_step_has_room_for_the_texts_and_not_for_all_positions() {
+    let model = Model::new();
+    let config = model.at("new/config.json");
+    replace(config, "\"max_position_embeddings\":48", "\"max_position_embeddings\":32768");
+    let (new, texts) = (model.path("new"), model.path("texts"));
+    for (rows, context) in [("padded", 26), ("packed", 2048)] {
+        let out = model.path(rows);
+        let train = ["train", "--model", &new, "--data", &texts, "--init", "3", "--steps", "1"];
+        text(&[&train[..], &["--rows", rows, "--out", &out]].concat());
+        let run = fs::read(model.at(&format!("{rows}/run.json"))).unwrap();
+        let run: Value = serde_json::from_slice(&run).unwrap();
+        assert_eq!(
+            (&run["finetune"]["context"], &run["max_tokens"]),
+            (&json!(context), &json!(4096))
+        );
+    }
+}
+
+#[test]
+fn a_model_may_be_described_where_a_run_wrote_it() {
+    let model = Model::new();
+    model.train("run", &["--steps", "1", "--init", "3"]);
+    let at = |name: &str| model.at(&format!("run/model/{name}"));
+    fs::write(at("README.md"), "What it learnt.").unwrap();
+    fs::create_dir(at("notes")).unwrap();
+    let out = model.path("run");
+    assert!(text(&resume(&out, &[])).contains("is complete"));
+    replace(at("config.json"), "\"vocab_size\":260", "\"vocab_size\":261");
+    let resumed = command(&resume(&out, &[])).output().unwrap();
+    let fault = "does not complete the run: it is not as the run wrote it";
+    assert!(resumed.status.success() && said(&resumed).contains(fault), "{}", said(&resumed));
+}
+
+#[test]
+fn a_run_that_starts_anew_keeps_what_it_had() {
+    let model = Model::new();
+    let options = ["--steps", "8", "--init", "3", "--validation", "0.5", "--lora", "2", "--merge"];
+    model.train("run", &options);
+    let at = |name: &str| model.at(&format!("run/{name}"));
+    let folders = ["model", "adapter", "best"];
+    let before = folders.map(|name| files(&at(name)));
+    let found = fs::read(at("validation.jsonl")).unwrap();
+    // Neither a checkpoint nor all metrics are left.
+    fs::remove_dir_all(at("checkpoints")).unwrap();
+    fs::write(at("metrics.jsonl"), "").unwrap();
+    text(&resume(&model.path("run"), &[]));
+    assert!(before == folders.map(|name| files(&at(&format!("{name}.unsaved-0001")))));
+    assert!(before == folders.map(|name| files(&at(name))));
+    assert_eq!(fs::read(at("validation.unsaved-0001.jsonl")).unwrap(), found);
+    assert_eq!(fs::read(at("validation.jsonl")).unwrap(), found);
 }
 
 fn resume<'a>(out: &'a str, more: &[&'a str]) -> Vec<&'a str> {

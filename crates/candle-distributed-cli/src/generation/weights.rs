@@ -94,10 +94,7 @@ fn check(
     }
 }
 
-/// Whether weights may have a tensor that the model does not ask for: frequencies, which the first
-/// Llamas were written with, and the head where it is the embedding.
+/// Whether weights may have a tensor that the model does not ask for.
 fn is_passed_over(model: &Model, name: &str) -> bool {
-    let Model::Llama(llama) = model else { return false };
-    let is_tied = llama.config().tie_word_embeddings;
-    name.ends_with("rotary_emb.inv_freq") || is_tied && name == "lm_head.weight"
+    name.split('.').any(|part| model.passed_over().contains(&part))
 }

@@ -44,7 +44,8 @@ type Chart<'a, 'b> = ChartContext<'a, SVGBackend<'b>, Cartesian2d<RangedCoordu64
 /// An SVG document about one run: each number as points and as a smooth line. A panel of which
 /// nothing is known is left out.
 pub(crate) fn draw(metrics: &Metrics, held_out: &[Validated]) -> Result<String> {
-    let held_out: Vec<(u64, f64)> = held_out.iter().map(|found| (found.step, found.loss)).collect();
+    let held_out = held_out.iter().filter(|found| found.loss.is_finite());
+    let held_out: Vec<(u64, f64)> = held_out.map(|found| (found.step, found.loss)).collect();
     let run = Run { steps: metrics.timed().collect(), held_out, color: BLUE, is_alone: true };
     let mut legend =
         vec![(Mark::Dot, BLUE, "a step"), (Mark::Line, BLUE, "mean of the steps around it")];

@@ -4,14 +4,17 @@ use std::iter;
 
 use candle_distributed::{
     batch::{
-        Batch, BatchConfig, BatchState, Buckets, DistributedBatchSampler, DistributedConfig,
+        self, Batch, BatchConfig, BatchState, Buckets, DistributedBatchSampler, DistributedConfig,
         DynamicBatchSampler, DynamicBatchStrategy, PaddingReport, Steps,
     },
     sampler::{DistributedSampler, SamplerConfig},
     types::{Epoch, Placement, Seed, WorldSize},
 };
 
-use crate::error::{Error, Result};
+use crate::{
+    error::{Error, Result},
+    hint,
+};
 
 /// The most padded tokens in a batch, over all devices.
 const MAX_TOKENS: u64 = 4096;
@@ -122,7 +125,14 @@ impl Schedule {
     }
 
     fn epoch(&self, epoch: Epoch) -> Result<Steps<'_, Vec<u64>>> {
-        Ok(self.batches.epoch(epoch, &self.order_in(epoch))?)
+        self.batches.epoch(epoch, &self.order_in(epoch)).map_err(|error| match error {
+            // The batches of a step are packed rows, and no ranks.
+            batch::Error::CannotFillStep { n_batches, world_size: rows } => Error::usage(format!(
+                "the texts fill {n_batches} packed rows, and a step has {rows}"
+            ))
+            .hinted(hint::PACKED_ROWS),
+            error => error.into(),
+        })
     }
 
     fn order_in(&self, epoch: Epoch) -> DistributedSampler {

@@ -52,10 +52,7 @@ macro_rules! with_settings {
         if let Some(weights) = $settings.pretrained() {
             builder = builder.weights(weights);
         }
-        if let Model::Llama(_) = $model {
-            // The first ones have frequencies beside their weights, which follow from the sizes.
-            builder = builder.allow_unexpected(["rotary_emb"]);
-        }
+        builder = builder.allow_unexpected($model.passed_over());
         if !$model.undecayed().is_empty() {
             builder = builder.group(UNDECAYED, $model.undecayed());
         }

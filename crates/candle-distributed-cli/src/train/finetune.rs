@@ -97,6 +97,19 @@ impl Finetune {
         Ok((fingerprint, train, Some(held_out)))
     }
 
+    /// The same for examples whose longest has so many tokens: no step needs room for longer ones,
+    /// however many positions the model has.
+    pub(crate) fn for_longest(self, longest: u64) -> Self {
+        /// As long as rows are that most examples can share.
+        const ROW: usize = 2048;
+        let longest = usize::try_from(longest).unwrap_or(usize::MAX);
+        let room = match self.rows {
+            Rows::Padded => longest,
+            Rows::Packed => longest.max(ROW),
+        };
+        Self { context: self.context.min(room.max(2)), ..self }
+    }
+
     /// Refuses a folder that is not the one that the run started with.
     pub(crate) fn check_folder(&self, folder: &Folder) -> Result<()> {
         let is_same = config_of(folder)? == self.config

@@ -11,6 +11,7 @@ use candle_distributed::{
 use crate::{
     error::Result,
     train::{
+        limits::Limit,
         model::Sizes,
         precision::Precision,
         session::Session,
@@ -40,7 +41,7 @@ pub(crate) struct Work<'a> {
     pub(crate) parameters: &'a [ParameterInfo],
     /// `None` if every device has the whole model.
     pub(crate) sharding: Option<&'a Sharding>,
-    /// The batches of the steps of an epoch.
+    /// The batches of the steps of an epoch, and of a validation.
     pub(crate) steps: &'a [Vec<Batch>],
     /// Whether sequences share rows, and attention must be told which token sees which.
     pub(crate) is_packed: bool,
@@ -81,6 +82,16 @@ impl Work<'_> {
             processes.map(|process| process.predicted()).collect::<Result<_>>()?;
         let largest = predictions.into_iter().max_by_key(Prediction::total);
         Ok(largest.expect("a world has ranks"))
+    }
+
+    /// How much memory the trained model takes that writes a text, as its files have it and in single
+    /// precision, if that is more than the process takes to train it, or may take.
+    pub(crate) fn too_large_to_write(&self, limit: Option<&Limit>) -> Result<Option<u64>> {
+        let all: u64 = self.parameters.iter().map(ParameterInfo::numel).sum();
+        let needed = all.saturating_mul(2 * size_of::<f32>() as u64);
+        let trains_in = self.predicted()?.total();
+        let most = limit.map_or(trains_in, |limit| trains_in.min(limit.share()));
+        Ok((needed > most).then_some(needed))
     }
 
     /// The model whole: slots of a process share its variables, and divide the optimizer's state.
@@ -360,6 +371,33 @@ mod tests {
         }
         let all = of_ranks((0, 4));
         assert_eq!(all.predicted_of_largest().unwrap(), all.predicted().unwrap());
+    }
+
+    #[test]
+    fn a_model_in_parts_may_be_too_large_to_write_in_one_process() {
+        let model = model(Config { hidden: 1024, layers: 12, ..MODEL });
+        let parameters = &model.parameters().unwrap();
+        let all: u64 = parameters.iter().map(ParameterInfo::numel).sum();
+        let full = Sharding::full();
+        let work = |sharding, ranks| Work {
+            check: false,
+            sizes: model.sizes(),
+            precision: Precision::F32,
+            parameters,
+            sharding,
+            steps: &[],
+            is_packed: false,
+            world_size: 8,
+            ranks,
+            base_bytes: 0,
+        };
+        let too_large = |work: Work<'_>, limit| work.too_large_to_write(limit).unwrap();
+        assert_eq!(too_large(work(Some(&full), (3, 4)), None), Some(8 * all));
+        let (together, whole) = (work(Some(&full), (0, 8)), work(None, (0, 1)));
+        assert_eq!((too_large(together, None), too_large(whole, None)), (None, None));
+        let (less, enough) = (Limit::of_process(8 * all - 1, ""), Limit::of_process(8 * all, ""));
+        assert_eq!(too_large(whole, Some(&less)), Some(8 * all));
+        assert_eq!(too_large(whole, Some(&enough)), None);
     }
 
     #[test]

@@ -110,6 +110,14 @@ impl Model {
         }
     }
 
+    /// Patterns of the tensors that weights may have and the model does not: frequencies, which the
+    /// first Llamas were written with, and the head where it is the embedding.
+    pub(crate) fn passed_over(&self) -> Vec<&'static str> {
+        let Self::Llama(llama) = self else { return Vec::new() };
+        let head = llama.config().tie_word_embeddings.then_some("lm_head");
+        ["rotary_emb"].into_iter().chain(head).collect()
+    }
+
     /// The parameters in the order of their names. They take no memory.
     pub(crate) fn parameters(&self) -> Result<Vec<ParameterInfo>> {
         let declared = train::declare(|vb| self.declare(&vb), DType::F32, &Device::Cpu);

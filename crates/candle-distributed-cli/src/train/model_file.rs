@@ -62,18 +62,29 @@ pub(crate) fn write_items(
     parameter.write_bytes(out).map_err(io::Error::other)
 }
 
-/// The fingerprint of a model: that of its file, or of all files of its folder by name.
-pub(crate) fn fingerprint_of_model(path: &Path) -> io::Result<String> {
+/// The names of the files in the folder of a model; none of a model that is a file.
+pub(crate) fn names_in(path: &Path) -> io::Result<Vec<String>> {
+    if !path.is_dir() {
+        return Ok(Vec::new());
+    }
+    let name = |entry: io::Result<fs::DirEntry>| {
+        let name = entry?.file_name().into_string();
+        name.map_err(|name| io::Error::other(format!("{} is not UTF-8", name.display())))
+    };
+    let mut names: Vec<String> = fs::read_dir(path)?.map(name).collect::<io::Result<_>>()?;
+    names.sort();
+    Ok(names)
+}
+
+/// The fingerprint of a model: that of its file, or of these files of its folder.
+pub(crate) fn fingerprint_of_model(path: &Path, names: &[String]) -> io::Result<String> {
     if !path.is_dir() {
         return fingerprint(path);
     }
-    let entries = fs::read_dir(path)?.map(|entry| Ok(entry?.path()));
-    let mut files: Vec<PathBuf> = entries.collect::<io::Result<_>>()?;
-    files.sort();
     let mut all = Fingerprint::new();
-    for file in files {
-        all.bytes(file.file_name().unwrap_or_default().as_encoded_bytes());
-        all.bytes(fingerprint(&file)?.as_bytes());
+    for name in names {
+        all.bytes(name.as_bytes());
+        all.bytes(fingerprint(&path.join(name))?.as_bytes());
     }
     Ok(format!("{:016x}", all.finish()))
 }

@@ -90,14 +90,14 @@ pub(crate) fn metrics(path: &Path) -> Result<Metrics> {
     let path = path.join(METRICS);
     let metrics = Metrics::parse(&input::read_if_there(&path)?.unwrap_or_default());
     if !metrics.damaged().is_empty() {
-        output::warning(format_args!("{} {}", path.display(), damage(&metrics)));
+        output::warning(format_args!("{} {}", path.display(), damage(metrics.damaged())));
     }
     Ok(metrics)
 }
 
-/// What is damaged in the metrics, after the name of their file.
-fn damage(metrics: &Metrics) -> String {
-    let lines: Vec<String> = metrics.damaged().iter().map(u64::to_string).collect();
+/// What is damaged in a file, after its name.
+pub(crate) fn damage(lines: &[u64]) -> String {
+    let lines: Vec<String> = lines.iter().map(u64::to_string).collect();
     let word = if lines.len() == 1 { "line" } else { "lines" };
     format!("has damage in {word} {}", lines.join(", "))
 }
@@ -242,7 +242,7 @@ fn incomplete(path: &Path, settings: &Settings) -> Result<Option<String>> {
             None => Ok(Some("it is gone".into())),
         };
     };
-    match model_file::fingerprint_of_model(&model) {
+    match model_file::fingerprint_of_model(&model, &settings.model_files) {
         Ok(found) if found == *known => Ok(None),
         Ok(_) => Ok(Some("it is not as the run wrote it".into())),
         Err(error) if is_nothing(&error) => Ok(Some("it is gone".into())),
@@ -311,19 +311,11 @@ impl RunDir {
         // A run may be killed before its first step, and `--resume` may start one.
         let known = input::read_if_there(&metrics)?.unwrap_or_default();
         let mut kept = Metrics::parse(&known);
-        if !kept.damaged().is_empty() {
-            let beside = keep_beside(path, "damaged", &known)?;
-            output::warning(format_args!(
-                "{} {}; the whole file is kept as {}",
-                metrics.display(),
-                damage(&kept),
-                beside.display()
-            ));
-        }
+        keep_damaged(&metrics, kept.damaged(), &known)?;
         if step == 0 && kept.done() > 0 {
             // A run that is killed before its first checkpoint leaves the same, and must go on
             // without anybody's help.
-            let beside = keep_beside(path, "unsaved", &known)?;
+            let beside = keep_beside(&metrics, "unsaved", &known)?;
             output::warning(format_args!(
                 "{} ends with step {}, but there is no checkpoint in {}: the run starts anew, and \
                  the whole file is kept as {}",
@@ -333,13 +325,8 @@ impl RunDir {
                 beside.display()
             ));
         }
-        if step == 0
-            && let Some(beside) = move_model(&product_of(path, settings))?
-        {
-            output::warning(format_args!(
-                "the run starts anew, and the model that was there is kept as {}",
-                beside.display()
-            ));
+        if step == 0 {
+            keep_unsaved(path, settings)?;
         }
         kept.truncate(step);
         for gap in kept.missing(step) {
@@ -399,12 +386,16 @@ impl RunDir {
         written.map_err(|source| Error::write(self.path.join(METRICS), source))
     }
 
-    /// Appends what a validation has found to its file.
+    /// Appends what a validation has found to its file, and syncs that: no checkpoint is ahead of it.
     pub(crate) fn append_validation(&self, found: Validated) -> Result<()> {
         let path = self.path.join(validation::FILE);
         let line = serde_json::to_string(&found).map_err(io::Error::from);
         let file = File::options().create(true).append(true).open(&path);
-        let written = line.and_then(|line| writeln!(file?, "{line}"));
+        let written = line.and_then(|line| {
+            let mut file = file?;
+            writeln!(file, "{line}")?;
+            file.sync_data()
+        });
         written.map_err(|source| Error::write(path, source))
     }
 
@@ -459,8 +450,10 @@ impl RunDir {
 
     /// Records the model that is about to get its name: it is never there without that.
     fn set_fingerprint(&mut self, model: &Path) -> Result<()> {
-        let fingerprint = model_file::fingerprint_of_model(model);
-        let fingerprint = fingerprint.map_err(|source| Error::read(model, source))?;
+        let failed = |source| Error::read(model, source);
+        let names = model_file::names_in(model).map_err(failed)?;
+        let fingerprint = model_file::fingerprint_of_model(model, &names).map_err(failed)?;
+        self.settings.model_files = names;
         self.settings.model_fingerprint = Some(fingerprint);
         self.settings.write(&self.path)
     }
@@ -475,12 +468,45 @@ pub(crate) fn refuse_contents(path: &Path) -> Result<()> {
     Err(held.hinted("resume that run with --resume, or choose another folder"))
 }
 
-/// Keeps metrics in a file of their own, which says in a word what they are, and returns its path.
-fn keep_beside(path: &Path, what: &str, metrics: &[u8]) -> Result<PathBuf> {
+/// Keeps what a run that starts anew would replace: its models and its validations.
+fn keep_unsaved(path: &Path, settings: &Settings) -> Result<()> {
+    for model in [product_of(path, settings), adapter_in(path), best_in(path)] {
+        if let Some(beside) = move_model(&model)? {
+            output::warning(format_args!(
+                "the run starts anew, and the model that was there is kept as {}",
+                beside.display()
+            ));
+        }
+    }
+    let validations = path.join(validation::FILE);
+    match input::read_if_there(&validations)? {
+        Some(known) if !known.is_empty() => keep_beside(&validations, "unsaved", &known).map(drop),
+        Some(_) | None => Ok(()),
+    }
+}
+
+/// Keeps the content of a file beside it, and says so, if some of its lines are damaged.
+pub(crate) fn keep_damaged(path: &Path, lines: &[u64], content: &[u8]) -> Result<()> {
+    if lines.is_empty() {
+        return Ok(());
+    }
+    let beside = keep_beside(path, "damaged", content)?;
+    output::warning(format_args!(
+        "{} {}; the whole file is kept as {}",
+        path.display(),
+        damage(lines),
+        beside.display()
+    ));
+    Ok(())
+}
+
+/// Keeps the content of the file at `path` in another one, whose name says in a word what it is, and
+/// returns where.
+fn keep_beside(path: &Path, what: &str, content: &[u8]) -> Result<PathBuf> {
     let mut number = 1_u32;
     loop {
-        let beside = path.join(format!("metrics.{what}-{number:04}.jsonl"));
-        match File::create_new(&beside).and_then(|mut file| file.write_all(metrics)) {
+        let beside = path.with_extension(format!("{what}-{number:04}.jsonl"));
+        match File::create_new(&beside).and_then(|mut file| file.write_all(content)) {
             Ok(()) => return Ok(beside),
             Err(error) if error.kind() == io::ErrorKind::AlreadyExists => number += 1,
             Err(source) => return Err(Error::write(beside, source)),

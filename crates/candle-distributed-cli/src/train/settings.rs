@@ -61,7 +61,11 @@ pub(crate) struct Settings {
     /// write it.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub(crate) identity: Option<String>,
-    /// The fingerprint of the model's file, once there is one.
+    /// The files that the run wrote into the folder of its model, once there is one: others may be
+    /// put beside them.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub(crate) model_files: Vec<String>,
+    /// The fingerprint of the model's file, or of those files, once there are some.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub(crate) model_fingerprint: Option<String>,
 }
@@ -265,6 +269,7 @@ pub(crate) mod tests {
             recipe: Recipe::default(),
             sessions: vec![session(0)],
             identity: None,
+            model_files: vec![],
             model_fingerprint: None,
         }
     }

@@ -158,7 +158,7 @@ impl Job<'_> {
     /// The least loss that a validation has found before these steps.
     fn best_before(&self, steps: u64) -> Result<Option<f64>> {
         let found = validation::found_in(self.path, steps)?;
-        Ok(found.into_iter().map(|found| found.loss).reduce(f64::min))
+        Ok(validation::best(&found).map(|best| best.loss))
     }
 
     /// Tries the model on the examples that were held out, if that is due, and saves it if it did
@@ -173,7 +173,7 @@ impl Job<'_> {
         let due = self.held_out.filter(|held_out| held_out.is_due(done, self.settings.steps));
         let (Some(held_out), Some(folder)) = (due, self.folder) else { return Ok(()) };
         let found = held_out.validate(model, done, &self.mesh.devices()[0])?;
-        let is_best = best.is_none_or(|best| found.loss < best);
+        let is_best = found.loss.is_finite() && best.is_none_or(|best| found.loss < best);
         if is_best {
             *best = Some(found.loss);
             self.products(folder).save(model, &run_dir::best_in(self.path))?;

@@ -27,7 +27,7 @@ use crate::{
         memory::Memory,
         session::Session,
         sharding,
-        validation::Validated,
+        validation::{self, Validated},
     },
 };
 
@@ -246,8 +246,7 @@ fn training(facts: &Facts) -> Result<Markup> {
 
 /// Where the loss of the examples that were held out was least, if some were.
 fn least_of_held_out(facts: &Facts) -> String {
-    let least = facts.held_out.iter().min_by(|left, right| left.loss.total_cmp(&right.loss));
-    least.map_or(String::new(), |least| {
+    validation::best(&facts.held_out).map_or(String::new(), |least| {
         let Validated { step, loss, .. } = least;
         format!(" Of the examples that were held out it was least after step {step}: {loss:.3}.")
     })

@@ -47,7 +47,7 @@ impl Args {
         let counted = job.rehearse()?;
         let model = settings.trained_model()?;
         let parameters = model.parameters()?;
-        let (_, steps) = schedule.first_epoch()?;
+        let steps = beginning.steps()?;
         let work = work_of(beginning, &model, &parameters, &steps, place, false);
         // What is there before training differs from process to process.
         let base_bytes = largest_bytes(mesh, beginning.base_bytes)?.unwrap_or(0);

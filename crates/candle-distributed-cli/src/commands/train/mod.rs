@@ -130,8 +130,9 @@ pub(crate) struct Args {
     /// resumed]
     #[arg(long, value_name = "N", help_heading = "The model")]
     n_heads: Option<usize>,
-    /// The longest input, in bytes; with --model the longest sequence, in tokens [default: 128, all
-    /// positions of --model, or that of the run that is resumed]
+    /// The longest input, in bytes; with --model the longest sequence, in tokens [default: 128, the
+    /// longest text for --model, with packed rows 2048 if that is more and the model has as many
+    /// positions, or that of the run that is resumed]
     #[arg(long, value_name = "N", help_heading = "The model")]
     context: Option<usize>,
 }
@@ -175,6 +176,7 @@ impl Args {
         }
         let path = self.path(mesh)?;
         agreement::check_shared(mesh, &path)?;
+        let unwritten = self.unwritten(place, &beginning)?;
         let Beginning { settings, sharding, data, schedule, .. } = beginning;
         let Beginning { held_out, folder, from, seen, base_bytes, .. } = beginning;
         let job = Job {
@@ -207,10 +209,23 @@ impl Args {
         };
         let prompt = self.writing.prompt(&data, folder.as_ref())?;
         job.run(model, journal)?;
-        match prompt.filter(|_| place.placement.rank() == Rank::ZERO) {
-            Some(prompt) => self.writing.write(&path, &prompt, Seed::new(settings.seed)),
-            None => Ok(()),
+        match (prompt.filter(|_| place.placement.rank() == Rank::ZERO), unwritten) {
+            (Some(_), Some(bytes)) => {
+                writing::say_too_large(bytes);
+                Ok(())
+            }
+            (Some(prompt), None) => self.writing.write(&path, &prompt, Seed::new(settings.seed)),
+            (None, _) => Ok(()),
         }
+    }
+
+    /// What the model of this run would take to write, if that is too much for this process.
+    fn unwritten(&self, place: Place, beginning: &Beginning) -> Result<Option<u64>> {
+        let steps = beginning.steps()?;
+        let model = beginning.settings.trained_model()?;
+        let parameters = model.parameters()?;
+        let work = work_of(beginning, &model, &parameters, &steps, place, self.check);
+        work.too_large_to_write(self.limit(place).as_ref())
     }
 
     /// Says what the run starts with, and opens its folder.
@@ -341,6 +356,46 @@ mod tests {
     struct Line {
         #[command(flatten)]
         train: Args,
+    }
+
+    #[test]
+    fn a_model_that_takes_more_whole_than_its_adapters_do_writes_nothing() {
+        let home = tempfile::tempdir().unwrap();
+        let config = serde_json::json!({
+            "architectures": ["LlamaForCausalLM"], "vocab_size": 260, "hidden_size": 1024,
+            "intermediate_size": 4096, "num_hidden_layers": 24, "num_attention_heads": 8,
+            "num_key_value_heads": 8, "max_position_embeddings": 32, "rms_norm_eps": 1e-6,
+            "hidden_act": "silu", "rope_theta": 1e4, "torch_dtype": "float32", "eos_token_id": 256,
+        });
+        fs::write(home.path().join("config.json"), config.to_string()).unwrap();
+        let data = home.path().join("texts.txt");
+        fs::write(&data, "to be or\n\nnot to be\n\n").unwrap();
+        let out = home.path().join("run");
+        let train = |more: &[&str]| {
+            let line = ["train", "--init", "1"].into_iter().chain(more.iter().copied());
+            let line = line.map(std::ffi::OsStr::new);
+            let line = line.chain(["--model".as_ref(), home.path().as_os_str()]);
+            let line = line.chain(["--data".as_ref(), data.as_os_str()]);
+            Line::parse_from(line.chain(["--out".as_ref(), out.as_os_str()])).train
+        };
+        let begin = |args: &Args, place| match args.start(place).unwrap() {
+            Start::Train(beginning) => beginning,
+            Start::Complete(path) => panic!("{} is complete", path.display()),
+        };
+        let unwritten = |more: &[&str]| {
+            let args = train(more);
+            let place = args.devices.place(DEFAULT_WORLD_SIZE).unwrap();
+            args.unwritten(place, &begin(&args, place)).unwrap()
+        };
+        assert_eq!(unwritten(&[]), None);
+        assert!(unwritten(&["--lora", "1", "--strategy", "full"]).is_some());
+
+        // What is held out takes memory as well.
+        let args = train(&["--batch-size", "1", "--validation", "0.5"]);
+        let place = args.devices.place(DEFAULT_WORLD_SIZE).unwrap();
+        let beginning = begin(&args, place);
+        let n_steps = beginning.schedule.first_epoch().unwrap().1.len();
+        assert_eq!((n_steps, beginning.steps().unwrap().len()), (1, 2));
     }
 
     #[test]

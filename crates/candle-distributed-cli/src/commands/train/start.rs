@@ -8,6 +8,7 @@ use std::{
 };
 
 use candle_distributed::{
+    batch::Batch,
     mesh::DeviceMesh,
     train::peak_bytes,
     types::{
@@ -70,6 +71,13 @@ pub(super) struct Beginning {
 }
 
 impl Beginning {
+    /// The batches of the steps of an epoch, and of a validation if there are some.
+    pub(super) fn steps(&self) -> Result<Vec<Vec<Batch>>> {
+        let (_, mut steps) = self.schedule.first_epoch()?;
+        steps.extend(self.held_out.iter().flat_map(HeldOut::steps).cloned());
+        Ok(steps)
+    }
+
     /// Refuses an optimizer inside the backward pass that would have to wait for its end.
     fn check_optimizer(&self) -> Result<()> {
         let is_in_bwd =
@@ -222,6 +230,13 @@ impl Args {
         let (fingerprint, train, held_out) = finetune.examples(&folder, path, seed)?;
         say_overlong(&train, &finetune);
         say_files(&train);
+        let finetune = match (known, self.context) {
+            (None, None) => {
+                let held_out = held_out.iter().flat_map(Examples::lengths);
+                finetune.for_longest(train.lengths().into_iter().chain(held_out).fold(0, u64::max))
+            }
+            (Some(_), _) | (_, Some(_)) => finetune,
+        };
         let texts = |examples| {
             let devices = world_size.as_usize();
             DataSet::Texts(Texts { examples, rows: finetune.rows, devices })
@@ -262,20 +277,19 @@ impl Args {
         Ok(())
     }
 
-    /// The same of the sizes of a transformer over bytes.
+    /// The same of the sizes of a transformer over bytes, which the model of a folder does not take.
     fn agrees_with_sizes(&self, known: &Settings) -> Result<()> {
-        if known.finetune.is_some() {
-            return Ok(());
-        }
-        let Config { context, layers, heads, hidden, .. } = known.config();
+        let of_bytes = known.finetune.is_none().then(|| known.config());
+        let context = of_bytes.as_ref().map(|config| config.context);
         for (name, asked, known) in [
-            ("n-layers", self.n_layers, layers),
-            ("hidden", self.hidden, hidden),
-            ("n-heads", self.n_heads, heads),
-            ("context", self.context, context),
+            ("n-layers", self.n_layers, of_bytes.map(|config| config.layers)),
+            ("hidden", self.hidden, of_bytes.map(|config| config.hidden)),
+            ("n-heads", self.n_heads, of_bytes.map(|config| config.heads)),
+            // That of a folder's model is compared with its other options.
+            ("context", self.context.filter(|_| context.is_some()), context),
         ] {
-            let asked = asked.map(|asked| asked.to_string());
-            agrees(name, asked.as_deref(), Some(&known.to_string()))?;
+            let words = |number: Option<usize>| number.map(|number| number.to_string());
+            agrees(name, words(asked).as_deref(), words(known).as_deref())?;
         }
         Ok(())
     }
@@ -309,6 +323,7 @@ impl Args {
             finetune: kind.finetune(),
             allow_non_finite: settings.allow_non_finite || self.allow_non_finite,
             // The model that is there, if any, is not that of a run with steps left.
+            model_files: vec![],
             model_fingerprint: None,
             ..settings
         };
@@ -352,6 +367,7 @@ impl Args {
             },
             sessions: vec![],
             identity: None,
+            model_files: vec![],
             model_fingerprint: None,
         };
         settings.check_weights()?;
@@ -375,19 +391,24 @@ impl Args {
         }
     }
 
+    /// The least of the limits of this process's memory, if there is one.
+    pub(super) fn limit(&self, place: Place) -> Option<Limit> {
+        let limits = match self.memory_limit {
+            Some(bytes) => vec![Limit::of_process(bytes, "--memory-limit")],
+            None => limits::of_system(place.processes_here()),
+        };
+        limits.into_iter().min_by_key(Limit::share)
+    }
+
     /// Checks that the memory that this process will probably take is there.
     fn check_memory(&self, place: Place, beginning: &Beginning) -> Result<()> {
-        let (_, steps) = beginning.schedule.first_epoch()?;
+        let steps = beginning.steps()?;
         let model = beginning.settings.trained_model()?;
         let parameters = model.parameters()?;
         let work = work_of(beginning, &model, &parameters, &steps, place, self.check);
         let needed = work.predicted()?.total();
         tracing::info!("this process will take about {}", HumanBytes(needed.into()));
-        let limits = match self.memory_limit {
-            Some(bytes) => vec![Limit::of_process(bytes, "--memory-limit")],
-            None => limits::of_system(place.processes_here()),
-        };
-        if let Some(limit) = limits.into_iter().min_by_key(Limit::share)
+        if let Some(limit) = self.limit(place)
             && limit.share() < needed
         {
             let error = Error::from(ErrorKind::Memory { needed, limit });

@@ -2,7 +2,7 @@
 
 use std::path::Path;
 
-use candle_distributed::types::Seed;
+use candle_distributed::types::{Seed, human::HumanBytes};
 
 use crate::{
     commands::train::start::Beginning,
@@ -20,6 +20,10 @@ pub(super) struct WritingArgs {
     /// [default: the beginning of the first text]
     #[arg(long, value_name = "TEXT", conflicts_with = "dry_run")]
     prompt: Option<String>,
+    /// Let the model write nothing at the end, for which the first process reads it back, whole and in
+    /// single precision
+    #[arg(long, conflicts_with_all = ["prompt", "dry_run"])]
+    no_sample: bool,
     #[command(flatten)]
     sampling: Sampling,
 }
@@ -45,6 +49,9 @@ impl WritingArgs {
     pub(super) fn prompt(&self, data: &DataSet, folder: Option<&Folder>) -> Result<Option<String>> {
         /// As many as show what kind of text it is.
         const N_TOKENS: usize = 16;
+        if self.no_sample {
+            return Ok(None);
+        }
         if let Some(prompt) = &self.prompt {
             return Ok(Some(prompt.clone()));
         }
@@ -58,10 +65,7 @@ impl WritingArgs {
     /// The run is complete, whatever becomes of that.
     pub(super) fn write(&self, path: &Path, prompt: &str, seed: Seed) -> Result<()> {
         match self.written(path, prompt, seed) {
-            Ok(text) => {
-                output::file(&run_dir::sample_in(path), text.as_bytes())?;
-                output::text(|out| writeln!(out, "the model writes:\n{text}"))
-            }
+            Ok(text) => output::text(|out| writeln!(out, "the model writes:\n{text}")),
             Err(error) => {
                 output::warning(format_args!("the model writes nothing: {}", error.chain()));
                 Ok(())
@@ -72,8 +76,20 @@ impl WritingArgs {
     fn written(&self, path: &Path, prompt: &str, seed: Seed) -> Result<String> {
         let mut chooser = self.sampling.chooser(seed)?;
         let model = generation::open(path, None)?;
-        Ok(model.write(Prompt::Text(prompt), Length::GLANCE, &mut chooser)?.text)
+        let text = model.write(Prompt::Text(prompt), Length::GLANCE, &mut chooser)?.text;
+        output::file(&run_dir::sample_in(path), text.as_bytes())?;
+        Ok(text)
     }
+}
+
+/// Says that the model is not read back to write: it would take so much of this process.
+pub(super) fn say_too_large(bytes: u64) {
+    output::warning(format_args!(
+        "the model writes nothing: whole, it would take about {}, more than this process was to \
+         take for the run",
+        HumanBytes(bytes.into())
+    ));
+    output::hint(hint::WRITE_LATER);
 }
 
 fn words(folder: Option<&Folder>) -> Words<'_> {
