@@ -255,6 +255,11 @@ fn what_cannot_be_trained_is_refused_by_name() {
         &["--max-tokens is 25, must be at least 26"],
     );
     is_refused(&model, &with(&["--batch-size", "0"]), &["--batch-size is 0"]);
+    is_refused(
+        &model,
+        &with(&["--rows", "packed", "--batch-size", "99"]),
+        &["packed rows, and a step has 99", "hint: a smaller --batch-size"],
+    );
     is_refused(&model, &with(&["--lr", "0"]), &["--lr is 0"]);
     is_refused(&model, &with(&["--validation", "1"]), &["--validation 1 of 16 examples"]);
     is_refused(&model, &with(&["--n-layers", "3"]), &["--n-layers", "cannot be used with"]);
