@@ -307,6 +307,42 @@ fn standard_stream(_: &Metadata) -> io::Result<Option<File>> {
     Ok(None)
 }
 
+/// What is damaged in a file, after its name.
+pub(crate) fn damage(lines: &[u64]) -> String {
+    let lines: Vec<String> = lines.iter().map(u64::to_string).collect();
+    let word = if lines.len() == 1 { "line" } else { "lines" };
+    format!("has damage in {word} {}", lines.join(", "))
+}
+
+/// Keeps the content of a file beside it, and says so, if some of its lines are damaged.
+pub(crate) fn keep_damaged(path: &Path, lines: &[u64], content: &[u8]) -> Result<()> {
+    if lines.is_empty() {
+        return Ok(());
+    }
+    let beside = keep_beside(path, "damaged", content)?;
+    warning(format_args!(
+        "{} {}; the whole file is kept as {}",
+        path.display(),
+        damage(lines),
+        beside.display()
+    ));
+    Ok(())
+}
+
+/// Keeps the content of the file at `path` in another one, whose name says in a word what it is, and
+/// returns where.
+pub(crate) fn keep_beside(path: &Path, what: &str, content: &[u8]) -> Result<PathBuf> {
+    let mut number = 1_u32;
+    loop {
+        let beside = path.with_extension(format!("{what}-{number:04}.jsonl"));
+        match File::create_new(&beside).and_then(|mut file| file.write_all(content)) {
+            Ok(()) => return Ok(beside),
+            Err(error) if error.kind() == io::ErrorKind::AlreadyExists => number += 1,
+            Err(source) => return Err(Error::write(beside, source)),
+        }
+    }
+}
+
 /// A progress bar of `n_steps`, drawn if stderr is a terminal.
 #[expect(clippy::expect_used, reason = "says why it cannot fail")]
 pub(crate) fn progress(n_steps: u64, template: &'static str) -> ProgressBar {

@@ -90,16 +90,9 @@ pub(crate) fn metrics(path: &Path) -> Result<Metrics> {
     let path = path.join(METRICS);
     let metrics = Metrics::parse(&input::read_if_there(&path)?.unwrap_or_default());
     if !metrics.damaged().is_empty() {
-        output::warning(format_args!("{} {}", path.display(), damage(metrics.damaged())));
+        output::warning(format_args!("{} {}", path.display(), output::damage(metrics.damaged())));
     }
     Ok(metrics)
-}
-
-/// What is damaged in a file, after its name.
-pub(crate) fn damage(lines: &[u64]) -> String {
-    let lines: Vec<String> = lines.iter().map(u64::to_string).collect();
-    let word = if lines.len() == 1 { "line" } else { "lines" };
-    format!("has damage in {word} {}", lines.join(", "))
 }
 
 /// The names of what the folder `path` holds of a run.
@@ -311,11 +304,11 @@ impl RunDir {
         // A run may be killed before its first step, and `--resume` may start one.
         let known = input::read_if_there(&metrics)?.unwrap_or_default();
         let mut kept = Metrics::parse(&known);
-        keep_damaged(&metrics, kept.damaged(), &known)?;
+        output::keep_damaged(&metrics, kept.damaged(), &known)?;
         if step == 0 && kept.done() > 0 {
             // A run that is killed before its first checkpoint leaves the same, and must go on
             // without anybody's help.
-            let beside = keep_beside(&metrics, "unsaved", &known)?;
+            let beside = output::keep_beside(&metrics, "unsaved", &known)?;
             output::warning(format_args!(
                 "{} ends with step {}, but there is no checkpoint in {}: the run starts anew, and \
                  the whole file is kept as {}",
@@ -480,37 +473,10 @@ fn keep_unsaved(path: &Path, settings: &Settings) -> Result<()> {
     }
     let validations = path.join(validation::FILE);
     match input::read_if_there(&validations)? {
-        Some(known) if !known.is_empty() => keep_beside(&validations, "unsaved", &known).map(drop),
-        Some(_) | None => Ok(()),
-    }
-}
-
-/// Keeps the content of a file beside it, and says so, if some of its lines are damaged.
-pub(crate) fn keep_damaged(path: &Path, lines: &[u64], content: &[u8]) -> Result<()> {
-    if lines.is_empty() {
-        return Ok(());
-    }
-    let beside = keep_beside(path, "damaged", content)?;
-    output::warning(format_args!(
-        "{} {}; the whole file is kept as {}",
-        path.display(),
-        damage(lines),
-        beside.display()
-    ));
-    Ok(())
-}
-
-/// Keeps the content of the file at `path` in another one, whose name says in a word what it is, and
-/// returns where.
-fn keep_beside(path: &Path, what: &str, content: &[u8]) -> Result<PathBuf> {
-    let mut number = 1_u32;
-    loop {
-        let beside = path.with_extension(format!("{what}-{number:04}.jsonl"));
-        match File::create_new(&beside).and_then(|mut file| file.write_all(content)) {
-            Ok(()) => return Ok(beside),
-            Err(error) if error.kind() == io::ErrorKind::AlreadyExists => number += 1,
-            Err(source) => return Err(Error::write(beside, source)),
+        Some(known) if !known.is_empty() => {
+            output::keep_beside(&validations, "unsaved", &known).map(drop)
         }
+        Some(_) | None => Ok(()),
     }
 }
 

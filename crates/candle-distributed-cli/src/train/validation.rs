@@ -9,7 +9,7 @@ use serde::{Deserialize, Deserializer, Serialize};
 use crate::{
     error::{Error, Result},
     hint, input, output,
-    train::{dataset::DataSet, distributed::Distributed, run_dir, settings::Settings},
+    train::{dataset::DataSet, distributed::Distributed, settings::Settings},
 };
 
 /// The file of a run with what its validations have found, a line each.
@@ -100,7 +100,7 @@ pub(crate) fn keep_up_to(path: &Path, steps: u64) -> Result<()> {
     let path = path.join(FILE);
     let Some(text) = input::read_if_there(&path)? else { return Ok(()) };
     let (found, damaged) = parse(&text);
-    run_dir::keep_damaged(&path, &damaged, &text)?;
+    output::keep_damaged(&path, &damaged, &text)?;
     let mut lines = Vec::new();
     for found in found.iter().filter(|found| found.step <= steps) {
         let line = serde_json::to_vec(found).map_err(io::Error::from);
@@ -117,7 +117,7 @@ pub(crate) fn found_in(path: &Path, steps: u64) -> Result<Vec<Validated>> {
     let Some(text) = input::read_if_there(&path)? else { return Ok(Vec::new()) };
     let (mut found, damaged) = parse(&text);
     if !damaged.is_empty() {
-        output::warning(format_args!("{} {}", path.display(), run_dir::damage(&damaged)));
+        output::warning(format_args!("{} {}", path.display(), output::damage(&damaged)));
     }
     found.retain(|found| found.step <= steps);
     Ok(found)
