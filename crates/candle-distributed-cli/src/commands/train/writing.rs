@@ -33,7 +33,8 @@ impl WritingArgs {
     pub(super) fn typed(&self) -> String {
         let prompt = self.prompt.as_ref();
         let prompt = prompt.map(|prompt| format!(" --prompt {}", hint::in_shell(prompt)));
-        prompt.into_iter().chain(self.sampling.typed()).collect()
+        let no_sample = self.no_sample.then(|| " --no-sample".to_owned());
+        [prompt, self.sampling.typed(), no_sample].into_iter().flatten().collect()
     }
 
     /// Refuses a prompt that the model could not write on from, before it is trained.
@@ -94,4 +95,15 @@ pub(super) fn say_too_large(bytes: u64) {
 
 fn words(folder: Option<&Folder>) -> Words<'_> {
     Words(folder.map(Folder::tokenizer))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_run_that_writes_nothing_is_resumed_to_write_nothing() {
+        let nothing = WritingArgs { prompt: None, no_sample: true, sampling: Sampling::default() };
+        assert_eq!(nothing.typed(), " --no-sample");
+    }
 }
